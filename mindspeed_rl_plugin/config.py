@@ -1,0 +1,230 @@
+"""RLConfig: every `--rl-*` flag, its default, unit and help; flags are generated from these fields.
+
+A field `samples_per_prompt` becomes the flag `--rl-samples-per-prompt` and the attribute
+`args.rl_samples_per_prompt` of Megatron's own parser. `RLConfig.from_args` reads them back; nothing
+here changes a value that the user gave. A preset (`--rl-algorithm`) fills only flags left at None.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import typing
+from dataclasses import dataclass, field
+from types import UnionType
+from typing import Any
+
+PREFIX = "rl_"
+
+
+def flag(default: Any, help: str, *, choices: tuple[str, ...] | None = None, unit: str = "") -> Any:
+    """A config field that is also a flag. A tuple default makes it take several values; False a switch."""
+    return field(default=default, metadata={"help": help, "choices": choices, "unit": unit})
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Prompts: where they come from and how they become tokens."""
+
+    prompt_data: tuple[str, ...] = flag(
+        (), "prompts: JSONL, JSON or Parquet files or saved dataset directories, one or several"
+    )
+    prompt_key: str = flag("prompt", "field that holds the prompt: a string, or a list of chat messages")
+    answer_key: str = flag("answer", "field that holds the ground truth for the reward")
+    apply_chat_template: bool = flag(False, "render every prompt with the tokenizer's chat template")
+    max_prompt_length: int = flag(1024, "longest prompt kept; longer ones are dropped and counted", unit="tokens")
+    tokenizer: str | None = flag(
+        None, "Hugging Face tokenizer directory (default: --rl-hf-model, then --tokenizer-model)"
+    )
+    data_seed: int | None = flag(None, "seed of the prompts' order (default: --seed)")
+
+
+@dataclass(frozen=True)
+class RolloutConfig:
+    """Generation: how many responses, how they are drawn, and by which engine."""
+
+    rollout_prompts: int | None = flag(
+        None, "prompts of one rollout (default: --global-batch-size / --rl-samples-per-prompt)", unit="prompts"
+    )
+    samples_per_prompt: int = flag(8, "responses drawn for each prompt, the group size N", unit="responses")
+    max_response_length: int = flag(1024, "longest response; longer ones are cut", unit="tokens")
+    temperature: float = flag(1.0, "sampling temperature, > 0; log-probs everywhere are taken at it")
+    top_p: float = flag(1.0, "nucleus sampling bound in (0, 1]; below 1 the ratio of the update is biased")
+    top_k: int = flag(0, "sample among the k likeliest tokens; 0 means all")
+    stop: tuple[str, ...] = flag((), "strings that end a response")
+    stop_token_ids: tuple[int, ...] = flag((), "token ids that end a response, besides the tokenizer's eos")
+    ignore_eos: bool = flag(False, "draw --rl-max-response-length tokens whatever comes (benchmarks)")
+    rollout_seed: int | None = flag(None, "seed of the responses (default: --seed)")
+    generate_tp: int = flag(1, "tensor parallel size of the rollout engine", unit="ranks")
+    hf_model: str | None = flag(
+        None, "Hugging Face directory whose config is checked against Megatron's arguments; weights are not read"
+    )
+    engine_dtype: str = flag(
+        "auto", "dtype of the engine's weights; auto takes Megatron's", choices=("auto", "float32", "bfloat16", "float16")
+    )
+    kv_cache_gb: float = flag(1.0, "KV cache of one engine rank on a host without accelerator", unit="GiB")
+    device_memory_utilization: float = flag(
+        0.6, "share of the device's memory that the engine may use while the trainer is swapped out"
+    )
+    max_running: int = flag(256, "most sequences that an engine decodes at once", unit="sequences")
+
+
+@dataclass(frozen=True)
+class RewardConfig:
+    """Rewards: which graders, with which weights and limits."""
+
+    reward: tuple[str, ...] = flag(
+        (), "graders: math, exact, regex or path/to/file.py:function, each with an optional =WEIGHT"
+    )
+    reward_regex: str | None = flag(None, "pattern of the regex grader; its group 1 (or the match) is compared to the answer")
+    reward_timeout: float = flag(10.0, "limit of one grading call; the worker is killed beyond it", unit="seconds")
+    reward_workers: int = flag(2, "grader processes on each rank that grades", unit="processes")
+    reward_on_error: str = flag(
+        "stop", "what a failing grader does: stop the run, count as zero, or drop its group", choices=("stop", "zero", "drop")
+    )
+
+
+@dataclass(frozen=True)
+class AlgorithmConfig:
+    """The algorithm: a preset, and each of its parts by a flag of its own."""
+
+    algorithm: str | None = flag(None, "turns RL on: the preset to train with (grpo)")
+    advantage: str | None = flag(None, "advantage estimator (default: the preset's)")
+    loss: str | None = flag(None, "policy loss (default: the preset's)")
+    aggregation: str | None = flag(None, "how token losses become one number (default: the preset's)")
+    clip_low: float | None = flag(None, "ratio bound below: 1 - clip_low (default: the preset's)")
+    clip_high: float | None = flag(None, "ratio bound above: 1 + clip_high (default: the preset's)")
+    dual_clip: float | None = flag(None, "bound c of dual clip for negative advantages, > 1; off unless set")
+    kl_loss_coef: float | None = flag(None, "weight of the KL to the reference in the loss (default: the preset's)")
+    kl_estimator: str | None = flag(
+        None, "KL estimator (default: the preset's)", choices=("k1", "k2", "k3", "k3-unbiased")
+    )
+    entropy_coef: float = flag(0.0, "weight of the entropy bonus")
+    advantage_eps: float = flag(1e-6, "added to the group's standard deviation")
+    ppo_epochs: int = flag(1, "passes over one rollout batch", unit="epochs")
+
+
+@dataclass(frozen=True)
+class ReshardConfig:
+    """Weights between trainer and engine, and what leaves the device meanwhile."""
+
+    swap: tuple[str, ...] = flag(
+        ("params", "grads", "optimizer"), "what leaves the device during generation: params, grads, optimizer, or none"
+    )
+    reshard_bucket_mb: int = flag(256, "bucket of the streaming reshard", unit="MiB")
+    verify_weights: bool = flag(False, "compare digests of every tensor in trainer and engine after each reshard")
+
+
+@dataclass(frozen=True)
+class MonitorConfig:
+    """What is measured, where it is written, and how often the model is evaluated."""
+
+    run_dir: str | None = flag(None, "metrics, stage events and dumps go here (default: SAVE/rl)")
+    dump_dir: str | None = flag(None, "write every rollout here as Parquet (default: off)")
+    eval_data: tuple[str, ...] = flag((), "held-out prompts, in the forms of --rl-prompt-data")
+    eval_every: int = flag(10, "iterations between evaluations; one is also run before the first update")
+    eval_prompts: int = flag(0, "evaluate on the first n held-out prompts; 0 means all", unit="prompts")
+    eval_pass_k: int = flag(0, "also sample k responses a prompt and report pass@k; 0 means greedy only")
+    wait_timeout: float = flag(600.0, "deadline of every wait between ranks", unit="seconds")
+    progress: bool = flag(True, "progress bar during generation when stdout is a terminal")
+
+
+@dataclass(frozen=True)
+class RLConfig:
+    """All groups. Built by `from_args`, never mutated."""
+
+    data: DataConfig = field(default_factory=DataConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    reshard: ReshardConfig = field(default_factory=ReshardConfig)
+    monitor: MonitorConfig = field(default_factory=MonitorConfig)
+
+    @classmethod
+    def from_args(cls, args: argparse.Namespace) -> RLConfig:
+        """Read the parsed `rl_*` attributes back into the groups."""
+        groups = {}
+        for name, group in _groups().items():
+            groups[name] = group(**{f.name: _value(f, getattr(args, PREFIX + f.name)) for f in dataclasses.fields(group)})
+        return cls(**groups)
+
+
+def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add every flag to Megatron's parser, one titled argument group a config group. Idempotent.
+
+    Raises ValueError when the parser already owns a flag of that name with another meaning.
+    """
+    taken = {s: a for a in parser._actions for s in a.option_strings}
+    if getattr(taken.get("--rl-algorithm"), "mindspeed_rl", False):
+        return parser
+    for group_name, group in _groups().items():
+        section = parser.add_argument_group(f"reinforcement learning: {group_name}", (group.__doc__ or "").strip())
+        for f in dataclasses.fields(group):
+            name = flag_name(f.name)
+            if name in taken:
+                raise ValueError(f"{name} already exists in this Megatron with another meaning; rename the plugin's field")
+            section.add_argument(name, **_argparse_kwargs(group, f)).mindspeed_rl = True
+    return parser
+
+
+def flag_name(field_name: str) -> str:
+    """`samples_per_prompt` -> `--rl-samples-per-prompt`."""
+    return "--" + (PREFIX + field_name).replace("_", "-")
+
+
+def flag_names() -> list[str]:
+    """Every flag, `--no-` twins of default-on switches included."""
+    names = []
+    for group in _groups().values():
+        for f in dataclasses.fields(group):
+            names.append(flag_name(f.name))
+            if f.default is True:
+                names.append("--no-" + flag_name(f.name)[2:])
+    return names
+
+
+def rl_enabled(args: argparse.Namespace) -> bool:
+    """Whether the user asked for RL at all; without it the plugin changes nothing."""
+    return getattr(args, "rl_algorithm", None) is not None
+
+
+def launch_env() -> dict[str, int]:
+    """RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE as torchrun sets them; a lone process is rank 0 of 1."""
+    return {
+        "rank": int(os.environ.get("RANK", 0)),
+        "world_size": int(os.environ.get("WORLD_SIZE", 1)),
+        "local_rank": int(os.environ.get("LOCAL_RANK", 0)),
+        "local_world_size": int(os.environ.get("LOCAL_WORLD_SIZE", 1)),
+    }
+
+
+def _groups() -> dict[str, type]:
+    hints = typing.get_type_hints(RLConfig)
+    return {f.name: hints[f.name] for f in dataclasses.fields(RLConfig)}
+
+
+def _value(f: dataclasses.Field, value: Any) -> Any:
+    return tuple(value) if isinstance(f.default, tuple) else value
+
+
+def _argparse_kwargs(group: type, f: dataclasses.Field) -> dict[str, Any]:
+    text = f.metadata["help"].replace("%", "%%")
+    if f.metadata["unit"]:
+        text += f" [{f.metadata['unit']}]"
+    if f.default not in (None, ()) and not isinstance(f.default, bool):
+        text += f" (default: {' '.join(map(str, f.default)) if isinstance(f.default, tuple) else f.default})"
+    kwargs: dict[str, Any] = {"help": text, "default": list(f.default) if isinstance(f.default, tuple) else f.default}
+    if isinstance(f.default, bool):
+        kwargs["action"] = argparse.BooleanOptionalAction if f.default else "store_true"
+        return kwargs
+    hint = typing.get_type_hints(group)[f.name]
+    if typing.get_origin(hint) is UnionType:
+        hint = next(h for h in typing.get_args(hint) if h is not type(None))
+    if typing.get_origin(hint) is tuple:
+        hint = typing.get_args(hint)[0]
+        kwargs["nargs"] = "*"
+    kwargs["type"] = hint
+    if f.metadata["choices"]:
+        kwargs["choices"] = f.metadata["choices"]
+    return kwargs

@@ -1,0 +1,204 @@
+"""What flows between the rooms: ids, ragged columns, rows, prompts, requests and completions.
+
+Shape legend, used in every docstring of the package:
+
+    B  rows (samples) in a batch          G  groups (prompts) in a rollout
+    N  responses of one prompt            P  prompt tokens, R response tokens
+    L  tokens of one sample, P + R        T  packed tokens of a batch, sum of L
+    S  padded length of a micro-batch     V  vocabulary, H hidden size
+
+**Alignment.** Every per-token column of a sample has length L and is aligned with `tokens`: entry t
+belongs to the event "tokens[t] was produced after tokens[:t]". `loss_mask[t]` is 1 where that event
+is trained, and 0 on prompt tokens; entry 0 is always masked. The shift between logits and tokens
+happens in one room, `forward/`, and nowhere else.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class SampleId(NamedTuple):
+    """Identity of one sample, never reused: rollout epoch, group within it, member of the group."""
+
+    epoch: int
+    group: int
+    member: int
+
+
+@dataclass(frozen=True)
+class Ragged:
+    """B rows of different lengths, packed without padding.
+
+    values: `[T, *trailing]`; offsets: `[B + 1]` int64, row i is `values[offsets[i]:offsets[i + 1]]`.
+    """
+
+    values: Tensor
+    offsets: Tensor
+
+    @classmethod
+    def from_rows(cls, rows: Sequence[Tensor], dtype: torch.dtype | None = None) -> Ragged:
+        """Pack rows `[L_i, *trailing]`. An empty sequence needs `dtype`."""
+        if not rows and dtype is None:
+            raise ValueError("Ragged.from_rows: no rows and no dtype; pass dtype for an empty column")
+        lengths = torch.tensor([0, *(r.shape[0] for r in rows)], dtype=torch.int64)
+        values = torch.cat(list(rows)) if rows else torch.empty(0, dtype=dtype)
+        return cls(values if dtype is None else values.to(dtype), lengths.cumsum(0))
+
+    def __len__(self) -> int:
+        return self.offsets.numel() - 1
+
+    @property
+    def lengths(self) -> Tensor:
+        """`[B]` int64, entries a row."""
+        return self.offsets.diff()
+
+    def row(self, i: int) -> Tensor:
+        """View of row i, `[L_i, *trailing]`."""
+        return self.values[int(self.offsets[i]) : int(self.offsets[i + 1])]
+
+    def rows(self) -> list[Tensor]:
+        """Views of all rows."""
+        return list(self.values.split(self.lengths.tolist()))
+
+    def take(self, index: Sequence[int]) -> Ragged:
+        """New packed column with the rows `index`, in that order."""
+        return Ragged.from_rows([self.row(i) for i in index], dtype=self.values.dtype)
+
+    def padded(self, length: int, value: float = 0) -> Tensor:
+        """`[B, length, *trailing]`, rows left-aligned. Raises ValueError when a row is longer."""
+        longest = int(self.lengths.max()) if len(self) else 0
+        if longest > length:
+            raise ValueError(f"cannot pad a row of {longest} entries to {length}")
+        out = self.values.new_full((len(self), length, *self.values.shape[1:]), value)
+        for i, row in enumerate(self.rows()):
+            out[i, : row.shape[0]] = row
+        return out
+
+
+Column = Ragged | Tensor
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Some columns of some samples: the one container that moves through the dock.
+
+    ids: B sample ids; columns: name -> `Ragged` of B rows, or tensor `[B, *trailing]`.
+    """
+
+    ids: tuple[SampleId, ...]
+    columns: Mapping[str, Column] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name, column in self.columns.items():
+            if len(column) != len(self.ids):
+                raise ValueError(f"column {name!r} has {len(column)} rows for {len(self.ids)} ids")
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, name: str) -> Column:
+        return self.columns[name]
+
+    def take(self, index: Sequence[int]) -> Rows:
+        """The rows `index`, in that order, copied."""
+        columns = {
+            k: c.take(index) if isinstance(c, Ragged) else c[torch.as_tensor(index, dtype=torch.int64)]
+            for k, c in self.columns.items()
+        }
+        return Rows(tuple(self.ids[i] for i in index), columns)
+
+    def select(self, ids: Iterable[SampleId]) -> Rows:
+        """The rows of `ids`, in that order. Raises KeyError for an id that is not here."""
+        where = {sample: i for i, sample in enumerate(self.ids)}
+        return self.take([where[i] for i in ids])
+
+    def with_columns(self, **columns: Column) -> Rows:
+        """The same rows with columns added or replaced."""
+        return Rows(self.ids, {**self.columns, **columns})
+
+    @classmethod
+    def concat(cls, parts: Sequence[Rows]) -> Rows:
+        """Rows of all parts in order; every part must hold the same columns."""
+        names = list(parts[0].columns)
+        if any(set(p.columns) != set(names) for p in parts):
+            raise ValueError(f"Rows.concat: parts differ in columns: {[sorted(p.columns) for p in parts]}")
+        columns: dict[str, Column] = {}
+        for name in names:
+            items = [p.columns[name] for p in parts]
+            if isinstance(items[0], Ragged):
+                columns[name] = Ragged.from_rows([r for c in items for r in c.rows()], dtype=items[0].values.dtype)
+            else:
+                columns[name] = torch.cat(items)
+        return cls(tuple(i for p in parts for i in p.ids), columns)
+
+
+def pack_json(records: Sequence[object]) -> Ragged:
+    """Records as UTF-8 JSON in a uint8 column, so that text crosses the dock without pickle."""
+    blobs = [json.dumps(r, ensure_ascii=False).encode() for r in records]
+    return Ragged.from_rows([torch.frombuffer(bytearray(b), dtype=torch.uint8) for b in blobs], dtype=torch.uint8)
+
+
+def unpack_json(column: Ragged) -> list[object]:
+    """Inverse of `pack_json`."""
+    return [json.loads(bytes(r.tolist())) for r in column.rows()]
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One prompt, ready for the engine.
+
+    tokens: P token ids (chat template applied when asked); text: the prompt as a grader sees it;
+    answer: ground truth, "" when the data has none; row: index in the data; record: the other
+    fields of its data row (JSON values), for custom rewards.
+    """
+
+    tokens: tuple[int, ...]
+    text: str
+    answer: str
+    row: int
+    record: Mapping[str, object] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How responses are drawn. temperature 0 is greedy; top_p in (0, 1]; top_k 0 means all tokens."""
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+
+@dataclass(frozen=True)
+class GenerateRequest:
+    """One response asked of an engine. seed: full 63-bit seed of this very response."""
+
+    id: SampleId
+    prompt_tokens: tuple[int, ...]
+    sampling: Sampling
+    seed: int
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One response, whole or partial.
+
+    tokens: R response ids, the stop token included where one was drawn; logps: R processed log-probs
+    at the sampling temperature; finish: "stop" | "length" | "abort"; version: weight version that drew it.
+    """
+
+    id: SampleId
+    tokens: tuple[int, ...]
+    logps: tuple[float, ...]
+    finish: str
+    version: int
