@@ -61,7 +61,9 @@ class RolloutConfig:
         None, "Hugging Face directory whose config is checked against Megatron's arguments; weights are not read"
     )
     engine_dtype: str = flag(
-        "auto", "dtype of the engine's weights; auto takes Megatron's", choices=("auto", "float32", "bfloat16", "float16")
+        "auto",
+        "dtype of the engine's weights; auto takes Megatron's",
+        choices=("auto", "float32", "bfloat16", "float16"),
     )
     kv_cache_gb: float = flag(1.0, "KV cache of one engine rank on a host without accelerator", unit="GiB")
     device_memory_utilization: float = flag(
@@ -77,11 +79,15 @@ class RewardConfig:
     reward: tuple[str, ...] = flag(
         (), "graders: math, exact, regex or path/to/file.py:function, each with an optional =WEIGHT"
     )
-    reward_regex: str | None = flag(None, "pattern of the regex grader; its group 1 (or the match) is compared to the answer")
+    reward_regex: str | None = flag(
+        None, "pattern of the regex grader; its group 1 (or the match) is compared to the answer"
+    )
     reward_timeout: float = flag(10.0, "limit of one grading call; the worker is killed beyond it", unit="seconds")
     reward_workers: int = flag(2, "grader processes on each rank that grades", unit="processes")
     reward_on_error: str = flag(
-        "stop", "what a failing grader does: stop the run, count as zero, or drop its group", choices=("stop", "zero", "drop")
+        "stop",
+        "what a failing grader does: stop the run, count as zero, or drop its group",
+        choices=("stop", "zero", "drop"),
     )
 
 
@@ -146,7 +152,9 @@ class RLConfig:
         """Read the parsed `rl_*` attributes back into the groups."""
         groups = {}
         for name, group in _groups().items():
-            groups[name] = group(**{f.name: _value(f, getattr(args, PREFIX + f.name)) for f in dataclasses.fields(group)})
+            groups[name] = group(
+                **{f.name: _value(f, getattr(args, PREFIX + f.name)) for f in dataclasses.fields(group)}
+            )
         return cls(**groups)
 
 
@@ -163,7 +171,9 @@ def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         for f in dataclasses.fields(group):
             name = flag_name(f.name)
             if name in taken:
-                raise ValueError(f"{name} already exists in this Megatron with another meaning; rename the plugin's field")
+                raise ValueError(
+                    f"{name} already exists in this Megatron with another meaning; rename the plugin's field"
+                )
             section.add_argument(name, **_argparse_kwargs(group, f)).mindspeed_rl = True
     return parser
 

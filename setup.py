@@ -1,0 +1,19 @@
+"""Package of mindspeed_rl_plugin. The CPU environment comes from requirements/cpu.lock (see setup.sh)."""
+
+from setuptools import find_packages, setup
+
+setup(
+    name="mindspeed-rl-plugin",
+    version="0.1.0",
+    description="Reinforcement learning for an existing Megatron-LM / MindSpeed pretraining script, by flags",
+    packages=find_packages(include=["mindspeed_rl_plugin", "mindspeed_rl_plugin.*"]),
+    package_data={"mindspeed_rl_plugin.monitor": ["*.html", "*.js", "*.css", "*.in"]},
+    python_requires=">=3.10",
+    install_requires=["torch", "tensordict", "transformers", "datasets", "pyarrow", "tqdm"],
+    extras_require={
+        "math": ["math-verify[antlr4_13_2]"],
+        "cuda": ["vllm", "ray"],
+        "npu": ["torch-npu", "vllm-ascend", "ray"],
+        "test": ["pytest", "pytest-timeout", "hypothesis", "ruff"],
+    },
+)
