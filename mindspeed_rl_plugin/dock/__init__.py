@@ -1,0 +1,6 @@
+"""Transfer dock: where the stages of the loop leave rows for each other, exactly once per state."""
+
+from mindspeed_rl_plugin.dock.api import ColumnSpec, Dock, Lease, StateSpec
+from mindspeed_rl_plugin.dock.local import LocalDock
+
+__all__ = ["ColumnSpec", "Dock", "Lease", "LocalDock", "StateSpec"]

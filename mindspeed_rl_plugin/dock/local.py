@@ -1,0 +1,386 @@
+"""The dock of one process: cells in its memory, blocking reads for its threads."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mindspeed_rl_plugin.dock.api import ColumnSpec, Lease, StateSpec
+from mindspeed_rl_plugin.dock.epoch import DONE, FREE, LEASED, Epoch, empty
+from mindspeed_rl_plugin.dock.report import explain_wait, listed
+from mindspeed_rl_plugin.dock.store import check_column
+from mindspeed_rl_plugin.types import Column, Rows, SampleId
+
+FORMAT = 1
+
+
+class LocalDock:
+    """`Dock` inside one process, safe for threads. See `dock/api.py` for the semantics.
+
+    columns, states: declarations; names are unique and states name declared columns only, or ValueError.
+    """
+
+    def __init__(self, columns: Sequence[ColumnSpec], states: Sequence[StateSpec]) -> None:
+        self.columns = {c.name: c for c in columns}
+        self.states = {s.name: s for s in states}
+        if len(self.columns) != len(columns) or len(self.states) != len(states):
+            raise ValueError("a column or a state is declared twice: each name is declared once")
+        for state in states:
+            unknown = [c for c in (*state.reads, *state.writes) if c not in self.columns]
+            if unknown:
+                known = listed(self.columns)
+                raise ValueError(f"state {state.name!r} uses undeclared columns {unknown}; declared: {known}")
+        self._epochs: dict[int, Epoch] = {}
+        self._last_epoch = -1
+        self._leases: dict[int, tuple[str, tuple[SampleId, ...]]] = {}
+        self._next_token = 1
+        self._changed = threading.Condition(threading.RLock())
+
+    # ids
+
+    def open(self, epoch: int, groups: int, members: int) -> None:
+        """Declare one rollout. Raises ValueError for a reused or falling epoch and for sizes below 1."""
+        if groups < 1 or members < 1 or epoch < 0:
+            raise ValueError(f"open({epoch=}, {groups=}, {members=}): the sizes must be at least 1, the epoch 0")
+        with self._changed:
+            known = self._epochs.get(epoch)
+            if known is not None and (known.groups, known.members) == (groups, members):
+                return
+            if epoch <= self._last_epoch:
+                raise ValueError(f"epoch {epoch} cannot be opened after epoch {self._last_epoch}: ids are never reused")
+            self._epochs[epoch] = Epoch(epoch, groups, members, self.columns, self.states)
+            self._last_epoch = epoch
+            self._changed.notify_all()
+
+    def clear(self, epoch: int, groups: Iterable[int] | None = None) -> None:
+        """Forget groups (None: the epoch). Repeats change nothing; ValueError for an epoch or group never opened."""
+        with self._changed:
+            found = self._find(epoch)
+            if found is None:
+                return
+            chosen = range(found.groups) if groups is None else list(groups)
+            wrong = [g for g in chosen if not 0 <= g < found.groups]
+            if wrong:
+                raise ValueError(f"clear: epoch {epoch} has groups 0..{found.groups - 1}, not {wrong[:4]}")
+            found.drop(chosen)
+            if not bool(found.alive.any()):
+                del self._epochs[epoch]
+            self._changed.notify_all()
+
+    # cells
+
+    def put(self, rows: Rows | None) -> None:
+        """Commit cells; all or, on a ValueError, none."""
+        if rows is None or not len(rows):
+            return
+        with self._changed:
+            self._write(rows)
+
+    def read(self, ids: Sequence[SampleId], columns: Sequence[str]) -> Rows:
+        """Cells of `ids`. Raises ValueError naming the columns and ids that are not there."""
+        with self._changed:
+            self._check_known("read", columns)
+            self._check_live("read", ids)
+            missing = {c: m for c in columns if (m := self._missing(c, ids))}
+            if missing:
+                cells = "; ".join(f"column {c!r} of {listed(m)}" for c, m in missing.items())
+                raise ValueError(f"read: not committed: {cells}")
+            return self._gather(ids, columns)
+
+    # work
+
+    def lease(
+        self,
+        state: str,
+        *,
+        ids: Sequence[SampleId] | None = None,
+        max_rows: int | None = None,
+        min_rows: int = 1,
+        deadline: float,
+    ) -> Lease:
+        """Wait at most `deadline` seconds for rows of `state`, and take them."""
+        with self._changed:
+            chosen = self.pick(state, ids=ids, max_rows=max_rows, min_rows=min_rows, deadline=deadline)
+            rows = self._gather(chosen, self.states[state].reads)
+            if not chosen:
+                return Lease(0, state, rows)
+            token, self._next_token = self._next_token, self._next_token + 1
+            self._mark(state, chosen, LEASED)
+            self._leases[token] = (state, tuple(chosen))
+            return Lease(token, state, rows)
+
+    def pick(
+        self,
+        state: str,
+        *,
+        ids: Sequence[SampleId] | None = None,
+        max_rows: int | None = None,
+        min_rows: int = 1,
+        deadline: float,
+    ) -> list[SampleId]:
+        """The ids that `lease` would take, after the same wait, without taking them."""
+        end = time.monotonic() + deadline
+        with self._changed:
+            self._check_request(state, ids, max_rows, min_rows)
+            while True:
+                chosen = self._ready(state, max_rows, min_rows) if ids is None else self._ready_ids(state, ids)
+                if chosen is not None:
+                    return chosen
+                left = end - time.monotonic()
+                if left <= 0:
+                    raise TimeoutError(self._explain(state, ids, min_rows, deadline))
+                self._changed.wait(left)
+
+    def commit(self, lease: Lease, rows: Rows | None = None) -> None:
+        """Write back and acknowledge, once; ValueError for foreign cells, missing ones, or a lease handed back."""
+        with self._changed:
+            live = self._leases.get(lease.token)
+            if live is None:
+                self._check_done(lease)
+                return
+            self._check_writes(lease, rows)
+            self.put(rows)
+            state, ids = live
+            for column in self.states[state].writes:
+                missing = self._missing(column, ids)
+                if missing:
+                    raise ValueError(
+                        f"commit: state {state!r} must write column {column!r}; it is missing for {listed(missing)}"
+                    )
+            self._mark(state, ids, DONE)
+            del self._leases[lease.token]
+            self._changed.notify_all()
+
+    def release(self, lease: Lease) -> None:
+        """Hand rows back undone. A lease that is no longer live changes nothing."""
+        with self._changed:
+            live = self._leases.pop(lease.token, None)
+            if live is not None:
+                self._mark(live[0], live[1], FREE)
+                self._changed.notify_all()
+
+    def remaining(self, state: str) -> int:
+        """Rows not yet acknowledged by `state`."""
+        with self._changed:
+            self._check_state(state)
+            return sum(e.count(state, FREE, LEASED) for e in self._epochs.values())
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all cells held."""
+        with self._changed:
+            return sum(c.nbytes for e in self._epochs.values() for c in e.cells.values())
+
+    # checkpoint
+
+    def snapshot(self) -> dict[str, Any]:
+        """Plain tensors, ints and strings; loads with `torch.load(weights_only=True)`."""
+        with self._changed:
+            return {
+                "format": FORMAT,
+                "last_epoch": self._last_epoch,
+                "columns": {n: c.describe() for n, c in self.columns.items()},
+                "states": list(self.states),
+                "epochs": [self._epochs[n].snapshot() for n in sorted(self._epochs)],
+            }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Take over a snapshot. Raises ValueError where it needs a column or a state that is not declared alike."""
+        if state.get("format") != FORMAT:
+            raise ValueError(f"dock snapshot has format {state.get('format')!r}, this dock reads format {FORMAT}")
+        declared = {n: c.describe() for n, c in self.columns.items()}
+        saved = state["columns"].items()
+        wrong = [f"column {n!r} ({d}, here {declared.get(n, 'absent')})" for n, d in saved if declared.get(n) != d]
+        wrong += [f"state {s!r} (here absent)" for s in state["states"] if s not in self.states]
+        if wrong:
+            raise ValueError(
+                f"dock snapshot was taken under another algorithm: {'; '.join(wrong)}; resume with the same flags"
+            )
+        epochs = {}
+        for packed in state["epochs"]:
+            epoch = Epoch(packed["number"], packed["groups"], packed["members"], self.columns, self.states)
+            epoch.fill(packed)
+            epochs[epoch.number] = epoch
+        with self._changed:
+            self._epochs, self._last_epoch, self._leases = epochs, state["last_epoch"], {}
+            self._changed.notify_all()
+
+    # inside; the lock is held
+
+    def _find(self, number: int) -> Epoch | None:
+        """The epoch, or None when it was cleared. Raises ValueError when it was never opened."""
+        if number not in self._epochs and not 0 <= number <= self._last_epoch:
+            raise ValueError(f"epoch {number} was not opened; open: {listed(sorted(self._epochs))}")
+        return self._epochs.get(number)
+
+    def _locate(self, ids: Sequence[SampleId]) -> list[tuple[Epoch, list[int], list[int]]]:
+        """By epoch: indices into `ids` and row numbers, without the cleared ones. ValueError for ids never opened."""
+        found: dict[int, tuple[list[int], list[int]]] = {}
+        alive: dict[int, list[bool]] = {}
+        for i, sample in enumerate(ids):
+            epoch = self._find(sample.epoch)
+            if epoch is None:
+                continue
+            slot = epoch.slot(sample)
+            if epoch.number not in alive:
+                alive[epoch.number] = epoch.alive.tolist()
+            if alive[epoch.number][slot]:
+                index, slots = found.setdefault(epoch.number, ([], []))
+                index.append(i)
+                slots.append(slot)
+        return [(self._epochs[number], index, slots) for number, (index, slots) in found.items()]
+
+    def _those(self, ids: Sequence[SampleId], mask: Callable[[Epoch], Tensor]) -> list[SampleId]:
+        """The ids, cleared ones left out, whose row is set in `mask(epoch)`."""
+        found = []
+        for epoch, index, slots in self._locate(ids):
+            hit = mask(epoch)[slots].tolist()
+            found += [ids[i] for i, h in zip(index, hit, strict=True) if h]
+        return found
+
+    def _missing(self, column: str, ids: Sequence[SampleId]) -> list[SampleId]:
+        return self._those(ids, lambda e: ~e.present(column))
+
+    def _mark(self, state: str, ids: Sequence[SampleId], status: int) -> None:
+        for epoch, _, slots in self._locate(ids):
+            epoch.status[state][slots] = status
+
+    def _write(self, rows: Rows) -> None:
+        self._check_known("put", rows.columns)
+        if len(set(rows.ids)) != len(rows.ids):
+            raise ValueError(f"put: an id occurs twice among {listed(rows.ids)}")
+        for name, column in rows.columns.items():
+            check_column(self.columns[name], column)
+        planned = []
+        for epoch, index, slots in self._locate(rows.ids):
+            lengths = epoch.lengths.clone()
+            for name, column in rows.columns.items():
+                part = column if len(index) == len(rows) else _take(column, index)
+                chosen, targets = epoch.plan_write(name, part, slots, lengths)
+                planned.append((epoch, name, part, chosen, targets))
+            planned.append((epoch, None, lengths, [], []))
+        for epoch, name, part, chosen, targets in planned:
+            if name is None:
+                epoch.lengths = part
+            else:
+                epoch.cells[name].write(targets, part if len(chosen) == len(part) else _take(part, chosen))
+        self._changed.notify_all()
+
+    def _gather(self, ids: Sequence[SampleId], columns: Sequence[str]) -> Rows:
+        parts = []
+        for epoch, index, slots in self._locate(ids):
+            parts.append(Rows(tuple(ids[i] for i in index), {c: epoch.gather(c, slots) for c in columns}))
+        if not parts:
+            return Rows((), {c: empty(self.columns[c]) for c in columns})
+        return parts[0] if len(parts) == 1 else Rows.concat(parts).select(ids)
+
+    def _ready(self, state: str, max_rows: int | None, min_rows: int) -> list[SampleId] | None:
+        """Ready rows in id order; [] when all is acknowledged; None when it is worth waiting."""
+        chosen: list[SampleId] = []
+        full = False
+        limit = sys.maxsize if max_rows is None else max_rows
+        for number in sorted(self._epochs):
+            epoch = self._epochs[number]
+            step = epoch.members if self.states[state].whole_groups else 1
+            if limit < step:
+                raise ValueError(f"lease of state {state!r}: max_rows {max_rows} is less than one group of {step}")
+            slots = epoch.available(state).nonzero().flatten().tolist()
+            room = min(len(slots), limit - len(chosen))
+            chosen += epoch.ids(slots[: room // step * step])
+            full = len(chosen) + step > limit
+            if full:
+                break
+        free = sum(e.count(state, FREE) for e in self._epochs.values())
+        if chosen and (full or len(chosen) >= min(min_rows, free)):
+            return chosen
+        return None if self.remaining(state) else []
+
+    def _ready_ids(self, state: str, ids: Sequence[SampleId]) -> list[SampleId] | None:
+        """The ids when all are ready, None when it is worth waiting."""
+        self._check_live(f"lease of state {state!r}", ids)
+        done = self._those(ids, lambda e: e.status[state] == DONE)
+        if done:
+            raise ValueError(
+                f"lease of state {state!r}: already acknowledged: {listed(done)}; each row is delivered once"
+            )
+        return None if self._those(ids, lambda e: ~e.available(state)) else list(ids)
+
+    def _check_request(self, state: str, ids: Sequence[SampleId] | None, max_rows: int | None, min_rows: int) -> None:
+        self._check_state(state)
+        if min_rows < 1 or (max_rows is not None and max_rows < min_rows):
+            raise ValueError(f"lease of state {state!r}: need 1 <= min_rows <= max_rows, got {min_rows} and {max_rows}")
+        if ids is None:
+            return
+        asked = set(ids)
+        if len(asked) != len(ids):
+            raise ValueError(f"lease of state {state!r}: an id occurs twice among {listed(ids)}")
+        if self.states[state].whole_groups:
+            self._check_live(f"lease of state {state!r}", ids)
+            for sample in ids:
+                members = self._epochs[sample.epoch].members
+                lacking = [m for m in range(members) if SampleId(sample.epoch, sample.group, m) not in asked]
+                if lacking:
+                    raise ValueError(
+                        f"state {state!r} takes whole groups: group {sample.group} of epoch {sample.epoch} "
+                        f"is asked without members {lacking}"
+                    )
+
+    def _check_live(self, call: str, ids: Sequence[SampleId]) -> None:
+        live = {i for _, index, _ in self._locate(ids) for i in index}
+        gone = [sample for i, sample in enumerate(ids) if i not in live]
+        if gone:
+            raise ValueError(f"{call}: cleared, their cells are gone: {listed(gone)}")
+
+    def _check_state(self, state: str) -> None:
+        if state not in self.states:
+            raise ValueError(f"state {state!r} is not declared; declared: {listed(self.states)}")
+
+    def _check_known(self, call: str, columns: Iterable[str]) -> None:
+        unknown = [c for c in columns if c not in self.columns]
+        if unknown:
+            raise ValueError(f"{call}: columns {unknown} are not declared; declared: {listed(self.columns)}")
+
+    def _check_writes(self, lease: Lease, rows: Rows | None) -> None:
+        if rows is None:
+            return
+        foreign = [c for c in rows.columns if c not in self.states[lease.state].writes]
+        if foreign:
+            writes = list(self.states[lease.state].writes)
+            raise ValueError(f"commit: state {lease.state!r} writes {writes}, not {foreign}")
+        leased = set(lease.rows.ids)
+        strange = [i for i in rows.ids if i not in leased]
+        if strange:
+            raise ValueError(f"commit: lease {lease.token} of state {lease.state!r} does not hold {listed(strange)}")
+
+    def _check_done(self, lease: Lease) -> None:
+        """A lease that is not live may be committed again only if its rows are done or cleared."""
+        self._check_state(lease.state)
+        undone = self._those(lease.rows.ids, lambda e: e.status[lease.state] != DONE)
+        if undone:
+            raise ValueError(
+                f"commit: lease {lease.token} of state {lease.state!r} is void (released, or the dock was restored); "
+                f"lease its undone rows again: {listed(undone)}"
+            )
+
+    def _explain(self, state: str, ids: Sequence[SampleId] | None, min_rows: int, deadline: float) -> str:
+        asked = f"{len(ids)} rows asked by id" if ids is not None else f"at least {min_rows} rows"
+        if ids is None:
+            undone = [(e, (e.alive & (e.status[state] != DONE)).nonzero()) for _, e in sorted(self._epochs.items())]
+            ids = [i for e, slots in undone for i in e.ids(slots.flatten().tolist())]
+        missing = {c: self._missing(c, ids) for c in self.states[state].reads}
+        wanted = set(ids)
+        held = {t: [i for i in h if i in wanted] for t, (owner, h) in self._leases.items() if owner == state}
+        ready = sum(int(e.available(state).sum()) for e in self._epochs.values())
+        return explain_wait(self.states, state, asked, deadline, missing, held, ready)
+
+
+def _take(column: Column, index: Sequence[int]) -> Column:
+    if isinstance(column, Tensor):
+        return column[torch.as_tensor(index, dtype=torch.int64)]
+    return column.take(index)

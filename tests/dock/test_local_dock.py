@@ -1,0 +1,339 @@
+"""LocalDock: readiness, leases, write-back, validation, threads, snapshot."""
+
+import io
+import threading
+import time
+
+import pytest
+import torch
+
+from mindspeed_rl_plugin.dock import ColumnSpec, LocalDock, StateSpec
+from mindspeed_rl_plugin.types import Ragged, Rows, SampleId
+
+COLUMNS = [
+    ColumnSpec("prompt", torch.int32, "group", ragged=True),
+    ColumnSpec("tokens", torch.int32, "token", ragged=True),
+    ColumnSpec("logp", torch.float32, "token", ragged=True),
+    ColumnSpec("reward", torch.float32, "sample", ragged=False),
+    ColumnSpec("parts", torch.float32, "sample", ragged=False, trailing=(2,)),
+]
+STATES = [
+    StateSpec("generate", ("prompt",), ("tokens",)),
+    StateSpec("logp", ("tokens",), ("logp",)),
+    StateSpec("reward", ("tokens", "prompt"), ("reward",)),
+    StateSpec("update", ("tokens", "logp", "reward"), (), whole_groups=True),
+]
+
+
+def make() -> LocalDock:
+    return LocalDock(COLUMNS, STATES)
+
+
+def sid(group: int, member: int, epoch: int = 0) -> SampleId:
+    return SampleId(epoch, group, member)
+
+
+def ragged(*lengths: int, dtype: torch.dtype = torch.int32, start: int = 0) -> Ragged:
+    return Ragged.from_rows([torch.arange(start, start + n).to(dtype) for n in lengths], dtype=dtype)
+
+
+def prompts(groups: int, epoch: int = 0) -> Rows:
+    ids = tuple(sid(g, 0, epoch) for g in range(groups))
+    return Rows(ids, {"prompt": ragged(*(g + 1 for g in range(groups)))})
+
+
+def test_group_column_is_put_once_a_group_and_repeated_on_read() -> None:
+    dock = make()
+    dock.open(0, 2, 3)
+    dock.put(prompts(2))
+    lease = dock.lease("generate", deadline=0)
+    assert lease.rows.ids == tuple(sid(g, m) for g in range(2) for m in range(3))
+    assert [r.tolist() for r in lease.rows["prompt"].rows()] == [[0]] * 3 + [[0, 1]] * 3
+
+
+def test_rows_are_delivered_once_and_remaining_counts_the_leased() -> None:
+    dock = make()
+    dock.open(0, 2, 2)
+    dock.put(prompts(2))
+    first = dock.lease("generate", max_rows=3, deadline=0)
+    assert len(first) == 3 and dock.remaining("generate") == 4
+    dock.commit(first, Rows(first.rows.ids, {"tokens": ragged(2, 3, 4)}))
+    assert dock.remaining("generate") == 1
+    second = dock.lease("generate", deadline=0)
+    assert second.rows.ids == (sid(1, 1),)
+    dock.commit(second, Rows(second.rows.ids, {"tokens": ragged(1)}))
+    assert len(dock.lease("generate", deadline=0)) == 0
+    assert dock.remaining("generate") == 0 and dock.remaining("logp") == 4
+
+
+def test_first_commit_wins_and_a_repeat_changes_nothing() -> None:
+    dock = make()
+    dock.open(0, 1, 2)
+    dock.put(prompts(1))
+    lease = dock.lease("generate", deadline=0)
+    dock.commit(lease, Rows(lease.rows.ids, {"tokens": ragged(2, 3)}))
+    dock.commit(lease, Rows(lease.rows.ids, {"tokens": ragged(5, 5, start=9)}))
+    dock.put(Rows(lease.rows.ids, {"tokens": ragged(7, 7, start=9)}))
+    assert [r.tolist() for r in dock.read(lease.rows.ids, ["tokens"])["tokens"].rows()] == [[0, 1], [0, 1, 2]]
+
+
+def test_cells_are_copies() -> None:
+    dock = make()
+    dock.open(0, 1, 1)
+    column = ragged(3)
+    dock.put(Rows((sid(0, 0),), {"tokens": column}))
+    column.values.zero_()
+    dock.read([sid(0, 0)], ["tokens"])["tokens"].values.fill_(7)
+    assert dock.read([sid(0, 0)], ["tokens"])["tokens"].values.tolist() == [0, 1, 2]
+
+
+def test_whole_groups_only() -> None:
+    dock = make()
+    dock.open(0, 2, 2)
+    ids = [sid(0, 0), sid(1, 0), sid(1, 1)]
+    done = {"tokens": ragged(1, 1, 1), "logp": ragged(1, 1, 1, dtype=torch.float32), "reward": torch.ones(3)}
+    dock.put(Rows(tuple(ids), done))
+    lease = dock.lease("update", deadline=0)
+    assert lease.rows.ids == (sid(1, 0), sid(1, 1))
+    with pytest.raises(ValueError, match=r"whole groups: group 0 of epoch 0 is asked without members \[1\]"):
+        dock.lease("update", ids=[sid(0, 0)], deadline=0)
+    with pytest.raises(ValueError, match="max_rows 1 is less than one group of 2"):
+        dock.lease("update", max_rows=1, deadline=0)
+
+
+def test_max_rows_is_cut_to_whole_groups() -> None:
+    dock = make()
+    dock.open(0, 3, 2)
+    ids = tuple(sid(g, m) for g in range(3) for m in range(2))
+    dock.put(Rows(ids, {"tokens": ragged(*[1] * 6), "logp": ragged(*[1] * 6, dtype=torch.float32)}))
+    dock.put(Rows(ids, {"reward": torch.ones(6)}))
+    assert len(dock.lease("update", max_rows=5, min_rows=5, deadline=0)) == 4
+
+
+def test_ids_come_in_the_order_asked_and_across_epochs() -> None:
+    dock = make()
+    dock.open(0, 2, 1)
+    dock.open(3, 1, 1)
+    dock.put(prompts(2))
+    dock.put(prompts(1, epoch=3))
+    asked = [sid(1, 0), sid(0, 0, 3), sid(0, 0)]
+    lease = dock.lease("generate", ids=asked, deadline=0)
+    assert list(lease.rows.ids) == asked
+    assert lease.rows["prompt"].lengths.tolist() == [2, 1, 1]
+
+
+def test_released_rows_come_again_and_their_old_lease_is_void() -> None:
+    dock = make()
+    dock.open(0, 1, 2)
+    dock.put(prompts(1))
+    lease = dock.lease("generate", deadline=0)
+    dock.release(lease)
+    dock.release(lease)
+    with pytest.raises(ValueError, match="lease 1 of state 'generate' is void"):
+        dock.commit(lease, Rows(lease.rows.ids, {"tokens": ragged(1, 1)}))
+    again = dock.lease("generate", deadline=0)
+    dock.commit(again, Rows(again.rows.ids, {"tokens": ragged(1, 1)}))
+    dock.commit(lease)
+    assert dock.remaining("generate") == 0
+
+
+def test_timeout_names_state_columns_ids_and_writer() -> None:
+    dock = make()
+    dock.open(0, 3, 2)
+    begin = time.monotonic()
+    with pytest.raises(TimeoutError) as caught:
+        dock.lease("reward", deadline=0.2)
+    assert 0.15 < time.monotonic() - begin < 2
+    text = str(caught.value)
+    assert "state 'reward' waited 0.2 s" in text
+    assert "column 'tokens' (written by state 'generate') is missing for (0, 0, 0), (0, 0, 1)" in text
+    assert "(6 in all)" in text
+    assert "column 'prompt' (written by a producer's put)" in text
+
+
+def test_timeout_names_the_lease_that_holds_the_rows() -> None:
+    dock = make()
+    dock.open(0, 1, 2)
+    dock.put(prompts(1))
+    dock.lease("generate", deadline=0)
+    with pytest.raises(TimeoutError, match=r"lease 1 holds \(0, 0, 0\), \(0, 0, 1\)"):
+        dock.lease("generate", deadline=0.05)
+
+
+def test_a_blocked_lease_wakes_when_another_thread_writes() -> None:
+    dock = make()
+    dock.open(0, 2, 2)
+    timer = threading.Timer(0.1, lambda: dock.put(prompts(2)))
+    timer.start()
+    begin = time.monotonic()
+    assert len(dock.lease("generate", min_rows=4, deadline=20)) == 4
+    assert time.monotonic() - begin < 5
+    timer.join()
+
+
+def test_min_rows_waits_but_not_for_rows_that_are_not_left() -> None:
+    dock = make()
+    dock.open(0, 2, 2)
+    dock.put(Rows((sid(0, 0),), {"prompt": ragged(1)}))
+    with pytest.raises(TimeoutError, match="at least 3 rows"):
+        dock.lease("generate", min_rows=3, deadline=0.05)
+    dock.put(Rows((sid(1, 1),), {"prompt": ragged(1)}))
+    first = dock.lease("generate", min_rows=3, max_rows=3, deadline=0)
+    assert len(dock.lease("generate", min_rows=3, deadline=0)) == 1
+    dock.commit(first, Rows(first.rows.ids, {"tokens": ragged(1, 1, 1)}))
+
+
+def test_threads_share_the_work_exactly_once() -> None:
+    dock, groups, members = make(), 24, 4
+    dock.open(0, groups, members)
+    seen: list[SampleId] = []
+    lock = threading.Lock()
+
+    def work() -> None:
+        while True:
+            lease = dock.lease("generate", max_rows=5, deadline=20)
+            if not len(lease):
+                return
+            with lock:
+                seen.extend(lease.rows.ids)
+            dock.commit(lease, Rows(lease.rows.ids, {"tokens": ragged(*[2] * len(lease))}))
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for g in range(groups):
+        dock.put(Rows((sid(g, 1),), {"prompt": ragged(1)}))
+    for thread in threads:
+        thread.join(30)
+    assert sorted(seen) == [sid(g, m) for g in range(groups) for m in range(members)]
+
+
+def test_clear_frees_groups_and_a_late_write_is_harmless() -> None:
+    dock = make()
+    dock.open(0, 2, 2)
+    dock.put(prompts(2))
+    lease = dock.lease("generate", deadline=0)
+    dock.clear(0, [0])
+    dock.clear(0, [0])
+    dock.commit(lease, Rows(lease.rows.ids, {"tokens": ragged(1, 2, 3, 4)}))
+    assert dock.remaining("logp") == 2
+    assert dock.read([sid(1, 0)], ["tokens"])["tokens"].lengths.tolist() == [3]
+    with pytest.raises(ValueError, match=r"read: cleared, their cells are gone: \(0, 0, 0\)"):
+        dock.read([sid(0, 0)], ["tokens"])
+    dock.clear(0)
+    dock.clear(0)
+    dock.put(prompts(2))
+    assert dock.remaining("logp") == 0 and dock.nbytes == 0
+
+
+def test_clearing_groups_frees_their_bytes() -> None:
+    dock = make()
+    dock.open(0, 4, 1)
+    dock.put(Rows(tuple(sid(g, 0) for g in range(4)), {"tokens": ragged(1000, 1000, 1000, 1000)}))
+    before = dock.nbytes
+    dock.clear(0, [0, 1, 2])
+    assert dock.nbytes < before / 3
+
+
+BAD_PUTS = [
+    ({"nope": torch.ones(1)}, r"columns \['nope'\] are not declared"),
+    ({"reward": torch.ones(1, dtype=torch.float64)}, "column 'reward' is declared torch.float32, got torch.float64"),
+    ({"reward": torch.ones(1, 2)}, r"trailing shape \[\], got \[2\]"),
+    ({"parts": torch.ones(1, 3)}, r"trailing shape \[2\], got \[3\]"),
+    ({"reward": ragged(1, dtype=torch.float32)}, "pass a tensor, not Ragged"),
+    ({"tokens": torch.ones(1, dtype=torch.int32)}, "pass Ragged, not a tensor"),
+    ({"tokens": Ragged(torch.ones(3, dtype=torch.int32), torch.tensor([0, 2]))}, "offsets must rise from 0 to the 3"),
+    ({"tokens": ragged(3), "logp": ragged(2, dtype=torch.float32)}, "'logp' has 2 entries .* have 3"),
+]
+
+
+@pytest.mark.parametrize(("columns", "message"), BAD_PUTS)
+def test_bad_cells_are_refused_whole(columns: dict, message: str) -> None:
+    dock = make()
+    dock.open(0, 1, 1)
+    with pytest.raises(ValueError, match=message):
+        dock.put(Rows((sid(0, 0),), {"prompt": ragged(1), **columns}))
+    with pytest.raises(ValueError, match="not committed"):
+        dock.read([sid(0, 0)], ["prompt"])
+
+
+def test_token_length_is_fixed_by_the_first_token_column() -> None:
+    dock = make()
+    dock.open(0, 1, 2)
+    dock.put(Rows((sid(0, 1),), {"tokens": ragged(3)}))
+    with pytest.raises(ValueError, match=r"'logp' has 4 entries for id \(0, 0, 1\)"):
+        dock.put(Rows((sid(0, 0), sid(0, 1)), {"logp": ragged(1, 4, dtype=torch.float32)}))
+    dock.put(Rows((sid(0, 0), sid(0, 1)), {"logp": ragged(1, 3, dtype=torch.float32)}))
+
+
+def test_bad_ids_and_calls() -> None:
+    dock = make()
+    dock.open(0, 1, 2)
+    dock.open(0, 1, 2)
+    one = {"reward": torch.ones(1)}
+    with pytest.raises(ValueError, match=r"id \(0, 1, 0\) was not opened: epoch 0 has groups 0..0 of members 0..1"):
+        dock.put(Rows((sid(1, 0),), one))
+    with pytest.raises(ValueError, match="epoch 5 was not opened; open: 0"):
+        dock.put(Rows((sid(0, 0, 5),), one))
+    with pytest.raises(ValueError, match="an id occurs twice"):
+        dock.put(Rows((sid(0, 0), sid(0, 0)), {"reward": torch.ones(2)}))
+    with pytest.raises(ValueError, match="epoch 0 cannot be opened after epoch 0"):
+        dock.open(0, 2, 2)
+    with pytest.raises(ValueError, match="state 'nope' is not declared; declared: generate"):
+        dock.lease("nope", deadline=0)
+    with pytest.raises(ValueError, match="1 <= min_rows <= max_rows"):
+        dock.lease("generate", min_rows=3, max_rows=2, deadline=0)
+    with pytest.raises(ValueError, match="uses undeclared columns"):
+        LocalDock(COLUMNS, [StateSpec("s", ("zzz",), ())])
+    with pytest.raises(ValueError, match="declared twice"):
+        LocalDock([*COLUMNS, COLUMNS[0]], [])
+
+
+def test_commit_must_write_what_the_state_writes() -> None:
+    dock = make()
+    dock.open(0, 1, 2)
+    dock.put(prompts(1))
+    lease = dock.lease("generate", deadline=0)
+    with pytest.raises(ValueError, match="state 'generate' must write column 'tokens'; it is missing for"):
+        dock.commit(lease)
+    with pytest.raises(ValueError, match=r"writes \['tokens'\], not \['reward'\]"):
+        dock.commit(lease, Rows(lease.rows.ids, {"reward": torch.ones(2)}))
+    dock.put(Rows((sid(0, 0),), {"tokens": ragged(2)}))
+    dock.commit(lease, Rows((sid(0, 1),), {"tokens": ragged(3)}))
+    with pytest.raises(ValueError, match="already acknowledged"):
+        dock.lease("generate", ids=[sid(0, 1)], deadline=0)
+
+
+def test_snapshot_goes_through_torch_save_and_leased_rows_count_as_undone() -> None:
+    dock = make()
+    dock.open(0, 2, 2)
+    dock.put(prompts(2))
+    lease = dock.lease("generate", max_rows=2, deadline=0)
+    dock.commit(lease, Rows(lease.rows.ids, {"tokens": ragged(2, 3)}))
+    dock.put(Rows((sid(1, 1),), {"parts": torch.tensor([[1.0, 2.0]])}))
+    dock.lease("generate", deadline=0)
+    file = io.BytesIO()
+    torch.save(dock.snapshot(), file)
+    file.seek(0)
+    other = make()
+    other.open(0, 1, 1)
+    other.restore(torch.load(file, weights_only=True))
+    assert other.remaining("generate") == 2 and dock.remaining("generate") == 2
+    assert len(other.lease("generate", deadline=0)) == 2
+    assert [r.tolist() for r in other.read([sid(0, 1), sid(0, 0)], ["tokens"])["tokens"].rows()] == [[0, 1, 2], [0, 1]]
+    assert other.read([sid(1, 1)], ["parts"])["parts"].tolist() == [[1.0, 2.0]]
+    with pytest.raises(ValueError, match=r"'logp' has 9 entries .* have 2"):
+        other.put(Rows((sid(0, 0),), {"logp": ragged(9, dtype=torch.float32)}))
+    with pytest.raises(ValueError, match="never reused"):
+        other.open(0, 1, 1)
+
+
+def test_snapshot_of_another_algorithm_is_refused() -> None:
+    dock = make()
+    changed = [ColumnSpec("reward", torch.float64, "sample", ragged=False), *(c for c in COLUMNS if c.name != "reward")]
+    with pytest.raises(ValueError, match=r"column 'reward' \(sample dense float32 \[\], here sample dense float64"):
+        LocalDock(changed, STATES).restore(dock.snapshot())
+    with pytest.raises(ValueError, match=r"state 'update' \(here absent\)"):
+        LocalDock(COLUMNS, STATES[:-1]).restore(dock.snapshot())
+    more = LocalDock([*COLUMNS, ColumnSpec("new", torch.int8, "sample", ragged=False)], STATES)
+    more.restore(dock.snapshot())
