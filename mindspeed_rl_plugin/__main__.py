@@ -1,0 +1,68 @@
+"""The runner: `torchrun ... -m mindspeed_rl_plugin SCRIPT ARGS`, and the sub-commands.
+
+Runs an unmodified Megatron entry script as `__main__`, with the plugin attached.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import runpy
+import sys
+
+# name -> (module with main(argv) -> exit code, help). Imported only when asked for.
+SUBCOMMANDS: dict[str, tuple[str, str]] = {
+    "patch": ("mindspeed_rl_plugin.patching.command", "check, apply or revert the one-line patch of a checkout"),
+    "rehearse": ("mindspeed_rl_plugin.host.rehearse", "run an Ascend launch script here, shrunk, for one RL iteration"),
+    "report": ("mindspeed_rl_plugin.monitor.report", "one HTML file of a run: curves, timeline, memory, samples"),
+}
+
+
+def usage() -> str:
+    """What `--help` prints."""
+    lines = [
+        "usage: torchrun ... -m mindspeed_rl_plugin SCRIPT.py [ARGS of the script, and --rl-* flags]",
+        "       python -m mindspeed_rl_plugin COMMAND [ARGS]",
+        "",
+        "Runs a Megatron-LM or MindSpeed entry script with reinforcement learning attached. Without --rl-algorithm",
+        "the script does exactly what it does alone. `SCRIPT.py --help` lists the --rl-* flags.",
+        "",
+        "commands (each has --help):",
+    ]
+    return "\n".join(lines + [f"  {name:<10} {text}" for name, (_, text) in SUBCOMMANDS.items()])
+
+
+def main(argv: list[str]) -> int:
+    """Run a sub-command or a script; returns the exit status. A script's own SystemExit passes through."""
+    if not argv or argv[0] in ("-h", "--help"):
+        print(usage())
+        return 0 if argv else 2
+    if argv[0] in SUBCOMMANDS:
+        return importlib.import_module(SUBCOMMANDS[argv[0]][0]).main(argv[1:]) or 0
+    script = argv[0]
+    if not os.path.isfile(script):
+        known = ", ".join(SUBCOMMANDS)
+        print(f"mindspeed_rl_plugin: no script {script!r} here, and no such command ({known})", file=sys.stderr)
+        return 2
+    run_script(script, argv[1:])
+    return 0
+
+
+def run_script(script: str, arguments: list[str]) -> None:
+    """Run `script` as `__main__` with the plugin attached, as `python script arguments` would."""
+    import mindspeed_rl_plugin.adaptor  # noqa: F401
+
+    sys.argv = [script, *arguments]
+    here = os.path.dirname(os.path.abspath(script))
+    if getattr(sys.flags, "safe_path", False):  # Python 3.11
+        sys.path.insert(0, here)
+    else:
+        sys.path[0] = here  # was the working directory, put there by -m
+    root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    if root not in sys.path:
+        sys.path.append(root)  # so that spawned processes find a plugin that is not installed
+    runpy.run_path(script, run_name="__main__")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,12 @@
+"""The import line: `import mindspeed_rl_plugin.adaptor` attaches RL to a Megatron entry script.
+
+Put it after `import mindspeed.megatron_adaptor` where that is used. It registers the flags and
+applies the patch table; without `--rl-algorithm` on the command line nothing changes. Harmless when
+the runner or a patch from `patches/` has attached already.
+"""
+
+from mindspeed_rl_plugin import host
+from mindspeed_rl_plugin.patching.attach import attach
+
+host.activate_if_needed()
+attach()

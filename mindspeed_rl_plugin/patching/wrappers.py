@@ -1,0 +1,131 @@
+"""The wrappers of the patch table. Each one passes through unless `--rl-algorithm` was given.
+
+Their names end in `_wrapper` because MindSpeed's patch manager treats only such functions as
+decorators. They stay thin: what RL does lives in `startup/` and `iteration.py`.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from mindspeed_rl_plugin.config import add_flags, rl_enabled
+
+
+def add_megatron_arguments_wrapper(original: Callable) -> Callable:
+    """Add the `--rl-*` flags to Megatron's parser."""
+
+    @functools.wraps(original)
+    def add_megatron_arguments(parser: Any) -> Any:
+        _refuse_yaml(sys.argv[1:])
+        return add_flags(original(parser))
+
+    return add_megatron_arguments
+
+
+def validate_args_wrapper(original: Callable) -> Callable:
+    """Check the arguments under RL right after Megatron's own validation, before anything is built."""
+
+    @functools.wraps(original)
+    def validate_args(args: Any, *rest: Any, **named: Any) -> Any:
+        result = original(args, *rest, **named)
+        if rl_enabled(args):
+            from mindspeed_rl_plugin.startup.checks import check_args
+
+            check_args(args)
+        return result
+
+    return validate_args
+
+
+def setup_model_and_optimizer_wrapper(original: Callable) -> Callable:
+    """Decide where training starts, then let Megatron build and load accordingly."""
+
+    @functools.wraps(original)
+    def setup_model_and_optimizer(*positional: Any, **named: Any) -> Any:
+        args = _args()
+        if not rl_enabled(args):
+            return original(*positional, **named)
+        from mindspeed_rl_plugin import iteration
+        from mindspeed_rl_plugin.patching.apply import assert_in_force
+        from mindspeed_rl_plugin.startup.launch import launch
+
+        assert_in_force()
+        return launch(original, positional, named, args, iteration.current())
+
+    return setup_model_and_optimizer
+
+
+def load_checkpoint_wrapper(original: Callable) -> Callable:
+    """On a resume, load the reference's weights first; then what `startup` decided."""
+
+    @functools.wraps(original)
+    def load_checkpoint(*positional: Any, **named: Any) -> Any:
+        if not rl_enabled(_args()):
+            return original(*positional, **named)
+        from mindspeed_rl_plugin.startup.launch import load
+
+        return load(original, positional, named)
+
+    return load_checkpoint
+
+
+def save_checkpoint_wrapper(original: Callable) -> Callable:
+    """Write the RL state into the checkpoint's directory before Megatron updates the tracker file."""
+
+    @functools.wraps(original)
+    def save_checkpoint(*positional: Any, **named: Any) -> Any:
+        args = _args()
+        if rl_enabled(args):
+            from mindspeed_rl_plugin.startup.launch import save_rl_state
+
+            save_rl_state(args, positional[0] if positional else named["iteration"])
+        return original(*positional, **named)
+
+    return save_checkpoint
+
+
+def build_train_valid_test_data_iterators_wrapper(original: Callable) -> Callable:
+    """Return the dock's iterator in place of the pretraining data, which is never opened."""
+
+    @functools.wraps(original)
+    def build_train_valid_test_data_iterators(*positional: Any, **named: Any) -> Any:
+        args = _args()
+        if not rl_enabled(args):
+            return original(*positional, **named)
+        from mindspeed_rl_plugin import iteration
+
+        # Megatron sets these three while it builds its data loaders, and its train loop reads them.
+        args.do_train, args.do_valid, args.do_test = True, False, False
+        return iteration.current().train_iterator(), None, None
+
+    return build_train_valid_test_data_iterators
+
+
+def train_step_wrapper(original: Callable) -> Callable:
+    """Run the rollout steps when they are due, then Megatron's own step on the dock's batch."""
+
+    @functools.wraps(original)
+    def train_step(*positional: Any, **named: Any) -> Any:
+        if not rl_enabled(_args()):
+            return original(*positional, **named)
+        from mindspeed_rl_plugin import iteration
+
+        return iteration.current().train_step(original, positional, named)
+
+    return train_step
+
+
+def _args() -> Any:
+    from megatron.training import get_args
+
+    return get_args()
+
+
+def _refuse_yaml(argv: list[str]) -> None:
+    """Megatron's `--yaml-cfg` replaces every parsed argument, so RL flags would be lost without a word."""
+    rl = [a for a in argv if a.startswith("--rl-algorithm")]
+    if rl and any(a.split("=")[0] == "--yaml-cfg" for a in argv):
+        raise ValueError("--yaml-cfg drops every other argument, the --rl-* flags too; give the arguments as flags")

@@ -1,0 +1,1 @@
+"""Before the first step: argument checks, batch arithmetic, and where training starts."""

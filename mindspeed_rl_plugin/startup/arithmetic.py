@@ -1,0 +1,127 @@
+"""The derived batch arithmetic: prompts, samples, optimizer steps, micro-batches, rollouts. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from mindspeed_rl_plugin.config import RLConfig
+
+
+@dataclass(frozen=True)
+class Arithmetic:
+    """What one rollout is, and what it is cut into.
+
+    prompts: G of one rollout; members: N responses of a prompt; global_batch: sequences of one optimizer
+    step (--global-batch-size); epochs: passes over a rollout; micro_batch: sequences of one forward;
+    data_parallel, engines: ranks; train_iters: optimizer steps of the whole run.
+    """
+
+    prompts: int
+    members: int
+    global_batch: int
+    epochs: int
+    micro_batch: int
+    data_parallel: int
+    engines: int
+    train_iters: int
+
+    @property
+    def samples(self) -> int:
+        """Sequences of one rollout."""
+        return self.prompts * self.members
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps, that is Megatron iterations, that one rollout serves."""
+        return self.samples // self.global_batch * self.epochs
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches of one optimizer step on each data-parallel rank."""
+        return self.global_batch // (self.micro_batch * self.data_parallel)
+
+    @property
+    def rollouts(self) -> int:
+        """Rollouts of the whole run; the last one may serve fewer steps."""
+        return -(-self.train_iters // self.steps)
+
+    def table(self) -> str:
+        """A small table for the console."""
+        rows = [
+            ("prompts a rollout", self.prompts, ""),
+            ("samples a rollout", self.samples, f"{self.prompts} prompts x {self.members} responses"),
+            ("sequences an optimizer step", self.global_batch, "--global-batch-size"),
+            ("optimizer steps a rollout", self.steps, f"{self.samples} / {self.global_batch} x {self.epochs} epochs"),
+            (
+                "micro-batches a step and rank",
+                self.micro_batches,
+                f"{self.global_batch} / ({self.micro_batch} x {self.data_parallel} data-parallel ranks)",
+            ),
+            ("rollouts", self.rollouts, f"{self.train_iters} optimizer steps / {self.steps}{self._last()}"),
+            ("rollout engines", self.engines, ""),
+        ]
+        return "\n".join(["[rl] batch arithmetic", *(f"[rl]   {n:<30}{v:>8}  {how}".rstrip() for n, v, how in rows)])
+
+    def _last(self) -> str:
+        left = self.train_iters % self.steps
+        return f", the last serves {left}" if left else ""
+
+
+def derive(
+    *,
+    global_batch: int,
+    members: int,
+    prompts: int | None,
+    epochs: int,
+    micro_batch: int,
+    data_parallel: int,
+    engines: int,
+    train_iters: int,
+) -> Arithmetic:
+    """Fill in the default of `prompts` and check that everything divides.
+
+    Raises ValueError naming the value, the limit and the fix.
+    """
+    if prompts is None:
+        if global_batch % members:
+            raise ValueError(
+                f"--global-batch-size {global_batch} is not a multiple of --rl-samples-per-prompt {members}, so "
+                "--rl-rollout-prompts has no default; change one of them, or set --rl-rollout-prompts"
+            )
+        prompts = global_batch // members
+    samples = prompts * members
+    if samples % global_batch:
+        raise ValueError(
+            f"one rollout has {samples} samples (--rl-rollout-prompts {prompts} x --rl-samples-per-prompt {members}), "
+            f"not a multiple of --global-batch-size {global_batch}; {_near(prompts, members, global_batch)}"
+        )
+    if global_batch % (micro_batch * data_parallel):
+        raise ValueError(
+            f"--global-batch-size {global_batch} is not a multiple of --micro-batch-size {micro_batch} x "
+            f"{data_parallel} data-parallel ranks = {micro_batch * data_parallel}; change one of them"
+        )
+    return Arithmetic(prompts, members, global_batch, epochs, micro_batch, data_parallel, engines, train_iters)
+
+
+def derive_from_args(args: Any) -> Arithmetic:
+    """The arithmetic of Megatron's validated arguments. Raises ValueError as `derive` does."""
+    config = RLConfig.from_args(args)
+    return derive(
+        global_batch=args.global_batch_size,
+        members=config.rollout.samples_per_prompt,
+        prompts=config.rollout.rollout_prompts,
+        epochs=config.algorithm.ppo_epochs,
+        micro_batch=args.micro_batch_size,
+        data_parallel=args.data_parallel_size,
+        engines=args.world_size // config.rollout.generate_tp,
+        train_iters=args.train_iters,
+    )
+
+
+def _near(prompts: int, members: int, global_batch: int) -> str:
+    """The nearest numbers of prompts that divide."""
+    step = next(n for n in range(1, global_batch + 1) if n * members % global_batch == 0)
+    below, above = prompts // step * step, -(-prompts // step) * step
+    choices = " or ".join(str(n) for n in (below, above) if n)
+    return f"set --rl-rollout-prompts to {choices}"

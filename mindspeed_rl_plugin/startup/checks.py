@@ -1,0 +1,238 @@
+"""What cannot work under RL is refused here, after Megatron's own validation and before anything is built.
+
+`CHECKS` is a list of small functions: each takes Megatron's arguments and the RL config, reads them,
+and yields one message per problem: the value, the limit, the fix. All problems are reported at once.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from mindspeed_rl_plugin.algorithms.presets import Algorithm, resolve
+from mindspeed_rl_plugin.config import RLConfig, flag_name
+from mindspeed_rl_plugin.startup.arithmetic import derive_from_args
+from mindspeed_rl_plugin.startup.refused import REFUSED
+
+Check = Callable[[Any, RLConfig], Iterator[str]]
+
+
+def check_args(args: Any) -> None:
+    """Check validated arguments under RL. Raises ValueError that lists every problem found."""
+    config = RLConfig.from_args(args)
+    problems = [message for check in CHECKS for message in check(args, config)]
+    if problems:
+        raise ValueError("RL cannot run with these arguments:\n" + "\n".join(f"  - {p}" for p in problems))
+
+
+def warnings(args: Any) -> list[str]:
+    """What works but should be known, one line each."""
+    rollout = RLConfig.from_args(args).rollout
+    lines = []
+    cut = "responses are drawn from a cut distribution, so the ratio of the update is biased"
+    if rollout.top_p < 1:
+        lines.append(f"--rl-top-p {rollout.top_p}: {cut}")
+    if rollout.top_k > 0:
+        lines.append(f"--rl-top-k {rollout.top_k}: {cut}")
+    if not getattr(args, "save_interval", None):
+        lines.append("no --save-interval: only the end of the run is saved, a crash starts it over")
+    return lines
+
+
+def check_vocabulary(args: Any, tokenizer_size: int) -> None:
+    """Check the model's vocabulary against the number of tokens of the prompts' tokenizer.
+
+    Called once both are known: Megatron sets `padded_vocab_size` when it is initialised. Raises ValueError.
+    """
+    padded = getattr(args, "padded_vocab_size", None)
+    if padded is not None and tokenizer_size > padded:
+        raise ValueError(
+            f"the tokenizer has {tokenizer_size} tokens, the model's padded vocabulary only {padded}: it is not the "
+            "tokenizer that this model was trained with; fix --rl-tokenizer"
+        )
+    given = getattr(args, "vocab_size", None)
+    if given is not None and tokenizer_size > given:
+        raise ValueError(
+            f"the tokenizer has {tokenizer_size} tokens, --vocab-size says {given}: ids above it would be generated "
+            "but are padding to the model; fix --rl-tokenizer or --vocab-size"
+        )
+
+
+def tokenizer_path(args: Any) -> str | None:
+    """Directory of the prompts' tokenizer: --rl-tokenizer, else --rl-hf-model, else --tokenizer-model.
+
+    MindSpeed-LLM names the directory of a Hugging Face tokenizer with --tokenizer-name-or-path.
+    """
+    config = RLConfig.from_args(args)
+    names = (config.data.tokenizer, config.rollout.hf_model)
+    others = (getattr(args, n, None) for n in ("tokenizer_model", "tokenizer_name_or_path"))
+    return next((path for path in (*names, *others) if path), None)
+
+
+def _refused_arguments(args: Any, config: RLConfig) -> Iterator[str]:
+    for row in REFUSED:
+        message = row.message(args)
+        if message is not None:
+            yield message
+
+
+def _run_length(args: Any, config: RLConfig) -> Iterator[str]:
+    if not getattr(args, "train_iters", None):
+        yield "--train-iters is missing: give the number of optimizer steps"
+    if not getattr(args, "save", None):
+        yield "--save is missing: RL keeps its state, its metrics and the way back to the reference there"
+
+
+def _algorithm(args: Any, config: RLConfig) -> Iterator[str]:
+    try:
+        algorithm = resolve(config.algorithm)
+    except ValueError as error:
+        yield str(error)
+        return
+    yield from _group_size(algorithm, config)
+
+
+def _group_size(algorithm: Algorithm, config: RLConfig) -> Iterator[str]:
+    members = config.rollout.samples_per_prompt
+    if members == 1 and algorithm.advantage.startswith("group-"):
+        yield (
+            f"--rl-samples-per-prompt 1: the advantage {algorithm.advantage!r} compares the responses of one prompt, "
+            "so it would be 0 for every token; draw at least 2"
+        )
+
+
+def _batch_arithmetic(args: Any, config: RLConfig) -> Iterator[str]:
+    if min(config.rollout.samples_per_prompt, config.rollout.generate_tp, getattr(args, "train_iters", None) or 0) < 1:
+        return  # reported by another check
+    try:
+        derive_from_args(args)
+    except ValueError as error:
+        yield str(error)
+
+
+def _prompt_data(args: Any, config: RLConfig) -> Iterator[str]:
+    if not config.data.prompt_data:
+        yield "--rl-prompt-data is missing: give JSONL, JSON or Parquet files or saved dataset directories"
+    for flag, paths in (("--rl-prompt-data", config.data.prompt_data), ("--rl-eval-data", config.monitor.eval_data)):
+        for path in paths:
+            if not os.path.exists(path):
+                yield f"{flag} {path}: no such file or directory"
+
+
+def _tokenizer(args: Any, config: RLConfig) -> Iterator[str]:
+    path = tokenizer_path(args)
+    if path is None:
+        yield "no tokenizer: give a Hugging Face tokenizer directory with --rl-tokenizer"
+    elif not os.path.isdir(path):
+        yield f"the tokenizer {path} is not a directory: give a Hugging Face tokenizer directory with --rl-tokenizer"
+    hf_model = config.rollout.hf_model
+    if hf_model and not os.path.isfile(os.path.join(hf_model, "config.json")):
+        yield f"--rl-hf-model {hf_model}: no config.json there"
+
+
+def _lengths(args: Any, config: RLConfig) -> Iterator[str]:
+    prompt, response = config.data.max_prompt_length, config.rollout.max_response_length
+    for name in ("seq_length", "max_position_embeddings"):
+        flag, limit = f"--{name.replace('_', '-')}", getattr(args, name, None)
+        if limit is not None and prompt + response > limit:
+            yield (
+                f"--rl-max-prompt-length {prompt} + --rl-max-response-length {response} = {prompt + response} tokens, "
+                f"more than {flag} {limit}; shorten one of them"
+            )
+
+
+def _generation(args: Any, config: RLConfig) -> Iterator[str]:
+    tp = config.rollout.generate_tp
+    if tp < 1:
+        yield f"--rl-generate-tp {tp}: give at least 1"
+        return
+    if args.world_size % tp:
+        yield f"--rl-generate-tp {tp} does not divide the world of {args.world_size} ranks"
+    if args.num_attention_heads % tp:
+        yield f"--rl-generate-tp {tp} does not divide --num-attention-heads {args.num_attention_heads}"
+    groups = _query_groups(args)
+    if groups % tp and tp % groups:
+        yield f"--rl-generate-tp {tp} neither divides nor is a multiple of the {groups} query groups"
+
+
+def _swap(args: Any, config: RLConfig) -> Iterator[str]:
+    names, known = config.reshard.swap, ("params", "grads", "optimizer", "none")
+    for name in names:
+        if name not in known:
+            yield f"--rl-swap {name} is unknown; known: {', '.join(known)}"
+    if "none" in names and len(names) > 1:
+        yield f"--rl-swap {' '.join(names)}: 'none' stands alone"
+
+
+@dataclass(frozen=True)
+class _Range:
+    """A number of the config and its limits; `above` excludes the limit itself."""
+
+    group: str
+    name: str
+    least: float | None = None
+    above: float | None = None
+    most: float | None = None
+
+    def message(self, config: RLConfig) -> str | None:
+        value = getattr(getattr(config, self.group), self.name)
+        if value is None:
+            return None
+        # Written so that NaN fails.
+        low = value > self.above if self.above is not None else self.least is None or value >= self.least
+        if low and (self.most is None or value <= self.most):
+            return None
+        limits = [f"above {self.above:g}" if self.above is not None else f"at least {self.least:g}"]
+        if self.most is not None:
+            limits.append(f"at most {self.most:g}")
+        return f"{flag_name(self.name)} is {value}; give a number {' and '.join(limits)}"
+
+
+_RANGES = (
+    _Range("data", "max_prompt_length", least=1),
+    _Range("rollout", "rollout_prompts", least=1),
+    _Range("rollout", "samples_per_prompt", least=1),
+    _Range("rollout", "max_response_length", least=1),
+    _Range("rollout", "temperature", above=0),
+    _Range("rollout", "top_p", above=0, most=1),
+    _Range("rollout", "top_k", least=0),
+    _Range("rollout", "kv_cache_gb", above=0),
+    _Range("rollout", "device_memory_utilization", above=0, most=1),
+    _Range("rollout", "max_running", least=1),
+    _Range("reward", "reward_timeout", above=0),
+    _Range("reward", "reward_workers", least=1),
+    _Range("reshard", "reshard_bucket_mb", least=1),
+    _Range("monitor", "eval_every", least=1),
+    _Range("monitor", "eval_prompts", least=0),
+    _Range("monitor", "eval_pass_k", least=0),
+    _Range("monitor", "wait_timeout", above=0),
+)
+
+
+def _ranges(args: Any, config: RLConfig) -> Iterator[str]:
+    for row in _RANGES:
+        message = row.message(config)
+        if message is not None:
+            yield message
+
+
+def _query_groups(args: Any) -> int:
+    if getattr(args, "group_query_attention", False) and getattr(args, "num_query_groups", None):
+        return args.num_query_groups
+    return args.num_attention_heads
+
+
+CHECKS: tuple[Check, ...] = (
+    _refused_arguments,
+    _run_length,
+    _algorithm,
+    _ranges,
+    _batch_arithmetic,
+    _prompt_data,
+    _tokenizer,
+    _lengths,
+    _generation,
+    _swap,
+)

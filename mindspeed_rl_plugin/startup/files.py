@@ -1,0 +1,144 @@
+"""A Megatron checkpoint directory as files: tracker, iteration folders, the RL state, the digest.
+
+    DIR/latest_checkpointed_iteration.txt     "500", or "release"
+    DIR/iter_0000500/...                      Megatron's own files, and ours: rl_state.pt
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+TRACKER = "latest_checkpointed_iteration.txt"
+STATE_FILE = "rl_state.pt"
+STATE_FORMAT = 1
+# Never read when weights are loaded; ours is written after the fact. A user may delete all of these.
+_NOT_WEIGHTS = (STATE_FILE, "distrib_optim", "layer_wise_optimizer")
+_CHUNK = 16 << 20  # bytes
+
+
+def read_tracker(directory: str | None) -> int | str | None:
+    """Iteration that the tracker file points to, "release", or None when there is no checkpoint.
+
+    Raises ValueError for a tracker file that holds anything else.
+    """
+    if directory is None:
+        return None
+    path = os.path.join(directory, TRACKER)
+    if not os.path.isfile(path):
+        return None
+    with open(path, encoding="utf-8") as file:
+        text = file.read().strip()
+    if text == "release":
+        return text
+    if not text.isdigit():
+        raise ValueError(f"{path} holds {text!r}; expected an iteration number or 'release'")
+    return int(text)
+
+
+def iteration_dir(directory: str, iteration: int | str) -> str:
+    """Folder of one checkpoint: `iter_0000500`, or `release`."""
+    name = iteration if isinstance(iteration, str) else f"iter_{iteration:07d}"
+    return os.path.join(directory, name)
+
+
+def split_iteration_dir(path: str) -> tuple[str, int | str]:
+    """Inverse of `iteration_dir`: the checkpoint directory, and the iteration or "release"."""
+    directory, name = os.path.split(path)
+    return directory, name if name == "release" else int(name.removeprefix("iter_"))
+
+
+def has_state(directory: str, iteration: int | str) -> bool:
+    """Whether that checkpoint holds RL state."""
+    return os.path.isfile(os.path.join(iteration_dir(directory, iteration), STATE_FILE))
+
+
+def write_state(directory: str, iteration: int, state: dict[str, Any]) -> None:
+    """Write the RL state of one checkpoint: all of it or nothing, on disk when this returns."""
+    folder = iteration_dir(directory, iteration)
+    os.makedirs(folder, exist_ok=True)
+    path = os.path.join(folder, STATE_FILE)
+    partial = path + ".partial"
+    with open(partial, "wb") as file:
+        torch.save({"format": STATE_FORMAT, **state}, file)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(partial, path)
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)  # the rename itself
+    finally:
+        os.close(handle)
+
+
+def read_state_bytes(directory: str, iteration: int | str) -> bytes:
+    """The RL state file of one checkpoint as bytes, to be broadcast and given to `parse_state`."""
+    with open(os.path.join(iteration_dir(directory, iteration), STATE_FILE), "rb") as file:
+        return file.read()
+
+
+def parse_state(blob: bytes, where: str) -> dict[str, Any]:
+    """The RL state of `read_state_bytes`. Loads tensors and plain values only, no arbitrary objects.
+
+    Raises ValueError for a format that this version does not know.
+    """
+    state = torch.load(io.BytesIO(blob), weights_only=True, map_location="cpu")
+    if state.get("format") != STATE_FORMAT:
+        raise ValueError(
+            f"{STATE_FILE} in {where} has format {state.get('format')}; this version reads {STATE_FORMAT}: "
+            "resume with the plugin version that wrote it"
+        )
+    return state
+
+
+def weight_files(folder: str) -> dict[str, int]:
+    """Size in bytes of each file that a weights-only load may read, by path relative to `folder`, sorted.
+
+    The state of the distributed optimizer lies in files of its own and is left out, as it may be deleted.
+    """
+    sizes = {}
+    for root, _, names in os.walk(folder):
+        for name in names:
+            if not name.startswith(_NOT_WEIGHTS):
+                path = os.path.join(root, name)
+                sizes[os.path.relpath(path, folder)] = os.path.getsize(path)
+    return dict(sorted(sizes.items()))
+
+
+def assign_files(listings: Sequence[dict[str, int]]) -> list[list[str]]:
+    """Which rank hashes which file, from what each rank can see: the largest first, to the least loaded rank.
+
+    Nodes without shared storage see only their own ranks' files; so a file goes to a rank that lists it.
+    """
+    sizes = {path: size for listing in listings for path, size in listing.items()}
+    load = [0] * len(listings)
+    mine: list[list[str]] = [[] for _ in listings]
+    for path in sorted(sizes, key=lambda p: (-sizes[p], p)):
+        rank = min((r for r, listing in enumerate(listings) if path in listing), key=lambda r: (load[r], r))
+        load[rank] += sizes[path]
+        mine[rank].append(path)
+    return mine
+
+
+def hash_files(folder: str, paths: Sequence[str]) -> dict[str, str]:
+    """SHA-256 of each file's whole content, streamed."""
+    return {path: _hash_file(os.path.join(folder, path)) for path in paths}
+
+
+def combine_hashes(hashes: dict[str, str]) -> str:
+    """One SHA-256 over the sorted (path, hash) pairs."""
+    lines = [f"{digest}  {path}" for path, digest in sorted(hashes.items())]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def _hash_file(path: str) -> str:
+    digest = hashlib.sha256()
+    with open(path, "rb", buffering=0) as file:
+        while chunk := file.read(_CHUNK):
+            digest.update(chunk)
+    return digest.hexdigest()

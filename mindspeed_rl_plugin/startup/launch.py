@@ -1,0 +1,164 @@
+"""From "arguments are checked" to "first step": build, load the reference, load the actor, RL state.
+
+Order, seen by `iteration.Loop`:
+
+    before_model(args)                          once, before Megatron builds anything
+    on_reference_loaded(model)                  only when KL is used: the model holds the reference's weights
+    load_state_dict(state)                      only on a resume
+    on_checkpoint_loaded(model, optimizer, start)   the model holds the actor's weights
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from mindspeed_rl_plugin.algorithms.presets import resolve
+from mindspeed_rl_plugin.config import RLConfig
+from mindspeed_rl_plugin.startup import arithmetic, files, model_source, ranks
+from mindspeed_rl_plugin.startup.start import Start, decide, describe, load_arguments, weights_arguments
+
+
+@dataclasses.dataclass
+class _Launch:
+    """What one process knows about its start."""
+
+    start: Start
+    loop: Any
+    args: Any
+    needs_reference: bool
+    loading: bool = True
+
+
+_launch: _Launch | None = None
+
+
+def launch(original: Callable, positional: tuple, named: Mapping[str, Any], args: Any, loop: Any) -> Any:
+    """Run Megatron's `setup_model_and_optimizer` so that it loads what RL starts from; returns its result.
+
+    Collective over all ranks. Raises ValueError on every rank when the start or the reference is not usable.
+    """
+    global _launch
+    if ranks.is_rank_0():
+        print(arithmetic.derive_from_args(args).table(), flush=True)
+    loop.before_model(args)
+    model_source.remember(original, positional, named)
+    needs_reference = resolve(RLConfig.from_args(args).algorithm).needs_reference
+    start, state = _decide(args)
+    _launch = _Launch(start, loop, args, needs_reference)
+    if ranks.is_rank_0():
+        print(describe(start, args), flush=True)
+    with overridden(args, load_arguments(start, args)):
+        result = original(*positional, **named)
+    model, optimizer = result[0], result[1]
+    _launch.loading = False
+    if args.iteration != start.iteration:
+        raise ValueError(
+            f"Megatron loaded iteration {args.iteration} from {start.load_dir}, expected {start.iteration}; "
+            f"is {files.TRACKER} or a file of that checkpoint damaged?"
+        )
+    if start.kind == "fresh":
+        start = dataclasses.replace(start, reference_digest=ranks.weights_digest(_parameters(model)))
+        _launch.start = start
+    if start.kind != "resume" and needs_reference:
+        loop.on_reference_loaded(model)
+    if start.kind == "resume":
+        loop.load_state_dict(state["loop"])
+    loop.on_checkpoint_loaded(model, optimizer, start)
+    return result
+
+
+def load(original: Callable, positional: tuple, named: Mapping[str, Any]) -> Any:
+    """Megatron's `load_checkpoint`, with the reference's weights loaded before a resumed actor's."""
+    at = _launch
+    if at is not None and at.loading and at.start.kind == "resume" and at.needs_reference:
+        model = positional[0] if positional else named["ddp_model"]
+        _load_reference(original, model, at)
+        at.loop.on_reference_loaded(model)
+    return original(*positional, **named)
+
+
+def save_rl_state(args: Any, iteration: int) -> None:
+    """Write the RL state of `iteration` under --save. Every rank calls it; rank 0 writes.
+
+    Megatron updates its tracker file later, on the same rank: a tracked checkpoint always has its state.
+    """
+    if _launch is None:
+        raise ValueError("a checkpoint is being saved before training has started; RL cannot describe it")
+    state = {
+        "reference": {"path": _launch.start.reference_path, "digest": _launch.start.reference_digest},
+        "loop": _launch.loop.state_dict(),
+    }
+    if ranks.is_rank_0():
+        files.write_state(args.save, iteration, state)
+
+
+@contextlib.contextmanager
+def overridden(args: Any, values: Mapping[str, Any]) -> Iterator[None]:
+    """Set some arguments for a while, then put back what the user gave. Names that this Megatron lacks are skipped."""
+    before = {name: getattr(args, name) for name in values if hasattr(args, name)}
+    for name in before:
+        setattr(args, name, values[name])
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(args, name, value)
+
+
+def _decide(args: Any) -> tuple[Start, dict[str, Any] | None]:
+    """The start with its reference filled in, and the RL state of a resume."""
+    start = ranks.on_rank_0(lambda: decide(args))
+    if start.kind == "fresh":
+        return start, None
+    if start.kind == "pretrained":
+        return dataclasses.replace(start, reference_digest=_digest(start.reference_path)), None
+    blob = ranks.on_rank_0(lambda: files.read_state_bytes(start.load_dir, start.iteration))
+    state = files.parse_state(blob, files.iteration_dir(start.load_dir, start.iteration))
+    reference = state["reference"]
+    return dataclasses.replace(start, reference_path=reference["path"], reference_digest=reference["digest"]), state
+
+
+def _load_reference(original: Callable, model: Any, at: _Launch) -> None:
+    start = at.start
+    if start.reference_path is None:
+        if ranks.weights_digest(_parameters(model)) != start.reference_digest:
+            raise ValueError(
+                "the reference of this run was its random initialisation, and this start initialises other weights; "
+                "resume with the same --seed and parallel sizes, or with --rl-kl-loss-coef 0"
+            )
+        return
+    if _digest(start.reference_path) != start.reference_digest:
+        raise ValueError(
+            f"the reference {start.reference_path} has changed since RL began from it (SHA-256 differs from "
+            f"{start.reference_digest}); restore it, or resume with --rl-kl-loss-coef 0"
+        )
+    arguments = ranks.on_rank_0(lambda: weights_arguments(start.reference_path))
+    with overridden(at.args, arguments):
+        original(model, None, None)
+    if ranks.is_rank_0():
+        short = start.reference_digest[:12]
+        print(f"[rl] reference weights loaded from {start.reference_path} (SHA-256 {short})", flush=True)
+
+
+def _digest(folder: str) -> str:
+    """Digest of a checkpoint, with a line for one that took long to read; a missing one is a ValueError."""
+    began = time.monotonic()
+    try:
+        digest = ranks.checkpoint_digest(folder)
+    except ValueError as error:
+        raise ValueError(
+            f"{error}: it is the reference that RL began from; put it back, or resume with --rl-kl-loss-coef 0"
+        ) from error
+    seconds = time.monotonic() - began
+    if seconds > 5 and ranks.is_rank_0():
+        print(f"[rl] digest of {folder} took {seconds:.0f} s", flush=True)
+    return digest
+
+
+def _parameters(model: Any) -> Iterator[tuple[str, Any]]:
+    for chunk in model if isinstance(model, list) else [model]:
+        yield from chunk.named_parameters()
