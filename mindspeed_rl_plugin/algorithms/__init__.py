@@ -1,0 +1,27 @@
+"""RL algorithms as rows over pure parts: advantages, policy losses, KL, aggregation.
+
+To add an algorithm: write its new part as one function in the module of that part, register it in that
+module's table, and add one row to `presets.ALGORITHMS`.
+"""
+
+from mindspeed_rl_plugin.algorithms.advantages import ADVANTAGES, RewardBatch, group_index, spread
+from mindspeed_rl_plugin.algorithms.aggregate import AGGREGATIONS, Totals
+from mindspeed_rl_plugin.algorithms.kl import KL_ESTIMATORS
+from mindspeed_rl_plugin.algorithms.losses import LOSSES, PolicyTerms, TrainedTokens
+from mindspeed_rl_plugin.algorithms.presets import ALGORITHMS, Algorithm, resolve
+
+__all__ = [
+    "ADVANTAGES",
+    "AGGREGATIONS",
+    "ALGORITHMS",
+    "KL_ESTIMATORS",
+    "LOSSES",
+    "Algorithm",
+    "PolicyTerms",
+    "RewardBatch",
+    "Totals",
+    "TrainedTokens",
+    "group_index",
+    "resolve",
+    "spread",
+]

@@ -1,0 +1,70 @@
+"""How token losses become one number: a weight for each trained token.
+
+The loss of a step is `sum_t w_t * l_t` over all trained tokens of the global batch. Each aggregation
+is a choice of `w_t`, from counts that are known before the first micro-batch runs. So the
+loss and its gradient are the same sum however the batch is cut into micro-batches, ranks or packs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Totals:
+    """Counts over the global batch of one optimizer step, over all micro-batches and data parallel ranks.
+
+    tokens: trained tokens; sequences: sequences with at least one trained token;
+    norm_length: the constant length of `token-sum-norm`, in tokens (None where it is not used).
+    """
+
+    tokens: int
+    sequences: int
+    norm_length: int | None = None
+
+
+def token_mean(counts: Tensor, totals: Totals) -> Tensor:
+    """Sum of all token losses / number of trained tokens (DAPO, arXiv 2503.14476, Eq. 8)."""
+    return torch.full_like(counts, 1.0 / max(totals.tokens, 1))
+
+
+def seq_mean_token_mean(counts: Tensor, totals: Totals) -> Tensor:
+    """Mean over sequences of each sequence's mean over its tokens (GRPO, arXiv 2402.03300, Eq. 3)."""
+    return 1.0 / (counts.clamp(min=1) * max(totals.sequences, 1))
+
+
+def seq_mean_token_sum(counts: Tensor, totals: Totals) -> Tensor:
+    """Mean over sequences of each sequence's sum (RLOO, arXiv 2402.14740)."""
+    return torch.full_like(counts, 1.0 / max(totals.sequences, 1))
+
+
+def token_sum_norm(counts: Tensor, totals: Totals) -> Tensor:
+    """Sum / (sequences x a constant length) (Dr.GRPO, arXiv 2503.20783, section 3.2)."""
+    if not totals.norm_length:
+        raise ValueError(
+            f"aggregation 'token-sum-norm' divides by a constant length; got norm_length={totals.norm_length}, "
+            "give the response limit"
+        )
+    return torch.full_like(counts, 1.0 / (max(totals.sequences, 1) * totals.norm_length))
+
+
+AGGREGATIONS: dict[str, Callable[[Tensor, Totals], Tensor]] = {
+    "token-mean": token_mean,
+    "seq-mean-token-mean": seq_mean_token_mean,
+    "seq-mean-token-sum": seq_mean_token_sum,
+    "token-sum-norm": token_sum_norm,
+}
+
+
+def sequence_weights(name: str, counts: Tensor, totals: Totals) -> Tensor:
+    """Weight of every trained token of each sequence, under aggregation `name`.
+
+    counts: `[B]` trained tokens of the sequences at hand (any part of the global batch). Returns `[B]`
+    float64; 0 for a sequence without a trained token, which counts in no denominator either.
+    """
+    counts = counts.double()
+    return torch.where(counts > 0, AGGREGATIONS[name](counts, totals), 0.0)

@@ -1,0 +1,104 @@
+"""Rows to padded tensors and back: the one place where columns shift against the logits.
+
+Logits at position t predict token t + 1. So position t of every per-token tensor of a `MicroBatch` holds
+entry t + 1 of its column, and the last position of each row holds nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mindspeed_rl_plugin.forward.settings import ForwardSettings
+from mindspeed_rl_plugin.types import Ragged, Rows
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """One micro-batch, padded on the right to S.
+
+    index: position among the rank's micro-batches of the pass; tokens, labels, position_ids: `[mb, S]`
+    int64; attention_mask: `[1, 1, S, S]` bool, True where attention is forbidden, or None; mask: `[mb, S]`
+    bool, True where the predicted token is trained; lengths: `[mb]` int64, tokens of each row, on the
+    host; columns: further per-token columns `[mb, S]`, shifted like `labels`, 0 on padding.
+
+    Rows are padded on the right, so a causal mask alone keeps real tokens from seeing padding.
+    """
+
+    index: int
+    tokens: Tensor
+    labels: Tensor
+    position_ids: Tensor
+    attention_mask: Tensor | None
+    mask: Tensor
+    lengths: Tensor
+    columns: Mapping[str, Tensor]
+
+    def to(self, device: torch.device | str) -> MicroBatch:
+        """The same micro-batch on a device; `lengths` stay on the host."""
+        moved = {
+            name: value.to(device)
+            for name in ("tokens", "labels", "position_ids", "attention_mask", "mask")
+            if (value := getattr(self, name)) is not None
+        }
+        columns = {name: column.to(device) for name, column in self.columns.items()}
+        return dataclasses.replace(self, columns=columns, **moved)
+
+
+def collate(rows: Rows, settings: ForwardSettings, *, index: int = 0, columns: Sequence[str] = ()) -> MicroBatch:
+    """Pad and shift one micro-batch.
+
+    rows: exactly `micro_batch_size` rows with `tokens`, and `loss_mask` where only some tokens are
+    trained (without it all but the first are); columns: names of ragged per-token columns to carry.
+    Raises ValueError for a wrong number of rows, a row longer than the sequence length, or a column
+    that is not aligned with the tokens.
+    """
+    if len(rows) != settings.micro_batch_size:
+        raise ValueError(f"micro-batch of {len(rows)} rows where --micro-batch-size is {settings.micro_batch_size}")
+    tokens = rows["tokens"]
+    length = settings.padded_length(int(tokens.lengths.max()))
+    mask = rows.columns.get("loss_mask")
+    trained = _shift(mask, tokens, length, "loss_mask") if mask is not None else _real(tokens.lengths - 1, length)
+    return MicroBatch(
+        index=index,
+        tokens=tokens.padded(length).long(),
+        labels=_shift(tokens, tokens, length, "tokens").long(),
+        position_ids=torch.arange(length).repeat(len(rows), 1),
+        attention_mask=causal_mask(length) if settings.causal_mask else None,
+        mask=trained.bool(),
+        lengths=tokens.lengths,
+        columns={name: _shift(rows[name], tokens, length, name) for name in columns},
+    )
+
+
+def to_rows(values: Tensor, lengths: Tensor) -> Ragged:
+    """Inverse of the shift: `[mb, S]` by logit position -> ragged `[L]` aligned with the tokens, entry 0 is 0.0."""
+    rows = []
+    for row, length in zip(values, lengths.tolist(), strict=True):
+        rows.append(torch.cat([row.new_zeros(min(length, 1)), row[: max(length - 1, 0)]]))
+    return Ragged.from_rows(rows, dtype=values.dtype)
+
+
+def causal_mask(length: int) -> Tensor:
+    """`[1, 1, S, S]` bool, True above the diagonal, where Megatron's softmax must not look."""
+    return torch.ones(length, length, dtype=torch.bool).triu_(1)[None, None]
+
+
+def _shift(column: Ragged, tokens: Ragged, length: int, name: str) -> Tensor:
+    if not torch.equal(column.lengths, tokens.lengths):
+        raise ValueError(
+            f"column {name!r} has rows of {column.lengths.tolist()} entries for {tokens.lengths.tolist()} tokens; "
+            "per-token columns are aligned with the tokens"
+        )
+    out = column.values.new_zeros(len(column), length)
+    for i, row in enumerate(column.rows()):
+        out[i, : max(row.shape[0] - 1, 0)] = row[1:]
+    return out
+
+
+def _real(lengths: Tensor, length: int) -> Tensor:
+    return torch.arange(length)[None] < lengths[:, None]

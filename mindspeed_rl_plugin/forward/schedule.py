@@ -1,0 +1,132 @@
+"""Run the model through Megatron's own schedule, and its parts that other passes need too."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel import schedules
+from megatron.core.rerun_state_machine import RerunDataIterator
+from megatron.core.utils import get_model_config
+from torch import Tensor
+
+from mindspeed_rl_plugin.forward.collate import MicroBatch
+from mindspeed_rl_plugin.forward.head import token_logps
+from mindspeed_rl_plugin.forward.settings import ForwardSettings
+
+Model = Sequence[torch.nn.Module]
+
+
+def data_iterators(batches: Sequence[MicroBatch], chunks: int) -> Any:
+    """An iterator over the micro-batches as Megatron's train_step wants it: one, or a list of one a virtual stage.
+
+    They are `RerunDataIterator`s, for Megatron may replay a step from them.
+    """
+    iterators = [RerunDataIterator(iter(batches)) for _ in range(chunks)]
+    return iterators[0] if chunks == 1 else iterators
+
+
+def run_model(model: torch.nn.Module, batch: MicroBatch) -> Tensor:
+    """One model chunk on one micro-batch: logits `[mb, S, V/tp]` on the last stage, hidden states elsewhere."""
+    return model(batch.tokens, batch.position_ids, batch.attention_mask)
+
+
+def head_of(
+    logits: Tensor, batch: MicroBatch, settings: ForwardSettings, *, entropy_grad: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Log-prob of each label and entropy, `[mb, S]` by logit position, under the job's tensor parallel group."""
+    return token_logps(
+        logits,
+        batch.labels,
+        vocab_size=settings.vocab_size,
+        temperature=settings.temperature,
+        tp_group=parallel_state.get_tensor_model_parallel_group(),
+        entropy_grad=entropy_grad,
+    )
+
+
+def is_last_stage() -> bool:
+    """Whether this rank holds the end of the model, virtual stages or not."""
+    return parallel_state.is_pipeline_last_stage(ignore_virtual=True)
+
+
+def device_of(model: Model) -> torch.device:
+    """Device of the model's weights."""
+    return next(model[0].parameters()).device
+
+
+def run_forward_only(
+    model: Model,
+    batches: Sequence[MicroBatch],
+    settings: ForwardSettings,
+    collect: Callable[[Tensor, MicroBatch], Any],
+) -> list[Any] | None:
+    """Forward pass without gradient over all micro-batches, by Megatron's schedule (PP and VPP included).
+
+    model: this rank's chunks, as Megatron holds them; collect: called on the last stage with the logits
+    `[mb, S, V/tp]` and the micro-batch. Returns its results in micro-batch order on the last stage, None
+    on the others. The model is in eval mode meanwhile, and as it was afterwards. Collective over the
+    model parallel ranks.
+    """
+    device = device_of(model)
+
+    def forward_step(data_iterator: Iterator[MicroBatch], chunk: torch.nn.Module) -> tuple[Tensor, Callable]:
+        batch = next(data_iterator).to(device)
+        return run_model(chunk, batch), lambda logits, non_loss_data=True: collect(logits, batch)
+
+    with torch.no_grad(), weights_in_place(model), _evaluating(model), _plain_config(model):
+        results = schedules.get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=data_iterators(batches, len(model)),
+            model=list(model),
+            num_microbatches=len(batches),
+            seq_length=settings.seq_length,
+            micro_batch_size=settings.micro_batch_size,
+            forward_only=True,
+            collect_non_loss_data=True,
+        )
+    return list(results) if is_last_stage() else None
+
+
+@contextlib.contextmanager
+def weights_in_place(model: Model) -> Iterator[None]:
+    """All parameters gathered, and no hook of --overlap-param-gather in the way, while the block runs.
+
+    Collective over the data parallel ranks. Megatron does the same around its own evaluation.
+    """
+    hooked = [chunk for chunk in model if getattr(chunk, "remove_forward_pre_hook_handles", None)]
+    for chunk in hooked:
+        chunk.disable_forward_pre_hook()
+    try:
+        yield
+    finally:
+        for chunk in hooked:
+            chunk.enable_forward_pre_hook()
+
+
+@contextlib.contextmanager
+def _evaluating(model: Model) -> Iterator[None]:
+    was_training = [chunk.training for chunk in model]
+    for chunk in model:
+        chunk.eval()
+    try:
+        yield
+    finally:
+        for chunk, training in zip(model, was_training, strict=True):
+            chunk.train(training)
+
+
+@contextlib.contextmanager
+def _plain_config(model: Model) -> Iterator[None]:
+    """Without timers (their names belong to the training step) and without the parameter gather that the
+    interleaved schedule would start on its own."""
+    config = get_model_config(model[0])
+    saved = config.timers, config.param_sync_func
+    config.timers, config.param_sync_func = None, None
+    try:
+        yield
+    finally:
+        config.timers, config.param_sync_func = saved

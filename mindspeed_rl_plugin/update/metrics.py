@@ -1,0 +1,69 @@
+"""Reduce the tallies of a step over ranks, exactly once, on every rank alike."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch import Tensor
+
+from mindspeed_rl_plugin.algorithms import Totals
+from mindspeed_rl_plugin.forward.schedule import is_last_stage
+from mindspeed_rl_plugin.update.objective import MAXIMA, PER_TOKEN, WEIGHTED
+
+SUMS = len(WEIGHTED) + len(PER_TOKEN)
+WIDTH = SUMS + len(MAXIMA)
+
+
+def reduce_tallies(tallies: Iterable[Tensor], device: torch.device) -> Tensor:
+    """One tally of the global batch from those of this rank's micro-batches.
+
+    tallies: vectors `[WIDTH]`, empty on ranks that are not on the last pipeline stage; device: where the
+    process groups communicate. Returns `[WIDTH]` float64 on the host, the same on all ranks.
+    Collective over DP x CP on the last stage, then over each pipeline.
+    """
+    if is_last_stage():
+        local = _combine(torch.stack([tally.double().cpu() for tally in tallies]))
+        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        parts = [_as_bits(local, device) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(parts, _as_bits(local, device), group=group)
+        bits = _as_bits(_combine(torch.stack([_from_bits(part) for part in parts])), device)
+    else:
+        bits = _as_bits(torch.zeros(WIDTH, dtype=torch.float64), device)
+    if parallel_state.get_pipeline_model_parallel_world_size() > 1:
+        source = parallel_state.get_pipeline_model_parallel_last_rank()
+        dist.broadcast(bits, src=source, group=parallel_state.get_pipeline_model_parallel_group())
+    return _from_bits(bits)
+
+
+def to_metrics(tally: Tensor, totals: Totals) -> dict[str, float]:
+    """Name the numbers of a reduced tally.
+
+    `loss`, `pg_loss`, `kl_loss`, `entropy_loss` are aggregated as the loss is; `ratio_mean`, `clip_fraction`,
+    `entropy`, `kl` (to the reference), `kl_old` (to the policy the step started from) and `logp_diff_mean` (engine
+    to trainer) are means over the trained tokens, in nats where they have a unit. Without any trained
+    token the means are 0 (the ratio 1) and the extremes are left out.
+    """
+    named = dict(zip(WEIGHTED + PER_TOKEN + MAXIMA, tally.tolist(), strict=True))
+    metrics = {name: named[name] for name in WEIGHTED}
+    metrics.update({name: named[name] / max(totals.tokens, 1) for name in PER_TOKEN})
+    metrics["ratio_mean"] = 1.0 + metrics.pop("ratio")
+    if totals.tokens:
+        metrics.update({name: named[name] for name in MAXIMA})
+        metrics["ratio_min"] = -metrics["ratio_min"]
+    return {**metrics, "trained_tokens": float(totals.tokens), "trained_sequences": float(totals.sequences)}
+
+
+def _combine(tallies: Tensor) -> Tensor:
+    return torch.cat([tallies[:, :SUMS].sum(0), tallies[:, SUMS:].amax(0)])
+
+
+# Bits travel as int32 and are summed on the host: HCCL neither reduces nor sends float64.
+def _as_bits(tally: Tensor, device: torch.device) -> Tensor:
+    return tally.view(torch.int32).to(device, copy=True)
+
+
+def _from_bits(bits: Tensor) -> Tensor:
+    return bits.cpu().view(torch.float64)

@@ -1,0 +1,147 @@
+"""Forward step, data iterator and metrics of one optimizer step, for Megatron's own train_step."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import num_microbatches_calculator, parallel_state
+from megatron.core.utils import get_model_config
+from torch import Tensor
+
+from mindspeed_rl_plugin.algorithms import Algorithm, Totals, spread
+from mindspeed_rl_plugin.forward import ForwardSettings, MicroBatch, collate
+from mindspeed_rl_plugin.forward.schedule import data_iterators, device_of, head_of, is_last_stage, run_model
+from mindspeed_rl_plugin.types import Ragged, Rows
+from mindspeed_rl_plugin.update.megatron_loss import LossScaling
+from mindspeed_rl_plugin.update.metrics import reduce_tallies, to_metrics
+from mindspeed_rl_plugin.update.objective import objective
+
+
+class Update:
+    """One object for a whole run; for every optimizer step call, on every rank:
+
+        update.prepare(micro_batches)
+        train_step(update.forward_step, update.iterator(), model, optimizer, ...)   # Megatron's own
+        update.metrics()
+
+    model: this rank's chunks; norm_length: constant of the aggregation `token-sum-norm` [tokens].
+    """
+
+    def __init__(
+        self,
+        algorithm: Algorithm,
+        settings: ForwardSettings,
+        model: Sequence[torch.nn.Module],
+        *,
+        norm_length: int | None = None,
+    ) -> None:
+        self.algorithm = algorithm
+        self.settings = settings
+        self.model = model
+        self.norm_length = norm_length
+        self._device = device_of(model)
+        self._per_token = bool(get_model_config(model[0]).calculate_per_token_loss)
+        self._batches: list[MicroBatch] = []
+        self._weights: list[Tensor] = []
+        self._tallies: dict[int, Tensor] = {}
+        self._metrics: dict[str, float] | None = None
+
+    def prepare(self, micro_batches: Sequence[Rows], totals: Totals | None = None) -> Totals:
+        """Take the rows of the next optimizer step.
+
+        micro_batches: this data parallel rank's, in order, each of `micro_batch_size` rows with the columns
+        `tokens`, `loss_mask`, `logp_old`, and `advantages` (ragged `[L]`) or `advantage` (`[B]`, one a sample);
+        `logp_ref` where the algorithm needs it; `logp_rollout` where the engine's gap is to be measured;
+        `kept` (`[B]`, 0: the row is trained nowhere) where rows were dropped. totals: counts of the global
+        batch, None to count them here, which is collective over the data parallel ranks.
+        Returns the totals. Raises ValueError for a missing column or a wrong number of micro-batches.
+        """
+        expected = num_microbatches_calculator.get_num_microbatches()
+        if len(micro_batches) != expected:
+            raise ValueError(
+                f"{len(micro_batches)} micro-batches prepared where Megatron's step runs {expected}; "
+                "the plan and --global-batch-size disagree"
+            )
+        rows = [self._checked(part) for part in micro_batches]
+        counts = [_trained(part) for part in rows]
+        totals = totals or self._count(counts)
+        self._weights = [self.algorithm.weights(n, totals).float().to(self._device) for n in counts]
+        self._batches = [self._collate(i, part) for i, part in enumerate(rows)]
+        self._scaling = LossScaling(
+            micro_batches=len(rows),
+            dp_size=parallel_state.get_data_parallel_world_size(),
+            per_token=self._per_token,
+            total_tokens=totals.tokens,
+        )
+        self._totals = totals
+        self._tallies, self._metrics = {}, None
+        return totals
+
+    def iterator(self) -> Any:
+        """A fresh data iterator over the prepared micro-batches; a list of them under virtual pipeline stages."""
+        return data_iterators(self._batches, len(self.model))
+
+    def forward_step(
+        self, data_iterator: Iterator[MicroBatch], model: torch.nn.Module
+    ) -> tuple[Tensor, Callable[..., tuple]]:
+        """Megatron's forward step function: runs one micro-batch and returns its output and loss function."""
+        batch = next(data_iterator).to(self._device)
+        return run_model(model, batch), functools.partial(self._loss, batch)
+
+    def metrics(self) -> dict[str, float]:
+        """Metrics of the step, exact over the global batch and the same on all ranks (see `to_metrics`).
+
+        Collective on its first call after a step; later calls return the same numbers.
+        """
+        if self._metrics is None:
+            assert len(self._tallies) == (len(self._batches) if is_last_stage() else 0), "metrics before the step ran"
+            tally = reduce_tallies(self._tallies.values(), self._device)
+            self._metrics = to_metrics(tally, self._totals)
+            if all("logp_rollout" not in batch.columns for batch in self._batches):
+                self._metrics = {k: v for k, v in self._metrics.items() if not k.startswith("logp_diff")}
+            if all("logp_ref" not in batch.columns for batch in self._batches):
+                self._metrics.pop("kl")
+        return dict(self._metrics)
+
+    def _loss(self, batch: MicroBatch, logits: Tensor) -> tuple:
+        logp, entropy = head_of(logits, batch, self.settings, entropy_grad=self.algorithm.entropy_coef != 0)
+        loss, tally = objective(self.algorithm, batch, self._weights[batch.index], logp, entropy)
+        # By index, for Megatron may run a step again to validate its result.
+        self._tallies[batch.index] = tally
+        # Megatron averages this over micro-batches; it is this rank's view, `metrics` has the exact one.
+        seen = (loss.detach() * (self._scaling.micro_batches * self._scaling.dp_size)).view(1)
+        return self._scaling.result(loss, batch.mask.sum(), {"loss": seen})
+
+    def _checked(self, rows: Rows) -> Rows:
+        needed = ["tokens", "loss_mask", "logp_old", *(["logp_ref"] if self.algorithm.needs_reference else [])]
+        missing = [name for name in needed if name not in rows.columns]
+        if missing or not {"advantages", "advantage"} & set(rows.columns):
+            raise ValueError(
+                f"the update lacks columns {missing or ['advantages']}; it was given {sorted(rows.columns)}"
+            )
+        if "kept" in rows.columns:
+            kept = rows["kept"].bool().repeat_interleave(rows["loss_mask"].lengths)
+            rows = rows.with_columns(loss_mask=Ragged(rows["loss_mask"].values * kept, rows["loss_mask"].offsets))
+        if "advantages" not in rows.columns:
+            rows = rows.with_columns(advantages=spread(rows["advantage"], rows["loss_mask"]))
+        return rows
+
+    def _collate(self, index: int, rows: Rows) -> MicroBatch:
+        optional = [name for name in ("logp_ref", "logp_rollout") if name in rows.columns]
+        return collate(rows, self.settings, index=index, columns=["logp_old", "advantages", *optional])
+
+    def _count(self, counts: Sequence[Tensor]) -> Totals:
+        every = torch.cat(list(counts))
+        both = torch.stack([every.sum(), (every > 0).sum()]).to(self._device)
+        dist.all_reduce(both, group=parallel_state.get_data_parallel_group())
+        tokens, sequences = both.tolist()
+        return Totals(tokens, sequences, self.norm_length)
+
+
+def _trained(rows: Rows) -> Tensor:
+    """`[mb]` int64, trained tokens of each row; entry 0 of a row has no logits before it and is never trained."""
+    return torch.stack([row[1:].sum(dtype=torch.int64) for row in rows["loss_mask"].rows()])

@@ -1,0 +1,101 @@
+"""Padding, the shift by one, and its inverse."""
+
+import argparse
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mindspeed_rl_plugin.forward.collate import collate, to_rows
+from mindspeed_rl_plugin.forward.settings import ForwardSettings
+from mindspeed_rl_plugin.types import Ragged, Rows, SampleId
+
+
+def rows_of(lengths, **more):
+    tokens = Ragged.from_rows([torch.arange(n, dtype=torch.int32) + 10 * i for i, n in enumerate(lengths)])
+    return Rows(tuple(SampleId(0, 0, i) for i in range(len(lengths))), {"tokens": tokens, **more})
+
+
+def test_position_t_holds_the_event_of_token_t_plus_1():
+    mask = Ragged.from_rows([torch.tensor([0, 0, 1, 1]), torch.tensor([0, 1])], dtype=torch.uint8)
+    logp = Ragged.from_rows([torch.tensor([0.0, 0.0, -2.0, -3.0]), torch.tensor([0.0, -11.0])])
+    rows = rows_of([4, 2], loss_mask=mask, logp_old=logp)
+    batch = collate(rows, ForwardSettings(micro_batch_size=2, seq_length=8, vocab_size=99), columns=["logp_old"])
+    assert batch.tokens.tolist() == [[0, 1, 2, 3], [10, 11, 0, 0]]
+    assert batch.labels.tolist() == [[1, 2, 3, 0], [11, 0, 0, 0]]
+    assert batch.mask.tolist() == [[False, True, True, False], [True, False, False, False]]
+    assert batch.columns["logp_old"].tolist() == [[0, -2, -3, 0], [-11, 0, 0, 0]]
+    assert batch.position_ids.tolist() == [[0, 1, 2, 3]] * 2
+    assert batch.attention_mask.shape == (1, 1, 4, 4) and batch.attention_mask[0, 0, 1].tolist() == [
+        False,
+        False,
+        True,
+        True,
+    ]
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=5), st.sampled_from([1, 2, 4]), st.booleans())
+def test_back_to_rows_is_the_inverse(lengths, multiple, fixed):
+    values = Ragged.from_rows([torch.cat([torch.zeros(1), torch.rand(n - 1)]) for n in lengths])
+    shape = ForwardSettings(len(lengths), seq_length=12, vocab_size=99, multiple=multiple, fixed_length=fixed)
+    batch = collate(rows_of(lengths, x=values), shape, columns=["x"])
+    assert batch.tokens.shape[1] == (12 if fixed else -(-max(lengths) // multiple) * multiple)
+    back = to_rows(batch.columns["x"], batch.lengths)
+    assert torch.equal(back.values, values.values) and torch.equal(back.offsets, values.offsets)
+    # Without a mask every token but the first is trained.
+    assert batch.mask.sum(-1).tolist() == [n - 1 for n in lengths]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "more", "message"),
+    [
+        ([3, 9], {}, "a row of 9 tokens is longer than --seq-length 8"),
+        ([3], {}, "micro-batch of 1 rows where --micro-batch-size is 2"),
+        ([3, 3], {"x": Ragged.from_rows([torch.zeros(3), torch.zeros(2)])}, "column 'x' has rows of [3, 2] entries"),
+    ],
+)
+def test_what_does_not_fit_is_refused(lengths, more, message):
+    with pytest.raises(ValueError) as error:
+        collate(rows_of(lengths, **more), ForwardSettings(2, seq_length=8, vocab_size=99), columns=list(more))
+    assert message in str(error.value)
+
+
+def megatron_args(**changes):
+    values = {
+        "context_parallel_size": 1,
+        "tensor_model_parallel_size": 2,
+        "pipeline_model_parallel_size": 1,
+        "sequence_parallel": True,
+        "padded_vocab_size": 256,
+        "micro_batch_size": 2,
+        "seq_length": 64,
+        "variable_seq_lengths": False,
+        "create_attention_mask_in_dataloader": True,
+    }
+    return argparse.Namespace(**{**values, **changes})
+
+
+def test_settings_follow_megatrons_arguments():
+    make = ForwardSettings.from_args
+    assert make(megatron_args(), vocab_size=250, temperature=0.7) == ForwardSettings(2, 64, 250, 0.7, multiple=2)
+    piped = make(
+        megatron_args(pipeline_model_parallel_size=2, sequence_parallel=False), vocab_size=250, temperature=1.0
+    )
+    assert piped.fixed_length and piped.padded_length(3) == 64
+
+
+@pytest.mark.parametrize(
+    ("changes", "vocab", "temperature", "message"),
+    [
+        ({"context_parallel_size": 2}, 250, 1.0, "--context-parallel-size 2 is not supported"),
+        ({}, 257, 1.0, "vocabulary of 257 tokens does not fit the model's 256 rows"),
+        ({}, 250, 0.0, "temperature is 0.0"),
+        ({"seq_length": 63}, 250, 1.0, "sequence length 63 is not a multiple of 2"),
+    ],
+)
+def test_settings_that_cannot_run_are_refused(changes, vocab, temperature, message):
+    with pytest.raises(ValueError) as error:
+        ForwardSettings.from_args(megatron_args(**changes), vocab_size=vocab, temperature=temperature)
+    assert message in str(error.value)
