@@ -134,19 +134,17 @@ class LocalDock:
                     return chosen
                 left = end - time.monotonic()
                 if left <= 0:
-                    raise TimeoutError(self._explain(state, ids, min_rows, deadline))
+                    raise TimeoutError(self._explain(state, ids, min_rows, max(deadline, 0.0)))
                 self._changed.wait(left)
 
     def commit(self, lease: Lease, rows: Rows | None = None) -> None:
         """Write back and acknowledge, once; ValueError for foreign cells, missing ones, or a lease handed back."""
         with self._changed:
-            live = self._leases.get(lease.token)
-            if live is None:
+            self.write_back(lease, rows)
+            if not self._is_live(lease):
                 self._check_done(lease)
                 return
-            self._check_writes(lease, rows)
-            self.put(rows)
-            state, ids = live
+            state, ids = lease.state, lease.rows.ids
             for column in self.states[state].writes:
                 missing = self._missing(column, ids)
                 if missing:
@@ -157,12 +155,20 @@ class LocalDock:
             del self._leases[lease.token]
             self._changed.notify_all()
 
+    def write_back(self, lease: Lease, rows: Rows | None) -> None:
+        """The first half of `commit`: write without acknowledging. Only live leases write."""
+        with self._changed:
+            if rows is not None:
+                self._check_writes(lease, rows)
+                if self._is_live(lease):
+                    self.put(rows)
+
     def release(self, lease: Lease) -> None:
         """Hand rows back undone. A lease that is no longer live changes nothing."""
         with self._changed:
-            live = self._leases.pop(lease.token, None)
-            if live is not None:
-                self._mark(live[0], live[1], FREE)
+            if self._is_live(lease):
+                del self._leases[lease.token]
+                self._mark(lease.state, lease.rows.ids, FREE)
                 self._changed.notify_all()
 
     def remaining(self, state: str) -> int:
@@ -212,6 +218,10 @@ class LocalDock:
             self._changed.notify_all()
 
     # inside; the lock is held
+
+    def _is_live(self, lease: Lease) -> bool:
+        """Whether rows are out under this lease; tokens start anew after a restore, so they alone do not tell."""
+        return self._leases.get(lease.token) == (lease.state, tuple(lease.rows.ids))
 
     def _find(self, number: int) -> Epoch | None:
         """The epoch, or None when it was cleared. Raises ValueError when it was never opened."""
@@ -346,9 +356,8 @@ class LocalDock:
         if unknown:
             raise ValueError(f"{call}: columns {unknown} are not declared; declared: {listed(self.columns)}")
 
-    def _check_writes(self, lease: Lease, rows: Rows | None) -> None:
-        if rows is None:
-            return
+    def _check_writes(self, lease: Lease, rows: Rows) -> None:
+        self._check_state(lease.state)
         foreign = [c for c in rows.columns if c not in self.states[lease.state].writes]
         if foreign:
             writes = list(self.states[lease.state].writes)

@@ -137,6 +137,22 @@ def test_released_rows_come_again_and_their_old_lease_is_void() -> None:
     assert dock.remaining("generate") == 0
 
 
+def test_a_lease_from_before_a_restore_does_not_touch_the_rows_of_a_new_one() -> None:
+    dock = make()
+    dock.open(0, 2, 1)
+    dock.put(prompts(2))
+    old = dock.lease("generate", ids=[sid(0, 0)], deadline=0)
+    other = make()
+    other.restore(dock.snapshot())
+    new = other.lease("generate", ids=[sid(1, 0)], deadline=0)
+    assert new.token == old.token
+    other.release(old)
+    with pytest.raises(ValueError, match="is void"):
+        other.commit(old, Rows(old.rows.ids, {"tokens": ragged(1)}))
+    other.commit(new, Rows(new.rows.ids, {"tokens": ragged(1)}))
+    assert other.remaining("generate") == 1
+
+
 def test_timeout_names_state_columns_ids_and_writer() -> None:
     dock = make()
     dock.open(0, 3, 2)
