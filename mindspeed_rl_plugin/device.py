@@ -13,6 +13,7 @@ import importlib.util
 import math
 import os
 import threading
+import time
 import weakref
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
@@ -140,10 +141,13 @@ def _torch_npu() -> ModuleType:
 
 
 class NullEvent:
-    """The event of a device that finishes all work before it returns."""
+    """The event of a device that finishes all work before it returns: it holds the time it was recorded."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._seconds = time.perf_counter()
 
     def record(self, stream: Any = None) -> None:
-        """Nothing to mark."""
+        self._seconds = time.perf_counter()
 
     def wait(self, stream: Any = None) -> None:
         """Nothing to wait for."""
@@ -155,12 +159,15 @@ class NullEvent:
         return True
 
     def elapsed_time(self, end: Any) -> float:
-        """Milliseconds between two events; 0, since nothing is measured."""
-        return 0.0
+        """Milliseconds from the record of this event to that of `end`."""
+        return (end._seconds - self._seconds) * 1e3
 
 
 class NullStream:
     """The stream of a device that finishes all work before it returns."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """Takes and ignores what a real stream takes: device, priority."""
 
     def __enter__(self) -> NullStream:
         return self
@@ -175,7 +182,9 @@ class NullStream:
         """Nothing to wait for."""
 
     def record_event(self, event: Any = None) -> Any:
-        return event if event is not None else NullEvent()
+        event = event if event is not None else NullEvent()
+        event.record()
+        return event
 
     def synchronize(self) -> None:
         """Nothing to wait for."""

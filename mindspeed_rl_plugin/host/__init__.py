@@ -1,0 +1,74 @@
+"""Megatron (and MindSpeed) on a machine with no accelerator: `activate_if_needed` at the very start.
+
+    cuda.py           the stand-in for torch.cuda
+    distributed.py    gloo for code that asks for nccl or hccl
+    optimizer.py      an Adam that the distributed optimizer can save and resume
+    megatron_gaps.py  what Megatron lacks without TransformerEngine, Apex and a GPU, as data
+    npu.py            the stand-in for torch_npu and torchair, so that MindSpeed's adaptor imports
+    vllm_live.py      vLLM on CPU with weights that can be updated in place
+    on_import.py      acting on a module when it is imported
+    rehearse.py       an Ascend launch script on this machine
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import torch
+
+from mindspeed_rl_plugin.config import launch_env
+from mindspeed_rl_plugin.device import get_device
+from mindspeed_rl_plugin.host import cuda, distributed, megatron_gaps, npu, vllm_live
+
+__all__ = ["activate_if_needed", "active", "vllm_live"]
+
+_active = False
+
+
+def active() -> bool:
+    """Whether the stand-ins are in place in this process."""
+    return _active
+
+
+def activate_if_needed() -> bool:
+    """Put the stand-ins in place where neither an NPU nor CUDA is found. Returns whether they are.
+
+    Call it before megatron and mindspeed are imported; calling it again changes nothing. Rank 0 says so
+    in one line. Does nothing, and says nothing, on a machine with an accelerator.
+
+    Raises ValueError when Megatron is already imported: it has then taken names of the real torch.cuda.
+    """
+    global _active
+    if _active or not get_device().is_cpu:
+        return _active
+    for name in ("megatron.core", "megatron.training"):
+        if name in sys.modules:
+            raise ValueError(
+                f"host mode must start before {name} is imported; run the script with "
+                "`python -m mindspeed_rl_plugin SCRIPT`, or make `import mindspeed_rl_plugin.adaptor` its first import"
+            )
+    _active = True
+    threads = _set_environment()
+    cuda.install()
+    distributed.install()
+    megatron_gaps.close_gaps()
+    npu.install_with_mindspeed()
+    if launch_env()["rank"] == 0:
+        print(
+            f"host mode: neither NPU nor CUDA found, Megatron runs on CPU over gloo, {threads} thread(s) a rank",
+            flush=True,
+        )
+    return True
+
+
+def _set_environment() -> int:
+    """Defaults that the user's own environment overrides. Returns the threads a rank computes with."""
+    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # compiling costs minutes and gains nothing here
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # Megatron insists on it with TP
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # ranks share the cores; forked workers warn
+    if "OMP_NUM_THREADS" not in os.environ:
+        threads = max(1, len(os.sched_getaffinity(0)) // launch_env()["local_world_size"])
+        os.environ["OMP_NUM_THREADS"] = str(threads)
+        torch.set_num_threads(threads)
+    return torch.get_num_threads()

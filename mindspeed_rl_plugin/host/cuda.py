@@ -1,0 +1,206 @@
+"""The stand-in for torch.cuda: Megatron asks for a GPU, and gets the CPU.
+
+Every name is replaced explicitly; what is not listed still fails, which is how a new need shows.
+Streams and events do nothing, since CPU work is finished when it returns. Memory figures are those of
+the process (`device.ProcessMeter`). The "device" random generator is the CPU's default one, because
+that is what random operators on CPU tensors draw from.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import functools
+import os
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.cuda.random
+import torch.utils._device
+
+from mindspeed_rl_plugin.config import launch_env
+from mindspeed_rl_plugin.device import NullEvent, NullStream, ProcessMeter
+
+CPU = torch.device("cpu")
+_LIKE = ("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like")
+_NEW = ("new_empty", "new_zeros", "new_ones", "new_full", "new_tensor", "new_empty_strided")
+_TYPES = ("Float", "Double", "Half", "BFloat16", "Byte", "Char", "Short", "Int", "Long", "Bool")
+
+
+def on_cpu(device: Any) -> Any:
+    """The CPU for every way to name an accelerator ("cuda:1", "npu", an index); anything else unchanged."""
+    if isinstance(device, bool):
+        return device
+    if isinstance(device, int):
+        return CPU
+    kind = device.type if isinstance(device, torch.device) else device
+    return CPU if isinstance(kind, str) and kind.split(":")[0] in ("cuda", "npu") else device
+
+
+def install() -> None:
+    """Put the stand-in in place, once. The caller has made sure that there is no accelerator."""
+    for name, value in _namespace().items():
+        setattr(torch.cuda, name, value)
+    for name in ("get_rng_state", "set_rng_state", "manual_seed", "manual_seed_all"):
+        setattr(torch.cuda.random, name, getattr(torch.cuda, name))
+    for name in ("range_push", "range_pop", "mark"):
+        setattr(torch.cuda.nvtx, name, _returning(None))
+    _redirect_factories()
+    _redirect_tensor_methods()
+
+
+def _namespace() -> dict[str, Any]:
+    """Name in torch.cuda -> its replacement."""
+    memory = ProcessMeter()
+    constants = {
+        "current_device": CPU,  # not an index: an index would be ambiguous where no factory of ours looks
+        "device_count": launch_env()["local_world_size"],
+        "is_available": True,
+        "is_initialized": True,
+        "is_current_stream_capturing": False,
+        "is_bf16_supported": True,
+        "get_device_capability": (8, 0),
+        "get_device_name": "cpu",
+        "initial_seed": torch.initial_seed(),
+        "utilization": 0,
+    }
+    names: dict[str, Any] = {name: _returning(value) for name, value in constants.items()}
+    idle = "set_device synchronize empty_cache ipc_collect set_stream check_error init manual_seed_all _lazy_init"
+    names.update({name: _returning(None) for name in idle.split()})
+    names.update({f"{name}Tensor": getattr(torch, f"{name}Tensor") for name in _TYPES})
+    names.update(
+        Stream=NullStream,
+        Event=NullEvent,
+        ExternalStream=_ExternalStream,
+        current_stream=lambda *a, **k: NullStream(),
+        default_stream=lambda *a, **k: NullStream(),
+        stream=lambda stream: contextlib.nullcontext(stream),
+        device=_DeviceContext,
+        get_device_properties=_properties,
+        mem_get_info=_mem_get_info,
+        memory_allocated=lambda *a, **k: memory.allocated(),
+        memory_reserved=lambda *a, **k: memory.allocated(),
+        max_memory_allocated=lambda *a, **k: memory.peak(),
+        max_memory_reserved=lambda *a, **k: memory.peak(),
+        memory_stats=lambda *a, **k: _memory_stats(memory),
+        reset_peak_memory_stats=lambda *a, **k: memory.reset_peak(),
+        reset_max_memory_allocated=lambda *a, **k: memory.reset_peak(),
+        get_rng_state=lambda *a, **k: torch.get_rng_state(),
+        set_rng_state=lambda state, *a, **k: torch.set_rng_state(state),
+        manual_seed=_manual_seed,
+        default_generators=_Generators(),
+        _lazy_call=lambda callback, **k: callback(),
+    )
+    return names
+
+
+def _returning(value: Any) -> Callable[..., Any]:
+    """A new function each time: torch.compile's tables refuse one object under two names."""
+    return lambda *args, **kwargs: value
+
+
+class _ExternalStream(NullStream):
+    """A stream made elsewhere, of which there is none."""
+
+
+def _manual_seed(seed: int) -> None:
+    # Not torch.manual_seed, which would call back into torch.cuda.
+    torch.default_generator.manual_seed(int(seed))
+
+
+class _DeviceContext(contextlib.nullcontext):
+    """`with torch.cuda.device(i):` of a machine whose only device is the CPU."""
+
+    def __init__(self, device: Any = None) -> None:
+        super().__init__(device)
+
+
+class _Generators:
+    """`torch.cuda.default_generators`: the CPU's generator under every index."""
+
+    def __getitem__(self, index: Any) -> torch.Generator:
+        return torch.default_generator
+
+    def __len__(self) -> int:
+        return launch_env()["local_world_size"]
+
+
+def _pages(name: str) -> int:
+    return os.sysconf(name) * os.sysconf("SC_PAGE_SIZE")
+
+
+def _mem_get_info(*args: Any, **kwargs: Any) -> tuple[int, int]:
+    """(free, total) bytes of the machine's memory."""
+    return _pages("SC_AVPHYS_PAGES"), _pages("SC_PHYS_PAGES")
+
+
+def _properties(*args: Any, **kwargs: Any) -> SimpleNamespace:
+    return SimpleNamespace(
+        name="cpu", major=8, minor=0, multi_processor_count=1, warp_size=32, total_memory=_pages("SC_PHYS_PAGES")
+    )
+
+
+def _memory_stats(memory: ProcessMeter) -> dict[str, int]:
+    stats: dict[str, int] = collections.defaultdict(int)
+    for kind in ("allocated", "reserved", "active"):
+        stats[f"{kind}_bytes.all.current"] = memory.allocated()
+        stats[f"{kind}_bytes.all.peak"] = memory.peak()
+    return stats
+
+
+def _redirect_factories() -> None:
+    """torch.empty, torch.zeros, ... make CPU tensors whatever accelerator they are asked for.
+
+    torch keeps, in a cache filled at its first use, the set of functions that obey
+    `with torch.device("meta")`. The cache is filled here with the true functions, before they are
+    wrapped. Were it filled later, it would hold our wrappers, the context would silently have no
+    effect, and `transformers.from_pretrained` would leave rotary buffers uninitialised.
+    """
+    constructors = torch.utils._device._device_constructors()
+    for name in sorted({f.__name__ for f in constructors} | set(_LIKE)):
+        if callable(getattr(torch, name, None)):
+            setattr(torch, name, _redirected(getattr(torch, name)))
+    for name in _NEW:
+        setattr(torch.Tensor, name, _redirected(getattr(torch.Tensor, name)))
+
+
+def _redirected(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("device") is not None:
+            kwargs["device"] = on_cpu(kwargs["device"])
+        if kwargs.get("pin_memory"):
+            kwargs["pin_memory"] = False
+        return function(*args, **kwargs)
+
+    return call
+
+
+def _redirect_tensor_methods() -> None:
+    """Tensor.to, .cuda, .type and .pin_memory, and Module.cuda, stay on the CPU."""
+    to, cast = torch.Tensor.to, torch.Tensor.type
+
+    @functools.wraps(to)
+    def tensor_to(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if args:
+            args = (on_cpu(args[0]), *args[1:])
+        if kwargs.get("device") is not None:
+            kwargs["device"] = on_cpu(kwargs["device"])
+        return to(self, *args, **kwargs)
+
+    @functools.wraps(cast)
+    def tensor_type(self: torch.Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
+        # Megatron tells its parameters from others by the name "torch.cuda.FloatTensor".
+        if dtype is None:
+            return cast(self).replace("torch.", "torch.cuda.")
+        if isinstance(dtype, str):
+            dtype = dtype.replace("torch.cuda.", "torch.")
+        return cast(self, dtype, *args, **kwargs)
+
+    torch.Tensor.to = tensor_to
+    torch.Tensor.type = tensor_type
+    torch.Tensor.cuda = lambda self, *args, **kwargs: self
+    torch.Tensor.pin_memory = lambda self, *args, **kwargs: self
+    torch.nn.Module.cuda = lambda self, *args, **kwargs: self

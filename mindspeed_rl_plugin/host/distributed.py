@@ -1,0 +1,87 @@
+"""torch.distributed on gloo for code that asks for nccl or hccl, and what gloo itself lacks."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+_ACCELERATOR_BACKENDS = ("nccl", "hccl", "cuda:nccl", "npu:hccl", "cpu:gloo,cuda:nccl", "cpu:gloo,npu:hccl")
+_AVERAGING = ("all_reduce", "reduce_scatter_tensor")
+
+
+def install() -> None:
+    """Put the replacements in place, once."""
+    _replace("init_process_group", _init_process_group(dist.init_process_group))
+    _replace("new_group", _new_group(dist.new_group))
+    _replace("all_to_all_single", _all_to_all_single(dist.all_to_all_single))
+    for name in _AVERAGING:
+        _replace(name, _averaging(getattr(dist, name)))
+
+
+def _replace(name: str, function: Callable[..., Any]) -> None:
+    # Both names are in use: torch.distributed re-exports what distributed_c10d defines.
+    setattr(dist, name, function)
+    setattr(distributed_c10d, name, function)
+
+
+def _init_process_group(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def init_process_group(backend: str | None = None, *args: Any, **kwargs: Any) -> None:
+        kwargs.pop("device_id", None)
+        kwargs.pop("pg_options", None)
+        original("gloo", *args, **kwargs)
+
+    return init_process_group
+
+
+def _new_group(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def new_group(ranks: Any = None, timeout: Any = None, backend: str | None = None, *args: Any, **kwargs: Any) -> Any:
+        for name in ("pg_options", "device_id"):
+            kwargs.pop(name, None)
+        backend = None if backend in _ACCELERATOR_BACKENDS else backend
+        return original(ranks, timeout, backend, **kwargs)
+
+    return new_group
+
+
+def _all_to_all_single(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Megatron turns split sizes into Python ints only when they lie on a GPU; gloo needs ints."""
+
+    def ints(sizes: Any) -> Any:
+        return sizes.tolist() if hasattr(sizes, "tolist") else sizes
+
+    @functools.wraps(original)
+    def all_to_all_single(
+        output: torch.Tensor, input: torch.Tensor, output_sizes: Any = None, input_sizes: Any = None, **kwargs: Any
+    ) -> Any:
+        output_sizes = kwargs.pop("output_split_sizes", output_sizes)
+        input_sizes = kwargs.pop("input_split_sizes", input_sizes)
+        return original(output, input, ints(output_sizes), ints(input_sizes), **kwargs)
+
+    return all_to_all_single
+
+
+def _averaging(original: Callable[..., Any]) -> Callable[..., Any]:
+    """gloo has no ReduceOp.AVG: divide what goes in by the group's size, and sum.
+
+    Dividing beforehand is right for asynchronous and coalesced calls as well, which write later.
+    """
+
+    @functools.wraps(original)
+    def collective(output: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("op") != dist.ReduceOp.AVG:
+            return original(output, *args, **kwargs)
+        kwargs["op"] = dist.ReduceOp.SUM
+        size = dist.get_world_size(kwargs.get("group"))
+        if original.__name__ == "all_reduce":
+            return original(output.div_(size), *args, **kwargs)
+        source = kwargs.pop("input") if "input" in kwargs else args[0]
+        return original(output, source / size, *args[1:], **kwargs)
+
+    return collective

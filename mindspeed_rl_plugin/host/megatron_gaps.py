@@ -1,0 +1,170 @@
+"""What Megatron itself lacks on a machine with no accelerator, one row a gap.
+
+Each row acts on one module right after it is imported (`on_import`), tests whether the gap is there,
+and closes it. Rows say why, for which versions, and when they can go.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import importlib.util
+import subprocess
+import sysconfig
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+import typing_extensions
+
+from mindspeed_rl_plugin.host.on_import import after_import
+from mindspeed_rl_plugin.host.optimizer import HostAdam
+
+
+@dataclass(frozen=True)
+class Gap:
+    """One gap: the module it is in, the name there, and the function that closes it on that module."""
+
+    module: str
+    name: str
+    why: str
+    versions: str
+    remove_when: str
+    close: Callable[[ModuleType], None]
+
+
+def close_gaps() -> None:
+    """Arrange that every gap is closed as soon as its module is imported. Imports nothing of Megatron."""
+    for gap in GAPS:
+        after_import(gap.module, gap.close)
+
+
+def _override(module: ModuleType) -> None:
+    if not hasattr(module, "override"):
+        module.override = typing_extensions.override
+
+
+def _adam(module: ModuleType) -> None:
+    """Use HostAdam, and say what Megatron would have said had it found Apex, whose layout that is."""
+    if not module.Adam.__module__.startswith("torch.optim"):
+        return
+    module.Adam = HostAdam
+    flags = {"HAVE_APEX_OR_TE": True, "USING_APEX_OPTIMIZER": True, "USING_PYTORCH_OPTIMIZER": False}
+    for flag, value in flags.items():
+        if hasattr(module, flag):
+            setattr(module, flag, value)
+
+
+def _quantize_param_shard(module: ModuleType) -> None:
+    original = module.quantize_param_shard
+
+    @functools.wraps(original)
+    def quantize_param_shard(model_params: list[Any], *args: Any, **kwargs: Any) -> None:
+        if model_params:
+            original(model_params, *args, **kwargs)
+
+    module.quantize_param_shard = quantize_param_shard
+
+
+def _te_general_gemm(module: ModuleType) -> None:
+    if not hasattr(module, "te_general_gemm"):
+        module.te_general_gemm = None
+
+
+def _fused_kernels(module: ModuleType) -> None:
+    def load(args: Any) -> None:
+        """No nvcc, no kernels."""
+
+    module.load = load
+
+
+def _torch_norm(module: ModuleType) -> None:
+    """Let torch's norms serve sequence parallel models, and ignore wishes for particular CUDA kernels."""
+    wrapped = module.WrappedTorchNorm
+    original = wrapped.__new__
+
+    def new(cls: type, config: Any, *args: Any, **kwargs: Any) -> torch.nn.Module:
+        plain = copy.copy(config)
+        plain.sequence_parallel = plain.persist_layer_norm = plain.memory_efficient_layer_norm = False
+        norm = original(cls, plain, *args, **kwargs)
+        for parameter in norm.parameters():
+            # Megatron sums the gradients of marked parameters over the tensor parallel ranks.
+            parameter.sequence_parallel = config.sequence_parallel
+        return norm
+
+    wrapped.__new__ = new
+
+
+def _compile_helpers(module: ModuleType) -> None:
+    def compile_helpers() -> None:
+        """Build the data sets' C++ helpers for the interpreter that runs, unless they are built."""
+        if importlib.util.find_spec("megatron.core.datasets.helpers_cpp") is not None:
+            return
+        import pybind11
+
+        includes = f"-I{pybind11.get_include()} -I{sysconfig.get_path('include')}"
+        command = ["make", "-C", str(Path(module.__file__).parent), f"CPPFLAGS={includes}"]
+        subprocess.run([*command, f"LIBEXT={sysconfig.get_config_var('EXT_SUFFIX')}"], check=True)
+
+    module.compile_helpers = compile_helpers
+
+
+_OPTIMIZER = "megatron.core.optimizer"
+_ADAM_WHY = "torch's AdamW has no step of the group: the distributed optimizer cannot resume (KeyError 'step')"
+_ADAM_GOES = "Megatron saves and loads torch's AdamW in its distributed optimizer"
+
+GAPS = (
+    Gap(
+        "typing",
+        "override",
+        "Megatron imports a name that Python has from 3.12 on",
+        "core >= 0.17 on Python < 3.12",
+        "Python 3.12 is the oldest supported",
+        _override,
+    ),
+    Gap(_OPTIMIZER, "Adam", _ADAM_WHY, "all", _ADAM_GOES, _adam),
+    Gap(f"{_OPTIMIZER}.distrib_optimizer", "Adam", _ADAM_WHY, "all", _ADAM_GOES, _adam),
+    Gap(
+        f"{_OPTIMIZER}.distrib_optimizer",
+        "quantize_param_shard",
+        "raises without TransformerEngine even when there is no FP8 parameter to quantize",
+        "core 0.12",
+        "core 0.12 is no longer supported (MindSpeed moves on)",
+        _quantize_param_shard,
+    ),
+    Gap(
+        "megatron.core.transformer.moe.moe_utils",
+        "te_general_gemm",
+        "the router asks whether it is None, but without TransformerEngine it is not defined at all",
+        "core 0.14 to 0.16",
+        "core 0.16 is no longer supported",
+        _te_general_gemm,
+    ),
+    Gap(
+        "megatron.legacy.fused_kernels",
+        "load",
+        "asks nvcc for its version and compiles CUDA kernels",
+        "core <= 0.16",
+        "megatron.legacy is gone from all supported versions",
+        _fused_kernels,
+    ),
+    Gap(
+        "megatron.core.datasets.utils",
+        "compile_helpers",
+        "builds for the python3 on the PATH, which without an activated environment is another interpreter",
+        "all",
+        "the Makefile takes the interpreter from its caller",
+        _compile_helpers,
+    ),
+    Gap(
+        "megatron.core.transformer.torch_norm",
+        "WrappedTorchNorm.__new__",
+        "the local layer spec has no norm that accepts sequence parallel, without which MoE with TP cannot train",
+        "all",
+        "WrappedTorchNorm marks its parameters itself",
+        _torch_norm,
+    ),
+)

@@ -1,0 +1,110 @@
+"""The stand-in for torch_npu and torchair, so that MindSpeed's own adaptor imports on CPU.
+
+It exists only once mindspeed or mindspeed_llm is imported: other libraries take a torch_npu that can be
+found for an NPU that is there. Names are listed one by one. A module that answered every name would
+also answer MindSpeed's search through all modules for the functions it patches, and grow without end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from mindspeed_rl_plugin.device import NullEvent, NullStream
+from mindspeed_rl_plugin.host.npu_ops import OPERATORS
+from mindspeed_rl_plugin.host.on_import import before_import
+
+MINDSPEED = ("mindspeed", "mindspeed_llm")
+
+
+def install_with_mindspeed() -> None:
+    """Arrange that the stand-in appears when MindSpeed is first imported."""
+    for name in MINDSPEED:
+        before_import(name, install)
+
+
+def install() -> None:
+    """Put the stand-in into sys.modules, unless there is a torch_npu already."""
+    if "torch_npu" in sys.modules:
+        return
+    for name, names in _modules().items():
+        _make(name, names)
+    torch.npu = sys.modules["torch_npu.npu"]
+    # modelopt, where installed, brings transformers into Megatron's import; transformers' lazy modules
+    # fail under MindSpeed's hasattr on every loaded module.
+    sys.modules.setdefault("modelopt", None)
+
+
+def _make(name: str, names: dict[str, Any]) -> None:
+    module = ModuleType(name)
+    module.__file__ = __file__
+    module.__path__ = []
+    module.__spec__ = ModuleSpec(name, None, is_package=True)
+    for key, value in names.items():
+        setattr(module, key, value)
+    sys.modules[name] = module
+    parent, _, child = name.rpartition(".")
+    if parent:
+        setattr(sys.modules[parent], child, module)
+
+
+class _Named:
+    """A class that is only ever named: in annotations, and as a decorator's argument."""
+
+
+class _HcclOptions(_Named):
+    """ProcessGroupHCCL.Options: `host.distributed` drops them before gloo sees them."""
+
+    hccl_config: dict[str, Any] = {}
+
+
+class _ProcessGroupHCCL(_Named):
+    Options = _HcclOptions
+
+
+def _decorator(*args: Any, **kwargs: Any) -> Any:
+    """For decorators that register something with a compiler that is not there."""
+    return lambda function: function
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    """Nothing to do on a CPU."""
+
+
+def _modules() -> dict[str, dict[str, Any]]:
+    """Module -> its names; parents before children."""
+    npu = {
+        name: getattr(torch.cuda, name)
+        for name in (
+            "current_device device_count is_available set_device synchronize empty_cache current_stream "
+            "default_stream stream device default_generators _lazy_call get_rng_state set_rng_state manual_seed "
+            "memory_allocated max_memory_allocated memory_reserved max_memory_reserved memory_stats "
+            "reset_peak_memory_stats mem_get_info"
+        ).split()
+    }
+    npu.update(
+        Stream=NullStream,
+        Event=NullEvent,
+        get_device_name=lambda *args: "Ascend910B3",  # MindSpeed chooses features by the chip's name
+        set_compile_mode=_nothing,
+        config=type("config", (), {"allow_internal_format": False}),
+    )
+    graph = {"Tensor": _Named, "TensorSpec": _Named, "DataType": _Named, "Const": _nothing, "Cast": _nothing}
+    return {
+        "torch_npu": {"__version__": "2.7.1", "unsupported_dtype": [], **OPERATORS},
+        "torch_npu.npu": npu,
+        "torch_npu.contrib": {},
+        "torch_npu.contrib.transfer_to_npu": {},
+        "torch_npu._C": {},
+        "torch_npu._C._distributed_c10d": {"ProcessGroupHCCL": _ProcessGroupHCCL},
+        "torch_npu.utils": {"register_asd_hook": contextlib.nullcontext},
+        "torch_npu.utils.collect_env": {"get_cann_version": lambda *args: "8.1.RC1"},
+        "torchair": {"register_fx_node_ge_converter": _decorator},
+        "torchair.ge": graph,
+        "acl": {},
+    }

@@ -1,0 +1,85 @@
+"""Act on a module at the moment it is imported, by whomever, without importing it ourselves.
+
+Host mode must be in place before Megatron and MindSpeed are imported, and must not import them:
+MindSpeed's adaptor has to come first, and would drop what was changed before it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
+from types import ModuleType
+
+_before: dict[str, list[Callable[[], None]]] = {}
+_after: dict[str, list[Callable[[ModuleType], None]]] = {}
+
+
+def before_import(name: str, action: Callable[[], None]) -> None:
+    """Call `action` once, just before module `name` is first imported; now, if it is there already."""
+    if name in sys.modules:
+        action()
+        return
+    _watch()
+    _before.setdefault(name, []).append(action)
+
+
+def after_import(name: str, action: Callable[[ModuleType], None]) -> None:
+    """Call `action(module)` each time module `name` has been executed; now, if it is there already."""
+    module = sys.modules.get(name)
+    if module is not None:
+        action(module)
+    _watch()
+    _after.setdefault(name, []).append(action)
+
+
+class _Finder(MetaPathFinder):
+    """Finds a watched module by the other finders, and wraps the loader that they name."""
+
+    def __init__(self) -> None:
+        self._busy: set[str] = set()
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        for action in _before.pop(fullname, ()):
+            action()
+        if fullname not in _after or fullname in self._busy:
+            return None
+        self._busy.add(fullname)
+        try:
+            spec = find_spec(fullname)
+        finally:
+            self._busy.discard(fullname)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _ActingLoader(spec.loader, _after[fullname])
+        return spec
+
+
+class _ActingLoader(Loader):
+    """Another loader, followed by our actions. Other attributes (`get_code`, ...) are the other's own."""
+
+    def __init__(self, inner: Loader, actions: list[Callable[[ModuleType], None]]) -> None:
+        self._inner = inner
+        self._actions = actions
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._inner, name)
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return self._inner.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        self._inner.exec_module(module)
+        for action in self._actions:
+            action(module)
+
+
+_finder = _Finder()
+
+
+def _watch() -> None:
+    if _finder not in sys.meta_path:
+        sys.meta_path.insert(0, _finder)

@@ -1,0 +1,80 @@
+"""Adam for Megatron where neither TransformerEngine nor Apex is installed.
+
+Megatron falls back to torch's AdamW, whose step counter lives in every parameter's state; the
+distributed optimizer saves a counter of the parameter *group*, and without one cannot resume
+(KeyError 'step'). This one keeps the counter where Apex's FusedAdam keeps it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.optim.adam import adam
+from torch.optim.adamw import adamw
+
+
+class HostAdam(torch.optim.Optimizer):
+    """Adam and AdamW with one integer `step` a parameter group, as in Apex's FusedAdam.
+
+    The update itself is torch's functional `adamw` or `adam`. adam_w_mode: decoupled weight decay (AdamW).
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        adam_w_mode: bool = True,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        capturable: bool = False,
+    ) -> None:
+        if amsgrad or capturable or not bias_correction:
+            raise ValueError(
+                f"HostAdam: amsgrad={amsgrad}, capturable={capturable}, bias_correction={bias_correction} cannot be "
+                "had on a host; only False, False, True can (capturable: leave out --optimizer-cuda-graph)"
+            )
+        super().__init__(params, dict(lr=lr, bias_correction=True, betas=betas, eps=eps, weight_decay=weight_decay))
+        self.adam_w_mode = adam_w_mode
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        loss = None if closure is None else closure()
+        for group in self.param_groups:
+            # Groups without parameters on this rank count too: Megatron asserts that all steps agree.
+            group["step"] = int(group.get("step", 0)) + 1
+            params = [p for p in group["params"] if p.grad is not None]
+            if params:
+                self._update(group, params)
+        return loss
+
+    def _update(self, group: dict[str, Any], params: list[torch.Tensor]) -> None:
+        for param in params:
+            state = self.state[param]
+            if "exp_avg" not in state:
+                state["exp_avg"] = torch.zeros_like(param)
+                state["exp_avg_sq"] = torch.zeros_like(param)
+        beta1, beta2 = group["betas"]
+        update = adamw if self.adam_w_mode else adam
+        update(
+            params,
+            [p.grad for p in params],
+            [self.state[p]["exp_avg"] for p in params],
+            [self.state[p]["exp_avg_sq"] for p in params],
+            [],
+            # torch counts up before it computes, and per parameter.
+            [torch.tensor(float(group["step"] - 1)) for _ in params],
+            foreach=False,
+            fused=False,
+            amsgrad=False,
+            beta1=beta1,
+            beta2=beta2,
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+        )

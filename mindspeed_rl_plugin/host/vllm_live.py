@@ -1,0 +1,122 @@
+"""vLLM on CPU as reinforcement learning needs it: weights that stay live, and jobs that do not collide.
+
+Stock vLLM repacks weights for the CPU's kernels when it loads them, and drops the originals: new
+weights written later have no effect, or a wrong one. Here linears multiply by the weight itself, and
+experts are plain torch that honours an expert map, so writing into a parameter is all an update takes.
+Slower than the packed kernels by what packing gains; exact to 5e-6 in log-prob.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn.functional import linear, silu
+
+SHARED_MEMORY = Path("/dev/shm")
+_applied = False
+
+
+def apply() -> None:
+    """Change vLLM, before an engine is built. Idempotent; imports vLLM.
+
+    Sets, where the user has not: no threads bound to cores (ranks would share one), the engine's core
+    in this process (a second process could not see our weights), warnings only.
+    """
+    global _applied
+    if _applied:
+        return
+    _applied = True
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    _live_linears()
+    _live_experts()
+    _own_shared_memory()
+
+
+def _live_linears() -> None:
+    import vllm.model_executor.layers.utils as layers
+
+    def dispatch(layer: torch.nn.Module, remove_weight: bool) -> None:
+        layer.cpu_linear = linear
+
+    layers.dispatch_cpu_unquantized_gemm = dispatch
+
+
+def _live_experts() -> None:
+    import vllm.model_executor.layers.fused_moe.experts.cpu_moe as cpu_moe
+
+    def process_weights_after_loading(self: Any, layer: torch.nn.Module) -> None:
+        self._use_zentorch = False
+
+    base = cpu_moe.CPUUnquantizedExperts
+    for experts in (base, *base.__subclasses__()):
+        experts.process_weights_after_loading = process_weights_after_loading
+        experts.apply = _apply_experts
+
+
+def _apply_experts(
+    self: Any,
+    output: torch.Tensor,
+    hidden_states: torch.Tensor,
+    w1: torch.Tensor,
+    w2: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    activation: Any,
+    global_num_experts: int,
+    expert_map: torch.Tensor | None,
+    *unused: Any,
+    **also_unused: Any,
+) -> None:
+    """Gated SiLU experts, written to `output` `[T, H]`.
+
+    hidden_states `[T, H]`; w1 `[E, 2F, H]` gate above up; w2 `[E, H, F]`; topk_weights, topk_ids
+    `[T, k]`; expert_map `[E global]` -> local expert, -1 where another rank has it.
+    """
+    if activation.value != "silu":
+        raise ValueError(f"experts with activation {activation.value!r} cannot be live on CPU; known: silu")
+    local = topk_ids.long() if expert_map is None else expert_map[topk_ids.long()].long()
+    total = torch.zeros(output.shape, dtype=torch.float32)
+    for expert in range(w1.shape[0]):
+        tokens, slots = (local == expert).nonzero(as_tuple=True)
+        if tokens.numel():
+            gate, up = linear(hidden_states[tokens], w1[expert]).chunk(2, -1)
+            out = linear(silu(gate) * up, w2[expert]).float()
+            total.index_add_(0, tokens, out * topk_weights[tokens, slots, None])
+    output.copy_(total)
+
+
+def _own_shared_memory() -> None:
+    from vllm.distributed.device_communicators import cpu_communicator
+
+    shm = cpu_communicator._CPUSHMDistributed
+    shm.make_group_name = staticmethod(_job_name(shm.make_group_name))
+
+
+def _job_name(original: Callable[[Any], str]) -> Callable[[Any], str]:
+    """vLLM's name is the same in every job: two jobs collide, and so do a job and what a killed one left."""
+
+    @functools.wraps(original)
+    def make_group_name(communicator: Any) -> str:
+        name = f"/mindspeed-rl-{job_id()}-{original(communicator).replace('/', '')}"
+        # Each rank creates its own segment and removes its own leftover, so none takes away a live one.
+        for leftover in SHARED_MEMORY.glob(f"{name[1:].replace('[', '[[]')}*"):
+            with contextlib.suppress(FileNotFoundError):
+                leftover.unlink()
+        return name
+
+    return make_group_name
+
+
+def job_id() -> str:
+    """A short name of this job, the same in all its ranks and different from other jobs on the machine."""
+    parts = [os.environ.get(k, "") for k in ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT")]
+    return f"{zlib.crc32('|'.join(parts).encode()):08x}"
