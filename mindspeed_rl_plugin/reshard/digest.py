@@ -1,0 +1,134 @@
+"""Digests of weights that do not depend on how they are split, and the comparison of both sides.
+
+The digest of a slice is a sum, modulo 2**64, over its elements of (bits + c) x w(i), where i is the
+element's index in the *canonical* tensor and w mixes it. Sums over the parts of any split therefore
+add up to the same number, and a value at a wrong place changes it. The check uses only the layout
+tables, never the plan: a mistake of the plan shows.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from mindspeed_rl_plugin.reshard.layout import Canonical, Layout, Segment
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_ODD, _MIX, _SHIFT = 0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9, 29
+_CHUNK = 1 << 20  # elements whose int64 temporaries exist at once
+_WRAP = 1 << 64
+
+
+class WeightMismatch(RuntimeError):
+    """Engine and trainer, or two replicas of one of them, hold different weights."""
+
+
+class Held(NamedTuple):
+    """One rank's segments of its layout, in order, with their digests."""
+
+    rank: int
+    layout: Layout
+    digests: Sequence[int]
+
+
+@torch.no_grad()
+def segment_digest(values: Tensor, segment: Segment, tensor: Canonical, dtype: torch.dtype) -> Tensor:
+    """Digest of what a rank stores for a segment, int64 scalar on the tensor's device.
+
+    values: the slices in canonical orientation, 1-D or 2-D; dtype: the dtype in which bits are compared.
+    """
+    columns = tensor.shape[1] if len(tensor.shape) == 2 else 1
+    row0, column0 = (segment.start, 0) if segment.axis == 0 else (0, segment.start)
+    grid = values if values.dim() == 2 else values[:, None]
+    across = torch.arange(column0, column0 + grid.shape[1], device=grid.device)
+    total = torch.zeros((), dtype=torch.int64, device=grid.device)
+    for low, rows in _chunks(grid):
+        bits = rows.to(dtype).contiguous().view(_BITS[dtype.itemsize]).to(torch.int64)
+        down = torch.arange(row0 + low, row0 + low + rows.shape[0], device=grid.device)
+        weight = (down[:, None] * columns + across + 1) * _ODD
+        weight = (weight ^ (weight >> _SHIFT)) * _MIX
+        total += ((bits + _ODD) * weight).sum()
+    return total
+
+
+def _chunks(grid: Tensor) -> list[tuple[int, Tensor]]:
+    step = max(1, _CHUNK // max(1, grid.shape[1]))
+    return [(low, grid[low : low + step]) for low in range(0, grid.shape[0], step)]
+
+
+def compare(sources: Sequence[Held], destinations: Sequence[Held], tensors: Mapping[str, Canonical]) -> dict[str, int]:
+    """Digest of every canonical tensor of the sources, after checking that all replicas and both sides agree.
+
+    Raises WeightMismatch naming tensor, ranks and range.
+    """
+    ours, theirs = _by_tensor(sources), _by_tensor(destinations)
+    totals = {}
+    for name, spans in ours.items():
+        values = {span: _agreed(name, span, held, "trainer") for span, held in spans.items()}
+        totals[name] = sum(_tiles(values, 0, tensors[name].slices, name)) % _WRAP
+        if name in theirs:
+            _compare_tensor(name, values, theirs[name], tensors[name])
+    return totals
+
+
+def weights_digest(totals: Mapping[str, int]) -> str:
+    """16 hexadecimal digits for a whole model; equal for equal weights however they were split."""
+    text = "\n".join(f"{name} {totals[name]:016x}" for name in sorted(totals))
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+Span = tuple[int, int]
+Spans = dict[Span, list[tuple[int, int]]]  # span -> (rank, digest) of each holder
+
+
+def _by_tensor(side: Sequence[Held]) -> dict[str, Spans]:
+    out: dict[str, Spans] = {}
+    for held in side:
+        segments = [s for segments in held.layout.values() for s in segments]
+        for s, digest in zip(segments, held.digests, strict=True):
+            out.setdefault(s.name, {}).setdefault((s.start, s.stop), []).append((held.rank, digest % _WRAP))
+    return out
+
+
+def _agreed(name: str, span: Span, held: list[tuple[int, int]], side: str) -> int:
+    """The one digest that all holders of a span report."""
+    if len({digest for _, digest in held}) > 1:
+        ranks = ", ".join(f"{rank} ({digest:016x})" for rank, digest in held)
+        raise WeightMismatch(f"{name} [{span[0]}, {span[1]}): {side} ranks hold different values: {ranks}")
+    return held[0][1]
+
+
+def _tiles(values: Mapping[Span, int], low: int, high: int, name: str) -> list[int]:
+    """Digests of the spans that tile `[low, high)`."""
+    at, out = low, []
+    for (start, stop), digest in sorted(values.items()):
+        if start >= low and stop <= high:
+            assert start == at, f"{name}: spans {sorted(values)} do not tile [{low}, {high})"
+            at, out = stop, [*out, digest]
+    assert at == high, f"{name}: spans {sorted(values)} do not tile [{low}, {high})"
+    return out
+
+
+def _compare_tensor(name: str, ours: Mapping[Span, int], spans: Spans, tensor: Canonical) -> None:
+    edges = {edge for span in ours for edge in span}
+    for span, held in spans.items():
+        if edges.issuperset(span):
+            expected = sum(_tiles(ours, *span, name)) % _WRAP
+            wrong = [rank for rank, digest in held if digest != expected]
+            if wrong:
+                raise WeightMismatch(f"{name} {_range(*span, tensor)}: engine ranks {wrong} differ from the trainer")
+    # Where the engine cuts finer than the trainer, only what lies between common edges can be compared.
+    theirs = {span: _agreed(name, span, held, "engine") for span, held in spans.items()}
+    for low, high in pairwise(sorted(edges & {edge for span in theirs for edge in span})):
+        if sum(_tiles(ours, low, high, name)) % _WRAP != sum(_tiles(theirs, low, high, name)) % _WRAP:
+            ranks = sorted({rank for s, held in spans.items() if s[0] >= low and s[1] <= high for rank, _ in held})
+            raise WeightMismatch(f"{name} {_range(low, high, tensor)}: engine ranks {ranks} differ from the trainer")
+
+
+def _range(low: int, high: int, tensor: Canonical) -> str:
+    return f"[{low}, {high}) of axis {tensor.axis}"

@@ -1,0 +1,158 @@
+"""Executing a plan: local copies, then buckets of sends and receives, straight into the engine's parameters.
+
+Works on gloo, nccl and hccl alike: only batched point-to-point messages, at most one each way between
+two ranks in a bucket. Two buckets are in flight, so that packing one overlaps the other's transfer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from itertools import groupby
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mindspeed_rl_plugin.reshard.digest import segment_digest
+from mindspeed_rl_plugin.reshard.layout import Canonical, Layout, Segment
+from mindspeed_rl_plugin.reshard.plan import Move, Plan
+
+
+def view(param: Tensor, segment: Segment, start: int, size: int) -> Tensor:
+    """Slices `[start, start + size)` of a canonical tensor inside a stored parameter, without copying."""
+    return param.narrow(segment.axis, segment.offset + start - segment.start, size)
+
+
+@torch.no_grad()
+def stream(
+    plan: Plan,
+    source: Mapping[str, Tensor],
+    destination: Mapping[str, Tensor],
+    *,
+    rank: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    group: dist.ProcessGroup | None = None,
+    deadline: float = 600.0,
+) -> None:
+    """Bring this rank's share of the plan about. Collective over all ranks that the plan names.
+
+    source, destination: stored parameters of this rank by name, either may be empty; dtype: what
+    travels (values are converted before they are sent, and on arrival where the engine's differs);
+    deadline: seconds that one bucket may take. Temporary memory: four buffers of at most half of
+    `plan.bucket_bytes`. Raises TimeoutError naming bucket and peers.
+    """
+    assert plan.rank in (None, rank), f"a plan of rank {plan.rank} cannot run on rank {rank}"
+    assert dtype.itemsize == plan.itemsize, f"{dtype} on a plan for {plan.itemsize} bytes an element"
+    for copy in plan.copies:
+        if copy.rank == rank:
+            piece, (param, segment) = copy.piece, copy.piece.source
+            into = view(destination[piece.destination.param], piece.destination.segment, piece.start, piece.size)
+            into.copy_(view(source[param], segment, piece.start, piece.size))
+    mine = [m for m in plan.moves if rank in (m.source, m.destination)]
+    buckets = [(number, list(moves)) for number, moves in groupby(mine, key=lambda m: m.bucket)]
+    lanes = [_Lane(buckets[i::2], rank, source, destination, dtype, device, group, deadline) for i in (0, 1)]
+    flying: _Lane | None = None
+    for i, (number, moves) in enumerate(buckets):
+        lanes[i % 2].start(number, moves)
+        if flying is not None:
+            flying.finish()
+        flying = lanes[i % 2]
+    if flying is not None:
+        flying.finish()
+
+
+class _Lane:
+    """One send and one receive buffer, used by every other bucket of a rank."""
+
+    def __init__(
+        self,
+        buckets: Sequence[tuple[int, list[Move]]],
+        rank: int,
+        source: Mapping[str, Tensor],
+        destination: Mapping[str, Tensor],
+        dtype: torch.dtype,
+        device: torch.device,
+        group: dist.ProcessGroup | None,
+        deadline: float,
+    ) -> None:
+        self.rank, self.source, self.destination = rank, source, destination
+        self.group, self.deadline = group, deadline
+        loads = [[sum(m.piece.nbytes for m in moves if m[end] == rank) for _, moves in buckets] for end in (1, 2)]
+        self.outbox, self.inbox = (
+            torch.empty(max(load, default=0) // dtype.itemsize, dtype=dtype, device=device) for load in loads
+        )
+        self.number, self.works, self.arrivals = -1, [], []
+
+    def start(self, number: int, moves: Sequence[Move]) -> None:
+        """Pack what this rank sends in the bucket and post all its messages."""
+        self.number, self.arrivals = number, []
+        ops = []
+        for inbound, box in ((False, self.outbox), (True, self.inbox)):
+            at = 0
+            for peer, theirs in self._by_peer(moves, inbound):
+                begin = at
+                for m in theirs:
+                    inside = self._inside(m, inbound)
+                    slot = box[at : at + inside.numel()].view(inside.shape)
+                    at += inside.numel()
+                    if inbound:
+                        self.arrivals.append((inside, slot))
+                    else:
+                        slot.copy_(inside)
+                call = dist.irecv if inbound else dist.isend
+                ops.append(dist.P2POp(call, box[begin:at], peer, self.group, tag=number))
+        self.peers = sorted({op.peer for op in ops})
+        self.works = dist.batch_isend_irecv(ops)
+
+    def finish(self) -> None:
+        """Wait for the bucket and write what arrived into the engine's parameters."""
+        for work in self.works:
+            try:
+                done = work.wait(timedelta(seconds=self.deadline))
+            except RuntimeError as error:
+                done, cause = False, error
+            else:
+                cause = None
+            if done is False:
+                raise TimeoutError(
+                    f"reshard: rank {self.rank} waited {self.deadline:.0f} s for bucket {self.number} "
+                    f"from or to ranks {self.peers}"
+                ) from cause
+        for inside, slot in self.arrivals:
+            inside.copy_(slot)
+        self.works, self.arrivals = [], []
+
+    def _by_peer(self, moves: Sequence[Move], inbound: bool) -> list[tuple[int, list[Move]]]:
+        mine = [m for m in moves if (m.destination if inbound else m.source) == self.rank]
+        peers: dict[int, list[Move]] = {}
+        for m in mine:
+            peers.setdefault(m.source if inbound else m.destination, []).append(m)
+        return sorted(peers.items())
+
+    def _inside(self, m: Move, inbound: bool) -> Tensor:
+        param, segment = m.piece.destination if inbound else m.piece.source
+        return view((self.destination if inbound else self.source)[param], segment, m.piece.start, m.piece.size)
+
+
+def layout_digests(
+    params: Mapping[str, Tensor], layout: Layout, tensors: Mapping[str, Canonical], dtype: torch.dtype
+) -> list[int]:
+    """Digest of every segment of a rank's layout, in the layout's order."""
+    out = []
+    for name, segments in layout.items():
+        for s in segments:
+            out.append(segment_digest(view(params[name], s, s.start, s.size), s, tensors[s.name], dtype))
+    return torch.stack(out).tolist() if out else []
+
+
+def share_ints(
+    mine: Sequence[int], length: int, device: torch.device, group: dist.ProcessGroup | None
+) -> list[list[int]]:
+    """Every rank's row of at most `length` 64-bit integers, padded with 0, in the group's rank order. Collective."""
+    row = torch.zeros(length, dtype=torch.int64, device=device)
+    row[: len(mine)] = torch.tensor(list(mine), dtype=torch.int64)
+    rows = [torch.empty_like(row) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(rows, row, group=group)
+    return [r.tolist() for r in rows]

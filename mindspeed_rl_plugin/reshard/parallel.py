@@ -1,0 +1,162 @@
+"""Parallel: how a world of ranks is divided, as Megatron does it, and which layers live on which pipeline chunk."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class Coordinates(NamedTuple):
+    """Where a rank stands on each axis. etp, ep, edp: its place for experts, on the grid of their own."""
+
+    tp: int
+    cp: int
+    dp: int
+    pp: int
+    etp: int
+    ep: int
+    edp: int
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """Sizes of every parallel axis. Data parallel sizes follow from the world; they are never given.
+
+    vpp: model chunks a rank (1: no interleaving); etp: tensor parallel size of experts (None: tp).
+    order: Megatron's rank order, fastest axis first.
+    first_layers, last_layers: layers of the first and last stage where they differ from the others;
+    embedding_counts, loss_counts: the embedding or the loss takes the place of one layer;
+    chunk_layers: layers of every chunk in execution order, when given outright.
+    Raises ValueError when the sizes do not divide the world.
+    Source: RankGenerator of megatron/core/parallel_state.py, alike in core 0.12.1, 0.16.1 and 0.19.
+    """
+
+    world: int
+    tp: int = 1
+    pp: int = 1
+    vpp: int = 1
+    cp: int = 1
+    ep: int = 1
+    etp: int | None = None
+    order: str = "tp-cp-ep-dp-pp"
+    first_layers: int | None = None
+    last_layers: int | None = None
+    embedding_counts: bool = False
+    loss_counts: bool = False
+    chunk_layers: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        for what, size in (("tp x pp x cp", self.tp * self.pp * self.cp), ("etp x ep x pp", self._experts * self.pp)):
+            if self.world % size:
+                raise ValueError(f"{what} = {size} does not divide the world of {self.world} ranks")
+        if sorted(self.order.split("-")) != ["cp", "dp", "ep", "pp", "tp"]:
+            raise ValueError(f"rank order {self.order!r} must name tp, cp, ep, dp and pp once each, joined by '-'")
+        if self.vpp > 1 and self.pp == 1:
+            raise ValueError(f"{self.vpp} virtual stages need more than one pipeline stage")
+
+    @property
+    def _experts(self) -> int:
+        return self.expert_tp * self.ep
+
+    @property
+    def expert_tp(self) -> int:
+        """Tensor parallel size of the experts."""
+        return self.tp if self.etp is None else self.etp
+
+    @property
+    def dp(self) -> int:
+        """Data parallel size of everything but the experts."""
+        return self.world // (self.tp * self.pp * self.cp)
+
+    @property
+    def edp(self) -> int:
+        """Data parallel size of the experts."""
+        return self.world // (self._experts * self.pp)
+
+    def coordinates(self, rank: int) -> Coordinates:
+        """Place of a rank. Raises ValueError outside the world."""
+        if not 0 <= rank < self.world:
+            raise ValueError(f"rank {rank} is outside the world of {self.world} ranks")
+        dense = self._unravel(rank, {"tp": self.tp, "cp": self.cp, "ep": 1, "dp": self.dp, "pp": self.pp})
+        expert = self._unravel(rank, {"tp": self.expert_tp, "cp": 1, "ep": self.ep, "dp": self.edp, "pp": self.pp})
+        return Coordinates(dense["tp"], dense["cp"], dense["dp"], dense["pp"], expert["tp"], expert["ep"], expert["dp"])
+
+    def _unravel(self, rank: int, sizes: dict[str, int]) -> dict[str, int]:
+        place = {}
+        for axis in self.order.split("-"):
+            rank, place[axis] = divmod(rank, sizes[axis])
+        return place
+
+    def chunk_sizes(self, layers: int) -> tuple[int, ...]:
+        """Layers of each chunk in execution order: chunk v of stage p is entry `v * pp + p`.
+
+        Raises ValueError when the layers do not divide. Source: get_num_layers_to_build of
+        megatron/core/transformer/transformer_block.py.
+        """
+        sizes = self.chunk_layers or self._derived_sizes(layers)
+        if len(sizes) != self.pp * self.vpp or sum(sizes) != layers or min(sizes) < 0:
+            raise ValueError(f"{layers} layers do not fit pp={self.pp} vpp={self.vpp} as chunks of {list(sizes)}")
+        return tuple(sizes)
+
+    def _derived_sizes(self, layers: int) -> list[int]:
+        if self.pp == 1:
+            return [layers]
+        total = layers + self.embedding_counts + self.loss_counts
+        given = {0: self.first_layers, self.pp - 1: self.last_layers}
+        given = {stage: count for stage, count in given.items() if count is not None}
+        left, stages = total - sum(given.values()), self.pp - len(given)
+        if stages and left % stages:
+            raise ValueError(f"{left} layers do not divide over {stages} pipeline stages")
+        counts = [given[p] if p in given else left // stages for p in range(self.pp)]
+        if any(count % self.vpp for count in counts):
+            raise ValueError(f"layers a pipeline stage {counts} do not divide into {self.vpp} virtual stages")
+        sizes = [counts[p] // self.vpp for _ in range(self.vpp) for p in range(self.pp)]
+        sizes[0] -= self.embedding_counts
+        sizes[-1] -= self.loss_counts
+        return sizes
+
+    def stage_layers(self, layers: int, pp_rank: int) -> tuple[range, ...]:
+        """Global layer numbers of each chunk of a pipeline stage."""
+        sizes = self.chunk_sizes(layers)
+        starts = [sum(sizes[:i]) for i in range(len(sizes))]
+        mine = range(pp_rank, len(sizes), self.pp)
+        return tuple(range(starts[i], starts[i] + sizes[i]) for i in mine)
+
+    @classmethod
+    def from_megatron_args(cls, args: argparse.Namespace) -> Parallel:
+        """The layout that Megatron's validated arguments describe. Raises ValueError for what it cannot express."""
+        for name in ("num_layer_list", "schedules_method"):
+            if getattr(args, name, None):
+                raise ValueError(f"{name} is {getattr(args, name)!r}: this placement of layers is not supported")
+        layout = getattr(args, "pipeline_model_parallel_layout", None)
+        return cls(
+            world=args.world_size,
+            tp=args.tensor_model_parallel_size,
+            pp=args.pipeline_model_parallel_size,
+            vpp=getattr(args, "virtual_pipeline_model_parallel_size", None) or 1,
+            cp=args.context_parallel_size,
+            ep=args.expert_model_parallel_size,
+            etp=args.expert_tensor_parallel_size,
+            order="tp-cp-ep-pp-dp" if args.use_tp_pp_dp_mapping else "tp-cp-ep-dp-pp",
+            first_layers=args.decoder_first_pipeline_num_layers,
+            last_layers=args.decoder_last_pipeline_num_layers,
+            embedding_counts=args.account_for_embedding_in_pipeline_split,
+            loss_counts=args.account_for_loss_in_pipeline_split,
+            chunk_layers=count_layers(str(layout)) if layout else None,
+        )
+
+
+def count_layers(layout: str) -> tuple[int, ...]:
+    """Layers of every chunk in a `--pipeline-model-parallel-layout` such as "Et*3|(tt|)*2tL": (3, 2, 2, 1)."""
+    flat = re.sub(r"\(([^)]+)\)\*(\d+)", lambda m: m[1] * int(m[2]), layout.replace(",", ""))
+    flat = re.sub(r"(.)\*(\d+)", lambda m: m[1] * int(m[2]), flat)
+    if not re.fullmatch(r"E[t|]*L", flat):
+        raise ValueError(f"pipeline layout {layout!r} must hold layers t between the embedding E and the loss L only")
+    return tuple(stage.count("t") for stage in flat.split("|"))
+
+
+def chunk_prefix(chunk: int, chunks: int) -> str:
+    """What tells apart the equal parameter names of a rank's model chunks; "" where there is one chunk."""
+    return f"chunk{chunk}." if chunks > 1 else ""

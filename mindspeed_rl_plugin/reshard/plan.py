@@ -1,0 +1,348 @@
+"""The plan: which slices every rank copies, sends and receives so that each engine rank holds its weights. Pure.
+
+Source ranks (trainer) and destination ranks (engine) are independent sets: equal, overlapping or
+disjoint. Every rank computes the plan alone from the layouts of all ranks; `Plan.fingerprint` lets
+them check that they agree. Ranks with one layout share one object (layout.py), so that the
+intersection is done once a layout and only the choice of sources once a rank.
+
+**Buckets.** A move belongs to a numbered bucket. In any bucket no rank sends, or receives, more than
+half of `bucket_bytes`: the executor keeps two buckets in flight, each with a send and a receive
+buffer, two times `bucket_bytes` in all. Both ends know a move's bucket, and every rank works through
+its buckets in rising order, so that ranks need no other agreement and cannot deadlock.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from mindspeed_rl_plugin.reshard.layout import Canonical, Layout, Segment
+
+
+class Place(NamedTuple):
+    """A segment and the stored parameter that it belongs to."""
+
+    param: str
+    segment: Segment
+
+
+class Piece(NamedTuple):
+    """Slices `[start, start + size)` of a canonical tensor: where a source and where a destination store them."""
+
+    start: int
+    size: int
+    nbytes: int
+    source: Place
+    destination: Place
+
+    @property
+    def name(self) -> str:
+        return self.destination.segment.name
+
+    @property
+    def axis(self) -> int:
+        return self.destination.segment.axis
+
+
+class Copy(NamedTuple):
+    """A piece that a rank takes from itself."""
+
+    rank: int
+    piece: Piece
+
+
+class Move(NamedTuple):
+    """A piece that goes from one rank to another, in a bucket."""
+
+    bucket: int
+    source: int
+    destination: int
+    piece: Piece
+
+
+@dataclass
+class Traffic:
+    """Bytes of one rank on the wire; off_node counts the part of `received` that crosses nodes."""
+
+    copied: int = 0
+    sent: int = 0
+    received: int = 0
+    off_node: int = 0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What `make_plan` found.
+
+    rank: whose copies and moves are listed (None: everyone's); copies, moves: in rising bucket order;
+    buckets: how many there are; traffic: bytes of every rank; unused: canonical tensors that trainer
+    ranks hold and no engine rank wants; fingerprint: equal on ranks that planned the same.
+    """
+
+    rank: int | None
+    itemsize: int
+    bucket_bytes: int
+    copies: tuple[Copy, ...]
+    moves: tuple[Move, ...]
+    buckets: int
+    traffic: Mapping[int, Traffic]
+    unused: tuple[str, ...]
+    fingerprint: int
+
+    def summary(self) -> str:
+        """One line: bytes in all and of the busiest rank."""
+        t = self.traffic.values()
+        total, off = sum(x.received for x in t), sum(x.off_node for x in t)
+        busiest = f"busiest rank sends {_mib(max(x.sent for x in t))}, receives {_mib(max(x.received for x in t))}"
+        return f"{_mib(total)} between ranks ({_mib(off)} between nodes) in {self.buckets} buckets; {busiest}"
+
+
+def make_plan(
+    sources: Mapping[int, Layout],
+    destinations: Mapping[int, Layout],
+    tensors: Mapping[str, Canonical],
+    *,
+    itemsize: int,
+    bucket_bytes: int,
+    rank: int | None = None,
+    node_size: int | None = None,
+) -> Plan:
+    """Plan the way from `sources` to `destinations`, both rank -> layout.
+
+    tensors: the canonical tensors; itemsize: bytes of an element on the wire; node_size: consecutive
+    ranks that share a node (None: all do); rank: keep only this rank's copies and moves.
+    A rank that holds a slice copies it from itself; else it comes from a holder on its node where
+    there is one, among equals from the one that has sent the least.
+    Raises ValueError naming tensor, range and rank when a destination slice has no holder, lies
+    outside its tensor or is stored twice, or when a bucket cannot hold one slice.
+    """
+    if not destinations:
+        raise ValueError("the plan has no destination ranks")
+    holders = _Holders(sources, tensors, node_size or 1 + max(*sources, *destinations))
+    wanted = [_Wanted(layout, ranks, tensors) for layout, ranks in _classes(destinations)]
+    build = _Builder(holders.node_size, itemsize, bucket_bytes, rank, {*sources, *destinations})
+    missing = sorted({name for want in wanted for name in want.places} - set(holders.order))
+    for name in [*holders.order, *missing]:
+        for want in wanted:
+            for place in want.places.get(name, ()):
+                for start, stop, pool in holders.find(place, want.ranks[0]):
+                    want.cover(place, start, stop)
+                    build.add(start, stop, tensors[name].slice_numel * itemsize, pool, place, want.ranks)
+    for want in wanted:
+        want.prove()
+    unused = tuple(name for name in holders.order if not any(name in want.places for want in wanted))
+    return build.plan(unused)
+
+
+def _classes(layouts: Mapping[int, Layout]) -> list[tuple[Layout, tuple[int, ...]]]:
+    """Ranks grouped by layout object, in rank order."""
+    groups: dict[int, tuple[Layout, list[int]]] = {}
+    for rank in sorted(layouts):
+        groups.setdefault(id(layouts[rank]), (layouts[rank], []))[1].append(rank)
+    return [(layout, tuple(ranks)) for layout, ranks in groups.values()]
+
+
+class _Pool:
+    """Ranks that hold one range, each with the place where it does."""
+
+    def __init__(self, held: Sequence[tuple[Place, tuple[int, ...]]], node_size: int) -> None:
+        self.place: dict[int, Place] = {}
+        self.near: dict[int, list[int]] = {}
+        for place, ranks in held:
+            for r in ranks:
+                if r not in self.place:
+                    self.place[r] = place
+                    self.near.setdefault(r // node_size, []).append(r)
+        self.ranks = sorted(self.place)
+
+
+class _Holders:
+    """Who holds which slices of every canonical tensor on the source side."""
+
+    def __init__(self, sources: Mapping[int, Layout], tensors: Mapping[str, Canonical], node_size: int) -> None:
+        self.node_size = node_size
+        self._held: dict[str, dict[Place, tuple[int, ...]]] = {}
+        self._found: dict[tuple[str, int, int], list[tuple[int, int, _Pool]]] = {}
+        depth: dict[str, int] = {}
+        for layout, ranks in _classes(sources):
+            for position, (param, segments) in enumerate(layout.items()):
+                for s in segments:
+                    _check_bounds(s, tensors, f"trainer rank {ranks[0]}")
+                    places = self._held.setdefault(s.name, {})
+                    place = Place(param, s)
+                    places[place] = places.get(place, ()) + ranks
+                    depth.setdefault(s.name, position)
+        # Tensors at equal depth of their pipeline stage follow each other, so that all stages send at once.
+        self.order = sorted(self._held, key=lambda name: depth[name])
+
+    def find(self, want: Place, who: int) -> list[tuple[int, int, _Pool]]:
+        """`(start, stop, holders)` that tile what `want` asks for."""
+        s = want.segment
+        key = (s.name, s.start, s.size)
+        if key not in self._found:
+            self._found[key] = list(self._tile(want, who))
+        return self._found[key]
+
+    def _tile(self, want: Place, who: int) -> Iterator[tuple[int, int, _Pool]]:
+        s = want.segment
+        everyone = self._held.get(s.name, {}).items()
+        held = [(p, ranks) for p, ranks in everyone if p.segment.start < s.stop and s.start < p.segment.stop]
+        inner = {edge for p, _ in held for edge in (p.segment.start, p.segment.stop) if s.start < edge < s.stop}
+        edges = [s.start, *sorted(inner), s.stop]
+        for start, stop in zip(edges, edges[1:], strict=False):
+            cover = [(p, r) for p, r in held if p.segment.start <= start and stop <= p.segment.stop]
+            if not cover:
+                raise ValueError(
+                    f"{s.name}: no trainer rank holds slices [{start}, {stop}) of axis {s.axis}, "
+                    f"which engine rank {who} needs for {want.param}"
+                )
+            yield start, stop, _Pool(cover, self.node_size)
+
+
+class _Wanted:
+    """What the ranks of one destination layout want, and the proof that they get it."""
+
+    def __init__(self, layout: Layout, ranks: tuple[int, ...], tensors: Mapping[str, Canonical]) -> None:
+        self.ranks = ranks
+        self.places: dict[str, list[Place]] = {}
+        self._covered: dict[Place, list[tuple[int, int]]] = {}
+        for param, segments in layout.items():
+            for s in segments:
+                _check_bounds(s, tensors, f"engine rank {ranks[0]}")
+                self.places.setdefault(s.name, []).append(Place(param, s))
+            _check_disjoint(param, segments, ranks[0])
+
+    def cover(self, place: Place, start: int, stop: int) -> None:
+        """Note that `[start, stop)` of a place is delivered."""
+        self._covered.setdefault(place, []).append((start, stop))
+
+    def prove(self) -> None:
+        """Raise ValueError unless every wanted slice is delivered exactly once."""
+        for name, places in self.places.items():
+            for place in places:
+                at = place.segment.start
+                for start, stop in [*sorted(self._covered.get(place, ())), (place.segment.stop, place.segment.stop)]:
+                    if start != at:
+                        problem = "is delivered twice" if start < at else "is not delivered"
+                        where = f"[{min(start, at)}, {max(start, at)})"
+                        raise ValueError(f"{name}: {where} {problem} to {place.param} of engine rank {self.ranks[0]}")
+                    at = stop
+
+
+def _check_bounds(s: Segment, tensors: Mapping[str, Canonical], who: str) -> None:
+    tensor = tensors.get(s.name)
+    if tensor is None:
+        raise ValueError(f"{s.name}: {who} stores it, but the model has no such tensor")
+    if s.axis != tensor.axis or s.start < 0 or s.size < 1 or s.stop > tensor.slices:
+        raise ValueError(
+            f"{s.name}: {who} stores slices [{s.start}, {s.stop}) of axis {s.axis}; "
+            f"the tensor is cut along axis {tensor.axis} and has {tensor.slices}"
+        )
+
+
+def _check_disjoint(param: str, segments: Iterable[Segment], rank: int) -> None:
+    end, last = 0, None
+    for s in sorted(segments, key=lambda s: s.offset):
+        if s.offset < end:
+            raise ValueError(f"{param} of engine rank {rank}: {s.name} overlaps {last} at slice {s.offset}")
+        end, last = s.offset + s.size, s.name
+
+
+@dataclass
+class _Builder:
+    """Chooses sources and buckets, move by move, alike on every rank."""
+
+    node_size: int
+    itemsize: int
+    bucket_bytes: int
+    rank: int | None
+    ranks: Iterable[int]
+    copies: list[Copy] = field(default_factory=list)
+    moves: list[Move] = field(default_factory=list)
+    fingerprint: int = 0
+
+    def __post_init__(self) -> None:
+        self.limit = self.bucket_bytes // 2
+        self.traffic = {r: Traffic() for r in sorted(self.ranks)}
+        self.sent = dict.fromkeys(self.traffic, 0)
+        # Bucket that a rank fills now and the bytes in it, as a sender and as a receiver.
+        self.sending = {r: [0, 0] for r in self.traffic}
+        self.receiving = {r: [0, 0] for r in self.traffic}
+
+    def add(self, start: int, stop: int, slice_bytes: int, pool: _Pool, want: Place, ranks: Sequence[int]) -> None:
+        """Deliver `[start, stop)` of `want` to every one of `ranks`."""
+        pieces: dict[Place, list[Piece]] = {}
+        for rank in ranks:
+            own = pool.place.get(rank)
+            if own is not None:
+                self._copy(rank, Piece(start, stop - start, (stop - start) * slice_bytes, own, want))
+                continue
+            near = pool.near.get(rank // self.node_size)
+            source = min(near or pool.ranks, key=self.sent.__getitem__)
+            place = pool.place[source]
+            if place not in pieces:
+                pieces[place] = list(self._split(start, stop, slice_bytes, place, want))
+            for piece in pieces[place]:
+                self._move(source, rank, piece, bool(near))
+
+    def _split(self, start: int, stop: int, slice_bytes: int, source: Place, want: Place) -> Iterator[Piece]:
+        step = self.limit // slice_bytes
+        if step == 0:
+            raise ValueError(
+                f"a bucket of {self.bucket_bytes} bytes cannot hold two slices of {slice_bytes} bytes of "
+                f"{want.segment.name}; raise --rl-reshard-bucket-mb"
+            )
+        for at in range(start, stop, step):
+            size = min(step, stop - at)
+            yield Piece(at, size, size * slice_bytes, source, want)
+
+    def _copy(self, rank: int, piece: Piece) -> None:
+        self.traffic[rank].copied += piece.nbytes
+        self._note(piece, rank, rank, -1)
+        if self.rank in (None, rank):
+            self.copies.append(Copy(rank, piece))
+
+    def _move(self, source: int, destination: int, piece: Piece, near: bool) -> None:
+        send, receive = self.sending[source], self.receiving[destination]
+        bucket = max(send[0], receive[0])
+        for queue in (send, receive):
+            if queue[0] == bucket and queue[1] + piece.nbytes > self.limit:
+                bucket = max(bucket, queue[0] + 1)
+        for queue in (send, receive):
+            if queue[0] < bucket:
+                queue[:] = [bucket, 0]
+            queue[1] += piece.nbytes
+        self.sent[source] += piece.nbytes
+        self.traffic[source].sent += piece.nbytes
+        self.traffic[destination].received += piece.nbytes
+        if not near:
+            self.traffic[destination].off_node += piece.nbytes
+        self._note(piece, source, destination, bucket)
+        if self.rank in (None, source, destination):
+            self.moves.append(Move(bucket, source, destination, piece))
+
+    def _note(self, piece: Piece, source: int, destination: int, bucket: int) -> None:
+        what = (piece.start, piece.size, piece.nbytes, source, destination, bucket)
+        self.fingerprint = hash((self.fingerprint, zlib.crc32(piece.name.encode()), *what))
+
+    def plan(self, unused: tuple[str, ...]) -> Plan:
+        """Freeze what was added."""
+        moves = tuple(sorted(self.moves, key=lambda m: m.bucket))
+        buckets = 1 + max((q[0] for q in self.receiving.values() if q[1]), default=-1)
+        return Plan(
+            self.rank,
+            self.itemsize,
+            self.bucket_bytes,
+            tuple(self.copies),
+            moves,
+            buckets,
+            self.traffic,
+            unused,
+            self.fingerprint,
+        )
+
+
+def _mib(count: int) -> str:
+    return f"{count / 2**20:.1f} MiB"
