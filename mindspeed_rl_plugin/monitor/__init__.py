@@ -1,0 +1,1 @@
+"""Monitor: what a run shows while it trains, the files it leaves, and the report made of them."""

@@ -1,0 +1,194 @@
+"""Files of a run directory: their names, crash-safe appending, trimming on resume, reading back.
+
+A run directory holds
+
+    run.json               what the run is: world size, planned iterations, dump directory, free-form info
+    metrics.jsonl          one object a line: {"kind": "train" | "eval", "iteration": k, "time": ..., metric: value}
+    events-rank{r}.jsonl   one object a line: {"iteration", "stage", "rank", "start", "end", "peak_bytes"}
+
+and, where a dump directory is set, `rollout-{epoch:06d}.parquet` (see dump.py). No torch in here: the
+report reads a run without it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TextIO
+
+METRICS_FILE = "metrics.jsonl"
+RUN_FILE = "run.json"
+_EVENTS = re.compile(r"events-rank(\d+)\.jsonl")
+_DUMP = re.compile(r"rollout-(\d+)\.parquet")
+
+
+def events_file(run_dir: str | os.PathLike[str], rank: int) -> Path:
+    """Where rank `rank` writes its stage events."""
+    return Path(run_dir) / f"events-rank{rank}.jsonl"
+
+
+def event_files(run_dir: str | os.PathLike[str]) -> dict[int, Path]:
+    """Rank -> stage events file, for every rank that left one, in rank order."""
+    found = {int(m[1]): p for p in Path(run_dir).iterdir() if (m := _EVENTS.fullmatch(p.name))}
+    return dict(sorted(found.items()))
+
+
+def dump_file(dump_dir: str | os.PathLike[str], epoch: int) -> Path:
+    """Where the rollout `epoch` is dumped."""
+    return Path(dump_dir) / f"rollout-{epoch:06d}.parquet"
+
+
+def dump_files(dump_dir: str | os.PathLike[str]) -> dict[int, Path]:
+    """Epoch -> dump, in epoch order; empty where the directory does not exist."""
+    if not Path(dump_dir).is_dir():
+        return {}
+    found = {int(m[1]): p for p in Path(dump_dir).iterdir() if (m := _DUMP.fullmatch(p.name))}
+    return dict(sorted(found.items()))
+
+
+def atomic_write(path: str | os.PathLike[str], write: Callable[[Path], None]) -> None:
+    """Let `write` fill a temporary file beside `path`, then rename it: readers see the old or the new file, whole."""
+    path = Path(path)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        write(temporary)
+        with open(temporary, "rb") as f:
+            os.fsync(f.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_json(path: str | os.PathLike[str], value: Mapping[str, Any]) -> None:
+    """Write one JSON object atomically; numbers that are not finite become null."""
+    text = json.dumps(json_safe(value), indent=1, ensure_ascii=False) + "\n"
+    atomic_write(path, lambda p: p.write_text(text, encoding="utf-8") and None)
+
+
+def json_safe(value: Any) -> Any:
+    """The value as JSON can hold it: NaN and infinities become None, one-element tensors and numpy scalars numbers."""
+    if value is None or isinstance(value, (str, bool, int)):
+        return value
+    if isinstance(value, Mapping):
+        return {str(k): json_safe(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [json_safe(v) for v in value]
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    number = float(value)
+    return number if math.isfinite(number) else None
+
+
+class JsonLines:
+    """An append-only file of JSON objects that survives a kill: one write and one flush a line.
+
+    Opening it keeps the old lines for which `keep` is true (all of them where it is None) and cuts a
+    last line that a crash left incomplete; `keep` is asked once per line. Thread-safe.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], keep: Callable[[dict[str, Any]], bool] | None = None) -> None:
+        self.path = Path(path)
+        self._lock = threading.Lock()
+        self.lines_kept: list[dict[str, Any]] = []
+        if self.path.exists():
+            self.lines_kept = [r for r in read_jsonl(self.path) if keep is None or keep(r)]
+            self._rewrite(self.lines_kept)
+        self._file = self._open()
+
+    def append(self, record: Mapping[str, Any]) -> None:
+        """Write one object as one line."""
+        with self._lock:
+            self._file.write(_line(record))
+            self._file.flush()
+
+    def replace(self, record: Mapping[str, Any], same: Callable[[dict[str, Any]], bool]) -> None:
+        """Write one object in place of the earlier lines for which `same` is true."""
+        with self._lock:
+            self._file.close()
+            self._rewrite([r for r in read_jsonl(self.path) if not same(r)] + [dict(record)])
+            self._file = self._open()
+
+    def close(self) -> None:
+        """Close the file; closing twice is fine."""
+        self._file.close()
+
+    def _open(self) -> TextIO:
+        return self.path.open("a", encoding="utf-8")
+
+    def _rewrite(self, records: list[dict[str, Any]]) -> None:
+        text = "".join(map(_line, records))
+        atomic_write(self.path, lambda p: p.write_text(text, encoding="utf-8") and None)
+
+
+def set_aside(path: str | os.PathLike[str]) -> None:
+    """Rename a file that an earlier run left to `NAME.old`, so that a new run starts empty and nothing is lost."""
+    if Path(path).exists():
+        os.replace(path, f"{os.fspath(path)}.old")
+
+
+def read_jsonl(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """Objects of a JSON-lines file. A last line cut by a crash is left out.
+
+    Raises ValueError naming file and line where any other line is not a JSON object.
+    """
+    raw = Path(path).read_bytes()
+    lines = raw.split(b"\n")
+    records = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+        except ValueError as error:
+            if number == len(lines):
+                break
+            raise ValueError(f"{path}, line {number} is not JSON ({error}); remove that line") from error
+        if not isinstance(record, dict):
+            raise ValueError(f"{path}, line {number} is not a JSON object; remove that line")
+        records.append(record)
+    return records
+
+
+def read_run(run_dir: str | os.PathLike[str]) -> dict[str, Any]:
+    """run.json, or an empty dict where the run left none."""
+    path = Path(run_dir) / RUN_FILE
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+
+
+def read_metrics(run_dir: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """One dict an iteration, in order, training and evaluation merged; null becomes None.
+
+    Raises ValueError where the directory or its metrics do not exist.
+    """
+    path = Path(run_dir) / METRICS_FILE
+    if not Path(run_dir).is_dir():
+        raise ValueError(f"{run_dir} is not a directory; give the --rl-run-dir of a run")
+    if not path.exists():
+        raise ValueError(
+            f"{run_dir} holds no {METRICS_FILE}; give the --rl-run-dir of a run (default: SAVE/rl)"
+        )
+    merged: dict[int, dict[str, Any]] = {}
+    for record in read_jsonl(path):
+        kind = record.pop("kind", "train")
+        row = merged.setdefault(int(record["iteration"]), {"iteration": int(record["iteration"])})
+        if kind == "train":
+            row.update(record)
+        else:
+            row.update({k: v for k, v in record.items() if k.startswith("eval/")})
+            row.setdefault("time", record.get("time"))
+    return [merged[i] for i in sorted(merged)]
+
+
+def read_events(run_dir: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """Stage events of every rank, ordered by rank and start."""
+    events = [e for path in event_files(run_dir).values() for e in read_jsonl(path)]
+    return sorted(events, key=lambda e: (e["rank"], e["start"]))
+
+
+def _line(record: Mapping[str, Any]) -> str:
+    return json.dumps(json_safe(record), ensure_ascii=False, allow_nan=False) + "\n"

@@ -1,0 +1,139 @@
+"""Monitor: one object that takes an iteration's metrics to the console, metrics.jsonl, TensorBoard and W&B."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, Protocol, TextIO
+
+from mindspeed_rl_plugin.monitor.console import ProgressBar, eval_line, iteration_line, write_line
+from mindspeed_rl_plugin.monitor.files import METRICS_FILE, RUN_FILE, JsonLines, set_aside, write_json
+from mindspeed_rl_plugin.monitor.stages import MemoryMeter, StageClock, drop_foreign_events
+
+TAG = "rl/"
+
+
+class ScalarWriter(Protocol):
+    """The part of TensorBoard's SummaryWriter that is used."""
+
+    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> None:
+        """Record one number."""
+
+
+class Monitor:
+    """What a run shows and leaves; made by every rank, and called by every rank with the same metrics.
+
+    Rank 0 prints and writes metrics.jsonl and run.json. The writers go wherever they exist: Megatron
+    makes its TensorBoard and W&B writers on the last rank, so pass `get_tensorboard_writer()` and
+    `get_wandb_writer()` on every rank, None included. Their tags carry `rl/` in front, so that none
+    meets a tag of Megatron's own.
+
+    resume_iteration: the iteration that the checkpoint holds; later lines of an earlier attempt are
+    dropped. At 0 the files of an earlier run are set aside as `.old`. total_iterations: planned
+    iterations. info: what the report shows about the run (JSON values; `dump_dir` tells it where the
+    dumps are). is_terminal: None asks the error stream, where the bar is drawn.
+    """
+
+    def __init__(
+        self,
+        run_dir: str | os.PathLike[str],
+        rank: int,
+        world_size: int,
+        *,
+        tensorboard_writer: ScalarWriter | None = None,
+        wandb: Any = None,
+        is_terminal: bool | None = None,
+        total_iterations: int | None = None,
+        resume_iteration: int = 0,
+        meter: MemoryMeter | None = None,
+        synchronize: Callable[[], None] | None = None,
+        info: Mapping[str, Any] | None = None,
+        stream: TextIO | None = None,
+    ) -> None:
+        if not 0 <= rank < world_size:
+            raise ValueError(f"Monitor: rank {rank} is not in 0..{world_size - 1}")
+        self.run_dir = Path(run_dir)
+        self.rank = rank
+        self.total_iterations = total_iterations
+        self._tensorboard, self._wandb, self._stream = tensorboard_writer, wandb, stream
+        self._bar_shown = rank == 0 and (sys.stderr.isatty() if is_terminal is None else is_terminal)
+        self.clock = StageClock(
+            run_dir, rank, meter=meter, synchronize=synchronize, resume_iteration=resume_iteration
+        )
+        self._metrics: JsonLines | None = None
+        if rank == 0:
+            self._open_files(world_size, resume_iteration, dict(info or {}))
+
+    def begin(self, iteration: int) -> None:
+        """Stages from now on belong to `iteration`."""
+        self.clock.begin(iteration)
+
+    def stage(self, name: str) -> AbstractContextManager[None]:
+        """Context manager that times a stage of the current iteration on this rank."""
+        return self.clock.stage(name)
+
+    def stage_metrics(self) -> dict[str, float]:
+        """seconds/* and peak_bytes/* of this rank's current iteration, see `StageClock.metrics`."""
+        return self.clock.metrics()
+
+    def progress(self, total: int, what: str = "generate") -> ProgressBar:
+        """A progress bar on rank 0's terminal, and nothing elsewhere."""
+        return ProgressBar(total, what, shown=self._bar_shown)
+
+    def log(self, iteration: int, metrics: Mapping[str, float]) -> None:
+        """Show and write the metrics of a training iteration, named as in `names.py`; NaN is written as null."""
+        metrics = {k: _number(k, v) for k, v in metrics.items()}
+        self._emit("train", iteration, metrics, iteration_line(iteration, metrics, self.total_iterations))
+
+    def log_eval(self, iteration: int, metrics: Mapping[str, float]) -> None:
+        """Show and write an evaluation made after `iteration` updates; every name is put under `eval/`."""
+        metrics = {f"eval/{k.removeprefix('eval/')}": _number(k, v) for k, v in metrics.items()}
+        self._emit("eval", iteration, metrics, eval_line(iteration, metrics, self.total_iterations))
+
+    def close(self) -> None:
+        """Close this rank's files. The writers are Megatron's to close."""
+        self.clock.close()
+        if self._metrics is not None:
+            self._metrics.close()
+
+    def _open_files(self, world_size: int, resume_iteration: int, info: dict[str, Any]) -> None:
+        path = self.run_dir / METRICS_FILE
+        if not resume_iteration:
+            set_aside(path)
+        drop_foreign_events(self.run_dir, world_size, resume_iteration)
+        self._metrics = JsonLines(path, keep=lambda r: r["iteration"] <= resume_iteration)
+        self._written = {(r["kind"], r["iteration"]) for r in self._metrics.lines_kept}
+        facts = {
+            "world_size": world_size,
+            "total_iterations": self.total_iterations,
+            "resume_iteration": resume_iteration,
+            "started": time.time(),
+        }
+        write_json(self.run_dir / RUN_FILE, facts | info)
+
+    def _emit(self, kind: str, iteration: int, metrics: dict[str, float], line: str) -> None:
+        if self._metrics is not None:
+            write_line(line, self._stream or sys.stdout)
+            record = {"kind": kind, "iteration": iteration, "time": time.time(), **metrics}
+            # An evaluation at the resumed iteration comes twice: before the kill and after it.
+            if (kind, iteration) in self._written:
+                self._metrics.replace(record, lambda r: (r["kind"], r["iteration"]) == (kind, iteration))
+            else:
+                self._metrics.append(record)
+                self._written.add((kind, iteration))
+        if self._tensorboard is not None:
+            for name, value in metrics.items():
+                self._tensorboard.add_scalar(TAG + name, value, iteration)
+        if self._wandb is not None:
+            self._wandb.log({TAG + k: v for k, v in metrics.items()}, iteration)
+
+
+def _number(name: str, value: Any) -> float:
+    """A Python int or float; one-element tensors and numpy scalars are read out."""
+    if name in ("kind", "iteration", "time"):
+        raise ValueError(f"metric name {name!r} is taken by the line itself; rename the metric")
+    return value if isinstance(value, int) else float(value)

@@ -1,0 +1,114 @@
+"""Samples of the report: whole groups, spread evenly over the dumped rollouts, with long texts cut."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from mindspeed_rl_plugin.monitor.files import dump_files
+
+COLUMNS = (
+    "epoch", "group", "member", "prompt", "response", "answer", "reward", "reward_parts",
+    "advantage", "response_length", "finish", "version", "logp_rollout", "logp_old", "loss_mask",
+)  # fmt: skip
+
+
+def find_dumps(
+    run_dir: str | os.PathLike[str], run: dict[str, Any], dump_dir: str | os.PathLike[str] | None
+) -> dict[int, Path]:
+    """Epoch -> dump: of `dump_dir` where given, else where run.json says, else in or under the run directory."""
+    if dump_dir is not None:
+        return dump_files(dump_dir)
+    places = [Path(run["dump_dir"])] if run.get("dump_dir") else []
+    places += [Path(run_dir) / "dump", Path(run_dir)]
+    return next((found for place in places if (found := dump_files(place))), {})
+
+
+def sample_data(dumps: dict[int, Path], *, limit: int, text_limit: int = 20_000) -> dict[str, Any]:
+    """Rows for the samples table, at most `limit`, and how many there are in all.
+
+    prompts: distinct prompt texts; rows: [epoch, group, member, index of the prompt, response, answer,
+    reward, parts, advantage, length, finish, version, largest |engine - trainer| log-prob]. Texts are
+    cut at `text_limit` characters. Raises ValueError naming a file that is not a dump.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    epochs = list(dumps)
+    prompts: dict[str, int] = {}
+    rows: list[list[Any]] = []
+    graders: list[str] = []
+    total = 0
+    try:
+        total = sum(pq.read_metadata(p).num_rows for p in dumps.values())
+        plan = _plan(dumps, limit)
+        for epoch, take in plan.items():
+            file = pq.ParquetFile(dumps[epoch])
+            graders = json.loads((file.schema_arrow.metadata or {}).get(b"graders", b"[]"))
+            table = file.read([c for c in COLUMNS if c in file.schema_arrow.names]).slice(0, take)
+            rows += [_row(record, prompts, text_limit) for record in table.to_pylist()]
+    except (pa.ArrowException, KeyError) as error:
+        folder = next(iter(dumps.values())).parent
+        raise ValueError(f"a dump in {folder} cannot be read ({error}); remove it, or pass --dump-dir") from error
+    return {
+        "prompts": list(prompts),
+        "rows": rows,
+        "graders": graders,
+        "total": total,
+        "rollouts": len(epochs),
+        "rollouts_shown": len({r[0] for r in rows}),
+    }
+
+
+def _plan(dumps: dict[int, Path], limit: int) -> dict[int, int]:
+    """Epoch -> leading rows to take: whole groups, evenly spaced rollouts, the first and the last among them."""
+    import pyarrow.compute as pc
+    import pyarrow.parquet as pq
+
+    epochs = list(dumps)
+    if not epochs or limit < 1:
+        return {}
+    groups = pq.read_table(dumps[epochs[-1]], columns=["group"])["group"]
+    size = max(1, len(groups) // max(1, pc.count_distinct(groups).as_py()))
+    count = min(len(epochs), max(1, limit // size))
+    chosen = sorted({epochs[round(k * (len(epochs) - 1) / max(1, count - 1))] for k in range(count)} | {epochs[-1]})
+    chosen = chosen[-count:] if count == 1 else chosen
+    take = max(1, limit // len(chosen) // size) * size
+    return {epoch: min(take, limit) for epoch in chosen}
+
+
+def _row(record: dict[str, Any], prompts: dict[str, int], text_limit: int) -> list[Any]:
+    get = record.get
+    prompt = prompts.setdefault(_clip(record["prompt"], text_limit), len(prompts))
+    return [
+        *(record[k] for k in ("epoch", "group", "member")),
+        prompt,
+        _clip(record["response"], text_limit),
+        _clip(get("answer") or "", text_limit),
+        _short(record["reward"]),
+        [_short(p) for p in get("reward_parts") or []],
+        _short(get("advantage")),
+        get("response_length"),
+        get("finish"),
+        get("version"),
+        _short(_largest_difference(get("logp_rollout"), get("logp_old"), get("loss_mask"))),
+    ]
+
+
+def _largest_difference(
+    engine: Sequence[float] | None, trainer: Sequence[float] | None, mask: Sequence[int] | None
+) -> float | None:
+    if not engine or not trainer or not mask:
+        return None
+    return max((abs(e - t) for e, t, m in zip(engine, trainer, mask, strict=True) if m), default=None)
+
+
+def _clip(text: str, limit: int) -> str:
+    return text if len(text) <= limit else f"{text[:limit]}\n[cut here, {len(text):,} characters in all]"
+
+
+def _short(value: float | None) -> float | None:
+    return None if value is None else float(f"{value:.6g}")

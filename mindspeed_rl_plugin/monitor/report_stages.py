@@ -1,0 +1,129 @@
+"""What the report says about stages: time of their own, memory, and the events of its timeline."""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+BETWEEN = "between stages"
+Span = tuple[float, float, str]
+
+
+def own_seconds(spans: Iterable[Span]) -> dict[str, float]:
+    """Seconds of each stage among spans (start, end, stage) that may nest and overlap, each instant counted once.
+
+    An instant belongs to the stage that started last among those that run; where none runs, to
+    `BETWEEN`. The result sums to the time from the first start to the last end.
+    """
+    spans = sorted(spans)
+    edges = sorted({t for start, end, _ in spans for t in (start, end)})
+    out: dict[str, float] = defaultdict(float)
+    for left, right in zip(edges, edges[1:], strict=False):
+        running = [stage for start, end, stage in spans if start <= left and end >= right]
+        out[running[-1] if running else BETWEEN] += right - left
+    return dict(out)
+
+
+def stage_data(events: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Per iteration and stage: own seconds (mean over ranks) and peak bytes (largest over ranks); and a table.
+
+    Stages are listed in the order in which rank's events first show them. Empty lists without events.
+    """
+    spans: dict[int, dict[int, list[Span]]] = defaultdict(lambda: defaultdict(list))
+    peaks: dict[int, dict[str, int]] = defaultdict(dict)
+    for e in events:
+        spans[e["iteration"]][e["rank"]].append((e["start"], e["end"], e["stage"]))
+        if e.get("peak_bytes") is not None:
+            at = peaks[e["iteration"]]
+            at[e["stage"]] = max(at.get(e["stage"], 0), e["peak_bytes"])
+    own = {i: {rank: own_seconds(s) for rank, s in ranks.items()} for i, ranks in spans.items()}
+    iterations = sorted(own)
+    names = _stage_order(events)
+    if any(BETWEEN in s for ranks in own.values() for s in ranks.values()):
+        names.append(BETWEEN)
+    seconds = {
+        n: [round(statistics.fmean(s.get(n, 0.0) for s in own[i].values()), 4) for i in iterations] for n in names
+    }
+    peak = {n: [peaks[i].get(n) for i in iterations] for n in names if any(n in p for p in peaks.values())}
+    return {
+        "names": names,
+        "iterations": iterations,
+        "seconds": seconds,
+        "peak": peak,
+        "table": [_table_row(n, own, seconds, peak) for n in names],
+    }
+
+
+def timeline_data(events: Sequence[dict[str, Any]], names: Sequence[str], *, limit: int = 40_000) -> dict[str, Any]:
+    """Events for the timeline: [rank, stage index, iteration, start, seconds, peak bytes] in time order.
+
+    Starts count from `origin` (Unix time). Where there are more than `limit` events, ranks are thinned
+    evenly to at most 16, then the earliest iterations left out; ranks_total and iterations_left_out say so.
+    """
+    ranks = sorted({e["rank"] for e in events})
+    kept, shown = list(events), ranks
+    if len(kept) > limit and len(ranks) > 16:
+        shown = sorted({ranks[round(k * (len(ranks) - 1) / 15)] for k in range(16)})
+        kept = [e for e in kept if e["rank"] in set(shown)]
+    iterations = sorted({e["iteration"] for e in kept})
+    if len(kept) > limit:
+        recent = iterations[-max(1, limit * len(iterations) // len(kept)) :]
+        kept = [e for e in kept if e["iteration"] >= recent[0]]
+    else:
+        recent = iterations
+    origin = min((e["start"] for e in kept), default=0.0)
+    index = {name: k for k, name in enumerate(names)}
+    rows = [
+        [
+            e["rank"],
+            index[e["stage"]],
+            e["iteration"],
+            round(e["start"] - origin, 4),
+            round(e["end"] - e["start"], 4),
+            e.get("peak_bytes"),
+        ]
+        for e in sorted(kept, key=lambda e: e["start"])
+    ]
+    return {
+        "origin": origin,
+        "ranks": shown,
+        "ranks_total": len(ranks),
+        "iterations": recent,
+        "iterations_left_out": len(iterations) - len(recent),
+        "events": rows,
+    }
+
+
+def _stage_order(events: Sequence[dict[str, Any]]) -> list[str]:
+    """Stage names by the median of their start within the iteration, so that the legend reads like the loop."""
+    begin: dict[tuple[int, int], float] = {}
+    for e in events:
+        key = (e["rank"], e["iteration"])
+        begin[key] = min(begin.get(key, e["start"]), e["start"])
+    offsets: dict[str, list[float]] = defaultdict(list)
+    for e in events:
+        offsets[e["stage"]].append(e["start"] - begin[e["rank"], e["iteration"]])
+    return sorted(offsets, key=lambda name: (statistics.median(offsets[name]), name))
+
+
+def _table_row(
+    name: str, own: dict[int, dict[int, dict[str, float]]], seconds: dict[str, list[float]], peak: dict[str, list]
+) -> dict[str, Any]:
+    by_rank: dict[int, float] = defaultdict(float)
+    for ranks in own.values():
+        for rank, spent in ranks.items():
+            by_rank[rank] += spent.get(name, 0.0)
+    slowest = max(by_rank, key=lambda r: by_rank[r])
+    total, everything = sum(seconds[name]), sum(map(sum, seconds.values()))
+    ran = [s for s in seconds[name] if s > 0]
+    return {
+        "stage": name,
+        "seconds": total,
+        "share": total / everything if everything else 0.0,
+        "median": statistics.median(ran) if ran else 0.0,
+        "slowest_rank": slowest,
+        "slowest_over_mean": by_rank[slowest] / total if total else 1.0,
+        "peak": max((p for p in peak.get(name, []) if p is not None), default=None),
+    }

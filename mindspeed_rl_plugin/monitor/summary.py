@@ -1,0 +1,51 @@
+"""Summary of a run: the few numbers that tell whether it worked."""
+
+from __future__ import annotations
+
+import os
+import statistics
+from typing import Any
+
+from mindspeed_rl_plugin.monitor.files import event_files, read_jsonl, read_metrics
+
+
+def summarize(run_dir: str | os.PathLike[str]) -> dict[str, Any]:
+    """accuracy_before, accuracy_after, iterations, tokens_per_second, logprob_diff_max and seconds of a run.
+
+    accuracy_*: greedy held-out accuracy of the first and the last evaluation; before is None without
+    any, after is None where there was only one. iterations: trained. tokens_per_second: median over
+    iterations, per device. logprob_diff_max: largest |engine - trainer| log-prob of the run, nats.
+    seconds: spent in iterations and evaluations, start-up not counted. What was never measured is
+    None. Raises ValueError where the directory holds no metrics.
+    """
+    rows = read_metrics(run_dir)
+    accuracy = column(rows, "eval/accuracy")
+    speed = column(rows, "tokens_per_second")
+    seconds = column(rows, "seconds/iteration")
+    differences = column(rows, "logp_diff/max")
+    trained = [r["iteration"] for r in rows if any(is_training(k) for k in r)]
+    return {
+        "accuracy_before": accuracy[0] if accuracy else None,
+        "accuracy_after": accuracy[-1] if len(accuracy) > 1 else None,
+        "iterations": max(trained, default=0),
+        "tokens_per_second": statistics.median(speed) if speed else None,
+        "logprob_diff_max": max(differences, default=None),
+        "seconds": sum(seconds) + evaluation_seconds(run_dir) if seconds else None,
+    }
+
+
+def column(rows: list[dict[str, Any]], name: str) -> list[float]:
+    """The values of one metric in iteration order, absent and non-finite ones left out."""
+    return [r[name] for r in rows if r.get(name) is not None]
+
+
+def is_training(name: str) -> bool:
+    """Whether a field of a metrics row comes from training, not from an evaluation or the line itself."""
+    return name not in ("iteration", "time") and not name.startswith("eval/")
+
+
+def evaluation_seconds(run_dir: str | os.PathLike[str]) -> float:
+    """Seconds that rank 0 spent in the stage evaluate."""
+    path = event_files(run_dir).get(0)
+    events = read_jsonl(path) if path else []
+    return sum(e["end"] - e["start"] for e in events if e["stage"] == "evaluate")
