@@ -14,14 +14,14 @@ REQUIRED = {
 REQUIRED_NPU = {
     "VLLM_ASCEND_ENABLE_NZ": ("0", "weights in FRACTAL_NZ format cannot be rewritten after a wake"),
 }
-# name -> value; the user's own value wins.
-DEFAULTS = {
-    "VLLM_LOGGING_LEVEL": "WARNING",
-    "VLLM_NO_USAGE_STATS": "1",
-}
-# The sleep mode's memory pools and expandable segments exclude each other.
-ALLOCATOR_SETTINGS = ("PYTORCH_NPU_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-# Of vLLM 0.11 and later the V1 engine is the only one, and the switch is gone.
+# name -> value; the user's own value wins. On CPU vLLM warns some twenty times a rank of what nobody can change.
+DEFAULTS = {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1"}
+DEFAULTS_CPU = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+# The sleep mode's memory pools and expandable segments exclude each other: vllm-ascend asserts that they are
+# off, vLLM on CUDA too until 0.23, which turns them off around its pools.
+ALLOCATOR_SETTINGS = {"npu": ("PYTORCH_NPU_ALLOC_CONF",), "cuda": ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")}
+CUDA_POOLS_FIXED = (0, 23)
+# From 0.11 on the V1 engine is the only one, and the switch is gone.
 V1_SWITCH_GONE = (0, 11)
 
 
@@ -36,10 +36,10 @@ def prepare_engine_env(kind: str, *, sleep_mode: bool) -> None:
         given = os.environ.setdefault(name, value)
         if given != value:
             raise ValueError(f"{name}={given} cannot be used for rollouts: {why}; set it to {value} or unset it")
-    for name, value in DEFAULTS.items():
+    for name, value in {**DEFAULTS, **(DEFAULTS_CPU if kind == "cpu" else {})}.items():
         os.environ.setdefault(name, value)
-    if sleep_mode:
-        for name in ALLOCATOR_SETTINGS:
+    if sleep_mode and not (kind == "cuda" and vllm_version() >= CUDA_POOLS_FIXED):
+        for name in ALLOCATOR_SETTINGS.get(kind, ()):
             if "expandable_segments:True" in os.environ.get(name, "").replace(" ", ""):
                 raise ValueError(
                     f"{name}={os.environ[name]}: expandable segments cannot be used with the engine's sleep mode;"

@@ -1,0 +1,301 @@
+"""The engine's Hugging Face config, derived from Megatron's own arguments, and its check against a given one.
+
+Dense decoders of three families, told apart by two of Megatron's flags:
+
+    Llama        neither                    Qwen2, Qwen2.5   --add-qkv-bias
+    Qwen3        --qk-layernorm
+
+Everything that changes what the model computes and that the engine's model of the family does not have is
+refused with the flag's name (`UNSUPPORTED`), never ignored.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from argparse import Namespace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# (Megatron's attribute, values under which the model is a plain one). An attribute that a Megatron does not
+# have is fine. The lower block is MindSpeed-LLM's.
+UNSUPPORTED: tuple[tuple[str, tuple[Any, ...]], ...] = (
+    ("num_experts", (None,)),
+    ("multi_latent_attention", (False,)),
+    ("apply_layernorm_1p", (False,)),
+    ("apply_residual_connection_post_layernorm", (False,)),
+    ("squared_relu", (False,)),
+    ("quick_geglu", (False,)),
+    ("glu_linear_offset", (0.0,)),
+    ("activation_func_clamp_value", (None,)),
+    ("rotary_interleaved", (False,)),
+    ("rotary_percent", (1.0,)),
+    ("rotary_seq_len_interpolation_factor", (None, 1)),
+    ("no_rope_freq", (None,)),
+    ("window_size", (None,)),
+    ("softmax_scale", (None,)),
+    ("softmax_type", ("vanilla",)),
+    ("qk_l2_norm", (False,)),
+    ("attention_output_gate", (False,)),
+    ("experimental_attention_variant", (None,)),
+    ("heterogeneous_layers_config_path", (None,)),
+    ("heterogeneous_layers_config_encoded_json", (None,)),
+    ("hybrid_layer_pattern", (None,)),
+    ("hybrid_override_pattern", (None,)),
+    ("is_hybrid_model", (False,)),
+    ("use_mup", (False,)),
+    ("mtp_num_layers", (None, 0)),
+    ("add_dense_bias", (False,)),
+    ("add_output_layer_bias", (False,)),
+    ("add_rmsnorm_offset", (False,)),
+    ("input_embeds_norm", (False,)),
+    ("post_norm", (False,)),
+    ("no_post_layer_norm", (False,)),
+    ("gelu_tanh", (False,)),
+    ("scale_emb", (None,)),
+    ("scale_depth", (None,)),
+    ("embedding_multiplier_scale", (1.0,)),
+    ("output_multiplier_scale", (None,)),
+    ("output_logit_softcapping", (None,)),
+    ("attn_logit_softcapping", (None,)),
+    ("query_pre_attn_scalar", (None,)),
+    ("sliding_window", (None,)),
+    ("interleave_sliding_window", (None,)),
+    ("partial_rotary_factor", (0.0,)),
+    ("dynamic_factor", (1.0,)),
+    ("use_glm_rope", (False,)),
+)
+
+ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+
+# What a config.json leaves out, and what its family then takes.
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "llama": {"rms_norm_eps": 1e-6, "rope_theta": 10000.0, "tie_word_embeddings": False, "hidden_act": "silu"},
+    "qwen2": {"rms_norm_eps": 1e-6, "rope_theta": 10000.0, "tie_word_embeddings": False, "hidden_act": "silu"},
+    "qwen3": {"rms_norm_eps": 1e-6, "rope_theta": 10000.0, "tie_word_embeddings": False, "hidden_act": "silu"},
+}
+
+# Fields that make two configs the same model. max_position_embeddings is not among them: it bounds lengths
+# and changes no number.
+COMPARED = (
+    "model_type",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "vocab_size",
+    "rms_norm_eps",
+    "rope_theta",
+    "rope_scaling",
+    "tie_word_embeddings",
+    "hidden_act",
+    "attention_bias",
+    "mlp_bias",
+    "use_sliding_window",
+)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One field in which Megatron's arguments and a Hugging Face config disagree."""
+
+    field: str
+    megatron: Any
+    hf: Any
+
+    def __str__(self) -> str:
+        return f"{self.field}: Megatron {self.megatron!r}, Hugging Face {self.hf!r}"
+
+
+def derive_config(args: Namespace, *, vocab_size: int, eos_token_ids: Sequence[int] = ()) -> dict[str, Any]:
+    """config.json of the model that Megatron's parsed and validated `args` describe.
+
+    vocab_size: the true one, without Megatron's padding (see `model_vocab_size`): the engine then never draws a
+    padded id. Raises ValueError naming the flag for a model that is not one of the families.
+    """
+    _refuse(args)
+    heads, hidden = args.num_attention_heads, args.hidden_size
+    family = _family(args)
+    head_dim = args.kv_channels
+    if family == "qwen2" and head_dim * heads != hidden:
+        raise ValueError(
+            f"--kv-channels {head_dim} with --add-qkv-bias: vLLM's Qwen2 takes --hidden-size / --num-attention-heads"
+            f" = {hidden}/{heads} as its head size; leave --kv-channels out"
+        )
+    padded = getattr(args, "padded_vocab_size", None)
+    if vocab_size < 1 or (padded is not None and vocab_size > padded):
+        raise ValueError(f"vocab_size {vocab_size} must lie in 1..{padded}, the rows of Megatron's embedding")
+    return {
+        "architectures": [ARCHITECTURES[family]],
+        "model_type": family,
+        "hidden_size": hidden,
+        "intermediate_size": args.ffn_hidden_size,
+        "num_hidden_layers": args.num_layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": args.num_query_groups if args.group_query_attention else heads,
+        "head_dim": head_dim,
+        "vocab_size": vocab_size,
+        "max_position_embeddings": args.max_position_embeddings,
+        "rms_norm_eps": args.norm_epsilon,
+        "rope_theta": float(args.rotary_base),
+        "rope_scaling": _rope_scaling(args),
+        "tie_word_embeddings": not args.untie_embeddings_and_output_weights,
+        "hidden_act": "silu",
+        "attention_bias": family == "qwen2",
+        "mlp_bias": False,
+        "attention_dropout": 0.0,
+        "use_sliding_window": False,
+        "bos_token_id": None,
+        "eos_token_id": list(eos_token_ids) or None,
+    }
+
+
+def model_vocab_size(tokenizer_size: int, padded_vocab_size: int, reference: Mapping[str, Any] | None = None) -> int:
+    """Rows of the embedding that are really tokens: the given Hugging Face config's, else the tokenizer's.
+
+    Raises ValueError when Megatron's padded embedding is too small for them.
+    """
+    size = tokenizer_size if reference is None else reference["vocab_size"]
+    if size < tokenizer_size:
+        raise ValueError(f"--rl-hf-model has vocab_size {size}, but the tokenizer has {tokenizer_size} entries")
+    if size > padded_vocab_size:
+        raise ValueError(
+            f"the vocabulary has {size} entries, but Megatron's embedding only {padded_vocab_size} rows"
+            " (--padded-vocab-size or the pretraining tokenizer): tokenizer and checkpoint do not belong together"
+        )
+    return size
+
+
+def load_reference(directory: str) -> dict[str, Any]:
+    """config.json of a Hugging Face directory. ValueError when there is none."""
+    path = Path(directory) / "config.json"
+    if not path.is_file():
+        raise ValueError(f"--rl-hf-model {directory}: no config.json there; give a Hugging Face model directory")
+    return json.loads(path.read_text())
+
+
+def compare_configs(derived: Mapping[str, Any], reference: Mapping[str, Any]) -> list[Difference]:
+    """Fields in which two configs describe different models; [] when they are the same one."""
+    ours, theirs = normalized(derived), normalized(reference)
+    return [Difference(f, ours.get(f), theirs.get(f)) for f in COMPARED if ours.get(f) != theirs.get(f)]
+
+
+def check_against(derived: Mapping[str, Any], directory: str) -> None:
+    """Compare with the config of `--rl-hf-model`. Raises ValueError that lists every difference."""
+    differences = compare_configs(derived, load_reference(directory))
+    if differences:
+        listed = "\n  ".join(map(str, differences))
+        raise ValueError(f"Megatron's arguments and --rl-hf-model {directory} describe different models:\n  {listed}")
+
+
+def normalized(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A config in one spelling: defaults filled in, the rope fields of transformers 5 in those of 4."""
+    family = str(config.get("model_type", ""))
+    out = {**DEFAULTS.get(family, {}), **{k: v for k, v in config.items() if v is not None}}
+    rope = {**(out.pop("rope_parameters", None) or {}), **(out.pop("rope_scaling", None) or {})}
+    out["rope_theta"] = float(rope.pop("rope_theta", out.get("rope_theta", 10000.0)))
+    kind = rope.pop("rope_type", rope.pop("type", "default"))
+    rope.pop("type", None)
+    scaling = {k: float(v) if isinstance(v, int | float) else v for k, v in rope.items()}
+    out["rope_scaling"] = None if kind == "default" else {"rope_type": kind, **scaling}
+    heads = out.get("num_attention_heads", 1)
+    out.setdefault("num_key_value_heads", heads)
+    out.setdefault("head_dim", out.get("hidden_size", 0) // heads)
+    out.setdefault("mlp_bias", False)
+    out.setdefault("use_sliding_window", False)
+    # Qwen2's bias is part of its code: its config has no field for it, or one that nobody reads.
+    out["attention_bias"] = True if family == "qwen2" else bool(out.get("attention_bias", False))
+    return out
+
+
+def rope_frequencies(config: Mapping[str, Any]) -> Tensor:
+    """`[head_dim / 2]` float32, the inverse frequencies that the engine computes from `config`.
+
+    Llama-3 scaling as in "rope_type": "llama3" of transformers: long wave lengths are divided by `factor`,
+    short ones kept, those between blended linearly.
+    """
+    c = normalized(config)
+    dim = c["head_dim"]
+    inverse = 1.0 / c["rope_theta"] ** (torch.arange(0, dim, 2, dtype=torch.int64).float() / dim)
+    scaling = c["rope_scaling"]
+    if scaling is None:
+        return inverse
+    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+    turns = scaling["original_max_position_embeddings"] * inverse / (2 * math.pi)
+    keep = ((turns - low) / (high - low)).clamp(0, 1)
+    return inverse * keep + inverse / scaling["factor"] * (1 - keep)
+
+
+def check_rotary(config: Mapping[str, Any], inverse: Tensor) -> None:
+    """Compare with the frequencies of the built Megatron model (`rotary_pos_emb.inv_freq`, `[head_dim / 2]`).
+
+    They are what training really uses: core's pretrain_gpt.py, say, never hands `--rope-scaling-factor` on.
+    Raises ValueError naming the first frequency that differs by more than 1e-5 of its size.
+    """
+    ours, theirs = rope_frequencies(config), inverse.detach().float().cpu().flatten()
+    if ours.shape != theirs.shape:
+        sizes = f"{theirs.numel()} frequencies, the engine {ours.numel()}"
+        raise ValueError(f"rotary embedding: Megatron's model has {sizes}")
+    wrong = ((ours - theirs).abs() > 1e-5 * theirs.abs()).nonzero().flatten().tolist()
+    if wrong:
+        i = wrong[0]
+        raise ValueError(
+            f"rotary embedding: frequency {i} is {theirs[i]:.6g} in Megatron's model and {ours[i]:.6g} in the engine"
+            f" ({len(wrong)} of {ours.numel()} differ); the launch script and its arguments disagree on"
+            " --rotary-base, --use-rope-scaling or --rope-scaling-factor (pretrain_gpt.py always scales by 8)"
+        )
+
+
+def write_config(config: Mapping[str, Any], directory: str | Path) -> None:
+    """Write config.json into an existing directory. Concurrent writers want a directory each."""
+    (Path(directory) / "config.json").write_text(json.dumps(config, indent=1))
+
+
+def _family(args: Namespace) -> str:
+    if args.qk_layernorm and args.add_qkv_bias:
+        raise ValueError("--qk-layernorm with --add-qkv-bias: no supported family has both (Qwen3 has only the first)")
+    return "qwen3" if args.qk_layernorm else "qwen2" if args.add_qkv_bias else "llama"
+
+
+def _refuse(args: Namespace) -> None:
+    needed = (
+        ("normalization", "RMSNorm", "--normalization RMSNorm"),
+        ("swiglu", True, "--swiglu"),
+        ("position_embedding_type", "rope", "--position-embedding-type rope"),
+        ("add_bias_linear", False, "--disable-bias-linear"),
+    )
+    for name, value, flag in needed:
+        if getattr(args, name) != value:
+            raise ValueError(
+                f"args.{name} is {getattr(args, name)!r}: the rollout engine runs Llama, Qwen2 and Qwen3 models, which"
+                f" need {flag}"
+            )
+    for name, plain in UNSUPPORTED:
+        value = getattr(args, name, plain[0])
+        if value not in plain:
+            flag = "--" + name.replace("_", "-")
+            raise ValueError(f"{flag} {value!r}: the engine has dense Llama, Qwen2 and Qwen3 only; leave it out")
+
+
+def _rope_scaling(args: Namespace) -> dict[str, Any] | None:
+    kind = getattr(args, "rope_scaling_type", None)  # MindSpeed-LLM
+    if kind not in (None, "llama3"):
+        raise ValueError(f"--rope-scaling-type {kind}: the rollout engine supports llama3 only")
+    if kind is None and not getattr(args, "use_rope_scaling", False):
+        return None
+    # Core fixes the last three (rotary_pos_embedding.py, _apply_scaling); MindSpeed-LLM has flags for them.
+    ours = kind == "llama3"
+    return {
+        "rope_type": "llama3",
+        "factor": float(args.rope_scaling_factor),
+        "low_freq_factor": float(args.low_freq_factor) if ours else 1.0,
+        "high_freq_factor": float(args.high_freq_factor) if ours else 4.0,
+        "original_max_position_embeddings": int(args.original_max_position_embeddings) if ours else 8192,
+    }

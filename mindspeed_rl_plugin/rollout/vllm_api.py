@@ -1,0 +1,104 @@
+"""The parts of vLLM's interface that differ between 0.9.1 and 0.32, behind functions; nothing else imports vLLM.
+
+vLLM is imported inside the functions: it costs seconds, and the environment must be prepared first.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from mindspeed_rl_plugin.types import Sampling
+
+# Engine arguments that older versions lack, and without which the engine still works (see `build`).
+OPTIONAL_ARGUMENTS = ("logprobs_mode", "kv_cache_memory_bytes")
+
+
+def build(arguments: dict[str, Any]) -> tuple[Any, frozenset[str]]:
+    """The in-process LLMEngine of these `EngineArgs` fields, and the optional fields that this vLLM lacks.
+
+    Collective over the whole world: vLLM makes its process groups here.
+    """
+    from vllm import EngineArgs
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    known = {f.name for f in dataclasses.fields(EngineArgs)}
+    missing = frozenset(name for name in OPTIONAL_ARGUMENTS if name in arguments and name not in known)
+    engine = LLMEngine.from_engine_args(EngineArgs(**{k: v for k, v in arguments.items() if k not in missing}))
+    # From 0.2x on a collected engine destroys torch's default process group, which here is the trainer's.
+    finalizer = getattr(engine.engine_core, "_finalizer", None)
+    if finalizer is not None:
+        finalizer.detach()
+    return engine, missing
+
+
+def sampling_params(sampling: Sampling, eos: Sequence[int], seed: int) -> Any:
+    """vLLM's form of one request. End tokens are always explicit: without a tokenizer vLLM knows none.
+
+    DELTA output: each step hands over its new tokens only, so long responses cost linear time, and what an
+    aborted response has drawn is known here.
+    """
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    stops = () if sampling.ignore_eos else sampling.stop
+    ends = () if sampling.ignore_eos else (*eos, *sampling.stop_token_ids)
+    return SamplingParams(
+        n=1,
+        max_tokens=sampling.max_tokens,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        seed=seed,
+        stop=list(stops) or None,
+        stop_token_ids=sorted(set(ends)) or None,
+        ignore_eos=True,
+        logprobs=0,
+        detokenize=bool(stops),
+        output_kind=RequestOutputKind.DELTA,
+    )
+
+
+def worker(engine: Any) -> Any:
+    """This rank's worker, out of its wrapper."""
+    wrapped = engine.model_executor.driver_worker
+    return getattr(wrapped, "worker", wrapped)
+
+
+def model(engine: Any) -> torch.nn.Module:
+    """This rank's model."""
+    runner = worker(engine).model_runner
+    return runner.get_model() if hasattr(runner, "get_model") else runner.model
+
+
+def kv_caches(engine: Any) -> list[torch.Tensor]:
+    """KV cache tensors of this rank."""
+    return list(worker(engine).model_runner.kv_caches)
+
+
+def tp_group() -> Any:
+    """vLLM's coordinator of the ranks of this engine: `cpu_group`, `rank_in_group`, `world_size`."""
+    from vllm.distributed.parallel_state import get_tp_group
+
+    return get_tp_group()
+
+
+def teardown(engine: Any) -> None:
+    """Free the engine and vLLM's own process groups.
+
+    The engine core's own shutdown is not used: it ends with torch.distributed.destroy_process_group().
+    """
+    from vllm.distributed import parallel_state
+
+    engine.model_executor.shutdown()
+    core = engine.engine_core.engine_core
+    core.scheduler.shutdown()
+    parallel_state.destroy_model_parallel()
+    if parallel_state._WORLD is not None:
+        parallel_state._WORLD.destroy()
+        parallel_state._WORLD = None
+    gc.unfreeze()  # vLLM froze everything that was alive when it started
