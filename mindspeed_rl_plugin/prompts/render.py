@@ -1,0 +1,98 @@
+"""One data row as a `Prompt`: tokens for the engine, text and ground truth for the graders."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from mindspeed_rl_plugin.prompts.sources import Source
+from mindspeed_rl_plugin.types import Prompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class Renderer:
+    """Turns rows into prompts. Raises ValueError for a chat template that the tokenizer does not have.
+
+    A prompt is a string or a list of chat messages `{"role", "content", ...}`. With `chat_template` a string becomes
+    one user message; a list without it is an error, since any plain join would be a format no model was taught.
+    """
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, prompt_key: str, answer_key: str, chat_template: bool
+    ) -> None:
+        if chat_template and not tokenizer.chat_template:
+            raise ValueError(
+                f"tokenizer {tokenizer.name_or_path!r} has no chat template; "
+                "drop --rl-apply-chat-template or give a tokenizer with one"
+            )
+        self._tokenizer, self._prompt_key, self._answer_key = tokenizer, prompt_key, answer_key
+        self._chat_template = chat_template
+
+    def prompt(self, source: Source, index: int, row: int) -> Prompt:
+        """The prompt of row `index` of `source`; `row` numbers it over all sources."""
+        fields, where = source.row(index), source.where(index)
+        value = _field(fields, self._prompt_key, where, "--rl-prompt-key")
+        answer = ""
+        if self._answer_key:
+            answer = _answer(_field(fields, self._answer_key, where, "--rl-answer-key ('' for data without answers)"))
+        tokens = self._tokens(value, where)
+        if not tokens:
+            raise ValueError(f"{where}: field {self._prompt_key!r} gives no tokens")
+        rest = {k: v for k, v in fields.items() if k not in (self._prompt_key, self._answer_key)}
+        record = json.loads(json.dumps(rest, default=str))
+        _check_unicode(where, _text(value), answer, json.dumps(record, ensure_ascii=False))
+        return Prompt(tuple(tokens), _text(value), answer, row, record)
+
+    def _tokens(self, value: Any, where: str) -> Sequence[int]:
+        if isinstance(value, str):
+            if not self._chat_template:
+                return self._tokenizer.encode(value)
+            messages = [{"role": "user", "content": value}]
+        else:
+            messages = _messages(value, self._prompt_key, where)
+            if not self._chat_template:
+                raise ValueError(
+                    f"{where}: field {self._prompt_key!r} holds chat messages; add --rl-apply-chat-template"
+                )
+        text = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        return self._tokenizer.encode(text, add_special_tokens=False)  # the template writes its own
+
+
+def _field(fields: dict[str, Any], key: str, where: str, flag: str) -> Any:
+    if key not in fields:
+        raise ValueError(f"{where} has no field {key!r}; it has {', '.join(map(repr, fields))}; set {flag}")
+    return fields[key]
+
+
+def _answer(value: Any) -> str:
+    """Ground truth as text: strings as they are, None as "", JSON values as JSON (42, true, [1, 2]), else `str`."""
+    if value is None:
+        return ""
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, (bool, int, float, list, dict)) else str(value)
+
+
+def _check_unicode(where: str, *texts: str) -> None:
+    for text in texts:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"{where} holds half of a surrogate pair, which is no text: {error}") from error
+
+
+def _messages(value: Any, key: str, where: str) -> list[dict[str, Any]]:
+    ok = isinstance(value, list) and value and all(isinstance(m, dict) and {"role", "content"} <= set(m) for m in value)
+    if not ok:
+        raise ValueError(
+            f"{where}: field {key!r} is neither a string nor a list of messages with 'role' and 'content', "
+            f"but {str(value)[:80]!r}"
+        )
+    # Parquet fills fields that only some messages have with None; templates take a present field for a meant one.
+    return [{k: v for k, v in m.items() if v is not None or k == "content"} for m in value]
+
+
+def _text(value: str | list[dict[str, Any]]) -> str:
+    """What a grader sees: the string of the data, or one `role: content` paragraph a message."""
+    return value if isinstance(value, str) else "\n\n".join(f"{m['role']}: {m['content']}" for m in value)

@@ -1,0 +1,152 @@
+"""Rows of prompt files, each as the dictionary that the file holds.
+
+Parquet and saved dataset directories carry their types. JSON does not: a typed reader infers them, and then
+"2020-01-01" becomes a date and 1 beside 2.5 becomes 1.0, which is fatal in a ground truth. So the `datasets`
+library delivers JSONL as lines of text, and each line is parsed alone, which also lets an error name its line.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+SUFFIXES = (".jsonl", ".json", ".parquet")
+
+
+class Source:
+    """The rows of one path. `len()`, `row(i)` -> dict, `where(i)` -> words for an error."""
+
+    def __init__(self, path: str, count: int, get: Callable[[int], Any], where: Callable[[int], str]) -> None:
+        self.path, self._count, self._get, self._where = path, count, get, where
+
+    def __len__(self) -> int:
+        return self._count
+
+    def row(self, i: int) -> dict[str, Any]:
+        """Fields of row i. Raises ValueError when it is not a JSON object."""
+        value = self._get(i)
+        if not isinstance(value, dict):
+            raise ValueError(f"{self.where(i)} is {_short(value)}, not an object with a field for the prompt")
+        return value
+
+    def where(self, i: int) -> str:
+        """File and row, as a user would look it up."""
+        return f"{self.path} {self._where(i)}"
+
+
+def open_source(path: str) -> Source:
+    """Open a JSONL, JSON or Parquet file or a saved dataset directory.
+
+    Raises ValueError, naming the file and where possible the line: missing, of an unknown kind, empty, not UTF-8,
+    not JSON.
+    """
+    place = Path(path)
+    if not place.exists():
+        raise ValueError(f"prompt data {path!r} is not there")
+    if place.is_dir():
+        source = _saved(path)
+    elif place.suffix not in SUFFIXES:
+        raise ValueError(
+            f"prompt data {path!r} ends in {place.suffix!r}; known: {', '.join(SUFFIXES)} or a saved dataset directory"
+        )
+    elif place.stat().st_size == 0:
+        raise ValueError(f"prompt data {path!r} is empty")
+    else:
+        source = {".jsonl": _lines, ".json": _document, ".parquet": _parquet}[place.suffix](path)
+    if not len(source):
+        raise ValueError(f"prompt data {path!r} holds no rows")
+    return source
+
+
+def _lines(path: str) -> Source:
+    _check_utf8(path)
+    text = _load(path, "from_text")[:]["text"]
+    numbers = [i for i, line in enumerate(text) if line.strip("\ufeff \t\r")]
+
+    def get(i: int) -> Any:
+        number = numbers[i]
+        try:
+            return json.loads(text[number].lstrip("\ufeff"))
+        except ValueError as error:
+            raise ValueError(f"{path} line {number + 1} is not JSON: {error}; {_short(text[number])}") from error
+
+    return Source(path, len(numbers), get, lambda i: f"line {numbers[i] + 1}")
+
+
+def _document(path: str) -> Source:
+    _check_utf8(path)
+    try:
+        document = json.loads(Path(path).read_text(encoding="utf-8-sig"))
+    except json.JSONDecodeError as error:
+        if error.msg == "Extra data":  # one object a line, under the name .json
+            return _lines(path)
+        raise ValueError(f"{path} is not JSON: {error}") from error
+    if isinstance(document, dict):
+        lists = [k for k, v in document.items() if isinstance(v, list)]
+        hint = f"; its field {lists[0]!r} is a list: save that alone" if lists else ""
+        raise ValueError(f"{path} holds one object; expected a list of objects{hint}")
+    if not isinstance(document, list):
+        raise ValueError(f"{path} holds {_short(document)}; expected a list of objects")
+    return Source(path, len(document), document.__getitem__, lambda i: f"entry {i}")
+
+
+def _parquet(path: str) -> Source:
+    import pyarrow.parquet
+
+    try:
+        if pyarrow.parquet.read_metadata(path).num_rows == 0:
+            raise ValueError(f"prompt data {path!r} holds no rows")
+    except pyarrow.ArrowInvalid as error:
+        raise ValueError(f"{path} is not a Parquet file: {error}") from error
+    data = _load(path, "from_parquet")
+    return Source(path, len(data), data.__getitem__, lambda i: f"row {i}")
+
+
+def _saved(path: str) -> Source:
+    import datasets
+
+    try:
+        data = datasets.load_from_disk(path)
+    except FileNotFoundError as error:
+        raise ValueError(f"directory {path!r} is no saved dataset (Dataset.save_to_disk): {error}") from error
+    if isinstance(data, datasets.DatasetDict):
+        names = sorted(data)
+        one = f"{path.rstrip('/')}/{names[0]}"
+        raise ValueError(f"directory {path!r} holds the splits {', '.join(names)}; name one of them: {one}")
+    return Source(path, len(data), data.__getitem__, lambda i: f"row {i}")
+
+
+def _load(path: str, reader: str) -> Dataset:
+    """Read into memory; the library's cache goes to a directory of this call, never to the user's home."""
+    import datasets
+
+    quiet = datasets.are_progress_bars_disabled()
+    datasets.disable_progress_bars()
+    try:
+        with tempfile.TemporaryDirectory(prefix="rl-prompts-") as cache:
+            return getattr(datasets.Dataset, reader)(path, cache_dir=cache, keep_in_memory=True)
+    except datasets.exceptions.DatasetGenerationError as error:
+        raise ValueError(f"{path} cannot be read: {error.__cause__ or error}") from error
+    finally:
+        if not quiet:
+            datasets.enable_progress_bars()
+
+
+def _check_utf8(path: str) -> None:
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, 1):
+            try:
+                line.decode("utf-8")
+            except UnicodeDecodeError as error:
+                raise ValueError(f"{path} line {number} is not UTF-8: {error}; convert the file") from error
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."

@@ -1,0 +1,114 @@
+"""The order in which prompts are served, and the cursor that remembers the place."""
+
+from __future__ import annotations
+
+import bisect
+import hashlib
+import itertools
+import random
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from mindspeed_rl_plugin.prompts.render import Renderer
+from mindspeed_rl_plugin.prompts.sources import open_source
+from mindspeed_rl_plugin.types import Prompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class PromptStream:
+    """Prompts of one or several paths, concatenated; each epoch goes through all of them in a new order.
+
+    The order depends on the seed and the number of prompts alone, so every rank sees the same. All rows are read
+    and tokenized once at the start, to count what is longer than `max_length` tokens: those are dropped.
+    answer_key "" is data without ground truth. `dropped` counts the rows left out, `len()` those kept.
+
+    Raises ValueError as `open_source` and `Renderer` do, and when no prompt is left.
+    """
+
+    def __init__(
+        self,
+        paths: Sequence[str],
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        prompt_key: str,
+        answer_key: str,
+        chat_template: bool,
+        max_length: int,
+        seed: int,
+    ) -> None:
+        if not paths:
+            raise ValueError("no prompt data: give one or several paths")
+        self._renderer = Renderer(tokenizer, prompt_key, answer_key, chat_template)
+        self._sources = [open_source(path) for path in paths]
+        self._starts = [0, *itertools.accumulate(len(s) for s in self._sources)]
+        self._kept, self._fingerprint, longest = self._scan(max_length)
+        self.dropped = self._starts[-1] - len(self._kept)
+        if not self._kept:
+            raise ValueError(
+                f"all {self.dropped} prompts are longer than {max_length} tokens (longest {longest}); "
+                "raise --rl-max-prompt-length"
+            )
+        self._seed = seed
+        self._epoch = self._position = 0
+        self._order = self._permutation(0)
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def next(self, n: int) -> list[Prompt]:
+        """The next n prompts; where an epoch ends, the next one begins."""
+        if n < 1:
+            raise ValueError(f"next({n}): at least one prompt")
+        served = []
+        while len(served) < n:
+            if self._position == len(self._kept):
+                self._epoch, self._position = self._epoch + 1, 0
+                self._order = self._permutation(self._epoch)
+            served.append(self._prompt(self._kept[self._order[self._position]]))
+            self._position += 1
+        return served
+
+    def all(self) -> list[Prompt]:
+        """Every kept prompt in the order of the data (evaluation); the cursor stays."""
+        return [self._prompt(row) for row in self._kept]
+
+    def state(self) -> dict[str, Any]:
+        """The cursor, and what it is a cursor into; ints and strings."""
+        return {"epoch": self._epoch, "position": self._position, **self._identity()}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Continue exactly where `state` was taken. Raises ValueError when the data or the seed is another."""
+        here = self._identity()
+        changed = [f"{k} was {state.get(k)!r}, now {v!r}" for k, v in here.items() if state.get(k) != v]
+        if changed:
+            raise ValueError(
+                f"the saved prompt cursor belongs to other prompts: {'; '.join(changed)}. Resume with the same data, "
+                "tokenizer, length limit and seed, or start a new run"
+            )
+        self._epoch, self._position = int(state["epoch"]), int(state["position"])
+        self._order = self._permutation(self._epoch)
+
+    def _identity(self) -> dict[str, Any]:
+        return {"seed": self._seed, "prompts": len(self._kept), "fingerprint": self._fingerprint}
+
+    def _permutation(self, epoch: int) -> list[int]:
+        order = list(range(len(self._kept)))
+        random.Random(f"{self._seed}/{epoch}").shuffle(order)
+        return order
+
+    def _prompt(self, row: int) -> Prompt:
+        which = bisect.bisect_right(self._starts, row) - 1
+        return self._renderer.prompt(self._sources[which], row - self._starts[which], row)
+
+    def _scan(self, max_length: int) -> tuple[list[int], str, int]:
+        """Rows to keep, a digest of their tokens and answers, and the longest length seen."""
+        kept, digest, longest = [], hashlib.sha256(), 0
+        for row in range(self._starts[-1]):
+            prompt = self._prompt(row)
+            longest = max(longest, len(prompt.tokens))
+            if len(prompt.tokens) <= max_length:
+                kept.append(row)
+                digest.update(repr((prompt.tokens, prompt.answer)).encode())
+        return kept, digest.hexdigest()[:16], longest

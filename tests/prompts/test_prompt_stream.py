@@ -1,0 +1,255 @@
+"""Prompts: every form of data, the errors a user can cause, order, cursor, chat template, tokenizer."""
+
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from datasets import Dataset, DatasetDict
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from mindspeed_rl_plugin.prompts import PromptStream, load_tokenizer
+
+LETTERS = [chr(c) for c in range(32, 127)] + ["\n", "ä"]
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizer_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A character tokenizer."""
+    tokenizer = Tokenizer(models.WordLevel({c: i for i, c in enumerate(LETTERS)}, unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
+    tokenizer.save(str(path))
+    return path
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tokenizer_file: Path) -> PreTrainedTokenizerFast:
+    return load_tokenizer(str(tokenizer_file))
+
+
+@pytest.fixture
+def stream(tmp_path: Path, tokenizer):
+    """Make a stream over files given as {name: content}, or over paths."""
+
+    def make(files: dict | list, **options) -> PromptStream:
+        paths = files
+        if isinstance(files, dict):
+            paths = []
+            for name, content in files.items():
+                data = content if isinstance(content, bytes) else content.encode()
+                (tmp_path / name).write_bytes(data)
+                paths.append(str(tmp_path / name))
+        chosen = {"prompt_key": "prompt", "answer_key": "answer", "chat_template": False, "max_length": 50, "seed": 1}
+        used = options.pop("tokenizer", tokenizer)
+        return PromptStream(paths, used, **{**chosen, **options})
+
+    return make
+
+
+def lines(*rows: dict) -> str:
+    return "".join(json.dumps(r) + "\n" for r in rows)
+
+
+ROWS = [{"prompt": f"p{i}", "answer": str(i), "level": i} for i in range(7)]
+
+
+def served(prompts) -> list[tuple]:
+    return [(p.text, p.answer, dict(p.record), p.row) for p in prompts]
+
+
+def test_every_form_of_data_gives_the_same_prompts(stream, tmp_path: Path, tokenizer) -> None:
+    data = Dataset.from_list(ROWS)
+    data.to_parquet(str(tmp_path / "a.parquet"))
+    data.save_to_disk(str(tmp_path / "saved"))
+    want = [(r["prompt"], r["answer"], {"level": r["level"]}, i) for i, r in enumerate(ROWS)]
+    forms = [
+        {"a.jsonl": lines(*ROWS)},
+        {"a.json": json.dumps(ROWS, indent=1)},
+        {"b.json": lines(*ROWS)},
+        {"a.jsonl": "\ufeff" + lines(*ROWS).replace("\n", "\r\n\r\n")},
+        [str(tmp_path / "a.parquet")],
+        [str(tmp_path / "saved")],
+        {"x.jsonl": lines(*ROWS[:3]), "y.json": json.dumps(ROWS[3:])},
+    ]
+    for files in forms:
+        made = stream(files)
+        assert served(made.all()) == want, files
+        assert len(made) == 7 and made.dropped == 0
+    assert list(made.all()[2].tokens) == tokenizer.encode("p2") == [LETTERS.index("p"), LETTERS.index("2")]
+
+
+def test_values_come_through_verbatim(stream) -> None:
+    rows = [
+        {"prompt": "2020-01-01", "answer": "2020-01-01", "r": None},
+        {"prompt": "a", "answer": 1},
+        {"prompt": "a", "answer": "007"},
+        {"prompt": "a", "answer": 2.5},
+        {"prompt": "a", "answer": 123456789012345678901234567890},
+        {"prompt": "a", "answer": None, "x": {"y": [1, {"z": "ä"}]}},
+        {"prompt": "a", "answer": [1, "x"]},
+        {"prompt": "a", "answer": True},
+    ]
+    prompts = stream({"a.jsonl": lines(*rows)}).all()
+    answers = ["2020-01-01", "1", "007", "2.5", "123456789012345678901234567890", "", '[1, "x"]', "true"]
+    assert [p.answer for p in prompts] == answers
+    assert prompts[0].text == "2020-01-01" and prompts[0].record == {"r": None}
+    assert prompts[5].record == {"x": {"y": [1, {"z": "ä"}]}}
+
+
+def test_long_prompts_are_dropped_and_counted(stream) -> None:
+    rows = [{"prompt": "x" * n, "answer": ""} for n in (50, 51, 3, 99)]
+    made = stream({"a.jsonl": lines(*rows)})
+    assert made.dropped == 2 and [p.row for p in made.all()] == [0, 2]
+    with pytest.raises(ValueError, match=r"all 4 prompts are longer than 2 tokens \(longest 99\)"):
+        stream({"a.jsonl": lines(*rows)}, max_length=2)
+
+
+def test_each_epoch_is_a_permutation_of_its_own(stream) -> None:
+    made = stream({"a.jsonl": lines(*ROWS)})
+    first, crossing, rest = made.next(5), made.next(5), made.next(4)
+    rows = [p.row for p in first + crossing + rest]
+    assert sorted(rows[:7]) == sorted(rows[7:]) == list(range(7)) and rows[:7] != rows[7:]
+    many = Counter(p.row for p in stream({"a.jsonl": lines(*ROWS)}).next(7 * 30))
+    assert set(many.values()) == {30}
+
+
+def test_order_depends_on_the_seed_alone(stream) -> None:
+    def order(**options):
+        return [p.row for p in stream({"a.jsonl": lines(*ROWS)}, **options).next(20)]
+
+    assert order() == order() and order() != order(seed=2)
+    # written down so that a change of the order between versions, which would break every resume, is seen
+    assert order()[:7] == [4, 2, 1, 0, 6, 3, 5]
+
+
+@pytest.mark.parametrize("cut", [0, 3, 7, 12])
+def test_a_cursor_continues_exactly(stream, cut: int) -> None:
+    whole = stream({"a.jsonl": lines(*ROWS)})
+    expected = served(whole.next(30))[cut:]
+    before = stream({"a.jsonl": lines(*ROWS)})
+    if cut:
+        before.next(cut)
+    after = stream({"a.jsonl": lines(*ROWS)})
+    after.load_state(json.loads(json.dumps(before.state())))
+    assert served(after.next(30 - cut)) == expected
+    assert after.state() == whole.state()
+
+
+CHANGES = [
+    ({"a.jsonl": lines(*ROWS[:-1])}, {}, "prompts was 7, now 6"),
+    ({"a.jsonl": lines(*ROWS[:-1], {"prompt": "p6", "answer": "other"})}, {}, "fingerprint was"),
+    ({"a.jsonl": lines(*ROWS)}, {"seed": 5}, "seed was 1, now 5"),
+]
+
+
+@pytest.mark.parametrize(("files", "options", "message"), CHANGES)
+def test_a_cursor_into_other_data_is_refused(stream, files, options, message: str) -> None:
+    state = stream({"a.jsonl": lines(*ROWS)}).state()
+    with pytest.raises(ValueError, match=f"belongs to other prompts: .*{message}"):
+        stream(files, **options).load_state(state)
+
+
+GOOD = '{"prompt": "a", "answer": "1"}\n'
+BAD_DATA = [
+    ({"a.jsonl": ""}, "is empty"),
+    ({"a.jsonl": "\n\n"}, "holds no rows"),
+    ({"a.json": "[]"}, "holds no rows"),
+    ({"a.jsonl": GOOD + "\n" + '{"prompt": "b",\n'}, "a.jsonl line 3 is not JSON"),
+    ({"a.json": '[{"prompt": "b",]'}, "a.json is not JSON"),
+    ({"a.json": '{"data": [{"prompt": "b"}]}'}, "holds one object; .* its field 'data' is a list"),
+    ({"a.json": "3"}, "holds 3; expected a list of objects"),
+    ({"a.jsonl": GOOD + "[1, 2]\n"}, r"a.jsonl line 2 is \[1, 2\], not an object"),
+    ({"a.jsonl": GOOD.encode() + '{"prompt": "é"}'.encode("latin-1")}, "a.jsonl line 2 is not UTF-8"),
+    ({"a.parquet": "nope"}, "a.parquet is not a Parquet file"),
+    ({"a.csv": "a,b"}, "ends in '.csv'; known: .jsonl, .json, .parquet"),
+    (["/nowhere/a.jsonl"], "prompt data '/nowhere/a.jsonl' is not there"),
+    ([], "no prompt data"),
+    ({"a.jsonl": GOOD + '{"text": "a", "answer": "1"}'}, "line 2 has no field 'prompt'; it has 'text', 'answer'"),
+    ({"a.jsonl": '{"prompt": "a", "solution": "1"}'}, "line 1 has no field 'answer'; .*set --rl-answer-key"),
+    ({"a.jsonl": '{"prompt": "", "answer": "1"}'}, "line 1: field 'prompt' gives no tokens"),
+    ({"a.jsonl": '{"prompt": 3, "answer": "1"}'}, "neither a string nor a list of messages .* but '3'"),
+    ({"a.jsonl": '{"prompt": null, "answer": "1"}'}, "neither a string nor a list"),
+    ({"a.jsonl": '{"prompt": [{"role": "user", "content": "x"}], "answer": ""}'}, "add --rl-apply-chat-template"),
+    ({"a.jsonl": '{"prompt": "a", "answer": "\\ud800"}'}, "half of a surrogate pair"),
+]
+
+
+@pytest.mark.parametrize(("files", "message"), BAD_DATA)
+def test_bad_data_is_named(stream, files, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        stream(files)
+
+
+def test_directories_that_are_no_data(stream, tmp_path: Path) -> None:
+    (tmp_path / "plain").mkdir()
+    with pytest.raises(ValueError, match="is no saved dataset"):
+        stream([str(tmp_path / "plain")])
+    DatasetDict(train=Dataset.from_list(ROWS), test=Dataset.from_list(ROWS)).save_to_disk(str(tmp_path / "splits"))
+    with pytest.raises(ValueError, match="holds the splits test, train; name one of them"):
+        stream([str(tmp_path / "splits")])
+    assert len(stream([str(tmp_path / "splits" / "train")])) == 7
+
+
+def test_data_without_answers(stream) -> None:
+    assert stream({"a.jsonl": '{"prompt": "a", "x": 1}'}, answer_key="").all()[0].answer == ""
+
+
+def test_chat_template(stream, tokenizer_file: Path, tokenizer, tmp_path: Path) -> None:
+    chat = load_tokenizer(str(tokenizer_file))
+    chat.chat_template = TEMPLATE
+    messages = [{"role": "system", "content": "be"}, {"role": "user", "content": "hi", "name": "z"}]
+    rows = [{"prompt": "hi", "answer": ""}, {"prompt": messages, "answer": ""}]
+    first, second = stream({"a.jsonl": lines(*rows)}, tokenizer=chat, chat_template=True).all()
+    assert list(first.tokens) == chat.encode("<user>hi<a>") and first.text == "hi"
+    assert list(second.tokens) == chat.encode("<system>be<user>hi<a>")
+    assert second.text == "system: be\n\nuser: hi"
+    Dataset.from_list([{"prompt": messages, "answer": 1}]).to_parquet(str(tmp_path / "m.parquet"))
+    parquet = stream([str(tmp_path / "m.parquet")], tokenizer=chat, chat_template=True).all()[0]
+    assert parquet.tokens == second.tokens and parquet.answer == "1"
+    with pytest.raises(ValueError, match="has no chat template"):
+        stream({"a.jsonl": lines(*rows)}, chat_template=True)
+
+
+def test_tokenizer_forms_and_errors(tokenizer_file: Path, tokenizer, tmp_path: Path) -> None:
+    assert load_tokenizer(str(tokenizer_file.parent)).encode("ab") == tokenizer.encode("ab")
+    tokenizer.save_pretrained(tmp_path / "saved")
+    assert load_tokenizer(str(tmp_path / "saved")).encode("ab") == tokenizer.encode("ab")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "tokenizer.json").write_text("{")
+    (tmp_path / "other.json").write_text("{}")
+    bad = {
+        "nowhere": "tokenizer 'nowhere' is not there",
+        str(tmp_path / "empty"): "no tokenizer can be loaded from .* which holds nothing",
+        str(tmp_path / "broken"): "tokenizer.json' is not JSON",
+        str(tmp_path / "other.json"): "no tokenizer.json: it has no field 'model'",
+    }
+    for path, message in bad.items():
+        with pytest.raises(ValueError, match=message):
+            load_tokenizer(path)
+
+
+def test_nothing_is_written_to_the_home_directory(tokenizer_file: Path, tmp_path: Path) -> None:
+    """And no library that MindSpeed's patching must precede is imported with the room."""
+    (tmp_path / "home").mkdir()
+    (tmp_path / "a.jsonl").write_text(lines(*ROWS))
+    Dataset.from_list(ROWS).to_parquet(str(tmp_path / "a.parquet"))
+    code = (
+        "import sys; from mindspeed_rl_plugin.prompts import PromptStream, load_tokenizer\n"
+        "assert not {'datasets', 'transformers'} & set(sys.modules)\n"
+        "s = PromptStream(sys.argv[2:], load_tokenizer(sys.argv[1]), prompt_key='prompt', answer_key='answer',\n"
+        "                 chat_template=False, max_length=9, seed=0)\n"
+        "assert len(s) == 14 and s.next(20)\n"
+    )
+    command = [sys.executable, "-c", code, str(tokenizer_file), str(tmp_path / "a.jsonl"), str(tmp_path / "a.parquet")]
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("HF_", "XDG_"))}
+    subprocess.run(command, env={**env, "HOME": str(tmp_path / "home")}, check=True, timeout=120)
+    assert list((tmp_path / "home").rglob("*")) == []
