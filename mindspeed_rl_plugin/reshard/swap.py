@@ -78,12 +78,12 @@ class TrainState:
         return sum(away.nbytes for name in names for away in self._away[name])
 
     @torch.no_grad()
-    def swap_in(self, what: Iterable[str] = CATEGORIES) -> int:
-        """Bring categories back, parameters first. Returns their bytes.
+    def swap_in(self, what: Iterable[str] | None = None) -> int:
+        """Bring categories back (None: all that are away), parameters first. Returns their bytes.
 
         Raises ValueError for an unknown category and for one that is not away.
         """
-        names = _categories(what)
+        names = _categories(self._away if what is None else what)
         for name in names:
             if name not in self._away:
                 raise ValueError(f"{name} are not swapped out; away are: {', '.join(sorted(self._away)) or 'none'}")

@@ -1,0 +1,122 @@
+"""Digests do not depend on the split, see every change, and a mismatch names tensor, ranks and range."""
+
+import pytest
+import torch
+
+from mindspeed_rl_plugin.reshard import digest as module
+from mindspeed_rl_plugin.reshard.digest import Held, WeightMismatch, compare, segment_digest, weights_digest
+from mindspeed_rl_plugin.reshard.execute import layout_digests
+from mindspeed_rl_plugin.reshard.layout import Canonical, Segment
+
+MASK = (1 << 64) - 1
+
+
+def slow_digest(values, dtype):
+    """The definition, element by element, in Python integers."""
+    bits = values.to(dtype).view(module._BITS[dtype.itemsize]).flatten().tolist()
+    total = 0
+    for i, b in enumerate(bits):
+        w = ((i + 1) * module._ODD) & MASK
+        signed = w - (1 << 64) if w >> 63 else w
+        w = ((signed ^ (signed >> module._SHIFT)) * module._MIX) & MASK
+        total += (b + module._ODD) * w
+    return total & MASK
+
+
+def whole(name, values, axis=0):
+    return Segment(name, axis, 0, values.shape[axis], 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
+@pytest.mark.parametrize("size", [(7,), (5, 6)])
+def test_definition(dtype, size):
+    values = torch.randn(size, generator=torch.Generator().manual_seed(1)) * 50
+    tensor = Canonical(size, 0)
+    assert int(segment_digest(values, whole("a", values), tensor, dtype)) & MASK == slow_digest(values, dtype)
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_any_split_adds_up(axis, monkeypatch):
+    monkeypatch.setattr(module, "_CHUNK", 10)  # several chunks
+    values, tensor = torch.randn(12, 8), Canonical((12, 8), axis)
+    total = int(segment_digest(values, whole("a", values, axis), tensor, torch.float32)) & MASK
+    for sizes in ([4, 4, tensor.slices - 8], [1, tensor.slices - 1]):
+        at, parts = 0, 0
+        for size in sizes:
+            segment = Segment("a", axis, at, size, 0)
+            parts += int(segment_digest(values.narrow(axis, at, size), segment, tensor, torch.float32))
+            at += size
+        assert parts & MASK == total
+
+
+def test_every_change_shows():
+    values, tensor = torch.randn(6, 4), Canonical((6, 4), 0)
+
+    def digest(t):
+        return int(segment_digest(t, whole("a", t), tensor, torch.float32))
+
+    seen = {digest(values), digest(values.roll(1, 0)), digest(values.roll(1, 1)), digest(-values), digest(0 * values)}
+    flipped = values.clone()
+    flipped.view(torch.int32)[3, 2] ^= 1  # the lowest bit of one element
+    assert len(seen | {digest(flipped)}) == 6
+
+
+TENSORS = {"a": Canonical((8, 3), 0), "b": Canonical((4,), 0)}
+TRAINER = [{"p": (Segment("a", 0, r * 4, 4, 0),), "n": (Segment("b", 0, 0, 4, 0),)} for r in range(2)]
+ENGINE = [{"x": (Segment("a", 0, r * 2, 2, 0),), "n": (Segment("b", 0, 0, 4, 0),)} for r in range(4)]
+
+
+def sides(damage=None, trainer_damage=None):
+    """Two trainer ranks and four engine ranks that cut finer; damage = (rank, param, row) of what is overwritten."""
+    model = {"a": torch.arange(24.0).view(8, 3), "b": torch.randn(4)}
+    out = []
+    for layouts, hit in ((TRAINER, trainer_damage), (ENGINE, damage)):
+        held = []
+        for rank, layout in enumerate(layouts):
+            params = {name: model[s.name][s.start : s.stop].clone() for name, (s,) in layout.items()}
+            if hit and hit[0] == rank:
+                params[hit[1]][hit[2]] += 1
+            held.append(Held(rank, layout, layout_digests(params, layout, TENSORS, torch.float32)))
+        out.append(held)
+    return out
+
+
+def test_equal_sides_agree():
+    totals = compare(*sides(), TENSORS)
+    assert set(totals) == {"a", "b"} and len(weights_digest(totals)) == 16
+
+
+@pytest.mark.parametrize(
+    "damage, message",
+    [
+        ((3, "x", 1), r"^a \[4, 8\) of axis 0: engine ranks \[2, 3\] differ from the trainer"),
+        ((2, "n", 0), r"^b \[0, 4\) of axis 0: engine ranks \[2\] differ from the trainer"),
+    ],
+)
+def test_damage_in_the_engine_is_located(damage, message):
+    with pytest.raises(WeightMismatch, match=message):
+        compare(*sides(damage), TENSORS)
+
+
+def test_exact_rank_where_the_trainer_cuts_as_fine():
+    ours, theirs = sides((3, "x", 1))
+    with pytest.raises(WeightMismatch, match=r"a \[6, 8\) of axis 0: engine ranks \[3\] differ"):
+        compare(sides()[1], theirs, TENSORS)
+
+
+def test_replicas_of_the_trainer_that_drifted_apart():
+    with pytest.raises(WeightMismatch, match=r"b \[0, 4\): trainer ranks hold different values: 0 \(.*1 \("):
+        compare(*sides(trainer_damage=(1, "n", 2)), TENSORS)
+
+
+def test_the_digest_of_a_model_does_not_depend_on_its_split():
+    model = torch.randn(8, 3)
+    digests = []
+    for layouts in ([{"p": (Segment("a", 0, 0, 8, 0),)}], [{"p": (Segment("a", 0, r * 2, 2, 0),)} for r in range(4)]):
+        held = []
+        for rank, layout in enumerate(layouts):
+            s = layout["p"][0]
+            mine = layout_digests({"p": model[s.start : s.stop]}, layout, TENSORS, torch.float32)
+            held.append(Held(rank, layout, mine))
+        digests.append(weights_digest(compare(held, [], TENSORS)))
+    assert digests[0] == digests[1]

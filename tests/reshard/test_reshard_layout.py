@@ -1,0 +1,222 @@
+"""Shapes, parallel layouts and tables against transformers and Megatron themselves, and what they refuse."""
+
+import argparse
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from mindspeed_rl_plugin.reshard.families import FAMILIES
+from mindspeed_rl_plugin.reshard.layout import (
+    ModelShape,
+    Parallel,
+    canonical_tensors,
+    engine_layout,
+    megatron_layout,
+    megatron_shapes,
+    padded_engine_vocab,
+)
+from mindspeed_rl_plugin.reshard.parallel import count_layers
+
+SHAPE = ModelShape("qwen2", 4, 64, 8, 4, 8, 96, 250, 256)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("tied", [False, True])
+def test_canonical_tensors_are_those_of_transformers(family, tied):
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(
+        family,
+        vocab_size=250,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=3,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=8,
+        tie_word_embeddings=tied,
+    )
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    theirs = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    shape = ModelShape(family, 3, 64, 8, 4, 8, 96, 250, 256, tied)
+    assert {name: t.shape for name, t in canonical_tensors(shape).items()} == theirs
+    assert model.__class__.__name__ == shape.table.architecture
+
+
+def test_layouts_cover_every_parameter_but_vocabulary_padding():
+    for tp, pp, vpp in [(1, 1, 1), (2, 2, 1), (4, 1, 1), (2, 2, 2)]:
+        parallel = Parallel(tp * pp * 2, tp=tp, pp=pp, vpp=vpp)
+        for rank in range(parallel.world):
+            layout, shapes = megatron_layout(SHAPE, parallel, rank), megatron_shapes(SHAPE, parallel, rank)
+            for name, segments in layout.items():
+                stored = sum(s.size for s in segments)
+                axis = segments[0].axis if segments else 0
+                if "embedding" in name or "output_layer" in name:
+                    low = parallel.coordinates(rank).tp * 256 // tp
+                    assert stored == min(250, low + 256 // tp) - low
+                else:
+                    assert stored == shapes[name][axis], name
+
+
+def test_ranks_that_differ_in_data_parallel_only_share_one_layout():
+    parallel = Parallel(8, tp=2, pp=2)
+    assert megatron_layout(SHAPE, parallel, 1) is megatron_layout(SHAPE, parallel, 3)
+    assert megatron_layout(SHAPE, parallel, 1) is not megatron_layout(SHAPE, parallel, 2)
+
+
+def test_the_engine_repeats_key_heads_and_pads_by_64():
+    shape = ModelShape("qwen2", 1, 64, 8, 2, 8, 96, 250, 256)
+    spans = [engine_layout(shape, 8, r)["model.layers.0.self_attn.qkv_proj.weight"] for r in range(8)]
+    assert [s[1].start for s in spans] == [0] * 4 + [8] * 4
+    assert padded_engine_vocab(shape) == 256
+    assert [s.stop for s in engine_layout(shape, 2, 1)["model.embed_tokens.weight"]] == [250]
+
+
+def test_transformer_engine_names():
+    names = set(megatron_layout(SHAPE, Parallel(1), 0, "te"))
+    assert "decoder.layers.3.self_attention.linear_qkv.layer_norm_weight" in names
+    assert "decoder.layers.3.mlp.linear_fc1.layer_norm_weight" in names
+    assert not any("input_layernorm" in n or "pre_mlp_layernorm" in n for n in names)
+
+
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (lambda: Parallel(6, tp=4), "tp x pp x cp = 4 does not divide the world of 6"),
+        (lambda: Parallel(8, tp=2, ep=8, etp=2), "etp x ep x pp = 16 does not divide the world of 8"),
+        (lambda: Parallel(2, vpp=2), "2 virtual stages need more than one pipeline stage"),
+        (lambda: Parallel(2, order="tp-dp-pp"), "rank order 'tp-dp-pp' must name"),
+        (lambda: Parallel(2).coordinates(2), "rank 2 is outside the world of 2"),
+        (lambda: Parallel(3, pp=3).chunk_sizes(4), "4 layers do not divide over 3 pipeline stages"),
+        (lambda: Parallel(2, pp=2, vpp=2).chunk_sizes(6), "do not divide into 2 virtual stages"),
+        (lambda: Parallel(2, pp=2, chunk_layers=(3, 2)).chunk_sizes(6), r"6 layers do not fit pp=2 vpp=1.*\[3, 2\]"),
+        (lambda: megatron_layout(SHAPE, Parallel(3, tp=3), 0), "do not divide over 3 tensor parallel ranks"),
+        (lambda: megatron_layout(SHAPE, Parallel(1), 0, "apex"), "transformer implementation 'apex' is unknown"),
+        (lambda: engine_layout(SHAPE, 3, 0), "do not divide over 3 tensor parallel ranks"),
+        (lambda: engine_layout(SHAPE, 2, 2), "engine rank 2 is outside its tensor parallel group of 2"),
+        (lambda: ModelShape("gpt2", 1, 8, 2, 1, 4, 8, 8, 8), "model family 'gpt2' is unknown; known: llama"),
+        (lambda: ModelShape("llama", 1, 8, 3, 2, 4, 8, 8, 8), "3 attention heads do not divide into 2 query groups"),
+        (lambda: ModelShape("llama", 1, 8, 2, 1, 4, 8, 9, 8), "vocabulary of 9 exceeds Megatron's padded 8"),
+        (lambda: count_layers("Ettm|L"), "must hold layers t between"),
+    ],
+)
+def test_refused(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+@pytest.mark.parametrize(
+    "layout, counts",
+    [("Ettt|(tt|)*2tL", (3, 2, 2, 1)), ("E|t*3|(t|)*2L", (0, 3, 1, 1, 0)), ("Et,t|tL", (2, 1))],
+)
+def test_pipeline_layout_strings(layout, counts):
+    assert count_layers(layout) == counts
+
+
+def megatron_args(**changes):
+    base = dict(
+        num_layers=4,
+        hidden_size=128,
+        num_attention_heads=4,
+        group_query_attention=True,
+        num_query_groups=2,
+        kv_channels=32,
+        ffn_hidden_size=256,
+        vocab_size=250,
+        padded_vocab_size=256,
+        make_vocab_size_divisible_by=128,
+        tensor_model_parallel_size=2,
+        normalization="RMSNorm",
+        swiglu=True,
+        add_bias_linear=False,
+        add_qkv_bias=True,
+        qk_layernorm=False,
+        position_embedding_type="rope",
+        untie_embeddings_and_output_weights=True,
+        num_experts=None,
+    )
+    return argparse.Namespace(**base | changes)
+
+
+def test_shape_from_arguments():
+    expected = ModelShape("qwen2", 4, 128, 4, 2, 32, 256, 250, 256)
+    assert ModelShape.from_megatron_args(megatron_args()) == expected
+    derived = megatron_args(
+        kv_channels=None, ffn_hidden_size=None, padded_vocab_size=None, group_query_attention=False, num_query_groups=1
+    )
+    shape = ModelShape.from_megatron_args(derived, vocab=257)
+    assert (shape.head_dim, shape.ffn, shape.groups, shape.vocab, shape.padded_vocab) == (32, 320, 4, 257, 512)
+    assert ModelShape.from_megatron_args(megatron_args(add_qkv_bias=False)).family == "llama"
+    qwen3 = megatron_args(add_qkv_bias=False, qk_layernorm=True, untie_embeddings_and_output_weights=False)
+    assert ModelShape.from_megatron_args(qwen3) == ModelShape("qwen3", 4, 128, 4, 2, 32, 256, 250, 256, tied=True)
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        (dict(normalization="LayerNorm"), "normalization is 'LayerNorm': give --normalization RMSNorm"),
+        (dict(swiglu=False), "swiglu is False: give --swiglu"),
+        (dict(add_bias_linear=True), "add_bias_linear is True: give --disable-bias-linear"),
+        (dict(position_embedding_type="learned_absolute"), "'learned_absolute': give --position-embedding-type rope"),
+        (dict(rotary_interleaved=True), "drop --rotary-interleaved"),
+        (dict(rotary_percent=0.5), "drop --rotary-percent"),
+        (dict(apply_layernorm_1p=True), "drop --apply-layernorm-1p"),
+        (dict(num_experts=8), "num_experts is 8: mixture-of-experts models are not supported"),
+        (dict(multi_latent_attention=True), "multi-latent attention is not supported"),
+        (dict(mtp_num_layers=1), "multi-token prediction is not supported"),
+        (dict(squared_relu=True), "the families have a gated SiLU MLP"),
+        (dict(use_torch_fsdp2=True), "use the distributed optimizer instead"),
+        (dict(noop_layers={3}), "drop --noop-layers"),
+        (dict(add_qkv_bias=True, qk_layernorm=True), "no model family has add_qkv_bias=True with qk_layernorm=True"),
+        (dict(vocab_size=None), "vocabulary's size is unknown"),
+        (dict(vocab_size=300), "vocabulary of 300 exceeds Megatron's padded 256"),
+    ],
+)
+def test_arguments_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        ModelShape.from_megatron_args(megatron_args(**changes))
+
+
+def test_all_problems_come_at_once():
+    with pytest.raises(ValueError) as caught:
+        ModelShape.from_megatron_args(megatron_args(normalization="LayerNorm", swiglu=False, num_experts=4))
+    assert len(str(caught.value).splitlines()) == 4
+
+
+def test_parallel_from_arguments():
+    args = argparse.Namespace(
+        world_size=16,
+        tensor_model_parallel_size=2,
+        pipeline_model_parallel_size=4,
+        virtual_pipeline_model_parallel_size=None,
+        context_parallel_size=1,
+        expert_model_parallel_size=1,
+        expert_tensor_parallel_size=None,
+        use_tp_pp_dp_mapping=False,
+        decoder_first_pipeline_num_layers=1,
+        decoder_last_pipeline_num_layers=None,
+        account_for_embedding_in_pipeline_split=False,
+        account_for_loss_in_pipeline_split=False,
+    )
+    parallel = Parallel.from_megatron_args(args)
+    assert parallel.dp == 2 and parallel.chunk_sizes(10) == (1, 3, 3, 3)
+    args.pipeline_model_parallel_layout = "Et|tt|(ttt|)tttL"
+    with pytest.raises(ValueError, match="must hold layers t"):
+        Parallel.from_megatron_args(args)
+    args.pipeline_model_parallel_layout = "Et|tt|ttt|tttL"
+    assert Parallel.from_megatron_args(args).chunk_sizes(9) == (1, 2, 3, 3)
+    args.num_layer_list = "1,2,3"
+    with pytest.raises(ValueError, match="num_layer_list is '1,2,3': this placement"):
+        Parallel.from_megatron_args(args)
+
+
+def test_ranks_and_layers_are_megatrons():
+    """Every rank's coordinates and layers, over many layouts, as Megatron's own functions give them."""
+    worker = Path(__file__).parent / "megatron_placement.py"
+    done = subprocess.run([sys.executable, str(worker)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "placements agree" in done.stdout

@@ -1,0 +1,223 @@
+"""The swap on plain modules and hand-written buffers: storages really empty, views alive, bytes back."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from mindspeed_rl_plugin.device import Device, StorageMeter
+from mindspeed_rl_plugin.reshard.swap import HostWeights, TrainState, gathered
+
+CPU = Device("cpu")
+
+
+class FakeDDP(nn.Module):
+    """Megatron's wrapper in small: parameters and gradients are views of two buffers, or of one shared storage."""
+
+    def __init__(self, shared=False, **config):
+        super().__init__()
+        self.module = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False))
+        self.module.register_parameter("frozen", nn.Parameter(torch.randn(100), requires_grad=False))
+        self.module.register_buffer("counter", torch.arange(10.0))
+        weights = [m.weight for m in self.module]
+        total = sum(w.numel() for w in weights)
+        if shared:
+            both = torch.zeros(total)
+            param_data = grad_data = both
+        else:
+            param_data, grad_data = torch.zeros(total), torch.zeros(total)
+        at = 0
+        for w in weights:
+            piece = slice(at, at + w.numel())
+            param_data[piece].copy_(w.data.flatten())
+            w.data = param_data[piece].view(w.shape)
+            w.main_grad = grad_data[piece].view(w.shape)
+            at += w.numel()
+        self.ddp_config = SimpleNamespace(**config)
+        self.buffers = [SimpleNamespace(param_data=param_data, grad_data=grad_data)]
+        self.expert_parallel_buffers = []
+        self.remove_forward_pre_hook_handles = {}
+
+    def forward(self, x):
+        return self.module(x)
+
+
+def adam(params):
+    inner = torch.optim.AdamW(params, lr=1e-2)
+    for p in params:
+        inner.state[p] = {"step": torch.tensor(1.0), "exp_avg": torch.randn_like(p), "exp_avg_sq": torch.rand_like(p)}
+    return SimpleNamespace(optimizer=inner)
+
+
+def distributed_adam(model, dtype):
+    """Main parameters as views of the parameter buffer (fp32) or as tensors of their own (bf16)."""
+    data = model.buffers[0].param_data
+    views = [data[:4096], data[4096:]]
+    return adam([v if dtype == torch.float32 else v.detach().clone().float() for v in views])
+
+
+def state_of(model, optimizer):
+    inner = optimizer.optimizer
+    tensors = [p.data for p in model.module.parameters()] + [model.module.counter]
+    tensors += [p.data for g in inner.param_groups for p in g["params"]]
+    return tensors + [t for s in inner.state.values() for t in s.values()]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_everything_leaves_and_returns_bitwise(dtype):
+    model = FakeDDP()
+    optimizer = distributed_adam(model, dtype)
+    model.module[0].weight.grad = torch.ones(64, 64)
+    optimizer.optimizer.param_groups[0]["params"][0].grad = torch.ones(4096)
+    state = TrainState([model], optimizer, CPU)
+    tensors = state_of(model, optimizer)
+    before = [t.clone() for t in tensors]
+    big = [t for t in tensors if t.numel() > 1] + [model.module[0].weight.main_grad]
+    freed = state.swap_out()
+    assert all(t.untyped_storage().nbytes() == 0 for t in big)
+    assert model.module[0].weight.grad is None and optimizer.optimizer.param_groups[0]["params"][0].grad is None
+    own_main = 0 if dtype == torch.float32 else 4 * 8192
+    assert freed == 4 * (8192 + 100 + 10) + 4 * 8192 + own_main + 2 * 4 * 8192
+    assert state.out == {"params", "grads", "optimizer"}
+    assert state.swap_in() == freed and not state.out
+    assert all(torch.equal(a, b) for a, b in zip(before, tensors, strict=True))
+    model.module[1].weight.data.fill_(3.0)
+    assert (model.buffers[0].param_data[4096:] == 3).all()  # still one memory
+    assert not model.buffers[0].grad_data.any()
+
+
+def test_parameters_come_back_alone():
+    model = FakeDDP()
+    optimizer = distributed_adam(model, torch.bfloat16)
+    state = TrainState([model], optimizer, CPU)
+    state.swap_out()
+    state.swap_in(["params"])
+    assert state.out == {"grads", "optimizer"}
+    assert model(torch.randn(2, 64)).shape == (2, 64)
+    assert optimizer.optimizer.param_groups[0]["params"][0].untyped_storage().nbytes() == 0
+    state.swap_in(("optimizer", "grads"))
+
+
+def test_gradients_that_share_the_parameters_storage_stay_with_them():
+    model = FakeDDP(shared=True)
+    state = TrainState([model], None, CPU)
+    weight = model.module[0].weight.data.clone()
+    assert state.swap_out(["grads"]) == 0
+    assert torch.equal(model.module[0].weight, weight)
+    state.swap_out(["params"])
+    state.swap_in()
+    assert torch.equal(model.module[0].weight, weight)
+
+
+def test_gradients_outside_buffers_and_chained_optimizers():
+    plain = nn.Linear(32, 32)
+    plain.weight.main_grad = torch.ones(32, 32)
+    chained = SimpleNamespace(chained_optimizers=[adam([plain.weight]), SimpleNamespace(optimizer=None)])
+    state = TrainState([plain], chained, CPU)
+    state.swap_out()
+    moment = chained.chained_optimizers[0].optimizer.state[plain.weight]["exp_avg"]
+    assert plain.weight.main_grad.untyped_storage().nbytes() == 0 == moment.untyped_storage().nbytes()
+    state.swap_in()
+    assert not plain.weight.main_grad.any()
+
+
+@pytest.mark.parametrize(
+    "misuse, message",
+    [
+        (lambda s: (s.swap_out(["params"]), s.swap_out(["grads", "params"])), "params are swapped out already"),
+        (lambda s: s.swap_in(["params"]), "params are not swapped out; away are: none"),
+        (lambda s: (s.swap_out(["grads"]), s.swap_in(["params"])), "away are: grads"),
+        (lambda s: s.swap_out(["weights"]), "cannot swap weights; known: params, grads, optimizer, none"),
+    ],
+)
+def test_misuse_is_refused(misuse, message):
+    with pytest.raises(ValueError, match=message):
+        misuse(TrainState([FakeDDP()], None, CPU))
+
+
+def test_none_swaps_nothing():
+    state = TrainState([FakeDDP()], None, CPU)
+    assert state.swap_out(["none"]) == 0 == state.swap_in(["none"])
+
+
+def test_registered_buffers_are_refused():
+    with pytest.raises(ValueError, match="--use-nccl-ub"):
+        TrainState([FakeDDP(nccl_ub=True)], None, CPU)
+
+
+def test_host_buffers_are_allocated_once_and_memory_returns():
+    with StorageMeter() as meter:
+        model = FakeDDP()
+        optimizer = distributed_adam(model, torch.bfloat16)
+        state = TrainState([model], optimizer, CPU)
+        base, buffers = meter.allocated(), None
+        for _ in range(20):
+            state.swap_out()
+            assert meter.allocated() < base / 50
+            away = [a.host for parts in state._away.values() for a in parts if a.host is not None]
+            assert buffers in (None, sorted(h.data_ptr() for h in away))
+            buffers = sorted(h.data_ptr() for h in away)
+            state.swap_in()
+            assert meter.allocated() == base
+
+
+def test_reference_weights_change_places_with_the_actors():
+    model = FakeDDP()
+    reference = HostWeights.capture([model], CPU)
+    x = torch.randn(3, 64)
+    expected = model(x)
+    with torch.no_grad():
+        for p in model.module.parameters():
+            p.add_(torch.randn_like(p))
+    main = model.buffers[0].param_data[:4096]  # as the distributed optimizer's fp32 main parameter
+    actor, mine = [t.clone() for t in (*model.module.parameters(), main)], model(x)
+    for _ in range(2):
+        with reference.swapped_into([model]):
+            assert torch.equal(model(x), expected)
+            with pytest.raises(ValueError, match="in a model already"), reference.swapped_into([model]):
+                pass
+        assert all(torch.equal(a, b) for a, b in zip(actor, (*model.module.parameters(), main), strict=True))
+        assert torch.equal(model(x), mine)
+    assert reference.nbytes == 4 * (8192 + 100 + 10)
+
+
+def test_reference_weights_return_after_an_error():
+    model = FakeDDP()
+    reference = HostWeights.capture([model], CPU)
+    model.module[0].weight.data.add_(1)
+    actor = model.module[0].weight.clone()
+    with pytest.raises(KeyError), reference.swapped_into([model]):
+        raise KeyError
+    assert torch.equal(model.module[0].weight, actor)
+
+
+def test_an_exchange_in_several_parts(monkeypatch):
+    monkeypatch.setattr("mindspeed_rl_plugin.reshard.swap._SCRATCH", 1000)
+    test_reference_weights_change_places_with_the_actors()
+
+
+def test_reference_weights_refuse_another_model():
+    model = FakeDDP()
+    reference = HostWeights.capture([model], CPU)
+    state = TrainState([model], None, CPU)
+    state.swap_out(["params"])
+    with pytest.raises(ValueError, match=r"not those that were captured .*parameter buffer 0"):
+        with reference.swapped_into([model]):
+            pass
+    state.swap_in()
+    with pytest.raises(ValueError, match="not those that were captured"):
+        with reference.swapped_into([nn.Linear(2, 2)]):
+            pass
+
+
+def test_gathered_takes_the_hooks_off_and_puts_them_back():
+    events = []
+    hooked, plain = nn.Linear(2, 2), nn.Linear(2, 2)
+    hooked.remove_forward_pre_hook_handles = {"m": 1}
+    hooked.disable_forward_pre_hook = lambda: events.append("off")
+    hooked.enable_forward_pre_hook = lambda: events.append("on")
+    with pytest.raises(RuntimeError), gathered([hooked, plain]):
+        events.append("inside")
+        raise RuntimeError
+    assert events == ["off", "inside", "on"]
