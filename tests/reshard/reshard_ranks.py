@@ -1,0 +1,372 @@
+"""Run by test_reshard_processes.py under torchrun: real Megatron models, resharded and swapped while they train.
+
+Argument: JSON {"cases": [...], "break": bool}. Rank 0 prints one line `passed NAME` a case. A case names
+the layout; what is compared is computed by reshard_reference.py, which shares nothing with the package.
+"""
+
+import functools
+import json
+import os
+import sys
+import time
+from types import SimpleNamespace
+
+import torch
+import torch.distributed as dist
+
+from mindspeed_rl_plugin.host import activate_if_needed
+
+activate_if_needed()
+
+from megatron.core import parallel_state as mpu  # noqa: E402
+from megatron.core import tensor_parallel  # noqa: E402
+from megatron.core.distributed import (  # noqa: E402
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.models.gpt import GPTModel  # noqa: E402
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # noqa: E402
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer  # noqa: E402
+from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E402
+from megatron.core.transformer.module import Float16Module  # noqa: E402
+from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
+from reshard_reference import assemble, engine_weights, megatron_weights, random_weights  # noqa: E402
+
+from mindspeed_rl_plugin.device import StorageMeter  # noqa: E402
+from mindspeed_rl_plugin.reshard import hook as hook_module  # noqa: E402
+from mindspeed_rl_plugin.reshard.digest import WeightMismatch  # noqa: E402
+from mindspeed_rl_plugin.reshard.hook import Resharder, stored_parameters  # noqa: E402
+from mindspeed_rl_plugin.reshard.layout import ModelShape, Parallel  # noqa: E402
+from mindspeed_rl_plugin.reshard.swap import HostWeights, TrainState, gathered, unwrap  # noqa: E402
+
+SEQ, MICRO_BATCHES, BUCKET = 16, 2, 16 << 10
+
+
+class Job:
+    """A model, its optimizer and its data, in the layout of a case."""
+
+    def __init__(self, case, weights):
+        self.case = case
+        self.dtype = getattr(torch, case.dtype)
+        self.shape = ModelShape(case.family, 4, 64, 4, 2, 32, 96, 250, 256, case.tied)
+        self.parallel = Parallel(dist.get_world_size(), tp=case.tp, pp=case.pp, vpp=case.vpp)
+        self.config = self._config()
+        self.chunks = self._chunks()
+        self._load(weights)
+        bf16 = self.dtype == torch.bfloat16
+        config = OptimizerConfig(
+            optimizer="adam",
+            lr=1e-2,
+            bf16=bf16,
+            params_dtype=self.dtype,
+            use_distributed_optimizer=case.distributed,
+            overlap_param_gather=case.overlap,
+            clip_grad=1.0,
+        )
+        self.optimizer = get_megatron_optimizer(config, self.chunks)
+        self.optimizer.reload_model_params()
+
+    def _config(self):
+        s, bf16 = self.shape, self.dtype == torch.bfloat16
+        config = TransformerConfig(
+            tensor_model_parallel_size=self.case.tp,
+            pipeline_model_parallel_size=self.case.pp,
+            virtual_pipeline_model_parallel_size=self.case.vpp if self.case.vpp > 1 else None,
+            num_layers=s.layers,
+            hidden_size=s.hidden,
+            num_attention_heads=s.heads,
+            num_query_groups=s.groups,
+            kv_channels=s.head_dim,
+            ffn_hidden_size=s.ffn,
+            normalization="RMSNorm",
+            gated_linear_unit=True,
+            activation_func=torch.nn.functional.silu,
+            add_bias_linear=False,
+            add_qkv_bias=s.qkv_bias,
+            qk_layernorm=s.qk_norm,
+            hidden_dropout=0.0,
+            attention_dropout=0.0,
+            bias_activation_fusion=False,
+            masked_softmax_fusion=False,
+            bias_dropout_fusion=False,
+            gradient_accumulation_fusion=False,
+            persist_layer_norm=False,
+            attention_softmax_in_fp32=True,
+            use_cpu_initialization=True,
+            params_dtype=self.dtype,
+            pipeline_dtype=self.dtype,
+            bf16=bf16,
+        )
+        config.finalize_model_grads_func = finalize_model_grads
+        return config
+
+    def _chunks(self):
+        s, first, last = self.shape, mpu.is_pipeline_first_stage, mpu.is_pipeline_last_stage
+        spec = get_gpt_layer_local_spec(None, False, s.qk_norm, normalization="RMSNorm")
+        out = []
+        for v in range(self.case.vpp):
+            stage = v if self.case.vpp > 1 else None
+            ends = dict(ignore_virtual=False, vp_stage=stage)
+            model = GPTModel(
+                self.config,
+                spec,
+                vocab_size=s.padded_vocab,
+                max_sequence_length=SEQ,
+                pre_process=first(**ends),
+                post_process=last(**ends),
+                position_embedding_type="rope",
+                share_embeddings_and_output_weights=s.tied,
+                vp_stage=stage,
+            )
+            model = Float16Module(self.config, model) if self.config.bf16 else model
+            ddp = DistributedDataParallelConfig(
+                use_distributed_optimizer=self.case.distributed,
+                overlap_param_gather=self.case.overlap,
+                overlap_grad_reduce=self.case.overlap,
+                grad_reduce_in_fp32=True,
+            )
+            out.append(DistributedDataParallel(self.config, ddp, model, disable_bucketing=v > 0))
+        return out
+
+    def _load(self, weights):
+        mine = megatron_weights(self.shape, self.parallel, dist.get_rank(), weights)
+        live = stored_parameters(self.chunks)
+        assert set(mine) == set(live), set(mine) ^ set(live)
+        for name, value in mine.items():
+            live[name].copy_(value)
+
+    def forward_step(self, iterator, model):
+        tokens = next(iterator)
+        position = torch.arange(SEQ)[None].expand_as(tokens)
+        mask = torch.ones(1, 1, SEQ, SEQ).triu(1).bool()
+        out = model(tokens, position, mask, labels=tokens.roll(-1, 1))
+        return out, lambda loss: (loss.float().mean(), {})
+
+    def _run(self, step, forward_only):
+        make = torch.Generator().manual_seed(100 * step + mpu.get_data_parallel_rank())
+        batches = [torch.randint(0, 250, (2, SEQ), generator=make) for _ in range(MICRO_BATCHES)]
+        iterators = [iter(batches) for _ in self.chunks]
+        get_forward_backward_func()(
+            forward_step_func=self.forward_step,
+            data_iterator=iterators if len(iterators) > 1 else iterators[0],
+            model=self.chunks,
+            num_microbatches=MICRO_BATCHES,
+            seq_length=SEQ,
+            micro_batch_size=2,
+            forward_only=forward_only,
+        )
+
+    def train_step(self, step):
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        self._run(step, forward_only=False)
+        assert self.optimizer.step()[0]
+
+    def score(self, step):
+        with torch.no_grad():
+            self._run(step, forward_only=True)
+
+    def inner(self):
+        return [o.optimizer for o in getattr(self.optimizer, "chained_optimizers", [self.optimizer])]
+
+    def optimizer_tensors(self):
+        """Main parameters and moments in a fixed order."""
+        out = []
+        for inner in self.inner():
+            for group in inner.param_groups:
+                for p in group["params"]:
+                    out += [p.data, *(t for _, t in sorted(inner.state[p].items()) if torch.is_tensor(t))]
+        return out
+
+    def snapshot(self):
+        with gathered(self.chunks):
+            tensors = [*stored_parameters(self.chunks).values(), *self.optimizer_tensors()]
+            return [t.clone() for t in tensors]
+
+
+def expected_engine(job, tp, dtype):
+    """What the engine must hold, from all ranks' live parameters, by the reference's own inverse."""
+    everywhere = [None] * dist.get_world_size()
+    dist.all_gather_object(everywhere, stored_parameters(job.chunks))
+    weights = {name: t.to(dtype) for name, t in assemble(job.shape, job.parallel, everywhere).items()}
+    return engine_weights(job.shape, tp, dist.get_rank() % tp, weights)
+
+
+def check_empty(job):
+    for name, p in [*stored_parameters(job.chunks).items(), *enumerate(job.optimizer_tensors())]:
+        assert p.numel() <= 1 or p.untyped_storage().nbytes() == 0, name
+    for chunk in job.chunks:
+        for b in chunk.buffers:
+            assert b.grad_data.untyped_storage().nbytes() == 0
+            assert b.param_data is None or b.param_data.untyped_storage().nbytes() == 0
+        for p in unwrap(chunk).parameters():
+            assert p.grad is None and p.main_grad.untyped_storage().nbytes() == 0
+
+
+def same(a, b):
+    return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def cycle(job, state, reference, first, resharder, engine, version):
+    """What one RL iteration does around generation."""
+    before = job.snapshot()
+    with gathered(job.chunks):
+        state.swap_out(["grads", "optimizer"])
+        expected = expected_engine(job, resharder.generate_tp, resharder.dtype)
+        done = resharder.to_engine(job.chunks, engine, version)
+        rows = job.shape.vocab
+        for name, tensor in expected.items():
+            got = engine[name]
+            if "embed" in name or "lm_head" in name:  # padding rows are nobody's
+                low = dist.get_rank() % resharder.generate_tp * got.shape[0]
+                got, tensor = got[: max(0, rows - low)], tensor[: max(0, rows - low)]
+            assert torch.equal(got, tensor), f"{name} differs in the engine"
+        assert done.digest == resharder.digest(job.chunks) if done.digest else True
+        state.swap_out(["params"])
+        check_empty(job)
+        state.swap_in(["params"])
+        with reference.swapped_into(job.chunks):
+            assert same([p.clone() for p in stored_parameters(job.chunks).values()], first)
+            job.score(version)
+        state.swap_in()
+    assert same(before, job.snapshot()), "a swap changed training state"
+    return done
+
+
+def check_case(case):
+    mpu.initialize_model_parallel(case.tp, case.pp, case.vpp if case.vpp > 1 else None)
+    tensor_parallel.model_parallel_cuda_manual_seed(1)
+    weights = random_weights(ModelShape(case.family, 4, 64, 4, 2, 32, 96, 250, 256, case.tied), dtype=torch.float32)
+    plain = Job(case, weights)
+    for step in range(3):
+        plain.train_step(step)
+
+    job = Job(case, weights)
+    reference = HostWeights.capture(job.chunks)
+    first = [p.clone() for p in stored_parameters(job.chunks).values()]
+    state = TrainState(job.chunks, job.optimizer)
+    dtype = getattr(torch, case.engine_dtype)
+    engines = []
+    for tp in case.generate:
+        resharder = Resharder(
+            job.shape, job.parallel, tp, rank=dist.get_rank(), engine_dtype=dtype, bucket_bytes=BUCKET, verify=True
+        )
+        zeros = random_weights(job.shape, dtype=dtype)
+        shapes = engine_weights(job.shape, tp, dist.get_rank() % tp, zeros)
+        engines.append((resharder, {name: torch.zeros_like(t) for name, t in shapes.items()}))
+    digests = []
+    for step in range(3):
+        digests.append({cycle(job, state, reference, first, *engine, step).digest for engine in engines})
+        job.train_step(step)
+    assert all(len(d) == 1 for d in digests), digests  # one model, one digest, whatever the engine's layout
+    assert len(set.union(*digests)) == 3  # and another one after each update
+    assert same(plain.snapshot(), job.snapshot()), "training differs from the run without swaps"
+    if case.long:
+        check_memory(job, state, *engines[0])
+        check_verification(job, *engines[0])
+    if dist.get_rank() == 0:
+        print(f"passed {case.name} digest {sorted(digests[0])[0]}", flush=True)
+    mpu.destroy_model_parallel()
+
+
+def check_memory(job, state, resharder, engine):
+    """Twenty cycles: memory is back each time, and a reshard uses at most two buckets besides the weights."""
+    resharder.verify = False
+    with StorageMeter() as meter, gathered(job.chunks):
+        meter.track(*engine.values())
+        generation = meter.allocated()
+        meter.track(*job.optimizer_tensors(), *stored_parameters(job.chunks).values())
+        meter.track(*(b.grad_data for chunk in job.chunks for b in chunk.buffers))
+        base = meter.allocated()
+        for version in range(20):
+            meter.reset_peak()
+            resharder.to_engine(job.chunks, engine, version)
+            assert meter.peak() - base <= 2 * BUCKET, meter.peak() - base
+            state.swap_out()
+            assert meter.allocated() - generation < base / 100, meter.allocated()
+            state.swap_in()
+            assert meter.allocated() == base
+    resharder.verify = True
+
+
+def check_verification(job, resharder, engine):
+    """Damage after the transfer is found, and named, on every rank."""
+    original = hook_module.stream
+
+    @functools.wraps(original)
+    def damaged(plan, source, destination, **kwargs):
+        original(plan, source, destination, **kwargs)
+        if resharder.rank == 1:
+            destination["model.layers.2.mlp.down_proj.weight"][5, 7] += 1
+
+    hook_module.stream = damaged
+    try:
+        resharder.to_engine(job.chunks, engine, 99)
+    except WeightMismatch as error:
+        assert "model.layers.2.mlp.down_proj.weight" in str(error) and "engine ranks [1]" in str(error), error
+    else:
+        raise AssertionError("damage was not found")
+    finally:
+        hook_module.stream = original
+    name = next(iter(engine))
+    for wrong, message in (
+        ({k: v for k, v in engine.items() if k != name}, f"{name} .* is missing"),
+        ({**engine, name: engine[name][:1]}, f"{name} has shape"),
+        ({**engine, name: engine[name].double()}, f"{name} is torch.float64, not"),
+    ):
+        try:
+            resharder.to_engine(job.chunks, wrong, 99)
+        except ValueError as error:
+            assert message.split(" .* ")[0] in str(error), error
+        else:
+            raise AssertionError(message)
+
+
+def check_deadline(case):
+    """A peer that never comes ends in a message that names bucket and peer."""
+    mpu.initialize_model_parallel(case.tp, case.pp)
+    tensor_parallel.model_parallel_cuda_manual_seed(1)
+    shape = ModelShape(case.family, 4, 64, 4, 2, 32, 96, 250, 256)
+    job = Job(case, random_weights(shape))
+    engine = {n: torch.zeros_like(t) for n, t in engine_weights(shape, 1, 0, random_weights(shape)).items()}
+    resharder = Resharder(shape, job.parallel, 1, rank=dist.get_rank(), engine_dtype=torch.float32, deadline=2.0)
+    resharder.to_engine(job.chunks, engine, 0)
+    if dist.get_rank() == 0:
+        try:
+            resharder.to_engine(job.chunks, engine, 1)
+        except TimeoutError as error:
+            assert "rank 0 waited 2 s for bucket 0 from or to ranks [1]" in str(error), error
+            print("passed deadline", flush=True)
+    else:
+        time.sleep(4)
+    # The process group is broken now; leave without its shutdown.
+    sys.stdout.flush()
+    os._exit(0)
+
+
+def main():
+    job = json.loads(sys.argv[1])
+    dist.init_process_group("gloo")
+    defaults = dict(
+        family="qwen2",
+        tied=False,
+        tp=1,
+        pp=1,
+        vpp=1,
+        distributed=False,
+        overlap=False,
+        dtype="float32",
+        engine_dtype="float32",
+        generate=[1],
+        long=False,
+    )
+    for case in job["cases"]:
+        check_case(SimpleNamespace(**{**defaults, **case}))
+    if job["break"]:
+        check_deadline(SimpleNamespace(**{**defaults, "pp": 2}))
+    dist.destroy_process_group()
+
+
+main()

@@ -1,0 +1,67 @@
+"""Real Megatron models over gloo: engine weights bitwise, and training as if no swap had happened.
+
+One launch runs several layouts, since starting Megatron costs more than a case.
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+WORKER = Path(__file__).parent / "reshard_ranks.py"
+
+BF16 = dict(dtype="bfloat16", engine_dtype="bfloat16")
+TWO_RANKS = [
+    dict(name="tp2", tp=2, generate=[1, 2], long=True),
+    dict(name="pp2", pp=2, generate=[1, 2], family="qwen3", **BF16),
+    dict(name="dp2-distributed-fp32", distributed=True, generate=[1, 2]),
+    dict(name="dp2-distributed-bf16-overlap", distributed=True, overlap=True, generate=[1, 2], **BF16),
+    dict(name="fp32-to-bf16-tied", tp=2, engine_dtype="bfloat16", tied=True, generate=[1]),
+]
+FOUR_RANKS = [
+    dict(name="tp2-pp2", tp=2, pp=2, generate=[2], distributed=True, **BF16),
+    dict(name="pp2-vpp2-dp2-tied", pp=2, vpp=2, tied=True, family="llama", generate=[4], distributed=True),
+]
+
+
+def launch(ranks, cases, breaks=False):
+    """Output lines of rank 0."""
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", str(WORKER)]
+        + [json.dumps({"cases": cases, "break": breaks})],
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+    return [line for line in done.stdout.splitlines() if line.startswith("passed")]
+
+
+def test_two_ranks():
+    lines = launch(2, TWO_RANKS, breaks=True)
+    assert [line.split()[1] for line in lines] == [case["name"] for case in TWO_RANKS] + ["deadline"]
+    digest = {line.split()[1]: line.split()[-1] for line in lines}
+    assert digest["tp2"] == digest["dp2-distributed-fp32"]  # the same model in two layouts
+
+
+def test_four_ranks():
+    assert [line.split()[1] for line in launch(4, FOUR_RANKS)] == [case["name"] for case in FOUR_RANKS]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("distributed", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_more_layouts(distributed, dtype):
+    cases = [
+        dict(name=f"{family}-tp{tp}-pp{pp}-vpp{vpp}-{tied}", family=family, tp=tp, pp=pp, vpp=vpp, tied=tied)
+        | dict(distributed=distributed, dtype=dtype, engine_dtype=dtype, generate=[1, 2, 4])
+        for family, tp, pp, vpp, tied in [
+            ("qwen2", 2, 2, 1, True),
+            ("qwen3", 1, 2, 2, False),
+            ("llama", 2, 1, 1, False),
+            ("qwen2", 1, 4, 1, True),
+        ]
+    ]
+    assert len(launch(4, cases)) == len(cases)
