@@ -154,9 +154,8 @@ def _apply_through_mindspeed() -> None:
     ReinforcementLearningFeature().register_patches(MindSpeedPatchesManager, None)
     MindSpeedPatchesManager.apply_patches()
     for patch in PATCHES:
-        if wraps(before[patch.target], patch):
-            continue
-        _originals.setdefault(patch.target, []).append(before[patch.target])
+        if not wraps(before[patch.target], patch):
+            _originals.setdefault(patch.target, []).append(before[patch.target])
         # MindSpeed rebinds importers that use the same name; an `import ... as` elsewhere is ours to find.
         _rebind(before[patch.target], _current(patch))
 
