@@ -1,0 +1,65 @@
+"""A synthetic rollout on disk, and a way to run a script of `ranks/` under torchrun."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from mindspeed_rl_plugin.types import Ragged, Rows, SampleId
+
+HERE = Path(__file__).parent
+VOCAB = 250
+# Two groups of four: a one-token response, a fully masked row, and one row longer than the rest together.
+RESPONSES = (3, 1, 20, 0, 2, 2, 1, 9)
+
+
+def make_rollout(seed: int = 0) -> Rows:
+    """Rows as the update reads them, with log-probs far enough from the model's for the clip to bite."""
+    g = torch.Generator().manual_seed(seed)
+    columns: dict[str, list[torch.Tensor]] = {}
+    for i, response in enumerate(RESPONSES):
+        prompt = 2 + i % 4
+        mask = torch.zeros(prompt + max(response, 1), dtype=torch.uint8)
+        mask[prompt : prompt + response] = 1
+        old = -5.0 + 0.7 * torch.randn(len(mask), generator=g)
+        row = {
+            "tokens": torch.randint(0, VOCAB, (len(mask),), generator=g, dtype=torch.int32),
+            "loss_mask": mask,
+            "logp_old": old * mask,
+            "logp_ref": (old + 0.3 * torch.randn(len(mask), generator=g)) * mask,
+            "logp_rollout": (old + 0.01 * torch.randn(len(mask), generator=g)) * mask,
+            "advantages": torch.randn(1, generator=g) * mask,
+        }
+        for name, column in row.items():
+            columns.setdefault(name, []).append(column)
+    ids = tuple(SampleId(0, i // 4, i % 4) for i in range(len(RESPONSES)))
+    return Rows(ids, {name: Ragged.from_rows(rows) for name, rows in columns.items()})
+
+
+@pytest.fixture(scope="session")
+def rollout() -> Rows:
+    return make_rollout()
+
+
+@pytest.fixture(scope="session")
+def run_cases(rollout, tmp_path_factory):
+    """`run_cases(script, ranks, cases, checkout=None)` -> {case: what the script saved}."""
+
+    def run(script, ranks, cases, checkout=None, timeout=240):
+        folder = tmp_path_factory.mktemp(Path(script).stem)
+        columns = {k: vars(c) for k, c in rollout.columns.items()}
+        torch.save({"ids": torch.tensor(rollout.ids), **columns}, folder / "rollout.pt")
+        (folder / "cases.json").write_text(json.dumps(cases))
+        paths = [*([str(checkout)] if checkout else []), str(HERE.parents[1])]
+        env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+        command += [str(HERE / "ranks" / script), str(folder)]
+        done = subprocess.run(command, env=env, timeout=timeout, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+        return {name: torch.load(folder / f"{name}.pt") for name in cases}
+
+    return run

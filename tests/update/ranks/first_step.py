@@ -1,0 +1,69 @@
+"""Run by test_first_step.py: log-probs, then two optimizer steps on the same rows, in several layouts.
+
+Argument: a folder with `rollout.pt` and `cases.json`, {name: Megatron's flags}. Writes `NAME.pt` there for each
+case: log-probs of all rows before the steps and after them, and the metrics of both steps.
+"""
+
+import json
+
+import torch
+import torch.distributed as dist
+from tiny_megatron import VOCAB, Job, load_rows, parallel_state, run
+
+from mindspeed_rl_plugin.algorithms import resolve
+from mindspeed_rl_plugin.config import AlgorithmConfig
+from mindspeed_rl_plugin.forward import ForwardSettings, plan_batches
+from mindspeed_rl_plugin.logprobs.compute import compute_logps, compute_logps_and_entropy
+from mindspeed_rl_plugin.types import Ragged
+from mindspeed_rl_plugin.update.step import Update
+
+
+def everywhere(micro_batches, logps):
+    """Row id -> log-probs, from all data parallel ranks of the last stage."""
+    mine = {}
+    for rows, column in zip(micro_batches, logps or [], strict=logps is not None):
+        assert torch.equal(column.lengths, rows["tokens"].lengths)
+        mine.update({tuple(i): row.clone() for i, row in zip(rows.ids, column.rows(), strict=True)})
+    parts = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, mine)
+    return {i: row for part in parts for i, row in part.items()}
+
+
+def main(folder):
+    rows = load_rows(folder / "rollout.pt")
+    for name, flags in json.loads((folder / "cases.json").read_text()).items():
+        with Job(f"{flags} --global-batch-size {len(rows)}", lr=1e-2) as job:
+            settings = ForwardSettings.from_args(job.args, vocab_size=VOCAB, temperature=0.8)
+            (step,) = plan_batches(
+                rows.ids,
+                global_batch_size=len(rows),
+                micro_batch_size=job.args.micro_batch_size,
+                dp_size=parallel_state.get_data_parallel_world_size(),
+            )
+            mine = [rows.select(ids) for ids in step.of_rank(parallel_state.get_data_parallel_rank())]
+            for chunk in job.model:
+                chunk.train()
+            both = compute_logps_and_entropy(job.model, mine, settings)
+            logps = compute_logps(job.model, mine, settings)
+            assert (logps is None) == (not parallel_state.is_pipeline_last_stage(ignore_virtual=True))
+            assert all(chunk.training for chunk in job.model)
+            if logps is not None:
+                assert all(torch.equal(a.values, b[0].values) for a, b in zip(logps, both, strict=True))
+                assert all((b[1].values >= 0).all() for b in both)
+            before = everywhere(mine, logps)
+            filled = []
+            for part in mine:
+                column = Ragged.from_rows([before[tuple(i)] for i in part.ids])
+                filled.append(part.with_columns(logp_old=column, logp_ref=column))
+            update = Update(resolve(AlgorithmConfig(algorithm="grpo")), settings, job.model)
+            metrics = []
+            for _ in range(2):
+                update.prepare(filled)
+                job.train_step(update)
+                metrics.append(update.metrics())
+            after = everywhere(mine, compute_logps(job.model, mine, settings))
+            if dist.get_rank() == 0:
+                torch.save({"before": before, "after": after, "metrics": metrics}, folder / f"{name}.pt")
+
+
+run(main)

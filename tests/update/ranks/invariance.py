@@ -1,0 +1,123 @@
+"""Run by test_invariance.py: one saved rollout through one optimizer step, in several layouts.
+
+Argument: a folder with `rollout.pt` and `cases.json`, {name: {"flags": Megatron's, "aggregation": ..., "fault"
+or "mode": ...}}. Writes `NAME.pt` there for each case: grad norm, metrics, full gradient of each parameter.
+"""
+
+import json
+import math
+
+import torch
+import torch.distributed as dist
+from tiny_megatron import VOCAB, Job, load_rows, parallel_state, rerun_state_machine, run
+
+from mindspeed_rl_plugin.algorithms import Totals, resolve
+from mindspeed_rl_plugin.config import AlgorithmConfig
+from mindspeed_rl_plugin.forward import ForwardSettings, plan_batches
+from mindspeed_rl_plugin.update.step import Update
+
+KL_COEF, ENTROPY_COEF, TEMPERATURE = 0.1, 0.05, 0.8
+
+
+def through_train_step(job, rows, case):
+    """Loss and gradients by the update room and Megatron's own train_step."""
+    chosen = AlgorithmConfig(
+        algorithm="grpo",
+        aggregation=case.get("aggregation"),
+        kl_loss_coef=KL_COEF,
+        kl_estimator="k3-unbiased",
+        entropy_coef=ENTROPY_COEF,
+    )
+    settings = ForwardSettings.from_args(job.args, vocab_size=VOCAB, temperature=TEMPERATURE)
+    update = Update(resolve(chosen), settings, job.model, norm_length=20)
+    (step,) = plan_batches(
+        rows.ids,
+        global_batch_size=len(rows),
+        micro_batch_size=job.args.micro_batch_size,
+        dp_size=parallel_state.get_data_parallel_world_size(),
+    )
+    update.prepare([rows.select(ids) for ids in step.of_rank(parallel_state.get_data_parallel_rank())])
+    if case.get("mode") == "replay":
+        make_megatron_replay(update)
+    if case.get("mode") == "mean of means":
+        average_each_micro_batch(update)
+    _, grad_norm = job.train_step(update)
+    assert job.samples == len(rows)
+    return update.metrics(), grad_norm
+
+
+def average_each_micro_batch(update):
+    """The fault that the test must catch: every micro-batch averages over its own tokens."""
+    across = len(update._batches) * parallel_state.get_data_parallel_world_size()
+    for i, batch in enumerate(update._batches):
+        counts = batch.mask.sum(-1)
+        own = Totals(int(counts.sum()), int((counts > 0).sum()), update.norm_length)
+        update._weights[i] = (update.algorithm.weights(counts, own) / across).float()
+
+
+def make_megatron_replay(update):
+    """Let the rerun state machine run the step a second time, as it does to validate a result."""
+    forward_step, machine = update.forward_step, rerun_state_machine.get_rerun_state_machine()
+    states = set()
+
+    def asking(data_iterator, model):
+        states.add(machine.state.name)
+        machine.rerun_requested = machine.state.name == "INITIAL_RUN"
+        machine.continue_requested = machine.state.name == "RERUNNING_IN_PLACE"
+        return forward_step(data_iterator, model)
+
+    update.forward_step = asking
+    metrics = update.metrics
+    update.metrics = lambda: metrics() if len(states) == 2 else {"replayed": 0.0}
+
+
+def by_loops(job, rows, case):
+    """The same loss as loops over rows and tokens in float64, one unpadded row at a time, without the update room."""
+    model = job.model[0]
+    model.zero_grad_buffer()
+    counts = [int(mask.sum()) for mask in rows["loss_mask"].rows()]
+    sequences = sum(count > 0 for count in counts)
+    total, entropies = 0.0, 0.0
+    for i, count in enumerate(counts):
+        if not count:
+            continue
+        column = {name: rows[name].row(i).double() for name in ("logp_old", "logp_ref", "advantages")}
+        tokens = rows["tokens"].row(i).long()
+        length = len(tokens)
+        causal = torch.triu(torch.ones(length, length), 1).bool()[None, None]
+        logits = model.module(tokens[None], torch.arange(length)[None], causal)[0, :, :VOCAB]
+        logps = (logits.double() / TEMPERATURE).log_softmax(-1)
+        for t in range(length):
+            if not rows["loss_mask"].row(i)[t]:
+                continue
+            event = logps[t - 1]
+            logp, advantage = event[tokens[t]], column["advantages"][t]
+            ratio = (logp - column["logp_old"][t]).exp()
+            bounded = torch.clamp(ratio, 0.8, 1.2)
+            loss = -advantage * ratio if -advantage * ratio > -advantage * bounded else -advantage * bounded
+            gap = column["logp_ref"][t] - logp
+            half_square = gap * gap / 2
+            kl = min(math.exp(float(gap.detach())) - float(gap.detach()) - 1, 10.0) + half_square - half_square.detach()
+            entropy = -(event.exp() * event).sum()
+            total = total + (loss + KL_COEF * kl - ENTROPY_COEF * entropy) / (count * sequences)
+            entropies += float(entropy.detach())
+    total.backward()
+    norm = math.sqrt(sum(float(p.main_grad.double().square().sum()) for p in model.parameters()))
+    return {"loss": float(total.detach()), "entropy": entropies / sum(counts)}, norm
+
+
+def main(folder):
+    rows = load_rows(folder / "rollout.pt")
+    for name, case in json.loads((folder / "cases.json").read_text()).items():
+        with Job(f"{case['flags']} --global-batch-size {len(rows)}", lr=0.0) as job:
+            how = by_loops if case.get("mode") == "loops" else through_train_step
+            metrics, grad_norm = how(job, rows, case)
+            everywhere = [None] * dist.get_world_size()
+            dist.all_gather_object(everywhere, metrics)
+            assert all(m == metrics for m in everywhere), f"ranks disagree on the metrics: {everywhere}"
+            gradients = job.gradients()
+            if gradients is not None:
+                torch.save({"grad_norm": grad_norm, "metrics": metrics, "gradients": gradients}, folder / f"{name}.pt")
+
+
+run(main)

@@ -1,0 +1,215 @@
+"""A tiny Qwen2-shaped model inside real Megatron, in any layout: for scripts that tests run under torchrun.
+
+Weights depend on their canonical name only, so every layout holds the same model. `Job` sets Megatron
+up with its own argument parser and takes it down again, so one process can run several layouts.
+"""
+
+import dataclasses
+import inspect
+import sys
+import zlib
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+import torch.distributed as dist
+
+from mindspeed_rl_plugin.host import activate_if_needed
+
+activate_if_needed()
+
+from megatron.core import num_microbatches_calculator, parallel_state, rerun_state_machine  # noqa: E402
+from megatron.core.enums import ModelType  # noqa: E402
+from megatron.core.models.gpt import GPTModel  # noqa: E402
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # noqa: E402
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer  # noqa: E402
+from megatron.training import arguments as megatron_arguments  # noqa: E402
+from megatron.training import get_args, global_vars, training  # noqa: E402
+from megatron.training.arguments import core_transformer_config_from_args  # noqa: E402
+from megatron.training.initialize import initialize_megatron  # noqa: E402
+
+from mindspeed_rl_plugin.types import Ragged, Rows, SampleId  # noqa: E402
+
+VOCAB = 250  # padded to 256 by Megatron
+BASE = """
+--num-layers 4 --hidden-size 64 --ffn-hidden-size 96 --num-attention-heads 4 --group-query-attention
+--num-query-groups 2 --seq-length 32 --max-position-embeddings 32 --position-embedding-type rope
+--normalization RMSNorm --swiglu --disable-bias-linear --add-qkv-bias --untie-embeddings-and-output-weights
+--hidden-dropout 0 --attention-dropout 0 --transformer-impl local --no-persist-layer-norm --no-rope-fusion
+--no-masked-softmax-fusion --no-bias-swiglu-fusion --no-bias-dropout-fusion --no-gradient-accumulation-fusion
+--attention-softmax-in-fp32 --use-cpu-initialization --distributed-backend gloo --tokenizer-type NullTokenizer
+--vocab-size 249 --train-iters 10 --lr 1e-2 --min-lr 1e-2 --lr-decay-style constant --weight-decay 0
+--clip-grad 1e6 --eval-iters 0 --eval-interval 1000 --mock-data
+"""
+
+
+class Job:
+    """Megatron with one layout: `with Job("--tensor-model-parallel-size 2 ...") as job`."""
+
+    def __init__(self, flags: str, *, lr: float | None = None):
+        self.flags, self.lr = flags, lr
+
+    def __enter__(self):
+        _initialize((BASE + self.flags).split())
+        self.args = get_args()
+        self.model = training.get_model(_provider, ModelType.encoder_or_decoder)
+        for chunk in self.model:
+            _set_weights(chunk)
+        self.optimizer = _optimizer(self.args, self.model)
+        if self.lr is not None:
+            for group in self.optimizer.param_groups:
+                group["lr"] = self.lr
+        self.samples = 0
+        self.args.iteration = self.args.curr_iteration = 0
+        # What setup_model_and_optimizer and train would have set.
+        self.config = training.get_model_config(self.model[0])
+        self.config.grad_scale_func = self.optimizer.scale_loss
+        self.config.finalize_model_grads_func = training.finalize_model_grads
+        if len(self.model) > 1:
+            # gloo sends in the background, and the interleaved schedule before core 0.17 frees under the send.
+            self.config.deallocate_pipeline_outputs = False
+        if self.args.overlap_grad_reduce:
+            no_sync = [chunk.no_sync for chunk in self.model]
+            start = [chunk.start_grad_sync for chunk in self.model]
+            self.config.no_sync_func = no_sync[0] if len(self.model) == 1 else no_sync
+            if self.args.align_grad_reduce:
+                self.config.grad_sync_func = start[0] if len(self.model) == 1 else start
+        return self
+
+    def __exit__(self, *failure):
+        parallel_state.destroy_model_parallel()
+        num_microbatches_calculator.destroy_num_microbatches_calculator()
+        rerun_state_machine.destroy_rerun_state_machine()
+        global_vars.destroy_global_vars()
+
+    def train_step(self, update):
+        """Megatron's own train_step. Returns its loss dict and grad norm."""
+        more = {}
+        if "forward_backward_func" in inspect.signature(training.train_step).parameters:
+            more = {"forward_backward_func": training.get_forward_backward_func(), "iteration": 0}
+        scheduler = SimpleNamespace(step=self._count)
+        outputs = training.train_step(
+            update.forward_step, update.iterator(), self.model, self.optimizer, scheduler, self.config, **more
+        )
+        assert outputs[1] == 0, "Megatron skipped the step"
+        return outputs[0], float(outputs[5])
+
+    def _count(self, increment):
+        self.samples += increment
+
+    def gradients(self):
+        """Canonical name -> full gradient on rank 0, None elsewhere. Call it after a step."""
+        if self.args.use_distributed_optimizer:
+            group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+            for chunk in self.model:
+                for buffer in chunk.buffers:
+                    for bucket in buffer.buckets:
+                        mine = bucket.grad_data.chunk(dist.get_world_size(group))[dist.get_rank(group)].clone()
+                        parts = list(bucket.grad_data.chunk(dist.get_world_size(group)))
+                        dist.all_gather(parts, mine, group=group)
+        pieces = {
+            name: (parameter.main_grad.clone(), *where)
+            for chunk in self.model
+            for name, parameter, *where in _parameters(chunk)
+        }
+        ranks = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+        dist.gather_object((parallel_state.get_tensor_model_parallel_rank(), pieces), ranks)
+        return _assemble(ranks) if ranks else None
+
+
+def load_rows(path: str) -> Rows:
+    """Rows of a saved rollout file, in file order."""
+    saved = torch.load(path)
+    columns = {k: Ragged(**v) if isinstance(v, dict) else v for k, v in saved.items() if k != "ids"}
+    return Rows(tuple(SampleId(*i) for i in saved["ids"].tolist()), columns)
+
+
+def save_rows(rows: Rows, path: str) -> None:
+    """Inverse of `load_rows`."""
+    columns = {k: vars(v) if isinstance(v, Ragged) else v for k, v in rows.columns.items()}
+    torch.save({"ids": torch.tensor(rows.ids), **columns}, path)
+
+
+def _initialize(flags: list[str]) -> None:
+    sys.argv = [sys.argv[0], *flags]
+    if hasattr(megatron_arguments, "parse_and_validate_args"):
+        megatron_arguments.parse_and_validate_args()
+    initialize_megatron()
+
+
+def _provider(pre_process=True, post_process=True, vp_stage=None, **ignored):
+    args = get_args()
+    config = core_transformer_config_from_args(args)
+    stage = {"vp_stage": vp_stage} if "vp_stage" in inspect.signature(GPTModel.__init__).parameters else {}
+    return GPTModel(
+        config,
+        get_gpt_layer_local_spec(normalization="RMSNorm"),
+        vocab_size=args.padded_vocab_size,
+        max_sequence_length=args.max_position_embeddings,
+        pre_process=pre_process,
+        post_process=post_process,
+        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
+        position_embedding_type="rope",
+        **stage,
+    )
+
+
+def _optimizer(args, model):
+    fields = {f.name: getattr(args, f.name) for f in dataclasses.fields(OptimizerConfig) if hasattr(args, f.name)}
+    return get_megatron_optimizer(OptimizerConfig(**fields), model)
+
+
+def _parameters(chunk):
+    """(canonical name, parameter, split dimension or None, whether it is a gate and an up part)."""
+    inner = chunk
+    while hasattr(inner, "module"):
+        inner = inner.module
+    layers = {id(layer): layer.layer_number - 1 for layer in inner.decoder.layers}
+    numbers = {f"decoder.layers.{i}.": layers[id(layer)] for i, layer in enumerate(inner.decoder.layers)}
+    for name, parameter in inner.named_parameters():
+        for local, number in numbers.items():
+            if name.startswith(local):
+                name = f"decoder.layers.{number}.{name[len(local) :]}"
+                break
+        split = parameter.partition_dim if getattr(parameter, "tensor_model_parallel", False) else None
+        yield name, parameter, split, "linear_fc1.weight" in name
+
+
+def _set_weights(chunk):
+    size = parallel_state.get_tensor_model_parallel_world_size()
+    rank = parallel_state.get_tensor_model_parallel_rank()
+    for name, parameter, split, gated in _parameters(chunk):
+        shape = list(parameter.shape)
+        if split is not None:
+            shape[split] *= size
+        g = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+        full = torch.randn(shape, generator=g) * (0.3 if len(shape) > 1 else 0.1) + (1.0 if "norm" in name else 0.0)
+        if split is not None:
+            parts = full.chunk(2, split) if gated else (full,)
+            full = torch.cat([part.chunk(size, split)[rank] for part in parts], split)
+        parameter.data.copy_(full)
+
+
+def _assemble(ranks):
+    full = {}
+    names = {name for _, pieces in ranks for name in pieces}
+    for name in sorted(names):
+        by_tp = {tp: pieces[name] for tp, pieces in reversed(ranks) if name in pieces}
+        tensors = [by_tp[tp][0] for tp in sorted(by_tp)]
+        _, split, gated = by_tp[0]
+        if split is None:
+            full[name] = tensors[0]
+        elif gated:
+            halves = zip(*(tensor.chunk(2, split) for tensor in tensors), strict=True)
+            full[name] = torch.cat([part for half in halves for part in half], split)
+        else:
+            full[name] = torch.cat(tensors, split)
+    return full
+
+
+def run(main) -> None:
+    """Run `main(path of the argument file's folder)` and leave the process group in order."""
+    main(Path(sys.argv[1]))
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
