@@ -169,9 +169,7 @@ def read_metrics(run_dir: str | os.PathLike[str]) -> list[dict[str, Any]]:
     if not Path(run_dir).is_dir():
         raise ValueError(f"{run_dir} is not a directory; give the --rl-run-dir of a run")
     if not path.exists():
-        raise ValueError(
-            f"{run_dir} holds no {METRICS_FILE}; give the --rl-run-dir of a run (default: SAVE/rl)"
-        )
+        raise ValueError(f"{run_dir} holds no {METRICS_FILE}; give the --rl-run-dir of a run (default: SAVE/rl)")
     merged: dict[int, dict[str, Any]] = {}
     for record in read_jsonl(path):
         kind = record.pop("kind", "train")

@@ -61,9 +61,7 @@ class Monitor:
         self.total_iterations = total_iterations
         self._tensorboard, self._wandb, self._stream = tensorboard_writer, wandb, stream
         self._bar_shown = rank == 0 and (sys.stderr.isatty() if is_terminal is None else is_terminal)
-        self.clock = StageClock(
-            run_dir, rank, meter=meter, synchronize=synchronize, resume_iteration=resume_iteration
-        )
+        self.clock = StageClock(run_dir, rank, meter=meter, synchronize=synchronize, resume_iteration=resume_iteration)
         self._metrics: JsonLines | None = None
         if rank == 0:
             self._open_files(world_size, resume_iteration, dict(info or {}))

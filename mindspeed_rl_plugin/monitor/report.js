@@ -26,7 +26,7 @@ function fill(node, attributes, children) {
 function number(value) {
   if (value === null || value === undefined) return "–";
   const size = Math.abs(value);
-  if (size !== 0 && (size < 1e-3 || size >= 1e6)) return value.toExponential(2).replace("e+", "e");
+  if (size !== 0 && (size < 1e-3 || size >= 1e6)) return value.toExponential(2).replace(/\.?0*e\+?/, "e");
   return size >= 1e4 ? Math.round(value).toLocaleString("en") : String(Number(value.toPrecision(4)));
 }
 
@@ -36,6 +36,10 @@ function bytes(value) {
   let k = 0;
   while (value >= 1024 && k < units.length - 1) [value, k] = [value / 1024, k + 1];
   return `${Number(value.toPrecision(3))} ${units[k]}`;
+}
+
+function byteUnit(most) {
+  return 1024 ** Math.max(0, Math.min(4, Math.floor(Math.log2(most || 1) / 10)));
 }
 
 function seconds(value) {
@@ -112,7 +116,8 @@ const smoothing = { on: false, strength: 0.8 };
 const charts = [];
 
 // One card with a line chart. spec: title, about, x (iterations), lines [{name, label, values, color}],
-// and optionally band {middle, spread}, range [low, high], log, connect (join across missing values), format.
+// and optionally band {middle, spread}, range [low, high], log, sparse (few points: joined across
+// iterations without one, never smoothed), format, unit (ticks are round multiples of it).
 class LineChart {
   constructor(spec) {
     this.spec = { format: number, ...spec };
@@ -169,26 +174,28 @@ class LineChart {
       if (all.length) return [Math.min(...minmax(all)) / 1.3, Math.max(...minmax(all)) * 1.3];
     }
     let [low, high] = all.length ? minmax(all) : [0, 1];
+    if (low === 0 && high === 0) return [0, 1];
     const room = (high - low) * 0.06 || Math.abs(high) * 0.1 || 0.5;
     const grounded = low >= 0 && low < (high - low) * 0.6;
     return [grounded ? 0 : low - room, high + room];
   }
 
   drawAxes(root, frame, low, high, first, last, width) {
-    for (const value of this.spec.log && low > 0 ? logTicks(low, high) : ticks(low, high, 4)) {
+    const unit = this.spec.unit || 1;
+    for (const value of this.spec.log && low > 0 ? logTicks(low, high) : ticks(low / unit, high / unit, 5).map((t) => t * unit)) {
       const y = this.py(value);
       root.append(shape("line", { class: "gridline", x1: frame.left, x2: width - frame.right, y1: y, y2: y }),
         shape("text", { x: frame.left - 6, y: y + 4, "text-anchor": "end" }, this.spec.format(value)));
     }
     for (const value of last > first ? ticks(first, last, Math.max(2, width / 90)).filter(Number.isInteger) : [first]) {
-      root.append(shape("text", { x: this.px(value), y: this.height - 6, "text-anchor": "middle" }, String(value)));
+      root.append(iterationLabel(this.px(value), this.height - 6, value, width));
     }
   }
 
   drawLine(root, line) {
-    const shown = smoothing.on ? smoothed(line.values, smoothing.strength) : line.values;
+    const shown = this.shown(line);
     const points = shown.filter((v) => v !== null).length;
-    if (smoothing.on) root.append(shape("path", { class: "line raw", stroke: line.color, d: this.path(line.values) }));
+    if (shown !== line.values) root.append(shape("path", { class: "line raw", stroke: line.color, d: this.path(line.values) }));
     root.append(shape("path", { class: "line", stroke: line.color, "data-series": line.name, d: this.path(shown) }));
     if (points > 40) return;
     shown.forEach((v, k) => {
@@ -211,7 +218,7 @@ class LineChart {
     let pen = "M";
     values.forEach((v, k) => {
       if (v === null || (this.spec.log && v <= 0)) {
-        if (!this.spec.connect) pen = "M";
+        if (!this.spec.sparse) pen = "M";
         return;
       }
       d += `${pen}${this.px(this.spec.x[k]).toFixed(2)} ${this.py(v).toFixed(2)}`;
@@ -220,12 +227,17 @@ class LineChart {
     return d;
   }
 
-  // Legend with the values at an iteration, or with the latest ones.
+  shown(line) {
+    return smoothing.on && !this.spec.sparse ? smoothed(line.values, smoothing.strength) : line.values;
+  }
+
+  // Legend with the values at an iteration (of sparse lines: the latest until then), or with the last ones.
   readout(iteration) {
-    const { x, lines, format } = this.spec;
+    const { x, lines, format, sparse } = this.spec;
     const items = lines.map((line) => {
-      const values = smoothing.on ? smoothed(line.values, smoothing.strength) : line.values;
-      const at = iteration === null ? values.findLastIndex((v) => v !== null) : x.indexOf(iteration);
+      const values = this.shown(line);
+      const upTo = iteration === null ? x.length : x.indexOf(iteration) + 1;
+      const at = iteration === null || sparse ? values.slice(0, upTo).findLastIndex((v) => v !== null) : upTo - 1;
       return legendItem(line.color, line.label, format(at < 0 ? null : values[at]), line.hint);
     });
     if (iteration !== null) items.push(element("span", { class: "muted" }, `iteration ${iteration}`));
@@ -240,6 +252,10 @@ class LineChart {
     this.cross.setAttribute("x1", this.px(iteration));
     this.cross.setAttribute("x2", this.px(iteration));
   }
+}
+
+function iterationLabel(x, y, value, width) {
+  return shape("text", { x, y, "text-anchor": x > width - 14 ? "end" : "middle" }, String(value));
 }
 
 function minmax(values) {
@@ -257,7 +273,7 @@ function hoverAll(where) {
 
 const CURVES = [
   { title: "Reward", series: ["reward/mean"], spread: "reward/std" },
-  { title: "Held-out accuracy", series: ["eval/accuracy", /^eval\/pass@/], range: [0, 1], connect: true,
+  { title: "Held-out accuracy", series: ["eval/accuracy", /^eval\/pass@/], range: [0, 1], sparse: true,
     absent: "This run was not evaluated. --rl-eval-data turns evaluation on." },
   { title: "Groups", series: ["groups/solved", "groups/mixed", "groups/unsolved"], range: [0, 1],
     about: "Share of prompts whose responses are all right, partly right, all wrong. Only mixed ones teach." },

@@ -63,7 +63,9 @@ def headline(rows: list[Row], run: Row, summary: Row) -> list[dict[str, str]]:
     elif before is not None:
         tiles.append(_tile("Held-out accuracy", f"{before:.1%}", "greedy, one evaluation so far"))
     rewards = column(rows, "reward/mean")
-    if rewards:
+    if len(rewards) == 1:
+        tiles.append(_tile("Reward", f"{rewards[0]:.3f}", "mean of the one rollout so far"))
+    elif rewards:
         edge = max(1, len(rewards) // 10)
         first, last = statistics.fmean(rewards[:edge]), statistics.fmean(rewards[-edge:])
         note = f"mean of the first and last {edge} iterations" if edge > 1 else "first and last iteration"
@@ -107,7 +109,8 @@ def remarks(rows: list[Row], run: Row, ranks: list[int]) -> list[str]:
     watched = ("loss", "grad_norm", "reward/mean")
     broken = [r["iteration"] for r in rows if any(k in r and r[k] is None for k in watched)]
     if broken:
-        out.append(f"Loss, gradient norm or reward was not finite in {len(broken)} iterations, first in {broken[0]}.")
+        where = f"in {len(broken)} iterations, first in iteration {broken[0]}"
+        out.append(f"Loss, gradient norm or reward was not finite {where}.")
     world = run.get("world_size")
     if world and ranks and len(ranks) < world:
         out.append(f"Stage events of only {len(ranks)} of {world} ranks are here; copy the others from their machines.")

@@ -43,11 +43,12 @@ function timeScale(events, left, width) {
   return { toPixel, breaks: knots.filter((k) => k.idle), begin: knots[0].time, end: knots[knots.length - 1].time, squeezed: knots.some((k) => k.idle) };
 }
 
-// Lanes of one rank, so that stages which run at the same time are drawn below one another.
+// Lanes of one rank, so that stages which run at the same time are drawn below one another. Less than a
+// millisecond is rounding.
 function lanesOf(events) {
   const ends = [];
   return events.map((event) => {
-    let lane = ends.findIndex((end) => end <= event[3] + 1e-6);
+    let lane = ends.findIndex((end) => end <= event[3] + 1e-3);
     if (lane < 0) lane = ends.length;
     ends[lane] = event[3] + event[4];
     return lane;
@@ -116,7 +117,7 @@ class Timeline {
       if (!own.length) continue;
       const lanes = lanesOf(own);
       const rows = Math.max(...lanes) + 1;
-      const height = rows > 1 ? 13 : 20;
+      const height = rows > 1 ? 14 : data.timeline.ranks.length > 4 ? 18 : 26;
       root.append(shape("text", { x: 0, y: y + (rows * height) / 2 + 4 }, `rank ${rank}`));
       own.forEach((event, k) => root.append(this.bar(event, scale, y + lanes[k] * height, height)));
       y += rows * height + 5;
@@ -151,7 +152,7 @@ class Timeline {
     }
     for (const gap of scale.breaks) {
       const x = scale.toPixel(gap.time);
-      root.append(shape("text", { x: x + 3, y: bottom - 8 }, `⋯ ${seconds(gap.idle)} idle`));
+      root.append(shape("text", { x, y: bottom + 14 }, `⋯ ${seconds(gap.idle)} idle`));
     }
     if (scale.squeezed) return;
     for (const t of ticks(0, scale.end - scale.begin, Math.max(2, this.width / 130))) {
@@ -206,9 +207,11 @@ class StageBars {
         shape("text", { x: left - 6, y: y + 4, "text-anchor": "end" }, this.share ? `${Math.round(value * 100)}%` : `${number(value)} s`));
     }
     bins.forEach((bin, k) => this.column(root, bin, left + k * step, step, (v) => (v / (this.share ? bin.total || 1 : limit)) * down, top + down));
-    const every = Math.ceil(bins.length / Math.max(2, width / 90));
-    bins.forEach((bin, k) => k % every === 0 && root.append(
-      shape("text", { x: left + (k + 0.5) * step, y: height - 6, "text-anchor": "middle" }, String(bin.first))));
+    const [first, last] = [bins[0].first, bins[bins.length - 1].last];
+    for (const value of last > first ? ticks(first, last, Math.max(2, width / 90)).filter(Number.isInteger) : [first]) {
+      const k = bins.findIndex((bin) => bin.last >= value);
+      root.append(iterationLabel(left + (k + 0.5) * step, height - 6, value, width));
+    }
     root.addEventListener("pointerleave", () => this.readout(null));
     this.holder.replaceChildren(root);
   }
@@ -248,7 +251,7 @@ function drawMemory(parent) {
   const lines = measured.map(([n, k]) => ({ name: `peak/${n}`, label: n, values: data.stages.peak[n], color: stageColor(k) }));
   new LineChart({
     title: "Memory of each stage", about: "Most device memory allocated during the stage, on the rank that used most.",
-    x: data.stages.iterations, lines, format: bytes, connect: true,
+    x: data.stages.iterations, lines, format: bytes, unit: byteUnit(Math.max(...lines.flatMap((l) => minmax(l.values)))), sparse: true,
   }).mount(parent);
 }
 

@@ -189,13 +189,13 @@ def _evaluate(monitors, meters, wall, iteration, accuracy) -> None:
     monitors[0].log_eval(iteration, {"accuracy": accuracy, "pass@8": min(1, accuracy + 0.2)})
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def run_builder():
     """The function that writes a run directory."""
     return build_run
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def rows_builder():
     """The function that makes the rows of a rollout."""
     return make_rows

@@ -1,0 +1,94 @@
+"""Dumps: what is in them, that they come back whole, that they are never half there."""
+
+import json
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from mindspeed_rl_plugin.monitor.dump import discard_dumps_after, dump_rollout, read_rollout
+from mindspeed_rl_plugin.monitor.files import atomic_write, dump_files
+from mindspeed_rl_plugin.types import Ragged, Rows, SampleId
+
+
+def decode(tokens):
+    return "".join(map(chr, tokens))
+
+
+def test_rows_come_back_as_they_were(rows_builder, tmp_path):
+    rows = rows_builder(12, 0.5)
+    path = dump_rollout(tmp_path, rows, decode, iteration=13, graders=("math", "format"))
+    assert path == tmp_path / "rollout-000012.parquet"
+    back = read_rollout(path)
+    assert back.ids == rows.ids
+    assert set(back.columns) == set(rows.columns) - {"meta"}
+    for name, column in back.columns.items():
+        want = rows[name]
+        if isinstance(column, Ragged):
+            assert torch.equal(column.offsets, want.offsets), name
+            column, want = column.values, want.values
+        assert column.dtype == want.dtype and torch.equal(column, want), name
+
+
+def test_one_row_a_sample_in_words_and_numbers(rows_builder, tmp_path):
+    rows = rows_builder(0, 0.5)
+    table = pq.read_table(dump_rollout(tmp_path, rows, decode, iteration=1, graders=("math", "format")))
+    row = table.slice(5, 1).to_pylist()[0]
+    tokens, mask = rows["tokens"].row(5).tolist(), rows["loss_mask"].row(5).tolist()
+    assert (row["epoch"], row["group"], row["member"], row["iteration"]) == (0, 1, 1, 1)
+    assert row["prompt"] + row["response"] == decode(tokens) and row["prompt"].startswith("What is")
+    assert row["response_length"] == sum(mask) == len(row["logp_rollout"]) == len(row["advantages"])
+    assert row["reward"] == rows["reward"][5] and row["reward_parts"] == rows["reward_parts"][5].tolist()
+    assert row["advantage"] == pytest.approx(float(rows["advantages"].row(5)[-1]))
+    assert row["finish"] == ("length" if rows["finish"][5] else "stop") and row["version"] == 0
+    assert json.loads(table.schema.metadata[b"graders"]) == ["math", "format"]
+
+
+def test_only_the_needed_columns_and_half_a_surrogate_pair(tmp_path):
+    rows = Rows(
+        (SampleId(2, 0, 0), SampleId(2, 0, 1)),
+        {
+            "tokens": Ragged.from_rows([torch.tensor([1, 2, 3]), torch.tensor([1, 2])]),
+            "loss_mask": Ragged.from_rows([torch.tensor([0, 0, 1]), torch.tensor([0, 0])]),
+            "reward": torch.tensor([1.0, 0.0]),
+        },
+    )
+    table = pq.read_table(dump_rollout(tmp_path, rows, lambda t: "\ud83d" + str(list(t))))
+    assert table["prompt"].to_pylist() == ["?[1, 2]", "?[1, 2]"]
+    assert table["response_tokens"].to_pylist() == [[3], []]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda r: Rows(r.ids, {k: v for k, v in r.columns.items() if k != "reward"}), r"missing \['reward'\]"),
+        (lambda r: Rows((SampleId(1, 9, 9), *r.ids[1:]), r.columns), r"epochs \[0, 1\]"),
+        (lambda r: r.with_columns(reward_parts=torch.zeros(len(r), 3)), "2 grader names for 3"),
+    ],
+)
+def test_rows_that_are_no_rollout_are_refused(rows_builder, tmp_path, change, message):
+    with pytest.raises(ValueError, match=message):
+        dump_rollout(tmp_path, change(rows_builder(0, 0.5)), decode, graders=("math", "format"))
+    assert not dump_files(tmp_path)
+
+
+def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(tmp_path):
+    path = tmp_path / "rollout-000000.parquet"
+    path.write_text("old")
+
+    def half(target):
+        target.write_text("ne")
+        raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full"):
+        atomic_write(path, half)
+    assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
+
+
+def test_dumps_later_than_the_resumed_rollout_go(rows_builder, tmp_path):
+    for epoch in (0, 1, 2, 10):
+        dump_rollout(tmp_path, rows_builder(epoch, 0.5, groups=1), decode)
+    assert list(dump_files(tmp_path)) == [0, 1, 2, 10]
+    assert discard_dumps_after(tmp_path, 1) == 2
+    assert list(dump_files(tmp_path)) == [0, 1]
+    assert discard_dumps_after(tmp_path / "absent", 1) == 0

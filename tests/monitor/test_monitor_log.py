@@ -1,0 +1,239 @@
+"""Console lines, metrics.jsonl, writers, resume."""
+
+import io
+import json
+import math
+import re
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from mindspeed_rl_plugin.monitor.console import ProgressBar, eval_line, iteration_line, short_float, write_line
+from mindspeed_rl_plugin.monitor.files import JsonLines, read_jsonl, read_metrics, read_run
+from mindspeed_rl_plugin.monitor.monitor import Monitor
+from mindspeed_rl_plugin.monitor.summary import summarize
+
+FULL = {
+    "reward/mean": 0.532,
+    "reward/std": 0.41,
+    "groups/solved": 0.25,
+    "groups/mixed": 0.5,
+    "response/length_mean": 14.2,
+    "response/truncated": 0.0,
+    "kl/ref": 1.2e-4,
+    "ratio/mean": 1.0,
+    "clip_fraction": 0.0,
+    "entropy": 0.41,
+    "logp_diff/mean": 3e-6,
+    "logp_diff/max": 1.04e-5,
+    "tokens_per_second": 812.4,
+    "seconds/generate": 2.11,
+    "seconds/reward": 0.12,
+    "seconds/logp_old": 0.8,
+    "seconds/advantage": 0.001,
+    "seconds/update": 1.3,
+    "seconds/iteration": 4.5,
+}
+
+
+class Writer:
+    """Stands for TensorBoard's writer, and by `log` for the wandb module."""
+
+    def __init__(self):
+        self.seen = []
+
+    def add_scalar(self, tag, value, step):
+        self.seen.append((tag, value, step))
+
+    def log(self, values, step):
+        self.seen.append((values, step))
+
+
+def monitor_in(path, **kwargs):
+    kwargs.setdefault("stream", io.StringIO())
+    return Monitor(path, kwargs.pop("rank", 0), kwargs.pop("world_size", 1), is_terminal=False, **kwargs)
+
+
+def test_the_line_of_an_iteration():
+    assert iteration_line(12, FULL, 200) == (
+        "rl  12/200 | reward  0.532 ±0.410 | solved 0.25 mixed 0.50 | len   14.2 trunc 0.00"
+        " | kl  1.2e-4 ratio 1.000 clip 0.00 | ent 0.410 | Δlogp 3e-6/1e-5 |    812 tok/s"
+        " | gen 2.1s rew 0.1s lp 0.8s upd 1.3s"
+    )
+
+
+def test_lines_of_two_iterations_are_aligned():
+    other = FULL | {"reward/mean": -1.5, "kl/ref": 0.25, "tokens_per_second": 12345.0, "response/length_mean": 8.0}
+    bars = [[m.start() for m in re.finditer(r"\|", iteration_line(k, m, 200))] for k, m in ((9, FULL), (100, other))]
+    assert bars[0] == bars[1]
+
+
+def test_absent_metrics_leave_their_part_out_and_nan_is_shown():
+    assert iteration_line(1, {"reward/mean": math.nan}) == "rl 1 | reward    nan"
+    assert iteration_line(1, {}) == "rl 1"
+    assert "grader errors 3" in iteration_line(1, {"reward/errors": 3})
+    assert eval_line(10, {"eval/accuracy": 0.52341, "eval/pass@8": 0.75, "eval/prompts": 250}, 200) == (
+        "rl  10/200 eval | accuracy 0.5234 | pass@8 0.75 | prompts 250"
+    )
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0, "0"), (3e-6, "3e-6"), (1.2e-4, "1.2e-4"), (0.25, "0.25"), (12.0, "12"), (1234.0, "1.2e3"), (math.inf, "inf")],
+)
+def test_short_floats(value, text):
+    assert short_float(value) == text
+
+
+def test_a_stream_without_unicode_gets_ascii():
+    raw = io.BytesIO()
+    stream = io.TextIOWrapper(raw, encoding="ascii")
+    write_line("±1 Δlogp é", stream)
+    assert raw.getvalue() == b"+-1 dlogp ?\n"
+
+
+def test_log_writes_a_line_of_json_and_both_writers(tmp_path):
+    board, wandb, out = Writer(), Writer(), io.StringIO()
+    monitor = monitor_in(tmp_path, tensorboard_writer=board, wandb=wandb, stream=out, total_iterations=9)
+    monitor.log(1, {"loss": torch.tensor([0.5]), "lr": np.float32(0.25), "kl/ref": math.nan, "version": 4})
+    monitor.log_eval(1, {"accuracy": 0.5})
+    text = (tmp_path / "metrics.jsonl").read_text()
+    assert "NaN" not in text
+    rows = [json.loads(line) for line in text.splitlines()]
+    assert [r.pop("time") > 0 for r in rows] == [True, True]
+    assert rows == [
+        {"kind": "train", "iteration": 1, "loss": 0.5, "lr": 0.25, "kl/ref": None, "version": 4},
+        {"kind": "eval", "iteration": 1, "eval/accuracy": 0.5},
+    ]
+    assert [(t, v) for t, v, _ in board.seen if t != "rl/kl/ref"] == [
+        ("rl/loss", 0.5), ("rl/lr", 0.25), ("rl/version", 4), ("rl/eval/accuracy", 0.5),
+    ]  # fmt: skip
+    assert wandb.seen[1] == ({"rl/eval/accuracy": 0.5}, 1)
+    assert out.getvalue().splitlines()[1] == "rl 1/9 eval | accuracy 0.5"
+
+
+def test_other_ranks_only_feed_the_writers_they_have(tmp_path):
+    board, out = Writer(), io.StringIO()
+    monitor = monitor_in(tmp_path, rank=1, world_size=2, tensorboard_writer=board, stream=out)
+    monitor.log(1, {"loss": 1.0})
+    assert board.seen == [("rl/loss", 1.0, 1)] and out.getvalue() == ""
+    assert [p.name for p in tmp_path.iterdir()] == ["events-rank1.jsonl"]
+
+
+def test_tensorboard_reads_back_what_was_logged(tmp_path):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from torch.utils.tensorboard import SummaryWriter
+
+    with SummaryWriter(str(tmp_path / "tb")) as writer:
+        monitor = monitor_in(tmp_path / "run", tensorboard_writer=writer)
+        for k in (1, 2):
+            monitor.log(k, {"reward/mean": k / 4, "kl/ref": math.nan})
+    events = EventAccumulator(str(tmp_path / "tb")).Reload()
+    assert [(e.step, e.value) for e in events.Scalars("rl/reward/mean")] == [(1, 0.25), (2, 0.5)]
+
+
+def test_resume_drops_later_lines_and_no_iteration_comes_twice(tmp_path):
+    first = monitor_in(tmp_path)
+    first.log_eval(0, {"accuracy": 0.1})
+    for k in range(1, 6):
+        first.log(k, {"loss": k})
+    first.log_eval(2, {"accuracy": 0.2})
+    first.close()
+    resumed = monitor_in(tmp_path, resume_iteration=2)
+    resumed.log_eval(2, {"accuracy": 0.25})  # made again at the resumed iteration
+    for k in (3, 4):
+        resumed.log(k, {"loss": 10 * k})
+    keys = [(r["kind"], r["iteration"]) for r in read_jsonl(tmp_path / "metrics.jsonl")]
+    assert sorted(keys) == sorted(set(keys)), "an iteration came twice"
+    rows = read_metrics(tmp_path)
+    assert [(r["iteration"], r.get("loss"), r.get("eval/accuracy")) for r in rows] == [
+        (0, None, 0.1), (1, 1, None), (2, 2, 0.25), (3, 30, None), (4, 40, None),
+    ]  # fmt: skip
+    assert read_run(tmp_path)["resume_iteration"] == 2
+
+
+def test_a_new_run_in_an_old_directory_sets_the_old_lines_aside(tmp_path):
+    for loss in (1, 2):
+        monitor = monitor_in(tmp_path)
+        monitor.log(1, {"loss": loss})
+        monitor.close()
+    assert [r["loss"] for r in read_metrics(tmp_path)] == [2]
+    assert [r["loss"] for r in read_jsonl(tmp_path / "metrics.jsonl.old")] == [1]
+
+
+def test_lines_written_before_a_kill_are_whole(tmp_path):
+    code = (
+        "import os, signal, sys\n"
+        "from mindspeed_rl_plugin.monitor.files import JsonLines\n"
+        "lines = JsonLines(sys.argv[1])\n"
+        "for k in range(50): lines.append({'iteration': k})\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    path = tmp_path / "x.jsonl"
+    done = subprocess.run([sys.executable, "-c", code, str(path)], timeout=60, check=False)
+    assert done.returncode == -9
+    assert [r["iteration"] for r in read_jsonl(path)] == list(range(50))
+
+
+def test_a_cut_last_line_is_dropped_but_a_broken_one_inside_is_an_error(tmp_path):
+    path = tmp_path / "x.jsonl"
+    path.write_text('{"a": 1}\n{"a": 2')
+    assert read_jsonl(path) == [{"a": 1}]
+    lines = JsonLines(path)
+    lines.append({"a": 3})
+    assert read_jsonl(path) == [{"a": 1}, {"a": 3}]
+    path.write_text('{"a": 1}\n{"a": 2\n{"a": 3}\n')
+    with pytest.raises(ValueError, match="line 2 is not JSON"):
+        read_jsonl(path)
+
+
+def test_bad_use_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="rank 2 is not in 0..1"):
+        monitor_in(tmp_path, rank=2, world_size=2)
+    with pytest.raises(ValueError, match="'iteration' is taken"):
+        monitor_in(tmp_path).log(1, {"iteration": 3})
+    with pytest.raises(ValueError, match="no metrics.jsonl"):
+        read_metrics(_empty(tmp_path))
+
+
+def _empty(tmp_path):
+    (tmp_path / "empty").mkdir()
+    return tmp_path / "empty"
+
+
+def test_the_progress_bar_is_drawn_on_a_terminal_only(tmp_path, capfd):
+    with monitor_in(tmp_path).progress(10) as bar:
+        bar.update(3)
+    assert capfd.readouterr().err == ""
+    with ProgressBar(10, "generate", shown=True) as bar:
+        bar.update(3)
+        time.sleep(0.2)  # tqdm draws ten times a second at most
+        bar.set(10)
+    assert "10/10" in capfd.readouterr().err
+
+
+def test_summary_of_a_run(run_builder, tmp_path):
+    run_builder(tmp_path / "run", iterations=20, dumps=False)
+    rows = read_metrics(tmp_path / "run")
+    got = summarize(tmp_path / "run")
+    accuracy = [r["eval/accuracy"] for r in rows if "eval/accuracy" in r]
+    speeds = sorted(r["tokens_per_second"] for r in rows[1:])
+    assert len(accuracy) == 3 and got["accuracy_before"] == accuracy[0] and got["accuracy_after"] == accuracy[-1]
+    assert got["iterations"] == 20
+    assert got["tokens_per_second"] == pytest.approx((speeds[9] + speeds[10]) / 2)
+    assert got["logprob_diff_max"] == max(r["logp_diff/max"] for r in rows[1:])
+    assert got["seconds"] == pytest.approx(sum(r["seconds/iteration"] for r in rows[1:]) + 3 * 0.8)
+
+
+def test_summary_says_none_for_what_was_never_measured(tmp_path):
+    monitor = monitor_in(tmp_path)
+    monitor.log_eval(0, {"accuracy": 0.5})
+    assert summarize(tmp_path) == {
+        "accuracy_before": 0.5, "accuracy_after": None, "iterations": 0,
+        "tokens_per_second": None, "logprob_diff_max": None, "seconds": None,
+    }  # fmt: skip

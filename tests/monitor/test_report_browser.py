@@ -1,0 +1,227 @@
+"""The report in a real browser: headless Chromium runs its scripts, the drawn page is checked against the run."""
+
+import json
+import re
+import shutil
+import subprocess
+from html.parser import HTMLParser
+
+import pytest
+
+from mindspeed_rl_plugin.monitor.files import event_files, read_events, read_jsonl, read_metrics
+from mindspeed_rl_plugin.monitor.report import main
+
+VOID = {"meta", "input", "br", "link", "img", "hr"}
+CHROMIUM = (
+    "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync",
+    "--disable-background-networking", "--disable-component-update", "--disable-dev-shm-usage",
+    "--window-size=1200,1000", "--virtual-time-budget=3000",
+)  # fmt: skip
+
+
+class Page(HTMLParser):
+    """The elements of a page in order, each (tag, attributes, text of itself and what is in it)."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.elements, self._open = [], []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attributes):
+        self.elements.append((tag, dict(attributes), []))
+        if tag not in VOID:
+            self._open.append(self.elements[-1])
+
+    def handle_endtag(self, tag):
+        while self._open and self._open.pop()[0] != tag:
+            pass
+
+    def handle_data(self, text):
+        for element in self._open:
+            element[2].append(text)
+
+    def all(self, tag, **attributes):
+        """(attributes, text) of every element of that kind; `data_x` stands for data-x, `class_` for a class it has."""
+        wanted = {k.replace("_", "-"): v for k, v in attributes.items() if k != "class_"}
+        has = attributes.get("class_")
+
+        def fits(a):
+            return wanted.items() <= a.items() and (not has or has in a.get("class", "").split())
+
+        return [(a, "".join(text)) for t, a, text in self.elements if t == tag and fits(a)]
+
+
+def open_in_browser(path, tmp_path, script=""):
+    """The page as it stands after its scripts, and then `script`, have run."""
+    chromium = shutil.which("chromium")
+    if chromium is None:
+        pytest.fail("the report's tests open it in Chromium, which is not here: apt-get install chromium")
+    if script:
+        text = path.read_text(encoding="utf-8").replace("</body>", f"<script>{script}</script></body>")
+        path = tmp_path / "driven.html"
+        path.write_text(text, encoding="utf-8")
+    command = [chromium, *CHROMIUM, f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom", path.as_uri()]
+    done = subprocess.run(command, capture_output=True, timeout=90, check=True)
+    return Page(done.stdout.decode("utf-8"))
+
+
+def vertices(path):
+    return [tuple(map(float, p)) for p in re.findall(r"[ML](-?[\d.]+) (-?[\d.]+)", path)]
+
+
+def check_curve(page, rows, name):
+    """The curve has one vertex a value, further right with every iteration, as high as the value (linear axes)."""
+    found = page.all("path", class_="line", data_series=name)
+    points = [(r["iteration"], r[name]) for r in rows if r.get(name) is not None]
+    assert len(found) == 1 and points, f"{name}: {len(found)} curves for {len(points)} values"
+    drawn = vertices(found[0][0]["d"])
+    assert len(drawn) == len(points), f"{name}: {len(drawn)} vertices for {len(points)} values"
+    low, high = (f(range(len(points)), key=lambda k: points[k][1]) for f in (min, max))
+    slope = (drawn[high][1] - drawn[low][1]) / ((points[high][1] - points[low][1]) or 1)
+    assert slope < 0 or points[high][1] == points[low][1], f"{name} is upside down"
+    for (x, y), (iteration, value), left in zip(drawn, points, [(-1, 0), *drawn], strict=False):
+        assert x > left[0], f"{name}: iteration {iteration} is not right of the one before"
+        assert abs(drawn[low][1] + slope * (value - points[low][1]) - y) < 0.05, f"{name} at {iteration}"
+
+
+@pytest.fixture(scope="module")
+def full_run(tmp_path_factory, run_builder):
+    folder = tmp_path_factory.mktemp("full")
+    run_builder(folder / "run", iterations=30)
+    assert main([str(folder / "run"), "--out", str(folder / "r.html"), "--samples", "400"]) == 0
+    return folder
+
+
+@pytest.fixture(scope="module")
+def full_page(full_run):
+    return open_in_browser(full_run / "r.html", full_run)
+
+
+def test_the_page_needs_no_network(full_run):
+    text = (full_run / "r.html").read_text(encoding="utf-8")
+    assert "default-src 'none'" in text
+    outside = set(re.findall(r"https?://[^\"'\s<]+", text)) - {"http://www.w3.org/2000/svg"}
+    assert not outside and not re.search(r"<(script|link|img)[^>]+(src|href)=", text)
+
+
+def test_curves_are_drawn_from_the_metrics(full_run, full_page):
+    rows = read_metrics(full_run / "run")
+    for name in (
+        "reward/mean", "eval/accuracy", "eval/pass@8", "kl/ref", "entropy", "response/length_mean",
+        "clip_fraction", "tokens_per_second", "loss", "groups/mixed",
+    ):  # fmt: skip
+        check_curve(full_page, rows, name)
+    assert len(vertices(full_page.all("path", data_series="logp_diff/max")[0][0]["d"])) == 30
+
+
+def test_an_empty_report_does_not_pass_the_check(full_run, tmp_path):
+    """The check itself: the same page with its numbers taken out must fail it."""
+    text = (full_run / "r.html").read_text(encoding="utf-8")
+    start, end = re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.S).span(1)
+    data = json.loads(text[start:end])
+    data["metrics"]["series"]["reward/mean"] = [None] * len(data["metrics"]["iterations"])
+    data["metrics"]["series"]["entropy"][-1] = None
+    data["samples"]["rows"] = []
+    path = tmp_path / "empty.html"
+    path.write_text(text[:start] + json.dumps(data).replace("<", "\\u003c") + text[end:], encoding="utf-8")
+    page = open_in_browser(path, tmp_path)
+    rows = read_metrics(full_run / "run")
+    with pytest.raises(AssertionError, match="reward/mean: 0 curves"):
+        check_curve(page, rows, "reward/mean")
+    with pytest.raises(AssertionError, match="entropy: 29 vertices for 30 values"):
+        check_curve(page, rows, "entropy")
+    check_curve(page, rows, "kl/ref")
+    assert not page.all("tr", data_id="0.0.1")
+
+
+def test_samples_are_drawn_as_text_hostile_ones_too(full_run, full_page):
+    rows = [dict(a) for a, _ in full_page.all("tr") if "data-id" in a]
+    assert len(rows) == 25 and rows[0]["data-id"] == "0.0.0"
+    texts = dict((a["data-id"], t) for a, t in full_page.all("tr") if "data-id" in a)
+    assert "</script><script>document.title='taken'</script><!-- <b>bold</b> &" in texts["0.0.0"]
+    assert "What is" in texts["0.0.1"] and "Answer: " in texts["0.0.3"]
+    assert full_page.all("title")[0][1] == "run · RL report"
+    assert not full_page.all("b", class_="bold") and "of 960 samples" in full_page.all("section", id="samples")[0][1]
+
+
+def test_the_timeline_and_stage_times_are_drawn(full_run, full_page):
+    events = [e for e in read_events(full_run / "run") if 28 <= e["iteration"] <= 30]
+    bars = [a for a, _ in full_page.all("rect", class_="span")]
+    assert len(bars) == len(events)
+    for rank in (0, 1):
+        mine = [b for b in bars if b["data-rank"] == str(rank)]
+        want = sorted((e for e in events if e["rank"] == rank), key=lambda e: e["start"])
+        assert [b["data-stage"] for b in mine] == [e["stage"] for e in want]
+        scale = [(float(b["x"]), e["start"]) for b, e in zip(mine, want, strict=True)]
+        pixels = (scale[-1][0] - scale[0][0]) / (scale[-1][1] - scale[0][1])
+        assert all(abs(scale[0][0] + (t - scale[0][1]) * pixels - x) < 0.1 for x, t in scale)
+    assert len(full_page.all("rect", class_="part", data_stage="generate")) == 30
+    assert len(vertices(full_page.all("path", data_series="peak/update")[0][0]["d"])) == 30
+    assert "generate" in full_page.all("table", id="stage-table")[0][1]
+
+
+def test_an_hour_in_which_the_job_was_down_does_not_hide_the_rest(run_builder, tmp_path):
+    run = run_builder(tmp_path / "run", iterations=3, ranks=1, evaluate=False, dumps=False)
+    path = event_files(run)[0]
+    events = read_jsonl(path)
+    for e in events:
+        late = 3600 * (e["iteration"] == 3)
+        e |= {"start": e["start"] + late, "end": e["end"] + late}
+    path.write_text("".join(json.dumps(e) + "\n" for e in events))
+    assert main([str(run)]) == 0
+    page = open_in_browser(run / "report.html", tmp_path)
+    width = {a["data-iteration"]: float(a["width"]) for a, _ in page.all("rect", class_="span", data_stage="generate")}
+    assert len(width) == 3 and min(width.values()) > 80
+    right = [float(a["x"]) + float(a["width"]) for a, _ in page.all("rect", class_="span")]
+    assert right == sorted(right) and right[-1] < 1200
+    assert "60 min idle" in page.all("div", id="timeline")[0][1]
+
+
+DRIVE = """
+  const click = (s) => document.querySelector(s).click();
+  const set = (id, value, type) => { const e = byId(id); e.value = value; e.dispatchEvent(new Event(type)); };
+  click('[data-sort="reward"]');
+  set('find', 'What is', 'input'); set('least', '1', 'input'); set('epoch', '2', 'input');
+  click('#rows tbody tr');
+  set('from', '3', 'change'); set('to', '4', 'change');
+  click('#as-share'); click('#smooth');
+  document.querySelector('#more').open = true;
+  const plot = document.querySelector('[data-chart="Reward"] svg'), box = plot.getBoundingClientRect();
+  const middle = box.left + 54 + (box.width - 64) / 2;
+  plot.dispatchEvent(new PointerEvent('pointermove', {clientX: middle, clientY: box.top + 20}));
+  const bar = document.querySelector('rect.span[data-stage="update"]');
+  bar.dispatchEvent(new PointerEvent('pointermove', {clientX: 300, clientY: 300}));
+  click('#theme');
+"""
+
+
+def test_filters_sorting_hover_and_switches_work(full_run, tmp_path):
+    page = open_in_browser(full_run / "r.html", tmp_path, DRIVE)
+    rows = [(a, t) for a, t in page.all("tr") if "data-id" in a]
+    samples = json.loads(page.all("script", id="data")[0][1])["samples"]["rows"]
+    want = [r for r in samples if r[0] == 2 and r[6] >= 1]
+    assert len(rows) == min(25, len(want)) > 0 and all(a["data-id"].startswith("2.") for a, _ in rows)
+    assert "open" in rows[0][0]["class"]
+    assert {a["data-iteration"] for a, _ in page.all("rect", class_="span")} == {"3", "4"}
+    assert "update" in page.all("div", id="tip")[0][1] and "peak" in page.all("div", id="tip")[0][1]
+    reward = page.all("div", data_chart="Reward")[0][1]
+    assert "iteration 15" in reward
+    assert page.all("path", class_="raw") and page.all("html")[0][0]["data-theme"] == "dark"
+    accuracy = page.all("div", data_chart="Held-out accuracy")[0][1]
+    at_ten = next(r for r in read_metrics(full_run / "run") if r["iteration"] == 10)["eval/accuracy"]
+    assert f"{at_ten:.4g}" in accuracy, "between evaluations the latest one is shown"
+
+
+def test_what_is_missing_is_said_in_words(run_builder, tmp_path):
+    run = run_builder(tmp_path / "run", iterations=2, ranks=1, evaluate=False, dumps=False, events=False)
+    rows = read_jsonl(run / "metrics.jsonl")
+    lean = [{k: v for k, v in r.items() if not k.startswith(("kl/", "entropy"))} for r in rows]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in lean))
+    assert main([str(run)]) == 0 and not event_files(run)
+    page = open_in_browser(run / "report.html", tmp_path)
+    assert "--rl-eval-data turns evaluation on" in page.all("div", data_chart="Held-out accuracy")[0][1]
+    assert "No KL was measured" in page.all("div", data_chart="KL")[0][1]
+    assert "Not in this run's metrics" in page.all("div", data_chart="Entropy")[0][1]
+    assert "No stage events are here" in page.all("section", id="stages")[0][1]
+    assert "--rl-dump-dir makes a run write them" in page.all("section", id="samples")[0][1]
+    check_curve(page, lean, "reward/mean")

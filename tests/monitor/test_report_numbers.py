@@ -1,0 +1,142 @@
+"""What the report is made from: own times of stages, thinning, remarks, samples, errors. No browser."""
+
+import json
+
+import pytest
+
+from mindspeed_rl_plugin.monitor.dump import dump_rollout
+from mindspeed_rl_plugin.monitor.files import dump_files, read_metrics
+from mindspeed_rl_plugin.monitor.report import embed, main
+from mindspeed_rl_plugin.monitor.report_data import collect, duration, headline, remarks
+from mindspeed_rl_plugin.monitor.report_samples import sample_data
+from mindspeed_rl_plugin.monitor.report_stages import BETWEEN, own_seconds, stage_data, timeline_data
+
+
+def event(iteration, rank, stage, start, end, peak=None):
+    return {"iteration": iteration, "stage": stage, "rank": rank, "start": start, "end": end, "peak_bytes": peak}
+
+
+@pytest.mark.parametrize(
+    ("spans", "want"),
+    [
+        ([], {}),
+        ([(0, 2, "a"), (2, 3, "b")], {"a": 2, "b": 1}),
+        ([(0, 2, "a"), (3, 4, "b")], {"a": 2, BETWEEN: 1, "b": 1}),
+        ([(0, 10, "a"), (2, 5, "b")], {"a": 7, "b": 3}),  # nested
+        ([(0, 4, "a"), (3, 6, "b")], {"a": 3, "b": 3}),  # overlapping
+        ([(0, 1, "a"), (1, 2, "b"), (2, 4, "a")], {"a": 3, "b": 1}),  # twice
+        ([(0, 9, "a"), (1, 8, "b"), (2, 3, "c")], {"a": 2, "b": 6, "c": 1}),
+    ],
+)
+def test_own_seconds_count_every_instant_once(spans, want):
+    assert own_seconds(spans) == want
+
+
+def test_stage_data_is_mean_time_and_largest_peak_over_ranks():
+    events = [
+        event(1, 0, "generate", 0.0, 4.0, 100),
+        event(1, 0, "update", 4.0, 5.0, 70),
+        event(1, 1, "generate", 0.0, 2.0, 300),
+        event(1, 1, "update", 4.0, 5.0, None),
+        event(2, 0, "generate", 6.0, 7.0, 50),
+        event(2, 1, "generate", 6.0, 7.0, 60),
+    ]
+    got = stage_data(events)
+    assert got["names"] == ["generate", "update", BETWEEN] and got["iterations"] == [1, 2]
+    assert got["seconds"] == {"generate": [3.0, 1.0], "update": [1.0, 0.0], BETWEEN: [1.0, 0.0]}
+    assert got["peak"] == {"generate": [300, 60], "update": [70, None]}
+    row = got["table"][0]
+    assert (row["seconds"], row["share"], row["slowest_rank"], row["peak"]) == (4.0, 4 / 6, 0, 300)
+    assert row["slowest_over_mean"] == 5 / 4
+    assert got["table"][2]["peak"] is None
+
+
+def test_the_timeline_thins_ranks_first_and_old_iterations_then_and_says_so():
+    events = [event(i, r, "update", i, i + 1) for i in range(10) for r in range(64)]
+    names = ["update"]
+    whole = timeline_data(events, names)
+    assert (len(whole["events"]), len(whole["ranks"]), whole["iterations_left_out"]) == (640, 64, 0)
+    thin = timeline_data(events, names, limit=100)
+    assert (thin["ranks"][0], thin["ranks"][-1], len(thin["ranks"]), thin["ranks_total"]) == (0, 63, 16, 64)
+    assert thin["iterations"] == [4, 5, 6, 7, 8, 9] and thin["iterations_left_out"] == 4
+    assert len(thin["events"]) == 96 and thin["events"][0][3] == 0.0
+
+
+def test_samples_are_whole_groups_of_evenly_spread_rollouts(rows_builder, tmp_path):
+    for epoch in range(10):
+        dump_rollout(tmp_path, rows_builder(epoch, 0.5, groups=6, members=4), lambda t: "".join(map(chr, t)))
+    got = sample_data(dump_files(tmp_path), limit=40)
+    assert (got["total"], got["rollouts"], got["rollouts_shown"], len(got["rows"])) == (240, 10, 10, 40)
+    for epoch in range(10):
+        assert [(r[1], r[2]) for r in got["rows"] if r[0] == epoch] == [(0, m) for m in range(4)]
+    few = sample_data(dump_files(tmp_path), limit=9)
+    assert sorted({r[0] for r in few["rows"]}) == [0, 9] and len(few["rows"]) == 8
+    everything = sample_data(dump_files(tmp_path), limit=1000)
+    assert len(everything["rows"]) == 240
+    assert sample_data(dump_files(tmp_path), limit=0)["rows"] == []
+    cut = sample_data(dump_files(tmp_path), limit=4, text_limit=10)["rows"][0][4]
+    assert cut.startswith("Let me add\n[cut here, ")
+
+
+def test_a_dump_that_is_none_is_named(tmp_path):
+    (tmp_path / "rollout-000000.parquet").write_text("no parquet")
+    with pytest.raises(ValueError, match="a dump in .* cannot be read"):
+        sample_data(dump_files(tmp_path), limit=10)
+
+
+@pytest.mark.parametrize(
+    ("row", "run", "words"),
+    [
+        ({"response/truncated": 0.2}, {}, "20% of the latest responses are cut"),
+        ({"groups/mixed": 0.05}, {}, "Only 5% of the latest groups"),
+        ({"logp_diff/mean": 0.2}, {}, "differ by 0.2 nats"),
+        ({"clip_fraction": 0.5}, {}, "50% of the latest tokens are clipped"),
+        ({"reward/errors": 3}, {}, "failed on 3 samples"),
+        ({"loss": None}, {}, "not finite in 1 iterations, first in iteration 1"),
+        ({"loss": 1.0}, {"world_size": 8}, "only 1 of 8 ranks"),
+    ],
+)
+def test_remarks_name_what_stands_out(row, run, words):
+    assert any(words in r for r in remarks([{"iteration": 1, "loss": 0.0, **row}], run, [0]))
+    assert remarks([{"iteration": 1, "loss": 0.0}], {"world_size": 1}, [0]) == []
+
+
+def test_entropy_that_collapses_is_remarked():
+    rows = [{"iteration": k, "entropy": 1.0 if k < 15 else 0.01} for k in range(20)]
+    assert any("Entropy fell from 1 to 0.01" in r for r in remarks(rows, {}, []))
+
+
+def test_headline_of_a_run(run_builder, tmp_path):
+    run = run_builder(tmp_path / "run", iterations=20, dumps=False)
+    tiles = {t["label"]: t["value"] for t in collect(run)["tiles"]}
+    accuracy = [r["eval/accuracy"] for r in read_metrics(run) if "eval/accuracy" in r]
+    assert tiles["Held-out accuracy"] == f"{accuracy[0]:.1%} → {accuracy[-1]:.1%}"
+    assert tiles["Iterations"] == "20"
+    one = {"accuracy_before": 0.5, "accuracy_after": None, "iterations": 0, "seconds": None}
+    one |= {"tokens_per_second": None, "logprob_diff_max": None}
+    assert headline([{"iteration": 0}], {}, one)[0]["value"] == "50.0%"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0.0123, "12 ms"), (5.25, "5.2 s"), (245, "4 min 05 s"), (7620, "2 h 07 min")]
+)
+def test_durations(seconds, text):
+    assert duration(seconds) == text
+
+
+def test_no_text_can_leave_the_data_element():
+    hostile = ["</script>", "<!--", "]]>", "&lt;", "\u2028", "\ud800"]
+    text = embed(hostile)
+    assert not set("<>&\u2028") & set(text)
+    assert json.loads(text) == hostile
+
+
+def test_the_command_says_what_is_wrong(tmp_path, capsys):
+    assert main([str(tmp_path / "absent")]) == 1
+    assert "is not a directory" in capsys.readouterr().err
+    assert main([str(tmp_path)]) == 1
+    assert "holds no metrics.jsonl; give the --rl-run-dir of a run" in capsys.readouterr().err
+    (tmp_path / "metrics.jsonl").write_text("")
+    assert main([str(tmp_path)]) == 1
+    assert "has not finished an iteration" in capsys.readouterr().err
+    assert not (tmp_path / "report.html").exists()

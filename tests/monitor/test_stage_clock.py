@@ -1,0 +1,169 @@
+"""Stage events: times, peaks of nested stages, failures, resume."""
+
+import threading
+
+import pytest
+
+from mindspeed_rl_plugin.monitor.files import event_files, read_events, read_jsonl
+from mindspeed_rl_plugin.monitor.stages import StageClock, drop_foreign_events
+
+
+class Meter:
+    """Counts up to what the test allocates; knows only one peak, as a device does."""
+
+    def __init__(self):
+        self.now = self.top = 0
+
+    def use(self, level):
+        self.now = level
+        self.top = max(self.top, level)
+
+    def peak(self):
+        return self.top
+
+    def reset_peak(self):
+        self.top = self.now
+
+
+class Time:
+    def __init__(self):
+        self.at = 100.0
+
+    def __call__(self):
+        return self.at
+
+
+@pytest.fixture
+def time():
+    return Time()
+
+
+def clock_at(tmp_path, time, **kwargs):
+    return StageClock(tmp_path, kwargs.pop("rank", 0), now=time, tick=time, **kwargs)
+
+
+def test_a_stage_is_one_line_with_its_times_and_peak(tmp_path, time):
+    meter = Meter()
+    clock = clock_at(tmp_path, time, meter=meter, rank=3)
+    clock.begin(7)
+    with clock.stage("generate"):
+        meter.use(500)
+        time.at += 2
+        meter.use(100)
+    with clock.stage("update"):
+        time.at += 1
+    assert read_jsonl(tmp_path / "events-rank3.jsonl") == [
+        {"iteration": 7, "stage": "generate", "rank": 3, "start": 100.0, "end": 102.0, "peak_bytes": 500},
+        {"iteration": 7, "stage": "update", "rank": 3, "start": 102.0, "end": 103.0, "peak_bytes": 100},
+    ]
+
+
+def test_nested_stages_each_see_the_peak_of_their_own_span(tmp_path, time):
+    meter = Meter()
+    clock = clock_at(tmp_path, time, meter=meter)
+    with clock.stage("outer"):
+        meter.use(900)
+        meter.use(50)
+        with clock.stage("inner"):
+            meter.use(300)
+            meter.use(50)
+        with clock.stage("second"):
+            meter.use(60)
+    peaks = {e["stage"]: e["peak_bytes"] for e in read_events(tmp_path)}
+    assert peaks == {"inner": 300, "second": 60, "outer": 900}
+
+
+def test_metrics_add_repeated_stages_and_leave_evaluation_out_of_the_iteration(tmp_path, time):
+    meter = Meter()
+    clock = clock_at(tmp_path, time, meter=meter)
+    clock.begin(1)
+    for level in (10, 30, 20):
+        with clock.stage("update"):
+            meter.use(level)
+            time.at += 1.5
+        meter.use(0)
+    with clock.stage("evaluate"):
+        time.at += 4
+    time.at += 0.5
+    assert clock.metrics() == {
+        "seconds/update": 4.5,
+        "seconds/evaluate": 4.0,
+        "seconds/iteration": 5.0,
+        "peak_bytes/update": 30,
+        "peak_bytes/evaluate": 0,
+    }
+    clock.begin(2)
+    assert clock.metrics() == {"seconds/iteration": 0.0}
+
+
+def test_a_stage_that_raises_is_recorded_with_the_error(tmp_path, time):
+    waits = []
+    clock = clock_at(tmp_path, time, synchronize=lambda: waits.append(time.at))
+    with pytest.raises(KeyError):
+        with clock.stage("reward"):
+            time.at += 1
+            raise KeyError("x")
+    assert read_events(tmp_path)[0] | {"failed": "KeyError", "peak_bytes": None} == read_events(tmp_path)[0]
+    assert waits == [100.0], "a failed device must not be waited for"
+
+
+def test_work_queued_on_the_device_is_booked_where_it_was_launched(tmp_path, time):
+    def synchronize():
+        time.at += 3
+
+    clock = clock_at(tmp_path, time, synchronize=synchronize)
+    with clock.stage("update"):
+        pass
+    assert clock.metrics()["seconds/update"] == 3.0
+
+
+def test_stages_of_two_threads_overlap(tmp_path):
+    clock = StageClock(tmp_path, 0)
+    inside = threading.Barrier(2, timeout=10)
+
+    def work(name):
+        with clock.stage(name):
+            inside.wait()
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in ("generate", "reward")]
+    [t.start() for t in threads]
+    [t.join(10) for t in threads]
+    a, b = read_events(tmp_path)
+    assert {a["stage"], b["stage"]} == {"generate", "reward"} and b["start"] < a["end"]
+
+
+def test_resume_keeps_what_the_checkpoint_holds_and_a_new_run_sets_the_old_aside(tmp_path, time):
+    clock = clock_at(tmp_path, time)
+    for k in (1, 2, 3):
+        clock.begin(k)
+        with clock.stage("update"):
+            time.at += 1
+    clock.close()
+    with open(tmp_path / "events-rank0.jsonl", "a") as f:
+        f.write('{"iteration": 3, "sta')  # the line that a kill cut
+    resumed = clock_at(tmp_path, time, resume_iteration=2)
+    assert [e["iteration"] for e in read_events(tmp_path)] == [1, 2]
+    assert resumed.iteration == 2
+    resumed.begin(3)
+    with resumed.stage("update"):
+        pass
+    assert [e["iteration"] for e in read_events(tmp_path)] == [1, 2, 3]
+    resumed.close()
+    clock_at(tmp_path, time).close()
+    assert read_events(tmp_path) == []
+    assert len(read_jsonl(tmp_path / "events-rank0.jsonl.old")) == 3
+
+
+def test_ranks_that_the_run_no_longer_has_are_trimmed_too(tmp_path, time):
+    for rank in (0, 1, 11):
+        clock = clock_at(tmp_path, time, rank=rank)
+        for k in (1, 2):
+            clock.begin(k)
+            with clock.stage("update"):
+                pass
+        clock.close()
+    drop_foreign_events(tmp_path, world_size=1, resume_iteration=1)
+    assert list(event_files(tmp_path)) == [0, 1, 11]
+    assert [(e["rank"], e["iteration"]) for e in read_events(tmp_path)] == [(0, 1), (0, 2), (1, 1), (11, 1)]
+    drop_foreign_events(tmp_path, world_size=1, resume_iteration=0)
+    assert list(event_files(tmp_path)) == [0]
