@@ -143,7 +143,7 @@ def derive_config(args: Namespace, *, vocab_size: int, eos_token_ids: Sequence[i
         "head_dim": head_dim,
         "vocab_size": vocab_size,
         "max_position_embeddings": args.max_position_embeddings,
-        "rms_norm_eps": args.norm_epsilon,
+        "rms_norm_eps": _norm_epsilon(args),
         "rope_theta": float(args.rotary_base),
         "rope_scaling": _rope_scaling(args),
         "tie_word_embeddings": not args.untie_embeddings_and_output_weights,
@@ -256,6 +256,11 @@ def check_rotary(config: Mapping[str, Any], inverse: Tensor) -> None:
 def write_config(config: Mapping[str, Any], directory: str | Path) -> None:
     """Write config.json into an existing directory. Concurrent writers want a directory each."""
     (Path(directory) / "config.json").write_text(json.dumps(config, indent=1))
+
+
+def _norm_epsilon(args: Namespace) -> float:
+    """`--norm-epsilon`, which core 0.16 and later keep under the name of their config."""
+    return args.norm_epsilon if hasattr(args, "norm_epsilon") else args.layernorm_epsilon
 
 
 def _family(args: Namespace) -> str:

@@ -13,6 +13,8 @@ from typing import Any
 
 from mindspeed_rl_plugin.algorithms.presets import Algorithm, resolve
 from mindspeed_rl_plugin.config import RLConfig, flag_name
+from mindspeed_rl_plugin.reshard.shape import ModelShape
+from mindspeed_rl_plugin.reward.specs import parse_specs
 from mindspeed_rl_plugin.startup.arithmetic import derive_from_args
 from mindspeed_rl_plugin.startup.refused import REFUSED
 
@@ -58,6 +60,20 @@ def check_vocabulary(args: Any, tokenizer_size: int) -> None:
             f"the tokenizer has {tokenizer_size} tokens, --vocab-size says {given}: ids above it would be generated "
             "but are padding to the model; fix --rl-tokenizer or --vocab-size"
         )
+
+
+def check_model(model: Any) -> None:
+    """Check that every chunk of the built model is Megatron's GPT decoder. Raises ValueError."""
+    from megatron.core.models.gpt import GPTModel
+
+    for chunk in model:
+        while hasattr(chunk, "module"):  # DDP, Float16Module
+            chunk = chunk.module
+        if not isinstance(chunk, GPTModel):
+            raise ValueError(
+                f"the script built a {type(chunk).__name__}; RL generates from GPT decoders only: use the script that "
+                "pretrains a GPTModel"
+            )
 
 
 def tokenizer_path(args: Any) -> str | None:
@@ -130,6 +146,21 @@ def _tokenizer(args: Any, config: RLConfig) -> Iterator[str]:
     hf_model = config.rollout.hf_model
     if hf_model and not os.path.isfile(os.path.join(hf_model, "config.json")):
         yield f"--rl-hf-model {hf_model}: no config.json there"
+
+
+def _rewards(args: Any, config: RLConfig) -> Iterator[str]:
+    try:
+        parse_specs(config.reward.reward, config.reward.reward_regex)
+    except ValueError as error:
+        yield f"--rl-reward: {error}"
+
+
+def _model_family(args: Any, config: RLConfig) -> Iterator[str]:
+    try:
+        ModelShape.from_megatron_args(args, vocab=1)  # the tokenizer's size is checked when it has been read
+    except ValueError as error:
+        head, *lines = str(error).splitlines()
+        yield from (f"{head} {line.strip()}" for line in lines or [""])
 
 
 def _lengths(args: Any, config: RLConfig) -> Iterator[str]:
@@ -232,6 +263,8 @@ CHECKS: tuple[Check, ...] = (
     _batch_arithmetic,
     _prompt_data,
     _tokenizer,
+    _rewards,
+    _model_family,
     _lengths,
     _generation,
     _swap,

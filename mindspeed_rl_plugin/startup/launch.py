@@ -18,7 +18,7 @@ from typing import Any
 
 from mindspeed_rl_plugin.algorithms.presets import resolve
 from mindspeed_rl_plugin.config import RLConfig
-from mindspeed_rl_plugin.startup import arithmetic, files, model_source, ranks
+from mindspeed_rl_plugin.startup import arithmetic, checks, files, model_source, ranks
 from mindspeed_rl_plugin.startup.start import Start, decide, describe, load_arguments, weights_arguments
 
 
@@ -43,7 +43,8 @@ def launch(original: Callable, positional: tuple, named: Mapping[str, Any], args
     """
     global _launch
     if ranks.is_rank_0():
-        print(arithmetic.derive_from_args(args).table(), flush=True)
+        notes = [f"[rl] note: {line}" for line in checks.warnings(args)]
+        print("\n".join([arithmetic.derive_from_args(args).table(), *notes]), flush=True)
     loop.before_model(args)
     model_source.remember(original, positional, named)
     needs_reference = resolve(RLConfig.from_args(args).algorithm).needs_reference
@@ -55,6 +56,7 @@ def launch(original: Callable, positional: tuple, named: Mapping[str, Any], args
         result = original(*positional, **named)
     model, optimizer = result[0], result[1]
     _launch.loading = False
+    checks.check_model(model)
     if args.iteration != start.iteration:
         raise ValueError(
             f"Megatron loaded iteration {args.iteration} from {start.load_dir}, expected {start.iteration}; "

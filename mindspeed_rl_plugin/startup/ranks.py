@@ -54,7 +54,9 @@ def weights_digest(parameters: Iterable[tuple[str, Tensor]]) -> str:
     digest = hashlib.sha256()
     for name, tensor in parameters:
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
-        digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+        # A copy, for .numpy() makes a storage unresizable for good, and the swap resizes the parameters'.
+        copy = tensor.detach().to("cpu", copy=True).contiguous()
+        digest.update(copy.view(-1).view(torch.uint8).numpy())
     return files.combine_hashes({f"{rank:06d}": h for rank, h in enumerate(_gather(digest.hexdigest()))})
 
 

@@ -1,4 +1,7 @@
-"""Arguments of Megatron, MindSpeed and MindSpeed-LLM that cannot work under RL: one row an argument, as data."""
+"""Arguments of Megatron, MindSpeed and MindSpeed-LLM that cannot work under RL: one row an argument, as data.
+
+What a model family of the engine cannot express is refused by `reshard.shape`, from its own table.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +15,14 @@ class Refused:
     """One argument that RL refuses.
 
     name: attribute of the parsed arguments, absent in versions that lack the flag; when: says of a value
-    that it cannot work; why: the reason and the fix, appended to "--flag VALUE: ".
+    that it cannot work; why: the reason and the fix, appended to "--flag VALUE: "; flag: where it is not
+    spelt like the attribute.
     """
 
     name: str
     when: Callable[[Any], bool]
     why: str
+    flag: str = ""
 
     def message(self, args: Any) -> str | None:
         """The error for these arguments, or None when they are fine."""
@@ -25,7 +30,7 @@ class Refused:
         if value is None or not self.when(value):
             return None
         shown = "" if value is True else f" {_shown(value)}"
-        return f"--{self.name.replace('_', '-')}{shown}: {self.why}"
+        return f"{self.flag or '--' + self.name.replace('_', '-')}{shown}: {self.why}"
 
 
 def _shown(value: Any) -> str:
@@ -72,28 +77,18 @@ REFUSED: tuple[Refused, ...] = (
     Refused("phase_transition_iterations", _given, _FIXED_BATCH),
     Refused("reset_position_ids", _given, _PACKED),
     Refused("reset_attention_mask", _given, _PACKED),
-    Refused("calculate_per_token_loss", _given, "RL divides its losses by exact global counts itself; remove it"),
     # Parallelism and precision.
     Refused("context_parallel_size", _above(1), "context parallelism is not supported yet; use 1"),
     Refused("expert_model_parallel_size", _above(1), _MOE),
-    Refused("num_experts", _given, _MOE),
-    Refused("use_torch_fsdp2", _given, _FSDP),
     Refused("use_custom_fsdp", _given, _FSDP),
-    Refused("use_megatron_fsdp", _given, _FSDP),
     Refused("layerzero", _given, _FSDP),
     Refused("enable_cuda_graph", _given, _CUDA_GRAPH),
     Refused("external_cuda_graph", _given, _CUDA_GRAPH),
     Refused("cuda_graph_impl", lambda value: value not in (None, "none"), _CUDA_GRAPH),
     Refused("fp16", _given, "too coarse for a ratio near 1, and loss scaling skips steps; use --bf16"),
-    Refused("fp8", _given, _COARSE),
-    Refused("fp8_format", _given, _COARSE),
-    Refused("fp4", _given, _COARSE),
+    Refused("fp8", _given, _COARSE, flag="--fp8-format"),
+    Refused("fp4", _given, _COARSE, flag="--fp4-format"),
     # Models.
-    Refused("use_legacy_models", _given, "only Megatron Core models are supported; remove it"),
-    Refused("mtp_num_layers", _given, "its extra layers and loss are not trained by RL; remove it"),
-    Refused("multi_latent_attention", _given, "multi-latent attention is not supported yet"),
-    Refused("is_hybrid_model", _given, "hybrid models are not supported; " + _ENTRY),
-    Refused("hybrid_layer_pattern", _given, "hybrid models are not supported; " + _ENTRY),
     Refused("hybrid_override_pattern", _given, "hybrid models are not supported; " + _ENTRY),
     Refused("retro_add_retriever", _given, "retrieval models are not supported; " + _ENTRY),
     Refused("vision_pretraining", _given, "vision and multimodal models are not supported; " + _ENTRY),

@@ -1,0 +1,287 @@
+"""The parts of the loop, built once from Megatron's arguments: what is read before the model, what after it."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mindspeed_rl_plugin import columns
+from mindspeed_rl_plugin.algorithms import Algorithm, resolve
+from mindspeed_rl_plugin.config import RLConfig, launch_env
+from mindspeed_rl_plugin.device import get_device
+from mindspeed_rl_plugin.dock import Dock, LocalDock, SharedDock
+from mindspeed_rl_plugin.forward import ForwardSettings, Step, plan_batches
+from mindspeed_rl_plugin.monitor.monitor import Monitor
+from mindspeed_rl_plugin.prompts import PromptStream, load_tokenizer
+from mindspeed_rl_plugin.reshard.hook import Resharder
+from mindspeed_rl_plugin.reshard.layout import ModelShape, Parallel
+from mindspeed_rl_plugin.reshard.swap import HostWeights, TrainState
+from mindspeed_rl_plugin.reward import RewardPool
+from mindspeed_rl_plugin.reward.specs import parse_specs
+from mindspeed_rl_plugin.rollout import hf_config
+from mindspeed_rl_plugin.rollout.vllm_engine import VllmEngine, VllmOptions
+from mindspeed_rl_plugin.startup import checks, megatron
+from mindspeed_rl_plugin.startup.arithmetic import Arithmetic, derive_from_args
+from mindspeed_rl_plugin.startup.start import Start
+from mindspeed_rl_plugin.startup.topology import Topology
+from mindspeed_rl_plugin.types import Prompt, SampleId, Sampling
+from mindspeed_rl_plugin.update.step import Update
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What RL reads besides the checkpoint, checked before any model is built.
+
+    vocab: tokens that the model may produce (the rest of Megatron's rows is padding); engine_config:
+    config.json of the engine's model; held_out: prompts of the evaluation.
+    """
+
+    args: argparse.Namespace
+    config: RLConfig
+    tokenizer: Any
+    vocab: int
+    engine_config: Mapping[str, Any]
+    prompts: PromptStream
+    held_out: tuple[Prompt, ...]
+    graders: RewardPool
+
+    @classmethod
+    def read(cls, args: argparse.Namespace, config: RLConfig) -> Inputs:
+        """Raises ValueError for whatever is missing or does not fit, on every rank alike."""
+        data, monitor, reward = config.data, config.monitor, config.reward
+        tokenizer = load_tokenizer(checks.tokenizer_path(args))
+        checks.check_vocabulary(args, len(tokenizer))
+        hf_model = config.rollout.hf_model
+        reference = hf_config.load_reference(hf_model) if hf_model else None
+        vocab = hf_config.model_vocab_size(len(tokenizer), args.padded_vocab_size, reference)
+        engine_config = hf_config.derive_config(args, vocab_size=vocab, eos_token_ids=_eos(tokenizer))
+        if hf_model:
+            hf_config.check_against(engine_config, hf_model)
+
+        def stream(paths: Sequence[str], seed: int) -> PromptStream:
+            return PromptStream(
+                paths,
+                tokenizer,
+                prompt_key=data.prompt_key,
+                answer_key=data.answer_key,
+                chat_template=data.apply_chat_template,
+                max_length=data.max_prompt_length,
+                seed=seed,
+            )
+
+        prompts = stream(data.prompt_data, args.seed if data.data_seed is None else data.data_seed)
+        held_out = stream(monitor.eval_data, 0).all() if monitor.eval_data else ()
+        graders = RewardPool(
+            reward.reward,
+            regex=reward.reward_regex,
+            timeout=reward.reward_timeout,
+            workers=reward.reward_workers,
+            on_error=reward.reward_on_error,
+        )
+        limit = monitor.eval_prompts or len(held_out)
+        return cls(args, config, tokenizer, vocab, engine_config, prompts, tuple(held_out[:limit]), graders)
+
+    @property
+    def full_marks(self) -> float:
+        """Reward of a response that every grader gives 1: the sum of their weights."""
+        reward = self.config.reward
+        return sum(spec.weight for spec in parse_specs(reward.reward, reward.reward_regex))
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Response tokens as graders and readers see them."""
+        return self.tokenizer.decode(tokens, skip_special_tokens=True)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Everything that a rank's loop works with.
+
+    One dock, seen by three kinds of consumers: dock by data parallel ranks, dock_of_engine by rollout
+    engines, dock_of_rank by single ranks. group: all ranks, over gloo.
+    """
+
+    inputs: Inputs
+    model: Any
+    algorithm: Algorithm
+    sizes: Arithmetic
+    topology: Topology
+    dock: Dock
+    dock_of_engine: Dock
+    dock_of_rank: Dock
+    group: dist.ProcessGroup
+    engine: VllmEngine
+    resharder: Resharder
+    train_state: TrainState
+    reference: HostWeights | None
+    forward: ForwardSettings
+    update: Update
+    monitor: Monitor
+    sampling: Sampling
+
+    @classmethod
+    def build(cls, inputs: Inputs, model: Any, optimizer: Any, reference: HostWeights | None, start: Start) -> Parts:
+        """Build around the loaded model. Collective over all ranks; the engine takes seconds to start."""
+        args, config = inputs.args, inputs.config
+        rollout = config.rollout
+        algorithm, sizes = resolve(config.algorithm), derive_from_args(args)
+        topology = Topology.from_megatron(rollout.generate_tp)
+        timeout = datetime.timedelta(seconds=config.monitor.wait_timeout)
+        group = dist.new_group(backend="gloo", timeout=timeout)
+        dtype = _engine_dtype(args, rollout.engine_dtype)
+        forward = ForwardSettings.from_args(args, vocab_size=inputs.vocab, temperature=rollout.temperature)
+        docks = _docks(inputs, topology, group, reference is not None)
+        resharder = Resharder(
+            ModelShape.from_megatron_args(args, inputs.vocab),
+            Parallel.from_megatron_args(args),
+            rollout.generate_tp,
+            rank=topology.rank,
+            engine_dtype=dtype,
+            bucket_bytes=config.reshard.reshard_bucket_mb << 20,
+            node_size=launch_env()["local_world_size"],
+            verify=config.reshard.verify_weights,
+            deadline=config.monitor.wait_timeout,
+        )
+        engine = VllmEngine(_engine_options(inputs, dtype))
+        engine.sleep()
+        return cls(
+            inputs=inputs,
+            model=model,
+            algorithm=algorithm,
+            sizes=sizes,
+            topology=topology,
+            dock=docks[0],
+            dock_of_engine=docks[1],
+            dock_of_rank=docks[2],
+            group=group,
+            engine=engine,
+            resharder=resharder,
+            train_state=TrainState(model, optimizer),
+            reference=reference,
+            forward=forward,
+            update=Update(algorithm, forward, model, norm_length=rollout.max_response_length),
+            monitor=_monitor(inputs, topology, start),
+            sampling=Sampling(
+                max_tokens=rollout.max_response_length,
+                temperature=rollout.temperature,
+                top_p=rollout.top_p,
+                top_k=rollout.top_k,
+                stop=rollout.stop,
+                stop_token_ids=rollout.stop_token_ids,
+                ignore_eos=rollout.ignore_eos,
+            ),
+        )
+
+    @property
+    def deadline(self) -> float:
+        """Seconds that any wait may take."""
+        return self.inputs.config.monitor.wait_timeout
+
+    @property
+    def response_seed(self) -> int:
+        """Base of the seeds of all responses."""
+        seed = self.inputs.config.rollout.rollout_seed
+        return self.inputs.args.seed if seed is None else seed
+
+    @property
+    def swapped(self) -> tuple[str, ...]:
+        """What leaves the device during generation."""
+        return self.inputs.config.reshard.swap
+
+    @property
+    def total_iterations(self) -> int:
+        """Optimizer steps of the whole run."""
+        return self.inputs.args.train_iters
+
+    def iterations_done(self) -> int:
+        """Optimizer steps taken so far, those before a resume included: the version of the weights."""
+        return self.inputs.args.curr_iteration
+
+    def evaluation_due(self, done: int) -> bool:
+        """Whether to evaluate after `done` iterations: before the first, every n, and after the last."""
+        every = self.inputs.config.monitor.eval_every
+        return bool(self.inputs.held_out) and (done % every == 0 or done == self.total_iterations)
+
+    def plan(self, ids: Sequence[SampleId]) -> list[Step]:
+        """Optimizer steps of one pass over a rollout."""
+        return plan_batches(
+            ids,
+            global_batch_size=self.sizes.global_batch,
+            micro_batch_size=self.sizes.micro_batch,
+            dp_size=self.topology.dp_size,
+        )
+
+    def share(self, value: Any) -> Any:
+        """The leader's value, on every rank."""
+        box = [value]
+        dist.broadcast_object_list(box, src=0, group=self.group)
+        return box[0]
+
+
+def _docks(inputs: Inputs, topology: Topology, group: dist.ProcessGroup, reference: bool) -> tuple[Dock, Dock, Dock]:
+    """One dock under three divisions of the ranks into consumers: data parallel, engines, single ranks."""
+    declared = columns.grpo_columns(len(inputs.config.reward.reward)), columns.grpo_states(reference)
+    local = LocalDock(*declared) if topology.leader else None
+    if topology.world == 1:
+        return local, local, local
+    divisions = (
+        (topology.dp_rank, topology.dp_size),
+        (topology.engine, topology.engines),
+        (topology.rank, topology.world),
+    )
+    deadline = inputs.config.monitor.wait_timeout
+    return tuple(SharedDock(local, group, consumer=c, consumers=n, deadline=deadline) for c, n in divisions)
+
+
+def _engine_options(inputs: Inputs, dtype: torch.dtype) -> VllmOptions:
+    rollout, data = inputs.config.rollout, inputs.config.data
+    return VllmOptions(
+        config=inputs.engine_config,
+        max_model_len=data.max_prompt_length + rollout.max_response_length,
+        tensor_parallel=rollout.generate_tp,
+        dtype=str(dtype).removeprefix("torch."),
+        max_running=rollout.max_running,
+        kv_cache_bytes=int(rollout.kv_cache_gb * 2**30),
+        memory_utilization=rollout.device_memory_utilization,
+        eos_token_ids=_eos(inputs.tokenizer),
+        tokenizer=checks.tokenizer_path(inputs.args) if rollout.stop else None,
+    )
+
+
+def _engine_dtype(args: argparse.Namespace, name: str) -> torch.dtype:
+    return args.params_dtype if name == "auto" else getattr(torch, name)
+
+
+def _eos(tokenizer: Any) -> tuple[int, ...]:
+    return () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
+
+
+def _monitor(inputs: Inputs, topology: Topology, start: Start) -> Monitor:
+    args, config = inputs.args, inputs.config
+    device = get_device()
+    dump_dir = config.monitor.dump_dir
+    return Monitor(
+        config.monitor.run_dir or str(Path(args.save) / "rl"),
+        topology.rank,
+        topology.world,
+        tensorboard_writer=megatron.tensorboard_writer(),
+        wandb=megatron.wandb_writer(),
+        is_terminal=None if config.monitor.progress else False,
+        total_iterations=args.train_iters,
+        resume_iteration=start.iteration,
+        meter=device.memory,
+        synchronize=device.synchronize,
+        info={
+            "algorithm": config.algorithm.algorithm,
+            "start": start.kind,
+            "reference": start.reference_path,
+            "graders": list(config.reward.reward),
+            **({"dump_dir": str(Path(dump_dir).resolve())} if dump_dir else {}),
+        },
+    )

@@ -1,0 +1,151 @@
+"""Whole RL jobs in processes: torchrun, real Megatron, real vLLM, a tiny Qwen2-shaped model on arithmetic."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+MODEL = (
+    "--num-layers 2 --hidden-size 64 --num-attention-heads 2 --group-query-attention --num-query-groups 2 "
+    "--ffn-hidden-size 128 --seq-length 32 --max-position-embeddings 32 --position-embedding-type rope "
+    "--normalization RMSNorm --swiglu --disable-bias-linear --add-qkv-bias --untie-embeddings-and-output-weights "
+    "--attention-dropout 0 --hidden-dropout 0 --transformer-impl local --no-persist-layer-norm "
+    "--no-gradient-accumulation-fusion --no-masked-softmax-fusion --no-bias-swiglu-fusion --no-rope-fusion "
+    "--no-bias-dropout-fusion"
+)
+TRAIN = (
+    "--micro-batch-size 2 --global-batch-size 16 --lr 1e-3 --lr-decay-style constant --ckpt-format torch "
+    "--eval-interval 1000 --eval-iters 0 --log-interval 1 --seed 1 --distributed-backend gloo "
+    "--use-distributed-optimizer --tokenizer-type HuggingFaceTokenizer --save-interval 100"
+)
+RL = (
+    "--rl-algorithm grpo --rl-reward exact --rl-samples-per-prompt 4 --rl-max-prompt-length 16 "
+    "--rl-max-response-length 8 --rl-kv-cache-gb 0.05 --rl-wait-timeout 120 --rl-reward-workers 1 --no-rl-progress"
+)
+
+
+@dataclass
+class Result:
+    """A finished job."""
+
+    code: int
+    log: str
+    run_dir: Path
+
+    @property
+    def metrics(self) -> list[dict]:
+        """Training lines of metrics.jsonl, in order."""
+        lines = [json.loads(line) for line in (self.run_dir / "metrics.jsonl").read_text().splitlines()]
+        return [line for line in lines if line["kind"] == "train"]
+
+    @property
+    def evaluations(self) -> list[dict]:
+        lines = [json.loads(line) for line in (self.run_dir / "metrics.jsonl").read_text().splitlines()]
+        return [line for line in lines if line["kind"] == "eval"]
+
+
+@dataclass
+class Job:
+    """One launch command. agents: torchrun processes, each with `ranks` ranks."""
+
+    data: Path
+    save: Path
+    extra: Sequence[str] = ()
+    ranks: int = 2
+    agents: int = 1
+    processes: list[subprocess.Popen] = field(default_factory=list)
+
+    @property
+    def run_dir(self) -> Path:
+        return self.save / "rl"
+
+    def command(self, agent: int, port: int) -> list[str]:
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(self.ranks)]
+        torchrun += ["--nnodes", str(self.agents), "--node-rank", str(agent)]
+        torchrun += ["--master-addr", "127.0.0.1", "--master-port", str(port)]
+        script = ["-m", "mindspeed_rl_plugin", str(ROOT / "examples" / "pretrain_gpt.py")]
+        data = ["--tokenizer-model", str(self.data / "tokenizer"), "--rl-prompt-data", str(self.data / "prompts.jsonl")]
+        fixed = [*MODEL.split(), *TRAIN.split(), *RL.split(), *data, "--save", str(self.save)]
+        return [*torchrun, *script, *fixed, *self.extra]
+
+    def start(self) -> None:
+        port = 20000 + (os.getpid() * 37 + int(time.monotonic() * 10)) % 20000
+        for agent in range(self.agents):
+            with open(self.log_file(agent), "a") as log:
+                self.processes.append(
+                    subprocess.Popen(
+                        self.command(agent, port),
+                        stdout=log,
+                        stderr=subprocess.STDOUT,
+                        cwd=ROOT,
+                        env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+                        start_new_session=True,
+                    )
+                )
+
+    def log_file(self, agent: int) -> Path:
+        self.save.mkdir(parents=True, exist_ok=True)
+        return self.save / f"agent{agent}.log"
+
+    def wait(self, timeout: float) -> Result:
+        """The end of all agents. Raises subprocess.TimeoutExpired past `timeout` seconds."""
+        end = time.monotonic() + timeout
+        codes = [p.wait(max(0.1, end - time.monotonic())) for p in self.processes]
+        log = "\n".join(self.log_file(a).read_text() for a in range(self.agents))
+        return Result(max(map(abs, codes)), log, self.run_dir)
+
+    def run(self, timeout: float = 240) -> Result:
+        """Start and wait; a job that fails fails the test with the end of its log."""
+        self.start()
+        result = self.wait(timeout)
+        assert result.code == 0, result.log[-6000:]
+        return result
+
+    def rank_pid(self, rank: int) -> int:
+        """Process id of a rank, found by its environment."""
+        for agent in self.processes:
+            for child in psutil.Process(agent.pid).children(recursive=True):
+                if child.environ().get("RANK") == str(rank) and child.ppid() == agent.pid:
+                    return child.pid
+        raise AssertionError(f"no process of rank {rank}")
+
+    def stop(self) -> None:
+        for process in self.processes:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+
+
+@pytest.fixture(scope="session")
+def arithmetic(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Tokenizer, corpus and prompts of the quickstart, small."""
+    out = tmp_path_factory.mktemp("arithmetic")
+    prepare = [sys.executable, str(ROOT / "examples" / "arithmetic" / "prepare.py"), "--out", str(out)]
+    subprocess.run([*prepare, "--documents", "2000", "--prompts", "64", "--heldout", "16"], check=True, timeout=120)
+    return out
+
+
+@pytest.fixture
+def job(arithmetic: Path, tmp_path: Path) -> Iterator:
+    """Factory of jobs; what still runs at the end of the test is killed."""
+    jobs: list[Job] = []
+
+    def make(*extra: str, name: str = "run", ranks: int = 2, agents: int = 1) -> Job:
+        jobs.append(Job(arithmetic, tmp_path / name, extra, ranks, agents))
+        return jobs[-1]
+
+    yield make
+    for each in jobs:
+        each.stop()
