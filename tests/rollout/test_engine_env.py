@@ -1,0 +1,85 @@
+"""What is set for vLLM, what a user's environment may say, and what is refused."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from mindspeed_rl_plugin.host import engine_env
+from mindspeed_rl_plugin.host.engine_env import prepare_engine_env
+
+NAMES = [
+    *engine_env.REQUIRED,
+    *engine_env.REQUIRED_NPU,
+    *engine_env.DEFAULTS_CPU,
+    *engine_env.DEFAULTS,
+    "VLLM_USE_V1",
+    "PYTORCH_NPU_ALLOC_CONF",
+    "PYTORCH_CUDA_ALLOC_CONF",
+    "PYTORCH_ALLOC_CONF",
+]
+
+
+@pytest.fixture(autouse=True)
+def clean(monkeypatch):
+    for name in NAMES:
+        monkeypatch.setenv(name, "")  # so that monkeypatch restores it
+        monkeypatch.delenv(name)
+
+
+def test_cpu() -> None:
+    prepare_engine_env("cpu", sleep_mode=True)
+    prepare_engine_env("cpu", sleep_mode=True)
+    assert os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
+    assert os.environ["VLLM_LOGGING_LEVEL"] == "ERROR"
+    assert "VLLM_ASCEND_ENABLE_NZ" not in os.environ
+
+
+def test_npu() -> None:
+    prepare_engine_env("npu", sleep_mode=True)
+    assert os.environ["VLLM_ASCEND_ENABLE_NZ"] == "0"
+    assert os.environ["VLLM_LOGGING_LEVEL"] == "WARNING"
+
+
+def test_the_users_defaults_win(monkeypatch) -> None:
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "DEBUG")
+    prepare_engine_env("cpu", sleep_mode=True)
+    assert os.environ["VLLM_LOGGING_LEVEL"] == "DEBUG"
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "value"),
+    [
+        ("cpu", "VLLM_ENABLE_V1_MULTIPROCESSING", "1"),
+        ("npu", "VLLM_ASCEND_ENABLE_NZ", "1"),
+        ("npu", "PYTORCH_NPU_ALLOC_CONF", "page_size:1g, expandable_segments: True"),
+    ],
+)
+def test_refused(monkeypatch, kind, name, value) -> None:
+    monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=name):
+        prepare_engine_env(kind, sleep_mode=True)
+
+
+@pytest.mark.parametrize(("version", "refused"), [((0, 18), True), ((0, 23), False)])
+def test_expandable_segments_on_cuda(monkeypatch, version, refused) -> None:
+    monkeypatch.setattr(engine_env, "vllm_version", lambda: version)
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    prepare_engine_env("cuda", sleep_mode=False)
+    if refused:
+        with pytest.raises(ValueError, match="take expandable_segments:True out"):
+            prepare_engine_env("cuda", sleep_mode=True)
+    else:
+        prepare_engine_env("cuda", sleep_mode=True)
+
+
+@pytest.mark.parametrize(("version", "expected"), [((0, 9), "1"), ((0, 11), None)])
+def test_v1_switch(monkeypatch, version, expected) -> None:
+    monkeypatch.setattr(engine_env, "vllm_version", lambda: version)
+    prepare_engine_env("npu", sleep_mode=True)
+    assert os.environ.get("VLLM_USE_V1") == expected
+
+
+def test_version_of_the_installed_vllm() -> None:
+    assert engine_env.vllm_version() >= (0, 9)

@@ -1,0 +1,90 @@
+"""`generate` and the generate stage over a fake engine: order, deadlines, alignment, what reaches the dock."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from mindspeed_rl_plugin.dock.api import ColumnSpec, StateSpec
+from mindspeed_rl_plugin.dock.local import LocalDock
+from mindspeed_rl_plugin.rollout.engine import generate
+from mindspeed_rl_plugin.rollout.generate import Generated, run_generation
+from mindspeed_rl_plugin.rollout.seeds import response_seed
+from mindspeed_rl_plugin.types import Ragged, Rows, SampleId, Sampling
+
+
+def test_completions_come_in_the_order_of_requests(fake_engine, request_of) -> None:
+    requests = [request_of(g, (5, length)) for g, length in enumerate((3, 1, 2, 1))]
+    seen = []
+    completions = generate(fake_engine(), requests, deadline=5, on_progress=lambda *now: seen.append(now))
+    assert [c.id.group for c in completions] == [0, 1, 2, 3]
+    assert [len(c.tokens) for c in completions] == [3, 1, 2, 1]
+    assert seen == [(2, 4, 2), (3, 4, 4), (4, 4, 7)]
+
+
+def test_no_requests_need_no_engine_time(fake_engine) -> None:
+    assert generate(fake_engine(), [], deadline=0) == []
+
+
+def test_a_late_response_is_named_and_aborted(fake_engine, request_of) -> None:
+    engine = fake_engine()
+    requests = [request_of(0, (5, 1)), request_of(1, (13, 1)), request_of(2, (13, 1))]
+    with pytest.raises(TimeoutError, match=r"2 of 3 responses are missing after 5 s \(first: \(0, 1, 0\), \(0, 2, 0\)"):
+        generate(engine, requests, deadline=5)
+    assert engine.log == ["submit 3", "abort 2"]
+    assert not engine.queue
+
+
+def test_the_deadline_is_for_all_responses_together(fake_engine, request_of, monkeypatch) -> None:
+    clock = iter((0.0, 0.1, 4.0, 9.0, 9.0))
+    monkeypatch.setattr(time, "monotonic", lambda: next(clock))
+    with pytest.raises(TimeoutError, match="1 of 3"):
+        generate(fake_engine(), [request_of(g, (5, g + 1)) for g in range(3)], deadline=8)
+
+
+COLUMNS = [
+    ColumnSpec("prompt", torch.int32, "group", ragged=True),
+    ColumnSpec("tokens", torch.int32, "token", ragged=True),
+    ColumnSpec("loss_mask", torch.uint8, "token", ragged=True),
+    ColumnSpec("logp_rollout", torch.float32, "token", ragged=True),
+    ColumnSpec("response_length", torch.int64, "sample", ragged=False),
+    ColumnSpec("finish", torch.int8, "sample", ragged=False),
+    ColumnSpec("version", torch.int64, "sample", ragged=False),
+]
+WRITES = tuple(c.name for c in COLUMNS[1:])
+
+
+def filled_dock(prompts: list[list[int]], members: int) -> LocalDock:
+    dock = LocalDock(COLUMNS, [StateSpec("generate", ("prompt",), WRITES)])
+    dock.open(4, len(prompts), members)
+    ids = tuple(SampleId(4, g, 0) for g in range(len(prompts)))
+    dock.put(Rows(ids, {"prompt": Ragged.from_rows([torch.tensor(p, dtype=torch.int32) for p in prompts])}))
+    return dock
+
+
+@pytest.mark.parametrize("max_rows", [None, 1, 3])
+def test_rows_are_aligned_and_complete(fake_engine, max_rows) -> None:
+    dock = filled_dock([[7, 2], [8, 9, 3]], members=2)
+    sampling = Sampling(max_tokens=5)
+    done = run_generation(dock, fake_engine(), sampling=sampling, seed_base=11, deadline=5, max_rows=max_rows)
+    assert done == Generated(responses=4, prompt_tokens=10, response_tokens=10, truncated=2)
+    assert dock.remaining("generate") == 0
+    ids = [SampleId(4, g, m) for g in range(2) for m in range(2)]
+    rows = dock.read(ids, WRITES)
+    for i, sample in enumerate(ids):
+        prompt = [[7, 2], [8, 9, 3]][sample.group]
+        drawn = response_seed(11, *sample) % 40
+        assert rows["tokens"].row(i).tolist() == prompt + [drawn] * prompt[-1]
+        assert rows["loss_mask"].row(i).tolist() == [0] * len(prompt) + [1] * prompt[-1]
+        assert rows["logp_rollout"].row(i).tolist() == [0.0] * len(prompt) + [-0.5] * prompt[-1]
+    assert rows["response_length"].tolist() == [2, 2, 3, 3]
+    assert rows["finish"].tolist() == [0, 0, 1, 1]
+    assert rows["version"].tolist() == [3] * 4
+
+
+def test_only_the_leader_writes(fake_engine) -> None:
+    dock = filled_dock([[7, 2]], members=1)
+    with pytest.raises(ValueError, match="must write column 'tokens'"):
+        run_generation(dock, fake_engine(leader=False), sampling=Sampling(5), seed_base=0, deadline=5)
