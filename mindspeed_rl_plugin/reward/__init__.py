@@ -1,0 +1,9 @@
+"""Rewards: graders by name or from a user's file, in worker processes that can be killed.
+
+Importing this room imports neither torch nor a grader's libraries: the workers start from it.
+"""
+
+from mindspeed_rl_plugin.reward.items import Grade, GradeItem, RewardError
+from mindspeed_rl_plugin.reward.pool import RewardPool
+
+__all__ = ["Grade", "GradeItem", "RewardError", "RewardPool"]

@@ -1,0 +1,87 @@
+"""The graders that come with the plugin. They run inside a worker process."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable
+from decimal import Decimal
+
+
+def make_builtin(name: str, regex: str | None) -> Callable[[str, str], float]:
+    """The grader `name` as `f(response, answer) -> 0.0 or 1.0`, ready to be called without further imports."""
+    if name == "exact":
+        return exact
+    if name == "regex":
+        assert regex is not None
+        return _make_regex(regex)
+    assert name == "math", name
+    return _make_math()
+
+
+def exact(response: str, answer: str) -> float:
+    """1.0 if response and answer are equal up to white space. Raises ValueError without an answer."""
+    return float(_words(response) == _truth(answer, "exact"))
+
+
+def _make_regex(pattern: str) -> Callable[[str, str], float]:
+    compiled = re.compile(pattern)
+
+    def grade(response: str, answer: str) -> float:
+        truth, found = _truth(answer, "regex"), None
+        for match in compiled.finditer(response):  # the last one: answers come at the end
+            found = match
+        if found is None:
+            return 0.0
+        text = found[1] if compiled.groups else found[0]
+        return float(text is not None and _words(text) == truth)
+
+    return grade
+
+
+def _make_math() -> Callable[[str, str], float]:
+    """Mathematical equality by math-verify.
+
+    Its own time limits are off: they turn a timeout into a wrong answer; the worker's limit reports it. With
+    `raise_on_error` a crash is reported likewise. A response that holds no mathematics is a legitimate 0.0; a
+    ground truth that holds none is an error.
+    """
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its time limits are off
+    from math_verify import parse, verify
+    from sympy import SympifyError
+
+    def grade(response: str, answer: str) -> float:
+        truth = parse(_boxed(answer), parsing_timeout=None, raise_on_error=True)
+        if all(isinstance(t, str) for t in truth):
+            raise ValueError(
+                f"the ground truth {answer!r} cannot be parsed as mathematics; mend the data or grade it with exact"
+            )
+        try:
+            parsed = parse(response, parsing_timeout=None, raise_on_error=True)
+        except SympifyError:  # what math-verify lets out for some unparsable text
+            return 0.0
+        return float(verify(truth, parsed, timeout_seconds=None, raise_on_error=True))
+
+    grade("\\boxed{1}", "1")  # builds the parser's tables now, outside every time limit
+    return grade
+
+
+def _boxed(answer: str) -> str:
+    """A bare expression is boxed, or math-verify would look for the first number inside it."""
+    if any(mark in answer for mark in ("\\boxed", "$", "\\(", "\\[")):
+        return answer
+    answer = answer.rpartition("####")[2].strip()  # GSM8K: the solution, then #### and the result
+    if re.fullmatch(r"[+-]?\d+(\.\d+)?[eE][+-]?\d+", answer):
+        answer = f"{Decimal(answer):f}"  # else the e of 1e5 is Euler's number
+    return f"\\boxed{{{answer}}}"
+
+
+def _truth(answer: str, grader: str) -> str:
+    truth = _words(answer)
+    if not truth:
+        raise ValueError(f"{grader}: the data has no ground truth for this prompt; set --rl-answer-key")
+    return truth
+
+
+def _words(text: str) -> str:
+    return " ".join(text.split())

@@ -1,0 +1,107 @@
+"""How a user's grader is called, decided from its signature when it is loaded.
+
+- `f(prompt, response, answer)` with any subset of these names, in any order. It may also name `record` (all other
+  fields of the data row, a dictionary), single fields of the record, or take `**record`. One call a sample.
+- Naming any of `prompts, responses, answers, records` makes it a batch grader: lists in, one number each out. One
+  call holds the samples of one group, so results do not depend on how the work is cut.
+- Either may be `async def`; single ones are then awaited concurrently.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import inspect
+import math
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+SINGLE = ("prompt", "response", "answer", "record")
+BATCH = ("prompts", "responses", "answers", "records")
+
+
+class Grader:
+    """A callable and its convention. `batch`, `asynchronous`: how to call it."""
+
+    def __init__(self, name: str, function: Callable[..., Any]) -> None:
+        self.name, self.function = name, function
+        parameters = inspect.signature(function).parameters.values()
+        by_name = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+        if any(p.kind == p.POSITIONAL_ONLY for p in parameters):
+            raise ValueError(f"{name}: its parameters are passed by name, none may be positional-only")
+        self.names = {p.name for p in by_name}
+        self.required = {p.name for p in by_name if p.default is p.empty}
+        self.rest = any(p.kind == p.VAR_KEYWORD for p in parameters)
+        self.batch = bool(self.names & set(BATCH))
+        call = getattr(function, "__call__", None)  # noqa: B004 - an object's async __call__ is what is looked for
+        self.asynchronous = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
+        known = BATCH if self.batch else SINGLE
+        strange = self.required - set(BATCH)
+        if self.batch and strange:
+            raise ValueError(f"{name}: a batch grader takes {', '.join(BATCH)}, not {', '.join(sorted(strange))}")
+        if not self.names & set(known) and not self.rest:
+            raise ValueError(f"{name}: it takes none of {', '.join(SINGLE)} (or {', '.join(BATCH)})")
+
+    def single(self, item: dict[str, Any]) -> Any:
+        """Call with one sample. Raises ValueError for a parameter that neither sample nor record has."""
+        given = {**item["record"], **{k: item[k] for k in SINGLE}}
+        missing = sorted(self.required - set(given))
+        if missing:
+            raise ValueError(f"{self.name} asks for {missing}; the record of this row has {sorted(item['record'])}")
+        if not self.rest:
+            given = {k: v for k, v in given.items() if k in self.names}
+        elif "record" not in self.names:
+            del given["record"]  # **record already spreads it
+        return self.function(**given)
+
+    def many(self, items: Sequence[dict[str, Any]]) -> Any:
+        """Call with the samples of one group."""
+        columns = {plural: [item[plural[:-1]] for item in items] for plural in BATCH}
+        return self.function(**{k: v for k, v in columns.items() if k in self.names or self.rest})
+
+
+def load_function(file: str, function: str) -> Callable[..., Any]:
+    """The object `function` of a user's file, executed as a module beside which its neighbours can be imported.
+
+    Raises ValueError when the file has no such name; what the file itself raises comes through.
+    """
+    module = sys.modules.get(_module_name(file))
+    if module is None:
+        if str(Path(file).parent) not in sys.path:
+            sys.path.insert(0, str(Path(file).parent))
+        spec = importlib.util.spec_from_file_location(_module_name(file), file)
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[spec.name] = module
+        spec.loader.exec_module(module)
+    found = getattr(module, function, None)
+    if not callable(found):
+        functions = [n for n, v in vars(module).items() if inspect.isfunction(v) and not n.startswith("_")]
+        raise ValueError(f"{file} has no function {function!r}; it has {', '.join(functions) or 'none'}")
+    return found
+
+
+def number(value: Any) -> float:
+    """A grader's result as a finite float. Raises ValueError for anything else, strings included."""
+    if isinstance(value, (str, bytes)) or not hasattr(value, "__float__"):
+        raise ValueError(f"it returned {_short(value)} of type {type(value).__name__}, not a number")
+    result = float(value)
+    if not math.isfinite(result):
+        raise ValueError(f"it returned {result}, not a finite number")
+    return result
+
+
+async def within(awaitable: Any, seconds: float) -> Any:
+    """Await with a limit; asyncio.TimeoutError beyond it."""
+    return await asyncio.wait_for(awaitable, seconds)
+
+
+def _module_name(file: str) -> str:
+    return "rl_reward_" + file.encode().hex()
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."

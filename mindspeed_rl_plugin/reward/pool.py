@@ -1,0 +1,264 @@
+"""Grades responses in worker processes, each call within a time limit, and never silently as 0."""
+
+from __future__ import annotations
+
+import select
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from mindspeed_rl_plugin.reward.items import Grade, GradeItem, RewardError
+from mindspeed_rl_plugin.reward.process import WorkerProcess
+from mindspeed_rl_plugin.reward.specs import ON_ERROR, parse_specs
+
+START_SECONDS = 120.0  # for a worker to import its graders
+GRACE = 1.0  # seconds beyond which an asynchronous call that should have been cancelled is stuck
+TICK = 1.0  # longest sleep between looks at the workers
+CHUNK = 64  # most samples of one job
+ATTEMPTS = 3  # of a job whose worker died before it took it
+
+
+@dataclass
+class _Job:
+    """Samples (indices into the batch) for one grader; `waiting`: not yet answered; `began`: a worker took it."""
+
+    grader: int
+    waiting: list[int]
+    indices: tuple[int, ...] = ()
+    attempts: int = 0
+    began: bool = False
+
+    def __post_init__(self) -> None:
+        self.indices = tuple(self.waiting)
+
+
+@dataclass
+class _Slot:
+    """Place of one worker; `deadline` is that of its start or of its running call."""
+
+    worker: WorkerProcess
+    deadline: float
+    ready: bool = False
+    job: _Job | None = None
+
+
+class RewardPool:
+    """Graders by spec, run by `workers` processes.
+
+    specs: `math`, `exact`, `regex` or `path/to/file.py:function`, each with an optional `=WEIGHT`; how a function is
+    called says `calling.py`. regex: pattern of the regex grader. timeout: seconds of one grading call. on_error:
+    "stop" raises RewardError; "zero" makes the failed part 0.0; "drop" also marks the sample dropped. `names`: the
+    graders in order of `Grade.parts`; `errors`: failed samples by grader since the start.
+
+    Raises ValueError at construction for anything that cannot work: the graders are loaded before it returns.
+    """
+
+    def __init__(
+        self,
+        specs: Sequence[str],
+        *,
+        regex: str | None = None,
+        timeout: float = 10.0,
+        workers: int = 2,
+        on_error: str = "stop",
+    ) -> None:
+        if timeout <= 0 or workers < 1:
+            raise ValueError(f"rewards need a time limit > 0 and at least 1 worker, got {timeout} s and {workers}")
+        if on_error not in ON_ERROR:
+            raise ValueError(f"on_error {on_error!r} is unknown; known: {', '.join(ON_ERROR)}")
+        self._specs = parse_specs(specs, regex)
+        self._timeout, self._on_error = timeout, on_error
+        self.names = tuple(s.name for s in self._specs)
+        self.errors: Counter[str] = Counter()
+        self._setup = {
+            "specs": [[s.name, s.file, s.function] for s in self._specs],
+            "regex": regex,
+            "timeout": timeout,
+        }
+        self._modes: list[tuple[bool, bool]] = []
+        self._lock = threading.Lock()
+        self._closed = False
+        self._slots: list[_Slot] = []
+        try:
+            self._slots += [self._start() for _ in range(workers)]
+            while not all(s.ready for s in self._slots):
+                self._wait()
+                for slot in self._slots:
+                    self._load(slot)
+        except RewardError as error:
+            self.close()
+            raise ValueError(str(error)) from error
+        except BaseException:
+            self.close()
+            raise
+
+    def grade(self, items: Sequence[GradeItem]) -> list[Grade]:
+        """Grades in the order of `items`. Raises RewardError when a grader fails and `on_error` is "stop"."""
+        with self._lock:
+            if self._closed:
+                raise RewardError("the reward pool is closed")
+            self._slots = [self._start() if s.worker.closed else s for s in self._slots]
+            batch = _Batch(self, items)
+            try:
+                while batch.jobs or any(s.job for s in self._slots):
+                    self._assign(batch)
+                    self._wait()
+                    for slot in self._slots:
+                        self._collect(slot, batch)
+            finally:
+                for slot in self._slots:  # after an error; what they would answer belongs to this batch
+                    if slot.job is not None:
+                        slot.worker.kill()
+                        slot.job = None
+            return batch.grades()
+
+    def close(self) -> None:
+        """End the workers. Idempotent."""
+        self._closed = True
+        for slot in self._slots:
+            slot.worker.kill()
+
+    def __enter__(self) -> RewardPool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # workers
+
+    def _start(self) -> _Slot:
+        return _Slot(WorkerProcess(self._setup), time.monotonic() + START_SECONDS)
+
+    def _wait(self) -> None:
+        """Sleep until a worker has something to say, or the nearest deadline."""
+        left = min((s.deadline for s in self._slots if s.job or not s.ready), default=0.0) - time.monotonic()
+        select.select([s.worker for s in self._slots if s.job or not s.ready], [], [], min(max(left, 0.0), TICK))
+
+    def _load(self, slot: _Slot) -> None:
+        """Take the first line of a worker. Raises RewardError when it could not load its graders."""
+        if slot.ready:
+            return
+        lines, alive = slot.worker.receive()
+        if lines and "failed" in lines[0]:
+            raise RewardError(lines[0]["failed"])
+        if lines:
+            self._modes = [(batch, asynchronous) for batch, asynchronous in lines[0]["ready"]]
+            slot.ready = True
+        elif not alive:
+            raise RewardError(f"a reward worker {slot.worker.kill()} while it loaded {', '.join(self.names)}")
+        elif time.monotonic() > slot.deadline:
+            raise RewardError(f"a reward worker needs more than {START_SECONDS:g} s to load {', '.join(self.names)}")
+
+    def _assign(self, batch: _Batch) -> None:
+        for slot in list(self._slots):
+            if not batch.jobs or not slot.ready or slot.job is not None:
+                continue
+            slot.job, slot.deadline = batch.jobs.popleft(), time.monotonic() + START_SECONDS
+            message = {"grader": slot.job.grader, "items": [batch.texts[i] for i in slot.job.indices]}
+            if not slot.worker.send(message, START_SECONDS):
+                self._lost(slot, batch, None)
+
+    def _collect(self, slot: _Slot, batch: _Batch) -> None:
+        if not slot.ready:
+            self._load(slot)
+            return
+        job = slot.job
+        if job is None:
+            return
+        lines, alive = slot.worker.receive()
+        asynchronous = self._modes[job.grader][1]
+        for line in lines:
+            if "began" in line or not asynchronous:
+                slot.deadline = time.monotonic() + self._timeout + (GRACE if asynchronous else 0.0)
+            if "began" in line:
+                job.began = True
+                continue
+            index = job.indices[line["at"]]
+            job.waiting.remove(index)
+            if "error" in line:
+                batch.fail(index, job.grader, line["error"])
+            else:
+                batch.parts[index][job.grader] = line["value"]
+        if not job.waiting:
+            slot.job = None
+        elif not alive or not slot.worker.running:
+            self._lost(slot, batch, None)
+        elif not lines and time.monotonic() > slot.deadline:
+            self._lost(slot, batch, f"ran longer than {self._timeout:g} s and was killed")
+
+    def _lost(self, slot: _Slot, batch: _Batch, why: str | None) -> None:
+        """A worker died, or was stuck, in the middle of a job: blame who was being graded, do the others again."""
+        job, end = slot.job, slot.worker.kill()
+        assert job is not None
+        in_batch, asynchronous = self._modes[job.grader]
+        if not job.began:  # nobody's fault, unless it happens again and again
+            job.attempts += 1
+            if job.attempts == ATTEMPTS:
+                raise RewardError(f"reward workers end before they take a job; the last one {end}")
+            blamed, again = [], [job]
+        elif in_batch:
+            blamed, again = job.waiting, []
+        elif asynchronous and len(job.waiting) > 1:  # any of them may have blocked the others: each alone
+            blamed, again = [], [_Job(job.grader, [i]) for i in job.waiting]
+        else:
+            blamed, again = job.waiting[:1], [_Job(job.grader, job.waiting[1:])] if job.waiting[1:] else []
+        for index in blamed:
+            batch.fail(index, job.grader, why or f"ended its process, which {end}")
+        batch.jobs.extend(again)
+        self._slots[self._slots.index(slot)] = self._start()
+
+
+class _Batch:
+    """One call of `grade`: the jobs left and the results so far."""
+
+    def __init__(self, pool: RewardPool, items: Sequence[GradeItem]) -> None:
+        self._pool, self._items = pool, items
+        self.texts = [
+            {"prompt": i.prompt, "response": i.response, "answer": i.answer, "record": dict(i.record)} for i in items
+        ]
+        self.parts = [[0.0] * len(pool.names) for _ in items]
+        self._errors: list[str | None] = [None] * len(items)
+        self.jobs = deque(
+            _Job(grader, chunk) for grader, mode in enumerate(pool._modes) for chunk in self._chunks(*mode)
+        )
+
+    def _chunks(self, in_batch: bool, asynchronous: bool) -> list[list[int]]:
+        if in_batch:
+            groups: dict[tuple[int, int], list[int]] = {}
+            for index, item in enumerate(self._items):
+                groups.setdefault((item.id.epoch, item.id.group), []).append(index)
+            return list(groups.values())
+        # Synchronous ones in several jobs a worker, so that a slow sample does not hold up its neighbours.
+        shares = len(self._pool._slots) * (1 if asynchronous else 4)
+        size = min(CHUNK, max(1, -(-len(self._items) // shares)))
+        indices = list(range(len(self._items)))
+        return [indices[i : i + size] for i in range(0, len(indices), size)]
+
+    def fail(self, index: int, grader: int, why: str) -> None:
+        """Record a failure; raises RewardError when it stops the run."""
+        item, name = self._items[index], self._pool.names[grader]
+        text = (
+            f"reward {name!r} {why}\n  on sample {tuple(item.id)}, prompt {_shortened(item.prompt)}, "
+            f"response {_shortened(item.response)}, answer {_shortened(item.answer)}"
+        )
+        self._pool.errors[name] += 1
+        if self._pool._on_error == "stop":
+            raise RewardError(f"{text}\n  (--rl-reward-on-error zero or drop goes on and counts such samples)")
+        self._errors[index] = text if self._errors[index] is None else f"{self._errors[index]}\n{text}"
+
+    def grades(self) -> list[Grade]:
+        """The results, parts weighted into totals."""
+        weights = [s.weight for s in self._pool._specs]
+        drop = self._pool._on_error == "drop"
+        return [
+            Grade(sum(w * p for w, p in zip(weights, parts, strict=True)), tuple(parts), error, drop and bool(error))
+            for parts, error in zip(self.parts, self._errors, strict=True)
+        ]
+
+
+def _shortened(text: str, limit: int = 160) -> str:
+    """Head and tail: the question begins, the answer ends a text."""
+    half = limit // 2
+    return repr(text if len(text) <= limit else f"{text[:half]} [...] {text[-half:]}")

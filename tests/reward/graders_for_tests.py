@@ -1,0 +1,177 @@
+"""Graders that behave in every way that a user's may: loaded by the reward tests from this file."""
+
+import asyncio
+import math
+import os
+import re
+import signal
+import subprocess
+import time
+
+
+def length(response: str) -> float:
+    return float(len(response))
+
+
+def all_names(prompt: str, response: str, answer: str, **record) -> float:
+    return len(prompt) + 10 * len(response) + 100 * len(answer) + 1000 * sum(record.values())
+
+
+def field(response, level, bonus=0.5):
+    return level + bonus
+
+
+def whole_record(record):
+    return len(record)
+
+
+def from_import(response):
+    from graders_neighbour import VALUE
+
+    return VALUE
+
+
+def batch_rank(responses: list[str], records: list[dict]) -> list[float]:
+    """Depends on who is in the call: how many are shorter."""
+    return [sum(len(o) < len(r) for o in responses) + 10 * len(responses) for r in responses]
+
+
+def batch_short(prompts):
+    return [1.0] * (len(prompts) - 1)
+
+
+def batch_one_bad(responses):
+    return [None if r == "bad" else 1.0 for r in responses]
+
+
+def batch_loop(responses):
+    while "bad" in responses:
+        pass
+    return [1.0] * len(responses)
+
+
+async def async_sleep(response: str) -> float:
+    await asyncio.sleep(0.3)
+    return float(len(response))
+
+
+async def async_wait(response: str) -> float:
+    if response == "bad":
+        await asyncio.sleep(100)
+    return 1.0
+
+
+async def async_block(response: str) -> float:
+    await asyncio.sleep(0.01)
+    if response == "bad":
+        while True:
+            pass
+    return 1.0
+
+
+async def async_batch(responses):
+    await asyncio.sleep(0.01)
+    return [float(len(r)) for r in responses]
+
+
+class Judge:
+    async def __call__(self, response):
+        return 7
+
+
+judge = Judge()
+
+
+def loop(response):
+    while response == "bad":
+        pass
+    return 1.0
+
+
+def sleep(response):
+    if response == "bad":
+        time.sleep(1000)
+    return 1.0
+
+
+def stubborn(response):
+    """Ignores every signal that can be ignored, inside a regular expression that holds the interpreter."""
+    if response == "bad":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        re.match(r"(a+)+$", "a" * 60 + "b")
+    return 1.0
+
+
+def swallow(response):
+    while response == "bad":
+        try:
+            time.sleep(100)
+        except BaseException:  # noqa: BLE001 - the point of this grader
+            continue
+    return 1.0
+
+
+def child(response):
+    if response == "bad":
+        process = subprocess.Popen(["sleep", "1000"])
+        with open(os.environ["RL_TEST_PID_FILE"], "w") as file:
+            file.write(str(process.pid))
+        process.wait()
+    return 1.0
+
+
+def raises(response):
+    if response == "bad":
+        return {}["the key"]
+    return 1.0
+
+
+def leaves(response):
+    if response == "bad":
+        raise SystemExit(3)
+    return 1.0
+
+
+def crash(response):
+    if response == "bad":
+        os._exit(7)
+    return 1.0
+
+
+def segfault(response):
+    if response == "bad":
+        os.kill(os.getpid(), signal.SIGSEGV)
+    return 1.0
+
+
+def nan(response):
+    return math.nan if response == "bad" else 1.0
+
+
+def none(response):
+    return None if response == "bad" else True
+
+
+def text(response):
+    return "1.0" if response == "bad" else 1
+
+
+def prints(response):
+    print("noise on stdout")
+    return 1.0
+
+
+def positional_only(response, /):
+    return 1.0
+
+
+def takes_nothing():
+    return 1.0
+
+
+def batch_strange(responses, other):
+    return []
+
+
+NOT_CALLABLE = 3

@@ -1,0 +1,271 @@
+"""RewardPool: calling conventions, time limits, failures that are never silent, workers that never stay."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from mindspeed_rl_plugin.reward import GradeItem, RewardError, RewardPool
+from mindspeed_rl_plugin.types import SampleId
+
+HERE = Path(__file__).parent
+FILE = HERE / "graders_for_tests.py"
+
+
+def own(name: str) -> str:
+    return f"{FILE}:{name}"
+
+
+def items(*responses: str, prompt="the prompt", answer="a", members: int = 2, **record) -> list[GradeItem]:
+    return [
+        GradeItem(prompt, r, answer, record, SampleId(0, i // members, i % members)) for i, r in enumerate(responses)
+    ]
+
+
+def grade(spec, batch: list[GradeItem], **options) -> list:
+    specs = [spec] if isinstance(spec, str) else spec
+    with RewardPool(specs, **{"workers": 1, **options}) as pool:
+        return pool.grade(batch)
+
+
+def totals(spec, batch: list[GradeItem], **options) -> list[float]:
+    return [g.total for g in grade(spec, batch, **options)]
+
+
+MATH = [
+    ("so it is \\boxed{\\frac{2}{4}}", "0.5", 1.0),
+    ("The answer is 41.", "42", 0.0),
+    ("no idea", "42", 0.0),
+    ("", "42", 0.0),
+    ("$x^2+2x+1$", "(x+1)^2", 1.0),
+    ("\\boxed{3/4}", "\\frac{3}{4}+x", 0.0),
+    ("Answer: 72", "Natalia sold 48/2 = 24 clips\n#### 72", 1.0),
+    ("100000", "1e5", 1.0),
+    ("it is 42", "The result is $6 \\cdot 7$", 1.0),
+    ("-09\\lim^\\begin{pmatrix}\\frac\\frac\\mathbb{R}\\left(\\sin\\end{pmatrix}%", "3", 0.0),
+]
+
+
+def test_math() -> None:
+    batch = [GradeItem("p", response, answer, {}, SampleId(0, i, 0)) for i, (response, answer, _) in enumerate(MATH)]
+    assert totals("math", batch, workers=2) == [want for _, _, want in MATH]
+
+
+def test_math_reports_a_ground_truth_that_is_none_and_a_hang() -> None:
+    batch = [i for answer in ("", "\\frac{1}{", "???") for i in items("1", answer=answer)]
+    batch += items("\\boxed{9^{9^{9^{9}}}}", answer="\\frac{1}{7}") + items("1", answer="1")
+    results = grade("math", batch, timeout=2, on_error="zero")
+    assert all("cannot be parsed as mathematics" in g.error for g in results[:3])
+    assert "reward 'math' ran longer than 2 s" in results[3].error
+    assert results[4].total == 1.0 and results[4].error is None
+
+
+def test_exact_and_regex() -> None:
+    assert totals("exact", items(" a \n b ", "ab", answer="a b")) == [1.0, 0.0]
+    assert totals("regex", items("#1 #2", "#2 #1", "2", "#", answer=" 2"), regex=r"#(\d)?") == [1.0, 0.0, 0.0, 0.0]
+    assert totals("regex", items("x 2 y", "x 22", answer="2"), regex=r"\d+") == [1.0, 0.0]
+    for name in ("exact", "regex"):
+        with pytest.raises(RewardError, match=f"{name}: the data has no ground truth"):
+            grade(name, items("", answer=" "), regex="x")
+
+
+def test_weights_sum_and_parts_stay_raw() -> None:
+    with RewardPool([own("length") + "=0.5", "exact=-2", own("judge")], workers=2) as pool:
+        assert pool.names == ("length", "exact", "judge")
+        result = pool.grade(items("a", "abc"))
+    assert [(g.total, g.parts, g.error, g.dropped) for g in result] == [
+        (0.5 - 2 + 7, (1.0, 1.0, 7.0), None, False),
+        (1.5 + 7, (3.0, 0.0, 7.0), None, False),
+    ]
+
+
+def test_calling_conventions() -> None:
+    batch = items("rr", prompt="p", answer="aaa", level=4)
+    assert totals(own("all_names"), batch) == [1 + 20 + 300 + 4000]
+    assert totals(own("field"), batch) == [4.5]
+    assert totals(own("whole_record"), batch) == [1.0]
+    assert totals(own("from_import"), batch) == [4.0]
+    assert totals(own("none"), batch) == [1.0]
+    assert totals(own("prints"), batch) == [1.0]
+    with pytest.raises(RewardError, match=r"field asks for \['level'\]; the record of this row has \['depth'\]"):
+        grade(own("field"), items("r", depth=1))
+
+
+def test_a_batch_grader_gets_whole_groups_however_many_workers() -> None:
+    batch = items("a", "aaa", "aa", "b", "bb", members=3)
+    order = [batch[i] for i in (4, 0, 2, 1, 3)]
+    assert totals(own("batch_rank"), order) == [21.0, 30.0, 31.0, 32.0, 20.0]
+    assert totals(own("batch_rank"), order, workers=3) == [21.0, 30.0, 31.0, 32.0, 20.0]
+    assert totals(own("async_batch"), order) == [2.0, 1.0, 2.0, 3.0, 1.0]
+
+
+def test_asynchronous_calls_overlap() -> None:
+    with RewardPool([own("async_sleep")], workers=2) as pool:
+        begin = time.monotonic()
+        result = pool.grade(items(*["x" * i for i in range(40)]))
+    assert [g.total for g in result] == [float(i) for i in range(40)]
+    assert time.monotonic() - begin < 6  # one after the other on two workers: 6 s
+
+
+def test_order_is_kept_and_exact_is_fast() -> None:
+    with RewardPool(["exact", own("length")], workers=2) as pool:
+        begin = time.monotonic()
+        result = pool.grade(items(*[str(i) * (i % 7) for i in range(1000)], answer="5"))
+        assert time.monotonic() - begin < 4  # two graders; alone on the machine 0.1 s
+    assert [g.parts[1] for g in result] == [float(len(str(i) * (i % 7))) for i in range(1000)]
+    assert [i for i, g in enumerate(result) if g.parts[0]] == []
+
+
+FAILURES = [
+    ("raises", "raised KeyError: 'the key'", 5),
+    ("leaves", "raised SystemExit: 3", 5),
+    ("nan", "it returned nan, not a finite number", 5),
+    ("none", "it returned None of type NoneType, not a number", 5),
+    ("text", "it returned '1.0' of type str, not a number", 5),
+    ("batch_one_bad", "it returned None of type NoneType", 5),
+    ("loop", "ran longer than 1.2 s and was killed", 1.2),
+    ("sleep", "ran longer than 1.2 s and was killed", 1.2),
+    ("stubborn", "ran longer than 1.2 s and was killed", 1.2),
+    ("swallow", "ran longer than 1.2 s and was killed", 1.2),
+    ("async_wait", "ran out of time", 1.2),
+    ("async_block", "ran longer than 1.2 s and was killed", 1.2),
+    ("crash", "ended its process, which exited with code 7", 5),
+    ("segfault", "ended its process, which died of signal 11 (SIGSEGV)", 5),
+]
+
+
+@pytest.mark.parametrize(("name", "message", "timeout"), FAILURES)
+def test_a_failure_stops_or_is_counted_and_hits_only_its_sample(name: str, message: str, timeout: float) -> None:
+    batch = items("ok", "fine", "bad", "good", "well", members=1)
+    with RewardPool([own(name)], workers=1, timeout=timeout, on_error="drop") as pool:
+        begin = time.monotonic()
+        result = pool.grade(batch)
+        assert time.monotonic() - begin < 20
+        assert [g.total for g in result] == [1.0, 1.0, 0.0, 1.0, 1.0]
+        assert [g.dropped for g in result] == [False, False, True, False, False]
+        assert [g.error is None for g in result] == [True, True, False, True, True]
+        for part in (f"reward '{name}'", message, "on sample (0, 2, 0)", "prompt 'the prompt'", "response 'bad'"):
+            assert part in result[2].error, result[2].error
+        assert dict(pool.errors) == {name: 1}
+        pool._on_error = "stop"
+        with pytest.raises(RewardError) as caught:
+            pool.grade(batch)
+        assert message in str(caught.value) and "--rl-reward-on-error" in str(caught.value)
+        assert [g.total for g in pool.grade(batch[:2])] == [1.0, 1.0]  # usable afterwards
+
+
+def test_zero_counts_without_dropping_and_keeps_the_other_parts() -> None:
+    batch = items("x" * 300 + " bad ", "bad")
+    with RewardPool([own("raises"), own("length")], workers=2, on_error="zero") as pool:
+        result = pool.grade(batch)
+        assert [(g.total, g.dropped) for g in result] == [(306.0, False), (3.0, False)]
+        assert result[0].error is None and "graders_for_tests.py" in result[1].error
+        assert pool.errors == {"raises": 1}
+
+
+def test_a_failing_batch_is_blamed_as_a_whole() -> None:
+    batch = items("ok", "bad", "fine", "good")
+    with RewardPool([own("batch_loop")], workers=2, timeout=1.2, on_error="zero") as pool:
+        assert [g.error is None for g in pool.grade(batch)] == [False, False, True, True]
+    with pytest.raises(RewardError, match="it returned 1 values for 2 samples"):
+        grade(own("batch_short"), batch)
+
+
+def test_a_kill_reaches_what_the_grader_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RL_TEST_PID_FILE", str(tmp_path / "pid"))
+    with pytest.raises(RewardError, match="ran longer than 1 s"):
+        grade(own("child"), items("bad"), timeout=1.0)
+    assert gone(int((tmp_path / "pid").read_text()))
+
+
+def test_close_ends_the_workers_and_an_idle_death_is_survived() -> None:
+    pool = RewardPool(["exact"], workers=2)
+    pids = [s.worker.pid for s in pool._slots]
+    os.kill(pids[0], 9)
+    assert [g.total for g in pool.grade(items("a", "b"))] == [1.0, 0.0]
+    pids += [s.worker.pid for s in pool._slots]
+    pool.close()
+    pool.close()
+    assert all(gone(pid) for pid in pids)
+    with pytest.raises(RewardError, match="closed"):
+        pool.grade(items("a"))
+
+
+@pytest.mark.parametrize("name", ["stubborn", "sleep"])
+def test_workers_do_not_outlive_a_killed_parent(name: str) -> None:
+    """The parent is killed while its worker holds the interpreter for ever."""
+    code = (
+        "import sys, threading\n"
+        "from mindspeed_rl_plugin.reward import GradeItem, RewardPool\n"
+        "from mindspeed_rl_plugin.types import SampleId\n"
+        "pool = RewardPool([sys.argv[1]], workers=2, timeout=100)\n"
+        "batch = [GradeItem('', 'bad', '', {}, SampleId(0, 0, m)) for m in (0, 1)]\n"
+        "threading.Timer(1.0, lambda: print(*(s.worker.pid for s in pool._slots), flush=True)).start()\n"
+        "pool.grade(batch)\n"
+    )
+    command = [sys.executable, "-c", code, own(name)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
+        pids = [int(p) for p in parent.stdout.readline().split()]
+        assert len(pids) == 2 and not any(gone(p, 0) for p in pids)
+        parent.kill()
+    assert all(gone(pid) for pid in pids)
+
+
+def gone(pid: int, seconds: float = 10) -> bool:
+    end = time.monotonic() + seconds
+    while True:
+        status = Path(f"/proc/{pid}/stat")
+        if not status.exists() or status.read_text().rpartition(")")[2].split()[0] == "Z":
+            return True
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.05)
+
+
+def test_workers_start_without_torch() -> None:
+    code = "import sys, mindspeed_rl_plugin.reward.worker; assert not {'torch', 'sympy'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+BAD = [
+    ([], {}, "no reward: give one or several of math, exact, regex or path/to/file.py:function"),
+    (["maths"], {}, "reward 'maths' is unknown; known: math, exact, regex or path"),
+    (["exact=x"], {}, "the weight 'x' is not a finite number"),
+    (["exact=nan"], {}, "the weight 'nan' is not a finite number"),
+    (["exact="], {}, "the weight '' is not a finite number"),
+    (["exact", "exact=2"], {}, r"rewards \['exact'\] are given twice"),
+    (["regex"], {}, "needs a pattern: --rl-reward-regex"),
+    (["regex"], {"regex": "("}, r"--rl-reward-regex '\(' is no regular expression"),
+    (["/nowhere/f.py:g"], {}, "there is no file '/nowhere/f.py'"),
+    ([own("nope")], {}, "has no function 'nope'; it has .*length"),
+    ([own("NOT_CALLABLE")], {}, "has no function 'NOT_CALLABLE'"),
+    ([own("a b")], {}, "'a b' is no name of a function"),
+    ([own("positional_only")], {}, "none may be positional-only"),
+    ([own("takes_nothing")], {}, "takes none of prompt, response, answer"),
+    ([own("batch_strange")], {}, "a batch grader takes prompts, responses, answers, records, not other"),
+    (["exact"], {"timeout": 0}, "time limit > 0 and at least 1 worker, got 0 s"),
+    (["exact"], {"workers": 0}, "at least 1 worker"),
+    (["exact"], {"on_error": "ignore"}, "on_error 'ignore' is unknown; known: stop, zero, drop"),
+]
+
+
+@pytest.mark.parametrize(("specs", "options", "message"), BAD)
+def test_bad_settings_are_refused_at_once(specs, options, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        RewardPool(specs, **{"workers": 1, **options})
+
+
+def test_a_file_that_does_not_load_is_reported_with_its_line(tmp_path: Path) -> None:
+    (tmp_path / "broken.py").write_text("import nothing_like_this\n")
+    (tmp_path / "syntax.py").write_text("def f(:\n")
+    (tmp_path / "dies.py").write_text("import os\nos._exit(9)\n")
+    for name, message in {
+        "broken": r"(?s)'f' cannot be loaded: it raised ModuleNotFoundError: .*broken.py\", line 1",
+        "syntax": "SyntaxError",
+        "dies": "worker exited with code 9 while it loaded f",
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            RewardPool([f"{tmp_path / name}.py:f"], workers=1)
