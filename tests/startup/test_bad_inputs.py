@@ -1,0 +1,240 @@
+"""Bad inputs, as a table: each row is refused, and its message says what, why and how to fix it."""
+
+import argparse
+import json
+import types
+
+import pytest
+
+from mindspeed_rl_plugin.config import add_flags
+from mindspeed_rl_plugin.startup import checks
+from mindspeed_rl_plugin.startup.refused import REFUSED
+
+# What Megatron's validation leaves behind for a small model that RL can train.
+GOOD = {
+    "train_iters": 10,
+    "save": "out",
+    "save_interval": 5,
+    "global_batch_size": 16,
+    "micro_batch_size": 2,
+    "data_parallel_size": 2,
+    "world_size": 4,
+    "seq_length": 64,
+    "max_position_embeddings": 64,
+    "num_layers": 2,
+    "hidden_size": 64,
+    "ffn_hidden_size": 128,
+    "num_attention_heads": 8,
+    "group_query_attention": True,
+    "num_query_groups": 4,
+    "kv_channels": 8,
+    "tensor_model_parallel_size": 2,
+    "make_vocab_size_divisible_by": 16,
+    "normalization": "RMSNorm",
+    "swiglu": True,
+    "add_bias_linear": False,
+    "add_qkv_bias": True,
+    "qk_layernorm": False,
+    "position_embedding_type": "rope",
+    "untie_embeddings_and_output_weights": True,
+    "hidden_dropout": 0.0,
+    "attention_dropout": 0.0,
+    "tokenizer_model": None,
+}
+
+RL = {
+    "--rl-algorithm": ["grpo"],
+    "--rl-reward": ["math"],
+    "--rl-samples-per-prompt": ["4"],
+    "--rl-max-prompt-length": ["32"],
+    "--rl-max-response-length": ["32"],
+}
+
+
+@pytest.fixture
+def build(tmp_path):
+    """A namespace like Megatron's, from changed flags (`--...`) and changed attributes."""
+    (tmp_path / "tokenizer").mkdir()
+    (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt": "1+1", "answer": "2"}))
+
+    def make(changes):
+        flags = dict(RL)
+        flags["--rl-tokenizer"] = [str(tmp_path / "tokenizer")]
+        flags["--rl-prompt-data"] = [str(tmp_path / "prompts.jsonl")]
+        attributes = dict(GOOD)
+        for name, value in changes.items():
+            if name.startswith("--"):
+                flags[name] = value
+            else:
+                attributes[name] = value
+        words = [word for flag, values in flags.items() if values is not None for word in (flag, *values)]
+        args = add_flags(argparse.ArgumentParser(allow_abbrev=False)).parse_args(words)
+        return argparse.Namespace(**attributes, **vars(args))
+
+    return make
+
+
+def test_the_base_is_good(build):
+    checks.check_args(build({}))
+
+
+# changes -> part of the message
+BAD = [
+    # Megatron's and MindSpeed's own arguments
+    ({"hidden_dropout": 0.1}, "--hidden-dropout 0.1: dropout makes old and new log-probs differ"),
+    ({"attention_dropout": 0.1}, "pass --attention-dropout 0"),
+    ({"async_log_allreduce": True}, "--async-log-allreduce: MindSpeed then replaces train_step"),
+    ({"reuse_fp32_param": True}, "--reuse-fp32-param: weights and fp32 copies then share memory"),
+    ({"iterations_to_skip": [3, 4]}, "--iterations-to-skip 3 4: a skipped iteration would throw rollouts away"),
+    ({"inprocess_restart": True}, "let torchrun restart the job"),
+    ({"perform_rl_step": True}, "--perform-rl-step: this is Megatron's own RL"),
+    ({"skip_train": True}, "remove --skip-train"),
+    ({"sft": True}, "--sft: this is another training mode"),
+    ({"stage": "dpo"}, "--stage dpo: this is another training mode"),
+    ({"train_samples": 1000}, "--train-samples 1000: RL counts optimizer steps; give --train-iters"),
+    ({"rampup_batch_size": ["16", "8", "100"]}, "--rampup-batch-size 16 8 100: --global-batch-size must stay"),
+    ({"reset_attention_mask": True}, "--reset-attention-mask: one RL sequence is one document"),
+    ({"context_parallel_size": 2}, "--context-parallel-size 2: context parallelism is not supported yet"),
+    ({"expert_model_parallel_size": 2}, "--expert-model-parallel-size 2: experts are not supported yet"),
+    ({"num_experts": 8}, "num_experts is 8: mixture-of-experts models are not supported"),
+    ({"use_torch_fsdp2": True}, "use_torch_fsdp2 is True: parameters must be whole on each rank"),
+    ({"use_custom_fsdp": True}, "use --use-distributed-optimizer instead"),
+    ({"cuda_graph_impl": "local"}, "--cuda-graph-impl local: a captured graph keeps addresses"),
+    ({"fp16": True}, "--fp16: too coarse for a ratio near 1"),
+    ({"fp8": "hybrid"}, "--fp8-format hybrid: trainer and engine would round differently"),
+    ({"use_legacy_models": True}, "only Megatron core models are supported"),
+    ({"mtp_num_layers": 1}, "multi-token prediction is not supported"),
+    ({"multi_latent_attention": True}, "multi-latent attention is not supported"),
+    ({"hybrid_override_pattern": "M-M*"}, "--hybrid-override-pattern M-M*: hybrid models are not supported"),
+    ({"vision_pretraining": True}, "vision and multimodal models are not supported; only GPT decoders"),
+    ({"retro_add_retriever": True}, "retrieval models are not supported"),
+    ({"lora_target_modules": ["linear_qkv"]}, "--lora-target-modules linear_qkv: LoRA is not supported yet"),
+    ({"no_save_optim": True}, "--no-save-optim: a run could not be resumed"),
+    ({"non_persistent_save_interval": 5}, "RL state is kept in persistent checkpoints only"),
+    ({"train_iters": None}, "--train-iters is missing"),
+    ({"save": None}, "--save is missing"),
+    # the model
+    ({"normalization": "LayerNorm"}, "give --normalization RMSNorm"),
+    ({"swiglu": False}, "give --swiglu"),
+    ({"position_embedding_type": "learned_absolute"}, "give --position-embedding-type rope"),
+    ({"add_bias_linear": True}, "give --disable-bias-linear"),
+    # data and tokenizer
+    ({"--rl-prompt-data": None}, "--rl-prompt-data is missing: give JSONL"),
+    ({"--rl-prompt-data": ["nowhere.jsonl"]}, "--rl-prompt-data nowhere.jsonl: no such file or directory"),
+    ({"--rl-eval-data": ["nowhere.jsonl"]}, "--rl-eval-data nowhere.jsonl: no such file or directory"),
+    ({"--rl-tokenizer": None}, "no tokenizer: give a Hugging Face tokenizer directory with --rl-tokenizer"),
+    ({"--rl-tokenizer": ["nowhere"]}, "the tokenizer nowhere is not a directory"),
+    ({"--rl-hf-model": ["nowhere"]}, "--rl-hf-model nowhere: no config.json there"),
+    # names
+    ({"--rl-algorithm": ["ppo2"]}, "--rl-algorithm 'ppo2' is unknown; known: grpo"),
+    ({"--rl-advantage": ["best"]}, "--rl-advantage 'best' is unknown; known: group-norm"),
+    ({"--rl-loss": ["square"]}, "--rl-loss 'square' is unknown; known: clip"),
+    ({"--rl-aggregation": ["mean"]}, "--rl-aggregation 'mean' is unknown; known: "),
+    ({"--rl-reward": ["mathematics"]}, "reward 'mathematics' is unknown; known: "),
+    ({"--rl-reward": ["nowhere.py:grade"]}, "there is no file 'nowhere.py'"),
+    ({"--rl-reward": ["regex"]}, "reward 'regex' needs a pattern: --rl-reward-regex"),
+    ({"--rl-reward": None}, "no reward: give one or several of "),
+    ({"--rl-swap": ["params", "gradients"]}, "--rl-swap gradients is unknown; known: params, grads, optimizer, none"),
+    ({"--rl-swap": ["none", "params"]}, "--rl-swap none params: 'none' stands alone"),
+    # numbers
+    ({"--rl-temperature": ["0"]}, "--rl-temperature is 0.0; give a number above 0"),
+    ({"--rl-temperature": ["nan"]}, "--rl-temperature is nan; give a number above 0"),
+    ({"--rl-top-p": ["0"]}, "--rl-top-p is 0.0; give a number above 0 and at most 1"),
+    ({"--rl-top-p": ["1.5"]}, "--rl-top-p is 1.5; give a number above 0 and at most 1"),
+    ({"--rl-top-k": ["-1"]}, "--rl-top-k is -1; give a number at least 0"),
+    ({"--rl-samples-per-prompt": ["0"]}, "--rl-samples-per-prompt is 0; give a number at least 1"),
+    ({"--rl-samples-per-prompt": ["1"]}, "--rl-samples-per-prompt 1: the advantage 'group-norm' compares"),
+    ({"--rl-clip-low": ["-0.1"]}, "--rl-clip-low is -0.1; give a finite number >= 0"),
+    ({"--rl-ppo-epochs": ["0"]}, "--rl-ppo-epochs is 0; give at least 1"),
+    ({"--rl-reward-timeout": ["0"]}, "--rl-reward-timeout is 0.0; give a number above 0"),
+    ({"--rl-wait-timeout": ["-1"]}, "--rl-wait-timeout is -1.0; give a number above 0"),
+    ({"--rl-eval-every": ["0"]}, "--rl-eval-every is 0; give a number at least 1"),
+    # what must fit together
+    (
+        {"--rl-max-response-length": ["33"]},
+        "--rl-max-prompt-length 32 + --rl-max-response-length 33 = 65 tokens, more than --seq-length 64",
+    ),
+    ({"max_position_embeddings": 63}, "= 64 tokens, more than --max-position-embeddings 63"),
+    ({"--rl-generate-tp": ["3"]}, "--rl-generate-tp 3 does not divide the world of 4 ranks"),
+    ({"--rl-generate-tp": ["4"], "num_attention_heads": 6}, "4 does not divide --num-attention-heads 6"),
+    (
+        {"--rl-generate-tp": ["4"], "num_attention_heads": 12, "num_query_groups": 6},
+        "--rl-generate-tp 4 neither divides nor is a multiple of the 6 query groups",
+    ),
+    ({"--rl-generate-tp": ["0"]}, "--rl-generate-tp 0: give at least 1"),
+    ({"--rl-samples-per-prompt": ["3"]}, "--global-batch-size 16 is not a multiple of --rl-samples-per-prompt 3"),
+    ({"--rl-rollout-prompts": ["6"]}, "24 samples (--rl-rollout-prompts 6 x --rl-samples-per-prompt 4), not"),
+    ({"micro_batch_size": 3}, "--global-batch-size 16 is not a multiple of --micro-batch-size 3 x 2"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), BAD, ids=lambda value: str(value)[:60])
+def test_refused(build, changes, message):
+    with pytest.raises(ValueError) as error:
+        checks.check_args(build(changes))
+    assert message in str(error.value), str(error.value)
+
+
+def test_every_problem_is_reported_at_once(build):
+    with pytest.raises(ValueError) as error:
+        checks.check_args(build({"hidden_dropout": 0.1, "save": None, "--rl-top-p": ["2"]}))
+    lines = str(error.value).splitlines()
+    assert lines[0] == "RL cannot run with these arguments:"
+    assert len(lines) == 4
+
+
+def test_checks_change_nothing(build):
+    args = build({})
+    before = dict(vars(args))
+    checks.check_args(args)
+    checks.warnings(args)
+    assert vars(args) == before
+
+
+def test_every_refused_row_has_a_case_or_is_like_one():
+    """The table and the cases do not drift apart: at least every kind of reason is exercised."""
+    reasons = {row.why for row in REFUSED}
+    tried = {row.why for row in REFUSED for changes, _ in BAD if row.name in changes}
+    missing = {why for why in reasons - tried if not why.startswith(("dropout", "convert", "upcycle"))}
+    assert missing == set()
+
+
+@pytest.mark.parametrize("row", REFUSED, ids=lambda row: row.name)
+def test_harmless_values_pass(row):
+    for value in (None, False, 0):
+        assert row.message(types.SimpleNamespace(**{row.name: value})) is None or row.name == "cuda_graph_impl"
+    assert row.message(types.SimpleNamespace()) is None
+
+
+@pytest.mark.parametrize(
+    ("attributes", "size", "message"),
+    [
+        ({"padded_vocab_size": 128}, 129, "the tokenizer has 129 tokens, the model's padded vocabulary only 128"),
+        ({"padded_vocab_size": 256, "vocab_size": 200}, 201, "--vocab-size says 200: ids above it would be generated"),
+        ({"padded_vocab_size": 128}, 128, None),
+        ({"padded_vocab_size": 128, "vocab_size": None}, 100, None),
+        ({}, 10**6, None),
+    ],
+)
+def test_vocabulary(attributes, size, message):
+    args = types.SimpleNamespace(**attributes)
+    if message is None:
+        checks.check_vocabulary(args, size)
+        return
+    with pytest.raises(ValueError, match=message):
+        checks.check_vocabulary(args, size)
+
+
+def test_tokenizer_falls_back(build):
+    args = build({"--rl-tokenizer": None, "--rl-hf-model": ["hf"], "tokenizer_model": "tm"})
+    assert checks.tokenizer_path(args) == "hf"
+    args = build({"--rl-tokenizer": None, "tokenizer_model": "tm"})
+    assert checks.tokenizer_path(args) == "tm"
+    args = build({"--rl-tokenizer": None, "tokenizer_name_or_path": "npu"})
+    assert checks.tokenizer_path(args) == "npu"
+
+
+def test_warnings(build):
+    lines = checks.warnings(build({"--rl-top-p": ["0.9"], "--rl-top-k": ["50"], "save_interval": None}))
+    assert [line.split(":")[0] for line in lines] == ["--rl-top-p 0.9", "--rl-top-k 50", "no --save-interval"]
+    assert checks.warnings(build({})) == []

@@ -1,0 +1,235 @@
+"""The order of a start, with a hand-written Megatron: what is loaded with which arguments, and what the loop hears."""
+
+import argparse
+import os
+import shutil
+import types
+
+import pytest
+import torch
+
+from mindspeed_rl_plugin.config import add_flags
+from mindspeed_rl_plugin.startup import checks, files, launch, model_source
+
+
+class Loop:
+    def __init__(self, events):
+        self.events = events
+
+    def before_model(self, args):
+        self.events.append("before_model")
+
+    def on_reference_loaded(self, model):
+        self.events.append(("reference", float(model[0].weight[0, 0])))
+
+    def load_state_dict(self, state):
+        self.events.append(("state", state))
+
+    def on_checkpoint_loaded(self, model, optimizer, start):
+        self.events.append(("actor", float(model[0].weight[0, 0]), optimizer, start.kind))
+        self.start = start
+
+    def state_dict(self):
+        return {"cursor": 17, "rows": torch.arange(3)}
+
+
+class Megatron:
+    """Builds one linear layer and loads a number into it, like `setup_model_and_optimizer` and `load_checkpoint`."""
+
+    def __init__(self, args, events, initial=0.5):
+        self.args, self.events, self.initial = args, events, initial
+
+    def setup_model_and_optimizer(self, model_type, model_provider_func=None):
+        self.events.append("build")
+        model = [torch.nn.Linear(2, 2)]
+        with torch.no_grad():
+            for p in model[0].parameters():
+                p.fill_(self.initial)
+        self.args.iteration = 0
+        if self.args.load is not None:
+            self.args.iteration, _ = launch.load(self.load_checkpoint, (model, "optimizer", "scheduler"), {})
+        return model, "optimizer", "scheduler"
+
+    def load_checkpoint(self, model, optimizer, scheduler):
+        a = self.args
+        iteration = a.ckpt_step or files.read_tracker(a.load)
+        self.events.append(("load", iteration, optimizer, a.finetune, a.no_load_optim, a.no_load_rng))
+        with open(f"{files.iteration_dir(a.load, iteration)}/weight") as file, torch.no_grad():
+            model[0].weight.fill_(float(file.read()))
+        return 0 if a.finetune else iteration, 0
+
+    def save(self, iteration, value):
+        launch.save_rl_state(self.args, iteration)
+        write_checkpoint(self.args.save, iteration, value)
+
+
+def write_checkpoint(directory, iteration, value):
+    folder = files.iteration_dir(str(directory), iteration)
+    os.makedirs(folder, exist_ok=True)
+    with open(f"{folder}/weight", "w") as file:
+        file.write(str(value))
+    with open(f"{directory}/{files.TRACKER}", "w") as file:
+        file.write(str(iteration))
+
+
+@pytest.fixture
+def job(tmp_path, monkeypatch):
+    """`job(load=..., kl=...)` runs one start; returns what happened."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(checks, "check_model", lambda model: None)
+
+    def run(*, load=None, kl=0.001, initial=0.5, **values):
+        monkeypatch.setattr(launch, "_launch", None)
+        flags = ["--rl-algorithm", "grpo", "--rl-samples-per-prompt", "2", "--rl-kl-loss-coef", str(kl)]
+        rl = add_flags(argparse.ArgumentParser()).parse_args(flags)
+        base = {"save": "out", "load": load, "pretrained_checkpoint": None, "ckpt_step": None, "save_interval": 1}
+        base |= {"finetune": False, "no_load_optim": False, "no_load_rng": False, "train_iters": 8}
+        base |= {"global_batch_size": 4, "micro_batch_size": 1, "data_parallel_size": 1, "world_size": 1}
+        args = argparse.Namespace(**{**base, **values}, **vars(rl))
+        before = dict(vars(args))
+        events = []
+        loop, megatron = Loop(events), Megatron(args, events, initial)
+        launch.launch(megatron.setup_model_and_optimizer, ("gpt",), {"model_provider_func": len}, args, loop)
+        assert {k: v for k, v in vars(args).items() if k != "iteration"} == before, "arguments are put back"
+        return types.SimpleNamespace(events=events, start=loop.start, megatron=megatron, args=args)
+
+    return run
+
+
+WEIGHTS_ONLY = (True, True, True)
+WHOLE = (False, False, False)
+
+
+def test_pretrained(job, capsys):
+    write_checkpoint("base", 500, 1.5)
+    done = job(load="base")
+    assert done.events == [
+        "before_model",
+        "build",
+        ("load", 500, "optimizer", *WEIGHTS_ONLY),
+        ("reference", 1.5),
+        ("actor", 1.5, "optimizer", "pretrained"),
+    ]
+    assert done.args.iteration == 0
+    assert done.start.reference_path.endswith("base/iter_0000500") and len(done.start.reference_digest) == 64
+    lines = capsys.readouterr().out.splitlines()
+    assert sum("training starts from the weights of" in line for line in lines) == 1
+    assert lines[0] == "[rl] batch arithmetic"
+
+
+def test_without_kl_no_reference_is_kept(job):
+    write_checkpoint("base", 500, 1.5)
+    assert not [e for e in job(load="base", kl=0).events if e[0] == "reference"]
+
+
+def test_fresh(job):
+    done = job()
+    assert done.events == ["before_model", "build", ("reference", 0.5), ("actor", 0.5, "optimizer", "fresh")]
+    assert done.start.reference_path is None and len(done.start.reference_digest) == 64
+
+
+def test_resume_loads_the_reference_then_the_actor_whole(job):
+    write_checkpoint("base", 500, 1.5)
+    first = job(load="base")
+    first.megatron.save(4, 2.5)
+    write_checkpoint("base", 900, 9.0)  # pretraining went on
+    second = job(load="base", finetune=True, no_load_optim=True, no_load_rng=True)
+    (state,) = [e[1] for e in second.events if e[0] == "state"]
+    assert state["cursor"] == 17 and torch.equal(state["rows"], torch.arange(3))
+    assert [e for e in second.events if e[0] != "state"] == [
+        "before_model",
+        "build",
+        ("load", 500, None, *WEIGHTS_ONLY),
+        ("reference", 1.5),
+        ("load", 4, "optimizer", *WHOLE),
+        ("actor", 2.5, "optimizer", "resume"),
+    ]
+    order = [e if isinstance(e, str) else e[0] for e in second.events]
+    assert order.index("state") < order.index("actor")
+    assert second.args.iteration == 4
+    assert second.start.reference_digest == first.start.reference_digest
+
+    second.megatron.save(8, 3.5)  # and what a resumed run saves names the same reference
+    third = job()
+    assert third.start.reference_path == first.start.reference_path
+    assert ("reference", 1.5) in third.events
+
+
+def test_resume_without_kl_does_not_touch_the_reference(job):
+    write_checkpoint("base", 500, 1.5)
+    job(load="base").megatron.save(4, 2.5)
+    shutil.rmtree("base")
+    done = job(kl=0)
+    assert [e[1] for e in done.events if e[0] == "load"] == [4]
+    assert done.start.reference_path.endswith("base/iter_0000500")
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda: write_checkpoint("base", 500, 1.6), "has changed since RL began from it"),
+        (lambda: shutil.rmtree("base"), "holds no checkpoint files: it is the reference that RL began from"),
+        (lambda: write_checkpoint("base", "release", 1.5), "holds 'release', so Megatron cannot load"),
+    ],
+)
+def test_a_reference_that_changed_or_is_gone_is_an_error(job, damage, message):
+    write_checkpoint("base", 500, 1.5)
+    job(load="base").megatron.save(4, 2.5)
+    damage()
+    with pytest.raises(ValueError, match=message):
+        job(load="base")
+
+
+def test_random_reference_is_rebuilt_only_from_the_same_weights(job):
+    job(initial=0.5).megatron.save(4, 2.5)
+    done = job(initial=0.5)
+    assert ("reference", 0.5) in done.events and done.events[-1] == ("actor", 2.5, "optimizer", "resume")
+    with pytest.raises(ValueError, match="was its random initialisation, and this start initialises other weights"):
+        job(initial=0.25)
+    assert job(initial=0.25, kl=0).events[-1] == ("actor", 2.5, "optimizer", "resume")
+
+
+def test_megatron_loading_something_else_is_noticed(job, monkeypatch):
+    write_checkpoint("base", 500, 1.5)
+    job(load="base").megatron.save(4, 2.5)
+    monkeypatch.setattr(Megatron, "load_checkpoint", lambda self, *rest: (3, 0))
+    with pytest.raises(ValueError, match="Megatron loaded iteration 3 from .*out, expected 4"):
+        job(kl=0)
+
+
+def test_arguments_are_put_back_after_an_error(job):
+    args = types.SimpleNamespace(load="a")
+    with pytest.raises(KeyError), launch.overridden(args, {"load": "b", "absent_in_this_version": 1}):
+        assert args.load == "b"
+        raise KeyError
+    assert vars(args) == {"load": "a"}
+
+
+def test_state_is_on_disk_before_the_tracker(job, monkeypatch):
+    write_checkpoint("base", 500, 1.5)
+    done = job(load="base")
+    launch.save_rl_state(done.args, 4)
+    assert files.has_state("out", 4)
+    assert files.read_tracker("out") is None
+
+
+def test_only_rank_0_writes(job, monkeypatch):
+    write_checkpoint("base", 500, 1.5)
+    done = job(load="base")
+    monkeypatch.setattr(launch.ranks, "is_rank_0", lambda: False)
+    launch.save_rl_state(done.args, 4)
+    assert not files.has_state("out", 4)
+
+
+def test_saving_before_the_start_is_refused(monkeypatch):
+    monkeypatch.setattr(launch, "_launch", None)
+    with pytest.raises(ValueError, match="before training has started"):
+        launch.save_rl_state(None, 1)
+
+
+def test_the_model_source_is_remembered_by_name(job, monkeypatch):
+    monkeypatch.setattr(model_source, "_source", None)
+    with pytest.raises(RuntimeError, match="has not built a model yet"):
+        model_source.recall()
+    job()
+    assert model_source.recall() == model_source.ModelSource(provider=len, container=None)
