@@ -32,12 +32,16 @@ NAMES: dict[str, Meaning] = {
     "logp_diff/mean": Meaning("nats", "mean |log-prob of the engine - log-prob of the trainer| over trained tokens"),
     "logp_diff/max": Meaning("nats", "largest |log-prob of the engine - log-prob of the trainer|"),
     "loss": Meaning("", "loss of the update"),
+    "loss/policy": Meaning("", "policy part of the loss"),
+    "loss/kl": Meaning("", "KL part of the loss, its coefficient included"),
     "grad_norm": Meaning("", "gradient norm before clipping"),
     "lr": Meaning("", "learning rate"),
     "tokens_per_second": Meaning("tokens/s", "prompt and response tokens a second and device, end to end (Eq. 5)"),
     "tokens_per_second_total": Meaning("tokens/s", "prompt and response tokens a second of all devices"),
     "seconds/iteration": Meaning("s", "wall time of the iteration without evaluation"),
     "eval/accuracy": Meaning("share", "held-out prompts answered correctly by greedy decoding"),
+    "eval/response_length": Meaning("tokens", "mean length of the greedy held-out responses"),
+    "eval/truncated": Meaning("share", "greedy held-out responses cut at the length limit"),
     "version": Meaning("", "weight version that drew the rollout"),
 }
 _PATTERNS = (

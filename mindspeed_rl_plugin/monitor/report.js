@@ -115,15 +115,18 @@ function redrawOnResize(node, draw) {
 const smoothing = { on: false, strength: 0.8 };
 const charts = [];
 
-// One card with a line chart. spec: title, about, x (iterations), lines [{name, label, values, color}],
-// and optionally band {middle, spread}, range [low, high], log, sparse (few points: joined across
-// iterations without one, never smoothed), format, unit (ticks are round multiples of it).
+// One card with a line chart. spec: title, about, x (all iterations), lines [{name, label, x, values, color}]
+// where a null value is a gap, and optionally band {x, middle, spread} around the first line, range
+// [low, high], log, rough (never smoothed), format, unit (ticks are round multiples of it).
 class LineChart {
   constructor(spec) {
     this.spec = { format: number, ...spec };
     this.legend = element("div", { class: "legend" });
     this.holder = element("div", {});
-    this.card = element("div", { class: "card chart", "data-chart": spec.title }, element("h3", {}, spec.title),
+    // Beside the title and not in the legend, which would wrap and move the chart under the pointer.
+    this.at = element("span", { class: "muted small" });
+    this.card = element("div", { class: "card chart", "data-chart": spec.title },
+      element("div", { class: "head" }, element("h3", {}, spec.title), this.at),
       element("p", { class: "about" }, spec.about || ""), this.legend, this.holder);
     charts.push(this);
   }
@@ -195,17 +198,17 @@ class LineChart {
   drawLine(root, line) {
     const shown = this.shown(line);
     const points = shown.filter((v) => v !== null).length;
-    if (shown !== line.values) root.append(shape("path", { class: "line raw", stroke: line.color, d: this.path(line.values) }));
-    root.append(shape("path", { class: "line", stroke: line.color, "data-series": line.name, d: this.path(shown) }));
+    if (shown !== line.values) root.append(shape("path", { class: "line raw", stroke: line.color, d: this.path(line.x, line.values) }));
+    root.append(shape("path", { class: "line", stroke: line.color, "data-series": line.name, d: this.path(line.x, shown) }));
     if (points > 40) return;
     shown.forEach((v, k) => {
       if (v === null || (this.spec.log && v <= 0)) return;
-      root.append(shape("circle", { cx: this.px(this.spec.x[k]).toFixed(2), cy: this.py(v).toFixed(2), r: 2.6, fill: line.color }));
+      root.append(shape("circle", { cx: this.px(line.x[k]).toFixed(2), cy: this.py(v).toFixed(2), r: 2.6, fill: line.color }));
     });
   }
 
   drawBand(root) {
-    const { x, band, lines } = this.spec;
+    const { lines, band: { x, ...band } } = this.spec;
     const keep = x.map((_, k) => k).filter((k) => band.middle[k] !== null && band.spread[k] !== null);
     if (keep.length < 2) return;
     const edge = (k, sign) => `${this.px(x[k]).toFixed(2)} ${this.py(band.middle[k] + sign * band.spread[k]).toFixed(2)}`;
@@ -213,34 +216,33 @@ class LineChart {
     root.append(shape("path", { class: "band", fill: lines[0].color, d }));
   }
 
-  path(values) {
+  path(x, values) {
     let d = "";
     let pen = "M";
     values.forEach((v, k) => {
       if (v === null || (this.spec.log && v <= 0)) {
-        if (!this.spec.sparse) pen = "M";
+        pen = "M";
         return;
       }
-      d += `${pen}${this.px(this.spec.x[k]).toFixed(2)} ${this.py(v).toFixed(2)}`;
+      d += `${pen}${this.px(x[k]).toFixed(2)} ${this.py(v).toFixed(2)}`;
       pen = "L";
     });
     return d;
   }
 
   shown(line) {
-    return smoothing.on && !this.spec.sparse ? smoothed(line.values, smoothing.strength) : line.values;
+    return smoothing.on && !this.spec.rough ? smoothed(line.values, smoothing.strength) : line.values;
   }
 
-  // Legend with the values at an iteration (of sparse lines: the latest until then), or with the last ones.
+  // Legend with the values at an iteration (where it has none: the latest until then), or with the last ones.
   readout(iteration) {
-    const { x, lines, format, sparse } = this.spec;
+    const { lines, format } = this.spec;
     const items = lines.map((line) => {
       const values = this.shown(line);
-      const upTo = iteration === null ? x.length : x.indexOf(iteration) + 1;
-      const at = iteration === null || sparse ? values.slice(0, upTo).findLastIndex((v) => v !== null) : upTo - 1;
+      const at = iteration === null ? values.findLastIndex((v) => v !== null) : line.x.findLastIndex((x) => x <= iteration);
       return legendItem(line.color, line.label, format(at < 0 ? null : values[at]), line.hint);
     });
-    if (iteration !== null) items.push(element("span", { class: "muted" }, `iteration ${iteration}`));
+    this.at.textContent = iteration === null ? "" : `iteration ${iteration}`;
     this.legend.replaceChildren(...items);
   }
 
@@ -273,7 +275,7 @@ function hoverAll(where) {
 
 const CURVES = [
   { title: "Reward", series: ["reward/mean"], spread: "reward/std" },
-  { title: "Held-out accuracy", series: ["eval/accuracy", /^eval\/pass@/], range: [0, 1], sparse: true,
+  { title: "Held-out accuracy", series: ["eval/accuracy", /^eval\/pass@/], range: [0, 1], rough: true,
     absent: "This run was not evaluated. --rl-eval-data turns evaluation on." },
   { title: "Groups", series: ["groups/solved", "groups/mixed", "groups/unsolved"], range: [0, 1],
     about: "Share of prompts whose responses are all right, partly right, all wrong. Only mixed ones teach." },
@@ -300,11 +302,12 @@ function about(name) {
 function curveSpec(curve, names) {
   const { series, iterations } = data.metrics;
   const lines = names.map((name, k) => ({
-    name, label: name, values: series[name], color: `var(--c${k})`, hint: about(name),
+    name, label: name, x: series[name].x, values: series[name].y, color: `var(--c${k})`, hint: about(name),
   }));
   const spec = { ...curve, about: curve.about || about(names[0]), x: iterations, lines };
   if (curve.spread && series[curve.spread]) {
-    spec.band = { middle: series[names[0]], spread: series[curve.spread] };
+    const spread = new Map(series[curve.spread].x.map((x, k) => [x, series[curve.spread].y[k]]));
+    spec.band = { x: lines[0].x, middle: lines[0].values, spread: lines[0].x.map((x) => spread.get(x) ?? null) };
     spec.about += " The band is ± one standard deviation.";
   }
   return spec;
@@ -316,7 +319,7 @@ function drawCurves() {
   for (const curve of CURVES) {
     const names = curve.series.flatMap((s) => known.filter((n) => (s instanceof RegExp ? s.test(n) : s === n)));
     names.forEach((n) => used.add(n));
-    if (names.some((n) => data.metrics.series[n].some((v) => v !== null))) new LineChart(curveSpec(curve, names)).mount(byId("charts"));
+    if (names.some((n) => data.metrics.series[n].y.some((v) => v !== null))) new LineChart(curveSpec(curve, names)).mount(byId("charts"));
     else {
       byId("charts").append(element("div", { class: "card empty", "data-chart": curve.title }, element("h3", {}, curve.title),
         element("p", { class: "about" }, curve.absent || "Not in this run's metrics.")));

@@ -44,12 +44,21 @@ def collect(
 
 
 def metric_series(rows: list[Row]) -> dict[str, Any]:
-    """iterations, and name -> values with None where an iteration lacks the metric or it was not finite."""
+    """iterations, and name -> {"x": iterations that have the metric, "y": values, None where it was not finite}.
+
+    Absent and not finite differ: a rollout that serves several iterations is measured once, and its
+    curve runs on; a loss that was not finite leaves a gap.
+    """
     names = dict.fromkeys(k for r in rows for k in r if k not in ("iteration", "time"))
     numbers = [n for n in names if all(isinstance(r.get(n), (int, float, type(None))) for r in rows)]
+
+    def curve(name: str) -> dict[str, list]:
+        found = [(r["iteration"], r[name]) for r in rows if name in r]
+        return {"x": [i for i, _ in found], "y": [None if v is None else float(f"{v:.7g}") for _, v in found]}
+
     return {
         "iterations": [r["iteration"] for r in rows],
-        "series": {n: [None if r.get(n) is None else float(f"{r[n]:.7g}") for r in rows] for n in numbers},
+        "series": {n: curve(n) for n in numbers},
         "meaning": {n: list(meaning(n)) for n in numbers},
     }
 

@@ -248,10 +248,14 @@ function drawMemory(parent) {
       element("p", { class: "about" }, "This run recorded no memory peaks: it had no memory meter.")));
     return;
   }
-  const lines = measured.map(([n, k]) => ({ name: `peak/${n}`, label: n, values: data.stages.peak[n], color: stageColor(k) }));
+  const { iterations, peak } = data.stages;
+  const lines = measured.map(([n, k]) => {
+    const has = (_, i) => peak[n][i] !== null;
+    return { name: `peak/${n}`, label: n, x: iterations.filter(has), values: peak[n].filter(has), color: stageColor(k) };
+  });
   new LineChart({
     title: "Memory of each stage", about: "Most device memory allocated during the stage, on the rank that used most.",
-    x: data.stages.iterations, lines, format: bytes, unit: byteUnit(Math.max(...lines.flatMap((l) => minmax(l.values)))), sparse: true,
+    x: iterations, lines, format: bytes, unit: byteUnit(Math.max(...lines.flatMap((l) => minmax(l.values)))), rough: true,
   }).mount(parent);
 }
 

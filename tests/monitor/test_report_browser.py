@@ -119,8 +119,8 @@ def test_an_empty_report_does_not_pass_the_check(full_run, tmp_path):
     text = (full_run / "r.html").read_text(encoding="utf-8")
     start, end = re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.S).span(1)
     data = json.loads(text[start:end])
-    data["metrics"]["series"]["reward/mean"] = [None] * len(data["metrics"]["iterations"])
-    data["metrics"]["series"]["entropy"][-1] = None
+    data["metrics"]["series"]["reward/mean"]["y"] = [None] * 30
+    data["metrics"]["series"]["entropy"]["y"][-1] = None
     data["samples"]["rows"] = []
     path = tmp_path / "empty.html"
     path.write_text(text[:start] + json.dumps(data).replace("<", "\\u003c") + text[end:], encoding="utf-8")
@@ -158,6 +158,24 @@ def test_the_timeline_and_stage_times_are_drawn(full_run, full_page):
     assert len(full_page.all("rect", class_="part", data_stage="generate")) == 30
     assert len(vertices(full_page.all("path", data_series="peak/update")[0][0]["d"])) == 30
     assert "generate" in full_page.all("table", id="stage-table")[0][1]
+
+
+def test_a_metric_of_some_iterations_is_one_line_and_one_that_was_not_finite_has_a_gap(run_builder, tmp_path):
+    run = run_builder(tmp_path / "run", iterations=12, ranks=1, evaluate=False, dumps=False, events=False)
+    rows = read_jsonl(run / "metrics.jsonl")
+    for row in rows:
+        if row["iteration"] % 4 != 1:  # a rollout serves four iterations and is measured once
+            del row["reward/mean"], row["reward/std"]
+        if row["iteration"] in (5, 6):
+            row["loss"] = None
+    (run / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    assert main([str(run)]) == 0
+    page = open_in_browser(run / "report.html", tmp_path)
+    check_curve(page, rows, "reward/mean")
+    check_curve(page, rows, "loss")
+    pens = {n: page.all("path", data_series=n)[0][0]["d"].count("M") for n in ("reward/mean", "loss")}
+    assert pens == {"reward/mean": 1, "loss": 2}
+    assert len(vertices(page.all("path", class_="band")[0][0]["d"])) == 6
 
 
 def test_an_hour_in_which_the_job_was_down_does_not_hide_the_rest(run_builder, tmp_path):
