@@ -29,7 +29,7 @@ def collect(
     stages = stage_data(events)
     return json_safe(
         {
-            "title": run.get("name") or Path(run_dir).resolve().name,
+            "title": run.get("name") or _name(Path(run_dir).resolve()),
             "place": os.fspath(run_dir),
             "run": run,
             "made": time.time(),
@@ -138,6 +138,11 @@ def duration(seconds: float) -> str:
     if minutes < 60:
         return f"{minutes} min {rest:02d} s"
     return f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def _name(run_dir: Path) -> str:
+    """The directory's name; of the default SAVE/rl, which is called rl in every run, with SAVE's before it."""
+    return f"{run_dir.parent.name}/rl" if run_dir.name == "rl" else run_dir.name
 
 
 def _tile(label: str, value: str, note: str) -> dict[str, str]:

@@ -107,8 +107,10 @@ def test_entropy_that_collapses_is_remarked():
 
 
 def test_headline_of_a_run(run_builder, tmp_path):
-    run = run_builder(tmp_path / "run", iterations=20, dumps=False)
-    tiles = {t["label"]: t["value"] for t in collect(run)["tiles"]}
+    run = run_builder(tmp_path / "tuned" / "rl", iterations=20, dumps=False)
+    data = collect(run)
+    assert data["title"] == "tuned/rl"
+    tiles = {t["label"]: t["value"] for t in data["tiles"]}
     accuracy = [r["eval/accuracy"] for r in read_metrics(run) if "eval/accuracy" in r]
     assert tiles["Held-out accuracy"] == f"{accuracy[0]:.1%} → {accuracy[-1]:.1%}"
     assert tiles["Iterations"] == "20"
