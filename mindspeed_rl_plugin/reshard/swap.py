@@ -67,6 +67,8 @@ class TrainState:
         for name in names:
             if name in self._away:
                 raise ValueError(f"{name} are swapped out already; call swap_in first")
+        if "grads" in names:
+            _drop_grads(self.chunks, self.optimizer)
         found = {name: self._find(name) for name in names}
         for name in names:
             self._away[name] = [self._copy_out(s, keep=name != "grads") for s in found[name].values()]
@@ -104,14 +106,10 @@ class TrainState:
         params = _storages(tensor for _, tensor in _weights(self.chunks))
         if name == "params":
             return params
-        if name == "grads":
-            _drop_grads(self.chunks, self.optimizer)
-            found = _storages(_grad_buffers(self.chunks))
-        else:
-            found = _storages(_optimizer_tensors(self.chunks, self.optimizer))
-        # Main parameters may be views of the parameter buffer, and gradients may share its storage.
-        held_on_device = {"cpu"} if self.device.is_cpu else {self.device.kind}
-        return {k: s for k, s in found.items() if k not in params and s.device.type in held_on_device}
+        tensors = _grad_buffers(self.chunks) if name == "grads" else _optimizer_tensors(self.chunks, self.optimizer)
+        # Main parameters may be views of the parameter buffer, and gradients may share its storage. State
+        # that an optimizer keeps on the host anyway (CPU offload) stays there.
+        return {k: s for k, s in _storages(tensors).items() if k not in params and s.device.type == self.device.kind}
 
     def _copy_out(self, storage: torch.UntypedStorage, keep: bool) -> _Away:
         nbytes = storage.nbytes()

@@ -99,6 +99,23 @@ def test_weights_arrive_bitwise(case):
             assert torch.equal(live[r][name], tensor), (r, name)
 
 
+@settings(max_examples=25, deadline=None)
+@given(cases())
+def test_each_side_knows_what_it_holds(case):
+    """Segment by segment: a mistake made alike on both sides would still deliver, and mislead digests and exports."""
+    shape, parallel, tp, _, own_head = case
+    weights = random_weights(shape)
+    world = range(parallel.world)
+    stored = [(megatron_weights(shape, parallel, r, weights), megatron_layout(shape, parallel, r)) for r in world]
+    for r in range(tp):
+        stored.append((engine_weights(shape, tp, r, weights, own_head), engine_layout(shape, tp, r, own_head)))
+    for params, layout in stored:
+        for name, segments in layout.items():
+            for s in segments:
+                held = view(params[name], s, s.start, s.size)
+                assert torch.equal(held, weights[s.name].narrow(s.axis, s.start, s.size)), (name, s)
+
+
 @settings(max_examples=40, deadline=None)
 @given(cases(), st.sampled_from([1, 2, 4, 8]), st.sampled_from([192, 512, 4096]))
 def test_cover_bytes_and_buckets(case, node_size, bucket_bytes):
