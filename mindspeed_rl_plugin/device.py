@@ -125,7 +125,7 @@ def get_device() -> Device:
 
 
 def detect() -> str:
-    """"npu", "cuda" or "cpu", from the override or from what is really there."""
+    """The kind of this machine, "npu", "cuda" or "cpu", from the override or from what is really there."""
     override = os.environ.get(OVERRIDE, "").strip().lower()
     if override:
         if override not in BACKENDS:

@@ -19,6 +19,7 @@ def install() -> None:
     _replace("init_process_group", _init_process_group(dist.init_process_group))
     _replace("new_group", _new_group(dist.new_group))
     _replace("all_to_all_single", _all_to_all_single(dist.all_to_all_single))
+    _replace("isend", _isend(dist.isend))
     for name in _AVERAGING:
         _replace(name, _averaging(getattr(dist, name)))
 
@@ -65,6 +66,20 @@ def _all_to_all_single(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(output, input, ints(output_sizes), ints(input_sizes), **kwargs)
 
     return all_to_all_single
+
+
+def _isend(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Send a copy, because Megatron's interleaved schedule frees an output while it is being sent.
+
+    With NCCL the allocator keeps the memory until the stream is past the send. gloo reads it from a
+    thread of its own: the receiver would get whatever was allocated there since. The work holds the copy.
+    """
+
+    @functools.wraps(original)
+    def isend(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return original(tensor.detach().clone(), *args, **kwargs)
+
+    return isend
 
 
 def _averaging(original: Callable[..., Any]) -> Callable[..., Any]:

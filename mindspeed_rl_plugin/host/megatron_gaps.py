@@ -69,6 +69,12 @@ def _quantize_param_shard(module: ModuleType) -> None:
     module.quantize_param_shard = quantize_param_shard
 
 
+def _set_parameter_state(module: ModuleType) -> None:
+    optimizer = module.DistributedOptimizer
+    name = "_set_main_param_and_optimizer_states"
+    setattr(optimizer, name, torch.no_grad()(getattr(optimizer, name)))
+
+
 def _te_general_gemm(module: ModuleType) -> None:
     if not hasattr(module, "te_general_gemm"):
         module.te_general_gemm = None
@@ -134,6 +140,14 @@ GAPS = (
         "core 0.12",
         "core 0.12 is no longer supported (MindSpeed moves on)",
         _quantize_param_shard,
+    ),
+    Gap(
+        f"{_OPTIMIZER}.distrib_optimizer",
+        "DistributedOptimizer._set_main_param_and_optimizer_states",
+        "in fp32 the main parameters are views of the model's, and it writes into them without no_grad: no resume",
+        "all, on every device; fp32 is what hosts train in",
+        "Megatron resumes an fp32 model with the distributed optimizer",
+        _set_parameter_state,
     ),
     Gap(
         "megatron.core.transformer.moe.moe_utils",

@@ -19,6 +19,11 @@ from mindspeed_rl_plugin.device import NullEvent, NullStream
 from mindspeed_rl_plugin.host.npu_ops import OPERATORS
 from mindspeed_rl_plugin.host.on_import import before_import
 
+_SAME = """
+    current_device device_count is_available set_device synchronize empty_cache current_stream default_stream stream
+    device default_generators _lazy_call get_rng_state set_rng_state manual_seed memory_allocated max_memory_allocated
+    memory_reserved max_memory_reserved memory_stats reset_peak_memory_stats mem_get_info
+"""
 MINDSPEED = ("mindspeed", "mindspeed_llm")
 
 
@@ -78,15 +83,7 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
 
 def _modules() -> dict[str, dict[str, Any]]:
     """Module -> its names; parents before children."""
-    npu = {
-        name: getattr(torch.cuda, name)
-        for name in (
-            "current_device device_count is_available set_device synchronize empty_cache current_stream "
-            "default_stream stream device default_generators _lazy_call get_rng_state set_rng_state manual_seed "
-            "memory_allocated max_memory_allocated memory_reserved max_memory_reserved memory_stats "
-            "reset_peak_memory_stats mem_get_info"
-        ).split()
-    }
+    npu = {name: getattr(torch.cuda, name) for name in _SAME.split()}
     npu.update(
         Stream=NullStream,
         Event=NullEvent,
