@@ -4,6 +4,7 @@ Argument: a folder with `rollout.pt` and `cases.json`, {name: Megatron's flags}.
 case: log-probs of all rows before the steps and after them, and the metrics of both steps.
 """
 
+import functools
 import json
 
 import torch
@@ -29,6 +30,15 @@ def everywhere(micro_batches, logps):
     return {i: row for part in parts for i, row in part.items()}
 
 
+def hooks_of(chunk):
+    return getattr(chunk, "remove_forward_pre_hook_handles", {})
+
+
+def check_quiet(chunk, *ignored):
+    """During the log-prob pass: eval mode, no gradient, and no hook of --overlap-param-gather."""
+    assert not chunk.training and not torch.is_grad_enabled() and not hooks_of(chunk)
+
+
 def main(folder):
     rows = load_rows(folder / "rollout.pt")
     for name, flags in json.loads((folder / "cases.json").read_text()).items():
@@ -43,10 +53,13 @@ def main(folder):
             mine = [rows.select(ids) for ids in step.of_rank(parallel_state.get_data_parallel_rank())]
             for chunk in job.model:
                 chunk.train()
+            watch = [chunk.module.register_forward_hook(functools.partial(check_quiet, chunk)) for chunk in job.model]
             both = compute_logps_and_entropy(job.model, mine, settings)
+            for hook in watch:
+                hook.remove()
             logps = compute_logps(job.model, mine, settings)
             assert (logps is None) == (not parallel_state.is_pipeline_last_stage(ignore_virtual=True))
-            assert all(chunk.training for chunk in job.model)
+            assert all(chunk.training and bool(hooks_of(chunk)) == job.args.overlap_param_gather for chunk in job.model)
             if logps is not None:
                 assert all(torch.equal(a.values, b[0].values) for a, b in zip(logps, both, strict=True))
                 assert all((b[1].values >= 0).all() for b in both)
