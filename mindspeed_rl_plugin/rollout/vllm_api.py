@@ -14,12 +14,13 @@ import torch
 
 from mindspeed_rl_plugin.types import Sampling
 
-# Engine arguments that older versions lack, and without which the engine still works (see `build`).
+PROCESSED = "processed_logprobs"
+# Engine arguments that older versions lack, and without which the engine still works.
 OPTIONAL_ARGUMENTS = ("logprobs_mode", "kv_cache_memory_bytes")
 
 
-def build(arguments: dict[str, Any]) -> tuple[Any, frozenset[str]]:
-    """The in-process LLMEngine of these `EngineArgs` fields, and the optional fields that this vLLM lacks.
+def build(arguments: dict[str, Any]) -> Any:
+    """The in-process LLMEngine of these `EngineArgs` fields, without the optional ones that this vLLM lacks.
 
     Collective over the whole world: vLLM makes its process groups here.
     """
@@ -27,13 +28,26 @@ def build(arguments: dict[str, Any]) -> tuple[Any, frozenset[str]]:
     from vllm.v1.engine.llm_engine import LLMEngine
 
     known = {f.name for f in dataclasses.fields(EngineArgs)}
-    missing = frozenset(name for name in OPTIONAL_ARGUMENTS if name in arguments and name not in known)
-    engine = LLMEngine.from_engine_args(EngineArgs(**{k: v for k, v in arguments.items() if k not in missing}))
+    usable = {k: v for k, v in arguments.items() if k in known or k not in OPTIONAL_ARGUMENTS}
+    engine = LLMEngine.from_engine_args(EngineArgs(**usable))
     # From 0.2x on a collected engine destroys torch's default process group, which here is the trainer's.
     finalizer = getattr(engine.engine_core, "_finalizer", None)
     if finalizer is not None:
         finalizer.detach()
-    return engine, missing
+    return engine
+
+
+def demand_processed_logprobs(engine: Any) -> bool:
+    """Make the sampler report log-probs of what it draws from; False where this vLLM has no such mode (0.9).
+
+    The engine argument alone does not do it: vllm-ascend 0.18 and 0.23 build their sampler without it
+    (worker/model_runner_v1.py, `AscendSampler()`), and then report those of temperature 1 without a word.
+    """
+    sampler = getattr(worker(engine).model_runner, "sampler", None)
+    modes = [p for p in (sampler, getattr(sampler, "topk_topp_sampler", None)) if hasattr(p, "logprobs_mode")]
+    for part in modes:
+        part.logprobs_mode = PROCESSED
+    return bool(modes)
 
 
 def sampling_params(sampling: Sampling, eos: Sequence[int], seed: int) -> Any:

@@ -99,8 +99,8 @@ class VllmEngine:
         self._directory = tempfile.TemporaryDirectory(prefix="mindspeed-rl-engine-")
         write_config(options.config, self._directory.name)
         with _preserved_rng(self._device):
-            self._engine, missing = vllm_api.build(_arguments(options, self._device.kind, self._directory.name))
-        self._processed = "logprobs_mode" not in missing
+            self._engine = vllm_api.build(_arguments(options, self._device.kind, self._directory.name))
+        self._processed = vllm_api.demand_processed_logprobs(self._engine)
         self._memory: EngineMemory = HostMemory(self._engine) if self._device.is_cpu else PoolMemory(self._engine)
 
     def submit(self, requests: Sequence[GenerateRequest]) -> None:
@@ -310,7 +310,7 @@ def _arguments(options: VllmOptions, kind: str, directory: str) -> dict[str, Any
         "disable_log_stats": True,
         "generation_config": "vllm",
         "enable_sleep_mode": options.sleep_mode and not on_cpu,
-        "logprobs_mode": "processed_logprobs",
+        "logprobs_mode": vllm_api.PROCESSED,
         **({"kv_cache_memory_bytes": options.kv_cache_bytes} if on_cpu else {}),
     }
 

@@ -140,11 +140,12 @@ def fake_vllm() -> FakeVllm:
 def make_engine(fake_vllm: FakeVllm, monkeypatch: pytest.MonkeyPatch) -> Callable[..., VllmEngine]:
     """Builds a VllmEngine over `fake_vllm`, as rank `rank` of `world`, on an accelerator that only has a name."""
 
-    def build(rank: int = 0, world: int = 1, lacks: frozenset[str] = frozenset(), **options: Any) -> VllmEngine:
+    def build(rank: int = 0, world: int = 1, processed: bool = True, **options: Any) -> VllmEngine:
         monkeypatch.setattr(vllm_engine.dist, "get_rank", lambda: rank)
         monkeypatch.setattr(vllm_engine.dist, "get_world_size", lambda: world)
         monkeypatch.setattr(vllm_engine, "_prepare", lambda *args: None)
-        monkeypatch.setattr(vllm_api, "build", lambda arguments: (fake_vllm, lacks))
+        monkeypatch.setattr(vllm_api, "build", lambda arguments: fake_vllm)
+        monkeypatch.setattr(vllm_api, "demand_processed_logprobs", lambda engine: processed)
         monkeypatch.setattr(vllm_api, "sampling_params", lambda sampling, eos, seed: (sampling, eos, seed))
         monkeypatch.setattr(vllm_api, "teardown", lambda engine: fake_vllm.calls.append("teardown"))
         device = Device("cuda")
@@ -171,7 +172,7 @@ def request_of() -> Callable[..., GenerateRequest]:
 def run_ranks() -> Callable[..., str]:
     """Runs a script of this folder under torchrun and returns its output; fails with the output when it fails."""
 
-    def run(script: str, *arguments: str, ranks: int, timeout: float = 120) -> str:
+    def run(script: str, *arguments: str, ranks: int, timeout: float = 240) -> str:
         env = {**os.environ, "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "HF_HUB_OFFLINE": "1"}
         env["PYTHONPATH"] = str(HERE.parents[1])
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]

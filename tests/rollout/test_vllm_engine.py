@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -89,12 +90,29 @@ def test_ids_are_unique(engine, request_of) -> None:
 
 
 def test_old_vllm_has_only_plain_log_probs(make_engine, request_of) -> None:
-    engine = make_engine(lacks=frozenset({"logprobs_mode"}))
+    engine = make_engine(processed=False)
     engine.update_weights(0)
     engine.submit([request_of(0), request_of(1, temperature=0.0)])
     for sampling in ({"temperature": 0.7}, {"top_p": 0.9}, {"top_k": 3}):
         with pytest.raises(ValueError, match="no processed log-probs"):
             engine.submit([request_of(2, **sampling)])
+
+
+@pytest.mark.parametrize(
+    ("sampler", "processed"),
+    [
+        # vllm-ascend leaves both parts at their default; 0.9 has no mode at all.
+        (SimpleNamespace(logprobs_mode="raw", topk_topp_sampler=SimpleNamespace(logprobs_mode="raw")), True),
+        (SimpleNamespace(logprobs_mode="processed_logprobs"), True),
+        (SimpleNamespace(topk_topp_sampler=SimpleNamespace()), False),
+    ],
+)
+def test_the_sampler_itself_is_told(sampler, processed) -> None:
+    worker = SimpleNamespace(model_runner=SimpleNamespace(sampler=sampler))
+    engine = SimpleNamespace(model_executor=SimpleNamespace(driver_worker=SimpleNamespace(worker=worker)))
+    assert vllm_api.demand_processed_logprobs(engine) == processed
+    for part in (sampler, getattr(sampler, "topk_topp_sampler", None)):
+        assert getattr(part, "logprobs_mode", "processed_logprobs") == "processed_logprobs"
 
 
 @pytest.mark.parametrize("logprob", [math.nan, -math.inf])

@@ -13,5 +13,5 @@ def test_engines(run_ranks, tp) -> None:
 
 @pytest.mark.slow
 def test_two_engines_of_two_ranks(run_ranks) -> None:
-    output = run_ranks("engine_ranks.py", "2", ranks=4, timeout=240)
+    output = run_ranks("engine_ranks.py", "2", ranks=4)
     assert output.count("passed") == 4
