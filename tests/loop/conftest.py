@@ -80,7 +80,14 @@ class Job:
         fixed = [*MODEL.split(), *TRAIN.split(), *RL.split(), *data, "--save", str(self.save)]
         return [*torchrun, *script, *fixed, *self.extra]
 
+    def dumping(self) -> Job:
+        """The same job, writing its rollouts to `save`/dump."""
+        self.extra = (*self.extra, "--rl-dump-dir", str(self.save / "dump"))
+        return self
+
     def start(self) -> None:
+        """Start the agents, afresh or again; their logs are added to."""
+        self.processes.clear()
         port = 20000 + (os.getpid() * 37 + int(time.monotonic() * 10)) % 20000
         for agent in range(self.agents):
             with open(self.log_file(agent), "a") as log:
