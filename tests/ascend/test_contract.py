@@ -1,0 +1,225 @@
+"""The names, signatures and environment variables that we use exist in the real torch-npu and vllm-ascend wheels.
+
+The sources inside the wheels are parsed, never imported: they need an Ascend machine. `contract.toml` is the
+table; a second group of tests finds what our own code uses and demands that the table has it.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+import zipfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+
+import pytest
+import tomllib
+
+from mindspeed_rl_plugin.host import engine_env
+
+HERE = Path(__file__).resolve().parent
+PACKAGE = HERE.parents[1] / "mindspeed_rl_plugin"
+TABLE = tomllib.loads((HERE / "contract.toml").read_text())
+VERSIONS = ("0.9.1", "0.18.0", "0.23.0")
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+@dataclass
+class Wheel:
+    """A wheel whose sources are read by path inside the archive."""
+
+    path: Path
+    trees: dict[str, ast.Module | None] = field(default_factory=dict)
+
+    def tree(self, file: str) -> ast.Module | None:
+        """Parsed source, or None where the wheel has no such file."""
+        if file not in self.trees:
+            with zipfile.ZipFile(self.path) as archive:
+                there = file in archive.namelist()
+                self.trees[file] = ast.parse(archive.read(file)) if there else None
+        return self.trees[file]
+
+    def metadata(self) -> str:
+        with zipfile.ZipFile(self.path) as archive:
+            name = next(n for n in archive.namelist() if n.endswith(".dist-info/METADATA"))
+            return archive.read(name).decode()
+
+    def find(self, file: str, name: str, seen: frozenset[str] = frozenset()) -> ast.AST | None:
+        """The definition of a module's public name, through its imports, star imports too."""
+        tree = self.tree(file)
+        if tree is None or file in seen:
+            return None
+        for node in tree.body:
+            if isinstance(node, Function | ast.ClassDef) and node.name == name:
+                return node
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom):
+                for alias in node.names:
+                    if alias.name == "*" or (alias.asname or alias.name) == name:
+                        wanted = name if alias.name == "*" else alias.name
+                        for target in self._targets(file, node):
+                            if found := self.find(target, wanted, seen | {file}):
+                                return found
+        return None
+
+    def _targets(self, file: str, node: ast.ImportFrom) -> Iterator[str]:
+        parts = (node.module or "").split(".") if node.module else []
+        if node.level:
+            base = PurePosixPath(file).parent
+            for _ in range(node.level - 1):
+                base = base.parent
+            parts = [*base.parts, *parts]
+        yield "/".join(parts) + ".py"
+        yield "/".join(parts) + "/__init__.py"
+
+
+def wheel_rows(kind: str) -> list:
+    """Rows of one kind for every version they are for."""
+    return [
+        pytest.param(row, version, id=f"{version}-{row.get('class', '')}{row.get('name', '')}-{i}")
+        for i, row in enumerate(TABLE[kind])
+        for version in VERSIONS
+        if version in row.get("only", VERSIONS) and version not in row.get("except", ())
+    ]
+
+
+@pytest.fixture(scope="session")
+def wheels() -> dict[str, tuple[Wheel, Wheel]]:
+    """vllm-ascend version -> its wheel and the torch-npu wheel it is paired with."""
+    done = subprocess.run([sys.executable, str(HERE / "fetch.py")], capture_output=True, text=True)
+    if done.returncode:
+        pytest.fail(f"the contract cannot be checked without the wheels: {done.stderr}", pytrace=False)
+    paths = [Wheel(Path(line)) for line in done.stdout.split("\n") if line]
+    pairs = zip(paths[::2], paths[1::2], strict=True)
+    return {ascend.path.name.split("-")[1]: (ascend, npu) for ascend, npu in pairs}
+
+
+def accepts(function: Function, positional: int, bound: bool) -> bool:
+    """Whether a call with so many positional arguments and no others fits the signature."""
+    a = function.args
+    names = [*a.posonlyargs, *a.args][bool(bound) :]
+    required = len(names) - len(a.defaults)
+    keywords_too = all(d is not None for d in a.kw_defaults)
+    return required <= positional and (positional <= len(names) or a.vararg is not None) and keywords_too
+
+
+def the_class(wheel: Wheel, file: str, name: str) -> ast.ClassDef:
+    tree = wheel.tree(file)
+    assert tree is not None, f"{wheel.path.name} has no {file}"
+    found = next((n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == name), None)
+    assert found is not None, f"{file} defines no class {name}"
+    return found
+
+
+def check_methods(where: str, node: ast.ClassDef, methods: dict[str, int]) -> None:
+    defined = {n.name: n for n in node.body if isinstance(n, Function)}
+    for name, arguments in methods.items():
+        assert name in defined, f"{where}.{node.name} has no method {name}"
+        assert accepts(defined[name], arguments, bound=True), f"{where}.{node.name}.{name} takes other arguments"
+
+
+def test_pairs_belong_together(wheels) -> None:
+    assert tuple(wheels) == VERSIONS
+    for ascend, npu in wheels.values():
+        pinned = npu.path.name.split("-")[1]
+        assert re.search(rf"^Requires-Dist: torch-npu==.*{re.escape(pinned)}$", ascend.metadata(), re.M), ascend.path
+
+
+@pytest.mark.parametrize(("row", "version"), wheel_rows("function"))
+def test_function_of_torch_npu(wheels, row, version) -> None:
+    found = wheels[version][1].find("torch_npu/npu/__init__.py", row["name"])
+    assert isinstance(found, Function), f"torch_npu.npu has no function {row['name']}"
+    assert accepts(found, row["arguments"], bound=False), f"torch_npu.npu.{row['name']} takes other arguments"
+
+
+@pytest.mark.parametrize(("row", "version"), wheel_rows("class"))
+def test_class_of_torch_npu(wheels, row, version) -> None:
+    found = wheels[version][1].find("torch_npu/npu/__init__.py", row["name"])
+    assert isinstance(found, ast.ClassDef), f"torch_npu.npu has no class {row['name']}"
+    check_methods("torch_npu.npu", found, row["methods"])
+
+
+@pytest.mark.parametrize(("row", "version"), wheel_rows("method"))
+def test_methods_of_vllm_ascend(wheels, row, version) -> None:
+    check_methods(row["file"], the_class(wheels[version][0], row["file"], row["class"]), row["methods"])
+
+
+@pytest.mark.parametrize(("row", "version"), wheel_rows("attribute"))
+def test_attributes_of_vllm_ascend(wheels, row, version) -> None:
+    node = the_class(wheels[version][0], row["file"], row["class"])
+    stored = {
+        n.attr
+        for n in ast.walk(node)
+        if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store) and ast.unparse(n.value) == "self"
+    }
+    assert set(row["names"]) <= stored, f"{row['class']} sets no {set(row['names']) - stored}"
+
+
+@pytest.mark.parametrize(("row", "version"), wheel_rows("constant"))
+def test_strings_of_vllm_ascend(wheels, row, version) -> None:
+    tree = wheels[version][0].tree(row["file"])
+    assert tree is not None, f"no {row['file']}"
+    strings = {n.value for n in ast.walk(tree) if isinstance(n, ast.Constant) and isinstance(n.value, str)}
+    assert set(row["values"]) <= strings, f"{row['file']} has no {set(row['values']) - strings}"
+
+
+@pytest.mark.parametrize(("row", "version"), wheel_rows("bare_call"))
+def test_calls_without_arguments(wheels, row, version) -> None:
+    calls = [n for n in ast.walk(wheels[version][0].tree(row["file"])) if isinstance(n, ast.Call)]
+    bare = [n for n in calls if ast.unparse(n.func) == row["name"] and not n.args and not n.keywords]
+    assert bare, f"{row['file']} passes arguments to {row['name']} now: see the row's comment"
+
+
+@pytest.mark.parametrize(("row", "version"), wheel_rows("environment"))
+def test_environment_of_vllm_ascend(wheels, row, version) -> None:
+    reads = set()
+    for node in ast.walk(wheels[version][0].tree(row["file"])):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("os.getenv", "os.environ.get") and node.args:
+            reads.add(getattr(node.args[0], "value", None))
+    assert row["name"] in reads, f"{row['file']} reads no {row['name']}"
+
+
+def used_names() -> dict[str, set[str]]:
+    """Names that our code takes from torch_npu.npu (`Device.api.NAME`), and the files that do."""
+    used: dict[str, set[str]] = {}
+    for path in PACKAGE.rglob("*.py"):
+        if "host" in path.relative_to(PACKAGE).parts:
+            continue  # stands in for torch_npu and runs only without it
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Attribute) and ast.unparse(node.value).split(".")[-1] in ("api", "npu"):
+                used.setdefault(node.attr, set()).add(path.name)
+    return used
+
+
+def test_the_table_has_every_name_that_we_use() -> None:
+    known = {row["name"] for kind in ("function", "class") for row in TABLE[kind]}
+    used = used_names()
+    assert "memory_allocated" in used  # the search works at all
+    assert not {n: files for n, files in used.items() if n not in known}
+    assert not known - set(used), "rows that nothing uses"
+
+
+def test_the_table_has_every_variable_that_we_set_or_refuse() -> None:
+    known = {row["name"] for row in TABLE["environment"]}
+    assert {*engine_env.REQUIRED_NPU, *engine_env.ALLOCATOR_SETTINGS["npu"]} == known
+
+
+@pytest.mark.parametrize(
+    ("source", "positional", "bound", "expected"),
+    [
+        ("def f(): pass", 0, False, True),
+        ("def f(): pass", 1, False, False),
+        ("def f(a, b=1): pass", 1, False, True),
+        ("def f(a, b): pass", 1, False, False),
+        ("def f(self, level=1): pass", 1, True, True),
+        ("def f(self): pass", 1, True, False),
+        ("def f(*a): pass", 3, False, True),
+        ("def f(*, key): pass", 0, False, False),
+        ("def f(*, key=1): pass", 0, False, True),
+    ],
+)
+def test_the_check_of_signatures(source, positional, bound, expected) -> None:
+    assert accepts(ast.parse(source).body[0], positional, bound) is expected
