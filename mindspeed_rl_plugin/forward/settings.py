@@ -53,7 +53,7 @@ class ForwardSettings:
             temperature=temperature,
             multiple=args.tensor_model_parallel_size if args.sequence_parallel else 1,
             fixed_length=args.pipeline_model_parallel_size > 1 and not args.variable_seq_lengths,
-            causal_mask=args.create_attention_mask_in_dataloader,
+            causal_mask=args.create_attention_mask_in_dataloader or _own_mask_has_one_shape(args),
         )
 
     def padded_length(self, longest: int) -> int:
@@ -67,3 +67,13 @@ class ForwardSettings:
                 "--rl-max-prompt-length or --rl-max-response-length, or raise --seq-length"
             )
         return self.seq_length if self.fixed_length else -(-max(longest, 1) // self.multiple) * self.multiple
+
+
+def _own_mask_has_one_shape(args: argparse.Namespace) -> bool:
+    """Whether the attention, given no mask, would make one of `--seq-length` whatever the micro-batch's length.
+
+    MindSpeed does (core/transformer/flash_attention/generate_mask, v2.3.0) unless flash attention takes a
+    compressed mask. Only MindSpeed has the argument `pre_tockens`.
+    """
+    compressed = getattr(args, "use_flash_attn", False) and not getattr(args, "multi_latent_attention", False)
+    return hasattr(args, "pre_tockens") and not compressed

@@ -87,6 +87,19 @@ def test_settings_follow_megatrons_arguments():
 
 
 @pytest.mark.parametrize(
+    ("changes", "mask"),
+    [
+        ({}, True),
+        ({"create_attention_mask_in_dataloader": False}, False),
+        ({"create_attention_mask_in_dataloader": False, "pre_tockens": 65536, "use_flash_attn": True}, False),
+        ({"create_attention_mask_in_dataloader": False, "pre_tockens": 65536, "use_flash_attn": False}, True),
+    ],
+)
+def test_a_mask_is_made_where_the_script_or_mindspeed_needs_one(changes, mask):
+    assert ForwardSettings.from_args(megatron_args(**changes), vocab_size=250, temperature=1.0).causal_mask == mask
+
+
+@pytest.mark.parametrize(
     ("changes", "vocab", "temperature", "message"),
     [
         ({"context_parallel_size": 2}, 250, 1.0, "--context-parallel-size 2 is not supported"),
