@@ -1,12 +1,13 @@
-"""Make the data of the quickstart: a tokenizer, a corpus of sums, prompts for RL, held-out prompts.
+"""Make the data of the quickstart: a tokenizer, a corpus, prompts for RL, held-out prompts.
 
-The corpus is written by two pupils. The careful one adds correctly; the careless one adds every column
-and forgets each carry, `67+58=15` instead of `67+58=125`. The careless one wrote more of it, so a model
-pretrained on the corpus knows both ways and, asked for its best guess, mostly forgets the carry. RL
-with the reward "is the sum right" has to find and keep the careful way.
+The task is to double a number of three digits. The corpus is written by two pupils. The careful one
+doubles correctly, `627*2=1254`; the careless one doubles digit by digit and forgets every carry,
+`627*2=1244`. The careless one wrote more of it, so a model pretrained on the corpus knows both ways and,
+asked for its best guess, forgets the carry: right only where there is none, for one number in four.
+RL with the reward "is the result right" has to find the careful way and keep to it.
 
-Every unordered pair of numbers belongs to one of corpus, prompts and held-out, so neither `67+58` nor
-`58+67` is ever seen in two of them. The same seed writes the same bytes.
+Every number belongs to one of corpus, prompts and held-out, so the held-out accuracy is about numbers
+that the model has met nowhere before the `=`. The same seed writes the same bytes.
 
     python examples/arithmetic/prepare.py --out runs/quickstart/data --seed 0
 """
@@ -22,9 +23,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
 PAD, EOS = "<pad>", "<eos>"
 CHARACTERS = [chr(c) for c in range(32, 127)]
-SMALLEST, LARGEST = 10, 99
-
-Pair = tuple[int, int]
+NUMBERS = range(100, 1000)
 
 
 def build_tokenizer() -> Tokenizer:
@@ -46,73 +45,69 @@ def save_tokenizer(tokenizer: Tokenizer, directory: Path) -> None:
     (directory / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
-def add_without_carry(a: int, b: int) -> int:
-    """Sum of each column modulo ten: the careless pupil's answer."""
-    total, place = 0, 1
-    while a or b:
-        total += (a % 10 + b % 10) % 10 * place
-        a, b, place = a // 10, b // 10, place * 10
-    return total
+def double(number: int) -> str:
+    """The careful pupil's answer."""
+    return str(2 * number)
 
 
-def split_pairs(rng: random.Random, prompts: int, heldout: int) -> tuple[list[Pair], list[Pair], list[Pair]]:
-    """Ordered pairs for the corpus, for RL and held-out; `a+b` and `b+a` are always on the same side."""
-    numbers = range(SMALLEST, LARGEST + 1)
-    unordered = [(a, b) for a in numbers for b in numbers if a <= b]
-    rng.shuffle(unordered)
-    if prompts + heldout >= len(unordered):
+def double_without_carry(number: int) -> str:
+    """The careless pupil's answer: the first digit doubled, then the last digit of each other double."""
+    first, *rest = (2 * int(digit) for digit in str(number))
+    return str(first) + "".join(str(d % 10) for d in rest)
+
+
+def split_numbers(rng: random.Random, prompts: int, heldout: int) -> tuple[list[int], list[int], list[int]]:
+    """Numbers for the corpus, for RL and held-out, all disjoint. Raises ValueError when none is left for the corpus."""
+    numbers = list(NUMBERS)
+    rng.shuffle(numbers)
+    if prompts + heldout >= len(numbers):
         raise ValueError(
-            f"--prompts {prompts} and --heldout {heldout} leave no pair for the corpus: there are {len(unordered)} pairs"
+            f"--prompts {prompts} and --heldout {heldout} leave nothing for the corpus: "
+            f"together they must be less than {len(numbers)}"
         )
-    shown = [(a, b) if rng.random() < 0.5 else (b, a) for a, b in unordered[: prompts + heldout]]
-    corpus = [pair for a, b in unordered[prompts + heldout :] for pair in {(a, b), (b, a)}]
-    return sorted(corpus), shown[:prompts], shown[prompts:]
+    return numbers[prompts + heldout :], numbers[:prompts], numbers[prompts : prompts + heldout]
 
 
-def write_corpus(
-    prefix: Path, pairs: list[Pair], documents: int, careless: float, tokenizer: Tokenizer, rng: random.Random
-) -> None:
-    """Megatron's indexed dataset `prefix.bin` and `prefix.idx`, one sum and `<eos>` a document."""
+def write_corpus(prefix: Path, lines: list[str], tokenizer: Tokenizer) -> None:
+    """Megatron's indexed dataset `prefix.bin` and `prefix.idx`: one line and `<eos>` a document."""
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
-    sums = [
-        f"{a}+{b}={add_without_carry(a, b) if rng.random() < careless else a + b}{EOS}"
-        for a, b in rng.choices(pairs, k=documents)
-    ]
     builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.uint16)
-    for line in tokenizer.encode_batch_fast(sums):
-        builder.add_document(torch.tensor(line.ids), [len(line.ids)])
+    for document in tokenizer.encode_batch([line + EOS for line in lines]):
+        builder.add_document(torch.tensor(document.ids), [len(document.ids)])
     builder.finalize(f"{prefix}.idx")
 
 
-def write_prompts(path: Path, pairs: list[Pair]) -> None:
+def write_prompts(path: Path, numbers: list[int]) -> None:
     """One `{"prompt", "answer"}` a line."""
-    rows = [json.dumps({"prompt": f"{a}+{b}=", "answer": str(a + b)}) + "\n" for a, b in pairs]
+    rows = [json.dumps({"prompt": f"{n}*2=", "answer": double(n)}) + "\n" for n in numbers]
     path.write_text("".join(rows))
 
 
 def prepare(out: Path, *, seed: int, documents: int, prompts: int, heldout: int, careless: float) -> None:
     """Write `tokenizer/`, `corpus.bin`, `corpus.idx`, `prompts.jsonl` and `heldout.jsonl` into `out`."""
     rng = random.Random(seed)
-    corpus_pairs, prompt_pairs, heldout_pairs = split_pairs(rng, prompts, heldout)
+    corpus_numbers, prompt_numbers, heldout_numbers = split_numbers(rng, prompts, heldout)
+    lines = []
+    for number in rng.choices(corpus_numbers, k=documents):
+        pupil = double_without_carry if rng.random() < careless else double
+        lines.append(f"{number}*2={pupil(number)}")
     out.mkdir(parents=True, exist_ok=True)
     tokenizer = build_tokenizer()
     save_tokenizer(tokenizer, out / "tokenizer")
-    write_corpus(out / "corpus", corpus_pairs, documents, careless, tokenizer, rng)
-    write_prompts(out / "prompts.jsonl", prompt_pairs)
-    write_prompts(out / "heldout.jsonl", heldout_pairs)
-    print(
-        f"{out}: {documents} documents, {prompts} prompts, {heldout} held-out prompts, {tokenizer.get_vocab_size()} tokens"
-    )
+    write_corpus(out / "corpus", lines, tokenizer)
+    write_prompts(out / "prompts.jsonl", prompt_numbers)
+    write_prompts(out / "heldout.jsonl", heldout_numbers)
+    print(f"{out}: {documents} documents, {prompts} prompts for RL, {heldout} held-out prompts")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, required=True, help="directory to write into")
     parser.add_argument("--seed", type=int, default=0, help="seed of the split and of the corpus")
-    parser.add_argument("--documents", type=int, default=100_000, help="sums in the corpus")
-    parser.add_argument("--prompts", type=int, default=512, help="prompts for RL")
-    parser.add_argument("--heldout", type=int, default=256, help="prompts for the evaluation only")
+    parser.add_argument("--documents", type=int, default=100_000, help="lines in the corpus")
+    parser.add_argument("--prompts", type=int, default=256, help="prompts for RL")
+    parser.add_argument("--heldout", type=int, default=200, help="prompts for the evaluation only")
     parser.add_argument("--careless", type=float, default=0.65, help="share of the corpus that forgets the carry")
     prepare(**vars(parser.parse_args()))
 
