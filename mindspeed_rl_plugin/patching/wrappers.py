@@ -6,6 +6,7 @@ decorators. They stay thin: what RL does lives in `startup/` and `iteration.py`.
 
 from __future__ import annotations
 
+import argparse
 import functools
 import sys
 from collections.abc import Callable
@@ -20,7 +21,7 @@ def add_megatron_arguments_wrapper(original: Callable) -> Callable:
     @functools.wraps(original)
     def add_megatron_arguments(parser: Any) -> Any:
         _refuse_yaml(sys.argv[1:])
-        return add_flags(original(parser))
+        return _repair_help(add_flags(original(parser)))
 
     return add_megatron_arguments
 
@@ -122,6 +123,22 @@ def _args() -> Any:
     from megatron.training import get_args
 
     return get_args()
+
+
+def _repair_help(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Make `--help` work: core 0.19.0 to 0.19.2 have a bare % in the help of --moe-paged-stash-buffer-size-factor-cuda.
+
+    Texts that argparse can fill in stay as they are. Remove when these versions are no longer supported.
+    """
+    for action in parser._actions:
+        if action.help and action.help is not argparse.SUPPRESS:
+            try:
+                action.help % vars(action)
+            except (ValueError, TypeError):
+                action.help = action.help.replace("%", "%%")
+            except KeyError:
+                continue  # names that only argparse knows, such as %(prog)s
+    return parser
 
 
 def _refuse_yaml(argv: list[str]) -> None:

@@ -38,8 +38,6 @@ def warnings(args: Any) -> list[str]:
         lines.append(f"--rl-top-p {rollout.top_p}: {cut}")
     if rollout.top_k > 0:
         lines.append(f"--rl-top-k {rollout.top_k}: {cut}")
-    if not getattr(args, "save_interval", None):
-        lines.append("no --save-interval: only the end of the run is saved, a crash starts it over")
     return lines
 
 

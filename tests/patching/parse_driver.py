@@ -1,0 +1,60 @@
+"""A script for the runner: parses argument lists with Megatron's real parser and validation, and prints JSON.
+
+argv: a JSON list of argument lists. Output: the help text, the flags and attributes of the parser, and for
+each list its error ("ValueError: ..."), or null. Validation ends before global state is set, so it repeats.
+"""
+
+import contextlib
+import io
+import json
+import sys
+
+from megatron.training import arguments
+
+lists = json.loads(sys.argv[1])
+
+parsers = []
+original = arguments.add_megatron_arguments
+
+
+def keep(parser):
+    parsers.append(original(parser))
+    return parsers[-1]
+
+
+arguments.add_megatron_arguments = keep
+text = io.StringIO()
+sys.argv = ["driver", "--help"]
+with contextlib.redirect_stdout(text), contextlib.suppress(SystemExit):
+    arguments.parse_args()
+arguments.add_megatron_arguments = original
+
+mine = [a for a in parsers[0]._actions if getattr(a, "mindspeed_rl", False)]
+others = [a for a in parsers[0]._actions if not getattr(a, "mindspeed_rl", False)]
+errors = []
+for words in lists:
+    sys.argv = ["driver", *words]
+    out = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
+            arguments.validate_args(arguments.parse_args(), {})
+    except ValueError as error:
+        errors.append(f"ValueError: {error}")
+    except SystemExit:
+        errors.append(f"usage: {out.getvalue()[-500:]}")
+    else:
+        errors.append(None)
+
+print(
+    "\nRESULT "
+    + json.dumps(
+        {
+            "help": text.getvalue(),
+            "flags": [s for a in mine for s in a.option_strings],
+            "dests": [a.dest for a in mine],
+            "other_flags": [s for a in others for s in a.option_strings],
+            "other_dests": [a.dest for a in others],
+            "errors": errors,
+        }
+    )
+)

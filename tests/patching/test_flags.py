@@ -1,0 +1,142 @@
+"""The flags in Megatron's real parser: grouped, colliding with nobody's, and checked end to end."""
+
+import ast
+import dataclasses
+import json
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mindspeed_rl_plugin.config import RLConfig, flag_names
+
+HERE = Path(__file__).parent
+RECORD = json.loads((HERE / "upstream_rl_names.json").read_text())["trees"]
+
+MODEL = shlex.split(
+    "--num-layers 2 --hidden-size 32 --ffn-hidden-size 64 --num-attention-heads 4 --seq-length 32 "
+    "--max-position-embeddings 32 --micro-batch-size 1 --global-batch-size 4 --tokenizer-type NullTokenizer "
+    "--vocab-size 100 --transformer-impl local --no-persist-layer-norm --normalization RMSNorm --swiglu "
+    "--disable-bias-linear --position-embedding-type rope --untie-embeddings-and-output-weights "
+    "--no-gradient-accumulation-fusion --no-masked-softmax-fusion --lr 1e-3 --train-iters 4 --eval-interval 1000 "
+    "--mock-data --split 1,0,0 --save out --save-interval 2"
+)
+NO_DROPOUT = ["--hidden-dropout", "0", "--attention-dropout", "0"]
+RL = shlex.split(
+    "--rl-algorithm grpo --rl-reward exact --rl-samples-per-prompt 2 --rl-max-prompt-length 16 "
+    "--rl-max-response-length 16 --rl-prompt-data prompts.jsonl --rl-tokenizer tokenizer"
+)
+
+# argument list -> part of the error, None for a good one
+CASES = [
+    (MODEL, None),
+    (MODEL + NO_DROPOUT + RL, None),
+    (MODEL + RL, "ValueError: RL cannot run with these arguments:\n  - --hidden-dropout 0.1: dropout makes"),
+    (MODEL + NO_DROPOUT + RL + ["--rl-temperature", "0"], "  - --rl-temperature is 0.0; give a number above 0"),
+    (MODEL + NO_DROPOUT + RL + ["--rl-reward", "guess"], "reward 'guess' is unknown; known: "),
+    (MODEL + NO_DROPOUT + RL + ["--rl-rollout-prompts", "3"], "6 samples (--rl-rollout-prompts 3 x"),
+    (MODEL + NO_DROPOUT + RL + ["--no-save-optim"], "--no-save-optim: a run could not be resumed"),
+    (MODEL + NO_DROPOUT + RL + ["--yaml-cfg", "x.yaml"], "ValueError: --yaml-cfg drops every other argument"),
+    (MODEL + NO_DROPOUT + RL + ["--rl-kl-estimator", "k4"], "usage: "),
+]
+
+
+@pytest.fixture(scope="module")
+def parsed(tmp_path_factory):
+    """What the real parser of the installed Megatron says, through the runner, in one process."""
+    folder = tmp_path_factory.mktemp("parse")
+    (folder / "tokenizer").mkdir()
+    (folder / "prompts.jsonl").write_text("{}\n")
+    lists = json.dumps([words for words, _ in CASES])
+    done = subprocess.run(
+        [sys.executable, "-m", "mindspeed_rl_plugin", str(HERE / "parse_driver.py"), lists],
+        cwd=folder,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "120"},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout.rpartition("RESULT ")[2])
+
+
+def test_help_shows_the_groups(parsed):
+    for group in ("data", "rollout", "reward", "algorithm", "reshard", "monitor"):
+        assert f"reinforcement learning: {group}:" in parsed["help"]
+    for flag in flag_names():
+        assert flag in parsed["help"], flag
+    text = " ".join(parsed["help"].split())
+    assert "responses drawn for each prompt, the group size N [responses] (default: 8)" in text
+
+
+def test_flags_are_ours_alone_in_the_installed_parser(parsed):
+    assert sorted(parsed["flags"]) == sorted(flag_names())
+    assert not set(parsed["flags"]) & set(parsed["other_flags"])
+    assert not set(parsed["dests"]) & set(parsed["other_dests"])
+    assert len(parsed["other_flags"]) > 500, "that was Megatron's parser"
+
+
+@pytest.mark.parametrize(("number", "expected"), [(n, e) for n, (_, e) in enumerate(CASES)])
+def test_validation_end_to_end(parsed, number, expected):
+    error = parsed["errors"][number]
+    if expected is None:
+        assert error is None
+    else:
+        assert error is not None and expected in error
+
+
+def dests():
+    return {f"rl_{f.name}" for group in vars(RLConfig()).values() for f in dataclasses.fields(group)}
+
+
+@pytest.mark.parametrize("tree", RECORD)
+def test_no_flag_or_attribute_exists_upstream(tree):
+    """Also not as a bare attribute: newer Megatron reads `args.rl_*` names without its own RL being on."""
+    assert not set(flag_names()) & set(RECORD[tree]["flags"])
+    assert not dests() & set(RECORD[tree]["names"])
+    assert not set(flag_names()) & {"--" + name.replace("_", "-") for name in RECORD[tree]["names"]}
+
+
+def test_the_record_would_catch_a_collision():
+    names = RECORD["Megatron-LM core_v0.19.0"]
+    assert "--rl-use-sequence-packing" in names["flags"] and "rl_use_sequence_packing" in names["names"]
+
+
+def scan(root):
+    """The `--rl-*` flags and `rl_*` names in a tree's Python files, tests aside."""
+    flags, names = set(), set()
+    for folder, inner, files in os.walk(root):
+        inner[:] = [d for d in inner if d not in ("tests", ".git")]
+        for file in files:
+            if not file.endswith(".py"):
+                continue
+            try:
+                tree = ast.parse(Path(folder, file).read_text(encoding="utf-8"))
+            except SyntaxError:  # templates
+                continue
+            for node in ast.walk(tree):
+                if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                    if node.value.startswith(("--rl-", "--no-rl-")) and " " not in node.value:
+                        flags.add(node.value)
+                    if node.value.startswith("rl_") and node.value.isidentifier():
+                        names.add(node.value)
+                elif isinstance(node, ast.Attribute) and node.attr.startswith("rl_"):
+                    names.add(node.attr)
+                elif isinstance(node, ast.AnnAssign) and getattr(node.target, "id", "").startswith("rl_"):
+                    names.add(node.target.id)
+    return {"flags": sorted(flags), "names": sorted(names)}
+
+
+@pytest.mark.upstream
+def test_the_record_is_what_the_checkouts_hold():
+    found = []
+    for variable in ("MEGATRON_LM_PATH", "MINDSPEED_PATH", "MINDSPEED_LLM_PATH"):
+        found += [(variable, p) for p in os.environ.get(variable, "").split(":") if p]
+    assert found, "MEGATRON_LM_PATH is empty"
+    for variable, path in found:
+        result = scan(path)
+        assert result in RECORD.values(), f"{variable} {path}: {result}"
+        assert not set(flag_names()) & set(result["flags"]) and not dests() & set(result["names"])

@@ -1,0 +1,83 @@
+"""The runner: help, errors, sub-commands, and a script that sees exactly what `python script` would show it."""
+
+import json
+import os
+import subprocess
+import sys
+import types
+
+import pytest
+
+from mindspeed_rl_plugin import __main__ as runner
+
+
+def test_help_lists_the_commands(capsys):
+    assert runner.main(["--help"]) == 0
+    text = capsys.readouterr().out
+    assert "-m mindspeed_rl_plugin SCRIPT.py" in text
+    for command in runner.SUBCOMMANDS:
+        assert f"  {command} " in text
+
+
+def test_nothing_at_all_is_a_usage_error(capsys):
+    assert runner.main([]) == 2
+    assert "usage:" in capsys.readouterr().out
+
+
+def test_a_missing_script_is_named(capsys):
+    assert runner.main(["nowhere.py", "--flag"]) == 2
+    error = capsys.readouterr().err
+    assert "no script 'nowhere.py' here, and no such command (patch, " in error
+
+
+def test_a_command_gets_its_arguments_and_gives_the_status(monkeypatch):
+    seen = []
+    module = types.SimpleNamespace(main=lambda argv: seen.append(argv) or 3)
+    monkeypatch.setitem(sys.modules, "fake_command", module)
+    monkeypatch.setitem(runner.SUBCOMMANDS, "fake", ("fake_command", ""))
+    assert runner.main(["fake", "a", "--b"]) == 3
+    assert seen == [["a", "--b"]]
+
+
+SCRIPT = """
+import json, sys
+import helper_beside_the_script
+print("SEEN " + json.dumps({
+    "name": __name__, "file": __file__, "argv": sys.argv, "path": sys.path[0], "main": sys.modules["__main__"].__file__,
+    "attached": "mindspeed_rl_plugin.adaptor" in sys.modules, "megatron": "megatron.training" in sys.modules,
+}))
+import mindspeed_rl_plugin.adaptor
+sys.exit(7)
+"""
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run")
+    (folder / "inner").mkdir()
+    (folder / "inner" / "script.py").write_text(SCRIPT)
+    (folder / "inner" / "helper_beside_the_script.py").write_text("")
+    done = subprocess.run(
+        [sys.executable, "-m", "mindspeed_rl_plugin", "inner/script.py", "--x", "1", "patch"],
+        cwd=folder,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 7, done.stderr
+    return folder, json.loads(done.stdout.rpartition("SEEN ")[2])
+
+
+def test_a_script_runs_as_it_would_alone(seen):
+    folder, values = seen
+    assert values["name"] == "__main__"
+    assert values["argv"] == ["inner/script.py", "--x", "1", "patch"]
+    assert values["file"] == values["main"] == "inner/script.py"
+    assert os.path.realpath(values["path"]) == os.path.realpath(folder / "inner")
+
+
+def test_attaching_imports_no_megatron(seen):
+    """MindSpeed must come first; so importing Megatron is left to the script."""
+    _, values = seen
+    assert values["attached"] and not values["megatron"]

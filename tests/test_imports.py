@@ -1,0 +1,197 @@
+"""The import rule of the package, as a table: which room may import which, and which libraries a room may touch.
+
+Walks the syntax trees: imports inside functions count too, imports under TYPE_CHECKING do not.
+"""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "mindspeed_rl_plugin"
+NAME = PACKAGE.name
+
+# Rooms from left to right; a room may import those to its left, never those in its own row or to the right.
+# A module may stand in a row of its own (`reshard.plan`), else its folder's row counts.
+ORDER: tuple[tuple[str, ...], ...] = (
+    ("__init__", "types", "config", "device"),
+    ("dock", "algorithms", "reward", "prompts", "monitor", "reshard"),
+    ("rollout", "forward", "reshard.execute", "reshard.swap", "reshard.hook"),
+    ("logprobs", "critic", "update"),
+    ("startup", "columns"),
+    ("wiring",),
+    ("reporting",),
+    ("iteration",),
+    ("patching",),
+    ("adaptor",),
+    ("__main__",),
+)
+# Rooms beside the row: who may import them, and what they may import.
+HOST_USERS = {"host", "patching", "adaptor", "__main__", "rollout", "iteration", "wiring"}
+HOST_MAY = {"types", "config", "device"}
+
+# library -> rooms that may import it (a module name narrows a room).
+LIBRARIES: dict[str, set[str]] = {
+    "megatron": {
+        "patching",
+        "host",
+        "forward",
+        "logprobs",
+        "critic",
+        "update",
+        "reshard.layout",
+        "reshard.parallel",
+        "reshard.execute",
+        "reshard.swap",
+        "adaptor",
+        "startup",
+        "iteration",
+    },
+    "mindspeed": {"patching", "host"},
+    "mindspeed_llm": {"patching", "host"},
+    "vllm": {"rollout", "host"},
+    "vllm_ascend": {"rollout", "host"},
+    "ray": {"dock", "rollout"},
+    "torch_npu": {"device", "host"},
+}
+# Rooms that may read or set the process environment.
+ENVIRONMENT = {"config", "device", "host"}
+# Libraries that are slow or that patch things when imported: never at the top of a module.
+LAZY = {"vllm", "vllm_ascend", "mindspeed", "mindspeed_llm", "torch_npu"}
+
+
+def modules():
+    """(dotted name inside the package, path) of every module."""
+    for path in sorted(PACKAGE.rglob("*.py")):
+        parts = path.relative_to(PACKAGE).with_suffix("").parts
+        name = ".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 1 else parts)
+        yield name, path
+
+
+def imports(tree, name):
+    """(imported dotted name, whether it is at the top level) of one module, relative ones resolved."""
+    skipped = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            skipped |= {id(inner) for part in node.body for inner in ast.walk(part)}
+    outer = [node for node in tree.body if not isinstance(node, (ast.FunctionDef, ast.ClassDef))]
+    top = {id(inner) for node in outer for inner in ast.walk(node)}
+    for node in ast.walk(tree):
+        if id(node) in skipped:
+            continue
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, id(node) in top) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                parents = f"{NAME}.{name}".split(".")[: -node.level]
+                base = ".".join([*parents, *([base] if base else [])])
+            if base == NAME:
+                yield from ((f"{NAME}.{alias.name}", id(node) in top) for alias in node.names)
+            elif base.startswith(NAME + "."):
+                # `from room import module` names the module; a function's name is harmless here.
+                yield from ((f"{base}.{alias.name}", id(node) in top) for alias in node.names)
+            else:
+                yield base, id(node) in top
+
+
+def row_of(name):
+    """Row of a module: its own, else its room's; None for a room that the table lacks."""
+    parts = name.split(".")
+    for length in (2, 1):
+        key = ".".join(parts[:length])
+        for number, row in enumerate(ORDER):
+            if key in row:
+                return number
+    return None
+
+
+def allowed(name, imported):
+    """Whether module `name` may import `imported`, both dotted names inside the package."""
+    room, other = name.split(".")[0], imported.split(".")[0]
+    if room == other:
+        return row_of(imported) is None or row_of(name) is None or row_of(imported) <= row_of(name) or name == room
+    if other == "host":
+        return room in HOST_USERS
+    if room == "host":
+        return other in HOST_MAY or name == "host.rehearse"
+    here, there = row_of(name), row_of(imported)
+    if here == 0:
+        return there == 0
+    return here is not None and there is not None and there < here
+
+
+def violations():
+    found = []
+    for name, path in modules():
+        tree = ast.parse(path.read_text(), filename=str(path))
+        room, two = name.split(".")[0], ".".join(name.split(".")[:2])
+        for target, top in imports(tree, name):
+            first = target.split(".")[0]
+            if first == NAME:
+                inside = target.removeprefix(NAME).lstrip(".")
+                if inside and not allowed(name, inside):
+                    found.append(f"{name} imports {inside}")
+            elif first in LIBRARIES and not {room, two} & LIBRARIES[first]:
+                found.append(f"{name} imports {target}")
+            if first in LAZY and top:
+                found.append(f"{name} imports {target} at its top level")
+        found += [f"{name} {use}" for use in environment_uses(tree) if room not in ENVIRONMENT]
+    return found
+
+
+def environment_uses(tree):
+    """Uses of os.environ, os.getenv and os.putenv."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv", "putenv", "environb"):
+            yield f"uses {ast.unparse(node)} in line {node.lineno}"
+
+
+def test_the_import_rule():
+    assert violations() == []
+
+
+def test_every_room_is_in_the_table():
+    known = {entry.split(".")[0] for row in ORDER for entry in row} | {"host"}
+    assert {name.split(".")[0] for name, _ in modules()} <= known
+
+
+@pytest.mark.parametrize(
+    ("name", "imported", "fine"),
+    [
+        ("dock.local", "types", True),
+        ("dock.local", "dock.api", True),
+        ("dock.local", "reward.pool", False),
+        ("algorithms.losses", "update.step", False),
+        ("reshard.plan", "reshard.layout", True),
+        ("reshard.plan", "reshard.swap", False),
+        ("reshard.swap", "reshard.plan", True),
+        ("types", "config", True),
+        ("types", "dock.api", False),
+        ("iteration", "startup.start", True),
+        ("startup.launch", "iteration", False),
+        ("patching.wrappers", "iteration", True),
+        ("update.step", "logprobs.compute", False),
+        ("update.step", "forward.head", True),
+        ("forward.head", "host", False),
+        ("adaptor", "host", True),
+    ],
+)
+def test_the_rule_itself(name, imported, fine):
+    assert allowed(name, imported) is fine
+
+
+def test_relative_imports_and_type_checking_are_understood():
+    source = (
+        "from typing import TYPE_CHECKING\nfrom . import api\nfrom ..reward import pool\n"
+        "if TYPE_CHECKING:\n    from mindspeed_rl_plugin.update import step\n"
+        "def f():\n    from mindspeed_rl_plugin import iteration\n    import vllm\n"
+    )
+    found = dict(imports(ast.parse(source), "dock.local"))
+    assert found == {
+        "typing": True,
+        f"{NAME}.dock.api": True,
+        f"{NAME}.reward.pool": True,
+        f"{NAME}.iteration": False,
+        "vllm": False,
+    }
