@@ -25,6 +25,8 @@ ONE_RANK = {
     "micro-batch 4": case(4),
     "per token loss": case(2, "--calculate-per-token-loss"),
     "replayed": case(2, mode="replay"),
+    "dropped": case(2, mode="dropped"),
+    "masked": case(2, mode="masked"),
     "token-mean 1": case(1, aggregation="token-mean"),
     "token-mean 4": case(4, aggregation="token-mean"),
     "mean of means": case(4, aggregation="token-mean", mode="mean of means"),
@@ -80,6 +82,12 @@ def test_one_rank(one_rank, name):
 def test_two_ranks(one_rank, two_ranks, name):
     assert_same_step(two_ranks[name], one_rank["reference"])
     assert_same_step(two_ranks[name], one_rank["micro-batch 1"])
+
+
+def test_a_dropped_sample_is_trained_nowhere_and_counts_nowhere(one_rank):
+    dropped, masked = one_rank["dropped"], one_rank["masked"]
+    assert_same_step(dropped, masked)
+    assert dropped["metrics"]["trained_sequences"] == 6 and dropped["metrics"]["trained_tokens"] == 18
 
 
 def test_a_mean_of_micro_batch_means_would_be_caught(one_rank):

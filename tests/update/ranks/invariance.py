@@ -14,6 +14,7 @@ from tiny_megatron import VOCAB, Job, load_rows, parallel_state, rerun_state_mac
 from mindspeed_rl_plugin.algorithms import Totals, resolve
 from mindspeed_rl_plugin.config import AlgorithmConfig
 from mindspeed_rl_plugin.forward import ForwardSettings, plan_batches
+from mindspeed_rl_plugin.types import Ragged, Rows
 from mindspeed_rl_plugin.update.step import Update
 
 KL_COEF, ENTROPY_COEF, TEMPERATURE = 0.1, 0.05, 0.8
@@ -36,7 +37,11 @@ def through_train_step(job, rows, case):
         micro_batch_size=job.args.micro_batch_size,
         dp_size=parallel_state.get_data_parallel_world_size(),
     )
-    update.prepare([rows.select(ids) for ids in step.of_rank(parallel_state.get_data_parallel_rank())])
+    if case.get("mode") in ("dropped", "masked"):
+        rows = without_row(rows, 2, case["mode"])
+    mine = [rows.select(ids) for ids in step.of_rank(parallel_state.get_data_parallel_rank())]
+    refuses_bad_input(update, mine)
+    update.prepare(mine)
     if case.get("mode") == "replay":
         make_megatron_replay(update)
     if case.get("mode") == "mean of means":
@@ -44,6 +49,34 @@ def through_train_step(job, rows, case):
     _, grad_norm = job.train_step(update)
     assert job.samples == len(rows)
     return update.metrics(), grad_norm
+
+
+def without_row(rows, index, how):
+    """The rollout with one row trained nowhere: "masked" by its loss mask, or "dropped" by the columns of a sample."""
+    masks = [row.clone() for row in rows["loss_mask"].rows()]
+    if how == "masked":
+        masks[index].zero_()
+        return rows.with_columns(loss_mask=Ragged.from_rows(masks))
+    kept = torch.ones(len(rows), dtype=torch.int8)
+    kept[index] = 0
+    advantage = torch.stack([row[row.abs().argmax()] for row in rows["advantages"].rows()])
+    columns = {name: column for name, column in rows.columns.items() if name != "advantages"}
+    return Rows(rows.ids, {**columns, "advantage": advantage, "kept": kept})
+
+
+def refuses_bad_input(update, mine):
+    """What a caller can get wrong is named before anything runs."""
+    few = [Rows(part.ids, {name: part[name] for name in ("tokens", "loss_mask")}) for part in mine]
+    for given, message in (
+        (mine[:-1], f"{len(mine) - 1} micro-batches prepared where Megatron's step runs {len(mine)}"),
+        (few, "the update lacks columns ['logp_old', 'logp_ref']"),
+    ):
+        try:
+            update.prepare(given)
+        except ValueError as error:
+            assert message in str(error), error
+        else:
+            raise AssertionError(f"accepted, should have said: {message}")
 
 
 def average_each_micro_batch(update):
