@@ -67,7 +67,8 @@ class DockMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.model.alive)
     @rule(data=st.data())
     def put_prompts(self, data: st.DataObject) -> None:
-        ids = data.draw(st.lists(st.sampled_from(sorted(self.model.alive)), unique=True, min_size=1, max_size=4))
+        alive = sorted(self.model.alive)
+        ids = data.draw(st.just(alive) | st.lists(st.sampled_from(alive), unique=True, min_size=1, max_size=4))
         values = [[self.random.randrange(99)] * self.random.randrange(3) for _ in ids]
         self.dock.put(Rows(tuple(ids), {"prompt": pack(values)}))
         for sample, value in zip(ids, values, strict=True):
@@ -152,7 +153,8 @@ class DockMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def clear(self, data: st.DataObject) -> None:
         epoch = data.draw(st.sampled_from(sorted(self.model.shapes)))
-        groups = data.draw(st.none() | st.lists(st.integers(0, self.model.shapes[epoch][0] - 1), max_size=2))
+        some = st.lists(st.integers(0, self.model.shapes[epoch][0] - 1), min_size=1, max_size=2)
+        groups = data.draw(some | some | st.none())
         self.dock.clear(epoch, groups)
         gone = {i for i in self.model.alive if i.epoch == epoch and (groups is None or i.group in groups)}
         self.model.alive -= gone
@@ -197,5 +199,5 @@ def garbage(lease) -> Rows | None:
 
 TestDockModel = DockMachine.TestCase
 TestDockModel.settings = settings(
-    max_examples=40, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
 )
