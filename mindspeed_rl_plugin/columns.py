@@ -46,7 +46,13 @@ def grpo_states(reference: bool) -> list[StateSpec]:
             ("prompt",),
             ("tokens", "loss_mask", "logp_rollout", "response_length", "finish", "version"),
         ),
-        StateSpec("reward", ("tokens", "loss_mask", "meta"), ("reward", "reward_parts", "graded", "grader_error")),
+        # whole groups: a batch grader sees all responses of a prompt in one call, on however many ranks
+        StateSpec(
+            "reward",
+            ("tokens", "loss_mask", "meta"),
+            ("reward", "reward_parts", "graded", "grader_error"),
+            whole_groups=True,
+        ),
         StateSpec("logp_old", ("tokens", "loss_mask"), ("logp_old",)),
         StateSpec("advantage", ("reward", "graded"), ("advantage", "kept"), whole_groups=True),
         StateSpec("update", update_reads(reference), ()),
