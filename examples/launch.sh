@@ -46,9 +46,9 @@ GPT_ARGS=(
 )
 
 TRAIN_ARGS=(
-    --micro-batch-size 32
-    --global-batch-size 64
-    --train-iters 600
+    --micro-batch-size 16
+    --global-batch-size 32
+    --train-iters 500
     --lr 3e-3
     --min-lr 3e-4
     --lr-decay-style cosine
