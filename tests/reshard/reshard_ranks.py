@@ -66,6 +66,9 @@ class Job:
             overlap_param_gather=case.overlap,
             clip_grad=1.0,
         )
+        if case.overlap:
+            assert all(chunk.remove_forward_pre_hook_handles for chunk in self.chunks)
+            self.config.no_sync_func = self.chunks[0].no_sync
         self.optimizer = get_megatron_optimizer(config, self.chunks)
         self.optimizer.reload_model_params()
 
