@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from mindspeed_rl_plugin.config import add_flags, rl_enabled
+from mindspeed_rl_plugin.config import add_flags, launch_env, rl_enabled
 
 
 def add_megatron_arguments_wrapper(original: Callable) -> Callable:
@@ -32,10 +32,12 @@ def validate_args_wrapper(original: Callable) -> Callable:
     @functools.wraps(original)
     def validate_args(args: Any, *rest: Any, **named: Any) -> Any:
         result = original(args, *rest, **named)
-        if rl_enabled(args):
-            from mindspeed_rl_plugin.startup.checks import check_args
+        from mindspeed_rl_plugin.startup.checks import check_args, unused_flags
 
+        if rl_enabled(args):
             check_args(args)
+        elif unused_flags(args) and launch_env()["rank"] == 0:
+            print(f"[rl] without --rl-algorithm these have no effect: {' '.join(unused_flags(args))}", flush=True)
         return result
 
     return validate_args

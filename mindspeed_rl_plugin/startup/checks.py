@@ -6,6 +6,7 @@ and yields one message per problem: the value, the limit, the fix. All problems 
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -27,6 +28,17 @@ def check_args(args: Any) -> None:
     problems = [message for check in CHECKS for message in check(args, config)]
     if problems:
         raise ValueError("RL cannot run with these arguments:\n" + "\n".join(f"  - {p}" for p in problems))
+
+
+def unused_flags(args: Any) -> list[str]:
+    """RL flags that were given a value other than their default."""
+    given, default = RLConfig.from_args(args), RLConfig()
+    return [
+        flag_name(field.name)
+        for group in dataclasses.fields(RLConfig)
+        for field in dataclasses.fields(getattr(default, group.name))
+        if getattr(getattr(given, group.name), field.name) != getattr(getattr(default, group.name), field.name)
+    ]
 
 
 def warnings(args: Any) -> list[str]:

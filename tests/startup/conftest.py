@@ -43,12 +43,12 @@ class Job:
         return [e for e in self.events if e["event"] == event]
 
 
-def run_job(folder: Path, *args: str, env: dict | None = None, script: Path = SCRIPT, host_only: bool = False) -> Job:
-    """Run `script` on two ranks for the tiny model; raises when it takes longer than two minutes."""
+def run_job(folder: Path, *args: str, env: dict | None = None, script: Path = SCRIPT, mode: str = "") -> Job:
+    """Run `script` on two ranks for the tiny model; mode: a switch of fake_loop.py. Raises after four minutes."""
     events = folder / "events.jsonl"
     events.unlink(missing_ok=True)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += [str(HERE / "fake_loop.py"), str(events), *(["--host-only"] if host_only else [])]
+    command += [str(HERE / "fake_loop.py"), str(events), *([mode] if mode else [])]
     command += [str(script), *MODEL.split(), *args]
     done = subprocess.run(
         command,
@@ -57,7 +57,7 @@ def run_job(folder: Path, *args: str, env: dict | None = None, script: Path = SC
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=150,
+        timeout=240,
     )
     lines = events.read_text().splitlines() if events.exists() else []
     return Job(done.returncode, done.stdout, [json.loads(line) for line in lines])

@@ -3,8 +3,9 @@
     torchrun ... fake_loop.py EVENTS.jsonl SCRIPT ARGS
 
 The loop's data are pseudo-random sequences from a cursor that is its whole RL state; the script's own
-forward step trains on them. Rank 0 writes what it hears to EVENTS.jsonl. With SCRIPT preceded by
-`--host-only`, the script runs with the CPU stand-ins and without any patch.
+forward step trains on them. Rank 0 writes what it hears to EVENTS.jsonl. SCRIPT may be preceded by
+`--host-only`: run it with the CPU stand-ins and without any patch; or by `--alone`: run it without the
+runner, because it attaches by itself.
 """
 
 import json
@@ -104,10 +105,13 @@ def install():
 
 def main():
     argv = sys.argv[2:]
-    if argv[0] == "--host-only":
-        from mindspeed_rl_plugin import host
+    if argv[0] in ("--host-only", "--alone"):
+        if argv[0] == "--host-only":
+            from mindspeed_rl_plugin import host
 
-        host.activate_if_needed()
+            host.activate_if_needed()
+        else:
+            install()
         sys.argv = argv[1:]
         sys.path[0] = os.path.dirname(os.path.abspath(argv[1]))
         runpy.run_path(argv[1], run_name="__main__")

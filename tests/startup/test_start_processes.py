@@ -30,7 +30,7 @@ def pretrained(megatron, layout):
 def test_without_rl_flags_pretraining_is_bitwise_unchanged(megatron, layout, pretrained):
     assert pretrained.events == [], "the loop is never asked"
     flags = [*LAYOUTS[layout], "--train-iters", "5", "--save", f"alone-{layout}", "--save-interval", "5"]
-    alone = megatron(*flags, host_only=True)
+    alone = megatron(*flags, mode="--host-only")
     assert "mindspeed_rl_plugin.patching" not in alone.log and "[rl]" not in pretrained.log
     assert losses(alone) == losses(pretrained) and len(losses(alone)) == 5
     left, right = (megatron.folder / f"{kind}-{layout}" / "iter_0000005" for kind in ("alone", "base"))

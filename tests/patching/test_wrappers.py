@@ -1,0 +1,156 @@
+"""The wrappers one by one: pass-through without --rl-algorithm, and what each asks of `startup` and the loop."""
+
+import argparse
+import sys
+import types
+
+import pytest
+
+import mindspeed_rl_plugin
+from mindspeed_rl_plugin.config import add_flags
+from mindspeed_rl_plugin.patching import apply as applying
+from mindspeed_rl_plugin.patching import wrappers
+from mindspeed_rl_plugin.patching.table import PATCHES
+from mindspeed_rl_plugin.startup import checks, launch
+
+
+def parsed(*words):
+    return add_flags(argparse.ArgumentParser()).parse_args(words)
+
+
+@pytest.fixture
+def world(monkeypatch):
+    """Megatron's get_args and the loop, both by hand; `world.args` may be replaced."""
+    w = types.SimpleNamespace(args=parsed("--rl-algorithm", "grpo"), events=[])
+    megatron = types.ModuleType("megatron.training")
+    megatron.get_args = lambda: w.args
+    monkeypatch.setitem(sys.modules, "megatron.training", megatron)
+    loop = types.SimpleNamespace(
+        train_iterator=lambda: "dock",
+        train_step=lambda original, args, kwargs: ("stepped", original(*args, **kwargs)),
+    )
+    iteration = types.ModuleType("mindspeed_rl_plugin.iteration")
+    iteration.current = lambda: loop
+    monkeypatch.setitem(sys.modules, "mindspeed_rl_plugin.iteration", iteration)
+    monkeypatch.setattr(mindspeed_rl_plugin, "iteration", iteration, raising=False)
+    monkeypatch.setattr(applying, "assert_in_force", lambda: w.events.append("in force"))
+    w.loop = loop
+    return w
+
+
+@pytest.mark.parametrize("patch", PATCHES[2:], ids=lambda p: p.name)
+def test_without_rl_everything_passes_through(world, patch):
+    world.args = parsed()
+    calls = []
+
+    def original(*positional, **named):
+        calls.append((positional, named))
+        return "result"
+
+    assert patch.wrapper(original)(1, 2, three=3) == "result"
+    assert calls == [((1, 2), {"three": 3})]
+    assert world.events == []
+
+
+def test_flags_are_added_to_what_megatron_returns():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--other", help="10% of it")
+    wrapped = wrappers.add_megatron_arguments_wrapper(lambda p: p)
+    assert wrapped(wrapped(parser)) is parser
+    assert parser.parse_args(["--rl-algorithm", "grpo"]).rl_algorithm == "grpo"
+    assert "10% of it" in " ".join(parser.format_help().split()), "a bare % in a help text must not break --help"
+
+
+def test_help_texts_that_work_are_left_alone():
+    parser = argparse.ArgumentParser()
+    good = [
+        parser.add_argument("--a", help="half, 50%% (default: %(default)s)", default=3),
+        parser.add_argument("--b", help="of %(prog)s"),
+        parser.add_argument("--c", help=argparse.SUPPRESS),
+    ]
+    texts = [a.help for a in good]
+    wrappers.add_megatron_arguments_wrapper(lambda p: p)(parser)
+    assert [a.help for a in good] == texts
+
+
+@pytest.mark.parametrize("words", [["--yaml-cfg", "a"], ["--yaml-cfg=a"]])
+def test_yaml_arguments_are_refused_only_with_rl(monkeypatch, words):
+    wrapped = wrappers.add_megatron_arguments_wrapper(lambda p: p)
+    monkeypatch.setattr(sys, "argv", ["script", *words])
+    wrapped(argparse.ArgumentParser())
+    monkeypatch.setattr(sys, "argv", ["script", *words, "--rl-algorithm", "grpo"])
+    with pytest.raises(ValueError, match="--yaml-cfg drops every other argument"):
+        wrapped(argparse.ArgumentParser())
+
+
+def test_validation_comes_after_megatrons(monkeypatch, world):
+    seen = []
+    monkeypatch.setattr(checks, "check_args", lambda args: seen.append(("ours", args.derived)))
+
+    def original(args, defaults=None):
+        args.derived = 8
+        return args
+
+    wrapped = wrappers.validate_args_wrapper(original)
+    assert wrapped(world.args, {"a": 1}) is world.args
+    assert seen == [("ours", 8)]
+
+
+def test_rl_flags_without_an_algorithm_are_mentioned(world, capsys, monkeypatch):
+    wrapped = wrappers.validate_args_wrapper(lambda args, defaults: args)
+    wrapped(parsed(), {})
+    assert capsys.readouterr().out == ""
+    wrapped(parsed("--rl-reward", "math", "--rl-top-p", "0.9"), {})
+    assert capsys.readouterr().out == "[rl] without --rl-algorithm these have no effect: --rl-top-p --rl-reward\n"
+    monkeypatch.setenv("RANK", "1")
+    wrapped(parsed("--rl-reward", "math"), {})
+    assert capsys.readouterr().out == ""
+
+
+def test_setup_proves_the_patches_first(world, monkeypatch):
+    def fake_launch(original, positional, named, args, loop):
+        world.events.append(("launch", positional, named, args is world.args, loop is world.loop))
+        return original(*positional, **named)
+
+    monkeypatch.setattr(launch, "launch", fake_launch)
+    wrapped = wrappers.setup_model_and_optimizer_wrapper(lambda *a, **k: "model")
+    assert wrapped("provider", checkpointing_context={}) == "model"
+    assert world.events == ["in force", ("launch", ("provider",), {"checkpointing_context": {}}, True, True)]
+
+
+@pytest.mark.parametrize(("positional", "named"), [((7, "model"), {}), ((), {"iteration": 7, "model": "model"})])
+def test_state_is_written_before_megatron_saves(world, monkeypatch, positional, named):
+    """Before all of it, so an asynchronous save too updates its tracker file later."""
+    monkeypatch.setattr(launch, "save_rl_state", lambda args, iteration: world.events.append(("state", iteration)))
+    wrapped = wrappers.save_checkpoint_wrapper(lambda *a, **k: world.events.append("megatron"))
+    wrapped(*positional, **named)
+    assert world.events == [("state", 7), "megatron"]
+
+
+def test_a_failed_state_stops_the_save(world, monkeypatch):
+    def full(args, iteration):
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(launch, "save_rl_state", full)
+    with pytest.raises(OSError, match="no space"):
+        wrappers.save_checkpoint_wrapper(lambda *a: world.events.append("megatron"))(7)
+    assert world.events == []
+
+
+def test_load_goes_through_startup(world, monkeypatch):
+    monkeypatch.setattr(launch, "load", lambda original, positional, named: ("loaded", original(*positional, **named)))
+    wrapped = wrappers.load_checkpoint_wrapper(lambda *a, **k: (a, k))
+    assert wrapped(1, strict=True) == ("loaded", ((1,), {"strict": True}))
+
+
+def test_the_iterator_is_the_docks_and_no_data_is_opened(world):
+    def never(provider):
+        raise AssertionError("pretraining data were opened")
+
+    assert wrappers.build_train_valid_test_data_iterators_wrapper(never)(None) == ("dock", None, None)
+    assert (world.args.do_train, world.args.do_valid, world.args.do_test) == (True, False, False)
+
+
+def test_the_step_is_the_loops(world):
+    wrapped = wrappers.train_step_wrapper(lambda *a, **k: (a, k))
+    assert wrapped(1, 2, iteration=3) == ("stepped", ((1, 2), {"iteration": 3}))
