@@ -21,6 +21,7 @@ class ColumnStore:
         self._block = torch.full((slots,), ABSENT, dtype=torch.int64)
         self._row = torch.zeros(slots, dtype=torch.int64)
         self._blocks: dict[int, Column] = {}
+        self._offsets: dict[int, list[int]] = {}  # of ragged blocks, as numbers: a read slices row by row
         self._next = 0
 
     @property
@@ -33,7 +34,9 @@ class ColumnStore:
         if not slots:
             return
         where = torch.tensor(slots, dtype=torch.int64)
-        self._blocks[self._next] = _copy(column)
+        self._blocks[self._next] = kept = _copy(column)
+        if isinstance(kept, Ragged):
+            self._offsets[self._next] = kept.offsets.tolist()
         self._block[where] = self._next
         self._row[where] = torch.arange(len(slots))
         self._next += 1
@@ -47,8 +50,11 @@ class ColumnStore:
             for b in block.unique().tolist():
                 out[block == b] = self._blocks[b][row[block == b]]
             return out
-        views = {b: self._blocks[b].rows() for b in block.unique().tolist()}
-        return pack([views[b][r] for b, r in zip(block.tolist(), row.tolist(), strict=True)], self.spec)
+        rows = []
+        for b, r in zip(block.tolist(), row.tolist(), strict=True):
+            offsets = self._offsets[b]
+            rows.append(self._blocks[b].values[offsets[r] : offsets[r + 1]])
+        return pack(rows, self.spec)
 
     def drop(self, slots: Sequence[int]) -> None:
         """Forget cells; a block that keeps a few of its rows is packed anew, so that the others' memory goes."""
@@ -59,6 +65,7 @@ class ColumnStore:
             left = (self._block == block).nonzero().flatten().tolist()
             kept = self.gather(left) if left else None
             del self._blocks[block]
+            self._offsets.pop(block, None)
             if kept is not None:
                 self._block[left] = ABSENT
                 self.write(left, kept)
