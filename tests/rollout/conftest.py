@@ -11,7 +11,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 from mindspeed_rl_plugin.device import Device
 from mindspeed_rl_plugin.rollout import vllm_api, vllm_engine
@@ -86,6 +85,7 @@ class FakeVllm:
         self.calls: list[Any] = []
         self.logprob = -0.25
         self.stuck_prefixes = 0
+        self.device_states: list[int] = []
 
     def add_request(self, name: str, prompt: dict[str, Any], params: Any) -> None:
         self.calls.append(("add", name, prompt["prompt_token_ids"], params))
@@ -149,7 +149,8 @@ def make_engine(fake_vllm: FakeVllm, monkeypatch: pytest.MonkeyPatch) -> Callabl
         monkeypatch.setattr(vllm_api, "sampling_params", lambda sampling, eos, seed: (sampling, eos, seed))
         monkeypatch.setattr(vllm_api, "teardown", lambda engine: fake_vllm.calls.append("teardown"))
         device = Device("cuda")
-        generators = SimpleNamespace(get_rng_state=torch.get_rng_state, set_rng_state=torch.set_rng_state)
+        states = fake_vllm.device_states
+        generators = SimpleNamespace(get_rng_state=lambda: len(states), set_rng_state=states.append)
         monkeypatch.setattr(Device, "api", property(lambda self: generators))
         return VllmEngine(VllmOptions(**{"config": CONFIG, "max_model_len": 32, **options}), device)
 

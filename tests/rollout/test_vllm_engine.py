@@ -264,6 +264,7 @@ def test_generators_of_the_trainer_are_left_alone(make_engine, fake_vllm, reques
     engine.submit([request_of(0)])
     engine.poll(5)
     assert (torch.rand(3).tolist(), random.random(), np.random.rand()) == before
+    assert fake_vllm.device_states == [0, 1, 2]  # two builds and a poll each restored what they had found
 
 
 CONFIG = {
