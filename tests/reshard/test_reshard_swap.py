@@ -162,6 +162,15 @@ def test_host_buffers_are_allocated_once_and_memory_returns():
             assert meter.allocated() == base
 
 
+def test_the_process_really_shrinks():
+    """Freed gradients leave the resident set of the process, not just torch's books."""
+    layer = nn.Linear(4096, 4096, bias=False)
+    layer.weight.main_grad = torch.ones(4096, 4096)
+    state, before = TrainState([layer], None, CPU), CPU.memory.allocated()
+    assert state.swap_out(["grads"]) == 64 << 20
+    assert before - CPU.memory.allocated() > 60 << 20
+
+
 def test_reference_weights_change_places_with_the_actors():
     model = FakeDDP()
     reference = HostWeights.capture([model], CPU)

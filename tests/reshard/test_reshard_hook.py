@@ -1,0 +1,99 @@
+"""Resharder in a world of one rank, without a process group: what it moves, and what it refuses."""
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from mindspeed_rl_plugin.reshard.digest import WeightMismatch
+from mindspeed_rl_plugin.reshard.hook import Resharder
+from mindspeed_rl_plugin.reshard.layout import ModelShape, Parallel
+
+sys.path.insert(0, str(Path(__file__).parent))
+from reshard_reference import engine_weights, megatron_weights, random_weights  # noqa: E402
+
+SHAPE = ModelShape("qwen3", 2, 32, 4, 2, 8, 48, 60, 64)
+
+
+def trainer(shape=SHAPE, impl="local", seed=0):
+    """Something that looks like Megatron's one model chunk."""
+    params = megatron_weights(shape, Parallel(1), 0, random_weights(shape, seed), impl)
+    return [SimpleNamespace(named_parameters=lambda: list(params.items()), params=params)]
+
+
+def engine(shape=SHAPE, own_head=None):
+    return {n: torch.zeros_like(t) for n, t in engine_weights(shape, 1, 0, random_weights(shape), own_head).items()}
+
+
+def resharder(shape=SHAPE, **options):
+    return Resharder(shape, Parallel(1), 1, rank=0, engine_dtype=torch.float32, **options)
+
+
+@pytest.mark.parametrize("impl", ["local", "te"])
+def test_weights_follow_the_trainer(impl):
+    chunks, live, way = trainer(impl=impl), engine(), resharder(verify=True)
+    first = way.to_engine(chunks, live, 3)
+    expected = engine_weights(SHAPE, 1, 0, random_weights(SHAPE))
+    assert all(torch.equal(live[name], t) for name, t in expected.items())
+    assert (first.version, first.sent, first.received) == (3, 0, 0)
+    assert first.copied == 4 * sum(t.numel() for t in random_weights(SHAPE).values())  # not the padding
+    chunks[0].params["decoder.final_layernorm.weight"].add_(1)
+    second = way.to_engine(chunks, live, 4)
+    assert torch.equal(live["model.norm.weight"], expected["model.norm.weight"] + 1)
+    assert second.digest == way.digest(chunks) != first.digest
+
+
+def test_one_model_has_one_digest_in_both_specs():
+    assert resharder().digest(trainer()) == resharder().digest(trainer(impl="te"))
+    assert resharder().digest(trainer()) != resharder().digest(trainer(seed=1))
+
+
+@pytest.mark.parametrize("own_head", [False, True])
+def test_tied_embeddings_with_and_without_a_head_in_the_engine(own_head):
+    shape = ModelShape("qwen2", 2, 32, 4, 2, 8, 48, 60, 64, tied=True)
+    live = engine(shape, own_head)
+    resharder(shape, verify=True).to_engine(trainer(shape), live, 0)
+    expected = engine_weights(shape, 1, 0, random_weights(shape), own_head)
+    assert all(torch.equal(live[name], t) for name, t in expected.items())
+
+
+def test_a_wrong_value_in_the_engine_is_named(monkeypatch):
+    way, live = resharder(verify=True), engine()
+    way.to_engine(trainer(), live, 0)
+    monkeypatch.setattr("mindspeed_rl_plugin.reshard.hook.stream", lambda *a, **k: None)
+    live["model.layers.1.self_attn.qkv_proj.weight"][33] = 7  # row 1 of the keys
+    with pytest.raises(WeightMismatch, match=r"1.self_attn.k_proj.weight \[0, 16\) of axis 0: engine ranks \[0\]"):
+        way.to_engine(trainer(), live, 1)
+
+
+def test_differences_of_the_live_models_are_listed():
+    live = engine()
+    del live["model.norm.weight"]
+    live["model.layers.0.mlp.gate_up_proj.weight"] = torch.zeros(3, 3)
+    live["model.layers.0.mlp.experts.w13"] = torch.zeros(1)
+    with pytest.raises(ValueError) as caught:
+        resharder().to_engine(trainer(), live, 0)
+    for line in (
+        "the engine's parameters on rank 0 are not those of ModelShape(family='qwen3'",
+        "model.norm.weight (32,) is missing",
+        "model.layers.0.mlp.experts.w13 (1,) is unknown",
+        "model.layers.0.mlp.gate_up_proj.weight has shape (3, 3), not (96, 32)",
+    ):
+        assert line in str(caught.value)
+    chunks = trainer()
+    del chunks[0].params["decoder.layers.1.mlp.linear_fc2.weight"]
+    with pytest.raises(ValueError, match=r"Megatron's parameters on rank 0 .*\n.*1.mlp.linear_fc2.weight .* missing"):
+        resharder().to_engine(chunks, engine(), 0)
+
+
+def test_another_dtype_in_the_engine_is_refused():
+    live = {name: t.to(torch.bfloat16) for name, t in engine().items()}
+    with pytest.raises(ValueError, match="is torch.bfloat16, not torch.float32"):
+        resharder().to_engine(trainer(), live, 0)
+
+
+def test_a_generation_tp_that_does_not_divide_the_world_is_refused():
+    with pytest.raises(ValueError, match="--rl-generate-tp 4 does not divide the world of 6 ranks"):
+        Resharder(SHAPE, Parallel(6), 4, rank=0, engine_dtype=torch.float32)
