@@ -30,8 +30,9 @@ TRAIN = (
     "--eval-interval 1000 --eval-iters 0 --log-interval 1 --seed 1 --distributed-backend gloo "
     "--use-distributed-optimizer --tokenizer-type HuggingFaceTokenizer --save-interval 100"
 )
+GRADER = Path(__file__).with_name("signal_grader.py")
 RL = (
-    "--rl-algorithm grpo --rl-reward exact --rl-samples-per-prompt 4 --rl-max-prompt-length 16 "
+    f"--rl-algorithm grpo --rl-reward {GRADER}:grade --rl-samples-per-prompt 4 --rl-max-prompt-length 16 "
     "--rl-max-response-length 8 --rl-kv-cache-gb 0.05 --rl-wait-timeout 120 --rl-reward-workers 1 --no-rl-progress"
 )
 
@@ -58,13 +59,16 @@ class Result:
 
 @dataclass
 class Job:
-    """One launch command. agents: torchrun processes, each with `ranks` ranks."""
+    """One launch command. agents: torchrun processes, each with `ranks` ranks; script: what the runner runs;
+    path: entries of PYTHONPATH."""
 
     data: Path
     save: Path
     extra: Sequence[str] = ()
     ranks: int = 2
     agents: int = 1
+    script: Path = ROOT / "examples" / "pretrain_gpt.py"
+    path: Sequence[Path] = ()
     processes: list[subprocess.Popen] = field(default_factory=list)
 
     @property
@@ -75,7 +79,7 @@ class Job:
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(self.ranks)]
         torchrun += ["--nnodes", str(self.agents), "--node-rank", str(agent)]
         torchrun += ["--master-addr", "127.0.0.1", "--master-port", str(port)]
-        script = ["-m", "mindspeed_rl_plugin", str(ROOT / "examples" / "pretrain_gpt.py")]
+        script = ["-m", "mindspeed_rl_plugin", str(self.script)]
         data = ["--tokenizer-model", str(self.data / "tokenizer"), "--rl-prompt-data", str(self.data / "prompts.jsonl")]
         fixed = [*MODEL.split(), *TRAIN.split(), *RL.split(), *data, "--save", str(self.save)]
         return [*torchrun, *script, *fixed, *self.extra]
@@ -89,6 +93,7 @@ class Job:
         """Start the agents, afresh or again; their logs are added to."""
         self.processes.clear()
         port = 20000 + (os.getpid() * 37 + int(time.monotonic() * 10)) % 20000
+        path = os.pathsep.join(map(str, self.path))
         for agent in range(self.agents):
             with open(self.log_file(agent), "a") as log:
                 self.processes.append(
@@ -97,7 +102,7 @@ class Job:
                         stdout=log,
                         stderr=subprocess.STDOUT,
                         cwd=ROOT,
-                        env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+                        env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": path},
                         start_new_session=True,
                     )
                 )
@@ -149,8 +154,8 @@ def job(arithmetic: Path, tmp_path: Path) -> Iterator:
     """Factory of jobs; what still runs at the end of the test is killed."""
     jobs: list[Job] = []
 
-    def make(*extra: str, name: str = "run", ranks: int = 2, agents: int = 1) -> Job:
-        jobs.append(Job(arithmetic, tmp_path / name, extra, ranks, agents))
+    def make(*extra: str, name: str = "run", **named) -> Job:
+        jobs.append(Job(arithmetic, tmp_path / name, extra, **named))
         return jobs[-1]
 
     yield make

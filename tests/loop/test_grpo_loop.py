@@ -16,7 +16,8 @@ def check_agreement(result) -> None:
     """Engine and trainer agree after every number of updates that was run."""
     worst = [line["logp_diff/max"] for line in result.metrics]
     assert len(worst) >= 4 and max(worst) < AGREEMENT, worst
-    # Log-probs that are all zero would agree too.
+    # Weights that never move, and log-probs that are all zero, would agree too.
+    assert all(line["groups/mixed"] > 0 and line["grad_norm"] > 1e-3 for line in result.metrics)
     assert all(0.1 < line["entropy"] < 10 for line in result.metrics)
 
 

@@ -1,0 +1,53 @@
+"""Unmodified upstream `pretrain_gpt.py`, plain and under MindSpeed: three GRPO iterations with TP2.
+
+MEGATRON_LM_PATH: checkouts of any supported version, separated by a colon; MINDSPEED_PATH: a checkout of
+MindSpeed, which goes with core 0.12.1.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.upstream, pytest.mark.slow]
+
+CHECKOUTS = [Path(p) for p in os.environ.get("MEGATRON_LM_PATH", "").split(os.pathsep) if p]
+MINDSPEED = os.environ.get("MINDSPEED_PATH")
+LAYOUT = ("--train-iters", "3", "--tensor-model-parallel-size", "2", "--rl-generate-tp", "2", "--mock-data")
+
+
+def core_version(checkout: Path) -> tuple[int, ...]:
+    text = (checkout / "megatron" / "core" / "package_info.py").read_text()
+    return tuple(int(re.search(rf"^{part} = (\d+)", text, re.M)[1]) for part in ("MAJOR", "MINOR", "PATCH"))
+
+
+def check(result) -> None:
+    assert [line["iteration"] for line in result.metrics] == [1, 2, 3]
+    for line in result.metrics:
+        assert line["logp_diff/max"] < 2e-5 and line["ratio/max"] == 1.0 and line["grad_norm"] > 1e-3
+    assert result.metrics[0]["kl/ref"] < 1e-8 < result.metrics[-1]["kl/ref"]
+
+
+@pytest.mark.parametrize("checkout", CHECKOUTS, ids=lambda p: p.name)
+def test_plain_megatron(job, checkout):
+    result = job(*LAYOUT, script=checkout / "pretrain_gpt.py", path=[checkout]).run(400)
+    check(result)
+    assert "patch in force through Megatron" in result.log
+
+
+@pytest.mark.skipif(MINDSPEED is None, reason="MINDSPEED_PATH is not set")
+def test_megatron_under_mindspeed(job, tmp_path):
+    """The script is unmodified; the file that runs it holds MindSpeed's own import line."""
+    checkout = next(c for c in CHECKOUTS if core_version(c)[:2] == (0, 12))
+    script = checkout / "pretrain_gpt.py"
+    entry = tmp_path / "entry.py"
+    entry.write_text(
+        f"import runpy, sys\nsys.path.insert(0, {str(checkout)!r})\nimport mindspeed.megatron_adaptor\n"
+        f"runpy.run_path({str(script)!r}, run_name='__main__')\n"
+    )
+    result = job(*LAYOUT, script=entry, path=[Path(MINDSPEED), checkout]).run(400)
+    check(result)
+    assert "patch in force through MindSpeed" in result.log
