@@ -56,7 +56,13 @@ UNSUPPORTED: tuple[tuple[str, tuple[Any, ...]], ...] = (
     ("input_embeds_norm", (False,)),
     ("post_norm", (False,)),
     ("no_post_layer_norm", (False,)),
+    ("geglu", (False,)),
     ("gelu_tanh", (False,)),
+    ("fc_type", (None,)),
+    ("share_kvstates", (False,)),
+    ("cla_share_factor", (1,)),
+    ("full_attention_interval", (0,)),
+    ("dim_model_base", (None,)),
     ("scale_emb", (None,)),
     ("scale_depth", (None,)),
     ("embedding_multiplier_scale", (1.0,)),
@@ -174,11 +180,15 @@ def model_vocab_size(tokenizer_size: int, padded_vocab_size: int, reference: Map
 
 
 def load_reference(directory: str) -> dict[str, Any]:
-    """config.json of a Hugging Face directory. ValueError when there is none."""
+    """config.json of a Hugging Face directory. ValueError when there is none, or when it is no language model's."""
     path = Path(directory) / "config.json"
     if not path.is_file():
         raise ValueError(f"--rl-hf-model {directory}: no config.json there; give a Hugging Face model directory")
-    return json.loads(path.read_text())
+    config = json.loads(path.read_text())
+    missing = {"model_type", "vocab_size"} - set(config)
+    if missing:
+        raise ValueError(f"--rl-hf-model {path}: no {sorted(missing)} there; it must describe a plain language model")
+    return config
 
 
 def compare_configs(derived: Mapping[str, Any], reference: Mapping[str, Any]) -> list[Difference]:

@@ -236,6 +236,9 @@ def test_both_spellings_of_rope(rope) -> None:
 def test_a_directory_without_config(tmp_path) -> None:
     with pytest.raises(ValueError, match="no config.json there"):
         check_against({}, str(tmp_path))
+    (tmp_path / "config.json").write_text('{"model_type": "clip"}')
+    with pytest.raises(ValueError, match="no \\['vocab_size'\\] there"):
+        check_against({}, str(tmp_path))
 
 
 def test_written_config_is_json(tmp_path) -> None:
