@@ -15,8 +15,8 @@ from typing import Any
 from mindspeed_rl_plugin import columns, reporting
 from mindspeed_rl_plugin.config import RLConfig
 from mindspeed_rl_plugin.forward import Step
-from mindspeed_rl_plugin.forward.schedule import weights_in_place
 from mindspeed_rl_plugin.logprobs.compute import compute_logps
+from mindspeed_rl_plugin.reshard.swap import HostWeights, gathered
 from mindspeed_rl_plugin.rollout.generate import run_generation
 from mindspeed_rl_plugin.startup.start import Start
 from mindspeed_rl_plugin.types import Ragged, Rows, SampleId
@@ -44,7 +44,7 @@ class Loop:
         self.steps: list[Step] = []
         self.inputs: Inputs | None = None
         self.parts: Parts | None = None
-        self._reference: Any = None
+        self._reference: HostWeights | None = None
         self._restored: Mapping[str, Any] | None = None
         self._rollout: reporting.Rollout | None = None
 
@@ -56,8 +56,6 @@ class Loop:
 
     def on_reference_loaded(self, model: Any) -> None:
         """Keep a host copy of the reference, which the model holds right now."""
-        from mindspeed_rl_plugin.reshard.swap import HostWeights
-
         self._reference = HostWeights.capture(model)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -154,16 +152,18 @@ class Loop:
         """Steps 2 and 5: weights to the engine and training state to the host; and all of it back."""
         p = self.parts
         with p.monitor.stage("reshard"):
-            p.engine.wake(("weights",))
-            with weights_in_place(p.model):
+            with gathered(p.model):
+                # First what the transfer does not need, so that both sides' weights fit beside each other.
+                p.train_state.swap_out(set(p.swapped) - {"params"})
+                p.engine.wake(("weights",))
                 p.resharder.to_engine(p.model, p.engine.parameters(), version)
-            p.engine.update_weights(version)
-            p.train_state.swap_out(p.swapped)
+                p.engine.update_weights(version)
+                p.train_state.swap_out(set(p.swapped) & {"params"})
             p.engine.wake(("kv_cache",))
         yield
         with p.monitor.stage("swap_back"):
             p.engine.sleep()
-            p.train_state.swap_in(p.swapped)
+            p.train_state.swap_in()
 
     def _generate(self) -> None:
         """Step 3: every engine takes its share of the prompts from the dock and writes responses back."""

@@ -66,10 +66,10 @@ def run_forward_only(
 ) -> list[Any] | None:
     """Forward pass without gradient over all micro-batches, by Megatron's schedule (PP and VPP included).
 
-    model: this rank's chunks, as Megatron holds them; collect: called on the last stage with the logits
-    `[mb, S, V/tp]` and the micro-batch. Returns its results in micro-batch order on the last stage, None
-    on the others. The model is in eval mode meanwhile, and as it was afterwards. Collective over the
-    model parallel ranks.
+    model: this rank's chunks, as Megatron holds them, complete (`reshard.swap.gathered`); collect: called
+    on the last stage with the logits `[mb, S, V/tp]` and the micro-batch. Returns its results in
+    micro-batch order on the last stage, None on the others. The model is in eval mode meanwhile, and as
+    it was afterwards. Collective over the model parallel ranks.
     """
     device = device_of(model)
 
@@ -77,7 +77,7 @@ def run_forward_only(
         batch = next(data_iterator).to(device)
         return run_model(chunk, batch), lambda logits, non_loss_data=True: collect(logits, batch)
 
-    with torch.no_grad(), weights_in_place(model), _evaluating(model), _plain_config(model):
+    with torch.no_grad(), _evaluating(model), _plain_config(model):
         results = schedules.get_forward_backward_func()(
             forward_step_func=forward_step,
             data_iterator=data_iterators(batches, len(model)),
@@ -89,22 +89,6 @@ def run_forward_only(
             collect_non_loss_data=True,
         )
     return list(results) if is_last_stage() else None
-
-
-@contextlib.contextmanager
-def weights_in_place(model: Model) -> Iterator[None]:
-    """All parameters gathered, and no hook of --overlap-param-gather in the way, while the block runs.
-
-    Collective over the data parallel ranks. Megatron does the same around its own evaluation.
-    """
-    hooked = [chunk for chunk in model if getattr(chunk, "remove_forward_pre_hook_handles", None)]
-    for chunk in hooked:
-        chunk.disable_forward_pre_hook()
-    try:
-        yield
-    finally:
-        for chunk in hooked:
-            chunk.enable_forward_pre_hook()
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from mindspeed_rl_plugin.forward import ForwardSettings, MicroBatch, collate, to_rows
 from mindspeed_rl_plugin.forward.schedule import head_of, run_forward_only
+from mindspeed_rl_plugin.reshard.swap import gathered
 from mindspeed_rl_plugin.types import Ragged, Rows
 
 
@@ -39,4 +40,5 @@ def compute_logps_and_entropy(
         logp, entropy = (torch.where(batch.mask, column, 0.0).cpu() for column in both)
         return to_rows(logp, batch.lengths), to_rows(entropy, batch.lengths)
 
-    return run_forward_only(model, batches, settings, collect)
+    with gathered(model):
+        return run_forward_only(model, batches, settings, collect)

@@ -109,18 +109,6 @@ def paper_throughput(
     return throughput(tokens, devices=devices, seconds=seconds)["tokens_per_second"]
 
 
-def pass_at_k(correct: Mapping[object, Sequence[bool]], k: int) -> float:
-    """Mean over prompts of the chance that k of its n responses hold a correct one (arXiv 2107.03374, eq. 1).
-
-    correct: prompt -> outcome of each of its n >= k responses. Raises ValueError where n < k.
-    """
-    if not correct or any(len(c) < k for c in correct.values()) or k < 1:
-        least = min((len(c) for c in correct.values()), default=0)
-        raise ValueError(f"pass@{k} needs at least {max(k, 1)} responses of every prompt; the fewest are {least}")
-    chances = [1 - math.comb(len(c) - sum(c), k) / math.comb(len(c), k) for c in correct.values()]
-    return sum(chances) / len(chances)
-
-
 def merge(*parts: Mapping[str, float]) -> dict[str, float]:
     """All metrics in one dict. Raises ValueError where two parts write the same name with unlike values."""
     out: dict[str, float] = {}

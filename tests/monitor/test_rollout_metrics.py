@@ -11,7 +11,6 @@ from mindspeed_rl_plugin.monitor.metrics import (
     logp_difference,
     merge,
     paper_throughput,
-    pass_at_k,
     rollout_metrics,
     throughput,
     token_count,
@@ -96,17 +95,6 @@ def test_throughput_agrees_with_equation_5_where_lengths_are_equal(rows_builder)
         throughput(1, devices=1, seconds=0)
     with pytest.raises(ValueError, match="tokens or loss_mask"):
         token_count(Rows((SampleId(0, 0, 0),), {"reward": torch.ones(1)}))
-
-
-def test_pass_at_k_equals_drawing_k_by_hand():
-    from itertools import combinations
-
-    correct = {"a": [True, False, False, True], "b": [False] * 4, "c": [True, True, True, False]}
-    for k in (1, 2, 3, 4):
-        drawn = [statistics.fmean(any(d) for d in combinations(c, k)) for c in correct.values()]
-        assert pass_at_k(correct, k) == pytest.approx(statistics.fmean(drawn))
-    with pytest.raises(ValueError, match="fewest are 4"):
-        pass_at_k(correct, 5)
 
 
 def test_merge_refuses_two_values_of_one_name():
