@@ -10,11 +10,12 @@ import copy
 import functools
 import importlib.util
 import subprocess
+import sys
 import sysconfig
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -118,6 +119,29 @@ def _compile_helpers(module: ModuleType) -> None:
     module.compile_helpers = compile_helpers
 
 
+class _PatchableModules:
+    """sys.modules, but a copy of it leaves out modules that import more when they are asked for a name."""
+
+    def copy(self) -> dict[str, ModuleType]:
+        return {name: module for name, module in sys.modules.items() if _patchable(name, module)}
+
+    def __getitem__(self, name: str) -> ModuleType:
+        return sys.modules[name]
+
+    def __setitem__(self, name: str, module: ModuleType) -> None:
+        sys.modules[name] = module
+
+
+def _patchable(name: str, module: ModuleType) -> bool:
+    if name.split(".")[0] in ("megatron", "mindspeed", "mindspeed_llm", "torch", "__main__"):
+        return True
+    return type(module) is ModuleType and "__getattr__" not in vars(module)
+
+
+def _patch_scan(module: ModuleType) -> None:
+    module.sys = SimpleNamespace(modules=_PatchableModules())
+
+
 _OPTIMIZER = "megatron.core.optimizer"
 _ADAM_WHY = "torch's AdamW has no step of the group: the distributed optimizer cannot resume (KeyError 'step')"
 _ADAM_GOES = "Megatron saves and loads torch's AdamW in its distributed optimizer"
@@ -180,5 +204,14 @@ GAPS = (
         "all",
         "WrappedTorchNorm marks its parameters itself",
         _torch_norm,
+    ),
+    Gap(
+        "mindspeed.patch_utils",
+        "sys",
+        "asks every loaded module for the names it patches; lazy ones (transformers, vllm) then import all they have, "
+        "and fail where one dependency is missing",
+        "MindSpeed 2.3, with whatever transformers or vllm is imported before a patch is applied",
+        "MindSpeed looks into vars(module) instead of calling hasattr",
+        _patch_scan,
     ),
 )

@@ -40,9 +40,6 @@ def install() -> None:
     for name, names in _modules().items():
         _make(name, names)
     torch.npu = sys.modules["torch_npu.npu"]
-    # modelopt, where installed, brings transformers into Megatron's import; transformers' lazy modules
-    # fail under MindSpeed's hasattr on every loaded module.
-    sys.modules.setdefault("modelopt", None)
 
 
 def _make(name: str, names: dict[str, Any]) -> None:
