@@ -20,13 +20,13 @@ class Loop:
         self.events.append("before_model")
 
     def on_reference_loaded(self, model):
-        self.events.append(("reference", float(model[0].weight[0, 0])))
+        self.events.append(("reference", model[0].weight[0, 0].item()))
 
     def load_state_dict(self, state):
         self.events.append(("state", state))
 
     def on_checkpoint_loaded(self, model, optimizer, start):
-        self.events.append(("actor", float(model[0].weight[0, 0]), optimizer, start.kind))
+        self.events.append(("actor", model[0].weight[0, 0].item(), optimizer, start.kind))
         self.start = start
 
     def state_dict(self):
