@@ -22,7 +22,7 @@ from mindspeed_rl_plugin.monitor.monitor import Monitor
 from mindspeed_rl_plugin.prompts import PromptStream, load_tokenizer
 from mindspeed_rl_plugin.reshard.hook import Resharder
 from mindspeed_rl_plugin.reshard.layout import ModelShape, Parallel
-from mindspeed_rl_plugin.reshard.swap import HostWeights, TrainState
+from mindspeed_rl_plugin.reshard.swap import HostWeights, TrainState, unwrap
 from mindspeed_rl_plugin.reward import RewardPool
 from mindspeed_rl_plugin.reward.specs import parse_specs
 from mindspeed_rl_plugin.rollout import hf_config
@@ -148,8 +148,13 @@ class Parts:
             verify=config.reshard.verify_weights,
             deadline=config.monitor.wait_timeout,
         )
+        _check_rotary(inputs, model)
+        train_state = TrainState(model, optimizer)
+        # The engine measures the free memory when it starts: the training state must not be in its way.
+        train_state.swap_out(config.reshard.swap)
         engine = VllmEngine(_engine_options(inputs, dtype))
         engine.sleep()
+        train_state.swap_in()
         return cls(
             inputs=inputs,
             model=model,
@@ -162,7 +167,7 @@ class Parts:
             group=group,
             engine=engine,
             resharder=resharder,
-            train_state=TrainState(model, optimizer),
+            train_state=train_state,
             reference=reference,
             forward=forward,
             update=Update(algorithm, forward, model, norm_length=rollout.max_response_length),
@@ -252,6 +257,14 @@ def _engine_options(inputs: Inputs, dtype: torch.dtype) -> VllmOptions:
         eos_token_ids=_eos(inputs.tokenizer),
         tokenizer=checks.tokenizer_path(inputs.args) if rollout.stop else None,
     )
+
+
+def _check_rotary(inputs: Inputs, model: Any) -> None:
+    """The engine's rotary frequencies are those of the built model, whatever the launch script made of the flags."""
+    for chunk in model:
+        rotary = getattr(unwrap(chunk), "rotary_pos_emb", None)
+        if rotary is not None:
+            hf_config.check_rotary(inputs.engine_config, rotary.inv_freq)
 
 
 def _engine_dtype(args: argparse.Namespace, name: str) -> torch.dtype:

@@ -16,6 +16,7 @@ for argument in "$@"; do
 done
 
 bash setup.sh
+.venv/bin/python tests/ascend/fetch.py
 if [ "$setup_only" = yes ]; then exit 0; fi
 
 .venv/bin/ruff check mindspeed_rl_plugin tests examples
