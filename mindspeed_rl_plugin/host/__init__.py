@@ -7,6 +7,7 @@
     npu.py            the stand-in for torch_npu and torchair, so that MindSpeed's adaptor imports
     vllm_live.py      vLLM on CPU with weights that can be updated in place
     on_import.py      acting on a module when it is imported
+    spawn.py          host mode in spawned processes; spawned.py is their main module
     rehearse.py       an Ascend launch script on this machine
 """
 
@@ -19,7 +20,7 @@ import torch
 
 from mindspeed_rl_plugin.config import launch_env
 from mindspeed_rl_plugin.device import get_device
-from mindspeed_rl_plugin.host import cuda, distributed, megatron_gaps, npu, vllm_live
+from mindspeed_rl_plugin.host import cuda, distributed, megatron_gaps, npu, spawn, vllm_live
 
 __all__ = ["activate_if_needed", "active", "vllm_live"]
 
@@ -31,11 +32,11 @@ def active() -> bool:
     return _active
 
 
-def activate_if_needed() -> bool:
+def activate_if_needed(announce: bool = True) -> bool:
     """Put the stand-ins in place where neither an NPU nor CUDA is found. Returns whether they are.
 
     Call it before megatron and mindspeed are imported; calling it again changes nothing. Rank 0 says so
-    in one line. Does nothing, and says nothing, on a machine with an accelerator.
+    in one line, unless `announce` is off. Does nothing, and says nothing, on a machine with an accelerator.
 
     Raises ValueError when Megatron is already imported: it has then taken names of the real torch.cuda.
     """
@@ -54,7 +55,8 @@ def activate_if_needed() -> bool:
     distributed.install()
     megatron_gaps.close_gaps()
     npu.install_with_mindspeed()
-    if launch_env()["rank"] == 0:
+    spawn.install()
+    if announce and launch_env()["rank"] == 0:
         print(
             f"host mode: neither NPU nor CUDA found, Megatron runs on CPU over gloo, {threads} thread(s) a rank",
             flush=True,

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 import typing_extensions
+from packaging.version import Version
 
 from mindspeed_rl_plugin.host.on_import import after_import
 from mindspeed_rl_plugin.host.optimizer import HostAdam
@@ -46,6 +47,25 @@ def close_gaps() -> None:
 def _override(module: ModuleType) -> None:
     if not hasattr(module, "override"):
         module.override = typing_extensions.override
+
+
+def _product(module: ModuleType) -> None:
+    if not hasattr(module, "product"):
+        module.product = module.prod
+
+
+def _write_item(module: ModuleType) -> None:
+    """Name the format that torch writes by default. Later cores name it themselves, which overrides ours."""
+    from torch.distributed.checkpoint import filesystem
+
+    if hasattr(filesystem, "SerializationFormat"):
+        torch_save = filesystem.SerializationFormat.TORCH_SAVE
+        module._write_item = functools.partial(module._write_item, serialization_format=torch_save)
+
+
+def _te_version(module: ModuleType) -> None:
+    if hasattr(module, "_te_version") and importlib.util.find_spec("transformer_engine") is None:
+        module._te_version = Version("0")
 
 
 def _adam(module: ModuleType) -> None:
@@ -154,6 +174,30 @@ GAPS = (
         "core >= 0.17 on Python < 3.12",
         "Python 3.12 is the oldest supported",
         _override,
+    ),
+    Gap(
+        "numpy",
+        "product",
+        "distributed checkpoints of core 0.12 use a name that numpy 2 dropped",
+        "core 0.12 with numpy >= 2",
+        "core 0.12 is no longer supported",
+        _product,
+    ),
+    Gap(
+        "megatron.core.dist_checkpointing.strategies.filesystem_async",
+        "_write_item",
+        "writes distributed checkpoints with a function of torch that takes one argument more since torch 2.7",
+        "core 0.12 with torch >= 2.7",
+        "core 0.12 is no longer supported",
+        _write_item,
+    ),
+    Gap(
+        "megatron.core.utils",
+        "_te_version",
+        "asked for the version of TransformerEngine when it loads a distributed checkpoint, it imports it",
+        "core 0.12",
+        "core 0.12 is no longer supported",
+        _te_version,
     ),
     Gap(_OPTIMIZER, "Adam", _ADAM_WHY, "all", _ADAM_GOES, _adam),
     Gap(f"{_OPTIMIZER}.distrib_optimizer", "Adam", _ADAM_WHY, "all", _ADAM_GOES, _adam),

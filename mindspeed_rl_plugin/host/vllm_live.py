@@ -27,7 +27,8 @@ def apply() -> None:
     """Change vLLM, before an engine is built. Idempotent; imports vLLM.
 
     Sets, where the user has not: no threads bound to cores (ranks would share one), the engine's core
-    in this process (a second process could not see our weights), warnings only.
+    in this process (a second process could not see our weights), errors only (its warnings
+    are about speed on CPU).
     """
     global _applied
     if _applied:
@@ -35,7 +36,7 @@ def apply() -> None:
     _applied = True
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     _live_linears()
     _live_experts()
     _own_shared_memory()
@@ -107,10 +108,9 @@ def _job_name(original: Callable[[Any], str]) -> Callable[[Any], str]:
     @functools.wraps(original)
     def make_group_name(communicator: Any) -> str:
         name = f"/mindspeed-rl-{job_id()}-{original(communicator).replace('/', '')}"
-        # Each rank creates its own segment and removes its own leftover, so none takes away a live one.
-        for leftover in SHARED_MEMORY.glob(f"{name[1:].replace('[', '[[]')}*"):
-            with contextlib.suppress(FileNotFoundError):
-                leftover.unlink()
+        # Each rank creates, and so removes, only its own segment: a peer's may be in use already.
+        with contextlib.suppress(FileNotFoundError):
+            (SHARED_MEMORY / f"{name[1:]}_{communicator.rank}").unlink()
         return name
 
     return make_group_name

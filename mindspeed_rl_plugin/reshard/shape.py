@@ -139,13 +139,14 @@ def _must_be(name: str, allowed: tuple[Any, ...], fix: str) -> Callable[[argpars
 
 
 _OFF = (False, None, 0, "")
+_PLAIN = "the families have no such thing; leave it out"
 
 # Where an argument is unknown to a Megatron version, its first allowed value is assumed.
 _ARGUMENTS: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "normalization": (("RMSNorm",), "give --normalization RMSNorm"),
     "swiglu": ((True,), "give --swiglu; the families have a gated SiLU MLP"),
     "add_bias_linear": ((False,), "give --disable-bias-linear"),
-    "position_embedding_type": (("rope", "yarn"), "give --position-embedding-type rope"),
+    "position_embedding_type": (("rope",), "give --position-embedding-type rope"),
     "rotary_interleaved": (_OFF, "the families rotate halves; drop --rotary-interleaved"),
     "rotary_percent": ((1.0,), "the families rotate the whole head; drop --rotary-percent"),
     "no_rope_freq": (_OFF, "the families rotate in every layer"),
@@ -170,6 +171,14 @@ _ARGUMENTS: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "use_megatron_fsdp": (_OFF, "parameters must be whole on each rank; use the distributed optimizer instead"),
     "use_torch_fsdp2": (_OFF, "parameters must be whole on each rank; use the distributed optimizer instead"),
     "gtp_weight_remat_size": ((1, None), "drop --tensor-parallel-num-weight-shards; weights must be whole"),
+    "apply_residual_connection_post_layernorm": (_OFF, _PLAIN),
+    "glu_linear_offset": ((0.0,), _PLAIN),
+    "activation_func_clamp_value": ((None,), _PLAIN),
+    "rotary_seq_len_interpolation_factor": ((None, 1), _PLAIN),
+    "window_size": ((None,), _PLAIN),
+    "softmax_scale": ((None,), _PLAIN),
+    "hybrid_override_pattern": ((None,), "hybrid models are not supported"),
+    "use_mup": (_OFF, _PLAIN),
     # MindSpeed and MindSpeed-LLM
     "noop_layers": (_OFF, "layers that do nothing are not supported; drop --noop-layers"),
     "tp_2d": (_OFF, "2-D tensor parallelism is not supported; drop --tp-2d"),
@@ -182,6 +191,22 @@ _ARGUMENTS: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "attn_logit_softcapping": (_OFF, "the families do not cap attention logits"),
     "scale_depth": (_OFF, "the families do not scale residuals"),
     "dim_model_base": (_OFF, "the families do not scale logits"),
+    "add_dense_bias": (_OFF, _PLAIN),
+    "add_output_layer_bias": (_OFF, _PLAIN),
+    "add_rmsnorm_offset": (_OFF, _PLAIN),
+    "no_post_layer_norm": (_OFF, _PLAIN),
+    "gelu_tanh": (_OFF, "the families have a gated SiLU MLP"),
+    "fc_type": ((None,), _PLAIN),
+    "share_kvstates": (_OFF, _PLAIN),
+    "cla_share_factor": ((1,), _PLAIN),
+    "full_attention_interval": (_OFF, "the families have plain attention"),
+    "scale_emb": ((None,), "the families do not scale embeddings"),
+    "query_pre_attn_scalar": ((None,), _PLAIN),
+    "sliding_window": ((None,), "the families have plain attention"),
+    "interleave_sliding_window": ((None,), "the families have plain attention"),
+    "partial_rotary_factor": ((0.0,), "the families rotate the whole head"),
+    "dynamic_factor": ((1.0,), _PLAIN),
+    "use_glm_rope": (_OFF, "the families rotate halves"),
 }
 
 _REFUSED = tuple(_must_be(name, allowed, fix) for name, (allowed, fix) in _ARGUMENTS.items())

@@ -5,8 +5,7 @@ Dense decoders of three families, told apart by two of Megatron's flags:
     Llama        neither                    Qwen2, Qwen2.5   --add-qkv-bias
     Qwen3        --qk-layernorm
 
-Everything that changes what the model computes and that the engine's model of the family does not have is
-refused with the flag's name (`UNSUPPORTED`), never ignored.
+What changes the model and that no family has is refused by `ModelShape.from_megatron_args`, never ignored.
 """
 
 from __future__ import annotations
@@ -22,60 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# (Megatron's attribute, values under which the model is a plain one). An attribute that a Megatron does not
-# have is fine. The lower block is MindSpeed-LLM's.
-UNSUPPORTED: tuple[tuple[str, tuple[Any, ...]], ...] = (
-    ("num_experts", (None,)),
-    ("multi_latent_attention", (False,)),
-    ("apply_layernorm_1p", (False,)),
-    ("apply_residual_connection_post_layernorm", (False,)),
-    ("squared_relu", (False,)),
-    ("quick_geglu", (False,)),
-    ("glu_linear_offset", (0.0,)),
-    ("activation_func_clamp_value", (None,)),
-    ("rotary_interleaved", (False,)),
-    ("rotary_percent", (1.0,)),
-    ("rotary_seq_len_interpolation_factor", (None, 1)),
-    ("no_rope_freq", (None,)),
-    ("window_size", (None,)),
-    ("softmax_scale", (None,)),
-    ("softmax_type", ("vanilla",)),
-    ("qk_l2_norm", (False,)),
-    ("attention_output_gate", (False,)),
-    ("experimental_attention_variant", (None,)),
-    ("heterogeneous_layers_config_path", (None,)),
-    ("heterogeneous_layers_config_encoded_json", (None,)),
-    ("hybrid_layer_pattern", (None,)),
-    ("hybrid_override_pattern", (None,)),
-    ("is_hybrid_model", (False,)),
-    ("use_mup", (False,)),
-    ("mtp_num_layers", (None, 0)),
-    ("add_dense_bias", (False,)),
-    ("add_output_layer_bias", (False,)),
-    ("add_rmsnorm_offset", (False,)),
-    ("input_embeds_norm", (False,)),
-    ("post_norm", (False,)),
-    ("no_post_layer_norm", (False,)),
-    ("geglu", (False,)),
-    ("gelu_tanh", (False,)),
-    ("fc_type", (None,)),
-    ("share_kvstates", (False,)),
-    ("cla_share_factor", (1,)),
-    ("full_attention_interval", (0,)),
-    ("dim_model_base", (None,)),
-    ("scale_emb", (None,)),
-    ("scale_depth", (None,)),
-    ("embedding_multiplier_scale", (1.0,)),
-    ("output_multiplier_scale", (None,)),
-    ("output_logit_softcapping", (None,)),
-    ("attn_logit_softcapping", (None,)),
-    ("query_pre_attn_scalar", (None,)),
-    ("sliding_window", (None,)),
-    ("interleave_sliding_window", (None,)),
-    ("partial_rotary_factor", (0.0,)),
-    ("dynamic_factor", (1.0,)),
-    ("use_glm_rope", (False,)),
-)
+from mindspeed_rl_plugin.reshard.layout import ModelShape
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 
@@ -126,33 +72,28 @@ def derive_config(args: Namespace, *, vocab_size: int, eos_token_ids: Sequence[i
     vocab_size: the true one, without Megatron's padding (see `model_vocab_size`): the engine then never draws a
     padded id. Raises ValueError naming the flag for a model that is not one of the families.
     """
-    _refuse(args)
-    heads, hidden = args.num_attention_heads, args.hidden_size
-    family = _family(args)
-    head_dim = args.kv_channels
-    if family == "qwen2" and head_dim * heads != hidden:
+    shape = ModelShape.from_megatron_args(args, vocab_size)
+    family, heads, hidden = shape.family, shape.heads, shape.hidden
+    if family == "qwen2" and shape.head_dim * heads != hidden:
         raise ValueError(
-            f"--kv-channels {head_dim} with --add-qkv-bias: vLLM's Qwen2 takes --hidden-size / --num-attention-heads"
-            f" = {hidden}/{heads} as its head size; leave --kv-channels out"
+            f"--kv-channels {shape.head_dim} with --add-qkv-bias: vLLM's Qwen2 takes --hidden-size /"
+            f" --num-attention-heads = {hidden}/{heads} as its head size; leave --kv-channels out"
         )
-    padded = getattr(args, "padded_vocab_size", None)
-    if vocab_size < 1 or (padded is not None and vocab_size > padded):
-        raise ValueError(f"vocab_size {vocab_size} must lie in 1..{padded}, the rows of Megatron's embedding")
     return {
         "architectures": [ARCHITECTURES[family]],
         "model_type": family,
         "hidden_size": hidden,
-        "intermediate_size": args.ffn_hidden_size,
-        "num_hidden_layers": args.num_layers,
+        "intermediate_size": shape.ffn,
+        "num_hidden_layers": shape.layers,
         "num_attention_heads": heads,
-        "num_key_value_heads": args.num_query_groups if args.group_query_attention else heads,
-        "head_dim": head_dim,
+        "num_key_value_heads": shape.groups,
+        "head_dim": shape.head_dim,
         "vocab_size": vocab_size,
         "max_position_embeddings": args.max_position_embeddings,
         "rms_norm_eps": _norm_epsilon(args),
         "rope_theta": float(args.rotary_base),
         "rope_scaling": _rope_scaling(args),
-        "tie_word_embeddings": not args.untie_embeddings_and_output_weights,
+        "tie_word_embeddings": shape.tied,
         "hidden_act": "silu",
         "attention_bias": family == "qwen2",
         "mlp_bias": False,
@@ -271,32 +212,6 @@ def write_config(config: Mapping[str, Any], directory: str | Path) -> None:
 def _norm_epsilon(args: Namespace) -> float:
     """`--norm-epsilon`, which core 0.16 and later keep under the name of their config."""
     return args.norm_epsilon if hasattr(args, "norm_epsilon") else args.layernorm_epsilon
-
-
-def _family(args: Namespace) -> str:
-    if args.qk_layernorm and args.add_qkv_bias:
-        raise ValueError("--qk-layernorm with --add-qkv-bias: no supported family has both (Qwen3 has only the first)")
-    return "qwen3" if args.qk_layernorm else "qwen2" if args.add_qkv_bias else "llama"
-
-
-def _refuse(args: Namespace) -> None:
-    needed = (
-        ("normalization", "RMSNorm", "--normalization RMSNorm"),
-        ("swiglu", True, "--swiglu"),
-        ("position_embedding_type", "rope", "--position-embedding-type rope"),
-        ("add_bias_linear", False, "--disable-bias-linear"),
-    )
-    for name, value, flag in needed:
-        if getattr(args, name) != value:
-            raise ValueError(
-                f"args.{name} is {getattr(args, name)!r}: the rollout engine runs Llama, Qwen2 and Qwen3 models, which"
-                f" need {flag}"
-            )
-    for name, plain in UNSUPPORTED:
-        value = getattr(args, name, plain[0])
-        if value not in plain:
-            flag = "--" + name.replace("_", "-")
-            raise ValueError(f"{flag} {value!r}: the engine has dense Llama, Qwen2 and Qwen3 only; leave it out")
 
 
 def _rope_scaling(args: Namespace) -> dict[str, Any] | None:
