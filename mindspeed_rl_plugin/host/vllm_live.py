@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import time
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -20,26 +21,21 @@ import torch
 from torch.nn.functional import linear, silu
 
 SHARED_MEMORY = Path("/dev/shm")
+PREFIX = "mindspeed-rl-"
+LEFTOVER_AGE = 600.0  # seconds; younger segments may belong to a job that starts right now
 _applied = False
 
 
 def apply() -> None:
-    """Change vLLM, before an engine is built. Idempotent; imports vLLM.
-
-    Sets, where the user has not: no threads bound to cores (ranks would share one), the engine's core
-    in this process (a second process could not see our weights), errors only (its warnings
-    are about speed on CPU).
-    """
+    """Change vLLM, before an engine is built. Idempotent; imports vLLM (after `engine_env` has set its variables)."""
     global _applied
     if _applied:
         return
     _applied = True
-    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     _live_linears()
     _live_experts()
     _own_shared_memory()
+    remove_leftovers()
 
 
 def _live_linears() -> None:
@@ -107,7 +103,7 @@ def _job_name(original: Callable[[Any], str]) -> Callable[[Any], str]:
 
     @functools.wraps(original)
     def make_group_name(communicator: Any) -> str:
-        name = f"/mindspeed-rl-{job_id()}-{original(communicator).replace('/', '')}"
+        name = f"/{PREFIX}{job_id()}-{original(communicator).replace('/', '')}"
         # Each rank creates, and so removes, only its own segment: a peer's may be in use already.
         with contextlib.suppress(FileNotFoundError):
             (SHARED_MEMORY / f"{name[1:]}_{communicator.rank}").unlink()
@@ -120,3 +116,31 @@ def job_id() -> str:
     """A short name of this job, the same in all its ranks and different from other jobs on the machine."""
     parts = [os.environ.get(k, "") for k in ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT")]
     return f"{zlib.crc32('|'.join(parts).encode()):08x}"
+
+
+def remove_leftovers(folder: Path = SHARED_MEMORY) -> list[str]:
+    """Remove segments of jobs that were killed: old ones that no process maps. Returns their names."""
+    removed = []
+    old = [p for p in folder.glob(PREFIX + "*") if time.time() - _modified(p) > LEFTOVER_AGE]
+    maps = _all_maps() if old else ""
+    for path in old:
+        if str(path) not in maps:
+            with contextlib.suppress(FileNotFoundError, PermissionError):
+                path.unlink()
+                removed.append(path.name)
+    return removed
+
+
+def _modified(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except FileNotFoundError:  # another rank was faster
+        return time.time()
+
+
+def _all_maps() -> str:
+    texts = []
+    for path in Path("/proc").glob("[0-9]*/maps"):
+        with contextlib.suppress(OSError):  # ended, or another user's, whose files we could not remove either
+            texts.append(path.read_text())
+    return "".join(texts)

@@ -1,0 +1,137 @@
+"""Detection with its override, the no-op streams of the CPU, and what each memory meter counts."""
+
+import time
+
+import pytest
+import torch
+
+from mindspeed_rl_plugin.device import Device, ProcessMeter, StorageMeter, detect, metered
+
+MIB = 1 << 20
+
+
+@pytest.mark.parametrize("kind, backend", [("npu", "hccl"), ("cuda", "nccl"), ("cpu", "gloo")])
+def test_override_is_taken_at_its_word(monkeypatch, kind, backend):
+    monkeypatch.setenv("MINDSPEED_RL_DEVICE", kind.upper())
+    assert detect() == kind
+    assert Device(kind).backend == backend
+
+
+def test_unknown_kinds_are_refused(monkeypatch):
+    monkeypatch.setenv("MINDSPEED_RL_DEVICE", "tpu")
+    with pytest.raises(ValueError, match="MINDSPEED_RL_DEVICE='tpu' is unknown; set it to one of npu, cuda, cpu"):
+        detect()
+    with pytest.raises(ValueError, match="device kind 'rocm' is unknown"):
+        Device("rocm")
+
+
+def test_cpu_is_what_is_left(monkeypatch):
+    monkeypatch.delenv("MINDSPEED_RL_DEVICE", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert detect() == "cpu"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert detect() == "cuda"
+
+
+def test_cpu_streams_and_events():
+    device = Device("cpu")
+    stream, start, end = device.stream(), device.event(), device.event()
+    with device.on_stream(stream):
+        start.record(stream)
+        time.sleep(0.01)
+        end.record()
+    stream.wait_event(end)
+    device.current_stream().wait_stream(stream)
+    device.synchronize()
+    assert end.query() and 9 < start.elapsed_time(end) < 1000
+    assert device.current() == torch.device("cpu")
+
+
+def test_process_meter_sees_a_tensor_and_forgets_the_peak():
+    meter = ProcessMeter()
+    meter.reset_peak()
+    before = meter.allocated()
+    block = torch.ones(200 * MIB, dtype=torch.uint8)
+    assert meter.allocated() - before > 190 * MIB
+    del block
+    assert meter.peak() - before > 190 * MIB
+    meter.reset_peak()
+    assert meter.peak() - before < 100 * MIB
+
+
+def test_process_meter_without_the_kernels_peak():
+    meter = ProcessMeter()
+    meter._kernel_peak = False
+    meter.reset_peak()
+    meter._kernel_peak = False
+    block = torch.ones(100 * MIB, dtype=torch.uint8)
+    top = meter.allocated()
+    del block
+    assert meter.peak() >= top
+
+
+def test_storage_meter_counts_each_storage_once():
+    with StorageMeter() as meter:
+        base = torch.zeros(MIB, dtype=torch.uint8)
+        views = base[:10], base.view(2, -1)
+        assert meter.allocated() == MIB
+        double = base + base
+        assert meter.allocated() == 2 * MIB
+        del double
+        assert (meter.allocated(), meter.peak()) == (MIB, 2 * MIB)
+        meter.reset_peak()
+        assert meter.peak() == MIB
+        del base, views
+        assert meter.allocated() == 0
+
+
+def test_storage_meter_sees_storages_shrink_and_grow():
+    with StorageMeter() as meter:
+        weight = torch.arange(MIB, dtype=torch.int8)
+        view = weight[5:]
+        away = weight.clone()
+        before = meter.allocated()
+        weight.untyped_storage().resize_(0)
+        assert meter.allocated() == before - MIB
+        weight.untyped_storage().resize_(MIB)
+        weight.copy_(away)
+        assert meter.allocated() == before
+        assert torch.equal(view, away[5:])
+    assert torch.UntypedStorage.resize_ is torch._C.StorageBase.resize_
+
+
+def test_host_buffers_are_no_device_memory():
+    device = Device("cpu")
+    with metered(device) as meter:
+        host = device.host_empty((4, MIB // 16), torch.float32)
+        assert host.shape == (4, MIB // 16) and host.is_contiguous()
+        assert (meter.allocated(), meter.peak()) == (0, 0)
+        host.fill_(1.0)
+        copy = host * 1
+        assert meter.allocated() == copy.nbytes
+        del host, copy
+        # A later tensor may get the same storage object's address, and must count again.
+        rest = [torch.zeros(MIB // 4, dtype=torch.float32) for _ in range(4)]
+        assert meter.allocated() == 4 * MIB
+        del rest
+
+
+def test_tracked_tensors_are_counted():
+    older = torch.zeros(MIB, dtype=torch.uint8)
+    with StorageMeter() as meter:
+        meter.track(older, older[2:])
+        assert meter.allocated() == MIB
+        del older
+        assert meter.allocated() == 0
+
+
+@pytest.mark.gpu
+def test_accelerator_counters():
+    device = Device(detect())
+    device.memory.reset_peak()
+    before = device.memory.allocated()
+    block = torch.zeros(8 * MIB, dtype=torch.uint8, device=device.current())
+    assert device.memory.allocated() - before >= 8 * MIB
+    del block
+    assert device.memory.peak() - before >= 8 * MIB
+    assert device.host_empty((3,), torch.float32).is_pinned()
