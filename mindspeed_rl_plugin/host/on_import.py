@@ -10,7 +10,6 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
-from importlib.util import find_spec
 from types import ModuleType
 
 _before: dict[str, list[Callable[[], None]]] = {}
@@ -38,21 +37,16 @@ def after_import(name: str, action: Callable[[ModuleType], None]) -> None:
 class _Finder(MetaPathFinder):
     """Finds a watched module by the other finders, and wraps the loader that they name."""
 
-    def __init__(self) -> None:
-        self._busy: set[str] = set()
-
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         for action in _before.pop(fullname, ()):
             action()
-        if fullname not in _after or fullname in self._busy:
+        if fullname not in _after:
             return None
-        self._busy.add(fullname)
-        try:
-            spec = find_spec(fullname)
-        finally:
-            self._busy.discard(fullname)
+        # Not importlib.util.find_spec, which on a reload answers with the spec that we wrapped before.
+        others = (f for f in sys.meta_path if f is not self and hasattr(f, "find_spec"))
+        spec = next(filter(None, (f.find_spec(fullname, path, target) for f in others)), None)
         if spec is not None and spec.loader is not None:
             spec.loader = _ActingLoader(spec.loader, _after[fullname])
         return spec

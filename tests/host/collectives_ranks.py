@@ -1,0 +1,59 @@
+"""Two ranks on gloo behind code that asks for nccl. Asserts by itself; run by test_host_distributed.py."""
+
+import torch
+
+from mindspeed_rl_plugin import host
+
+host.activate_if_needed()
+import torch.distributed as dist  # noqa: E402
+
+dist.init_process_group("nccl", device_id=torch.device("cuda", 0))
+rank = dist.get_rank()
+assert dist.get_backend() == "gloo"
+group = dist.new_group([0, 1], backend="nccl", pg_options=object())
+assert dist.get_backend(group) == "gloo"
+
+mine = torch.tensor([1.0, 2.0, 3.0, 4.0]) * (rank + 1)
+average = torch.tensor([1.5, 3.0, 4.5, 6.0])
+for asynchronous in (False, True):
+    value = mine.clone()
+    work = dist.all_reduce(value, op=dist.ReduceOp.AVG, group=group, async_op=asynchronous)
+    if work is not None:
+        work.wait()
+    assert torch.equal(value, average), value
+
+    shard, source = torch.empty(2), mine.clone()
+    work = dist.reduce_scatter_tensor(shard, source, op=dist.ReduceOp.AVG, group=group, async_op=asynchronous)
+    if work is not None:
+        work.wait()
+    assert torch.equal(shard, average[2 * rank : 2 * rank + 2]), shard
+    assert torch.equal(source, mine), "the input is not ours to change"
+
+# Split sizes as Megatron gives them where it believes that they lie on a GPU.
+sizes = torch.tensor([1, 3]) if rank == 0 else torch.tensor([2, 2])
+received = torch.tensor([1, 2]) if rank == 0 else torch.tensor([3, 2])
+out = torch.empty(int(received.sum()))
+dist.all_to_all_single(out, mine, output_split_sizes=received, input_split_sizes=sizes, group=group)
+expected = [1.0, 2.0, 4.0] if rank == 0 else [2.0, 3.0, 4.0, 6.0, 8.0]
+assert out.tolist() == expected, out
+
+# A tensor that is freed or overwritten while it is sent arrives as it was.
+for size in (10, 1 << 20):
+    if rank == 0:
+        tensor = torch.full((size,), 7.0)
+        work = dist.isend(tensor, dst=1, group=group)
+        tensor.fill_(-1.0)
+        tensor.data = torch.empty(1)
+        dist.barrier(group)
+        work.wait()
+    else:
+        dist.barrier(group)
+        arrived = torch.empty(size)
+        dist.irecv(arrived, src=0, group=group).wait()
+        assert torch.equal(arrived, torch.full((size,), 7.0)), arrived
+
+ops = [dist.P2POp(dist.isend, mine, 1 - rank, group), dist.P2POp(dist.irecv, out.new_empty(4), 1 - rank, group)]
+for work in dist.batch_isend_irecv(ops):
+    work.wait()
+assert torch.equal(ops[1].tensor, torch.tensor([1.0, 2.0, 3.0, 4.0]) * (2 - rank))
+dist.destroy_process_group()

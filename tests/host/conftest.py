@@ -1,0 +1,77 @@
+"""Snippets and torchrun jobs in processes of their own: host mode changes torch for good."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+LAUNCH_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def environment(**extra: str) -> dict[str, str]:
+    """This process's, without a launcher's traces, with the package found first."""
+    env = {k: v for k, v in os.environ.items() if k not in LAUNCH_VARIABLES}
+    paths = [extra.pop("PYTHONPATH", ""), str(ROOT)]
+    return {**env, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1", **extra}
+
+
+@pytest.fixture
+def snippet():
+    """Run Python source in a new process; returns its stdout, fails on an error."""
+
+    def run(source: str, timeout: float = 120, **env: str) -> str:
+        command = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(source)]
+        done = subprocess.run(command, env=environment(**env), capture_output=True, text=True, timeout=timeout)
+        assert done.returncode == 0, done.stderr[-4000:]
+        return done.stdout
+
+    return run
+
+
+@pytest.fixture
+def torchrun(tmp_path):
+    """Run a script on n ranks; returns its stdout and stderr, fails on an error."""
+
+    def run(script: Path, *arguments: object, ranks: int = 2, timeout: float = 150, **env: str) -> str:
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+        command += [str(script), *map(str, arguments)]
+        done = subprocess.run(
+            command, env=environment(**env), cwd=tmp_path, capture_output=True, text=True, timeout=timeout
+        )
+        assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
+        return done.stdout + done.stderr
+
+    return run
+
+
+MODEL = """
+    --num-layers 2 --hidden-size 64 --ffn-hidden-size 128 --num-attention-heads 4 --seq-length 32
+    --max-position-embeddings 64 --micro-batch-size 2 --global-batch-size 8 --lr 1e-3 --min-lr 1e-4
+    --lr-decay-style cosine --lr-decay-iters 10 --mock-data --tokenizer-type NullTokenizer --vocab-size 5000
+    --transformer-impl local --no-gradient-accumulation-fusion --no-masked-softmax-fusion --no-bias-swiglu-fusion
+    --no-rope-fusion --swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear
+    --untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0 --log-interval 1 --eval-iters 0
+    --eval-interval 1000 --distributed-timeout-minutes 2 --num-workers 0
+"""
+
+
+@pytest.fixture
+def pretrain(torchrun, tmp_path):
+    """Run an entry script for some iterations; returns [loss, gradient norm] of each, exact."""
+
+    def run(script: Path, *flags: object, iterations: int = 3, ranks: int = 2, **env: str) -> list[list[float]]:
+        record = tmp_path / "steps.jsonl"
+        record.unlink(missing_ok=True)
+        arguments = [script, *MODEL.split(), "--train-iters", iterations, *flags]
+        torchrun(HERE / "recorded_pretrain.py", record, *arguments, ranks=ranks, **env)
+        return [json.loads(line) for line in record.read_text().splitlines()]
+
+    return run

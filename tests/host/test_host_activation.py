@@ -1,0 +1,188 @@
+"""When host mode starts and when it must not, and that other libraries do not suffer from it."""
+
+import json
+
+import pytest
+
+from mindspeed_rl_plugin.host.megatron_gaps import GAPS
+
+ACTIVATE = "from mindspeed_rl_plugin import host; host.activate_if_needed()\n"
+
+
+@pytest.mark.parametrize("kind", ["cuda", "npu"])
+def test_never_with_an_accelerator(snippet, kind):
+    out = snippet(
+        """
+        import multiprocessing.spawn, sys, torch, torch.distributed as dist
+        watched = [(torch.cuda, n) for n in vars(torch.cuda)] + [(torch, n) for n in ("empty", "zeros", "arange")]
+        watched += [(torch.Tensor, n) for n in ("to", "type", "cuda", "pin_memory")]
+        watched += [(dist, n) for n in ("init_process_group", "new_group", "isend", "all_reduce")]
+        watched += [(multiprocessing.spawn, "get_preparation_data"), (sys, "meta_path")]
+        before = [getattr(*w) for w in watched]
+        finders = list(sys.meta_path)
+        from mindspeed_rl_plugin import host
+        assert host.activate_if_needed() is False and host.active() is False
+        assert all(a is b for a, b in zip(before, [getattr(*w) for w in watched], strict=True))
+        assert finders == sys.meta_path
+        """,
+        MINDSPEED_RL_DEVICE=kind,
+    )
+    assert out == ""
+
+
+@pytest.mark.parametrize("rank, lines", [("0", 1), ("1", 0)])
+def test_rank_0_says_it_once(snippet, rank, lines):
+    out = snippet(ACTIVATE * 2 + "assert host.active()", RANK=rank, WORLD_SIZE="2", MINDSPEED_RL_DEVICE="cpu")
+    assert out.count("\n") == out.count("host mode: ") == lines
+
+
+def test_too_late_is_an_error(snippet):
+    out = snippet(
+        """
+        import sys, types
+        sys.modules["megatron.core"] = types.ModuleType("megatron.core")
+        from mindspeed_rl_plugin import host
+        try:
+            host.activate_if_needed()
+        except ValueError as error:
+            print(error)
+        """
+    )
+    assert "host mode must start before megatron.core is imported" in out
+    assert "python -m mindspeed_rl_plugin SCRIPT" in out
+
+
+def test_the_users_environment_wins(snippet):
+    code = ACTIVATE + "import os, json; print(json.dumps(dict(os.environ)))"
+    mine = json.loads(snippet(code, TORCHDYNAMO_DISABLE="0").splitlines()[-1])
+    assert mine["TORCHDYNAMO_DISABLE"] == "0"
+    assert mine["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
+    assert mine["OMP_NUM_THREADS"] == "1"
+
+
+def test_tensors_asked_of_an_accelerator_are_on_the_cpu(snippet):
+    snippet(
+        ACTIVATE
+        + """
+import torch
+here = torch.cuda.current_device()
+for device in ("cuda", "cuda:3", "npu", torch.device("cuda", 1), 0, here):
+    for tensor in (torch.empty(2, device=device), torch.tensor([1.0], device=device), torch.ones(2).to(device),
+                   torch.ones(2).to(device=device), torch.zeros_like(torch.ones(2), device=device),
+                   torch.ones(2).new_zeros(3, device=device), torch.nn.Linear(2, 2, device=device).weight,
+                   torch.randn(2, pin_memory=True), torch.ones(2).cuda(), torch.ones(2).pin_memory()):
+        assert tensor.device == torch.device("cpu"), (device, tensor.device)
+assert torch.ones(2, dtype=torch.bfloat16).type() == "torch.cuda.BFloat16Tensor"
+assert torch.ones(2).type("torch.cuda.HalfTensor").dtype is torch.float16
+assert isinstance(torch.ones(1), torch.cuda.FloatTensor)
+assert torch.nn.Linear(2, 2).cuda().to("cuda").weight.device.type == "cpu"
+# Meta tensors, and the context that makes them, are no accelerator.
+assert torch.empty(2, device="meta").device.type == "meta"
+with torch.device("meta"):
+    assert torch.arange(3).device.type == torch.empty(2).device.type == "meta"
+    assert torch.nn.Linear(2, 2).weight.device.type == "meta"
+"""
+    )
+
+
+def test_generator_streams_and_memory(snippet):
+    snippet(
+        ACTIVATE
+        + """
+import torch
+state = torch.cuda.get_rng_state()
+first = torch.rand(3, device="cuda")
+torch.cuda.set_rng_state(state)
+assert torch.equal(torch.rand(3), first)
+torch.cuda.manual_seed(5)
+seeded = torch.rand(2)
+assert torch.equal(torch.rand(2, generator=torch.Generator().manual_seed(5)), seeded)
+stream = torch.cuda.Stream()
+with torch.cuda.stream(stream), torch.cuda.device(0):
+    event = stream.record_event()
+torch.cuda.current_stream().wait_event(event)
+assert torch.cuda.memory_allocated() > 1 << 20 and torch.cuda.max_memory_allocated() >= torch.cuda.memory_allocated()
+assert torch.cuda.memory_stats()["allocated_bytes.all.current"] > 0
+assert torch.cuda.get_device_properties(0).total_memory == torch.cuda.mem_get_info()[1]
+assert torch.cuda.is_available() and torch.cuda.device_count() == 1
+"""
+    )
+
+
+@pytest.mark.slow
+def test_models_of_transformers_are_whole(snippet, tmp_path):
+    """Rotary buffers are not saved: they are computed in `torch.device("meta")` contexts' wake."""
+    out = snippet(
+        ACTIVATE
+        + f"""
+import json
+from transformers import AutoModelForCausalLM, Qwen2Config
+config = Qwen2Config(vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=1,
+                     num_attention_heads=2, num_key_value_heads=1)
+AutoModelForCausalLM.from_config(config).save_pretrained({str(tmp_path)!r})
+model = AutoModelForCausalLM.from_pretrained({str(tmp_path)!r})
+print(json.dumps([b.tolist() for b in model.buffers()]))
+"""
+    )
+    expected = [10000.0 ** (-2 * i / 32) for i in range(16)]
+    buffers = json.loads(out.splitlines()[-1])
+    assert buffers and all(b == pytest.approx(expected) for b in buffers)
+
+
+SPAWNING = """
+import multiprocessing
+import torch
+from mindspeed_rl_plugin import host
+
+def work(queue):
+    queue.put([host.active(), torch.empty(2, device="cuda").device.type, __name__])
+
+if __name__ == "__main__":
+    context = multiprocessing.get_context("spawn")
+    queue = context.Queue()
+    process = context.Process(target=work, args=(queue,))
+    process.start()
+    print(queue.get(timeout=60))
+    process.join(60)
+"""
+
+
+def test_spawned_processes_are_in_host_mode_too(snippet, tmp_path):
+    script = tmp_path / "spawning.py"
+    script.write_text(SPAWNING)
+    out = snippet(ACTIVATE + f"import runpy; runpy.run_path({str(script)!r}, run_name='__main__')")
+    assert out.splitlines()[1:] == ["[True, 'cpu', '__mp_main__']"]
+
+
+def test_gaps_are_complete_rows():
+    for gap in GAPS:
+        assert all(len(text) > 2 for text in (gap.module, gap.name, gap.why, gap.versions, gap.remove_when)), gap
+        assert "\n" not in gap.why
+    assert len({(g.module, g.name) for g in GAPS}) == len(GAPS)
+
+
+def test_gaps_close_when_their_modules_are_imported(snippet):
+    """With the installed core: nothing of Megatron is imported by host mode, and each gap closes on import."""
+    snippet(
+        ACTIVATE
+        + """
+import sys, typing
+assert not any(name.split(".")[0] == "megatron" for name in sys.modules)
+assert typing.override
+import torch
+from megatron.core import optimizer
+from megatron.core.optimizer import distrib_optimizer
+from mindspeed_rl_plugin.host.optimizer import HostAdam
+assert optimizer.Adam is distrib_optimizer.Adam is HostAdam and distrib_optimizer.HAVE_APEX_OR_TE
+distrib_optimizer.quantize_param_shard([], [], [], None)
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron.core.transformer import TransformerConfig
+for parallel in (True, False):
+    config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=2, sequence_parallel=parallel,
+                               tensor_model_parallel_size=2, normalization="RMSNorm", persist_layer_norm=True)
+    norm = WrappedTorchNorm(config, 8, eps=1e-3)
+    assert type(norm) is torch.nn.RMSNorm and norm.eps == 1e-3
+    assert all(p.sequence_parallel is parallel for p in norm.parameters())
+    assert config.sequence_parallel is parallel and config.persist_layer_norm
+"""
+    )
