@@ -48,12 +48,12 @@ GPT_ARGS=(
 TRAIN_ARGS=(
     --micro-batch-size 16
     --global-batch-size 32
-    --train-iters 500
+    --train-iters 800
     --lr 3e-3
-    --min-lr 3e-4
+    --min-lr 1e-4
     --lr-decay-style cosine
     --lr-warmup-iters 20
-    --weight-decay 0.01
+    --weight-decay 0.1
     --adam-beta2 0.95
     --clip-grad 1.0
     --init-method-std 0.02

@@ -1,13 +1,14 @@
 """Make the data of the quickstart: a tokenizer, a corpus, prompts for RL, held-out prompts.
 
-The task is to double a number of three digits. The corpus is written by two pupils. The careful one
-doubles correctly, `627*2=1254`; the careless one doubles digit by digit and forgets every carry,
-`627*2=1244`. The careless one wrote more of it, so a model pretrained on the corpus knows both ways and,
-asked for its best guess, forgets the carry: right only where there is none, for one number in four.
-RL with the reward "is the result right" has to find the careful way and keep to it.
+The task is to double a number of four digits. The corpus is written by two pupils. The careful one
+doubles correctly, `3827*2=7654`; the careless one forgets the carry out of the last digit,
+`3827*2=7644`. The careless one wrote more of it, so a model pretrained on the corpus knows both ways
+and, asked for its best guess, forgets that carry: it is right only where there is none, for the half of
+the numbers that end in 0 to 4. RL with the reward "is the result right" has to find the careful way and
+keep to it.
 
 Every number belongs to one of corpus, prompts and held-out, so the held-out accuracy is about numbers
-that the model has met nowhere before the `=`. The same seed writes the same bytes.
+that the model was never shown. The same seed writes the same bytes.
 
     python examples/arithmetic/prepare.py --out runs/quickstart/data --seed 0
 """
@@ -23,7 +24,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
 PAD, EOS = "<pad>", "<eos>"
 CHARACTERS = [chr(c) for c in range(32, 127)]
-NUMBERS = range(100, 1000)
+NUMBERS = range(1000, 10000)
 
 
 def build_tokenizer() -> Tokenizer:
@@ -51,20 +52,25 @@ def double(number: int) -> str:
 
 
 def double_without_carry(number: int) -> str:
-    """The careless pupil's answer: the first digit doubled, then the last digit of each other double."""
-    first, *rest = (2 * int(digit) for digit in str(number))
-    return str(first) + "".join(str(d % 10) for d in rest)
+    """The careless pupil's answer: one ten less where the last digit carries."""
+    return str(2 * number - (10 if number % 10 >= 5 else 0))
 
 
 def split_numbers(rng: random.Random, prompts: int, heldout: int) -> tuple[list[int], list[int], list[int]]:
-    """Numbers for the corpus, for RL and held-out, all disjoint. Raises ValueError when none is left for the corpus."""
-    numbers = list(NUMBERS)
-    rng.shuffle(numbers)
-    if prompts + heldout >= len(numbers):
+    """Numbers for the corpus, for RL and held-out, all disjoint; in each, every other one carries.
+
+    Raises ValueError when nothing would be left for the corpus.
+    """
+    if prompts + heldout >= len(NUMBERS):
         raise ValueError(
             f"--prompts {prompts} and --heldout {heldout} leave nothing for the corpus: "
-            f"together they must be less than {len(numbers)}"
+            f"together they must be less than {len(NUMBERS)}"
         )
+    easy = [n for n in NUMBERS if n % 10 < 5]
+    carrying = [n for n in NUMBERS if n % 10 >= 5]
+    rng.shuffle(easy)
+    rng.shuffle(carrying)
+    numbers = [n for pair in zip(easy, carrying, strict=True) for n in pair]
     return numbers[prompts + heldout :], numbers[:prompts], numbers[prompts : prompts + heldout]
 
 
@@ -106,8 +112,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="directory to write into")
     parser.add_argument("--seed", type=int, default=0, help="seed of the split and of the corpus")
     parser.add_argument("--documents", type=int, default=100_000, help="lines in the corpus")
-    parser.add_argument("--prompts", type=int, default=256, help="prompts for RL")
-    parser.add_argument("--heldout", type=int, default=200, help="prompts for the evaluation only")
+    parser.add_argument("--prompts", type=int, default=512, help="prompts for RL")
+    parser.add_argument("--heldout", type=int, default=256, help="prompts for the evaluation only")
     parser.add_argument("--careless", type=float, default=0.65, help="share of the corpus that forgets the carry")
     prepare(**vars(parser.parse_args()))
 

@@ -1,0 +1,83 @@
+#!/usr/bin/env bash
+# The main job: pretrain a small Qwen2-shaped model on arithmetic, then improve it by GRPO with the very
+# same launch script, then the report. Two ranks on CPU, no accelerator.
+#
+#   bash examples/quickstart.sh [--smoke] [--seed N]
+#
+# --smoke: the same steps, fewer of each, no claim about accuracy. Leaves runs/quickstart*/summary.json.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+seed=0
+smoke=no
+while [ $# -gt 0 ]; do
+    case "$1" in
+        --smoke) smoke=yes; shift ;;
+        --seed)
+            seed=${2:?"--seed needs a number"}
+            shift 2
+            ;;
+        *) echo "quickstart: unknown argument $1 (known: --smoke, --seed N)" >&2; exit 2 ;;
+    esac
+done
+
+run=runs/quickstart
+if [ "$smoke" = yes ]; then run=$run-smoke; fi
+if [ "$seed" != 0 ]; then run=$run-seed$seed; fi
+
+bash setup.sh
+python=.venv/bin/python
+rm -rf "$run"
+mkdir -p "$run"
+export OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 PYTHONWARNINGS=ignore
+export DATA=$run/data
+begin=$SECONDS
+
+echo "== 1/4 data"
+$python examples/arithmetic/prepare.py --out "$DATA" --seed "$seed"
+
+PRETRAIN_ARGS=(--seed $((1234 + seed)) --train-iters 1500)
+RL_ARGS=(
+    --load "$run/pretrained"
+    --rl-algorithm grpo
+    --rl-prompt-data "$DATA/prompts.jsonl"
+    --rl-reward exact
+    --rl-rollout-prompts 32
+    --rl-samples-per-prompt 16
+    --rl-max-prompt-length 16
+    --rl-max-response-length 8
+    --rl-kv-cache-gb 0.1
+    --rl-eval-data "$DATA/heldout.jsonl"
+    --rl-eval-every 20
+    --rl-eval-pass-k 8
+    --rl-dump-dir "$run/tuned/rollouts"
+    --global-batch-size 256
+    --micro-batch-size 32
+    --train-iters 120
+    --lr 1.5e-4
+    --min-lr 0
+    --lr-decay-style linear
+    --lr-warmup-iters 0
+    --weight-decay 0
+    --log-interval 1000
+    --seed $((1 + seed))
+)
+claim=(--before-at-most 0.60 --after-at-least 0.80)
+if [ "$smoke" = yes ]; then
+    PRETRAIN_ARGS+=(--train-iters 30 --lr-warmup-iters 2)
+    RL_ARGS+=(--train-iters 4 --rl-eval-every 4 --rl-eval-prompts 32)
+    claim=()
+fi
+
+echo "== 2/4 pretraining (log: $run/pretrain.log)"
+SAVE=$run/pretrained bash examples/launch.sh "${PRETRAIN_ARGS[@]}" >"$run/pretrain.log" 2>&1 ||
+    { tail -n 40 "$run/pretrain.log" >&2; exit 1; }
+grep -E "iteration +[0-9]+/" "$run/pretrain.log" | tail -n 1
+
+echo "== 3/4 GRPO: the same launch script with RL_ARGS (log: $run/tune.log)"
+SAVE=$run/tuned bash examples/launch.sh "${RL_ARGS[@]}" 2>"$run/tune.err" | tee "$run/tune.log" | grep -E "^(rl |\[rl\])" ||
+    { tail -n 40 "$run/tune.err" >&2; exit 1; }
+
+echo "== 4/4 report"
+$python -m mindspeed_rl_plugin report "$run/tuned/rl" --out "$run/report.html"
+$python examples/summarize.py "$run/tuned/rl" --out "$run/summary.json" --seconds $((SECONDS - begin)) ${claim[@]+"${claim[@]}"}
