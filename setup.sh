@@ -34,7 +34,7 @@ $pip install "uv==$UV"
 VIRTUAL_ENV=.venv .venv/bin/uv pip install --quiet --no-deps -r requirements/cpu.lock
 # pip, not uv: it honours the user's own index and find-links, where the CPU build of torch may come from.
 # On a machine whose index has only the CUDA build this installs that one with its libraries; it runs on CPU too.
-$pip install "torch==$TORCH"
+$pip install --no-warn-conflicts "torch==$TORCH"
 # The metadata of 0.19 asks for Python 3.12; the source runs on 3.11 with one alias (mindspeed_rl_plugin/host).
 $pip install --ignore-requires-python --no-deps --no-build-isolation --no-binary megatron-core "megatron-core==$MEGATRON_CORE"
 $pip install --no-deps --no-build-isolation -e .

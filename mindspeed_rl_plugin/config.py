@@ -132,7 +132,11 @@ class MonitorConfig:
     eval_every: int = flag(10, "iterations between evaluations; one is also run before the first update")
     eval_prompts: int = flag(0, "evaluate on the first n held-out prompts; 0 means all", unit="prompts")
     eval_pass_k: int = flag(0, "also sample k responses a prompt and report pass@k; 0 means greedy only")
-    wait_timeout: float = flag(600.0, "deadline of every wait between ranks", unit="seconds")
+    wait_timeout: float = flag(
+        1800.0,
+        "deadline of every wait for another rank, its stage included, and for the engine's next response",
+        unit="seconds",
+    )
     progress: bool = flag(True, "progress bar during generation when stdout is a terminal")
 
 

@@ -8,6 +8,8 @@ the steps after it. Every rank runs the same calls in the same order.
 from __future__ import annotations
 
 import argparse
+import atexit
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -68,25 +70,53 @@ class Loop:
         self.parts = Parts.build(self.inputs, model, optimizer, self._reference, start)
         if self._restored is not None:
             self._restore(self._restored)
-        reporting.discard_late_dumps(self.parts, self.epoch)
+            self._restored = None  # the dock's rows are in it
+        atexit.register(self.close)
+        reporting.prepare_dumps(self.parts, self.epoch, start.kind == "resume")
+
+    def close(self) -> None:
+        """End the graders' processes and close the files of the run."""
+        self.inputs.graders.close()
+        self.parts.monitor.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """RL state of a checkpoint: prompt cursor, rollout counter, the dock with its rows, steps left."""
+        """RL state of a checkpoint: prompt cursor, rollout counter, the rollout in use with its rows and metrics."""
         p = self.parts
         return {
             "epoch": self.epoch,
             "steps_left": len(self.steps),
+            "cut": self._cut(),
+            "rollout": dataclasses.asdict(self._rollout) if self._rollout else None,
             "cursor": p.inputs.prompts.state(),
             "dock": p.dock.snapshot(),
         }
 
     def _restore(self, state: Mapping[str, Any]) -> None:
-        p = self.parts
+        p, left = self.parts, state["steps_left"]
+        if left and state["cut"] != self._cut():
+            raise ValueError(
+                f"the checkpoint holds a rollout with {left} optimizer steps left, cut as {state['cut']}; these flags "
+                f"cut rollouts as {self._cut()}: resume with the former values, at least until iteration "
+                f"{p.inputs.args.iteration + left}"
+            )
         self.epoch = state["epoch"]
         p.inputs.prompts.load_state(state["cursor"])
         p.dock.restore(state["dock"])
-        every = p.plan(self._ids()) * p.algorithm.ppo_epochs if state["steps_left"] else []
-        self.steps = every[len(every) - state["steps_left"] :]
+        if left:
+            every = p.plan(self._ids()) * p.algorithm.ppo_epochs
+            self.steps = every[len(every) - left :]
+        if state["rollout"] is not None:
+            self._rollout = reporting.Rollout(**state["rollout"])
+
+    def _cut(self) -> dict[str, int]:
+        """What decides how a rollout is cut into optimizer steps; a half-used rollout cannot change it."""
+        sizes = self.parts.sizes
+        return {
+            "--rl-rollout-prompts": sizes.prompts,
+            "--rl-samples-per-prompt": sizes.members,
+            "--global-batch-size": sizes.global_batch,
+            "--rl-ppo-epochs": sizes.epochs,
+        }
 
     def _ids(self) -> list[SampleId]:
         """All samples of the current rollout, in id order."""

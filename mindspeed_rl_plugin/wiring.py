@@ -66,7 +66,7 @@ class Inputs:
             hf_config.check_against(engine_config, hf_model)
 
         def stream(paths: Sequence[str], seed: int) -> PromptStream:
-            return PromptStream(
+            found = PromptStream(
                 paths,
                 tokenizer,
                 prompt_key=data.prompt_key,
@@ -75,6 +75,10 @@ class Inputs:
                 max_length=data.max_prompt_length,
                 seed=seed,
             )
+            if launch_env()["rank"] == 0:
+                limit = f"longer than {data.max_prompt_length} tokens (--rl-max-prompt-length)"
+                print(f"[rl] {len(found)} prompts from {' '.join(paths)}; dropped {found.dropped} {limit}", flush=True)
+            return found
 
         prompts = stream(data.prompt_data, args.seed if data.data_seed is None else data.data_seed)
         held_out = stream(monitor.eval_data, 0).all() if monitor.eval_data else ()

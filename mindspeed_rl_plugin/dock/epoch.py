@@ -132,11 +132,12 @@ class Epoch:
         }
 
     def fill(self, saved: dict[str, Any]) -> None:
-        """Take over what `snapshot` returned for this epoch."""
+        """Take over what `snapshot` returned for this epoch, as far as it is declared here."""
         self.alive = saved["alive"].clone()
-        for name, status in saved["status"].items():
-            self.status[name] = status.clone()
-        for name, column in saved["columns"].items():
+        for name in self.status.keys() & saved["status"].keys():
+            self.status[name] = saved["status"][name].clone()
+        for name in self.cells.keys() & saved["columns"].keys():
+            column = saved["columns"][name]
             cells, slots = self.cells[name], column["slots"].tolist()
             data = Ragged(column["values"], column["offsets"]) if "offsets" in column else column["values"]
             cells.write(slots, data)

@@ -197,16 +197,19 @@ class LocalDock:
             }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Take over a snapshot. Raises ValueError where it needs a column or a state that is not declared alike."""
+        """Take over a snapshot. Columns and states that are not declared here are left behind: nobody reads them.
+
+        Raises ValueError where the snapshot holds rows with a column that is declared otherwise here.
+        """
         if state.get("format") != FORMAT:
             raise ValueError(f"dock snapshot has format {state.get('format')!r}, this dock reads format {FORMAT}")
         declared = {n: c.describe() for n, c in self.columns.items()}
-        saved = state["columns"].items()
-        wrong = [f"column {n!r} ({d}, here {declared.get(n, 'absent')})" for n, d in saved if declared.get(n) != d]
-        wrong += [f"state {s!r} (here absent)" for s in state["states"] if s not in self.states]
+        saved = state["columns"].items() if state["epochs"] else ()
+        wrong = [f"column {n!r} ({d}, here {declared[n]})" for n, d in saved if declared.get(n, d) != d]
         if wrong:
             raise ValueError(
-                f"dock snapshot was taken under another algorithm: {'; '.join(wrong)}; resume with the same flags"
+                f"dock snapshot was taken under another algorithm: {'; '.join(wrong)}; resume with the same flags, "
+                "at least until the rollout in it is used up"
             )
         epochs = {}
         for packed in state["epochs"]:

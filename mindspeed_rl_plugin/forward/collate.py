@@ -22,9 +22,9 @@ class MicroBatch:
     """One micro-batch, padded on the right to S.
 
     index: position among the rank's micro-batches of the pass; tokens, labels, position_ids: `[mb, S]`
-    int64; attention_mask: `[1, 1, S, S]` bool, True where attention is forbidden, or None; mask: `[mb, S]`
-    bool, True where the predicted token is trained; lengths: `[mb]` int64, tokens of each row, on the
-    host; columns: further per-token columns `[mb, S]`, shifted like `labels`, 0 on padding.
+    int64; explicit_mask: whether the model is handed an attention mask; mask: `[mb, S]` bool, True where
+    the predicted token is trained; lengths: `[mb]` int64, tokens of each row, on the host; columns: further
+    per-token columns `[mb, S]`, shifted like `labels`, 0 on padding.
 
     Rows are padded on the right, so a causal mask alone keeps real tokens from seeing padding.
     """
@@ -33,18 +33,19 @@ class MicroBatch:
     tokens: Tensor
     labels: Tensor
     position_ids: Tensor
-    attention_mask: Tensor | None
+    explicit_mask: bool
     mask: Tensor
     lengths: Tensor
     columns: Mapping[str, Tensor]
 
+    @property
+    def attention_mask(self) -> Tensor | None:
+        """`[1, 1, S, S]` bool, True where attention is forbidden, or None. Made anew when asked for: it is large."""
+        return causal_mask(self.tokens.shape[1], self.tokens.device) if self.explicit_mask else None
+
     def to(self, device: torch.device | str) -> MicroBatch:
         """The same micro-batch on a device; `lengths` stay on the host."""
-        moved = {
-            name: value.to(device)
-            for name in ("tokens", "labels", "position_ids", "attention_mask", "mask")
-            if (value := getattr(self, name)) is not None
-        }
+        moved = {name: getattr(self, name).to(device) for name in ("tokens", "labels", "position_ids", "mask")}
         columns = {name: column.to(device) for name, column in self.columns.items()}
         return dataclasses.replace(self, columns=columns, **moved)
 
@@ -68,7 +69,7 @@ def collate(rows: Rows, settings: ForwardSettings, *, index: int = 0, columns: S
         tokens=tokens.padded(length).long(),
         labels=_shift(tokens, tokens, length, "tokens").long(),
         position_ids=torch.arange(length).repeat(len(rows), 1),
-        attention_mask=causal_mask(length) if settings.causal_mask else None,
+        explicit_mask=settings.causal_mask,
         mask=trained.bool(),
         lengths=tokens.lengths,
         columns={name: _shift(rows[name], tokens, length, name) for name in columns},
@@ -83,9 +84,9 @@ def to_rows(values: Tensor, lengths: Tensor) -> Ragged:
     return Ragged.from_rows(rows, dtype=values.dtype)
 
 
-def causal_mask(length: int) -> Tensor:
+def causal_mask(length: int, device: torch.device | str = "cpu") -> Tensor:
     """`[1, 1, S, S]` bool, True above the diagonal, where Megatron's softmax must not look."""
-    return torch.ones(length, length, dtype=torch.bool).triu_(1)[None, None]
+    return torch.ones(length, length, dtype=torch.bool, device=device).triu_(1)[None, None]
 
 
 def _shift(column: Ragged, tokens: Ragged, length: int, name: str) -> Tensor:

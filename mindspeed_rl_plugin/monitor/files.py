@@ -12,6 +12,7 @@ report reads a run without it.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -126,9 +127,13 @@ class JsonLines:
 
 
 def set_aside(path: str | os.PathLike[str]) -> None:
-    """Rename a file that an earlier run left to `NAME.old`, so that a new run starts empty and nothing is lost."""
-    if Path(path).exists():
-        os.replace(path, f"{os.fspath(path)}.old")
+    """Rename a file that an earlier run left to `NAME.old`, or `NAME.old2` and so on: a new run starts empty and
+    nothing is lost."""
+    if not Path(path).exists():
+        return
+    names = itertools.chain([".old"], (f".old{n}" for n in itertools.count(2)))
+    free = next(n for n in names if not Path(f"{os.fspath(path)}{n}").exists())
+    os.replace(path, f"{os.fspath(path)}{free}")
 
 
 def read_jsonl(path: str | os.PathLike[str]) -> list[dict[str, Any]]:

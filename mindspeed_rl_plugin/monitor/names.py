@@ -20,6 +20,7 @@ NAMES: dict[str, Meaning] = {
     "groups/solved": Meaning("share", "groups whose samples are all correct: nothing left to learn from them"),
     "groups/unsolved": Meaning("share", "groups without any correct sample: nothing to learn from yet"),
     "groups/mixed": Meaning("share", "groups with correct and incorrect samples: these carry the learning signal"),
+    "groups/dropped": Meaning("share", "groups kept out of training because a grader failed on one of their samples"),
     "response/length_mean": Meaning("tokens", "mean number of trained tokens of a response"),
     "response/length_max": Meaning("tokens", "trained tokens of the longest response"),
     "response/truncated": Meaning("share", "responses cut at the length limit"),

@@ -86,8 +86,9 @@ def generate(
 ) -> list[Completion]:
     """Draw all responses; the result is in the order of `requests`.
 
-    deadline: seconds from the call. Raises TimeoutError that says how many are missing; those are aborted, so
-    that the engine is left idle.
+    deadline: seconds in which at least one response must finish, again and again: long rollouts may take longer
+    as long as they come along. Raises TimeoutError that says how many are missing; those are aborted, so that
+    the engine is left idle.
     """
     end = time.monotonic() + deadline
     done: dict[SampleId, Completion] = {}
@@ -95,6 +96,7 @@ def generate(
     engine.submit(requests)
     while len(done) < len(requests):
         finished = engine.poll(end - time.monotonic())
+        end = time.monotonic() + deadline
         if not finished:
             partial = engine.abort()
             raise TimeoutError(_too_late(requests, done, partial, deadline))
@@ -116,7 +118,7 @@ def _too_late(
     drawn = sum(len(c.tokens) for c in partial)
     first = ", ".join(str(tuple(r.id)) for r in missing[:4])
     return (
-        f"generation: {len(missing)} of {len(requests)} responses are missing after {deadline:g} s"
+        f"generation: {len(missing)} of {len(requests)} responses are missing, and none has finished for {deadline:g} s"
         f" (first: {first}; {drawn} tokens of them are drawn); raise --rl-wait-timeout or lower"
         " --rl-max-response-length"
     )

@@ -98,7 +98,7 @@ def evaluate(
 
     Every rank of every engine calls it with the same prompts; prompt i goes to replica i modulo replicas. Only
     the first rank of an engine grades; on its others the counts are zero and `correct` is None. Responses do not
-    depend on how many replicas there are, up to floating point. deadline: seconds for all responses.
+    depend on how many replicas there are, up to floating point. deadline: seconds for the next response.
     """
     mine = range(engine.replica, len(prompts), engine.replicas)
     greedy = replace(sampling, temperature=0.0, top_p=1.0, top_k=0)

@@ -1,7 +1,7 @@
 """A Megatron checkpoint directory as files: tracker, iteration folders, the RL state, the digest.
 
-    DIR/latest_checkpointed_iteration.txt     "500", or "release"
-    DIR/iter_0000500/...                      Megatron's own files, and ours: rl_state.pt
+DIR/latest_checkpointed_iteration.txt     "500", or "release"
+DIR/iter_0000500/...                      Megatron's own files, and ours: rl_state.pt
 """
 
 from __future__ import annotations

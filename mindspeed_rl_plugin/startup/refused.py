@@ -73,6 +73,7 @@ REFUSED: tuple[Refused, ...] = (
     # Batch sizes and lengths of the run.
     Refused("train_samples", _given, "RL counts optimizer steps; give --train-iters instead"),
     Refused("rampup_batch_size", _given, _FIXED_BATCH),
+    Refused("decrease_batch_size_if_needed", _given, _FIXED_BATCH),
     Refused("step_batch_size_schedule", _given, _FIXED_BATCH),
     Refused("phase_transition_iterations", _given, _FIXED_BATCH),
     Refused("reset_position_ids", _given, _PACKED),
