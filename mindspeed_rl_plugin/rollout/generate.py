@@ -42,9 +42,9 @@ def run_generation(
     this is collective, and its consumers are the engine replicas (`consumer=engine.replica`), which is not
     Megatron's data-parallel rank where `--rl-generate-tp` differs; the first rank of each engine writes.
 
-    deadline: seconds for each lease, and for the next response of the engine; max_rows: most rows leased at once, None takes this
-    engine's whole share. Writes tokens, loss_mask, logp_rollout, response_length, finish and version (the
-    engine's). Raises TimeoutError when prompts or responses do not come in time.
+    deadline: seconds for each lease, and for the next response of the engine; max_rows: most rows leased at
+    once, None takes this engine's whole share. Writes tokens, loss_mask, logp_rollout, response_length, finish
+    and version (the engine's). Raises TimeoutError when prompts or responses do not come in time.
     """
     total = Generated()
     while dock.remaining(STATE):

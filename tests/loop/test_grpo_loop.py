@@ -132,3 +132,29 @@ def test_failing_grader_stops_the_job_with_its_prompt(job, tmp_path):
     broken.start()
     result = broken.wait(120)
     assert result.code != 0 and "no such unit" in result.log
+
+
+def test_dropped_groups_train_nowhere_and_are_counted(job, tmp_path):
+    """A grader that fails for some prompts: their groups leave the loss, the rest is trained on."""
+    grader = tmp_path / "grader.py"
+    grader.write_text(
+        "def grade(prompt, response, answer):\n"
+        "    assert int(prompt.split('*')[0]) % 2, 'an even number'\n"
+        "    return sum(map(ord, response)) % 5 / 4\n"
+    )
+    more = ("--train-iters", "2", "--rl-rollout-prompts", "8", "--rl-reward", f"{grader}:grade")
+    result = job(*more, "--rl-reward-on-error", "drop").run()
+    first, second = result.metrics
+    assert 0 < first["groups/dropped"] < 1 and first["reward/errors"] == 32 * first["groups/dropped"]
+    assert first["trained/sequences"] + second["trained/sequences"] == 32 * (1 - first["groups/dropped"])
+    assert first["reward/mean"] > 0.2, "failed grades must not count as zero"
+
+
+def test_resume_may_leave_the_reference_behind(job):
+    """What the error about a lost reference recommends: --rl-kl-loss-coef 0, in the middle of a rollout too."""
+    first = job("--train-iters", "2", "--rl-rollout-prompts", "8", "--save-interval", "1", "--exit-interval", "1")
+    first.run()
+    first.extra = (*first.extra[:-2], "--rl-kl-loss-coef", "0")
+    again = first.run()
+    assert [line["iteration"] for line in again.metrics] == [1, 2]
+    assert "kl/ref" in again.metrics[0] and "reference weights loaded" not in again.log
