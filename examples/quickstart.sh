@@ -36,7 +36,7 @@ begin=$SECONDS
 echo "== 1/4 data"
 $python examples/arithmetic/prepare.py --out "$DATA" --seed "$seed"
 
-PRETRAIN_ARGS=(--seed $((1234 + seed)) --train-iters 1500)
+PRETRAIN_ARGS=(--seed $((1234 + seed)))
 RL_ARGS=(
     --load "$run/pretrained"
     --rl-algorithm grpo
@@ -53,7 +53,7 @@ RL_ARGS=(
     --rl-dump-dir "$run/tuned/rollouts"
     --global-batch-size 256
     --micro-batch-size 32
-    --train-iters 120
+    --train-iters 60
     --lr 1.5e-4
     --min-lr 0
     --lr-decay-style linear
