@@ -1,0 +1,11 @@
+"""What `rehearse` is made of.
+
+capture.py      runs the launch script with stand-ins for torchrun and python, and keeps what it would launch
+flags.py        a command line that remembers what was changed in it, and why
+shrink.py       smaller world, model and batches
+substitutes.py  tokenizer, data, prompts and paths that do not exist here
+kernels.py      flags that ask for kernels that no host has
+entry.py        which entry script runs, on which Megatron, with or without MindSpeed
+passes.py       the processes: arguments as written, a checkpoint to load, one iteration
+summary.py      what was changed, what happened, what was not exercised
+"""

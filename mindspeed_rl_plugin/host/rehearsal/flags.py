@@ -1,0 +1,88 @@
+"""A command line as flags that can be looked up and changed, with a record of every change and its reason."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Change:
+    """One changed argument. old, new: its values as written; None where the flag was, or is, not there."""
+
+    flag: str
+    old: str | None
+    new: str | None
+    why: str
+
+
+@dataclass
+class Flags:
+    """`--flag value ...` groups in order. As in argparse the last occurrence of a flag counts."""
+
+    items: list[tuple[str, tuple[str, ...]]]
+    changes: list[Change] = field(default_factory=list)
+
+    @classmethod
+    def parse(cls, argv: Iterable[str]) -> Flags:
+        """Split at tokens that begin with `--`; `--flag=value` counts too. Positional tokens are a ValueError."""
+        items: list[tuple[str, tuple[str, ...]]] = []
+        for token in argv:
+            if token.startswith("--"):
+                flag, equals, value = token.partition("=")
+                items.append((flag, (value,) if equals else ()))
+            elif not items:
+                raise ValueError(f"the training arguments begin with {token!r}, which is no flag")
+            else:
+                flag, values = items[-1]
+                items[-1] = (flag, (*values, token))
+        return cls(items)
+
+    def argv(self) -> list[str]:
+        """The command line again."""
+        return [token for flag, values in self.items for token in (flag, *values)]
+
+    def __contains__(self, flag: str) -> bool:
+        return any(name == flag for name, _ in self.items)
+
+    def get(self, flag: str) -> str | None:
+        """The flag's values as written, "" for a switch, None when it is not there."""
+        return next((" ".join(values) for name, values in reversed(self.items) if name == flag), None)
+
+    def number(self, flag: str, default: int) -> int:
+        """The flag's value as an integer. Raises ValueError for another value."""
+        text = self.get(flag)
+        if text is None:
+            return default
+        try:
+            return int(text)
+        except ValueError:
+            raise ValueError(f"{flag} {text}: the rehearsal needs a whole number to make it smaller") from None
+
+    def set(self, flag: str, *values: object, why: str) -> None:
+        """Give the flag these values, where it stood or at the end. No change is recorded when they are the same."""
+        new = tuple(map(str, values))
+        old = self.get(flag)
+        if old == " ".join(new):
+            return
+        places = [i for i, (name, _) in enumerate(self.items) if name == flag]
+        if places:
+            self.items[places[-1]] = (flag, new)
+        else:
+            self.items.append((flag, new))
+        self.changes.append(Change(flag, old, " ".join(new), why))
+
+    def at_most(self, flag: str, limit: int, why: str) -> None:
+        """Lower the flag's value to `limit`, if it is there and greater."""
+        if flag in self and self.number(flag, 0) > limit:
+            self.set(flag, limit, why=why)
+
+    def drop(self, flag: str, why: str) -> None:
+        """Take every occurrence of the flag out, if it is there."""
+        if flag in self:
+            self.changes.append(Change(flag, self.get(flag), None, why))
+            self.items = [item for item in self.items if item[0] != flag]
+
+    def copy(self) -> Flags:
+        """The same command line with a record of its own."""
+        return Flags(list(self.items), list(self.changes))
