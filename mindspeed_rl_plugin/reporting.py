@@ -131,7 +131,7 @@ def iteration(
         rollout.seconds += stages["seconds/iteration"]
         if last_step:
             found |= metrics.throughput(rollout.tokens, devices=p.topology.world, seconds=rollout.seconds)
-    p.monitor.log(number, p.share({**found, **stages}))
+    p.monitor.log(number, p.share(metrics.merge(found, stages)))
 
 
 def prepare_dumps(p: Parts, epoch: int, resumed: bool) -> None:

@@ -16,7 +16,7 @@ from mindspeed_rl_plugin import columns
 from mindspeed_rl_plugin.algorithms import Algorithm, resolve
 from mindspeed_rl_plugin.config import RLConfig, launch_env
 from mindspeed_rl_plugin.device import get_device
-from mindspeed_rl_plugin.dock import Dock, LocalDock, SharedDock
+from mindspeed_rl_plugin.dock import Dock, make_docks
 from mindspeed_rl_plugin.forward import ForwardSettings, Step, plan_batches
 from mindspeed_rl_plugin.monitor.monitor import Monitor
 from mindspeed_rl_plugin.prompts import PromptStream, load_tokenizer
@@ -233,19 +233,16 @@ class Parts:
         return box[0]
 
 
-def _docks(inputs: Inputs, topology: Topology, group: dist.ProcessGroup, reference: bool) -> tuple[Dock, Dock, Dock]:
+def _docks(inputs: Inputs, topology: Topology, group: dist.ProcessGroup, reference: bool) -> list[Dock]:
     """One dock under three divisions of the ranks into consumers: data parallel, engines, single ranks."""
-    declared = columns.grpo_columns(len(inputs.config.reward.reward)), columns.grpo_states(reference)
-    local = LocalDock(*declared) if topology.leader else None
-    if topology.world == 1:
-        return local, local, local
-    divisions = (
+    divisions = [
         (topology.dp_rank, topology.dp_size),
         (topology.engine, topology.engines),
         (topology.rank, topology.world),
-    )
-    deadline = inputs.config.monitor.wait_timeout
-    return tuple(SharedDock(local, group, consumer=c, consumers=n, deadline=deadline) for c, n in divisions)
+    ]
+    graders, deadline = len(inputs.graders.names), inputs.config.monitor.wait_timeout
+    declared = columns.grpo_columns(graders), columns.grpo_states(reference)
+    return make_docks(*declared, divisions, group=group, deadline=deadline)
 
 
 def _engine_options(inputs: Inputs, dtype: torch.dtype) -> VllmOptions:
