@@ -48,7 +48,7 @@ GPT_ARGS=(
 TRAIN_ARGS=(
     --micro-batch-size 16
     --global-batch-size 32
-    --train-iters 800
+    --train-iters 1200
     --lr 3e-3
     --min-lr 1e-4
     --lr-decay-style cosine
