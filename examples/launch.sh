@@ -73,7 +73,7 @@ OUTPUT_ARGS=(
     --save "$SAVE"
     --save-interval 100000
     --ckpt-format torch
-    --log-interval 50
+    --log-interval 100
     --eval-interval 100000
     --eval-iters 0
     --distributed-backend gloo

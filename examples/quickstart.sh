@@ -31,6 +31,8 @@ rm -rf "$run"
 mkdir -p "$run"
 export OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 PYTHONWARNINGS=ignore
 export DATA=$run/data
+free_port='import socket; s = socket.socket(); s.bind(("localhost", 0)); print(s.getsockname()[1])'
+export MASTER_PORT=${MASTER_PORT:-$($python -c "$free_port")}
 begin=$SECONDS
 
 echo "== 1/4 data"
@@ -64,20 +66,22 @@ RL_ARGS=(
 )
 claim=(--before-at-most 0.60 --after-at-least 0.80)
 if [ "$smoke" = yes ]; then
-    PRETRAIN_ARGS+=(--train-iters 30 --lr-warmup-iters 2)
+    PRETRAIN_ARGS+=(--train-iters 150)
     RL_ARGS+=(--train-iters 4 --rl-eval-every 4 --rl-eval-prompts 32)
     claim=()
 fi
 
 echo "== 2/4 pretraining (log: $run/pretrain.log)"
-SAVE=$run/pretrained bash examples/launch.sh "${PRETRAIN_ARGS[@]}" >"$run/pretrain.log" 2>&1 ||
-    { tail -n 40 "$run/pretrain.log" >&2; exit 1; }
-grep -E "iteration +[0-9]+/" "$run/pretrain.log" | tail -n 1
+SAVE=$run/pretrained bash examples/launch.sh "${PRETRAIN_ARGS[@]}" 2>&1 | tee "$run/pretrain.log" |
+    sed -un 's/.*\(iteration *[0-9]*\/ *[0-9]*\).*\(lm loss: [^|]*\).*/\1 | \2/p' ||
+    { tail -n 60 "$run/pretrain.log" >&2; exit 1; }
 
 echo "== 3/4 GRPO: the same launch script with RL_ARGS (log: $run/tune.log)"
-SAVE=$run/tuned bash examples/launch.sh "${RL_ARGS[@]}" 2>"$run/tune.err" | tee "$run/tune.log" | grep -E "^(rl |\[rl\])" ||
-    { tail -n 40 "$run/tune.err" >&2; exit 1; }
+SAVE=$run/tuned bash examples/launch.sh "${RL_ARGS[@]}" 2>"$run/tune.err" | tee "$run/tune.log" |
+    grep --line-buffered -E "^(rl |\[rl\])" ||
+    { tail -n 60 "$run/tune.err" >&2; exit 1; }
 
 echo "== 4/4 report"
 $python -m mindspeed_rl_plugin report "$run/tuned/rl" --out "$run/report.html"
-$python examples/summarize.py "$run/tuned/rl" --out "$run/summary.json" --seconds $((SECONDS - begin)) ${claim[@]+"${claim[@]}"}
+$python examples/summarize.py "$run/tuned/rl" --out "$run/summary.json" --seconds $((SECONDS - begin)) \
+    ${claim[@]+"${claim[@]}"}
