@@ -1,0 +1,37 @@
+"""The quickstart's claim: what counts as broken, and what the file then says."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parents[2] / "examples" / "summarize.py"
+
+
+@pytest.fixture(scope="module")
+def summarize():
+    spec = importlib.util.spec_from_file_location("examples_summarize", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "broken"),
+    [
+        (0.60, 0.80, []),
+        (0.61, 0.99, ["before RL is 0.61, the claim is at most 0.6"]),
+        (0.50, 0.79, ["after RL is 0.79, the claim is at least 0.8"]),
+        (0.70, 0.70, ["before RL is 0.7,", "after RL is 0.7,"]),
+        (None, 0.90, ["before RL is None"]),
+        (0.50, None, ["after RL is None"]),
+    ],
+)
+def test_claims(summarize, before, after, broken):
+    found = summarize.broken_claims({"accuracy_before": before, "accuracy_after": after}, 0.60, 0.80)
+    assert len(found) == len(broken)
+    assert all(text in line for text, line in zip(broken, found, strict=True))
+
+
+def test_no_bound_asks_nothing(summarize):
+    assert summarize.broken_claims({"accuracy_before": None, "accuracy_after": None}, None, None) == []
