@@ -87,19 +87,19 @@ def _rehearse(options: argparse.Namespace, added: list[str], scratch: Path) -> i
     accepted = passes.accept(flags.argv())
     _say(f"arguments as written, for {launch.world} ranks: {_verdict(accepted)}")
     if not accepted.ok:
-        print(f"{tail(accepted)}\n\n{summary.changes('replaced before', flags.changes)}")
+        print(f"{tail(accepted)}\n\n{summary.changes('replaced before', flags.changes, scratch)}")
         return 1
 
     kernels.remove(flags, entry.mindspeed, known)
     world = shrink(flags, options.ranks)
-    done = _train(passes, flags, world.ranks, scratch)
-    print(summary.changes("\nchanged arguments", flags.changes))
+    done = _train(passes, flags, world.ranks)
+    print(summary.changes("\nchanged arguments", flags.changes, scratch))
     print("\nnot exercised:")
     print("\n".join(f"  - {line}" for line in summary.not_exercised(launch, entry, flags, world.ranks)))
     return 0 if done.ok else 1
 
 
-def _train(passes: Passes, flags: Flags, ranks: int, scratch: Path) -> Done:
+def _train(passes: Passes, flags: Flags, ranks: int) -> Done:
     """One iteration; before it, where the script loads a checkpoint, one that makes that checkpoint."""
     rl = "--rl-algorithm" in flags
     if "--save" in flags:
@@ -116,6 +116,8 @@ def _train(passes: Passes, flags: Flags, ranks: int, scratch: Path) -> Done:
             print(tail(made))
             return made
     done = passes.train("training", ranks, flags.argv())
+    if done.ok and not summary.trained(done, rl):
+        done.code = 1
     what = f"one RL iteration ({flags.get('--rl-algorithm')})" if rl else "one pretraining iteration"
     _say(f"{what} on {ranks} ranks: {_verdict(done)}")
     print("\n".join(f"  {line}" for line in summary.iteration_lines(done)) if done.ok else tail(done))

@@ -45,10 +45,13 @@ def find_entry(launch: Launch, launch_script: Path) -> Entry:
     if script and wanted:
         beside = [script.parent, *extra]
         if _found("mindspeed", beside) and all(_found(name, beside) for name in wanted):
-            if not _found("megatron", [script.parent]):
+            # MindSpeed-LLM has Megatron's folder copied beside its scripts.
+            if _core(script.parent) is None:
                 beside += [m for m in megatrons if _core(m) == MINDSPEED_CORE][:1]
-            core = _installed_core([*beside])
-            return Entry(script, tuple(beside), True, "mindspeed_llm" in wanted, core, ())
+            core = _installed_core(beside)
+            strange = f"MindSpeed 2.x patches Megatron Core {MINDSPEED_CORE}, and {core} is what is found here"
+            notes = () if core == MINDSPEED_CORE else (f"{strange}; set MEGATRON_LM_PATH to a checkout of it",)
+            return Entry(script, tuple(beside), True, "mindspeed_llm" in wanted, core, notes)
     elif script:
         path = [script.parent, *extra, *megatrons[:1]]
         return Entry(script, tuple(path), False, False, _installed_core(path), ())

@@ -42,6 +42,7 @@ MINDSPEED = {
     "--use-fused-moe-token-permute-and-unpermute": _COMPILED,
     "--use-fused-ring-attention-update": _COMPILED,
     "--use-fused-mlp": _COMPILED,
+    "--use-fused-rotary-pos-emb": _COMPILED,
     "--use-fused-lmhead-loss": _COMPILED,
     "--mla-mm-split": _COMPILED,
     "--mla-fa-without-pad": _COMPILED,

@@ -22,8 +22,13 @@ _DATA = (
 _VOCABULARY_FILES = ("--vocab-file", "--merge-file", "--tiktoken-pattern", "--tokenizer-not-use-fast")
 _FOLDERS = ("--save", "--tensorboard-dir", "--data-cache-path", "--rl-run-dir", "--rl-dump-dir")
 _TRACKERS = ("--wandb-project", "--wandb-exp-name", "--wandb-entity", "--wandb-save-dir", "--one-logger-project")
-_PLAIN_WORDS = "here: a mock data set"
+_MOCK = "here: a mock data set"
 _HERE = "here: a folder that the rehearsal removes"
+
+_VARIED = """
+def grade(response):
+    return sum(map(ord, response)) % 8 / 8
+"""
 
 
 def make_tokenizer(folder: Path) -> Path:
@@ -58,8 +63,8 @@ def substitute(flags: Flags, scratch: Path, mindspeed_llm: bool) -> None:
     tokenizer = make_tokenizer(scratch / "tokenizer")
     _tokenizer(flags, tokenizer, mindspeed_llm)
     for flag in _DATA:
-        flags.drop(flag, _PLAIN_WORDS)
-    flags.set("--mock-data", why=_PLAIN_WORDS)
+        flags.drop(flag, _MOCK)
+    flags.set("--mock-data", why=_MOCK)
     for flag in _FOLDERS:
         if flag in flags:
             flags.set(flag, scratch / flag.strip("-"), why=_HERE)
@@ -93,8 +98,10 @@ def _prompts(flags: Flags, scratch: Path, tokenizer: Path) -> None:
     reward = flags.get("--rl-reward")
     if reward is None:
         return
-    graders = [_grader(spec) for spec in reward.split()]
-    flags.set("--rl-reward", *graders, why="the grader's file is not here: exact comparison with the answer")
+    varied = scratch / "varied.py"
+    varied.write_text(_VARIED)
+    graders = [_grader(spec) for spec in reward.split()] + [f"{varied}:grade"]
+    flags.set("--rl-reward", *graders, why="here: one more grader, whose rewards differ, so that there is a gradient")
 
 
 def _grader(spec: str) -> str:

@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import re
-import textwrap
+from pathlib import Path
 
 from mindspeed_rl_plugin.host.rehearsal.capture import Launch
 from mindspeed_rl_plugin.host.rehearsal.entry import Entry
 from mindspeed_rl_plugin.host.rehearsal.flags import Change, Flags
 from mindspeed_rl_plugin.host.rehearsal.passes import Done
 
-WIDTH = 110
 _ITERATION = re.compile(r"iteration\s+\d+/\s*\d+ \|")
+_RL_ITERATION = re.compile(r"rl \d+/\d+ \|")
 _VARIABLES = re.compile(r"(HCCL|ASCEND|NPU|ACL|CPU_AFFINITY|TASK_QUEUE|MULTI_STREAM|COMBINED|PYTORCH_NPU|ATB|LCCL)")
 
 
-def changes(title: str, rows: list[Change]) -> str:
-    """A table: flag, value in the script, value here, why."""
+def changes(title: str, rows: list[Change], scratch: Path) -> str:
+    """A table: flag, value in the script, value here, why. Paths in the rehearsal's folder begin with SCRATCH."""
     if not rows:
         return f"{title}: none"
-    cells = [(c.flag, _shown(c.old, "-"), _shown(c.new, "removed"), c.why) for c in _merged(rows)]
+    cells = [
+        (c.flag, _shown(c.old, "-"), _shown(c.new, "removed").replace(str(scratch), "SCRATCH"), c.why)
+        for c in _merged(rows)
+    ]
     widths = [min(44, max(len(r[i]) for r in cells)) for i in range(3)]
     lines = [f"{title} (flag, in the script, here, why):"]
     for row in cells:
@@ -45,15 +48,20 @@ def _cut(text: str, width: int) -> str:
     return text if len(text) <= width else "..." + text[3 - width :]
 
 
+def trained(done: Done, rl: bool) -> bool:
+    """Whether an iteration was really logged, of RL or of pretraining."""
+    return done.ok and any((_RL_ITERATION.match if rl else _ITERATION.search)(line) for line in done.lines)
+
+
 def iteration_lines(done: Done) -> list[str]:
     """Megatron's lines of its iterations, and the plugin's own lines."""
     lines = []
     for line in done.lines:
         if _ITERATION.search(line):
-            lines.append(line[line.index("iteration") :])
-        elif line.startswith("[rl]") or re.match(r"iteration \d+", line):
+            lines.append(re.sub(r"\s+", " ", line[line.index("iteration") :]))
+        elif line.startswith("[rl]") and "patch in force" not in line or _RL_ITERATION.match(line):
             lines.append(line)
-    return [textwrap.shorten(re.sub(r"\s+", " ", line), 4 * WIDTH) for line in lines]
+    return lines
 
 
 def not_exercised(launch: Launch, entry: Entry, flags: Flags, ranks: int) -> list[str]:
