@@ -25,6 +25,11 @@ run=runs/quickstart
 if [ "$smoke" = yes ]; then run=$run-smoke; fi
 if [ "$seed" != 0 ]; then run=$run-seed$seed; fi
 
+# Two runs in one directory would mix their checkpoints: the second would resume from the first.
+mkdir -p runs
+exec 9>"$run.lock"
+flock --nonblock 9 || { echo "quickstart: another one is running in $run; wait for it, or take another --seed" >&2; exit 1; }
+
 bash setup.sh
 python=.venv/bin/python
 rm -rf "$run"

@@ -2,6 +2,7 @@
 
 import argparse
 import ast
+import fcntl
 import json
 import os
 import shutil
@@ -111,6 +112,16 @@ def test_quickstart_names_a_bad_argument(workplace, arguments):
     result = run(workplace, "quickstart.sh", *arguments)
     assert result.returncode != 0
     assert arguments[0] in result.stderr
+    assert not calls(workplace)
+
+
+def test_two_quickstarts_do_not_share_a_directory(workplace):
+    (workplace / "runs").mkdir()
+    with open(workplace / "runs/quickstart.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        result = run(workplace, "quickstart.sh")
+    assert result.returncode == 1
+    assert "another one is running in runs/quickstart" in result.stderr
     assert not calls(workplace)
 
 
