@@ -5,11 +5,13 @@ Levels: "group" one entry a prompt, "sample" one a response, "token" aligned wit
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
+from torch import Tensor
 
-from mindspeed_rl_plugin.algorithms import Algorithm, RewardBatch, group_index
+from mindspeed_rl_plugin.algorithms import Algorithm, Moments, RewardBatch, group_index, whiten
 from mindspeed_rl_plugin.dock import ColumnSpec, StateSpec
 from mindspeed_rl_plugin.reward import GradeItem, RewardPool
 from mindspeed_rl_plugin.types import Column, Prompt, Ragged, Rows, pack_json, unpack_json
@@ -24,9 +26,11 @@ def grpo_columns(graders: int) -> list[ColumnSpec]:
         ColumnSpec("tokens", torch.int32, "token", ragged=True),  # P prompt + R response ids
         ColumnSpec("loss_mask", torch.uint8, "token", ragged=True),
         ColumnSpec("logp_rollout", f32, "token", ragged=True),  # 0.0 where loss_mask is 0
+        ColumnSpec("length", i64, "sample", ragged=False),  # L = P + R
         ColumnSpec("response_length", i64, "sample", ragged=False),
         ColumnSpec("finish", torch.int8, "sample", ragged=False),  # 0 stop, 1 length, 2 abort
-        ColumnSpec("version", i64, "sample", ragged=False),  # optimizer updates behind the weights that drew it
+        ColumnSpec("version", i64, "sample", ragged=False),  # optimizer updates behind the oldest weights that drew it
+        ColumnSpec("segments", i64, "sample", ragged=True, trailing=(2,), longest=64),  # (first token, version) parts
         ColumnSpec("reward", f32, "sample", ragged=False),
         ColumnSpec("reward_parts", f32, "sample", ragged=False, trailing=(graders,)),
         ColumnSpec("graded", torch.int8, "sample", ragged=False),  # 0 where a grader failed and the sample is dropped
@@ -34,17 +38,23 @@ def grpo_columns(graders: int) -> list[ColumnSpec]:
         ColumnSpec("logp_old", f32, "token", ragged=True),
         ColumnSpec("logp_ref", f32, "token", ragged=True),
         ColumnSpec("advantage", f32, "sample", ragged=False),
+        ColumnSpec("advantages", f32, "token", ragged=True),  # in the place of `advantage` where tokens differ
         ColumnSpec("kept", torch.int8, "sample", ragged=False),  # 0: trained nowhere, counted in no denominator
     ]
 
 
-def grpo_states(reference: bool) -> list[StateSpec]:
-    """Worker states of GRPO in order; `reference` adds the frozen reference's log-probs."""
+# One rank reads these of all rows: single numbers, so that it never becomes the place where all data goes.
+MEASURED = ("length", "response_length", "finish", "version", "reward", "reward_parts", "grader_error", "kept")
+DUMPED = ("prompt", "meta", "tokens", "loss_mask", "logp_rollout", "logp_old")
+
+
+def grpo_states(algorithm: Algorithm, dump: bool = False) -> list[StateSpec]:
+    """Worker states of an algorithm without critic, in order; dump: also what is only dumped."""
     states = [
         StateSpec(
             "generate",
             ("prompt",),
-            ("tokens", "loss_mask", "logp_rollout", "response_length", "finish", "version"),
+            ("tokens", "loss_mask", "logp_rollout", "length", "response_length", "finish", "version", "segments"),
         ),
         # whole groups: a batch grader sees all responses of a prompt in one call, on however many ranks
         StateSpec(
@@ -54,18 +64,43 @@ def grpo_states(reference: bool) -> list[StateSpec]:
             whole_groups=True,
         ),
         StateSpec("logp_old", ("tokens", "loss_mask"), ("logp_old",)),
-        StateSpec("advantage", ("reward", "graded"), ("advantage", "kept"), whole_groups=True),
-        StateSpec("update", update_reads(reference), ()),
+        StateSpec("advantage", advantage_reads(algorithm), (advantage_name(algorithm), "kept"), whole_groups=True),
+        StateSpec("measure", measure_reads(algorithm, dump), ()),
+        StateSpec("update", update_reads(algorithm), ()),
     ]
-    if reference:
+    if algorithm.needs_reference:
         states.insert(3, StateSpec("logp_ref", ("tokens", "loss_mask"), ("logp_ref",)))
     return states
 
 
-def update_reads(reference: bool) -> tuple[str, ...]:
+def advantage_name(algorithm: Algorithm) -> str:
+    """Column of the advantages: one number a sample, or one a token."""
+    return "advantages" if algorithm.per_token else "advantage"
+
+
+def advantage_reads(algorithm: Algorithm) -> tuple[str, ...]:
+    """Columns that the estimator needs of every row: token columns only where it looks at tokens."""
+    reads = ("reward", "graded", "response_length")
+    if algorithm.per_token or algorithm.kl_reward_coef:
+        reads += ("loss_mask",)
+    return reads + (("logp_old", "logp_ref") if algorithm.kl_reward_coef else ())
+
+
+def measure_reads(algorithm: Algorithm, dump: bool) -> tuple[str, ...]:
+    """Columns that the metrics need of every row, and the dump where asked."""
+    dumped = DUMPED + (advantage_name(algorithm),) + (("logp_ref",) if algorithm.needs_reference else ())
+    return MEASURED + (dumped if dump else ())
+
+
+def update_reads(algorithm: Algorithm) -> tuple[str, ...]:
     """Columns that the update needs of every row."""
-    columns = ("tokens", "loss_mask", "logp_rollout", "logp_old", "advantage", "kept", "version")
-    return columns + ("logp_ref",) if reference else columns
+    reads = ("tokens", "loss_mask", "logp_rollout", "logp_old", advantage_name(algorithm), "kept", "version")
+    return reads + (("logp_ref",) if algorithm.needs_reference else ())
+
+
+def of_stage(reads: Sequence[str], last: bool) -> tuple[str, ...]:
+    """Which of a state's columns a pipeline stage reads: what feeds the model, and on the last stage all."""
+    return tuple(c for c in reads if last or c in ("tokens", "loss_mask", "kept"))
 
 
 def prompt_columns(prompts: Sequence[Prompt]) -> dict[str, Column]:
@@ -93,10 +128,44 @@ def reward_columns(rows: Rows, pool: RewardPool, decode: Callable[[Sequence[int]
     )
 
 
-def advantage_columns(rows: Rows, algorithm: Algorithm) -> Rows:
-    """Advantages of whole groups; a group with a dropped sample is kept out of training altogether."""
+def advantage_columns(
+    rows: Rows, algorithm: Algorithm, limit: int, gather: Callable[[Moments], Iterable[Moments]]
+) -> Rows | None:
+    """Advantages of whole groups; a group with a dropped sample is kept out of training altogether.
+
+    rows: those of this rank, maybe none; limit: longest response [tokens]; gather: every rank's value, collective,
+    called where advantages are whitened, on ranks without rows too. None where there are no rows.
+    """
+    found = _estimated(rows, algorithm, limit) if len(rows) else None
+    if algorithm.whitened:
+        # Over the whole rollout, of which this rank sees a part.
+        moments = Moments.merged(gather(Moments.of(found.values, found.counts) if found else Moments()))
+        if found is not None:
+            found = dataclasses.replace(found, values=whiten(found.values, moments))
+    if found is None:
+        return None
+    values = torch.where(found.counts > 0, found.values, 0.0).float()
+    advantages = Ragged(values, rows["loss_mask"].offsets) if algorithm.per_token else values
+    return Rows(rows.ids, {advantage_name(algorithm): advantages, "kept": found.kept.to(torch.int8)})
+
+
+@dataclasses.dataclass(frozen=True)
+class _Estimate:
+    """values: `[B]` a sample or `[T]` a token, float64; counts: of the same shape, trained tokens that have the value;
+    kept: `[B]` bool, False where the sample's group is dropped."""
+
+    values: Tensor
+    counts: Tensor
+    kept: Tensor
+
+
+def _estimated(rows: Rows, algorithm: Algorithm, limit: int) -> _Estimate:
     groups = group_index(rows.ids)
-    advantage = algorithm.advantages(RewardBatch(rows["reward"], groups))
-    broken = groups[rows["graded"] == 0].unique()
-    kept = ~torch.isin(groups, broken)
-    return Rows(rows.ids, {"advantage": torch.where(kept, advantage, 0.0), "kept": kept.to(torch.int8)})
+    kept = ~torch.isin(groups, groups[rows["graded"] == 0].unique())
+    mask = rows.columns.get("loss_mask")
+    cost = algorithm.kl_cost(rows["logp_old"], rows["logp_ref"], mask) if algorithm.kl_reward_coef else None
+    rewards = algorithm.shaped(rows["reward"], rows["response_length"], limit)
+    found = algorithm.advantages(RewardBatch(rewards, groups, mask, cost))
+    if isinstance(found, Ragged):
+        return _Estimate(found.values, mask.values * kept.repeat_interleave(mask.lengths), kept)
+    return _Estimate(found.double(), torch.where(kept, rows["response_length"], 0), kept)

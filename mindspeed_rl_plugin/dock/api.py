@@ -25,7 +25,7 @@ class ColumnSpec:
 
     level: "token" (ragged, all token columns of one row have the same length), "sample" (one cell a sample) or
     "group" (one cell a group, repeated for each sample on read). ragged: cells are `[L_i, *trailing]`, packed;
-    otherwise `[*trailing]`.
+    otherwise `[*trailing]`. longest: entries of the longest ragged cell, where it is not the longest sample.
     """
 
     name: str
@@ -33,6 +33,7 @@ class ColumnSpec:
     level: str
     ragged: bool
     trailing: tuple[int, ...] = ()
+    longest: int | None = None
 
     def __post_init__(self) -> None:
         if self.level not in LEVELS:
@@ -93,8 +94,10 @@ class Dock(Protocol):
         max_rows: int | None = None,
         min_rows: int = 1,
         deadline: float,
+        columns: Sequence[str] | None = None,
     ) -> Lease:
-        """Wait for ready rows and take them; their rows hold the columns that the state reads.
+        """Wait for ready rows and take them; their rows hold the columns that the state reads, or those of them that
+        are asked for.
 
         ids: exactly these, in this order; None: ready rows in the order of ids, at least `min_rows` (fewer where
         no more are left), at most `max_rows`. The empty lease says that every row is acknowledged.
@@ -120,3 +123,6 @@ class Dock(Protocol):
 
     def restore(self, state: dict[str, Any]) -> None:
         """Become what `snapshot` saw; leases taken before are void."""
+
+    def close(self) -> None:
+        """Leave the dock and free what this process holds of it. Idempotent."""

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Sequence
+from typing import Any
 
 import torch.distributed as dist
 
+from mindspeed_rl_plugin.config import master_address, ray_address
 from mindspeed_rl_plugin.dock.api import ColumnSpec, Dock, StateSpec
+from mindspeed_rl_plugin.dock.distributed.client import DistributedDock
+from mindspeed_rl_plugin.dock.distributed.connections import Homes
+from mindspeed_rl_plugin.dock.distributed.fleet import Limits, Member, alone, machine
 from mindspeed_rl_plugin.dock.local import LocalDock
-from mindspeed_rl_plugin.dock.shared import SharedDock
 
-MEDIA = ("local", "shared")
+MEDIA = ("local", "shm", "ray")
 
 
 def make_dock(
@@ -36,21 +41,98 @@ def make_docks(
     medium: str | None = None,
     group: dist.ProcessGroup | None = None,
     deadline: float = 600.0,
+    limits: Limits | None = None,
+    homes: Homes | None = None,
+    node: str = "",
 ) -> list[Dock]:
-    """One dock, seen by several divisions of the ranks into consumers: a `Dock` for each.
+    """One dock, seen by several divisions of the ranks into consumers: a `Dock` for each. Collective over `group`.
 
-    divisions: (consumer that this rank belongs to, number of consumers), such as its data parallel rank or
-    its rollout engine. medium: "local" (this process) or "shared" (the ranks of the gloo `group`, see
-    `SharedDock`); None takes "shared" where `group` has more than one rank. deadline: seconds that the ranks
-    wait for each other. Raises ValueError for an unknown medium.
+    divisions: (consumer that this rank belongs to, number of consumers), such as its data parallel rank or its
+    rollout engine. medium: "local" (everything in the first rank's process), "shm" (a warehouse in each machine's
+    shared memory, controllers spread over the ranks, sockets between machines) or "ray" (the same with the warehouse
+    in a process that Ray places and restarts); None takes "local" for one rank, "ray" for several machines where
+    RAY_ADDRESS is set, "shm" else. deadline: seconds that the ranks wait for each other; limits: of a warehouse; homes:
+    (epoch, groups) -> `[groups]` machine of each group, numbered by lowest rank; node: another name for this machine,
+    in tests. Raises ValueError for an unknown medium, and for "ray" where Ray is missing or cannot be joined.
     """
-    if medium is None:
-        medium = "shared" if group is not None and dist.get_world_size(group) > 1 else "local"
-    if medium == "local":
+    many = group is not None and dist.get_world_size(group) > 1
+    medium = medium or (_medium(group) if many else "local")
+    if medium not in MEDIA:
+        raise ValueError(f"dock medium {medium!r} is unknown; known: {', '.join(MEDIA)}")
+    if not many and medium == "local":
         return [LocalDock(columns, states)] * len(divisions)
-    if medium == "shared":
-        if group is None:
-            raise ValueError("a shared dock needs the gloo process group of its ranks")
-        local = LocalDock(columns, states) if dist.get_rank(group) == 0 else None
-        return [SharedDock(local, group, consumer=c, consumers=n, deadline=deadline) for c, n in divisions]
-    raise ValueError(f"dock medium {medium!r} is unknown; known: {', '.join(MEDIA)}")
+    return _distributed(columns, states, divisions, group, deadline, limits, homes, medium, node)
+
+
+def _distributed(
+    columns: Sequence[ColumnSpec],
+    states: Sequence[StateSpec],
+    divisions: Sequence[tuple[int, int]],
+    group: dist.ProcessGroup | None,
+    deadline: float,
+    limits: Limits | None,
+    homes: Homes | None,
+    medium: str,
+    node: str,
+) -> list[Dock]:
+    central = medium == "local"
+    rank, world = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
+
+    def exchange(value: Any) -> list[Any]:
+        if world == 1:
+            return alone(value)
+        found: list[Any] = [None] * world
+        dist.all_gather_object(found, value, group=group)
+        return found
+
+    member = Member(
+        columns,
+        states,
+        rank=rank,
+        world=world,
+        exchange=exchange,
+        node=node,
+        host=_own_address(),
+        limits=limits,
+        homes=None if central else homes,
+        central=central,
+        ray=medium == "ray",
+        patience=deadline,
+    )
+    docks: list[Dock] = []
+    everybody = exchange([list(d) for d in divisions])
+    for number, (consumer, consumers) in enumerate(divisions):
+        peers = [r for r, theirs in enumerate(everybody) if theirs[number][0] == consumer]
+        docks.append(
+            DistributedDock(
+                columns,
+                states,
+                member.connections,
+                consumer=consumer,
+                consumers=consumers,
+                peer=peers.index(rank),
+                peers=len(peers),
+                division=number,
+                leader=rank == 0,
+                deadline=deadline,
+            )
+        )
+    return docks
+
+
+def _medium(group: dist.ProcessGroup) -> str:
+    """What suits several ranks: Ray only where the user runs it and there is more than one machine."""
+    found: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(found, (machine(), ray_address()), group=group)
+    return "ray" if found[0][1] and len({name for name, _ in found}) > 1 else "shm"
+
+
+def _own_address() -> str:
+    """This machine's address on the job's interface: the one from which it reaches the job's master."""
+    host, port = master_address()
+    if not host:
+        return ""
+    family, _, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(target)  # chooses the route, sends nothing
+        return probe.getsockname()[0]

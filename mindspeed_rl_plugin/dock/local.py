@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,13 +29,7 @@ class LocalDock:
     def __init__(self, columns: Sequence[ColumnSpec], states: Sequence[StateSpec]) -> None:
         self.columns = {c.name: c for c in columns}
         self.states = {s.name: s for s in states}
-        if len(self.columns) != len(columns) or len(self.states) != len(states):
-            raise ValueError("a column or a state is declared twice: each name is declared once")
-        for state in states:
-            unknown = [c for c in (*state.reads, *state.writes) if c not in self.columns]
-            if unknown:
-                known = listed(self.columns)
-                raise ValueError(f"state {state.name!r} uses undeclared columns {unknown}; declared: {known}")
+        check_declarations(columns, states)
         self._epochs: dict[int, Epoch] = {}
         self._last_epoch = -1
         self._leases: dict[int, tuple[str, tuple[SampleId, ...]]] = {}
@@ -103,11 +97,12 @@ class LocalDock:
         max_rows: int | None = None,
         min_rows: int = 1,
         deadline: float,
+        columns: Sequence[str] | None = None,
     ) -> Lease:
         """Wait at most `deadline` seconds for rows of `state`, and take them."""
         with self._changed:
             chosen = self.pick(state, ids=ids, max_rows=max_rows, min_rows=min_rows, deadline=deadline)
-            rows = self._gather(chosen, self.states[state].reads)
+            rows = self._gather(chosen, self.states[state].reads if columns is None else columns)
             if not chosen:
                 return Lease(0, state, rows)
             token, self._next_token = self._next_token, self._next_token + 1
@@ -201,16 +196,7 @@ class LocalDock:
 
         Raises ValueError where the snapshot holds rows with a column that is declared otherwise here.
         """
-        if state.get("format") != FORMAT:
-            raise ValueError(f"dock snapshot has format {state.get('format')!r}, this dock reads format {FORMAT}")
-        declared = {n: c.describe() for n, c in self.columns.items()}
-        saved = state["columns"].items() if state["epochs"] else ()
-        wrong = [f"column {n!r} ({d}, here {declared[n]})" for n, d in saved if declared.get(n, d) != d]
-        if wrong:
-            raise ValueError(
-                f"dock snapshot was taken under another algorithm: {'; '.join(wrong)}; resume with the same flags, "
-                "at least until the rollout in it is used up"
-            )
+        check_snapshot(state, self.columns)
         epochs = {}
         for packed in state["epochs"]:
             epoch = Epoch(packed["number"], packed["groups"], packed["members"], self.columns, self.states)
@@ -219,6 +205,9 @@ class LocalDock:
         with self._changed:
             self._epochs, self._last_epoch, self._leases = epochs, state["last_epoch"], {}
             self._changed.notify_all()
+
+    def close(self) -> None:
+        """Nothing to leave."""
 
     # inside; the lock is held
 
@@ -390,6 +379,32 @@ class LocalDock:
         held = {t: [i for i in h if i in wanted] for t, (owner, h) in self._leases.items() if owner == state}
         ready = sum(int(e.available(state).sum()) for e in self._epochs.values())
         return explain_wait(self.states, state, asked, deadline, missing, held, ready)
+
+
+def check_declarations(columns: Sequence[ColumnSpec], states: Sequence[StateSpec]) -> None:
+    """Raise ValueError for a name declared twice, and for a state with columns that nobody declared."""
+    names = {c.name for c in columns}
+    if len(names) != len(columns) or len({s.name for s in states}) != len(states):
+        raise ValueError("a column or a state is declared twice: each name is declared once")
+    for state in states:
+        unknown = [c for c in (*state.reads, *state.writes) if c not in names]
+        if unknown:
+            known = listed(c.name for c in columns)
+            raise ValueError(f"state {state.name!r} uses undeclared columns {unknown}; declared: {known}")
+
+
+def check_snapshot(state: dict[str, Any], columns: Mapping[str, ColumnSpec]) -> None:
+    """Raise ValueError unless a dock with these columns can take over a snapshot."""
+    if state.get("format") != FORMAT:
+        raise ValueError(f"dock snapshot has format {state.get('format')!r}, this dock reads format {FORMAT}")
+    declared = {n: c.describe() for n, c in columns.items()}
+    saved = state["columns"].items() if state["epochs"] else ()
+    wrong = [f"column {n!r} ({d}, here {declared[n]})" for n, d in saved if declared.get(n, d) != d]
+    if wrong:
+        raise ValueError(
+            f"dock snapshot was taken under another algorithm: {'; '.join(wrong)}; resume with the same flags, "
+            "at least until the rollout in it is used up"
+        )
 
 
 def _take(column: Column, index: Sequence[int]) -> Column:

@@ -95,11 +95,11 @@ def check_column(spec: ColumnSpec, column: Column) -> None:
     if tuple(values.shape[1:]) != spec.trailing:
         raise ValueError(f"column {spec.name!r} has trailing shape {list(spec.trailing)}, got {list(values.shape[1:])}")
     if isinstance(column, Ragged):
-        offsets = column.offsets
-        if int(offsets[0]) != 0 or int(offsets[-1]) != values.shape[0] or bool((offsets.diff() < 0).any()):
+        offsets = column.offsets.cpu().numpy()
+        if offsets[0] != 0 or offsets[-1] != values.shape[0] or (offsets[1:] < offsets[:-1]).any():
             raise ValueError(
                 f"column {spec.name!r}: offsets must rise from 0 to the {values.shape[0]} packed entries, "
-                f"got {offsets[:4].tolist()} .. {offsets[-1].item()}"
+                f"got {offsets[:4].tolist()} .. {offsets[-1]}"
             )
 
 

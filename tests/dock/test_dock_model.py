@@ -1,13 +1,17 @@
-"""LocalDock against a naive model under random interleavings: once per state, whole groups, first commit wins."""
+"""Docks of every medium against a naive model under random interleavings: once per state, whole groups, first commit
+wins."""
 
 import random
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from mindspeed_rl_plugin.dock import ColumnSpec, LocalDock, StateSpec
+from mindspeed_rl_plugin.dock import ColumnSpec, DistributedDock, LocalDock, StateSpec
+from mindspeed_rl_plugin.dock.distributed.fleet import Member
 from mindspeed_rl_plugin.types import Ragged, Rows, SampleId
 
 COLUMNS = [
@@ -23,6 +27,7 @@ STATES = [
 READS = {s.name: s.reads for s in STATES}
 WRITES = {s.name: s.writes for s in STATES}
 NAMES = list(READS)
+HERE = "127.0.0.1"
 
 
 class Model:
@@ -51,9 +56,12 @@ class Model:
 
 
 class DockMachine(RuleBasedStateMachine):
+    def make(self):
+        return LocalDock(COLUMNS, STATES)
+
     @initialize()
     def start(self) -> None:
-        self.dock, self.model, self.leases, self.closed = LocalDock(COLUMNS, STATES), Model(), [], []
+        self.dock, self.model, self.leases, self.closed = self.make(), Model(), [], []
         self.random = random.Random(0)
         self.epoch = 0
 
@@ -155,6 +163,7 @@ class DockMachine(RuleBasedStateMachine):
         epoch = data.draw(st.sampled_from(sorted(self.model.shapes)))
         some = st.lists(st.integers(0, self.model.shapes[epoch][0] - 1), min_size=1, max_size=2)
         groups = data.draw(some | some | st.none())
+        self.before_clear(epoch, groups)
         self.dock.clear(epoch, groups)
         gone = {i for i in self.model.alive if i.epoch == epoch and (groups is None or i.group in groups)}
         self.model.alive -= gone
@@ -163,24 +172,94 @@ class DockMachine(RuleBasedStateMachine):
     @rule()
     def crash_and_restore(self) -> None:
         saved = self.dock.snapshot()
-        self.dock = LocalDock(COLUMNS, STATES)
+        self.dock = self.make()
         self.dock.restore(saved)
         again = self.dock.snapshot()
         assert str(again) == str(saved)
         self.leases = []
         self.model.leased = {name: set() for name in NAMES}
 
+    def available(self, state: str, number: int) -> list[SampleId]:
+        epoch = self.dock._epochs[number]
+        return epoch.ids(epoch.available(state).nonzero().flatten().tolist())
+
+    def before_clear(self, epoch: int, groups: list[int] | None) -> None:
+        """Leases do not hinder clearing."""
+
     @invariant()
     def same_as_model(self) -> None:
         for state in NAMES:
             assert self.dock.remaining(state) == len(self.model.alive - self.model.done[state])
             for number in {i.epoch for i in self.model.alive}:
-                epoch = self.dock._epochs[number]
                 mine = [i for i in self.model.ready(state) if i.epoch == number]
-                assert epoch.ids(epoch.available(state).nonzero().flatten().tolist()) == mine
+                assert self.available(state, number) == mine
         for column in ("prompt", "tokens", "score"):
             ids = sorted(i for c, i in self.model.cells if c == column)
             assert unpack(self.dock.read(ids, [column])[column]) == [self.model.cells[column, i] for i in ids]
+
+
+class DistributedMachine(DockMachine):
+    """The same against warehouses and controllers behind sockets."""
+
+    nodes = ("one node",)
+
+    def make(self):
+        self.close()
+        self.members = members(COLUMNS, STATES, self.nodes)
+        net = self.members[-1].connections
+        net.meet = lambda: None
+        net.settings.warehouse, net.segments = self.place(net)
+        return DistributedDock(COLUMNS, STATES, net, deadline=5)
+
+    def place(self, net):
+        return net.settings.warehouse, net.segments
+
+    def teardown(self) -> None:
+        self.close()
+
+    def close(self) -> None:
+        for member in getattr(self, "members", []):
+            member.connections.close()
+
+    def available(self, state: str, number: int) -> list[SampleId]:
+        self.dock.remaining(state)  # its controller knows then what was committed here
+        controller = next(m.host.controllers[state] for m in self.members if state in m.host.controllers)
+        view = controller._epochs.get(number)
+        rows = [] if view is None else view.available().nonzero()[0].tolist()
+        return [SampleId(number, *divmod(r, self.model.shapes[number][1])) for r in rows]
+
+    def before_clear(self, epoch: int, groups: list[int] | None) -> None:
+        """By intent not what LocalDock does: clearing waits for the leases of what is cleared."""
+        for lease in list(self.leases):
+            if any(i.epoch == epoch and (groups is None or i.group in groups) for i in lease.rows.ids):
+                self.dock.release(lease)
+                self.model.leased[lease.state] -= set(lease.rows.ids)
+                self.leases.remove(lease)
+
+
+class TwoWarehouses(DistributedMachine):
+    nodes = ("first", "second")
+
+    def place(self, net):
+        return None, None  # rows come over sockets in id order, as nothing is near
+
+
+def members(columns, states, nodes):
+    """One a node, in threads."""
+    with ThreadPoolExecutor(len(nodes)) as pool:
+        barrier, values = threading.Barrier(len(nodes)), [None] * len(nodes)
+
+        def join(rank: int) -> Member:
+            def exchange(value):
+                values[rank] = value
+                barrier.wait(20)
+                found = list(values)
+                barrier.wait(20)
+                return found
+
+            return Member(columns, states, rank=rank, world=len(nodes), exchange=exchange, node=nodes[rank], host=HERE)
+
+        return list(pool.map(join, range(len(nodes))))
 
 
 def pack(values: list[list[int]]) -> Ragged:
@@ -201,3 +280,8 @@ TestDockModel = DockMachine.TestCase
 TestDockModel.settings = settings(
     max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
 )
+
+TestDistributedModel = DistributedMachine.TestCase
+TestDistributedModel.settings = settings(TestDockModel.settings, max_examples=8)
+TestTwoWarehousesModel = TwoWarehouses.TestCase
+TestTwoWarehousesModel.settings = settings(TestDockModel.settings, max_examples=6)

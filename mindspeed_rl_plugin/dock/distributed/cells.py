@@ -1,0 +1,132 @@
+"""Between `Rows` and bytes: blocks to write, and packed columns to fill from cells wherever they lie."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mindspeed_rl_plugin.dock.api import ColumnSpec
+from mindspeed_rl_plugin.types import Column, Ragged, SampleId
+
+FETCH_BYTES = 256 << 20  # of one request
+
+
+def entry_bytes(spec: ColumnSpec) -> int:
+    """Bytes of one entry of a column."""
+    return spec.dtype.itemsize * math.prod(spec.trailing)
+
+
+def lengths_of(column: Column) -> np.ndarray:
+    """`[B]` int32 entries a row; a dense row is one entry."""
+    if isinstance(column, Ragged):
+        return np.diff(column.offsets.cpu().numpy()).astype(np.int32)
+    return np.ones(len(column), np.int32)
+
+
+def copy_rows(column: Column, index: np.ndarray | None, out: np.ndarray) -> None:
+    """Write rows `index` (None: all) of a column into `out`, a uint8 array of their bytes, one after the other."""
+    values = (column.values if isinstance(column, Ragged) else column).detach()
+    target = torch.from_numpy(out).view(values.dtype) if out.nbytes else torch.empty(0, dtype=values.dtype)
+    if index is not None:
+        parts = [values[begin:end] for begin, end in spans(column, index)]
+        values = torch.cat(parts) if parts else values[:0]
+    # copy_, not .numpy(): that would make the caller's storage unresizable for good.
+    target.copy_(values.reshape(-1))
+
+
+def spans(column: Column, index: np.ndarray) -> Iterator[tuple[int, int]]:
+    """Begin and end of rows in the values of a column, neighbours joined."""
+    offsets = column.offsets.cpu().numpy() if isinstance(column, Ragged) else np.arange(len(column) + 1)
+    if not len(index):
+        return
+    begins, ends = offsets[index], offsets[index + 1]
+    cuts = np.flatnonzero(begins[1:] != ends[:-1]) + 1
+    for low, high in zip([0, *cuts.tolist()], [*cuts.tolist(), len(index)], strict=True):
+        yield int(begins[low]), int(ends[high - 1])
+
+
+def runs(segment: np.ndarray, offset: np.ndarray, nbytes: np.ndarray) -> list[tuple[int, int, int]]:
+    """(segment, offset, bytes) that cover cells in order, neighbours in memory joined."""
+    if not len(segment):
+        return []
+    ends = offset + nbytes
+    breaks = (segment[1:] != segment[:-1]) | (offset[1:] != ends[:-1])
+    if not breaks.any():
+        return [(int(segment[0]), int(offset[0]), int(ends[-1] - offset[0]))]
+    cuts = np.flatnonzero(breaks) + 1
+    low = np.concatenate([[0], cuts])
+    high = np.concatenate([cuts, [len(segment)]]) - 1
+    first = offset[low]
+    return list(zip(segment[low].tolist(), first.tolist(), (ends[high] - first).tolist(), strict=True))
+
+
+def cut(spans: Sequence[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
+    """(segment, offset, bytes) in pieces of at most `FETCH_BYTES`."""
+    return [
+        (segment, offset + at, min(FETCH_BYTES, nbytes - at))
+        for segment, offset, nbytes in spans
+        for at in range(0, nbytes, FETCH_BYTES)
+    ]
+
+
+def portions(nbytes: np.ndarray) -> list[tuple[int, int]]:
+    """Cuts of rows into requests of at most `FETCH_BYTES`, one row at least."""
+    out, low, total = [], 0, 0
+    for i, size in enumerate(nbytes.tolist()):
+        if total + size > FETCH_BYTES and i > low:
+            out.append((low, i))
+            low, total = i, 0
+        total += size
+    return [*out, (low, len(nbytes))] if len(nbytes) else out
+
+
+class Buffers:
+    """Memory that a reader keeps for what it reads: a column read into it stays valid until the next read.
+
+    Fresh pages cost several times the copy itself, so whoever reads often and drops what it read passes one.
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[str, Tensor] = {}
+
+    def take(self, name: str, nbytes: int) -> Tensor:
+        """`[nbytes]` uint8."""
+        kept = self._kept.get(name)
+        if kept is None or kept.numel() < nbytes:
+            kept = self._kept[name] = torch.empty(nbytes + nbytes // 4, dtype=torch.uint8)
+        return kept[:nbytes]
+
+
+def fresh(name: str, nbytes: int) -> Tensor:
+    """`[nbytes]` uint8 of its own."""
+    return torch.empty(nbytes, dtype=torch.uint8)
+
+
+def as_column(spec: ColumnSpec, data: Tensor, lengths: np.ndarray) -> Column:
+    """`[bytes]` uint8 as a column of B rows."""
+    values = data.view(spec.dtype) if data.numel() else torch.empty(0, dtype=spec.dtype)
+    values = values.reshape(-1, *spec.trailing)
+    if not spec.ragged:
+        return values
+    offsets = np.zeros(len(lengths) + 1, np.int64)
+    np.cumsum(lengths, out=offsets[1:])
+    return Ragged(values, torch.from_numpy(offsets))
+
+
+def gather(parts: Sequence[np.ndarray]) -> np.ndarray:
+    """Byte arrays one after the other; `[0]` for none."""
+    return np.concatenate(parts) if parts else np.empty(0, np.uint8)
+
+
+def ids_array(ids: Sequence[SampleId]) -> np.ndarray:
+    """`[B, 3]` int64."""
+    return np.array(ids, np.int64).reshape(-1, 3)
+
+
+def ids_tuple(ids: np.ndarray) -> tuple[SampleId, ...]:
+    """Inverse of `ids_array`."""
+    return tuple(map(SampleId._make, ids.tolist()))

@@ -1,0 +1,246 @@
+"""What a process keeps open towards a dock: connections by thread, mapped segments, known epochs, counted bytes."""
+
+from __future__ import annotations
+
+import collections
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from mindspeed_rl_plugin.dock.distributed.arena import Segments
+from mindspeed_rl_plugin.dock.distributed.cells import cut, portions
+from mindspeed_rl_plugin.dock.distributed.channel import Channel
+from mindspeed_rl_plugin.dock.distributed.frames import Message
+from mindspeed_rl_plugin.dock.distributed.records import Shape
+from mindspeed_rl_plugin.dock.distributed.service import Address, Directory
+from mindspeed_rl_plugin.dock.report import listed
+
+RECONNECT_SECONDS = 0.5
+
+Homes = Callable[[int, int], np.ndarray]
+
+
+def contiguous_homes(warehouses: int) -> Homes:
+    """Group g of G lies in warehouse g * S // G, where the engines of that node draw it."""
+    return lambda epoch, groups: np.arange(groups) * warehouses // groups
+
+
+@dataclass
+class Settings:
+    """Of one process. name: unique in the job; node: machine; secret: of the job; warehouse: number of the one on this
+    node, None without; directory: of its segments; homes: (epoch, groups) -> `[groups]` warehouse of each group, the
+    same in every process; patience: seconds for an answer that need not wait; lease_seconds: life of a lease.
+    """
+
+    name: str
+    node: str
+    secret: bytes
+    warehouse: int | None
+    directory: str | None
+    homes: Homes
+    patience: float = 60.0
+    lease_seconds: float = 7200.0
+
+
+@dataclass
+class Traffic:
+    """Bytes of cells that this process moved: (state, column, "local" or "remote") -> bytes, reads and writes apart."""
+
+    read: collections.Counter = field(default_factory=collections.Counter)
+    written: collections.Counter = field(default_factory=collections.Counter)
+
+
+class WarehouseLost(ConnectionError):
+    """The machine where rows lay is gone."""
+
+
+class Connections:
+    """Shared by all `DistributedDock` views of a process. resolve: gives the new address of a warehouse that moved;
+    meet: returns once every process of the job has called it; on_close: what else ends with the connections."""
+
+    def __init__(
+        self,
+        directory: Directory,
+        settings: Settings,
+        *,
+        resolve: Callable[[int], Address] | None = None,
+        meet: Callable[[], object] = lambda: None,
+        on_close: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.directory, self.settings = directory, settings
+        self.segments = None if settings.directory is None else Segments(settings.directory)
+        self.traffic = Traffic()
+        self.shapes: dict[int, Shape] = {}
+        self.cleared: dict[int, np.ndarray] = {}  # epoch -> [groups] bool
+        self.last_epoch = -1
+        self.after: dict[int, int] = {}  # warehouse -> number of the newest record that this process caused
+        self.dead: set[int] = set()  # warehouses that controllers have given up
+        self.meet = meet
+        self._resolve, self._on_close = resolve, on_close
+        self._local = threading.local()
+        self._every: list[Channel] = []
+        self._homes: dict[int, np.ndarray] = {}
+
+    def homes(self, epoch: int) -> np.ndarray:
+        """`[groups]` warehouse of each group of an open epoch; what belonged to a dead one is dealt to the others."""
+        if epoch not in self._homes:
+            found = np.array(self.settings.homes(epoch, self.shapes[epoch].groups), np.int64)
+            orphans = np.isin(found, list(self.dead)).nonzero()[0]
+            if len(orphans):
+                living = np.array(self.living(), np.int64)
+                found[orphans] = living[orphans % len(living)]
+            self._homes[epoch] = found
+        return self._homes[epoch]
+
+    def living(self) -> list[int]:
+        """Warehouses that are not given up. Raises ConnectionError when there are none."""
+        found = [w for w in self.directory.warehouses if w not in self.dead]
+        if not found:
+            raise ConnectionError("no warehouse of this dock gives a sign of life any more")
+        return found
+
+    def health(self, state: str) -> np.ndarray:
+        """`[n, 2]` (epoch, group) of groups that are lost and must be put again, as the state's controller knows.
+        Learns which warehouses are dead."""
+        epochs = [[n, *shape] for n, shape in self.shapes.items()]
+        answer = self.state(state, Message("health", {"state": state, "epochs": epochs}))
+        new = set(answer.note["dead"]) - self.dead
+        if new:
+            self.dead |= new
+            self._homes.clear()
+            for warehouse in new:
+                self.after.pop(warehouse, None)
+        return answer.arrays["lost"]
+
+    def forget(self, epoch: int, groups: np.ndarray) -> None:
+        """Groups of an open epoch are cleared."""
+        gone = self.cleared.setdefault(epoch, np.zeros(self.shapes[epoch].groups, bool))
+        gone[groups] = True
+        if gone.all():
+            for known in (self.shapes, self.cleared, self._homes):
+                known.pop(epoch, None)
+
+    def state(self, state: str, message: Message, seconds: float = 0.0) -> Message:
+        """Ask the controller of a state."""
+        return self._ask(("state", state), lambda: self.directory.controllers[state], message, seconds)
+
+    def tell_state(self, state: str, message: Message) -> None:
+        """Tell the controller of a state what needs no answer."""
+        self._channel(("state", state), self.directory.controllers[state]).tell(message)
+
+    def warehouse(self, index: int, message: Message, seconds: float = 0.0) -> Message:
+        """Ask a warehouse; one that was restarted answers at its new address. Its numbers are remembered."""
+        answer = self._ask(("warehouse", index), lambda: self._address(index), message, seconds)
+        if "seq" in answer.note and answer.kind in ("committed", "cleared"):
+            self.after[index] = max(self.after.get(index, 0), answer.note["seq"])
+        return answer
+
+    def fetch(self, index: int, spans: Sequence[tuple[int, int, int]], seconds: float) -> np.ndarray:
+        """Bytes of another warehouse, (segment, offset, bytes) one after the other; valid until the next fetch."""
+        table = np.array(cut(spans), np.int64).reshape(-1, 3)
+        parts = []
+        for low, high in portions(table[:, 2]):
+            message = Message("fetch", {}, {"spans": table[low:high]})
+            key = ("warehouse", index)
+            answer = self._ask(key, lambda: self._address(index), message, seconds, recycle=True)
+            parts.append(answer.arrays["data"] if high == len(table) and not low else answer.arrays["data"].copy())
+        return parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, np.uint8), *parts])
+
+    def close(self) -> None:
+        """End all connections."""
+        for channel in self._every:
+            channel.close()
+        self._on_close()
+
+    def _address(self, index: int) -> Address:
+        return self.directory.warehouses[index]
+
+    def _ask(
+        self,
+        key: tuple[str, object],
+        where: Callable[[], Address],
+        message: Message,
+        seconds: float,
+        recycle: bool = False,
+    ) -> Message:
+        """One request; a lost connection is made anew until the patience ends. Every request may be repeated."""
+        end = time.monotonic() + self.settings.patience
+        while True:
+            try:
+                return self._channel(key, where()).ask(message, seconds, recycle)
+            except ConnectionError as error:
+                if key[0] == "warehouse" and self._given_up(key[1]):
+                    raise WarehouseLost(f"warehouse {key[1]} at {where()} gives no sign of life: {error}") from error
+                if time.monotonic() >= end:
+                    raise
+                time.sleep(RECONNECT_SECONDS)
+                if key[0] == "warehouse" and self._resolve is not None:
+                    self.directory.warehouses[key[1]] = self._resolve(key[1])
+
+    def _given_up(self, warehouse: int) -> bool:
+        self.health(next(iter(self.directory.controllers)))
+        return warehouse in self.dead
+
+    def _channel(self, key: tuple[str, object], address: Address) -> Channel:
+        channels = self._channels()
+        for lost in [k for k, c in channels.items() if c.closed]:
+            channel = channels.pop(lost)
+            if channel in self._every:
+                self._every.remove(channel)
+        if key not in channels:
+            s = self.settings
+            # Several states of one process share a connection.
+            same = [c for c in channels.values() if c.address == address]
+            channels[key] = same[0] if same else Channel(address, s.secret, s.node, s.name, s.patience)
+            if not same:
+                self._every.append(channels[key])
+        return channels[key]
+
+    def _channels(self) -> dict[tuple[str, object], Channel]:
+        if not hasattr(self._local, "channels"):
+            self._local.channels = {}
+        return self._local.channels
+
+
+def slots_by_home(
+    homes: np.ndarray, shape: Shape, ids: np.ndarray
+) -> list[tuple[int, np.ndarray, np.ndarray]]:
+    """(warehouse, indices into `ids`, row numbers) of rows of one epoch, by rising warehouse."""
+    slots = ids[:, 1] * shape.members + ids[:, 2]
+    home = homes[ids[:, 1]]
+    first = int(home[0])
+    if (home == first).all():
+        return [(first, np.arange(len(ids)), slots)]
+    return [(w, i := (home == w).nonzero()[0], slots[i]) for w in np.unique(home).tolist()]
+
+
+def epochs_of(ids: np.ndarray) -> list[tuple[int, np.ndarray]]:
+    """(epoch, indices into `ids`) by rising epoch."""
+    if not len(ids) or (ids[:, 0] == ids[0, 0]).all():
+        return [(int(ids[0, 0]), np.arange(len(ids)))] if len(ids) else []
+    return [(e, (ids[:, 0] == e).nonzero()[0]) for e in np.unique(ids[:, 0]).tolist()]
+
+
+def check_ids(shapes: Mapping[int, Shape], last: int, call: str, ids: np.ndarray) -> None:
+    """Raise ValueError for ids that were never opened."""
+    for epoch, index in epochs_of(ids):
+        shape = shapes.get(epoch)
+        if shape is None:
+            if not 0 <= epoch <= last:
+                raise ValueError(f"{call}: epoch {epoch} was not opened; open: {listed(sorted(shapes))}")
+            continue
+        part = ids[index]
+        bad = (part[:, 1:] < 0).any(1) | (part[:, 1] >= shape.groups) | (part[:, 2] >= shape.members)
+        if bad.any():
+            raise ValueError(
+                f"id {tuple(part[bad.argmax()].tolist())} was not opened: epoch {epoch} has groups "
+                f"0..{shape.groups - 1} of members 0..{shape.members - 1}"
+            )
+
+
+def first_of_each(values: Sequence[int] | np.ndarray) -> np.ndarray:
+    """Indices of the first occurrence of each value, in order of occurrence."""
+    return np.sort(np.unique(np.asarray(values), return_index=True)[1])

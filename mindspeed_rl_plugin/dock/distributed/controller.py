@@ -1,0 +1,318 @@
+"""The controller of one worker state: what is ready, who holds it, what is done. Metadata only, no sockets, no clock.
+
+It learns of cells from the records of the warehouses, in any order and any number of times. Rows are given out
+under a lease; a lease ends when its holders say so, when its rows are acknowledged, or when its time runs out, and
+then the rows that are not acknowledged are given out again.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from mindspeed_rl_plugin.dock.api import ColumnSpec, StateSpec
+from mindspeed_rl_plugin.dock.distributed.picking import Ask, Picked, pick_ids, pick_ready, pick_share
+from mindspeed_rl_plugin.dock.distributed.records import EpochSet, Record, Shape, slots_of_groups
+from mindspeed_rl_plugin.dock.distributed.views import DONE, FREE, LEASED, STALE, EpochView
+from mindspeed_rl_plugin.dock.report import explain_wait
+from mindspeed_rl_plugin.types import SampleId
+
+
+@dataclass
+class Grant:
+    """A live lease. rows: epoch -> row numbers in delivery order; holders: who has it -> is through with it; undone:
+    a holder has handed it back; last: its last holder acknowledges the rows."""
+
+    token: int
+    rows: Picked
+    holders: dict[Hashable, bool] = field(default_factory=dict)
+    peers: int = 1
+    expires: float = float("inf")
+    join: tuple[int, int, int] | None = None
+    undone: bool = False
+    last: bool = False
+
+    def __len__(self) -> int:
+        return sum(len(rows) for _, rows in self.rows)
+
+
+class Controller:
+    """`spec`: the state; columns, states: all that are declared."""
+
+    def __init__(self, spec: StateSpec, columns: Mapping[str, ColumnSpec], states: Mapping[str, StateSpec]) -> None:
+        self.spec, self.columns, self.states = spec, columns, states
+        self.applied: dict[int, int] = {}  # warehouse -> all its records up to this one are here
+        self.duplicates = 0
+        self._epochs: dict[int, EpochView] = {}
+        self._gone = EpochSet()
+        self._ahead: dict[int, set[int]] = {}
+        self._leases: dict[int, Grant] = {}
+        self._joined: dict[tuple[int, int, int], Grant] = {}
+        # Of its own: a lease of a former controller of this state, or of another dock, is not one of these.
+        self._next_token = 1 + (secrets.randbits(30) << 20)
+
+    # learning
+
+    def open(self, epoch: int, shape: Shape) -> None:
+        """Know the ids of an epoch; repeats change nothing. Raises ValueError for another shape."""
+        known = self._epochs.get(epoch)
+        if known is not None and known.shape != shape:
+            raise ValueError(f"epoch {epoch} is open with {tuple(known.shape)}, not {tuple(shape)} groups x members")
+        if known is None and epoch not in self._gone:
+            self._epochs[epoch] = EpochView(shape, self.spec, self.columns)
+
+    def apply(self, record: Record) -> bool:
+        """Take one record in. Returns False when records of that warehouse before it are missing."""
+        ahead = self._ahead.setdefault(record.warehouse, set())
+        below = self.applied.get(record.warehouse, 0)
+        if record.seq <= below or record.seq in ahead:
+            self.duplicates += 1
+            return not ahead
+        self._enter(record)
+        ahead.add(record.seq)
+        self._advance(record.warehouse, below)
+        return not self._ahead[record.warehouse]
+
+    def has_gap(self, warehouse: int) -> bool:
+        """Whether records of a warehouse came out of order and those between have not come."""
+        return bool(self._ahead.get(warehouse))
+
+    def rebuild(self, warehouse: int, seq: int, gone: EpochSet, records: Sequence[Record]) -> None:
+        """Catch up from a warehouse's manifest: it stands for all its records up to `seq`, and `gone` for the epochs
+        of which it has cleared everything."""
+        for number, epoch in [(n, e) for n, e in self._epochs.items() if n in gone]:
+            self._forget(number, epoch, np.arange(epoch.shape.groups))
+        self._gone.update(gone)
+        for record in records:
+            self._enter(record)
+        self._advance(warehouse, max(seq, self.applied.get(warehouse, 0)))
+
+    def lose(self, epoch: int, groups: np.ndarray) -> None:
+        """The home of groups is gone: what lay there is not ready, and what was done with it is undone."""
+        view = self._epochs.get(epoch)
+        if view is None:
+            return
+        slots = view.lose(groups)
+        for grant in [g for g in self._leases.values() if _holds(g, epoch, slots)]:
+            self._end(grant)
+
+    def lose_home(self, warehouse: int) -> None:
+        """A warehouse is gone for good, and all groups that lay there with it."""
+        for number, view in self._epochs.items():
+            self.lose(number, (view.home == warehouse).nonzero()[0])
+
+    def lost(self, dead: Collection[int], homes: Callable[[int, int], np.ndarray]) -> np.ndarray:
+        """`[n, 2]` int64 (epoch, group) of groups to be put again: their home is gone and nothing was written anew, or
+        it is one of the `dead` and nothing was ever heard of them. homes: (epoch, groups) -> home of each group."""
+        found = []
+        for number, view in sorted(self._epochs.items()):
+            silent = (view.home < 0) & np.isin(homes(number, view.shape.groups), list(dead))
+            found += [(number, g) for g in ((view.lost | silent) & view.alive).nonzero()[0].tolist()]
+        return np.array(found, np.int64).reshape(-1, 2)
+
+    # giving out
+
+    def take(self, ask: Ask, holder: Hashable, now: float, seconds: float, waited: float = 0.0) -> Grant | None:
+        """Rows under a lease for `seconds`; None: not ready. An empty grant (token 0): all rows are acknowledged.
+
+        waited: seconds that this ask has waited so far, for its linger. Raises ValueError for ids that cannot be had.
+        """
+        if ask.join is not None and ask.join in self._joined:
+            grant = self._joined[ask.join]
+            grant.holders.setdefault(holder, False)
+            if len(grant.holders) == grant.peers:
+                del self._joined[ask.join]
+            return grant
+        picked = self._pick(ask, waited)
+        if picked is None:
+            return None
+        grant = Grant(0, picked, {holder: False}, ask.peers, now + seconds, ask.join)
+        if len(grant):
+            grant.token = self._next_token
+            self._next_token += 1
+            self._leases[grant.token] = grant
+            for epoch, rows in picked:
+                self._epochs[epoch].status[rows] = LEASED
+        if ask.join is not None and ask.peers > 1:
+            self._joined[ask.join] = grant
+        return grant
+
+    def finish(self, token: int, holder: Hashable, done: bool = False) -> bool:
+        """A holder is through; with the last one the lease ends, and rows that are not acknowledged are free again.
+
+        done: it has written all that it writes. True: it is the last of several, and all are done; the lease stays
+        until it has acknowledged the rows for all of them and finishes again.
+        """
+        grant = self._leases.get(token)
+        if grant is None:
+            return False
+        grant.undone |= not done and not grant.last
+        others = [through for h, through in grant.holders.items() if h != holder]
+        if done and not grant.undone and len(others) == grant.peers - 1 and all(others):
+            grant.last = True
+            return True
+        grant.holders[holder] = True
+        if len(grant.holders) >= grant.peers and all(grant.holders.values()):
+            self._end(grant)
+        return False
+
+    def drop_holder(self, holder: Hashable) -> bool:
+        """A process is gone: its leases are given out again. True when there were any."""
+        mine = [g for g in self._leases.values() if g.holders.get(holder) is False]
+        for grant in mine:
+            self._end(grant)
+        return bool(mine)
+
+    def expire(self, now: float) -> int:
+        """End the leases whose time is over; returns how many."""
+        late = [g for g in self._leases.values() if g.expires <= now]
+        for grant in late:
+            self._end(grant)
+        return len(late)
+
+    def close(self, epoch: int, groups: np.ndarray | None) -> bool:
+        """Phase one of clearing: give groups out no more. True once no live lease holds any of them."""
+        view = self._epochs.get(epoch)
+        if view is None:
+            return True
+        groups = np.arange(view.shape.groups) if groups is None else groups
+        view.closing[groups] = True
+        slots = slots_of_groups(groups, view.shape.members)
+        return not any(_holds(g, epoch, slots) for g in self._leases.values())
+
+    # looking
+
+    def remaining(self) -> int:
+        """Rows not acknowledged, leased ones included."""
+        return sum(int(e.undone().sum()) for e in self._epochs.values())
+
+    def stale(self) -> int:
+        """Rows of open epochs that are too old to be given out."""
+        return sum(int((e.status == STALE).sum()) for e in self._epochs.values())
+
+    def homes(self, grant: Grant) -> np.ndarray:
+        """`[B]` warehouse of each row of a grant."""
+        parts = [self._epochs[n].home[rows // self._epochs[n].shape.members] for n, rows in grant.rows]
+        return np.concatenate(parts) if parts else np.empty(0, np.int32)
+
+    def locations(self, grant: Grant, column: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Segment, offset and length of the grant's cells of one column, `[B]` each."""
+        parts: list[tuple[np.ndarray, ...]] = []
+        for number, rows in grant.rows:
+            view = self._epochs[number]
+            at = rows // view.shape.members if column in view.grouped else rows
+            parts.append((view.segment[column][at], view.offset[column][at], view.length[column][at]))
+        if not parts:
+            return np.empty(0, np.int32), np.empty(0, np.int64), np.empty(0, np.int32)
+        return tuple(np.concatenate([p[i] for p in parts]) for i in range(3))
+
+    def ids(self, rows: Picked) -> np.ndarray:
+        """`[B, 3]` int64 sample ids."""
+        parts = []
+        for number, slots in rows:
+            members = self._epochs[number].shape.members
+            slots = slots.astype(np.int64)
+            parts.append(np.stack([np.full(len(slots), number), slots // members, slots % members], axis=1))
+        return np.concatenate(parts) if parts else np.empty((0, 3), np.int64)
+
+    def explain(self, ask: Ask, seconds: float) -> str:
+        """Why an ask was not served within `seconds`."""
+        if ask.ids is not None:
+            wanted, asked = ask.ids, f"{len(ask.ids)} rows asked by id"
+        else:
+            shares = [(n, e.share(ask.share, ask.balance), e.undone()) for n, e in sorted(self._epochs.items())]
+            wanted = self.ids([(n, rows[undone[rows]]) for n, rows, undone in shares if rows is not None])
+            asked = f"at least {ask.min_rows} rows"
+        samples = [SampleId(*i) for i in wanted.tolist()]
+        missing = {name: [i for i in samples if not self._has(name, i)] for name in self.spec.reads}
+        among = set(samples)
+        held = {
+            g.token: [i for i in (SampleId(*x) for x in self.ids(g.rows).tolist()) if i in among]
+            for g in self._leases.values()
+        }
+        ready = sum(int(e.available().sum()) for e in self._epochs.values())
+        return explain_wait(self.states, self.spec.name, asked, seconds, missing, held, ready)
+
+    # inside
+
+    def _advance(self, warehouse: int, below: int) -> None:
+        """All records up to `below` are here, and those that follow it without a gap."""
+        ahead = {n for n in self._ahead.get(warehouse, ()) if n > below}
+        while below + 1 in ahead:
+            below += 1
+            ahead.remove(below)
+        self._ahead[warehouse], self.applied[warehouse] = ahead, below
+
+    def _pick(self, ask: Ask, waited: float) -> Picked | None:
+        if ask.ids is None:
+            for epoch in self._epochs.values():
+                if ask.max_rows is not None and ask.max_rows < epoch.unit:
+                    call = f"lease of state {self.spec.name!r}"
+                    raise ValueError(f"{call}: max_rows {ask.max_rows} is less than one group of {epoch.unit}")
+            return pick_ready(self._epochs, ask, waited) if ask.share is None else pick_share(self._epochs, ask)
+        if not len(ask.ids):
+            return []
+        numbers = np.unique(ask.ids[:, 0]).tolist()
+        gone = [n for n in numbers if n in self._gone]
+        if gone:
+            raise ValueError(f"state {self.spec.name!r}: epoch {gone[0]} is cleared, its cells are gone")
+        # An epoch of which nothing was heard yet: its first record is on the way.
+        return pick_ids(self._epochs, ask.ids) if all(n in self._epochs for n in numbers) else None
+
+    def _enter(self, record: Record) -> None:
+        if not record.shape.groups:
+            return
+        self.open(record.epoch, record.shape)
+        view = self._epochs.get(record.epoch)
+        if view is None:  # cleared everywhere
+            return
+        view.enter(record)
+        if self.spec.name in record.acks:
+            self._end_done()
+        if record.cleared is not None:
+            self._forget(record.epoch, view, record.cleared)
+
+    def _end_done(self) -> None:
+        """Leases of a single holder end by themselves when all their rows are acknowledged or cleared."""
+        for grant in [g for g in self._leases.values() if g.peers == 1]:
+            if all(n not in self._epochs or _settled(self._epochs[n], rows).all() for n, rows in grant.rows):
+                self._drop(grant)
+
+    def _forget(self, number: int, view: EpochView, groups: np.ndarray) -> None:
+        view.forget(groups)
+        if not view.alive.any():
+            del self._epochs[number]
+            self._gone.add(number)
+            for grant in [g for g in self._leases.values() if any(n == number for n, _ in g.rows)]:
+                self._end(grant)
+
+    def _has(self, name: str, sample: SampleId) -> bool:
+        view = self._epochs.get(sample.epoch)
+        if view is None:
+            return False
+        at = sample.group if name in view.grouped else sample.group * view.shape.members + sample.member
+        return at < len(view.segment[name]) and bool(view.segment[name][at] >= 0)
+
+    def _end(self, grant: Grant) -> None:
+        for number, rows in grant.rows:
+            view = self._epochs.get(number)
+            if view is not None:
+                view.status[rows[view.status[rows] == LEASED]] = FREE
+        self._drop(grant)
+
+    def _drop(self, grant: Grant) -> None:
+        self._leases.pop(grant.token, None)
+        if grant.join is not None:
+            self._joined.pop(grant.join, None)
+
+
+def _settled(view: EpochView, rows: np.ndarray) -> np.ndarray:
+    """`[B]` bool: nothing is left to be done with them."""
+    return (view.status[rows] == DONE) | ~view.alive[rows // view.shape.members]
+
+
+def _holds(grant: Grant, epoch: int, slots: np.ndarray) -> bool:
+    return any(n == epoch and np.isin(rows, slots).any() for n, rows in grant.rows)

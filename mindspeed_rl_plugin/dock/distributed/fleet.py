@@ -1,0 +1,182 @@
+"""Start what a process runs of a dock, and find the rest of it."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mindspeed_rl_plugin.dock.api import ColumnSpec, StateSpec
+from mindspeed_rl_plugin.dock.distributed.arena import LINE, Arena
+from mindspeed_rl_plugin.dock.distributed.cells import entry_bytes
+from mindspeed_rl_plugin.dock.distributed.connections import Connections, Homes, Settings, contiguous_homes
+from mindspeed_rl_plugin.dock.distributed.controller import Controller
+from mindspeed_rl_plugin.dock.distributed.hosting import Host
+from mindspeed_rl_plugin.dock.distributed.memory import PrivateDirectory, machine
+from mindspeed_rl_plugin.dock.distributed.ray_nodes import RayNodes, warehouse_spec
+from mindspeed_rl_plugin.dock.distributed.service import Address, Directory, Service
+from mindspeed_rl_plugin.dock.distributed.warehouse import Warehouse
+from mindspeed_rl_plugin.dock.local import check_declarations
+
+SEGMENT_BYTES = 64 << 20
+HEARTBEAT = 10.0  # seconds; a machine is given up after three
+
+Exchange = Callable[[Any], list[Any]]  # every member's value, in rank order
+
+
+@dataclass(frozen=True)
+class Limits:
+    """capacity: bytes of cells a warehouse may hold (None: no limit); max_tokens: longest sample, needed with a
+    capacity, for room that write-backs are promised; version_column: column with the weight version of a row."""
+
+    capacity: int | None = None
+    max_tokens: int | None = None
+    version_column: str | None = None
+    segment_bytes: int = SEGMENT_BYTES
+
+    def write_backs(self, columns: Sequence[ColumnSpec], states: Sequence[StateSpec]) -> dict[str, int]:
+        """Most bytes that states write into one row, by column. Raises ValueError for a capacity without max_tokens."""
+        if self.capacity is None:
+            return {}
+        if self.max_tokens is None:
+            raise ValueError(f"a dock of {self.capacity} bytes must know the longest sample; give max_tokens too")
+        written = {name for s in states for name in s.writes}
+        return {c.name: self._cell_bytes(c) for c in columns if c.name in written}
+
+    def check(self, columns: Sequence[ColumnSpec], states: Sequence[StateSpec], groups: int, members: int) -> None:
+        """Raise ValueError where a warehouse cannot hold `groups` of `members` samples, the longest there may be."""
+        if self.capacity is None:
+            return
+        row = sum(nbytes + LINE for nbytes in self.write_backs(columns, states).values())
+        produced = sum(self._cell_bytes(c) + LINE for c in columns if c.level == "group")
+        need = groups * (members * row + produced)
+        if need > self.capacity:
+            raise ValueError(
+                f"--rl-dock-gb {self.capacity / 2**30:g}: {groups} groups of {members} samples on one machine may need "
+                f"{need} bytes ({need / 2**30:.3g} GiB); raise it, or lower --rl-rollout-prompts or the length limits"
+            )
+
+    def _cell_bytes(self, column: ColumnSpec) -> int:
+        return entry_bytes(column) * ((column.longest or self.max_tokens) if column.ragged else 1)
+
+
+class Member:
+    """One process of a dock: its service, and the connections to the others.
+
+    rank, world: of the job; exchange: all-gather of a small JSON value over the job; node: this machine; host: address
+    on the job's interface, "" where all ranks share one machine. The lowest rank of each machine holds its warehouse;
+    the controllers are spread over the ranks. central: rank 0 holds everything instead, and nobody maps its memory.
+    ray: the warehouse is in a process of Ray's instead, over the same memory. heartbeat: seconds between signs of life
+    that controllers want of warehouses on other machines.
+    """
+
+    def __init__(
+        self,
+        columns: Sequence[ColumnSpec],
+        states: Sequence[StateSpec],
+        *,
+        rank: int,
+        world: int,
+        exchange: Exchange,
+        node: str = "",
+        host: str = "",
+        limits: Limits | None = None,
+        homes: Homes | None = None,
+        central: bool = False,
+        ray: bool = False,
+        patience: float = 60.0,
+        heartbeat: float = HEARTBEAT,
+    ) -> None:
+        check_declarations(columns, states)
+        limits = limits or Limits()
+        node = node or machine()
+        secret = bytes.fromhex(exchange(secrets.token_hex(32) if rank == 0 else None)[0])
+        nodes = exchange(node)
+        order = list(dict.fromkeys(nodes))[: 1 if central else None]  # machines by their lowest rank
+        near = node in order and (rank == 0 or not central)
+        leads = near and nodes.index(node) == rank
+        warehouse = order.index(node) if near else None
+        self._private = PrivateDirectory() if leads else None
+        shared = exchange(self._private.path if self._private else None)[nodes.index(node)]
+        by_state = {s.name: 0 if central else controller_rank(i, len(states), world) for i, s in enumerate(states)}
+        columns_by_name, states_by_name = {c.name: c for c in columns}, {s.name: s for s in states}
+        many = len(set(nodes)) > 1
+        shape = {
+            "capacity": limits.capacity,
+            "write_backs": limits.write_backs(columns, states),
+            "version_column": limits.version_column,
+        }
+        house = self._ray = None
+        if ray:
+            self._ray = RayNodes(
+                exchange, rank=rank, leads=leads, secret=secret, node=node, host=host if many else "", patience=patience
+            )
+        elif leads:
+            house = Warehouse(warehouse, columns_by_name, Arena(shared, limits.segment_bytes), **shape)
+        mine = [states_by_name[n] for n, r in by_state.items() if r == rank]
+        here = {s.name: Controller(s, columns_by_name, states_by_name) for s in mine}
+        directory = Directory()
+        homes = homes or contiguous_homes(len(order))
+        self.host = Host(
+            f"rank {rank}", node, secret, directory, warehouse=house, controllers=here, homes=homes
+        )
+        self.service = None
+        if house is not None or here:
+            path = os.path.join(shared, f"rank-{rank}.sock")
+            self.service = Service(self.host, secret, node=node, unix=path, host=host if many else "")
+        own = None if self.service is None else vars(self.service.start())
+        addresses = [None if a is None else Address(**a) for a in exchange(own)]
+        directory.controllers.update({n: addresses[r] for n, r in by_state.items()})
+        if self._ray is None:
+            directory.warehouses.update({i: addresses[nodes.index(n)] for i, n in enumerate(order)})
+        else:
+            spec = warehouse_spec(
+                columns,
+                directory=shared,
+                node=node,
+                host=host if many else "",
+                secret=secret,
+                controllers=directory.controllers,
+                segment_bytes=limits.segment_bytes,
+                **shape,
+            )
+            directory.warehouses.update(self._ray.place({warehouse: spec} if leads else {}))
+        settings = Settings(
+            name=f"rank {rank} client",
+            node=node,
+            secret=secret,
+            warehouse=warehouse,
+            directory=shared if near else None,
+            homes=homes,
+            patience=patience,
+        )
+        self.connections = Connections(
+            directory,
+            settings,
+            resolve=None if self._ray is None else self._ray.resolve,
+            meet=lambda: exchange(None),
+            on_close=self._close,
+        )
+        exchange(None)  # nobody asks before everybody answers
+        if here and many:
+            self.service.call(lambda: self.host.watch(heartbeat))
+
+    def _close(self) -> None:
+        if self.service is not None:
+            self.service.close()
+        if self._ray is not None:
+            self._ray.close()
+        if self._private is not None:
+            self._private.close()
+
+
+def controller_rank(index: int, controllers: int, world: int) -> int:
+    """Rank that holds the controller of state `index`: different ranks for different states where there are enough."""
+    return index * world // controllers if world >= controllers else index % world
+
+
+def alone(value: Any) -> list[Any]:
+    """`Exchange` of a job of one process."""
+    return [value]

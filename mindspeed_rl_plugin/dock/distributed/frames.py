@@ -1,0 +1,197 @@
+"""Messages between the processes of a dock: a small JSON head and raw arrays, never pickle.
+
+    magic "MSTD" | version | 3 zero bytes | head bytes (uint32) | payload bytes (uint64) | head | payload
+
+The head is `{"kind": ..., "note": {...}, "arrays": [[name, dtype, shape], ...]}`; the payload holds the arrays
+one after the other, each padded to 8 bytes; one that is there already is `[name, name of that]`. Connections begin
+with a handshake by which both sides prove that they know the job's secret.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import math
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+MAGIC, VERSION = b"MSTD", 2
+PREFIX = struct.Struct("<4sB3xIQ")
+ALIGN = 8
+MAX_HEAD = 16 << 20  # bytes
+MAX_PAYLOAD = 2 << 30  # bytes; larger reads and writes are split by their caller
+NONCE = 32  # bytes
+DTYPES = {"uint8", "int8", "int16", "int32", "int64", "float32", "float64", "bool"}
+NAMES = {np.dtype(name): name for name in DTYPES}  # `dtype.name` takes longer than the rest of an array's encoding
+JOIN = 64 << 10  # bytes; what is smaller is copied together, because a system call costs more than the copy
+
+
+class FrameError(ValueError):
+    """Bytes that are not a message of this protocol, or one above the limits."""
+
+
+@dataclass(frozen=True)
+class Message:
+    """One request or answer. note: JSON values; arrays: C-contiguous, host memory; a list of uint8 arrays goes out as
+    one, without a copy."""
+
+    kind: str
+    note: Mapping[str, Any] = field(default_factory=dict)
+    arrays: Mapping[str, Any] = field(default_factory=dict)
+
+
+def encode(message: Message) -> list[memoryview | bytes]:
+    """Buffers to send in order; large arrays are not copied."""
+    described, parts, total = [], [], 0
+    names: dict[int, str] = {}
+    for name, array in message.arrays.items():
+        if (same := names.setdefault(id(array), name)) != name:
+            described.append([name, same])
+            continue
+        if isinstance(array, list):
+            nbytes = sum(len(piece) for piece in array)
+            described.append([name, "uint8", [nbytes]])
+            parts += [memoryview(piece) for piece in array] + [bytes(-nbytes % ALIGN)]
+            total += nbytes + -nbytes % ALIGN
+            continue
+        array = np.ascontiguousarray(array)
+        described.append([name, NAMES.get(array.dtype) or array.dtype.name, array.shape])
+        if array.nbytes:
+            parts.append(memoryview(array.reshape(-1).view(np.uint8)))
+        short = -array.nbytes % ALIGN
+        if short:
+            parts.append(bytes(short))
+        total += array.nbytes + short
+    head = json.dumps({"kind": message.kind, "note": message.note, "arrays": described}).encode()
+    if len(head) > MAX_HEAD or total > MAX_PAYLOAD:
+        raise FrameError(
+            f"message {message.kind!r} has a head of {len(head)} bytes (limit {MAX_HEAD}) and a payload of {total} "
+            f"(limit {MAX_PAYLOAD}); send fewer rows at a time"
+        )
+    return _joined([PREFIX.pack(MAGIC, VERSION, len(head), total), head, *parts])
+
+
+def _joined(parts: Sequence[memoryview | bytes]) -> list[memoryview | bytes]:
+    """Neighbours that are small become one buffer."""
+    out: list[memoryview | bytes] = []
+    small: list[memoryview | bytes] = []
+    for part in parts:
+        if len(part) < JOIN:
+            small.append(part)
+            continue
+        if small:
+            out.append(b"".join(small))
+            small = []
+        out.append(part)
+    return [*out, b"".join(small)] if small else out
+
+
+class Reader:
+    """Messages out of the bytes of a connection: fill `room`, say how much came, take the `message` when it is whole.
+
+    Small messages need one read each; a large payload is read to where its arrays will lie.
+    """
+
+    def __init__(self) -> None:
+        self._buffer = bytearray(JOIN)
+        self._have = 0  # bytes in the buffer
+        self._head: bytes | None = None  # of the message whose payload is being read
+        self._payload = np.empty(0, np.uint8)
+        self._filled = 0  # bytes of the payload
+        self.recycle = False  # read payloads into memory that is used again: fresh pages cost more than the bytes
+        self._kept = np.empty(0, np.uint8)
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing of a next message has come."""
+        return self._head is None and not self._have
+
+    def room(self) -> memoryview:
+        """Where the next bytes of the connection go."""
+        if self._head is not None:
+            return memoryview(self._payload)[self._filled :]
+        return memoryview(self._buffer)[self._have :]
+
+    def got(self, nbytes: int) -> None:
+        """So many bytes came."""
+        if self._head is not None:
+            self._filled += nbytes
+        else:
+            self._have += nbytes
+
+    def message(self) -> Message | None:
+        """The next message, None while it is not whole. Raises FrameError for what is none."""
+        if self._head is None and not self._begin():
+            return None
+        if self._filled < len(self._payload):
+            return None
+        head, self._head = self._head, None
+        return decode(head, self._payload)
+
+    def _space(self, nbytes: int) -> np.ndarray:
+        if not self.recycle:
+            return np.empty(nbytes, np.uint8)
+        if len(self._kept) < nbytes:
+            self._kept = np.empty(nbytes + nbytes // 4, np.uint8)
+        return self._kept[:nbytes]
+
+    def _begin(self) -> bool:
+        """Read a head once it is there, and what there is of its payload."""
+        if self._have < PREFIX.size:
+            return False
+        head, payload = prefix(bytes(self._buffer[: PREFIX.size]))
+        end = PREFIX.size + head
+        if end > len(self._buffer):
+            self._buffer = self._buffer + bytes(end - len(self._buffer))
+        if self._have < end:
+            return False
+        self._head, self._payload = bytes(self._buffer[PREFIX.size : end]), self._space(payload)
+        self._filled = min(payload, self._have - end)
+        used = end + self._filled
+        self._payload[: self._filled] = np.frombuffer(self._buffer, np.uint8, self._filled, end)
+        self._buffer[: self._have - used] = self._buffer[used : self._have]
+        self._have -= used
+        return True
+
+
+def prefix(data: bytes) -> tuple[int, int]:
+    """Bytes of head and payload that follow. Raises FrameError for foreign or oversized messages."""
+    magic, version, head, payload = PREFIX.unpack(data)
+    if magic != MAGIC or version != VERSION:
+        raise FrameError(f"a message begins with {magic!r} version {version}, expected {MAGIC!r} version {VERSION}")
+    if head > MAX_HEAD or payload > MAX_PAYLOAD:
+        raise FrameError(f"a message announces {head} + {payload} bytes, above {MAX_HEAD} + {MAX_PAYLOAD}")
+    return head, payload
+
+
+def decode(head: bytes, payload: bytearray | np.ndarray) -> Message:
+    """Inverse of `encode`; arrays are views of `payload`. Raises FrameError for anything malformed."""
+    try:
+        found = json.loads(head)
+        kind, note, described = found["kind"], found["note"], found["arrays"]
+        arrays, at = {}, 0
+        for name, *form in described:
+            if len(form) == 1:
+                arrays[name] = arrays[form[0]]
+                continue
+            dtype, shape = form
+            if dtype not in DTYPES or any(n < 0 for n in shape):
+                raise FrameError(f"message {kind!r}: array {name!r} is {dtype} {shape}")
+            count = math.prod(shape)
+            arrays[name] = np.frombuffer(payload, np.dtype(dtype), count, at).reshape(shape)
+            at += arrays[name].nbytes + (-arrays[name].nbytes % ALIGN)
+    except (ValueError, KeyError, TypeError) as error:
+        raise FrameError(f"malformed message: {error}") from error
+    if at != len(payload) or not isinstance(kind, str) or not isinstance(note, dict):
+        raise FrameError(f"malformed message: its arrays take {at} of {len(payload)} payload bytes")
+    return Message(kind, note, arrays)
+
+
+def proof(secret: bytes, side: str, nonces: Sequence[bytes]) -> bytes:
+    """What `side` ("client" or "server") shows to prove that it knows the secret, without showing it."""
+    return hmac.new(secret, side.encode() + b"".join(nonces), hashlib.sha256).digest()

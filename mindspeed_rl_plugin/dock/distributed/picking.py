@@ -1,0 +1,173 @@
+"""Which rows a consumer gets next: pure functions of what is asked and of the epochs as a controller sees them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from mindspeed_rl_plugin.dock.distributed.views import DONE, FREE, EpochView
+
+Picked = list[tuple[int, np.ndarray]]  # epoch -> row numbers, in delivery order
+
+
+@dataclass(frozen=True)
+class Ask:
+    """What a consumer wants.
+
+    ids: `[B, 3]` exactly these, in this order. share (consumer, consumers): the next rows of a part of each epoch that
+    depends on ids alone, and with `balance` on lengths; waits until all of them are ready, so that a batch never
+    depends on what came first. Neither: whatever is ready, in id order (streaming).
+
+    max_rows, max_tokens: bounds on a batch, which holds one row (or group) at least; min_rows: wait for so many,
+    unless no more are left; linger: seconds to wait for a full batch once min_rows are there; window: a batch under
+    max_tokens is filled from the next `window` rows, longest first; near: rows of this warehouse come first; newest,
+    max_staleness: rows whose weights are more than max_staleness updates older than `newest` are never given out
+    (these six concern streaming). join (consumer, call): the `peers` ranks of a consumer ask the same and get the
+    same lease.
+    """
+
+    ids: np.ndarray | None = None
+    share: tuple[int, int] | None = None
+    balance: bool = False
+    max_rows: int | None = None
+    min_rows: int = 1
+    max_tokens: int | None = None
+    linger: float = 0.0
+    window: int = 0
+    near: int | None = None
+    newest: int | None = None
+    max_staleness: int | None = None
+    join: tuple[int, int] | None = None
+    peers: int = 1
+
+
+def pick_share(epochs: Mapping[int, EpochView], ask: Ask) -> Picked | None:
+    """The next rows of a share, all of them ready; None to wait."""
+    found: Picked = []
+    waiting = False
+    for number, epoch in sorted(epochs.items()):
+        undone = epoch.undone()
+        if not undone.any():
+            continue
+        mine = epoch.share(ask.share, ask.balance)
+        if mine is None:
+            return None
+        mine = mine[undone[mine]]
+        free = mine[epoch.status[mine] == FREE]
+        waiting |= len(free) < len(mine)
+        if len(free):
+            found.append((number, free))
+    found = _cut(epochs, found, ask)
+    if any(not epochs[n].available()[rows].all() for n, rows in found):
+        return None
+    return None if waiting and not found else found
+
+
+def pick_ready(epochs: Mapping[int, EpochView], ask: Ask, waited: float) -> Picked | None:
+    """What is ready, or None to wait for more; waited: seconds so far."""
+    found: Picked = []
+    more = undone = False  # rows that are not ready yet; rows to be acknowledged, those in other hands included
+    for number, epoch in sorted(epochs.items()):
+        if ask.newest is not None and ask.max_staleness is not None:
+            epoch.retire((epoch.version >= 0) & (epoch.version < ask.newest - ask.max_staleness))
+        available = epoch.available()
+        undone |= bool(epoch.undone().any())
+        more |= bool((epoch.undone() & (epoch.status == FREE) & ~available).any())
+        rows = available.nonzero()[0]
+        if ask.near is not None:
+            far = epoch.home[rows // epoch.shape.members] != ask.near
+            rows = np.concatenate([rows[~far], rows[far]])
+        if len(rows):
+            found.append((number, rows))
+    batch = _cut(epochs, _filled(epochs, found, ask), ask)
+    total, ready = (sum(len(rows) for _, rows in part) for part in (batch, found))
+    if not total:
+        return None if undone else batch
+    unit = max(epoch.unit for epoch in epochs.values())
+    full = total < ready or (ask.max_rows is not None and total + unit > ask.max_rows)
+    enough = total >= ask.min_rows and waited >= ask.linger
+    return batch if full or enough or not more else None
+
+
+def pick_ids(epochs: Mapping[int, EpochView], ids: np.ndarray) -> Picked | None:
+    """Rows `ids` `[B, 3]` of open epochs in that order, once all of them are ready.
+
+    Raises ValueError for ids that are not open, cleared, done, or a part of a group where groups are whole.
+    """
+    found: Picked = []
+    ready = True
+    cuts = np.flatnonzero(np.diff(ids[:, 0])) + 1
+    for part in np.split(ids, cuts):
+        epoch = epochs[int(part[0, 0])]
+        rows = part[:, 1] * epoch.shape.members + part[:, 2]
+        _check(epoch, part, rows)
+        ready &= bool(epoch.available()[rows].all())
+        found.append((int(part[0, 0]), rows))
+    return found if ready else None
+
+
+def _check(epoch: EpochView, ids: np.ndarray, rows: np.ndarray) -> None:
+    name, (groups, members) = epoch.spec.name, epoch.shape
+    outside = (ids[:, 1:] < 0).any(1) | (ids[:, 1] >= groups) | (ids[:, 2] >= members)
+    if outside.any():
+        raise ValueError(f"state {name!r}: {_words(ids, outside)} was not opened: {groups} groups of {members}")
+    gone = ~(epoch.alive & ~epoch.closing)[ids[:, 1]]
+    if gone.any():
+        raise ValueError(f"state {name!r}: {_words(ids, gone)} is cleared, its cells are gone")
+    done = epoch.status[rows] == DONE
+    if done.any():
+        raise ValueError(f"state {name!r}: already acknowledged: {_words(ids, done)}; each row is delivered once")
+    if epoch.spec.whole_groups:
+        count = np.bincount(ids[:, 1], minlength=groups)
+        for group in ((count > 0) & (count < members)).nonzero()[0].tolist():
+            lacking = np.setdiff1d(np.arange(members), ids[ids[:, 1] == group, 2]).tolist()
+            raise ValueError(
+                f"state {name!r} takes whole groups: group {group} of epoch {ids[0, 0]} is asked without members "
+                f"{lacking}"
+            )
+
+
+def _words(ids: np.ndarray, mask: np.ndarray) -> str:
+    return str(tuple(ids[mask.argmax()].tolist()))
+
+
+def _filled(epochs: Mapping[int, EpochView], found: Picked, ask: Ask) -> Picked:
+    """Under max_tokens: the rows of the first window that fill one batch best, longest first."""
+    if not (ask.window and ask.max_tokens and found):
+        return found
+    number, rows = found[0]
+    epoch = epochs[number]
+    units = epoch.units(rows)[: max(ask.window // epoch.unit, 1)]
+    lengths = epoch.lengths(units)
+    chosen: list[int] = []
+    left = ask.max_tokens
+    for i in np.argsort(-lengths, kind="stable").tolist():
+        if lengths[i] <= left or not chosen:
+            chosen.append(i)
+            left -= int(lengths[i])
+    return [(number, units[sorted(chosen)].reshape(-1))]
+
+
+def _cut(epochs: Mapping[int, EpochView], found: Picked, ask: Ask) -> Picked:
+    """No more than the ask's bounds, but one unit at least."""
+    taken, tokens = 0, 0
+    out: Picked = []
+    for number, rows in found:
+        epoch = epochs[number]
+        units = epoch.units(rows)
+        counted = taken + np.arange(1, len(units) + 1) * epoch.unit
+        fits = np.ones(len(units), bool) if ask.max_rows is None else counted <= ask.max_rows
+        if ask.max_tokens is not None:
+            length = tokens + epoch.lengths(units).cumsum()
+            fits &= length <= ask.max_tokens
+            tokens = int(length[-1])
+        kept = len(units) if fits.all() else int(fits.argmin())
+        kept = kept or int(taken == 0)
+        if kept:
+            out.append((number, units[:kept].reshape(-1)))
+            taken += kept * epoch.unit
+        if kept < len(units):
+            break
+    return out

@@ -1,0 +1,114 @@
+"""The advantage state of the loop: however groups lie on ranks, the columns are those of one rank with all rows."""
+
+import pytest
+import torch
+
+from mindspeed_rl_plugin import columns
+from mindspeed_rl_plugin.algorithms import resolve
+from mindspeed_rl_plugin.config import AlgorithmConfig
+from mindspeed_rl_plugin.types import Ragged, Rows, SampleId
+
+LIMIT = 8
+# Responses of each prompt: an empty one, one-token ones, one at the limit.
+RESPONSES = ((3, 1, 8), (2, 0, 5), (1, 1, 1), (4, 6, 7))
+RUNNING = ("grpo", "dapo", "dr-grpo", "rloo", "reinforce++", "gspo", "cispo")
+
+
+def rollout(dropped=()):
+    """Rows with what the estimators read; `dropped`: rows whose grader failed."""
+    g = torch.Generator().manual_seed(1)
+    ids = tuple(SampleId(0, i, j) for i, group in enumerate(RESPONSES) for j in range(len(group)))
+    lengths = [n for group in RESPONSES for n in group]
+    masks = [torch.tensor([0, 0] + [1] * n, dtype=torch.uint8) for n in lengths]
+    old, ref = ([torch.randn(len(m), generator=g) * m for m in masks] for _ in range(2))
+    return Rows(
+        ids,
+        {
+            "reward": torch.tensor([float(i % 3 == 1) for i in range(len(ids))]),
+            "graded": torch.tensor([i not in dropped for i in range(len(ids))], dtype=torch.int8),
+            "response_length": torch.tensor(lengths),
+            "loss_mask": Ragged.from_rows(masks),
+            "logp_old": Ragged.from_rows(old),
+            "logp_ref": Ragged.from_rows(ref),
+        },
+    )
+
+
+def on_ranks(parts, algorithm):
+    """What every rank writes; ranks with no rows take part in what is collective."""
+    shared = []
+    for part in parts:  # first each gives its own, then each sees all
+        columns.advantage_columns(part, algorithm, LIMIT, lambda mine: shared.append(mine) or [mine])
+    assert len(shared) == (len(parts) if algorithm.whitened else 0)
+    return [columns.advantage_columns(part, algorithm, LIMIT, lambda mine: shared) for part in parts]
+
+
+@pytest.mark.parametrize("name", RUNNING)
+@pytest.mark.parametrize("dropped", [(), (4,), range(12)])
+def test_advantages_do_not_depend_on_who_holds_which_group(name, dropped):
+    algorithm = resolve(AlgorithmConfig(algorithm=name))
+    rows = rollout(dropped)
+    (whole,) = on_ranks([rows], algorithm)
+    reads = columns.advantage_reads(algorithm)
+    rows = Rows(rows.ids, {n: c for n, c in rows.columns.items() if n in reads})
+    parts = [rows.take(range(0, 3)), rows.take(range(3, 12)), Rows(())]
+    first, second, nothing = on_ranks(parts, algorithm)
+    assert nothing is None
+    written = next(s.writes for s in columns.grpo_states(algorithm) if s.name == "advantage")
+    assert set(written) == set(whole.columns)
+    got = Rows.concat([first, second])
+    name = columns.advantage_name(algorithm)
+    assert torch.equal(got["kept"], whole["kept"]) and got["kept"].tolist() == [
+        int(not any(i // 3 == j // 3 for j in dropped)) for i in range(12)
+    ]
+    values, wanted = (c[name].values if algorithm.per_token else c[name] for c in (got, whole))
+    torch.testing.assert_close(values, wanted, rtol=1e-6, atol=1e-7)
+    assert values.dtype == torch.float32 and torch.isfinite(values).all()
+    assert (len(set(dropped)) == 12) == (not values.any())
+
+
+def test_whitened_advantages_have_mean_zero_and_variance_one_over_kept_tokens():
+    algorithm = resolve(AlgorithmConfig(algorithm="reinforce++"))
+    (got,) = on_ranks([rollout(dropped=(4,))], algorithm)
+    rows = rollout()
+    kept = got["kept"].repeat_interleave(rows["loss_mask"].lengths).bool() & rows["loss_mask"].values.bool()
+    trained = got["advantages"].values[kept].double()
+    assert float(trained.mean()) == pytest.approx(0.0, abs=1e-6)
+    assert float(trained.var()) == pytest.approx(1.0, rel=1e-5)
+    assert not got["advantages"].values[~kept].any()
+
+
+def test_a_baseline_is_whitened_over_tokens_and_not_over_samples():
+    algorithm = resolve(AlgorithmConfig(algorithm="grpo", advantage="reinforce++-baseline"))
+    rows = rollout()
+    (got,) = on_ranks([rows], algorithm)
+    tokens = got["advantage"].double().repeat_interleave(rows["response_length"])
+    assert float(tokens.mean()) == pytest.approx(0.0, abs=1e-6) and float(tokens.var()) == pytest.approx(1.0, rel=1e-5)
+
+
+def test_the_penalty_on_length_and_the_kl_reach_the_advantage():
+    rows = rollout()
+    flat = rows.with_columns(reward=torch.zeros(12))
+    plain = resolve(AlgorithmConfig(algorithm="dr-grpo"))
+    (got,) = on_ranks([flat], plain)
+    assert not got["advantage"].any()
+    long = resolve(AlgorithmConfig(algorithm="dr-grpo", overlong_buffer=4, overlong_penalty=2.0))
+    (got,) = on_ranks([flat], long)
+    shaped = [[-2.0 * min(max(n - 4, 0), 4) / 4 for n in group] for group in RESPONSES]
+    want = [
+        r - sum(group) / 3 if n else 0.0
+        for group, ns in zip(shaped, RESPONSES, strict=True)
+        for r, n in zip(group, ns, strict=True)
+    ]
+    assert got["advantage"].tolist() == pytest.approx(want, abs=1e-6)
+    kl = resolve(AlgorithmConfig(algorithm="dr-grpo", kl_reward_coef=0.5))
+    (got,) = on_ranks([flat], kl)
+    costs = [
+        -0.5 * float(((old - ref) * mask).sum())
+        for old, ref, mask in zip(
+            rows["logp_old"].rows(), rows["logp_ref"].rows(), rows["loss_mask"].rows(), strict=True
+        )
+    ]
+    for i, n in enumerate(rows["response_length"].tolist()):
+        mine = costs[i // 3 * 3 : i // 3 * 3 + 3]
+        assert float(got["advantage"][i]) == pytest.approx(costs[i] - sum(mine) / 3 if n else 0.0, abs=1e-5)

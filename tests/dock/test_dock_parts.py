@@ -1,0 +1,404 @@
+"""Parts of the distributed dock alone: messages, memory, journal, batches, and the numbers of the paper."""
+
+import itertools
+import os
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mindspeed_rl_plugin import plan
+from mindspeed_rl_plugin.dock import ColumnSpec, StateSpec
+from mindspeed_rl_plugin.dock.distributed import frames
+from mindspeed_rl_plugin.dock.distributed.arena import LINE, Arena, Extent
+from mindspeed_rl_plugin.dock.distributed.controller import Controller
+from mindspeed_rl_plugin.dock.distributed.frames import FrameError, Message
+from mindspeed_rl_plugin.dock.distributed.journal import HEADER, Journal
+from mindspeed_rl_plugin.dock.distributed.picking import Ask
+from mindspeed_rl_plugin.dock.distributed.records import Cells, EpochSet, Record, Shape
+from mindspeed_rl_plugin.dock.distributed.views import balanced, even
+from mindspeed_rl_plugin.dock.volume import Load, central_gib, packed_gib, warehouse_gib
+from mindspeed_rl_plugin.forward import Step
+from mindspeed_rl_plugin.placement import Placement
+from mindspeed_rl_plugin.types import SampleId
+
+# messages
+
+ARRAYS = st.dictionaries(
+    st.text("abc.", min_size=1, max_size=4),
+    st.builds(
+        lambda dtype, shape: (np.arange(np.prod(shape)) % 2).astype(dtype).reshape(shape),
+        st.sampled_from(sorted(frames.DTYPES)),
+        st.lists(st.integers(0, 3), min_size=1, max_size=3),
+    ),
+    max_size=4,
+)
+
+
+def joined(message: Message) -> tuple[bytes, bytearray]:
+    """Head and payload as they arrive."""
+    data = b"".join(bytes(part) for part in frames.encode(message))
+    head, payload = frames.prefix(data[: frames.PREFIX.size])
+    assert len(data) == frames.PREFIX.size + head + payload
+    data = data[frames.PREFIX.size :]
+    return data[:head], bytearray(data[head:])
+
+
+@given(ARRAYS, st.dictionaries(st.text(max_size=3), st.integers() | st.none() | st.lists(st.text(max_size=3))))
+@settings(max_examples=60, deadline=None)
+def test_a_message_round_trips(arrays: dict, note: dict) -> None:
+    found = frames.decode(*joined(Message("kind", note, arrays)))
+    assert found.kind == "kind" and found.note == note and found.arrays.keys() == arrays.keys()
+    for name, array in arrays.items():
+        assert found.arrays[name].dtype == array.dtype and found.arrays[name].shape == array.shape
+        assert np.array_equal(found.arrays[name], array)
+
+
+def test_messages_out_of_bounds_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    head, payload = joined(Message("k", {}, {"a": np.arange(3)}))
+    for bad in (head[:-1], b"[]", b"\xff", head.replace(b"int64", b"object"), head.replace(b"[3]", b"[4]")):
+        with pytest.raises(FrameError):
+            frames.decode(bad, payload)
+    for short in (payload[:-8], payload + bytes(8)):
+        with pytest.raises(FrameError):
+            frames.decode(head, short)
+    with pytest.raises(FrameError, match="begins with"):
+        frames.prefix(frames.PREFIX.pack(b"PICK", frames.VERSION, 1, 1))
+    with pytest.raises(FrameError, match="begins with"):
+        frames.prefix(frames.PREFIX.pack(frames.MAGIC, frames.VERSION + 1, 1, 1))
+    for sizes in ((frames.MAX_HEAD + 1, 0), (0, frames.MAX_PAYLOAD + 1)):
+        with pytest.raises(FrameError, match="announces"):
+            frames.prefix(frames.PREFIX.pack(frames.MAGIC, frames.VERSION, *sizes))
+    monkeypatch.setattr(frames, "MAX_PAYLOAD", 16)
+    with pytest.raises(FrameError, match="send fewer rows"):
+        frames.encode(Message("k", {}, {"a": np.arange(3)}))
+
+
+@given(st.binary(max_size=60), st.binary(max_size=40))
+@settings(max_examples=100, deadline=None)
+def test_garbage_is_a_frame_error_and_nothing_else(head: bytes, payload: bytes) -> None:
+    with pytest.raises(FrameError):
+        frames.decode(head, bytearray(payload))
+
+
+def test_a_proof_needs_secret_side_and_both_nonces() -> None:
+    shown = {frames.proof(s, w, n) for s in (b"a", b"b") for w in ("client", "server") for n in ((b"1", b"2"), (b"2",))}
+    assert len(shown) == 8
+
+
+# memory
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 900)), max_size=60))
+@settings(max_examples=60, deadline=None)
+def test_extents_never_overlap_and_all_comes_back(tmp_path_factory: pytest.TempPathFactory, steps: list) -> None:
+    arena = Arena(tmp_path_factory.mktemp("arena"), 1024)
+    held: list[Extent] = []
+    for kind, number in steps:
+        if kind < 4 or not held:
+            extent = arena.allocate(number)
+            assert extent.nbytes >= number and extent.offset % LINE == extent.nbytes % LINE == 0
+            for other in held:
+                apart = extent.offset >= other.offset + other.nbytes or other.offset >= extent.offset + extent.nbytes
+                assert other.segment != extent.segment or apart
+            arena.view(*extent)
+            held.append(extent)
+        else:
+            arena.free(held.pop(number % len(held)))
+        assert arena.used == sum(e.nbytes for e in held)
+    heir = Arena(arena.directory, 1024)  # takes over what was handed out, in any order
+    heir.adopt()
+    for extent in reversed(held):
+        heir.claim(extent)
+    assert heir.used == arena.used and heir.reserved == arena.reserved and heir._free == arena._free
+    for extent in held:
+        with pytest.raises(ValueError, match="are not free"):
+            heir.claim(extent)
+    for extent in held:
+        heir.free(extent)
+    assert heir.used == 0 and all(len(free) == 1 for free in heir._free.values())
+
+
+def test_a_large_extent_has_its_own_segment_and_files_are_private(tmp_path) -> None:
+    arena = Arena(tmp_path, 1024)
+    extent = arena.allocate(5000)
+    assert extent.nbytes == 5056 and arena.path(extent.segment).stat().st_size == 5056
+    assert arena.path(extent.segment).stat().st_mode & 0o777 == 0o600
+    with pytest.raises(ValueError, match="asked for 100 at 5000"):
+        arena.view(extent.segment, 5000, 100)
+    with pytest.raises(OSError, match="--rl-dock-gb"):
+        arena.allocate(1 << 60)
+
+
+# journal
+
+
+def record(seq: int, epoch: int = 0, slots: tuple[int, ...] = (0, 1)) -> Record:
+    n = len(slots)
+    at = np.array(slots, np.int32)
+    cells = Cells(at, np.zeros(n, np.int32), np.arange(n) * 8, np.full(n, seq, np.int32))
+    return Record(0, 1, seq, epoch, Shape(2, 2), {"tokens": cells}, {"logp": at}, np.array([1], np.int32))
+
+
+def test_a_journal_forgets_only_what_was_not_finished(tmp_path) -> None:
+    journal = Journal(tmp_path)
+    sizes = []
+    for seq in (1, 2, 3):
+        journal.append(record(seq))
+        sizes.append(journal.nbytes)
+    journal.close()
+    data = journal.path.read_bytes()
+    # Killed between the bytes of the third and the number that makes them count, and in the middle of them.
+    for cut in (len(data), sizes[1] + 40, sizes[1]):
+        journal.path.write_bytes(sizes[1].to_bytes(8, "little") + data[HEADER:cut])
+        again = Journal(tmp_path)
+        assert [r.seq for r in again.records()] == [1, 2]
+        again.append(record(7))
+        found = list(again.records())
+        assert [r.seq for r in found] == [1, 2, 7]
+        assert found[2].columns["tokens"].length.tolist() == [7, 7] and found[2].acks["logp"].tolist() == [0, 1]
+        again.close()
+    for torn in (b"", b"\x08\0\0"):  # killed while it was made
+        journal.path.write_bytes(torn)
+        again = Journal(tmp_path)
+        assert list(again.records()) == []
+        again.append(record(1))
+        assert [r.seq for r in again.records()] == [1]
+        again.close()
+
+
+def test_a_journal_is_rewritten_at_once(tmp_path) -> None:
+    journal = Journal(tmp_path)
+    for seq in range(1, 9):
+        journal.append(record(seq))
+    before = journal.nbytes
+    journal.rewrite([record(8)])
+    journal.append(record(9))
+    assert journal.nbytes < before and sorted(os.listdir(tmp_path)) == ["journal"]
+    assert [r.seq for r in Journal(tmp_path).records()] == [8, 9]
+
+
+@given(st.sets(st.integers(0, 12)), st.sets(st.integers(0, 12)))
+def test_a_set_of_epochs_is_a_set(a: set[int], b: set[int]) -> None:
+    first, second = EpochSet(sorted(a, reverse=True)), EpochSet(b)
+    first.update(EpochSet.from_list(second.to_list()))
+    assert {n for n in range(15) if n in first} == a | b
+    assert first.to_list() == EpochSet(a | b).to_list()
+
+
+# batches
+
+COLUMNS = {
+    c.name: c
+    for c in (
+        ColumnSpec("tokens", torch.int32, "token", ragged=True),
+        ColumnSpec("score", torch.float32, "sample", ragged=False),
+    )
+}
+STATES = {
+    "work": StateSpec("work", ("tokens",), ("score",)),
+    "train": StateSpec("train", ("tokens",), (), whole_groups=True),
+}
+
+
+def told(seq: int, rows: list[int], lengths: list[int], shape: Shape, *, house: int = 0, epoch: int = 0, versions=None):
+    n = len(rows)
+    at = np.array(rows, np.int32)
+    cells = Cells(at, np.zeros(n, np.int32), np.zeros(n, np.int64), np.array(lengths, np.int32))
+    versions = None if versions is None else (at, np.array(versions, np.int64))
+    return Record(house, 1, seq, epoch, shape, {"tokens": cells}, versions=versions)
+
+
+def controller_with(lengths: list[int], members: int = 1, state: str = "work", **more) -> Controller:
+    found = Controller(STATES[state], COLUMNS, STATES)
+    found.apply(told(1, list(range(len(lengths))), lengths, Shape(len(lengths) // members, members), **more))
+    return found
+
+
+def rows_of(grant) -> list[int] | None:
+    return None if grant is None else [r for _, rows in grant.rows for r in rows.tolist()]
+
+
+@given(st.lists(st.integers(1, 50), min_size=6, max_size=6), st.permutations(range(6)), st.booleans())
+@settings(max_examples=60, deadline=None)
+def test_shares_do_not_depend_on_what_came_first(lengths: list[int], order: list[int], balance: bool) -> None:
+    shape = Shape(6, 1)
+    whole, piecemeal = (Controller(STATES["work"], COLUMNS, STATES) for _ in range(2))
+    whole.apply(told(1, list(range(6)), lengths, shape))
+    asks = [Ask(share=(c, 3), balance=balance, max_rows=2) for c in range(3)]
+    expected = [rows_of(whole.take(ask, c, 0, 9)) for c, ask in enumerate(asks)]
+    got: dict[int, list[int]] = {}
+    for seq, row in enumerate(order, 1):
+        piecemeal.apply(told(seq, [row], [lengths[row]], shape))
+        for consumer in (2, 0, 1):
+            if consumer not in got and (grant := piecemeal.take(asks[consumer], consumer, 0, 9)) is not None:
+                got[consumer] = rows_of(grant)
+    assert [got[c] for c in range(3)] == expected and sorted(sum(expected, [])) == list(range(6))
+
+
+@given(st.lists(st.integers(0, 100), min_size=1, max_size=40), st.integers(1, 5))
+def test_balanced_shares_are_even_in_count_and_close_in_tokens(lengths: list[int], bins: int) -> None:
+    parts = balanced(np.array(lengths), bins)
+    assert sorted(np.concatenate(parts).tolist()) == list(range(len(lengths)))
+    assert [len(p) for p in parts] == [len(even(np.arange(len(lengths)), b, bins)) for b in range(bins)]
+    assert all((np.diff(p) > 0).all() for p in parts)
+    if len(lengths) % bins == 0:
+        sums = [sum(lengths[i] for i in p) for p in parts]
+        assert max(sums) - min(sums) <= max(lengths)
+
+
+def test_a_batch_under_max_tokens_is_filled_from_the_window() -> None:
+    lengths = [10, 60, 30, 5, 90, 35]
+    assert rows_of(controller_with(lengths).take(Ask(max_tokens=100), "a", 0, 9)) == [0, 1, 2]
+    assert rows_of(controller_with(lengths).take(Ask(max_tokens=100, window=4), "a", 0, 9)) == [0, 1, 2]
+    assert rows_of(controller_with(lengths).take(Ask(max_tokens=100, window=6), "a", 0, 9)) == [0, 4]
+    assert rows_of(controller_with(lengths).take(Ask(max_tokens=4), "a", 0, 9)) == [0], "one row at least"
+    groups = controller_with(lengths, members=2, state="train")
+    assert rows_of(groups.take(Ask(max_tokens=110), "a", 0, 9)) == [0, 1, 2, 3]
+    assert rows_of(groups.take(Ask(max_tokens=110), "a", 0, 9)) == [4, 5], "a group is larger than the bound"
+
+
+def test_linger_waits_for_a_fuller_batch_but_not_for_ever() -> None:
+    shape = Shape(4, 1)
+    work = Controller(STATES["work"], COLUMNS, STATES)
+    work.apply(told(1, [0, 1], [1, 1], shape))
+    ask = Ask(min_rows=2, max_rows=3, linger=0.5)
+    assert work.take(ask, "a", 0, 9, waited=0.4) is None
+    assert rows_of(work.take(ask, "a", 0, 9, waited=0.5)) == [0, 1]
+    work.expire(10)
+    work.apply(told(2, [2], [1], shape))
+    assert rows_of(work.take(ask, "a", 0, 9, waited=0.0)) == [0, 1, 2], "a full batch need not linger"
+    work.apply(told(3, [3], [1], shape))
+    assert rows_of(work.take(ask, "b", 0, 9, waited=0.0)) == [3], "no more will come"
+    assert work.take(Ask(), "c", 0, 9) is None, "all in other hands: not the end"
+
+
+def test_near_rows_come_first() -> None:
+    shape = Shape(4, 1)
+    work = Controller(STATES["work"], COLUMNS, STATES)
+    work.apply(told(1, [0, 2], [1, 1], shape, house=0))
+    work.apply(told(1, [1, 3], [1, 1], shape, house=1))
+    assert rows_of(work.take(Ask(near=1, max_rows=3), "a", 0, 9)) == [1, 3, 0]
+    work.expire(10)
+    assert rows_of(work.take(Ask(max_rows=3), "a", 0, 9)) == [0, 1, 2]
+
+
+@pytest.mark.parametrize(("state", "expected"), [("work", [0, 2, 3, 5]), ("train", [2, 3])])
+def test_stale_rows_are_never_given_out(state: str, expected: list[int]) -> None:
+    """Versions more than max_staleness older than `newest`; of a whole group one such row is enough."""
+    work = controller_with([1] * 6, members=2, state=state, versions=[3, 2, 3, 5, 1, 4])
+    ask = Ask(newest=5, max_staleness=2)
+    assert rows_of(work.take(ask, "a", 0, 9)) == expected
+    assert work.stale() == 6 - len(expected) and work.remaining() == len(expected)
+    ack = Record(0, 1, 2, 0, Shape(3, 2), acks={state: np.array(expected, np.int32)})
+    work.apply(ack)
+    assert rows_of(work.take(ask, "a", 0, 9)) == [] and work.remaining() == 0, "the end: nobody waits for stale rows"
+
+
+def test_records_in_any_order_and_number_lead_to_the_same_view() -> None:
+    shape = Shape(2, 2)
+    records = [
+        told(1, [0, 1], [3, 4], shape),
+        Record(0, 1, 2, 0, shape, acks={"work": np.array([1], np.int32)}),
+        Record(0, 1, 3, 0, shape, cleared=np.array([0], np.int32)),
+        told(4, [2, 3], [5, 6], shape),
+    ]
+    for order in itertools.permutations(records):
+        work = Controller(STATES["work"], COLUMNS, STATES)
+        for r in (*order, *order[::-1]):
+            work.apply(r)
+        assert (work.remaining(), work.applied, work.duplicates, work.has_gap(0)) == (2, {0: 4}, 4, False)
+        assert rows_of(work.take(Ask(), "a", 0, 9)) == [2, 3]
+
+
+def test_a_manifest_closes_a_gap_and_what_came_meanwhile_counts() -> None:
+    shape = Shape(4, 1)
+    work = Controller(STATES["work"], COLUMNS, STATES)
+    for seq in (1, 4, 5):
+        work.apply(told(seq, [seq % 4], [1], shape))
+    assert work.has_gap(0) and work.applied == {0: 1}
+    manifest = told(3, [1, 2, 3], [1, 1, 1], shape)
+    work.rebuild(0, 3, EpochSet(), [manifest])
+    assert not work.has_gap(0) and work.applied == {0: 5} and rows_of(work.take(Ask(), "a", 0, 9)) == [0, 1, 2, 3]
+    fresh = Controller(STATES["work"], COLUMNS, STATES)
+    fresh.rebuild(0, 9, EpochSet([0]), [])
+    fresh.open(0, shape)  # someone who has not heard yet that it is over
+    assert fresh.remaining() == 0 and rows_of(fresh.take(Ask(), "a", 0, 9)) == []
+
+
+def test_a_lost_home_makes_its_rows_not_ready_and_its_work_undone() -> None:
+    work = controller_with([1, 1, 1, 1])
+    grant = work.take(Ask(max_rows=3), "a", 0, 9)
+    work.apply(Record(0, 1, 2, 0, Shape(4, 1), acks={"work": np.array([0], np.int32)}))
+    work.lose(0, np.array([0, 1]))
+    assert work.remaining() == 4 and rows_of(work.take(Ask(), "b", 0, 9)) == [2, 3]
+    work.finish(grant.token, "a")
+    work.apply(told(3, [0, 1], [1, 1], Shape(4, 1), house=1))
+    assert rows_of(work.take(Ask(), "b", 0, 9)) == [0, 1]
+
+
+def test_a_lease_over_two_epochs_ends_when_both_are_acknowledged() -> None:
+    shape = Shape(1, 1)
+    work = controller_with([1])
+    work.apply(told(2, [0], [1], shape, epoch=1))
+    assert [n for n, _ in work.take(Ask(), "a", 0, 9).rows] == [0, 1]
+    for seq, epoch in ((3, 0), (4, 1)):
+        assert not work.close(epoch, None)
+        work.apply(Record(0, 1, seq, epoch, shape, acks={"work": np.array([0], np.int32)}))
+    assert work.close(0, None) and work.close(1, None)
+
+
+# places and volumes
+
+
+@given(st.integers(1, 3), st.integers(1, 2), st.integers(1, 8), st.integers(1, 3), st.booleans())
+@settings(max_examples=60, deadline=None)
+def test_every_row_is_drawn_and_graded_once(nodes: int, per_node: int, groups: int, members: int, rotate: bool) -> None:
+    ranks = nodes * per_node
+    node = tuple(r // per_node for r in range(ranks))
+    place = Placement(node=node, dp_rank=tuple(range(ranks)), engine=tuple(range(ranks)))
+    ids = [SampleId(0, g, m) for g in range(groups) for m in range(members)]
+    dealt = [ids[r::ranks] if rotate else list(even(np.arange(len(ids)), r, ranks)) for r in range(ranks)]
+    parts = [[i if rotate else ids[i] for i in part] for part in dealt]
+    step = Step(tuple(tuple((i,) for i in part) for part in parts))
+    homes = place.homes([step], groups)
+    trained_on = {i: node[r] for r, part in enumerate(parts) for i in part}
+    assert homes.tolist() == [trained_on[SampleId(0, g, 0)] for g in range(groups)]
+    drawn = [place.drawn_by(e, ids, homes) for e in range(ranks)]
+    assert sorted(sum(drawn, [])) == ids and max(map(len, drawn)) - min(map(len, drawn)) <= 1
+    graded = [place.whole_groups_of(r, ids, homes) for r in range(ranks)]
+    assert sorted(sum(graded, [])) == ids
+    assert all(node[r] == homes[i.group] for r, part in enumerate(graded) for i in part)
+
+
+# G, N, PL, n, SL, M, and the TCV in GB that Table 1 prints.
+TABLE = [
+    (256, 8, 2048, 5, 8192, 3, 0.96),
+    (256, 16, 2048, 5, 16384, 3, 3.81),
+    (1024, 16, 2048, 5, 16384, 3, 15.2),
+    (1024, 32, 4096, 8, 32768, 5, 97.0),
+    (4096, 32, 4096, 8, 32768, 5, 388.0),
+    (8192, 64, 4096, 8, 65536, 5, 3100.0),
+]
+
+
+@pytest.mark.parametrize("row", TABLE)
+def test_equation_2_gives_table_1(row: tuple) -> None:
+    groups, members, prompt, items, response, scalars, printed = row
+    load = Load(groups, members, prompt, response, items, scalars)
+    assert central_gib(load) == pytest.approx(printed, rel=0.02)
+    assert central_gib(load) == groups * members * 4 * (2 * prompt + 3 * items * response + 8 * scalars) / 1024**3
+    assert warehouse_gib(load, 16, 6) == pytest.approx(central_gib(load) / 16, rel=0.01)
+    assert (groups, members, prompt, items, response, scalars) in plan.TABLE_1
+
+
+def test_the_docks_own_volume_is_what_its_columns_hold() -> None:
+    columns = [*COLUMNS.values(), ColumnSpec("prompt", torch.int32, "group", ragged=True)]
+    states = [StateSpec("work", ("prompt", "tokens"), ("score",)), StateSpec("log", ("score",), ())]
+    moved = packed_gib(Load(4, 2, 100, 300, fill=0.5), 4, columns, states, anywhere=("log",))
+    tokens, score, prompt = 8 * 4 * 200, 8 * 4, 4 * 4 * 50
+    assert moved.written * 2**30 == pytest.approx(tokens + score + prompt)
+    assert moved.read * 2**30 == pytest.approx(tokens + prompt + score)
+    assert moved.remote * 2**30 == pytest.approx(0.75 * (prompt + score))

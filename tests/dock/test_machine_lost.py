@@ -1,0 +1,137 @@
+"""A machine dies: within a heartbeat its rows are not ready, and once put again all states do them anew."""
+
+from __future__ import annotations
+
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from mindspeed_rl_plugin.dock import ColumnSpec, DistributedDock, StateSpec
+from mindspeed_rl_plugin.dock.distributed.fleet import Member
+from mindspeed_rl_plugin.types import Ragged, Rows, SampleId
+
+COLUMNS = [
+    ColumnSpec("prompt", torch.int32, "group", ragged=True),
+    ColumnSpec("tokens", torch.int32, "token", ragged=True),
+]
+STATES = [StateSpec("generate", ("prompt",), ("tokens",)), StateSpec("train", ("tokens",), ())]
+NODES = ["a", "a", "a", "b", "b"]  # controllers lie on ranks 0 and 2; rank 3 holds the warehouse of b
+GROUPS, MEMBERS = 4, 2
+IDS = [SampleId(0, g, m) for g in range(GROUPS) for m in range(MEMBERS)]
+HEARTBEAT = 0.3
+
+
+@pytest.fixture
+def members():
+    """One member a rank, each in a thread of its own while they find each other."""
+    box: list[object] = [None] * len(NODES)
+    barrier = threading.Barrier(len(NODES), timeout=20)
+
+    def member(rank: int) -> Member:
+        def exchange(value: object) -> list[object]:
+            box[rank] = value
+            barrier.wait()
+            found = list(box)
+            barrier.wait()
+            return found
+
+        return Member(
+            COLUMNS,
+            STATES,
+            rank=rank,
+            world=len(NODES),
+            exchange=exchange,
+            node=NODES[rank],
+            host="127.0.0.1",
+            patience=20,
+            heartbeat=HEARTBEAT,
+        )
+
+    with ThreadPoolExecutor(len(NODES)) as pool:
+        found = list(pool.map(member, range(len(NODES))))
+    yield found
+    for each in found:
+        each.connections.close()
+
+
+def prompts(groups: list[int]) -> Rows:
+    rows = [torch.full((3,), g, dtype=torch.int32) for g in groups]
+    return Rows(tuple(SampleId(0, g, 0) for g in groups), {"prompt": Ragged.from_rows(rows)})
+
+
+def respond(rows: Rows) -> Rows:
+    pairs = zip(rows.ids, rows["prompt"].rows(), strict=True)
+    tokens = [torch.tensor([int(p[0]), i.member], dtype=torch.int32) for i, p in pairs]
+    return Rows(rows.ids, {"tokens": Ragged.from_rows(tokens)})
+
+
+def dock_of(member: Member) -> DistributedDock:
+    dock = DistributedDock(COLUMNS, STATES, member.connections, deadline=20)
+    dock.open(0, GROUPS, MEMBERS)
+    return dock
+
+
+def test_rows_of_a_dead_machine_come_again(members: list[Member]) -> None:
+    producer, worker = dock_of(members[0]), dock_of(members[1])
+    producer.put(prompts(list(range(GROUPS))))
+    first = worker.lease("generate", ids=IDS[:6], deadline=10)  # groups 0, 1 on a; 2 on b
+    worker.commit(first, respond(first.rows))
+    held = worker.lease("generate", ids=IDS[6:], deadline=10)  # group 3 on b
+    assert producer.lost() == []
+
+    members[3].service.close()
+    begin = time.monotonic()
+    while producer.lost() != [(0, 2), (0, 3)]:
+        assert time.monotonic() - begin < 20 * HEARTBEAT
+        time.sleep(0.05)
+    # What was drawn on the dead machine is dropped with its group; nothing of it is trained on.
+    worker.commit(held, respond(held.rows))
+    assert worker.remaining("generate") == 4
+    with pytest.raises(TimeoutError, match=r"column 'tokens' \(written by state 'generate'\) is missing"):
+        worker.lease("train", ids=IDS, deadline=0.2)
+
+    producer.put(prompts([2, 3]))
+    assert producer.lost() == []
+    again = worker.lease("generate", ids=IDS[4:], deadline=10)
+    worker.commit(again, respond(again.rows))
+    done = worker.lease("train", ids=IDS, deadline=10)
+    assert [r.tolist() for r in done.rows["tokens"].rows()] == [[i.group, i.member] for i in IDS]
+    worker.commit(done)
+    assert worker.remaining("train") == 0
+    producer.clear(0)
+    assert members[0].host.warehouse.used == 0
+
+
+def test_a_reader_waits_for_rows_that_died_under_it(members: list[Member]) -> None:
+    """The lease was granted before anybody noticed; its cells come from where they were written anew."""
+    producer, worker = dock_of(members[0]), dock_of(members[1])
+    producer.put(prompts(list(range(GROUPS))))
+    members[3].service.close()
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(worker.lease, "generate", ids=IDS[4:], deadline=15)
+        while not producer.lost():
+            time.sleep(0.05)
+        producer.put(prompts([2, 3]))
+        rows = waiting.result(timeout=20).rows
+    assert [r.tolist() for r in rows["prompt"].rows()] == [[i.group] * 3 for i in IDS[4:]]
+
+
+def test_a_record_lost_with_its_connection_is_asked_for(members: list[Member]) -> None:
+    """The last record before a wait: nothing after it shows that it is missing."""
+    producer = dock_of(members[0])
+    producer.put(prompts([0, 1, 2, 3]))
+    host = members[0].host
+    warehouse = members[3].host.warehouse
+    assert producer.remaining("train") == GROUPS * MEMBERS
+    lost = []
+    broadcast = members[3].host._broadcast
+    members[3].host._broadcast = lost.append  # of machine b
+    lease = producer.lease("generate", ids=IDS, deadline=10)
+    producer.commit(lease, respond(lease.rows))
+    members[3].host._broadcast = broadcast
+    assert len(lost) == 1 and host.controllers["generate"].applied[1] == warehouse.seq - 1
+    assert producer.remaining("generate") == 0
+    assert len(producer.lease("train", ids=IDS, deadline=10)) == len(IDS)
