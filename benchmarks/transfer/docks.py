@@ -1,0 +1,148 @@
+"""The arms of this project: the dock over one node's shared memory, and over two warehouses with sockets between."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import work
+
+from mindspeed_rl_plugin.dock.api import ColumnSpec, Lease, StateSpec
+from mindspeed_rl_plugin.dock.distributed import frames
+from mindspeed_rl_plugin.dock.distributed.cells import Buffers
+from mindspeed_rl_plugin.dock.distributed.client import DistributedDock
+from mindspeed_rl_plugin.dock.distributed.fleet import Member
+from mindspeed_rl_plugin.types import Ragged, Rows, SampleId
+
+SECONDS = 120.0
+FROM_WAREHOUSES = ("cells", "extents", "committed", "record")  # kinds of message
+
+
+class Messages:
+    """Bytes of all messages that this process sends, its service's answers included. both: also of what comes from
+    warehouses, where they are processes of their own, which count nothing."""
+
+    def __init__(self, both: bool) -> None:
+        self.nbytes = 0
+        self._encode, frames.encode = frames.encode, self._sent
+        self._decode = frames.decode
+        if both:
+            frames.decode = self._received
+
+    def _sent(self, message: frames.Message) -> list[memoryview | bytes]:
+        buffers = self._encode(message)
+        self.nbytes += sum(len(b) for b in buffers)
+        return buffers
+
+    def _received(self, head: bytes, payload: Any) -> frames.Message:
+        message = self._decode(head, payload)
+        if message.kind in FROM_WAREHOUSES:
+            self.nbytes += len(head) + len(payload)
+        return message
+
+
+class Dock:
+    """`dock-shm`: both ranks on one node; `dock-ray`: each rank a node of its own whose warehouse is a process
+    that Ray places, TCP between the nodes."""
+
+    def __init__(self, name: str, rank: int, world: int, exchange: Callable[[Any], list[Any]]) -> None:
+        self._exchange, self._rank = exchange, rank
+        self._messages = Messages(both=name == "dock-ray")
+        columns = [ColumnSpec(c, _dtype(t), "token", True) for c, t in work.RAGGED.items()]
+        columns += [ColumnSpec(c, _dtype(t), "sample", False) for c, t in work.DENSE.items()]
+        columns += [ColumnSpec(c, torch.float32, "token", True) for c in work.STATES.values()]
+        states = [StateSpec(s, tuple(work.COLUMNS), (c,)) for s, c in work.STATES.items()]
+        states += [StateSpec("probe", work.PROBE, ())]
+        alone = name == "dock-shm"
+        states += [] if alone else [StateSpec("far", tuple(work.COLUMNS), ())]
+        self._member = Member(
+            columns,
+            states,
+            rank=rank,
+            world=world,
+            exchange=exchange,
+            node="" if alone else f"node-{rank}",
+            host="" if alone else "127.0.0.1",
+            ray=not alone,
+        )
+        self._dock = DistributedDock(columns, states, self._member.connections, leader=rank == 0, deadline=SECONDS)
+        self._buffers = Buffers()
+
+    def begin(self, epoch: int, samples: int) -> None:
+        """Open an epoch."""
+        self._epoch = epoch
+        self._dock.open(epoch, samples // work.MEMBERS, work.MEMBERS)
+
+    def pack(self, begin: int, packed: work.Packed) -> Rows:
+        """A batch in the dock's own container."""
+        columns = {c: _column(c, *packed[c]) for c in packed}
+        return Rows(self._ids(begin, begin + len(packed["row"][0])), columns)
+
+    def put(self, begin: int, rows: Rows) -> None:
+        """Commit a batch."""
+        self._dock.put(rows)
+
+    def get(self, state: str, batch: int) -> Lease | None:
+        """The next rows of a state, in this process's own memory."""
+        lease = self._dock.lease(state, max_rows=batch, deadline=SECONDS, into=self._buffers)
+        return lease if len(lease) else None
+
+    def own(self, lease: Lease) -> tuple[Lease, work.Packed]:
+        """What was read, as packed columns."""
+        return lease, _packed(lease.rows)
+
+    def write_back(self, lease: Lease, state: str, values: torch.Tensor, offsets: torch.Tensor) -> None:
+        """Commit the state's column and acknowledge."""
+        self._dock.commit(lease, Rows(lease.rows.ids, {work.STATES[state]: Ragged(values, offsets)}))
+
+    def get_far(self, begin: int, end: int) -> work.Packed:
+        """Exactly these rows."""
+        lease = self._dock.lease("far", ids=self._ids(begin, end), deadline=SECONDS, into=self._buffers)
+        self._dock.commit(lease)
+        return _packed(lease.rows)
+
+    def get_one(self) -> work.Packed:
+        """One row."""
+        self._lease = self._dock.lease("probe", max_rows=1, deadline=SECONDS)
+        return _packed(self._lease.rows)
+
+    def done_one(self) -> None:
+        """Acknowledge it."""
+        self._dock.commit(self._lease)
+
+    def end(self, epoch: int) -> None:
+        """Clear the epoch everywhere."""
+        self._exchange(None)
+        self._dock.clear(epoch)
+        self._exchange(None)
+
+    def moved(self) -> int:
+        """Bytes that left this process, and those it copied through shared memory."""
+        traffic = self._member.connections.traffic
+        local = (n for part in (traffic.read, traffic.written) for (*_, where), n in part.items() if where == "local")
+        return self._messages.nbytes + sum(local)
+
+    def close(self) -> None:
+        """Leave; the last one takes the memory along."""
+        self._exchange(None)
+        self._dock.close()
+
+    def _ids(self, begin: int, end: int) -> tuple[SampleId, ...]:
+        return tuple(SampleId(self._epoch, *divmod(i, work.MEMBERS)) for i in range(begin, end))
+
+
+def _dtype(kind: Any) -> torch.dtype:
+    return torch.from_numpy(work.np.empty(0, kind)).dtype
+
+
+def _column(name: str, values: Any, offsets: Any) -> Ragged | torch.Tensor:
+    packed = torch.from_numpy(values)
+    return Ragged(packed, torch.from_numpy(offsets)) if name in work.RAGGED else packed
+
+
+def _packed(rows: Rows) -> work.Packed:
+    return {
+        c: (v.values.numpy(), v.offsets.numpy()) if isinstance(v, Ragged) else (v.numpy(), work.np.arange(len(v) + 1))
+        for c, v in rows.columns.items()
+    }

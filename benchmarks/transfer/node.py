@@ -1,0 +1,110 @@
+"""One emulated node of `dock_scaling.py`: a process in a network namespace of its own, driven by JSON lines.
+
+    python node.py RANK ADDRESS
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Any
+
+import numpy as np
+import torch
+import work
+from worker import Pipe
+
+from mindspeed_rl_plugin.dock.api import ColumnSpec, StateSpec
+from mindspeed_rl_plugin.dock.distributed.cells import Buffers
+from mindspeed_rl_plugin.dock.distributed.client import DistributedDock
+from mindspeed_rl_plugin.dock.distributed.fleet import Member
+from mindspeed_rl_plugin.types import Ragged, Rows, SampleId
+
+SECONDS = 300.0
+BATCH = 64
+DTYPES = {name: torch.from_numpy(np.empty(0, kind)).dtype for name, kind in work.RAGGED.items()}
+
+
+def hashed(nodes: int) -> Any:
+    """Homes by a hash of the group: even over the nodes, regardless of who writes or reads it."""
+    return lambda epoch, groups: (np.arange(groups) * 2654435761 % 2**32 >> 7) % nodes
+
+
+def lengths_of(groups: int) -> np.ndarray:
+    """`[groups * members]` tokens, the same on every node."""
+    draw = np.random.default_rng(7)
+    prompts = np.repeat(draw.integers(64, 513, groups), work.MEMBERS)
+    return prompts + np.clip(draw.lognormal(np.log(650), 0.75, len(prompts)), 16, 2048).astype(np.int64)
+
+
+def link_bytes() -> int:
+    """Bytes over this node's link so far, the larger direction."""
+    with open("/proc/net/dev", encoding="ascii") as file:
+        fields = next(line for line in file if line.strip().startswith("eth0:")).split(":")[1].split()
+    return max(int(fields[0]), int(fields[8]))
+
+
+def flow(arm: str, rank: int, nodes: int, groups_a_node: int, address: str, exchange: Any) -> dict[str, float]:
+    """One iteration's sample flow seen from this node: put its rows, then four states read their share and write."""
+    columns = [ColumnSpec(c, t, "token", True) for c, t in DTYPES.items()]
+    columns += [ColumnSpec(c, torch.float32, "token", True) for c in work.STATES.values()]
+    states = [StateSpec(s, tuple(work.RAGGED), (c,)) for s, c in work.STATES.items()]
+    member = Member(
+        columns,
+        states,
+        rank=rank,
+        world=nodes,
+        exchange=exchange,
+        node=f"node-{rank}",
+        host=address,
+        homes=hashed(nodes) if arm == "hash padded" else None,
+        central=arm == "central padded",
+    )
+    net = member.connections
+    dock = DistributedDock(columns, states, net, consumer=rank, consumers=nodes, leader=rank == 0, deadline=SECONDS)
+    groups, buffers = groups_a_node * nodes, Buffers()
+    lengths = lengths_of(groups)
+    if arm != "local packed":
+        lengths[:] = lengths.max()
+    dock.open(0, groups, work.MEMBERS)
+    mine = range(rank * groups_a_node * work.MEMBERS, (rank + 1) * groups_a_node * work.MEMBERS)
+    batches = []
+    for begin in range(mine.start, mine.stop, BATCH):
+        part = range(begin, min(begin + BATCH, mine.stop))
+        offsets = torch.from_numpy(np.concatenate([[0], np.cumsum(lengths[part.start : part.stop])]))
+        ids = tuple(SampleId(0, *divmod(i, work.MEMBERS)) for i in part)
+        filled = {c: Ragged(torch.full((int(offsets[-1]),), rank + 1, dtype=t), offsets) for c, t in DTYPES.items()}
+        batches.append(Rows(ids, filled))
+    exchange(None)
+    begin, cpu, wire = time.perf_counter(), time.process_time(), link_bytes()
+    for rows in batches:
+        dock.put(rows)
+    rows_read = 0
+    for state, column in work.STATES.items():
+        while len(lease := dock.lease(state, max_rows=BATCH, deadline=SECONDS, into=buffers)):
+            tokens = lease.rows["tokens"]
+            for i, sample in enumerate(lease.rows.ids):  # whoever put it filled it with its rank
+                if int(tokens.row(i)[-1]) != sample.group // groups_a_node + 1:
+                    raise ValueError(f"{state}: row {sample} is not what was put")
+            rows_read += len(lease)
+            dock.commit(lease, Rows(lease.rows.ids, {column: Ragged(tokens.values.float(), tokens.offsets)}))
+    end = {"seconds": time.perf_counter() - begin, "cpu": time.process_time() - cpu}
+    exchange(None)  # others may still read from here
+    end["wire"] = link_bytes() - wire
+    remote = sum(n for part in (net.traffic.read, net.traffic.written) for (*_, w), n in part.items() if w == "remote")
+    dock.close()
+    return {**end, "rows": rows_read, "remote": remote}
+
+
+def main() -> None:
+    """Serve the driver; a node that takes no part in a run gets no command for it."""
+    torch.set_num_threads(1)
+    rank, address = int(sys.argv[1]), sys.argv[2]
+    pipe = Pipe()
+    pipe.send({"ready": True})
+    while command := pipe.receive():
+        pipe.send(flow(rank=rank, address=address, exchange=pipe.exchange, **command))
+
+
+if __name__ == "__main__":
+    main()

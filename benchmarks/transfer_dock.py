@@ -1,0 +1,265 @@
+"""How fast rows move through this project's dock, beside its peers and the machine's limit.
+
+    python benchmarks/transfer_dock.py --json OUT.json [--scale 0.1] [--arms dock-shm,ray] [--cases short/64]
+
+All arms run interleaved in one go, several times; figures are medians over the repeats. Two processes put half of the
+rows each, then four worker states one after the other read all rows in batches, shared by both processes, and write
+one column back. A get ends when every byte lies in contiguous tensors of the reader's own; all reads are compared by
+checksum outside the timed part. See README.md beside this file for the metrics.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import secrets
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import venv
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE / "transfer"))
+
+import work  # noqa: E402
+
+ARMS = ("dock-shm", "dock-ray", "transferqueue", "ray", "memcpy")
+CASES = ("short/64", "short/512", "long/64", "long/512")
+WORLD = 2
+UNITS = {
+    "put_mb_s": "MB/s",
+    "get_mb_s": "MB/s",
+    "view_get_mb_s": "MB/s",
+    "far_get_mb_s": "MB/s",
+    "write_back_mb_s": "MB/s",
+    "small_get_p50_ms": "ms",
+    "cpu_s_per_gb": "s/GB",
+    "bytes_ratio": "bytes moved / bytes of payload",
+}
+
+
+class Arm:
+    """The processes of one arm, driven in step."""
+
+    def __init__(self, name: str, python: Path) -> None:
+        self.name = name
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+        environment["PYTHONPATH"] = str(HERE.parent)
+        environment.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(32))
+        self._workers = [
+            subprocess.Popen(
+                [str(python), str(HERE / "transfer" / "worker.py"), name, str(rank), str(WORLD)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                env=environment,
+            )
+            for rank in range(WORLD)
+        ]
+        self._replies()
+
+    def do(self, command: str, **parameters: Any) -> list[dict[str, Any]]:
+        """All workers do the same at the same time; their replies."""
+        self._send([{"do": command, **parameters}] * WORLD)
+        return self._replies()
+
+    def cpu(self) -> float:
+        """Seconds of processor time of all processes of the arm so far."""
+        return sum(cpu_seconds(w.pid) for w in self._workers)
+
+    def close(self) -> None:
+        """End the workers."""
+        self.do("close")
+        for worker in self._workers:
+            worker.stdin.close()
+            worker.wait(60)
+
+    def kill(self) -> None:
+        """End the workers, whatever they do."""
+        for worker in self._workers:
+            worker.kill()
+
+    def _send(self, messages: Sequence[dict[str, Any]]) -> None:
+        for worker, message in zip(self._workers, messages, strict=True):
+            worker.stdin.write(json.dumps(message) + "\n")
+            worker.stdin.flush()
+
+    def _replies(self) -> list[dict[str, Any]]:
+        """One reply a worker, after as many exchanges among them as they like."""
+        while True:
+            lines = [w.stdout.readline() for w in self._workers]
+            if not all(lines):
+                raise RuntimeError(f"arm {self.name}: a worker ended; see its message above")
+            found = [json.loads(line) for line in lines]
+            if not all("exchange" in f for f in found):
+                return found
+            self._send([{"gathered": [f["exchange"] for f in found]}] * WORLD)
+
+
+def cpu_seconds(pid: int) -> float:
+    """User and system time of a process and all that descend from it."""
+    ticks, children = {}, {}
+    for entry in os.scandir("/proc"):
+        if entry.name.isdigit():
+            try:
+                with open(f"/proc/{entry.name}/stat", encoding="utf-8") as file:
+                    fields = file.read().rpartition(")")[2].split()
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+            ticks[int(entry.name)] = int(fields[11]) + int(fields[12])
+            children.setdefault(int(fields[1]), []).append(int(entry.name))
+    total, todo = 0, [pid]
+    while todo:
+        one = todo.pop()
+        total += ticks.get(one, 0)
+        todo += children.get(one, [])
+    return total / os.sysconf("SC_CLK_TCK")
+
+
+def rate(replies: Sequence[dict[str, Any]], nbytes: str = "bytes", seconds: str = "seconds") -> float:
+    """MB/s of all workers together: each one's own rate while all of them work."""
+    return sum(r[nbytes] / r[seconds] for r in replies if r[seconds]) / 1e6
+
+
+def measure(arm: Arm, directory: Path, batch: int, samples: int) -> dict[str, float]:
+    """One pass of a case through an arm: metric -> value."""
+    arm.do("load", directory=str(directory))
+    arm.do("put", batch=batch)  # a pass that is not counted: memory and connections as in mid-training
+    for name in work.STATES:
+        arm.do("state", name=name)
+    arm.do("clear")
+    cpu = arm.cpu()
+    puts = arm.do("put", batch=batch)
+    states = [arm.do("state", name=name) for name in work.STATES]
+    cpu = arm.cpu() - cpu
+    gets = [reply for replies in states for reply in replies]
+    for replies in states:
+        if (seen := sum(r["rows"] for r in replies)) != samples:
+            raise RuntimeError(f"arm {arm.name}: a state saw {seen} of {samples} rows")
+    per_rank = [{k: sum(s[r][k] for s in states) for k in states[0][r]} for r in range(WORLD)]
+    payload = sum(p["bytes"] for p in puts) + sum(g["bytes"] + g["written"] for g in gets)
+    out = {
+        "put_mb_s": rate(puts),
+        "get_mb_s": rate(per_rank),
+        "write_back_mb_s": rate(per_rank, "written", "write_seconds"),
+        "cpu_s_per_gb": (cpu - sum(g["check_cpu"] for g in gets)) / (payload / 1e9),
+        "bytes_ratio": (sum(p["moved"] for p in puts) + sum(g["moved"] for g in gets)) / payload,
+        "small_get_p50_ms": statistics.median(t for r in arm.do("probe") for t in r["times"]),
+    }
+    if arm.name == "ray":
+        out["view_get_mb_s"] = rate(per_rank, "bytes", "view_seconds")
+    if arm.name == "dock-ray":
+        out["far_get_mb_s"] = rate(arm.do("far"))
+    arm.do("clear")
+    return out
+
+
+def interpreter(name: str) -> Path:
+    """Python of an arm: this one, but for TransferQueue one with its package, in an environment of the benchmark's own
+    that sees everything installed here. Raises CalledProcessError where the package cannot be had."""
+    if name != "transferqueue":
+        return Path(sys.executable)
+    place = HERE / ".venv"
+    python = place / "bin" / "python"
+    inherited = [p for p in sys.path if p.endswith("site-packages")]
+    if not (place / "ready").exists():
+        venv.create(place, with_pip=True, clear=True)
+        own = next(place.glob("lib/python*/site-packages"))
+        (own / "inherited.pth").write_text("\n".join(inherited) + "\n")
+        install = [str(python), "-m", "pip", "install", "--quiet", "--no-deps", "-r", str(HERE / "requirements.txt")]
+        subprocess.run(install, check=True, timeout=600)
+        (place / "ready").touch()
+    return python
+
+
+@contextmanager
+def cases(names: Sequence[str], scale: float) -> Iterator[dict[str, Path]]:
+    """Directories with the rows of each kind of case, in memory where there is room for such files."""
+    root = "/dev/shm" if os.path.isdir("/dev/shm") else None
+    with tempfile.TemporaryDirectory(prefix="transfer-dock-", dir=root) as directory:
+        found = {}
+        samples = max(int(work.SAMPLES * scale) // (WORLD * work.MEMBERS), 1) * WORLD * work.MEMBERS
+        for kind in dict.fromkeys(name.split("/")[0] for name in names):
+            found[kind] = Path(directory) / kind
+            nbytes = work.make(found[kind], samples, work.FACTORS[kind])
+            print(f"{kind}: {samples} samples, {nbytes / 1e6:.1f} MB", file=sys.stderr)
+        yield found
+
+
+def run(names: Sequence[str], chosen: Sequence[str], repeats: int, scale: float) -> Iterator[list[dict[str, Any]]]:
+    """Rows of the result after each repeat: medians of every arm, case and metric so far."""
+    seen: dict[tuple[str, str, str], list[float]] = {}
+    pythons = {}
+    for name in names:
+        try:
+            pythons[name] = interpreter(name)
+        except subprocess.CalledProcessError as error:
+            print(f"arm {name} is left out: {error}", file=sys.stderr)
+    with cases(chosen, scale) as directories:
+        samples = len(work.load(next(iter(directories.values()))).checks["row"])
+        for repeat in range(repeats):
+            order = list(pythons)[repeat % len(pythons) :] + list(pythons)[: repeat % len(pythons)]
+            for name in order:
+                arm = Arm(name, pythons[name])
+                try:
+                    for case in chosen:
+                        kind, batch = case.split("/")
+                        for metric, value in measure(arm, directories[kind], int(batch), samples).items():
+                            seen.setdefault((name, case, metric), []).append(value)
+                        done = {m: round(v[-1], 3) for (a, c, m), v in seen.items() if (a, c) == (name, case)}
+                        print(f"{repeat + 1}/{repeats} {name} {case} {done}", file=sys.stderr, flush=True)
+                    arm.close()
+                finally:
+                    arm.kill()
+            yield [
+                {"arm": arm, "case": case, "metric": metric, "value": statistics.median(v), "unit": UNITS[metric]}
+                for (arm, case, metric), v in seen.items()
+            ]
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """The result as a Markdown table, a line an arm and case."""
+    metrics = [m for m in UNITS if any(r["metric"] == m for r in rows)]
+    value = {(r["arm"], r["case"], r["metric"]): r["value"] for r in rows}
+    lines = [f"| case | arm | {' | '.join(metrics)} |", f"|---|---|{'---|' * len(metrics)}"]
+    for case in dict.fromkeys(r["case"] for r in rows):
+        for arm in ARMS:
+            if any(a == arm and c == case for a, c, _ in value):
+                cells = [f"{value[arm, case, m]:.4g}" if (arm, case, m) in value else "" for m in metrics]
+                lines.append(f"| {case} | {arm} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Measure, print the table, write the JSON."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--json", type=Path, required=True, help="file for the rows {arm, case, metric, value, unit}")
+    parser.add_argument("--arms", default=",".join(ARMS), help="which to run, default %(default)s")
+    parser.add_argument("--cases", default=",".join(CASES), help="samples/batch, default %(default)s")
+    parser.add_argument("--repeats", type=int, default=5, help="passes of each arm, default %(default)s")
+    parser.add_argument("--scale", type=float, default=1.0, help="part of the 4096 samples, default %(default)s")
+    args = parser.parse_args()
+    names, chosen = args.arms.split(","), args.cases.split(",")
+    for given, known in ((names, ARMS), (chosen, CASES)):
+        if unknown := set(given) - set(known):
+            parser.error(f"{sorted(unknown)} unknown; known: {', '.join(known)}")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # or the rows would stay in /dev/shm
+    before = os.getloadavg()[0]
+    for rows in run(names, chosen, args.repeats, args.scale):
+        args.json.write_text(json.dumps(rows, indent=1) + "\n")
+    print(table(rows))
+    now = datetime.datetime.now().strftime("%Y-%m-%d %H:%M")
+    load = f"load {before:.1f} before and {os.getloadavg()[0]:.1f} after"
+    print(f"{now}, {os.cpu_count()} cores, {load}, median of {args.repeats}, scale {args.scale:g}")
+
+
+if __name__ == "__main__":
+    main()
