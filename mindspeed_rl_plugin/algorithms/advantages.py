@@ -1,8 +1,9 @@
 """Advantage estimators: from the rewards of whole groups to one number a sample or a token.
 
-Every estimator takes a `RewardBatch` and `eps` and returns `[B]` (the same advantage on every trained
+Every estimator takes a `RewardBatch` and `Settings` and returns `[B]` (the same advantage on every trained
 token of the sample) or a `Ragged` aligned with the tokens. Groups are told apart by their id and
-never by position: rows may be filtered, balanced, or arrive in any order.
+never by position: rows may be filtered, balanced, or arrive in any order. Sums are taken in float64, so
+that the order of the rows cannot be seen in a float32 result.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from mindspeed_rl_plugin.algorithms.rewards import row_sums, token_rewards
 from mindspeed_rl_plugin.types import Ragged, SampleId
 
 
@@ -21,12 +23,16 @@ class RewardBatch:
     """What an estimator may read. Every group in it must be whole.
 
     rewards: `[B]` outcome reward of each response; groups: `[B]` int64, equal for the responses of
-    one prompt; loss_mask: ragged `[L]` uint8 a sample, or None where an estimator does not need it.
+    one prompt; loss_mask: ragged `[L]` uint8 a sample, or None where an estimator does not need it;
+    kl_cost: ragged `[L]`, reward taken from each trained token for its KL to the reference, None where it is
+    no part of the reward; values: ragged `[L]`, the critic's value before each token, None without one.
     """
 
     rewards: Tensor
     groups: Tensor
     loss_mask: Ragged | None = None
+    kl_cost: Ragged | None = None
+    values: Ragged | None = None
 
     def __post_init__(self) -> None:
         if self.rewards.dim() != 1 or self.rewards.shape != self.groups.shape:
@@ -41,29 +47,126 @@ class RewardBatch:
                 f"{len(self.rewards)}) is not finite; the grader must return a finite number"
             )
 
+    def outcome(self) -> Tensor:
+        """`[B]` float64, R of each response: its reward, less its KL cost summed over tokens."""
+        rewards = self.rewards.double()
+        return rewards if self.kl_cost is None else rewards - row_sums(self.kl_cost)
 
-Estimator = Callable[..., "Tensor | Ragged"]
+    def token_rewards(self) -> Ragged:
+        """Ragged `[L]` float64: R on the last trained token, less each token's KL cost."""
+        return token_rewards(self.rewards, self.loss_mask, self.kl_cost)
 
 
-def group_norm(batch: RewardBatch, eps: float) -> Tensor:
+@dataclass(frozen=True)
+class Settings:
+    """eps: added to a group's standard deviation; gamma: discount a token; lam: lambda of GAE."""
+
+    eps: float = 1e-6
+    gamma: float = 1.0
+    lam: float = 1.0
+
+
+def group_norm(batch: RewardBatch, settings: Settings) -> Tensor:
     """GRPO: `(R - mean_g) / (std_g + eps)`, sample standard deviation over the group.
 
     Returns `[B]` float32. A group of one response, or one whose rewards are all equal, gives exactly 0.
-    Computed in float64, so that the order of the rows cannot be seen in the result at float32.
     Source: DeepSeekMath, arXiv 2402.03300, section 4.1.2.
     """
-    rewards = batch.rewards.double()
-    names, member = batch.groups.unique(return_inverse=True)
-    count = torch.bincount(member, minlength=names.numel()).double()
-    centred = rewards - _group_sum(rewards, member, names.numel())[member] / count[member]
-    variance = _group_sum(centred.square(), member, names.numel()) / (count - 1).clamp(min=1)
-    normed = centred / (variance.sqrt()[member] + eps)
-    # Rounding leaves a mean of equal rewards a hair beside them, which a small eps would blow up.
-    return torch.where(_all_equal(rewards, member, names.numel())[member], 0.0, normed).float()
+    groups = _Groups(batch)
+    variance = groups.sum(groups.centred.square()) / (groups.count - 1).clamp(min=1)
+    # Not 0 / 0 where the rewards are equal and eps is 0.
+    return torch.where(
+        groups.centred == 0, 0.0, groups.centred / (variance.sqrt()[groups.member] + settings.eps)
+    ).float()
 
 
-ADVANTAGES: dict[str, Estimator] = {
-    "group-norm": group_norm,
+def group_mean(batch: RewardBatch, settings: Settings) -> Tensor:
+    """Dr.GRPO: `R - mean_g`, no division by the standard deviation.
+
+    Returns `[B]` float32, exactly 0 for a group of one response or of equal rewards.
+    Source: arXiv 2503.20783, section 3.2.
+    """
+    return _Groups(batch).centred.float()
+
+
+def rloo(batch: RewardBatch, settings: Settings) -> Tensor:
+    """RLOO: R less the mean of the other responses of the prompt, `(R - mean_g) * N / (N - 1)`.
+
+    Returns `[B]` float32. Raises ValueError for a group of one response, which has no others.
+    Source: arXiv 2402.14740.
+    """
+    groups = _Groups(batch)
+    if bool((groups.count < 2).any()):
+        raise ValueError(
+            "advantage 'rloo' compares a response with the others of its prompt; a group has one response, draw at "
+            "least 2 (--rl-samples-per-prompt)"
+        )
+    return (groups.centred * (groups.count / (groups.count - 1))[groups.member]).float()
+
+
+def reinforce_plus_plus(batch: RewardBatch, settings: Settings) -> Ragged:
+    """REINFORCE++: discounted sum of the token rewards from a token on, `A_t = rho_t + gamma * A_{t+1}`.
+
+    Needs `loss_mask`. Masked tokens take no step of the discount. Returns ragged `[L]` float64, 0 where the
+    mask is 0; to be whitened over the global batch (`whiten`). Source: arXiv 2501.03262.
+    """
+    return _backwards(batch.token_rewards(), batch.loss_mask, settings.gamma)
+
+
+def reinforce_baseline(batch: RewardBatch, settings: Settings) -> Tensor:
+    """REINFORCE++-baseline: `R - mean_g`, to be whitened over the trained tokens of the global batch.
+
+    Returns `[B]` float64. Source: arXiv 2501.03262.
+    """
+    return _Groups(batch).centred
+
+
+def gae(batch: RewardBatch, settings: Settings) -> Ragged:
+    """PPO: `delta_t = rho_t + gamma * V_{t+1} - V_t`, `A_t = delta_t + gamma * lambda * A_{t+1}`.
+
+    Needs `loss_mask` and `values`. Between two trained tokens masked ones carry V and A across; after the last V is
+    0. Returns ragged `[L]` float64, 0 where the mask is 0, to be whitened over the global batch; the critic
+    learns `returns` of them as they are here. Source: GAE, arXiv 1506.02438, Eq. 16; PPO, arXiv 1707.06347, Eq. 11.
+    """
+    if batch.values is None:
+        raise ValueError("advantage 'gae' needs the critic's values of every token, and there are none")
+    trained = batch.loss_mask.values.bool()
+    rows = _rows(batch.loss_mask)[trained]
+    values = batch.values.values.double()[trained]
+    follows = torch.zeros_like(values)
+    follows[:-1] = torch.where(rows[1:] == rows[:-1], values[1:], 0.0)
+    delta = torch.zeros_like(batch.loss_mask.values, dtype=torch.float64)
+    delta[trained] = batch.token_rewards().values[trained] + settings.gamma * follows - values
+    return _backwards(Ragged(delta, batch.loss_mask.offsets), batch.loss_mask, settings.gamma * settings.lam)
+
+
+def returns(advantages: Ragged, values: Ragged, loss_mask: Ragged) -> Ragged:
+    """What the critic learns: `A_t + V_t` with the advantages before whitening, ragged `[L]` float64.
+
+    Source: PPO, arXiv 1707.06347, section 5.
+    """
+    return Ragged((advantages.values + values.values.double()) * loss_mask.values.bool(), loss_mask.offsets)
+
+
+@dataclass(frozen=True)
+class AdvantageSpec:
+    """An estimator. per_token: it returns a `Ragged`; whitened: its result is whitened over the global batch;
+    members: fewest responses of a prompt that it can compare; critic: it needs values."""
+
+    function: Callable[[RewardBatch, Settings], Tensor | Ragged]
+    per_token: bool = False
+    whitened: bool = False
+    members: int = 2
+    critic: bool = False
+
+
+ADVANTAGES: dict[str, AdvantageSpec] = {
+    "group-norm": AdvantageSpec(group_norm),
+    "group-mean": AdvantageSpec(group_mean),
+    "rloo": AdvantageSpec(rloo),
+    "reinforce++": AdvantageSpec(reinforce_plus_plus, per_token=True, whitened=True, members=1),
+    "reinforce++-baseline": AdvantageSpec(reinforce_baseline, whitened=True),
+    "gae": AdvantageSpec(gae, per_token=True, whitened=True, members=1, critic=True),
 }
 
 
@@ -84,12 +187,44 @@ def spread(advantages: Tensor, loss_mask: Ragged) -> Ragged:
     return Ragged(values, loss_mask.offsets)
 
 
-def _group_sum(values: Tensor, member: Tensor, groups: int) -> Tensor:
-    return values.new_zeros(groups).index_add_(0, member, values)
+class _Groups:
+    """Outcome rewards by group. member: `[B]`, number of each row's group; count: `[groups]` float64 rows of each;
+    centred: `[B]` float64, R less its group's mean."""
+
+    def __init__(self, batch: RewardBatch) -> None:
+        outcome = batch.outcome()
+        names, self.member = batch.groups.unique(return_inverse=True)
+        self.count = torch.bincount(self.member, minlength=names.numel()).double()
+        centred = outcome - (self.sum(outcome) / self.count)[self.member]
+        # Rounding leaves a mean of equal rewards a hair beside them, which a small eps would blow up.
+        self.centred = torch.where(all_equal(outcome, self.member, names.numel())[self.member], 0.0, centred)
+
+    def sum(self, values: Tensor) -> Tensor:
+        """`[groups]` sum of `values` `[B]` over each group."""
+        return values.new_zeros(self.count.numel()).index_add_(0, self.member, values)
 
 
-def _all_equal(values: Tensor, member: Tensor, groups: int) -> Tensor:
-    """`[groups]` bool: whether the group's values are one and the same number."""
+def all_equal(values: Tensor, member: Tensor, groups: int) -> Tensor:
+    """`[groups]` bool: whether the values `[B]` of each group are one and the same number; member: `[B]` int64."""
     low = values.new_empty(groups).scatter_reduce_(0, member, values, "amin", include_self=False)
     high = values.new_empty(groups).scatter_reduce_(0, member, values, "amax", include_self=False)
     return low == high
+
+
+def _rows(column: Ragged) -> Tensor:
+    """`[T]` int64, row of each entry."""
+    return torch.arange(len(column)).repeat_interleave(column.lengths.cpu()).to(column.values.device)
+
+
+def _backwards(column: Ragged, loss_mask: Ragged, factor: float) -> Ragged:
+    """`y_t = x_t + factor * y_{t+1}` over the trained tokens of each row, from its end; 0 on masked tokens."""
+    trained = loss_mask.values.bool()
+    counts = row_sums(Ragged(trained, loss_mask.offsets)).long()
+    offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+    width = int(counts.max()) if len(counts) else 0
+    steps = Ragged(column.values.double()[trained], offsets).padded(width)
+    for t in range(width - 2, -1, -1):
+        steps[:, t] += factor * steps[:, t + 1]
+    out = torch.zeros_like(column.values, dtype=torch.float64)
+    out[trained] = steps[torch.arange(width) < counts[:, None]]
+    return Ragged(out, column.offsets)

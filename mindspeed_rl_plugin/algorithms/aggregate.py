@@ -28,22 +28,22 @@ class Totals:
 
 
 def token_mean(counts: Tensor, totals: Totals) -> Tensor:
-    """Sum of all token losses / number of trained tokens (DAPO, arXiv 2503.14476, Eq. 8)."""
+    """Sum of all token losses / number of trained tokens. Source: DAPO, arXiv 2503.14476, Eq. 8."""
     return torch.full_like(counts, 1.0 / max(totals.tokens, 1))
 
 
 def seq_mean_token_mean(counts: Tensor, totals: Totals) -> Tensor:
-    """Mean over sequences of each sequence's mean over its tokens (GRPO, arXiv 2402.03300, Eq. 3)."""
+    """Mean over sequences of each sequence's mean over its tokens. Source: GRPO, arXiv 2402.03300, Eq. 3."""
     return 1.0 / (counts.clamp(min=1) * max(totals.sequences, 1))
 
 
 def seq_mean_token_sum(counts: Tensor, totals: Totals) -> Tensor:
-    """Mean over sequences of each sequence's sum (RLOO, arXiv 2402.14740)."""
+    """Mean over sequences of each sequence's sum. Source: RLOO, arXiv 2402.14740."""
     return torch.full_like(counts, 1.0 / max(totals.sequences, 1))
 
 
 def token_sum_norm(counts: Tensor, totals: Totals) -> Tensor:
-    """Sum / (sequences x a constant length) (Dr.GRPO, arXiv 2503.20783, section 3.2)."""
+    """Sum / (sequences x a constant length). Source: Dr.GRPO, arXiv 2503.20783, section 3.2."""
     if not totals.norm_length:
         raise ValueError(
             f"aggregation 'token-sum-norm' divides by a constant length; got norm_length={totals.norm_length}, "

@@ -1,10 +1,9 @@
 """KL of the policy to the frozen reference, estimated from the log-probs of sampled tokens.
 
-With `x = logp_ref - logp`, all estimate KL(policy || reference). Source: J. Schulman,
-"Approximating KL divergence", 2020. Their values agree in expectation; as terms of a loss their
-gradients do not: that of k1 has mean zero, that of k3 belongs to KL(reference || policy), and only
-that of k2 is the gradient of KL(policy || reference). `k3-unbiased` has the value of k3 and the
-gradient of k2.
+With `x = logp_ref - logp`, all estimate KL(policy || reference). Their values agree in expectation (that of k2
+nearly); as terms of a loss their gradients do not: that of k1 has mean zero, that of k3 belongs to
+KL(reference || policy), and only that of k2 is the gradient of KL(policy || reference). `k3-unbiased` has the value
+of k3 and the gradient of k2.
 """
 
 from __future__ import annotations
@@ -19,24 +18,24 @@ K3_LIMIT = 10.0
 
 
 def k1(logp: Tensor, logp_ref: Tensor) -> Tensor:
-    """`-x`, `[T]`."""
+    """`-x`, `[T]`. Source: J. Schulman, "Approximating KL divergence", 2020."""
     return -_gap(logp, logp_ref)
 
 
 def k2(logp: Tensor, logp_ref: Tensor) -> Tensor:
-    """`x^2 / 2`, `[T]`."""
+    """`x^2 / 2`, `[T]`. Source: J. Schulman, "Approximating KL divergence", 2020."""
     return 0.5 * _gap(logp, logp_ref).square()
 
 
 def k3(logp: Tensor, logp_ref: Tensor) -> Tensor:
-    """`exp(x) - x - 1`, `[T]`, never negative; the value is capped at 10."""
+    """`exp(x) - x - 1`, `[T]`, at most 10. Source: J. Schulman, "Approximating KL divergence", 2020."""
     gap = _gap(logp, logp_ref)
     # expm1 keeps the small values that exp(x) - 1 would round away.
     return (torch.expm1(gap) - gap).clamp(max=K3_LIMIT)
 
 
 def k3_unbiased(logp: Tensor, logp_ref: Tensor) -> Tensor:
-    """Value of k3, gradient of k2, `[T]`."""
+    """Value of k3, gradient of k2, `[T]`. Source: arXiv 2506.09477; verl, kl_penalty ("k3+")."""
     pull = k2(logp, logp_ref)
     return k3(logp, logp_ref).detach() + pull - pull.detach()
 

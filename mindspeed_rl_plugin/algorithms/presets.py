@@ -5,124 +5,202 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from torch import Tensor
-
-from mindspeed_rl_plugin.algorithms.advantages import ADVANTAGES, RewardBatch
-from mindspeed_rl_plugin.algorithms.aggregate import AGGREGATIONS, Totals, sequence_weights
+from mindspeed_rl_plugin.algorithms.advantages import ADVANTAGES
+from mindspeed_rl_plugin.algorithms.aggregate import AGGREGATIONS
+from mindspeed_rl_plugin.algorithms.algorithm import Algorithm
+from mindspeed_rl_plugin.algorithms.corrections import CORRECTIONS, LEVELS
 from mindspeed_rl_plugin.algorithms.kl import KL_ESTIMATORS
-from mindspeed_rl_plugin.algorithms.losses import LOSSES, Bounds, PolicyTerms, TrainedTokens
-from mindspeed_rl_plugin.config import AlgorithmConfig
-from mindspeed_rl_plugin.types import Ragged
+from mindspeed_rl_plugin.algorithms.losses import LOSSES, Bounds
+from mindspeed_rl_plugin.algorithms.pairs import PAIR_LOSSES, PairOptions
+from mindspeed_rl_plugin.algorithms.selection import FILTRATIONS
+from mindspeed_rl_plugin.config import AlgorithmConfig, flag_name
+
+PAIRS = "pairs"  # stands for the advantage and the aggregation of DPO, which has pairs instead
 
 
 @dataclass(frozen=True)
 class Preset:
-    """One row: names of the parts, and the weight of the KL to the reference in the loss."""
+    """One row: names of the parts, the weights of the KL to the reference, and where each choice is from.
 
-    advantage: str
-    loss: str
-    aggregation: str
-    kl_loss_coef: float
-    kl_estimator: str = "k3"
-
-
-ALGORITHMS: dict[str, Preset] = {
-    "grpo": Preset("group-norm", "clip", "seq-mean-token-mean", kl_loss_coef=0.001),
-}
-
-
-@dataclass(frozen=True)
-class Algorithm:
-    """An algorithm with every part chosen, as `resolve` returns it.
-
-    Fields are those of `AlgorithmConfig`, none of them None but `dual_clip` (None: off).
+    overlong: share of the response limit over which DAPO's penalty on length rises, 0: none; filtration:
+    a name in `FILTRATIONS`, or none.
     """
 
-    name: str
     advantage: str
     loss: str
     aggregation: str
-    clip_low: float
-    clip_high: float
-    dual_clip: float | None
-    kl_loss_coef: float
-    kl_estimator: str
-    entropy_coef: float
-    advantage_eps: float
-    ppo_epochs: int
+    source: str
+    kl_loss_coef: float = 0.0
+    kl_reward_coef: float = 0.0
+    overlong: float = 0.0
+    dynamic_sampling: bool = False
+    filtration: str = "none"
+    kl_estimator: str = "k3"
+    kl_reward_estimator: str = "k1"
 
-    @property
-    def needs_reference(self) -> bool:
-        """Whether log-probs under the frozen reference are needed at all."""
-        return self.kl_loss_coef != 0.0
 
-    def advantages(self, batch: RewardBatch) -> Tensor | Ragged:
-        """Advantages of whole groups: `[B]`, or ragged `[L]` where the estimator tells tokens apart."""
-        return ADVANTAGES[self.advantage](batch, eps=self.advantage_eps)
-
-    def policy_terms(self, tokens: TrainedTokens) -> PolicyTerms:
-        """Policy loss, ratio and clip of each trained token, `[T]`."""
-        return LOSSES[self.loss].function(tokens, Bounds(self.clip_low, self.clip_high, self.dual_clip))
-
-    def kl(self, logp: Tensor, logp_ref: Tensor) -> Tensor:
-        """KL to the reference at each trained token, `[T]`."""
-        return KL_ESTIMATORS[self.kl_estimator](logp, logp_ref)
-
-    def weights(self, counts: Tensor, totals: Totals) -> Tensor:
-        """Weight of a trained token of each sequence, `[B]` float64, from its trained tokens `counts` `[B]`."""
-        return sequence_weights(self.aggregation, counts, totals)
+_PPO_KL = "KL coefficient: verl"
+ALGORITHMS: dict[str, Preset] = {
+    "ppo": Preset(
+        "gae", "clip", "token-mean", f"arXiv 1707.06347, for language 2203.02155; {_PPO_KL}", kl_reward_coef=0.001
+    ),
+    "grpo": Preset("group-norm", "clip", "seq-mean-token-mean", "arXiv 2402.03300", kl_loss_coef=0.001),
+    "dapo": Preset("group-norm", "clip-higher", "token-mean", "arXiv 2503.14476", overlong=0.2, dynamic_sampling=True),
+    "pf-ppo": Preset(
+        "gae", "clip", "token-mean", f"arXiv 2409.06957; {_PPO_KL}", kl_reward_coef=0.001, filtration="best-worst"
+    ),
+    "dr-grpo": Preset("group-mean", "clip", "token-sum-norm", "arXiv 2503.20783"),
+    "rloo": Preset(
+        "rloo", "reinforce", "seq-mean-token-sum", "arXiv 2402.14740; KL coefficient: TRL", kl_reward_coef=0.05
+    ),
+    "reinforce++": Preset(
+        "reinforce++", "clip", "token-mean", "arXiv 2501.03262; KL coefficient: OpenRLHF", kl_reward_coef=0.01
+    ),
+    "gspo": Preset("group-norm", "gspo", "seq-mean-token-mean", "arXiv 2507.18071"),
+    "cispo": Preset("group-norm", "cispo", "token-mean", "arXiv 2506.13585"),
+    "dpo": Preset(PAIRS, "dpo", PAIRS, "arXiv 2305.18290"),
+}
 
 
 def resolve(config: AlgorithmConfig) -> Algorithm:
     """Fill every part that the user left open from the preset, and check the result.
 
     An explicit flag always wins. Bounds follow the loss that is really used. Raises ValueError for an
-    unknown name (listing the known ones) and for a value outside its range.
+    unknown name (listing the known ones), for a value outside its range, and for flags that contradict each other.
     """
-    preset = ALGORITHMS[_known("--rl-algorithm", config.algorithm, ALGORITHMS)]
-    loss = _known("--rl-loss", _given(config.loss, preset.loss), LOSSES)
-    spec = LOSSES[loss]
+    preset = ALGORITHMS[_known("algorithm", config.algorithm, ALGORITHMS)]
+    if preset.advantage == PAIRS:
+        _refuse_parts_of_pairs(config)
+        loss, advantage, aggregation = preset.loss, preset.advantage, preset.aggregation
+    else:
+        loss = _known("loss", _given(config.loss, preset.loss), LOSSES)
+        advantage = _known("advantage", _given(config.advantage, preset.advantage), ADVANTAGES)
+        aggregation = _known("aggregation", _given(config.aggregation, preset.aggregation), AGGREGATIONS)
+    correction = CORRECTIONS[_known("correction", config.correction, CORRECTIONS)]
+    _check_bounds_of_loss(config, loss)
     algorithm = Algorithm(
         name=str(config.algorithm),
-        advantage=_known("--rl-advantage", _given(config.advantage, preset.advantage), ADVANTAGES),
+        advantage=advantage,
         loss=loss,
-        aggregation=_known("--rl-aggregation", _given(config.aggregation, preset.aggregation), AGGREGATIONS),
-        clip_low=_given(config.clip_low, spec.clip_low),
-        clip_high=_given(config.clip_high, spec.clip_high),
-        dual_clip=config.dual_clip,
+        aggregation=aggregation,
+        bounds=_bounds(config, loss),
         kl_loss_coef=_given(config.kl_loss_coef, preset.kl_loss_coef),
-        kl_estimator=_known("--rl-kl-estimator", _given(config.kl_estimator, preset.kl_estimator), KL_ESTIMATORS),
+        kl_estimator=_known("kl_estimator", _given(config.kl_estimator, preset.kl_estimator), KL_ESTIMATORS),
+        kl_reward_coef=_given(config.kl_reward_coef, preset.kl_reward_coef),
+        kl_reward_estimator=_known(
+            "kl_reward_estimator", _given(config.kl_reward_estimator, preset.kl_reward_estimator), KL_ESTIMATORS
+        ),
         entropy_coef=config.entropy_coef,
         advantage_eps=config.advantage_eps,
+        gamma=config.gamma,
+        gae_lambda=config.gae_lambda,
+        value_clip=config.value_clip,
+        correction=config.correction,
+        correction_level=_known("correction_level", config.correction_level, LEVELS),
+        correction_low=_given(config.correction_low, correction.low),
+        correction_high=_given(config.correction_high, correction.high),
+        overlong_buffer=config.overlong_buffer,
+        overlong_share=preset.overlong,
+        overlong_penalty=config.overlong_penalty,
+        dynamic_sampling=_given(config.dynamic_sampling, preset.dynamic_sampling),
+        filtration=_known("filtration", _given(config.filtration, preset.filtration), ("none", *FILTRATIONS)),
+        filtration_power=config.filtration_power,
+        filtration_whole_batch=config.filtration_whole_batch,
+        dpo_loss=_known("dpo_loss", config.dpo_loss, PAIR_LOSSES),
+        pairs=PairOptions(config.dpo_beta, config.dpo_label_smoothing, config.dpo_length_norm),
         ppo_epochs=config.ppo_epochs,
     )
-    _check(algorithm, dual=spec.dual)
+    _check_numbers(config, algorithm)
     return algorithm
 
 
-def _check(algorithm: Algorithm, *, dual: bool) -> None:
-    for flag in ("clip_low", "clip_high", "kl_loss_coef", "entropy_coef", "advantage_eps"):
-        value = getattr(algorithm, flag)
+def _bounds(config: AlgorithmConfig, loss: str) -> Bounds:
+    spec = LOSSES.get(loss)
+    if spec is None:
+        return Bounds()
+    return Bounds(
+        low=_given(config.clip_low, spec.clip_low or 0.0),
+        high=_given(config.clip_high, spec.clip_high or 0.0),
+        dual=config.dual_clip,
+        tau_positive=_given(config.sapo_tau_positive, Bounds.tau_positive),
+        tau_negative=_given(config.sapo_tau_negative, Bounds.tau_negative),
+    )
+
+
+def _refuse_parts_of_pairs(config: AlgorithmConfig) -> None:
+    """DPO is no row of exchangeable parts: it draws nothing and compares pairs that are given."""
+    for name in ("advantage", "loss", "aggregation", "filtration", "dynamic_sampling", "overlong_buffer"):
+        if getattr(config, name) is not None:
+            raise ValueError(
+                f"{flag_name(name)} {getattr(config, name)} has no meaning for --rl-algorithm dpo, which learns from "
+                f"given pairs by {flag_name('dpo_loss')} {config.dpo_loss}; remove it"
+            )
+
+
+def _check_bounds_of_loss(config: AlgorithmConfig, loss: str) -> None:
+    """A bound that the loss does not know would be ignored without a word."""
+    knows = {
+        "clip_low": lambda spec: spec.clip_low is not None,
+        "clip_high": lambda spec: spec.clip_high is not None,
+        "dual_clip": lambda spec: spec.dual,
+        "sapo_tau_positive": lambda spec: spec.gate,
+        "sapo_tau_negative": lambda spec: spec.gate,
+    }
+    for name, known in knows.items():
+        value = getattr(config, name)
+        if value is not None and not (loss in LOSSES and known(LOSSES[loss])):
+            raise ValueError(
+                f"{flag_name(name)} {value} has no meaning for the loss {loss!r}; losses that know it: "
+                f"{', '.join(other for other, spec in LOSSES.items() if known(spec))}"
+            )
+
+
+def _check_numbers(config: AlgorithmConfig, algorithm: Algorithm) -> None:
+    bounds = algorithm.bounds
+    for name, value in (
+        ("clip_low", bounds.low),
+        ("clip_high", bounds.high),
+        ("kl_loss_coef", algorithm.kl_loss_coef),
+        ("kl_reward_coef", algorithm.kl_reward_coef),
+        ("entropy_coef", algorithm.entropy_coef),
+        ("advantage_eps", algorithm.advantage_eps),
+        ("overlong_penalty", algorithm.overlong_penalty),
+        ("overlong_buffer", config.overlong_buffer or 0),
+        ("filtration_power", algorithm.filtration_power),
+    ):
         if not 0.0 <= value < float("inf"):
-            raise ValueError(f"--rl-{flag.replace('_', '-')} is {value}; give a finite number >= 0")
+            raise ValueError(f"{flag_name(name)} is {value}; give a finite number >= 0")
+    for name in ("gamma", "gae_lambda"):
+        if not 0.0 <= getattr(algorithm, name) <= 1.0:
+            raise ValueError(f"{flag_name(name)} is {getattr(algorithm, name)}; give a number from 0 to 1")
+    for name, value in (
+        ("value_clip", algorithm.value_clip),
+        ("sapo_tau_positive", bounds.tau_positive),
+        ("sapo_tau_negative", bounds.tau_negative),
+        ("dpo_beta", algorithm.pairs.beta),
+    ):
+        if not 0.0 < value < float("inf"):
+            raise ValueError(f"{flag_name(name)} is {value}; give a finite number above 0")
+    if not 0.0 <= algorithm.correction_low < algorithm.correction_high:
+        raise ValueError(
+            f"--rl-correction-low {algorithm.correction_low} and --rl-correction-high {algorithm.correction_high}: "
+            "give bounds with 0 <= low < high"
+        )
+    if not 0.0 <= algorithm.pairs.smoothing < 0.5:
+        raise ValueError(f"--rl-dpo-label-smoothing is {algorithm.pairs.smoothing}; give a number from 0 to below 0.5")
+    if algorithm.pairs.smoothing and algorithm.dpo_loss != "sigmoid":
+        raise ValueError(f"--rl-dpo-label-smoothing has no meaning for --rl-dpo-loss {algorithm.dpo_loss}; remove it")
     if algorithm.ppo_epochs < 1:
         raise ValueError(f"--rl-ppo-epochs is {algorithm.ppo_epochs}; give at least 1")
-    if algorithm.dual_clip is None:
-        return
-    if not dual:
-        raise ValueError(
-            f"--rl-dual-clip {algorithm.dual_clip} has no meaning for the loss {algorithm.loss!r}; losses that "
-            f"know it: {', '.join(name for name, spec in LOSSES.items() if spec.dual)}"
-        )
-    if not algorithm.dual_clip > 1.0:
-        raise ValueError(f"--rl-dual-clip is {algorithm.dual_clip}; the bound must be above 1 (3 is usual)")
+    if bounds.dual is not None and not bounds.dual > 1.0:
+        raise ValueError(f"--rl-dual-clip is {bounds.dual}; the bound must be above 1 (3 is usual)")
 
 
 def _given(value, default):
     return default if value is None else value
 
 
-def _known(flag: str, name: str | None, table: Iterable[str]) -> str:
-    if name not in table:
-        raise ValueError(f"{flag} {name!r} is unknown; known: {', '.join(table)}")
-    return name
+def _known(name: str, value: str | None, table: Iterable[str]) -> str:
+    if value not in table:
+        raise ValueError(f"{flag_name(name)} {value!r} is unknown; known: {', '.join(table)}")
+    return value

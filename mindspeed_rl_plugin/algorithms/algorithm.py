@@ -1,0 +1,126 @@
+"""An algorithm with every part chosen: the one object that the loop asks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mindspeed_rl_plugin.algorithms.advantages import ADVANTAGES, RewardBatch, Settings
+from mindspeed_rl_plugin.algorithms.aggregate import Totals, sequence_weights
+from mindspeed_rl_plugin.algorithms.corrections import CORRECTIONS
+from mindspeed_rl_plugin.algorithms.kl import KL_ESTIMATORS
+from mindspeed_rl_plugin.algorithms.losses import LOSSES, Bounds, PolicyTerms, TrainedTokens
+from mindspeed_rl_plugin.algorithms.pairs import PairOptions
+from mindspeed_rl_plugin.algorithms.rewards import overlong_penalty
+from mindspeed_rl_plugin.types import Ragged
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """What `presets.resolve` returns. Fields are those of `AlgorithmConfig`, filled from the preset.
+
+    bounds: of the loss; correction_high may be infinite; overlong_share: share of the response limit that is the
+    penalty's buffer where `overlong_buffer` is None; filtration: "none" or a rule; pairs: of DPO.
+    """
+
+    name: str
+    advantage: str
+    loss: str
+    aggregation: str
+    bounds: Bounds
+    kl_loss_coef: float
+    kl_estimator: str
+    kl_reward_coef: float
+    kl_reward_estimator: str
+    entropy_coef: float
+    advantage_eps: float
+    gamma: float
+    gae_lambda: float
+    value_clip: float
+    correction: str
+    correction_level: str
+    correction_low: float
+    correction_high: float
+    overlong_buffer: int | None
+    overlong_share: float
+    overlong_penalty: float
+    dynamic_sampling: bool
+    filtration: str
+    filtration_power: float
+    filtration_whole_batch: bool
+    dpo_loss: str
+    pairs: PairOptions
+    ppo_epochs: int
+
+    @property
+    def from_pairs(self) -> bool:
+        """Whether it learns from given pairs and draws nothing."""
+        return self.loss == "dpo"
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether log-probs under the frozen reference are needed at all."""
+        return self.from_pairs or self.kl_loss_coef != 0.0 or self.kl_reward_coef != 0.0
+
+    @property
+    def needs_critic(self) -> bool:
+        """Whether the advantage needs a critic's values."""
+        return not self.from_pairs and ADVANTAGES[self.advantage].critic
+
+    @property
+    def members(self) -> int:
+        """Fewest responses of a prompt that the advantage can compare."""
+        return 1 if self.from_pairs else ADVANTAGES[self.advantage].members
+
+    @property
+    def per_token(self) -> bool:
+        """Whether advantages differ between the tokens of a response."""
+        return ADVANTAGES[self.advantage].per_token
+
+    @property
+    def whitened(self) -> bool:
+        """Whether advantages are to be whitened over the global batch (`whiten`)."""
+        return ADVANTAGES[self.advantage].whitened
+
+    def buffer(self, limit: int) -> int:
+        """Tokens over which the penalty on length rises up to `limit`, the longest response; 0: no penalty."""
+        if self.overlong_buffer is not None:
+            return self.overlong_buffer
+        return max(1, round(self.overlong_share * limit)) if self.overlong_share else 0
+
+    def shaped(self, rewards: Tensor, lengths: Tensor, limit: int) -> Tensor:
+        """`[B]` rewards with the penalty on length; lengths: `[B]` response tokens; limit: the longest response."""
+        return rewards.double() + overlong_penalty(lengths, limit, self.buffer(limit), self.overlong_penalty)
+
+    def kl_cost(self, logp_old: Ragged, logp_ref: Ragged, loss_mask: Ragged) -> Ragged:
+        """Reward that the KL to the reference takes from each trained token, ragged `[L]`; 0 where the mask is 0."""
+        estimate = KL_ESTIMATORS[self.kl_reward_estimator](logp_old.values.double(), logp_ref.values.double())
+        return Ragged(self.kl_reward_coef * torch.where(loss_mask.values.bool(), estimate, 0.0), loss_mask.offsets)
+
+    def advantages(self, batch: RewardBatch) -> Tensor | Ragged:
+        """Advantages of whole groups, before whitening: `[B]`, or ragged `[L]` where `per_token`."""
+        settings = Settings(self.advantage_eps, self.gamma, self.gae_lambda)
+        return ADVANTAGES[self.advantage].function(batch, settings)
+
+    def policy_terms(self, tokens: TrainedTokens) -> PolicyTerms:
+        """Policy loss, ratio and clip of each trained token, `[T]`."""
+        return LOSSES[self.loss].function(tokens, self.bounds)
+
+    def corrected(self, weights: Tensor) -> Tensor | None:
+        """What is multiplied onto the policy loss of each token, `[T]`, from its importance weight; None: nothing."""
+        function = CORRECTIONS[self.correction].function
+        return None if function is None else function(weights, self.correction_low, self.correction_high)
+
+    def out_of_bounds(self, weights: Tensor) -> Tensor:
+        """`[T]` bool, which importance weights lie outside the correction's bounds; measured when it is off too."""
+        return (weights < self.correction_low) | (weights > self.correction_high)
+
+    def kl(self, logp: Tensor, logp_ref: Tensor) -> Tensor:
+        """KL to the reference at each trained token, `[T]`."""
+        return KL_ESTIMATORS[self.kl_estimator](logp, logp_ref)
+
+    def weights(self, counts: Tensor, totals: Totals) -> Tensor:
+        """Weight of a trained token of each sequence, `[B]` float64, from its trained tokens `counts` `[B]`."""
+        return sequence_weights(self.aggregation, counts, totals)

@@ -1,0 +1,77 @@
+"""DPO: losses over pairs of a chosen and a rejected response to one prompt, and what the pairs are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """P pairs. Log-probs are summed over trained tokens, `[P]`; policy ones carry the gradient.
+
+    tokens_chosen, tokens_rejected: `[P]` trained tokens of each response.
+    """
+
+    chosen: Tensor
+    rejected: Tensor
+    ref_chosen: Tensor
+    ref_rejected: Tensor
+    tokens_chosen: Tensor
+    tokens_rejected: Tensor
+
+
+@dataclass(frozen=True)
+class PairOptions:
+    """beta: strength of the reference; smoothing: chance of a wrong label; length_norm: mean log-probs, not sums."""
+
+    beta: float = 0.1
+    smoothing: float = 0.0
+    length_norm: bool = False
+
+
+@dataclass(frozen=True)
+class PairTerms:
+    """loss: `[P]`; margin: `[P]`, detached, `beta * h`: the implicit reward of chosen over rejected."""
+
+    loss: Tensor
+    margin: Tensor
+
+
+def sigmoid(h: Tensor, options: PairOptions) -> Tensor:
+    """`-(1 - ls) * log sigmoid(beta*h) - ls * log sigmoid(-beta*h)`, `[P]`.
+
+    Source: DPO, arXiv 2305.18290, Eq. 7; label smoothing: E. Mitchell, "A note on DPO with noisy preferences", 2023.
+    """
+    pull = options.beta * h
+    return -(1.0 - options.smoothing) * logsigmoid(pull) - options.smoothing * logsigmoid(-pull)
+
+
+def hinge(h: Tensor, options: PairOptions) -> Tensor:
+    """`relu(1 - beta*h)`, `[P]`. Source: SLiC-HF, arXiv 2305.10425; RSO, arXiv 2309.06657."""
+    return torch.relu(1.0 - options.beta * h)
+
+
+def ipo(h: Tensor, options: PairOptions) -> Tensor:
+    """`(h - 1 / (2*beta))^2`, `[P]`, of summed log-probs unless `length_norm`. Source: arXiv 2310.12036, Eq. 17."""
+    return (h - 1.0 / (2.0 * options.beta)).square()
+
+
+PAIR_LOSSES: dict[str, Callable[[Tensor, PairOptions], Tensor]] = {"sigmoid": sigmoid, "hinge": hinge, "ipo": ipo}
+
+
+def pair_terms(kind: str, pairs: Pairs, options: PairOptions) -> PairTerms:
+    """Loss `kind` of each pair, from `h = (chosen - rejected) - (ref_chosen - ref_rejected)`.
+
+    With `length_norm` every log-prob is divided by its response's trained tokens (0 for a response with none).
+    The loss of a step is the mean over the pairs of the global batch. Source: arXiv 2305.18290, Eq. 7.
+    """
+    chosen, rejected = pairs.chosen - pairs.ref_chosen, pairs.rejected - pairs.ref_rejected
+    if options.length_norm:
+        chosen, rejected = chosen / pairs.tokens_chosen.clamp(min=1), rejected / pairs.tokens_rejected.clamp(min=1)
+    h = chosen - rejected
+    return PairTerms(PAIR_LOSSES[kind](h, options), (options.beta * h).detach())

@@ -1,0 +1,47 @@
+"""What shapes the reward before the estimator sees it: KL to the reference, and DAPO's penalty on length."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mindspeed_rl_plugin.types import Ragged
+
+
+def overlong_penalty(lengths: Tensor, limit: int, buffer: int, factor: float) -> Tensor:
+    """Soft overlong punishment: 0 up to `limit - buffer` tokens, then falling to `-factor` at `limit`.
+
+    `min(0, -min(len - (L - B), B) / B * f)` is added to the reward. lengths: `[B]` response tokens; limit: L, the
+    longest response; buffer: B, in tokens, 0: no penalty. Returns `[B]` float64, at most 0.
+    Source: DAPO, arXiv 2503.14476, Eq. 13 (L 20480, B 4096, f 1).
+    """
+    lengths = lengths.double()
+    if buffer == 0:
+        return torch.zeros_like(lengths)
+    return (lengths - (limit - buffer)).clamp(0, buffer) * (-factor / buffer)
+
+
+def token_rewards(rewards: Tensor, loss_mask: Ragged, kl_cost: Ragged | None = None) -> Ragged:
+    """Reward of each token: R on the last trained token of the response, less the KL cost of every trained one.
+
+    rewards: `[B]`; loss_mask, kl_cost: ragged `[L]`. Returns ragged `[L]` float64, 0 where the mask is 0; the reward
+    of a response without a trained token is nowhere. Source: InstructGPT, arXiv 2203.02155, Eq. 2.
+    """
+    trained = loss_mask.values.bool()
+    position = torch.arange(1, trained.numel() + 1, device=trained.device) * trained
+    out = torch.zeros(trained.numel(), dtype=torch.float64, device=trained.device)
+    if kl_cost is not None:
+        out -= kl_cost.values.double() * trained
+    bounds = loss_mask.offsets.tolist()
+    for row, (start, end) in enumerate(zip(bounds[:-1], bounds[1:], strict=True)):
+        last = int(position[start:end].max()) if end > start else 0
+        if last:
+            out[last - 1] += rewards[row].double()
+    return Ragged(out, loss_mask.offsets)
+
+
+def row_sums(column: Ragged) -> Tensor:
+    """`[B]` float64, sum of each row of a ragged column; 0 for an empty row."""
+    rows = torch.arange(len(column)).repeat_interleave(column.lengths.cpu()).to(column.values.device)
+    out = torch.zeros(len(column), dtype=torch.float64, device=column.values.device)
+    return out.index_add_(0, rows, column.values.double())

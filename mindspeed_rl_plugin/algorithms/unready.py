@@ -1,0 +1,46 @@
+"""What an algorithm can ask for and the loop does not have yet: refused at start, never approximated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from mindspeed_rl_plugin.algorithms.algorithm import Algorithm
+
+# (short name, whether an algorithm asks for it, what to do instead)
+UNREADY: tuple[tuple[str, Callable[[Algorithm], bool], str], ...] = (
+    (
+        "critic",
+        lambda a: a.needs_critic,
+        "advantage {a.advantage!r} needs a critic, which this version does not train yet; choose another "
+        "--rl-advantage, reinforce++ is the nearest without one",
+    ),
+    (
+        "preference pairs",
+        lambda a: a.from_pairs,
+        "this version does not read preference pairs yet; choose an algorithm that draws responses",
+    ),
+    (
+        "dynamic sampling",
+        lambda a: a.dynamic_sampling,
+        "this version does not generate further groups for those without signal yet; --no-rl-dynamic-sampling "
+        "trains with all other parts, where such groups count in the mean and pull on nothing",
+    ),
+    (
+        "filtration",
+        lambda a: a.filtration != "none",
+        "--rl-filtration {a.filtration}: this version does not resample rollouts yet; --rl-filtration none trains "
+        "without",
+    ),
+)
+
+
+def lacking(algorithm: Algorithm) -> list[str]:
+    """Short names of what the loop lacks for `algorithm`."""
+    return [name for name, asks, _ in UNREADY if asks(algorithm)]
+
+
+def messages(algorithm: Algorithm) -> Iterator[str]:
+    """One error for each thing that the loop lacks for `algorithm`."""
+    for _, asks, text in UNREADY:
+        if asks(algorithm):
+            yield f"--rl-algorithm {algorithm.name}: {text.format(a=algorithm)}"

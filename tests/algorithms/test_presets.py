@@ -1,0 +1,145 @@
+"""Presets as rows, how flags override them, what is refused, and the command that prints it all."""
+
+import math
+
+import pytest
+
+from mindspeed_rl_plugin.algorithms import ALGORITHMS, LOSSES, command, resolve, unready
+from mindspeed_rl_plugin.config import AlgorithmConfig
+
+# preset -> advantage, loss, low, high, aggregation, KL in the loss, KL in the reward
+ROWS = {
+    "ppo": ("gae", "clip", 0.2, 0.2, "token-mean", 0.0, 0.001),
+    "grpo": ("group-norm", "clip", 0.2, 0.2, "seq-mean-token-mean", 0.001, 0.0),
+    "dapo": ("group-norm", "clip-higher", 0.2, 0.28, "token-mean", 0.0, 0.0),
+    "pf-ppo": ("gae", "clip", 0.2, 0.2, "token-mean", 0.0, 0.001),
+    "dr-grpo": ("group-mean", "clip", 0.2, 0.2, "token-sum-norm", 0.0, 0.0),
+    "rloo": ("rloo", "reinforce", 0.0, 0.0, "seq-mean-token-sum", 0.0, 0.05),
+    "reinforce++": ("reinforce++", "clip", 0.2, 0.2, "token-mean", 0.0, 0.01),
+    "gspo": ("group-norm", "gspo", 3e-4, 4e-4, "seq-mean-token-mean", 0.0, 0.0),
+    "cispo": ("group-norm", "cispo", 10.0, 0.2, "token-mean", 0.0, 0.0),
+    "dpo": ("pairs", "dpo", 0.0, 0.0, "pairs", 0.0, 0.0),
+}
+LACKING = {"ppo": ["critic"], "dapo": ["dynamic sampling"], "pf-ppo": ["critic", "filtration"]}
+LACKING["dpo"] = ["preference pairs"]
+
+
+def chosen(**flags):
+    return resolve(AlgorithmConfig(**{"algorithm": "grpo", **flags}))
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_rows(name):
+    found = chosen(algorithm=name)
+    bounds = found.bounds
+    assert ROWS[name] == (
+        *(found.advantage, found.loss, bounds.low, bounds.high, found.aggregation),
+        *(found.kl_loss_coef, found.kl_reward_coef),
+    )
+    assert found.needs_reference == (name in ("ppo", "grpo", "pf-ppo", "rloo", "reinforce++", "dpo"))
+    assert found.correction == "off" and found.bounds.dual is None and found.kl_estimator == "k3"
+    assert found.dynamic_sampling == (name == "dapo")
+    assert found.filtration == ("best-worst" if name == "pf-ppo" else "none")
+    assert unready.lacking(found) == LACKING.get(name, [])
+
+
+def test_every_preset_is_a_row():
+    assert set(ROWS) == set(ALGORITHMS)
+
+
+def test_explicit_flags_win():
+    found = chosen(
+        loss="clip-higher",
+        aggregation="token-mean",
+        clip_low=0.1,
+        kl_loss_coef=0.0,
+        kl_estimator="k1",
+    )
+    assert (found.bounds.low, found.bounds.high, found.aggregation) == (0.1, 0.28, "token-mean")
+    assert found.kl_estimator == "k1" and not found.needs_reference
+    assert chosen(kl_reward_coef=0.1).needs_reference
+    assert chosen(algorithm="ppo", advantage="reinforce++").needs_critic is False
+    assert chosen(algorithm="dapo", dynamic_sampling=False).dynamic_sampling is False
+    assert chosen(algorithm="pf-ppo", advantage="group-mean", filtration="none").filtration == "none"
+    sapo = chosen(loss="sapo", sapo_tau_negative=2.0).bounds
+    assert (sapo.tau_positive, sapo.tau_negative) == (1.0, 2.0)
+
+
+def test_the_buffer_follows_the_response_limit_unless_given():
+    assert chosen(algorithm="dapo").buffer(20480) == 4096
+    assert chosen(algorithm="dapo").buffer(2) == 1
+    assert chosen(algorithm="dapo", overlong_buffer=10).buffer(100) == 10
+    assert chosen(algorithm="dapo", overlong_buffer=0).buffer(100) == 0
+    assert chosen().buffer(100) == 0 and chosen(overlong_buffer=10).buffer(100) == 10
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"algorithm": "grop"}, "--rl-algorithm 'grop' is unknown; known: ppo, grpo, dapo, pf-ppo, dr-grpo, rloo"),
+        ({"advantage": "gae2"}, "--rl-advantage 'gae2' is unknown; known: group-norm"),
+        ({"loss": "pg"}, "--rl-loss 'pg' is unknown; known: clip, clip-higher"),
+        ({"loss": "dpo"}, "--rl-loss 'dpo' is unknown"),
+        ({"aggregation": "mean"}, "--rl-aggregation 'mean' is unknown; known: token-mean, seq-mean"),
+        ({"kl_estimator": "k4"}, "--rl-kl-estimator 'k4' is unknown; known: k1, k2"),
+        ({"kl_reward_estimator": "k4"}, "--rl-kl-reward-estimator 'k4' is unknown; known: k1, k2"),
+        ({"correction": "tis"}, "--rl-correction 'tis' is unknown; known: off, truncate, mask, decoupled"),
+        ({"correction_level": "group"}, "--rl-correction-level 'group' is unknown; known: token, sequence"),
+        ({"filtration": "best"}, "--rl-filtration 'best' is unknown; known: none, best-worst"),
+        ({"dpo_loss": "kto"}, "--rl-dpo-loss 'kto' is unknown; known: sigmoid, hinge, ipo"),
+        ({"clip_low": -0.1}, "--rl-clip-low is -0.1; give a finite number >= 0"),
+        ({"kl_loss_coef": math.inf}, "--rl-kl-loss-coef is inf"),
+        ({"kl_reward_coef": math.nan}, "--rl-kl-reward-coef is nan"),
+        ({"overlong_buffer": -1}, "--rl-overlong-buffer is -1"),
+        ({"gamma": 1.5}, "--rl-gamma is 1.5; give a number from 0 to 1"),
+        ({"value_clip": 0.0}, "--rl-value-clip is 0.0; give a finite number above 0"),
+        ({"dpo_beta": 0.0}, "--rl-dpo-beta is 0.0; give a finite number above 0"),
+        ({"dpo_label_smoothing": 0.5}, "--rl-dpo-label-smoothing is 0.5; give a number from 0 to below 0.5"),
+        ({"dpo_label_smoothing": 0.1, "dpo_loss": "ipo"}, "has no meaning for --rl-dpo-loss ipo"),
+        ({"correction": "mask", "correction_low": 3.0}, "--rl-correction-low 3.0 and --rl-correction-high 2.0: give"),
+        ({"dual_clip": 1.0}, "--rl-dual-clip is 1.0; the bound must be above 1"),
+        (
+            {"loss": "cispo", "dual_clip": 3.0},
+            "--rl-dual-clip 3.0 has no meaning for the loss 'cispo'; losses",
+        ),
+        ({"loss": "sapo", "clip_low": 0.1}, "--rl-clip-low 0.1 has no meaning for the loss 'sapo'"),
+        ({"algorithm": "rloo", "clip_high": 0.1}, "--rl-clip-high 0.1 has no meaning for the loss 'reinforce'"),
+        (
+            {"sapo_tau_positive": 2.0},
+            "--rl-sapo-tau-positive 2.0 has no meaning for the loss 'clip'",
+        ),
+        ({"algorithm": "dpo", "advantage": "rloo"}, "--rl-advantage rloo has no meaning for --rl-algorithm dpo"),
+        ({"algorithm": "dpo", "clip_low": 0.1}, "--rl-clip-low 0.1 has no meaning for the loss 'dpo'"),
+        ({"ppo_epochs": 0}, "--rl-ppo-epochs is 0; give at least 1"),
+    ],
+)
+def test_bad_settings_are_refused(flags, message):
+    with pytest.raises(ValueError) as error:
+        chosen(**flags)
+    assert message in str(error.value)
+
+
+def test_what_the_loop_lacks_is_said_with_a_way_out():
+    (ppo,) = unready.messages(chosen(algorithm="ppo"))
+    assert "--rl-algorithm ppo: advantage 'gae' needs a critic" in ppo and "--rl-advantage" in ppo
+    (dapo,) = unready.messages(chosen(algorithm="dapo"))
+    assert "--no-rl-dynamic-sampling" in dapo
+    assert not list(unready.messages(chosen(algorithm="dapo", dynamic_sampling=False)))
+    assert len(list(unready.messages(chosen(algorithm="pf-ppo")))) == 2
+
+
+def test_the_command_prints_every_preset_and_part_with_its_source(capsys):
+    assert command.main([]) == 0
+    printed = capsys.readouterr().out
+    lines = printed.splitlines()
+    head = next(i for i, line in enumerate(lines) if line.startswith("preset"))
+    table = {line.split()[0]: line for line in lines[head + 1 : head + 1 + len(ALGORITHMS)]}
+    for name, row in ROWS.items():
+        assert all(word in table[name] for word in (row[0], row[1], row[4], ALGORITHMS[name].source))
+    assert "0.05 x k1" in table["rloo"] and "-0.2/+0.28" in table["dapo"] and "critic" in table["ppo"]
+    for title, functions, _ in command.parts():
+        assert title in printed
+        for name, function in functions.items():
+            what, source = command.described(function)
+            assert what and source and what in printed and source in printed, name
+    assert all(f"  {name}" in printed for name in LOSSES)
