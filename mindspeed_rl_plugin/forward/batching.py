@@ -32,9 +32,9 @@ class Step:
 def plan_batches(ids: Sequence[SampleId], *, global_batch_size: int, micro_batch_size: int, dp_size: int) -> list[Step]:
     """Cut the rows of a rollout into optimizer steps, and deal each step out to the data parallel ranks.
 
-    Rows go in id order, whatever the order of `ids`, so a step holds whole groups where the sizes
-    allow it; its micro-batches are dealt to the ranks in turn, as Megatron's own samplers do. Every
-    rank computes the same plan alone. Sizes in rows. Raises ValueError when something does not divide.
+    Rows go in id order, whatever the order of `ids`, so a step holds whole groups where the sizes allow it, and so
+    does each rank's part of it, which is contiguous. Every rank computes the same plan alone. Sizes in rows. Raises
+    ValueError when something does not divide.
     """
     ordered = sorted(ids)
     if len(set(ordered)) != len(ordered):
@@ -52,7 +52,8 @@ def plan_batches(ids: Sequence[SampleId], *, global_batch_size: int, micro_batch
         )
     micro = [tuple(ordered[i : i + micro_batch_size]) for i in range(0, len(ordered), micro_batch_size)]
     in_step = global_batch_size // micro_batch_size
+    of_rank = in_step // dp_size
     return [
-        Step(tuple(tuple(micro[start + rank : start + in_step : dp_size]) for rank in range(dp_size)))
+        Step(tuple(tuple(micro[i : i + of_rank]) for i in range(start, start + in_step, of_rank)))
         for start in range(0, len(micro), in_step)
     ]

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from mindspeed_rl_plugin.forward.collate import MicroBatch
 from mindspeed_rl_plugin.forward.head import token_logps
+from mindspeed_rl_plugin.forward.output_layer import forward_scored
 from mindspeed_rl_plugin.forward.settings import ForwardSettings
 
 Model = Sequence[torch.nn.Module]
@@ -29,17 +30,30 @@ def data_iterators(batches: Sequence[MicroBatch], chunks: int) -> Any:
     return iterators[0] if chunks == 1 else iterators
 
 
-def run_model(model: torch.nn.Module, batch: MicroBatch) -> Tensor:
-    """One model chunk on one micro-batch: logits `[mb, S, V/tp]` on the last stage, hidden states elsewhere."""
+def run_model(
+    model: torch.nn.Module, batch: MicroBatch, settings: ForwardSettings | None = None, *, entropy_grad: bool = False
+) -> Tensor:
+    """One model chunk on one micro-batch: its output for `head_of` on the last stage, hidden states elsewhere.
+
+    settings: those given to `head_of`, or None for the model's own output, `[mb, S, V/tp]` logits of a language model.
+    """
+    if settings is not None and settings.chunk_tokens:
+        return forward_scored(model, batch, settings, entropy_grad=entropy_grad)
     return model(batch.tokens, batch.position_ids, batch.attention_mask)
 
 
 def head_of(
-    logits: Tensor, batch: MicroBatch, settings: ForwardSettings, *, entropy_grad: bool = False
+    output: Tensor, batch: MicroBatch, settings: ForwardSettings, *, entropy_grad: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Log-prob of each label and entropy, `[mb, S]` by logit position, under the job's tensor parallel group."""
+    """Log-prob of each label and entropy, `[mb, S]` by logit position, under the job's tensor parallel group.
+
+    output: of `run_model` with the same settings. With `chunk_tokens`, positions that are not trained hold 0.
+    """
+    if settings.chunk_tokens:
+        logp, entropy = output.unbind(-1)
+        return logp, entropy if entropy_grad else entropy.detach()
     return token_logps(
-        logits,
+        output,
         batch.labels,
         vocab_size=settings.vocab_size,
         temperature=settings.temperature,
@@ -63,19 +77,22 @@ def run_forward_only(
     batches: Sequence[MicroBatch],
     settings: ForwardSettings,
     collect: Callable[[Tensor, MicroBatch], Any],
+    *,
+    scored: bool = False,
 ) -> list[Any] | None:
     """Forward pass without gradient over all micro-batches, by Megatron's schedule (PP and VPP included).
 
     model: this rank's chunks, as Megatron holds them, complete (`reshard.swap.gathered`); collect: called
-    on the last stage with the logits `[mb, S, V/tp]` and the micro-batch. Returns its results in
-    micro-batch order on the last stage, None on the others. The model is in eval mode meanwhile, and as
-    it was afterwards. Collective over the model parallel ranks.
+    on the last stage with the model's output and the micro-batch; scored: that output is for `head_of`.
+    Returns its results in micro-batch order on the last stage, None on the others. The model is in eval
+    mode meanwhile, and as it was afterwards. Collective over the model parallel ranks.
     """
     device = device_of(model)
 
     def forward_step(data_iterator: Iterator[MicroBatch], chunk: torch.nn.Module) -> tuple[Tensor, Callable]:
         batch = next(data_iterator).to(device)
-        return run_model(chunk, batch), lambda logits, non_loss_data=True: collect(logits, batch)
+        output = run_model(chunk, batch, settings if scored else None)
+        return output, lambda output, non_loss_data=True: collect(output, batch)
 
     with torch.no_grad(), _evaluating(model), _plain_config(model):
         results = schedules.get_forward_backward_func()(

@@ -5,6 +5,13 @@ from __future__ import annotations
 import argparse
 from dataclasses import dataclass
 
+from mindspeed_rl_plugin.device import get_device
+
+# fp32 logits of one chunk: on an accelerator as many as matrix products need to run at full speed, on a host what its
+# caches hold.
+CHUNK_BYTES = 128 << 20
+CHUNK_BYTES_ON_HOST = 4 << 20
+
 
 @dataclass(frozen=True)
 class ForwardSettings:
@@ -14,7 +21,8 @@ class ForwardSettings:
     embedding that are real tokens, the rest is padding; temperature: logits are divided by it;
     multiple: padded lengths are multiples of it; fixed_length: pad every micro-batch to `seq_length`
     (Megatron's pipeline transfers have one shape), else to its own longest row; causal_mask: hand the
-    model an explicit mask (else its attention makes its own).
+    model an explicit mask (else its attention makes its own); chunk_tokens: log-probs are taken from the
+    hidden states with the logits of so many tokens at once, 0: from all logits.
     """
 
     micro_batch_size: int
@@ -24,10 +32,13 @@ class ForwardSettings:
     multiple: int = 1
     fixed_length: bool = False
     causal_mask: bool = True
+    chunk_tokens: int = 0
 
     def __post_init__(self) -> None:
         if not self.temperature > 0:
             raise ValueError(f"temperature is {self.temperature}; log-probs are taken at it, so it must be > 0")
+        if self.chunk_tokens < 0:
+            raise ValueError(f"--rl-logprob-chunk-tokens {self.chunk_tokens}: give a number of tokens, or 0 for off")
         if self.seq_length % self.multiple:
             raise ValueError(
                 f"sequence length {self.seq_length} is not a multiple of {self.multiple}, which the parallel sizes "
@@ -35,8 +46,13 @@ class ForwardSettings:
             )
 
     @classmethod
-    def from_args(cls, args: argparse.Namespace, *, vocab_size: int, temperature: float) -> ForwardSettings:
-        """Settings of this job. `args`: Megatron's, after validation. Raises ValueError for what cannot run."""
+    def from_args(
+        cls, args: argparse.Namespace, *, vocab_size: int, temperature: float, chunk_tokens: int | None = None
+    ) -> ForwardSettings:
+        """Settings of this job. `args`: Megatron's, after validation; chunk_tokens: None to choose.
+
+        Raises ValueError for what cannot run.
+        """
         if args.context_parallel_size > 1:
             raise ValueError(
                 f"--context-parallel-size {args.context_parallel_size} is not supported with --rl-algorithm; use 1"
@@ -54,6 +70,7 @@ class ForwardSettings:
             multiple=args.tensor_model_parallel_size if args.sequence_parallel else 1,
             fixed_length=args.pipeline_model_parallel_size > 1 and not args.variable_seq_lengths,
             causal_mask=args.create_attention_mask_in_dataloader or _own_mask_has_one_shape(args),
+            chunk_tokens=_chunk_tokens(args) if chunk_tokens is None else chunk_tokens,
         )
 
     def padded_length(self, longest: int) -> int:
@@ -67,6 +84,21 @@ class ForwardSettings:
                 "--rl-max-prompt-length or --rl-max-response-length, or raise --seq-length"
             )
         return self.seq_length if self.fixed_length else -(-max(longest, 1) // self.multiple) * self.multiple
+
+
+def default_chunk_tokens(width: int) -> int:
+    """Tokens of one chunk for `width` columns of the vocabulary on this rank."""
+    size = CHUNK_BYTES_ON_HOST if get_device().kind == "cpu" else CHUNK_BYTES
+    return max(size // (4 * width), 1)
+
+
+def _chunk_tokens(args: argparse.Namespace) -> int:
+    """Tokens whose fp32 logits make one chunk, or 0 where those of a whole micro-batch take little more.
+
+    Sizes of the job decide, never those of one micro-batch: the passes that are compared must take the same way.
+    """
+    tokens = default_chunk_tokens(args.padded_vocab_size // args.tensor_model_parallel_size)
+    return 0 if args.micro_batch_size * args.seq_length <= 2 * tokens else tokens
 
 
 def _own_mask_has_one_shape(args: argparse.Namespace) -> bool:

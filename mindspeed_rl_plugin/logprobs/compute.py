@@ -35,10 +35,10 @@ def compute_logps_and_entropy(
     """As `compute_logps`, with the entropy of the whole distribution beside each log-prob, in nats."""
     batches = [collate(rows, settings, index=i) for i, rows in enumerate(micro_batches)]
 
-    def collect(logits: Tensor, batch: MicroBatch) -> tuple[Ragged, Ragged]:
-        both = head_of(logits, batch, settings)
+    def collect(output: Tensor, batch: MicroBatch) -> tuple[Ragged, Ragged]:
+        both = head_of(output, batch, settings)
         logp, entropy = (torch.where(batch.mask, column, 0.0).cpu() for column in both)
         return to_rows(logp, batch.lengths), to_rows(entropy, batch.lengths)
 
     with gathered(model):
-        return run_forward_only(model, batches, settings, collect)
+        return run_forward_only(model, batches, settings, collect, scored=True)

@@ -38,7 +38,7 @@ def test_arrival_order_does_not_matter():
 def test_deal_out():
     (step,) = plan_batches(rollout(2, 4), global_batch_size=8, micro_batch_size=2, dp_size=2)
     members = [[[i.group * 4 + i.member for i in batch] for batch in rank] for rank in step.micro_batches]
-    assert members == [[[0, 1], [4, 5]], [[2, 3], [6, 7]]]
+    assert members == [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]
 
 
 @pytest.mark.parametrize(

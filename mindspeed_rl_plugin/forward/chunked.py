@@ -1,0 +1,196 @@
+"""Log-prob and entropy straight from hidden states: the logits exist a slice of the vocabulary at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+def chunked_token_logps(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    vocab_size: int,
+    chunk_tokens: int,
+    temperature: float = 1.0,
+    tp_group: dist.ProcessGroup | None = None,
+    entropy_grad: bool = False,
+    accumulate: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """As `token_logps(hidden @ weight.T, ...)`, forward and backward, without ever holding the logits.
+
+    hidden: `[T, H]`, alike on the ranks of `tp_group`; weight: `[V / tp, H]`, this rank's rows of the padded
+    vocabulary; labels: `[T]` int64; chunk_tokens: no more numbers are held at once than the logits of so many tokens
+    have, in one or two buffers; accumulate: add the gradient of the weight to its `main_grad`, as Megatron's gradient
+    accumulation fusion does, instead of returning it. Returns logp and entropy, `[T]`, float32 (float64 for float64
+    hidden states). Raises ValueError when the vocabulary does not fit the weight or a chunk is below one token.
+
+    The gradient of `hidden` is this rank's part: what comes before must sum it over the group in backward, as
+    Megatron's `copy_to_tensor_model_parallel_region` and `gather_from_sequence_parallel_region` do.
+
+    The slices run over the vocabulary, not the tokens, so each row of the weight is read once a pass and its gradient
+    is written once. A running maximum keeps the sums of a token; two all-reduces at the end join those of the ranks.
+    The entropy comes from the same sums: H = log Z - sum_j e^(x_j) x_j / Z. Backward computes each slice again.
+    """
+    shards = dist.get_world_size(tp_group) if tp_group is not None else 1
+    if vocab_size > weight.shape[0] * shards:
+        raise ValueError(
+            f"vocabulary of {vocab_size} tokens is wider than the output weight: {weight.shape[0]} x {shards} ranks"
+        )
+    if chunk_tokens < 1:
+        raise ValueError(f"chunks of {chunk_tokens} tokens; take at least 1")
+    group = tp_group if shards > 1 else None
+    both = _ChunkedLogps.apply(
+        hidden, weight, labels, vocab_size, temperature, group, chunk_tokens, entropy_grad, accumulate
+    )
+    return both[:, 0], both[:, 1] if entropy_grad else both[:, 1].detach()
+
+
+class _ChunkedLogps(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden, weight, labels, vocab_size, temperature, group, chunk_tokens, entropy_grad, accumulate):
+        slices = _Slices(hidden, weight, labels, vocab_size, temperature, group, chunk_tokens)
+        # Finite, for the difference of two maxima is multiplied with sums that may be 0.
+        peak = slices.column(torch.finfo(slices.wide).min / 2)
+        total, spread, picked = slices.column(0.0), slices.column(0.0), slices.column(0.0)
+        for scaled, _, label, here in slices:
+            picked += torch.where(here, scaled.gather(1, label)[:, 0], 0.0)
+            highest = torch.maximum(peak, scaled.amax(1))
+            total, spread = _moved(total, spread, peak - highest)
+            peak = highest
+            shifted = scaled.sub_(peak[:, None])
+            powers = torch.exp(shifted, out=slices.spare(shifted))
+            total += powers.sum(1)
+            spread += powers.mul_(shifted).sum(1)
+
+        owned = slices.owned
+        if group is not None and len(hidden):
+            highest = peak.clone()
+            dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=group)
+            total, spread = _moved(total, spread, peak - highest)
+            peak = highest
+            sums = torch.stack([total, spread, torch.where(owned, picked - peak, 0.0)])
+            dist.all_reduce(sums, group=group)
+            total, spread, picked = sums
+        else:
+            picked = picked - peak
+        log_total = total.log()
+        entropy = log_total - spread / total
+
+        ctx.save_for_backward(hidden, weight, labels, peak, total, entropy)
+        ctx.settings = (vocab_size, temperature, group, chunk_tokens)
+        ctx.entropy_grad = entropy_grad
+        # Not among the saved tensors: it is meant to change between forward and backward.
+        ctx.main_grad = weight.main_grad if accumulate else None
+        return torch.stack([picked - log_total, entropy], 1)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad):
+        hidden, weight, labels, peak, total, entropy = ctx.saved_tensors
+        slices = _Slices(hidden, weight, labels, *ctx.settings)
+        for_hidden, for_weight = ctx.needs_input_grad[:2]
+        grad_hidden = torch.zeros_like(hidden, dtype=slices.wide) if for_hidden else None
+        grad_weight = torch.zeros_like(weight) if for_weight and ctx.main_grad is None else None
+
+        grad = grad / slices.temperature
+        at_label = grad[:, :1]
+        # d logp / d x_j = [j is the label] - p_j;   d H / d x_j = -p_j (log p_j + H)
+        factor, slope = -at_label, None
+        if ctx.entropy_grad:
+            slope = -grad[:, 1:]
+            factor = factor + slope * (entropy - total.log())[:, None]
+            slope = slope / total[:, None]
+        factor = factor / total[:, None]
+        for scaled, rows, label, here in slices:
+            shifted = scaled.sub_(peak[:, None])
+            if slope is None:
+                part = shifted.exp_().mul_(factor)
+            else:
+                slanted = torch.mul(shifted, slope, out=slices.spare(shifted)).add_(factor)
+                part = shifted.exp_().mul_(slanted)
+            part.scatter_add_(1, label, at_label * here[:, None])
+            part = part.to(hidden.dtype)
+            if grad_hidden is not None:
+                _add_product(grad_hidden, part, weight[rows])
+            if grad_weight is not None:
+                torch.mm(part.t(), hidden, out=grad_weight[rows])
+            elif for_weight:
+                _add_product(ctx.main_grad[rows], part.t(), hidden)
+        if for_weight and grad_weight is None:
+            grad_weight = _accumulated(weight)
+        if grad_hidden is not None:
+            grad_hidden = grad_hidden.to(hidden.dtype)
+        return grad_hidden, grad_weight, None, None, None, None, None, None, None
+
+
+class _Slices:
+    """Walks this rank's real rows of the vocabulary: per slice the scaled logits `[T, n]` (a buffer that the next
+    slice overwrites), the rows, the labels within it `[T, 1]` and whether they are `[T]`."""
+
+    def __init__(self, hidden, weight, labels, vocab_size, temperature, group, chunk_tokens):
+        self.hidden, self.weight, self.temperature = hidden, weight, temperature
+        self.wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+        width, tokens = weight.shape[0], len(hidden)
+        first = dist.get_rank(group) * width if group is not None else 0
+        # The padded rows of the vocabulary come last and are never multiplied.
+        self.real = max(min(vocab_size - first, width), 0) if tokens else 0
+        self.labels = labels - first
+        self.owned = (self.labels >= 0) & (self.labels < self.real)
+        step = max(min(chunk_tokens * width // max(tokens, 1), self.real), 1)
+        self.step = step - step % 64 if step > 64 else step
+        self._spare: Tensor | None = None
+
+    def column(self, value: float) -> Tensor:
+        """One number a token."""
+        return self.hidden.new_full((len(self.hidden),), value, dtype=self.wide)
+
+    def spare(self, like: Tensor) -> Tensor:
+        """A second buffer of the shape of a slice. Allocated once: fresh pages cost more than the arithmetic."""
+        if self._spare is None:
+            self._spare = torch.empty(len(self.hidden) * self.step, dtype=self.wide, device=self.hidden.device)
+        return self._spare[: like.numel()].view_as(like)
+
+    def __iter__(self) -> Iterator[tuple[Tensor, slice, Tensor, Tensor]]:
+        tokens, dtype = len(self.hidden), self.hidden.dtype
+        product = torch.empty(tokens * self.step if self.real else 0, dtype=dtype, device=self.hidden.device)
+        scaled = product if dtype == self.wide else torch.empty_like(product, dtype=self.wide)
+        for start in range(0, self.real, self.step):
+            rows = slice(start, min(start + self.step, self.real))
+            n = rows.stop - start
+            logits = torch.mm(self.hidden, self.weight[rows].t(), out=product[: tokens * n].view(tokens, n))
+            out = scaled[: tokens * n].view(tokens, n)
+            if out.dtype != dtype:
+                out.copy_(logits)
+            if self.temperature != 1.0:
+                out.div_(self.temperature)
+            label = self.labels - start
+            here = (label >= 0) & (label < n)
+            yield out, rows, label.clamp(0, n - 1)[:, None], here
+
+
+def _moved(total: Tensor, spread: Tensor, by: Tensor) -> tuple[Tensor, Tensor]:
+    """Sums of e^x and e^x x after every x moved by `by`, which is at most 0."""
+    factor = by.exp()
+    return total * factor, factor * (spread + by * total)
+
+
+def _add_product(out: Tensor, a: Tensor, b: Tensor) -> None:
+    """`out += a @ b`, whatever the precision of `out`."""
+    if out.dtype == a.dtype:
+        out.addmm_(a, b)
+    else:
+        out.add_(a @ b)
+
+
+def _accumulated(weight: Tensor) -> Tensor | None:
+    """What a gradient that already is in `main_grad` leaves for autograd, by Megatron's convention
+    (core/tensor_parallel/layers.py): DDP's hook wants a gradient, and adds it only with `zero_out_wgrad`."""
+    if not hasattr(weight, "grad_added_to_main_grad"):
+        return None
+    weight.grad_added_to_main_grad = True
+    return torch.zeros_like(weight) if getattr(weight, "zero_out_wgrad", False) else torch.empty_like(weight)

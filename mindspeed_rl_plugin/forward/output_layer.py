@@ -1,0 +1,141 @@
+"""Log-probs in place of logits from an unmodified Megatron model: its output layer scores the labels for one call."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from megatron.core import parallel_state, tensor_parallel
+from torch import Tensor
+
+from mindspeed_rl_plugin.forward.chunked import chunked_token_logps
+from mindspeed_rl_plugin.forward.collate import MicroBatch
+from mindspeed_rl_plugin.forward.settings import ForwardSettings
+
+
+def forward_scored(
+    model: torch.nn.Module, batch: MicroBatch, settings: ForwardSettings, *, entropy_grad: bool = False
+) -> Tensor:
+    """One model chunk on one micro-batch: `[mb, S, 2]` log-prob and entropy where the model ends, 0 where nothing is
+    trained; hidden states where it does not.
+
+    For the length of the call, `forward` of the module `output_layer` is another one, which has the hidden states, the
+    weight (tied or not) and this micro-batch's labels at hand. It is still called as a module, so that its hooks run
+    (Megatron's DDP awaits the gather of its parameters in one), and whatever surrounds it is the user's own model:
+    pipeline stages, virtual stages, 16-bit wrappers and schedules need not know. Calls that multi-token prediction
+    makes before the model's own go to the layer itself. Raises ValueError for a model whose output layer this cannot
+    stand for.
+    """
+    inner = _unwrapped(model)
+    layer = getattr(inner, "output_layer", None)
+    if layer is None:
+        return _run(model, batch)
+    _check(layer)
+    predictions_ahead = getattr(getattr(inner, "config", None), "mtp_num_layers", None) or 0
+    with _scoring(layer, batch, settings, entropy_grad, predictions_ahead) as scored:
+        output = _run(model, batch)
+    given = scored[-1].detach().transpose(0, 1) if scored else None
+    if given is None or output.shape != given.shape or not torch.equal(output.detach(), given):
+        raise ValueError(
+            f"{type(inner).__name__} does not return what its output layer gives, so log-probs cannot be taken there; "
+            "pass --rl-logprob-chunk-tokens 0"
+        )
+    return output
+
+
+@contextlib.contextmanager
+def _scoring(
+    layer: torch.nn.Module, batch: MicroBatch, settings: ForwardSettings, entropy_grad: bool, ahead: int
+) -> Iterator[list[Tensor]]:
+    """The layer scores the labels meanwhile. Yields the list that what it answers is appended to."""
+    scored: list[Tensor] = []
+    own = layer.forward
+    passed = 0
+
+    def forward(input_: Tensor, weight: Tensor | None = None, *more: Any, **named: Any) -> tuple[Tensor, None]:
+        nonlocal passed
+        if passed < ahead:
+            passed += 1
+            return own(input_, weight, *more, **named)
+        weight = layer.weight if weight is None else weight
+        scored.append(score(input_, weight, layer, batch, settings, entropy_grad=entropy_grad))
+        return scored[-1], None
+
+    replaced = vars(layer).get("forward")
+    layer.forward = forward
+    try:
+        yield scored
+    finally:
+        if replaced is None:
+            del layer.forward
+        else:
+            layer.forward = replaced
+
+
+def score(
+    hidden: Tensor,
+    weight: Tensor,
+    layer: torch.nn.Module,
+    batch: MicroBatch,
+    settings: ForwardSettings,
+    *,
+    entropy_grad: bool = False,
+) -> Tensor:
+    """Log-prob of each scored label and entropy, `[S, mb, 2]`, from what a column parallel output layer is given.
+
+    hidden: `[S, mb, H]`, or `[S / tp, mb, H]` under sequence parallel; layer: the ColumnParallelLinear, whose settings
+    count. Only the rows of the micro-batch that are scored are multiplied; the others are 0.
+    """
+    if layer.sequence_parallel:
+        hidden = tensor_parallel.gather_from_sequence_parallel_region(hidden)
+    else:
+        hidden = tensor_parallel.copy_to_tensor_model_parallel_region(hidden)
+    # Not the mask alone: what is dropped from the update was scored before, and must not move its neighbours.
+    scored = batch.columns.get("scored", batch.mask).bool()
+    wanted = scored.t().reshape(-1).nonzero()[:, 0]
+    logp, entropy = chunked_token_logps(
+        hidden.flatten(0, 1).index_select(0, wanted),
+        weight,
+        batch.labels.t().reshape(-1)[wanted],
+        vocab_size=settings.vocab_size,
+        chunk_tokens=settings.chunk_tokens,
+        temperature=settings.temperature,
+        tp_group=parallel_state.get_tensor_model_parallel_group(),
+        entropy_grad=entropy_grad,
+        accumulate=layer.gradient_accumulation_fusion and hasattr(weight, "main_grad"),
+    )
+    both = torch.stack([logp, entropy], 1)
+    length, rows = hidden.shape[:2]
+    return both.new_zeros(length * rows, 2).index_copy(0, wanted, both).view(length, rows, 2)
+
+
+def _check(layer: torch.nn.Module) -> None:
+    """What the layer does besides a product with its weight must be known here."""
+    off = {
+        "bias": "a bias",
+        "embedding_activation_buffer": "--defer-embedding-wgrad-compute",
+    }
+    found = [what for name, what in off.items() if getattr(layer, name, None) is not None]
+    if getattr(layer, "explicit_expert_comm", False):
+        found.append("expert communication")
+    if getattr(layer, "gtp_remat_size", 1) > 1:
+        found.append("a weight split for rematerialisation")
+    if not hasattr(layer, "sequence_parallel") or not hasattr(layer, "gradient_accumulation_fusion"):
+        found.append("no column parallel linear")
+    if found:
+        raise ValueError(
+            f"the output layer {type(layer).__name__} has {', '.join(found)}, which log-probs in chunks do not know; "
+            "pass --rl-logprob-chunk-tokens 0"
+        )
+
+
+def _unwrapped(model: torch.nn.Module) -> torch.nn.Module:
+    while hasattr(model, "module"):
+        model = model.module
+    return model
+
+
+def _run(model: torch.nn.Module, batch: MicroBatch) -> Tensor:
+    return model(batch.tokens, batch.position_ids, batch.attention_mask)

@@ -1,0 +1,185 @@
+"""How an unmodified model comes to give log-probs: its output layer is another one for one call, and itself again.
+
+The arithmetic is tested in test_chunked.py, real Megatron models in tests/update; here a model written by hand shows
+what is called when.
+"""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from mindspeed_rl_plugin.forward import settings as settings_module
+from mindspeed_rl_plugin.forward.collate import MicroBatch
+from mindspeed_rl_plugin.forward.settings import ForwardSettings
+
+output_layer = pytest.importorskip("mindspeed_rl_plugin.forward.output_layer")
+
+ROWS, LENGTH = 2, 3
+SETTINGS = ForwardSettings(micro_batch_size=ROWS, seq_length=LENGTH, vocab_size=5, chunk_tokens=1)
+
+
+class Layer(torch.nn.Linear):
+    """As much of a column parallel linear as is looked at."""
+
+    sequence_parallel = gradient_accumulation_fusion = False
+
+    def __init__(self):
+        super().__init__(4, 5, bias=False)
+        self.calls = 0
+
+    def forward(self, input_, weight=None, runtime_gather_output=None):
+        self.calls += 1
+        return torch.nn.functional.linear(input_, self.weight if weight is None else weight), None
+
+
+class Model(torch.nn.Module):
+    """A last stage: `ahead` calls of the output layer for tokens further on, then the one that counts."""
+
+    def __init__(self, ahead=0, tail=lambda x: x, tied=None):
+        super().__init__()
+        self.output_layer = Layer()
+        self.config = SimpleNamespace(mtp_num_layers=ahead or None)
+        self.tail, self.tied, self.heard = tail, tied, []
+
+    def forward(self, tokens, position_ids, attention_mask):
+        hidden = tokens.t()[..., None] * torch.ones(4)
+        for _ in range(self.config.mtp_num_layers or 0):
+            self.heard.append(self.output_layer(hidden)[0].shape[-1])
+        logits, _ = self.output_layer(hidden, weight=self.tied)
+        return self.tail(logits).transpose(0, 1).contiguous()
+
+
+class Wrapper(torch.nn.Module):
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+
+    def forward(self, *inputs):
+        return self.module(*inputs)
+
+
+@pytest.fixture
+def batch():
+    tokens = torch.arange(1.0, 1 + ROWS * LENGTH).view(ROWS, LENGTH)
+    mask = torch.ones(ROWS, LENGTH, dtype=torch.bool)
+    return MicroBatch(0, tokens, tokens.long(), tokens.long(), False, mask, torch.tensor([LENGTH] * ROWS), {})
+
+
+@pytest.fixture(autouse=True)
+def scored(monkeypatch):
+    """What the layer was asked to score; the answer holds the hidden states, so that the way back can be seen."""
+    asked = []
+
+    def score(hidden, weight, layer, batch, settings, *, entropy_grad):
+        asked.append((weight, entropy_grad))
+        return torch.stack([hidden[..., 0], -hidden[..., 0]], -1)
+
+    monkeypatch.setattr(output_layer, "score", score)
+    return asked
+
+
+@pytest.mark.parametrize("wrap", [lambda m: m, lambda m: Wrapper(Wrapper(m))])
+def test_the_model_returns_what_its_layer_scored(batch, scored, wrap):
+    model = Model()
+    hooked = []
+    model.output_layer.register_forward_pre_hook(lambda *given: hooked.append("awaited"))
+    got = output_layer.forward_scored(wrap(model), batch, SETTINGS, entropy_grad=True)
+    assert torch.equal(got, torch.stack([batch.tokens, -batch.tokens], -1))
+    assert scored == [(model.output_layer.weight, True)] and hooked == ["awaited"]
+    assert model.output_layer.calls == 0 and "forward" not in vars(model.output_layer)
+    assert model(batch.tokens, None, None).shape == (ROWS, LENGTH, 5)
+
+
+def test_a_tied_weight_is_the_one_that_the_model_passes(batch, scored):
+    tied = torch.nn.Parameter(torch.ones(5, 4))
+    output_layer.forward_scored(Model(tied=tied), batch, SETTINGS)
+    assert scored[0][0] is tied
+
+
+def test_multi_token_prediction_keeps_its_logits(batch, scored):
+    model = Model(ahead=2)
+    output_layer.forward_scored(model, batch, SETTINGS)
+    assert model.heard == [5, 5] and model.output_layer.calls == 2 and len(scored) == 1
+
+
+def test_a_forward_of_the_layers_own_is_put_back(batch):
+    model = Model()
+
+    def replaced(*inputs, **more):
+        return torch.zeros(LENGTH, ROWS, 5), None
+
+    model.output_layer.forward = replaced
+    output_layer.forward_scored(model, batch, SETTINGS)
+    assert model.output_layer.forward is replaced
+
+
+def test_the_layer_is_itself_again_after_an_error(batch, monkeypatch):
+    model = Model()
+    monkeypatch.setattr(output_layer, "score", lambda *given, **more: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        output_layer.forward_scored(model, batch, SETTINGS)
+    assert "forward" not in vars(model.output_layer)
+
+
+def test_a_stage_without_an_output_layer_runs_as_it_is(batch, scored):
+    stage = Wrapper(torch.nn.Module())
+    stage.module.forward = lambda tokens, position_ids, mask: tokens + 1
+    assert torch.equal(output_layer.forward_scored(stage, batch, SETTINGS), batch.tokens + 1) and not scored
+
+
+@pytest.mark.parametrize("tail", [torch.tanh, lambda logits: logits[:-1], lambda logits: 2 * logits])
+def test_a_model_that_works_on_its_logits_is_refused(batch, tail):
+    with pytest.raises(ValueError, match="Model does not return what its output layer gives.*chunk-tokens 0"):
+        output_layer.forward_scored(Model(tail=tail), batch, SETTINGS)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("bias", torch.nn.Parameter(torch.zeros(5)), "Layer has a bias"),
+        ("embedding_activation_buffer", [], "Layer has --defer-embedding-wgrad-compute"),
+        ("explicit_expert_comm", True, "Layer has expert communication"),
+        ("gtp_remat_size", 2, "Layer has a weight split"),
+    ],
+)
+def test_a_layer_that_does_more_is_refused(batch, name, value, said):
+    model = Model()
+    setattr(model.output_layer, name, value)
+    with pytest.raises(ValueError, match=said):
+        output_layer.forward_scored(model, batch, SETTINGS)
+
+
+def test_another_kind_of_layer_is_refused(batch):
+    model = Model()
+    model.output_layer = torch.nn.Linear(4, 5, bias=False)
+    with pytest.raises(ValueError, match="the output layer Linear has no column parallel linear"):
+        output_layer.forward_scored(model, batch, SETTINGS)
+
+
+def arguments(**more):
+    sizes = {"micro_batch_size": 2, "seq_length": 4096, "padded_vocab_size": 151_936, "tensor_model_parallel_size": 2}
+    others = {"context_parallel_size": 1, "pipeline_model_parallel_size": 1, "sequence_parallel": False}
+    return SimpleNamespace(**{**sizes, **others, "create_attention_mask_in_dataloader": True, **more})
+
+
+@pytest.mark.parametrize(
+    ("kind", "more", "given", "chunk"),
+    [
+        ("npu", {}, None, 441),  # the logits of 8192 tokens would take 2.3 GiB
+        ("npu", {"seq_length": 440}, None, 0),  # 880 tokens: not more than two chunks
+        ("cpu", {"seq_length": 440}, None, 13),
+        ("cpu", {"padded_vocab_size": 256}, None, 0),
+        ("cpu", {}, 0, 0),
+        ("npu", {"padded_vocab_size": 256}, 7, 7),
+    ],
+)
+def test_chosen_by_the_size_of_the_logits_unless_given(monkeypatch, kind, more, given, chunk):
+    monkeypatch.setattr(settings_module, "get_device", lambda: SimpleNamespace(kind=kind))
+    settings = ForwardSettings.from_args(arguments(**more), vocab_size=250, temperature=1.0, chunk_tokens=given)
+    assert settings.chunk_tokens == chunk
+
+
+def test_a_negative_chunk_is_refused():
+    with pytest.raises(ValueError, match="--rl-logprob-chunk-tokens -1"):
+        ForwardSettings(micro_batch_size=1, seq_length=8, vocab_size=5, chunk_tokens=-1)
