@@ -21,7 +21,7 @@ from mindspeed_rl_plugin.reshard.plan import Move, Plan
 
 def view(param: Tensor, segment: Segment, start: int, size: int) -> Tensor:
     """Slices `[start, start + size)` of a canonical tensor inside a stored parameter, without copying."""
-    return param.narrow(segment.axis, segment.offset + start - segment.start, size)
+    return segment.of(param).narrow(segment.axis, segment.offset + start - segment.start, size)
 
 
 @torch.no_grad()

@@ -2,215 +2,217 @@
 
 A row describes one *stored* parameter (what a Megatron rank or an engine rank holds as one tensor) by
 the *canonical* tensors inside it: those of the Hugging Face checkpoint, unsplit and unpadded. A new
-family is one entry of `FAMILIES`; nothing else in the package knows a model by name.
+family is one entry of `FAMILIES`; nothing else in the package knows a model by name. `rows.py` has the
+vocabulary of the table, `ModelShape.size` the names of sizes.
+
+Sources: Megatron core 0.12.1, 0.16.1 and 0.19 (models/gpt/gpt_layer_specs.py, transformer/moe/experts.py,
+multi_latent_attention.py), MindSpeed-LLM 2.3.0 (tasks/models/spec), vLLM 0.32 (models/llama.py, qwen2.py,
+qwen3.py, qwen3_moe.py, deepseek_v2.py). vllm-ascend loads these models under the same names.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from enum import Enum
-
-
-class Split(Enum):
-    """How a stored parameter is cut over tensor parallel ranks, in Megatron and in the engine.
-
-    REPLICATED    whole on every rank
-    VOCABULARY    rows of the padded vocabulary; each side pads to a size of its own
-    COLUMNS       even shares of axis 1
-    GATE_UP       every rank stacks its share of gate on its share of up
-    QUERY_GROUPS  Megatron interleaves q, k and v per query group and cuts the rows evenly; the engine
-                  stacks its shares of q, k and v, and repeats key heads when it has more ranks than groups
-    """
-
-    REPLICATED = "replicated"
-    VOCABULARY = "vocabulary"
-    COLUMNS = "columns"
-    GATE_UP = "gate_up"
-    QUERY_GROUPS = "query_groups"
-
-
-class Stage(Enum):
-    """Where in the pipeline a parameter lives: before the first layer, in every layer, after the last."""
-
-    FIRST = "first"
-    LAYER = "layer"
-    LAST = "last"
-
-
-@dataclass(frozen=True)
-class Part:
-    """One canonical tensor: its name and its shape in the sizes that `ModelShape.size` resolves.
-
-    Sizes: vocab, hidden, query (heads x head_dim), key (groups x head_dim), head (head_dim), ffn.
-    """
-
-    name: str
-    shape: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Row:
-    """One stored parameter. "{layer}" is the global layer number, but in Megatron's names the one within its chunk.
-
-    local, te: name in Megatron's local and TransformerEngine specs; engine: name in vLLM;
-    parts: the canonical tensors inside, in the order in which the split stacks them.
-    """
-
-    stage: Stage
-    local: str
-    te: str
-    engine: str
-    split: Split
-    parts: tuple[Part, ...]
-
-
-@dataclass(frozen=True)
-class Family:
-    """A model family. architecture: what a Hugging Face config calls it; qkv_bias, qk_norm: what its rows hold."""
-
-    architecture: str
-    qkv_bias: bool
-    qk_norm: bool
-    rows: tuple[Row, ...]
-
+from mindspeed_rl_plugin.reshard.rows import ENGINE, EXPERTS, IMPLS, Family, Part, Row, Split, Stage
 
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
 
-
-def _row(stage: Stage, local: str, te: str, engine: str, split: Split, *parts: Part) -> Row:
-    if stage is Stage.LAYER:
-        local, te, engine = f"decoder.layers.{{layer}}.{local}", f"decoder.layers.{{layer}}.{te}", f"{_H}{engine}"
-    return Row(stage, local, te, engine, split, parts)
-
-
 _H = "model.layers.{layer}."
+_M = "decoder.layers.{layer}."
 _ATTENTION = "self_attention."
 
+
+def _names(local: str, te: str | None, engine: str | None, mindspeed: str | None) -> dict[str, str]:
+    names = dict(zip(IMPLS, (local, te or local, te or local, mindspeed or local), strict=True)) | {ENGINE: engine}
+    return {side: name for side, name in names.items() if name}
+
+
+def _outer(stage: Stage, megatron: str, canonical: str, split: Split, *shape: str) -> Row:
+    return Row(stage, _names(megatron, None, canonical, None), split, (Part(canonical, shape),))
+
+
+def _layer(
+    local: str,
+    engine: str | None,
+    split: Split,
+    *parts: tuple[str, ...],
+    te: str | None = None,
+    mindspeed: str | None = None,
+    stage: Stage = Stage.LAYER,
+    wide: bool = False,
+    buffer: bool = False,
+) -> Row:
+    """A parameter of a layer; parts: canonical name and sizes. te, mindspeed: their names where they differ."""
+    names = _names(local, te, None, mindspeed)
+    names = {side: _M + name for side, name in names.items()} | ({ENGINE: _H + engine} if engine else {})
+    return Row(stage, names, split, tuple(Part(_H + name, tuple(sizes), wide) for name, *sizes in parts), buffer)
+
+
+def _only(row: Row, *sides: str) -> Row:
+    """The row as it is on these sides only; there the engine may store its parts one by one."""
+    names = {side: name for side, name in row.names.items() if side in sides}
+    unfused = tuple(part.name for part in row.parts) if ENGINE in sides else None
+    return Row(row.stage, names, row.split, row.parts, row.buffer, unfused)
+
+
+def _norm(name: str, engine: str, size: str = "hidden", **more: str | Stage) -> Row:
+    return _layer(name, engine, Split.REPLICATED, (engine, size), **more)
+
+
+def _gate_up(megatron: str, canonical: str, size: str, stage: Stage) -> Row:
+    gate, up = (f"{canonical}.{x}_proj.weight" for x in ("gate", "up"))
+    engine = f"{canonical}.gate_up_proj.weight"
+    name = f"{megatron}.linear_fc1.weight"
+    return _layer(name, engine, Split.GATE_UP, (gate, size, "hidden"), (up, size, "hidden"), stage=stage)
+
+
+def _down(megatron: str, canonical: str, size: str, stage: Stage) -> Row:
+    name = f"{canonical}.down_proj.weight"
+    return _layer(f"{megatron}.linear_fc2.weight", name, Split.COLUMNS, (name, "hidden", size), stage=stage)
+
+
+def _experts(canonical: tuple[str, ...], number: int, engine: str, split: Split, *shape: str) -> Row:
+    """linear_fc{number} of one routed expert. The engine, and Megatron's grouped GEMM, stack those of a rank."""
+    stored = (f"local_experts.{{expert}}.linear_fc{number}.weight", f"linear_fc{number}.weight{{expert}}")
+    names = {kind: f"{_M}mlp.experts.{n}" for kind, n in zip(EXPERTS, (*stored, f"weight{number}"), strict=True)}
+    parts = tuple(Part(f"{_H}mlp.experts.{{expert}}.{x}_proj.weight", shape) for x in canonical)
+    return Row(Stage.EXPERT, names | {ENGINE: f"{_H}mlp.experts.{{nested}}{engine}"}, split, parts)
+
+
+# With tied embeddings the head's row holds the canonical embedding, and exists only where layout.py says so.
 _OUTER = (
-    _row(
-        Stage.FIRST,
-        "embedding.word_embeddings.weight",
-        "embedding.word_embeddings.weight",
-        EMBEDDING,
-        Split.VOCABULARY,
-        Part(EMBEDDING, ("vocab", "hidden")),
-    ),
-    _row(
-        Stage.LAST,
-        "decoder.final_layernorm.weight",
-        "decoder.final_layernorm.weight",
-        "model.norm.weight",
-        Split.REPLICATED,
-        Part("model.norm.weight", ("hidden",)),
-    ),
-    # With tied embeddings this row holds the canonical embedding, and exists only where layout.py says so.
-    _row(
-        Stage.LAST,
-        "output_layer.weight",
-        "output_layer.weight",
-        HEAD,
-        Split.VOCABULARY,
-        Part(HEAD, ("vocab", "hidden")),
-    ),
+    _outer(Stage.FIRST, "embedding.word_embeddings.weight", EMBEDDING, Split.VOCABULARY, "vocab", "hidden"),
+    _outer(Stage.LAST, "decoder.final_layernorm.weight", "model.norm.weight", Split.REPLICATED, "hidden"),
+    _outer(Stage.LAST, "output_layer.weight", HEAD, Split.VOCABULARY, "vocab", "hidden"),
 )
 
-_LAYER = (
-    _row(
-        Stage.LAYER,
-        "input_layernorm.weight",
-        f"{_ATTENTION}linear_qkv.layer_norm_weight",
-        "input_layernorm.weight",
-        Split.REPLICATED,
-        Part(f"{_H}input_layernorm.weight", ("hidden",)),
-    ),
-    _row(
-        Stage.LAYER,
-        f"{_ATTENTION}linear_qkv.weight",
+_FUSED_NORM = f"{_ATTENTION}linear_qkv.layer_norm_weight"
+_PROJECTIONS = tuple((f"self_attn.{x}_proj", "query" if x == "q" else "key") for x in "qkv")
+_OUT = f"{_ATTENTION}linear_proj.weight"
+
+_GROUPED_ATTENTION = (
+    _norm("input_layernorm.weight", "input_layernorm.weight", te=_FUSED_NORM),
+    _layer(
         f"{_ATTENTION}linear_qkv.weight",
         "self_attn.qkv_proj.weight",
         Split.QUERY_GROUPS,
-        Part(f"{_H}self_attn.q_proj.weight", ("query", "hidden")),
-        Part(f"{_H}self_attn.k_proj.weight", ("key", "hidden")),
-        Part(f"{_H}self_attn.v_proj.weight", ("key", "hidden")),
+        *((f"{name}.weight", size, "hidden") for name, size in _PROJECTIONS),
     ),
-    _row(
-        Stage.LAYER,
-        f"{_ATTENTION}linear_proj.weight",
-        f"{_ATTENTION}linear_proj.weight",
-        "self_attn.o_proj.weight",
-        Split.COLUMNS,
-        Part(f"{_H}self_attn.o_proj.weight", ("hidden", "query")),
-    ),
+    _layer(_OUT, "self_attn.o_proj.weight", Split.COLUMNS, ("self_attn.o_proj.weight", "hidden", "query")),
 )
-
-_DENSE_MLP = (
-    _row(
-        Stage.LAYER,
-        "pre_mlp_layernorm.weight",
-        "mlp.linear_fc1.layer_norm_weight",
-        "post_attention_layernorm.weight",
-        Split.REPLICATED,
-        Part(f"{_H}post_attention_layernorm.weight", ("hidden",)),
-    ),
-    _row(
-        Stage.LAYER,
-        "mlp.linear_fc1.weight",
-        "mlp.linear_fc1.weight",
-        "mlp.gate_up_proj.weight",
-        Split.GATE_UP,
-        Part(f"{_H}mlp.gate_proj.weight", ("ffn", "hidden")),
-        Part(f"{_H}mlp.up_proj.weight", ("ffn", "hidden")),
-    ),
-    _row(
-        Stage.LAYER,
-        "mlp.linear_fc2.weight",
-        "mlp.linear_fc2.weight",
-        "mlp.down_proj.weight",
-        Split.COLUMNS,
-        Part(f"{_H}mlp.down_proj.weight", ("hidden", "ffn")),
-    ),
-)
-
 _QKV_BIAS = (
-    _row(
-        Stage.LAYER,
-        f"{_ATTENTION}linear_qkv.bias",
+    _layer(
         f"{_ATTENTION}linear_qkv.bias",
         "self_attn.qkv_proj.bias",
         Split.QUERY_GROUPS,
-        Part(f"{_H}self_attn.q_proj.bias", ("query",)),
-        Part(f"{_H}self_attn.k_proj.bias", ("key",)),
-        Part(f"{_H}self_attn.v_proj.bias", ("key",)),
+        *((f"{name}.bias", size) for name, size in _PROJECTIONS),
     ),
 )
+_QK_NORM = tuple(_norm(f"{_ATTENTION}{x}_layernorm.weight", f"self_attn.{x}_norm.weight", "head") for x in "qk")
 
-_QK_NORM = tuple(
-    _row(
-        Stage.LAYER,
-        f"{_ATTENTION}{x}_layernorm.weight",
-        f"{_ATTENTION}{x}_layernorm.weight",
-        f"self_attn.{x}_norm.weight",
-        Split.REPLICATED,
-        Part(f"{_H}self_attn.{x}_norm.weight", ("head",)),
-    )
-    for x in "qk"
+_DENSE_MLP = (
+    _norm(
+        "pre_mlp_layernorm.weight",
+        "post_attention_layernorm.weight",
+        te="mlp.linear_fc1.layer_norm_weight",
+        mindspeed="pre_mlp_layernorm.weight",
+        stage=Stage.DENSE,
+    ),
+    _gate_up("mlp", "mlp", "ffn", Stage.DENSE),
+    _down("mlp", "mlp", "ffn", Stage.DENSE),
 )
 
+_ROUTED = (
+    _norm("pre_mlp_layernorm.weight", "post_attention_layernorm.weight", stage=Stage.MOE),
+    _layer(
+        "mlp.router.weight",
+        "mlp.gate.weight",
+        Split.REPLICATED,
+        ("mlp.gate.weight", "experts", "hidden"),
+        stage=Stage.MOE,
+    ),
+    _experts(("gate", "up"), 1, "w13_weight", Split.GATE_UP, "expert_ffn", "hidden"),
+    _experts(("down",), 2, "w2_weight", Split.COLUMNS, "hidden", "expert_ffn"),
+)
+# Updated after every step from the load of the experts, so it travels with the weights although no gradient reaches it.
+_ROUTER_BIAS = (
+    _layer(
+        "mlp.router.expert_bias",
+        "mlp.gate.e_score_correction_bias",
+        Split.REPLICATED,
+        ("mlp.gate.e_score_correction_bias", "experts"),
+        stage=Stage.MOE,
+        wide=True,
+        buffer=True,
+    ),
+)
+_SHARED_EXPERTS = (
+    _gate_up("mlp.shared_experts", "mlp.shared_experts", "shared_ffn", Stage.MOE),
+    _down("mlp.shared_experts", "mlp.shared_experts", "shared_ffn", Stage.MOE),
+)
+
+_Q_DOWN = ("self_attn.q_a_proj.weight", "q_lora", "hidden")
+_KV_DOWN = ("self_attn.kv_a_proj_with_mqa.weight", "kv_down", "hidden")
+_LATENT_ATTENTION = (
+    _norm("input_layernorm.weight", "input_layernorm.weight"),
+    _only(_layer(f"{_ATTENTION}linear_q_down_proj.weight", None, Split.DOWN, _Q_DOWN), *IMPLS[:3]),
+    _only(_layer(f"{_ATTENTION}linear_kv_down_proj.weight", None, Split.DOWN, _KV_DOWN), *IMPLS[:3]),
+    _only(
+        _layer(
+            f"{_ATTENTION}linear_qkv.weight", "self_attn.fused_qkv_a_proj.weight", Split.REPLICATED, _Q_DOWN, _KV_DOWN
+        ),
+        "mindspeed",
+        ENGINE,
+    ),
+    *(
+        _norm(
+            f"{_ATTENTION}{x}_layernorm.weight",
+            f"self_attn.{x}_a_layernorm.weight",
+            f"{x}_lora",
+            te=f"{_ATTENTION}linear_{x}_up_proj.layer_norm_weight",
+            mindspeed=f"{_ATTENTION}{x}_layernorm.weight",
+        )
+        for x in ("q", "kv")
+    ),
+    *(
+        _layer(
+            f"{_ATTENTION}linear_{x}_up_proj.weight",
+            f"self_attn.{x}_b_proj.weight",
+            Split.ROWS,
+            (f"self_attn.{x}_b_proj.weight", f"{x}_up", f"{x}_lora"),
+        )
+        for x in ("q", "kv")
+    ),
+    _layer(_OUT, "self_attn.o_proj.weight", Split.COLUMNS, ("self_attn.o_proj.weight", "hidden", "value")),
+)
+
+_PLAIN = _OUTER + _GROUPED_ATTENTION
+_DEEPSEEK = _OUTER + _LATENT_ATTENTION + _DENSE_MLP + _ROUTED + _ROUTER_BIAS + _SHARED_EXPERTS
+
 FAMILIES = {
-    "llama": Family("LlamaForCausalLM", False, False, _OUTER + _LAYER + _DENSE_MLP),
-    "qwen2": Family("Qwen2ForCausalLM", True, False, _OUTER + _LAYER + _QKV_BIAS + _DENSE_MLP),
-    "qwen3": Family("Qwen3ForCausalLM", False, True, _OUTER + _LAYER + _QK_NORM + _DENSE_MLP),
+    "llama": Family("LlamaForCausalLM", _PLAIN + _DENSE_MLP),
+    "qwen2": Family("Qwen2ForCausalLM", _PLAIN + _QKV_BIAS + _DENSE_MLP, qkv_bias=True),
+    "qwen3": Family("Qwen3ForCausalLM", _PLAIN + _QK_NORM + _DENSE_MLP, qk_norm=True),
+    "qwen3_moe": Family(
+        "Qwen3MoeForCausalLM", _PLAIN + _QK_NORM + _DENSE_MLP + _ROUTED, qk_norm=True, experts=True, looped=False
+    ),
+    "deepseek_v3": Family("DeepseekV3ForCausalLM", _DEEPSEEK, qk_norm=True, experts=True, mla=True, looped=False),
 }
 
 
-def find_family(*, qkv_bias: bool, qk_norm: bool) -> str:
+def find_family(*, qkv_bias: bool, qk_norm: bool, experts: bool = False, mla: bool = False) -> str:
     """Name of the family with these traits. Raises ValueError when no table has them."""
+    wanted = (qkv_bias, qk_norm, experts, mla)
     for name, family in FAMILIES.items():
-        if (family.qkv_bias, family.qk_norm) == (qkv_bias, qk_norm):
+        if (family.qkv_bias, family.qk_norm, family.experts, family.mla) == wanted:
             return name
-    known = "; ".join(f"{n}: add_qkv_bias={f.qkv_bias}, qk_layernorm={f.qk_norm}" for n, f in FAMILIES.items())
+    known = "; ".join(f"{n}: {_traits(f.qkv_bias, f.qk_norm, f.experts, f.mla)}" for n, f in FAMILIES.items())
     raise ValueError(
-        f"no model family has add_qkv_bias={qkv_bias} with qk_layernorm={qk_norm}; known families: {known}. "
+        f"no model family has {_traits(*wanted)}; known families: {known}. "
         "Change the flags, or add a family to mindspeed_rl_plugin/reshard/families.py"
     )
+
+
+def _traits(qkv_bias: bool, qk_norm: bool, experts: bool, mla: bool) -> str:
+    more = ", experts" * experts + ", multi-latent attention" * mla
+    return f"add_qkv_bias={qkv_bias} with qk_layernorm={qk_norm}{more}"

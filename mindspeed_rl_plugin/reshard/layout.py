@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from functools import lru_cache
 from types import MappingProxyType
 from typing import NamedTuple
 
-from mindspeed_rl_plugin.reshard.families import Row, Split, Stage
-from mindspeed_rl_plugin.reshard.parallel import Parallel, chunk_prefix
+from mindspeed_rl_plugin.reshard.cuts import CUT_ENGINE, CUT_MEGATRON, Cut, Segment, padded_engine_vocab, stack
+from mindspeed_rl_plugin.reshard.parallel import EngineParallel, Parallel, chunk_prefix
+from mindspeed_rl_plugin.reshard.rows import ENGINE, EXPERTS, IMPLS, Row, Split, Stage
 from mindspeed_rl_plugin.reshard.shape import Canonical, ModelShape
 
 __all__ = [
     "Canonical",
+    "EngineParallel",
     "Layout",
     "ModelShape",
     "Parallel",
@@ -25,23 +27,6 @@ __all__ = [
     "padded_engine_vocab",
 ]
 
-ENGINE_VOCAB_MULTIPLE = 64  # vllm/model_executor/layers/vocab_parallel_embedding.py, DEFAULT_VOCAB_PADDING_SIZE
-
-
-class Segment(NamedTuple):
-    """Slices `[start, start + size)` of canonical tensor `name` along `axis`, stored from slice `offset` on."""
-
-    name: str
-    axis: int
-    start: int
-    size: int
-    offset: int
-
-    @property
-    def stop(self) -> int:
-        return self.start + self.size
-
-
 Layout = Mapping[str, tuple[Segment, ...]]
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -51,201 +36,155 @@ class _Stored(NamedTuple):
     shapes: Shapes
 
 
-def megatron_layout(shape: ModelShape, parallel: Parallel, rank: int, impl: str = "local") -> Layout:
-    """Parameter name -> segments of one trainer rank; the same object for ranks that differ in DP or CP only.
+def megatron_layout(
+    shape: ModelShape, parallel: Parallel, rank: int, impl: str = "local", experts: str = "sequential"
+) -> Layout:
+    """Parameter name -> segments of one trainer rank; the same object for ranks that store the same.
 
-    impl: "local" or "te", whose names the model has. With several model chunks a name starts with
-    `parallel.chunk_prefix`. Raises ValueError when the sizes do not divide.
+    impl: an entry of `rows.IMPLS`, whose names the model has; experts: one of `rows.EXPERTS`, how it stores them.
+    With several model chunks a name starts with `parallel.chunk_prefix`. Raises ValueError when the sizes do not
+    divide.
     """
-    at = parallel.coordinates(rank)
-    return _megatron(shape, parallel, at.tp, at.pp, impl).layout
+    return _megatron_at(shape, parallel, rank, impl, experts).layout
 
 
-def megatron_shapes(shape: ModelShape, parallel: Parallel, rank: int, impl: str = "local") -> Shapes:
+def megatron_shapes(
+    shape: ModelShape, parallel: Parallel, rank: int, impl: str = "local", experts: str = "sequential"
+) -> Shapes:
     """Parameter name -> shape of the tensor that this trainer rank stores."""
-    at = parallel.coordinates(rank)
-    return _megatron(shape, parallel, at.tp, at.pp, impl).shapes
+    return _megatron_at(shape, parallel, rank, impl, experts).shapes
 
 
-def engine_layout(shape: ModelShape, tp: int, rank: int, own_head: bool | None = None) -> Layout:
+def engine_layout(shape: ModelShape, engine: int | EngineParallel, rank: int, own_head: bool | None = None) -> Layout:
     """Parameter name -> segments of one engine rank (vLLM).
 
-    rank: tensor parallel rank; own_head: whether the engine stores a head (None: unless embeddings are
-    tied). Raises ValueError when the sizes do not divide by `tp`.
+    engine: its sizes, or its tensor parallel size; rank: within the engine; own_head: whether the engine stores a
+    head (None: unless embeddings are tied). Raises ValueError when the sizes do not divide.
     """
-    return _engine(shape, tp, rank, not shape.tied if own_head is None else own_head).layout
+    return _engine_at(shape, engine, rank, own_head).layout
 
 
-def engine_shapes(shape: ModelShape, tp: int, rank: int, own_head: bool | None = None) -> Shapes:
+def engine_shapes(shape: ModelShape, engine: int | EngineParallel, rank: int, own_head: bool | None = None) -> Shapes:
     """Parameter name -> shape of the tensor that this engine rank stores."""
-    return _engine(shape, tp, rank, not shape.tied if own_head is None else own_head).shapes
-
-
-def padded_engine_vocab(shape: ModelShape) -> int:
-    """Rows of the engine's embedding, all its ranks together."""
-    return -(-shape.vocab // ENGINE_VOCAB_MULTIPLE) * ENGINE_VOCAB_MULTIPLE
+    return _engine_at(shape, engine, rank, own_head).shapes
 
 
 @lru_cache(maxsize=16)
 def canonical_tensors(shape: ModelShape) -> Mapping[str, Canonical]:
     """Every canonical tensor of the model, in the order of its layers."""
     out: dict[str, Canonical] = {}
-    for stage, layers in ((Stage.FIRST, 1), (Stage.LAYER, shape.layers), (Stage.LAST, 1)):
-        for layer in range(layers):
-            for row in shape.rows(stage):
-                for part in row.parts:
-                    canonical = Canonical(shape.shape_of(part), 1 if row.split is Split.COLUMNS else 0)
-                    out.setdefault(shape.canonical_name(part, layer), canonical)
+
+    def put(row: Row, layer: int) -> None:
+        for part in row.parts:
+            canonical = Canonical(shape.shape_of(part), 1 if row.split is Split.COLUMNS else 0, part.wide)
+            for expert in range(shape.experts if row.stage is Stage.EXPERT else 1):
+                out.setdefault(shape.canonical_name(part, layer, expert), canonical)
+
+    for row in shape.rows(Stage.FIRST):
+        put(row, 0)
+    for layer in range(shape.layers):
+        for row in shape.layer_rows(layer):
+            put(row, layer)
+    for row in shape.rows(Stage.LAST):
+        put(row, 0)
     return MappingProxyType(out)
 
 
+def _megatron_at(shape: ModelShape, parallel: Parallel, rank: int, impl: str, experts: str) -> _Stored:
+    for value, known, what in ((impl, IMPLS, "transformer implementation"), (experts, EXPERTS, "storage of experts")):
+        if value not in known:
+            raise ValueError(f"{what} {value!r} is unknown; known: {', '.join(known)}")
+    at = parallel.coordinates(rank)
+    etp, ep = (at.etp, at.ep) if shape.moe_layers else (0, 0)
+    return _megatron(shape, parallel, (at.tp, at.pp, etp, ep), impl, experts)
+
+
 @lru_cache(maxsize=4096)
-def _megatron(shape: ModelShape, parallel: Parallel, tp_rank: int, pp_rank: int, impl: str) -> _Stored:
-    if impl not in ("local", "te"):
-        raise ValueError(f"transformer implementation {impl!r} is unknown; known: local, te")
-    chunks = parallel.stage_layers(shape.layers, pp_rank)
-    layout: dict[str, tuple[Segment, ...]] = {}
-    shapes: dict[str, tuple[int, ...]] = {}
+def _megatron(
+    shape: ModelShape, parallel: Parallel, place: tuple[int, int, int, int], impl: str, experts: str
+) -> _Stored:
+    tp, pp, etp, ep = place
+    if shape.moe_layers and shape.experts % parallel.ep:
+        raise ValueError(f"{shape.experts} experts do not divide over {parallel.ep} expert parallel ranks")
+    mine = range(ep * shape.experts // parallel.ep, (ep + 1) * shape.experts // parallel.ep)
+    chunks = parallel.stage_layers(shape.layers, pp)
+    out = _Stored({}, {})
 
     def put(chunk: int, row: Row, layer: int, local: int) -> None:
-        name = chunk_prefix(chunk, parallel.vpp) + getattr(row, impl).format(layer=local)
-        names = tuple(shape.canonical_name(part, layer) for part in row.parts)
-        layout[name], shapes[name] = _CUT_MEGATRON[row.split](_Cut(shape, row, names, parallel.tp, tp_rank))
+        kind = experts if row.stage is Stage.EXPERT else impl
+        if kind not in row.names:
+            return
+        name = chunk_prefix(chunk, parallel.vpp) + row.names[kind]
+        if row.stage is not Stage.EXPERT:
+            cut = Cut(shape, row, shape.names_of(row, layer), parallel.tp, tp, impl)
+            _store(out, name.format(layer=local), CUT_MEGATRON[row.split](cut))
+            return
+        cuts = [Cut(shape, row, shape.names_of(row, layer, e), parallel.expert_tp, etp, impl) for e in mine]
+        stored = [CUT_MEGATRON[row.split](cut) for cut in cuts]
+        if kind == "grouped":
+            _store(out, name.format(layer=local), stack(stored, transposed=True, flat=row.split))
+            return
+        for j, one in enumerate(stored):
+            _store(out, name.format(layer=local, expert=j), one)
 
     for chunk, layers in enumerate(chunks):
-        if pp_rank == 0 and chunk == 0:
+        if pp == 0 and chunk == 0:
             for row in shape.rows(Stage.FIRST):
                 put(chunk, row, 0, 0)
         for local, layer in enumerate(layers):
-            for row in shape.rows(Stage.LAYER):
+            for row in shape.layer_rows(layer):
                 put(chunk, row, layer, local)
-        if pp_rank == parallel.pp - 1 and chunk == len(chunks) - 1:
+        if pp == parallel.pp - 1 and chunk == len(chunks) - 1:
             for row in shape.rows(Stage.LAST):
                 # A tied head shares the embedding's storage when both are on one stage, else it is a copy.
                 if row.split is not Split.VOCABULARY or not shape.tied or parallel.pp > 1:
                     put(chunk, row, 0, 0)
-    return _Stored(MappingProxyType(layout), MappingProxyType(shapes))
+    return _frozen(out)
+
+
+def _engine_at(shape: ModelShape, engine: int | EngineParallel, rank: int, own_head: bool | None) -> _Stored:
+    engine = EngineParallel(engine) if isinstance(engine, int) else engine
+    if not 0 <= rank < engine.ranks:
+        group = "its tensor parallel group" if engine.ranks == engine.tp else "an engine"
+        raise ValueError(f"engine rank {rank} is outside {group} of {engine.ranks}")
+    return _engine(shape, engine, rank, not shape.tied if own_head is None else own_head)
 
 
 @lru_cache(maxsize=1024)
-def _engine(shape: ModelShape, tp: int, rank: int, own_head: bool) -> _Stored:
-    if not 0 <= rank < tp:
-        raise ValueError(f"engine rank {rank} is outside its tensor parallel group of {tp}")
-    layout: dict[str, tuple[Segment, ...]] = {}
-    shapes: dict[str, tuple[int, ...]] = {}
-    for stage, layers in ((Stage.FIRST, 1), (Stage.LAYER, shape.layers), (Stage.LAST, 1)):
-        for layer in range(layers):
-            for row in shape.rows(stage):
-                if stage is Stage.LAST and row.split is Split.VOCABULARY and not own_head:
-                    continue
-                name = row.engine.format(layer=layer)
-                names = tuple(shape.canonical_name(part, layer) for part in row.parts)
-                layout[name], shapes[name] = _CUT_ENGINE[row.split](_Cut(shape, row, names, tp, rank))
-    return _Stored(MappingProxyType(layout), MappingProxyType(shapes))
+def _engine(shape: ModelShape, engine: EngineParallel, rank: int, own_head: bool) -> _Stored:
+    out = _Stored({}, {})
+    etp = engine.tp if engine.ep == 1 else 1
+
+    def put(row: Row, layer: int) -> None:
+        name = row.names.get(ENGINE)
+        if row.stage is Stage.EXPERT:
+            mine = engine.experts(shape.experts, rank)
+            cuts = [Cut(shape, row, shape.names_of(row, layer, e), etp, rank % etp, ENGINE) for e in mine]
+            stored = stack([CUT_ENGINE[row.split](cut) for cut in cuts], transposed=engine.transposed)
+            _store(out, name.format(layer=layer, nested="routed_experts." if engine.nested else ""), stored)
+        elif name and (engine.fused_down or row.unfused is None):
+            cut = Cut(shape, row, shape.names_of(row, layer), engine.tp, rank % engine.tp, ENGINE)
+            _store(out, name.format(layer=layer), CUT_ENGINE[row.split](cut))
+        elif name:
+            for only, part in zip(row.unfused, row.parts, strict=True):
+                single = Row(row.stage, {ENGINE: only}, row.split, (part,))
+                cut = Cut(shape, single, shape.names_of(single, layer), engine.tp, rank % engine.tp, ENGINE)
+                _store(out, only.format(layer=layer), CUT_ENGINE[row.split](cut))
+
+    for row in shape.rows(Stage.FIRST):
+        put(row, 0)
+    for layer in range(shape.layers):
+        for row in shape.layer_rows(layer):
+            put(row, layer)
+    for row in shape.rows(Stage.LAST):
+        if row.split is not Split.VOCABULARY or own_head:
+            put(row, 0)
+    return _frozen(out)
 
 
-class _Cut(NamedTuple):
-    """What one rank stores of a row is asked for: `names` are the canonical names of its parts."""
-
-    shape: ModelShape
-    row: Row
-    names: tuple[str, ...]
-    tp: int
-    rank: int
-
-    def part(self, i: int = 0) -> tuple[int, ...]:
-        """Canonical shape of part i."""
-        return self.shape.shape_of(self.row.parts[i])
-
-    def share(self, total: int, what: str) -> int:
-        """Even share of a rank. Raises ValueError when there is none."""
-        if total % self.tp:
-            raise ValueError(f"{what} of {total} do not divide over {self.tp} tensor parallel ranks")
-        return total // self.tp
+def _store(out: _Stored, name: str, stored: tuple[tuple[Segment, ...], tuple[int, ...]]) -> None:
+    out.layout[name], out.shapes[name] = stored
 
 
-Stored = tuple[tuple[Segment, ...], tuple[int, ...]]
-
-
-def _replicated(cut: _Cut) -> Stored:
-    shape = cut.part()
-    return (Segment(cut.names[0], 0, 0, shape[0], 0),), shape
-
-
-def _columns(cut: _Cut) -> Stored:
-    rows, columns = cut.part()
-    size = cut.share(columns, f"columns of {cut.names[0]}")
-    return (Segment(cut.names[0], 1, cut.rank * size, size, 0),), (rows, size)
-
-
-def _gate_up(cut: _Cut) -> Stored:
-    rows, columns = cut.part()
-    size = cut.share(rows, f"rows of {cut.names[0]}")
-    stacked = tuple(Segment(name, 0, cut.rank * size, size, i * size) for i, name in enumerate(cut.names))
-    return stacked, (len(stacked) * size, columns)
-
-
-def _vocabulary(padded: Callable[[ModelShape], int]) -> Callable[[_Cut], Stored]:
-    def cut_rows(cut: _Cut) -> Stored:
-        size = cut.share(padded(cut.shape), "rows of the padded vocabulary")
-        whole = [Segment(cut.names[0], 0, 0, cut.shape.vocab, 0)]
-        return _window(whole, cut.rank * size, size), (size, *cut.part()[1:])
-
-    return cut_rows
-
-
-def _interleaved_groups(cut: _Cut) -> Stored:
-    """Megatron's rows: for each query group its queries, its key, its value; cut evenly (Attention.linear_qkv)."""
-    shape, (q, k, v) = cut.shape, cut.names
-    head, queries = shape.head_dim, shape.heads // shape.groups * shape.head_dim
-    rows: list[Segment] = []
-    for g in range(shape.groups):
-        offset = g * (queries + 2 * head)
-        rows.append(Segment(q, 0, g * queries, queries, offset))
-        rows.append(Segment(k, 0, g * head, head, offset + queries))
-        rows.append(Segment(v, 0, g * head, head, offset + queries + head))
-    size = cut.share(shape.groups * (queries + 2 * head), f"rows of {q}, k and v")
-    return _window(rows, cut.rank * size, size), (size, *cut.part()[1:])
-
-
-def _stacked_qkv(cut: _Cut) -> Stored:
-    """vLLM's rows: a share of the queries, of the keys, of the values (QKVParallelLinear)."""
-    shape, (q, k, v) = cut.shape, cut.names
-    queries = cut.share(shape.heads, "attention heads") * shape.head_dim
-    if shape.groups >= cut.tp:
-        keys = cut.share(shape.groups, "query groups") * shape.head_dim
-        start = cut.rank * keys
-    else:
-        if cut.tp % shape.groups:
-            raise ValueError(f"{cut.tp} engine ranks cannot repeat {shape.groups} query groups evenly")
-        keys, start = shape.head_dim, cut.rank // (cut.tp // shape.groups) * shape.head_dim
-    stacked = (
-        Segment(q, 0, cut.rank * queries, queries, 0),
-        Segment(k, 0, start, keys, queries),
-        Segment(v, 0, start, keys, queries + keys),
-    )
-    return stacked, (queries + 2 * keys, *cut.part()[1:])
-
-
-def _window(segments: Iterable[Segment], low: int, size: int) -> tuple[Segment, ...]:
-    """What of segments that tile a whole parameter falls on its slices `[low, low + size)`."""
-    out = []
-    for s in segments:
-        first, last = max(s.offset, low), min(s.offset + s.size, low + size)
-        if first < last:
-            out.append(Segment(s.name, s.axis, s.start + first - s.offset, last - first, first - low))
-    return tuple(out)
-
-
-_CUT_MEGATRON: dict[Split, Callable[[_Cut], Stored]] = {
-    Split.REPLICATED: _replicated,
-    Split.VOCABULARY: _vocabulary(lambda shape: shape.padded_vocab),
-    Split.COLUMNS: _columns,
-    Split.GATE_UP: _gate_up,
-    Split.QUERY_GROUPS: _interleaved_groups,
-}
-
-_CUT_ENGINE = _CUT_MEGATRON | {
-    Split.VOCABULARY: _vocabulary(padded_engine_vocab),
-    Split.QUERY_GROUPS: _stacked_qkv,
-}
+def _frozen(out: _Stored) -> _Stored:
+    return _Stored(MappingProxyType(out.layout), MappingProxyType(out.shapes))

@@ -1,4 +1,4 @@
-"""Parallel: how a world of ranks is divided, as Megatron does it, and which layers live on which pipeline chunk."""
+"""How ranks are divided: `Parallel` as Megatron does it, pipeline chunks too; `EngineParallel` as vLLM does."""
 
 from __future__ import annotations
 
@@ -131,14 +131,16 @@ class Parallel:
             if getattr(args, name, None):
                 raise ValueError(f"{name} is {getattr(args, name)!r}: this placement of layers is not supported")
         layout = getattr(args, "pipeline_model_parallel_layout", None)
+        # MindSpeed's --moe-tp-extend-ep spreads whole experts over the tensor parallel ranks too.
+        spread = args.tensor_model_parallel_size if getattr(args, "moe_tp_extend_ep", False) else 1
         return cls(
             world=args.world_size,
             tp=args.tensor_model_parallel_size,
             pp=args.pipeline_model_parallel_size,
             vpp=getattr(args, "virtual_pipeline_model_parallel_size", None) or 1,
             cp=args.context_parallel_size,
-            ep=args.expert_model_parallel_size,
-            etp=args.expert_tensor_parallel_size,
+            ep=args.expert_model_parallel_size * spread,
+            etp=1 if spread > 1 else args.expert_tensor_parallel_size,
             order="tp-cp-ep-pp-dp" if args.use_tp_pp_dp_mapping else "tp-cp-ep-dp-pp",
             first_layers=args.decoder_first_pipeline_num_layers,
             last_layers=args.decoder_last_pipeline_num_layers,
@@ -146,6 +148,45 @@ class Parallel:
             loss_counts=args.account_for_loss_in_pipeline_split,
             chunk_layers=count_layers(str(layout)) if layout else None,
         )
+
+
+@dataclass(frozen=True)
+class EngineParallel:
+    """One engine of vLLM: sizes, and what differs between versions and platforms in how it stores experts.
+
+    tp: tensor parallel size of everything but experts; ep: ranks over which whole experts are spread (1: every rank
+    stores its share of every expert); an engine has `ranks` consecutive ranks, in `ranks / tp` data parallel groups.
+    nested: parameters of experts sit in a module `routed_experts` (vLLM from 0.20 on); fused_down: the down
+    projections of latent attention are one parameter (vLLM from 0.10 on); transposed: experts are stored
+    transposed (vllm-ascend).
+    Raises ValueError for sizes that vLLM cannot combine.
+    """
+
+    tp: int
+    ep: int = 1
+    nested: bool = True
+    fused_down: bool = True
+    transposed: bool = False
+
+    def __post_init__(self) -> None:
+        if self.tp < 1 or self.ep < 1:
+            raise ValueError(f"engine sizes must be at least 1, got tp={self.tp} ep={self.ep}")
+        if self.ep > 1 and self.ep % self.tp:
+            raise ValueError(
+                f"engine with tp={self.tp} cannot spread experts over ep={self.ep} ranks: vLLM spreads them over all "
+                "tensor and data parallel ranks of an engine; choose a multiple of tp"
+            )
+
+    @property
+    def ranks(self) -> int:
+        """Ranks of one engine."""
+        return max(self.tp, self.ep)
+
+    def experts(self, total: int, rank: int) -> range:
+        """Experts of which a rank stores something. Source: determine_expert_map of vllm fused_moe (linear)."""
+        each, more = divmod(total, self.ep)
+        at = rank if self.ep > 1 else 0
+        return range(at * each + min(at, more), (at + 1) * each + min(at + 1, more))
 
 
 def count_layers(layout: str) -> tuple[int, ...]:

@@ -129,7 +129,7 @@ def make_plan(
             for place in want.places.get(name, ()):
                 for start, stop, pool in holders.find(place, want.ranks[0]):
                     want.cover(place, start, stop)
-                    build.add(start, stop, tensors[name].slice_numel * itemsize, pool, place, want.ranks)
+                    build.add(start, stop, tensors[name].slice_bytes(itemsize), pool, place, want.ranks)
     for want in wanted:
         want.prove()
     unused = tuple(name for name in holders.order if not any(name in want.places for want in wanted))
@@ -243,11 +243,11 @@ def _check_bounds(s: Segment, tensors: Mapping[str, Canonical], who: str) -> Non
 
 
 def _check_disjoint(param: str, segments: Iterable[Segment], rank: int) -> None:
-    end, last = 0, None
-    for s in sorted(segments, key=lambda s: s.offset):
-        if s.offset < end:
+    end, last, slot = 0, None, -1
+    for s in sorted(segments, key=lambda s: (s.slot, s.offset)):
+        if s.slot == slot and s.offset < end:
             raise ValueError(f"{param} of engine rank {rank}: {s.name} overlaps {last} at slice {s.offset}")
-        end, last = s.offset + s.size, s.name
+        end, last, slot = s.offset + s.size, s.name, s.slot
 
 
 @dataclass
@@ -274,18 +274,23 @@ class _Builder:
     def add(self, start: int, stop: int, slice_bytes: int, pool: _Pool, want: Place, ranks: Sequence[int]) -> None:
         """Deliver `[start, stop)` of `want` to every one of `ranks`."""
         pieces: dict[Place, list[Piece]] = {}
+        place_of, near_of, node_size, sent = pool.place, pool.near, self.node_size, self.sent.__getitem__
+        nbytes, tag = (stop - start) * slice_bytes, zlib.crc32(want.segment.name.encode())
         for rank in ranks:
-            own = pool.place.get(rank)
+            own = place_of.get(rank)
             if own is not None:
-                self._copy(rank, Piece(start, stop - start, (stop - start) * slice_bytes, own, want))
+                self.traffic[rank].copied += nbytes
+                self.fingerprint = hash((self.fingerprint, tag, start, nbytes, rank))
+                if self.rank is None or self.rank == rank:
+                    self.copies.append(Copy(rank, Piece(start, stop - start, nbytes, own, want)))
                 continue
-            near = pool.near.get(rank // self.node_size)
-            source = min(near or pool.ranks, key=self.sent.__getitem__)
-            place = pool.place[source]
+            near = near_of.get(rank // node_size)
+            source = min(near or pool.ranks, key=sent)
+            place = place_of[source]
             if place not in pieces:
                 pieces[place] = list(self._split(start, stop, slice_bytes, place, want))
             for piece in pieces[place]:
-                self._move(source, rank, piece, bool(near))
+                self._move(source, rank, piece, near is not None, tag)
 
     def _split(self, start: int, stop: int, slice_bytes: int, source: Place, want: Place) -> Iterator[Piece]:
         step = self.limit // slice_bytes
@@ -298,34 +303,28 @@ class _Builder:
             size = min(step, stop - at)
             yield Piece(at, size, size * slice_bytes, source, want)
 
-    def _copy(self, rank: int, piece: Piece) -> None:
-        self.traffic[rank].copied += piece.nbytes
-        self._note(piece, rank, rank, -1)
-        if self.rank in (None, rank):
-            self.copies.append(Copy(rank, piece))
-
-    def _move(self, source: int, destination: int, piece: Piece, near: bool) -> None:
-        send, receive = self.sending[source], self.receiving[destination]
+    def _move(self, source: int, destination: int, piece: Piece, near: bool, tag: int) -> None:
+        send, receive, nbytes = self.sending[source], self.receiving[destination], piece.nbytes
         bucket = max(send[0], receive[0])
-        for queue in (send, receive):
-            if queue[0] == bucket and queue[1] + piece.nbytes > self.limit:
-                bucket = max(bucket, queue[0] + 1)
+        # The bucket of the one that is ahead may be full; the other's is then an earlier one, or full as well.
+        if (send[0] == bucket and send[1] + nbytes > self.limit) or (
+            receive[0] == bucket and receive[1] + nbytes > self.limit
+        ):
+            bucket += 1
         for queue in (send, receive):
             if queue[0] < bucket:
-                queue[:] = [bucket, 0]
-            queue[1] += piece.nbytes
-        self.sent[source] += piece.nbytes
-        self.traffic[source].sent += piece.nbytes
-        self.traffic[destination].received += piece.nbytes
+                queue[0], queue[1] = bucket, nbytes
+            else:
+                queue[1] += nbytes
+        self.sent[source] += nbytes
+        self.traffic[source].sent += nbytes
+        arrived = self.traffic[destination]
+        arrived.received += nbytes
         if not near:
-            self.traffic[destination].off_node += piece.nbytes
-        self._note(piece, source, destination, bucket)
-        if self.rank in (None, source, destination):
+            arrived.off_node += nbytes
+        self.fingerprint = hash((self.fingerprint, tag, piece.start, nbytes, source, destination, bucket))
+        if self.rank is None or self.rank == source or self.rank == destination:
             self.moves.append(Move(bucket, source, destination, piece))
-
-    def _note(self, piece: Piece, source: int, destination: int, bucket: int) -> None:
-        what = (piece.start, piece.size, piece.nbytes, source, destination, bucket)
-        self.fingerprint = hash((self.fingerprint, zlib.crc32(piece.name.encode()), *what))
 
     def plan(self, unused: tuple[str, ...]) -> Plan:
         """Freeze what was added."""

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from math import prod
 from typing import Any
 
-from mindspeed_rl_plugin.reshard.families import EMBEDDING, FAMILIES, HEAD, Family, Part, Row, find_family
+from mindspeed_rl_plugin.reshard.families import EMBEDDING, FAMILIES, HEAD, find_family
+from mindspeed_rl_plugin.reshard.refusals import refused
+from mindspeed_rl_plugin.reshard.rows import Family, Part, Row, Stage
 
 
 @dataclass(frozen=True)
 class Canonical:
-    """A canonical tensor: its shape, and the axis along which both sides cut it."""
+    """A canonical tensor: its shape, the axis along which both sides cut it, and whether it is always float32."""
 
     shape: tuple[int, ...]
     axis: int
+    wide: bool = False
 
     @property
     def slices(self) -> int:
@@ -25,10 +30,11 @@ class Canonical:
     @property
     def slice_numel(self) -> int:
         """Elements of one slice."""
-        count = 1
-        for size in self.shape:
-            count *= size
-        return count // self.slices
+        return prod(self.shape) // self.slices
+
+    def slice_bytes(self, itemsize: int) -> int:
+        """Bytes of one slice where the model's elements have `itemsize`."""
+        return self.slice_numel * (4 if self.wide else itemsize)
 
 
 @dataclass(frozen=True)
@@ -38,6 +44,10 @@ class ModelShape:
     hidden: H; heads, groups: query heads and key heads; head_dim: size of one head; ffn: MLP width;
     vocab: rows of the canonical embedding; padded_vocab: rows of Megatron's, all tensor parallel
     ranks together; tied: the head shares the embedding's weight.
+    experts: routed experts of a layer, each of width expert_ffn; shared_ffn: width of the shared experts together;
+    dense_layers: numbers of the layers without experts.
+    q_lora, kv_lora: ranks of latent attention; nope, rope: sizes of a head without and with position; value: of
+    its value.
     Raises ValueError for an unknown family or sizes that do not fit together.
     """
 
@@ -51,6 +61,15 @@ class ModelShape:
     vocab: int
     padded_vocab: int
     tied: bool = False
+    experts: int = 0
+    expert_ffn: int = 0
+    shared_ffn: int = 0
+    dense_layers: tuple[int, ...] = ()
+    q_lora: int = 0
+    kv_lora: int = 0
+    nope: int = 0
+    rope: int = 0
+    value: int = 0
 
     def __post_init__(self) -> None:
         if self.family not in FAMILIES:
@@ -62,6 +81,14 @@ class ModelShape:
                 f"vocabulary of {self.vocab} exceeds Megatron's padded {self.padded_vocab}; "
                 "tokenizer and checkpoint belong to different models, or --vocab-size is wrong"
             )
+        needed = {part_size for row in self.table.rows for part in row.parts for part_size in part.shape}
+        if set(self.dense_layers) - set(range(self.layers)):
+            raise ValueError(f"dense layers {self.dense_layers} are not all among the {self.layers} layers")
+        if self.moe_layers and not self.experts:
+            raise ValueError(f"a model of family {self.family} has experts; their number is 0")
+        unknown = sorted(name for name in needed - {"ffn"} if self.size(name) < 1)
+        if unknown:
+            raise ValueError(f"a model of family {self.family} needs sizes that are not given: {', '.join(unknown)}")
 
     @property
     def table(self) -> Family:
@@ -75,8 +102,13 @@ class ModelShape:
     def qk_norm(self) -> bool:
         return self.table.qk_norm
 
-    def size(self, name: str) -> int:
-        """A named size of `families.Part` as a number."""
+    @property
+    def moe_layers(self) -> int:
+        """Layers with experts."""
+        return self.layers - len(self.dense_layers) if self.table.experts else 0
+
+    @cached_property
+    def _sizes(self) -> dict[str, int]:
         return {
             "vocab": self.vocab,
             "hidden": self.hidden,
@@ -84,30 +116,54 @@ class ModelShape:
             "key": self.groups * self.head_dim,
             "head": self.head_dim,
             "ffn": self.ffn,
-        }[name]
+            "experts": self.experts,
+            "expert_ffn": self.expert_ffn,
+            "shared_ffn": self.shared_ffn,
+            "q_lora": self.q_lora,
+            "kv_lora": self.kv_lora,
+            "kv_down": self.kv_lora + self.rope,
+            "q_up": self.heads * (self.nope + self.rope),
+            "kv_up": self.heads * (self.nope + self.value),
+            "value": self.heads * self.value,
+        }
+
+    def size(self, name: str) -> int:
+        """A named size of `rows.Part` as a number."""
+        return self._sizes[name]
 
     def shape_of(self, part: Part) -> tuple[int, ...]:
         """Canonical shape of a part."""
         return tuple(self.size(name) for name in part.shape)
 
-    def canonical_name(self, part: Part, layer: int) -> str:
-        """Canonical name of a part at a global layer; a tied head is the embedding."""
+    def canonical_name(self, part: Part, layer: int, expert: int = 0) -> str:
+        """Canonical name of a part at a global layer and expert; a tied head is the embedding."""
         if self.tied and part.name == HEAD:
             return EMBEDDING
-        return part.name.format(layer=layer)
+        return part.name.format(layer=layer, expert=expert)
 
-    def rows(self, stage: Any) -> tuple[Row, ...]:
-        """Rows of the family that live at a pipeline stage."""
-        return tuple(row for row in self.table.rows if row.stage is stage)
+    def names_of(self, row: Row, layer: int, expert: int = 0) -> tuple[str, ...]:
+        """Canonical names of a row's parts."""
+        return tuple(self.canonical_name(part, layer, expert) for part in row.parts)
+
+    def rows(self, stage: Stage) -> tuple[Row, ...]:
+        """Rows of the family that live at a stage of the model."""
+        return _rows(self.family, stage)
+
+    def layer_rows(self, layer: int) -> tuple[Row, ...]:
+        """Rows of a layer by its global number, those of one expert among them."""
+        if not self.table.experts or layer in self.dense_layers:
+            return self.rows(Stage.LAYER) + self.rows(Stage.DENSE)
+        return self.rows(Stage.LAYER) + self.rows(Stage.MOE) + self.rows(Stage.EXPERT)
 
     @classmethod
-    def from_megatron_args(cls, args: argparse.Namespace, vocab: int | None = None) -> ModelShape:
+    def from_megatron_args(cls, args: argparse.Namespace, vocab: int | None = None, *, loop: bool = True) -> ModelShape:
         """The shape that Megatron's validated arguments describe.
 
         vocab: real vocabulary, as the tokenizer or the Hugging Face config says; None takes `--vocab-size`.
+        loop: refuse what the RL loop does not run, although a family describes it.
         Raises ValueError with one line per argument that no family expresses.
         """
-        problems = [text for check in _REFUSED if (text := check(args))]
+        problems = refused(args, loop)
         if problems:
             raise ValueError("the rollout engine cannot express this model:\n  " + "\n  ".join(problems))
         vocab = args.vocab_size if vocab is None else vocab
@@ -115,98 +171,100 @@ class ModelShape:
             raise ValueError("the vocabulary's size is unknown; give --vocab-size or a tokenizer that has one")
         heads, hidden = args.num_attention_heads, args.hidden_size
         multiple = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
+        experts, mla = getattr(args, "num_experts", None) or 0, bool(getattr(args, "multi_latent_attention", False))
+        more = (_expert_sizes(args) if experts else {}) | (_latent_sizes(args) if mla else {})
+        grouped = args.group_query_attention and not mla
         return cls(
-            family=find_family(qkv_bias=bool(args.add_qkv_bias), qk_norm=bool(args.qk_layernorm)),
+            family=find_family(
+                qkv_bias=bool(args.add_qkv_bias), qk_norm=bool(args.qk_layernorm), experts=bool(experts), mla=mla
+            ),
             layers=args.num_layers,
             hidden=hidden,
             heads=heads,
-            groups=args.num_query_groups if args.group_query_attention else heads,
+            groups=args.num_query_groups if grouped else heads,
             head_dim=args.kv_channels or hidden // heads,
             # Megatron's own default for gated units: 8/3 of the hidden size, down to a multiple of 64.
             ffn=args.ffn_hidden_size or int(4 * hidden * 2 / 3 / 64) * 64,
             vocab=vocab,
             padded_vocab=getattr(args, "padded_vocab_size", None) or -(-vocab // multiple) * multiple,
             tied=not args.untie_embeddings_and_output_weights,
+            **more,
+        )
+
+    @classmethod
+    def from_hf_config(cls, config: Mapping[str, Any], padded_vocab: int | None = None) -> ModelShape:
+        """The shape that a Hugging Face config.json describes.
+
+        padded_vocab: rows of Megatron's embedding (None: unpadded). Raises ValueError for a model of no family.
+        """
+        family = config.get("model_type")
+        if family not in FAMILIES:
+            raise ValueError(f"model_type {family!r} is of no known family; known: {', '.join(FAMILIES)}")
+        heads, hidden, layers = (config[k] for k in ("num_attention_heads", "hidden_size", "num_hidden_layers"))
+        more: dict[str, Any] = {}
+        if FAMILIES[family].experts:
+            width = config["moe_intermediate_size"]
+            step = config.get("decoder_sparse_step") or 1
+            dense = {*range(config.get("first_k_dense_replace") or 0), *(config.get("mlp_only_layers") or ())}
+            dense |= {i for i in range(layers) if (i + 1) % step}
+            counts = (config.get(k) for k in ("num_experts", "n_routed_experts", "num_local_experts"))
+            more = dict(
+                experts=next((n for n in counts if n), 0),
+                expert_ffn=width,
+                shared_ffn=width * (config.get("n_shared_experts") or 0),
+                dense_layers=tuple(sorted(dense)),
+            )
+        if FAMILIES[family].mla:
+            sizes = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+            more |= zip(("q_lora", "kv_lora", "nope", "rope", "value"), (config[k] or 0 for k in sizes), strict=True)
+        groups = heads if FAMILIES[family].mla else config.get("num_key_value_heads") or heads
+        return cls(
+            family=family,
+            layers=layers,
+            hidden=hidden,
+            heads=heads,
+            groups=groups,
+            head_dim=config.get("head_dim") or hidden // heads,
+            ffn=config["intermediate_size"],
+            vocab=config["vocab_size"],
+            padded_vocab=padded_vocab or config["vocab_size"],
+            tied=bool(config.get("tie_word_embeddings", False)),
+            **more,
         )
 
 
-def _must_be(name: str, allowed: tuple[Any, ...], fix: str) -> Callable[[argparse.Namespace], str | None]:
-    def check(args: argparse.Namespace) -> str | None:
-        value = getattr(args, name, allowed[0])
-        return None if value in allowed else f"{name} is {value!r}: {fix}"
-
-    return check
+@lru_cache(maxsize=64)
+def _rows(family: str, stage: Stage) -> tuple[Row, ...]:
+    return tuple(row for row in FAMILIES[family].rows if row.stage is stage)
 
 
-_OFF = (False, None, 0, "")
-_PLAIN = "the families have no such thing; leave it out"
+def _expert_sizes(args: argparse.Namespace) -> dict[str, Any]:
+    """Sizes of the experts. MindSpeed-LLM names some of them as DeepSeek does."""
+    width = getattr(args, "moe_ffn_hidden_size", None) or getattr(args, "moe_intermediate_size", None)
+    shared = getattr(args, "moe_shared_expert_intermediate_size", None)
+    if shared is None:
+        shared = (getattr(args, "n_shared_experts", None) or 0) * (width or 0)
+    return dict(
+        experts=args.num_experts,
+        expert_ffn=width or args.ffn_hidden_size,
+        shared_ffn=shared or 0,
+        dense_layers=_dense_layers(args),
+    )
 
-# Where an argument is unknown to a Megatron version, its first allowed value is assumed.
-_ARGUMENTS: Mapping[str, tuple[tuple[Any, ...], str]] = {
-    "normalization": (("RMSNorm",), "give --normalization RMSNorm"),
-    "swiglu": ((True,), "give --swiglu; the families have a gated SiLU MLP"),
-    "add_bias_linear": ((False,), "give --disable-bias-linear"),
-    "position_embedding_type": (("rope",), "give --position-embedding-type rope"),
-    "rotary_interleaved": (_OFF, "the families rotate halves; drop --rotary-interleaved"),
-    "rotary_percent": ((1.0,), "the families rotate the whole head; drop --rotary-percent"),
-    "no_rope_freq": (_OFF, "the families rotate in every layer"),
-    "apply_layernorm_1p": (_OFF, "norm weights are stored minus one; drop --apply-layernorm-1p"),
-    "layernorm_zero_centered_gamma": (_OFF, "norm weights are stored minus one; drop --apply-layernorm-1p"),
-    "qk_l2_norm": (_OFF, "the families have no L2 norm of q and k"),
-    "squared_relu": (_OFF, "the families have a gated SiLU MLP"),
-    "quick_geglu": (_OFF, "the families have a gated SiLU MLP"),
-    "openai_gelu": (_OFF, "the families have a gated SiLU MLP"),
-    "geglu": (_OFF, "the families have a gated SiLU MLP"),
-    "num_experts": (_OFF, "mixture-of-experts models are not supported in this version"),
-    "multi_latent_attention": (_OFF, "multi-latent attention is not supported in this version"),
-    "mtp_num_layers": (_OFF, "multi-token prediction is not supported in this version"),
-    "attention_output_gate": (_OFF, "the families have no gate on the attention output"),
-    "experimental_attention_variant": (_OFF, "the families have plain attention"),
-    "softmax_type": (("vanilla", None), "the families have no learned softmax offset"),
-    "is_hybrid_model": (_OFF, "hybrid models are not supported"),
-    "hybrid_layer_pattern": (_OFF, "hybrid models are not supported"),
-    "heterogeneous_layers_config_path": (_OFF, "all layers must be alike"),
-    "heterogeneous_layers_config_encoded_json": (_OFF, "all layers must be alike"),
-    "use_legacy_models": (_OFF, "only Megatron core models are supported; drop --use-legacy-models"),
-    "use_megatron_fsdp": (_OFF, "parameters must be whole on each rank; use the distributed optimizer instead"),
-    "use_torch_fsdp2": (_OFF, "parameters must be whole on each rank; use the distributed optimizer instead"),
-    "gtp_weight_remat_size": ((1, None), "drop --tensor-parallel-num-weight-shards; weights must be whole"),
-    "apply_residual_connection_post_layernorm": (_OFF, _PLAIN),
-    "glu_linear_offset": ((0.0,), _PLAIN),
-    "activation_func_clamp_value": ((None,), _PLAIN),
-    "rotary_seq_len_interpolation_factor": ((None, 1), _PLAIN),
-    "window_size": ((None,), _PLAIN),
-    "softmax_scale": ((None,), _PLAIN),
-    "hybrid_override_pattern": ((None,), "hybrid models are not supported"),
-    "use_mup": (_OFF, _PLAIN),
-    # MindSpeed and MindSpeed-LLM
-    "noop_layers": (_OFF, "layers that do nothing are not supported; drop --noop-layers"),
-    "tp_2d": (_OFF, "2-D tensor parallelism is not supported; drop --tp-2d"),
-    "use_nd_matmul": (_OFF, "N-D matmul is not supported; drop --use-nd-matmul"),
-    "post_norm": (_OFF, "the families have no norm after attention and MLP"),
-    "input_embeds_norm": (_OFF, "the families do not scale embeddings"),
-    "embedding_multiplier_scale": ((1.0, None), "the families do not scale embeddings"),
-    "output_multiplier_scale": ((None, 1.0), "the families do not scale logits"),
-    "output_logit_softcapping": (_OFF, "the families do not cap logits"),
-    "attn_logit_softcapping": (_OFF, "the families do not cap attention logits"),
-    "scale_depth": (_OFF, "the families do not scale residuals"),
-    "dim_model_base": (_OFF, "the families do not scale logits"),
-    "add_dense_bias": (_OFF, _PLAIN),
-    "add_output_layer_bias": (_OFF, _PLAIN),
-    "add_rmsnorm_offset": (_OFF, _PLAIN),
-    "no_post_layer_norm": (_OFF, _PLAIN),
-    "gelu_tanh": (_OFF, "the families have a gated SiLU MLP"),
-    "fc_type": ((None,), _PLAIN),
-    "share_kvstates": (_OFF, _PLAIN),
-    "cla_share_factor": ((1,), _PLAIN),
-    "full_attention_interval": (_OFF, "the families have plain attention"),
-    "scale_emb": ((None,), "the families do not scale embeddings"),
-    "query_pre_attn_scalar": ((None,), _PLAIN),
-    "sliding_window": ((None,), "the families have plain attention"),
-    "interleave_sliding_window": ((None,), "the families have plain attention"),
-    "partial_rotary_factor": ((0.0,), "the families rotate the whole head"),
-    "dynamic_factor": ((1.0,), _PLAIN),
-    "use_glm_rope": (_OFF, "the families rotate halves"),
-}
 
-_REFUSED = tuple(_must_be(name, allowed, fix) for name, (allowed, fix) in _ARGUMENTS.items())
+def _dense_layers(args: argparse.Namespace) -> tuple[int, ...]:
+    """Layers without experts. Source: get_gpt_decoder_block_spec; `--first-k-dense-replace` of MindSpeed-LLM."""
+    every, layers = getattr(args, "moe_layer_freq", None) or 1, args.num_layers
+    pattern = every if isinstance(every, list | tuple) else [int(i % every == 0) for i in range(layers)]
+    if len(pattern) != layers:
+        raise ValueError(f"--moe-layer-freq describes {len(pattern)} layers, the model has {layers}")
+    first = getattr(args, "first_k_dense_replace", None) or 0
+    return tuple(i for i in range(layers) if not pattern[i] or i < first)
+
+
+def _latent_sizes(args: argparse.Namespace) -> dict[str, Any]:
+    if not args.q_lora_rank:
+        raise ValueError("--q-lora-rank is not given: the families with multi-latent attention compress the query")
+    nope = getattr(args, "qk_head_dim", None) or args.qk_nope_head_dim
+    rope = getattr(args, "qk_pos_emb_head_dim", None) or args.qk_rope_head_dim
+    return dict(q_lora=args.q_lora_rank, kv_lora=args.kv_lora_rank, nope=nope, rope=rope, value=args.v_head_dim)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from mindspeed_rl_plugin.reshard.execute import view
+
 LAYER = "model.layers.{}."
 
 
@@ -152,3 +154,16 @@ def engine_weights(shape, tp: int, rank: int, w: dict[str, Tensor], own_head: bo
         out[h + "mlp.gate_up_proj.weight"] = torch.cat([cut(w[f"{h}mlp.{x}_proj.weight"]) for x in ("gate", "up")])
         out[h + "mlp.down_proj.weight"] = cut(w[h + "mlp.down_proj.weight"], 1)
     return out
+
+
+def deliver(plan, source, destination) -> None:
+    """Carry a plan out in one process; source and destination: rank -> name -> tensor."""
+    for rank, piece in plan.copies:
+        _give(piece, source[rank], destination[rank])
+    for move in plan.moves:
+        _give(move.piece, source[move.source], destination[move.destination])
+
+
+def _give(piece, source, destination) -> None:
+    inside = view(source[piece.source.param], piece.source.segment, piece.start, piece.size)
+    view(destination[piece.destination.param], piece.destination.segment, piece.start, piece.size).copy_(inside)

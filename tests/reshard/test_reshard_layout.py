@@ -1,12 +1,12 @@
 """Shapes, parallel layouts and tables against transformers and Megatron themselves, and what they refuse."""
 
 import argparse
+import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 from mindspeed_rl_plugin.reshard.families import FAMILIES
 from mindspeed_rl_plugin.reshard.layout import (
@@ -23,9 +23,23 @@ from mindspeed_rl_plugin.reshard.parallel import count_layers
 SHAPE = ModelShape("qwen2", 4, 64, 8, 4, 8, 96, 250, 256)
 
 
+EXPERTS = dict(moe_intermediate_size=48, num_experts_per_tok=2)
+CONFIGS = {
+    "llama": {},
+    "qwen2": {},
+    "qwen3": {},
+    "qwen3_moe": EXPERTS | dict(num_experts=4, decoder_sparse_step=1, mlp_only_layers=[1]),
+    "deepseek_v3": EXPERTS
+    | dict(n_routed_experts=4, n_shared_experts=2, first_k_dense_replace=1, n_group=1, topk_group=1)
+    | dict(q_lora_rank=12, kv_lora_rank=10, qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=8),
+}
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("tied", [False, True])
-def test_canonical_tensors_are_those_of_transformers(family, tied):
+def test_canonical_tensors_are_those_of_transformers(family, tied, tmp_path):
+    """Names and shapes as in the checkpoint that transformers writes (its modules may stack experts)."""
+    from safetensors import safe_open
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.for_model(
@@ -35,16 +49,18 @@ def test_canonical_tensors_are_those_of_transformers(family, tied):
         intermediate_size=96,
         num_hidden_layers=3,
         num_attention_heads=8,
-        num_key_value_heads=4,
-        head_dim=8,
+        num_key_value_heads=8 if family == "deepseek_v3" else 4,
         tie_word_embeddings=tied,
+        **CONFIGS[family] | ({} if family == "deepseek_v3" else {"head_dim": 8}),
     )
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    theirs = {name: tuple(p.shape) for name, p in model.named_parameters()}
-    shape = ModelShape(family, 3, 64, 8, 4, 8, 96, 250, 256, tied)
+    model = AutoModelForCausalLM.from_config(config)
+    model.save_pretrained(tmp_path)
+    with safe_open(tmp_path / "model.safetensors", "pt") as file:
+        theirs = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    shape = ModelShape.from_hf_config(json.loads((tmp_path / "config.json").read_text()), padded_vocab=256)
     assert {name: t.shape for name, t in canonical_tensors(shape).items()} == theirs
     assert model.__class__.__name__ == shape.table.architecture
+    assert (shape.padded_vocab, shape.tied) == (256, tied)
 
 
 def test_layouts_cover_every_parameter_but_vocabulary_padding():

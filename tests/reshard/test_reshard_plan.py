@@ -25,7 +25,7 @@ from mindspeed_rl_plugin.reshard.layout import (
 from mindspeed_rl_plugin.reshard.plan import make_plan
 
 sys.path.insert(0, str(Path(__file__).parent))
-from reshard_reference import engine_weights, megatron_weights, random_weights  # noqa: E402
+from reshard_reference import deliver, engine_weights, megatron_weights, random_weights  # noqa: E402
 
 
 @st.composite
@@ -65,19 +65,6 @@ def layouts(shape, parallel, engine_tp, engine_ranks, own_head):
 def slices(layout):
     """Every slice that a layout stores, as (tensor, index)."""
     return {(s.name, i) for segments in layout.values() for s in segments for i in range(s.start, s.stop)}
-
-
-def deliver(plan, source, destination):
-    """Carry a plan out in one process; rank -> name -> tensor on both sides."""
-    for rank, piece in plan.copies:
-        give(piece, source[rank], destination[rank])
-    for move in plan.moves:
-        give(move.piece, source[move.source], destination[move.destination])
-
-
-def give(piece, source, destination):
-    inside = view(source[piece.source.param], piece.source.segment, piece.start, piece.size)
-    view(destination[piece.destination.param], piece.destination.segment, piece.start, piece.size).copy_(inside)
 
 
 @settings(max_examples=40, deadline=None)
@@ -238,6 +225,12 @@ WHOLE = {"p": (Segment("a", 0, 0, 8, 0),)}
             {1: {"p": (Segment("a", 0, 0, 4, 0), Segment("a", 0, 4, 4, 3))}},
             999,
             "p of engine rank 1: a overlaps a at slice 3",
+        ),
+        (
+            {0: WHOLE},
+            {1: {"p": tuple(Segment("a", 0, o, 3, o, slot) for o, slot in ((0, 0), (1, 1), (2, 0), (5, 1)))}},
+            999,
+            "p of engine rank 1: a overlaps a at slice 2",  # within slot 0 of stacked experts
         ),
         ({0: WHOLE}, {1: WHOLE}, 20, "bucket of 20 bytes cannot hold two slices of 12 bytes of a.*raise"),
     ],

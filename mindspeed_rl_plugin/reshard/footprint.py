@@ -1,0 +1,130 @@
+"""Footprint: bytes of weights, gradients and optimizer on every device in each phase, by mode of resharding. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
+from mindspeed_rl_plugin.reshard.layout import (
+    EngineParallel,
+    ModelShape,
+    Parallel,
+    canonical_tensors,
+    engine_shapes,
+    megatron_shapes,
+)
+from mindspeed_rl_plugin.reshard.rows import Split, Stage
+
+MODES = ("naive", "allgather", "stream")
+MAIN_BYTES = 12  # float32 main parameter and two float32 moments of Adam, for each parameter
+_COMMON = (Split.REPLICATED, Split.DOWN)
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Bytes of a model: tensor parallel weights TW, expert weights EW, common weights CW of the paper's Eq. 3."""
+
+    tensor: int
+    expert: int
+    common: int
+
+    @property
+    def total(self) -> int:
+        return self.tensor + self.expert + self.common
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Bytes on the fullest device. train, gradients, optimizer: of the trainer; generate: the engine's weights; whole:
+    the model; shared: whether a device has both trainer and engine."""
+
+    train: int
+    gradients: int
+    optimizer: int
+    generate: int
+    whole: int
+    bucket_bytes: int
+    shared: bool = True
+
+    def update(self) -> int:
+        """Bytes in the update."""
+        return self.train + self.gradients + self.optimizer
+
+    def peak(self, mode: str) -> int:
+        """Most bytes on a device with an engine during the reshard, gradients and optimizer state having left it.
+
+        naive: gathered straight into the engine's weights; allgather: the paper's four steps, whose temporary buffer
+        has the whole model; stream: two buckets beside both shards.
+        """
+        kept = self.train if self.shared else 0
+        return kept + self.generate + {"naive": 0, "allgather": self.whole, "stream": 2 * self.bucket_bytes}[mode]
+
+    def resident(self, mode: str) -> int:
+        """Bytes on a device with an engine during generation: `naive` keeps the training weights."""
+        return self.generate + (self.train if mode == "naive" and self.shared else 0)
+
+
+def weights(shape: ModelShape, itemsize: int) -> Weights:
+    """Sizes of the canonical model by kind of weight."""
+    tensors, sizes, seen = canonical_tensors(shape), {"tensor": 0, "expert": 0, "common": 0}, set()
+    for stage in Stage:
+        layers = _layers(shape, stage)
+        for row in shape.rows(stage):
+            kind = "expert" if stage is Stage.EXPERT else "common" if row.split in _COMMON else "tensor"
+            for layer in layers:
+                for name in shape.names_of(row, layer):
+                    if name not in seen:
+                        seen.add(name)
+                        t = tensors[name]
+                        count = shape.experts if stage is Stage.EXPERT else 1
+                        sizes[kind] += count * t.slices * t.slice_bytes(itemsize)
+    return Weights(**sizes)
+
+
+def _layers(shape: ModelShape, stage: Stage) -> Sequence[int]:
+    if stage in (Stage.FIRST, Stage.LAST):
+        return range(1)
+    return [layer for layer in range(shape.layers) if any(row.stage is stage for row in shape.layer_rows(layer))]
+
+
+def eq3(size: Weights, *, gdp: int, utp: int, gep: int) -> float:
+    """Redundant bytes R of the paper's Eq. 3, all devices of the generation together."""
+    return gdp * (size.tensor / utp + size.expert / gep)
+
+
+def footprint(
+    shape: ModelShape,
+    train: Parallel,
+    engine: EngineParallel,
+    *,
+    itemsize: int,
+    grad_bytes: int,
+    distributed: bool,
+    bucket_bytes: int,
+    shared: bool = True,
+) -> Footprint:
+    """What the fullest trainer device and the fullest engine device hold.
+
+    itemsize: bytes of a weight; grad_bytes: of a gradient; distributed: whether the optimizer's state is spread over
+    the data parallel ranks. Activations and the KV cache are not counted.
+    """
+    fullest = (0, 0, 0)
+    for numel, experts in _shards(shape, train):
+        spread = (train.dp * train.cp, train.edp) if distributed else (1, 1)
+        state = MAIN_BYTES * (-(-(numel - experts) // spread[0]) + -(-experts // spread[1]))
+        fullest = max(fullest, (numel * itemsize, numel * grad_bytes, state), key=sum)
+    own = {r: sum(prod(s) for s in engine_shapes(shape, engine, r).values()) for r in range(engine.ranks)}
+    return Footprint(*fullest, max(own.values()) * itemsize, weights(shape, itemsize).total, bucket_bytes, shared)
+
+
+def _shards(shape: ModelShape, train: Parallel) -> set[tuple[int, int]]:
+    """(elements, those of experts) of every trainer rank that differs."""
+    out, seen = set(), set()
+    for rank in range(train.world):
+        shapes = megatron_shapes(shape, train, rank)
+        if id(shapes) not in seen:
+            seen.add(id(shapes))
+            experts = sum(prod(s) for name, s in shapes.items() if ".mlp.experts." in name)
+            out.add((sum(prod(s) for s in shapes.values()), experts))
+    return out

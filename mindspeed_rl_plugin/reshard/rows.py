@@ -1,0 +1,97 @@
+"""What a family's table is made of: rows of stored parameters, their names on each side, and how they are cut."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+
+# Names that a trainer can have, by who built the model. te_sharded: TransformerEngine up to core 0.12, which
+# cuts MLA's down projections over tensor parallel ranks; mindspeed: the layer specs of MindSpeed-LLM.
+IMPLS = ("local", "te", "te_sharded", "mindspeed")
+# How a trainer stores its experts: one module each; TransformerEngine's grouped GEMM, one parameter each;
+# Megatron's grouped GEMM (core up to 0.16, MindSpeed), one flat parameter with all experts of the rank.
+EXPERTS = ("sequential", "te_grouped", "grouped")
+ENGINE = "engine"
+
+
+class Split(Enum):
+    """How a stored parameter is cut over tensor parallel ranks, in Megatron and in the engine.
+
+    REPLICATED    whole on every rank; several parts are stacked
+    VOCABULARY    rows of the padded vocabulary; each side pads to a size of its own
+    ROWS          even shares of axis 0
+    COLUMNS       even shares of axis 1
+    GATE_UP       every rank stacks its share of gate on its share of up
+    QUERY_GROUPS  Megatron interleaves q, k and v per query group and cuts the rows evenly; the engine
+                  stacks its shares of q, k and v, and repeats key heads when it has more ranks than groups
+    DOWN          MLA's down projections: even rows in "local" and "te_sharded", whole elsewhere
+    """
+
+    REPLICATED = "replicated"
+    VOCABULARY = "vocabulary"
+    ROWS = "rows"
+    COLUMNS = "columns"
+    GATE_UP = "gate_up"
+    QUERY_GROUPS = "query_groups"
+    DOWN = "down"
+
+
+class Stage(Enum):
+    """Where a parameter lives: before the first layer, in every layer, in layers with a dense MLP, in layers with
+    experts, in every routed expert of those, after the last layer."""
+
+    FIRST = "first"
+    LAYER = "layer"
+    DENSE = "dense"
+    MOE = "moe"
+    EXPERT = "expert"
+    LAST = "last"
+
+
+@dataclass(frozen=True)
+class Part:
+    """One canonical tensor: its name and its shape in the sizes that `ModelShape.size` resolves.
+
+    wide: it stays float32 whatever the dtype of the model.
+    """
+
+    name: str
+    shape: tuple[str, ...]
+    wide: bool = False
+
+
+@dataclass(frozen=True)
+class Row:
+    """One stored parameter. names: by an entry of IMPLS (of EXPERTS in an expert's row) or ENGINE; a side without a
+    name stores the parts in another row.
+
+    In names "{layer}" is the global layer number, but in Megatron's the one within its chunk; "{expert}" is the
+    number within the rank, and in canonical names the global one. parts: the canonical tensors inside, in the order
+    in which the split stacks them. buffer: in Megatron it is no parameter; unfused: the engine's names of the single
+    parts where its version does not fuse them.
+    """
+
+    stage: Stage
+    names: Mapping[str, str]
+    split: Split
+    parts: tuple[Part, ...]
+    buffer: bool = False
+    unfused: tuple[str, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Family:
+    """A model family. architecture: what a Hugging Face config calls it; the flags tell families apart.
+
+    qkv_bias, qk_norm, experts, mla: what its rows hold; looped: the RL loop trains and generates it (else it can be
+    planned, exported and imported only).
+    """
+
+    architecture: str
+    rows: tuple[Row, ...]
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    experts: bool = False
+    mla: bool = False
+    looped: bool = True
