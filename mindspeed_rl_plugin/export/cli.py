@@ -1,0 +1,38 @@
+"""What `export` and `import` have in common on the command line."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+SHOWN = 8  # differences that an error lists
+
+
+def make_parser(name: str, load: str, out: str) -> argparse.ArgumentParser:
+    """Parser with the flags of both; load, out: what those directories hold."""
+    parser = argparse.ArgumentParser(prog=f"python -m mindspeed_rl_plugin {name}")
+    parser.add_argument("--load", type=Path, required=True, help=load)
+    parser.add_argument("--out", type=Path, required=True, help=f"{out}; must be empty or new")
+    parser.add_argument("--dtype", choices=DTYPES, help="of the weights (default: as they are)")
+    return parser
+
+
+def run(parser: argparse.ArgumentParser, argv: list[str], work: Callable[[argparse.Namespace], str]) -> int:
+    """Do the work and print its line. Returns 0, or 1 with a message."""
+    options = parser.parse_args(argv)
+    try:
+        if not options.load.is_dir():
+            raise ValueError(f"--load {options.load} is no directory")
+        if options.out.exists() and any(options.out.iterdir()):
+            raise ValueError(f"--out {options.out} is not empty; nothing is overwritten")
+        options.out.mkdir(parents=True, exist_ok=True)
+        print(work(options))
+    except ValueError as error:
+        print(f"{parser.prog.split()[-1]}: {error}", file=sys.stderr)
+        return 1
+    return 0

@@ -1,0 +1,83 @@
+"""A Hugging Face directory: canonical tensors in one or more safetensors files, read in slices, written in shards."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+INDEX = "model.safetensors.index.json"
+# What a tokenizer may consist of.
+_TOKENIZER = ("tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt", "added_tokens.json", "chat_template*")
+
+
+class HfTensors:
+    """The tensors of a directory by name. Raises ValueError when it has no safetensors."""
+
+    def __init__(self, directory: Path) -> None:
+        files = sorted(directory.glob("*.safetensors"))
+        if not files:
+            raise ValueError(f"{directory} holds no *.safetensors; pickled weights are not read")
+        handles = [safe_open(file, "pt") for file in files]
+        self._where = {name: handle for handle in handles for name in handle.keys()}  # noqa: SIM118
+
+    @property
+    def names(self) -> set[str]:
+        """All names."""
+        return set(self._where)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a tensor, without reading it."""
+        return tuple(self._where[name].get_slice(name).get_shape())
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Dtype of a tensor."""
+        return self.read(name, 0, 0, 1).dtype
+
+    def read(self, name: str, axis: int, start: int, size: int) -> Tensor:
+        """Slices `[start, start + size)` along an axis; only these are read."""
+        whole = self._where[name].get_slice(name)
+        return whole[start : start + size] if axis == 0 else whole[:, start : start + size]
+
+
+def write_shards(
+    directory: Path, sizes: Iterable[tuple[str, int]], make: Callable[[str], Tensor], limit: int
+) -> tuple[int, int]:
+    """Write tensors into as few files of at most `limit` bytes as order allows. Returns (files, bytes).
+
+    sizes: names and bytes; make: the tensor of a name, called once each, so that one shard is in memory at a time.
+    """
+    shards: list[list[str]] = [[]]
+    total = filled = 0
+    for name, nbytes in sizes:
+        if shards[-1] and filled + nbytes > limit:
+            shards.append([])
+            filled = 0
+        shards[-1].append(name)
+        filled += nbytes
+        total += nbytes
+    files = {}
+    for number, names in enumerate(shards, 1):
+        file = "model.safetensors" if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        save_file({name: make(name) for name in names}, directory / file, metadata={"format": "pt"})
+        files |= dict.fromkeys(names, file)
+    if len(shards) > 1:
+        index = {"metadata": {"total_size": total}, "weight_map": files}
+        (directory / INDEX).write_text(json.dumps(index, indent=1))
+    return len(shards), total
+
+
+def copy_tokenizer(source: Path, target: Path) -> list[str]:
+    """Copy the files of a tokenizer. Raises ValueError when there is none."""
+    files = sorted({file for pattern in _TOKENIZER for file in source.glob(pattern) if file.is_file()})
+    if not files:
+        raise ValueError(f"--tokenizer {source}: no files of a tokenizer there")
+    for file in files:
+        shutil.copyfile(file, target / file.name)
+    return [file.name for file in files]

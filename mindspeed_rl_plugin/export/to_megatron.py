@@ -1,0 +1,99 @@
+"""`python -m mindspeed_rl_plugin import`: a Hugging Face model as a Megatron checkpoint that loads as a release.
+
+python -m mindspeed_rl_plugin import --load DIR --out CKPT --train tp2,pp2
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import shlex
+from collections.abc import Iterator
+
+import torch
+
+from mindspeed_rl_plugin.export.arguments import flags, megatron_arguments
+from mindspeed_rl_plugin.export.checkpoint import rank_folder, write_checkpoint
+from mindspeed_rl_plugin.export.cli import DTYPES, SHOWN, make_parser, run
+from mindspeed_rl_plugin.export.convert import stored_tensors
+from mindspeed_rl_plugin.export.files import HfTensors
+from mindspeed_rl_plugin.planning.words import parse_sizes
+from mindspeed_rl_plugin.reshard.layout import ModelShape, Parallel, canonical_tensors, megatron_layout, megatron_shapes
+from mindspeed_rl_plugin.reshard.parallel import chunk_prefix
+from mindspeed_rl_plugin.reshard.rows import EXPERTS, IMPLS
+
+
+def main(argv: list[str]) -> int:
+    """Run `import`. Returns 0, or 1 with a message."""
+    parser = make_parser("import", "directory of a Hugging Face model", "Megatron checkpoint, loaded as a release")
+    parser.add_argument("--train", required=True, help="layout, such as tp2,pp2: tp pp vpp cp ep etp first last")
+    parser.add_argument("--impl", choices=IMPLS, default="local", help="names of the model (default: local)")
+    parser.add_argument("--experts", choices=EXPERTS, default="sequential", help="storage (default: sequential)")
+    parser.add_argument("--pad", type=int, default=128, help="--make-vocab-size-divisible-by (default: 128)")
+    return run(parser, argv, import_)
+
+
+def import_(options: argparse.Namespace) -> str:
+    """Write the Megatron checkpoint; returns what was done, and the flags to load it with. Raises ValueError."""
+    config = json.loads((options.load / "config.json").read_text())
+    parallel = _layout(options.train)
+    multiple = options.pad * parallel.tp
+    shape = ModelShape.from_hf_config(config, -(-config["vocab_size"] // multiple) * multiple)
+    source = HfTensors(options.load)
+    _check(source, shape)
+    args = megatron_arguments(shape, parallel, config)
+    count = write_checkpoint(options.out, args, _ranks(shape, parallel, source, options))
+    words = shlex.join(flags(args))
+    return f"imported {options.load} to {options.out}, files: {count}; load it with\n{words}"
+
+
+def _layout(text: str) -> Parallel:
+    """Layout with the smallest world that has it."""
+    sizes = parse_sizes(text, ("tp", "pp", "vpp", "cp", "ep", "etp", "first", "last"), "--train")
+    first, last = sizes.pop("first", None), sizes.pop("last", None)
+    tp, pp = sizes.get("tp", 1), sizes.get("pp", 1)
+    world = pp * math.lcm(tp * sizes.get("cp", 1), sizes.get("etp", tp) * sizes.get("ep", 1))
+    return Parallel(world, first_layers=first, last_layers=last, **sizes)
+
+
+def _check(source: HfTensors, shape: ModelShape) -> None:
+    """Raise ValueError unless the files hold the model's tensors, in their shapes and unquantised."""
+    if quantised := [name for name in source.names if name.endswith(("_scale_inv", "_scale", "qweight"))]:
+        raise ValueError(f"the weights are quantised ({quantised[0]}); convert them to bf16 first")
+    wrong = [f"{name} {t.shape} is missing" for name, t in canonical_tensors(shape).items() if name not in source.names]
+    wrong += [
+        f"{name} has shape {source.shape(name)}, not {t.shape}"
+        for name, t in canonical_tensors(shape).items()
+        if name in source.names and source.shape(name) != t.shape
+    ]
+    if wrong:
+        more = f"\n  and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""
+        raise ValueError("the files do not hold the model of config.json:\n  " + "\n  ".join(wrong[:SHOWN]) + more)
+
+
+def _ranks(
+    shape: ModelShape, parallel: Parallel, source: HfTensors, options: argparse.Namespace
+) -> Iterator[tuple[str, list[dict]]]:
+    """Folder and states of the model chunks of every rank that has a file."""
+    tensors, given, seen = canonical_tensors(shape), DTYPES.get(options.dtype), set()
+    usual = given or source.dtype(next(iter(tensors)))
+
+    def dtype(name: str) -> torch.dtype:
+        if name and tensors[name].wide:
+            return torch.float32
+        return (given or source.dtype(name)) if name else usual
+
+    for rank in range(parallel.world):
+        folder = rank_folder(parallel, rank)
+        if folder in seen:
+            continue
+        seen.add(folder)
+        layout = megatron_layout(shape, parallel, rank, options.impl, options.experts)
+        shapes = megatron_shapes(shape, parallel, rank, options.impl, options.experts)
+        stored = stored_tensors(layout, shapes, lambda s: source.read(s.name, s.axis, s.start, s.size), dtype)
+        chunks: list[dict] = [{} for _ in range(parallel.vpp)]
+        for i, chunk in enumerate(chunks):
+            prefix = chunk_prefix(i, parallel.vpp)
+            chunk |= {name.removeprefix(prefix): t for name, t in stored.items() if name.startswith(prefix)}
+        yield folder, chunks

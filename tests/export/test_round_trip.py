@@ -1,0 +1,210 @@
+"""Hugging Face to Megatron and back, bitwise, for every family, layout and storage; and what is refused."""
+
+import argparse
+import json
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from mindspeed_rl_plugin.export import pickles, to_hf, to_megatron
+from mindspeed_rl_plugin.export.checkpoint import FILE, Checkpoint
+from mindspeed_rl_plugin.export.files import write_shards
+from mindspeed_rl_plugin.reshard.layout import ModelShape, canonical_tensors
+
+SIZES = dict(vocab_size=250, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4)
+DENSE = SIZES | dict(num_key_value_heads=2, head_dim=8, rms_norm_eps=1e-6, rope_theta=10000.0)
+MOE = dict(moe_intermediate_size=24, num_experts_per_tok=2)
+CONFIGS = {
+    "llama": DENSE
+    | dict(
+        rope_scaling=dict(
+            rope_type="llama3",
+            factor=8.0,
+            low_freq_factor=1.0,
+            high_freq_factor=4.0,
+            original_max_position_embeddings=8192,
+        ),
+        max_position_embeddings=64,
+    ),
+    "qwen2": DENSE | dict(tie_word_embeddings=True, max_position_embeddings=64),
+    "qwen3": DENSE | dict(tie_word_embeddings=False, max_position_embeddings=64, head_dim=16),
+    "qwen3_moe": DENSE | MOE | dict(num_experts=4, mlp_only_layers=[1], max_position_embeddings=64),
+    "deepseek_v3": SIZES
+    | MOE
+    | dict(n_routed_experts=4, n_shared_experts=2, first_k_dense_replace=1, q_lora_rank=12, kv_lora_rank=10)
+    | dict(qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=8, rms_norm_eps=1e-6, rope_theta=10000.0),
+}
+
+
+def make_model(directory: Path, family: str, dtype=torch.bfloat16, **changes) -> dict[str, torch.Tensor]:
+    """A random model of a family in two files; returns its tensors."""
+    directory.mkdir()
+    config = {"model_type": family, **CONFIGS[family], **changes}
+    (directory / "config.json").write_text(json.dumps(config))
+    tensors = canonical_tensors(ModelShape.from_hf_config(config))
+    weights = {n: torch.randn(t.shape).to(torch.float32 if t.wide else dtype) for n, t in tensors.items()}
+    names = sorted(weights)
+    for i in range(2):
+        save_file({n: weights[n] for n in names[i::2]}, directory / f"model-0000{i + 1}-of-00002.safetensors")
+    return weights
+
+
+@pytest.mark.parametrize(
+    "family, train, more",
+    [
+        ("llama", "tp2,pp3", []),
+        ("qwen2", "tp2,pp3", ["--pad", "8"]),  # the last stage has a copy of the embedding
+        ("qwen2", "tp2", ["--impl", "te"]),
+        ("qwen3", "pp3", ["--impl", "te"]),
+        ("qwen3", "tp4,pp2,first1", []),
+        ("qwen3_moe", "tp2,ep2,etp1", ["--experts", "grouped"]),
+        ("qwen3_moe", "pp3,ep4", ["--experts", "te_grouped", "--impl", "te"]),
+        ("deepseek_v3", "tp2,pp3,ep2,etp2", []),
+        ("deepseek_v3", "tp2,ep2,etp1", ["--impl", "mindspeed", "--experts", "grouped"]),
+        ("deepseek_v3", "tp2,ep2,etp1", ["--impl", "te", "--experts", "te_grouped"]),
+    ],
+)
+def test_round_trip(family, train, more, tmp_path, capsys):
+    weights = make_model(tmp_path / "hf", family)
+    ckpt, back = tmp_path / "ckpt", tmp_path / "back"
+    assert to_megatron.main(["--load", str(tmp_path / "hf"), "--out", str(ckpt), "--train", train, *more]) == 0
+    config = ["--config", str(tmp_path / "hf")] if family in ("qwen3_moe", "deepseek_v3") else []
+    assert to_hf.main(["--load", str(ckpt), "--out", str(back), "--shard-gb", "3e-5", *config]) == 0, (
+        capsys.readouterr()
+    )
+    files = sorted(back.glob("*.safetensors"))
+    index = json.loads((back / "model.safetensors.index.json").read_text())
+    assert len(files) > 1 and {f.name for f in files} == set(index["weight_map"].values())
+    found = {name: t for file in files for name, t in load_file(file).items()}
+    assert found.keys() == weights.keys() == index["weight_map"].keys()
+    for name, tensor in weights.items():
+        assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor), name
+    derived = json.loads((back / "config.json").read_text())
+    expected = ModelShape.from_hf_config({"model_type": family, **CONFIGS[family]})
+    assert ModelShape.from_hf_config(derived) == expected
+    assert derived.get("rope_scaling") == CONFIGS[family].get("rope_scaling")
+
+
+def test_dtypes_and_a_single_file(tmp_path):
+    weights = make_model(tmp_path / "hf", "deepseek_v3", torch.float32)
+    load = ["--load", str(tmp_path / "hf"), "--out", str(tmp_path / "ckpt"), "--train", "tp2", "--dtype", "bf16"]
+    assert to_megatron.main(load) == 0
+    out = ["--load", str(tmp_path / "ckpt"), "--out", str(tmp_path / "out"), "--config", str(tmp_path / "hf")]
+    assert to_hf.main([*out, "--dtype", "fp32"]) == 0
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    bias = "model.layers.1.mlp.gate.e_score_correction_bias"
+    assert torch.equal(found[bias], weights[bias])  # stays float32 all the way
+    name = "model.layers.1.mlp.experts.3.up_proj.weight"
+    assert found[name].dtype == torch.float32 and torch.equal(found[name], weights[name].bfloat16().float())
+
+
+def test_only_what_was_asked_for_is_unpickled(tmp_path):
+    class Bomb:
+        def __reduce__(self):
+            return (Path.touch, (tmp_path / "went-off",))
+
+    torch.save({"args": argparse.Namespace(x=Bomb(), y=torch.float16), "t": torch.ones(2)}, tmp_path / "x.pt")
+    found = pickles.load(tmp_path / "x.pt")
+    assert not (tmp_path / "went-off").exists()
+    assert isinstance(found["args"].x, pickles.Inert) and found["args"].y == torch.float16
+    assert torch.equal(found["t"], torch.ones(2))
+    (tmp_path / "cut.pt").write_bytes((tmp_path / "x.pt").read_bytes()[:200])
+    with pytest.raises(ValueError, match="cut.pt is no file of torch.save, or is cut short"):
+        pickles.load(tmp_path / "cut.pt")
+    (tmp_path / "old.pt").write_bytes(pickle.dumps({"model": 1}))
+    with pytest.raises(ValueError, match="old.pt is no file of torch.save"):
+        pickles.load(tmp_path / "old.pt")
+
+
+def change(ckpt: Path, folder: str, edit) -> None:
+    """Edit one file of a checkpoint."""
+    path = ckpt / "release" / folder / FILE
+    state = torch.load(path, weights_only=False)
+    edit(state)
+    torch.save(state, path)
+
+
+def expect(argv, message, capsys, main=to_hf.main):
+    assert main([str(a) for a in argv]) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_damaged_checkpoints_are_named(tmp_path, capsys):
+    make_model(tmp_path / "hf", "qwen3")
+    ckpt, out = tmp_path / "ckpt", tmp_path / "out"
+    assert to_megatron.main(["--load", str(tmp_path / "hf"), "--out", str(ckpt), "--train", "tp2,pp3"]) == 0
+    export = ["--load", ckpt, "--out", out]
+
+    norm = "decoder.layers.0.input_layernorm.weight"
+    change(ckpt, "mp_rank_01_002", lambda s: s["model"][norm].add_(1))
+    message = "model.layers.2.input_layernorm.weight [0, 32): mp_rank_00_002 and mp_rank_01_002 store different values"
+    expect(export, message, capsys)
+    for file in out.iterdir():
+        file.unlink()
+    change(ckpt, "mp_rank_01_002", lambda s: s["model"].pop(norm))
+    expect(export, f"mp_rank_01_002 is not what its arguments say:\n  {norm} (32,) is missing", capsys)
+    change(ckpt, "mp_rank_00_000", lambda s: s.pop("model"))
+    expect(export, "mp_rank_00_000/model_optim_rng.pt holds no state of the model", capsys)
+    (ckpt / "release" / "mp_rank_00_000" / FILE).unlink()
+    expect(export, "mp_rank_00_000/model_optim_rng.pt is missing; the checkpoint was saved by 6 ranks", capsys)
+    change(ckpt, "mp_rank_00_001", lambda s: s.pop("args"))
+    expect(export, "was saved without Megatron's arguments", capsys)
+    expect(["--load", tmp_path / "hf", "--out", out], "there is no latest_checkpointed_iteration.txt", capsys)
+    (ckpt / "iter_0000007").mkdir()
+    expect([*export, "--iteration", 7], "only checkpoints of --ckpt-format torch can be exported", capsys)
+    expect(["--load", ckpt / "no", "--out", out], "is no directory", capsys)
+    (out / "x").touch()
+    expect(export, "is not empty; nothing is overwritten", capsys)
+
+
+def test_damaged_models_are_named(tmp_path, capsys):
+    weights = make_model(tmp_path / "hf", "qwen3")
+    argv = ["--load", tmp_path / "hf", "--out", tmp_path / "ckpt"]
+    expect([*argv, "--train", "tp2,dp2"], "'dp2' is not one of tp, pp", capsys, to_megatron.main)
+    expect([*argv, "--train", "tp3"], "do not divide over 3 tensor parallel ranks", capsys, to_megatron.main)
+    for file in (tmp_path / "hf").glob("*.safetensors"):
+        file.unlink()
+    expect([*argv, "--train", "tp1"], "holds no *.safetensors", capsys, to_megatron.main)
+    del weights["model.norm.weight"]
+    weights["lm_head.weight"] = weights["lm_head.weight"][:3].clone()
+    save_file(weights, tmp_path / "hf" / "model.safetensors")
+    assert to_megatron.main([*map(str, argv), "--train", "tp1"]) == 1
+    err = capsys.readouterr().err
+    assert "model.norm.weight (32,) is missing" in err and "lm_head.weight has shape (3, 32), not (250, 32)" in err
+    save_file(weights | {"x.weight_scale_inv": torch.ones(1)}, tmp_path / "hf" / "model.safetensors")
+    expect([*argv, "--train", "tp1"], "quantised (x.weight_scale_inv)", capsys, to_megatron.main)
+
+
+def test_a_wrong_config_is_refused(tmp_path, capsys):
+    make_model(tmp_path / "hf", "qwen3_moe")
+    ckpt = tmp_path / "ckpt"
+    assert to_megatron.main(["--load", str(tmp_path / "hf"), "--out", str(ckpt), "--train", "tp1"]) == 0
+    expect(["--load", ckpt, "--out", tmp_path / "out"], "give --config: no config.json can be derived", capsys)
+    make_model(tmp_path / "other", "qwen3_moe", mlp_only_layers=[2])
+    argv = ["--load", ckpt, "--out", tmp_path / "out", "--config", tmp_path / "other"]
+    expect(argv, "--config describes another model", capsys)
+
+
+def test_the_layout_comes_from_the_saved_arguments(tmp_path):
+    make_model(tmp_path / "hf", "qwen3")
+    argv = ["--load", str(tmp_path / "hf"), "--out", str(tmp_path / "ckpt"), "--train", "tp4,pp2,last1"]
+    assert to_megatron.main(argv) == 0
+    parallel = Checkpoint(tmp_path / "ckpt").parallel
+    assert (parallel.tp, parallel.pp, parallel.world, parallel.chunk_sizes(3)) == (4, 2, 8, (2, 1))
+
+
+def test_shards_hold_at_most_the_limit(tmp_path):
+    sizes = [("a", 40), ("b", 40), ("c", 8), ("d", 200), ("e", 4)]
+    made = []
+
+    def make(name):
+        made.append(name)
+        return torch.zeros(dict(sizes)[name] // 4)
+
+    assert write_shards(tmp_path, sizes, make, 88) == (3, 292)
+    assert made == list("abcde")
+    held = [sorted(load_file(f)) for f in sorted(tmp_path.glob("*.safetensors"))]
+    assert held == [["a", "b", "c"], ["d"], ["e"]]
