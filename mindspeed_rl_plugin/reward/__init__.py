@@ -3,7 +3,7 @@
 Importing this room imports neither torch nor a grader's libraries: the workers start from it.
 """
 
-from mindspeed_rl_plugin.reward.items import Grade, GradeItem, RewardError
+from mindspeed_rl_plugin.reward.items import Grade, GradeItem, RewardError, solved
 from mindspeed_rl_plugin.reward.pool import RewardPool
 
-__all__ = ["Grade", "GradeItem", "RewardError", "RewardPool"]
+__all__ = ["Grade", "GradeItem", "RewardError", "RewardPool", "solved"]

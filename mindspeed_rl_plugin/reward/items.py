@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -10,8 +10,12 @@ if TYPE_CHECKING:
     from mindspeed_rl_plugin.types import SampleId
 
 
+SOLVED_AT = 1.0 - 1e-6  # a grader that adds up shares, or a float32 column, may miss 1 by rounding
+
+
 class RewardError(RuntimeError):
-    """A grader raised, ran out of time, died, or returned something that is no finite number."""
+    """A grader raised, ran out of time, died, or returned something that is no finite number; or all of them together
+    took too long."""
 
 
 @dataclass(frozen=True)
@@ -29,10 +33,24 @@ class GradeItem:
 class Grade:
     """total: weighted sum of `parts`, one entry a grader, in the order of the specs.
 
-    error: what failed, None when nothing did; a failed part is 0.0. dropped: the sample must not be trained on.
+    error: what failed, None when nothing did; a failed part is 0.0. dropped: a grader failed under `on_error` "drop",
+    so the total means nothing and the sample's whole group is kept out of training.
     """
 
     total: float
     parts: tuple[float, ...]
     error: str | None = None
     dropped: bool = False
+
+
+def solved(parts: Sequence[float], weights: Sequence[float]) -> bool:
+    """Whether a response is solved: every grader of positive weight gave at least 1.
+
+    parts, weights: one entry a grader. Graders of weight <= 0 (a length penalty, a measurement) have no say, and the
+    total has none: a bonus cannot make up for a wrong answer, a penalty cannot spoil a right one. Raises ValueError
+    where no weight is positive: nothing would then be asked for (`parse_specs` refuses such rewards at start).
+    """
+    wanted = [part for part, weight in zip(parts, weights, strict=True) if weight > 0]
+    if not wanted:
+        raise ValueError(f"none of the graders' weights {list(weights)} is positive, so nothing says what solved means")
+    return all(part >= SOLVED_AT for part in wanted)

@@ -11,13 +11,13 @@ from dataclasses import dataclass
 
 from mindspeed_rl_plugin.reward.items import Grade, GradeItem, RewardError
 from mindspeed_rl_plugin.reward.process import WorkerProcess
-from mindspeed_rl_plugin.reward.specs import ON_ERROR, parse_specs
+from mindspeed_rl_plugin.reward.specs import ON_ERROR, parse_specs, time_limits
 
-START_SECONDS = 120.0  # for a worker to import its graders
 GRACE = 1.0  # seconds beyond which an asynchronous call that should have been cancelled is stuck
 TICK = 1.0  # longest sleep between looks at the workers
 CHUNK = 64  # most samples of one job
 ATTEMPTS = 3  # of a job whose worker died before it took it
+SHARE_OF_WAIT = 0.9  # of the ranks' patience with each other that grading may take, so that its own error comes first
 
 
 @dataclass
@@ -48,9 +48,11 @@ class RewardPool:
     """Graders by spec, run by `workers` processes.
 
     specs: `math`, `exact`, `regex` or `path/to/file.py:function`, each with an optional `=WEIGHT`; how a function is
-    called says `calling.py`. regex: pattern of the regex grader. timeout: seconds of one grading call. on_error:
-    "stop" raises RewardError; "zero" makes the failed part 0.0; "drop" also marks the sample dropped. `names`: the
-    graders in order of `Grade.parts`; `errors`: failed samples by grader since the start.
+    called says `calling.py`. regex: pattern of the regex grader. timeout: seconds of one grading call, one for all
+    graders or one for each. wait_timeout: seconds that other ranks wait for this one; one `grade`, and loading the
+    graders, may take SHARE_OF_WAIT of it. on_error: "stop" raises RewardError; "zero" makes the failed part 0.0;
+    "drop" also marks the sample dropped. `names` and `weights`: of the graders, in order of `Grade.parts`; `errors`:
+    failed samples by grader since the start.
 
     Raises ValueError at construction for anything that cannot work: the graders are loaded before it returns.
     """
@@ -60,22 +62,32 @@ class RewardPool:
         specs: Sequence[str],
         *,
         regex: str | None = None,
-        timeout: float = 10.0,
+        timeout: float | Sequence[float] = 10.0,
+        wait_timeout: float = 1800.0,
         workers: int = 2,
         on_error: str = "stop",
     ) -> None:
-        if timeout <= 0 or workers < 1:
-            raise ValueError(f"rewards need a time limit > 0 and at least 1 worker, got {timeout} s and {workers}")
+        if workers < 1:
+            raise ValueError(f"rewards need at least 1 worker, got {workers}")
         if on_error not in ON_ERROR:
             raise ValueError(f"on_error {on_error!r} is unknown; known: {', '.join(ON_ERROR)}")
         self._specs = parse_specs(specs, regex)
-        self._timeout, self._on_error = timeout, on_error
+        self._timeouts = time_limits(timeout, len(self._specs))
+        self._limit = SHARE_OF_WAIT * wait_timeout
+        if max(self._timeouts) > self._limit:
+            raise ValueError(
+                f"one grading call may take {max(self._timeouts):g} s (--rl-reward-timeout), all of a rank "
+                f"{self._limit:g} s ({SHARE_OF_WAIT} of --rl-wait-timeout {wait_timeout:g}); lower the first or raise "
+                "the second"
+            )
+        self._wait_timeout, self._on_error = wait_timeout, on_error
         self.names = tuple(s.name for s in self._specs)
+        self.weights = tuple(s.weight for s in self._specs)
         self.errors: Counter[str] = Counter()
         self._setup = {
             "specs": [[s.name, s.file, s.function] for s in self._specs],
             "regex": regex,
-            "timeout": timeout,
+            "timeouts": self._timeouts,
         }
         self._modes: list[tuple[bool, bool]] = []
         self._lock = threading.Lock()
@@ -95,7 +107,11 @@ class RewardPool:
             raise
 
     def grade(self, items: Sequence[GradeItem]) -> list[Grade]:
-        """Grades in the order of `items`. Raises RewardError when a grader fails and `on_error` is "stop"."""
+        """Grades in the order of `items`.
+
+        Raises RewardError when a grader fails and `on_error` is "stop", and, whatever `on_error` says, when all of it
+        takes longer than other ranks would wait.
+        """
         with self._lock:
             if self._closed:
                 raise RewardError("the reward pool is closed")
@@ -103,6 +119,7 @@ class RewardPool:
             batch = _Batch(self, items)
             try:
                 while batch.jobs or any(s.job for s in self._slots):
+                    self._check_time(batch)
                     self._assign(batch)
                     self._wait()
                     for slot in self._slots:
@@ -129,12 +146,28 @@ class RewardPool:
     # workers
 
     def _start(self) -> _Slot:
-        return _Slot(WorkerProcess(self._setup), time.monotonic() + START_SECONDS)
+        return _Slot(WorkerProcess(self._setup), time.monotonic() + self._limit)
 
     def _wait(self) -> None:
         """Sleep until a worker has something to say, or the nearest deadline."""
         left = min((s.deadline for s in self._slots if s.job or not s.ready), default=0.0) - time.monotonic()
         select.select([s.worker for s in self._slots if s.job or not s.ready], [], [], min(max(left, 0.0), TICK))
+
+    def _check_time(self, batch: _Batch) -> None:
+        """Raise RewardError once the batch has taken longer than the limit of one `grade`."""
+        if time.monotonic() < batch.deadline:
+            return
+        jobs = [s.job for s in self._slots if s.job is not None] + list(batch.jobs)
+        left = {index for job in jobs for index in job.waiting}
+        raise RewardError(
+            f"grading took longer than {self._limit:g} s, with {len(left)} of {len(batch.parts)} responses left; "
+            f"reward {self.names[jobs[0].grader]!r} was {batch.where(jobs[0].waiting[0])}\n"
+            f"  (the limit is {SHARE_OF_WAIT} of --rl-wait-timeout {self._wait_timeout:g}, for which other ranks wait; "
+            f"raise it, add --rl-reward-workers, or lower --rl-reward-timeout {self._shown_timeouts()})"
+        )
+
+    def _shown_timeouts(self) -> str:
+        return " ".join(f"{t:g}" for t in dict.fromkeys(self._timeouts))
 
     def _load(self, slot: _Slot) -> None:
         """Take the first line of a worker. Raises RewardError when it could not load its graders."""
@@ -149,15 +182,19 @@ class RewardPool:
         elif not alive:
             raise RewardError(f"a reward worker {slot.worker.kill()} while it loaded {', '.join(self.names)}")
         elif time.monotonic() > slot.deadline:
-            raise RewardError(f"a reward worker needs more than {START_SECONDS:g} s to load {', '.join(self.names)}")
+            raise RewardError(
+                f"a reward worker needs more than {self._limit:g} s to load {', '.join(self.names)}; let their files "
+                f"do less when they are imported, or raise --rl-wait-timeout {self._wait_timeout:g}, of which the "
+                f"limit is {SHARE_OF_WAIT}"
+            )
 
     def _assign(self, batch: _Batch) -> None:
         for slot in list(self._slots):
             if not batch.jobs or not slot.ready or slot.job is not None:
                 continue
-            slot.job, slot.deadline = batch.jobs.popleft(), time.monotonic() + START_SECONDS
+            slot.job, slot.deadline = batch.jobs.popleft(), batch.deadline
             message = {"grader": slot.job.grader, "items": [batch.texts[i] for i in slot.job.indices]}
-            if not slot.worker.send(message, START_SECONDS):
+            if not slot.worker.send(message, max(0.0, batch.deadline - time.monotonic())):
                 self._lost(slot, batch, None)
 
     def _collect(self, slot: _Slot, batch: _Batch) -> None:
@@ -168,10 +205,10 @@ class RewardPool:
         if job is None:
             return
         lines, alive = slot.worker.receive()
-        asynchronous = self._modes[job.grader][1]
+        asynchronous, timeout = self._modes[job.grader][1], self._timeouts[job.grader]
         for line in lines:
             if "began" in line or not asynchronous:
-                slot.deadline = time.monotonic() + self._timeout + (GRACE if asynchronous else 0.0)
+                slot.deadline = time.monotonic() + timeout + (GRACE if asynchronous else 0.0)
             if "began" in line:
                 job.began = True
                 continue
@@ -186,7 +223,7 @@ class RewardPool:
         elif not alive or not slot.worker.running:
             self._lost(slot, batch, None)
         elif not lines and time.monotonic() > slot.deadline:
-            self._lost(slot, batch, f"ran longer than {self._timeout:g} s and was killed")
+            self._lost(slot, batch, f"ran longer than {timeout:g} s and was killed")
 
     def _lost(self, slot: _Slot, batch: _Batch, why: str | None) -> None:
         """A worker died, or was stuck, in the middle of a job: blame who was being graded, do the others again."""
@@ -215,6 +252,7 @@ class _Batch:
 
     def __init__(self, pool: RewardPool, items: Sequence[GradeItem]) -> None:
         self._pool, self._items = pool, items
+        self.deadline = time.monotonic() + pool._limit
         self.texts = [
             {"prompt": i.prompt, "response": i.response, "answer": i.answer, "record": dict(i.record)} for i in items
         ]
@@ -238,19 +276,24 @@ class _Batch:
 
     def fail(self, index: int, grader: int, why: str) -> None:
         """Record a failure; raises RewardError when it stops the run."""
-        item, name = self._items[index], self._pool.names[grader]
-        text = (
-            f"reward {name!r} {why}\n  on sample {tuple(item.id)}, prompt {_shortened(item.prompt)}, "
-            f"response {_shortened(item.response)}, answer {_shortened(item.answer)}"
-        )
+        name = self._pool.names[grader]
+        text = f"reward {name!r} {why}\n  {self.where(index)}"
         self._pool.errors[name] += 1
         if self._pool._on_error == "stop":
             raise RewardError(f"{text}\n  (--rl-reward-on-error zero or drop goes on and counts such samples)")
         self._errors[index] = text if self._errors[index] is None else f"{self._errors[index]}\n{text}"
 
+    def where(self, index: int) -> str:
+        """The sample in words."""
+        item = self._items[index]
+        return (
+            f"on sample {tuple(item.id)}, prompt {_shortened(item.prompt)}, "
+            f"response {_shortened(item.response)}, answer {_shortened(item.answer)}"
+        )
+
     def grades(self) -> list[Grade]:
         """The results, parts weighted into totals."""
-        weights = [s.weight for s in self._pool._specs]
+        weights = self._pool.weights
         drop = self._pool._on_error == "drop"
         return [
             Grade(sum(w * p for w, p in zip(weights, parts, strict=True)), tuple(parts), error, drop and bool(error))

@@ -23,7 +23,10 @@ class Spec:
 
 
 def parse_specs(texts: Sequence[str], regex: str | None) -> list[Spec]:
-    """Specs from their flags. Raises ValueError for an unknown grader, a bad weight, a missing file, no pattern."""
+    """Specs from their flags.
+
+    Raises ValueError for an unknown grader, a bad weight, no positive weight, a missing file, no pattern.
+    """
     if not texts:
         raise ValueError(f"no reward: give one or several of {_known()}")
     specs = [_parse(text) for text in texts]
@@ -31,9 +34,27 @@ def parse_specs(texts: Sequence[str], regex: str | None) -> list[Spec]:
     twice = sorted({n for n in names if names.count(n) > 1})
     if twice:
         raise ValueError(f"rewards {twice} are given twice; each needs a name of its own")
+    if not any(s.weight > 0 for s in specs):
+        raise ValueError(
+            f"the weights of {', '.join(f'{s.name}={s.weight:g}' for s in specs)} are all <= 0, so nothing says when a "
+            "response is solved; give one grader a weight > 0 (let a penalty return negative values instead)"
+        )
     if "regex" in names:
         _check_pattern(regex)
     return specs
+
+
+def time_limits(timeout: float | Sequence[float], graders: int) -> tuple[float, ...]:
+    """Seconds of one call of each grader, from one value for all or one for each. Raises ValueError for others."""
+    given = (timeout,) if isinstance(timeout, (int, float)) else tuple(timeout)
+    if len(given) not in (1, graders):
+        raise ValueError(
+            f"{len(given)} time limits ({' '.join(f'{t:g}' for t in given) or 'none'}) for {graders} rewards; give one "
+            "for all, or one for each in the order of --rl-reward (--rl-reward-timeout)"
+        )
+    if not all(t > 0 for t in given):  # written so that NaN fails
+        raise ValueError(f"--rl-reward-timeout {' '.join(f'{t:g}' for t in given)}: give numbers above 0")
+    return given * graders if len(given) == 1 else given
 
 
 def _parse(text: str) -> Spec:

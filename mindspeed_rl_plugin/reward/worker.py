@@ -1,6 +1,6 @@
 """The process in which graders run: reads jobs as JSON lines, answers each item with a line of its own.
 
-First line in: `{"specs": [[name, file, function], ...], "regex", "timeout"}`; first line out: `{"ready": [[batch,
+First line in: `{"specs": [[name, file, function], ...], "regex", "timeouts"}`; first line out: `{"ready": [[batch,
 asynchronous], ...]}` or `{"failed": text}`. Then jobs `{"grader": index, "items": [...]}`, each answered by
 `{"began": true}` and one line an item: `{"at": index, "value": number}` or `{"at": index, "error": text}`. The time
 limit is the parent's: it kills this process group. Uses the standard library only, so that it starts in a moment.
@@ -40,7 +40,7 @@ def main(jobs: int, answers: int, lifeline: int) -> None:
         for line in lines:
             job = json.loads(line)
             send({"began": True})
-            serve(graders[job["grader"]], job["items"], setup["timeout"], send)
+            serve(graders[job["grader"]], job["items"], setup["timeouts"][job["grader"]], send)
 
 
 def serve(grader: Grader, items: list[dict[str, Any]], timeout: float, send: Callable[[dict[str, Any]], None]) -> None:
@@ -99,6 +99,8 @@ def _describe(error: BaseException) -> str:
     own = os.path.dirname(__file__)
     foreign = [f for f in frames if os.path.dirname(f.filename) != own][-FRAMES:]
     head = f"raised {type(error).__name__}: {error}"
+    if isinstance(error, SyntaxError):  # its text names the file without the folder
+        head = f"raised {type(error).__name__}: {error.msg} in {error.filename}, line {error.lineno}"
     return "\n".join([head, *("  " + line.rstrip() for line in traceback.format_list(foreign))])
 
 

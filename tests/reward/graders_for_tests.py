@@ -88,6 +88,11 @@ def loop(response):
     return 1.0
 
 
+def dawdle(response):
+    time.sleep(0.2)
+    return 1.0
+
+
 def sleep(response):
     if response == "bad":
         time.sleep(1000)

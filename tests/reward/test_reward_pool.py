@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mindspeed_rl_plugin.reward import GradeItem, RewardError, RewardPool
+from mindspeed_rl_plugin.reward import GradeItem, RewardError, RewardPool, solved
 from mindspeed_rl_plugin.types import SampleId
 
 HERE = Path(__file__).parent
@@ -157,6 +157,66 @@ def test_a_failure_stops_or_is_counted_and_hits_only_its_sample(name: str, messa
         assert [g.total for g in pool.grade(batch[:2])] == [1.0, 1.0]  # usable afterwards
 
 
+def test_all_grading_together_has_a_limit_that_names_what_is_left() -> None:
+    """Each call is in time, but there are too many for the other ranks to wait: also where failures only count."""
+    batch = items(*["a"] * 40, prompt="slow one", members=4)
+    with RewardPool(["exact", own("dawdle")], workers=1, timeout=1, wait_timeout=2, on_error="zero") as pool:
+        begin = time.monotonic()
+        with pytest.raises(RewardError) as caught:
+            pool.grade(batch)
+        assert 1.8 <= time.monotonic() - begin < 6
+        message = str(caught.value)
+        for part in (
+            "grading took longer than 1.8 s, with ", " of 40 responses left", "reward 'dawdle' was on sample (0, ",
+            "prompt 'slow one'", "0.9 of --rl-wait-timeout 2", "add --rl-reward-workers", "--rl-reward-timeout 1",
+        ):  # fmt: skip
+            assert part in message, message
+        left = int(message.split("with ")[1].split(" of")[0])
+        assert 20 <= left < 40
+        assert [g.total for g in pool.grade(batch[:1])] == [2.0]  # usable afterwards
+
+
+def test_each_grader_has_a_time_limit_of_its_own() -> None:
+    """`sleep` and `loop` both hang on one sample; the limits are those of their places in the list."""
+    with RewardPool([own("sleep"), own("loop")], workers=2, timeout=(3.1, 1.2), on_error="zero") as pool:
+        (result,) = pool.grade(items("bad"))
+    assert "reward 'sleep' ran longer than 3.1 s" in result.error
+    assert "reward 'loop' ran longer than 1.2 s" in result.error
+    waits = items("bad")
+    assert totals([own("async_wait"), own("length")], waits, timeout=(1.2, 9.0), on_error="zero") == [3.0]
+
+
+def test_graders_that_do_not_load_in_time_are_named_with_the_fix(tmp_path: Path) -> None:
+    (tmp_path / "slow.py").write_text("import time\ntime.sleep(60)\ndef f(response): return 1\n")
+    begin = time.monotonic()
+    with pytest.raises(ValueError, match=r"needs more than 1.8 s to load f; let .* raise --rl-wait-timeout 2, of"):
+        RewardPool([f"{tmp_path / 'slow.py'}:f"], workers=1, timeout=1, wait_timeout=2)
+    assert time.monotonic() - begin < 20
+
+
+SOLVED = [
+    ((1.0, 1.0), (1.0, 1.0), True),
+    ((1.0, 0.0), (1.0, 1.0), False),
+    ((1.0, 3.0), (1.0, -0.5), True),  # a length penalty: the total of -0.5 is below the sum of the weights, 0.5
+    ((1.0, 0.2), (1.0, -0.5), True),
+    ((0.0, -3.0), (1.0, -0.5), False),  # and the total of a wrong answer, 1.5, may be above it
+    ((0.0, 20.0), (1.0, 0.1), False),  # a bonus that makes up for a wrong answer in the total
+    ((1.0, 0.0), (1.0, 0.0), True),
+    ((3.0,), (0.25,), True),
+    ((0.1 + 0.2 + 0.7 - 1e-7,), (2.0,), True),
+]
+
+
+@pytest.mark.parametrize(("parts", "weights", "right"), SOLVED)
+def test_solved_asks_every_grader_of_positive_weight(parts, weights, right) -> None:
+    assert solved(parts, weights) is right
+
+
+def test_solved_means_nothing_without_a_positive_weight() -> None:
+    with pytest.raises(ValueError, match=r"weights \[-1.0, 0.0\] is positive"):
+        solved((1.0, 1.0), (-1.0, 0.0))
+
+
 def test_zero_counts_without_dropping_and_keeps_the_other_parts() -> None:
     batch = items("x" * 300 + " bad ", "bad")
     with RewardPool([own("raises"), own("length")], workers=2, on_error="zero") as pool:
@@ -233,6 +293,7 @@ def test_workers_start_without_torch() -> None:
 BAD = [
     ([], {}, "no reward: give one or several of math, exact, regex or path/to/file.py:function"),
     (["maths"], {}, "reward 'maths' is unknown; known: math, exact, regex or path"),
+    (["exact=0", own("length") + "=-0.5"], {}, "weights of exact=0, length=-0.5 are all <= 0"),
     (["exact=x"], {}, "the weight 'x' is not a finite number"),
     (["exact=nan"], {}, "the weight 'nan' is not a finite number"),
     (["exact="], {}, "the weight '' is not a finite number"),
@@ -246,7 +307,10 @@ BAD = [
     ([own("positional_only")], {}, "none may be positional-only"),
     ([own("takes_nothing")], {}, "takes none of prompt, response, answer"),
     ([own("batch_strange")], {}, "a batch grader takes prompts, responses, answers, records, not other"),
-    (["exact"], {"timeout": 0}, "time limit > 0 and at least 1 worker, got 0 s"),
+    (["exact"], {"timeout": 0}, "--rl-reward-timeout 0: give numbers above 0"),
+    (["exact", own("length")], {"timeout": (1, 2, 3)}, r"3 time limits \(1 2 3\) for 2 rewards; give one for all"),
+    (["exact", own("length")], {"timeout": (1, 20), "wait_timeout": 20}, "one grading call may take 20 s .* 18 s"),
+    (["exact"], {"timeout": 10, "wait_timeout": 11}, r"one grading call may take 10 s .* all of a rank 9.9 s"),
     (["exact"], {"workers": 0}, "at least 1 worker"),
     (["exact"], {"on_error": "ignore"}, "on_error 'ignore' is unknown; known: stop, zero, drop"),
 ]
@@ -264,7 +328,7 @@ def test_a_file_that_does_not_load_is_reported_with_its_line(tmp_path: Path) -> 
     (tmp_path / "dies.py").write_text("import os\nos._exit(9)\n")
     for name, message in {
         "broken": r"(?s)'f' cannot be loaded: it raised ModuleNotFoundError: .*broken.py\", line 1",
-        "syntax": "SyntaxError",
+        "syntax": f"SyntaxError: .* in {tmp_path}/syntax.py, line 1",
         "dies": "worker exited with code 9 while it loaded f",
     }.items():
         with pytest.raises(ValueError, match=message):
