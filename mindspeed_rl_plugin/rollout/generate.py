@@ -10,7 +10,7 @@ import torch
 from mindspeed_rl_plugin.dock.api import Dock
 from mindspeed_rl_plugin.rollout.engine import Engine, Progress, generate
 from mindspeed_rl_plugin.rollout.seeds import response_seed
-from mindspeed_rl_plugin.types import Completion, GenerateRequest, Ragged, Rows, Sampling
+from mindspeed_rl_plugin.types import Completion, GenerateRequest, Ragged, Rows, SampleId, Sampling
 
 STATE = "generate"
 FINISH = ("stop", "length", "abort")
@@ -33,28 +33,31 @@ def run_generation(
     sampling: Sampling,
     seed_base: int,
     deadline: float,
-    max_rows: int | None = None,
+    ids: Sequence[SampleId],
     on_progress: Progress | None = None,
 ) -> Generated:
-    """Draw a response for every row that the dock's state "generate" has left, and commit them.
+    """Draw a response for each of `ids`, rows of the dock's state "generate", and commit them.
 
-    A row is one response: the prompt of its group, drawn with `response_seed(seed_base, *id)`. With a shared dock
-    this is collective, and its consumers are the engine replicas (`consumer=engine.replica`), which is not
-    Megatron's data-parallel rank where `--rl-generate-tp` differs; the first rank of each engine writes.
+    A row is one response: the prompt of its group, drawn with `response_seed(seed_base, *id)`. The consumers of `dock`
+    are the engine replicas (`consumer=engine.replica`), which is not Megatron's data-parallel rank where
+    `--rl-generate-tp` differs; all ranks of an engine call with the same ids, its first rank writes.
 
-    deadline: seconds for each lease, and for the next response of the engine; max_rows: most rows leased at
-    once, None takes this engine's whole share. Writes tokens, loss_mask, logp_rollout, response_length, finish
-    and version (the engine's). Raises TimeoutError when prompts or responses do not come in time.
+    deadline: seconds for the prompts, and for the next response of the engine. Writes tokens, loss_mask,
+    logp_rollout, length, response_length, finish, version (the engine's) and segments. Raises TimeoutError when
+    prompts or responses do not come in time.
     """
-    total = Generated()
-    while dock.remaining(STATE):
-        lease = dock.lease(STATE, max_rows=max_rows, deadline=deadline)
-        requests = make_requests(lease.rows, sampling, seed_base)
-        completions = generate(engine, requests, deadline=deadline, on_progress=on_progress)
-        rows = completion_rows(requests, completions)
-        dock.commit(lease, rows if engine.leader and len(rows) else None)
-        total = _add(total, requests, completions)
-    return total
+    if not ids:
+        return Generated()
+    lease = dock.lease(STATE, ids=ids, deadline=deadline)
+    requests = make_requests(lease.rows, sampling, seed_base)
+    completions = generate(engine, requests, deadline=deadline, on_progress=on_progress)
+    dock.commit(lease, completion_rows(requests, completions) if engine.leader else None)
+    return Generated(
+        len(completions),
+        sum(len(r.prompt_tokens) for r in requests),
+        sum(len(c.tokens) for c in completions),
+        sum(c.finish == "length" for c in completions),
+    )
 
 
 def make_requests(rows: Rows, sampling: Sampling, seed_base: int) -> list[GenerateRequest]:
@@ -68,8 +71,9 @@ def make_requests(rows: Rows, sampling: Sampling, seed_base: int) -> list[Genera
 def completion_rows(requests: Sequence[GenerateRequest], completions: Sequence[Completion]) -> Rows:
     """The columns of drawn responses, aligned with tokens = prompt + response (see `types`).
 
-    tokens int32, loss_mask uint8 (1 on response tokens), logp_rollout float32 (0 on the prompt), response_length
-    int64, finish int8 (index into FINISH), version int64.
+    tokens int32, loss_mask uint8 (1 on response tokens), logp_rollout float32 (0 on the prompt), length and
+    response_length int64, finish int8 (index into FINISH), version int64, segments `[k, 2]` int64 (first token, version
+    of the weights that drew the tokens from there on).
     """
     tokens, masks, logps = [], [], []
     for request, completion in zip(requests, completions, strict=True):
@@ -84,17 +88,14 @@ def completion_rows(requests: Sequence[GenerateRequest], completions: Sequence[C
             "tokens": Ragged.from_rows(tokens, torch.int32),
             "loss_mask": Ragged.from_rows(masks, torch.uint8),
             "logp_rollout": Ragged.from_rows(logps, torch.float32),
+            "length": torch.tensor([len(t) for t in tokens], dtype=torch.int64),
             "response_length": torch.tensor([len(c.tokens) for c in completions], dtype=torch.int64),
             "finish": torch.tensor([FINISH.index(c.finish) for c in completions], dtype=torch.int8),
             "version": torch.tensor([c.version for c in completions], dtype=torch.int64),
+            "segments": Ragged.from_rows(
+                [torch.tensor([[len(r.prompt_tokens), c.version]]) for r, c in zip(requests, completions, strict=True)],
+                torch.int64,
+            ),
         },
     )
 
-
-def _add(total: Generated, requests: Sequence[GenerateRequest], completions: Sequence[Completion]) -> Generated:
-    return Generated(
-        total.responses + len(completions),
-        total.prompt_tokens + sum(len(r.prompt_tokens) for r in requests),
-        total.response_tokens + sum(len(c.tokens) for c in completions),
-        total.truncated + sum(c.finish == "length" for c in completions),
-    )

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,7 +35,27 @@ def build(arguments: dict[str, Any]) -> Any:
     finalizer = getattr(engine.engine_core, "_finalizer", None)
     if finalizer is not None:
         finalizer.detach()
+    _drop_message_queues()
     return engine
+
+
+def _drop_message_queues() -> None:
+    """Give back vLLM's message queues between the ranks of an engine, with their shared memory and sockets.
+
+    A process that ends leaves them behind, and nobody uses them: here each rank schedules its own steps. vLLM then
+    sends objects through the process group.
+    """
+    from vllm.distributed import parallel_state
+
+    for reference in list(parallel_state._groups.values()):
+        group = reference()
+        queue = getattr(group, "mq_broadcaster", None)
+        if queue is not None:
+            group.mq_broadcaster = None
+            for name in ("local_subscribe_addr", "local_notify_addr"):
+                address = getattr(queue.handle, name, None) or ""
+                if address.startswith("ipc://"):  # ZeroMQ leaves the file of a closed socket
+                    Path(address.removeprefix("ipc://")).unlink(missing_ok=True)
 
 
 def demand_processed_logprobs(engine: Any) -> bool:
@@ -111,8 +132,9 @@ def teardown(engine: Any) -> None:
     engine.model_executor.shutdown()
     core = engine.engine_core.engine_core
     core.scheduler.shutdown()
-    parallel_state.destroy_model_parallel()
-    if parallel_state._WORLD is not None:
-        parallel_state._WORLD.destroy()
-        parallel_state._WORLD = None
+    if torch.distributed.is_initialized():  # else vLLM's groups ended with the trainer's
+        parallel_state.destroy_model_parallel()
+        if parallel_state._WORLD is not None:
+            parallel_state._WORLD.destroy()
+            parallel_state._WORLD = None
     gc.unfreeze()  # vLLM froze everything that was alive when it started

@@ -33,14 +33,12 @@ from mindspeed_rl_plugin.device import Device, get_device
 from mindspeed_rl_plugin.rollout import vllm_api
 from mindspeed_rl_plugin.rollout.engine import PARTS
 from mindspeed_rl_plugin.rollout.hf_config import normalized, write_config
+from mindspeed_rl_plugin.rollout.limits import LOWEST_TEMPERATURE, EngineSizes
 from mindspeed_rl_plugin.rollout.vllm_memory import EngineMemory, HostMemory, PoolMemory
 from mindspeed_rl_plugin.types import Completion, GenerateRequest, SampleId
 
-# vLLM raises lower temperatures to this one, and then reports log-probs of a temperature nobody asked for.
-LOWEST_TEMPERATURE = 0.01
 # Steps between two agreements of an engine's ranks on whether the time is up.
 AGREE_EVERY = 16
-CPU_LOWEST_HEAD_DIM = 32
 NO_TOKENIZER_NEEDED = (0, 10)
 
 
@@ -52,7 +50,7 @@ class VllmOptions:
     "float32" | "bfloat16" | "float16"; max_model_len: most tokens of prompt and response together; max_running:
     most sequences decoded at once; kv_cache_bytes: KV cache of a rank on CPU; memory_utilization: share of the
     device's memory elsewhere; eos_token_ids: end every response that does not ignore them; tokenizer: directory,
-    needed for stop strings only; sleep_mode: whether `sleep` gives memory back on an accelerator.
+    see `needs_tokenizer`; sleep_mode: whether `sleep` gives memory back on an accelerator.
     """
 
     config: Mapping[str, Any]
@@ -96,10 +94,10 @@ class VllmEngine:
         self._running: dict[str, _Running] = {}
         self._steps = 0
         self._drawn = 0
-        self._directory = tempfile.TemporaryDirectory(prefix="mindspeed-rl-engine-")
-        write_config(options.config, self._directory.name)
-        with _preserved_rng(self._device):
-            self._engine = vllm_api.build(_arguments(options, self._device.kind, self._directory.name))
+        # vLLM reads the directory only here: with it gone at once, no end of the process can leave it behind.
+        with tempfile.TemporaryDirectory(prefix="mindspeed-rl-engine-") as directory, _preserved_rng(self._device):
+            write_config(options.config, directory)
+            self._engine = vllm_api.build(_arguments(options, self._device.kind, directory))
         self._processed = vllm_api.demand_processed_logprobs(self._engine)
         self._memory: EngineMemory = HostMemory(self._engine) if self._device.is_cpu else PoolMemory(self._engine)
 
@@ -181,7 +179,6 @@ class VllmEngine:
         vllm_api.teardown(self._engine)
         self._engine = self._memory = None
         self._running.clear()
-        self._directory.cleanup()
 
     def _check(self, request: GenerateRequest) -> None:
         """Refuse what vLLM would cut short, crash on, or answer with other log-probs than asked for."""
@@ -268,26 +265,42 @@ class VllmEngine:
 
 
 def check_options(options: VllmOptions, kind: str, world_size: int) -> None:
-    """Raises ValueError for sizes that vLLM refuses late, obscurely, or not at all."""
-    c, tp = normalized(options.config), options.tensor_parallel
-    heads, groups = c["num_attention_heads"], c["num_key_value_heads"]
-    if tp < 1 or world_size % tp:
-        raise ValueError(f"--rl-generate-tp {tp} must divide the world size {world_size}")
-    if heads % tp or (groups % tp and tp % groups) or c["intermediate_size"] % tp:
-        raise ValueError(
-            f"--rl-generate-tp {tp} must divide {heads} attention heads and the MLP size {c['intermediate_size']},"
-            f" and divide {groups} query groups or be a multiple of them"
-        )
-    if kind == "cpu" and c["head_dim"] < CPU_LOWEST_HEAD_DIM:
-        raise ValueError(
-            f"attention head size {c['head_dim']}: vLLM on CPU needs at least {CPU_LOWEST_HEAD_DIM};"
-            " use fewer heads or --kv-channels 32"
-        )
-    if options.max_model_len > c["max_position_embeddings"]:
-        raise ValueError(
-            f"prompt and response may have {options.max_model_len} tokens together, but --max-position-embeddings is"
-            f" {c['max_position_embeddings']}"
-        )
+    """Raises ValueError for sizes that cannot work, see `limits.EngineSizes`."""
+    c = normalized(options.config)
+    sizes = EngineSizes(
+        kind=kind,
+        world=world_size,
+        tensor_parallel=options.tensor_parallel,
+        layers=c["num_hidden_layers"],
+        heads=c["num_attention_heads"],
+        groups=c["num_key_value_heads"],
+        head_dim=c["head_dim"],
+        ffn=c["intermediate_size"],
+        max_positions=c["max_position_embeddings"],
+        tokens=options.max_model_len,
+        element=getattr(torch, options.dtype).itemsize,
+        kv_cache=options.kv_cache_bytes,
+    )
+    problems = list(sizes.problems())
+    if problems:
+        raise ValueError("; ".join(problems))
+
+
+def prepare_environment(kind: str, *, sleep_mode: bool = True) -> None:
+    """Set the environment that vLLM wants, without importing it; for a start that fails early.
+
+    Raises ValueError for a setting of the user's with which the engine cannot work, and without any vLLM.
+    """
+    from mindspeed_rl_plugin.host import engine_env
+
+    engine_env.prepare_engine_env(kind, sleep_mode=sleep_mode)
+
+
+def needs_tokenizer(stop: Sequence[str]) -> bool:
+    """Whether `VllmOptions.tokenizer` must be given: for stop strings, and to every vLLM before 0.10."""
+    from mindspeed_rl_plugin.host import engine_env
+
+    return bool(stop) or engine_env.vllm_version() < NO_TOKENIZER_NEEDED
 
 
 def _arguments(options: VllmOptions, kind: str, directory: str) -> dict[str, Any]:
@@ -316,12 +329,12 @@ def _arguments(options: VllmOptions, kind: str, directory: str) -> dict[str, Any
 
 
 def _prepare(kind: str, options: VllmOptions) -> None:
-    from mindspeed_rl_plugin.host import engine_env, vllm_live
-
-    engine_env.prepare_engine_env(kind, sleep_mode=options.sleep_mode)
-    if options.tokenizer is None and engine_env.vllm_version() < NO_TOKENIZER_NEEDED:
+    prepare_environment(kind, sleep_mode=options.sleep_mode)
+    if options.tokenizer is None and needs_tokenizer(()):
         raise ValueError("vLLM before 0.10 does not start without a tokenizer; give --rl-tokenizer")
     if kind == "cpu":
+        from mindspeed_rl_plugin.host import vllm_live
+
         vllm_live.apply()
 
 

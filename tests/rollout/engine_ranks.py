@@ -149,8 +149,9 @@ def check_dock(engine: VllmEngine) -> None:
     columns = [ColumnSpec("prompt", torch.int32, "group", ragged=True)]
     kinds = {"tokens": torch.int32, "loss_mask": torch.uint8, "logp_rollout": torch.float32}
     columns += [ColumnSpec(n, d, "token", ragged=True) for n, d in kinds.items()]
-    columns += [ColumnSpec(n, torch.int64, "sample", ragged=False) for n in ("response_length", "version")]
+    columns += [ColumnSpec(n, torch.int64, "sample", ragged=False) for n in ("length", "response_length", "version")]
     columns += [ColumnSpec("finish", torch.int8, "sample", ragged=False)]
+    columns += [ColumnSpec("segments", torch.int64, "sample", ragged=True, trailing=(2,))]
     states = [StateSpec("generate", ("prompt",), tuple(c.name for c in columns[1:]))]
     dock = make_dock(
         columns, states, group=dist.group.WORLD, consumer=engine.replica, consumers=engine.replicas, deadline=60
@@ -159,9 +160,12 @@ def check_dock(engine: VllmEngine) -> None:
     prompts = Ragged.from_rows([torch.tensor(p, dtype=torch.int32) for p in ([4, 5], [6], [7, 8, 9])])
     dock.put(Rows(tuple(SampleId(0, g, 0) for g in range(3)), {"prompt": prompts}) if dist.get_rank() == 0 else None)
     sampling = Sampling(max_tokens=6, ignore_eos=True)
-    done = run_generation(dock, engine, sampling=sampling, seed_base=9, deadline=60)
-    assert done.responses == 6 // engine.replicas and done.response_tokens == 6 * done.responses
     ids = [SampleId(0, g, m) for g in range(3) for m in range(2)]
+    done = run_generation(
+        dock, engine, ids=ids[engine.replica :: engine.replicas], sampling=sampling, seed_base=9, deadline=60
+    )
+    assert done.responses == 6 // engine.replicas and done.response_tokens == 6 * done.responses
+    dist.barrier()
     rows = dock.read(ids, ("tokens", "version"))
     assert rows["version"].tolist() == [engine.version] * 6
     tokens = [tuple(r.tolist()) for r in rows["tokens"].rows()]

@@ -61,9 +61,11 @@ COLUMNS = [
     ColumnSpec("tokens", torch.int32, "token", ragged=True),
     ColumnSpec("loss_mask", torch.uint8, "token", ragged=True),
     ColumnSpec("logp_rollout", torch.float32, "token", ragged=True),
+    ColumnSpec("length", torch.int64, "sample", ragged=False),
     ColumnSpec("response_length", torch.int64, "sample", ragged=False),
     ColumnSpec("finish", torch.int8, "sample", ragged=False),
     ColumnSpec("version", torch.int64, "sample", ragged=False),
+    ColumnSpec("segments", torch.int64, "sample", ragged=True, trailing=(2,)),
 ]
 WRITES = tuple(c.name for c in COLUMNS[1:])
 
@@ -76,14 +78,18 @@ def filled_dock(prompts: list[list[int]], members: int) -> LocalDock:
     return dock
 
 
-@pytest.mark.parametrize("max_rows", [None, 1, 3])
-def test_rows_are_aligned_and_complete(fake_engine, max_rows) -> None:
+@pytest.mark.parametrize("calls", [[4], [1, 0, 3]])
+def test_rows_are_aligned_and_complete(fake_engine, calls) -> None:
     dock = filled_dock([[7, 2], [8, 9, 3]], members=2)
     sampling = Sampling(max_tokens=5)
-    done = run_generation(dock, fake_engine(), sampling=sampling, seed_base=11, deadline=5, max_rows=max_rows)
-    assert done == Generated(responses=4, prompt_tokens=10, response_tokens=10, truncated=2)
-    assert dock.remaining("generate") == 0
     ids = [SampleId(4, g, m) for g in range(2) for m in range(2)]
+    left, done = list(ids), Generated()
+    for count in calls:
+        mine, left = left[:count], left[count:]
+        done = run_generation(dock, fake_engine(), ids=mine, sampling=sampling, seed_base=11, deadline=5)
+        assert done.responses == count
+    assert len(calls) > 1 or done == Generated(responses=4, prompt_tokens=10, response_tokens=10, truncated=2)
+    assert dock.remaining("generate") == 0
     rows = dock.read(ids, WRITES)
     for i, sample in enumerate(ids):
         prompt = [[7, 2], [8, 9, 3]][sample.group]
@@ -92,11 +98,15 @@ def test_rows_are_aligned_and_complete(fake_engine, max_rows) -> None:
         assert rows["loss_mask"].row(i).tolist() == [0] * len(prompt) + [1] * prompt[-1]
         assert rows["logp_rollout"].row(i).tolist() == [0.0] * len(prompt) + [-0.5] * prompt[-1]
     assert rows["response_length"].tolist() == [2, 2, 3, 3]
+    assert rows["length"].tolist() == [4, 4, 6, 6]
     assert rows["finish"].tolist() == [0, 0, 1, 1]
     assert rows["version"].tolist() == [3] * 4
+    assert [r.tolist() for r in rows["segments"].rows()] == [[[2, 3]], [[2, 3]], [[3, 3]], [[3, 3]]]
 
 
 def test_only_the_leader_writes(fake_engine) -> None:
     dock = filled_dock([[7, 2]], members=1)
     with pytest.raises(ValueError, match="must write column 'tokens'"):
-        run_generation(dock, fake_engine(leader=False), sampling=Sampling(5), seed_base=0, deadline=5)
+        run_generation(
+            dock, fake_engine(leader=False), ids=[SampleId(4, 0, 0)], sampling=Sampling(5), seed_base=0, deadline=5
+        )

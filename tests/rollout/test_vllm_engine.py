@@ -271,6 +271,7 @@ CONFIG = {
     "model_type": "qwen3",
     "hidden_size": 64,
     "intermediate_size": 96,
+    "num_hidden_layers": 2,
     "num_attention_heads": 8,
     "num_key_value_heads": 2,
     "head_dim": 32,
@@ -281,14 +282,17 @@ CONFIG = {
 @pytest.mark.parametrize(
     ("change", "kind", "world", "message"),
     [
-        ({"tensor_parallel": 2}, "cpu", 3, "--rl-generate-tp 2 must divide the world size 3"),
-        ({"tensor_parallel": 0}, "cpu", 2, "must divide the world size"),
-        ({"tensor_parallel": 16}, "npu", 16, "must divide 8 attention heads"),
-        ({"tensor_parallel": 3}, "npu", 3, "must divide 8 attention heads"),
-        ({"max_model_len": 65}, "cpu", 1, "may have 65 tokens together, but --max-position-embeddings is 64"),
+        ({"tensor_parallel": 2}, "cpu", 3, "--rl-generate-tp 2 does not divide the world of 3 ranks"),
+        ({"tensor_parallel": 0}, "cpu", 2, "--rl-generate-tp 0: give at least 1"),
+        ({"tensor_parallel": 16}, "npu", 16, "16 does not divide --num-attention-heads 8"),
+        ({"tensor_parallel": 3}, "npu", 3, "3 does not divide --num-attention-heads 8"),
+        ({"max_model_len": 65}, "cpu", 1, "may have 65 tokens together, more than --max-position-embeddings 64"),
         ({"config": {**CONFIG, "head_dim": 16}}, "cpu", 1, "attention head size 16: vLLM on CPU needs at least 32"),
         ({"config": {**CONFIG, "num_key_value_heads": 8, "num_attention_heads": 24}, "tensor_parallel": 6}, "npu", 6,
-         "divide 8 query groups or be a multiple"),
+         "6 neither divides nor is a multiple of the 8 query groups"),
+        ({"tensor_parallel": 4, "config": {**CONFIG, "intermediate_size": 98}}, "npu", 4,
+         "4 does not divide --ffn-hidden-size 98"),
+        ({"kv_cache_bytes": 65535}, "cpu", 1, "64 tokens with its prompt needs 6.1e-05 GiB of KV cache"),
     ],
 )
 def test_options_that_cannot_work(change, kind, world, message) -> None:

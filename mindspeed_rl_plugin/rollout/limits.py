@@ -1,0 +1,76 @@
+"""What an engine can be built from: pure rules on numbers, known before any model exists.
+
+The start-up asks them of Megatron's arguments, the engine once more of its own options.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+# vLLM raises lower temperatures to this one, and then reports log-probs of a temperature nobody asked for.
+LOWEST_TEMPERATURE = 0.01
+CPU_LOWEST_HEAD_DIM = 32
+
+
+@dataclass(frozen=True)
+class EngineSizes:
+    """Numbers of one engine and of its model.
+
+    kind: "npu" | "cuda" | "cpu"; world: ranks of the job; tensor_parallel: ranks of one engine; layers, heads,
+    groups, head_dim, ffn: of the model (`ModelShape`); max_positions: --max-position-embeddings; tokens: most of
+    prompt and response together; element: bytes of one number in the KV cache; kv_cache: bytes of it on a rank of
+    a host without accelerator.
+    """
+
+    kind: str
+    world: int
+    tensor_parallel: int
+    layers: int
+    heads: int
+    groups: int
+    head_dim: int
+    ffn: int
+    max_positions: int
+    tokens: int
+    element: int
+    kv_cache: int
+
+    @property
+    def token_bytes(self) -> int:
+        """Keys and values of one token on one rank; groups that do not divide are repeated."""
+        return 2 * self.layers * max(1, self.groups // self.tensor_parallel) * self.head_dim * self.element
+
+    def problems(self) -> Iterator[str]:
+        """One message for each thing that vLLM refuses late, obscurely, or not at all."""
+        tp = self.tensor_parallel
+        if tp < 1:
+            yield f"--rl-generate-tp {tp}: give at least 1"
+            return
+        if self.world % tp:
+            yield f"--rl-generate-tp {tp} does not divide the world of {self.world} ranks"
+        for size, flag in ((self.heads, "--num-attention-heads"), (self.ffn, "--ffn-hidden-size")):
+            if size % tp:
+                yield f"--rl-generate-tp {tp} does not divide {flag} {size}"
+        if self.groups % tp and tp % self.groups:
+            yield f"--rl-generate-tp {tp} neither divides nor is a multiple of the {self.groups} query groups"
+        if self.tokens > self.max_positions:
+            yield (
+                f"prompt and response may have {self.tokens} tokens together, more than --max-position-embeddings "
+                f"{self.max_positions}; lower --rl-max-prompt-length or --rl-max-response-length"
+            )
+        if self.kind == "cpu":
+            yield from self._cpu_problems()
+
+    def _cpu_problems(self) -> Iterator[str]:
+        if self.head_dim < CPU_LOWEST_HEAD_DIM:
+            yield (
+                f"attention head size {self.head_dim}: vLLM on CPU needs at least {CPU_LOWEST_HEAD_DIM}; use fewer "
+                "heads or --kv-channels 32"
+            )
+        least = self.token_bytes * self.tokens
+        if least > self.kv_cache:
+            yield (
+                f"one response of {self.tokens} tokens with its prompt needs {least / 2**30:.3g} GiB of KV cache, more "
+                f"than --rl-kv-cache-gb {self.kv_cache / 2**30:.3g}; raise it or shorten the responses"
+            )
