@@ -12,12 +12,20 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from mindspeed_rl_plugin.algorithms.presets import Algorithm, resolve
+import torch
+
+from mindspeed_rl_plugin.algorithms import Algorithm, resolve, unready
 from mindspeed_rl_plugin.config import RLConfig, flag_name
+from mindspeed_rl_plugin.device import get_device
+from mindspeed_rl_plugin.monitor.files import check_dumps
+from mindspeed_rl_plugin.reshard.parallel import Parallel
 from mindspeed_rl_plugin.reshard.shape import ModelShape
-from mindspeed_rl_plugin.reward.specs import parse_specs
+from mindspeed_rl_plugin.reward.specs import parse_specs, time_limits
+from mindspeed_rl_plugin.rollout.limits import LOWEST_TEMPERATURE, EngineSizes
+from mindspeed_rl_plugin.startup import files
 from mindspeed_rl_plugin.startup.arithmetic import derive_from_args
 from mindspeed_rl_plugin.startup.refused import REFUSED
+from mindspeed_rl_plugin.startup.upstream_rl import UPSTREAM_RL
 
 Check = Callable[[Any, RLConfig], Iterator[str]]
 
@@ -98,7 +106,7 @@ def tokenizer_path(args: Any) -> str | None:
 
 
 def _refused_arguments(args: Any, config: RLConfig) -> Iterator[str]:
-    for row in REFUSED:
+    for row in (*REFUSED, *UPSTREAM_RL):
         message = row.message(args)
         if message is not None:
             yield message
@@ -117,12 +125,16 @@ def _algorithm(args: Any, config: RLConfig) -> Iterator[str]:
     except ValueError as error:
         yield str(error)
         return
+    yield from unready.messages(algorithm)
     yield from _group_size(algorithm, config)
+    limit = config.rollout.max_response_length
+    if (buffer := algorithm.buffer(limit)) > limit >= 1:
+        yield f"--rl-overlong-buffer {buffer} is longer than --rl-max-response-length {limit}; shorten it"
 
 
 def _group_size(algorithm: Algorithm, config: RLConfig) -> Iterator[str]:
     members = config.rollout.samples_per_prompt
-    if members == 1 and algorithm.advantage.startswith("group-"):
+    if 0 < members < algorithm.members:
         yield (
             f"--rl-samples-per-prompt 1: the advantage {algorithm.advantage!r} compares the responses of one prompt, "
             "so it would be 0 for every token; draw at least 2"
@@ -160,42 +172,49 @@ def _tokenizer(args: Any, config: RLConfig) -> Iterator[str]:
 
 def _rewards(args: Any, config: RLConfig) -> Iterator[str]:
     try:
-        parse_specs(config.reward.reward, config.reward.reward_regex)
+        graders = len(parse_specs(config.reward.reward, config.reward.reward_regex))
     except ValueError as error:
         yield f"--rl-reward: {error}"
-
-
-def _model_family(args: Any, config: RLConfig) -> Iterator[str]:
+        return
     try:
-        ModelShape.from_megatron_args(args, vocab=1)  # the tokenizer's size is checked when it has been read
+        time_limits(config.reward.reward_timeout, graders)
+    except ValueError as error:
+        yield str(error)
+
+
+def _model(args: Any, config: RLConfig) -> Iterator[str]:
+    """The model in the trainer's layout and in the engine, both of which are built much later."""
+    try:
+        shape = ModelShape.from_megatron_args(args, vocab=1)  # the tokenizer's size is checked when it has been read
+        Parallel.from_megatron_args(args).chunk_sizes(shape.layers)
     except ValueError as error:
         head, *lines = str(error).splitlines()
-        yield from (f"{head} {line.strip()}" for line in lines or [""])
+        yield from (f"{head} {line.strip()}".rstrip() for line in lines or [""])
+        return
+    rollout, dtype = config.rollout, config.rollout.engine_dtype
+    yield from EngineSizes(
+        kind=get_device().kind,
+        world=args.world_size,
+        tensor_parallel=rollout.generate_tp,
+        layers=shape.layers,
+        heads=shape.heads,
+        groups=shape.groups,
+        head_dim=shape.head_dim,
+        ffn=shape.ffn,
+        max_positions=args.max_position_embeddings,
+        tokens=config.data.max_prompt_length + rollout.max_response_length,
+        element=(args.params_dtype if dtype == "auto" else getattr(torch, dtype)).itemsize,
+        kv_cache=int(rollout.kv_cache_gb * 2**30),
+    ).problems()
 
 
 def _lengths(args: Any, config: RLConfig) -> Iterator[str]:
-    prompt, response = config.data.max_prompt_length, config.rollout.max_response_length
-    for name in ("seq_length", "max_position_embeddings"):
-        flag, limit = f"--{name.replace('_', '-')}", getattr(args, name, None)
-        if limit is not None and prompt + response > limit:
-            yield (
-                f"--rl-max-prompt-length {prompt} + --rl-max-response-length {response} = {prompt + response} tokens, "
-                f"more than {flag} {limit}; shorten one of them"
-            )
-
-
-def _generation(args: Any, config: RLConfig) -> Iterator[str]:
-    tp = config.rollout.generate_tp
-    if tp < 1:
-        yield f"--rl-generate-tp {tp}: give at least 1"
-        return
-    if args.world_size % tp:
-        yield f"--rl-generate-tp {tp} does not divide the world of {args.world_size} ranks"
-    if args.num_attention_heads % tp:
-        yield f"--rl-generate-tp {tp} does not divide --num-attention-heads {args.num_attention_heads}"
-    groups = _query_groups(args)
-    if groups % tp and tp % groups:
-        yield f"--rl-generate-tp {tp} neither divides nor is a multiple of the {groups} query groups"
+    prompt, response, limit = config.data.max_prompt_length, config.rollout.max_response_length, args.seq_length
+    if limit is not None and prompt + response > limit:
+        yield (
+            f"--rl-max-prompt-length {prompt} + --rl-max-response-length {response} = {prompt + response} tokens, "
+            f"more than --seq-length {limit}; shorten one of them"
+        )
 
 
 def _swap(args: Any, config: RLConfig) -> Iterator[str]:
@@ -205,6 +224,18 @@ def _swap(args: Any, config: RLConfig) -> Iterator[str]:
             yield f"--rl-swap {name} is unknown; known: {', '.join(known)}"
     if "none" in names and len(names) > 1:
         yield f"--rl-swap {' '.join(names)}: 'none' stands alone"
+    if "none" not in names and getattr(args, "use_nccl_ub", False):
+        yield "--use-nccl-ub registers Megatron's buffers for good; drop it, or give --rl-swap none"
+
+
+def _dumps(args: Any, config: RLConfig) -> Iterator[str]:
+    if not config.monitor.dump_dir or not getattr(args, "save", None):
+        return
+    run_dir = config.monitor.run_dir or os.path.join(args.save, "rl")
+    try:
+        check_dumps(config.monitor.dump_dir, run_dir, resumed=files.read_tracker(args.save) is not None)
+    except ValueError as error:
+        yield str(error)
 
 
 @dataclass(frozen=True)
@@ -236,15 +267,16 @@ _RANGES = (
     _Range("rollout", "rollout_prompts", least=1),
     _Range("rollout", "samples_per_prompt", least=1),
     _Range("rollout", "max_response_length", least=1),
-    _Range("rollout", "temperature", above=0),
+    _Range("rollout", "temperature", least=LOWEST_TEMPERATURE),
     _Range("rollout", "top_p", above=0, most=1),
     _Range("rollout", "top_k", least=0),
     _Range("rollout", "kv_cache_gb", above=0),
     _Range("rollout", "device_memory_utilization", above=0, most=1),
     _Range("rollout", "max_running", least=1),
-    _Range("reward", "reward_timeout", above=0),
     _Range("reward", "reward_workers", least=1),
+    _Range("forward", "logprob_chunk_tokens", least=0),
     _Range("reshard", "reshard_bucket_mb", least=1),
+    _Range("dock", "dock_gb", least=0),
     _Range("monitor", "eval_every", least=1),
     _Range("monitor", "eval_prompts", least=0),
     _Range("monitor", "eval_pass_k", least=0),
@@ -259,12 +291,6 @@ def _ranges(args: Any, config: RLConfig) -> Iterator[str]:
             yield message
 
 
-def _query_groups(args: Any) -> int:
-    if getattr(args, "group_query_attention", False) and getattr(args, "num_query_groups", None):
-        return args.num_query_groups
-    return args.num_attention_heads
-
-
 CHECKS: tuple[Check, ...] = (
     _refused_arguments,
     _run_length,
@@ -274,8 +300,8 @@ CHECKS: tuple[Check, ...] = (
     _prompt_data,
     _tokenizer,
     _rewards,
-    _model_family,
+    _model,
     _lengths,
-    _generation,
     _swap,
+    _dumps,
 )

@@ -18,18 +18,19 @@ from typing import Any
 
 from mindspeed_rl_plugin.algorithms.presets import resolve
 from mindspeed_rl_plugin.config import RLConfig
-from mindspeed_rl_plugin.startup import arithmetic, checks, files, model_source, ranks
+from mindspeed_rl_plugin.startup import arithmetic, checks, files, model_source, ranks, schedule
 from mindspeed_rl_plugin.startup.start import Start, decide, describe, load_arguments, weights_arguments
 
 
 @dataclasses.dataclass
 class _Launch:
-    """What one process knows about its start."""
+    """What one process knows about its start. digest: of the reference, while it is still being read."""
 
     start: Start
     loop: Any
     args: Any
     needs_reference: bool
+    digest: ranks.CheckpointDigest | None = None
     loading: bool = True
 
 
@@ -49,10 +50,12 @@ def launch(original: Callable, positional: tuple, named: Mapping[str, Any], args
     model_source.remember(original, positional, named)
     needs_reference = resolve(RLConfig.from_args(args).algorithm).needs_reference
     start, state = _decide(args)
-    _launch = _Launch(start, loop, args, needs_reference)
+    digest = ranks.CheckpointDigest(start.reference_path) if start.kind == "pretrained" else None
+    _launch = _Launch(start, loop, args, needs_reference, digest)
     if ranks.is_rank_0():
         print(describe(start, args), flush=True)
-    with overridden(args, load_arguments(start, args)):
+    settled = schedule.settled(state.get("schedule"), args) if state else {}
+    with overridden(args, load_arguments(start, args) | settled):
         result = original(*positional, **named)
     model, optimizer = result[0], result[1]
     _launch.loading = False
@@ -90,8 +93,12 @@ def save_rl_state(args: Any, iteration: int) -> None:
     """
     if _launch is None:
         raise ValueError("a checkpoint is being saved before training has started; RL cannot describe it")
+    if _launch.digest is not None:
+        _launch.start = dataclasses.replace(_launch.start, reference_digest=_first_digest(_launch))
+        _launch.digest = None
     state = {
         "reference": {"path": _launch.start.reference_path, "digest": _launch.start.reference_digest},
+        "schedule": schedule.record(args),
         "loop": _launch.loop.state_dict(),
     }
     if ranks.is_rank_0():
@@ -112,14 +119,14 @@ def overridden(args: Any, values: Mapping[str, Any]) -> Iterator[None]:
 
 
 def _decide(args: Any) -> tuple[Start, dict[str, Any] | None]:
-    """The start with its reference filled in, and the RL state of a resume."""
+    """The start, and for a resume the RL state, with the reference that it names filled in."""
     start = ranks.on_rank_0(lambda: decide(args))
-    if start.kind == "fresh":
+    if start.kind != "resume":
         return start, None
-    if start.kind == "pretrained":
-        return dataclasses.replace(start, reference_digest=_digest(start.reference_path)), None
+    folder = files.iteration_dir(start.load_dir, start.iteration)
     blob = ranks.on_rank_0(lambda: files.read_state_bytes(start.load_dir, start.iteration))
-    state = files.parse_state(blob, files.iteration_dir(start.load_dir, start.iteration))
+    state = files.parse_state(blob, folder)
+    schedule.check(state.get("schedule"), args, folder)
     reference = state["reference"]
     return dataclasses.replace(start, reference_path=reference["path"], reference_digest=reference["digest"]), state
 
@@ -133,7 +140,12 @@ def _load_reference(original: Callable, model: Any, at: _Launch) -> None:
                 "resume with the same --seed and parallel sizes, or with --rl-kl-loss-coef 0"
             )
         return
-    if _digest(start.reference_path) != start.reference_digest:
+    if start.reference_digest is None:
+        raise ValueError(
+            f"the reference {start.reference_path} could not be read when its digest was to be recorded, so nothing "
+            "tells whether it is still the same; resume with --rl-kl-loss-coef 0"
+        )
+    if _digest(start.reference_path, _deadline(at.args)) != start.reference_digest:
         raise ValueError(
             f"the reference {start.reference_path} has changed since RL began from it (SHA-256 differs from "
             f"{start.reference_digest}); restore it, or resume with --rl-kl-loss-coef 0"
@@ -146,11 +158,11 @@ def _load_reference(original: Callable, model: Any, at: _Launch) -> None:
         print(f"[rl] reference weights loaded from {start.reference_path} (SHA-256 {short})", flush=True)
 
 
-def _digest(folder: str) -> str:
+def _digest(folder: str, deadline: float) -> str:
     """Digest of a checkpoint, with a line for one that took long to read; a missing one is a ValueError."""
     began = time.monotonic()
     try:
-        digest = ranks.checkpoint_digest(folder)
+        digest = ranks.CheckpointDigest(folder).result(deadline)
     except ValueError as error:
         raise ValueError(
             f"{error}: it is the reference that RL began from; put it back, or resume with --rl-kl-loss-coef 0"
@@ -159,6 +171,24 @@ def _digest(folder: str) -> str:
     if seconds > 5 and ranks.is_rank_0():
         print(f"[rl] digest of {folder} took {seconds:.0f} s", flush=True)
     return digest
+
+
+def _first_digest(at: _Launch) -> str | None:
+    """The digest that was begun at the start. None, and a line, where it cannot be had: training has gone on since."""
+    try:
+        return at.digest.result(_deadline(at.args))
+    except ValueError as error:
+        if ranks.is_rank_0():
+            print(
+                f"[rl] warning: no digest of the reference is recorded ({error}); a resume of this checkpoint works "
+                "with --rl-kl-loss-coef 0 only",
+                flush=True,
+            )
+        return None
+
+
+def _deadline(args: Any) -> float:
+    return RLConfig.from_args(args).monitor.wait_timeout
 
 
 def _parameters(model: Any) -> Iterator[tuple[str, Any]]:

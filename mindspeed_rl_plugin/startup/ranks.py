@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import threading
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -31,22 +32,41 @@ def on_rank_0(function: Callable[[], Any]) -> Any:
 
 def is_rank_0() -> bool:
     """Whether this process is the first of the job."""
-    return not _many() or dist.get_rank() == 0
+    return _rank() == 0
 
 
-def checkpoint_digest(folder: str) -> str:
-    """SHA-256 over every file that a weights-only load of `folder` may read; the ranks share the reading.
+class CheckpointDigest:
+    """SHA-256 over every file that a weights-only load of `folder` may read, read in the background.
 
-    Raises ValueError on every rank when no rank sees a file there.
+    The ranks share the reading, each in a thread of its own, for a large checkpoint takes minutes. Building it and
+    `result` are collective. Raises ValueError on every rank when no rank sees a file there.
     """
-    listings = _gather(files.weight_files(folder))
-    if not any(listings):
-        raise ValueError(f"{folder} holds no checkpoint files")
-    mine = files.assign_files(listings)[dist.get_rank() if _many() else 0]
-    hashes: dict[str, str] = {}
-    for part in _gather(files.hash_files(folder, mine)):
-        hashes.update(part)
-    return files.combine_hashes(hashes)
+
+    def __init__(self, folder: str) -> None:
+        listings = _gather(files.weight_files(folder))
+        if not any(listings):
+            raise ValueError(f"{folder} holds no checkpoint files")
+        self._folder = folder
+        self._mine = files.assign_files(listings)[_rank()]
+        self._found: dict[str, str] | str = "was not read"
+        self._thread = threading.Thread(target=self._read, name="rl-reference-digest", daemon=True)
+        self._thread.start()
+
+    def result(self, deadline: float) -> str:
+        """The digest, waited for; `deadline`: seconds. Raises ValueError on every rank for a file that went missing."""
+        self._thread.join(deadline)
+        late = f"rank {_rank()} has not read its share of {self._folder} within {deadline:g} s (--rl-wait-timeout)"
+        parts = _gather(late if self._thread.is_alive() else self._found)
+        problems = [part for part in parts if isinstance(part, str)]
+        if problems:
+            raise ValueError(problems[0])
+        return files.combine_hashes({path: digest for part in parts for path, digest in part.items()})
+
+    def _read(self) -> None:
+        try:
+            self._found = files.hash_files(self._folder, self._mine)
+        except OSError as error:
+            self._found = f"{self._folder}: {error}"
 
 
 def weights_digest(parameters: Iterable[tuple[str, Tensor]]) -> str:
@@ -66,6 +86,10 @@ def _gather(value: Any) -> list[Any]:
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
+
+
+def _rank() -> int:
+    return dist.get_rank() if _many() else 0
 
 
 def _many() -> bool:

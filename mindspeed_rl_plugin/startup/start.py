@@ -21,7 +21,7 @@ class Start:
     (random weights); load_dir: directory that Megatron loads from, None when fresh; iteration: Megatron
     iteration that training continues after, 0 unless resumed; reference_path: iteration folder of the
     checkpoint that RL began from, None when it began from random weights; reference_digest: SHA-256 over
-    its files (or over the random weights), None while not known.
+    its files (or over the random weights), None while not known: files are read in the background.
     """
 
     kind: str

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 class Topology:
     """Places of one rank.
 
-    rank, world: of the job; dp_rank, dp_size: data parallel place in training; writer: whether this rank
-    writes what the last pipeline stage computed for its data parallel rank (last stage, first tensor and
-    context parallel rank); engine, engines: rollout engine that it belongs to, of how many; engine
+    rank, world: of the job; dp_rank, dp_size: data parallel place in training; last_stage: of the pipeline;
+    writer: whether this rank writes what the last stage computed for its data parallel rank (first tensor and
+    context parallel rank of it); engine, engines: rollout engine that it belongs to, of how many; engine
     leader: the first rank of its engine.
     """
 
@@ -19,6 +19,7 @@ class Topology:
     world: int
     dp_rank: int
     dp_size: int
+    last_stage: bool
     writer: bool
     engine: int
     engines: int
@@ -26,7 +27,7 @@ class Topology:
 
     @property
     def leader(self) -> bool:
-        """First rank of the job: it holds the dock and writes the run's files."""
+        """First rank of the job: it puts prompts and writes the run's files."""
         return self.rank == 0
 
     @classmethod
@@ -36,13 +37,15 @@ class Topology:
         from megatron.core import parallel_state as mpu
 
         rank, world = dist.get_rank(), dist.get_world_size()
+        last = mpu.is_pipeline_last_stage(ignore_virtual=True)
         first = mpu.get_tensor_model_parallel_rank() == 0 and mpu.get_context_parallel_rank() == 0
         return cls(
             rank=rank,
             world=world,
             dp_rank=mpu.get_data_parallel_rank(),
             dp_size=mpu.get_data_parallel_world_size(),
-            writer=first and mpu.is_pipeline_last_stage(ignore_virtual=True),
+            last_stage=last,
+            writer=first and last,
             engine=rank // generate_tp,
             engines=world // generate_tp,
             engine_leader=rank % generate_tp == 0,

@@ -15,7 +15,7 @@ HERE = Path(__file__).parent
 SCRIPT = HERE.parents[1] / "examples" / "pretrain_gpt.py"
 
 MODEL = (
-    "--num-layers 2 --hidden-size 32 --ffn-hidden-size 64 --num-attention-heads 4 --seq-length 32 "
+    "--num-layers 2 --hidden-size 64 --ffn-hidden-size 128 --num-attention-heads 2 --seq-length 32 "
     "--max-position-embeddings 32 --micro-batch-size 1 --global-batch-size 4 --tokenizer-type NullTokenizer "
     "--vocab-size 4200 --make-vocab-size-divisible-by 16 --transformer-impl local --no-persist-layer-norm "
     "--normalization RMSNorm --swiglu --disable-bias-linear --position-embedding-type rope "

@@ -5,10 +5,12 @@ import json
 import types
 
 import pytest
+import torch
 
-from mindspeed_rl_plugin.config import add_flags
+from mindspeed_rl_plugin.config import RLConfig, add_flags
 from mindspeed_rl_plugin.startup import checks
 from mindspeed_rl_plugin.startup.refused import REFUSED
+from mindspeed_rl_plugin.wiring import Inputs
 
 # What Megatron's validation leaves behind for a small model that RL can train.
 GOOD = {
@@ -22,13 +24,23 @@ GOOD = {
     "seq_length": 64,
     "max_position_embeddings": 64,
     "num_layers": 2,
-    "hidden_size": 64,
-    "ffn_hidden_size": 128,
+    "hidden_size": 256,
+    "ffn_hidden_size": 512,
     "num_attention_heads": 8,
     "group_query_attention": True,
     "num_query_groups": 4,
-    "kv_channels": 8,
+    "kv_channels": 32,
+    "params_dtype": torch.float32,
     "tensor_model_parallel_size": 2,
+    "pipeline_model_parallel_size": 1,
+    "context_parallel_size": 1,
+    "expert_model_parallel_size": 1,
+    "expert_tensor_parallel_size": None,
+    "use_tp_pp_dp_mapping": False,
+    "decoder_first_pipeline_num_layers": None,
+    "decoder_last_pipeline_num_layers": None,
+    "account_for_embedding_in_pipeline_split": False,
+    "account_for_loss_in_pipeline_split": False,
     "make_vocab_size_divisible_by": 16,
     "normalization": "RMSNorm",
     "swiglu": True,
@@ -78,6 +90,20 @@ def test_the_base_is_good(build):
     checks.check_args(build({}))
 
 
+@pytest.mark.parametrize(
+    "flags",
+    [
+        *({"--rl-algorithm": [name]} for name in ("grpo", "dr-grpo", "rloo", "reinforce++", "gspo", "cispo")),
+        {"--rl-algorithm": ["dapo"], "--no-rl-dynamic-sampling": []},
+        {"--rl-algorithm": ["ppo"], "--rl-advantage": ["reinforce++"]},
+        {"--rl-loss": ["sapo"], "--rl-correction": ["truncate"]},
+    ],
+    ids=str,
+)
+def test_what_the_loop_can_run_is_good(build, flags):
+    checks.check_args(build(flags))
+
+
 # changes -> part of the message
 BAD = [
     # Megatron's and MindSpeed's own arguments
@@ -88,6 +114,7 @@ BAD = [
     ({"iterations_to_skip": [3, 4]}, "--iterations-to-skip 3 4: a skipped iteration would throw rollouts away"),
     ({"inprocess_restart": True}, "let torchrun restart the job"),
     ({"perform_rl_step": True}, "--perform-rl-step: this is Megatron's own RL"),
+    ({"grpo_group_size": 16}, "--grpo-group-size 16: an argument of Megatron's own RL, which --rl-algorithm replaces"),
     ({"skip_train": True}, "remove --skip-train"),
     ({"sft": True}, "--sft: this is another training mode"),
     ({"stage": "dpo"}, "--stage dpo: this is another training mode"),
@@ -126,7 +153,7 @@ BAD = [
     ({"--rl-tokenizer": ["nowhere"]}, "the tokenizer nowhere is not a directory"),
     ({"--rl-hf-model": ["nowhere"]}, "--rl-hf-model nowhere: no config.json there"),
     # names
-    ({"--rl-algorithm": ["ppo2"]}, "--rl-algorithm 'ppo2' is unknown; known: grpo"),
+    ({"--rl-algorithm": ["ppo2"]}, "--rl-algorithm 'ppo2' is unknown; known: ppo, grpo"),
     ({"--rl-advantage": ["best"]}, "--rl-advantage 'best' is unknown; known: group-norm"),
     ({"--rl-loss": ["square"]}, "--rl-loss 'square' is unknown; known: clip"),
     ({"--rl-aggregation": ["mean"]}, "--rl-aggregation 'mean' is unknown; known: "),
@@ -137,16 +164,33 @@ BAD = [
     ({"--rl-swap": ["params", "gradients"]}, "--rl-swap gradients is unknown; known: params, grads, optimizer, none"),
     ({"--rl-swap": ["none", "params"]}, "--rl-swap none params: 'none' stands alone"),
     # numbers
-    ({"--rl-temperature": ["0"]}, "--rl-temperature is 0.0; give a number above 0"),
-    ({"--rl-temperature": ["nan"]}, "--rl-temperature is nan; give a number above 0"),
+    ({"--rl-temperature": ["0"]}, "--rl-temperature is 0.0; give a number at least 0.01"),
+    ({"--rl-temperature": ["0.005"]}, "--rl-temperature is 0.005; give a number at least 0.01"),
+    ({"--rl-temperature": ["nan"]}, "--rl-temperature is nan; give a number at least 0.01"),
     ({"--rl-top-p": ["0"]}, "--rl-top-p is 0.0; give a number above 0 and at most 1"),
     ({"--rl-top-p": ["1.5"]}, "--rl-top-p is 1.5; give a number above 0 and at most 1"),
     ({"--rl-top-k": ["-1"]}, "--rl-top-k is -1; give a number at least 0"),
     ({"--rl-samples-per-prompt": ["0"]}, "--rl-samples-per-prompt is 0; give a number at least 1"),
     ({"--rl-samples-per-prompt": ["1"]}, "--rl-samples-per-prompt 1: the advantage 'group-norm' compares"),
+    (
+        {"--rl-samples-per-prompt": ["1"], "--rl-algorithm": ["rloo"]},
+        "--rl-samples-per-prompt 1: the advantage 'rloo' compares the responses of one prompt",
+    ),
+    ({"--rl-algorithm": ["ppo"]}, "--rl-algorithm ppo: advantage 'gae' needs a critic"),
+    ({"--rl-algorithm": ["pf-ppo"]}, "--rl-filtration best-worst: this version does not resample rollouts yet"),
+    ({"--rl-algorithm": ["dapo"]}, "--no-rl-dynamic-sampling trains with all other parts"),
+    ({"--rl-algorithm": ["dpo"]}, "--rl-algorithm dpo: this version does not read preference pairs yet"),
+    (
+        {"--rl-overlong-buffer": ["33"]},
+        "--rl-overlong-buffer 33 is longer than --rl-max-response-length 32; shorten it",
+    ),
+    ({"--rl-loss": ["sapo"], "--rl-clip-low": ["0.1"]}, "--rl-clip-low 0.1 has no meaning for the loss 'sapo'"),
     ({"--rl-clip-low": ["-0.1"]}, "--rl-clip-low is -0.1; give a finite number >= 0"),
     ({"--rl-ppo-epochs": ["0"]}, "--rl-ppo-epochs is 0; give at least 1"),
-    ({"--rl-reward-timeout": ["0"]}, "--rl-reward-timeout is 0.0; give a number above 0"),
+    ({"--rl-reward-timeout": ["0"]}, "--rl-reward-timeout 0: give numbers above 0"),
+    ({"--rl-reward-timeout": ["nan"]}, "--rl-reward-timeout nan: give numbers above 0"),
+    ({"--rl-reward-timeout": ["5", "6"]}, "2 time limits (5 6) for 1 rewards; give one for all, or one for each"),
+    ({"--rl-reward-timeout": []}, "0 time limits (none) for 1 rewards; give one for all"),
     ({"--rl-wait-timeout": ["-1"]}, "--rl-wait-timeout is -1.0; give a number above 0"),
     ({"--rl-eval-every": ["0"]}, "--rl-eval-every is 0; give a number at least 1"),
     # what must fit together
@@ -154,14 +198,27 @@ BAD = [
         {"--rl-max-response-length": ["33"]},
         "--rl-max-prompt-length 32 + --rl-max-response-length 33 = 65 tokens, more than --seq-length 64",
     ),
-    ({"max_position_embeddings": 63}, "= 64 tokens, more than --max-position-embeddings 63"),
+    ({"max_position_embeddings": 63}, "64 tokens together, more than --max-position-embeddings 63; lower"),
     ({"--rl-generate-tp": ["3"]}, "--rl-generate-tp 3 does not divide the world of 4 ranks"),
-    ({"--rl-generate-tp": ["4"], "num_attention_heads": 6}, "4 does not divide --num-attention-heads 6"),
+    (
+        {"--rl-generate-tp": ["4"], "num_attention_heads": 6, "num_query_groups": 2},
+        "--rl-generate-tp 4 does not divide --num-attention-heads 6",
+    ),
+    ({"--rl-generate-tp": ["4"], "ffn_hidden_size": 514}, "--rl-generate-tp 4 does not divide --ffn-hidden-size 514"),
     (
         {"--rl-generate-tp": ["4"], "num_attention_heads": 12, "num_query_groups": 6},
         "--rl-generate-tp 4 neither divides nor is a multiple of the 6 query groups",
     ),
     ({"--rl-generate-tp": ["0"]}, "--rl-generate-tp 0: give at least 1"),
+    ({"kv_channels": 16}, "attention head size 16: vLLM on CPU needs at least 32; use fewer heads or --kv-channels"),
+    (
+        # 2 layers x keys and values x 4 groups x 32 x 4 bytes = 2 KiB a token: 64 tokens need 128 KiB.
+        {"--rl-kv-cache-gb": ["0.0001"]},
+        "64 tokens with its prompt needs 0.000122 GiB of KV cache, more than --rl-kv-cache-gb 0.0001",
+    ),
+    ({"pipeline_model_parallel_size": 2, "num_layers": 3}, "3 layers do not divide over 2 pipeline stages"),
+    ({"schedules_method": "dualpipev"}, "schedules_method is 'dualpipev': this placement of layers is not supported"),
+    ({"use_nccl_ub": True}, "--use-nccl-ub registers Megatron's buffers for good"),
     ({"--rl-samples-per-prompt": ["3"]}, "--global-batch-size 16 is not a multiple of --rl-samples-per-prompt 3"),
     ({"--rl-rollout-prompts": ["6"]}, "24 samples (--rl-rollout-prompts 6 x --rl-samples-per-prompt 4), not"),
     ({"micro_batch_size": 3}, "--global-batch-size 16 is not a multiple of --micro-batch-size 3 x 2"),
@@ -181,6 +238,12 @@ def test_every_problem_is_reported_at_once(build):
     lines = str(error.value).splitlines()
     assert lines[0] == "RL cannot run with these arguments:"
     assert len(lines) == 4
+
+
+def test_dumps_of_another_run_are_refused_before_anything_is_built(build, tmp_path):
+    (tmp_path / "rollout-000000.parquet").write_bytes(b"")
+    with pytest.raises(ValueError, match="--rl-dump-dir .* holds 1 rollouts of another run"):
+        checks.check_args(build({"--rl-dump-dir": [str(tmp_path)], "save": str(tmp_path / "out")}))
 
 
 def test_checks_change_nothing(build):
@@ -238,3 +301,9 @@ def test_warnings(build):
     lines = checks.warnings(build({"--rl-top-p": ["0.9"], "--rl-top-k": ["50"]}))
     assert [line.split(":")[0] for line in lines] == ["--rl-top-p 0.9", "--rl-top-k 50"]
     assert checks.warnings(build({})) == []
+
+
+def test_an_environment_that_vllm_cannot_use_is_refused_before_anything_is_read(monkeypatch):
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+    with pytest.raises(ValueError, match="VLLM_ENABLE_V1_MULTIPROCESSING=1 cannot be used for rollouts"):
+        Inputs.read(argparse.Namespace(), RLConfig())

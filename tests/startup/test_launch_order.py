@@ -3,13 +3,14 @@
 import argparse
 import os
 import shutil
+import threading
 import types
 
 import pytest
 import torch
 
 from mindspeed_rl_plugin.config import add_flags
-from mindspeed_rl_plugin.startup import checks, files, launch, model_source
+from mindspeed_rl_plugin.startup import checks, files, launch, model_source, ranks
 
 
 class Loop:
@@ -84,6 +85,8 @@ def job(tmp_path, monkeypatch):
         rl = add_flags(argparse.ArgumentParser()).parse_args(flags)
         base = {"save": "out", "load": load, "pretrained_checkpoint": None, "ckpt_step": None, "save_interval": 1}
         base |= {"finetune": False, "no_load_optim": False, "no_load_rng": False, "train_iters": 8}
+        base |= {"lr": 1e-3, "min_lr": 0.0, "lr_decay_iters": None, "lr_warmup_iters": 0, "lr_decay_style": "linear"}
+        base |= {"start_weight_decay": 0.1, "end_weight_decay": 0.1, "weight_decay_incr_style": "constant"}
         base |= {"global_batch_size": 4, "micro_batch_size": 1, "data_parallel_size": 1, "world_size": 1}
         args = argparse.Namespace(**{**base, **values}, **vars(rl))
         before = dict(vars(args))
@@ -111,7 +114,7 @@ def test_pretrained(job, capsys):
         ("actor", 1.5, "optimizer", "pretrained"),
     ]
     assert done.args.iteration == 0
-    assert done.start.reference_path.endswith("base/iter_0000500") and len(done.start.reference_digest) == 64
+    assert done.start.reference_path.endswith("base/iter_0000500")
     lines = capsys.readouterr().out.splitlines()
     assert sum("training starts from the weights of" in line for line in lines) == 1
     assert lines[0] == "[rl] batch arithmetic"
@@ -147,7 +150,7 @@ def test_resume_loads_the_reference_then_the_actor_whole(job):
     order = [e if isinstance(e, str) else e[0] for e in second.events]
     assert order.index("state") < order.index("actor")
     assert second.args.iteration == 4
-    assert second.start.reference_digest == first.start.reference_digest
+    assert second.start.reference_digest == ranks.CheckpointDigest("base/iter_0000500").result(10)
 
     second.megatron.save(8, 3.5)  # and what a resumed run saves names the same reference
     third = job()
@@ -233,3 +236,60 @@ def test_the_model_source_is_remembered_by_name(job, monkeypatch):
         model_source.recall()
     job()
     assert model_source.recall() == model_source.ModelSource(provider=len, container=None)
+
+
+def test_training_does_not_wait_for_the_digest(job, monkeypatch):
+    """Hashing may take minutes: it ends before the first checkpoint that records it, not before the first step."""
+    write_checkpoint("base", 500, 1.5)
+    gate, hash_files = threading.Event(), files.hash_files
+    monkeypatch.setattr(files, "hash_files", lambda *given: gate.wait(20) and hash_files(*given))
+    done = job(load="base")
+    assert done.events[-1] == ("actor", 1.5, "optimizer", "pretrained") and not gate.is_set()
+    gate.set()
+    done.megatron.save(4, 2.5)
+    state = files.parse_state(files.read_state_bytes("out", 4), "out")
+    expected = ranks.CheckpointDigest("base/iter_0000500").result(10)
+    assert state["reference"]["digest"] == expected and len(expected) == 64
+
+
+def test_a_reference_that_cannot_be_read_costs_no_training(job, monkeypatch, capsys):
+    """The weights are in the model already; what is lost is only the way to check the files on a resume."""
+    write_checkpoint("base", 500, 1.5)
+
+    def gone(folder, paths):
+        raise FileNotFoundError(2, "No such file", paths[0])
+
+    with monkeypatch.context() as patch:
+        patch.setattr(files, "hash_files", gone)
+        done = job(load="base")
+        done.megatron.save(4, 2.5)
+    assert "warning: no digest of the reference is recorded (" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="could not be read when its digest was to be recorded.*coef 0"):
+        job()
+    assert job(kl=0).start.kind == "resume"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"train_iters": 12}, "iter_0000004 was .*: --train-iters was 8, now 12; --lr-decay-iters was 8, now 12. Give"),
+        ({"lr": 2e-3}, "--lr was 0.001, now 0.002. Give --override-opt_param-scheduler to go on with the new values"),
+        ({"global_batch_size": 8}, "--global-batch-size was 4, now 8.*--use-checkpoint-opt_param-scheduler to keep"),
+    ],
+)
+def test_another_schedule_is_refused_before_the_model_is_built(job, monkeypatch, changes, message):
+    job().megatron.save(4, 2.5)
+
+    def build(self, model_type, model_provider_func=None):
+        raise AssertionError("the model is being built")
+
+    monkeypatch.setattr(Megatron, "setup_model_and_optimizer", build)
+    with pytest.raises(ValueError, match=message):
+        job(**changes)
+
+
+@pytest.mark.parametrize("flag", ["override_opt_param_scheduler", "use_checkpoint_opt_param_scheduler"])
+def test_another_schedule_is_fine_where_a_flag_says_which(job, flag):
+    job().megatron.save(4, 2.5)
+    assert job(train_iters=12, **{flag: True}).start.kind == "resume"
+    assert job(lr_warmup_fraction=0.0).start.kind == "resume", "the same schedule in other words"

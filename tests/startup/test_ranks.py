@@ -45,7 +45,12 @@ def test_an_error_of_rank_0_is_raised_everywhere(seen):
 
 def test_the_digest_is_the_same_on_both_and_alone(seen):
     folder, first, second = seen
-    assert first["digest"] == second["digest"] == ranks.checkpoint_digest(str(folder))
+    assert first["digest"] == second["digest"] == ranks.CheckpointDigest(str(folder)).result(10)
+
+
+def test_a_file_that_one_rank_cannot_read_is_an_error_on_both(seen):
+    _, first, second = seen
+    assert first["unreadable"] == second["unreadable"] and "No such file" in first["unreadable"]
 
 
 def test_the_digest_of_weights_covers_values_names_and_ranks(seen):
@@ -56,4 +61,4 @@ def test_the_digest_of_weights_covers_values_names_and_ranks(seen):
 
 def test_a_folder_without_files_is_an_error(tmp_path):
     with pytest.raises(ValueError, match="holds no checkpoint files"):
-        ranks.checkpoint_digest(str(tmp_path))
+        ranks.CheckpointDigest(str(tmp_path))
