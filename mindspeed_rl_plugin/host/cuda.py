@@ -48,14 +48,15 @@ def install() -> None:
     for name in ("range_push", "range_pop", "mark"):
         setattr(torch.cuda.nvtx, name, _returning(None))
     _redirect_factories()
-    _redirect_tensor_methods()
+    _redirect_load()
+    _redirect_methods()
 
 
 def _namespace() -> dict[str, Any]:
     """Name in torch.cuda -> its replacement."""
     memory = ProcessMeter()
     constants = {
-        "current_device": CPU,  # not an index: an index would be ambiguous where no factory of ours looks
+        "current_device": launch_env()["local_rank"],  # an index, as the real one: MindSpeed-LLM computes with it
         "device_count": launch_env()["local_world_size"],
         "is_available": True,
         "is_initialized": True,
@@ -159,7 +160,7 @@ def _redirect_factories() -> None:
     effect, and `transformers.from_pretrained` would leave rotary buffers uninitialised.
     """
     constructors = torch.utils._device._device_constructors()
-    for name in sorted({f.__name__ for f in constructors} | set(_LIKE)):
+    for name in sorted({f.__name__ for f in constructors} | {*_LIKE, "normal"}):
         if callable(getattr(torch, name, None)):
             setattr(torch, name, _redirected(getattr(torch, name)))
     for name in _NEW:
@@ -178,17 +179,34 @@ def _redirected(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _redirect_tensor_methods() -> None:
-    """Tensor.to, .cuda, .type and .pin_memory, and Module.cuda, stay on the CPU."""
-    to, cast = torch.Tensor.to, torch.Tensor.type
+def _redirect_load() -> None:
+    """torch.load with map_location "cuda" or "npu:0" loads to the CPU."""
+    load = torch.load
+
+    @functools.wraps(load)
+    def call(f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
+        return load(f, on_cpu(map_location), *args, **kwargs)
+
+    torch.load = call
+
+
+def _moving(to: Callable[..., Any]) -> Callable[..., Any]:
+    """`to` of a tensor or module, which stays on the CPU whatever accelerator is its first argument."""
 
     @functools.wraps(to)
-    def tensor_to(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         if args:
             args = (on_cpu(args[0]), *args[1:])
         if kwargs.get("device") is not None:
             kwargs["device"] = on_cpu(kwargs["device"])
         return to(self, *args, **kwargs)
+
+    return call
+
+
+def _redirect_methods() -> None:
+    """.to and .cuda of tensors and modules, Tensor.type and .pin_memory, stay on the CPU."""
+    cast = torch.Tensor.type
 
     @functools.wraps(cast)
     def tensor_type(self: torch.Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -199,7 +217,8 @@ def _redirect_tensor_methods() -> None:
             dtype = dtype.replace("torch.cuda.", "torch.")
         return cast(self, dtype, *args, **kwargs)
 
-    torch.Tensor.to = tensor_to
+    torch.Tensor.to = _moving(torch.Tensor.to)
+    torch.nn.Module.to = _moving(torch.nn.Module.to)
     torch.Tensor.type = tensor_type
     torch.Tensor.cuda = lambda self, *args, **kwargs: self
     torch.Tensor.pin_memory = lambda self, *args, **kwargs: self

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -22,6 +24,14 @@ def install() -> None:
     _replace("isend", _isend(dist.isend))
     for name in _AVERAGING:
         _replace(name, _averaging(getattr(dist, name)))
+    atexit.register(_leave)
+
+
+def _leave() -> None:
+    """End gloo's threads at a normal end. Older Megatron leaves them running, and now and then one that the end of the
+    interpreter catches inside C++ aborts a process that had finished its work."""
+    if dist.is_initialized() and not hasattr(sys, "last_value"):
+        dist.destroy_process_group()
 
 
 def _replace(name: str, function: Callable[..., Any]) -> None:

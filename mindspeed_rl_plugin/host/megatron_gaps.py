@@ -125,6 +125,18 @@ def _torch_norm(module: ModuleType) -> None:
     wrapped.__new__ = new
 
 
+def _yarn(module: ModuleType) -> None:
+    """Make it on the CPU, which it is asked for by a keyword. Its callers name all arguments."""
+    embedding = module.YarnRotaryEmbedding
+    original = embedding.__init__
+
+    @functools.wraps(original)
+    def init(self: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **{**kwargs, "use_cpu_initialization": True})
+
+    embedding.__init__ = init
+
+
 def _compile_helpers(module: ModuleType) -> None:
     def compile_helpers() -> None:
         """Build the data sets' C++ helpers for the interpreter that runs, unless they are built."""
@@ -248,6 +260,14 @@ GAPS = (
         "all",
         "WrappedTorchNorm marks its parameters itself",
         _torch_norm,
+    ),
+    Gap(
+        "megatron.core.models.common.embeddings.yarn_rotary_pos_embedding",
+        "YarnRotaryEmbedding.__init__",
+        "enters `with torch.device(current_device())`, which torch refuses for an index without an accelerator",
+        "core >= 0.16, with multi-latent attention",
+        "it passes the device to the factories only",
+        _yarn,
     ),
     Gap(
         "mindspeed.patch_utils",

@@ -2,7 +2,9 @@
 
     python -m mindspeed_rl_plugin rehearse SCRIPT.sh [--ranks 2] [-- FLAGS added to the training arguments]
 
-1. The script runs with stand-ins for torchrun and python; the command that it would start is kept.
+1. The script runs, in bash, with stand-ins for torchrun and for commands that delete, copy, kill, log in or install;
+   the command that it would start is kept, the others are listed. Whatever else it calls runs: where the kernel has
+   Landlock it can change no file outside the rehearsal's folder, elsewhere it can (rehearsal/capture.py).
 2. Its arguments, as written and for the world as written, go through the parsers and the validation of
    MindSpeed, Megatron and the plugin. Only paths of files that are not here are replaced.
 3. World, model and batches are made smaller, and one iteration is trained on CPU: an RL iteration where
@@ -10,7 +12,9 @@
    one is made first, by the same script without RL.
 4. Every argument that was changed is printed with the reason, and everything that was not exercised.
 
-Without MindSpeed the same is done on plain Megatron, which is said.
+MINDSPEED_PATH, MINDSPEED_LLM_PATH and MEGATRON_LM_PATH name checkouts that are not installed. Without
+MindSpeed-LLM the same is done with Megatron's own entry script under MindSpeed, without MindSpeed on plain
+Megatron; that is said.
 """
 
 from __future__ import annotations
@@ -58,7 +62,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m mindspeed_rl_plugin rehearse",
         description="Run an Ascend launch script on this machine, shrunk, for one iteration. Everything after -- is "
-        "added to the training arguments, for example the --rl-* flags that the script shall get.",
+        "added to the training arguments, for example the --rl-* flags that the script shall get. The script itself "
+        "runs up to its torchrun: commands that delete, copy, kill, log in or install are listed and not run; the "
+        "rest is run, and where the kernel has no Landlock (Linux 5.13) that may write where the script says.",
     )
     parser.add_argument("script", type=Path, help="launch script (bash)")
     parser.add_argument("--ranks", type=int, default=2, help="processes to train on, a power of two (default: 2)")
@@ -69,20 +75,22 @@ def _parser() -> argparse.ArgumentParser:
 
 def _rehearse(options: argparse.Namespace, added: list[str], scratch: Path) -> int:
     launch = capture(options.script.resolve(), scratch, options.timeout)
-    entry = find_entry(launch, options.script)
+    entry = find_entry(launch, options.script, scratch)
     _say(f"{options.script} starts {shown(launch)} with {len(launch.arguments)} words of arguments")
     for note in entry.notes:
         _say(note)
     on = "MindSpeed-LLM" if entry.mindspeed_llm else "MindSpeed" if entry.mindspeed else "plain Megatron"
-    _say(f"running {entry.script} on {on}, Megatron Core {entry.core}")
+    where = f"{on}, Megatron Core {entry.core}"
+    _say(f"running {entry.script} on {where}")
 
     passes = Passes(launch, entry, scratch, options.timeout)
     flags = Flags.parse([*launch.arguments, *added])
     substitute(flags, scratch, entry.mindspeed_llm)
     known: set[str] = set()
-    if not entry.mindspeed:
+    if not entry.mindspeed_llm:
         known = passes.known_flags() | set(flag_names())
-        kernels.only_known(flags, known, entry.core)
+        kernels.only_known(flags, known, where)
+    if not entry.mindspeed:
         kernels.remove(flags, entry.mindspeed, known)
     accepted = passes.accept(flags.argv())
     _say(f"arguments as written, for {launch.world} ranks: {_verdict(accepted)}")

@@ -96,6 +96,7 @@ def _own_shared_memory() -> None:
 
     shm = cpu_communicator._CPUSHMDistributed
     shm.make_group_name = staticmethod(_job_name(shm.make_group_name))
+    shm._init_cpu_shm = _nameless(shm._init_cpu_shm)
 
 
 def _job_name(original: Callable[[Any], str]) -> Callable[[Any], str]:
@@ -112,6 +113,19 @@ def _job_name(original: Callable[[Any], str]) -> Callable[[Any], str]:
     return make_group_name
 
 
+def _nameless(original: Callable[[Any], int]) -> Callable[[Any], int]:
+    """Remove the segment's name as soon as every rank has mapped it: then no end of a process leaves it behind."""
+
+    @functools.wraps(original)
+    def init_cpu_shm(self: Any) -> int:
+        handle = original(self)  # ends with a barrier
+        with contextlib.suppress(FileNotFoundError):
+            (SHARED_MEMORY / f"{self.group_name[1:]}_{self.communicator.rank}").unlink()
+        return handle
+
+    return init_cpu_shm
+
+
 def job_id() -> str:
     """A short name of this job, the same in all its ranks and different from other jobs on the machine."""
     parts = [os.environ.get(k, "") for k in ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT")]
@@ -119,9 +133,12 @@ def job_id() -> str:
 
 
 def remove_leftovers(folder: Path = SHARED_MEMORY) -> list[str]:
-    """Remove segments of jobs that were killed: old ones that no process maps. Returns their names."""
+    """Remove segments of jobs that were killed: old ones that no process maps. Returns their names.
+
+    Segments are files; folders of that prefix are the transfer dock's.
+    """
     removed = []
-    old = [p for p in folder.glob(PREFIX + "*") if time.time() - _modified(p) > LEFTOVER_AGE]
+    old = [p for p in folder.glob(PREFIX + "*") if p.is_file() and time.time() - _modified(p) > LEFTOVER_AGE]
     maps = _all_maps() if old else ""
     for path in old:
         if str(path) not in maps:

@@ -19,7 +19,7 @@ LAUNCH_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MAS
 def environment(**extra: str) -> dict[str, str]:
     """This process's, without a launcher's traces, with the package found first."""
     env = {k: v for k, v in os.environ.items() if k not in LAUNCH_VARIABLES}
-    paths = [extra.pop("PYTHONPATH", ""), str(ROOT)]
+    paths = [extra.pop("PYTHONPATH", ""), str(ROOT), os.environ.get("PYTHONPATH")]
     return {**env, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1", **extra}
 
 

@@ -61,17 +61,37 @@ def test_the_users_environment_wins(snippet):
 
 
 def test_tensors_asked_of_an_accelerator_are_on_the_cpu(snippet):
+    """An index is a device too: `current_device` gives one, and Megatron passes it to every kind of factory."""
     snippet(
         ACTIVATE
         + """
-import torch
+import io, torch
 here = torch.cuda.current_device()
+assert type(here) is int and here == 1 < torch.cuda.device_count()
+saved = io.BytesIO()
+torch.save(torch.ones(2), saved)
+ones, linear = torch.ones(2), torch.nn.Linear
+factories = ("empty", "zeros", "ones", "rand", "randn", "arange", "randperm", "eye", "tril_indices", "empty_strided")
+shapes = {"tril_indices": (3, 3), "empty_strided": ((2,), (1,))}
+like = ("empty_like", "zeros_like", "ones_like", "rand_like", "randn_like")
 for device in ("cuda", "cuda:3", "npu", torch.device("cuda", 1), 0, here):
-    for tensor in (torch.empty(2, device=device), torch.tensor([1.0], device=device), torch.ones(2).to(device),
-                   torch.ones(2).to(device=device), torch.zeros_like(torch.ones(2), device=device),
-                   torch.ones(2).new_zeros(3, device=device), torch.nn.Linear(2, 2, device=device).weight,
-                   torch.randn(2, pin_memory=True), torch.ones(2).cuda(), torch.ones(2).pin_memory()):
+    for tensor in (*(getattr(torch, name)(*shapes.get(name, (2,)), device=device) for name in factories),
+                   *(getattr(torch, name)(ones, device=device) for name in like),
+                   torch.tensor([1.0], device=device), torch.as_tensor([1.0], device=device),
+                   torch.full((2,), 1.0, device=device), torch.full_like(ones, 2.0, device=device),
+                   torch.randint(3, (2,), device=device), torch.normal(0.0, 1.0, (2,), device=device),
+                   torch.linspace(0, 1, 3, device=device), ones.new_zeros(3, device=device),
+                   ones.new_tensor([1.0], device=device), ones.to(device), ones.to(device=device),
+                   ones.to(device, torch.float64, non_blocking=True), ones.cuda(device), ones.cuda(device=device),
+                   linear(2, 2, device=device).weight, linear(2, 2).to(device).weight,
+                   linear(2, 2).to(device=device).weight, linear(2, 2).to(device, torch.float64).weight,
+                   linear(2, 2).cuda(device).weight, linear(2, 2).to_empty(device=device).weight,
+                   torch.randn(2, pin_memory=True), ones.cuda(), ones.pin_memory()):
         assert tensor.device == torch.device("cpu"), (device, tensor.device)
+    torch.cuda.set_device(device)
+    if not isinstance(device, int):  # torch itself takes no index there
+        saved.seek(0)
+        assert torch.load(saved, map_location=device).device == torch.device("cpu")
 assert torch.ones(2, dtype=torch.bfloat16).type() == "torch.cuda.BFloat16Tensor"
 assert torch.ones(2).type("torch.cuda.HalfTensor").dtype is torch.float16
 assert isinstance(torch.ones(1), torch.cuda.FloatTensor)
@@ -81,8 +101,10 @@ assert torch.empty(2, device="meta").device.type == "meta"
 with torch.device("meta"):
     assert torch.arange(3).device.type == torch.empty(2).device.type == "meta"
     assert torch.nn.Linear(2, 2).weight.device.type == "meta"
-"""
-    )
+assert torch.nn.Linear(2, 2).to("meta").weight.device.type == "meta"
+""",
+        RANK="1", WORLD_SIZE="2", LOCAL_RANK="1", LOCAL_WORLD_SIZE="2",
+    )  # fmt: skip
 
 
 def test_generator_streams_and_memory(snippet):
@@ -184,5 +206,7 @@ for parallel in (True, False):
     assert type(norm) is torch.nn.RMSNorm and norm.eps == 1e-3
     assert all(p.sequence_parallel is parallel for p in norm.parameters())
     assert config.sequence_parallel is parallel and config.persist_layer_norm
+from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
+assert YarnRotaryEmbedding(kv_channels=8, scaling_factor=2.0).inv_freq_extra.device.type == "cpu"
 """
     )

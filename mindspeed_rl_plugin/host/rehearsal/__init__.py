@@ -1,6 +1,8 @@
 """What `rehearse` is made of.
 
-capture.py      runs the launch script with stand-ins for torchrun and python, and keeps what it would launch
+capture.py      runs the launch script with stand-ins, and keeps what it would launch
+standins.py     commands that are only taken down: launchers, and what deletes, kills, logs in or installs
+confine.py      no change of files outside the rehearsal's folder, by Linux's Landlock
 flags.py        a command line that remembers what was changed in it, and why
 shrink.py       smaller world, model and batches
 substitutes.py  tokenizer, data, prompts and paths that do not exist here

@@ -1,7 +1,7 @@
 """Run in a process of its own: take arguments through the real parsers and validation, and no further.
 
     python -m mindspeed_rl_plugin.host.rehearsal.accept SCRIPT.py ARGS    stops where ranks would connect
-    python -m mindspeed_rl_plugin.host.rehearsal.accept --list-flags      prints what Megatron's parser knows
+    python -m mindspeed_rl_plugin.host.rehearsal.accept --list-flags [mindspeed]      prints what the parser knows
 
 The first runs the entry script through the runner as rank 0 of the world that WORLD_SIZE names. When
 Megatron is about to connect the ranks, its arguments are parsed and validated, by Megatron, MindSpeed
@@ -23,9 +23,8 @@ ACCEPTED = "rehearse: arguments accepted"
 def main(argv: list[str]) -> None:
     """See the module's docstring."""
     host.activate_if_needed(announce=False)
-    if argv == ["--list-flags"]:
-        list_flags()
-        return
+    if argv[0] == "--list-flags":
+        list_flags("mindspeed" in argv)
     import torch.distributed as dist
 
     dist.init_process_group = accept
@@ -43,12 +42,20 @@ def accept(*args: object, **kwargs: object) -> None:
     sys.exit(0)
 
 
-def list_flags() -> None:
-    """Print the option strings of Megatron's parser as one JSON list on the last line."""
-    from megatron.training.arguments import add_megatron_arguments
+def list_flags(mindspeed: bool) -> None:
+    """Print the option strings of Megatron's parser, with MindSpeed's where that is asked for, as one JSON list."""
+    sys.argv = sys.argv[:1]
+    if mindspeed:
+        import mindspeed.megatron_adaptor  # noqa: F401
+    from megatron.training.arguments import parse_args
 
-    parser = add_megatron_arguments(argparse.ArgumentParser(add_help=False))
+    argparse.ArgumentParser.parse_args = argparse.ArgumentParser.parse_known_args = _print_flags
+    parse_args()
+
+
+def _print_flags(parser: argparse.ArgumentParser, *args: object, **kwargs: object) -> None:
     print(json.dumps([option for action in parser._actions for option in action.option_strings]))
+    sys.exit(0)
 
 
 if __name__ == "__main__":

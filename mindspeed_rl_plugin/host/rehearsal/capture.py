@@ -1,43 +1,38 @@
 """Run a launch script up to the point where it would start training, and keep the command it would start.
 
-The script runs as it is, in bash, in the current directory. First on its PATH stand `torchrun`, `python`
-and `python3`, which record `torchrun ...`, `python -m torch.distributed.launch ...` and `... .run ...`
-and start nothing (other uses of python pass through), and `tee`, which writes no file. A `source` of a file
-that does not exist, such as CANN's set_env.sh, is noted and skipped.
+The script runs as it is, in bash, in the current directory, with `standins.py` for commands:
+
+- `torchrun ...`, `python -m torch.distributed.launch ...` and `... .run ...` are recorded and start nothing;
+- commands with effects outside the script (rm, mkdir, mv, cp, kill, pkill, ssh, docker, sudo, ray, pip, ...) are
+  only listed; those on files do run where all their paths are in a folder that the rehearsal made;
+- `tee` writes no file; a `source` of a file that does not exist, such as CANN's set_env.sh, is noted and skipped; a
+  `cd` to a folder that does not exist is noted and goes to an empty one.
+
+Everything else runs: other uses of python, sed, find, git, programs by their full path. Where the kernel has
+Landlock (`confine.py`) none of it can change a file, open a TCP connection (Linux 6.7) or signal a process outside
+the rehearsal (6.12); output redirected into a file is refused, and a launch that has one is recorded all the same.
+Without Landlock `>` replaces no file that is there, and what such commands write elsewhere is written; that is said.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shlex
+import signal
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
 from torch.distributed.run import get_args_parser
 
-RECORD = "MINDSPEED_RL_REHEARSE_RECORD"
-MISSING = "MINDSPEED_RL_REHEARSE_MISSING"
-_LAUNCHERS = ("torch.distributed.launch", "torch.distributed.run")
+from mindspeed_rl_plugin.host.rehearsal import confine
+from mindspeed_rl_plugin.host.rehearsal.standins import StandIns
 
-_SHIM = """#!{python}
-import json, os, sys
-name, argv = os.path.basename(sys.argv[0]), sys.argv[1:]
-if name != "torchrun" and not (argv[:1] == ["-m"] and argv[1:2] and argv[1] in {launchers!r}):
-    os.execv({python!r}, [{python!r}, *argv])
-argv = argv if name == "torchrun" else argv[2:]
-with open(os.environ[{record!r}], "a") as handle:
-    handle.write(json.dumps({{"argv": argv, "cwd": os.getcwd(), "env": dict(os.environ)}}) + "\\n")
-"""
-_TEE = "#!/bin/sh\nexec cat\n"
-# bash reads this file before the script; a function comes before the builtin of its name.
-_PRELUDE = f"""
-source() {{
-    if [ -e "$1" ] || command -v -- "$1" > /dev/null; then builtin source "$@"; else echo "$1" >> "${MISSING}"; fi
-}}
-"""
+IN_BACKGROUND = 5.0  # seconds for a launch that the script made with & before its end
 
 
 @dataclass(frozen=True)
@@ -46,7 +41,8 @@ class Launch:
 
     script: entry script as written, arguments: its own; nproc: ranks a node, nnodes: nodes; cwd, env: where
     and with which environment; exported: variables that the script set or changed; missing: files that it
-    sources and that are not here; started: how many launches it made (this is the first).
+    sources and folders that it enters, and that are not here; started: how many launches it made (this is the first);
+    skipped: commands that it called and that were not run; confined: whether it could write only in scratch.
     """
 
     script: str
@@ -58,6 +54,8 @@ class Launch:
     exported: dict[str, str]
     missing: tuple[str, ...]
     started: int
+    skipped: tuple[str, ...] = ()
+    confined: bool = True
 
     @property
     def world(self) -> int:
@@ -66,69 +64,85 @@ class Launch:
 
 def capture(script: Path, scratch: Path, timeout: float) -> Launch:
     """Run `script` with the stand-ins. Raises ValueError when it fails, hangs, or starts no training."""
-    record, missing, env = _prepare(scratch)
-    try:
-        done = subprocess.run(
-            ["bash", str(script)], env=env, capture_output=True, text=True, timeout=timeout, stdin=subprocess.DEVNULL
-        )
-    except subprocess.TimeoutExpired:
+    confined = confine.version() > 0
+    standins = StandIns(scratch / "capture", clobber=confined)
+    command = ["bash", str(script)]
+    if confined:
+        command = [sys.executable, "-IS", confine.__file__, *map(str, standins.writable), "--", *command]
+    code, output = _run(command, standins, timeout)
+    launches = [json.loads(line) for line in _text(standins.record).splitlines()]
+    if not launches:
+        if code is None:
+            raise ValueError(f"{script} came to no torchrun within {timeout:.0f} s; does it wait for something?")
+        rules = "; it may write in no folder but the rehearsal's" if "Permission denied" in output else ""
         raise ValueError(
-            f"{script} did not come to its torchrun within {timeout:.0f} s; does it wait for something?"
-        ) from None
-    if not record.exists():
-        raise ValueError(
-            f"{script} ended with status {done.returncode} without starting torchrun or python -m "
-            f"torch.distributed.launch; its last words: {(done.stderr or done.stdout)[-500:]!r}"
+            f"{script} ended with status {code} without starting torchrun or python -m "
+            f"torch.distributed.launch{rules}; its last words: {output[-500:]!r}"
         )
-    launches = [json.loads(line) for line in record.read_text().splitlines()]
-    absent = missing.read_text().splitlines() if missing.exists() else []
-    return _read(launches[0], env, tuple(absent), len(launches))
+    # One with redirected output may have been recorded twice (see the stand-ins' prelude).
+    different = [a for a, b in zip(launches, [None, *launches], strict=False) if b is None or a["argv"] != b["argv"]]
+    return _read(different, standins, confined)
 
 
-def _prepare(scratch: Path) -> tuple[Path, Path, dict[str, str]]:
-    """Write the stand-ins; returns the record's path, the path of the list of missing files, and the environment."""
-    shims = scratch / "bin"
-    shims.mkdir(parents=True)
-    shim = _SHIM.format(python=sys.executable, launchers=_LAUNCHERS, record=RECORD)
-    for name in ("torchrun", "python", "python3"):
-        (shims / name).write_text(shim)
-    (shims / "tee").write_text(_TEE)
-    for path in shims.iterdir():
-        path.chmod(0o755)
-    prelude = scratch / "prelude.sh"
-    prelude.write_text(_PRELUDE)
-    record, missing = scratch / "launches.jsonl", scratch / "missing.txt"
-    env = {
-        **os.environ,
-        "PATH": f"{shims}{os.pathsep}{os.environ.get('PATH', os.defpath)}",
-        "BASH_ENV": str(prelude),
-        RECORD: str(record),
-        MISSING: str(missing),
-    }
-    return record, missing, env
+def _run(command: list[str], standins: StandIns, timeout: float) -> tuple[int | None, str]:
+    """Exit status, None past the deadline, and what it wrote; nothing of it is alive afterwards."""
+    log = standins.own.with_name("output.log")
+    with open(log, "wb") as handle:
+        process = subprocess.Popen(
+            command,
+            env=standins.environment,
+            stdin=subprocess.DEVNULL,
+            stdout=handle,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        code: int | None = None
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            code = process.wait(timeout)
+        grace = time.monotonic() + IN_BACKGROUND
+        while not _text(standins.record).endswith("\n") and code == 0 and time.monotonic() < grace:
+            time.sleep(0.1)
+        with contextlib.suppress(ProcessLookupError):  # what it left in the background
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    return code, _text(log)
 
 
-def _read(launch: dict, before: dict[str, str], missing: tuple[str, ...], started: int) -> Launch:
+def _text(path: Path) -> str:
+    return path.read_text(errors="replace") if path.exists() else ""
+
+
+def _lines(path: Path) -> tuple[str, ...]:
+    """Each line once, in order."""
+    return tuple(dict.fromkeys(_text(path).splitlines()))
+
+
+def _read(launches: list[dict], standins: StandIns, confined: bool) -> Launch:
+    launch, before = launches[0], standins.environment
     args = get_args_parser().parse_args(launch["argv"])
     script, arguments = args.training_script, list(args.training_script_args)
     if args.module:
         if script != "mindspeed_rl_plugin" or not arguments:
             raise ValueError(f"the script starts the module {script}; only entry scripts (*.py) can be rehearsed")
         script, *arguments = arguments
-    # bash keeps these by itself, or we have put them there.
-    own = {"_", "SHLVL", "PWD", "OLDPWD", "PATH", "BASH_ENV", RECORD, MISSING}
+    # bash keeps these by itself, or they are the stand-ins'.
+    own = {"_", "SHLVL", "PWD", "OLDPWD", "PATH", "BASH_ENV"}
+    own |= {"TMPDIR"} if launch["env"].get("TMPDIR") == before["TMPDIR"] else set()
     env = {k: v for k, v in launch["env"].items() if k not in own}
     exported = {k: v for k, v in env.items() if before.get(k) != v}
+    kept = {k: os.environ[k] for k in own & {"TMPDIR", "BASH_ENV"} & os.environ.keys()}
     return Launch(
         script=script,
         arguments=tuple(arguments),
         nproc=_ranks(str(args.nproc_per_node)),
         nnodes=int(str(args.nnodes).split(":")[-1]),
         cwd=Path(launch["cwd"]),
-        env={**env, "PATH": os.environ.get("PATH", os.defpath)},
+        env={**env, **kept, "PATH": os.environ.get("PATH", os.defpath)},
         exported=exported,
-        missing=missing,
-        started=started,
+        missing=_lines(standins.missing),
+        started=len(launches),
+        skipped=_lines(standins.skipped),
+        confined=confined,
     )
 
 

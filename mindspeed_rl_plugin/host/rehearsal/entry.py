@@ -13,7 +13,16 @@ from pathlib import Path
 from mindspeed_rl_plugin.host.rehearsal.capture import Launch
 
 MINDSPEED_CORE = "0.12"  # the core that MindSpeed 2.x patches
+_MINDSPEED = {"mindspeed", "mindspeed_llm"}
 _ROOT = Path(__file__).resolve().parents[3]
+_UNDER_MINDSPEED = """import runpy
+import sys
+
+sys.path.insert(0, {folder!r})
+import mindspeed.megatron_adaptor
+
+runpy.run_path({script!r}, run_name="__main__")
+"""
 
 
 @dataclass(frozen=True)
@@ -32,48 +41,69 @@ class Entry:
     notes: tuple[str, ...]
 
 
-def find_entry(launch: Launch, launch_script: Path) -> Entry:
+def find_entry(launch: Launch, launch_script: Path, scratch: Path) -> Entry:
     """Find the entry script and its libraries. Raises ValueError when there is nothing to run.
 
-    MEGATRON_LM_PATH (one or several checkouts, colon separated), MINDSPEED_PATH and the script's own
-    PYTHONPATH are looked into before what is installed.
+    MEGATRON_LM_PATH (one or several checkouts, colon separated), MINDSPEED_PATH, MINDSPEED_LLM_PATH and the
+    script's own PYTHONPATH are looked into before what is installed. Where the script's own entry cannot run,
+    a plain one of Megatron does, under MindSpeed if that is here. scratch: folder for what has to be made.
     """
-    script = _script(launch, launch_script)
     megatrons = [Path(p) for p in _split("MEGATRON_LM_PATH", os.environ)]
     extra = [Path(p) for p in (*_split("PYTHONPATH", launch.env), *_split("MINDSPEED_PATH", os.environ))]
-    wanted = _imports(script) & {"mindspeed", "mindspeed_llm"} if script else {"mindspeed_llm"}
-    if script and wanted:
-        beside = [script.parent, *extra]
-        if _found("mindspeed", beside) and all(_found(name, beside) for name in wanted):
-            # MindSpeed-LLM has Megatron's folder copied beside its scripts.
-            if _core(script.parent) is None:
-                beside += [m for m in megatrons if _core(m) == MINDSPEED_CORE][:1]
-            core = _installed_core(beside)
-            strange = f"MindSpeed 2.x patches Megatron Core {MINDSPEED_CORE}, and {core} is what is found here"
-            notes = () if core == MINDSPEED_CORE else (f"{strange}; set MEGATRON_LM_PATH to a checkout of it",)
-            return Entry(script, tuple(beside), True, "mindspeed_llm" in wanted, core, notes)
-    elif script:
+    script = _script(launch, launch_script)
+    if script is None:
+        return _other(f"{launch.script} is not here", megatrons, extra, scratch)
+    wanted = _imports(script) & _MINDSPEED
+    if not wanted:
         path = [script.parent, *extra, *megatrons[:1]]
         return Entry(script, tuple(path), False, False, _installed_core(path), ())
-    why = "MindSpeed is not installed (set MINDSPEED_PATH to a checkout)" if wanted else "no entry script"
-    return _plain(launch, megatrons, extra, why if script else f"{launch.script} is not here")
+    beside = [script.parent, *extra]
+    if not all(_found(name, beside) for name in wanted | {"mindspeed"}):
+        why = "MindSpeed is not installed (set MINDSPEED_PATH to a checkout)"
+        return _other(why, megatrons, extra, scratch)
+    # MindSpeed-LLM has Megatron's folder copied beside its scripts.
+    if _core(script.parent) is None:
+        beside += [m for m in megatrons if _core(m) == MINDSPEED_CORE][:1]
+    core = _installed_core(beside)
+    notes = []
+    if script.parent != launch.cwd.resolve():
+        notes.append(f"{launch.script} is not where the launch script looks for it: taken from {script.parent}")
+    if core != MINDSPEED_CORE:
+        strange = f"MindSpeed 2.x patches Megatron Core {MINDSPEED_CORE}, and {core} is what is found here"
+        notes.append(f"{strange}; set MEGATRON_LM_PATH to a checkout of it")
+    return Entry(script, tuple(beside), True, "mindspeed_llm" in wanted, core, tuple(notes))
 
 
-def _plain(launch: Launch, megatrons: list[Path], extra: list[Path], why: str) -> Entry:
-    checkout = next((m for m in megatrons if (m / "pretrain_gpt.py").is_file()), None)
-    script = checkout / "pretrain_gpt.py" if checkout else _ROOT / "examples" / "pretrain_gpt.py"
+def _other(why: str, megatrons: list[Path], extra: list[Path], scratch: Path) -> Entry:
+    """A plain entry script in place of the launch script's own: under MindSpeed, else on Megatron alone."""
+    checkouts = [m for m in megatrons if (m / "pretrain_gpt.py").is_file()]
+    patched = next((m for m in checkouts if _core(m) == MINDSPEED_CORE), None)
+    if patched and _found("mindspeed", extra):
+        script = scratch / "pretrain_gpt.py"
+        script.write_text(_UNDER_MINDSPEED.format(folder=str(patched), script=str(patched / "pretrain_gpt.py")))
+        note = f"{why}: rehearsed with MindSpeed and {patched / 'pretrain_gpt.py'} instead"
+        return Entry(script, (patched, *extra), True, False, MINDSPEED_CORE, (note,))
+    script = checkouts[0] / "pretrain_gpt.py" if checkouts else _ROOT / "examples" / "pretrain_gpt.py"
     if not script.is_file():
         raise ValueError(f"{why}, and there is no plain entry script; set MEGATRON_LM_PATH to a Megatron-LM checkout")
-    path = [checkout, *extra] if checkout else extra
+    path = [*checkouts[:1], *extra]
     note = f"{why}: rehearsed on plain Megatron instead, with {script}"
     return Entry(script, tuple(path), False, False, _installed_core(path), (note,))
 
 
 def _script(launch: Launch, launch_script: Path) -> Path | None:
-    """The entry script: relative to where the launch was made, else beside or above the launch script."""
-    for folder in (launch.cwd, *launch_script.resolve().parents):
-        if (folder / launch.script).is_file():
-            return (folder / launch.script).resolve()
+    """The entry script: relative to where the launch was made, else MindSpeed-LLM's.
+
+    That one is looked for in MINDSPEED_LLM_PATH, and above the launch script, which is one of its examples.
+    """
+    here = launch.cwd / launch.script
+    if here.is_file():
+        return here.resolve()
+    folders = [Path(p) for p in _split("MINDSPEED_LLM_PATH", os.environ)]
+    for folder in (*folders, *launch_script.resolve().parents):
+        script = folder / launch.script
+        if script.is_file() and _imports(script) & _MINDSPEED:
+            return script.resolve()
     return None
 
 

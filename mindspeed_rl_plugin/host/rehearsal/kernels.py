@@ -85,10 +85,13 @@ def remove(flags: Flags, mindspeed: bool, known: set[str]) -> None:
     flags.set("--transformer-impl", "local", why="not on a host: TransformerEngine is not installed")
 
 
-def only_known(flags: Flags, known: set[str], core: str) -> None:
-    """On plain Megatron: take out flags that it does not have, and put its own values for MindSpeed-LLM's."""
-    for flag in {name for name, _ in flags.items} - known:
-        flags.drop(flag, f"no flag of plain Megatron Core {core}")
+def only_known(flags: Flags, known: set[str], where: str) -> None:
+    """Without MindSpeed-LLM: take out flags that only it has, and put Megatron's own values for its.
+
+    where: "MindSpeed" or the Megatron that the arguments are for instead, as messages name it.
+    """
+    for flag in sorted({name for name, _ in flags.items} - known):
+        flags.drop(flag, f"no flag of {where}")
     if (flags.get("--spec") or "").startswith("mindspeed"):
         flags.drop("--spec", "a layer spec of MindSpeed-LLM")
     if flags.get("--moe-token-dispatcher-type") == "alltoall_seq":

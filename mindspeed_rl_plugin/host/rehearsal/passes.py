@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -16,8 +18,12 @@ from mindspeed_rl_plugin.host.rehearsal.accept import ACCEPTED
 from mindspeed_rl_plugin.host.rehearsal.capture import Launch
 from mindspeed_rl_plugin.host.rehearsal.entry import Entry
 
+REFUSED = "RL cannot run with these arguments"  # how startup.checks begins
 _ACCEPT = "mindspeed_rl_plugin.host.rehearsal.accept"
 _PACKAGE_ROOT = str(Path(__file__).resolve().parents[3])
+_MISSING = re.compile(r"ModuleNotFoundError: No module named '([\w.]+)'")
+_FRAME = re.compile(r'\s*File "([^<"][^"]*)", line (\d+)')
+_OWNERS = {"mindspeed_llm": "MindSpeed-LLM", "mindspeed": "MindSpeed", "megatron": "Megatron"}  # by package
 # Which MindSpeed and vLLM read, and which would name an accelerator's things.
 _LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK")
 
@@ -44,8 +50,9 @@ class Passes:
         self._launch, self._entry, self._scratch, self._timeout = launch, entry, scratch, timeout
 
     def known_flags(self) -> set[str]:
-        """Flags of Megatron's parser. Raises ValueError when Megatron cannot be imported."""
-        done = self._run("flags", [sys.executable, "-m", _ACCEPT, "--list-flags"], {})
+        """Flags of Megatron's parser, and MindSpeed's. Raises ValueError when they cannot be imported."""
+        mindspeed = ["mindspeed"] if self._entry.mindspeed else []
+        done = self._run("flags", [sys.executable, "-m", _ACCEPT, "--list-flags", *mindspeed], {})
         if not done.ok:
             raise ValueError(f"Megatron's parser could not be asked:\n{tail(done)}")
         return set(json.loads(done.lines[-1]))
@@ -60,7 +67,9 @@ class Passes:
             "MASTER_ADDR": "localhost",
             "MASTER_PORT": "1",
         }
-        done = self._run("arguments", [sys.executable, "-m", _ACCEPT, str(self._entry.script), *argv], world)
+        # The size of a cache that only a host without accelerator has must not speak against the script's lengths.
+        cache = ["--rl-kv-cache-gb", "1e6"] if "--rl-algorithm" in argv else []
+        done = self._run("arguments", [sys.executable, "-m", _ACCEPT, str(self._entry.script), *argv, *cache], world)
         if done.ok and ACCEPTED not in done.lines:
             done.code = 1
         return done
@@ -108,14 +117,31 @@ class Passes:
 
 
 def tail(done: Done, count: int = 25) -> str:
-    """The lines that say why it failed: the last traceback's end, else the log's."""
+    """The lines that say why it failed: a refusal, a module that is missing, a traceback's end, else the log's."""
     if done.code is None:
         return f"{done.name}: ended at its deadline after {done.seconds:.0f} s; last line: {(done.lines or [''])[-1]}"
     lines = [line.partition("]: ")[2] if line.startswith("[rank") else line for line in done.lines]
     lines = [line for line in lines if not line.strip().startswith("[--")]  # argparse's usage
     errors = [i for i, line in enumerate(lines) if _is_error(line)]
+    refused = next((i for i in errors if REFUSED in lines[i]), None)
+    if refused is not None:  # the plugin's own words say it all
+        listed = itertools.takewhile(lambda line: line.startswith("  - "), lines[refused + 1 :])
+        return "\n".join([lines[refused], *listed])
+    if errors and (missing := _MISSING.match(lines[errors[0]])):
+        return _missing_module(missing[1], lines[: errors[0]])
     end = errors[0] + 12 if errors else len(lines)
     return "\n".join(lines[max(0, end - count) : end])
+
+
+def _missing_module(module: str, traceback: list[str]) -> str:
+    """One line: which module, who imports it, what to do."""
+    importers = [m for line in traceback if (m := _FRAME.match(line))]
+    file, number = importers[-1].groups() if importers else ("its log does not say where", "?")
+    owner = next((name for part, name in _OWNERS.items() if part in Path(file).parts), "the script")
+    return (
+        f"the Python module {module} is not installed, and {owner} needs it ({file}, line {number}): "
+        "install it here, or put a folder that holds it on PYTHONPATH"
+    )
 
 
 def _is_error(line: str) -> bool:

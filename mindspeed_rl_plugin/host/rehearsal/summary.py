@@ -83,8 +83,13 @@ def not_exercised(launch: Launch, entry: Entry, flags: Flags, ranks: int) -> lis
     lines.append(
         "the script's data, tokenizer and checkpoints: generated ones were used; formats and sizes of the real ones"
     )
+    if launch.skipped:
+        lines.append("commands of the script that were not run:")
+        lines += [f"    {_cut(command, 160)}" for command in launch.skipped]
+    if not launch.confined:
+        lines.append("this kernel has no Landlock: what else the script called was free to write (rehearse --help)")
     if launch.missing:
-        lines.append(f"files that the script sources and that are not here: {' '.join(launch.missing)}")
+        lines.append(f"files and folders that the script names and that are not here: {' '.join(launch.missing)}")
     if variables:
         lines.append(f"environment variables without effect here: {' '.join(variables)}")
     if launch.started > 1:

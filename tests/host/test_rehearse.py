@@ -1,0 +1,338 @@
+"""`rehearse`: an Ascend launch script captured, shrunk, and trained for one RL iteration on this machine.
+
+The checkouts come from MEGATRON_LM_PATH (several, colon separated), MINDSPEED_PATH and MINDSPEED_LLM_PATH. MindSpeed
+imports scipy, which is not in this project's environment: the upstream cases need it installed, or in a folder on
+PYTHONPATH (`pip install --no-deps --target FOLDER scipy`).
+"""
+
+import importlib.util
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from mindspeed_rl_plugin.host.rehearsal import confine, kernels, summary
+from mindspeed_rl_plugin.host.rehearsal.capture import Launch, capture
+from mindspeed_rl_plugin.host.rehearsal.entry import Entry, find_entry
+from mindspeed_rl_plugin.host.rehearsal.flags import Flags
+from mindspeed_rl_plugin.host.rehearsal.passes import Done, tail
+from mindspeed_rl_plugin.host.rehearsal.shrink import shrink
+
+ROOT = Path(__file__).resolve().parents[2]
+DENSE, EXPERTS = (ROOT / "examples" / "ascend" / f"{name}.sh" for name in ("grpo_qwen2.5_7b", "grpo_qwen3_30b_a3b"))
+CHECKOUTS = ("MEGATRON_LM_PATH", "MINDSPEED_PATH", "MINDSPEED_LLM_PATH")
+
+
+def written(path: Path, text: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return path
+
+
+def captured(tmp_path: Path, text: str) -> Launch:
+    return capture(written(tmp_path / "train.sh", text), tmp_path / "scratch", 60)
+
+
+def test_the_launch_is_taken_down_and_not_made(tmp_path):
+    launch = captured(
+        tmp_path,
+        """
+        set -euo pipefail
+        source /nowhere/set_env.sh
+        export HCCL_CONNECT_TIMEOUT=7
+        ARGS="--num-layers 2 --name 'a b'"
+        torchrun --nproc_per_node 8 --nnodes 2 --node_rank 0 -m mindspeed_rl_plugin pretrain_gpt.py $ARGS | tee log
+        python -m torch.distributed.launch --nproc_per_node 8 other.py
+        """,
+    )
+    assert (launch.script, launch.world, launch.started) == ("pretrain_gpt.py", 16, 2)
+    assert launch.arguments[:2] == ("--num-layers", "2")
+    assert launch.missing == ("/nowhere/set_env.sh",)
+    assert launch.exported == {"HCCL_CONNECT_TIMEOUT": "7"}
+    assert not Path("log").exists()
+
+
+def test_a_folder_that_is_not_here_is_an_empty_one(tmp_path):
+    """Not the folder where the rehearsal was started: the script may remove files in what it takes for its own."""
+    precious = written(tmp_path / "precious.txt", "kept")
+    launch = captured(tmp_path, f"set -e; cd {tmp_path}; cd /nowhere/llm; rm -f *.txt; torchrun pretrain_gpt.py --a 1")
+    assert precious.exists() and launch.missing == ("/nowhere/llm",)
+    assert not list(launch.cwd.iterdir())
+
+
+CAREFUL = """
+set -euo pipefail
+rm -rf "$SAVE"; mkdir -p "$SAVE/logs"; mv "$SAVE" x; cp a "$SAVE/b"; pkill -9 python; killall python; ray stop
+npu-smi info; ssh host rm; scp a host:; docker ps; sudo reboot
+sleep 1000 &
+kill -9 $1; kill -0 $!
+export PATH=/usr/bin:$PATH; rm -rf "$SAVE"
+work=$(mktemp -d); mkdir -p "$work/a"; touch "$work/a/b"; mv "$work/a/b" "$work/c"; rm -r "$work/a"; ls "$work"
+LIST="a
+  b"
+torchrun pretrain_gpt.py $LIST "x > y" > "$LOG" 2>&1
+"""
+
+
+@pytest.fixture
+def kept(tmp_path, monkeypatch):
+    """A checkpoint and a log of the user, which the script names SAVE and LOG; whole at the end of the test."""
+    checkpoint = written(tmp_path / "save/iter_1/model.pt", "weights")
+    log = written(tmp_path / "train.log", "of yesterday")
+    monkeypatch.setenv("SAVE", str(tmp_path / "save"))
+    monkeypatch.setenv("LOG", str(log))
+    monkeypatch.chdir(tmp_path)
+    yield
+    assert (checkpoint.read_text(), log.read_text()) == ("weights", "of yesterday")
+    assert {p.name for p in tmp_path.iterdir()} <= {"save", "train.log", "train.sh", "scratch"}
+
+
+@pytest.mark.parametrize("landlock", [True, False])
+def test_commands_with_side_effects_are_listed_and_not_run(tmp_path, monkeypatch, kept, landlock):
+    if landlock and not confine.version():
+        pytest.skip("this kernel has no Landlock")
+    if not landlock:
+        monkeypatch.setattr(confine, "version", lambda: 0)
+    with subprocess.Popen(["sleep", "1000"]) as victim:
+        try:
+            begin = time.monotonic()
+            launch = captured(tmp_path, CAREFUL.replace("$1", str(victim.pid)))
+            assert time.monotonic() - begin < 40, "what runs on in the background is not waited for"
+            assert victim.poll() is None
+        finally:
+            victim.kill()
+    assert launch.arguments == ("a", "b", "x > y") and launch.started == 1 and launch.confined is landlock
+    save = os.environ["SAVE"]
+    assert launch.skipped == (
+        *(f"rm -rf {save}", f"mkdir -p {save}/logs", f"mv {save} x", f"cp a {save}/b"),
+        *("pkill -9 python", "killall python", "ray stop", "npu-smi info", "ssh host rm", "scp a host:", "docker ps"),
+        *("sudo reboot", f"kill -9 {victim.pid}"),
+    )
+    assert "TMPDIR" not in launch.exported and launch.env.get("TMPDIR") == os.environ.get("TMPDIR")
+
+
+@pytest.mark.skipif(not confine.version(), reason="this kernel has no Landlock")
+def test_what_no_stand_in_knows_cannot_write_either(tmp_path, kept):
+    """A program by its full path, python, an editor, redirections; then a signal, and a network connection."""
+    with socket.create_server(("127.0.0.1", 0)) as server, subprocess.Popen(["sleep", "1000"]) as victim:
+        launch = captured(
+            tmp_path,
+            f"""
+            /bin/rm -rf "$SAVE"
+            python -c "import shutil; shutil.rmtree('$SAVE')"
+            sed -i s/yesterday/today/ "$LOG"
+            echo new > "$LOG"; echo new >> "$LOG"; echo new > other; find "$SAVE" -delete
+            python -c "import os; os.kill({victim.pid}, 9)" && export KILLED=yes
+            python -c "import socket; socket.create_connection({server.getsockname()!r})" && export CONNECTED=yes
+            echo fine > /dev/null; mktemp > /dev/null && export COULD=yes
+            torchrun pretrain_gpt.py --a 1 >> "$LOG"
+            """,
+        )
+        victim.kill()
+    allowed = {"COULD"} | ({"KILLED"} if confine.version() < 6 else set())
+    allowed |= {"CONNECTED"} if confine.version() < 4 else set()
+    assert set(launch.exported) == allowed
+    assert (launch.arguments, launch.skipped) == (("--a", "1"), ())
+
+
+@pytest.mark.skipif(not confine.version(), reason="this kernel has no Landlock")
+def test_a_script_that_must_write_is_told_that_it_may_not(tmp_path, kept):
+    with pytest.raises(ValueError, match="(?s)it may write in no folder but the rehearsal's.*other: Permission denied"):
+        captured(tmp_path, "set -e; echo hosts > other; torchrun pretrain_gpt.py")
+
+
+def test_skipped_commands_are_shown(tmp_path):
+    launch = Launch("a.py", (), 8, 1, tmp_path, {}, {}, (), 1, ("rm -rf /data/run", "ray stop"), False)
+    entry = Entry(tmp_path / "a.py", (), False, False, "0.19", ())
+    lines = summary.not_exercised(launch, entry, Flags.parse([]), 2)
+    at = lines.index("commands of the script that were not run:")
+    assert [line.strip() for line in lines[at + 1 : at + 3]] == ["rm -rf /data/run", "ray stop"]
+    assert any("no Landlock" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    "text, message", [("exit 3", "status 3 without starting torchrun"), ("torchrun -m else --a", "starts the module")]
+)
+def test_a_script_that_starts_no_training_is_named(tmp_path, text, message):
+    with pytest.raises(ValueError, match=message):
+        captured(tmp_path, text)
+
+
+@pytest.fixture
+def machine(tmp_path, monkeypatch):
+    """What is on the machine: `llm`, `mindspeed`, `core12` put a fake one there; `entry()` finds what would run."""
+    for name in CHECKOUTS:
+        monkeypatch.delenv(name, raising=False)
+
+    class Machine:
+        def llm(self) -> Path:
+            folder = written(tmp_path / "llm/pretrain_gpt.py", "import mindspeed_llm\n").parent
+            written(folder / "mindspeed_llm/__init__.py", "")
+            monkeypatch.setenv("MINDSPEED_LLM_PATH", str(folder))
+            return folder
+
+        def mindspeed(self) -> None:
+            written(tmp_path / "mindspeed/mindspeed/__init__.py", "")
+            monkeypatch.setenv("MINDSPEED_PATH", str(tmp_path / "mindspeed"))
+
+        def core12(self) -> Path:
+            info = written(tmp_path / "core/megatron/core/package_info.py", "MAJOR = 0\nMINOR = 12\n")
+            written(tmp_path / "core/pretrain_gpt.py", "import megatron\n")
+            monkeypatch.setenv("MEGATRON_LM_PATH", str(tmp_path / "core"))
+            return info.parents[2]
+
+        def entry(self, script: str = "pretrain_gpt.py", cwd: Path = tmp_path):
+            launch = Launch(script, (), 8, 1, cwd, {}, {}, (), 1)
+            return find_entry(launch, DENSE, tmp_path)
+
+    return Machine()
+
+
+def test_entry_on_mindspeed_llm(machine):
+    folder, checkout = machine.llm(), machine.core12()
+    machine.mindspeed()
+    entry = machine.entry()
+    assert (entry.script, entry.mindspeed, entry.mindspeed_llm) == (folder / "pretrain_gpt.py", True, True)
+    assert entry.core == "0.12" and checkout in entry.path
+    assert "taken from" in entry.notes[0]
+    assert machine.entry(cwd=folder).notes == ()
+
+
+def test_entry_under_mindspeed_alone(machine):
+    checkout = machine.core12()
+    machine.mindspeed()
+    entry = machine.entry()
+    assert (entry.mindspeed, entry.mindspeed_llm, entry.core) == (True, False, "0.12")
+    text = entry.script.read_text()
+    assert text.index("import mindspeed.megatron_adaptor") < text.index(str(checkout / "pretrain_gpt.py"))
+    assert "is not here: rehearsed with MindSpeed" in entry.notes[0]
+
+
+@pytest.mark.parametrize("llm", [True, False])
+def test_entry_on_plain_megatron(machine, llm):
+    checkout = machine.core12()
+    if llm:
+        machine.llm()
+    entry = machine.entry()
+    assert (entry.script, entry.mindspeed) == (checkout / "pretrain_gpt.py", False)
+    assert ("MindSpeed is not installed" if llm else "is not here") in entry.notes[0]
+    assert "rehearsed on plain Megatron instead" in entry.notes[0]
+
+
+def test_a_script_of_the_users_own_runs_as_it_is(machine, tmp_path):
+    script = written(tmp_path / "own/train.py", "import megatron\n")
+    machine.core12()
+    machine.mindspeed()
+    entry = machine.entry("train.py", script.parent)
+    assert (entry.script, entry.mindspeed, entry.notes) == (script, False, ())
+
+
+def test_changed_flags_are_recorded_and_the_rest_stays():
+    argv = "--tp 4 --tp 8 --bf16 --lr=1e-6 --moe-grouped-gemm --use-fused-mlp --only-llm 3"
+    flags = Flags.parse(argv.split())
+    flags.set("--tp", 8, why="the same")
+    flags.set("--tp", 2, why="fewer")
+    flags.at_most("--tp", 4, "less already")
+    kernels.only_known(flags, {"--tp", "--bf16", "--lr", "--moe-grouped-gemm", "--use-fused-mlp"}, "MindSpeed")
+    kernels.remove(flags, True, set())
+    kept = "--tp 4 --tp 2 --bf16 --lr 1e-6 --no-gradient-accumulation-fusion --no-masked-softmax-fusion"
+    assert flags.argv() == kept.split()
+    assert [(c.flag, c.old, c.new) for c in flags.changes[:2]] == [("--tp", "8", "2"), ("--only-llm", "3", None)]
+    assert {c.flag for c in flags.changes if c.why.startswith("not on a host") and c.new is None} == {
+        "--moe-grouped-gemm",
+        "--use-fused-mlp",
+    }
+
+
+@pytest.mark.parametrize("ranks, sizes", [(1, (1, 1, 1)), (2, (2, 1, 1)), (4, (2, 2, 1)), (8, (2, 2, 2))])
+def test_what_was_split_stays_split_while_there_are_ranks(ranks, sizes):
+    argv = "--tensor-model-parallel-size 4 --pipeline-model-parallel-size 4 --num-layers 28 --global-batch-size 256"
+    flags = Flags.parse(f"{argv} --rl-algorithm grpo --rl-rollout-prompts 64 --rl-generate-tp 4".split())
+    world = shrink(flags, ranks)
+    assert (world.tp, world.pp, world.dp) == sizes
+    prompts, members = flags.number("--rl-rollout-prompts", 0), flags.number("--rl-samples-per-prompt", 0)
+    assert prompts * members == flags.number("--global-batch-size", 0)
+    assert flags.number("--num-layers", 0) % world.pp == 0 and world.ranks % flags.number("--rl-generate-tp", 0) == 0
+
+
+def test_a_refusal_is_shown_without_its_traceback(tmp_path):
+    lines = ["Traceback (most recent call last):", '  File "x.py", line 3, in <module>']
+    refusal = ["ValueError: RL cannot run with these arguments:", "  - experts", "  - dropout"]
+    assert tail(Done("arguments", 1, tmp_path, 1.0, [*lines, *refusal, "", "more"])) == "\n".join(refusal)
+    crash = [*lines, "KeyError: 'step'"]
+    assert tail(Done("training", 1, tmp_path, 1.0, crash)) == "\n".join(crash)
+
+
+@pytest.mark.parametrize(
+    "importer, owner",
+    [("llm/mindspeed_llm/core/x.py", "MindSpeed-LLM"), ("mindspeed/core/x.py", "MindSpeed"), ("x.py", "the script")],
+)
+def test_a_missing_dependency_is_one_line(tmp_path, importer, owner):
+    """As Python says it when a module of a checkout imports what is not installed."""
+    written(tmp_path / importer, "import no_such_module.linalg\n")
+    run = f"import runpy; runpy.run_path({str(tmp_path / importer)!r})"
+    log = subprocess.run([sys.executable, "-c", run], capture_output=True, text=True).stderr
+    lines = [*log.splitlines(), "torch.distributed.elastic.multiprocessing.errors.ChildFailedError: more"]
+    said = tail(Done("arguments", 1, tmp_path, 1.0, [f"[rank0]: {line}" for line in lines]))
+    assert said == (
+        f"the Python module no_such_module is not installed, and {owner} needs it ({tmp_path / importer}, line 1): "
+        "install it here, or put a folder that holds it on PYTHONPATH"
+    )
+
+
+def rehearse(script: Path, *names: str) -> tuple[int, str]:
+    """Run it with these of the CHECKOUTS, and without MindSpeed-LLM where its launch script looks for it."""
+    if absent := [name for name in names if name not in os.environ]:
+        pytest.skip(f"not set: {' '.join(absent)}")
+    if "MINDSPEED_PATH" in names and importlib.util.find_spec("scipy") is None:
+        pytest.fail("MindSpeed needs scipy, which is not here: install it, or put a folder that holds it on PYTHONPATH")
+    paths = dict.fromkeys(("LOAD", "SAVE", "HF_MODEL", "PROMPTS", "MINDSPEED_LLM"), "/nowhere")
+    env = {k: v for k, v in os.environ.items() if k not in CHECKOUTS or k in names} | paths
+    command = [sys.executable, "-W", "ignore", "-m", "mindspeed_rl_plugin", "rehearse", str(script), "--timeout", "250"]
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), str(ROOT))))
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
+    return done.returncode, done.stdout + done.stderr
+
+
+def check_trained(code: int, out: str) -> None:
+    assert code == 0, out
+    assert "one RL iteration (grpo) on 2 ranks: ok" in out
+    line = next(line for line in out.splitlines() if re.search(r"rl 1/1 \|", line))
+    assert "ratio 1.000" in line
+    norm = re.search(r"iteration 1/ 1 \|.*grad norm: ([\d.]+)", out)
+    assert float(norm[1]) > 1e-3, "the rewards differ, so there is a gradient"
+    assert re.search(r"--num-layers +28 +2 +smaller model", out)
+    for said in ("not exercised:", "vLLM-Ascend", "folders that the script names", "HCCL_CONNECT_TIMEOUT"):
+        assert said in out
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_rehearse_on_the_installed_megatron():
+    code, out = rehearse(DENSE)
+    check_trained(code, out)
+    assert "rehearsed on plain Megatron instead, with" in out and "plain Megatron, Megatron Core 0.19" in out
+
+
+@pytest.mark.slow
+@pytest.mark.upstream
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("llm", [(), ("MINDSPEED_LLM_PATH",)], ids=["mindspeed", "mindspeed-llm"])
+def test_rehearse_under_mindspeed(llm):
+    code, out = rehearse(DENSE, "MEGATRON_LM_PATH", "MINDSPEED_PATH", *llm)
+    check_trained(code, out)
+    assert f"on {'MindSpeed-LLM' if llm else 'MindSpeed'}, Megatron Core 0.12" in out
+
+
+@pytest.mark.slow
+@pytest.mark.upstream
+def test_experts_are_refused_by_the_real_parsers():
+    code, out = rehearse(EXPERTS, "MEGATRON_LM_PATH", "MINDSPEED_PATH", "MINDSPEED_LLM_PATH")
+    assert code == 1 and "arguments as written, for 16 ranks: FAILED" in out
+    assert "  - --expert-model-parallel-size 8: experts are not supported yet; train a dense model" in out
+    assert "Traceback" not in out
