@@ -6,6 +6,8 @@ import math
 from collections.abc import Mapping
 from typing import Any, TextIO
 
+from mindspeed_rl_plugin.monitor.names import Metric
+
 # Stage names are spelled out in the files and short on the console.
 SHORT_STAGES = {
     "prompts": "data",
@@ -13,12 +15,9 @@ SHORT_STAGES = {
     "generate": "gen",
     "reward": "rew",
     "swap_back": "swap",
-    "logprobs": "lp",
     "logp_old": "lp",
     "logp_ref": "ref",
-    "values": "val",
     "advantage": "adv",
-    "advantages": "adv",
     "update": "upd",
     "evaluate": "eval",
 }
@@ -26,7 +25,7 @@ SHOWN_SECONDS = 0.05
 _ASCII = str.maketrans({"±": "+-", "Δ": "d"})
 
 
-def iteration_line(iteration: int, metrics: Mapping[str, float], total: int | None = None) -> str:
+def iteration_line(iteration: int, metrics: Mapping[str, Metric], total: int | None = None) -> str:
     """The line of one iteration; a metric that is absent leaves its part out, NaN is shown as nan.
 
     Stages under 0.05 s are left out, they are in the files.
@@ -34,7 +33,7 @@ def iteration_line(iteration: int, metrics: Mapping[str, float], total: int | No
     get = metrics.get
     parts = [_counter(iteration, total)]
     parts.append(_join(_put("reward {:6.3f}", get("reward/mean")), _put("±{:5.3f}", get("reward/std"))))
-    parts.append(_join(_put("solved {:4.2f}", get("groups/solved")), _put("mixed {:4.2f}", get("groups/mixed"))))
+    parts.append(_join(_put("solved {:4.2f}", get("groups/solved")), _put("differ {:4.2f}", get("groups/informative"))))
     parts.append(
         _join(_put("len {:6.1f}", get("response/length_mean")), _put("trunc {:4.2f}", get("response/truncated")))
     )
@@ -133,7 +132,7 @@ def _plain(value: float) -> str:
     return f"{value}" if isinstance(value, int) else f"{value:.4g}"
 
 
-def _stage_seconds(metrics: Mapping[str, float]) -> str:
+def _stage_seconds(metrics: Mapping[str, Metric]) -> str:
     """`gen 2.1s rew 0.1s ...`, in the order in which the stages first ran; stages of one short name are added."""
     seconds: dict[str, float] = {}
     for name, value in metrics.items():

@@ -2,12 +2,15 @@
 
 A run directory holds
 
-    run.json               what the run is: world size, planned iterations, dump directory, free-form info
+    run.json               what the run is: world size, planned iterations, dump directory, free-form info; "memory":
+                           of what the peaks below are, in words
     metrics.jsonl          one object a line: {"kind": "train" | "eval", "iteration": k, "time": ..., metric: value}
-    events-rank{r}.jsonl   one object a line: {"iteration", "stage", "rank", "start", "end", "peak_bytes"}
+                           (names.py says which; a number, null where it was not finite, or a text)
+    events-rank{r}.jsonl   one object a line: {"iteration", "stage", "rank", "start", "end", "peak_bytes"}, and
+                           "failed": the error's name where the stage raised
 
-and, where a dump directory is set, `rollout-{epoch:06d}.parquet` (see dump.py). No torch in here: the
-report reads a run without it.
+and, where a dump directory is set, `rollout-{epoch:06d}.parquet` (see dump.py) and `dumps-of.json`, which names the run
+directory of the run that wrote them. No torch in here: the report reads a run without it.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ from typing import Any, TextIO
 
 METRICS_FILE = "metrics.jsonl"
 RUN_FILE = "run.json"
+OWNER_FILE = "dumps-of.json"
 _EVENTS = re.compile(r"events-rank(\d+)\.jsonl")
 _DUMP = re.compile(r"rollout-(\d+)\.parquet")
 
@@ -50,6 +54,30 @@ def dump_files(dump_dir: str | os.PathLike[str]) -> dict[int, Path]:
         return {}
     found = {int(m[1]): p for p in Path(dump_dir).iterdir() if (m := _DUMP.fullmatch(p.name))}
     return dict(sorted(found.items()))
+
+
+def claim_dumps(dump_dir: str | os.PathLike[str], run_dir: str | os.PathLike[str]) -> None:
+    """Record in the dump directory, made where it is missing, that the run of `run_dir` writes there."""
+    Path(dump_dir).mkdir(parents=True, exist_ok=True)
+    write_json(Path(dump_dir) / OWNER_FILE, {"run_dir": os.path.abspath(run_dir)})
+
+
+def check_dumps(dump_dir: str | os.PathLike[str], run_dir: str | os.PathLike[str], *, resumed: bool) -> None:
+    """Refuse to mix the dumps of two runs: ValueError where `dump_dir` holds those of a run other than `run_dir`'s.
+
+    A resumed run may find dumps that name nobody, or a run directory that is gone: its own, from before a move.
+    """
+    dumps = dump_files(dump_dir)
+    if not dumps:
+        return
+    path = Path(dump_dir) / OWNER_FILE
+    owner = json.loads(path.read_text(encoding="utf-8"))["run_dir"] if path.exists() else None
+    if owner == os.path.abspath(run_dir) or resumed and (owner is None or not Path(owner).is_dir()):
+        return
+    raise ValueError(
+        f"--rl-dump-dir {dump_dir} holds {len(dumps)} rollouts of another run ({owner or 'it left no name'}); give "
+        "this run a directory of its own, or remove them"
+    )
 
 
 def atomic_write(path: str | os.PathLike[str], write: Callable[[Path], None]) -> None:

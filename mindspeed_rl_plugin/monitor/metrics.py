@@ -1,4 +1,4 @@
-"""Metrics of a rollout: pure functions from rows to named numbers, and the register of all names."""
+"""Metrics of a rollout: pure functions from rows to numbers named as in `names.py`."""
 
 from __future__ import annotations
 
@@ -8,18 +8,20 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from mindspeed_rl_plugin.monitor.names import Metric
 from mindspeed_rl_plugin.types import Ragged, Rows, SampleId
 
 FINISH_STOP, FINISH_LENGTH, FINISH_ABORT = 0, 1, 2
 
 
-def rollout_metrics(rows: Rows, *, correct_at: float = 1.0) -> dict[str, float]:
+def rollout_metrics(rows: Rows, *, solved: Sequence[bool] | None = None) -> dict[str, float]:
     """Metrics of a whole rollout, from whichever of these columns the rows hold.
 
-    reward `[B]` -> reward/*, groups/*; loss_mask ragged -> response/length_*; finish `[B]` ->
-    response/truncated; version `[B]` -> version; logp_rollout and logp_old ragged -> logp_diff/*.
-    correct_at: a reward from here on counts as correct (the sum of the graders' weights where they
-    answer 0 or 1). Means over nothing are NaN. Raises ValueError for no rows at all.
+    reward `[B]` -> reward/* and groups/informative; response_length `[B]`, else loss_mask ragged ->
+    response/length_*; finish `[B]` -> response/truncated; version `[B]` -> version; logp_rollout and logp_old with
+    loss_mask, all ragged -> logp_diff/*. solved: whether each of the B responses is -> groups/solved and
+    groups/unsolved, left out where it is None. Means over no trained token are NaN. Raises ValueError for no
+    rows at all.
     """
     if not len(rows):
         raise ValueError("rollout_metrics: no rows; a rollout has at least one sample")
@@ -27,9 +29,13 @@ def rollout_metrics(rows: Rows, *, correct_at: float = 1.0) -> dict[str, float]:
     out: dict[str, float] = {}
     if "reward" in columns:
         out |= reward_metrics(columns["reward"])
-        out |= group_shares(columns["reward"], rows.ids, correct_at=correct_at)
-    if "loss_mask" in columns:
-        out |= length_metrics(columns["loss_mask"])
+        out["groups/informative"] = informative_share(columns["reward"], rows.ids)
+    if solved is not None:
+        out |= group_shares(solved, rows.ids)
+    if "response_length" in columns:
+        out |= length_metrics(columns["response_length"].double())
+    elif "loss_mask" in columns:
+        out |= length_metrics(_row_sums(columns["loss_mask"]))
     if "finish" in columns:
         out["response/truncated"] = float((columns["finish"] == FINISH_LENGTH).double().mean())
     if "version" in columns:
@@ -45,30 +51,34 @@ def reward_metrics(reward: Tensor) -> dict[str, float]:
     return {"reward/mean": float(reward.mean()), "reward/std": float(reward.std()) if len(reward) > 1 else 0.0}
 
 
-def group_shares(reward: Tensor, ids: Sequence[SampleId], *, correct_at: float = 1.0) -> dict[str, float]:
-    """Shares of groups whose samples are all correct, none correct, or mixed; the three sum to 1.
+def group_shares(solved: Sequence[bool], ids: Sequence[SampleId]) -> dict[str, float]:
+    """Shares of groups whose responses, B in all groups together, are all solved, and of those where none is.
 
-    reward: `[B]`; groups are told apart by (epoch, group) of the ids, never by position. Only mixed
-    groups teach a group-normalised algorithm anything.
+    Groups are told apart by (epoch, group) of the ids, never by position.
     """
-    correct: dict[tuple[int, int], list[bool]] = {}
-    # A weighted sum of exact rewards may miss its own maximum by rounding.
-    bound = correct_at - 1e-6 * max(1.0, abs(correct_at))
-    for sample, value in zip(ids, reward.tolist(), strict=True):
-        correct.setdefault((sample.epoch, sample.group), []).append(value >= bound)
-    solved = sum(all(c) for c in correct.values())
-    unsolved = sum(not any(c) for c in correct.values())
-    count = len(correct)
+    groups: dict[tuple[int, int], list[bool]] = {}
+    for sample, right in zip(ids, solved, strict=True):
+        groups.setdefault((sample.epoch, sample.group), []).append(right)
+    every = sum(all(g) for g in groups.values())
+    none = sum(not any(g) for g in groups.values())
+    count = len(groups)
     return {
-        "groups/solved": solved / count,
-        "groups/unsolved": unsolved / count,
-        "groups/mixed": (count - solved - unsolved) / count,
+        "groups/solved": every / count,
+        "groups/unsolved": none / count,
     }
 
 
-def length_metrics(loss_mask: Ragged) -> dict[str, float]:
-    """Mean and longest response in trained tokens, from the ragged mask of B samples."""
-    lengths = _row_sums(loss_mask)
+def informative_share(reward: Tensor, ids: Sequence[SampleId]) -> float:
+    """Share of groups whose rewards, of `[B]` for all groups, are not all equal: the others have advantage 0
+    throughout in a group-normalised algorithm. With graded rewards a group may inform where none or all is solved."""
+    groups: dict[tuple[int, int], set[float]] = {}
+    for sample, value in zip(ids, reward.tolist(), strict=True):
+        groups.setdefault((sample.epoch, sample.group), set()).add(value)
+    return sum(len(values) > 1 for values in groups.values()) / len(groups)
+
+
+def length_metrics(lengths: Tensor) -> dict[str, float]:
+    """Mean and longest of `[B]` responses in trained tokens."""
     return {"response/length_mean": float(lengths.mean()), "response/length_max": float(lengths.max())}
 
 
@@ -82,36 +92,40 @@ def logp_difference(logp_rollout: Ragged, logp_old: Ragged, loss_mask: Ragged) -
 
 
 def token_count(rows: Rows) -> int:
-    """Prompt and response tokens of the rows, T; padding does not exist in packed rows."""
+    """Prompt and response tokens of the rows, T, from their column length, tokens or loss_mask."""
+    if "length" in rows.columns:
+        return int(rows["length"].sum())
     column = rows.columns.get("tokens", rows.columns.get("loss_mask"))
     if not isinstance(column, Ragged):
-        raise ValueError(f"token_count needs the column tokens or loss_mask; the rows hold {sorted(rows.columns)}")
+        held = sorted(rows.columns)
+        raise ValueError(f"token_count needs the column length, tokens or loss_mask; the rows hold {held}")
     return int(column.offsets[-1] - column.offsets[0])
 
 
 def throughput(tokens: int, *, devices: int, seconds: float) -> dict[str, float]:
-    """Tokens a second, per device and of all devices, of one iteration that took `seconds` end to end.
+    """Tokens a second, per device and of all devices, of one rollout whose iterations took `seconds` end to end.
 
     Equation 5 of the paper, T = G*N*(PL + SL) / ND / ETE, with one difference: the paper counts G*N
     samples at a fixed prompt and response length, this counts the tokens that really were there
-    (`token_count`). With unequal lengths ours is the smaller number; with equal ones they agree (`paper_throughput`).
+    (`token_count`). With unequal lengths ours is the smaller number; with equal ones they agree.
     """
     if devices < 1 or not seconds > 0:
         raise ValueError(f"throughput: devices {devices} must be >= 1 and seconds {seconds} > 0")
     return {"tokens_per_second": tokens / devices / seconds, "tokens_per_second_total": tokens / seconds}
 
 
-def paper_throughput(
-    *, groups: int, members: int, prompt_length: int, response_length: int, devices: int, seconds: float
-) -> float:
-    """Equation 5 of the paper to the letter: G*N*(PL + SL) / ND / ETE, tokens a second and device."""
-    tokens = groups * members * (prompt_length + response_length)
-    return throughput(tokens, devices=devices, seconds=seconds)["tokens_per_second"]
-
-
-def merge(*parts: Mapping[str, float]) -> dict[str, float]:
-    """All metrics in one dict. Raises ValueError where two parts write the same name with unlike values."""
+def largest(ranks: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Each metric's largest value over ranks; a rank that did not measure it has no say."""
     out: dict[str, float] = {}
+    for found in ranks:
+        for name, value in found.items():
+            out[name] = max(value, out.get(name, value))
+    return out
+
+
+def merge(*parts: Mapping[str, Metric]) -> dict[str, Metric]:
+    """All metrics in one dict. Raises ValueError where two parts write the same name with unlike values."""
+    out: dict[str, Metric] = {}
     for part in parts:
         for name, value in part.items():
             if name in out and out[name] != value:

@@ -12,6 +12,7 @@ from typing import Any, Protocol, TextIO
 
 from mindspeed_rl_plugin.monitor.console import ProgressBar, eval_line, iteration_line, write_line
 from mindspeed_rl_plugin.monitor.files import METRICS_FILE, RUN_FILE, JsonLines, set_aside, write_json
+from mindspeed_rl_plugin.monitor.names import Metric
 from mindspeed_rl_plugin.monitor.stages import MemoryMeter, StageClock, drop_foreign_events
 
 TAG = "rl/"
@@ -64,7 +65,8 @@ class Monitor:
         self.clock = StageClock(run_dir, rank, meter=meter, synchronize=synchronize, resume_iteration=resume_iteration)
         self._metrics: JsonLines | None = None
         if rank == 0:
-            self._open_files(world_size, resume_iteration, dict(info or {}))
+            measured = {"memory": meter.measures} if meter else {}
+            self._open_files(world_size, resume_iteration, {**measured, **(info or {})})
 
     def begin(self, iteration: int) -> None:
         """Stages from now on belong to `iteration`."""
@@ -75,21 +77,24 @@ class Monitor:
         return self.clock.stage(name)
 
     def stage_metrics(self) -> dict[str, float]:
-        """seconds/* and peak_bytes/* of this rank's current iteration, see `StageClock.metrics`."""
+        """seconds/* and peak_bytes/* of the current iteration on this rank alone, see `StageClock.metrics`."""
         return self.clock.metrics()
 
     def progress(self, total: int, what: str = "generate") -> ProgressBar:
         """A progress bar on rank 0's terminal, and nothing elsewhere."""
         return ProgressBar(total, what, shown=self._bar_shown)
 
-    def log(self, iteration: int, metrics: Mapping[str, float]) -> None:
-        """Show and write the metrics of a training iteration, named as in `names.py`; NaN is written as null."""
-        metrics = {k: _number(k, v) for k, v in metrics.items()}
+    def log(self, iteration: int, metrics: Mapping[str, Metric]) -> None:
+        """Show and write the metrics of a training iteration, named as in `names.py`.
+
+        NaN is written as null; a text goes to metrics.jsonl only.
+        """
+        metrics = {k: _value(k, v) for k, v in metrics.items()}
         self._emit("train", iteration, metrics, iteration_line(iteration, metrics, self.total_iterations))
 
     def log_eval(self, iteration: int, metrics: Mapping[str, float]) -> None:
         """Show and write an evaluation made after `iteration` updates; every name is put under `eval/`."""
-        metrics = {f"eval/{k.removeprefix('eval/')}": _number(k, v) for k, v in metrics.items()}
+        metrics = {f"eval/{k.removeprefix('eval/')}": _value(k, v) for k, v in metrics.items()}
         self._emit("eval", iteration, metrics, eval_line(iteration, metrics, self.total_iterations))
 
     def close(self) -> None:
@@ -113,7 +118,7 @@ class Monitor:
         }
         write_json(self.run_dir / RUN_FILE, facts | info)
 
-    def _emit(self, kind: str, iteration: int, metrics: dict[str, float], line: str) -> None:
+    def _emit(self, kind: str, iteration: int, metrics: dict[str, Metric], line: str) -> None:
         if self._metrics is not None:
             write_line(line, self._stream or sys.stdout)
             record = {"kind": kind, "iteration": iteration, "time": time.time(), **metrics}
@@ -123,15 +128,16 @@ class Monitor:
             else:
                 self._metrics.append(record)
                 self._written.add((kind, iteration))
+        numbers = {TAG + k: v for k, v in metrics.items() if not isinstance(v, str)}
         if self._tensorboard is not None:
-            for name, value in metrics.items():
-                self._tensorboard.add_scalar(TAG + name, value, iteration)
+            for name, value in numbers.items():
+                self._tensorboard.add_scalar(name, value, iteration)
         if self._wandb is not None:
-            self._wandb.log({TAG + k: v for k, v in metrics.items()}, iteration)
+            self._wandb.log(numbers, iteration)
 
 
-def _number(name: str, value: Any) -> float:
-    """A Python int or float; one-element tensors and numpy scalars are read out."""
+def _value(name: str, value: Any) -> Metric:
+    """A text, or a Python int or float; one-element tensors and numpy scalars are read out."""
     if name in ("kind", "iteration", "time"):
         raise ValueError(f"metric name {name!r} is taken by the line itself; rename the metric")
-    return value if isinstance(value, int) else float(value)
+    return value if isinstance(value, (int, str)) else float(value)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
+Metric = float | str  # a text (a digest) is written to metrics.jsonl only
+
 
 class Meaning(NamedTuple):
     """Unit ("" for a pure number) and a sentence that says what the metric is."""
@@ -13,13 +15,14 @@ class Meaning(NamedTuple):
     text: str
 
 
+PEAK = "most memory during the stage on any rank: of tensors on the device, without one of the whole process (run.json)"
 NAMES: dict[str, Meaning] = {
     "reward/mean": Meaning("", "mean reward of the rollout's samples, weighted sum of the graders"),
     "reward/std": Meaning("", "sample standard deviation of the rewards over the whole rollout"),
     "reward/errors": Meaning("samples", "samples whose grader raised or ran out of time"),
-    "groups/solved": Meaning("share", "groups whose samples are all correct: nothing left to learn from them"),
-    "groups/unsolved": Meaning("share", "groups without any correct sample: nothing to learn from yet"),
-    "groups/mixed": Meaning("share", "groups with correct and incorrect samples: these carry the learning signal"),
+    "groups/solved": Meaning("share", "groups whose responses are all solved"),
+    "groups/unsolved": Meaning("share", "groups without any solved response"),
+    "groups/informative": Meaning("share", "groups whose rewards are not all equal: these carry the learning signal"),
     "groups/dropped": Meaning("share", "groups kept out of training because a grader failed on one of their samples"),
     "response/length_mean": Meaning("tokens", "mean number of trained tokens of a response"),
     "response/length_max": Meaning("tokens", "trained tokens of the longest response"),
@@ -27,28 +30,44 @@ NAMES: dict[str, Meaning] = {
     "kl/ref": Meaning("nats", "KL of the policy to the reference, per token"),
     "kl/old": Meaning("nats", "KL of the policy to the one that the update started from, per token"),
     "ratio/mean": Meaning("", "mean probability ratio of policy to old policy; exactly 1 in a rollout's first update"),
+    "ratio/min": Meaning("", "smallest probability ratio of policy to old policy"),
     "ratio/max": Meaning("", "largest probability ratio of policy to old policy"),
     "clip_fraction": Meaning("share", "trained tokens whose ratio was clipped"),
     "entropy": Meaning("nats", "mean entropy of the policy's next-token distribution on trained tokens"),
     "logp_diff/mean": Meaning("nats", "mean |log-prob of the engine - log-prob of the trainer| over trained tokens"),
     "logp_diff/max": Meaning("nats", "largest |log-prob of the engine - log-prob of the trainer|"),
+    "rollout/kl": Meaning("nats", "KL of the policy that drew the rollout to the one that the update starts from"),
+    "rollout/weight_mean": Meaning("", "mean importance weight of a token: trainer's probability / engine's"),
+    "rollout/weight_max": Meaning("", "largest importance weight of a token"),
+    "rollout/weight_outside": Meaning("share", "tokens whose importance weight is outside the correction's bounds"),
+    "rollout/sequence_weight_mean": Meaning("", "mean importance weight of a whole response"),
+    "rollout/sequence_weight_outside": Meaning("share", "responses whose weight is outside the correction's bounds"),
     "loss": Meaning("", "loss of the update"),
     "loss/policy": Meaning("", "policy part of the loss"),
     "loss/kl": Meaning("", "KL part of the loss, its coefficient included"),
+    "loss/entropy": Meaning("", "entropy part of the loss, its coefficient included"),
+    "trained/tokens": Meaning("tokens", "response tokens in the update's loss"),
+    "trained/sequences": Meaning("samples", "responses in the update's loss"),
     "grad_norm": Meaning("", "gradient norm before clipping"),
     "lr": Meaning("", "learning rate"),
     "tokens_per_second": Meaning("tokens/s", "prompt and response tokens a second and device, end to end (Eq. 5)"),
     "tokens_per_second_total": Meaning("tokens/s", "prompt and response tokens a second of all devices"),
-    "seconds/iteration": Meaning("s", "wall time of the iteration without evaluation"),
-    "eval/accuracy": Meaning("share", "held-out prompts answered correctly by greedy decoding"),
+    "seconds/iteration": Meaning("s", "wall time of the iteration on its slowest rank, evaluation left out"),
+    "eval/accuracy": Meaning("share", "held-out prompts solved by greedy decoding"),
     "eval/response_length": Meaning("tokens", "mean length of the greedy held-out responses"),
     "eval/truncated": Meaning("share", "greedy held-out responses cut at the length limit"),
+    "eval/errors": Meaning("samples", "held-out responses whose grader raised or ran out of time"),
     "version": Meaning("", "weight version that drew the rollout"),
+    "weights/digest": Meaning("", "digest of the weights `version` in trainer and engine (--rl-verify-weights)"),
+    "reshard/bytes_copied": Meaning("bytes", "weights copied inside a rank for the rollout, all ranks together"),
+    "reshard/bytes_sent": Meaning("bytes", "weights sent to other ranks for the rollout, all ranks together"),
+    "reshard/bytes_received": Meaning("bytes", "weights received from other ranks for the rollout, all ranks together"),
+    "reshard/transfer_seconds": Meaning("s", "transfer of the weights on its slowest rank, checking them included"),
 }
 _PATTERNS = (
-    (re.compile(r"seconds/.+"), Meaning("s", "wall time of the stage on rank 0")),
-    (re.compile(r"peak_bytes/.+"), Meaning("bytes", "most device memory allocated during the stage on rank 0")),
-    (re.compile(r"eval/pass@\d+"), Meaning("share", "chance that one of k responses is correct, held-out prompts")),
+    (re.compile(r"seconds/.+"), Meaning("s", "wall time of the stage on its slowest rank")),
+    (re.compile(r"peak_bytes/.+"), Meaning("bytes", PEAK)),
+    (re.compile(r"eval/pass@\d+"), Meaning("share", "chance that one of k responses is solved, held-out prompts")),
 )
 
 

@@ -44,7 +44,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"report: {error}", file=sys.stderr)
         return 1
     rows, ranks = len(data["samples"]["rows"]), data["timeline"]["ranks_total"]
-    print(f"report: {out} ({len(data['metrics']['iterations'])} iterations, {ranks} ranks, {rows} samples)")
+    places = ("from " if rows else "- looked for dumps in ") + ", ".join(data["samples"]["places"])
+    print(f"report: {out} ({len(data['metrics']['iterations'])} iterations, {ranks} ranks, {rows} samples {places})")
     return 0
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from mindspeed_rl_plugin.monitor.files import event_files, json_safe, read_events, read_metrics, read_run
 from mindspeed_rl_plugin.monitor.names import meaning
-from mindspeed_rl_plugin.monitor.report_samples import find_dumps, sample_data
+from mindspeed_rl_plugin.monitor.report_samples import dump_places, find_dumps, sample_data
 from mindspeed_rl_plugin.monitor.report_stages import stage_data, timeline_data
 from mindspeed_rl_plugin.monitor.summary import column, is_training, summarize
 
@@ -27,6 +27,8 @@ def collect(
     run = read_run(run_dir)
     events = read_events(run_dir)
     stages = stage_data(events)
+    places = dump_places(run_dir, run, dump_dir)
+    dumps = find_dumps(places)
     return json_safe(
         {
             "title": run.get("name") or _name(Path(run_dir).resolve()),
@@ -38,7 +40,7 @@ def collect(
             "metrics": metric_series(rows),
             "stages": stages,
             "timeline": timeline_data(events, stages["names"]),
-            "samples": sample_data(find_dumps(run_dir, run, dump_dir), limit=samples),
+            "samples": sample_data(dumps, limit=samples) | {"places": _read_from(dumps, places)},
         }
     )
 
@@ -77,7 +79,7 @@ def headline(rows: list[Row], run: Row, summary: Row) -> list[dict[str, str]]:
     elif rewards:
         edge = max(1, len(rewards) // 10)
         first, last = statistics.fmean(rewards[:edge]), statistics.fmean(rewards[-edge:])
-        note = f"mean of the first and last {edge} iterations" if edge > 1 else "first and last iteration"
+        note = f"mean of the first and last {edge} rollouts" if edge > 1 else "first and last rollout"
         tiles.append(_tile("Reward", f"{first:.3f} → {last:.3f}", note))
     planned = run.get("total_iterations")
     tiles.append(_tile("Iterations", f"{summary['iterations']}", f"of {planned} planned" if planned else "trained"))
@@ -104,8 +106,8 @@ def remarks(rows: list[Row], run: Row, ranks: list[int]) -> list[str]:
 
     if (value := recent("response/truncated")) is not None and value > 0.1:
         out.append(f"{value:.0%} of the latest responses are cut at the length limit (more than 10%).")
-    if (value := recent("groups/mixed")) is not None and value < 0.1:
-        out.append(f"Only {value:.0%} of the latest groups mix right and wrong answers (under 10%).")
+    if (value := recent("groups/informative")) is not None and value < 0.1:
+        out.append(f"Only {value:.0%} of the latest groups have rewards that differ (under 10%).")
     if (value := recent("logp_diff/mean")) is not None and value > 0.05:
         out.append(f"Engine and trainer differ by {value:.2g} nats a token on average (more than 0.05).")
     if (value := recent("clip_fraction")) is not None and value > 0.3:
@@ -143,6 +145,11 @@ def duration(seconds: float) -> str:
 def _name(run_dir: Path) -> str:
     """The directory's name; of the default SAVE/rl, which is called rl in every run, with SAVE's before it."""
     return f"{run_dir.parent.name}/rl" if run_dir.name == "rl" else run_dir.name
+
+
+def _read_from(dumps: dict[int, Path], places: list[Path]) -> list[Path]:
+    """The directory of the dumps, or all that hold none."""
+    return [next(iter(dumps.values())).parent] if dumps else places
 
 
 def _tile(label: str, value: str, note: str) -> dict[str, str]:

@@ -136,7 +136,7 @@ class Samples {
 function drawSamples() {
   if (!data.samples.rows.length) {
     byId("samples-body").append(element("p", { class: "muted" },
-      "No rollouts are here to read. --rl-dump-dir makes a run write them; report --dump-dir says where they are."));
+      `No rollouts are here to read (looked in ${data.samples.places.join(", ")}). --rl-dump-dir makes a run write them; report --dump-dir says where they are.`));
     return;
   }
   new Samples(byId("samples-body"));

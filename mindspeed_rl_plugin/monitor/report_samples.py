@@ -16,14 +16,23 @@ COLUMNS = (
 )  # fmt: skip
 
 
-def find_dumps(
+def dump_places(
     run_dir: str | os.PathLike[str], run: dict[str, Any], dump_dir: str | os.PathLike[str] | None
-) -> dict[int, Path]:
-    """Epoch -> dump: of `dump_dir` where given, else where run.json says, else in or under the run directory."""
+) -> list[Path]:
+    """Where dumps may be: `dump_dir` where given, else where run.json says, then in or under the run directory.
+
+    Raises ValueError where the given directory does not exist.
+    """
     if dump_dir is not None:
-        return dump_files(dump_dir)
-    places = [Path(run["dump_dir"])] if run.get("dump_dir") else []
-    places += [Path(run_dir) / "dump", Path(run_dir)]
+        if not Path(dump_dir).is_dir():
+            raise ValueError(f"--dump-dir {dump_dir} is not a directory; give the --rl-dump-dir of the run")
+        return [Path(dump_dir)]
+    recorded = [Path(run["dump_dir"])] if run.get("dump_dir") else []
+    return list(dict.fromkeys([*recorded, Path(run_dir) / "dump", Path(run_dir)]))
+
+
+def find_dumps(places: Sequence[Path]) -> dict[int, Path]:
+    """Epoch -> dump, of the first of the directories that holds any."""
     return next((found for place in places if (found := dump_files(place))), {})
 
 

@@ -254,7 +254,7 @@ function drawMemory(parent) {
     return { name: `peak/${n}`, label: n, x: iterations.filter(has), values: peak[n].filter(has), color: stageColor(k) };
   });
   new LineChart({
-    title: "Memory of each stage", about: "Most device memory allocated during the stage, on the rank that used most.",
+    title: "Memory of each stage", about: `Most ${data.run.memory || "memory"} during the stage, on the rank that used most.`,
     x: iterations, lines, format: bytes, unit: byteUnit(Math.max(...lines.flatMap((l) => minmax(l.values)))), rough: true,
   }).mount(parent);
 }

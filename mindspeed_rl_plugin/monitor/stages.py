@@ -1,4 +1,4 @@
-"""Stage clock: when each stage ran on this rank, for how long, and how much device memory it took at most."""
+"""Stage clock: when each stage ran on this rank, for how long, and how much memory it took at most."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ NOT_TRAINING = ("evaluate",)
 
 
 class MemoryMeter(Protocol):
-    """What the clock asks of a device's memory meter."""
+    """What the clock asks of a memory meter. measures: of what, in words: a device's memory, or the process's."""
+
+    measures: str
 
     def peak(self) -> int:
         """Most bytes allocated since the last reset."""
@@ -28,6 +30,11 @@ class MemoryMeter(Protocol):
 
 @dataclass
 class _Running:
+    """A stage that runs. aside: its time is not training's; inside: it is part of such a stage of its own thread."""
+
+    thread: int
+    aside: bool
+    inside: bool
     peak: int | None = None
 
 
@@ -73,7 +80,7 @@ class StageClock:
     def stage(self, name: str) -> Iterator[None]:
         """Time the block as stage `name`. A block that raises is recorded too, with the error's name."""
         iteration = self.iteration
-        running = self._enter()
+        running = self._enter(name)
         start, ticked = self._now(), self._tick()
         failed: str | None = None
         try:
@@ -87,13 +94,15 @@ class StageClock:
                 self._synchronize()
             seconds = self._tick() - ticked
             self._leave(running)
-            self._record(iteration, name, start, seconds, running.peak, failed)
+            self._record(iteration, name, start, seconds, running, failed)
 
     def metrics(self) -> dict[str, float]:
         """seconds/<stage> and peak_bytes/<stage> of the current iteration on this rank, and seconds/iteration.
 
         seconds/iteration is the wall time since `begin`, evaluation not counted: the end-to-end time
         of equation 5. A stage that ran several times has its seconds added and its peaks maximised.
+        Stages inside an evaluation are part of seconds/evaluate and peak_bytes/evaluate only; their
+        events are written as all others are.
         """
         with self._lock:
             out = {f"seconds/{k}": v for k, v in self._seconds.items()}
@@ -106,12 +115,14 @@ class StageClock:
         """Close the file."""
         self._file.close()
 
-    def _enter(self) -> _Running:
+    def _enter(self, name: str) -> _Running:
         if self._synchronize is not None:
             self._synchronize()
-        running = _Running()
+        thread = threading.get_ident()
         with self._lock:
             self._fold_peak()
+            inside = any(r.aside and r.thread == thread for r in self._running)
+            running = _Running(thread, inside or name in NOT_TRAINING, inside)
             self._running.append(running)
         return running
 
@@ -130,15 +141,15 @@ class StageClock:
         self._meter.reset_peak()
 
     def _record(
-        self, iteration: int, name: str, start: float, seconds: float, peak: int | None, failed: str | None
+        self, iteration: int, name: str, start: float, seconds: float, running: _Running, failed: str | None
     ) -> None:
         event = {"iteration": iteration, "stage": name, "rank": self.rank, "start": start, "end": start + seconds}
-        event["peak_bytes"] = peak
+        event["peak_bytes"] = peak = running.peak
         if failed is not None:
             event["failed"] = failed
         self._file.append(event)
         with self._lock:
-            if iteration == self.iteration:
+            if iteration == self.iteration and not running.inside:
                 self._seconds[name] = self._seconds.get(name, 0.0) + seconds
                 if peak is not None:
                     self._peaks[name] = max(self._peaks.get(name, 0), peak)

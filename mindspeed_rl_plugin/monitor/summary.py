@@ -14,7 +14,7 @@ def summarize(run_dir: str | os.PathLike[str]) -> dict[str, Any]:
 
     accuracy_*: greedy held-out accuracy of the first and the last evaluation; before is None without
     any, after is None where there was only one. iterations: trained. tokens_per_second: median over
-    iterations, per device. logprob_diff_max: largest |engine - trainer| log-prob of the run, nats.
+    rollouts, per device. logprob_diff_max: largest |engine - trainer| log-prob of the run, nats.
     seconds: spent in iterations and evaluations, start-up not counted. What was never measured is
     None. Raises ValueError where the directory holds no metrics.
     """
@@ -45,7 +45,7 @@ def is_training(name: str) -> bool:
 
 
 def evaluation_seconds(run_dir: str | os.PathLike[str]) -> float:
-    """Seconds that rank 0 spent in the stage evaluate."""
+    """Seconds that rank 0 spent in the stage evaluate, moving weights for nothing else included."""
     path = event_files(run_dir).get(0)
     events = read_jsonl(path) if path else []
     return sum(e["end"] - e["start"] for e in events if e["stage"] == "evaluate")

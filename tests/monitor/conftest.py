@@ -31,6 +31,8 @@ STAGES = {  # seconds, share of the memory
 class FakeMeter:
     """A memory meter whose peak the builder sets."""
 
+    measures = "memory of the builder"
+
     def __init__(self) -> None:
         self.value = 0
 
@@ -151,7 +153,7 @@ def build_run(
         }
         stages = monitors[0].stage_metrics()
         speed = throughput(token_count(rows), devices=ranks, seconds=stages["seconds/iteration"])
-        monitors[0].log(k, merge(rollout_metrics(rows), update, speed, stages))
+        monitors[0].log(k, merge(rollout_metrics(rows, solved=rows["reward"].bool().tolist()), update, speed, stages))
         if dumps:
             dump_rollout(run_dir / "dump", rows, decode, iteration=k, graders=("math", "format"))
         if evaluate and k % 10 == 0:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from mindspeed_rl_plugin.monitor.dump import discard_dumps_after, dump_rollout, read_rollout
-from mindspeed_rl_plugin.monitor.files import atomic_write, dump_files
+from mindspeed_rl_plugin.monitor.files import atomic_write, check_dumps, claim_dumps, dump_files
 from mindspeed_rl_plugin.types import Ragged, Rows, SampleId
 
 
@@ -92,3 +92,26 @@ def test_dumps_later_than_the_resumed_rollout_go(rows_builder, tmp_path):
     assert discard_dumps_after(tmp_path, 1) == 2
     assert list(dump_files(tmp_path)) == [0, 1]
     assert discard_dumps_after(tmp_path / "absent", 1) == 0
+
+
+def test_dumps_of_another_run_are_refused_and_those_of_the_same_are_not(tmp_path):
+    dumps, one, two = (tmp_path / name for name in ("dumps", "one", "two"))
+    check_dumps(dumps, one, resumed=False)
+    claim_dumps(dumps, one)
+    check_dumps(dumps, two, resumed=False)  # one has written nothing
+    (dumps / "rollout-000000.parquet").write_bytes(b"")
+    check_dumps(dumps, one, resumed=True)
+    check_dumps(dumps, one, resumed=False)  # it ended before its first checkpoint
+    with pytest.raises(ValueError, match="holds 1 rollouts of another run .*/one.; give this run a directory"):
+        check_dumps(dumps, two, resumed=False)
+    check_dumps(dumps, two, resumed=True)  # one was moved and is two now
+    one.mkdir()
+    with pytest.raises(ValueError, match="of another run"):
+        check_dumps(dumps, two, resumed=True)
+
+
+def test_dumps_that_name_no_run_are_refused_to_a_new_one_only(tmp_path):
+    (tmp_path / "rollout-000003.parquet").write_bytes(b"")
+    check_dumps(tmp_path, tmp_path / "rl", resumed=True)
+    with pytest.raises(ValueError, match="it left no name"):
+        check_dumps(tmp_path, tmp_path / "rl", resumed=False)

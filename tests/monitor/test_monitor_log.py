@@ -15,13 +15,14 @@ import torch
 from mindspeed_rl_plugin.monitor.console import ProgressBar, eval_line, iteration_line, short_float, write_line
 from mindspeed_rl_plugin.monitor.files import JsonLines, read_jsonl, read_metrics, read_run
 from mindspeed_rl_plugin.monitor.monitor import Monitor
+from mindspeed_rl_plugin.monitor.report_data import metric_series
 from mindspeed_rl_plugin.monitor.summary import summarize
 
 FULL = {
     "reward/mean": 0.532,
     "reward/std": 0.41,
     "groups/solved": 0.25,
-    "groups/mixed": 0.5,
+    "groups/informative": 0.5,
     "response/length_mean": 14.2,
     "response/truncated": 0.0,
     "kl/ref": 1.2e-4,
@@ -60,7 +61,7 @@ def monitor_in(path, **kwargs):
 
 def test_the_line_of_an_iteration():
     assert iteration_line(12, FULL, 200) == (
-        "rl  12/200 | reward  0.532 ±0.410 | solved 0.25 mixed 0.50 | len   14.2 trunc 0.00"
+        "rl  12/200 | reward  0.532 ±0.410 | solved 0.25 differ 0.50 | len   14.2 trunc 0.00"
         " | kl  1.2e-4 ratio 1.000 clip 0.00 | ent 0.410 | Δlogp 3e-6/1e-5 |    812 tok/s"
         " | gen 2.1s rew 0.1s lp 0.8s upd 1.3s"
     )
@@ -122,6 +123,17 @@ def test_other_ranks_only_feed_the_writers_they_have(tmp_path):
     monitor.log(1, {"loss": 1.0})
     assert board.seen == [("rl/loss", 1.0, 1)] and out.getvalue() == ""
     assert [p.name for p in tmp_path.iterdir()] == ["events-rank1.jsonl"]
+
+
+def test_a_text_is_written_and_kept_from_the_writers_and_the_curves(tmp_path):
+    board, wandb = Writer(), Writer()
+    monitor = monitor_in(tmp_path, tensorboard_writer=board, wandb=wandb)
+    monitor.log(1, {"loss": 0.5, "weights/digest": "0123456789abcdef", "version": 4})
+    (row,) = read_metrics(tmp_path)
+    assert (row["weights/digest"], row["version"]) == ("0123456789abcdef", 4)
+    assert board.seen == [("rl/loss", 0.5, 1), ("rl/version", 4, 1)]
+    assert wandb.seen == [({"rl/loss": 0.5, "rl/version": 4}, 1)]
+    assert "weights/digest" not in metric_series([row])["series"]
 
 
 def test_tensorboard_reads_back_what_was_logged(tmp_path):

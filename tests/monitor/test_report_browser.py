@@ -108,7 +108,7 @@ def test_curves_are_drawn_from_the_metrics(full_run, full_page):
     rows = read_metrics(full_run / "run")
     for name in (
         "reward/mean", "eval/accuracy", "eval/pass@8", "kl/ref", "entropy", "response/length_mean",
-        "clip_fraction", "tokens_per_second", "loss", "groups/mixed",
+        "clip_fraction", "tokens_per_second", "loss", "groups/informative",
     ):  # fmt: skip
         check_curve(full_page, rows, name)
     assert len(vertices(full_page.all("path", data_series="logp_diff/max")[0][0]["d"])) == 30
@@ -157,6 +157,8 @@ def test_the_timeline_and_stage_times_are_drawn(full_run, full_page):
         assert all(abs(scale[0][0] + (t - scale[0][1]) * pixels - x) < 0.1 for x, t in scale)
     assert len(full_page.all("rect", class_="part", data_stage="generate")) == 30
     assert len(vertices(full_page.all("path", data_series="peak/update")[0][0]["d"])) == 30
+    memory = full_page.all("div", data_chart="Memory of each stage")[0][1]
+    assert "Most memory of the builder during the stage" in memory, "the page says what the run's meter measured"
     assert "generate" in full_page.all("table", id="stage-table")[0][1]
 
 

@@ -88,7 +88,7 @@ def test_a_dump_that_is_none_is_named(tmp_path):
     ("row", "run", "words"),
     [
         ({"response/truncated": 0.2}, {}, "20% of the latest responses are cut"),
-        ({"groups/mixed": 0.05}, {}, "Only 5% of the latest groups"),
+        ({"groups/informative": 0.05}, {}, "Only 5% of the latest groups"),
         ({"logp_diff/mean": 0.2}, {}, "differ by 0.2 nats"),
         ({"clip_fraction": 0.5}, {}, "50% of the latest tokens are clipped"),
         ({"reward/errors": 3}, {}, "failed on 3 samples"),
@@ -142,3 +142,13 @@ def test_the_command_says_what_is_wrong(tmp_path, capsys):
     assert main([str(tmp_path)]) == 1
     assert "has not finished an iteration" in capsys.readouterr().err
     assert not (tmp_path / "report.html").exists()
+
+
+def test_the_report_says_where_it_looked_for_dumps(run_builder, tmp_path, capsys):
+    run = run_builder(tmp_path / "run", iterations=3)
+    assert main([str(run)]) == 0 and f"samples from {run / 'dump'})" in capsys.readouterr().out
+    bare = run_builder(tmp_path / "bare", iterations=3, dumps=False)
+    assert main([str(bare)]) == 0
+    assert f"0 samples - looked for dumps in {bare / 'dump'}, {bare})" in capsys.readouterr().out
+    assert main([str(run), "--dump-dir", str(tmp_path / "nowhere")]) == 1
+    assert "nowhere is not a directory; give the --rl-dump-dir of the run" in capsys.readouterr().err

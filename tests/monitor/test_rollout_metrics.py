@@ -8,9 +8,10 @@ import torch
 
 from mindspeed_rl_plugin.monitor.metrics import (
     group_shares,
+    informative_share,
+    largest,
     logp_difference,
     merge,
-    paper_throughput,
     rollout_metrics,
     throughput,
     token_count,
@@ -32,13 +33,13 @@ def test_rollout_metrics_equal_plain_loops(rows_builder):
         if m
     ]
     groups = [rewards[k : k + 5] for k in range(0, 35, 5)]
-    got = rollout_metrics(rows)
+    got = rollout_metrics(rows, solved=rows["reward"].bool().tolist())
     want = {
         "reward/mean": statistics.fmean(rewards),
         "reward/std": statistics.stdev(rewards),
         "groups/solved": sum(all(g) for g in groups) / 7,
         "groups/unsolved": sum(not any(g) for g in groups) / 7,
-        "groups/mixed": sum(any(g) and not all(g) for g in groups) / 7,
+        "groups/informative": sum(len(set(g)) > 1 for g in groups) / 7,
         "response/length_mean": statistics.fmean(lengths),
         "response/length_max": max(lengths),
         "response/truncated": rows["finish"].tolist().count(1) / 35,
@@ -52,21 +53,23 @@ def test_rollout_metrics_equal_plain_loops(rows_builder):
 
 def test_groups_are_told_apart_by_id_and_not_by_position():
     ids = [SampleId(0, g, m) for m in range(2) for g in (4, 9, 2)]
-    reward = torch.tensor([1.0, 0.0, 1.0, 1.0, 0.0, 0.0])  # group 4 solved, 9 unsolved, 2 mixed
+    solved = [True, False, True, True, False, False]  # group 4 solved, 9 unsolved, 2 neither
     third = pytest.approx(1 / 3)
-    assert group_shares(reward, ids) == {"groups/solved": third, "groups/unsolved": third, "groups/mixed": third}
+    assert group_shares(solved, ids) == {"groups/solved": third, "groups/unsolved": third}
+    assert informative_share(torch.tensor(solved).float(), ids) == third
 
 
-def test_a_weighted_sum_that_misses_its_maximum_by_rounding_is_correct():
-    reward = torch.tensor([0.1 + 0.2 + 0.7]).float() - 1e-7
-    assert group_shares(reward, [SampleId(0, 0, 0)])["groups/solved"] == 1
-    assert group_shares(reward, [SampleId(0, 0, 0)], correct_at=1.01)["groups/solved"] == 0
+def test_graded_rewards_inform_without_any_solved_response():
+    ids = [SampleId(0, g, m) for g in range(2) for m in range(2)]
+    rows = Rows(tuple(ids), {"reward": torch.tensor([0.2, 0.7, 0.5, 0.5])})
+    got = rollout_metrics(rows, solved=[False] * 4)
+    assert (got["groups/informative"], got["groups/unsolved"]) == (0.5, 1.0)
 
 
 def test_columns_that_are_absent_leave_their_metrics_out_and_no_rows_is_an_error():
-    assert set(rollout_metrics(Rows((SampleId(0, 0, 0),), {"reward": torch.ones(1)}))) == {
-        "reward/mean", "reward/std", "groups/solved", "groups/unsolved", "groups/mixed",
-    }  # fmt: skip
+    one = Rows((SampleId(0, 0, 0),), {"reward": torch.ones(1)})
+    assert set(rollout_metrics(one)) == {"reward/mean", "reward/std", "groups/informative"}
+    assert set(rollout_metrics(one, solved=[True])) - set(rollout_metrics(one)) == {"groups/solved", "groups/unsolved"}
     with pytest.raises(ValueError, match="no rows"):
         rollout_metrics(Rows((), {}))
 
@@ -89,12 +92,17 @@ def test_throughput_agrees_with_equation_5_where_lengths_are_equal(rows_builder)
     ids = tuple(SampleId(0, g, m) for g in range(3) for m in range(4))
     rows = Rows(ids, {"tokens": Ragged.from_rows([torch.zeros(16, dtype=torch.int32)] * 12)})
     ours = throughput(token_count(rows), devices=2, seconds=4.0)
-    paper = paper_throughput(groups=3, members=4, prompt_length=6, response_length=10, devices=2, seconds=4.0)
+    paper = 3 * 4 * (6 + 10) / 2 / 4.0  # G N (PL + SL) / ND / ETE
     assert ours == {"tokens_per_second": paper, "tokens_per_second_total": 2 * paper} and paper == 24.0
     with pytest.raises(ValueError, match="seconds 0"):
         throughput(1, devices=1, seconds=0)
     with pytest.raises(ValueError, match="tokens or loss_mask"):
         token_count(Rows((SampleId(0, 0, 0),), {"reward": torch.ones(1)}))
+
+
+def test_the_slowest_rank_counts_whichever_it_is():
+    ranks = [{"seconds/update": 1.0, "seconds/reward": 3.0}, {"seconds/update": 2.0, "peak_bytes/update": 7}]
+    assert largest(ranks) == {"seconds/update": 2.0, "seconds/reward": 3.0, "peak_bytes/update": 7}
 
 
 def test_merge_refuses_two_values_of_one_name():

@@ -96,6 +96,49 @@ def test_metrics_add_repeated_stages_and_leave_evaluation_out_of_the_iteration(t
     assert clock.metrics() == {"seconds/iteration": 0.0}
 
 
+def test_what_is_done_for_an_evaluation_alone_is_evaluation_and_still_an_event(tmp_path, time):
+    meter = Meter()
+    clock = clock_at(tmp_path, time, meter=meter)
+    clock.begin(1)
+    with clock.stage("evaluate"):
+        time.at += 1
+        with clock.stage("reshard"):
+            meter.use(70)
+            time.at += 3
+        time.at += 4
+        with clock.stage("swap_back"):
+            time.at += 2
+    with clock.stage("reshard"):
+        time.at += 1
+    with clock.stage("update"):
+        time.at += 5
+    assert clock.metrics() == {
+        "seconds/evaluate": 10.0,
+        "seconds/reshard": 1.0,
+        "seconds/update": 5.0,
+        "seconds/iteration": 6.0,
+        "peak_bytes/evaluate": 70,
+        "peak_bytes/reshard": 70,
+        "peak_bytes/update": 70,
+    }
+    events = [(e["stage"], e["end"] - e["start"]) for e in read_events(tmp_path)]
+    assert events == [("evaluate", 10), ("reshard", 3), ("swap_back", 2), ("reshard", 1), ("update", 5)]
+
+
+def test_an_evaluation_hides_no_stage_of_another_thread(tmp_path):
+    clock = StageClock(tmp_path, 0)
+    inside = threading.Barrier(2, timeout=10)
+
+    def work(name):
+        with clock.stage(name):
+            inside.wait()
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in ("evaluate", "generate")]
+    [t.start() for t in threads]
+    [t.join(10) for t in threads]
+    assert {"seconds/evaluate", "seconds/generate"} <= clock.metrics().keys()
+
+
 def test_a_stage_that_raises_is_recorded_with_the_error(tmp_path, time):
     waits = []
     clock = clock_at(tmp_path, time, synchronize=lambda: waits.append(time.at))

@@ -1,0 +1,39 @@
+"""docs/metrics.md holds the register of names, the console's words and the summary's keys.
+
+python tests/monitor/test_metrics_doc.py        writes its table of names anew, from monitor/names.py
+"""
+
+import re
+from pathlib import Path
+
+from mindspeed_rl_plugin.monitor.console import SHORT_STAGES
+from mindspeed_rl_plugin.monitor.names import NAMES, meaning
+from mindspeed_rl_plugin.monitor.summary import summarize
+
+DOC = Path(__file__).parents[2] / "docs" / "metrics.md"
+FAMILIES = {"seconds/STAGE": "seconds/x", "peak_bytes/STAGE": "peak_bytes/x", "eval/pass@K": "eval/pass@8"}
+TABLE = re.compile(r"(?<=<!-- from monitor/names.py -->\n).*?(?=<!-- end -->)", re.DOTALL)
+
+
+def table():
+    rows = {**dict.fromkeys(NAMES), **FAMILIES}
+    lines = ["| name | unit | meaning |", "|---|---|---|"]
+    for name, example in rows.items():
+        unit, text = meaning(example or name)
+        lines.append(f"| `{name}` | {unit} | {text.replace('|', chr(92) + '|')} |")
+    return "\n".join(lines) + "\n"
+
+
+def test_the_table_is_the_register():
+    assert TABLE.search(DOC.read_text())[0] == table(), f"run python {Path(__file__).name}"
+
+
+def test_stages_and_summary_are_explained(run_builder, tmp_path):
+    text = DOC.read_text()
+    keys = summarize(run_builder(tmp_path / "run", iterations=2, dumps=False))
+    assert [key for key in keys if f"| `{key}` |" not in text] == []
+    assert [stage for stage, short in SHORT_STAGES.items() if f"| `{stage}` | `{short}` |" not in text] == []
+
+
+if __name__ == "__main__":
+    DOC.write_text(TABLE.sub(lambda _: table(), DOC.read_text()))
