@@ -11,9 +11,9 @@ from torch import Tensor
 
 from mindspeed_rl_plugin.algorithms import Totals
 from mindspeed_rl_plugin.forward.schedule import is_last_stage
-from mindspeed_rl_plugin.update.objective import MAXIMA, PER_TOKEN, WEIGHTED
+from mindspeed_rl_plugin.update.objective import MAXIMA, PER_SEQUENCE, PER_TOKEN, WEIGHTED
 
-SUMS = len(WEIGHTED) + len(PER_TOKEN)
+SUMS = len(WEIGHTED) + len(PER_TOKEN) + len(PER_SEQUENCE)
 WIDTH = SUMS + len(MAXIMA)
 
 
@@ -43,13 +43,18 @@ def to_metrics(tally: Tensor, totals: Totals) -> dict[str, float]:
 
     `loss`, `pg_loss`, `kl_loss`, `entropy_loss` are aggregated as the loss is; `ratio_mean`, `clip_fraction`,
     `entropy`, `kl` (to the reference), `kl_old` (to the policy the step started from) and `logp_diff_mean` (engine
-    to trainer) are means over the trained tokens, in nats where they have a unit. Without any trained
-    token the means are 0 (the ratio 1) and the extremes are left out.
+    to trainer) are means over the trained tokens, in nats where they have a unit. `rollout_weight_mean` and
+    `rollout_weight_outside` are over tokens the mean importance weight of the engine's samples and the share outside
+    the correction's bounds, `rollout_sequence_weight_mean` and `_outside` the same of whole responses, and
+    `rollout_kl` the KL of the engine's policy to the trainer's. Without any trained token the means are 0 (ratio and
+    weights 1) and the extremes are left out.
     """
-    named = dict(zip(WEIGHTED + PER_TOKEN + MAXIMA, tally.tolist(), strict=True))
+    named = dict(zip(WEIGHTED + PER_TOKEN + PER_SEQUENCE + MAXIMA, tally.tolist(), strict=True))
     metrics = {name: named[name] for name in WEIGHTED}
     metrics.update({name: named[name] / max(totals.tokens, 1) for name in PER_TOKEN})
-    metrics["ratio_mean"] = 1.0 + metrics.pop("ratio")
+    metrics.update({name: named[name] / max(totals.sequences, 1) for name in PER_SEQUENCE})
+    for name in ("ratio", "rollout_weight", "rollout_sequence_weight"):
+        metrics[f"{name}_mean"] = 1.0 + metrics.pop(name)
     if totals.tokens:
         metrics.update({name: named[name] for name in MAXIMA})
         metrics["ratio_min"] = -metrics["ratio_min"]

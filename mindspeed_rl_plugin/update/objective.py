@@ -6,13 +6,19 @@ import torch
 from torch import Tensor
 
 from mindspeed_rl_plugin.algorithms import Algorithm, TrainedTokens
+from mindspeed_rl_plugin.algorithms.corrections import importance_weights
 from mindspeed_rl_plugin.algorithms.kl import k3
 from mindspeed_rl_plugin.forward import MicroBatch
 
-# Sums weighted as the loss is; sums over trained tokens, to be divided by their number; maxima.
+# Sums weighted as the loss is; sums over trained tokens, to be divided by their number; over sequences with a
+# trained token, to be divided by theirs; maxima. Names in rollout_ and logp_diff_ need the engine's log-probs.
 WEIGHTED = ("loss", "pg_loss", "kl_loss", "entropy_loss")
-PER_TOKEN = ("ratio", "clip_fraction", "entropy", "kl", "kl_old", "logp_diff_mean")
-MAXIMA = ("ratio_max", "ratio_min", "logp_diff_max")
+PER_TOKEN = (
+    *("ratio", "clip_fraction", "entropy", "kl", "kl_old", "logp_diff_mean"),
+    *("rollout_weight", "rollout_weight_outside", "rollout_kl"),
+)
+PER_SEQUENCE = ("rollout_sequence_weight", "rollout_sequence_weight_outside")
+MAXIMA = ("ratio_max", "ratio_min", "logp_diff_max", "rollout_weight_max")
 
 
 def objective(
@@ -22,13 +28,15 @@ def objective(
 
     batch: with columns `logp_old` and `advantages`, `logp_ref` where the algorithm needs it, `logp_rollout`
     where known; weights: `[mb]` weight of a trained token of each row; logp, entropy: `[mb, S]`.
-    Returns the scalar `sum_t w_t * (policy + kl_coef * KL - entropy_coef * H)` with its gradient, and
-    a detached vector laid out as `WEIGHTED + PER_TOKEN + MAXIMA`. The ratio is tallied as ratio - 1, so that
-    the mean of ratios of 1 is 1 to the last bit; `ratio_min` as a maximum of its negative.
+    Returns the scalar `sum_t w_t * (c_t * policy + kl_coef * KL - entropy_coef * H)` with its gradient, c_t the
+    off-policy correction where one is on, and a detached vector laid out as `WEIGHTED + PER_TOKEN + PER_SEQUENCE +
+    MAXIMA`. Ratio and importance weights are tallied less 1, so that the mean of ratios of 1 is 1 to the last bit;
+    `ratio_min` as a maximum of its negative.
     """
     mask = batch.mask
     sequence = mask.nonzero()[:, 0]
-    tokens = TrainedTokens(logp[mask], batch.columns["logp_old"][mask], batch.columns["advantages"][mask], sequence)
+    logp_old, advantages = batch.columns["logp_old"][mask], batch.columns["advantages"][mask]
+    tokens = TrainedTokens(logp[mask], logp_old, advantages, sequence, len(weights))
     entropy = entropy[mask]
     weight = weights[sequence]
     zero = torch.zeros_like(tokens.logp_old)
@@ -37,20 +45,51 @@ def objective(
     reference = batch.columns.get("logp_ref")
     kl = algorithm.kl(tokens.logp, reference[mask]) if reference is not None else zero
     rollout = batch.columns.get("logp_rollout")
-    engine_gap = (tokens.logp_old - rollout[mask]).abs() if rollout is not None else zero
+    correction, gap = _engine_gap(algorithm, tokens, logp_old if rollout is None else rollout[mask])
 
-    pg_loss = (weight * terms.loss).sum()
+    policy = terms.loss if correction is None else correction * terms.loss
+    pg_loss = (weight * policy).sum()
     kl_loss = algorithm.kl_loss_coef * (weight * kl).sum()
     entropy_loss = -algorithm.entropy_coef * (weight * entropy).sum()
-    loss = pg_loss + kl_loss + entropy_loss
-    tally = [
-        *(loss, pg_loss, kl_loss, entropy_loss),
-        *(x.sum() for x in (terms.ratio - 1.0, terms.clipped.float(), entropy, kl)),
-        k3(tokens.logp_old, tokens.logp.detach()).sum(),
-        engine_gap.sum(),
-        *(_maximum(x) for x in (terms.ratio, -terms.ratio, engine_gap)),
-    ]
-    return loss, torch.stack([x.detach().float() for x in tally])
+    tally = {
+        "loss": pg_loss + kl_loss + entropy_loss,
+        "pg_loss": pg_loss,
+        "kl_loss": kl_loss,
+        "entropy_loss": entropy_loss,
+        "ratio": (terms.ratio - 1.0).sum(),
+        "clip_fraction": terms.clipped.float().sum(),
+        "entropy": entropy.sum(),
+        "kl": kl.sum(),
+        "kl_old": k3(tokens.logp_old, tokens.logp.detach()).sum(),
+        "ratio_max": _maximum(terms.ratio),
+        "ratio_min": _maximum(-terms.ratio),
+        **gap,
+    }
+    names = WEIGHTED + PER_TOKEN + PER_SEQUENCE + MAXIMA
+    return tally["loss"], torch.stack([tally[name].detach().float() for name in names])
+
+
+def _engine_gap(
+    algorithm: Algorithm, tokens: TrainedTokens, rollout: Tensor
+) -> tuple[Tensor | None, dict[str, Tensor]]:
+    """What the gap between engine and trainer makes of the loss, `[T]` or None, and its part of the tally."""
+    old, sequence, rows = tokens.logp_old, tokens.sequence, tokens.sequences
+    by_level = {level: importance_weights(old, rollout, sequence, rows, level) for level in ("token", "sequence")}
+    token, whole = by_level["token"], by_level["sequence"]
+    # A share of 1 / n on each of its n tokens counts a sequence once.
+    once = 1.0 / torch.bincount(sequence, minlength=rows).clamp(min=1)[sequence]
+    outside = {level: algorithm.out_of_bounds(weights).float() for level, weights in by_level.items()}
+    difference = (old - rollout).abs()
+    return algorithm.corrected(by_level[algorithm.correction_level]), {
+        "logp_diff_mean": difference.sum(),
+        "logp_diff_max": _maximum(difference),
+        "rollout_weight": (token - 1.0).sum(),
+        "rollout_weight_outside": outside["token"].sum(),
+        "rollout_weight_max": _maximum(token),
+        "rollout_kl": k3(rollout, old).sum(),
+        "rollout_sequence_weight": (once * (whole - 1.0)).sum(),
+        "rollout_sequence_weight_outside": (once * outside["sequence"]).sum(),
+    }
 
 
 def _maximum(values: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -44,20 +44,25 @@ class Update:
         self.model = model
         self.norm_length = norm_length
         self._device = device_of(model)
+        self._entropy_grad = algorithm.entropy_coef != 0
         self._per_token = bool(get_model_config(model[0]).calculate_per_token_loss)
         self._batches: list[MicroBatch] = []
         self._weights: list[Tensor] = []
         self._tallies: dict[int, Tensor] = {}
         self._metrics: dict[str, float] | None = None
 
-    def prepare(self, micro_batches: Sequence[Rows], totals: Totals | None = None) -> Totals:
+    def prepare(
+        self, micro_batches: Sequence[Rows], totals: Totals | None = None, *, measured: Collection[str] | None = None
+    ) -> Totals:
         """Take the rows of the next optimizer step.
 
         micro_batches: this data parallel rank's, in order, each of `micro_batch_size` rows with the columns
         `tokens`, `loss_mask`, `logp_old`, and `advantages` (ragged `[L]`) or `advantage` (`[B]`, one a sample);
         `logp_ref` where the algorithm needs it; `logp_rollout` where the engine's gap is to be measured;
-        `kept` (`[B]`, 0: the row is trained nowhere) where rows were dropped. totals: counts of the global
-        batch, None to count them here, which is collective over the data parallel ranks.
+        `kept` (`[B]`, 0: the row is trained nowhere) where rows were dropped. Ranks that are not on the last pipeline
+        stage need `tokens`, `loss_mask` and `kept` only. totals: counts of the global batch, None to count them here,
+        which is collective over the data parallel ranks; measured: columns that the last stage holds, None: those of
+        this rank.
         Returns the totals. Raises ValueError for a missing column or a wrong number of micro-batches.
         """
         expected = num_microbatches_calculator.get_num_microbatches()
@@ -78,6 +83,7 @@ class Update:
             total_tokens=totals.tokens,
         )
         self._totals = totals
+        self._measured = set(rows[0].columns if measured is None else measured)
         self._tallies, self._metrics = {}, None
         return totals
 
@@ -90,7 +96,8 @@ class Update:
     ) -> tuple[Tensor, Callable[..., tuple]]:
         """Megatron's forward step function: runs one micro-batch and returns its output and loss function."""
         batch = next(data_iterator).to(self._device)
-        return run_model(model, batch), functools.partial(self._loss, batch)
+        output = run_model(model, batch, self.settings, entropy_grad=self._entropy_grad)
+        return output, functools.partial(self._loss, batch)
 
     def metrics(self) -> dict[str, float]:
         """Metrics of the step, exact over the global batch and the same on all ranks (see `to_metrics`).
@@ -101,14 +108,14 @@ class Update:
             assert len(self._tallies) == (len(self._batches) if is_last_stage() else 0), "metrics before the step ran"
             tally = reduce_tallies(self._tallies.values(), self._device)
             self._metrics = to_metrics(tally, self._totals)
-            if all("logp_rollout" not in batch.columns for batch in self._batches):
-                self._metrics = {k: v for k, v in self._metrics.items() if not k.startswith("logp_diff")}
-            if all("logp_ref" not in batch.columns for batch in self._batches):
+            if "logp_rollout" not in self._measured:
+                self._metrics = {k: v for k, v in self._metrics.items() if not k.startswith(("logp_diff", "rollout_"))}
+            if "logp_ref" not in self._measured:
                 self._metrics.pop("kl")
         return dict(self._metrics)
 
-    def _loss(self, batch: MicroBatch, logits: Tensor) -> tuple:
-        logp, entropy = head_of(logits, batch, self.settings, entropy_grad=self.algorithm.entropy_coef != 0)
+    def _loss(self, batch: MicroBatch, output: Tensor) -> tuple:
+        logp, entropy = head_of(output, batch, self.settings, entropy_grad=self._entropy_grad)
         loss, tally = objective(self.algorithm, batch, self._weights[batch.index], logp, entropy)
         # By index, for Megatron may run a step again to validate its result.
         self._tallies[batch.index] = tally
@@ -117,22 +124,26 @@ class Update:
         return self._scaling.result(loss, batch.mask.sum(), {"loss": seen})
 
     def _checked(self, rows: Rows) -> Rows:
-        needed = ["tokens", "loss_mask", "logp_old", *(["logp_ref"] if self.algorithm.needs_reference else [])]
+        needed = ["tokens", "loss_mask"]
+        if is_last_stage():
+            needed += ["logp_old", *(["logp_ref"] if self.algorithm.kl_loss_coef else [])]
+            needed += ["logp_rollout"] if self.algorithm.correction != "off" else []
         missing = [name for name in needed if name not in rows.columns]
-        if missing or not {"advantages", "advantage"} & set(rows.columns):
+        if missing or (is_last_stage() and not {"advantages", "advantage"} & set(rows.columns)):
             raise ValueError(
                 f"the update lacks columns {missing or ['advantages']}; it was given {sorted(rows.columns)}"
             )
         if "kept" in rows.columns:
             kept = rows["kept"].bool().repeat_interleave(rows["loss_mask"].lengths)
-            rows = rows.with_columns(loss_mask=Ragged(rows["loss_mask"].values * kept, rows["loss_mask"].offsets))
-        if "advantages" not in rows.columns:
+            mask = rows["loss_mask"]
+            rows = rows.with_columns(loss_mask=Ragged(mask.values * kept, mask.offsets), scored=mask)
+        if "advantages" not in rows.columns and "advantage" in rows.columns:
             rows = rows.with_columns(advantages=spread(rows["advantage"], rows["loss_mask"]))
         return rows
 
     def _collate(self, index: int, rows: Rows) -> MicroBatch:
-        optional = [name for name in ("logp_ref", "logp_rollout") if name in rows.columns]
-        return collate(rows, self.settings, index=index, columns=["logp_old", "advantages", *optional])
+        carried = [n for n in ("logp_old", "advantages", "logp_ref", "logp_rollout", "scored") if n in rows.columns]
+        return collate(rows, self.settings, index=index, columns=carried)
 
     def _count(self, counts: Sequence[Tensor]) -> Totals:
         every = torch.cat(list(counts))

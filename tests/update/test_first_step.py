@@ -3,11 +3,12 @@
 import pytest
 import torch
 
-ONE_RANK = {"one": "--micro-batch-size 2"}
+ONE_RANK = {"one": "--micro-batch-size 2", "chunks": "--micro-batch-size 2 CHUNKS"}
 TWO_RANKS = {
     "PP2": "--pipeline-model-parallel-size 2 --micro-batch-size 2",
     "TP2": "--tensor-model-parallel-size 2 --sequence-parallel --micro-batch-size 2",
     "DP2": "--micro-batch-size 2 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
+    "TP2 chunks": "--tensor-model-parallel-size 2 --sequence-parallel --micro-batch-size 2 CHUNKS",
 }
 
 

@@ -30,23 +30,40 @@ ONE_RANK = {
     "token-mean 1": case(1, aggregation="token-mean"),
     "token-mean 4": case(4, aggregation="token-mean"),
     "mean of means": case(4, aggregation="token-mean", mode="mean of means"),
+    "chunks": case(2, chunk=7),
+    "one chunk": case(4, chunk=1000),
+    "dropped chunks": case(2, chunk=7, mode="dropped"),
+    "tied": case(2, tied=True),
+    "tied chunks": case(4, tied=True, chunk=7),
 }
 # Pipelines first: core 0.12 leaves groups behind that a later pipeline in the same process stumbles on.
 TWO_RANKS = {
     "PP2": case(2, PP2),
+    "PP2 chunks": case(2, PP2, chunk=7),
     "TP2": case(2, TP2),
     "DP2": case(2),
     "DP2 distributed optimizer": case(1, DIST),
+    "TP2 sequence parallel chunks": case(4, f"{TP2} --sequence-parallel", chunk=7),
 }
 MORE_ON_TWO_RANKS = {
     "PP2 VPP2": case(1, f"{PP2} --num-layers-per-virtual-pipeline-stage 1"),
+    "PP2 VPP2 chunks": case(1, f"{PP2} --num-layers-per-virtual-pipeline-stage 1", chunk=7),
     "PP2 per token loss": case(1, f"{PP2} --calculate-per-token-loss"),
     "TP2 sequence parallel": case(4, f"{TP2} --sequence-parallel"),
     "DP2 micro-batch 4": case(4),
     "DP2 per token loss": case(2, "--calculate-per-token-loss"),
     "DP2 overlapped": case(1, f"{DIST} --overlap-grad-reduce --overlap-param-gather"),
+    "TP2 chunks": case(2, TP2, chunk=7),
+    "DP2 overlapped chunks": case(1, f"{DIST} --overlap-grad-reduce --overlap-param-gather", chunk=7),
+}
+TIED_ON_TWO_RANKS = {
+    "tied PP2 chunks": case(2, PP2, tied=True, chunk=7),
+    "tied TP2 sequence parallel chunks": case(2, f"{TP2} --sequence-parallel", tied=True, chunk=7),
 }
 OTHER_AGGREGATIONS = ("token-mean", "seq-mean-token-sum", "token-sum-norm")
+
+
+ONE_RANK_SAME = ("micro-batch 1", "micro-batch 2", "micro-batch 4", "per token loss", "replayed", "chunks", "one chunk")
 
 
 def assert_same_step(got, want):
@@ -72,7 +89,7 @@ def two_ranks(run_cases):
     return run_cases("invariance.py", 2, TWO_RANKS)
 
 
-@pytest.mark.parametrize("name", ["micro-batch 1", "micro-batch 2", "micro-batch 4", "per token loss", "replayed"])
+@pytest.mark.parametrize("name", ONE_RANK_SAME)
 def test_one_rank(one_rank, name):
     assert_same_step(one_rank[name], one_rank["reference"])
     assert "loss" in one_rank[name]["metrics"] and one_rank[name]["grad_norm"] > 0.1
@@ -88,6 +105,13 @@ def test_a_dropped_sample_is_trained_nowhere_and_counts_nowhere(one_rank):
     dropped, masked = one_rank["dropped"], one_rank["masked"]
     assert_same_step(dropped, masked)
     assert dropped["metrics"]["trained_sequences"] == 6 and dropped["metrics"]["trained_tokens"] == 18
+    assert_same_step(one_rank["dropped chunks"], masked)
+
+
+def test_a_tied_output_weight_gets_both_gradients(one_rank):
+    assert_same_step(one_rank["tied chunks"], one_rank["tied"])
+    name = "embedding.word_embeddings.weight"
+    assert not torch.allclose(one_rank["tied"]["gradients"][name], one_rank["chunks"]["gradients"][name], rtol=0.1)
 
 
 def test_a_mean_of_micro_batch_means_would_be_caught(one_rank):
@@ -102,6 +126,8 @@ def test_a_mean_of_micro_batch_means_would_be_caught(one_rank):
 def test_more_layouts(run_cases, one_rank):
     for name, got in run_cases("invariance.py", 2, MORE_ON_TWO_RANKS).items():
         assert_same_step(got, one_rank["micro-batch 1"]), name
+    for got in run_cases("invariance.py", 2, TIED_ON_TWO_RANKS).values():
+        assert_same_step(got, one_rank["tied"])
 
 
 @pytest.mark.slow

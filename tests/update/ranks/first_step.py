@@ -1,7 +1,7 @@
 """Run by test_first_step.py: log-probs, then two optimizer steps on the same rows, in several layouts.
 
-Argument: a folder with `rollout.pt` and `cases.json`, {name: Megatron's flags}. Writes `NAME.pt` there for each
-case: log-probs of all rows before the steps and after them, and the metrics of both steps.
+Argument: a folder with `rollout.pt` and `cases.json`, {name: Megatron's flags, and CHUNKS for log-probs in chunks}.
+Writes `NAME.pt` there for each case: log-probs of all rows before the steps and after them, metrics of both steps.
 """
 
 import functools
@@ -42,8 +42,9 @@ def check_quiet(chunk, *ignored):
 def main(folder):
     rows = load_rows(folder / "rollout.pt")
     for name, flags in json.loads((folder / "cases.json").read_text()).items():
+        chunk, flags = (7 if "CHUNKS" in flags else 0), flags.replace("CHUNKS", "")
         with Job(f"{flags} --global-batch-size {len(rows)}", lr=1e-2) as job:
-            settings = ForwardSettings.from_args(job.args, vocab_size=VOCAB, temperature=0.8)
+            settings = ForwardSettings.from_args(job.args, vocab_size=VOCAB, temperature=0.8, chunk_tokens=chunk)
             (step,) = plan_batches(
                 rows.ids,
                 global_batch_size=len(rows),

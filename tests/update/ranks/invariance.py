@@ -1,7 +1,8 @@
 """Run by test_invariance.py: one saved rollout through one optimizer step, in several layouts.
 
-Argument: a folder with `rollout.pt` and `cases.json`, {name: {"flags": Megatron's, "aggregation": ..., "fault"
-or "mode": ...}}. Writes `NAME.pt` there for each case: grad norm, metrics, full gradient of each parameter.
+Argument: a folder with `rollout.pt` and `cases.json`, {name: {"flags": Megatron's, and where they differ
+"aggregation", "chunk", "tied", "mode"}}. Writes `NAME.pt` there for each case: grad norm, metrics, full gradient
+of each parameter.
 """
 
 import json
@@ -29,7 +30,9 @@ def through_train_step(job, rows, case):
         kl_estimator="k3-unbiased",
         entropy_coef=ENTROPY_COEF,
     )
-    settings = ForwardSettings.from_args(job.args, vocab_size=VOCAB, temperature=TEMPERATURE)
+    settings = ForwardSettings.from_args(
+        job.args, vocab_size=VOCAB, temperature=TEMPERATURE, chunk_tokens=case.get("chunk")
+    )
     update = Update(resolve(chosen), settings, job.model, norm_length=20)
     (step,) = plan_batches(
         rows.ids,
@@ -67,10 +70,10 @@ def without_row(rows, index, how):
 def refuses_bad_input(update, mine):
     """What a caller can get wrong is named before anything runs."""
     few = [Rows(part.ids, {name: part[name] for name in ("tokens", "loss_mask")}) for part in mine]
-    for given, message in (
-        (mine[:-1], f"{len(mine) - 1} micro-batches prepared where Megatron's step runs {len(mine)}"),
-        (few, "the update lacks columns ['logp_old', 'logp_ref']"),
-    ):
+    refused = [(mine[:-1], f"{len(mine) - 1} micro-batches prepared where Megatron's step runs {len(mine)}")]
+    if parallel_state.is_pipeline_last_stage(ignore_virtual=True):
+        refused.append((few, "the update lacks columns ['logp_old', 'logp_ref']"))
+    for given, message in refused:
         try:
             update.prepare(given)
         except ValueError as error:
@@ -142,7 +145,7 @@ def by_loops(job, rows, case):
 def main(folder):
     rows = load_rows(folder / "rollout.pt")
     for name, case in json.loads((folder / "cases.json").read_text()).items():
-        with Job(f"{case['flags']} --global-batch-size {len(rows)}", lr=0.0) as job:
+        with Job(f"{case['flags']} --global-batch-size {len(rows)}", lr=0.0, tied=case.get("tied", False)) as job:
             how = by_loops if case.get("mode") == "loops" else through_train_step
             metrics, grad_norm = how(job, rows, case)
             everywhere = [None] * dist.get_world_size()

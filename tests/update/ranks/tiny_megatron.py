@@ -46,11 +46,12 @@ BASE = """
 class Job:
     """Megatron with one layout: `with Job("--tensor-model-parallel-size 2 ...") as job`."""
 
-    def __init__(self, flags: str, *, lr: float | None = None):
+    def __init__(self, flags: str, *, lr: float | None = None, tied: bool = False):
         self.flags, self.lr = flags, lr
+        self.base = BASE.replace("--untie-embeddings-and-output-weights", "") if tied else BASE
 
     def __enter__(self):
-        _initialize((BASE + self.flags).split())
+        _initialize((self.base + self.flags).split())
         self.args = get_args()
         self.model = training.get_model(_provider, ModelType.encoder_or_decoder)
         for chunk in self.model:
@@ -171,6 +172,8 @@ def _parameters(chunk):
             if name.startswith(local):
                 name = f"decoder.layers.{number}.{name[len(local) :]}"
                 break
+        if name == "output_layer.weight" and inner.share_embeddings_and_output_weights:
+            name = "embedding.word_embeddings.weight"  # the last stage's copy of it
         split = parameter.partition_dim if getattr(parameter, "tensor_model_parallel", False) else None
         yield name, parameter, split, "linear_fc1.weight" in name
 

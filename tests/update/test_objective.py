@@ -1,0 +1,116 @@
+"""One micro-batch's part of the loss and its tally against loops over tokens, with every correction."""
+
+import math
+
+import pytest
+import torch
+
+from mindspeed_rl_plugin.algorithms import Totals, resolve
+from mindspeed_rl_plugin.config import AlgorithmConfig
+from mindspeed_rl_plugin.forward.collate import MicroBatch
+from mindspeed_rl_plugin.update.metrics import WIDTH, to_metrics
+from mindspeed_rl_plugin.update.objective import objective
+
+COUNTS = (3, 0, 1, 4)  # trained tokens of each row
+WIDE = 6
+
+
+def micro_batch(seed=0, **columns):
+    """Four rows of six tokens, one of them trained nowhere, with random columns in float64."""
+    g = torch.Generator().manual_seed(seed)
+    mask = torch.zeros(len(COUNTS), WIDE, dtype=torch.bool)
+    for row, count in enumerate(COUNTS):
+        mask[row, 5 - count : 5] = True
+    drawn = {
+        name: torch.randn(len(COUNTS), WIDE, generator=g, dtype=torch.float64)
+        for name in ("logp_old", "advantages", "logp_ref", "logp_rollout")
+    }
+    drawn["logp_rollout"] = drawn["logp_old"] + 0.4 * drawn["logp_rollout"]
+    shape = torch.zeros(len(COUNTS), WIDE, dtype=torch.int64)
+    batch = MicroBatch(0, shape, shape, shape, False, mask, shape[:, 0], {**drawn, **columns})
+    logp = (drawn["logp_old"] + 0.3 * torch.randn(mask.shape, generator=g, dtype=torch.float64)).requires_grad_()
+    return batch, logp, torch.rand(mask.shape, generator=g, dtype=torch.float64).requires_grad_()
+
+
+def weights_by_loops(batch, level):
+    """Importance weight of each trained token, {(row, position): weight}."""
+    gap = batch.columns["logp_old"] - batch.columns["logp_rollout"]
+    found = {}
+    for row, at in batch.mask.nonzero().tolist():
+        mine = [float(gap[row, t]) for t in range(WIDE) if batch.mask[row, t]]
+        found[row, at] = math.exp(sum(mine) if level == "sequence" else float(gap[row, at]))
+    return found
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("correction", ["off", "truncate", "mask", "decoupled"])
+def test_objective_is_the_loop(correction, level):
+    bounds = {"low": 0.7, "high": 1.3}
+    algorithm = resolve(
+        AlgorithmConfig(
+            algorithm="grpo",
+            aggregation="token-mean",
+            kl_loss_coef=0.1,
+            entropy_coef=0.05,
+            correction=correction,
+            correction_level=level,
+            correction_low=0.7,
+            correction_high=1.3,
+        )
+    )
+    batch, logp, entropy = micro_batch()
+    weights = torch.where(torch.tensor(COUNTS) > 0, torch.tensor([0.2, 9.0, 0.5, 0.3], dtype=torch.float64), 0.0)
+    loss, tally = objective(algorithm, batch, weights, logp, entropy)
+
+    importance = {name: weights_by_loops(batch, name) for name in ("token", "sequence")}
+    total, policy_part = 0.0, 0.0
+    for (row, at), w in importance[level].items():
+        c = {"off": 1.0, "truncate": min(max(w, 0.7), 1.3)}.get(correction, w if 0.7 <= w <= 1.3 else 0.0)
+        a, old = batch.columns["advantages"][row, at], batch.columns["logp_old"][row, at]
+        ratio = (logp[row, at] - old).exp()
+        one, two = -a * ratio, -a * ratio.clamp(0.8, 1.2)
+        x = batch.columns["logp_ref"][row, at] - logp[row, at]
+        policy = c * (one if float(one) > float(two) else two)
+        kl = (x.exp() - x - 1).clamp(max=10)
+        total = total + weights[row] * (policy + 0.1 * kl - 0.05 * entropy[row, at])
+        policy_part += float(weights[row] * policy.detach())
+    assert float(loss.detach()) == pytest.approx(float(total.detach()), rel=1e-12)
+    for leaf in (logp, entropy):
+        got = torch.autograd.grad(loss, leaf, retain_graph=True)[0]
+        want = torch.autograd.grad(total, leaf, retain_graph=True)[0]
+        torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-12)
+
+    assert tally.shape == (WIDTH,)
+    metrics = to_metrics(tally, Totals(sum(COUNTS), 3))
+    assert metrics["pg_loss"] == pytest.approx(policy_part, rel=1e-5)
+    token = list(importance["token"].values())
+    assert metrics["rollout_weight_mean"] == pytest.approx(sum(token) / 8, rel=1e-5)
+    assert metrics["rollout_weight_max"] == pytest.approx(max(token), rel=1e-5)
+    out = sum(not bounds["low"] <= w <= bounds["high"] for w in token)
+    assert metrics["rollout_weight_outside"] == pytest.approx(out / 8) and 0 < out < 8
+    whole = [next(w for (r, _), w in importance["sequence"].items() if r == row) for row in (0, 2, 3)]
+    assert metrics["rollout_sequence_weight_mean"] == pytest.approx(sum(whole) / 3, rel=1e-5)
+    out = sum(not 0.7 <= w <= 1.3 for w in whole)
+    assert metrics["rollout_sequence_weight_outside"] == pytest.approx(out / 3) and out > 0
+    gaps = [math.log(w) for w in token]
+    assert metrics["rollout_kl"] == pytest.approx(sum(math.exp(g) - g - 1 for g in gaps) / 8, rel=1e-5)
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "gspo", "cispo", "rloo", "dapo", "dr-grpo", "reinforce++"])
+def test_a_micro_batch_without_a_trained_token_adds_nothing(algorithm):
+    """A rank with no trained token still runs its step."""
+    batch, logp, entropy = micro_batch()
+    batch.mask.zero_()
+    loss, tally = objective(resolve(AlgorithmConfig(algorithm=algorithm)), batch, torch.zeros(4), logp, entropy)
+    loss.backward()
+    assert float(loss) == 0.0 and not logp.grad.any()
+    metrics = to_metrics(tally, Totals(0, 0))
+    assert metrics["ratio_mean"] == metrics["rollout_weight_mean"] == 1.0 and "ratio_max" not in metrics
+
+
+def test_without_the_engines_logps_the_weights_are_one():
+    batch, logp, entropy = micro_batch()
+    del batch.columns["logp_rollout"]
+    _, tally = objective(resolve(AlgorithmConfig(algorithm="grpo")), batch, torch.ones(4), logp, entropy)
+    metrics = to_metrics(tally, Totals(sum(COUNTS), 3))
+    assert metrics["rollout_weight_mean"] == metrics["rollout_sequence_weight_mean"] == 1.0
