@@ -69,6 +69,8 @@ RL_ARGS=(
     --log-interval 1000
     --seed $((1 + seed))
 )
+# Float32 rounding in a trained model, and far less than stale or coarser weights make: docs/quickstart-results.md.
+agreement=(--difference-at-most 2e-4)
 claim=(--before-at-most 0.60 --after-at-least 0.80)
 if [ "$smoke" = yes ]; then
     PRETRAIN_ARGS+=(--train-iters 150)
@@ -89,4 +91,7 @@ SAVE=$run/tuned bash examples/launch.sh "${RL_ARGS[@]}" 2>"$run/tune.err" | tee 
 echo "== 4/4 report"
 $python -m mindspeed_rl_plugin report "$run/tuned/rl" --out "$run/report.html"
 $python examples/summarize.py "$run/tuned/rl" --out "$run/summary.json" --seconds $((SECONDS - begin)) \
-    ${claim[@]+"${claim[@]}"}
+    "${agreement[@]}" ${claim[@]+"${claim[@]}"}
+if [ "$smoke" = yes ]; then
+    echo "quickstart: --smoke shows that every step runs; 4 iterations on 32 prompts make no claim about accuracy"
+fi
