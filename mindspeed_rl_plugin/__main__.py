@@ -12,7 +12,11 @@ import sys
 
 # name -> (module with main(argv) -> exit code, help). Imported only when asked for.
 SUBCOMMANDS: dict[str, tuple[str, str]] = {
+    "algorithms": ("mindspeed_rl_plugin.algorithms.command", "presets of --rl-algorithm, their parts and sources"),
+    "export": ("mindspeed_rl_plugin.export.to_hf", "a Megatron checkpoint as a Hugging Face model"),
+    "import": ("mindspeed_rl_plugin.export.to_megatron", "a Hugging Face model as a Megatron checkpoint"),
     "patch": ("mindspeed_rl_plugin.patching.command", "check, apply or revert the one-line patch of a checkout"),
+    "plan": ("mindspeed_rl_plugin.plan", "memory, bytes, seconds of a reshard (--dock: of a rollout), on no machine"),
     "rehearse": ("mindspeed_rl_plugin.host.rehearse", "run an Ascend launch script here, shrunk, for one RL iteration"),
     "report": ("mindspeed_rl_plugin.monitor.report", "one HTML file of a run: curves, timeline, memory, samples"),
 }
@@ -49,7 +53,10 @@ def main(argv: list[str]) -> int:
 
 
 def run_script(script: str, arguments: list[str]) -> None:
-    """Run `script` as `__main__` with the plugin attached, as `python script arguments` would."""
+    """Run `script` as `__main__` with the plugin attached, as `python script arguments` would.
+
+    Exits with a message when Megatron cannot be imported.
+    """
     import mindspeed_rl_plugin.adaptor  # noqa: F401
 
     sys.argv = [script, *arguments]
@@ -61,7 +68,15 @@ def run_script(script: str, arguments: list[str]) -> None:
     root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     if root not in sys.path:
         sys.path.append(root)  # so that spawned processes find a plugin that is not installed
-    runpy.run_path(script, run_name="__main__")
+    try:
+        runpy.run_path(script, run_name="__main__")
+    except ModuleNotFoundError as error:
+        if error.name not in ("megatron", "megatron.core", "megatron.training"):
+            raise
+        sys.exit(
+            f"mindspeed_rl_plugin: {script} imports {error.name}, which is not here: put your Megatron-LM checkout on "
+            "PYTHONPATH (megatron-core from PyPI has megatron.training from 0.17 on); without accelerator, run setup.sh"
+        )
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import argparse
 import dataclasses
 import os
 import typing
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import UnionType
 from typing import Any
@@ -49,7 +50,7 @@ class RolloutConfig:
     )
     samples_per_prompt: int = flag(8, "responses drawn for each prompt, the group size N", unit="responses")
     max_response_length: int = flag(1024, "longest response; longer ones are cut", unit="tokens")
-    temperature: float = flag(1.0, "sampling temperature, > 0; log-probs everywhere are taken at it")
+    temperature: float = flag(1.0, "sampling temperature, at least 0.01; log-probs everywhere are taken at it")
     top_p: float = flag(1.0, "nucleus sampling bound in (0, 1]; below 1 the ratio of the update is biased")
     top_k: int = flag(0, "sample among the k likeliest tokens; 0 means all")
     stop: tuple[str, ...] = flag((), "strings that end a response")
@@ -77,12 +78,18 @@ class RewardConfig:
     """Rewards: which graders, with which weights and limits."""
 
     reward: tuple[str, ...] = flag(
-        (), "graders: math, exact, regex or path/to/file.py:function, each with an optional =WEIGHT"
+        (),
+        "graders: math, exact, regex or path/to/file.py:function, each with an optional =WEIGHT; a response is solved "
+        "when every grader of positive weight gives at least 1",
     )
     reward_regex: str | None = flag(
         None, "pattern of the regex grader; its group 1 (or the match) is compared to the answer"
     )
-    reward_timeout: float = flag(10.0, "limit of one grading call; the worker is killed beyond it", unit="seconds")
+    reward_timeout: tuple[float, ...] = flag(
+        (10.0,),
+        "limit of one grading call, one for all graders or one for each --rl-reward; the worker is killed beyond it",
+        unit="seconds",
+    )
     reward_workers: int = flag(2, "grader processes on each rank that grades", unit="processes")
     reward_on_error: str = flag(
         "stop",
@@ -95,20 +102,76 @@ class RewardConfig:
 class AlgorithmConfig:
     """The algorithm: a preset, and each of its parts by a flag of its own."""
 
-    algorithm: str | None = flag(None, "turns RL on: the preset to train with (grpo)")
+    algorithm: str | None = flag(
+        None, "turns RL on: the preset to train with; `python -m mindspeed_rl_plugin algorithms` prints all of them"
+    )
     advantage: str | None = flag(None, "advantage estimator (default: the preset's)")
     loss: str | None = flag(None, "policy loss (default: the preset's)")
     aggregation: str | None = flag(None, "how token losses become one number (default: the preset's)")
-    clip_low: float | None = flag(None, "ratio bound below: 1 - clip_low (default: the preset's)")
-    clip_high: float | None = flag(None, "ratio bound above: 1 + clip_high (default: the preset's)")
+    clip_low: float | None = flag(None, "ratio bound below: 1 - clip_low (default: the loss's)")
+    clip_high: float | None = flag(None, "ratio bound above: 1 + clip_high (default: the loss's)")
     dual_clip: float | None = flag(None, "bound c of dual clip for negative advantages, > 1; off unless set")
+    sapo_tau_positive: float | None = flag(None, "temperature of the gate of sapo for advantages above 0 (default: 1)")
+    sapo_tau_negative: float | None = flag(None, "temperature of the gate of sapo for the others (default: 1.05)")
     kl_loss_coef: float | None = flag(None, "weight of the KL to the reference in the loss (default: the preset's)")
     kl_estimator: str | None = flag(
         None, "KL estimator (default: the preset's)", choices=("k1", "k2", "k3", "k3-unbiased")
     )
+    kl_reward_coef: float | None = flag(
+        None, "weight of the KL to the reference that is taken from the reward (default: the preset's)"
+    )
+    kl_reward_estimator: str | None = flag(
+        None, "KL estimator in the reward (default: the preset's)", choices=("k1", "k2", "k3", "k3-unbiased")
+    )
     entropy_coef: float = flag(0.0, "weight of the entropy bonus")
     advantage_eps: float = flag(1e-6, "added to the group's standard deviation")
+    gamma: float = flag(1.0, "discount of the reward a token, for reinforce++ and gae")
+    gae_lambda: float = flag(1.0, "lambda of gae")
+    value_clip: float = flag(0.2, "bound on how far a value may move from the rollout's in the critic's loss")
+    correction: str = flag(
+        "off",
+        "weights for the gap between the policy that drew a token and the one that the update starts from; their "
+        "metrics are logged in any case",
+        choices=("off", "truncate", "mask", "decoupled"),
+    )
+    correction_level: str = flag("token", "unit that a correction weighs", choices=("token", "sequence"))
+    correction_low: float | None = flag(None, "least weight of the correction (default: the correction's)")
+    correction_high: float | None = flag(None, "largest weight of the correction (default: the correction's)")
+    overlong_buffer: int | None = flag(
+        None,
+        "length below --rl-max-response-length over which the penalty on long responses rises, 0: none (default: the "
+        "preset's)",
+        unit="tokens",
+    )
+    overlong_penalty: float = flag(1.0, "penalty of a response as long as the limit, subtracted from its reward")
+    dynamic_sampling: bool | None = flag(
+        None, "replace groups whose rewards are all equal by further ones (default: the preset's)"
+    )
+    filtration: str | None = flag(
+        None,
+        "resample the responses of a prompt by their rewards (default: the preset's)",
+        choices=("none", "best-worst", "best-random", "pow"),
+    )
+    filtration_power: float = flag(2.0, "exponent p of filtration pow, weight |R|^p")
+    filtration_whole_batch: bool = flag(False, "resample over the whole rollout instead of a prompt, as verl does")
+    dpo_loss: str = flag("sigmoid", "loss of a pair", choices=("sigmoid", "hinge", "ipo"))
+    dpo_beta: float = flag(0.1, "beta of dpo: how strongly the reference holds")
+    dpo_label_smoothing: float = flag(0.0, "chance that a pair is labelled the wrong way round, sigmoid only")
+    dpo_length_norm: bool = flag(False, "compare mean log-probs of the two responses of a pair instead of sums")
     ppo_epochs: int = flag(1, "passes over one rollout batch", unit="epochs")
+
+
+@dataclass(frozen=True)
+class ForwardConfig:
+    """Forward passes of the trainer: old and reference log-probs, and the update."""
+
+    logprob_chunk_tokens: int | None = flag(
+        None,
+        "take log-probs from the hidden states, with the logits of so many tokens at once and computed again in "
+        "backward; 0: from all logits of a micro-batch (default: so many that their fp32 logits fill 128 MiB on a "
+        "rank, 4 MiB without accelerator; 0 where those of a whole micro-batch fill at most twice that)",
+        unit="tokens",
+    )
 
 
 @dataclass(frozen=True)
@@ -123,6 +186,20 @@ class ReshardConfig:
 
 
 @dataclass(frozen=True)
+class DockConfig:
+    """The transfer dock, where the stages leave rows for each other."""
+
+    dock: str = flag(
+        "auto",
+        "where rows lie: local (the first rank's process), shm (shared memory of each machine), ray (the same, kept by "
+        "a process that Ray places on each machine and restarts; joins RAY_ADDRESS or starts Ray for the job), auto: "
+        "local for one rank, shm for several, ray on several machines where RAY_ADDRESS is set",
+        choices=("auto", "local", "shm", "ray"),
+    )
+    dock_gb: float = flag(0.0, "most that the rows of one machine may take; 0 means no limit", unit="GiB")
+
+
+@dataclass(frozen=True)
 class MonitorConfig:
     """What is measured, where it is written, and how often the model is evaluated."""
 
@@ -134,7 +211,8 @@ class MonitorConfig:
     eval_pass_k: int = flag(0, "also sample k responses a prompt and report pass@k; 0 means greedy only")
     wait_timeout: float = flag(
         1800.0,
-        "deadline of every wait for another rank, its stage included, and for the engine's next response",
+        "deadline of every wait for another rank, its stage included, and for the engine's next response; nine tenths "
+        "of it for all grading of one rank, and for loading its graders",
         unit="seconds",
     )
     progress: bool = flag(True, "progress bar during generation when stdout is a terminal")
@@ -148,7 +226,9 @@ class RLConfig:
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    forward: ForwardConfig = field(default_factory=ForwardConfig)
     reshard: ReshardConfig = field(default_factory=ReshardConfig)
+    dock: DockConfig = field(default_factory=DockConfig)
     monitor: MonitorConfig = field(default_factory=MonitorConfig)
 
     @classmethod
@@ -193,7 +273,7 @@ def flag_names() -> list[str]:
     for group in _groups().values():
         for f in dataclasses.fields(group):
             names.append(flag_name(f.name))
-            if f.default is True:
+            if f.default is True or _is_switch(group, f):
                 names.append("--no-" + flag_name(f.name)[2:])
     return names
 
@@ -213,9 +293,29 @@ def launch_env() -> dict[str, int]:
     }
 
 
+def master_address() -> tuple[str, int]:
+    """MASTER_ADDR and MASTER_PORT of the job; an empty name outside torchrun."""
+    return os.environ.get("MASTER_ADDR", ""), int(os.environ.get("MASTER_PORT", 0))
+
+
+def ray_address() -> str:
+    """RAY_ADDRESS, the Ray cluster that the user wants to join; empty without."""
+    return os.environ.get("RAY_ADDRESS", "")
+
+
+def child_environment(more: Mapping[str, str]) -> dict[str, str]:
+    """This process's environment and some more, for a process that it starts."""
+    return {**os.environ, **more}
+
+
 def _groups() -> dict[str, type]:
     hints = typing.get_type_hints(RLConfig)
     return {f.name: hints[f.name] for f in dataclasses.fields(RLConfig)}
+
+
+def _is_switch(group: type, f: dataclasses.Field) -> bool:
+    """Whether a field is a switch that the preset sets unless the user does."""
+    return typing.get_type_hints(group)[f.name] == bool | None
 
 
 def _value(f: dataclasses.Field, value: Any) -> Any:
@@ -229,8 +329,8 @@ def _argparse_kwargs(group: type, f: dataclasses.Field) -> dict[str, Any]:
     if f.default not in (None, ()) and not isinstance(f.default, bool):
         text += f" (default: {' '.join(map(str, f.default)) if isinstance(f.default, tuple) else f.default})"
     kwargs: dict[str, Any] = {"help": text, "default": list(f.default) if isinstance(f.default, tuple) else f.default}
-    if isinstance(f.default, bool):
-        kwargs["action"] = argparse.BooleanOptionalAction if f.default else "store_true"
+    if isinstance(f.default, bool) or _is_switch(group, f):
+        kwargs["action"] = "store_true" if f.default is False else argparse.BooleanOptionalAction
         return kwargs
     hint = typing.get_type_hints(group)[f.name]
     if typing.get_origin(hint) is UnionType:

@@ -30,7 +30,9 @@ OVERRIDE = "MINDSPEED_RL_DEVICE"
 
 
 class Meter(Protocol):
-    """Bytes in use. What counts as a byte in use is said by each implementation."""
+    """Bytes in use. measures: in words, what counts as a byte in use."""
+
+    measures: str
 
     def allocated(self) -> int:
         """Bytes in use now."""
@@ -197,6 +199,8 @@ class AcceleratorMeter:
     """Bytes that live tensors hold in the caching allocator of the current device (reserved but free
     blocks are not counted)."""
 
+    measures = "device memory allocated by tensors"
+
     def __init__(self, device: Device) -> None:
         self._device = device
 
@@ -218,6 +222,8 @@ class ProcessMeter:
     allow that (other systems, some sandboxes), the peak is the largest value that a call of this
     meter has seen since the reset. For exact bytes of tensors use `StorageMeter`.
     """
+
+    measures = "resident memory of the process on the host, its code and libraries included"
 
     def __init__(self) -> None:
         self._seen = 0
@@ -271,6 +277,8 @@ class StorageMeter(TorchDispatchMode):
     `Device.host_empty`, which on an accelerator would lie in host memory. Storages made before the
     context are unknown to it until `track` names them. Same interface as the other meters.
     """
+
+    measures = "host memory of tensors"
 
     def __init__(self) -> None:
         super().__init__()

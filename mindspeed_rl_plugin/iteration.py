@@ -10,19 +10,24 @@ from __future__ import annotations
 import argparse
 import atexit
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from mindspeed_rl_plugin import columns, reporting
 from mindspeed_rl_plugin.config import RLConfig
+from mindspeed_rl_plugin.dock import Lease
 from mindspeed_rl_plugin.forward import Step
 from mindspeed_rl_plugin.logprobs.compute import compute_logps
+from mindspeed_rl_plugin.reshard.hook import Transfer
 from mindspeed_rl_plugin.reshard.swap import HostWeights, gathered
 from mindspeed_rl_plugin.rollout.generate import run_generation
 from mindspeed_rl_plugin.startup.start import Start
 from mindspeed_rl_plugin.types import Ragged, Rows, SampleId
 from mindspeed_rl_plugin.wiring import Inputs, Parts
+
+DRAWS = 5  # rollouts tried one after the other when graders fail and their groups are dropped
 
 _loop: Loop | None = None
 
@@ -55,6 +60,7 @@ class Loop:
     def before_model(self, args: argparse.Namespace) -> None:
         """Read and check tokenizer, prompts and graders before Megatron builds anything."""
         self.inputs = Inputs.read(args, RLConfig.from_args(args))
+        atexit.register(self.close)
 
     def on_reference_loaded(self, model: Any) -> None:
         """Keep a host copy of the reference, which the model holds right now."""
@@ -71,13 +77,19 @@ class Loop:
         if self._restored is not None:
             self._restore(self._restored)
             self._restored = None  # the dock's rows are in it
-        atexit.register(self.close)
         reporting.prepare_dumps(self.parts, self.epoch, start.kind == "resume")
 
     def close(self) -> None:
-        """End the graders' processes and close the files of the run."""
+        """End the graders' processes, close the files of the run, and end the engine of a run that ended well.
+
+        After an error ranks wait for each other, so nothing is done that could wait too. Nothing outlives the process
+        in any case: whatever has a name outside of it lost it when it was built.
+        """
         self.inputs.graders.close()
-        self.parts.monitor.close()
+        if self.parts is not None:
+            self.parts.monitor.close()
+            if not hasattr(sys, "last_value"):  # of an exception that nobody caught
+                self.parts.close()
 
     def state_dict(self) -> dict[str, Any]:
         """RL state of a checkpoint: prompt cursor, rollout counter, the rollout in use with its rows and metrics."""
@@ -103,25 +115,27 @@ class Loop:
         p.inputs.prompts.load_state(state["cursor"])
         p.dock.restore(state["dock"])
         if left:
-            every = p.plan(self._ids()) * p.algorithm.ppo_epochs
+            every = p.plan(self.epoch) * p.algorithm.ppo_epochs
             self.steps = every[len(every) - left :]
         if state["rollout"] is not None:
             self._rollout = reporting.Rollout(**state["rollout"])
 
-    def _cut(self) -> dict[str, int]:
-        """What decides how a rollout is cut into optimizer steps; a half-used rollout cannot change it."""
+    def _cut(self) -> dict[str, int | str]:
+        """What decides how a rollout is cut into optimizer steps and what its rows hold; a half-used rollout cannot
+        change it."""
         sizes = self.parts.sizes
         return {
             "--rl-rollout-prompts": sizes.prompts,
             "--rl-samples-per-prompt": sizes.members,
             "--global-batch-size": sizes.global_batch,
             "--rl-ppo-epochs": sizes.epochs,
+            "--rl-advantage": self.parts.algorithm.advantage,
         }
 
-    def _ids(self) -> list[SampleId]:
-        """All samples of the current rollout, in id order."""
-        sizes = self.parts.sizes
-        return [SampleId(self.epoch, g, m) for g in range(sizes.prompts) for m in range(sizes.members)]
+    def _groups_of_rank(self) -> list[SampleId]:
+        """Whole groups that this rank grades and compares."""
+        p = self.parts
+        return p.placement.whole_groups_of(p.topology.rank, p.ids(self.epoch), p.homes(self.epoch))
 
     def train_iterator(self) -> Any:
         """What stands in for the pretraining iterator: nothing, for `train_step` brings the rows of its step."""
@@ -134,38 +148,65 @@ class Loop:
         p = self.parts
         done = p.iterations_done()
         p.monitor.begin(done + 1)
-        if not self.steps or p.evaluation_due(done):
+        if not self.steps:
             self._collect(done)
+        elif p.evaluation_due(done):
+            self._evaluate_alone(done)
         result = self._update(done, original, args, kwargs)
         if done + 1 == p.total_iterations and p.evaluation_due(done + 1):
-            with self._engine_awake(done + 1):
-                reporting.evaluation(p, done + 1)
+            self._evaluate_alone(done + 1)
         return result
 
+    def _evaluate_alone(self, done: int) -> None:
+        """An evaluation while no rollout is due: the engine wakes for nothing else, so all of it is evaluation."""
+        with self.parts.monitor.stage("evaluate"), self._engine_awake(done):
+            reporting.evaluation(self.parts, done)
+
     def _collect(self, done: int) -> None:
-        """Steps 1 to 7; or an evaluation alone, where rows are left to train on."""
+        """Steps 1 to 7, and an evaluation where one is due."""
         p, stage = self.parts, self.parts.monitor.stage
-        fresh = not self.steps
-        if fresh:
-            with stage("prompts"):
-                self._open_rollout()
-        with self._engine_awake(done):
+        with stage("prompts"):
+            self._open_rollout()
+        with self._engine_awake(done) as transfer:
             if p.evaluation_due(done):
-                reporting.evaluation(p, done)
-            if fresh:
-                with stage("generate"):
-                    self._generate()
-                with stage("reward"):
-                    self._grade()
-        if fresh:
-            with stage("logp_old"):
-                self._logps("logp_old")
-            if p.reference is not None:
-                with stage("logp_ref"), p.reference.swapped_into(p.model):
-                    self._logps("logp_ref")
-            with stage("advantage"):
-                self._advantages()
-            self._rollout = reporting.rollout(p, self._ids(), done)
+                with stage("evaluate"):
+                    reporting.evaluation(p, done)
+            self._draw()
+        p.meet("old log-probs")
+        with stage("logp_old"):
+            self._logps("logp_old")
+        if p.reference is not None:
+            with stage("logp_ref"), p.reference.swapped_into(p.model):
+                self._logps("logp_ref")
+        with stage("advantage"):
+            self._advantages()
+        self._rollout = reporting.rollout(p, p.ids(self.epoch), done, transfer)
+
+    def _draw(self) -> None:
+        """Steps 3 and 4, again with the next prompts while an optimizer step has no row that could be graded.
+
+        A step on nothing would still move the weights, by momentum and weight decay.
+        """
+        p, stage = self.parts, self.parts.monitor.stage
+        for attempt in range(1, DRAWS + 1):
+            with stage("generate"):
+                self._generate()
+            with stage("reward"):
+                broken = self._grade()
+            empty = [i for i, step in enumerate(p.plan(self.epoch)) if all(s.group in broken for s in step.ids)]
+            if not empty:
+                return
+            told = f"graders failed in {len(broken)} of {p.sizes.prompts} groups, so {len(empty)} optimizer steps of it"
+            if p.topology.leader:
+                print(f"[rl] rollout {self.epoch} is dropped: {told} would train on nothing", flush=True)
+            if attempt < DRAWS:
+                with stage("prompts"):
+                    p.dock.clear(self.epoch)
+                    self._open_rollout()
+        raise ValueError(
+            f"{DRAWS} rollouts one after the other were dropped; in the last one {told} would train on nothing; repair "
+            "the grader and resume from the last checkpoint"
+        )
 
     def _open_rollout(self) -> None:
         """Step 1: the next prompts go to the dock."""
@@ -175,22 +216,25 @@ class Loop:
         ids = tuple(SampleId(self.epoch, group, 0) for group in range(sizes.prompts))
         p.dock.open(self.epoch, sizes.prompts, sizes.members)
         p.dock.put(Rows(ids, columns.prompt_columns(prompts)) if p.topology.leader else None)
-        self.steps = p.plan(self._ids()) * p.algorithm.ppo_epochs
+        self.steps = p.plan(self.epoch) * p.algorithm.ppo_epochs
 
     @contextmanager
-    def _engine_awake(self, version: int) -> Iterator[None]:
-        """Steps 2 and 5: weights to the engine and training state to the host; and all of it back."""
+    def _engine_awake(self, version: int) -> Iterator[Transfer]:
+        """Steps 2 and 5: weights to the engine and training state to the host; and all of it back.
+
+        Yields what this rank transferred.
+        """
         p = self.parts
         with p.monitor.stage("reshard"):
             with gathered(p.model):
                 # First what the transfer does not need, so that both sides' weights fit beside each other.
                 p.train_state.swap_out(set(p.swapped) - {"params"})
                 p.engine.wake(("weights",))
-                p.resharder.to_engine(p.model, p.engine.parameters(), version)
-                p.engine.update_weights(version)
+                transfer = p.resharder.to_engine(p.model, p.engine.parameters(), version)
+                p.engine.update_weights(version, transfer.digest)
                 p.train_state.swap_out(set(p.swapped) & {"params"})
             p.engine.wake(("kv_cache",))
-        yield
+        yield transfer
         with p.monitor.stage("swap_back"):
             p.engine.sleep()
             p.train_state.swap_in()
@@ -198,49 +242,64 @@ class Loop:
     def _generate(self) -> None:
         """Step 3: every engine takes its share of the prompts from the dock and writes responses back."""
         p = self.parts
-        share = p.sizes.samples // p.topology.engines
-        with p.monitor.progress(share) as bar:
+        mine = p.placement.drawn_by(p.topology.engine, p.ids(self.epoch), p.homes(self.epoch))
+        with p.monitor.progress(len(mine)) as bar:
             run_generation(
                 p.dock_of_engine,
                 p.engine,
+                ids=mine,
                 sampling=p.sampling,
                 seed_base=p.response_seed,
                 deadline=p.deadline,
                 on_progress=lambda done, *_: bar.set(done),
             )
 
-    def _grade(self) -> None:
-        """Step 4: every rank grades a share; a failed grader stops the run unless told otherwise."""
+    def _grade(self) -> set[int]:
+        """Step 4: every rank grades a share; a failed grader stops the run unless told otherwise.
+
+        Returns the groups of the whole rollout that hold a response without a grade.
+        """
         p = self.parts
-        lease = p.dock_of_rank.lease("reward", deadline=p.deadline)
+        lease = p.dock_of_rank.lease("reward", ids=self._groups_of_rank(), deadline=p.deadline)
         rows = columns.reward_columns(lease.rows, p.inputs.graders, p.inputs.decode) if len(lease) else None
         p.dock_of_rank.commit(lease, rows)
+        broken = [] if rows is None else [rows.ids[i].group for i in (rows["graded"] == 0).nonzero().flatten().tolist()]
+        return {group for part in p.gather(broken) for group in part}
 
     def _logps(self, state: str) -> None:
         """Step 6: log-probs over the update's own micro-batches, so that its first ratio is exactly 1."""
         p = self.parts
-        batches = [ids for step in p.plan(self._ids()) for ids in step.of_rank(p.topology.dp_rank)]
-        lease = p.dock.lease(state, ids=[i for ids in batches for i in ids], deadline=p.deadline)
+        batches = [ids for step in p.plan(self.epoch) for ids in step.of_rank(p.topology.dp_rank)]
+        lease = self._rows_of(state, batches)
         logps = compute_logps(p.model, [lease.rows.select(ids) for ids in batches], p.forward)
         rows = None
         if p.topology.writer:
             rows = Rows(lease.rows.ids, {state: Ragged.from_rows([row for part in logps for row in part.rows()])})
         p.dock.commit(lease, rows)
 
-    def _advantages(self) -> None:
-        """Step 7: whole groups, dealt out over the ranks; a group with a failed grade is trained nowhere."""
+    def _rows_of(self, state: str, batches: Sequence[Sequence[SampleId]]) -> Lease:
+        """Rows of some micro-batches, with the columns that this rank's pipeline stage needs."""
         p = self.parts
-        lease = p.dock_of_rank.lease("advantage", deadline=p.deadline)
-        p.dock_of_rank.commit(lease, columns.advantage_columns(lease.rows, p.algorithm) if len(lease) else None)
+        reads = next(s.reads for s in columns.grpo_states(p.algorithm) if s.name == state)
+        needed = columns.of_stage(reads, p.topology.last_stage)
+        return p.dock.lease(state, ids=[i for ids in batches for i in ids], deadline=p.deadline, columns=needed)
+
+    def _advantages(self) -> None:
+        """Step 7: whole groups, each on a rank of its machine; a group with a failed grade is trained nowhere."""
+        p = self.parts
+        lease = p.dock_of_rank.lease("advantage", ids=self._groups_of_rank(), deadline=p.deadline)
+        limit = p.inputs.config.rollout.max_response_length
+        p.dock_of_rank.commit(lease, columns.advantage_columns(lease.rows, p.algorithm, limit, p.gather))
 
     def _update(self, done: int, original: Callable[..., tuple], args: tuple, kwargs: Mapping[str, Any]) -> tuple:
         """Step 8: Megatron's own train_step on the dock's rows, with our forward step."""
         p = self.parts
-        step, last_pass = self.steps.pop(0), len(self.steps) < len(p.plan(self._ids()))
+        step, last_pass = self.steps.pop(0), len(self.steps) < len(p.plan(self.epoch))
         batches = step.of_rank(p.topology.dp_rank)
         with p.monitor.stage("update"):
-            lease = p.dock.lease("update", ids=[i for ids in batches for i in ids], deadline=p.deadline)
-            p.update.prepare([lease.rows.select(ids) for ids in batches])
+            lease = self._rows_of("update", batches)
+            reads = columns.update_reads(p.algorithm)
+            p.update.prepare([lease.rows.select(ids) for ids in batches], measured=reads)
             result = original(p.update.forward_step, p.update.iterator(), *args[2:], **kwargs)
             update = p.update.metrics()
             # Rows are acknowledged by the last pass over them; until then the state is handed back.

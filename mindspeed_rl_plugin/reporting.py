@@ -12,11 +12,13 @@ import torch.distributed as dist
 from mindspeed_rl_plugin.algorithms import spread
 from mindspeed_rl_plugin.monitor import metrics
 from mindspeed_rl_plugin.monitor.dump import discard_dumps_after, dump_rollout
-from mindspeed_rl_plugin.monitor.files import dump_files, set_aside
-from mindspeed_rl_plugin.reward import GradeItem
+from mindspeed_rl_plugin.monitor.files import claim_dumps, dump_files, set_aside
+from mindspeed_rl_plugin.monitor.names import Metric
+from mindspeed_rl_plugin.reshard.hook import Transfer
+from mindspeed_rl_plugin.reward import GradeItem, solved
 from mindspeed_rl_plugin.rollout.evaluate import EvalCounts, evaluate
 from mindspeed_rl_plugin.startup import megatron
-from mindspeed_rl_plugin.types import Completion, Prompt, Rows, SampleId
+from mindspeed_rl_plugin.types import Completion, Prompt, SampleId
 from mindspeed_rl_plugin.wiring import Parts
 
 # Names that the update uses, and the register's.
@@ -36,52 +38,77 @@ UPDATE_NAMES = {
     "kl_old": "kl/old",
     "logp_diff_mean": "logp_diff/mean",
     "logp_diff_max": "logp_diff/max",
+    "rollout_kl": "rollout/kl",
+    "rollout_weight_mean": "rollout/weight_mean",
+    "rollout_weight_max": "rollout/weight_max",
+    "rollout_weight_outside": "rollout/weight_outside",
+    "rollout_sequence_weight_mean": "rollout/sequence_weight_mean",
+    "rollout_sequence_weight_outside": "rollout/sequence_weight_outside",
 }
 GRAD_NORM = 5  # place in what Megatron's train_step returns, the same in 0.12.1, 0.16.1 and 0.19
-MEASURED = ("tokens", "loss_mask", "finish", "version", "reward", "grader_error", "kept")
-DUMPED = ("prompt", "meta", "reward_parts", "advantage", "logp_rollout", "logp_old")
 
 
 @dataclass
 class Rollout:
-    """Metrics of the rollout in use, the tokens in it, and the seconds that its iterations took so far."""
+    """Metrics of the rollout in use, the tokens in it, and the seconds that its iterations took so far.
 
-    metrics: dict[str, float]
+    seconds: of the slowest rank of each iteration, evaluations left out. logged: its metrics are in metrics.jsonl.
+    """
+
+    metrics: dict[str, Metric]
     tokens: int
     seconds: float = 0.0
     logged: bool = False
 
 
-def rollout(p: Parts, ids: Sequence[SampleId], done: int) -> Rollout:
-    """Measure a rollout that is ready to train on, and dump it where asked. Collective."""
+def rollout(p: Parts, ids: Sequence[SampleId], done: int, transfer: Transfer) -> Rollout:
+    """Measure a rollout that is ready to train on, and dump it where asked. Collective.
+
+    transfer: what bringing the weights to the engine for it took on this rank.
+    """
+    moved = _moved(p.gather(transfer))
     dump_dir = p.inputs.config.monitor.dump_dir
-    names = MEASURED + (DUMPED + (("logp_ref",) if p.reference else ()) if dump_dir else ())
-    rows = p.dock.read(ids if p.topology.leader else [], names)
-    measured: tuple[dict[str, float], int] = ({}, 0)
+    # Waits for what the other ranks still write.
+    lease = p.dock_of_rank.lease("measure", ids=ids if p.topology.leader else [], deadline=p.deadline)
+    rows = lease.rows
+    measured: tuple[dict[str, Metric], int] = ({}, 0)
     if p.topology.leader:
         kept = rows["kept"].nonzero().flatten().tolist()
-        _refuse_empty(rows, kept)
-        found = metrics.rollout_metrics(rows.take(kept), correct_at=p.inputs.full_marks)
+        found = dict(metrics.rollout_metrics(rows.take(kept), solved=_solved(p, rows["reward_parts"][kept].tolist())))
+        found |= moved
         found["reward/errors"] = float(rows["grader_error"].sum())
         found["groups/dropped"] = 1.0 - len(kept) / len(rows)
         measured = found, metrics.token_count(rows)
         if dump_dir:
-            rows = rows.with_columns(advantages=spread(rows["advantage"], rows["loss_mask"]))
+            if "advantages" not in rows.columns:
+                rows = rows.with_columns(advantages=spread(rows["advantage"], rows["loss_mask"]))
             dump_rollout(dump_dir, rows, p.inputs.decode, iteration=done + 1, graders=p.inputs.graders.names)
+    p.dock_of_rank.commit(lease)
     return Rollout(*p.share(measured))
 
 
-def _refuse_empty(rows: Rows, kept: Sequence[int]) -> None:
-    """Optimizer steps on nothing would still move the weights, by momentum and weight decay."""
-    if not kept:
-        raise ValueError(
-            f"graders failed on {int(rows['grader_error'].sum())} of {len(rows)} samples, so every group of this "
-            "rollout is dropped and there is nothing to train on; repair the grader and resume from the last checkpoint"
-        )
+def _moved(transfers: Sequence[Transfer]) -> dict[str, Metric]:
+    """Bytes of one reshard summed over ranks, seconds of the slowest, and the digest where weights were verified."""
+    found: dict[str, Metric] = {
+        "reshard/bytes_copied": sum(t.copied for t in transfers),
+        "reshard/bytes_sent": sum(t.sent for t in transfers),
+        "reshard/bytes_received": sum(t.received for t in transfers),
+        "reshard/transfer_seconds": max(t.seconds for t in transfers),
+    }
+    digest = transfers[0].digest  # all ranks compared the same tables
+    return found if digest is None else found | {"weights/digest": digest}
+
+
+def _solved(p: Parts, parts: Sequence[Sequence[float]]) -> list[bool]:
+    """Whether each response is solved, from its grades one by one."""
+    return [solved(row, p.inputs.graders.weights) for row in parts]
 
 
 def evaluation(p: Parts, done: int) -> None:
-    """Greedy accuracy, and pass@k where asked, on the held-out prompts with the engine's weights. Collective."""
+    """Greedy accuracy, and pass@k where asked, on the held-out prompts with the engine's weights. Collective.
+
+    Its time is booked by the caller, as stage "evaluate" together with whatever was done for it alone.
+    """
     k = p.inputs.config.monitor.eval_pass_k
     failed = torch.zeros(1, dtype=torch.int64)
 
@@ -89,21 +116,20 @@ def evaluation(p: Parts, done: int) -> None:
         items = [GradeItem(q.text, p.inputs.decode(a.tokens), q.answer, dict(q.record), a.id) for q, a in answers]
         grades = p.inputs.graders.grade(items)
         failed[0] += sum(g.error is not None for g in grades)
-        return [g.total >= p.inputs.full_marks - 1e-6 for g in grades]
+        return _solved(p, [g.parts for g in grades])
 
-    with p.monitor.stage("evaluate"):
-        _, counts = evaluate(
-            p.engine,
-            p.inputs.held_out,
-            grade=grade,
-            sampling=p.sampling,
-            samples=k,
-            seed_base=p.response_seed,
-            deadline=p.deadline,
-        )
-        total = counts.to_tensor()
-        dist.all_reduce(total, group=p.group)
-        dist.all_reduce(failed, group=p.group)
+    _, counts = evaluate(
+        p.engine,
+        p.inputs.held_out,
+        grade=grade,
+        sampling=p.sampling,
+        samples=k,
+        seed_base=p.response_seed,
+        deadline=p.deadline,
+    )
+    total = counts.to_tensor()
+    dist.all_reduce(total, group=p.group)
+    dist.all_reduce(failed, group=p.group)
     found = EvalCounts.from_tensor(total).metrics(k)
     p.monitor.log_eval(done, found | ({"eval/errors": int(failed)} if failed else {}))
 
@@ -118,12 +144,16 @@ def iteration(
     *,
     last_step: bool,
 ) -> None:
-    """Log one iteration: the update's metrics, and with the first and last step of a rollout those of it."""
-    found = {UPDATE_NAMES[k]: v for k, v in update.items() if k in UPDATE_NAMES}
+    """Log one iteration: the update's metrics, and with the first and last step of a rollout those of it.
+
+    Stages are those of their slowest rank. Collective.
+    """
+    found: dict[str, Metric] = {UPDATE_NAMES[k]: v for k, v in update.items() if k in UPDATE_NAMES}
     found |= {"lr": megatron.learning_rate(optimizer)}
     if result[GRAD_NORM] is not None:
         found["grad_norm"] = float(result[GRAD_NORM])
-    stages = p.monitor.stage_metrics()
+    ranks = p.gather((found, p.monitor.stage_metrics()))
+    found, stages = ranks[0][0], metrics.largest([measured for _, measured in ranks])
     if rollout is not None:
         if not rollout.logged:
             found |= {k: v for k, v in rollout.metrics.items() if not k.startswith("logp_diff")}
@@ -131,11 +161,12 @@ def iteration(
         rollout.seconds += stages["seconds/iteration"]
         if last_step:
             found |= metrics.throughput(rollout.tokens, devices=p.topology.world, seconds=rollout.seconds)
-    p.monitor.log(number, p.share(metrics.merge(found, stages)))
+    p.monitor.log(number, metrics.merge(found, stages))
 
 
 def prepare_dumps(p: Parts, epoch: int, resumed: bool) -> None:
-    """Dumps that a resumed run draws again are removed; those that another run left are set aside as `.old`."""
+    """Dumps that a resumed run draws again are removed; those of its start before, which saved no checkpoint, become
+    `.old` like its metrics. Another run's were refused at start (`startup.checks`)."""
     dump_dir = p.inputs.config.monitor.dump_dir
     if not dump_dir or not p.topology.leader:
         return
@@ -144,3 +175,4 @@ def prepare_dumps(p: Parts, epoch: int, resumed: bool) -> None:
     else:
         for path in dump_files(dump_dir).values():
             set_aside(path)
+    claim_dumps(dump_dir, p.monitor.run_dir)

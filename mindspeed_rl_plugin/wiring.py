@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import datetime
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -16,17 +17,17 @@ from mindspeed_rl_plugin import columns
 from mindspeed_rl_plugin.algorithms import Algorithm, resolve
 from mindspeed_rl_plugin.config import RLConfig, launch_env
 from mindspeed_rl_plugin.device import get_device
-from mindspeed_rl_plugin.dock import Dock, make_docks
+from mindspeed_rl_plugin.dock import Dock, Limits, machine, make_docks
 from mindspeed_rl_plugin.forward import ForwardSettings, Step, plan_batches
 from mindspeed_rl_plugin.monitor.monitor import Monitor
+from mindspeed_rl_plugin.placement import Placement
 from mindspeed_rl_plugin.prompts import PromptStream, load_tokenizer
 from mindspeed_rl_plugin.reshard.hook import Resharder
 from mindspeed_rl_plugin.reshard.layout import ModelShape, Parallel
 from mindspeed_rl_plugin.reshard.swap import HostWeights, TrainState, unwrap
 from mindspeed_rl_plugin.reward import RewardPool
-from mindspeed_rl_plugin.reward.specs import parse_specs
 from mindspeed_rl_plugin.rollout import hf_config
-from mindspeed_rl_plugin.rollout.vllm_engine import VllmEngine, VllmOptions
+from mindspeed_rl_plugin.rollout.vllm_engine import VllmEngine, VllmOptions, needs_tokenizer, prepare_environment
 from mindspeed_rl_plugin.startup import checks, megatron
 from mindspeed_rl_plugin.startup.arithmetic import Arithmetic, derive_from_args
 from mindspeed_rl_plugin.startup.start import Start
@@ -39,14 +40,15 @@ from mindspeed_rl_plugin.update.step import Update
 class Inputs:
     """What RL reads besides the checkpoint, checked before any model is built.
 
-    vocab: tokens that the model may produce (the rest of Megatron's rows is padding); engine_config:
-    config.json of the engine's model; held_out: prompts of the evaluation.
+    forward: how batches become the model's inputs; vocab: tokens that the model may produce (the rest of Megatron's
+    rows is padding); engine_config: config.json of the engine's model; held_out: prompts of the evaluation.
     """
 
     args: argparse.Namespace
     config: RLConfig
     tokenizer: Any
     vocab: int
+    forward: ForwardSettings
     engine_config: Mapping[str, Any]
     prompts: PromptStream
     held_out: tuple[Prompt, ...]
@@ -56,11 +58,18 @@ class Inputs:
     def read(cls, args: argparse.Namespace, config: RLConfig) -> Inputs:
         """Raises ValueError for whatever is missing or does not fit, on every rank alike."""
         data, monitor, reward = config.data, config.monitor, config.reward
+        prepare_environment(get_device().kind)
         tokenizer = load_tokenizer(checks.tokenizer_path(args))
         checks.check_vocabulary(args, len(tokenizer))
         hf_model = config.rollout.hf_model
         reference = hf_config.load_reference(hf_model) if hf_model else None
         vocab = hf_config.model_vocab_size(len(tokenizer), args.padded_vocab_size, reference)
+        forward = ForwardSettings.from_args(
+            args,
+            vocab_size=vocab,
+            temperature=config.rollout.temperature,
+            chunk_tokens=config.forward.logprob_chunk_tokens,
+        )
         engine_config = hf_config.derive_config(args, vocab_size=vocab, eos_token_ids=_eos(tokenizer))
         if hf_model:
             hf_config.check_against(engine_config, hf_model)
@@ -86,17 +95,14 @@ class Inputs:
             reward.reward,
             regex=reward.reward_regex,
             timeout=reward.reward_timeout,
+            wait_timeout=monitor.wait_timeout,
             workers=reward.reward_workers,
             on_error=reward.reward_on_error,
         )
+        _check_dock(args, config, len(graders.names))
         limit = monitor.eval_prompts or len(held_out)
-        return cls(args, config, tokenizer, vocab, engine_config, prompts, tuple(held_out[:limit]), graders)
-
-    @property
-    def full_marks(self) -> float:
-        """Reward of a response that every grader gives 1: the sum of their weights."""
-        reward = self.config.reward
-        return sum(spec.weight for spec in parse_specs(reward.reward, reward.reward_regex))
+        held_out = tuple(held_out[:limit])
+        return cls(args, config, tokenizer, vocab, forward, engine_config, prompts, held_out, graders)
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Response tokens as graders and readers see them."""
@@ -107,8 +113,8 @@ class Inputs:
 class Parts:
     """Everything that a rank's loop works with.
 
-    One dock, seen by three kinds of consumers: dock by data parallel ranks, dock_of_engine by rollout
-    engines, dock_of_rank by single ranks. group: all ranks, over gloo.
+    placement: who works on which rows. One dock, seen by three kinds of consumers: dock by data parallel ranks,
+    dock_of_engine by rollout engines, dock_of_rank by single ranks. group: all ranks, over gloo.
     """
 
     inputs: Inputs
@@ -116,6 +122,7 @@ class Parts:
     algorithm: Algorithm
     sizes: Arithmetic
     topology: Topology
+    placement: Placement
     dock: Dock
     dock_of_engine: Dock
     dock_of_rank: Dock
@@ -139,8 +146,12 @@ class Parts:
         timeout = datetime.timedelta(seconds=config.monitor.wait_timeout)
         group = dist.new_group(backend="gloo", timeout=timeout)
         dtype = _engine_dtype(args, rollout.engine_dtype)
-        forward = ForwardSettings.from_args(args, vocab_size=inputs.vocab, temperature=rollout.temperature)
-        docks = _docks(inputs, topology, group, reference is not None)
+        placement = _placement(topology, group)
+
+        def homes(epoch: int) -> np.ndarray:
+            return placement.homes(_plan(sizes, topology, epoch), sizes.prompts)
+
+        docks = _docks(inputs, topology, group, algorithm, homes)
         resharder = Resharder(
             ModelShape.from_megatron_args(args, inputs.vocab),
             Parallel.from_megatron_args(args),
@@ -165,6 +176,7 @@ class Parts:
             algorithm=algorithm,
             sizes=sizes,
             topology=topology,
+            placement=placement,
             dock=docks[0],
             dock_of_engine=docks[1],
             dock_of_rank=docks[2],
@@ -173,8 +185,8 @@ class Parts:
             resharder=resharder,
             train_state=train_state,
             reference=reference,
-            forward=forward,
-            update=Update(algorithm, forward, model, norm_length=rollout.max_response_length),
+            forward=inputs.forward,
+            update=Update(algorithm, inputs.forward, model, norm_length=rollout.max_response_length),
             monitor=_monitor(inputs, topology, start),
             sampling=Sampling(
                 max_tokens=rollout.max_response_length,
@@ -186,6 +198,14 @@ class Parts:
                 ignore_eos=rollout.ignore_eos,
             ),
         )
+
+    def close(self) -> None:
+        """End the engine and leave the dock. The engine wakes for that, in the memory that the training state makes
+        free, as for a rollout."""
+        if not self.train_state.out:
+            self.train_state.swap_out(self.swapped)
+        self.engine.shutdown()
+        self.dock.close()
 
     @property
     def deadline(self) -> float:
@@ -217,14 +237,17 @@ class Parts:
         every = self.inputs.config.monitor.eval_every
         return bool(self.inputs.held_out) and (done % every == 0 or done == self.total_iterations)
 
-    def plan(self, ids: Sequence[SampleId]) -> list[Step]:
+    def ids(self, epoch: int) -> list[SampleId]:
+        """All samples of a rollout, in id order."""
+        return _ids(self.sizes, epoch)
+
+    def plan(self, epoch: int) -> list[Step]:
         """Optimizer steps of one pass over a rollout."""
-        return plan_batches(
-            ids,
-            global_batch_size=self.sizes.global_batch,
-            micro_batch_size=self.sizes.micro_batch,
-            dp_size=self.topology.dp_size,
-        )
+        return _plan(self.sizes, self.topology, epoch)
+
+    def homes(self, epoch: int) -> np.ndarray:
+        """`[groups]` machine of each group of a rollout."""
+        return self.placement.homes(self.plan(epoch), self.sizes.prompts)
 
     def share(self, value: Any) -> Any:
         """The leader's value, on every rank."""
@@ -232,17 +255,89 @@ class Parts:
         dist.broadcast_object_list(box, src=0, group=self.group)
         return box[0]
 
+    def meet(self, what: str) -> None:
+        """Return once every rank has come here, for the collectives that follow wait by Megatron's own, shorter limit.
 
-def _docks(inputs: Inputs, topology: Topology, group: dist.ProcessGroup, reference: bool) -> list[Dock]:
+        Raises TimeoutError that names the ranks that did not come before `what`.
+        """
+        if self.topology.world > 1:
+            try:
+                dist.monitored_barrier(self.group, timeout=datetime.timedelta(seconds=self.deadline))
+            except RuntimeError as error:
+                raise TimeoutError(
+                    f"rank {self.topology.rank} waited for the others before {what}, at most {self.deadline:g} s "
+                    f"(--rl-wait-timeout): {str(error).splitlines()[0][:300]}"
+                ) from error
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's value, in rank order, on every rank."""
+        box = [None] * self.topology.world
+        dist.all_gather_object(box, value, group=self.group)
+        return box
+
+
+def _ids(sizes: Arithmetic, epoch: int) -> list[SampleId]:
+    return [SampleId(epoch, g, m) for g in range(sizes.prompts) for m in range(sizes.members)]
+
+
+def _plan(sizes: Arithmetic, topology: Topology, epoch: int) -> list[Step]:
+    return plan_batches(
+        _ids(sizes, epoch),
+        global_batch_size=sizes.global_batch,
+        micro_batch_size=sizes.micro_batch,
+        dp_size=topology.dp_size,
+    )
+
+
+def _placement(topology: Topology, group: dist.ProcessGroup) -> Placement:
+    places: list[Any] = [None] * topology.world
+    dist.all_gather_object(places, (machine(), topology.dp_rank, topology.engine), group=group)
+    machines = list(dict.fromkeys(name for name, _, _ in places))
+    node = tuple(machines.index(name) for name, _, _ in places)
+    return Placement(node, tuple(d for _, d, _ in places), tuple(e for _, _, e in places))
+
+
+def _docks(
+    inputs: Inputs,
+    topology: Topology,
+    group: dist.ProcessGroup,
+    algorithm: Algorithm,
+    homes: Callable[[int], np.ndarray],
+) -> list[Dock]:
     """One dock under three divisions of the ranks into consumers: data parallel, engines, single ranks."""
     divisions = [
         (topology.dp_rank, topology.dp_size),
         (topology.engine, topology.engines),
         (topology.rank, topology.world),
     ]
-    graders, deadline = len(inputs.graders.names), inputs.config.monitor.wait_timeout
-    declared = columns.grpo_columns(graders), columns.grpo_states(reference)
-    return make_docks(*declared, divisions, group=group, deadline=deadline)
+    config = inputs.config
+    graders, dump = len(inputs.graders.names), config.monitor.dump_dir is not None
+    return make_docks(
+        columns.grpo_columns(graders),
+        columns.grpo_states(algorithm, dump),
+        divisions,
+        medium=None if config.dock.dock == "auto" else config.dock.dock,
+        group=group,
+        deadline=config.monitor.wait_timeout,
+        homes=lambda epoch, groups: homes(epoch),
+        limits=_limits(config),
+    )
+
+
+def _limits(config: RLConfig) -> Limits:
+    return Limits(
+        capacity=int(config.dock.dock_gb * 2**30) or None,
+        max_tokens=config.data.max_prompt_length + config.rollout.max_response_length,
+        version_column="version",
+    )
+
+
+def _check_dock(args: argparse.Namespace, config: RLConfig, graders: int) -> None:
+    """A dock that is too small for one rollout is refused before the model is built."""
+    env, sizes = launch_env(), derive_from_args(args)
+    machines = max(env["world_size"] // env["local_world_size"], 1) if config.dock.dock != "local" else 1
+    declared = columns.grpo_columns(graders), columns.grpo_states(resolve(config.algorithm))
+    _limits(config).check(*declared, -(-sizes.prompts // machines), sizes.members)
 
 
 def _engine_options(inputs: Inputs, dtype: torch.dtype) -> VllmOptions:
@@ -256,7 +351,7 @@ def _engine_options(inputs: Inputs, dtype: torch.dtype) -> VllmOptions:
         kv_cache_bytes=int(rollout.kv_cache_gb * 2**30),
         memory_utilization=rollout.device_memory_utilization,
         eos_token_ids=_eos(inputs.tokenizer),
-        tokenizer=checks.tokenizer_path(inputs.args) if rollout.stop else None,
+        tokenizer=checks.tokenizer_path(inputs.args) if needs_tokenizer(rollout.stop) else None,
     )
 
 

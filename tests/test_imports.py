@@ -18,8 +18,8 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("dock", "algorithms", "reward", "prompts", "monitor", "reshard"),
     ("rollout", "forward", "reshard.execute", "reshard.swap", "reshard.hook"),
     ("logprobs", "critic", "update"),
-    ("startup", "columns"),
-    ("wiring",),
+    ("startup", "columns", "placement", "planning"),
+    ("wiring", "plan", "export"),
     ("reporting",),
     ("iteration",),
     ("patching",),
@@ -27,7 +27,7 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("__main__",),
 )
 # Rooms beside the row: who may import them, and what they may import.
-HOST_USERS = {"host", "patching", "adaptor", "__main__", "rollout", "iteration", "wiring"}
+HOST_USERS = {"host", "patching", "adaptor", "__main__", "rollout", "iteration", "wiring", "planning"}
 HOST_MAY = {"types", "config", "device"}
 
 # library -> rooms that may import it (a module name narrows a room).

@@ -9,10 +9,14 @@ from __future__ import annotations
 import argparse
 import functools
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from mindspeed_rl_plugin.config import add_flags, launch_env, rl_enabled
+
+SPEAK_SECONDS = 20.0  # that other ranks of a machine leave to the first one's message and the launcher
 
 
 def add_megatron_arguments_wrapper(original: Callable) -> Callable:
@@ -35,12 +39,27 @@ def validate_args_wrapper(original: Callable) -> Callable:
         from mindspeed_rl_plugin.startup.checks import check_args, unused_flags
 
         if rl_enabled(args):
-            check_args(args)
+            with _said_once_a_machine():
+                check_args(args)
         elif unused_flags(args) and launch_env()["rank"] == 0:
             print(f"[rl] without --rl-algorithm these have no effect: {' '.join(unused_flags(args))}", flush=True)
         return result
 
     return validate_args
+
+
+@contextmanager
+def _said_once_a_machine() -> Iterator[None]:
+    """Arguments are refused on all ranks alike: the first of a machine says so, and the launcher then ends the others.
+
+    They wait for that; where it does not come, because that rank alone sees the problem, a rank speaks for itself.
+    """
+    try:
+        yield
+    except ValueError:
+        if launch_env()["local_rank"]:
+            time.sleep(SPEAK_SECONDS)
+        raise
 
 
 def setup_model_and_optimizer_wrapper(original: Callable) -> Callable:

@@ -33,6 +33,12 @@ def test_cpu_is_what_is_left(monkeypatch):
     assert detect() == "cuda"
 
 
+def test_every_meter_says_what_it_measures():
+    assert "process on the host" in Device("cpu").memory.measures
+    assert "device memory" in Device("cuda").memory.measures and "device memory" in Device("npu").memory.measures
+    assert "tensors" in StorageMeter().measures
+
+
 def test_cpu_streams_and_events():
     device = Device("cpu")
     stream, start, end = device.stream(), device.event(), device.event()

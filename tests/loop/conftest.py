@@ -93,7 +93,7 @@ class Job:
         """Start the agents, afresh or again; their logs are added to."""
         self.processes.clear()
         port = 20000 + (os.getpid() * 37 + int(time.monotonic() * 10)) % 20000
-        path = os.pathsep.join(map(str, self.path))
+        path = os.pathsep.join(filter(None, (*map(str, self.path), os.environ.get("PYTHONPATH"))))
         for agent in range(self.agents):
             with open(self.log_file(agent), "a") as log:
                 self.processes.append(

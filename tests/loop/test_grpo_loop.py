@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import signal
 import time
+from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from mindspeed_rl_plugin.monitor.monitor import TAG
 
 AGREEMENT = 2e-5  # nats, fp32: log-probs of the engine against the trainer's
 
@@ -17,7 +23,7 @@ def check_agreement(result) -> None:
     worst = [line["logp_diff/max"] for line in result.metrics]
     assert len(worst) >= 4 and max(worst) < AGREEMENT, worst
     # Weights that never move, and log-probs that are all zero, would agree too.
-    assert all(line["groups/mixed"] > 0 and line["grad_norm"] > 1e-3 for line in result.metrics)
+    assert all(line["groups/informative"] > 0 and line["grad_norm"] > 1e-3 for line in result.metrics)
     assert all(0.1 < line["entropy"] < 10 for line in result.metrics)
 
 
@@ -49,6 +55,11 @@ def test_engine_and_trainer_agree_after_0_to_3_updates(job, layout):
         check_first_update(line)
     assert result.metrics[0]["kl/ref"] < 1e-8
     assert result.metrics[-1]["kl/ref"] > 1e-8, "the reference must stay where RL began"
+    assert [line["version"] for line in result.metrics] == [0, 1, 2, 3]
+    assert len({line["weights/digest"] for line in result.metrics}) == 4, "every update changes the weights"
+    for line in result.metrics:
+        assert line["reshard/bytes_sent"] == line["reshard/bytes_received"]
+        assert line["reshard/bytes_copied"] + line["reshard/bytes_received"] > 0
     assert "[rl] training starts from random weights" in result.log
 
 
@@ -108,6 +119,74 @@ def test_killed_rank_ends_the_job_and_restart_continues(job, after):
     assert [line["iteration"] for line in again.metrics] == [1, 2, 3, 4, 5, 6]
 
 
+# Runs pretrain_gpt.py; the first time, a rank kills itself where `patch` calls `die`.
+KILLED = """
+import os, runpy, signal
+
+def die():
+    if not os.path.exists({mark!r}):
+        open({mark!r}, "w").close()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+{patch}
+runpy.run_path({script!r}, run_name="__main__")
+"""
+# Rank 0 writes the model: the file of iteration 4 is torn. Rank 1 leaves the third evaluation, after iteration 4.
+INSIDE = {
+    "save": """
+import torch
+original = torch.save
+
+def save(value, file, *args, **named):
+    original(value, file, *args, **named)
+    path = str(getattr(file, "name", file))
+    if "iter_0000004" in path and path.endswith("model_optim_rng.pt"):
+        os.truncate(path, os.path.getsize(path) // 2)
+        die()
+
+torch.save = save
+""",
+    "evaluate": """
+from mindspeed_rl_plugin import reporting
+original, calls = reporting.evaluate, []
+
+def evaluate(*args, **named):
+    calls.append(1)
+    if os.environ["RANK"] == "1" and len(calls) == 3:
+        die()
+    return original(*args, **named)
+
+reporting.evaluate = evaluate
+""",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", INSIDE)
+def test_killed_inside_a_checkpoint_or_an_evaluation_and_restarted(job, arithmetic, tmp_path, stage):
+    script, mark = tmp_path / "killed.py", tmp_path / "mark"
+    pretrain = Path(__file__).parents[2] / "examples" / "pretrain_gpt.py"
+    script.write_text(KILLED.format(mark=str(mark), patch=INSIDE[stage], script=str(pretrain)))
+    evaluated = ("--rl-eval-data", str(arithmetic / "heldout.jsonl"), "--rl-eval-every", "2")
+    crashed = job("--train-iters", "6", "--save-interval", "2", *evaluated, script=script)
+    crashed.start()
+    result = crashed.wait(240)
+    assert mark.exists() and result.code != 0 and "Signal 9 (SIGKILL)" in result.log
+    tracker = crashed.save / "latest_checkpointed_iteration.txt"
+    if stage == "save":
+        assert (crashed.save / "iter_0000004").exists() and tracker.read_text().strip() == "2"
+    again = crashed.run()
+    assert "training resumes from" in again.log
+    assert [line["iteration"] for line in again.metrics] == [1, 2, 3, 4, 5, 6]
+    assert [line["iteration"] for line in again.evaluations] == [0, 2, 4, 6]
+
+
+def scalars(folder: Path) -> dict[str, dict[int, float]]:
+    """What TensorBoard would show of a folder: tag -> step -> value."""
+    events = EventAccumulator(str(folder)).Reload()
+    return {tag: {e.step: e.value for e in events.Scalars(tag)} for tag in events.Tags()["scalars"]}
+
+
 def test_two_agents_train_as_one(job):
     """--nnodes 2 on one machine: RANK and LOCAL_RANK differ."""
     common = ("--train-iters", "2", "--lr", "3e-3")
@@ -117,37 +196,60 @@ def test_two_agents_train_as_one(job):
     assert [[line[k] for k in same] for line in one.metrics] == [[line[k] for k in same] for line in two.metrics]
 
 
-def test_evaluation_runs_before_every_n_and_after(job, arithmetic):
+def test_evaluation_runs_before_every_n_and_after(job, arithmetic, tmp_path):
     more = ("--train-iters", "3", "--rl-eval-data", str(arithmetic / "heldout.jsonl"), "--rl-eval-every", "2")
-    result = job(*more, "--rl-eval-pass-k", "4").run()
+    more += ("--rl-eval-pass-k", "4", "--rl-rollout-prompts", "16", "--tensorboard-dir", str(tmp_path / "board"))
+    result = job(*more).run()
     assert [line["iteration"] for line in result.evaluations] == [0, 2, 3]
     for line in result.evaluations:
         assert 0.0 <= line["eval/accuracy"] <= 1.0 and line["eval/pass@1"] <= line["eval/pass@4"] <= 1.0
+    # The first comes with a rollout, the second wakes the engine for itself alone.
+    assert "seconds/reshard" in result.metrics[0] and "seconds/evaluate" in result.metrics[0]
+    assert "seconds/reshard" not in result.metrics[2] and "seconds/evaluate" in result.metrics[2]
+    assert "process on the host" in json.loads((result.run_dir / "run.json").read_text())["memory"]
+    # TensorBoard has the same numbers: each metric at the iterations that measured it.
+    board = scalars(tmp_path / "board")
+    for name in ("reward/mean", "loss", "grad_norm", "logp_diff/max", "seconds/generate"):
+        want = {line["iteration"]: line[name] for line in result.metrics if name in line}
+        assert want and board[TAG + name] == pytest.approx(want), name
+    want = {line["iteration"]: line["eval/accuracy"] for line in result.evaluations}
+    assert board[TAG + "eval/accuracy"] == pytest.approx(want)
 
 
-def test_failing_grader_stops_the_job_with_its_prompt(job, tmp_path):
+def test_failing_grader_stops_the_job_with_its_prompt(job, arithmetic, tmp_path):
     grader = tmp_path / "grader.py"
     grader.write_text("def grade(prompt, response, answer):\n    raise RuntimeError('no such unit')\n")
     broken = job("--train-iters", "2", "--rl-reward", f"{grader}:grade")
     broken.start()
     result = broken.wait(120)
-    assert result.code != 0 and "no such unit" in result.log
+    assert result.code != 0 and "reward 'grade' raised RuntimeError: no such unit" in result.log
+    prompts = {json.loads(line)["prompt"] for line in (arithmetic / "prompts.jsonl").read_text().splitlines()}
+    said = re.findall(r"on sample \(0, \d+, \d+\), prompt '([^']*)', response '", result.log)
+    assert said and set(said) <= prompts
 
 
 def test_dropped_groups_train_nowhere_and_are_counted(job, tmp_path):
-    """A grader that fails for some prompts: their groups leave the loss, the rest is trained on."""
-    grader = tmp_path / "grader.py"
+    """A grader that fails for some prompts: their groups leave the loss, the rest is trained on. Where it fails for
+    all of them, the next prompts are drawn instead: no optimizer step runs on nothing."""
+    grader, calls = tmp_path / "grader.py", tmp_path / "calls"
     grader.write_text(
         "def grade(prompt, response, answer):\n"
+        f"    with open({str(calls)!r}, 'a') as file:\n"
+        "        file.write('.')\n"
+        "        file.flush()\n"
+        "        assert file.tell() > 32, 'all of the first rollout'\n"
         "    assert int(prompt.split('*')[0]) % 2, 'an even number'\n"
         "    return sum(map(ord, response)) % 5 / 4\n"
     )
+    calls.write_text("")
     more = ("--train-iters", "2", "--rl-rollout-prompts", "8", "--rl-reward", f"{grader}:grade")
     result = job(*more, "--rl-reward-on-error", "drop").run()
     first, second = result.metrics
     assert 0 < first["groups/dropped"] < 1 and first["reward/errors"] == 32 * first["groups/dropped"]
     assert first["trained/sequences"] + second["trained/sequences"] == 32 * (1 - first["groups/dropped"])
     assert first["reward/mean"] > 0.2, "failed grades must not count as zero"
+    dropped = "rollout 0 is dropped: graders failed in 8 of 8 groups, so 2 optimizer steps of it would train on nothing"
+    assert result.log.count("is dropped") == 1 and dropped in result.log
 
 
 def test_resume_may_leave_the_reference_behind(job):

@@ -17,7 +17,7 @@ HERE = Path(__file__).parent
 RECORD = json.loads((HERE / "upstream_rl_names.json").read_text())["trees"]
 
 MODEL = shlex.split(
-    "--num-layers 2 --hidden-size 32 --ffn-hidden-size 64 --num-attention-heads 4 --seq-length 32 "
+    "--num-layers 2 --hidden-size 64 --ffn-hidden-size 64 --num-attention-heads 2 --seq-length 32 "
     "--max-position-embeddings 32 --micro-batch-size 1 --global-batch-size 4 --tokenizer-type NullTokenizer "
     "--vocab-size 100 --transformer-impl local --no-persist-layer-norm --normalization RMSNorm --swiglu "
     "--disable-bias-linear --position-embedding-type rope --untie-embeddings-and-output-weights "
@@ -35,7 +35,7 @@ CASES = [
     (MODEL, None),
     (MODEL + NO_DROPOUT + RL, None),
     (MODEL + RL, "ValueError: RL cannot run with these arguments:\n  - --hidden-dropout 0.1: dropout makes"),
-    (MODEL + NO_DROPOUT + RL + ["--rl-temperature", "0"], "  - --rl-temperature is 0.0; give a number above 0"),
+    (MODEL + NO_DROPOUT + RL + ["--rl-temperature", "0"], "  - --rl-temperature is 0.0; give a number at least 0.01"),
     (MODEL + NO_DROPOUT + RL + ["--rl-reward", "guess"], "reward 'guess' is unknown; known: "),
     (MODEL + NO_DROPOUT + RL + ["--rl-rollout-prompts", "3"], "6 samples (--rl-rollout-prompts 3 x"),
     (MODEL + NO_DROPOUT + RL + ["--no-save-optim"], "--no-save-optim: a run could not be resumed"),
@@ -64,7 +64,7 @@ def parsed(tmp_path_factory):
 
 
 def test_help_shows_the_groups(parsed):
-    for group in ("data", "rollout", "reward", "algorithm", "reshard", "monitor"):
+    for group in ("data", "rollout", "reward", "algorithm", "reshard", "dock", "monitor"):
         assert f"reinforcement learning: {group}:" in parsed["help"]
     for flag in flag_names():
         assert flag in parsed["help"], flag

@@ -30,6 +30,15 @@ def test_a_missing_script_is_named(capsys):
     assert "no script 'nowhere.py' here, and no such command (patch, " in error
 
 
+def test_a_missing_megatron_is_named(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text("import sys\nsys.modules['megatron'] = None\nimport megatron.training\n")
+    command = [sys.executable, "-m", "mindspeed_rl_plugin", str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert "script.py imports megatron" in done.stderr and "put your Megatron-LM checkout on PYTHONPATH" in done.stderr
+
+
 def test_a_command_gets_its_arguments_and_gives_the_status(monkeypatch):
     seen = []
     module = types.SimpleNamespace(main=lambda argv: seen.append(argv) or 3)

@@ -96,6 +96,18 @@ def test_validation_comes_after_megatrons(monkeypatch, world):
     assert seen == [("ours", 8)]
 
 
+def test_one_rank_of_a_machine_says_what_is_refused_and_the_others_wait_to_be_ended(world, monkeypatch):
+    waited = []
+    monkeypatch.setattr(wrappers.time, "sleep", waited.append)
+    monkeypatch.setattr(checks, "check_args", lambda args: (_ for _ in ()).throw(ValueError("refused")))
+    wrapped = wrappers.validate_args_wrapper(lambda args, defaults: args)
+    for local_rank, waits in (("0", []), ("1", [wrappers.SPEAK_SECONDS])):
+        monkeypatch.setenv("LOCAL_RANK", local_rank)
+        with pytest.raises(ValueError, match="refused"):
+            wrapped(world.args, {})
+        assert waited == waits
+
+
 def test_rl_flags_without_an_algorithm_are_mentioned(world, capsys, monkeypatch):
     wrapped = wrappers.validate_args_wrapper(lambda args, defaults: args)
     wrapped(parsed(), {})
