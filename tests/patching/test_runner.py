@@ -27,7 +27,7 @@ def test_nothing_at_all_is_a_usage_error(capsys):
 def test_a_missing_script_is_named(capsys):
     assert runner.main(["nowhere.py", "--flag"]) == 2
     error = capsys.readouterr().err
-    assert "no script 'nowhere.py' here, and no such command (patch, " in error
+    assert "no script 'nowhere.py' here, and no such command (algorithms, " in error
 
 
 def test_a_missing_megatron_is_named(tmp_path):
