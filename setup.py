@@ -11,7 +11,7 @@ setup(
     packages=find_packages(include=["mindspeed_rl_plugin", "mindspeed_rl_plugin.*"]),
     package_data={"mindspeed_rl_plugin.monitor": ["*.html", "*.js", "*.css", "*.in"]},
     python_requires=">=3.10",
-    install_requires=["torch", "tensordict", "transformers", "datasets", "pyarrow", "tqdm"],
+    install_requires=["torch", "tensordict", "transformers", "datasets", "pyarrow", "safetensors", "tqdm"],
     extras_require={
         "math": [MATH],
         "cuda": ["vllm>=0.9.1", "ray", MATH],

@@ -9,7 +9,8 @@ from types import ModuleType
 MODULES = (
     "torch", "numpy", "transformers", "tokenizers", "datasets", "math_verify", "sympy", "pyarrow", "tensordict", "ray",
     "vllm", "safetensors", "tensorboard", "tqdm", "einops", "packaging", "pybind11", "typing_extensions",
-    "mindspeed_rl_plugin", "megatron.core", "megatron.training", "pytest", "pytest_timeout", "hypothesis", "psutil", "ruff",
+    "mindspeed_rl_plugin", "megatron.core", "megatron.training", "pytest", "pytest_timeout", "hypothesis", "psutil",
+    "ruff",
 )  # fmt: skip
 
 

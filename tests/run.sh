@@ -21,7 +21,7 @@ bash setup.sh
 .venv/bin/python tests/ascend/fetch.py
 if [ "$setup_only" = yes ]; then exit 0; fi
 
-.venv/bin/ruff check mindspeed_rl_plugin tests examples
+.venv/bin/ruff check .
 # MindSpeed runs on Python 3.10: the linter's py310 target refuses newer syntax.
 .venv/bin/ruff check --quiet --target-version py310 --select E9,F63,F7,F82 mindspeed_rl_plugin
 
