@@ -69,6 +69,7 @@ class DockMachine(RuleBasedStateMachine):
         self.acked: dict[str, set[tuple[int, int]]] = {name: set() for name in STATES}
         self.known: dict[str, set[tuple[int, int]]] = {name: set() for name in STATES}  # acks that its controller heard
         self.leases: list[dict] = []
+        self.hanging: list[np.ndarray] = []  # memory of writers that never come to their commit
 
     def house(self, w: int) -> Warehouse:
         arena = Arena(self.root / str(w), 4096)
@@ -104,8 +105,8 @@ class DockMachine(RuleBasedStateMachine):
 
     # writing
 
-    def write(self, w: int, number: int, cells: dict[str, dict[int, bytes]], *, state=None, ack=None, dies=False):
-        """A writer's reserve, copy, commit; it may die before the last. Returns whether it was admitted."""
+    def write(self, w: int, number: int, cells: dict[str, dict[int, bytes]], *, state=None, ack=None, dies=""):
+        """A writer's reserve, copy, commit; it may die before the last, or hang. Returns whether it was admitted."""
         self.owners += 1
         owner, shape, house = f"writer {self.owners}", self.shapes[number], self.houses[w]
         sizes = [sum(map(len, c.values())) for c in cells.values()]
@@ -119,6 +120,9 @@ class DockMachine(RuleBasedStateMachine):
             data = np.frombuffer(b"".join(column.values()), np.uint8)
             self.readers[w].view(extent.segment, extent.offset, len(data))[:] = data
         assert house.used <= CAPACITY + sum(s + 64 for s in sizes)
+        if dies == "hangs":
+            self.hanging += [self.readers[w].view(*extent) for extent in extents]
+            return True
         if dies:
             house.forget_owner(owner)
             return True
@@ -160,8 +164,8 @@ class DockMachine(RuleBasedStateMachine):
             self.epoch += 1
 
     @precondition(lambda self: self.shapes)
-    @rule(data=st.data(), dies=st.sampled_from([False, False, False, True]))
-    def put_prompts(self, data: st.DataObject, dies: bool) -> None:
+    @rule(data=st.data(), dies=st.sampled_from(["", "", "", "dies", "hangs"]))
+    def put_prompts(self, data: st.DataObject, dies: str) -> None:
         number = data.draw(st.sampled_from(sorted(self.shapes)))
         groups = data.draw(st.lists(st.integers(0, self.shapes[number].groups - 1), min_size=1, unique=True))
         for w in range(HOUSES):
@@ -173,6 +177,12 @@ class DockMachine(RuleBasedStateMachine):
             # Refused only where the promise would break; then clearing what is there makes room.
             room = self.houses[w].row_reserve * len(mine) * self.shapes[number].members + 64 * len(mine)
             assert admitted or (before + room > CAPACITY and before > 0)
+
+    @rule()
+    def hanging_writers_write(self) -> None:
+        """They do not know whether their warehouse was started again meanwhile; nobody's cells may be theirs."""
+        for memory in self.hanging:
+            memory[:] = 0xA5
 
     @rule(groups=st.integers(1, 3), members=st.integers(1, 3), steps=st.integers(1, 4))
     def rollout(self, groups: int, members: int, steps: int) -> None:

@@ -109,16 +109,22 @@ def test_extents_never_overlap_and_all_comes_back(tmp_path_factory: pytest.TempP
             arena.free(held.pop(number % len(held)))
         assert arena.used == sum(e.nbytes for e in held)
     heir = Arena(arena.directory, 1024)  # takes over what was handed out, in any order
-    heir.adopt()
+    heir.adopt(100)
     for extent in reversed(held):
         heir.claim(extent)
     assert heir.used == arena.used and heir.reserved == arena.reserved and heir._free == arena._free
     for extent in held:
         with pytest.raises(ValueError, match="are not free"):
             heir.claim(extent)
+    new = heir.allocate(1)
+    assert new.segment == 100, "nothing of a former owner's memory is handed out: somebody may still write into it"
+    heir.free(new)
     for extent in held:
         heir.free(extent)
     assert heir.used == 0 and all(len(free) == 1 for free in heir._free.values())
+    heir.drop_former()
+    assert list(heir._free) == [100] and [p.name for p in heir.directory.iterdir()] == ["segment-00100"]
+    assert heir.allocate(1) == new
 
 
 def test_a_large_extent_has_its_own_segment_and_files_are_private(tmp_path) -> None:

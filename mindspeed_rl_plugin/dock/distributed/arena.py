@@ -60,6 +60,8 @@ class Arena(Segments):
         super().__init__(directory)
         self.segment_bytes = rounded(segment_bytes)
         self._free: dict[int, list[tuple[int, int]]] = {}  # segment -> free (offset, nbytes), by offset
+        self._former: set[int] = set()  # segments of a former owner, of which nothing is handed out any more
+        self._next = 0  # number of the next segment
         self.used = 0  # bytes handed out
 
     @property
@@ -71,6 +73,8 @@ class Arena(Segments):
         """An extent of at least `nbytes`. Raises OSError when the node has no shared memory left."""
         size = rounded(max(nbytes, 1))
         for segment, free in self._free.items():
+            if segment in self._former:
+                continue
             for i, (offset, room) in enumerate(free):
                 if room >= size:
                     free[i : i + 1] = [(offset + size, room - size)] if room > size else []
@@ -85,10 +89,24 @@ class Arena(Segments):
             self._free[extent.segment] = [(0, self.path(extent.segment).stat().st_size)]
         self._take(*extent)
 
-    def adopt(self) -> None:
-        """Take over all segments that a former owner left here; what is not claimed is free."""
+    def adopt(self, first: int) -> None:
+        """Take over all segments that a former owner left here, for the cells in them alone: a writer to whom it gave
+        an extent may still be filling it. first: lowest number of new segments, above all that ever were."""
         for path in sorted(self.directory.glob("segment-*")):
-            self._free.setdefault(int(path.name.removeprefix("segment-")), [(0, path.stat().st_size)])
+            number = int(path.name.removeprefix("segment-"))
+            self._free.setdefault(number, [(0, path.stat().st_size)])
+            self._former.add(number)
+        self._next = max(self._next, first)
+
+    def drop_former(self) -> None:
+        """Remove the segments of a former owner that hold nothing any more."""
+        for segment in list(self._former):
+            path = self.path(segment)
+            if self._free[segment] == [(0, path.stat().st_size)]:
+                path.unlink()
+                del self._free[segment]
+                self._former.remove(segment)
+                self._arrays.pop(segment, None)
 
     def free(self, extent: Extent) -> None:
         """Give an extent back."""
@@ -104,7 +122,7 @@ class Arena(Segments):
         self.used -= extent.nbytes
 
     def _grow(self, size: int) -> int:
-        segment = max(self._free, default=-1) + 1
+        segment, self._next = self._next, self._next + 1
         room = max(size, self.segment_bytes)
         handle = os.open(self.path(segment), os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
         try:

@@ -31,10 +31,10 @@ class Channel:
             mine = secrets.token_bytes(frames.NONCE)
             self._socket.sendall(mine + frames.proof(secret, "client", (nonce, mine)))
             check_server(bytes(self._exactly(frames.NONCE)), secret, mine, nonce, address)
-        except EOFError as error:
+        except PermissionError:
             self.close()
-            raise PermissionError(f"the dock at {address} refuses this process: it is another job's") from error
-        except OSError as error:
+            raise
+        except (EOFError, OSError) as error:  # it may be ending, or starting again
             self.close()
             raise ConnectionError(f"no dock answers at {address}: {error}") from error
         self.tell(Message("hello", {"name": name}))

@@ -26,6 +26,7 @@ ALIGN = 8
 MAX_HEAD = 16 << 20  # bytes
 MAX_PAYLOAD = 2 << 30  # bytes; larger reads and writes are split by their caller
 NONCE = 32  # bytes
+REFUSED = bytes(NONCE)  # in the place of a server's proof: the client has not shown the secret
 DTYPES = {"uint8", "int8", "int16", "int32", "int64", "float32", "float64", "bool"}
 NAMES = {np.dtype(name): name for name in DTYPES}  # `dtype.name` takes longer than the rest of an array's encoding
 JOIN = 64 << 10  # bytes; what is smaller is copied together, because a system call costs more than the copy

@@ -164,6 +164,7 @@ class Service:
         answer = await receive_exactly(connection, 2 * frames.NONCE)
         theirs, shown = bytes(answer[: frames.NONCE]), bytes(answer[frames.NONCE :])
         if not hmac.compare_digest(shown, frames.proof(self._secret, "client", (nonce, theirs))):
+            await loop.sock_sendall(connection, frames.REFUSED)  # the end alone may mean that this process ends
             raise PermissionError("a peer does not know the secret of this job")
         await loop.sock_sendall(connection, frames.proof(self._secret, "server", (theirs, nonce)))
         hello = await receive(connection, reader)
@@ -295,6 +296,8 @@ def endpoint(address: Address, node: str) -> tuple[socket.socket, Any]:
 
 
 def check_server(shown: bytes, secret: bytes, mine: bytes, nonce: bytes, address: Address) -> None:
-    """Raise PermissionError unless the other side knows the secret too."""
+    """Raise PermissionError unless the other side lets this one in and knows the secret too."""
+    if shown == frames.REFUSED:
+        raise PermissionError(f"the dock at {address} refuses this process: it is another job's")
     if not hmac.compare_digest(shown, frames.proof(secret, "server", (mine, nonce))):
         raise PermissionError(f"what answers at {address} is not the dock of this job")

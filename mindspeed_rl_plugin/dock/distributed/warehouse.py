@@ -18,6 +18,7 @@ from mindspeed_rl_plugin.dock.distributed.records import Cells, EpochSet, Record
 from mindspeed_rl_plugin.dock.distributed.tables import Block, EpochTables, Table, check_rows, merged
 
 COMPACT_ABOVE = 1 << 20  # bytes of journal
+SEGMENTS = 1 << 16  # numbers that an incarnation has for its segments: none is used twice
 
 
 class Warehouse:
@@ -154,6 +155,7 @@ class Warehouse:
         record = self._tell(epoch, shape, cleared=groups.astype(np.int32))
         if not state.alive.any():
             self._retire(epoch)
+        self.arena.drop_former()
         self._compact()
         return record
 
@@ -362,7 +364,6 @@ class Warehouse:
 
     def _adopt(self) -> None:
         """Rebuild everything from the journal that a former warehouse left."""
-        self.arena.adopt()
         for record in self._journal.records():
             self.seq, self.incarnation = max(self.seq, record.seq), record.incarnation + 1
             if not record.shape.groups:
@@ -387,7 +388,10 @@ class Warehouse:
                     table.segment[record.cleared if grouped else slots_of_groups(record.cleared, record.shape[1])] = -1
                 if not state.alive.any():
                     self._retire(record.epoch)
+        # A writer may have an extent of the former incarnation and not know that it is over.
+        self.arena.adopt((self.incarnation - 1) * SEGMENTS)
         self._adopt_cells()
+        self.arena.drop_former()
         self._journal.append(self._mark())  # the next one starts after this incarnation, whatever this one writes
 
     def _adopt_cells(self) -> None:

@@ -156,8 +156,11 @@ class Writer:
         slots = {k: a for k, a in arrays.items() if k.startswith("slots.")}
         ask = Message("reserve", {**note, "sizes": [size for *_, size in parts]}, slots)
         place = self._net.warehouse(warehouse, ask, self._deadline).note
-        for (column, pick, size), (segment, offset, _) in zip(parts, place["extents"], strict=True):
-            cells.copy_rows(column, pick, self._net.segments.view(segment, offset, size))
+        try:
+            for (column, pick, size), (segment, offset, _) in zip(parts, place["extents"], strict=True):
+                cells.copy_rows(column, pick, self._net.segments.view(segment, offset, size))
+        except FileNotFoundError:
+            return False  # restarted, and what nobody had filled is removed
         note = {**note, "extents": place["extents"], "incarnation": place["incarnation"]}
         answer = self._net.warehouse(warehouse, Message("put", note, arrays), self._deadline)
         return answer.kind == "committed"
