@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from mindspeed_rl_plugin.algorithms import Algorithm, Moments, RewardBatch, group_index, whiten
+from mindspeed_rl_plugin.algorithms.selection import carries_signal
 from mindspeed_rl_plugin.dock import ColumnSpec, StateSpec
 from mindspeed_rl_plugin.reward import GradeItem, RewardPool
 from mindspeed_rl_plugin.types import Column, Prompt, Ragged, Rows, pack_json, unpack_json
@@ -131,7 +132,8 @@ def reward_columns(rows: Rows, pool: RewardPool, decode: Callable[[Sequence[int]
 def advantage_columns(
     rows: Rows, algorithm: Algorithm, limit: int, gather: Callable[[Moments], Iterable[Moments]]
 ) -> Rows | None:
-    """Advantages of whole groups; a group with a dropped sample is kept out of training altogether.
+    """Advantages of whole groups; a group with a dropped sample is kept out of training altogether, and under dynamic
+    sampling one whose task rewards are all equal.
 
     rows: those of this rank, maybe none; limit: longest response [tokens]; gather: every rank's value, collective,
     called where advantages are whitened, on ranks without rows too. None where there are no rows.
@@ -162,6 +164,8 @@ class _Estimate:
 def _estimated(rows: Rows, algorithm: Algorithm, limit: int) -> _Estimate:
     groups = group_index(rows.ids)
     kept = ~torch.isin(groups, groups[rows["graded"] == 0].unique())
+    if algorithm.dynamic_sampling:
+        kept &= carries_signal(rows["reward"], groups)
     mask = rows.columns.get("loss_mask")
     cost = algorithm.kl_cost(rows["logp_old"], rows["logp_ref"], mask) if algorithm.kl_reward_coef else None
     rewards = algorithm.shaped(rows["reward"], rows["response_length"], limit)

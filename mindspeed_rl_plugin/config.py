@@ -147,6 +147,12 @@ class AlgorithmConfig:
     dynamic_sampling: bool | None = flag(
         None, "replace groups whose rewards are all equal by further ones (default: the preset's)"
     )
+    dynamic_sampling_rounds: int = flag(
+        10,
+        "most rounds of --rl-rollout-prompts prompts that dynamic sampling draws for one rollout; what is too much "
+        "waits for the next one, and after the last round groups that no loss counts fill the batch up",
+        unit="rounds",
+    )
     filtration: str | None = flag(
         None,
         "resample the responses of a prompt by their rewards (default: the preset's)",

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from mindspeed_rl_plugin import columns, reporting
+from mindspeed_rl_plugin import columns, drawing, reporting
 from mindspeed_rl_plugin.config import RLConfig
 from mindspeed_rl_plugin.dock import Lease
 from mindspeed_rl_plugin.forward import Step
@@ -26,8 +26,6 @@ from mindspeed_rl_plugin.rollout.generate import run_generation
 from mindspeed_rl_plugin.startup.start import Start
 from mindspeed_rl_plugin.types import Ragged, Rows, SampleId
 from mindspeed_rl_plugin.wiring import Inputs, Parts
-
-DRAWS = 5  # rollouts tried one after the other when graders fail and their groups are dropped
 
 _loop: Loop | None = None
 
@@ -43,11 +41,14 @@ def current() -> Loop:
 class Loop:
     """RL behind Megatron's `train_step`.
 
-    epoch: rollout counter, -1 before the first; steps: optimizer steps left of the current rollout.
+    epoch: rounds of generation, counted from 0, -1 before the first; groups: those of the current rollout, in training
+    order; carried: drawn, graded and kept in the dock for the next rollout; steps: optimizer steps left.
     """
 
     def __init__(self) -> None:
         self.epoch = -1
+        self.groups: tuple[drawing.Group, ...] = ()
+        self.carried: tuple[drawing.Group, ...] = ()
         self.steps: list[Step] = []
         self.inputs: Inputs | None = None
         self.parts: Parts | None = None
@@ -92,10 +93,13 @@ class Loop:
                 self.parts.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """RL state of a checkpoint: prompt cursor, rollout counter, the rollout in use with its rows and metrics."""
+        """RL state of a checkpoint: prompt cursor, round counter, the rollout in use and the groups carried over, with
+        their rows, and the metrics."""
         p = self.parts
         return {
             "epoch": self.epoch,
+            "groups": list(map(list, self.groups)),
+            "carried": list(map(list, self.carried)),
             "steps_left": len(self.steps),
             "cut": self._cut(),
             "rollout": dataclasses.asdict(self._rollout) if self._rollout else None,
@@ -111,11 +115,18 @@ class Loop:
                 f"cut rollouts as {self._cut()}: resume with the former values, at least until iteration "
                 f"{p.inputs.args.iteration + left}"
             )
+        drawing.check_carried(state["carried"], state["cut"], self._cut())
         self.epoch = state["epoch"]
         p.inputs.prompts.load_state(state["cursor"])
         p.dock.restore(state["dock"])
+        self.groups, self.carried = (tuple(map(tuple, state[name])) for name in ("groups", "carried"))
+        if self.carried and not p.algorithm.dynamic_sampling:
+            if p.topology.leader:
+                print(f"[rl] {len(self.carried)} groups carried over are dropped: no dynamic sampling now", flush=True)
+            p.forget(self.carried)
+            self.carried = ()
         if left:
-            every = p.plan(self.epoch) * p.algorithm.ppo_epochs
+            every = p.plan(self.groups) * p.algorithm.ppo_epochs
             self.steps = every[len(every) - left :]
         if state["rollout"] is not None:
             self._rollout = reporting.Rollout(**state["rollout"])
@@ -132,10 +143,15 @@ class Loop:
             "--rl-advantage": self.parts.algorithm.advantage,
         }
 
-    def _groups_of_rank(self) -> list[SampleId]:
-        """Whole groups that this rank grades and compares."""
+    def _round(self) -> tuple[drawing.Group, ...]:
+        """Groups of the round that is being drawn."""
+        return drawing.of_epoch(self.epoch, self.parts.sizes.prompts)
+
+    def _of_rank(self, groups: Sequence[drawing.Group]) -> list[SampleId]:
+        """Those of the groups that this rank grades and compares, whole."""
         p = self.parts
-        return p.placement.whole_groups_of(p.topology.rank, p.ids(self.epoch), p.homes(self.epoch))
+        rounds = [(p.ids((e, g) for g in part), p.homes(e)) for e, part in drawing.by_epoch(groups).items()]
+        return [i for ids, homes in rounds for i in p.placement.whole_groups_of(p.topology.rank, ids, homes)]
 
     def train_iterator(self) -> Any:
         """What stands in for the pretraining iterator: nothing, for `train_step` brings the rows of its step."""
@@ -171,7 +187,7 @@ class Loop:
             if p.evaluation_due(done):
                 with stage("evaluate"):
                     reporting.evaluation(p, done)
-            self._draw()
+            drawn = self._draw()
         p.meet("old log-probs")
         with stage("logp_old"):
             self._logps("logp_old")
@@ -180,32 +196,46 @@ class Loop:
                 self._logps("logp_ref")
         with stage("advantage"):
             self._advantages()
-        self._rollout = reporting.rollout(p, p.ids(self.epoch), done, transfer)
+        self._rollout = reporting.rollout(p, p.ids(self.groups), done, transfer, drawn)
 
-    def _draw(self) -> None:
-        """Steps 3 and 4, again with the next prompts while an optimizer step has no row that could be graded.
+    def _draw(self) -> dict[str, float]:
+        """Steps 3 and 4, in as many rounds as it takes: with dynamic sampling until enough groups carry signal, else
+        until no optimizer step is left without a row that could be graded. Returns metrics of dynamic sampling.
 
         A step on nothing would still move the weights, by momentum and weight decay.
         """
-        p, stage = self.parts, self.parts.monitor.stage
-        for attempt in range(1, DRAWS + 1):
+        p, stage, dynamic = self.parts, self.parts.monitor.stage, self.parts.algorithm.dynamic_sampling
+        rounds = p.inputs.config.algorithm.dynamic_sampling_rounds if dynamic else drawing.PLAIN_ROUNDS
+        tally = drawing.Tally(brought=len(self.carried))
+        for attempt in range(1, rounds + 1):
             with stage("generate"):
                 self._generate()
             with stage("reward"):
-                broken = self._grade()
-            empty = [i for i, step in enumerate(p.plan(self.epoch)) if all(s.group in broken for s in step.ids)]
-            if not empty:
-                return
-            told = f"graders failed in {len(broken)} of {p.sizes.prompts} groups, so {len(empty)} optimizer steps of it"
-            if p.topology.leader:
+                found = self._grade()
+            tally.add(found)
+            choice = drawing.choose(
+                self.carried, found, p.sizes.prompts, dynamic=dynamic, last=dynamic and attempt == rounds
+            )
+            p.forget(choice.dropped)
+            self.carried = choice.carried
+            steps = p.plan(choice.trained) if choice.trained else []
+            empty = drawing.idle_steps(steps, choice.idle)
+            if steps and not empty:
+                self.groups, self.steps = choice.trained, steps * p.algorithm.ppo_epochs
+                return tally.metrics(choice) if dynamic else {}
+            broken = sum(v.broken for v in found.values())
+            told = f"graders failed in {broken} of {p.sizes.prompts} groups, so {empty} optimizer steps of it"
+            if not dynamic and p.topology.leader:
                 print(f"[rl] rollout {self.epoch} is dropped: {told} would train on nothing", flush=True)
-            if attempt < DRAWS:
+            if attempt < rounds:
                 with stage("prompts"):
-                    p.dock.clear(self.epoch)
+                    p.forget(choice.trained)
                     self._open_rollout()
+        if dynamic:
+            raise tally.exhausted(empty, broken)
         raise ValueError(
-            f"{DRAWS} rollouts one after the other were dropped; in the last one {told} would train on nothing; repair "
-            "the grader and resume from the last checkpoint"
+            f"{rounds} rollouts one after the other were dropped; in the last one {told} would train on nothing; "
+            "repair the grader and resume from the last checkpoint"
         )
 
     def _open_rollout(self) -> None:
@@ -213,10 +243,9 @@ class Loop:
         p, sizes = self.parts, self.parts.sizes
         self.epoch += 1
         prompts = p.inputs.prompts.next(sizes.prompts)
-        ids = tuple(SampleId(self.epoch, group, 0) for group in range(sizes.prompts))
         p.dock.open(self.epoch, sizes.prompts, sizes.members)
+        ids = tuple(SampleId(*group, 0) for group in self._round())
         p.dock.put(Rows(ids, columns.prompt_columns(prompts)) if p.topology.leader else None)
-        self.steps = p.plan(self.epoch) * p.algorithm.ppo_epochs
 
     @contextmanager
     def _engine_awake(self, version: int) -> Iterator[Transfer]:
@@ -242,7 +271,7 @@ class Loop:
     def _generate(self) -> None:
         """Step 3: every engine takes its share of the prompts from the dock and writes responses back."""
         p = self.parts
-        mine = p.placement.drawn_by(p.topology.engine, p.ids(self.epoch), p.homes(self.epoch))
+        mine = p.placement.drawn_by(p.topology.engine, p.ids(self._round()), p.homes(self.epoch))
         with p.monitor.progress(len(mine)) as bar:
             run_generation(
                 p.dock_of_engine,
@@ -254,22 +283,22 @@ class Loop:
                 on_progress=lambda done, *_: bar.set(done),
             )
 
-    def _grade(self) -> set[int]:
+    def _grade(self) -> dict[drawing.Group, drawing.Verdict]:
         """Step 4: every rank grades a share; a failed grader stops the run unless told otherwise.
 
-        Returns the groups of the whole rollout that hold a response without a grade.
+        Returns the verdict on each group of the whole round.
         """
         p = self.parts
-        lease = p.dock_of_rank.lease("reward", ids=self._groups_of_rank(), deadline=p.deadline)
+        lease = p.dock_of_rank.lease("reward", ids=self._of_rank(self._round()), deadline=p.deadline)
         rows = columns.reward_columns(lease.rows, p.inputs.graders, p.inputs.decode) if len(lease) else None
         p.dock_of_rank.commit(lease, rows)
-        broken = [] if rows is None else [rows.ids[i].group for i in (rows["graded"] == 0).nonzero().flatten().tolist()]
-        return {group for part in p.gather(broken) for group in part}
+        parts = p.gather(drawing.verdicts(rows) if rows is not None else {})
+        return {group: verdict for part in parts for group, verdict in part.items()}
 
     def _logps(self, state: str) -> None:
         """Step 6: log-probs over the update's own micro-batches, so that its first ratio is exactly 1."""
         p = self.parts
-        batches = [ids for step in p.plan(self.epoch) for ids in step.of_rank(p.topology.dp_rank)]
+        batches = [ids for step in p.plan(self.groups) for ids in step.of_rank(p.topology.dp_rank)]
         lease = self._rows_of(state, batches)
         logps = compute_logps(p.model, [lease.rows.select(ids) for ids in batches], p.forward)
         rows = None
@@ -287,14 +316,14 @@ class Loop:
     def _advantages(self) -> None:
         """Step 7: whole groups, each on a rank of its machine; a group with a failed grade is trained nowhere."""
         p = self.parts
-        lease = p.dock_of_rank.lease("advantage", ids=self._groups_of_rank(), deadline=p.deadline)
+        lease = p.dock_of_rank.lease("advantage", ids=self._of_rank(self.groups), deadline=p.deadline)
         limit = p.inputs.config.rollout.max_response_length
         p.dock_of_rank.commit(lease, columns.advantage_columns(lease.rows, p.algorithm, limit, p.gather))
 
     def _update(self, done: int, original: Callable[..., tuple], args: tuple, kwargs: Mapping[str, Any]) -> tuple:
         """Step 8: Megatron's own train_step on the dock's rows, with our forward step."""
         p = self.parts
-        step, last_pass = self.steps.pop(0), len(self.steps) < len(p.plan(self.epoch))
+        step, last_pass = self.steps.pop(0), len(self.steps) < len(p.plan(self.groups))
         batches = step.of_rank(p.topology.dp_rank)
         with p.monitor.stage("update"):
             lease = self._rows_of("update", batches)
@@ -305,7 +334,7 @@ class Loop:
             # Rows are acknowledged by the last pass over them; until then the state is handed back.
             (p.dock.commit if last_pass else p.dock.release)(lease)
             if not self.steps:
-                p.dock.clear(self.epoch)
+                p.forget(self.groups)
         reporting.iteration(p, done + 1, self._rollout, args[3], result, update, last_step=not self.steps)
         self._rollout = self._rollout if self.steps else None
         return result

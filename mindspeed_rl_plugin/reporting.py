@@ -61,10 +61,13 @@ class Rollout:
     logged: bool = False
 
 
-def rollout(p: Parts, ids: Sequence[SampleId], done: int, transfer: Transfer) -> Rollout:
+def rollout(
+    p: Parts, ids: Sequence[SampleId], done: int, transfer: Transfer, drawn: Mapping[str, Metric] | None = None
+) -> Rollout:
     """Measure a rollout that is ready to train on, and dump it where asked. Collective.
 
-    transfer: what bringing the weights to the engine for it took on this rank.
+    transfer: what bringing the weights to the engine for it took on this rank; drawn: what choosing its groups
+    measured.
     """
     moved = _moved(p.gather(transfer))
     dump_dir = p.inputs.config.monitor.dump_dir
@@ -75,7 +78,7 @@ def rollout(p: Parts, ids: Sequence[SampleId], done: int, transfer: Transfer) ->
     if p.topology.leader:
         kept = rows["kept"].nonzero().flatten().tolist()
         found = dict(metrics.rollout_metrics(rows.take(kept), solved=_solved(p, rows["reward_parts"][kept].tolist())))
-        found |= moved
+        found |= moved | (drawn or {})
         found["reward/errors"] = float(rows["grader_error"].sum())
         found["groups/dropped"] = 1.0 - len(kept) / len(rows)
         measured = found, metrics.token_count(rows)

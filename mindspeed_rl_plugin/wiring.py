@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,12 +13,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from mindspeed_rl_plugin import columns
+from mindspeed_rl_plugin import columns, drawing
 from mindspeed_rl_plugin.algorithms import Algorithm, resolve
 from mindspeed_rl_plugin.config import RLConfig, launch_env
 from mindspeed_rl_plugin.device import get_device
 from mindspeed_rl_plugin.dock import Dock, Limits, machine, make_docks
-from mindspeed_rl_plugin.forward import ForwardSettings, Step, plan_batches
+from mindspeed_rl_plugin.forward import ForwardSettings, Step
 from mindspeed_rl_plugin.monitor.monitor import Monitor
 from mindspeed_rl_plugin.placement import Placement
 from mindspeed_rl_plugin.prompts import PromptStream, load_tokenizer
@@ -149,7 +149,7 @@ class Parts:
         placement = _placement(topology, group)
 
         def homes(epoch: int) -> np.ndarray:
-            return placement.homes(_plan(sizes, topology, epoch), sizes.prompts)
+            return placement.homes(_plan(sizes, topology, drawing.of_epoch(epoch, sizes.prompts)), sizes.prompts)
 
         docks = _docks(inputs, topology, group, algorithm, homes)
         resharder = Resharder(
@@ -237,17 +237,22 @@ class Parts:
         every = self.inputs.config.monitor.eval_every
         return bool(self.inputs.held_out) and (done % every == 0 or done == self.total_iterations)
 
-    def ids(self, epoch: int) -> list[SampleId]:
-        """All samples of a rollout, in id order."""
-        return _ids(self.sizes, epoch)
+    def ids(self, groups: Iterable[drawing.Group]) -> list[SampleId]:
+        """All samples of some groups."""
+        return drawing.samples(groups, self.sizes.members)
 
-    def plan(self, epoch: int) -> list[Step]:
-        """Optimizer steps of one pass over a rollout."""
-        return _plan(self.sizes, self.topology, epoch)
+    def plan(self, groups: Sequence[drawing.Group]) -> list[Step]:
+        """Optimizer steps of one pass over the groups of a rollout."""
+        return _plan(self.sizes, self.topology, groups)
 
     def homes(self, epoch: int) -> np.ndarray:
-        """`[groups]` machine of each group of a rollout."""
-        return self.placement.homes(self.plan(epoch), self.sizes.prompts)
+        """`[groups]` machine of each group of a round, as if all of it were trained on."""
+        return self.placement.homes(self.plan(drawing.of_epoch(epoch, self.sizes.prompts)), self.sizes.prompts)
+
+    def forget(self, groups: Iterable[drawing.Group]) -> None:
+        """Clear groups from the dock."""
+        for epoch, part in drawing.by_epoch(groups).items():
+            self.dock.clear(epoch, part)
 
     def share(self, value: Any) -> Any:
         """The leader's value, on every rank."""
@@ -276,17 +281,9 @@ class Parts:
         return box
 
 
-def _ids(sizes: Arithmetic, epoch: int) -> list[SampleId]:
-    return [SampleId(epoch, g, m) for g in range(sizes.prompts) for m in range(sizes.members)]
-
-
-def _plan(sizes: Arithmetic, topology: Topology, epoch: int) -> list[Step]:
-    return plan_batches(
-        _ids(sizes, epoch),
-        global_batch_size=sizes.global_batch,
-        micro_batch_size=sizes.micro_batch,
-        dp_size=topology.dp_size,
-    )
+def _plan(sizes: Arithmetic, topology: Topology, groups: Sequence[drawing.Group]) -> list[Step]:
+    batch = {"global_batch_size": sizes.global_batch, "micro_batch_size": sizes.micro_batch}
+    return drawing.plan_groups(groups, sizes.members, dp_size=topology.dp_size, **batch)
 
 
 def _placement(topology: Topology, group: dist.ProcessGroup) -> Placement:
@@ -336,8 +333,11 @@ def _check_dock(args: argparse.Namespace, config: RLConfig, graders: int) -> Non
     """A dock that is too small for one rollout is refused before the model is built."""
     env, sizes = launch_env(), derive_from_args(args)
     machines = max(env["world_size"] // env["local_world_size"], 1) if config.dock.dock != "local" else 1
-    declared = columns.grpo_columns(graders), columns.grpo_states(resolve(config.algorithm))
-    _limits(config).check(*declared, -(-sizes.prompts // machines), sizes.members)
+    algorithm = resolve(config.algorithm)
+    declared = columns.grpo_columns(graders), columns.grpo_states(algorithm)
+    # Dynamic sampling draws a whole round beside groups that wait, all but one of a rollout at most.
+    groups = sizes.prompts * (2 if algorithm.dynamic_sampling else 1)
+    _limits(config).check(*declared, -(-groups // machines), sizes.members)
 
 
 def _engine_options(inputs: Inputs, dtype: torch.dtype) -> VllmOptions:

@@ -18,7 +18,7 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("dock", "algorithms", "reward", "prompts", "monitor", "reshard"),
     ("rollout", "forward", "reshard.execute", "reshard.swap", "reshard.hook"),
     ("logprobs", "critic", "update"),
-    ("startup", "columns", "placement", "planning"),
+    ("startup", "columns", "placement", "drawing", "planning"),
     ("wiring", "plan", "export"),
     ("reporting",),
     ("iteration",),

@@ -20,12 +20,6 @@ UNREADY: tuple[tuple[str, Callable[[Algorithm], bool], str], ...] = (
         "this version does not read preference pairs yet; choose an algorithm that draws responses",
     ),
     (
-        "dynamic sampling",
-        lambda a: a.dynamic_sampling,
-        "this version does not generate further groups for those without signal yet; --no-rl-dynamic-sampling "
-        "trains with all other parts, where such groups count in the mean and pull on nothing",
-    ),
-    (
         "filtration",
         lambda a: a.filtration != "none",
         "--rl-filtration {a.filtration}: this version does not resample rollouts yet; --rl-filtration none trains "

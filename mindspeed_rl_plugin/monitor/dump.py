@@ -31,13 +31,13 @@ def dump_rollout(
     iteration: int | None = None,
     graders: Sequence[str] = (),
 ) -> Path:
-    """Write the rows of one rollout to `rollout-{epoch:06d}.parquet` and return its path.
+    """Write the rows of one rollout to `rollout-{epoch:06d}.parquet`, by their latest epoch, and return its path.
 
     Columns used: tokens, loss_mask, reward (needed); prompt, meta, reward_parts, advantages, finish,
     version, logp_rollout, logp_old, logp_ref (where they are there). decode: token ids to text.
     iteration: the training iteration that the rollout feeds first. graders: names of the columns of
-    reward_parts `[B, n]`. Raises ValueError for missing columns, rows of several epochs, or a number
-    of graders that does not fit.
+    reward_parts `[B, n]`. Raises ValueError for missing columns, no rows, or a number of graders that does not
+    fit.
     """
     import pyarrow.parquet as pq
 
@@ -86,14 +86,12 @@ def discard_dumps_after(dump_dir: str | os.PathLike[str], epoch: int) -> int:
 def _check(rows: Rows, graders: Sequence[str]) -> int:
     missing = [name for name in REQUIRED if name not in rows.columns]
     epochs = sorted({i.epoch for i in rows.ids})
-    if missing or len(epochs) != 1:
-        raise ValueError(
-            f"dump_rollout needs the columns {REQUIRED} and rows of one epoch; missing {missing}, epochs {epochs}"
-        )
+    if missing or not epochs:
+        raise ValueError(f"dump_rollout needs the columns {REQUIRED} and rows; missing {missing}, epochs {epochs}")
     parts = rows.columns.get("reward_parts")
     if graders and parts is not None and parts.shape[1] != len(graders):
         raise ValueError(f"dump_rollout: {len(graders)} grader names for {parts.shape[1]} reward parts")
-    return epochs[0]
+    return epochs[-1]
 
 
 def _table(rows: Rows, decode: Callable[[Sequence[int]], str], iteration: int | None, graders: Sequence[str]) -> Any:

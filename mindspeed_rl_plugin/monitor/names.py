@@ -23,7 +23,16 @@ NAMES: dict[str, Meaning] = {
     "groups/solved": Meaning("share", "groups whose responses are all solved"),
     "groups/unsolved": Meaning("share", "groups without any solved response"),
     "groups/informative": Meaning("share", "groups whose rewards are not all equal: these carry the learning signal"),
-    "groups/dropped": Meaning("share", "groups kept out of training because a grader failed on one of their samples"),
+    "groups/dropped": Meaning(
+        "share", "groups kept out of training: a grader failed on one of their samples, or they only fill a batch up"
+    ),
+    "sampling/rounds": Meaning("rounds", "rounds of prompts that dynamic sampling drew for the rollout"),
+    "sampling/groups_drawn": Meaning("groups", "groups drawn for the rollout, all rounds together"),
+    "sampling/informative": Meaning("share", "groups drawn whose task rewards differ; the others were replaced"),
+    "sampling/reward_mean": Meaning("", "mean task reward of all groups drawn, those replaced included"),
+    "sampling/brought": Meaning("groups", "groups that the rollout took over from the one before"),
+    "sampling/carried": Meaning("groups", "groups kept for the next rollout"),
+    "sampling/filled": Meaning("groups", "groups without signal that fill the batch up and count in no loss"),
     "response/length_mean": Meaning("tokens", "mean number of trained tokens of a response"),
     "response/length_max": Meaning("tokens", "trained tokens of the longest response"),
     "response/truncated": Meaning("share", "responses cut at the length limit"),

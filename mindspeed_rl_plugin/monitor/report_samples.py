@@ -74,14 +74,14 @@ def sample_data(dumps: dict[int, Path], *, limit: int, text_limit: int = 20_000)
 
 def _plan(dumps: dict[int, Path], limit: int) -> dict[int, int]:
     """Epoch -> leading rows to take: whole groups, evenly spaced rollouts, the first and the last among them."""
-    import pyarrow.compute as pc
     import pyarrow.parquet as pq
 
     epochs = list(dumps)
     if not epochs or limit < 1:
         return {}
-    groups = pq.read_table(dumps[epochs[-1]], columns=["group"])["group"]
-    size = max(1, len(groups) // max(1, pc.count_distinct(groups).as_py()))
+    names = ("epoch", "group")  # a rollout may hold groups of several epochs
+    groups = pq.read_table(dumps[epochs[-1]], columns=list(names))
+    size = max(1, len(groups) // max(1, len(groups.group_by(list(names)).aggregate([]))))
     count = min(len(epochs), max(1, limit // size))
     chosen = sorted({epochs[round(k * (len(epochs) - 1) / max(1, count - 1))] for k in range(count)} | {epochs[-1]})
     chosen = chosen[-count:] if count == 1 else chosen

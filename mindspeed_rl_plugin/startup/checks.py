@@ -139,6 +139,11 @@ def _group_size(algorithm: Algorithm, config: RLConfig) -> Iterator[str]:
             f"--rl-samples-per-prompt 1: the advantage {algorithm.advantage!r} compares the responses of one prompt, "
             "so it would be 0 for every token; draw at least 2"
         )
+    elif members == 1 and algorithm.dynamic_sampling:
+        yield (
+            "--rl-samples-per-prompt 1: dynamic sampling keeps prompts whose responses earn different rewards, and one "
+            "response has none to differ from; draw at least 2, or give --no-rl-dynamic-sampling"
+        )
 
 
 def _batch_arithmetic(args: Any, config: RLConfig) -> Iterator[str]:
@@ -274,6 +279,7 @@ _RANGES = (
     _Range("rollout", "device_memory_utilization", above=0, most=1),
     _Range("rollout", "max_running", least=1),
     _Range("reward", "reward_workers", least=1),
+    _Range("algorithm", "dynamic_sampling_rounds", least=1),
     _Range("forward", "logprob_chunk_tokens", least=0),
     _Range("reshard", "reshard_bucket_mb", least=1),
     _Range("dock", "dock_gb", least=0),

@@ -20,7 +20,7 @@ ROWS = {
     "cispo": ("group-norm", "cispo", 10.0, 0.2, "token-mean", 0.0, 0.0),
     "dpo": ("pairs", "dpo", 0.0, 0.0, "pairs", 0.0, 0.0),
 }
-LACKING = {"ppo": ["critic"], "dapo": ["dynamic sampling"], "pf-ppo": ["critic", "filtration"]}
+LACKING = {"ppo": ["critic"], "pf-ppo": ["critic", "filtration"]}
 LACKING["dpo"] = ["preference pairs"]
 
 
@@ -122,9 +122,7 @@ def test_bad_settings_are_refused(flags, message):
 def test_what_the_loop_lacks_is_said_with_a_way_out():
     (ppo,) = unready.messages(chosen(algorithm="ppo"))
     assert "--rl-algorithm ppo: advantage 'gae' needs a critic" in ppo and "--rl-advantage" in ppo
-    (dapo,) = unready.messages(chosen(algorithm="dapo"))
-    assert "--no-rl-dynamic-sampling" in dapo
-    assert not list(unready.messages(chosen(algorithm="dapo", dynamic_sampling=False)))
+    assert not list(unready.messages(chosen(algorithm="dapo")))
     assert len(list(unready.messages(chosen(algorithm="pf-ppo")))) == 2
 
 

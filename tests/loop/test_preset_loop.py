@@ -13,7 +13,7 @@ PRESETS = {
     "gspo": (),
     "rloo": (),
     "reinforce++": (),
-    "dapo": ("--no-rl-dynamic-sampling", "--rl-overlong-buffer", "4"),
+    "dapo": ("--rl-overlong-buffer", "4"),
 }
 
 

@@ -62,7 +62,7 @@ def test_only_the_needed_columns_and_half_a_surrogate_pair(tmp_path):
     ("change", "message"),
     [
         (lambda r: Rows(r.ids, {k: v for k, v in r.columns.items() if k != "reward"}), r"missing \['reward'\]"),
-        (lambda r: Rows((SampleId(1, 9, 9), *r.ids[1:]), r.columns), r"epochs \[0, 1\]"),
+        (lambda r: r.take([]), r"epochs \[\]"),
         (lambda r: r.with_columns(reward_parts=torch.zeros(len(r), 3)), "2 grader names for 3"),
     ],
 )
@@ -70,6 +70,13 @@ def test_rows_that_are_no_rollout_are_refused(rows_builder, tmp_path, change, me
     with pytest.raises(ValueError, match=message):
         dump_rollout(tmp_path, change(rows_builder(0, 0.5)), decode, graders=("math", "format"))
     assert not dump_files(tmp_path)
+
+
+def test_a_rollout_of_several_epochs_is_named_by_the_last(rows_builder, tmp_path):
+    rows = rows_builder(2, 0.5)
+    mixed = Rows((SampleId(1, 9, 9), *rows.ids[1:]), rows.columns)
+    path = dump_rollout(tmp_path, mixed, decode)
+    assert path.name == "rollout-000002.parquet" and read_rollout(path).ids == mixed.ids
 
 
 def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(tmp_path):

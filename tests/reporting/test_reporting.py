@@ -11,6 +11,8 @@ import torch
 
 from mindspeed_rl_plugin import iteration, reporting
 from mindspeed_rl_plugin.dock import Lease
+from mindspeed_rl_plugin.drawing import Verdict
+from mindspeed_rl_plugin.forward import Step
 from mindspeed_rl_plugin.monitor.files import check_dumps, dump_file, dump_files, read_events, read_metrics
 from mindspeed_rl_plugin.monitor.monitor import Monitor
 from mindspeed_rl_plugin.monitor.names import NAMES, meaning
@@ -147,8 +149,11 @@ class LoopOfFakes(iteration.Loop):
             tmp_path,
             model=None,
             swapped=("params",),
-            ids=lambda epoch: [],
-            plan=lambda epoch: [],
+            ids=lambda groups: [],
+            plan=lambda groups: 2 * [Step((((SampleId(0, 0, 0),),),))],
+            forget=lambda groups: None,
+            algorithm=SimpleNamespace(dynamic_sampling=False, ppo_epochs=1),
+            sizes=SimpleNamespace(prompts=1),
             meet=lambda what: None,
             total_iterations=2,
             iterations_done=lambda: self.done,
@@ -166,8 +171,9 @@ class LoopOfFakes(iteration.Loop):
         clock._now = clock._tick = self.time
         monkeypatch.setattr(iteration, "gathered", lambda model: nullcontext())
         monkeypatch.setattr(reporting, "evaluation", lambda p, done: takes(11)())
-        monkeypatch.setattr(reporting, "rollout", lambda p, ids, done, transfer: self.rolled_out(transfer))
-        self._generate, self._grade, self._advantages = takes(20), lambda: takes(5)() or set(), takes(1)
+        monkeypatch.setattr(reporting, "rollout", lambda p, ids, done, transfer, drawn: self.rolled_out(transfer))
+        verdict = {(0, 0): Verdict(False, True, 0.5)}
+        self._generate, self._grade, self._advantages = takes(20), lambda: takes(5)() or verdict, takes(1)
         self._logps = lambda state: takes(4)()
 
     def takes(self, seconds):
@@ -185,7 +191,7 @@ class LoopOfFakes(iteration.Loop):
         return reporting.Rollout({}, tokens=640)
 
     def _open_rollout(self) -> None:
-        self.steps = [None, None]
+        self.epoch = 0
 
     def _update(self, done, *_):
         self.steps.pop()

@@ -94,7 +94,7 @@ def test_the_base_is_good(build):
     "flags",
     [
         *({"--rl-algorithm": [name]} for name in ("grpo", "dr-grpo", "rloo", "reinforce++", "gspo", "cispo")),
-        {"--rl-algorithm": ["dapo"], "--no-rl-dynamic-sampling": []},
+        {"--rl-algorithm": ["dapo"]},
         {"--rl-algorithm": ["ppo"], "--rl-advantage": ["reinforce++"]},
         {"--rl-loss": ["sapo"], "--rl-correction": ["truncate"]},
     ],
@@ -178,7 +178,11 @@ BAD = [
     ),
     ({"--rl-algorithm": ["ppo"]}, "--rl-algorithm ppo: advantage 'gae' needs a critic"),
     ({"--rl-algorithm": ["pf-ppo"]}, "--rl-filtration best-worst: this version does not resample rollouts yet"),
-    ({"--rl-algorithm": ["dapo"]}, "--no-rl-dynamic-sampling trains with all other parts"),
+    ({"--rl-dynamic-sampling-rounds": ["0"]}, "--rl-dynamic-sampling-rounds is 0; give a number at least 1"),
+    (
+        {"--rl-samples-per-prompt": ["1"], "--rl-advantage": ["reinforce++"], "--rl-dynamic-sampling": []},
+        "--rl-samples-per-prompt 1: dynamic sampling keeps prompts whose responses earn different rewards",
+    ),
     ({"--rl-algorithm": ["dpo"]}, "--rl-algorithm dpo: this version does not read preference pairs yet"),
     (
         {"--rl-overlong-buffer": ["33"]},
