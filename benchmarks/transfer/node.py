@@ -1,27 +1,37 @@
-"""One emulated node of `dock_scaling.py`: a process in a network namespace of its own, driven by JSON lines.
+"""The emulated nodes of `dock_scaling.py`: processes forked from this one, each driven by JSON lines.
 
-    python node.py RANK ADDRESS
+    python node.py '[{"rank", "address", "namespace", "mbit", "input", "output"}, ...]'
+
+namespace: network namespace of the node, "" for none; then a token bucket of `mbit` Mbit/s is put into its transport.
+input, output: open file descriptors. One import serves all nodes, so that sixteen of them fit a small machine.
 """
 
 from __future__ import annotations
 
+import ctypes
+import json
+import os
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 import work
+from limiter import Link
 from worker import Pipe
 
 from mindspeed_rl_plugin.dock.api import ColumnSpec, StateSpec
 from mindspeed_rl_plugin.dock.distributed.cells import Buffers
 from mindspeed_rl_plugin.dock.distributed.client import DistributedDock
-from mindspeed_rl_plugin.dock.distributed.fleet import Member
+from mindspeed_rl_plugin.dock.distributed.fleet import Limits, Member
 from mindspeed_rl_plugin.types import Ragged, Rows, SampleId
 
 SECONDS = 300.0
 BATCH = 64
+NEW_NETWORK = 0x40000000  # CLONE_NEWNET
+LIMITS = Limits(segment_bytes=8 << 20)  # small, for many nodes share one machine's memory
 DTYPES = {name: torch.from_numpy(np.empty(0, kind)).dtype for name, kind in work.RAGGED.items()}
 
 
@@ -44,8 +54,13 @@ def link_bytes() -> int:
     return max(int(fields[0]), int(fields[8]))
 
 
-def flow(arm: str, rank: int, nodes: int, groups_a_node: int, address: str, exchange: Any) -> dict[str, float]:
-    """One iteration's sample flow seen from this node: put its rows, then four states read their share and write."""
+def flow(
+    arm: str, nodes: int, groups_a_node: int, *, rank: int, address: str, exchange: Any, link: Callable[[], int]
+) -> dict[str, float]:
+    """One iteration's sample flow seen from this node: put its rows, then four states read their share and write.
+
+    link: bytes over this node's link so far.
+    """
     columns = [ColumnSpec(c, t, "token", True) for c, t in DTYPES.items()]
     columns += [ColumnSpec(c, torch.float32, "token", True) for c in work.STATES.values()]
     states = [StateSpec(s, tuple(work.RAGGED), (c,)) for s, c in work.STATES.items()]
@@ -57,14 +72,15 @@ def flow(arm: str, rank: int, nodes: int, groups_a_node: int, address: str, exch
         exchange=exchange,
         node=f"node-{rank}",
         host=address,
-        homes=hashed(nodes) if arm == "hash padded" else None,
-        central=arm == "central padded",
+        limits=LIMITS,
+        homes=hashed(nodes) if arm == "hash-padded" else None,
+        central=arm == "central-padded",
     )
     net = member.connections
     dock = DistributedDock(columns, states, net, consumer=rank, consumers=nodes, leader=rank == 0, deadline=SECONDS)
     groups, buffers = groups_a_node * nodes, Buffers()
     lengths = lengths_of(groups)
-    if arm != "local packed":
+    if arm != "local-packed":
         lengths[:] = lengths.max()
     dock.open(0, groups, work.MEMBERS)
     mine = range(rank * groups_a_node * work.MEMBERS, (rank + 1) * groups_a_node * work.MEMBERS)
@@ -76,7 +92,7 @@ def flow(arm: str, rank: int, nodes: int, groups_a_node: int, address: str, exch
         filled = {c: Ragged(torch.full((int(offsets[-1]),), rank + 1, dtype=t), offsets) for c, t in DTYPES.items()}
         batches.append(Rows(ids, filled))
     exchange(None)
-    begin, cpu, wire = time.perf_counter(), time.process_time(), link_bytes()
+    begin, cpu, wire = time.perf_counter(), time.process_time(), link()
     for rows in batches:
         dock.put(rows)
     rows_read = 0
@@ -90,20 +106,44 @@ def flow(arm: str, rank: int, nodes: int, groups_a_node: int, address: str, exch
             dock.commit(lease, Rows(lease.rows.ids, {column: Ragged(tokens.values.float(), tokens.offsets)}))
     end = {"seconds": time.perf_counter() - begin, "cpu": time.process_time() - cpu}
     exchange(None)  # others may still read from here
-    end["wire"] = link_bytes() - wire
+    end["wire"] = link() - wire
     remote = sum(n for part in (net.traffic.read, net.traffic.written) for (*_, w), n in part.items() if w == "remote")
     dock.close()
     return {**end, "rows": rows_read, "remote": remote}
 
 
-def main() -> None:
-    """Serve the driver; a node that takes no part in a run gets no command for it."""
-    torch.set_num_threads(1)
-    rank, address = int(sys.argv[1]), sys.argv[2]
+def serve(rank: int, address: str, namespace: str, mbit: int) -> None:
+    """Be one node until the driver closes its end; a node that takes no part in a run gets no command for it."""
+    link = link_bytes
+    if namespace:
+        with open(f"/var/run/netns/{namespace}", encoding="ascii") as file:
+            if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), NEW_NETWORK):
+                raise OSError(ctypes.get_errno(), f"cannot enter network namespace {namespace}")
+    else:
+        bucket = Link(mbit)
+        bucket.install()
+        link = lambda: bucket.nbytes  # noqa: E731
     pipe = Pipe()
     pipe.send({"ready": True})
     while command := pipe.receive():
-        pipe.send(flow(rank=rank, address=address, exchange=pipe.exchange, **command))
+        pipe.send(flow(rank=rank, address=address, exchange=pipe.exchange, link=link, **command))
+
+
+def main() -> None:
+    """Fork the nodes and wait for their end."""
+    torch.set_num_threads(1)
+    nodes = json.loads(sys.argv[1])
+    for node in nodes:
+        if os.fork():
+            continue
+        os.dup2(node.pop("input"), 0)
+        os.dup2(node.pop("output"), 1)
+        os.closerange(3, 1024)  # the other nodes' too: the end of a node must show at its driver
+        serve(**node)
+        return
+    os.closerange(3, 1024)
+    for _ in nodes:
+        os.wait()
 
 
 if __name__ == "__main__":

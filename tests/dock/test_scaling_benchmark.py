@@ -1,0 +1,91 @@
+"""benchmarks/dock_scaling.py: its limiter limits, its figures are what its docstring says, and it runs."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "benchmarks" / "transfer")]
+
+import dock_scaling  # noqa: E402
+import limiter  # noqa: E402
+
+sys.path[:2] = []
+
+
+def test_a_bucket_passes_its_rate_after_a_burst(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(limiter.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(limiter.time, "sleep", lambda seconds: now.__setitem__(0, now[0] + seconds))
+    bucket = limiter.TokenBucket(rate=100, burst=50)
+    assert bucket.pass_on(lambda: 50) == 50 and now[0] == 0.0
+    assert bucket.pass_on(lambda: 100) == 100 and now[0] == 0.0, "the last piece may overdraw"
+    bucket.pass_on(lambda: 10)
+    assert now[0] == pytest.approx(1.0), "what passed before is paid for first"
+    now[0] = 100.0
+    bucket.pass_on(lambda: 60)
+    bucket.pass_on(lambda: 0)
+    assert now[0] == pytest.approx(100.1) and bucket.total == 220, "a pause earns one burst, not more"
+
+
+def test_a_limited_connection_is_as_fast_as_its_link() -> None:
+    """Both ways, blocking and not, accepted and made; a Unix socket is not limited."""
+    plain = socket.socket
+    limiter.Link(mbit=8, burst=1 << 10).install()
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            one = socket.create_connection(server.getsockname())
+            two = server.accept()[0]
+        pair = socket.socketpair()
+    finally:
+        socket.socket = plain
+    assert isinstance(one, limiter.LimitedSocket) and isinstance(two, limiter.LimitedSocket)
+    for sender, receiver, limited in ((one, two, True), (two, one, True), (*pair, False)):
+        payload, got, begin = os.urandom(400_000), b"", time.monotonic()
+        writer = threading.Thread(target=sender.sendall, args=(payload,))
+        writer.start()
+        while len(got) < len(payload):
+            got += receiver.recv(1 << 20)
+        writer.join()
+        assert got == payload and (time.monotonic() - begin >= 0.3) == limited  # 0.4 s at 1 MB/s
+    for each in (one, two, *pair):
+        each.close()
+
+
+def test_linearity_is_that_of_the_papers_figure() -> None:
+    """The central arm has the paper's value at the largest S; the others follow from the same C."""
+    seconds = {"central-padded": {1: 1.0, 4: 9.0}, "hash-padded": {1: 1.0, 4: 3.0}, "local-packed": {1: 1.0, 4: 1.0}}
+    empty = dict.fromkeys(("wire", "cpu", "wait", "remote_mb"), 0.0)
+    found = {arm: {s: {"seconds": t, **empty} for s, t in line.items()} for arm, line in seconds.items()}
+    work, lines = dock_scaling.linearity(found)
+    assert lines["central-padded"][4] == pytest.approx(0.619) and work == pytest.approx((0.619 * 9 - 1) / 0.381)
+    assert lines["hash-padded"][4] == pytest.approx((work + 1) / (work + 3)) and lines["local-packed"][4] == 1.0
+    rows = dock_scaling.rows_of(found)
+    assert len(rows) == 3 * 2 * 6 and all(list(r) == ["arm", "case", "metric", "value", "unit"] for r in rows)
+    wanted = {"arm": "hash-padded", "case": "S=4", "metric": "seconds", "value": 3.0, "unit": "s"}
+    assert wanted in rows
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["bucket", "auto"])
+def test_it_runs_and_the_wire_shows_what_an_arm_moves(tmp_path: Path, kind: str) -> None:
+    command = [sys.executable, str(ROOT / "benchmarks" / "dock_scaling.py"), "--nodes", "1,2", "--groups", "2"]
+    command += ["--repeats", "1", "--limiter", kind, "--json", str(tmp_path / "out.json")]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment, check=False)
+    assert done.returncode == 0 and done.stdout.startswith("EMULATION"), done.stdout + done.stderr
+    value = {(r["arm"], r["case"], r["metric"]): r["value"] for r in json.loads((tmp_path / "out.json").read_text())}
+    assert value["local-packed", "S=2", "remote_mb"] == 0 < value["hash-padded", "S=2", "remote_mb"]
+    wire = [value[arm, "S=2", "wire"] for arm in dock_scaling.ARMS]
+    assert wire[0] > wire[1] > 10 * wire[2], wire
+    # The link's counter holds what the dock says it moved, and little more: messages and headers.
+    central = value["central-padded", "S=2", "remote_mb"] * 8 / 50
+    assert 0.4 * central < wire[0] < 1.1 * central
+    assert value["central-padded", "S=2", "seconds"] >= 0.8 * wire[0], "nothing is faster than its wire"
