@@ -58,6 +58,9 @@ class RolloutConfig:
     ignore_eos: bool = flag(False, "draw --rl-max-response-length tokens whatever comes (benchmarks)")
     rollout_seed: int | None = flag(None, "seed of the responses (default: --seed)")
     generate_tp: int = flag(1, "tensor parallel size of the rollout engine", unit="ranks")
+    generate_ep: int = flag(
+        1, "over how many ranks the rollout engine spreads whole experts; 1: it cuts each over its ranks", unit="ranks"
+    )
     hf_model: str | None = flag(
         None, "Hugging Face directory whose config is checked against Megatron's arguments; weights are not read"
     )

@@ -23,7 +23,7 @@ from mindspeed_rl_plugin.monitor.monitor import Monitor
 from mindspeed_rl_plugin.placement import Placement
 from mindspeed_rl_plugin.prompts import PromptStream, load_tokenizer
 from mindspeed_rl_plugin.reshard.hook import Resharder
-from mindspeed_rl_plugin.reshard.layout import ModelShape, Parallel
+from mindspeed_rl_plugin.reshard.layout import EngineParallel, ModelShape, Parallel
 from mindspeed_rl_plugin.reshard.swap import HostWeights, TrainState, unwrap
 from mindspeed_rl_plugin.reward import RewardPool
 from mindspeed_rl_plugin.rollout import hf_config
@@ -155,7 +155,7 @@ class Parts:
         resharder = Resharder(
             ModelShape.from_megatron_args(args, inputs.vocab),
             Parallel.from_megatron_args(args),
-            rollout.generate_tp,
+            EngineParallel(rollout.generate_tp, rollout.generate_ep),
             rank=topology.rank,
             engine_dtype=dtype,
             bucket_bytes=config.reshard.reshard_bucket_mb << 20,
@@ -346,6 +346,7 @@ def _engine_options(inputs: Inputs, dtype: torch.dtype) -> VllmOptions:
         config=inputs.engine_config,
         max_model_len=data.max_prompt_length + rollout.max_response_length,
         tensor_parallel=rollout.generate_tp,
+        expert_parallel=rollout.generate_ep,
         dtype=str(dtype).removeprefix("torch."),
         max_running=rollout.max_running,
         kv_cache_bytes=int(rollout.kv_cache_gb * 2**30),

@@ -16,7 +16,7 @@ NAME = PACKAGE.name
 ORDER: tuple[tuple[str, ...], ...] = (
     ("__init__", "types", "config", "device"),
     ("dock", "algorithms", "reward", "prompts", "monitor", "reshard"),
-    ("rollout", "forward", "reshard.execute", "reshard.swap", "reshard.hook"),
+    ("rollout", "forward", "reshard.execute", "reshard.swap", "reshard.live", "reshard.hook"),
     ("logprobs", "critic", "update"),
     ("startup", "columns", "placement", "drawing", "planning"),
     ("wiring", "plan", "export"),

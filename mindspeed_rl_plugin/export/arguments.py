@@ -22,7 +22,7 @@ def megatron_arguments(shape: ModelShape, parallel: Parallel, config: Mapping[st
         num_attention_heads=shape.heads,
         group_query_attention=shape.groups != shape.heads,
         num_query_groups=shape.groups,
-        kv_channels=shape.head_dim,
+        kv_channels=shape.value if shape.table.mla else shape.head_dim,
         ffn_hidden_size=shape.ffn,
         vocab_size=shape.vocab,
         padded_vocab_size=shape.padded_vocab,
@@ -39,7 +39,8 @@ def megatron_arguments(shape: ModelShape, parallel: Parallel, config: Mapping[st
         position_embedding_type="rope",
         rotary_base=int(c["rope_theta"]),
     )
-    model |= _scaling(c) | (_experts(shape) if shape.experts else {}) | (_latent(shape) if shape.table.mla else {})
+    model |= _scaling(c) | (_experts(shape, c) if shape.experts else {})
+    model |= _latent(shape, c) if shape.table.mla else {}
     layout = dict(
         world_size=parallel.world,
         tensor_model_parallel_size=parallel.tp,
@@ -83,7 +84,7 @@ def flags(args: argparse.Namespace) -> list[str]:
 
 def _scaling(config: Mapping[str, Any]) -> dict[str, Any]:
     scaling = config["rope_scaling"]
-    if scaling is None or config["model_type"] == "deepseek_v3":
+    if scaling is None or config["model_type"] == "deepseek_v3":  # which has flags of its own, see _latent
         return {"use_rope_scaling": False}
     fixed = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
     if scaling["rope_type"] != "llama3" or any(scaling.get(k) != v for k, v in fixed.items()):
@@ -91,22 +92,52 @@ def _scaling(config: Mapping[str, Any]) -> dict[str, Any]:
     return {"use_rope_scaling": True, "rope_scaling_factor": scaling["factor"]}
 
 
-def _experts(shape: ModelShape) -> dict[str, Any]:
+def _experts(shape: ModelShape, config: Mapping[str, Any]) -> dict[str, Any]:
     pattern = [int(i not in shape.dense_layers) for i in range(shape.layers)]
-    return dict(
+    out = dict(
         num_experts=shape.experts,
         moe_ffn_hidden_size=shape.expert_ffn,
         moe_shared_expert_intermediate_size=shape.shared_ffn or None,
         moe_layer_freq=pattern,
+        moe_router_topk=config["num_experts_per_tok"],
+        moe_router_load_balancing_type="none",
+        moe_token_dispatcher_type="alltoall",
+    )
+    if not shape.table.mla:
+        return out | {"moe_router_pre_softmax": not config["norm_topk_prob"]}
+    known = {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "norm_topk_prob": True, "rope_interleave": True}
+    for name, value in known.items():
+        if config[name] != value:
+            raise ValueError(f"{name} {config[name]!r}: Megatron's router and latent attention have {value!r} only")
+    groups = config["n_group"] > 1
+    return out | dict(
+        moe_router_score_function="sigmoid",
+        moe_router_enable_expert_bias=True,
+        moe_router_topk_scaling_factor=config["routed_scaling_factor"],
+        moe_router_num_groups=config["n_group"] if groups else None,
+        moe_router_group_topk=config["topk_group"] if groups else None,
     )
 
 
-def _latent(shape: ModelShape) -> dict[str, Any]:
-    return dict(
+def _latent(shape: ModelShape, config: Mapping[str, Any]) -> dict[str, Any]:
+    out = dict(
         multi_latent_attention=True,
         q_lora_rank=shape.q_lora,
         kv_lora_rank=shape.kv_lora,
         qk_head_dim=shape.nope,
         qk_pos_emb_head_dim=shape.rope,
         v_head_dim=shape.value,
+    )
+    scaling = config["rope_scaling"]
+    if scaling is None:
+        return out | {"rope_type": "rope", "rotary_scaling_factor": 1.0}
+    # Megatron has no flags for these: they are what its config holds.
+    fixed = {"rope_type": "yarn", "beta_fast": 32.0, "beta_slow": 1.0, "original_max_position_embeddings": 4096.0}
+    if any(scaling.get(k, v) != v for k, v in fixed.items()):
+        raise ValueError(f"rope_scaling {scaling}: Megatron's latent attention has {fixed} only")
+    return out | dict(
+        rope_type="yarn",
+        rotary_scaling_factor=scaling["factor"],
+        mscale=scaling.get("mscale", 1.0),
+        mscale_all_dim=scaling.get("mscale_all_dim", 0.0),
     )

@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -64,11 +63,8 @@ def _config(args: argparse.Namespace, options: argparse.Namespace) -> tuple[dict
     vocab = options.vocab or (config or {}).get("vocab_size") or args.vocab_size or args.padded_vocab_size
     shape = ModelShape.from_megatron_args(args, vocab, loop=False)
     if config is None:
-        if not shape.table.looped:
-            raise ValueError(f"give --config: no config.json can be derived yet for a model of family {shape.family}")
-        return derive_config(args, vocab_size=vocab), shape
+        return derive_config(args, vocab_size=vocab, loop=False), shape
     described = ModelShape.from_hf_config(config, shape.padded_vocab)
-    # A head's size has no meaning of its own under latent attention.
-    if described != replace(shape, head_dim=described.head_dim if shape.table.mla else shape.head_dim):
+    if described != shape:
         raise ValueError(f"--config describes another model:\n  config.json {described}\n  checkpoint  {shape}")
     return config, shape

@@ -95,12 +95,13 @@ class _Lane:
                 begin = at
                 for m in theirs:
                     inside = self._inside(m, inbound)
-                    slot = box[at : at + inside.numel()].view(inside.shape)
-                    at += inside.numel()
+                    size = m.piece.nbytes // box.itemsize
+                    slot = box[at : at + size]
+                    at += size
                     if inbound:
                         self.arrivals.append((inside, slot))
                     else:
-                        slot.copy_(inside)
+                        _pack(inside, slot)
                 call = dist.irecv if inbound else dist.isend
                 ops.append(dist.P2POp(call, box[begin:at], peer, self.group, tag=number))
         self.peers = sorted({op.peer for op in ops})
@@ -121,7 +122,7 @@ class _Lane:
                     f"from or to ranks {self.peers}"
                 ) from cause
         for inside, slot in self.arrivals:
-            inside.copy_(slot)
+            _unpack(slot, inside)
         self.works, self.arrivals = [], []
 
     def _by_peer(self, moves: Sequence[Move], inbound: bool) -> list[tuple[int, list[Move]]]:
@@ -136,6 +137,22 @@ class _Lane:
         return view((self.destination if inbound else self.source)[param], segment, m.piece.start, m.piece.size)
 
 
+def _pack(values: Tensor, slot: Tensor) -> None:
+    """Write values into a flat slot of a message. A wide tensor goes as the bits of its float32 numbers."""
+    if slot.numel() == values.numel():
+        slot.view(values.shape).copy_(values)
+    else:
+        slot.copy_(values.float().flatten().view(slot.dtype))
+
+
+def _unpack(slot: Tensor, values: Tensor) -> None:
+    """The inverse of `_pack`. The copy of a wide slot starts where float32 numbers may."""
+    if slot.numel() == values.numel():
+        values.copy_(slot.view(values.shape))
+    else:
+        values.copy_(slot.clone().view(torch.float32).view(values.shape))
+
+
 def layout_digests(
     params: Mapping[str, Tensor], layout: Layout, tensors: Mapping[str, Canonical], dtype: torch.dtype
 ) -> list[int]:
@@ -143,7 +160,9 @@ def layout_digests(
     out = []
     for name, segments in layout.items():
         for s in segments:
-            out.append(segment_digest(view(params[name], s, s.start, s.size), s, tensors[s.name], dtype))
+            tensor = tensors[s.name]
+            kind = torch.float32 if tensor.wide else dtype
+            out.append(segment_digest(view(params[name], s, s.start, s.size), s, tensor, kind))
     return torch.stack(out).tolist() if out else []
 
 

@@ -1,7 +1,7 @@
 """Resharder: the way of the weights from the live trainer into the live engine, in one object.
 
-Engine replica e lives on world ranks [e x g, (e + 1) x g) for generation tensor parallel size g; the
-rank within its group is `rank % g`.
+Engine replica e lives on world ranks [e x g, (e + 1) x g) where an engine has g ranks (`EngineParallel.ranks`); the
+rank within it is `rank % g`.
 """
 
 from __future__ import annotations
@@ -20,22 +20,26 @@ from mindspeed_rl_plugin.reshard.digest import Held, compare, weights_digest
 from mindspeed_rl_plugin.reshard.execute import layout_digests, share_ints, stream
 from mindspeed_rl_plugin.reshard.families import HEAD
 from mindspeed_rl_plugin.reshard.layout import (
+    EngineParallel,
     Layout,
     ModelShape,
     Parallel,
-    Shapes,
     canonical_tensors,
     engine_layout,
-    engine_shapes,
     megatron_layout,
-    megatron_shapes,
 )
-from mindspeed_rl_plugin.reshard.parallel import chunk_prefix
+from mindspeed_rl_plugin.reshard.live import (
+    SHOWN,
+    differences,
+    engine_storage,
+    raise_if,
+    stored_parameters,
+    trainer_storage,
+    wide_names,
+)
 from mindspeed_rl_plugin.reshard.plan import Plan, make_plan
-from mindspeed_rl_plugin.reshard.swap import unwrap
 
-_IMPLS = ("local", "te")
-_SHOWN = 12  # differences that an error lists
+__all__ = ["Resharder", "Transfer", "differences", "stored_parameters"]
 
 
 @dataclass(frozen=True)
@@ -53,7 +57,7 @@ class Transfer:
 class Resharder:
     """Builds both layouts and the plan once, checks them against the live models, and moves weights.
 
-    shape, train: the model and its training layout; generate_tp: tensor parallel size of the engine;
+    shape, train: the model and its training layout; generate: sizes of the engine, or its tensor parallel size;
     engine_dtype: dtype of its weights, in which they travel; node_size: consecutive ranks on one node;
     verify: compare digests of both sides after each transfer; deadline: seconds one bucket may take.
     Every method is collective over `group` (None: the world). Raises ValueError when the layouts
@@ -64,7 +68,7 @@ class Resharder:
         self,
         shape: ModelShape,
         train: Parallel,
-        generate_tp: int,
+        generate: int | EngineParallel,
         *,
         rank: int,
         engine_dtype: torch.dtype,
@@ -74,11 +78,11 @@ class Resharder:
         verify: bool = False,
         deadline: float = 600.0,
     ) -> None:
-        if train.world % generate_tp:
-            raise ValueError(
-                f"--rl-generate-tp {generate_tp} does not divide the world of {train.world} ranks; choose a divisor"
-            )
-        self.shape, self.train, self.generate_tp, self.rank = shape, train, generate_tp, rank
+        engine = EngineParallel(generate) if isinstance(generate, int) else generate
+        if train.world % engine.ranks:
+            flag = f"--rl-generate-tp {engine.tp}" if engine.ranks == engine.tp else f"--rl-generate-ep {engine.ep}"
+            raise ValueError(f"{flag} does not divide the world of {train.world} ranks; choose a divisor")
+        self.shape, self.train, self.engine, self.rank = shape, train, engine, rank
         self.dtype, self.bucket_bytes, self.node_size = engine_dtype, bucket_bytes, node_size
         self.group, self.verify, self.deadline = group, verify, deadline
         self.device = get_device().current()
@@ -86,8 +90,8 @@ class Resharder:
         self.plan: Plan | None = None
         self._sources: dict[int, Layout] = {}
         self._destinations: dict[int, Layout] = {}
-        for r in range(generate_tp):
-            engine_layout(shape, generate_tp, r)
+        for r in range(engine.ranks):
+            engine_layout(shape, engine, r)
 
     def to_engine(
         self, model_chunks: Sequence[Module], engine_parameters: Mapping[str, Tensor], version: int
@@ -126,16 +130,15 @@ class Resharder:
     def _bind(self, source: Mapping[str, Tensor], destination: Mapping[str, Tensor]) -> Plan:
         self._bind_source(source)
         own_head = HEAD in destination if self.shape.tied else None
-        g, r = self.generate_tp, self.rank % self.generate_tp
-        problems = differences(engine_shapes(self.shape, g, r, own_head), destination)
-        problems += [
-            f"{name} is {tensor.dtype}, not {self.dtype}"
-            for name, tensor in destination.items()
-            if tensor.dtype != self.dtype
-        ]
-        _raise_if(problems, f"the engine's parameters on rank {self.rank} are not those of {self.shape}")
+        size, here = self.engine.ranks, self.rank % self.engine.ranks
+        engine = engine_storage(self.shape, self.engine, here, own_head, destination)
+        wide = wide_names(engine_layout(self.shape, engine, here, own_head), self.tensors)
+        wanted = {name: torch.float32 if name in wide else self.dtype for name in destination}
+        problems = [f"{n} is {t.dtype}, not {wanted[n]}" for n, t in destination.items() if t.dtype != wanted[n]]
+        raise_if(problems, f"the engine's parameters on rank {self.rank} are not those of {self.shape}")
         if self.plan is None:
-            self._destinations = {w: engine_layout(self.shape, g, w % g, own_head) for w in range(self.train.world)}
+            world = range(self.train.world)
+            self._destinations = {w: engine_layout(self.shape, engine, w % size, own_head) for w in world}
             plan = make_plan(
                 self._sources,
                 self._destinations,
@@ -145,18 +148,16 @@ class Resharder:
                 rank=self.rank,
                 node_size=self.node_size,
             )
-            assert not plan.unused, f"the engine has no place for {plan.unused[:_SHOWN]}"
+            assert not plan.unused, f"the engine has no place for {plan.unused[:SHOWN]}"
             self._agree(plan.fingerprint)
             self.plan = plan
         return self.plan
 
     def _bind_source(self, source: Mapping[str, Tensor]) -> None:
-        found = {i: differences(megatron_shapes(self.shape, self.train, self.rank, i), source) for i in _IMPLS}
-        impl = min(_IMPLS, key=lambda i: len(found[i]))
-        _raise_if(found[impl], f"Megatron's parameters on rank {self.rank} are not those of {self.shape}")
+        impl, experts = trainer_storage(self.shape, self.train, self.rank, source)
         if not self._sources:
             world = range(self.train.world)
-            self._sources = {w: megatron_layout(self.shape, self.train, w, impl) for w in world}
+            self._sources = {w: megatron_layout(self.shape, self.train, w, impl, experts) for w in world}
 
     def _agree(self, fingerprint: int) -> None:
         """All ranks compare their plans; on nccl and hccl this also opens the communicator for all of them."""
@@ -175,28 +176,3 @@ class Resharder:
         counts = {r: sum(len(segments) for segments in layout.values()) for r, layout in layouts.items()}
         rows = [mine] if len(layouts) == 1 else share_ints(mine, max(counts.values()), self.device, self.group)
         return [Held(r, layouts[r], rows[i][: counts[r]]) for i, r in enumerate(sorted(layouts))]
-
-
-def stored_parameters(model_chunks: Sequence[Module]) -> dict[str, Tensor]:
-    """Name -> tensor of all parameters of Megatron's chunks, named as `megatron_layout` names them."""
-    return {
-        chunk_prefix(i, len(model_chunks)) + name: param.data
-        for i, chunk in enumerate(model_chunks)
-        for name, param in unwrap(chunk).named_parameters()
-    }
-
-
-def differences(expected: Shapes, live: Mapping[str, Tensor]) -> list[str]:
-    """What of names and shapes is not as expected, one line each; empty when all is."""
-    out = [f"{name} {tuple(shape)} is missing" for name, shape in expected.items() if name not in live]
-    out += [f"{name} {tuple(tensor.shape)} is unknown" for name, tensor in live.items() if name not in expected]
-    for name, shape in expected.items():
-        if name in live and tuple(live[name].shape) != tuple(shape):
-            out.append(f"{name} has shape {tuple(live[name].shape)}, not {tuple(shape)}")
-    return out
-
-
-def _raise_if(problems: Sequence[str], what: str) -> None:
-    if problems:
-        more = f"\n  and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
-        raise ValueError(f"{what}:\n  " + "\n  ".join(problems[:_SHOWN]) + more)

@@ -77,7 +77,6 @@ _PLANNED = "not supported in the RL loop of this version; such a model can be pl
 
 # What the tables express but the loop does not run.
 NOT_IN_THE_LOOP: Mapping[str, tuple[tuple[Any, ...], str]] = {
-    "num_experts": (_OFF, f"mixture-of-experts models are {_PLANNED}"),
     "multi_latent_attention": (_OFF, f"multi-latent attention is {_PLANNED}"),
     "mtp_num_layers": (_OFF, f"multi-token prediction is {_PLANNED}, without the predicting layers"),
 }
@@ -97,9 +96,9 @@ LATENT: Mapping[str, tuple[tuple[Any, ...], str]] = {
 def refused(args: argparse.Namespace, loop: bool) -> list[str]:
     """One line per argument that no family, or with `loop` the RL loop, expresses."""
     tables = [ARGUMENTS, NOT_IN_THE_LOOP] if loop else [ARGUMENTS]
-    if not loop and getattr(args, "num_experts", None):
+    if getattr(args, "num_experts", None):
         tables.append(EXPERTS)
-    if not loop and getattr(args, "multi_latent_attention", None):
+    if getattr(args, "multi_latent_attention", None):
         tables.append(LATENT)
     out = []
     for table in tables:

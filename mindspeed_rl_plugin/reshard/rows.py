@@ -84,8 +84,7 @@ class Row:
 class Family:
     """A model family. architecture: what a Hugging Face config calls it; the flags tell families apart.
 
-    qkv_bias, qk_norm, experts, mla: what its rows hold; looped: the RL loop trains and generates it (else it can be
-    planned, exported and imported only).
+    qkv_bias, qk_norm, experts, mla: what its rows hold.
     """
 
     architecture: str
@@ -94,4 +93,3 @@ class Family:
     qk_norm: bool = False
     experts: bool = False
     mla: bool = False
-    looped: bool = True

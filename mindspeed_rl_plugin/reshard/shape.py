@@ -41,7 +41,7 @@ class Canonical:
 class ModelShape:
     """Sizes of a model of one family.
 
-    hidden: H; heads, groups: query heads and key heads; head_dim: size of one head; ffn: MLP width;
+    hidden: H; heads, groups: query heads and key heads; head_dim: size of one query head; ffn: MLP width;
     vocab: rows of the canonical embedding; padded_vocab: rows of Megatron's, all tensor parallel
     ranks together; tied: the head shares the embedding's weight.
     experts: routed experts of a layer, each of width expert_ffn; shared_ffn: width of the shared experts together;
@@ -182,7 +182,7 @@ class ModelShape:
             hidden=hidden,
             heads=heads,
             groups=args.num_query_groups if grouped else heads,
-            head_dim=args.kv_channels or hidden // heads,
+            head_dim=more["nope"] + more["rope"] if mla else args.kv_channels or hidden // heads,
             # Megatron's own default for gated units: 8/3 of the hidden size, down to a multiple of 64.
             ffn=args.ffn_hidden_size or int(4 * hidden * 2 / 3 / 64) * 64,
             vocab=vocab,
@@ -224,7 +224,7 @@ class ModelShape:
             hidden=hidden,
             heads=heads,
             groups=groups,
-            head_dim=config.get("head_dim") or hidden // heads,
+            head_dim=more["nope"] + more["rope"] if "nope" in more else config.get("head_dim") or hidden // heads,
             ffn=config["intermediate_size"],
             vocab=config["vocab_size"],
             padded_vocab=padded_vocab or config["vocab_size"],

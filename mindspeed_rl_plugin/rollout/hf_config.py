@@ -1,9 +1,10 @@
 """The engine's Hugging Face config, derived from Megatron's own arguments, and its check against a given one.
 
-Dense decoders of three families, told apart by two of Megatron's flags:
+Five families, told apart by Megatron's flags:
 
-    Llama        neither                    Qwen2, Qwen2.5   --add-qkv-bias
-    Qwen3        --qk-layernorm
+    Llama        none of these              Qwen2, Qwen2.5   --add-qkv-bias
+    Qwen3        --qk-layernorm             Qwen3-MoE        --qk-layernorm --num-experts
+    DeepSeek-V3  --qk-layernorm --num-experts --multi-latent-attention
 
 What changes the model and that no family has is refused by `ModelShape.from_megatron_args`, never ignored.
 """
@@ -21,16 +22,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mindspeed_rl_plugin.reshard.families import FAMILIES
 from mindspeed_rl_plugin.reshard.layout import ModelShape
-
-ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+from mindspeed_rl_plugin.rollout.hf_moe import (
+    EXPERT_DEFAULTS,
+    EXPERT_FIELDS,
+    expert_config,
+    latent_scaling,
+    same_names,
+)
 
 # What a config.json leaves out, and what its family then takes.
-DEFAULTS: dict[str, dict[str, Any]] = {
-    "llama": {"rms_norm_eps": 1e-6, "rope_theta": 10000.0, "tie_word_embeddings": False, "hidden_act": "silu"},
-    "qwen2": {"rms_norm_eps": 1e-6, "rope_theta": 10000.0, "tie_word_embeddings": False, "hidden_act": "silu"},
-    "qwen3": {"rms_norm_eps": 1e-6, "rope_theta": 10000.0, "tie_word_embeddings": False, "hidden_act": "silu"},
-}
+_COMMON = {"rms_norm_eps": 1e-6, "rope_theta": 10000.0, "tie_word_embeddings": False, "hidden_act": "silu"}
+DEFAULTS: dict[str, dict[str, Any]] = {family: _COMMON | EXPERT_DEFAULTS.get(family, {}) for family in FAMILIES}
 
 # Fields that make two configs the same model. max_position_embeddings is not among them: it bounds lengths
 # and changes no number.
@@ -51,6 +55,7 @@ COMPARED = (
     "attention_bias",
     "mlp_bias",
     "use_sliding_window",
+    *EXPERT_FIELDS,
 )
 
 
@@ -66,21 +71,24 @@ class Difference:
         return f"{self.field}: Megatron {self.megatron!r}, Hugging Face {self.hf!r}"
 
 
-def derive_config(args: Namespace, *, vocab_size: int, eos_token_ids: Sequence[int] = ()) -> dict[str, Any]:
+def derive_config(
+    args: Namespace, *, vocab_size: int, eos_token_ids: Sequence[int] = (), loop: bool = True
+) -> dict[str, Any]:
     """config.json of the model that Megatron's parsed and validated `args` describe.
 
     vocab_size: the true one, without Megatron's padding (see `model_vocab_size`): the engine then never draws a
-    padded id. Raises ValueError naming the flag for a model that is not one of the families.
+    padded id; loop: refuse what the RL loop does not run. Raises ValueError naming the flag for a model that is not
+    one of the families.
     """
-    shape = ModelShape.from_megatron_args(args, vocab_size)
+    shape = ModelShape.from_megatron_args(args, vocab_size, loop=loop)
     family, heads, hidden = shape.family, shape.heads, shape.hidden
     if family == "qwen2" and shape.head_dim * heads != hidden:
         raise ValueError(
             f"--kv-channels {shape.head_dim} with --add-qkv-bias: vLLM's Qwen2 takes --hidden-size /"
             f" --num-attention-heads = {hidden}/{heads} as its head size; leave --kv-channels out"
         )
-    return {
-        "architectures": [ARCHITECTURES[family]],
+    config = {
+        "architectures": [shape.table.architecture],
         "model_type": family,
         "hidden_size": hidden,
         "intermediate_size": shape.ffn,
@@ -92,7 +100,7 @@ def derive_config(args: Namespace, *, vocab_size: int, eos_token_ids: Sequence[i
         "max_position_embeddings": args.max_position_embeddings,
         "rms_norm_eps": _norm_epsilon(args),
         "rope_theta": float(args.rotary_base),
-        "rope_scaling": _rope_scaling(args),
+        "rope_scaling": latent_scaling(args) if shape.table.mla else _rope_scaling(args),
         "tie_word_embeddings": shape.tied,
         "hidden_act": "silu",
         "attention_bias": family == "qwen2",
@@ -102,6 +110,7 @@ def derive_config(args: Namespace, *, vocab_size: int, eos_token_ids: Sequence[i
         "bos_token_id": None,
         "eos_token_id": list(eos_token_ids) or None,
     }
+    return config | (expert_config(args, shape) if shape.table.experts else {})
 
 
 def model_vocab_size(tokenizer_size: int, padded_vocab_size: int, reference: Mapping[str, Any] | None = None) -> int:
@@ -149,7 +158,7 @@ def check_against(derived: Mapping[str, Any], directory: str) -> None:
 def normalized(config: Mapping[str, Any]) -> dict[str, Any]:
     """A config in one spelling: defaults filled in, the rope fields of transformers 5 in those of 4."""
     family = str(config.get("model_type", ""))
-    out = {**DEFAULTS.get(family, {}), **{k: v for k, v in config.items() if v is not None}}
+    out = {**DEFAULTS.get(family, {}), **same_names(family, {k: v for k, v in config.items() if v is not None})}
     rope = {**(out.pop("rope_parameters", None) or {}), **(out.pop("rope_scaling", None) or {})}
     out["rope_theta"] = float(rope.pop("rope_theta", out.get("rope_theta", 10000.0)))
     kind = rope.pop("rope_type", rope.pop("type", "default"))

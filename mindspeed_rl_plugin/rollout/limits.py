@@ -11,6 +11,7 @@ from dataclasses import dataclass
 # vLLM raises lower temperatures to this one, and then reports log-probs of a temperature nobody asked for.
 LOWEST_TEMPERATURE = 0.01
 CPU_LOWEST_HEAD_DIM = 32
+CPU_LATENT_SIZE = 576  # vllm/v1/attention/backends/mla/cpu_mla.py has this size only
 
 
 @dataclass(frozen=True)
@@ -20,7 +21,8 @@ class EngineSizes:
     kind: "npu" | "cuda" | "cpu"; world: ranks of the job; tensor_parallel: ranks of one engine; layers, heads,
     groups, head_dim, ffn: of the model (`ModelShape`); max_positions: --max-position-embeddings; tokens: most of
     prompt and response together; element: bytes of one number in the KV cache; kv_cache: bytes of it on a rank of
-    a host without accelerator.
+    a host without accelerator. expert_parallel: ranks over which whole experts are spread; experts, expert_ffn: their
+    number and width (0: none); latent: numbers that multi-latent attention keeps of a token in a layer (0: it is none).
     """
 
     kind: str
@@ -35,10 +37,16 @@ class EngineSizes:
     tokens: int
     element: int
     kv_cache: int
+    expert_parallel: int = 1
+    experts: int = 0
+    expert_ffn: int = 0
+    latent: int = 0
 
     @property
     def token_bytes(self) -> int:
-        """Keys and values of one token on one rank; groups that do not divide are repeated."""
+        """Keys and values of one token on one rank; groups that do not divide, and what is latent, are repeated."""
+        if self.latent:
+            return self.layers * self.latent * self.element
         return 2 * self.layers * max(1, self.groups // self.tensor_parallel) * self.head_dim * self.element
 
     def problems(self) -> Iterator[str]:
@@ -52,7 +60,8 @@ class EngineSizes:
         for size, flag in ((self.heads, "--num-attention-heads"), (self.ffn, "--ffn-hidden-size")):
             if size % tp:
                 yield f"--rl-generate-tp {tp} does not divide {flag} {size}"
-        if self.groups % tp and tp % self.groups:
+        yield from self._expert_problems()
+        if not self.latent and self.groups % tp and tp % self.groups:
             yield f"--rl-generate-tp {tp} neither divides nor is a multiple of the {self.groups} query groups"
         if self.tokens > self.max_positions:
             yield (
@@ -62,8 +71,27 @@ class EngineSizes:
         if self.kind == "cpu":
             yield from self._cpu_problems()
 
+    def _expert_problems(self) -> Iterator[str]:
+        tp, ep = self.tensor_parallel, self.expert_parallel
+        flag = f"--rl-generate-ep {ep}"
+        if ep < 1:
+            yield f"{flag}: give at least 1"
+        elif ep > 1 and not self.experts:
+            yield f"{flag}: the model has no experts to spread; leave it out"
+        elif ep > 1 and ep != tp:
+            yield f"{flag} with --rl-generate-tp {tp}: whole experts are spread over an engine's ranks; give {tp} or 1"
+        elif ep > self.experts > 0:
+            yield f"{flag}: there are {self.experts} experts only"
+        elif ep == 1 and self.expert_ffn % tp:
+            yield f"--rl-generate-tp {tp} does not divide --moe-ffn-hidden-size {self.expert_ffn}"
+
     def _cpu_problems(self) -> Iterator[str]:
-        if self.head_dim < CPU_LOWEST_HEAD_DIM:
+        if self.latent not in (0, CPU_LATENT_SIZE):
+            yield (
+                f"multi-latent attention that keeps {self.latent} numbers of a token: vLLM on CPU needs "
+                f"{CPU_LATENT_SIZE}, such as --kv-lora-rank 512 and --qk-pos-emb-head-dim 64"
+            )
+        if not self.latent and self.head_dim < CPU_LOWEST_HEAD_DIM:
             yield (
                 f"attention head size {self.head_dim}: vLLM on CPU needs at least {CPU_LOWEST_HEAD_DIM}; use fewer "
                 "heads or --kv-channels 32"

@@ -16,6 +16,9 @@ import torch
 from mindspeed_rl_plugin.types import Sampling
 
 PROCESSED = "processed_logprobs"
+# Tensors of multi-latent attention that vLLM makes from `kv_b_proj` and decodes with. Some versions keep them as
+# parameters, some as attributes of the layer or of its implementation, some as views of the weight itself.
+DERIVED = ("W_UV", "W_UK_T")
 # Engine arguments that older versions lack, and without which the engine still works.
 OPTIONAL_ARGUMENTS = ("logprobs_mode", "kv_cache_memory_bytes")
 
@@ -108,6 +111,32 @@ def model(engine: Any) -> torch.nn.Module:
     """This rank's model."""
     runner = worker(engine).model_runner
     return runner.get_model() if hasattr(runner, "get_model") else runner.model
+
+
+@torch.no_grad()
+def refresh_derived(engine: Any) -> int:
+    """Make what is derived from weights (`DERIVED`) anew, in place. Returns how many layers have such tensors.
+
+    Prompts use the weight itself, decoding these: an engine with stale ones scores a prompt right and answers wrong.
+    In place, since captured graphs and vLLM's sleep mode know their addresses.
+    """
+    layers = 0
+    for module in model(engine).modules():
+        for holder in (module, getattr(module, "impl", None)):
+            if all(isinstance(getattr(holder, name, None), torch.Tensor) for name in DERIVED):
+                _refresh_latent(holder)
+                layers += 1
+    return layers
+
+
+def _refresh_latent(holder: Any) -> None:
+    """W_UK_T `[heads, nope, lora]` and W_UV `[heads, lora, value]` from kv_b_proj `[heads x (nope + value), lora]`."""
+    weight = holder.kv_b_proj.weight
+    per_head = weight.view(holder.num_heads, -1, weight.shape[1])
+    keys, values = per_head.split([holder.qk_nope_head_dim, holder.v_head_dim], dim=1)
+    for tensor, new in ((holder.W_UK_T, keys), (holder.W_UV, values.transpose(1, 2))):
+        if tensor.data_ptr() != new.data_ptr():
+            tensor.copy_(new)
 
 
 def kv_caches(engine: Any) -> list[torch.Tensor]:

@@ -46,16 +46,18 @@ NO_TOKENIZER_NEEDED = (0, 10)
 class VllmOptions:
     """What an engine is built from.
 
-    config: config.json of the model (`hf_config.derive_config`); tensor_parallel: ranks of one engine; dtype:
-    "float32" | "bfloat16" | "float16"; max_model_len: most tokens of prompt and response together; max_running:
-    most sequences decoded at once; kv_cache_bytes: KV cache of a rank on CPU; memory_utilization: share of the
-    device's memory elsewhere; eos_token_ids: end every response that does not ignore them; tokenizer: directory,
-    see `needs_tokenizer`; sleep_mode: whether `sleep` gives memory back on an accelerator.
+    config: config.json of the model (`hf_config.derive_config`); tensor_parallel: ranks of one engine;
+    expert_parallel: ranks over which whole experts are spread (1: each is cut); dtype: "float32" | "bfloat16" |
+    "float16"; max_model_len: most tokens of prompt and response together; max_running: most sequences decoded at
+    once; kv_cache_bytes: KV cache of a rank on CPU; memory_utilization: share of the device's memory elsewhere;
+    eos_token_ids: end every response that does not ignore them; tokenizer: directory, see `needs_tokenizer`;
+    sleep_mode: whether `sleep` gives memory back on an accelerator.
     """
 
     config: Mapping[str, Any]
     max_model_len: int
     tensor_parallel: int = 1
+    expert_parallel: int = 1
     dtype: str = "float32"
     max_running: int = 256
     kv_cache_bytes: int = 1 << 30
@@ -136,8 +138,9 @@ class VllmEngine:
         return [self._complete(name, "abort") for name in chosen]
 
     def parameters(self) -> dict[str, Tensor]:
-        """The live weights; tied ones appear once, under the name of the embedding."""
-        return {name: p.data for name, p in vllm_api.model(self._engine).named_parameters()}
+        """The live weights; tied ones appear once, under the name of the embedding. What is derived is left out."""
+        live = vllm_api.model(self._engine).named_parameters()
+        return {name: p.data for name, p in live if name.rpartition(".")[2] not in vllm_api.DERIVED}
 
     def update_weights(self, version: int, digest: str | None = None) -> None:
         """Weights of `version` are in place: drop cached prefixes of older ones; see `Engine`."""
@@ -146,6 +149,7 @@ class VllmEngine:
         if version < 0:
             raise ValueError(f"update_weights({version}): a version is at least 0")
         self._must_be_idle("update_weights")
+        vllm_api.refresh_derived(self._engine)
         self._forget_prefixes()
         self.version, self.digest = version, digest
 
@@ -280,6 +284,10 @@ def check_options(options: VllmOptions, kind: str, world_size: int) -> None:
         tokens=options.max_model_len,
         element=getattr(torch, options.dtype).itemsize,
         kv_cache=options.kv_cache_bytes,
+        expert_parallel=options.expert_parallel,
+        experts=c.get("num_experts") or c.get("n_routed_experts") or 0,
+        expert_ffn=c.get("moe_intermediate_size") or 0,
+        latent=(c.get("kv_lora_rank") or 0) + (c["qk_rope_head_dim"] if c.get("kv_lora_rank") else 0),
     )
     problems = list(sizes.problems())
     if problems:
@@ -314,6 +322,7 @@ def _arguments(options: VllmOptions, kind: str, directory: str) -> dict[str, Any
         "seed": 0,
         "max_model_len": options.max_model_len,
         "tensor_parallel_size": options.tensor_parallel,
+        "enable_expert_parallel": options.expert_parallel > 1,
         "distributed_executor_backend": "external_launcher",
         "enforce_eager": on_cpu,
         "enable_prefix_caching": True,

@@ -21,6 +21,7 @@ from mindspeed_rl_plugin.monitor.files import check_dumps
 from mindspeed_rl_plugin.reshard.parallel import Parallel
 from mindspeed_rl_plugin.reshard.shape import ModelShape
 from mindspeed_rl_plugin.reward.specs import parse_specs, time_limits
+from mindspeed_rl_plugin.rollout.hf_moe import routing_problems
 from mindspeed_rl_plugin.rollout.limits import LOWEST_TEMPERATURE, EngineSizes
 from mindspeed_rl_plugin.startup import files
 from mindspeed_rl_plugin.startup.arithmetic import derive_from_args
@@ -210,7 +211,13 @@ def _model(args: Any, config: RLConfig) -> Iterator[str]:
         tokens=config.data.max_prompt_length + rollout.max_response_length,
         element=(args.params_dtype if dtype == "auto" else getattr(torch, dtype)).itemsize,
         kv_cache=int(rollout.kv_cache_gb * 2**30),
+        expert_parallel=rollout.generate_ep,
+        experts=shape.experts,
+        expert_ffn=shape.expert_ffn,
+        latent=shape.kv_lora + shape.rope,
     ).problems()
+    if shape.table.experts:
+        yield from routing_problems(args, shape)
 
 
 def _lengths(args: Any, config: RLConfig) -> Iterator[str]:

@@ -46,7 +46,6 @@ def _above(limit: float) -> Callable[[Any], bool]:
 
 
 _DROPOUT = "dropout makes old and new log-probs differ before any update, so the ratio is not 1; pass --{} 0"
-_MOE = "experts are not supported yet; train a dense model"
 _ENTRY = "only GPT decoders can be generated from; use the plain pretrain_gpt.py entry script"
 _FSDP = "weights move to the engine through Megatron's DDP buffers; use --use-distributed-optimizer instead"
 _CUDA_GRAPH = "a captured graph keeps addresses that the swap to host memory frees; remove it"
@@ -80,7 +79,6 @@ REFUSED: tuple[Refused, ...] = (
     Refused("reset_attention_mask", _given, _PACKED),
     # Parallelism and precision.
     Refused("context_parallel_size", _above(1), "context parallelism is not supported yet; use 1"),
-    Refused("expert_model_parallel_size", _above(1), _MOE),
     Refused("use_custom_fsdp", _given, _FSDP),
     Refused("layerzero", _given, _FSDP),
     Refused("enable_cuda_graph", _given, _CUDA_GRAPH),

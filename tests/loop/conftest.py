@@ -25,6 +25,11 @@ MODEL = (
     "--no-gradient-accumulation-fusion --no-masked-softmax-fusion --no-bias-swiglu-fusion --no-rope-fusion "
     "--no-bias-dropout-fusion"
 )
+# Qwen3-MoE, the first layer dense.
+MOE_MODEL = MODEL.replace("--add-qkv-bias", "--qk-layernorm --kv-channels 32") + (
+    " --num-experts 4 --moe-ffn-hidden-size 48 --moe-router-topk 2 --moe-token-dispatcher-type alltoall "
+    "--moe-layer-freq [0]+[1]*1"
+)
 TRAIN = (
     "--micro-batch-size 2 --global-batch-size 16 --lr 1e-3 --lr-decay-style constant --ckpt-format torch "
     "--eval-interval 1000 --eval-iters 0 --log-interval 1 --seed 1 --distributed-backend gloo "
@@ -60,7 +65,7 @@ class Result:
 @dataclass
 class Job:
     """One launch command. agents: torchrun processes, each with `ranks` ranks; script: what the runner runs;
-    path: entries of PYTHONPATH."""
+    path: entries of PYTHONPATH; model: flags of the model."""
 
     data: Path
     save: Path
@@ -69,6 +74,7 @@ class Job:
     agents: int = 1
     script: Path = ROOT / "examples" / "pretrain_gpt.py"
     path: Sequence[Path] = ()
+    model: str = MODEL
     processes: list[subprocess.Popen] = field(default_factory=list)
 
     @property
@@ -81,7 +87,7 @@ class Job:
         torchrun += ["--master-addr", "127.0.0.1", "--master-port", str(port)]
         script = ["-m", "mindspeed_rl_plugin", str(self.script)]
         data = ["--tokenizer-model", str(self.data / "tokenizer"), "--rl-prompt-data", str(self.data / "prompts.jsonl")]
-        fixed = [*MODEL.split(), *TRAIN.split(), *RL.split(), *data, "--save", str(self.save)]
+        fixed = [*self.model.split(), *TRAIN.split(), *RL.split(), *data, "--save", str(self.save)]
         return [*torchrun, *script, *fixed, *self.extra]
 
     def dumping(self) -> Job:
@@ -147,6 +153,12 @@ def arithmetic(tmp_path_factory: pytest.TempPathFactory) -> Path:
     prepare = [sys.executable, str(ROOT / "examples" / "arithmetic" / "prepare.py"), "--out", str(out)]
     subprocess.run([*prepare, "--documents", "2000", "--prompts", "64", "--heldout", "16"], check=True, timeout=120)
     return out
+
+
+@pytest.fixture(scope="session")
+def moe_model() -> str:
+    """Flags of a model with experts, for `Job.model`."""
+    return MOE_MODEL
 
 
 @pytest.fixture

@@ -216,7 +216,7 @@ def test_latent_attention_from_arguments():
     script = read_arguments(Flags.parse(LATENT.split()), 4)
     experts = dict(experts=8, expert_ffn=32, shared_ffn=64, dense_layers=(0,))
     latent = dict(q_lora=24, kv_lora=16, nope=16, rope=8, value=16)
-    expected = ModelShape("deepseek_v3", 4, 64, 4, 4, 16, 96, 250, 256, **experts, **latent)
+    expected = ModelShape("deepseek_v3", 4, 64, 4, 4, 24, 96, 250, 256, **experts, **latent)
     assert script.shape == expected
     assert (script.itemsize, script.distributed, script.generate_tp) == (4, False, None)
     assert script.notes == ("--mtp-num-layers 1: the predicting layers are not generated with, not counted",)
@@ -267,8 +267,8 @@ def test_errors_on_the_command_line(argv, message, capsys):
 
 
 def test_the_rl_loop_refuses_what_is_only_planned():
-    args = SimpleNamespace(num_experts=8, multi_latent_attention=True)
+    args = SimpleNamespace(mtp_num_layers=1, multi_latent_attention=True)
     with pytest.raises(
-        ValueError, match="(?s)num_experts is 8.*can be planned, exported.*multi_latent_attention is True"
+        ValueError, match="(?s)multi_latent_attention is True.*can be planned, exported.*mtp_num_layers is 1"
     ):
         ModelShape.from_megatron_args(args)

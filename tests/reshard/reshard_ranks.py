@@ -219,13 +219,13 @@ def cycle(job, state, reference, first, resharder, engine, version):
     before = job.snapshot()
     with gathered(job.chunks):
         state.swap_out(["grads", "optimizer"])
-        expected = expected_engine(job, resharder.generate_tp, resharder.dtype)
+        expected = expected_engine(job, resharder.engine.tp, resharder.dtype)
         done = resharder.to_engine(job.chunks, engine, version)
         rows = job.shape.vocab
         for name, tensor in expected.items():
             got = engine[name]
             if "embed" in name or "lm_head" in name:  # padding rows are nobody's
-                low = dist.get_rank() % resharder.generate_tp * got.shape[0]
+                low = dist.get_rank() % resharder.engine.tp * got.shape[0]
                 got, tensor = got[: max(0, rows - low)], tensor[: max(0, rows - low)]
             assert torch.equal(got, tensor), f"{name} differs in the engine"
         assert done.digest == resharder.digest(job.chunks) if done.digest else True
@@ -387,4 +387,5 @@ def main():
     dist.destroy_process_group()
 
 
-main()
+if __name__ == "__main__":
+    main()

@@ -20,7 +20,8 @@ SHAPE = ModelShape("qwen3", 2, 32, 4, 2, 8, 48, 60, 64)
 def trainer(shape=SHAPE, impl="local", seed=0):
     """Something that looks like Megatron's one model chunk."""
     params = megatron_weights(shape, Parallel(1), 0, random_weights(shape, seed), impl)
-    return [SimpleNamespace(named_parameters=lambda: list(params.items()), params=params)]
+    live = lambda: list(params.items())  # noqa: E731
+    return [SimpleNamespace(named_parameters=live, named_buffers=list, params=params)]
 
 
 def engine(shape=SHAPE, own_head=None):
@@ -76,7 +77,7 @@ def test_differences_of_the_live_models_are_listed():
     with pytest.raises(ValueError) as caught:
         resharder().to_engine(trainer(), live, 0)
     for line in (
-        "the engine's parameters on rank 0 are not those of ModelShape(family='qwen3'",
+        "the engine's parameters on rank 0 of it are not those of ModelShape(family='qwen3'",
         "model.norm.weight (32,) is missing",
         "model.layers.0.mlp.experts.w13 (1,) is unknown",
         "model.layers.0.mlp.gate_up_proj.weight has shape (3, 3), not (96, 32)",

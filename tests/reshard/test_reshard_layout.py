@@ -181,7 +181,8 @@ def test_shape_from_arguments():
         (dict(rotary_interleaved=True), "drop --rotary-interleaved"),
         (dict(rotary_percent=0.5), "drop --rotary-percent"),
         (dict(apply_layernorm_1p=True), "drop --apply-layernorm-1p"),
-        (dict(num_experts=8), "num_experts is 8: mixture-of-experts models are not supported"),
+        (dict(num_experts=8), "no model family has .*, experts; known families"),
+        (dict(num_experts=8, moe_shared_expert_gate=True), "the families' shared experts have no gate"),
         (dict(multi_latent_attention=True), "multi-latent attention is not supported"),
         (dict(mtp_num_layers=1), "multi-token prediction is not supported"),
         (dict(squared_relu=True), "the families have a gated SiLU MLP"),
@@ -199,7 +200,7 @@ def test_arguments_refused(changes, message):
 
 def test_all_problems_come_at_once():
     with pytest.raises(ValueError) as caught:
-        ModelShape.from_megatron_args(megatron_args(normalization="LayerNorm", swiglu=False, num_experts=4))
+        ModelShape.from_megatron_args(megatron_args(normalization="LayerNorm", swiglu=False, mtp_num_layers=1))
     assert len(str(caught.value).splitlines()) == 4
 
 

@@ -86,6 +86,7 @@ class FakeVllm:
         self.logprob = -0.25
         self.stuck_prefixes = 0
         self.device_states: list[int] = []
+        self.refreshed: list[Any] = []
 
     def add_request(self, name: str, prompt: dict[str, Any], params: Any) -> None:
         self.calls.append(("add", name, prompt["prompt_token_ids"], params))
@@ -147,6 +148,7 @@ def make_engine(fake_vllm: FakeVllm, monkeypatch: pytest.MonkeyPatch) -> Callabl
         monkeypatch.setattr(vllm_api, "build", lambda arguments: fake_vllm)
         monkeypatch.setattr(vllm_api, "demand_processed_logprobs", lambda engine: processed)
         monkeypatch.setattr(vllm_api, "sampling_params", lambda sampling, eos, seed: (sampling, eos, seed))
+        monkeypatch.setattr(vllm_api, "refresh_derived", lambda engine: fake_vllm.refreshed.append(engine))
         monkeypatch.setattr(vllm_api, "teardown", lambda engine: fake_vllm.calls.append("teardown"))
         device = Device("cuda")
         states = fake_vllm.device_states

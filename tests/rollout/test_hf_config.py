@@ -53,6 +53,14 @@ def megatron(**changes) -> Namespace:
     )
 
 
+MOE = {
+    "qk_layernorm": True,
+    "num_experts": 8,
+    "moe_ffn_hidden_size": 48,
+    "moe_router_topk": 2,
+    "moe_layer_freq": [0, 1],
+    "moe_router_load_balancing_type": "aux_loss",
+}
 LLAMA3 = {"use_rope_scaling": True, "rotary_base": 500000}
 FAMILIES = {
     "llama": {},
@@ -60,6 +68,8 @@ FAMILIES = {
     "qwen2": {"add_qkv_bias": True, "rotary_base": 1000000, "norm_epsilon": 1e-6},
     "qwen2-tied": {"add_qkv_bias": True, "untie_embeddings_and_output_weights": False},
     "qwen3": {"qk_layernorm": True, "kv_channels": 64, "rotary_base": 1000000},
+    "qwen3_moe": MOE | {"kv_channels": 64, "rotary_base": 1000000},
+    "qwen3_moe-plain-sum": MOE | {"moe_router_pre_softmax": True},
     "mha": {"group_query_attention": False, "num_query_groups": 1},
 }
 
@@ -87,6 +97,11 @@ def test_transformers_reads_the_same_model(name, tmp_path) -> None:
     assert attention + "o_proj.bias" not in state
     assert (attention + "k_norm.weight" in state) == args.qk_layernorm
     assert ("lm_head.weight" in state) == args.untie_embeddings_and_output_weights
+    if args.num_experts:
+        assert hf.norm_topk_prob != getattr(args, "moe_router_pre_softmax", False) and hf.num_experts_per_tok == 2
+        sizes = {n.split("layers.")[1]: s for n, s in state.items() if "mlp" in n}
+        assert sizes["0.mlp.up_proj.weight"] == (192, 128) and sizes["1.mlp.gate.weight"] == (8, 128)
+        assert sizes["1.mlp.experts.down_proj"] == (8, 128, 48)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -136,7 +151,10 @@ def test_mindspeed_llm_scaling() -> None:
         ({"swiglu": False}, "give --swiglu"),
         ({"position_embedding_type": "learned_absolute"}, "give --position-embedding-type rope"),
         ({"add_bias_linear": True}, "give --disable-bias-linear"),
-        ({"num_experts": 8}, "num_experts is 8"),
+        ({"num_experts": 8}, "no model family has .*, experts; known families"),
+        ({**MOE, "moe_expert_capacity_factor": 1.0}, "moe_expert_capacity_factor is 1.0: the engine drops no tokens"),
+        ({**MOE, "moe_router_load_balancing_type": ["aux_loss", "sinkhorn"]}, "is 'sinkhorn': the engine takes"),
+        ({**MOE, "moe_shared_expert_gate": True}, "shared experts have no gate"),
         ({"multi_latent_attention": True}, "multi_latent_attention is True"),
         ({"squared_relu": True}, "squared_relu is True"),
         ({"rotary_percent": 0.5}, "rotary_percent is 0.5"),

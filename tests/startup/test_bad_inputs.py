@@ -54,6 +54,17 @@ GOOD = {
     "tokenizer_model": None,
 }
 
+# A model with experts instead.
+MOE = {
+    "num_experts": 8,
+    "moe_ffn_hidden_size": 126,
+    "moe_router_topk": 2,
+    "moe_router_load_balancing_type": "none",
+    "add_qkv_bias": False,
+    "qk_layernorm": True,
+}
+SPREAD = {"--rl-generate-tp": ["4"], "--rl-generate-ep": ["4"]}
+
 RL = {
     "--rl-algorithm": ["grpo"],
     "--rl-reward": ["math"],
@@ -97,6 +108,8 @@ def test_the_base_is_good(build):
         {"--rl-algorithm": ["dapo"]},
         {"--rl-algorithm": ["ppo"], "--rl-advantage": ["reinforce++"]},
         {"--rl-loss": ["sapo"], "--rl-correction": ["truncate"]},
+        MOE | {"expert_model_parallel_size": 2},
+        MOE | SPREAD,
     ],
     ids=str,
 )
@@ -122,8 +135,20 @@ BAD = [
     ({"rampup_batch_size": ["16", "8", "100"]}, "--rampup-batch-size 16 8 100: --global-batch-size must stay"),
     ({"reset_attention_mask": True}, "--reset-attention-mask: one RL sequence is one document"),
     ({"context_parallel_size": 2}, "--context-parallel-size 2: context parallelism is not supported yet"),
-    ({"expert_model_parallel_size": 2}, "--expert-model-parallel-size 2: experts are not supported yet"),
-    ({"num_experts": 8}, "num_experts is 8: mixture-of-experts models are not supported"),
+    ({"num_experts": 8}, "no model family has add_qkv_bias=True with qk_layernorm=False, experts"),
+    ({"--rl-generate-ep": ["2"]}, "--rl-generate-ep 2: the model has no experts to spread"),
+    ({**MOE, "--rl-generate-ep": ["0"]}, "--rl-generate-ep 0: give at least 1"),
+    ({**MOE, "--rl-generate-ep": ["2"]}, "--rl-generate-ep 2 with --rl-generate-tp 1: whole experts are spread"),
+    ({**MOE, "num_experts": 2, **SPREAD}, "--rl-generate-ep 4: there are 2 experts only"),
+    ({**MOE, "--rl-generate-tp": ["4"]}, "--rl-generate-tp 4 does not divide --moe-ffn-hidden-size 126"),
+    ({**MOE, "moe_expert_capacity_factor": 1.0}, "moe_expert_capacity_factor is 1.0: the engine drops no tokens"),
+    ({**MOE, "moe_input_jitter_eps": 0.1}, "moe_input_jitter_eps is 0.1: the engine routes without noise"),
+    ({**MOE, "moe_router_force_load_balancing": True}, "routing is random with it"),
+    ({**MOE, "moe_router_load_balancing_type": "sinkhorn"}, "moe_router_load_balancing_type is 'sinkhorn': the engine"),
+    ({**MOE, "moe_router_score_function": "sigmoid"}, "moe_router_score_function is 'sigmoid': family qwen3_moe has"),
+    ({**MOE, "moe_router_enable_expert_bias": True}, "family qwen3_moe has no bias of the router; drop --moe-router"),
+    ({**MOE, "moe_router_topk_scaling_factor": 2.5}, "moe_router_topk_scaling_factor is 2.5: family qwen3_moe does"),
+    ({**MOE, "moe_router_num_groups": 4}, "moe_router_num_groups is 4: family qwen3_moe has no groups of experts"),
     ({"use_torch_fsdp2": True}, "use_torch_fsdp2 is True: parameters must be whole on each rank"),
     ({"use_custom_fsdp": True}, "use --use-distributed-optimizer instead"),
     ({"cuda_graph_impl": "local"}, "--cuda-graph-impl local: a captured graph keeps addresses"),

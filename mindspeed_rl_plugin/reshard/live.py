@@ -1,0 +1,111 @@
+"""Live models against the layouts: their tensors by name, and which of the known ways of storing them they use."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from torch import Tensor
+from torch.nn import Module
+
+from mindspeed_rl_plugin.reshard.families import FAMILIES
+from mindspeed_rl_plugin.reshard.layout import (
+    Canonical,
+    EngineParallel,
+    Layout,
+    ModelShape,
+    Parallel,
+    Shapes,
+    engine_shapes,
+    megatron_shapes,
+)
+from mindspeed_rl_plugin.reshard.parallel import chunk_prefix
+from mindspeed_rl_plugin.reshard.rows import ENGINE, EXPERTS, IMPLS
+from mindspeed_rl_plugin.reshard.swap import unwrap
+
+SHOWN = 12  # differences that an error lists
+# What follows the layer's number in the names of Megatron's buffers that belong to the weights.
+_BUFFERS = tuple(
+    {
+        name.rpartition("}")[2]
+        for family in FAMILIES.values()
+        for row in family.rows
+        if row.buffer
+        for side, name in row.names.items()
+        if side != ENGINE
+    }
+)
+
+
+def stored_parameters(model_chunks: Sequence[Module]) -> dict[str, Tensor]:
+    """Name -> tensor of all weights of Megatron's chunks, named as `megatron_layout` names them.
+
+    Parameters, and the buffers that a family's table lists (the router's expert bias). Layers that predict further
+    tokens are left out: no engine generates with them.
+    """
+    return {
+        chunk_prefix(i, len(model_chunks)) + name: tensor.data
+        for i, chunk in enumerate(model_chunks)
+        for name, tensor in _weights(unwrap(chunk))
+        if not name.startswith("mtp.")
+    }
+
+
+def _weights(model: Module) -> Iterator[tuple[str, Tensor]]:
+    yield from model.named_parameters()
+    yield from ((name, t) for name, t in model.named_buffers() if name.endswith(_BUFFERS))
+
+
+def trainer_storage(
+    shape: ModelShape, parallel: Parallel, rank: int, live: Mapping[str, Tensor]
+) -> tuple[str, str]:
+    """How a trainer rank stores the model: an entry of IMPLS and one of EXPERTS.
+
+    Raises ValueError that lists what differs from the nearest one when none fits.
+    """
+    kinds = EXPERTS if shape.moe_layers else EXPERTS[:1]
+    known = [(impl, kind) for impl in IMPLS for kind in kinds]
+    found = {k: differences(megatron_shapes(shape, parallel, rank, *k), live) for k in known}
+    best = min(known, key=lambda k: len(found[k]))
+    raise_if(found[best], f"Megatron's parameters on rank {rank} are not those of {shape}")
+    return best
+
+
+def engine_storage(
+    shape: ModelShape, engine: EngineParallel, rank: int, own_head: bool | None, live: Mapping[str, Tensor]
+) -> EngineParallel:
+    """The engine with its version's way of storing experts and latent attention, read off the live names and shapes.
+
+    rank: within the engine. Raises ValueError that lists what differs when no way fits.
+    """
+    if shape.moe_layers:
+        engine = replace(engine, nested=any(".routed_experts." in name for name in live))
+    if shape.table.mla:
+        engine = replace(engine, fused_down=any("fused_qkv_a_proj" in name for name in live))
+    ways = [replace(engine, transposed=t) for t in ((False, True) if shape.moe_layers else (False,))]
+    found = [differences(engine_shapes(shape, way, rank, own_head), live) for way in ways]
+    best = min(range(len(ways)), key=lambda i: len(found[i]))
+    raise_if(found[best], f"the engine's parameters on rank {rank} of it are not those of {shape}")
+    return ways[best]
+
+
+def wide_names(layout: Layout, tensors: Mapping[str, Canonical]) -> frozenset[str]:
+    """Stored tensors that are float32 whatever the dtype of the model."""
+    return frozenset(name for name, segments in layout.items() if any(tensors[s.name].wide for s in segments))
+
+
+def differences(expected: Shapes, live: Mapping[str, Tensor]) -> list[str]:
+    """What of names and shapes is not as expected, one line each; empty when all is."""
+    out = [f"{name} {tuple(shape)} is missing" for name, shape in expected.items() if name not in live]
+    out += [f"{name} {tuple(tensor.shape)} is unknown" for name, tensor in live.items() if name not in expected]
+    for name, shape in expected.items():
+        if name in live and tuple(live[name].shape) != tuple(shape):
+            out.append(f"{name} has shape {tuple(live[name].shape)}, not {tuple(shape)}")
+    return out
+
+
+def raise_if(problems: Sequence[str], what: str) -> None:
+    """Raises ValueError that lists the first problems, if there are any."""
+    if problems:
+        more = f"\n  and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
+        raise ValueError(f"{what}:\n  " + "\n  ".join(problems[:SHOWN]) + more)

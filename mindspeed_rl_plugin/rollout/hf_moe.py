@@ -1,0 +1,193 @@
+"""What a config.json of a model with experts, or with latent attention, has besides the fields of a dense one.
+
+`routing_problems` names what trainer and engine would do differently; the rest is refused by `ModelShape`.
+Sources: Megatron's router (topk_routing_with_score_function) and MLA (multi_latent_attention.py), transformers'
+modeling_qwen3_moe.py and modeling_deepseek_v3.py, vLLM's qwen3_moe.py and deepseek_v2.py.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from mindspeed_rl_plugin.reshard.layout import ModelShape
+
+# What config files of these families leave out.
+EXPERT_DEFAULTS: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {"norm_topk_prob": False, "decoder_sparse_step": 1, "mlp_only_layers": []},
+    "deepseek_v3": {
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 1.0,
+        "n_group": 1,
+        "topk_group": 1,
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+        "rope_interleave": True,
+    },
+}
+# Fields that make two of them the same model, besides those of a dense one.
+EXPERT_FIELDS = (
+    "num_experts",
+    "num_experts_per_tok",
+    "moe_intermediate_size",
+    "norm_topk_prob",
+    "decoder_sparse_step",
+    "mlp_only_layers",
+    "n_routed_experts",
+    "n_shared_experts",
+    "first_k_dense_replace",
+    "n_group",
+    "topk_group",
+    "topk_method",
+    "scoring_func",
+    "routed_scaling_factor",
+    "q_lora_rank",
+    "kv_lora_rank",
+    "qk_nope_head_dim",
+    "qk_rope_head_dim",
+    "v_head_dim",
+    "rope_interleave",
+)
+# What config files call it differently.
+SYNONYMS = {"num_local_experts": {"qwen3_moe": "num_experts", "deepseek_v3": "n_routed_experts"}}
+
+
+def expert_config(args: Namespace, shape: ModelShape) -> dict[str, Any]:
+    """Fields of a family with experts. Raises ValueError that lists what the engine would route otherwise."""
+    problems = list(routing_problems(args, shape))
+    if problems:
+        raise ValueError("the rollout engine cannot express this model:\n  " + "\n  ".join(problems))
+    if not getattr(args, "moe_router_topk", None):
+        raise ValueError("--moe-router-topk is not given: how many experts does a token go to?")
+    common = {
+        "num_experts_per_tok": args.moe_router_topk,
+        "moe_intermediate_size": shape.expert_ffn,
+        "norm_topk_prob": _normalized(args),
+    }
+    if not shape.table.mla:
+        dense = list(shape.dense_layers)
+        return common | {"num_experts": shape.experts, "decoder_sparse_step": 1, "mlp_only_layers": dense}
+    return common | {
+        "n_routed_experts": shape.experts,
+        "n_shared_experts": shape.shared_ffn // shape.expert_ffn,
+        "first_k_dense_replace": len(shape.dense_layers),
+        "moe_layer_freq": 1,
+        "n_group": getattr(args, "moe_router_num_groups", None) or 1,
+        "topk_group": getattr(args, "moe_router_group_topk", None) or 1,
+        "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid",
+        "routed_scaling_factor": float(_scaling(args)),
+        "q_lora_rank": shape.q_lora,
+        "kv_lora_rank": shape.kv_lora,
+        "qk_nope_head_dim": shape.nope,
+        "qk_rope_head_dim": shape.rope,
+        "v_head_dim": shape.value,
+        "head_dim": shape.rope,
+        "num_key_value_heads": shape.heads,
+        "rope_interleave": True,
+        "num_nextn_predict_layers": 0,
+    }
+
+
+def routing_problems(args: Namespace, shape: ModelShape) -> Iterator[str]:
+    """One line for each argument with which trainer and engine would send tokens to different experts."""
+    for name, allowed, why in _ROUTING:
+        value = getattr(args, name, allowed[0])
+        if value not in allowed:
+            yield f"{name} is {value!r}: {why}"
+    kinds = getattr(args, "moe_router_load_balancing_type", None) or "aux_loss"
+    for kind in [kinds] if isinstance(kinds, str) else kinds:
+        if kind not in _BALANCING:
+            known = ", ".join(_BALANCING)
+            yield f"moe_router_load_balancing_type is {kind!r}: the engine takes the top k; known: {known}"
+    if (getattr(args, "num_experts", 0) or 0) < (getattr(args, "moe_router_topk", None) or 1):
+        yield f"moe_router_topk is {args.moe_router_topk}: there are {args.num_experts} experts"
+    score = getattr(args, "moe_router_score_function", None) or "softmax"
+    wanted, biased = ("sigmoid", True) if shape.table.mla else ("softmax", False)
+    if score != wanted:
+        yield f"moe_router_score_function is {score!r}: family {shape.family} has {wanted}"
+    if bool(getattr(args, "moe_router_enable_expert_bias", False)) != biased:
+        verb = "needs" if biased else "has no bias of the router; drop"
+        yield f"family {shape.family} {verb} --moe-router-enable-expert-bias"
+    if shape.table.mla:
+        yield from _deepseek_problems(args, shape)
+    elif _scaling(args) != 1.0:
+        yield f"moe_router_topk_scaling_factor is {_scaling(args)}: family {shape.family} does not scale"
+    if not shape.table.mla and (getattr(args, "moe_router_num_groups", None) or 1) > 1:
+        yield f"moe_router_num_groups is {args.moe_router_num_groups}: family {shape.family} has no groups of experts"
+
+
+def _deepseek_problems(args: Namespace, shape: ModelShape) -> Iterator[str]:
+    rope, scale = getattr(args, "rope_type", None), getattr(args, "rotary_scaling_factor", 1.0)
+    if rope == "rope" and scale != 1.0 and getattr(args, "mscale_all_dim", 0.0):
+        yield f"rotary_scaling_factor is {scale}: with --rope-type rope it scales attention only; leave it out"
+    if args.moe_router_topk == 1:
+        yield "moe_router_topk is 1: with one expert a token, trainer and engine weigh it differently"
+    if shape.dense_layers != tuple(range(len(shape.dense_layers))):
+        yield f"dense layers {list(shape.dense_layers)}: family {shape.family} has them before all others"
+    if not shape.shared_ffn or shape.shared_ffn % shape.expert_ffn:
+        yield (
+            f"moe_shared_expert_intermediate_size is {shape.shared_ffn}: family {shape.family} has whole shared experts"
+            f" of --moe-ffn-hidden-size {shape.expert_ffn}; give a multiple of it"
+        )
+
+
+_BALANCING = ("aux_loss", "seq_aux_loss", "global_aux_loss", "none", "noaux_tc")
+_ROUTING: tuple[tuple[str, tuple[Any, ...], str], ...] = (
+    ("moe_expert_capacity_factor", (None,), "the engine drops no tokens; leave it out"),
+    ("moe_input_jitter_eps", (None, 0.0), "the engine routes without noise; leave it out"),
+    ("moe_router_force_load_balancing", (False, None), "routing is random with it; leave it out"),
+    ("moe_router_force_biased", (None,), "routing is random with it; leave it out"),
+    ("moe_apply_probs_on_input", (False, None), "the engine weighs the outputs of experts; leave it out"),
+)
+
+
+def _normalized(args: Namespace) -> bool:
+    """Whether the weights of a token's experts add up to 1. MindSpeed-LLM has a flag for it."""
+    if getattr(args, "moe_router_score_function", None) == "sigmoid":
+        return args.moe_router_topk > 1
+    own = getattr(args, "norm_topk_prob", None)
+    return not getattr(args, "moe_router_pre_softmax", False) if own is None else bool(own)
+
+
+def _scaling(args: Namespace) -> float:
+    return getattr(args, "moe_router_topk_scaling_factor", None) or 1.0
+
+
+def latent_scaling(args: Namespace) -> dict[str, Any] | None:
+    """rope_scaling of multi-latent attention: None for plain rope, else DeepSeek's YaRN.
+
+    Raises ValueError for what it cannot say.
+    """
+    kind = getattr(args, "rope_type", None) or "yarn"
+    if kind == "rope" or float(args.rotary_scaling_factor) == 1.0:
+        return None
+    low, high = (float(getattr(args, n, d)) for n, d in (("beta_slow", 1.0), ("beta_fast", 32.0)))
+    length = getattr(args, "original_max_position_embeddings", None) or 4096
+    return {
+        "rope_type": "yarn",
+        "factor": float(args.rotary_scaling_factor),
+        "original_max_position_embeddings": int(length),
+        "beta_fast": high,
+        "beta_slow": low,
+        "mscale": float(getattr(args, "mscale", 1.0)),
+        "mscale_all_dim": float(getattr(args, "mscale_all_dim", 0.0)),
+    }
+
+
+def same_names(family: str, config: Mapping[str, Any]) -> dict[str, Any]:
+    """The config with one name for each field, and the fields of published files that are the same model."""
+    out = dict(config)
+    for other, names in SYNONYMS.items():
+        if family in names and other in out:
+            out.setdefault(names[family], out.pop(other))
+    step = out.get("decoder_sparse_step", 1)
+    if family == "qwen3_moe" and step > 1:  # layers between the sparse ones are dense
+        dense = {i for i in range(out.get("num_hidden_layers", 0)) if (i + 1) % step}
+        out["mlp_only_layers"] = sorted({*out.get("mlp_only_layers", ()), *dense})
+        out["decoder_sparse_step"] = 1
+    if family == "deepseek_v3":  # means nothing under latent attention
+        out["head_dim"] = out.get("qk_rope_head_dim")
+        out["num_key_value_heads"] = out.get("num_attention_heads")
+    return out

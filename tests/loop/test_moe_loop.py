@@ -1,0 +1,53 @@
+"""GRPO on models with experts: layouts of trainer and engine, agreement of their log-probs after every update."""
+
+from __future__ import annotations
+
+import pytest
+
+AGREEMENT = 2e-5  # nats, fp32: log-probs of the engine against the trainer's
+TP2 = ("--tensor-model-parallel-size", "2", "--sequence-parallel")
+EP2, ETP1 = ("--expert-model-parallel-size", "2"), ("--expert-tensor-parallel-size", "1")
+PP2 = ("--pipeline-model-parallel-size", "2")
+CUT1, CUT2, SPREAD2 = (), ("--rl-generate-tp", "2"), ("--rl-generate-tp", "2", "--rl-generate-ep", "2")
+SPREAD4 = ("--rl-generate-tp", "4", "--rl-generate-ep", "4")
+FOUR_HEADS = ("--num-attention-heads", "4", "--num-layers", "4", "--moe-layer-freq", "[0,1]*2")
+
+
+def check(result, updates: int) -> None:
+    """Engine and trainer agree although every update moves the weights, and each update starts at ratio 1."""
+    lines = result.metrics
+    assert len(lines) == updates
+    assert max(line["logp_diff/max"] for line in lines) < AGREEMENT, [line["logp_diff/max"] for line in lines]
+    assert [line["ratio/max"] for line in lines] == [1.0] * updates
+    assert all(line["grad_norm"] > 1e-2 and 0.1 < line["entropy"] < 10 for line in lines)
+    assert len({line["weights/digest"] for line in lines}) == updates
+    assert lines[0]["kl/ref"] < 1e-8 and all(line["kl/ref"] > 1e-4 for line in lines[1:])
+    assert all(line["reshard/bytes_sent"] == line["reshard/bytes_received"] for line in lines)
+
+
+@pytest.mark.parametrize(
+    "train, generate",
+    [
+        pytest.param(EP2, SPREAD2, id="EP2-to-TP2EP2"),
+        pytest.param(EP2, CUT1, id="EP2-to-TP1", marks=pytest.mark.slow),
+        pytest.param((*TP2, *EP2, *ETP1), CUT2, id="TP2EP2ETP1-to-TP2", marks=pytest.mark.slow),
+        pytest.param(TP2, SPREAD2, id="TP2ETP2-to-TP2EP2", marks=pytest.mark.slow),
+        pytest.param(PP2, SPREAD2, id="PP2-to-TP2EP2", marks=pytest.mark.slow),
+    ],
+)
+def test_engine_and_trainer_agree(job, moe_model, train, generate):
+    check(job("--train-iters", "3", "--rl-verify-weights", *train, *generate, model=moe_model).run(), 3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "train, generate",
+    [
+        pytest.param((*TP2, *EP2, *PP2, *ETP1), SPREAD2, id="TP2EP2ETP1PP2-to-TP2EP2"),
+        pytest.param((*TP2, *EP2), SPREAD4, id="TP2EP2ETP2DP2-to-TP4EP4"),
+        pytest.param((*EP2, *PP2), CUT2, id="EP2PP2-to-TP2"),
+    ],
+)
+def test_engine_and_trainer_agree_on_four_ranks(job, moe_model, train, generate):
+    options = (*FOUR_HEADS, "--train-iters", "3", "--rl-verify-weights")
+    check(job(*options, *train, *generate, model=moe_model, ranks=4).run(400), 3)
