@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from mindspeed_rl_plugin.algorithms import Algorithm, Moments, RewardBatch, group_index, whiten
+from mindspeed_rl_plugin.algorithms.advantages import returns as value_targets
 from mindspeed_rl_plugin.algorithms.selection import carries_signal
 from mindspeed_rl_plugin.dock import ColumnSpec, StateSpec
 from mindspeed_rl_plugin.reward import GradeItem, RewardPool
@@ -38,6 +39,8 @@ def grpo_columns(graders: int) -> list[ColumnSpec]:
         ColumnSpec("grader_error", torch.int8, "sample", ragged=False),  # 1 where a grader failed
         ColumnSpec("logp_old", f32, "token", ragged=True),
         ColumnSpec("logp_ref", f32, "token", ragged=True),
+        ColumnSpec("values", f32, "token", ragged=True),  # of the critic, before each trained token
+        ColumnSpec("returns", f32, "token", ragged=True),  # what the critic learns
         ColumnSpec("advantage", f32, "sample", ragged=False),
         ColumnSpec("advantages", f32, "token", ragged=True),  # in the place of `advantage` where tokens differ
         ColumnSpec("kept", torch.int8, "sample", ragged=False),  # 0: trained nowhere, counted in no denominator
@@ -50,7 +53,7 @@ DUMPED = ("prompt", "meta", "tokens", "loss_mask", "logp_rollout", "logp_old")
 
 
 def grpo_states(algorithm: Algorithm, dump: bool = False) -> list[StateSpec]:
-    """Worker states of an algorithm without critic, in order; dump: also what is only dumped."""
+    """Worker states of an algorithm, in order; dump: also what is only dumped."""
     states = [
         StateSpec(
             "generate",
@@ -65,12 +68,14 @@ def grpo_states(algorithm: Algorithm, dump: bool = False) -> list[StateSpec]:
             whole_groups=True,
         ),
         StateSpec("logp_old", ("tokens", "loss_mask"), ("logp_old",)),
-        StateSpec("advantage", advantage_reads(algorithm), (advantage_name(algorithm), "kept"), whole_groups=True),
+        StateSpec("advantage", advantage_reads(algorithm), advantage_writes(algorithm), whole_groups=True),
         StateSpec("measure", measure_reads(algorithm, dump), ()),
         StateSpec("update", update_reads(algorithm), ()),
     ]
     if algorithm.needs_reference:
         states.insert(3, StateSpec("logp_ref", ("tokens", "loss_mask"), ("logp_ref",)))
+    if algorithm.needs_critic:
+        states.insert(3, StateSpec("values", ("tokens", "loss_mask"), ("values",)))
     return states
 
 
@@ -79,11 +84,17 @@ def advantage_name(algorithm: Algorithm) -> str:
     return "advantages" if algorithm.per_token else "advantage"
 
 
+def advantage_writes(algorithm: Algorithm) -> tuple[str, ...]:
+    """Columns of the advantage state; with a critic also what it is to learn."""
+    return (advantage_name(algorithm), "kept", *(("returns",) if algorithm.needs_critic else ()))
+
+
 def advantage_reads(algorithm: Algorithm) -> tuple[str, ...]:
     """Columns that the estimator needs of every row: token columns only where it looks at tokens."""
     reads = ("reward", "graded", "response_length")
     if algorithm.per_token or algorithm.kl_reward_coef:
         reads += ("loss_mask",)
+    reads += ("values",) if algorithm.needs_critic else ()
     return reads + (("logp_old", "logp_ref") if algorithm.kl_reward_coef else ())
 
 
@@ -96,6 +107,7 @@ def measure_reads(algorithm: Algorithm, dump: bool) -> tuple[str, ...]:
 def update_reads(algorithm: Algorithm) -> tuple[str, ...]:
     """Columns that the update needs of every row."""
     reads = ("tokens", "loss_mask", "logp_rollout", "logp_old", advantage_name(algorithm), "kept", "version")
+    reads += ("values", "returns") if algorithm.needs_critic else ()
     return reads + (("logp_ref",) if algorithm.needs_reference else ())
 
 
@@ -139,6 +151,10 @@ def advantage_columns(
     called where advantages are whitened, on ranks without rows too. None where there are no rows.
     """
     found = _estimated(rows, algorithm, limit) if len(rows) else None
+    returns = None
+    if found is not None and algorithm.needs_critic:
+        returns = value_targets(Ragged(found.values, rows["loss_mask"].offsets), rows["values"], rows["loss_mask"])
+        returns = Ragged(returns.values.float(), returns.offsets)
     if algorithm.whitened:
         # Over the whole rollout, of which this rank sees a part.
         moments = Moments.merged(gather(Moments.of(found.values, found.counts) if found else Moments()))
@@ -148,7 +164,8 @@ def advantage_columns(
         return None
     values = torch.where(found.counts > 0, found.values, 0.0).float()
     advantages = Ragged(values, rows["loss_mask"].offsets) if algorithm.per_token else values
-    return Rows(rows.ids, {advantage_name(algorithm): advantages, "kept": found.kept.to(torch.int8)})
+    written = {advantage_name(algorithm): advantages, "kept": found.kept.to(torch.int8)}
+    return Rows(rows.ids, written | ({} if returns is None else {"returns": returns}))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,7 +186,7 @@ def _estimated(rows: Rows, algorithm: Algorithm, limit: int) -> _Estimate:
     mask = rows.columns.get("loss_mask")
     cost = algorithm.kl_cost(rows["logp_old"], rows["logp_ref"], mask) if algorithm.kl_reward_coef else None
     rewards = algorithm.shaped(rows["reward"], rows["response_length"], limit)
-    found = algorithm.advantages(RewardBatch(rewards, groups, mask, cost))
+    found = algorithm.advantages(RewardBatch(rewards, groups, mask, cost, rows.columns.get("values")))
     if isinstance(found, Ragged):
         return _Estimate(found.values, mask.values * kept.repeat_interleave(mask.lengths), kept)
     return _Estimate(found.double(), torch.where(kept, rows["response_length"], 0), kept)

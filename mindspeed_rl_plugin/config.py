@@ -82,8 +82,13 @@ class RewardConfig:
 
     reward: tuple[str, ...] = flag(
         (),
-        "graders: math, exact, regex or path/to/file.py:function, each with an optional =WEIGHT; a response is solved "
-        "when every grader of positive weight gives at least 1",
+        "graders: math, exact, regex, path/to/file.py:function or model:DIR (a reward model), each with an optional "
+        "=WEIGHT; a response is solved when every grader of positive weight gives at least 1",
+    )
+    reward_model_device: str = flag(
+        "host",
+        "where reward models run, in every grader process: the host, or the accelerator of the rank beside the engine",
+        choices=("host", "accelerator"),
     )
     reward_regex: str | None = flag(
         None, "pattern of the regex grader; its group 1 (or the match) is compared to the answer"
@@ -131,6 +136,15 @@ class AlgorithmConfig:
     gamma: float = flag(1.0, "discount of the reward a token, for reinforce++ and gae")
     gae_lambda: float = flag(1.0, "lambda of gae")
     value_clip: float = flag(0.2, "bound on how far a value may move from the rollout's in the critic's loss")
+    critic_load: str | None = flag(
+        None,
+        "checkpoint of the policy's architecture that the critic starts from: a critic's (SAVE/iter_*/critic), or "
+        " a language model's, with a fresh value head (default: the policy's weights and a fresh head)",
+    )
+    critic_lr: float | None = flag(
+        None, "peak learning rate of the critic, whose schedule is the policy's scaled to it (default: --lr)"
+    )
+    critic_warmup: int = flag(0, "first iterations, in which only the critic is trained", unit="iterations")
     correction: str = flag(
         "off",
         "weights for the gap between the policy that drew a token and the one that the update starts from; their "

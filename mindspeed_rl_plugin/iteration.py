@@ -17,12 +17,14 @@ from typing import Any
 
 from mindspeed_rl_plugin import columns, drawing, reporting
 from mindspeed_rl_plugin.config import RLConfig
+from mindspeed_rl_plugin.critic.critic import Critic
 from mindspeed_rl_plugin.dock import Lease
 from mindspeed_rl_plugin.forward import Step
 from mindspeed_rl_plugin.logprobs.compute import compute_logps
 from mindspeed_rl_plugin.reshard.hook import Transfer
 from mindspeed_rl_plugin.reshard.swap import HostWeights, gathered
 from mindspeed_rl_plugin.rollout.generate import run_generation
+from mindspeed_rl_plugin.startup.launch import TRAINED
 from mindspeed_rl_plugin.startup.start import Start
 from mindspeed_rl_plugin.types import Ragged, Rows, SampleId
 from mindspeed_rl_plugin.wiring import Inputs, Parts
@@ -42,7 +44,8 @@ class Loop:
     """RL behind Megatron's `train_step`.
 
     epoch: rounds of generation, counted from 0, -1 before the first; groups: those of the current rollout, in training
-    order; carried: drawn, graded and kept in the dock for the next rollout; steps: optimizer steps left.
+    order; carried: drawn, graded and kept in the dock for the next rollout; steps: optimizer steps left; trained:
+    whether the policy has taken one, which it has not while the critic warms up.
     """
 
     def __init__(self) -> None:
@@ -50,9 +53,11 @@ class Loop:
         self.groups: tuple[drawing.Group, ...] = ()
         self.carried: tuple[drawing.Group, ...] = ()
         self.steps: list[Step] = []
+        self.trained = False
         self.inputs: Inputs | None = None
         self.parts: Parts | None = None
         self._reference: HostWeights | None = None
+        self._critic: Critic | None = None
         self._restored: Mapping[str, Any] | None = None
         self._rollout: reporting.Rollout | None = None
 
@@ -67,14 +72,18 @@ class Loop:
         """Keep a host copy of the reference, which the model holds right now."""
         self._reference = HostWeights.capture(model)
 
+    def on_critic_built(self, critic: Critic) -> None:
+        """Take the critic, loaded; only where the advantage needs one."""
+        self._critic = critic
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take the RL state of a checkpoint; applied once the parts are built."""
         self._restored = state
 
     def on_checkpoint_loaded(self, model: Any, optimizer: Any, start: Start) -> None:
-        """Build the parts around the loaded model, and put the saved state into them."""
+        """Build the parts around the loaded models, and put the saved state into them."""
         assert self.inputs is not None
-        self.parts = Parts.build(self.inputs, model, optimizer, self._reference, start)
+        self.parts = Parts.build(self.inputs, model, optimizer, self._reference, start, self._critic)
         if self._restored is not None:
             self._restore(self._restored)
             self._restored = None  # the dock's rows are in it
@@ -100,6 +109,7 @@ class Loop:
             "epoch": self.epoch,
             "groups": list(map(list, self.groups)),
             "carried": list(map(list, self.carried)),
+            TRAINED: self.trained,
             "steps_left": len(self.steps),
             "cut": self._cut(),
             "rollout": dataclasses.asdict(self._rollout) if self._rollout else None,
@@ -116,7 +126,7 @@ class Loop:
                 f"{p.inputs.args.iteration + left}"
             )
         drawing.check_carried(state["carried"], state["cut"], self._cut())
-        self.epoch = state["epoch"]
+        self.epoch, self.trained = state["epoch"], state.get(TRAINED, True)
         p.inputs.prompts.load_state(state["cursor"])
         p.dock.restore(state["dock"])
         self.groups, self.carried = (tuple(map(tuple, state[name])) for name in ("groups", "carried"))
@@ -190,10 +200,13 @@ class Loop:
             drawn = self._draw()
         p.meet("old log-probs")
         with stage("logp_old"):
-            self._logps("logp_old")
+            self._per_token("logp_old", compute_logps, p.model)
         if p.reference is not None:
             with stage("logp_ref"), p.reference.swapped_into(p.model):
-                self._logps("logp_ref")
+                self._per_token("logp_ref", compute_logps, p.model)
+        if p.critic is not None:
+            with stage("values"):
+                self._per_token("values", p.critic.values)
         with stage("advantage"):
             self._advantages()
         self._rollout = reporting.rollout(p, p.ids(self.groups), done, transfer, drawn)
@@ -257,6 +270,8 @@ class Loop:
         with p.monitor.stage("reshard"):
             with gathered(p.model):
                 # First what the transfer does not need, so that both sides' weights fit beside each other.
+                if p.critic is not None:
+                    p.critic.swap_out(p.swapped)
                 p.train_state.swap_out(set(p.swapped) - {"params"})
                 p.engine.wake(("weights",))
                 transfer = p.resharder.to_engine(p.model, p.engine.parameters(), version)
@@ -267,6 +282,8 @@ class Loop:
         with p.monitor.stage("swap_back"):
             p.engine.sleep()
             p.train_state.swap_in()
+            if p.critic is not None:
+                p.critic.swap_in()
 
     def _generate(self) -> None:
         """Step 3: every engine takes its share of the prompts from the dock and writes responses back."""
@@ -295,15 +312,18 @@ class Loop:
         parts = p.gather(drawing.verdicts(rows) if rows is not None else {})
         return {group: verdict for part in parts for group, verdict in part.items()}
 
-    def _logps(self, state: str) -> None:
-        """Step 6: log-probs over the update's own micro-batches, so that its first ratio is exactly 1."""
+    def _per_token(self, state: str, compute: Callable[..., list[Ragged] | None], *model: Any) -> None:
+        """Step 6: a column over the update's own micro-batches, so that its first ratio is exactly 1.
+
+        compute: takes `model`, the rows of each micro-batch and how they are padded.
+        """
         p = self.parts
         batches = [ids for step in p.plan(self.groups) for ids in step.of_rank(p.topology.dp_rank)]
         lease = self._rows_of(state, batches)
-        logps = compute_logps(p.model, [lease.rows.select(ids) for ids in batches], p.forward)
+        found = compute(*model, [lease.rows.select(ids) for ids in batches], p.forward)
         rows = None
         if p.topology.writer:
-            rows = Rows(lease.rows.ids, {state: Ragged.from_rows([row for part in logps for row in part.rows()])})
+            rows = Rows(lease.rows.ids, {state: Ragged.from_rows([row for part in found for row in part.rows()])})
         p.dock.commit(lease, rows)
 
     def _rows_of(self, state: str, batches: Sequence[Sequence[SampleId]]) -> Lease:
@@ -327,14 +347,32 @@ class Loop:
         batches = step.of_rank(p.topology.dp_rank)
         with p.monitor.stage("update"):
             lease = self._rows_of("update", batches)
-            reads = columns.update_reads(p.algorithm)
-            p.update.prepare([lease.rows.select(ids) for ids in batches], measured=reads)
-            result = original(p.update.forward_step, p.update.iterator(), *args[2:], **kwargs)
-            update = p.update.metrics()
+            result, update = self._optimize(done, [lease.rows.select(ids) for ids in batches], original, args, kwargs)
             # Rows are acknowledged by the last pass over them; until then the state is handed back.
             (p.dock.commit if last_pass else p.dock.release)(lease)
             if not self.steps:
                 p.forget(self.groups)
-        reporting.iteration(p, done + 1, self._rollout, args[3], result, update, last_step=not self.steps)
+        reporting.iteration(p, done + 1, self._rollout, args[3], update, last_step=not self.steps)
         self._rollout = self._rollout if self.steps else None
         return result
+
+    def _optimize(
+        self, done: int, batches: Sequence[Rows], original: Callable[..., tuple], args: tuple, kwargs: Mapping[str, Any]
+    ) -> tuple[tuple, dict[str, float]]:
+        """Megatron's step of the critic, where there is one, and of the policy, unless the critic warms up alone.
+
+        Returns the result of the last of them, and the metrics of all.
+        """
+        p, found = self.parts, {}
+        if p.critic is not None:
+            p.value_update.prepare(batches)
+            critic = (p.critic.model, p.critic.optimizer, p.critic.scheduler, p.critic.config)
+            result = original(p.value_update.forward_step, p.value_update.iterator(), *critic, *args[6:], **kwargs)
+            found = p.value_update.metrics() | reporting.of_critic(p.critic, result)
+            if done < p.inputs.config.algorithm.critic_warmup:
+                args[4].step(increment=p.sizes.global_batch)  # the policy's learning rate goes by the iteration
+                return result, found
+        p.update.prepare(batches, measured=columns.update_reads(p.algorithm))
+        result = original(p.update.forward_step, p.update.iterator(), *args[2:], **kwargs)
+        self.trained = True
+        return result, found | reporting.of_policy(result) | p.update.metrics()

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from mindspeed_rl_plugin.algorithms import spread
+from mindspeed_rl_plugin.critic.critic import Critic
 from mindspeed_rl_plugin.monitor import metrics
 from mindspeed_rl_plugin.monitor.dump import discard_dumps_after, dump_rollout
 from mindspeed_rl_plugin.monitor.files import claim_dumps, dump_files, set_aside
@@ -38,6 +39,14 @@ UPDATE_NAMES = {
     "kl_old": "kl/old",
     "logp_diff_mean": "logp_diff/mean",
     "logp_diff_max": "logp_diff/max",
+    "grad_norm": "grad_norm",
+    "value_loss": "critic/loss",
+    "value_clip_fraction": "critic/clip_fraction",
+    "value_mean": "critic/value_mean",
+    "return_mean": "critic/return_mean",
+    "explained_variance": "critic/explained_variance",
+    "critic_grad_norm": "critic/grad_norm",
+    "critic_lr": "critic/lr",
     "rollout_kl": "rollout/kl",
     "rollout_weight_mean": "rollout/weight_mean",
     "rollout_weight_max": "rollout/weight_max",
@@ -142,7 +151,6 @@ def iteration(
     number: int,
     rollout: Rollout | None,
     optimizer: Any,
-    result: Sequence[Any],
     update: Mapping[str, float],
     *,
     last_step: bool,
@@ -153,8 +161,6 @@ def iteration(
     """
     found: dict[str, Metric] = {UPDATE_NAMES[k]: v for k, v in update.items() if k in UPDATE_NAMES}
     found |= {"lr": megatron.learning_rate(optimizer)}
-    if result[GRAD_NORM] is not None:
-        found["grad_norm"] = float(result[GRAD_NORM])
     ranks = p.gather((found, p.monitor.stage_metrics()))
     found, stages = ranks[0][0], metrics.largest([measured for _, measured in ranks])
     if rollout is not None:
@@ -165,6 +171,17 @@ def iteration(
         if last_step:
             found |= metrics.throughput(rollout.tokens, devices=p.topology.world, seconds=rollout.seconds)
     p.monitor.log(number, metrics.merge(found, stages))
+
+
+def of_policy(result: Sequence[Any]) -> dict[str, float]:
+    """What Megatron's step of the policy measured itself."""
+    return {} if result[GRAD_NORM] is None else {"grad_norm": float(result[GRAD_NORM])}
+
+
+def of_critic(critic: Critic, result: Sequence[Any]) -> dict[str, float]:
+    """The same of the critic, and the rate of its next step."""
+    found = {f"critic_{name}": value for name, value in of_policy(result).items()}
+    return found | {"critic_lr": megatron.learning_rate(critic.optimizer)}
 
 
 def prepare_dumps(p: Parts, epoch: int, resumed: bool) -> None:

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 import torch.distributed as dist
 
 from mindspeed_rl_plugin import columns, drawing
 from mindspeed_rl_plugin.algorithms import Algorithm, resolve
 from mindspeed_rl_plugin.config import RLConfig, launch_env
+from mindspeed_rl_plugin.critic.critic import Critic
 from mindspeed_rl_plugin.device import get_device
 from mindspeed_rl_plugin.dock import Dock, Limits, machine, make_docks
 from mindspeed_rl_plugin.forward import ForwardSettings, Step
@@ -27,13 +27,14 @@ from mindspeed_rl_plugin.reshard.layout import EngineParallel, ModelShape, Paral
 from mindspeed_rl_plugin.reshard.swap import HostWeights, TrainState, unwrap
 from mindspeed_rl_plugin.reward import RewardPool
 from mindspeed_rl_plugin.rollout import hf_config
-from mindspeed_rl_plugin.rollout.vllm_engine import VllmEngine, VllmOptions, needs_tokenizer, prepare_environment
-from mindspeed_rl_plugin.startup import checks, megatron
+from mindspeed_rl_plugin.rollout.vllm_engine import VllmEngine, prepare_environment
+from mindspeed_rl_plugin.startup import checks, engine, megatron
 from mindspeed_rl_plugin.startup.arithmetic import Arithmetic, derive_from_args
 from mindspeed_rl_plugin.startup.start import Start
 from mindspeed_rl_plugin.startup.topology import Topology
 from mindspeed_rl_plugin.types import Prompt, SampleId, Sampling
 from mindspeed_rl_plugin.update.step import Update
+from mindspeed_rl_plugin.update.values import ValueUpdate
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ class Inputs:
             temperature=config.rollout.temperature,
             chunk_tokens=config.forward.logprob_chunk_tokens,
         )
-        engine_config = hf_config.derive_config(args, vocab_size=vocab, eos_token_ids=_eos(tokenizer))
+        engine_config = hf_config.derive_config(args, vocab_size=vocab, eos_token_ids=engine.eos(tokenizer))
         if hf_model:
             hf_config.check_against(engine_config, hf_model)
 
@@ -98,6 +99,7 @@ class Inputs:
             wait_timeout=monitor.wait_timeout,
             workers=reward.reward_workers,
             on_error=reward.reward_on_error,
+            device="cpu" if reward.reward_model_device == "host" else str(get_device().current()),
         )
         _check_dock(args, config, len(graders.names))
         limit = monitor.eval_prompts or len(held_out)
@@ -131,21 +133,31 @@ class Parts:
     resharder: Resharder
     train_state: TrainState
     reference: HostWeights | None
+    critic: Critic | None
     forward: ForwardSettings
     update: Update
+    value_update: ValueUpdate | None
     monitor: Monitor
     sampling: Sampling
 
     @classmethod
-    def build(cls, inputs: Inputs, model: Any, optimizer: Any, reference: HostWeights | None, start: Start) -> Parts:
-        """Build around the loaded model. Collective over all ranks; the engine takes seconds to start."""
+    def build(
+        cls,
+        inputs: Inputs,
+        model: Any,
+        optimizer: Any,
+        reference: HostWeights | None,
+        start: Start,
+        critic: Critic | None = None,
+    ) -> Parts:
+        """Build around the loaded models. Collective over all ranks; the engine takes seconds to start."""
         args, config = inputs.args, inputs.config
         rollout = config.rollout
         algorithm, sizes = resolve(config.algorithm), derive_from_args(args)
         topology = Topology.from_megatron(rollout.generate_tp)
         timeout = datetime.timedelta(seconds=config.monitor.wait_timeout)
         group = dist.new_group(backend="gloo", timeout=timeout)
-        dtype = _engine_dtype(args, rollout.engine_dtype)
+        dtype = engine.dtype_of(args, rollout.engine_dtype)
         placement = _placement(topology, group)
 
         def homes(epoch: int) -> np.ndarray:
@@ -167,9 +179,13 @@ class Parts:
         train_state = TrainState(model, optimizer)
         # The engine measures the free memory when it starts: the training state must not be in its way.
         train_state.swap_out(config.reshard.swap)
-        engine = VllmEngine(_engine_options(inputs, dtype))
-        engine.sleep()
+        if critic is not None:
+            critic.swap_out(config.reshard.swap)
+        vllm = VllmEngine(engine.options(inputs, dtype))
+        vllm.sleep()
         train_state.swap_in()
+        if critic is not None:
+            critic.swap_in()
         return cls(
             inputs=inputs,
             model=model,
@@ -181,12 +197,14 @@ class Parts:
             dock_of_engine=docks[1],
             dock_of_rank=docks[2],
             group=group,
-            engine=engine,
+            engine=vllm,
             resharder=resharder,
             train_state=train_state,
             reference=reference,
+            critic=critic,
             forward=inputs.forward,
             update=Update(algorithm, inputs.forward, model, norm_length=rollout.max_response_length),
+            value_update=ValueUpdate(algorithm, inputs.forward, critic.model) if critic else None,
             monitor=_monitor(inputs, topology, start),
             sampling=Sampling(
                 max_tokens=rollout.max_response_length,
@@ -204,6 +222,8 @@ class Parts:
         free, as for a rollout."""
         if not self.train_state.out:
             self.train_state.swap_out(self.swapped)
+            if self.critic is not None:
+                self.critic.swap_out(self.swapped)
         self.engine.shutdown()
         self.dock.close()
 
@@ -340,36 +360,12 @@ def _check_dock(args: argparse.Namespace, config: RLConfig, graders: int) -> Non
     _limits(config).check(*declared, -(-groups // machines), sizes.members)
 
 
-def _engine_options(inputs: Inputs, dtype: torch.dtype) -> VllmOptions:
-    rollout, data = inputs.config.rollout, inputs.config.data
-    return VllmOptions(
-        config=inputs.engine_config,
-        max_model_len=data.max_prompt_length + rollout.max_response_length,
-        tensor_parallel=rollout.generate_tp,
-        expert_parallel=rollout.generate_ep,
-        dtype=str(dtype).removeprefix("torch."),
-        max_running=rollout.max_running,
-        kv_cache_bytes=int(rollout.kv_cache_gb * 2**30),
-        memory_utilization=rollout.device_memory_utilization,
-        eos_token_ids=_eos(inputs.tokenizer),
-        tokenizer=checks.tokenizer_path(inputs.args) if needs_tokenizer(rollout.stop) else None,
-    )
-
-
 def _check_rotary(inputs: Inputs, model: Any) -> None:
     """The engine's rotary frequencies are those of the built model, whatever the launch script made of the flags."""
     for chunk in model:
         rotary = getattr(unwrap(chunk), "rotary_pos_emb", None)
         if rotary is not None:
             hf_config.check_rotary(inputs.engine_config, rotary.inv_freq)
-
-
-def _engine_dtype(args: argparse.Namespace, name: str) -> torch.dtype:
-    return args.params_dtype if name == "auto" else getattr(torch, name)
-
-
-def _eos(tokenizer: Any) -> tuple[int, ...]:
-    return () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
 
 
 def _monitor(inputs: Inputs, topology: Topology, start: Start) -> Monitor:

@@ -111,6 +111,7 @@ def resolve(config: AlgorithmConfig) -> Algorithm:
         ppo_epochs=config.ppo_epochs,
     )
     _check_numbers(config, algorithm)
+    _check_critic(config, algorithm)
     return algorithm
 
 
@@ -194,6 +195,20 @@ def _check_numbers(config: AlgorithmConfig, algorithm: Algorithm) -> None:
         raise ValueError(f"--rl-ppo-epochs is {algorithm.ppo_epochs}; give at least 1")
     if bounds.dual is not None and not bounds.dual > 1.0:
         raise ValueError(f"--rl-dual-clip is {bounds.dual}; the bound must be above 1 (3 is usual)")
+
+
+def _check_critic(config: AlgorithmConfig, algorithm: Algorithm) -> None:
+    given = {"critic_load": config.critic_load, "critic_lr": config.critic_lr, "critic_warmup": config.critic_warmup}
+    for name, value in given.items():
+        if value and not algorithm.needs_critic:
+            raise ValueError(
+                f"{flag_name(name)} {value} has no meaning for the advantage {algorithm.advantage!r}, which has no "
+                "critic; remove it, or use --rl-advantage gae"
+            )
+    if config.critic_lr is not None and not 0.0 < config.critic_lr < float("inf"):
+        raise ValueError(f"--rl-critic-lr is {config.critic_lr}; give a finite number above 0")
+    if config.critic_warmup < 0:
+        raise ValueError(f"--rl-critic-warmup is {config.critic_warmup}; give a number of iterations, 0: none")
 
 
 def _given(value, default):

@@ -9,12 +9,6 @@ from mindspeed_rl_plugin.algorithms.algorithm import Algorithm
 # (short name, whether an algorithm asks for it, what to do instead)
 UNREADY: tuple[tuple[str, Callable[[Algorithm], bool], str], ...] = (
     (
-        "critic",
-        lambda a: a.needs_critic,
-        "advantage {a.advantage!r} needs a critic, which this version does not train yet; choose another "
-        "--rl-advantage, reinforce++ is the nearest without one",
-    ),
-    (
         "preference pairs",
         lambda a: a.from_pairs,
         "this version does not read preference pairs yet; choose an algorithm that draws responses",

@@ -10,12 +10,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from mindspeed_rl_plugin.export.pickles import load
 from mindspeed_rl_plugin.reshard.hook import differences
 from mindspeed_rl_plugin.reshard.layout import Layout, ModelShape, Parallel, megatron_layout, megatron_shapes
 from mindspeed_rl_plugin.reshard.parallel import chunk_prefix
 from mindspeed_rl_plugin.reshard.rows import EXPERTS, IMPLS
 from mindspeed_rl_plugin.startup.files import TRACKER, iteration_dir, read_tracker
+from mindspeed_rl_plugin.startup.pickles import load
 
 FILE = "model_optim_rng.pt"
 _SHOWN = 8

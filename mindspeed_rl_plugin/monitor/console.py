@@ -17,6 +17,7 @@ SHORT_STAGES = {
     "swap_back": "swap",
     "logp_old": "lp",
     "logp_ref": "ref",
+    "values": "val",
     "advantage": "adv",
     "update": "upd",
     "evaluate": "eval",

@@ -100,11 +100,13 @@ def save_checkpoint_wrapper(original: Callable) -> Callable:
     @functools.wraps(original)
     def save_checkpoint(*positional: Any, **named: Any) -> Any:
         args = _args()
-        if rl_enabled(args):
-            from mindspeed_rl_plugin.startup.launch import save_rl_state
+        if not rl_enabled(args):
+            return original(*positional, **named)
+        from mindspeed_rl_plugin.startup.launch import save_rl_state
+        from mindspeed_rl_plugin.startup.overrides import overridden
 
-            save_rl_state(args, positional[0] if positional else named["iteration"])
-        return original(*positional, **named)
+        with overridden(args, save_rl_state(args, positional[0] if positional else named["iteration"], original)):
+            return original(*positional, **named)
 
     return save_checkpoint
 

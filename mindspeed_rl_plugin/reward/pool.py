@@ -47,12 +47,12 @@ class _Slot:
 class RewardPool:
     """Graders by spec, run by `workers` processes.
 
-    specs: `math`, `exact`, `regex` or `path/to/file.py:function`, each with an optional `=WEIGHT`; how a function is
-    called says `calling.py`. regex: pattern of the regex grader. timeout: seconds of one grading call, one for all
-    graders or one for each. wait_timeout: seconds that other ranks wait for this one; one `grade`, and loading the
-    graders, may take SHARE_OF_WAIT of it. on_error: "stop" raises RewardError; "zero" makes the failed part 0.0;
-    "drop" also marks the sample dropped. `names` and `weights`: of the graders, in order of `Grade.parts`; `errors`:
-    failed samples by grader since the start.
+    specs: as `specs.parse_specs` takes them; how a function is called says `calling.py`. device: where reward models
+    run. regex: pattern of the regex grader. timeout: seconds of one grading call, one for all graders or one for each.
+    wait_timeout: seconds that other ranks wait for this one; one `grade`, and loading the graders, may take
+    SHARE_OF_WAIT of it. on_error: "stop" raises RewardError; "zero" makes the failed part 0.0; "drop" also marks the
+    sample dropped. `names` and `weights`: of the graders, in order of `Grade.parts`; `errors`: failed samples by grader
+    since the start.
 
     Raises ValueError at construction for anything that cannot work: the graders are loaded before it returns.
     """
@@ -66,6 +66,7 @@ class RewardPool:
         wait_timeout: float = 1800.0,
         workers: int = 2,
         on_error: str = "stop",
+        device: str = "cpu",
     ) -> None:
         if workers < 1:
             raise ValueError(f"rewards need at least 1 worker, got {workers}")
@@ -88,6 +89,7 @@ class RewardPool:
             "specs": [[s.name, s.file, s.function] for s in self._specs],
             "regex": regex,
             "timeouts": self._timeouts,
+            "device": device,
         }
         self._modes: list[tuple[bool, bool]] = []
         self._lock = threading.Lock()

@@ -1,4 +1,4 @@
-"""Which graders: `math`, `exact`, `regex` or `path/to/file.py:function`, each with an optional `=WEIGHT`."""
+"""Which graders: `math`, `exact`, `regex`, `path/to/file.py:function`, `model:DIR`, each with an optional `=WEIGHT`."""
 
 from __future__ import annotations
 
@@ -8,13 +8,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from mindspeed_rl_plugin.reward.model import PREFIX, check_files
+
 BUILTIN = ("math", "exact", "regex")
 ON_ERROR = ("stop", "zero", "drop")
 
 
 @dataclass(frozen=True)
 class Spec:
-    """One grader. name: short, unique, used in metrics and errors; file and function: None for the built-in ones."""
+    """One grader. name: short, unique, used in metrics and errors; file and function: None for the built-in ones; a
+    reward model has its directory as file, and no function."""
 
     name: str
     weight: float = 1.0
@@ -44,6 +47,11 @@ def parse_specs(texts: Sequence[str], regex: str | None) -> list[Spec]:
     return specs
 
 
+def model_specs(texts: Sequence[str]) -> list[Spec]:
+    """The reward models among the graders. Raises ValueError for what is none."""
+    return [_parse(text) for text in texts if text.startswith(PREFIX)]
+
+
 def time_limits(timeout: float | Sequence[float], graders: int) -> tuple[float, ...]:
     """Seconds of one call of each grader, from one value for all or one for each. Raises ValueError for others."""
     given = (timeout,) if isinstance(timeout, (int, float)) else tuple(timeout)
@@ -70,6 +78,10 @@ def _parse(text: str) -> Spec:
             raise ValueError(f"reward {text!r}: the weight {match[2]!r} is not a finite number")
     if name in BUILTIN:
         return Spec(name, weight)
+    if name.startswith(PREFIX):
+        path = Path(name.removeprefix(PREFIX)).resolve()
+        check_files(str(path))
+        return Spec(path.name, weight, str(path))
     file, colon, function = name.rpartition(":")
     if not colon or not file.endswith(".py"):
         raise ValueError(f"reward {name!r} is unknown; known: {_known()}")
@@ -90,4 +102,4 @@ def _check_pattern(regex: str | None) -> None:
 
 
 def _known() -> str:
-    return ", ".join(BUILTIN) + " or path/to/file.py:function, each with an optional =WEIGHT"
+    return ", ".join(BUILTIN) + ", path/to/file.py:function or model:DIR, each with an optional =WEIGHT"

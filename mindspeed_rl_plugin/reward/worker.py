@@ -1,7 +1,7 @@
 """The process in which graders run: reads jobs as JSON lines, answers each item with a line of its own.
 
-First line in: `{"specs": [[name, file, function], ...], "regex", "timeouts"}`; first line out: `{"ready": [[batch,
-asynchronous], ...]}` or `{"failed": text}`. Then jobs `{"grader": index, "items": [...]}`, each answered by
+First line in: `{"specs": [[name, file, function], ...], "regex", "timeouts", "device"}`; first line out: `{"ready":
+[[batch, asynchronous], ...]}` or `{"failed": text}`. Then jobs `{"grader": index, "items": [...]}`, each answered by
 `{"began": true}` and one line an item: `{"at": index, "value": number}` or `{"at": index, "error": text}`. The time
 limit is the parent's: it kills this process group. Uses the standard library only, so that it starts in a moment.
 """
@@ -21,6 +21,7 @@ from typing import Any
 
 from mindspeed_rl_plugin.reward.builtin import make_builtin
 from mindspeed_rl_plugin.reward.calling import Grader, load_function, number, within
+from mindspeed_rl_plugin.reward.model import make_grader
 
 FRAMES = 4  # innermost frames of a traceback that are reported
 
@@ -109,8 +110,10 @@ def _load(setup: dict[str, Any], send: Callable[[dict[str, Any]], None]) -> list
     for name, file, function in setup["specs"]:
 
         def load(name: str = name, file: str | None = file, function: str | None = function) -> Grader:
-            if file is None or function is None:
+            if file is None:
                 return Grader(name, make_builtin(name, setup["regex"]))
+            if function is None:
+                return Grader(name, make_grader(file, setup["device"]))
             return Grader(name, load_function(file, function))
 
         result = _reported(load)

@@ -20,10 +20,11 @@ from mindspeed_rl_plugin.device import get_device
 from mindspeed_rl_plugin.monitor.files import check_dumps
 from mindspeed_rl_plugin.reshard.parallel import Parallel
 from mindspeed_rl_plugin.reshard.shape import ModelShape
-from mindspeed_rl_plugin.reward.specs import parse_specs, time_limits
+from mindspeed_rl_plugin.reward.model import same_tokenizer
+from mindspeed_rl_plugin.reward.specs import model_specs, parse_specs, time_limits
 from mindspeed_rl_plugin.rollout.hf_moe import routing_problems
 from mindspeed_rl_plugin.rollout.limits import LOWEST_TEMPERATURE, EngineSizes
-from mindspeed_rl_plugin.startup import files
+from mindspeed_rl_plugin.startup import critic_files, files
 from mindspeed_rl_plugin.startup.arithmetic import derive_from_args
 from mindspeed_rl_plugin.startup.refused import REFUSED
 from mindspeed_rl_plugin.startup.upstream_rl import UPSTREAM_RL
@@ -52,8 +53,15 @@ def unused_flags(args: Any) -> list[str]:
 
 def warnings(args: Any) -> list[str]:
     """What works but should be known, one line each."""
-    rollout = RLConfig.from_args(args).rollout
+    config = RLConfig.from_args(args)
+    rollout, policy = config.rollout, tokenizer_path(args)
     lines = []
+    for spec in model_specs(config.reward.reward):
+        if not same_tokenizer(spec.file, policy):
+            lines.append(
+                f"reward {spec.name!r} has a tokenizer of its own: it is given prompts and responses as text, and "
+                "tokenises them again"
+            )
     cut = "responses are drawn from a cut distribution, so the ratio of the update is biased"
     if rollout.top_p < 1:
         lines.append(f"--rl-top-p {rollout.top_p}: {cut}")
@@ -131,6 +139,18 @@ def _algorithm(args: Any, config: RLConfig) -> Iterator[str]:
     limit = config.rollout.max_response_length
     if (buffer := algorithm.buffer(limit)) > limit >= 1:
         yield f"--rl-overlong-buffer {buffer} is longer than --rl-max-response-length {limit}; shorten it"
+
+
+def _critic(args: Any, config: RLConfig) -> Iterator[str]:
+    wanted = config.algorithm
+    if wanted.critic_load:
+        yield from critic_files.problems(wanted.critic_load, args)
+    iterations = getattr(args, "train_iters", None)
+    if iterations and wanted.critic_warmup >= iterations:
+        yield (
+            f"--rl-critic-warmup {wanted.critic_warmup} leaves no iteration of --train-iters {iterations} to train the "
+            "policy; lower it"
+        )
 
 
 def _group_size(algorithm: Algorithm, config: RLConfig) -> Iterator[str]:
@@ -308,6 +328,7 @@ CHECKS: tuple[Check, ...] = (
     _refused_arguments,
     _run_length,
     _algorithm,
+    _critic,
     _ranges,
     _batch_arithmetic,
     _prompt_data,

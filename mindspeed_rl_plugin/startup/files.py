@@ -17,6 +17,7 @@ import torch
 TRACKER = "latest_checkpointed_iteration.txt"
 STATE_FILE = "rl_state.pt"
 STATE_FORMAT = 1
+CRITIC = "critic"  # folder of PPO's critic inside an iteration folder
 # Never read when weights are loaded; ours is written after the fact. A user may delete all of these.
 _NOT_WEIGHTS = (STATE_FILE, "distrib_optim", "layer_wise_optimizer")
 _CHUNK = 16 << 20  # bytes
@@ -102,7 +103,9 @@ def weight_files(folder: str) -> dict[str, int]:
     The state of the distributed optimizer lies in files of its own and is left out, as it may be deleted.
     """
     sizes = {}
-    for root, _, names in os.walk(folder):
+    for root, inner, names in os.walk(folder):
+        if root == folder and CRITIC in inner:
+            inner.remove(CRITIC)
         for name in names:
             if not name.startswith(_NOT_WEIGHTS):
                 path = os.path.join(root, name)

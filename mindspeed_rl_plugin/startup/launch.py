@@ -5,12 +5,12 @@ Order, seen by `iteration.Loop`:
     before_model(args)                          once, before Megatron builds anything
     on_reference_loaded(model)                  only when KL is used: the model holds the reference's weights
     load_state_dict(state)                      only on a resume
+    on_critic_built(critic)                     only where the advantage needs one
     on_checkpoint_loaded(model, optimizer, start)   the model holds the actor's weights
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -18,7 +18,8 @@ from typing import Any
 
 from mindspeed_rl_plugin.algorithms.presets import resolve
 from mindspeed_rl_plugin.config import RLConfig
-from mindspeed_rl_plugin.startup import arithmetic, checks, files, model_source, ranks, schedule
+from mindspeed_rl_plugin.startup import arithmetic, checks, critic_files, files, model_source, ranks, schedule
+from mindspeed_rl_plugin.startup.overrides import overridden
 from mindspeed_rl_plugin.startup.start import Start, decide, describe, load_arguments, weights_arguments
 
 
@@ -32,7 +33,10 @@ class _Launch:
     needs_reference: bool
     digest: ranks.CheckpointDigest | None = None
     loading: bool = True
+    critic: Any = None
 
+
+TRAINED = "policy_trained"  # in the loop's state: whether the policy's optimizer has taken a step; absent: it has
 
 _launch: _Launch | None = None
 
@@ -48,16 +52,23 @@ def launch(original: Callable, positional: tuple, named: Mapping[str, Any], args
         print("\n".join([arithmetic.derive_from_args(args).table(), *notes]), flush=True)
     loop.before_model(args)
     model_source.remember(original, positional, named)
-    needs_reference = resolve(RLConfig.from_args(args).algorithm).needs_reference
+    algorithm = resolve(RLConfig.from_args(args).algorithm)
     start, state = _decide(args)
     digest = ranks.CheckpointDigest(start.reference_path) if start.kind == "pretrained" else None
-    _launch = _Launch(start, loop, args, needs_reference, digest)
+    _launch = _Launch(start, loop, args, algorithm.needs_reference, digest)
     if ranks.is_rank_0():
         print(describe(start, args), flush=True)
     settled = schedule.settled(state.get("schedule"), args) if state else {}
-    with overridden(args, load_arguments(start, args) | settled):
+    if algorithm.needs_critic:
+        _check_critic(args)
+    # A policy whose optimizer never stepped, for the critic warmed up alone, was saved without one.
+    untrained = state is not None and not state["loop"].get(TRAINED, True)
+    alone = {"no_load_optim": True} if untrained else {}
+    with overridden(args, load_arguments(start, args) | settled | alone):
         result = original(*positional, **named)
-    model, optimizer = result[0], result[1]
+    model, optimizer, scheduler = result[:3]
+    if untrained:
+        scheduler.step(increment=start.iteration * args.global_batch_size)
     _launch.loading = False
     checks.check_model(model)
     if args.iteration != start.iteration:
@@ -68,8 +79,11 @@ def launch(original: Callable, positional: tuple, named: Mapping[str, Any], args
     if start.kind == "fresh":
         start = dataclasses.replace(start, reference_digest=ranks.weights_digest(_parameters(model)))
         _launch.start = start
-    if start.kind != "resume" and needs_reference:
+    if start.kind != "resume" and algorithm.needs_reference:
         loop.on_reference_loaded(model)
+    if algorithm.needs_critic:
+        with overridden(args, settled):
+            _launch.critic = _build_critic(original, positional, named, _launch, model)
     if start.kind == "resume":
         loop.load_state_dict(state["loop"])
     loop.on_checkpoint_loaded(model, optimizer, start)
@@ -86,10 +100,12 @@ def load(original: Callable, positional: tuple, named: Mapping[str, Any]) -> Any
     return original(*positional, **named)
 
 
-def save_rl_state(args: Any, iteration: int) -> None:
-    """Write the RL state of `iteration` under --save. Every rank calls it; rank 0 writes.
+def save_rl_state(args: Any, iteration: int, save_checkpoint: Callable | None = None) -> dict[str, Any]:
+    """Write the RL state of `iteration` under --save, and the critic where there is one.
 
-    Megatron updates its tracker file later, on the same rank: a tracked checkpoint always has its state.
+    Returns arguments that must be in force while Megatron saves the policy.
+    Every rank calls it; rank 0 writes the state. save_checkpoint: Megatron's own, for the critic. Megatron updates
+    its tracker file later, on the same rank: a tracked checkpoint always has its state.
     """
     if _launch is None:
         raise ValueError("a checkpoint is being saved before training has started; RL cannot describe it")
@@ -103,19 +119,12 @@ def save_rl_state(args: Any, iteration: int) -> None:
     }
     if ranks.is_rank_0():
         files.write_state(args.save, iteration, state)
+    if _launch.critic is not None:
+        from mindspeed_rl_plugin.startup import critic
 
-
-@contextlib.contextmanager
-def overridden(args: Any, values: Mapping[str, Any]) -> Iterator[None]:
-    """Set some arguments for a while, then put back what the user gave. Names that this Megatron lacks are skipped."""
-    before = {name: getattr(args, name) for name in values if hasattr(args, name)}
-    for name in before:
-        setattr(args, name, values[name])
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(args, name, value)
+        critic.save(save_checkpoint, _launch.critic, args, iteration)
+    # Megatron cannot save the state of an optimizer that has none yet.
+    return {} if state["loop"].get(TRAINED, True) else {"no_save_optim": True}
 
 
 def _decide(args: Any) -> tuple[Start, dict[str, Any] | None]:
@@ -129,6 +138,34 @@ def _decide(args: Any) -> tuple[Start, dict[str, Any] | None]:
     schedule.check(state.get("schedule"), args, folder)
     reference = state["reference"]
     return dataclasses.replace(start, reference_path=reference["path"], reference_digest=reference["digest"]), state
+
+
+def _check_critic(args: Any) -> None:
+    """What the argument checks could not know yet: the padded vocabulary."""
+    load = RLConfig.from_args(args).algorithm.critic_load
+    found = ranks.on_rank_0(lambda: list(critic_files.problems(load, args))) if load else []
+    if found:
+        raise ValueError("\n".join(found))
+
+
+def _build_critic(original: Callable, positional: tuple, named: Mapping[str, Any], at: _Launch, model: Any) -> Any:
+    from mindspeed_rl_plugin.startup import critic
+
+    config = RLConfig.from_args(at.args).algorithm
+    built, told = critic.build(
+        original,
+        positional,
+        named,
+        at.args,
+        start=at.start,
+        load=config.critic_load,
+        lr=config.critic_lr,
+        policy=model,
+    )
+    if ranks.is_rank_0():
+        print(f"[rl] the critic starts from {told}", flush=True)
+    at.loop.on_critic_built(built)
+    return built
 
 
 def _load_reference(original: Callable, model: Any, at: _Launch) -> None:

@@ -17,21 +17,23 @@ SUMS = len(WEIGHTED) + len(PER_TOKEN) + len(PER_SEQUENCE)
 WIDTH = SUMS + len(MAXIMA)
 
 
-def reduce_tallies(tallies: Iterable[Tensor], device: torch.device) -> Tensor:
+def reduce_tallies(
+    tallies: Iterable[Tensor], device: torch.device, *, width: int = WIDTH, sums: int = SUMS
+) -> Tensor:
     """One tally of the global batch from those of this rank's micro-batches.
 
-    tallies: vectors `[WIDTH]`, empty on ranks that are not on the last pipeline stage; device: where the
-    process groups communicate. Returns `[WIDTH]` float64 on the host, the same on all ranks.
+    tallies: vectors `[width]`, sums before maxima, empty on ranks that are not on the last pipeline stage; device:
+    where the process groups communicate. Returns `[width]` float64 on the host, the same on all ranks.
     Collective over DP x CP on the last stage, then over each pipeline.
     """
     if is_last_stage():
-        local = _combine(torch.stack([tally.double().cpu() for tally in tallies]))
+        local = _combine(torch.stack([tally.double().cpu() for tally in tallies]), sums)
         group = parallel_state.get_data_parallel_group(with_context_parallel=True)
         parts = [_as_bits(local, device) for _ in range(dist.get_world_size(group))]
         dist.all_gather(parts, _as_bits(local, device), group=group)
-        bits = _as_bits(_combine(torch.stack([_from_bits(part) for part in parts])), device)
+        bits = _as_bits(_combine(torch.stack([_from_bits(part) for part in parts]), sums), device)
     else:
-        bits = _as_bits(torch.zeros(WIDTH, dtype=torch.float64), device)
+        bits = _as_bits(torch.zeros(width, dtype=torch.float64), device)
     if parallel_state.get_pipeline_model_parallel_world_size() > 1:
         source = parallel_state.get_pipeline_model_parallel_last_rank()
         dist.broadcast(bits, src=source, group=parallel_state.get_pipeline_model_parallel_group())
@@ -61,8 +63,8 @@ def to_metrics(tally: Tensor, totals: Totals) -> dict[str, float]:
     return {**metrics, "trained_tokens": float(totals.tokens), "trained_sequences": float(totals.sequences)}
 
 
-def _combine(tallies: Tensor) -> Tensor:
-    return torch.cat([tallies[:, :SUMS].sum(0), tallies[:, SUMS:].amax(0)])
+def _combine(tallies: Tensor, sums: int) -> Tensor:
+    return torch.cat([tallies[:, :sums].sum(0), tallies[:, sums:].amax(0)])
 
 
 # Bits travel as int32 and are summed on the host: HCCL neither reduces nor sends float64.

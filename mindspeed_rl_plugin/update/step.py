@@ -29,7 +29,10 @@ class Update:
         update.metrics()
 
     model: this rank's chunks; norm_length: constant of the aggregation `token-sum-norm` [tokens].
+    carried: columns that the loss may read, beside the tokens.
     """
+
+    carried = ("logp_old", "advantages", "logp_ref", "logp_rollout", "scored")
 
     def __init__(
         self,
@@ -74,7 +77,7 @@ class Update:
         rows = [self._checked(part) for part in micro_batches]
         counts = [_trained(part) for part in rows]
         totals = totals or self._count(counts)
-        self._weights = [self.algorithm.weights(n, totals).float().to(self._device) for n in counts]
+        self._weights = [self._weigh(n, totals).float().to(self._device) for n in counts]
         self._batches = [self._collate(i, part) for i, part in enumerate(rows)]
         self._scaling = LossScaling(
             micro_batches=len(rows),
@@ -114,6 +117,10 @@ class Update:
                 self._metrics.pop("kl")
         return dict(self._metrics)
 
+    def _weigh(self, counts: Tensor, totals: Totals) -> Tensor:
+        """Weight of a trained token of each row, `[mb]`."""
+        return self.algorithm.weights(counts, totals)
+
     def _loss(self, batch: MicroBatch, output: Tensor) -> tuple:
         logp, entropy = head_of(output, batch, self.settings, entropy_grad=self._entropy_grad)
         loss, tally = objective(self.algorithm, batch, self._weights[batch.index], logp, entropy)
@@ -123,16 +130,17 @@ class Update:
         seen = (loss.detach() * (self._scaling.micro_batches * self._scaling.dp_size)).view(1)
         return self._scaling.result(loss, batch.mask.sum(), {"loss": seen})
 
+    def _needed(self, rows: Rows) -> list[str]:
+        """Columns that the last pipeline stage needs beside the tokens."""
+        needed = ["logp_old", *(["logp_ref"] if self.algorithm.kl_loss_coef else [])]
+        needed += ["logp_rollout"] if self.algorithm.correction != "off" else []
+        return needed + ([] if "advantage" in rows.columns else ["advantages"])
+
     def _checked(self, rows: Rows) -> Rows:
-        needed = ["tokens", "loss_mask"]
-        if is_last_stage():
-            needed += ["logp_old", *(["logp_ref"] if self.algorithm.kl_loss_coef else [])]
-            needed += ["logp_rollout"] if self.algorithm.correction != "off" else []
+        needed = ["tokens", "loss_mask", *(self._needed(rows) if is_last_stage() else [])]
         missing = [name for name in needed if name not in rows.columns]
-        if missing or (is_last_stage() and not {"advantages", "advantage"} & set(rows.columns)):
-            raise ValueError(
-                f"the update lacks columns {missing or ['advantages']}; it was given {sorted(rows.columns)}"
-            )
+        if missing:
+            raise ValueError(f"the update lacks columns {missing}; it was given {sorted(rows.columns)}")
         if "kept" in rows.columns:
             kept = rows["kept"].bool().repeat_interleave(rows["loss_mask"].lengths)
             mask = rows["loss_mask"]
@@ -142,8 +150,7 @@ class Update:
         return rows
 
     def _collate(self, index: int, rows: Rows) -> MicroBatch:
-        carried = [n for n in ("logp_old", "advantages", "logp_ref", "logp_rollout", "scored") if n in rows.columns]
-        return collate(rows, self.settings, index=index, columns=carried)
+        return collate(rows, self.settings, index=index, columns=[n for n in self.carried if n in rows.columns])
 
     def _count(self, counts: Sequence[Tensor]) -> Totals:
         every = torch.cat(list(counts))

@@ -11,7 +11,7 @@ from mindspeed_rl_plugin.types import Ragged, Rows, SampleId
 LIMIT = 8
 # Responses of each prompt: an empty one, one-token ones, one at the limit.
 RESPONSES = ((3, 1, 8), (2, 0, 5), (1, 1, 1), (4, 6, 7))
-RUNNING = ("grpo", "dapo", "dr-grpo", "rloo", "reinforce++", "gspo", "cispo")
+RUNNING = ("ppo", "grpo", "dapo", "dr-grpo", "rloo", "reinforce++", "gspo", "cispo")
 
 
 def rollout(dropped=()):
@@ -20,7 +20,7 @@ def rollout(dropped=()):
     ids = tuple(SampleId(0, i, j) for i, group in enumerate(RESPONSES) for j in range(len(group)))
     lengths = [n for group in RESPONSES for n in group]
     masks = [torch.tensor([0, 0] + [1] * n, dtype=torch.uint8) for n in lengths]
-    old, ref = ([torch.randn(len(m), generator=g) * m for m in masks] for _ in range(2))
+    old, ref, values = ([torch.randn(len(m), generator=g) * m for m in masks] for _ in range(3))
     return Rows(
         ids,
         {
@@ -30,6 +30,7 @@ def rollout(dropped=()):
             "loss_mask": Ragged.from_rows(masks),
             "logp_old": Ragged.from_rows(old),
             "logp_ref": Ragged.from_rows(ref),
+            "values": Ragged.from_rows(values),
         },
     )
 
@@ -112,3 +113,17 @@ def test_the_penalty_on_length_and_the_kl_reach_the_advantage():
     for i, n in enumerate(rows["response_length"].tolist()):
         mine = costs[i // 3 * 3 : i // 3 * 3 + 3]
         assert float(got["advantage"][i]) == pytest.approx(costs[i] - sum(mine) / 3 if n else 0.0, abs=1e-5)
+
+
+def test_a_critic_learns_the_returns_from_before_whitening():
+    """With gamma and lambda 1 the return of a token is the rewards that follow, whatever the critic said."""
+    rows = rollout()
+    algorithm = resolve(AlgorithmConfig(algorithm="ppo", kl_reward_coef=0.5))
+    (got,) = on_ranks([rows], algorithm)
+    assert got["returns"].values.dtype == torch.float32
+    columns_ = (rows[name].rows() for name in ("loss_mask", "logp_old", "logp_ref"))
+    for i, (mask, old, ref) in enumerate(zip(*columns_, strict=True)):
+        cost = 0.5 * (old - ref) * mask
+        trained = mask.nonzero().flatten().tolist()
+        want = [float(rows["reward"][i]) - float(cost[t:].sum()) if t in trained else 0.0 for t in range(len(mask))]
+        assert got["returns"].row(i).tolist() == pytest.approx(want, abs=1e-5)

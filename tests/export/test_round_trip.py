@@ -9,11 +9,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from mindspeed_rl_plugin.export import pickles, to_hf, to_megatron
+from mindspeed_rl_plugin.export import to_hf, to_megatron
 from mindspeed_rl_plugin.export.checkpoint import FILE, Checkpoint
 from mindspeed_rl_plugin.export.files import write_shards
 from mindspeed_rl_plugin.reshard.layout import ModelShape, canonical_tensors
 from mindspeed_rl_plugin.rollout.hf_config import compare_configs
+from mindspeed_rl_plugin.startup import pickles
 
 SIZES = dict(vocab_size=250, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4)
 DENSE = SIZES | dict(num_key_value_heads=2, head_dim=8, rms_norm_eps=1e-6, rope_theta=10000.0)

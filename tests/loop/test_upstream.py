@@ -51,3 +51,18 @@ def test_megatron_under_mindspeed(job, tmp_path):
     result = job(*LAYOUT, script=entry, path=[Path(MINDSPEED), checkout]).run(400)
     check(result)
     assert "patch in force through MindSpeed" in result.log
+
+
+@pytest.mark.parametrize("checkout", CHECKOUTS, ids=lambda p: p.name)
+def test_ppo_on_plain_megatron(job, checkout):
+    """The critic is built by the script's own model provider; cut and resumed, it goes on where it was."""
+    ppo = ("--rl-algorithm", "ppo", "--rl-critic-lr", "1e-3", "--save-interval", "1", "--exit-interval", "2")
+    run = job(*LAYOUT, *ppo, script=checkout / "pretrain_gpt.py", path=[checkout])
+    first = run.run(400)
+    assert "the critic starts from the policy's weights, with a fresh value head" in first.log
+    run.extra = run.extra[:-2]
+    result = run.run(400)
+    check(result)
+    assert "iter_0000002/critic, its optimizer included" in result.log
+    values = [line["critic/value_mean"] for line in result.metrics]
+    assert values[0] == 0.0 and values[1] != 0.0 and abs(values[2] - values[1]) < 1.0

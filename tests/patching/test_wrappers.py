@@ -133,14 +133,20 @@ def test_setup_proves_the_patches_first(world, monkeypatch):
 @pytest.mark.parametrize(("positional", "named"), [((7, "model"), {}), ((), {"iteration": 7, "model": "model"})])
 def test_state_is_written_before_megatron_saves(world, monkeypatch, positional, named):
     """Before all of it, so an asynchronous save too updates its tracker file later."""
-    monkeypatch.setattr(launch, "save_rl_state", lambda args, iteration: world.events.append(("state", iteration)))
-    wrapped = wrappers.save_checkpoint_wrapper(lambda *a, **k: world.events.append("megatron"))
-    wrapped(*positional, **named)
-    assert world.events == [("state", 7), "megatron"]
+    megatron = lambda *a, **k: world.events.append(("megatron", world.args.no_save_optim))  # noqa: E731
+
+    def save(args, iteration, original):
+        world.events.append(("state", iteration, original is megatron))
+        return {"no_save_optim": True}
+
+    world.args.no_save_optim = False
+    monkeypatch.setattr(launch, "save_rl_state", save)
+    wrappers.save_checkpoint_wrapper(megatron)(*positional, **named)
+    assert world.events == [("state", 7, True), ("megatron", True)] and world.args.no_save_optim is False
 
 
 def test_a_failed_state_stops_the_save(world, monkeypatch):
-    def full(args, iteration):
+    def full(args, iteration, original):
         raise OSError("no space left on device")
 
     monkeypatch.setattr(launch, "save_rl_state", full)

@@ -107,6 +107,7 @@ def test_the_base_is_good(build):
         *({"--rl-algorithm": [name]} for name in ("grpo", "dr-grpo", "rloo", "reinforce++", "gspo", "cispo")),
         {"--rl-algorithm": ["dapo"]},
         {"--rl-algorithm": ["ppo"], "--rl-advantage": ["reinforce++"]},
+        {"--rl-algorithm": ["ppo"], "--rl-critic-lr": ["1e-5"], "--rl-critic-warmup": ["2"]},
         {"--rl-loss": ["sapo"], "--rl-correction": ["truncate"]},
         MOE | {"expert_model_parallel_size": 2},
         MOE | SPREAD,
@@ -201,7 +202,15 @@ BAD = [
         {"--rl-samples-per-prompt": ["1"], "--rl-algorithm": ["rloo"]},
         "--rl-samples-per-prompt 1: the advantage 'rloo' compares the responses of one prompt",
     ),
-    ({"--rl-algorithm": ["ppo"]}, "--rl-algorithm ppo: advantage 'gae' needs a critic"),
+    (
+        {"--rl-algorithm": ["ppo"], "--rl-critic-load": ["nowhere"]},
+        "nowhere holds no checkpoint (latest_checkpointed_iteration.txt is missing); give the directory",
+    ),
+    (
+        {"--rl-algorithm": ["ppo"], "--rl-critic-warmup": ["10"]},
+        "--rl-critic-warmup 10 leaves no iteration of --train-iters 10 to train the policy; lower it",
+    ),
+    ({"--rl-critic-warmup": ["3"]}, "--rl-critic-warmup 3 has no meaning for the advantage 'group-norm'"),
     ({"--rl-algorithm": ["pf-ppo"]}, "--rl-filtration best-worst: this version does not resample rollouts yet"),
     ({"--rl-dynamic-sampling-rounds": ["0"]}, "--rl-dynamic-sampling-rounds is 0; give a number at least 1"),
     (

@@ -28,6 +28,7 @@ from megatron.training import get_args, global_vars, training  # noqa: E402
 from megatron.training.arguments import core_transformer_config_from_args  # noqa: E402
 from megatron.training.initialize import initialize_megatron  # noqa: E402
 
+from mindspeed_rl_plugin.critic.head import give_value_head  # noqa: E402
 from mindspeed_rl_plugin.types import Ragged, Rows, SampleId  # noqa: E402
 
 VOCAB = 250  # padded to 256 by Megatron
@@ -46,14 +47,14 @@ BASE = """
 class Job:
     """Megatron with one layout: `with Job("--tensor-model-parallel-size 2 ...") as job`."""
 
-    def __init__(self, flags: str, *, lr: float | None = None, tied: bool = False):
-        self.flags, self.lr = flags, lr
+    def __init__(self, flags: str, *, lr: float | None = None, tied: bool = False, critic: bool = False):
+        self.flags, self.lr, self.provider = flags, lr, _critic_provider if critic else _provider
         self.base = BASE.replace("--untie-embeddings-and-output-weights", "") if tied else BASE
 
     def __enter__(self):
         _initialize((self.base + self.flags).split())
         self.args = get_args()
-        self.model = training.get_model(_provider, ModelType.encoder_or_decoder)
+        self.model = training.get_model(self.provider, ModelType.encoder_or_decoder)
         for chunk in self.model:
             _set_weights(chunk)
         self.optimizer = _optimizer(self.args, self.model)
@@ -153,6 +154,10 @@ def _provider(pre_process=True, post_process=True, vp_stage=None, **ignored):
         position_embedding_type="rope",
         **stage,
     )
+
+
+def _critic_provider(**named):
+    return give_value_head(_provider(**named))
 
 
 def _optimizer(args, model):

@@ -1,0 +1,72 @@
+"""The critic of a run: Megatron's chunks, optimizer and schedule, and what the loop does with them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mindspeed_rl_plugin.critic.head import NAME, ValueHead
+from mindspeed_rl_plugin.forward import ForwardSettings, MicroBatch, collate, to_rows
+from mindspeed_rl_plugin.forward.schedule import run_forward_only
+from mindspeed_rl_plugin.reshard.swap import TrainState, gathered, unwrap
+from mindspeed_rl_plugin.types import Ragged, Rows
+
+
+class Critic:
+    """model: this rank's chunks, wrapped as the policy's; optimizer, scheduler: Megatron's own, apart from the
+    policy's; config: of the model, prepared for training."""
+
+    def __init__(self, model: Sequence[torch.nn.Module], optimizer: Any, scheduler: Any, config: Any) -> None:
+        self.model, self.optimizer, self.scheduler, self.config = list(model), optimizer, scheduler, config
+        self._state = TrainState(self.model, optimizer)
+
+    @torch.no_grad()
+    def copy_backbone(self, policy: Sequence[torch.nn.Module]) -> None:
+        """Take the policy's weights but for its output layer, and leave the head as it is.
+
+        Raises ValueError where the two models differ in more than that.
+        """
+        for mine, theirs in zip(self.model, policy, strict=True):
+            source = dict(unwrap(theirs).named_parameters())
+            for name, parameter in unwrap(mine).named_parameters():
+                if name.startswith(f"{NAME}."):
+                    continue
+                if name not in source or source[name].shape != parameter.shape:
+                    raise ValueError(f"the policy has no parameter {name} {tuple(parameter.shape)} for the critic")
+                parameter.copy_(source[name])
+        self.optimizer.reload_model_params()
+
+    def reset_head(self) -> None:
+        """A fresh value head, whatever was loaded into it."""
+        for chunk in self.model:
+            head = getattr(unwrap(chunk), NAME, None)
+            if isinstance(head, ValueHead):
+                head.reset_parameters()
+        self.optimizer.reload_model_params()
+
+    def values(self, micro_batches: Sequence[Rows], settings: ForwardSettings) -> list[Ragged] | None:
+        """The value before each trained token, of what comes before it.
+
+        micro_batches: this data parallel rank's, as for `compute_logps`. Returns one ragged column `[L]` float32 for
+        each, aligned with its tokens, 0.0 where the mask is 0; None on ranks that are not on the last pipeline stage.
+        Collective over the model parallel ranks.
+        """
+        batches = [collate(rows, settings, index=i) for i, rows in enumerate(micro_batches)]
+
+        def collect(output: Tensor, batch: MicroBatch) -> Ragged:
+            return to_rows(torch.where(batch.mask, output[..., 0].float(), 0.0).cpu(), batch.lengths)
+
+        with gathered(self.model):
+            return run_forward_only(self.model, batches, settings, collect)
+
+    def swap_out(self, what: Iterable[str]) -> None:
+        """Free the device memory of the categories, as `TrainState.swap_out`."""
+        with gathered(self.model):
+            self._state.swap_out(what)
+
+    def swap_in(self) -> None:
+        """Bring back what is away."""
+        self._state.swap_in()

@@ -1,0 +1,55 @@
+"""The value head: what a critic has where the policy has its output layer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from megatron.core import tensor_parallel
+from torch import Tensor
+
+NAME = "output_layer"  # of the module that Megatron's GPTModel calls last
+
+
+class ValueHead(torch.nn.Module):
+    """`[S, mb, H]` hidden states to `[S, mb, 1]` values in float32, called as Megatron calls its output layer.
+
+    config: Megatron's of the model. The weight is `[1, H]`, whole and alike on every tensor parallel rank, and starts
+    as zeros: a fresh critic says 0 everywhere, in every layout. Under sequence parallelism the hidden states are
+    gathered first; each rank then computes the same loss, so the gradient is split again and never summed.
+    """
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.sequence_parallel = bool(config.sequence_parallel)
+        self.weight = torch.nn.Parameter(torch.zeros(1, config.hidden_size, dtype=config.params_dtype))
+
+    def reset_parameters(self) -> None:
+        """Back to a fresh head."""
+        torch.nn.init.zeros_(self.weight)
+
+    def forward(self, hidden: Tensor, weight: Tensor | None = None, **_: Any) -> tuple[Tensor, None]:
+        """Values and, as an output layer returns, no bias. weight: of tied embeddings, which a critic has not."""
+        assert weight is None, "a critic's embeddings are never tied to its head"
+        if self.sequence_parallel:
+            hidden = tensor_parallel.gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
+        return hidden.float() @ self.weight.float().t(), None
+
+    def _load_from_state_dict(self, state: Mapping[str, Any], prefix: str, *rest: Any) -> None:
+        """A language model's output layer under the same name is no value head, and leaves this one fresh."""
+        found = state.get(f"{prefix}weight")
+        if isinstance(found, Tensor) and found.shape == self.weight.shape:
+            super()._load_from_state_dict(state, prefix, *rest)
+
+
+def give_value_head(model: torch.nn.Module) -> torch.nn.Module:
+    """Put a fresh value head into a chunk of Megatron's GPT model, where it has an output layer; returns the chunk.
+
+    Raises ValueError for a model whose output layer does not go by its usual name.
+    """
+    if getattr(model, "post_process", False):
+        if not hasattr(model, NAME):
+            raise ValueError(f"{type(model).__name__} has no {NAME}, so a critic cannot be made of it")
+        setattr(model, NAME, ValueHead(model.config))
+    return model

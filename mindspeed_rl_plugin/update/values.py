@@ -1,0 +1,103 @@
+"""The critic's optimizer step: the value loss through Megatron's own train_step, and what is measured of it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from mindspeed_rl_plugin.algorithms import Algorithm, Totals
+from mindspeed_rl_plugin.algorithms.aggregate import sequence_weights
+from mindspeed_rl_plugin.algorithms.values import value_loss
+from mindspeed_rl_plugin.forward import ForwardSettings, MicroBatch
+from mindspeed_rl_plugin.forward.schedule import is_last_stage, run_model
+from mindspeed_rl_plugin.types import Rows
+from mindspeed_rl_plugin.update.metrics import reduce_tallies
+from mindspeed_rl_plugin.update.step import Update
+
+# Sums over the trained tokens. Errors are those of the values from before the update.
+SUMS = ("value_loss", "value_clip_fraction", "value_mean", "return_mean", "return_square", "error", "error_square")
+
+
+class ValueUpdate(Update):
+    """As `Update`, for the critic: micro-batches have the columns `values` (from before the update) and `returns`.
+
+    The loss is the mean over the trained tokens of the global batch, whatever the policy's aggregation.
+    """
+
+    carried = ("values", "returns", "scored")
+
+    def __init__(self, algorithm: Algorithm, settings: ForwardSettings, model: Sequence[torch.nn.Module]) -> None:
+        super().__init__(algorithm, settings, model)
+
+    def forward_step(
+        self, data_iterator: Iterator[MicroBatch], model: torch.nn.Module
+    ) -> tuple[Tensor, Callable[..., tuple]]:
+        """Megatron's forward step function: runs one micro-batch and returns its output and loss function."""
+        batch = next(data_iterator).to(self._device)
+        return run_model(model, batch), functools.partial(self._loss, batch)
+
+    def metrics(self) -> dict[str, float]:
+        """Metrics of the step, exact over the global batch and the same on all ranks (see `value_metrics`).
+
+        Collective on its first call after a step; later calls return the same numbers.
+        """
+        if self._metrics is None:
+            assert len(self._tallies) == (len(self._batches) if is_last_stage() else 0), "metrics before the step ran"
+            tally = reduce_tallies(self._tallies.values(), self._device, width=len(SUMS), sums=len(SUMS))
+            self._metrics = value_metrics(dict(zip(SUMS, tally.tolist(), strict=True)), self._totals.tokens)
+        return dict(self._metrics)
+
+    def _needed(self, rows: Rows) -> list[str]:
+        return ["values", "returns"]
+
+    def _weigh(self, counts: Tensor, totals: Totals) -> Tensor:
+        return sequence_weights("token-mean", counts, totals)
+
+    def _loss(self, batch: MicroBatch, output: Tensor) -> tuple:
+        loss, tally = value_objective(batch, self._weights[batch.index], output[..., 0], self.algorithm.value_clip)
+        self._tallies[batch.index] = tally
+        seen = (loss.detach() * (self._scaling.micro_batches * self._scaling.dp_size)).view(1)
+        return self._scaling.result(loss, batch.mask.sum(), {"value loss": seen})
+
+
+def value_objective(batch: MicroBatch, weights: Tensor, values: Tensor, clip: float) -> tuple[Tensor, Tensor]:
+    """Part of the global value loss that this micro-batch contributes, and its tally.
+
+    batch: with columns `values` and `returns`; weights: `[mb]` weight of a trained token of each row; values:
+    `[mb, S]` of the critic that is trained. Returns the scalar with its gradient, and a vector laid out as `SUMS`.
+    """
+    mask = batch.mask
+    old, returns = batch.columns["values"][mask], batch.columns["returns"][mask]
+    terms = value_loss(values[mask], old, returns, clip)
+    loss = (weights[mask.nonzero()[:, 0]] * terms.loss).sum()
+    error = returns - old
+    tally = {
+        "value_loss": terms.loss.sum(),
+        "value_clip_fraction": terms.clipped.float().sum(),
+        "value_mean": old.sum(),
+        "return_mean": returns.sum(),
+        "return_square": returns.square().sum(),
+        "error": error.sum(),
+        "error_square": error.square().sum(),
+    }
+    return loss, torch.stack([tally[name].detach().float() for name in SUMS])
+
+
+def value_metrics(sums: Mapping[str, float], tokens: int) -> dict[str, float]:
+    """Name the sums over `tokens` trained tokens.
+
+    `value_loss`, `value_clip_fraction` (share where the clip gave the loss), `value_mean` and `return_mean` are means;
+    `explained_variance` is `1 - Var(return - value) / Var(return)` with the values from before the update: 1 for a
+    critic that knows all, 0 for one that says the same everywhere; left out where the returns do not differ.
+    """
+    n = max(tokens, 1)
+    mean = {name: value / n for name, value in sums.items()}
+    found = {name: mean[name] for name in ("value_loss", "value_clip_fraction", "value_mean", "return_mean")}
+    spread = mean["return_square"] - mean["return_mean"] ** 2
+    # Below that, the difference of the two sums is their rounding error in float32.
+    if spread > 1e-6 * mean["return_square"]:
+        found["explained_variance"] = 1.0 - (mean["error_square"] - mean["error"] ** 2) / spread
+    return found

@@ -1,0 +1,76 @@
+"""PPO end to end: the critic beside the policy in every layout, its checkpoint, its warm-up."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+PPO = ("--rl-algorithm", "ppo", "--rl-critic-lr", "3e-3")
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param((), id="DP2"),
+        pytest.param(("--tensor-model-parallel-size", "2"), id="TP2", marks=pytest.mark.slow),
+        pytest.param(
+            ("--tensor-model-parallel-size", "2", "--sequence-parallel"), id="TP2SP", marks=pytest.mark.slow
+        ),
+        pytest.param(("--pipeline-model-parallel-size", "2"), id="PP2", marks=pytest.mark.slow),
+    ],
+)
+def test_critic_and_policy_train_side_by_side(job, layout):
+    result = job(*PPO, "--train-iters", "4", "--rl-rollout-prompts", "8", *layout).run()
+    first, second, third, fourth = result.metrics
+    for line in result.metrics:
+        assert line["grad_norm"] > 1e-3 and line["critic/grad_norm"] > 1e-4
+        assert all(math.isfinite(v) for v in line.values() if isinstance(v, float))
+    assert first["ratio/max"] == third["ratio/max"] == 1.0 and second["ratio/max"] > 1.0
+    # A fresh head says 0 everywhere; then it says something.
+    assert first["critic/value_mean"] == 0.0 and abs(first["critic/explained_variance"]) < 1e-5
+    assert third["critic/value_mean"] != 0.0 and "seconds/values" in first and "seconds/values" not in second
+
+
+@pytest.mark.slow
+def test_a_critic_is_saved_and_resumed_exactly(job):
+    """In the middle of a rollout, and while the critic warms up: during it the policy stays where it is."""
+    common = (*PPO, "--train-iters", "4", "--rl-rollout-prompts", "8", "--save-interval", "1")
+    common += ("--rl-critic-warmup", "2")
+    expected = job(*common, name="whole").run()
+    cut = job(*common, "--exit-interval", "1", name="cut")
+    first = cut.run()
+    assert "the critic starts from the policy's weights, with a fresh value head" in first.log
+    cut.extra = cut.extra[:-2]
+    actual = cut.run()
+    assert "iter_0000001/critic, its optimizer included" in actual.log
+    same = [k for k in expected.metrics[-1] if k.startswith("critic/")] + ["lr", "version"]
+    assert [[line.get(k) for k in same] for line in actual.metrics] == [
+        [line.get(k) for k in same] for line in expected.metrics
+    ]
+    warm, trained = expected.metrics[:2], expected.metrics[2:]
+    assert all("loss/policy" not in line and "grad_norm" not in line for line in warm)
+    assert all(line["grad_norm"] > 1e-3 for line in trained)
+    # The reference is the first policy: nothing moved before the third iteration.
+    assert trained[0]["kl/ref"] < 1e-8 < trained[1]["kl/ref"]
+    assert [line["loss/policy"] for line in actual.metrics[2:]] == [line["loss/policy"] for line in trained]
+
+
+GRADER = """
+def grade(response):
+    return sum(c.isdigit() for c in response) / max(len(response), 1)
+"""
+
+
+@pytest.mark.slow
+def test_the_critic_explains_more_and_more_of_the_variance(job, tmp_path):
+    """A reward that prompt and prefix tell much about: what the critic knows before its update rises from nothing."""
+    grader = tmp_path / "grader.py"
+    grader.write_text(GRADER)
+    more = ("--rl-reward", f"{grader}:grade", "--global-batch-size", "64", "--micro-batch-size", "8", "--lr", "1e-4")
+    result = job(*PPO, *more, "--train-iters", "60").run(800)
+    explained = [line["critic/explained_variance"] for line in result.metrics]
+    early, late = sum(explained[:10]) / 10, sum(explained[-10:]) / 10
+    assert explained[0] == pytest.approx(0.0, abs=1e-4) and late > 0.3 and late > early + 0.1, explained
+    losses = [line["critic/loss"] for line in result.metrics]
+    assert sum(losses[-10:]) < 0.5 * sum(losses[:10])

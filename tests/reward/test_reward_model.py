@@ -1,0 +1,142 @@
+"""A reward model as a grader, with tiny random ones: its scores, its tokenizer, what is refused before it is loaded."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import (
+    AutoModelForSequenceClassification,
+    BertConfig,
+    BertForSequenceClassification,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    PreTrainedTokenizerFast,
+)
+
+from mindspeed_rl_plugin.reward import GradeItem, RewardError, RewardPool
+from mindspeed_rl_plugin.reward.model import same_tokenizer
+from mindspeed_rl_plugin.reward.specs import parse_specs
+from mindspeed_rl_plugin.startup import checks
+from mindspeed_rl_plugin.types import SampleId
+
+LETTERS = "abcdefghijklmnopqrstuvwxyz 0123456789<>"
+TEMPLATE = "{% for m in messages %}<{{ m['role'][0] }}>{{ m['content'] }}{% endfor %}"
+
+
+def items(*responses, prompt, answer=""):
+    return [GradeItem(prompt, r, answer, {}, SampleId(0, i // 2, i % 2)) for i, r in enumerate(responses)]
+
+
+def grade(specs, batch):
+    with RewardPool(specs, workers=1, timeout=60) as pool:
+        return pool.grade(batch)
+
+
+def save_tokenizer(folder, letters=LETTERS, template=None, pad=False):
+    """One token a letter; without `pad` the end is what a text may end with too."""
+    raw = Tokenizer(models.WordLevel({c: i for i, c in enumerate([*letters, "[UNK]", "[PAD]"])}, unk_token="[UNK]"))
+    raw.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    own = PreTrainedTokenizerFast(tokenizer_object=raw, unk_token="[UNK]", eos_token=">")
+    own.pad_token = "[PAD]" if pad else own.eos_token
+    own.chat_template = template
+    own.save_pretrained(folder)
+    return own
+
+
+@pytest.fixture(scope="module")
+def decoder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models") / "decoder"
+    torch.manual_seed(0)
+    sizes = dict(vocab_size=48, hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2)
+    config = LlamaConfig(**sizes, max_position_embeddings=40, num_labels=1, initializer_range=0.5)
+    LlamaForSequenceClassification(config).save_pretrained(folder)
+    save_tokenizer(folder, template=TEMPLATE)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def encoder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models") / "encoder"
+    torch.manual_seed(1)
+    sizes = dict(vocab_size=48, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
+    config = BertConfig(**sizes, max_position_embeddings=40, num_labels=1, initializer_range=0.5)
+    BertForSequenceClassification(config).save_pretrained(folder)
+    save_tokenizer(folder, letters=LETTERS[::-1], pad=True)
+    return folder
+
+
+def alone(folder, text):
+    """Score of one text, without any padding."""
+    model = AutoModelForSequenceClassification.from_pretrained(folder).eval()
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    with torch.no_grad():
+        ids = torch.tensor([tokenizer(text, add_special_tokens=False)["input_ids"]])
+        return float(model(input_ids=ids).logits[0, 0])
+
+
+def test_scores_of_two_models_beside_a_rule(decoder, encoder):
+    """Groups of unlike lengths, one text that ends like padding; each model reads text by a tokenizer of its own."""
+    responses = ["a1", "the answer is 7", "b>", "0"]
+    specs = [f"model:{decoder}=0.5", "exact=2", f"model:{encoder}"]
+    got = grade(specs, items(*responses, prompt="x", answer="0"))
+    for response, found in zip(responses, got, strict=True):
+        want = [alone(decoder, f"<u>x<a>{response}"), float(response == "0"), alone(encoder, f"x{response}")]
+        assert found.parts == pytest.approx(want, abs=1e-5) and found.error is None
+        assert found.total == pytest.approx(0.5 * want[0] + 2 * want[1] + want[2], abs=1e-5)
+    assert len({round(g.parts[0], 4) for g in got}) == 4 and len({round(g.parts[2], 4) for g in got}) == 4
+
+
+@pytest.mark.slow
+def test_a_text_beyond_the_models_positions_is_a_failure_not_a_cut(decoder):
+    with pytest.raises(RewardError, match="have 56 tokens, the reward model takes 40; lower --rl-max-prompt-length"):
+        grade([f"model:{decoder}"], items("a" * 49, prompt="x"))
+
+
+@pytest.mark.slow
+def test_missing_weights_are_not_drawn_at_random(decoder, tmp_path):
+    torch.manual_seed(0)
+    LlamaForCausalLM(LlamaConfig.from_pretrained(decoder)).save_pretrained(tmp_path)
+    save_tokenizer(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["architectures"] = ["LlamaForSequenceClassification"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=r"cannot be loaded: it raised ValueError: .* has no weights for score.weight"):
+        grade([f"model:{tmp_path}"], [])
+
+
+@pytest.mark.parametrize(
+    ("changes", "gone", "message"),
+    [
+        ({}, "config.json", "there is no config.json in it; give the directory of a Hugging Face checkpoint"),
+        ({"architectures": ["LlamaForCausalLM"]}, None, "it is a LlamaForCausalLM, which has no score of a text"),
+        ({"id2label": {"0": "a", "1": "b"}}, None, "it has 2 labels; a reward is one number"),
+        ({}, "tokenizer*", "it comes without a tokenizer, and the policy's may not be the one"),
+        ({}, "*.safetensors", "it has no weights"),
+    ],
+)
+def test_what_is_no_reward_model_is_refused_by_its_files(decoder, tmp_path, changes, gone, message):
+    for file in decoder.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    config = json.loads((tmp_path / "config.json").read_text()) | changes
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    for file in tmp_path.glob(gone) if gone else ():
+        file.unlink()
+    with pytest.raises(ValueError, match=f"reward model:{tmp_path}: ") as error:
+        parse_specs([f"model:{tmp_path}=0.5"], None)
+    assert message in str(error.value)
+
+
+def test_another_tokenizer_is_said_at_the_start(decoder, encoder, tmp_path, monkeypatch):
+    save_tokenizer(tmp_path, template=None)
+    assert same_tokenizer(str(decoder), str(tmp_path)) and not same_tokenizer(str(encoder), str(tmp_path))
+    config = SimpleNamespace(
+        reward=SimpleNamespace(reward=("math", f"model:{decoder}", f"model:{encoder}=2")),
+        rollout=SimpleNamespace(top_p=1.0, top_k=0),
+    )
+    monkeypatch.setattr(checks.RLConfig, "from_args", lambda args: config)
+    monkeypatch.setattr(checks, "tokenizer_path", lambda args: str(tmp_path))
+    (line,) = checks.warnings(None)
+    assert line.startswith("reward 'encoder' has a tokenizer of its own") and "tokenises them again" in line

@@ -1,0 +1,62 @@
+"""Run by test_values.py: one saved rollout through one optimizer step of a critic, in several layouts.
+
+Argument: a folder with `rollout.pt` and `cases.json`, {layout: Megatron's flags}. Writes `LAYOUT.pt`: the values
+before the step, grad norm, metrics, full gradient of each parameter.
+"""
+
+import json
+
+import torch
+import torch.distributed as dist
+from tiny_megatron import VOCAB, Job, load_rows, parallel_state, run
+
+from mindspeed_rl_plugin.algorithms import resolve
+from mindspeed_rl_plugin.config import AlgorithmConfig
+from mindspeed_rl_plugin.critic.critic import Critic
+from mindspeed_rl_plugin.forward import ForwardSettings, plan_batches
+from mindspeed_rl_plugin.forward.schedule import is_last_stage
+from mindspeed_rl_plugin.types import Ragged, Rows
+from mindspeed_rl_plugin.update.values import ValueUpdate
+
+
+def step_of(job, rows):
+    settings = ForwardSettings.from_args(job.args, vocab_size=VOCAB, temperature=0.8)
+    critic = Critic(job.model, job.optimizer, None, job.config)
+    dp_rank, dp_size = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
+    (step,) = plan_batches(
+        rows.ids, global_batch_size=len(rows), micro_batch_size=job.args.micro_batch_size, dp_size=dp_size
+    )
+    batches = [rows.select(ids) for ids in step.of_rank(dp_rank)]
+    found = critic.values(batches, settings)
+    assert (found is not None) == is_last_stage()
+    mine = (dp_rank, [row for part in found for row in part.rows()]) if found is not None else None
+    ranks = [None] * dist.get_world_size()
+    dist.all_gather_object(ranks, mine)
+    parts = dict(part for part in ranks if part is not None)
+    values = Ragged.from_rows([row for dp in sorted(parts) for row in parts[dp]])
+    # Some values far from where they were, so that the clip bites.
+    order = Rows(tuple(i for dp in range(dp_size) for ids in step.of_rank(dp) for i in ids), {"values": values})
+    values = order.select(rows.ids)["values"]
+    moved = rows["logp_ref"].values - rows["logp_old"].values
+    rows = rows.with_columns(values=Ragged(values.values + moved, values.offsets), returns=rows["logp_old"])
+    update = ValueUpdate(resolve(AlgorithmConfig(algorithm="ppo")), settings, job.model)
+    update.prepare([rows.select(ids) for ids in step.of_rank(dp_rank)])
+    _, grad_norm = job.train_step(update)
+    return {
+        "values": values.values,
+        "grad_norm": grad_norm,
+        "metrics": update.metrics(),
+        "gradients": job.gradients(),
+    }
+
+
+def main(folder):
+    rows = load_rows(folder / "rollout.pt")
+    for layout, flags in json.loads((folder / "cases.json").read_text()).items():
+        with Job(f"{flags} --global-batch-size {len(rows)}", lr=0.0, critic=True) as job:
+            found = step_of(job, rows)
+            if dist.get_rank() == 0:
+                torch.save(found, folder / f"{layout}.pt")
+
+
+run(main)

@@ -1,0 +1,90 @@
+"""The critic's step: against loops, and the same in every layout through Megatron's own train_step."""
+
+import pytest
+import torch
+
+from mindspeed_rl_plugin.forward.collate import MicroBatch
+from mindspeed_rl_plugin.update.values import SUMS, value_metrics, value_objective
+
+COUNTS, WIDE, CLIP = (3, 0, 1, 4), 6, 0.2
+
+
+def micro_batch():
+    """Four rows, one of them trained nowhere, with values before and after and returns in float64."""
+    g = torch.Generator().manual_seed(0)
+    mask = torch.zeros(len(COUNTS), WIDE, dtype=torch.bool)
+    for row, count in enumerate(COUNTS):
+        mask[row, 5 - count : 5] = True
+    old, returns, moved = (torch.randn(mask.shape, generator=g, dtype=torch.float64) for _ in range(3))
+    shape = torch.zeros(mask.shape, dtype=torch.int64)
+    batch = MicroBatch(0, shape, shape, shape, False, mask, shape[:, 0], {"values": old, "returns": returns})
+    return batch, (old + 0.3 * moved).requires_grad_()
+
+
+def test_value_objective_is_the_loop():
+    batch, values = micro_batch()
+    old, returns = batch.columns["values"], batch.columns["returns"]
+    weights = torch.tensor([0.1, 9.0, 0.3, 0.2], dtype=torch.float64)
+    want, grad, clipped = 0.0, torch.zeros_like(values), 0
+    for row, at in batch.mask.nonzero().tolist():
+        v, o, r = (float(x[row, at]) for x in (values.detach(), old, returns))
+        bounded = min(max(v, o - CLIP), o + CLIP)
+        plain = (v - r) ** 2 >= (bounded - r) ** 2
+        want += float(weights[row]) * 0.5 * max((v - r) ** 2, (bounded - r) ** 2)
+        clipped += not plain
+        grad[row, at] = float(weights[row]) * (v - r) if plain or abs(v - o) < CLIP else 0.0
+    loss, tally = value_objective(batch, weights, values, CLIP)
+    loss.backward()
+    assert float(loss) == pytest.approx(want) and 0 < clipped < sum(COUNTS)
+    torch.testing.assert_close(values.grad, grad)
+    sums = dict(zip(SUMS, tally.tolist(), strict=True))
+    found = value_metrics(sums, sum(COUNTS))
+    trained_old, trained = old[batch.mask], returns[batch.mask]
+    explained = 1 - (trained - trained_old).var(unbiased=False) / trained.var(unbiased=False)
+    assert found["explained_variance"] == pytest.approx(float(explained), rel=1e-5)
+    assert found["value_clip_fraction"] == pytest.approx(clipped / sum(COUNTS))
+    assert found["value_mean"] == pytest.approx(float(trained_old.mean()), rel=1e-5)
+
+
+def test_a_perfect_critic_a_constant_one_and_equal_returns():
+    def measured(old, returns):
+        error = returns - old
+        sums = (0.0, 0.0, old.sum(), returns.sum(), returns.square().sum(), error.sum(), error.square().sum())
+        return value_metrics(dict(zip(SUMS, map(float, sums), strict=True)), len(returns))
+
+    returns = torch.tensor([0.0, 1.0, 1.0, 3.0])
+    assert measured(returns, returns)["explained_variance"] == pytest.approx(1.0)
+    assert measured(torch.full((4,), 7.0), returns)["explained_variance"] == pytest.approx(0.0)
+    assert measured(-returns, returns)["explained_variance"] == pytest.approx(-3.0)
+    assert "explained_variance" not in measured(returns, torch.full((4,), 0.3))
+    assert "explained_variance" not in value_metrics(dict.fromkeys(SUMS, 0.0), 0)
+
+
+ONE_RANK = {f"micro-batch {n}": f"--micro-batch-size {n}" for n in (1, 4)}
+ONE_RANK["per token loss"] = "--micro-batch-size 2 --calculate-per-token-loss"
+TWO_RANKS = {
+    "PP2": "--pipeline-model-parallel-size 2 --micro-batch-size 2",
+    "TP2": "--tensor-model-parallel-size 2 --micro-batch-size 2",
+    "TP2 sequence parallel": "--tensor-model-parallel-size 2 --sequence-parallel --micro-batch-size 2",
+    "DP2": "--micro-batch-size 2 --use-distributed-optimizer",
+    "DP2 overlapped": "--micro-batch-size 1 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
+}
+
+
+@pytest.mark.slow
+def test_the_critic_takes_the_same_step_in_every_layout(run_cases):
+    layouts = {**run_cases("values.py", 1, ONE_RANK), **run_cases("values.py", 2, TWO_RANKS)}
+    want = layouts["micro-batch 1"]
+    assert want["grad_norm"] > 1e-3 and 0 < want["metrics"]["value_clip_fraction"] < 1
+    assert want["values"].abs().max() > 0.5 and want["gradients"]["output_layer.weight"].abs().max() > 1e-3
+    for layout, got in layouts.items():
+        torch.testing.assert_close(got["values"], want["values"], rtol=1e-4, atol=1e-5, msg=lambda m, n=layout: n + m)
+        for name, value in want["metrics"].items():
+            assert got["metrics"][name] == pytest.approx(value, rel=1e-4, abs=1e-6), (layout, name)
+        assert got["grad_norm"] == pytest.approx(want["grad_norm"], rel=1e-4), layout
+        assert set(got["gradients"]) == set(want["gradients"])
+        for name, gradient in want["gradients"].items():
+            limit = 1e-4 * float(gradient.abs().max())
+            torch.testing.assert_close(
+                got["gradients"][name], gradient, rtol=1e-4, atol=limit, msg=lambda m, n=(layout, name): f"{n}: {m}"
+            )
