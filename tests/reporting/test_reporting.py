@@ -120,11 +120,17 @@ def test_stages_and_throughput_are_those_of_the_slowest_rank(tmp_path):
     p.monitor.stage_metrics = lambda: {"seconds/update": 3.0, "seconds/reward": 2.0, "seconds/iteration": 5.0}
     state = reporting.Rollout({"reward/mean": 0.5}, tokens=320)
     for number in (1, 2):
-        reporting.iteration(p, number, state, OPTIMIZER, RESULT, {"loss": 1.0}, last_step=number == 2)
+        reporting.iteration(p, number, state, OPTIMIZER, {"loss": 1.0}, last_step=number == 2)
     first, second = read_metrics(tmp_path)
     expected = {"seconds/update": 7.0, "seconds/reward": 2.0, "peak_bytes/update": 900, "seconds/iteration": 8.0}
     assert {k: second[k] for k in expected} == expected and second["loss"] == 1.0
     assert second["tokens_per_second"] == 320 / 2 / 16.0 and "tokens_per_second" not in first
+
+
+def test_the_gradient_norms_of_policy_and_critic_are_told_apart():
+    critic = SimpleNamespace(optimizer=OPTIMIZER)
+    assert reporting.of_policy(RESULT) == {"grad_norm": 2.0} and reporting.of_policy((*RESULT[:5], None)) == {}
+    assert reporting.of_critic(critic, RESULT) == {"critic_grad_norm": 2.0, "critic_lr": 0.5}
 
 
 def test_every_metric_of_the_update_has_its_line_in_the_register():
@@ -148,6 +154,7 @@ class LoopOfFakes(iteration.Loop):
         self.parts = parts(
             tmp_path,
             model=None,
+            critic=None,
             swapped=("params",),
             ids=lambda groups: [],
             plan=lambda groups: 2 * [Step((((SampleId(0, 0, 0),),),))],
@@ -174,7 +181,7 @@ class LoopOfFakes(iteration.Loop):
         monkeypatch.setattr(reporting, "rollout", lambda p, ids, done, transfer, drawn: self.rolled_out(transfer))
         verdict = {(0, 0): Verdict(False, True, 0.5)}
         self._generate, self._grade, self._advantages = takes(20), lambda: takes(5)() or verdict, takes(1)
-        self._logps = lambda state: takes(4)()
+        self._per_token = lambda state, *_: takes(4)()
 
     def takes(self, seconds):
         def spend(*_):
@@ -198,7 +205,7 @@ class LoopOfFakes(iteration.Loop):
         with self.parts.monitor.stage("update"):
             self.time.at += 6
         reporting.iteration(
-            self.parts, done + 1, self._rollout, OPTIMIZER, RESULT, {"loss": 1.0}, last_step=not self.steps
+            self.parts, done + 1, self._rollout, OPTIMIZER, {"loss": 1.0}, last_step=not self.steps
         )
         self.done += 1
 
