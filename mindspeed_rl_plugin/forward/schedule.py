@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -94,7 +95,7 @@ def run_forward_only(
         output = run_model(chunk, batch, settings if scored else None)
         return output, lambda output, non_loss_data=True: collect(output, batch)
 
-    with torch.no_grad(), _evaluating(model), _plain_config(model):
+    with torch.no_grad(), _evaluating(model), _plain_config(model), _routed_as_in_training():
         results = schedules.get_forward_backward_func()(
             forward_step_func=forward_step,
             data_iterator=data_iterators(batches, len(model)),
@@ -118,6 +119,26 @@ def _evaluating(model: Model) -> Iterator[None]:
     finally:
         for chunk, training in zip(model, was_training, strict=True):
             chunk.train(training)
+
+
+@contextlib.contextmanager
+def _routed_as_in_training() -> Iterator[None]:
+    """Core 0.19 sorts a token's experts only where gradients are taken, and sums their weights in that order.
+
+    Without it log-probs of models with more than two experts a token would differ from the update's own by rounding,
+    and its first ratio from 1. The function gets no tensor that requires a gradient, so no graph is made.
+    """
+    router = sys.modules.get("megatron.core.transformer.moe.router")
+    name = "topk_routing_with_score_function"
+    original = getattr(router, name, None)
+    if original is None:  # a dense model, or a core that sorts alike
+        yield
+        return
+    setattr(router, name, torch.enable_grad()(original))
+    try:
+        yield
+    finally:
+        setattr(router, name, original)
 
 
 @contextlib.contextmanager
