@@ -5,6 +5,7 @@ from mindspeed_rl_plugin.dock.distributed.client import DistributedDock
 from mindspeed_rl_plugin.dock.distributed.fleet import Limits, machine
 from mindspeed_rl_plugin.dock.factory import make_dock, make_docks
 from mindspeed_rl_plugin.dock.local import LocalDock
+from mindspeed_rl_plugin.dock.traffic import Moved, Traffic
 
 __all__ = [
     "ColumnSpec",
@@ -13,7 +14,9 @@ __all__ = [
     "Lease",
     "Limits",
     "LocalDock",
+    "Moved",
     "StateSpec",
+    "Traffic",
     "machine",
     "make_dock",
     "make_docks",

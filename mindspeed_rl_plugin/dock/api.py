@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import torch
 
+from mindspeed_rl_plugin.dock.traffic import Traffic
 from mindspeed_rl_plugin.types import Rows, SampleId
 
 LEVELS = ("token", "sample", "group")
@@ -76,6 +77,14 @@ class Dock(Protocol):
     the state, the missing columns and ids, and the state that should have written them.
     """
 
+    @property
+    def traffic(self) -> Traffic:
+        """Bytes of cells that this process moved so far."""
+
+    @property
+    def served(self) -> dict[str, Any]:
+        """states: whose controllers this process holds; messages, bytes: what it did for all ranks' requests."""
+
     def open(self, epoch: int, groups: int, members: int) -> None:
         """Declare the ids (epoch, 0..groups-1, 0..members-1) of one rollout. Epochs rise and are never reused."""
 
@@ -95,12 +104,18 @@ class Dock(Protocol):
         min_rows: int = 1,
         deadline: float,
         columns: Sequence[str] | None = None,
+        **stream: Any,
     ) -> Lease:
         """Wait for ready rows and take them; their rows hold the columns that the state reads, or those of them that
         are asked for.
 
         ids: exactly these, in this order; None: ready rows in the order of ids, at least `min_rows` (fewer where
         no more are left), at most `max_rows`. The empty lease says that every row is acknowledged.
+
+        stream: for a consumer of a stream, which takes what is ready, rows of its own machine first. max_tokens: bound
+        on the batch's tokens; window: rows looked at to fill it, longest first; linger: seconds to wait for a full
+        batch once min_rows are there; newest, max_staleness: rows of weights more than max_staleness updates older
+        than version `newest` are never given out any more, and nobody waits for them.
         """
 
     def commit(self, lease: Lease, rows: Rows | None = None) -> None:

@@ -24,19 +24,21 @@ def make_dock(
     *,
     medium: str | None = None,
     group: dist.ProcessGroup | None = None,
-    consumer: int = 0,
+    consumer: int | None = 0,
     consumers: int = 1,
     deadline: float = 600.0,
+    limits: Limits | None = None,
 ) -> Dock:
-    """A dock with these columns and states, seen by one division of the ranks; see `make_docks`."""
-    division = (consumer, consumers)
-    return make_docks(columns, states, [division], medium=medium, group=group, deadline=deadline)[0]
+    """A dock with these columns and states, seen by one division of the ranks (consumer None: as a stream); see
+    `make_docks`."""
+    division = None if consumer is None else (consumer, consumers)
+    return make_docks(columns, states, [division], medium=medium, group=group, deadline=deadline, limits=limits)[0]
 
 
 def make_docks(
     columns: Sequence[ColumnSpec],
     states: Sequence[StateSpec],
-    divisions: Sequence[tuple[int, int]],
+    divisions: Sequence[tuple[int, int] | None],
     *,
     medium: str | None = None,
     group: dist.ProcessGroup | None = None,
@@ -48,26 +50,27 @@ def make_docks(
     """One dock, seen by several divisions of the ranks into consumers: a `Dock` for each. Collective over `group`.
 
     divisions: (consumer that this rank belongs to, number of consumers), such as its data parallel rank or its
-    rollout engine. medium: "local" (everything in the first rank's process), "shm" (a warehouse in each machine's
-    shared memory, controllers spread over the ranks, sockets between machines) or "ray" (the same with the warehouse
-    in a process that Ray places and restarts); None takes "local" for one rank, "ray" for several machines where
-    RAY_ADDRESS is set, "shm" else. deadline: seconds that the ranks wait for each other; limits: of a warehouse; homes:
-    (epoch, groups) -> `[groups]` machine of each group, numbered by lowest rank; node: another name for this machine,
-    in tests. Raises ValueError for an unknown medium, and for "ray" where Ray is missing or cannot be joined.
+    rollout engine; None where each rank takes what is ready, as from a stream. medium: "local" (everything in the first
+    rank's process), "shm" (a warehouse in each machine's shared memory, controllers spread over the ranks, sockets
+    between machines) or "ray" (the same with the warehouse in a process that Ray places and restarts); None takes
+    "local" for one rank, "ray" for several machines where RAY_ADDRESS is set, "shm" else. deadline: seconds that the
+    ranks wait for each other; limits: of a warehouse; homes: (epoch, groups) -> `[groups]` machine of each group,
+    numbered by lowest rank; node: another name for this machine, in tests. Raises ValueError for an unknown medium, and
+    for "ray" where Ray is missing or cannot be joined.
     """
     many = group is not None and dist.get_world_size(group) > 1
     medium = medium or (_medium(group) if many else "local")
     if medium not in MEDIA:
         raise ValueError(f"dock medium {medium!r} is unknown; known: {', '.join(MEDIA)}")
     if not many and medium == "local":
-        return [LocalDock(columns, states)] * len(divisions)
+        return [LocalDock(columns, states, limits.version_column if limits else None)] * len(divisions)
     return _distributed(columns, states, divisions, group, deadline, limits, homes, medium, node)
 
 
 def _distributed(
     columns: Sequence[ColumnSpec],
     states: Sequence[StateSpec],
-    divisions: Sequence[tuple[int, int]],
+    divisions: Sequence[tuple[int, int] | None],
     group: dist.ProcessGroup | None,
     deadline: float,
     limits: Limits | None,
@@ -100,9 +103,11 @@ def _distributed(
         patience=deadline,
     )
     docks: list[Dock] = []
-    everybody = exchange([list(d) for d in divisions])
-    for number, (consumer, consumers) in enumerate(divisions):
-        peers = [r for r, theirs in enumerate(everybody) if theirs[number][0] == consumer]
+    everybody = exchange([None if d is None else list(d) for d in divisions])
+    for number, division in enumerate(divisions):
+        consumer, consumers = division or (None, 1)
+        same = [r for r, theirs in enumerate(everybody) if division is not None and theirs[number] == list(division)]
+        peers = same or [rank]
         docks.append(
             DistributedDock(
                 columns,

@@ -5,28 +5,32 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from mindspeed_rl_plugin.dock.api import ColumnSpec, Lease, StateSpec
+from mindspeed_rl_plugin.dock.checks import FORMAT, check_declarations, check_snapshot
 from mindspeed_rl_plugin.dock.epoch import DONE, FREE, LEASED, Epoch, empty
 from mindspeed_rl_plugin.dock.report import explain_wait, listed
-from mindspeed_rl_plugin.dock.store import check_column
-from mindspeed_rl_plugin.types import Column, Rows, SampleId
-
-FORMAT = 1
+from mindspeed_rl_plugin.dock.store import check_column, take
+from mindspeed_rl_plugin.dock.streaming import pick_stream
+from mindspeed_rl_plugin.dock.traffic import Traffic, count
+from mindspeed_rl_plugin.types import Rows, SampleId
 
 
 class LocalDock:
     """`Dock` inside one process, safe for threads. See `dock/api.py` for the semantics.
 
     columns, states: declarations; names are unique and states name declared columns only, or ValueError.
+    version_column: the column with the weight version of a row, for streaming.
     """
 
-    def __init__(self, columns: Sequence[ColumnSpec], states: Sequence[StateSpec]) -> None:
+    def __init__(
+        self, columns: Sequence[ColumnSpec], states: Sequence[StateSpec], version_column: str | None = None
+    ) -> None:
+        self._version_column = version_column
         self.columns = {c.name: c for c in columns}
         self.states = {s.name: s for s in states}
         check_declarations(columns, states)
@@ -35,6 +39,8 @@ class LocalDock:
         self._leases: dict[int, tuple[str, tuple[SampleId, ...]]] = {}
         self._next_token = 1
         self._changed = threading.Condition(threading.RLock())
+        self.traffic = Traffic()
+        self.served = {"states": sorted(self.states), "messages": 0, "bytes": 0}
 
     # ids
 
@@ -75,6 +81,7 @@ class LocalDock:
             return
         with self._changed:
             self._write(rows)
+            count(self.traffic.written, "put", rows)
 
     def read(self, ids: Sequence[SampleId], columns: Sequence[str]) -> Rows:
         """Cells of `ids`. Raises ValueError naming the columns and ids that are not there."""
@@ -85,7 +92,9 @@ class LocalDock:
             if missing:
                 cells = "; ".join(f"column {c!r} of {listed(m)}" for c, m in missing.items())
                 raise ValueError(f"read: not committed: {cells}")
-            return self._gather(ids, columns)
+            found = self._gather(ids, columns)
+            count(self.traffic.read, "read", found)
+            return found
 
     # work
 
@@ -98,11 +107,13 @@ class LocalDock:
         min_rows: int = 1,
         deadline: float,
         columns: Sequence[str] | None = None,
+        **stream: Any,
     ) -> Lease:
-        """Wait at most `deadline` seconds for rows of `state`, and take them."""
+        """Wait at most `deadline` seconds for rows of `state`, and take them; stream: see `Dock.lease`."""
         with self._changed:
-            chosen = self.pick(state, ids=ids, max_rows=max_rows, min_rows=min_rows, deadline=deadline)
+            chosen = self.pick(state, ids=ids, max_rows=max_rows, min_rows=min_rows, deadline=deadline, **stream)
             rows = self._gather(chosen, self.states[state].reads if columns is None else columns)
+            count(self.traffic.read, state, rows)
             if not chosen:
                 return Lease(0, state, rows)
             token, self._next_token = self._next_token, self._next_token + 1
@@ -118,19 +129,26 @@ class LocalDock:
         max_rows: int | None = None,
         min_rows: int = 1,
         deadline: float,
+        **stream: Any,
     ) -> list[SampleId]:
         """The ids that `lease` would take, after the same wait, without taking them."""
-        end = time.monotonic() + deadline
+        begin = time.monotonic()
         with self._changed:
             self._check_request(state, ids, max_rows, min_rows)
             while True:
-                chosen = self._ready(state, max_rows, min_rows) if ids is None else self._ready_ids(state, ids)
+                waited = time.monotonic() - begin
+                if ids is not None:
+                    chosen = self._ready_ids(state, ids)
+                elif stream:
+                    ask = {"max_rows": max_rows, "min_rows": min_rows, **stream}
+                    chosen = pick_stream(self._epochs, state, self._version_column, ask, waited, deadline)
+                else:
+                    chosen = self._ready(state, max_rows, min_rows)
                 if chosen is not None:
                     return chosen
-                left = end - time.monotonic()
-                if left <= 0:
+                if waited >= deadline:
                     raise TimeoutError(self._explain(state, ids, min_rows, max(deadline, 0.0)))
-                self._changed.wait(left)
+                self._changed.wait(min(deadline - waited, stream.get("linger") or deadline))
 
     def commit(self, lease: Lease, rows: Rows | None = None) -> None:
         """Write back and acknowledge, once; ValueError for foreign cells, missing ones, or a lease handed back."""
@@ -155,8 +173,9 @@ class LocalDock:
         with self._changed:
             if rows is not None:
                 self._check_writes(lease, rows)
-                if self._is_live(lease):
-                    self.put(rows)
+                if self._is_live(lease) and len(rows):
+                    self._write(rows)
+                    count(self.traffic.written, lease.state, rows)
 
     def release(self, lease: Lease) -> None:
         """Hand rows back undone. A lease that is no longer live changes nothing."""
@@ -263,7 +282,7 @@ class LocalDock:
         for epoch, index, slots in self._locate(rows.ids):
             lengths = epoch.lengths.clone()
             for name, column in rows.columns.items():
-                part = column if len(index) == len(rows) else _take(column, index)
+                part = column if len(index) == len(rows) else take(column, index)
                 chosen, targets = epoch.plan_write(name, part, slots, lengths)
                 planned.append((epoch, name, part, chosen, targets))
             planned.append((epoch, None, lengths, [], []))
@@ -271,7 +290,7 @@ class LocalDock:
             if name is None:
                 epoch.lengths = part
             else:
-                epoch.cells[name].write(targets, part if len(chosen) == len(part) else _take(part, chosen))
+                epoch.cells[name].write(targets, part if len(chosen) == len(part) else take(part, chosen))
         self._changed.notify_all()
 
     def _gather(self, ids: Sequence[SampleId], columns: Sequence[str]) -> Rows:
@@ -379,35 +398,3 @@ class LocalDock:
         held = {t: [i for i in h if i in wanted] for t, (owner, h) in self._leases.items() if owner == state}
         ready = sum(int(e.available(state).sum()) for e in self._epochs.values())
         return explain_wait(self.states, state, asked, deadline, missing, held, ready)
-
-
-def check_declarations(columns: Sequence[ColumnSpec], states: Sequence[StateSpec]) -> None:
-    """Raise ValueError for a name declared twice, and for a state with columns that nobody declared."""
-    names = {c.name for c in columns}
-    if len(names) != len(columns) or len({s.name for s in states}) != len(states):
-        raise ValueError("a column or a state is declared twice: each name is declared once")
-    for state in states:
-        unknown = [c for c in (*state.reads, *state.writes) if c not in names]
-        if unknown:
-            known = listed(c.name for c in columns)
-            raise ValueError(f"state {state.name!r} uses undeclared columns {unknown}; declared: {known}")
-
-
-def check_snapshot(state: dict[str, Any], columns: Mapping[str, ColumnSpec]) -> None:
-    """Raise ValueError unless a dock with these columns can take over a snapshot."""
-    if state.get("format") != FORMAT:
-        raise ValueError(f"dock snapshot has format {state.get('format')!r}, this dock reads format {FORMAT}")
-    declared = {n: c.describe() for n, c in columns.items()}
-    saved = state["columns"].items() if state["epochs"] else ()
-    wrong = [f"column {n!r} ({d}, here {declared[n]})" for n, d in saved if declared.get(n, d) != d]
-    if wrong:
-        raise ValueError(
-            f"dock snapshot was taken under another algorithm: {'; '.join(wrong)}; resume with the same flags, "
-            "at least until the rollout in it is used up"
-        )
-
-
-def _take(column: Column, index: Sequence[int]) -> Column:
-    if isinstance(column, Tensor):
-        return column[torch.as_tensor(index, dtype=torch.int64)]
-    return column.take(index)

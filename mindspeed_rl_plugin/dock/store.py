@@ -103,6 +103,13 @@ def check_column(spec: ColumnSpec, column: Column) -> None:
             )
 
 
+def take(column: Column, index: Sequence[int]) -> Column:
+    """Rows `index` of a column."""
+    if isinstance(column, Tensor):
+        return column[torch.as_tensor(index, dtype=torch.int64)]
+    return column.take(index)
+
+
 def _copy(column: Column) -> Column:
     if isinstance(column, Ragged):
         return Ragged(_host(column.values), _host(column.offsets))

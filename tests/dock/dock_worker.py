@@ -87,6 +87,7 @@ class Worker:
             host="127.0.0.1" if many else "",
             limits=limits,
             patience=10,
+            heartbeat=1.0,
         )
         self.net = self.member.connections
         self.dock = DistributedDock(
@@ -168,6 +169,14 @@ class Worker:
         for (_, _, kind), nbytes in counter.items():
             found[kind] += nbytes
         return found
+
+    def lost(self, state="generate"):
+        return self.net.health(state).tolist()
+
+    def controllers(self):
+        """What this process controls now, and how many of them it took over."""
+        host = self.member.host
+        return {"states": sorted(host.controllers), "taken": host.successions}
 
     def used(self):
         house = self.member.host.warehouse

@@ -340,3 +340,67 @@ def test_at_the_cap_producers_wait_and_write_backs_do_not(start) -> None:
     with pytest.raises(ValueError, match="put fewer groups at once or raise --rl-dock-gb"):
         job[0].call("open", epoch=1, groups=9, members=1)
         job[0].call("put", column="prompt", ids=[[1, g, 0] for g in range(9)])
+
+
+def test_the_controllers_of_a_killed_rank_are_built_again(start) -> None:
+    """Nothing acknowledged comes again, nothing else is lost; who waited goes on waiting at the next rank."""
+    job = start(["one"] * 4)
+    assert [i["controllers"] for i in job.info] == [["generate"], ["logp"], ["reward"], ["update"]]
+    job.all("open", epoch=0, groups=8, members=1)
+    job[0].call("put", column="prompt", ids=firsts(8))
+    job[0].call("put", column="tokens", ids=firsts(4))
+    assert job[3].call("lease", state="reward", max_rows=2)["ids"] == firsts(2)
+    job[3].call("commit", state="reward")
+    assert job[1].call("lease", state="reward", tag="held", max_rows=1)["ids"] == [[0, 2, 0]]
+    assert job[3].call("lease", state="reward", tag="late", max_rows=1)["ids"] == [[0, 3, 0]]
+    job[0].send({"call": "lease", "state": "reward", "deadline": 9, "min_rows": 5})
+    time.sleep(0.3)
+    begin = time.monotonic()
+    job[2].kill()
+    job[1].call("commit", state="reward", tag="held")  # its lease died with the controller; its work counts
+    job[3].call("put", column="tokens", ids=firsts(8)[4:])
+    got = job[0].end()
+    # Row 3 is in the hands of a lease that nobody knows of any more: it is given out again, and first commit wins.
+    assert got["ids"] == firsts(8)[3:] and time.monotonic() - begin < 9
+    job[0].call("commit", state="reward")
+    job[3].call("commit", state="reward", tag="late")
+    assert [job[r].call("remaining", state="reward") for r in (0, 1, 3)] == [0, 0, 0]
+    assert job[1].call("lease", state="reward")["ids"] == []
+    held = [job[r].call("controllers") for r in (0, 1, 3)]
+    assert held[2] == {"states": ["reward", "update"], "taken": 1} and held[0]["taken"] == held[1]["taken"] == 0
+    # The rest of the rollout, and its end.
+    assert job[1].call("lease", state="logp")["ids"] == firsts(8)
+    job[1].call("commit", state="logp")
+    assert job[0].call("lease", state="update")["ids"] == firsts(8)
+    job[0].call("commit", state="update")
+    for rank in (0, 1, 3):
+        job[rank].call("clear", epoch=0)
+    assert job[0].call("used") == [0, 0]
+    # And again: the successor dies as well.
+    job[3].kill()
+    job[1].call("open", epoch=1, groups=2, members=1)
+    job[1].call("put", column="tokens", ids=[[1, 0, 0], [1, 1, 0]])
+    job[1].call("put", column="prompt", ids=[[1, 0, 0], [1, 1, 0]])
+    assert job[1].call("lease", state="reward", min_rows=2)["ids"] == [[1, 0, 0], [1, 1, 0]]
+    assert job[0].call("controllers") == {"states": ["generate", "reward"], "taken": 1}
+
+
+def test_a_rank_with_controller_and_warehouse_dies(start) -> None:
+    """Its machine's groups are generated again; its state goes on at another rank, which learns who is dead."""
+    job = start(["left", "left", "right", "right"])
+    job.all("open", epoch=0, groups=4, members=1)
+    job[0].call("put", column="prompt", ids=firsts(4))
+    assert job[1].call("lease", state="generate", min_rows=4)["ids"] == firsts(4)
+    job[1].call("commit", state="generate")
+    assert job[0].call("lease", state="reward", min_rows=4)["ids"] == firsts(4)
+    job[0].call("commit", state="reward")
+    job[2].kill()  # the controller of "reward", and the warehouse of groups 2 and 3
+    wait_until(lambda: job[0].call("lost") == [[0, 2], [0, 3]], "the groups of the dead machine are lost", 20)
+    assert job[0].call("lost", state="reward") == [[0, 2], [0, 3]], "its successor knows it too"
+    job[0].call("put", column="prompt", ids=firsts(4)[2:])
+    for state in ("generate", "reward"):
+        got = job[1].call("lease", state=state, min_rows=2)
+        assert got["ids"] == firsts(4)[2:], f"{state} does what was lost, and nothing else"
+        job[1].call("commit", state=state)
+        assert job[0].call("remaining", state=state) == 0
+    assert "reward" in job[3].call("controllers")["states"]

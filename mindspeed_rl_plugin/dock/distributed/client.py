@@ -32,6 +32,7 @@ from mindspeed_rl_plugin.dock.distributed.writing import Writer
 from mindspeed_rl_plugin.dock.epoch import DONE
 from mindspeed_rl_plugin.dock.local import FORMAT, check_snapshot
 from mindspeed_rl_plugin.dock.report import listed
+from mindspeed_rl_plugin.dock.traffic import Traffic
 from mindspeed_rl_plugin.types import Rows, SampleId
 
 
@@ -66,6 +67,16 @@ class DistributedDock:
         self._calls = itertools.count()
         self._writer = Writer(self.columns, connections, deadline)
 
+    @property
+    def traffic(self) -> Traffic:
+        """Bytes that this process moved, whichever view of the dock it used."""
+        return self._net.traffic
+
+    @property
+    def served(self) -> dict[str, Any]:
+        """states: whose controllers this process holds; messages, bytes: what went through it for all ranks."""
+        return self._net.served()
+
     # ids
 
     def open(self, epoch: int, groups: int, members: int) -> None:
@@ -90,15 +101,8 @@ class DistributedDock:
         if len(chosen) and (chosen.min() < 0 or chosen.max() >= shape.groups):
             raise ValueError(f"clear: epoch {epoch} has groups 0..{shape.groups - 1}, not {chosen.tolist()[:4]}")
         if self._leader and len(chosen):
-            note = {"epoch": epoch, "shape": list(shape), "after": self._net.after, "deadline": self._deadline}
-            for state in self.states:
-                message = Message("close", {"state": state, **note}, {"groups": chosen})
-                self._net.state(state, message, self._deadline)
-            for warehouse in self._net.directory.warehouses:
-                # All of them, whosever homes they are: each must know when an epoch is over.
-                note = {"epoch": epoch, "shape": list(shape)}
-                with contextlib.suppress(WarehouseLost):  # its cells went with it
-                    self._net.warehouse(warehouse, Message("clear", note, {"groups": chosen}))
+            while not self._clear(epoch, shape, chosen):
+                pass  # a controller was taken over in between, and knows nothing of the first phase
         self._net.forget(epoch, chosen)
 
     # cells
@@ -257,6 +261,20 @@ class DistributedDock:
         self._net.close()
 
     # inside
+
+    def _clear(self, epoch: int, shape: Shape, groups: np.ndarray) -> bool:
+        note = {"epoch": epoch, "shape": list(shape), "after": self._net.after, "deadline": self._deadline}
+        terms = {}
+        for state in self.states:
+            message = Message("close", {"state": state, **note}, {"groups": groups})
+            terms[state] = self._net.state(state, message, self._deadline).note["term"]
+        note = {"epoch": epoch, "shape": list(shape), "terms": terms}
+        for warehouse in self._net.directory.warehouses:
+            # All of them, whosever homes they are: each must know when an epoch is over.
+            with contextlib.suppress(WarehouseLost):  # its cells went with it
+                if self._net.warehouse(warehouse, Message("clear", note, {"groups": groups})).kind == "again":
+                    return False
+        return True
 
     def _restore_epoch(self, saved: dict[str, Any]) -> None:
         number, members = saved["number"], saved["members"]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import collections
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -17,8 +18,10 @@ from mindspeed_rl_plugin.dock.distributed.frames import Message
 from mindspeed_rl_plugin.dock.distributed.records import Shape
 from mindspeed_rl_plugin.dock.distributed.service import Address, Directory
 from mindspeed_rl_plugin.dock.report import listed
+from mindspeed_rl_plugin.dock.traffic import Traffic
 
 RECONNECT_SECONDS = 0.5
+MOVING_SECONDS = 0.05  # between questions for a controller that is being taken over
 
 Homes = Callable[[int, int], np.ndarray]
 
@@ -45,14 +48,6 @@ class Settings:
     lease_seconds: float = 7200.0
 
 
-@dataclass
-class Traffic:
-    """Bytes of cells that this process moved: (state, column, "local" or "remote") -> bytes, reads and writes apart."""
-
-    read: collections.Counter = field(default_factory=collections.Counter)
-    written: collections.Counter = field(default_factory=collections.Counter)
-
-
 class WarehouseLost(ConnectionError):
     """The machine where rows lay is gone."""
 
@@ -73,6 +68,7 @@ class Connections:
         self.directory, self.settings = directory, settings
         self.segments = None if settings.directory is None else Segments(settings.directory)
         self.traffic = Traffic()
+        self.served: Callable[[], dict[str, Any]] = dict  # what else this process does for the dock
         self.shapes: dict[int, Shape] = {}
         self.cleared: dict[int, np.ndarray] = {}  # epoch -> [groups] bool
         self.last_epoch = -1
@@ -124,8 +120,13 @@ class Connections:
                 known.pop(epoch, None)
 
     def state(self, state: str, message: Message, seconds: float = 0.0) -> Message:
-        """Ask the controller of a state."""
-        return self._ask(("state", state), lambda: self.directory.controllers[state], message, seconds)
+        """Ask the controller of a state, wherever it is now."""
+        while True:
+            answer = self._ask(("state", state), lambda: self.directory.controllers[state], message, seconds)
+            if answer.kind != "elsewhere":
+                return answer
+            self._moved(state, answer)
+            time.sleep(MOVING_SECONDS)
 
     def tell_state(self, state: str, message: Message) -> None:
         """Tell the controller of a state what needs no answer."""
@@ -177,8 +178,26 @@ class Connections:
                 if time.monotonic() >= end:
                     raise
                 time.sleep(RECONNECT_SECONDS)
+                if key[0] == "state":
+                    self._succeed(key[1])
                 if key[0] == "warehouse" and self._resolve is not None:
                     self.directory.warehouses[key[1]] = self._resolve(key[1])
+
+    def _succeed(self, state: str) -> None:
+        """Have a controller that is gone taken over by one of the processes that follow its own."""
+        lost, hosts, s = self.directory.controllers[state], self.directory.hosts, self.settings
+        at = hosts.index(lost) + 1 if lost in hosts else 0
+        note = {"state": state, "term": self.directory.terms.get(state, 0)}
+        for address in (a for a in (*hosts[at:], *hosts[:at]) if a != lost):
+            try:
+                channel = Channel(address, s.secret, s.node, f"{s.name} succession", s.patience)
+                with contextlib.closing(channel):
+                    return self._moved(state, channel.ask(Message("succeed", note)))
+            except (ConnectionError, TimeoutError):
+                continue  # it is gone too; the next one
+
+    def _moved(self, state: str, answer: Message) -> None:
+        self.directory.move(state, Address(**answer.note["address"]), answer.note["term"])
 
     def _given_up(self, warehouse: int) -> bool:
         self.health(next(iter(self.directory.controllers)))
@@ -190,6 +209,8 @@ class Connections:
             channel = channels.pop(lost)
             if channel in self._every:
                 self._every.remove(channel)
+        if key in channels and channels[key].address != address:  # a controller that has moved
+            del channels[key]
         if key not in channels:
             s = self.settings
             # Several states of one process share a connection.

@@ -120,7 +120,15 @@ class Member:
         directory = Directory()
         homes = homes or contiguous_homes(len(order))
         self.host = Host(
-            f"rank {rank}", node, secret, directory, warehouse=house, controllers=here, homes=homes
+            f"rank {rank}",
+            node,
+            secret,
+            directory,
+            warehouse=house,
+            controllers=here,
+            homes=homes,
+            build=lambda state: Controller(states_by_name[state], columns_by_name, states_by_name),
+            heartbeat=heartbeat,
         )
         self.service = None
         if house is not None or here:
@@ -128,6 +136,8 @@ class Member:
             self.service = Service(self.host, secret, node=node, unix=path, host=host if many else "")
         own = None if self.service is None else vars(self.service.start())
         addresses = [None if a is None else Address(**a) for a in exchange(own)]
+        self.host.address = addresses[rank]
+        directory.hosts += [a for a in addresses if a is not None]
         directory.controllers.update({n: addresses[r] for n, r in by_state.items()})
         if self._ray is None:
             directory.warehouses.update({i: addresses[nodes.index(n)] for i, n in enumerate(order)})
@@ -139,6 +149,7 @@ class Member:
                 host=host if many else "",
                 secret=secret,
                 controllers=directory.controllers,
+                hosts=directory.hosts,
                 segment_bytes=limits.segment_bytes,
                 **shape,
             )
@@ -159,9 +170,10 @@ class Member:
             meet=lambda: exchange(None),
             on_close=self._close,
         )
+        self.connections.served = lambda: {"states": sorted(self.host.controllers), **self.host.traffic}
         exchange(None)  # nobody asks before everybody answers
-        if here and many:
-            self.service.call(lambda: self.host.watch(heartbeat))
+        if self.service is not None and many:
+            self.service.call(self.host.watch)
 
     def _close(self) -> None:
         if self.service is not None:

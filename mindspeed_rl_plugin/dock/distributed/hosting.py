@@ -7,6 +7,7 @@ Records that a controller misses (a gap in their numbers, a lost connection) it 
 from __future__ import annotations
 
 import asyncio
+import inspect
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -16,10 +17,11 @@ import numpy as np
 from mindspeed_rl_plugin.dock.distributed import cells, service
 from mindspeed_rl_plugin.dock.distributed.asks import ask_from, grant_message
 from mindspeed_rl_plugin.dock.distributed.controller import Controller
-from mindspeed_rl_plugin.dock.distributed.frames import FrameError, Message, Reader
+from mindspeed_rl_plugin.dock.distributed.frames import FrameError, Message
 from mindspeed_rl_plugin.dock.distributed.manifests import packed, unpacked
 from mindspeed_rl_plugin.dock.distributed.records import EpochSet, Record, Shape
 from mindspeed_rl_plugin.dock.distributed.service import Address, Directory
+from mindspeed_rl_plugin.dock.distributed.succession import Elsewhere, Succession
 from mindspeed_rl_plugin.dock.distributed.warehouse import Block, Extent, Warehouse
 
 GAP_SECONDS = 0.2  # a record that others have overtaken for so long is asked for
@@ -27,9 +29,10 @@ RETRY_SECONDS = 0.2
 OK = Message("ok")
 
 
-class Host:
+class Host(Succession):
     """Serves `warehouse` and `controllers` (both optional). directory: filled in before the first request; name, node:
-    of this process; homes: (epoch, groups) -> `[groups]` warehouse of each group; clock: seconds, for leases.
+    of this process; homes: (epoch, groups) -> `[groups]` warehouse of each group; build: makes a controller that is
+    taken over; heartbeat: seconds between signs of life; clock: seconds, for leases.
 
     traffic: messages and bytes of cells that went through this process, to show that none sees them all.
     """
@@ -44,12 +47,19 @@ class Host:
         warehouse: Warehouse | None = None,
         controllers: Mapping[str, Controller] | None = None,
         homes: Callable[[int, int], np.ndarray] | None = None,
+        build: Callable[[str], Controller] | None = None,
+        heartbeat: float = 10.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.name, self.node, self.secret, self.directory = name, node, secret, directory
         self.warehouse, self.controllers = warehouse, dict(controllers or {})
         self.traffic = {"messages": 0, "bytes": 0}
         self.dead: set[int] = set()  # warehouses that gave no sign of life
+        self.build, self.address, self.heartbeat = build, None, heartbeat
+        self.taking: dict[str, Controller] = {}
+        self.successions = 0  # controllers that were taken over here
+        self._successions: dict[str, asyncio.Lock] = {}
+        self._watched: set[int] | None = None  # warehouses, None: it is not asked for
         self._homes = homes or (lambda epoch, groups: np.zeros(groups, np.int64))
         self._clock = clock
         self._changed: dict[object, list[asyncio.Future[None]]] = {}
@@ -66,7 +76,10 @@ class Host:
         if serve is None:
             raise FrameError(f"no such message: {message.kind!r}")
         try:
-            return await serve(peer, message)
+            answer = serve(peer, message)
+            return await answer if inspect.isawaitable(answer) else answer
+        except Elsewhere:
+            return self._where(message.note["state"])
         except (KeyError, TypeError, IndexError) as error:
             raise FrameError(f"malformed {message.kind!r}: {error!r}") from error
 
@@ -144,6 +157,8 @@ class Host:
     async def _on_clear(self, peer: str, message: Message) -> Message:
         """Phase two of clearing: free the cells."""
         house, note = self._house(), message.note
+        if any(self.directory.terms.get(state, 0) > term for state, term in note["terms"].items()):
+            return Message("again")  # a controller has moved since it closed the groups, and may have given them out
         record = house.clear(note["epoch"], Shape(*note["shape"]), message.arrays["groups"].astype(np.int64))
         if record is not None:
             self._broadcast(record)
@@ -164,6 +179,7 @@ class Host:
                 "used": house.used if house else 0,
                 "seq": house.seq if house else 0,
                 "states": sorted(self.controllers),
+                "successions": self.successions,
             },
         )
 
@@ -179,6 +195,7 @@ class Host:
         begin = self._clock()
         while True:
             waited = self._clock() - begin
+            self._controller(message)  # it may have been taken over
             controller.expire(self._clock())
             lingered = waited if waited < seconds else float("inf")  # the deadline ends a linger, not the request
             grant = controller.take(ask, peer, self._clock(), message.note["lease_seconds"], lingered)
@@ -221,7 +238,7 @@ class Host:
                 )
             await self._wait(controller.spec.name, min(end - self._clock(), 1.0))
             controller.expire(self._clock())
-        return OK
+        return Message("closed", {"term": self.directory.terms.get(controller.spec.name, 0)})
 
     async def _on_record(self, peer: str, message: Message) -> None:
         """A warehouse tells of a commit."""
@@ -249,38 +266,6 @@ class Host:
         lost = controller.lost(self.dead, self._homes) if self.dead else np.empty((0, 2), np.int64)
         return Message("health", {"dead": sorted(self.dead)}, {"lost": lost})
 
-    # other machines
-
-    def watch(self, heartbeat: float) -> None:
-        """Ask every warehouse elsewhere for a sign of life each `heartbeat` seconds; after three without, it is lost.
-        Call it in the service's thread."""
-        for warehouse in self.directory.warehouses:
-            if self.controllers and (self.warehouse is None or self.warehouse.index != warehouse):
-                self._spawn(self._watch(warehouse, heartbeat))
-
-    async def _watch(self, warehouse: int, heartbeat: float) -> None:
-        missed = 0
-        while missed < 3:
-            begin = self._clock()
-            try:
-                await asyncio.wait_for(self._ping(self.directory.warehouses[warehouse]), heartbeat)
-                missed = 0
-            except (OSError, EOFError, asyncio.TimeoutError):
-                missed += 1
-            await asyncio.sleep(max(heartbeat - (self._clock() - begin), 0))
-        self.dead.add(warehouse)
-        for state, controller in self.controllers.items():
-            controller.lose_home(warehouse)
-            self._wake(state)
-
-    async def _ping(self, address: Address) -> None:
-        connection = await service.connect(address, self.secret, self.node, f"{self.name}.ping")
-        try:
-            await service.send(connection, Message("ping"))
-            await service.receive(connection, Reader())
-        finally:
-            connection.close()
-
     # inside
 
     def _house(self) -> Warehouse:
@@ -291,6 +276,8 @@ class Host:
     def _controller(self, message: Message) -> Controller:
         found = self.controllers.get(message.note["state"])
         if found is None:
+            if message.note["state"] in self.directory.controllers:
+                raise Elsewhere
             raise FrameError(f"{self.name} does not control state {message.note['state']!r}")
         return found
 
@@ -316,9 +303,14 @@ class Host:
                 if connection is not None:
                     connection.close()
                 connection = None
+                if address not in self.directory.controllers.values():  # taken over: its successor knows all of it
+                    del self._outbox[address]
+                    return
                 await asyncio.sleep(RETRY_SECONDS)
 
     def _apply(self, record: Record) -> None:
+        for controller in self.taking.values():
+            controller.apply(record)
         for state, controller in self.controllers.items():
             if not controller.apply(record):
                 self._ask_manifest(state, record.warehouse)
@@ -332,9 +324,11 @@ class Host:
     async def _catch_up(self, state: str, warehouse: int, seq: int) -> None:
         """Fetch the manifest where a gap in the records, or the one before record `seq`, does not close by itself."""
         await asyncio.sleep(GAP_SECONDS)
-        controller = self.controllers[state]
+        controller = self.controllers.get(state)
         try:
-            if controller.has_gap(warehouse) or controller.applied.get(warehouse, 0) < seq:
+            if controller is not None and (
+                controller.has_gap(warehouse) or controller.applied.get(warehouse, 0) < seq
+            ):
                 controller.rebuild(warehouse, *await self._manifest_of(warehouse))
                 self._wake(state)
         except (OSError, EOFError):
@@ -342,24 +336,10 @@ class Host:
         finally:
             self._gaps.discard((state, warehouse))
 
-    async def catch_up_all(self) -> None:
-        """Learn everything that lies in the warehouses: for controllers that were started anew."""
-        for warehouse in list(self.directory.warehouses):
-            found = await self._manifest_of(warehouse)
-            for state, controller in self.controllers.items():
-                controller.rebuild(warehouse, *found)
-                self._wake(state)
-
     async def _manifest_of(self, warehouse: int) -> tuple[int, EpochSet, list[Record]]:
         if self.warehouse is not None and self.warehouse.index == warehouse:
             return self.warehouse.seq, self.warehouse.gone, self.warehouse.manifest()
-        address = self.directory.warehouses[warehouse]
-        connection = await service.connect(address, self.secret, self.node, f"{self.name}.manifest")
-        try:
-            await service.send(connection, Message("manifest"))
-            return unpacked(await service.receive(connection, Reader()))
-        finally:
-            connection.close()
+        return unpacked(await self._request(self.directory.warehouses[warehouse], "manifest", {}))
 
     async def _credits(
         self, epoch: int, shape: Shape, blocks: Sequence[tuple[str, np.ndarray, int]], seconds: float
@@ -372,16 +352,21 @@ class Host:
 
     async def _applied(self, controller: Controller, after: Mapping[str, int]) -> None:
         """Wait until the controller knows what the asker knows: its own commits come before its next request."""
-        end = self._clock() + 30.0
-        while late := {w: n for w, n in after.items() if controller.applied.get(int(w), 0) < n}:
-            if self._clock() >= end:
+        begin, seconds = self._clock(), max(30.0, 4 * self.heartbeat)  # a machine is given up after three
+        while late := self._late(controller, after):
+            if self._clock() >= begin + seconds:
                 raise TimeoutError(
-                    f"state {controller.spec.name!r} did not hear of commits {late} of its warehouses within 30 s"
+                    f"state {controller.spec.name!r} did not hear of commits {late} of its warehouses for {seconds:g} s"
                 )
             await self._wait(controller.spec.name, 0.05)
             for warehouse, seq in late.items():
-                if self._clock() > end - 29.0:  # a second late: lost with a connection
+                if self._clock() > begin + 1.0:  # a second late: lost with a connection
                     self._ask_manifest(controller.spec.name, int(warehouse), seq)
+
+    def _late(self, controller: Controller, after: Mapping[str, int]) -> dict[str, int]:
+        """Records by living warehouse that the asker has caused and the controller has not heard of yet."""
+        late = {w: n for w, n in after.items() if controller.applied.get(int(w), 0) < n}
+        return {w: n for w, n in late.items() if int(w) not in self.dead} if late else late
 
     async def _wait(self, what: object, seconds: float) -> None:
         future = asyncio.get_running_loop().create_future()

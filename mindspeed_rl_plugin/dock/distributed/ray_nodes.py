@@ -34,6 +34,7 @@ from mindspeed_rl_plugin.dock.distributed.frames import Message
 from mindspeed_rl_plugin.dock.distributed.hosting import Host
 from mindspeed_rl_plugin.dock.distributed.memory import PrivateDirectory, machine
 from mindspeed_rl_plugin.dock.distributed.service import Address, Directory, Service
+from mindspeed_rl_plugin.dock.distributed.succession import load
 from mindspeed_rl_plugin.dock.distributed.warehouse import Warehouse
 
 ROOT = Path(__file__).resolve().parents[3]  # of the package, where the actors import it from
@@ -235,6 +236,7 @@ def warehouse_spec(
     host: str,
     secret: bytes,
     controllers: Mapping[str, Address],
+    hosts: Sequence[Address],
     **limits: Any,
 ) -> dict[str, Any]:
     """What an actor must know, as JSON. directory: of the machine's lowest rank; limits: as `Warehouse` takes them,
@@ -246,6 +248,7 @@ def warehouse_spec(
         "host": host,
         "secret": secret.hex(),
         "controllers": {state: asdict(address) for state, address in controllers.items()},
+        "hosts": [asdict(address) for address in hosts],
         "machine": machine(),
         "user": os.getuid(),
         "limits": limits,
@@ -271,7 +274,9 @@ class WarehouseActor:
             **limits,
         )
         secret, controllers = bytes.fromhex(spec["secret"]), spec["controllers"]
-        directory = Directory(controllers={state: Address(**a) for state, a in controllers.items()})
+        hosts = [Address(**a) for a in spec["hosts"]]
+        directory = Directory(controllers={state: Address(**a) for state, a in controllers.items()}, hosts=hosts)
+        load(directory, spec["directory"])
         self._host = Host(f"warehouse {index}", spec["node"], secret, directory, warehouse=house)
         path = Path(spec["directory"]) / "warehouse.sock"
         path.unlink(missing_ok=True)  # a predecessor's
@@ -289,7 +294,7 @@ class WarehouseActor:
         return os.getpid()
 
     def _announce(self, house: Warehouse, secret: bytes) -> None:
-        """Tell the controllers where to find this one, and what number they should have come to."""
+        """Tell the controllers, and who may take one over, where to find this one and what number it has come to."""
         message = Message("moved", {"warehouse": house.index, "address": asdict(self._address), "seq": house.seq})
 
         def tell(target: Address) -> None:
@@ -301,7 +306,7 @@ class WarehouseActor:
                 except OSError:
                     time.sleep(RETRY_SECONDS)  # as long as the job lives: its end is the end of this process
 
-        for target in set(self._host.directory.controllers.values()):
+        for target in {*self._host.directory.controllers.values(), *self._host.directory.hosts}:
             threading.Thread(target=tell, args=(target,), daemon=True).start()
 
 

@@ -32,13 +32,23 @@ class Address:
 
 @dataclass
 class Directory:
-    """Where everything of a dock answers. warehouses: by number; controllers: by state.
+    """Where everything of a dock answers. warehouses: by number; controllers: by state; hosts: processes that hold a
+    part of the dock and may take a controller over, in the order of the job; terms: of controllers that have moved.
 
     A warehouse that its placement starts anew somewhere else gets a new entry here.
     """
 
     warehouses: dict[int, Address] = field(default_factory=dict)
     controllers: dict[str, Address] = field(default_factory=dict)
+    hosts: list[Address] = field(default_factory=list)
+    terms: dict[str, int] = field(default_factory=dict)
+
+    def move(self, state: str, address: Address, term: int) -> bool:
+        """Note where a controller is since `term`; False for what is no news."""
+        if term <= self.terms.get(state, 0):
+            return False
+        self.controllers[state], self.terms[state] = address, term
+        return True
 
 
 class Handler(Protocol):

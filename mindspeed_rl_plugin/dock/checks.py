@@ -1,0 +1,37 @@
+"""What a dock refuses: declarations that do not fit together, and snapshots of another algorithm."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mindspeed_rl_plugin.dock.api import ColumnSpec, StateSpec
+from mindspeed_rl_plugin.dock.report import listed
+
+FORMAT = 1  # of a snapshot
+
+
+def check_declarations(columns: Sequence[ColumnSpec], states: Sequence[StateSpec]) -> None:
+    """Raise ValueError for a name declared twice, and for a state with columns that nobody declared."""
+    names = {c.name for c in columns}
+    if len(names) != len(columns) or len({s.name for s in states}) != len(states):
+        raise ValueError("a column or a state is declared twice: each name is declared once")
+    for state in states:
+        unknown = [c for c in (*state.reads, *state.writes) if c not in names]
+        if unknown:
+            known = listed(c.name for c in columns)
+            raise ValueError(f"state {state.name!r} uses undeclared columns {unknown}; declared: {known}")
+
+
+def check_snapshot(state: dict[str, Any], columns: Mapping[str, ColumnSpec]) -> None:
+    """Raise ValueError unless a dock with these columns can take over a snapshot."""
+    if state.get("format") != FORMAT:
+        raise ValueError(f"dock snapshot has format {state.get('format')!r}, this dock reads format {FORMAT}")
+    declared = {n: c.describe() for n, c in columns.items()}
+    saved = state["columns"].items() if state["epochs"] else ()
+    wrong = [f"column {n!r} ({d}, here {declared[n]})" for n, d in saved if declared.get(n, d) != d]
+    if wrong:
+        raise ValueError(
+            f"dock snapshot was taken under another algorithm: {'; '.join(wrong)}; resume with the same flags, "
+            "at least until the rollout in it is used up"
+        )
