@@ -9,8 +9,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from mindspeed_rl_plugin import columns
 from mindspeed_rl_plugin.algorithms import spread
 from mindspeed_rl_plugin.critic.critic import Critic
+from mindspeed_rl_plugin.dock import Moved
+from mindspeed_rl_plugin.dock.volume import GIB, Load, central_gib, warehouse_gib
 from mindspeed_rl_plugin.monitor import metrics
 from mindspeed_rl_plugin.monitor.dump import discard_dumps_after, dump_rollout
 from mindspeed_rl_plugin.monitor.files import claim_dumps, dump_files, set_aside
@@ -161,8 +164,9 @@ def iteration(
     """
     found: dict[str, Metric] = {UPDATE_NAMES[k]: v for k, v in update.items() if k in UPDATE_NAMES}
     found |= {"lr": megatron.learning_rate(optimizer)}
-    ranks = p.gather((found, p.monitor.stage_metrics()))
-    found, stages = ranks[0][0], metrics.largest([measured for _, measured in ranks])
+    moved = p.dock.traffic.take() if last_step else []
+    ranks = p.gather((found, p.monitor.stage_metrics(), _totals(moved)))
+    found, stages = ranks[0][0], metrics.largest([measured for _, measured, _ in ranks])
     if rollout is not None:
         if not rollout.logged:
             found |= {k: v for k, v in rollout.metrics.items() if not k.startswith("logp_diff")}
@@ -170,6 +174,8 @@ def iteration(
         rollout.seconds += stages["seconds/iteration"]
         if last_step:
             found |= metrics.throughput(rollout.tokens, devices=p.topology.world, seconds=rollout.seconds)
+            found |= {f"dock/bytes_{k}": sum(total[k] for *_, total in ranks) for k in _totals(())} | _equations(p)
+            p.monitor.log_dock(number, {"moved": [list(m) for m in moved], **p.dock.served})
     p.monitor.log(number, metrics.merge(found, stages))
 
 
@@ -182,6 +188,23 @@ def of_critic(critic: Critic, result: Sequence[Any]) -> dict[str, float]:
     """The same of the critic, and the rate of its next step."""
     found = {f"critic_{name}": value for name, value in of_policy(result).items()}
     return found | {"critic_lr": megatron.learning_rate(critic.optimizer)}
+
+
+def _totals(moved: Sequence[Moved]) -> dict[str, int]:
+    """Bytes read, written, and of both what was not in this machine's memory."""
+    return {
+        "read": sum(m.nbytes for m in moved if m.way == "read"),
+        "written": sum(m.nbytes for m in moved if m.way == "written"),
+        "remote": sum(m.nbytes for m in moved if m.where == "remote"),
+    }
+
+
+def _equations(p: Parts) -> dict[str, Metric]:
+    """What the paper's Eq. 2 and Eq. 4 give for a rollout of these limits, with its n = 5 items and M = 3 scalars."""
+    data, rollout = p.inputs.config.data, p.inputs.config.rollout
+    load = Load(p.sizes.prompts, p.sizes.members, data.max_prompt_length, rollout.max_response_length)
+    each = warehouse_gib(load, max(p.placement.node) + 1, len(columns.grpo_states(p.algorithm)))
+    return {"dock/bytes_eq2": central_gib(load) * GIB, "dock/bytes_eq4": each * GIB}
 
 
 def prepare_dumps(p: Parts, epoch: int, resumed: bool) -> None:

@@ -16,6 +16,7 @@ from mindspeed_rl_plugin.monitor.names import Metric
 from mindspeed_rl_plugin.monitor.stages import MemoryMeter, StageClock, drop_foreign_events
 
 TAG = "rl/"
+DOCK_FILE = "dock-rank{rank}.jsonl"
 
 
 class ScalarWriter(Protocol):
@@ -63,6 +64,10 @@ class Monitor:
         self._tensorboard, self._wandb, self._stream = tensorboard_writer, wandb, stream
         self._bar_shown = rank == 0 and (sys.stderr.isatty() if is_terminal is None else is_terminal)
         self.clock = StageClock(run_dir, rank, meter=meter, synchronize=synchronize, resume_iteration=resume_iteration)
+        path = self.run_dir / DOCK_FILE.format(rank=rank)
+        if not resume_iteration:
+            set_aside(path)
+        self._dock = JsonLines(path, keep=lambda r: r["iteration"] <= resume_iteration)
         self._metrics: JsonLines | None = None
         if rank == 0:
             measured = {"memory": meter.measures} if meter else {}
@@ -97,9 +102,14 @@ class Monitor:
         metrics = {f"eval/{k.removeprefix('eval/')}": _value(k, v) for k, v in metrics.items()}
         self._emit("eval", iteration, metrics, eval_line(iteration, metrics, self.total_iterations))
 
+    def log_dock(self, iteration: int, record: Mapping[str, Any]) -> None:
+        """Write what this rank had to do with the dock for the rollout that ended with an iteration."""
+        self._dock.append({"iteration": iteration, **record})
+
     def close(self) -> None:
         """Close this rank's files. The writers are Megatron's to close."""
         self.clock.close()
+        self._dock.close()
         if self._metrics is not None:
             self._metrics.close()
 

@@ -79,6 +79,11 @@ NAMES: dict[str, Meaning] = {
     "reshard/bytes_sent": Meaning("bytes", "weights sent to other ranks for the rollout, all ranks together"),
     "reshard/bytes_received": Meaning("bytes", "weights received from other ranks for the rollout, all ranks together"),
     "reshard/transfer_seconds": Meaning("s", "transfer of the weights on its slowest rank, checking them included"),
+    "dock/bytes_read": Meaning("bytes", "read from the dock for the rollout, by all ranks together"),
+    "dock/bytes_written": Meaning("bytes", "written to the dock for the rollout, by all ranks together"),
+    "dock/bytes_remote": Meaning("bytes", "of both, what was not in the reading or writing rank's machine's memory"),
+    "dock/bytes_eq2": Meaning("bytes", "what Eq. 2 of the paper gives for the rollout: all of it through one buffer"),
+    "dock/bytes_eq4": Meaning("bytes", "what Eq. 4 gives for each warehouse, of which there is one a machine"),
 }
 _PATTERNS = (
     (re.compile(r"seconds/.+"), Meaning("s", "wall time of the stage on its slowest rank")),

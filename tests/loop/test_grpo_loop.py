@@ -39,7 +39,11 @@ def check_first_update(line: dict) -> None:
     [
         pytest.param(("--rl-generate-tp", "1"), id="DP2-to-TP1"),
         pytest.param(("--tensor-model-parallel-size", "2", "--rl-generate-tp", "2"), id="TP2-to-TP2"),
-        pytest.param(("--pipeline-model-parallel-size", "2", "--rl-generate-tp", "1"), id="PP2-to-TP1"),
+        pytest.param(
+            ("--pipeline-model-parallel-size", "2", "--rl-generate-tp", "1"),
+            id="PP2-to-TP1",  # the ordinary tier has it in test_dock_loop.py
+            marks=pytest.mark.slow,
+        ),
         pytest.param(("--rl-generate-tp", "2"), id="DP2-to-TP2", marks=pytest.mark.slow),
         pytest.param(
             ("--tensor-model-parallel-size", "2", "--sequence-parallel", "--rl-generate-tp", "1"),

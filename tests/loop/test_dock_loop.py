@@ -1,0 +1,78 @@
+"""The loop on the dock with 1, 2 and 4 ranks: each reads what it needs, and none sees everything."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+
+import pytest
+
+from mindspeed_rl_plugin import columns
+from mindspeed_rl_plugin.algorithms import resolve
+from mindspeed_rl_plugin.config import AlgorithmConfig
+
+TENSOR, PIPELINE = "--tensor-model-parallel-size", "--pipeline-model-parallel-size"
+FIRST_STAGE = {"tokens", "loss_mask", "kept"}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "tensor", "pipeline"),
+    [
+        pytest.param(2, 1, 2, id="PP2"),
+        pytest.param(1, 1, 1, id="one rank", marks=pytest.mark.slow),
+        pytest.param(4, 2, 1, id="TP2DP2", marks=pytest.mark.slow),
+        pytest.param(4, 1, 2, id="PP2DP2", marks=pytest.mark.slow),
+    ],
+)
+def test_each_rank_reads_what_it_needs(job, ranks: int, tensor: int, pipeline: int) -> None:
+    layout = (TENSOR, str(tensor), PIPELINE, str(pipeline), "--rl-generate-tp", "1", "--rl-dock", "shm")
+    result = job("--train-iters", "4", "--rl-verify-weights", *layout, ranks=ranks).run(timeout=500)
+    for number, line in enumerate(result.metrics):
+        assert line["version"] == number and line["logp_diff/max"] < 2e-5, "engine and trainer agree"
+        assert (line["ratio/mean"], line["ratio/max"], line["clip_fraction"], line["kl/old"]) == (1.0, 1.0, 0.0, 0.0)
+        assert line["groups/informative"] > 0 and line["grad_norm"] > 1e-3
+    assert len({line["weights/digest"] for line in result.metrics}) == 4, "every update changes the weights"
+    check_dock(result, tensor=tensor, pipeline=pipeline)
+
+
+def check_dock(result, *, tensor: int = 1, pipeline: int = 1) -> None:
+    """Of a GRPO run with these parallel sizes, one rollout an iteration; TP is innermost, PP outermost."""
+    files = sorted(result.run_dir.glob("dock-rank*.jsonl"), key=lambda p: int(p.stem.removeprefix("dock-rank")))
+    ranks = [[json.loads(line) for line in path.read_text().splitlines()] for path in files]
+    world, states = len(ranks), columns.grpo_states(resolve(AlgorithmConfig(algorithm="grpo")))
+    for rollout, metrics in enumerate(result.metrics):
+        check_rollout([lines[rollout] for lines in ranks], metrics, states, tensor, pipeline)
+    assert all([line["iteration"] for line in lines] == [m["iteration"] for m in result.metrics] for lines in ranks)
+    last = [lines[-1] for lines in ranks]
+    assert sorted(sum((line["states"] for line in last), [])) == sorted(s.name for s in states)
+    held = [len(line["states"]) for line in last]
+    assert max(held) - min(held) <= 1, f"controllers lie on different ranks: {held}"
+    messages = [line["messages"] for line in last]
+    assert world == 1 or max(messages) < 0.8 * sum(messages), f"no process sees all the traffic: {messages}"
+
+
+def check_rollout(lines: list[dict], metrics: dict, states: list, tensor: int, pipeline: int) -> None:
+    world = len(lines)
+    stage_of = [rank // (world // pipeline) for rank in range(world)]
+    moved = [Counter({tuple(m[:3]): m[4] for m in line["moved"]}) for line in lines]
+    assert {m[3] for line in lines for m in line["moved"]} == {"local"}, "all ranks map one machine's memory"
+    for rank, found in enumerate(moved):
+        for state in ("logp_old", "logp_ref", "update"):
+            reads = set(next(s.reads for s in states if s.name == state))
+            wanted = reads if stage_of[rank] == pipeline - 1 else reads & FIRST_STAGE
+            assert {c for way, s, c in found if (way, s) == ("read", state)} == wanted, (rank, state)
+    generated = sum(m["written", "generate", "tokens"] for m in moved)
+    # A data parallel rank reads its own rows; each of its tensor and pipeline ranks maps them itself.
+    read = [m["read", "update", "tokens"] for m in moved]
+    assert sum(read) == generated * tensor * pipeline and max(read) < generated or world == tensor * pipeline
+    written = [m["written", "logp_old", "logp_old"] for m in moved]
+    assert sum(written) == generated and sum(n > 0 for n in written) == world // tensor // pipeline
+    assert all(stage_of[r] == pipeline - 1 for r, n in enumerate(written) if n)
+    assert sum(m["read", "measure", "reward"] for m in moved[1:]) == 0 < moved[0]["read", "measure", "reward"]
+    assert "tokens" not in {c for _, state, c in moved[0] if state == "measure"}, "only numbers go to one rank"
+    total = {way: sum(n for m in moved for (w, *_), n in m.items() if w == way) for way in ("read", "written")}
+    assert (metrics["dock/bytes_read"], metrics["dock/bytes_written"]) == (total["read"], total["written"])
+    assert metrics["dock/bytes_remote"] == 0
+    # 16 rows of 16 + 8 tokens at most, as the paper's equations count them: n = 5, M = 3, one warehouse.
+    assert metrics["dock/bytes_eq2"] == 16 * 4 * (2 * 16 + 3 * 5 * 8 + 8 * 3)
+    assert metrics["dock/bytes_eq4"] == 16 * 4 * (2 * 16 + 3 * 5 * 8 + 8 * (len(states) + 1) * 3)
