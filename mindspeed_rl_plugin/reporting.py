@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mindspeed_rl_plugin import columns
 from mindspeed_rl_plugin.algorithms import spread
 from mindspeed_rl_plugin.critic.critic import Critic
 from mindspeed_rl_plugin.dock import Moved
@@ -203,7 +202,7 @@ def _equations(p: Parts) -> dict[str, Metric]:
     """What the paper's Eq. 2 and Eq. 4 give for a rollout of these limits, with its n = 5 items and M = 3 scalars."""
     data, rollout = p.inputs.config.data, p.inputs.config.rollout
     load = Load(p.sizes.prompts, p.sizes.members, data.max_prompt_length, rollout.max_response_length)
-    each = warehouse_gib(load, max(p.placement.node) + 1, len(columns.grpo_states(p.algorithm)))
+    each = warehouse_gib(load, max(p.placement.node) + 1, len(p.dock.states))
     return {"dock/bytes_eq2": central_gib(load) * GIB, "dock/bytes_eq4": each * GIB}
 
 

@@ -8,7 +8,7 @@ each ready row is delivered to the state exactly once: `lease`, then `commit` (w
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -76,6 +76,9 @@ class Dock(Protocol):
     Whatever a user can cause raises ValueError with the names; a wait that ends raises TimeoutError that names
     the state, the missing columns and ids, and the state that should have written them.
     """
+
+    columns: Mapping[str, ColumnSpec]
+    states: Mapping[str, StateSpec]
 
     @property
     def traffic(self) -> Traffic:

@@ -1,5 +1,6 @@
 """Streams of rows: what is ready, near rows first, bounded by rows, tokens, time and age; the documented example."""
 
+import json
 import re
 import threading
 import time
@@ -102,3 +103,25 @@ def test_the_documented_example_runs(medium: str) -> None:
     found = {"MEDIUM": medium}
     exec(compile(example, str(DOC), "exec"), found)  # noqa: S102
     assert len(found["trained"]) == 7
+
+
+def test_bytes_are_counted_by_state_column_and_place(maker) -> None:
+    """What a process moved since it was last asked, as JSON; remote is what was not in its own machine's memory."""
+    dock = stream(maker, 2)
+    put(dock, {0: 10, 1: 1000})
+    take(dock, max_rows=1)
+    rows = dock.read([SampleId(0, 1, 0)], ["version"])
+    assert len(rows) == 1
+    where = "remote" if maker.medium == "sockets" else "local"
+    found = json.loads(json.dumps([list(moved) for moved in dock.traffic.take()]))
+    assert sorted(found) == [
+        ["read", "read", "version", where, 8],
+        ["read", "work", "tokens", where, 40],
+        ["written", "put", "tokens", where, 4040],
+        ["written", "put", "version", where, 16],
+    ]
+    assert dock.traffic.take() == []
+    take(dock)
+    assert [list(m) for m in dock.traffic.take()] == [["read", "work", "tokens", where, 4000]]
+    served = json.loads(json.dumps(dock.served))
+    assert served["states"] == (["train"] if maker.medium == "sockets" else ["train", "work"])

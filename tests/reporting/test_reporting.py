@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from mindspeed_rl_plugin import iteration, reporting
-from mindspeed_rl_plugin.dock import Lease
+from mindspeed_rl_plugin.dock import Lease, Traffic
 from mindspeed_rl_plugin.drawing import Verdict
 from mindspeed_rl_plugin.forward import Step
 from mindspeed_rl_plugin.monitor.files import check_dumps, dump_file, dump_files, read_events, read_metrics
@@ -23,19 +24,28 @@ from mindspeed_rl_plugin.types import Completion, Prompt, Rows, SampleId, Sampli
 
 OPTIMIZER = SimpleNamespace(param_groups=[{"lr": 0.5}])
 RESULT = ({}, 0, False, 0, 0, 2.0)  # of Megatron's train_step: the gradient norm is used
+LIMITS = SimpleNamespace(
+    data=SimpleNamespace(max_prompt_length=100), rollout=SimpleNamespace(max_response_length=1000)
+)
 WEIGHTS = (1.0, -0.5)  # a grader of the answer, and a penalty
 
 
 def parts(tmp_path, others=(), **more):
     """Rank 0 of a world whose other ranks contribute `others`, one list a collective call."""
     calls = iter(others)
+    defaults = {
+        "dock": SimpleNamespace(traffic=Traffic(), served={"states": ["a"], "messages": 1}, states=range(6)),
+        "sizes": SimpleNamespace(prompts=4, members=2),
+        "placement": SimpleNamespace(node=(0, 1)),
+        "inputs": SimpleNamespace(config=LIMITS),
+    }
     return SimpleNamespace(
         topology=SimpleNamespace(leader=True, world=2),
         monitor=Monitor(tmp_path, 0, 1, is_terminal=False, stream=io.StringIO()),
         gather=lambda value: [value, *next(calls, [])],
         share=lambda value: value,
         reference=None,
-        **more,
+        **{**defaults, **more},
     )
 
 
@@ -116,7 +126,10 @@ def answers(engine, requests, **_):
 
 def test_stages_and_throughput_are_those_of_the_slowest_rank(tmp_path):
     slow = {"seconds/update": 7.0, "peak_bytes/update": 900, "seconds/iteration": 8.0}
-    p = parts(tmp_path, [[({"loss": 99.0}, slow)], [({"loss": 99.0}, slow)]])
+    moved = [dict.fromkeys(("read", "written", "remote"), 0), {"read": 5, "written": 7, "remote": 3}]
+    p = parts(tmp_path, [[({"loss": 99.0}, slow, each)] for each in moved])
+    p.dock.traffic.read["update", "tokens", "local"] = 30
+    p.dock.traffic.written["generate", "tokens", "remote"] = 200
     p.monitor.stage_metrics = lambda: {"seconds/update": 3.0, "seconds/reward": 2.0, "seconds/iteration": 5.0}
     state = reporting.Rollout({"reward/mean": 0.5}, tokens=320)
     for number in (1, 2):
@@ -125,6 +138,17 @@ def test_stages_and_throughput_are_those_of_the_slowest_rank(tmp_path):
     expected = {"seconds/update": 7.0, "seconds/reward": 2.0, "peak_bytes/update": 900, "seconds/iteration": 8.0}
     assert {k: second[k] for k in expected} == expected and second["loss"] == 1.0
     assert second["tokens_per_second"] == 320 / 2 / 16.0 and "tokens_per_second" not in first
+    assert {k: v for k, v in second.items() if k.startswith("dock/")} == {
+        "dock/bytes_read": 35,
+        "dock/bytes_written": 207,
+        "dock/bytes_remote": 203,
+        "dock/bytes_eq2": 8 * 4 * (2 * 100 + 3 * 5 * 1000 + 8 * 3),
+        "dock/bytes_eq4": 8 * 4 * (2 * 100 + 3 * 5 * 1000 + 8 * (6 + 1) * 3) / 2,
+    }
+    (line,) = [json.loads(x) for x in (tmp_path / "dock-rank0.jsonl").read_text().splitlines()]
+    rows = [["read", "update", "tokens", "local", 30], ["written", "generate", "tokens", "remote", 200]]
+    assert line["moved"] == rows
+    assert (line["iteration"], line["states"], line["messages"]) == (2, ["a"], 1) and not p.dock.traffic.take()
 
 
 def test_the_gradient_norms_of_policy_and_critic_are_told_apart():
@@ -160,7 +184,7 @@ class LoopOfFakes(iteration.Loop):
             plan=lambda groups: 2 * [Step((((SampleId(0, 0, 0),),),))],
             forget=lambda groups: None,
             algorithm=SimpleNamespace(dynamic_sampling=False, ppo_epochs=1),
-            sizes=SimpleNamespace(prompts=1),
+            sizes=SimpleNamespace(prompts=1, members=1),
             meet=lambda what: None,
             total_iterations=2,
             iterations_done=lambda: self.done,
