@@ -32,6 +32,7 @@ def grpo_columns(graders: int) -> list[ColumnSpec]:
         ColumnSpec("response_length", i64, "sample", ragged=False),
         ColumnSpec("finish", torch.int8, "sample", ragged=False),  # 0 stop, 1 length, 2 abort
         ColumnSpec("version", i64, "sample", ragged=False),  # optimizer updates behind the oldest weights that drew it
+        ColumnSpec("weights", i64, "sample", ragged=False),  # digest of the weights that drew it, 0: not verified
         ColumnSpec("segments", i64, "sample", ragged=True, trailing=(2,), longest=64),  # (first token, version) parts
         ColumnSpec("reward", f32, "sample", ragged=False),
         ColumnSpec("reward_parts", f32, "sample", ragged=False, trailing=(graders,)),
@@ -48,7 +49,8 @@ def grpo_columns(graders: int) -> list[ColumnSpec]:
 
 
 # One rank reads these of all rows: single numbers, so that it never becomes the place where all data goes.
-MEASURED = ("length", "response_length", "finish", "version", "reward", "reward_parts", "grader_error", "kept")
+MEASURED = ("length", "response_length", "finish", "version", "weights")
+MEASURED += ("reward", "reward_parts", "grader_error", "kept")
 DUMPED = ("prompt", "meta", "tokens", "loss_mask", "logp_rollout", "logp_old")
 
 
@@ -58,7 +60,8 @@ def grpo_states(algorithm: Algorithm, dump: bool = False) -> list[StateSpec]:
         StateSpec(
             "generate",
             ("prompt",),
-            ("tokens", "loss_mask", "logp_rollout", "length", "response_length", "finish", "version", "segments"),
+            ("tokens", "loss_mask", "logp_rollout", "length", "response_length")
+            + ("finish", "version", "weights", "segments"),
         ),
         # whole groups: a batch grader sees all responses of a prompt in one call, on however many ranks
         StateSpec(

@@ -201,11 +201,28 @@ class ForwardConfig:
 class ReshardConfig:
     """Weights between trainer and engine, and what leaves the device meanwhile."""
 
-    swap: tuple[str, ...] = flag(
-        ("params", "grads", "optimizer"), "what leaves the device during generation: params, grads, optimizer, or none"
+    reshard: str = flag(
+        "stream",
+        "how weights come to the engine: stream (what a rank lacks, bucket by bucket), allgather (all shards into a "
+        "temporary buffer), naive (all shards; the training weights stay on the device during generation)",
+        choices=("naive", "allgather", "stream"),
     )
-    reshard_bucket_mb: int = flag(256, "bucket of the streaming reshard", unit="MiB")
+    swap: tuple[str, ...] = flag(
+        ("params", "grads", "optimizer"),
+        "what leaves the device during generation: params, grads, optimizer (with commas or spaces), or none",
+    )
+    reshard_bucket_mb: int = flag(256, "bucket of the streaming reshard, and round of the others", unit="MiB")
     verify_weights: bool = flag(False, "compare digests of every tensor in trainer and engine after each reshard")
+
+    @property
+    def swap_names(self) -> tuple[str, ...]:
+        """The words of `swap`, whether given with commas or spaces."""
+        return tuple(name for words in self.swap for name in words.split(","))
+
+    @property
+    def leaving(self) -> tuple[str, ...]:
+        """What leaves the device during generation: `naive` keeps the training weights there."""
+        return tuple(n for n in self.swap_names if n not in ("none", "params" if self.reshard == "naive" else "none"))
 
 
 @dataclass(frozen=True)

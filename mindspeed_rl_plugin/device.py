@@ -25,6 +25,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from mindspeed_rl_plugin.copies import Copier, StreamCopier, ThreadCopier, host_available
+
 BACKENDS = {"npu": "hccl", "cuda": "nccl", "cpu": "gloo"}
 OVERRIDE = "MINDSPEED_RL_DEVICE"
 
@@ -103,6 +105,14 @@ class Device:
     def event(self) -> Any:
         """A new event; on CPU one that has always happened."""
         return NullEvent() if self.is_cpu else self.api.Event()
+
+    def copier(self) -> Copier:
+        """A lane for copies that pass beside other work: a side stream, or on CPU a thread."""
+        return ThreadCopier() if self.is_cpu else StreamCopier(self)
+
+    def host_available(self) -> int:
+        """Bytes that this machine, or the control group of this process, can still give as host memory."""
+        return host_available()
 
     def host_empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Uninitialised host buffer `shape` for copies from and to the device: pinned where there is one.

@@ -105,6 +105,12 @@ class Loop:
         """RL state of a checkpoint: prompt cursor, round counter, the rollout in use and the groups carried over, with
         their rows, and the metrics."""
         p = self.parts
+        if p.train_state.out:
+            raise RuntimeError(
+                f"a checkpoint now would lack {', '.join(sorted(p.train_state.out))}, which are on the host for "
+                "generation; save between iterations"
+            )
+        p.resharder.refuse_broken(p.model, p.iterations_done())
         return {
             "epoch": self.epoch,
             "groups": list(map(list, self.groups)),
@@ -185,8 +191,10 @@ class Loop:
 
     def _evaluate_alone(self, done: int) -> None:
         """An evaluation while no rollout is due: the engine wakes for nothing else, so all of it is evaluation."""
-        with self.parts.monitor.stage("evaluate"), self._engine_awake(done):
-            reporting.evaluation(self.parts, done)
+        with self.parts.monitor.stage("evaluate"):
+            with self._engine_awake(done):
+                reporting.evaluation(self.parts, done)
+            self.parts.train_state.swap_in()
 
     def _collect(self, done: int) -> None:
         """Steps 1 to 7, and an evaluation where one is due."""
@@ -274,16 +282,23 @@ class Loop:
                     p.critic.swap_out(p.swapped)
                 p.train_state.swap_out(set(p.swapped) - {"params"})
                 p.engine.wake(("weights",))
-                transfer = p.resharder.to_engine(p.model, p.engine.parameters(), version)
+                # The copy to the host reads what the transfer reads, so that both may run.
+                p.train_state.start_out(set(p.swapped) & {"params"})
+                with p.monitor.stage("transfer"):
+                    transfer = p.resharder.to_engine(p.model, p.engine.parameters(), version)
                 p.engine.update_weights(version, transfer.digest)
-                p.train_state.swap_out(set(p.swapped) & {"params"})
+                p.train_state.finish_out()
+                p.resharder.release()
             p.engine.wake(("kv_cache",))
         yield transfer
         with p.monitor.stage("swap_back"):
             p.engine.sleep()
-            p.train_state.swap_in()
+            p.train_state.swap_in(set(p.swapped) & {"params"})
+            p.resharder.check_return(p.model)
             if p.critic is not None:
                 p.critic.swap_in()
+        # Its copies pass while log-probs are taken; `_update` waits for them, and takes memory for gradients.
+        p.train_state.start_in(set(p.swapped) & {"optimizer"})
 
     def _generate(self) -> None:
         """Step 3: every engine takes its share of the prompts from the dock and writes responses back."""
@@ -346,6 +361,7 @@ class Loop:
         step, last_pass = self.steps.pop(0), len(self.steps) < len(p.plan(self.groups))
         batches = step.of_rank(p.topology.dp_rank)
         with p.monitor.stage("update"):
+            p.train_state.swap_in()
             lease = self._rows_of("update", batches)
             result, update = self._optimize(done, [lease.rows.select(ids) for ids in batches], original, args, kwargs)
             # Rows are acknowledged by the last pass over them; until then the state is handed back.

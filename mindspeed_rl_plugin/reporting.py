@@ -20,8 +20,9 @@ from mindspeed_rl_plugin.monitor.names import Metric
 from mindspeed_rl_plugin.reshard.hook import Transfer
 from mindspeed_rl_plugin.reward import GradeItem, solved
 from mindspeed_rl_plugin.rollout.evaluate import EvalCounts, evaluate
+from mindspeed_rl_plugin.rollout.generate import weights_number
 from mindspeed_rl_plugin.startup import megatron
-from mindspeed_rl_plugin.types import Completion, Prompt, SampleId
+from mindspeed_rl_plugin.types import Completion, Prompt, Rows, SampleId
 from mindspeed_rl_plugin.wiring import Parts
 
 # Names that the update uses, and the register's.
@@ -88,6 +89,7 @@ def rollout(
     measured: tuple[dict[str, Metric], int] = ({}, 0)
     if p.topology.leader:
         kept = rows["kept"].nonzero().flatten().tolist()
+        _check_weights(rows, done, transfer.digest)
         found = dict(metrics.rollout_metrics(rows.take(kept), solved=_solved(p, rows["reward_parts"][kept].tolist())))
         found |= moved | (drawn or {})
         found["reward/errors"] = float(rows["grader_error"].sum())
@@ -107,10 +109,23 @@ def _moved(transfers: Sequence[Transfer]) -> dict[str, Metric]:
         "reshard/bytes_copied": sum(t.copied for t in transfers),
         "reshard/bytes_sent": sum(t.sent for t in transfers),
         "reshard/bytes_received": sum(t.received for t in transfers),
+        "reshard/temporary_bytes": max(t.temporary for t in transfers),
         "reshard/transfer_seconds": max(t.seconds for t in transfers),
     }
     digest = transfers[0].digest  # all ranks compared the same tables
     return found if digest is None else found | {"weights/digest": digest}
+
+
+def _check_weights(rows: Rows, version: int, digest: str | None) -> None:
+    """Rows of this version were drawn with the weights that were verified for it."""
+    mine = rows["version"] == version
+    wrong = (rows["weights"][mine] != weights_number(digest)).nonzero().flatten().tolist()
+    if wrong:
+        ids = [i for i, own in zip(rows.ids, mine.tolist(), strict=True) if own]
+        raise RuntimeError(
+            f"sample {ids[wrong[0]]} of weight version {version} was drawn with other weights than those that were "
+            f"verified, digest {digest}"
+        )
 
 
 def _solved(p: Parts, parts: Sequence[Sequence[float]]) -> list[bool]:

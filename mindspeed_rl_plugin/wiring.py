@@ -170,17 +170,18 @@ class Parts:
             EngineParallel(rollout.generate_tp, rollout.generate_ep),
             rank=topology.rank,
             engine_dtype=dtype,
+            mode=config.reshard.reshard,
             bucket_bytes=config.reshard.reshard_bucket_mb << 20,
             node_size=launch_env()["local_world_size"],
             verify=config.reshard.verify_weights,
             deadline=config.monitor.wait_timeout,
         )
         _check_rotary(inputs, model)
-        train_state = TrainState(model, optimizer)
+        train_state = TrainState(model, optimizer, sharing=launch_env()["local_world_size"])
         # The engine measures the free memory when it starts: the training state must not be in its way.
-        train_state.swap_out(config.reshard.swap)
+        train_state.swap_out(config.reshard.leaving)
         if critic is not None:
-            critic.swap_out(config.reshard.swap)
+            critic.swap_out(config.reshard.leaving)
         vllm = VllmEngine(engine.options(inputs, dtype))
         vllm.sleep()
         train_state.swap_in()
@@ -241,7 +242,7 @@ class Parts:
     @property
     def swapped(self) -> tuple[str, ...]:
         """What leaves the device during generation."""
-        return self.inputs.config.reshard.swap
+        return self.inputs.config.reshard.leaving
 
     @property
     def total_iterations(self) -> int:

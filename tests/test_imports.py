@@ -14,9 +14,9 @@ NAME = PACKAGE.name
 # Rooms from left to right; a room may import those to its left, never those in its own row or to the right.
 # A module may stand in a row of its own (`reshard.plan`), else its folder's row counts.
 ORDER: tuple[tuple[str, ...], ...] = (
-    ("__init__", "types", "config", "device"),
+    ("__init__", "types", "config", "device", "copies"),
     ("dock", "algorithms", "reward", "prompts", "monitor", "reshard"),
-    ("rollout", "forward", "reshard.execute", "reshard.swap", "reshard.live", "reshard.hook"),
+    ("rollout", "forward", "reshard.execute", "reshard.gather", "reshard.swap", "reshard.live", "reshard.hook"),
     ("logprobs", "critic", "update"),
     ("startup", "columns", "placement", "drawing", "planning"),
     ("wiring", "plan", "export"),

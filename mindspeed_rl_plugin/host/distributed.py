@@ -83,11 +83,13 @@ def _isend(original: Callable[..., Any]) -> Callable[..., Any]:
 
     With NCCL the allocator keeps the memory until the stream is past the send. gloo reads it from a
     thread of its own: the receiver would get whatever was allocated there since. The work holds the copy.
+    Who keeps the tensor until the send is over says so by its attribute `outlives_send`.
     """
 
     @functools.wraps(original)
     def isend(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        return original(tensor.detach().clone(), *args, **kwargs)
+        kept = getattr(tensor, "outlives_send", False)
+        return original(tensor if kept else tensor.detach().clone(), *args, **kwargs)
 
     return isend
 

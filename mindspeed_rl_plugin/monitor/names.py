@@ -78,6 +78,7 @@ NAMES: dict[str, Meaning] = {
     "reshard/bytes_copied": Meaning("bytes", "weights copied inside a rank for the rollout, all ranks together"),
     "reshard/bytes_sent": Meaning("bytes", "weights sent to other ranks for the rollout, all ranks together"),
     "reshard/bytes_received": Meaning("bytes", "weights received from other ranks for the rollout, all ranks together"),
+    "reshard/temporary_bytes": Meaning("bytes", "most memory that the transfer took besides all weights, on any rank"),
     "reshard/transfer_seconds": Meaning("s", "transfer of the weights on its slowest rank, checking them included"),
     "dock/bytes_read": Meaning("bytes", "read from the dock for the rollout, by all ranks together"),
     "dock/bytes_written": Meaning("bytes", "written to the dock for the rollout, by all ranks together"),

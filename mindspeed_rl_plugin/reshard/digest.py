@@ -76,6 +76,21 @@ def compare(sources: Sequence[Held], destinations: Sequence[Held], tensors: Mapp
     return totals
 
 
+def compare_return(rank: int, exported: Held, returned: Held, tensors: Mapping[str, Canonical]) -> None:
+    """What a rank holds after its weights were on the host is what it exported. Local to the rank.
+
+    Raises WeightMismatch naming tensor, rank and range.
+    """
+    segments = [(name, s) for name, segments in exported.layout.items() for s in segments]
+    for (param, s), before, after in zip(segments, exported.digests, returned.digests, strict=True):
+        if before != after:
+            where = f"{s.name} {_range(s.start, s.stop, tensors[s.name])}"
+            raise WeightMismatch(
+                f"{where}: {param} of trainer rank {rank} came back from the host with other values "
+                f"({before % _WRAP:016x} -> {after % _WRAP:016x}); resume from the last checkpoint"
+            )
+
+
 def weights_digest(totals: Mapping[str, int]) -> str:
     """16 hexadecimal digits for a whole model; equal for equal weights however they were split."""
     text = "\n".join(f"{name} {totals[name]:016x}" for name in sorted(totals))

@@ -6,17 +6,16 @@ two ranks in a bucket. Two buckets are in flight, so that packing one overlaps t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from datetime import timedelta
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from mindspeed_rl_plugin.reshard.digest import segment_digest
 from mindspeed_rl_plugin.reshard.layout import Canonical, Layout, Segment
-from mindspeed_rl_plugin.reshard.plan import Move, Plan
+from mindspeed_rl_plugin.reshard.plan import Copy, Move, Plan
+from mindspeed_rl_plugin.reshard.wire import Batch, Wire
 
 
 def view(param: Tensor, segment: Segment, start: int, size: int) -> Tensor:
@@ -30,29 +29,23 @@ def stream(
     source: Mapping[str, Tensor],
     destination: Mapping[str, Tensor],
     *,
-    rank: int,
+    wire: Wire,
     dtype: torch.dtype,
     device: torch.device,
-    group: dist.ProcessGroup | None = None,
-    deadline: float = 600.0,
 ) -> None:
     """Bring this rank's share of the plan about. Collective over all ranks that the plan names.
 
     source, destination: stored parameters of this rank by name, either may be empty; dtype: what
-    travels (values are converted before they are sent, and on arrival where the engine's differs);
-    deadline: seconds that one bucket may take. Temporary memory: four buffers of at most half of
-    `plan.bucket_bytes`. Raises TimeoutError naming bucket and peers.
+    travels (values are converted before they are sent, and on arrival where the engine's differs).
+    Temporary memory: four buffers of at most half of `plan.bucket_bytes`. Raises what `Batch.wait` does.
     """
+    rank = wire.rank
     assert plan.rank in (None, rank), f"a plan of rank {plan.rank} cannot run on rank {rank}"
     assert dtype.itemsize == plan.itemsize, f"{dtype} on a plan for {plan.itemsize} bytes an element"
-    for copy in plan.copies:
-        if copy.rank == rank:
-            piece, (param, segment) = copy.piece, copy.piece.source
-            into = view(destination[piece.destination.param], piece.destination.segment, piece.start, piece.size)
-            into.copy_(view(source[param], segment, piece.start, piece.size))
+    copy_pieces((copy for copy in plan.copies if copy.rank == rank), source, destination)
     mine = [m for m in plan.moves if rank in (m.source, m.destination)]
     buckets = [(number, list(moves)) for number, moves in groupby(mine, key=lambda m: m.bucket)]
-    lanes = [_Lane(buckets[i::2], rank, source, destination, dtype, device, group, deadline) for i in (0, 1)]
+    lanes = [_Lane(buckets[i::2], wire, source, destination, dtype, device) for i in (0, 1)]
     flying: _Lane | None = None
     for i, (number, moves) in enumerate(buckets):
         lanes[i % 2].start(number, moves)
@@ -63,32 +56,37 @@ def stream(
         flying.finish()
 
 
+def copy_pieces(copies: Iterable[Copy], source: Mapping[str, Tensor], destination: Mapping[str, Tensor]) -> None:
+    """Write pieces that this rank has into its engine's parameters."""
+    for _, piece in copies:
+        (param, segment), into = piece.source, piece.destination
+        inside = view(destination[into.param], into.segment, piece.start, piece.size)
+        inside.copy_(view(source[param], segment, piece.start, piece.size))
+
+
 class _Lane:
     """One send and one receive buffer, used by every other bucket of a rank."""
 
     def __init__(
         self,
         buckets: Sequence[tuple[int, list[Move]]],
-        rank: int,
+        wire: Wire,
         source: Mapping[str, Tensor],
         destination: Mapping[str, Tensor],
         dtype: torch.dtype,
         device: torch.device,
-        group: dist.ProcessGroup | None,
-        deadline: float,
     ) -> None:
-        self.rank, self.source, self.destination = rank, source, destination
-        self.group, self.deadline = group, deadline
-        loads = [[sum(m.piece.nbytes for m in moves if m[end] == rank) for _, moves in buckets] for end in (1, 2)]
+        self.wire, self.rank, self.source, self.destination = wire, wire.rank, source, destination
+        loads = [[sum(m.piece.nbytes for m in moves if m[end] == self.rank) for _, moves in buckets] for end in (1, 2)]
         self.outbox, self.inbox = (
             torch.empty(max(load, default=0) // dtype.itemsize, dtype=dtype, device=device) for load in loads
         )
-        self.number, self.works, self.arrivals = -1, [], []
+        self.batch: Batch | None = None
+        self.arrivals: list[tuple[Tensor, Tensor]] = []
 
     def start(self, number: int, moves: Sequence[Move]) -> None:
         """Pack what this rank sends in the bucket and post all its messages."""
-        self.number, self.arrivals = number, []
-        ops = []
+        messages: tuple[list, list] = [], []
         for inbound, box in ((False, self.outbox), (True, self.inbox)):
             at = 0
             for peer, theirs in self._by_peer(moves, inbound):
@@ -102,28 +100,15 @@ class _Lane:
                         self.arrivals.append((inside, slot))
                     else:
                         _pack(inside, slot)
-                call = dist.irecv if inbound else dist.isend
-                ops.append(dist.P2POp(call, box[begin:at], peer, self.group, tag=number))
-        self.peers = sorted({op.peer for op in ops})
-        self.works = dist.batch_isend_irecv(ops)
+                messages[inbound].append((box[begin:at], peer, number))
+        self.batch = self.wire.post(f"bucket {number}", *messages)
 
     def finish(self) -> None:
         """Wait for the bucket and write what arrived into the engine's parameters."""
-        for work in self.works:
-            try:
-                done = work.wait(timedelta(seconds=self.deadline))
-            except RuntimeError as error:
-                done, cause = False, error
-            else:
-                cause = None
-            if done is False:
-                raise TimeoutError(
-                    f"reshard: rank {self.rank} waited {self.deadline:.0f} s for bucket {self.number} "
-                    f"from or to ranks {self.peers}"
-                ) from cause
+        self.batch.wait()
         for inside, slot in self.arrivals:
             _unpack(slot, inside)
-        self.works, self.arrivals = [], []
+        self.batch, self.arrivals = None, []
 
     def _by_peer(self, moves: Sequence[Move], inbound: bool) -> list[tuple[int, list[Move]]]:
         mine = [m for m in moves if (m.destination if inbound else m.source) == self.rank]
@@ -166,12 +151,8 @@ def layout_digests(
     return torch.stack(out).tolist() if out else []
 
 
-def share_ints(
-    mine: Sequence[int], length: int, device: torch.device, group: dist.ProcessGroup | None
-) -> list[list[int]]:
+def share_ints(mine: Sequence[int], length: int, device: torch.device, wire: Wire, what: str) -> list[list[int]]:
     """Every rank's row of at most `length` 64-bit integers, padded with 0, in the group's rank order. Collective."""
     row = torch.zeros(length, dtype=torch.int64, device=device)
     row[: len(mine)] = torch.tensor(list(mine), dtype=torch.int64)
-    rows = [torch.empty_like(row) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(rows, row, group=group)
-    return [r.tolist() for r in rows]
+    return [r.tolist() for r in wire.share(what, row)]

@@ -1,4 +1,4 @@
-"""Resharder: the way of the weights from the live trainer into the live engine, in one object.
+"""Resharder: the way of the weights from the live trainer into the live engine, in one object, in one of MODES.
 
 Engine replica e lives on world ranks [e x g, (e + 1) x g) where an engine has g ranks (`EngineParallel.ranks`); the
 rank within it is `rank % g`.
@@ -16,9 +16,12 @@ from torch import Tensor
 from torch.nn import Module
 
 from mindspeed_rl_plugin.device import get_device
-from mindspeed_rl_plugin.reshard.digest import Held, compare, weights_digest
+from mindspeed_rl_plugin.reshard.digest import Held, compare, compare_return, weights_digest
 from mindspeed_rl_plugin.reshard.execute import layout_digests, share_ints, stream
 from mindspeed_rl_plugin.reshard.families import HEAD
+from mindspeed_rl_plugin.reshard.finite import BrokenWeights, first_broken
+from mindspeed_rl_plugin.reshard.footprint import MODES
+from mindspeed_rl_plugin.reshard.gather import Gathering, gather, make_gathering
 from mindspeed_rl_plugin.reshard.layout import (
     EngineParallel,
     Layout,
@@ -27,6 +30,7 @@ from mindspeed_rl_plugin.reshard.layout import (
     canonical_tensors,
     engine_layout,
     megatron_layout,
+    megatron_shapes,
 )
 from mindspeed_rl_plugin.reshard.live import (
     SHOWN,
@@ -37,19 +41,26 @@ from mindspeed_rl_plugin.reshard.live import (
     trainer_storage,
     wide_names,
 )
+from mindspeed_rl_plugin.reshard.measure import Temporary
 from mindspeed_rl_plugin.reshard.plan import Plan, make_plan
+from mindspeed_rl_plugin.reshard.wire import Wire
 
 __all__ = ["Resharder", "Transfer", "differences", "stored_parameters"]
 
 
 @dataclass(frozen=True)
 class Transfer:
-    """What one reshard did on this rank. Bytes; seconds; digest of the weights where they were verified."""
+    """What one reshard did on this rank. Bytes; seconds; digest of the weights where they were verified.
+
+    sent, received: counted on the wire; copied: of weights that the rank had itself, by the plan; temporary: most
+    memory that the transfer took besides the weights of both sides, by a meter.
+    """
 
     version: int
     copied: int
     sent: int
     received: int
+    temporary: int
     seconds: float
     digest: str | None
 
@@ -58,8 +69,8 @@ class Resharder:
     """Builds both layouts and the plan once, checks them against the live models, and moves weights.
 
     shape, train: the model and its training layout; generate: sizes of the engine, or its tensor parallel size;
-    engine_dtype: dtype of its weights, in which they travel; node_size: consecutive ranks on one node;
-    verify: compare digests of both sides after each transfer; deadline: seconds one bucket may take.
+    engine_dtype: dtype of its weights, in which they travel; mode: one of MODES; node_size: consecutive ranks on one
+    node; verify: compare digests of both sides after each transfer; deadline: seconds one bucket may take.
     Every method is collective over `group` (None: the world). Raises ValueError when the layouts
     cannot be built.
     """
@@ -72,12 +83,15 @@ class Resharder:
         *,
         rank: int,
         engine_dtype: torch.dtype,
+        mode: str = "stream",
         bucket_bytes: int = 256 << 20,
         node_size: int | None = None,
         group: dist.ProcessGroup | None = None,
         verify: bool = False,
         deadline: float = 600.0,
     ) -> None:
+        if mode not in MODES:
+            raise ValueError(f"mode {mode!r} of the reshard is unknown; known: {', '.join(MODES)}")
         engine = EngineParallel(generate) if isinstance(generate, int) else generate
         if train.world % engine.ranks:
             flag = f"--rl-generate-tp {engine.tp}" if engine.ranks == engine.tp else f"--rl-generate-ep {engine.ep}"
@@ -87,7 +101,11 @@ class Resharder:
         self.group, self.verify, self.deadline = group, verify, deadline
         self.device = get_device().current()
         self.tensors = canonical_tensors(shape)
-        self.plan: Plan | None = None
+        self.mode = mode
+        self.plan: Plan | Gathering | None = None
+        self._buffer: Tensor | None = None
+        self._exported: list[Held] | None = None
+        self._temporary = Temporary(get_device())
         self._sources: dict[int, Layout] = {}
         self._destinations: dict[int, Layout] = {}
         for r in range(engine.ranks):
@@ -100,26 +118,43 @@ class Resharder:
 
         model_chunks: Megatron's, complete (`swap.gathered`) and on the device; engine_parameters: name ->
         live tensor of this rank's engine. Raises ValueError where names, shapes or dtypes are not what
-        the layouts say, WeightMismatch when verification fails, TimeoutError past the deadline.
+        the layouts say, BrokenWeights where a weight is not finite, WeightMismatch when verification fails,
+        TimeoutError past the deadline, ConnectionError where a rank is lost.
         """
         begin = time.perf_counter()
         source = stored_parameters(model_chunks)
         destination = {name: tensor.data for name, tensor in engine_parameters.items()}
         plan = self._bind(source, destination)
-        stream(
-            plan,
-            source,
-            destination,
-            rank=self.rank,
-            dtype=self.dtype,
-            device=self.device,
-            group=self.group,
-            deadline=self.deadline,
-        )
-        digest = weights_digest(self._verify(source, destination)) if self.verify else None
+        self._refuse_broken(source, version)
+        self._exported = self._held(source, self._sources) if self.verify else None
+        wire = self._wire()
+        with self._temporary.measured(*source.values(), *destination.values()):
+            self._move(plan, source, destination, wire)
+        digest = None
+        if self._exported is not None:
+            arrived = self._held(destination, self._destinations)
+            digest = weights_digest(compare(self._exported, arrived, self.tensors))
         get_device().synchronize()
-        traffic, seconds = plan.traffic[self.rank], time.perf_counter() - begin
-        return Transfer(version, traffic.copied, traffic.sent, traffic.received, seconds, digest)
+        copied, seconds = plan.traffic[self.rank].copied, time.perf_counter() - begin
+        return Transfer(version, copied, wire.sent, wire.received, self._temporary.peak, seconds, digest)
+
+    def release(self) -> None:
+        """Step 4 of `allgather`: free the temporary buffer. In the other modes there is none."""
+        self._buffer = None
+
+    def check_return(self, model_chunks: Sequence[Module]) -> None:
+        """On the way back: the trainer has the weights again that it exported. Not collective; does nothing unless
+        `verify`. Raises WeightMismatch naming tensor, rank and range."""
+        if self._exported is not None:
+            exported = next(held for held in self._exported if held.rank == self.rank)
+            digests = layout_digests(stored_parameters(model_chunks), exported.layout, self.tensors, self.dtype)
+            compare_return(self.rank, exported, exported._replace(digests=digests), self.tensors)
+
+    def refuse_broken(self, model_chunks: Sequence[Module], version: int) -> None:
+        """Before a checkpoint: raises BrokenWeights on every rank when any rank's weights hold NaN or infinity."""
+        source = stored_parameters(model_chunks)
+        self._bind_source(source)
+        self._refuse_broken(source, version)
 
     def digest(self, model_chunks: Sequence[Module]) -> str:
         """Digest of the trainer's weights in the engine's dtype; equal for equal weights in any layout."""
@@ -127,7 +162,16 @@ class Resharder:
         self._bind_source(source)
         return weights_digest(compare(self._held(source, self._sources), [], self.tensors))
 
-    def _bind(self, source: Mapping[str, Tensor], destination: Mapping[str, Tensor]) -> Plan:
+    def _move(
+        self, plan: Plan | Gathering, source: Mapping[str, Tensor], destination: Mapping[str, Tensor], wire: Wire
+    ) -> None:
+        options = dict(wire=wire, dtype=self.dtype, device=self.device)
+        if isinstance(plan, Plan):
+            stream(plan, source, destination, **options)
+        else:
+            self._buffer = gather(plan, source, destination, whole=self.mode == "allgather", **options)
+
+    def _bind(self, source: Mapping[str, Tensor], destination: Mapping[str, Tensor]) -> Plan | Gathering:
         self._bind_source(source)
         own_head = HEAD in destination if self.shape.tied else None
         size, here = self.engine.ranks, self.rank % self.engine.ranks
@@ -150,11 +194,24 @@ class Resharder:
             )
             assert not plan.unused, f"the engine has no place for {plan.unused[:SHOWN]}"
             self._agree(plan.fingerprint)
-            self.plan = plan
+            self.plan = plan if self.mode == "stream" else self._gathering()
         return self.plan
+
+    def _gathering(self) -> Gathering:
+        return make_gathering(
+            self._sources,
+            {r: megatron_shapes(self.shape, self.train, r, *self._kinds) for r in self._sources},
+            self._destinations,
+            self.tensors,
+            itemsize=self.dtype.itemsize,
+            round_bytes=self.bucket_bytes // 2,
+            rank=self.rank,
+            node_size=self.node_size,
+        )
 
     def _bind_source(self, source: Mapping[str, Tensor]) -> None:
         impl, experts = trainer_storage(self.shape, self.train, self.rank, source)
+        self._kinds = impl, experts
         if not self._sources:
             world = range(self.train.world)
             self._sources = {w: megatron_layout(self.shape, self.train, w, impl, experts) for w in world}
@@ -163,16 +220,32 @@ class Resharder:
         """All ranks compare their plans; on nccl and hccl this also opens the communicator for all of them."""
         if self.train.world == 1:
             return
-        prints = [row[0] for row in share_ints([fingerprint], 1, self.device, self.group)]
+        prints = [row[0] for row in self._share([fingerprint], 1, "the comparison of plans")]
         if len(set(prints)) > 1:
             raise RuntimeError(f"ranks planned differently, by fingerprint: {dict(enumerate(prints))}")
 
-    def _verify(self, source: Mapping[str, Tensor], destination: Mapping[str, Tensor]) -> dict[str, int]:
-        ours, theirs = self._held(source, self._sources), self._held(destination, self._destinations)
-        return compare(ours, theirs, self.tensors)
+    def _refuse_broken(self, source: Mapping[str, Tensor], version: int) -> None:
+        """Raises BrokenWeights on every rank when any rank's weights hold NaN or infinity."""
+        first = first_broken(source[name] for name in self._sources[self.rank])
+        everyone = [[first]] if self.train.world == 1 else self._share([first], 1, "the check of the weights")
+        for rank, (broken,) in enumerate(everyone):
+            if broken:
+                name = list(self._sources[rank])[broken - 1]
+                where = ", ".join(f"{s.name} [{s.start}, {s.stop})" for s in self._sources[rank][name])
+                raise BrokenWeights(
+                    f"{name} of trainer rank {rank} holds NaN or infinity after {version} updates ({where}); they "
+                    "go neither to the engine nor into a checkpoint; resume from the last one, with a smaller --lr or "
+                    "--clip-grad"
+                )
+
+    def _wire(self) -> Wire:
+        return Wire(self.rank, group=self.group, deadline=self.deadline)
+
+    def _share(self, mine: Sequence[int], length: int, what: str) -> list[list[int]]:
+        return share_ints(mine, length, self.device, self._wire(), what)
 
     def _held(self, params: Mapping[str, Tensor], layouts: Mapping[int, Layout]) -> list[Held]:
         mine = layout_digests(params, layouts[self.rank], self.tensors, self.dtype)
         counts = {r: sum(len(segments) for segments in layout.values()) for r, layout in layouts.items()}
-        rows = [mine] if len(layouts) == 1 else share_ints(mine, max(counts.values()), self.device, self.group)
+        rows = [mine] if len(layouts) == 1 else self._share(mine, max(counts.values()), "digests")
         return [Held(r, layouts[r], rows[i][: counts[r]]) for i, r in enumerate(sorted(layouts))]

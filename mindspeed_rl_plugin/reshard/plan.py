@@ -114,7 +114,8 @@ def make_plan(
     tensors: the canonical tensors; itemsize: bytes of an element on the wire; node_size: consecutive
     ranks that share a node (None: all do); rank: keep only this rank's copies and moves.
     A rank that holds a slice copies it from itself; else it comes from a holder on its node where
-    there is one, among equals from the one that has sent the least.
+    there is one, among equals from the one that has sent the least; from another node's, on the one whose link to
+    other nodes has sent the least.
     Raises ValueError naming tensor, range and rank when a destination slice has no holder, lies
     outside its tensor or is stored twice, or when a bucket cannot hold one slice.
     """
@@ -267,6 +268,7 @@ class _Builder:
         self.limit = self.bucket_bytes // 2
         self.traffic = {r: Traffic() for r in sorted(self.ranks)}
         self.sent = dict.fromkeys(self.traffic, 0)
+        self.node_sent = dict.fromkeys((r // self.node_size for r in self.traffic), 0)  # to other nodes
         # Bucket that a rank fills now and the bytes in it, as a sender and as a receiver.
         self.sending = {r: [0, 0] for r in self.traffic}
         self.receiving = {r: [0, 0] for r in self.traffic}
@@ -285,12 +287,16 @@ class _Builder:
                     self.copies.append(Copy(rank, Piece(start, stop - start, nbytes, own, want)))
                 continue
             near = near_of.get(rank // node_size)
-            source = min(near or pool.ranks, key=sent)
+            source = min(near, key=sent) if near else min(pool.ranks, key=self._far_load)
             place = place_of[source]
             if place not in pieces:
                 pieces[place] = list(self._split(start, stop, slice_bytes, place, want))
             for piece in pieces[place]:
                 self._move(source, rank, piece, near is not None, tag)
+
+    def _far_load(self, rank: int) -> tuple[int, int]:
+        """What a source's link to other nodes has sent, and the source itself."""
+        return self.node_sent[rank // self.node_size], self.sent[rank]
 
     def _split(self, start: int, stop: int, slice_bytes: int, source: Place, want: Place) -> Iterator[Piece]:
         step = self.limit // slice_bytes
@@ -322,6 +328,7 @@ class _Builder:
         arrived.received += nbytes
         if not near:
             arrived.off_node += nbytes
+            self.node_sent[source // self.node_size] += nbytes
         self.fingerprint = hash((self.fingerprint, tag, piece.start, nbytes, source, destination, bucket))
         if self.rank is None or self.rank == source or self.rank == destination:
             self.moves.append(Move(bucket, source, destination, piece))

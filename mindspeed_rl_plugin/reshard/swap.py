@@ -4,6 +4,9 @@ Megatron keeps many views of the same memory: parameters, buckets, gradients, sh
 parameters. Moving tensors would break them. A storage that is resized to zero bytes gives its memory
 back, and when it is resized again all its views see the restored bytes.
 
+Copies pass on a lane of their own (`Device.copier`): `start_out` and `start_in` only begin them. Until `finish_out`
+what leaves may be read but not written; until `wait` what returns may not be touched at all.
+
 Parameters of a model whose parameter gather is overlapped with the forward pass are complete only
 inside `gathered`: enter it before exporting, swapping or scoring.
 """
@@ -19,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
+from mindspeed_rl_plugin.copies import Copying
 from mindspeed_rl_plugin.device import Device, get_device
 
 CATEGORIES = ("params", "grads", "optimizer")
@@ -36,17 +40,31 @@ class _Away:
     host: Tensor | None
 
 
+@dataclass
+class _Trip:
+    """The storages of a category on their way, and the copies that carry them."""
+
+    parts: list[_Away]
+    copies: Copying
+
+
 class TrainState:
     """Everything a training rank keeps on its device: parameters, gradients, optimizer state.
 
-    `swap_out` and `swap_in` take names of CATEGORIES (or "none"): params are the parameters, buffers and
-    Megatron's parameter buffers; optimizer are main parameters and moments that do not share memory with
-    params; grads are freed without a copy and come back as zeros. Host buffers are kept for the next time.
+    Methods take names of CATEGORIES (or "none"): params are the parameters, buffers and Megatron's parameter buffers;
+    optimizer are main parameters and moments that do not share memory with params; grads are freed without a copy and
+    come back as zeros. Host buffers are kept for the next time. sharing: ranks whose host buffers are on this machine.
     """
 
-    def __init__(self, model_chunks: Sequence[Module], optimizer: Any = None, device: Device | None = None) -> None:
+    def __init__(
+        self, model_chunks: Sequence[Module], optimizer: Any = None, device: Device | None = None, *, sharing: int = 1
+    ) -> None:
         self.chunks, self.optimizer, self.device = list(model_chunks), optimizer, device or get_device()
+        self.sharing = sharing
+        self._copier = self.device.copier()
+        self._leaving: dict[str, _Trip] = {}
         self._away: dict[str, list[_Away]] = {}
+        self._arriving: dict[str, _Trip] = {}
         self._host: dict[int, list[Tensor]] = {}
         for chunk in self.chunks:
             if getattr(getattr(chunk, "ddp_config", None), "nccl_ub", False):
@@ -54,34 +72,58 @@ class TrainState:
 
     @property
     def out(self) -> frozenset[str]:
-        """Categories that are away."""
-        return frozenset(self._away)
+        """Categories that may not be touched: away, or on their way back."""
+        return frozenset(self._away) | frozenset(self._arriving)
+
+    def swap_out(self, what: Iterable[str] = CATEGORIES) -> int:
+        """Free the device memory of categories. Returns its bytes. Raises what `start_out` does."""
+        self.start_out(what)
+        return self.finish_out()
 
     @torch.no_grad()
-    def swap_out(self, what: Iterable[str] = CATEGORIES) -> int:
-        """Free the device memory of categories. Returns its bytes.
+    def start_out(self, what: Iterable[str] = CATEGORIES) -> None:
+        """Begin to copy categories to the host.
 
-        Raises ValueError for an unknown category and for one that is already away.
+        Raises ValueError for an unknown category and for one that is out already, MemoryError where the host has no
+        room for the copies; the training state is then as it was.
         """
         names = _categories(what)
         for name in names:
-            if name in self._away:
+            if name in self._away or name in self._leaving:
                 raise ValueError(f"{name} are swapped out already; call swap_in first")
+        self.wait(set(names) & set(self._arriving))
         if "grads" in names:
             _drop_grads(self.chunks, self.optimizer)
         found = {name: self._find(name) for name in names}
+        hosts = self._take_hosts([s.nbytes() for name in names if name != "grads" for s in found[name].values()])
         for name in names:
-            self._away[name] = [self._copy_out(s, keep=name != "grads") for s in found[name].values()]
-        self.device.synchronize()
-        for name in names:
-            for away in self._away[name]:
-                away.storage.resize_(0)
+            parts = [_Away(s, s.nbytes(), None if name == "grads" else next(hosts)) for s in found[name].values()]
+            self._leaving[name] = _Trip(parts, self._copier.start(lambda parts=parts: _to_host(parts)))
+
+    def finish_out(self) -> int:
+        """Free what `start_out` began to copy. Returns its bytes."""
+        total = 0
+        for name, trip in list(self._leaving.items()):
+            trip.copies.synchronize()
+            self._away[name] = self._leaving.pop(name).parts
+            for part in trip.parts:
+                _release(part.storage)
+                total += part.nbytes
         self.device.empty_cache()
-        return sum(away.nbytes for name in names for away in self._away[name])
+        return total
+
+    def swap_in(self, what: Iterable[str] | None = None) -> int:
+        """Bring categories back and wait for them (None: all that are out). Returns the bytes that were away.
+
+        Raises ValueError for an unknown category and for one that is not out.
+        """
+        total = self.start_in(what)
+        self.wait(what)
+        return total
 
     @torch.no_grad()
-    def swap_in(self, what: Iterable[str] | None = None) -> int:
-        """Bring categories back (None: all that are away), parameters first. Returns their bytes.
+    def start_in(self, what: Iterable[str] | None = None) -> int:
+        """Begin to bring categories back (None: all that are away), parameters first. Returns their bytes.
 
         Raises ValueError for an unknown category and for one that is not away.
         """
@@ -91,16 +133,22 @@ class TrainState:
                 raise ValueError(f"{name} are not swapped out; away are: {', '.join(sorted(self._away)) or 'none'}")
         total = 0
         for name in names:
-            for away in self._away.pop(name):
-                total += away.nbytes
-                away.storage.resize_(away.nbytes)
-                if away.host is None:
-                    _bytes(away.storage).zero_()
-                else:
-                    _bytes(away.storage).copy_(away.host, non_blocking=True)
-                    self._host.setdefault(away.nbytes, []).append(away.host)
-        self.device.synchronize()
+            parts = self._away.pop(name)
+            for part in parts:
+                _revive(part.storage, part.nbytes)
+                total += part.nbytes
+            self._arriving[name] = _Trip(parts, self._copier.start(lambda parts=parts: _from_host(parts)))
         return total
+
+    def wait(self, what: Iterable[str] | None = None) -> None:
+        """What was started back (None: all of it) is there for whatever is done next."""
+        for name in _categories(self._arriving if what is None else what):
+            if name in self._arriving:
+                trip = self._arriving.pop(name)
+                trip.copies.wait()
+                for part in trip.parts:
+                    if part.host is not None:
+                        self._host.setdefault(part.nbytes, []).append(part.host)
 
     def _find(self, name: str) -> Storages:
         params = _storages(tensor for _, tensor in _weights(self.chunks))
@@ -111,14 +159,52 @@ class TrainState:
         # that an optimizer keeps on the host anyway (CPU offload) stays there.
         return {k: s for k, s in _storages(tensors).items() if k not in params and s.device.type == self.device.kind}
 
-    def _copy_out(self, storage: torch.UntypedStorage, keep: bool) -> _Away:
-        nbytes = storage.nbytes()
-        if not keep:
-            return _Away(storage, nbytes, None)
-        spare = self._host.get(nbytes)
-        host = spare.pop() if spare else self.device.host_empty((nbytes,), torch.uint8)
-        host.copy_(_bytes(storage), non_blocking=True)
-        return _Away(storage, nbytes, host)
+    def _take_hosts(self, sizes: Sequence[int]) -> Iterator[Tensor]:
+        """A host buffer of each size, in order: kept ones first, new ones only where all of them find room."""
+        kept = [self._host[size].pop() if self._host.get(size) else None for size in sizes]
+        try:
+            self._demand(sum(size for size, host in zip(sizes, kept, strict=True) if host is None))
+            for i, size in enumerate(sizes):
+                kept[i] = self.device.host_empty((size,), torch.uint8) if kept[i] is None else kept[i]
+        except BaseException:
+            for host in kept:
+                if host is not None:
+                    self._host.setdefault(host.numel(), []).append(host)
+            raise
+        return iter(kept)
+
+    def _demand(self, nbytes: int) -> None:
+        """Raises MemoryError unless the host has room for so many more bytes of each rank on this machine."""
+        free = self.device.host_available() if nbytes else 0
+        if nbytes * self.sharing > free:
+            raise MemoryError(
+                f"--rl-swap needs {nbytes} more bytes of host memory on each of {self.sharing} ranks of this machine, "
+                f"{free} are free; swap less (for example --rl-swap grads,optimizer), or run fewer ranks a machine"
+            )
+
+
+def _to_host(parts: Sequence[_Away]) -> None:
+    for part in parts:
+        if part.host is not None:
+            part.host.copy_(_bytes(part.storage), non_blocking=True)
+
+
+def _from_host(parts: Sequence[_Away]) -> None:
+    for part in parts:
+        if part.host is None:
+            _bytes(part.storage).zero_()
+        else:
+            _bytes(part.storage).copy_(part.host, non_blocking=True)
+
+
+def _release(storage: torch.UntypedStorage) -> None:
+    """Give a storage's memory back; its views stay."""
+    storage.resize_(0)
+
+
+def _revive(storage: torch.UntypedStorage, nbytes: int) -> None:
+    """Give a storage its memory again; what it holds is undefined until the copies have been waited for."""
+    storage.resize_(nbytes)
 
 
 class HostWeights:

@@ -30,13 +30,15 @@ class Engine(Protocol):
     """One replica of the policy that draws responses. Times are seconds.
 
     replica, replicas: which of how many independent engines of the world this is; leader: whether this rank is
-    the first of its engine; version: the weight version that it draws with, -1 before the first weights.
+    the first of its engine; version: the weight version that it draws with, -1 before the first weights; digest: of
+    these weights, 16 hexadecimal digits, None where they were not verified.
     """
 
     replica: int
     replicas: int
     leader: bool
     version: int
+    digest: str | None
 
     def submit(self, requests: Sequence[GenerateRequest]) -> None:
         """Queue responses. Returns at once.

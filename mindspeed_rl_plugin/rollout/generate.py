@@ -43,15 +43,15 @@ def run_generation(
     `--rl-generate-tp` differs; all ranks of an engine call with the same ids, its first rank writes.
 
     deadline: seconds for the prompts, and for the next response of the engine. Writes tokens, loss_mask,
-    logp_rollout, length, response_length, finish, version (the engine's) and segments. Raises TimeoutError when
-    prompts or responses do not come in time.
+    logp_rollout, length, response_length, finish, version and weights (the engine's) and segments. Raises TimeoutError
+    when prompts or responses do not come in time.
     """
     if not ids:
         return Generated()
     lease = dock.lease(STATE, ids=ids, deadline=deadline)
     requests = make_requests(lease.rows, sampling, seed_base)
     completions = generate(engine, requests, deadline=deadline, on_progress=on_progress)
-    dock.commit(lease, completion_rows(requests, completions) if engine.leader else None)
+    dock.commit(lease, completion_rows(requests, completions, engine.digest) if engine.leader else None)
     return Generated(
         len(completions),
         sum(len(r.prompt_tokens) for r in requests),
@@ -68,12 +68,20 @@ def make_requests(rows: Rows, sampling: Sampling, seed_base: int) -> list[Genera
     ]
 
 
-def completion_rows(requests: Sequence[GenerateRequest], completions: Sequence[Completion]) -> Rows:
+def weights_number(digest: str | None) -> int:
+    """A digest of weights as the dock's column "weights" holds it: its 64 bits as an int64; 0 where there is none."""
+    value = int(digest, 16) if digest else 0
+    return value - (1 << 64) if value >> 63 else value
+
+
+def completion_rows(
+    requests: Sequence[GenerateRequest], completions: Sequence[Completion], digest: str | None = None
+) -> Rows:
     """The columns of drawn responses, aligned with tokens = prompt + response (see `types`).
 
     tokens int32, loss_mask uint8 (1 on response tokens), logp_rollout float32 (0 on the prompt), length and
-    response_length int64, finish int8 (index into FINISH), version int64, segments `[k, 2]` int64 (first token, version
-    of the weights that drew the tokens from there on).
+    response_length int64, finish int8 (index into FINISH), version int64, weights int64 (`weights_number`), segments
+    `[k, 2]` int64 (first token, version of the weights that drew the tokens from there on).
     """
     tokens, masks, logps = [], [], []
     for request, completion in zip(requests, completions, strict=True):
@@ -92,6 +100,7 @@ def completion_rows(requests: Sequence[GenerateRequest], completions: Sequence[C
             "response_length": torch.tensor([len(c.tokens) for c in completions], dtype=torch.int64),
             "finish": torch.tensor([FINISH.index(c.finish) for c in completions], dtype=torch.int8),
             "version": torch.tensor([c.version for c in completions], dtype=torch.int64),
+            "weights": torch.full((len(completions),), weights_number(digest), dtype=torch.int64),
             "segments": Ragged.from_rows(
                 [torch.tensor([[len(r.prompt_tokens), c.version]]) for r, c in zip(requests, completions, strict=True)],
                 torch.int64,

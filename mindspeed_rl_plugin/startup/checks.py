@@ -250,7 +250,7 @@ def _lengths(args: Any, config: RLConfig) -> Iterator[str]:
 
 
 def _swap(args: Any, config: RLConfig) -> Iterator[str]:
-    names, known = config.reshard.swap, ("params", "grads", "optimizer", "none")
+    names, known = config.reshard.swap_names, ("params", "grads", "optimizer", "none")
     for name in names:
         if name not in known:
             yield f"--rl-swap {name} is unknown; known: {', '.join(known)}"

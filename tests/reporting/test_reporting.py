@@ -20,6 +20,7 @@ from mindspeed_rl_plugin.monitor.names import NAMES, meaning
 from mindspeed_rl_plugin.monitor.summary import summarize
 from mindspeed_rl_plugin.reshard.hook import Transfer
 from mindspeed_rl_plugin.reward import Grade
+from mindspeed_rl_plugin.rollout.generate import weights_number
 from mindspeed_rl_plugin.types import Completion, Prompt, Rows, SampleId, Sampling
 
 OPTIMIZER = SimpleNamespace(param_groups=[{"lr": 0.5}])
@@ -49,7 +50,7 @@ def parts(tmp_path, others=(), **more):
     )
 
 
-def rows(reward_parts):
+def rows(reward_parts, weights=0):
     """Groups of two responses of two prompt and two response tokens."""
     grades = torch.tensor(reward_parts)
     count = len(grades)
@@ -59,6 +60,7 @@ def rows(reward_parts):
         "response_length": torch.full((count,), 2),
         "finish": torch.zeros(count, dtype=torch.int8),
         "version": torch.full((count,), 6),
+        "weights": torch.full((count,), weights),
         "reward": grades @ torch.tensor(WEIGHTS),
         "reward_parts": grades,
         "grader_error": torch.zeros(count, dtype=torch.int8),
@@ -67,8 +69,8 @@ def rows(reward_parts):
     return Rows(ids, columns)
 
 
-def measured(tmp_path, reward_parts, transfer, others=()):
-    found = rows(reward_parts)
+def measured(tmp_path, reward_parts, transfer, others=(), weights=None):
+    found = rows(reward_parts, weights_number(transfer.digest) if weights is None else weights)
     dock = SimpleNamespace(lease=lambda state, ids, deadline: Lease(1, state, found.select(ids)), commit=lambda _: None)
     inputs = SimpleNamespace(
         config=SimpleNamespace(monitor=SimpleNamespace(dump_dir=None)), graders=SimpleNamespace(weights=WEIGHTS)
@@ -81,25 +83,26 @@ def test_groups_are_solved_by_grades_and_not_by_totals(tmp_path):
     """Long right answers fall below the sum of the weights, short wrong ones rise above it."""
     right, wrong = [1.0, 4.0], [0.0, -4.0]
     grades = [right, right, right, right, right, wrong, right, right, wrong, wrong]
-    found = measured(tmp_path, grades, Transfer(6, 0, 0, 0, 0.0, None)).metrics
+    found = measured(tmp_path, grades, Transfer(6, 0, 0, 0, 0, 0.0, None)).metrics
     assert found["reward/mean"] == pytest.approx((7 * -1.0 + 3 * 2.0) / 10)
     assert [found[f"groups/{k}"] for k in ("solved", "unsolved", "informative")] == pytest.approx([0.6, 0.2, 0.2])
 
 
 def test_what_a_reshard_moved_is_summed_over_ranks(tmp_path):
-    others = [[Transfer(6, 10, 20, 30, 0.5, "d1")]]
-    found = measured(tmp_path, [[1.0, 0.0]] * 2, Transfer(6, 1, 2, 3, 0.25, "d1"), others).metrics
+    others = [[Transfer(6, 10, 20, 30, 50, 0.5, "d1")]]
+    found = measured(tmp_path, [[1.0, 0.0]] * 2, Transfer(6, 1, 2, 3, 60, 0.25, "d1"), others).metrics
     got = {k: v for k, v in found.items() if k.startswith(("reshard/", "weights/", "version"))}
     assert got == {
         "reshard/bytes_copied": 11,
         "reshard/bytes_sent": 22,
         "reshard/bytes_received": 33,
+        "reshard/temporary_bytes": 60,
         "reshard/transfer_seconds": 0.5,
         "weights/digest": "d1",
         "version": 6,
     }
     assert found.keys() <= NAMES.keys()
-    assert "weights/digest" not in measured(tmp_path, [[1.0, 0.0]] * 2, Transfer(6, 1, 2, 3, 0.25, None)).metrics
+    assert "weights/digest" not in measured(tmp_path, [[1.0, 0.0]] * 2, Transfer(6, 1, 2, 3, 60, 0.25, None)).metrics
 
 
 def test_an_evaluation_asks_the_same(tmp_path, monkeypatch):
@@ -189,8 +192,14 @@ class LoopOfFakes(iteration.Loop):
             total_iterations=2,
             iterations_done=lambda: self.done,
             evaluation_due=lambda done: True,
-            train_state=SimpleNamespace(swap_out=lambda what: None, swap_in=takes(2)),
-            resharder=SimpleNamespace(to_engine=self.to_engine),
+            train_state=SimpleNamespace(
+                swap_out=lambda what: None,
+                start_out=lambda what: None,
+                finish_out=lambda: None,
+                swap_in=lambda what=None: takes(2)() if what else None,
+                start_in=lambda what: None,
+            ),
+            resharder=SimpleNamespace(to_engine=self.to_engine, release=lambda: None, check_return=takes(0)),
             engine=SimpleNamespace(
                 wake=lambda tags: None,
                 sleep=lambda: None,
@@ -215,7 +224,7 @@ class LoopOfFakes(iteration.Loop):
 
     def to_engine(self, model, parameters, version):
         self.time.at += 3
-        return Transfer(version, 1, 0, 0, 3.0, f"digest {version}")
+        return Transfer(version, 1, 0, 0, 0, 3.0, f"digest {version}")
 
     def rolled_out(self, transfer):
         self.transfer = transfer
@@ -246,7 +255,8 @@ def test_evaluations_cost_the_rollout_nothing_and_stay_on_the_timeline(tmp_path,
     assert "seconds/reshard" not in second and "seconds/swap_back" not in second
     assert second["tokens_per_second"] == pytest.approx(640 / 2 / (training + 6))
     spans = [(e["stage"], e["end"] - e["start"]) for e in read_events(tmp_path) if e["iteration"] == 2]
-    assert sorted(spans) == sorted(2 * [("reshard", 3), ("evaluate", 16), ("swap_back", 2)] + [("update", 6)])
+    woken = [("reshard", 3), ("transfer", 3), ("evaluate", 16), ("swap_back", 2)]
+    assert sorted(spans) == sorted(2 * woken + [("update", 6)])
     assert summarize(tmp_path)["seconds"] == training + 6 + 11 + 16 + 16
 
 
@@ -254,7 +264,13 @@ def test_the_engine_learns_the_digest_and_the_rollout_its_transfer(tmp_path, mon
     loop = LoopOfFakes(tmp_path, monkeypatch)
     loop.train_step(None, (), {})
     assert loop.told == [(0, "digest 0")]
-    assert loop.transfer == Transfer(0, 1, 0, 0, 3.0, "digest 0")
+    assert loop.transfer == Transfer(0, 1, 0, 0, 0, 3.0, "digest 0")
+
+
+def test_rows_that_other_weights_drew_are_found(tmp_path):
+    measured(tmp_path, [[1.0, 0.0]] * 2, Transfer(6, 0, 0, 0, 0, 0.0, "d1"))
+    with pytest.raises(RuntimeError, match="of weight version 6 was drawn with other weights .* verified, digest d1"):
+        measured(tmp_path, [[1.0, 0.0]] * 2, Transfer(6, 0, 0, 0, 0, 0.0, "d1"), weights=0xD2)
 
 
 def test_dumps_carry_the_name_of_their_run_and_an_earlier_start_is_set_aside(tmp_path):

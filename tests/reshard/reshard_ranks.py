@@ -6,7 +6,6 @@ the layout; what is compared is computed by reshard_reference.py, which shares n
 
 import contextlib
 import functools
-import inspect
 import json
 import os
 import sys
@@ -20,6 +19,7 @@ from mindspeed_rl_plugin.host import activate_if_needed
 
 activate_if_needed()
 
+import hostile  # noqa: E402
 from megatron.core import parallel_state as mpu  # noqa: E402
 from megatron.core import tensor_parallel  # noqa: E402
 from megatron.core.distributed import (  # noqa: E402
@@ -37,10 +37,13 @@ from reshard_reference import assemble, engine_weights, megatron_weights, random
 
 from mindspeed_rl_plugin.device import StorageMeter  # noqa: E402
 from mindspeed_rl_plugin.reshard import hook as hook_module  # noqa: E402
+from mindspeed_rl_plugin.reshard.cells import Cells  # noqa: E402
 from mindspeed_rl_plugin.reshard.digest import WeightMismatch  # noqa: E402
+from mindspeed_rl_plugin.reshard.footprint import weights  # noqa: E402
 from mindspeed_rl_plugin.reshard.hook import Resharder, stored_parameters  # noqa: E402
-from mindspeed_rl_plugin.reshard.layout import ModelShape, Parallel  # noqa: E402
+from mindspeed_rl_plugin.reshard.layout import ModelShape, Parallel, engine_layout, megatron_layout  # noqa: E402
 from mindspeed_rl_plugin.reshard.swap import HostWeights, TrainState, gathered, unwrap  # noqa: E402
+from mindspeed_rl_plugin.reshard.wire import Wire  # noqa: E402
 
 SEQ, MICRO_BATCHES, BUCKET = 16, 2, 16 << 10
 
@@ -232,6 +235,7 @@ def cycle(job, state, reference, first, resharder, engine, version):
         state.swap_out(["params"])
         check_empty(job)
         state.swap_in(["params"])
+        state.start_in(["optimizer"])
         with reference.swapped_into(job.chunks):
             assert same([p.clone() for p in stored_parameters(job.chunks).values()], first)
             job.score(version)
@@ -268,6 +272,7 @@ def check_case(case):
     assert all(len(d) == 1 for d in digests), digests  # one model, one digest, whatever the engine's layout
     assert len(set.union(*digests)) == 3  # and another one after each update
     assert same(plain.snapshot(), job.snapshot()), "training differs from the run without swaps"
+    check_modes(job, engines)
     if case.long:
         check_memory(job, state, *engines[0])
         check_verification(job, *engines[0])
@@ -276,23 +281,47 @@ def check_case(case):
     mpu.destroy_model_parallel()
 
 
-@contextlib.contextmanager
-def plain_sends():
-    """Without the copy of each sent tensor that host mode makes for Megatron's sake; it would count as ours."""
-    copying = dist.isend
-    for module in (dist, dist.distributed_c10d):
-        module.isend = inspect.unwrap(copying)
-    try:
-        yield
-    finally:
-        for module in (dist, dist.distributed_c10d):
-            module.isend = copying
+def check_modes(job, engines):
+    """The three modes give the same engine bitwise, and move and hold what the plan's figures say."""
+    itemsize = engines[0][0].dtype.itemsize
+    for stream, engine in engines:
+        sources = {r: megatron_layout(job.shape, job.parallel, r) for r in range(job.parallel.world)}
+        wanted = {r: engine_layout(job.shape, stream.engine.tp, r % stream.engine.tp) for r in sources}
+        cells = Cells(sources, wanted, stream.tensors, itemsize=itemsize, node_size=len(sources))
+        with gathered(job.chunks):
+            streamed = stream.to_engine(job.chunks, engine, 0)
+            assert streamed.received == cells.flow().received[stream.rank]
+            assert streamed.temporary <= 2 * BUCKET
+            for mode in ("naive", "allgather"):
+                other = {name: torch.zeros_like(t) for name, t in engine.items()}
+                way = Resharder(
+                    job.shape,
+                    job.parallel,
+                    stream.engine.tp,
+                    rank=stream.rank,
+                    engine_dtype=stream.dtype,
+                    mode=mode,
+                    bucket_bytes=BUCKET,
+                )
+                done = way.to_engine(job.chunks, other, 0)
+                for name, tensor in engine.items():
+                    assert torch.equal(other[name], tensor), f"{name} differs in {mode}"
+                assert done.received == cells.flow(everything=True).received[stream.rank], mode
+                whole = weights(job.shape, itemsize).total
+                if mode == "allgather":  # and what of a round is converted before it is sent
+                    staged = 0 if job.dtype == stream.dtype else 2 * 96 * 64 * itemsize
+                    assert whole <= done.temporary <= 1.02 * whole + staged, (done.temporary, whole)
+                    assert way._buffer.nbytes >= whole
+                    way.release()
+                    assert way._buffer is None
+                else:
+                    assert done.temporary < whole / 2, (done.temporary, whole)
 
 
 def check_memory(job, state, resharder, engine):
     """Twenty cycles: memory is back each time, and a reshard uses at most two buckets besides the weights."""
     resharder.verify = False
-    with plain_sends(), StorageMeter() as meter, gathered(job.chunks):
+    with StorageMeter() as meter, gathered(job.chunks):
         meter.track(*engine.values())
         generation = meter.allocated()
         meter.track(*job.optimizer_tensors(), *stored_parameters(job.chunks).values())
@@ -342,31 +371,75 @@ def check_verification(job, resharder, engine):
             raise AssertionError(message)
 
 
-def check_deadline(case):
-    """A peer that never comes ends in a message that names bucket and peer."""
+def check_lost_ranks(case):
+    """A peer that never comes, and one that dies in the middle, end in a message that names bucket and peer."""
     mpu.initialize_model_parallel(case.tp, case.pp)
     tensor_parallel.model_parallel_cuda_manual_seed(1)
     shape = ModelShape(case.family, 4, 64, 4, 2, 32, 96, 250, 256)
     job = Job(case, random_weights(shape))
     engine = {n: torch.zeros_like(t) for n, t in engine_weights(shape, 1, 0, random_weights(shape)).items()}
-    resharder = Resharder(shape, job.parallel, 1, rank=dist.get_rank(), engine_dtype=torch.float32, deadline=2.0)
-    resharder.to_engine(job.chunks, engine, 0)
+    groups = [dist.new_group() for _ in range(3)]  # a lost message breaks the connections of its group
+    ways = [
+        Resharder(
+            shape,
+            job.parallel,
+            1,
+            rank=dist.get_rank(),
+            engine_dtype=torch.float32,
+            group=group,
+            bucket_bytes=BUCKET,
+            deadline=deadline,
+        )
+        for group, deadline in zip(groups, (2.0, 2.0, 20.0), strict=True)
+    ]
+    for way in ways:
+        way.to_engine(job.chunks, engine, 0)
+    late, slow, dead = ways
     if dist.get_rank() == 0:
-        try:
-            resharder.to_engine(job.chunks, engine, 1)
-        except TimeoutError as error:
-            assert "rank 0 waited 2 s for bucket 0 from or to ranks [1]" in str(error), error
-            print("passed deadline", flush=True)
+        expect(TimeoutError, "rank 0 waited 2 s for the check of the weights from or to ranks [1]", late, job, engine)
+        expect(TimeoutError, "rank 0 waited 2 s for bucket 1 from or to ranks [1]", slow, job, engine)
+        print("passed deadline", flush=True)
+        expect(ConnectionError, "rank 0 lost one of ranks [1] in bucket ", dead, job, engine)
+        print("passed death", flush=True)
     else:
-        time.sleep(4)
-    # The process group is broken now; leave without its shutdown.
+        time.sleep(3)
+        interrupted(lambda: time.sleep(3), slow, job, engine)
+        interrupted(lambda: os._exit(0), dead, job, engine)
+    # The process groups are broken now; leave without their shutdown.
     sys.stdout.flush()
     os._exit(0)
+
+
+def expect(error, message, way, job, engine):
+    try:
+        way.to_engine(job.chunks, engine, 1)
+    except error as caught:
+        assert message in str(caught), caught
+    else:
+        raise AssertionError(f"no {error.__name__}")
+
+
+def interrupted(what, way, job, engine):
+    """A transfer in which this rank does something else before it sends its second bucket."""
+    original = Wire.post
+
+    def post(self, name, *messages):
+        if name == "bucket 1":
+            what()
+        return original(self, name, *messages)
+
+    Wire.post = post
+    try:
+        with contextlib.suppress(TimeoutError, ConnectionError):
+            way.to_engine(job.chunks, engine, 1)
+    finally:
+        Wire.post = original
 
 
 def main():
     job = json.loads(sys.argv[1])
     dist.init_process_group("gloo")
+    hostile.install()
     defaults = dict(
         family="qwen2",
         tied=False,
@@ -383,7 +456,7 @@ def main():
     for case in job["cases"]:
         check_case(SimpleNamespace(**{**defaults, **case}))
     if job["break"]:
-        check_deadline(SimpleNamespace(**{**defaults, "pp": 2}))
+        check_lost_ranks(SimpleNamespace(**{**defaults, "pp": 2}))
     dist.destroy_process_group()
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from mindspeed_rl_plugin.reshard.digest import WeightMismatch
+from mindspeed_rl_plugin.reshard.finite import BrokenWeights
 from mindspeed_rl_plugin.reshard.hook import Resharder
 from mindspeed_rl_plugin.reshard.layout import ModelShape, Parallel
 
@@ -67,6 +68,56 @@ def test_a_wrong_value_in_the_engine_is_named(monkeypatch):
     live["model.layers.1.self_attn.qkv_proj.weight"][33] = 7  # row 1 of the keys
     with pytest.raises(WeightMismatch, match=r"1.self_attn.k_proj.weight \[0, 16\) of axis 0: engine ranks \[0\]"):
         way.to_engine(trainer(), live, 1)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_weight_that_is_no_number_never_reaches_the_engine(value):
+    chunks, live, way = trainer(), engine(), resharder()
+    chunks[0].params["decoder.layers.1.mlp.linear_fc1.weight"][60, 3] = value
+    with pytest.raises(BrokenWeights) as caught:
+        way.to_engine(chunks, live, 7)
+    assert str(caught.value).startswith(
+        "decoder.layers.1.mlp.linear_fc1.weight of trainer rank 0 holds NaN or infinity after 7 updates "
+        "(model.layers.1.mlp.gate_proj.weight [0, 48), model.layers.1.mlp.up_proj.weight [0, 48)); they go neither to "
+        "the engine nor into a checkpoint"
+    )
+    assert not any(t.any() for t in live.values())
+    with pytest.raises(BrokenWeights, match="go neither to the engine nor into a checkpoint"):
+        way.refuse_broken(chunks, 7)
+
+
+def test_weights_that_come_back_changed_are_named():
+    chunks, way = trainer(), resharder(verify=True)
+    way.check_return(chunks)  # nothing was exported yet
+    way.to_engine(chunks, engine(), 0)
+    way.check_return(chunks)
+    chunks[0].params["decoder.layers.0.mlp.linear_fc2.weight"][2, 5] += 1
+    message = r"0.mlp.down_proj.weight \[0, 48\) of axis 1: decoder.*fc2.weight of trainer rank 0 came back"
+    with pytest.raises(WeightMismatch, match=message):
+        way.check_return(chunks)
+    resharder().check_return(chunks)  # not asked for
+
+
+def test_an_unknown_mode_is_refused():
+    with pytest.raises(ValueError, match="mode 'copy' of the reshard is unknown; known: naive, allgather, stream"):
+        resharder(mode="copy")
+
+
+@pytest.mark.parametrize("mode", ["naive", "allgather"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_gathering_gives_what_streaming_gives(mode, tied):
+    shape = ModelShape("qwen2", 2, 32, 4, 2, 8, 48, 60, 64, tied=tied)
+    live, streamed, way = engine(shape), engine(shape), resharder(shape, mode=mode, verify=True)
+    done = way.to_engine(trainer(shape), live, 0)
+    assert done.digest == resharder(shape, verify=True).to_engine(trainer(shape), streamed, 0).digest
+    assert all(torch.equal(live[name], t) for name, t in streamed.items())
+    assert (done.sent, done.received) == (0, 0)
+    whole = 4 * sum(t.numel() for t in random_weights(shape).values())
+    if mode == "allgather":
+        assert whole <= done.temporary <= 1.01 * whole + 64 * 40
+    else:
+        assert done.temporary == 0  # all of it is this rank's own
+    way.release()
 
 
 def test_differences_of_the_live_models_are_listed():

@@ -41,7 +41,7 @@ def launch(ranks, cases, breaks=False):
 
 def test_two_ranks():
     lines = launch(2, TWO_RANKS, breaks=True)
-    assert [line.split()[1] for line in lines] == [case["name"] for case in TWO_RANKS] + ["deadline"]
+    assert [line.split()[1] for line in lines] == [case["name"] for case in TWO_RANKS] + ["deadline", "death"]
     digest = {line.split()[1]: line.split()[-1] for line in lines}
     assert digest["tp2"] == digest["dp2-distributed-fp32"]  # the same model in two layouts
 

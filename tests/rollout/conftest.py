@@ -40,6 +40,7 @@ class FakeEngine:
 
     def __init__(self, replica: int = 0, replicas: int = 1, leader: bool = True) -> None:
         self.replica, self.replicas, self.leader, self.version = replica, replicas, leader, 3
+        self.digest = "f" * 16
         self.queue: dict[SampleId, tuple[GenerateRequest, list[int]]] = {}
         self.log: list[str] = []
 

@@ -151,6 +151,7 @@ def check_dock(engine: VllmEngine) -> None:
     columns += [ColumnSpec(n, d, "token", ragged=True) for n, d in kinds.items()]
     columns += [ColumnSpec(n, torch.int64, "sample", ragged=False) for n in ("length", "response_length", "version")]
     columns += [ColumnSpec("finish", torch.int8, "sample", ragged=False)]
+    columns += [ColumnSpec("weights", torch.int64, "sample", ragged=False)]
     columns += [ColumnSpec("segments", torch.int64, "sample", ragged=True, trailing=(2,))]
     states = [StateSpec("generate", ("prompt",), tuple(c.name for c in columns[1:]))]
     dock = make_dock(

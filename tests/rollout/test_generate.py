@@ -65,6 +65,7 @@ COLUMNS = [
     ColumnSpec("response_length", torch.int64, "sample", ragged=False),
     ColumnSpec("finish", torch.int8, "sample", ragged=False),
     ColumnSpec("version", torch.int64, "sample", ragged=False),
+    ColumnSpec("weights", torch.int64, "sample", ragged=False),
     ColumnSpec("segments", torch.int64, "sample", ragged=True, trailing=(2,)),
 ]
 WRITES = tuple(c.name for c in COLUMNS[1:])
@@ -101,6 +102,7 @@ def test_rows_are_aligned_and_complete(fake_engine, calls) -> None:
     assert rows["length"].tolist() == [4, 4, 6, 6]
     assert rows["finish"].tolist() == [0, 0, 1, 1]
     assert rows["version"].tolist() == [3] * 4
+    assert rows["weights"].tolist() == [-1] * 4  # the digest ffffffffffffffff as int64
     assert [r.tolist() for r in rows["segments"].rows()] == [[[2, 3]], [[2, 3]], [[3, 3]], [[3, 3]]]
 
 

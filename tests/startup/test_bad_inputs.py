@@ -188,6 +188,7 @@ BAD = [
     ({"--rl-reward": ["regex"]}, "reward 'regex' needs a pattern: --rl-reward-regex"),
     ({"--rl-reward": None}, "no reward: give one or several of "),
     ({"--rl-swap": ["params", "gradients"]}, "--rl-swap gradients is unknown; known: params, grads, optimizer, none"),
+    ({"--rl-swap": ["params,gradients"]}, "--rl-swap gradients is unknown; known: params, grads, optimizer, none"),
     ({"--rl-swap": ["none", "params"]}, "--rl-swap none params: 'none' stands alone"),
     # numbers
     ({"--rl-temperature": ["0"]}, "--rl-temperature is 0.0; give a number at least 0.01"),

@@ -1,0 +1,101 @@
+"""Copies between a device and its host that pass beside other work, and how much memory the host has for them.
+
+Part of `device`, which chooses the kind.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from mindspeed_rl_plugin.device import Device
+
+
+class Copying(Protocol):
+    """Copies that were started."""
+
+    def wait(self) -> None:
+        """Later work on the current stream comes after the copies."""
+
+    def synchronize(self) -> None:
+        """Return once the copies are done."""
+
+
+class Copier(Protocol):
+    """Starts copies one batch after the other, each after all work that was queued before it."""
+
+    def start(self, copies: Callable[[], None]) -> Copying:
+        """Begin; `copies` must touch nothing that the caller changes before the wait."""
+
+
+class StreamCopier:
+    """A side stream; the event behind the copies is what is waited for."""
+
+    def __init__(self, device: Device) -> None:
+        self._device, self._stream = device, device.stream()
+
+    def start(self, copies: Callable[[], None]) -> Copying:
+        event = self._device.event()
+        self._stream.wait_stream(self._device.current_stream())
+        with self._device.on_stream(self._stream):
+            copies()
+            event.record(self._stream)
+        return _StreamCopying(self._device, event)
+
+
+class _StreamCopying:
+    def __init__(self, device: Device, event: Any) -> None:
+        self._device, self._event = device, event
+
+    def wait(self) -> None:
+        self._device.current_stream().wait_event(self._event)
+
+    def synchronize(self) -> None:
+        self._event.synchronize()
+
+
+class ThreadCopier:
+    """A thread, so that on CPU too the order of copies and other work is kept by the waits alone."""
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="copies")
+
+    def start(self, copies: Callable[[], None]) -> Copying:
+        return _ThreadCopying(self._thread.submit(copies))
+
+
+class _ThreadCopying:
+    def __init__(self, done: Future[None]) -> None:
+        self._done = done
+
+    def wait(self) -> None:
+        self._done.result()
+
+    synchronize = wait
+
+
+def host_available() -> int:
+    """Free bytes of host memory: what the kernel calls available, or less where a control group allows less."""
+    free = _number("/proc/meminfo", "MemAvailable:") * 1024 or sys.maxsize
+    group = Path("/sys/fs/cgroup")
+    try:
+        limit = (group / "memory.max").read_text().strip()
+        if limit != "max":
+            kept = _number(group / "memory.stat", "inactive_file")  # given back on demand
+            free = min(free, int(limit) - int((group / "memory.current").read_text()) + kept)
+    except OSError:
+        pass  # no such control group: the machine's own limit holds
+    return max(free, 0)
+
+
+def _number(path: str | Path, key: str) -> int:
+    """The number behind a key in a file of lines, 0 without."""
+    try:
+        lines = Path(path).read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) for line in lines if line.startswith(key + (" " if key[-1] != ":" else ""))), 0)

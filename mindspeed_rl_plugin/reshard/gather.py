@@ -1,0 +1,244 @@
+"""Gathering every shard of the trainer on every engine rank: the modes `naive` and `allgather`, baselines of `stream`.
+
+A *parcel* is a stored parameter that some trainer ranks share; together they make the whole model once. Each engine
+rank takes those that it lacks, as they are stored, from a trainer rank that has them, and then copies what its engine
+needs out of them. `allgather` keeps all of them in one temporary buffer, the paper's step 1; `naive` keeps no more than
+two rounds of them. Both receive alike: the whole model but the rank's own shard.
+
+The messages are point to point: shards differ in size (pipelines, experts, vocabularies), for which gloo, nccl and hccl
+have no allgather that would not pad them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from mindspeed_rl_plugin.reshard.execute import copy_pieces
+from mindspeed_rl_plugin.reshard.layout import Canonical, Layout, Segment, Shapes
+from mindspeed_rl_plugin.reshard.plan import Copy, Traffic, make_plan
+from mindspeed_rl_plugin.reshard.wire import Batch, Message, Wire
+
+_ALIGNMENT = 64  # bytes, of a parcel in the buffer
+
+
+class Parcel(NamedTuple):
+    """A stored parameter: its segments, its shape without the padding behind them, its bytes on the wire, and
+    trainer rank -> name of the parameter. wide: float32 whatever the model's dtype."""
+
+    segments: tuple[Segment, ...]
+    shape: tuple[int, ...]
+    nbytes: int
+    wide: bool
+    names: Mapping[int, str]
+
+
+@dataclass(frozen=True)
+class Gathering:
+    """Who sends which parcel to whom, and what this rank copies out of each.
+
+    rounds: numbers of the parcels that travel together; routes: per parcel, engine rank -> trainer rank for those that
+    lack it; copies: per parcel; traffic: bytes of every rank; destinations: the engine ranks.
+    """
+
+    parcels: tuple[Parcel, ...]
+    rounds: tuple[tuple[int, ...], ...]
+    routes: tuple[Mapping[int, int], ...]
+    copies: tuple[tuple[Copy, ...], ...]
+    traffic: Mapping[int, Traffic]
+    destinations: frozenset[int]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the buffer that holds all parcels."""
+        return sum(map(_aligned, (p.nbytes for p in self.parcels)))
+
+
+def make_gathering(
+    sources: Mapping[int, Layout],
+    shapes: Mapping[int, Shapes],
+    destinations: Mapping[int, Layout],
+    tensors: Mapping[str, Canonical],
+    *,
+    itemsize: int,
+    round_bytes: int,
+    rank: int,
+    node_size: int | None = None,
+) -> Gathering:
+    """Plan it, alike on every rank. sources, destinations: rank -> layout; shapes: what trainer ranks store.
+
+    round_bytes: most bytes of a round of more than one parcel. A parcel comes from a rank of the same node where one
+    has it, among equals from the one that has sent least. Raises ValueError where no parcel holds what an engine wants.
+    """
+    parcels = _parcels(sources, shapes, tensors, itemsize)
+    nodes = node_size or 1 + max(*sources, *destinations)
+    traffic = {r: Traffic() for r in sorted({*sources, *destinations})}
+    routes = [_route(p, destinations, traffic, nodes) for p in parcels]
+    copies: list[list[Copy]] = [[] for _ in parcels]
+    if rank in destinations:
+        held = {str(i): p.segments for i, p in enumerate(parcels)}
+        chosen = make_plan(
+            {rank: held}, {rank: destinations[rank]}, tensors, itemsize=itemsize, bucket_bytes=round_bytes
+        )
+        for copy in chosen.copies:
+            copies[int(copy.piece.source.param)].append(copy)
+    return Gathering(
+        tuple(parcels),
+        _rounds(parcels, round_bytes),
+        tuple(routes),
+        tuple(map(tuple, copies)),
+        traffic,
+        frozenset(destinations),
+    )
+
+
+def _parcels(
+    sources: Mapping[int, Layout], shapes: Mapping[int, Shapes], tensors: Mapping[str, Canonical], itemsize: int
+) -> list[Parcel]:
+    found: dict[tuple[Segment, ...], tuple[int, Parcel]] = {}
+    for rank in sorted(sources):
+        for position, (name, segments) in enumerate(sources[rank].items()):
+            if not segments:
+                continue
+            if segments not in found:
+                shape, wide = _without_padding(segments, shapes[rank][name]), tensors[segments[0].name].wide
+                found[segments] = position, Parcel(segments, shape, prod(shape) * (4 if wide else itemsize), wide, {})
+            found[segments][1].names.setdefault(rank, name)
+    # Parcels at equal depth of their pipeline stage follow each other, so that all stages send at once.
+    return [parcel for _, parcel in sorted(found.values(), key=lambda item: item[0])]
+
+
+def _without_padding(segments: Sequence[Segment], shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Rows behind the last segment, of the padded vocabulary, do not travel."""
+    if any(s.axis != 0 or s.slot >= 0 or s.transposed for s in segments):
+        return tuple(shape)
+    return (max(s.offset + s.size for s in segments), *shape[1:])
+
+
+def _route(
+    parcel: Parcel, destinations: Mapping[int, Layout], traffic: Mapping[int, Traffic], node_size: int
+) -> dict[int, int]:
+    route = {}
+    for rank in sorted(destinations):
+        if rank in parcel.names:
+            traffic[rank].copied += parcel.nbytes
+            continue
+        near = [r for r in parcel.names if r // node_size == rank // node_size]
+        source = min(near or parcel.names, key=lambda r: traffic[r].sent)
+        route[rank] = source
+        traffic[source].sent += parcel.nbytes
+        traffic[rank].received += parcel.nbytes
+        traffic[rank].off_node += 0 if near else parcel.nbytes
+    return route
+
+
+def _rounds(parcels: Sequence[Parcel], round_bytes: int) -> tuple[tuple[int, ...], ...]:
+    rounds: list[list[int]] = []
+    filled = 0
+    for i, parcel in enumerate(parcels):
+        if not rounds or filled + parcel.nbytes > round_bytes:
+            rounds.append([])
+            filled = 0
+        rounds[-1].append(i)
+        filled += parcel.nbytes
+    return tuple(map(tuple, rounds))
+
+
+@torch.no_grad()
+def gather(
+    plan: Gathering,
+    source: Mapping[str, Tensor],
+    destination: Mapping[str, Tensor],
+    *,
+    wire: Wire,
+    dtype: torch.dtype,
+    device: torch.device,
+    whole: bool,
+) -> Tensor | None:
+    """Bring the plan about on this rank. Collective over all ranks that it names.
+
+    whole: gather everything into one temporary buffer first, and return it, for the caller to free (`allgather`);
+    else copy and forget round by round (`naive`). dtype: what travels. Raises what `Batch.wait` does.
+    """
+    buffer = None
+    if whole and wire.rank in plan.destinations:
+        buffer = torch.empty(plan.nbytes, dtype=torch.uint8, device=device)
+    rounds = _Rounds(plan, source, wire, dtype, device, buffer)
+    flying: tuple[tuple[int, ...], Batch, dict[str, Tensor]] | None = None
+    arrived: dict[str, Tensor] = {}
+    for numbers in (*plan.rounds, ()):
+        posted = numbers, *rounds.post(numbers)
+        if flying is not None:
+            done, batch, held = flying
+            batch.wait()
+            if whole:
+                arrived |= held
+            else:
+                _select(plan, done, held, destination)
+        flying = posted
+    if whole:
+        _select(plan, range(len(plan.parcels)), arrived, destination)
+    return buffer
+
+
+def _select(
+    plan: Gathering, numbers: Sequence[int], held: Mapping[str, Tensor], destination: Mapping[str, Tensor]
+) -> None:
+    """The engine's slices of some parcels; nothing on a rank without an engine."""
+    for i in numbers:
+        copy_pieces(plan.copies[i], held, destination)
+
+
+class _Rounds:
+    """Posts the messages of rounds, and gives parcels their place."""
+
+    def __init__(
+        self,
+        plan: Gathering,
+        source: Mapping[str, Tensor],
+        wire: Wire,
+        dtype: torch.dtype,
+        device: torch.device,
+        buffer: Tensor | None,
+    ) -> None:
+        self.plan, self.source, self.wire, self.dtype, self.device = plan, source, wire, dtype, device
+        self.buffer, self.at = buffer, 0
+
+    def post(self, numbers: Sequence[int]) -> tuple[Batch, dict[str, Tensor]]:
+        """Messages of a round, and what this rank will hold of it: number of the parcel -> tensor."""
+        rank, sends, receives, held = self.wire.rank, [], [], {}
+        for i in numbers:
+            parcel, route = self.plan.parcels[i], self.plan.routes[i]
+            mine = self._own(parcel) if rank in parcel.names else None
+            sends += _messages(mine, [r for r, s in route.items() if s == rank], i)
+            if rank in self.plan.destinations:
+                held[str(i)] = self._place(parcel, mine)
+                receives += _messages(held[str(i)], [route[rank]] if rank in route else [], i)
+        return self.wire.post(f"parcels {numbers[0]} to {numbers[-1]}" if numbers else "", sends, receives), held
+
+    def _own(self, parcel: Parcel) -> Tensor:
+        """This rank's parcel as it travels."""
+        stored = self.source[parcel.names[self.wire.rank]]
+        return stored[: parcel.shape[0]].to(torch.float32 if parcel.wide else self.dtype).contiguous()
+
+    def _place(self, parcel: Parcel, mine: Tensor | None) -> Tensor:
+        """Where a parcel lies: in the buffer, with a copy of this rank's own; without a buffer, its own as it is."""
+        dtype = torch.float32 if parcel.wide else self.dtype
+        if self.buffer is None:
+            return torch.empty(parcel.shape, dtype=dtype, device=self.device) if mine is None else mine
+        place = self.buffer[self.at : self.at + parcel.nbytes].view(dtype).view(parcel.shape)
+        self.at += _aligned(parcel.nbytes)
+        return place if mine is None else place.copy_(mine)
+
+
+def _messages(tensor: Tensor | None, peers: Sequence[int], tag: int) -> list[Message]:
+    return [(tensor, peer, tag) for peer in peers]
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT

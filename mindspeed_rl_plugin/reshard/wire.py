@@ -1,0 +1,86 @@
+"""Wire: point-to-point messages of a reshard on one rank: posted in batches, waited for with a deadline, counted."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+Message = tuple[Tensor, int, int]  # contiguous tensor, peer, tag
+
+
+class Wire:
+    """What one rank sends and receives, and how much it really did.
+
+    sent, received: bytes of the messages that were posted since the Wire was made; group: of the ranks; deadline:
+    seconds that a batch may take.
+    """
+
+    def __init__(self, rank: int, *, group: dist.ProcessGroup | None = None, deadline: float = 600.0) -> None:
+        self.rank, self.group, self.deadline = rank, group, deadline
+        self.sent = self.received = 0
+
+    def post(self, what: str, sends: Sequence[Message], receives: Sequence[Message]) -> Batch:
+        """Start the messages together; `what` names them in errors. On nccl and hccl, where tags mean nothing, both
+        ends must list the messages between them in one order."""
+        for tensor, _, _ in sends:
+            tensor.outlives_send = True  # so host mode need not copy it: a Batch keeps its tensors until the wait
+        ops = [dist.P2POp(dist.isend, t, peer, self.group, tag=tag) for t, peer, tag in sends]
+        ops += [dist.P2POp(dist.irecv, t, peer, self.group, tag=tag) for t, peer, tag in receives]
+        self.sent += sum(t.nbytes for t, _, _ in sends)
+        self.received += sum(t.nbytes for t, _, _ in receives)
+        start = partial(dist.batch_isend_irecv, ops) if ops else list
+        return Batch(self, what, {op.peer for op in ops}, start, [op.tensor for op in ops])
+
+    def share(self, what: str, row: Tensor) -> list[Tensor]:
+        """Every rank's row, in the group's rank order; not counted. Collective. Raises what `Batch.wait` does."""
+        ranks = dist.get_process_group_ranks(self.group or dist.group.WORLD)
+        rows = [torch.empty_like(row) for _ in ranks]
+        start = partial(dist.all_gather, rows, row, group=self.group, async_op=True)
+        Batch(self, what, {*ranks} - {self.rank}, lambda: [start()], [row, *rows]).wait()
+        return rows
+
+
+class Batch:
+    """Messages in flight. tensors: what they carry, alive until they have been sent."""
+
+    def __init__(
+        self, wire: Wire, what: str, peers: set[int], start: Callable[[], list[dist.Work]], tensors: list[Tensor]
+    ) -> None:
+        self._wire, self._what, self._peers, self._tensors = wire, what, sorted(peers), tensors
+        self._works = self._guard(start)
+
+    def wait(self) -> None:
+        """Until all messages have arrived. Raises TimeoutError past the deadline, ConnectionError where a peer is lost;
+        both name the batch and its peers."""
+        limit = timedelta(seconds=self._wire.deadline)
+        for work in self._works:
+            if self._guard(partial(work.wait, limit)) is False:
+                raise TimeoutError(self._late())
+        self._works, self._tensors = [], []
+
+    def _guard(self, call: Callable[[], Any]) -> Any:
+        begin = time.monotonic()
+        try:
+            return call()
+        except RuntimeError as error:
+            # gloo reports a peer that closed its connection and one that is late by the same type.
+            if time.monotonic() - begin >= self._wire.deadline * 0.99:
+                raise TimeoutError(self._late()) from error
+            raise ConnectionError(
+                f"reshard: rank {self._wire.rank} lost one of ranks {self._peers} in {self._what}: "
+                f"{str(error).splitlines()[0][:200]}; the weights of the engine are incomplete, resume from the last "
+                "checkpoint"
+            ) from error
+
+    def _late(self) -> str:
+        return (
+            f"reshard: rank {self._wire.rank} waited {self._wire.deadline:.0f} s for {self._what} from or to ranks "
+            f"{self._peers}"
+        )

@@ -1,0 +1,105 @@
+"""The gathering over random layouts: the whole model but a rank's own shard, balanced, and the weights it delivers."""
+
+import sys
+from pathlib import Path
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mindspeed_rl_plugin.planning.words import engine_layout_of, train_layout
+from mindspeed_rl_plugin.reshard.cells import Cells
+from mindspeed_rl_plugin.reshard.execute import copy_pieces
+from mindspeed_rl_plugin.reshard.gather import make_gathering
+from mindspeed_rl_plugin.reshard.layout import (
+    ModelShape,
+    canonical_tensors,
+    engine_layout,
+    engine_shapes,
+    megatron_layout,
+    megatron_shapes,
+)
+from mindspeed_rl_plugin.reshard.plan import make_plan
+
+sys.path.insert(0, str(Path(__file__).parent))
+from reshard_reference import engine_weights, megatron_weights, random_weights  # noqa: E402
+from test_reshard_plan import cases  # noqa: E402
+
+ITEM = 4
+
+
+def sides(shape, parallel, engine_tp, ranks, own_head):
+    sources = {r: megatron_layout(shape, parallel, r) for r in range(parallel.world)}
+    shapes = {r: megatron_shapes(shape, parallel, r) for r in sources}
+    wanted = {r: engine_layout(shape, engine_tp, i % engine_tp, own_head) for i, r in enumerate(ranks)}
+    return sources, shapes, wanted
+
+
+def carried_out(plan, source, rank):
+    """What `rank` holds of every parcel after all messages, as the executor would place it."""
+    held = {}
+    for i, parcel in enumerate(plan.parcels):
+        giver = rank if rank in parcel.names else plan.routes[i][rank]
+        stored = source[giver][parcel.names[giver]]
+        held[str(i)] = stored[: parcel.shape[0]]
+    return held
+
+
+@settings(max_examples=25, deadline=None)
+@given(cases(world_limit=8), st.sampled_from([1, 2, 8]), st.sampled_from([64, 4096]))
+def test_every_engine_gets_its_weights_out_of_all_shards(case, node_size, round_bytes):
+    shape, parallel, engine_tp, ranks, own_head = case
+    sources, shapes, wanted = sides(*case)
+    tensors, weights = canonical_tensors(shape), random_weights(shape)
+    live = {r: megatron_weights(shape, parallel, r, weights) for r in sources}
+    options = dict(itemsize=ITEM, round_bytes=round_bytes, node_size=node_size)
+    plans = {r: make_gathering(sources, shapes, wanted, tensors, rank=r, **options) for r in wanted}
+    cells = Cells(sources, wanted, tensors, itemsize=ITEM, node_size=node_size)
+    flow = cells.flow(everything=True)
+    for i, rank in enumerate(ranks):
+        plan = plans[rank]
+        assert plan.traffic[rank].received == flow.received[rank]
+        assert plan.traffic[rank].off_node == flow.received_far[rank]
+        assert plan.routes == plans[ranks[0]].routes  # every rank finds the same alone
+        engine = {n: torch.zeros(s) for n, s in engine_shapes(shape, engine_tp, i % engine_tp, own_head).items()}
+        for copies in plan.copies:
+            copy_pieces(copies, carried_out(plan, live, rank), engine)
+        for name, tensor in engine_weights(shape, engine_tp, i % engine_tp, weights, own_head).items():
+            assert torch.equal(engine[name], tensor), name
+        in_rounds = [i for numbers in plan.rounds for i in numbers]
+        assert in_rounds == list(range(len(plan.parcels)))
+        for numbers in plan.rounds:
+            assert len(numbers) == 1 or sum(plan.parcels[i].nbytes for i in numbers) <= round_bytes
+
+
+def test_experts_are_parcels_of_their_own_and_shared_weights_travel_once():
+    shape = ModelShape.from_hf_config(
+        dict(model_type="qwen3_moe", vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4)
+        | dict(num_key_value_heads=2, head_dim=8, intermediate_size=48, num_experts=8, moe_intermediate_size=16)
+        | dict(num_experts_per_tok=2, decoder_sparse_step=1, mlp_only_layers=[], tie_word_embeddings=False),
+        64,
+    )
+    parallel = train_layout("tp2,ep4,etp1", 4)
+    engine, _ = engine_layout_of("tp2,ep4", 4)
+    sources = {r: megatron_layout(shape, parallel, r) for r in range(4)}
+    shapes = {r: megatron_shapes(shape, parallel, r) for r in range(4)}
+    wanted = {r: engine_layout(shape, engine, r) for r in range(4)}
+    tensors = canonical_tensors(shape)
+    plan = make_gathering(sources, shapes, wanted, tensors, itemsize=2, round_bytes=4096, rank=0)
+    flow = Cells(sources, wanted, tensors, itemsize=2, node_size=4).flow(everything=True)
+    assert [plan.traffic[r].received for r in range(4)] == flow.received.tolist()
+    whole = sum(t.slices * t.slice_bytes(2) for t in tensors.values())
+    assert sum(p.nbytes for p in plan.parcels) == whole <= plan.nbytes
+    sent = [plan.traffic[r].sent for r in range(4)]
+    assert max(sent) <= 1.1 * min(sent), sent
+
+
+def test_far_sources_balance_the_links_of_their_nodes():
+    """A node with two holders and one with one, a rank of a third node that wants everything: both links carry half."""
+    shape = ModelShape("qwen2", 4, 32, 4, 2, 8, 48, 64, 64)
+    whole, tensors = megatron_layout(shape, train_layout("tp1", 1), 0), canonical_tensors(shape)
+    wanted = {4: engine_layout(shape, 1, 0)}
+    options = dict(itemsize=4, bucket_bytes=2048, node_size=2)
+    plan = make_plan(dict.fromkeys(range(3), whole), wanted, tensors, **options)
+    links = [plan.traffic[0].sent + plan.traffic[1].sent, plan.traffic[2].sent]
+    assert plan.traffic[4].off_node == sum(links) and max(links) <= 1.2 * min(links), links

@@ -1,0 +1,233 @@
+"""The order of copies and other work: what may be touched when, and that a forgotten wait shows."""
+
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from mindspeed_rl_plugin import iteration
+from mindspeed_rl_plugin.device import Device
+from mindspeed_rl_plugin.reshard import swap
+from mindspeed_rl_plugin.reshard.swap import TrainState
+
+sys.path.insert(0, str(Path(__file__).parent))
+from hostile import DeferringDevice, SlowCopier, poisoned_release, poisoned_revive  # noqa: E402
+from test_reshard_swap import FakeDDP, distributed_adam, state_of  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def poison(monkeypatch):
+    monkeypatch.setattr(swap, "_revive", poisoned_revive)
+    monkeypatch.setattr(swap, "_release", poisoned_release)
+
+
+def trainer(device):
+    torch.manual_seed(0)
+    model = FakeDDP()
+    optimizer = distributed_adam(model, torch.bfloat16)
+    return model, optimizer, TrainState([model], optimizer, device)
+
+
+def step(model, optimizer):
+    """An optimizer step that uses main parameters, moments and gradients; the parameters after it."""
+    inner = optimizer.optimizer
+    for p in inner.param_groups[0]["params"]:
+        p.grad = torch.ones_like(p)
+    inner.step()
+    for main, view in zip(inner.param_groups[0]["params"], model.buffers[0].param_data.split(4096), strict=False):
+        view.copy_(main)
+    return [t.clone() for t in state_of(model, optimizer)]
+
+
+def cycle(state, *, wait=True):
+    """Out and back as the loop does it; wait: whether anyone waits for the optimizer."""
+    state.swap_out(["grads", "optimizer"])
+    state.start_out(["params"])
+    state.finish_out()
+    state.swap_in(["params"])
+    state.start_in(["optimizer"])
+    if wait:
+        state.swap_in()
+
+
+class SlowDevice(Device):
+    def __init__(self):
+        super().__init__("cpu")
+
+    def copier(self):
+        return SlowCopier()
+
+
+@pytest.mark.parametrize("device", [DeferringDevice(), SlowDevice()], ids=["deferred", "slow"])
+def test_training_is_bitwise_that_without_swaps(device):
+    plain, swapped = trainer(Device("cpu")), trainer(device)
+    for _ in range(3):
+        cycle(swapped[2])
+        assert not swapped[2].out
+        for a, b in zip(step(*plain[:2]), step(*swapped[:2]), strict=True):
+            assert torch.equal(a, b)
+
+
+def test_a_missing_wait_for_the_optimizer_shows():
+    model, optimizer, state = trainer(DeferringDevice())
+    cycle(state, wait=False)
+    assert state.out == {"optimizer", "grads"}
+    assert any(t.isnan().any() for t in step(model, optimizer))
+
+
+def test_a_missing_wait_for_what_leaves_shows(monkeypatch):
+    _, _, state = trainer(DeferringDevice())
+    monkeypatch.setattr("hostile.Deferred.synchronize", lambda self: None)
+    with pytest.raises((RuntimeError, AssertionError)):
+        before = [t.clone() for t in state_of(*trainer(Device("cpu"))[:2])]
+        cycle(state)
+        assert all(torch.equal(a, b) for a, b in zip(before, state_of(state.chunks[0], state.optimizer), strict=True))
+
+
+def test_what_leaves_may_be_read_until_it_is_freed():
+    model, _, state = trainer(SlowDevice())
+    before = model.module[0].weight.clone()
+    state.start_out(["params"])
+    assert torch.equal(model.module[0].weight, before) and not state.out
+    with pytest.raises(ValueError, match="params are swapped out already"):
+        state.start_out(["params"])
+    state.finish_out()
+    assert model.module[0].weight.untyped_storage().nbytes() == 0 and state.out == {"params"}
+    state.swap_in()
+    assert torch.equal(model.module[0].weight, before)
+
+
+def test_what_arrives_may_leave_again_at_once():
+    model, optimizer, state = trainer(DeferringDevice())
+    before = [t.clone() for t in state_of(model, optimizer)]
+    state.swap_out()
+    state.start_in()
+    state.swap_out()
+    state.swap_in()
+    assert all(torch.equal(a, b) for a, b in zip(before, state_of(model, optimizer), strict=True))
+
+
+def test_a_host_without_room_is_refused_before_anything_leaves(monkeypatch):
+    model, optimizer, state = trainer(Device("cpu"))
+    state.sharing = 4
+    before = [t.clone() for t in state_of(model, optimizer)]
+    monkeypatch.setattr(state.device, "host_available", lambda: 1 << 18)
+    need = 4 * (8192 + 100 + 10) + 3 * 4 * 8192
+    message = f"--rl-swap needs {need} more bytes of host memory on each of 4 ranks .*, 262144 are free"
+    with pytest.raises(MemoryError, match=message):
+        state.swap_out()
+    assert not state.out
+    assert all(torch.equal(a, b) for a, b in zip(before, state_of(model, optimizer), strict=True))
+    monkeypatch.setattr(state.device, "host_available", lambda: 1 << 30)
+    cycle(state)  # with what was taken before the refusal
+    monkeypatch.setattr(state.device, "host_available", lambda: 0)
+    cycle(state)  # the second time nothing more is needed
+
+
+def test_a_failing_allocation_leaves_everything_as_it_was(monkeypatch):
+    model, optimizer, state = trainer(Device("cpu"))
+    taken = []
+
+    def host_empty(shape, dtype):
+        taken.append(shape)
+        if len(taken) == 3:
+            raise MemoryError("no pinned memory")
+        return torch.empty(shape, dtype=dtype)
+
+    before = [t.clone() for t in state_of(model, optimizer)]
+    with monkeypatch.context() as patch:
+        patch.setattr(state.device, "host_empty", host_empty)
+        with pytest.raises(MemoryError, match="no pinned memory"):
+            state.swap_out()
+    assert not state.out and sum(map(len, state._host.values())) == 2
+    assert all(torch.equal(a, b) for a, b in zip(before, state_of(model, optimizer), strict=True))
+    cycle(state)
+
+
+class Recorder:
+    """Notes calls of any method as (name, what)."""
+
+    def __init__(self, events, name, **returns):
+        self._events, self._name, self._returns = events, name, returns
+
+    def __getattr__(self, method):
+        def call(*args, **named):
+            told = next((",".join(sorted(a)) for a in args if isinstance(a, set | tuple)), "")
+            self._events.append(f"{self._name}.{method} {told}".strip())
+            return self._returns.get(method)
+
+        return call
+
+
+def loop_of_recorders(monkeypatch, swapped=("params", "grads", "optimizer")):
+    events = []
+    monkeypatch.setattr(iteration, "gathered", lambda model: nullcontext())
+    loop = iteration.Loop()
+    loop.parts = SimpleNamespace(
+        monitor=SimpleNamespace(stage=lambda name: nullcontext()),
+        model=None,
+        critic=None,
+        swapped=swapped,
+        train_state=Recorder(events, "state"),
+        engine=Recorder(events, "engine"),
+        resharder=Recorder(events, "reshard", to_engine=SimpleNamespace(digest=None)),
+    )
+    return loop, events
+
+
+def test_the_loop_waits_in_the_order_of_need(monkeypatch):
+    loop, events = loop_of_recorders(monkeypatch)
+    with loop._engine_awake(3):
+        events.append("generate")
+    events.append("log-probs")
+    assert [e for e in events if e != "engine.parameters"] == [
+        "state.swap_out grads,optimizer",
+        "engine.wake weights",
+        "state.start_out params",
+        "reshard.to_engine",
+        "engine.update_weights",
+        "state.finish_out",
+        "reshard.release",
+        "engine.wake kv_cache",
+        "generate",
+        "engine.sleep",
+        "state.swap_in params",
+        "reshard.check_return",
+        "state.start_in optimizer",
+        "log-probs",
+    ]
+
+
+def test_the_update_begins_with_everything_back(monkeypatch):
+    loop, events = loop_of_recorders(monkeypatch)
+
+    class Stop(Exception):
+        pass
+
+    def lease(*_):
+        raise Stop
+
+    loop.steps = [SimpleNamespace(of_rank=lambda rank: [])]
+    loop.parts.topology = SimpleNamespace(dp_rank=0)
+    loop.parts.plan = lambda epoch: []
+    loop._rows_of = lease
+    with pytest.raises(Stop):
+        loop._update(0, None, (), {})
+    assert events == ["state.swap_in"]
+
+
+def test_an_evaluation_alone_ends_with_everything_back(monkeypatch):
+    loop, events = loop_of_recorders(monkeypatch)
+    monkeypatch.setattr(iteration.reporting, "evaluation", lambda p, done: events.append("evaluate"))
+    loop._evaluate_alone(3)
+    assert events[-1] == "state.swap_in" and "evaluate" in events
+
+
+def test_a_checkpoint_of_a_swapped_out_trainer_is_refused(monkeypatch):
+    loop, _ = loop_of_recorders(monkeypatch)
+    loop.parts.train_state = SimpleNamespace(out=frozenset({"params", "optimizer"}))
+    with pytest.raises(RuntimeError, match="a checkpoint now would lack optimizer, params, which are on the host"):
+        loop.state_dict()
