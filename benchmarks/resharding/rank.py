@@ -1,0 +1,181 @@
+"""One rank of benchmarks/reshard.py: real weights, real messages between processes, no Megatron and no vLLM.
+
+The parameters are those that the layout tables say both sides store. Arms run in turn; each measured pass follows one
+that is not counted. Every arm must leave the engine with the same bytes. Rank 0 writes the rows.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from mindspeed_rl_plugin.device import get_device  # noqa: E402
+from mindspeed_rl_plugin.planning.words import engine_layout_of, train_layout  # noqa: E402
+from mindspeed_rl_plugin.reshard.cells import Cells  # noqa: E402
+from mindspeed_rl_plugin.reshard.execute import stream  # noqa: E402
+from mindspeed_rl_plugin.reshard.footprint import MODES  # noqa: E402
+from mindspeed_rl_plugin.reshard.gather import gather, make_gathering  # noqa: E402
+from mindspeed_rl_plugin.reshard.layout import (  # noqa: E402
+    ModelShape,
+    canonical_tensors,
+    engine_layout,
+    engine_shapes,
+    megatron_layout,
+    megatron_shapes,
+)
+from mindspeed_rl_plugin.reshard.measure import Temporary  # noqa: E402
+from mindspeed_rl_plugin.reshard.plan import make_plan  # noqa: E402
+from mindspeed_rl_plugin.reshard.swap import TrainState  # noqa: E402
+from mindspeed_rl_plugin.reshard.wire import Wire  # noqa: E402
+
+DTYPE = torch.bfloat16
+DEADLINE = 600.0
+
+
+class Weights(torch.nn.Module):
+    """Parameters under names that a module could not give them."""
+
+    def __init__(self, shapes, fill) -> None:
+        super().__init__()
+        self.named = {name: torch.nn.Parameter(fill(shape), requires_grad=False) for name, shape in shapes.items()}
+
+    def named_parameters(self, *args, **named):
+        return iter(self.named.items())
+
+    def parameters(self, recurse=True):
+        return iter(self.named.values())
+
+    def tensors(self):
+        return {name: p.data for name, p in self.named.items()}
+
+
+class Rank:
+    """Both sides of a reshard on this rank, and its plans."""
+
+    def __init__(self, model: dict, train: str, generate: str, bucket_bytes: int) -> None:
+        self.rank, world = dist.get_rank(), dist.get_world_size()
+        parallel = train_layout(train, world)
+        shape = ModelShape.from_hf_config(model, -(-model["vocab_size"] // parallel.tp) * parallel.tp)
+        engine, _ = engine_layout_of(generate, world)
+        ranks, self.tensors = range(world), canonical_tensors(shape)
+        sources = {r: megatron_layout(shape, parallel, r) for r in ranks}
+        shapes = {r: megatron_shapes(shape, parallel, r) for r in ranks}
+        wanted = {r: engine_layout(shape, engine, r % engine.ranks) for r in ranks}
+        self.source = Weights(shapes[self.rank], lambda size: torch.empty(size, dtype=DTYPE).fill_(0.5))
+        self._number(sources[self.rank])
+        self.engine = {
+            name: torch.zeros(size, dtype=DTYPE)
+            for name, size in engine_shapes(shape, engine, self.rank % engine.ranks).items()
+        }
+        plan = dict(itemsize=DTYPE.itemsize, rank=self.rank)
+        self.stream = make_plan(sources, wanted, self.tensors, bucket_bytes=bucket_bytes, **plan)
+        self.gathering = make_gathering(sources, shapes, wanted, self.tensors, round_bytes=bucket_bytes // 2, **plan)
+        cells = Cells(sources, wanted, self.tensors, itemsize=DTYPE.itemsize, node_size=world)
+        self.least = cells.flow().received
+        self.everything = cells.flow(everything=True).received
+        self.temporary = Temporary(get_device())
+        self.state = TrainState([self.source], None, sharing=world)
+
+    def _number(self, layout) -> None:
+        """Values that depend on the place in the canonical model only, so that a wrong copy shows."""
+        for name, segments in layout.items():
+            for s in segments:
+                inside = s.of(self.source.named[name].data).narrow(s.axis, s.offset, s.size)
+                across = torch.arange(s.start, s.stop).remainder(251).to(DTYPE)
+                salt = sum(map(ord, s.name)) % 97
+                inside.copy_((across + salt).view([-1 if a == s.axis else 1 for a in range(inside.dim())]))
+
+    def run(self, mode: str) -> dict[str, float]:
+        """One reshard with the swap of the training weights around it."""
+        for tensor in self.engine.values():
+            tensor.zero_()
+        wire = Wire(self.rank, deadline=DEADLINE)
+        source, options = self.source.tensors(), dict(wire=wire, dtype=DTYPE, device=torch.device("cpu"))
+        dist.barrier()
+        begin = time.perf_counter()
+        with self.temporary.measured(*source.values(), *self.engine.values()):
+            if mode == "stream":
+                buffer = stream(self.stream, source, self.engine, **options)
+            else:
+                buffer = gather(self.gathering, source, self.engine, whole=mode == "allgather", **options)
+        transferred = time.perf_counter() - begin
+        dist.barrier()
+        done = time.perf_counter() - begin
+        held = sum(t.nbytes for t in source.values()), sum(t.nbytes for t in self.engine.values())
+        found = {
+            "seconds": done,
+            "own_seconds": transferred,
+            "received_bytes": wire.received,
+            "temporary_bytes": self.temporary.peak,
+            "peak_bytes": sum(held) + self.temporary.peak,
+            "generate_bytes": held[1] + (held[0] if mode == "naive" else 0),
+        }
+        if mode != "naive":
+            begin = time.perf_counter()
+            self.state.swap_out(["params"])
+            del buffer
+            found["swap_out_seconds"] = time.perf_counter() - begin
+            begin = time.perf_counter()
+            self.state.swap_in()
+            found["swap_in_seconds"] = time.perf_counter() - begin
+        return found
+
+    def fingerprint(self) -> int:
+        """A sum over the engine's bytes."""
+        sums = (int(t.view(torch.int16).sum(dtype=torch.int64)) for t in self.engine.values())
+        return sum(value * (i + 1) for i, value in enumerate(sums))
+
+
+SUMS = ("received_bytes",)
+
+
+def measure(job: dict) -> list[dict]:
+    """Rows of all arms: the slowest or fullest rank, medians over the repeats."""
+    rank = Rank(job["model"], job["train"], job["generate"], job["bucket_mb"] << 20)
+    runs: dict[str, list[dict]] = {mode: [] for mode in MODES}
+    prints = set()
+    for repeat in range(1 + job["repeats"]):
+        for mode in MODES:
+            found = rank.run(mode)
+            prints.add(rank.fingerprint())
+            everyone: list = [None] * dist.get_world_size()
+            dist.all_gather_object(everyone, found)
+            if repeat:
+                worst = {k: max(each[k] for each in everyone) for k in found}
+                worst |= {f"{k}_all_ranks": sum(each[k] for each in everyone) for k in SUMS}
+                runs[mode].append(worst)
+    assert len(prints) == 1, "the arms gave the engine different weights"
+    rows = []
+    for mode, passes in runs.items():
+        for metric in passes[0]:
+            value = statistics.median(each[metric] for each in passes)
+            rows.append({"arm": mode, "metric": metric, "value": value, "unit": "s" if "seconds" in metric else "B"})
+    ratios = [s["seconds"] / a["seconds"] for s, a in zip(runs["stream"], runs["allgather"], strict=True)]
+    rows.append({"arm": "stream/allgather", "metric": "seconds", "value": statistics.median(ratios), "unit": "ratio"})
+    least, whole = int(rank.least.sum()), int(rank.everything.sum())
+    rows.append({"arm": "analytic", "metric": "least_bytes_all_ranks", "value": least, "unit": "B"})
+    rows.append({"arm": "analytic", "metric": "allgather_bytes_all_ranks", "value": whole, "unit": "B"})
+    model = sum(t.slices * t.slice_bytes(DTYPE.itemsize) for t in rank.tensors.values())
+    rows.append({"arm": "analytic", "metric": "model_bytes", "value": model, "unit": "B"})
+    return rows
+
+
+def main() -> None:
+    job = json.loads(sys.argv[1])
+    dist.init_process_group("gloo")
+    rows = measure(job)
+    if dist.get_rank() == 0:
+        Path(job["out"]).write_text(json.dumps([{**row, "case": job["case"]} for row in rows]))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,73 @@
+"""benchmarks/reshard.py: its targets judge what its rows say, its models have the size asked for, and it runs."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "reshard.py"
+
+
+@pytest.fixture(scope="module")
+def benchmark():
+    spec = importlib.util.spec_from_file_location("reshard_benchmark", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def measured(moved, least=100.0, seconds=0.5, peak=1.0):
+    case = "a case"
+    rows = [("stream", "received_bytes_all_ranks", moved), ("stream", "peak_bytes", peak)]
+    rows += [("allgather", "peak_bytes", 2.0)]
+    rows += [("analytic", "least_bytes_all_ranks", least), ("stream/allgather", "seconds", seconds)]
+    return [{"arm": a, "case": case, "metric": m, "value": v, "unit": ""} for a, m, v in rows]
+
+
+@pytest.mark.parametrize(
+    "rows, reached",
+    [
+        (measured(105.0), ["yes", "yes", "yes"]),
+        (measured(106.0, seconds=1.01, peak=2.1), ["no", "no", "no"]),
+        (measured(0.0, least=0.0), ["yes", "yes", "yes"]),
+        (measured(1.0, least=0.0), ["no", "yes", "yes"]),
+    ],
+)
+def test_targets_are_judged_by_the_rows(benchmark, rows, reached):
+    assert [row["value"] for row in benchmark.targets(rows) if row["metric"].endswith("reached")] == reached
+
+
+def test_targets_of_the_plan_compare_allgather_with_stream(benchmark):
+    case = "qwen3-30b-a3b tp4,ep8 -> tp1,ep8"
+    key = "received_bytes_all_ranks"
+    values = {"allgather": 399, "stream": 20}
+    rows = [{"arm": f"plan {mode}", "case": case, "metric": key, "value": v} for mode, v in values.items()]
+    ratio, reached = benchmark.targets(rows)
+    assert (ratio["value"], reached["value"]) == (399 / 20, "no")
+
+
+@pytest.mark.parametrize("family", ["dense", "moe"])
+def test_models_are_as_large_as_asked_for(benchmark, family):
+    from mindspeed_rl_plugin.reshard.footprint import weights
+    from mindspeed_rl_plugin.reshard.layout import ModelShape
+
+    for size in (0.5, 1.0, 2.0):
+        config = benchmark.model_config(family, size)
+        assert 1 <= weights(ModelShape.from_hf_config(config, 32000), 2).total / (size * 1e9) < 1.25
+
+
+@pytest.mark.slow
+def test_it_runs(tmp_path):
+    out = tmp_path / "rows.json"
+    command = [sys.executable, str(SCRIPT), "--json", str(out), "--model-gb", "0.25", "--repeats", "1", "--no-plan"]
+    done = subprocess.run([*command, "--cases", "dense tp2 -> tp1"], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    rows = json.loads(out.read_text())
+    assert all(set(row) == {"arm", "case", "metric", "value", "unit"} for row in rows)
+    assert {"naive", "allgather", "stream", "analytic", "target"} <= {row["arm"] for row in rows}
+    value = {(row["arm"], row["metric"]): row["value"] for row in rows}
+    assert value["stream", "received_bytes_all_ranks"] == value["analytic", "least_bytes_all_ranks"] > 0
+    assert value["allgather", "received_bytes_all_ranks"] == value["analytic", "allgather_bytes_all_ranks"]
