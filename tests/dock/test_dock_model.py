@@ -164,7 +164,8 @@ class DockMachine(RuleBasedStateMachine):
         some = st.lists(st.integers(0, self.model.shapes[epoch][0] - 1), min_size=1, max_size=2)
         groups = data.draw(some | some | st.none())
         self.before_clear(epoch, groups)
-        self.dock.clear(epoch, groups)
+        for _ in range(data.draw(st.integers(1, 2))):  # a repeat changes nothing
+            self.dock.clear(epoch, groups)
         gone = {i for i in self.model.alive if i.epoch == epoch and (groups is None or i.group in groups)}
         self.model.alive -= gone
         self.model.cells = {k: v for k, v in self.model.cells.items() if k[1] not in gone}
