@@ -23,6 +23,9 @@ class Loop:
     def on_reference_loaded(self, model):
         self.events.append(("reference", model[0].weight[0, 0].item()))
 
+    def on_critic_built(self, critic):
+        self.events.append(critic)
+
     def load_state_dict(self, state):
         self.events.append(("state", state))
 
@@ -49,7 +52,7 @@ class Megatron:
         self.args.iteration = 0
         if self.args.load is not None:
             self.args.iteration, _ = launch.load(self.load_checkpoint, (model, "optimizer", "scheduler"), {})
-        return model, "optimizer", "scheduler"
+        return model, "optimizer", types.SimpleNamespace(step=lambda increment: self.events.append(("step", increment)))
 
     def load_checkpoint(self, model, optimizer, scheduler):
         a = self.args
@@ -79,9 +82,9 @@ def job(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(checks, "check_model", lambda model: None)
 
-    def run(*, load=None, kl=0.001, initial=0.5, **values):
+    def run(*, load=None, kl=0.001, initial=0.5, more=(), **values):
         monkeypatch.setattr(launch, "_launch", None)
-        flags = ["--rl-algorithm", "grpo", "--rl-samples-per-prompt", "2", "--rl-kl-loss-coef", str(kl)]
+        flags = ["--rl-algorithm", "grpo", "--rl-samples-per-prompt", "2", "--rl-kl-loss-coef", str(kl), *more]
         rl = add_flags(argparse.ArgumentParser()).parse_args(flags)
         base = {"save": "out", "load": load, "pretrained_checkpoint": None, "ckpt_step": None, "save_interval": 1}
         base |= {"finetune": False, "no_load_optim": False, "no_load_rng": False, "train_iters": 8}
@@ -293,3 +296,29 @@ def test_another_schedule_is_fine_where_a_flag_says_which(job, flag):
     job().megatron.save(4, 2.5)
     assert job(train_iters=12, **{flag: True}).start.kind == "resume"
     assert job(lr_warmup_fraction=0.0).start.kind == "resume", "the same schedule in other words"
+
+
+def test_the_critic_is_built_after_the_policy_and_saved_before_it(job, monkeypatch):
+    """A policy that the warm-up has not trained yet is saved and loaded without the optimizer that never stepped."""
+    from mindspeed_rl_plugin.startup import critic
+
+    heard = []
+
+    def build(setup, positional, named, args, *, start, load, lr, policy):
+        heard.append((start.kind, load, lr, policy[0].weight[0, 0].item(), positional, named))
+        return ("critic",), "somewhere"
+
+    monkeypatch.setattr(critic, "build", build)
+    monkeypatch.setattr(critic, "save", lambda *_: heard.append("saved"))
+    monkeypatch.setattr(Loop, "state_dict", lambda self: {"cursor": 1, launch.TRAINED: False})
+    ppo = ("--rl-advantage", "gae", "--rl-critic-lr", "0.5")
+    done = job(more=ppo)
+    actor = ("actor", 0.5, "optimizer", "fresh")
+    assert done.events == ["before_model", "build", ("reference", 0.5), ("critic",), actor]
+    assert launch.save_rl_state(done.args, 3, len) == {"no_save_optim": True} and heard[-1] == "saved"
+    write_checkpoint("out", 3, 2.5)
+    again = job(more=ppo, kl=0)
+    assert again.events[2:4] == [("load", 3, "optimizer", False, True, False), ("step", 12)]
+    assert heard[-1] == ("resume", None, 0.5, 2.5, ("gpt",), {"model_provider_func": len})
+    monkeypatch.setattr(Loop, "state_dict", lambda self: {"cursor": 1, launch.TRAINED: True})
+    assert launch.save_rl_state(again.args, 4, len) == {}

@@ -1,0 +1,254 @@
+"""One GRPO iteration of this project beside TRL's GRPOTrainer: tokens a second, stage by stage, and peak memory.
+
+    python benchmarks/end_to_end.py --json OUT.json [--cases short] [--arms ours,trl] [--iterations 6]
+
+Both arms: two processes with one thread each, the same random-weight model in fp32, the same prompts, the same imposed
+length of each response (an end token cannot come by itself), the same rows in an optimizer step, the same micro-batch,
+no KL. The first iterations warm up and are left out. Memory is the peak over time of the proportional set size,
+summed over all processes of an arm. See README.md beside this file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import datetime
+import json
+import os
+import shlex
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import venv
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE / "training"))
+
+import workload  # noqa: E402
+
+RANKS = 2
+ARMS = ("ours", "trl")
+WARM_UP = 2  # iterations that are not counted
+SAMPLE_SECONDS = 0.5
+UNITS = {"tokens_per_second": "tokens/s", "iteration": "s", "peak_memory": "MiB"}
+TRL = ("trl==1.16.0", "accelerate==1.15.0")
+MODEL_FLAGS = (
+    "--attention-dropout 0 --hidden-dropout 0 --transformer-impl local --no-persist-layer-norm "
+    "--no-gradient-accumulation-fusion --no-masked-softmax-fusion --no-bias-swiglu-fusion --no-rope-fusion "
+    "--no-bias-dropout-fusion --ckpt-format torch --eval-interval 1000000 --eval-iters 0 --log-interval 1 --seed 1 "
+    "--distributed-backend gloo --use-distributed-optimizer --tokenizer-type HuggingFaceTokenizer "
+    "--lr 1e-6 --lr-decay-style constant --save-interval 1000000 --make-vocab-size-divisible-by 128"
+)
+RL_FLAGS = (
+    "--rl-algorithm grpo --rl-kl-loss-coef 0 --rl-ignore-eos --rl-kv-cache-gb 0.5 --rl-reward-workers 1 "
+    "--no-rl-progress --rl-answer-key= --rl-wait-timeout 600"
+)
+
+
+class Peak:
+    """Most memory that a process and its descendants had at one time, sampled meanwhile. MiB."""
+
+    def __init__(self, pid: int) -> None:
+        self.mib = 0.0
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._watch, args=(psutil.Process(pid),), daemon=True)
+        self._thread.start()
+
+    def stop(self) -> float:
+        """End the sampling; the peak."""
+        self._end.set()
+        self._thread.join()
+        return self.mib
+
+    def _watch(self, root: psutil.Process) -> None:
+        while not self._end.wait(SAMPLE_SECONDS):
+            total = 0
+            with contextlib.suppress(psutil.Error):
+                for process in [root, *root.children(recursive=True)]:
+                    with contextlib.suppress(psutil.Error):
+                        total += process.memory_full_info().pss
+            self.mib = max(self.mib, total / 2**20)
+
+
+def run_ours(case: workload.Case, folder: Path, iterations: int) -> dict[str, float]:
+    """This project: metric -> value. Raises CalledProcessError when the job fails."""
+    checkpoint = folder / "checkpoint"
+    if not checkpoint.exists():
+        command = [sys.executable, "-m", "mindspeed_rl_plugin", "import", "--load", str(folder / "model")]
+        told = subprocess.run(
+            [*command, "--out", str(checkpoint), "--train", "tp1"],
+            check=True,
+            capture_output=True,
+            text=True,
+            env=_environment(),
+        ).stdout
+        (folder / "flags").write_text(told.splitlines()[-1])
+    save = Path(tempfile.mkdtemp(dir=folder))
+    longest = workload.PROMPT_TOKENS + case.limit
+    command = [
+        *torchrun(sys.executable),
+        *("-m", "mindspeed_rl_plugin", str(HERE / "training" / "ours.py"), "--workload", str(folder)),
+        *shlex.split((folder / "flags").read_text()),
+        *MODEL_FLAGS.split(),
+        *RL_FLAGS.split(),
+        *("--seq-length", str(longest), "--micro-batch-size", str(case.micro_batch)),
+        *("--global-batch-size", str(case.samples), "--train-iters", str(iterations), "--load", str(checkpoint)),
+        *("--save", str(save), "--tokenizer-model", str(folder / "tokenizer")),
+        *("--rl-prompt-data", str(folder / "prompts.jsonl"), "--rl-reward", f"{folder / 'grader.py'}:grade"),
+        *("--rl-samples-per-prompt", str(case.members), "--rl-max-prompt-length", str(workload.PROMPT_TOKENS)),
+        *("--rl-max-response-length", str(case.limit)),
+    ]
+    peak = _run(command, folder / "ours.log")
+    lines = [json.loads(line) for line in (save / "rl" / "metrics.jsonl").read_text().splitlines()]
+    lines = [line for line in lines if line["kind"] == "train"][WARM_UP:]
+    drawn = {line["response/length_mean"] * case.samples + case.samples * workload.PROMPT_TOKENS for line in lines}
+    _same_work(case, drawn)
+    steps = [{k.removeprefix("seconds/"): v for k, v in line.items() if k.startswith("seconds/")} for line in lines]
+    return _measured(case, steps, peak)
+
+
+def run_trl(case: workload.Case, folder: Path, iterations: int) -> dict[str, float]:
+    """TRL: metric -> value. Raises CalledProcessError when it cannot be installed or fails."""
+    out = folder / "trl.json"
+    command = [*torchrun(str(interpreter())), str(HERE / "training" / "trl_arm.py")]
+    command += [str(folder), str(iterations), str(out)]
+    peak = _run(command, folder / "trl.log")
+    found = json.loads(out.read_text())
+    _same_work(case, set(found["tokens"]))
+    steps = found["steps"][WARM_UP:]
+    for step in steps:  # what is no rollout is the update
+        step["update"] = step["iteration"] - step.pop("rollout")
+    return _measured(case, steps, peak)
+
+
+def _measured(case: workload.Case, steps: Sequence[dict[str, float]], peak: float) -> dict[str, float]:
+    """Medians over the iterations that count."""
+    median = {k: statistics.median(s.get(k, 0.0) for s in steps) for k in steps[0]}
+    return {"tokens_per_second": workload.tokens(case) / median["iteration"], "peak_memory": peak, **median}
+
+
+def _same_work(case: workload.Case, drawn: set[float]) -> None:
+    if any(abs(n - workload.tokens(case)) > 1 for n in drawn):
+        raise RuntimeError(f"an arm drew {sorted(drawn)} tokens an iteration, {workload.tokens(case)} were imposed")
+
+
+def torchrun(python: str) -> list[str]:
+    """The launcher of an arm's processes."""
+    return [python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
+
+
+def interpreter() -> Path:
+    """Python with TRL, in the environment of the benchmarks, which sees everything installed here.
+
+    Raises CalledProcessError where the packages cannot be had.
+    """
+    place = HERE / ".venv"
+    python = place / "bin" / "python"
+    if not python.exists():
+        venv.create(place, with_pip=True)
+        own = next(place.glob("lib/python*/site-packages"))
+        (own / "inherited.pth").write_text("\n".join(p for p in sys.path if p.endswith("site-packages")) + "\n")
+    if subprocess.run([str(python), "-c", "import trl, accelerate"], capture_output=True).returncode:
+        subprocess.run([str(python), "-m", "pip", "install", "--quiet", "--no-deps", *TRL], check=True, timeout=600)
+    return python
+
+
+def _environment() -> dict[str, str]:
+    path = os.pathsep.join([str(HERE.parent), str(HERE / "training")])
+    quiet = {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
+    return {**os.environ, **quiet, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONPATH": path}
+
+
+def _run(command: Sequence[str], log: Path) -> float:
+    """Run a job to its end; its peak memory in MiB. A failed one shows the end of its log."""
+    with log.open("w") as file:
+        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=_environment())
+        peak = Peak(process.pid)
+        try:
+            process.wait(1800)
+        finally:
+            process.kill()
+            mib = peak.stop()
+    if process.returncode:
+        print(log.read_text()[-6000:], file=sys.stderr)
+        raise subprocess.CalledProcessError(process.returncode, shlex.join(command[:8]))
+    return mib
+
+
+def run(arms: Sequence[str], cases: Sequence[str], iterations: int, repeats: int) -> Iterator[list[dict[str, Any]]]:
+    """Rows of the result after each arm's job: medians over the repeats so far."""
+    seen: dict[tuple[str, str, str], list[float]] = {}
+    runner = {"ours": run_ours, "trl": run_trl}
+    with tempfile.TemporaryDirectory(prefix="end-to-end-") as directory:
+        for name in cases:
+            workload.write(Path(directory) / name, workload.CASES[name])
+        for repeat in range(repeats):
+            for name in cases:
+                for arm in arms if repeat % 2 == 0 else arms[::-1]:
+                    begin = time.monotonic()
+                    found = runner[arm](workload.CASES[name], Path(directory) / name, iterations)
+                    for metric, value in found.items():
+                        seen.setdefault((arm, name, metric), []).append(value)
+                    shown = {k: round(v, 3) for k, v in found.items()}
+                    took = f"{time.monotonic() - begin:.0f} s"
+                    print(f"{repeat + 1}/{repeats} {arm} {name} {took} {shown}", file=sys.stderr, flush=True)
+                    yield [
+                        {"arm": a, "case": c, "metric": m, "value": statistics.median(v), "unit": UNITS.get(m, "s")}
+                        for (a, c, m), v in seen.items()
+                    ]
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """The result as a Markdown table, a line an arm and case, and the ratios of the arms."""
+    value = {(r["arm"], r["case"], r["metric"]): r["value"] for r in rows}
+    stages = [m for m in dict.fromkeys(r["metric"] for r in rows) if m not in UNITS]
+    metrics = [*UNITS, *stages]  # seconds but for the first and third
+    lines = [f"| case | arm | {' | '.join(metrics)} |", f"|---|---|{'---|' * len(metrics)}"]
+    ratios = []
+    for case in dict.fromkeys(r["case"] for r in rows):
+        for arm in ARMS:
+            if (arm, case, "iteration") in value:
+                cells = [f"{value[arm, case, m]:.4g}" if (arm, case, m) in value else "" for m in metrics]
+                lines.append(f"| {case} | {arm} | {' | '.join(cells)} |")
+        both = [value.get((arm, case, "tokens_per_second")) for arm in ARMS]
+        memory = [value.get((arm, case, "peak_memory")) for arm in ARMS]
+        if all(both):
+            speed, size = both[0] / both[1], memory[0] / memory[1]
+            ratios.append(f"{case}: {speed:.2f}x TRL's tokens a second, {size:.2f}x its memory")
+    return "\n".join([*lines, *ratios])
+
+
+def main() -> None:
+    """Measure, print the table, write the JSON."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--json", type=Path, required=True, help="file for the rows {arm, case, metric, value, unit}")
+    parser.add_argument("--arms", default=",".join(ARMS), help="which to run, default %(default)s")
+    parser.add_argument("--cases", default=",".join(workload.CASES), help="which to run, default %(default)s")
+    parser.add_argument("--iterations", type=int, default=6, help=f"of each job, {WARM_UP} not counted; %(default)s")
+    parser.add_argument("--repeats", type=int, default=3, help="jobs of each arm and case, default %(default)s")
+    args = parser.parse_args()
+    arms, cases = args.arms.split(","), args.cases.split(",")
+    for given, known in ((arms, ARMS), (cases, workload.CASES)):
+        if unknown := set(given) - set(known):
+            parser.error(f"{sorted(unknown)} unknown; known: {', '.join(known)}")
+    if args.iterations <= WARM_UP:
+        parser.error(f"--iterations {args.iterations}: the first {WARM_UP} are not counted; give more")
+    before, rows = os.getloadavg()[0], []
+    for rows in run(arms, cases, args.iterations, args.repeats):
+        args.json.write_text(json.dumps(rows, indent=1) + "\n")
+    print(table(rows))
+    load = f"load {before:.1f} before and {os.getloadavg()[0]:.1f} after"
+    now = datetime.datetime.now().strftime("%Y-%m-%d %H:%M")
+    print(f"{now}, {os.cpu_count()} cores, {load}, median of {args.repeats} x {args.iterations - WARM_UP} iterations")
+
+
+if __name__ == "__main__":
+    main()

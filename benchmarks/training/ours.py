@@ -1,0 +1,44 @@
+"""The script that this project's arm launches: Megatron's GPT pretraining, with the length of each response imposed.
+
+    torchrun ... -m mindspeed_rl_plugin benchmarks/training/ours.py --workload DIR ...
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import runpy
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE))
+
+import workload  # noqa: E402
+
+from mindspeed_rl_plugin.rollout.vllm_engine import VllmEngine  # noqa: E402
+
+at = sys.argv.index("--workload")
+LENGTHS = workload.lengths(workload.read(Path(sys.argv[at + 1])))
+del sys.argv[at : at + 2]
+submit = VllmEngine.submit
+
+
+def imposed(self, requests):
+    """Each request with its own limit, which `--rl-ignore-eos` makes its length."""
+    submit(
+        self,
+        [
+            dataclasses.replace(
+                request,
+                sampling=dataclasses.replace(
+                    request.sampling,
+                    max_tokens=LENGTHS[workload.prompt_of(request.prompt_tokens)][request.id.member],
+                ),
+            )
+            for request in requests
+        ],
+    )
+
+
+VllmEngine.submit = imposed
+runpy.run_path(str(HERE.parents[1] / "examples" / "pretrain_gpt.py"), run_name="__main__")

@@ -1,0 +1,145 @@
+"""TRL's arm, one process of it: GRPOTrainer on the same model, prompts and lengths.
+
+    torchrun --nproc-per-node 2 benchmarks/training/trl_arm.py DIR ITERATIONS OUT.json
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+import trl
+import workload
+from datasets import Dataset
+from transformers import AutoTokenizer, LogitsProcessor, LogitsProcessorList, TrainerCallback
+from trl import GRPOConfig, GRPOTrainer
+
+folder, iterations, out = Path(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
+case = workload.read(folder)
+LENGTHS = workload.lengths(case)
+END = case.vocabulary - 1
+
+
+class Imposed(LogitsProcessor):
+    """Ends each row at its length and not before: the last token is the end token."""
+
+    def __init__(self, limits: list[int], prompt: int) -> None:
+        self.limits, self.prompt = torch.tensor(limits), prompt
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        scores[:, END] = -torch.inf
+        last = self.limits == input_ids.shape[1] - self.prompt + 1
+        scores[last] = -torch.inf
+        scores[last, END] = 0.0
+        return scores
+
+
+class Clock(TrainerCallback):
+    """Seconds of each optimizer step, and of what was timed inside it."""
+
+    def __init__(self) -> None:
+        self.steps: list[dict[str, float]] = []
+        self.inside: Counter[str] = Counter()
+        self.last = 0.0
+
+    def on_train_begin(self, *_, **__) -> None:
+        self.last = time.perf_counter()
+
+    def on_step_end(self, *_, **__) -> None:
+        now = time.perf_counter()
+        self.steps.append({"iteration": now - self.last, **self.inside})
+        self.last = now
+        self.inside.clear()
+
+
+def timed(clock: Clock, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, whose time is booked under a name."""
+
+    def call(*args, **kwargs):
+        begin = time.perf_counter()
+        try:
+            return function(*args, **kwargs)
+        finally:
+            clock.inside[name] += time.perf_counter() - begin
+
+    return call
+
+
+def main() -> None:
+    transformers.utils.logging.set_verbosity_error()
+    rows = [json.loads(line) for line in (folder / "prompts.jsonl").read_text().splitlines()]
+    clock = Clock()
+    ranks = int(os.environ["WORLD_SIZE"])
+    steps = case.samples // (case.micro_batch * ranks)
+    trainer = GRPOTrainer(
+        model=str(folder / "model"),
+        reward_funcs=lambda completions, **_: [workload.reward(c) for c in completions],
+        args=GRPOConfig(
+            output_dir=str(out) + ".trl",
+            per_device_train_batch_size=case.micro_batch,
+            gradient_accumulation_steps=steps,
+            steps_per_generation=steps,
+            num_generations=case.members,
+            max_completion_length=case.limit,
+            temperature=1.0,
+            top_k=0,
+            top_p=1.0,
+            beta=0.0,
+            epsilon=0.2,
+            loss_type="grpo",
+            learning_rate=1e-6,
+            lr_scheduler_type="constant",
+            max_steps=iterations,
+            use_cpu=True,
+            bf16=False,
+            gradient_checkpointing=False,
+            model_init_kwargs={"dtype": "float32"},
+            report_to=[],
+            save_strategy="no",
+            logging_strategy="no",
+            disable_tqdm=True,
+            seed=1,
+        ),
+        train_dataset=Dataset.from_list([{"prompt": r["prompt"]} for r in rows]),
+        processing_class=AutoTokenizer.from_pretrained(folder / "tokenizer"),
+        callbacks=[clock],
+    )
+    seen: list[int] = []
+
+    def with_lengths(model: torch.nn.Module) -> Callable[..., Any]:
+        own = model.generate
+
+        def call(*args, **kwargs):
+            ids = kwargs["input_ids"]
+            count: Counter[int] = Counter()
+            limits = []
+            for row in ids.tolist():
+                prompt = workload.prompt_of(row)
+                limits.append(LENGTHS[prompt][count[prompt] % case.members])
+                count[prompt] += 1
+            seen.append(sum(limits) + ids.numel())
+            return own(*args, logits_processor=LogitsProcessorList([Imposed(limits, ids.shape[1])]), **kwargs)
+
+        return call
+
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    model.generate = timed(clock, "generate", with_lengths(model))
+    trainer._calculate_rewards = timed(clock, "reward", trainer._calculate_rewards)
+    trainer._generate_and_score_completions = timed(clock, "rollout", trainer._generate_and_score_completions)
+    trainer.train()
+    drawn: list[list[int]] = [[] for _ in range(ranks)]
+    torch.distributed.all_gather_object(drawn, seen)
+    if trainer.accelerator.is_main_process:
+        tokens = [sum(both) for both in zip(*drawn, strict=True)]
+        out.write_text(json.dumps({"steps": clock.steps, "tokens": tokens, "version": trl.__version__}))
+
+
+main()
