@@ -50,12 +50,13 @@ def test_the_next_process_takes_over_what_is_known(members, nodes: list[str]) ->
     with pytest.raises(ValueError, match="already acknowledged"):
         docks[0].lease("two", ids=IDS[:1], deadline=0)
     docks[0].commit(held)  # its lease is gone, its work is not
+    assert docks[0].remaining("two") == 2  # and its controller has heard of it
     rest = docks[2].lease("two", min_rows=2, deadline=5)
     assert set(rest.rows.ids) == set(IDS[2:]) and [int(t) for t in rest.rows["tokens"].values] == [
         i.group for i in rest.rows.ids
     ]
     docks[2].commit(rest)
-    assert docks[0].remaining("two") == 0 and holders(made, "two") == [1, 2]
+    assert docks[2].remaining("two") == 0 and holders(made, "two") == [1, 2]
     assert made[2].host.successions == 1 and made[0].host.directory.terms.keys() == {"two"}
     docks[0].clear(0)
     assert all(m.host.warehouse is None or m.host.warehouse.used == 0 for m in made)
