@@ -6,7 +6,8 @@ Levels: "group" one entry a prompt, "sample" one a response, "token" aligned wit
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from mindspeed_rl_plugin.algorithms.advantages import returns as value_targets
 from mindspeed_rl_plugin.algorithms.selection import carries_signal
 from mindspeed_rl_plugin.dock import ColumnSpec, StateSpec
 from mindspeed_rl_plugin.reward import GradeItem, RewardPool
-from mindspeed_rl_plugin.types import Column, Prompt, Ragged, Rows, pack_json, unpack_json
+from mindspeed_rl_plugin.types import Column, Prompt, Ragged, Rows, SampleId, pack_json, unpack_json
 
 
 def grpo_columns(graders: int) -> list[ColumnSpec]:
@@ -44,6 +45,7 @@ def grpo_columns(graders: int) -> list[ColumnSpec]:
         ColumnSpec("returns", f32, "token", ragged=True),  # what the critic learns
         ColumnSpec("advantage", f32, "sample", ragged=False),
         ColumnSpec("advantages", f32, "token", ragged=True),  # in the place of `advantage` where tokens differ
+        ColumnSpec("times", torch.int32, "sample", ragged=False),  # how often filtration drew the response, from 0
         ColumnSpec("kept", torch.int8, "sample", ragged=False),  # 0: trained nowhere, counted in no denominator
     ]
 
@@ -88,8 +90,9 @@ def advantage_name(algorithm: Algorithm) -> str:
 
 
 def advantage_writes(algorithm: Algorithm) -> tuple[str, ...]:
-    """Columns of the advantage state; with a critic also what it is to learn."""
-    return (advantage_name(algorithm), "kept", *(("returns",) if algorithm.needs_critic else ()))
+    """Columns of the advantage state; with a critic also what it is to learn, under filtration how often."""
+    more = (("returns",) if algorithm.needs_critic else ()) + (("times",) if algorithm.filters else ())
+    return (advantage_name(algorithm), "kept", *more)
 
 
 def advantage_reads(algorithm: Algorithm) -> tuple[str, ...]:
@@ -104,19 +107,21 @@ def advantage_reads(algorithm: Algorithm) -> tuple[str, ...]:
 def measure_reads(algorithm: Algorithm, dump: bool) -> tuple[str, ...]:
     """Columns that the metrics need of every row, and the dump where asked."""
     dumped = DUMPED + (advantage_name(algorithm),) + (("logp_ref",) if algorithm.needs_reference else ())
-    return MEASURED + (dumped if dump else ())
+    filtered = ("times",) if algorithm.filters else ()
+    return MEASURED + filtered + (dumped if dump else ())
 
 
 def update_reads(algorithm: Algorithm) -> tuple[str, ...]:
     """Columns that the update needs of every row."""
     reads = ("tokens", "loss_mask", "logp_rollout", "logp_old", advantage_name(algorithm), "kept", "version")
     reads += ("values", "returns") if algorithm.needs_critic else ()
+    reads += ("times",) if algorithm.filters else ()
     return reads + (("logp_ref",) if algorithm.needs_reference else ())
 
 
 def of_stage(reads: Sequence[str], last: bool) -> tuple[str, ...]:
     """Which of a state's columns a pipeline stage reads: what feeds the model, and on the last stage all."""
-    return tuple(c for c in reads if last or c in ("tokens", "loss_mask", "kept"))
+    return tuple(c for c in reads if last or c in ("tokens", "loss_mask", "kept", "times"))
 
 
 def prompt_columns(prompts: Sequence[Prompt]) -> dict[str, Column]:
@@ -145,13 +150,21 @@ def reward_columns(rows: Rows, pool: RewardPool, decode: Callable[[Sequence[int]
 
 
 def advantage_columns(
-    rows: Rows, algorithm: Algorithm, limit: int, gather: Callable[[Moments], Iterable[Moments]]
+    rows: Rows,
+    algorithm: Algorithm,
+    limit: int,
+    gather: Callable[[Any], Iterable[Any]],
+    *,
+    seed: int = 0,
+    steps: Mapping[SampleId, int] | None = None,
 ) -> Rows | None:
     """Advantages of whole groups; a group with a dropped sample is kept out of training altogether, and under dynamic
     sampling one whose task rewards are all equal.
 
     rows: those of this rank, maybe none; limit: longest response [tokens]; gather: every rank's value, collective,
-    called where advantages are whitened, on ranks without rows too. None where there are no rows.
+    called where advantages are whitened and where whole batches are filtered, on ranks without rows too; seed: of the
+    draws of filtration; steps: optimizer step of every row of the rollout, needed where whole batches are filtered.
+    None where there are no rows.
     """
     found = _estimated(rows, algorithm, limit) if len(rows) else None
     returns = None
@@ -163,11 +176,12 @@ def advantage_columns(
         moments = Moments.merged(gather(Moments.of(found.values, found.counts) if found else Moments()))
         if found is not None:
             found = dataclasses.replace(found, values=whiten(found.values, moments))
+    times = _times(rows, found, algorithm, gather, seed, steps) if algorithm.filters else {}
     if found is None:
         return None
     values = torch.where(found.counts > 0, found.values, 0.0).float()
     advantages = Ragged(values, rows["loss_mask"].offsets) if algorithm.per_token else values
-    written = {advantage_name(algorithm): advantages, "kept": found.kept.to(torch.int8)}
+    written = {advantage_name(algorithm): advantages, "kept": found.kept.to(torch.int8), **times}
     return Rows(rows.ids, written | ({} if returns is None else {"returns": returns}))
 
 
@@ -179,6 +193,29 @@ class _Estimate:
     values: Tensor
     counts: Tensor
     kept: Tensor
+
+
+def _times(
+    rows: Rows,
+    found: _Estimate | None,
+    algorithm: Algorithm,
+    gather: Callable[[Any], Iterable[Any]],
+    seed: int,
+    steps: Mapping[SampleId, int] | None,
+) -> dict[str, Tensor]:
+    """How often each row is trained; rows of dropped groups neither draw nor are drawn."""
+    kept = [] if found is None else found.kept.nonzero().flatten().tolist()
+    ids, reward = [rows.ids[i] for i in kept], rows["reward"][kept] if kept else torch.empty(0)
+    if algorithm.filtration_whole_batch:
+        # A pool is an optimizer step, whose rows lie on all ranks.
+        parts = list(gather((ids, reward.tolist())))
+        every = [i for theirs, _ in parts for i in theirs]
+        values = torch.tensor([r for _, theirs in parts for r in theirs], dtype=torch.float32)
+        drawn = algorithm.times(values, torch.tensor([steps[i] for i in every], dtype=torch.int64), every, seed)
+        times = dict(zip(every, drawn.tolist(), strict=True))
+    else:
+        times = dict(zip(ids, algorithm.times(reward, group_index(ids), ids, seed).tolist(), strict=True))
+    return {"times": torch.tensor([times.get(i, 0) for i in rows.ids], dtype=torch.int32)}
 
 
 def _estimated(rows: Rows, algorithm: Algorithm, limit: int) -> _Estimate:

@@ -32,6 +32,8 @@ class DataConfig:
         (), "prompts: JSONL, JSON or Parquet files or saved dataset directories, one or several"
     )
     prompt_key: str = flag("prompt", "field that holds the prompt: a string, or a list of chat messages")
+    chosen_key: str = flag("chosen", "field that holds the better answer of a preference pair")
+    rejected_key: str = flag("rejected", "field that holds the worse answer of a preference pair")
     answer_key: str = flag("answer", "field that holds the ground truth for the reward")
     apply_chat_template: bool = flag(False, "render every prompt with the tokenizer's chat template")
     max_prompt_length: int = flag(1024, "longest prompt kept; longer ones are dropped and counted", unit="tokens")
@@ -176,11 +178,16 @@ class AlgorithmConfig:
         choices=("none", "best-worst", "best-random", "pow"),
     )
     filtration_power: float = flag(2.0, "exponent p of filtration pow, weight |R|^p")
-    filtration_whole_batch: bool = flag(False, "resample over the whole rollout instead of a prompt, as verl does")
+    filtration_whole_batch: bool = flag(
+        False, "resample over all responses of an optimizer step instead of a prompt's, as verl does"
+    )
     dpo_loss: str = flag("sigmoid", "loss of a pair", choices=("sigmoid", "hinge", "ipo"))
     dpo_beta: float = flag(0.1, "beta of dpo: how strongly the reference holds")
     dpo_label_smoothing: float = flag(0.0, "chance that a pair is labelled the wrong way round, sigmoid only")
     dpo_length_norm: bool = flag(False, "compare mean log-probs of the two responses of a pair instead of sums")
+    dpo_reference_cache: str | None = flag(
+        None, "directory for the reference's log-probs of all pairs, taken once (default: SAVE/rl/reference)"
+    )
     ppo_epochs: int = flag(1, "passes over one rollout batch", unit="epochs")
 
 

@@ -15,12 +15,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from megatron.training import get_args
+
 from mindspeed_rl_plugin import columns, drawing, reporting
+from mindspeed_rl_plugin.algorithms.presets import learns_from_pairs
 from mindspeed_rl_plugin.config import RLConfig
 from mindspeed_rl_plugin.critic.critic import Critic
 from mindspeed_rl_plugin.dock import Lease
 from mindspeed_rl_plugin.forward import Step
 from mindspeed_rl_plugin.logprobs.compute import compute_logps
+from mindspeed_rl_plugin.preference.loop import PairLoop
 from mindspeed_rl_plugin.reshard.hook import Transfer
 from mindspeed_rl_plugin.reshard.swap import HostWeights, gathered
 from mindspeed_rl_plugin.rollout.generate import run_generation
@@ -29,14 +33,14 @@ from mindspeed_rl_plugin.startup.start import Start
 from mindspeed_rl_plugin.types import Ragged, Rows, SampleId
 from mindspeed_rl_plugin.wiring import Inputs, Parts
 
-_loop: Loop | None = None
+_loop: Loop | PairLoop | None = None
 
 
-def current() -> Loop:
-    """The loop of this process, made on first use."""
+def current() -> Loop | PairLoop:
+    """The loop of this process, made on first use: that of given pairs where the algorithm learns from them."""
     global _loop
     if _loop is None:
-        _loop = Loop()
+        _loop = PairLoop() if learns_from_pairs(get_args().rl_algorithm) else Loop()
     return _loop
 
 
@@ -353,7 +357,11 @@ class Loop:
         p = self.parts
         lease = p.dock_of_rank.lease("advantage", ids=self._of_rank(self.groups), deadline=p.deadline)
         limit = p.inputs.config.rollout.max_response_length
-        p.dock_of_rank.commit(lease, columns.advantage_columns(lease.rows, p.algorithm, limit, p.gather))
+        steps = {i: n for n, step in enumerate(p.plan(self.groups)) for i in step.ids}
+        found = columns.advantage_columns(
+            lease.rows, p.algorithm, limit, p.gather, seed=p.response_seed, steps=steps
+        )
+        p.dock_of_rank.commit(lease, found)
 
     def _update(self, done: int, original: Callable[..., tuple], args: tuple, kwargs: Mapping[str, Any]) -> tuple:
         """Step 8: Megatron's own train_step on the dock's rows, with our forward step."""

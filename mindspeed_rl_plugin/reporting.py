@@ -92,6 +92,8 @@ def rollout(
         _check_weights(rows, done, transfer.digest)
         found = dict(metrics.rollout_metrics(rows.take(kept), solved=_solved(p, rows["reward_parts"][kept].tolist())))
         found |= moved | (drawn or {})
+        if "times" in rows.columns:
+            found |= metrics.filtration_metrics(rows["times"], rows["reward"])
         found["reward/errors"] = float(rows["grader_error"].sum())
         found["groups/dropped"] = 1.0 - len(kept) / len(rows)
         measured = found, metrics.token_count(rows)

@@ -206,7 +206,7 @@ class Parts:
             forward=inputs.forward,
             update=Update(algorithm, inputs.forward, model, norm_length=rollout.max_response_length),
             value_update=ValueUpdate(algorithm, inputs.forward, critic.model) if critic else None,
-            monitor=_monitor(inputs, topology, start),
+            monitor=make_monitor(inputs.args, inputs.config, topology, start),
             sampling=Sampling(
                 max_tokens=rollout.max_response_length,
                 temperature=rollout.temperature,
@@ -369,8 +369,8 @@ def _check_rotary(inputs: Inputs, model: Any) -> None:
             hf_config.check_rotary(inputs.engine_config, rotary.inv_freq)
 
 
-def _monitor(inputs: Inputs, topology: Topology, start: Start) -> Monitor:
-    args, config = inputs.args, inputs.config
+def make_monitor(args: argparse.Namespace, config: RLConfig, topology: Topology, start: Start) -> Monitor:
+    """The monitor of a run."""
     device = get_device()
     dump_dir = config.monitor.dump_dir
     return Monitor(

@@ -20,7 +20,7 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("logprobs", "critic", "update"),
     ("startup", "columns", "placement", "drawing", "planning"),
     ("wiring", "plan", "export"),
-    ("reporting",),
+    ("reporting", "preference"),
     ("iteration",),
     ("patching",),
     ("adaptor",),

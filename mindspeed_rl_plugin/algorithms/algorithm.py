@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +15,8 @@ from mindspeed_rl_plugin.algorithms.kl import KL_ESTIMATORS
 from mindspeed_rl_plugin.algorithms.losses import LOSSES, Bounds, PolicyTerms, TrainedTokens
 from mindspeed_rl_plugin.algorithms.pairs import PairOptions
 from mindspeed_rl_plugin.algorithms.rewards import overlong_penalty
-from mindspeed_rl_plugin.types import Ragged
+from mindspeed_rl_plugin.algorithms.selection import resample, uniform_draws
+from mindspeed_rl_plugin.types import Ragged, SampleId
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,11 @@ class Algorithm:
         return ADVANTAGES[self.advantage].per_token
 
     @property
+    def filters(self) -> bool:
+        """Whether responses are resampled by their rewards."""
+        return self.filtration != "none"
+
+    @property
     def whitened(self) -> bool:
         """Whether advantages are to be whitened over the global batch (`whiten`)."""
         return ADVANTAGES[self.advantage].whitened
@@ -103,6 +110,17 @@ class Algorithm:
         """Advantages of whole groups, before whitening: `[B]`, or ragged `[L]` where `per_token`."""
         settings = Settings(self.advantage_eps, self.gamma, self.gae_lambda)
         return ADVANTAGES[self.advantage].function(batch, settings)
+
+    def times(self, rewards: Tensor, pools: Tensor, ids: Sequence[SampleId], seed: int) -> Tensor:
+        """`[B]` int32, how often each row is trained: as often as the rows of its pool draw it, with replacement.
+
+        rewards: `[B]`; pools: `[B]` int64, rows that draw from each other; ids: of the rows; seed: of the draws. A pool
+        of n rows makes n draws. Any order of the rows gives each the same number.
+        """
+        order = torch.tensor(sorted(range(len(ids)), key=ids.__getitem__), dtype=torch.int64)
+        draws = uniform_draws(seed, [ids[i] for i in order.tolist()])
+        chosen = resample(rewards[order], pools[order], draws, rule=self.filtration, power=self.filtration_power)
+        return torch.bincount(order[chosen], minlength=len(ids)).to(torch.int32)
 
     def policy_terms(self, tokens: TrainedTokens) -> PolicyTerms:
         """Policy loss, ratio and clip of each trained token, `[T]`."""

@@ -62,6 +62,11 @@ ALGORITHMS: dict[str, Preset] = {
 }
 
 
+def learns_from_pairs(name: str | None) -> bool:
+    """Whether the preset of this name learns from given pairs and draws nothing; False for an unknown name."""
+    return name in ALGORITHMS and ALGORITHMS[name].advantage == PAIRS
+
+
 def resolve(config: AlgorithmConfig) -> Algorithm:
     """Fill every part that the user left open from the preset, and check the result.
 

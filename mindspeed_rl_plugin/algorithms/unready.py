@@ -7,19 +7,7 @@ from collections.abc import Callable, Iterator
 from mindspeed_rl_plugin.algorithms.algorithm import Algorithm
 
 # (short name, whether an algorithm asks for it, what to do instead)
-UNREADY: tuple[tuple[str, Callable[[Algorithm], bool], str], ...] = (
-    (
-        "preference pairs",
-        lambda a: a.from_pairs,
-        "this version does not read preference pairs yet; choose an algorithm that draws responses",
-    ),
-    (
-        "filtration",
-        lambda a: a.filtration != "none",
-        "--rl-filtration {a.filtration}: this version does not resample rollouts yet; --rl-filtration none trains "
-        "without",
-    ),
-)
+UNREADY: tuple[tuple[str, Callable[[Algorithm], bool], str], ...] = ()  # nothing at present
 
 
 def lacking(algorithm: Algorithm) -> list[str]:

@@ -51,6 +51,14 @@ def reward_metrics(reward: Tensor) -> dict[str, float]:
     return {"reward/mean": float(reward.mean()), "reward/std": float(reward.std()) if len(reward) > 1 else 0.0}
 
 
+def filtration_metrics(times: Tensor, reward: Tensor) -> dict[str, float]:
+    """What filtration chose: share of `[B]` responses that are trained at all, and the mean reward of what is trained,
+    each response as often as `times` `[B]` says."""
+    weights = times.double()
+    mean = float((weights * reward.double()).sum() / weights.sum().clamp(min=1))
+    return {"filtration/distinct": float((times > 0).double().mean()), "filtration/reward_mean": mean}
+
+
 def group_shares(solved: Sequence[bool], ids: Sequence[SampleId]) -> dict[str, float]:
     """Shares of groups whose responses, B in all groups together, are all solved, and of those where none is.
 

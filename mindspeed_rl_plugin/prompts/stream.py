@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from mindspeed_rl_plugin.prompts.render import Renderer
-from mindspeed_rl_plugin.prompts.sources import open_source
+from mindspeed_rl_plugin.prompts.sources import Source, open_source
 from mindspeed_rl_plugin.types import Prompt
 
 if TYPE_CHECKING:
@@ -74,6 +74,10 @@ class PromptStream:
         """Every kept prompt in the order of the data (evaluation); the cursor stays."""
         return [self._prompt(row) for row in self._kept]
 
+    def at(self, place: int) -> Prompt:
+        """The kept prompt at a place in the order of the data; the cursor stays."""
+        return self._prompt(self._kept[place])
+
     def state(self) -> dict[str, Any]:
         """The cursor, and what it is a cursor into; ints and strings."""
         return {"epoch": self._epoch, "position": self._position, **self._identity()}
@@ -98,9 +102,13 @@ class PromptStream:
         random.Random(f"{self._seed}/{epoch}").shuffle(order)
         return order
 
-    def _prompt(self, row: int) -> Prompt:
+    def _place(self, row: int) -> tuple[Source, int]:
+        """The source of a row, and its index there."""
         which = bisect.bisect_right(self._starts, row) - 1
-        return self._renderer.prompt(self._sources[which], row - self._starts[which], row)
+        return self._sources[which], row - self._starts[which]
+
+    def _prompt(self, row: int) -> Prompt:
+        return self._renderer.prompt(*self._place(row), row)
 
     def _scan(self, max_length: int) -> tuple[list[int], str, int]:
         """Rows to keep, a digest of their tokens and answers, and the longest length seen."""

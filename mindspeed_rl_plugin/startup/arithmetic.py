@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from mindspeed_rl_plugin.algorithms.presets import learns_from_pairs
 from mindspeed_rl_plugin.config import RLConfig
 
 
@@ -61,11 +63,48 @@ class Arithmetic:
             ("rollouts", self.rollouts, f"{self.train_iters} optimizer steps / {self.steps}{self._last()}"),
             ("rollout engines", self.engines, ""),
         ]
-        return "\n".join(["[rl] batch arithmetic", *(f"[rl]   {n:<30}{v:>8}  {how}".rstrip() for n, v, how in rows)])
+        return _table(rows)
 
     def _last(self) -> str:
         left = self.train_iters % self.steps
         return f", the last serves {left}" if left else ""
+
+
+@dataclass(frozen=True)
+class PairArithmetic:
+    """How pairs are cut into optimizer steps: every pair is two sequences. Fields as in `Arithmetic`."""
+
+    global_batch: int
+    micro_batch: int
+    data_parallel: int
+    train_iters: int
+
+    def table(self) -> str:
+        """A small table for the console."""
+        across = self.micro_batch * self.data_parallel
+        rows = [
+            ("sequences an optimizer step", self.global_batch, "--global-batch-size, two a pair"),
+            ("pairs an optimizer step", self.global_batch // 2, f"{self.global_batch} / 2"),
+            ("pairs a micro-batch", self.micro_batch // 2, f"--micro-batch-size {self.micro_batch} / 2"),
+            (
+                "micro-batches a step and rank",
+                self.global_batch // across,
+                f"{self.global_batch} / ({self.micro_batch} x {self.data_parallel} data-parallel ranks)",
+            ),
+            ("pairs of the run", self.train_iters * self.global_batch // 2, f"{self.train_iters} optimizer steps"),
+        ]
+        return _table(rows)
+
+
+def derive_pairs(*, global_batch: int, micro_batch: int, data_parallel: int, train_iters: int) -> PairArithmetic:
+    """Check that everything divides and no pair is cut. Raises ValueError naming the value, the limit and the fix."""
+    if micro_batch % 2:
+        raise ValueError(
+            f"--micro-batch-size {micro_batch} cuts a pair: it counts sequences, and the chosen and the rejected "
+            "answer of a pair go through the model together; give an even number"
+        )
+    _check_split(global_batch, micro_batch, data_parallel)
+    return PairArithmetic(global_batch, micro_batch, data_parallel, train_iters)
 
 
 def derive(
@@ -96,16 +135,24 @@ def derive(
             f"one rollout has {samples} samples (--rl-rollout-prompts {prompts} x --rl-samples-per-prompt {members}), "
             f"not a multiple of --global-batch-size {global_batch}; {_near(prompts, members, global_batch)}"
         )
-    if global_batch % (micro_batch * data_parallel):
-        raise ValueError(
-            f"--global-batch-size {global_batch} is not a multiple of --micro-batch-size {micro_batch} x "
-            f"{data_parallel} data-parallel ranks = {micro_batch * data_parallel}; change one of them"
-        )
+    _check_split(global_batch, micro_batch, data_parallel)
     return Arithmetic(prompts, members, global_batch, epochs, micro_batch, data_parallel, engines, train_iters)
 
 
+def arithmetic_of(args: Any) -> Arithmetic | PairArithmetic:
+    """The arithmetic of Megatron's validated arguments, whatever the algorithm. Raises ValueError as these do."""
+    if not learns_from_pairs(args.rl_algorithm):
+        return derive_from_args(args)
+    return derive_pairs(
+        global_batch=args.global_batch_size,
+        micro_batch=args.micro_batch_size,
+        data_parallel=args.data_parallel_size,
+        train_iters=args.train_iters,
+    )
+
+
 def derive_from_args(args: Any) -> Arithmetic:
-    """The arithmetic of Megatron's validated arguments. Raises ValueError as `derive` does."""
+    """The arithmetic of an algorithm that draws responses. Raises ValueError as `derive` does."""
     config = RLConfig.from_args(args)
     return derive(
         global_batch=args.global_batch_size,
@@ -117,6 +164,18 @@ def derive_from_args(args: Any) -> Arithmetic:
         engines=args.world_size // config.rollout.generate_tp,
         train_iters=args.train_iters,
     )
+
+
+def _check_split(global_batch: int, micro_batch: int, data_parallel: int) -> None:
+    if global_batch % (micro_batch * data_parallel):
+        raise ValueError(
+            f"--global-batch-size {global_batch} is not a multiple of --micro-batch-size {micro_batch} x "
+            f"{data_parallel} data-parallel ranks = {micro_batch * data_parallel}; change one of them"
+        )
+
+
+def _table(rows: Sequence[tuple[str, int, str]]) -> str:
+    return "\n".join(["[rl] batch arithmetic", *(f"[rl]   {n:<30}{v:>8}  {how}".rstrip() for n, v, how in rows)])
 
 
 def _near(prompts: int, members: int, global_batch: int) -> str:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from mindspeed_rl_plugin.algorithms import Algorithm, resolve, unready
+from mindspeed_rl_plugin.algorithms.presets import learns_from_pairs
 from mindspeed_rl_plugin.config import RLConfig, flag_name
 from mindspeed_rl_plugin.device import get_device
 from mindspeed_rl_plugin.monitor.files import check_dumps
@@ -24,8 +25,8 @@ from mindspeed_rl_plugin.reward.model import same_tokenizer
 from mindspeed_rl_plugin.reward.specs import model_specs, parse_specs, time_limits
 from mindspeed_rl_plugin.rollout.hf_moe import routing_problems
 from mindspeed_rl_plugin.rollout.limits import LOWEST_TEMPERATURE, EngineSizes
-from mindspeed_rl_plugin.startup import critic_files, files
-from mindspeed_rl_plugin.startup.arithmetic import derive_from_args
+from mindspeed_rl_plugin.startup import critic_files, files, pair_checks
+from mindspeed_rl_plugin.startup.arithmetic import arithmetic_of
 from mindspeed_rl_plugin.startup.refused import REFUSED
 from mindspeed_rl_plugin.startup.upstream_rl import UPSTREAM_RL
 
@@ -35,7 +36,10 @@ Check = Callable[[Any, RLConfig], Iterator[str]]
 def check_args(args: Any) -> None:
     """Check validated arguments under RL. Raises ValueError that lists every problem found."""
     config = RLConfig.from_args(args)
-    problems = [message for check in CHECKS for message in check(args, config)]
+    checks = [*CHECKS, pair_checks.refused]
+    if learns_from_pairs(config.algorithm.algorithm):  # which has no grader and no engine
+        checks = [check for check in checks if check not in (_rewards, _model, _swap, _dumps)]
+    problems = [message for check in checks for message in check(args, config)]
     if problems:
         raise ValueError("RL cannot run with these arguments:\n" + "\n".join(f"  - {p}" for p in problems))
 
@@ -136,6 +140,7 @@ def _algorithm(args: Any, config: RLConfig) -> Iterator[str]:
         return
     yield from unready.messages(algorithm)
     yield from _group_size(algorithm, config)
+    yield from _filtration(args, algorithm, config)
     limit = config.rollout.max_response_length
     if (buffer := algorithm.buffer(limit)) > limit >= 1:
         yield f"--rl-overlong-buffer {buffer} is longer than --rl-max-response-length {limit}; shorten it"
@@ -167,11 +172,30 @@ def _group_size(algorithm: Algorithm, config: RLConfig) -> Iterator[str]:
         )
 
 
+def _filtration(args: Any, algorithm: Algorithm, config: RLConfig) -> Iterator[str]:
+    members, whole = config.rollout.samples_per_prompt, algorithm.filtration_whole_batch
+    if whole and not algorithm.filters:
+        yield "--rl-filtration-whole-batch has no meaning without --rl-filtration; give a rule, or remove it"
+    if not algorithm.filters or whole or members < 1:
+        return
+    if members == 1:
+        yield (
+            f"--rl-filtration {algorithm.filtration}: with --rl-samples-per-prompt 1 there is nothing to choose from; "
+            "draw at least 2, or give --rl-filtration-whole-batch"
+        )
+    elif args.global_batch_size % members:
+        yield (
+            f"--rl-filtration {algorithm.filtration} resamples whole groups, and --global-batch-size "
+            f"{args.global_batch_size} cuts groups of --rl-samples-per-prompt {members}; make it a multiple, or give "
+            "--rl-filtration-whole-batch"
+        )
+
+
 def _batch_arithmetic(args: Any, config: RLConfig) -> Iterator[str]:
     if min(config.rollout.samples_per_prompt, config.rollout.generate_tp, getattr(args, "train_iters", None) or 0) < 1:
         return  # reported by another check
     try:
-        derive_from_args(args)
+        arithmetic_of(args)
     except ValueError as error:
         yield str(error)
 

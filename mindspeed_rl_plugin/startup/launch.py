@@ -49,7 +49,7 @@ def launch(original: Callable, positional: tuple, named: Mapping[str, Any], args
     global _launch
     if ranks.is_rank_0():
         notes = [f"[rl] note: {line}" for line in checks.warnings(args)]
-        print("\n".join([arithmetic.derive_from_args(args).table(), *notes]), flush=True)
+        print("\n".join([arithmetic.arithmetic_of(args).table(), *notes]), flush=True)
     loop.before_model(args)
     model_source.remember(original, positional, named)
     algorithm = resolve(RLConfig.from_args(args).algorithm)

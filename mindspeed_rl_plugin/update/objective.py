@@ -22,12 +22,18 @@ MAXIMA = ("ratio_max", "ratio_min", "logp_diff_max", "rollout_weight_max")
 
 
 def objective(
-    algorithm: Algorithm, batch: MicroBatch, weights: Tensor, logp: Tensor, entropy: Tensor
+    algorithm: Algorithm,
+    batch: MicroBatch,
+    weights: Tensor,
+    logp: Tensor,
+    entropy: Tensor,
+    times: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Part of the global loss that this micro-batch contributes, and its tally.
 
     batch: with columns `logp_old` and `advantages`, `logp_ref` where the algorithm needs it, `logp_rollout`
-    where known; weights: `[mb]` weight of a trained token of each row; logp, entropy: `[mb, S]`.
+    where known; weights: `[mb]` weight of a trained token of each row; logp, entropy: `[mb, S]`; times: `[mb]`
+    how often a row counts in the tally, None: once (its weight already says so for the loss).
     Returns the scalar `sum_t w_t * (c_t * policy + kl_coef * KL - entropy_coef * H)` with its gradient, c_t the
     off-policy correction where one is on, and a detached vector laid out as `WEIGHTED + PER_TOKEN + PER_SEQUENCE +
     MAXIMA`. Ratio and importance weights are tallied less 1, so that the mean of ratios of 1 is 1 to the last bit;
@@ -40,12 +46,13 @@ def objective(
     entropy = entropy[mask]
     weight = weights[sequence]
     zero = torch.zeros_like(tokens.logp_old)
+    counted = torch.ones_like(tokens.logp_old) if times is None else times[sequence].to(tokens.logp_old)
 
     terms = algorithm.policy_terms(tokens)
     reference = batch.columns.get("logp_ref")
     kl = algorithm.kl(tokens.logp, reference[mask]) if reference is not None else zero
     rollout = batch.columns.get("logp_rollout")
-    correction, gap = _engine_gap(algorithm, tokens, logp_old if rollout is None else rollout[mask])
+    correction, gap = _engine_gap(algorithm, tokens, logp_old if rollout is None else rollout[mask], counted)
 
     policy = terms.loss if correction is None else correction * terms.loss
     pg_loss = (weight * policy).sum()
@@ -56,11 +63,11 @@ def objective(
         "pg_loss": pg_loss,
         "kl_loss": kl_loss,
         "entropy_loss": entropy_loss,
-        "ratio": (terms.ratio - 1.0).sum(),
-        "clip_fraction": terms.clipped.float().sum(),
-        "entropy": entropy.sum(),
-        "kl": kl.sum(),
-        "kl_old": k3(tokens.logp_old, tokens.logp.detach()).sum(),
+        "ratio": (counted * (terms.ratio - 1.0)).sum(),
+        "clip_fraction": (counted * terms.clipped).sum(),
+        "entropy": (counted * entropy).sum(),
+        "kl": (counted * kl).sum(),
+        "kl_old": (counted * k3(tokens.logp_old, tokens.logp.detach())).sum(),
         "ratio_max": _maximum(terms.ratio),
         "ratio_min": _maximum(-terms.ratio),
         **gap,
@@ -70,23 +77,23 @@ def objective(
 
 
 def _engine_gap(
-    algorithm: Algorithm, tokens: TrainedTokens, rollout: Tensor
+    algorithm: Algorithm, tokens: TrainedTokens, rollout: Tensor, counted: Tensor
 ) -> tuple[Tensor | None, dict[str, Tensor]]:
     """What the gap between engine and trainer makes of the loss, `[T]` or None, and its part of the tally."""
     old, sequence, rows = tokens.logp_old, tokens.sequence, tokens.sequences
     by_level = {level: importance_weights(old, rollout, sequence, rows, level) for level in ("token", "sequence")}
     token, whole = by_level["token"], by_level["sequence"]
     # A share of 1 / n on each of its n tokens counts a sequence once.
-    once = 1.0 / torch.bincount(sequence, minlength=rows).clamp(min=1)[sequence]
+    once = counted / torch.bincount(sequence, minlength=rows).clamp(min=1)[sequence]
     outside = {level: algorithm.out_of_bounds(weights).float() for level, weights in by_level.items()}
     difference = (old - rollout).abs()
     return algorithm.corrected(by_level[algorithm.correction_level]), {
-        "logp_diff_mean": difference.sum(),
+        "logp_diff_mean": (counted * difference).sum(),
         "logp_diff_max": _maximum(difference),
-        "rollout_weight": (token - 1.0).sum(),
-        "rollout_weight_outside": outside["token"].sum(),
+        "rollout_weight": (counted * (token - 1.0)).sum(),
+        "rollout_weight_outside": (counted * outside["token"]).sum(),
         "rollout_weight_max": _maximum(token),
-        "rollout_kl": k3(rollout, old).sum(),
+        "rollout_kl": (counted * k3(rollout, old)).sum(),
         "rollout_sequence_weight": (once * (whole - 1.0)).sum(),
         "rollout_sequence_weight_outside": (once * outside["sequence"]).sum(),
     }

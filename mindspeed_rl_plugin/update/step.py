@@ -51,6 +51,7 @@ class Update:
         self._per_token = bool(get_model_config(model[0]).calculate_per_token_loss)
         self._batches: list[MicroBatch] = []
         self._weights: list[Tensor] = []
+        self._times: list[Tensor] = []
         self._tallies: dict[int, Tensor] = {}
         self._metrics: dict[str, float] | None = None
 
@@ -62,8 +63,9 @@ class Update:
         micro_batches: this data parallel rank's, in order, each of `micro_batch_size` rows with the columns
         `tokens`, `loss_mask`, `logp_old`, and `advantages` (ragged `[L]`) or `advantage` (`[B]`, one a sample);
         `logp_ref` where the algorithm needs it; `logp_rollout` where the engine's gap is to be measured;
-        `kept` (`[B]`, 0: the row is trained nowhere) where rows were dropped. Ranks that are not on the last pipeline
-        stage need `tokens`, `loss_mask` and `kept` only. totals: counts of the global batch, None to count them here,
+        `kept` (`[B]`, 0: the row is trained nowhere) where rows were dropped; `times` (`[B]`, how often a row counts)
+        where they were filtered. Ranks that are not on the last pipeline stage need `tokens`, `loss_mask`, `kept` and
+        `times` only. totals: counts of the global batch, None to count them here,
         which is collective over the data parallel ranks; measured: columns that the last stage holds, None: those of
         this rank.
         Returns the totals. Raises ValueError for a missing column or a wrong number of micro-batches.
@@ -76,8 +78,13 @@ class Update:
             )
         rows = [self._checked(part) for part in micro_batches]
         counts = [_trained(part) for part in rows]
-        totals = totals or self._count(counts)
-        self._weights = [self._weigh(n, totals).float().to(self._device) for n in counts]
+        times = [part.columns.get("times", torch.ones_like(n)) for part, n in zip(rows, counts, strict=True)]
+        totals = totals or self._count(counts, times)
+        # As if each row stood in the batch as often as it was drawn, at the cost of one pass over it.
+        self._weights = [
+            (self._weigh(n, totals) * k).float().to(self._device) for n, k in zip(counts, times, strict=True)
+        ]
+        self._times = [k.to(self._device) for k in times]
         self._batches = [self._collate(i, part) for i, part in enumerate(rows)]
         self._scaling = LossScaling(
             micro_batches=len(rows),
@@ -123,12 +130,13 @@ class Update:
 
     def _loss(self, batch: MicroBatch, output: Tensor) -> tuple:
         logp, entropy = head_of(output, batch, self.settings, entropy_grad=self._entropy_grad)
-        loss, tally = objective(self.algorithm, batch, self._weights[batch.index], logp, entropy)
+        times = self._times[batch.index]
+        loss, tally = objective(self.algorithm, batch, self._weights[batch.index], logp, entropy, times)
         # By index, for Megatron may run a step again to validate its result.
         self._tallies[batch.index] = tally
         # Megatron averages this over micro-batches; it is this rank's view, `metrics` has the exact one.
         seen = (loss.detach() * (self._scaling.micro_batches * self._scaling.dp_size)).view(1)
-        return self._scaling.result(loss, batch.mask.sum(), {"loss": seen})
+        return self._scaling.result(loss, (batch.mask * times[:, None]).sum(), {"loss": seen})
 
     def _needed(self, rows: Rows) -> list[str]:
         """Columns that the last pipeline stage needs beside the tokens."""
@@ -141,9 +149,10 @@ class Update:
         missing = [name for name in needed if name not in rows.columns]
         if missing:
             raise ValueError(f"the update lacks columns {missing}; it was given {sorted(rows.columns)}")
-        if "kept" in rows.columns:
-            kept = rows["kept"].bool().repeat_interleave(rows["loss_mask"].lengths)
+        if {"kept", "times"} & rows.columns.keys():
             mask = rows["loss_mask"]
+            kept = [rows[name] > 0 for name in ("kept", "times") if name in rows.columns]
+            kept = torch.stack(kept).all(0).repeat_interleave(mask.lengths)
             rows = rows.with_columns(loss_mask=Ragged(mask.values * kept, mask.offsets), scored=mask)
         if "advantages" not in rows.columns and "advantage" in rows.columns:
             rows = rows.with_columns(advantages=spread(rows["advantage"], rows["loss_mask"]))
@@ -152,9 +161,9 @@ class Update:
     def _collate(self, index: int, rows: Rows) -> MicroBatch:
         return collate(rows, self.settings, index=index, columns=[n for n in self.carried if n in rows.columns])
 
-    def _count(self, counts: Sequence[Tensor]) -> Totals:
-        every = torch.cat(list(counts))
-        both = torch.stack([every.sum(), (every > 0).sum()]).to(self._device)
+    def _count(self, counts: Sequence[Tensor], times: Sequence[Tensor]) -> Totals:
+        every, drawn = torch.cat(list(counts)), torch.cat(list(times)).long()
+        both = torch.stack([(drawn * every).sum(), (drawn * (every > 0)).sum()]).to(self._device)
         dist.all_reduce(both, group=parallel_state.get_data_parallel_group())
         tokens, sequences = both.tolist()
         return Totals(tokens, sequences, self.norm_length)

@@ -57,31 +57,36 @@ class ValueUpdate(Update):
         return sequence_weights("token-mean", counts, totals)
 
     def _loss(self, batch: MicroBatch, output: Tensor) -> tuple:
-        loss, tally = value_objective(batch, self._weights[batch.index], output[..., 0], self.algorithm.value_clip)
+        times, clip = self._times[batch.index], self.algorithm.value_clip
+        loss, tally = value_objective(batch, self._weights[batch.index], output[..., 0], clip, times)
         self._tallies[batch.index] = tally
         seen = (loss.detach() * (self._scaling.micro_batches * self._scaling.dp_size)).view(1)
-        return self._scaling.result(loss, batch.mask.sum(), {"value loss": seen})
+        return self._scaling.result(loss, (batch.mask * times[:, None]).sum(), {"value loss": seen})
 
 
-def value_objective(batch: MicroBatch, weights: Tensor, values: Tensor, clip: float) -> tuple[Tensor, Tensor]:
+def value_objective(
+    batch: MicroBatch, weights: Tensor, values: Tensor, clip: float, times: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Part of the global value loss that this micro-batch contributes, and its tally.
 
     batch: with columns `values` and `returns`; weights: `[mb]` weight of a trained token of each row; values:
-    `[mb, S]` of the critic that is trained. Returns the scalar with its gradient, and a vector laid out as `SUMS`.
+    `[mb, S]` of the critic that is trained; times: `[mb]` how often a row counts in the tally, None: once. Returns the scalar with its gradient, and a vector laid out as `SUMS`.
     """
     mask = batch.mask
     old, returns = batch.columns["values"][mask], batch.columns["returns"][mask]
     terms = value_loss(values[mask], old, returns, clip)
-    loss = (weights[mask.nonzero()[:, 0]] * terms.loss).sum()
+    sequence = mask.nonzero()[:, 0]
+    loss = (weights[sequence] * terms.loss).sum()
+    counted = torch.ones_like(old) if times is None else times[sequence].to(old)
     error = returns - old
     tally = {
-        "value_loss": terms.loss.sum(),
-        "value_clip_fraction": terms.clipped.float().sum(),
-        "value_mean": old.sum(),
-        "return_mean": returns.sum(),
-        "return_square": returns.square().sum(),
-        "error": error.sum(),
-        "error_square": error.square().sum(),
+        "value_loss": (counted * terms.loss).sum(),
+        "value_clip_fraction": (counted * terms.clipped).sum(),
+        "value_mean": (counted * old).sum(),
+        "return_mean": (counted * returns).sum(),
+        "return_square": (counted * returns.square()).sum(),
+        "error": (counted * error).sum(),
+        "error_square": (counted * error.square()).sum(),
     }
     return loss, torch.stack([tally[name].detach().float() for name in SUMS])
 

@@ -68,6 +68,42 @@ def test_advantages_do_not_depend_on_who_holds_which_group(name, dropped):
     assert (len(set(dropped)) == 12) == (not values.any())
 
 
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("rule", ["best-worst", "best-random", "pow"])
+def test_filtration_does_not_depend_on_who_holds_which_group(rule, whole):
+    """Two steps of two groups; a dropped group neither draws nor is drawn."""
+    algorithm = resolve(AlgorithmConfig(algorithm="grpo", filtration=rule, filtration_whole_batch=whole))
+    rows = rollout(dropped=(4,))
+    rows = rows.with_columns(reward=torch.tensor([0.2, 0.5, 0.9, 1, 1, 1, 0.1, 0.1, 0.4, 2.0, 0.0, 1.0]))
+    steps = {i: i.group // 2 for i in rows.ids}
+
+    def on(parts, seed=3):
+        shared = []
+        more = {"seed": seed, "steps": steps}
+        for part in parts:
+            columns.advantage_columns(part, algorithm, LIMIT, lambda mine: shared.append(mine) or [mine] * 4, **more)
+        assert len(shared) == (len(parts) if whole else 0)
+        return [columns.advantage_columns(part, algorithm, LIMIT, lambda mine: shared, **more) for part in parts]
+
+    (one,) = on([rows])
+    shuffled = rows.take([2, 0, 1, 5, 4, 3])
+    first, second, nothing = on([rows.take(range(6, 12)), shuffled, Rows(())])
+    assert nothing is None
+    both = Rows.concat([first, second]).select(rows.ids)
+    assert torch.equal(both["times"], one["times"]) and one["times"].dtype == torch.int32
+    times = one["times"].tolist()
+    assert times[3:6] == [0, 0, 0]
+    pools = [range(0, 3), range(6, 12)] if whole else [range(0, 3), range(6, 9), range(9, 12)]
+    assert [sum(times[i] for i in pool) for pool in pools] == [len(pool) for pool in pools]
+    for pool in pools:
+        reward = [float(rows["reward"][i]) for i in pool]
+        for i, r in zip(pool, reward, strict=True):
+            assert times[i] == 0 or rule == "best-random" or r in (max(reward), min(reward)) or rule == "pow" and r
+    assert any(on([rows], seed)[0]["times"].tolist() != times for seed in range(4, 9)), "draws depend on the seed"
+    assert set(one.columns) == set(columns.advantage_writes(algorithm))
+    assert "times" in columns.update_reads(algorithm) and "times" in columns.measure_reads(algorithm, False)
+
+
 def test_whitened_advantages_have_mean_zero_and_variance_one_over_kept_tokens():
     algorithm = resolve(AlgorithmConfig(algorithm="reinforce++"))
     (got,) = on_ranks([rollout(dropped=(4,))], algorithm)

@@ -26,11 +26,10 @@ def check_rollouts(run, lines, epochs):
     brought, trained = 0.0, []
     for line in rollouts:
         signal = round(line["sampling/informative"] * line["sampling/groups_drawn"])
-        assert line["sampling/groups_drawn"] == ROLLOUT * line["sampling/rounds"] and line["sampling/rounds"] >= 2
+        assert line["sampling/groups_drawn"] == ROLLOUT * line["sampling/rounds"]
         assert line["sampling/brought"] == brought and line["sampling/filled"] == line["groups/dropped"] == 0.0
         assert brought + signal == ROLLOUT + line["sampling/carried"]
         assert line["groups/informative"] == 1.0 > line["sampling/informative"] > 0.0
-        assert line["sampling/reward_mean"] > line["reward/mean"], "all ones were left out of the second"
         brought = line["sampling/carried"]
     dumps = sorted((run.save / "dump").glob("*.parquet"))
     assert len(dumps) == len(rollouts) == epochs
@@ -46,6 +45,7 @@ def check_rollouts(run, lines, epochs):
 def test_surplus_groups_are_trained_in_the_next_rollout(job, tmp_path):
     run = job(*dapo(tmp_path, "--train-iters", "4")).dumping()
     rollouts = check_rollouts(run, run.run().metrics, epochs=2)
+    assert rollouts[0]["sampling/rounds"] > 1, "one round cannot fill a rollout here"
     assert rollouts[0]["sampling/carried"] > 0, "choose other prompts: nothing was carried over"
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from mindspeed_rl_plugin.monitor.metrics import (
+    filtration_metrics,
     group_shares,
     informative_share,
     largest,
@@ -109,3 +110,9 @@ def test_merge_refuses_two_values_of_one_name():
     assert merge({"a": 1.0}, {"b": 2.0}, {"a": 1.0}) == {"a": 1.0, "b": 2.0}
     with pytest.raises(ValueError, match="'a' is written twice"):
         merge({"a": 1.0}, {"a": 2.0})
+
+
+def test_filtration_is_measured_by_what_it_drew():
+    times, reward = torch.tensor([3, 0, 1, 0], dtype=torch.int32), torch.tensor([1.0, 9.0, 0.0, 9.0])
+    found = filtration_metrics(times, reward)
+    assert found == {"filtration/distinct": 0.5, "filtration/reward_mean": 0.75}

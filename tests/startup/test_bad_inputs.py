@@ -74,6 +74,9 @@ RL = {
 }
 
 
+DPO = {"--rl-algorithm": ["dpo"], "--rl-reward": None, "--rl-samples-per-prompt": None}
+
+
 @pytest.fixture
 def build(tmp_path):
     """A namespace like Megatron's, from changed flags (`--...`) and changed attributes."""
@@ -106,6 +109,14 @@ def test_the_base_is_good(build):
     [
         *({"--rl-algorithm": [name]} for name in ("grpo", "dr-grpo", "rloo", "reinforce++", "gspo", "cispo")),
         {"--rl-algorithm": ["dapo"]},
+        {**DPO, "--rl-dpo-loss": ["ipo"], "--rl-rejected-key": ["worse"], "kv_channels": 16},
+        {"--rl-filtration": ["best-worst"]},
+        {
+            "--rl-algorithm": ["reinforce++"],
+            "--rl-filtration": ["pow"],
+            "--rl-filtration-whole-batch": [],
+            "--rl-samples-per-prompt": ["1"],
+        },
         {"--rl-algorithm": ["ppo"], "--rl-advantage": ["reinforce++"]},
         {"--rl-algorithm": ["ppo"], "--rl-critic-lr": ["1e-5"], "--rl-critic-warmup": ["2"]},
         {"--rl-loss": ["sapo"], "--rl-correction": ["truncate"]},
@@ -212,13 +223,28 @@ BAD = [
         "--rl-critic-warmup 10 leaves no iteration of --train-iters 10 to train the policy; lower it",
     ),
     ({"--rl-critic-warmup": ["3"]}, "--rl-critic-warmup 3 has no meaning for the advantage 'group-norm'"),
-    ({"--rl-algorithm": ["pf-ppo"]}, "--rl-filtration best-worst: this version does not resample rollouts yet"),
+    ({"--rl-filtration-whole-batch": []}, "--rl-filtration-whole-batch has no meaning without --rl-filtration"),
+    (
+        {"--rl-filtration": ["pow"], "--rl-samples-per-prompt": ["1"]},
+        "--rl-filtration pow: with --rl-samples-per-prompt 1 there is nothing to choose from",
+    ),
+    (
+        {"--rl-filtration": ["best-random"], "--rl-samples-per-prompt": ["6"], "--rl-rollout-prompts": ["8"]},
+        "resamples whole groups, and --global-batch-size 16 cuts groups of --rl-samples-per-prompt 6",
+    ),
     ({"--rl-dynamic-sampling-rounds": ["0"]}, "--rl-dynamic-sampling-rounds is 0; give a number at least 1"),
     (
         {"--rl-samples-per-prompt": ["1"], "--rl-advantage": ["reinforce++"], "--rl-dynamic-sampling": []},
         "--rl-samples-per-prompt 1: dynamic sampling keeps prompts whose responses earn different rewards",
     ),
-    ({"--rl-algorithm": ["dpo"]}, "--rl-algorithm dpo: this version does not read preference pairs yet"),
+    ({**DPO, "micro_batch_size": 1}, "--micro-batch-size 1 cuts a pair: it counts sequences"),
+    ({**DPO, "micro_batch_size": 6}, "--global-batch-size 16 is not a multiple of --micro-batch-size 6 x 2"),
+    ({**DPO, "--rl-reward": ["exact"]}, "--rl-reward exact has no meaning for --rl-algorithm dpo, which draws no"),
+    ({**DPO, "--rl-top-k": ["5"]}, "--rl-top-k 5 has no meaning for --rl-algorithm dpo"),
+    ({**DPO, "--rl-loss": ["clip"]}, "--rl-loss clip has no meaning for --rl-algorithm dpo"),
+    ({**DPO, "--rl-prompt-data": ["no-such-file.jsonl"]}, "--rl-prompt-data no-such-file.jsonl: no such file"),
+    ({"--rl-dpo-beta": ["0.2"]}, "--rl-dpo-beta 0.2 has no meaning for --rl-algorithm grpo, which learns from no"),
+    ({"--rl-rejected-key": ["bad"]}, "--rl-rejected-key bad has no meaning for --rl-algorithm grpo"),
     (
         {"--rl-overlong-buffer": ["33"]},
         "--rl-overlong-buffer 33 is longer than --rl-max-response-length 32; shorten it",

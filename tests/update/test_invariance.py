@@ -27,6 +27,11 @@ ONE_RANK = {
     "replayed": case(2, mode="replay"),
     "dropped": case(2, mode="dropped"),
     "masked": case(2, mode="masked"),
+    "filtered": case(2, mode="filtered"),
+    "filtered chunks": case(2, mode="filtered", chunk=7, aggregation="token-mean"),
+    "filtered per token": case(2, "--calculate-per-token-loss", mode="filtered", aggregation="token-mean"),
+    "repeated": case(2, mode="repeated"),
+    "repeated token-mean": case(2, mode="repeated", aggregation="token-mean"),
     "token-mean 1": case(1, aggregation="token-mean"),
     "token-mean 4": case(4, aggregation="token-mean"),
     "mean of means": case(4, aggregation="token-mean", mode="mean of means"),
@@ -43,6 +48,7 @@ TWO_RANKS = {
     "TP2": case(2, TP2),
     "DP2": case(2),
     "DP2 distributed optimizer": case(1, DIST),
+    "DP2 filtered": case(2, mode="filtered"),
     "TP2 sequence parallel chunks": case(4, f"{TP2} --sequence-parallel", chunk=7),
 }
 MORE_ON_TWO_RANKS = {
@@ -95,7 +101,7 @@ def test_one_rank(one_rank, name):
     assert "loss" in one_rank[name]["metrics"] and one_rank[name]["grad_norm"] > 0.1
 
 
-@pytest.mark.parametrize("name", TWO_RANKS)
+@pytest.mark.parametrize("name", [name for name, c in TWO_RANKS.items() if "mode" not in c])
 def test_two_ranks(one_rank, two_ranks, name):
     assert_same_step(two_ranks[name], one_rank["reference"])
     assert_same_step(two_ranks[name], one_rank["micro-batch 1"])
@@ -106,6 +112,17 @@ def test_a_dropped_sample_is_trained_nowhere_and_counts_nowhere(one_rank):
     assert_same_step(dropped, masked)
     assert dropped["metrics"]["trained_sequences"] == 6 and dropped["metrics"]["trained_tokens"] == 18
     assert_same_step(one_rank["dropped chunks"], masked)
+
+
+def test_filtration_is_a_batch_of_what_was_drawn(one_rank, two_ranks):
+    """A row that counts three times is trained as three copies of it; one that was never drawn as no row at all."""
+    repeated = one_rank["repeated"]
+    assert repeated["metrics"]["trained_sequences"] == 7 and repeated["metrics"]["trained_tokens"] == 23
+    assert_same_step(one_rank["filtered"], repeated)
+    assert_same_step(two_ranks["DP2 filtered"], repeated)
+    for name in ("filtered chunks", "filtered per token"):
+        assert_same_step(one_rank[name], one_rank["repeated token-mean"])
+    assert abs(repeated["grad_norm"] / one_rank["micro-batch 2"]["grad_norm"] - 1) > 1e-2
 
 
 def test_a_tied_output_weight_gets_both_gradients(one_rank):
@@ -134,7 +151,7 @@ def test_more_layouts(run_cases, one_rank):
 @pytest.mark.parametrize("aggregation", OTHER_AGGREGATIONS)
 def test_other_aggregations(run_cases, aggregation):
     want = run_cases("invariance.py", 1, {"one": case(1, aggregation=aggregation)})["one"]
-    layouts = {name: {**c, "aggregation": aggregation} for name, c in TWO_RANKS.items()}
+    layouts = {name: {**c, "aggregation": aggregation} for name, c in TWO_RANKS.items() if "mode" not in c}
     for got in run_cases("invariance.py", 2, layouts).values():
         assert_same_step(got, want)
 
@@ -150,6 +167,7 @@ def test_other_megatron_versions(run_cases, one_rank, checkout):
     for name, got in run_cases("invariance.py", 1, ONE_RANK, checkout).items():
         assert_same_step(got, one_rank[name])
     pipelines = {name: c for name, c in {**TWO_RANKS, **MORE_ON_TWO_RANKS}.items() if name.startswith("PP2")}
-    others = {name: c for name, c in {**TWO_RANKS, **MORE_ON_TWO_RANKS}.items() if name not in pipelines}
+    rest = {**TWO_RANKS, **MORE_ON_TWO_RANKS}.items()
+    others = {name: c for name, c in rest if name not in pipelines and "mode" not in c}
     for name, got in run_cases("invariance.py", 2, {**pipelines, **others}, checkout).items():
         assert_same_step(got, one_rank["micro-batch 1"]), name

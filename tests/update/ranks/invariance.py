@@ -42,6 +42,8 @@ def through_train_step(job, rows, case):
     )
     if case.get("mode") in ("dropped", "masked"):
         rows = without_row(rows, 2, case["mode"])
+    if case.get("mode") in ("filtered", "repeated"):
+        rows = drawn_again(rows, case["mode"])
     mine = [rows.select(ids) for ids in step.of_rank(parallel_state.get_data_parallel_rank())]
     refuses_bad_input(update, mine)
     update.prepare(mine)
@@ -65,6 +67,14 @@ def without_row(rows, index, how):
     advantage = torch.stack([row[row.abs().argmax()] for row in rows["advantages"].rows()])
     columns = {name: column for name, column in rows.columns.items() if name != "advantages"}
     return Rows(rows.ids, {**columns, "advantage": advantage, "kept": kept})
+
+
+def drawn_again(rows, how):
+    """Some rows drawn several times and others never: "filtered" says so in a column, "repeated" puts copies there."""
+    times = torch.tensor([2, 0, 0, 1, 0, 2, 2, 1], dtype=torch.int32)
+    if how == "filtered":
+        return rows.with_columns(times=times)
+    return Rows(rows.ids, rows.take(torch.arange(8).repeat_interleave(times).tolist()).columns)
 
 
 def refuses_bad_input(update, mine):

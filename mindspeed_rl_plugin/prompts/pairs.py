@@ -1,0 +1,152 @@
+"""Preference pairs: a prompt with a chosen and a rejected response, as tokens, served in a seeded order."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from mindspeed_rl_plugin.prompts.render import Renderer
+from mindspeed_rl_plugin.prompts.sources import Source
+from mindspeed_rl_plugin.prompts.stream import PromptStream
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True)
+class Pair:
+    """prompt: P token ids; chosen, rejected: R token ids of each response, its end included; row: index in the data."""
+
+    prompt: tuple[int, ...]
+    chosen: tuple[int, ...]
+    rejected: tuple[int, ...]
+    row: int
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longer response."""
+        return max(len(self.chosen), len(self.rejected))
+
+
+class PairRenderer(Renderer):
+    """Turns rows into pairs. Raises ValueError, naming file and line, for a row that is none.
+
+    A response is a string, which is the whole answer and gets the end-of-text token; with `chat_template` it is an
+    assistant message (a string, or a list with one), rendered and ended by the template.
+    """
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, prompt_key: str, keys: Mapping[str, str], chat_template: bool
+    ) -> None:
+        super().__init__(tokenizer, prompt_key, "", chat_template)
+        self._keys = keys
+        if not chat_template and tokenizer.eos_token_id is None:
+            raise ValueError(f"tokenizer {tokenizer.name_or_path!r} has no end-of-text token, which ends a response")
+
+    def pair(self, source: Source, index: int, row: int) -> Pair:
+        """The pair of row `index` of `source`; `row` numbers it over all sources."""
+        fields, where = source.row(index), source.where(index)
+        prompt = self.prompt(source, index, row)
+        answers = {name: self._answer(fields, fields[self._prompt_key], name, where) for name in self._keys}
+        return Pair(prompt.tokens, answers["chosen"], answers["rejected"], row)
+
+    def _answer(self, fields: Mapping[str, Any], prompt: Any, name: str, where: str) -> tuple[int, ...]:
+        key, flag = self._keys[name], f"--rl-{name}-key"
+        if fields.get(key) in (None, "", []):
+            lack = "is empty" if key in fields else f"is not there; it has {', '.join(map(repr, fields))}"
+            raise ValueError(f"{where}: a pair has a {name} answer, and the field {key!r} {lack}; set {flag}")
+        value = fields[key]
+        if isinstance(value, list) and not (
+            len(value) == 1 and isinstance(value[0], dict) and value[0].get("role") == "assistant"
+        ):
+            raise ValueError(
+                f"{where}: field {key!r} is a list, but not of one assistant message: {str(value)[:80]!r}; keep the "
+                "earlier messages in the prompt"
+            )
+        text = value[0].get("content") if isinstance(value, list) else value
+        if not isinstance(text, str):
+            raise ValueError(f"{where}: field {key!r} holds no text but {str(value)[:80]!r}")
+        if not self._chat_template:
+            if isinstance(value, list):
+                raise ValueError(f"{where}: field {key!r} holds a chat message; add --rl-apply-chat-template")
+            return (*self._tokenizer.encode(text, add_special_tokens=False), self._tokenizer.eos_token_id)
+        return self._templated(prompt, text, where, key)
+
+    def _templated(self, prompt: Any, answer: str, where: str, key: str) -> tuple[int, ...]:
+        messages = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
+        render = self._tokenizer.apply_chat_template
+        before = render(messages, tokenize=False, add_generation_prompt=True)
+        whole = render([*messages, {"role": "assistant", "content": answer}], tokenize=False)
+        if not whole.startswith(before):
+            raise ValueError(
+                f"{where}: the chat template writes another prompt once field {key!r} follows it, so the response "
+                "cannot be cut off; use a template that appends, or give plain strings"
+            )
+        return tuple(self._tokenizer.encode(whole[len(before) :], add_special_tokens=False))
+
+
+class PairStream(PromptStream):
+    """Pairs of one or several paths, in the manner of `PromptStream`: `next`, `all`, `state`, `load_state`.
+
+    Pairs whose prompt or a response is too long, and those whose two responses are the same tokens, which teach
+    nothing, are left out; `dropped` counts both. Raises ValueError as `PromptStream` does, and for a row that is no
+    pair. max_length, max_response: [tokens].
+    """
+
+    def __init__(
+        self,
+        paths: Sequence[str],
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        prompt_key: str,
+        chosen_key: str,
+        rejected_key: str,
+        chat_template: bool,
+        max_length: int,
+        max_response: int,
+        seed: int,
+    ) -> None:
+        keys = {"chosen": chosen_key, "rejected": rejected_key}
+        self._pairs = PairRenderer(tokenizer, prompt_key, keys, chat_template)
+        self._max_response = max_response
+        super().__init__(
+            paths,
+            tokenizer,
+            prompt_key=prompt_key,
+            answer_key="",
+            chat_template=chat_template,
+            max_length=max_length,
+            seed=seed,
+        )
+
+    @property
+    def rows(self) -> list[int]:
+        """Rows of the data that are kept, rising."""
+        return list(self._kept)
+
+    @property
+    def fingerprint(self) -> str:
+        """Digest of the kept pairs' tokens."""
+        return self._fingerprint
+
+    def _prompt(self, row: int) -> Pair:
+        return self._pairs.pair(*self._place(row), row)
+
+    def _scan(self, max_length: int) -> tuple[list[int], str, int]:
+        kept, digest, longest, same = [], hashlib.sha256(), 0, 0
+        for row in range(self._starts[-1]):
+            pair = self._prompt(row)
+            longest = max(longest, len(pair.prompt))
+            if pair.chosen == pair.rejected:
+                same += 1
+            elif len(pair.prompt) <= max_length and pair.longest <= self._max_response:
+                kept.append(row)
+                digest.update(repr((pair.prompt, pair.chosen, pair.rejected)).encode())
+        if not kept:
+            raise ValueError(
+                f"no pair is left of {self._starts[-1]}: in {same} both answers are the same, the others are longer "
+                f"than --rl-max-prompt-length {max_length} or --rl-max-response-length {self._max_response}"
+            )
+        return kept, digest.hexdigest()[:16], longest

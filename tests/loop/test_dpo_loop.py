@@ -1,0 +1,83 @@
+"""DPO end to end: two ranks, the same launch script, a preference file, no engine."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+
+
+@pytest.fixture
+def dpo(job, arithmetic, tmp_path):
+    """A factory of jobs on pairs: the answer of the careful pupil against that of the careless one."""
+    for name in ("prompts", "heldout"):
+        numbers = [json.loads(line) for line in (arithmetic / f"{name}.jsonl").read_text().splitlines()]
+        wrong = ({"rejected": str(int(row["answer"]) - 10), "chosen": row["answer"]} for row in numbers)
+        rows = [json.dumps({"prompt": row["prompt"], **w}) for row, w in zip(numbers, wrong, strict=True)]
+        (tmp_path / f"{name}-pairs.jsonl").write_text("\n".join(rows))
+
+    def make(*more, **named):
+        made = job(*more, **named)
+        data = ("--rl-prompt-data", str(tmp_path / "prompts-pairs.jsonl"), "--rl-algorithm", "dpo")
+        made.extra = (*data, "--rl-eval-data", str(tmp_path / "heldout-pairs.jsonl"), "--lr", "1e-3", *made.extra)
+        command = made.command
+
+        def without_generation(agent, port):
+            words = command(agent, port)
+            for flag in ("--rl-reward", "--rl-samples-per-prompt"):
+                at = words.index(flag)
+                del words[at : at + 2]
+            return words
+
+        made.command = without_generation
+        return made
+
+    return make
+
+
+def test_the_margin_rises_and_the_reference_is_read_from_disk_on_a_resume(dpo):
+    """64 pairs, eight a step: twelve steps go through the data one and a half times."""
+    run = dpo("--train-iters", "12", "--save-interval", "6", "--exit-interval", "6", "--rl-eval-every", "6")
+    first = run.run()
+    assert "log-probs of the reference are kept in" in first.log and "pairs an optimizer step" in first.log
+    run.extra = tuple(w for w in run.extra if w not in ("--exit-interval",))
+    at = run.extra.index("--rl-eval-every")
+    run.extra = (*run.extra[: at - 1], *run.extra[at:])
+    again = run.run()
+    assert "training resumes from" in again.log and "log-probs of the reference are read from" in again.log
+    lines, held_out = again.metrics, again.evaluations
+    assert [line["iteration"] for line in lines] == list(range(1, 13))
+    assert lines[0]["loss"] == pytest.approx(math.log(2), abs=1e-4) and abs(lines[0]["dpo/margin"]) < 1e-4
+    assert all(line["grad_norm"] > 1e-3 for line in lines)
+    assert lines[-1]["dpo/margin"] > 0.05 + lines[5]["dpo/margin"] and lines[-1]["loss"] < 0.68
+    assert [line["iteration"] for line in held_out] == [0, 6, 12]
+    margins = [line["eval/dpo_margin"] for line in held_out]
+    assert abs(margins[0]) < 1e-4 and margins[1] < margins[2] and margins[2] > 0.05
+    assert held_out[-1]["eval/dpo_accuracy"] > 0.9
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["hinge", "ipo"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(("--tensor-model-parallel-size", "2"), id="TP2"),
+        pytest.param(("--pipeline-model-parallel-size", "2", "--micro-batch-size", "4"), id="PP2"),
+    ],
+)
+def test_other_losses_and_layouts(dpo, kind, layout):
+    lines = dpo("--train-iters", "6", "--rl-dpo-loss", kind, *layout).run().metrics
+    start = {"hinge": 1.0, "ipo": 25.0}[kind]
+    assert lines[0]["loss"] == pytest.approx(start, rel=1e-3)
+    assert lines[-1]["dpo/margin"] > 0.01 and lines[-1]["loss"] < lines[0]["loss"]
+
+
+def test_a_pair_without_a_rejected_answer_ends_the_job_before_anything_is_built(dpo, tmp_path):
+    bad = dpo("--train-iters", "1")
+    with open(tmp_path / "prompts-pairs.jsonl", "a") as file:
+        file.write('\n{"prompt": "1*2=", "chosen": "2"}\n')
+    bad.start()
+    result = bad.wait(200)
+    assert result.code != 0 and "line 65: a pair has a rejected answer, and the field 'rejected' is not" in result.log
+    assert "building GPT model" not in result.log
