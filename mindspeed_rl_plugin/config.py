@@ -195,6 +195,15 @@ class AlgorithmConfig:
 class ForwardConfig:
     """Forward passes of the trainer: old and reference log-probs, and the update."""
 
+    max_tokens_per_microbatch: int | None = flag(
+        None,
+        "micro-batches of rows with at most so many tokens, padding included, in the place of --micro-batch-size rows; "
+        "ranks are balanced by tokens (default: off)",
+        unit="tokens",
+    )
+    pack_sequences: bool = flag(
+        False, "rows of a micro-batch stand behind each other without padding (with --rl-max-tokens-per-microbatch)"
+    )
     logprob_chunk_tokens: int | None = flag(
         None,
         "take log-probs from the hidden states, with the logits of so many tokens at once and computed again in "

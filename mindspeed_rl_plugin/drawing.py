@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from mindspeed_rl_plugin.algorithms import group_index
 from mindspeed_rl_plugin.algorithms.selection import carries_signal
 from mindspeed_rl_plugin.forward import Step, plan_batches
-from mindspeed_rl_plugin.types import Rows, SampleId
+from mindspeed_rl_plugin.types import Ragged, Rows, SampleId
 
 Group = tuple[int, int]  # epoch of the dock, and number within it
+Lengths = Mapping[Group, Sequence[int]]  # tokens of each sample of a group, by member
 PLAIN_ROUNDS = 5  # rounds without dynamic sampling: a further one only where graders leave a step nothing to train on
 
 
@@ -26,6 +27,7 @@ class Verdict:
     broken: bool
     signal: bool
     reward: float
+    lengths: tuple[int, ...] = ()  # tokens of each sample, by member
 
 
 @dataclass(frozen=True)
@@ -43,19 +45,24 @@ class Choice:
     idle: frozenset[Group] = frozenset()
 
 
-def verdicts(rows: Rows) -> dict[Group, Verdict]:
-    """Judge whole groups from their columns `reward` (task reward, before any penalty) and `graded`."""
+def verdicts(rows: Rows, tokens: Ragged | None = None) -> dict[Group, Verdict]:
+    """Judge whole groups from their columns `reward` (task reward, before any penalty) and `graded`; tokens: the same
+    rows' tokens, where lengths are wanted."""
     if not len(rows):
         return {}
     index, reward = group_index(rows.ids), rows["reward"].double()
     signal, failed = carries_signal(rows["reward"], index), rows["graded"] == 0
+    lengths = tokens.lengths.tolist() if tokens is not None else []
     found = {}
     for number in index.unique().tolist():
         mine = index == number
         broken = bool(failed[mine].any())
         first = rows.ids[int(mine.nonzero()[0])]
         here = bool(signal[mine].any()) and not broken
-        found[first.epoch, first.group] = Verdict(broken, here, float(reward[mine].mean()))
+        members = sorted((rows.ids[i].member, lengths[i]) for i in mine.nonzero().flatten().tolist()) if lengths else ()
+        found[first.epoch, first.group] = Verdict(
+            broken, here, float(reward[mine].mean()), tuple(n for _, n in members)
+        )
     return found
 
 

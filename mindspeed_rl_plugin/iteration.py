@@ -15,8 +15,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from megatron.training import get_args
-
 from mindspeed_rl_plugin import columns, drawing, reporting
 from mindspeed_rl_plugin.algorithms.presets import learns_from_pairs
 from mindspeed_rl_plugin.config import RLConfig
@@ -40,6 +38,8 @@ def current() -> Loop | PairLoop:
     """The loop of this process, made on first use: that of given pairs where the algorithm learns from them."""
     global _loop
     if _loop is None:
+        from megatron.training import get_args
+
         _loop = PairLoop() if learns_from_pairs(get_args().rl_algorithm) else Loop()
     return _loop
 
@@ -56,6 +56,7 @@ class Loop:
         self.epoch = -1
         self.groups: tuple[drawing.Group, ...] = ()
         self.carried: tuple[drawing.Group, ...] = ()
+        self.lengths: dict[drawing.Group, tuple[int, ...]] = {}
         self.steps: list[Step] = []
         self.trained = False
         self.inputs: Inputs | None = None
@@ -120,6 +121,7 @@ class Loop:
             "groups": list(map(list, self.groups)),
             "carried": list(map(list, self.carried)),
             TRAINED: self.trained,
+            "lengths": [list(self.lengths[group]) for group in (*self.groups, *self.carried)],
             "steps_left": len(self.steps),
             "cut": self._cut(),
             "rollout": dataclasses.asdict(self._rollout) if self._rollout else None,
@@ -140,18 +142,19 @@ class Loop:
         p.inputs.prompts.load_state(state["cursor"])
         p.dock.restore(state["dock"])
         self.groups, self.carried = (tuple(map(tuple, state[name])) for name in ("groups", "carried"))
+        self.lengths = dict(zip((*self.groups, *self.carried), map(tuple, state["lengths"]), strict=True))
         if self.carried and not p.algorithm.dynamic_sampling:
             if p.topology.leader:
                 print(f"[rl] {len(self.carried)} groups carried over are dropped: no dynamic sampling now", flush=True)
             p.forget(self.carried)
             self.carried = ()
         if left:
-            every = p.plan(self.groups) * p.algorithm.ppo_epochs
+            every = self._plan() * p.algorithm.ppo_epochs
             self.steps = every[len(every) - left :]
         if state["rollout"] is not None:
             self._rollout = reporting.Rollout(**state["rollout"])
 
-    def _cut(self) -> dict[str, int | str]:
+    def _cut(self) -> dict[str, int | str | None]:
         """What decides how a rollout is cut into optimizer steps and what its rows hold; a half-used rollout cannot
         change it."""
         sizes = self.parts.sizes
@@ -161,11 +164,16 @@ class Loop:
             "--global-batch-size": sizes.global_batch,
             "--rl-ppo-epochs": sizes.epochs,
             "--rl-advantage": self.parts.algorithm.advantage,
+            "--rl-max-tokens-per-microbatch": self.parts.forward.max_tokens,
         }
 
     def _round(self) -> tuple[drawing.Group, ...]:
         """Groups of the round that is being drawn."""
         return drawing.of_epoch(self.epoch, self.parts.sizes.prompts)
+
+    def _plan(self) -> list[Step]:
+        """Optimizer steps of one pass over the rollout in use."""
+        return self.parts.plan(self.groups, self.lengths)
 
     def _of_rank(self, groups: Sequence[drawing.Group]) -> list[SampleId]:
         """Those of the groups that this rank grades and compares, whole."""
@@ -243,10 +251,12 @@ class Loop:
             )
             p.forget(choice.dropped)
             self.carried = choice.carried
-            steps = p.plan(choice.trained) if choice.trained else []
+            self.lengths |= {group: verdict.lengths for group, verdict in found.items()}
+            steps = p.plan(choice.trained, self.lengths) if choice.trained else []
             empty = drawing.idle_steps(steps, choice.idle)
             if steps and not empty:
                 self.groups, self.steps = choice.trained, steps * p.algorithm.ppo_epochs
+                self.lengths = {group: self.lengths[group] for group in (*self.groups, *self.carried)}
                 return tally.metrics(choice) if dynamic else {}
             broken = sum(v.broken for v in found.values())
             told = f"graders failed in {broken} of {p.sizes.prompts} groups, so {empty} optimizer steps of it"
@@ -328,7 +338,7 @@ class Loop:
         lease = p.dock_of_rank.lease("reward", ids=self._of_rank(self._round()), deadline=p.deadline)
         rows = columns.reward_columns(lease.rows, p.inputs.graders, p.inputs.decode) if len(lease) else None
         p.dock_of_rank.commit(lease, rows)
-        parts = p.gather(drawing.verdicts(rows) if rows is not None else {})
+        parts = p.gather(drawing.verdicts(rows, lease.rows["tokens"]) if rows is not None else {})
         return {group: verdict for part in parts for group, verdict in part.items()}
 
     def _per_token(self, state: str, compute: Callable[..., list[Ragged] | None], *model: Any) -> None:
@@ -337,7 +347,7 @@ class Loop:
         compute: takes `model`, the rows of each micro-batch and how they are padded.
         """
         p = self.parts
-        batches = [ids for step in p.plan(self.groups) for ids in step.of_rank(p.topology.dp_rank)]
+        batches = [ids for step in self._plan() for ids in step.of_rank(p.topology.dp_rank)]
         lease = self._rows_of(state, batches)
         found = compute(*model, [lease.rows.select(ids) for ids in batches], p.forward)
         rows = None
@@ -357,7 +367,7 @@ class Loop:
         p = self.parts
         lease = p.dock_of_rank.lease("advantage", ids=self._of_rank(self.groups), deadline=p.deadline)
         limit = p.inputs.config.rollout.max_response_length
-        steps = {i: n for n, step in enumerate(p.plan(self.groups)) for i in step.ids}
+        steps = {i: n for n, step in enumerate(self._plan()) for i in step.ids}
         found = columns.advantage_columns(
             lease.rows, p.algorithm, limit, p.gather, seed=p.response_seed, steps=steps
         )
@@ -366,7 +376,7 @@ class Loop:
     def _update(self, done: int, original: Callable[..., tuple], args: tuple, kwargs: Mapping[str, Any]) -> tuple:
         """Step 8: Megatron's own train_step on the dock's rows, with our forward step."""
         p = self.parts
-        step, last_pass = self.steps.pop(0), len(self.steps) < len(p.plan(self.groups))
+        step, last_pass = self.steps.pop(0), len(self.steps) < len(self._plan())
         batches = step.of_rank(p.topology.dp_rank)
         with p.monitor.stage("update"):
             p.train_state.swap_in()
@@ -391,12 +401,12 @@ class Loop:
         if p.critic is not None:
             p.value_update.prepare(batches)
             critic = (p.critic.model, p.critic.optimizer, p.critic.scheduler, p.critic.config)
-            result = original(p.value_update.forward_step, p.value_update.iterator(), *critic, *args[6:], **kwargs)
+            result = p.value_update.run(original, (*critic, *args[6:]), kwargs)
             found = p.value_update.metrics() | reporting.of_critic(p.critic, result)
             if done < p.inputs.config.algorithm.critic_warmup:
                 args[4].step(increment=p.sizes.global_batch)  # the policy's learning rate goes by the iteration
                 return result, found
         p.update.prepare(batches, measured=columns.update_reads(p.algorithm))
-        result = original(p.update.forward_step, p.update.iterator(), *args[2:], **kwargs)
+        result = p.update.run(original, args[2:], kwargs)
         self.trained = True
         return result, found | reporting.of_policy(result) | p.update.metrics()

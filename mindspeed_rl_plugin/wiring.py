@@ -18,7 +18,7 @@ from mindspeed_rl_plugin.config import RLConfig, launch_env
 from mindspeed_rl_plugin.critic.critic import Critic
 from mindspeed_rl_plugin.device import get_device
 from mindspeed_rl_plugin.dock import Dock, Limits, machine, make_docks
-from mindspeed_rl_plugin.forward import ForwardSettings, Step
+from mindspeed_rl_plugin.forward import ForwardSettings, Step, plan_tokens
 from mindspeed_rl_plugin.monitor.monitor import Monitor
 from mindspeed_rl_plugin.placement import Placement
 from mindspeed_rl_plugin.prompts import PromptStream, load_tokenizer
@@ -70,6 +70,8 @@ class Inputs:
             vocab_size=vocab,
             temperature=config.rollout.temperature,
             chunk_tokens=config.forward.logprob_chunk_tokens,
+            max_tokens=config.forward.max_tokens_per_microbatch,
+            packed=config.forward.pack_sequences,
         )
         engine_config = hf_config.derive_config(args, vocab_size=vocab, eos_token_ids=engine.eos(tokenizer))
         if hf_model:
@@ -262,9 +264,14 @@ class Parts:
         """All samples of some groups."""
         return drawing.samples(groups, self.sizes.members)
 
-    def plan(self, groups: Sequence[drawing.Group]) -> list[Step]:
-        """Optimizer steps of one pass over the groups of a rollout."""
-        return _plan(self.sizes, self.topology, groups)
+    def plan(self, groups: Sequence[drawing.Group], lengths: drawing.Lengths | None = None) -> list[Step]:
+        """Optimizer steps of one pass over the groups of a rollout. lengths: tokens of each sample of each group; then
+        micro-batches are within the budget of tokens where there is one."""
+        plan = _plan(self.sizes, self.topology, groups)
+        budget = self.forward.budget
+        if budget is None or lengths is None:
+            return plan
+        return plan_tokens(plan, {i: lengths[i[:2]][i.member] for i in self.ids(groups)}, budget)
 
     def homes(self, epoch: int) -> np.ndarray:
         """`[groups]` machine of each group of a round, as if all of it were trained on."""

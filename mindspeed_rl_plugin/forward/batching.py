@@ -1,8 +1,8 @@
-"""Which rows make which micro-batch of which optimizer step on which rank: a pure function of ids."""
+"""Which rows make which micro-batch of which optimizer step on which rank: a pure function of ids and lengths."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from mindspeed_rl_plugin.types import SampleId
@@ -57,3 +57,94 @@ def plan_batches(ids: Sequence[SampleId], *, global_batch_size: int, micro_batch
         Step(tuple(tuple(micro[i : i + of_rank]) for i in range(start, start + in_step, of_rank)))
         for start in range(0, len(micro), in_step)
     ]
+
+
+@dataclass(frozen=True)
+class TokenBudget:
+    """Micro-batches by tokens in the place of a fixed number of rows.
+
+    tokens: most that a micro-batch may hold, padding included; packed: its rows stand behind each other, so there is no
+    padding; multiple: padded lengths are multiples of it; rounds_of: the number of micro-batches is a multiple of it
+    (interleaved pipelines).
+    """
+
+    tokens: int
+    packed: bool = False
+    multiple: int = 1
+    rounds_of: int = 1
+
+    def cost(self, lengths: Sequence[int]) -> int:
+        """Tokens that the model runs through for rows of these lengths."""
+        if self.packed:
+            return self._padded(sum(lengths))
+        return len(lengths) * self._padded(max(lengths))
+
+    def _padded(self, length: int) -> int:
+        return -(-max(length, 1) // self.multiple) * self.multiple
+
+
+def plan_tokens(plan: Sequence[Step], lengths: Mapping[SampleId, int], budget: TokenBudget) -> list[Step]:
+    """Deal the rows of each step out anew: to ranks balanced by tokens, and into micro-batches within a budget.
+
+    plan: of `plan_batches`, whose steps keep their rows; lengths: tokens of each row. Every rank gets equally many rows
+    and micro-batches, as few as the fullest rank needs. A function of ids and lengths, so the same on every rank.
+    Raises ValueError for a row that alone is beyond the budget.
+    """
+    return [_dealt(step, lengths, budget) for step in plan]
+
+
+def _dealt(step: Step, lengths: Mapping[SampleId, int], budget: TokenBudget) -> Step:
+    ranks = _balanced(sorted(step.ids, key=lambda i: (-lengths[i], i)), lengths, len(step.micro_batches))
+    filled = [_fill(rows, lengths, budget) for rows in ranks]
+    count = max(map(len, filled))
+    count = min(-(-count // budget.rounds_of) * budget.rounds_of, len(ranks[0]))
+    if count % budget.rounds_of:
+        raise ValueError(
+            f"{len(ranks[0])} rows of an optimizer step and rank do not make micro-batches in multiples of "
+            f"{budget.rounds_of} pipeline stages; raise --global-batch-size"
+        )
+    return Step(tuple(tuple(map(tuple, _split(batches, count, lengths, budget))) for batches in filled))
+
+
+def _balanced(rows: Sequence[SampleId], lengths: Mapping[SampleId, int], parts: int) -> list[list[SampleId]]:
+    """Equally many rows a part; of falling lengths, each goes to the part with the fewest tokens that has room."""
+    room = len(rows) // parts
+    found: list[list[SampleId]] = [[] for _ in range(parts)]
+    tokens = [0] * parts
+    for row in rows:
+        part = min((p for p in range(parts) if len(found[p]) < room), key=lambda p: (tokens[p], p))
+        found[part].append(row)
+        tokens[part] += lengths[row]
+    return found
+
+
+def _fill(rows: Sequence[SampleId], lengths: Mapping[SampleId, int], budget: TokenBudget) -> list[list[SampleId]]:
+    """First fit of rows of falling lengths."""
+    batches: list[list[SampleId]] = []
+    for row in rows:
+        if budget.cost([lengths[row]]) > budget.tokens:
+            raise ValueError(
+                f"a row of {lengths[row]} tokens is beyond --rl-max-tokens-per-microbatch {budget.tokens}; raise it, "
+                "or lower the length limits"
+            )
+        fits = (b for b in batches if budget.cost([lengths[i] for i in (*b, row)]) <= budget.tokens)
+        batch = next(fits, None)
+        if batch is None:
+            batches.append([row])
+        else:
+            batch.append(row)
+    return batches
+
+
+def _split(
+    batches: list[list[SampleId]], count: int, lengths: Mapping[SampleId, int], budget: TokenBudget
+) -> list[list[SampleId]]:
+    """The same rows in `count` micro-batches: the costliest that can be cut is cut in two, longest rows first."""
+    batches = [list(batch) for batch in batches]
+    while len(batches) < count:
+        cut = max(
+            (b for b in batches if len(b) > 1), key=lambda b: (budget.cost([lengths[i] for i in b]), -batches.index(b))
+        )
+        half = -(-len(cut) // 2)
+        batches[batches.index(cut) : batches.index(cut) + 1] = [cut[:half], cut[half:]]
+    return batches

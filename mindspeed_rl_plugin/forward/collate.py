@@ -19,12 +19,13 @@ from mindspeed_rl_plugin.types import Ragged, Rows
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """One micro-batch, padded on the right to S.
+    """One micro-batch, padded on the right to S; packed: all rows behind each other in one of S, see `segments`.
 
     index: position among the rank's micro-batches of the pass; tokens, labels, position_ids: `[mb, S]`
     int64; explicit_mask: whether the model is handed an attention mask; mask: `[mb, S]` bool, True where
     the predicted token is trained; lengths: `[mb]` int64, tokens of each row, on the host; columns: further
-    per-token columns `[mb, S]`, shifted like `labels`, 0 on padding.
+    per-token columns `[mb, S]`, shifted like `labels`, 0 on padding; segments: where packed `[1, S]` int64, row that
+    each position belongs to, and `len(lengths)` on padding; None where every row has one of its own.
 
     Rows are padded on the right, so a causal mask alone keeps real tokens from seeing padding.
     """
@@ -37,17 +38,27 @@ class MicroBatch:
     mask: Tensor
     lengths: Tensor
     columns: Mapping[str, Tensor]
+    segments: Tensor | None = None
+
+    @property
+    def sequence(self) -> Tensor:
+        """`[trained tokens]` int64, row of each trained token in order."""
+        return self.mask.nonzero()[:, 0] if self.segments is None else self.segments[self.mask]
 
     @property
     def attention_mask(self) -> Tensor | None:
         """`[1, 1, S, S]` bool, True where attention is forbidden, or None. Made anew when asked for: it is large."""
+        if self.segments is not None:
+            apart = self.segments[0][:, None] != self.segments[0][None]
+            return causal_mask(self.tokens.shape[1], self.tokens.device) | apart
         return causal_mask(self.tokens.shape[1], self.tokens.device) if self.explicit_mask else None
 
     def to(self, device: torch.device | str) -> MicroBatch:
         """The same micro-batch on a device; `lengths` stay on the host."""
         moved = {name: getattr(self, name).to(device) for name in ("tokens", "labels", "position_ids", "mask")}
         columns = {name: column.to(device) for name, column in self.columns.items()}
-        return dataclasses.replace(self, columns=columns, **moved)
+        segments = None if self.segments is None else self.segments.to(device)
+        return dataclasses.replace(self, columns=columns, segments=segments, **moved)
 
 
 def collate(rows: Rows, settings: ForwardSettings, *, index: int = 0, columns: Sequence[str] = ()) -> MicroBatch:
@@ -58,7 +69,9 @@ def collate(rows: Rows, settings: ForwardSettings, *, index: int = 0, columns: S
     Raises ValueError for a wrong number of rows, a row longer than the sequence length, or a column
     that is not aligned with the tokens.
     """
-    if len(rows) != settings.micro_batch_size:
+    if settings.packed:
+        return _packed(rows, settings, index, columns)
+    if settings.max_tokens is None and len(rows) != settings.micro_batch_size:
         raise ValueError(f"micro-batch of {len(rows)} rows where --micro-batch-size is {settings.micro_batch_size}")
     tokens = rows["tokens"]
     length = settings.padded_length(int(tokens.lengths.max()))
@@ -76,10 +89,48 @@ def collate(rows: Rows, settings: ForwardSettings, *, index: int = 0, columns: S
     )
 
 
-def to_rows(values: Tensor, lengths: Tensor) -> Ragged:
-    """Inverse of the shift: `[mb, S]` by logit position -> ragged `[L]` aligned with the tokens, entry 0 is 0.0."""
+def _packed(rows: Rows, settings: ForwardSettings, index: int, columns: Sequence[str]) -> MicroBatch:
+    """All rows behind each other; the last position of each predicts nothing."""
+    tokens = rows["tokens"]
+    lengths, total = tokens.lengths, int(tokens.lengths.sum())
+    length = settings.packed_length(total)
+    mask = rows.columns.get("loss_mask")
+    one = Ragged(tokens.values, torch.tensor([0, total]))
+    first = tokens.offsets[:-1].repeat_interleave(lengths)
+    segments = torch.full((1, length), len(rows))
+    segments[0, :total] = torch.arange(len(rows)).repeat_interleave(lengths)
+    positions = torch.zeros(1, length, dtype=torch.int64)
+    positions[0, :total] = torch.arange(total) - first
+    last = tokens.offsets[1:][lengths > 0] - 1
+
+    def shifted(column: Ragged, name: str) -> Tensor:
+        _check_aligned(column, tokens, name)
+        out = _shift(Ragged(column.values, one.offsets), one, length, name)
+        out[0, last] = 0
+        return out
+
+    trained = shifted(mask, "loss_mask") if mask is not None else shifted(_ones(tokens), "loss_mask")
+    return MicroBatch(
+        index=index,
+        tokens=one.padded(length).long(),
+        labels=shifted(tokens, "tokens").long(),
+        position_ids=positions,
+        explicit_mask=True,
+        mask=trained.bool(),
+        lengths=lengths,
+        columns={name: shifted(rows[name], name) for name in columns},
+        segments=segments,
+    )
+
+
+def to_rows(values: Tensor, lengths: Tensor, *, packed: bool = False) -> Ragged:
+    """Inverse of the shift: `[mb, S]` by logit position -> ragged `[L]` aligned with the tokens, entry 0 is 0.0.
+
+    packed: values are `[1, S]`, all rows behind each other.
+    """
+    split = values[0, : int(lengths.sum())].split(lengths.tolist()) if packed else values
     rows = []
-    for row, length in zip(values, lengths.tolist(), strict=True):
+    for row, length in zip(split, lengths.tolist(), strict=True):
         rows.append(torch.cat([row.new_zeros(min(length, 1)), row[: max(length - 1, 0)]]))
     return Ragged.from_rows(rows, dtype=values.dtype)
 
@@ -89,16 +140,24 @@ def causal_mask(length: int, device: torch.device | str = "cpu") -> Tensor:
     return torch.ones(length, length, dtype=torch.bool, device=device).triu_(1)[None, None]
 
 
+def _ones(tokens: Ragged) -> Ragged:
+    return Ragged(torch.ones_like(tokens.values), tokens.offsets)
+
+
 def _shift(column: Ragged, tokens: Ragged, length: int, name: str) -> Tensor:
+    _check_aligned(column, tokens, name)
+    out = column.values.new_zeros(len(column), length)
+    for i, row in enumerate(column.rows()):
+        out[i, : max(row.shape[0] - 1, 0)] = row[1:]
+    return out
+
+
+def _check_aligned(column: Ragged, tokens: Ragged, name: str) -> None:
     if not torch.equal(column.lengths, tokens.lengths):
         raise ValueError(
             f"column {name!r} has rows of {column.lengths.tolist()} entries for {tokens.lengths.tolist()} tokens; "
             "per-token columns are aligned with the tokens"
         )
-    out = column.values.new_zeros(len(column), length)
-    for i, row in enumerate(column.rows()):
-        out[i, : max(row.shape[0] - 1, 0)] = row[1:]
-    return out
 
 
 def _real(lengths: Tensor, length: int) -> Tensor:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,6 +31,40 @@ def data_iterators(batches: Sequence[MicroBatch], chunks: int) -> Any:
     """
     iterators = [RerunDataIterator(iter(batches)) for _ in range(chunks)]
     return iterators[0] if chunks == 1 else iterators
+
+
+@contextlib.contextmanager
+def micro_batch_count(
+    count: int, train_step: Callable[..., tuple], args: tuple, kwargs: Mapping[str, Any]
+) -> Iterator[tuple[tuple, dict[str, Any]]]:
+    """Inside, Megatron's `train_step` runs its schedule over `count` micro-batches, whatever the configured number.
+
+    Only the schedule sees it: the learning rate's increment and the consumed samples go on with the configured global
+    batch. Yields the arguments for `train_step`. The schedule is looked up in the step's own module (core 0.12) or
+    handed to it as its seventh argument (later).
+    """
+
+    def counted(schedule: Callable) -> Callable:
+        @functools.wraps(schedule)
+        def run(*positional: Any, **named: Any) -> Any:
+            return schedule(*positional, **{**named, "num_microbatches": count})
+
+        return run
+
+    place, name = 6, "forward_backward_func"
+    if len(args) > place:
+        args = (*args[:place], counted(args[place]), *args[place + 1 :])
+    elif name in kwargs:
+        kwargs = {**kwargs, name: counted(kwargs[name])}
+    module = inspect.unwrap(train_step).__globals__
+    looked_up = module.get("get_forward_backward_func")
+    if looked_up is not None:
+        module["get_forward_backward_func"] = lambda *a, **k: counted(looked_up(*a, **k))
+    try:
+        yield args, dict(kwargs)
+    finally:
+        if looked_up is not None:
+            module["get_forward_backward_func"] = looked_up
 
 
 def run_model(

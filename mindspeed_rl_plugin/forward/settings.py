@@ -6,6 +6,7 @@ import argparse
 from dataclasses import dataclass
 
 from mindspeed_rl_plugin.device import get_device
+from mindspeed_rl_plugin.forward.batching import TokenBudget
 
 # fp32 logits of one chunk: on an accelerator as many as matrix products need to run at full speed, on a host what its
 # caches hold.
@@ -22,7 +23,9 @@ class ForwardSettings:
     multiple: padded lengths are multiples of it; fixed_length: pad every micro-batch to `seq_length`
     (Megatron's pipeline transfers have one shape), else to its own longest row; causal_mask: hand the
     model an explicit mask (else its attention makes its own); chunk_tokens: log-probs are taken from the
-    hidden states with the logits of so many tokens at once, 0: from all logits.
+    hidden states with the logits of so many tokens at once, 0: from all logits; max_tokens: micro-batches hold any
+    number of rows with at most so many tokens, None: `micro_batch_size` rows; packed: their rows stand behind each
+    other without padding, under a block-diagonal mask; rounds_of: then the number of micro-batches is a multiple of it.
     """
 
     micro_batch_size: int
@@ -33,6 +36,9 @@ class ForwardSettings:
     fixed_length: bool = False
     causal_mask: bool = True
     chunk_tokens: int = 0
+    max_tokens: int | None = None
+    packed: bool = False
+    rounds_of: int = 1
 
     def __post_init__(self) -> None:
         if not self.temperature > 0:
@@ -47,9 +53,17 @@ class ForwardSettings:
 
     @classmethod
     def from_args(
-        cls, args: argparse.Namespace, *, vocab_size: int, temperature: float, chunk_tokens: int | None = None
+        cls,
+        args: argparse.Namespace,
+        *,
+        vocab_size: int,
+        temperature: float,
+        chunk_tokens: int | None = None,
+        max_tokens: int | None = None,
+        packed: bool = False,
     ) -> ForwardSettings:
-        """Settings of this job. `args`: Megatron's, after validation; chunk_tokens: None to choose.
+        """Settings of this job. `args`: Megatron's, after validation; chunk_tokens: None to choose; max_tokens, packed:
+        as the fields.
 
         Raises ValueError for what cannot run.
         """
@@ -68,10 +82,24 @@ class ForwardSettings:
             vocab_size=vocab_size,
             temperature=temperature,
             multiple=args.tensor_model_parallel_size if args.sequence_parallel else 1,
-            fixed_length=args.pipeline_model_parallel_size > 1 and not args.variable_seq_lengths,
+            fixed_length=args.pipeline_model_parallel_size > 1 and not args.variable_seq_lengths and not max_tokens,
             causal_mask=args.create_attention_mask_in_dataloader or _own_mask_has_one_shape(args),
-            chunk_tokens=_chunk_tokens(args) if chunk_tokens is None else chunk_tokens,
+            chunk_tokens=_chunk_tokens(args, max_tokens) if chunk_tokens is None else chunk_tokens,
+            max_tokens=max_tokens,
+            packed=packed,
+            rounds_of=_interleaved_stages(args),
         )
+
+    @property
+    def budget(self) -> TokenBudget | None:
+        """How micro-batches are cut by tokens, None where they are by rows."""
+        if self.max_tokens is None:
+            return None
+        return TokenBudget(self.max_tokens, self.packed, self.multiple, self.rounds_of)
+
+    def packed_length(self, total: int) -> int:
+        """Padded length S of a packed micro-batch of `total` tokens."""
+        return -(-max(total, 1) // self.multiple) * self.multiple
 
     def padded_length(self, longest: int) -> int:
         """Padded length S of a micro-batch whose longest row has `longest` tokens.
@@ -86,19 +114,25 @@ class ForwardSettings:
         return self.seq_length if self.fixed_length else -(-max(longest, 1) // self.multiple) * self.multiple
 
 
+def _interleaved_stages(args: argparse.Namespace) -> int:
+    """What the number of micro-batches must be a multiple of: interleaved schedules want whole rounds of stages."""
+    virtual = getattr(args, "virtual_pipeline_model_parallel_size", None)
+    return args.pipeline_model_parallel_size if virtual else 1
+
+
 def default_chunk_tokens(width: int) -> int:
     """Tokens of one chunk for `width` columns of the vocabulary on this rank."""
     size = CHUNK_BYTES_ON_HOST if get_device().kind == "cpu" else CHUNK_BYTES
     return max(size // (4 * width), 1)
 
 
-def _chunk_tokens(args: argparse.Namespace) -> int:
+def _chunk_tokens(args: argparse.Namespace, max_tokens: int | None) -> int:
     """Tokens whose fp32 logits make one chunk, or 0 where those of a whole micro-batch take little more.
 
     Sizes of the job decide, never those of one micro-batch: the passes that are compared must take the same way.
     """
     tokens = default_chunk_tokens(args.padded_vocab_size // args.tensor_model_parallel_size)
-    return 0 if args.micro_batch_size * args.seq_length <= 2 * tokens else tokens
+    return 0 if (max_tokens or args.micro_batch_size * args.seq_length) <= 2 * tokens else tokens
 
 
 def _own_mask_has_one_shape(args: argparse.Namespace) -> bool:

@@ -38,7 +38,8 @@ def compute_logps_and_entropy(
     def collect(output: Tensor, batch: MicroBatch) -> tuple[Ragged, Ragged]:
         both = head_of(output, batch, settings)
         logp, entropy = (torch.where(batch.mask, column, 0.0).cpu() for column in both)
-        return to_rows(logp, batch.lengths), to_rows(entropy, batch.lengths)
+        packed = settings.packed
+        return to_rows(logp, batch.lengths, packed=packed), to_rows(entropy, batch.lengths, packed=packed)
 
     with gathered(model):
         return run_forward_only(model, batches, settings, collect, scored=True)

@@ -273,6 +273,38 @@ def _lengths(args: Any, config: RLConfig) -> Iterator[str]:
         )
 
 
+def _has_critic(config: RLConfig) -> bool:
+    try:
+        return resolve(config.algorithm).needs_critic
+    except ValueError:
+        return False  # reported by another check
+
+
+def _token_budget(args: Any, config: RLConfig) -> Iterator[str]:
+    budget, packed = config.forward.max_tokens_per_microbatch, config.forward.pack_sequences
+    if packed and budget is None:
+        yield "--rl-pack-sequences packs up to a number of tokens; give it with --rl-max-tokens-per-microbatch"
+    prompt, response = config.data.max_prompt_length, config.rollout.max_response_length
+    if budget is not None and budget < prompt + response:
+        yield (
+            f"--rl-max-tokens-per-microbatch {budget} is less than one row may have, --rl-max-prompt-length {prompt} + "
+            f"--rl-max-response-length {response} = {prompt + response} tokens; raise it"
+        )
+    if packed and getattr(args, "position_embedding_type", "rope") not in ("rope", "none", "learned_absolute"):
+        yield f"--rl-pack-sequences does not know --position-embedding-type {args.position_embedding_type}; remove it"
+    if packed and getattr(args, "transformer_impl", "local") != "local":
+        yield (
+            f"--rl-pack-sequences needs attention that takes a mask of its own: --transformer-impl "
+            f"{args.transformer_impl} was not tried; give --transformer-impl local, or remove it"
+        )
+    if packed and config.algorithm.algorithm and _has_critic(config):
+        yield "--rl-pack-sequences does not pack the critic's rows yet; remove it"
+    for name in ("use_flash_attn", "masked_softmax_fusion"):  # both take any mask for the causal one
+        if packed and getattr(args, name, False):
+            off = "--no-masked-softmax-fusion" if name.startswith("masked") else "no --use-flash-attn"
+            yield f"--rl-pack-sequences needs attention that takes a mask of its own: give {off}, or remove it"
+
+
 def _swap(args: Any, config: RLConfig) -> Iterator[str]:
     names, known = config.reshard.swap_names, ("params", "grads", "optimizer", "none")
     for name in names:
@@ -360,6 +392,7 @@ CHECKS: tuple[Check, ...] = (
     _rewards,
     _model,
     _lengths,
+    _token_budget,
     _swap,
     _dumps,
 )

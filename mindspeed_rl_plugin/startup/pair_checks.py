@@ -16,6 +16,7 @@ OF_GENERATION = {
     ),
     "reward": ("reward", "reward_regex"),
     "algorithm": ("ppo_epochs", "kl_loss_coef", "kl_reward_coef", "entropy_coef", "correction"),
+    "forward": ("max_tokens_per_microbatch", "pack_sequences"),
     "monitor": ("dump_dir", "eval_pass_k"),
 }
 OF_PAIRS = {

@@ -40,7 +40,7 @@ def objective(
     `ratio_min` as a maximum of its negative.
     """
     mask = batch.mask
-    sequence = mask.nonzero()[:, 0]
+    sequence = batch.sequence
     logp_old, advantages = batch.columns["logp_old"][mask], batch.columns["advantages"][mask]
     tokens = TrainedTokens(logp[mask], logp_old, advantages, sequence, len(weights))
     entropy = entropy[mask]

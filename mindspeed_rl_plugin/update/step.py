@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,14 @@ from torch import Tensor
 
 from mindspeed_rl_plugin.algorithms import Algorithm, Totals, spread
 from mindspeed_rl_plugin.forward import ForwardSettings, MicroBatch, collate
-from mindspeed_rl_plugin.forward.schedule import data_iterators, device_of, head_of, is_last_stage, run_model
+from mindspeed_rl_plugin.forward.schedule import (
+    data_iterators,
+    device_of,
+    head_of,
+    is_last_stage,
+    micro_batch_count,
+    run_model,
+)
 from mindspeed_rl_plugin.types import Ragged, Rows
 from mindspeed_rl_plugin.update.megatron_loss import LossScaling
 from mindspeed_rl_plugin.update.metrics import reduce_tallies, to_metrics
@@ -48,6 +55,8 @@ class Update:
         self.norm_length = norm_length
         self._device = device_of(model)
         self._entropy_grad = algorithm.entropy_coef != 0
+        if settings.max_tokens is not None:  # pipeline stages hand on micro-batches of any shape
+            get_model_config(model[0]).variable_seq_lengths = True
         self._per_token = bool(get_model_config(model[0]).calculate_per_token_loss)
         self._batches: list[MicroBatch] = []
         self._weights: list[Tensor] = []
@@ -60,7 +69,8 @@ class Update:
     ) -> Totals:
         """Take the rows of the next optimizer step.
 
-        micro_batches: this data parallel rank's, in order, each of `micro_batch_size` rows with the columns
+        micro_batches: this data parallel rank's, in order, each of `micro_batch_size` rows (of any number where the
+        settings have `max_tokens`: then as many micro-batches on every rank, run by `run`) with the columns
         `tokens`, `loss_mask`, `logp_old`, and `advantages` (ragged `[L]`) or `advantage` (`[B]`, one a sample);
         `logp_ref` where the algorithm needs it; `logp_rollout` where the engine's gap is to be measured;
         `kept` (`[B]`, 0: the row is trained nowhere) where rows were dropped; `times` (`[B]`, how often a row counts)
@@ -71,7 +81,7 @@ class Update:
         Returns the totals. Raises ValueError for a missing column or a wrong number of micro-batches.
         """
         expected = num_microbatches_calculator.get_num_microbatches()
-        if len(micro_batches) != expected:
+        if self.settings.max_tokens is None and len(micro_batches) != expected:
             raise ValueError(
                 f"{len(micro_batches)} micro-batches prepared where Megatron's step runs {expected}; "
                 "the plan and --global-batch-size disagree"
@@ -96,6 +106,14 @@ class Update:
         self._measured = set(rows[0].columns if measured is None else measured)
         self._tallies, self._metrics = {}, None
         return totals
+
+    def run(self, train_step: Callable[..., tuple], args: tuple, kwargs: Mapping[str, Any]) -> tuple:
+        """Megatron's `train_step` on what was prepared. args: what it is given after forward step and iterator."""
+        every = (self.forward_step, self.iterator(), *args)
+        if self.settings.max_tokens is None:
+            return train_step(*every, **kwargs)
+        with micro_batch_count(len(self._batches), train_step, every, kwargs) as (positional, named):
+            return train_step(*positional, **named)
 
     def iterator(self) -> Any:
         """A fresh data iterator over the prepared micro-batches; a list of them under virtual pipeline stages."""
@@ -136,7 +154,7 @@ class Update:
         self._tallies[batch.index] = tally
         # Megatron averages this over micro-batches; it is this rank's view, `metrics` has the exact one.
         seen = (loss.detach() * (self._scaling.micro_batches * self._scaling.dp_size)).view(1)
-        return self._scaling.result(loss, (batch.mask * times[:, None]).sum(), {"loss": seen})
+        return self._scaling.result(loss, times[batch.sequence].sum(), {"loss": seen})
 
     def _needed(self, rows: Rows) -> list[str]:
         """Columns that the last pipeline stage needs beside the tokens."""

@@ -112,3 +112,40 @@ def test_settings_that_cannot_run_are_refused(changes, vocab, temperature, messa
     with pytest.raises(ValueError) as error:
         ForwardSettings.from_args(megatron_args(**changes), vocab_size=vocab, temperature=temperature)
     assert message in str(error.value)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=5), st.sampled_from([1, 2, 4]))
+def test_packed_rows_stand_behind_each_other_and_come_back(lengths, multiple):
+    values = Ragged.from_rows([torch.cat([torch.zeros(1), torch.rand(n - 1)]) for n in lengths])
+    shape = ForwardSettings(1, seq_length=12, vocab_size=99, multiple=multiple, max_tokens=100, packed=True)
+    rows = rows_of(lengths, x=values)
+    batch = collate(rows, shape, columns=["x"])
+    total = sum(lengths)
+    assert batch.tokens.shape == (1, -(-total // multiple) * multiple)
+    assert torch.equal(batch.tokens[0, :total], rows["tokens"].values.long())
+    back = to_rows(batch.columns["x"], batch.lengths, packed=True)
+    assert torch.equal(back.values, values.values) and torch.equal(back.offsets, values.offsets)
+    # As rows of their own: labels, trained positions, places, and what each may see.
+    alone = [collate(rows.take([i]), ForwardSettings(1, 12, 99)) for i in range(len(lengths))]
+    at = 0
+    for i, one in enumerate(alone):
+        here = slice(at, at + lengths[i])
+        assert torch.equal(batch.labels[0, here], one.labels[0]) and torch.equal(batch.mask[0, here], one.mask[0])
+        assert torch.equal(batch.position_ids[0, here], one.position_ids[0])
+        hidden = batch.attention_mask[0, 0, here]
+        assert torch.equal(hidden[:, here], one_mask(lengths[i])) and bool(hidden[:, :at].all())
+        at += lengths[i]
+        assert bool(hidden[:, at:].all())
+    assert batch.sequence.tolist() == [i for i, n in enumerate(lengths) for _ in range(n - 1)]
+    moved = batch.to("cpu")
+    assert torch.equal(moved.segments, batch.segments)
+
+
+def one_mask(length):
+    return torch.ones(length, length, dtype=torch.bool).triu(1)
+
+
+def test_a_budget_of_tokens_takes_any_number_of_rows():
+    batch = collate(rows_of([3, 1, 2]), ForwardSettings(2, 8, 99, max_tokens=20))
+    assert batch.tokens.shape == (3, 3) and batch.sequence.tolist() == [0, 0, 2]

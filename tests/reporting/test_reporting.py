@@ -184,7 +184,7 @@ class LoopOfFakes(iteration.Loop):
             critic=None,
             swapped=("params",),
             ids=lambda groups: [],
-            plan=lambda groups: 2 * [Step((((SampleId(0, 0, 0),),),))],
+            plan=lambda groups, lengths: 2 * [Step((((SampleId(0, 0, 0),),),))],
             forget=lambda groups: None,
             algorithm=SimpleNamespace(dynamic_sampling=False, ppo_epochs=1),
             sizes=SimpleNamespace(prompts=1, members=1),

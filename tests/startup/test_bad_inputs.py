@@ -74,6 +74,7 @@ RL = {
 }
 
 
+PACKED = {"--rl-max-tokens-per-microbatch": ["64"], "--rl-pack-sequences": []}
 DPO = {"--rl-algorithm": ["dpo"], "--rl-reward": None, "--rl-samples-per-prompt": None}
 
 
@@ -109,6 +110,7 @@ def test_the_base_is_good(build):
     [
         *({"--rl-algorithm": [name]} for name in ("grpo", "dr-grpo", "rloo", "reinforce++", "gspo", "cispo")),
         {"--rl-algorithm": ["dapo"]},
+        PACKED,
         {**DPO, "--rl-dpo-loss": ["ipo"], "--rl-rejected-key": ["worse"], "kv_channels": 16},
         {"--rl-filtration": ["best-worst"]},
         {
@@ -237,6 +239,17 @@ BAD = [
         {"--rl-samples-per-prompt": ["1"], "--rl-advantage": ["reinforce++"], "--rl-dynamic-sampling": []},
         "--rl-samples-per-prompt 1: dynamic sampling keeps prompts whose responses earn different rewards",
     ),
+    (
+        {"--rl-max-tokens-per-microbatch": ["63"]},
+        "--rl-max-tokens-per-microbatch 63 is less than one row may have, --rl-max-prompt-length 32 + "
+        "--rl-max-response-length 32 = 64 tokens; raise it",
+    ),
+    ({"--rl-pack-sequences": []}, "packs up to a number of tokens; give it with --rl-max-tokens-per-microbatch"),
+    ({**PACKED, "masked_softmax_fusion": True}, "needs attention that takes a mask of its own: give --no-masked-soft"),
+    ({**PACKED, "use_flash_attn": True}, "needs attention that takes a mask of its own: give no --use-flash-attn"),
+    ({**PACKED, "transformer_impl": "transformer_engine"}, "--transformer-impl transformer_engine was not tried"),
+    ({**PACKED, "position_embedding_type": "mrope"}, "does not know --position-embedding-type mrope"),
+    ({**DPO, "--rl-max-tokens-per-microbatch": ["64"]}, "64 has no meaning for --rl-algorithm dpo"),
     ({**DPO, "micro_batch_size": 1}, "--micro-batch-size 1 cuts a pair: it counts sequences"),
     ({**DPO, "micro_batch_size": 6}, "--global-batch-size 16 is not a multiple of --micro-batch-size 6 x 2"),
     ({**DPO, "--rl-reward": ["exact"]}, "--rl-reward exact has no meaning for --rl-algorithm dpo, which draws no"),

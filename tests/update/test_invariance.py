@@ -117,7 +117,7 @@ def test_a_dropped_sample_is_trained_nowhere_and_counts_nowhere(one_rank):
 def test_filtration_is_a_batch_of_what_was_drawn(one_rank, two_ranks):
     """A row that counts three times is trained as three copies of it; one that was never drawn as no row at all."""
     repeated = one_rank["repeated"]
-    assert repeated["metrics"]["trained_sequences"] == 7 and repeated["metrics"]["trained_tokens"] == 23
+    assert repeated["metrics"]["trained_sequences"] == 7 and repeated["metrics"]["trained_tokens"] == 21
     assert_same_step(one_rank["filtered"], repeated)
     assert_same_step(two_ranks["DP2 filtered"], repeated)
     for name in ("filtered chunks", "filtered per token"):

@@ -1,8 +1,9 @@
 """Run by test_preset_invariance.py: one saved rollout through one optimizer step of each preset, in several layouts.
 
 Argument: a folder with `rollout.pt` and `cases.json`, {layout: {"flags": Megatron's, "variants": {variant: fields of
-AlgorithmConfig}}}. Writes `LAYOUT.pt`: {variant: grad norm, metrics, full gradient of each parameter}. Weights stay
-as they are (learning rate 0), so all variants share one model.
+AlgorithmConfig}, and for micro-batches by tokens "budget" and "packed"}}. Writes `LAYOUT.pt`: {variant: grad norm,
+metrics, full gradient of each parameter, rows of each micro-batch}. Weights stay as they are (learning rate 0), so all
+variants share one model.
 """
 
 import json
@@ -13,7 +14,7 @@ from tiny_megatron import VOCAB, Job, load_rows, parallel_state, run
 
 from mindspeed_rl_plugin.algorithms import resolve
 from mindspeed_rl_plugin.config import AlgorithmConfig
-from mindspeed_rl_plugin.forward import ForwardSettings, plan_batches
+from mindspeed_rl_plugin.forward import ForwardSettings, plan_batches, plan_tokens
 from mindspeed_rl_plugin.types import Ragged
 from mindspeed_rl_plugin.update.step import Update
 
@@ -24,32 +25,43 @@ def uneven(column):
     return Ragged(column.values * ramp, column.offsets)
 
 
-def step_of(job, rows, chosen):
-    settings = ForwardSettings.from_args(job.args, vocab_size=VOCAB, temperature=0.8)
+def step_of(job, rows, chosen, budget=None, packed=False, chunk=None):
+    settings = ForwardSettings.from_args(
+        job.args, vocab_size=VOCAB, temperature=0.8, max_tokens=budget, packed=packed, chunk_tokens=chunk
+    )
     algorithm = resolve(AlgorithmConfig(**chosen))
     if algorithm.per_token:
         rows = rows.with_columns(advantages=uneven(rows["advantages"]))
     update = Update(algorithm, settings, job.model, norm_length=20)
-    (step,) = plan_batches(
+    plan = plan_batches(
         rows.ids,
         global_batch_size=len(rows),
         micro_batch_size=job.args.micro_batch_size,
         dp_size=parallel_state.get_data_parallel_world_size(),
     )
-    update.prepare([rows.select(ids) for ids in step.of_rank(parallel_state.get_data_parallel_rank())])
+    if budget:
+        lengths = dict(zip(rows.ids, rows["tokens"].lengths.tolist(), strict=True))
+        plan = plan_tokens(plan, lengths, settings.budget)
+    (step,) = plan
+    batches = step.of_rank(parallel_state.get_data_parallel_rank())
+    update.prepare([rows.select(ids) for ids in batches])
+    job.samples = 0
     _, grad_norm = job.train_step(update)
+    assert job.samples == len(rows), "the schedules of learning rate and samples see the configured batch"
     metrics = update.metrics()
     everywhere = [None] * dist.get_world_size()
     dist.all_gather_object(everywhere, metrics)
     assert all(m == metrics for m in everywhere), f"ranks disagree on the metrics: {everywhere}"
-    return {"grad_norm": grad_norm, "metrics": metrics, "gradients": job.gradients()}
+    sizes = [len(ids) for ids in batches]
+    return {"grad_norm": grad_norm, "metrics": metrics, "gradients": job.gradients(), "sizes": sizes}
 
 
 def main(folder):
     rows = load_rows(folder / "rollout.pt")
     for layout, case in json.loads((folder / "cases.json").read_text()).items():
         with Job(f"{case['flags']} --global-batch-size {len(rows)}", lr=0.0) as job:
-            found = {name: step_of(job, rows, chosen) for name, chosen in case["variants"].items()}
+            how = {name: case[name] for name in ("budget", "packed", "chunk") if name in case}
+            found = {name: step_of(job, rows, chosen, **how) for name, chosen in case["variants"].items()}
             if dist.get_rank() == 0:
                 torch.save(found, folder / f"{layout}.pt")
 

@@ -90,9 +90,8 @@ class Job:
         if "forward_backward_func" in inspect.signature(training.train_step).parameters:
             more = {"forward_backward_func": training.get_forward_backward_func(), "iteration": 0}
         scheduler = SimpleNamespace(step=self._count)
-        outputs = training.train_step(
-            update.forward_step, update.iterator(), self.model, self.optimizer, scheduler, self.config, **more
-        )
+        given = (self.model, self.optimizer, scheduler, self.config)
+        outputs = update.run(training.train_step, given, more)
         assert outputs[1] == 0, "Megatron skipped the step"
         return outputs[0], float(outputs[5])
 
