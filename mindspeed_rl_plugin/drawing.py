@@ -94,6 +94,12 @@ def idle_steps(plan: Sequence[Step], idle: Iterable[Group]) -> int:
     return sum(all((s.epoch, s.group) in idle for s in step.ids) for step in plan)
 
 
+def useless(broken: int, groups: int, empty: int) -> str:
+    """Why a rollout is dropped, in words."""
+    told = f"graders failed in {broken} of {groups} groups, so {empty} optimizer steps of it"
+    return f"{told} would train on nothing"
+
+
 def check_carried(carried: Sequence, before: Mapping[str, object], now: Mapping[str, object]) -> None:
     """Refuse a resume whose groups have another size than those carried over. Raises ValueError."""
     flag = "--rl-samples-per-prompt"
@@ -152,9 +158,14 @@ class Tally:
         self.signal += sum(v.signal for v in round_.values())
         self.reward += sum(v.reward for v in graded) * len(round_) / max(len(graded), 1)
 
-    def exhausted(self, empty: int, broken: int) -> ValueError:
-        """No round may follow, and `empty` optimizer steps have no group with signal; broken: groups of the last round
-        with a failed grade."""
+    def exhausted(self, empty: int, broken: int, groups: int, dynamic: bool) -> ValueError:
+        """No round may follow, and `empty` optimizer steps have no group to train on; broken: groups of the last round
+        with a failed grade, of how many; dynamic: whether groups were dropped for want of signal too."""
+        if not dynamic:
+            return ValueError(
+                f"{self.rounds} rollouts one after the other were dropped; in the last one "
+                f"{useless(broken, groups, empty)}; repair the grader and resume from the last checkpoint"
+            )
         return ValueError(
             f"--rl-dynamic-sampling-rounds {self.rounds}: rewards differ in {self.signal} of the {self.drawn} groups "
             f"drawn (mean reward {self.reward / self.drawn:g}; graders failed in {broken} groups of the last round), "

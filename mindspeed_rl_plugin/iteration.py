@@ -143,9 +143,7 @@ class Loop:
         p.dock.restore(state["dock"])
         self.groups, self.carried = (tuple(map(tuple, state[name])) for name in ("groups", "carried"))
         self.lengths = dict(zip((*self.groups, *self.carried), map(tuple, state["lengths"]), strict=True))
-        if self.carried and not p.algorithm.dynamic_sampling:
-            if p.topology.leader:
-                print(f"[rl] {len(self.carried)} groups carried over are dropped: no dynamic sampling now", flush=True)
+        if not p.algorithm.dynamic_sampling:  # which nothing takes up any more
             p.forget(self.carried)
             self.carried = ()
         if left:
@@ -246,9 +244,8 @@ class Loop:
             with stage("reward"):
                 found = self._grade()
             tally.add(found)
-            choice = drawing.choose(
-                self.carried, found, p.sizes.prompts, dynamic=dynamic, last=dynamic and attempt == rounds
-            )
+            last = dynamic and attempt == rounds
+            choice = drawing.choose(self.carried, found, p.sizes.prompts, dynamic=dynamic, last=last)
             p.forget(choice.dropped)
             self.carried = choice.carried
             self.lengths |= {group: verdict.lengths for group, verdict in found.items()}
@@ -259,19 +256,14 @@ class Loop:
                 self.lengths = {group: self.lengths[group] for group in (*self.groups, *self.carried)}
                 return tally.metrics(choice) if dynamic else {}
             broken = sum(v.broken for v in found.values())
-            told = f"graders failed in {broken} of {p.sizes.prompts} groups, so {empty} optimizer steps of it"
             if not dynamic and p.topology.leader:
-                print(f"[rl] rollout {self.epoch} is dropped: {told} would train on nothing", flush=True)
+                told = drawing.useless(broken, p.sizes.prompts, empty)
+                print(f"[rl] rollout {self.epoch} is dropped: {told}", flush=True)
             if attempt < rounds:
                 with stage("prompts"):
                     p.forget(choice.trained)
                     self._open_rollout()
-        if dynamic:
-            raise tally.exhausted(empty, broken)
-        raise ValueError(
-            f"{rounds} rollouts one after the other were dropped; in the last one {told} would train on nothing; "
-            "repair the grader and resume from the last checkpoint"
-        )
+        raise tally.exhausted(empty, broken, p.sizes.prompts, dynamic)
 
     def _open_rollout(self) -> None:
         """Step 1: the next prompts go to the dock."""

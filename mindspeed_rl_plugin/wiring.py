@@ -268,10 +268,9 @@ class Parts:
         """Optimizer steps of one pass over the groups of a rollout. lengths: tokens of each sample of each group; then
         micro-batches are within the budget of tokens where there is one."""
         plan = _plan(self.sizes, self.topology, groups)
-        budget = self.forward.budget
-        if budget is None or lengths is None:
+        if self.forward.budget is None or lengths is None:
             return plan
-        return plan_tokens(plan, {i: lengths[i[:2]][i.member] for i in self.ids(groups)}, budget)
+        return plan_tokens(plan, {i: lengths[i[:2]][i.member] for i in self.ids(groups)}, self.forward.budget)
 
     def homes(self, epoch: int) -> np.ndarray:
         """`[groups]` machine of each group of a round, as if all of it were trained on."""

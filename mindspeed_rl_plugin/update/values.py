@@ -70,7 +70,8 @@ def value_objective(
     """Part of the global value loss that this micro-batch contributes, and its tally.
 
     batch: with columns `values` and `returns`; weights: `[mb]` weight of a trained token of each row; values:
-    `[mb, S]` of the critic that is trained; times: `[mb]` how often a row counts in the tally, None: once. Returns the scalar with its gradient, and a vector laid out as `SUMS`.
+    `[mb, S]` of the critic that is trained; times: `[mb]` how often a row counts in the tally, None: once.
+    Returns the scalar with its gradient, and a vector laid out as `SUMS`.
     """
     mask = batch.mask
     old, returns = batch.columns["values"][mask], batch.columns["returns"][mask]

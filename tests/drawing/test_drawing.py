@@ -103,7 +103,9 @@ def test_rounds_that_found_nothing_end_in_numbers_and_a_fix():
     tally = drawing.Tally()
     for epoch in range(3):
         tally.add(round_(epoch, NO, NO))
-    said = str(tally.exhausted(2, 0))
+    failed = str(tally.exhausted(2, 2, 2, dynamic=False))
+    assert "3 rollouts one after the other were dropped; in the last one graders failed in 2 of 2 groups" in failed
+    said = str(tally.exhausted(2, 0, 2, dynamic=True))
     assert said.startswith("--rl-dynamic-sampling-rounds 3: rewards differ in 0 of the 6 groups drawn (mean reward 1;")
     assert "2 optimizer steps would train on nothing" in said and "--no-rl-dynamic-sampling" in said
 

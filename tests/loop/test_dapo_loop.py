@@ -50,6 +50,7 @@ def test_surplus_groups_are_trained_in_the_next_rollout(job, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_resume_keeps_the_carried_groups(job, tmp_path):
     """In the middle of a rollout, with groups carried over in the dock, and at its end, with nothing else there."""
     more = dapo(tmp_path, "--train-iters", "6", "--save-interval", "1")
