@@ -231,10 +231,7 @@ class Loop:
 
     def _draw(self) -> dict[str, float]:
         """Steps 3 and 4, in as many rounds as it takes: with dynamic sampling until enough groups carry signal, else
-        until no optimizer step is left without a row that could be graded. Returns metrics of dynamic sampling.
-
-        A step on nothing would still move the weights, by momentum and weight decay.
-        """
+        until no optimizer step is left without a row that could be graded. Returns metrics of dynamic sampling."""
         p, stage, dynamic = self.parts, self.parts.monitor.stage, self.parts.algorithm.dynamic_sampling
         rounds = p.inputs.config.algorithm.dynamic_sampling_rounds if dynamic else drawing.PLAIN_ROUNDS
         tally = drawing.Tally(brought=len(self.carried))
@@ -360,9 +357,8 @@ class Loop:
         lease = p.dock_of_rank.lease("advantage", ids=self._of_rank(self.groups), deadline=p.deadline)
         limit = p.inputs.config.rollout.max_response_length
         steps = {i: n for n, step in enumerate(self._plan()) for i in step.ids}
-        found = columns.advantage_columns(
-            lease.rows, p.algorithm, limit, p.gather, seed=p.response_seed, steps=steps
-        )
+        draws = {"seed": p.response_seed, "steps": steps}
+        found = columns.advantage_columns(lease.rows, p.algorithm, limit, p.gather, **draws)
         p.dock_of_rank.commit(lease, found)
 
     def _update(self, done: int, original: Callable[..., tuple], args: tuple, kwargs: Mapping[str, Any]) -> tuple:
