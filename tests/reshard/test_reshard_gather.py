@@ -3,6 +3,7 @@
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 from mindspeed_rl_plugin.planning.words import engine_layout_of, train_layout
 from mindspeed_rl_plugin.reshard.cells import Cells
 from mindspeed_rl_plugin.reshard.execute import copy_pieces
-from mindspeed_rl_plugin.reshard.gather import make_gathering
+from mindspeed_rl_plugin.reshard.gather import gather, make_gathering
 from mindspeed_rl_plugin.reshard.layout import (
     ModelShape,
     canonical_tensors,
@@ -20,9 +21,13 @@ from mindspeed_rl_plugin.reshard.layout import (
     megatron_shapes,
 )
 from mindspeed_rl_plugin.reshard.plan import make_plan
+from mindspeed_rl_plugin.reshard.wire import Wire
 
 sys.path.insert(0, str(Path(__file__).parent))
+import expert_reference  # noqa: E402
 from reshard_reference import engine_weights, megatron_weights, random_weights  # noqa: E402
+from test_reshard_experts import LATENT, TINY, fits  # noqa: E402
+from test_reshard_experts import cases as expert_cases  # noqa: E402
 from test_reshard_plan import cases  # noqa: E402
 
 ITEM = 4
@@ -61,6 +66,9 @@ def test_every_engine_gets_its_weights_out_of_all_shards(case, node_size, round_
         assert plan.traffic[rank].received == flow.received[rank]
         assert plan.traffic[rank].off_node == flow.received_far[rank]
         assert plan.routes == plans[ranks[0]].routes  # every rank finds the same alone
+        for parcel, route in zip(plan.parcels, plan.routes, strict=True):
+            near = [r for r in parcel.names if r // node_size == rank // node_size]
+            assert rank not in route or route[rank] in (near or parcel.names)
         engine = {n: torch.zeros(s) for n, s in engine_shapes(shape, engine_tp, i % engine_tp, own_head).items()}
         for copies in plan.copies:
             copy_pieces(copies, carried_out(plan, live, rank), engine)
@@ -70,6 +78,47 @@ def test_every_engine_gets_its_weights_out_of_all_shards(case, node_size, round_
         assert in_rounds == list(range(len(plan.parcels)))
         for numbers in plan.rounds:
             assert len(numbers) == 1 or sum(plan.parcels[i].nbytes for i in numbers) <= round_bytes
+
+
+@settings(max_examples=25, deadline=None)
+@given(expert_cases(world_limit=8).filter(fits))
+def test_experts_and_latent_attention_come_out_of_all_shards(case):
+    shape, parallel, impl, storage, engine, ranks = case
+    sources = {r: megatron_layout(shape, parallel, r, impl, storage) for r in range(parallel.world)}
+    shapes = {r: megatron_shapes(shape, parallel, r, impl, storage) for r in sources}
+    wanted = {r: engine_layout(shape, engine, i % engine.ranks) for i, r in enumerate(ranks)}
+    tensors, weights = canonical_tensors(shape), expert_reference.random_weights(shape)
+    live = {r: expert_reference.megatron_weights(shape, parallel, r, weights, impl, storage) for r in sources}
+    flow = Cells(sources, wanted, tensors, itemsize=ITEM, node_size=2).flow(everything=True)
+    for i, rank in enumerate(ranks):
+        options = dict(itemsize=ITEM, round_bytes=256, rank=rank, node_size=2)
+        plan = make_gathering(sources, shapes, wanted, tensors, **options)
+        assert plan.traffic[rank].received == flow.received[rank]
+        found = {n: torch.zeros(s) for n, s in engine_shapes(shape, engine, i % engine.ranks).items()}
+        for copies in plan.copies:
+            copy_pieces(copies, carried_out(plan, live, rank), found)
+        for name, tensor in expert_reference.engine_weights(shape, engine, i % engine.ranks, weights).items():
+            assert torch.equal(found[name], tensor), name
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_what_is_wide_stays_float32_on_its_way(whole):
+    """The router's expert bias of a bfloat16 model, on one rank."""
+    shape = ModelShape("deepseek_v3", 2, vocab=60, padded_vocab=64, tied=False, dense_layers=(0,), **TINY, **LATENT)
+    one, tensors = train_layout("tp1", 1), canonical_tensors(shape)
+    weights = expert_reference.random_weights(shape)
+    kept = {n: t if tensors[n].wide else t.bfloat16() for n, t in weights.items()}
+    assert any(tensors[n].wide and not torch.equal(t, t.bfloat16().float()) for n, t in kept.items())
+    source = expert_reference.megatron_weights(shape, one, 0, kept, "local", "sequential")
+    engine, _ = engine_layout_of("tp1", 1)
+    expected = expert_reference.engine_weights(shape, engine, 0, kept)
+    found = {n: torch.zeros_like(t) for n, t in expected.items()}
+    layouts = {0: megatron_layout(shape, one, 0)}, {0: megatron_shapes(shape, one, 0)}, {0: engine_layout(shape, 1, 0)}
+    plan = make_gathering(*layouts, tensors, itemsize=2, round_bytes=512, rank=0)
+    buffer = gather(plan, source, found, wire=Wire(0), dtype=torch.bfloat16, device=torch.device("cpu"), whole=whole)
+    assert (buffer is not None) == whole
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor) and found[name].dtype == tensor.dtype, name
 
 
 def test_experts_are_parcels_of_their_own_and_shared_weights_travel_once():
