@@ -64,7 +64,8 @@ def check_rollout(lines: list[dict], metrics: dict, states: list, tensor: int, p
     generated = sum(m["written", "generate", "tokens"] for m in moved)
     # A data parallel rank reads its own rows; each of its tensor and pipeline ranks maps them itself.
     read = [m["read", "update", "tokens"] for m in moved]
-    assert sum(read) == generated * tensor * pipeline and max(read) < generated or world == tensor * pipeline
+    assert sum(read) == generated * tensor * pipeline
+    assert world == tensor * pipeline or max(read) < generated, "no rank reads what others train on"
     written = [m["written", "logp_old", "logp_old"] for m in moved]
     assert sum(written) == generated and sum(n > 0 for n in written) == world // tensor // pipeline
     assert all(stage_of[r] == pipeline - 1 for r, n in enumerate(written) if n)
