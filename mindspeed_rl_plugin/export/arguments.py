@@ -9,6 +9,9 @@ from typing import Any
 from mindspeed_rl_plugin.reshard.layout import ModelShape, Parallel
 from mindspeed_rl_plugin.rollout.hf_config import normalized
 
+# Sizes whose default is another's, so that 1 must be said.
+_NO_ONE = ("expert_tensor_parallel_size",)
+
 
 def megatron_arguments(shape: ModelShape, parallel: Parallel, config: Mapping[str, Any]) -> argparse.Namespace:
     """Arguments that describe the model and its layout; `ModelShape` and `Parallel` read them back the same.
@@ -77,7 +80,7 @@ def flags(args: argparse.Namespace) -> list[str]:
                 out.append(flag)
         elif isinstance(value, list):
             out += [flag, "[" + ",".join(map(str, value)) + "]"]
-        elif value not in (None, 0) and not (value == 1 and name.endswith("parallel_size")):
+        elif value not in (None, 0) and not (value == 1 and name.endswith("parallel_size") and name not in _NO_ONE):
             out += [flag, str(value)]
     return out
 

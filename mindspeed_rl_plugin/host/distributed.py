@@ -21,6 +21,8 @@ def install() -> None:
     _replace("init_process_group", _init_process_group(dist.init_process_group))
     _replace("new_group", _new_group(dist.new_group))
     _replace("all_to_all_single", _all_to_all_single(dist.all_to_all_single))
+    _replace("all_gather", _all_gather(dist.all_gather))
+    _replace("reduce_scatter", _reduce_scatter(dist.reduce_scatter))
     _replace("isend", _isend(dist.isend))
     for name in _AVERAGING:
         _replace(name, _averaging(getattr(dist, name)))
@@ -76,6 +78,50 @@ def _all_to_all_single(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(output, input, ints(output_sizes), ints(input_sizes), **kwargs)
 
     return all_to_all_single
+
+
+def _all_gather(original: Callable[..., Any]) -> Callable[..., Any]:
+    """nccl gathers tensors of different lengths, which experts cut over tensor parallel ranks need; gloo does not."""
+
+    @functools.wraps(original)
+    def all_gather(outputs: list[torch.Tensor], tensor: torch.Tensor, group: Any = None, async_op: bool = False) -> Any:
+        if len({t.shape for t in outputs}) == 1:
+            return original(outputs, tensor, group, async_op)
+        assert not async_op, "tensors of different lengths are gathered at once"
+        padded = tensor.new_zeros(max(map(len, outputs)), *tensor.shape[1:])
+        padded[: len(tensor)] = tensor
+        longest = [torch.empty_like(padded) for _ in outputs]
+        original(longest, padded, group)
+        for output, whole in zip(outputs, longest, strict=True):
+            output.copy_(whole[: len(output)])
+        return None
+
+    return all_gather
+
+
+def _reduce_scatter(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The same of their gradients: one reduction a rank."""
+
+    @functools.wraps(original)
+    def reduce_scatter(
+        output: torch.Tensor,
+        inputs: list[torch.Tensor],
+        op: Any = dist.ReduceOp.SUM,
+        group: Any = None,
+        async_op: bool = False,
+    ) -> Any:
+        if len({t.shape for t in inputs}) == 1:
+            return original(output, inputs, op, group, async_op)
+        assert not async_op, "tensors of different lengths are scattered at once"
+        group = group or dist.group.WORLD
+        for rank, part in enumerate(inputs):
+            total = part.clone()
+            dist.reduce(total, dist.get_global_rank(group, rank), op, group)
+            if rank == dist.get_rank(group):
+                output.copy_(total)
+        return None
+
+    return reduce_scatter
 
 
 def _isend(original: Callable[..., Any]) -> Callable[..., Any]:

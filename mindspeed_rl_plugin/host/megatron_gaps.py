@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 import importlib.util
+import inspect
 import subprocess
 import sys
 import sysconfig
@@ -123,6 +124,28 @@ def _torch_norm(module: ModuleType) -> None:
         return norm
 
     wrapped.__new__ = new
+
+
+def _attention_channels(module: ModuleType) -> None:
+    """Take the sizes of heads that multi-latent attention hands over; the plain kernel needs that of the values."""
+    attention = module.DotProductAttention
+    original = attention.__init__
+    if "v_channels" in inspect.signature(original).parameters:
+        return
+
+    @functools.wraps(original)
+    def init(
+        self: torch.nn.Module,
+        *args: Any,
+        k_channels: int | None = None,
+        v_channels: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        original(self, *args, **kwargs)
+        if v_channels is not None:
+            self.hidden_size_per_partition = v_channels * self.num_attention_heads_per_partition
+
+    attention.__init__ = init
 
 
 def _yarn(module: ModuleType) -> None:
@@ -260,6 +283,14 @@ GAPS = (
         "all",
         "WrappedTorchNorm marks its parameters itself",
         _torch_norm,
+    ),
+    Gap(
+        "megatron.core.transformer.dot_product_attention",
+        "DotProductAttention.__init__",
+        "the local layer spec's attention refuses the head sizes that multi-latent attention gives it",
+        "all",
+        "DotProductAttention takes k_channels and v_channels",
+        _attention_channels,
     ),
     Gap(
         "megatron.core.models.common.embeddings.yarn_rotary_pos_embedding",

@@ -24,6 +24,7 @@ from torch.nn import Module
 
 from mindspeed_rl_plugin.copies import Copying
 from mindspeed_rl_plugin.device import Device, get_device
+from mindspeed_rl_plugin.reshard.wide import keep_wide
 
 CATEGORIES = ("params", "grads", "optimizer")
 _SCRATCH = 64 << 20  # bytes of device memory that an exchange of weights uses
@@ -63,6 +64,7 @@ class TrainState:
         self.sharing = sharing
         self._copier = self.device.copier()
         self._leaving: dict[str, _Trip] = {}
+        keep_wide(self.chunks)
         self._away: dict[str, list[_Away]] = {}
         self._arriving: dict[str, _Trip] = {}
         self._host: dict[int, list[Tensor]] = {}
@@ -219,6 +221,7 @@ class HostWeights:
     def capture(cls, model_chunks: Sequence[Module], device: Device | None = None) -> HostWeights:
         """Copy all parameters, buffers and parameter buffers of the chunks to host memory."""
         device = device or get_device()
+        keep_wide(model_chunks)
         labels, storages = _labelled(model_chunks)
         host = [device.host_empty((s.nbytes(),), torch.uint8) for s in storages]
         for buffer, storage in zip(host, storages, strict=True):

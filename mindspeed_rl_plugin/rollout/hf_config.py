@@ -178,14 +178,15 @@ def normalized(config: Mapping[str, Any]) -> dict[str, Any]:
 def rope_frequencies(config: Mapping[str, Any]) -> Tensor:
     """`[head_dim / 2]` float32, the inverse frequencies that the engine computes from `config`.
 
-    Llama-3 scaling as in "rope_type": "llama3" of transformers: long wave lengths are divided by `factor`,
-    short ones kept, those between blended linearly.
+    With YaRN those that it starts from, which is what Megatron's `inv_freq` holds. Llama-3 scaling as in
+    "rope_type": "llama3" of transformers: long wave lengths are divided by `factor`, short ones kept, those between
+    blended linearly.
     """
     c = normalized(config)
     dim = c["head_dim"]
     inverse = 1.0 / c["rope_theta"] ** (torch.arange(0, dim, 2, dtype=torch.int64).float() / dim)
     scaling = c["rope_scaling"]
-    if scaling is None:
+    if scaling is None or scaling["rope_type"] == "yarn":
         return inverse
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
     turns = scaling["original_max_position_embeddings"] * inverse / (2 * math.pi)

@@ -122,6 +122,12 @@ def _deepseek_problems(args: Namespace, shape: ModelShape) -> Iterator[str]:
     rope, scale = getattr(args, "rope_type", None), getattr(args, "rotary_scaling_factor", 1.0)
     if rope == "rope" and scale != 1.0 and getattr(args, "mscale_all_dim", 0.0):
         yield f"rotary_scaling_factor is {scale}: with --rope-type rope it scales attention only; leave it out"
+    groups = getattr(args, "moe_router_group_topk", None)
+    if groups and args.moe_router_topk // groups != 2:
+        yield (
+            f"moe_router_group_topk is {groups}: the engine ranks groups by their two best experts, Megatron by"
+            f" {args.moe_router_topk} // {groups}; give half of --moe-router-topk"
+        )
     if args.moe_router_topk == 1:
         yield "moe_router_topk is 1: with one expert a token, trainer and engine weigh it differently"
     if shape.dense_layers != tuple(range(len(shape.dense_layers))):

@@ -20,7 +20,7 @@ PROCESSED = "processed_logprobs"
 # parameters, some as attributes of the layer or of its implementation, some as views of the weight itself.
 DERIVED = ("W_UV", "W_UK_T")
 # Engine arguments that older versions lack, and without which the engine still works.
-OPTIONAL_ARGUMENTS = ("logprobs_mode", "kv_cache_memory_bytes")
+OPTIONAL_ARGUMENTS = ("logprobs_mode", "kv_cache_memory_bytes", "attention_backend")
 
 
 def build(arguments: dict[str, Any]) -> Any:

@@ -334,6 +334,8 @@ def _arguments(options: VllmOptions, kind: str, directory: str) -> dict[str, Any
         "enable_sleep_mode": options.sleep_mode and not on_cpu,
         "logprobs_mode": vllm_api.PROCESSED,
         **({"kv_cache_memory_bytes": options.kv_cache_bytes} if on_cpu else {}),
+        # Where the CPU has AMX vLLM would repack the weight of latent attention, and drop it.
+        **({"attention_backend": "CPU_MLA"} if on_cpu and options.config.get("kv_lora_rank") else {}),
     }
 
 

@@ -37,6 +37,17 @@ dist.all_to_all_single(out, mine, output_split_sizes=received, input_split_sizes
 expected = [1.0, 2.0, 4.0] if rank == 0 else [2.0, 3.0, 4.0, 6.0, 8.0]
 assert out.tolist() == expected, out
 
+# Tensors of different lengths.
+lengths, own = [3, 1], torch.arange(6.0).view(3, 2)[: 3 - 2 * rank] + 10 * rank
+gathered = [torch.empty(n, 2) for n in lengths]
+dist.all_gather(gathered, own, group=group)
+assert gathered[0].tolist() == [[0, 1], [2, 3], [4, 5]] and gathered[1].tolist() == [[10, 11]]
+parts = [torch.full((n, 2), float(rank + 1 + i)) for i, n in enumerate(lengths)]
+shard = torch.empty(lengths[rank], 2)
+dist.reduce_scatter(shard, parts, group=group)
+assert torch.equal(shard, torch.full((lengths[rank], 2), 3.0 + 2 * rank)), shard
+assert [float(p[0, 0]) for p in parts] == [rank + 1.0, rank + 2.0], "the inputs are not ours to change"
+
 # A tensor that is freed or overwritten while it is sent arrives as it was.
 for size in (10, 1 << 20):
     if rank == 0:

@@ -9,7 +9,6 @@ activate_if_needed()
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from megatron.core.process_groups_config import ProcessGroupCollection  # noqa: E402
-from megatron.core.transformer.dot_product_attention import DotProductAttention  # noqa: E402
 from megatron.training.argument_utils import gpt_config_from_args  # noqa: E402
 from megatron.training.arguments import parse_and_validate_args  # noqa: E402
 from megatron.training.initialize import initialize_megatron  # noqa: E402
@@ -42,13 +41,6 @@ def main(family: str) -> None:
     sys.argv = ["pretrain_gpt.py", *PLAIN.split(), *FAMILIES[family].split()]
     args = parse_and_validate_args()
     initialize_megatron()
-    plain = DotProductAttention.__init__
-
-    def without_channels(self, *args, k_channels=None, v_channels=None, **more):
-        """Megatron's own attention has no parameters, and takes no sizes of heads that MLA would give it."""
-        plain(self, *args, **more)
-
-    DotProductAttention.__init__ = without_channels
     model = GPTModelBuilder(gpt_config_from_args(args)).build_model(ProcessGroupCollection.use_mpu_process_groups())
     shape = ModelShape.from_megatron_args(args, 200, loop=False)
     assert shape.family == family

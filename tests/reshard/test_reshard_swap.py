@@ -230,3 +230,29 @@ def test_gathered_takes_the_hooks_off_and_puts_them_back():
         events.append("inside")
         raise RuntimeError
     assert events == ["off", "inside", "on"]
+
+
+class Router(nn.Module):
+    """Megatron's router in bf16 as core 0.12 builds it: narrow until it is used."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("expert_bias", torch.arange(4.0).bfloat16())
+
+    def _maintain_float32_expert_bias(self):
+        if self.expert_bias.dtype != torch.float32:
+            self.expert_bias.data = self.expert_bias.data.float()
+
+
+def test_a_bias_that_the_first_forward_pass_widens_stays_the_tensor_that_was_captured():
+    router = Router()
+    reference = HostWeights.capture([router])
+    router._maintain_float32_expert_bias()  # what a forward pass does
+    router.expert_bias.add_(1)
+    with reference.swapped_into([router]):
+        assert router.expert_bias.dtype == torch.float32 and router.expert_bias.tolist() == [0, 1, 2, 3]
+    assert router.expert_bias.tolist() == [1, 2, 3, 4]
+    state = TrainState([router])
+    assert state.swap_out(["params"]) == 16
+    state.swap_in()
+    assert router.expert_bias.tolist() == [1, 2, 3, 4]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from argparse import Namespace
 
 import pytest
@@ -61,6 +62,24 @@ MOE = {
     "moe_layer_freq": [0, 1],
     "moe_router_load_balancing_type": "aux_loss",
 }
+DEEPSEEK = MOE | {
+    "multi_latent_attention": True,
+    "group_query_attention": False,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 32,
+    "qk_head_dim": 16,
+    "qk_pos_emb_head_dim": 8,
+    "v_head_dim": 20,
+    "rope_type": "rope",
+    "rotary_scaling_factor": 1.0,
+    "moe_shared_expert_intermediate_size": 96,
+    "moe_router_score_function": "sigmoid",
+    "moe_router_enable_expert_bias": True,
+    "moe_router_topk_scaling_factor": 2.5,
+    "moe_router_num_groups": 4,
+    "moe_router_group_topk": 1,
+}
+YARN = {"rope_type": None, "rotary_scaling_factor": 40.0, "mscale": 1.0, "mscale_all_dim": 1.0}
 LLAMA3 = {"use_rope_scaling": True, "rotary_base": 500000}
 FAMILIES = {
     "llama": {},
@@ -102,6 +121,29 @@ def test_transformers_reads_the_same_model(name, tmp_path) -> None:
         sizes = {n.split("layers.")[1]: s for n, s in state.items() if "mlp" in n}
         assert sizes["0.mlp.up_proj.weight"] == (192, 128) and sizes["1.mlp.gate.weight"] == (8, 128)
         assert sizes["1.mlp.experts.down_proj"] == (8, 128, 48)
+
+
+@pytest.mark.parametrize("rope", [{}, YARN], ids=["plain", "yarn"])
+def test_transformers_reads_the_same_deepseek(rope, tmp_path) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = derive_config(megatron(**DEEPSEEK | rope), vocab_size=250, loop=False)
+    write_config(config, tmp_path)
+    hf = AutoConfig.from_pretrained(tmp_path)
+    assert compare_configs(config, hf.to_dict()) == [] == compare_configs(hf.to_dict(), config)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(hf)
+    state = {n: tuple(t.shape) for n, t in (*model.named_parameters(), *model.named_buffers())}
+    layer = "model.layers.1."
+    assert state[layer + "self_attn.kv_b_proj.weight"] == (4 * (16 + 20), 32)
+    assert state[layer + "self_attn.kv_a_proj_with_mqa.weight"] == (32 + 8, 128)
+    assert state[layer + "mlp.shared_experts.up_proj.weight"] == (96, 128)
+    assert state[layer + "mlp.gate.e_score_correction_bias"] == (8,)
+    assert (hf.n_group, hf.topk_group, hf.routed_scaling_factor) == (4, 1, 2.5) and hf.norm_topk_prob
+    assert state["model.layers.0.mlp.up_proj.weight"] == (192, 128)
+    # softmax scale as Megatron's latent attention has it: (0.1 mscale_all_dim ln factor + 1)^2 / sqrt(nope + rope)
+    grown = 0.1 * math.log(40.0) + 1 if rope else 1.0
+    assert model.model.layers[0].self_attn.scaling == pytest.approx(grown**2 / math.sqrt(24))
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -155,7 +197,17 @@ def test_mindspeed_llm_scaling() -> None:
         ({**MOE, "moe_expert_capacity_factor": 1.0}, "moe_expert_capacity_factor is 1.0: the engine drops no tokens"),
         ({**MOE, "moe_router_load_balancing_type": ["aux_loss", "sinkhorn"]}, "is 'sinkhorn': the engine takes"),
         ({**MOE, "moe_shared_expert_gate": True}, "shared experts have no gate"),
-        ({"multi_latent_attention": True}, "multi_latent_attention is True"),
+        ({"multi_latent_attention": True, "q_lora_rank": None}, "--q-lora-rank is not given"),
+        ({**DEEPSEEK, "num_experts": None}, "no model family has .*, multi-latent attention"),
+        ({"mtp_num_layers": 1}, "multi-token prediction is not supported in the RL loop"),
+        ({**DEEPSEEK, "moe_router_enable_expert_bias": False}, "family deepseek_v3 needs --moe-router-enable-expert-"),
+        ({**DEEPSEEK, "moe_router_score_function": "softmax"}, "family deepseek_v3 has sigmoid"),
+        ({**DEEPSEEK, "moe_layer_freq": [1, 0]}, r"dense layers \[1\]: family deepseek_v3 has them before all others"),
+        ({**DEEPSEEK, "moe_shared_expert_intermediate_size": 50}, "whole shared experts of --moe-ffn-hidden-size 48"),
+        ({**DEEPSEEK, "moe_router_topk": 1}, "moe_router_topk is 1: with one expert a token"),
+        ({**DEEPSEEK, "moe_router_group_topk": 2}, "by their two best experts, Megatron by 2 // 2"),
+        ({**DEEPSEEK, "moe_router_topk": 9}, "moe_router_topk is 9: there are 8 experts"),
+        ({**DEEPSEEK, "rotary_scaling_factor": 40.0, "mscale_all_dim": 1.0}, "with --rope-type rope it scales"),
         ({"squared_relu": True}, "squared_relu is True"),
         ({"rotary_percent": 0.5}, "rotary_percent is 0.5"),
         ({"rotary_interleaved": True}, "rotary_interleaved is True"),
@@ -170,7 +222,7 @@ def test_mindspeed_llm_scaling() -> None:
 )
 def test_models_that_the_engine_does_not_have(change, message) -> None:
     with pytest.raises(ValueError, match=message):
-        derive_config(megatron(**change), vocab_size=250)
+        derive_config(megatron(**change), vocab_size=250, loop="multi_latent_attention" not in change)
 
 
 def test_true_vocabulary() -> None:
