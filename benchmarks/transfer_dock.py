@@ -20,8 +20,9 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 import venv
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ import work  # noqa: E402
 ARMS = ("dock-shm", "dock-ray", "transferqueue", "ray", "memcpy")
 CASES = ("short/64", "short/512", "long/64", "long/512")
 WORLD = 2
+Seen = dict[tuple[str, str, str], list[float]]  # (arm, case, metric) -> value of each repeat
 UNITS = {
     "put_mb_s": "MB/s",
     "get_mb_s": "MB/s",
@@ -44,19 +46,36 @@ UNITS = {
     "cpu_s_per_gb": "s/GB",
     "bytes_ratio": "bytes moved / bytes of payload",
 }
+# What issue 3 asks for: (case, metric) -> smallest ratio of a dock to a peer, median of the repeats' own ratios.
+PEER_TARGETS = {
+    "transferqueue": {
+        ("short/64", "get_mb_s"): 20.0,
+        ("short/64", "put_mb_s"): 10.0,
+        ("long/64", "get_mb_s"): 10.0,
+        ("long/64", "put_mb_s"): 10.0,
+    },
+    "ray": {
+        (case, metric): 2.0 if case.endswith("/64") else 1.0
+        for case in CASES
+        for metric in ("get_mb_s", "put_mb_s", "write_back_mb_s")
+    },
+}
+LARGEST = {"small_get_p50_ms": 0.5, "bytes_ratio": 1.02}  # in every case
+DOCKS = ("dock-shm", "dock-ray")
 
 
 class Arm:
-    """The processes of one arm, driven in step."""
+    """The processes of one arm, driven in step. settings: of the arm, where it takes some."""
 
-    def __init__(self, name: str, python: Path) -> None:
-        self.name = name
+    def __init__(self, name: str, python: Path, settings: dict[str, Any] | None = None) -> None:
+        self.name, self.seen = name, set[Path]()
+        given = [] if settings is None else [json.dumps(settings)]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
         environment["PYTHONPATH"] = str(HERE.parent)
         environment.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(32))
         self._workers = [
             subprocess.Popen(
-                [str(python), str(HERE / "transfer" / "worker.py"), name, str(rank), str(WORLD)],
+                [str(python), str(HERE / "transfer" / "worker.py"), name, str(rank), str(WORLD), *given],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,
@@ -132,9 +151,13 @@ def rate(replies: Sequence[dict[str, Any]], nbytes: str = "bytes", seconds: str 
 def measure(arm: Arm, directory: Path, batch: int, samples: int) -> dict[str, float]:
     """One pass of a case through an arm: metric -> value."""
     arm.do("load", directory=str(directory))
-    arm.do("put", batch=batch)  # a pass that is not counted: memory and connections as in mid-training
-    for name in work.STATES:
-        arm.do("state", name=name)
+    # A pass that is not counted, for memory and connections as in mid-training: a whole one for the first case with
+    # samples of this size, after that as much as tells the arm the size of the batches.
+    states = list(work.STATES)[: 1 if directory in arm.seen else None]
+    arm.seen.add(directory)
+    arm.do("put", batch=batch)
+    for name in states:
+        arm.do("state", name=name, check=False)
     arm.do("clear")
     cpu = arm.cpu()
     puts = arm.do("put", batch=batch)
@@ -194,9 +217,9 @@ def cases(names: Sequence[str], scale: float) -> Iterator[dict[str, Path]]:
         yield found
 
 
-def run(names: Sequence[str], chosen: Sequence[str], repeats: int, scale: float) -> Iterator[list[dict[str, Any]]]:
-    """Rows of the result after each repeat: medians of every arm, case and metric so far."""
-    seen: dict[tuple[str, str, str], list[float]] = {}
+def run(names: Sequence[str], chosen: Sequence[str], repeats: int, scale: float) -> Iterator[Seen]:
+    """After each repeat the values so far."""
+    seen: Seen = {}
     pythons = {}
     for name in names:
         try:
@@ -219,10 +242,48 @@ def run(names: Sequence[str], chosen: Sequence[str], repeats: int, scale: float)
                     arm.close()
                 finally:
                     arm.kill()
-            yield [
-                {"arm": arm, "case": case, "metric": metric, "value": statistics.median(v), "unit": UNITS[metric]}
-                for (arm, case, metric), v in seen.items()
-            ]
+            yield seen
+
+
+def medians(seen: Seen) -> list[dict[str, Any]]:
+    """Rows of the result."""
+    return [
+        {"arm": arm, "case": case, "metric": metric, "value": statistics.median(values), "unit": UNITS[metric]}
+        for (arm, case, metric), values in seen.items()
+    ]
+
+
+def targets(seen: Mapping[tuple[str, str, str], Sequence[float]]) -> list[dict[str, Any]]:
+    """The targets as rows of the result: {"arm", "case", "metric", "value", "unit", "target", "reached"}.
+
+    seen: (arm, case, metric) -> a value for each repeat. What was not measured has no row.
+    """
+    out = []
+    for dock in DOCKS:
+        for peer, wanted in PEER_TARGETS.items():
+            for (case, metric), least in wanted.items():
+                pairs = zip(seen.get((dock, case, metric), ()), seen.get((peer, case, metric), ()), strict=False)
+                ratios = [mine / other for mine, other in pairs]
+                if ratios:
+                    value = statistics.median(ratios)
+                    row = {"arm": dock, "case": case, "metric": f"{metric} over {peer}", "value": value}
+                    out.append({**row, "unit": "ratio", "target": f">= {least:g}", "reached": value >= least})
+        for (arm, case, metric), values in seen.items():
+            if arm == dock and metric in LARGEST:
+                value, most = statistics.median(values), LARGEST[metric]
+                row = {"arm": dock, "case": case, "metric": metric, "value": value, "unit": UNITS[metric]}
+                out.append({**row, "target": f"<= {most:g}", "reached": value <= most})
+    return out
+
+
+def target_table(rows: Sequence[dict[str, Any]]) -> str:
+    """`targets` as a Markdown table."""
+    lines = ["| arm | case | target | measured | asked | reached |", "|---|---|---|---|---|---|"]
+    for r in rows:
+        reached = "yes" if r["reached"] else "NO"
+        cells = (r["arm"], r["case"], r["metric"], f"{r['value']:.3g}", r["target"], reached)
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
@@ -244,7 +305,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, required=True, help="file for the rows {arm, case, metric, value, unit}")
     parser.add_argument("--arms", default=",".join(ARMS), help="which to run, default %(default)s")
     parser.add_argument("--cases", default=",".join(CASES), help="samples/batch, default %(default)s")
-    parser.add_argument("--repeats", type=int, default=5, help="passes of each arm, default %(default)s")
+    parser.add_argument("--repeats", type=int, default=3, help="passes of each arm, default %(default)s")
     parser.add_argument("--scale", type=float, default=1.0, help="part of the 4096 samples, default %(default)s")
     args = parser.parse_args()
     names, chosen = args.arms.split(","), args.cases.split(",")
@@ -253,12 +314,16 @@ def main() -> None:
             parser.error(f"{sorted(unknown)} unknown; known: {', '.join(known)}")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # or the rows would stay in /dev/shm
     before = os.getloadavg()[0]
-    for rows in run(names, chosen, args.repeats, args.scale):
-        args.json.write_text(json.dumps(rows, indent=1) + "\n")
+    begin = time.monotonic()
+    for seen in run(names, chosen, args.repeats, args.scale):
+        rows, wanted = medians(seen), targets(seen)
+        args.json.write_text(json.dumps(rows + wanted, indent=1) + "\n")
     print(table(rows))
+    print(f"\n## targets\n\n{target_table(wanted)}\n")
+    spent = (time.monotonic() - begin) / 60
     now = datetime.datetime.now().strftime("%Y-%m-%d %H:%M")
     load = f"load {before:.1f} before and {os.getloadavg()[0]:.1f} after"
-    print(f"{now}, {os.cpu_count()} cores, {load}, median of {args.repeats}, scale {args.scale:g}")
+    print(f"{now}, {os.cpu_count()} cores, {load}, median of {args.repeats}, scale {args.scale:g}, {spent:.1f} min")
 
 
 if __name__ == "__main__":

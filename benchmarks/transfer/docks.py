@@ -98,9 +98,12 @@ class Dock:
 
     def get_far(self, begin: int, end: int) -> work.Packed:
         """Exactly these rows."""
-        lease = self._dock.lease("far", ids=self._ids(begin, end), deadline=SECONDS, into=self._buffers)
-        self._dock.commit(lease)
-        return _packed(lease.rows)
+        self._lease = self._dock.lease("far", ids=self._ids(begin, end), deadline=SECONDS, into=self._buffers)
+        return _packed(self._lease.rows)
+
+    def done_far(self) -> None:
+        """Acknowledge them."""
+        self._dock.commit(self._lease)
 
     def get_one(self) -> work.Packed:
         """One row."""

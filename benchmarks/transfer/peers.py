@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -127,26 +127,36 @@ class Directory:
 
 
 class TransferQueue:
-    """PyPI transferqueue over its SimpleStorage: jagged columns, and one client a process, as its guide does."""
+    """PyPI transferqueue over its SimpleStorage: nested columns, and one client a process, as its guide does.
 
-    UNITS = 2
+    settings: others than `BEST`, which `transferqueue_settings.py` found.
+    """
 
-    def __init__(self, rank: int, world: int, exchange: Exchange) -> None:
-        os.environ.setdefault("TQ_LOGGING_LEVEL", "ERROR")
+    BEST = {
+        "units": 2,
+        "polling": True,
+        "layout": "jagged",
         # Ids for all rows of the epoch at once, not one by one as they come.
-        os.environ.setdefault("TQ_PRE_ALLOC_SAMPLE_NUM", str(work.SAMPLES))
+        "environment": {"TQ_PRE_ALLOC_SAMPLE_NUM": str(work.SAMPLES)},
+    }
+
+    def __init__(self, rank: int, world: int, exchange: Exchange, settings: Mapping[str, Any] | None = None) -> None:
+        chosen = {**self.BEST, **(settings or {})}
+        os.environ.setdefault("TQ_LOGGING_LEVEL", "ERROR")
+        os.environ.update(chosen["environment"])
+        self._layout = getattr(torch, chosen["layout"])
         self._ray, self._exchange, self._rank = join_ray(rank, exchange), exchange, rank
         import transfer_queue
         from omegaconf import OmegaConf
         from tensordict import TensorDict
 
         self._queue, self._dict = transfer_queue, TensorDict
-        settings = {
-            "controller": {"polling_mode": True},
-            "backend": {"SimpleStorage": {"num_data_storage_units": self.UNITS}},
-        }
         if rank == 0:
-            transfer_queue.init(OmegaConf.create(settings))
+            form = {
+                "controller": {"polling_mode": chosen["polling"]},
+                "backend": {"SimpleStorage": {"num_data_storage_units": chosen["units"]}},
+            }
+            transfer_queue.init(OmegaConf.create(form))
         exchange(None)
         if rank:
             transfer_queue.init()
@@ -158,8 +168,8 @@ class TransferQueue:
         self._partition = f"epoch-{epoch}"
 
     def pack(self, begin: int, packed: work.Packed) -> Any:
-        """A TensorDict of jagged columns."""
-        columns = {c: self._jagged(*packed[c]) for c in work.RAGGED}
+        """A TensorDict of nested columns."""
+        columns = {c: self._nested(torch.from_numpy(packed[c][0]), packed[c][1]) for c in work.RAGGED}
         columns.update({c: torch.from_numpy(packed[c][0])[:, None] for c in work.DENSE})
         return self._dict(columns, batch_size=len(packed["row"][0]))
 
@@ -180,7 +190,7 @@ class TransferQueue:
 
     def write_back(self, meta: Any, state: str, values: torch.Tensor, offsets: torch.Tensor) -> None:
         """Put the column by the batch's metadata."""
-        column = torch.nested.nested_tensor_from_jagged(values, offsets)
+        column = self._nested(values, offsets.numpy())
         self._client.put(self._dict({work.STATES[state]: column}, batch_size=meta.size), metadata=meta)
 
     def get_one(self) -> work.Packed:
@@ -208,14 +218,18 @@ class TransferQueue:
             self._queue.close()
         self._ray.shutdown()
 
-    @staticmethod
-    def _jagged(values: np.ndarray, offsets: np.ndarray) -> torch.Tensor:
-        return torch.nested.nested_tensor_from_jagged(torch.from_numpy(values), torch.from_numpy(offsets))
+    def _nested(self, values: torch.Tensor, offsets: np.ndarray) -> torch.Tensor:
+        if self._layout is torch.jagged:
+            return torch.nested.nested_tensor_from_jagged(values, torch.from_numpy(offsets))
+        return torch.nested.as_nested_tensor(list(values.split(np.diff(offsets).tolist())), layout=self._layout)
 
     @staticmethod
     def _packed(column: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
-        if column.is_nested:
+        if column.is_nested and column.layout is torch.jagged:
             return column.values().numpy(), column.offsets().numpy()
+        if column.is_nested:
+            rows = column.unbind()
+            return torch.cat(rows).numpy(), np.cumsum([0, *map(len, rows)])
         return column.contiguous().reshape(-1).numpy(), np.arange(len(column) + 1)
 
 

@@ -126,7 +126,7 @@ class Worker:
         ids = [SampleId(*i) for i in ids]
         slots = np.array([i.group * self.net.shapes[i.epoch].members + i.member for i in ids], np.int32)
         note = {"epoch": ids[0].epoch, "shape": list(self.net.shapes[ids[0].epoch]), "columns": ["tokens"]}
-        note |= {"producer": True, "deadline": 5, "sizes": [4 * LENGTH * len(ids)]}
+        note |= {"producer": True, "deadline": 5, "forms": [0], "sizes": [4 * LENGTH * len(ids)]}
         answer = self.net.warehouse(self.net.settings.warehouse, Message("reserve", note, {"slots.0": slots}))
         segment, offset, nbytes = answer.note["extents"][0]
         self.net.segments.view(segment, offset, nbytes)[: nbytes // 2] = 7
@@ -180,7 +180,7 @@ class Worker:
 
     def used(self):
         house = self.member.host.warehouse
-        return None if house is None else [house.used, len(house._reserved)]
+        return None if house is None else [house.used, len(house.reservations)]
 
     def close(self):
         self.dock.close()

@@ -96,8 +96,8 @@ class DockMachine(RuleBasedStateMachine):
                 self.tell(self.houses[w].clear(number, shape, np.arange(shape.groups)))
         self.deliver_all()
         for house in self.houses:
-            for owner in {o for o in house._reserved.values()}:
-                house.forget_owner(owner)
+            for owner in {o for o in house.reservations._owner.values()}:
+                house.reservations.forget(owner)
             assert house.used == house.outstanding == 0 and not house._epochs and not house._live
             assert all(len(free) == 1 for free in house.arena._free.values())
         for controller in self.controllers.values():
@@ -115,7 +115,7 @@ class DockMachine(RuleBasedStateMachine):
             blocks = list(zip(cells, slots, sizes, strict=True))
             if house.admit(number, shape, blocks) is not None:
                 return False
-        extents = house.reserve(owner, sizes)
+        extents = house.reservations.make(owner, sizes)
         for extent, column in zip(extents, cells.values(), strict=True):
             data = np.frombuffer(b"".join(column.values()), np.uint8)
             self.readers[w].view(extent.segment, extent.offset, len(data))[:] = data
@@ -124,7 +124,7 @@ class DockMachine(RuleBasedStateMachine):
             self.hanging += [self.readers[w].view(*extent) for extent in extents]
             return True
         if dies:
-            house.forget_owner(owner)
+            house.reservations.forget(owner)
             return True
         blocks = [
             Block(name, slots[i], np.array([len(v) // 4 for v in column.values()], np.int32), extents[i])
@@ -243,7 +243,7 @@ class DockMachine(RuleBasedStateMachine):
         homes, places = controller.homes(grant).tolist(), []
         assert homes == [self.home(n, g) for n, g, _ in ids]
         for name in STATES[state].reads:
-            segment, offset, length = (x.tolist() for x in controller.locations(grant, name))
+            segment, offset, length = (x[0].tolist() for x in controller.locations(grant, [name]))
             for i, (n, g, m) in enumerate(ids):
                 slot = g if name == "prompt" else g * self.shapes[n].members + m
                 places.append((homes[i], segment[i], offset[i], 4 * length[i], self.cells[name, n, slot]))
@@ -294,7 +294,7 @@ class DockMachine(RuleBasedStateMachine):
         for controller in self.controllers.values():
             controller.drop_holder(holder)
         for house in self.houses:
-            house.forget_owner(holder)
+            house.reservations.forget(holder)
         self.leases = [lease for lease in self.leases if lease["holder"] != holder]
 
     # records

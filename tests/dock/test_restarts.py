@@ -32,7 +32,7 @@ def house_in(directory: Path) -> Warehouse:
 
 
 def commit(house: Warehouse, row: int, values: np.ndarray) -> None:
-    (extent,) = house.reserve("writer", [values.nbytes])
+    (extent,) = house.reservations.make("writer", [values.nbytes])
     house.arena.view(extent.segment, extent.offset, values.nbytes)[:] = values.view(np.uint8)
     block = Block("tokens", np.array([row], np.int32), np.array([len(values)], np.int32), extent)
     house.commit("writer", 0, SHAPE, [block])
@@ -47,7 +47,7 @@ def test_a_writer_from_before_a_restart_reaches_nobodys_cells(tmp_path: Path) ->
     """It fills the extent that it was given, however late: that memory belongs to nobody any more."""
     first = house_in(tmp_path)
     commit(first, 0, np.full(100, 1, np.int32))
-    (extent,) = first.reserve("slow", [400])
+    (extent,) = first.reservations.make("slow", [400])
     slow = Segments(tmp_path).view(*extent)
     second = house_in(tmp_path)
     commit(second, 1, np.full(100, 2, np.int32))
@@ -72,8 +72,8 @@ def test_a_put_goes_on_when_the_reserved_memory_is_gone(members, monkeypatch: py
     dock.open(0, 1, 1)
     reserve, asked = member.host._on_reserve, []
 
-    async def restarted_meanwhile(peer: str, message: Message) -> Message:
-        answer = await reserve(peer, message)
+    def restarted_meanwhile(peer: str, message: Message) -> Message:
+        answer = reserve(peer, message)
         asked.append(answer)
         if len(asked) == 1:
             old = member.host.warehouse

@@ -25,6 +25,10 @@ class Extent(NamedTuple):
     offset: int
     nbytes: int
 
+    def holds(self, other: Extent) -> bool:
+        """Whether `other` begins in it."""
+        return self.segment == other.segment and self.offset <= other.offset < self.offset + self.nbytes
+
 
 class Segments:
     """Segments of a directory as uint8 arrays, mapped when first used."""

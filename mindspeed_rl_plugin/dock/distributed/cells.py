@@ -91,30 +91,39 @@ class Buffers:
     """
 
     def __init__(self) -> None:
-        self._kept: dict[str, Tensor] = {}
+        self._kept: dict[str, np.ndarray] = {}
 
-    def take(self, name: str, nbytes: int) -> Tensor:
+    def take(self, name: str, nbytes: int) -> np.ndarray:
         """`[nbytes]` uint8."""
         kept = self._kept.get(name)
-        if kept is None or kept.numel() < nbytes:
-            kept = self._kept[name] = torch.empty(nbytes + nbytes // 4, dtype=torch.uint8)
+        if kept is None or len(kept) < nbytes:
+            kept = self._kept[name] = np.empty(nbytes + nbytes // 4, np.uint8)
         return kept[:nbytes]
 
 
-def fresh(name: str, nbytes: int) -> Tensor:
+def fresh(name: str, nbytes: int) -> np.ndarray:
     """`[nbytes]` uint8 of its own."""
-    return torch.empty(nbytes, dtype=torch.uint8)
+    return np.empty(nbytes, np.uint8)
 
 
-def as_column(spec: ColumnSpec, data: Tensor, lengths: np.ndarray) -> Column:
-    """`[bytes]` uint8 as a column of B rows."""
-    values = data.view(spec.dtype) if data.numel() else torch.empty(0, dtype=spec.dtype)
-    values = values.reshape(-1, *spec.trailing)
+def as_column(
+    spec: ColumnSpec, data: np.ndarray, lengths: np.ndarray, packed: dict[bytes, Tensor] | None = None
+) -> Column:
+    """`[bytes]` uint8 as a column of B rows. packed: offsets by lengths, of columns that may share them."""
+    values = torch.from_numpy(data).view(spec.dtype) if len(data) else torch.empty(0, dtype=spec.dtype)
+    if spec.trailing:
+        values = values.reshape(-1, *spec.trailing)
     if not spec.ragged:
         return values
-    offsets = np.zeros(len(lengths) + 1, np.int64)
-    np.cumsum(lengths, out=offsets[1:])
-    return Ragged(values, torch.from_numpy(offsets))
+    key = lengths.tobytes()
+    offsets = None if packed is None else packed.get(key)
+    if offsets is None:
+        sums = np.zeros(len(lengths) + 1, np.int64)
+        np.cumsum(lengths, out=sums[1:])
+        offsets = torch.from_numpy(sums)
+        if packed is not None:
+            packed[key] = offsets
+    return Ragged(values, offsets)
 
 
 def gather(parts: Sequence[np.ndarray]) -> np.ndarray:

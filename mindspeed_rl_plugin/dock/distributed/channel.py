@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import secrets
+import select
 import time
+from collections.abc import Sequence
+
+import numpy as np
 
 from mindspeed_rl_plugin.dock.distributed import frames
 from mindspeed_rl_plugin.dock.distributed.frames import Message
@@ -42,7 +46,7 @@ class Channel:
     def tell(self, message: Message) -> None:
         """Send what needs no answer."""
         try:
-            for buffer in frames.encode(message):
+            for buffer in frames.encode(message):  # one, where nothing is large
                 self._socket.sendall(buffer)
         except TimeoutError as error:
             self.close()  # half a message is out: nothing else can follow it
@@ -51,13 +55,20 @@ class Channel:
             self.close()
             raise ConnectionError(f"lost the dock at {self.address} while sending {message.kind!r}: {error}") from error
 
-    def ask(self, message: Message, seconds: float = 0.0, recycle: bool = False) -> Message:
+    def ask(
+        self,
+        message: Message,
+        seconds: float = 0.0,
+        recycle: bool = False,
+        scatter: Sequence[np.ndarray] | None = None,
+    ) -> Message:
         """Send a request and wait for its answer; seconds: how long the other side itself may wait; recycle: the
-        arrays of the answer are valid only until the next answer that is recycled, and take no fresh memory.
+        arrays of the answer are valid only until the next answer that is recycled, and take no fresh memory;
+        scatter: uint8 arrays that an answer's one array of so many bytes goes to, one after the other.
 
         Raises what the other side raised, TimeoutError when it does not answer, ConnectionError when it is gone.
         """
-        self._reader.recycle = recycle
+        self._reader.recycle, self._reader.scatter = recycle, scatter
         self.tell(message)
         begin, limit = time.monotonic(), seconds + self._patience + MARGIN
         self._socket.settimeout(limit)
@@ -82,6 +93,15 @@ class Channel:
     def closed(self) -> bool:
         """Whether nothing can be asked here any more."""
         return self._socket.fileno() < 0
+
+    @property
+    def quiet(self) -> bool:
+        """Whether the connection stands and nothing has come: between two requests that would be its end."""
+        if self.closed:
+            return False
+        ready = select.poll()
+        ready.register(self._socket, select.POLLIN)
+        return not ready.poll(0)
 
     def close(self) -> None:
         """End the connection. Idempotent."""

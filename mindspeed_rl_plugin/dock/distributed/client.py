@@ -186,6 +186,7 @@ class DistributedDock:
         )
         answer = self._net.state(state, message, deadline)
         held = cells.ids_tuple(answer.arrays["ids"])
+        self._net.remember(held, answer.arrays["ids"])
         take = cells.fresh if into is None else into.take
         try:
             found = reading.gather(self._net, self.columns, state, names, answer, take, self._deadline)
@@ -306,7 +307,7 @@ class DistributedDock:
         foreign = [c for c in rows.columns if c not in writes]
         if foreign:
             raise ValueError(f"commit: state {lease.state!r} writes {list(writes)}, not {foreign}")
-        strange = set(rows.ids) - set(lease.rows.ids)
+        strange = () if rows.ids is lease.rows.ids else set(rows.ids) - set(lease.rows.ids)
         if strange:
             raise ValueError(
                 f"commit: lease {lease.token} of state {lease.state!r} does not hold {listed(sorted(strange))}"

@@ -7,18 +7,19 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from mindspeed_rl_plugin.dock.distributed.arena import Segments
-from mindspeed_rl_plugin.dock.distributed.cells import cut, portions
+from mindspeed_rl_plugin.dock.distributed.arena import Extent, Segments
+from mindspeed_rl_plugin.dock.distributed.cells import FETCH_BYTES, cut, ids_array, portions
 from mindspeed_rl_plugin.dock.distributed.channel import Channel
 from mindspeed_rl_plugin.dock.distributed.frames import Message
 from mindspeed_rl_plugin.dock.distributed.records import Shape
 from mindspeed_rl_plugin.dock.distributed.service import Address, Directory
 from mindspeed_rl_plugin.dock.report import listed
 from mindspeed_rl_plugin.dock.traffic import Traffic
+from mindspeed_rl_plugin.types import SampleId
 
 RECONNECT_SECONDS = 0.5
 MOVING_SECONDS = 0.05  # between questions for a controller that is being taken over
@@ -46,6 +47,19 @@ class Settings:
     homes: Homes
     patience: float = 60.0
     lease_seconds: float = 7200.0
+
+
+class Spare(NamedTuple):
+    """Memory that a warehouse lent; incarnation: of the warehouse; channel: the connection that it came by."""
+
+    extent: Extent
+    incarnation: int
+    channel: Channel
+
+    @property
+    def ours(self) -> bool:
+        """Whether it may be filled: with its connection it goes back to the warehouse."""
+        return self.channel.quiet
 
 
 class WarehouseLost(ConnectionError):
@@ -79,6 +93,7 @@ class Connections:
         self._local = threading.local()
         self._every: list[Channel] = []
         self._homes: dict[int, np.ndarray] = {}
+        self._numbers: tuple[tuple[tuple[SampleId, ...], np.ndarray], ...] = ()
 
     def homes(self, epoch: int) -> np.ndarray:
         """`[groups]` warehouse of each group of an open epoch; what belonged to a dead one is dealt to the others."""
@@ -139,16 +154,57 @@ class Connections:
             self.after[index] = max(self.after.get(index, 0), answer.note["seq"])
         return answer
 
+    def numbers(self, ids: Sequence[SampleId]) -> np.ndarray:
+        """`[B, 3]` int64. What a lease gave is what its commit brings: the last ones are remembered."""
+        for known, array in self._numbers:
+            if known is ids:
+                return array
+        array = ids_array(ids)
+        if isinstance(ids, tuple) and len(ids):
+            self.remember(ids, array)
+        return array
+
+    def remember(self, ids: tuple[SampleId, ...], array: np.ndarray) -> None:
+        """`array` is what `numbers` would make of `ids`."""
+        self._numbers = (*self._numbers[-3:], (ids, array))
+
+    def spare(self) -> Spare | None:
+        """Take the memory that this node's warehouse lent this thread with its last answer. Whoever takes it names it
+        in its next commit, and gives `lent` the answer."""
+        return self._local.__dict__.pop("spare", None)
+
+    def lent(self, answer: Message) -> None:
+        """Keep the spare that a warehouse's answer to this thread brings."""
+        if "spare" in answer.note:
+            channel = self._channels()["warehouse", self.settings.warehouse]
+            self._local.spare = Spare(Extent(*answer.note["spare"]), answer.note["incarnation"], channel)
+
     def fetch(self, index: int, spans: Sequence[tuple[int, int, int]], seconds: float) -> np.ndarray:
         """Bytes of another warehouse, (segment, offset, bytes) one after the other; valid until the next fetch."""
         table = np.array(cut(spans), np.int64).reshape(-1, 3)
         parts = []
         for low, high in portions(table[:, 2]):
-            message = Message("fetch", {}, {"spans": table[low:high]})
-            key = ("warehouse", index)
-            answer = self._ask(key, lambda: self._address(index), message, seconds, recycle=True)
-            parts.append(answer.arrays["data"] if high == len(table) and not low else answer.arrays["data"].copy())
+            data = self._fetched(index, table[low:high], seconds).arrays["data"]
+            parts.append(data if high == len(table) and not low else data.copy())
         return parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, np.uint8), *parts])
+
+    def fetch_into(
+        self, index: int, spans: Sequence[tuple[int, int, int]], outs: Sequence[np.ndarray], seconds: float
+    ) -> None:
+        """As `fetch`, but straight into `outs`, uint8 arrays that are filled one after the other."""
+        table = np.array(spans, np.int64).reshape(-1, 3)
+        if table[:, 2].sum() <= FETCH_BYTES and not self._fetched(index, table, seconds, outs).arrays:
+            return
+        got, at = self.fetch(index, spans, seconds), 0
+        for out in outs:
+            out[:] = got[at : at + len(out)]
+            at += len(out)
+
+    def _fetched(
+        self, index: int, table: np.ndarray, seconds: float, scatter: Sequence[np.ndarray] | None = None
+    ) -> Message:
+        message, key = Message("fetch", {}, {"spans": table}), ("warehouse", index)
+        return self._ask(key, lambda: self._address(index), message, seconds, recycle=True, scatter=scatter)
 
     def close(self) -> None:
         """End all connections."""
@@ -165,13 +221,13 @@ class Connections:
         where: Callable[[], Address],
         message: Message,
         seconds: float,
-        recycle: bool = False,
+        **how: Any,
     ) -> Message:
         """One request; a lost connection is made anew until the patience ends. Every request may be repeated."""
         end = time.monotonic() + self.settings.patience
         while True:
             try:
-                return self._channel(key, where()).ask(message, seconds, recycle)
+                return self._channel(key, where()).ask(message, seconds, **how)
             except ConnectionError as error:
                 if key[0] == "warehouse" and self._given_up(key[1]):
                     raise WarehouseLost(f"warehouse {key[1]} at {where()} gives no sign of life: {error}") from error

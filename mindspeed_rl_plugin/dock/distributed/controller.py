@@ -198,16 +198,13 @@ class Controller:
         parts = [self._epochs[n].home[rows // self._epochs[n].shape.members] for n, rows in grant.rows]
         return np.concatenate(parts) if parts else np.empty(0, np.int32)
 
-    def locations(self, grant: Grant, column: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Segment, offset and length of the grant's cells of one column, `[B]` each."""
-        parts: list[tuple[np.ndarray, ...]] = []
-        for number, rows in grant.rows:
-            view = self._epochs[number]
-            at = rows // view.shape.members if column in view.grouped else rows
-            parts.append((view.segment[column][at], view.offset[column][at], view.length[column][at]))
-        if not parts:
-            return np.empty(0, np.int32), np.empty(0, np.int64), np.empty(0, np.int32)
-        return tuple(np.concatenate([p[i] for p in parts]) for i in range(3))
+    def locations(self, grant: Grant, columns: Sequence[str]) -> list[np.ndarray]:
+        """Segment, offset and length of the grant's cells, `[C, B]` each."""
+        parts = [self._epochs[number].locations(rows, columns) for number, rows in grant.rows]
+        if len(parts) == 1:
+            return parts[0]
+        empty = [np.empty((len(columns), 0), t) for t in (np.int32, np.int64, np.int32)]
+        return [np.concatenate(x, 1) for x in zip(empty, *parts, strict=True)]
 
     def ids(self, rows: Picked) -> np.ndarray:
         """`[B, 3]` int64 sample ids."""

@@ -14,13 +14,14 @@ import hmac
 import json
 import math
 import struct
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-MAGIC, VERSION = b"MSTD", 2
+MAGIC, VERSION = b"MSTD", 3
 PREFIX = struct.Struct("<4sB3xIQ")
 ALIGN = 8
 MAX_HEAD = 16 << 20  # bytes
@@ -103,8 +104,10 @@ class Reader:
         self._have = 0  # bytes in the buffer
         self._head: bytes | None = None  # of the message whose payload is being read
         self._payload = np.empty(0, np.uint8)
-        self._filled = 0  # bytes of the payload
+        self._rooms: deque[memoryview] = deque()  # what is to be filled of the payload
+        self._scattered = False
         self.recycle = False  # read payloads into memory that is used again: fresh pages cost more than the bytes
+        self.scatter: Sequence[np.ndarray] | None = None  # where the next payload of just that many bytes goes
         self._kept = np.empty(0, np.uint8)
 
     @property
@@ -115,31 +118,38 @@ class Reader:
     def room(self) -> memoryview:
         """Where the next bytes of the connection go."""
         if self._head is not None:
-            return memoryview(self._payload)[self._filled :]
+            return self._rooms[0] if self._rooms else memoryview(b"")
         return memoryview(self._buffer)[self._have :]
 
     def got(self, nbytes: int) -> None:
         """So many bytes came."""
-        if self._head is not None:
-            self._filled += nbytes
-        else:
+        if self._head is None:
             self._have += nbytes
+        elif nbytes == len(self._rooms[0]):
+            self._rooms.popleft()
+        else:
+            self._rooms[0] = self._rooms[0][nbytes:]
 
     def message(self) -> Message | None:
         """The next message, None while it is not whole. Raises FrameError for what is none."""
-        if self._head is None and not self._begin():
-            return None
-        if self._filled < len(self._payload):
+        if (self._head is None and not self._begin()) or self._rooms:
             return None
         head, self._head = self._head, None
-        return decode(head, self._payload)
+        return decode(head, None if self._scattered else self._payload)
 
-    def _space(self, nbytes: int) -> np.ndarray:
+    def _space(self, nbytes: int) -> list[np.ndarray]:
+        """Memory for a payload, in pieces."""
+        total = 0 if self.scatter is None else sum(len(piece) for piece in self.scatter)
+        self._scattered = self.scatter is not None and nbytes == total + -total % ALIGN
+        if self._scattered:
+            return [*self.scatter, np.empty(-total % ALIGN, np.uint8)]
         if not self.recycle:
-            return np.empty(nbytes, np.uint8)
-        if len(self._kept) < nbytes:
-            self._kept = np.empty(nbytes + nbytes // 4, np.uint8)
-        return self._kept[:nbytes]
+            self._payload = np.empty(nbytes, np.uint8)
+        else:
+            if len(self._kept) < nbytes:
+                self._kept = np.empty(nbytes + nbytes // 4, np.uint8)
+            self._payload = self._kept[:nbytes]
+        return [self._payload]
 
     def _begin(self) -> bool:
         """Read a head once it is there, and what there is of its payload."""
@@ -151,12 +161,15 @@ class Reader:
             self._buffer = self._buffer + bytes(end - len(self._buffer))
         if self._have < end:
             return False
-        self._head, self._payload = bytes(self._buffer[PREFIX.size : end]), self._space(payload)
-        self._filled = min(payload, self._have - end)
-        used = end + self._filled
-        self._payload[: self._filled] = np.frombuffer(self._buffer, np.uint8, self._filled, end)
-        self._buffer[: self._have - used] = self._buffer[used : self._have]
-        self._have -= used
+        self._head = bytes(self._buffer[PREFIX.size : end])
+        self._rooms = deque(memoryview(piece) for piece in self._space(payload) if len(piece))
+        while self._rooms and end < self._have:
+            size = min(len(self._rooms[0]), self._have - end)
+            self._rooms[0][:size] = memoryview(self._buffer)[end : end + size]
+            self.got(size)
+            end += size
+        self._buffer[: self._have - end] = self._buffer[end : self._have]
+        self._have -= end
         return True
 
 
@@ -170,13 +183,16 @@ def prefix(data: bytes) -> tuple[int, int]:
     return head, payload
 
 
-def decode(head: bytes, payload: bytearray | np.ndarray) -> Message:
-    """Inverse of `encode`; arrays are views of `payload`. Raises FrameError for anything malformed."""
+def decode(head: bytes, payload: bytearray | np.ndarray | None) -> Message:
+    """Inverse of `encode`; arrays are views of `payload`, left out where it is None because it went elsewhere.
+
+    Raises FrameError for anything malformed.
+    """
     try:
         found = json.loads(head)
         kind, note, described = found["kind"], found["note"], found["arrays"]
         arrays, at = {}, 0
-        for name, *form in described:
+        for name, *form in described if payload is not None else ():
             if len(form) == 1:
                 arrays[name] = arrays[form[0]]
                 continue
@@ -188,8 +204,8 @@ def decode(head: bytes, payload: bytearray | np.ndarray) -> Message:
             at += arrays[name].nbytes + (-arrays[name].nbytes % ALIGN)
     except (ValueError, KeyError, TypeError) as error:
         raise FrameError(f"malformed message: {error}") from error
-    if at != len(payload) or not isinstance(kind, str) or not isinstance(note, dict):
-        raise FrameError(f"malformed message: its arrays take {at} of {len(payload)} payload bytes")
+    if (payload is not None and at != len(payload)) or not isinstance(kind, str) or not isinstance(note, dict):
+        raise FrameError(f"malformed message: its arrays take {at} bytes, not the payload's")
     return Message(kind, note, arrays)
 
 

@@ -68,27 +68,26 @@ def pick_share(epochs: Mapping[int, EpochView], ask: Ask) -> Picked | None:
 def pick_ready(epochs: Mapping[int, EpochView], ask: Ask, waited: float) -> Picked | None:
     """What is ready, or None to wait for more; waited: seconds so far."""
     found: Picked = []
-    more = undone = False  # rows that are not ready yet; rows to be acknowledged, those in other hands included
     for number, epoch in sorted(epochs.items()):
         if ask.newest is not None and ask.max_staleness is not None:
             epoch.retire((epoch.version >= 0) & (epoch.version < ask.newest - ask.max_staleness))
-        available = epoch.available()
-        undone |= bool(epoch.undone().any())
-        more |= bool((epoch.undone() & (epoch.status == FREE) & ~available).any())
-        rows = available.nonzero()[0]
+        rows = epoch.available().nonzero()[0]
         if ask.near is not None:
             far = epoch.home[rows // epoch.shape.members] != ask.near
-            rows = np.concatenate([rows[~far], rows[far]])
+            rows = np.concatenate([rows[~far], rows[far]]) if far.any() else rows
         if len(rows):
             found.append((number, rows))
     batch = _cut(epochs, _filled(epochs, found, ask), ask)
     total, ready = (sum(len(rows) for _, rows in part) for part in (batch, found))
-    if not total:
-        return None if undone else batch
+    if not total:  # wait while others hold rows that may come back
+        return None if any(epoch.undone().any() for epoch in epochs.values()) else batch
     unit = max(epoch.unit for epoch in epochs.values())
-    full = total < ready or (ask.max_rows is not None and total + unit > ask.max_rows)
-    enough = total >= ask.min_rows and waited >= ask.linger
-    return batch if full or enough or not more else None
+    if total < ready or (ask.max_rows is not None and total + unit > ask.max_rows):
+        return batch
+    if total >= ask.min_rows and waited >= ask.linger:
+        return batch
+    more = any((e.undone() & (e.status == FREE) & ~e.available()).any() for e in epochs.values())
+    return None if more else batch
 
 
 def pick_ids(epochs: Mapping[int, EpochView], ids: np.ndarray) -> Picked | None:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from mindspeed_rl_plugin.dock.api import ColumnSpec
 from mindspeed_rl_plugin.dock.distributed import cells
-from mindspeed_rl_plugin.dock.distributed.asks import places
 from mindspeed_rl_plugin.dock.distributed.connections import Connections
 from mindspeed_rl_plugin.dock.distributed.frames import Message
 from mindspeed_rl_plugin.dock.report import listed
@@ -34,50 +33,61 @@ def gather(
     state: str,
     names: Sequence[str],
     answer: Message,
-    take: Callable[[str, int], Tensor],
+    take: Callable[[str, int], np.ndarray],
     deadline: float,
 ) -> dict[str, Column]:
     """Columns of a grant, packed in the order of its ids. take: (column, bytes) -> memory for it."""
     home, mine = answer.arrays["home"], net.settings.warehouse
-    near = not len(home) or bool((home == mine).all())
+    segments, offsets, lengths = (answer.arrays[k] for k in ("segment", "offset", "length"))
+    if not len(home):
+        return {name: empty(specs[name]) for name in names}
+    sizes = lengths * np.array([cells.entry_bytes(specs[name]) for name in names], np.int64)[:, None]
+    totals = sizes.sum(1).tolist()
+    packed: dict[bytes, Tensor] = {}  # token columns share their offsets
     columns: dict[str, Column] = {}
     parts = []
-    for name in names:
-        segment, offset, length = places(answer, name)
-        nbytes = length.astype(np.int64) * cells.entry_bytes(specs[name])
-        data = take(name, int(nbytes.sum()))
-        parts.append(Part(name, segment, offset, nbytes, data.numpy()))
-        columns[name] = cells.as_column(specs[name], data, length)
-    for warehouse in [mine] if near else np.unique(home).tolist():
-        index = None if near else (home == warehouse).nonzero()[0]
-        read = _copy if warehouse == mine else _fetch
-        for name, moved in read(net, warehouse, parts, index, specs, deadline).items():
-            net.traffic.read[state, name, "local" if warehouse == mine else "remote"] += moved
+    for i, name in enumerate(names):
+        data = take(name, totals[i])
+        parts.append(Part(name, segments[i], offsets[i], sizes[i], data))
+        columns[name] = cells.as_column(specs[name], data, lengths[i], packed)
+    moved = totals
+    for warehouse in [int(home[0])] if (home == home[0]).all() else np.unique(home).tolist():
+        index = (home == warehouse).nonzero()[0]
+        if warehouse != mine:
+            moved = _fetch(net, warehouse, parts, index, specs, deadline)
+        elif len(index) == len(home):
+            _copy_all(net, segments, offsets, sizes, [part.out for part in parts])
+        else:
+            moved = _copy(net, parts, index)
+        for name, nbytes in zip(names, moved, strict=True):
+            net.traffic.read[state, name, "local" if warehouse == mine else "remote"] += nbytes
     return columns
 
 
-def _copy(
-    net: Connections,
-    warehouse: int,
-    parts: Sequence[Part],
-    index: np.ndarray | None,
-    specs: Mapping[str, ColumnSpec],
-    deadline: float,
-) -> dict[str, int]:
-    """Copy cells `index` (None: all) out of this node's memory; bytes of each column."""
-    moved = {}
+def _copy_all(
+    net: Connections, segment: np.ndarray, offset: np.ndarray, nbytes: np.ndarray, outs: Sequence[np.ndarray]
+) -> None:
+    """Copy `[C, B]` cells out of this node's memory, those of each column one after the other into its `outs`."""
+    breaks = np.ones(segment.shape, bool)
+    breaks[:, 1:] = (segment[:, 1:] != segment[:, :-1]) | (offset[:, 1:] != offset[:, :-1] + nbytes[:, :-1])
+    flat = breaks.reshape(-1).nonzero()[0]
+    sizes = np.add.reduceat(nbytes.reshape(-1), flat).tolist()
+    places = zip(segment.reshape(-1)[flat].tolist(), offset.reshape(-1)[flat].tolist(), sizes, strict=True)
+    for out, count in zip(outs, breaks.sum(1).tolist(), strict=True):
+        at = 0
+        for run in itertools.islice(places, count):
+            out[at : at + run[2]] = net.segments.view(*run)
+            at += run[2]
+
+
+def _copy(net: Connections, parts: Sequence[Part], index: np.ndarray) -> list[int]:
+    """Copy cells `index` out of this node's memory to their places among the others; bytes of each column."""
+    moved = []
     for part in parts:
-        if index is None:
-            at = 0
-            for run in cells.runs(part.segment, part.offset, part.nbytes):
-                part.out[at : at + run[2]] = net.segments.view(*run)
-                at += run[2]
-        else:
-            begins, nbytes = _begins(part.nbytes)[index], part.nbytes[index]
-            for segment, offset, begin, size in moves(part.segment[index], part.offset[index], begins, nbytes):
-                part.out[begin : begin + size] = net.segments.view(segment, offset, size)
-            at = int(nbytes.sum())
-        moved[part.name] = at
+        begins, nbytes = _begins(part.nbytes)[index], part.nbytes[index]
+        for segment, offset, begin, size in moves(part.segment[index], part.offset[index], begins, nbytes):
+            part.out[begin : begin + size] = net.segments.view(segment, offset, size)
+        moved.append(int(nbytes.sum()))
     return moved
 
 
@@ -88,9 +98,9 @@ def _fetch(
     index: np.ndarray,
     specs: Mapping[str, ColumnSpec],
     deadline: float,
-) -> dict[str, int]:
+) -> list[int]:
     """Cells `index` from another node, each once; bytes of each column that crossed the wire."""
-    asked, backs, moved = [], [], {}
+    asked, backs, moved = [], [], []
     for part in parts:
         at, back = index, None
         if specs[part.name].level == "group":  # the same cell for every member
@@ -99,17 +109,20 @@ def _fetch(
             at, back = index[first], back.reshape(-1)
         asked.append((part.segment[at], part.offset[at], part.nbytes[at]))
         backs.append(back)
-        moved[part.name] = int(part.nbytes[at].sum())
+        moved.append(int(part.nbytes[at].sum()))
     spans = cells.runs(*(np.concatenate(x) for x in zip(*asked, strict=True)))
+    if len(index) == len(parts[0].nbytes) and all(back is None for back in backs):
+        net.fetch_into(warehouse, spans, [part.out for part in parts], deadline)
+        return moved
     got = net.fetch(warehouse, spans, deadline)
     base = 0
-    for part, (_, _, nbytes), back in zip(parts, asked, backs, strict=True):
+    for part, (_, _, nbytes), back, total in zip(parts, asked, backs, moved, strict=True):
         source = base + _begins(nbytes)
         source = source if back is None else source[back]
         begins = _begins(part.nbytes)[index]
         for _, offset, begin, size in moves(np.zeros(len(index), np.int32), source, begins, part.nbytes[index]):
             part.out[begin : begin + size] = got[offset : offset + size]
-        base += moved[part.name]
+        base += total
     return moved
 
 
@@ -158,10 +171,10 @@ def read(
             missing.append(f"column {name!r} of {listed(ids[j] for j in (lengths < 0).nonzero()[0])}")
             continue
         net.traffic.read["read", name, kind] += data.nbytes
-        out[name] = cells.as_column(specs[name], torch.from_numpy(data), lengths)
+        out[name] = cells.as_column(specs[name], data, lengths)
     return Rows(tuple(ids), {} if len(out) < len(names) else out)
 
 
 def empty(spec: ColumnSpec) -> Column:
     """A column without rows."""
-    return cells.as_column(spec, torch.empty(0, dtype=torch.uint8), np.empty(0, np.int32))
+    return cells.as_column(spec, np.empty(0, np.uint8), np.empty(0, np.int32))

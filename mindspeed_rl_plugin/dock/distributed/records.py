@@ -15,8 +15,6 @@ import numpy as np
 
 from mindspeed_rl_plugin.dock.distributed.frames import FrameError, Message, encode
 
-CELL_FIELDS = (("slots", np.int32), ("segment", np.int32), ("offset", np.int64), ("length", np.int32))
-
 
 class Cells(NamedTuple):
     """Cells of one column, n each. slots: row numbers (group numbers for a group column); segment and offset in
@@ -26,6 +24,25 @@ class Cells(NamedTuple):
     segment: np.ndarray
     offset: np.ndarray
     length: np.ndarray
+
+
+class Sheet(NamedTuple):
+    """Cells of columns that were written for the same rows. names: C columns; slots: `[n]`; at: the same as an index;
+    segment, offset, length: `[C, n]` each."""
+
+    names: tuple[str, ...]
+    slots: np.ndarray
+    at: slice | np.ndarray
+    segment: np.ndarray
+    offset: np.ndarray
+    length: np.ndarray
+
+    @classmethod
+    def of(cls, columns: Mapping[str, Cells]) -> Sheet:
+        """Columns with equal slots."""
+        slots = next(iter(columns.values())).slots
+        parts = zip(*(cells[1:] for cells in columns.values()), strict=True)
+        return cls(tuple(columns), slots, places(slots), *map(np.array, parts))
 
 
 def places(slots: np.ndarray) -> slice | np.ndarray:
@@ -62,36 +79,24 @@ class Record:
     versions: tuple[np.ndarray, np.ndarray] | None = None
 
     @cached_property
-    def at(self) -> dict[str, slice | np.ndarray]:
-        """Rows (or groups) of each column's cells as an index."""
-        return {name: places(cells.slots) for name, cells in self.columns.items()}
+    def sheets(self) -> list[Sheet]:
+        """The new cells, columns of the same rows together: made once for all controllers of a process."""
+        together: dict[int, dict[str, Cells]] = {}
+        for name, cells in self.columns.items():
+            together.setdefault(id(cells.slots), {})[name] = cells
+        return [Sheet.of(columns) for columns in together.values()]
 
     @cached_property
     def encoded(self) -> bytes:
         """As it travels and lies in the journal, made once for all of them."""
         return b"".join(encode(self.to_message()))
 
-    def only(self, columns: Iterable[str], state: str | None = None) -> Record:
-        """The part that concerns a controller: some columns, and the acknowledgements of its state."""
-        kept = {n: c for n, c in self.columns.items() if n in set(columns)}
-        acks = {s: rows for s, rows in self.acks.items() if s == state}
-        return Record(
-            self.warehouse,
-            self.incarnation,
-            self.seq,
-            self.epoch,
-            self.shape,
-            kept,
-            acks,
-            self.cleared,
-            self.versions,
-        )
-
     def to_message(self) -> Message:
         """As it travels and lies in the journal."""
         arrays = {}
-        for name, cells in self.columns.items():
-            arrays.update({f"{name}.{key}": np.asarray(v) for (key, _), v in zip(CELL_FIELDS, cells, strict=True)})
+        for k, sheet in enumerate(self.sheets):
+            arrays[f"{k}.slots"], arrays[f"{k}.segment"] = sheet.slots, sheet.segment
+            arrays[f"{k}.offset"], arrays[f"{k}.length"] = sheet.offset, sheet.length
         arrays.update({f"ack.{state}": rows for state, rows in self.acks.items()})
         if self.cleared is not None:
             arrays["cleared"] = self.cleared
@@ -103,7 +108,7 @@ class Record:
             "seq": self.seq,
             "epoch": self.epoch,
             "shape": list(self.shape),
-            "columns": list(self.columns),
+            "columns": [sheet.names for sheet in self.sheets],
             "acks": list(self.acks),
         }
         return Message("record", note, arrays)
@@ -113,9 +118,12 @@ class Record:
         """Inverse of `to_message`. Raises FrameError for a message that is no record."""
         note, arrays = message.note, message.arrays
         try:
-            columns = {n: Cells(*(arrays[f"{n}.{key}"] for key, _ in CELL_FIELDS)) for n in note["columns"]}
-            if any(len({len(part) for part in cells}) != 1 for cells in columns.values()):
-                raise FrameError("a record's cells have parts of different lengths")
+            columns = {}
+            for k, names in enumerate(note["columns"]):
+                slots, *parts = (arrays[f"{k}.{field}"] for field in Cells._fields)
+                if any(part.shape != (len(names), *slots.shape) for part in parts) or slots.ndim != 1:
+                    raise FrameError("a record's cells have parts of different lengths")
+                columns.update({n: Cells(slots, *cells) for n, *cells in zip(names, *parts, strict=True)})
             return cls(
                 note["warehouse"],
                 note["incarnation"],

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import hmac
 import os
 import secrets
 import socket
 import threading
+from collections import deque
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from mindspeed_rl_plugin.dock.distributed import frames
+from mindspeed_rl_plugin.dock.distributed.conversation import Answer, Conversation, send_all
 from mindspeed_rl_plugin.dock.distributed.frames import FrameError, Message, Reader
 
 HANDSHAKE_SECONDS = 20.0
@@ -54,8 +57,9 @@ class Directory:
 class Handler(Protocol):
     """What a service serves. Both run in the service's thread only."""
 
-    async def handle(self, peer: str, message: Message) -> Message | None:
-        """Answer one message of the process `peer`; None: the sender waits for no answer."""
+    def handle(self, peer: str, message: Message) -> Answer:
+        """Answer one message of the process `peer`, at once or as something to await; None: the sender waits for no
+        answer."""
 
     def gone(self, peer: str) -> None:
         """The last connection of a process ended."""
@@ -151,12 +155,12 @@ class Service:
         try:
             peer = await asyncio.wait_for(self._admit(connection, reader), HANDSHAKE_SECONDS)
             self._peers[peer] = self._peers.get(peer, 0) + 1
-            await self._converse(connection, peer, reader)
+            await Conversation(connection, reader, functools.partial(self._answer, peer)).hold()
         except FrameError:
             self.refused["malformed"] += 1
         except PermissionError:
             self.refused["stranger"] += 1
-        except (ConnectionError, asyncio.TimeoutError, asyncio.CancelledError, EOFError):
+        except (OSError, asyncio.TimeoutError, asyncio.CancelledError, EOFError):
             pass
         finally:
             connection.close()
@@ -182,37 +186,25 @@ class Service:
             raise FrameError("a connection must begin with hello")
         return hello.note["name"]
 
-    async def _converse(self, connection: socket.socket, peer: str, reader: Reader) -> None:
-        """Requests one after the other. The end of the connection cancels a request that still waits."""
-        loop = asyncio.get_running_loop()
-        incoming: asyncio.Task[None] | None = None  # a read that began while a request waited
+    def _answer(self, peer: str, message: Message) -> Answer:
+        """The handler's answer, or how it went wrong; a waiting one as something to await."""
         try:
-            while True:
-                if incoming is not None:
-                    await incoming
-                    incoming = None
-                message = await receive(connection, reader)
-                work = loop.create_task(self._answer(peer, message))
-                await asyncio.sleep(0)  # most requests are answered at once
-                if not work.done():
-                    incoming = loop.create_task(more(connection, reader))
-                answer = await _answered(work, incoming)
-                if answer is not None:
-                    await send(connection, answer)
-        finally:
-            if incoming is not None:
-                incoming.cancel()
-                await asyncio.gather(incoming, return_exceptions=True)
-
-    async def _answer(self, peer: str, message: Message) -> Message | None:
-        try:
-            return await self._handler.handle(peer, message)
-        except FrameError as error:
-            self.refused["malformed"] += 1
-            return Message("error", {"type": "ValueError", "text": str(error)})
+            answer = self._handler.handle(peer, message)
         except (ValueError, TimeoutError, OSError) as error:
-            kind = "TimeoutError" if isinstance(error, TimeoutError) else "ValueError"
-            return Message("error", {"type": kind, "text": str(error)})
+            return self._failed(error)
+        return answer if answer is None or isinstance(answer, Message) else self._awaited(answer)
+
+    async def _awaited(self, answer: Awaitable[Message | None]) -> Message | None:
+        try:
+            return await answer
+        except (ValueError, TimeoutError, OSError) as error:
+            return self._failed(error)
+
+    def _failed(self, error: Exception) -> Message:
+        if isinstance(error, FrameError):
+            self.refused["malformed"] += 1
+        kind = "TimeoutError" if isinstance(error, TimeoutError) else "ValueError"
+        return Message("error", {"type": kind, "text": str(error)})
 
 
 def tune(connection: socket.socket) -> None:
@@ -223,20 +215,6 @@ def tune(connection: socket.socket) -> None:
         for name, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3)):
             if hasattr(socket, name):
                 connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-
-
-async def _answered(work: asyncio.Task[Message | None], incoming: asyncio.Task[None] | None) -> Message | None:
-    """An answer, while the other side waits for it: raises EOFError when the connection ends before."""
-    try:
-        if incoming is not None:
-            await asyncio.wait({work, incoming}, return_when=asyncio.FIRST_COMPLETED)
-            if not work.done() and incoming.exception() is not None:
-                raise EOFError
-        return await work
-    except BaseException:
-        work.cancel()
-        await asyncio.gather(work, return_exceptions=True)
-        raise
 
 
 async def receive(connection: socket.socket, reader: Reader) -> Message:
@@ -270,9 +248,7 @@ async def receive_exactly(connection: socket.socket, nbytes: int) -> bytearray:
 
 async def send(connection: socket.socket, message: Message) -> None:
     """Send one message."""
-    loop = asyncio.get_running_loop()
-    for buffer in frames.encode(message):
-        await loop.sock_sendall(connection, buffer)
+    await send_all(connection, deque(frames.encode(message)))
 
 
 async def connect(address: Address, secret: bytes, node: str, name: str) -> socket.socket:

@@ -72,7 +72,7 @@ def _column(net: Connections, spec: ColumnSpec, records: list[Record]) -> dict[s
         for low, high in cells.portions(nbytes):
             spans = cells.runs(found.segment[low:high], found.offset[low:high], nbytes[low:high])
             data = net.fetch(record.warehouse, spans, net.settings.patience)
-            column = cells.as_column(spec, torch.from_numpy(data.copy()), found.length[low:high])
+            column = cells.as_column(spec, data.copy(), found.length[low:high])
             parts += column.rows() if spec.ragged else list(column.unbind())
         slots += found.slots.tolist()
         lengths += found.length.tolist()

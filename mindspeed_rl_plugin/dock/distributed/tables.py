@@ -113,7 +113,10 @@ class EpochTables:
         for name in needs:
             alive = rows[self.alive[rows // members]]
             at = alive // members if name in self.group_columns else alive
-            brought = np.concatenate([np.empty(0, np.int32), *(b.slots for b in blocks if b.column == name)])
+            brings = [b.slots for b in blocks if b.column == name]
+            if any(np.array_equal(slots, at) for slots in brings):
+                continue
+            brought = np.concatenate([np.empty(0, np.int32), *brings])
             lacking = alive[(self.tables[name].segment[at] < 0) & ~np.isin(at, brought)]
             if len(lacking):
                 ids = [(epoch, *divmod(row, members)) for row in lacking.tolist()]

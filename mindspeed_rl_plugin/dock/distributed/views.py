@@ -2,14 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from mindspeed_rl_plugin.dock.api import ColumnSpec, StateSpec
-from mindspeed_rl_plugin.dock.distributed.records import Record, Shape, slots_of_groups
+from mindspeed_rl_plugin.dock.distributed.records import Record, Shape, Sheet, slots_of_groups
 
-FREE, LEASED, DONE, STALE = 0, 1, 2, 3
+FREE, LEASED, DONE, STALE = 0, 1, 2, 3  # from DONE on there is nothing left to do
+
+
+class Places:
+    """Where the cells of some columns lie that are numbered alike: `[columns, cells]` arrays, segment -1 for none."""
+
+    def __init__(self, names: Sequence[str], cells: int) -> None:
+        self.row = {name: i for i, name in enumerate(names)}
+        self.segment = np.full((len(names), cells), -1, np.int32)
+        self.offset = np.zeros((len(names), cells), np.int64)
+        self.length = np.zeros((len(names), cells), np.int32)
+
+    def among(self, names: Sequence[str]) -> tuple[slice | list[int], slice | list[int]] | None:
+        """Rows of these arrays for those of `names` that are here, and which of `names` they are; None for none."""
+        theirs = [i for i, name in enumerate(names) if name in self.row]
+        mine = [self.row[names[i]] for i in theirs]
+        every = slice(None)  # numpy takes all of them much faster than a list of them
+        found = (every if mine == list(range(len(self.row))) else mine, every if len(theirs) == len(names) else theirs)
+        return found if theirs else None
+
+    def enter(self, mine: slice | list[int], at: slice | np.ndarray, parts: Sequence[np.ndarray]) -> np.ndarray:
+        """Lay down `[rows of mine, n]` segments, offsets and lengths of cells `at`; `[n]` int: how many were absent."""
+        where = (mine, at) if isinstance(mine, slice) or isinstance(at, slice) else np.ix_(mine, at)
+        new = (self.segment[where] < 0).sum(0)
+        self.segment[where], self.offset[where], self.length[where] = parts
+        return new
 
 
 class EpochView:
@@ -26,41 +51,61 @@ class EpochView:
         self.version = np.full(rows, -1, np.int64)
         self.home = np.full(shape.groups, -1, np.int32)  # warehouse that told of the group's cells
         self.lost = np.zeros(shape.groups, bool)  # the home is gone and nothing was written anew
-        self.segment: dict[str, np.ndarray] = {}
-        self.offset: dict[str, np.ndarray] = {}
-        self.length: dict[str, np.ndarray] = {}
-        for name in spec.reads:
-            n = shape.groups if name in self.grouped else rows
-            self.segment[name] = np.full(n, -1, np.int32)
-            self.offset[name] = np.zeros(n, np.int64)
-            self.length[name] = np.zeros(n, np.int32)
+        by_row = [n for n in spec.reads if n not in self.grouped]
+        by_group = [n for n in spec.reads if n in self.grouped]
+        self._places = {False: Places(by_row, rows), True: Places(by_group, shape.groups)}  # of a group column?
+        parts = self._places.values()
+        self.segment = {n: p.segment[i] for p in parts for n, i in p.row.items()}
+        self.offset = {n: p.offset[i] for p in parts for n, i in p.row.items()}
+        self.length = {n: p.length[i] for p in parts for n, i in p.row.items()}
+        self.lacking = np.full(rows, len(spec.reads), np.int16)  # columns that a row has not got yet
 
     def enter(self, record: Record) -> None:
         """Take in new cells and acknowledgements; cleared groups stay cleared."""
-        members, whole = self.shape.members, bool(self.alive.all())
-        any_lost = bool(self.lost.any())
-        for name, cells in record.columns.items():
-            at, grouped = record.at[name], name in self.grouped
-            if isinstance(at, slice) and whole:
-                groups = at if grouped else slice(at.start // members, -(-at.stop // members))
-                self.home[groups] = record.warehouse
-                live: slice | np.ndarray = slice(None)
-            else:
-                groups = cells.slots if grouped else cells.slots // members
-                self.home[groups] = record.warehouse
-                live = self.alive[groups]
-                at = cells.slots[live]
-            if any_lost:
-                self.lost[groups] = False
-            if name in self.segment:
-                self.segment[name][at] = cells.segment[live]
-                self.offset[name][at], self.length[name][at] = cells.offset[live], cells.length[live]
+        whole, any_lost = bool(self.alive.all()), bool(self.lost.any())
+        for sheet in record.sheets:
+            for grouped in {name in self.grouped for name in sheet.names}:
+                self._enter(sheet, grouped, record.warehouse, whole, any_lost)
         if record.versions is not None:
             self.version[record.versions[0]] = record.versions[1]
         rows = record.acks.get(self.spec.name)
         if rows is not None:
             self.status[rows] = DONE
-            self.home[rows // members] = record.warehouse
+            self.home[rows // self.shape.members] = record.warehouse
+
+    def _enter(self, sheet: Sheet, grouped: bool, warehouse: int, whole: bool, any_lost: bool) -> None:
+        """The columns of a sheet that are numbered by group, or those that are numbered by row."""
+        members, at = self.shape.members, sheet.at
+        live: slice | np.ndarray = slice(None)
+        if isinstance(at, slice) and whole:
+            groups = at if grouped else slice(at.start // members, -(-at.stop // members))
+        else:
+            groups = sheet.slots if grouped else sheet.slots // members
+            live = self.alive[groups]
+            at = sheet.slots[live]
+        self.home[groups] = warehouse
+        if any_lost:
+            self.lost[groups] = False
+        among = self._places[grouped].among(sheet.names)
+        if among is None:
+            return
+        new = self._places[grouped].enter(among[0], at, [part[among[1]][:, live] for part in sheet[3:]])
+        if not grouped:
+            self.lacking[at] -= new.astype(np.int16)
+        elif new.any():
+            self.lacking.reshape(self.shape)[at] -= new.astype(np.int16)[:, None]
+
+    def locations(self, rows: np.ndarray, columns: Sequence[str]) -> list[np.ndarray]:
+        """Segment, offset and length `[C, B]` of cells of rows."""
+        parts = self._places[False]
+        if all(name in parts.row for name in columns):
+            mine = [parts.row[name] for name in columns]
+            where = (slice(None), rows) if mine == list(range(len(parts.row))) else np.ix_(mine, rows)
+            return [x[where] for x in (parts.segment, parts.offset, parts.length)]
+        groups = rows // self.shape.members
+        at = [groups if name in self.grouped else rows for name in columns]
+        kept = (self.segment, self.offset, self.length)
+        return [np.stack([x[name][where] for name, where in zip(columns, at, strict=True)]) for x in kept]
 
     def forget(self, groups: np.ndarray) -> None:
         """The cells of groups are gone for good."""
@@ -85,17 +130,19 @@ class EpochView:
 
     def available(self) -> np.ndarray:
         """`[rows]` bool: can be given out now."""
-        mask = (self.status == FREE) & self._by_row(self.alive & ~self.closing)
-        for name, segment in self.segment.items():
-            present = segment >= 0
-            mask &= self._by_row(present) if name in self.grouped else present
+        mask = (self.status == FREE) & (self.lacking == 0)
+        if not self.alive.all() or self.closing.any():
+            mask &= self._by_row(self.alive & ~self.closing)
         if self.spec.whole_groups:
             mask = self._by_row(mask.reshape(self.shape).all(1))
         return mask
 
     def undone(self) -> np.ndarray:
         """`[rows]` bool: still to be acknowledged."""
-        return self._by_row(self.alive & ~self.closing) & (self.status != DONE) & (self.status != STALE)
+        mask = self.status < DONE
+        if not self.alive.all() or self.closing.any():
+            mask &= self._by_row(self.alive & ~self.closing)
+        return mask
 
     @property
     def unit(self) -> int:
@@ -127,8 +174,9 @@ class EpochView:
 
     def _absent(self, groups: np.ndarray) -> None:
         slots = slots_of_groups(groups, self.shape.members)
-        for name, segment in self.segment.items():
-            segment[groups if name in self.grouped else slots] = -1
+        for grouped, places in self._places.items():
+            places.segment[:, groups if grouped else slots] = -1
+        self.lacking[slots] = len(self.spec.reads)
 
 
 def balanced(lengths: np.ndarray, bins: int) -> list[np.ndarray]:

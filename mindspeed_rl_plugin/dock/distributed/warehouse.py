@@ -6,7 +6,7 @@ on the node reserves extents, fills them through its own mapping, and commits; u
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 
 import numpy as np
 
@@ -15,6 +15,7 @@ from mindspeed_rl_plugin.dock.distributed.arena import LINE, Arena, Extent, roun
 from mindspeed_rl_plugin.dock.distributed.cells import entry_bytes
 from mindspeed_rl_plugin.dock.distributed.journal import Journal
 from mindspeed_rl_plugin.dock.distributed.records import Cells, EpochSet, Record, Shape, places, slots_of_groups
+from mindspeed_rl_plugin.dock.distributed.reservations import Reservations
 from mindspeed_rl_plugin.dock.distributed.tables import Block, EpochTables, Table, check_rows, merged
 
 COMPACT_ABOVE = 1 << 20  # bytes of journal
@@ -51,25 +52,12 @@ class Warehouse:
         self._began: dict[int, int] = {}  # extent key -> cells that were in it at first
         self._extents: dict[int, Extent] = {}
         self._next_key = 0
-        self._reserved: dict[Extent, Hashable] = {}  # not yet committed -> who asked for it
+        self.reservations = Reservations(arena, lends=capacity is None)
         self._journal = Journal(arena.directory)
         self._compacted = 0
         self._adopt()
 
     # writing
-
-    def reserve(self, owner: Hashable, sizes: Sequence[int]) -> list[Extent]:
-        """Extents of `sizes` bytes for `owner` to fill. They return when it commits or goes away."""
-        found = [self.arena.allocate(size) for size in sizes]
-        self._reserved.update(dict.fromkeys(found, owner))
-        return found
-
-    def forget_owner(self, owner: Hashable, extents: Iterable[Extent] | None = None) -> None:
-        """Take back what a writer reserved and will not commit; extents: None for all of it."""
-        among = self._reserved if extents is None else set(extents)
-        for extent in [e for e, o in self._reserved.items() if o == owner and e in among]:
-            del self._reserved[extent]
-            self.arena.free(extent)
 
     def admit(self, epoch: int, shape: Shape, blocks: Sequence[tuple[str, np.ndarray, int]]) -> str | None:
         """Book the credits of a producer's put, or say why it must wait. blocks: (column, slots, bytes) of each column.
@@ -112,7 +100,7 @@ class Warehouse:
         self._check(owner, epoch, shape, blocks, ack)
         if epoch in self.gone:  # a late repeat is harmless
             for block in blocks:
-                del self._reserved[block.extent]
+                self.reservations.take(block.extent)
                 self.arena.free(block.extent)
             return self._tell(epoch, Shape(0, 0), cleared=np.array(self.gone.to_list(), np.int32))
         state = self._epoch(epoch, shape)
@@ -122,7 +110,7 @@ class Warehouse:
         self._admit(state, shape, blocks)
         columns = {}
         for block in blocks:
-            del self._reserved[block.extent]
+            self.reservations.take(block.extent)
             cells = self._store(state, block)
             if len(cells.slots):
                 columns[block.column] = cells
@@ -196,8 +184,8 @@ class Warehouse:
 
     @property
     def used(self) -> int:
-        """Bytes of cells, committed and being written."""
-        return self.arena.used
+        """Bytes of cells, committed and being written; without what only lies ready for writers."""
+        return self.arena.used - self.reservations.idle
 
     # inside
 
@@ -215,8 +203,7 @@ class Warehouse:
         for block in blocks:
             if block.column not in self.columns:
                 raise ValueError(f"column {block.column!r} is not declared; declared: {', '.join(self.columns)}")
-            if self._reserved.get(block.extent) != owner:
-                raise ValueError(f"column {block.column!r}: {block.extent} was not reserved by this writer")
+            self.reservations.check(owner, block.column, block.extent)
             block.check(self.columns[block.column], shape, self.write_backs.get(block.column))
         if ack is not None:
             check_rows(ack[0], ack[1], shape.groups * shape.members)
@@ -236,6 +223,8 @@ class Warehouse:
         return (touched if state is None else touched & ~state.admitted & state.alive).nonzero()[0]
 
     def _admit(self, state: EpochTables, shape: Shape, blocks: Sequence[Block]) -> None:
+        if not self.row_reserve:  # nothing is promised to anybody
+            return
         seen: set[tuple[int, bool]] = set()  # slots that several columns share
         for block in blocks:
             grouped = self.columns[block.column].level == "group"

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from mindspeed_rl_plugin.dock.api import ColumnSpec
-from mindspeed_rl_plugin.dock.distributed import cells
+from mindspeed_rl_plugin.dock.distributed import cells, reservations
+from mindspeed_rl_plugin.dock.distributed.arena import rounded
 from mindspeed_rl_plugin.dock.distributed.connections import (
     Connections,
     WarehouseLost,
@@ -23,6 +25,17 @@ from mindspeed_rl_plugin.dock.store import check_column
 from mindspeed_rl_plugin.types import Column, Rows, SampleId
 
 INLINE = 128 << 10  # bytes; a smaller put travels with its message, a larger one is written into reserved memory
+
+
+class Part(NamedTuple):
+    """What a write brings of one column. pick: rows of `column`, None for all; slots, lengths: of its n cells."""
+
+    name: str
+    column: Column
+    pick: np.ndarray | None
+    slots: np.ndarray
+    lengths: np.ndarray
+    nbytes: int
 
 
 class Writer:
@@ -64,7 +77,8 @@ class Writer:
 
     def _check(self, call: str, rows: Rows | None, acked: Sequence[SampleId]) -> None:
         wanted = () if rows is None else rows.ids
-        check_ids(self._net.shapes, self._net.last_epoch, call, cells.ids_array((*wanted, *acked)))
+        for ids in (wanted, acked) if acked is not wanted else (wanted,):
+            check_ids(self._net.shapes, self._net.last_epoch, call, self._net.numbers(ids))
         if rows is None:
             return
         unknown = [c for c in rows.columns if c not in self.columns]
@@ -78,19 +92,18 @@ class Writer:
     def _write(
         self, rows: Rows | None, state: str | None, acked: Sequence[SampleId] | None, needs: Sequence[str]
     ) -> None:
-        wanted = cells.ids_array(() if rows is None else rows.ids)
-        done = cells.ids_array(acked or ())
+        wanted = self._net.numbers(() if rows is None else rows.ids)
+        done = self._net.numbers(acked or ())
         for epoch in sorted({e for e, _ in epochs_of(wanted)} | {e for e, _ in epochs_of(done)}):
             shape = self._net.shapes.get(epoch)
             if shape is None:
                 continue  # cleared: a late repeat is harmless
             homes = self._net.homes(epoch)
             mine = (wanted[:, 0] == epoch).nonzero()[0]
-            acks = done[done[:, 0] == epoch]
-            touched = np.unique(homes[np.concatenate([wanted[mine, 1], acks[:, 1]])])
-            for warehouse in touched.tolist():
-                index = mine[homes[wanted[mine, 1]] == warehouse]
-                of_home = acks[homes[acks[:, 1]] == warehouse]
+            acks = done if done is wanted and len(mine) == len(done) else done[done[:, 0] == epoch]
+            home, home_of_acks = homes[wanted[mine, 1]], homes[acks[:, 1]]
+            for warehouse in sorted(set(home.tolist()) | set(home_of_acks.tolist())):
+                index, of_home = mine[home == warehouse], acks[home_of_acks == warehouse]
                 slots = of_home[:, 1] * shape.members + of_home[:, 2] if acked is not None else None
                 self._write_to(warehouse, epoch, shape, rows, wanted, index, state, slots, needs)
 
@@ -106,69 +119,91 @@ class Writer:
         acked: np.ndarray | None,
         needs: Sequence[str],
     ) -> None:
-        names, columns, arrays, picks, sizes = [], [], {}, [], []
         local = warehouse == self._net.settings.warehouse
-        whole = index if len(index) == len(ids) else None
-        for name, column in (rows.columns.items() if rows is not None and len(index) else ()):
-            spec = self.columns[name]
-            pick, slots = index, ids[index, 1] * shape.members + ids[index, 2]
-            if spec.level == "group":
-                first = first_of_each(ids[index, 1])
-                pick, slots = index[first], ids[index[first], 1]
-            lengths = cells.lengths_of(column)
-            lengths = lengths if pick is whole else lengths[pick]
-            i = len(names)
-            arrays[f"slots.{i}"] = shared(arrays, "slots", slots.astype(np.int32))
-            arrays[f"lengths.{i}"] = shared(arrays, "lengths", lengths)
-            names.append(name)
-            columns.append(column)
-            picks.append(None if pick is whole or len(pick) == len(column) else pick)
-            sizes.append(int(lengths.sum()) * cells.entry_bytes(spec))
-            kind = "local" if local else "remote"
-            self._net.traffic.written[state or "put", name, kind] += sizes[-1]
+        parts = self._parts(shape, rows, ids, index) if rows is not None and len(index) else []
+        arrays: dict[str, Any] = {}
+        forms = [_form(arrays, part.slots, part.lengths) for part in parts]
+        kind = "local" if local else "remote"
+        for part in parts:
+            self._net.traffic.written[state or "put", part.name, kind] += part.nbytes
         note = {
             "epoch": epoch,
             "shape": list(shape),
-            "columns": names,
+            "columns": [part.name for part in parts],
+            "forms": forms,
+            "sizes": [part.nbytes for part in parts],
             "producer": state is None,
             "deadline": self._deadline,
         }
         if acked is not None:
             note["ack"], note["needs"] = state, list(needs)
             arrays["ack"] = acked.astype(np.int32)
-        if local and sum(sizes) > INLINE:
-            while not self._write_here(note, arrays, list(zip(columns, picks, sizes, strict=True))):
-                pass  # the warehouse was restarted in between
+        if local and sum(note["sizes"]) > INLINE:
+            while not self._write_here(note, arrays, parts):
+                pass  # the warehouse was restarted in between, or the connection lost
             return
-        for i, (column, pick, size) in enumerate(zip(columns, picks, sizes, strict=True)):
-            arrays[f"data.{i}"] = np.empty(size, np.uint8)
-            cells.copy_rows(column, pick, arrays[f"data.{i}"])
+        arrays["data"] = data = np.empty(sum(note["sizes"]), np.uint8)
+        at = 0
+        for part in parts:
+            cells.copy_rows(part.column, part.pick, data[at : at + part.nbytes])
+            at += part.nbytes
         self._net.warehouse(warehouse, Message("put", note, arrays), self._deadline)
 
-    def _write_here(
-        self,
-        note: dict[str, Any],
-        arrays: Mapping[str, np.ndarray],
-        parts: Sequence[tuple[Column, np.ndarray | None, int]],
-    ) -> bool:
-        """Copy into memory that this node's warehouse reserves; parts: column, rows, bytes. False: to be repeated."""
-        warehouse = self._net.settings.warehouse
-        slots = {k: a for k, a in arrays.items() if k.startswith("slots.")}
-        ask = Message("reserve", {**note, "sizes": [size for *_, size in parts]}, slots)
-        place = self._net.warehouse(warehouse, ask, self._deadline).note
+    def _parts(self, shape: Shape, rows: Rows, ids: np.ndarray, index: np.ndarray) -> list[Part]:
+        """What rows `index` of `rows` bring of each column; columns of equal form share its arrays."""
+        slots = (ids[index, 1] * shape.members + ids[index, 2]).astype(np.int32)
+        groups = None  # (rows that bring a group's cell, numbers of their groups)
+        parts, lengths = [], {}
+        for name, column in rows.columns.items():
+            spec, pick, numbers = self.columns[name], index, slots
+            if spec.level == "group":
+                if groups is None:
+                    first = index[first_of_each(ids[index, 1])]
+                    groups = first, ids[first, 1].astype(np.int32)
+                pick, numbers = groups
+            found = cells.lengths_of(column)
+            whole = len(pick) == len(found)
+            found = found if whole else found[pick]
+            form = spec.level, spec.ragged
+            known = lengths.setdefault(form, found)
+            found = known if known is found or (known == found).all() else found
+            nbytes = int(found.sum()) * cells.entry_bytes(spec)
+            parts.append(Part(name, column, None if whole else pick, numbers, found, nbytes))
+        return parts
+
+    def _write_here(self, note: dict[str, Any], arrays: dict[str, Any], parts: Sequence[Part]) -> bool:
+        """Copy into memory that this node's warehouse has lent or reserves, and commit. False: to be repeated."""
+        net, warehouse = self._net, self._net.settings.warehouse
+        rooms = [rounded(max(part.nbytes, 1)) for part in parts]
+        want = sum(rooms)
+        spare = net.spare() if want <= reservations.MOST else None
+        if spare is not None and want <= spare.extent.nbytes and spare.ours:
+            (segment, offset, _), incarnation, _ = spare
+            begins = itertools.accumulate(rooms[:-1], initial=offset)
+            extents = [[segment, begin, room] for begin, room in zip(begins, rooms, strict=True)]
+        else:
+            slots = {k: a for k, a in arrays.items() if k.startswith("slots.")}
+            place = net.warehouse(warehouse, Message("reserve", note, slots), self._deadline).note
+            extents, incarnation = place["extents"], place["incarnation"]
         try:
-            for (column, pick, size), (segment, offset, _) in zip(parts, place["extents"], strict=True):
-                cells.copy_rows(column, pick, self._net.segments.view(segment, offset, size))
+            for part, (segment, offset, _) in zip(parts, extents, strict=True):
+                cells.copy_rows(part.column, part.pick, net.segments.view(segment, offset, part.nbytes))
         except FileNotFoundError:
             return False  # restarted, and what nobody had filled is removed
-        note = {**note, "extents": place["extents"], "incarnation": place["incarnation"]}
-        answer = self._net.warehouse(warehouse, Message("put", note, arrays), self._deadline)
+        note = {**note, "extents": extents, "incarnation": incarnation}
+        if want <= reservations.MOST:
+            note["want"], note["spare"] = want, None if spare is None else spare.extent
+        answer = net.warehouse(warehouse, Message("put", note, arrays), self._deadline)
+        net.lent(answer)
         return answer.kind == "committed"
 
 
-def shared(arrays: Mapping[str, np.ndarray], kind: str, array: np.ndarray) -> np.ndarray:
-    """The array of that kind that is there already with the same content, or this one: sent and looked at once."""
-    for name, known in arrays.items():
-        if name.startswith(kind) and len(known) == len(array) and (known == array).all():
-            return known
-    return array
+def _form(arrays: dict[str, Any], slots: np.ndarray, lengths: np.ndarray) -> int:
+    """Number under which a message has these slots and lengths; what several columns share is sent once."""
+    number = 0
+    while f"slots.{number}" in arrays:
+        if arrays[f"slots.{number}"] is slots and arrays[f"lengths.{number}"] is lengths:
+            return number
+        number += 1
+    arrays[f"slots.{number}"], arrays[f"lengths.{number}"] = slots, lengths
+    return number

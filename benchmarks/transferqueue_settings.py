@@ -1,0 +1,63 @@
+"""Which settings TransferQueue is fastest with here: one pass of `transfer_dock.py` for each, interleaved.
+
+    python benchmarks/transferqueue_settings.py [--repeats 3] [--scale 0.25] [--case short/64]
+
+Each line changes one thing of the settings that `transfer_dock.py` takes (`peers.TransferQueue.BEST`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from typing import Any
+
+import transfer_dock
+
+METRICS = ("put_mb_s", "get_mb_s", "write_back_mb_s", "small_get_p50_ms", "cpu_s_per_gb")
+ROWS = {"TQ_PRE_ALLOC_SAMPLE_NUM": str(transfer_dock.work.SAMPLES)}
+TRIED: dict[str, dict[str, Any]] = {
+    "as taken": {},
+    "1 storage unit": {"units": 1},
+    "4 storage units": {"units": 4},
+    "8 storage units": {"units": 8},
+    "1 torch thread (8)": {"environment": {**ROWS, "TQ_NUM_THREADS": "1"}},
+    "2 torch threads (8)": {"environment": {**ROWS, "TQ_NUM_THREADS": "2"}},
+    "1 ZMQ thread a client (8)": {"environment": {**ROWS, "TQ_CLIENT_ZMQ_IO_THREADS": "1"}},
+    "1 torch, 1 ZMQ thread": {"environment": {**ROWS, "TQ_NUM_THREADS": "1", "TQ_CLIENT_ZMQ_IO_THREADS": "1"}},
+    "16 pooled sockets (4)": {"environment": {**ROWS, "TQ_SOCKET_POOL_SIZE": "16"}},
+    "ids one by one": {"environment": {}},
+    "blocking, not polling": {"polling": False},
+    "strided columns": {"layout": "strided"},
+}
+
+
+def main() -> None:
+    """Measure and print a table."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--scale", type=float, default=0.25, help="part of the 4096 samples, default %(default)s")
+    parser.add_argument("--case", default="short/64", help="samples/batch, default %(default)s")
+    args = parser.parse_args()
+    kind, batch = args.case.split("/")
+    python = transfer_dock.interpreter("transferqueue")
+    seen: dict[str, list[dict[str, float]]] = {}
+    with transfer_dock.cases([args.case], args.scale) as directories:
+        samples = len(transfer_dock.work.load(directories[kind]).checks["row"])
+        for repeat in range(args.repeats):
+            for name, settings in TRIED.items():
+                arm = transfer_dock.Arm("transferqueue", python, settings)
+                try:
+                    seen.setdefault(name, []).append(transfer_dock.measure(arm, directories[kind], int(batch), samples))
+                    arm.close()
+                finally:
+                    arm.kill()
+                print(f"{repeat + 1}/{args.repeats} {name}: {seen[name][-1]}", file=sys.stderr, flush=True)
+    print(f"| setting | {' | '.join(METRICS)} |\n|---|{'---|' * len(METRICS)}")
+    for name, found in seen.items():
+        values = [statistics.median(f[m] for f in found) for m in METRICS]
+        print(f"| {name} | {' | '.join(f'{v:.4g}' for v in values)} |")
+
+
+if __name__ == "__main__":
+    main()

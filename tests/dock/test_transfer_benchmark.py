@@ -1,0 +1,62 @@
+"""The benchmark of the dock says of each target of its issue whether it was reached."""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+
+
+@pytest.fixture(scope="module")
+def bench():
+    added = str(BENCHMARKS / "transfer")
+    spec = importlib.util.spec_from_file_location("transfer_dock", BENCHMARKS / "transfer_dock.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    yield module
+    sys.path.remove(added)
+    for name in ("work", "peers"):
+        sys.modules.pop(name, None)
+
+
+def test_targets_are_medians_of_ratios_of_the_same_repeat(bench) -> None:
+    seen = {
+        ("dock-shm", "short/64", "get_mb_s"): [2100.0, 400.0, 2000.0],
+        # A load in the second repeat that both met: 21, 20, 19, but 2000 / 100 = 20 of the medians by chance alone.
+        ("transferqueue", "short/64", "get_mb_s"): [100.0, 20.0, 2000 / 19],
+        ("dock-shm", "long/512", "put_mb_s"): [500.0, 900.0, 700.0],
+        ("ray", "long/512", "put_mb_s"): [1000.0, 1000.0, 1000.0],
+        ("dock-shm", "short/64", "small_get_p50_ms"): [0.4, 0.9, 0.45],
+        ("dock-ray", "short/64", "bytes_ratio"): [1.03, 1.03, 1.01],
+        ("memcpy", "short/64", "bytes_ratio"): [9.0],
+    }
+    found = {(r["arm"], r["case"], r["metric"]): (r["value"], r["target"], r["reached"]) for r in bench.targets(seen)}
+    assert found == {
+        ("dock-shm", "short/64", "get_mb_s over transferqueue"): (pytest.approx(20), ">= 20", True),
+        ("dock-shm", "long/512", "put_mb_s over ray"): (pytest.approx(0.7), ">= 1", False),
+        ("dock-shm", "short/64", "small_get_p50_ms"): (0.45, "<= 0.5", True),
+        ("dock-ray", "short/64", "bytes_ratio"): (1.03, "<= 1.02", False),
+    }
+    text = bench.target_table(bench.targets(seen))
+    assert text.count("| yes |") == 2 and text.count("| NO |") == 2
+
+
+def test_nothing_is_asked_of_what_was_not_measured(bench) -> None:
+    assert bench.targets({("dock-shm", "short/64", "get_mb_s"): [1.0]}) == []
+    asked = {(peer, *key) for peer, wanted in bench.PEER_TARGETS.items() for key in wanted}
+    assert {case for _, case, _ in asked} == set(bench.CASES) and len(asked) == 4 + 3 * len(bench.CASES)
+
+
+@pytest.mark.parametrize("layout", ["jagged", "strided"])
+def test_columns_of_transferqueue_hold_what_was_packed(bench, layout: str) -> None:
+    import peers
+
+    arm = object.__new__(peers.TransferQueue)
+    arm._layout = getattr(torch, layout)
+    offsets = np.array([0, 3, 4, 9])
+    values, found = arm._packed(arm._nested(torch.arange(9), offsets))
+    assert values.tolist() == list(range(9)) and found.tolist() == offsets.tolist()
