@@ -20,10 +20,11 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import venv
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ import work  # noqa: E402
 ARMS = ("dock-shm", "dock-ray", "transferqueue", "ray", "memcpy")
 CASES = ("short/64", "short/512", "long/64", "long/512")
 WORLD = 2
+ARM_SECONDS = 900.0  # of all cases of an arm in one repeat
 Seen = dict[tuple[str, str, str], list[float]]  # (arm, case, metric) -> value of each repeat
 UNITS = {
     "put_mb_s": "MB/s",
@@ -65,9 +67,12 @@ DOCKS = ("dock-shm", "dock-ray")
 
 
 class Arm:
-    """The processes of one arm, driven in step. settings: of the arm, where it takes some."""
+    """The processes of one arm, driven in step. settings: of the arm, where it takes some; seconds: until they are
+    ended, whatever they do."""
 
-    def __init__(self, name: str, python: Path, settings: dict[str, Any] | None = None) -> None:
+    def __init__(
+        self, name: str, python: Path, settings: dict[str, Any] | None = None, seconds: float = ARM_SECONDS
+    ) -> None:
         self.name, self.seen = name, set[Path]()
         given = [] if settings is None else [json.dumps(settings)]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
@@ -83,7 +88,14 @@ class Arm:
             )
             for rank in range(WORLD)
         ]
-        self._replies()
+        self._limit = threading.Timer(seconds, self.kill)
+        self._limit.daemon = True
+        self._limit.start()
+        try:
+            self._replies()
+        except BaseException:
+            self.kill()
+            raise
 
     def do(self, command: str, **parameters: Any) -> list[dict[str, Any]]:
         """All workers do the same at the same time; their replies."""
@@ -95,14 +107,20 @@ class Arm:
         return sum(cpu_seconds(w.pid) for w in self._workers)
 
     def close(self) -> None:
-        """End the workers."""
-        self.do("close")
-        for worker in self._workers:
-            worker.stdin.close()
-            worker.wait(60)
+        """End the workers, and those that do not end by themselves."""
+        try:
+            self.do("close")
+            for worker in self._workers:
+                worker.stdin.close()
+                worker.wait(60)
+        except (RuntimeError, OSError, subprocess.TimeoutExpired) as error:
+            print(f"arm {self.name}: {error}", file=sys.stderr)
+        finally:
+            self.kill()
 
     def kill(self) -> None:
         """End the workers, whatever they do."""
+        self._limit.cancel()
         for worker in self._workers:
             worker.kill()
 
@@ -116,7 +134,7 @@ class Arm:
         while True:
             lines = [w.stdout.readline() for w in self._workers]
             if not all(lines):
-                raise RuntimeError(f"arm {self.name}: a worker ended; see its message above")
+                raise RuntimeError(f"arm {self.name}: a worker ended, or took too long; see its message above")
             found = [json.loads(line) for line in lines]
             if not all("exchange" in f for f in found):
                 return found
@@ -231,17 +249,13 @@ def run(names: Sequence[str], chosen: Sequence[str], repeats: int, scale: float)
         for repeat in range(repeats):
             order = list(pythons)[repeat % len(pythons) :] + list(pythons)[: repeat % len(pythons)]
             for name in order:
-                arm = Arm(name, pythons[name])
-                try:
+                with closing(Arm(name, pythons[name])) as arm:
                     for case in chosen:
                         kind, batch = case.split("/")
                         for metric, value in measure(arm, directories[kind], int(batch), samples).items():
                             seen.setdefault((name, case, metric), []).append(value)
                         done = {m: round(v[-1], 3) for (a, c, m), v in seen.items() if (a, c) == (name, case)}
                         print(f"{repeat + 1}/{repeats} {name} {case} {done}", file=sys.stderr, flush=True)
-                    arm.close()
-                finally:
-                    arm.kill()
             yield seen
 
 

@@ -8,12 +8,16 @@ Each line changes one thing of the settings that `transfer_dock.py` takes (`peer
 from __future__ import annotations
 
 import argparse
+import contextlib
+import signal
 import statistics
 import sys
+from pathlib import Path
 from typing import Any
 
 import transfer_dock
 
+SECONDS = 180.0  # of one pass; with some settings the queue does not come up
 METRICS = ("put_mb_s", "get_mb_s", "write_back_mb_s", "small_get_p50_ms", "cpu_s_per_gb")
 ROWS = {"TQ_PRE_ALLOC_SAMPLE_NUM": str(transfer_dock.work.SAMPLES)}
 TRIED: dict[str, dict[str, Any]] = {
@@ -32,6 +36,12 @@ TRIED: dict[str, dict[str, Any]] = {
 }
 
 
+def measured(python: Path, settings: dict[str, Any], directory: Path, batch: int, samples: int) -> dict[str, float]:
+    """One pass with some settings. Raises RuntimeError where it fails or takes longer than `SECONDS`."""
+    with contextlib.closing(transfer_dock.Arm("transferqueue", python, settings, SECONDS)) as arm:
+        return transfer_dock.measure(arm, directory, batch, samples)
+
+
 def main() -> None:
     """Measure and print a table."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
@@ -42,18 +52,26 @@ def main() -> None:
     kind, batch = args.case.split("/")
     python = transfer_dock.interpreter("transferqueue")
     seen: dict[str, list[dict[str, float]]] = {}
+    failed: dict[str, str] = {}
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     with transfer_dock.cases([args.case], args.scale) as directories:
         samples = len(transfer_dock.work.load(directories[kind]).checks["row"])
         for repeat in range(args.repeats):
             for name, settings in TRIED.items():
-                arm = transfer_dock.Arm("transferqueue", python, settings)
+                if name in failed:
+                    continue
                 try:
-                    seen.setdefault(name, []).append(transfer_dock.measure(arm, directories[kind], int(batch), samples))
-                    arm.close()
-                finally:
-                    arm.kill()
-                print(f"{repeat + 1}/{args.repeats} {name}: {seen[name][-1]}", file=sys.stderr, flush=True)
+                    found = measured(python, settings, directories[kind], int(batch), samples)
+                except RuntimeError as error:
+                    failed[name] = str(error)
+                    print(f"{name}: {error}", file=sys.stderr, flush=True)
+                    continue
+                seen.setdefault(name, []).append(found)
+                print(f"{repeat + 1}/{args.repeats} {name}: {found}", file=sys.stderr, flush=True)
     print(f"| setting | {' | '.join(METRICS)} |\n|---|{'---|' * len(METRICS)}")
+    for name in failed:
+        seen.pop(name, None)
+        print(f"| {name} | {' | '.join(['fails'] * len(METRICS))} |")
     for name, found in seen.items():
         values = [statistics.median(f[m] for f in found) for m in METRICS]
         print(f"| {name} | {' | '.join(f'{v:.4g}' for v in values)} |")
