@@ -115,7 +115,7 @@ class Loop:
                 f"a checkpoint now would lack {', '.join(sorted(p.train_state.out))}, which are on the host for "
                 "generation; save between iterations"
             )
-        p.resharder.refuse_broken(p.model, p.iterations_done())
+        p.resharder.refuse_broken(p.model)
         return {
             "epoch": self.epoch,
             "groups": list(map(list, self.groups)),

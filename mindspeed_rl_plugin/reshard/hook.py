@@ -125,7 +125,7 @@ class Resharder:
         source = stored_parameters(model_chunks)
         destination = {name: tensor.data for name, tensor in engine_parameters.items()}
         plan = self._bind(source, destination)
-        self._refuse_broken(source, version)
+        self._refuse_broken(source, f"after {version} updates")
         self._exported = self._held(source, self._sources) if self.verify else None
         wire = self._wire()
         with self._temporary.measured(*source.values(), *destination.values()):
@@ -150,11 +150,11 @@ class Resharder:
             digests = layout_digests(stored_parameters(model_chunks), exported.layout, self.tensors, self.dtype)
             compare_return(self.rank, exported, exported._replace(digests=digests), self.tensors)
 
-    def refuse_broken(self, model_chunks: Sequence[Module], version: int) -> None:
+    def refuse_broken(self, model_chunks: Sequence[Module]) -> None:
         """Before a checkpoint: raises BrokenWeights on every rank when any rank's weights hold NaN or infinity."""
         source = stored_parameters(model_chunks)
         self._bind_source(source)
-        self._refuse_broken(source, version)
+        self._refuse_broken(source, "before a checkpoint")
 
     def digest(self, model_chunks: Sequence[Module]) -> str:
         """Digest of the trainer's weights in the engine's dtype; equal for equal weights in any layout."""
@@ -224,7 +224,7 @@ class Resharder:
         if len(set(prints)) > 1:
             raise RuntimeError(f"ranks planned differently, by fingerprint: {dict(enumerate(prints))}")
 
-    def _refuse_broken(self, source: Mapping[str, Tensor], version: int) -> None:
+    def _refuse_broken(self, source: Mapping[str, Tensor], when: str) -> None:
         """Raises BrokenWeights on every rank when any rank's weights hold NaN or infinity."""
         first = first_broken(source[name] for name in self._sources[self.rank])
         everyone = [[first]] if self.train.world == 1 else self._share([first], 1, "the check of the weights")
@@ -233,7 +233,7 @@ class Resharder:
                 name = list(self._sources[rank])[broken - 1]
                 where = ", ".join(f"{s.name} [{s.start}, {s.stop})" for s in self._sources[rank][name])
                 raise BrokenWeights(
-                    f"{name} of trainer rank {rank} holds NaN or infinity after {version} updates ({where}); they "
+                    f"{name} of trainer rank {rank} holds NaN or infinity {when} ({where}); they "
                     "go neither to the engine nor into a checkpoint; resume from the last one, with a smaller --lr or "
                     "--clip-grad"
                 )

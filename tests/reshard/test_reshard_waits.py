@@ -212,7 +212,7 @@ def test_the_update_begins_with_everything_back(monkeypatch):
 
     loop.steps = [SimpleNamespace(of_rank=lambda rank: [])]
     loop.parts.topology = SimpleNamespace(dp_rank=0)
-    loop.parts.plan = lambda epoch: []
+    loop._plan = lambda: []
     loop._rows_of = lease
     with pytest.raises(Stop):
         loop._update(0, None, (), {})
