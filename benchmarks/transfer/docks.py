@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -38,7 +39,9 @@ class Messages:
     def _received(self, head: bytes, payload: Any) -> frames.Message:
         message = self._decode(head, payload)
         if message.kind in FROM_WAREHOUSES:
-            self.nbytes += len(head) + len(payload)
+            # None: one array, read straight to where its reader wants it.
+            arrays = json.loads(head)["arrays"] if payload is None else []
+            self.nbytes += len(head) + (sum(n for _, _, (n,) in arrays) if payload is None else len(payload))
         return message
 
 

@@ -19,7 +19,7 @@ def bench():
     spec.loader.exec_module(module)
     yield module
     sys.path.remove(added)
-    for name in ("work", "peers"):
+    for name in ("work", "peers", "docks"):
         sys.modules.pop(name, None)
 
 
@@ -60,3 +60,25 @@ def test_columns_of_transferqueue_hold_what_was_packed(bench, layout: str) -> No
     offsets = np.array([0, 3, 4, 9])
     values, found = arm._packed(arm._nested(torch.arange(9), offsets))
     assert values.tolist() == list(range(9)) and found.tolist() == offsets.tolist()
+
+
+def test_bytes_read_straight_into_their_place_are_counted(bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    import docks
+
+    for name in ("encode", "decode"):
+        monkeypatch.setattr(docks.frames, name, getattr(docks.frames, name))
+    data = np.zeros(4096, np.uint8)
+    stream = b"".join(map(bytes, docks.frames.encode(docks.frames.Message("cells", {}, {"data": data}))))
+    counted = {}
+    for way, scatter in (("scattered", [np.empty(4096, np.uint8)]), ("whole", None)):
+        messages, reader, at = docks.Messages(both=True), docks.frames.Reader(), 0
+        reader.scatter = scatter
+        while (found := reader.message()) is None:
+            room = reader.room()
+            size = min(len(room), len(stream) - at)
+            room[:size] = stream[at : at + size]
+            reader.got(size)
+            at += size
+        assert bool(found.arrays) is (scatter is None)
+        counted[way] = messages.nbytes
+    assert counted["scattered"] == counted["whole"] > 4096
