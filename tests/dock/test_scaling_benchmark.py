@@ -76,7 +76,7 @@ def test_linearity_is_that_of_the_papers_figure() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["bucket", "auto"])
 def test_it_runs_and_the_wire_shows_what_an_arm_moves(tmp_path: Path, kind: str) -> None:
-    command = [sys.executable, str(ROOT / "benchmarks" / "dock_scaling.py"), "--nodes", "1,2", "--groups", "2"]
+    command = [sys.executable, str(ROOT / "benchmarks" / "dock_scaling.py"), "--nodes", "1,2"]
     command += ["--repeats", "1", "--limiter", kind, "--json", str(tmp_path / "out.json")]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment, check=False)
