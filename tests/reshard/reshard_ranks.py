@@ -54,8 +54,8 @@ class Job:
     def __init__(self, case, weights):
         self.case = case
         self.dtype = getattr(torch, case.dtype)
-        self.shape = ModelShape(case.family, 4, 64, 4, 2, 32, 96, 250, 256, case.tied)
-        self.parallel = Parallel(dist.get_world_size(), tp=case.tp, pp=case.pp, vpp=case.vpp)
+        self.shape = self._shape()
+        self.parallel = self._parallel()
         self.config = self._config()
         self.chunks = self._chunks()
         self._load(weights)
@@ -74,6 +74,15 @@ class Job:
             self.config.no_sync_func = self.chunks[0].no_sync
         self.optimizer = get_megatron_optimizer(config, self.chunks)
         self.optimizer.reload_model_params()
+
+    def _shape(self):
+        return ModelShape(self.case.family, 4, 64, 4, 2, 32, 96, 250, 256, self.case.tied)
+
+    def _parallel(self):
+        return Parallel(dist.get_world_size(), tp=self.case.tp, pp=self.case.pp, vpp=self.case.vpp)
+
+    def _spec(self, stage):
+        return get_gpt_layer_local_spec(None, False, self.shape.qk_norm, normalization="RMSNorm")
 
     def _config(self):
         s, bf16 = self.shape, self.dtype == torch.bfloat16
@@ -111,14 +120,13 @@ class Job:
 
     def _chunks(self):
         s, first, last = self.shape, mpu.is_pipeline_first_stage, mpu.is_pipeline_last_stage
-        spec = get_gpt_layer_local_spec(None, False, s.qk_norm, normalization="RMSNorm")
         out = []
         for v in range(self.case.vpp):
             stage = v if self.case.vpp > 1 else None
             ends = dict(ignore_virtual=False, vp_stage=stage)
             model = GPTModel(
                 self.config,
-                spec,
+                self._spec(stage),
                 vocab_size=s.padded_vocab,
                 max_sequence_length=SEQ,
                 pre_process=first(**ends),

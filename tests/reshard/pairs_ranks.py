@@ -1,0 +1,332 @@
+"""Run by test_reshard_pairs.py under torchrun: one vLLM engine, and trainers in several layouts, one after the other.
+
+Argument: JSON {"family", "generate": [tp, ep], "cases": [...]}. For each case a model is trained twice: without a swap,
+and with a whole rollout around each step. Weights in the engine are compared bitwise with a reference that shares
+nothing with the package, log-probs of its answers with the trainer's, training state with that of the first run.
+Rank 0 prints `passed NAME WORST` a case, the second in nats.
+"""
+
+import dataclasses
+import json
+import re
+import sys
+from types import SimpleNamespace
+
+from mindspeed_rl_plugin.host import activate_if_needed
+
+activate_if_needed()
+
+from mindspeed_rl_plugin.rollout.vllm_engine import VllmEngine, VllmOptions, prepare_environment  # noqa: E402
+
+prepare_environment("cpu")
+
+import expert_reference as experts  # noqa: E402
+import reshard_reference as dense  # noqa: E402
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from megatron.core import parallel_state as mpu  # noqa: E402
+from megatron.core import tensor_parallel  # noqa: E402
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec  # noqa: E402
+from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E402
+from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher  # noqa: E402
+from megatron.core.transformer.transformer_config import MLATransformerConfig  # noqa: E402
+from reshard_ranks import BUCKET, SEQ, Job, same  # noqa: E402
+
+from mindspeed_rl_plugin.reshard.hook import Resharder, stored_parameters  # noqa: E402
+from mindspeed_rl_plugin.reshard.layout import EngineParallel, ModelShape, Parallel  # noqa: E402
+from mindspeed_rl_plugin.reshard.swap import TrainState, gathered, unwrap  # noqa: E402
+from mindspeed_rl_plugin.rollout.engine import generate  # noqa: E402
+from mindspeed_rl_plugin.types import GenerateRequest, SampleId, Sampling  # noqa: E402
+
+VOCAB, PROMPT, ANSWER, STEPS = 256, 5, 8, 3  # a vocabulary that nobody pads
+LATENT = dict(q_lora=24, kv_lora=512, nope=128, rope=64, value=128)
+EXPERTS = dict(experts=4, expert_ffn=48, dense_layers=(0,))
+
+
+def shape_of(family: str) -> ModelShape:
+    if family == "deepseek_v3":
+        more = EXPERTS | LATENT | dict(shared_ffn=96)
+        return ModelShape(family, 4, 64, 4, 4, 192, 96, VOCAB, VOCAB, **more)
+    return ModelShape(family, 4, 64, 4, 2, 32, 96, VOCAB, VOCAB, **EXPERTS if family == "qwen3_moe" else {})
+
+
+def config_of(shape: ModelShape) -> dict:
+    """config.json of the shape, written down by hand."""
+    out = dict(
+        architectures=[shape.table.architecture],
+        model_type=shape.family,
+        vocab_size=VOCAB,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=shape.groups,
+        head_dim=64 if shape.table.mla else 32,
+        max_position_embeddings=SEQ,
+        rms_norm_eps=1e-5,
+        rope_theta=10000.0,
+        hidden_act="silu",
+        tie_word_embeddings=False,
+        attention_bias=False,
+    )
+    if shape.table.experts:
+        out |= dict(moe_intermediate_size=48, num_experts_per_tok=2, norm_topk_prob=True)
+    if shape.family == "qwen3_moe":
+        out |= dict(num_experts=4, decoder_sparse_step=1, mlp_only_layers=[0])
+    if shape.table.mla:
+        out |= dict(n_routed_experts=4, n_shared_experts=2, first_k_dense_replace=1, n_group=1, topk_group=1)
+        out |= dict(topk_method="noaux_tc", scoring_func="sigmoid", routed_scaling_factor=1.0, moe_layer_freq=1)
+        out |= dict(q_lora_rank=24, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
+    return out
+
+
+def start_weights(shape: ModelShape) -> dict[str, torch.Tensor]:
+    """Values of usual sizes, among them a router bias that is not zero."""
+    if not shape.table.experts:
+        return dense.random_weights(shape)
+    raw = experts.random_weights(shape)
+    return {name: 1 + 0.1 * t if "norm" in name else 0.1 * t for name, t in raw.items()}
+
+
+class PairJob(Job):
+    """A trainer of any family, experts and latent attention included."""
+
+    def _shape(self):
+        return shape_of(self.case.family)
+
+    def _parallel(self):
+        c = self.case
+        return Parallel(dist.get_world_size(), tp=c.tp, pp=c.pp, vpp=c.vpp, ep=c.ep, etp=c.etp)
+
+    def _config(self):
+        s, config = self.shape, super()._config()
+        if not s.table.experts:
+            return config
+        more = dict(
+            num_moe_experts=s.experts,
+            moe_ffn_hidden_size=s.expert_ffn,
+            moe_router_topk=2,
+            moe_layer_freq=[int(i not in s.dense_layers) for i in range(s.layers)],
+            moe_token_dispatcher_type="alltoall",
+            moe_router_load_balancing_type="none",
+            expert_model_parallel_size=self.case.ep,
+            expert_tensor_parallel_size=self.parallel.expert_tp,
+            sequence_parallel=self.case.tp > 1,
+        )
+        if not s.table.mla:
+            return dataclasses.replace(config, **more)
+        more |= dict(
+            moe_shared_expert_intermediate_size=s.shared_ffn,
+            moe_router_score_function="sigmoid",
+            moe_router_enable_expert_bias=True,
+            moe_router_bias_update_rate=0.03,
+            multi_latent_attention=True,
+            q_lora_rank=s.q_lora,
+            kv_lora_rank=s.kv_lora,
+            qk_head_dim=s.nope,
+            qk_pos_emb_head_dim=s.rope,
+            v_head_dim=s.value,
+            rope_type="rope",
+            rotary_scaling_factor=1.0,
+        )
+        known = {f.name: getattr(config, f.name) for f in dataclasses.fields(config) if f.init}
+        return MLATransformerConfig(**known | more)
+
+    def _spec(self, stage):
+        if not self.shape.table.experts:
+            return super()._spec(stage)
+        return get_gpt_decoder_block_spec(self.config, False, normalization="RMSNorm", vp_stage=stage)
+
+    def stored(self, rank: int, weights):
+        """What a rank of this layout stores of a canonical model."""
+        if self.shape.table.experts:
+            return experts.megatron_weights(self.shape, self.parallel, rank, weights, "local", "sequential")
+        return dense.megatron_weights(self.shape, self.parallel, rank, weights)
+
+    def _load(self, weights):
+        mine, live = self.stored(dist.get_rank(), weights), stored_parameters(self.chunks)
+        assert set(mine) == set(live), set(mine) ^ set(live)
+        for name, value in mine.items():
+            live[name].copy_(value)
+
+    def canonical(self, like):
+        """The canonical model out of all ranks' live tensors: each stored number goes where its own index says."""
+        everywhere = [None] * dist.get_world_size()
+        dist.all_gather_object(everywhere, stored_parameters(self.chunks))
+        total, index = 0, {}
+        for name, t in like.items():
+            index[name] = torch.arange(total, total + t.numel(), dtype=torch.float64).view(t.shape)
+            total += t.numel()
+        flat = torch.full((total,), torch.nan)
+        for rank, live in enumerate(everywhere):
+            for name, where in self.stored(rank, index).items():
+                flat[where.long().flatten()] = live[name].flatten().float()
+        assert not flat.isnan().any()
+        return {name: flat[i.long()] for name, i in index.items()}
+
+    def logps(self, tokens):
+        """Log-prob `[B, SEQ]` of each next token, on the last pipeline stage; None elsewhere."""
+        kept = []
+
+        def step(iterator, model):
+            batch = next(iterator)
+            mask = torch.ones(1, 1, SEQ, SEQ).triu(1).bool()
+            out = model(batch, torch.arange(SEQ)[None].expand_as(batch), mask, labels=batch.roll(-1, 1))
+
+            def keep(loss):
+                kept.append(-loss.float())
+                return loss.float().mean(), {}
+
+            return out, keep
+
+        halves = tokens.chunk(2)
+        iterators = [iter(halves) for _ in self.chunks]
+        with torch.no_grad():
+            get_forward_backward_func()(
+                forward_step_func=step,
+                data_iterator=iterators if len(iterators) > 1 else iterators[0],
+                model=self.chunks,
+                num_microbatches=2,
+                seq_length=SEQ,
+                micro_batch_size=len(halves[0]),
+                forward_only=True,
+            )
+        return torch.cat(kept) if kept else None
+
+
+class Grouped:
+    """A model chunk whose experts Megatron's grouped GEMM would keep: two flat parameters for all of a rank."""
+
+    def __init__(self, chunk):
+        self.model = unwrap(chunk)
+        self.named_buffers = self.model.named_buffers
+
+    def named_parameters(self):
+        stacks = {}
+        for name, t in self.model.named_parameters():
+            found = re.fullmatch(r"(.*mlp\.experts\.)local_experts\.\d+\.linear_fc(\d)\.weight", name)
+            if found:
+                stacks.setdefault((found[1], found[2]), []).append(t.data.t())
+            else:
+                yield name, t
+        for (where, number), parts in stacks.items():
+            stacked = torch.stack(parts)  # [experts, H, 2F], or [experts, F, H]
+            flat = stacked.reshape(stacked.shape[1], -1) if number == "1" else stacked.flatten(0, 1)
+            yield f"{where}weight{number}", flat
+
+
+def check_half(job, sizes, like) -> None:
+    """Into an engine of bfloat16, where the router's bias is as wide as in the trainer and goes over the wire so."""
+    weights = {n: t if n.endswith(experts.E_BIAS) else t.bfloat16() for n, t in job.canonical(like).items()}
+    module, of = (experts, sizes) if job.shape.table.experts else (dense, sizes.tp)
+    expected = module.engine_weights(job.shape, of, dist.get_rank() % sizes.ranks, weights)
+    live = {name: torch.zeros_like(t) for name, t in expected.items()}
+    options = dict(engine_dtype=torch.bfloat16, bucket_bytes=BUCKET, verify=True)
+    Resharder(job.shape, job.parallel, sizes, rank=dist.get_rank(), **options).to_engine(job.chunks, live, 0)
+    for name, tensor in expected.items():
+        assert live[name].dtype == tensor.dtype and torch.equal(live[name], tensor), f"{name} differs in bfloat16"
+
+
+def answers(engine) -> list:
+    """Greedy answers of this rank's engine to four prompts: (all tokens, log-probs of the answer)."""
+    make = torch.Generator().manual_seed(engine.replica)
+    sampling = Sampling(max_tokens=ANSWER, temperature=0.0, ignore_eos=True)
+    prompts = [tuple(torch.randint(0, VOCAB, (PROMPT,), generator=make).tolist()) for _ in range(4)]
+    requests = [GenerateRequest(SampleId(0, i, 0), prompt, sampling, i) for i, prompt in enumerate(prompts)]
+    done = generate(engine, requests, deadline=120)
+    return [([*p, *c.tokens], list(c.logps)) for p, c in zip(prompts, done, strict=True)]
+
+
+def rollout(job, state, engine, way, like, version) -> list:
+    """What an RL iteration does around generation; the engine's weights are the trainer's, bitwise."""
+    with gathered(job.chunks):
+        before = job.snapshot()
+        state.swap_out(["grads", "optimizer"])
+        engine.wake(("weights",))
+        weights = job.canonical(like)
+        chunks = [Grouped(c) for c in job.chunks] if job.case.grouped else job.chunks
+        way.to_engine(chunks, engine.parameters(), version)
+        here, live = dist.get_rank() % way.engine.ranks, engine.parameters()
+        if job.shape.table.experts:
+            expected = experts.engine_weights(job.shape, way.engine, here, weights)
+        else:
+            expected = dense.engine_weights(job.shape, way.engine.tp, here, weights)
+        assert expected.keys() == live.keys()
+        for name, tensor in expected.items():
+            assert torch.equal(live[name], tensor), f"{name} differs in the engine"
+        engine.update_weights(version)
+        state.swap_out(["params"])
+        engine.wake(("kv_cache",))
+        drawn = answers(engine)
+        engine.sleep()
+        state.swap_in()
+        assert same(before, job.snapshot()), "a swap changed training state"
+    return drawn
+
+
+def distance(job, drawn) -> float:
+    """Largest difference between the log-probs of all engines and the trainer's, nats; 0 where no rank scores."""
+    everyone = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, drawn)
+    rows = [row for each in everyone for row in each]
+    tokens = torch.zeros(len(rows), SEQ, dtype=torch.long)
+    for i, (row, _) in enumerate(rows):
+        tokens[i, : len(row)] = torch.tensor(row)
+    with gathered(job.chunks):
+        scored = job.logps(tokens)
+    if scored is None:
+        return 0.0
+    return float((scored[:, PROMPT - 1 : PROMPT + ANSWER - 1] - torch.tensor([logps for _, logps in rows])).abs().max())
+
+
+def check_case(case, engine, sizes, limit) -> None:
+    size = dict(expert_model_parallel_size=case.ep, expert_tensor_parallel_size=case.etp)
+    mpu.initialize_model_parallel(case.tp, case.pp, case.vpp if case.vpp > 1 else None, **size)
+    tensor_parallel.model_parallel_cuda_manual_seed(1)
+    weights = start_weights(shape_of(case.family))
+    plain = PairJob(case, weights)
+    for step in range(STEPS - 1):
+        plain.train_step(step)
+    job = PairJob(case, weights)
+    state = TrainState(job.chunks, job.optimizer)
+    options = dict(engine_dtype=torch.float32, bucket_bytes=BUCKET, verify=True)
+    way = Resharder(job.shape, job.parallel, sizes, rank=dist.get_rank(), **options)
+    worst, seen = 0.0, []
+    for step in range(STEPS):
+        drawn = rollout(job, state, engine, way, weights, step)
+        worst = max(worst, distance(job, drawn))
+        seen.append(json.dumps([logps for _, logps in drawn]))
+        if step < STEPS - 1:
+            job.train_step(step)
+    assert len(set(seen)) == STEPS, "an update changed no log-prob"
+    with gathered(job.chunks):
+        check_half(job, sizes, weights)
+    assert same(plain.snapshot(), job.snapshot()), "training differs from the run without rollouts"
+    every = [None] * dist.get_world_size()
+    dist.all_gather_object(every, worst)
+    assert 0 < max(every) < limit, f"{case.name}: engine and trainer differ by {max(every)} nats"
+    if dist.get_rank() == 0:
+        print(f"passed {case.name} {max(every):.1e}", flush=True)
+    mpu.destroy_model_parallel()
+
+
+def main() -> None:
+    job = json.loads(sys.argv[1])
+    dist.init_process_group("gloo")
+    tp, ep = job["generate"]
+    # Made before the engine, as in the loop: vLLM on CPU replaces torch.cuda.Stream by a class without events.
+    MoEAlltoAllTokenDispatcher.cuda_dtoh_stream = torch.cuda.Stream()
+    options = VllmOptions(config_of(shape_of(job["family"])), SEQ, tp, ep, kv_cache_bytes=64 << 20, max_running=4)
+    engine = VllmEngine(options)
+    engine.sleep()
+    defaults = dict(tp=1, pp=1, vpp=1, ep=1, etp=None, distributed=False, overlap=False, grouped=False, tied=False)
+    for case in job["cases"]:
+        named = dict(family=job["family"], dtype="float32", **defaults) | case
+        check_case(SimpleNamespace(**named), engine, EngineParallel(tp, ep), job["limit"])
+    engine.wake()
+    engine.shutdown()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

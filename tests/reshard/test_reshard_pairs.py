@@ -1,0 +1,83 @@
+"""Pairs of layouts, real Megatron to real vLLM: weights bitwise, log-probs after optimizer steps, swaps unseen.
+
+One launch has one engine and trains in several layouts, since starting costs more than a case.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+WORKER = Path(__file__).parent / "pairs_ranks.py"
+AGREEMENT = 2e-5  # nats, fp32
+LATENT = 2e-2  # vLLM's kernel for latent attention on CPU differs from everyone else's by some 1e-3
+DENSE_2 = [
+    dict(name="tp2", tp=2),
+    dict(name="pp2", pp=2, distributed=True),
+    dict(name="dp2", distributed=True, overlap=True),
+]
+EXPERTS_2 = [
+    dict(name="ep2", ep=2, distributed=True),
+    dict(name="tp2-ep2-etp1-grouped", tp=2, ep=2, etp=1, grouped=True),
+    dict(name="tp2-etp2", tp=2),
+    dict(name="pp2", pp=2, distributed=True),
+]
+DENSE_4 = [
+    dict(name="tp2-pp2", tp=2, pp=2),
+    dict(name="pp2-vpp2-dp2", pp=2, vpp=2, distributed=True),
+    dict(name="tp2-dp2", tp=2, distributed=True),
+]
+EXPERTS_4 = [
+    dict(name="tp2-ep2-etp1-pp2", tp=2, ep=2, etp=1, pp=2),
+    dict(name="ep2-dp2", ep=2, distributed=True, overlap=True),
+    dict(name="tp2-ep2-etp2", tp=2, ep=2, grouped=True),
+    dict(name="pp2-ep2", pp=2, ep=2, distributed=True),
+]
+
+
+def check(ranks: int, family: str, generate, cases, limit: float = AGREEMENT) -> None:
+    job = dict(family=family, generate=generate, cases=cases, limit=limit)
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", str(WORKER)]
+        + [json.dumps(job)],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=400,
+    )
+    said = [line for line in done.stderr.splitlines() if "leaked" not in line]  # of triton, at every end
+    assert done.returncode == 0, done.stdout[-1000:] + "\n".join(said)[-8000:]
+    passed = [line.split()[1] for line in done.stdout.splitlines() if line.startswith("passed")]
+    assert passed == [case["name"] for case in cases]
+
+
+def test_experts_on_two_ranks():
+    check(2, "qwen3_moe", (2, 2), EXPERTS_2[:2])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "ranks, family, generate, cases",
+    [
+        (2, "llama", (1, 1), DENSE_2),
+        (2, "qwen3", (2, 1), DENSE_2),
+        (2, "qwen3_moe", (1, 1), EXPERTS_2),
+        (2, "qwen3_moe", (2, 1), EXPERTS_2),
+        (2, "qwen3_moe", (2, 2), EXPERTS_2[2:]),
+        (4, "qwen3", (4, 1), DENSE_4),
+        (4, "llama", (2, 1), DENSE_4),
+        (4, "qwen3_moe", (2, 2), EXPERTS_4),
+        (4, "qwen3_moe", (4, 4), EXPERTS_4),
+    ],
+)
+def test_pairs(ranks, family, generate, cases):
+    check(ranks, family, generate, cases)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks, generate, cases", [(2, (2, 2), EXPERTS_2), (4, (2, 1), EXPERTS_4)])
+def test_pairs_with_latent_attention(ranks, generate, cases):
+    check(ranks, "deepseek_v3", generate, cases, LATENT)
