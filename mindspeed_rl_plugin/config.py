@@ -253,6 +253,7 @@ class DockConfig:
         choices=("auto", "local", "shm", "ray"),
     )
     dock_gb: float = flag(0.0, "most that the rows of one machine may take; 0 means no limit", unit="GiB")
+    dock_rows: int = flag(0, "most rows that one machine may hold; 0 means no limit", unit="rows")
 
 
 @dataclass(frozen=True)

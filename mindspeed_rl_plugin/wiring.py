@@ -351,6 +351,7 @@ def _docks(
 def _limits(config: RLConfig) -> Limits:
     return Limits(
         capacity=int(config.dock.dock_gb * 2**30) or None,
+        rows=config.dock.dock_rows or None,
         max_tokens=config.data.max_prompt_length + config.rollout.max_response_length,
         version_column="version",
     )

@@ -366,6 +366,7 @@ _RANGES = (
     _Range("forward", "logprob_chunk_tokens", least=0),
     _Range("reshard", "reshard_bucket_mb", least=1),
     _Range("dock", "dock_gb", least=0),
+    _Range("dock", "dock_rows", least=0),
     _Range("monitor", "eval_every", least=1),
     _Range("monitor", "eval_prompts", least=0),
     _Range("monitor", "eval_pass_k", least=0),

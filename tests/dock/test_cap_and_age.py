@@ -89,21 +89,29 @@ class Rollout:
 
     def look(self) -> None:
         self.fullest = max(self.fullest, self.house.used)
-        assert self.house.used <= self.house.capacity
+        assert self.house.used <= (self.house.capacity or self.house.used)
+        assert self.house.rows <= (self.house.max_rows or self.house.rows)
 
 
-@pytest.mark.parametrize("seed", [0, 1])
-def test_a_full_dock_never_stops_for_good(members, seed: int) -> None:
+@pytest.mark.parametrize(
+    ("seed", "limits"),
+    [
+        (0, {"capacity": 5 * (MEMBERS * ROW + 64), "max_tokens": LONGEST}),
+        (1, {"capacity": 5 * (MEMBERS * ROW + 64), "max_tokens": LONGEST}),
+        (2, {"rows": 5 * MEMBERS}),
+    ],
+    ids=["bytes 0", "bytes 1", "rows"],
+)
+def test_a_full_dock_never_stops_for_good(members, seed: int, limits: dict) -> None:
     """Room for five groups of twenty-four: producers wait, write-backs never do, every group comes through once."""
-    capacity = 5 * (MEMBERS * ROW + 64)
-    made = members(COLUMNS, STATES, ["one"], limits=Limits(capacity, LONGEST, segment_bytes=1 << 16))
+    made = members(COLUMNS, STATES, ["one"], limits=Limits(segment_bytes=1 << 16, **limits))
     house = made[0].host.warehouse
     admit, refused = house.admit, []
     house.admit = lambda *put: refused.append(1) or why if (why := admit(*put)) else None
     rollout = Rollout(DistributedDock(COLUMNS, STATES, made[0].connections, deadline=60), house, seed)
     rollout.run(100)
     assert sorted(rollout.trained) == [SampleId(0, g, m) for g in range(GROUPS) for m in range(MEMBERS)]
-    assert refused and 0 < rollout.fullest <= capacity and house.used == house.outstanding == 0
+    assert refused and rollout.fullest > 0 and house.used == house.outstanding == house.rows == 0
 
 
 AGED = [

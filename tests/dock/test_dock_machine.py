@@ -44,6 +44,7 @@ STATES = {
 }
 WRITE_BACKS = {"tokens": 400, "logp": 400, "score": 4}
 CAPACITY = 10 << 10  # bytes: 9 rows with all that is written back
+MAX_ROWS = 9
 SECONDS = 10.0
 HOUSES = 2
 Id = tuple[int, int, int]
@@ -73,7 +74,7 @@ class DockMachine(RuleBasedStateMachine):
 
     def house(self, w: int) -> Warehouse:
         arena = Arena(self.root / str(w), 4096)
-        return Warehouse(w, COLUMNS, arena, capacity=CAPACITY, write_backs=WRITE_BACKS)
+        return Warehouse(w, COLUMNS, arena, capacity=CAPACITY, max_rows=MAX_ROWS, write_backs=WRITE_BACKS)
 
     def controller(self, name: str) -> Controller:
         return Controller(STATES[name], COLUMNS, STATES)
@@ -98,7 +99,7 @@ class DockMachine(RuleBasedStateMachine):
         for house in self.houses:
             for owner in {o for o in house.reservations._owner.values()}:
                 house.reservations.forget(owner)
-            assert house.used == house.outstanding == 0 and not house._epochs and not house._live
+            assert house.used == house.outstanding == house.rows == 0 and not house._epochs and not house._live
             assert all(len(free) == 1 for free in house.arena._free.values())
         for controller in self.controllers.values():
             assert not controller._epochs and not controller._leases and controller.remaining() == 0
@@ -119,7 +120,7 @@ class DockMachine(RuleBasedStateMachine):
         for extent, column in zip(extents, cells.values(), strict=True):
             data = np.frombuffer(b"".join(column.values()), np.uint8)
             self.readers[w].view(extent.segment, extent.offset, len(data))[:] = data
-        assert house.used <= CAPACITY + sum(s + 64 for s in sizes)
+        assert house.used <= CAPACITY + sum(s + 64 for s in sizes) and house.rows <= MAX_ROWS
         if dies == "hangs":
             self.hanging += [self.readers[w].view(*extent) for extent in extents]
             return True

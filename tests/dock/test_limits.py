@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from mindspeed_rl_plugin.dock import ColumnSpec, Limits, StateSpec
+from mindspeed_rl_plugin.dock.distributed.credits import missing
 
 COLUMNS = [
     ColumnSpec("prompt", torch.int32, "group", ragged=True),
@@ -30,3 +31,28 @@ def test_a_dock_below_one_rollout_is_refused() -> None:
     Limits().check(COLUMNS, STATES, 5, 2)
     with pytest.raises(ValueError, match=rf"5 groups of 2 samples on one machine may need {need} bytes"):
         Limits(capacity=need - 1, max_tokens=100).check(COLUMNS, STATES, 5, 2)
+
+
+def test_rows_are_limited_too() -> None:
+    Limits(rows=10).check(COLUMNS, STATES, 5, 2)
+    with pytest.raises(ValueError, match="--rl-dock-rows 9: 5 groups of 2 samples on one machine are 10 rows"):
+        Limits(rows=9).check(COLUMNS, STATES, 5, 2)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "said"),
+    [
+        ({"bytes": 60, "rows": 2}, None),
+        ({"bytes": 61, "rows": 2}, "40 of 100 bytes are taken or promised, the put needs 61 more"),
+        ({"bytes": 1, "rows": 3}, "8 of 10 rows are taken or promised, the put needs 3 more"),
+    ],
+)
+def test_a_put_waits_for_bytes_and_for_rows(wanted: dict, said: str | None) -> None:
+    taken, limits = {"bytes": 40, "rows": 8}, {"bytes": 100, "rows": 10}
+    assert missing(wanted, taken, limits, 1) == said
+    assert missing(wanted, taken, {"bytes": None, "rows": None}, 1) is None
+
+
+def test_what_an_empty_dock_does_not_hold_is_refused() -> None:
+    with pytest.raises(ValueError, match="needs 11 rows.*holds 10; put fewer groups at once or raise --rl-dock-rows"):
+        missing({"bytes": 1, "rows": 11}, {"bytes": 100, "rows": 0}, {"bytes": 100, "rows": 10}, 11)

@@ -2,7 +2,7 @@
 
     arena, journal,     memory of a warehouse: shared segments, the record of what lies where, and what writers are
     reservations        filling
-    warehouse           cells of one node; says what it commits in numbered records
+    warehouse, credits  cells of one node; says what it commits in numbered records; what it may still take in
     controller          one state's view of those records: what is ready, leased, done
     frames, channel,    messages, the calling side and the answering side of a connection
     service,

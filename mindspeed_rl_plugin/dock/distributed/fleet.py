@@ -28,13 +28,15 @@ Exchange = Callable[[Any], list[Any]]  # every member's value, in rank order
 
 @dataclass(frozen=True)
 class Limits:
-    """capacity: bytes of cells a warehouse may hold (None: no limit); max_tokens: longest sample, needed with a
-    capacity, for room that write-backs are promised; version_column: column with the weight version of a row."""
+    """capacity, rows: bytes of cells and rows of groups that a warehouse may hold (None: no limit); max_tokens: longest
+    sample, needed with a capacity, for room that write-backs are promised; version_column: column with the weight
+    version of a row."""
 
     capacity: int | None = None
     max_tokens: int | None = None
     version_column: str | None = None
     segment_bytes: int = SEGMENT_BYTES
+    rows: int | None = None
 
     def write_backs(self, columns: Sequence[ColumnSpec], states: Sequence[StateSpec]) -> dict[str, int]:
         """Most bytes that states write into one row, by column. Raises ValueError for a capacity without max_tokens."""
@@ -47,6 +49,11 @@ class Limits:
 
     def check(self, columns: Sequence[ColumnSpec], states: Sequence[StateSpec], groups: int, members: int) -> None:
         """Raise ValueError where a warehouse cannot hold `groups` of `members` samples, the longest there may be."""
+        if self.rows is not None and groups * members > self.rows:
+            raise ValueError(
+                f"--rl-dock-rows {self.rows}: {groups} groups of {members} samples on one machine are "
+                f"{groups * members} rows; raise it, or lower --rl-rollout-prompts"
+            )
         if self.capacity is None:
             return
         row = sum(nbytes + LINE for nbytes in self.write_backs(columns, states).values())
@@ -105,6 +112,7 @@ class Member:
         many = len(set(nodes)) > 1
         shape = {
             "capacity": limits.capacity,
+            "max_rows": limits.rows,
             "write_backs": limits.write_backs(columns, states),
             "version_column": limits.version_column,
         }

@@ -13,6 +13,7 @@ import numpy as np
 from mindspeed_rl_plugin.dock.api import ColumnSpec
 from mindspeed_rl_plugin.dock.distributed.arena import LINE, Arena, Extent, rounded
 from mindspeed_rl_plugin.dock.distributed.cells import entry_bytes
+from mindspeed_rl_plugin.dock.distributed.credits import missing
 from mindspeed_rl_plugin.dock.distributed.journal import Journal
 from mindspeed_rl_plugin.dock.distributed.records import Cells, EpochSet, Record, Shape, places, slots_of_groups
 from mindspeed_rl_plugin.dock.distributed.reservations import Reservations
@@ -23,10 +24,10 @@ SEGMENTS = 1 << 16  # numbers that an incarnation has for its segments: none is 
 
 
 class Warehouse:
-    """`index`: number of this warehouse; capacity: bytes that cells may take, None for no limit; write_backs: most
-    bytes that worker states write into one row, by column: kept free from when the row is admitted, so that they
-    never wait; version_column: the column that holds the weight version of a row. What a former warehouse left in
-    the arena's directory is taken over.
+    """`index`: number of this warehouse; capacity, max_rows: bytes that cells and rows that groups may take, None for
+    no limit; write_backs: most bytes that worker states write into one row, by column: kept free from when the row is
+    admitted, so that they never wait; version_column: the column that holds the weight version of a row. What a
+    former warehouse left in the arena's directory is taken over.
     """
 
     def __init__(
@@ -36,11 +37,13 @@ class Warehouse:
         arena: Arena,
         *,
         capacity: int | None = None,
+        max_rows: int | None = None,
         write_backs: Mapping[str, int] | None = None,
         version_column: str | None = None,
     ) -> None:
         self.index, self.columns, self.arena = index, columns, arena
-        self.capacity, self.write_backs = capacity, dict(write_backs or {})
+        self.capacity, self.max_rows, self.write_backs = capacity, max_rows, dict(write_backs or {})
+        self._limited = capacity is not None or max_rows is not None
         # Two lines more a cell: extents are whole lines, and a cell may begin and end inside one.
         self.row_reserve = sum(nbytes + 2 * LINE for nbytes in self.write_backs.values())
         self.version_column = version_column
@@ -52,7 +55,7 @@ class Warehouse:
         self._began: dict[int, int] = {}  # extent key -> cells that were in it at first
         self._extents: dict[int, Extent] = {}
         self._next_key = 0
-        self.reservations = Reservations(arena, lends=capacity is None)
+        self.reservations = Reservations(arena, lends=not self._limited)
         self._journal = Journal(arena.directory)
         self._compacted = 0
         self._adopt()
@@ -64,23 +67,23 @@ class Warehouse:
 
         Raises ValueError when it would not fit into an empty warehouse either.
         """
-        if self.capacity is None or epoch in self.gone:  # of a late repeat nothing is kept
+        if not self._limited or epoch in self.gone:  # of a late repeat nothing is kept
             return None
         groups = self._new_groups(epoch, shape, blocks)
-        reserve = len(groups) * shape.members * self.row_reserve
+        rows = len(groups) * shape.members
         payload = sum(rounded(max(nbytes, 1)) for name, _, nbytes in blocks if name not in self.write_backs)
-        if payload + reserve > self.capacity:
-            raise ValueError(
-                f"a put of {len(groups)} groups needs {payload} bytes and {reserve} for what states write back, the "
-                f"dock of this node holds {self.capacity}; put fewer groups at once or raise --rl-dock-gb"
-            )
-        busy = self.arena.used + self.outstanding
-        if busy + payload + reserve <= self.capacity:
-            state = self._epoch(epoch, shape)
-            state.admitted[groups] = True
-            self.outstanding += reserve
-            return None
-        return f"{busy} of {self.capacity} bytes are taken or promised, the put needs {payload + reserve} more"
+        wanted = {"bytes": payload + rows * self.row_reserve, "rows": rows}
+        taken = {"bytes": self.arena.used + self.outstanding, "rows": self.rows}
+        if reason := missing(wanted, taken, {"bytes": self.capacity, "rows": self.max_rows}, len(groups)):
+            return reason
+        self._epoch(epoch, shape).admitted[groups] = True
+        self.outstanding += rows * self.row_reserve
+        return None
+
+    @property
+    def rows(self) -> int:
+        """Rows of the groups that are admitted and not cleared."""
+        return sum(int(state.admitted.sum()) * state.shape.members for state in self._epochs.values())
 
     def commit(
         self,
@@ -223,7 +226,7 @@ class Warehouse:
         return (touched if state is None else touched & ~state.admitted & state.alive).nonzero()[0]
 
     def _admit(self, state: EpochTables, shape: Shape, blocks: Sequence[Block]) -> None:
-        if not self.row_reserve:  # nothing is promised to anybody
+        if not self._limited:
             return
         seen: set[tuple[int, bool]] = set()  # slots that several columns share
         for block in blocks:
