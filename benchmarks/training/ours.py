@@ -1,6 +1,6 @@
 """The script that this project's arm launches: Megatron's GPT pretraining, with the length of each response imposed.
 
-    torchrun ... -m mindspeed_rl_plugin benchmarks/training/ours.py --workload DIR ...
+torchrun ... -m mindspeed_rl_plugin benchmarks/training/ours.py --workload DIR ...
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """TRL's arm, one process of it: GRPOTrainer on the same model, prompts and lengths.
 
-    torchrun --nproc-per-node 2 benchmarks/training/trl_arm.py DIR ITERATIONS OUT.json
+torchrun --nproc-per-node 2 benchmarks/training/trl_arm.py DIR ITERATIONS OUT.json
 """
 
 from __future__ import annotations

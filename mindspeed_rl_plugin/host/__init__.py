@@ -1,14 +1,14 @@
 """Megatron (and MindSpeed) on a machine with no accelerator: `activate_if_needed` at the very start.
 
-    cuda.py           the stand-in for torch.cuda
-    distributed.py    gloo for code that asks for nccl or hccl
-    optimizer.py      an Adam that the distributed optimizer can save and resume
-    megatron_gaps.py  what Megatron lacks without TransformerEngine, Apex and a GPU, as data
-    npu.py            the stand-in for torch_npu and torchair, so that MindSpeed's adaptor imports
-    vllm_live.py      vLLM on CPU with weights that can be updated in place
-    on_import.py      acting on a module when it is imported
-    spawn.py          host mode in spawned processes; spawned.py is their main module
-    rehearse.py       an Ascend launch script on this machine
+cuda.py           the stand-in for torch.cuda
+distributed.py    gloo for code that asks for nccl or hccl
+optimizer.py      an Adam that the distributed optimizer can save and resume
+megatron_gaps.py  what Megatron lacks without TransformerEngine, Apex and a GPU, as data
+npu.py            the stand-in for torch_npu and torchair, so that MindSpeed's adaptor imports
+vllm_live.py      vLLM on CPU with weights that can be updated in place
+on_import.py      acting on a module when it is imported
+spawn.py          host mode in spawned processes; spawned.py is their main module
+rehearse.py       an Ascend launch script on this machine
 """
 
 from __future__ import annotations

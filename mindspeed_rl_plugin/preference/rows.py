@@ -31,9 +31,7 @@ def pair_rows(pairs: Sequence[Pair], reference: Tensor | None = None) -> Rows:
 
 def batches_of_step(rows: Rows, micro_batch_size: int, dp_rank: int, dp_size: int) -> list[Rows]:
     """This data parallel rank's micro-batches of one optimizer step; the size is even, so no pair is cut."""
-    (step,) = plan_batches(
-        rows.ids, global_batch_size=len(rows), micro_batch_size=micro_batch_size, dp_size=dp_size
-    )
+    (step,) = plan_batches(rows.ids, global_batch_size=len(rows), micro_batch_size=micro_batch_size, dp_size=dp_size)
     return [rows.select(ids) for ids in step.of_rank(dp_rank)]
 
 

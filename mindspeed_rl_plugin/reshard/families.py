@@ -193,9 +193,7 @@ FAMILIES = {
     "llama": Family("LlamaForCausalLM", _PLAIN + _DENSE_MLP),
     "qwen2": Family("Qwen2ForCausalLM", _PLAIN + _QKV_BIAS + _DENSE_MLP, qkv_bias=True),
     "qwen3": Family("Qwen3ForCausalLM", _PLAIN + _QK_NORM + _DENSE_MLP, qk_norm=True),
-    "qwen3_moe": Family(
-        "Qwen3MoeForCausalLM", _PLAIN + _QK_NORM + _DENSE_MLP + _ROUTED, qk_norm=True, experts=True
-    ),
+    "qwen3_moe": Family("Qwen3MoeForCausalLM", _PLAIN + _QK_NORM + _DENSE_MLP + _ROUTED, qk_norm=True, experts=True),
     "deepseek_v3": Family("DeepseekV3ForCausalLM", _DEEPSEEK, qk_norm=True, experts=True, mla=True),
 }
 

@@ -56,9 +56,7 @@ def _weights(model: Module) -> Iterator[tuple[str, Tensor]]:
     yield from ((name, t) for name, t in model.named_buffers() if name.endswith(_BUFFERS))
 
 
-def trainer_storage(
-    shape: ModelShape, parallel: Parallel, rank: int, live: Mapping[str, Tensor]
-) -> tuple[str, str]:
+def trainer_storage(shape: ModelShape, parallel: Parallel, rank: int, live: Mapping[str, Tensor]) -> tuple[str, str]:
     """How a trainer rank stores the model: an entry of IMPLS and one of EXPERTS.
 
     Raises ValueError that lists what differs from the nearest one when none fits.

@@ -107,4 +107,3 @@ def completion_rows(
             ),
         },
     )
-

@@ -17,9 +17,7 @@ SUMS = len(WEIGHTED) + len(PER_TOKEN) + len(PER_SEQUENCE)
 WIDTH = SUMS + len(MAXIMA)
 
 
-def reduce_tallies(
-    tallies: Iterable[Tensor], device: torch.device, *, width: int = WIDTH, sums: int = SUMS
-) -> Tensor:
+def reduce_tallies(tallies: Iterable[Tensor], device: torch.device, *, width: int = WIDTH, sums: int = SUMS) -> Tensor:
     """One tally of the global batch from those of this rank's micro-batches.
 
     tallies: vectors `[width]`, sums before maxima, empty on ranks that are not on the last pipeline stage; device:

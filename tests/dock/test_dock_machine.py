@@ -444,6 +444,4 @@ class DockMachine(RuleBasedStateMachine):
 
 @pytest.mark.timeout(250)
 class TestMachine(DockMachine.TestCase):
-    settings = settings(
-        max_examples=50, stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck)
-    )
+    settings = settings(max_examples=50, stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck))

@@ -34,7 +34,8 @@ CONFIGS = {
     "qwen2": DENSE | dict(tie_word_embeddings=True, max_position_embeddings=64),
     "qwen3": DENSE | dict(tie_word_embeddings=False, max_position_embeddings=64, head_dim=16),
     "qwen3_moe": DENSE | MOE | dict(num_experts=4, mlp_only_layers=[1], max_position_embeddings=64),
-    "deepseek_v3": SIZES | dict(max_position_embeddings=64)
+    "deepseek_v3": SIZES
+    | dict(max_position_embeddings=64)
     | MOE
     | dict(n_routed_experts=4, n_shared_experts=2, first_k_dense_replace=1, q_lora_rank=12, kv_lora_rank=10)
     | dict(qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=8, rms_norm_eps=1e-6, rope_theta=10000.0),
@@ -73,9 +74,7 @@ def test_round_trip(family, train, more, tmp_path, capsys):
     weights = make_model(tmp_path / "hf", family)
     ckpt, back = tmp_path / "ckpt", tmp_path / "back"
     assert to_megatron.main(["--load", str(tmp_path / "hf"), "--out", str(ckpt), "--train", train, *more]) == 0
-    assert to_hf.main(["--load", str(ckpt), "--out", str(back), "--shard-gb", "3e-5"]) == 0, (
-        capsys.readouterr()
-    )
+    assert to_hf.main(["--load", str(ckpt), "--out", str(back), "--shard-gb", "3e-5"]) == 0, capsys.readouterr()
     files = sorted(back.glob("*.safetensors"))
     index = json.loads((back / "model.safetensors.index.json").read_text())
     assert len(files) > 1 and {f.name for f in files} == set(index["weight_map"].values())

@@ -14,9 +14,7 @@ PPO = ("--rl-algorithm", "ppo", "--rl-critic-lr", "3e-3")
     [
         pytest.param((), id="DP2"),
         pytest.param(("--tensor-model-parallel-size", "2"), id="TP2", marks=pytest.mark.slow),
-        pytest.param(
-            ("--tensor-model-parallel-size", "2", "--sequence-parallel"), id="TP2SP", marks=pytest.mark.slow
-        ),
+        pytest.param(("--tensor-model-parallel-size", "2", "--sequence-parallel"), id="TP2SP", marks=pytest.mark.slow),
         pytest.param(("--pipeline-model-parallel-size", "2"), id="PP2", marks=pytest.mark.slow),
     ],
 )

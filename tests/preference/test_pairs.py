@@ -166,9 +166,7 @@ def test_the_cache_is_of_weights_and_pairs_and_a_damaged_one_is_named(tmp_path):
 @pytest.mark.parametrize("kind", ["sigmoid", "hinge", "ipo"])
 def test_the_objective_is_the_loop(kind, length_norm):
     """Against a loop over pairs in float64, loss and gradient."""
-    algorithm = resolve(
-        AlgorithmConfig(algorithm="dpo", dpo_loss=kind, dpo_beta=0.7, dpo_length_norm=length_norm)
-    )
+    algorithm = resolve(AlgorithmConfig(algorithm="dpo", dpo_loss=kind, dpo_beta=0.7, dpo_length_norm=length_norm))
     g = torch.Generator().manual_seed(1)
     logp = (-torch.rand(6, 5, generator=g, dtype=torch.float64)).requires_grad_()
     mask = torch.rand(6, 5, generator=g) < 0.6

@@ -25,9 +25,7 @@ from mindspeed_rl_plugin.types import Completion, Prompt, Rows, SampleId, Sampli
 
 OPTIMIZER = SimpleNamespace(param_groups=[{"lr": 0.5}])
 RESULT = ({}, 0, False, 0, 0, 2.0)  # of Megatron's train_step: the gradient norm is used
-LIMITS = SimpleNamespace(
-    data=SimpleNamespace(max_prompt_length=100), rollout=SimpleNamespace(max_response_length=1000)
-)
+LIMITS = SimpleNamespace(data=SimpleNamespace(max_prompt_length=100), rollout=SimpleNamespace(max_response_length=1000))
 WEIGHTS = (1.0, -0.5)  # a grader of the answer, and a penalty
 
 
@@ -237,9 +235,7 @@ class LoopOfFakes(iteration.Loop):
         self.steps.pop()
         with self.parts.monitor.stage("update"):
             self.time.at += 6
-        reporting.iteration(
-            self.parts, done + 1, self._rollout, OPTIMIZER, {"loss": 1.0}, last_step=not self.steps
-        )
+        reporting.iteration(self.parts, done + 1, self._rollout, OPTIMIZER, {"loss": 1.0}, last_step=not self.steps)
         self.done += 1
 
 

@@ -8,9 +8,7 @@ CASES = [("qwen2", 1), ("qwen3", 2)]
 MORE = [("qwen2", 2), ("qwen3", 1), ("llama", 1), ("llama", 2)]
 
 
-@pytest.mark.parametrize(
-    ("family", "tp"), [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE)]
-)
+@pytest.mark.parametrize(("family", "tp"), [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE)])
 def test_engine_and_trainer_agree(run_ranks, family, tp) -> None:
     output = run_ranks("agreement_ranks.py", family, str(tp), ranks=2)
     assert output.count("agreed") == 2, output[-3000:]

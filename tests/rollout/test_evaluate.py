@@ -35,9 +35,7 @@ def run(engine, count: int, samples: int):
         return [completion.id.member >= completion.id.group for _, completion in pairs]
 
     sampling = Sampling(max_tokens=4, temperature=0.7, top_p=0.9, top_k=5, stop_token_ids=(2,))
-    return evaluate(
-        engine, prompts(count), grade=grade, sampling=sampling, samples=samples, seed_base=1, deadline=5
-    )
+    return evaluate(engine, prompts(count), grade=grade, sampling=sampling, samples=samples, seed_base=1, deadline=5)
 
 
 def test_counts(fake_engine) -> None:

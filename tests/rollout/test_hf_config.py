@@ -273,9 +273,7 @@ QWEN25_7B_ARGS = {
 def test_a_published_config(tmp_path) -> None:
     derived = derive_config(megatron(**QWEN25_7B_ARGS), vocab_size=152064)
     assert compare_configs(derived, QWEN25_7B) == []
-    wrong = derive_config(
-        megatron(**{**QWEN25_7B_ARGS, "norm_epsilon": 1e-5, "rotary_base": 10000}), vocab_size=152000
-    )
+    wrong = derive_config(megatron(**{**QWEN25_7B_ARGS, "norm_epsilon": 1e-5, "rotary_base": 10000}), vocab_size=152000)
     assert compare_configs(wrong, QWEN25_7B) == [
         Difference("vocab_size", 152000, 152064),
         Difference("rms_norm_eps", 1e-5, 1e-6),

@@ -288,10 +288,18 @@ CONFIG = {
         ({"tensor_parallel": 3}, "npu", 3, "3 does not divide --num-attention-heads 8"),
         ({"max_model_len": 65}, "cpu", 1, "may have 65 tokens together, more than --max-position-embeddings 64"),
         ({"config": {**CONFIG, "head_dim": 16}}, "cpu", 1, "attention head size 16: vLLM on CPU needs at least 32"),
-        ({"config": {**CONFIG, "num_key_value_heads": 8, "num_attention_heads": 24}, "tensor_parallel": 6}, "npu", 6,
-         "6 neither divides nor is a multiple of the 8 query groups"),
-        ({"tensor_parallel": 4, "config": {**CONFIG, "intermediate_size": 98}}, "npu", 4,
-         "4 does not divide --ffn-hidden-size 98"),
+        (
+            {"config": {**CONFIG, "num_key_value_heads": 8, "num_attention_heads": 24}, "tensor_parallel": 6},
+            "npu",
+            6,
+            "6 neither divides nor is a multiple of the 8 query groups",
+        ),
+        (
+            {"tensor_parallel": 4, "config": {**CONFIG, "intermediate_size": 98}},
+            "npu",
+            4,
+            "4 does not divide --ffn-hidden-size 98",
+        ),
         ({"kv_cache_bytes": 65535}, "cpu", 1, "64 tokens with its prompt needs 6.1e-05 GiB of KV cache"),
     ],
 )

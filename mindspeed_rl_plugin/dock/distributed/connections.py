@@ -282,9 +282,7 @@ class Connections:
         return self._local.channels
 
 
-def slots_by_home(
-    homes: np.ndarray, shape: Shape, ids: np.ndarray
-) -> list[tuple[int, np.ndarray, np.ndarray]]:
+def slots_by_home(homes: np.ndarray, shape: Shape, ids: np.ndarray) -> list[tuple[int, np.ndarray, np.ndarray]]:
     """(warehouse, indices into `ids`, row numbers) of rows of one epoch, by rising warehouse."""
     slots = ids[:, 1] * shape.members + ids[:, 2]
     home = homes[ids[:, 1]]

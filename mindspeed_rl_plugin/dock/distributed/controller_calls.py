@@ -67,9 +67,7 @@ class ControllerCalls:
     def _on_remaining(self, peer: str, message: Message) -> Answer:
         """Rows that are not acknowledged."""
         controller = self._controller(message)
-        return self._once_applied(
-            controller, message, lambda: Message("remaining", {"rows": controller.remaining()})
-        )
+        return self._once_applied(controller, message, lambda: Message("remaining", {"rows": controller.remaining()}))
 
     async def _on_close(self, peer: str, message: Message) -> Message:
         """Phase one of clearing: no new leases, and wait for the live ones."""

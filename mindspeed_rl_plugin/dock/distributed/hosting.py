@@ -134,9 +134,7 @@ class Host(WarehouseCalls, ControllerCalls, Succession):
         await asyncio.sleep(GAP_SECONDS)
         controller = self.controllers.get(state)
         try:
-            if controller is not None and (
-                controller.has_gap(warehouse) or controller.applied.get(warehouse, 0) < seq
-            ):
+            if controller is not None and (controller.has_gap(warehouse) or controller.applied.get(warehouse, 0) < seq):
                 controller.rebuild(warehouse, *await self._manifest_of(warehouse))
                 self._wake(state)
         except (OSError, EOFError):

@@ -120,9 +120,7 @@ class EpochTables:
             lacking = alive[(self.tables[name].segment[at] < 0) & ~np.isin(at, brought)]
             if len(lacking):
                 ids = [(epoch, *divmod(row, members)) for row in lacking.tolist()]
-                raise ValueError(
-                    f"commit: state {state!r} must write column {name!r}; it is missing for {listed(ids)}"
-                )
+                raise ValueError(f"commit: state {state!r} must write column {name!r}; it is missing for {listed(ids)}")
 
 
 def merged(spans: Sequence[tuple[int, int, int, int]]) -> list[tuple[Extent, list[int]]]:

@@ -179,9 +179,7 @@ class Warehouse:
             gone = (~state.alive).nonzero()[0].astype(np.int32)
             cleared = gone if len(gone) else None
             records.append(
-                Record(
-                    self.index, self.incarnation, self.seq, number, state.shape, columns, acks, cleared, versions
-                )
+                Record(self.index, self.incarnation, self.seq, number, state.shape, columns, acks, cleared, versions)
             )
         return records
 
