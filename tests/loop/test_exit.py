@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from pathlib import Path
@@ -13,6 +14,8 @@ import pytest
 SHARED_MEMORY = Path("/dev/shm")
 # Made by torch for itself: its compiler's cache, and torchrun's folder of logs, which torchrun leaves.
 OF_TORCH = ("torchinductor_", "torchelastic_")
+# By Python's resource tracker: semaphores, shared memory. nanobind counts triton's own objects at every end.
+LEAKED = re.compile(r"leaked (?!(\d+ )?(instance|type|function|keep_alive))")
 DEADLINE = 60.0  # seconds from the error on one rank to the end of the job
 
 # Runs pretrain_gpt.py; on rank 1, the named step of the loop fails in iteration 2.
@@ -85,7 +88,7 @@ def held_by(pid: int) -> str:
 def test_a_job_leaves_nothing_behind(job, nothing_left):
     done = job("--train-iters", "1", "--rl-generate-tp", "2")
     log = done.run().log
-    assert "leaked" not in log and "Traceback" not in log, "the engine was ended, not dropped"
+    assert not LEAKED.search(log) and "Traceback" not in log, "the engine was ended, not dropped"
     nothing_left(done)
 
 
