@@ -65,7 +65,13 @@ class ThreadCopier:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="copies")
 
     def start(self, copies: Callable[[], None]) -> Copying:
-        return _ThreadCopying(self._thread.submit(copies))
+        try:
+            done = self._thread.submit(copies)
+        except RuntimeError:  # the interpreter ends, and its threads take nothing more: what closes then copies here
+            copies()
+            done = Future()
+            done.set_result(None)
+        return _ThreadCopying(done)
 
 
 class _ThreadCopying:

@@ -1,5 +1,7 @@
 """Detection with its override, the no-op streams of the CPU, and what each memory meter counts."""
 
+import subprocess
+import sys
 import time
 
 import pytest
@@ -141,3 +143,22 @@ def test_accelerator_counters():
     del block
     assert device.memory.peak() - before >= 8 * MIB
     assert device.host_empty((3,), torch.float32).is_pinned()
+
+
+def test_copies_pass_at_the_end_of_the_interpreter_too():
+    """The engine is shut down in an atexit callback, when threads take nothing more."""
+    script = """
+import atexit
+from mindspeed_rl_plugin.copies import ThreadCopier
+
+copier, done = ThreadCopier(), []
+copier.start(lambda: done.append("before")).wait()
+
+def last():
+    copier.start(lambda: done.append("after")).wait()
+    print(*done)
+
+atexit.register(last)
+"""
+    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert (found.stdout.split(), found.stderr) == (["before", "after"], "")
