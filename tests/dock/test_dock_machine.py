@@ -173,11 +173,12 @@ class DockMachine(RuleBasedStateMachine):
             mine = [g for g in groups if self.home(number, g) == w]
             if not mine:
                 continue
-            before = self.houses[w].used + self.houses[w].outstanding
+            before, rows = self.houses[w].used + self.houses[w].outstanding, self.houses[w].rows
             admitted = self.write(w, number, {"prompt": {g: self.value("prompt", number, g) for g in mine}}, dies=dies)
             # Refused only where the promise would break; then clearing what is there makes room.
             room = self.houses[w].row_reserve * len(mine) * self.shapes[number].members + 64 * len(mine)
-            assert admitted or (before + room > CAPACITY and before > 0)
+            full = rows + len(mine) * self.shapes[number].members > MAX_ROWS
+            assert admitted or full or (before + room > CAPACITY and before > 0)
 
     @rule()
     def hanging_writers_write(self) -> None:
