@@ -122,7 +122,7 @@ def test_other_ranks_only_feed_the_writers_they_have(tmp_path):
     monitor = monitor_in(tmp_path, rank=1, world_size=2, tensorboard_writer=board, stream=out)
     monitor.log(1, {"loss": 1.0})
     assert board.seen == [("rl/loss", 1.0, 1)] and out.getvalue() == ""
-    assert [p.name for p in tmp_path.iterdir()] == ["events-rank1.jsonl"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["dock-rank1.jsonl", "events-rank1.jsonl"]
 
 
 def test_a_text_is_written_and_kept_from_the_writers_and_the_curves(tmp_path):

@@ -338,7 +338,8 @@ def check_memory(job, state, resharder, engine):
         for version in range(20):
             meter.reset_peak()
             resharder.to_engine(job.chunks, engine, version)
-            assert meter.peak() - base <= 2 * BUCKET, meter.peak() - base
+            # Two buckets, and the few numbers that ranks tell each other.
+            assert meter.peak() - base <= 2 * BUCKET + 256, meter.peak() - base
             state.swap_out()
             assert meter.allocated() - generation < base / 100, meter.allocated()
             state.swap_in()

@@ -291,8 +291,8 @@ def test_workers_start_without_torch() -> None:
 
 
 BAD = [
-    ([], {}, "no reward: give one or several of math, exact, regex or path/to/file.py:function"),
-    (["maths"], {}, "reward 'maths' is unknown; known: math, exact, regex or path"),
+    ([], {}, "no reward: give one or several of math, exact, regex, path/to/file.py:function or model:DIR"),
+    (["maths"], {}, "reward 'maths' is unknown; known: math, exact, regex, path/to/file.py:function or model:DIR"),
     (["exact=0", own("length") + "=-0.5"], {}, "weights of exact=0, length=-0.5 are all <= 0"),
     (["exact=x"], {}, "the weight 'x' is not a finite number"),
     (["exact=nan"], {}, "the weight 'nan' is not a finite number"),

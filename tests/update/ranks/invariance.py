@@ -82,7 +82,7 @@ def refuses_bad_input(update, mine):
     few = [Rows(part.ids, {name: part[name] for name in ("tokens", "loss_mask")}) for part in mine]
     refused = [(mine[:-1], f"{len(mine) - 1} micro-batches prepared where Megatron's step runs {len(mine)}")]
     if parallel_state.is_pipeline_last_stage(ignore_virtual=True):
-        refused.append((few, "the update lacks columns ['logp_old', 'logp_ref']"))
+        refused.append((few, "the update lacks columns ['logp_old', 'logp_ref', 'advantages']"))
     for given, message in refused:
         try:
             update.prepare(given)
