@@ -9,11 +9,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from mindspeed_rl_plugin.forward import output_layer
 from mindspeed_rl_plugin.forward import settings as settings_module
 from mindspeed_rl_plugin.forward.collate import MicroBatch
 from mindspeed_rl_plugin.forward.settings import ForwardSettings
-
-output_layer = pytest.importorskip("mindspeed_rl_plugin.forward.output_layer")
 
 ROWS, LENGTH = 2, 3
 SETTINGS = ForwardSettings(micro_batch_size=ROWS, seq_length=LENGTH, vocab_size=5, chunk_tokens=1)

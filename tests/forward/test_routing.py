@@ -2,9 +2,9 @@
 
 import pytest
 import torch
+from megatron.core.transformer.moe import router
 
-schedule = pytest.importorskip("mindspeed_rl_plugin.forward.schedule")
-router = pytest.importorskip("megatron.core.transformer.moe.router")
+from mindspeed_rl_plugin.forward import schedule
 
 
 @pytest.mark.parametrize(

@@ -137,7 +137,6 @@ def test_a_text_is_written_and_kept_from_the_writers_and_the_curves(tmp_path):
 
 
 def test_tensorboard_reads_back_what_was_logged(tmp_path):
-    pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     from torch.utils.tensorboard import SummaryWriter
 
