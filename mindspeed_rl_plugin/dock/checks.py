@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from mindspeed_rl_plugin.dock.api import ColumnSpec, StateSpec
+from mindspeed_rl_plugin.dock.api import ColumnSpec, Lease, StateSpec
 from mindspeed_rl_plugin.dock.report import listed
+from mindspeed_rl_plugin.types import Rows
 
 FORMAT = 1  # of a snapshot
 
@@ -35,3 +36,31 @@ def check_snapshot(state: dict[str, Any], columns: Mapping[str, ColumnSpec]) -> 
             f"dock snapshot was taken under another algorithm: {'; '.join(wrong)}; resume with the same flags, "
             "at least until the rollout in it is used up"
         )
+
+
+class Declared:
+    """What every dock refuses of a call, by its declared columns and states, each by name."""
+
+    columns: dict[str, ColumnSpec]
+    states: dict[str, StateSpec]
+
+    def _check_state(self, state: str) -> None:
+        if state not in self.states:
+            raise ValueError(f"state {state!r} is not declared; declared: {listed(self.states)}")
+
+    def _check_known(self, call: str, columns: Iterable[str]) -> None:
+        unknown = [c for c in columns if c not in self.columns]
+        if unknown:
+            raise ValueError(f"{call}: columns {unknown} are not declared; declared: {listed(self.columns)}")
+
+    def _check_writes(self, lease: Lease, rows: Rows) -> None:
+        self._check_state(lease.state)
+        writes = self.states[lease.state].writes
+        foreign = [c for c in rows.columns if c not in writes]
+        if foreign:
+            raise ValueError(f"commit: state {lease.state!r} writes {list(writes)}, not {foreign}")
+        strange = () if rows.ids is lease.rows.ids else set(rows.ids) - set(lease.rows.ids)
+        if strange:
+            raise ValueError(
+                f"commit: lease {lease.token} of state {lease.state!r} does not hold {listed(sorted(strange))}"
+            )

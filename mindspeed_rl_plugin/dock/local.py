@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from mindspeed_rl_plugin.dock.api import ColumnSpec, Lease, StateSpec
-from mindspeed_rl_plugin.dock.checks import FORMAT, check_declarations, check_snapshot
+from mindspeed_rl_plugin.dock.checks import FORMAT, Declared, check_declarations, check_snapshot
 from mindspeed_rl_plugin.dock.epoch import DONE, FREE, LEASED, Epoch, empty
 from mindspeed_rl_plugin.dock.report import explain_wait, listed
 from mindspeed_rl_plugin.dock.store import check_column, take
@@ -20,7 +20,7 @@ from mindspeed_rl_plugin.dock.traffic import Traffic, count
 from mindspeed_rl_plugin.types import Rows, SampleId
 
 
-class LocalDock:
+class LocalDock(Declared):
     """`Dock` inside one process, safe for threads. See `dock/api.py` for the semantics.
 
     columns, states: declarations; names are unique and states name declared columns only, or ValueError.
@@ -357,26 +357,6 @@ class LocalDock:
         gone = [sample for i, sample in enumerate(ids) if i not in live]
         if gone:
             raise ValueError(f"{call}: cleared, their cells are gone: {listed(gone)}")
-
-    def _check_state(self, state: str) -> None:
-        if state not in self.states:
-            raise ValueError(f"state {state!r} is not declared; declared: {listed(self.states)}")
-
-    def _check_known(self, call: str, columns: Iterable[str]) -> None:
-        unknown = [c for c in columns if c not in self.columns]
-        if unknown:
-            raise ValueError(f"{call}: columns {unknown} are not declared; declared: {listed(self.columns)}")
-
-    def _check_writes(self, lease: Lease, rows: Rows) -> None:
-        self._check_state(lease.state)
-        foreign = [c for c in rows.columns if c not in self.states[lease.state].writes]
-        if foreign:
-            writes = list(self.states[lease.state].writes)
-            raise ValueError(f"commit: state {lease.state!r} writes {writes}, not {foreign}")
-        leased = set(lease.rows.ids)
-        strange = [i for i in rows.ids if i not in leased]
-        if strange:
-            raise ValueError(f"commit: lease {lease.token} of state {lease.state!r} does not hold {listed(strange)}")
 
     def _check_done(self, lease: Lease) -> None:
         """A lease that is not live may be committed again only if its rows are done or cleared."""

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from mindspeed_rl_plugin.dock.api import ColumnSpec, Lease, StateSpec
+from mindspeed_rl_plugin.dock.checks import FORMAT, Declared, check_snapshot
 from mindspeed_rl_plugin.dock.distributed import cells, reading, snapshot
 from mindspeed_rl_plugin.dock.distributed.asks import ask_message
 from mindspeed_rl_plugin.dock.distributed.cells import Buffers
@@ -30,13 +31,12 @@ from mindspeed_rl_plugin.dock.distributed.picking import Ask
 from mindspeed_rl_plugin.dock.distributed.records import Shape
 from mindspeed_rl_plugin.dock.distributed.writing import Writer
 from mindspeed_rl_plugin.dock.epoch import DONE
-from mindspeed_rl_plugin.dock.local import FORMAT, check_snapshot
 from mindspeed_rl_plugin.dock.report import listed
 from mindspeed_rl_plugin.dock.traffic import Traffic
 from mindspeed_rl_plugin.types import Rows, SampleId
 
 
-class DistributedDock:
+class DistributedDock(Declared):
     """One view of the dock.
 
     consumer, consumers: this rank's consumer of how many, for shares (None: streaming, whatever is ready); peer,
@@ -292,23 +292,3 @@ class DistributedDock:
     def _finish(self, lease: Lease, done: bool = False) -> bool:
         note = {"state": lease.state, "token": lease.token, "after": self._net.after, "done": done}
         return self._net.state(lease.state, Message("release", note)).note["last"]
-
-    def _check_state(self, state: str) -> None:
-        if state not in self.states:
-            raise ValueError(f"state {state!r} is not declared; declared: {listed(self.states)}")
-
-    def _check_known(self, call: str, columns: Iterable[str]) -> None:
-        unknown = [c for c in columns if c not in self.columns]
-        if unknown:
-            raise ValueError(f"{call}: columns {unknown} are not declared; declared: {listed(self.columns)}")
-
-    def _check_writes(self, lease: Lease, rows: Rows) -> None:
-        writes = self.states[lease.state].writes
-        foreign = [c for c in rows.columns if c not in writes]
-        if foreign:
-            raise ValueError(f"commit: state {lease.state!r} writes {list(writes)}, not {foreign}")
-        strange = () if rows.ids is lease.rows.ids else set(rows.ids) - set(lease.rows.ids)
-        if strange:
-            raise ValueError(
-                f"commit: lease {lease.token} of state {lease.state!r} does not hold {listed(sorted(strange))}"
-            )
