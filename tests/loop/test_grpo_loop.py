@@ -256,6 +256,7 @@ def test_dropped_groups_train_nowhere_and_are_counted(job, tmp_path):
     assert result.log.count("is dropped") == 1 and dropped in result.log
 
 
+@pytest.mark.slow
 def test_resume_may_leave_the_reference_behind(job):
     """What the error about a lost reference recommends: --rl-kl-loss-coef 0, in the middle of a rollout too."""
     first = job("--train-iters", "2", "--rl-rollout-prompts", "8", "--save-interval", "1", "--exit-interval", "1")

@@ -26,7 +26,7 @@ def measured(lines: list[dict]) -> list[list[float]]:
     [
         # Parameters are gathered only by the next forward pass: neither the engine nor an output layer that scores in
         # chunks must get stale shards.
-        pytest.param((*OVERLAP, *CHUNKS), id="overlapped-gather"),
+        pytest.param((*OVERLAP, *CHUNKS), id="overlapped-gather", marks=pytest.mark.slow),
         pytest.param(
             ("--num-layers", "4", *VIRTUAL, *CHUNKS),
             id="virtual-pipeline",
@@ -45,6 +45,7 @@ def test_engine_gets_the_weights_of_every_update(job, options):
     assert reference[0] < 1e-8 and all(kl > 1e-3 for kl in reference[1:]), reference
 
 
+@pytest.mark.slow
 def test_bf16_with_one_group_on_two_engines_and_failing_graders(job, arithmetic, tmp_path):
     """Fewer groups than ranks and engines, one evaluation prompt for two engines; failed grades count as zero."""
     grader = tmp_path / "grader.py"

@@ -54,6 +54,7 @@ def check(ranks: int, family: str, generate, cases, limit: float = AGREEMENT) ->
     assert passed == [case["name"] for case in cases]
 
 
+@pytest.mark.slow
 def test_experts_on_two_ranks():
     check(2, "qwen3_moe", (2, 2), EXPERTS_2[:2])
 
