@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import os
 import typing
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import UnionType
 from typing import Any
@@ -338,31 +336,6 @@ def flag_names() -> list[str]:
 def rl_enabled(args: argparse.Namespace) -> bool:
     """Whether the user asked for RL at all; without it the plugin changes nothing."""
     return getattr(args, "rl_algorithm", None) is not None
-
-
-def launch_env() -> dict[str, int]:
-    """RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE as torchrun sets them; a lone process is rank 0 of 1."""
-    return {
-        "rank": int(os.environ.get("RANK", 0)),
-        "world_size": int(os.environ.get("WORLD_SIZE", 1)),
-        "local_rank": int(os.environ.get("LOCAL_RANK", 0)),
-        "local_world_size": int(os.environ.get("LOCAL_WORLD_SIZE", 1)),
-    }
-
-
-def master_address() -> tuple[str, int]:
-    """MASTER_ADDR and MASTER_PORT of the job; an empty name outside torchrun."""
-    return os.environ.get("MASTER_ADDR", ""), int(os.environ.get("MASTER_PORT", 0))
-
-
-def ray_address() -> str:
-    """RAY_ADDRESS, the Ray cluster that the user wants to join; empty without."""
-    return os.environ.get("RAY_ADDRESS", "")
-
-
-def child_environment(more: Mapping[str, str]) -> dict[str, str]:
-    """This process's environment and some more, for a process that it starts."""
-    return {**os.environ, **more}
 
 
 def _groups() -> dict[str, type]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,12 +12,14 @@ from typing import Any
 import numpy as np
 import torch.distributed as dist
 
-from mindspeed_rl_plugin import columns, drawing
+from mindspeed_rl_plugin import drawing
 from mindspeed_rl_plugin.algorithms import Algorithm, resolve
-from mindspeed_rl_plugin.config import RLConfig, launch_env
+from mindspeed_rl_plugin.config import RLConfig
 from mindspeed_rl_plugin.critic.critic import Critic
 from mindspeed_rl_plugin.device import get_device
-from mindspeed_rl_plugin.dock import Dock, Limits, machine, make_docks
+from mindspeed_rl_plugin.dock import Dock
+from mindspeed_rl_plugin.docking import check_dock, make_consumers, place
+from mindspeed_rl_plugin.environment import launch_env
 from mindspeed_rl_plugin.forward import ForwardSettings, Step, plan_tokens
 from mindspeed_rl_plugin.monitor.monitor import Monitor
 from mindspeed_rl_plugin.placement import Placement
@@ -103,7 +105,7 @@ class Inputs:
             on_error=reward.reward_on_error,
             device="cpu" if reward.reward_model_device == "host" else str(get_device().current()),
         )
-        _check_dock(args, config, len(graders.names))
+        check_dock(args, config, len(graders.names))
         limit = monitor.eval_prompts or len(held_out)
         held_out = tuple(held_out[:limit])
         return cls(args, config, tokenizer, vocab, forward, engine_config, prompts, held_out, graders)
@@ -160,12 +162,12 @@ class Parts:
         timeout = datetime.timedelta(seconds=config.monitor.wait_timeout)
         group = dist.new_group(backend="gloo", timeout=timeout)
         dtype = engine.dtype_of(args, rollout.engine_dtype)
-        placement = _placement(topology, group)
+        placement = place(topology, group)
 
         def homes(epoch: int) -> np.ndarray:
             return placement.homes(_plan(sizes, topology, drawing.of_epoch(epoch, sizes.prompts)), sizes.prompts)
 
-        docks = _docks(inputs, topology, group, algorithm, homes)
+        docks = make_consumers(config, len(inputs.graders.names), topology, group, algorithm, homes)
         resharder = Resharder(
             ModelShape.from_megatron_args(args, inputs.vocab),
             Parallel.from_megatron_args(args),
@@ -311,61 +313,6 @@ class Parts:
 def _plan(sizes: Arithmetic, topology: Topology, groups: Sequence[drawing.Group]) -> list[Step]:
     batch = {"global_batch_size": sizes.global_batch, "micro_batch_size": sizes.micro_batch}
     return drawing.plan_groups(groups, sizes.members, dp_size=topology.dp_size, **batch)
-
-
-def _placement(topology: Topology, group: dist.ProcessGroup) -> Placement:
-    places: list[Any] = [None] * topology.world
-    dist.all_gather_object(places, (machine(), topology.dp_rank, topology.engine), group=group)
-    machines = list(dict.fromkeys(name for name, _, _ in places))
-    node = tuple(machines.index(name) for name, _, _ in places)
-    return Placement(node, tuple(d for _, d, _ in places), tuple(e for _, _, e in places))
-
-
-def _docks(
-    inputs: Inputs,
-    topology: Topology,
-    group: dist.ProcessGroup,
-    algorithm: Algorithm,
-    homes: Callable[[int], np.ndarray],
-) -> list[Dock]:
-    """One dock under three divisions of the ranks into consumers: data parallel, engines, single ranks."""
-    divisions = [
-        (topology.dp_rank, topology.dp_size),
-        (topology.engine, topology.engines),
-        (topology.rank, topology.world),
-    ]
-    config = inputs.config
-    graders, dump = len(inputs.graders.names), config.monitor.dump_dir is not None
-    return make_docks(
-        columns.grpo_columns(graders),
-        columns.grpo_states(algorithm, dump),
-        divisions,
-        medium=None if config.dock.dock == "auto" else config.dock.dock,
-        group=group,
-        deadline=config.monitor.wait_timeout,
-        homes=lambda epoch, groups: homes(epoch),
-        limits=_limits(config),
-    )
-
-
-def _limits(config: RLConfig) -> Limits:
-    return Limits(
-        capacity=int(config.dock.dock_gb * 2**30) or None,
-        rows=config.dock.dock_rows or None,
-        max_tokens=config.data.max_prompt_length + config.rollout.max_response_length,
-        version_column="version",
-    )
-
-
-def _check_dock(args: argparse.Namespace, config: RLConfig, graders: int) -> None:
-    """A dock that is too small for one rollout is refused before the model is built."""
-    env, sizes = launch_env(), derive_from_args(args)
-    machines = max(env["world_size"] // env["local_world_size"], 1) if config.dock.dock != "local" else 1
-    algorithm = resolve(config.algorithm)
-    declared = columns.grpo_columns(graders), columns.grpo_states(algorithm)
-    # Dynamic sampling draws a whole round beside groups that wait, all but one of a rollout at most.
-    groups = sizes.prompts * (2 if algorithm.dynamic_sampling else 1)
-    _limits(config).check(*declared, -(-groups // machines), sizes.members)
 
 
 def _check_rotary(inputs: Inputs, model: Any) -> None:

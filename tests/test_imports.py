@@ -14,12 +14,13 @@ NAME = PACKAGE.name
 # Rooms from left to right; a room may import those to its left, never those in its own row or to the right.
 # A module may stand in a row of its own (`reshard.plan`), else its folder's row counts.
 ORDER: tuple[tuple[str, ...], ...] = (
-    ("__init__", "types", "config", "device", "copies"),
+    ("__init__", "types", "config", "environment", "device", "copies"),
     ("dock", "algorithms", "reward", "prompts", "monitor", "reshard"),
     ("rollout", "forward", "reshard.execute", "reshard.gather", "reshard.swap", "reshard.live", "reshard.hook"),
     ("logprobs", "critic", "update"),
     ("startup", "columns", "placement", "drawing", "planning"),
-    ("wiring", "plan", "export"),
+    ("docking", "plan", "export"),
+    ("wiring",),
     ("reporting", "preference"),
     ("iteration",),
     ("patching",),
@@ -28,7 +29,7 @@ ORDER: tuple[tuple[str, ...], ...] = (
 )
 # Rooms beside the row: who may import them, and what they may import.
 HOST_USERS = {"host", "patching", "adaptor", "__main__", "rollout", "iteration", "wiring", "planning"}
-HOST_MAY = {"types", "config", "device"}
+HOST_MAY = {"types", "config", "environment", "device"}
 
 # library -> rooms that may import it (a module name narrows a room).
 LIBRARIES: dict[str, set[str]] = {
@@ -55,7 +56,7 @@ LIBRARIES: dict[str, set[str]] = {
     "torch_npu": {"device", "host"},
 }
 # Rooms that may read or set the process environment.
-ENVIRONMENT = {"config", "device", "host"}
+ENVIRONMENT = {"environment", "device", "host"}
 # Libraries that are slow or that patch things when imported: never at the top of a module.
 LAZY = {"vllm", "vllm_ascend", "mindspeed", "mindspeed_llm", "torch_npu"}
 

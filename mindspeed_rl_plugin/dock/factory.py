@@ -8,12 +8,12 @@ from typing import Any
 
 import torch.distributed as dist
 
-from mindspeed_rl_plugin.config import master_address, ray_address
 from mindspeed_rl_plugin.dock.api import ColumnSpec, Dock, StateSpec
 from mindspeed_rl_plugin.dock.distributed.client import DistributedDock
 from mindspeed_rl_plugin.dock.distributed.connections import Homes
 from mindspeed_rl_plugin.dock.distributed.fleet import Limits, Member, alone, machine
 from mindspeed_rl_plugin.dock.local import LocalDock
+from mindspeed_rl_plugin.environment import master_address, ray_address
 
 MEDIA = ("local", "shm", "ray")
 

@@ -18,8 +18,8 @@ import sys
 
 import torch
 
-from mindspeed_rl_plugin.config import launch_env
 from mindspeed_rl_plugin.device import get_device
+from mindspeed_rl_plugin.environment import launch_env
 from mindspeed_rl_plugin.host import cuda, distributed, megatron_gaps, npu, spawn, vllm_live
 
 __all__ = ["activate_if_needed", "active", "vllm_live"]

@@ -20,8 +20,8 @@ import torch
 import torch.cuda.random
 import torch.utils._device
 
-from mindspeed_rl_plugin.config import launch_env
 from mindspeed_rl_plugin.device import NullEvent, NullStream, ProcessMeter
+from mindspeed_rl_plugin.environment import launch_env
 
 CPU = torch.device("cpu")
 _LIKE = ("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like")

@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterator
 from types import FunctionType, ModuleType
 from typing import Any
 
-from mindspeed_rl_plugin.config import add_flags, launch_env
+from mindspeed_rl_plugin.config import add_flags
+from mindspeed_rl_plugin.environment import launch_env
 from mindspeed_rl_plugin.patching.table import NEWEST, OLDEST, PATCHES, Patch
 
 # target -> functions that our wrapper took the place of; none of them may be left in any module.

@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from mindspeed_rl_plugin.config import add_flags, launch_env, rl_enabled
+from mindspeed_rl_plugin.config import add_flags, rl_enabled
+from mindspeed_rl_plugin.environment import launch_env
 
 SPEAK_SECONDS = 20.0  # that other ranks of a machine leave to the first one's message and the launcher
 

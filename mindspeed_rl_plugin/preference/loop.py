@@ -15,7 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mindspeed_rl_plugin.algorithms import Algorithm, resolve
-from mindspeed_rl_plugin.config import RLConfig, launch_env
+from mindspeed_rl_plugin.config import RLConfig
+from mindspeed_rl_plugin.environment import launch_env
 from mindspeed_rl_plugin.forward import ForwardSettings
 from mindspeed_rl_plugin.monitor import metrics
 from mindspeed_rl_plugin.monitor.monitor import Monitor

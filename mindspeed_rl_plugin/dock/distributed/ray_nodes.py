@@ -26,7 +26,6 @@ from typing import Any
 
 import torch
 
-from mindspeed_rl_plugin.config import child_environment, ray_address
 from mindspeed_rl_plugin.dock.api import ColumnSpec
 from mindspeed_rl_plugin.dock.distributed.arena import Arena
 from mindspeed_rl_plugin.dock.distributed.channel import Channel
@@ -36,6 +35,7 @@ from mindspeed_rl_plugin.dock.distributed.memory import PrivateDirectory, machin
 from mindspeed_rl_plugin.dock.distributed.service import Address, Directory, Service
 from mindspeed_rl_plugin.dock.distributed.succession import load
 from mindspeed_rl_plugin.dock.distributed.warehouse import Warehouse
+from mindspeed_rl_plugin.environment import child_environment, ray_address
 
 ROOT = Path(__file__).resolve().parents[3]  # of the package, where the actors import it from
 SOCKET_ROOM = 18  # letters; Ray's Unix sockets lie deep below the temporary directory and must stay below 107
