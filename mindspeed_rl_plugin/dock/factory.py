@@ -51,9 +51,10 @@ def make_docks(
 
     divisions: (consumer that this rank belongs to, number of consumers), such as its data parallel rank or its
     rollout engine; None where each rank takes what is ready, as from a stream. medium: "local" (everything in the first
-    rank's process), "shm" (a warehouse in each machine's shared memory, controllers spread over the ranks, sockets
-    between machines) or "ray" (the same with the warehouse in a process that Ray places and restarts); None takes
-    "local" for one rank, "ray" for several machines where RAY_ADDRESS is set, "shm" else. deadline: seconds that the
+    rank's process; plain tensors for a lone rank without limits), "shm" (a warehouse in each machine's shared memory,
+    controllers spread over the ranks, sockets between machines) or "ray" (the same with the warehouse in a process that
+    Ray places and restarts); None takes "local" for one rank, "ray" for several machines where RAY_ADDRESS is set,
+    "shm" else. deadline: seconds that the
     ranks wait for each other; limits: of a warehouse; homes: (epoch, groups) -> `[groups]` machine of each group,
     numbered by lowest rank; node: another name for this machine, in tests. Raises ValueError for an unknown medium, and
     for "ray" where Ray is missing or cannot be joined.
@@ -62,7 +63,7 @@ def make_docks(
     medium = medium or (_medium(group) if many else "local")
     if medium not in MEDIA:
         raise ValueError(f"dock medium {medium!r} is unknown; known: {', '.join(MEDIA)}")
-    if not many and medium == "local":
+    if not many and medium == "local" and not (limits and limits.bounded):
         return [LocalDock(columns, states, limits.version_column if limits else None)] * len(divisions)
     return _distributed(columns, states, divisions, group, deadline, limits, homes, medium, node)
 

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from mindspeed_rl_plugin.dock import ColumnSpec, Limits, StateSpec
+from mindspeed_rl_plugin.dock import ColumnSpec, Limits, StateSpec, make_dock
 from mindspeed_rl_plugin.dock.distributed.credits import missing
+from mindspeed_rl_plugin.types import Ragged, Rows, SampleId
 
 COLUMNS = [
     ColumnSpec("prompt", torch.int32, "group", ragged=True),
@@ -56,3 +57,24 @@ def test_a_put_waits_for_bytes_and_for_rows(wanted: dict, said: str | None) -> N
 def test_what_an_empty_dock_does_not_hold_is_refused() -> None:
     with pytest.raises(ValueError, match="needs 11 rows.*holds 10; put fewer groups at once or raise --rl-dock-rows"):
         missing({"bytes": 1, "rows": 11}, {"bytes": 100, "rows": 0}, {"bytes": 100, "rows": 10}, 11)
+
+
+@pytest.mark.parametrize("medium", ["local", "shm"])
+def test_a_lone_rank_has_limits_too(medium: str) -> None:
+    """Room for four rows: a third group waits for one to be cleared, and says so when none is."""
+    limits = Limits(rows=4)
+    dock = make_dock(COLUMNS, STATES, medium=medium, consumer=None, limits=limits, deadline=0.5)
+    try:
+        dock.open(0, 3, 2)
+        prompts = [
+            Rows((SampleId(0, g, 0),), {"prompt": Ragged.from_rows([torch.ones(3)], torch.int32)}) for g in range(3)
+        ]
+        dock.put(prompts[0])
+        dock.put(prompts[1])
+        with pytest.raises(TimeoutError, match="4 of 4 rows are taken or promised, the put needs 2 more"):
+            dock.put(prompts[2])
+        dock.clear(0, [0])
+        dock.put(prompts[2])
+        assert dock.remaining("generate") == 4
+    finally:
+        dock.close()
