@@ -1,7 +1,5 @@
 #!/usr/bin/env bash
 # GRPO on Qwen3-30B-A3B with MindSpeed-LLM: two nodes of 8 NPUs, training PP2 x EP8, generation TP2.
-# The shape of the launch is final; this version of the plugin still refuses --num-experts at start,
-# since only dense models are resharded so far.
 set -euo pipefail
 
 : "${MINDSPEED_LLM:?set it to the checkout that holds pretrain_gpt.py}"

@@ -97,7 +97,7 @@ def test_a_job_leaves_nothing_behind(job, nothing_left):
     [
         "_grade",
         pytest.param("_generate", marks=pytest.mark.slow),
-        pytest.param("_logps", marks=pytest.mark.slow),
+        pytest.param("_per_token", marks=pytest.mark.slow),
         pytest.param("_update", marks=pytest.mark.slow),
     ],
 )

@@ -1,0 +1,39 @@
+"""The metrics of a job in the trackers that Megatron itself was told to use, read back from what they stored."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+
+@pytest.mark.slow
+def test_weights_and_biases_gets_every_number(job, tmp_path, monkeypatch):
+    """Megatron's own --wandb-project, offline: no account is needed. wandb is not in the lock file."""
+    pytest.importorskip("wandb", reason="pip install wandb to run it")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    where = ("--wandb-project", "rl", "--wandb-exp-name", "grpo", "--wandb-save-dir", str(tmp_path))
+    result = job("--train-iters", "2", *where).run()
+    seen = {}
+    for row in history(next(tmp_path.rglob("*.wandb"))):
+        seen.setdefault(row["_step"], {}).update(row)
+    for line in result.metrics:
+        numbers = {f"rl/{k}": v for k, v in line.items() if isinstance(v, float)}
+        assert len(numbers) > 20
+        assert {k: seen[line["iteration"]].get(k) for k in numbers} == pytest.approx(numbers)
+
+
+def history(file: Path) -> list[dict]:
+    """Rows that wandb logged to its offline file."""
+    from wandb.proto.wandb_internal_pb2 import Record
+    from wandb.sdk.internal.datastore import DataStore
+
+    store, rows = DataStore(), []
+    store.open_for_scan(str(file))
+    while (data := store.scan_data()) is not None:
+        record = Record.FromString(data)
+        if record.HasField("history"):
+            items = {i.key or ".".join(i.nested_key): json.loads(i.value_json) for i in record.history.item}
+            rows.append({**items, "_step": record.history.step.num})
+    return rows
