@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mindspeed_rl_plugin.reward.items import Grade, GradeItem, RewardError
-from mindspeed_rl_plugin.reward.process import WorkerProcess
+from mindspeed_rl_plugin.reward.process import WorkerProcess, ready
 from mindspeed_rl_plugin.reward.specs import ON_ERROR, parse_specs, time_limits
 
 GRACE = 1.0  # seconds beyond which an asynchronous call that should have been cancelled is stuck
@@ -153,7 +153,8 @@ class RewardPool:
     def _wait(self) -> None:
         """Sleep until a worker has something to say, or the nearest deadline."""
         left = min((s.deadline for s in self._slots if s.job or not s.ready), default=0.0) - time.monotonic()
-        select.select([s.worker for s in self._slots if s.job or not s.ready], [], [], min(max(left, 0.0), TICK))
+        busy = [s.worker.fileno() for s in self._slots if s.job or not s.ready]
+        ready(busy, select.POLLIN, min(left, TICK))
 
     def _check_time(self, batch: _Batch) -> None:
         """Raise RewardError once the batch has taken longer than the limit of one `grade`."""

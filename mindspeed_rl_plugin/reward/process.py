@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import select
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from typing import Any
 
 BOOT = (
@@ -51,7 +53,7 @@ class WorkerProcess:
         return self._process.poll() is None
 
     def fileno(self) -> int:
-        """Readable when an answer or the end has come (for `selectors`)."""
+        """Readable when an answer or the end has come (for `ready`)."""
         return self._answers
 
     def send(self, message: dict[str, Any], seconds: float) -> bool:
@@ -59,7 +61,7 @@ class WorkerProcess:
         data = memoryview(json.dumps(message).encode() + b"\n")
         end = time.monotonic() + seconds
         while data:
-            if not select.select([], [self._jobs], [], max(0.0, end - time.monotonic()))[1]:
+            if not ready([self._jobs], select.POLLOUT, end - time.monotonic()):
                 return False
             try:
                 data = data[os.write(self._jobs, data[:CHUNK]) :]
@@ -105,3 +107,12 @@ class WorkerProcess:
         if code is None:
             return "was killed"
         return f"died of signal {-code} ({signal.Signals(-code).name})" if code < 0 else f"exited with code {code}"
+
+
+def ready(handles: Iterable[int], event: int, seconds: float) -> bool:
+    """Whether a descriptor comes to `event`, or to its end, within `seconds`. `select.select` takes none from 1024 on,
+    and a rank may have more files open than that."""
+    poll = select.poll()
+    for handle in handles:
+        poll.register(handle, event)
+    return bool(poll.poll(math.ceil(max(0.0, seconds) * 1000)))

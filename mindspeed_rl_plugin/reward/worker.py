@@ -133,5 +133,7 @@ def _die_with_parent(lifeline: int) -> None:
     """
     fcntl.fcntl(lifeline, fcntl.F_SETOWN, -os.getpgrp())
     fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)
-    if select.select([lifeline], [], [], 0)[0]:  # it closed before the line above
+    poll = select.poll()
+    poll.register(lifeline, select.POLLIN)
+    if poll.poll(0):  # it closed before the line above
         sys.exit(1)

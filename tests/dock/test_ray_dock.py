@@ -6,12 +6,15 @@ One cluster for the module, which jobs join by RAY_ADDRESS; other jobs start a c
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
+import resource
 import signal
 import subprocess
 import sys
 import tempfile
 import time
+import types
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -358,6 +361,22 @@ def test_ray_that_cannot_be_joined_is_named(monkeypatch, tmp_path):
     monkeypatch.setenv("RAY_ADDRESS", "ray://somewhere:10001")
     with pytest.raises(ValueError, match="ray://somewhere:10001.*host:port"):
         make_docks(COLUMNS, STATES, [(0, 1)], medium="ray")
+
+
+def test_a_keeper_is_heard_by_a_rank_with_many_open_files():
+    """A descriptor from 1024 on, which `select.select` does not take: a line, silence, the end."""
+    if resource.getrlimit(resource.RLIMIT_NOFILE)[0] < 2048:
+        pytest.skip("this process may not open so many files")
+    low, told = os.pipe()
+    keeper = ray_nodes.Keeper.__new__(ray_nodes.Keeper)
+    with open(fcntl.fcntl(low, fcntl.F_DUPFD_CLOEXEC, 1100), "rb") as said:
+        keeper._process, keeper._unread = types.SimpleNamespace(stdout=said), b""
+        os.write(told, b"one line\n")
+        assert keeper._line(time.monotonic() + 5) == b"one line"
+        assert keeper._line(time.monotonic() + 0.01) is None
+        os.close(told)
+        assert keeper._line(time.monotonic() + 5) == b""
+    os.close(low)
 
 
 def test_missing_ray_is_named(monkeypatch):

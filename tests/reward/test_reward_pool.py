@@ -1,6 +1,8 @@
 """RewardPool: calling conventions, time limits, failures that are never silent, workers that never stay."""
 
+import fcntl
 import os
+import resource
 import subprocess
 import sys
 import time
@@ -272,6 +274,26 @@ def test_workers_do_not_outlive_a_killed_parent(name: str) -> None:
         assert len(pids) == 2 and not any(gone(p, 0) for p in pids)
         parent.kill()
     assert all(gone(pid) for pid in pids)
+
+
+def test_a_rank_with_many_open_files_grades(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Descriptors from 1024 on, which `select.select` does not take, at both ends of every pipe."""
+    if resource.getrlimit(resource.RLIMIT_NOFILE)[0] < 2048:
+        pytest.skip("this process may not open so many files")
+    make = os.pipe
+
+    def high() -> tuple[int, ...]:
+        low = make()
+        ends = tuple(fcntl.fcntl(end, fcntl.F_DUPFD_CLOEXEC, 1100) for end in low)
+        for end in low:
+            os.close(end)
+        return ends
+
+    monkeypatch.setattr(os, "pipe", high)
+    with RewardPool(["exact"], workers=2) as pool:
+        monkeypatch.undo()
+        assert all(slot.worker.fileno() >= 1100 for slot in pool._slots)
+        assert [g.total for g in pool.grade(items("a", "b"))] == [1.0, 0.0]
 
 
 def gone(pid: int, seconds: float = 10) -> bool:

@@ -12,6 +12,7 @@ import fcntl
 import hashlib
 import importlib.util
 import json
+import math
 import os
 import select
 import subprocess
@@ -213,9 +214,10 @@ class Keeper:
 
     def _line(self, end: float) -> bytes | None:
         """A line; empty: the keeper has ended; None: too late."""
-        handle = self._process.stdout.fileno()
+        handle, poll = self._process.stdout.fileno(), select.poll()  # `select.select` takes no descriptor from 1024 on
+        poll.register(handle, select.POLLIN)
         while b"\n" not in self._unread:
-            if not select.select([handle], [], [], max(0.0, end - time.monotonic()))[0]:
+            if not poll.poll(math.ceil(max(0.0, end - time.monotonic()) * 1000)):
                 return None
             got = os.read(handle, 1 << 16)
             if not got:
