@@ -25,7 +25,8 @@ class MicroBatch:
     int64; explicit_mask: whether the model is handed an attention mask; mask: `[mb, S]` bool, True where
     the predicted token is trained; lengths: `[mb]` int64, tokens of each row, on the host; columns: further
     per-token columns `[mb, S]`, shifted like `labels`, 0 on padding; segments: where packed `[1, S]` int64, row that
-    each position belongs to, and `len(lengths)` on padding; None where every row has one of its own.
+    each position belongs to, and `len(lengths)` on padding; None where every row has one of its own; bounded: the
+    model is handed the boundaries of packed rows in the place of a mask.
 
     Rows are padded on the right, so a causal mask alone keeps real tokens from seeing padding.
     """
@@ -39,6 +40,7 @@ class MicroBatch:
     lengths: Tensor
     columns: Mapping[str, Tensor]
     segments: Tensor | None = None
+    bounded: bool = False
 
     @property
     def sequence(self) -> Tensor:
@@ -48,10 +50,18 @@ class MicroBatch:
     @property
     def attention_mask(self) -> Tensor | None:
         """`[1, 1, S, S]` bool, True where attention is forbidden, or None. Made anew when asked for: it is large."""
+        if self.bounded:
+            return None
         if self.segments is not None:
             apart = self.segments[0][:, None] != self.segments[0][None]
             return causal_mask(self.tokens.shape[1], self.tokens.device) | apart
         return causal_mask(self.tokens.shape[1], self.tokens.device) if self.explicit_mask else None
+
+    @property
+    def boundaries(self) -> list[int]:
+        """Where packed rows begin and end: `[0, L_1, L_1 + L_2, ..., S]`, padding as a row of its own."""
+        ends = [0, *self.lengths.cumsum(0).tolist()]
+        return ends if ends[-1] == self.tokens.shape[1] else [*ends, self.tokens.shape[1]]
 
     def to(self, device: torch.device | str) -> MicroBatch:
         """The same micro-batch on a device; `lengths` stay on the host."""
@@ -115,11 +125,12 @@ def _packed(rows: Rows, settings: ForwardSettings, index: int, columns: Sequence
         tokens=one.padded(length).long(),
         labels=shifted(tokens, "tokens").long(),
         position_ids=positions,
-        explicit_mask=True,
+        explicit_mask=not settings.bounded,
         mask=trained.bool(),
         lengths=lengths,
         columns={name: shifted(rows[name], name) for name in columns},
         segments=segments,
+        bounded=settings.bounded,
     )
 
 

@@ -10,6 +10,7 @@ import torch
 from megatron.core import parallel_state, tensor_parallel
 from torch import Tensor
 
+from mindspeed_rl_plugin.forward.call import call_model
 from mindspeed_rl_plugin.forward.chunked import chunked_token_logps
 from mindspeed_rl_plugin.forward.collate import MicroBatch
 from mindspeed_rl_plugin.forward.settings import ForwardSettings
@@ -31,11 +32,11 @@ def forward_scored(
     inner = _unwrapped(model)
     layer = getattr(inner, "output_layer", None)
     if layer is None:
-        return _run(model, batch)
+        return call_model(model, batch)
     _check(layer)
     predictions_ahead = getattr(getattr(inner, "config", None), "mtp_num_layers", None) or 0
     with _scoring(layer, batch, settings, entropy_grad, predictions_ahead) as scored:
-        output = _run(model, batch)
+        output = call_model(model, batch)
     given = scored[-1].detach().transpose(0, 1) if scored else None
     if given is None or output.shape != given.shape or not torch.equal(output.detach(), given):
         raise ValueError(
@@ -135,7 +136,3 @@ def _unwrapped(model: torch.nn.Module) -> torch.nn.Module:
     while hasattr(model, "module"):
         model = model.module
     return model
-
-
-def _run(model: torch.nn.Module, batch: MicroBatch) -> Tensor:
-    return model(batch.tokens, batch.position_ids, batch.attention_mask)

@@ -16,6 +16,7 @@ from megatron.core.rerun_state_machine import RerunDataIterator
 from megatron.core.utils import get_model_config
 from torch import Tensor
 
+from mindspeed_rl_plugin.forward.call import call_model
 from mindspeed_rl_plugin.forward.collate import MicroBatch
 from mindspeed_rl_plugin.forward.head import token_logps
 from mindspeed_rl_plugin.forward.output_layer import forward_scored
@@ -76,7 +77,7 @@ def run_model(
     """
     if settings is not None and settings.chunk_tokens:
         return forward_scored(model, batch, settings, entropy_grad=entropy_grad)
-    return model(batch.tokens, batch.position_ids, batch.attention_mask)
+    return call_model(model, batch)
 
 
 def head_of(

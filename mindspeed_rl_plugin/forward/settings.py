@@ -25,7 +25,8 @@ class ForwardSettings:
     model an explicit mask (else its attention makes its own); chunk_tokens: log-probs are taken from the
     hidden states with the logits of so many tokens at once, 0: from all logits; max_tokens: micro-batches hold any
     number of rows with at most so many tokens, None: `micro_batch_size` rows; packed: their rows stand behind each
-    other without padding, under a block-diagonal mask; rounds_of: then the number of micro-batches is a multiple of it.
+    other without padding, under a block-diagonal mask, or, where bounded, told apart by their boundaries; rounds_of:
+    then the number of micro-batches is a multiple of it.
     """
 
     micro_batch_size: int
@@ -38,6 +39,7 @@ class ForwardSettings:
     chunk_tokens: int = 0
     max_tokens: int | None = None
     packed: bool = False
+    bounded: bool = False
     rounds_of: int = 1
 
     def __post_init__(self) -> None:
@@ -87,6 +89,7 @@ class ForwardSettings:
             chunk_tokens=_chunk_tokens(args, max_tokens) if chunk_tokens is None else chunk_tokens,
             max_tokens=max_tokens,
             packed=packed,
+            bounded=packed and takes_boundaries(args),
             rounds_of=_interleaved_stages(args),
         )
 
@@ -133,6 +136,41 @@ def _chunk_tokens(args: argparse.Namespace, max_tokens: int | None) -> int:
     """
     tokens = default_chunk_tokens(args.padded_vocab_size // args.tensor_model_parallel_size)
     return 0 if (max_tokens or args.micro_batch_size * args.seq_length) <= 2 * tokens else tokens
+
+
+def takes_boundaries(args: argparse.Namespace) -> bool:
+    """How packed rows are told apart: True by their boundaries, in Megatron's `PackedSeqParams`, False by a mask.
+
+    Boundaries: TransformerEngine's attention, and MindSpeed's flash attention
+    (core/transformer/flash_attention/flash_attention/adaptor, v2.3.0), which hands them to the NPU's kernel. A mask:
+    Megatron's own attention. Raises ValueError, with the fix, for attention that takes neither or was not tried.
+    """
+    flash, implementation = getattr(args, "use_flash_attn", False), getattr(args, "transformer_impl", "local")
+    mindspeed = hasattr(args, "pre_tockens")
+    if mindspeed and flash:
+        if hasattr(args, "shape_order"):
+            raise ValueError(
+                "--rl-pack-sequences: MindSpeed-LLM's flash attention takes boundaries from its own dataset only; "
+                "give no --use-flash-attn, or remove --rl-pack-sequences"
+            )
+        return True
+    if implementation == "transformer_engine" and not mindspeed:
+        return True
+    if implementation != "local" and not mindspeed:
+        raise ValueError(
+            f"--rl-pack-sequences was not tried with --transformer-impl {implementation}; give local or "
+            "transformer_engine, or remove it"
+        )
+    for name, off in (
+        ("use_flash_attn", "no --use-flash-attn"),
+        ("masked_softmax_fusion", "--no-masked-softmax-fusion"),
+    ):
+        if getattr(args, name, False):  # takes any mask for the causal one
+            raise ValueError(
+                f"--rl-pack-sequences needs attention that takes a mask of its own, or boundaries: give {off}, or "
+                "remove it"
+            )
+    return False
 
 
 def _own_mask_has_one_shape(args: argparse.Namespace) -> bool:

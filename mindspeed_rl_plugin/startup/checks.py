@@ -18,6 +18,7 @@ from mindspeed_rl_plugin.algorithms import Algorithm, resolve, unready
 from mindspeed_rl_plugin.algorithms.presets import learns_from_pairs
 from mindspeed_rl_plugin.config import RLConfig, flag_name
 from mindspeed_rl_plugin.device import get_device
+from mindspeed_rl_plugin.forward.settings import takes_boundaries
 from mindspeed_rl_plugin.monitor.files import check_dumps
 from mindspeed_rl_plugin.reshard.parallel import Parallel
 from mindspeed_rl_plugin.reshard.shape import ModelShape
@@ -292,17 +293,13 @@ def _token_budget(args: Any, config: RLConfig) -> Iterator[str]:
         )
     if packed and getattr(args, "position_embedding_type", "rope") not in ("rope", "none", "learned_absolute"):
         yield f"--rl-pack-sequences does not know --position-embedding-type {args.position_embedding_type}; remove it"
-    if packed and getattr(args, "transformer_impl", "local") != "local":
-        yield (
-            f"--rl-pack-sequences needs attention that takes a mask of its own: --transformer-impl "
-            f"{args.transformer_impl} was not tried; give --transformer-impl local, or remove it"
-        )
+    if packed:
+        try:
+            takes_boundaries(args)
+        except ValueError as error:
+            yield str(error)
     if packed and config.algorithm.algorithm and _has_critic(config):
         yield "--rl-pack-sequences does not pack the critic's rows yet; remove it"
-    for name in ("use_flash_attn", "masked_softmax_fusion"):  # both take any mask for the causal one
-        if packed and getattr(args, name, False):
-            off = "--no-masked-softmax-fusion" if name.startswith("masked") else "no --use-flash-attn"
-            yield f"--rl-pack-sequences needs attention that takes a mask of its own: give {off}, or remove it"
 
 
 def _swap(args: Any, config: RLConfig) -> Iterator[str]:

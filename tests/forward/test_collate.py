@@ -142,6 +142,31 @@ def test_packed_rows_stand_behind_each_other_and_come_back(lengths, multiple):
     assert torch.equal(moved.segments, batch.segments)
 
 
+@pytest.mark.parametrize(
+    ("changes", "bounded"),
+    [
+        ({}, False),
+        ({"transformer_impl": "transformer_engine"}, True),
+        ({"transformer_impl": "transformer_engine", "masked_softmax_fusion": True}, True),
+        ({"pre_tockens": 65536, "use_flash_attn": True}, True),
+        ({"pre_tockens": 65536, "transformer_impl": "transformer_engine"}, False),
+    ],
+)
+def test_packed_rows_are_told_apart_as_the_attention_allows(changes, bounded):
+    """MindSpeed puts Megatron's own attention in TransformerEngine's place, its flash attention where asked for."""
+    args = megatron_args(**changes)
+    made = ForwardSettings.from_args(args, vocab_size=250, temperature=1.0, max_tokens=64, packed=True)
+    assert made.packed and made.bounded == bounded
+    assert not ForwardSettings.from_args(args, vocab_size=250, temperature=1.0).bounded
+
+
+def test_bounded_rows_come_with_their_boundaries_and_no_mask():
+    shape = ForwardSettings(1, seq_length=12, vocab_size=99, multiple=4, max_tokens=100, packed=True, bounded=True)
+    padded = collate(rows_of([3, 1, 2]), shape)
+    assert padded.attention_mask is None and padded.boundaries == [0, 3, 4, 6, 8], "padding is a row of its own"
+    assert collate(rows_of([3, 1, 4]), shape).to("cpu").boundaries == [0, 3, 4, 8]
+
+
 def one_mask(length):
     return torch.ones(length, length, dtype=torch.bool).triu(1)
 

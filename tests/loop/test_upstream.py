@@ -16,6 +16,7 @@ pytestmark = [pytest.mark.upstream, pytest.mark.slow]
 
 CHECKOUTS = [Path(p) for p in os.environ.get("MEGATRON_LM_PATH", "").split(os.pathsep) if p]
 MINDSPEED = os.environ.get("MINDSPEED_PATH")
+PACKED = ("--use-flash-attn", "--rl-pack-sequences", "--rl-max-tokens-per-microbatch", "48")
 LAYOUT = ("--train-iters", "3", "--tensor-model-parallel-size", "2", "--rl-generate-tp", "2", "--mock-data")
 
 
@@ -39,8 +40,10 @@ def test_plain_megatron(job, checkout):
 
 
 @pytest.mark.skipif(MINDSPEED is None, reason="MINDSPEED_PATH is not set")
-def test_megatron_under_mindspeed(job, tmp_path):
-    """The script is unmodified; the file that runs it holds MindSpeed's own import line."""
+@pytest.mark.parametrize("more", [(), PACKED], ids=["rows", "packed"])
+def test_megatron_under_mindspeed(job, tmp_path, more):
+    """The script is unmodified; the file that runs it holds MindSpeed's own import line. Packed: the boundaries of the
+    rows go to its flash attention, in whose place on a host the same is computed by torch."""
     checkout = next(c for c in CHECKOUTS if core_version(c)[:2] == (0, 12))
     script = checkout / "pretrain_gpt.py"
     entry = tmp_path / "entry.py"
@@ -48,7 +51,7 @@ def test_megatron_under_mindspeed(job, tmp_path):
         f"import runpy, sys\nsys.path.insert(0, {str(checkout)!r})\nimport mindspeed.megatron_adaptor\n"
         f"runpy.run_path({str(script)!r}, run_name='__main__')\n"
     )
-    result = job(*LAYOUT, script=entry, path=[Path(MINDSPEED), checkout]).run(400)
+    result = job(*LAYOUT, *more, script=entry, path=[Path(MINDSPEED), checkout]).run(400)
     check(result)
     assert "patch in force through MindSpeed" in result.log
 

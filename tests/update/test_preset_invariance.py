@@ -19,16 +19,27 @@ BY_TOKENS = {
     "one rank, 40 tokens": (1, "--micro-batch-size 2", {"budget": 40}),
     "one rank, 40 tokens packed": (1, "--micro-batch-size 2", {"budget": 40, "packed": True}),
     "one rank, packed in one, chunks": (1, "--micro-batch-size 1", {"budget": 200, "packed": True, "chunk": 7}),
+    "one rank, 40 tokens by boundaries": (
+        *(1, "--micro-batch-size 2"),
+        {"budget": 40, "packed": True, "bounded": True},
+    ),
     "DP2, 30 tokens": (2, "--micro-batch-size 2", {"budget": 30}),
     "DP2, 30 tokens packed, per token": (
         *(2, "--micro-batch-size 4 --calculate-per-token-loss"),
         {"budget": 30, "packed": True},
     ),
     "TP2, 32 tokens packed": (2, f"{TP2} --sequence-parallel --micro-batch-size 2", {"budget": 32, "packed": True}),
+    "TP2, 32 tokens by boundaries": (
+        *(2, f"{TP2} --sequence-parallel --micro-batch-size 2"),
+        {"budget": 32, "packed": True, "bounded": True},
+    ),
     "PP2, 28 tokens": (2, f"{PP2} --micro-batch-size 2", {"budget": 28}),
     "PP2, 32 tokens packed": (2, f"{PP2} --micro-batch-size 2", {"budget": 32, "packed": True}),
 }
-FEW = ("one rank, 40 tokens", "one rank, 40 tokens packed", "one rank, packed in one, chunks")
+FEW = (
+    *("one rank, 40 tokens", "one rank, 40 tokens packed", "one rank, packed in one, chunks"),
+    "one rank, 40 tokens by boundaries",
+)
 # The rollout is far off policy, so bounds of a typical size leave next to no token: wider ones for gspo.
 VARIANTS = {
     "dapo": {"algorithm": "dapo"},
@@ -87,7 +98,10 @@ def test_micro_batches_by_tokens_and_packed_take_the_same_step(run_cases):
     layouts = run_cases("presets.py", 1, one | cases)
     want = layouts.pop("plain")
     assert all(sum(found["dapo"]["sizes"]) == 8 for found in layouts.values())
-    assert [len(layouts[name]["dapo"]["sizes"]) for name in FEW[1:]] == [2, 1], "as the tokens allow"
+    assert [len(layouts[name]["dapo"]["sizes"]) for name in FEW[1:]] == [2, 1, 2], "as the tokens allow"
+    handed = layouts[FEW[-1]]["dapo"]["boundaries"]
+    assert len(handed) == 2 * 4 and all(ends[0] == 0 and ends[-1] == length for ends, length in handed)
+    assert sorted({len(ends) - 1 for ends, _ in handed}) == sorted(set(layouts[FEW[-1]]["dapo"]["sizes"]))
     for layout, found in layouts.items():
         for variant, got in found.items():
             assert_same(got, want[variant], (layout, variant))

@@ -1,12 +1,13 @@
 """Run by test_preset_invariance.py: one saved rollout through one optimizer step of each preset, in several layouts.
 
 Argument: a folder with `rollout.pt` and `cases.json`, {layout: {"flags": Megatron's, "variants": {variant: fields of
-AlgorithmConfig}, and for micro-batches by tokens "budget" and "packed"}}. Writes `LAYOUT.pt`: {variant: grad norm,
-metrics, full gradient of each parameter, rows of each micro-batch}. Weights stay as they are (learning rate 0), so all
-variants share one model.
+AlgorithmConfig}, and for micro-batches by tokens "budget" and "packed"; "bounded": attention takes packed rows by
+their boundaries}}. Writes `LAYOUT.pt`: {variant: grad norm, metrics, full gradient of each parameter, rows of each
+micro-batch}. Weights stay as they are (learning rate 0), so all variants share one model.
 """
 
 import json
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -15,6 +16,7 @@ from tiny_megatron import VOCAB, Job, load_rows, parallel_state, run
 from mindspeed_rl_plugin.algorithms import resolve
 from mindspeed_rl_plugin.config import AlgorithmConfig
 from mindspeed_rl_plugin.forward import ForwardSettings, plan_batches, plan_tokens
+from mindspeed_rl_plugin.host.npu_ops import npu_fusion_attention
 from mindspeed_rl_plugin.types import Ragged
 from mindspeed_rl_plugin.update.step import Update
 
@@ -23,6 +25,21 @@ def uneven(column):
     """Advantages that differ between the tokens of a response, as REINFORCE++ has them."""
     ramp = torch.cat([torch.linspace(0.5, 1.5, len(row)) for row in column.rows()])
     return Ragged(column.values * ramp, column.offsets)
+
+
+ATTENTION = "megatron.core.transformer.dot_product_attention.DotProductAttention"
+BOUNDARIES = []  # what the attention was handed
+
+
+def by_boundaries(self, query, key, value, attention_mask, packed_seq_params=None, **_):
+    """In the place of Megatron's own attention, like TransformerEngine's and MindSpeed's; query `[T, heads, D]`."""
+    assert attention_mask is None and packed_seq_params.qkv_format == "thd" and query.dim() == 3
+    ends = packed_seq_params.cu_seqlens_q.tolist()
+    assert packed_seq_params.max_seqlen_q == max(b - a for a, b in zip(ends, ends[1:], strict=False))
+    BOUNDARIES.append((ends, len(query)))
+    scale, causal = query.shape[-1] ** -0.5, torch.ones(1)
+    lengths = {"actual_seq_qlen": ends, "actual_seq_kvlen": packed_seq_params.cu_seqlens_kv.tolist()}
+    return npu_fusion_attention(query, key, value, 0, "TND", atten_mask=causal, scale=scale, **lengths)[0]
 
 
 def step_of(job, rows, chosen, budget=None, packed=False, chunk=None):
@@ -56,12 +73,22 @@ def step_of(job, rows, chosen, budget=None, packed=False, chunk=None):
     return {"grad_norm": grad_norm, "metrics": metrics, "gradients": job.gradients(), "sizes": sizes}
 
 
+def bounded_step(job, rows, chosen, **how):
+    """The same where the attention takes boundaries and refuses masks."""
+    BOUNDARIES.clear()
+    implementation = mock.patch.object(job.args, "transformer_impl", "transformer_engine")
+    with implementation, mock.patch(f"{ATTENTION}.forward", by_boundaries):
+        found = step_of(job, rows, chosen, **how)
+    return found | {"boundaries": list(BOUNDARIES)}
+
+
 def main(folder):
     rows = load_rows(folder / "rollout.pt")
     for layout, case in json.loads((folder / "cases.json").read_text()).items():
         with Job(f"{case['flags']} --global-batch-size {len(rows)}", lr=0.0) as job:
             how = {name: case[name] for name in ("budget", "packed", "chunk") if name in case}
-            found = {name: step_of(job, rows, chosen, **how) for name, chosen in case["variants"].items()}
+            step = bounded_step if case.get("bounded") else step_of
+            found = {name: step(job, rows, chosen, **how) for name, chosen in case["variants"].items()}
             if dist.get_rank() == 0:
                 torch.save(found, folder / f"{layout}.pt")
 

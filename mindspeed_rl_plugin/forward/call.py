@@ -1,0 +1,33 @@
+"""The model's own forward on a micro-batch: a mask, none, or the boundaries of packed rows."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from torch import Tensor
+
+from mindspeed_rl_plugin.forward.collate import MicroBatch
+
+
+def call_model(model: torch.nn.Module, batch: MicroBatch) -> Tensor:
+    """What one model chunk gives for a micro-batch: `[mb, S, V/tp]` logits of a language model, or hidden states."""
+    if batch.bounded:
+        return model(batch.tokens, batch.position_ids, None, packed_seq_params=packed_seq_params(batch))
+    return model(batch.tokens, batch.position_ids, batch.attention_mask)
+
+
+def packed_seq_params(batch: MicroBatch) -> PackedSeqParams:
+    """Boundaries of the packed rows as Megatron's attention wants them (core 0.12.1 to 0.19 alike).
+
+    Padding is a row of its own, so every position of the micro-batch is in one, and there is none between rows: the
+    boundaries in memory are those of the tokens. MindSpeed hands them to the NPU's kernel with the 0 in front, where
+    they read as one more row, of no token.
+    """
+    boundaries = batch.boundaries
+    longest = max(end - start for start, end in pairwise(boundaries))
+    each = torch.tensor(boundaries, dtype=torch.int32, device=batch.tokens.device)
+    return PackedSeqParams(
+        qkv_format="thd", cu_seqlens_q=each, cu_seqlens_kv=each, max_seqlen_q=longest, max_seqlen_kv=longest
+    )
