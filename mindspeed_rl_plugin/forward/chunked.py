@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
+from types import ModuleType
 
 import torch
 import torch.distributed as dist
@@ -50,23 +52,27 @@ def chunked_token_logps(
     return both[:, 0], both[:, 1] if entropy_grad else both[:, 1].detach()
 
 
+def kernels_for(hidden: Tensor) -> ModuleType | None:
+    """The Triton kernels where they can run: on CUDA, in float32 or a 16-bit type. None: torch's own operators."""
+    if hidden.device.type != "cuda" or hidden.dtype == torch.float64:
+        return None
+    return _kernels()
+
+
+@functools.cache
+def _kernels() -> ModuleType | None:
+    try:
+        from mindspeed_rl_plugin.forward import kernels
+    except ImportError:  # no triton beside this torch
+        return None
+    return kernels
+
+
 class _ChunkedLogps(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, labels, vocab_size, temperature, group, chunk_tokens, entropy_grad, accumulate):
         slices = _Slices(hidden, weight, labels, vocab_size, temperature, group, chunk_tokens)
-        # Finite, for the difference of two maxima is multiplied with sums that may be 0.
-        peak = slices.column(torch.finfo(slices.wide).min / 2)
-        total, spread, picked = slices.column(0.0), slices.column(0.0), slices.column(0.0)
-        for scaled, _, label, here in slices:
-            picked += torch.where(here, scaled.gather(1, label)[:, 0], 0.0)
-            highest = torch.maximum(peak, scaled.amax(1))
-            total, spread = _moved(total, spread, peak - highest)
-            peak = highest
-            shifted = scaled.sub_(peak[:, None])
-            powers = torch.exp(shifted, out=slices.spare(shifted))
-            total += powers.sum(1)
-            spread += powers.mul_(shifted).sum(1)
-
+        peak, total, spread, picked = _sums(slices)
         owned = slices.owned
         if group is not None and len(hidden):
             highest = peak.clone()
@@ -106,15 +112,7 @@ class _ChunkedLogps(torch.autograd.Function):
             factor = factor + slope * (entropy - total.log())[:, None]
             slope = slope / total[:, None]
         factor = factor / total[:, None]
-        for scaled, rows, label, here in slices:
-            shifted = scaled.sub_(peak[:, None])
-            if slope is None:
-                part = shifted.exp_().mul_(factor)
-            else:
-                slanted = torch.mul(shifted, slope, out=slices.spare(shifted)).add_(factor)
-                part = shifted.exp_().mul_(slanted)
-            part.scatter_add_(1, label, at_label * here[:, None])
-            part = part.to(hidden.dtype)
+        for part, rows in _gradients(slices, peak, factor, slope, at_label):
             if grad_hidden is not None:
                 _add_product(grad_hidden, part, weight[rows])
             if grad_weight is not None:
@@ -128,9 +126,57 @@ class _ChunkedLogps(torch.autograd.Function):
         return grad_hidden, grad_weight, None, None, None, None, None, None, None
 
 
+def _sums(slices: _Slices) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Of every token over this rank's rows: the largest scaled logit, sum e^x and sum e^x x of the logits less it, and
+    the logit at the label, 0 where another rank holds it."""
+    # Finite, for the difference of two maxima is multiplied with sums that may be 0.
+    peak = slices.column(torch.finfo(slices.wide).min / 2)
+    total, spread, picked = slices.column(0.0), slices.column(0.0), slices.column(0.0)
+    kernels = kernels_for(slices.hidden)
+    if kernels is not None:
+        sums = torch.stack([peak, total, spread, picked])
+        for logits, _, label in slices.products():
+            kernels.add_slice(logits, label, slices.temperature, sums)
+        return tuple(sums)
+    for scaled, _, label, here in slices:
+        picked += torch.where(here, scaled.gather(1, label)[:, 0], 0.0)
+        highest = torch.maximum(peak, scaled.amax(1))
+        total, spread = _moved(total, spread, peak - highest)
+        peak = highest
+        shifted = scaled.sub_(peak[:, None])
+        powers = torch.exp(shifted, out=slices.spare(shifted))
+        total += powers.sum(1)
+        spread += powers.mul_(shifted).sum(1)
+    return peak, total, spread, picked
+
+
+def _gradients(
+    slices: _Slices, peak: Tensor, factor: Tensor, slope: Tensor | None, at_label: Tensor
+) -> Iterator[tuple[Tensor, slice]]:
+    """Per slice the gradient of its logits `[T, n]`, `e^(x-peak) (factor + slope (x-peak))` and `at_label` more at the
+    label, in the type of the hidden states, and its rows. factor, slope, at_label: `[T, 1]`."""
+    kernels = kernels_for(slices.hidden)
+    if kernels is not None:
+        slope = torch.zeros_like(factor) if slope is None else slope
+        columns = [c[:, 0] for c in (factor, slope, at_label)]
+        for logits, rows, label in slices.products():
+            yield kernels.gradient_of_slice(logits, label, slices.temperature, peak, *columns), rows
+        return
+    for scaled, rows, label, here in slices:
+        shifted = scaled.sub_(peak[:, None])
+        if slope is None:
+            part = shifted.exp_().mul_(factor)
+        else:
+            slanted = torch.mul(shifted, slope, out=slices.spare(shifted)).add_(factor)
+            part = shifted.exp_().mul_(slanted)
+        part.scatter_add_(1, label, at_label * here[:, None])
+        yield part.to(slices.hidden.dtype), rows
+
+
 class _Slices:
     """Walks this rank's real rows of the vocabulary: per slice the scaled logits `[T, n]` (a buffer that the next
-    slice overwrites), the rows, the labels within it `[T, 1]` and whether they are `[T]`."""
+    slice overwrites), the rows, the labels within it `[T, 1]` and whether they are `[T]`. `products` gives the logits
+    as the product has them, and labels that may be those of other slices."""
 
     def __init__(self, hidden, weight, labels, vocab_size, temperature, group, chunk_tokens):
         self.hidden, self.weight, self.temperature = hidden, weight, temperature
@@ -155,20 +201,26 @@ class _Slices:
             self._spare = torch.empty(len(self.hidden) * self.step, dtype=self.wide, device=self.hidden.device)
         return self._spare[: like.numel()].view_as(like)
 
-    def __iter__(self) -> Iterator[tuple[Tensor, slice, Tensor, Tensor]]:
-        tokens, dtype = len(self.hidden), self.hidden.dtype
-        product = torch.empty(tokens * self.step if self.real else 0, dtype=dtype, device=self.hidden.device)
-        scaled = product if dtype == self.wide else torch.empty_like(product, dtype=self.wide)
+    def products(self) -> Iterator[tuple[Tensor, slice, Tensor]]:
+        tokens, like = len(self.hidden), self.hidden
+        product = torch.empty(tokens * self.step if self.real else 0, dtype=like.dtype, device=like.device)
         for start in range(0, self.real, self.step):
             rows = slice(start, min(start + self.step, self.real))
             n = rows.stop - start
             logits = torch.mm(self.hidden, self.weight[rows].t(), out=product[: tokens * n].view(tokens, n))
-            out = scaled[: tokens * n].view(tokens, n)
-            if out.dtype != dtype:
-                out.copy_(logits)
+            yield logits, rows, self.labels - start
+
+    def __iter__(self) -> Iterator[tuple[Tensor, slice, Tensor, Tensor]]:
+        scaled = None
+        for logits, rows, label in self.products():
+            n = logits.shape[1]
+            out = logits
+            if logits.dtype != self.wide:
+                if scaled is None:
+                    scaled = torch.empty(logits.numel(), dtype=self.wide, device=logits.device)
+                out = scaled[: logits.numel()].view_as(logits).copy_(logits)
             if self.temperature != 1.0:
                 out.div_(self.temperature)
-            label = self.labels - start
             here = (label >= 0) & (label < n)
             yield out, rows, label.clamp(0, n - 1)[:, None], here
 
