@@ -59,6 +59,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--bucket-mb", type=int, help="--rl-reshard-bucket-mb (default: the script's, else 256)")
     parser.add_argument("--weight-bytes", type=int, choices=(2, 4), help="of a weight (default: the script's, else 2)")
     parser.add_argument("--grad-bytes", type=int, choices=(2, 4), default=4, help="of a gradient (default: 4)")
+    parser.add_argument(
+        "--critic", action="store_true", help="count PPO's critic (default: where the script's algorithm has one)"
+    )
     parser.add_argument("--no-distributed-optimizer", action="store_true", help="optimizer state whole on every rank")
     return parser
 
@@ -86,6 +89,7 @@ def report(options: argparse.Namespace) -> list[str]:
         itemsize=options.weight_bytes or (script.itemsize if script else 2),
         grad_bytes=options.grad_bytes,
         distributed=not options.no_distributed_optimizer and (script is None or script.distributed),
+        critic=options.critic or (script is not None and script.critic),
         bucket_bytes=(options.bucket_mb or (script.bucket_mb if script else None) or 256) << 20,
     )
     notes = [f"note: {note}" for note in script.notes] if script else []
@@ -131,7 +135,8 @@ def _memory(found: Estimate, machine: Machine) -> list[str]:
     return [
         *_table(rows),
         f"update: weights {_gb(f.train)}, gradients {_gb(f.gradients)}, optimizer {_gb(f.optimizer)}; "
-        f"engine's weights {_gb(f.generate)}",
+        + (f"critic's weights {_gb(f.critic)}, gradients and optimizer {_gb(f.critic_state)}; " if f.critic else "")
+        + f"engine's weights {_gb(f.generate)}",
         released if f.shared else "no device has both trainer and engine: nothing needs to be swapped",
     ]
 

@@ -72,8 +72,10 @@ def estimate(
     grad_bytes: int = 4,
     distributed: bool = True,
     bucket_bytes: int = 256 << 20,
+    critic: bool = False,
 ) -> Estimate:
-    """Figures of all modes. The engines live on ranks [first, first + engines x engine.ranks).
+    """Figures of all modes. The engines live on ranks [first, first + engines x engine.ranks). critic: the trainer has
+    one beside the policy.
 
     In `naive` and `allgather` every engine rank receives the whole model but what it holds; in `stream` only what it
     lacks. Raises ValueError where sizes do not divide.
@@ -93,6 +95,7 @@ def estimate(
         distributed=distributed,
         bucket_bytes=bucket_bytes,
         shared=first < train.world,
+        critic=critic,
     )
     return Estimate(
         weights(shape, itemsize),

@@ -8,6 +8,8 @@ import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from mindspeed_rl_plugin.algorithms.advantages import ADVANTAGES
+from mindspeed_rl_plugin.algorithms.presets import ALGORITHMS
 from mindspeed_rl_plugin.host.rehearsal.capture import capture
 from mindspeed_rl_plugin.host.rehearsal.flags import Flags
 from mindspeed_rl_plugin.reshard.layout import ModelShape, Parallel
@@ -76,7 +78,7 @@ _WORDS = {
 @dataclass(frozen=True)
 class Script:
     """What a launch script asks for. generate_tp, bucket_mb: its RL flags where it has them; notes: what the plan
-    takes otherwise than the script says."""
+    takes otherwise than the script says; critic: whether its algorithm trains one."""
 
     shape: ModelShape
     train: Parallel
@@ -85,6 +87,7 @@ class Script:
     generate_tp: int | None
     bucket_mb: int | None
     notes: tuple[str, ...]
+    critic: bool = False
 
 
 def read_script(path: Path, vocab: int | None = None, timeout: float = 60.0) -> Script:
@@ -129,7 +132,16 @@ def read_arguments(flags: Flags, world: int, vocab: int | None = None) -> Script
         args.rl_generate_tp,
         args.rl_reshard_bucket_mb,
         tuple(notes),
+        _has_critic(flags),
     )
+
+
+def _has_critic(flags: Flags) -> bool:
+    """Whether the script's advantage, its own or its preset's, needs a critic's values. An unknown name needs none: the
+    job itself refuses it."""
+    preset = ALGORITHMS.get(flags.get("--rl-algorithm") or "")
+    advantage = ADVANTAGES.get(flags.get("--rl-advantage") or (preset.advantage if preset else ""))
+    return preset is not None and advantage is not None and advantage.critic
 
 
 def _namespace(flags: Flags) -> argparse.Namespace:

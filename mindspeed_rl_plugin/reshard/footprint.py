@@ -37,7 +37,8 @@ class Weights:
 @dataclass(frozen=True)
 class Footprint:
     """Bytes on the fullest device. train, gradients, optimizer: of the trainer; generate: the engine's weights; whole:
-    the model; shared: whether a device has both trainer and engine."""
+    the model; shared: whether a device has both trainer and engine; critic, critic_state: a critic's weights, and its
+    gradients and optimizer state, 0 without one. All of it has left before a reshard but for the weights in `naive`."""
 
     train: int
     gradients: int
@@ -46,10 +47,12 @@ class Footprint:
     whole: int
     bucket_bytes: int
     shared: bool = True
+    critic: int = 0
+    critic_state: int = 0
 
     def update(self) -> int:
         """Bytes in the update."""
-        return self.train + self.gradients + self.optimizer
+        return self.train + self.gradients + self.optimizer + self.critic + self.critic_state
 
     def peak(self, mode: str) -> int:
         """Most bytes on a device with an engine during the reshard, gradients and optimizer state having left it.
@@ -58,11 +61,12 @@ class Footprint:
         has the whole model; stream: two buckets beside both shards.
         """
         kept = self.train if self.shared else 0
-        return kept + self.generate + {"naive": 0, "allgather": self.whole, "stream": 2 * self.bucket_bytes}[mode]
+        critic = self.critic if self.shared else 0
+        return kept + self.generate + {"naive": critic, "allgather": self.whole, "stream": 2 * self.bucket_bytes}[mode]
 
     def resident(self, mode: str) -> int:
         """Bytes on a device with an engine during generation: `naive` keeps the training weights."""
-        return self.generate + (self.train if mode == "naive" and self.shared else 0)
+        return self.generate + (self.train + self.critic if mode == "naive" and self.shared else 0)
 
 
 def weights(shape: ModelShape, itemsize: int) -> Weights:
@@ -103,28 +107,39 @@ def footprint(
     distributed: bool,
     bucket_bytes: int,
     shared: bool = True,
+    critic: bool = False,
 ) -> Footprint:
     """What the fullest trainer device and the fullest engine device hold.
 
     itemsize: bytes of a weight; grad_bytes: of a gradient; distributed: whether the optimizer's state is spread over
-    the data parallel ranks. Activations and the KV cache are not counted.
+    the data parallel ranks; critic: count a critic beside the policy. Activations and the KV cache are not counted.
     """
-    fullest = (0, 0, 0)
-    for numel, experts in _shards(shape, train):
-        spread = (train.dp * train.cp, train.edp) if distributed else (1, 1)
+    spread = (train.dp * train.cp, train.edp) if distributed else (1, 1)
+
+    def held(numel: int, experts: int) -> tuple[int, int, int]:
         state = MAIN_BYTES * (-(-(numel - experts) // spread[0]) + -(-experts // spread[1]))
-        fullest = max(fullest, (numel * itemsize, numel * grad_bytes, state), key=sum)
+        return numel * itemsize, numel * grad_bytes, state
+
+    fullest, beside = (0, 0, 0), (0, 0, 0)
+    for numel, experts, of_critic in _shards(shape, train):
+        both = held(numel, experts), held(of_critic, experts) if critic else (0, 0, 0)
+        fullest, beside = max((fullest, beside), both, key=lambda pair: sum(map(sum, pair)))
     own = {r: sum(prod(s) for s in engine_shapes(shape, engine, r).values()) for r in range(engine.ranks)}
-    return Footprint(*fullest, max(own.values()) * itemsize, weights(shape, itemsize).total, bucket_bytes, shared)
+    generate, whole = max(own.values()) * itemsize, weights(shape, itemsize).total
+    return Footprint(*fullest, generate, whole, bucket_bytes, shared, beside[0], beside[1] + beside[2])
 
 
-def _shards(shape: ModelShape, train: Parallel) -> set[tuple[int, int]]:
-    """(elements, those of experts) of every trainer rank that differs."""
+def _shards(shape: ModelShape, train: Parallel) -> set[tuple[int, int, int]]:
+    """(elements, those of experts, those of a critic) of every trainer rank that differs. Where the policy has its
+    output layer, or shares it with the embedding, a critic has one row of it, whole on every rank."""
     out, seen = set(), set()
     for rank in range(train.world):
         shapes = megatron_shapes(shape, train, rank)
         if id(shapes) not in seen:
             seen.add(id(shapes))
             experts = sum(prod(s) for name, s in shapes.items() if ".mlp.experts." in name)
-            out.add((sum(prod(s) for s in shapes.values()), experts))
+            numel = sum(prod(s) for s in shapes.values())
+            of_head = prod(shapes.get("output_layer.weight", (0,)))
+            value_head = shape.hidden if "decoder.final_layernorm.weight" in shapes else 0
+            out.add((numel, experts, numel - of_head + value_head))
     return out

@@ -27,6 +27,10 @@ from mindspeed_rl_plugin.reshard.layout import (
 from mindspeed_rl_plugin.reshard.plan import make_plan
 
 GB = 1e9
+PLAIN = (
+    "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --ffn-hidden-size 96 --swiglu --normalization RMSNorm "
+    "--disable-bias-linear --position-embedding-type rope --add-qkv-bias --vocab-size 250"
+)
 MACHINE = Machine(8, 50 * GB, 0.3 * GB, 50 * GB, int(64 * GB))
 
 
@@ -51,6 +55,58 @@ def test_figure_10_of_the_paper():
     assert f.peak("allgather") == f.train + f.generate + f.whole and f.resident("allgather") == f.generate
     assert f.optimizer == pytest.approx(12 * f.train / 2 / 2, rel=1e-3)  # a parameter's 12 bytes over two replicas
     assert found.out_seconds == pytest.approx(0.164, abs=0.001)
+
+
+@pytest.mark.parametrize("train", ["tp2,pp2,dp2", "tp1,pp1,dp1"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_critic_takes_what_its_parameters_take(train, tied):
+    """Counted by hand: the policy's, less the output layer of an own, and one value a hidden number on the last stage.
+    It is gone during generation, but for its weights in `naive`."""
+    hidden, ffn, vocab, layers = 8, 12, 64, 4
+    shape = ModelShape("qwen2", layers, hidden, 2, 2, 4, ffn, vocab, vocab, tied)
+    parallel = train_layout(train, None)
+    engine, engines = engine_layout_of("tp1", parallel.world)
+    sizes = dict(itemsize=2, grad_bytes=4)
+    plain = estimate(shape, parallel, engine, engines, MACHINE, **sizes).footprint
+    found = estimate(shape, parallel, engine, engines, MACHINE, critic=True, **sizes).footprint
+    attention = hidden * (3 * hidden + hidden) // parallel.tp + 3 * hidden // parallel.tp
+    layer = attention + 3 * hidden * ffn // parallel.tp + 2 * hidden
+    rows = vocab * hidden // parallel.tp
+    body = layers // parallel.pp * layer
+    # Alone the policy is largest on the last stage, for its head and norm; with a critic, which has no such head, both
+    # together are on the first, for its embedding.
+    alone = body + (rows if parallel.pp > 1 or tied else 2 * rows) + hidden
+    policy = alone if parallel.pp == 1 else body + rows
+    critic = body + rows + (2 * hidden if parallel.pp == 1 else 0)
+    each = 2 + 4 + 12 // parallel.dp
+    assert plain.update() == each * alone and plain.critic == plain.critic_state == 0
+    assert found.critic == 2 * critic and found.critic_state == (each - 2) * critic
+    assert found.update() == each * (policy + critic)
+    assert found.resident("naive") == 2 * (policy + critic) + found.generate == found.peak("naive")
+    assert found.resident("stream") == plain.resident("stream") == found.generate
+
+
+@pytest.mark.parametrize(
+    ("flags", "critic"),
+    [
+        ("--rl-algorithm ppo", True),
+        ("--rl-algorithm grpo --rl-advantage gae", True),
+        ("--rl-algorithm ppo --rl-advantage group-norm", False),
+        ("--rl-algorithm dpo", False),
+        ("", False),
+    ],
+)
+def test_a_scripts_algorithm_says_whether_there_is_a_critic(flags, critic):
+    assert read_arguments(Flags.parse([*PLAIN.split(), *flags.split()]), 4).critic is critic
+
+
+def test_the_plan_prints_the_critic(capsys):
+    command = ["--model", "qwen2.5-32b", "--train", "tp8,dp2", "--generate", "tp4,dp4"]
+    assert plan.main([*command, "--critic"]) == 0
+    with_critic = capsys.readouterr().out
+    assert "critic's weights" in with_critic
+    assert plan.main(command) == 0
+    assert "critic" not in capsys.readouterr().out
 
 
 def test_equation_3_of_the_paper():
