@@ -79,7 +79,7 @@ OUTPUT_ARGS=(
     --distributed-backend gloo
 )
 
-.venv/bin/torchrun "${DISTRIBUTED_ARGS[@]}" -m mindspeed_rl_plugin examples/pretrain_gpt.py \
+"${TORCHRUN:-.venv/bin/torchrun}" "${DISTRIBUTED_ARGS[@]}" -m mindspeed_rl_plugin examples/pretrain_gpt.py \
     "${GPT_ARGS[@]}" \
     "${TRAIN_ARGS[@]}" \
     "${DATA_ARGS[@]}" \

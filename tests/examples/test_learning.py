@@ -1,0 +1,74 @@
+"""Every preset learns: what `examples/learning.py` runs and writes down, three seeds, and the file that it writes."""
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from mindspeed_rl_plugin.algorithms.presets import ALGORITHMS
+
+ROOT = Path(__file__).parents[2]
+SPEC = importlib.util.spec_from_file_location("examples_learning", ROOT / "examples" / "learning.py")
+learning = importlib.util.module_from_spec(SPEC)
+sys.modules[SPEC.name] = learning  # dataclasses look their module up
+SPEC.loader.exec_module(learning)
+TABLE = ROOT / "docs" / "learning-results.md"
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory):
+    return tmp_path_factory.mktemp("learning")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("preset", learning.PRESETS)
+def test_a_preset_learns(out, preset, seed):
+    """The first run of a seed pretrains, the others take the same checkpoint."""
+    base = learning.pretrained(out, seed)
+    found = learning.run(preset, seed, base, out / f"seed{seed}" / preset, learning.ITERATIONS)
+    assert found.iterations == learning.ITERATIONS and found.learned, found
+    assert abs(found.before) < 1e-4 if preset == "dpo" else 0.4 < found.before < 0.6, "the start is the careless pupil"
+
+
+def test_every_preset_has_its_run():
+    assert list(learning.PRESETS) == list(ALGORITHMS)
+
+
+def test_rows_go_into_the_table_in_the_place_of_older_ones(tmp_path):
+    table = tmp_path / "results.md"
+    table.write_text(f"above\n{learning.BEGIN}\n{learning.END}\nbelow\n")
+    first = [learning.Outcome("grpo", 1, "accuracy", 0.5, 0.75, 16), learning.Outcome("dpo", 0, "margin", 0.0, 2.0, 16)]
+    learning.record(first, table)
+    learning.record([learning.Outcome("grpo", 1, "accuracy", 0.5, 0.8, 16)], table)
+    learning.record([learning.Outcome("ppo", 0, "accuracy", 0.5, 0.55, 16)], table)
+    rows = [line for line in table.read_text().splitlines() if line.startswith("| ")][1:]
+    assert rows == [
+        "| ppo | 0 | accuracy | 0.500 | 0.550 | 16 |",
+        "| grpo | 1 | accuracy | 0.500 | 0.800 | 16 |",
+        "| dpo | 0 | margin | 0.000 | 2.000 | 16 |",
+    ]
+    assert table.read_text().startswith("above\n") and table.read_text().endswith("\nbelow\n")
+    assert first[1].learned and not learning.Outcome("ppo", 0, "accuracy", 0.5, 0.55, 16).learned
+    (tmp_path / "plain.md").write_text("no marks")
+    with pytest.raises(ValueError, match="lacks the marks"):
+        learning.record(first, tmp_path / "plain.md")
+
+
+def test_the_table_in_the_docs_is_made_of_its_rows_and_each_has_learned():
+    rows = [learning.Outcome(**json.loads(line)) for line in TABLE.with_suffix(".jsonl").read_text().splitlines()]
+    text = TABLE.read_text()
+    assert text.split(learning.BEGIN)[1].split(learning.END)[0].strip() == learning.render(rows).strip()
+    assert rows and all(row.learned for row in rows), "what has not been run or has not learned is not a result"
+
+
+def test_pairs_are_the_numbers_that_carry(tmp_path):
+    numbers = tmp_path / "numbers.jsonl"
+    numbers.write_text("".join(json.dumps({"prompt": f"{n}*2=", "answer": str(2 * n)}) + "\n" for n in (1234, 1235)))
+    learning.write_pairs(numbers, tmp_path / "pairs.jsonl")
+    assert [json.loads(line) for line in (tmp_path / "pairs.jsonl").read_text().splitlines()] == [
+        {"prompt": "1235*2=", "chosen": "2470", "rejected": "2460"}
+    ]
