@@ -86,7 +86,8 @@ class Dock(Protocol):
 
     @property
     def served(self) -> dict[str, Any]:
-        """states: whose controllers this process holds; messages, bytes: what it did for all ranks' requests."""
+        """states: whose controllers this process holds; messages, bytes: what it did for all ranks' requests; refused:
+        how many connections and messages it turned away, by reason."""
 
     def open(self, epoch: int, groups: int, members: int) -> None:
         """Declare the ids (epoch, 0..groups-1, 0..members-1) of one rollout. Epochs rise and are never reused."""

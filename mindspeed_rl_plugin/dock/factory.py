@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import socket
 from collections.abc import Sequence
 from typing import Any
@@ -56,8 +57,9 @@ def make_docks(
     Ray places and restarts); None takes "local" for one rank, "ray" for several machines where RAY_ADDRESS is set,
     "shm" else. deadline: seconds that the
     ranks wait for each other; limits: of a warehouse; homes: (epoch, groups) -> `[groups]` machine of each group,
-    numbered by lowest rank; node: another name for this machine, in tests. Raises ValueError for an unknown medium, and
-    for "ray" where Ray is missing or cannot be joined.
+    numbered by lowest rank; node: another name for this machine, in tests. Raises ValueError for an unknown medium, for
+    "ray" where Ray is missing or cannot be joined, and, on every rank, for a machine of several that has no address
+    that the others can reach.
     """
     many = group is not None and dist.get_world_size(group) > 1
     medium = medium or (_medium(group) if many else "local")
@@ -89,6 +91,9 @@ def _distributed(
         dist.all_gather_object(found, value, group=group)
         return found
 
+    host = _own_address()
+    if not node:
+        _check_addresses(exchange([machine(), host]))
     member = Member(
         columns,
         states,
@@ -96,7 +101,7 @@ def _distributed(
         world=world,
         exchange=exchange,
         node=node,
-        host=_own_address(),
+        host=host,
         limits=limits,
         homes=None if central else homes,
         central=central,
@@ -142,3 +147,21 @@ def _own_address() -> str:
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(target)  # chooses the route, sends nothing
         return probe.getsockname()[0]
+
+
+def _check_addresses(places: Sequence[tuple[str, str]]) -> None:
+    """Raise ValueError where the ranks of several machines, by (machine, own address), cannot reach each other."""
+    if len({name for name, _ in places}) == 1:
+        return
+    named = master_address()[0]
+    for rank, (name, host) in enumerate(places):
+        if not host:
+            raise ValueError(
+                f"rank {rank} on {name} has no MASTER_ADDR: the dock of several machines takes the interface of the "
+                "job from it; give the network address of the first machine"
+            )
+        if ipaddress.ip_address(host.partition("%")[0]).is_loopback:
+            raise ValueError(
+                f"MASTER_ADDR {named} resolves to {host} on {name} (rank {rank}), where no other machine reaches it; "
+                "give the network address of the first machine, or correct /etc/hosts there"
+            )

@@ -40,7 +40,12 @@ class LocalDock(Declared):
         self._next_token = 1
         self._changed = threading.Condition(threading.RLock())
         self.traffic = Traffic()
-        self.served = {"states": sorted(self.states), "messages": 0, "bytes": 0}
+        self.served = {
+            "states": sorted(self.states),
+            "messages": 0,
+            "bytes": 0,
+            "refused": {"stranger": 0, "malformed": 0},
+        }
 
     # ids
 

@@ -302,8 +302,9 @@ def test_strangers_and_garbage_are_refused_and_the_service_lives_on(start) -> No
     for message in (Message("nonsense"), Message("put", {"epoch": 0}), Message("lease", {"state": "zzz"})):
         with pytest.raises(ValueError, match="no such message|malformed|does not control"):
             channel.ask(message)
-    assert channel.ask(Message("stats")).note["used"] == 0
+    stats = channel.ask(Message("stats")).note
     channel.close()
+    assert (stats["used"], stats["refused"]) == (0, {"stranger": 2, "malformed": 7})
     assert job[1].call("traffic")["refused"] == {"stranger": 2, "malformed": 7}
     job.all("open", epoch=0, groups=2, members=1)
     job[0].call("put", column="prompt", ids=firsts(2))

@@ -74,7 +74,8 @@ class DistributedDock(Declared):
 
     @property
     def served(self) -> dict[str, Any]:
-        """states: whose controllers this process holds; messages, bytes: what went through it for all ranks."""
+        """states: whose controllers this process holds; messages, bytes: what went through it for all ranks; refused:
+        connections and messages that it turned away, by reason."""
         return self._net.served()
 
     # ids

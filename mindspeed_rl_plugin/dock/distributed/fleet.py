@@ -147,7 +147,10 @@ class Member:
         if house is not None or here:
             path = os.path.join(shared, f"rank-{rank}.sock")
             self.service = Service(self.host, secret, node=node, unix=path, host=host if many else "")
-        own = None if self.service is None else vars(self.service.start())
+        own = None
+        if self.service is not None:
+            self.host.refused = self.service.refused
+            own = vars(self.service.start())
         addresses = [None if a is None else Address(**a) for a in exchange(own)]
         self.host.address = addresses[rank]
         directory.hosts += [a for a in addresses if a is not None]
@@ -183,7 +186,7 @@ class Member:
             meet=lambda: exchange(None),
             on_close=self._close,
         )
-        self.connections.served = lambda: {"states": sorted(self.host.controllers), **self.host.traffic}
+        self.connections.served = self.host.served
         exchange(None)  # nobody asks before everybody answers
         if self.service is not None and many:
             self.service.call(self.host.watch)

@@ -35,7 +35,8 @@ class Host(WarehouseCalls, ControllerCalls, Succession):
     of this process; homes: (epoch, groups) -> `[groups]` warehouse of each group; build: makes a controller that is
     taken over; heartbeat: seconds between signs of life; clock: seconds, for leases.
 
-    traffic: messages and bytes of cells that went through this process, to show that none sees them all.
+    traffic: messages and bytes of cells that went through this process, to show that none sees them all; refused: what
+    its `service.Service` turned away, by reason.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class Host(WarehouseCalls, ControllerCalls, Succession):
         self.name, self.node, self.secret, self.directory = name, node, secret, directory
         self.warehouse, self.controllers = warehouse, dict(controllers or {})
         self.traffic = {"messages": 0, "bytes": 0}
+        self.refused = {"stranger": 0, "malformed": 0}
         self.dead: set[int] = set()  # warehouses that gave no sign of life
         self.build, self.address, self.heartbeat = build, None, heartbeat
         self.taking: dict[str, Controller] = {}
@@ -99,6 +101,10 @@ class Host(WarehouseCalls, ControllerCalls, Succession):
         for state, controller in self.controllers.items():
             if controller.drop_holder(peer):
                 self._wake(state)
+
+    def served(self) -> dict[str, Any]:
+        """What this process does for all ranks, and what it refused to do."""
+        return {"states": sorted(self.controllers), **self.traffic, "refused": dict(self.refused)}
 
     # inside
 

@@ -283,6 +283,7 @@ class WarehouseActor:
         path = Path(spec["directory"]) / "warehouse.sock"
         path.unlink(missing_ok=True)  # a predecessor's
         self._service = Service(self._host, secret, node=spec["node"], unix=str(path), host=spec["host"])
+        self._host.refused = self._service.refused
         self._address = self._service.start()
         if house.incarnation > 1:
             self._announce(house, secret)

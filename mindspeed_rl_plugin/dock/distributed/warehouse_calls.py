@@ -23,6 +23,7 @@ class WarehouseCalls:
     """A part of `hosting.Host`, which has `warehouse`, `controllers`, `traffic`, `node` and the waiting."""
 
     warehouse: Warehouse | None
+    refused: dict[str, int]
 
     def _on_reserve(self, peer: str, message: Message) -> Answer:
         """Extents for a writer of this node, once there are credits for what it puts."""
@@ -120,7 +121,7 @@ class WarehouseCalls:
         house = self.warehouse
         used, seq = (house.used, house.seq) if house else (0, 0)
         served = {"traffic": self.traffic, "states": sorted(self.controllers), "successions": self.successions}
-        return Message("stats", {**served, "used": used, "seq": seq})
+        return Message("stats", {**served, "refused": self.refused, "used": used, "seq": seq})
 
     def _house(self) -> Warehouse:
         if self.warehouse is None:
