@@ -2,9 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+
+from mindspeed_rl_plugin.dock.distributed.arena import LINE, rounded
 
 FLAGS = {"bytes": "--rl-dock-gb", "rows": "--rl-dock-rows"}
+
+
+def write_back_bytes(nbytes: int, cells: int = 1) -> int:
+    """Room for `cells` written back, of `nbytes` together. Two lines more each: extents are whole lines, and a cell may
+    begin and end inside one."""
+    return nbytes + 2 * LINE * cells
+
+
+def row_reserve(write_backs: Mapping[str, int]) -> int:
+    """Bytes that an admitted row keeps free. write_backs: most bytes that states write into one row, by column."""
+    return sum(write_back_bytes(nbytes) for nbytes in write_backs.values())
+
+
+def put_bytes(blocks: Iterable[int]) -> int:
+    """Bytes that a producer's blocks of these sizes take: whole lines."""
+    return sum(rounded(max(nbytes, 1)) for nbytes in blocks)
 
 
 def missing(

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from mindspeed_rl_plugin.dock.api import ColumnSpec, StateSpec
-from mindspeed_rl_plugin.dock.distributed.arena import LINE, Arena
+from mindspeed_rl_plugin.dock.distributed.arena import Arena
 from mindspeed_rl_plugin.dock.distributed.cells import entry_bytes
 from mindspeed_rl_plugin.dock.distributed.connections import Connections, Homes, Settings, contiguous_homes
 from mindspeed_rl_plugin.dock.distributed.controller import Controller
+from mindspeed_rl_plugin.dock.distributed.credits import put_bytes, row_reserve
 from mindspeed_rl_plugin.dock.distributed.hosting import Host
 from mindspeed_rl_plugin.dock.distributed.memory import PrivateDirectory, machine
 from mindspeed_rl_plugin.dock.distributed.ray_nodes import RayNodes, warehouse_spec
@@ -53,7 +54,11 @@ class Limits:
         return {c.name: self._cell_bytes(c) for c in columns if c.name in written}
 
     def check(self, columns: Sequence[ColumnSpec], states: Sequence[StateSpec], groups: int, members: int) -> None:
-        """Raise ValueError where a warehouse cannot hold `groups` of `members` samples, the longest there may be."""
+        """Raise ValueError where a warehouse cannot admit `groups` of `members` samples, the longest there may be.
+
+        A ragged column that declares no `longest` counts with max_tokens entries. Where its cells can be longer (text
+        and record of a prompt), a put of such cells still says by itself what it lacks.
+        """
         if self.rows is not None and groups * members > self.rows:
             raise ValueError(
                 f"--rl-dock-rows {self.rows}: {groups} groups of {members} samples on one machine are "
@@ -61,14 +66,21 @@ class Limits:
             )
         if self.capacity is None:
             return
-        row = sum(nbytes + LINE for nbytes in self.write_backs(columns, states).values())
-        produced = sum(self._cell_bytes(c) + LINE for c in columns if c.level == "group")
-        need = groups * (members * row + produced)
+        written = self.write_backs(columns, states)
+        read = {name for s in states for name in s.reads}
+        produced = [c for c in columns if c.name in read and c.name not in written]
+        row = row_reserve(written) + put_bytes(self._cell_bytes(c) for c in produced if c.level != "group")
+        need = groups * (members * row + put_bytes(self._cell_bytes(c) for c in produced if c.level == "group"))
         if need > self.capacity:
             raise ValueError(
                 f"--rl-dock-gb {self.capacity / 2**30:g}: {groups} groups of {members} samples on one machine may need "
-                f"{need} bytes ({need / 2**30:.3g} GiB); raise it, or lower --rl-rollout-prompts or the length limits"
+                f"{need} bytes ({need / 2**30:.3g} GiB){self._uncounted(produced)}; raise it, or lower "
+                "--rl-rollout-prompts or the length limits"
             )
+
+    def _uncounted(self, produced: Sequence[ColumnSpec]) -> str:
+        open_ended = [c.name for c in produced if c.ragged and c.level != "token" and c.longest is None]
+        return f", with {self.max_tokens} entries a cell of {', '.join(open_ended)}" if open_ended else ""
 
     def _cell_bytes(self, column: ColumnSpec) -> int:
         return entry_bytes(column) * ((column.longest or self.max_tokens) if column.ragged else 1)

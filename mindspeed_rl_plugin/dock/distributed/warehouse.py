@@ -11,9 +11,9 @@ from collections.abc import Hashable, Mapping, Sequence
 import numpy as np
 
 from mindspeed_rl_plugin.dock.api import ColumnSpec
-from mindspeed_rl_plugin.dock.distributed.arena import LINE, Arena, Extent, rounded
+from mindspeed_rl_plugin.dock.distributed.arena import Arena, Extent
 from mindspeed_rl_plugin.dock.distributed.cells import entry_bytes
-from mindspeed_rl_plugin.dock.distributed.credits import missing
+from mindspeed_rl_plugin.dock.distributed.credits import missing, put_bytes, row_reserve, write_back_bytes
 from mindspeed_rl_plugin.dock.distributed.journal import Journal
 from mindspeed_rl_plugin.dock.distributed.records import Cells, EpochSet, Record, Shape, places, slots_of_groups
 from mindspeed_rl_plugin.dock.distributed.reservations import Reservations
@@ -44,8 +44,7 @@ class Warehouse:
         self.index, self.columns, self.arena = index, columns, arena
         self.capacity, self.max_rows, self.write_backs = capacity, max_rows, dict(write_backs or {})
         self._limited = capacity is not None or max_rows is not None
-        # Two lines more a cell: extents are whole lines, and a cell may begin and end inside one.
-        self.row_reserve = sum(nbytes + 2 * LINE for nbytes in self.write_backs.values())
+        self.row_reserve = row_reserve(self.write_backs)
         self.version_column = version_column
         self.seq, self.incarnation = 0, 1
         self.outstanding = 0  # bytes reserved for write-backs that have not come
@@ -71,7 +70,7 @@ class Warehouse:
             return None
         groups = self._new_groups(epoch, shape, blocks)
         rows = len(groups) * shape.members
-        payload = sum(rounded(max(nbytes, 1)) for name, _, nbytes in blocks if name not in self.write_backs)
+        payload = put_bytes(nbytes for name, _, nbytes in blocks if name not in self.write_backs)
         wanted = {"bytes": payload + rows * self.row_reserve, "rows": rows}
         taken = {"bytes": self.arena.used + self.outstanding, "rows": self.rows}
         if reason := missing(wanted, taken, {"bytes": self.capacity, "rows": self.max_rows}, len(groups)):
@@ -296,7 +295,7 @@ class Warehouse:
         """Bytes of the room for write-backs that cells of these lengths use; none for what only producers write."""
         if column not in self.write_backs:
             return 0
-        return int(lengths.sum()) * self.itemsize(column) + 2 * LINE * len(lengths)
+        return write_back_bytes(int(lengths.sum()) * self.itemsize(column), len(lengths))
 
     def _keep(self, table: Table, slots: np.ndarray | slice, cells: int, extent: Extent) -> None:
         """Note which cells lie in an extent, and how many they are."""
