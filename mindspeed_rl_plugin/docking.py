@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import torch.distributed as dist
 
-from mindspeed_rl_plugin import columns
+from mindspeed_rl_plugin import columns, drawing
 from mindspeed_rl_plugin.algorithms import Algorithm, resolve
 from mindspeed_rl_plugin.config import RLConfig
 from mindspeed_rl_plugin.dock import Dock, Limits, machine, make_docks
 from mindspeed_rl_plugin.environment import launch_env
+from mindspeed_rl_plugin.forward import Step
 from mindspeed_rl_plugin.placement import Placement
-from mindspeed_rl_plugin.startup.arithmetic import derive_from_args
+from mindspeed_rl_plugin.startup.arithmetic import Arithmetic, derive_from_args
 from mindspeed_rl_plugin.startup.topology import Topology
 
 
@@ -28,6 +30,21 @@ def place(topology: Topology, group: dist.ProcessGroup) -> Placement:
     return Placement(node, tuple(d for _, d, _ in places), tuple(e for _, _, e in places))
 
 
+def make_homes(
+    placement: Placement, prompts: int, plan: Callable[[Sequence[drawing.Group]], list[Step]]
+) -> Callable[[int], np.ndarray]:
+    """Groups of an epoch -> `[groups]` machine of each. prompts: groups of a rollout by these flags, which are trained
+    by `plan`; an epoch of another size, of a former start, lies in proportion."""
+
+    @functools.cache
+    def homes(groups: int) -> np.ndarray:
+        if groups != prompts:
+            return np.sort(homes(prompts))[np.arange(groups) * prompts // groups]
+        return placement.homes(plan(drawing.of_epoch(0, prompts)), prompts)
+
+    return homes
+
+
 def make_consumers(
     config: RLConfig,
     graders: int,
@@ -38,7 +55,7 @@ def make_consumers(
 ) -> list[Dock]:
     """One dock under three divisions of the ranks into consumers: data parallel, engines, single ranks. Collective.
 
-    graders: number of reward columns; homes: machine of each group of an epoch.
+    graders: number of reward columns; homes: groups of an epoch -> machine of each.
     """
     divisions = [
         (topology.dp_rank, topology.dp_size),
@@ -53,7 +70,7 @@ def make_consumers(
         medium=None if config.dock.dock == "auto" else config.dock.dock,
         group=group,
         deadline=config.monitor.wait_timeout,
-        homes=lambda epoch, groups: homes(epoch),
+        homes=lambda epoch, groups: homes(groups),
         limits=_limits(config),
     )
 
@@ -68,11 +85,28 @@ def _limits(config: RLConfig) -> Limits:
 
 
 def check_dock(args: argparse.Namespace, config: RLConfig, graders: int) -> None:
-    """A dock that is too small for one rollout is refused before the model is built."""
+    """A dock that is too small for one rollout however well it spreads is refused before the model is built."""
     env, sizes = launch_env(), derive_from_args(args)
     machines = max(env["world_size"] // env["local_world_size"], 1) if config.dock.dock != "local" else 1
-    algorithm = resolve(config.algorithm)
-    declared = columns.grpo_columns(graders), columns.grpo_states(algorithm)
-    # Dynamic sampling draws a whole round beside groups that wait, all but one of a rollout at most.
-    groups = sizes.prompts * (2 if algorithm.dynamic_sampling else 1)
-    _limits(config).check(*declared, -(-groups // machines), sizes.members)
+    check_round(config, graders, sizes, -(-sizes.prompts // machines))
+
+
+def check_homes(config: RLConfig, graders: int, sizes: Arithmetic, homes: np.ndarray) -> None:
+    """The same where the machines are known, before the engine is built. homes: of the groups of a round."""
+    central = config.dock.dock == "local"
+    check_round(config, graders, sizes, sizes.prompts if central else int(np.bincount(homes).max()))
+
+
+def check_round(config: RLConfig, graders: int, sizes: Arithmetic, most: int) -> None:
+    """Refuse a dock that may not hold a round beside what waits on the same machine. most: groups of a round on one
+    machine. Raises ValueError."""
+    # With dynamic sampling all but one group of a rollout may wait, drawn in rounds that put `most` on a machine each.
+    dynamic = resolve(config.algorithm).dynamic_sampling
+    rounds = config.algorithm.dynamic_sampling_rounds if dynamic else 0
+    check_groups(config, graders, sizes.members, most + min(sizes.prompts - 1, rounds * most))
+
+
+def check_groups(config: RLConfig, graders: int, members: int, groups: int) -> None:
+    """Refuse a dock that does not hold so many groups on one machine. Raises ValueError."""
+    declared = columns.grpo_columns(graders), columns.grpo_states(resolve(config.algorithm))
+    _limits(config).check(*declared, groups, members)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from mindspeed_rl_plugin import columns, drawing, reporting
+from mindspeed_rl_plugin import columns, drawing, reporting, resuming
 from mindspeed_rl_plugin.algorithms.presets import learns_from_pairs
 from mindspeed_rl_plugin.config import RLConfig
 from mindspeed_rl_plugin.critic.critic import Critic
@@ -26,6 +26,7 @@ from mindspeed_rl_plugin.preference.loop import PairLoop
 from mindspeed_rl_plugin.reshard.hook import Transfer
 from mindspeed_rl_plugin.reshard.swap import HostWeights, gathered
 from mindspeed_rl_plugin.rollout.generate import run_generation
+from mindspeed_rl_plugin.startup.files import outline
 from mindspeed_rl_plugin.startup.launch import TRAINED
 from mindspeed_rl_plugin.startup.start import Start
 from mindspeed_rl_plugin.types import Ragged, Rows, SampleId
@@ -82,7 +83,8 @@ class Loop:
         self._critic = critic
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take the RL state of a checkpoint; applied once the parts are built."""
+        """Take the RL state of a checkpoint, or refuse it; applied once the parts are built."""
+        resuming.check(self.inputs, state, outline(state["dock"])["epochs"])
         self._restored = state
 
     def on_checkpoint_loaded(self, model: Any, optimizer: Any, start: Start) -> None:
@@ -123,25 +125,23 @@ class Loop:
             TRAINED: self.trained,
             "lengths": [list(self.lengths[group]) for group in (*self.groups, *self.carried)],
             "steps_left": len(self.steps),
-            "cut": self._cut(),
+            "cut": resuming.cut(p.inputs),
+            "choices": resuming.choices(p.algorithm),
             "rollout": dataclasses.asdict(self._rollout) if self._rollout else None,
             "cursor": p.inputs.prompts.state(),
             "dock": p.dock.snapshot(),
         }
 
     def _restore(self, state: Mapping[str, Any]) -> None:
-        p, left = self.parts, state["steps_left"]
-        if left and state["cut"] != self._cut():
-            raise ValueError(
-                f"the checkpoint holds a rollout with {left} optimizer steps left, cut as {state['cut']}; these flags "
-                f"cut rollouts as {self._cut()}: resume with the former values, at least until iteration "
-                f"{p.inputs.args.iteration + left}"
-            )
-        drawing.check_carried(state["carried"], state["cut"], self._cut())
+        p, left, rounds = self.parts, state["steps_left"], outline(state["dock"])["epochs"]
+        self.groups, self.carried = (tuple(map(tuple, state[name])) for name in ("groups", "carried"))
+        p.rounds.update(resuming.rounds_of(rounds))
+        used = self.groups if left else ()
+        resuming.check_room(p, used, self.carried)
         self.epoch, self.trained = state["epoch"], state.get(TRAINED, True)
         p.inputs.prompts.load_state(state["cursor"])
         p.dock.restore(state["dock"])
-        self.groups, self.carried = (tuple(map(tuple, state[name])) for name in ("groups", "carried"))
+        p.forget(resuming.gone(rounds, (*used, *self.carried)))  # of which the rows tell the leader alone
         self.lengths = dict(zip((*self.groups, *self.carried), map(tuple, state["lengths"]), strict=True))
         if not p.algorithm.dynamic_sampling:  # which nothing takes up any more
             p.forget(self.carried)
@@ -151,19 +151,6 @@ class Loop:
             self.steps = every[len(every) - left :]
         if state["rollout"] is not None:
             self._rollout = reporting.Rollout(**state["rollout"])
-
-    def _cut(self) -> dict[str, int | str | None]:
-        """What decides how a rollout is cut into optimizer steps and what its rows hold; a half-used rollout cannot
-        change it."""
-        sizes = self.parts.sizes
-        return {
-            "--rl-rollout-prompts": sizes.prompts,
-            "--rl-samples-per-prompt": sizes.members,
-            "--global-batch-size": sizes.global_batch,
-            "--rl-ppo-epochs": sizes.epochs,
-            "--rl-advantage": self.parts.algorithm.advantage,
-            "--rl-max-tokens-per-microbatch": self.parts.forward.max_tokens,
-        }
 
     def _round(self) -> tuple[drawing.Group, ...]:
         """Groups of the round that is being drawn."""
@@ -176,8 +163,7 @@ class Loop:
     def _of_rank(self, groups: Sequence[drawing.Group]) -> list[SampleId]:
         """Those of the groups that this rank grades and compares, whole."""
         p = self.parts
-        rounds = [(p.ids((e, g) for g in part), p.homes(e)) for e, part in drawing.by_epoch(groups).items()]
-        return [i for ids, homes in rounds for i in p.placement.whole_groups_of(p.topology.rank, ids, homes)]
+        return p.ids(p.placement.graded_by(p.topology.rank, groups, p.home))
 
     def train_iterator(self) -> Any:
         """What stands in for the pretraining iterator: nothing, for `train_step` brings the rows of its step."""
@@ -352,7 +338,7 @@ class Loop:
         return p.dock.lease(state, ids=[i for ids in batches for i in ids], deadline=p.deadline, columns=needed)
 
     def _advantages(self) -> None:
-        """Step 7: whole groups, each on a rank of its machine; a group with a failed grade is trained nowhere."""
+        """Step 7: whole groups, as they were graded; a group with a failed grade is trained nowhere."""
         p = self.parts
         lease = p.dock_of_rank.lease("advantage", ids=self._of_rank(self.groups), deadline=p.deadline)
         limit = p.inputs.config.rollout.max_response_length

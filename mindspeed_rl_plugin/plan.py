@@ -65,7 +65,8 @@ def main(argv: list[str]) -> int:
     print("Eq. 2: everything through one buffer. Eq. 4: each of S warehouses. Both padded, and read 3 times.")
     print("here: GRPO with a reference, unpadded: written once, read by the states that declare it, in the memory of")
     print("the machine where a row is drawn and trained. between: prompts, which one rank puts, and the numbers")
-    print("that one rank logs.")
+    print("that one rank logs, where pipelines lie within machines and batches are not chosen or balanced by tokens")
+    print("(docs/dock.md, Homes, says what those add).")
     return 0
 
 

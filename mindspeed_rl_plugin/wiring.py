@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 import datetime
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from mindspeed_rl_plugin.config import RLConfig
 from mindspeed_rl_plugin.critic.critic import Critic
 from mindspeed_rl_plugin.device import get_device
 from mindspeed_rl_plugin.dock import Dock
-from mindspeed_rl_plugin.docking import check_dock, make_consumers, place
+from mindspeed_rl_plugin.docking import check_dock, check_homes, make_consumers, make_homes, place
 from mindspeed_rl_plugin.environment import launch_env
 from mindspeed_rl_plugin.forward import ForwardSettings, Step, plan_tokens
 from mindspeed_rl_plugin.monitor.monitor import Monitor
@@ -119,7 +119,8 @@ class Inputs:
 class Parts:
     """Everything that a rank's loop works with.
 
-    placement: who works on which rows. One dock, seen by three kinds of consumers: dock by data parallel ranks,
+    placement: who works on which rows; homes_of: groups of an epoch -> machine of each; rounds: groups of epochs that a
+    former start drew. One dock, seen by three kinds of consumers: dock by data parallel ranks,
     dock_of_engine by rollout engines, dock_of_rank by single ranks. group: all ranks, over gloo.
     """
 
@@ -143,6 +144,8 @@ class Parts:
     value_update: ValueUpdate | None
     monitor: Monitor
     sampling: Sampling
+    homes_of: Callable[[int], np.ndarray]
+    rounds: dict[int, int] = field(default_factory=dict)
 
     @classmethod
     def build(
@@ -164,10 +167,10 @@ class Parts:
         dtype = engine.dtype_of(args, rollout.engine_dtype)
         placement = place(topology, group)
 
-        def homes(epoch: int) -> np.ndarray:
-            return placement.homes(_plan(sizes, topology, drawing.of_epoch(epoch, sizes.prompts)), sizes.prompts)
-
-        docks = make_consumers(config, len(inputs.graders.names), topology, group, algorithm, homes)
+        homes = make_homes(placement, sizes.prompts, lambda groups: _plan(sizes, topology, groups))
+        graders = len(inputs.graders.names)
+        check_homes(config, graders, sizes, homes(sizes.prompts))
+        docks = make_consumers(config, graders, topology, group, algorithm, homes)
         resharder = Resharder(
             ModelShape.from_megatron_args(args, inputs.vocab),
             Parallel.from_megatron_args(args),
@@ -220,6 +223,7 @@ class Parts:
                 stop_token_ids=rollout.stop_token_ids,
                 ignore_eos=rollout.ignore_eos,
             ),
+            homes_of=homes,
         )
 
     def close(self) -> None:
@@ -268,15 +272,22 @@ class Parts:
 
     def plan(self, groups: Sequence[drawing.Group], lengths: drawing.Lengths | None = None) -> list[Step]:
         """Optimizer steps of one pass over the groups of a rollout. lengths: tokens of each sample of each group; then
-        micro-batches are within the budget of tokens where there is one."""
-        plan = _plan(self.sizes, self.topology, groups)
-        if self.forward.budget is None or lengths is None:
-            return plan
-        return plan_tokens(plan, {i: lengths[i[:2]][i.member] for i in self.ids(groups)}, self.forward.budget)
+        micro-batches are within the budget of tokens where there is one. Which rows make a step depends on neither."""
+        plan, budget = _plan(self.sizes, self.topology, groups), self.forward.budget
+        if budget is None or lengths is None:
+            # Where all of a round is trained, it lies where this plan trains it.
+            return self.placement.near(plan, self.home) if self.algorithm.dynamic_sampling else plan
+        ids = self.ids(groups)
+        near = {i: self.placement.trainers[self.home(i[:2])] for i in ids}
+        return plan_tokens(plan, {i: lengths[i[:2]][i.member] for i in ids}, budget, near)
 
     def homes(self, epoch: int) -> np.ndarray:
         """`[groups]` machine of each group of a round, as if all of it were trained on."""
-        return self.placement.homes(self.plan(drawing.of_epoch(epoch, self.sizes.prompts)), self.sizes.prompts)
+        return self.homes_of(self.rounds.get(epoch, self.sizes.prompts))
+
+    def home(self, group: drawing.Group) -> int:
+        """Machine of one group."""
+        return int(self.homes(group[0])[group[1]])
 
     def forget(self, groups: Iterable[drawing.Group]) -> None:
         """Clear groups from the dock."""

@@ -21,7 +21,7 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("startup", "columns", "placement", "drawing", "planning"),
     ("docking", "plan", "export"),
     ("wiring",),
-    ("reporting", "preference"),
+    ("reporting", "preference", "resuming"),
     ("iteration",),
     ("patching",),
     ("adaptor",),

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from mindspeed_rl_plugin.types import SampleId
 
 MicroBatchIds = tuple[SampleId, ...]
+Near = Mapping[SampleId, Collection[int]]  # data parallel ranks that would read a row from their own machine
+SLACK = 0.01  # share of the fullest rank's tokens that rows may cost for being trained near where they lie
 
 
 @dataclass(frozen=True)
@@ -83,18 +86,24 @@ class TokenBudget:
         return -(-max(length, 1) // self.multiple) * self.multiple
 
 
-def plan_tokens(plan: Sequence[Step], lengths: Mapping[SampleId, int], budget: TokenBudget) -> list[Step]:
+def plan_tokens(
+    plan: Sequence[Step], lengths: Mapping[SampleId, int], budget: TokenBudget, near: Near | None = None
+) -> list[Step]:
     """Deal the rows of each step out anew: to ranks balanced by tokens, and into micro-batches within a budget.
 
-    plan: of `plan_batches`, whose steps keep their rows; lengths: tokens of each row. Every rank gets equally many rows
-    and micro-batches, as few as the fullest rank needs. A function of ids and lengths, so the same on every rank.
+    plan: of `plan_batches`, whose steps keep their rows; lengths: tokens of each row; near: ranks where a row is
+    preferred. Every rank gets equally many rows and micro-batches, as few as the fullest rank needs. Balance comes
+    first, for a token costs far more to train than to read from another machine: no rank gets more than SLACK beyond
+    the fullest of a deal that looks at lengths alone. A function of ids, lengths and places, so the same on every rank.
     Raises ValueError for a row that alone is beyond the budget.
     """
-    return [_dealt(step, lengths, budget) for step in plan]
+    return [_dealt(step, lengths, budget, near) for step in plan]
 
 
-def _dealt(step: Step, lengths: Mapping[SampleId, int], budget: TokenBudget) -> Step:
+def _dealt(step: Step, lengths: Mapping[SampleId, int], budget: TokenBudget, near: Near | None) -> Step:
     ranks = _balanced(sorted(step.ids, key=lambda i: (-lengths[i], i)), lengths, len(step.micro_batches))
+    if near is not None:
+        ranks = _nearer(ranks, lengths, near)
     filled = [_fill(rows, lengths, budget) for rows in ranks]
     count = max(map(len, filled))
     count = min(-(-count // budget.rounds_of) * budget.rounds_of, len(ranks[0]))
@@ -106,16 +115,58 @@ def _dealt(step: Step, lengths: Mapping[SampleId, int], budget: TokenBudget) -> 
     return Step(tuple(tuple(map(tuple, _split(batches, count, lengths, budget))) for batches in filled))
 
 
-def _balanced(rows: Sequence[SampleId], lengths: Mapping[SampleId, int], parts: int) -> list[list[SampleId]]:
-    """Equally many rows a part; of falling lengths, each goes to the part with the fewest tokens that has room."""
+def _balanced(
+    rows: Sequence[SampleId], lengths: Mapping[SampleId, int], parts: int, near: Near | None = None
+) -> list[list[SampleId]]:
+    """Equally many rows a part; of falling lengths, each goes to the part with the fewest tokens that has room, near it
+    where there is one."""
     room = len(rows) // parts
     found: list[list[SampleId]] = [[] for _ in range(parts)]
     tokens = [0] * parts
     for row in rows:
-        part = min((p for p in range(parts) if len(found[p]) < room), key=lambda p: (tokens[p], p))
+        free = [p for p in range(parts) if len(found[p]) < room]
+        part = min([p for p in free if near and p in near[row]] or free, key=lambda p: (tokens[p], p))
         found[part].append(row)
         tokens[part] += lengths[row]
     return found
+
+
+def _nearer(plain: list[list[SampleId]], lengths: Mapping[SampleId, int], near: Near) -> list[list[SampleId]]:
+    """Parts as full as `plain`, up to SLACK, with more of their rows near: all of them first, then the fullest and the
+    emptiest part swap the two rows that level them best, until the fullest is full no more."""
+
+    def order(row: SampleId) -> tuple[int, SampleId]:
+        return -lengths[row], row
+
+    def tokens(part: Sequence[SampleId]) -> int:
+        return sum(lengths[i] for i in part)
+
+    rows, limit = sorted((i for part in plain for i in part), key=order), max(map(tokens, plain)) * (1 + SLACK)
+    if all(len(near[i]) == len(plain) for i in rows):
+        return plain
+    found = _balanced(rows, lengths, len(plain), near)
+    for _ in rows:
+        full, empty = max(found, key=tokens), min(found, key=tokens)
+        pair = _levelling(full, empty, lengths, tokens(full) - tokens(empty))
+        if tokens(full) <= limit or pair is None:
+            break
+        full[full.index(pair[0])], empty[empty.index(pair[1])] = pair[1], pair[0]
+    return [sorted(part, key=order) for part in found] if max(map(tokens, found)) <= limit else plain
+
+
+def _levelling(
+    full: Sequence[SampleId], empty: Sequence[SampleId], lengths: Mapping[SampleId, int], gap: int
+) -> tuple[SampleId, SampleId] | None:
+    """Row of each whose swap leaves the smallest gap of tokens between them; None where every swap widens it."""
+    others = sorted(empty, key=lambda i: (lengths[i], i))
+    sizes = [lengths[i] for i in others]
+    pairs = []
+    for row in full:
+        at = bisect_left(sizes, lengths[row] - gap / 2)
+        pairs += [(row, others[k]) for k in (at - 1, at) if 0 <= k < len(others)]
+    left = [(abs(gap - 2 * (lengths[a] - lengths[b])), a, b) for a, b in pairs]
+    best = min(left)
+    return best[1:] if best[0] < gap else None
 
 
 def _fill(rows: Sequence[SampleId], lengths: Mapping[SampleId, int], budget: TokenBudget) -> list[list[SampleId]]:

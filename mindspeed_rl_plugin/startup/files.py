@@ -97,6 +97,19 @@ def parse_state(blob: bytes, where: str) -> dict[str, Any]:
     return state
 
 
+def outline(dock: dict[str, Any]) -> dict[str, Any]:
+    """What every rank must know of a dock's snapshot, without its rows: for each epoch its number and sizes, and which
+    columns it holds."""
+    epochs = [
+        {
+            **{k: epoch[k] for k in ("number", "groups", "members")},
+            "held": [name for name, column in epoch["columns"].items() if len(column["slots"])],
+        }
+        for epoch in dock["epochs"]
+    ]
+    return {**dock, "epochs": epochs}
+
+
 def weight_files(folder: str) -> dict[str, int]:
     """Size in bytes of each file that a weights-only load may read, by path relative to `folder`, sorted.
 

@@ -20,9 +20,6 @@ from mindspeed_rl_plugin.dock.distributed.picking import Ask
 from mindspeed_rl_plugin.dock.distributed.records import Cells, EpochSet, Record, Shape
 from mindspeed_rl_plugin.dock.distributed.views import balanced, even
 from mindspeed_rl_plugin.dock.volume import Load, central_gib, packed_gib, warehouse_gib
-from mindspeed_rl_plugin.forward import Step
-from mindspeed_rl_plugin.placement import Placement
-from mindspeed_rl_plugin.types import SampleId
 
 # messages
 
@@ -356,27 +353,7 @@ def test_a_lease_over_two_epochs_ends_when_both_are_acknowledged() -> None:
     assert work.close(0, None) and work.close(1, None)
 
 
-# places and volumes
-
-
-@given(st.integers(1, 3), st.integers(1, 2), st.integers(1, 8), st.integers(1, 3), st.booleans())
-@settings(max_examples=60, deadline=None)
-def test_every_row_is_drawn_and_graded_once(nodes: int, per_node: int, groups: int, members: int, rotate: bool) -> None:
-    ranks = nodes * per_node
-    node = tuple(r // per_node for r in range(ranks))
-    place = Placement(node=node, dp_rank=tuple(range(ranks)), engine=tuple(range(ranks)))
-    ids = [SampleId(0, g, m) for g in range(groups) for m in range(members)]
-    dealt = [ids[r::ranks] if rotate else list(even(np.arange(len(ids)), r, ranks)) for r in range(ranks)]
-    parts = [[i if rotate else ids[i] for i in part] for part in dealt]
-    step = Step(tuple(tuple((i,) for i in part) for part in parts))
-    homes = place.homes([step], groups)
-    trained_on = {i: node[r] for r, part in enumerate(parts) for i in part}
-    assert homes.tolist() == [trained_on[SampleId(0, g, 0)] for g in range(groups)]
-    drawn = [place.drawn_by(e, ids, homes) for e in range(ranks)]
-    assert sorted(sum(drawn, [])) == ids and max(map(len, drawn)) - min(map(len, drawn)) <= 1
-    graded = [place.whole_groups_of(r, ids, homes) for r in range(ranks)]
-    assert sorted(sum(graded, [])) == ids
-    assert all(node[r] == homes[i.group] for r, part in enumerate(graded) for i in part)
+# volumes
 
 
 # G, N, PL, n, SL, M, and the TCV in GB that Table 1 prints.

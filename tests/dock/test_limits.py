@@ -118,7 +118,7 @@ def test_a_put_waits_for_bytes_and_for_rows(wanted: dict, said: str | None) -> N
 
 
 def test_what_an_empty_dock_does_not_hold_is_refused() -> None:
-    with pytest.raises(ValueError, match="needs 11 rows.*holds 10; put fewer groups at once or raise --rl-dock-rows"):
+    with pytest.raises(ValueError, match="needs 11 rows.*holds 10; lower --rl-rollout-prompts or raise --rl-dock-rows"):
         missing({"bytes": 1, "rows": 11}, {"bytes": 100, "rows": 0}, {"bytes": 100, "rows": 10}, 11)
 
 

@@ -38,7 +38,7 @@ def missing(
         if wanted[unit] > limit:
             raise ValueError(
                 f"a put of {groups} groups needs {wanted[unit]} {unit}, with what states write back; the dock of this "
-                f"node holds {limit}; put fewer groups at once or raise {FLAGS[unit]}"
+                f"node holds {limit}; lower --rl-rollout-prompts or raise {FLAGS[unit]}"
             )
     for unit, limit in limited.items():
         if taken[unit] + wanted[unit] > limit:
