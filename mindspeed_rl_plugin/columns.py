@@ -38,7 +38,9 @@ def grpo_columns(graders: int) -> list[ColumnSpec]:
         ColumnSpec("reward", f32, "sample", ragged=False),
         ColumnSpec("reward_parts", f32, "sample", ragged=False, trailing=(graders,)),
         ColumnSpec("graded", torch.int8, "sample", ragged=False),  # 0 where a grader failed and the sample is dropped
-        ColumnSpec("grader_error", torch.int8, "sample", ragged=False),  # 1 where a grader failed
+        ColumnSpec(
+            "grader_error", torch.int8, "sample", ragged=False
+        ),  # 1 where one failed; counted by who grades
         ColumnSpec("logp_old", f32, "token", ragged=True),
         ColumnSpec("logp_ref", f32, "token", ragged=True),
         ColumnSpec("values", f32, "token", ragged=True),  # of the critic, before each trained token
@@ -52,7 +54,7 @@ def grpo_columns(graders: int) -> list[ColumnSpec]:
 
 # One rank reads these of all rows: single numbers, so that it never becomes the place where all data goes.
 MEASURED = ("length", "response_length", "finish", "version", "weights")
-MEASURED += ("reward", "reward_parts", "grader_error", "kept")
+MEASURED += ("reward", "reward_parts", "kept")
 DUMPED = ("prompt", "meta", "tokens", "loss_mask", "logp_rollout", "logp_old")
 
 

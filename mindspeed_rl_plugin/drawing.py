@@ -22,12 +22,14 @@ PLAIN_ROUNDS = 5  # rounds without dynamic sampling: a further one only where gr
 
 @dataclass(frozen=True)
 class Verdict:
-    """What grading says of one group. broken: a grade failed; signal: its task rewards differ; reward: their mean."""
+    """What grading says of one group. broken: a grade failed; signal: its task rewards differ; reward: their mean;
+    lengths: tokens of each sample, by member; errors: samples on which a grader failed."""
 
     broken: bool
     signal: bool
     reward: float
-    lengths: tuple[int, ...] = ()  # tokens of each sample, by member
+    lengths: tuple[int, ...] = ()
+    errors: int = 0
 
 
 @dataclass(frozen=True)
@@ -46,8 +48,8 @@ class Choice:
 
 
 def verdicts(rows: Rows, tokens: Ragged | None = None) -> dict[Group, Verdict]:
-    """Judge whole groups from their columns `reward` (task reward, before any penalty) and `graded`; tokens: the same
-    rows' tokens, where lengths are wanted."""
+    """Judge whole groups from their columns `reward` (task reward, before any penalty), `graded` and `grader_error`;
+    tokens: the same rows' tokens, where lengths are wanted."""
     if not len(rows):
         return {}
     index, reward = group_index(rows.ids), rows["reward"].double()
@@ -61,7 +63,11 @@ def verdicts(rows: Rows, tokens: Ragged | None = None) -> dict[Group, Verdict]:
         here = bool(signal[mine].any()) and not broken
         members = sorted((rows.ids[i].member, lengths[i]) for i in mine.nonzero().flatten().tolist()) if lengths else ()
         found[first.epoch, first.group] = Verdict(
-            broken, here, float(reward[mine].mean()), tuple(n for _, n in members)
+            broken,
+            here,
+            float(reward[mine].mean()),
+            tuple(n for _, n in members),
+            int(rows["grader_error"][mine].sum()),
         )
     return found
 
@@ -149,12 +155,14 @@ class Tally:
     drawn: int = 0
     signal: int = 0
     reward: float = 0.0
+    errors: int = 0
 
     def add(self, round_: Mapping[Group, Verdict]) -> None:
         """Count one round."""
         graded = [v for v in round_.values() if not v.broken]
         self.rounds += 1
         self.drawn += len(round_)
+        self.errors += sum(v.errors for v in round_.values())
         self.signal += sum(v.signal for v in round_.values())
         self.reward += sum(v.reward for v in graded) * len(round_) / max(len(graded), 1)
 
@@ -173,9 +181,13 @@ class Tally:
             "resume with others, with more rounds, or with --no-rl-dynamic-sampling"
         )
 
-    def metrics(self, choice: Choice) -> dict[str, float]:
-        """Metrics of a rollout under dynamic sampling, named as in `monitor.names`."""
+    def metrics(self, choice: Choice, dynamic: bool) -> dict[str, float]:
+        """Metrics of a rollout, named as in `monitor.names`; those of choosing only under dynamic sampling."""
+        errors = {"reward/errors": float(self.errors)}  # also of groups that are trained nowhere
+        if not dynamic:
+            return errors
         return {
+            **errors,
             "sampling/rounds": float(self.rounds),
             "sampling/groups_drawn": float(self.drawn),
             "sampling/informative": self.signal / max(self.drawn, 1),

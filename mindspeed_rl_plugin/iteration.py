@@ -66,6 +66,7 @@ class Loop:
         self._critic: Critic | None = None
         self._restored: Mapping[str, Any] | None = None
         self._rollout: reporting.Rollout | None = None
+        self._failed: set[str] = set()  # graders whose first failure in this rollout was told
 
     # what startup calls, in this order
 
@@ -217,10 +218,11 @@ class Loop:
 
     def _draw(self) -> dict[str, float]:
         """Steps 3 and 4, in as many rounds as it takes: with dynamic sampling until enough groups carry signal, else
-        until no optimizer step is left without a row that could be graded. Returns metrics of dynamic sampling."""
+        until no optimizer step is left without a row that could be graded. Returns metrics of that."""
         p, stage, dynamic = self.parts, self.parts.monitor.stage, self.parts.algorithm.dynamic_sampling
         rounds = p.inputs.config.algorithm.dynamic_sampling_rounds if dynamic else drawing.PLAIN_ROUNDS
         tally = drawing.Tally(brought=len(self.carried))
+        self._failed.clear()
         for attempt in range(1, rounds + 1):
             with stage("generate"):
                 self._generate()
@@ -237,7 +239,7 @@ class Loop:
             if steps and not empty:
                 self.groups, self.steps = choice.trained, steps * p.algorithm.ppo_epochs
                 self.lengths = {group: self.lengths[group] for group in (*self.groups, *self.carried)}
-                return tally.metrics(choice) if dynamic else {}
+                return tally.metrics(choice, dynamic)
             broken = sum(v.broken for v in found.values())
             if not dynamic and p.topology.leader:
                 told = drawing.useless(broken, p.sizes.prompts, empty)
@@ -313,8 +315,10 @@ class Loop:
         lease = p.dock_of_rank.lease("reward", ids=self._of_rank(self._round()), deadline=p.deadline)
         rows = columns.reward_columns(lease.rows, p.inputs.graders, p.inputs.decode) if len(lease) else None
         p.dock_of_rank.commit(lease, rows)
-        parts = p.gather(drawing.verdicts(rows, lease.rows["tokens"]) if rows is not None else {})
-        return {group: verdict for part in parts for group, verdict in part.items()}
+        found = drawing.verdicts(rows, lease.rows["tokens"]) if rows is not None else {}
+        parts = p.gather((found, p.inputs.graders.take_failures()))
+        reporting.failures(p, [failed for _, failed in parts], self._failed)
+        return {group: verdict for found, _ in parts for group, verdict in found.items()}
 
     def _per_token(self, state: str, compute: Callable[..., list[Ragged] | None], *model: Any) -> None:
         """Step 6: a column over the update's own micro-batches, so that its first ratio is exactly 1.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -94,7 +94,6 @@ def rollout(
         found |= moved | (drawn or {})
         if "times" in rows.columns:
             found |= metrics.filtration_metrics(rows["times"], rows["reward"])
-        found["reward/errors"] = float(rows["grader_error"].sum())
         found["groups/dropped"] = 1.0 - len(kept) / len(rows)
         measured = found, metrics.token_count(rows)
         if dump_dir:
@@ -135,18 +134,28 @@ def _solved(p: Parts, parts: Sequence[Sequence[float]]) -> list[bool]:
     return [solved(row, p.inputs.graders.weights) for row in parts]
 
 
+def failures(p: Parts, found: Iterable[Mapping[str, str]], told: set[str], what: str = "this rollout") -> None:
+    """Print the first failure of each grader that is not among those `told`, to which it is added; found: of each rank,
+    by grader."""
+    for name, text in (pair for part in found for pair in part.items()):
+        if name not in told and p.topology.leader:
+            print(f"[rl] warning: a grader failed, for the first time in {what}: {text}", flush=True)
+        told.add(name)
+
+
 def evaluation(p: Parts, done: int) -> None:
     """Greedy accuracy, and pass@k where asked, on the held-out prompts with the engine's weights. Collective.
 
     Its time is booked by the caller, as stage "evaluate" together with whatever was done for it alone.
     """
     k = p.inputs.config.monitor.eval_pass_k
-    failed = torch.zeros(1, dtype=torch.int64)
+    failed, texts = torch.zeros(1, dtype=torch.int64), {}
 
     def grade(answers: Sequence[tuple[Prompt, Completion]]) -> list[bool]:
         items = [GradeItem(q.text, p.inputs.decode(a.tokens), q.answer, dict(q.record), a.id) for q, a in answers]
         grades = p.inputs.graders.grade(items)
         failed[0] += sum(g.error is not None for g in grades)
+        texts.update(p.inputs.graders.take_failures())
         return _solved(p, [g.parts for g in grades])
 
     _, counts = evaluate(
@@ -161,6 +170,7 @@ def evaluation(p: Parts, done: int) -> None:
     total = counts.to_tensor()
     dist.all_reduce(total, group=p.group)
     dist.all_reduce(failed, group=p.group)
+    failures(p, p.gather(texts), set(), "the evaluation")
     found = EvalCounts.from_tensor(total).metrics(k)
     p.monitor.log_eval(done, found | ({"eval/errors": int(failed)} if failed else {}))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import select
 import threading
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -51,8 +51,7 @@ class RewardPool:
     run. regex: pattern of the regex grader. timeout: seconds of one grading call, one for all graders or one for each.
     wait_timeout: seconds that other ranks wait for this one; one `grade`, and loading the graders, may take
     SHARE_OF_WAIT of it. on_error: "stop" raises RewardError; "zero" makes the failed part 0.0; "drop" also marks the
-    sample dropped. `names` and `weights`: of the graders, in order of `Grade.parts`; `errors`: failed samples by grader
-    since the start.
+    sample dropped. `names` and `weights`: of the graders, in order of `Grade.parts`.
 
     Raises ValueError at construction for anything that cannot work: the graders are loaded before it returns.
     """
@@ -84,7 +83,7 @@ class RewardPool:
         self._wait_timeout, self._on_error = wait_timeout, on_error
         self.names = tuple(s.name for s in self._specs)
         self.weights = tuple(s.weight for s in self._specs)
-        self.errors: Counter[str] = Counter()
+        self._failures: dict[str, str] = {}
         self._setup = {
             "specs": [[s.name, s.file, s.function] for s in self._specs],
             "regex": regex,
@@ -132,6 +131,11 @@ class RewardPool:
                         slot.worker.kill()
                         slot.job = None
             return batch.grades()
+
+    def take_failures(self) -> dict[str, str]:
+        """Grader -> the first of its failures in words, of those that failed since the last call."""
+        found, self._failures = self._failures, {}
+        return found
 
     def close(self) -> None:
         """End the workers. Idempotent."""
@@ -281,7 +285,7 @@ class _Batch:
         """Record a failure; raises RewardError when it stops the run."""
         name = self._pool.names[grader]
         text = f"reward {name!r} {why}\n  {self.where(index)}"
-        self._pool.errors[name] += 1
+        self._pool._failures.setdefault(name, text)
         if self._pool._on_error == "stop":
             raise RewardError(f"{text}\n  (--rl-reward-on-error zero or drop goes on and counts such samples)")
         self._errors[index] = text if self._errors[index] is None else f"{self._errors[index]}\n{text}"

@@ -67,11 +67,13 @@ def test_verdicts_are_of_task_rewards_and_by_id():
     ids = [SampleId(e, g, m) for e, g in ((4, 1), (5, 0), (5, 1)) for m in range(2)]
     order = [3, 0, 5, 1, 4, 2]
     reward, graded = torch.tensor([1.0, 0.0, 1.0, 1.0, 0.0, 1.0]), torch.tensor([1, 1, 1, 1, 0, 1])
-    rows = Rows(tuple(ids[i] for i in order), {"reward": reward[order], "graded": graded[order]})
+    failed = torch.tensor([0, 0, 0, 1, 1, 1])
+    found = {"reward": reward, "graded": graded, "grader_error": failed}
+    rows = Rows(tuple(ids[i] for i in order), {name: column[order] for name, column in found.items()})
     assert drawing.verdicts(rows) == {
         (4, 1): Verdict(False, True, 0.5),
-        (5, 0): Verdict(False, False, 1.0),
-        (5, 1): Verdict(True, False, 0.5),
+        (5, 0): Verdict(False, False, 1.0, errors=1),
+        (5, 1): Verdict(True, False, 0.5, errors=2),
     }
     assert drawing.verdicts(Rows(())) == {}
 
@@ -92,11 +94,20 @@ def test_the_tally_counts_every_round():
     for epoch in range(2):
         drawn = round_(epoch, YES, NO, BROKEN)
         tally.add(drawn)
-    got = tally.metrics(choose(((9, 9),), drawn, 2, dynamic=True, last=True))
+    got = tally.metrics(choose(((9, 9),), drawn, 2, dynamic=True, last=True), True)
     assert got["sampling/rounds"] == 2 and got["sampling/groups_drawn"] == 6 and got["sampling/brought"] == 1
     assert got["sampling/informative"] == pytest.approx(1 / 3)
     assert got["sampling/reward_mean"] == pytest.approx(0.75), "failed grades are no rewards"
     assert got["sampling/carried"] == 0 and got["sampling/filled"] == 0
+
+
+def test_failed_grades_count_wherever_their_group_goes():
+    """Dropped for want of signal, broken, carried over, or of a round that was drawn again."""
+    tally = drawing.Tally()
+    for epoch in range(2):
+        tally.add(round_(epoch, Verdict(False, False, 0.0, errors=4), Verdict(True, False, 0.0, errors=1), YES))
+    assert tally.metrics(drawing.Choice(), False) == {"reward/errors": 10.0}
+    assert tally.metrics(drawing.Choice(), True)["reward/errors"] == 10.0
 
 
 def test_rounds_that_found_nothing_end_in_numbers_and_a_fix():

@@ -249,11 +249,13 @@ def test_dropped_groups_train_nowhere_and_are_counted(job, tmp_path):
     more = ("--train-iters", "2", "--rl-rollout-prompts", "8", "--rl-reward", f"{grader}:grade")
     result = job(*more, "--rl-reward-on-error", "drop").run()
     first, second = result.metrics
-    assert 0 < first["groups/dropped"] < 1 and first["reward/errors"] == 32 * first["groups/dropped"]
+    assert 0 < first["groups/dropped"] < 1 and second.get("reward/errors") is None
+    assert first["reward/errors"] == 32 + 32 * first["groups/dropped"], "those of the dropped rollout too"
     assert first["trained/sequences"] + second["trained/sequences"] == 32 * (1 - first["groups/dropped"])
     assert first["reward/mean"] > 0.2, "failed grades must not count as zero"
     dropped = "rollout 0 is dropped: graders failed in 8 of 8 groups, so 2 optimizer steps of it would train on nothing"
     assert result.log.count("is dropped") == 1 and dropped in result.log
+    assert result.log.count("a grader failed, for the first time in this rollout: reward 'grader.py:grade'") == 1
 
 
 @pytest.mark.slow

@@ -61,7 +61,6 @@ def rows(reward_parts, weights=0):
         "weights": torch.full((count,), weights),
         "reward": grades @ torch.tensor(WEIGHTS),
         "reward_parts": grades,
-        "grader_error": torch.zeros(count, dtype=torch.int8),
         "kept": torch.ones(count, dtype=torch.int8),
     }
     return Rows(ids, columns)
@@ -84,6 +83,17 @@ def test_groups_are_solved_by_grades_and_not_by_totals(tmp_path):
     found = measured(tmp_path, grades, Transfer(6, 0, 0, 0, 0, 0.0, None)).metrics
     assert found["reward/mean"] == pytest.approx((7 * -1.0 + 3 * 2.0) / 10)
     assert [found[f"groups/{k}"] for k in ("solved", "unsolved", "informative")] == pytest.approx([0.6, 0.2, 0.2])
+
+
+def test_the_first_failure_of_each_grader_is_told_once(tmp_path, capsys):
+    told = set()
+    p = parts(tmp_path)
+    reporting.failures(p, [{}, {"a": "reward 'a' ran out of time"}, {"a": "another", "b": "reward 'b' raised"}], told)
+    reporting.failures(p, [{"a": "a third"}], told)
+    lines = [line.split("for the first time in this rollout: ")[1] for line in capsys.readouterr().out.splitlines()]
+    assert lines == ["reward 'a' ran out of time", "reward 'b' raised"]
+    reporting.failures(p, [{"a": "a fourth"}], set(), "the evaluation")
+    assert "in the evaluation: a fourth" in capsys.readouterr().out
 
 
 def test_what_a_reshard_moved_is_summed_over_ranks(tmp_path):
@@ -109,7 +119,7 @@ def test_an_evaluation_asks_the_same(tmp_path, monkeypatch):
     prompts = tuple(Prompt((1, 2), f"p{i}", "a", i) for i in range(4))
     inputs = SimpleNamespace(
         config=SimpleNamespace(monitor=SimpleNamespace(eval_pass_k=0)),
-        graders=SimpleNamespace(weights=WEIGHTS, grade=lambda items: graded),
+        graders=SimpleNamespace(weights=WEIGHTS, grade=lambda items: graded, take_failures=dict),
         decode=str,
         held_out=prompts,
     )
