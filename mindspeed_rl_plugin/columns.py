@@ -38,9 +38,7 @@ def grpo_columns(graders: int) -> list[ColumnSpec]:
         ColumnSpec("reward", f32, "sample", ragged=False),
         ColumnSpec("reward_parts", f32, "sample", ragged=False, trailing=(graders,)),
         ColumnSpec("graded", torch.int8, "sample", ragged=False),  # 0 where a grader failed and the sample is dropped
-        ColumnSpec(
-            "grader_error", torch.int8, "sample", ragged=False
-        ),  # 1 where one failed; counted by who grades
+        ColumnSpec("grader_error", torch.int8, "sample", ragged=False),  # 1 where one failed; counted by who grades
         ColumnSpec("logp_old", f32, "token", ragged=True),
         ColumnSpec("logp_ref", f32, "token", ragged=True),
         ColumnSpec("values", f32, "token", ragged=True),  # of the critic, before each trained token

@@ -26,7 +26,6 @@ from mindspeed_rl_plugin.preference.loop import PairLoop
 from mindspeed_rl_plugin.reshard.hook import Transfer
 from mindspeed_rl_plugin.reshard.swap import HostWeights, gathered
 from mindspeed_rl_plugin.rollout.generate import run_generation
-from mindspeed_rl_plugin.startup.files import outline
 from mindspeed_rl_plugin.startup.launch import TRAINED
 from mindspeed_rl_plugin.startup.start import Start
 from mindspeed_rl_plugin.types import Ragged, Rows, SampleId
@@ -84,8 +83,11 @@ class Loop:
         self._critic = critic
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take the RL state of a checkpoint, or refuse it; applied once the parts are built."""
-        resuming.check(self.inputs, state, outline(state["dock"])["epochs"])
+        """Take the RL state of a checkpoint, or refuse it; applied once the parts are built.
+
+        Its `dock` is an outline; on the leader `rows` is the whole.
+        """
+        resuming.check(self.inputs, state, state["dock"]["epochs"])
         self._restored = state
 
     def on_checkpoint_loaded(self, model: Any, optimizer: Any, start: Start) -> None:
@@ -134,14 +136,14 @@ class Loop:
         }
 
     def _restore(self, state: Mapping[str, Any]) -> None:
-        p, left, rounds = self.parts, state["steps_left"], outline(state["dock"])["epochs"]
+        p, left, rounds = self.parts, state["steps_left"], state["dock"]["epochs"]
         self.groups, self.carried = (tuple(map(tuple, state[name])) for name in ("groups", "carried"))
         p.rounds.update(resuming.rounds_of(rounds))
         used = self.groups if left else ()
         resuming.check_room(p, used, self.carried)
         self.epoch, self.trained = state["epoch"], state.get(TRAINED, True)
         p.inputs.prompts.load_state(state["cursor"])
-        p.dock.restore(state["dock"])
+        p.dock.restore(state.get("rows", state["dock"]))
         p.forget(resuming.gone(rounds, (*used, *self.carried)))  # of which the rows tell the leader alone
         self.lengths = dict(zip((*self.groups, *self.carried), map(tuple, state["lengths"]), strict=True))
         if not p.algorithm.dynamic_sampling:  # which nothing takes up any more

@@ -19,7 +19,9 @@ PEAK = "most memory during the stage on any rank: of tensors on the device, with
 NAMES: dict[str, Meaning] = {
     "reward/mean": Meaning("", "mean reward of the rollout's samples, weighted sum of the graders"),
     "reward/std": Meaning("", "sample standard deviation of the rewards over the whole rollout"),
-    "reward/errors": Meaning("samples", "samples whose grader raised or ran out of time"),
+    "reward/errors": Meaning(
+        "samples", "samples whose grader raised or ran out of time, in all groups that were drawn, also in dropped ones"
+    ),
     "groups/solved": Meaning("share", "groups whose responses are all solved"),
     "groups/unsolved": Meaning("share", "groups without any solved response"),
     "groups/informative": Meaning("share", "groups whose rewards are not all equal: these carry the learning signal"),

@@ -1,7 +1,7 @@
 """A Megatron checkpoint directory as files: tracker, iteration folders, the RL state, the digest.
 
 DIR/latest_checkpointed_iteration.txt     "500", or "release"
-DIR/iter_0000500/...                      Megatron's own files, and ours: rl_state.pt
+DIR/iter_0000500/...                      Megatron's own files, and ours: rl_state.pt, rl_dock-*.pt with the rows
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from __future__ import annotations
 import hashlib
 import io
 import os
+import pickle
+import secrets
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,10 +18,11 @@ import torch
 
 TRACKER = "latest_checkpointed_iteration.txt"
 STATE_FILE = "rl_state.pt"
-STATE_FORMAT = 1
+DOCK_FILE = "rl_dock"
+STATE_FORMAT = 2  # 1 had the dock inside
 CRITIC = "critic"  # folder of PPO's critic inside an iteration folder
 # Never read when weights are loaded; ours is written after the fact. A user may delete all of these.
-_NOT_WEIGHTS = (STATE_FILE, "distrib_optim", "layer_wise_optimizer")
+_NOT_WEIGHTS = (STATE_FILE, DOCK_FILE, "distrib_optim", "layer_wise_optimizer")
 _CHUNK = 16 << 20  # bytes
 
 
@@ -60,16 +63,31 @@ def has_state(directory: str, iteration: int | str) -> bool:
 
 
 def write_state(directory: str, iteration: int, state: dict[str, Any]) -> None:
-    """Write the RL state of one checkpoint: all of it or nothing, on disk when this returns."""
+    """Write the RL state of one checkpoint: all of it or nothing, on disk when this returns.
+
+    A dock in the loop's state goes to a file of its own, of which the state keeps the name and an `outline`. That file
+    has a new name each time and comes first, so the state that is there always finds its own.
+    """
     folder = iteration_dir(directory, iteration)
     os.makedirs(folder, exist_ok=True)
-    path = os.path.join(folder, STATE_FILE)
-    partial = path + ".partial"
-    with open(partial, "wb") as file:
-        torch.save({"format": STATE_FORMAT, **state}, file)
+    loop, rows = state.get("loop", {}), None
+    if loop.get("dock"):
+        rows = f"{DOCK_FILE}-{secrets.token_hex(8)}.pt"
+        _write(folder, rows, loop["dock"])
+        state = {**state, "loop": {**loop, "dock": outline(loop["dock"])}, "dock_file": rows}
+    _write(folder, STATE_FILE, {"format": STATE_FORMAT, **state})
+    for name in os.listdir(folder):
+        if name.startswith(DOCK_FILE) and name != rows:  # of a state that was just replaced, or never came to be
+            os.remove(os.path.join(folder, name))
+
+
+def _write(folder: str, name: str, content: dict[str, Any]) -> None:
+    path = os.path.join(folder, name)
+    with open(path + ".partial", "wb") as file:
+        torch.save(content, file)
         file.flush()
         os.fsync(file.fileno())
-    os.replace(partial, path)
+    os.replace(path + ".partial", path)
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)  # the rename itself
@@ -78,9 +96,18 @@ def write_state(directory: str, iteration: int, state: dict[str, Any]) -> None:
 
 
 def read_state_bytes(directory: str, iteration: int | str) -> bytes:
-    """The RL state file of one checkpoint as bytes, to be broadcast and given to `parse_state`."""
-    with open(os.path.join(iteration_dir(directory, iteration), STATE_FILE), "rb") as file:
-        return file.read()
+    """The RL state of one checkpoint as bytes, to be broadcast and given to `parse_state`: without the dock's rows,
+    which one rank alone needs. Raises ValueError as `parse_state` does."""
+    folder = iteration_dir(directory, iteration)
+    with open(os.path.join(folder, STATE_FILE), "rb") as file:
+        blob = file.read()
+    state = parse_state(blob, folder)
+    if state["format"] > 1 or "dock" not in state.get("loop", {}):
+        return blob
+    state["loop"]["dock"] = outline(state["loop"]["dock"])
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    return buffer.getvalue()
 
 
 def parse_state(blob: bytes, where: str) -> dict[str, Any]:
@@ -88,13 +115,38 @@ def parse_state(blob: bytes, where: str) -> dict[str, Any]:
 
     Raises ValueError for a format that this version does not know.
     """
-    state = torch.load(io.BytesIO(blob), weights_only=True, map_location="cpu")
-    if state.get("format") != STATE_FORMAT:
+    state = _load(io.BytesIO(blob), os.path.join(where, STATE_FILE))
+    if state.get("format") not in (1, STATE_FORMAT):
         raise ValueError(
-            f"{STATE_FILE} in {where} has format {state.get('format')}; this version reads {STATE_FORMAT}: "
+            f"{STATE_FILE} in {where} has format {state.get('format')}; this version reads 1 and {STATE_FORMAT}: "
             "resume with the plugin version that wrote it"
         )
     return state
+
+
+def read_rows(directory: str, iteration: int | str, state: dict[str, Any]) -> dict[str, Any] | None:
+    """The dock of the RL state `state` with its rows; None where there is none.
+
+    Raises ValueError for a file that is missing or damaged.
+    """
+    folder = iteration_dir(directory, iteration)
+    if "dock_file" in state:
+        path = os.path.join(folder, state["dock_file"])
+        if not os.path.isfile(path):
+            raise ValueError(
+                f"{path} is not there: it holds the rows of the rollout with which {STATE_FILE} beside it goes on; put "
+                "it back, or resume from another checkpoint"
+            )
+        return _load(path, path)
+    path = os.path.join(folder, STATE_FILE)  # format 1 holds all
+    return _load(path, path).get("loop", {}).get("dock")
+
+
+def _load(source: Any, path: str) -> dict[str, Any]:
+    try:
+        return torch.load(source, weights_only=True, map_location="cpu")
+    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from error
 
 
 def outline(dock: dict[str, Any]) -> dict[str, Any]:

@@ -128,7 +128,8 @@ def save_rl_state(args: Any, iteration: int, save_checkpoint: Callable | None = 
 
 
 def _decide(args: Any) -> tuple[Start, dict[str, Any] | None]:
-    """The start, and for a resume the RL state, with the reference that it names filled in."""
+    """The start, and for a resume the RL state, with the reference that it names filled in; the rows of its dock on
+    rank 0 alone."""
     start = ranks.on_rank_0(lambda: decide(args))
     if start.kind != "resume":
         return start, None
@@ -136,6 +137,10 @@ def _decide(args: Any) -> tuple[Start, dict[str, Any] | None]:
     blob = ranks.on_rank_0(lambda: files.read_state_bytes(start.load_dir, start.iteration))
     state = files.parse_state(blob, folder)
     schedule.check(state.get("schedule"), args, folder)
+    rows: list[Any] = []
+    ranks.on_rank_0(lambda: rows.append(files.read_rows(start.load_dir, start.iteration, state)))
+    if rows and rows[0] is not None:  # on rank 0, which puts them back into the dock for all
+        state["loop"]["rows"] = rows[0]
     reference = state["reference"]
     return dataclasses.replace(start, reference_path=reference["path"], reference_digest=reference["digest"]), state
 

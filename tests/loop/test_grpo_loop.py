@@ -255,7 +255,7 @@ def test_dropped_groups_train_nowhere_and_are_counted(job, tmp_path):
     assert first["reward/mean"] > 0.2, "failed grades must not count as zero"
     dropped = "rollout 0 is dropped: graders failed in 8 of 8 groups, so 2 optimizer steps of it would train on nothing"
     assert result.log.count("is dropped") == 1 and dropped in result.log
-    assert result.log.count("a grader failed, for the first time in this rollout: reward 'grader.py:grade'") == 1
+    assert result.log.count("a grader failed, for the first time in this rollout: reward 'grade'") == 1
 
 
 @pytest.mark.slow

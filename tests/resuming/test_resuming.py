@@ -93,7 +93,8 @@ def saved(given: SimpleNamespace, *, carried: tuple[int, ...] = (), left: int = 
         "choices": resuming.choices(p.algorithm),
         "rollout": None,
         "cursor": {},
-        "dock": p.dock.snapshot(),
+        "dock": outline(p.dock.snapshot()),
+        "rows": p.dock.snapshot(),
     }
 
 
@@ -154,8 +155,7 @@ def test_between_rollouts_everything_may_change() -> None:
 
 
 def test_an_outline_knows_sizes_and_columns_and_no_rows() -> None:
-    dock = saved(inputs(prompts=6), left=1)["dock"]
-    (epoch,) = outline(dock)["epochs"]
+    (epoch,) = saved(inputs(prompts=6), left=1)["dock"]["epochs"]
     assert (epoch["number"], epoch["groups"], epoch["members"]) == (5, 6, 2)
     assert set(epoch["held"]) >= {"tokens", "logp_old", "advantage"} and "logp_ref" not in epoch["held"]
     assert not any(isinstance(v, torch.Tensor) for v in epoch.values())

@@ -46,11 +46,77 @@ def test_a_crash_while_writing_leaves_no_state(tmp_path, monkeypatch):
     assert not files.has_state(str(tmp_path), 3)
 
 
+def a_dock(value):
+    slots = {"slots": torch.tensor([0, 1]), "values": torch.full((2, 1000), value)}
+    none = {"slots": torch.tensor([], dtype=torch.int64), "values": torch.empty(0)}
+    sizes = {"number": 4, "groups": 1, "members": 2}
+    return {"format": 1, "last_epoch": 4, "columns": {}, "epochs": [{**sizes, "columns": {"a": slots, "b": none}}]}
+
+
+OUTLINE = {"number": 4, "groups": 1, "members": 2, "held": ["a"]}
+
+
+def test_the_rows_of_a_dock_are_in_a_file_of_their_own(tmp_path):
+    """One rank reads them; all others only sizes."""
+    state = {"loop": {"cursor": 1, "dock": a_dock(7.0)}}
+    files.write_state(str(tmp_path), 3, state)
+    blob = files.read_state_bytes(str(tmp_path), 3)
+    found = files.parse_state(blob, "there")
+    assert found["loop"]["cursor"] == 1 and found["loop"]["dock"]["epochs"] == [OUTLINE] and len(blob) < 4000
+    rows = files.read_rows(str(tmp_path), 3, found)
+    assert torch.equal(rows["epochs"][0]["columns"]["a"]["values"], torch.full((2, 1000), 7.0))
+    assert state["loop"]["dock"]["epochs"][0].keys() == a_dock(0.0)["epochs"][0].keys(), "what was given stays"
+    os.remove(tmp_path / "iter_0000003" / found["dock_file"])
+    with pytest.raises(ValueError, match=r"rl_dock-\w+.pt is not there: it holds the rows of the rollout"):
+        files.read_rows(str(tmp_path), 3, found)
+
+
+def test_a_crash_between_the_two_files_leaves_the_former_pair(tmp_path, monkeypatch):
+    files.write_state(str(tmp_path), 3, {"loop": {"dock": a_dock(1.0)}})
+    replace = os.replace
+
+    def dies(old, new):
+        if new.endswith(files.STATE_FILE):
+            raise OSError("killed")
+        replace(old, new)
+
+    monkeypatch.setattr(os, "replace", dies)
+    with pytest.raises(OSError, match="killed"):
+        files.write_state(str(tmp_path), 3, {"loop": {"dock": a_dock(2.0)}})
+    monkeypatch.undo()
+
+    def held():
+        found = files.parse_state(files.read_state_bytes(str(tmp_path), 3), "there")
+        return files.read_rows(str(tmp_path), 3, found)["epochs"][0]["columns"]["a"]["values"][0, 0].item()
+
+    assert held() == 1.0
+    files.write_state(str(tmp_path), 3, {"loop": {"dock": a_dock(3.0)}})
+    assert held() == 3.0 and len([n for n in os.listdir(tmp_path / "iter_0000003") if n.endswith(".pt")]) == 2
+
+
+def test_a_state_of_the_former_format_has_its_dock_inside(tmp_path):
+    folder = tmp_path / "iter_0000003"
+    folder.mkdir()
+    torch.save({"format": 1, "loop": {"cursor": 1, "dock": a_dock(7.0)}}, folder / files.STATE_FILE)
+    blob = files.read_state_bytes(str(tmp_path), 3)
+    found = files.parse_state(blob, "there")
+    assert found["loop"] == {"cursor": 1, "dock": {**a_dock(0.0), "epochs": [OUTLINE]}} and len(blob) < 4000
+    assert files.read_rows(str(tmp_path), 3, found)["epochs"][0]["columns"]["a"]["values"].sum() == 14000
+
+
+def test_a_damaged_state_is_named(tmp_path):
+    files.write_state(str(tmp_path), 3, {"loop": {"dock": a_dock(1.0)}})
+    path = tmp_path / "iter_0000003" / files.STATE_FILE
+    path.write_bytes(path.read_bytes()[:-300])
+    with pytest.raises(ValueError, match=f"{files.STATE_FILE} cannot be read"):
+        files.read_state_bytes(str(tmp_path), 3)
+
+
 def test_another_format_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(files, "STATE_FORMAT", 99)
     files.write_state(str(tmp_path), 3, {})
     monkeypatch.undo()
-    with pytest.raises(ValueError, match="has format 99; this version reads 1"):
+    with pytest.raises(ValueError, match="has format 99; this version reads 1 and 2"):
         files.parse_state(files.read_state_bytes(str(tmp_path), 3), "there")
 
 
@@ -101,6 +167,7 @@ def test_digest_covers_every_byte_name_and_file(checkpoint):
 def test_digest_ignores_what_weights_do_not_need(checkpoint):
     before = digest(checkpoint)
     (checkpoint / files.STATE_FILE).write_bytes(b"later")
+    (checkpoint / f"{files.DOCK_FILE}-0.pt").write_bytes(b"later")
     (checkpoint / "mp_rank_00" / "distrib_optim.pt").write_bytes(b"optimizer")
     assert digest(checkpoint) == before
 

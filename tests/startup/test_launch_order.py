@@ -219,6 +219,24 @@ def test_state_is_on_disk_before_the_tracker(job, monkeypatch):
     assert files.read_tracker("out") is None
 
 
+def test_only_rank_0_gets_the_rows(job, monkeypatch):
+    """The others wait for what it reads, and hear of the dock's sizes."""
+    slots = {"slots": torch.tensor([0]), "values": torch.ones(1, 9)}
+    epoch = {"number": 4, "groups": 1, "members": 1, "columns": {"a": slots}}
+    monkeypatch.setattr(Loop, "state_dict", lambda self: {"dock": {"last_epoch": 4, "epochs": [epoch]}})
+    job().megatron.save(4, 2.5)
+    (found,) = [e[1] for e in job().events if e[0] == "state"]
+    assert torch.equal(found["rows"]["epochs"][0]["columns"]["a"]["values"], torch.ones(1, 9))
+
+    def elsewhere(function):
+        return None if "read_rows" in function.__code__.co_names else function()
+
+    monkeypatch.setattr(launch.ranks, "on_rank_0", elsewhere)
+    (found,) = [e[1] for e in job().events if e[0] == "state"]
+    outline = {"number": 4, "groups": 1, "members": 1, "held": ["a"]}
+    assert "rows" not in found and found["dock"]["epochs"] == [outline]
+
+
 def test_only_rank_0_writes(job, monkeypatch):
     write_checkpoint("base", 500, 1.5)
     done = job(load="base")
