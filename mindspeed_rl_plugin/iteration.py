@@ -65,6 +65,7 @@ class Loop:
         self._critic: Critic | None = None
         self._restored: Mapping[str, Any] | None = None
         self._rollout: reporting.Rollout | None = None
+        self._planned: tuple[tuple[drawing.Group, ...], list[Step]] = ((), [])
         self._failed: set[str] = set()  # graders whose first failure in this rollout was told
 
     # what startup calls, in this order
@@ -161,7 +162,9 @@ class Loop:
 
     def _plan(self) -> list[Step]:
         """Optimizer steps of one pass over the rollout in use."""
-        return self.parts.plan(self.groups, self.lengths)
+        if self._planned[0] != self.groups:
+            self._planned = self.groups, self.parts.plan(self.groups, self.lengths)
+        return self._planned[1]
 
     def _of_rank(self, groups: Sequence[drawing.Group]) -> list[SampleId]:
         """Those of the groups that this rank grades and compares, whole."""

@@ -124,8 +124,8 @@ def _balanced(
     found: list[list[SampleId]] = [[] for _ in range(parts)]
     tokens = [0] * parts
     for row in rows:
-        free = [p for p in range(parts) if len(found[p]) < room]
-        part = min([p for p in free if near and p in near[row]] or free, key=lambda p: (tokens[p], p))
+        free = [p for p in near[row] if len(found[p]) < room] if near else []
+        part = min(free or [p for p in range(parts) if len(found[p]) < room], key=lambda p: (tokens[p], p))
         found[part].append(row)
         tokens[part] += lengths[row]
     return found
@@ -145,13 +145,16 @@ def _nearer(plain: list[list[SampleId]], lengths: Mapping[SampleId, int], near: 
     if all(len(near[i]) == len(plain) for i in rows):
         return plain
     found = _balanced(rows, lengths, len(plain), near)
-    for _ in rows:
-        full, empty = max(found, key=tokens), min(found, key=tokens)
-        pair = _levelling(full, empty, lengths, tokens(full) - tokens(empty))
-        if tokens(full) <= limit or pair is None:
-            break
-        full[full.index(pair[0])], empty[empty.index(pair[1])] = pair[1], pair[0]
-    return [sorted(part, key=order) for part in found] if max(map(tokens, found)) <= limit else plain
+    loads = list(map(tokens, found))
+    while max(loads) > limit:
+        full, empty = loads.index(max(loads)), loads.index(min(loads))
+        pair = _levelling(found[full], found[empty], lengths, loads[full] - loads[empty])
+        if pair is None:
+            return plain
+        for part, out, into in ((full, *pair), (empty, *reversed(pair))):
+            found[part][found[part].index(out)] = into
+            loads[part] += lengths[into] - lengths[out]
+    return [sorted(part, key=order) for part in found]
 
 
 def _levelling(
