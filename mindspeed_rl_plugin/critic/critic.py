@@ -57,7 +57,8 @@ class Critic:
         batches = [collate(rows, settings, index=i) for i, rows in enumerate(micro_batches)]
 
         def collect(output: Tensor, batch: MicroBatch) -> Ragged:
-            return to_rows(torch.where(batch.mask, output[..., 0].float(), 0.0).cpu(), batch.lengths)
+            values = torch.where(batch.mask, output[..., 0].float(), 0.0)
+            return to_rows(values.cpu(), batch.lengths, packed=settings.packed)
 
         with gathered(self.model):
             return run_forward_only(self.model, batches, settings, collect)

@@ -274,13 +274,6 @@ def _lengths(args: Any, config: RLConfig) -> Iterator[str]:
         )
 
 
-def _has_critic(config: RLConfig) -> bool:
-    try:
-        return resolve(config.algorithm).needs_critic
-    except ValueError:
-        return False  # reported by another check
-
-
 def _token_budget(args: Any, config: RLConfig) -> Iterator[str]:
     budget, packed = config.forward.max_tokens_per_microbatch, config.forward.pack_sequences
     if packed and budget is None:
@@ -298,8 +291,6 @@ def _token_budget(args: Any, config: RLConfig) -> Iterator[str]:
             takes_boundaries(args)
         except ValueError as error:
             yield str(error)
-    if packed and config.algorithm.algorithm and _has_critic(config):
-        yield "--rl-pack-sequences does not pack the critic's rows yet; remove it"
 
 
 def _swap(args: Any, config: RLConfig) -> Iterator[str]:

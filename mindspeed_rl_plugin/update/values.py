@@ -61,7 +61,7 @@ class ValueUpdate(Update):
         loss, tally = value_objective(batch, self._weights[batch.index], output[..., 0], clip, times)
         self._tallies[batch.index] = tally
         seen = (loss.detach() * (self._scaling.micro_batches * self._scaling.dp_size)).view(1)
-        return self._scaling.result(loss, (batch.mask * times[:, None]).sum(), {"value loss": seen})
+        return self._scaling.result(loss, times[batch.sequence].sum(), {"value loss": seen})
 
 
 def value_objective(
@@ -70,13 +70,14 @@ def value_objective(
     """Part of the global value loss that this micro-batch contributes, and its tally.
 
     batch: with columns `values` and `returns`; weights: `[mb]` weight of a trained token of each row; values:
-    `[mb, S]` of the critic that is trained; times: `[mb]` how often a row counts in the tally, None: once.
+    `[mb, S]` of the critic that is trained, `[1, S]` where packed; times: `[mb]` how often a row counts in the tally,
+    None: once.
     Returns the scalar with its gradient, and a vector laid out as `SUMS`.
     """
     mask = batch.mask
     old, returns = batch.columns["values"][mask], batch.columns["returns"][mask]
     terms = value_loss(values[mask], old, returns, clip)
-    sequence = mask.nonzero()[:, 0]
+    sequence = batch.sequence
     loss = (weights[sequence] * terms.loss).sum()
     counted = torch.ones_like(old) if times is None else times[sequence].to(old)
     error = returns - old

@@ -10,6 +10,7 @@ LAYOUTS = {
     "DP2": (),
     "DP2-packed": ("--rl-pack-sequences",),
     "TP2-packed": ("--rl-pack-sequences", "--tensor-model-parallel-size", "2", "--sequence-parallel"),
+    "PPO-packed": ("--rl-pack-sequences", "--rl-algorithm", "ppo", "--rl-critic-lr", "1e-3"),
     "PP2-packed": ("--rl-pack-sequences", "--pipeline-model-parallel-size", "2"),
 }
 

@@ -1,6 +1,7 @@
 """Run by test_values.py: one saved rollout through one optimizer step of a critic, in several layouts.
 
-Argument: a folder with `rollout.pt` and `cases.json`, {layout: Megatron's flags}. Writes `LAYOUT.pt`: the values
+Argument: a folder with `rollout.pt` and `cases.json`, {layout: Megatron's flags, or {"flags": those, "budget": tokens
+of a packed micro-batch}}. Writes `LAYOUT.pt`: the values
 before the step, grad norm, metrics, full gradient of each parameter.
 """
 
@@ -13,19 +14,25 @@ from tiny_megatron import VOCAB, Job, load_rows, parallel_state, run
 from mindspeed_rl_plugin.algorithms import resolve
 from mindspeed_rl_plugin.config import AlgorithmConfig
 from mindspeed_rl_plugin.critic.critic import Critic
-from mindspeed_rl_plugin.forward import ForwardSettings, plan_batches
+from mindspeed_rl_plugin.forward import ForwardSettings, plan_batches, plan_tokens
 from mindspeed_rl_plugin.forward.schedule import is_last_stage
 from mindspeed_rl_plugin.types import Ragged, Rows
 from mindspeed_rl_plugin.update.values import ValueUpdate
 
 
-def step_of(job, rows):
-    settings = ForwardSettings.from_args(job.args, vocab_size=VOCAB, temperature=0.8)
+def step_of(job, rows, budget=None):
+    settings = ForwardSettings.from_args(
+        job.args, vocab_size=VOCAB, temperature=0.8, max_tokens=budget, packed=budget is not None
+    )
+    update = ValueUpdate(resolve(AlgorithmConfig(algorithm="ppo")), settings, job.model)
     critic = Critic(job.model, job.optimizer, None, job.config)
     dp_rank, dp_size = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
     (step,) = plan_batches(
         rows.ids, global_batch_size=len(rows), micro_batch_size=job.args.micro_batch_size, dp_size=dp_size
     )
+    if budget is not None:
+        lengths = dict(zip(rows.ids, rows["tokens"].lengths.tolist(), strict=True))
+        (step,) = plan_tokens([step], lengths, settings.budget)
     batches = [rows.select(ids) for ids in step.of_rank(dp_rank)]
     found = critic.values(batches, settings)
     assert (found is not None) == is_last_stage()
@@ -39,7 +46,6 @@ def step_of(job, rows):
     values = order.select(rows.ids)["values"]
     moved = rows["logp_ref"].values - rows["logp_old"].values
     rows = rows.with_columns(values=Ragged(values.values + moved, values.offsets), returns=rows["logp_old"])
-    update = ValueUpdate(resolve(AlgorithmConfig(algorithm="ppo")), settings, job.model)
     update.prepare([rows.select(ids) for ids in step.of_rank(dp_rank)])
     _, grad_norm = job.train_step(update)
     return {
@@ -52,9 +58,10 @@ def step_of(job, rows):
 
 def main(folder):
     rows = load_rows(folder / "rollout.pt")
-    for layout, flags in json.loads((folder / "cases.json").read_text()).items():
+    for layout, case in json.loads((folder / "cases.json").read_text()).items():
+        flags, budget = (case["flags"], case["budget"]) if isinstance(case, dict) else (case, None)
         with Job(f"{flags} --global-batch-size {len(rows)}", lr=0.0, critic=True) as job:
-            found = step_of(job, rows)
+            found = step_of(job, rows, budget)
             if dist.get_rank() == 0:
                 torch.save(found, folder / f"{layout}.pt")
 
