@@ -93,7 +93,8 @@ class Dock(Protocol):
         """Declare the ids (epoch, 0..groups-1, 0..members-1) of one rollout. Epochs rise and are never reused."""
 
     def put(self, rows: Rows | None) -> None:
-        """Commit cells as a producer; all of them become visible at once. None writes nothing.
+        """Commit cells as a producer. None writes nothing. The cells of a group become visible at once; those of groups
+        on different machines one machine after the other.
 
         Cells already committed keep their value. A group column needs one row a group, of any member. Rows of
         cleared groups are ignored: a late repeat is harmless.
@@ -123,10 +124,15 @@ class Dock(Protocol):
         """
 
     def commit(self, lease: Lease, rows: Rows | None = None) -> None:
-        """Write `rows` back and acknowledge the lease. Afterwards all columns that the state writes must be there."""
+        """Write `rows` back and acknowledge the lease. Afterwards all columns that the state writes must be there.
+
+        A lease is live until it is committed or released by the process that took it. Of one that is not live nothing
+        is written: where its rows are all done or cleared the commit is a harmless repeat, else it raises ValueError.
+        A live lease that ran out, or was lost with its controller, still writes: the first commit of a cell wins.
+        """
 
     def release(self, lease: Lease) -> None:
-        """Hand the rows back undone; they are delivered again."""
+        """Hand the rows back undone; they are delivered again. Nothing happens for a lease that is not live."""
 
     def remaining(self, state: str) -> int:
         """Rows of all open epochs that the state has not acknowledged, leased ones included."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from mindspeed_rl_plugin.dock.api import ColumnSpec, Lease, StateSpec
 from mindspeed_rl_plugin.dock.report import listed
-from mindspeed_rl_plugin.types import Rows
+from mindspeed_rl_plugin.types import Rows, SampleId
 
 FORMAT = 1  # of a snapshot
 
@@ -36,6 +36,14 @@ def check_snapshot(state: dict[str, Any], columns: Mapping[str, ColumnSpec]) -> 
             f"dock snapshot was taken under another algorithm: {'; '.join(wrong)}; resume with the same flags, "
             "at least until the rollout in it is used up"
         )
+
+
+def void(lease: Lease, undone: Sequence[SampleId]) -> ValueError:
+    """The error for a commit of a lease that is not live any more, though some of its rows are not done."""
+    return ValueError(
+        f"commit: lease {lease.token} of state {lease.state!r} is void (released, or the dock was restored); "
+        f"lease its undone rows again: {listed(undone)}"
+    )
 
 
 class Declared:

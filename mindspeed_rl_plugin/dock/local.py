@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from mindspeed_rl_plugin.dock.api import ColumnSpec, Lease, StateSpec
-from mindspeed_rl_plugin.dock.checks import FORMAT, Declared, check_declarations, check_snapshot
+from mindspeed_rl_plugin.dock.checks import FORMAT, Declared, check_declarations, check_snapshot, void
 from mindspeed_rl_plugin.dock.epoch import DONE, FREE, LEASED, Epoch, empty
 from mindspeed_rl_plugin.dock.report import explain_wait, listed
 from mindspeed_rl_plugin.dock.store import check_column, take
@@ -368,10 +368,7 @@ class LocalDock(Declared):
         self._check_state(lease.state)
         undone = self._those(lease.rows.ids, lambda e: e.status[lease.state] != DONE)
         if undone:
-            raise ValueError(
-                f"commit: lease {lease.token} of state {lease.state!r} is void (released, or the dock was restored); "
-                f"lease its undone rows again: {listed(undone)}"
-            )
+            raise void(lease, undone)
 
     def _explain(self, state: str, ids: Sequence[SampleId] | None, min_rows: int, deadline: float) -> str:
         asked = f"{len(ids)} rows asked by id" if ids is not None else f"at least {min_rows} rows"

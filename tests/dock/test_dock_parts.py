@@ -342,6 +342,44 @@ def test_a_lost_home_makes_its_rows_not_ready_and_its_work_undone() -> None:
     assert rows_of(work.take(Ask(), "b", 0, 9)) == [0, 1]
 
 
+def test_peers_are_told_apart_by_what_they_ask() -> None:
+    """A rank that is one call ahead would be handed the rows of another ask."""
+    work = controller_with([1, 1, 1])
+    ask = Ask(ids=np.array([[0, 0, 0], [0, 2, 0]]), join=(0, 0, 4), peers=2)
+    grant = work.take(ask, "a", 0, 9)
+    for ids in (np.array([[0, 0, 0], [0, 1, 0]]), np.array([[0, 0, 0]]), None):
+        with pytest.raises(ValueError, match="call 4 of this rank asks .* a peer asked for .*must lease alike"):
+            work.take(Ask(ids=ids, join=(0, 0, 4), peers=2), "b", 0, 9)
+    assert work.take(ask, "b", 0, 9) is grant and work.take(ask, "b", 0, 9) is grant, "also when it asks again"
+    assert not work.finish(grant.token, "a", done=True) and work.finish(grant.token, "b", done=True)
+    work.finish(grant.token, "b")
+    assert not work._joined and not work._leases
+    empty = [work.take(Ask(ids=np.empty((0, 3), np.int64), join=(0, 0, 5), peers=2), h, 0, 9) for h in "ab"]
+    assert empty[0] is empty[1] and not work._joined
+
+
+def test_a_lease_broken_under_one_peer_goes_on_for_the_other() -> None:
+    """The first had copied everything before the machine was lost, and asks no more; it says when it is through."""
+    for before in (True, False):
+        work = controller_with([1, 1])
+        ask = Ask(ids=np.array([[0, 0, 0], [0, 1, 0]]), join=(0, 0, 0), peers=2)
+        first = work.take(ask, "a", 0, 9)
+        assert work.take(ask, "b", 0, 9) is first
+        work.lose(0, np.array([0]))
+        assert work.take(ask, "b", 0, 9) is None
+        if before:
+            work.finish(first.token, "a", done=True)
+        work.apply(told(2, [0], [1], Shape(2, 1), house=1))
+        again = work.take(ask, "b", 0, 9)
+        assert again is not first and again.token == first.token and rows_of(again) == [0, 1]
+        if not before:
+            assert not work.finish(first.token, "a", done=True)
+        assert work.finish(again.token, "b", done=True), "the last acknowledges"
+        work.apply(Record(0, 1, 3, 0, Shape(2, 1), acks={"work": np.array([0, 1], np.int32)}))
+        work.finish(again.token, "b")
+        assert work.remaining() == 0 and not work._leases and not work._joined and not work._broken
+
+
 def test_a_lease_over_two_epochs_ends_when_both_are_acknowledged() -> None:
     shape = Shape(1, 1)
     work = controller_with([1])

@@ -11,6 +11,7 @@ import torch
 
 from mindspeed_rl_plugin.dock import ColumnSpec, DistributedDock, StateSpec
 from mindspeed_rl_plugin.dock.distributed.fleet import Member
+from mindspeed_rl_plugin.dock.distributed.frames import Message
 from mindspeed_rl_plugin.types import Ragged, Rows, SampleId
 
 COLUMNS = [
@@ -117,6 +118,45 @@ def test_a_reader_waits_for_rows_that_died_under_it(members: list[Member]) -> No
         producer.put(prompts([2, 3]))
         rows = waiting.result(timeout=20).rows
     assert [r.tolist() for r in rows["prompt"].rows()] == [[i.group] * 3 for i in IDS[4:]]
+
+
+def test_peers_stay_in_step_when_rows_die_under_one_of_them(members: list[Member]) -> None:
+    """One had copied its cells, the other asks again: as the same call, within the time that it was given."""
+    producer = dock_of(members[0])
+    first, second = (
+        DistributedDock(COLUMNS, STATES, members[rank].connections, consumer=0, peer=peer, peers=2, deadline=20)
+        for peer, rank in enumerate((4, 1))  # one reads from its own machine, the other through a socket
+    )
+    producer.put(prompts(list(range(GROUPS))))
+    for peer in (first, second):
+        peer.open(0, GROUPS, MEMBERS)
+    held = first.lease("generate", ids=IDS[4:], deadline=10)
+    members[3].service.close()
+    asked, ask = [], second._net.state
+
+    def heard(state: str, message: Message, seconds: float = 0.0) -> Message:
+        if message.kind == "lease":
+            asked.append((message.note["ask"]["join"], message.note["deadline"]))
+        return ask(state, message, seconds)
+
+    second._net.state = heard
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(second.lease, "generate", ids=IDS[4:], deadline=15)
+        while not producer.lost():
+            time.sleep(0.05)
+        producer.put(prompts([2, 3]))
+        again = waiting.result(timeout=20)
+    assert len(asked) > 1 and len({join for join, _ in asked}) == 1
+    seconds = [deadline for _, deadline in asked]
+    assert seconds == sorted(set(seconds), reverse=True), "not granted anew"
+    assert again.token == held.token and again.rows.ids == held.rows.ids
+    first.release(held)
+    second.release(again)
+    for ids in (IDS[:2], IDS[2:4]):
+        leases = [peer.lease("generate", ids=ids, deadline=10) for peer in (first, second)]
+        assert [tuple(lease.rows.ids) for lease in leases] == [tuple(ids)] * 2 and leases[0].token == leases[1].token
+        for peer, lease in zip((first, second), leases, strict=True):
+            peer.release(lease)
 
 
 def test_a_record_lost_with_its_connection_is_asked_for(members: list[Member]) -> None:

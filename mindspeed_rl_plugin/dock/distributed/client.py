@@ -9,17 +9,19 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
 from mindspeed_rl_plugin.dock.api import ColumnSpec, Lease, StateSpec
-from mindspeed_rl_plugin.dock.checks import FORMAT, Declared, check_snapshot
+from mindspeed_rl_plugin.dock.checks import FORMAT, Declared, check_snapshot, void
 from mindspeed_rl_plugin.dock.distributed import cells, reading, snapshot
 from mindspeed_rl_plugin.dock.distributed.asks import ask_message
 from mindspeed_rl_plugin.dock.distributed.cells import Buffers
 from mindspeed_rl_plugin.dock.distributed.connections import (
+    MOVING_SECONDS,
     Connections,
     WarehouseLost,
     check_ids,
@@ -157,7 +159,7 @@ class DistributedDock(Declared):
         if min_rows < 1 or (max_rows is not None and max_rows < min_rows):
             raise ValueError(f"lease of state {state!r}: need 1 <= min_rows <= max_rows, got {min_rows} and {max_rows}")
         names = self.states[state].reads if columns is None else tuple(columns)
-        call = next(self._calls)
+        call, end = next(self._calls), time.monotonic() + deadline
         share = None if ids is not None else self._share
         if ids is None and self._share is None and "near" not in more:
             more["near"] = self._net.settings.warehouse
@@ -176,26 +178,25 @@ class DistributedDock(Declared):
                 raise ValueError(f"lease of state {state!r}: an id occurs twice among {listed(ids)}")
             if not len(ids):
                 return Lease(0, state, Rows((), {c: reading.empty(self.columns[c]) for c in names}))
-        message = ask_message(
-            state,
-            ask,
-            names,
-            epochs=self._net.shapes,
-            after=self._net.after,
-            deadline=deadline,
-            lease_seconds=self._net.settings.lease_seconds,
-        )
-        answer = self._net.state(state, message, deadline)
+        take = cells.fresh if into is None else into.take
+        while True:
+            answer = self._ask(state, ask, names, deadline)
+            try:
+                found = reading.gather(self._net, self.columns, state, names, answer, take, self._deadline)
+                break
+            except WarehouseLost:
+                # The controller takes the rows back, and gives them out again once their groups are put anew. It is the
+                # same call, or its peers would be one behind.
+                if not deadline:  # the controller has not heard of it
+                    raise
+                time.sleep(MOVING_SECONDS)
+                deadline = max(end - time.monotonic(), 0.0)
         held = cells.ids_tuple(answer.arrays["ids"])
         self._net.remember(held, answer.arrays["ids"])
-        take = cells.fresh if into is None else into.take
-        try:
-            found = reading.gather(self._net, self.columns, state, names, answer, take, self._deadline)
-        except WarehouseLost:
-            # The controller has taken the rows back; they come again once their groups are put anew.
-            again = {"max_rows": max_rows, "min_rows": min_rows, "columns": columns, "into": into, **more}
-            return self.lease(state, ids=ids, deadline=deadline, **again)
-        return Lease(answer.note["token"], state, Rows(held, found))
+        token = answer.note["token"]
+        if token:
+            self._net.held[state, token] = answer.arrays["ids"]
+        return Lease(token, state, Rows(held, found))
 
     def commit(self, lease: Lease, rows: Rows | None = None) -> None:
         """Write back and acknowledge. Of several peers the last one acknowledges, when all have written."""
@@ -203,6 +204,12 @@ class DistributedDock(Declared):
             return
         if rows is not None:
             self._check_writes(lease, rows)
+        if (lease.state, lease.token) not in self._net.held:
+            return self._check_done(lease)
+        self._commit(lease, rows)
+        self._net.held.pop((lease.state, lease.token), None)
+
+    def _commit(self, lease: Lease, rows: Rows | None) -> None:
         writes = self.states[lease.state].writes
         if self._peers == 1:
             self._writer.write(rows, lease.state, lease.rows.ids, writes)
@@ -215,8 +222,9 @@ class DistributedDock(Declared):
 
     def release(self, lease: Lease) -> None:
         """Hand rows back undone; with peers, once all of them have."""
-        if len(lease):
+        if (lease.state, lease.token) in self._net.held:
             self._finish(lease)
+            self._net.held.pop((lease.state, lease.token), None)
 
     def remaining(self, state: str) -> int:
         """Rows of all open epochs that the state has not acknowledged."""
@@ -263,6 +271,32 @@ class DistributedDock(Declared):
         self._net.close()
 
     # inside
+
+    def _check_done(self, lease: Lease) -> None:
+        """A lease that is not live here may be committed again only if its rows are done or cleared."""
+        self._check_state(lease.state)
+        ids = cells.ids_array(lease.rows.ids)
+        check_ids(self._net.shapes, self._net.last_epoch, f"commit of state {lease.state!r}", ids)
+        note = {
+            "state": lease.state,
+            "epochs": [[n, *s] for n, s in self._net.shapes.items()],
+            "after": self._net.after,
+        }
+        undone = self._net.state(lease.state, Message("undone", note, {"ids": ids})).arrays["ids"]
+        if len(undone):
+            raise void(lease, cells.ids_tuple(undone))
+
+    def _ask(self, state: str, ask: Ask, names: Sequence[str], deadline: float) -> Message:
+        message = ask_message(
+            state,
+            ask,
+            names,
+            epochs=self._net.shapes,
+            after=self._net.after,
+            deadline=deadline,
+            lease_seconds=self._net.settings.lease_seconds,
+        )
+        return self._net.state(state, message, deadline)
 
     def _clear(self, epoch: int, shape: Shape, groups: np.ndarray) -> bool:
         note = {"epoch": epoch, "shape": list(shape), "after": self._net.after, "deadline": self._deadline}

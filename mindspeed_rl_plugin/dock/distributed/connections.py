@@ -88,6 +88,7 @@ class Connections:
         self.last_epoch = -1
         self.after: dict[int, int] = {}  # warehouse -> number of the newest record that this process caused
         self.dead: set[int] = set()  # warehouses that controllers have given up
+        self.held: dict[tuple[str, int], np.ndarray] = {}  # ids of live leases of this process, by state and token
         self.meet = meet
         self._resolve, self._on_close = resolve, on_close
         self._local = threading.local()
@@ -133,6 +134,9 @@ class Connections:
         if gone.all():
             for known in (self.shapes, self.cleared, self._homes):
                 known.pop(epoch, None)
+            for lease, ids in list(self.held.items()):
+                if not np.isin(ids[:, 0], list(self.shapes)).any():
+                    self.held.pop(lease, None)
 
     def state(self, state: str, message: Message, seconds: float = 0.0) -> Message:
         """Ask the controller of a state, wherever it is now."""

@@ -17,14 +17,14 @@ from mindspeed_rl_plugin.dock.api import ColumnSpec, StateSpec
 from mindspeed_rl_plugin.dock.distributed.picking import Ask, Picked, pick_ids, pick_ready, pick_share
 from mindspeed_rl_plugin.dock.distributed.records import EpochSet, Record, Shape, slots_of_groups
 from mindspeed_rl_plugin.dock.distributed.views import DONE, FREE, LEASED, STALE, EpochView
-from mindspeed_rl_plugin.dock.report import explain_wait
+from mindspeed_rl_plugin.dock.report import explain_wait, listed
 from mindspeed_rl_plugin.types import SampleId
 
 
 @dataclass
 class Grant:
     """A live lease. rows: epoch -> row numbers in delivery order; holders: who has it -> is through with it; undone:
-    a holder has handed it back; last: its last holder acknowledges the rows."""
+    a holder has handed it back; last: its last holder acknowledges the rows; ids: that were asked for."""
 
     token: int
     rows: Picked
@@ -34,6 +34,7 @@ class Grant:
     join: tuple[int, int, int] | None = None
     undone: bool = False
     last: bool = False
+    ids: np.ndarray | None = None
 
     def __len__(self) -> int:
         return sum(len(rows) for _, rows in self.rows)
@@ -51,6 +52,7 @@ class Controller:
         self._ahead: dict[int, set[int]] = {}
         self._leases: dict[int, Grant] = {}
         self._joined: dict[tuple[int, int, int], Grant] = {}
+        self._broken: dict[tuple[int, int, int], Grant] = {}  # of several peers, ended because a machine was lost
         # Of its own: a lease of a former controller of this state, or of another dock, is not one of these.
         self._next_token = 1 + (secrets.randbits(30) << 20)
 
@@ -98,6 +100,8 @@ class Controller:
         slots = view.lose(groups)
         for grant in [g for g in self._leases.values() if _holds(g, epoch, slots)]:
             self._end(grant)
+            if grant.join is not None:
+                self._broken[grant.join] = grant
 
     def lose_home(self, warehouse: int) -> None:
         """A warehouse is gone for good, and all groups that lay there with it."""
@@ -118,21 +122,19 @@ class Controller:
     def take(self, ask: Ask, holder: Hashable, now: float, seconds: float, waited: float = 0.0) -> Grant | None:
         """Rows under a lease for `seconds`; None: not ready. An empty grant (token 0): all rows are acknowledged.
 
-        waited: seconds that this ask has waited so far, for its linger. Raises ValueError for ids that cannot be had.
+        waited: seconds that this ask has waited so far, for its linger. A repeated ask of a peer gets the same grant.
+        Raises ValueError for ids that cannot be had, or that are not those which a peer asked for in the same call.
         """
         if ask.join is not None and ask.join in self._joined:
-            grant = self._joined[ask.join]
-            grant.holders.setdefault(holder, False)
-            if len(grant.holders) == grant.peers:
-                del self._joined[ask.join]
-            return grant
+            return self._join(ask, holder)
         picked = self._pick(ask, waited)
         if picked is None:
             return None
-        grant = Grant(0, picked, {holder: False}, ask.peers, now + seconds, ask.join)
+        grant = Grant(0, picked, {holder: False}, ask.peers, now + seconds, ask.join, ids=ask.ids)
         if len(grant):
             grant.token = self._next_token
             self._next_token += 1
+            self._take_up(grant)
             self._leases[grant.token] = grant
             for epoch, rows in picked:
                 self._epochs[epoch].status[rows] = LEASED
@@ -148,6 +150,7 @@ class Controller:
         """
         grant = self._leases.get(token)
         if grant is None:
+            self._finish_broken(token, holder, done)
             return False
         grant.undone |= not done and not grant.last
         others = [through for h, through in grant.holders.items() if h != holder]
@@ -188,6 +191,15 @@ class Controller:
     def remaining(self) -> int:
         """Rows not acknowledged, leased ones included."""
         return sum(int(e.undone().sum()) for e in self._epochs.values())
+
+    def undone(self, ids: np.ndarray) -> np.ndarray:
+        """Those of `ids` `[B, 3]` that are not acknowledged; cleared ones are left out."""
+        kept = np.zeros(len(ids), bool)
+        for number in np.unique(ids[:, 0]).tolist():
+            if number in self._epochs:
+                view, mine = self._epochs[number], ids[:, 0] == number
+                kept[mine] = view.undone()[ids[mine, 1] * view.shape.members + ids[mine, 2]]
+        return ids[kept]
 
     def stale(self) -> int:
         """Rows of open epochs that are too old to be given out."""
@@ -234,6 +246,32 @@ class Controller:
         return explain_wait(self.states, self.spec.name, asked, seconds, missing, held, ready)
 
     # inside
+
+    def _join(self, ask: Ask, holder: Hashable) -> Grant:
+        grant = self._joined[ask.join]
+        if not np.array_equal(*(np.empty((0, 3)) if ids is None else ids for ids in (grant.ids, ask.ids))):
+            theirs, wanted = (None if x is None else listed(map(tuple, x.tolist())) for x in (grant.ids, ask.ids))
+            raise ValueError(
+                f"lease of state {self.spec.name!r}: call {ask.join[2]} of this rank asks for ids {wanted}, the "
+                f"same call of a peer asked for {theirs}; ranks of one consumer must lease alike"
+            )
+        grant.holders.setdefault(holder, False)
+        if not grant.token and len(grant.holders) == grant.peers:
+            del self._joined[ask.join]  # empty: nothing will end it
+        return grant
+
+    def _take_up(self, grant: Grant) -> None:
+        """Peers that had read all of a lease before it was broken are not told: it goes on under the old number."""
+        old = None if grant.join is None else self._broken.pop(grant.join, None)
+        if old is not None:
+            grant.token, grant.undone = old.token, old.undone
+            grant.holders = {**old.holders, **grant.holders}
+
+    def _finish_broken(self, token: int, holder: Hashable, done: bool) -> None:
+        for grant in self._broken.values():
+            if grant.token == token:
+                grant.undone |= not done
+                grant.holders[holder] = True
 
     def _advance(self, warehouse: int, below: int) -> None:
         """All records up to `below` are here, and those that follow it without a gap."""
@@ -285,6 +323,7 @@ class Controller:
             self._gone.add(number)
             for grant in [g for g in self._leases.values() if any(n == number for n, _ in g.rows)]:
                 self._end(grant)
+            self._broken = {j: g for j, g in self._broken.items() if all(n in self._epochs for n, _ in g.rows)}
 
     def _has(self, name: str, sample: SampleId) -> bool:
         view = self._epochs.get(sample.epoch)

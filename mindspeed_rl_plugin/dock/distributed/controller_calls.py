@@ -69,6 +69,11 @@ class ControllerCalls:
         controller = self._controller(message)
         return self._once_applied(controller, message, lambda: Message("remaining", {"rows": controller.remaining()}))
 
+    def _on_undone(self, peer: str, message: Message) -> Answer:
+        """Those of some rows that are not acknowledged."""
+        controller, ids = self._controller(message), message.arrays["ids"]
+        return self._once_applied(controller, message, lambda: Message("undone", {}, {"ids": controller.undone(ids)}))
+
     async def _on_close(self, peer: str, message: Message) -> Message:
         """Phase one of clearing: no new leases, and wait for the live ones."""
         controller = self._controller(message)
