@@ -12,10 +12,11 @@ import torch.distributed as dist
 from mindspeed_rl_plugin.dock.api import ColumnSpec, Dock, StateSpec
 from mindspeed_rl_plugin.dock.distributed.client import DistributedDock
 from mindspeed_rl_plugin.dock.distributed.connections import Homes
-from mindspeed_rl_plugin.dock.distributed.fleet import Limits, Member, alone, machine
+from mindspeed_rl_plugin.dock.distributed.fleet import HEARTBEAT, Limits, Member, alone, machine
 from mindspeed_rl_plugin.dock.local import LocalDock
 from mindspeed_rl_plugin.environment import master_address, ray_address
 
+HEARTBEATS = 30  # of which ranks wait for each other; a machine is given up after three
 MEDIA = ("local", "shm", "ray")
 
 
@@ -47,6 +48,7 @@ def make_docks(
     limits: Limits | None = None,
     homes: Homes | None = None,
     node: str = "",
+    heartbeat: float | None = None,
 ) -> list[Dock]:
     """One dock, seen by several divisions of the ranks into consumers: a `Dock` for each. Collective over `group`.
 
@@ -57,9 +59,11 @@ def make_docks(
     Ray places and restarts); None takes "local" for one rank, "ray" for several machines where RAY_ADDRESS is set,
     "shm" else. deadline: seconds that the
     ranks wait for each other; limits: of a warehouse; homes: (epoch, groups) -> `[groups]` machine of each group,
-    numbered by lowest rank; node: another name for this machine, in tests. Raises ValueError for an unknown medium, for
-    "ray" where Ray is missing or cannot be joined, and, on every rank, for a machine of several that has no address
-    that the others can reach.
+    numbered by lowest rank; node: another name for this machine, in tests; heartbeat: seconds between signs of life of
+    the machines, of which one that misses three counts as lost until it answers again; by default a thirtieth of the
+    deadline and 10 s at least: a stall is waited for a tenth of what ranks wait for each other. Raises ValueError for
+    an unknown medium, for "ray" where Ray is missing or cannot be joined, and, on every rank, for a machine of several
+    that has no address that the others can reach.
     """
     many = group is not None and dist.get_world_size(group) > 1
     medium = medium or (_medium(group) if many else "local")
@@ -67,7 +71,7 @@ def make_docks(
         raise ValueError(f"dock medium {medium!r} is unknown; known: {', '.join(MEDIA)}")
     if not many and medium == "local" and not (limits and limits.bounded):
         return [LocalDock(columns, states, limits.version_column if limits else None)] * len(divisions)
-    return _distributed(columns, states, divisions, group, deadline, limits, homes, medium, node)
+    return _distributed(columns, states, divisions, group, deadline, limits, homes, medium, node, heartbeat)
 
 
 def _distributed(
@@ -80,6 +84,7 @@ def _distributed(
     homes: Homes | None,
     medium: str,
     node: str,
+    heartbeat: float | None,
 ) -> list[Dock]:
     central = medium == "local"
     rank, world = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
@@ -107,6 +112,7 @@ def _distributed(
         central=central,
         ray=medium == "ray",
         patience=deadline,
+        heartbeat=max(HEARTBEAT, deadline / HEARTBEATS) if heartbeat is None else heartbeat,
     )
     docks: list[Dock] = []
     everybody = exchange([None if d is None else list(d) for d in divisions])

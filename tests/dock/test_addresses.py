@@ -92,6 +92,16 @@ def test_one_machine_and_emulated_ones_may_be_reached_by_loopback(monkeypatch, r
     assert all(isinstance(d, DistributedDock) for d in Group(monkeypatch, ["left", "right"]).make(emulated=True))
 
 
+@pytest.mark.parametrize(("deadline", "given", "beat"), [(1800.0, None, 60.0), (60.0, None, 10.0), (1800.0, 2.5, 2.5)])
+def test_a_stall_is_waited_for_in_proportion(monkeypatch, deadline: float, given: float | None, beat: float) -> None:
+    made = []
+    member = factory.Member
+    monkeypatch.setattr(factory, "Member", lambda *args, **how: made.append(member(*args, **how)) or made[-1])
+    (dock,) = make_docks(COLUMNS, STATES, [None], medium="shm", deadline=deadline, heartbeat=given)
+    dock.close()
+    assert made[0].host.heartbeat == beat
+
+
 def test_addresses_of_a_network_are_taken() -> None:
     factory._check_addresses([["left", "10.0.0.1"], ["right", "fe80::1%eth0"]])
     factory._check_addresses([["only", ""], ["only", "::1"]])

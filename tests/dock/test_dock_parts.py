@@ -375,7 +375,8 @@ def test_a_lease_broken_under_one_peer_goes_on_for_the_other() -> None:
         if not before:
             assert not work.finish(first.token, "a", done=True)
         assert work.finish(again.token, "b", done=True), "the last acknowledges"
-        work.apply(Record(0, 1, 3, 0, Shape(2, 1), acks={"work": np.array([0, 1], np.int32)}))
+        for house, row in ((0, 1), (1, 0)):
+            work.apply(Record(house, 1, 3, 0, Shape(2, 1), acks={"work": np.array([row], np.int32)}))
         work.finish(again.token, "b")
         assert work.remaining() == 0 and not work._leases and not work._joined and not work._broken
 

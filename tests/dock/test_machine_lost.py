@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
 import torch
 
 from mindspeed_rl_plugin.dock import ColumnSpec, DistributedDock, StateSpec
+from mindspeed_rl_plugin.dock.distributed.controller import Controller
 from mindspeed_rl_plugin.dock.distributed.fleet import Member
 from mindspeed_rl_plugin.dock.distributed.frames import Message
+from mindspeed_rl_plugin.dock.distributed.picking import Ask
+from mindspeed_rl_plugin.dock.distributed.records import Cells, Record, Shape
 from mindspeed_rl_plugin.types import Ragged, Rows, SampleId
 
 COLUMNS = [
@@ -118,6 +124,106 @@ def test_a_reader_waits_for_rows_that_died_under_it(members: list[Member]) -> No
         producer.put(prompts([2, 3]))
         rows = waiting.result(timeout=20).rows
     assert [r.tolist() for r in rows["prompt"].rows()] == [[i.group] * 3 for i in IDS[4:]]
+
+
+@contextlib.contextmanager
+def stalled(member: Member) -> Iterator[None]:
+    """Its service does not run, as while other code holds the interpreter; connections stay, nobody answers."""
+    again = threading.Event()
+    member.service.call(lambda: again.wait(60))
+    try:
+        yield
+    finally:
+        again.set()
+
+
+def until(condition: Callable[[], bool], seconds: float = 15.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def test_a_machine_that_stalls_comes_back_with_its_rows(members: list[Member], capsys) -> None:
+    producer, worker = dock_of(members[0]), dock_of(members[1])
+    producer.put(prompts(list(range(GROUPS))))
+    first = worker.lease("generate", ids=IDS[:6], deadline=10)
+    worker.commit(first, respond(first.rows))
+    with stalled(members[3]):
+        until(lambda: producer.lost() == [(0, 2), (0, 3)])
+        with pytest.raises(TimeoutError, match=r"is missing.*; warehouse 1 on b \(127.0.0.1\) gives no sign of life"):
+            worker.lease("train", ids=IDS, deadline=0.2)
+        assert (
+            "[rl] warehouse 1 on b (127.0.0.1) gave rank 0 no sign of life for 0.9 s: given up"
+            in capsys.readouterr()[0]
+        )
+    until(lambda: producer.lost() == [])
+    assert producer._net.dead == set() == worker._net.dead
+    until(lambda: worker.remaining("generate") == 2)
+    second = worker.lease("generate", ids=IDS[6:], deadline=10)
+    worker.commit(second, respond(second.rows))
+    done = worker.lease("train", ids=IDS, deadline=10)
+    assert [r.tolist() for r in done.rows["tokens"].rows()] == [[i.group, i.member] for i in IDS]
+    worker.commit(done)
+    assert worker.remaining("train") == 0
+    assert "[rl] warehouse 1 on b (127.0.0.1) answers rank 0 again: its rows are back" in capsys.readouterr()[0]
+    # It can be given up again.
+    with stalled(members[3]):
+        until(lambda: members[0].host.dead == members[2].host.dead == {1})
+    until(lambda: not members[0].host.dead and not members[2].host.dead)
+
+
+def test_what_was_put_anew_meanwhile_stays_where_it_is(members: list[Member]) -> None:
+    """Of a group that lies on two machines the copy of the one that came back is out of date, for everybody."""
+    producer, worker, other = dock_of(members[0]), dock_of(members[1]), dock_of(members[4])
+    producer.put(prompts(list(range(GROUPS))))
+    first = worker.lease("generate", ids=IDS, deadline=10)
+    worker.commit(first, respond(first.rows))
+    assert worker.remaining("train") == len(IDS)
+    with stalled(members[3]):
+        until(lambda: members[0].host.dead == members[2].host.dead == {1} and len(producer.lost()) == 2)
+        producer.put(prompts([2]))
+        assert worker.lost() == [(0, 3)]
+    until(lambda: not members[0].host.dead and not members[2].host.dead and worker.remaining("generate") == 2)
+    again = other.lease("generate", min_rows=2, deadline=10)  # by a process that has noticed nothing
+    assert set(again.rows.ids) == {SampleId(0, 2, 0), SampleId(0, 2, 1)}, "group 3 is done, as it was"
+    anew = [torch.tensor([77, i.member], dtype=torch.int32) for i in again.rows.ids]
+    other.commit(again, Rows(again.rows.ids, {"tokens": Ragged.from_rows(anew)}))
+    for dock in (producer, worker, other):
+        assert [r[0].item() for r in dock.read(again.rows.ids, ["tokens"])["tokens"].rows()] == [77, 77]
+    (saved,) = producer.snapshot()["epochs"]
+    assert saved["columns"]["tokens"]["values"][::2].tolist() == [0, 0, 1, 1, 77, 77, 3, 3]
+    assert saved["columns"]["prompt"]["slots"].tolist() == [0, 1, 2, 3]
+    done = worker.lease("train", ids=IDS, deadline=10)
+    assert [r.tolist() for r in done.rows["tokens"].rows()] == [
+        [77 if i.group == 2 else i.group, i.member] for i in IDS
+    ]
+    worker.commit(done)
+    assert worker.remaining("train") == worker.remaining("generate") == 0
+    producer.clear(0)
+    assert [members[rank].host.warehouse.used for rank in (0, 3)] == [0, 0]
+
+
+def test_the_newer_copy_counts_in_whatever_order_they_are_heard_of() -> None:
+    """Also for a controller that is built anew from the manifests of both."""
+    shape = Shape(2, 1)
+
+    def told(house: int, seq: int, groups: list[int], offset: int, done: bool) -> Record:
+        at = np.array(groups, np.int32)
+        parts = (np.zeros(len(at), np.int32), np.full(len(at), offset), np.ones(len(at), np.int32))
+        return Record(house, 1, seq, 0, shape, {"tokens": Cells(at, *parts)}, {"train": at} if done else {})
+
+    first, anew = told(1, 1, [0, 1], 64, True), told(0, 1, [1], 128, False)
+    for order in ([first, anew], [anew, first], [first, anew, told(1, 2, [1], 192, True)]):
+        train = Controller(STATES[1], {c.name: c for c in COLUMNS}, {s.name: s for s in STATES})
+        train.assigned = lambda epoch, groups: np.ones(groups, np.int64)  # all in warehouse 1 at first
+        for record in order:
+            train.apply(record)
+        assert train.moved().tolist() == [[0, 1, 0]] and train.remaining() == 1
+        grant = train.take(Ask(), "me", 0, 9)
+        assert train.ids(grant.rows).tolist() == [[0, 1, 0]] and train.locations(grant, ["tokens"])[1].tolist() == [
+            [128]
+        ]
 
 
 def test_peers_stay_in_step_when_rows_die_under_one_of_them(members: list[Member]) -> None:

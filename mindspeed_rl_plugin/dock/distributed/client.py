@@ -296,7 +296,10 @@ class DistributedDock(Declared):
             deadline=deadline,
             lease_seconds=self._net.settings.lease_seconds,
         )
-        return self._net.state(state, message, deadline)
+        answer = self._net.state(state, message, deadline)
+        if "moved" in answer.arrays:
+            self._net.learn(answer.arrays["moved"])
+        return answer
 
     def _clear(self, epoch: int, shape: Shape, groups: np.ndarray) -> bool:
         note = {"epoch": epoch, "shape": list(shape), "after": self._net.after, "deadline": self._deadline}

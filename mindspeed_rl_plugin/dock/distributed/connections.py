@@ -87,7 +87,8 @@ class Connections:
         self.cleared: dict[int, np.ndarray] = {}  # epoch -> [groups] bool
         self.last_epoch = -1
         self.after: dict[int, int] = {}  # warehouse -> number of the newest record that this process caused
-        self.dead: set[int] = set()  # warehouses that controllers have given up
+        self.dead: set[int] = set()  # warehouses that controllers have given up, as this process heard last
+        self._elsewhere: dict[int, dict[int, int]] = {}  # epoch -> group -> home of those that were put anew elsewhere
         self.held: dict[tuple[str, int], np.ndarray] = {}  # ids of live leases of this process, by state and token
         self.meet = meet
         self._resolve, self._on_close = resolve, on_close
@@ -104,6 +105,8 @@ class Connections:
             if len(orphans):
                 living = np.array(self.living(), np.int64)
                 found[orphans] = living[orphans % len(living)]
+            for group, home in self._elsewhere.get(epoch, {}).items():
+                found[group] = home
             self._homes[epoch] = found
         return self._homes[epoch]
 
@@ -116,23 +119,40 @@ class Connections:
 
     def health(self, state: str) -> np.ndarray:
         """`[n, 2]` (epoch, group) of groups that are lost and must be put again, as the state's controller knows.
-        Learns which warehouses are dead."""
+        Learns which warehouses are dead, and where groups are that were put anew."""
         epochs = [[n, *shape] for n, shape in self.shapes.items()]
         answer = self.state(state, Message("health", {"state": state, "epochs": epochs}))
-        new = set(answer.note["dead"]) - self.dead
-        if new:
-            self.dead |= new
+        dead = set(answer.note["dead"])
+        for warehouse in dead - self.dead:
+            self.after.pop(warehouse, None)
+        if dead != self.dead:
+            self.dead = dead
             self._homes.clear()
-            for warehouse in new:
-                self.after.pop(warehouse, None)
+        self.learn(answer.arrays["moved"])
         return answer.arrays["lost"]
+
+    def learn(self, moved: np.ndarray) -> None:
+        """`[n, 3]` (epoch, group, home) of groups that were put anew elsewhere: so that all write where the rest is."""
+        for epoch, group, home in moved.tolist():
+            if epoch in self.shapes and self._elsewhere.setdefault(epoch, {}).get(group) != home:
+                self._elsewhere[epoch][group] = home
+                self._homes.pop(epoch, None)
+
+    def older(self, epoch: int, warehouse: int) -> np.ndarray | None:
+        """`[groups]` bool: of which a warehouse holds an older copy; None for none."""
+        moved = [g for g, home in self._elsewhere.get(epoch, {}).items() if home != warehouse]
+        if not moved:
+            return None
+        found = np.zeros(self.shapes[epoch].groups, bool)
+        found[moved] = True
+        return found
 
     def forget(self, epoch: int, groups: np.ndarray) -> None:
         """Groups of an open epoch are cleared."""
         gone = self.cleared.setdefault(epoch, np.zeros(self.shapes[epoch].groups, bool))
         gone[groups] = True
         if gone.all():
-            for known in (self.shapes, self.cleared, self._homes):
+            for known in (self.shapes, self.cleared, self._homes, self._elsewhere):
                 known.pop(epoch, None)
             for lease, ids in list(self.held.items()):
                 if not np.isin(ids[:, 0], list(self.shapes)).any():

@@ -47,9 +47,12 @@ class Controller:
         self.spec, self.columns, self.states = spec, columns, states
         self.applied: dict[int, int] = {}  # warehouse -> all its records up to this one are here
         self.duplicates = 0
+        self.assigned: Callable[[int, int], np.ndarray] | None = None  # (epoch, groups) -> home of each group at first
+        self.strayed = False  # whether a group lies somewhere else
         self._epochs: dict[int, EpochView] = {}
         self._gone = EpochSet()
         self._ahead: dict[int, set[int]] = {}
+        self._tellers: set[int] = set()  # warehouses that have told of cells
         self._leases: dict[int, Grant] = {}
         self._joined: dict[tuple[int, int, int], Grant] = {}
         self._broken: dict[tuple[int, int, int], Grant] = {}  # of several peers, ended because a machine was lost
@@ -116,6 +119,14 @@ class Controller:
             silent = (view.home < 0) & np.isin(homes(number, view.shape.groups), list(dead))
             found += [(number, g) for g in ((view.lost | silent) & view.alive).nonzero()[0].tolist()]
         return np.array(found, np.int64).reshape(-1, 2)
+
+    def moved(self) -> np.ndarray:
+        """`[n, 3]` int64 (epoch, group, home) of groups that lie somewhere else than at first."""
+        found = [np.empty((0, 3), np.int64)]
+        for number, view in sorted(self._epochs.items()) if self.strayed else ():
+            groups = ((view.home >= 0) & (view.home != self._assigned(number, view))).nonzero()[0]
+            found.append(np.stack([np.full(len(groups), number), groups, view.home[groups]], 1))
+        return np.concatenate(found)
 
     # giving out
 
@@ -304,11 +315,33 @@ class Controller:
         view = self._epochs.get(record.epoch)
         if view is None:  # cleared everywhere
             return
-        view.enter(record)
+        self._tellers.add(record.warehouse)
+        # Of one warehouse there is nothing to tell apart.
+        refused = self._judge(record, view) if len(self._tellers) > 1 and view.comes_from_elsewhere(record) else None
+        view.enter(record, refused)
         if self.spec.name in record.acks:
             self._end_done()
         if record.cleared is not None:
             self._forget(record.epoch, view, record.cleared)
+
+    def _judge(self, record: Record, view: EpochView) -> np.ndarray | None:
+        """A group that was put anew, because its machine gave no sign of life, lies where it was put last: what its
+        first home still tells of it is too old. None, or `[groups]` bool: of which groups nothing is heard."""
+        assigned = self._assigned(record.epoch, view)
+        touched = view.touched(record)
+        foreign = touched & (view.home >= 0) & (view.home != record.warehouse)
+        self.strayed |= bool(foreign.any() or (touched & (assigned != record.warehouse)).any())
+        moves = foreign & (assigned != record.warehouse)
+        if moves.any():
+            self.lose(record.epoch, moves.nonzero()[0])
+        refused = foreign & (assigned == record.warehouse)
+        return refused if refused.any() else None
+
+    def _assigned(self, number: int, view: EpochView) -> np.ndarray:
+        if view.assigned is None:
+            homes = self.assigned
+            view.assigned = view.home.copy() if homes is None else np.asarray(homes(number, view.shape.groups))
+        return view.assigned
 
     def _end_done(self) -> None:
         """Leases of a single holder end by themselves when all their rows are acknowledged or cleared."""

@@ -42,7 +42,7 @@ class ControllerCalls:
             if (grant := self._grant(peer, message, controller, ask, waited)) is not None:
                 return grant
             if waited >= seconds:
-                raise TimeoutError(controller.explain(ask, seconds))
+                raise TimeoutError(controller.explain(ask, seconds) + self._silent())
             # A second at most: another lease may run out, or the time to linger be over.
             await self._wait(controller.spec.name, min(seconds - waited, ask.linger or 1.0, 1.0))
 
@@ -51,7 +51,12 @@ class ControllerCalls:
         controller.expire(now)
         lingered = waited if waited < note["deadline"] else float("inf")  # the deadline ends a linger, not the request
         grant = controller.take(ask, peer, now, note["lease_seconds"], lingered)
-        return None if grant is None else grant_message(controller, grant, note["columns"])
+        if grant is None:
+            return None
+        answer = grant_message(controller, grant, note["columns"])
+        if controller.strayed or self.given_up:
+            answer.arrays["moved"] = controller.moved()
+        return answer
 
     def _on_release(self, peer: str, message: Message) -> Answer:
         """One holder of a lease is through with it; rows that nobody acknowledged are given out again."""
@@ -100,6 +105,7 @@ class ControllerCalls:
         """A warehouse was started again: where it answers now, and the number of its last record."""
         index, note = message.note["warehouse"], message.note
         self.directory.warehouses[index] = Address(**note["address"])
+        await self._readmit(index)
         for state, controller in self.controllers.items():
             if controller.applied.get(index, 0) < note["seq"]:
                 controller.rebuild(index, *await self._manifest_of(index))
@@ -111,10 +117,11 @@ class ControllerCalls:
         return OK
 
     def _on_health(self, peer: str, message: Message) -> Message:
-        """Warehouses that this process has given up, and the groups of a state that nobody has written anew."""
+        """Warehouses that this process has given up, the groups of a state that nobody has put anew, and where those
+        are that somebody has."""
         controller = self._controller(message)
-        lost = controller.lost(self.dead, self._homes) if self.dead else np.empty((0, 2), np.int64)
-        return Message("health", {"dead": sorted(self.dead)}, {"lost": lost})
+        lost = controller.lost(self.dead, self._homes) if self.given_up else np.empty((0, 2), np.int64)
+        return Message("health", {"dead": sorted(self.dead)}, {"lost": lost, "moved": controller.moved()})
 
     def _controller(self, message: Message) -> Controller:
         """The controller that a message is for, told of the epochs that its sender knows."""

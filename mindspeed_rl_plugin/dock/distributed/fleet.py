@@ -22,7 +22,7 @@ from mindspeed_rl_plugin.dock.distributed.warehouse import Warehouse
 from mindspeed_rl_plugin.dock.local import check_declarations
 
 SEGMENT_BYTES = 64 << 20
-HEARTBEAT = 10.0  # seconds; a machine is given up after three
+HEARTBEAT = 10.0  # seconds; a machine is given up after three without
 
 Exchange = Callable[[Any], list[Any]]  # every member's value, in rank order
 

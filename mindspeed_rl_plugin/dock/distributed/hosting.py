@@ -57,13 +57,16 @@ class Host(WarehouseCalls, ControllerCalls, Succession):
         self.warehouse, self.controllers = warehouse, dict(controllers or {})
         self.traffic = {"messages": 0, "bytes": 0}
         self.refused = {"stranger": 0, "malformed": 0}
-        self.dead: set[int] = set()  # warehouses that gave no sign of life
+        self.dead: set[int] = set()  # warehouses that give no sign of life
+        self.given_up = False  # whether there ever was one
         self.build, self.address, self.heartbeat = build, None, heartbeat
         self.taking: dict[str, Controller] = {}
         self.successions = 0  # controllers that were taken over here
         self._successions: dict[str, asyncio.Lock] = {}
         self._watched: set[int] | None = None  # warehouses, None: it is not asked for
         self._homes = homes or (lambda epoch, groups: np.zeros(groups, np.int64))
+        for controller in self.controllers.values():
+            controller.assigned = self._homes
         self._clock = clock
         self._changed: dict[object, list[asyncio.Future[None]]] = {}
         self._outbox: dict[Address, Outbox] = {}
@@ -123,6 +126,8 @@ class Host(WarehouseCalls, ControllerCalls, Succession):
         return address in self.directory.controllers.values()
 
     def _apply(self, record: Record) -> None:
+        if record.warehouse in self.dead:
+            return  # its manifest will say it
         for controller in self.taking.values():
             controller.apply(record)
         for state, controller in self.controllers.items():

@@ -6,8 +6,8 @@ in another order leads to the same end. They are the journal on disk and the bro
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -77,6 +77,19 @@ class Record:
     acks: Mapping[str, np.ndarray] = field(default_factory=dict)
     cleared: np.ndarray | None = None
     versions: tuple[np.ndarray, np.ndarray] | None = None
+
+    def without(self, refused: np.ndarray, grouped: Collection[str], members: int) -> Record:
+        """The same but for some groups, `[groups]` bool. grouped: columns that are numbered by group."""
+        columns = {}
+        for name, cells in self.columns.items():
+            kept = ~refused[cells.slots if name in grouped else cells.slots // members]
+            columns[name] = Cells(*(part[kept] for part in cells))
+        acks = {state: rows[~refused[rows // members]] for state, rows in self.acks.items()}
+        versions = self.versions
+        if versions is not None:
+            kept = ~refused[versions[0] // members]
+            versions = versions[0][kept], versions[1][kept]
+        return replace(self, columns=columns, acks=acks, versions=versions)
 
     @cached_property
     def sheets(self) -> list[Sheet]:

@@ -22,9 +22,13 @@ def collect(net: Connections, columns: Mapping[str, ColumnSpec], states: Mapping
     """Every open epoch: its cells by rising row number, and what is acknowledged."""
     parts: dict[int, list[Record]] = {number: [] for number in net.shapes}
     dead: dict[int, list[int]] = {number: [] for number in net.shapes}
+    grouped = {name for name, spec in columns.items() if spec.level == "group"}
+    net.health(next(iter(states)))  # learns where groups are that were put anew
     for warehouse in net.living():
         _, gone, records = unpacked(net.warehouse(warehouse, Message("manifest")))
         for record in records:
+            if (older := net.older(record.epoch, warehouse)) is not None:
+                record = record.without(older, grouped, record.shape.members)
             parts.setdefault(record.epoch, []).append(record)
         for number in net.shapes:
             if number in gone:

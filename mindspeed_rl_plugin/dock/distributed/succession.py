@@ -25,6 +25,7 @@ from mindspeed_rl_plugin.dock.distributed.service import Address, Directory
 from mindspeed_rl_plugin.dock.distributed.warehouse import Warehouse
 
 FILE = "controllers"  # in a warehouse's directory: those that have moved, for its successor
+MISSED = 3  # signs of life in a row, until a warehouse is given up
 TRIES = 3  # to reach a controller before it counts as gone
 PAUSE = 0.2  # seconds between them
 
@@ -84,6 +85,7 @@ class Succession:
         number = self.directory.terms.get(state, 0) // len(hosts) + 1
         term = number * len(hosts) + hosts.index(self.address)  # no other process has the same
         self.taking[state] = controller = self.build(state)  # hears records from the first warehouse's answer on
+        controller.assigned = self._homes
         note = {"state": state, "address": asdict(self.address), "term": term}
         try:
             asked = [w for w in self.directory.warehouses if w not in self.dead]
@@ -137,8 +139,8 @@ class Succession:
             return  # it asks, or is gone
 
     def watch(self) -> None:
-        """Ask every warehouse elsewhere for a sign of life each heartbeat; after three without, it is lost. Only where
-        there are controllers, now or later. Call it in the service's thread."""
+        """Ask every warehouse elsewhere for a sign of life each heartbeat; after MISSED without, it is given up until
+        it answers again. Only where there are controllers, now or later. Call it in the service's thread."""
         self._watched = set()
         self._watch_all()
 
@@ -152,18 +154,53 @@ class Succession:
 
     async def _watch(self, warehouse: int) -> None:
         missed, heartbeat = 0, self.heartbeat
-        while missed < 3:
+        while True:
             begin = self._clock()
             try:
                 await asyncio.wait_for(self._request(self.directory.warehouses[warehouse], "ping", {}), heartbeat)
                 missed = 0
+                await self._readmit(warehouse)
             except (OSError, EOFError, asyncio.TimeoutError):
                 missed += 1
             await asyncio.sleep(max(heartbeat - (self._clock() - begin), 0))
+            if missed >= MISSED and warehouse not in self.dead:
+                self._give_up(warehouse)
+
+    def _give_up(self, warehouse: int) -> None:
+        """Its rows are not ready any more, and are put anew elsewhere, unless it answers before that."""
         self.dead.add(warehouse)
+        self.given_up = True
+        seconds = MISSED * self.heartbeat
+        print(f"[rl] {self._named(warehouse)} gave {self.name} no sign of life for {seconds:g} s: given up", flush=True)
         for state, controller in self.controllers.items():
             controller.lose_home(warehouse)
             self._wake(state)
+
+    async def _readmit(self, warehouse: int) -> None:
+        """It was given up and answers: what still lies there and nobody has put anew is ready again."""
+        if warehouse not in self.dead:
+            return
+        self.dead.discard(warehouse)  # its records count from now on; its manifest stands for those before
+        try:
+            found = await asyncio.wait_for(self._manifest_of(warehouse), MISSED * self.heartbeat)
+        except BaseException:
+            self.dead.add(warehouse)
+            raise
+        print(f"[rl] {self._named(warehouse)} answers {self.name} again: its rows are back", flush=True)
+        for state, controller in self.controllers.items():
+            controller.rebuild(warehouse, *found)
+            self._wake(state)
+
+    def _named(self, warehouse: int) -> str:
+        address = self.directory.warehouses[warehouse]
+        return f"warehouse {warehouse} on {address.node.partition(' ')[0]}" + (
+            f" ({address.host})" * bool(address.host)
+        )
+
+    def _silent(self) -> str:
+        """What an explanation must add: rows may be missing because nobody hears from where they lie."""
+        named = ", ".join(self._named(w) for w in sorted(self.dead))
+        return f"; {named} gives no sign of life, its rows are lost until it does or they are put anew" if named else ""
 
     async def _lives(self, address: Address) -> bool:
         """Whether a process answers within three heartbeats."""

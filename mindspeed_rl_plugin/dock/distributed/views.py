@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -51,6 +51,7 @@ class EpochView:
         self.version = np.full(rows, -1, np.int64)
         self.home = np.full(shape.groups, -1, np.int32)  # warehouse that told of the group's cells
         self.lost = np.zeros(shape.groups, bool)  # the home is gone and nothing was written anew
+        self.assigned: np.ndarray | None = None  # [groups] home of each group at first, once it is asked for
         by_row = [n for n in spec.reads if n not in self.grouped]
         by_group = [n for n in spec.reads if n in self.grouped]
         self._places = {False: Places(by_row, rows), True: Places(by_group, shape.groups)}  # of a group column?
@@ -60,8 +61,41 @@ class EpochView:
         self.length = {n: p.length[i] for p in parts for n, i in p.row.items()}
         self.lacking = np.full(rows, len(spec.reads), np.int16)  # columns that a row has not got yet
 
-    def enter(self, record: Record) -> None:
-        """Take in new cells and acknowledgements; cleared groups stay cleared."""
+    def comes_from_elsewhere(self, record: Record) -> bool:
+        """Whether a record tells of groups that another warehouse has told of, or that are another one's at first."""
+        for groups in self._groups_of(record):
+            home = self.home[groups]
+            if (home == record.warehouse).all():
+                continue
+            if (home >= 0).any() or self.assigned is None or (self.assigned[groups] != record.warehouse).any():
+                return True
+        return False
+
+    def touched(self, record: Record) -> np.ndarray:
+        """`[groups]` bool: of which a record tells."""
+        found = np.zeros(self.shape.groups, bool)
+        for groups in self._groups_of(record):
+            found[groups] = True
+        return found
+
+    def _groups_of(self, record: Record) -> Iterator[np.ndarray | slice]:
+        members = self.shape.members
+        for sheet in record.sheets:
+            for grouped in {name in self.grouped for name in sheet.names}:
+                at = sheet.at
+                if grouped:
+                    yield at
+                else:
+                    yield slice(at.start // members, -(-at.stop // members)) if isinstance(at, slice) else at // members
+        rows = record.acks.get(self.spec.name)
+        if rows is not None:
+            yield rows // members
+
+    def enter(self, record: Record, refused: np.ndarray | None = None) -> None:
+        """Take in new cells and acknowledgements; cleared groups stay cleared. refused: `[groups]` bool, groups of
+        which it is not believed."""
+        if refused is not None:
+            record = record.without(refused, self.grouped, self.shape.members)
         whole, any_lost = bool(self.alive.all()), bool(self.lost.any())
         for sheet in record.sheets:
             for grouped in {name in self.grouped for name in sheet.names}:

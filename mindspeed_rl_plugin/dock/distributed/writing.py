@@ -59,7 +59,7 @@ class Writer:
         """
         self._check("put" if state is None else f"commit of state {state!r}", rows, acked or ())
         for _ in range(len(self._net.directory.warehouses)):
-            if state is not None and self._net.dead:
+            if self._net.dead:  # they may live again
                 rows, acked = self._without_lost(state, rows, acked)
             try:
                 return self._write(rows, state, acked, needs)
@@ -68,8 +68,11 @@ class Writer:
         return self._write(rows, state, acked, needs)
 
     def _without_lost(
-        self, state: str, rows: Rows | None, acked: Sequence[SampleId] | None
+        self, state: str | None, rows: Rows | None, acked: Sequence[SampleId] | None
     ) -> tuple[Rows | None, Sequence[SampleId] | None]:
+        if state is None:
+            self._net.health(next(iter(self._net.directory.controllers)))
+            return rows, acked
         lost = set(map(tuple, self._net.health(state).tolist()))
         if rows is not None:
             rows = rows.take([i for i, sample in enumerate(rows.ids) if sample[:2] not in lost])
