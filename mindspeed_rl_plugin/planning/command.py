@@ -152,7 +152,20 @@ def _traffic(found: Estimate, machine: Machine) -> list[str]:
         f"at {machine.near / GB:g} GB/s in a node of {machine.node_size}, {machine.far / GB:g} GB/s between nodes; "
         f"weights to the host at {machine.host / GB:g} GB/s: {found.out_seconds:.2f} s, and back again",
         f"stream receives {less:.1f} times fewer bytes than allgather",
+        _published(found),
     ]
+
+
+def _published(found: Estimate) -> str:
+    """MindSpeed-RL's own path beside ours."""
+    moved = found.published
+    if isinstance(moved, str):
+        return f"MindSpeed-RL's own path refuses this pair: {moved}"
+    less = moved.sum() / max(found.costs["stream"].flow.received.sum(), 1)
+    return (
+        f"MindSpeed-RL's own path receives {_gb(moved.mean())} GB a rank, {_gb(moved.max())} at most: {less:.2f} times "
+        "what stream does"
+    )
 
 
 def _bytes(cost: Cost) -> tuple[str, ...]:

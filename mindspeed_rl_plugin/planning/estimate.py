@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+
+from mindspeed_rl_plugin.planning import published
 from mindspeed_rl_plugin.reshard.cells import Cells, Flow
 from mindspeed_rl_plugin.reshard.footprint import MODES, Footprint, Weights, eq3, footprint, weights
 from mindspeed_rl_plugin.reshard.layout import (
@@ -44,7 +47,8 @@ class Cost:
 
 @dataclass(frozen=True)
 class Estimate:
-    """What `estimate` found. out_seconds: training weights to the host, and as long back; gdp, utp, gep: of Eq. 3."""
+    """What `estimate` found. out_seconds: training weights to the host, and as long back; gdp, utp, gep: of Eq. 3;
+    published: bytes `[ranks]` that MindSpeed-RL's own path receives, or why it refuses the pair."""
 
     weights: Weights
     footprint: Footprint
@@ -53,6 +57,7 @@ class Estimate:
     gdp: int
     utp: int
     gep: int
+    published: np.ndarray | str
 
     @property
     def redundant(self) -> float:
@@ -105,7 +110,17 @@ def estimate(
         ranks // engine.tp,
         train.tp,
         engine.ep,
+        _published(shape, train, engine, range(first, first + ranks), itemsize),
     )
+
+
+def _published(
+    shape: ModelShape, train: Parallel, engine: EngineParallel, ranks: range, itemsize: int
+) -> np.ndarray | str:
+    try:
+        return published.received(shape, train, engine, ranks, itemsize)
+    except ValueError as error:
+        return str(error)
 
 
 def _cost(flow: Flow, machine: Machine) -> Cost:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from math import prod
 
 from mindspeed_rl_plugin.reshard.layout import (
@@ -71,19 +71,26 @@ class Footprint:
 
 def weights(shape: ModelShape, itemsize: int) -> Weights:
     """Sizes of the canonical model by kind of weight."""
-    tensors, sizes, seen = canonical_tensors(shape), {"tensor": 0, "expert": 0, "common": 0}, set()
+    parts = weights_by_layer(shape, itemsize).values()
+    return Weights(*(sum(getattr(part, f.name) for part in parts) for f in fields(Weights)))
+
+
+def weights_by_layer(shape: ModelShape, itemsize: int) -> dict[int, Weights]:
+    """The same of each layer by its global number; -1 is what precedes the layers, `shape.layers` what follows."""
+    tensors, seen = canonical_tensors(shape), set()
+    out = {layer: dict(tensor=0, expert=0, common=0) for layer in range(-1, shape.layers + 1)}
     for stage in Stage:
-        layers = _layers(shape, stage)
         for row in shape.rows(stage):
             kind = "expert" if stage is Stage.EXPERT else "common" if row.split in _COMMON else "tensor"
-            for layer in layers:
+            for layer in _layers(shape, stage):
+                place = {Stage.FIRST: -1, Stage.LAST: shape.layers}.get(stage, layer)
                 for name in shape.names_of(row, layer):
                     if name not in seen:
                         seen.add(name)
                         t = tensors[name]
                         count = shape.experts if stage is Stage.EXPERT else 1
-                        sizes[kind] += count * t.slices * t.slice_bytes(itemsize)
-    return Weights(**sizes)
+                        out[place][kind] += count * t.slices * t.slice_bytes(itemsize)
+    return {layer: Weights(**sizes) for layer, sizes in out.items()}
 
 
 def _layers(shape: ModelShape, stage: Stage) -> Sequence[int]:

@@ -1,0 +1,78 @@
+"""Bytes that MindSpeed-RL's own path moves for the same pair of layouts, for comparison.
+
+Source: MegatronStyleVllmWeightContainer of MindSpeed-RL (mindspeed_rl/workers/resharding/vllm_weight_container.py at
+commit 05a90d7): each rank, for the layers of its pipeline stage,
+
+1. gathers every tensor parallel weight over all its tensor parallel ranks, where the sizes of the two sides differ;
+2. broadcasts its part of the engine's weights to the other stages (a buffer a stage, experts included);
+3. with spread experts broadcasts the trainer's experts to the other stages, a second time, whence each rank picks;
+4. and sends what it picked to the rank that the engine wants it on.
+
+Copies of key heads that a larger engine repeats and rows that pad the vocabulary are left out: both are its gain.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from mindspeed_rl_plugin.reshard.footprint import weights_by_layer
+from mindspeed_rl_plugin.reshard.layout import EngineParallel, ModelShape, Parallel
+
+
+def received(shape: ModelShape, train: Parallel, engine: EngineParallel, ranks: range, itemsize: int) -> np.ndarray:
+    """`[world]` bytes that every rank receives. ranks: those with engines.
+
+    Raises ValueError with the reason for a pair that the path refuses (`_validate_parallel_config`).
+    """
+    spread, wanted = train.ep, engine.ranks  # ranks over which whole experts are spread
+    _check(shape, train, engine, ranks)
+    tensor, expert, common = _by_stage(shape, train, itemsize)
+    out = np.zeros(train.world)
+    held = tensor / engine.tp + common + expert / wanted  # a rank of the engine, by stage
+    routed = bool(shape.moe_layers)
+    for rank in range(train.world):
+        stage = train.coordinates(rank).pp
+        others = np.arange(train.pp) != stage
+        if train.tp != engine.tp:
+            out[rank] += (train.tp - 1) / train.tp * tensor[stage]
+        out[rank] += held[others].sum()
+        if routed:
+            out[rank] += (expert / spread)[others].sum()
+            if not _stays(rank % wanted, spread, wanted):
+                out[rank] += (expert / wanted).sum()
+    return out
+
+
+def _stays(rank: int, spread: int, wanted: int) -> bool:
+    """Whether the experts that a rank picked are those that it generates with. Source: get_expert_router."""
+    steps = wanted // spread
+    return rank % steps * spread + rank // steps == rank
+
+
+def _by_stage(shape: ModelShape, train: Parallel, itemsize: int) -> np.ndarray:
+    """`[3, stages]` bytes of tensor parallel, expert and common weights."""
+    places = weights_by_layer(shape, itemsize)
+    out = np.zeros((3, train.pp))
+    for stage in range(train.pp):
+        layers = [i for chunk in train.stage_layers(shape.layers, stage) for i in chunk]
+        layers += [-1] * (stage == 0) + [shape.layers] * (stage == train.pp - 1)
+        for layer in layers:
+            part = places[layer]
+            out[:, stage] += (part.tensor, part.expert, part.common)
+    return out
+
+
+def _check(shape: ModelShape, train: Parallel, engine: EngineParallel, ranks: range) -> None:
+    if ranks != range(train.world):
+        raise ValueError("its engines live on all ranks of the trainer")
+    if shape.moe_layers:
+        if engine.ranks % train.ep:
+            raise ValueError(f"the trainer's {train.ep} ranks of experts do not divide the engine's {engine.ranks}")
+        if train.expert_tp > 1:
+            raise ValueError("it takes whole experts only, spread over the trainer's tensor parallel ranks too")
+        if train.world % (train.pp * engine.ranks):
+            raise ValueError(f"engines of {engine.ranks} ranks do not divide a stage of {train.world // train.pp}")
+    if train.tp > engine.tp and train.tp % engine.tp:
+        raise ValueError(f"the engine's tensor parallel size {engine.tp} does not divide the trainer's {train.tp}")
+    if train.tp < engine.tp and (train.world // train.pp) % engine.tp:
+        raise ValueError(f"engines of {engine.tp} ranks do not divide a stage of {train.world // train.pp}")
