@@ -5,8 +5,9 @@ Part of `device`, which chooses the kind.
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -84,18 +85,40 @@ class _ThreadCopying:
     synchronize = wait
 
 
-def host_available() -> int:
-    """Free bytes of host memory: what the kernel calls available, or less where a control group allows less."""
-    free = _number("/proc/meminfo", "MemAvailable:") * 1024 or sys.maxsize
-    group = Path("/sys/fs/cgroup")
-    try:
-        limit = (group / "memory.max").read_text().strip()
-        if limit != "max":
-            kept = _number(group / "memory.stat", "inactive_file")  # given back on demand
-            free = min(free, int(limit) - int((group / "memory.current").read_text()) + kept)
-    except OSError:
-        pass  # no such control group: the machine's own limit holds
+def host_available(root: Path = Path("/")) -> int:
+    """Free bytes of host memory: what the kernel calls available, or less where a control group allows less.
+
+    root: of the file system, for tests.
+    """
+    free = _number(root / "proc/meminfo", "MemAvailable:") * 1024 or sys.maxsize
+    for group, limit, used, kept in _control_groups(root):
+        with contextlib.suppress(OSError):  # no such control group: the limits of the others hold
+            most = (group / limit).read_text().strip()
+            if most != "max":
+                given_back = _number(group / "memory.stat", kept)  # on demand
+                free = min(free, int(most) - int((group / used).read_text()) + given_back)
     return max(free, 0)
+
+
+def _control_groups(root: Path) -> Iterator[tuple[Path, str, str, str]]:
+    """This process's control groups and those around them: folder, and the names of limit, use and file pages in it.
+
+    Inside a container the folder at the top is the container's own, whatever the process's path says.
+    """
+    names = {"": ("memory.max", "memory.current", "inactive_file")}  # version 2, and version 1:
+    names["memory"] = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        lines = ["0::/"]
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers in names:
+            top = root / "sys/fs/cgroup" / controllers
+            inner = top / path.lstrip("/")
+            for group in (inner, *inner.parents):
+                if group.is_relative_to(top):
+                    yield group, *names[controllers]
 
 
 def _number(path: str | Path, key: str) -> int:

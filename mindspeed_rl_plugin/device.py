@@ -117,11 +117,19 @@ class Device:
     def host_empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Uninitialised host buffer `shape` for copies from and to the device: pinned where there is one.
 
-        On CPU it is an ordinary tensor that `StorageMeter` knows not to count as device memory.
+        On CPU it is an ordinary tensor that `StorageMeter` knows not to count as device memory. Raises MemoryError
+        where the host has none left.
         """
-        if not self.is_cpu:
-            return torch.empty(tuple(shape), dtype=dtype, device="cpu", pin_memory=True)
-        storage = torch.UntypedStorage(math.prod(shape) * dtype.itemsize)
+        nbytes = math.prod(shape) * dtype.itemsize
+        try:
+            if not self.is_cpu:
+                return torch.empty(tuple(shape), dtype=dtype, device="cpu", pin_memory=True)
+            storage = torch.UntypedStorage(nbytes)
+        except RuntimeError as error:  # torch has no type of its own for it
+            raise MemoryError(
+                f"the host has no {nbytes} bytes more for training state ({str(error).splitlines()[0][:200]}); swap "
+                "less (for example --rl-swap grads,optimizer), or run fewer ranks a machine"
+            ) from error
         _mark_host(storage)
         return torch.empty(0, dtype=dtype, device="cpu").set_(storage, 0, torch.Size(shape))
 
