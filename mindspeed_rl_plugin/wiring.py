@@ -329,9 +329,10 @@ def _plan(sizes: Arithmetic, topology: Topology, groups: Sequence[drawing.Group]
 def _check_rotary(inputs: Inputs, model: Any) -> None:
     """The engine's rotary frequencies are those of the built model, whatever the launch script made of the flags."""
     for chunk in model:
-        rotary = getattr(unwrap(chunk), "rotary_pos_emb", None)
-        if rotary is not None:
-            hf_config.check_rotary(inputs.engine_config, rotary.inv_freq)
+        for module in unwrap(chunk).modules():  # with latent attention every layer has one of its own
+            rotary = getattr(module, "rotary_pos_emb", None)
+            if rotary is not None:
+                hf_config.check_rotary(inputs.engine_config, rotary.inv_freq)
 
 
 def make_monitor(args: argparse.Namespace, config: RLConfig, topology: Topology, start: Start) -> Monitor:

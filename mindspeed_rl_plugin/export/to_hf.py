@@ -61,9 +61,9 @@ def _config(args: argparse.Namespace, options: argparse.Namespace) -> tuple[dict
         path = options.config / "config.json" if options.config.is_dir() else options.config
         config = json.loads(path.read_text())
     vocab = options.vocab or (config or {}).get("vocab_size") or args.vocab_size or args.padded_vocab_size
-    shape = ModelShape.from_megatron_args(args, vocab, loop=False)
+    shape = ModelShape.from_megatron_args(args, vocab)
     if config is None:
-        return derive_config(args, vocab_size=vocab, loop=False), shape
+        return derive_config(args, vocab_size=vocab), shape
     described = ModelShape.from_hf_config(config, shape.padded_vocab)
     if described != shape:
         raise ValueError(f"--config describes another model:\n  config.json {described}\n  checkpoint  {shape}")

@@ -25,8 +25,8 @@ def forward_scored(
     For the length of the call, `forward` of the module `output_layer` is another one, which has the hidden states, the
     weight (tied or not) and this micro-batch's labels at hand. It is still called as a module, so that its hooks run
     (Megatron's DDP awaits the gather of its parameters in one), and whatever surrounds it is the user's own model:
-    pipeline stages, virtual stages, 16-bit wrappers and schedules need not know. Calls that multi-token prediction
-    makes before the model's own go to the layer itself. Raises ValueError for a model whose output layer this cannot
+    pipeline stages, virtual stages, 16-bit wrappers and schedules need not know. Layers of multi-token prediction rest
+    (`startup/predicting.py`), so the layer is called once. Raises ValueError for a model whose output layer this cannot
     stand for.
     """
     inner = _unwrapped(model)
@@ -34,8 +34,7 @@ def forward_scored(
     if layer is None:
         return call_model(model, batch)
     _check(layer)
-    predictions_ahead = getattr(getattr(inner, "config", None), "mtp_num_layers", None) or 0
-    with _scoring(layer, batch, settings, entropy_grad, predictions_ahead) as scored:
+    with _scoring(layer, batch, settings, entropy_grad) as scored:
         output = call_model(model, batch)
     given = scored[-1].detach().transpose(0, 1) if scored else None
     if given is None or output.shape != given.shape or not torch.equal(output.detach(), given):
@@ -48,18 +47,12 @@ def forward_scored(
 
 @contextlib.contextmanager
 def _scoring(
-    layer: torch.nn.Module, batch: MicroBatch, settings: ForwardSettings, entropy_grad: bool, ahead: int
+    layer: torch.nn.Module, batch: MicroBatch, settings: ForwardSettings, entropy_grad: bool
 ) -> Iterator[list[Tensor]]:
     """The layer scores the labels meanwhile. Yields the list that what it answers is appended to."""
     scored: list[Tensor] = []
-    own = layer.forward
-    passed = 0
 
-    def forward(input_: Tensor, weight: Tensor | None = None, *more: Any, **named: Any) -> tuple[Tensor, None]:
-        nonlocal passed
-        if passed < ahead:
-            passed += 1
-            return own(input_, weight, *more, **named)
+    def forward(input_: Tensor, weight: Tensor | None = None, *_: Any, **__: Any) -> tuple[Tensor, None]:
         weight = layer.weight if weight is None else weight
         scored.append(score(input_, weight, layer, batch, settings, entropy_grad=entropy_grad))
         return scored[-1], None

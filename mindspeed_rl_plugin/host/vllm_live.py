@@ -34,6 +34,7 @@ def apply() -> None:
     _applied = True
     _live_linears()
     _live_experts()
+    _rotary_by_heads()
     _own_shared_memory()
     remove_leftovers()
 
@@ -89,6 +90,27 @@ def _apply_experts(
             out = linear(silu(gate) * up, w2[expert]).float()
             total.index_add_(0, tokens, out * topk_weights[tokens, slots, None])
     output.copy_(total)
+
+
+def _rotary_by_heads() -> None:
+    """Rotate `[T, heads, D]` in torch.
+
+    vLLM's kernel for the CPU takes `[T, heads x D]`: it reads one head and the last but one stride as that of tokens.
+    Latent attention hands over heads one by one, and slices of wider rows: all but the first tokens stay unrotated.
+    """
+    from vllm.model_executor.layers.rotary_embedding import base
+
+    rotary = base.RotaryEmbedding
+    kernel = rotary.forward_cpu
+
+    @functools.wraps(kernel)
+    def forward_cpu(
+        self: Any, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None, *more: Any
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        flat = query.dim() == 2 and (key is None or key.dim() == 2)
+        return (kernel if flat else rotary.forward_native)(self, positions, query, key, *more)
+
+    rotary.forward_cpu = forward_cpu
 
 
 def _own_shared_memory() -> None:

@@ -125,7 +125,7 @@ def read_arguments(flags: Flags, world: int, vocab: int | None = None) -> Script
         args.num_layers -= len(idle)
         notes.append(f"--noop-layers: {len(idle)} layers that do nothing are left out")
     return Script(
-        ModelShape.from_megatron_args(args, vocab or args.vocab_size or args.padded_vocab_size, loop=False),
+        ModelShape.from_megatron_args(args, vocab or args.vocab_size or args.padded_vocab_size),
         parallel,
         2 if args.bf16 or args.fp16 else 4,
         args.use_distributed_optimizer,

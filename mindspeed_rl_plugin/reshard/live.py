@@ -41,14 +41,21 @@ def stored_parameters(model_chunks: Sequence[Module]) -> dict[str, Tensor]:
     """Name -> tensor of all weights of Megatron's chunks, named as `megatron_layout` names them.
 
     Parameters, and the buffers that a family's table lists (the router's expert bias). Layers that predict further
-    tokens are left out: no engine generates with them.
+    tokens are left out, and so is the last pipeline stage's copy of the embedding for them: no engine generates with
+    them.
     """
     return {
         chunk_prefix(i, len(model_chunks)) + name: tensor.data
         for i, chunk in enumerate(model_chunks)
         for name, tensor in _weights(unwrap(chunk))
-        if not name.startswith("mtp.")
+        if not name.startswith(_left_out(unwrap(chunk)))
     }
+
+
+def _left_out(model: Module) -> tuple[str, ...]:
+    """Beginnings of the names that serve predicting layers only."""
+    copied = getattr(model, "mtp", None) is not None and not getattr(model, "pre_process", True)
+    return ("mtp.", "embedding.") if copied else ("mtp.",)
 
 
 def _weights(model: Module) -> Iterator[tuple[str, Tensor]]:

@@ -73,14 +73,6 @@ ARGUMENTS: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "use_glm_rope": (_OFF, "the families rotate halves"),
 }
 
-_PLANNED = "not supported in the RL loop of this version; such a model can be planned, exported and imported"
-
-# What the tables express but the loop does not run.
-NOT_IN_THE_LOOP: Mapping[str, tuple[tuple[Any, ...], str]] = {
-    "multi_latent_attention": (_OFF, f"multi-latent attention is {_PLANNED}"),
-    "mtp_num_layers": (_OFF, f"multi-token prediction is {_PLANNED}, without the predicting layers"),
-}
-
 # What else a model with experts, or with multi-latent attention, must not have.
 EXPERTS: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "moe_shared_expert_gate": (_OFF, "the families' shared experts have no gate"),
@@ -93,9 +85,9 @@ LATENT: Mapping[str, tuple[tuple[Any, ...], str]] = {
 }
 
 
-def refused(args: argparse.Namespace, loop: bool) -> list[str]:
-    """One line per argument that no family, or with `loop` the RL loop, expresses."""
-    tables = [ARGUMENTS, NOT_IN_THE_LOOP] if loop else [ARGUMENTS]
+def refused(args: argparse.Namespace) -> list[str]:
+    """One line per argument that no family expresses."""
+    tables = [ARGUMENTS]
     if getattr(args, "num_experts", None):
         tables.append(EXPERTS)
     if getattr(args, "multi_latent_attention", None):

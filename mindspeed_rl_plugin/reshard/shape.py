@@ -156,14 +156,13 @@ class ModelShape:
         return self.rows(Stage.LAYER) + self.rows(Stage.MOE) + self.rows(Stage.EXPERT)
 
     @classmethod
-    def from_megatron_args(cls, args: argparse.Namespace, vocab: int | None = None, *, loop: bool = True) -> ModelShape:
+    def from_megatron_args(cls, args: argparse.Namespace, vocab: int | None = None) -> ModelShape:
         """The shape that Megatron's validated arguments describe.
 
         vocab: real vocabulary, as the tokenizer or the Hugging Face config says; None takes `--vocab-size`.
-        loop: refuse what the RL loop does not run, although a family describes it.
         Raises ValueError with one line per argument that no family expresses.
         """
-        problems = refused(args, loop)
+        problems = refused(args)
         if problems:
             raise ValueError("the rollout engine cannot express this model:\n  " + "\n  ".join(problems))
         vocab = args.vocab_size if vocab is None else vocab

@@ -71,16 +71,13 @@ class Difference:
         return f"{self.field}: Megatron {self.megatron!r}, Hugging Face {self.hf!r}"
 
 
-def derive_config(
-    args: Namespace, *, vocab_size: int, eos_token_ids: Sequence[int] = (), loop: bool = True
-) -> dict[str, Any]:
+def derive_config(args: Namespace, *, vocab_size: int, eos_token_ids: Sequence[int] = ()) -> dict[str, Any]:
     """config.json of the model that Megatron's parsed and validated `args` describe.
 
     vocab_size: the true one, without Megatron's padding (see `model_vocab_size`): the engine then never draws a
-    padded id; loop: refuse what the RL loop does not run. Raises ValueError naming the flag for a model that is not
-    one of the families.
+    padded id. Raises ValueError naming the flag for a model that is not one of the families.
     """
-    shape = ModelShape.from_megatron_args(args, vocab_size, loop=loop)
+    shape = ModelShape.from_megatron_args(args, vocab_size)
     family, heads, hidden = shape.family, shape.heads, shape.hidden
     if family == "qwen2" and shape.head_dim * heads != hidden:
         raise ValueError(

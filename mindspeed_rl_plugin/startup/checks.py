@@ -26,7 +26,7 @@ from mindspeed_rl_plugin.reward.model import same_tokenizer
 from mindspeed_rl_plugin.reward.specs import model_specs, parse_specs, time_limits
 from mindspeed_rl_plugin.rollout.hf_moe import routing_problems
 from mindspeed_rl_plugin.rollout.limits import LOWEST_TEMPERATURE, EngineSizes
-from mindspeed_rl_plugin.startup import critic_files, files, pair_checks
+from mindspeed_rl_plugin.startup import critic_files, files, pair_checks, predicting
 from mindspeed_rl_plugin.startup.arithmetic import arithmetic_of
 from mindspeed_rl_plugin.startup.refused import REFUSED
 from mindspeed_rl_plugin.startup.upstream_rl import UPSTREAM_RL
@@ -120,10 +120,7 @@ def tokenizer_path(args: Any) -> str | None:
 
 
 def _refused_arguments(args: Any, config: RLConfig) -> Iterator[str]:
-    for row in (*REFUSED, *UPSTREAM_RL):
-        message = row.message(args)
-        if message is not None:
-            yield message
+    yield from filter(None, (row.message(args) for row in (*REFUSED, *UPSTREAM_RL)))
 
 
 def _run_length(args: Any, config: RLConfig) -> Iterator[str]:
@@ -384,4 +381,5 @@ CHECKS: tuple[Check, ...] = (
     _token_budget,
     _swap,
     _dumps,
+    predicting.problems,
 )

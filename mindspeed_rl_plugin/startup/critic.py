@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import inspect
 import os
 import random
@@ -26,6 +25,7 @@ from mindspeed_rl_plugin.device import get_device
 from mindspeed_rl_plugin.reshard.swap import gathered
 from mindspeed_rl_plugin.startup import files
 from mindspeed_rl_plugin.startup.critic_files import mark, source_folder, starts_with_head
+from mindspeed_rl_plugin.startup.model_source import on_each_chunk
 from mindspeed_rl_plugin.startup.overrides import overridden
 from mindspeed_rl_plugin.startup.start import WHOLE, Start, weights_arguments
 
@@ -107,16 +107,8 @@ def _with_value_head(setup: Callable, positional: tuple, named: Mapping[str, Any
         # Apart from the policy's, for the training loop hangs its functions into the config.
         container.model = copy.deepcopy(container.model)
         container.model.share_embeddings_and_output_weights = False
-        container.model.pre_wrap_hooks.append(lambda chunks: [give_value_head(chunk) for chunk in chunks])
         call.arguments["cfg_container"] = container
-    else:
-        provider = call.arguments["model_provider_func"]
-
-        @functools.wraps(provider)
-        def with_value_head(*positional: Any, **named: Any) -> torch.nn.Module:
-            return give_value_head(provider(*positional, **named))
-
-        call.arguments["model_provider_func"] = with_value_head
+    call = on_each_chunk(setup, call.args, call.kwargs, give_value_head)
     if "checkpointing_context" in call.arguments:
         call.arguments["checkpointing_context"] = {}  # what it caches is of the policy's checkpoints
     return call

@@ -18,7 +18,16 @@ from typing import Any
 
 from mindspeed_rl_plugin.algorithms.presets import resolve
 from mindspeed_rl_plugin.config import RLConfig
-from mindspeed_rl_plugin.startup import arithmetic, checks, critic_files, files, model_source, ranks, schedule
+from mindspeed_rl_plugin.startup import (
+    arithmetic,
+    checks,
+    critic_files,
+    files,
+    model_source,
+    predicting,
+    ranks,
+    schedule,
+)
 from mindspeed_rl_plugin.startup.overrides import overridden
 from mindspeed_rl_plugin.startup.start import Start, decide, describe, load_arguments, weights_arguments
 
@@ -51,6 +60,9 @@ def launch(original: Callable, positional: tuple, named: Mapping[str, Any], args
         notes = [f"[rl] note: {line}" for line in checks.warnings(args)]
         print("\n".join([arithmetic.arithmetic_of(args).table(), *notes]), flush=True)
     loop.before_model(args)
+    if getattr(args, "mtp_num_layers", None):
+        call = model_source.on_each_chunk(original, positional, named, predicting.at_rest)
+        positional, named = call.args, call.kwargs
     model_source.remember(original, positional, named)
     algorithm = resolve(RLConfig.from_args(args).algorithm)
     start, state = _decide(args)

@@ -71,9 +71,7 @@ def test_chain(family, train, generate, tmp_path, capsys):
         flags.append("--sequence-parallel")
     if family == "deepseek_v3":
         flags += ["--moe-router-bias-update-rate", "0", "--attention-backend", "unfused"]
-    # On CPU vLLM's kernel for latent attention is another one than everyone else's: engine against engine only.
-    limit = None if family == "deepseek_v3" else LIMIT
-    job = dict(out=str(tmp_path / "logps.pt"), hf=str(hf), generate=generate, limit=limit)
+    job = dict(out=str(tmp_path / "logps.pt"), hf=str(hf), generate=generate, limit=LIMIT)
     worker, script = Path(__file__).parent / "chain_ranks.py", ROOT / "examples" / "pretrain_gpt.py"
     ranks = 4 if "pp2" in train and "tp2" in train else 2
     out = launch(worker, json.dumps(job), script, *flags, *STILL.split(), "--load", ckpt, "--save", save, ranks=ranks)

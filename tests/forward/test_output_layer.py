@@ -33,18 +33,15 @@ class Layer(torch.nn.Linear):
 
 
 class Model(torch.nn.Module):
-    """A last stage: `ahead` calls of the output layer for tokens further on, then the one that counts."""
+    """A last stage."""
 
-    def __init__(self, ahead=0, tail=lambda x: x, tied=None):
+    def __init__(self, tail=lambda x: x, tied=None):
         super().__init__()
         self.output_layer = Layer()
-        self.config = SimpleNamespace(mtp_num_layers=ahead or None)
-        self.tail, self.tied, self.heard = tail, tied, []
+        self.tail, self.tied = tail, tied
 
     def forward(self, tokens, position_ids, attention_mask):
         hidden = tokens.t()[..., None] * torch.ones(4)
-        for _ in range(self.config.mtp_num_layers or 0):
-            self.heard.append(self.output_layer(hidden)[0].shape[-1])
         logits, _ = self.output_layer(hidden, weight=self.tied)
         return self.tail(logits).transpose(0, 1).contiguous()
 
@@ -94,12 +91,6 @@ def test_a_tied_weight_is_the_one_that_the_model_passes(batch, scored):
     tied = torch.nn.Parameter(torch.ones(5, 4))
     output_layer.forward_scored(Model(tied=tied), batch, SETTINGS)
     assert scored[0][0] is tied
-
-
-def test_multi_token_prediction_keeps_its_logits(batch, scored):
-    model = Model(ahead=2)
-    output_layer.forward_scored(model, batch, SETTINGS)
-    assert model.heard == [5, 5] and model.output_layer.calls == 2 and len(scored) == 1
 
 
 def test_a_forward_of_the_layers_own_is_put_back(batch):

@@ -30,6 +30,16 @@ MOE_MODEL = MODEL.replace("--add-qkv-bias", "--qk-layernorm --kv-channels 32") +
     " --num-experts 4 --moe-ffn-hidden-size 48 --moe-router-topk 2 --moe-token-dispatcher-type alltoall "
     "--moe-layer-freq [0]+[1]*1"
 )
+# DeepSeek-V3, the first layer dense; vLLM on CPU has latent attention of these sizes only.
+LATENT_MODEL = MOE_MODEL.replace("--group-query-attention --num-query-groups 2 ", "").replace(
+    "--kv-channels 32", "--kv-channels 128"
+) + (
+    " --multi-latent-attention --q-lora-rank 24 --kv-lora-rank 512 --qk-head-dim 128 --qk-pos-emb-head-dim 64 "
+    "--v-head-dim 128 --rope-type rope --rotary-scaling-factor 1.0 --attention-backend unfused "
+    "--moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-router-bias-update-rate 0.01 "
+    "--moe-router-topk-scaling-factor 2.5 --moe-router-num-groups 2 --moe-router-group-topk 1 "
+    "--moe-shared-expert-intermediate-size 96 --moe-router-load-balancing-type none"
+)
 TRAIN = (
     "--micro-batch-size 2 --global-batch-size 16 --lr 1e-3 --lr-decay-style constant --ckpt-format torch "
     "--eval-interval 1000 --eval-iters 0 --log-interval 1 --seed 1 --distributed-backend gloo "
@@ -159,6 +169,12 @@ def arithmetic(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def moe_model() -> str:
     """Flags of a model with experts, for `Job.model`."""
     return MOE_MODEL
+
+
+@pytest.fixture(scope="session")
+def latent_model() -> str:
+    """Flags of a model with latent attention, for `Job.model`."""
+    return LATENT_MODEL
 
 
 @pytest.fixture

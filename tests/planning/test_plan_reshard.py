@@ -1,7 +1,6 @@
 """The plan of a reshard: the paper's numbers, bytes as the executor's plan has them, scripts, and what it refuses."""
 
 import time
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -320,9 +319,3 @@ def test_refused(make, message):
 def test_errors_on_the_command_line(argv, message, capsys):
     assert plan.main(argv) == 1
     assert message in capsys.readouterr().err
-
-
-def test_the_rl_loop_refuses_what_is_only_planned():
-    args = SimpleNamespace(mtp_num_layers=1)
-    with pytest.raises(ValueError, match="mtp_num_layers is 1: multi-token prediction.*can be planned, exported"):
-        ModelShape.from_megatron_args(args)

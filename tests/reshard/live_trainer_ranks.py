@@ -42,7 +42,7 @@ def main(family: str) -> None:
     args = parse_and_validate_args()
     initialize_megatron()
     model = GPTModelBuilder(gpt_config_from_args(args)).build_model(ProcessGroupCollection.use_mpu_process_groups())
-    shape = ModelShape.from_megatron_args(args, 200, loop=False)
+    shape = ModelShape.from_megatron_args(args, 200)
     assert shape.family == family
     # As saved: without counters that are no state, and without the empty extra states of linear layers.
     live = {name: value for name, value in model.state_dict().items() if torch.is_tensor(value)}

@@ -183,8 +183,7 @@ def test_shape_from_arguments():
         (dict(apply_layernorm_1p=True), "drop --apply-layernorm-1p"),
         (dict(num_experts=8), "no model family has .*, experts; known families"),
         (dict(num_experts=8, moe_shared_expert_gate=True), "the families' shared experts have no gate"),
-        (dict(multi_latent_attention=True), "multi-latent attention is not supported"),
-        (dict(mtp_num_layers=1), "multi-token prediction is not supported"),
+        (dict(multi_latent_attention=True, q_lora_rank=None), "--q-lora-rank is not given"),
         (dict(squared_relu=True), "the families have a gated SiLU MLP"),
         (dict(use_torch_fsdp2=True), "use the distributed optimizer instead"),
         (dict(noop_layers={3}), "drop --noop-layers"),
@@ -200,7 +199,7 @@ def test_arguments_refused(changes, message):
 
 def test_all_problems_come_at_once():
     with pytest.raises(ValueError) as caught:
-        ModelShape.from_megatron_args(megatron_args(normalization="LayerNorm", swiglu=False, mtp_num_layers=1))
+        ModelShape.from_megatron_args(megatron_args(normalization="LayerNorm", swiglu=False, squared_relu=True))
     assert len(str(caught.value).splitlines()) == 4
 
 

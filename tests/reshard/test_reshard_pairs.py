@@ -13,7 +13,6 @@ import pytest
 
 WORKER = Path(__file__).parent / "pairs_ranks.py"
 AGREEMENT = 2e-5  # nats, fp32
-LATENT = 2e-2  # vLLM's kernel for latent attention on CPU differs from everyone else's by some 1e-3
 DENSE_2 = [
     dict(name="tp2", tp=2),
     dict(name="pp2", pp=2, distributed=True),
@@ -50,8 +49,9 @@ def check(ranks: int, family: str, generate, cases, limit: float = AGREEMENT) ->
     )
     said = [line for line in done.stderr.splitlines() if "leaked" not in line]  # of triton, at every end
     assert done.returncode == 0, done.stdout[-1000:] + "\n".join(said)[-8000:]
-    passed = [line.split()[1] for line in done.stdout.splitlines() if line.startswith("passed")]
-    assert passed == [case["name"] for case in cases]
+    passed = [line for line in done.stdout.splitlines() if line.startswith("passed")]
+    print("\n".join(passed))
+    assert [line.split()[1] for line in passed] == [case["name"] for case in cases]
 
 
 @pytest.mark.slow
@@ -72,14 +72,9 @@ def test_experts_on_two_ranks():
         (4, "llama", (2, 1), DENSE_4),
         (4, "qwen3_moe", (2, 2), EXPERTS_4),
         (4, "qwen3_moe", (4, 4), EXPERTS_4),
+        (2, "deepseek_v3", (2, 2), EXPERTS_2),
+        (4, "deepseek_v3", (2, 1), EXPERTS_4),
     ],
 )
 def test_pairs(ranks, family, generate, cases):
     check(ranks, family, generate, cases)
-
-
-@pytest.mark.xfail(reason="weights are bitwise equal, log-probs of engine and trainer differ by 0.1 nats: unexplained")
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks, generate, cases", [(2, (2, 2), EXPERTS_2), (4, (2, 1), EXPERTS_4)])
-def test_pairs_with_latent_attention(ranks, generate, cases):
-    check(ranks, "deepseek_v3", generate, cases, LATENT)

@@ -127,7 +127,7 @@ def test_transformers_reads_the_same_model(name, tmp_path) -> None:
 def test_transformers_reads_the_same_deepseek(rope, tmp_path) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = derive_config(megatron(**DEEPSEEK | rope), vocab_size=250, loop=False)
+    config = derive_config(megatron(**DEEPSEEK | rope), vocab_size=250)
     write_config(config, tmp_path)
     hf = AutoConfig.from_pretrained(tmp_path)
     assert compare_configs(config, hf.to_dict()) == [] == compare_configs(hf.to_dict(), config)
@@ -199,7 +199,6 @@ def test_mindspeed_llm_scaling() -> None:
         ({**MOE, "moe_shared_expert_gate": True}, "shared experts have no gate"),
         ({"multi_latent_attention": True, "q_lora_rank": None}, "--q-lora-rank is not given"),
         ({**DEEPSEEK, "num_experts": None}, "no model family has .*, multi-latent attention"),
-        ({"mtp_num_layers": 1}, "multi-token prediction is not supported in the RL loop"),
         ({**DEEPSEEK, "moe_router_enable_expert_bias": False}, "family deepseek_v3 needs --moe-router-enable-expert-"),
         ({**DEEPSEEK, "moe_router_score_function": "softmax"}, "family deepseek_v3 has sigmoid"),
         ({**DEEPSEEK, "moe_layer_freq": [1, 0]}, r"dense layers \[1\]: family deepseek_v3 has them before all others"),
@@ -222,7 +221,7 @@ def test_mindspeed_llm_scaling() -> None:
 )
 def test_models_that_the_engine_does_not_have(change, message) -> None:
     with pytest.raises(ValueError, match=message):
-        derive_config(megatron(**change), vocab_size=250, loop="multi_latent_attention" not in change)
+        derive_config(megatron(**change), vocab_size=250)
 
 
 def test_true_vocabulary() -> None:

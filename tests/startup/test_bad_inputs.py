@@ -63,6 +63,9 @@ MOE = {
     "add_qkv_bias": False,
     "qk_layernorm": True,
 }
+LATENT = dict(multi_latent_attention=True, q_lora_rank=24, kv_lora_rank=512, qk_head_dim=128, qk_pos_emb_head_dim=64)
+DEEPSEEK = MOE | LATENT | dict(v_head_dim=128, rope_type="rope", moe_router_score_function="sigmoid")
+DEEPSEEK |= dict(moe_shared_expert_intermediate_size=252, moe_router_enable_expert_bias=True)
 SPREAD = {"--rl-generate-tp": ["4"], "--rl-generate-ep": ["4"]}
 
 RL = {
@@ -124,6 +127,8 @@ def test_the_base_is_good(build):
         {"--rl-loss": ["sapo"], "--rl-correction": ["truncate"]},
         MOE | {"expert_model_parallel_size": 2},
         MOE | SPREAD,
+        DEEPSEEK | SPREAD,
+        DEEPSEEK | {"mtp_num_layers": 1, "pipeline_model_parallel_size": 2},
     ],
     ids=str,
 )
@@ -169,8 +174,9 @@ BAD = [
     ({"fp16": True}, "--fp16: too coarse for a ratio near 1"),
     ({"fp8": "hybrid"}, "--fp8-format hybrid: trainer and engine would round differently"),
     ({"use_legacy_models": True}, "only Megatron core models are supported"),
-    ({"mtp_num_layers": 1}, "multi-token prediction is not supported"),
-    ({"multi_latent_attention": True}, "multi-latent attention is not supported"),
+    ({"multi_latent_attention": True, "q_lora_rank": None}, "--q-lora-rank is not given"),
+    (DEEPSEEK | {"moe_router_score_function": "softmax"}, "family deepseek_v3 has sigmoid"),
+    (DEEPSEEK | {"kv_lora_rank": 256}, "keeps 320 numbers of a token: vLLM on CPU needs 576"),
     ({"hybrid_override_pattern": "M-M*"}, "--hybrid-override-pattern M-M*: hybrid models are not supported"),
     ({"vision_pretraining": True}, "vision and multimodal models are not supported; only GPT decoders"),
     ({"retro_add_retriever": True}, "retrieval models are not supported"),
