@@ -338,7 +338,7 @@ def test_at_the_cap_producers_wait_and_write_backs_do_not(start) -> None:
     job[0].call("clear", epoch=0, groups=[0])
     job[1].end()
     assert job[1].call("lease", state="generate")["ids"] == [[0, 2, 0]]
-    with pytest.raises(ValueError, match="put fewer groups at once or raise --rl-dock-gb"):
+    with pytest.raises(ValueError, match="lower --rl-rollout-prompts or raise --rl-dock-gb"):
         job[0].call("open", epoch=1, groups=9, members=1)
         job[0].call("put", column="prompt", ids=[[1, g, 0] for g in range(9)])
 
