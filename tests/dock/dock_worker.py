@@ -216,6 +216,7 @@ def nursery() -> bool:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             os.close(0)
             os.close(1)
+            sys.stdout = sys.stderr  # the answers take this number; what a rank prints is none
             with open(names[0]) as incoming, open(names[1], "w") as outgoing:
                 serve(incoming, outgoing)
             return True
