@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Makes .venv from the pinned lock file and checks that everything imports. Idempotent: a second run
-# compares a digest and starts in a second.
+# compares a digest and starts in a second. A folder that was moved is set up again: the package is installed in place.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 
@@ -25,7 +25,7 @@ if [ -z "$python" ]; then
     exit 1
 fi
 
-digest=$({ cat setup.sh setup.py "${locks[@]}" requirements/check.py; echo "Python $version"; } | sha256sum | cut -d' ' -f1)
+digest=$({ cat setup.sh setup.py "${locks[@]}" requirements/check.py; echo "Python $version in $PWD"; } | sha256sum | cut -d' ' -f1)
 made=$(version_of .venv/bin/python || true)
 if [ "$made" = "$version" ] && [ "$(cat "$stamp" 2>/dev/null || true)" = "$digest" ]; then
     echo "setup: .venv is up to date (Python $version)"

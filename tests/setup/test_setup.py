@@ -75,6 +75,17 @@ def test_a_linked_environment_of_another_interpreter_is_left_alone(setup, tmp_pa
     assert (tmp_path / "elsewhere" / "bin" / "python").exists()
 
 
+def test_a_folder_that_was_moved_is_installed_again(setup, tmp_path):
+    """The package is installed in place: an environment would go on importing the old place."""
+    setup()
+    moved = tmp_path / "moved"
+    moved.mkdir()
+    for name in (".venv", "requirements", "setup.sh", "setup.py"):
+        (tmp_path / name).rename(moved / name)
+    done = subprocess.run(["bash", "moved/setup.sh"], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and "making .venv" in done.stdout, done
+
+
 def test_what_is_installed_apart_has_the_versions_of_its_lock(setup, tmp_path):
     setup()
     calls = (tmp_path / "calls").read_text()
