@@ -56,7 +56,7 @@ def random_model(family: str, directory: Path) -> dict[str, torch.Tensor]:
     [
         pytest.param("qwen2", "tp2", (2, 1), marks=pytest.mark.slow),
         pytest.param("qwen3", "pp2,first1", (1, 1), marks=pytest.mark.slow),
-        ("qwen3_moe", "tp2,ep2,etp1", (2, 2)),
+        pytest.param("qwen3_moe", "tp2,ep2,etp1", (2, 2), marks=pytest.mark.slow),
         pytest.param("qwen3_moe", "tp2,pp2,ep2,etp1,first1", (4, 1), marks=pytest.mark.slow),
         pytest.param("deepseek_v3", "ep2", (2, 2), marks=pytest.mark.slow),
         pytest.param("deepseek_v3", "tp2,pp2,first1", (2, 1), marks=pytest.mark.slow),

@@ -37,7 +37,7 @@ def check_first_update(line: dict) -> None:
 @pytest.mark.parametrize(
     "layout",
     [
-        pytest.param(("--rl-generate-tp", "1"), id="DP2-to-TP1"),
+        pytest.param(("--rl-generate-tp", "1"), id="DP2-to-TP1", marks=pytest.mark.slow),
         pytest.param(("--tensor-model-parallel-size", "2", "--rl-generate-tp", "2"), id="TP2-to-TP2"),
         pytest.param(
             ("--pipeline-model-parallel-size", "2", "--rl-generate-tp", "1"),
@@ -191,6 +191,7 @@ def scalars(folder: Path) -> dict[str, dict[int, float]]:
     return {tag: {e.step: e.value for e in events.Scalars(tag)} for tag in events.Tags()["scalars"]}
 
 
+@pytest.mark.slow
 def test_two_agents_train_as_one(job):
     """--nnodes 2 on one machine: RANK and LOCAL_RANK differ."""
     common = ("--train-iters", "2", "--lr", "3e-3")
@@ -200,6 +201,7 @@ def test_two_agents_train_as_one(job):
     assert [[line[k] for k in same] for line in one.metrics] == [[line[k] for k in same] for line in two.metrics]
 
 
+@pytest.mark.slow
 def test_evaluation_runs_before_every_n_and_after(job, arithmetic, tmp_path):
     more = ("--train-iters", "3", "--rl-eval-data", str(arithmetic / "heldout.jsonl"), "--rl-eval-every", "2")
     more += ("--rl-eval-pass-k", "4", "--rl-rollout-prompts", "16", "--tensorboard-dir", str(tmp_path / "board"))
