@@ -26,6 +26,7 @@ class Channel:
     def __init__(self, address: Address, secret: bytes, node: str, name: str, patience: float) -> None:
         self.address, self._patience = address, patience
         self._socket, target = endpoint(address, node)
+        self._limit = patience
         self._socket.settimeout(patience)
         self._reader = frames.Reader()
         try:
@@ -71,7 +72,9 @@ class Channel:
         self._reader.recycle, self._reader.scatter = recycle, scatter
         self.tell(message)
         begin, limit = time.monotonic(), seconds + self._patience + MARGIN
-        self._socket.settimeout(limit)
+        if limit != self._limit:  # a system call, and deadlines seldom change
+            self._limit = limit
+            self._socket.settimeout(limit)
         try:
             answer = self._message()
         except TimeoutError as error:
@@ -84,7 +87,6 @@ class Channel:
         except BaseException:
             self.close()
             raise
-        self._socket.settimeout(self._patience)
         if answer.kind == "error":
             raise ERRORS[answer.note["type"]](answer.note["text"])
         return answer

@@ -213,8 +213,9 @@ class Member:
 
 
 def controller_rank(index: int, controllers: int, world: int) -> int:
-    """Rank that holds the controller of state `index`: different ranks for different states where there are enough."""
-    return index * world // controllers if world >= controllers else index % world
+    """Rank that holds the controller of state `index`: different ranks for different states where there are enough, and
+    the first rank, which holds a warehouse already, last."""
+    return (index * world // controllers if world >= controllers else index + 1) % world
 
 
 def alone(value: Any) -> list[Any]:

@@ -156,13 +156,11 @@ def _cut(epochs: Mapping[int, EpochView], found: Picked, ask: Ask) -> Picked:
     for number, rows in found:
         epoch = epochs[number]
         units = epoch.units(rows)
-        counted = taken + np.arange(1, len(units) + 1) * epoch.unit
-        fits = np.ones(len(units), bool) if ask.max_rows is None else counted <= ask.max_rows
+        kept = len(units) if ask.max_rows is None else min((ask.max_rows - taken) // epoch.unit, len(units))
         if ask.max_tokens is not None:
             length = tokens + epoch.lengths(units).cumsum()
-            fits &= length <= ask.max_tokens
+            kept = min(kept, int((length <= ask.max_tokens).sum()))  # no length is negative: those that fit come first
             tokens = int(length[-1])
-        kept = len(units) if fits.all() else int(fits.argmin())
         kept = kept or int(taken == 0)
         if kept:
             out.append((number, units[:kept].reshape(-1)))
