@@ -32,10 +32,18 @@ def add_megatron_arguments_wrapper(original: Callable) -> Callable:
 
 
 def validate_args_wrapper(original: Callable) -> Callable:
-    """Check the arguments under RL right after Megatron's own validation, before anything is built."""
+    """Check the arguments under RL right after Megatron's own validation, before anything is built.
+
+    The split of the batch is checked before it, for Megatron refuses that in the name of flags that nobody gave.
+    """
 
     @functools.wraps(original)
     def validate_args(args: Any, *rest: Any, **named: Any) -> Any:
+        if rl_enabled(args):
+            from mindspeed_rl_plugin.startup.checks import check_batch
+
+            with _said_once_a_machine():
+                check_batch(args)
         result = original(args, *rest, **named)
         from mindspeed_rl_plugin.startup.checks import check_args, unused_flags
 

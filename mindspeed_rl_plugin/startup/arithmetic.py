@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -94,6 +96,18 @@ class PairArithmetic:
             ("pairs of the run", self.train_iters * self.global_batch // 2, f"{self.train_iters} optimizer steps"),
         ]
         return _table(rows)
+
+
+def check_batch(args: argparse.Namespace) -> None:
+    """Whether --global-batch-size divides, from arguments that Megatron has not validated: what they leave open, or
+    divides nothing, is left to it. Raises ValueError naming the value, the limit and the fix."""
+    across = math.prod(
+        getattr(args, f"{kind}_parallel_size", 1) for kind in ("tensor_model", "pipeline_model", "context")
+    )
+    ranks, rest = divmod(getattr(args, "world_size", 0), across)
+    batch, micro = getattr(args, "global_batch_size", None), getattr(args, "micro_batch_size", None)
+    if batch and micro and ranks and not rest:
+        _check_split(batch, micro, ranks)
 
 
 def derive_pairs(*, global_batch: int, micro_batch: int, data_parallel: int, train_iters: int) -> PairArithmetic:

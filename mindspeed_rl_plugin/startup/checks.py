@@ -26,7 +26,7 @@ from mindspeed_rl_plugin.reward.model import same_tokenizer
 from mindspeed_rl_plugin.reward.specs import model_specs, parse_specs, time_limits
 from mindspeed_rl_plugin.rollout.hf_moe import routing_problems
 from mindspeed_rl_plugin.rollout.limits import LOWEST_TEMPERATURE, EngineSizes
-from mindspeed_rl_plugin.startup import critic_files, files, pair_checks, predicting
+from mindspeed_rl_plugin.startup import arithmetic, critic_files, files, pair_checks, predicting
 from mindspeed_rl_plugin.startup.arithmetic import arithmetic_of
 from mindspeed_rl_plugin.startup.refused import REFUSED
 from mindspeed_rl_plugin.startup.upstream_rl import UPSTREAM_RL
@@ -43,6 +43,14 @@ def check_args(args: Any) -> None:
     problems = [message for check in checks for message in check(args, config)]
     if problems:
         raise ValueError("RL cannot run with these arguments:\n" + "\n".join(f"  - {p}" for p in problems))
+
+
+def check_batch(args: Any) -> None:
+    """The one check that comes before Megatron's validation: whether a batch divides. Raises ValueError."""
+    try:
+        arithmetic.check_batch(args)
+    except ValueError as error:
+        raise ValueError(f"RL cannot run with these arguments:\n  - {error}") from None
 
 
 def unused_flags(args: Any) -> list[str]:

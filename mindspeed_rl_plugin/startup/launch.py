@@ -11,6 +11,7 @@ Order, seen by `iteration.Loop`:
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -59,13 +60,15 @@ def launch(original: Callable, positional: tuple, named: Mapping[str, Any], args
     if ranks.is_rank_0():
         notes = [f"[rl] note: {line}" for line in checks.warnings(args)]
         print("\n".join([arithmetic.arithmetic_of(args).table(), *notes]), flush=True)
-    loop.before_model(args)
+    with _refusing():
+        loop.before_model(args)
     if getattr(args, "mtp_num_layers", None):
         call = model_source.on_each_chunk(original, positional, named, predicting.at_rest)
         positional, named = call.args, call.kwargs
     model_source.remember(original, positional, named)
     algorithm = resolve(RLConfig.from_args(args).algorithm)
-    start, state = _decide(args)
+    with _refusing():
+        start, state = _decide(args)
     digest = ranks.CheckpointDigest(start.reference_path) if start.kind == "pretrained" else None
     _launch = _Launch(start, loop, args, algorithm.needs_reference, digest)
     if ranks.is_rank_0():
@@ -100,6 +103,15 @@ def launch(original: Callable, positional: tuple, named: Mapping[str, Any], args
         loop.load_state_dict(state["loop"])
     loop.on_checkpoint_loaded(model, optimizer, start)
     return result
+
+
+@contextlib.contextmanager
+def _refusing() -> Iterator[None]:
+    """What refuses a start begins alike, to be found in a log that Megatron fills too."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"RL cannot run:\n  - {error}") from error
 
 
 def load(original: Callable, positional: tuple, named: Mapping[str, Any]) -> Any:

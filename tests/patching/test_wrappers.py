@@ -96,6 +96,15 @@ def test_validation_comes_after_megatrons(monkeypatch, world):
     assert seen == [("ours", 8)]
 
 
+def test_a_batch_that_does_not_divide_is_refused_before_megatron_validates(world):
+    validated = []
+    wrapped = wrappers.validate_args_wrapper(lambda args, defaults: validated.append(args))
+    world.args.world_size, world.args.global_batch_size, world.args.micro_batch_size = 2, 60, 8
+    with pytest.raises(ValueError, match="RL cannot run with these arguments:\n  - --global-batch-size 60 is not"):
+        wrapped(world.args, {})
+    assert not validated
+
+
 def test_one_rank_of_a_machine_says_what_is_refused_and_the_others_wait_to_be_ended(world, monkeypatch):
     waited = []
     monkeypatch.setattr(wrappers.time, "sleep", waited.append)

@@ -1,8 +1,11 @@
 """Batch arithmetic: the numbers, the default of the rollout size, and what does not divide."""
 
+from argparse import Namespace
+from contextlib import nullcontext
+
 import pytest
 
-from mindspeed_rl_plugin.startup.arithmetic import derive
+from mindspeed_rl_plugin.startup.arithmetic import check_batch, derive
 
 BASE = {
     "global_batch": 32,
@@ -61,6 +64,23 @@ def test_numbers(change, prompts, samples, steps, micro_batches, rollouts):
 def test_what_does_not_divide_is_refused_with_a_fix(change, message):
     with pytest.raises(ValueError, match=message):
         derive(**{**BASE, **change})
+
+
+@pytest.mark.parametrize(
+    ("change", "refused"),
+    [
+        ({}, True),
+        ({"global_batch_size": 48}, False),
+        ({"tensor_model_parallel_size": 2}, False),  # one data parallel rank
+        ({"global_batch_size": None}, False),  # Megatron's default, not known yet
+        ({"tensor_model_parallel_size": 3}, False),  # Megatron's to refuse
+    ],
+)
+def test_a_batch_is_refused_before_megatron_names_other_flags(change, refused):
+    args = Namespace(**{"world_size": 2, "global_batch_size": 60, "micro_batch_size": 12} | change)
+    said = "--global-batch-size 60 is not a multiple of --micro-batch-size 12 x 2 data-parallel ranks = 24"
+    with pytest.raises(ValueError, match=said) if refused else nullcontext():
+        check_batch(args)
 
 
 def test_the_fix_that_the_message_names_works():
