@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +27,6 @@ from mindspeed_rl_plugin.reward.specs import model_specs, parse_specs, time_limi
 from mindspeed_rl_plugin.rollout.hf_moe import routing_problems
 from mindspeed_rl_plugin.rollout.limits import LOWEST_TEMPERATURE, EngineSizes
 from mindspeed_rl_plugin.startup import arithmetic, critic_files, files, pair_checks, predicting
-from mindspeed_rl_plugin.startup.arithmetic import arithmetic_of
 from mindspeed_rl_plugin.startup.refused import REFUSED
 from mindspeed_rl_plugin.startup.upstream_rl import UPSTREAM_RL
 
@@ -42,7 +41,7 @@ def check_args(args: Any) -> None:
         checks = [check for check in checks if check not in (_rewards, _model, _swap, _dumps)]
     problems = [message for check in checks for message in check(args, config)]
     if problems:
-        raise ValueError("RL cannot run with these arguments:\n" + "\n".join(f"  - {p}" for p in problems))
+        raise _refusal(problems)
 
 
 def check_batch(args: Any) -> None:
@@ -50,7 +49,11 @@ def check_batch(args: Any) -> None:
     try:
         arithmetic.check_batch(args)
     except ValueError as error:
-        raise ValueError(f"RL cannot run with these arguments:\n  - {error}") from None
+        raise _refusal([str(error)]) from None
+
+
+def _refusal(problems: Iterable[str]) -> ValueError:
+    return ValueError("RL cannot run with these arguments:\n" + "\n".join(f"  - {p}" for p in problems))
 
 
 def unused_flags(args: Any) -> list[str]:
@@ -201,7 +204,7 @@ def _batch_arithmetic(args: Any, config: RLConfig) -> Iterator[str]:
     if min(config.rollout.samples_per_prompt, config.rollout.generate_tp, getattr(args, "train_iters", None) or 0) < 1:
         return  # reported by another check
     try:
-        arithmetic_of(args)
+        arithmetic.arithmetic_of(args)
     except ValueError as error:
         yield str(error)
 

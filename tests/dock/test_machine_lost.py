@@ -75,6 +75,14 @@ def respond(rows: Rows) -> Rows:
     return Rows(rows.ids, {"tokens": Ragged.from_rows(tokens)})
 
 
+def train_all(worker: DistributedDock) -> None:
+    """Every row is there, with what was drawn for it, and is given out once."""
+    done = worker.lease("train", ids=IDS, deadline=10)
+    assert [r.tolist() for r in done.rows["tokens"].rows()] == [[i.group, i.member] for i in IDS]
+    worker.commit(done)
+    assert worker.remaining("train") == 0
+
+
 def dock_of(member: Member) -> DistributedDock:
     dock = DistributedDock(COLUMNS, STATES, member.connections, deadline=20)
     dock.open(0, GROUPS, MEMBERS)
@@ -104,10 +112,7 @@ def test_rows_of_a_dead_machine_come_again(members: list[Member]) -> None:
     assert producer.lost() == []
     again = worker.lease("generate", ids=IDS[4:], deadline=10)
     worker.commit(again, respond(again.rows))
-    done = worker.lease("train", ids=IDS, deadline=10)
-    assert [r.tolist() for r in done.rows["tokens"].rows()] == [[i.group, i.member] for i in IDS]
-    worker.commit(done)
-    assert worker.remaining("train") == 0
+    train_all(worker)
     producer.clear(0)
     assert members[0].host.warehouse.used == 0
 
@@ -162,10 +167,7 @@ def test_a_machine_that_stalls_comes_back_with_its_rows(members: list[Member], c
     until(lambda: worker.remaining("generate") == 2)
     second = worker.lease("generate", ids=IDS[6:], deadline=10)
     worker.commit(second, respond(second.rows))
-    done = worker.lease("train", ids=IDS, deadline=10)
-    assert [r.tolist() for r in done.rows["tokens"].rows()] == [[i.group, i.member] for i in IDS]
-    worker.commit(done)
-    assert worker.remaining("train") == 0
+    train_all(worker)
     assert "[rl] warehouse 1 on b (127.0.0.1) answers rank 0 again: its rows are back" in capsys.readouterr()[0]
     # It can be given up again.
     with stalled(members[3]):
