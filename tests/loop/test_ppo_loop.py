@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
+import torch
 
 PPO = ("--rl-algorithm", "ppo", "--rl-critic-lr", "3e-3")
 
@@ -54,10 +55,50 @@ def test_a_critic_is_saved_and_resumed_exactly(job):
     assert [line["loss/policy"] for line in actual.metrics[2:]] == [line["loss/policy"] for line in trained]
 
 
+@pytest.mark.slow
+def test_a_critic_is_loaded_from_a_former_run_or_a_language_model(job):
+    """The first keeps its head; the output layer of the second is none, so that critic starts with a fresh one."""
+    former = job(*PPO, "--train-iters", "2", "--save-interval", "2", name="former")
+    expected = former.run(600).metrics
+    folder = former.save / "iter_0000002" / "critic"
+    # So small a rate that the checkpoint after one step still holds what was loaded.
+    more = (*PPO[:2], "--rl-critic-lr", "1e-12", "--train-iters", "1", "--save-interval", "1")
+    again = job(*more, "--rl-critic-load", str(folder), name="again")
+    result = again.run(600)
+    assert f"the critic starts from the weights of {folder / 'iter_0000002'}\n" in result.log
+    assert result.metrics[0]["reward/mean"] == expected[0]["reward/mean"], "policy and rollout are the former run's"
+    assert result.metrics[0]["critic/value_mean"] != 0.0 == expected[0]["critic/value_mean"]
+    theirs = critic_weights(folder / "iter_0000002")
+    ours = critic_weights(again.save / "iter_0000001" / "critic" / "iter_0000001")
+    assert theirs["output_layer.weight"].abs().max() > 0 and theirs.keys() == ours.keys()
+    for name, weight in theirs.items():
+        torch.testing.assert_close(ours[name], weight, rtol=0, atol=1e-9)
+
+    fresh = job(*more, "--rl-critic-load", str(former.save), name="fresh").run(600)
+    assert f"the weights of {former.save / 'iter_0000002'}, with a fresh value head" in fresh.log
+    assert fresh.metrics[0]["critic/value_mean"] == 0.0 and fresh.metrics[0]["critic/grad_norm"] > 1e-4
+
+
+def critic_weights(folder):
+    saved = torch.load(folder / "mp_rank_00" / "model_optim_rng.pt", weights_only=False)["model"]
+    return {name: weight.float() for name, weight in saved.items() if isinstance(weight, torch.Tensor)}
+
+
 GRADER = """
 def grade(response):
     return sum(c.isdigit() for c in response) / max(len(response), 1)
 """
+
+
+def test_held_out_accuracy_rises_from_random_weights(job, arithmetic, tmp_path):
+    """A short run of the smallest task, to begin with a digit; tests/examples/test_learning.py has every preset."""
+    (tmp_path / "digit.py").write_text("def grade(response):\n    return float(response[:1].isdigit())\n")
+    task = ("--rl-reward", f"{tmp_path / 'digit.py'}:grade", "--rl-max-response-length", "2")
+    sizes = ("--global-batch-size", "64", "--micro-batch-size", "32", "--rl-samples-per-prompt", "8")
+    held_out = ("--rl-eval-data", str(arithmetic / "heldout.jsonl"), "--rl-eval-every", "100")
+    result = job(*PPO, *task, *sizes, *held_out, "--lr", "3e-3", "--train-iters", "12").run()
+    before, after = (line["eval/accuracy"] for line in result.evaluations)
+    assert before <= 0.6 and after >= before + 0.35, (before, after, [line["reward/mean"] for line in result.metrics])
 
 
 @pytest.mark.slow
