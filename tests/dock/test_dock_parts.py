@@ -53,6 +53,24 @@ def test_a_message_round_trips(arrays: dict, note: dict) -> None:
         assert np.array_equal(found.arrays[name], array)
 
 
+@given(st.lists(ARRAYS, max_size=4), st.lists(st.integers(1, 300), min_size=1, max_size=6))
+@settings(max_examples=60, deadline=None)
+def test_a_stream_that_comes_in_pieces_gives_the_same_messages(many: list[dict], sizes: list[int]) -> None:
+    data = b"".join(bytes(p) for i, arrays in enumerate(many) for p in frames.encode(Message(f"m{i}", {}, arrays)))
+    reader, found, size = frames.Reader(), [], itertools.cycle(sizes)
+    while data:
+        room = reader.room()
+        got = min(len(room), next(size), len(data))
+        room[:got], data = data[:got], data[got:]
+        reader.got(got)
+        while (message := reader.message()) is not None:
+            found.append(message)
+    assert [message.kind for message in found] == [f"m{i}" for i in range(len(many))] and reader.idle
+    for message, arrays in zip(found, many, strict=True):
+        assert message.arrays.keys() == arrays.keys()
+        assert all(np.array_equal(message.arrays[name], array) for name, array in arrays.items())
+
+
 def test_messages_out_of_bounds_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     head, payload = joined(Message("k", {}, {"a": np.arange(3)}))
     for bad in (head[:-1], b"[]", b"\xff", head.replace(b"int64", b"object"), head.replace(b"[3]", b"[4]")):
@@ -314,6 +332,20 @@ def test_records_in_any_order_and_number_lead_to_the_same_view() -> None:
             work.apply(r)
         assert (work.remaining(), work.applied, work.duplicates, work.has_gap(0)) == (2, {0: 4}, 4, False)
         assert rows_of(work.take(Ask(), "a", 0, 9)) == [2, 3]
+
+
+def test_an_acknowledgement_is_news_to_its_own_state_alone() -> None:
+    columns = {"a": ColumnSpec("a", torch.float32, "sample", False)}
+    states = {name: StateSpec(name, ("a",), ()) for name in ("mine", "other")}
+    cells = Cells(np.arange(2, dtype=np.int32), np.zeros(2, np.int32), np.arange(2) * 4, np.ones(2, np.int32))
+    records = [Record(0, 1, 1, 0, Shape(2, 1), {"a": cells})]
+    records += [Record(0, 1, 2 + i, 0, Shape(2, 1), acks={s: np.array([i])}) for i, s in enumerate(("other", "mine"))]
+    views = {name: Controller(spec, columns, states) for name, spec in states.items()}
+    for record in records:
+        assert all(view.apply(record) for view in views.values())
+    assert {view.applied[0] for view in views.values()} == {3}
+    left = {name: view.ids(view.take(Ask(), "me", 0.0, 60.0).rows)[:, 1].tolist() for name, view in views.items()}
+    assert left == {"mine": [0], "other": [1]}
 
 
 def test_a_manifest_closes_a_gap_and_what_came_meanwhile_counts() -> None:

@@ -110,11 +110,8 @@ def as_column(
     spec: ColumnSpec, data: np.ndarray, lengths: np.ndarray, packed: dict[bytes, Tensor] | None = None
 ) -> Column:
     """`[bytes]` uint8 as a column of B rows. packed: offsets by lengths, of columns that may share them."""
-    values = torch.from_numpy(data).view(spec.dtype) if len(data) else torch.empty(0, dtype=spec.dtype)
-    if spec.trailing:
-        values = values.reshape(-1, *spec.trailing)
     if not spec.ragged:
-        return values
+        return column_of(spec, data, None)
     key = lengths.tobytes()
     offsets = None if packed is None else packed.get(key)
     if offsets is None:
@@ -123,7 +120,15 @@ def as_column(
         offsets = torch.from_numpy(sums)
         if packed is not None:
             packed[key] = offsets
-    return Ragged(values, offsets)
+    return column_of(spec, data, offsets)
+
+
+def column_of(spec: ColumnSpec, data: np.ndarray, offsets: Tensor | None) -> Column:
+    """`[bytes]` uint8 as a column. offsets: `[B + 1]` of its rows, None for a dense one."""
+    values = torch.frombuffer(data, dtype=spec.dtype) if len(data) else torch.empty(0, dtype=spec.dtype)
+    if spec.trailing:
+        values = values.reshape(-1, *spec.trailing)
+    return values if offsets is None else Ragged(values, offsets)
 
 
 def gather(parts: Sequence[np.ndarray]) -> np.ndarray:

@@ -332,8 +332,9 @@ def check_ids(shapes: Mapping[int, Shape], last: int, call: str, ids: np.ndarray
                 raise ValueError(f"{call}: epoch {epoch} was not opened; open: {listed(sorted(shapes))}")
             continue
         part = ids[index]
-        bad = (part[:, 1:] < 0).any(1) | (part[:, 1] >= shape.groups) | (part[:, 2] >= shape.members)
-        if bad.any():
+        _, group, member = part.max(0).tolist()
+        if part.min() < 0 or group >= shape.groups or member >= shape.members:
+            bad = (part[:, 1:] < 0).any(1) | (part[:, 1] >= shape.groups) | (part[:, 2] >= shape.members)
             raise ValueError(
                 f"id {tuple(part[bad.argmax()].tolist())} was not opened: epoch {epoch} has groups "
                 f"0..{shape.groups - 1} of members 0..{shape.members - 1}"

@@ -73,6 +73,10 @@ class Controller:
         """Take one record in. Returns False when records of that warehouse before it are missing."""
         ahead = self._ahead.setdefault(record.warehouse, set())
         below = self.applied.get(record.warehouse, 0)
+        if record.seq == below + 1 and not ahead:
+            self._enter(record)
+            self.applied[record.warehouse] = record.seq
+            return True
         if record.seq <= below or record.seq in ahead:
             self.duplicates += 1
             return not ahead
@@ -219,6 +223,8 @@ class Controller:
     def homes(self, grant: Grant) -> np.ndarray:
         """`[B]` warehouse of each row of a grant."""
         parts = [self._epochs[n].home[rows // self._epochs[n].shape.members] for n, rows in grant.rows]
+        if len(parts) == 1:
+            return parts[0]
         return np.concatenate(parts) if parts else np.empty(0, np.int32)
 
     def locations(self, grant: Grant, columns: Sequence[str]) -> list[np.ndarray]:
@@ -231,11 +237,12 @@ class Controller:
 
     def ids(self, rows: Picked) -> np.ndarray:
         """`[B, 3]` int64 sample ids."""
-        parts = []
-        for number, slots in rows:
-            members = self._epochs[number].shape.members
-            slots = slots.astype(np.int64)
-            parts.append(np.stack([np.full(len(slots), number), slots // members, slots % members], axis=1))
+        parts = [np.empty((len(slots), 3), np.int64) for _, slots in rows]
+        for part, (number, slots) in zip(parts, rows, strict=True):
+            part[:, 0] = number
+            np.divmod(slots, self._epochs[number].shape.members, out=(part[:, 1], part[:, 2]))
+        if len(parts) == 1:
+            return parts[0]
         return np.concatenate(parts) if parts else np.empty((0, 3), np.int64)
 
     def explain(self, ask: Ask, seconds: float) -> str:
@@ -309,7 +316,7 @@ class Controller:
         return pick_ids(self._epochs, ask.ids) if all(n in self._epochs for n in numbers) else None
 
     def _enter(self, record: Record) -> None:
-        if not record.shape.groups:
+        if not record.shape.groups or record.only_acknowledges(but=self.spec.name):
             return
         self.open(record.epoch, record.shape)
         view = self._epochs.get(record.epoch)

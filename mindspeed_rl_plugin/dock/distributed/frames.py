@@ -12,7 +12,6 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
-import math
 import struct
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -28,8 +27,9 @@ MAX_HEAD = 16 << 20  # bytes
 MAX_PAYLOAD = 2 << 30  # bytes; larger reads and writes are split by their caller
 NONCE = 32  # bytes
 REFUSED = bytes(NONCE)  # in the place of a server's proof: the client has not shown the secret
-DTYPES = {"uint8", "int8", "int16", "int32", "int64", "float32", "float64", "bool"}
+DTYPES = ("uint8", "int8", "int16", "int32", "int64", "float32", "float64", "bool")
 NAMES = {np.dtype(name): name for name in DTYPES}  # `dtype.name` takes longer than the rest of an array's encoding
+TYPES = {name: dtype for dtype, name in NAMES.items()}
 JOIN = 64 << 10  # bytes; what is smaller is copied together, because a system call costs more than the copy
 
 
@@ -63,12 +63,13 @@ def encode(message: Message) -> list[memoryview | bytes]:
             continue
         array = np.ascontiguousarray(array)
         described.append([name, NAMES.get(array.dtype) or array.dtype.name, array.shape])
-        if array.nbytes:
-            parts.append(memoryview(array.reshape(-1).view(np.uint8)))
-        short = -array.nbytes % ALIGN
+        nbytes = array.nbytes
+        if nbytes:
+            parts.append(memoryview(array).cast("B"))
+        short = -nbytes % ALIGN
         if short:
             parts.append(bytes(short))
-        total += array.nbytes + short
+        total += nbytes + short
     head = json.dumps({"kind": message.kind, "note": message.note, "arrays": described}).encode()
     if len(head) > MAX_HEAD or total > MAX_PAYLOAD:
         raise FrameError(
@@ -162,6 +163,9 @@ class Reader:
         if self._have < end:
             return False
         self._head = bytes(self._buffer[PREFIX.size : end])
+        if self._have == end + payload and self.scatter is None:  # nothing but this one, and whole
+            self._payload, self._scattered, self._have = self._buffer[end : self._have], False, 0
+            return True
         self._rooms = deque(memoryview(piece) for piece in self._space(payload) if len(piece))
         while self._rooms and end < self._have:
             size = min(len(self._rooms[0]), self._have - end)
@@ -196,12 +200,14 @@ def decode(head: bytes, payload: bytearray | np.ndarray | None) -> Message:
             if len(form) == 1:
                 arrays[name] = arrays[form[0]]
                 continue
-            dtype, shape = form
-            if dtype not in DTYPES or any(n < 0 for n in shape):
+            (dtype, shape), count = form, 1
+            if dtype not in TYPES or min(shape, default=0) < 0:
                 raise FrameError(f"message {kind!r}: array {name!r} is {dtype} {shape}")
-            count = math.prod(shape)
-            arrays[name] = np.frombuffer(payload, np.dtype(dtype), count, at).reshape(shape)
-            at += arrays[name].nbytes + (-arrays[name].nbytes % ALIGN)
+            for size in shape:
+                count *= size
+            arrays[name] = np.frombuffer(payload, TYPES[dtype], count, at).reshape(shape)
+            nbytes = count * TYPES[dtype].itemsize
+            at += nbytes + -nbytes % ALIGN
     except (ValueError, KeyError, TypeError) as error:
         raise FrameError(f"malformed message: {error}") from error
     if (payload is not None and at != len(payload)) or not isinstance(kind, str) or not isinstance(note, dict):

@@ -72,9 +72,9 @@ def pick_ready(epochs: Mapping[int, EpochView], ask: Ask, waited: float) -> Pick
         if ask.newest is not None and ask.max_staleness is not None:
             epoch.retire((epoch.version >= 0) & (epoch.version < ask.newest - ask.max_staleness))
         rows = epoch.available().nonzero()[0]
-        if ask.near is not None:
+        if ask.near is not None and (epoch.home != ask.near).any():
             far = epoch.home[rows // epoch.shape.members] != ask.near
-            rows = np.concatenate([rows[~far], rows[far]]) if far.any() else rows
+            rows = np.concatenate([rows[~far], rows[far]])
         if len(rows):
             found.append((number, rows))
     batch = _cut(epochs, _filled(epochs, found, ask), ask)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from mindspeed_rl_plugin.dock.api import ColumnSpec
@@ -41,6 +42,8 @@ def gather(
     segments, offsets, lengths = (answer.arrays[k] for k in ("segment", "offset", "length"))
     if not len(home):
         return {name: empty(specs[name]) for name in names}
+    if len(home) == 1 and home[0] == mine:
+        return _one(net, specs, state, names, (segments, offsets, lengths), take)
     sizes = lengths * np.array([cells.entry_bytes(specs[name]) for name in names], np.int64)[:, None]
     totals = sizes.sum(1).tolist()
     packed: dict[bytes, Tensor] = {}  # token columns share their offsets
@@ -61,6 +64,30 @@ def gather(
             moved = _copy(net, parts, index)
         for name, nbytes in zip(names, moved, strict=True):
             net.traffic.read[state, name, "local" if warehouse == mine else "remote"] += nbytes
+    return columns
+
+
+def _one(
+    net: Connections,
+    specs: Mapping[str, ColumnSpec],
+    state: str,
+    names: Sequence[str],
+    places: Sequence[np.ndarray],
+    take: Callable[[str, int], np.ndarray],
+) -> dict[str, Column]:
+    """The columns of one row of this node: not worth an array operation. places: segment, offset, length `[C, 1]`."""
+    columns: dict[str, Column] = {}
+    packed: dict[int, Tensor] = {}
+    cells_of = zip(names, *(x.reshape(-1).tolist() for x in places), strict=True)
+    for name, segment, offset, length in cells_of:
+        spec = specs[name]
+        nbytes = length * cells.entry_bytes(spec)
+        data = take(name, nbytes)
+        data[:] = net.segments.view(segment, offset, nbytes)
+        if spec.ragged and length not in packed:
+            packed[length] = torch.tensor([0, length])
+        columns[name] = cells.column_of(spec, data, packed.get(length) if spec.ragged else None)
+        net.traffic.read[state, name, "local"] += nbytes
     return columns
 
 

@@ -91,6 +91,10 @@ class Record:
             versions = versions[0][kept], versions[1][kept]
         return replace(self, columns=columns, acks=acks, versions=versions)
 
+    def only_acknowledges(self, but: str) -> bool:
+        """Whether it says no more than that states other than `but` are done with rows."""
+        return not self.columns and self.cleared is None and self.versions is None and but not in self.acks
+
     @cached_property
     def sheets(self) -> list[Sheet]:
         """The new cells, columns of the same rows together: made once for all controllers of a process."""

@@ -17,6 +17,7 @@ from mindspeed_rl_plugin.dock.distributed.connections import (
     check_ids,
     epochs_of,
     first_of_each,
+    slots_by_home,
 )
 from mindspeed_rl_plugin.dock.distributed.frames import Message
 from mindspeed_rl_plugin.dock.distributed.records import Shape
@@ -81,7 +82,8 @@ class Writer:
     def _check(self, call: str, rows: Rows | None, acked: Sequence[SampleId]) -> None:
         wanted = () if rows is None else rows.ids
         for ids in (wanted, acked) if acked is not wanted else (wanted,):
-            check_ids(self._net.shapes, self._net.last_epoch, call, self._net.numbers(ids))
+            if len(ids):
+                check_ids(self._net.shapes, self._net.last_epoch, call, self._net.numbers(ids))
         if rows is None:
             return
         unknown = [c for c in rows.columns if c not in self.columns]
@@ -95,8 +97,9 @@ class Writer:
     def _write(
         self, rows: Rows | None, state: str | None, acked: Sequence[SampleId] | None, needs: Sequence[str]
     ) -> None:
-        wanted = self._net.numbers(() if rows is None else rows.ids)
-        done = self._net.numbers(acked or ())
+        if rows is None:
+            return self._acknowledge(state, acked or (), needs)
+        wanted, done = self._net.numbers(rows.ids), self._net.numbers(acked or ())
         for epoch in sorted({e for e, _ in epochs_of(wanted)} | {e for e, _ in epochs_of(done)}):
             shape = self._net.shapes.get(epoch)
             if shape is None:
@@ -109,6 +112,14 @@ class Writer:
                 index, of_home = mine[home == warehouse], acks[home_of_acks == warehouse]
                 slots = of_home[:, 1] * shape.members + of_home[:, 2] if acked is not None else None
                 self._write_to(warehouse, epoch, shape, rows, wanted, index, state, slots, needs)
+
+    def _acknowledge(self, state: str | None, acked: Sequence[SampleId], needs: Sequence[str]) -> None:
+        ids = self._net.numbers(acked)
+        for epoch, index in epochs_of(ids):
+            shape = self._net.shapes.get(epoch)
+            if shape is not None:  # else cleared: a late repeat is harmless
+                for warehouse, _, slots in slots_by_home(self._net.homes(epoch), shape, ids[index]):
+                    self._write_to(warehouse, epoch, shape, None, ids, ids, state, slots, needs)
 
     def _write_to(
         self,
