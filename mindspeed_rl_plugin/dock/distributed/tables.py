@@ -24,18 +24,33 @@ class Block:
     lengths: np.ndarray
     extent: Extent
 
-    def check(self, spec: ColumnSpec, shape: Shape, most: int | None) -> None:
-        """Raise ValueError for rows outside the epoch, cells that do not fit the extent, or one above `most` bytes."""
-        check_rows(self.column, self.slots, shape.groups * (1 if spec.level == "group" else shape.members))
-        size = entry_bytes(spec)
-        nbytes = int(self.lengths.sum()) * size
-        if len(self.slots) != len(self.lengths) or nbytes > self.extent.nbytes or (self.lengths < 0).any():
-            raise ValueError(f"column {self.column!r}: {nbytes} bytes of cells in {self.extent}")
-        longest = int(self.lengths.max(initial=0)) * size
-        if most is not None and longest > most:
+
+def forms(blocks: Sequence[Block]) -> list[list[Block]]:
+    """Blocks of the same rows and lengths together; what a message says once for several is one array."""
+    found: dict[tuple[int, int], list[Block]] = {}
+    for block in blocks:
+        found.setdefault((id(block.slots), id(block.lengths)), []).append(block)
+    return list(found.values())
+
+
+def check_form(
+    form: Sequence[Block], columns: Mapping[str, ColumnSpec], shape: Shape, most: Mapping[str, int]
+) -> None:
+    """Raise ValueError for rows outside the epoch, cells that do not fit their extent, or one above `most` bytes, by
+    column. form: blocks of the same rows and lengths."""
+    slots, lengths = form[0].slots, form[0].lengths
+    alike = len(slots) == len(lengths) and not (lengths < 0).any()
+    entries, longest = int(lengths.sum()), int(lengths.max(initial=0))
+    for grouped in {columns[block.column].level == "group" for block in form}:
+        check_rows(form[0].column, slots, shape.groups * (1 if grouped else shape.members))
+    for block in form:
+        size, limit = entry_bytes(columns[block.column]), most.get(block.column)
+        if not alike or entries * size > block.extent.nbytes:
+            raise ValueError(f"column {block.column!r}: {entries * size} bytes of cells in {block.extent}")
+        if limit is not None and longest * size > limit:
             raise ValueError(
-                f"column {self.column!r}: a cell of {longest} bytes, the dock keeps room for {most}; raise the "
-                "length limit that it was made with"
+                f"column {block.column!r}: a cell of {longest * size} bytes, the dock keeps room for {limit}; raise "
+                "the length limit that it was made with"
             )
 
 
@@ -92,7 +107,10 @@ class EpochTables:
         """Raise ValueError where new token cells are not as long as the other token cells of their row."""
         tokens = [b for b in blocks if b.column in self.token_columns]
         known = self.tokens.copy() if len(tokens) > 1 else self.tokens
+        whole: Block | None = None  # the last one whose cells are all new
         for i, block in enumerate(tokens):
+            if whole is not None and block.slots is whole.slots and block.lengths is whole.lengths:
+                continue
             fresh = self.tables[block.column].segment[block.slots] < 0
             rows, got = block.slots[fresh], block.lengths[fresh]
             wrong = ((known[rows] >= 0) & (known[rows] != got)).nonzero()[0]
@@ -104,6 +122,7 @@ class EpochTables:
                 )
             if i + 1 < len(tokens):
                 known[rows] = got
+                whole = block if fresh.all() else whole
 
     def check_complete(
         self, epoch: int, blocks: Sequence[Block], state: str, rows: np.ndarray, needs: Sequence[str]

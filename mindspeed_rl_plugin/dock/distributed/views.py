@@ -20,9 +20,15 @@ class Places:
         self.segment = np.full((len(names), cells), -1, np.int32)
         self.offset = np.zeros((len(names), cells), np.int64)
         self.length = np.zeros((len(names), cells), np.int32)
+        self._known: dict[tuple[str, ...], tuple[slice | list[int], slice | list[int]] | None] = {}
 
-    def among(self, names: Sequence[str]) -> tuple[slice | list[int], slice | list[int]] | None:
+    def among(self, names: tuple[str, ...]) -> tuple[slice | list[int], slice | list[int]] | None:
         """Rows of these arrays for those of `names` that are here, and which of `names` they are; None for none."""
+        if names not in self._known:
+            self._known[names] = self._among(names)
+        return self._known[names]
+
+    def _among(self, names: tuple[str, ...]) -> tuple[slice | list[int], slice | list[int]] | None:
         theirs = [i for i, name in enumerate(names) if name in self.row]
         mine = [self.row[names[i]] for i in theirs]
         every = slice(None)  # numpy takes all of them much faster than a list of them
@@ -123,7 +129,10 @@ class EpochView:
         among = self._places[grouped].among(sheet.names)
         if among is None:
             return
-        new = self._places[grouped].enter(among[0], at, [part[among[1]][:, live] for part in sheet[3:]])
+        mine, theirs = among
+        every = isinstance(theirs, slice) and isinstance(live, slice)
+        parts = sheet[3:] if every else [part[theirs][:, live] for part in sheet[3:]]
+        new = self._places[grouped].enter(mine, at, parts)
         if not grouped:
             self.lacking[at] -= new.astype(np.int16)
         elif new.any():

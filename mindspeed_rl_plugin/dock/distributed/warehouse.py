@@ -17,7 +17,7 @@ from mindspeed_rl_plugin.dock.distributed.credits import missing, put_bytes, row
 from mindspeed_rl_plugin.dock.distributed.journal import Journal
 from mindspeed_rl_plugin.dock.distributed.records import Cells, EpochSet, Record, Shape, places, slots_of_groups
 from mindspeed_rl_plugin.dock.distributed.reservations import Reservations
-from mindspeed_rl_plugin.dock.distributed.tables import Block, EpochTables, Table, check_rows, merged
+from mindspeed_rl_plugin.dock.distributed.tables import Block, EpochTables, Table, check_form, check_rows, forms, merged
 
 COMPACT_ABOVE = 1 << 20  # bytes of journal
 SEGMENTS = 1 << 16  # numbers that an incarnation has for its segments: none is used twice
@@ -111,11 +111,16 @@ class Warehouse:
             state.check_complete(epoch, blocks, *ack, needs)
         self._admit(state, shape, blocks)
         columns = {}
-        for block in blocks:
-            self.reservations.take(block.extent)
-            cells = self._store(state, block)
-            if len(cells.slots):
-                columns[block.column] = cells
+        for form in forms(blocks):
+            at = places(form[0].slots)
+            begins = np.cumsum(form[0].lengths, dtype=np.int64) - form[0].lengths
+            whole = isinstance(at, slice) and bool(state.alive.all())
+            for block in form:
+                self.reservations.take(block.extent)
+                new = whole and (state.tables[block.column].segment[at] < 0).all()
+                cells = self._store_all(state, block, at, begins) if new else self._store(state, block, begins)
+                if len(cells.slots):
+                    columns[block.column] = cells
         acks = {}
         if ack is not None:
             rows = np.asarray(ack[1], np.int64)
@@ -204,7 +209,8 @@ class Warehouse:
             if block.column not in self.columns:
                 raise ValueError(f"column {block.column!r} is not declared; declared: {', '.join(self.columns)}")
             self.reservations.check(owner, block.column, block.extent)
-            block.check(self.columns[block.column], shape, self.write_backs.get(block.column))
+        for form in forms(blocks):
+            check_form(form, self.columns, shape, self.write_backs)
         if ack is not None:
             check_rows(ack[0], ack[1], shape.groups * shape.members)
 
@@ -236,12 +242,10 @@ class Warehouse:
             state.admitted[new] = True
             self.outstanding += len(new) * shape.members * self.row_reserve
 
-    def _store(self, state: EpochTables, block: Block) -> Cells:
-        """Enter the cells of a block that are new; an extent without any goes back at once."""
+    def _store(self, state: EpochTables, block: Block, begins: np.ndarray) -> Cells:
+        """Enter the cells of a block that are new; an extent without any goes back at once. begins: `[n]` entries
+        before each cell."""
         table, size = state.tables[block.column], self.itemsize(block.column)
-        at = places(block.slots)
-        if isinstance(at, slice) and state.alive.all() and (table.segment[at] < 0).all():
-            return self._store_all(state, block, at)
         slots = block.slots.astype(np.int64)
         grouped = self.columns[block.column].level == "group"
         fresh = (table.segment[slots] < 0) & state.alive[slots if grouped else slots // state.shape.members]
@@ -251,11 +255,9 @@ class Warehouse:
         if not len(index):
             self.arena.free(block.extent)
             return Cells(*(np.empty(0, t) for t in (np.int32, np.int32, np.int64, np.int32)))
-        ends = np.cumsum(block.lengths, dtype=np.int64) * size
-        begins = ends - block.lengths.astype(np.int64) * size
         where = slots[index]
         table.segment[where] = block.extent.segment
-        table.offset[where] = block.extent.offset + begins[index]
+        table.offset[where] = block.extent.offset + begins[index] * size
         table.length[where] = block.lengths[index]
         if len(index) == len(slots):
             self._keep(table, where, len(where), block.extent)
@@ -267,12 +269,10 @@ class Warehouse:
         self.outstanding -= self._kept_promise(block.column, block.lengths[index])
         return table.cells(where)
 
-    def _store_all(self, state: EpochTables, block: Block, at: slice) -> Cells:
+    def _store_all(self, state: EpochTables, block: Block, at: slice, begins: np.ndarray) -> Cells:
         """Enter cells of neighbouring rows that are all new."""
-        table, size = state.tables[block.column], self.itemsize(block.column)
-        lengths = block.lengths
-        ends = np.cumsum(lengths, dtype=np.int64)
-        offset = block.extent.offset + (ends - lengths) * size
+        table, lengths = state.tables[block.column], block.lengths
+        offset = block.extent.offset + begins * self.itemsize(block.column)
         table.segment[at], table.offset[at], table.length[at] = block.extent.segment, offset, lengths
         self._keep(table, at, len(lengths), block.extent)
         if block.column in state.token_columns:
