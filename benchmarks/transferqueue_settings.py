@@ -1,6 +1,6 @@
 """Which settings TransferQueue is fastest with here: one pass of `transfer_dock.py` for each, interleaved.
 
-    python benchmarks/transferqueue_settings.py [--repeats 3] [--scale 0.25] [--case short/64]
+    python benchmarks/transferqueue_settings.py [--repeats 3] [--scale 0.25] [--case short/64] [--only SETTING,...]
 
 Each line changes one thing of the settings that `transfer_dock.py` takes (`peers.TransferQueue.BEST`).
 """
@@ -28,10 +28,10 @@ TRIED: dict[str, dict[str, Any]] = {
     "1 torch thread (8)": {"environment": {**ROWS, "TQ_NUM_THREADS": "1"}},
     "2 torch threads (8)": {"environment": {**ROWS, "TQ_NUM_THREADS": "2"}},
     "1 ZMQ thread a client (8)": {"environment": {**ROWS, "TQ_CLIENT_ZMQ_IO_THREADS": "1"}},
-    "1 torch, 1 ZMQ thread": {"environment": {**ROWS, "TQ_NUM_THREADS": "1", "TQ_CLIENT_ZMQ_IO_THREADS": "1"}},
+    "1 torch and 1 ZMQ thread": {"environment": {**ROWS, "TQ_NUM_THREADS": "1", "TQ_CLIENT_ZMQ_IO_THREADS": "1"}},
     "16 pooled sockets (4)": {"environment": {**ROWS, "TQ_SOCKET_POOL_SIZE": "16"}},
     "ids one by one": {"environment": {}},
-    "blocking, not polling": {"polling": False},
+    "blocking instead of polling": {"polling": False},
     "strided columns": {"layout": "strided"},
 }
 
@@ -48,7 +48,11 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--scale", type=float, default=0.25, help="part of the 4096 samples, default %(default)s")
     parser.add_argument("--case", default="short/64", help="samples/batch, default %(default)s")
+    parser.add_argument("--only", default=",".join(TRIED), help="settings by their names here, default all")
     args = parser.parse_args()
+    chosen = args.only.split(",")
+    if unknown := [name for name in chosen if name not in TRIED]:
+        parser.error(f"--only: unknown {unknown}; known: {', '.join(TRIED)}")
     kind, batch = args.case.split("/")
     python = transfer_dock.interpreter("transferqueue")
     seen: dict[str, list[dict[str, float]]] = {}
@@ -57,11 +61,9 @@ def main() -> None:
     with transfer_dock.cases([args.case], args.scale) as directories:
         samples = len(transfer_dock.work.load(directories[kind]).checks["row"])
         for repeat in range(args.repeats):
-            for name, settings in TRIED.items():
-                if name in failed:
-                    continue
+            for name in (n for n in chosen if n not in failed):
                 try:
-                    found = measured(python, settings, directories[kind], int(batch), samples)
+                    found = measured(python, TRIED[name], directories[kind], int(batch), samples)
                 except RuntimeError as error:
                     failed[name] = str(error)
                     print(f"{name}: {error}", file=sys.stderr, flush=True)

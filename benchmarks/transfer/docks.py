@@ -14,6 +14,8 @@ from mindspeed_rl_plugin.dock.distributed import frames
 from mindspeed_rl_plugin.dock.distributed.cells import Buffers
 from mindspeed_rl_plugin.dock.distributed.client import DistributedDock
 from mindspeed_rl_plugin.dock.distributed.fleet import Member
+from mindspeed_rl_plugin.dock.distributed.outbox import Outbox
+from mindspeed_rl_plugin.dock.distributed.records import Record
 from mindspeed_rl_plugin.types import Ragged, Rows, SampleId
 
 SECONDS = 120.0
@@ -28,13 +30,20 @@ class Messages:
         self.nbytes = 0
         self._encode, frames.encode = frames.encode, self._sent
         self._decode = frames.decode
+        self._put = Outbox.put
         if both:
             frames.decode = self._received
+        else:
+            Outbox.put = lambda outbox, record: self._told(outbox, record)
 
     def _sent(self, message: frames.Message) -> list[memoryview | bytes]:
         buffers = self._encode(message)
         self.nbytes += sum(len(b) for b in buffers)
         return buffers
+
+    def _told(self, outbox: Outbox, record: Record) -> None:
+        self.nbytes += len(record.encoded)
+        self._put(outbox, record)
 
     def _received(self, head: bytes, payload: Any) -> frames.Message:
         message = self._decode(head, payload)

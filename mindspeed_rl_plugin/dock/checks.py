@@ -61,6 +61,15 @@ class Declared:
         if unknown:
             raise ValueError(f"{call}: columns {unknown} are not declared; declared: {listed(self.columns)}")
 
+    def _read_by(self, state: str, columns: Sequence[str] | None) -> tuple[str, ...]:
+        """What a lease fetches: `columns` of those that the state reads, all of them by default."""
+        self._check_state(state)
+        reads = self.states[state].reads
+        foreign = [c for c in columns or () if c not in reads]
+        if foreign:
+            raise ValueError(f"lease: state {state!r} reads {list(reads)}, not {foreign}")
+        return reads if columns is None else tuple(columns)
+
     def _check_writes(self, lease: Lease, rows: Rows) -> None:
         self._check_state(lease.state)
         writes = self.states[lease.state].writes

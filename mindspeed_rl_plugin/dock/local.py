@@ -115,9 +115,10 @@ class LocalDock(Declared):
         **stream: Any,
     ) -> Lease:
         """Wait at most `deadline` seconds for rows of `state`, and take them; stream: see `Dock.lease`."""
+        names = self._read_by(state, columns)
         with self._changed:
             chosen = self.pick(state, ids=ids, max_rows=max_rows, min_rows=min_rows, deadline=deadline, **stream)
-            rows = self._gather(chosen, self.states[state].reads if columns is None else columns)
+            rows = self._gather(chosen, names)
             count(self.traffic.read, state, rows)
             if not chosen:
                 return Lease(0, state, rows)

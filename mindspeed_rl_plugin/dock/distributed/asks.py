@@ -21,9 +21,12 @@ def ask_message(
     epochs: Mapping[int, Shape],
     after: Mapping[int, int],
     deadline: float,
+    waited: float,
+    more: bool,
     lease_seconds: float,
 ) -> Message:
-    """epochs: those that the asker knows open; after: records by warehouse that must be known before the answer."""
+    """epochs: those that the asker knows open; after: records by warehouse that must be known before the answer;
+    deadline: seconds until one must come; waited: seconds before this message; more: the asker would ask again."""
     changed = {name: getattr(ask, name) for name, default in DEFAULTS.items() if getattr(ask, name) != default}
     note = {
         "state": state,
@@ -32,6 +35,8 @@ def ask_message(
         "epochs": [[n, *shape] for n, shape in epochs.items()],
         "after": after,
         "deadline": deadline,
+        "waited": waited,
+        "more": more,
         "lease_seconds": lease_seconds,
     }
     return Message("lease", note, {} if ask.ids is None else {"ids": ask.ids})

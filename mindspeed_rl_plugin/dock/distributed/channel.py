@@ -17,6 +17,10 @@ MARGIN = 15.0  # seconds the caller waits longer than the other side, whose erro
 ERRORS = {"ValueError": ValueError, "TimeoutError": TimeoutError}
 
 
+class Silent(TimeoutError):
+    """What is at the other end does not answer, though the connection stands."""
+
+
 class Channel:
     """A connection to `address`, made now. name: of this process; patience: seconds for an ordinary answer.
 
@@ -51,7 +55,7 @@ class Channel:
                 self._socket.sendall(buffer)
         except TimeoutError as error:
             self.close()  # half a message is out: nothing else can follow it
-            raise TimeoutError(f"the dock at {self.address} does not read {message.kind!r}") from error
+            raise Silent(f"{self.address} does not read {message.kind!r}") from error
         except OSError as error:
             self.close()
             raise ConnectionError(f"lost the dock at {self.address} while sending {message.kind!r}: {error}") from error
@@ -67,7 +71,7 @@ class Channel:
         arrays of the answer are valid only until the next answer that is recycled, and take no fresh memory;
         scatter: uint8 arrays that an answer's one array of so many bytes goes to, one after the other.
 
-        Raises what the other side raised, TimeoutError when it does not answer, ConnectionError when it is gone.
+        Raises what the other side raised, Silent when it does not answer, ConnectionError when it is gone.
         """
         self._reader.recycle, self._reader.scatter = recycle, scatter
         self.tell(message)
@@ -80,7 +84,7 @@ class Channel:
         except TimeoutError as error:
             self.close()  # a late answer would be taken for that of the next request
             spent = time.monotonic() - begin
-            raise TimeoutError(f"no answer to {message.kind!r} from {self.address} for {spent:.0f} s") from error
+            raise Silent(f"{self.address} gave no answer to {message.kind!r} for {spent:.0f} s") from error
         except (EOFError, OSError) as error:
             self.close()
             raise ConnectionError(f"lost the dock at {self.address} during {message.kind!r}: {error}") from error
@@ -108,6 +112,10 @@ class Channel:
     def close(self) -> None:
         """End the connection. Idempotent."""
         self._socket.close()
+
+    def __del__(self) -> None:
+        if "_socket" in self.__dict__:  # its thread has ended, or nothing is asked there any more
+            self._socket.close()
 
     def _message(self) -> Message:
         while (message := self._reader.message()) is None:

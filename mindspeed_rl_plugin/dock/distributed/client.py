@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import secrets
 import time
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -20,6 +21,7 @@ from mindspeed_rl_plugin.dock.checks import FORMAT, Declared, check_snapshot, vo
 from mindspeed_rl_plugin.dock.distributed import cells, reading, snapshot
 from mindspeed_rl_plugin.dock.distributed.asks import ask_message
 from mindspeed_rl_plugin.dock.distributed.cells import Buffers
+from mindspeed_rl_plugin.dock.distributed.channel import Silent
 from mindspeed_rl_plugin.dock.distributed.connections import (
     MOVING_SECONDS,
     Connections,
@@ -36,6 +38,8 @@ from mindspeed_rl_plugin.dock.epoch import DONE
 from mindspeed_rl_plugin.dock.report import listed
 from mindspeed_rl_plugin.dock.traffic import Traffic
 from mindspeed_rl_plugin.types import Rows, SampleId
+
+TURN_SECONDS = 60.0  # a longer wait is made of such turns, so that a controller which hangs is noticed after one
 
 
 class DistributedDock(Declared):
@@ -67,6 +71,7 @@ class DistributedDock(Declared):
         self._peer, self._peers, self._division = peer, peers, division
         self._leader, self._deadline = leader, deadline
         self._calls = itertools.count()
+        self._name = f"{connections.settings.name} {secrets.token_hex(4)}"  # of this view: no other has it
         self._writer = Writer(self.columns, connections, deadline)
 
     @property
@@ -155,10 +160,9 @@ class DistributedDock(Declared):
     ) -> Lease:
         """Rows of this rank's consumer. columns: those of the state's reads to fetch, all by default; into: memory to
         read into; more: further fields of `controller.Ask` (max_tokens, window, linger, balance, newest, ...)."""
-        self._check_state(state)
+        names = self._read_by(state, columns)
         if min_rows < 1 or (max_rows is not None and max_rows < min_rows):
             raise ValueError(f"lease of state {state!r}: need 1 <= min_rows <= max_rows, got {min_rows} and {max_rows}")
-        names = self.states[state].reads if columns is None else tuple(columns)
         call, end = next(self._calls), time.monotonic() + deadline
         share = None if ids is not None else self._share
         if ids is None and self._share is None and "near" not in more:
@@ -168,7 +172,7 @@ class DistributedDock(Declared):
             share=share,
             max_rows=max_rows,
             min_rows=min_rows,
-            join=(self._division, (self._share or (0, 1))[0], call) if self._peers > 1 else None,
+            join=(self._division, (self._share or (0, 1))[0], call) if self._peers > 1 else (self._name, call),
             peers=self._peers,
             **more,
         )
@@ -191,6 +195,9 @@ class DistributedDock(Declared):
                     raise
                 time.sleep(MOVING_SECONDS)
                 deadline = max(end - time.monotonic(), 0.0)
+            except BaseException:
+                self._return(state, answer.note["token"])
+                raise
         held = cells.ids_tuple(answer.arrays["ids"])
         self._net.remember(held, answer.arrays["ids"])
         token = answer.note["token"]
@@ -216,14 +223,14 @@ class DistributedDock(Declared):
             return
         if rows is not None and len(rows):
             self._writer.write(rows, lease.state, None)
-        if self._finish(lease, done=True):
+        if self._finish(lease.state, lease.token, done=True):
             self._writer.write(None, lease.state, lease.rows.ids, writes)
-            self._finish(lease)
+            self._finish(lease.state, lease.token)
 
     def release(self, lease: Lease) -> None:
         """Hand rows back undone; with peers, once all of them have."""
         if (lease.state, lease.token) in self._net.held:
-            self._finish(lease)
+            self._finish(lease.state, lease.token)
             self._net.held.pop((lease.state, lease.token), None)
 
     def remaining(self, state: str) -> int:
@@ -267,7 +274,8 @@ class DistributedDock(Declared):
         self._net.meet()
 
     def close(self) -> None:
-        """Leave the dock; its memory goes with the last of its node. Idempotent."""
+        """Leave the dock. Its memory on a machine goes with the lowest rank there, so all of a job leave together,
+        after the last call of any. Idempotent."""
         self._net.close()
 
     # inside
@@ -287,16 +295,29 @@ class DistributedDock(Declared):
             raise void(lease, cells.ids_tuple(undone))
 
     def _ask(self, state: str, ask: Ask, names: Sequence[str], deadline: float) -> Message:
-        message = ask_message(
-            state,
-            ask,
-            names,
-            epochs=self._net.shapes,
-            after=self._net.after,
-            deadline=deadline,
-            lease_seconds=self._net.settings.lease_seconds,
-        )
-        answer = self._net.state(state, message, deadline)
+        begin, waited = time.monotonic(), 0.0
+        while True:
+            left = max(deadline - waited, 0.0)
+            message = ask_message(
+                state,
+                ask,
+                names,
+                epochs=self._net.shapes,
+                after=self._net.after,
+                deadline=min(left, TURN_SECONDS),
+                waited=waited,
+                more=left > TURN_SECONDS,
+                lease_seconds=self._net.settings.lease_seconds,
+            )
+            try:
+                answer = self._net.state(state, message, min(left, TURN_SECONDS))
+            except (Silent, ConnectionError) as error:
+                wanted = "the next rows" if ask.ids is None else f"rows {listed(map(tuple, ask.ids.tolist()))}"
+                kind = TimeoutError if isinstance(error, Silent) else ConnectionError
+                raise kind(f"lease of {wanted} of state {state!r}, columns {', '.join(names)}: {error}") from error
+            if answer.kind != "waiting":
+                break
+            waited = time.monotonic() - begin
         if "moved" in answer.arrays:
             self._net.learn(answer.arrays["moved"])
         return answer
@@ -327,6 +348,12 @@ class DistributedDock(Declared):
             if done:
                 self._writer.write(None, state, [SampleId(number, s // members, s % members) for s in done])
 
-    def _finish(self, lease: Lease, done: bool = False) -> bool:
-        note = {"state": lease.state, "token": lease.token, "after": self._net.after, "done": done}
-        return self._net.state(lease.state, Message("release", note)).note["last"]
+    def _finish(self, state: str, token: int, done: bool = False) -> bool:
+        note = {"state": state, "token": token, "after": self._net.after, "done": done}
+        return self._net.state(state, Message("release", note)).note["last"]
+
+    def _return(self, state: str, token: int) -> None:
+        """Hand back what could not be read; where that fails too, its controller takes it back in time."""
+        with contextlib.suppress(ValueError, OSError):
+            if token:
+                self._finish(state, token)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -13,7 +14,7 @@ import numpy as np
 
 from mindspeed_rl_plugin.dock.distributed.arena import Extent, Segments
 from mindspeed_rl_plugin.dock.distributed.cells import FETCH_BYTES, cut, ids_array, portions
-from mindspeed_rl_plugin.dock.distributed.channel import Channel
+from mindspeed_rl_plugin.dock.distributed.channel import Channel, Silent
 from mindspeed_rl_plugin.dock.distributed.frames import Message
 from mindspeed_rl_plugin.dock.distributed.records import Shape
 from mindspeed_rl_plugin.dock.distributed.service import Address, Directory
@@ -93,7 +94,7 @@ class Connections:
         self.meet = meet
         self._resolve, self._on_close = resolve, on_close
         self._local = threading.local()
-        self._every: list[Channel] = []
+        self._every: weakref.WeakSet[Channel] = weakref.WeakSet()
         self._homes: dict[int, np.ndarray] = {}
         self._numbers: tuple[tuple[tuple[SampleId, ...], np.ndarray], ...] = ()
 
@@ -159,17 +160,17 @@ class Connections:
                     self.held.pop(lease, None)
 
     def state(self, state: str, message: Message, seconds: float = 0.0) -> Message:
-        """Ask the controller of a state, wherever it is now."""
+        """Ask the controller of a state, wherever it is now. Raises TimeoutError when it cannot be found, or neither it
+        nor who takes it over answers."""
+        end = time.monotonic() + seconds + self.settings.patience
         while True:
             answer = self._ask(("state", state), lambda: self.directory.controllers[state], message, seconds)
             if answer.kind != "elsewhere":
                 return answer
+            if time.monotonic() >= end:
+                raise TimeoutError(f"{message.kind} of state {state!r}: no process knows where its controller is")
             self._moved(state, answer)
             time.sleep(MOVING_SECONDS)
-
-    def tell_state(self, state: str, message: Message) -> None:
-        """Tell the controller of a state what needs no answer."""
-        self._channel(("state", state), self.directory.controllers[state]).tell(message)
 
     def warehouse(self, index: int, message: Message, seconds: float = 0.0) -> Message:
         """Ask a warehouse; one that was restarted answers at its new address. Its numbers are remembered."""
@@ -232,7 +233,7 @@ class Connections:
 
     def close(self) -> None:
         """End all connections."""
-        for channel in self._every:
+        for channel in list(self._every):
             channel.close()
         self._on_close()
 
@@ -247,15 +248,23 @@ class Connections:
         seconds: float,
         **how: Any,
     ) -> Message:
-        """One request; a lost connection is made anew until the patience ends. Every request may be repeated."""
-        end = time.monotonic() + self.settings.patience
+        """One request; a lost connection is made anew until the patience ends. Every request may be repeated: whoever
+        is silent though it is connected is asked once more, a controller where it is after that."""
+        end, silent = time.monotonic() + self.settings.patience, False
         while True:
             try:
                 return self._channel(key, where()).ask(message, seconds, **how)
+            except Silent as error:
+                if silent or key[0] != "state":
+                    raise Silent(f"{key[0]} {key[1]!r}: {error}") from error
+                silent, end = True, time.monotonic() + self.settings.patience
+                self._succeed(key[1])
             except ConnectionError as error:
                 if key[0] == "warehouse" and self._given_up(key[1]):
                     raise WarehouseLost(f"warehouse {key[1]} at {where()} gives no sign of life: {error}") from error
                 if time.monotonic() >= end:
+                    if silent:
+                        raise Silent(f"{key[0]} {key[1]!r}: {error}") from error
                     raise
                 time.sleep(RECONNECT_SECONDS)
                 if key[0] == "state":
@@ -286,9 +295,7 @@ class Connections:
     def _channel(self, key: tuple[str, object], address: Address) -> Channel:
         channels = self._channels()
         for lost in [k for k, c in channels.items() if c.closed]:
-            channel = channels.pop(lost)
-            if channel in self._every:
-                self._every.remove(channel)
+            del channels[lost]
         if key in channels and channels[key].address != address:  # a controller that has moved
             del channels[key]
         if key not in channels:
@@ -297,7 +304,7 @@ class Connections:
             same = [c for c in channels.values() if c.address == address]
             channels[key] = same[0] if same else Channel(address, s.secret, s.node, s.name, s.patience)
             if not same:
-                self._every.append(channels[key])
+                self._every.add(channels[key])
         return channels[key]
 
     def _channels(self) -> dict[tuple[str, object], Channel]:

@@ -31,7 +31,7 @@ class Grant:
     holders: dict[Hashable, bool] = field(default_factory=dict)
     peers: int = 1
     expires: float = float("inf")
-    join: tuple[int, int, int] | None = None
+    join: Hashable | None = None
     undone: bool = False
     last: bool = False
     ids: np.ndarray | None = None
@@ -54,8 +54,8 @@ class Controller:
         self._ahead: dict[int, set[int]] = {}
         self._tellers: set[int] = set()  # warehouses that have told of cells
         self._leases: dict[int, Grant] = {}
-        self._joined: dict[tuple[int, int, int], Grant] = {}
-        self._broken: dict[tuple[int, int, int], Grant] = {}  # of several peers, ended because a machine was lost
+        self._joined: dict[Hashable, Grant] = {}
+        self._broken: dict[Hashable, Grant] = {}  # of several peers, ended because a machine was lost
         # Of its own: a lease of a former controller of this state, or of another dock, is not one of these.
         self._next_token = 1 + (secrets.randbits(30) << 20)
 
@@ -107,7 +107,7 @@ class Controller:
         slots = view.lose(groups)
         for grant in [g for g in self._leases.values() if _holds(g, epoch, slots)]:
             self._end(grant)
-            if grant.join is not None:
+            if grant.peers > 1:
                 self._broken[grant.join] = grant
 
     def lose_home(self, warehouse: int) -> None:
@@ -137,7 +137,8 @@ class Controller:
     def take(self, ask: Ask, holder: Hashable, now: float, seconds: float, waited: float = 0.0) -> Grant | None:
         """Rows under a lease for `seconds`; None: not ready. An empty grant (token 0): all rows are acknowledged.
 
-        waited: seconds that this ask has waited so far, for its linger. A repeated ask of a peer gets the same grant.
+        waited: seconds that this ask has waited so far, for its linger. A repeated ask, because its answer was lost or
+        by a peer, gets the same grant.
         Raises ValueError for ids that cannot be had, or that are not those which a peer asked for in the same call.
         """
         if ask.join is not None and ask.join in self._joined:
@@ -153,7 +154,7 @@ class Controller:
             self._leases[grant.token] = grant
             for epoch, rows in picked:
                 self._epochs[epoch].status[rows] = LEASED
-        if ask.join is not None and ask.peers > 1:
+        if ask.join is not None and (grant.token or ask.peers > 1):
             self._joined[ask.join] = grant
         return grant
 
@@ -270,7 +271,7 @@ class Controller:
         if not np.array_equal(*(np.empty((0, 3)) if ids is None else ids for ids in (grant.ids, ask.ids))):
             theirs, wanted = (None if x is None else listed(map(tuple, x.tolist())) for x in (grant.ids, ask.ids))
             raise ValueError(
-                f"lease of state {self.spec.name!r}: call {ask.join[2]} of this rank asks for ids {wanted}, the "
+                f"lease of state {self.spec.name!r}: call {ask.join[-1]} of this rank asks for ids {wanted}, the "
                 f"same call of a peer asked for {theirs}; ranks of one consumer must lease alike"
             )
         grant.holders.setdefault(holder, False)

@@ -16,6 +16,7 @@ from mindspeed_rl_plugin.dock.distributed.service import Address
 from mindspeed_rl_plugin.dock.distributed.succession import Elsewhere
 
 OK = Message("ok")
+WAITING = Message("waiting")  # not yet: ask again
 
 
 class ControllerCalls:
@@ -35,25 +36,32 @@ class ControllerCalls:
     async def _lease_later(self, peer: str, message: Message, controller: Controller, ask: Ask) -> Message:
         seconds = message.note["deadline"]
         await self._applied(controller, message.note["after"])
-        begin = self._clock()
+        begin, before = self._clock(), message.note["waited"]
         while True:
             waited = self._clock() - begin
             self._controller(message)  # it may have been taken over
             if (grant := self._grant(peer, message, controller, ask, waited)) is not None:
                 return grant
             if waited >= seconds:
-                raise TimeoutError(controller.explain(ask, seconds) + self._silent())
+                if message.note["more"]:
+                    return WAITING
+                raise TimeoutError(controller.explain(ask, before + seconds) + self._silent())
             # A second at most: another lease may run out, or the time to linger be over.
             await self._wait(controller.spec.name, min(seconds - waited, ask.linger or 1.0, 1.0))
 
     def _grant(self, peer: str, message: Message, controller: Controller, ask: Ask, waited: float) -> Message | None:
         note, now = message.note, self._clock()
         controller.expire(now)
-        lingered = waited if waited < note["deadline"] else float("inf")  # the deadline ends a linger, not the request
+        over = waited >= note["deadline"] and not note["more"]  # the deadline ends a linger, not the request
+        lingered = float("inf") if over else note["waited"] + waited
         grant = controller.take(ask, peer, now, note["lease_seconds"], lingered)
         if grant is None:
             return None
-        answer = grant_message(controller, grant, note["columns"])
+        try:
+            answer = grant_message(controller, grant, note["columns"])
+        except BaseException:
+            controller.finish(grant.token, peer)
+            raise
         if controller.strayed or self.given_up:
             answer.arrays["moved"] = controller.moved()
         return answer
@@ -112,9 +120,13 @@ class ControllerCalls:
             self._wake(state)
         return OK
 
+    def _on_mark(self, peer: str, message: Message) -> None:
+        """A warehouse has made a new connection for its records, and says how many there are."""
+        self._ask_if_behind(message.note["warehouse"], message.note["seq"])
+
     def _on_ping(self, peer: str, message: Message) -> Message:
-        """This process lives."""
-        return OK
+        """This process lives. seq: number of its warehouse's last record."""
+        return Message("alive", {} if self.warehouse is None else {"seq": self.warehouse.seq})
 
     def _on_health(self, peer: str, message: Message) -> Message:
         """Warehouses that this process has given up, the groups of a state that nobody has put anew, and where those

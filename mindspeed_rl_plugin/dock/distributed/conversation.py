@@ -80,7 +80,7 @@ class Conversation:
             self._proceed()
 
     def _send(self, message: Message) -> None:
-        left = deque(frames.encode(message))
+        left = _encoded(message)
         with contextlib.suppress(BlockingIOError, InterruptedError):
             send_some(self._socket, left)
         if left:
@@ -93,7 +93,7 @@ class Conversation:
     async def _late(self, answer: Awaitable[Message | None]) -> None:
         message = await answer
         if message is not None:
-            await send_all(self._socket, deque(frames.encode(message)))
+            await send_all(self._socket, _encoded(message))
 
     def _done(self, work: asyncio.Task[None]) -> None:
         self._work = None
@@ -116,6 +116,14 @@ class Conversation:
             self._ended.set_result(None)
         else:
             self._ended.set_exception(error)
+
+
+def _encoded(message: Message) -> deque[memoryview | bytes]:
+    """Buffers of an answer; of an error, where it is too large to be one."""
+    try:
+        return deque(frames.encode(message))
+    except FrameError as error:
+        return deque(frames.encode(Message("error", {"type": "ValueError", "text": str(error)})))
 
 
 def send_some(connection: socket.socket, left: deque[memoryview | bytes]) -> None:

@@ -23,6 +23,7 @@ from mindspeed_rl_plugin.dock.local import check_declarations
 
 SEGMENT_BYTES = 64 << 20
 HEARTBEAT = 10.0  # seconds; a machine is given up after three without
+ANSWER = 120.0  # seconds; nothing that need not wait takes so long, on the busiest machine
 
 Exchange = Callable[[Any], list[Any]]  # every member's value, in rank order
 
@@ -189,7 +190,7 @@ class Member:
             warehouse=warehouse,
             directory=shared if near else None,
             homes=homes,
-            patience=patience,
+            patience=min(patience, ANSWER),
         )
         self.connections = Connections(
             directory,

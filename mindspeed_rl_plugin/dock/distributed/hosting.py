@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from mindspeed_rl_plugin.dock.distributed import service
+from mindspeed_rl_plugin.dock.distributed import frames, service
 from mindspeed_rl_plugin.dock.distributed.controller import Controller
 from mindspeed_rl_plugin.dock.distributed.controller_calls import ControllerCalls
 from mindspeed_rl_plugin.dock.distributed.conversation import Answer
@@ -70,7 +70,7 @@ class Host(WarehouseCalls, ControllerCalls, Succession):
         self._clock = clock
         self._changed: dict[object, list[asyncio.Future[None]]] = {}
         self._outbox: dict[Address, Outbox] = {}
-        self._gaps: set[tuple[str, int]] = set()
+        self._gaps: dict[tuple[str, int], int] = {}  # (state, warehouse) whose manifest is asked for -> record it needs
         self._tasks: set[asyncio.Task[None]] = set()
 
     # service.Handler
@@ -118,8 +118,12 @@ class Host(WarehouseCalls, ControllerCalls, Succession):
             if address not in self._outbox:
                 connect = functools.partial(service.connect, address, self.secret, self.node, self.name)
                 wanted = functools.partial(self._controls, address)
-                self._outbox[address] = Outbox(connect, wanted, self._spawn)
+                self._outbox[address] = Outbox(connect, self._mark, wanted, self._spawn)
             self._outbox[address].put(record)
+
+    def _mark(self) -> bytes:
+        note = {"warehouse": self.warehouse.index, "seq": self.warehouse.seq}
+        return b"".join(frames.encode(Message("mark", note)))
 
     def _controls(self, address: Address) -> bool:
         """Whether the process at an address holds a controller; one that was taken over knows all without records."""
@@ -136,22 +140,35 @@ class Host(WarehouseCalls, ControllerCalls, Succession):
             self._wake(state)
 
     def _ask_manifest(self, state: str, warehouse: int, seq: int = 0) -> None:
-        if (state, warehouse) not in self._gaps:
-            self._gaps.add((state, warehouse))
-            self._spawn(self._catch_up(state, warehouse, seq))
+        begun = (state, warehouse) in self._gaps
+        self._gaps[state, warehouse] = max(seq, self._gaps.get((state, warehouse), 0))
+        if not begun:
+            self._spawn(self._catch_up(state, warehouse))
 
-    async def _catch_up(self, state: str, warehouse: int, seq: int) -> None:
-        """Fetch the manifest where a gap in the records, or the one before record `seq`, does not close by itself."""
-        await asyncio.sleep(GAP_SECONDS)
-        controller = self.controllers.get(state)
+    def _ask_if_behind(self, warehouse: int, seq: int) -> None:
+        """Records of a warehouse up to `seq` are on their way, or lost."""
+        for state, controller in self.controllers.items():
+            if controller.applied.get(warehouse, 0) < seq:
+                self._ask_manifest(state, warehouse, seq)
+
+    async def _catch_up(self, state: str, warehouse: int) -> None:
+        """Fetch the manifest where a gap in the records, or the one before a record, does not close by itself."""
         try:
-            if controller is not None and (controller.has_gap(warehouse) or controller.applied.get(warehouse, 0) < seq):
-                controller.rebuild(warehouse, *await self._manifest_of(warehouse))
-                self._wake(state)
-        except (OSError, EOFError):
-            self.traffic["gaps"] = self.traffic.get("gaps", 0) + 1  # its next record asks again
+            while True:
+                await asyncio.sleep(GAP_SECONDS)
+                controller = self.controllers.get(state)
+                if controller is None or warehouse in self.dead:
+                    return
+                behind = controller.applied.get(warehouse, 0) < self._gaps[state, warehouse]
+                if not behind and not controller.has_gap(warehouse):
+                    return
+                try:
+                    controller.rebuild(warehouse, *await self._manifest_of(warehouse))
+                    return self._wake(state)
+                except (OSError, EOFError):
+                    self.traffic["gaps"] = self.traffic.get("gaps", 0) + 1
         finally:
-            self._gaps.discard((state, warehouse))
+            del self._gaps[state, warehouse]
 
     async def _manifest_of(self, warehouse: int) -> tuple[int, EpochSet, list[Record]]:
         if self.warehouse is not None and self.warehouse.index == warehouse:

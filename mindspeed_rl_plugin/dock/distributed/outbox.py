@@ -15,22 +15,25 @@ TOGETHER = 64  # records of one write
 
 
 class Outbox:
-    """Records to one process, in order. What is lost with a connection, the other side asks for.
+    """Records to one process, in order. A connection may take records along that the other side never reads, so every
+    new one begins with a mark, which tells it how many there are; it then fetches what it lacks.
 
-    connect: makes a connection; wanted: whether the other side still is to be told, where that fails; spawn: runs a
-    coroutine beside the caller. Only in the thread of the event loop.
+    connect: makes a connection; mark: the bytes of a mark; wanted: whether the other side still is to be told, where
+    that fails; spawn: runs a coroutine beside the caller. Only in the thread of the event loop.
     """
 
     def __init__(
         self,
         connect: Callable[[], Awaitable[socket.socket]],
+        mark: Callable[[], bytes],
         wanted: Callable[[], bool],
         spawn: Callable[[Awaitable[None]], None],
     ) -> None:
-        self._connect, self._wanted, self._spawn = connect, wanted, spawn
+        self._connect, self._mark, self._wanted, self._spawn = connect, mark, wanted, spawn
         self._connection: socket.socket | None = None
         self._waiting: deque[Record] = deque()
         self._busy = False
+        self._broken = False  # the other side has ended the connection
 
     def put(self, record: Record) -> None:
         """Send a record: at once where the socket takes it, else as soon as it does."""
@@ -43,8 +46,9 @@ class Outbox:
         except (BlockingIOError, InterruptedError):
             pass
         except OSError:
-            return self._drop()
-        if left:
+            self._broken = True  # the mark of the next connection stands for this record
+            left.clear()
+        if left or self._broken:
             self._deliver_later(left)
 
     def _deliver_later(self, begun: deque[bytes | memoryview]) -> None:
@@ -53,25 +57,38 @@ class Outbox:
             self._spawn(self._deliver(begun))
 
     async def _deliver(self, left: deque[bytes | memoryview]) -> None:
-        """What is left of a record, then those that wait, until none does."""
+        """What is left of a record, then those that wait, until none does and a connection stands."""
         try:
-            while left or self._waiting:
+            while left or self._waiting or self._broken or self._connection is None:
+                if self._broken:
+                    left.clear()
+                    self._drop()
+                    await asyncio.sleep(RETRY_SECONDS)
                 try:
                     if self._connection is None:
                         self._connection = await self._connect()
+                        asyncio.get_running_loop().add_reader(self._connection, self._readable)
+                        left.append(self._mark())
                     while self._waiting and len(left) < TOGETHER:
                         left.append(self._waiting.popleft().encoded)
                     await send_all(self._connection, left)
                 except (OSError, EOFError):
-                    left.clear()
-                    self._drop()
+                    self._broken = True
                     if not self._wanted():
+                        self._drop()
                         return self._waiting.clear()
-                    await asyncio.sleep(RETRY_SECONDS)
         finally:
             self._busy = False
 
+    def _readable(self) -> None:
+        """The other side says nothing here: this is its end."""
+        asyncio.get_running_loop().remove_reader(self._connection)
+        self._broken = True
+        self._deliver_later(deque())
+
     def _drop(self) -> None:
+        self._broken = False
         if self._connection is not None:
+            asyncio.get_running_loop().remove_reader(self._connection)
             self._connection.close()
             self._connection = None

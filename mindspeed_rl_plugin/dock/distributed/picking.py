@@ -24,8 +24,8 @@ class Ask:
     unless no more are left; linger: seconds to wait for a full batch once min_rows are there; window: a batch under
     max_tokens is filled from the next `window` rows, longest first; near: rows of this warehouse come first; newest,
     max_staleness: rows whose weights are more than max_staleness updates older than `newest` are never given out
-    (these six concern streaming). join (consumer, call): the `peers` ranks of a consumer ask the same and get the
-    same lease.
+    (these six concern streaming). join: name of one call, its number last: when it is repeated, and when the `peers`
+    ranks of a consumer make the same, they get the same lease.
     """
 
     ids: np.ndarray | None = None
@@ -39,7 +39,7 @@ class Ask:
     near: int | None = None
     newest: int | None = None
     max_staleness: int | None = None
-    join: tuple[int, int] | None = None
+    join: tuple[int | str, ...] | None = None
     peers: int = 1
 
 

@@ -190,6 +190,12 @@ def read(
     for i, name in enumerate(names):
         arrays[f"slots.{i}"] = slots // members if specs[name].level == "group" else slots
     answer = net.warehouse(warehouse, Message("read", {"epoch": epoch, "columns": list(names)}, arrays), deadline)
+    if answer.kind == "portions":  # more than fits one answer
+        cuts = [ids[low:high] for low, high in answer.arrays["bounds"].tolist()]
+        parts = np.split(slots, answer.arrays["bounds"][1:, 0])
+        where = (net, specs, deadline, warehouse, epoch)
+        found = [read(*where, i, s, names, missing) for i, s in zip(cuts, parts, strict=True)]
+        return Rows(tuple(ids), {}) if missing else Rows.concat(found)
     kind = "local" if warehouse == net.settings.warehouse else "remote"
     out: dict[str, Column] = {}
     for i, name in enumerate(names):

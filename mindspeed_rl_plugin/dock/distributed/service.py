@@ -20,6 +20,8 @@ from mindspeed_rl_plugin.dock.distributed.conversation import Answer, Conversati
 from mindspeed_rl_plugin.dock.distributed.frames import FrameError, Message, Reader
 
 HANDSHAKE_SECONDS = 20.0
+UNADMITTED = 256  # connections that have not shown the secret yet; more are closed at once, and come again
+EXHAUSTED_SECONDS = 0.1  # until the next try to accept, where descriptors or memory have run out
 START_SECONDS = 30.0
 
 
@@ -77,6 +79,7 @@ class Service:
         self._node, self._unix, self._host = node, unix, host
         self.refused = {"stranger": 0, "malformed": 0}
         self._peers: dict[str, int] = {}
+        self._unadmitted = 0
         self._ready: Future[Address] = Future()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop: asyncio.Event | None = None
@@ -142,7 +145,16 @@ class Service:
         loop = asyncio.get_running_loop()
         tasks: set[asyncio.Task[None]] = set()
         while True:
-            connection, _ = await loop.sock_accept(listener)
+            try:
+                connection, _ = await loop.sock_accept(listener)
+            except OSError:  # of this one connection, or of a process that has too much open
+                await asyncio.sleep(EXHAUSTED_SECONDS)
+                continue
+            if self._unadmitted >= UNADMITTED:
+                self.refused["stranger"] += 1
+                connection.close()
+                continue
+            self._unadmitted += 1
             task = loop.create_task(self._attend(connection))
             tasks.add(task)
             task.add_done_callback(tasks.discard)
@@ -150,10 +162,13 @@ class Service:
     async def _attend(self, connection: socket.socket) -> None:
         """One connection from its handshake to its end."""
         connection.setblocking(False)
-        tune(connection)
         peer, reader = None, Reader()
         try:
-            peer = await asyncio.wait_for(self._admit(connection, reader), HANDSHAKE_SECONDS)
+            try:
+                tune(connection)
+                peer = await asyncio.wait_for(self._admit(connection, reader), HANDSHAKE_SECONDS)
+            finally:
+                self._unadmitted -= 1
             self._peers[peer] = self._peers.get(peer, 0) + 1
             await Conversation(connection, reader, functools.partial(self._answer, peer)).hold()
         except FrameError:

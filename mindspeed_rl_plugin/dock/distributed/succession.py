@@ -157,9 +157,11 @@ class Succession:
         while True:
             begin = self._clock()
             try:
-                await asyncio.wait_for(self._request(self.directory.warehouses[warehouse], "ping", {}), heartbeat)
+                ping = self._request(self.directory.warehouses[warehouse], "ping", {})
+                alive = await asyncio.wait_for(ping, heartbeat)
                 missed = 0
                 await self._readmit(warehouse)
+                self._ask_if_behind(warehouse, alive.note.get("seq", 0))
             except (OSError, EOFError, asyncio.TimeoutError):
                 missed += 1
             await asyncio.sleep(max(heartbeat - (self._clock() - begin), 0))

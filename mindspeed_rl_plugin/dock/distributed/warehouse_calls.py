@@ -89,15 +89,21 @@ class WarehouseCalls:
         return Message("cells", {}, {"data": out})
 
     def _on_read(self, peer: str, message: Message) -> Message:
-        """Cells by their ids, without a lease; length -1 marks one that is not there."""
+        """Cells by their ids, without a lease; length -1 marks one that is not there. Where they are more than one
+        answer takes: `[n, 2]` bounds of the rows to ask for instead."""
         house, note = self._house(), message.note
-        out = {}
+        out, found = {}, []
         for i, column in enumerate(note["columns"]):
-            found = house.locate(note["epoch"], column, message.arrays[f"slots.{i}"].astype(np.int64))
-            sizes = (found.length.astype(np.int64) * house.itemsize(column)).tolist()
-            places = zip(found.segment.tolist(), found.offset.tolist(), sizes, strict=True)
+            cells_of = house.locate(note["epoch"], column, message.arrays[f"slots.{i}"].astype(np.int64))
+            sizes = np.where(cells_of.segment >= 0, cells_of.length.astype(np.int64) * house.itemsize(column), 0)
+            found.append((cells_of, sizes))
+        bounds = cells.portions(sum(sizes for _, sizes in found)) if found else []
+        if len(bounds) > 1:
+            return Message("portions", {}, {"bounds": np.array(bounds, np.int64)})
+        for i, (cells_of, sizes) in enumerate(found):
+            places = zip(cells_of.segment.tolist(), cells_of.offset.tolist(), sizes.tolist(), strict=True)
             out[f"data.{i}"] = cells.gather([house.arena.view(s, o, n) for s, o, n in places if s >= 0])
-            out[f"lengths.{i}"] = np.where(found.segment >= 0, found.length, -1).astype(np.int32)
+            out[f"lengths.{i}"] = np.where(cells_of.segment >= 0, cells_of.length, -1).astype(np.int32)
             self.traffic["bytes"] += out[f"data.{i}"].nbytes
         return Message("cells", {}, out)
 

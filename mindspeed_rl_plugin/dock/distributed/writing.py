@@ -135,6 +135,12 @@ class Writer:
     ) -> None:
         local = warehouse == self._net.settings.warehouse
         parts = self._parts(shape, rows, ids, index) if rows is not None and len(index) else []
+        if not local and sum(part.nbytes for part in parts) > cells.FETCH_BYTES:
+            groups = np.unique(ids[index, 1])
+            if len(groups) > 1:  # in halves, whole groups each; the last one acknowledges
+                first = np.isin(ids[index, 1], groups[: len(groups) // 2])
+                self._write_to(warehouse, epoch, shape, rows, ids, index[first], state, None, ())
+                return self._write_to(warehouse, epoch, shape, rows, ids, index[~first], state, acked, needs)
         arrays: dict[str, Any] = {}
         forms = [_form(arrays, part.slots, part.lengths) for part in parts]
         kind = "local" if local else "remote"
