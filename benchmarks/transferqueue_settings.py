@@ -15,22 +15,22 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import transfer_dock
+import transfer_dock  # puts its folder on the path
+from peers import TransferQueue
 
 SECONDS = 180.0  # of one pass; with some settings the queue does not come up
 METRICS = ("put_mb_s", "get_mb_s", "write_back_mb_s", "small_get_p50_ms", "cpu_s_per_gb")
-ROWS = {"TQ_PRE_ALLOC_SAMPLE_NUM": str(transfer_dock.work.SAMPLES)}
+TAKEN = TransferQueue.BEST["environment"]
 TRIED: dict[str, dict[str, Any]] = {
     "as taken": {},
     "1 storage unit": {"units": 1},
     "4 storage units": {"units": 4},
     "8 storage units": {"units": 8},
-    "1 torch thread (8)": {"environment": {**ROWS, "TQ_NUM_THREADS": "1"}},
-    "2 torch threads (8)": {"environment": {**ROWS, "TQ_NUM_THREADS": "2"}},
-    "1 ZMQ thread a client (8)": {"environment": {**ROWS, "TQ_CLIENT_ZMQ_IO_THREADS": "1"}},
-    "1 torch and 1 ZMQ thread": {"environment": {**ROWS, "TQ_NUM_THREADS": "1", "TQ_CLIENT_ZMQ_IO_THREADS": "1"}},
-    "16 pooled sockets (4)": {"environment": {**ROWS, "TQ_SOCKET_POOL_SIZE": "16"}},
-    "ids one by one": {"environment": {}},
+    "8 torch threads": {"environment": {**TAKEN, "TQ_NUM_THREADS": "8"}},
+    "2 torch threads": {"environment": {**TAKEN, "TQ_NUM_THREADS": "2"}},
+    "1 ZMQ thread a client": {"environment": {**TAKEN, "TQ_CLIENT_ZMQ_IO_THREADS": "1"}},
+    "16 pooled sockets": {"environment": {**TAKEN, "TQ_SOCKET_POOL_SIZE": "16"}},
+    "ids one by one": {"environment": {k: v for k, v in TAKEN.items() if k != "TQ_PRE_ALLOC_SAMPLE_NUM"}},
     "blocking instead of polling": {"polling": False},
     "strided columns": {"layout": "strided"},
 }

@@ -136,8 +136,8 @@ class TransferQueue:
         "units": 2,
         "polling": True,
         "layout": "jagged",
-        # Ids for all rows of the epoch at once, not one by one as they come.
-        "environment": {"TQ_PRE_ALLOC_SAMPLE_NUM": str(work.SAMPLES)},
+        # Ids for all rows of the epoch at once, not one by one as they come; one torch thread as in the other arms.
+        "environment": {"TQ_PRE_ALLOC_SAMPLE_NUM": str(work.SAMPLES), "TQ_NUM_THREADS": "1"},
     }
 
     def __init__(self, rank: int, world: int, exchange: Exchange, settings: Mapping[str, Any] | None = None) -> None:
