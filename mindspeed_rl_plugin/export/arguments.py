@@ -42,7 +42,7 @@ def megatron_arguments(shape: ModelShape, parallel: Parallel, config: Mapping[st
         position_embedding_type="rope",
         rotary_base=int(c["rope_theta"]),
     )
-    model |= _scaling(c) | (_experts(shape, c) if shape.experts else {})
+    model |= _scaling(c, shape) | (_experts(shape, c) if shape.experts else {})
     model |= _latent(shape, c) if shape.table.mla else {}
     layout = dict(
         world_size=parallel.world,
@@ -85,9 +85,9 @@ def flags(args: argparse.Namespace) -> list[str]:
     return out
 
 
-def _scaling(config: Mapping[str, Any]) -> dict[str, Any]:
+def _scaling(config: Mapping[str, Any], shape: ModelShape) -> dict[str, Any]:
     scaling = config["rope_scaling"]
-    if scaling is None or config["model_type"] == "deepseek_v3":  # which has flags of its own, see _latent
+    if scaling is None or shape.table.mla:  # which has flags of its own, see _latent
         return {"use_rope_scaling": False}
     fixed = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
     if scaling["rope_type"] != "llama3" or any(scaling.get(k) != v for k, v in fixed.items()):

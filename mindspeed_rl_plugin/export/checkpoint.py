@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from mindspeed_rl_plugin.reshard.hook import differences
 from mindspeed_rl_plugin.reshard.layout import Layout, ModelShape, Parallel, megatron_layout, megatron_shapes
+from mindspeed_rl_plugin.reshard.live import differences, predicting_only
 from mindspeed_rl_plugin.reshard.parallel import chunk_prefix
 from mindspeed_rl_plugin.reshard.rows import EXPERTS, IMPLS
 from mindspeed_rl_plugin.startup.files import TRACKER, iteration_dir, read_tracker
@@ -19,15 +19,35 @@ from mindspeed_rl_plugin.startup.pickles import load
 
 FILE = "model_optim_rng.pt"
 _SHOWN = 8
-# In the state of a model, but not of its weights: predicting layers, states of single modules, counters.
-_OTHER = re.compile(r"(^|\.)(mtp\.|.*_extra_state$|.*local_tokens_per_expert$)")
+# In the state of a model, but not of its weights: states of single modules, counters.
+_OTHER = re.compile(r".*(_extra_state|local_tokens_per_expert)$")
 
 
 def rank_folder(parallel: Parallel, rank: int) -> str:
     """Folder of a rank's file. Source: get_checkpoint_name of megatron/training/checkpointing.py."""
     at = parallel.coordinates(rank)
     stage = f"_{at.pp:03d}" if parallel.pp > 1 else ""
-    return f"mp_rank_{at.tp:02d}{stage}" + (f"_{at.ep:03d}" if parallel.ep > 1 else "")
+    expert = f"_{parallel.megatron_ep_rank(rank):03d}" if parallel.megatron_ep > 1 else ""
+    return f"mp_rank_{at.tp:02d}{stage}{expert}"
+
+
+def rank_folders(shape: ModelShape, parallel: Parallel) -> dict[str, int]:
+    """Folder -> the first rank that writes it, of all ranks.
+
+    Raises ValueError where ranks of one folder store different things: of them Megatron keeps the last.
+    """
+    found: dict[str, int] = {}
+    for rank in range(parallel.world):
+        folder = rank_folder(parallel, rank)
+        first = found.setdefault(folder, rank)
+        kept, other = (megatron_layout(shape, parallel, r) for r in (first, rank))
+        if kept is not other and kept != other:
+            raise ValueError(
+                f"ranks {first} and {rank} have different weights and the same file {folder}/{FILE}: a checkpoint of "
+                f"--ckpt-format torch cannot hold experts cut over etp {parallel.expert_tp} ranks where tp is "
+                f"{parallel.tp}; choose etp at most tp"
+            )
+    return found
 
 
 class Checkpoint:
@@ -59,29 +79,29 @@ class Checkpoint:
 
         Raises ValueError listing what names or shapes differ from those of `shape`.
         """
-        out, first = [], {}
-        for rank in range(self.parallel.world):
-            name = rank_folder(self.parallel, rank)
-            if name not in first:
-                first[name] = rank
-                tensors = self._tensors(self.folder / name / FILE)
-                impl, experts = self._storage(shape, rank, tensors, name)
-                out.append((name, megatron_layout(shape, self.parallel, rank, impl, experts), tensors))
+        out = []
+        for name, rank in rank_folders(shape, self.parallel).items():
+            tensors = self._tensors(self.folder / name / FILE, self.parallel.coordinates(rank).pp == 0)
+            impl, experts = self._storage(shape, rank, tensors, name)
+            out.append((name, megatron_layout(shape, self.parallel, rank, impl, experts), tensors))
         return out
 
-    def _tensors(self, path: Path) -> dict[str, Tensor]:
+    def _tensors(self, path: Path, first_stage: bool) -> dict[str, Tensor]:
         if not path.is_file():
             raise ValueError(f"{path} is missing; the checkpoint was saved by {self.parallel.world} ranks")
         state, vpp = load(path), self.parallel.vpp
         chunks = [state.get(f"model{i}" if vpp > 1 else "model") for i in range(vpp)]
         if any(chunk is None for chunk in chunks):
             raise ValueError(f"{path} holds no state of the model for each of {vpp} model chunks")
-        return {
-            chunk_prefix(i, vpp) + name: value
-            for i, chunk in enumerate(chunks)
-            for name, value in chunk.items()
-            if isinstance(value, Tensor) and not _OTHER.match(name)
-        }
+        out = {}
+        for i, chunk in enumerate(chunks):
+            left = predicting_only(any(name.startswith("mtp.") for name in chunk), first_stage and i == 0)
+            out |= {
+                chunk_prefix(i, vpp) + name: value
+                for name, value in chunk.items()
+                if isinstance(value, Tensor) and not _OTHER.match(name) and not name.startswith(left)
+            }
+        return out
 
     def _storage(self, shape: ModelShape, rank: int, tensors: Mapping[str, Tensor], name: str) -> tuple[str, str]:
         kinds = EXPERTS if shape.moe_layers else EXPERTS[:1]

@@ -8,20 +8,27 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 
 from mindspeed_rl_plugin.export.arguments import flags, megatron_arguments
-from mindspeed_rl_plugin.export.checkpoint import rank_folder, write_checkpoint
+from mindspeed_rl_plugin.export.checkpoint import rank_folders, write_checkpoint
 from mindspeed_rl_plugin.export.cli import DTYPES, SHOWN, make_parser, run
 from mindspeed_rl_plugin.export.convert import stored_tensors
 from mindspeed_rl_plugin.export.files import HfTensors
 from mindspeed_rl_plugin.planning.words import parse_sizes
+from mindspeed_rl_plugin.reshard.families import EMBEDDING, HEAD
 from mindspeed_rl_plugin.reshard.layout import ModelShape, Parallel, canonical_tensors, megatron_layout, megatron_shapes
 from mindspeed_rl_plugin.reshard.parallel import chunk_prefix
 from mindspeed_rl_plugin.reshard.rows import EXPERTS, IMPLS
+from mindspeed_rl_plugin.rollout.hf_config import compare_configs, derive_config
+
+# Beside the weights: layers that predict further tokens, numbered after the others; frequencies that old files keep.
+_LAYER, _FREQUENCIES = re.compile(r"model\.layers\.(\d+)\."), "rotary_emb.inv_freq"
 
 
 def main(argv: list[str]) -> int:
@@ -40,10 +47,12 @@ def import_(options: argparse.Namespace) -> str:
     parallel = _layout(options.train)
     multiple = options.pad * parallel.tp
     shape = ModelShape.from_hf_config(config, -(-config["vocab_size"] // multiple) * multiple)
+    args = megatron_arguments(shape, parallel, config)
+    _check_config(args, config)
+    ranks = rank_folders(shape, parallel)
     source = HfTensors(options.load)
     _check(source, shape)
-    args = megatron_arguments(shape, parallel, config)
-    count = write_checkpoint(options.out, args, _ranks(shape, parallel, source, options))
+    count = write_checkpoint(options.out, args, _states(shape, parallel, ranks, source, options))
     words = shlex.join(flags(args))
     return f"imported {options.load} to {options.out}, files: {count}; load it with\n{words}"
 
@@ -58,25 +67,47 @@ def _layout(text: str) -> Parallel:
 
 
 def _check(source: HfTensors, shape: ModelShape) -> None:
-    """Raise ValueError unless the files hold the model's tensors, in their shapes and unquantised."""
+    """Raise ValueError unless the files hold the model's tensors, in their shapes and unquantised, and no others."""
     if quantised := [name for name in source.names if name.endswith(("_scale_inv", "_scale", "qweight"))]:
         raise ValueError(f"the weights are quantised ({quantised[0]}); convert them to bf16 first")
-    wrong = [f"{name} {t.shape} is missing" for name, t in canonical_tensors(shape).items() if name not in source.names]
+    tensors = canonical_tensors(shape)
+    wrong = [f"{name} {t.shape} is missing" for name, t in tensors.items() if name not in source.names]
     wrong += [
         f"{name} has shape {source.shape(name)}, not {t.shape}"
-        for name, t in canonical_tensors(shape).items()
+        for name, t in tensors.items()
         if name in source.names and source.shape(name) != t.shape
     ]
+    wrong += filter(None, (_surplus(name, shape, source) for name in sorted(source.names - tensors.keys())))
     if wrong:
         more = f"\n  and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""
         raise ValueError("the files do not hold the model of config.json:\n  " + "\n  ".join(wrong[:SHOWN]) + more)
 
 
-def _ranks(
-    shape: ModelShape, parallel: Parallel, source: HfTensors, options: argparse.Namespace
+def _surplus(name: str, shape: ModelShape, source: HfTensors) -> str | None:
+    """What is wrong with a tensor that the model has not; None where it is the same model without it."""
+    layer = _LAYER.match(name)
+    if (layer and int(layer[1]) >= shape.layers) or name.endswith(_FREQUENCIES):
+        return None
+    if name != HEAD or not shape.tied or EMBEDDING not in source.names:
+        return f"{name} is not of this model"
+    head, embedding = (source.read(n, 0, 0, shape.vocab) for n in (HEAD, EMBEDDING))
+    same = head.dtype == embedding.dtype and torch.equal(head, embedding)
+    return None if same else f"{HEAD} is not {EMBEDDING}, to which tie_word_embeddings ties it"
+
+
+def _check_config(args: argparse.Namespace, config: Mapping[str, Any]) -> None:
+    """Raise ValueError unless Megatron's arguments describe the model of config.json."""
+    differences = compare_configs(derive_config(args, vocab_size=config["vocab_size"]), config)
+    if differences:
+        listed = "\n  ".join(map(str, differences))
+        raise ValueError(f"Megatron's arguments cannot express the model of config.json:\n  {listed}")
+
+
+def _states(
+    shape: ModelShape, parallel: Parallel, ranks: Mapping[str, int], source: HfTensors, options: argparse.Namespace
 ) -> Iterator[tuple[str, list[dict]]]:
     """Folder and states of the model chunks of every rank that has a file."""
-    tensors, given, seen = canonical_tensors(shape), DTYPES.get(options.dtype), set()
+    tensors, given = canonical_tensors(shape), DTYPES.get(options.dtype)
     usual = given or source.dtype(next(iter(tensors)))
 
     def dtype(name: str) -> torch.dtype:
@@ -84,11 +115,7 @@ def _ranks(
             return torch.float32
         return (given or source.dtype(name)) if name else usual
 
-    for rank in range(parallel.world):
-        folder = rank_folder(parallel, rank)
-        if folder in seen:
-            continue
-        seen.add(folder)
+    for folder, rank in ranks.items():
         layout = megatron_layout(shape, parallel, rank, options.impl, options.experts)
         shapes = megatron_shapes(shape, parallel, rank, options.impl, options.experts)
         stored = stored_tensors(layout, shapes, lambda s: source.read(s.name, s.axis, s.start, s.size), dtype)

@@ -2,8 +2,10 @@
 
 A row describes one *stored* parameter (what a Megatron rank or an engine rank holds as one tensor) by
 the *canonical* tensors inside it: those of the Hugging Face checkpoint, unsplit and unpadded. A new
-family is one entry of `FAMILIES`; nothing else in the package knows a model by name. `rows.py` has the
-vocabulary of the table, `ModelShape.size` the names of sizes.
+family is one entry of `FAMILIES`, with a set of traits that no other has. Of its weights nothing else in the
+package knows a model by name; of its config.json `rollout.hf_config` and `rollout.hf_moe` know what each
+family leaves out or calls otherwise. `rows.py` has the vocabulary of the table, `ModelShape.size` the names
+of sizes.
 
 Sources: Megatron core 0.12.1, 0.16.1 and 0.19 (models/gpt/gpt_layer_specs.py, transformer/moe/experts.py,
 multi_latent_attention.py), MindSpeed-LLM 2.3.0 (tasks/models/spec), vLLM 0.32 (models/llama.py, qwen2.py,
@@ -199,11 +201,13 @@ FAMILIES = {
 
 
 def find_family(*, qkv_bias: bool, qk_norm: bool, experts: bool = False, mla: bool = False) -> str:
-    """Name of the family with these traits. Raises ValueError when no table has them."""
+    """Name of the one family with these traits. Raises ValueError when no table has them, or several have."""
     wanted = (qkv_bias, qk_norm, experts, mla)
-    for name, family in FAMILIES.items():
-        if (family.qkv_bias, family.qk_norm, family.experts, family.mla) == wanted:
-            return name
+    found = [n for n, f in FAMILIES.items() if (f.qkv_bias, f.qk_norm, f.experts, f.mla) == wanted]
+    if len(found) > 1:
+        raise ValueError(f"the families {', '.join(found)} all have {_traits(*wanted)}: give each a trait of its own")
+    if found:
+        return found[0]
     known = "; ".join(f"{n}: {_traits(f.qkv_bias, f.qk_norm, f.experts, f.mla)}" for n, f in FAMILIES.items())
     raise ValueError(
         f"no model family has {_traits(*wanted)}; known families: {known}. "

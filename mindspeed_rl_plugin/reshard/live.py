@@ -53,9 +53,15 @@ def stored_parameters(model_chunks: Sequence[Module]) -> dict[str, Tensor]:
 
 
 def _left_out(model: Module) -> tuple[str, ...]:
-    """Beginnings of the names that serve predicting layers only."""
-    copied = getattr(model, "mtp", None) is not None and not getattr(model, "pre_process", True)
-    return ("mtp.", "embedding.") if copied else ("mtp.",)
+    return predicting_only(getattr(model, "mtp", None) is not None, getattr(model, "pre_process", True))
+
+
+def predicting_only(predicts: bool, embeds: bool) -> tuple[str, ...]:
+    """Beginnings of a chunk's names that serve predicting layers only.
+
+    predicts: whether it has some; embeds: whether it is the first chunk, whose embedding serves all layers.
+    """
+    return ("mtp.", "embedding.") if predicts and not embeds else ("mtp.",)
 
 
 def _weights(model: Module) -> Iterator[tuple[str, Tensor]]:

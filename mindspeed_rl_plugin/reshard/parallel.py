@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -29,6 +30,7 @@ class Parallel:
     first_layers, last_layers: layers of the first and last stage where they differ from the others;
     embedding_counts, loss_counts: the embedding or the loss takes the place of one layer;
     chunk_layers: layers of every chunk in execution order, when given outright.
+    tp_in_ep: `ep` counts the tensor parallel ranks too, over which MindSpeed's --moe-tp-extend-ep spreads experts.
     Raises ValueError when the sizes do not divide the world.
     Source: RankGenerator of megatron/core/parallel_state.py, alike in core 0.12.1, 0.16.1 and 0.19.
     """
@@ -46,6 +48,7 @@ class Parallel:
     embedding_counts: bool = False
     loss_counts: bool = False
     chunk_layers: tuple[int, ...] | None = None
+    tp_in_ep: bool = False
 
     def __post_init__(self) -> None:
         for what, size in (("tp x pp x cp", self.tp * self.pp * self.cp), ("etp x ep x pp", self._experts * self.pp)):
@@ -64,6 +67,16 @@ class Parallel:
     def expert_tp(self) -> int:
         """Tensor parallel size of the experts."""
         return self.tp if self.etp is None else self.etp
+
+    @property
+    def megatron_ep(self) -> int:
+        """Expert parallel size as Megatron's own groups have it."""
+        return self.ep // self.tp if self.tp_in_ep else self.ep
+
+    def megatron_ep_rank(self, rank: int) -> int:
+        """A rank's place in Megatron's own expert parallel group."""
+        ep = self.coordinates(rank).ep
+        return ep // self.tp if self.tp_in_ep else ep
 
     @property
     def dp(self) -> int:
@@ -127,10 +140,11 @@ class Parallel:
     @classmethod
     def from_megatron_args(cls, args: argparse.Namespace) -> Parallel:
         """The layout that Megatron's validated arguments describe. Raises ValueError for what it cannot express."""
-        for name in ("num_layer_list", "schedules_method"):
-            if getattr(args, name, None):
-                raise ValueError(f"{name} is {getattr(args, name)!r}: this placement of layers is not supported")
+        schedule = getattr(args, "schedules_method", None)
+        if schedule:
+            raise ValueError(f"schedules_method is {schedule!r}: this placement of layers is not supported")
         layout = getattr(args, "pipeline_model_parallel_layout", None)
+        listed = getattr(args, "num_layer_list", None)
         # MindSpeed's --moe-tp-extend-ep spreads whole experts over the tensor parallel ranks too.
         spread = args.tensor_model_parallel_size if getattr(args, "moe_tp_extend_ep", False) else 1
         return cls(
@@ -146,7 +160,8 @@ class Parallel:
             last_layers=args.decoder_last_pipeline_num_layers,
             embedding_counts=args.account_for_embedding_in_pipeline_split,
             loss_counts=args.account_for_loss_in_pipeline_split,
-            chunk_layers=count_layers(str(layout)) if layout else None,
+            chunk_layers=listed_layers(listed, args) if listed else count_layers(str(layout)) if layout else None,
+            tp_in_ep=spread > 1,
         )
 
 
@@ -196,6 +211,39 @@ def count_layers(layout: str) -> tuple[int, ...]:
     if not re.fullmatch(r"E[t|]*L", flat):
         raise ValueError(f"pipeline layout {layout!r} must hold layers t between the embedding E and the loss L only")
     return tuple(stage.count("t") for stage in flat.split("|"))
+
+
+def listed_layers(listed: str | Sequence[int], args: argparse.Namespace) -> tuple[int, ...]:
+    """Layers of every stage in MindSpeed-LLM's `--num-layer-list` such as "7,7,8".
+
+    Raises ValueError for what its own code refuses, and where it would build other dense layers than
+    `--first-k-dense-replace` says: it counts them as if all stages had the same number of layers.
+    Source: features_manager/pipeline_parallel/num_layer_list.py, core/transformer/transformer_block.py of 2.3.0.
+    """
+    words = listed.split(",") if isinstance(listed, str) else [str(n) for n in listed]
+    if not all(word.strip().isdigit() for word in words):
+        raise ValueError(f"--num-layer-list {listed}: it needs a number for every pipeline stage, as in 7,7,8")
+    sizes, stages = tuple(map(int, words)), args.pipeline_model_parallel_size
+    if len(sizes) != stages or stages == 1 or sum(sizes) != args.num_layers:
+        raise ValueError(
+            f"--num-layer-list {listed}: {len(sizes)} stages with {sum(sizes)} layers do not fit "
+            f"--pipeline-model-parallel-size {stages} (at least 2) and --num-layers {args.num_layers}"
+        )
+    if getattr(args, "virtual_pipeline_model_parallel_size", None):
+        raise ValueError(f"--num-layer-list {listed}: MindSpeed-LLM has no virtual pipeline stages with it")
+    dense = getattr(args, "first_k_dense_replace", None) or 0
+    every = getattr(args, "moe_layer_freq", None) if dense else 1
+    every = every if isinstance(every, int) and every > 0 else 1
+    for stage in range(stages):
+        start, counted = sum(sizes[:stage]), stage * (args.num_layers // stages)
+        moe = [[i >= dense and i % every == 0 for i in range(at, at + sizes[stage])] for at in (start, counted)]
+        if dense and moe[0] != moe[1]:
+            raise ValueError(
+                f"--num-layer-list {listed}: for --first-k-dense-replace {dense} MindSpeed-LLM takes layer {start} for "
+                f"layer {counted}, as if stages were even, and builds other dense layers; choose a list with which "
+                "these are the same"
+            )
+    return sizes
 
 
 def chunk_prefix(chunk: int, chunks: int) -> str:

@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from mindspeed_rl_plugin.export import to_hf, to_megatron
-from mindspeed_rl_plugin.export.checkpoint import FILE, Checkpoint
+from mindspeed_rl_plugin.export.checkpoint import FILE, Checkpoint, rank_folder
 from mindspeed_rl_plugin.export.files import write_shards
-from mindspeed_rl_plugin.reshard.layout import ModelShape, canonical_tensors
+from mindspeed_rl_plugin.reshard.layout import ModelShape, Parallel, canonical_tensors
 from mindspeed_rl_plugin.rollout.hf_config import compare_configs
 from mindspeed_rl_plugin.startup import pickles
 
@@ -177,6 +177,100 @@ def test_damaged_models_are_named(tmp_path, capsys):
     assert "model.norm.weight (32,) is missing" in err and "lm_head.weight has shape (3, 32), not (250, 32)" in err
     save_file(weights | {"x.weight_scale_inv": torch.ones(1)}, tmp_path / "hf" / "model.safetensors")
     expect([*argv, "--train", "tp1"], "quantised (x.weight_scale_inv)", capsys, to_megatron.main)
+
+
+def test_experts_in_more_shares_than_files_are_refused(tmp_path, capsys):
+    """Ranks of one tensor, pipeline and expert parallel rank share a file: half of every expert would be lost."""
+    make_model(tmp_path / "hf", "qwen3_moe")
+    argv = ["--load", tmp_path / "hf", "--out", tmp_path / "ckpt"]
+    message = "ranks 0 and 1 have different weights and the same file mp_rank_00/model_optim_rng.pt"
+    expect([*argv, "--train", "tp1,etp2"], message, capsys, to_megatron.main)
+    assert not list((tmp_path / "ckpt").iterdir())
+    message = "the same file mp_rank_00_000_000/"
+    expect([*argv, "--train", "tp1,ep2,etp2,pp2,first1"], message, capsys, to_megatron.main)
+    make_model(tmp_path / "dense", "qwen3")  # which has no experts to cut
+    argv = ["--load", tmp_path / "dense", "--out", tmp_path / "ok", "--train", "tp1,etp2"]
+    assert to_megatron.main([str(a) for a in argv]) == 0
+
+
+@pytest.mark.parametrize(
+    "family, changes, extra, message",
+    [
+        ("llama", {"attention_bias": True}, [], "attention_bias: Megatron False, Hugging Face True"),
+        ("llama", {}, ["model.layers.0.self_attn.q_proj.bias"], "self_attn.q_proj.bias is not of this model"),
+        ("llama", {"hidden_act": "gelu"}, [], "hidden_act: Megatron 'silu', Hugging Face 'gelu'"),
+        ("llama", {"mlp_bias": True}, [], "mlp_bias: Megatron False, Hugging Face True"),
+        ("qwen2", {"use_sliding_window": True}, [], "use_sliding_window: Megatron False, Hugging Face True"),
+        ("qwen2", {}, ["lm_head.weight"], "lm_head.weight is not model.embed_tokens.weight, to which"),
+        ("qwen3", {}, ["model.layers.2.mlp.gate.weight"], "model.layers.2.mlp.gate.weight is not of this model"),
+        ("qwen3", {}, ["model.layers.3.mlp.gate.weight", "model.layers.0.self_attn.rotary_emb.inv_freq"], None),
+    ],
+)
+def test_another_model_is_not_imported(family, changes, extra, message, tmp_path, capsys):
+    """What Megatron's arguments cannot say, and tensors that would be dropped; predicting layers may be."""
+    weights = make_model(tmp_path / "hf", family, **changes)
+    for name in extra:
+        shape = weights["model.embed_tokens.weight"].shape if name == "lm_head.weight" else (2,)
+        save_file({name: torch.ones(shape)}, tmp_path / "hf" / f"{name}.safetensors")
+    argv = ["--load", str(tmp_path / "hf"), "--out", str(tmp_path / "ckpt"), "--train", "tp2"]
+    if message is None:
+        assert to_megatron.main(argv) == 0
+    else:
+        expect(argv, message, capsys, to_megatron.main)
+        assert not list((tmp_path / "ckpt").iterdir())
+
+
+def test_a_head_that_repeats_the_tied_embedding_is_imported(tmp_path):
+    weights = make_model(tmp_path / "hf", "qwen2")
+    head = {"lm_head.weight": weights["model.embed_tokens.weight"].clone()}
+    save_file(head, tmp_path / "hf" / "head.safetensors")
+    assert to_megatron.main(["--load", str(tmp_path / "hf"), "--out", str(tmp_path / "c"), "--train", "tp1"]) == 0
+
+
+@pytest.mark.parametrize("train, last", [("pp3", "mp_rank_00_002"), ("tp1", "mp_rank_00")])
+def test_predicting_layers_are_not_exported(train, last, tmp_path, capsys):
+    """They stand on the last stage, which has a copy of the embedding for them; the first stage's is the model's."""
+    weights = make_model(tmp_path / "hf", "deepseek_v3")
+    ckpt, back = tmp_path / "ckpt", tmp_path / "back"
+    assert to_megatron.main(["--load", str(tmp_path / "hf"), "--out", str(ckpt), "--train", train]) == 0
+
+    def predict(state):
+        state["model"]["mtp.layers.0.enorm.weight"] = torch.ones(32)
+        state["model"].setdefault("embedding.word_embeddings.weight", torch.ones(256, 32))
+
+    change(ckpt, last, predict)
+    assert to_hf.main(["--load", str(ckpt), "--out", str(back)]) == 0, capsys.readouterr()
+    found = load_file(back / "model.safetensors")
+    assert found.keys() == weights.keys() and all(torch.equal(found[name], weights[name]) for name in weights)
+
+
+def test_files_of_experts_over_tensor_parallel_ranks_have_mindspeeds_names(tmp_path, capsys):
+    """With --moe-tp-extend-ep a file is named by Megatron's own expert parallel rank, and that may be none."""
+
+    def spread(world, tp, ep):
+        return Parallel(world, tp=tp, ep=tp * ep, etp=1, tp_in_ep=True)
+
+    names = [[rank_folder(p, r) for r in range(p.world)] for p in (spread(4, 2, 2), spread(4, 2, 1))]
+    assert names[0] == ["mp_rank_00_000", "mp_rank_01_000", "mp_rank_00_001", "mp_rank_01_001"]
+    assert names[1] == ["mp_rank_00", "mp_rank_01"] * 2
+    weights = make_model(tmp_path / "hf", "qwen3_moe")
+    ckpt, back = tmp_path / "ckpt", tmp_path / "back"
+    argv = ["--load", str(tmp_path / "hf"), "--out", str(ckpt), "--train", "tp2,ep4,etp1", "--experts", "grouped"]
+    assert to_megatron.main(argv) == 0
+
+    def as_mindspeed(state):
+        args = state["args"]
+        args.moe_tp_extend_ep, args.expert_model_parallel_size, args.expert_tensor_parallel_size = True, 2, None
+
+    for rank, name in enumerate(names[0]):
+        old = f"mp_rank_{rank % 2:02d}_{rank:03d}"
+        change(ckpt, old, as_mindspeed)
+        (ckpt / "release" / old).rename(ckpt / "release" / f"{name}.new")
+    for name in names[0]:
+        (ckpt / "release" / f"{name}.new").rename(ckpt / "release" / name)
+    assert to_hf.main(["--load", str(ckpt), "--out", str(back)]) == 0, capsys.readouterr()
+    found = load_file(back / "model.safetensors")
+    assert found.keys() == weights.keys() and all(torch.equal(found[name], weights[name]) for name in weights)
 
 
 def test_a_wrong_config_is_refused(tmp_path, capsys):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mindspeed_rl_plugin.reshard.families import FAMILIES
+from mindspeed_rl_plugin.reshard.families import FAMILIES, find_family
 from mindspeed_rl_plugin.reshard.layout import (
     ModelShape,
     Parallel,
@@ -18,7 +18,7 @@ from mindspeed_rl_plugin.reshard.layout import (
     megatron_shapes,
     padded_engine_vocab,
 )
-from mindspeed_rl_plugin.reshard.parallel import count_layers
+from mindspeed_rl_plugin.reshard.parallel import count_layers, listed_layers
 
 SHAPE = ModelShape("qwen2", 4, 64, 8, 4, 8, 96, 250, 256)
 
@@ -225,9 +225,90 @@ def test_parallel_from_arguments():
         Parallel.from_megatron_args(args)
     args.pipeline_model_parallel_layout = "Et|tt|ttt|tttL"
     assert Parallel.from_megatron_args(args).chunk_sizes(9) == (1, 2, 3, 3)
-    args.num_layer_list = "1,2,3"
-    with pytest.raises(ValueError, match="num_layer_list is '1,2,3': this placement"):
+    args.schedules_method = "dualpipev"
+    with pytest.raises(ValueError, match="schedules_method is 'dualpipev': this placement"):
         Parallel.from_megatron_args(args)
+
+
+def listed(layers, stages, **more):
+    return argparse.Namespace(num_layers=layers, pipeline_model_parallel_size=stages, **more)
+
+
+@pytest.mark.parametrize(
+    "words, dense, every",
+    [("7,7,7,8,8,8,8,8", 3, 1), ("15,15,16,15", 3, 1), ("16,16,16,13", 3, 1), ("1,3", 0, 1), ("6,2,4", 2, 2)],
+)
+def test_listed_layers_are_where_mindspeed_llm_builds_them(words, dense, every):
+    """Played through as MindSpeed-LLM 2.3.0 does: each stage builds its entry of the list (get_num_layers_to_build),
+    numbers it from the sum of the entries before (get_layer_offset), and looks for dense layers from an offset as of
+    even stages (_transformer_block_build_layers with MindSpeed's _get_layer_offset)."""
+    sizes = [int(word) for word in words.split(",")]
+    layers, stages = sum(sizes), len(sizes)
+    args = listed(layers, stages, first_k_dense_replace=dense, moe_layer_freq=every)
+    assert listed_layers(words, args) == listed_layers(sizes, args) == tuple(sizes)
+    parallel, offset = Parallel(stages, pp=stages, chunk_layers=tuple(sizes)), 0
+    for stage in range(stages):
+        (mine,) = parallel.stage_layers(layers, stage)
+        assert mine == range(offset, offset + sizes[stage])
+        for local, layer in enumerate(mine, 1):
+            number = stage * (layers // stages) + local
+            has_experts = number - 1 >= dense and (number - 1) % every == 0
+            assert has_experts == (layer >= dense and layer % every == 0)
+        offset += sizes[stage]
+
+
+@pytest.mark.parametrize(
+    "words, args, message",
+    [
+        ("7,x", listed(14, 2), "--num-layer-list 7,x: it needs a number for every pipeline stage"),
+        ("7,7", listed(14, 1), "2 stages with 14 layers do not fit --pipeline-model-parallel-size 1"),
+        ("14", listed(14, 1), "1 stages with 14 layers do not fit"),
+        ("7,7", listed(15, 2), "with 14 layers do not fit .* --num-layers 15"),
+        ("7,7", listed(14, 2, virtual_pipeline_model_parallel_size=2), "no virtual pipeline stages with it"),
+        ("1,7", listed(8, 2, first_k_dense_replace=3), "takes layer 1 for layer 4, as if stages were even"),
+        ("3,5", listed(8, 2, first_k_dense_replace=1, moe_layer_freq=2), "takes layer 3 for layer 4"),
+    ],
+)
+def test_lists_of_layers_that_are_refused(words, args, message):
+    with pytest.raises(ValueError, match=message):
+        listed_layers(words, args)
+
+
+def test_experts_over_tensor_parallel_ranks_are_mindspeeds():
+    """--moe-tp-extend-ep: first expert of a rank as MindSpeed's BaseMoELayer has it, from Megatron's own ranks."""
+    args = argparse.Namespace(
+        world_size=16,
+        tensor_model_parallel_size=2,
+        pipeline_model_parallel_size=2,
+        context_parallel_size=1,
+        expert_model_parallel_size=2,
+        expert_tensor_parallel_size=None,
+        moe_tp_extend_ep=True,
+        use_tp_pp_dp_mapping=False,
+        decoder_first_pipeline_num_layers=None,
+        decoder_last_pipeline_num_layers=None,
+        account_for_embedding_in_pipeline_split=False,
+        account_for_loss_in_pipeline_split=False,
+    )
+    ours = Parallel.from_megatron_args(args)
+    args.moe_tp_extend_ep = False
+    megatron = Parallel.from_megatron_args(args)
+    assert (ours.ep, ours.expert_tp, ours.megatron_ep, megatron.megatron_ep) == (4, 1, 2, 2)
+    each = 8 // 4  # of 8 experts
+    for rank in range(16):
+        at = megatron.coordinates(rank)
+        assert ours.megatron_ep_rank(rank) == megatron.megatron_ep_rank(rank) == at.ep
+        assert ours.coordinates(rank).ep * each == at.ep * each * 2 + at.tp * each
+
+
+def test_families_have_traits_of_their_own(monkeypatch):
+    """Megatron's flags must tell them apart; a second family with the traits of one is an error, not the first."""
+    for name, family in FAMILIES.items():
+        traits = dict(qkv_bias=family.qkv_bias, qk_norm=family.qk_norm, experts=family.experts, mla=family.mla)
+        assert find_family(**traits) == name
+    monkeypatch.setitem(FAMILIES, "other", FAMILIES["llama"])
+    with pytest.raises(ValueError, match="the families llama, other all have add_qkv_bias=False"):
+        find_family(qkv_bias=False, qk_norm=False)
 
 
 def test_ranks_and_layers_are_megatrons():
