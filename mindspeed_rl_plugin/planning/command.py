@@ -3,14 +3,15 @@
     python -m mindspeed_rl_plugin plan --model qwen2.5-32b --train tp8,dp2 --generate tp4,dp4
     python -m mindspeed_rl_plugin plan SCRIPT.sh --generate tp2,ep8
 
-GB are 1e9 bytes. Activations and the KV cache are not counted; gradients and optimizer state leave the device before
-any reshard.
+GB are 1e9 bytes, and MB, in which smaller models are printed, 1e6. Activations and the KV cache are not counted;
+gradients and optimizer state leave the device before any reshard.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 from mindspeed_rl_plugin.planning.estimate import Cost, Estimate, Machine, estimate
@@ -20,6 +21,22 @@ from mindspeed_rl_plugin.reshard.footprint import MODES
 from mindspeed_rl_plugin.reshard.layout import ModelShape, Parallel
 
 GB = 1e9
+RUN_DEFAULT = "tp1"  # engines of a run without --rl-generate-tp
+
+
+@dataclass(frozen=True)
+class _Unit:
+    """How bytes are printed: as GB, or as MB where the whole model is below one GB."""
+
+    name: str
+    size: float
+
+    @classmethod
+    def of(cls, found: Estimate) -> _Unit:
+        return cls("GB", GB) if found.weights.total >= GB else cls("MB", 1e6)
+
+    def __call__(self, count: float) -> str:
+        return f"{count / self.size:.2f}"
 
 
 def main(argv: list[str]) -> int:
@@ -44,12 +61,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--model", help="published model by name, or a Hugging Face config.json, instead of a script")
     parser.add_argument("--train", help="trainer, such as tp4,pp2,ep8: tp pp vpp cp ep etp dp first last")
-    parser.add_argument("--generate", help="engines, such as tp2,ep8: tp ep dp")
+    parser.add_argument("--generate", help="engines, such as tp2,ep8: tp ep dp (default: the script's)")
     parser.add_argument("--world", type=int, help="ranks of the trainer (default: tp x pp x cp x dp)")
-    parser.add_argument("--vocab", type=int, help="vocabulary, where a script leaves it to the tokenizer")
+    parser.add_argument("--vocab", type=int, help="vocabulary (default: the script's, or its tokenizer's)")
     parser.add_argument("--generate-world", type=int, help="ranks of all engines (default: the trainer's)")
     parser.add_argument("--generate-first", type=int, default=0, help="first rank with an engine (default: 0)")
-    parser.add_argument("--node", type=int, default=8, help="ranks a node (default: 8)")
+    parser.add_argument("--node", type=int, help="ranks a node (default: the script's, else 8)")
     parser.add_argument("--near", type=float, default=50.0, help="GB/s between ranks of a node (default: 50)")
     parser.add_argument(
         "--far", type=float, default=0.3, help="GB/s of a node's link each way (default: 0.3, the paper's)"
@@ -69,16 +86,16 @@ def _parser() -> argparse.ArgumentParser:
 def report(options: argparse.Namespace) -> list[str]:
     """Lines of the plan. Raises ValueError where the layouts do not fit together."""
     for name in ("node", "near", "far", "host", "device_gb"):
-        if getattr(options, name) <= 0:
-            raise ValueError(f"--{name.replace('_', '-')} must be greater than 0, got {getattr(options, name)}")
+        value = getattr(options, name)
+        if value is not None and value <= 0:
+            raise ValueError(f"--{name.replace('_', '-')} must be greater than 0, got {value}")
     script = read_script(options.script, options.vocab) if options.script else None
+    notes = list(script.notes) if script else []
     shape, train = _trainer(options, script)
     world = options.generate_world or train.world
-    generate = options.generate or (f"tp{script.generate_tp}" if script and script.generate_tp else None)
-    if generate is None:
-        raise ValueError("give the engines, for example --generate tp4; the script has no --rl-generate-tp")
-    engine, engines = engine_layout_of(generate, world)
-    machine = Machine(options.node, options.near * GB, options.far * GB, options.host * GB, int(options.device_gb * GB))
+    engine, engines = engine_layout_of(_generate(options, script, notes), world)
+    node = options.node or (script.node if script else None) or 8
+    machine = Machine(node, options.near * GB, options.far * GB, options.host * GB, int(options.device_gb * GB))
     found = estimate(
         shape,
         train,
@@ -87,23 +104,35 @@ def report(options: argparse.Namespace) -> list[str]:
         machine,
         first=options.generate_first,
         itemsize=options.weight_bytes or (script.itemsize if script else 2),
+        engine_itemsize=options.weight_bytes or (script.engine_itemsize if script else 2),
         grad_bytes=options.grad_bytes,
         distributed=not options.no_distributed_optimizer and (script is None or script.distributed),
         critic=options.critic or (script is not None and script.critic),
         bucket_bytes=(options.bucket_mb or (script.bucket_mb if script else None) or 256) << 20,
     )
-    notes = [f"note: {note}" for note in script.notes] if script else []
+    unit = _Unit.of(found)
     head = [
-        f"model   {options.model or options.script}: {shape.family}, {_gb(found.weights.total)} GB of weights "
-        f"(tensor parallel TW {_gb(found.weights.tensor)}, expert EW {_gb(found.weights.expert)}, "
-        f"common {_gb(found.weights.common)})",
+        f"model   {options.model or options.script}: {shape.family}, {unit(found.weights.total)} {unit.name} of "
+        f"weights (tensor parallel TW {unit(found.weights.tensor)}, expert EW {unit(found.weights.expert)}, "
+        f"common {unit(found.weights.common)})",
         f"train   tp{train.tp} pp{train.pp} vpp{train.vpp} cp{train.cp} dp{train.dp}"
         + (f", experts etp{train.expert_tp} ep{train.ep} dp{train.edp}" if shape.moe_layers else "")
         + f": {train.world} ranks, layers a stage {_stages(shape, train)}",
         f"engines {engines} x (tp{engine.tp} ep{engine.ep}: {engine.ranks} ranks), on ranks "
         f"{options.generate_first} to {options.generate_first + engines * engine.ranks - 1}",
     ]
-    return [*head, *notes, "", *_memory(found, machine), "", *_traffic(found, machine), "", *_equation(found)]
+    lines = [*_memory(found, machine, unit), "", *_traffic(found, machine, unit), "", *_equation(found, unit)]
+    return [*head, *(f"note: {note}" for note in notes), "", *lines]
+
+
+def _generate(options: argparse.Namespace, script: Script | None, notes: list[str]) -> str:
+    """The engines in words: the option, else the script's, else what a run without flags has."""
+    given = options.generate or (script.generate if script else None)
+    if given is None and script is None:
+        raise ValueError("give the engines, for example --generate tp4")
+    if given is None:
+        notes.append("the script has no --rl-generate-tp: engines of one rank, as in a run; --generate plans others")
+    return given or RUN_DEFAULT
 
 
 def _trainer(options: argparse.Namespace, script: Script | None) -> tuple[ModelShape, Parallel]:
@@ -122,29 +151,32 @@ def _stages(shape: ModelShape, train: Parallel) -> str:
     return str(counts[0]) if len(set(counts)) == 1 else ",".join(map(str, counts))
 
 
-def _memory(found: Estimate, machine: Machine) -> list[str]:
+def _memory(found: Estimate, machine: Machine, unit: _Unit) -> list[str]:
     f = found.footprint
-    rows = [("GB a device, fullest", "update", "reshard peak", "generate", f"left of {_gb(machine.device_bytes)}")]
+    left_of = f"left of {unit(machine.device_bytes)}"
+    rows = [(f"{unit.name} a device, fullest", "update", "reshard peak", "generate", left_of)]
     for mode in MODES:
         left = machine.device_bytes - f.resident(mode)
         over = " (does not fit)" if f.peak(mode) > machine.device_bytes else ""
-        rows.append((mode, _gb(f.update()), _gb(f.peak(mode)) + over, _gb(f.resident(mode)), _gb(left)))
+        rows.append((mode, unit(f.update()), unit(f.peak(mode)) + over, unit(f.resident(mode)), unit(left)))
     released = (
-        f"swapping releases {_gb(f.train)} GB ({f.train / 2**30:.2f} GiB) of training weights a device to the KV cache"
+        f"swapping releases {unit(f.train)} {unit.name} ({f.train / 2**30:.2f} GiB) of training weights a device to "
+        "the KV cache"
     )
     return [
         *_table(rows),
-        f"update: weights {_gb(f.train)}, gradients {_gb(f.gradients)}, optimizer {_gb(f.optimizer)}; "
-        + (f"critic's weights {_gb(f.critic)}, gradients and optimizer {_gb(f.critic_state)}; " if f.critic else "")
-        + f"engine's weights {_gb(f.generate)}",
+        f"update: weights {unit(f.train)}, gradients {unit(f.gradients)}, optimizer {unit(f.optimizer)}; "
+        + (f"critic's weights {unit(f.critic)}, gradients and optimizer {unit(f.critic_state)}; " if f.critic else "")
+        + f"engine's weights {unit(f.generate)}",
         released if f.shared else "no device has both trainer and engine: nothing needs to be swapped",
     ]
 
 
-def _traffic(found: Estimate, machine: Machine) -> list[str]:
-    head = ("GB moved", "received, mean", "most", "from other nodes", "sent, most", "node in", "node out")
+def _traffic(found: Estimate, machine: Machine, unit: _Unit) -> list[str]:
+    moved = f"{unit.name} moved"
+    head = (moved, "received, mean", "most", "from other nodes", "sent, most", "node in", "node out")
     rows = [(*head, "s in node", "s between", "s")]
-    rows += [(mode, *_bytes(cost), *_seconds(cost)) for mode, cost in found.costs.items()]
+    rows += [(mode, *map(unit, _bytes(cost)), *_seconds(cost)) for mode, cost in found.costs.items()]
     stream, whole = found.costs["stream"], found.costs["allgather"]
     less = whole.flow.received.sum() / max(stream.flow.received.sum(), 1)
     return [
@@ -152,40 +184,39 @@ def _traffic(found: Estimate, machine: Machine) -> list[str]:
         f"at {machine.near / GB:g} GB/s in a node of {machine.node_size}, {machine.far / GB:g} GB/s between nodes; "
         f"weights to the host at {machine.host / GB:g} GB/s: {found.out_seconds:.2f} s, and back again",
         f"stream receives {less:.1f} times fewer bytes than allgather",
-        _published(found),
+        _published(found, unit),
     ]
 
 
-def _published(found: Estimate) -> str:
+def _published(found: Estimate, unit: _Unit) -> str:
     """MindSpeed-RL's own path beside ours."""
     moved = found.published
     if isinstance(moved, str):
-        return f"MindSpeed-RL's own path refuses this pair: {moved}"
+        return f"MindSpeed-RL's own path: - ({moved})"
     less = moved.sum() / max(found.costs["stream"].flow.received.sum(), 1)
     return (
-        f"MindSpeed-RL's own path receives {_gb(moved.mean())} GB a rank, {_gb(moved.max())} at most: {less:.2f} times "
-        "what stream does"
+        f"MindSpeed-RL's own path receives {unit(moved.mean())} {unit.name} a rank, {unit(moved.max())} at most: "
+        f"{less:.2f} times what stream does"
     )
 
 
-def _bytes(cost: Cost) -> tuple[str, ...]:
+def _bytes(cost: Cost) -> tuple[float, ...]:
     f = cost.flow
     receivers = f.received[f.received > 0]
     mean = receivers.mean() if len(receivers) else 0
-    return tuple(
-        map(_gb, (mean, f.received.max(), f.received_far.max(), f.sent.max(), f.node_in.max(), f.node_out.max()))
-    )
+    return (mean, f.received.max(), f.received_far.max(), f.sent.max(), f.node_in.max(), f.node_out.max())
 
 
 def _seconds(cost: Cost) -> tuple[str, ...]:
     return tuple(f"{s:.2f}" for s in (cost.near_seconds, cost.far_seconds, cost.seconds))
 
 
-def _equation(found: Estimate) -> list[str]:
+def _equation(found: Estimate, unit: _Unit) -> list[str]:
     w = found.weights
     return [
-        f"Eq. 3: R = GDP x (TW / UTP + EW / GEP) = {found.gdp} x ({_gb(w.tensor)} / {found.utp} + {_gb(w.expert)} / "
-        f"{found.gep}) = {_gb(found.redundant)} GB on all devices, {_gb(found.redundant / found.gdp)} GB each"
+        f"Eq. 3: R = GDP x (TW / UTP + EW / GEP) = {found.gdp} x ({unit(w.tensor)} / {found.utp} + {unit(w.expert)} / "
+        f"{found.gep}) = {unit(found.redundant)} {unit.name} on all devices, {unit(found.redundant / found.gdp)} "
+        f"{unit.name} each"
     ]
 
 
@@ -197,7 +228,3 @@ def _table(rows: list[tuple[str, ...]]) -> list[str]:
         )
         for row in rows
     ]
-
-
-def _gb(count: float) -> str:
-    return f"{count / GB:.2f}"

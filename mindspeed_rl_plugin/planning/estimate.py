@@ -74,13 +74,15 @@ def estimate(
     *,
     first: int = 0,
     itemsize: int = 2,
+    engine_itemsize: int | None = None,
     grad_bytes: int = 4,
     distributed: bool = True,
     bucket_bytes: int = 256 << 20,
     critic: bool = False,
 ) -> Estimate:
     """Figures of all modes. The engines live on ranks [first, first + engines x engine.ranks). critic: the trainer has
-    one beside the policy.
+    one beside the policy; itemsize, engine_itemsize: bytes of a weight in the trainer, and in the engine (None: the
+    same), as which it travels.
 
     In `naive` and `allgather` every engine rank receives the whole model but what it holds; in `stream` only what it
     lacks. Raises ValueError where sizes do not divide.
@@ -88,14 +90,15 @@ def estimate(
     sources = {r: megatron_layout(shape, train, r) for r in range(train.world)}
     ranks = engines * engine.ranks
     destinations = {first + i: engine_layout(shape, engine, i % engine.ranks) for i in range(ranks)}
-    tensors = canonical_tensors(shape)
-    cells = Cells(sources, destinations, tensors, itemsize=itemsize, node_size=machine.node_size)
+    tensors, moved = canonical_tensors(shape), engine_itemsize or itemsize
+    cells = Cells(sources, destinations, tensors, itemsize=moved, node_size=machine.node_size)
     stream, whole = _cost(cells.flow(), machine), _cost(cells.flow(everything=True), machine)
     held = footprint(
         shape,
         train,
         engine,
         itemsize=itemsize,
+        engine_itemsize=moved,
         grad_bytes=grad_bytes,
         distributed=distributed,
         bucket_bytes=bucket_bytes,
@@ -110,7 +113,7 @@ def estimate(
         ranks // engine.tp,
         train.tp,
         engine.ep,
-        _published(shape, train, engine, range(first, first + ranks), itemsize),
+        _published(shape, train, engine, range(first, first + ranks), moved),
     )
 
 

@@ -22,7 +22,8 @@ from mindspeed_rl_plugin.reshard.layout import EngineParallel, ModelShape, Paral
 def received(shape: ModelShape, train: Parallel, engine: EngineParallel, ranks: range, itemsize: int) -> np.ndarray:
     """`[world]` bytes that every rank receives. ranks: those with engines.
 
-    Raises ValueError with the reason for a pair that the path refuses (`_validate_parallel_config`).
+    Raises ValueError with the reason for a pair that the path refuses (`_validate_parallel_config`), or has not: it
+    knows engines with whole experts only.
     """
     spread, wanted = train.ep, engine.ranks  # ranks over which whole experts are spread
     _check(shape, train, engine, ranks)
@@ -66,6 +67,8 @@ def _check(shape: ModelShape, train: Parallel, engine: EngineParallel, ranks: ra
     if ranks != range(train.world):
         raise ValueError("its engines live on all ranks of the trainer")
     if shape.moe_layers:
+        if engine.ep < engine.ranks:
+            raise ValueError(f"it has no engines that cut every expert over {engine.tp} ranks, as this one does")
         if engine.ranks % train.ep:
             raise ValueError(f"the trainer's {train.ep} ranks of experts do not divide the engine's {engine.ranks}")
         if train.expert_tp > 1:

@@ -12,6 +12,8 @@ from mindspeed_rl_plugin.algorithms.advantages import ADVANTAGES
 from mindspeed_rl_plugin.algorithms.presets import ALGORITHMS
 from mindspeed_rl_plugin.host.rehearsal.capture import capture
 from mindspeed_rl_plugin.host.rehearsal.flags import Flags
+from mindspeed_rl_plugin.planning.vocabulary import vocabulary
+from mindspeed_rl_plugin.reshard import refusals
 from mindspeed_rl_plugin.reshard.layout import ModelShape, Parallel
 
 # Megatron's defaults of the arguments that decide about layouts; their type is that of the value.
@@ -51,6 +53,7 @@ _OPTIONAL = (
     "v_head_dim",
     "mtp_num_layers",
     "rl_generate_tp",
+    "rl_generate_ep",
     "rl_reshard_bucket_mb",
 )
 _SWITCHES = (
@@ -72,36 +75,57 @@ _WORDS = {
     "normalization": "LayerNorm",
     "position_embedding_type": "learned_absolute",
     "pipeline_model_parallel_layout": "",
+    "num_layer_list": "",
+    "rl_engine_dtype": "auto",
 }
+# Arguments that no family expresses: read too, so that the plan refuses what a run refuses. --noop-layers can be
+# planned all the same.
+_REFUSED = {*refusals.ARGUMENTS, *refusals.EXPERTS, *refusals.LATENT} - {"noop_layers", "add_bias_linear"}
+# Where the flag is not spelt like the attribute.
+_SPELT = {"gtp_weight_remat_size": "--tensor-parallel-num-weight-shards"}
+# Names that Megatron's config has and its command line has not.
+_NO_FLAGS = {
+    "--num-layers-in-first-pipeline-stage": "--decoder-first-pipeline-num-layers",
+    "--num-layers-in-last-pipeline-stage": "--decoder-last-pipeline-num-layers",
+}
+_DTYPES = {"auto": None, "float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True)
 class Script:
-    """What a launch script asks for. generate_tp, bucket_mb: its RL flags where it has them; notes: what the plan
-    takes otherwise than the script says; critic: whether its algorithm trains one."""
+    """What a launch script asks for.
+
+    itemsize, engine_itemsize: bytes of a weight of the trainer and of the engine; generate, bucket_mb: its RL flags
+    where it has them, the first as `words.engine_layout_of` reads it; notes: what the plan takes otherwise than the
+    script says; critic: whether its algorithm trains one; node: ranks a node, where it says so.
+    """
 
     shape: ModelShape
     train: Parallel
     itemsize: int
     distributed: bool
-    generate_tp: int | None
+    generate: str | None
     bucket_mb: int | None
     notes: tuple[str, ...]
-    critic: bool = False
+    critic: bool
+    engine_itemsize: int
+    node: int | None = None
 
 
 def read_script(path: Path, vocab: int | None = None, timeout: float = 60.0) -> Script:
     """Run the script up to its torchrun and read the arguments.
 
-    vocab: real vocabulary, where the script leaves it to a tokenizer. Raises ValueError for what no family expresses.
+    vocab: real vocabulary, where it is not in the script or its tokenizer's files. Raises ValueError for what no
+    family expresses.
     """
     with tempfile.TemporaryDirectory(prefix="plan-") as scratch:
         launch = capture(path.resolve(), Path(scratch), timeout)
-    return read_arguments(Flags.parse(launch.arguments), launch.world, vocab)
+        script = read_arguments(Flags.parse(launch.arguments), launch.world, vocab, launch.cwd)
+    return replace(script, node=launch.nproc)
 
 
-def read_arguments(flags: Flags, world: int, vocab: int | None = None) -> Script:
-    """The same from arguments that are at hand, for a world of ranks."""
+def read_arguments(flags: Flags, world: int, vocab: int | None = None, folder: Path = Path()) -> Script:
+    """The same from arguments that are at hand, for a world of ranks. folder: where their relative paths begin."""
     args = _namespace(flags)
     args.world_size = world
     args.virtual_pipeline_model_parallel_size = _virtual(args)
@@ -113,27 +137,58 @@ def read_arguments(flags: Flags, world: int, vocab: int | None = None) -> Script
             f"--mtp-num-layers {args.mtp_num_layers}: the predicting layers are not generated with, not counted"
         )
     idle = _idle_layers(flags, args.num_layers)
+    if idle and args.num_layer_list:
+        args.num_layer_list = ""  # as MindSpeed-LLM does
+        notes.append("--num-layer-list: has no effect beside --noop-layers")
     parallel = Parallel.from_megatron_args(args)
     if idle:
-        sizes, start = [], 0
-        for size in parallel.chunk_sizes(args.num_layers):
-            sizes.append(size - len(idle & set(range(start, start + size))))
-            start += size
-        parallel = replace(parallel, chunk_layers=tuple(sizes), first_layers=None, last_layers=None)
-        if isinstance(args.moe_layer_freq, list):
-            args.moe_layer_freq = [f for i, f in enumerate(args.moe_layer_freq) if i not in idle]
-        args.num_layers -= len(idle)
+        parallel = _without(idle, parallel, args)
         notes.append(f"--noop-layers: {len(idle)} layers that do nothing are left out")
+    vocab = vocab or args.vocab_size or vocabulary(flags, folder) or args.padded_vocab_size
+    if not vocab:
+        raise ValueError(
+            "the script leaves the vocabulary to a tokenizer whose tokenizer.json is not here "
+            f"({flags.get('--tokenizer-name-or-path') or flags.get('--tokenizer-model') or 'none is named'}); "
+            "give its size with --vocab"
+        )
+    itemsize = 2 if args.bf16 or args.fp16 else 4
     return Script(
-        ModelShape.from_megatron_args(args, vocab or args.vocab_size or args.padded_vocab_size),
-        parallel,
-        2 if args.bf16 or args.fp16 else 4,
-        args.use_distributed_optimizer,
-        args.rl_generate_tp,
-        args.rl_reshard_bucket_mb,
-        tuple(notes),
-        _has_critic(flags),
+        shape=ModelShape.from_megatron_args(args, vocab),
+        train=parallel,
+        itemsize=itemsize,
+        distributed=args.use_distributed_optimizer,
+        generate=_engines(args),
+        bucket_mb=args.rl_reshard_bucket_mb,
+        notes=tuple(notes),
+        critic=_has_critic(flags),
+        engine_itemsize=_engine_bytes(args.rl_engine_dtype) or itemsize,
     )
+
+
+def _without(idle: set[int], parallel: Parallel, args: argparse.Namespace) -> Parallel:
+    """The layout without layers that do nothing, which are taken out of the arguments too."""
+    sizes, start = [], 0
+    for size in parallel.chunk_sizes(args.num_layers):
+        sizes.append(size - len(idle & set(range(start, start + size))))
+        start += size
+    if isinstance(args.moe_layer_freq, list):
+        args.moe_layer_freq = [f for i, f in enumerate(args.moe_layer_freq) if i not in idle]
+    args.num_layers -= len(idle)
+    return replace(parallel, chunk_layers=tuple(sizes), first_layers=None, last_layers=None)
+
+
+def _engines(args: argparse.Namespace) -> str | None:
+    """Engines of the script's RL flags, None without any."""
+    if args.rl_generate_tp is None and args.rl_generate_ep is None:
+        return None
+    return f"tp{args.rl_generate_tp or 1},ep{args.rl_generate_ep or 1}"
+
+
+def _engine_bytes(dtype: str) -> int | None:
+    """Bytes of a weight of --rl-engine-dtype, None for the trainer's."""
+    if dtype not in _DTYPES:
+        raise ValueError(f"--rl-engine-dtype {dtype}: known: {', '.join(_DTYPES)}")
+    return _DTYPES[dtype]
 
 
 def _has_critic(flags: Flags) -> bool:
@@ -145,9 +200,14 @@ def _has_critic(flags: Flags) -> bool:
 
 
 def _namespace(flags: Flags) -> argparse.Namespace:
+    for flag, known in _NO_FLAGS.items():
+        if flag in flags:
+            raise ValueError(f"{flag}: Megatron has no such flag; write {known}")
     args = argparse.Namespace(**_WORDS, **_NUMBERS)
     for name in _WORDS:
         setattr(args, name, flags.get(_flag(name)) or getattr(args, name))
+    if "--use-rotary-position-embeddings" in flags:
+        args.position_embedding_type = "rope"  # as Megatron does
     for name in (*_NUMBERS, *_OPTIONAL):
         text = flags.get(_flag(name))
         if text is not None and not text.lstrip("-").isdigit():
@@ -155,6 +215,10 @@ def _namespace(flags: Flags) -> argparse.Namespace:
         setattr(args, name, int(text) if text is not None else getattr(args, name, None))
     for name in _SWITCHES:
         setattr(args, name, _flag(name) in flags)
+    for name in _REFUSED - vars(args).keys():
+        text = flags.get(_SPELT.get(name, _flag(name)))
+        if text is not None:
+            setattr(args, name, _value(text))
     args.add_bias_linear = "--disable-bias-linear" not in flags
     freq = (flags.get("--moe-layer-freq") or "1").strip("'\"")
     args.moe_layer_freq = _pattern(freq)
@@ -166,6 +230,18 @@ def _namespace(flags: Flags) -> argparse.Namespace:
 
 def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
+
+
+def _value(text: str) -> bool | int | float | str:
+    """A flag's value as its type: a switch is True, a number is a number."""
+    if not text:
+        return True
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
 
 
 def _virtual(args: argparse.Namespace) -> int | None:

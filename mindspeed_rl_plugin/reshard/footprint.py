@@ -17,7 +17,9 @@ from mindspeed_rl_plugin.reshard.layout import (
 from mindspeed_rl_plugin.reshard.rows import Split, Stage
 
 MODES = ("naive", "allgather", "stream")
-MAIN_BYTES = 12  # float32 main parameter and two float32 moments of Adam, for each parameter
+# Of each parameter, by the bytes of a weight: two float32 moments of Adam, and a float32 main parameter where the
+# weight itself is none.
+STATE_BYTES = {2: 12, 4: 8}
 _COMMON = (Split.REPLICATED, Split.DOWN)
 
 
@@ -110,6 +112,7 @@ def footprint(
     engine: EngineParallel,
     *,
     itemsize: int,
+    engine_itemsize: int | None = None,
     grad_bytes: int,
     distributed: bool,
     bucket_bytes: int,
@@ -118,13 +121,15 @@ def footprint(
 ) -> Footprint:
     """What the fullest trainer device and the fullest engine device hold.
 
-    itemsize: bytes of a weight; grad_bytes: of a gradient; distributed: whether the optimizer's state is spread over
-    the data parallel ranks; critic: count a critic beside the policy. Activations and the KV cache are not counted.
+    itemsize: bytes of the trainer's weights, 2 or 4; engine_itemsize: of the engine's (None: the same), which those
+    in an allgather's buffer have too; grad_bytes: of a gradient; distributed: whether the optimizer's state is spread
+    over the data parallel ranks; critic: count a critic beside the policy. Activations and the KV cache are not
+    counted.
     """
     spread = (train.dp * train.cp, train.edp) if distributed else (1, 1)
 
     def held(numel: int, experts: int) -> tuple[int, int, int]:
-        state = MAIN_BYTES * (-(-(numel - experts) // spread[0]) + -(-experts // spread[1]))
+        state = STATE_BYTES[itemsize] * (-(-(numel - experts) // spread[0]) + -(-experts // spread[1]))
         return numel * itemsize, numel * grad_bytes, state
 
     fullest, beside = (0, 0, 0), (0, 0, 0)
@@ -132,7 +137,8 @@ def footprint(
         both = held(numel, experts), held(of_critic, experts) if critic else (0, 0, 0)
         fullest, beside = max((fullest, beside), both, key=lambda pair: sum(map(sum, pair)))
     own = {r: sum(prod(s) for s in engine_shapes(shape, engine, r).values()) for r in range(engine.ranks)}
-    generate, whole = max(own.values()) * itemsize, weights(shape, itemsize).total
+    moved = engine_itemsize or itemsize
+    generate, whole = max(own.values()) * moved, weights(shape, moved).total
     return Footprint(*fullest, generate, whole, bucket_bytes, shared, beside[0], beside[1] + beside[2])
 
 

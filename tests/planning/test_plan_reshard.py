@@ -1,5 +1,6 @@
 """The plan of a reshard: the paper's numbers, bytes as the executor's plan has them, scripts, and what it refuses."""
 
+import json
 import time
 
 import numpy as np
@@ -106,6 +107,32 @@ def test_the_plan_prints_the_critic(capsys):
     assert "critic's weights" in with_critic
     assert plan.main(command) == 0
     assert "critic" not in capsys.readouterr().out
+
+
+def test_a_float32_weight_is_its_own_main_parameter():
+    """Adam's two moments beside it, and no third copy; half the trainer's bytes where the engine has bfloat16."""
+    shape, parallel = known_model("qwen2.5-0.5b", 2), train_layout("tp2,dp1", None)
+    engine, engines = engine_layout_of("tp1", 2)
+    two, four, mixed = (
+        estimate(shape, parallel, engine, engines, MACHINE, itemsize=n, engine_itemsize=m)
+        for n, m in ((2, None), (4, None), (4, 2))
+    )
+    parameters = two.footprint.train // 2
+    assert two.footprint.optimizer == 12 * parameters and four.footprint.optimizer == 8 * parameters
+    assert (mixed.footprint.train, mixed.footprint.optimizer) == (4 * parameters, 8 * parameters)
+    assert mixed.footprint.generate == two.footprint.generate and mixed.footprint.whole == two.footprint.whole
+    for mode in ("stream", "allgather"):
+        received = [found.costs[mode].flow.received.sum() for found in (two, four, mixed)]
+        assert received[2] == received[0] == received[1] / 2
+
+
+def test_a_comparison_with_another_pair_is_not_printed(capsys):
+    """MindSpeed-RL's engines have whole experts; where ours cuts them there is nothing to compare."""
+    command = ["--model", "qwen3-30b-a3b", "--train", "tp2,ep4,etp1,dp2", "--generate"]
+    assert plan.main([*command, "tp2"]) == 0
+    assert "MindSpeed-RL's own path: - (it has no engines that cut" in capsys.readouterr().out
+    assert plan.main([*command, "tp2,ep4"]) == 0
+    assert "MindSpeed-RL's own path receives" in capsys.readouterr().out
 
 
 def test_equation_3_of_the_paper():
@@ -258,6 +285,79 @@ def test_a_launch_script_is_read(tmp_path, capsys):
     assert "a script says model, layout and world itself" in capsys.readouterr().err
 
 
+SMALL = """#!/bin/bash
+cd "$(dirname "$0")"
+torchrun --nproc_per_node 4 --nnodes 2 pretrain_gpt.py FLAGS
+"""
+
+
+def small_script(tmp_path, *more):
+    """A script of a run on two nodes of four, as a new user has it; its vocabulary is its tokenizer's."""
+    folder = tmp_path / "tokenizer"
+    folder.mkdir(exist_ok=True)
+    content = {"model": {"vocab": {"a": 0, "b": 1}}, "added_tokens": [{"content": "b"}, {"content": "<eos>"}]}
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    words = PLAIN.replace("--vocab-size 250", "--tensor-model-parallel-size 2")
+    (tmp_path / "train.sh").write_text(SMALL.replace("FLAGS", " ".join([words, *more])))
+    return tmp_path / "train.sh"
+
+
+def test_a_script_of_a_run_needs_no_more_words(tmp_path, capsys):
+    """The engines, the vocabulary and the node are those of a run with the same script."""
+    script = small_script(tmp_path, "--tokenizer-name-or-path tokenizer")
+    assert plan.main([str(script)]) == 0
+    out = capsys.readouterr().out
+    assert "engines 8 x (tp1 ep1: 1 ranks), on ranks 0 to 7" in out and "GB/s in a node of 4" in out
+    assert "note: the script has no --rl-generate-tp: engines of one rank" in out
+    found = read_script(script)
+    assert (found.shape.vocab, found.shape.padded_vocab, found.node) == (3, 256, 4)
+    # float32: four layers with attention, MLP, bias and norms; a tied embedding of 3 rows; the last norm
+    weights = 4 * (4 * (64 * 64 * 4 + 3 * 64 * 96 + 192 + 128) + 3 * 64 + 64)
+    assert f" {weights / 1e6:.2f} MB of weights" in out and "MB a device, fullest" in out and " GB of" not in out
+    assert plan.main([str(script), "--node", "8", "--generate", "tp2", "--vocab", "5"]) == 0
+    out = capsys.readouterr().out
+    assert "in a node of 8" in out and "engines 4 x (tp2" in out and "note:" not in out
+
+
+@pytest.mark.parametrize(
+    "flags, size",
+    [
+        ("--tokenizer-model tokenizer", 3),
+        ("--tokenizer-model tokenizer/tokenizer.json --rl-tokenizer pairs", 4),
+        ("--rl-tokenizer nowhere --tokenizer-name-or-path tokenizer", 3),
+        ("--rl-hf-model hf --rl-tokenizer tokenizer", 7),
+        ("--vocab-size 9 --tokenizer-model tokenizer", 9),
+        ("--padded-vocab-size 256 --tokenizer-model tokenizer", 3),
+        ("--padded-vocab-size 256", 256),
+    ],
+)
+def test_the_vocabulary_of_a_script(tmp_path, flags, size):
+    small_script(tmp_path)
+    for name in ("pairs", "hf"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "pairs" / "tokenizer.json").write_text(json.dumps({"model": {"vocab": [[c, 0.0] for c in "abcd"]}}))
+    (tmp_path / "hf" / "config.json").write_text(json.dumps({"vocab_size": 7}))
+    words = [*PLAIN.replace("--vocab-size 250", "").split(), *flags.split()]
+    assert read_arguments(Flags.parse(words), 4, folder=tmp_path).shape.vocab == size
+
+
+def test_the_rl_flags_of_a_script():
+    """How its engines are cut, and in which dtype their weights travel."""
+    moe = LATENT + " --rl-generate-tp 2 --rl-generate-ep 2 --rl-engine-dtype bfloat16"
+    script = read_arguments(Flags.parse(moe.split()), 4)
+    assert (script.generate, script.itemsize, script.engine_itemsize) == ("tp2,ep2", 4, 2)
+    assert read_arguments(Flags.parse((moe + " --bf16").split()), 4).itemsize == 2
+
+
+def test_layers_by_stage():
+    """--num-layer-list, which has no effect beside --noop-layers; another spelling of rotary embeddings."""
+    words = PLAIN.replace("--position-embedding-type rope", "--use-rotary-position-embeddings")
+    words += " --pipeline-model-parallel-size 2 --num-layer-list 1,3"
+    assert read_arguments(Flags.parse(words.split()), 2).train.chunk_sizes(4) == (1, 3)
+    script = read_arguments(Flags.parse([*words.split(), "--noop-layers", "3"]), 2)
+    assert script.train.chunk_sizes(3) == (2, 1) and "--num-layer-list: has no effect" in script.notes[0]
+
+
 LATENT = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --ffn-hidden-size 96 --swiglu --normalization RMSNorm "
     "--disable-bias-linear --position-embedding-type rope --untie-embeddings-and-output-weights --qk-layernorm "
@@ -273,8 +373,12 @@ def test_latent_attention_from_arguments():
     latent = dict(q_lora=24, kv_lora=16, nope=16, rope=8, value=16)
     expected = ModelShape("deepseek_v3", 4, 64, 4, 4, 24, 96, 250, 256, **experts, **latent)
     assert script.shape == expected
-    assert (script.itemsize, script.distributed, script.generate_tp) == (4, False, None)
+    assert (script.itemsize, script.engine_itemsize, script.distributed, script.generate) == (4, 4, False, None)
     assert script.notes == ("--mtp-num-layers 1: the predicting layers are not generated with, not counted",)
+
+
+def plain(more):
+    return read_arguments(Flags.parse([*PLAIN.split(), *more.split()]), 4)
 
 
 @pytest.mark.parametrize(
@@ -291,6 +395,24 @@ def test_latent_attention_from_arguments():
         (
             lambda: read_arguments(Flags.parse(["--num-layers", "two"]), 1),
             "--num-layers two: the plan needs a whole",
+        ),
+        (lambda: plain("--rl-engine-dtype int8"), "--rl-engine-dtype int8: known: auto, float32"),
+        (lambda: plain("--tp-2d"), "tp_2d is True: 2-D tensor parallelism is not supported"),
+        (lambda: plain("--rotary-interleaved"), "rotary_interleaved is True: the families rotate halves"),
+        (lambda: plain("--rotary-percent 0.5"), "rotary_percent is 0.5: the families rotate the whole head"),
+        (lambda: plain("--post-norm"), "post_norm is True"),
+        (lambda: plain("--use-megatron-fsdp"), "use_megatron_fsdp is True: parameters must be whole"),
+        (lambda: plain("--window-size (128,0)"), r"window_size is '\(128,0\)'"),
+        (lambda: plain("--sliding-window 4096"), "sliding_window is 4096"),
+        (lambda: plain("--tensor-parallel-num-weight-shards 2"), "gtp_weight_remat_size is 2: drop"),
+        (lambda: plain("--num-layer-list 1,3"), "--num-layer-list 1,3: 2 stages with 4 layers do not fit"),
+        (
+            lambda: plain("--num-layers-in-first-pipeline-stage 1"),
+            "Megatron has no such flag; write --decoder-first-pipeline-num-layers",
+        ),
+        (
+            lambda: read_arguments(Flags.parse(PLAIN.replace("--vocab-size 250", "--tokenizer-model x").split()), 1),
+            r"a tokenizer whose tokenizer.json is not here \(x\); give its size with --vocab$",
         ),
         (
             lambda: read_arguments(Flags.parse(LATENT.replace("[0]+[1]*3", "[0]+x").split()), 1),

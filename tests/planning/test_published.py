@@ -86,6 +86,7 @@ def test_published_models(model, train, generate, mean):
         (DENSE, Parallel(4, tp=2, pp=2), EngineParallel(4), range(4), "do not divide a stage of 2"),
         (ROUTED, Parallel(8, tp=2, ep=8, etp=1), EngineParallel(2, 4), range(8), "8 ranks of experts do not divide"),
         (ROUTED, Parallel(4, tp=2), EngineParallel(2, 4), range(4), "whole experts only"),
+        (ROUTED, Parallel(4, tp=2, ep=2, etp=1), EngineParallel(2), range(4), "no engines that cut every expert"),
     ],
 )
 def test_pairs_that_it_refuses(shape, train, engine, ranks, message):
