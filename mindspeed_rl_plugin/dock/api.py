@@ -94,7 +94,7 @@ class Dock(Protocol):
 
     def put(self, rows: Rows | None) -> None:
         """Commit cells as a producer. None writes nothing. The cells of a group become visible at once; those of groups
-        on different machines one machine after the other.
+        on different machines one machine after the other, and of very many bytes one portion after the other.
 
         Cells already committed keep their value. A group column needs one row a group, of any member. Rows of
         cleared groups are ignored: a late repeat is harmless.
@@ -136,6 +136,10 @@ class Dock(Protocol):
 
     def remaining(self, state: str) -> int:
         """Rows of all open epochs that the state has not acknowledged, leased ones included."""
+
+    def lost(self) -> list[tuple[int, int]]:
+        """(epoch, group) of groups whose machine is gone: who put their prompts must put them again, on another machine
+        now; all states then do them anew."""
 
     def read(self, ids: Sequence[SampleId], columns: Sequence[str]) -> Rows:
         """Look at committed cells without a lease and without waiting."""

@@ -88,6 +88,10 @@ class LocalDock(Declared):
             self._write(rows)
             count(self.traffic.written, "put", rows)
 
+    def lost(self) -> list[tuple[int, int]]:
+        """None: there is no other machine."""
+        return []
+
     def read(self, ids: Sequence[SampleId], columns: Sequence[str]) -> Rows:
         """Cells of `ids`. Raises ValueError naming the columns and ids that are not there."""
         with self._changed:

@@ -75,6 +75,7 @@ def test_rows_are_delivered_once_and_remaining_counts_the_leased(make) -> None:
     dock.commit(second, Rows(second.rows.ids, {"tokens": ragged(1)}))
     assert len(dock.lease("generate", deadline=0)) == 0
     assert dock.remaining("generate") == 0 and dock.remaining("logp") == 4
+    assert dock.lost() == []
 
 
 def test_first_commit_wins_and_a_repeat_changes_nothing(make) -> None:
