@@ -14,6 +14,7 @@ import argparse
 import contextlib
 import datetime
 import json
+import operator
 import os
 import shlex
 import statistics
@@ -39,6 +40,13 @@ ARMS = ("ours", "trl")
 WARM_UP = 2  # iterations that are not counted
 SAMPLE_SECONDS = 0.5
 UNITS = {"tokens_per_second": "tokens/s", "iteration": "s", "peak_memory": "MiB"}
+# (case, metric) -> bound of this project's value over TRL's
+TARGETS = {
+    **{(case, "tokens_per_second"): (">", 1.0) for case in ("short", "vocabulary")},
+    ("long-tailed", "tokens_per_second"): (">=", 2.0),
+    ("vocabulary", "peak_memory"): ("<=", 0.5),
+}
+HOLDS = {">": operator.gt, ">=": operator.ge, "<=": operator.le}
 TRL = ("trl==1.16.0", "accelerate==1.15.0")
 MODEL_FLAGS = (
     "--attention-dropout 0 --hidden-dropout 0 --transformer-impl local --no-persist-layer-norm "
@@ -226,6 +234,18 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     return "\n".join([*lines, *ratios])
 
 
+def targets(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Rows of arm "ours/trl" for each target of the issue that the rows can tell of."""
+    value = {(r["arm"], r["case"], r["metric"]): r["value"] for r in rows}
+    found = []
+    for (case, metric), (sign, bound) in TARGETS.items():
+        ours, theirs = (value.get((arm, case, metric)) for arm in ARMS)
+        if ours is not None and theirs is not None:
+            ratio = {"arm": "ours/trl", "case": case, "metric": metric, "value": ours / theirs, "unit": "ratio"}
+            found.append({**ratio, "target": f"{sign} {bound:g}", "reached": HOLDS[sign](ours / theirs, bound)})
+    return found
+
+
 def main() -> None:
     """Measure, print the table, write the JSON."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
@@ -243,8 +263,11 @@ def main() -> None:
         parser.error(f"--iterations {args.iterations}: the first {WARM_UP} are not counted; give more")
     before, rows = os.getloadavg()[0], []
     for rows in run(arms, cases, args.iterations, args.repeats):
-        args.json.write_text(json.dumps(rows, indent=1) + "\n")
+        args.json.write_text(json.dumps(rows + targets(rows), indent=1) + "\n")
     print(table(rows))
+    for row in targets(rows):
+        told = "reached" if row["reached"] else "NOT reached"
+        print(f"{row['case']} {row['metric']}: {row['value']:.2f}x TRL's, asked {row['target']}: {told}")
     load = f"load {before:.1f} before and {os.getloadavg()[0]:.1f} after"
     now = datetime.datetime.now().strftime("%Y-%m-%d %H:%M")
     print(f"{now}, {os.cpu_count()} cores, {load}, median of {args.repeats} x {args.iterations - WARM_UP} iterations")
