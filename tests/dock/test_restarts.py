@@ -62,7 +62,7 @@ def test_a_writer_from_before_a_restart_reaches_nobodys_cells(tmp_path: Path) ->
         third.commit("slow", 0, SHAPE, [Block("tokens", np.array([3], np.int32), np.array([100], np.int32), extent)])
     third.clear(0, SHAPE, np.arange(4))
     left = sorted(p.name for p in tmp_path.glob("segment-*"))
-    assert third.used == 0 and left == ["segment-131072"], "the memory of the former ones goes with their last cells"
+    assert third.used == 0 and left == ["segment-2097152"], "the memory of the former ones goes with their last cells"
 
 
 def test_a_put_goes_on_when_the_reserved_memory_is_gone(members, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,6 +85,30 @@ def test_a_put_goes_on_when_the_reserved_memory_is_gone(members, monkeypatch: py
     dock.put(Rows((SampleId(0, 0, 0),), {"tokens": Ragged.from_rows([values])}))
     assert [a.note["incarnation"] for a in asked] == [1, 2]
     assert torch.equal(dock.read([SampleId(0, 0, 0)], ["tokens"])["tokens"].values, values)
+
+
+@pytest.mark.parametrize("medium", ["here", "elsewhere"])
+def test_cells_without_entries_need_no_memory_after_a_restart(members, medium: str) -> None:
+    """Their segment held nothing else: it is gone."""
+    member = members(COLUMNS, STATES, ["one node"])[0]
+    net = member.connections
+    if medium == "elsewhere":
+        net.settings.warehouse, net.segments = None, None
+    dock = DistributedDock(COLUMNS, STATES, net, deadline=5)
+    dock.open(0, 3, 1)
+    ids = [SampleId(0, g, 0) for g in range(3)]
+    empty = Ragged.from_rows([torch.empty(0, dtype=torch.int32)] * 2)
+    dock.put(Rows(tuple(ids[:2]), {"tokens": empty}))
+    old = member.host.warehouse
+    member.host.warehouse = Warehouse(0, BY_NAME, Arena(old.arena.directory, 1 << 20))
+    assert not list(old.arena.directory.glob("segment-0*"))
+    dock.put(Rows((ids[2],), {"tokens": Ragged.from_rows([torch.tensor([7], dtype=torch.int32)])}))
+    assert dock.read(ids, ["tokens"])["tokens"].values.tolist() == [7]
+    assert len(dock.snapshot()["epochs"][0]["columns"]["tokens"]["slots"]) == 3
+    for wanted in (ids[:1], ids[:2], ids):  # one row, several, and with others
+        lease = dock.lease("work", ids=wanted, deadline=5)
+        assert [r.tolist() for r in lease.rows["tokens"].rows()] == [[], [], [7]][: len(wanted)]
+        dock.release(lease)
 
 
 class Answering:

@@ -20,7 +20,7 @@ from mindspeed_rl_plugin.dock.distributed.reservations import Reservations
 from mindspeed_rl_plugin.dock.distributed.tables import Block, EpochTables, Table, check_form, check_rows, forms, merged
 
 COMPACT_ABOVE = 1 << 20  # bytes of journal
-SEGMENTS = 1 << 16  # numbers that an incarnation has for its segments: none is used twice
+SEGMENTS = 1 << 20  # numbers that an incarnation has for its segments: none is used twice
 
 
 class Warehouse:
@@ -43,6 +43,7 @@ class Warehouse:
     ) -> None:
         self.index, self.columns, self.arena = index, columns, arena
         self.capacity, self.max_rows, self.write_backs = capacity, max_rows, dict(write_backs or {})
+        arena.limit = capacity
         self._limited = capacity is not None or max_rows is not None
         self.row_reserve = row_reserve(self.write_backs)
         self.version_column = version_column
