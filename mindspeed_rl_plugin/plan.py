@@ -10,7 +10,7 @@ import argparse
 from mindspeed_rl_plugin import columns
 from mindspeed_rl_plugin.algorithms import resolve
 from mindspeed_rl_plugin.config import AlgorithmConfig
-from mindspeed_rl_plugin.dock.volume import Load, central_gib, packed_gib, warehouse_gib
+from mindspeed_rl_plugin.dock.volume import Load, central_gib, packed_gib, told_elsewhere, warehouse_gib
 from mindspeed_rl_plugin.planning import command
 
 # Table 1 of the paper: G, N, PL, n, SL, M, with B = 4.
@@ -26,7 +26,7 @@ SIZES = ("G", "N", "PL", "n", "SL", "M")
 LEGEND = """\
 Per rollout: G prompts, N responses of each, PL and SL tokens of the longest prompt and response, n items of SL tokens
 and M single numbers that a sample carries from stage to stage. Equations, Table 1: MindSpeed RL (arXiv 2507.19017)."""
-HEAD = (*SIZES, "Eq. 2 GiB", "100 MB/s", "1 GB/s", "Eq. 4 GiB", "here GiB", "between GiB", "1 GB/s")
+HEAD = (*SIZES, "Eq. 2 GiB", "100 MB/s", "1 GB/s", "Eq. 4 GiB", "here GiB", "between GiB", "records GiB", "1 GB/s")
 
 
 def main(argv: list[str]) -> int:
@@ -43,6 +43,7 @@ def main(argv: list[str]) -> int:
         help="G N PL SL, and n M if they differ from 5 3; without numbers: the rows of the paper's Table 1",
     )
     parser.add_argument("--nodes", type=int, default=16, help="machines S, one warehouse each (default 16)")
+    parser.add_argument("--ranks", type=int, default=8, help="ranks a machine, among which controllers lie (default 8)")
     parser.add_argument("--controllers", type=int, default=6, help="worker states C of Eq. 4 (default 6)")
     parser.add_argument("--fill", type=float, default=1.0, help="mean length over the longest (default 1: no padding)")
     args = parser.parse_args(argv)
@@ -50,13 +51,14 @@ def main(argv: list[str]) -> int:
         parser.error(f"--dock takes G N PL SL [n M], got {len(args.dock)} numbers")
     if args.dock and min(args.dock) < 1:
         parser.error(f"--dock: every number is at least 1, got {min(args.dock)}")
-    if args.nodes < 1 or not 0 < args.fill <= 1:
-        parser.error(f"--nodes is at least 1 and --fill in (0, 1], got {args.nodes} and {args.fill}")
+    if min(args.nodes, args.ranks) < 1 or not 0 < args.fill <= 1:
+        got = f"{args.nodes}, {args.ranks} and {args.fill}"
+        parser.error(f"--nodes and --ranks are at least 1 and --fill in (0, 1], got {got}")
     loads = [Load(g, n, p, s, i, m, args.fill) for g, n, p, i, s, m in TABLE_1]
     if args.dock:
         g, n, p, s, *rest = args.dock
         loads = [Load(g, n, p, s, *(rest or (5, 3)), args.fill)]
-    rows = [_row(load, args.nodes, args.controllers) for load in loads]
+    rows = [_row(load, args.nodes, args.ranks, args.controllers) for load in loads]
     widths = [max(len(r[i]) for r in [HEAD, *rows]) for i in range(len(HEAD))]
     print(f"S = {args.nodes} machines, C = {args.controllers} controllers; seconds at the rate between two machines")
     for row in [HEAD, *rows]:
@@ -66,14 +68,19 @@ def main(argv: list[str]) -> int:
     print("here: GRPO with a reference, unpadded: written once, read by the states that declare it, in the memory of")
     print("the machine where a row is drawn and trained. between: prompts, which one rank puts, and the numbers")
     print("that one rank logs, where pipelines lie within machines and batches are not chosen or balanced by tokens")
-    print("(docs/dock.md, Homes, says what those add).")
+    print("(docs/dock.md, Homes, says what those add). records: what controllers on other machines are told of every")
+    print(f"cell and of every row that is done, with {args.ranks} ranks a machine; the seconds are of both,")
+    print("over all machines. Not counted: heads of messages, and the places in the answer to a lease (28 bytes a row")
+    print("and 16 a cell).")
     return 0
 
 
-def _row(load: Load, nodes: int, controllers: int) -> tuple[str, ...]:
+def _row(load: Load, nodes: int, ranks: int, controllers: int) -> tuple[str, ...]:
     central, each = central_gib(load), warehouse_gib(load, nodes, controllers)
-    declared = columns.grpo_columns(1), columns.grpo_states(resolve(AlgorithmConfig(algorithm="grpo")))
-    moved = packed_gib(load, nodes, *declared, anywhere=("measure",))
+    states = columns.grpo_states(resolve(AlgorithmConfig(algorithm="grpo")))
+    told = told_elsewhere(len(states), [rank // ranks for rank in range(nodes * ranks)])
+    how = {"anywhere": ("measure",), "version_column": "version", "told": told}
+    moved = packed_gib(load, nodes, columns.grpo_columns(1), states, **how)
     sizes = (load.groups, load.members, load.prompt, load.items, load.response, load.scalars)
     return (
         *(_short(n) for n in sizes),
@@ -83,7 +90,8 @@ def _row(load: Load, nodes: int, controllers: int) -> tuple[str, ...]:
         f"{each:.3f}",
         f"{moved.written + moved.read:.2f}",
         f"{moved.remote:.4f}",
-        f"{moved.remote:.4f}",
+        f"{moved.records:.4f}",
+        f"{moved.remote + moved.records:.4f}",
     )
 
 

@@ -450,6 +450,7 @@ def test_equation_2_gives_table_1(row: tuple) -> None:
 
 def test_the_docks_own_volume_is_what_its_columns_hold() -> None:
     columns = [*COLUMNS.values(), ColumnSpec("prompt", torch.int32, "group", ragged=True)]
+    columns.append(ColumnSpec("unused", torch.int32, "token", ragged=True))
     states = [StateSpec("work", ("prompt", "tokens"), ("score",)), StateSpec("log", ("score",), ())]
     moved = packed_gib(Load(4, 2, 100, 300, fill=0.5), 4, columns, states, anywhere=("log",))
     tokens, score, prompt = 8 * 4 * 200, 8 * 4, 4 * 4 * 50

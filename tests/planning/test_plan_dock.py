@@ -28,9 +28,10 @@ def test_table_1_of_the_paper_comes_out(capsys):
         wanted = printed.split()
         assert row[:6] == wanted[:6]
         assert [number(w) for w in row[6:9]] == [pytest.approx(number(w), rel=0.025) for w in wanted[6:]]
-        eq4, here, between = (float(w) for w in row[9:12])
+        eq4, here, between, records, seconds = (float(w) for w in row[9:])
         assert eq4 == pytest.approx(number(row[6]) / 16, rel=0.02, abs=1e-3)
         assert between < eq4 / 20 and here < 3 * number(row[6])
+        assert records > between and seconds == pytest.approx(between + records, abs=2e-4)
 
 
 def test_a_load_of_ones_own(capsys):
@@ -39,6 +40,18 @@ def test_a_load_of_ones_own(capsys):
     row = capsys.readouterr().out.splitlines()[2].split()
     assert row[:6] == ["64", "4", "100", "6", "900", "2"]
     assert float(row[6]) == pytest.approx(64 * 4 * 4 * (2 * 100 + 3 * 6 * 900 + 8 * 2) / 1024**3, abs=0.005)
+
+
+def test_one_machine_tells_no_other(capsys):
+    """Records between machines need machines; more ranks than states on each gather the controllers on fewer."""
+    records = []
+    for how in (["--nodes", "1"], ["--nodes", "2", "--ranks", "1"], ["--nodes", "8", "--ranks", "1"]):
+        assert plan.main(["--dock", "1024", "8", "100", "900", *how]) == 0
+        records.append(float(capsys.readouterr().out.splitlines()[2].split()[-2]))
+    assert records[0] == 0 < records[1] < records[2]
+    with pytest.raises(SystemExit):
+        plan.main(["--dock", "--ranks", "0"])
+    assert "--nodes and --ranks are at least 1" in capsys.readouterr().err
 
 
 def test_every_letter_and_the_paper_are_named(capsys):
