@@ -281,6 +281,37 @@ def test_a_batch_under_max_tokens_is_filled_from_the_window() -> None:
     assert rows_of(groups.take(Ask(max_tokens=110), "a", 0, 9)) == [4, 5], "a group is larger than the bound"
 
 
+def test_a_window_goes_on_over_the_border_of_an_epoch() -> None:
+    """At the end of an epoch min_rows and linger hold as anywhere."""
+    work = controller_with([10])
+    work.apply(told(2, [0], [60], Shape(4, 1), epoch=1))
+    ask = {"max_tokens": 100, "window": 8}
+    assert work.take(Ask(min_rows=3, **ask), "a", 0, 9) is None
+    assert work.take(Ask(linger=0.5, **ask), "a", 0, 9, waited=0.4) is None
+    work.apply(told(3, [1, 2, 3], [30, 5, 20], Shape(4, 1), epoch=1))
+    grant = work.take(Ask(min_rows=3, **ask), "a", 0, 9)
+    assert [(n, rows.tolist()) for n, rows in grant.rows] == [(0, [0]), (1, [0, 1])], "longest first: 60, 30, 10"
+    assert rows_of(work.take(Ask(min_rows=2, max_tokens=100, window=1), "a", 0, 9)) == [2, 3], "min_rows of them"
+
+
+def test_the_end_of_an_epoch_does_not_wait_for_lengths_of_the_next() -> None:
+    """Nor does it matter for what is given out whether they are known."""
+    late, early = controller_with([3, 1, 2, 5]), controller_with([3, 1, 2, 5])
+    late.open(1, Shape(2, 1))
+    early.apply(told(2, [0, 1], [4, 4], Shape(2, 1), epoch=1))
+    ask = Ask(share=(0, 2), balance=True)
+    first = [work.take(ask, "a", 0, 9) for work in (late, early)]
+    assert [[n for n, _ in grant.rows] for grant in first] == [[0], [0]] and rows_of(first[0]) == rows_of(first[1])
+    done = np.array(rows_of(first[0]), np.int32)
+    late.apply(Record(0, 1, 2, 0, Shape(4, 1), acks={"work": done}))
+    assert late.take(ask, "a", 0, 9) is None
+    said = late.explain(ask, 7)
+    assert "waited 7 s for at least 1 rows dealt by their lengths" in said
+    assert "column 'tokens' (written by a producer's put) is missing for (1, 0, 0), (1, 1, 0)" in said
+    late.apply(told(3, [0, 1], [4, 4], Shape(2, 1), epoch=1))
+    assert [(n, rows.tolist()) for n, rows in late.take(ask, "a", 0, 9).rows] == [(1, [0])]
+
+
 def test_linger_waits_for_a_fuller_batch_but_not_for_ever() -> None:
     shape = Shape(4, 1)
     work = Controller(STATES["work"], COLUMNS, STATES)

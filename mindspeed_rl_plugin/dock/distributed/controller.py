@@ -251,9 +251,8 @@ class Controller:
         if ask.ids is not None:
             wanted, asked = ask.ids, f"{len(ask.ids)} rows asked by id"
         else:
-            shares = [(n, e.share(ask.share, ask.balance), e.undone()) for n, e in sorted(self._epochs.items())]
-            wanted = self.ids([(n, rows[undone[rows]]) for n, rows, undone in shares if rows is not None])
-            asked = f"at least {ask.min_rows} rows"
+            wanted = self.ids([(n, e.wanted(ask.share, ask.balance)) for n, e in sorted(self._epochs.items())])
+            asked = f"at least {ask.min_rows} rows{' dealt by their lengths' * ask.balance}"
         samples = [SampleId(*i) for i in wanted.tolist()]
         missing = {name: [i for i in samples if not self._has(name, i)] for name in self.spec.reads}
         among = set(samples)

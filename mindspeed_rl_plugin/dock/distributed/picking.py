@@ -17,15 +17,15 @@ class Ask:
     """What a consumer wants.
 
     ids: `[B, 3]` exactly these, in this order. share (consumer, consumers): the next rows of a part of each epoch that
-    depends on ids alone, and with `balance` on lengths; waits until all of them are ready, so that a batch never
-    depends on what came first. Neither: whatever is ready, in id order (streaming).
+    depends on ids alone, and with `balance` on lengths, where a batch is of one epoch; waits until all of them are
+    ready, so that a batch never depends on what came first. Neither: whatever is ready, in id order (streaming).
 
     max_rows, max_tokens: bounds on a batch, which holds one row (or group) at least; min_rows: wait for so many,
     unless no more are left; linger: seconds to wait for a full batch once min_rows are there; window: a batch under
-    max_tokens is filled from the next `window` rows, longest first; near: rows of this warehouse come first; newest,
-    max_staleness: rows whose weights are more than max_staleness updates older than `newest` are never given out
-    (these six concern streaming). join: name of one call, its number last: when it is repeated, and when the `peers`
-    ranks of a consumer make the same, they get the same lease.
+    max_tokens is filled from the next `window` rows (min_rows at least), longest first; near: rows of this warehouse
+    come first; newest, max_staleness: rows whose weights are more than max_staleness updates older than `newest` are
+    never given out (these six concern streaming). join: name of one call, its number last: when it is repeated, and
+    when the `peers` ranks of a consumer make the same, they get the same lease.
     """
 
     ids: np.ndarray | None = None
@@ -51,6 +51,8 @@ def pick_share(epochs: Mapping[int, EpochView], ask: Ask) -> Picked | None:
         undone = epoch.undone()
         if not undone.any():
             continue
+        if found and ask.balance:  # whether the lengths of this one are known must not matter for the one before
+            break
         mine = epoch.share(ask.share, ask.balance)
         if mine is None:
             return None
@@ -133,20 +135,29 @@ def _words(ids: np.ndarray, mask: np.ndarray) -> str:
 
 
 def _filled(epochs: Mapping[int, EpochView], found: Picked, ask: Ask) -> Picked:
-    """Under max_tokens: the rows of the first window that fill one batch best, longest first."""
+    """Under max_tokens: the rows of the window that fill one batch best, longest first. The window goes on over the
+    borders of epochs."""
     if not (ask.window and ask.max_tokens and found):
         return found
-    number, rows = found[0]
-    epoch = epochs[number]
-    units = epoch.units(rows)[: max(ask.window // epoch.unit, 1)]
-    lengths = epoch.lengths(units)
+    room = max(ask.window, ask.min_rows)
+    window: list[tuple[int, np.ndarray]] = []  # epoch and rows of each unit
+    lengths: list[int] = []
+    for number, rows in found:
+        epoch = epochs[number]
+        units = epoch.units(rows)[: max(room // epoch.unit, 0 if window else 1)]
+        window += [(number, unit) for unit in units]
+        lengths += epoch.lengths(units).tolist()
+        room -= units.size
     chosen: list[int] = []
     left = ask.max_tokens
-    for i in np.argsort(-lengths, kind="stable").tolist():
+    for i in np.argsort(-np.array(lengths), kind="stable").tolist():
         if lengths[i] <= left or not chosen:
             chosen.append(i)
-            left -= int(lengths[i])
-    return [(number, units[sorted(chosen)].reshape(-1))]
+            left -= lengths[i]
+    parts: dict[int, list[np.ndarray]] = {}
+    for number, unit in (window[i] for i in sorted(chosen)):
+        parts.setdefault(number, []).append(unit)
+    return [(number, np.concatenate(units)) for number, units in parts.items()]
 
 
 def _cut(epochs: Mapping[int, EpochView], found: Picked, ask: Ask) -> Picked:

@@ -212,6 +212,14 @@ class EpochView:
             return None
         return units[balanced(self.lengths(units), consumers)[consumer]].reshape(-1)
 
+    def wanted(self, share: tuple[int, int] | None, balance: bool) -> np.ndarray:
+        """Row numbers that one of several consumers waits for: what is undone of its share; before that is known, the
+        rows whose lengths it needs."""
+        mine = self.share(share, balance)
+        if mine is None:
+            return (self._by_row(self.alive) & (self.segment[self.tokens] < 0)).nonzero()[0]
+        return mine[self.undone()[mine]]
+
     def _by_row(self, groups: np.ndarray) -> np.ndarray:
         return np.repeat(groups, self.shape.members)
 
