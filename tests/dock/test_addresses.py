@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from mindspeed_rl_plugin.dock import ColumnSpec, DistributedDock, LocalDock, StateSpec, factory, make_docks
+from mindspeed_rl_plugin.dock.distributed import frames
 from mindspeed_rl_plugin.dock.distributed.channel import Channel
 from mindspeed_rl_plugin.dock.distributed.frames import Message
 
@@ -117,5 +118,14 @@ def test_what_was_refused_is_told(members) -> None:
         Channel(address, b"another", "here", "thief", 5)
     with pytest.raises(ValueError, match="no such message"):
         net.warehouse(0, Message("nonsense"))
+    for after in ([], 3):  # not a table
+        with pytest.raises(ValueError, match="malformed 'remaining'"):
+            net.state(STATES[0].name, Message("remaining", {"state": STATES[0].name, "after": after}))
+    deep = b'{"kind": ' + b"[" * 200_000
+    channel = Channel(address, net.settings.secret, "here", "deep", 5)
+    channel._socket.sendall(frames.PREFIX.pack(frames.MAGIC, frames.VERSION, len(deep), 0) + deep)
+    channel._socket.settimeout(10)
+    assert channel._socket.recv(1) == b"", "the connection ends"
+    channel.close()
     assert dock.served["refused"] == net.warehouse(0, Message("stats")).note["refused"]
-    assert dock.served["refused"] == {"stranger": 1, "malformed": 1} and dock.served.keys() >= {"states", "messages"}
+    assert dock.served["refused"] == {"stranger": 1, "malformed": 4} and dock.served.keys() >= {"states", "messages"}

@@ -1,6 +1,7 @@
 """Parts of the distributed dock alone: messages, memory, journal, batches, and the numbers of the paper."""
 
 import itertools
+import json
 import os
 
 import numpy as np
@@ -73,7 +74,9 @@ def test_a_stream_that_comes_in_pieces_gives_the_same_messages(many: list[dict],
 
 def test_messages_out_of_bounds_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     head, payload = joined(Message("k", {}, {"a": np.arange(3)}))
-    for bad in (head[:-1], b"[]", b"\xff", head.replace(b"int64", b"object"), head.replace(b"[3]", b"[4]")):
+    huge, deep = b"[%d]" % 2**70, b'{"kind": ' + b"[" * 200_000
+    replaced = (head.replace(b"[3]", with_) for with_ in (b"[4]", huge, b"[0, %d]" % 2**70, b"[2.5]", b"{}", b'["3"]'))
+    for bad in (head[:-1], b"[]", b"\xff", deep, head.replace(b"int64", b"object"), *replaced):
         with pytest.raises(FrameError):
             frames.decode(bad, payload)
     for short in (payload[:-8], payload + bytes(8)):
@@ -91,9 +94,31 @@ def test_messages_out_of_bounds_are_refused(monkeypatch: pytest.MonkeyPatch) -> 
         frames.encode(Message("k", {}, {"a": np.arange(3)}))
 
 
+LEAF = st.none() | st.booleans() | st.integers() | st.integers(2**60, 2**80) | st.floats() | st.text(max_size=3)
+WORDS = st.sampled_from(["kind", "note", "arrays", "a", "b"])
+JSON = st.recursive(
+    LEAF | WORDS, lambda x: st.lists(x, max_size=3) | st.dictionaries(WORDS, x, max_size=3), max_leaves=8
+)
+SIZES = st.lists(st.integers(-2, 4) | st.integers(2**30, 2**80), max_size=3)
+DESCRIBED = st.tuples(WORDS, st.sampled_from(sorted(frames.DTYPES)), SIZES) | st.tuples(WORDS, WORDS) | JSON
+HEAD = {"kind": JSON | WORDS, "note": JSON | st.just({}), "arrays": JSON | st.lists(DESCRIBED, max_size=3)}
+
+
+@given(st.fixed_dictionaries(HEAD) | JSON, st.integers(0, 6).map(lambda n: bytes(8 * n)))
+@settings(max_examples=300, deadline=None)
+def test_garbage_is_a_frame_error_and_nothing_else(head: object, payload: bytes) -> None:
+    """Or a message, where it happens to be one."""
+    try:
+        found = frames.decode(json.dumps(head).encode(), bytearray(payload))
+    except FrameError:
+        return
+    assert isinstance(found.kind, str) and isinstance(found.note, dict)
+    assert all(isinstance(array, np.ndarray) and array.nbytes <= len(payload) for array in found.arrays.values())
+
+
 @given(st.binary(max_size=60), st.binary(max_size=40))
-@settings(max_examples=100, deadline=None)
-def test_garbage_is_a_frame_error_and_nothing_else(head: bytes, payload: bytes) -> None:
+@settings(max_examples=50, deadline=None)
+def test_bytes_that_are_no_json_are_a_frame_error(head: bytes, payload: bytes) -> None:
     with pytest.raises(FrameError):
         frames.decode(head, bytearray(payload))
 

@@ -1,5 +1,6 @@
 """Controllers that are taken over: in order, by one successor alone, with everything that the warehouses know."""
 
+import asyncio
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -9,7 +10,9 @@ import torch
 
 from mindspeed_rl_plugin.dock import ColumnSpec, DistributedDock, StateSpec
 from mindspeed_rl_plugin.dock.distributed import succession
+from mindspeed_rl_plugin.dock.distributed.fleet import controller_rank
 from mindspeed_rl_plugin.dock.distributed.frames import Message
+from mindspeed_rl_plugin.dock.distributed.hosting import Host
 from mindspeed_rl_plugin.dock.distributed.service import Address, Directory
 from mindspeed_rl_plugin.types import Ragged, Rows, SampleId
 
@@ -140,6 +143,38 @@ def test_clearing_begins_again_where_a_controller_has_moved(members) -> None:
     house.clear = lambda *args: (freed.append(written.is_set()), clear(*args))[1]
     docks[0].clear(0)
     assert len(leases[0]) == 4 and freed == [True] and house.used == 0
+
+
+@pytest.mark.parametrize("states", range(1, 11))
+@pytest.mark.parametrize("world", range(1, 13))
+def test_controllers_have_ranks_of_their_own_where_there_are_enough(world: int, states: int) -> None:
+    ranks = [controller_rank(i, states, world) for i in range(states)]
+    if world >= states:
+        gaps = {b - a for a, b in zip(ranks, [*ranks[1:], world], strict=True)}
+        assert len(set(ranks)) == states and max(gaps) - min(gaps) <= 1, "spread evenly"
+        return
+    held = [ranks.count(rank) for rank in range(world)]
+    assert max(held) - min(held) <= 1 and held[0] == min(held), "the first holds a warehouse already"
+
+
+def test_polls_that_time_out_leave_nothing_behind() -> None:
+    host = Host("me", "here", b"", Directory())
+
+    async def polls() -> None:
+        for _ in range(5):
+            await host._wait("train", 0.001)
+        assert not any(host._changed.values())
+        waiting = asyncio.ensure_future(host._wait("train", 20))
+        await asyncio.sleep(0)
+        host._wake("train")
+        await asyncio.wait_for(waiting, 10)
+        gone = asyncio.ensure_future(host._wait("train", 20))
+        await asyncio.sleep(0)
+        gone.cancel()
+        await asyncio.wait({gone})
+        assert not any(host._changed.values())
+
+    asyncio.run(polls())
 
 
 def test_a_warehouse_that_starts_again_knows_who_has_moved(tmp_path) -> None:

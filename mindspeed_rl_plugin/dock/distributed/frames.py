@@ -30,6 +30,7 @@ REFUSED = bytes(NONCE)  # in the place of a server's proof: the client has not s
 DTYPES = ("uint8", "int8", "int16", "int32", "int64", "float32", "float64", "bool")
 NAMES = {np.dtype(name): name for name in DTYPES}  # `dtype.name` takes longer than the rest of an array's encoding
 TYPES = {name: dtype for dtype, name in NAMES.items()}
+MALFORMED = (KeyError, IndexError, TypeError, AttributeError, OverflowError, RecursionError)  # what garbage raises
 JOIN = 64 << 10  # bytes; what is smaller is copied together, because a system call costs more than the copy
 
 
@@ -208,7 +209,7 @@ def decode(head: bytes, payload: bytearray | np.ndarray | None) -> Message:
             arrays[name] = np.frombuffer(payload, TYPES[dtype], count, at).reshape(shape)
             nbytes = count * TYPES[dtype].itemsize
             at += nbytes + -nbytes % ALIGN
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, *MALFORMED) as error:
         raise FrameError(f"malformed message: {error}") from error
     if (payload is not None and at != len(payload)) or not isinstance(kind, str) or not isinstance(note, dict):
         raise FrameError(f"malformed message: its arrays take {at} bytes, not the payload's")

@@ -18,7 +18,7 @@ from mindspeed_rl_plugin.dock.distributed import frames, service
 from mindspeed_rl_plugin.dock.distributed.controller import Controller
 from mindspeed_rl_plugin.dock.distributed.controller_calls import ControllerCalls
 from mindspeed_rl_plugin.dock.distributed.conversation import Answer
-from mindspeed_rl_plugin.dock.distributed.frames import FrameError, Message
+from mindspeed_rl_plugin.dock.distributed.frames import MALFORMED, FrameError, Message
 from mindspeed_rl_plugin.dock.distributed.manifests import unpacked
 from mindspeed_rl_plugin.dock.distributed.outbox import Outbox
 from mindspeed_rl_plugin.dock.distributed.records import EpochSet, Record
@@ -85,7 +85,7 @@ class Host(WarehouseCalls, ControllerCalls, Succession):
             answer = serve(peer, message)
         except Elsewhere:
             return self._where(message.note["state"])
-        except (KeyError, TypeError, IndexError) as error:
+        except MALFORMED as error:
             raise _malformed(message, error) from error
         return answer if answer is None or isinstance(answer, Message) else self._later(message, answer)
 
@@ -94,7 +94,7 @@ class Host(WarehouseCalls, ControllerCalls, Succession):
             return await answer
         except Elsewhere:
             return self._where(message.note["state"])
-        except (KeyError, TypeError, IndexError) as error:
+        except MALFORMED as error:
             raise _malformed(message, error) from error
 
     def gone(self, peer: str) -> None:
@@ -177,8 +177,13 @@ class Host(WarehouseCalls, ControllerCalls, Succession):
 
     async def _wait(self, what: object, seconds: float) -> None:
         future = asyncio.get_running_loop().create_future()
-        self._changed.setdefault(what, []).append(future)
-        await asyncio.wait({future}, timeout=max(seconds, 0.001))
+        waiting = self._changed.setdefault(what, [])
+        waiting.append(future)
+        try:
+            await asyncio.wait({future}, timeout=max(seconds, 0.001))
+        finally:
+            if not future.done():  # nobody woke it, and its list is still the one that is waited in
+                waiting.remove(future)
 
     def _wake(self, what: object) -> None:
         for future in self._changed.pop(what, []):
