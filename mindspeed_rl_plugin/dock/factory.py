@@ -16,7 +16,7 @@ from mindspeed_rl_plugin.dock.distributed.fleet import HEARTBEAT, Limits, Member
 from mindspeed_rl_plugin.dock.local import LocalDock
 from mindspeed_rl_plugin.environment import master_address, ray_address
 
-HEARTBEATS = 30  # of which ranks wait for each other; a machine is given up after three
+HEARTBEATS = 10  # of which ranks wait for each other
 MEDIA = ("local", "shm", "ray")
 
 
@@ -59,9 +59,9 @@ def make_docks(
     Ray places and restarts); None takes "local" for one rank, "ray" for several machines where RAY_ADDRESS is set,
     "shm" else. deadline: seconds that the
     ranks wait for each other; limits: of a warehouse; homes: (epoch, groups) -> `[groups]` machine of each group,
-    numbered by lowest rank; node: another name for this machine, in tests; heartbeat: seconds between signs of life of
-    the machines, of which one that misses three counts as lost until it answers again; by default a thirtieth of the
-    deadline and 10 s at least: a stall is waited for a tenth of what ranks wait for each other. Raises ValueError for
+    numbered by lowest rank; node: another name for this machine, in tests; heartbeat: seconds after
+    which a machine without a sign of life counts as lost until it answers again; by default a tenth of the deadline and
+    30 s at least, so that one that is only busy is not given up. Raises ValueError for
     an unknown medium, for "ray" where Ray is missing or cannot be joined, and, on every rank, for a machine of several
     that has no address that the others can reach.
     """

@@ -87,7 +87,7 @@ class Worker:
             host="127.0.0.1" if many else "",
             limits=limits,
             patience=10,
-            heartbeat=1.0,
+            heartbeat=3.0,
         )
         self.net = self.member.connections
         self.dock = DistributedDock(

@@ -93,7 +93,7 @@ def test_one_machine_and_emulated_ones_may_be_reached_by_loopback(monkeypatch, r
     assert all(isinstance(d, DistributedDock) for d in Group(monkeypatch, ["left", "right"]).make(emulated=True))
 
 
-@pytest.mark.parametrize(("deadline", "given", "beat"), [(1800.0, None, 60.0), (60.0, None, 10.0), (1800.0, 2.5, 2.5)])
+@pytest.mark.parametrize(("deadline", "given", "beat"), [(1800.0, None, 180.0), (60.0, None, 30.0), (1800.0, 2.5, 2.5)])
 def test_a_stall_is_waited_for_in_proportion(monkeypatch, deadline: float, given: float | None, beat: float) -> None:
     made = []
     member = factory.Member

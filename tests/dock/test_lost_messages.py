@@ -65,7 +65,7 @@ def outbox_of(member: Member):
 @pytest.mark.parametrize("noticed", [True, False], ids=["ended", "silently"])
 def test_the_last_record_before_a_wait_is_lost_with_its_connection(made, noticed: bool) -> None:
     """Another rank waits for the row: nothing that it asks, and nothing that follows, shows that the record is gone."""
-    writer, reader = made(["a", "b"], heartbeat=30 if noticed else 0.3)
+    writer, reader = made(["a", "b"], heartbeat=30 if noticed else 1.2)
     dock, other = dock_of(writer), dock_of(reader)
     (state,) = reader.host.controllers
     dock.put(rows(0))
@@ -174,7 +174,7 @@ def test_connections_end_with_their_threads(made) -> None:
 def test_a_controller_that_hangs_is_taken_over_after_a_turn(made, monkeypatch: pytest.MonkeyPatch) -> None:
     for module, name, seconds in ((channel, "MARGIN", 0.2), (client, "TURN_SECONDS", 0.3)):
         monkeypatch.setattr(module, name, seconds)
-    held = made(["a", "a", "b"], heartbeat=0.2)
+    held = made(["a", "a", "b"], heartbeat=0.8)
     (state,) = (s for s, a in held[0].connections.directory.controllers.items() if a == held[1].host.address)
     docks = [dock_of(held[0]), dock_of(held[2])]
     docks[0].put(rows(0))

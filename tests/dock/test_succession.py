@@ -41,7 +41,7 @@ def holders(made, state: str) -> list[int]:
 
 @pytest.mark.parametrize("nodes", [["here"] * 3, ["left", "left", "right"]], ids=["one machine", "two machines"])
 def test_the_next_process_takes_over_what_is_known(members, nodes: list[str]) -> None:
-    made = members(COLUMNS, STATES, nodes, heartbeat=0.5)
+    made = members(COLUMNS, STATES, nodes, heartbeat=1.5)
     docks = docks_of(made)
     put(docks[0])
     lease = docks[2].lease("two", ids=IDS[:1], deadline=5)
@@ -66,7 +66,7 @@ def test_the_next_process_takes_over_what_is_known(members, nodes: list[str]) ->
 
 
 def test_many_ask_and_one_takes_over(members) -> None:
-    made = members(COLUMNS, STATES, ["here"] * 3, heartbeat=0.5)
+    made = members(COLUMNS, STATES, ["here"] * 3, heartbeat=1.5)
     docks = docks_of(made)
     put(docks[0])
     made[0].host.controllers["one"].expire(0)  # it is there
@@ -100,7 +100,7 @@ async def _async(function, *args):
 
 def test_of_two_successors_one_stands(members) -> None:
     """Both find the old one gone at once; warehouses obey the higher term alone."""
-    made = members(COLUMNS, STATES, ["left", "left", "right"], heartbeat=0.5)
+    made = members(COLUMNS, STATES, ["left", "left", "right"], heartbeat=1.5)
     docks = docks_of(made)
     put(docks[0])
     made[1].service.close()
@@ -120,7 +120,7 @@ def test_of_two_successors_one_stands(members) -> None:
 
 def test_clearing_begins_again_where_a_controller_has_moved(members) -> None:
     """The first phase closed the groups at a controller that is gone; its successor may have given them out."""
-    made = members(COLUMNS, STATES, ["here"] * 3, heartbeat=0.5)
+    made = members(COLUMNS, STATES, ["here"] * 3, heartbeat=1.5)
     docks = docks_of(made)
     put(docks[0])
     ask, leases, written = docks[0]._net.state, [], threading.Event()

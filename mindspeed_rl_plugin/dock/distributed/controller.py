@@ -246,6 +246,11 @@ class Controller:
             return parts[0]
         return np.concatenate(parts) if parts else np.empty((0, 3), np.int64)
 
+    def cleared(self) -> tuple[EpochSet, dict[int, tuple[Shape, list[int]]]]:
+        """Epochs that are over, and of the others their shape and the groups that are."""
+        partly = {n: e for n, e in self._epochs.items() if not e.alive.all()}
+        return self._gone, {n: (e.shape, (~e.alive).nonzero()[0].tolist()) for n, e in partly.items()}
+
     def explain(self, ask: Ask, seconds: float) -> str:
         """Why an ask was not served within `seconds`."""
         if ask.ids is not None:

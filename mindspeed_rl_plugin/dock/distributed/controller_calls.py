@@ -161,7 +161,7 @@ class ControllerCalls:
 
     async def _applied(self, controller: Controller, after: Mapping[str, int]) -> None:
         """Wait until the controller knows what the asker knows: its own commits come before its next request."""
-        begin, seconds = self._clock(), max(30.0, 4 * self.heartbeat)  # a machine is given up after three
+        begin, seconds = self._clock(), max(30.0, 1.5 * self.heartbeat)  # a machine is given up within one
         while late := self._late(controller, after):
             if self._clock() >= begin + seconds:
                 raise TimeoutError(

@@ -22,7 +22,7 @@ from mindspeed_rl_plugin.dock.distributed.warehouse import Warehouse
 from mindspeed_rl_plugin.dock.local import check_declarations
 
 SEGMENT_BYTES = 64 << 20
-HEARTBEAT = 10.0  # seconds; a machine is given up after three without
+HEARTBEAT = 30.0  # seconds; a machine is given up after so long without a sign of life
 ANSWER = 120.0  # seconds; nothing that need not wait takes so long, on the busiest machine
 
 Exchange = Callable[[Any], list[Any]]  # every member's value, in rank order
@@ -93,8 +93,8 @@ class Member:
     rank, world: of the job; exchange: all-gather of a small JSON value over the job; node: this machine; host: address
     on the job's interface, "" where all ranks share one machine. The lowest rank of each machine holds its warehouse;
     the controllers are spread over the ranks. central: rank 0 holds everything instead, and nobody maps its memory.
-    ray: the warehouse is in a process of Ray's instead, over the same memory. heartbeat: seconds between signs of life
-    that controllers want of warehouses on other machines.
+    ray: the warehouse is in a process of Ray's instead, over the same memory. heartbeat: seconds within which
+    controllers give up a warehouse on another machine that gives no sign of life.
     """
 
     def __init__(
@@ -214,8 +214,9 @@ class Member:
 
 
 def controller_rank(index: int, controllers: int, world: int) -> int:
-    """Rank that holds the controller of state `index`: different ranks for different states where there are enough, and
-    the first rank, which holds a warehouse already, last."""
+    """Rank that holds the controller of state `index`: where there are enough ranks one of its own for each state,
+    spread evenly; else as many for each rank, to one, from the second on: the first, which holds a warehouse
+    already, has no more than any other."""
     return (index * world // controllers if world >= controllers else index + 1) % world
 
 

@@ -23,6 +23,7 @@ from mindspeed_rl_plugin.dock.distributed.manifests import unpacked
 from mindspeed_rl_plugin.dock.distributed.outbox import Outbox
 from mindspeed_rl_plugin.dock.distributed.records import EpochSet, Record
 from mindspeed_rl_plugin.dock.distributed.service import Address, Directory
+from mindspeed_rl_plugin.dock.distributed.settling import Settling
 from mindspeed_rl_plugin.dock.distributed.succession import Elsewhere, Succession
 from mindspeed_rl_plugin.dock.distributed.warehouse import Warehouse
 from mindspeed_rl_plugin.dock.distributed.warehouse_calls import WarehouseCalls
@@ -30,10 +31,11 @@ from mindspeed_rl_plugin.dock.distributed.warehouse_calls import WarehouseCalls
 GAP_SECONDS = 0.2  # a record that others have overtaken for so long is asked for
 
 
-class Host(WarehouseCalls, ControllerCalls, Succession):
+class Host(WarehouseCalls, ControllerCalls, Succession, Settling):
     """Serves `warehouse` and `controllers` (both optional). directory: filled in before the first request; name, node:
     of this process; homes: (epoch, groups) -> `[groups]` warehouse of each group; build: makes a controller that is
-    taken over; heartbeat: seconds between signs of life; clock: seconds, for leases.
+    taken over; heartbeat: seconds after which a machine without a sign of life is given up; clock:
+    seconds, for leases.
 
     traffic: messages and bytes of cells that went through this process, to show that none sees them all; refused: what
     its `service.Service` turned away, by reason.
@@ -50,7 +52,7 @@ class Host(WarehouseCalls, ControllerCalls, Succession):
         controllers: Mapping[str, Controller] | None = None,
         homes: Callable[[int, int], np.ndarray] | None = None,
         build: Callable[[str], Controller] | None = None,
-        heartbeat: float = 10.0,
+        heartbeat: float = 30.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.name, self.node, self.secret, self.directory = name, node, secret, directory
@@ -59,6 +61,7 @@ class Host(WarehouseCalls, ControllerCalls, Succession):
         self.refused = {"stranger": 0, "malformed": 0}
         self.dead: set[int] = set()  # warehouses that give no sign of life
         self.given_up = False  # whether there ever was one
+        self.lapsed: dict[int, dict[str, Any]] = {}
         self.build, self.address, self.heartbeat = build, None, heartbeat
         self.taking: dict[str, Controller] = {}
         self.successions = 0  # controllers that were taken over here

@@ -25,7 +25,7 @@ from mindspeed_rl_plugin.dock.distributed.service import Address, Directory
 from mindspeed_rl_plugin.dock.distributed.warehouse import Warehouse
 
 FILE = "controllers"  # in a warehouse's directory: those that have moved, for its successor
-MISSED = 3  # signs of life in a row, until a warehouse is given up
+MISSED = 3  # signs of life in a row, until a warehouse is given up, within one heartbeat
 TRIES = 3  # to reach a controller before it counts as gone
 PAUSE = 0.2  # seconds between them
 
@@ -139,8 +139,8 @@ class Succession:
             return  # it asks, or is gone
 
     def watch(self) -> None:
-        """Ask every warehouse elsewhere for a sign of life each heartbeat; after MISSED without, it is given up until
-        it answers again. Only where there are controllers, now or later. Call it in the service's thread."""
+        """Ask every warehouse elsewhere for signs of life; after a heartbeat without any it is given up until it
+        answers again. Only where there are controllers, now or later. Call it in the service's thread."""
         self._watched = set()
         self._watch_all()
 
@@ -153,18 +153,19 @@ class Succession:
         self._watched |= set(self.directory.warehouses)
 
     async def _watch(self, warehouse: int) -> None:
-        missed, heartbeat = 0, self.heartbeat
+        missed, beat = 0, self.heartbeat / (MISSED + 1)  # the last answer may be almost one beat old
         while True:
             begin = self._clock()
             try:
                 ping = self._request(self.directory.warehouses[warehouse], "ping", {})
-                alive = await asyncio.wait_for(ping, heartbeat)
+                alive = await asyncio.wait_for(ping, beat)
                 missed = 0
                 await self._readmit(warehouse)
                 self._ask_if_behind(warehouse, alive.note.get("seq", 0))
+                await self._settle(warehouse)
             except (OSError, EOFError, asyncio.TimeoutError):
                 missed += 1
-            await asyncio.sleep(max(heartbeat - (self._clock() - begin), 0))
+            await asyncio.sleep(max(beat - (self._clock() - begin), 0))
             if missed >= MISSED and warehouse not in self.dead:
                 self._give_up(warehouse)
 
@@ -172,8 +173,9 @@ class Succession:
         """Its rows are not ready any more, and are put anew elsewhere, unless it answers before that."""
         self.dead.add(warehouse)
         self.given_up = True
-        seconds = MISSED * self.heartbeat
-        print(f"[rl] {self._named(warehouse)} gave {self.name} no sign of life for {seconds:g} s: given up", flush=True)
+        self.lapsed[warehouse] = {}
+        said = f"gave {self.name} no sign of life for {self.heartbeat:g} s: given up"
+        print(f"[rl] {self._named(warehouse)} {said}", flush=True)
         for state, controller in self.controllers.items():
             controller.lose_home(warehouse)
             self._wake(state)
@@ -184,7 +186,7 @@ class Succession:
             return
         self.dead.discard(warehouse)  # its records count from now on; its manifest stands for those before
         try:
-            found = await asyncio.wait_for(self._manifest_of(warehouse), MISSED * self.heartbeat)
+            found = await asyncio.wait_for(self._manifest_of(warehouse), self.heartbeat)
         except BaseException:
             self.dead.add(warehouse)
             raise
@@ -205,10 +207,10 @@ class Succession:
         return f"; {named} gives no sign of life, its rows are lost until it does or they are put anew" if named else ""
 
     async def _lives(self, address: Address) -> bool:
-        """Whether a process answers within three heartbeats."""
+        """Whether a process answers within a heartbeat."""
         for attempt in range(TRIES):
             try:
-                await asyncio.wait_for(self._request(address, "ping", {}), self.heartbeat)
+                await asyncio.wait_for(self._request(address, "ping", {}), self.heartbeat / TRIES)
                 return True
             except (OSError, EOFError, asyncio.TimeoutError):
                 await asyncio.sleep(PAUSE if attempt + 1 < TRIES else 0)
