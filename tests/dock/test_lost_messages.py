@@ -180,9 +180,9 @@ def test_a_controller_that_hangs_is_taken_over_after_a_turn(made, monkeypatch: p
     docks[0].put(rows(0))
     assert docks[1].remaining(state) == 4
     for member in held:
-        member.connections.settings.patience = 1.0
+        member.connections.settings.patience = 2.5
         for each in list(member.connections._every):
-            each._patience = 1.0
+            each._patience = 2.5
     stuck = threading.Event()
     held[1].service.call(lambda: stuck.wait(20))
     begin = time.monotonic()

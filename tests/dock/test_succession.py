@@ -10,7 +10,7 @@ import torch
 
 from mindspeed_rl_plugin.dock import ColumnSpec, DistributedDock, StateSpec
 from mindspeed_rl_plugin.dock.distributed import succession
-from mindspeed_rl_plugin.dock.distributed.fleet import controller_rank
+from mindspeed_rl_plugin.dock.distributed.fleet import ANSWER, controller_rank
 from mindspeed_rl_plugin.dock.distributed.frames import Message
 from mindspeed_rl_plugin.dock.distributed.hosting import Host
 from mindspeed_rl_plugin.dock.distributed.service import Address, Directory
@@ -175,6 +175,21 @@ def test_polls_that_time_out_leave_nothing_behind() -> None:
         assert not any(host._changed.values())
 
     asyncio.run(polls())
+
+
+@pytest.mark.parametrize(("heartbeat", "asked"), [(3.0, 3.0), (180.0, 90.0)])
+def test_who_waits_for_a_successor_waits_longer_than_the_question_takes(monkeypatch, heartbeat, asked) -> None:
+    """A controller that hangs answers nobody: that is found out before its asker turns to the next process."""
+    host, waited = Host("me", "here", b"", Directory(), heartbeat=heartbeat), []
+
+    async def nobody_answers(question, seconds: float) -> None:
+        question.close()
+        waited.append(seconds)
+        raise asyncio.TimeoutError
+
+    monkeypatch.setattr(succession.asyncio, "wait_for", nobody_answers)
+    assert not asyncio.run(host._lives(Address("there", "b", "10.0.0.1", 7)))
+    assert sum(waited) == pytest.approx(asked) and sum(waited) + succession.TRIES * succession.PAUSE < ANSWER
 
 
 def test_a_warehouse_that_starts_again_knows_who_has_moved(tmp_path) -> None:

@@ -27,6 +27,7 @@ from mindspeed_rl_plugin.dock.distributed.warehouse import Warehouse
 FILE = "controllers"  # in a warehouse's directory: those that have moved, for its successor
 MISSED = 3  # signs of life in a row, until a warehouse is given up, within one heartbeat
 TRIES = 3  # to reach a controller before it counts as gone
+QUESTION = 90.0  # seconds for all of them at most: whoever asks for a successor waits `fleet.ANSWER`, not a heartbeat
 PAUSE = 0.2  # seconds between them
 
 
@@ -207,10 +208,11 @@ class Succession:
         return f"; {named} gives no sign of life, its rows are lost until it does or they are put anew" if named else ""
 
     async def _lives(self, address: Address) -> bool:
-        """Whether a process answers within a heartbeat."""
+        """Whether a process answers within a heartbeat, or QUESTION where that is less."""
+        seconds = min(self.heartbeat, QUESTION) / TRIES
         for attempt in range(TRIES):
             try:
-                await asyncio.wait_for(self._request(address, "ping", {}), self.heartbeat / TRIES)
+                await asyncio.wait_for(self._request(address, "ping", {}), seconds)
                 return True
             except (OSError, EOFError, asyncio.TimeoutError):
                 await asyncio.sleep(PAUSE if attempt + 1 < TRIES else 0)
