@@ -163,7 +163,7 @@ class PairLoop:
         with self.monitor.stage("update"):
             place = self.topology.dp_rank, self.topology.dp_size
             self.update.prepare(batches_of_step(rows, i.forward.micro_batch_size, *place), count)
-            result = original(self.update.forward_step, self.update.iterator(), *args[2:], **kwargs)
+            result = self.update.run(original, args[2:], kwargs)
             found = {f"dpo/{k}" if k != "loss" else k: v for k, v in self.update.metrics().items()}
         found |= {"lr": megatron.learning_rate(args[3])}
         if result[GRAD_NORM] is not None:

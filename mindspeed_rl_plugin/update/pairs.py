@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -51,8 +51,7 @@ def pair_objective(algorithm: Algorithm, logp: Tensor, mask: Tensor, reference: 
 
 
 class PairUpdate:
-    """As `update.step.Update`, for pairs: `prepare`, Megatron's train_step with `forward_step` and `iterator()`,
-    `metrics`. model: this rank's chunks."""
+    """As `update.step.Update`, for pairs: `prepare`, `run`, `metrics`. model: this rank's chunks."""
 
     def __init__(self, algorithm: Algorithm, settings: ForwardSettings, model: Sequence[torch.nn.Module]) -> None:
         self.algorithm, self.settings, self.model = algorithm, settings, model
@@ -84,6 +83,10 @@ class PairUpdate:
         dp_size = parallel_state.get_data_parallel_world_size()
         self._scaling = LossScaling(len(self._batches), dp_size, self._per_token, int(tokens))
         self._pairs, self._tallies = pairs, {}
+
+    def run(self, train_step: Callable[..., tuple], args: tuple, kwargs: Mapping[str, Any]) -> tuple:
+        """Megatron's `train_step` on what was prepared. args: what it is given after forward step and iterator."""
+        return train_step(self.forward_step, self.iterator(), *args, **kwargs)
 
     def iterator(self) -> Any:
         """A fresh data iterator over the prepared micro-batches; a list of them under virtual pipeline stages."""
