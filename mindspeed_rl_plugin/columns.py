@@ -25,7 +25,7 @@ def grpo_columns(graders: int) -> list[ColumnSpec]:
     f32, i64 = torch.float32, torch.int64
     return [
         ColumnSpec("prompt", torch.int32, "group", ragged=True),
-        ColumnSpec("meta", torch.uint8, "group", ragged=True),  # JSON: text, answer, row, record
+        ColumnSpec("meta", torch.uint8, "group", ragged=True),  # JSON: fields of a `Prompt`
         ColumnSpec("tokens", torch.int32, "token", ragged=True),  # P prompt + R response ids
         ColumnSpec("loss_mask", torch.uint8, "token", ragged=True),
         ColumnSpec("logp_rollout", f32, "token", ragged=True),  # 0.0 where loss_mask is 0
@@ -127,7 +127,10 @@ def of_stage(reads: Sequence[str], last: bool) -> tuple[str, ...]:
 def prompt_columns(prompts: Sequence[Prompt]) -> dict[str, Column]:
     """Group columns of G prompts."""
     tokens = [torch.tensor(p.tokens, dtype=torch.int32) for p in prompts]
-    meta = [{"text": p.text, "answer": p.answer, "row": p.row, "record": dict(p.record)} for p in prompts]
+    meta = [
+        {"text": p.text, "answer": p.answer, "row": p.row, "record": dict(p.record), "messages": p.messages}
+        for p in prompts
+    ]
     return {"prompt": Ragged.from_rows(tokens), "meta": pack_json(meta)}
 
 
@@ -136,7 +139,9 @@ def reward_columns(rows: Rows, pool: RewardPool, decode: Callable[[Sequence[int]
     items = []
     for i, meta in enumerate(unpack_json(rows["meta"])):
         response = rows["tokens"].row(i)[rows["loss_mask"].row(i).bool()]
-        items.append(GradeItem(meta["text"], decode(response.tolist()), meta["answer"], meta["record"], rows.ids[i]))
+        text = decode(response.tolist())
+        item = GradeItem(meta["text"], text, meta["answer"], meta["record"], rows.ids[i], meta.get("messages"))
+        items.append(item)
     grades = pool.grade(items)
     return Rows(
         rows.ids,

@@ -152,7 +152,9 @@ def evaluation(p: Parts, done: int) -> None:
     failed, texts = torch.zeros(1, dtype=torch.int64), {}
 
     def grade(answers: Sequence[tuple[Prompt, Completion]]) -> list[bool]:
-        items = [GradeItem(q.text, p.inputs.decode(a.tokens), q.answer, dict(q.record), a.id) for q, a in answers]
+        items = [
+            GradeItem(q.text, p.inputs.decode(a.tokens), q.answer, dict(q.record), a.id, q.messages) for q, a in answers
+        ]
         grades = p.inputs.graders.grade(items)
         failed[0] += sum(g.error is not None for g in grades)
         texts.update(p.inputs.graders.take_failures())

@@ -156,7 +156,8 @@ class Prompt:
 
     tokens: P token ids (chat template applied when asked); text: the prompt as a grader sees it;
     answer: ground truth, "" when the data has none; row: index in the data; record: the other
-    fields of its data row (JSON values), for custom rewards.
+    fields of its data row (JSON values), for custom rewards; messages: the chat messages that the data
+    holds in the place of a string, for a grader with a chat template of its own.
     """
 
     tokens: tuple[int, ...]
@@ -164,6 +165,7 @@ class Prompt:
     answer: str
     row: int
     record: Mapping[str, object] = field(default_factory=dict)
+    messages: Sequence[Mapping[str, object]] | None = None
 
 
 @dataclass(frozen=True)

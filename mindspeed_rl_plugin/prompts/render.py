@@ -42,9 +42,10 @@ class Renderer:
         if not tokens:
             raise ValueError(f"{where}: field {self._prompt_key!r} gives no tokens")
         rest = {k: v for k, v in fields.items() if k not in (self._prompt_key, self._answer_key)}
-        record = json.loads(json.dumps(rest, default=str))
-        _check_unicode(where, _text(value), answer, json.dumps(record, ensure_ascii=False))
-        return Prompt(tuple(tokens), _text(value), answer, row, record)
+        record = _as_json(rest)
+        messages = None if isinstance(value, str) else _as_json(_messages(value, self._prompt_key, where))
+        _check_unicode(where, _text(value), answer, json.dumps([record, messages], ensure_ascii=False))
+        return Prompt(tuple(tokens), _text(value), answer, row, record, messages)
 
     def _tokens(self, value: Any, where: str) -> Sequence[int]:
         if isinstance(value, str):
@@ -72,6 +73,11 @@ def _answer(value: Any) -> str:
     if value is None:
         return ""
     return json.dumps(value, ensure_ascii=False) if isinstance(value, (bool, int, float, list, dict)) else str(value)
+
+
+def _as_json(value: Any) -> Any:
+    """As it would come back from JSON; what JSON has no form for becomes text."""
+    return json.loads(json.dumps(value, default=str))
 
 
 def _check_unicode(where: str, *texts: str) -> None:

@@ -62,6 +62,18 @@ class Grader:
         return self.function(**{k: v for k, v in columns.items() if k in self.names or self.rest})
 
 
+class ConversationGrader(Grader):
+    """A batch grader of this package, which is given chat messages as the data holds them beside their text."""
+
+    def __init__(self, name: str, function: Callable[..., Any]) -> None:
+        self.name, self.function = name, function
+        self.batch, self.asynchronous = True, False
+
+    def many(self, items: Sequence[dict[str, Any]]) -> Any:
+        """Call with the samples of one group."""
+        return self.function(*([item[name] for item in items] for name in ("prompt", "response", "messages")))
+
+
 def load_function(file: str, function: str) -> Callable[..., Any]:
     """The object `function` of a user's file, executed as a module beside which its neighbours can be imported.
 

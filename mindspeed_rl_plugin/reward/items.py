@@ -20,13 +20,15 @@ class RewardError(RuntimeError):
 
 @dataclass(frozen=True)
 class GradeItem:
-    """One response to grade. answer: ground truth, "" when the data has none; record: the row's other fields."""
+    """One response to grade. answer: ground truth, "" when the data has none; record: the row's other fields;
+    messages: chat messages that the data holds in the place of a prompt in one string, whose text `prompt` is then."""
 
     prompt: str
     response: str
     answer: str
     record: Mapping[str, object]
     id: SampleId
+    messages: Sequence[Mapping[str, object]] | None = None
 
 
 @dataclass(frozen=True)

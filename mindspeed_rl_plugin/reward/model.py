@@ -55,8 +55,9 @@ def make_grader(path: str, device: str) -> Callable[..., list[float]]:
     """A batch grader: the score of each response after its prompt, as the checkpoint gives it.
 
     device: "cpu", or an accelerator's; there the checkpoint's own dtype is kept, on the host it is float32. With a
-    chat template in the tokenizer prompt and response are a user's and an assistant's turn, without one text. A text
-    longer than the model's positions is a ValueError, never cut.
+    chat template in the tokenizer the response is the assistant's turn after the chat messages of the data, or after
+    the prompt as a user's turn; without one both are text. A text longer than the model's positions is a ValueError,
+    never cut.
     """
     import torch
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
@@ -75,15 +76,15 @@ def make_grader(path: str, device: str) -> Callable[..., list[float]]:
     model = model.to(device).eval()
     limit = getattr(model.config, "max_position_embeddings", None)
 
-    def encode(prompt: str, response: str) -> list[int]:
+    def encode(prompt: str, response: str, messages: Sequence[Any] | None) -> list[int]:
         if tokenizer.chat_template:
-            turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": response}]
-            text = tokenizer.apply_chat_template(turns, tokenize=False)
+            asked = messages or [{"role": "user", "content": prompt}]
+            text = tokenizer.apply_chat_template([*asked, {"role": "assistant", "content": response}], tokenize=False)
             return tokenizer(text, add_special_tokens=False)["input_ids"]
         return tokenizer(prompt + response)["input_ids"]
 
-    def score(prompts: Sequence[str], responses: Sequence[str]) -> list[float]:
-        rows = [encode(p, r) for p, r in zip(prompts, responses, strict=True)]
+    def score(prompts: Sequence[str], responses: Sequence[str], messages: Sequence[Any]) -> list[float]:
+        rows = [encode(*sample) for sample in zip(prompts, responses, messages, strict=True)]
         longest = max(map(len, rows))
         if limit is not None and longest > limit:
             raise ValueError(

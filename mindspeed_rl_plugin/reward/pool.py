@@ -261,7 +261,14 @@ class _Batch:
         self._pool, self._items = pool, items
         self.deadline = time.monotonic() + pool._limit
         self.texts = [
-            {"prompt": i.prompt, "response": i.response, "answer": i.answer, "record": dict(i.record)} for i in items
+            {
+                "prompt": i.prompt,
+                "response": i.response,
+                "answer": i.answer,
+                "record": dict(i.record),
+                "messages": i.messages,
+            }
+            for i in items
         ]
         self.parts = [[0.0] * len(pool.names) for _ in items]
         self._errors: list[str | None] = [None] * len(items)

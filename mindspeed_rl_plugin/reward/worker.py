@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from mindspeed_rl_plugin.reward.builtin import make_builtin
-from mindspeed_rl_plugin.reward.calling import Grader, load_function, number, within
+from mindspeed_rl_plugin.reward.calling import ConversationGrader, Grader, load_function, number, within
 from mindspeed_rl_plugin.reward.model import make_grader
 
 FRAMES = 4  # innermost frames of a traceback that are reported
@@ -113,7 +113,7 @@ def _load(setup: dict[str, Any], send: Callable[[dict[str, Any]], None]) -> list
             if file is None:
                 return Grader(name, make_builtin(name, setup["regex"]))
             if function is None:
-                return Grader(name, make_grader(file, setup["device"]))
+                return ConversationGrader(name, make_grader(file, setup["device"]))
             return Grader(name, load_function(file, function))
 
         result = _reported(load)

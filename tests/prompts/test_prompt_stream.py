@@ -210,10 +210,11 @@ def test_chat_template(stream, tokenizer_file: Path, tokenizer, tmp_path: Path) 
     first, second = stream({"a.jsonl": lines(*rows)}, tokenizer=chat, chat_template=True).all()
     assert list(first.tokens) == chat.encode("<user>hi<a>") and first.text == "hi"
     assert list(second.tokens) == chat.encode("<system>be<user>hi<a>")
-    assert second.text == "system: be\n\nuser: hi"
+    assert second.text == "system: be\n\nuser: hi" and second.messages == messages and first.messages is None
     Dataset.from_list([{"prompt": messages, "answer": 1}]).to_parquet(str(tmp_path / "m.parquet"))
     parquet = stream([str(tmp_path / "m.parquet")], tokenizer=chat, chat_template=True).all()[0]
     assert parquet.tokens == second.tokens and parquet.answer == "1"
+    assert parquet.messages == second.messages, "without the name that only one message has"
     with pytest.raises(ValueError, match="has no chat template"):
         stream({"a.jsonl": lines(*rows)}, chat_template=True)
 

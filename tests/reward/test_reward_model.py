@@ -16,11 +16,13 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from mindspeed_rl_plugin.columns import prompt_columns, reward_columns
+from mindspeed_rl_plugin.prompts import PromptStream
 from mindspeed_rl_plugin.reward import GradeItem, RewardError, RewardPool
 from mindspeed_rl_plugin.reward.model import same_tokenizer
 from mindspeed_rl_plugin.reward.specs import parse_specs
 from mindspeed_rl_plugin.startup import checks
-from mindspeed_rl_plugin.types import SampleId
+from mindspeed_rl_plugin.types import Ragged, Rows, SampleId
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz 0123456789<>"
 TEMPLATE = "{% for m in messages %}<{{ m['role'][0] }}>{{ m['content'] }}{% endfor %}"
@@ -87,6 +89,27 @@ def test_scores_of_two_models_beside_a_rule(decoder, encoder):
         assert found.parts == pytest.approx(want, abs=1e-5) and found.error is None
         assert found.total == pytest.approx(0.5 * want[0] + 2 * want[1] + want[2], abs=1e-5)
     assert len({round(g.parts[0], 4) for g in got}) == 4 and len({round(g.parts[2], 4) for g in got}) == 4
+
+
+def test_chat_messages_keep_their_turns(decoder, encoder, tmp_path):
+    """From a file of messages to the score, by the model's own template; a model without one reads their text."""
+    asked = [{"role": "system", "content": "be"}, {"role": "user", "content": "hi"}]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"prompt": p}) + "\n" for p in (asked, "hi")))
+    policy = save_tokenizer(tmp_path / "policy", template="{{ messages[-1]['content'] }}")
+    keys = {"prompt_key": "prompt", "answer_key": "", "chat_template": True, "max_length": 9, "seed": 0}
+    prompts = PromptStream([str(tmp_path / "a.jsonl")], policy, **keys).all()
+    columns = prompt_columns(prompts)
+    replies = {
+        "tokens": Ragged.from_rows([torch.tensor(policy.encode(r), dtype=torch.int32) for r in ("7", "42")]),
+        "loss_mask": Ragged.from_rows([torch.ones(n, dtype=torch.uint8) for n in (1, 2)]),
+    }
+    rows = Rows((SampleId(0, 0, 0), SampleId(0, 1, 0)), {"meta": columns["meta"], **replies})
+    with RewardPool([f"model:{decoder}", f"model:{encoder}"], workers=1, timeout=60) as pool:
+        parts = reward_columns(rows, pool, lambda ids: "".join(policy.convert_ids_to_tokens(ids)))["reward_parts"]
+    assert parts[0].tolist() == pytest.approx(
+        [alone(decoder, "<s>be<u>hi<a>7"), alone(encoder, "system: be\n\nuser: hi7")], abs=1e-5
+    )
+    assert parts[1].tolist() == pytest.approx([alone(decoder, "<u>hi<a>42"), alone(encoder, "hi42")], abs=1e-5)
 
 
 @pytest.mark.slow
