@@ -26,7 +26,7 @@ from mindspeed_rl_plugin.reward.model import same_tokenizer
 from mindspeed_rl_plugin.reward.specs import model_specs, parse_specs, time_limits
 from mindspeed_rl_plugin.rollout.hf_moe import routing_problems
 from mindspeed_rl_plugin.rollout.limits import LOWEST_TEMPERATURE, EngineSizes
-from mindspeed_rl_plugin.startup import arithmetic, critic_files, files, pair_checks, predicting
+from mindspeed_rl_plugin.startup import arithmetic, critic_files, files, predicting, unread
 from mindspeed_rl_plugin.startup.refused import REFUSED
 from mindspeed_rl_plugin.startup.upstream_rl import UPSTREAM_RL
 
@@ -36,7 +36,7 @@ Check = Callable[[Any, RLConfig], Iterator[str]]
 def check_args(args: Any) -> None:
     """Check validated arguments under RL. Raises ValueError that lists every problem found."""
     config = RLConfig.from_args(args)
-    checks = [*CHECKS, pair_checks.refused]
+    checks = CHECKS
     if learns_from_pairs(config.algorithm.algorithm):  # which has no grader and no engine
         checks = [check for check in checks if check not in (_rewards, _model, _swap, _dumps)]
     problems = [message for check in checks for message in check(args, config)]
@@ -183,8 +183,6 @@ def _group_size(algorithm: Algorithm, config: RLConfig) -> Iterator[str]:
 
 def _filtration(args: Any, algorithm: Algorithm, config: RLConfig) -> Iterator[str]:
     members, whole = config.rollout.samples_per_prompt, algorithm.filtration_whole_batch
-    if whole and not algorithm.filters:
-        yield "--rl-filtration-whole-batch has no meaning without --rl-filtration; give a rule, or remove it"
     if not algorithm.filters or whole or members < 1:
         return
     if members == 1:
@@ -393,4 +391,5 @@ CHECKS: tuple[Check, ...] = (
     _swap,
     _dumps,
     predicting.problems,
+    unread.refused,
 )

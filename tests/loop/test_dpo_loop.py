@@ -25,7 +25,7 @@ def dpo(job, arithmetic, tmp_path):
 
         def without_generation(agent, port):
             words = command(agent, port)
-            for flag in ("--rl-reward", "--rl-samples-per-prompt"):
+            for flag in ("--rl-reward", "--rl-samples-per-prompt", "--rl-kv-cache-gb", "--rl-reward-workers"):
                 at = words.index(flag)
                 del words[at : at + 2]
             return words

@@ -231,7 +231,7 @@ BAD = [
         "--rl-critic-warmup 10 leaves no iteration of --train-iters 10 to train the policy; lower it",
     ),
     ({"--rl-critic-warmup": ["3"]}, "--rl-critic-warmup 3 has no meaning for the advantage 'group-norm'"),
-    ({"--rl-filtration-whole-batch": []}, "--rl-filtration-whole-batch has no meaning without --rl-filtration"),
+    ({"--rl-filtration-whole-batch": []}, "only a --rl-filtration other than none reads it"),
     (
         {"--rl-filtration": ["pow"], "--rl-samples-per-prompt": ["1"]},
         "--rl-filtration pow: with --rl-samples-per-prompt 1 there is nothing to choose from",
@@ -265,11 +265,11 @@ BAD = [
     ({**DPO, "--rl-max-tokens-per-microbatch": ["64"]}, "64 has no meaning for --rl-algorithm dpo"),
     ({**DPO, "micro_batch_size": 1}, "--micro-batch-size 1 cuts a pair: it counts sequences"),
     ({**DPO, "micro_batch_size": 6}, "--global-batch-size 16 is not a multiple of --micro-batch-size 6 x 2"),
-    ({**DPO, "--rl-reward": ["exact"]}, "--rl-reward exact has no meaning for --rl-algorithm dpo, which draws no"),
+    ({**DPO, "--rl-reward": ["exact"]}, "--rl-reward exact has no meaning for --rl-algorithm dpo here: only an alg"),
     ({**DPO, "--rl-top-k": ["5"]}, "--rl-top-k 5 has no meaning for --rl-algorithm dpo"),
     ({**DPO, "--rl-loss": ["clip"]}, "--rl-loss clip has no meaning for --rl-algorithm dpo"),
     ({**DPO, "--rl-prompt-data": ["no-such-file.jsonl"]}, "--rl-prompt-data no-such-file.jsonl: no such file"),
-    ({"--rl-dpo-beta": ["0.2"]}, "--rl-dpo-beta 0.2 has no meaning for --rl-algorithm grpo, which learns from no"),
+    ({"--rl-dpo-beta": ["0.2"]}, "--rl-dpo-beta 0.2 has no meaning for --rl-algorithm grpo here: only --rl-algor"),
     ({"--rl-rejected-key": ["bad"]}, "--rl-rejected-key bad has no meaning for --rl-algorithm grpo"),
     (
         {"--rl-overlong-buffer": ["33"]},
