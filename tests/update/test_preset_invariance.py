@@ -49,6 +49,7 @@ VARIANTS = {
     "gspo": {"algorithm": "gspo", "clip_low": 0.2, "clip_high": 0.3},
     "cispo": {"algorithm": "cispo"},
     "sapo": {"algorithm": "grpo", "loss": "sapo"},
+    "pf-ppo": {"algorithm": "pf-ppo", "times": (2, 0, 0, 1, 0, 2, 2, 1)},  # rows of each group, drawn four times
     "truncated": {"algorithm": "gspo", "clip_low": 0.2, "clip_high": 0.3, "correction": "truncate"},
     "masked sequences": {
         "algorithm": "cispo",
@@ -92,7 +93,7 @@ def assert_same(got, want, where):
 
 def test_micro_batches_by_tokens_and_packed_take_the_same_step(run_cases):
     """One preset that sees whole sequences, one that averages over tokens; the slow tier has all of them."""
-    few = {name: VARIANTS[name] for name in ("gspo", "dapo")}
+    few = {name: VARIANTS[name] for name in ("gspo", "dapo", "pf-ppo")}
     one = {"plain": {"flags": ONE_RANK["micro-batch 1"], "variants": few}}
     cases = {name: {"flags": BY_TOKENS[name][1], "variants": few, **BY_TOKENS[name][2]} for name in FEW}
     layouts = run_cases("presets.py", 1, one | cases)
@@ -118,7 +119,8 @@ def test_every_preset_by_tokens_and_packed(run_cases, layouts):
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_preset_takes_the_same_step_in_every_layout(layouts, variant):
     want = layouts["micro-batch 1"][variant]
-    assert want["grad_norm"] > 1e-3 and want["metrics"]["trained_tokens"] == 38
+    tokens = 21 if variant == "pf-ppo" else 38
+    assert want["grad_norm"] > 1e-3 and want["metrics"]["trained_tokens"] == tokens
     for layout, found in layouts.items():
         assert_same(found[variant], want, layout)
 

@@ -1,9 +1,10 @@
 """Run by test_preset_invariance.py: one saved rollout through one optimizer step of each preset, in several layouts.
 
 Argument: a folder with `rollout.pt` and `cases.json`, {layout: {"flags": Megatron's, "variants": {variant: fields of
-AlgorithmConfig}, and for micro-batches by tokens "budget" and "packed"; "bounded": attention takes packed rows by
-their boundaries}}. Writes `LAYOUT.pt`: {variant: grad norm, metrics, full gradient of each parameter, rows of each
-micro-batch}. Weights stay as they are (learning rate 0), so all variants share one model.
+AlgorithmConfig, and "times": how often each row was drawn}, and for micro-batches by tokens "budget" and "packed";
+"bounded": attention takes packed rows by their boundaries}}. Writes `LAYOUT.pt`: {variant: grad norm, metrics, full
+gradient of each parameter, rows of each micro-batch}. Weights stay as they are (learning rate 0), so all variants share
+one model.
 """
 
 import json
@@ -46,6 +47,9 @@ def step_of(job, rows, chosen, budget=None, packed=False, chunk=None):
     settings = ForwardSettings.from_args(
         job.args, vocab_size=VOCAB, temperature=0.8, max_tokens=budget, packed=packed, chunk_tokens=chunk
     )
+    chosen = dict(chosen)
+    if times := chosen.pop("times", None):
+        rows = rows.with_columns(times=torch.tensor(times, dtype=torch.int32))
     algorithm = resolve(AlgorithmConfig(**chosen))
     if algorithm.per_token:
         rows = rows.with_columns(advantages=uneven(rows["advantages"]))

@@ -1,8 +1,8 @@
 """Run by test_values.py: one saved rollout through one optimizer step of a critic, in several layouts.
 
 Argument: a folder with `rollout.pt` and `cases.json`, {layout: Megatron's flags, or {"flags": those, "budget": tokens
-of a packed micro-batch}}. Writes `LAYOUT.pt`: the values
-before the step, grad norm, metrics, full gradient of each parameter.
+of a packed micro-batch, "rows": "filtered" (some count several times, others never) or "repeated" (copies of them)}}.
+Writes `LAYOUT.pt`: the values before the step, grad norm, metrics, full gradient of each parameter.
 """
 
 import json
@@ -19,8 +19,17 @@ from mindspeed_rl_plugin.forward.schedule import is_last_stage
 from mindspeed_rl_plugin.types import Ragged, Rows
 from mindspeed_rl_plugin.update.values import ValueUpdate
 
+TIMES = torch.tensor([2, 0, 0, 1, 0, 2, 2, 1], dtype=torch.int32)
 
-def step_of(job, rows, budget=None):
+
+def drawn_again(rows, how):
+    """As PF-PPO draws them: "filtered" says so in a column, "repeated" puts copies there."""
+    if how == "filtered":
+        return rows.with_columns(times=TIMES)
+    return Rows(rows.ids, rows.take(torch.arange(len(rows)).repeat_interleave(TIMES).tolist()).columns)
+
+
+def step_of(job, rows, budget=None, how=None):
     settings = ForwardSettings.from_args(
         job.args, vocab_size=VOCAB, temperature=0.8, max_tokens=budget, packed=budget is not None
     )
@@ -46,6 +55,8 @@ def step_of(job, rows, budget=None):
     values = order.select(rows.ids)["values"]
     moved = rows["logp_ref"].values - rows["logp_old"].values
     rows = rows.with_columns(values=Ragged(values.values + moved, values.offsets), returns=rows["logp_old"])
+    if how is not None:
+        rows = drawn_again(rows, how)
     update.prepare([rows.select(ids) for ids in step.of_rank(dp_rank)])
     _, grad_norm = job.train_step(update)
     return {
@@ -59,9 +70,9 @@ def step_of(job, rows, budget=None):
 def main(folder):
     rows = load_rows(folder / "rollout.pt")
     for layout, case in json.loads((folder / "cases.json").read_text()).items():
-        flags, budget = (case["flags"], case["budget"]) if isinstance(case, dict) else (case, None)
-        with Job(f"{flags} --global-batch-size {len(rows)}", lr=0.0, critic=True) as job:
-            found = step_of(job, rows, budget)
+        case = case if isinstance(case, dict) else {"flags": case}
+        with Job(f"{case['flags']} --global-batch-size {len(rows)}", lr=0.0, critic=True) as job:
+            found = step_of(job, rows, case.get("budget"), case.get("rows"))
             if dist.get_rank() == 0:
                 torch.save(found, folder / f"{layout}.pt")
 
