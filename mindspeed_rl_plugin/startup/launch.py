@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from mindspeed_rl_plugin.algorithms.presets import resolve
+from mindspeed_rl_plugin.algorithms import Algorithm, resolve
 from mindspeed_rl_plugin.config import RLConfig
 from mindspeed_rl_plugin.startup import (
     arithmetic,
@@ -40,7 +40,7 @@ class _Launch:
     start: Start
     loop: Any
     args: Any
-    needs_reference: bool
+    algorithm: Algorithm
     digest: ranks.CheckpointDigest | None = None
     loading: bool = True
     critic: Any = None
@@ -70,7 +70,7 @@ def launch(original: Callable, positional: tuple, named: Mapping[str, Any], args
     with _refusing():
         start, state = _decide(args)
     digest = ranks.CheckpointDigest(start.reference_path) if start.kind == "pretrained" else None
-    _launch = _Launch(start, loop, args, algorithm.needs_reference, digest)
+    _launch = _Launch(start, loop, args, algorithm, digest)
     if ranks.is_rank_0():
         print(describe(start, args), flush=True)
     settled = schedule.settled(state.get("schedule"), args) if state else {}
@@ -117,7 +117,7 @@ def _refusing() -> Iterator[None]:
 def load(original: Callable, positional: tuple, named: Mapping[str, Any]) -> Any:
     """Megatron's `load_checkpoint`, with the reference's weights loaded before a resumed actor's."""
     at = _launch
-    if at is not None and at.loading and at.start.kind == "resume" and at.needs_reference:
+    if at is not None and at.loading and at.start.kind == "resume" and at.algorithm.needs_reference:
         model = positional[0] if positional else named["ddp_model"]
         _load_reference(original, model, at)
         at.loop.on_reference_loaded(model)
@@ -203,18 +203,18 @@ def _load_reference(original: Callable, model: Any, at: _Launch) -> None:
         if ranks.weights_digest(_parameters(model)) != start.reference_digest:
             raise ValueError(
                 "the reference of this run was its random initialisation, and this start initialises other weights; "
-                "resume with the same --seed and parallel sizes, or with --rl-kl-loss-coef 0"
+                f"resume with the same --seed and parallel sizes{_or_without(at.algorithm)}"
             )
         return
     if start.reference_digest is None:
         raise ValueError(
             f"the reference {start.reference_path} could not be read when its digest was to be recorded, so nothing "
-            "tells whether it is still the same; resume with --rl-kl-loss-coef 0"
+            f"tells whether it is still the same; start a new run from it{_or_without(at.algorithm)}"
         )
-    if _digest(start.reference_path, _deadline(at.args)) != start.reference_digest:
+    if _digest(at) != start.reference_digest:
         raise ValueError(
             f"the reference {start.reference_path} has changed since RL began from it (SHA-256 differs from "
-            f"{start.reference_digest}); restore it, or resume with --rl-kl-loss-coef 0"
+            f"{start.reference_digest}); restore it{_or_without(at.algorithm)}"
         )
     arguments = ranks.on_rank_0(lambda: weights_arguments(start.reference_path))
     with overridden(at.args, arguments):
@@ -224,18 +224,27 @@ def _load_reference(original: Callable, model: Any, at: _Launch) -> None:
         print(f"[rl] reference weights loaded from {start.reference_path} (SHA-256 {short})", flush=True)
 
 
-def _digest(folder: str, deadline: float) -> str:
-    """Digest of a checkpoint, with a line for one that took long to read; a missing one is a ValueError."""
+def _or_without(algorithm: Algorithm) -> str:
+    """The other way out of a reference that cannot be had, as the end of a sentence: to resume without what reads it.
+    Pairs are always compared with theirs."""
+    if algorithm.from_pairs:
+        return ""
+    coefficients = {"--rl-kl-loss-coef": algorithm.kl_loss_coef, "--rl-kl-reward-coef": algorithm.kl_reward_coef}
+    return f", or resume with {' '.join(f'{flag} 0' for flag, value in coefficients.items() if value)}"
+
+
+def _digest(at: _Launch) -> str:
+    """Digest of the reference, with a line for one that took long to read; a missing one is a ValueError."""
     began = time.monotonic()
     try:
-        digest = ranks.CheckpointDigest(folder).result(deadline)
+        digest = ranks.CheckpointDigest(at.start.reference_path).result(_deadline(at.args))
     except ValueError as error:
         raise ValueError(
-            f"{error}: it is the reference that RL began from; put it back, or resume with --rl-kl-loss-coef 0"
+            f"{error}: it is the reference that RL began from; restore it{_or_without(at.algorithm)}"
         ) from error
     seconds = time.monotonic() - began
     if seconds > 5 and ranks.is_rank_0():
-        print(f"[rl] digest of {folder} took {seconds:.0f} s", flush=True)
+        print(f"[rl] digest of {at.start.reference_path} took {seconds:.0f} s", flush=True)
     return digest
 
 
@@ -246,8 +255,8 @@ def _first_digest(at: _Launch) -> str | None:
     except ValueError as error:
         if ranks.is_rank_0():
             print(
-                f"[rl] warning: no digest of the reference is recorded ({error}); a resume of this checkpoint works "
-                "with --rl-kl-loss-coef 0 only",
+                f"[rl] warning: no digest of the reference is recorded ({error}), so that no resume of this checkpoint "
+                f"can use it: start a new run from it{_or_without(at.algorithm)}",
                 flush=True,
             )
         return None

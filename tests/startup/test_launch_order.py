@@ -102,6 +102,10 @@ def job(tmp_path, monkeypatch):
     return run
 
 
+def unreadable(folder, paths):
+    raise FileNotFoundError(2, "No such file", paths[0])
+
+
 WEIGHTS_ONLY = (True, True, True)
 WHOLE = (False, False, False)
 
@@ -184,6 +188,44 @@ def test_a_reference_that_changed_or_is_gone_is_an_error(job, damage, message):
     damage()
     with pytest.raises(ValueError, match=message):
         job(load="base")
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "advice"),
+    [
+        (("grpo",), ", or resume with --rl-kl-loss-coef 0"),
+        (("rloo", "--rl-kl-loss-coef", "0"), ", or resume with --rl-kl-reward-coef 0"),
+        (("rloo",), ", or resume with --rl-kl-loss-coef 0 --rl-kl-reward-coef 0"),
+        (("dpo", "--rl-kl-loss-coef", "0"), ""),
+    ],
+)
+def test_the_advice_is_what_helps_this_algorithm(job, monkeypatch, capsys, algorithm, advice):
+    """A reference that changed, is gone, was never digested, or was drawn at random: what reads it can be left out."""
+    named = {"more": ("--rl-algorithm", *algorithm), "micro_batch_size": 2}
+    job(**named).megatron.save(4, 2.5)
+    with pytest.raises(ValueError, match="initialises other weights") as drawn:
+        job(initial=0.25, **named)
+    shutil.rmtree("out")
+    write_checkpoint("base", 500, 1.5)
+    job(load="base", **named).megatron.save(4, 2.5)
+    write_checkpoint("base", 500, 1.6)
+    with pytest.raises(ValueError, match="has changed since RL began from it") as changed:
+        job(**named)
+    shutil.rmtree("base")
+    with pytest.raises(ValueError, match="holds no checkpoint files: it is the reference") as gone:
+        job(**named)
+    shutil.rmtree("out")
+    write_checkpoint("base", 500, 1.5)
+    with monkeypatch.context() as patch:
+        patch.setattr(files, "hash_files", unreadable)
+        job(load="base", **named).megatron.save(4, 2.5)
+    said = capsys.readouterr().out
+    with pytest.raises(ValueError, match="could not be read when its digest was to be recorded") as unknown:
+        job(**named)
+    assert str(drawn.value).endswith(f"resume with the same --seed and parallel sizes{advice}")
+    assert str(changed.value).endswith(f"; restore it{advice}") and str(gone.value).endswith(f"; restore it{advice}")
+    assert str(unknown.value).endswith(f"; start a new run from it{advice}")
+    assert f"can use it: start a new run from it{advice}\n" in said
 
 
 def test_random_reference_is_rebuilt_only_from_the_same_weights(job):
@@ -277,11 +319,8 @@ def test_a_reference_that_cannot_be_read_costs_no_training(job, monkeypatch, cap
     """The weights are in the model already; what is lost is only the way to check the files on a resume."""
     write_checkpoint("base", 500, 1.5)
 
-    def gone(folder, paths):
-        raise FileNotFoundError(2, "No such file", paths[0])
-
     with monkeypatch.context() as patch:
-        patch.setattr(files, "hash_files", gone)
+        patch.setattr(files, "hash_files", unreadable)
         done = job(load="base")
         done.megatron.save(4, 2.5)
     assert "warning: no digest of the reference is recorded (" in capsys.readouterr().out
