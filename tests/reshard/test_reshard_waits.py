@@ -162,14 +162,14 @@ class Recorder:
         return call
 
 
-def loop_of_recorders(monkeypatch, swapped=("params", "grads", "optimizer")):
+def loop_of_recorders(monkeypatch, swapped=("params", "grads", "optimizer"), critic=False):
     events = []
     monkeypatch.setattr(iteration, "gathered", lambda model: nullcontext())
     loop = iteration.Loop()
     loop.parts = SimpleNamespace(
         monitor=SimpleNamespace(stage=lambda name: nullcontext()),
         model=None,
-        critic=None,
+        critic=Recorder(events, "critic") if critic else None,
         swapped=swapped,
         train_state=Recorder(events, "state"),
         engine=Recorder(events, "engine"),
@@ -199,6 +199,22 @@ def test_the_loop_waits_in_the_order_of_need(monkeypatch):
         "state.start_in optimizer",
         "log-probs",
     ]
+
+
+@pytest.mark.parametrize("swapped", [("params", "grads", "optimizer"), ("optimizer",)])
+def test_the_critic_leaves_before_the_engine_wakes_and_is_back_for_its_values(monkeypatch, swapped):
+    """First of all out, so that engine and policy find its memory free; in after the policy, whole."""
+    loop, events = loop_of_recorders(monkeypatch, swapped, critic=True)
+    with loop._engine_awake(3):
+        assert [e for e in events if e.startswith("critic")] == [f"critic.swap_out {','.join(sorted(swapped))}"]
+        assert events[0].startswith("critic.swap_out")
+        events.append("generate")
+    assert [e for e in events if e.startswith(("critic", "engine.sleep", "reshard.check"))][1:] == [
+        "engine.sleep",
+        "reshard.check_return",
+        "critic.swap_in",
+    ]
+    assert events[-1] == "state.start_in optimizer", "what overlaps the log-probs begins last"
 
 
 def test_the_update_begins_with_everything_back(monkeypatch):
