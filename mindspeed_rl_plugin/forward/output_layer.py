@@ -36,13 +36,22 @@ def forward_scored(
     _check(layer)
     with _scoring(layer, batch, settings, entropy_grad) as scored:
         output = call_model(model, batch)
-    given = scored[-1].detach().transpose(0, 1) if scored else None
-    if given is None or output.shape != given.shape or not torch.equal(output.detach(), given):
+    if not scored or not _same(output.detach(), scored[-1].detach().transpose(0, 1)):
         raise ValueError(
             f"{type(inner).__name__} does not return what its output layer gives, so log-probs cannot be taken there; "
             "pass --rl-logprob-chunk-tokens 0"
         )
     return output
+
+
+def _same(output: Tensor, given: Tensor) -> bool:
+    """Whether all numbers are equal, NaN too: a run that diverges is for Megatron to report, and no fault of the model.
+
+    The model may have copied them, so that storages would not tell.
+    """
+    if (output.shape, output.dtype) != (given.shape, given.dtype):
+        return False
+    return bool(((output == given) | (output.isnan() & given.isnan())).all())
 
 
 @contextlib.contextmanager

@@ -4,6 +4,7 @@ The arithmetic is tested in test_chunked.py, real Megatron models in tests/updat
 what is called when.
 """
 
+import dataclasses
 from types import SimpleNamespace
 
 import pytest
@@ -122,6 +123,18 @@ def test_a_stage_without_an_output_layer_runs_as_it_is(batch, scored):
 def test_a_model_that_works_on_its_logits_is_refused(batch, tail):
     with pytest.raises(ValueError, match="Model does not return what its output layer gives.*chunk-tokens 0"):
         output_layer.forward_scored(Model(tail=tail), batch, SETTINGS)
+
+
+def test_a_diverged_model_is_not_blamed_for_its_nan(batch):
+    """Megatron has its own report of a loss that is no number; the log-probs must come to it."""
+    tokens = batch.tokens.clone()
+    tokens[0, 1] = torch.nan
+    nan = dataclasses.replace(batch, tokens=tokens)
+    got = output_layer.forward_scored(Model(), nan, SETTINGS)
+    assert torch.equal(got.isnan().all(-1), tokens.isnan()) and got.isnan().sum() == 2
+    for tail in (lambda logits: 2 * logits, torch.nan_to_num, lambda logits: logits.double()):
+        with pytest.raises(ValueError, match="Model does not return what its output layer gives"):
+            output_layer.forward_scored(Model(tail=tail), nan, SETTINGS)
 
 
 @pytest.mark.parametrize(
