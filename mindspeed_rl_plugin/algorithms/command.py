@@ -11,10 +11,9 @@ from mindspeed_rl_plugin.algorithms import advantages, corrections, kl, losses, 
 from mindspeed_rl_plugin.algorithms.aggregate import AGGREGATIONS
 from mindspeed_rl_plugin.algorithms.algorithm import Algorithm
 from mindspeed_rl_plugin.algorithms.presets import ALGORITHMS, resolve
-from mindspeed_rl_plugin.algorithms.unready import lacking
 from mindspeed_rl_plugin.config import AlgorithmConfig
 
-HEAD = ("preset", "advantage", "loss", "aggregation", "KL in loss", "KL in reward", "more", "the loop lacks", "source")
+HEAD = ("preset", "advantage", "loss", "aggregation", "KL in loss", "KL in reward", "more", "source")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -44,7 +43,6 @@ def preset_row(name: str) -> tuple[str, ...]:
         _coefficient(found.kl_loss_coef, found.kl_estimator),
         _coefficient(found.kl_reward_coef, found.kl_reward_estimator),
         "; ".join(_more(found)) or "-",
-        ", ".join(lacking(found)) or "-",
         ALGORITHMS[name].source,
     )
 

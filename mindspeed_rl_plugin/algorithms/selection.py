@@ -45,18 +45,15 @@ FILTRATIONS: dict[str, Callable[[Tensor, float], Tensor]] = {
 }
 
 
-def resample(
-    rewards: Tensor, groups: Tensor, draws: Tensor, *, rule: str, power: float = 2.0, whole_batch: bool = False
-) -> Tensor:
+def resample(rewards: Tensor, groups: Tensor, draws: Tensor, *, rule: str, power: float = 2.0) -> Tensor:
     """PF-PPO: each row is replaced by one of its group, drawn with replacement by the weights of `rule`.
 
     rewards: `[B]`; groups: `[B]` int64; draws: `[B]` uniform in [0, 1), one a row (`uniform_draws`); rule: a name in
-    `FILTRATIONS`; whole_batch: verl's way, all rows as one group; rewards of 0 and 1 then filter next to nothing.
+    `FILTRATIONS`. All rows as one group is verl's way; rewards of 0 and 1 then filter next to nothing.
     Returns `[B]` int64, the row that stands in each row's place. Rows of a group may come in any order as long as
     `draws` come in the same. Source: PF-PPO, arXiv 2409.06957; verl, compute_pf_ppo_reweight_data.
     """
     chosen = torch.empty(len(rewards), dtype=torch.int64)
-    groups = torch.zeros_like(groups) if whole_batch else groups
     for name in groups.unique().tolist():
         rows = (groups == name).nonzero().flatten()
         edges = FILTRATIONS[rule](rewards[rows], power).cumsum(0)

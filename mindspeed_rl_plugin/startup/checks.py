@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from mindspeed_rl_plugin.algorithms import Algorithm, resolve, unready
+from mindspeed_rl_plugin.algorithms import Algorithm, resolve
 from mindspeed_rl_plugin.algorithms.presets import learns_from_pairs
 from mindspeed_rl_plugin.config import RLConfig, flag_name
 from mindspeed_rl_plugin.device import get_device
@@ -147,7 +147,6 @@ def _algorithm(args: Any, config: RLConfig) -> Iterator[str]:
     except ValueError as error:
         yield str(error)
         return
-    yield from unready.messages(algorithm)
     yield from _group_size(algorithm, config)
     yield from _filtration(args, algorithm, config)
     limit = config.rollout.max_response_length

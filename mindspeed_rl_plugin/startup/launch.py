@@ -65,7 +65,6 @@ def launch(original: Callable, positional: tuple, named: Mapping[str, Any], args
     if getattr(args, "mtp_num_layers", None):
         call = model_source.on_each_chunk(original, positional, named, predicting.at_rest)
         positional, named = call.args, call.kwargs
-    model_source.remember(original, positional, named)
     algorithm = resolve(RLConfig.from_args(args).algorithm)
     with _refusing():
         start, state = _decide(args)

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from mindspeed_rl_plugin.algorithms import ALGORITHMS, LOSSES, command, resolve, unready
+from mindspeed_rl_plugin.algorithms import ALGORITHMS, LOSSES, command, resolve
 from mindspeed_rl_plugin.config import AlgorithmConfig
 
 # preset -> advantage, loss, low, high, aggregation, KL in the loss, KL in the reward
@@ -20,7 +20,6 @@ ROWS = {
     "cispo": ("group-norm", "cispo", 10.0, 0.2, "token-mean", 0.0, 0.0),
     "dpo": ("pairs", "dpo", 0.0, 0.0, "pairs", 0.0, 0.0),
 }
-LACKING = {}
 
 
 def chosen(**flags):
@@ -39,7 +38,6 @@ def test_rows(name):
     assert found.correction == "off" and found.bounds.dual is None and found.kl_estimator == "k3"
     assert found.dynamic_sampling == (name == "dapo")
     assert found.filtration == ("best-worst" if name == "pf-ppo" else "none")
-    assert unready.lacking(found) == LACKING.get(name, [])
 
 
 def test_every_preset_is_a_row():
@@ -120,10 +118,6 @@ def test_bad_settings_are_refused(flags, message):
     with pytest.raises(ValueError) as error:
         chosen(**flags)
     assert message in str(error.value)
-
-
-def test_what_the_loop_lacks_is_said_with_a_way_out():
-    assert not any(list(unready.messages(chosen(algorithm=name))) for name in ALGORITHMS)
 
 
 def test_the_command_prints_every_preset_and_part_with_its_source(capsys):

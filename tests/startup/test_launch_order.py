@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from mindspeed_rl_plugin.config import add_flags
-from mindspeed_rl_plugin.startup import checks, files, launch, model_source, ranks
+from mindspeed_rl_plugin.startup import checks, files, launch, ranks
 
 
 class Loop:
@@ -291,14 +291,6 @@ def test_saving_before_the_start_is_refused(monkeypatch):
     monkeypatch.setattr(launch, "_launch", None)
     with pytest.raises(ValueError, match="before training has started"):
         launch.save_rl_state(None, 1)
-
-
-def test_the_model_source_is_remembered_by_name(job, monkeypatch):
-    monkeypatch.setattr(model_source, "_source", None)
-    with pytest.raises(RuntimeError, match="has not built a model yet"):
-        model_source.recall()
-    job()
-    assert model_source.recall() == model_source.ModelSource(provider=len, container=None)
 
 
 def test_training_does_not_wait_for_the_digest(job, monkeypatch):
