@@ -139,7 +139,7 @@ class AlgorithmConfig:
     critic_load: str | None = flag(
         None,
         "checkpoint of the policy's architecture that the critic starts from: a critic's (SAVE/iter_*/critic), or "
-        " a language model's, with a fresh value head (default: the policy's weights and a fresh head)",
+        "a language model's, with a fresh value head (default: the policy's weights and a fresh head)",
     )
     critic_lr: float | None = flag(
         None, "peak learning rate of the critic, whose schedule is the policy's scaled to it (default: --lr)"

@@ -108,13 +108,13 @@ def reinforce_plus_plus(batch: RewardBatch, settings: Settings) -> Ragged:
     """REINFORCE++: discounted sum of the token rewards from a token on, `A_t = rho_t + gamma * A_{t+1}`.
 
     Needs `loss_mask`. Masked tokens take no step of the discount. Returns ragged `[L]` float64, 0 where the
-    mask is 0; to be whitened over the global batch (`whiten`). Source: arXiv 2501.03262.
+    mask is 0; to be whitened over the rollout (`whiten`). Source: arXiv 2501.03262.
     """
     return _backwards(batch.token_rewards(), batch.loss_mask, settings.gamma)
 
 
 def reinforce_baseline(batch: RewardBatch, settings: Settings) -> Tensor:
-    """REINFORCE++-baseline: `R - mean_g`, to be whitened over the trained tokens of the global batch.
+    """REINFORCE++-baseline: `R - mean_g`, to be whitened over the trained tokens of the rollout.
 
     Returns `[B]` float64. Source: arXiv 2501.03262.
     """
@@ -125,7 +125,7 @@ def gae(batch: RewardBatch, settings: Settings) -> Ragged:
     """PPO: `delta_t = rho_t + gamma * V_{t+1} - V_t`, `A_t = delta_t + gamma * lambda * A_{t+1}`.
 
     Needs `loss_mask` and `values`. Between two trained tokens masked ones carry V and A across; after the last V is
-    0. Returns ragged `[L]` float64, 0 where the mask is 0, to be whitened over the global batch; the critic
+    0. Returns ragged `[L]` float64, 0 where the mask is 0, to be whitened over the rollout; the critic
     learns `returns` of them as they are here. Source: GAE, arXiv 1506.02438, Eq. 16; PPO, arXiv 1707.06347, Eq. 11.
     """
     if batch.values is None:
@@ -150,7 +150,7 @@ def returns(advantages: Ragged, values: Ragged, loss_mask: Ragged) -> Ragged:
 
 @dataclass(frozen=True)
 class AdvantageSpec:
-    """An estimator. per_token: it returns a `Ragged`; whitened: its result is whitened over the global batch;
+    """An estimator. per_token: it returns a `Ragged`; whitened: its result is whitened over the rollout;
     members: fewest responses of a prompt that it can compare; critic: it needs values."""
 
     function: Callable[[RewardBatch, Settings], Tensor | Ragged]

@@ -88,7 +88,7 @@ class Algorithm:
 
     @property
     def whitened(self) -> bool:
-        """Whether advantages are to be whitened over the global batch (`whiten`)."""
+        """Whether advantages are to be whitened over the rollout (`whiten`)."""
         return ADVANTAGES[self.advantage].whitened
 
     def buffer(self, limit: int) -> int:

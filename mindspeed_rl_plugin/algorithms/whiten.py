@@ -1,4 +1,4 @@
-"""Whitening of advantages over the trained tokens of the global batch, whoever holds which part of it."""
+"""Whitening of advantages over the trained tokens of a rollout, whoever holds which part of it."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Moments:
 def whiten(values: Tensor, moments: Moments, eps: float = 1e-8) -> Tensor:
     """`(A - mean) / sqrt(variance + eps)`, sample variance; exactly 0 where all tokens have one value.
 
-    values: any shape; moments: of the global batch. Returns float64 of the same shape. Masked tokens are the
+    values: any shape; moments: of the whole rollout. Returns float64 of the same shape. Masked tokens are the
     caller's to set to 0. Source: REINFORCE++, arXiv 2501.03262; for PPO: arXiv 2006.05990.
     """
     if moments.low >= moments.high:

@@ -72,6 +72,12 @@ def test_help_shows_the_groups(parsed):
     assert "responses drawn for each prompt, the group size N [responses] (default: 8)" in text
 
 
+def test_no_help_has_a_seam():
+    groups = [getattr(RLConfig(), group.name) for group in dataclasses.fields(RLConfig)]
+    helps = {f.name: f.metadata["help"] for group in groups for f in dataclasses.fields(group)}
+    assert len(helps) > 80 and not [name for name, text in helps.items() if text != " ".join(text.split())]
+
+
 def test_flags_are_ours_alone_in_the_installed_parser(parsed):
     assert sorted(parsed["flags"]) == sorted(flag_names())
     assert not set(parsed["flags"]) & set(parsed["other_flags"])
