@@ -253,7 +253,7 @@ class Job:
 
     def __init__(self, scenario: str, out: Path, environment: Mapping[str, str]) -> None:
         self.out = out
-        port = 20000 + (os.getpid() * 37 + int(time.monotonic() * 10)) % 20000
+        port = 20000 + (os.getpid() * 37 + int(time.monotonic() * 10)) % 12000  # below those of outgoing connections
         base = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
         common = {"OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
         common["PYTHONPATH"], common["PYTHONHASHSEED"] = str(ROOT), "0"

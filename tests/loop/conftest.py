@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import random
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -72,6 +75,15 @@ class Result:
         return [line for line in lines if line["kind"] == "eval"]
 
 
+def free_port() -> int:
+    """A port that nobody listens on, below those that the system gives to outgoing connections."""
+    while True:
+        port = 20000 + random.SystemRandom().randrange(12000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("", port))
+            return port
+
+
 @dataclass
 class Job:
     """One launch command. agents: torchrun processes, each with `ranks` ranks; script: what the runner runs;
@@ -108,7 +120,7 @@ class Job:
     def start(self) -> None:
         """Start the agents, afresh or again; their logs are added to."""
         self.processes.clear()
-        port = 20000 + (os.getpid() * 37 + int(time.monotonic() * 10)) % 20000
+        port = free_port()
         path = os.pathsep.join(filter(None, (*map(str, self.path), os.environ.get("PYTHONPATH"))))
         for agent in range(self.agents):
             with open(self.log_file(agent), "a") as log:
