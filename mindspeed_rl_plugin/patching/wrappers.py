@@ -7,6 +7,7 @@ decorators. They stay thin: what RL does lives in `startup/` and `iteration.py`.
 from __future__ import annotations
 
 import argparse
+import difflib
 import functools
 import sys
 import time
@@ -26,7 +27,7 @@ def add_megatron_arguments_wrapper(original: Callable) -> Callable:
     @functools.wraps(original)
     def add_megatron_arguments(parser: Any) -> Any:
         _refuse_yaml(sys.argv[1:])
-        return _repair_help(add_flags(original(parser)))
+        return _refuse_misspelt(_repair_help(add_flags(original(parser))))
 
     return add_megatron_arguments
 
@@ -170,6 +171,22 @@ def _repair_help(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
                 action.help = action.help.replace("%", "%%")
             except KeyError:
                 continue  # names that only argparse knows, such as %(prog)s
+    return parser
+
+
+def _refuse_misspelt(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """End with the nearest flag for a `--rl-*` that nobody knows; scripts that ignore unknown flags would lose it."""
+    parse = parser.parse_known_args
+
+    def parse_known_args(*positional: Any, **named: Any) -> Any:
+        found, rest = parse(*positional, **named)
+        for flag in (word.partition("=")[0] for word in rest if word.startswith("--rl-")):
+            known = [option for option in parser._option_string_actions if option.startswith("--rl-")]
+            near = " or ".join(difflib.get_close_matches(flag, known, n=2)) or "one that `--help` lists"
+            parser.error(f"{flag} is unknown; did you mean {near}?")
+        return found, rest
+
+    parser.parse_known_args = parse_known_args
     return parser
 
 

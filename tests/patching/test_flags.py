@@ -41,6 +41,11 @@ CASES = [
     (MODEL + NO_DROPOUT + RL + ["--no-save-optim"], "--no-save-optim: a run could not be resumed"),
     (MODEL + NO_DROPOUT + RL + ["--yaml-cfg", "x.yaml"], "ValueError: --yaml-cfg drops every other argument"),
     (MODEL + NO_DROPOUT + RL + ["--rl-kl-estimator", "k4"], "usage: "),
+    (
+        MODEL + NO_DROPOUT + RL + ["--rl-rollout-promts", "4"],
+        "error: --rl-rollout-promts is unknown; did you mean --rl-rollout-prompts",
+    ),
+    (MODEL + ["--rl-xyzzy=1"], "error: --rl-xyzzy is unknown; did you mean one that `--help` lists?"),
 ]
 
 
