@@ -8,11 +8,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mindspeed_rl_plugin.dock import ColumnSpec
 from mindspeed_rl_plugin.dock.distributed.arena import LEAST, Arena, Extent, Segments
 from mindspeed_rl_plugin.dock.distributed.ranges import cut, insert, overlap, take
+from mindspeed_rl_plugin.dock.distributed.records import Shape
+from mindspeed_rl_plugin.dock.distributed.warehouse import Block, Warehouse
 
 SEGMENT = 256 << 10
 LIMIT = 6 << 20
@@ -75,6 +79,20 @@ def test_blocks_that_grow_from_rollout_to_rollout_stay_within_the_limit(arena: A
         assert rollout(arena, sizes) <= LIMIT + slack(arena, 5)
         made.append(arena._next > before)
     assert sum(made) <= 8 and arena.used == 0
+
+
+def test_a_warehouse_keeps_its_memory_within_its_capacity(arena: Arena) -> None:
+    """One block a rollout that grows by 5%, committed and cleared."""
+    columns = {"tokens": ColumnSpec("tokens", torch.int32, "token", ragged=True)}
+    arena.limit = None
+    house = Warehouse(0, columns, arena, capacity=LIMIT)
+    for epoch in range(50):
+        entries = int(1e5 * 1.05**epoch)
+        (extent,) = house.reservations.make("me", [4 * entries])
+        block = Block("tokens", np.zeros(1, np.int32), np.array([entries], np.int32), extent)
+        house.commit("me", epoch, Shape(1, 1), [block])
+        assert arena.used <= LIMIT and arena.reserved <= LIMIT + slack(arena, 1)
+        house.clear(epoch, Shape(1, 1), np.zeros(1, np.int64))
 
 
 def test_without_a_limit_twice_the_most_in_use_is_kept(arena: Arena) -> None:

@@ -1,13 +1,14 @@
-"""A thousand rollouts through one dock: nothing grows, nothing is left."""
+"""A thousand rollouts through one dock, of responses that grow: nothing else grows, nothing is left."""
 
 import gc
+import mmap
 import os
 import resource
 
 import pytest
 import torch
 
-from mindspeed_rl_plugin.dock import ColumnSpec, DistributedDock, StateSpec
+from mindspeed_rl_plugin.dock import ColumnSpec, DistributedDock, Limits, StateSpec
 from mindspeed_rl_plugin.types import Ragged, Rows, SampleId
 
 COLUMNS = [
@@ -23,6 +24,9 @@ STATES = [
     StateSpec("update", ("tokens", "logp", "reward"), (), whole_groups=True),
 ]
 GROUPS, MEMBERS = 8, 4
+SHORT, LONG = 1000, 6000  # tokens of the longest response, in the first rollout and in the last
+EPOCHS = 1000
+CAPACITY = 5 << 20  # bytes of cells on a machine
 
 
 def resident() -> int:
@@ -47,7 +51,8 @@ def rollout(docks: list[DistributedDock], epoch: int, generator: torch.Generator
             elif column == "reward":
                 rows = Rows(lease.rows.ids, {column: torch.ones(len(lease))})
             elif column == "tokens":
-                lengths = torch.randint(1, 4000, (len(lease),), generator=generator).tolist()
+                longest = SHORT + (LONG - SHORT) * epoch // EPOCHS
+                lengths = torch.randint(1, longest, (len(lease),), generator=generator).tolist()
                 values = [torch.full((n,), epoch, dtype=torch.int32) for n in lengths]
                 rows = Rows(lease.rows.ids, {column: Ragged.from_rows(values)})
             else:
@@ -64,25 +69,29 @@ def rollout(docks: list[DistributedDock], epoch: int, generator: torch.Generator
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize("nodes", [["one"], ["left", "right"]], ids=["one node", "two nodes"])
-def test_a_thousand_rollouts_leave_memory_flat(members, nodes: list[str]) -> None:
-    made = members(COLUMNS, STATES, nodes)
+@pytest.mark.parametrize("capped", [False, True], ids=["", "capped"])
+def test_a_thousand_rollouts_leave_memory_flat(members, nodes: list[str], capped: bool) -> None:
+    limits = Limits(CAPACITY if capped else None, LONG, segment_bytes=1 << 16)  # most blocks have segments of their own
+    made = members(COLUMNS, STATES, nodes, limits=limits)
     nets = [m.connections for m in made] if len(made) == 2 else [made[0].connections] * 2
     docks = [DistributedDock(COLUMNS, STATES, n, consumer=c, consumers=2, leader=c == 1) for c, n in enumerate(nets)]
     generator = torch.Generator().manual_seed(0)
     houses = [m.host.warehouse for m in made]
-    seen = {}
-    for epoch in range(1000):
+    seen = []
+    for epoch in range(EPOCHS):
         rollout(docks, epoch, generator)
-        if epoch in (199, 999):
+        for house in houses:
+            most = CAPACITY * 65 // 64 if capped else 2 * house.arena._most + house.arena.segment_bytes
+            assert house.arena.reserved <= most + 2 * mmap.PAGESIZE * (len(house._extents) + len(house.arena._free))
+        if epoch in (EPOCHS // 5 - 1, EPOCHS - 1):
             gc.collect()
             assert all(h.used == 0 for h in houses if epoch % 3 != 0)
-            shared = sum(h.arena.reserved for h in houses)
-            journal = sum(h._journal.nbytes for h in houses)
-            files = sum(len(os.listdir(h.arena.directory)) for h in houses)
-            seen[epoch] = (resident(), shared, journal, files)
-    (before, shared, _, files), after = seen[199], seen[999]
-    assert after[0] < before + (8 << 20), f"memory grew from {before} to {after[0]} bytes"
-    assert after[1] <= shared + (64 << 20) and after[3] <= files + 1 and after[2] < 16 << 20
+            seen.append(resident())
+    assert seen[1] < seen[0] + (8 << 20), f"memory grew from {seen[0]} to {seen[1]} bytes"
+    for house in houses:
+        assert house._journal.nbytes < 16 << 20
+        files = len(list(house.arena.directory.glob("segment-*")))
+        assert files <= most // house.arena.segment_bytes + 2
     for member in made:
         for controller in member.host.controllers.values():
             assert len(controller._epochs) <= 1 and not controller._leases and not controller._joined
