@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from safetensors.torch import load_file
+
+from mindspeed_rl_plugin.export import to_hf
 
 AGREEMENT = 2e-5  # nats, fp32: log-probs of the engine against the trainer's
 TP2 = ("--tensor-model-parallel-size", "2", "--sequence-parallel")
@@ -73,8 +76,9 @@ def test_latent_attention(job, latent_model, train, generate, ranks):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("train", [EP2, PP2], ids=["EP2", "PP2"])
-def test_predicting_layers_rest(job, latent_model, train):
-    """With layers for multi-token prediction: neither generated with nor trained, kept in the checkpoints."""
+def test_predicting_layers_rest(job, latent_model, train, tmp_path):
+    """With layers for multi-token prediction: neither generated with nor trained, kept in the checkpoints, and not
+    exported, nor is the last stage's copy of the embedding for them."""
     options = ("--mtp-num-layers", "1", "--train-iters", "2", "--save-interval", "1", "--rl-verify-weights")
     done = job(*options, *train, *SPREAD2, model=latent_model).run(400)
     check(done, 2)
@@ -82,6 +86,11 @@ def test_predicting_layers_rest(job, latent_model, train):
     resting = [name for name in first if ".mtp." in f".{name}"]
     assert resting and all(torch.equal(first[name], second[name]) for name in resting)
     assert not all(torch.equal(first[name], second[name]) for name in first.keys() - set(resting))
+    assert to_hf.main(["--load", str(done.run_dir.parent), "--out", str(tmp_path / "hf")]) == 0
+    exported = load_file(tmp_path / "hf" / "model.safetensors")
+    assert not any("mtp" in name for name in exported)
+    ours, theirs = exported["model.embed_tokens.weight"], second["embedding.word_embeddings.weight of mp_rank_00_000"]
+    assert torch.equal(ours, theirs[: len(ours)])  # of the first stage, or the first expert parallel rank
 
 
 def weights(checkpoint) -> dict[str, torch.Tensor]:
