@@ -65,7 +65,7 @@ def outbox_of(member: Member):
 @pytest.mark.parametrize("noticed", [True, False], ids=["ended", "silently"])
 def test_the_last_record_before_a_wait_is_lost_with_its_connection(made, noticed: bool) -> None:
     """Another rank waits for the row: nothing that it asks, and nothing that follows, shows that the record is gone."""
-    writer, reader = made(["a", "b"], heartbeat=30 if noticed else 1.2)
+    writer, reader = made(["a", "b"], heartbeat=120 if noticed else 1.2)
     dock, other = dock_of(writer), dock_of(reader)
     (state,) = reader.host.controllers
     dock.put(rows(0))
