@@ -117,8 +117,9 @@ class Device:
     def host_empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Uninitialised host buffer `shape` for copies from and to the device: pinned where there is one.
 
-        On CPU it is an ordinary tensor that `StorageMeter` knows not to count as device memory. Raises MemoryError
-        where the host has none left.
+        On CPU it is an ordinary tensor that `StorageMeter` knows not to count as device memory. torch rounds pinned
+        memory up to a power of two of bytes: large buffers should ask for one. Raises MemoryError where the host has
+        none left.
         """
         nbytes = math.prod(shape) * dtype.itemsize
         try:

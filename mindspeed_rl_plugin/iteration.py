@@ -29,7 +29,7 @@ from mindspeed_rl_plugin.rollout.generate import run_generation
 from mindspeed_rl_plugin.startup.launch import TRAINED
 from mindspeed_rl_plugin.startup.start import Start
 from mindspeed_rl_plugin.types import Ragged, Rows, SampleId
-from mindspeed_rl_plugin.wiring import Inputs, Parts
+from mindspeed_rl_plugin.wiring import Inputs, Parts, make_room
 
 _loop: Loop | PairLoop | None = None
 
@@ -77,7 +77,7 @@ class Loop:
 
     def on_reference_loaded(self, model: Any) -> None:
         """Keep a host copy of the reference, which the model holds right now."""
-        self._reference = HostWeights.capture(model)
+        self._reference = HostWeights.capture(model, room=make_room(self.inputs.config))
 
     def on_critic_built(self, critic: Critic) -> None:
         """Take the critic, loaded; only where the advantage needs one."""

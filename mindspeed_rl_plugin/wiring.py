@@ -25,6 +25,7 @@ from mindspeed_rl_plugin.monitor.monitor import Monitor
 from mindspeed_rl_plugin.placement import Placement
 from mindspeed_rl_plugin.prompts import PromptStream, load_tokenizer
 from mindspeed_rl_plugin.reshard.hook import Resharder
+from mindspeed_rl_plugin.reshard.hosting import HostRoom
 from mindspeed_rl_plugin.reshard.layout import EngineParallel, ModelShape, Parallel
 from mindspeed_rl_plugin.reshard.swap import HostWeights, TrainState, unwrap
 from mindspeed_rl_plugin.reward import RewardPool
@@ -184,11 +185,15 @@ class Parts:
             deadline=config.monitor.wait_timeout,
         )
         _check_rotary(inputs, model)
-        train_state = TrainState(model, optimizer, sharing=launch_env()["local_world_size"])
-        # The engine measures the free memory when it starts: the training state must not be in its way.
-        train_state.swap_out(config.reshard.leaving)
+        room = make_room(config)
+        train_state = TrainState(model, optimizer, room=room)
         if critic is not None:
-            critic.swap_out(config.reshard.leaving)
+            critic.state.room = room
+        # The engine measures the free memory when it starts: the training state must not be in its way.
+        with room.beside(0 if get_device().is_cpu else resharder.engine_copy_bytes()):
+            train_state.swap_out(config.reshard.leaving)
+            if critic is not None:
+                critic.swap_out(config.reshard.leaving)
         vllm = VllmEngine(engine.options(inputs, dtype))
         vllm.sleep()
         train_state.swap_in()
@@ -358,3 +363,8 @@ def make_monitor(args: argparse.Namespace, config: RLConfig, topology: Topology,
             **({"dump_dir": str(Path(dump_dir).resolve())} if dump_dir else {}),
         },
     )
+
+
+def make_room(config: RLConfig) -> HostRoom:
+    """The host memory of this machine, for what its ranks swap. Collective over all ranks."""
+    return HostRoom.of_machine(launch_env()["local_world_size"], config.monitor.wait_timeout)

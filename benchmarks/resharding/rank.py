@@ -22,6 +22,7 @@ from mindspeed_rl_plugin.reshard.cells import Cells  # noqa: E402
 from mindspeed_rl_plugin.reshard.execute import stream  # noqa: E402
 from mindspeed_rl_plugin.reshard.footprint import MODES  # noqa: E402
 from mindspeed_rl_plugin.reshard.gather import gather, make_gathering  # noqa: E402
+from mindspeed_rl_plugin.reshard.hosting import HostRoom  # noqa: E402
 from mindspeed_rl_plugin.reshard.layout import (  # noqa: E402
     ModelShape,
     canonical_tensors,
@@ -81,7 +82,7 @@ class Rank:
         self.least = cells.flow().received
         self.everything = cells.flow(everything=True).received
         self.temporary = Temporary(get_device())
-        self.state = TrainState([self.source], None, sharing=world)
+        self.state = TrainState([self.source], room=HostRoom.of_machine(world, DEADLINE))
 
     def _number(self, layout) -> None:
         """Values that depend on the place in the canonical model only, so that a wrong copy shows."""

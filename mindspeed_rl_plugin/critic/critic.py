@@ -17,11 +17,11 @@ from mindspeed_rl_plugin.types import Ragged, Rows
 
 class Critic:
     """model: this rank's chunks, wrapped as the policy's; optimizer, scheduler: Megatron's own, apart from the
-    policy's; config: of the model, prepared for training."""
+    policy's; config: of the model, prepared for training; state: what leaves the device during generation."""
 
     def __init__(self, model: Sequence[torch.nn.Module], optimizer: Any, scheduler: Any, config: Any) -> None:
         self.model, self.optimizer, self.scheduler, self.config = list(model), optimizer, scheduler, config
-        self._state = TrainState(self.model, optimizer)
+        self.state = TrainState(self.model, optimizer)
 
     @torch.no_grad()
     def copy_backbone(self, policy: Sequence[torch.nn.Module]) -> None:
@@ -66,8 +66,8 @@ class Critic:
     def swap_out(self, what: Iterable[str]) -> None:
         """Free the device memory of the categories, as `TrainState.swap_out`."""
         with gathered(self.model):
-            self._state.swap_out(what)
+            self.state.swap_out(what)
 
     def swap_in(self) -> None:
         """Bring back what is away."""
-        self._state.swap_in()
+        self.state.swap_in()

@@ -29,7 +29,7 @@ from mindspeed_rl_plugin.startup import checks, megatron, ranks
 from mindspeed_rl_plugin.startup.start import Start
 from mindspeed_rl_plugin.startup.topology import Topology
 from mindspeed_rl_plugin.update.pairs import PairUpdate
-from mindspeed_rl_plugin.wiring import make_monitor
+from mindspeed_rl_plugin.wiring import make_monitor, make_room
 
 GRAD_NORM = 5  # place in what Megatron's train_step returns
 
@@ -107,7 +107,7 @@ class PairLoop:
         self._key = reference.cache_key(weights, i.pairs.fingerprint + held_out, i.forward, i.args.params_dtype)
         self._logps = ranks.on_rank_0(lambda: reference.read_cache(self._folder, self._key, self._count))
         if self._logps is None:
-            self._weights = HostWeights.capture(model)
+            self._weights = HostWeights.capture(model, room=make_room(i.config))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take the RL state of a checkpoint."""

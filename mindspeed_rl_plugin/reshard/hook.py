@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 
 import torch
 import torch.distributed as dist
@@ -29,6 +30,7 @@ from mindspeed_rl_plugin.reshard.layout import (
     Parallel,
     canonical_tensors,
     engine_layout,
+    engine_shapes,
     megatron_layout,
     megatron_shapes,
 )
@@ -141,6 +143,12 @@ class Resharder:
     def release(self) -> None:
         """Step 4 of `allgather`: free the temporary buffer. In the other modes there is none."""
         self._buffer = None
+
+    def engine_copy_bytes(self) -> int:
+        """Host memory that vLLM's sleep takes on this rank for a copy of the engine's weights: pinned, and so rounded
+        up to a power of two for each tensor."""
+        sizes = engine_shapes(self.shape, self.engine, self.rank % self.engine.ranks).values()
+        return sum(1 << (prod(size) * self.dtype.itemsize - 1).bit_length() for size in sizes)
 
     def check_return(self, model_chunks: Sequence[Module]) -> None:
         """On the way back: the trainer has the weights again that it exported. Not collective; does nothing unless

@@ -14,7 +14,7 @@ inside `gathered`: enter it before exporting, swapping or scoring.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,12 +24,17 @@ from torch.nn import Module
 
 from mindspeed_rl_plugin.copies import Copying
 from mindspeed_rl_plugin.device import Device, get_device
+from mindspeed_rl_plugin.reshard import state
+from mindspeed_rl_plugin.reshard.hosting import HostPieces, HostRoom
+from mindspeed_rl_plugin.reshard.state import bytes_of, unwrap
 from mindspeed_rl_plugin.reshard.wide import keep_wide
+
+__all__ = ["CATEGORIES", "HostWeights", "TrainState", "gathered", "unwrap"]
 
 CATEGORIES = ("params", "grads", "optimizer")
 _SCRATCH = 64 << 20  # bytes of device memory that an exchange of weights uses
 
-Storages = dict[int, torch.UntypedStorage]
+Place = list[Tensor]  # of a storage on the host: its bytes, on one piece of memory or several
 
 
 @dataclass
@@ -38,7 +43,7 @@ class _Away:
 
     storage: torch.UntypedStorage
     nbytes: int
-    host: Tensor | None
+    host: Place | None
 
 
 @dataclass
@@ -54,20 +59,26 @@ class TrainState:
 
     Methods take names of CATEGORIES (or "none"): params are the parameters, buffers and Megatron's parameter buffers;
     optimizer are main parameters and moments that do not share memory with params; grads are freed without a copy and
-    come back as zeros. Host buffers are kept for the next time. sharing: ranks whose host buffers are on this machine.
+    come back as zeros. Host memory is kept for the next time. room: of the machine, which is asked before any is taken;
+    then `start_out` is collective over the machine's ranks.
     """
 
     def __init__(
-        self, model_chunks: Sequence[Module], optimizer: Any = None, device: Device | None = None, *, sharing: int = 1
+        self,
+        model_chunks: Sequence[Module],
+        optimizer: Any = None,
+        device: Device | None = None,
+        *,
+        room: HostRoom | None = None,
     ) -> None:
         self.chunks, self.optimizer, self.device = list(model_chunks), optimizer, device or get_device()
-        self.sharing = sharing
+        self.room = room or HostRoom(self.device)
         self._copier = self.device.copier()
         self._leaving: dict[str, _Trip] = {}
         keep_wide(self.chunks)
         self._away: dict[str, list[_Away]] = {}
         self._arriving: dict[str, _Trip] = {}
-        self._host: dict[int, list[Tensor]] = {}
+        self._host = {name: HostPieces(self.device) for name in CATEGORIES}
         for chunk in self.chunks:
             if getattr(getattr(chunk, "ddp_config", None), "nccl_ub", False):
                 raise ValueError("--use-nccl-ub registers Megatron's buffers for good; drop it, or give --rl-swap none")
@@ -93,13 +104,16 @@ class TrainState:
         for name in names:
             if name in self._away or name in self._leaving:
                 raise ValueError(f"{name} are swapped out already; call swap_in first")
+        if not names:
+            return
         self.wait(set(names) & set(self._arriving))
         if "grads" in names:
-            _drop_grads(self.chunks, self.optimizer)
-        found = {name: self._find(name) for name in names}
-        hosts = self._take_hosts([s.nbytes() for name in names if name != "grads" for s in found[name].values()])
+            state.drop_grads(self.chunks, self.optimizer)
+        found = {name: list(self._find(name).values()) for name in names}
+        hosts = self._take_hosts({n: [s.nbytes() for s in found[n]] for n in names if n != "grads"})
         for name in names:
-            parts = [_Away(s, s.nbytes(), None if name == "grads" else next(hosts)) for s in found[name].values()]
+            places = hosts.get(name, [None] * len(found[name]))
+            parts = [_Away(s, s.nbytes(), host) for s, host in zip(found[name], places, strict=True)]
             self._leaving[name] = _Trip(parts, self._copier.start(lambda parts=parts: _to_host(parts)))
 
     def finish_out(self) -> int:
@@ -146,57 +160,49 @@ class TrainState:
         """What was started back (None: all of it) is there for whatever is done next."""
         for name in _categories(self._arriving if what is None else what):
             if name in self._arriving:
-                trip = self._arriving.pop(name)
-                trip.copies.wait()
-                for part in trip.parts:
-                    if part.host is not None:
-                        self._host.setdefault(part.nbytes, []).append(part.host)
+                self._arriving.pop(name).copies.wait()
 
-    def _find(self, name: str) -> Storages:
-        params = _storages(tensor for _, tensor in _weights(self.chunks))
+    def _find(self, name: str) -> state.Storages:
+        params = state.storages(tensor for _, tensor in state.weights(self.chunks))
         if name == "params":
             return params
-        tensors = _grad_buffers(self.chunks) if name == "grads" else _optimizer_tensors(self.chunks, self.optimizer)
+        if name == "grads":
+            found = state.storages(state.gradients(self.chunks))
+        else:
+            found = state.storages(tensor for _, tensor in state.optimizer_state(self.chunks, self.optimizer))
         # Main parameters may be views of the parameter buffer, and gradients may share its storage. State
         # that an optimizer keeps on the host anyway (CPU offload) stays there.
-        return {k: s for k, s in _storages(tensors).items() if k not in params and s.device.type == self.device.kind}
+        return {k: s for k, s in found.items() if k not in params and s.device.type == self.device.kind}
 
-    def _take_hosts(self, sizes: Sequence[int]) -> Iterator[Tensor]:
-        """A host buffer of each size, in order: kept ones first, new ones only where all of them find room."""
-        kept = [self._host[size].pop() if self._host.get(size) else None for size in sizes]
-        try:
-            self._demand(sum(size for size, host in zip(sizes, kept, strict=True) if host is None))
-            for i, size in enumerate(sizes):
-                kept[i] = self.device.host_empty((size,), torch.uint8) if kept[i] is None else kept[i]
-        except BaseException:
-            for host in kept:
-                if host is not None:
-                    self._host.setdefault(host.numel(), []).append(host)
-            raise
-        return iter(kept)
-
-    def _demand(self, nbytes: int) -> None:
-        """Raises MemoryError unless the host has room for so many more bytes of each rank on this machine."""
-        free = self.device.host_available() if nbytes else 0
-        if nbytes * self.sharing > free:
-            raise MemoryError(
-                f"--rl-swap needs {nbytes} more bytes of host memory on each of {self.sharing} ranks of this machine, "
-                f"{free} are free; swap less (for example --rl-swap grads,optimizer), or run fewer ranks a machine"
-            )
+    def _take_hosts(self, sizes: Mapping[str, Sequence[int]]) -> dict[str, list[Place]]:
+        """Places on the host for storages of these sizes, by category: on memory that is kept, and on new memory only
+        where all of it finds room."""
+        lacking = {name: self._host[name].lacking(each) for name, each in sizes.items()}
+        self.room.demand(sum(map(sum, lacking.values())))
+        for name, pieces in lacking.items():
+            self._host[name].take(pieces)
+        return {name: self._host[name].places(each) for name, each in sizes.items()}
 
 
 def _to_host(parts: Sequence[_Away]) -> None:
     for part in parts:
-        if part.host is not None:
-            part.host.copy_(_bytes(part.storage), non_blocking=True)
+        for mine, live in _beside(part.host or [], part.storage):
+            mine.copy_(live, non_blocking=True)
 
 
 def _from_host(parts: Sequence[_Away]) -> None:
     for part in parts:
         if part.host is None:
-            _bytes(part.storage).zero_()
+            bytes_of(part.storage).zero_()
         else:
-            _bytes(part.storage).copy_(part.host, non_blocking=True)
+            for mine, live in _beside(part.host, part.storage):
+                live.copy_(mine, non_blocking=True)
+
+
+def _beside(host: Place, storage: torch.UntypedStorage) -> Iterator[tuple[Tensor, Tensor]]:
+    """A storage's place on the host and its bytes, part by part."""
+    if host:
+        yield from zip(host, bytes_of(storage).split([part.numel() for part in host]), strict=True)
 
 
 def _release(storage: torch.UntypedStorage) -> None:
@@ -212,27 +218,37 @@ def _revive(storage: torch.UntypedStorage, nbytes: int) -> None:
 class HostWeights:
     """A host copy of a model's weights, such as the frozen reference. Made by `capture`."""
 
-    def __init__(self, labels: tuple[tuple[str, int], ...], host: list[Tensor], device: Device) -> None:
+    def __init__(self, labels: tuple[tuple[str, int], ...], host: list[Place], device: Device) -> None:
         self._labels, self._host, self._device = labels, host, device
         self._swapped = False
 
     @classmethod
     @torch.no_grad()
-    def capture(cls, model_chunks: Sequence[Module], device: Device | None = None) -> HostWeights:
-        """Copy all parameters, buffers and parameter buffers of the chunks to host memory."""
+    def capture(
+        cls, model_chunks: Sequence[Module], device: Device | None = None, room: HostRoom | None = None
+    ) -> HostWeights:
+        """Copy all parameters, buffers and parameter buffers of the chunks to host memory.
+
+        room: of the machine; then collective over its ranks. Raises MemoryError where it has no room for the copy.
+        """
         device = device or get_device()
         keep_wide(model_chunks)
-        labels, storages = _labelled(model_chunks)
-        host = [device.host_empty((s.nbytes(),), torch.uint8) for s in storages]
-        for buffer, storage in zip(host, storages, strict=True):
-            buffer.copy_(_bytes(storage), non_blocking=True)
+        labels, storages = state.labelled(model_chunks)
+        memory, sizes = HostPieces(device), [s.nbytes() for s in storages]
+        lacking = memory.lacking(sizes)
+        (room or HostRoom(device)).demand(sum(lacking), "the host copy of the reference's weights")
+        memory.take(lacking)
+        host = memory.places(sizes)
+        for place, storage in zip(host, storages, strict=True):
+            for mine, live in _beside(place, storage):
+                mine.copy_(live, non_blocking=True)
         device.synchronize()
         return cls(labels, host, device)
 
     @property
     def nbytes(self) -> int:
-        """Host bytes."""
-        return sum(buffer.numel() for buffer in self._host)
+        """Bytes of the weights."""
+        return sum(part.numel() for place in self._host for part in place)
 
     @contextlib.contextmanager
     def swapped_into(self, model_chunks: Sequence[Module]) -> Iterator[None]:
@@ -253,7 +269,7 @@ class HostWeights:
 
     @torch.no_grad()
     def _exchange(self, model_chunks: Sequence[Module]) -> None:
-        labels, storages = _labelled(model_chunks)
+        labels, storages = state.labelled(model_chunks)
         if labels != self._labels:
             changed = [f"{a} -> {b}" for a, b in zip(self._labels, labels, strict=False) if a != b]
             raise ValueError(
@@ -264,12 +280,13 @@ class HostWeights:
             return
         largest = max(s.nbytes() for s in storages)
         scratch = torch.empty(min(_SCRATCH, largest), dtype=torch.uint8, device=storages[0].device)
-        for host, storage in zip(self._host, storages, strict=True):
-            for mine, live in zip(host.split(_SCRATCH), _bytes(storage).split(_SCRATCH), strict=True):
-                spare = scratch[: live.numel()]
-                spare.copy_(live)
-                live.copy_(mine, non_blocking=True)
-                mine.copy_(spare, non_blocking=True)
+        for place, storage in zip(self._host, storages, strict=True):
+            for host, inside in _beside(place, storage):
+                for mine, live in zip(host.split(_SCRATCH), inside.split(_SCRATCH), strict=True):
+                    spare = scratch[: live.numel()]
+                    spare.copy_(live)
+                    live.copy_(mine, non_blocking=True)
+                    mine.copy_(spare, non_blocking=True)
         self._device.synchronize()
 
 
@@ -291,109 +308,9 @@ def gathered(model_chunks: Sequence[Module]) -> Iterator[None]:
             chunk.enable_forward_pre_hook()
 
 
-def unwrap(chunk: Module) -> Module:
-    """The model inside Megatron's wrappers (DistributedDataParallel, Float16Module)."""
-    while isinstance(getattr(chunk, "module", None), Module):
-        chunk = chunk.module
-    return chunk
-
-
 def _categories(what: Iterable[str]) -> list[str]:
     """Names in the order of CATEGORIES: parameters come back before what the next stages do not need."""
     asked = set(what) - {"none"}
     if unknown := asked - set(CATEGORIES):
         raise ValueError(f"cannot swap {', '.join(sorted(unknown))}; known: {', '.join(CATEGORIES)}, none")
     return [name for name in CATEGORIES if name in asked]
-
-
-def _bytes(storage: torch.UntypedStorage) -> Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (storage.nbytes(),), (1,))
-
-
-def _storages(tensors: Iterable[Tensor]) -> Storages:
-    """The different storages that are not empty, by identity: an address says nothing once memory is freed."""
-    out: Storages = {}
-    for tensor in tensors:
-        storage = tensor.untyped_storage()
-        if storage.nbytes():
-            out.setdefault(storage._cdata, storage)
-    return out
-
-
-def _weights(chunks: Sequence[Module]) -> Iterator[tuple[str, Tensor]]:
-    for i, chunk in enumerate(chunks):
-        model = unwrap(chunk)
-        for j, buffer in enumerate(_ddp_buffers(chunk)):
-            if buffer.param_data is not None:
-                yield f"chunk {i} parameter buffer {j}", buffer.param_data
-        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-            yield f"chunk {i} {name}", tensor.data
-
-
-def _labelled(chunks: Sequence[Module]) -> tuple[tuple[tuple[str, int], ...], list[torch.UntypedStorage]]:
-    labels, storages, seen = [], [], set()
-    for label, tensor in _weights(chunks):
-        storage = tensor.untyped_storage()
-        if storage._cdata not in seen and tensor.numel():
-            seen.add(storage._cdata)
-            labels.append((label, storage.nbytes()))
-            storages.append(storage)
-    return tuple(labels), storages
-
-
-def _ddp_buffers(chunk: Module) -> list[Any]:
-    """Megatron's parameter and gradient buffers; a plain module's `buffers` is a method."""
-    found = []
-    for name in ("buffers", "expert_parallel_buffers"):
-        buffers = getattr(chunk, name, None)
-        if isinstance(buffers, list):
-            found += buffers
-    return found
-
-
-def _grad_buffers(chunks: Sequence[Module]) -> Iterator[Tensor]:
-    for chunk in chunks:
-        for buffer in _ddp_buffers(chunk):
-            yield buffer.grad_data
-            yield from getattr(buffer, "extra_main_grads", ())
-        for param in chunk.parameters():
-            main_grad = getattr(param, "main_grad", None)
-            if main_grad is not None:
-                yield main_grad
-
-
-def _drop_grads(chunks: Sequence[Module], optimizer: Any) -> None:
-    """Megatron sets every `.grad` anew in each step; those outside its buffers own memory meanwhile."""
-    for chunk in chunks:
-        for param in chunk.parameters():
-            param.grad = None
-    for inner in _inner_optimizers(optimizer):
-        for group in inner.param_groups:
-            for param in group["params"]:
-                param.grad = None
-
-
-def _inner_optimizers(optimizer: Any) -> Iterator[Any]:
-    """The torch optimizers inside Megatron's: chained, distributed, mixed precision or fp32."""
-    if optimizer is None:
-        return
-    chained = getattr(optimizer, "chained_optimizers", None)
-    if chained is not None:
-        for part in chained:
-            yield from _inner_optimizers(part)
-    elif getattr(optimizer, "optimizer", None) is not None and not getattr(optimizer, "is_stub_optimizer", False):
-        yield optimizer.optimizer
-
-
-def _optimizer_tensors(chunks: Sequence[Module], optimizer: Any) -> Iterator[Tensor]:
-    for inner in _inner_optimizers(optimizer):
-        for group in inner.param_groups:
-            yield from (param.data for param in group["params"])
-        for state in inner.state.values():
-            # One-element tensors are step counters, not worth a copy.
-            yield from (t for t in state.values() if isinstance(t, Tensor) and t.numel() > 1)
-    for chunk in chunks:
-        for param in chunk.parameters():
-            main_param = getattr(param, "main_param", None)
-            if isinstance(main_param, Tensor):
-                yield main_param.data

@@ -1,0 +1,122 @@
+"""Host memory for what a swap keeps: asked for by all ranks of a machine together, taken in powers of two."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mindspeed_rl_plugin.device import Device, get_device
+from mindspeed_rl_plugin.reshard.wire import Wire
+
+GRANULE = 1 << 20  # bytes; a request is rounded up to it, and what is smaller to a power of two
+_ALIGNMENT = 512  # bytes, of a copy on the host
+
+
+class HostRoom:
+    """Host memory of the machine that this rank is on.
+
+    wire: of the ranks of this job on the machine, over gloo; None: this rank asks for itself alone.
+    """
+
+    def __init__(self, device: Device | None = None, wire: Wire | None = None, ranks: int = 1) -> None:
+        self._device, self._wire, self.ranks = device or get_device(), wire, ranks
+        self._beside = 0
+
+    @classmethod
+    def of_machine(cls, ranks: int, deadline: float, device: Device | None = None) -> HostRoom:
+        """The room of each machine. Collective over the world.
+
+        ranks: on each machine, which follow each other (where they do not divide the world each asks for itself);
+        deadline: seconds that they wait for each other.
+        """
+        if ranks == 1 or not dist.is_initialized() or dist.get_world_size() % ranks:
+            return cls(device)
+        group, _ = dist.new_subgroups(ranks, backend="gloo")
+        return cls(device, Wire(dist.get_rank(), group=group, deadline=deadline), ranks)
+
+    @contextmanager
+    def beside(self, nbytes: int) -> Iterator[None]:
+        """Within the context someone else will take so many bytes on this rank: every demand counts them."""
+        self._beside, before = nbytes, self._beside
+        try:
+            yield
+        finally:
+            self._beside = before
+
+    def demand(self, nbytes: int, what: str = "--rl-swap") -> None:
+        """Ask for bytes on this rank. Collective over the machine's ranks, so that all look at what is free before one
+        of them takes any.
+
+        Raises MemoryError, on all of them alike, where there is no room for what they ask for together.
+        """
+        need, free = nbytes + self._beside, self._device.host_available()
+        total = need
+        if self._wire is not None:
+            said = self._wire.share("host memory for the swap", torch.tensor([need, free]))
+            total, free = sum(int(n) for n, _ in said), min(int(f) for _, f in said)
+        if total > free:
+            raise MemoryError(
+                f"{what} needs {need} more bytes of host memory on this rank, {total} on the {self.ranks} ranks of "
+                f"this machine together, and {free} are free; swap less (for example --rl-swap grads,optimizer), or "
+                "run fewer ranks a machine"
+            )
+
+
+class HostPieces:
+    """Host memory in pieces that are used as one, from the first byte of the first to the last of the last.
+
+    Each is a power of two of bytes, for to that torch rounds every request for pinned memory: a single buffer of
+    65 GiB would take 128.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._pieces: list[Tensor] = []
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all pieces."""
+        return sum(piece.numel() for piece in self._pieces)
+
+    def lacking(self, sizes: Sequence[int]) -> list[int]:
+        """Bytes of the pieces to take until copies of these sizes fit."""
+        return powers_of_two(sum(map(_aligned, sizes)) - self.nbytes)
+
+    def take(self, pieces: Sequence[int]) -> None:
+        """Take pieces of so many bytes. Raises MemoryError where there are none; what was taken by then is kept."""
+        for nbytes in pieces:
+            self._pieces.append(self._device.host_empty((nbytes,), torch.uint8))
+
+    def places(self, sizes: Sequence[int]) -> list[list[Tensor]]:
+        """A place for each copy, in order: its bytes, on as many pieces as it lies on."""
+        found: list[list[Tensor]] = []
+        number = at = 0
+        for size in sizes:
+            parts, end = [], _aligned(size)
+            while end > 0:
+                part = self._pieces[number][at : at + end]
+                if size > 0:
+                    parts.append(part[:size])
+                size, end, at = size - part.numel(), end - part.numel(), at + part.numel()
+                if at == self._pieces[number].numel():
+                    number, at = number + 1, 0
+            found.append(parts)
+        return found
+
+
+def powers_of_two(nbytes: int) -> list[int]:
+    """Fewest powers of two that add up to so many bytes, rounded up as GRANULE says; the largest first."""
+    if nbytes <= 0:
+        return []
+    if nbytes <= GRANULE:
+        return [1 << (nbytes - 1).bit_length()]
+    nbytes = -(-nbytes // GRANULE) * GRANULE
+    return [1 << bit for bit in reversed(range(nbytes.bit_length())) if nbytes >> bit & 1]
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT

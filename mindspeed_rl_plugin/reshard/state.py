@@ -1,0 +1,123 @@
+"""What of a training rank lies on its device: storages of parameters, gradients and optimizer state, with names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+Storages = dict[int, torch.UntypedStorage]
+Named = Iterator[tuple[str, Tensor]]
+
+
+def unwrap(chunk: Module) -> Module:
+    """The model inside Megatron's wrappers (DistributedDataParallel, Float16Module)."""
+    while isinstance(getattr(chunk, "module", None), Module):
+        chunk = chunk.module
+    return chunk
+
+
+def bytes_of(storage: torch.UntypedStorage) -> Tensor:
+    """`[nbytes]` uint8, all of a storage."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (storage.nbytes(),), (1,))
+
+
+def storages(tensors: Iterable[Tensor]) -> Storages:
+    """The different storages that are not empty, by identity: an address says nothing once memory is freed."""
+    out: Storages = {}
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        if storage.nbytes():
+            out.setdefault(storage._cdata, storage)
+    return out
+
+
+def weights(chunks: Sequence[Module]) -> Named:
+    """Parameter buffers, parameters and buffers of the chunks."""
+    for i, chunk in enumerate(chunks):
+        model = unwrap(chunk)
+        for j, buffer in enumerate(_ddp_buffers(chunk)):
+            if buffer.param_data is not None:
+                yield f"chunk {i} parameter buffer {j}", buffer.param_data
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            yield f"chunk {i} {name}", tensor.data
+
+
+def labelled(chunks: Sequence[Module]) -> tuple[tuple[tuple[str, int], ...], list[torch.UntypedStorage]]:
+    """The storages of `weights`, and for each the first name that it has and its bytes."""
+    labels, found, seen = [], [], set()
+    for label, tensor in weights(chunks):
+        storage = tensor.untyped_storage()
+        if storage._cdata not in seen and tensor.numel():
+            seen.add(storage._cdata)
+            labels.append((label, storage.nbytes()))
+            found.append(storage)
+    return tuple(labels), found
+
+
+def _ddp_buffers(chunk: Module) -> list[Any]:
+    """Megatron's parameter and gradient buffers; a plain module's `buffers` is a method."""
+    found = []
+    for name in ("buffers", "expert_parallel_buffers"):
+        buffers = getattr(chunk, name, None)
+        if isinstance(buffers, list):
+            found += buffers
+    return found
+
+
+def gradients(chunks: Sequence[Module]) -> Iterator[Tensor]:
+    """Gradient buffers, and gradients outside of them."""
+    for chunk in chunks:
+        for buffer in _ddp_buffers(chunk):
+            yield buffer.grad_data
+            yield from getattr(buffer, "extra_main_grads", ())
+        for param in chunk.parameters():
+            main_grad = getattr(param, "main_grad", None)
+            if main_grad is not None:
+                yield main_grad
+
+
+def drop_grads(chunks: Sequence[Module], optimizer: Any) -> None:
+    """Megatron sets every `.grad` anew in each step; those outside its buffers own memory meanwhile."""
+    for chunk in chunks:
+        for param in chunk.parameters():
+            param.grad = None
+    for inner in _inner_optimizers(optimizer):
+        for group in inner.param_groups:
+            for param in group["params"]:
+                param.grad = None
+
+
+def _inner_optimizers(optimizer: Any) -> Iterator[Any]:
+    """The torch optimizers inside Megatron's: chained, distributed, mixed precision or fp32."""
+    if optimizer is None:
+        return
+    chained = getattr(optimizer, "chained_optimizers", None)
+    if chained is not None:
+        for part in chained:
+            yield from _inner_optimizers(part)
+    elif getattr(optimizer, "optimizer", None) is not None and not getattr(optimizer, "is_stub_optimizer", False):
+        yield optimizer.optimizer
+
+
+def optimizer_state(chunks: Sequence[Module], optimizer: Any) -> Named:
+    """Main parameters and moments. Parameters of an optimizer are shards without a name: they have numbers."""
+    for i, inner in enumerate(_inner_optimizers(optimizer)):
+        numbers = {}
+        for group in inner.param_groups:
+            for param in group["params"]:
+                numbers[param] = len(numbers)
+                yield f"main parameter {numbers[param]} of optimizer {i}", param.data
+        for param, state in inner.state.items():
+            # One-element tensors are step counters, not worth a copy.
+            for name, t in state.items():
+                if isinstance(t, Tensor) and t.numel() > 1:
+                    yield f"{name} of parameter {numbers.get(param, '?')} of optimizer {i}", t
+    for i, chunk in enumerate(chunks):
+        for name, param in chunk.named_parameters():
+            main_param = getattr(param, "main_param", None)
+            if isinstance(main_param, Tensor):
+                yield f"main parameter of chunk {i} {name}", main_param.data
