@@ -201,6 +201,7 @@ class Loop:
     def _collect(self, done: int) -> None:
         """Steps 1 to 7, and an evaluation where one is due."""
         p, stage = self.parts, self.parts.monitor.stage
+        p.start_leaving()
         with stage("prompts"):
             self._open_rollout()
         with self._engine_awake(done) as transfer:
@@ -274,17 +275,16 @@ class Loop:
         with p.monitor.stage("reshard"):
             with gathered(p.model):
                 # First what the transfer does not need, so that both sides' weights fit beside each other.
-                if p.critic is not None:
-                    p.critic.swap_out(p.swapped)
-                p.train_state.swap_out(set(p.swapped) - {"params"})
+                p.finish_leaving()
                 p.engine.wake(("weights",))
                 # The copy to the host reads what the transfer reads, so that both may run.
                 p.train_state.start_out(set(p.swapped) & {"params"})
                 with p.monitor.stage("transfer"):
                     transfer = p.resharder.to_engine(p.model, p.engine.parameters(), version)
                 p.engine.update_weights(version, transfer.digest)
-                p.train_state.finish_out()
+                # Before the cache of torch's allocator is emptied: the KV cache takes its memory beside it.
                 p.resharder.release()
+                p.train_state.finish_out()
             p.engine.wake(("kv_cache",))
         yield transfer
         with p.monitor.stage("swap_back"):
@@ -369,6 +369,8 @@ class Loop:
             (p.dock.commit if last_pass else p.dock.release)(lease)
             if not self.steps:
                 p.forget(self.groups)
+        if not self.steps and (done + 1 < p.total_iterations or p.evaluation_due(done + 1)):
+            p.start_leaving()  # while this iteration is logged and saved
         reporting.iteration(p, done + 1, self._rollout, args[3], update, last_step=not self.steps)
         self._rollout = self._rollout if self.steps else None
         return result

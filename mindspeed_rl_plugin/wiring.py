@@ -232,14 +232,28 @@ class Parts:
         )
 
     def close(self) -> None:
-        """End the engine and leave the dock. The engine wakes for that, in the memory that the training state makes
-        free, as for a rollout."""
-        if not self.train_state.out:
-            self.train_state.swap_out(self.swapped)
-            if self.critic is not None:
-                self.critic.swap_out(self.swapped)
+        """End the engine and leave the dock. The engine wakes for that, in the memory that the training state gives up
+        for good."""
+        self.train_state.discard()
+        if self.critic is not None:
+            self.critic.state.discard()
         self.engine.shutdown()
         self.dock.close()
+
+    def start_leaving(self) -> None:
+        """Begin to copy to the host what the transfer of weights does not read: gradients and optimizer state, those
+        of the critic too. What has begun to leave is passed over. It may still be read, for a checkpoint."""
+        early = set(self.swapped) - {"params"}
+        self.train_state.ensure_leaving(early)
+        if self.critic is not None:
+            self.critic.state.ensure_leaving(early)
+
+    def finish_leaving(self) -> None:
+        """All of that, and the critic's weights, are away."""
+        self.start_leaving()
+        if self.critic is not None:
+            self.critic.swap_out(set(self.swapped) & {"params"})
+        self.train_state.finish_out()
 
     @property
     def deadline(self) -> float:

@@ -64,7 +64,7 @@ class Critic:
             return run_forward_only(self.model, batches, settings, collect)
 
     def swap_out(self, what: Iterable[str]) -> None:
-        """Free the device memory of the categories, as `TrainState.swap_out`."""
+        """Free the device memory of the categories and of what began to leave, as `TrainState.swap_out`."""
         with gathered(self.model):
             self.state.swap_out(what)
 

@@ -93,9 +93,13 @@ class TrainState:
         self.start_out(what)
         return self.finish_out()
 
+    def ensure_leaving(self, what: Iterable[str]) -> None:
+        """`start_out` of those of `what` that have not begun to leave."""
+        self.start_out(set(what) - set(self._leaving))
+
     @torch.no_grad()
     def start_out(self, what: Iterable[str] = CATEGORIES) -> None:
-        """Begin to copy categories to the host.
+        """Begin to copy categories to the host. Where they are not to leave after all, `start_in` keeps them.
 
         Raises ValueError for an unknown category and for one that is out already, MemoryError where the host has no
         room for the copies; the training state is then as it was.
@@ -141,14 +145,17 @@ class TrainState:
     def start_in(self, what: Iterable[str] | None = None) -> int:
         """Begin to bring categories back (None: all that are away), parameters first. Returns their bytes.
 
-        Raises ValueError for an unknown category and for one that is not away.
+        What only began to leave stays. Raises ValueError for an unknown category and for one that is not away.
         """
-        names = _categories(self._away if what is None else what)
+        names = _categories([*self._away, *self._leaving] if what is None else what)
         for name in names:
-            if name not in self._away:
+            if name not in self._away and name not in self._leaving:
                 raise ValueError(f"{name} are not swapped out; away are: {', '.join(sorted(self._away)) or 'none'}")
         total = 0
         for name in names:
+            if name in self._leaving:
+                self._leaving.pop(name).copies.synchronize()
+                continue
             parts = self._away.pop(name)
             for part in parts:
                 _revive(part.storage, part.nbytes)
@@ -161,6 +168,17 @@ class TrainState:
         for name in _categories(self._arriving if what is None else what):
             if name in self._arriving:
                 self._arriving.pop(name).copies.wait()
+
+    def discard(self) -> None:
+        """Free the device memory of everything without a copy, at the end of a run: nothing of it comes back."""
+        for trip in (*self._leaving.values(), *self._arriving.values()):
+            trip.copies.synchronize()
+        self._leaving, self._arriving = {}, {}
+        state.drop_grads(self.chunks, self.optimizer)
+        for name in CATEGORIES:
+            for storage in self._find(name).values():
+                _release(storage)
+        self.device.empty_cache()
 
     def _find(self, name: str) -> state.Storages:
         params = state.storages(tensor for _, tensor in state.weights(self.chunks))

@@ -200,8 +200,9 @@ class LoopOfFakes(iteration.Loop):
             total_iterations=2,
             iterations_done=lambda: self.done,
             evaluation_due=lambda done: True,
+            start_leaving=lambda: None,
+            finish_leaving=lambda: None,
             train_state=SimpleNamespace(
-                swap_out=lambda what: None,
                 start_out=lambda what: None,
                 finish_out=lambda: None,
                 swap_in=lambda what=None: takes(2)() if what else None,

@@ -227,9 +227,10 @@ def same(a, b):
 
 def cycle(job, state, reference, first, resharder, engine, version):
     """What one RL iteration does around generation."""
-    before = job.snapshot()
+    state.start_out(["grads", "optimizer"])
+    before = job.snapshot()  # as a checkpoint reads it
     with gathered(job.chunks):
-        state.swap_out(["grads", "optimizer"])
+        state.finish_out()
         expected = expected_engine(job, resharder.engine.tp, resharder.dtype)
         done = resharder.to_engine(job.chunks, engine, version)
         rows = job.shape.vocab

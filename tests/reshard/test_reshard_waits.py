@@ -3,7 +3,7 @@
 import sys
 from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
+from types import MethodType, SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +12,7 @@ from mindspeed_rl_plugin import iteration
 from mindspeed_rl_plugin.device import Device
 from mindspeed_rl_plugin.reshard import swap
 from mindspeed_rl_plugin.reshard.swap import TrainState
+from mindspeed_rl_plugin.wiring import Parts
 
 sys.path.insert(0, str(Path(__file__).parent))
 from hostile import DeferringDevice, SlowCopier, poisoned_release, poisoned_revive  # noqa: E402
@@ -44,13 +45,17 @@ def step(model, optimizer):
 
 def cycle(state, *, wait=True):
     """Out and back as the loop does it; wait: whether anyone waits for the optimizer."""
-    state.swap_out(["grads", "optimizer"])
+    state.start_out(["grads", "optimizer"])  # when the last update has ended
+    state.ensure_leaving(["grads", "optimizer"])  # when the rollout begins
+    saved = [t.clone() for t in state_of(state.chunks[0], state.optimizer)]  # a checkpoint in between
+    state.finish_out()
     state.start_out(["params"])
     state.finish_out()
     state.swap_in(["params"])
     state.start_in(["optimizer"])
     if wait:
         state.swap_in()
+    return saved
 
 
 class SlowDevice(Device):
@@ -65,8 +70,9 @@ class SlowDevice(Device):
 def test_training_is_bitwise_that_without_swaps(device):
     plain, swapped = trainer(Device("cpu")), trainer(device)
     for _ in range(3):
-        cycle(swapped[2])
-        assert not swapped[2].out
+        before = [t.clone() for t in state_of(*swapped[:2])]
+        saved = cycle(swapped[2])
+        assert not swapped[2].out and all(torch.equal(a, b) for a, b in zip(before, saved, strict=True))
         for a, b in zip(step(*plain[:2]), step(*swapped[:2]), strict=True):
             assert torch.equal(a, b)
 
@@ -98,6 +104,41 @@ def test_what_leaves_may_be_read_until_it_is_freed():
     assert model.module[0].weight.untyped_storage().nbytes() == 0 and state.out == {"params"}
     state.swap_in()
     assert torch.equal(model.module[0].weight, before)
+
+
+@pytest.mark.parametrize("device", [DeferringDevice(), SlowDevice()], ids=["deferred", "slow"])
+def test_what_began_to_leave_may_stay_and_change(device):
+    """An update that comes although its optimizer state was on its way out; later swaps carry the new values."""
+    plain, swapped = trainer(Device("cpu")), trainer(device)
+    swapped[2].start_out(["grads", "optimizer"])
+    assert swapped[2].swap_in() == 0
+    for _ in range(2):
+        for a, b in zip(step(*plain[:2]), step(*swapped[:2]), strict=True):
+            assert torch.equal(a, b)
+        assert swapped[2].finish_out() == 0
+        cycle(swapped[2])
+
+
+def test_a_write_into_what_leaves_shows():
+    """An optimizer step between the start and the end of a copy that is early: its values are lost, not kept."""
+    model, optimizer, state = trainer(Device("cpu"))
+    state.start_out(["optimizer"])
+    state._leaving["optimizer"].copies.wait()
+    changed = step(model, optimizer)
+    state.finish_out()
+    state.swap_in()
+    assert not all(torch.equal(a, b) for a, b in zip(changed, state_of(model, optimizer), strict=True))
+
+
+def test_at_the_end_nothing_is_copied(monkeypatch):
+    model, optimizer, state = trainer(DeferringDevice())
+    cycle(state)
+    state.start_out(["optimizer"])
+    monkeypatch.setattr(state.device, "host_empty", None)
+    monkeypatch.setattr(state.device, "start", None)
+    state.discard()
+    assert all(t.untyped_storage().nbytes() == 0 for t in state_of(model, optimizer) if t.numel() > 1)
+    assert model.module[0].weight.main_grad.untyped_storage().nbytes() == 0
 
 
 def test_what_arrives_may_leave_again_at_once():
@@ -175,6 +216,10 @@ def loop_of_recorders(monkeypatch, swapped=("params", "grads", "optimizer"), cri
         engine=Recorder(events, "engine"),
         resharder=Recorder(events, "reshard", to_engine=SimpleNamespace(digest=None)),
     )
+    if critic:
+        loop.parts.critic.state = Recorder(events, "critic state")
+    for name in ("start_leaving", "finish_leaving"):
+        setattr(loop.parts, name, MethodType(getattr(Parts, name), loop.parts))
     return loop, events
 
 
@@ -184,13 +229,14 @@ def test_the_loop_waits_in_the_order_of_need(monkeypatch):
         events.append("generate")
     events.append("log-probs")
     assert [e for e in events if e != "engine.parameters"] == [
-        "state.swap_out grads,optimizer",
+        "state.ensure_leaving grads,optimizer",
+        "state.finish_out",
         "engine.wake weights",
         "state.start_out params",
         "reshard.to_engine",
         "engine.update_weights",
+        "reshard.release",  # before the cache of the allocator is emptied in finish_out
         "state.finish_out",
-        "reshard.release",
         "engine.wake kv_cache",
         "generate",
         "engine.sleep",
@@ -203,13 +249,19 @@ def test_the_loop_waits_in_the_order_of_need(monkeypatch):
 
 @pytest.mark.parametrize("swapped", [("params", "grads", "optimizer"), ("optimizer",)])
 def test_the_critic_leaves_before_the_engine_wakes_and_is_back_for_its_values(monkeypatch, swapped):
-    """First of all out, so that engine and policy find its memory free; in after the policy, whole."""
+    """Out before the engine wakes, which needs its memory; in after the policy, whole."""
     loop, events = loop_of_recorders(monkeypatch, swapped, critic=True)
     with loop._engine_awake(3):
-        assert [e for e in events if e.startswith("critic")] == [f"critic.swap_out {','.join(sorted(swapped))}"]
-        assert events[0].startswith("critic.swap_out")
+        early = ",".join(sorted(set(swapped) - {"params"}))
+        assert events[:5] == [
+            f"state.ensure_leaving {early}",
+            f"critic state.ensure_leaving {early}",
+            "critic.swap_out params" if "params" in swapped else "critic.swap_out",  # and ends what began to leave
+            "state.finish_out",
+            "engine.wake weights",
+        ]
         events.append("generate")
-    assert [e for e in events if e.startswith(("critic", "engine.sleep", "reshard.check"))][1:] == [
+    assert [e for e in events if e.startswith(("critic.", "engine.sleep", "reshard.check"))][1:] == [
         "engine.sleep",
         "reshard.check_return",
         "critic.swap_in",
@@ -247,3 +299,55 @@ def test_a_checkpoint_of_a_swapped_out_trainer_is_refused(monkeypatch):
     loop.parts.train_state = SimpleNamespace(out=frozenset({"params", "optimizer"}))
     with pytest.raises(RuntimeError, match="a checkpoint now would lack optimizer, params, which are on the host"):
         loop.state_dict()
+
+
+@pytest.mark.parametrize(
+    "left, done, evaluates, leaves",
+    [
+        (0, 3, False, True),  # a rollout comes next
+        (1, 3, False, False),  # another step of this one
+        (0, 9, False, False),  # the last iteration of all
+        (0, 9, True, True),  # with an evaluation behind it, for which the engine wakes
+    ],
+)
+def test_optimizer_state_leaves_when_the_last_update_of_a_rollout_has_ended(monkeypatch, left, done, evaluates, leaves):
+    loop, events = loop_of_recorders(monkeypatch)
+    p = loop.parts
+    p.topology, p.dock = SimpleNamespace(dp_rank=0), Recorder(events, "dock")
+    p.total_iterations, p.evaluation_due, p.forget = 10, lambda done: evaluates, lambda groups: None
+    loop.steps = [SimpleNamespace(of_rank=lambda rank: [])] * (1 + left)
+    loop._plan = lambda: loop.steps
+    loop._rows_of = lambda *_: SimpleNamespace(rows=None)
+    loop._optimize = lambda *_: (events.append("optimizer step"), {})
+    monkeypatch.setattr(iteration.reporting, "iteration", lambda *_, **__: events.append("log"))
+    loop._update(done, None, (0, 0, 0, 0), {})
+    told = [e for e in events if not e.startswith("dock")]
+    start = ["state.ensure_leaving grads,optimizer"] if leaves else []
+    assert told == ["state.swap_in", "optimizer step", *start, "log"]
+
+
+def test_the_first_rollout_begins_with_the_optimizer_state_leaving(monkeypatch):
+    loop, events = loop_of_recorders(monkeypatch)
+
+    class Stop(Exception):
+        pass
+
+    def prompts():
+        raise Stop
+
+    loop._open_rollout = prompts
+    with pytest.raises(Stop):
+        loop._collect(0)
+    assert events == ["state.ensure_leaving grads,optimizer"]
+
+
+def test_a_run_ends_without_a_copy_to_the_host():
+    events = []
+    parts = SimpleNamespace(
+        train_state=Recorder(events, "state"),
+        critic=SimpleNamespace(state=Recorder(events, "critic")),
+        engine=Recorder(events, "engine"),
+        dock=Recorder(events, "dock"),
+    )
+    Parts.close(parts)
+    assert events == ["state.discard", "critic.discard", "engine.shutdown", "dock.close"]
