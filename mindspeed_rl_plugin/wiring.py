@@ -186,9 +186,9 @@ class Parts:
         )
         _check_rotary(inputs, model)
         room = make_room(config)
-        train_state = TrainState(model, optimizer, room=room)
+        train_state = TrainState(model, optimizer, room=room, verify=config.reshard.verify_weights)
         if critic is not None:
-            critic.state.room = room
+            critic.state.room, critic.state.verify = room, config.reshard.verify_weights
         # The engine measures the free memory when it starts: the training state must not be in its way.
         with room.beside(0 if get_device().is_cpu else resharder.engine_copy_bytes()):
             train_state.swap_out(config.reshard.leaving)

@@ -17,11 +17,13 @@ import torch
 from torch import Tensor
 
 from mindspeed_rl_plugin.reshard.layout import Canonical, Layout, Segment
+from mindspeed_rl_plugin.reshard.state import bytes_of
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _ODD, _MIX, _SHIFT = 0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9, 29
 _CHUNK = 1 << 20  # elements whose int64 temporaries exist at once
 _WRAP = 1 << 64
+BLOCK_BYTES = 4 << 20  # of a storage, under one digest
 
 
 class WeightMismatch(RuntimeError):
@@ -54,6 +56,16 @@ def segment_digest(values: Tensor, segment: Segment, tensor: Canonical, dtype: t
         weight = (weight ^ (weight >> _SHIFT)) * _MIX
         total += ((bits + _ODD) * weight).sum()
     return total
+
+
+@torch.no_grad()
+def storage_digests(storage: torch.UntypedStorage) -> Tensor:
+    """`[blocks]` int64: a digest of the bits of each BLOCK_BYTES of a storage, on its device."""
+    kind = torch.int32 if storage.nbytes() % 4 == 0 else torch.uint8
+    blocks = bytes_of(storage).view(kind).split(BLOCK_BYTES // kind.itemsize)
+    size = len(blocks[0])
+    whole, every = Segment("", 0, 0, size, 0), Canonical((size,), 0)
+    return torch.stack([segment_digest(block, whole, every, kind) for block in blocks])
 
 
 def _chunks(grid: Tensor) -> list[tuple[int, Tensor]]:

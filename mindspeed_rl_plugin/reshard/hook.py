@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 import torch
@@ -106,7 +106,8 @@ class Resharder:
         self.mode = mode
         self.plan: Plan | Gathering | None = None
         self._buffer: Tensor | None = None
-        self._exported: list[Held] | None = None
+        self._exported: Held | None = None
+        self._compared = self.tensors  # as both sides are compared: wide where the engine has them wide
         self._temporary = Temporary(get_device())
         self._sources: dict[int, Layout] = {}
         self._destinations: dict[int, Layout] = {}
@@ -128,14 +129,15 @@ class Resharder:
         destination = {name: tensor.data for name, tensor in engine_parameters.items()}
         plan = self._bind(source, destination)
         self._refuse_broken(source, f"after {version} updates")
-        self._exported = self._held(source, self._sources) if self.verify else None
+        exported = self._held(source, self._sources) if self.verify else None
+        self._exported = self._as_stored(source) if self.verify else None
         wire = self._wire()
         with self._temporary.measured(*source.values(), *destination.values()):
             self._move(plan, source, destination, wire)
         digest = None
-        if self._exported is not None:
+        if exported is not None:
             arrived = self._held(destination, self._destinations)
-            digest = weights_digest(compare(self._exported, arrived, self.tensors))
+            digest = weights_digest(compare(exported, arrived, self.tensors))
         get_device().synchronize()
         copied, seconds = plan.traffic[self.rank].copied, time.perf_counter() - begin
         return Transfer(version, copied, wire.sent, wire.received, self._temporary.peak, seconds, digest)
@@ -151,12 +153,11 @@ class Resharder:
         return sum(1 << (prod(size) * self.dtype.itemsize - 1).bit_length() for size in sizes)
 
     def check_return(self, model_chunks: Sequence[Module]) -> None:
-        """On the way back: the trainer has the weights again that it exported. Not collective; does nothing unless
-        `verify`. Raises WeightMismatch naming tensor, rank and range."""
+        """On the way back: the trainer has the weights again that it exported, bit by bit as it stores them. Not
+        collective; does nothing unless `verify`. Raises WeightMismatch naming tensor, rank and range."""
         if self._exported is not None:
-            exported = next(held for held in self._exported if held.rank == self.rank)
-            digests = layout_digests(stored_parameters(model_chunks), exported.layout, self.tensors, self.dtype)
-            compare_return(self.rank, exported, exported._replace(digests=digests), self.tensors)
+            returned = self._as_stored(stored_parameters(model_chunks))
+            compare_return(self.rank, self._exported, returned, self.tensors)
 
     def refuse_broken(self, model_chunks: Sequence[Module]) -> None:
         """Before a checkpoint: raises BrokenWeights on every rank when any rank's weights hold NaN or infinity."""
@@ -184,9 +185,13 @@ class Resharder:
         own_head = HEAD in destination if self.shape.tied else None
         size, here = self.engine.ranks, self.rank % self.engine.ranks
         engine = engine_storage(self.shape, self.engine, here, own_head, destination)
-        wide = wide_names(engine_layout(self.shape, engine, here, own_head), self.tensors)
-        wanted = {name: torch.float32 if name in wide else self.dtype for name in destination}
-        problems = [f"{n} is {t.dtype}, not {wanted[n]}" for n, t in destination.items() if t.dtype != wanted[n]]
+        layout = engine_layout(self.shape, engine, here, own_head)
+        wide = wide_names(layout, self.tensors)
+        problems = [
+            f"{name} is {tensor.dtype}, not {self.dtype}" + (" or torch.float32" if name in wide else "")
+            for name, tensor in destination.items()
+            if tensor.dtype != self.dtype and not (name in wide and tensor.dtype == torch.float32)
+        ]
         raise_if(problems, f"the engine's parameters on rank {self.rank} are not those of {self.shape}")
         if self.plan is None:
             world = range(self.train.world)
@@ -201,7 +206,9 @@ class Resharder:
                 node_size=self.node_size,
             )
             assert not plan.unused, f"the engine has no place for {plan.unused[:SHOWN]}"
-            self._agree(plan.fingerprint)
+            narrow = {s.name for name in wide if destination[name].dtype != torch.float32 for s in layout[name]}
+            self._compared = {**self.tensors, **{name: replace(self.tensors[name], wide=False) for name in narrow}}
+            self._agree(plan.fingerprint, len(narrow))
             self.plan = plan if self.mode == "stream" else self._gathering()
         return self.plan
 
@@ -224,12 +231,12 @@ class Resharder:
             world = range(self.train.world)
             self._sources = {w: megatron_layout(self.shape, self.train, w, impl, experts) for w in world}
 
-    def _agree(self, fingerprint: int) -> None:
+    def _agree(self, *plan: int) -> None:
         """All ranks compare their plans; on nccl and hccl this also opens the communicator for all of them."""
         if self.train.world == 1:
             return
-        prints = [row[0] for row in self._share([fingerprint], 1, "the comparison of plans")]
-        if len(set(prints)) > 1:
+        prints = self._share(plan, len(plan), "the comparison of plans")
+        if any(row != prints[0] for row in prints):
             raise RuntimeError(f"ranks planned differently, by fingerprint: {dict(enumerate(prints))}")
 
     def _refuse_broken(self, source: Mapping[str, Tensor], when: str) -> None:
@@ -252,8 +259,13 @@ class Resharder:
     def _share(self, mine: Sequence[int], length: int, what: str) -> list[list[int]]:
         return share_ints(mine, length, self.device, self._wire(), what)
 
+    def _as_stored(self, source: Mapping[str, Tensor]) -> Held:
+        """Digests of this rank's weights in the dtype in which the trainer has them."""
+        layout = self._sources[self.rank]
+        return Held(self.rank, layout, layout_digests(source, layout, self.tensors, None))
+
     def _held(self, params: Mapping[str, Tensor], layouts: Mapping[int, Layout]) -> list[Held]:
-        mine = layout_digests(params, layouts[self.rank], self.tensors, self.dtype)
+        mine = layout_digests(params, layouts[self.rank], self._compared, self.dtype)
         counts = {r: sum(len(segments) for segments in layout.values()) for r, layout in layouts.items()}
         rows = [mine] if len(layouts) == 1 else self._share(mine, max(counts.values()), "digests")
         return [Held(r, layouts[r], rows[i][: counts[r]]) for i, r in enumerate(sorted(layouts))]

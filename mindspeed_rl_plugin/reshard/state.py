@@ -121,3 +121,14 @@ def optimizer_state(chunks: Sequence[Module], optimizer: Any) -> Named:
             main_param = getattr(param, "main_param", None)
             if isinstance(main_param, Tensor):
                 yield f"main parameter of chunk {i} {name}", main_param.data
+
+
+def names_within(named: Named, storage: torch.UntypedStorage, low: int, high: int) -> list[str]:
+    """Those of the tensors that have bytes in `[low, high)` of a storage, the smallest first."""
+    found = []
+    for name, tensor in named:
+        if tensor.untyped_storage()._cdata == storage._cdata:
+            start, nbytes = tensor.storage_offset() * tensor.element_size(), tensor.numel() * tensor.element_size()
+            if start < high and start + nbytes > low:
+                found.append((nbytes, name))
+    return [name for _, name in sorted(found)]

@@ -19,12 +19,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Module
 
 from mindspeed_rl_plugin.copies import Copying
 from mindspeed_rl_plugin.device import Device, get_device
 from mindspeed_rl_plugin.reshard import state
+from mindspeed_rl_plugin.reshard.digest import BLOCK_BYTES, WeightMismatch, storage_digests
 from mindspeed_rl_plugin.reshard.hosting import HostPieces, HostRoom
 from mindspeed_rl_plugin.reshard.state import bytes_of, unwrap
 from mindspeed_rl_plugin.reshard.wide import keep_wide
@@ -33,17 +35,20 @@ __all__ = ["CATEGORIES", "HostWeights", "TrainState", "gathered", "unwrap"]
 
 CATEGORIES = ("params", "grads", "optimizer")
 _SCRATCH = 64 << 20  # bytes of device memory that an exchange of weights uses
+SHOWN = 4  # names that an error lists
 
 Place = list[Tensor]  # of a storage on the host: its bytes, on one piece of memory or several
 
 
 @dataclass
 class _Away:
-    """A storage that gave its memory back, and the host copy of its bytes (None: nothing is kept)."""
+    """A storage that gave its memory back, the host copy of its bytes (None: nothing is kept), and their digests
+    (None: not verified)."""
 
     storage: torch.UntypedStorage
     nbytes: int
     host: Place | None
+    digests: Tensor | None
 
 
 @dataclass
@@ -60,7 +65,7 @@ class TrainState:
     Methods take names of CATEGORIES (or "none"): params are the parameters, buffers and Megatron's parameter buffers;
     optimizer are main parameters and moments that do not share memory with params; grads are freed without a copy and
     come back as zeros. Host memory is kept for the next time. room: of the machine, which is asked before any is taken;
-    then `start_out` is collective over the machine's ranks.
+    then `start_out` is collective over the machine's ranks. verify: compare what returns with what left, bit by bit.
     """
 
     def __init__(
@@ -70,9 +75,10 @@ class TrainState:
         device: Device | None = None,
         *,
         room: HostRoom | None = None,
+        verify: bool = False,
     ) -> None:
         self.chunks, self.optimizer, self.device = list(model_chunks), optimizer, device or get_device()
-        self.room = room or HostRoom(self.device)
+        self.room, self.verify = room or HostRoom(self.device), verify
         self._copier = self.device.copier()
         self._leaving: dict[str, _Trip] = {}
         keep_wide(self.chunks)
@@ -117,7 +123,7 @@ class TrainState:
         hosts = self._take_hosts({n: [s.nbytes() for s in found[n]] for n in names if n != "grads"})
         for name in names:
             places = hosts.get(name, [None] * len(found[name]))
-            parts = [_Away(s, s.nbytes(), host) for s, host in zip(found[name], places, strict=True)]
+            parts = [self._part(s, host) for s, host in zip(found[name], places, strict=True)]
             self._leaving[name] = _Trip(parts, self._copier.start(lambda parts=parts: _to_host(parts)))
 
     def finish_out(self) -> int:
@@ -164,10 +170,17 @@ class TrainState:
         return total
 
     def wait(self, what: Iterable[str] | None = None) -> None:
-        """What was started back (None: all of it) is there for whatever is done next."""
+        """What was started back (None: all of it) is there for whatever is done next.
+
+        Raises WeightMismatch naming tensors, rank and range where it is verified and not what left.
+        """
         for name in _categories(self._arriving if what is None else what):
             if name in self._arriving:
-                self._arriving.pop(name).copies.wait()
+                trip = self._arriving.pop(name)
+                trip.copies.wait()
+                for part in trip.parts:
+                    if part.digests is not None:
+                        self._compare(name, part)
 
     def discard(self) -> None:
         """Free the device memory of everything without a copy, at the end of a run: nothing of it comes back."""
@@ -179,6 +192,25 @@ class TrainState:
             for storage in self._find(name).values():
                 _release(storage)
         self.device.empty_cache()
+
+    def _part(self, storage: torch.UntypedStorage, host: Place | None) -> _Away:
+        kept = self.verify and host is not None
+        return _Away(storage, storage.nbytes(), host, storage_digests(storage) if kept else None)
+
+    def _compare(self, name: str, part: _Away) -> None:
+        """What came back of a storage is what left."""
+        wrong = (storage_digests(part.storage) != part.digests).nonzero().flatten().tolist()
+        if wrong:
+            low, high = wrong[0] * BLOCK_BYTES, min((wrong[0] + 1) * BLOCK_BYTES, part.nbytes)
+            named = state.optimizer_state(self.chunks, self.optimizer) if name == "optimizer" else None
+            inside = state.names_within(named or state.weights(self.chunks), part.storage, low, high)
+            more = f" and {len(inside) - SHOWN} more" if len(inside) > SHOWN else ""
+            rank = dist.get_rank() if dist.is_initialized() else 0
+            raise WeightMismatch(
+                f"{', '.join(inside[:SHOWN])}{more}: bytes [{low}, {high}) of {part.nbytes} of their storage on "
+                f"trainer rank {rank} came back from the host with other values; "
+                "resume from the last checkpoint"
+            )
 
     def _find(self, name: str) -> state.Storages:
         params = state.storages(tensor for _, tensor in state.weights(self.chunks))

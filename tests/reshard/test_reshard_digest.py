@@ -109,6 +109,19 @@ def test_replicas_of_the_trainer_that_drifted_apart():
         compare(*sides(trainer_damage=(1, "n", 2)), TENSORS)
 
 
+@pytest.mark.parametrize("nbytes", [1, 7, 8, 4096, module.BLOCK_BYTES + 12])
+def test_storages_differ_by_any_bit(nbytes):
+    storage = torch.randint(0, 256, (nbytes,), dtype=torch.uint8).untyped_storage()
+    before = module.storage_digests(storage)
+    assert len(before) == -(-nbytes // module.BLOCK_BYTES)
+    for at in {0, nbytes // 2, nbytes - 1}:
+        storage[at] ^= 1
+        changed = (module.storage_digests(storage) != before).nonzero().flatten().tolist()
+        assert changed == [at // module.BLOCK_BYTES]
+        storage[at] ^= 1
+    assert torch.equal(module.storage_digests(storage), before)
+
+
 def test_the_digest_of_a_model_does_not_depend_on_its_split():
     model = torch.randn(8, 3)
     digests = []

@@ -10,10 +10,12 @@ import torch
 from mindspeed_rl_plugin.reshard.digest import WeightMismatch
 from mindspeed_rl_plugin.reshard.finite import BrokenWeights
 from mindspeed_rl_plugin.reshard.hook import Resharder
-from mindspeed_rl_plugin.reshard.layout import ModelShape, Parallel
+from mindspeed_rl_plugin.reshard.layout import EngineParallel, ModelShape, Parallel
 
 sys.path.insert(0, str(Path(__file__).parent))
+import expert_reference  # noqa: E402
 from reshard_reference import engine_weights, megatron_weights, random_weights  # noqa: E402
+from test_reshard_experts import LATENT, TINY  # noqa: E402
 
 SHAPE = ModelShape("qwen3", 2, 32, 4, 2, 8, 48, 60, 64)
 
@@ -149,3 +151,43 @@ def test_another_dtype_in_the_engine_is_refused():
 def test_a_generation_tp_that_does_not_divide_the_world_is_refused():
     with pytest.raises(ValueError, match="--rl-generate-tp 4 does not divide the world of 6 ranks"):
         Resharder(SHAPE, Parallel(6), 4, rank=0, engine_dtype=torch.float32)
+
+
+def test_a_bit_that_the_engine_does_not_have_is_compared_on_the_way_back():
+    """The trainer keeps float32, the engine bfloat16: its digest does not see the lowest bit."""
+    chunks = trainer()
+    live = {name: t.bfloat16() for name, t in engine().items()}
+    way = Resharder(SHAPE, Parallel(1), 1, rank=0, engine_dtype=torch.bfloat16, verify=True)
+    before = way.to_engine(chunks, live, 0).digest
+    way.check_return(chunks)
+    weight = chunks[0].params["decoder.layers.0.mlp.linear_fc2.weight"]
+    weight.view(torch.int32)[2, 5] ^= 1
+    assert way.digest(chunks) == before
+    with pytest.raises(WeightMismatch, match=r"0.mlp.down_proj.weight \[0, 48\) of axis 1: decoder.*fc2.weight of"):
+        way.check_return(chunks)
+
+
+V3 = ModelShape("deepseek_v3", layers=3, vocab=60, padded_vocab=64, dense_layers=(0,), **TINY | LATENT)
+
+
+@pytest.mark.parametrize("mode", ["stream", "naive", "allgather"])
+def test_an_engine_that_keeps_the_routers_bias_in_its_own_dtype_gets_it_narrowed(mode):
+    """As vLLM 0.9 keeps it, and vllm-ascend after it."""
+    weights = expert_reference.random_weights(V3)
+    params = expert_reference.megatron_weights(V3, Parallel(1), 0, weights, "local", "sequential")
+    chunks = [SimpleNamespace(named_parameters=lambda: list(params.items()), named_buffers=list)]
+    narrow = {name: t.bfloat16() for name, t in weights.items()}
+    expected = {n: t.bfloat16() for n, t in expert_reference.engine_weights(V3, EngineParallel(1), 0, narrow).items()}
+    biases = [name for name in expected if name.endswith("e_score_correction_bias")]
+    assert len(biases) == 2 and not torch.equal(weights[biases[0]], weights[biases[0]].bfloat16().float())
+    live = {name: torch.zeros_like(t) for name, t in expected.items()}
+    options = dict(rank=0, engine_dtype=torch.bfloat16, mode=mode, verify=True)
+    way = Resharder(V3, Parallel(1), 1, **options)
+    done = way.to_engine(chunks, live, 0)
+    assert all(live[name].dtype == t.dtype and torch.equal(live[name], t) for name, t in expected.items())
+    assert done.digest == way.digest(chunks)
+    way.check_return(chunks)
+    wide = {name: t.float() if name in biases else torch.zeros_like(t) for name, t in expected.items()}
+    assert Resharder(V3, Parallel(1), 1, **options).to_engine(chunks, wide, 0).digest != done.digest
+    with pytest.raises(ValueError, match="_bias is torch.float16, not torch.bfloat16 or torch.float32"):
+        way.to_engine(chunks, live | {biases[0]: live[biases[0]].half()}, 1)

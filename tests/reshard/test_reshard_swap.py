@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from mindspeed_rl_plugin.device import Device, StorageMeter
+from mindspeed_rl_plugin.reshard.digest import WeightMismatch
 from mindspeed_rl_plugin.reshard.swap import HostWeights, TrainState, gathered
 
 CPU = Device("cpu")
@@ -256,3 +257,53 @@ def test_a_bias_that_the_first_forward_pass_widens_stays_the_tensor_that_was_cap
     assert state.swap_out(["params"]) == 16
     state.swap_in()
     assert router.expert_bias.tolist() == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    "category, what, message",
+    [
+        ("params", lambda m, o: m.module[1].weight, r"0 1.weight, chunk 0 parameter buffer 0: bytes \[0, 32768\)"),
+        ("params", lambda m, o: m.module.frozen, r"0 frozen: bytes \[0, 400\) of 400 of their storage on trainer"),
+        ("params", lambda m, o: m.module.counter, "chunk 0 counter: bytes "),
+        ("optimizer", lambda m, o: o.param_groups[0]["params"][1], "main parameter 1 of optimizer 0: bytes "),
+        ("optimizer", lambda m, o: next(iter(o.state.values()))["exp_avg"], "exp_avg of parameter 0 of optimizer 0: "),
+    ],
+)
+def test_one_bit_that_changed_on_the_host_is_named(category, what, message):
+    """In whatever leaves, be it narrower in the engine or never there."""
+    model = FakeDDP()
+    optimizer = distributed_adam(model, torch.bfloat16)
+    state = TrainState([model], optimizer, CPU, verify=True)
+    state.swap_out()
+    state.swap_in()
+    state.swap_out()
+    damaged = what(model, optimizer.optimizer).untyped_storage()._cdata
+    (place,) = (part.host for part in state._away[category] if part.storage._cdata == damaged)
+    place[-1][-4] ^= 1  # the lowest bit of the last number
+    with pytest.raises(WeightMismatch, match=message):
+        state.swap_in()
+    quiet = TrainState([FakeDDP()], None, CPU)
+    quiet.swap_out()
+    quiet._away["params"][0].host[0][0] ^= 1
+    quiet.swap_in()  # not asked for
+
+
+def test_what_stayed_and_changed_is_compared_with_what_leaves_later():
+    model = FakeDDP()
+    optimizer = distributed_adam(model, torch.bfloat16)
+    state = TrainState([model], optimizer, CPU, verify=True)
+    state.start_out(["optimizer"])
+    state.start_in()
+    optimizer.optimizer.param_groups[0]["params"][0].add_(1)
+    state.swap_out(["optimizer"])
+    state.swap_in()
+
+
+def test_a_wrong_block_of_a_large_storage_is_named(monkeypatch):
+    layer = nn.Linear(1024, 3000, bias=False)  # 12 MB
+    state = TrainState([layer], None, CPU, verify=True)
+    state.swap_out()
+    host = state._away["params"][0].host
+    host[0][5 << 20] ^= 4
+    with pytest.raises(WeightMismatch, match=rf"chunk 0 weight: bytes \[{4 << 20}, {8 << 20}\) of 12288000"):
+        state.swap_in()
