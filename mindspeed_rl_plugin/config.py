@@ -70,8 +70,10 @@ class RolloutConfig:
         choices=("auto", "float32", "bfloat16", "float16"),
     )
     kv_cache_gb: float = flag(1.0, "KV cache of one engine rank on a host without accelerator", unit="GiB")
-    device_memory_utilization: float = flag(
-        0.6, "share of the device's memory that the engine may use while the trainer is swapped out"
+    device_memory_utilization: float | None = flag(
+        None,
+        "share of the device's memory that the engine may use while the trainer is swapped out (default: what is then "
+        "free, less a tenth of the device; 0.6 with --rl-reward-model-device accelerator)",
     )
     max_running: int = flag(256, "most sequences that an engine decodes at once", unit="sequences")
 

@@ -81,6 +81,11 @@ class Device:
         """Devices that this process can see; 1 on CPU."""
         return 1 if self.is_cpu else self.api.device_count()
 
+    def memory_info(self) -> tuple[int, int]:
+        """Free bytes of the current device, and all that it has; other processes' use counts."""
+        free, total = self.api.mem_get_info()
+        return free, total
+
     def synchronize(self) -> None:
         """Wait for all work queued on the current device."""
         if not self.is_cpu:

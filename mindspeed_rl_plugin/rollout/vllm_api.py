@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,10 @@ PROCESSED = "processed_logprobs"
 # parameters, some as attributes of the layer or of its implementation, some as views of the weight itself.
 DERIVED = ("W_UV", "W_UK_T")
 # Engine arguments that older versions lack, and without which the engine still works.
-OPTIONAL_ARGUMENTS = ("logprobs_mode", "kv_cache_memory_bytes", "attention_backend")
+OPTIONAL_ARGUMENTS = ("logprobs_mode", "kv_cache_memory_bytes", "attention_backend", "moe_backend")
+# Kernels that read expert weights as vLLM declares them; vllm-ascend's are "OOT", and show their order by their shapes.
+PLAIN_EXPERTS = ("TRITON", "BATCHED_TRITON", "CPU", "OOT")
+_CHOSEN = re.compile(r"\w*(flashinfer|aiter)\w*_enabled")  # how versions before 0.14 say which they took
 
 
 def build(arguments: dict[str, Any]) -> Any:
@@ -72,6 +76,26 @@ def demand_processed_logprobs(engine: Any) -> bool:
     for part in modes:
         part.logprobs_mode = PROCESSED
     return bool(modes)
+
+
+def demand_plain_experts(engine: Any) -> None:
+    """Refuse kernels that permute the expert weights in place, under unchanged names and shapes: whoever writes the
+    canonical weights afterwards, as a reshard does, would leave other experts than he thinks.
+
+    vLLM 0.32 takes FlashInfer's on sm100 by itself (model_executor/layers/fused_moe/oracle/unquantized.py), before 0.14
+    it took them, and AITER's, by variables of the environment. Raises ValueError naming the layer and the kernels.
+    """
+    for name, module in model(engine).named_modules():
+        method = getattr(module, "quant_method", None)
+        backend = getattr(getattr(method, "unquantized_backend", None), "name", PLAIN_EXPERTS[0])
+        flags = vars(method) if method is not None else {}
+        found = [flag for flag, on in flags.items() if on is True and _CHOSEN.fullmatch(flag)]
+        if found or backend not in PLAIN_EXPERTS:
+            raise ValueError(
+                f"vLLM runs the experts of {name} by {found[0] if found else backend}, which keeps their weights in an "
+                "order of its own; unset VLLM_USE_FLASHINFER_MOE_FP16 and VLLM_ROCM_USE_AITER, or take a vLLM whose "
+                "engine arguments have moe_backend"
+            )
 
 
 def sampling_params(sampling: Sampling, eos: Sequence[int], seed: int) -> Any:

@@ -21,7 +21,7 @@ import random
 import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -34,7 +34,7 @@ from mindspeed_rl_plugin.rollout import vllm_api
 from mindspeed_rl_plugin.rollout.engine import PARTS
 from mindspeed_rl_plugin.rollout.hf_config import normalized, write_config
 from mindspeed_rl_plugin.rollout.limits import LOWEST_TEMPERATURE, EngineSizes
-from mindspeed_rl_plugin.rollout.vllm_memory import EngineMemory, HostMemory, PoolMemory
+from mindspeed_rl_plugin.rollout.vllm_memory import EngineMemory, HostMemory, PoolMemory, free_share
 from mindspeed_rl_plugin.types import Completion, GenerateRequest, SampleId
 
 # Steps between two agreements of an engine's ranks on whether the time is up.
@@ -49,9 +49,9 @@ class VllmOptions:
     config: config.json of the model (`hf_config.derive_config`); tensor_parallel: ranks of one engine;
     expert_parallel: ranks over which whole experts are spread (1: each is cut); dtype: "float32" | "bfloat16" |
     "float16"; max_model_len: most tokens of prompt and response together; max_running: most sequences decoded at
-    once; kv_cache_bytes: KV cache of a rank on CPU; memory_utilization: share of the device's memory elsewhere;
-    eos_token_ids: end every response that does not ignore them; tokenizer: directory, see `needs_tokenizer`;
-    sleep_mode: whether `sleep` gives memory back on an accelerator.
+    once; kv_cache_bytes: KV cache of a rank on CPU; memory_utilization: share of the device's memory elsewhere
+    (None: `free_share` when the engine is built); eos_token_ids: end every response that does not ignore them;
+    tokenizer: directory, see `needs_tokenizer`; sleep_mode: whether `sleep` gives memory back on an accelerator.
     """
 
     config: Mapping[str, Any]
@@ -61,7 +61,7 @@ class VllmOptions:
     dtype: str = "float32"
     max_running: int = 256
     kv_cache_bytes: int = 1 << 30
-    memory_utilization: float = 0.6
+    memory_utilization: float | None = None
     eos_token_ids: tuple[int, ...] = ()
     tokenizer: str | None = None
     sleep_mode: bool = True
@@ -86,6 +86,8 @@ class VllmEngine:
         self._device = device or get_device()
         check_options(options, self._device.kind, dist.get_world_size())
         _prepare(self._device.kind, options)
+        if options.memory_utilization is None and not self._device.is_cpu:
+            options = replace(options, memory_utilization=free_share(self._device))
         self.options = options
         self.version = -1
         self.digest: str | None = None
@@ -100,6 +102,7 @@ class VllmEngine:
         with tempfile.TemporaryDirectory(prefix="mindspeed-rl-engine-") as directory, _preserved_rng(self._device):
             write_config(options.config, directory)
             self._engine = vllm_api.build(_arguments(options, self._device.kind, directory))
+        vllm_api.demand_plain_experts(self._engine)
         self._processed = vllm_api.demand_processed_logprobs(self._engine)
         self._memory: EngineMemory = HostMemory(self._engine) if self._device.is_cpu else PoolMemory(self._engine)
 
@@ -328,15 +331,22 @@ def _arguments(options: VllmOptions, kind: str, directory: str) -> dict[str, Any
         "enable_prefix_caching": True,
         "max_num_seqs": options.max_running,
         "max_num_batched_tokens": max(2048 if on_cpu else 8192, options.max_running, options.max_model_len),
-        "gpu_memory_utilization": options.memory_utilization,
         "disable_log_stats": True,
         "generation_config": "vllm",
         "enable_sleep_mode": options.sleep_mode and not on_cpu,
         "logprobs_mode": vllm_api.PROCESSED,
         **({"kv_cache_memory_bytes": options.kv_cache_bytes} if on_cpu else {}),
+        **({} if on_cpu else {"gpu_memory_utilization": options.memory_utilization}),
+        # What vLLM takes by itself on sm100 permutes the weights of experts in place.
+        **({"moe_backend": "triton"} if kind == "cuda" and _has_experts(options.config) else {}),
         # Where the CPU has AMX vLLM would repack the weight of latent attention, and drop it.
         **({"attention_backend": "CPU_MLA"} if on_cpu and options.config.get("kv_lora_rank") else {}),
     }
+
+
+def _has_experts(config: Mapping[str, Any]) -> bool:
+    c = normalized(config)
+    return bool(c.get("num_experts") or c.get("n_routed_experts"))
 
 
 def _prepare(kind: str, options: VllmOptions) -> None:

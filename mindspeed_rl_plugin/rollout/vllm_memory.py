@@ -1,4 +1,4 @@
-"""Giving the engine's memory back between rollouts, and taking it again.
+"""How much memory the engine gets, giving it back between rollouts, and taking it again.
 
 Two ways with one interface (`sleep`, `wake`): vLLM's own sleep mode on accelerators, and resizing storages to
 nothing on CPU, where vLLM has none. Both keep every tensor object and every view valid, so that the reshard's
@@ -8,14 +8,47 @@ views of the parameters and what vLLM has bound to its KV cache survive.
 from __future__ import annotations
 
 import ctypes
+import gc
+import math
 import mmap
 import sys
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 
+from mindspeed_rl_plugin.device import Device
 from mindspeed_rl_plugin.rollout import vllm_api
+
+# Of the device's memory, and at least so many bytes: for what vLLM's profile of its first steps does not see, graphs
+# that it captures later, communicators and workspaces that the trainer makes in its first update and keeps.
+RESERVE, LEAST_RESERVE = 0.1, 2 << 30
+
+
+def free_share(device: Device) -> float:
+    """Share of a device's memory that an engine may use: what is free now, less a reserve; the least of all ranks.
+
+    Collective over the world; for a device whose trainer is swapped out. vLLM asks its device for no more than this
+    share of the total, and gives its KV cache what its weights and its largest step leave of it (0.32:
+    v1/worker/utils.py, `request_memory`, and v1/worker/gpu_worker.py, `determine_available_memory`; vllm-ascend:
+    worker/worker.py, alike). Raises ValueError on every rank where nothing is left.
+    """
+    gc.collect()
+    device.synchronize()
+    device.empty_cache()
+    free, total = device.memory_info()
+    thousandths = math.floor((free - max(RESERVE * total, LEAST_RESERVE)) / total * 1000)
+    least = torch.tensor(thousandths, dtype=torch.int32, device=device.current())
+    if dist.get_world_size() > 1:
+        dist.all_reduce(least, op=dist.ReduceOp.MIN)
+    if least <= 0:
+        raise ValueError(
+            f"no memory is left for the rollout engine: {free / 2**30:.3g} of {total / 2**30:.3g} GiB are free here "
+            f"while the trainer is swapped out, {RESERVE:.0%} (at least {LEAST_RESERVE / 2**30:g} GiB) of it are kept; "
+            "swap more (--rl-swap params,grads,optimizer), or give --rl-device-memory-utilization"
+        )
+    return int(least) / 1000
 
 
 class EngineMemory(Protocol):

@@ -10,10 +10,14 @@ import torch
 from mindspeed_rl_plugin.rollout.vllm_engine import VllmOptions, needs_tokenizer
 from mindspeed_rl_plugin.startup import checks
 
+# Share of the device's memory for the engine where reward models are loaded beside it later.
+BESIDE_REWARD_MODELS = 0.6
+
 
 def options(inputs: Any, dtype: torch.dtype) -> VllmOptions:
     """The engine's options. inputs: `wiring.Inputs`; dtype: of its weights."""
-    rollout, data = inputs.config.rollout, inputs.config.data
+    rollout, data, reward = inputs.config.rollout, inputs.config.data, inputs.config.reward
+    graded_beside = reward.reward_model_device == "accelerator"
     return VllmOptions(
         config=inputs.engine_config,
         max_model_len=data.max_prompt_length + rollout.max_response_length,
@@ -22,7 +26,7 @@ def options(inputs: Any, dtype: torch.dtype) -> VllmOptions:
         dtype=str(dtype).removeprefix("torch."),
         max_running=rollout.max_running,
         kv_cache_bytes=int(rollout.kv_cache_gb * 2**30),
-        memory_utilization=rollout.device_memory_utilization,
+        memory_utilization=rollout.device_memory_utilization or (BESIDE_REWARD_MODELS if graded_beside else None),
         eos_token_ids=eos(inputs.tokenizer),
         tokenizer=checks.tokenizer_path(inputs.args) if needs_tokenizer(rollout.stop) else None,
     )

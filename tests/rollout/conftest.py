@@ -147,6 +147,7 @@ def make_engine(fake_vllm: FakeVllm, monkeypatch: pytest.MonkeyPatch) -> Callabl
         monkeypatch.setattr(vllm_engine.dist, "get_world_size", lambda: world)
         monkeypatch.setattr(vllm_engine, "_prepare", lambda *args: None)
         monkeypatch.setattr(vllm_api, "build", lambda arguments: fake_vllm)
+        monkeypatch.setattr(vllm_api, "demand_plain_experts", lambda engine: None)
         monkeypatch.setattr(vllm_api, "demand_processed_logprobs", lambda engine: processed)
         monkeypatch.setattr(vllm_api, "sampling_params", lambda sampling, eos, seed: (sampling, eos, seed))
         monkeypatch.setattr(vllm_api, "refresh_derived", lambda engine: fake_vllm.refreshed.append(engine))
@@ -155,7 +156,8 @@ def make_engine(fake_vllm: FakeVllm, monkeypatch: pytest.MonkeyPatch) -> Callabl
         states = fake_vllm.device_states
         generators = SimpleNamespace(get_rng_state=lambda: len(states), set_rng_state=states.append)
         monkeypatch.setattr(Device, "api", property(lambda self: generators))
-        return VllmEngine(VllmOptions(**{"config": CONFIG, "max_model_len": 32, **options}), device)
+        given = {"config": CONFIG, "max_model_len": 32, "memory_utilization": 0.6, **options}
+        return VllmEngine(VllmOptions(**given), device)
 
     return build
 

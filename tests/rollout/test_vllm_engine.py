@@ -15,6 +15,15 @@ from mindspeed_rl_plugin.rollout import vllm_api, vllm_engine
 from mindspeed_rl_plugin.rollout.vllm_engine import AGREE_EVERY, VllmOptions, check_options
 from mindspeed_rl_plugin.types import SampleId
 
+CONFIG = {
+    "model_type": "qwen2",
+    "vocab_size": 50,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 64,
+}
+
 
 @pytest.fixture
 def engine(make_engine):
@@ -311,3 +320,66 @@ def test_options_that_cannot_work(change, kind, world, message) -> None:
 @pytest.mark.parametrize("tp", [1, 2, 4, 8])
 def test_options_that_work(tp) -> None:
     check_options(VllmOptions(CONFIG, 64, tensor_parallel=tp), "npu", 8)
+
+
+@pytest.mark.parametrize("given, used", [(0.35, 0.35), (None, 0.81)])
+def test_a_share_of_memory_that_is_given_stands_and_else_it_is_measured(make_engine, monkeypatch, given, used) -> None:
+    monkeypatch.setattr(vllm_engine, "free_share", lambda device: 0.81)
+    engine = make_engine(memory_utilization=given)
+    assert vllm_engine._arguments(engine.options, "cuda", "there")["gpu_memory_utilization"] == used
+    on_cpu = vllm_engine._arguments(VllmOptions(CONFIG, 32), "cpu", "there")
+    assert "gpu_memory_utilization" not in on_cpu and on_cpu["kv_cache_memory_bytes"] == 1 << 30
+
+
+@pytest.mark.parametrize(
+    "kind, experts, backend",
+    [("cuda", {"num_experts": 8}, "triton"), ("cuda", {"n_routed_experts": 8}, "triton"), ("cuda", {}, None)]
+    + [(kind, {"num_experts": 8}, None) for kind in ("npu", "cpu")],
+)
+def test_kernels_of_experts_are_chosen_on_cuda(kind, experts, backend) -> None:
+    options = VllmOptions({**CONFIG, **experts}, 32, memory_utilization=0.5)
+    assert vllm_engine._arguments(options, kind, "there").get("moe_backend") == backend
+
+
+class Experts(torch.nn.Module):
+    """vLLM's layer of experts, as far as it tells by what it is run."""
+
+    def __init__(self, backend=None, **flags) -> None:
+        super().__init__()
+        self.quant_method = SimpleNamespace(**flags)
+        if backend:
+            self.quant_method.unquantized_backend = SimpleNamespace(name=backend)
+
+
+def engine_of(*layers):
+    runner = SimpleNamespace(get_model=lambda: torch.nn.Sequential(*layers))
+    return SimpleNamespace(model_executor=SimpleNamespace(driver_worker=SimpleNamespace(model_runner=runner)))
+
+
+@pytest.mark.parametrize(
+    ("layer", "named"),
+    [
+        (Experts("FLASHINFER_TRTLLM"), "experts of 2 by FLASHINFER_TRTLLM"),
+        (Experts("AITER"), "by AITER"),
+        (Experts(flashinfer_cutlass_moe_enabled=True), "by flashinfer_cutlass_moe_enabled"),
+        (Experts(rocm_aiter_moe_enabled=True), "by rocm_aiter_moe_enabled"),
+    ],
+)
+def test_kernels_that_permute_experts_in_place_are_refused(layer, named) -> None:
+    plain = [torch.nn.Linear(2, 2), Experts("TRITON", flashinfer_cutlass_moe_enabled=False), Experts("OOT"), Experts()]
+    vllm_api.demand_plain_experts(engine_of(*plain))
+    with pytest.raises(ValueError, match=named + ", which keeps their weights in an order of its own"):
+        vllm_api.demand_plain_experts(engine_of(*plain[:2], layer))
+
+
+def test_the_names_of_kernels_are_vllms() -> None:
+    """What 0.32 leaves as it is declared: read from its own function."""
+    import inspect
+
+    from vllm.model_executor.layers.fused_moe.oracle import unquantized
+
+    assert set(vllm_api.PLAIN_EXPERTS) <= {b.name for b in unquantized.UnquantizedMoeBackend}
+    assert unquantized.map_unquantized_backend("triton").name == "TRITON"
+    source = inspect.getsource(unquantized.convert_to_unquantized_kernel_format)
+    rearranged = [b.name for b in unquantized.UnquantizedMoeBackend if f"Backend.{b.name}:" in source]
+    assert rearranged and not set(rearranged) & set(vllm_api.PLAIN_EXPERTS)

@@ -1,4 +1,4 @@
-"""HostMemory: storages go and come back under the same tensors; the KV cache comes back as zeros."""
+"""The share of memory an engine gets; HostMemory: storages come back under the same tensors, a KV cache as zeros."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from mindspeed_rl_plugin.device import Device
 from mindspeed_rl_plugin.rollout import vllm_memory
-from mindspeed_rl_plugin.rollout.vllm_memory import HostMemory, fill_with_zeros
+from mindspeed_rl_plugin.rollout.vllm_memory import HostMemory, fill_with_zeros, free_share
 
 
 @pytest.mark.parametrize("bytes_", [1, 64, 4096, 5000, 3 << 20, 40 << 20])
@@ -67,3 +68,62 @@ def test_a_reused_block_is_zeroed_too(engine, monkeypatch) -> None:
     memory.sleep()
     memory.wake(["kv_cache"])
     assert engine.model_executor.driver_worker.model_runner.kv_caches[1].tolist() == [0.0] * 3000
+
+
+class Accelerator(Device):
+    """A device of which so much is free."""
+
+    def __init__(self, free, total):
+        super().__init__("cuda")
+        self.free, self.total, self.events = free, total, []
+
+    def memory_info(self):
+        self.events.append("measure")
+        return self.free, self.total
+
+    def synchronize(self):
+        self.events.append("synchronize")
+
+    def empty_cache(self):
+        self.events.append("empty_cache")
+
+    def current(self):
+        return torch.device("cpu")
+
+
+GIB = 1 << 30
+
+
+def ranks(monkeypatch, *others):
+    """The world has these shares besides this rank's."""
+
+    def all_reduce(least, op):
+        assert op == torch.distributed.ReduceOp.MIN
+        least.fill_(min([int(least), *(int(1000 * other) for other in others)]))
+
+    monkeypatch.setattr(vllm_memory.dist, "get_world_size", lambda: 1 + len(others))
+    monkeypatch.setattr(vllm_memory.dist, "all_reduce", all_reduce)
+
+
+@pytest.mark.parametrize(
+    "free, total, others, expected",
+    [
+        (60, 64, (), 0.837),  # (60 - 6.4) / 64
+        (80, 80, (), 0.9),
+        (60, 64, (0.5, 0.9), 0.5),  # another rank has less
+        (8, 12, (), 0.5),  # at least two GiB stay
+    ],
+)
+def test_the_engine_gets_what_is_free_less_a_reserve(monkeypatch, free, total, others, expected):
+    ranks(monkeypatch, *others)
+    device = Accelerator(free * GIB, total * GIB)
+    share = free_share(device)
+    assert share == expected and share * total + max(0.1 * total, 2) <= free
+    assert device.events == ["synchronize", "empty_cache", "measure"]  # what torch keeps is free too
+
+
+@pytest.mark.parametrize("free, others", [(6, ()), (60, (-0.1,))])
+def test_no_memory_for_an_engine_is_refused_on_every_rank(monkeypatch, free, others):
+    ranks(monkeypatch, *others)
+    with pytest.raises(ValueError, match=f"{free} of 64 GiB are free here while .*--rl-device-memory-utilization"):
+        free_share(Accelerator(free * GIB, 64 * GIB))
