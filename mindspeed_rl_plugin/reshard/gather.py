@@ -180,6 +180,7 @@ def gather(
                 arrived |= held
             else:
                 _select(plan, done, held, destination)
+                held.clear()  # before the round after the next one is posted
         flying = posted
     if whole:
         _select(plan, range(len(plan.parcels)), arrived, destination)

@@ -10,6 +10,7 @@ import json
 import os
 import sys
 import time
+from itertools import pairwise
 from types import SimpleNamespace
 
 import torch
@@ -41,6 +42,7 @@ from mindspeed_rl_plugin.reshard.cells import Cells  # noqa: E402
 from mindspeed_rl_plugin.reshard.digest import WeightMismatch  # noqa: E402
 from mindspeed_rl_plugin.reshard.footprint import weights  # noqa: E402
 from mindspeed_rl_plugin.reshard.hook import Resharder, stored_parameters  # noqa: E402
+from mindspeed_rl_plugin.reshard.hosting import HostRoom  # noqa: E402
 from mindspeed_rl_plugin.reshard.layout import ModelShape, Parallel, engine_layout, megatron_layout  # noqa: E402
 from mindspeed_rl_plugin.reshard.swap import HostWeights, TrainState, gathered, unwrap  # noqa: E402
 from mindspeed_rl_plugin.reshard.wire import Wire  # noqa: E402
@@ -264,7 +266,8 @@ def check_case(case):
     job = Job(case, weights)
     reference = HostWeights.capture(job.chunks)
     first = [p.clone() for p in stored_parameters(job.chunks).values()]
-    state = TrainState(job.chunks, job.optimizer)
+    room = HostRoom.of_machine(dist.get_world_size(), 60.0)
+    state = TrainState(job.chunks, job.optimizer, room=room, verify=True)
     dtype = getattr(torch, case.engine_dtype)
     engines = []
     for tp in case.generate:
@@ -324,12 +327,20 @@ def check_modes(job, engines):
                     way.release()
                     assert way._buffer is None
                 else:
-                    assert done.temporary < whole / 2, (done.temporary, whole)
+                    expected = two_rounds(way.plan, way.rank, job.dtype != stream.dtype)
+                    assert done.temporary == expected, (done.temporary, expected, whole)
+
+
+def two_rounds(plan, rank, converted):
+    """Most bytes of two rounds that follow each other: what a rank lacks, and its own where that is converted."""
+    taken = [p.nbytes if converted or rank not in p.names else 0 for p in plan.parcels]
+    sizes = [sum(taken[i] for i in numbers) for numbers in plan.rounds]
+    return max(map(sum, pairwise([0, *sizes])))
 
 
 def check_memory(job, state, resharder, engine):
     """Twenty cycles: memory is back each time, and a reshard uses at most two buckets besides the weights."""
-    resharder.verify = False
+    resharder.verify = state.verify = False
     with StorageMeter() as meter, gathered(job.chunks):
         meter.track(*engine.values())
         generation = meter.allocated()

@@ -106,6 +106,24 @@ def test_weights_arrive_bitwise(case):
         assert plan.traffic[r].received == sum(tensors[name].slice_bytes(4) for name, _ in lacking)
 
 
+@settings(max_examples=20, deadline=None)
+@given(cases(world_limit=64).filter(fits), st.integers(0, 4))
+def test_every_rank_finds_the_same_plan(case, first):
+    """Each alone, without a word from the others: whole where it is asked for, its own share where it is not."""
+    shape, parallel, impl, storage, engine, ranks = case
+    sources = {r: megatron_layout(shape, parallel, r, impl, storage) for r in range(parallel.world)}
+    destinations = {r: engine_layout(shape, engine, i % engine.ranks) for i, r in enumerate(ranks)}
+    options = dict(tensors=canonical_tensors(shape), itemsize=2, bucket_bytes=1024, node_size=4)
+    whole = make_plan(sources, destinations, **options)
+    everyone = sorted({*sources, *destinations})
+    for rank in {everyone[0], everyone[-1], *everyone[first::5]}:
+        mine = make_plan(sources, destinations, rank=rank, **options)
+        assert mine.fingerprint == whole.fingerprint and mine.buckets == whole.buckets
+        assert mine.traffic == whole.traffic
+        assert mine.moves == tuple(m for m in whole.moves if rank in (m.source, m.destination))
+        assert mine.copies == tuple(c for c in whole.copies if c.rank == rank)
+
+
 def holds(params, layout, weights):
     """Segment by segment: a mistake made alike on both sides would still deliver."""
     for name, segments in layout.items():

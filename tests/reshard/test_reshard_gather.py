@@ -1,13 +1,16 @@
 """The gathering over random layouts: the whole model but a rank's own shard, balanced, and the weights it delivers."""
 
 import sys
+from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mindspeed_rl_plugin.device import StorageMeter
 from mindspeed_rl_plugin.planning.words import engine_layout_of, train_layout
 from mindspeed_rl_plugin.reshard.cells import Cells
 from mindspeed_rl_plugin.reshard.execute import copy_pieces
@@ -152,3 +155,38 @@ def test_far_sources_balance_the_links_of_their_nodes():
     plan = make_plan(dict.fromkeys(range(3), whole), wanted, tensors, **options)
     links = [plan.traffic[0].sent + plan.traffic[1].sent, plan.traffic[2].sent]
     assert plan.traffic[4].off_node == sum(links) and max(links) <= 1.2 * min(links), links
+
+
+class Deaf:
+    """A wire on which messages arrive empty; it keeps what it carries until the wait, as the real one does."""
+
+    def __init__(self, rank):
+        self.rank = rank
+
+    def post(self, what, sends, receives):
+        kept = [t for t, _, _ in (*sends, *receives)]
+        return SimpleNamespace(wait=kept.clear)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])  # as the trainer stores it, or converted
+@pytest.mark.parametrize("rank", [0, 1])
+def test_naive_holds_two_rounds(dtype, rank):
+    shape = ModelShape("qwen2", 4, 32, 4, 2, 8, 48, 60, 64)
+    parallel, tensors = train_layout("tp2", 2), canonical_tensors(shape)
+    sources = {r: megatron_layout(shape, parallel, r) for r in range(2)}
+    shapes = {r: megatron_shapes(shape, parallel, r) for r in range(2)}
+    wanted = {r: engine_layout(shape, 1, 0) for r in range(2)}
+    options = dict(itemsize=dtype.itemsize, round_bytes=4096, rank=rank)
+    plan = make_gathering(sources, shapes, wanted, tensors, **options)
+    source = {n: torch.zeros(s) for n, s in shapes[rank].items()}
+    engine = {n: torch.zeros(s, dtype=dtype) for n, s in engine_shapes(shape, 1, 0).items()}
+    with StorageMeter() as meter:
+        meter.track(*source.values(), *engine.values())
+        base = meter.allocated()
+        meter.reset_peak()
+        gather(plan, source, engine, wire=Deaf(rank), dtype=dtype, device=torch.device("cpu"), whole=False)
+        assert meter.allocated() == base
+        taken = [p.nbytes if dtype != torch.float32 or rank not in p.names else 0 for p in plan.parcels]
+        rounds = [sum(taken[i] for i in numbers) for numbers in plan.rounds]
+        assert len(rounds) > 5
+        assert meter.peak() - base == max(map(sum, pairwise(rounds)))
