@@ -155,7 +155,7 @@ def test_host_buffers_are_allocated_once_and_memory_returns():
         base, buffers = meter.allocated(), None
         for _ in range(20):
             state.swap_out()
-            assert meter.allocated() < base / 50
+            assert meter.allocated() == 2 * 4  # two counters of steps, and not one byte of training state
             away = sorted(h.data_ptr() for parts in state._away.values() for a in parts for h in a.host or [])
             assert buffers in (None, away)
             buffers = away
