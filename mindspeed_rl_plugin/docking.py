@@ -13,7 +13,7 @@ import torch.distributed as dist
 from mindspeed_rl_plugin import columns, drawing
 from mindspeed_rl_plugin.algorithms import Algorithm, resolve
 from mindspeed_rl_plugin.config import RLConfig
-from mindspeed_rl_plugin.dock import Dock, Limits, machine, make_docks
+from mindspeed_rl_plugin.dock import Dock, Limits, machine, make_docks, usual_medium
 from mindspeed_rl_plugin.environment import launch_env
 from mindspeed_rl_plugin.forward import Step
 from mindspeed_rl_plugin.placement import Placement
@@ -63,11 +63,14 @@ def make_consumers(
         (topology.rank, topology.world),
     ]
     dump = config.monitor.dump_dir is not None
+    medium = usual_medium(group) if config.dock.dock == "auto" else config.dock.dock
+    if topology.rank == 0:
+        print(f"[rl] the dock is {medium} (--rl-dock {config.dock.dock})", flush=True)
     return make_docks(
         columns.grpo_columns(graders),
         columns.grpo_states(algorithm, dump),
         divisions,
-        medium=None if config.dock.dock == "auto" else config.dock.dock,
+        medium=medium,
         group=group,
         deadline=config.monitor.wait_timeout,
         homes=lambda epoch, groups: homes(groups),

@@ -3,9 +3,10 @@
 from mindspeed_rl_plugin.dock.api import ColumnSpec, Dock, Lease, StateSpec
 from mindspeed_rl_plugin.dock.distributed.client import DistributedDock
 from mindspeed_rl_plugin.dock.distributed.fleet import Limits, machine
-from mindspeed_rl_plugin.dock.factory import make_dock, make_docks
+from mindspeed_rl_plugin.dock.factory import make_dock, make_docks, usual_medium
 from mindspeed_rl_plugin.dock.local import LocalDock
 from mindspeed_rl_plugin.dock.traffic import Moved, Traffic
+from mindspeed_rl_plugin.types import Ragged, Rows, SampleId
 
 __all__ = [
     "ColumnSpec",
@@ -15,9 +16,13 @@ __all__ = [
     "Limits",
     "LocalDock",
     "Moved",
+    "Ragged",
+    "Rows",
+    "SampleId",
     "StateSpec",
     "Traffic",
     "machine",
     "make_dock",
     "make_docks",
+    "usual_medium",
 ]

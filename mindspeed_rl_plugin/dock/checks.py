@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from torch import Tensor
+
 from mindspeed_rl_plugin.dock.api import ColumnSpec, Lease, StateSpec
 from mindspeed_rl_plugin.dock.report import listed
 from mindspeed_rl_plugin.types import Rows, SampleId
 
 FORMAT = 1  # of a snapshot
+STREAM = ("max_tokens", "window", "linger", "newest", "max_staleness", "near", "balance")  # options of a lease
 
 
 def check_declarations(columns: Sequence[ColumnSpec], states: Sequence[StateSpec]) -> None:
@@ -46,6 +49,13 @@ def void(lease: Lease, undone: Sequence[SampleId]) -> ValueError:
     )
 
 
+def named(ids: Sequence[SampleId] | Tensor) -> Sequence[SampleId]:
+    """Ids as they are, or of plain triples or a `[B, 3]` tensor."""
+    if isinstance(ids, Tensor):
+        ids = ids.tolist()
+    return ids if all(type(i) is SampleId for i in ids) else [SampleId(*i) for i in ids]
+
+
 class Declared:
     """What every dock refuses of a call, by its declared columns and states, each by name."""
 
@@ -60,6 +70,17 @@ class Declared:
         unknown = [c for c in columns if c not in self.columns]
         if unknown:
             raise ValueError(f"{call}: columns {unknown} are not declared; declared: {listed(self.columns)}")
+
+    def _check_stream(self, state: str, stream: Mapping[str, Any], versioned: bool) -> None:
+        """Of a stream's options: names that exist, and weight versions where the dock is told of them."""
+        unknown = sorted(set(stream) - set(STREAM))
+        if unknown:
+            raise ValueError(f"lease of state {state!r}: no option {unknown}; known: {', '.join(STREAM)}")
+        if not versioned and not {"newest", "max_staleness"}.isdisjoint(stream):
+            raise ValueError(
+                f"lease of state {state!r}: newest and max_staleness want the weight version of each row; name its "
+                "column when the dock is made: Limits(version_column=...)"
+            )
 
     def _read_by(self, state: str, columns: Sequence[str] | None) -> tuple[str, ...]:
         """What a lease fetches: `columns` of those that the state reads, all of them by default."""

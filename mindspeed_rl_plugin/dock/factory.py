@@ -66,7 +66,7 @@ def make_docks(
     that has no address that the others can reach.
     """
     many = group is not None and dist.get_world_size(group) > 1
-    medium = medium or (_medium(group) if many else "local")
+    medium = medium or usual_medium(group)
     if medium not in MEDIA:
         raise ValueError(f"dock medium {medium!r} is unknown; known: {', '.join(MEDIA)}")
     if not many and medium == "local" and not (limits and limits.bounded):
@@ -137,8 +137,11 @@ def _distributed(
     return docks
 
 
-def _medium(group: dist.ProcessGroup) -> str:
-    """What suits several ranks: Ray only where the user runs it and there is more than one machine."""
+def usual_medium(group: dist.ProcessGroup | None) -> str:
+    """What suits a job: "local" for one rank; Ray only where the user runs it and there is more than one machine, "shm"
+    else. Collective."""
+    if group is None or dist.get_world_size(group) == 1:
+        return "local"
     found: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(found, (machine(), ray_address()), group=group)
     return "ray" if found[0][1] and len({name for name, _ in found}) > 1 else "shm"

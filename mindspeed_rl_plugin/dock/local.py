@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from mindspeed_rl_plugin.dock.api import ColumnSpec, Lease, StateSpec
-from mindspeed_rl_plugin.dock.checks import FORMAT, Declared, check_declarations, check_snapshot, void
+from mindspeed_rl_plugin.dock.checks import FORMAT, Declared, check_declarations, check_snapshot, named, void
 from mindspeed_rl_plugin.dock.epoch import DONE, FREE, LEASED, Epoch, empty
 from mindspeed_rl_plugin.dock.report import explain_wait, listed
 from mindspeed_rl_plugin.dock.store import check_column, take
@@ -94,6 +94,7 @@ class LocalDock(Declared):
 
     def read(self, ids: Sequence[SampleId], columns: Sequence[str]) -> Rows:
         """Cells of `ids`. Raises ValueError naming the columns and ids that are not there."""
+        ids = named(ids)
         with self._changed:
             self._check_known("read", columns)
             self._check_live("read", ids)
@@ -143,6 +144,8 @@ class LocalDock(Declared):
     ) -> list[SampleId]:
         """The ids that `lease` would take, after the same wait, without taking them."""
         begin = time.monotonic()
+        ids = None if ids is None else named(ids)
+        self._check_stream(state, stream, self._version_column is not None)
         with self._changed:
             self._check_request(state, ids, max_rows, min_rows)
             while True:
@@ -163,17 +166,13 @@ class LocalDock(Declared):
     def commit(self, lease: Lease, rows: Rows | None = None) -> None:
         """Write back and acknowledge, once; ValueError for foreign cells, missing ones, or a lease handed back."""
         with self._changed:
+            if self._is_live(lease):
+                self._check_complete(lease, rows)
             self.write_back(lease, rows)
             if not self._is_live(lease):
                 self._check_done(lease)
                 return
             state, ids = lease.state, lease.rows.ids
-            for column in self.states[state].writes:
-                missing = self._missing(column, ids)
-                if missing:
-                    raise ValueError(
-                        f"commit: state {state!r} must write column {column!r}; it is missing for {listed(missing)}"
-                    )
             self._mark(state, ids, DONE)
             del self._leases[lease.token]
             self._changed.notify_all()
@@ -367,6 +366,19 @@ class LocalDock(Declared):
         gone = [sample for i, sample in enumerate(ids) if i not in live]
         if gone:
             raise ValueError(f"{call}: cleared, their cells are gone: {listed(gone)}")
+
+    def _check_complete(self, lease: Lease, rows: Rows | None) -> None:
+        """Raise ValueError where a column that the state writes would be missing after `rows`."""
+        if rows is not None:
+            self._check_writes(lease, rows)
+        for column in self.states[lease.state].writes:
+            size = 2 if self.columns[column].level == "group" else 3  # of what tells its cells apart
+            brought = {i[:size] for i in rows.ids} if rows is not None and column in rows.columns else ()
+            missing = [i for i in self._missing(column, lease.rows.ids) if i[:size] not in brought]
+            if missing:
+                raise ValueError(
+                    f"commit: state {lease.state!r} must write column {column!r}; it is missing for {listed(missing)}"
+                )
 
     def _check_done(self, lease: Lease) -> None:
         """A lease that is not live may be committed again only if its rows are done or cleared."""

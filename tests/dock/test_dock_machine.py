@@ -92,7 +92,7 @@ class DockMachine(RuleBasedStateMachine):
         for number, shape in list(self.shapes.items()):
             for controller in self.controllers.values():
                 controller.open(number, shape)
-                assert controller.close(number, None)
+                assert not controller.close(number, None)
             for w in range(HOUSES):
                 self.tell(self.houses[w].clear(number, shape, np.arange(shape.groups)))
         self.deliver_all()
@@ -374,7 +374,7 @@ class DockMachine(RuleBasedStateMachine):
         self.closing |= {(number, g) for g in chosen.tolist()}
         for controller in self.controllers.values():
             controller.open(number, shape)
-        closed = [controller.close(number, chosen) for controller in self.controllers.values()]
+        closed = [not controller.close(number, chosen) for controller in self.controllers.values()]
         held = {(n, self.group(n, r)) for x in self.leases for n, r in x["rows"]}
         if held & {(number, g) for g in chosen.tolist()}:
             assert not all(closed) or self.all_acknowledged(number, chosen)

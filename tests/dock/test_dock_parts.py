@@ -368,7 +368,7 @@ def test_stale_rows_are_never_given_out(state: str, expected: list[int]) -> None
     work = controller_with([1] * 6, members=2, state=state, versions=[3, 2, 3, 5, 1, 4])
     ask = Ask(newest=5, max_staleness=2)
     assert rows_of(work.take(ask, "a", 0, 9)) == expected
-    assert work.stale() == 6 - len(expected) and work.remaining() == len(expected)
+    assert work.remaining() == len(expected)
     ack = Record(0, 1, 2, 0, Shape(3, 2), acks={state: np.array(expected, np.int32)})
     work.apply(ack)
     assert rows_of(work.take(ask, "a", 0, 9)) == [] and work.remaining() == 0, "the end: nobody waits for stale rows"
@@ -475,9 +475,9 @@ def test_a_lease_over_two_epochs_ends_when_both_are_acknowledged() -> None:
     work.apply(told(2, [0], [1], shape, epoch=1))
     assert [n for n, _ in work.take(Ask(), "a", 0, 9).rows] == [0, 1]
     for seq, epoch in ((3, 0), (4, 1)):
-        assert not work.close(epoch, None)
+        assert work.close(epoch, None) == ["a"]
         work.apply(Record(0, 1, seq, epoch, shape, acks={"work": np.array([0], np.int32)}))
-    assert work.close(0, None) and work.close(1, None)
+    assert work.close(0, None) == work.close(1, None) == []
 
 
 # volumes

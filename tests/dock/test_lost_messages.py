@@ -37,7 +37,7 @@ STATES = [StateSpec("one", ("tokens",), ()), StateSpec("two", ("tokens",), ())]
 @pytest.fixture
 def made(members):
     """Members of a dock, one for each of `nodes`."""
-    return lambda nodes, **more: members(COLUMNS, STATES, nodes, **more)
+    return lambda nodes, states=STATES, **more: members(COLUMNS, states, nodes, **more)
 
 
 def dock_of(member: Member, groups: int = 4) -> DistributedDock:
@@ -295,3 +295,71 @@ def test_an_answer_above_the_limit_is_an_error_and_the_connection_stands(made, m
     with pytest.raises(ValueError, match="limit 1000"):
         dock.read(ids(0), ["tokens"])
     assert dock.remaining("one") == 4 and list(member.connections._every) == [before]
+
+
+# what a user may get wrong
+
+
+def test_the_rank_that_held_the_rows_has_ended(made) -> None:
+    """Its error comes at once, whatever the deadlines, and says what happened."""
+    held = made(["a", "a"])
+    docks = [dock_of(member) for member in held]
+    docks[0].put(rows(0, 1))
+    lease = docks[1].lease("one", ids=ids(0), deadline=5)
+    held[0].connections.close()
+    begin = time.monotonic()
+    for call in (
+        lambda: docks[1].lease("two", ids=ids(1), deadline=600),
+        lambda: docks[1].put(rows(2)),
+        lambda: docks[1].commit(lease),
+    ):
+        with pytest.raises(ConnectionError, match="held this machine's part of the dock has ended"):
+            call()
+    assert time.monotonic() - begin < 5
+
+
+@pytest.mark.parametrize("medium", ["local", "shm"])
+def test_ids_may_be_plain_triples_or_a_tensor(made, medium: str) -> None:
+    dock = LocalDock(COLUMNS, STATES) if medium == "local" else dock_of(made(["a"])[0])
+    dock.open(0, 4, 1)
+    dock.put(rows(0, 1, 2))
+    assert dock.lease("one", ids=[(0, 1, 0)], deadline=1).rows.ids == tuple(ids(1))
+    lease = dock.lease("one", ids=torch.tensor([[0, 2, 0], [0, 0, 0]]), deadline=1)
+    assert lease.rows.ids == tuple(ids(2, 0)) and dock.read([(0, 2, 0)], ["tokens"]).ids == tuple(ids(2))
+    dock.commit(lease)
+    assert dock.remaining("one") == 2
+
+
+@pytest.mark.parametrize("medium", ["local", "shm"])
+def test_options_that_do_nothing_are_refused(made, medium: str) -> None:
+    dock = LocalDock(COLUMNS, STATES) if medium == "local" else dock_of(made(["a"])[0])
+    with pytest.raises(ValueError, match=r"lease of state 'one': no option \['min_row'\]; known: max_tokens, window"):
+        dock.lease("one", deadline=1, min_row=2)
+    with pytest.raises(ValueError, match=r"newest and max_staleness want .* Limits\(version_column=...\)"):
+        dock.lease("one", deadline=1, newest=3, max_staleness=1)
+
+
+@pytest.mark.parametrize("medium", ["local", "shm"])
+def test_a_commit_that_is_refused_writes_nothing(made, medium: str) -> None:
+    states = [StateSpec("score", ("tokens",), ("score",))]
+    if medium == "local":
+        dock = LocalDock(COLUMNS, states)
+    else:
+        dock = DistributedDock(COLUMNS, states, made(["a"], states=states)[0].connections, deadline=10)
+    dock.open(0, 2, 1)
+    dock.put(rows(0, 1))
+    lease = dock.lease("score", deadline=1)
+    with pytest.raises(ValueError, match=r"state 'score' must write column 'score'; it is missing for \(0, 1, 0\)"):
+        dock.commit(lease, Rows(tuple(ids(0)), {"score": torch.tensor([7.0])}))
+    dock.commit(lease, Rows(lease.rows.ids, {"score": torch.tensor([1.0, 2.0])}))
+    assert dock.read(ids(0, 1), ["score"])["score"].tolist() == [1.0, 2.0]
+
+
+def test_clearing_says_who_holds_the_rows(made) -> None:
+    member = made(["a"])[0]
+    dock = DistributedDock(COLUMNS, STATES, member.connections, deadline=0.3)
+    dock.open(0, 4, 1)
+    dock.put(rows(0))
+    dock.lease("one", ids=ids(0), deadline=1)
+    with pytest.raises(TimeoutError, match=r"still holds rows of epoch 0 after 0.3 s \(leases of rank 0 client\)"):
+        dock.clear(0)

@@ -93,3 +93,13 @@ def test_a_warehouse_that_starts_again_finds_its_cells_while_the_rank_lives(tmp_
     finally:
         job.kill(guard=True)
     assert memory.sweep(tmp_path) == [str(job.path)]
+
+
+def test_an_empty_directory_whose_maker_died_at_once_is_removed(tmp_path) -> None:
+    old, new, full = (tmp_path / f"{memory.PREFIX}{name}" for name in ("old", "new", "full"))
+    for path in (old, new, full):
+        path.mkdir()
+    (full / "something").write_text("of another program")
+    for path in (old, full):
+        os.utime(path, (0, 0))
+    assert memory.sweep(tmp_path) == [str(old)] and new.exists() and full.exists()

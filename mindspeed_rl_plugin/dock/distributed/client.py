@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from mindspeed_rl_plugin.dock.api import ColumnSpec, Lease, StateSpec
-from mindspeed_rl_plugin.dock.checks import FORMAT, Declared, check_snapshot, void
+from mindspeed_rl_plugin.dock.checks import FORMAT, Declared, check_snapshot, named, void
 from mindspeed_rl_plugin.dock.distributed import cells, reading, snapshot
 from mindspeed_rl_plugin.dock.distributed.asks import ask_message
 from mindspeed_rl_plugin.dock.distributed.cells import Buffers
@@ -123,6 +123,7 @@ class DistributedDock(Declared):
     def read(self, ids: Sequence[SampleId], columns: Sequence[str]) -> Rows:
         """Cells without a lease. Raises ValueError naming the columns and ids that are not there."""
         self._check_known("read", columns)
+        ids = named(ids)
         wanted = cells.ids_array(ids)
         check_ids(self._net.shapes, self._net.last_epoch, "read", wanted)
         parts, missing = [], []
@@ -161,6 +162,8 @@ class DistributedDock(Declared):
         """Rows of this rank's consumer. columns: those of the state's reads to fetch, all by default; into: memory to
         read into; more: further fields of `controller.Ask` (max_tokens, window, linger, balance, newest, ...)."""
         names = self._read_by(state, columns)
+        self._check_stream(state, more, self._net.settings.version_column is not None)
+        ids = None if ids is None else named(ids)
         if min_rows < 1 or (max_rows is not None and max_rows < min_rows):
             raise ValueError(f"lease of state {state!r}: need 1 <= min_rows <= max_rows, got {min_rows} and {max_rows}")
         call, end = next(self._calls), time.monotonic() + deadline

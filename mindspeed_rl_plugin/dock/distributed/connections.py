@@ -23,6 +23,7 @@ from mindspeed_rl_plugin.dock.traffic import Traffic
 from mindspeed_rl_plugin.types import SampleId
 
 RECONNECT_SECONDS = 0.5
+RECONNECT_WITHIN = 10.0  # seconds past a request's own, while what it asks is started again or taken over
 MOVING_SECONDS = 0.05  # between questions for a controller that is being taken over
 
 Homes = Callable[[int, int], np.ndarray]
@@ -37,7 +38,8 @@ def contiguous_homes(warehouses: int) -> Homes:
 class Settings:
     """Of one process. name: unique in the job; node: machine; secret: of the job; warehouse: number of the one on this
     node, None without; directory: of its segments; homes: (epoch, groups) -> `[groups]` warehouse of each group, the
-    same in every process; patience: seconds for an answer that need not wait; lease_seconds: life of a lease.
+    same in every process; patience: seconds for an answer that need not wait; lease_seconds: life of a lease;
+    version_column: the column with the weight version of a row.
     """
 
     name: str
@@ -48,6 +50,7 @@ class Settings:
     homes: Homes
     patience: float = 60.0
     lease_seconds: float = 7200.0
+    version_column: str | None = None
 
 
 class Spare(NamedTuple):
@@ -250,7 +253,8 @@ class Connections:
     ) -> Message:
         """One request; a lost connection is made anew until the patience ends. Every request may be repeated: whoever
         is silent though it is connected is asked once more, a controller where it is after that."""
-        end, silent = time.monotonic() + self.settings.patience, False
+        patience = min(self.settings.patience, seconds + RECONNECT_WITHIN) if seconds else self.settings.patience
+        end, silent = time.monotonic() + patience, False
         while True:
             try:
                 return self._channel(key, where()).ask(message, seconds, **how)
@@ -260,6 +264,11 @@ class Connections:
                 silent, end = True, time.monotonic() + self.settings.patience
                 self._succeed(key[1])
             except ConnectionError as error:
+                if self.segments is not None and not self.segments.directory.is_dir():
+                    raise ConnectionError(
+                        f"{key[0]} {key[1]!r}: the rank that held this machine's part of the dock has ended, or left "
+                        "it; its rows went with it"
+                    ) from error
                 if key[0] == "warehouse" and self._given_up(key[1]):
                     raise WarehouseLost(f"warehouse {key[1]} at {where()} gives no sign of life: {error}") from error
                 if time.monotonic() >= end:

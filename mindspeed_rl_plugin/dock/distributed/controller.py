@@ -16,7 +16,7 @@ import numpy as np
 from mindspeed_rl_plugin.dock.api import ColumnSpec, StateSpec
 from mindspeed_rl_plugin.dock.distributed.picking import Ask, Picked, pick_ids, pick_ready, pick_share
 from mindspeed_rl_plugin.dock.distributed.records import EpochSet, Record, Shape, slots_of_groups
-from mindspeed_rl_plugin.dock.distributed.views import DONE, FREE, LEASED, STALE, EpochView
+from mindspeed_rl_plugin.dock.distributed.views import DONE, FREE, LEASED, EpochView
 from mindspeed_rl_plugin.dock.report import explain_wait, listed
 from mindspeed_rl_plugin.types import SampleId
 
@@ -192,15 +192,17 @@ class Controller:
             self._end(grant)
         return len(late)
 
-    def close(self, epoch: int, groups: np.ndarray | None) -> bool:
-        """Phase one of clearing: give groups out no more. True once no live lease holds any of them."""
+    def close(self, epoch: int, groups: np.ndarray | None) -> list[str]:
+        """Phase one of clearing: give groups out no more. Returns who still holds any of them under a live lease."""
         view = self._epochs.get(epoch)
         if view is None:
-            return True
+            return []
         groups = np.arange(view.shape.groups) if groups is None else groups
         view.closing[groups] = True
         slots = slots_of_groups(groups, view.shape.members)
-        return not any(_holds(g, epoch, slots) for g in self._leases.values())
+        grants = [g for g in self._leases.values() if _holds(g, epoch, slots)]
+        names = {str(h) for g in grants for h, through in g.holders.items() if not through}
+        return sorted(names) or ["a peer that has not asked yet"] * bool(grants)
 
     # looking
 
@@ -216,10 +218,6 @@ class Controller:
                 view, mine = self._epochs[number], ids[:, 0] == number
                 kept[mine] = view.undone()[ids[mine, 1] * view.shape.members + ids[mine, 2]]
         return ids[kept]
-
-    def stale(self) -> int:
-        """Rows of open epochs that are too old to be given out."""
-        return sum(int((e.status == STALE).sum()) for e in self._epochs.values())
 
     def homes(self, grant: Grant) -> np.ndarray:
         """`[B]` warehouse of each row of a grant."""

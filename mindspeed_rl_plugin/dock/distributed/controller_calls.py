@@ -95,11 +95,11 @@ class ControllerCalls:
         # Known from now on, also where its first record is still on the way.
         controller.open(message.note["epoch"], Shape(*message.note["shape"]))
         await self._applied(controller, message.note["after"])
-        while not controller.close(message.note["epoch"], groups):
+        while holders := controller.close(message.note["epoch"], groups):
             if self._clock() >= end:
                 raise TimeoutError(
                     f"clear: state {controller.spec.name!r} still holds rows of epoch {message.note['epoch']} "
-                    f"after {seconds:g} s; commit or release its leases first"
+                    f"after {seconds:g} s (leases of {', '.join(holders)}); commit or release them first"
                 )
             await self._wait(controller.spec.name, min(end - self._clock(), 1.0))
             controller.expire(self._clock())

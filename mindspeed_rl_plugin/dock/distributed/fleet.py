@@ -191,6 +191,7 @@ class Member:
             directory=shared if near else None,
             homes=homes,
             patience=min(patience, ANSWER),
+            version_column=limits.version_column,
         )
         self.connections = Connections(
             directory,

@@ -9,10 +9,12 @@ import shutil
 import socket
 import subprocess
 import tempfile
+import time
 from pathlib import Path
 
 ROOT = Path("/dev/shm")
 PREFIX = "mindspeed-rl-dock-"
+UNOWNED_SECONDS = 600.0  # a directory without a lock is that old when nobody is making it any more
 OWNER = "owner"  # file in the directory that its process holds locked while it lives
 
 
@@ -54,9 +56,15 @@ def sweep(root: str | os.PathLike[str] = ROOT) -> list[str]:
     found = []
     for entry in os.scandir(root):
         with contextlib.suppress(OSError):  # of another user, or gone meanwhile
-            mine = entry.is_dir(follow_symlinks=False) and entry.stat(follow_symlinks=False).st_uid == os.getuid()
+            stat = entry.stat(follow_symlinks=False)
+            mine = entry.is_dir(follow_symlinks=False) and stat.st_uid == os.getuid()
             if not mine or not entry.name.startswith(PREFIX):
                 continue
+            if stat.st_mtime < time.time() - UNOWNED_SECONDS:
+                with contextlib.suppress(OSError):  # it is not empty
+                    os.rmdir(entry.path)  # its maker died at once
+                    found.append(entry.path)
+                    continue
             handle = os.open(os.path.join(entry.path, OWNER), os.O_RDWR | os.O_NOFOLLOW)
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)  # BlockingIOError: its process lives
