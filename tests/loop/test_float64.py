@@ -11,6 +11,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pyarrow.parquet as pq
+import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import silu
@@ -68,6 +69,7 @@ def distance(actual: Tensor, exact: Tensor) -> float:
     return float((actual - exact).square().mean().sqrt())
 
 
+@pytest.mark.slow
 def test_engine_and_trainer_are_as_close_to_float64_as_float32_can_be(job):
     large = ("--init-method-std", LARGE, "--global-batch-size", "128", "--micro-batch-size", "16")
     done = job("--train-iters", "2", "--save-interval", "1", *large).dumping()
