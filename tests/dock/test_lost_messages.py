@@ -25,6 +25,7 @@ from mindspeed_rl_plugin.dock.distributed import (
 )
 from mindspeed_rl_plugin.dock.distributed.channel import Channel
 from mindspeed_rl_plugin.dock.distributed.fleet import Member
+from mindspeed_rl_plugin.dock.distributed.records import Record, Shape
 from mindspeed_rl_plugin.types import Ragged, Rows, SampleId
 
 COLUMNS = [
@@ -90,6 +91,18 @@ async def diverted(outbox) -> socket.socket:
     outbox._connection.setblocking(False)
     loop.add_reader(outbox._connection, outbox._readable)
     return far
+
+
+def test_a_service_that_ends_tells_nothing_more(made) -> None:
+    """Else the end of another process would begin work in a loop that nobody runs to its end."""
+    writer, _ = made(["a", "b"])
+    dock_of(writer).put(rows(0))
+    outbox, spawned = outbox_of(writer), []
+    outbox._spawn = spawned.append
+    writer.service.close()
+    assert outbox._connection is None
+    outbox.put(Record(0, 1, 1, 0, Shape(1, 1)))
+    assert not spawned
 
 
 # grants

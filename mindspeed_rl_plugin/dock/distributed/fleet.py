@@ -128,6 +128,7 @@ class Member:
         by_state = {s.name: 0 if central else controller_rank(i, len(states), world) for i, s in enumerate(states)}
         columns_by_name, states_by_name = {c.name: c for c in columns}, {s.name: s for s in states}
         many = len(set(nodes)) > 1
+        bound = host if many else ""
         shape = {
             "capacity": limits.capacity,
             "max_rows": limits.rows,
@@ -137,7 +138,7 @@ class Member:
         house = self._ray = None
         if ray:
             self._ray = RayNodes(
-                exchange, rank=rank, leads=leads, secret=secret, node=node, host=host if many else "", patience=patience
+                exchange, rank=rank, leads=leads, secret=secret, node=node, host=bound, patience=patience
             )
         elif leads:
             house = Warehouse(warehouse, columns_by_name, Arena(shared, limits.segment_bytes), **shape)
@@ -159,7 +160,7 @@ class Member:
         self.service = None
         if house is not None or here:
             path = os.path.join(shared, f"rank-{rank}.sock")
-            self.service = Service(self.host, secret, node=node, unix=path, host=host if many else "")
+            self.service = Service(self.host, secret, node=node, unix=path, host=bound, on_end=self.host.end)
         own = None
         if self.service is not None:
             self.host.refused = self.service.refused
@@ -175,7 +176,7 @@ class Member:
                 columns,
                 directory=shared,
                 node=node,
-                host=host if many else "",
+                host=bound,
                 secret=secret,
                 controllers=directory.controllers,
                 hosts=directory.hosts,

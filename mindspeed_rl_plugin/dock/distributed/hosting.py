@@ -112,6 +112,11 @@ class Host(WarehouseCalls, ControllerCalls, Succession, Settling):
         """What this process does for all ranks, and what it refused to do."""
         return {"states": sorted(self.controllers), **self.traffic, "refused": dict(self.refused)}
 
+    def end(self) -> None:
+        """The service ends: nothing is told any more. In its thread."""
+        for outbox in self._outbox.values():
+            outbox.close()
+
     # inside
 
     def _broadcast(self, record: Record) -> None:

@@ -34,6 +34,7 @@ class Outbox:
         self._waiting: deque[Record] = deque()
         self._busy = False
         self._broken = False  # the other side has ended the connection
+        self._closed = False
 
     def put(self, record: Record) -> None:
         """Send a record: at once where the socket takes it, else as soon as it does."""
@@ -51,8 +52,13 @@ class Outbox:
         if left or self._broken:
             self._deliver_later(left)
 
+    def close(self) -> None:
+        """Nothing is sent any more."""
+        self._closed = True
+        self._drop()
+
     def _deliver_later(self, begun: deque[bytes | memoryview]) -> None:
-        if not self._busy:
+        if not self._busy and not self._closed:
             self._busy = True
             self._spawn(self._deliver(begun))
 

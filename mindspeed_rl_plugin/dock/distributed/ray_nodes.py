@@ -282,7 +282,8 @@ class WarehouseActor:
         self._host = Host(f"warehouse {index}", spec["node"], secret, directory, warehouse=house)
         path = Path(spec["directory"]) / "warehouse.sock"
         path.unlink(missing_ok=True)  # a predecessor's
-        self._service = Service(self._host, secret, node=spec["node"], unix=str(path), host=spec["host"])
+        where = {"node": spec["node"], "unix": str(path), "host": spec["host"]}
+        self._service = Service(self._host, secret, **where, on_end=self._host.end)
         self._host.refused = self._service.refused
         self._address = self._service.start()
         if house.incarnation > 1:

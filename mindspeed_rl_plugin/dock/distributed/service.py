@@ -69,13 +69,23 @@ class Handler(Protocol):
 
 class Service:
     """Serve `handler` until `close`. secret: what peers must prove to know; node: name of this machine; unix: path of
-    the Unix socket; host: address of the job's interface to listen on as well, "" for none.
+    the Unix socket; host: address of the job's interface to listen on as well, "" for none; on_end: called in the
+    service's thread when it ends.
 
     refused: connections and messages that were turned away, by reason.
     """
 
-    def __init__(self, handler: Handler, secret: bytes, *, node: str, unix: str, host: str = "") -> None:
-        self._handler, self._secret = handler, secret
+    def __init__(
+        self,
+        handler: Handler,
+        secret: bytes,
+        *,
+        node: str,
+        unix: str,
+        host: str = "",
+        on_end: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._handler, self._secret, self._on_end = handler, secret, on_end
         self._node, self._unix, self._host = node, unix, host
         self.refused = {"stranger": 0, "malformed": 0}
         self._peers: dict[str, int] = {}
@@ -120,6 +130,7 @@ class Service:
         port = listeners[1].getsockname()[1] if self._host else 0
         self._ready.set_result(Address(self._node, self._unix, self._host, port))
         await self._stop.wait()
+        self._on_end()
         for task in asyncio.all_tasks() - {asyncio.current_task()}:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
