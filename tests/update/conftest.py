@@ -63,3 +63,20 @@ def run_cases(rollout, tmp_path_factory):
         return {name: torch.load(folder / f"{name}.pt") for name in cases}
 
     return run
+
+@pytest.fixture
+def assert_same():
+    """`assert_same(got, want, where)`: metrics, gradient norm and every gradient of a step agree to 1e-4."""
+
+    def check(got, want, where):
+        for name, value in want["metrics"].items():
+            assert got["metrics"][name] == pytest.approx(value, rel=1e-4, abs=1e-6), (where, name)
+        assert got["grad_norm"] == pytest.approx(want["grad_norm"], rel=1e-4), where
+        assert set(got["gradients"]) == set(want["gradients"])
+        for name, gradient in want["gradients"].items():
+            limit = 1e-4 * float(gradient.abs().max())
+            torch.testing.assert_close(
+                got["gradients"][name], gradient, rtol=1e-4, atol=limit, msg=lambda m, n=(where, name): f"{n}: {m}"
+            )
+
+    return check

@@ -1,7 +1,6 @@
 """DPO's step through Megatron's own train_step: the loss and gradients of plain loops over pairs, in every layout."""
 
 import pytest
-import torch
 
 TP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
 PP2 = "--pipeline-model-parallel-size 2"
@@ -51,20 +50,8 @@ def data_parallel(run_cases):
     return run_cases("pairs.py", 2, DP2)
 
 
-def assert_same(got, want, where):
-    for name, value in want["metrics"].items():
-        assert got["metrics"][name] == pytest.approx(value, rel=1e-4, abs=1e-6), (where, name)
-    assert got["grad_norm"] == pytest.approx(want["grad_norm"], rel=1e-4), where
-    assert set(got["gradients"]) == set(want["gradients"])
-    for name, gradient in want["gradients"].items():
-        limit = 1e-4 * float(gradient.abs().max())
-        torch.testing.assert_close(
-            got["gradients"][name], gradient, rtol=1e-4, atol=limit, msg=lambda m, n=(where, name): f"{n}: {m}"
-        )
-
-
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_two_data_parallel_ranks_take_the_step_of_the_loops(data_parallel, variant):
+def test_two_data_parallel_ranks_take_the_step_of_the_loops(assert_same, data_parallel, variant):
     """And a loss that does not reckon with their number would be seen: Megatron averages over them."""
     want = data_parallel["loops"][variant]
     assert want["grad_norm"] > 1e-2 and 0 < want["metrics"]["accuracy"] < 1
@@ -80,7 +67,7 @@ def test_the_losses_differ(data_parallel):
 
 
 @pytest.mark.slow
-def test_every_layout_takes_the_same_step(run_cases):
+def test_every_layout_takes_the_same_step(assert_same, run_cases):
     layouts = run_cases("pairs.py", 1, ONE_RANK)
     wanted = layouts["loops"]
     for layout, found in {**layouts, **run_cases("pairs.py", 2, TWO_RANKS)}.items():

@@ -1,7 +1,6 @@
 """Every preset's step through Megatron's own train_step: the same loss, metrics and gradients in every layout."""
 
 import pytest
-import torch
 
 TP2 = "--tensor-model-parallel-size 2"
 PP2 = "--pipeline-model-parallel-size 2"
@@ -79,19 +78,7 @@ def by_tokens(run_cases, names, variants):
     return found
 
 
-def assert_same(got, want, where):
-    for name, value in want["metrics"].items():
-        assert got["metrics"][name] == pytest.approx(value, rel=1e-4, abs=1e-6), (where, name)
-    assert got["grad_norm"] == pytest.approx(want["grad_norm"], rel=1e-4), where
-    assert set(got["gradients"]) == set(want["gradients"])
-    for name, gradient in want["gradients"].items():
-        limit = 1e-4 * float(gradient.abs().max())
-        torch.testing.assert_close(
-            got["gradients"][name], gradient, rtol=1e-4, atol=limit, msg=lambda m, n=(where, name): f"{n}: {m}"
-        )
-
-
-def test_micro_batches_by_tokens_and_packed_take_the_same_step(run_cases):
+def test_micro_batches_by_tokens_and_packed_take_the_same_step(assert_same, run_cases):
     """One preset that sees whole sequences, one that averages over tokens; the slow tier has all of them."""
     few = {name: VARIANTS[name] for name in ("gspo", "dapo", "pf-ppo")}
     one = {"plain": {"flags": ONE_RANK["micro-batch 1"], "variants": few}}
@@ -109,7 +96,7 @@ def test_micro_batches_by_tokens_and_packed_take_the_same_step(run_cases):
 
 
 @pytest.mark.slow
-def test_every_preset_by_tokens_and_packed(run_cases, layouts):
+def test_every_preset_by_tokens_and_packed(assert_same, run_cases, layouts):
     for layout, found in by_tokens(run_cases, BY_TOKENS, VARIANTS).items():
         for variant, got in found.items():
             assert_same(got, layouts["micro-batch 1"][variant], (layout, variant))
@@ -117,7 +104,7 @@ def test_every_preset_by_tokens_and_packed(run_cases, layouts):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_a_preset_takes_the_same_step_in_every_layout(layouts, variant):
+def test_a_preset_takes_the_same_step_in_every_layout(assert_same, layouts, variant):
     want = layouts["micro-batch 1"][variant]
     tokens = 21 if variant == "pf-ppo" else 38
     assert want["grad_norm"] > 1e-3 and want["metrics"]["trained_tokens"] == tokens
