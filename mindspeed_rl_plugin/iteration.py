@@ -391,7 +391,8 @@ class Loop:
             if done < p.inputs.config.algorithm.critic_warmup:
                 args[4].step(increment=p.sizes.global_batch)  # the policy's learning rate goes by the iteration
                 return result, found
-        p.update.prepare(batches, measured=columns.update_reads(p.algorithm))
+        taken = len(self._plan()) * p.algorithm.ppo_epochs - len(self.steps) - 1
+        p.update.prepare(batches, measured=columns.update_reads(p.algorithm), version=done - taken)
         result = p.update.run(original, args[2:], kwargs)
         self.trained = True
         return result, found | reporting.of_policy(result) | p.update.metrics()

@@ -53,6 +53,7 @@ UPDATE_NAMES = {
     "rollout_kl": "rollout/kl",
     "rollout_weight_mean": "rollout/weight_mean",
     "rollout_weight_max": "rollout/weight_max",
+    "rollout_stale": "rollout/stale",
     "rollout_weight_outside": "rollout/weight_outside",
     "rollout_sequence_weight_mean": "rollout/sequence_weight_mean",
     "rollout_sequence_weight_outside": "rollout/sequence_weight_outside",

@@ -42,12 +42,13 @@ def to_metrics(tally: Tensor, totals: Totals) -> dict[str, float]:
     """Name the numbers of a reduced tally.
 
     `loss`, `pg_loss`, `kl_loss`, `entropy_loss` are aggregated as the loss is; `ratio_mean`, `clip_fraction`,
-    `entropy`, `kl` (to the reference), `kl_old` (to the policy the step started from) and `logp_diff_mean` (engine
-    to trainer) are means over the trained tokens, in nats where they have a unit. `rollout_weight_mean` and
+    `entropy`, `kl` (to the reference), `kl_old` (to the policy the step started from) are means over the trained
+    tokens, in nats where they have a unit; `logp_diff_mean` and `_max` (engine to trainer) are of those that the weights
+    of this rollout drew, and `rollout_stale` is the share of the others. `rollout_weight_mean` and
     `rollout_weight_outside` are over tokens the mean importance weight of the engine's samples and the share outside
     the correction's bounds, `rollout_sequence_weight_mean` and `_outside` the same of whole responses, and
     `rollout_kl` the KL of the engine's policy to the trainer's. Without any trained token the means are 0 (ratio and
-    weights 1) and the extremes are left out.
+    weights 1) and the extremes are left out, without any of this rollout's weights those of `logp_diff`.
     """
     named = dict(zip(WEIGHTED + PER_TOKEN + PER_SEQUENCE + MAXIMA, tally.tolist(), strict=True))
     metrics = {name: named[name] for name in WEIGHTED}
@@ -55,9 +56,16 @@ def to_metrics(tally: Tensor, totals: Totals) -> dict[str, float]:
     metrics.update({name: named[name] / max(totals.sequences, 1) for name in PER_SEQUENCE})
     for name in ("ratio", "rollout_weight", "rollout_sequence_weight"):
         metrics[f"{name}_mean"] = 1.0 + metrics.pop(name)
+    fresh = totals.tokens - named["rollout_stale"]
+    if fresh:
+        metrics["logp_diff_mean"] = named["logp_diff_mean"] / fresh
+    elif totals.tokens:
+        del metrics["logp_diff_mean"]
     if totals.tokens:
         metrics.update({name: named[name] for name in MAXIMA})
         metrics["ratio_min"] = -metrics["ratio_min"]
+        if not fresh:
+            del metrics["logp_diff_max"]
     return {**metrics, "trained_tokens": float(totals.tokens), "trained_sequences": float(totals.sequences)}
 
 

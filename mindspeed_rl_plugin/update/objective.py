@@ -15,7 +15,7 @@ from mindspeed_rl_plugin.forward import MicroBatch
 WEIGHTED = ("loss", "pg_loss", "kl_loss", "entropy_loss")
 PER_TOKEN = (
     *("ratio", "clip_fraction", "entropy", "kl", "kl_old", "logp_diff_mean"),
-    *("rollout_weight", "rollout_weight_outside", "rollout_kl"),
+    *("rollout_weight", "rollout_weight_outside", "rollout_kl", "rollout_stale"),
 )
 PER_SEQUENCE = ("rollout_sequence_weight", "rollout_sequence_weight_outside")
 MAXIMA = ("ratio_max", "ratio_min", "logp_diff_max", "rollout_weight_max")
@@ -28,12 +28,14 @@ def objective(
     logp: Tensor,
     entropy: Tensor,
     times: Tensor | None = None,
+    fresh: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Part of the global loss that this micro-batch contributes, and its tally.
 
     batch: with columns `logp_old` and `advantages`, `logp_ref` where the algorithm needs it, `logp_rollout`
     where known; weights: `[mb]` weight of a trained token of each row; logp, entropy: `[mb, S]`; times: `[mb]`
-    how often a row counts in the tally, None: once (its weight already says so for the loss).
+    how often a row counts in the tally, None: once (its weight already says so for the loss); fresh: `[mb]` bool,
+    rows that the weights of this rollout drew, None: all. The others tell nothing of how engine and trainer agree.
     Returns the scalar `sum_t w_t * (c_t * policy + kl_coef * KL - entropy_coef * H)` with its gradient, c_t the
     off-policy correction where one is on, and a detached vector laid out as `WEIGHTED + PER_TOKEN + PER_SEQUENCE +
     MAXIMA`. Ratio and importance weights are tallied less 1, so that the mean of ratios of 1 is 1 to the last bit;
@@ -52,7 +54,9 @@ def objective(
     reference = batch.columns.get("logp_ref")
     kl = algorithm.kl(tokens.logp, reference[mask]) if reference is not None else zero
     rollout = batch.columns.get("logp_rollout")
-    correction, gap = _engine_gap(algorithm, tokens, logp_old if rollout is None else rollout[mask], counted)
+    drawn = torch.ones_like(sequence, dtype=torch.bool) if fresh is None else fresh[sequence]
+    rollout = logp_old if rollout is None else rollout[mask]
+    correction, gap = _engine_gap(algorithm, tokens, rollout, counted, drawn)
 
     policy = terms.loss if correction is None else correction * terms.loss
     pg_loss = (weight * policy).sum()
@@ -77,7 +81,7 @@ def objective(
 
 
 def _engine_gap(
-    algorithm: Algorithm, tokens: TrainedTokens, rollout: Tensor, counted: Tensor
+    algorithm: Algorithm, tokens: TrainedTokens, rollout: Tensor, counted: Tensor, fresh: Tensor
 ) -> tuple[Tensor | None, dict[str, Tensor]]:
     """What the gap between engine and trainer makes of the loss, `[T]` or None, and its part of the tally."""
     old, sequence, rows = tokens.logp_old, tokens.sequence, tokens.sequences
@@ -88,12 +92,13 @@ def _engine_gap(
     outside = {level: algorithm.out_of_bounds(weights).float() for level, weights in by_level.items()}
     difference = (old - rollout).abs()
     return algorithm.corrected(by_level[algorithm.correction_level]), {
-        "logp_diff_mean": (counted * difference).sum(),
-        "logp_diff_max": _maximum(difference),
+        "logp_diff_mean": (counted * difference)[fresh].sum(),
+        "logp_diff_max": _maximum(difference[fresh]),
         "rollout_weight": (counted * (token - 1.0)).sum(),
         "rollout_weight_outside": (counted * outside["token"]).sum(),
         "rollout_weight_max": _maximum(token),
         "rollout_kl": (counted * k3(rollout, old)).sum(),
+        "rollout_stale": counted[~fresh].sum(),
         "rollout_sequence_weight": (once * (whole - 1.0)).sum(),
         "rollout_sequence_weight_outside": (once * outside["sequence"]).sum(),
     }

@@ -61,11 +61,17 @@ class Update:
         self._batches: list[MicroBatch] = []
         self._weights: list[Tensor] = []
         self._times: list[Tensor] = []
+        self._fresh: list[Tensor] = []
         self._tallies: dict[int, Tensor] = {}
         self._metrics: dict[str, float] | None = None
 
     def prepare(
-        self, micro_batches: Sequence[Rows], totals: Totals | None = None, *, measured: Collection[str] | None = None
+        self,
+        micro_batches: Sequence[Rows],
+        totals: Totals | None = None,
+        *,
+        measured: Collection[str] | None = None,
+        version: int | None = None,
     ) -> Totals:
         """Take the rows of the next optimizer step.
 
@@ -77,7 +83,8 @@ class Update:
         where they were filtered. Ranks that are not on the last pipeline stage need `tokens`, `loss_mask`, `kept` and
         `times` only. totals: counts of the global batch, None to count them here,
         which is collective over the data parallel ranks; measured: columns that the last stage holds, None: those of
-        this rank.
+        this rank; version: of the weights that `logp_old` is of, where rows with a lower `version` (`[B]`) may be among
+        them; None: all were drawn by those weights.
         Returns the totals. Raises ValueError for a missing column or a wrong number of micro-batches.
         """
         expected = num_microbatches_calculator.get_num_microbatches()
@@ -95,6 +102,7 @@ class Update:
             (self._weigh(n, totals) * k).float().to(self._device) for n, k in zip(counts, times, strict=True)
         ]
         self._times = [k.to(self._device) for k in times]
+        self._fresh = [_drawn_by(part, version).to(self._device) for part in rows]
         self._batches = [self._collate(i, part) for i, part in enumerate(rows)]
         self._scaling = LossScaling(
             micro_batches=len(rows),
@@ -148,8 +156,8 @@ class Update:
 
     def _loss(self, batch: MicroBatch, output: Tensor) -> tuple:
         logp, entropy = head_of(output, batch, self.settings, entropy_grad=self._entropy_grad)
-        times = self._times[batch.index]
-        loss, tally = objective(self.algorithm, batch, self._weights[batch.index], logp, entropy, times)
+        times, fresh = self._times[batch.index], self._fresh[batch.index]
+        loss, tally = objective(self.algorithm, batch, self._weights[batch.index], logp, entropy, times, fresh)
         # By index, for Megatron may run a step again to validate its result.
         self._tallies[batch.index] = tally
         # Megatron averages this over micro-batches; it is this rank's view, `metrics` has the exact one.
@@ -190,3 +198,10 @@ class Update:
 def _trained(rows: Rows) -> Tensor:
     """`[mb]` int64, trained tokens of each row; entry 0 of a row has no logits before it and is never trained."""
     return torch.stack([row[1:].sum(dtype=torch.int64) for row in rows["loss_mask"].rows()])
+
+
+def _drawn_by(rows: Rows, version: int | None) -> Tensor:
+    """`[mb]` bool, which rows were drawn by the weights of this version; all where it is None or rows do not say."""
+    if version is None or "version" not in rows.columns:
+        return torch.ones(len(rows), dtype=torch.bool)
+    return rows["version"] >= version

@@ -96,6 +96,29 @@ def test_objective_is_the_loop(correction, level):
     assert metrics["rollout_kl"] == pytest.approx(sum(math.exp(g) - g - 1 for g in gaps) / 8, rel=1e-5)
 
 
+@pytest.mark.parametrize("stale", [(), (2,), (0, 3), (0, 2, 3)])
+def test_rows_of_older_weights_tell_nothing_of_engine_and_trainer(stale):
+    """They are off-policy, so they count in the weights; their log-probs differ because the weights do."""
+    batch, logp, entropy = micro_batch()
+    fresh = torch.tensor([row not in stale for row in range(4)])
+    weights = torch.full((4,), 0.1, dtype=torch.float64)
+    algorithm = resolve(AlgorithmConfig(algorithm="grpo"))
+    _, tally = objective(algorithm, batch, weights, logp, entropy, fresh=fresh)
+    got, all_fresh = (
+        to_metrics(t, Totals(sum(COUNTS), 3)) for t in (tally, objective(algorithm, batch, weights, logp, entropy)[1])
+    )
+    gap = (batch.columns["logp_old"] - batch.columns["logp_rollout"]).abs()
+    gaps = [float(gap[row, at]) for row, at in batch.mask.nonzero().tolist() if fresh[row]]
+    assert got["rollout_stale"] == pytest.approx(1 - len(gaps) / sum(COUNTS))
+    if gaps:
+        assert got["logp_diff_mean"] == pytest.approx(sum(gaps) / len(gaps), rel=1e-5)
+        assert got["logp_diff_max"] == pytest.approx(max(gaps), rel=1e-5)
+    else:
+        assert not {"logp_diff_mean", "logp_diff_max"} & got.keys()
+    ours = {"logp_diff_mean", "logp_diff_max", "rollout_stale"}
+    assert {k: v for k, v in got.items() if k not in ours} == {k: v for k, v in all_fresh.items() if k not in ours}
+
+
 @pytest.mark.parametrize("algorithm", ["grpo", "gspo", "cispo", "rloo", "dapo", "dr-grpo", "reinforce++"])
 def test_a_micro_batch_without_a_trained_token_adds_nothing(algorithm):
     """A rank with no trained token still runs its step."""
