@@ -108,6 +108,7 @@ def report(options: argparse.Namespace) -> list[str]:
         grad_bytes=options.grad_bytes,
         distributed=not options.no_distributed_optimizer and (script is None or script.distributed),
         critic=options.critic or (script is not None and script.critic),
+        experts=script.experts if script else "sequential",
         bucket_bytes=(options.bucket_mb or (script.bucket_mb if script else None) or 256) << 20,
     )
     unit = _Unit.of(found)

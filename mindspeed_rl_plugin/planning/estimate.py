@@ -16,7 +16,9 @@ from mindspeed_rl_plugin.reshard.layout import (
     canonical_tensors,
     engine_layout,
     megatron_layout,
+    megatron_shapes,
 )
+from mindspeed_rl_plugin.reshard.parcels import make_parcels, make_rounds, two_rounds
 
 
 @dataclass(frozen=True)
@@ -79,20 +81,24 @@ def estimate(
     distributed: bool = True,
     bucket_bytes: int = 256 << 20,
     critic: bool = False,
+    experts: str = "sequential",
 ) -> Estimate:
     """Figures of all modes. The engines live on ranks [first, first + engines x engine.ranks). critic: the trainer has
     one beside the policy; itemsize, engine_itemsize: bytes of a weight in the trainer, and in the engine (None: the
-    same), as which it travels.
+    same), as which it travels; experts: how the trainer stores them (`rows.EXPERTS`).
 
     In `naive` and `allgather` every engine rank receives the whole model but what it holds; in `stream` only what it
     lacks. Raises ValueError where sizes do not divide.
     """
-    sources = {r: megatron_layout(shape, train, r) for r in range(train.world)}
+    sources = {r: megatron_layout(shape, train, r, experts=experts) for r in range(train.world)}
+    stored = {r: megatron_shapes(shape, train, r, experts=experts) for r in sources}
     ranks = engines * engine.ranks
     destinations = {first + i: engine_layout(shape, engine, i % engine.ranks) for i in range(ranks)}
     tensors, moved = canonical_tensors(shape), engine_itemsize or itemsize
     cells = Cells(sources, destinations, tensors, itemsize=moved, node_size=machine.node_size)
     stream, whole = _cost(cells.flow(), machine), _cost(cells.flow(everything=True), machine)
+    parcels = make_parcels(sources, stored, tensors, moved)
+    rounds = make_rounds(parcels, bucket_bytes // 2)
     held = footprint(
         shape,
         train,
@@ -104,6 +110,7 @@ def estimate(
         bucket_bytes=bucket_bytes,
         shared=first < train.world,
         critic=critic,
+        rounds=two_rounds(parcels, rounds, sources, destinations, moved != itemsize),
     )
     return Estimate(
         weights(shape, itemsize),

@@ -67,6 +67,7 @@ _SWITCHES = (
     "account_for_embedding_in_pipeline_split",
     "account_for_loss_in_pipeline_split",
     "moe_tp_extend_ep",
+    "moe_grouped_gemm",
     "use_distributed_optimizer",
     "bf16",
     "fp16",
@@ -77,6 +78,7 @@ _WORDS = {
     "pipeline_model_parallel_layout": "",
     "num_layer_list": "",
     "rl_engine_dtype": "auto",
+    "transformer_impl": "",
 }
 # Arguments that no family expresses: read too, so that the plan refuses what a run refuses. --noop-layers can be
 # planned all the same.
@@ -97,7 +99,8 @@ class Script:
 
     itemsize, engine_itemsize: bytes of a weight of the trainer and of the engine; generate, bucket_mb: its RL flags
     where it has them, the first as `words.engine_layout_of` reads it; notes: what the plan takes otherwise than the
-    script says; critic: whether its algorithm trains one; node: ranks a node, where it says so.
+    script says; critic: whether its algorithm trains one; node: ranks a node, where it says so; experts: how it stores
+    them (`rows.EXPERTS`).
     """
 
     shape: ModelShape
@@ -110,6 +113,7 @@ class Script:
     critic: bool
     engine_itemsize: int
     node: int | None = None
+    experts: str = "sequential"
 
 
 def read_script(path: Path, vocab: int | None = None, timeout: float = 60.0) -> Script:
@@ -162,6 +166,7 @@ def read_arguments(flags: Flags, world: int, vocab: int | None = None, folder: P
         notes=tuple(notes),
         critic=_has_critic(flags),
         engine_itemsize=_engine_bytes(args.rl_engine_dtype) or itemsize,
+        experts=_experts(args),
     )
 
 
@@ -182,6 +187,14 @@ def _engines(args: argparse.Namespace) -> str | None:
     if args.rl_generate_tp is None and args.rl_generate_ep is None:
         return None
     return f"tp{args.rl_generate_tp or 1},ep{args.rl_generate_ep or 1}"
+
+
+def _experts(args: argparse.Namespace) -> str:
+    """How the trainer stores experts: those of a rank as one, which is MindSpeed's grouped GEMM, unless the script asks
+    for TransformerEngine's. `naive` is the larger for it."""
+    if not args.moe_grouped_gemm:
+        return "sequential"
+    return "te_grouped" if args.transformer_impl == "transformer_engine" else "grouped"
 
 
 def _engine_bytes(dtype: str) -> int | None:

@@ -1,9 +1,8 @@
 """Gathering every shard of the trainer on every engine rank: the modes `naive` and `allgather`, baselines of `stream`.
 
-A *parcel* is a stored parameter that some trainer ranks share; together they make the whole model once. Each engine
-rank takes those that it lacks, as they are stored, from a trainer rank that has them, and then copies what its engine
-needs out of them. `allgather` keeps all of them in one temporary buffer, the paper's step 1; `naive` keeps no more than
-two rounds of them. Both receive alike: the whole model but the rank's own shard.
+Each engine rank takes the parcels (`parcels.py`) that it lacks from a trainer rank that has them, and then copies what
+its engine needs out of them. `allgather` keeps all of them in one temporary buffer, the paper's step 1; `naive` keeps
+no more than two rounds of them. Both receive alike: the whole model but the rank's own shard.
 
 The messages are point to point: shards differ in size (pipelines, experts, vocabularies), for which gloo, nccl and hccl
 have no allgather that would not pad them.
@@ -13,29 +12,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from mindspeed_rl_plugin.reshard.execute import copy_pieces
-from mindspeed_rl_plugin.reshard.layout import Canonical, Layout, Segment, Shapes
+from mindspeed_rl_plugin.reshard.layout import Canonical, Layout, Shapes
+from mindspeed_rl_plugin.reshard.parcels import Parcel, make_parcels, make_rounds
 from mindspeed_rl_plugin.reshard.plan import Copy, Traffic, make_plan
 from mindspeed_rl_plugin.reshard.wire import Batch, Message, Wire
 
 _ALIGNMENT = 64  # bytes, of a parcel in the buffer
-
-
-class Parcel(NamedTuple):
-    """A stored parameter: its segments, its shape without the padding behind them, its bytes on the wire, and
-    trainer rank -> name of the parameter. wide: float32 whatever the model's dtype."""
-
-    segments: tuple[Segment, ...]
-    shape: tuple[int, ...]
-    nbytes: int
-    wide: bool
-    names: Mapping[int, str]
 
 
 @dataclass(frozen=True)
@@ -75,7 +62,7 @@ def make_gathering(
     round_bytes: most bytes of a round of more than one parcel. A parcel comes from a rank of the same node where one
     has it, among equals from the one that has sent least. Raises ValueError where no parcel holds what an engine wants.
     """
-    parcels = _parcels(sources, shapes, tensors, itemsize)
+    parcels = make_parcels(sources, shapes, tensors, itemsize)
     nodes = node_size or 1 + max(*sources, *destinations)
     traffic = {r: Traffic() for r in sorted({*sources, *destinations})}
     routes = [_route(p, destinations, traffic, nodes) for p in parcels]
@@ -88,36 +75,13 @@ def make_gathering(
         for copy in chosen.copies:
             copies[int(copy.piece.source.param)].append(copy)
     return Gathering(
-        tuple(parcels),
-        _rounds(parcels, round_bytes),
+        parcels,
+        make_rounds(parcels, round_bytes),
         tuple(routes),
         tuple(map(tuple, copies)),
         traffic,
         frozenset(destinations),
     )
-
-
-def _parcels(
-    sources: Mapping[int, Layout], shapes: Mapping[int, Shapes], tensors: Mapping[str, Canonical], itemsize: int
-) -> list[Parcel]:
-    found: dict[tuple[Segment, ...], tuple[int, Parcel]] = {}
-    for rank in sorted(sources):
-        for position, (name, segments) in enumerate(sources[rank].items()):
-            if not segments:
-                continue
-            if segments not in found:
-                shape, wide = _without_padding(segments, shapes[rank][name]), tensors[segments[0].name].wide
-                found[segments] = position, Parcel(segments, shape, prod(shape) * (4 if wide else itemsize), wide, {})
-            found[segments][1].names.setdefault(rank, name)
-    # Parcels at equal depth of their pipeline stage follow each other, so that all stages send at once.
-    return [parcel for _, parcel in sorted(found.values(), key=lambda item: item[0])]
-
-
-def _without_padding(segments: Sequence[Segment], shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Rows behind the last segment, of the padded vocabulary, do not travel."""
-    if any(s.axis != 0 or s.slot >= 0 or s.transposed for s in segments):
-        return tuple(shape)
-    return (max(s.offset + s.size for s in segments), *shape[1:])
 
 
 def _route(
@@ -135,18 +99,6 @@ def _route(
         traffic[rank].received += parcel.nbytes
         traffic[rank].off_node += 0 if near else parcel.nbytes
     return route
-
-
-def _rounds(parcels: Sequence[Parcel], round_bytes: int) -> tuple[tuple[int, ...], ...]:
-    rounds: list[list[int]] = []
-    filled = 0
-    for i, parcel in enumerate(parcels):
-        if not rounds or filled + parcel.nbytes > round_bytes:
-            rounds.append([])
-            filled = 0
-        rounds[-1].append(i)
-        filled += parcel.nbytes
-    return tuple(map(tuple, rounds))
 
 
 @torch.no_grad()

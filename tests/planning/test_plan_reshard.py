@@ -82,7 +82,8 @@ def test_a_critic_takes_what_its_parameters_take(train, tied):
     assert plain.update() == each * alone and plain.critic == plain.critic_state == 0
     assert found.critic == 2 * critic and found.critic_state == (each - 2) * critic
     assert found.update() == each * (policy + critic)
-    assert found.resident("naive") == 2 * (policy + critic) + found.generate == found.peak("naive")
+    assert found.resident("naive") == 2 * (policy + critic) + found.generate == found.peak("naive") - found.rounds
+    assert (found.rounds > 0) is (parallel.world > 1)
     assert found.resident("stream") == plain.resident("stream") == found.generate
 
 
@@ -339,6 +340,19 @@ def test_the_vocabulary_of_a_script(tmp_path, flags, size):
     (tmp_path / "hf" / "config.json").write_text(json.dumps({"vocab_size": 7}))
     words = [*PLAIN.replace("--vocab-size 250", "").split(), *flags.split()]
     assert read_arguments(Flags.parse(words), 4, folder=tmp_path).shape.vocab == size
+
+
+@pytest.mark.parametrize(
+    ("flags", "kind"),
+    [
+        ("", "sequential"),
+        ("--moe-grouped-gemm", "grouped"),
+        ("--moe-grouped-gemm --transformer-impl local", "grouped"),
+        ("--moe-grouped-gemm --transformer-impl transformer_engine", "te_grouped"),
+    ],
+)
+def test_a_script_says_how_experts_are_stored(flags, kind):
+    assert read_arguments(Flags.parse([*PLAIN.split(), *flags.split()]), 4).experts == kind
 
 
 def test_the_rl_flags_of_a_script():

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mindspeed_rl_plugin.device import StorageMeter
+from mindspeed_rl_plugin.planning.estimate import Machine, estimate
 from mindspeed_rl_plugin.planning.words import engine_layout_of, train_layout
 from mindspeed_rl_plugin.reshard.cells import Cells
 from mindspeed_rl_plugin.reshard.execute import copy_pieces
@@ -23,6 +24,7 @@ from mindspeed_rl_plugin.reshard.layout import (
     megatron_layout,
     megatron_shapes,
 )
+from mindspeed_rl_plugin.reshard.parcels import Parcel, make_rounds, two_rounds
 from mindspeed_rl_plugin.reshard.plan import make_plan
 from mindspeed_rl_plugin.reshard.wire import Wire
 
@@ -190,3 +192,53 @@ def test_naive_holds_two_rounds(dtype, rank):
         rounds = [sum(taken[i] for i in numbers) for numbers in plan.rounds]
         assert len(rounds) > 5
         assert meter.peak() - base == max(map(sum, pairwise(rounds)))
+        only = two_rounds(plan.parcels, plan.rounds, sources, [rank], dtype != torch.float32)
+        assert only == meter.peak() - base
+
+
+def test_two_rounds_by_hand():
+    """Parcels of 3, 5, 2 and 9 bytes, the last one wide; rank 0 stores the first and the last, rank 1 the others."""
+    sizes, owners, layouts = (3, 5, 2, 9), (0, 1, 1, 0), ({"a": ()}, {"b": ()})
+    parcels = [Parcel((), (), n, n == 9, {r: "p"}) for n, r in zip(sizes, owners, strict=True)]
+    rounds = make_rounds(parcels, 8)
+    assert rounds == ((0, 1), (2,), (3,))
+
+    def most(ranks, converted=False, rounds=rounds):
+        return two_rounds(parcels, rounds, dict(enumerate(layouts)), ranks, converted)
+
+    assert most([0]) == 5 + 2 and most([1]) == 0 + 9 and most([0, 1]) == 9
+    assert most([2]) == 2 + 9 and most([2, 1, 0, 3]) == 11  # ranks without a trainer lack everything
+    assert most([0], True) == 8 + 2 and most([1], True) == 2 + 9  # what is wide already is not converted
+    assert most([1], rounds=((0, 1, 2, 3),)) == 3 + 9  # one round
+
+
+def test_the_plan_counts_two_rounds_of_naive():
+    """By hand: embedding and head travel alone, each shard more than half a bucket; the rank stores one of two."""
+    shape, bucket = ModelShape("llama", 2, 64, 4, 2, 16, 96, 1000, 1000), 32 << 10
+    shard, machine = 500 * 64 * 2, Machine(8, 1, 1, 1, 1)
+    parallel = train_layout("tp2", 2)
+    engine, engines = engine_layout_of("tp1", 2)
+    sizes = dict(itemsize=2, bucket_bytes=bucket)
+    plain = estimate(shape, parallel, engine, engines, machine, **sizes).footprint
+    # What precedes or follows a shard that a rank lacks is a round of at most half a bucket, or the shard it has.
+    assert shard < plain.rounds <= shard + bucket // 2 < 2 * shard
+    assert plain.peak("naive") == plain.train + plain.generate + plain.rounds
+    assert plain.resident("naive") == plain.train + plain.generate
+    apart = estimate(shape, parallel, *engine_layout_of("tp1", 2), machine, first=2, **sizes).footprint
+    assert apart.rounds == 2 * shard and apart.peak("naive") == apart.generate + 2 * shard
+    wider = estimate(shape, parallel, engine, engines, machine, engine_itemsize=4, **sizes).footprint
+    assert wider.rounds == 4 * shard  # both converted, and twice as wide
+
+
+def test_experts_stored_as_one_make_larger_rounds():
+    """Megatron's grouped GEMM: those of a rank and layer are one parcel, larger than half a bucket."""
+    shape = ModelShape("qwen3_moe", 2, 64, 4, 2, 32, 0, 60, 64, experts=16, expert_ffn=48)
+    parallel = train_layout("tp1,ep2", 2)
+    engine, engines = engine_layout_of("tp1", 2)
+    options = dict(bucket_bytes=16 << 10, itemsize=2)
+    single, grouped = (
+        estimate(shape, parallel, engine, engines, Machine(8, 1, 1, 1, 1), experts=kind, **options).footprint.rounds
+        for kind in ("sequential", "grouped")
+    )
+    fc1 = 2 * 48 * 64 * 2  # of one expert, larger than half a bucket too
+    assert (single, grouped) == (fc1, 8 * fc1)  # both ranks' follow each other, and a rank stores one of the two
