@@ -79,6 +79,7 @@ _WORDS = {
     "num_layer_list": "",
     "rl_engine_dtype": "auto",
     "transformer_impl": "",
+    "moe_token_dispatcher_type": "allgather",
 }
 # Arguments that no family expresses: read too, so that the plan refuses what a run refuses. --noop-layers can be
 # planned all the same.

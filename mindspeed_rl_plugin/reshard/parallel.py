@@ -145,8 +145,7 @@ class Parallel:
             raise ValueError(f"schedules_method is {schedule!r}: this placement of layers is not supported")
         layout = getattr(args, "pipeline_model_parallel_layout", None)
         listed = getattr(args, "num_layer_list", None)
-        # MindSpeed's --moe-tp-extend-ep spreads whole experts over the tensor parallel ranks too.
-        spread = args.tensor_model_parallel_size if getattr(args, "moe_tp_extend_ep", False) else 1
+        spread = spread_experts(args)
         return cls(
             world=args.world_size,
             tp=args.tensor_model_parallel_size,
@@ -163,6 +162,33 @@ class Parallel:
             chunk_layers=listed_layers(listed, args) if listed else count_layers(str(layout)) if layout else None,
             tp_in_ep=spread > 1,
         )
+
+
+def spread_experts(args: argparse.Namespace) -> int:
+    """Tensor parallel ranks over which MindSpeed's `--moe-tp-extend-ep` spreads whole experts; 1 without it.
+
+    Rank t of expert parallel rank e then has share e x tp + t of the experts, and tokens go to the experts' tensor and
+    expert parallel group, which has tp x ep ranks only where the experts' own tensor parallel size is tp. Raises
+    ValueError where it is another, and where the dispatcher is one that does not know of it.
+    Source: features_manager/moe/tp_extend_ep.py and moe_feature/tp_extend_ep of MindSpeed 2.3.0.
+    """
+    tp, etp = args.tensor_model_parallel_size, args.expert_tensor_parallel_size
+    if not getattr(args, "moe_tp_extend_ep", False) or tp == 1:
+        return 1
+    if etp not in (None, tp):
+        raise ValueError(
+            f"--moe-tp-extend-ep with --expert-tensor-parallel-size {etp}: it spreads whole experts over all {tp}"
+            " tensor parallel ranks, and that size takes these out of the group to which tokens are sent; drop"
+            " --expert-tensor-parallel-size, or give --expert-tensor-parallel-size 1 --expert-model-parallel-size"
+            f" {tp * args.expert_model_parallel_size} without --moe-tp-extend-ep"
+        )
+    dispatcher = getattr(args, "moe_token_dispatcher_type", "alltoall_seq")
+    if dispatcher != "alltoall_seq":
+        raise ValueError(
+            f"--moe-tp-extend-ep with --moe-token-dispatcher-type {dispatcher}: MindSpeed spreads experts over tensor "
+            "parallel ranks with alltoall_seq only; give that one, or drop --moe-tp-extend-ep"
+        )
+    return tp
 
 
 @dataclass(frozen=True)

@@ -261,6 +261,7 @@ def test_files_of_experts_over_tensor_parallel_ranks_have_mindspeeds_names(tmp_p
     def as_mindspeed(state):
         args = state["args"]
         args.moe_tp_extend_ep, args.expert_model_parallel_size, args.expert_tensor_parallel_size = True, 2, None
+        args.moe_token_dispatcher_type = "alltoall_seq"
 
     for rank, name in enumerate(names[0]):
         old = f"mp_rank_{rank % 2:02d}_{rank:03d}"

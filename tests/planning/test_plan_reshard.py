@@ -263,7 +263,8 @@ GPT_ARGS="--tensor-model-parallel-size ${TP} --pipeline-model-parallel-size ${PP
  --hidden-size 64 --num-attention-heads 4 --group-query-attention --num-query-groups 2 --kv-channels 16 --bf16
  --ffn-hidden-size 96 --swiglu --normalization RMSNorm --disable-bias-linear --position-embedding-type rope
  --untie-embeddings-and-output-weights --qk-layernorm --num-experts 8 --moe-ffn-hidden-size 32 --moe-layer-freq -1
- --expert-model-parallel-size 2 --moe-tp-extend-ep --first-k-dense-replace 1 --use-distributed-optimizer
+ --expert-model-parallel-size 2 --moe-tp-extend-ep --moe-token-dispatcher-type alltoall_seq
+ --first-k-dense-replace 1 --use-distributed-optimizer
  --padded-vocab-size 256 --rl-generate-tp 2 --rl-reshard-bucket-mb 8 --schedules-method dualpipev"
 torchrun --nproc_per_node 8 --nnodes 2 pretrain_gpt.py $GPT_ARGS
 """

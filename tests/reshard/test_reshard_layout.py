@@ -274,9 +274,9 @@ def test_lists_of_layers_that_are_refused(words, args, message):
         listed_layers(words, args)
 
 
-def test_experts_over_tensor_parallel_ranks_are_mindspeeds():
-    """--moe-tp-extend-ep: first expert of a rank as MindSpeed's BaseMoELayer has it, from Megatron's own ranks."""
-    args = argparse.Namespace(
+def spread_args(**changes):
+    """16 ranks, TP2 PP2 EP2, experts spread over the tensor parallel ranks by MindSpeed."""
+    args = dict(
         world_size=16,
         tensor_model_parallel_size=2,
         pipeline_model_parallel_size=2,
@@ -284,21 +284,46 @@ def test_experts_over_tensor_parallel_ranks_are_mindspeeds():
         expert_model_parallel_size=2,
         expert_tensor_parallel_size=None,
         moe_tp_extend_ep=True,
+        moe_token_dispatcher_type="alltoall_seq",
         use_tp_pp_dp_mapping=False,
         decoder_first_pipeline_num_layers=None,
         decoder_last_pipeline_num_layers=None,
         account_for_embedding_in_pipeline_split=False,
         account_for_loss_in_pipeline_split=False,
     )
-    ours = Parallel.from_megatron_args(args)
-    args.moe_tp_extend_ep = False
-    megatron = Parallel.from_megatron_args(args)
+    return argparse.Namespace(**args | changes)
+
+
+@pytest.mark.parametrize("etp", [None, 2])  # as a script has it, and as Megatron's validation leaves it
+def test_experts_over_tensor_parallel_ranks_are_mindspeeds(etp):
+    """--moe-tp-extend-ep: first expert of a rank as MindSpeed's MSBaseMoELayer has it, from Megatron's own ranks."""
+    ours = Parallel.from_megatron_args(spread_args(expert_tensor_parallel_size=etp))
+    megatron = Parallel.from_megatron_args(spread_args(expert_tensor_parallel_size=etp, moe_tp_extend_ep=False))
     assert (ours.ep, ours.expert_tp, ours.megatron_ep, megatron.megatron_ep) == (4, 1, 2, 2)
     each = 8 // 4  # of 8 experts
     for rank in range(16):
         at = megatron.coordinates(rank)
         assert ours.megatron_ep_rank(rank) == megatron.megatron_ep_rank(rank) == at.ep
         assert ours.coordinates(rank).ep * each == at.ep * each * 2 + at.tp * each
+
+
+def test_experts_that_mindspeed_cannot_spread():
+    """With a tensor parallel size of the experts' own, ranks would hold some experts twice and others not at all."""
+    megatron = Parallel.from_megatron_args(spread_args(expert_tensor_parallel_size=1, moe_tp_extend_ep=False))
+    held = {(at.ep, at.tp) for at in map(megatron.coordinates, range(16))}
+    assert held == {(0, 0), (1, 1)}  # of the four shares e x tp + t, by MSBaseMoELayer's formula
+    message = "--expert-tensor-parallel-size 1: .* all 2 .*-tensor-parallel-size 1 .*-model-parallel-size 4 without"
+    with pytest.raises(ValueError, match=message):
+        Parallel.from_megatron_args(spread_args(expert_tensor_parallel_size=1))
+    with pytest.raises(ValueError, match="--moe-token-dispatcher-type alltoall: .* alltoall_seq only"):
+        Parallel.from_megatron_args(spread_args(moe_token_dispatcher_type="alltoall"))
+    same = Parallel.from_megatron_args(
+        spread_args(expert_tensor_parallel_size=1, expert_model_parallel_size=4, moe_tp_extend_ep=False)
+    )
+    ours = Parallel.from_megatron_args(spread_args())
+    assert [same.coordinates(r) for r in range(16)] == [ours.coordinates(r) for r in range(16)]
+    alone = Parallel.from_megatron_args(spread_args(tensor_model_parallel_size=1, expert_tensor_parallel_size=1))
+    assert (alone.ep, alone.tp_in_ep) == (2, False)  # nothing to spread over
 
 
 def test_families_have_traits_of_their_own(monkeypatch):

@@ -309,6 +309,15 @@ BAD = [
     ),
     ({"pipeline_model_parallel_size": 2, "num_layers": 3}, "3 layers do not divide over 2 pipeline stages"),
     ({"schedules_method": "dualpipev"}, "schedules_method is 'dualpipev': this placement of layers is not supported"),
+    (
+        {"moe_tp_extend_ep": True, "tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1},
+        "--moe-tp-extend-ep with --expert-tensor-parallel-size 1: it spreads whole experts over all 2 tensor parallel",
+    ),
+    (
+        {"moe_tp_extend_ep": True, "tensor_model_parallel_size": 2, "moe_token_dispatcher_type": "alltoall"}
+        | {"expert_tensor_parallel_size": 2},
+        "--moe-tp-extend-ep with --moe-token-dispatcher-type alltoall: MindSpeed spreads experts over tensor parallel",
+    ),
     ({"use_nccl_ub": True}, "--use-nccl-ub registers Megatron's buffers for good"),
     ({"--rl-samples-per-prompt": ["3"]}, "--global-batch-size 16 is not a multiple of --rl-samples-per-prompt 3"),
     ({"--rl-rollout-prompts": ["6"]}, "24 samples (--rl-rollout-prompts 6 x --rl-samples-per-prompt 4), not"),
