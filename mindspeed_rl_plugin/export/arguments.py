@@ -16,9 +16,12 @@ _NO_ONE = ("expert_tensor_parallel_size",)
 def megatron_arguments(shape: ModelShape, parallel: Parallel, config: Mapping[str, Any]) -> argparse.Namespace:
     """Arguments that describe the model and its layout; `ModelShape` and `Parallel` read them back the same.
 
-    Raises ValueError for a scaled rotary embedding that Megatron's own flags cannot express.
+    Raises ValueError for a field that the family or Megatron's own flags cannot express.
     """
     c = normalized(config)
+    for name, value in shape.table.hf.fixed.items():
+        if c[name] != value:
+            raise ValueError(f"{name} {c[name]!r}: Megatron's model of family {shape.family} has {value!r} only")
     model = dict(
         num_layers=shape.layers,
         hidden_size=shape.hidden,
@@ -106,20 +109,21 @@ def _experts(shape: ModelShape, config: Mapping[str, Any]) -> dict[str, Any]:
         moe_router_load_balancing_type="none",
         moe_token_dispatcher_type="alltoall",
     )
-    if not shape.table.mla:
-        return out | {"moe_router_pre_softmax": not config["norm_topk_prob"]}
-    known = {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "norm_topk_prob": True, "rope_interleave": True}
-    for name, value in known.items():
-        if config[name] != value:
-            raise ValueError(f"{name} {config[name]!r}: Megatron's router and latent attention have {value!r} only")
-    groups = config["n_group"] > 1
-    return out | dict(
-        moe_router_score_function="sigmoid",
-        moe_router_enable_expert_bias=True,
-        moe_router_topk_scaling_factor=config["routed_scaling_factor"],
-        moe_router_num_groups=config["n_group"] if groups else None,
-        moe_router_group_topk=config["topk_group"] if groups else None,
-    )
+    router = shape.table.router
+    if router.score == "softmax":
+        out["moe_router_pre_softmax"] = not config["norm_topk_prob"]
+    elif config["norm_topk_prob"]:
+        out["moe_router_score_function"] = router.score
+    else:
+        raise ValueError(f"norm_topk_prob False: Megatron's router with {router.score} scores has True only")
+    if router.bias:
+        out["moe_router_enable_expert_bias"] = True
+    if router.scaled:
+        out["moe_router_topk_scaling_factor"] = config["routed_scaling_factor"]
+    groups = router.grouped and config["n_group"] > 1
+    out["moe_router_num_groups"] = config["n_group"] if groups else None
+    out["moe_router_group_topk"] = config["topk_group"] if groups else None
+    return out
 
 
 def _latent(shape: ModelShape, config: Mapping[str, Any]) -> dict[str, Any]:

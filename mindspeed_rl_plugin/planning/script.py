@@ -80,6 +80,7 @@ _WORDS = {
     "rl_engine_dtype": "auto",
     "transformer_impl": "",
     "moe_token_dispatcher_type": "allgather",
+    "moe_router_score_function": "softmax",
 }
 # Arguments that no family expresses: read too, so that the plan refuses what a run refuses. --noop-layers can be
 # planned all the same.

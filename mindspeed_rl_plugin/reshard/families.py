@@ -2,10 +2,17 @@
 
 A row describes one *stored* parameter (what a Megatron rank or an engine rank holds as one tensor) by
 the *canonical* tensors inside it: those of the Hugging Face checkpoint, unsplit and unpadded. A new
-family is one entry of `FAMILIES`, with a set of traits that no other has. Of its weights nothing else in the
-package knows a model by name; of its config.json `rollout.hf_config` and `rollout.hf_moe` know what each
-family leaves out or calls otherwise. `rows.py` has the vocabulary of the table, `ModelShape.size` the names
-of sizes.
+family is one entry of `FAMILIES`: its rows, its router, and what its config.json leaves out or calls
+otherwise. Nothing else in the package knows a family by name, but for sizes of published models in `known.py`.
+`rows.py` has the vocabulary of the table, `ModelShape.size` the names of sizes.
+
+Megatron's flags tell families apart:
+
+    Llama        none of these              Qwen2, Qwen2.5   --add-qkv-bias
+    Qwen3        --qk-layernorm             Qwen3-MoE        --qk-layernorm --num-experts
+    DeepSeek-V3  --qk-layernorm --num-experts --multi-latent-attention
+
+and where these are alike, --moe-router-score-function.
 
 Sources: Megatron core 0.12.1, 0.16.1 and 0.19 (models/gpt/gpt_layer_specs.py, transformer/moe/experts.py,
 multi_latent_attention.py), MindSpeed-LLM 2.3.0 (tasks/models/spec), vLLM 0.32 (models/llama.py, qwen2.py,
@@ -14,7 +21,18 @@ qwen3.py, qwen3_moe.py, deepseek_v2.py). vllm-ascend loads these models under th
 
 from __future__ import annotations
 
-from mindspeed_rl_plugin.reshard.rows import ENGINE, EXPERTS, IMPLS, Family, Part, Row, Split, Stage
+from mindspeed_rl_plugin.reshard.rows import (
+    ENGINE,
+    EXPERTS,
+    IMPLS,
+    Family,
+    HfConfig,
+    Part,
+    Router,
+    Row,
+    Split,
+    Stage,
+)
 
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
@@ -191,21 +209,67 @@ _LATENT_ATTENTION = (
 _PLAIN = _OUTER + _GROUPED_ATTENTION
 _DEEPSEEK = _OUTER + _LATENT_ATTENTION + _DENSE_MLP + _ROUTED + _ROUTER_BIAS + _SHARED_EXPERTS
 
+_DEEPSEEK_CONFIG = HfConfig(
+    defaults={"norm_topk_prob": True, "routed_scaling_factor": 1.0, "n_group": 1, "topk_group": 1},
+    fixed={"topk_method": "noaux_tc", "scoring_func": "sigmoid", "rope_interleave": True, "moe_layer_freq": 1},
+    written={"num_nextn_predict_layers": 0},
+    synonyms={"num_local_experts": "n_routed_experts"},
+    experts="n_routed_experts",
+    dense="first_k_dense_replace",
+)
+
 FAMILIES = {
     "llama": Family("LlamaForCausalLM", _PLAIN + _DENSE_MLP),
-    "qwen2": Family("Qwen2ForCausalLM", _PLAIN + _QKV_BIAS + _DENSE_MLP, qkv_bias=True),
+    "qwen2": Family(
+        "Qwen2ForCausalLM",
+        _PLAIN + _QKV_BIAS + _DENSE_MLP,
+        qkv_bias=True,
+        # Its bias is part of its code: its config has no field for it, or one that nobody reads.
+        hf=HfConfig(code={"attention_bias": True}, own_head_dim=False),
+    ),
     "qwen3": Family("Qwen3ForCausalLM", _PLAIN + _QK_NORM + _DENSE_MLP, qk_norm=True),
-    "qwen3_moe": Family("Qwen3MoeForCausalLM", _PLAIN + _QK_NORM + _DENSE_MLP + _ROUTED, qk_norm=True, experts=True),
-    "deepseek_v3": Family("DeepseekV3ForCausalLM", _DEEPSEEK, qk_norm=True, experts=True, mla=True),
+    "qwen3_moe": Family(
+        "Qwen3MoeForCausalLM",
+        _PLAIN + _QK_NORM + _DENSE_MLP + _ROUTED,
+        qk_norm=True,
+        experts=True,
+        hf=HfConfig(
+            defaults={"norm_topk_prob": False, "mlp_only_layers": []},
+            fixed={"decoder_sparse_step": 1},
+            synonyms={"num_local_experts": "num_experts"},
+        ),
+    ),
+    "deepseek_v3": Family(
+        "DeepseekV3ForCausalLM",
+        _DEEPSEEK,
+        qk_norm=True,
+        experts=True,
+        mla=True,
+        router=Router("sigmoid", bias=True, grouped=True, scaled=True),
+        hf=_DEEPSEEK_CONFIG,
+    ),
 }
 
 
-def find_family(*, qkv_bias: bool, qk_norm: bool, experts: bool = False, mla: bool = False) -> str:
-    """Name of the one family with these traits. Raises ValueError when no table has them, or several have."""
+def find_family(
+    *, qkv_bias: bool, qk_norm: bool, experts: bool = False, mla: bool = False, score: str = "softmax"
+) -> str:
+    """Name of the one family with these traits.
+
+    score: of the router, which decides between families that are else alike. Raises ValueError when no table has them,
+    or several have.
+    """
     wanted = (qkv_bias, qk_norm, experts, mla)
     found = [n for n, f in FAMILIES.items() if (f.qkv_bias, f.qk_norm, f.experts, f.mla) == wanted]
     if len(found) > 1:
-        raise ValueError(f"the families {', '.join(found)} all have {_traits(*wanted)}: give each a trait of its own")
+        alike, found = found, [n for n in found if FAMILIES[n].router.score == score]
+        if len(found) != 1:
+            traits = _traits(*wanted) + f" and moe_router_score_function={score!r}" * experts
+            raise ValueError(
+                f"the families {', '.join(found)} all have {traits}: give each a trait of its own"
+                if found
+                else f"of the families {', '.join(alike)} none has {traits}"
+            )
     if found:
         return found[0]
     known = "; ".join(f"{n}: {_traits(f.qkv_bias, f.qk_norm, f.experts, f.mla)}" for n, f in FAMILIES.items())

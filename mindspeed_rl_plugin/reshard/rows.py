@@ -1,10 +1,11 @@
-"""What a family's table is made of: rows of stored parameters, their names on each side, and how they are cut."""
+"""What a family's table is made of: rows of stored parameters, their names and cuts, and what its config.json says."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
 
 # Names that a trainer can have, by who built the model. te_sharded: TransformerEngine up to core 0.12, which
 # cuts MLA's down projections over tensor parallel ranks; mindspeed: the layer specs of MindSpeed-LLM.
@@ -81,10 +82,47 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Family:
-    """A model family. architecture: what a Hugging Face config calls it; the flags tell families apart.
+class Router:
+    """How a family sends tokens to experts, as far as families differ.
 
-    qkv_bias, qk_norm, experts, mla: what its rows hold.
+    score: "softmax" or "sigmoid" of the logits; bias: a bias for each expert, updated from its load, counts in the
+    choice; grouped: groups of experts are chosen first; scaled: a factor multiplies the weights of a token's experts.
+    """
+
+    score: str = "softmax"
+    bias: bool = False
+    grouped: bool = False
+    scaled: bool = False
+
+
+@dataclass(frozen=True)
+class HfConfig:
+    """What of a family's config.json does not follow from its rows. Fields by name.
+
+    defaults: what they are where a file leaves them out; fixed: the one value with which the model is this family's
+    (another is refused); code: what the engine's code takes whatever a file says; written: what the engine's file has
+    besides, and another's may have otherwise; synonyms: other name of a field -> its name.
+    experts: the field with the number of routed experts; dense: that of the layers without experts, a list of their
+    numbers (`mlp_only_layers`) or how many come first (`first_k_dense_replace`); own_head_dim: whether the head's size
+    may be another than hidden size / heads.
+    """
+
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    code: Mapping[str, Any] = field(default_factory=dict)
+    written: Mapping[str, Any] = field(default_factory=dict)
+    synonyms: Mapping[str, str] = field(default_factory=dict)
+    experts: str = "num_experts"
+    dense: str = "mlp_only_layers"
+    own_head_dim: bool = True
+
+
+@dataclass(frozen=True)
+class Family:
+    """A model family; its key in `families.FAMILIES` is the config's `model_type`.
+
+    architecture: what a Hugging Face config calls it; qkv_bias, qk_norm, experts, mla: what its rows hold, by which
+    Megatron's flags tell families apart, and the router's score where these do not; hf: its config.json.
     """
 
     architecture: str
@@ -93,3 +131,10 @@ class Family:
     qk_norm: bool = False
     experts: bool = False
     mla: bool = False
+    router: Router = Router()
+    hf: HfConfig = HfConfig()
+
+    @property
+    def shared_experts(self) -> bool:
+        """Whether it has experts to which all tokens go."""
+        return any("shared_ffn" in part.shape for row in self.rows for part in row.parts)

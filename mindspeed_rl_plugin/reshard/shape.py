@@ -175,7 +175,11 @@ class ModelShape:
         grouped = args.group_query_attention and not mla
         return cls(
             family=find_family(
-                qkv_bias=bool(args.add_qkv_bias), qk_norm=bool(args.qk_layernorm), experts=bool(experts), mla=mla
+                qkv_bias=bool(args.add_qkv_bias),
+                qk_norm=bool(args.qk_layernorm),
+                experts=bool(experts),
+                mla=mla,
+                score=getattr(args, "moe_router_score_function", None) or "softmax",
             ),
             layers=args.num_layers,
             hidden=hidden,
@@ -206,9 +210,10 @@ class ModelShape:
             step = config.get("decoder_sparse_step") or 1
             dense = {*range(config.get("first_k_dense_replace") or 0), *(config.get("mlp_only_layers") or ())}
             dense |= {i for i in range(layers) if (i + 1) % step}
-            counts = (config.get(k) for k in ("num_experts", "n_routed_experts", "num_local_experts"))
+            hf = FAMILIES[family].hf
+            names = (hf.experts, *(other for other, name in hf.synonyms.items() if name == hf.experts))
             more = dict(
-                experts=next((n for n in counts if n), 0),
+                experts=next((config[name] for name in names if config.get(name)), 0),
                 expert_ffn=width,
                 shared_ffn=width * (config.get("n_shared_experts") or 0),
                 dense_layers=tuple(sorted(dense)),

@@ -1,11 +1,6 @@
 """The engine's Hugging Face config, derived from Megatron's own arguments, and its check against a given one.
 
-Five families, told apart by Megatron's flags:
-
-    Llama        none of these              Qwen2, Qwen2.5   --add-qkv-bias
-    Qwen3        --qk-layernorm             Qwen3-MoE        --qk-layernorm --num-experts
-    DeepSeek-V3  --qk-layernorm --num-experts --multi-latent-attention
-
+What differs between families stands in their tables (`reshard.families`).
 What changes the model and that no family has is refused by `ModelShape.from_megatron_args`, never ignored.
 """
 
@@ -24,20 +19,19 @@ from torch import Tensor
 
 from mindspeed_rl_plugin.reshard.families import FAMILIES
 from mindspeed_rl_plugin.reshard.layout import ModelShape
+from mindspeed_rl_plugin.reshard.rows import Family
 from mindspeed_rl_plugin.rollout.hf_moe import (
-    EXPERT_DEFAULTS,
     EXPERT_FIELDS,
     expert_config,
     latent_scaling,
     same_names,
 )
 
-# What a config.json leaves out, and what its family then takes.
+# What a config.json leaves out, and what all families then take.
 _COMMON = {"rms_norm_eps": 1e-6, "rope_theta": 10000.0, "tie_word_embeddings": False, "hidden_act": "silu"}
-DEFAULTS: dict[str, dict[str, Any]] = {family: _COMMON | EXPERT_DEFAULTS.get(family, {}) for family in FAMILIES}
 
-# Fields that make two configs the same model. max_position_embeddings is not among them: it bounds lengths
-# and changes no number.
+# Fields that make two configs the same model, besides those that their family's table names. max_position_embeddings
+# is not among them: it bounds lengths and changes no number.
 COMPARED = (
     "model_type",
     "hidden_size",
@@ -79,9 +73,9 @@ def derive_config(args: Namespace, *, vocab_size: int, eos_token_ids: Sequence[i
     """
     shape = ModelShape.from_megatron_args(args, vocab_size)
     family, heads, hidden = shape.family, shape.heads, shape.hidden
-    if family == "qwen2" and shape.head_dim * heads != hidden:
+    if not shape.table.hf.own_head_dim and shape.head_dim * heads != hidden:
         raise ValueError(
-            f"--kv-channels {shape.head_dim} with --add-qkv-bias: vLLM's Qwen2 takes --hidden-size /"
+            f"--kv-channels {shape.head_dim}: vLLM's {shape.table.architecture} takes --hidden-size /"
             f" --num-attention-heads = {hidden}/{heads} as its head size; leave --kv-channels out"
         )
     config = {
@@ -100,14 +94,15 @@ def derive_config(args: Namespace, *, vocab_size: int, eos_token_ids: Sequence[i
         "rope_scaling": latent_scaling(args) if shape.table.mla else _rope_scaling(args),
         "tie_word_embeddings": shape.tied,
         "hidden_act": "silu",
-        "attention_bias": family == "qwen2",
+        "attention_bias": shape.qkv_bias,
         "mlp_bias": False,
         "attention_dropout": 0.0,
         "use_sliding_window": False,
         "bos_token_id": None,
         "eos_token_id": list(eos_token_ids) or None,
     }
-    return config | (expert_config(args, shape) if shape.table.experts else {})
+    hf = shape.table.hf
+    return config | (expert_config(args, shape) if shape.table.experts else {}) | hf.fixed | hf.code | hf.written
 
 
 def model_vocab_size(tokenizer_size: int, padded_vocab_size: int, reference: Mapping[str, Any] | None = None) -> int:
@@ -141,7 +136,9 @@ def load_reference(directory: str) -> dict[str, Any]:
 def compare_configs(derived: Mapping[str, Any], reference: Mapping[str, Any]) -> list[Difference]:
     """Fields in which two configs describe different models; [] when they are the same one."""
     ours, theirs = normalized(derived), normalized(reference)
-    return [Difference(f, ours.get(f), theirs.get(f)) for f in COMPARED if ours.get(f) != theirs.get(f)]
+    hf = _table(derived).hf
+    fields = dict.fromkeys((*COMPARED, *hf.defaults, *hf.fixed, *hf.code))
+    return [Difference(f, ours.get(f), theirs.get(f)) for f in fields if ours.get(f) != theirs.get(f)]
 
 
 def check_against(derived: Mapping[str, Any], directory: str) -> None:
@@ -154,8 +151,8 @@ def check_against(derived: Mapping[str, Any], directory: str) -> None:
 
 def normalized(config: Mapping[str, Any]) -> dict[str, Any]:
     """A config in one spelling: defaults filled in, the rope fields of transformers 5 in those of 4."""
-    family = str(config.get("model_type", ""))
-    out = {**DEFAULTS.get(family, {}), **same_names(family, {k: v for k, v in config.items() if v is not None})}
+    table, given = _table(config), {k: v for k, v in config.items() if v is not None}
+    out = {**_COMMON, **table.hf.defaults, **table.hf.fixed, **same_names(table, given)}
     rope = {**(out.pop("rope_parameters", None) or {}), **(out.pop("rope_scaling", None) or {})}
     out["rope_theta"] = float(rope.pop("rope_theta", out.get("rope_theta", 10000.0)))
     kind = rope.pop("rope_type", rope.pop("type", "default"))
@@ -167,9 +164,8 @@ def normalized(config: Mapping[str, Any]) -> dict[str, Any]:
     out.setdefault("head_dim", out.get("hidden_size", 0) // heads)
     out.setdefault("mlp_bias", False)
     out.setdefault("use_sliding_window", False)
-    # Qwen2's bias is part of its code: its config has no field for it, or one that nobody reads.
-    out["attention_bias"] = True if family == "qwen2" else bool(out.get("attention_bias", False))
-    return out
+    out["attention_bias"] = bool(out.get("attention_bias", False))
+    return {**out, **table.hf.code}
 
 
 def rope_frequencies(config: Mapping[str, Any]) -> Tensor:
@@ -214,6 +210,11 @@ def check_rotary(config: Mapping[str, Any], inverse: Tensor) -> None:
 def write_config(config: Mapping[str, Any], directory: str | Path) -> None:
     """Write config.json into an existing directory. Concurrent writers want a directory each."""
     (Path(directory) / "config.json").write_text(json.dumps(config, indent=1))
+
+
+def _table(config: Mapping[str, Any]) -> Family:
+    """The table of a config's family; an empty one where that is unknown."""
+    return FAMILIES.get(str(config.get("model_type", "")), Family("", ()))
 
 
 def _norm_epsilon(args: Namespace) -> float:

@@ -1,6 +1,7 @@
 """What a config.json of a model with experts, or with latent attention, has besides the fields of a dense one.
 
-`routing_problems` names what trainer and engine would do differently; the rest is refused by `ModelShape`.
+What differs between families stands in their tables (`reshard.families`). `routing_problems` names what trainer and
+engine would do differently; the rest is refused by `ModelShape`.
 Sources: Megatron's router (topk_routing_with_score_function) and MLA (multi_latent_attention.py), transformers'
 modeling_qwen3_moe.py and modeling_deepseek_v3.py, vLLM's qwen3_moe.py and deepseek_v2.py.
 """
@@ -12,45 +13,27 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from mindspeed_rl_plugin.reshard.layout import ModelShape
+from mindspeed_rl_plugin.reshard.rows import Family
 
-# What config files of these families leave out.
-EXPERT_DEFAULTS: dict[str, dict[str, Any]] = {
-    "qwen3_moe": {"norm_topk_prob": False, "decoder_sparse_step": 1, "mlp_only_layers": []},
-    "deepseek_v3": {
-        "norm_topk_prob": True,
-        "routed_scaling_factor": 1.0,
-        "n_group": 1,
-        "topk_group": 1,
-        "scoring_func": "sigmoid",
-        "topk_method": "noaux_tc",
-        "rope_interleave": True,
-    },
-}
 # Fields that make two of them the same model, besides those of a dense one.
 EXPERT_FIELDS = (
     "num_experts",
     "num_experts_per_tok",
     "moe_intermediate_size",
     "norm_topk_prob",
-    "decoder_sparse_step",
     "mlp_only_layers",
     "n_routed_experts",
     "n_shared_experts",
     "first_k_dense_replace",
     "n_group",
     "topk_group",
-    "topk_method",
-    "scoring_func",
     "routed_scaling_factor",
     "q_lora_rank",
     "kv_lora_rank",
     "qk_nope_head_dim",
     "qk_rope_head_dim",
     "v_head_dim",
-    "rope_interleave",
 )
-# What config files call it differently.
-SYNONYMS = {"num_local_experts": {"qwen3_moe": "num_experts", "deepseek_v3": "n_routed_experts"}}
 
 
 def expert_config(args: Namespace, shape: ModelShape) -> dict[str, Any]:
@@ -60,24 +43,26 @@ def expert_config(args: Namespace, shape: ModelShape) -> dict[str, Any]:
         raise ValueError("the rollout engine cannot express this model:\n  " + "\n  ".join(problems))
     if not getattr(args, "moe_router_topk", None):
         raise ValueError("--moe-router-topk is not given: how many experts does a token go to?")
-    common = {
+    hf, router, dense = shape.table.hf, shape.table.router, shape.dense_layers
+    out = {
+        hf.experts: shape.experts,
+        hf.dense: list(dense) if hf.dense == "mlp_only_layers" else len(dense),
         "num_experts_per_tok": args.moe_router_topk,
         "moe_intermediate_size": shape.expert_ffn,
         "norm_topk_prob": _normalized(args),
     }
-    if not shape.table.mla:
-        dense = list(shape.dense_layers)
-        return common | {"num_experts": shape.experts, "decoder_sparse_step": 1, "mlp_only_layers": dense}
-    return common | {
-        "n_routed_experts": shape.experts,
-        "n_shared_experts": shape.shared_ffn // shape.expert_ffn,
-        "first_k_dense_replace": len(shape.dense_layers),
-        "moe_layer_freq": 1,
-        "n_group": getattr(args, "moe_router_num_groups", None) or 1,
-        "topk_group": getattr(args, "moe_router_group_topk", None) or 1,
-        "topk_method": "noaux_tc",
-        "scoring_func": "sigmoid",
-        "routed_scaling_factor": float(_scaling(args)),
+    if shape.table.shared_experts:
+        out["n_shared_experts"] = shape.shared_ffn // shape.expert_ffn
+    if router.grouped:
+        out["n_group"] = getattr(args, "moe_router_num_groups", None) or 1
+        out["topk_group"] = getattr(args, "moe_router_group_topk", None) or 1
+    if router.scaled:
+        out["routed_scaling_factor"] = float(_scaling(args))
+    return out | (_latent(shape) if shape.table.mla else {})
+
+
+def _latent(shape: ModelShape) -> dict[str, Any]:
+    return {
         "q_lora_rank": shape.q_lora,
         "kv_lora_rank": shape.kv_lora,
         "qk_nope_head_dim": shape.nope,
@@ -85,8 +70,6 @@ def expert_config(args: Namespace, shape: ModelShape) -> dict[str, Any]:
         "v_head_dim": shape.value,
         "head_dim": shape.rope,
         "num_key_value_heads": shape.heads,
-        "rope_interleave": True,
-        "num_nextn_predict_layers": 0,
     }
 
 
@@ -104,38 +87,54 @@ def routing_problems(args: Namespace, shape: ModelShape) -> Iterator[str]:
     if (getattr(args, "num_experts", 0) or 0) < (getattr(args, "moe_router_topk", None) or 1):
         yield f"moe_router_topk is {args.moe_router_topk}: there are {args.num_experts} experts"
     score = getattr(args, "moe_router_score_function", None) or "softmax"
-    wanted, biased = ("sigmoid", True) if shape.table.mla else ("softmax", False)
-    if score != wanted:
-        yield f"moe_router_score_function is {score!r}: family {shape.family} has {wanted}"
-    if bool(getattr(args, "moe_router_enable_expert_bias", False)) != biased:
-        verb = "needs" if biased else "has no bias of the router; drop"
-        yield f"family {shape.family} {verb} --moe-router-enable-expert-bias"
+    router, family = shape.table.router, shape.family
+    if score != router.score:
+        yield f"moe_router_score_function is {score!r}: family {family} has {router.score}"
+    if bool(getattr(args, "moe_router_enable_expert_bias", False)) != router.bias:
+        verb = "needs" if router.bias else "has no bias of the router; drop"
+        yield f"family {family} {verb} --moe-router-enable-expert-bias"
+    if router.score == "sigmoid" and args.moe_router_topk == 1:
+        yield "moe_router_topk is 1: with one expert a token, trainer and engine weigh it differently"
+    if not router.scaled and _scaling(args) != 1.0:
+        yield f"moe_router_topk_scaling_factor is {_scaling(args)}: family {family} does not scale"
+    if router.grouped:
+        yield from _group_problems(args)
+    elif (getattr(args, "moe_router_num_groups", None) or 1) > 1:
+        yield f"moe_router_num_groups is {args.moe_router_num_groups}: family {family} has no groups of experts"
     if shape.table.mla:
-        yield from _deepseek_problems(args, shape)
-    elif _scaling(args) != 1.0:
-        yield f"moe_router_topk_scaling_factor is {_scaling(args)}: family {shape.family} does not scale"
-    if not shape.table.mla and (getattr(args, "moe_router_num_groups", None) or 1) > 1:
-        yield f"moe_router_num_groups is {args.moe_router_num_groups}: family {shape.family} has no groups of experts"
+        yield from _latent_problems(args)
+    yield from _layer_problems(shape)
 
 
-def _deepseek_problems(args: Namespace, shape: ModelShape) -> Iterator[str]:
-    rope, scale = getattr(args, "rope_type", None), getattr(args, "rotary_scaling_factor", 1.0)
-    if rope == "rope" and scale != 1.0 and getattr(args, "mscale_all_dim", 0.0):
-        yield f"rotary_scaling_factor is {scale}: with --rope-type rope it scales attention only; leave it out"
+def _group_problems(args: Namespace) -> Iterator[str]:
     groups = getattr(args, "moe_router_group_topk", None)
     if groups and args.moe_router_topk // groups != 2:
         yield (
             f"moe_router_group_topk is {groups}: the engine ranks groups by their two best experts, Megatron by"
             f" {args.moe_router_topk} // {groups}; give half of --moe-router-topk"
         )
-    if args.moe_router_topk == 1:
-        yield "moe_router_topk is 1: with one expert a token, trainer and engine weigh it differently"
-    if shape.dense_layers != tuple(range(len(shape.dense_layers))):
-        yield f"dense layers {list(shape.dense_layers)}: family {shape.family} has them before all others"
-    if not shape.shared_ffn or shape.shared_ffn % shape.expert_ffn:
+
+
+def _latent_problems(args: Namespace) -> Iterator[str]:
+    rope, scale = getattr(args, "rope_type", None), getattr(args, "rotary_scaling_factor", 1.0)
+    if rope == "rope" and scale != 1.0 and getattr(args, "mscale_all_dim", 0.0):
+        yield f"rotary_scaling_factor is {scale}: with --rope-type rope it scales attention only; leave it out"
+
+
+def _layer_problems(shape: ModelShape) -> Iterator[str]:
+    """Layers without experts, and shared experts, that the family's config.json has no words for."""
+    dense, table = shape.dense_layers, shape.table
+    if table.hf.dense == "first_k_dense_replace" and dense != tuple(range(len(dense))):
+        yield f"dense layers {list(dense)}: family {shape.family} has them before all others"
+    if table.shared_experts and (not shape.shared_ffn or shape.shared_ffn % shape.expert_ffn):
         yield (
             f"moe_shared_expert_intermediate_size is {shape.shared_ffn}: family {shape.family} has whole shared experts"
             f" of --moe-ffn-hidden-size {shape.expert_ffn}; give a multiple of it"
+        )
+    if not table.shared_experts and shape.shared_ffn:
+        yield (
+            f"moe_shared_expert_intermediate_size is {shape.shared_ffn}: family {shape.family} has no shared experts;"
+            " leave it out"
         )
 
 
@@ -182,18 +181,18 @@ def latent_scaling(args: Namespace) -> dict[str, Any] | None:
     }
 
 
-def same_names(family: str, config: Mapping[str, Any]) -> dict[str, Any]:
+def same_names(table: Family, config: Mapping[str, Any]) -> dict[str, Any]:
     """The config with one name for each field, and the fields of published files that are the same model."""
     out = dict(config)
-    for other, names in SYNONYMS.items():
-        if family in names and other in out:
-            out.setdefault(names[family], out.pop(other))
+    for other, name in table.hf.synonyms.items():
+        if other in out:
+            out.setdefault(name, out.pop(other))
     step = out.get("decoder_sparse_step", 1)
-    if family == "qwen3_moe" and step > 1:  # layers between the sparse ones are dense
+    if table.experts and step > 1:  # layers between the sparse ones are dense
         dense = {i for i in range(out.get("num_hidden_layers", 0)) if (i + 1) % step}
         out["mlp_only_layers"] = sorted({*out.get("mlp_only_layers", ()), *dense})
         out["decoder_sparse_step"] = 1
-    if family == "deepseek_v3":  # means nothing under latent attention
+    if table.mla:  # means nothing under latent attention
         out["head_dim"] = out.get("qk_rope_head_dim")
         out["num_key_value_heads"] = out.get("num_attention_heads")
     return out

@@ -330,7 +330,7 @@ def test_families_have_traits_of_their_own(monkeypatch):
     """Megatron's flags must tell them apart; a second family with the traits of one is an error, not the first."""
     for name, family in FAMILIES.items():
         traits = dict(qkv_bias=family.qkv_bias, qk_norm=family.qk_norm, experts=family.experts, mla=family.mla)
-        assert find_family(**traits) == name
+        assert find_family(**traits, score=family.router.score) == name
     monkeypatch.setitem(FAMILIES, "other", FAMILIES["llama"])
     with pytest.raises(ValueError, match="the families llama, other all have add_qkv_bias=False"):
         find_family(qkv_bias=False, qk_norm=False)

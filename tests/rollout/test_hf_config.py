@@ -203,6 +203,9 @@ def test_mindspeed_llm_scaling() -> None:
         ({**DEEPSEEK, "moe_router_score_function": "softmax"}, "family deepseek_v3 has sigmoid"),
         ({**DEEPSEEK, "moe_layer_freq": [1, 0]}, r"dense layers \[1\]: family deepseek_v3 has them before all others"),
         ({**DEEPSEEK, "moe_shared_expert_intermediate_size": 50}, "whole shared experts of --moe-ffn-hidden-size 48"),
+        ({**MOE, "moe_shared_expert_intermediate_size": 48}, "is 48: family qwen3_moe has no shared experts"),
+        ({**MOE, "moe_router_num_groups": 2}, "moe_router_num_groups is 2: family qwen3_moe has no groups"),
+        ({**MOE, "moe_router_topk_scaling_factor": 2.5}, "is 2.5: family qwen3_moe does not scale"),
         ({**DEEPSEEK, "moe_router_topk": 1}, "moe_router_topk is 1: with one expert a token"),
         ({**DEEPSEEK, "moe_router_group_topk": 2}, "by their two best experts, Megatron by 2 // 2"),
         ({**DEEPSEEK, "moe_router_topk": 9}, "moe_router_topk is 9: there are 8 experts"),
@@ -215,7 +218,7 @@ def test_mindspeed_llm_scaling() -> None:
         ({"scale_emb": 12.0}, "scale_emb is 12.0"),
         ({"post_norm": True}, "post_norm is True"),
         ({"qk_layernorm": True, "add_qkv_bias": True}, "no model family has add_qkv_bias=True with qk_layernorm=True"),
-        ({"add_qkv_bias": True, "kv_channels": 64}, "--kv-channels 64 with --add-qkv-bias"),
+        ({"add_qkv_bias": True, "kv_channels": 64}, "--kv-channels 64: vLLM's Qwen2ForCausalLM takes --hidden-size"),
         ({"padded_vocab_size": 128}, "vocabulary of 250 exceeds Megatron's padded 128"),
     ],
 )

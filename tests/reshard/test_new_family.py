@@ -1,0 +1,169 @@
+"""A family that the package does not have, defined by one entry of the table: everything else follows from it.
+
+dots.llm1 of transformers: Qwen3's attention, DeepSeek-V3's experts. Megatron's flags tell it from Qwen3-MoE by the
+router's score alone.
+"""
+
+import argparse
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from mindspeed_rl_plugin import plan
+from mindspeed_rl_plugin.export import to_hf, to_megatron
+from mindspeed_rl_plugin.export.arguments import flags, megatron_arguments
+from mindspeed_rl_plugin.host.rehearsal.flags import Flags
+from mindspeed_rl_plugin.planning.script import read_arguments
+from mindspeed_rl_plugin.reshard import families
+from mindspeed_rl_plugin.reshard.execute import view
+from mindspeed_rl_plugin.reshard.layout import (
+    EngineParallel,
+    ModelShape,
+    Parallel,
+    canonical_tensors,
+    engine_layout,
+    engine_shapes,
+    megatron_layout,
+    megatron_shapes,
+)
+from mindspeed_rl_plugin.reshard.plan import make_plan
+from mindspeed_rl_plugin.reshard.rows import Family, HfConfig, Router
+from mindspeed_rl_plugin.rollout.hf_config import compare_configs, derive_config
+
+ROWS = families._PLAIN + families._QK_NORM + families._DENSE_MLP
+ROWS += families._ROUTED + families._ROUTER_BIAS + families._SHARED_EXPERTS
+DOTS = Family(
+    "Dots1ForCausalLM",
+    ROWS,
+    qk_norm=True,
+    experts=True,
+    router=Router("sigmoid", bias=True, grouped=True, scaled=True),
+    hf=HfConfig(
+        defaults={"norm_topk_prob": False, "routed_scaling_factor": 1.0, "n_group": 1, "topk_group": 1},
+        synonyms={"num_local_experts": "n_routed_experts"},
+        experts="n_routed_experts",
+        dense="first_k_dense_replace",
+    ),
+)
+SIZES = dict(
+    vocab_size=250,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+    moe_intermediate_size=24,
+    n_routed_experts=8,
+    n_shared_experts=2,
+    num_experts_per_tok=4,
+    first_k_dense_replace=1,
+    n_group=4,
+    topk_group=2,
+    norm_topk_prob=True,
+    routed_scaling_factor=2.5,
+    max_position_embeddings=64,
+)
+
+
+@pytest.fixture(autouse=True)
+def dots(monkeypatch):
+    monkeypatch.setitem(families.FAMILIES, "dots1", DOTS)
+
+
+@pytest.fixture
+def files(tmp_path):
+    """A model as transformers writes it, one file; its tensors."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("dots1", **SIZES))
+    model.save_pretrained(tmp_path / "hf")
+    path = tmp_path / "hf" / "model.safetensors"
+    # Transformers has the router's bias in the dtype of the model, which here is float32; it starts as zeros.
+    tensors = {n: torch.randn(t.shape) if n.endswith("_bias") else t for n, t in load_file(path).items()}
+    save_file(tensors, path, {"format": "pt"})
+    return tmp_path / "hf", tensors
+
+
+def config_of(directory):
+    return json.loads((directory / "config.json").read_text())
+
+
+def test_its_tensors_are_those_of_transformers(files):
+    directory, tensors = files
+    shape = ModelShape.from_hf_config(config_of(directory))
+    assert {n: t.shape for n, t in canonical_tensors(shape).items()} == {n: tuple(t.shape) for n, t in tensors.items()}
+
+
+def test_arguments_and_config_say_the_same(files):
+    """config.json to Megatron's flags, and back from them, as a launch script's too."""
+    config = config_of(files[0])
+    shape = ModelShape.from_hf_config(config, 256)
+    args = megatron_arguments(shape, Parallel(4, tp=2, pp=2, first_layers=1), config)
+    assert ModelShape.from_megatron_args(args) == shape and shape.family == "dots1"
+    derived = derive_config(args, vocab_size=250)
+    assert compare_configs(derived, config) == [] and derived["architectures"] == ["Dots1ForCausalLM"]
+    assert {name: derived[name] for name in SIZES} == SIZES
+    words = [word for flag in flags(args) for word in flag.split()]
+    assert read_arguments(Flags.parse(words), 4).shape == shape
+    # With softmax scores and the same sizes it is Qwen3-MoE, as ever; what it has not is refused by name.
+    other = argparse.Namespace(**vars(args) | {"moe_router_score_function": "softmax"})
+    assert ModelShape.from_megatron_args(other).family == "qwen3_moe"
+    for name, value, message in (
+        ("moe_router_score_function", "tanh", "of the families qwen3_moe, dots1 none has .*function='tanh'"),
+        ("moe_router_enable_expert_bias", False, "family dots1 needs --moe-router-enable-expert-bias"),
+        ("moe_layer_freq", [1, 0, 1], r"dense layers \[1\]: family dots1 has them before all others"),
+        ("moe_shared_expert_intermediate_size", 25, "family dots1 has whole shared experts"),
+        ("moe_router_group_topk", 1, "ranks groups by their two best experts"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            derive_config(argparse.Namespace(**vars(args) | {name: value}), vocab_size=250)
+
+
+def test_its_weights_reach_the_engine(files):
+    """Two ranks a stage to two engines with spread experts: every element of every parameter, by the plan."""
+    directory, tensors = files
+    shape = ModelShape.from_hf_config(config_of(directory), 256)
+    parallel, engine = Parallel(8, tp=2, pp=2, ep=2, etp=1, first_layers=2), EngineParallel(2, 4)
+    sources = {r: megatron_layout(shape, parallel, r, "te", "te_grouped") for r in range(8)}
+    shapes = {r: megatron_shapes(shape, parallel, r, "te", "te_grouped") for r in range(8)}
+    wanted = {r: engine_layout(shape, engine, r % 4) for r in range(8)}
+    source = {r: place(sources[r], shapes[r], tensors) for r in sources}
+    live = {r: {n: torch.zeros(s) for n, s in engine_shapes(shape, engine, r % 4).items()} for r in wanted}
+    found = make_plan(sources, wanted, canonical_tensors(shape), itemsize=4, bucket_bytes=4096)
+    pieces = [(c.rank, c.rank, c.piece) for c in found.copies]
+    pieces += [(m.source, m.destination, m.piece) for m in found.moves]
+    for giver, taker, piece in pieces:
+        inside = view(source[giver][piece.source.param], piece.source.segment, piece.start, piece.size)
+        view(live[taker][piece.destination.param], piece.destination.segment, piece.start, piece.size).copy_(inside)
+    for rank, layout in wanted.items():
+        expected = place(layout, engine_shapes(shape, engine, rank % 4), tensors)
+        assert all(torch.equal(live[rank][name], tensor) for name, tensor in expected.items())
+    assert "model.layers.2.mlp.gate.e_score_correction_bias" in live[0]
+
+
+def place(layout, shapes, tensors):
+    """What a rank stores: the canonical slices of every segment, zeros in the padding."""
+    out = {name: torch.zeros(shape) for name, shape in shapes.items()}
+    for name, segments in layout.items():
+        for s in segments:
+            slices = tensors[s.name].narrow(s.axis, s.start, s.size)
+            view(out[name], s, s.start, s.size).copy_(slices)
+    return out
+
+
+def test_import_export_and_plan(files, tmp_path, capsys):
+    directory, tensors = files
+    ckpt, back = tmp_path / "ckpt", tmp_path / "back"
+    train = ["--train", "tp2,pp2,ep2,first1", "--experts", "grouped"]
+    assert to_megatron.main(["--load", str(directory), "--out", str(ckpt), *train]) == 0
+    assert to_hf.main(["--load", str(ckpt), "--out", str(back)]) == 0, capsys.readouterr()
+    found = load_file(back / "model.safetensors")
+    assert found.keys() == tensors.keys() and all(torch.equal(found[n], t) for n, t in tensors.items())
+    assert compare_configs(config_of(back), config_of(directory)) == []
+    model = str(directory / "config.json")
+    assert plan.main(["--model", model, "--train", "tp2,pp2,ep2,first1", "--generate", "tp2,ep4", "--world", "8"]) == 0
+    assert "dots1, " in capsys.readouterr().out
