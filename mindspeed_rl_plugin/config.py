@@ -197,8 +197,8 @@ class ForwardConfig:
 
     max_tokens_per_microbatch: int | None = flag(
         None,
-        "micro-batches of rows with at most so many tokens, padding included, in the place of --micro-batch-size rows; "
-        "ranks are balanced by tokens (default: off)",
+        "micro-batches of rows with at most so many tokens, padding included, over a group of context parallel ranks, "
+        "in the place of --micro-batch-size rows; data parallel ranks are balanced by tokens (default: off)",
         unit="tokens",
     )
     pack_sequences: bool = flag(

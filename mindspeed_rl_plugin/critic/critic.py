@@ -10,6 +10,7 @@ from torch import Tensor
 
 from mindspeed_rl_plugin.critic.head import NAME, ValueHead
 from mindspeed_rl_plugin.forward import ForwardSettings, MicroBatch, collate, to_rows
+from mindspeed_rl_plugin.forward.context import of_all_ranks
 from mindspeed_rl_plugin.forward.schedule import run_forward_only
 from mindspeed_rl_plugin.reshard.swap import TrainState, gathered, unwrap
 from mindspeed_rl_plugin.types import Ragged, Rows
@@ -57,7 +58,7 @@ class Critic:
         batches = [collate(rows, settings, index=i) for i, rows in enumerate(micro_batches)]
 
         def collect(output: Tensor, batch: MicroBatch) -> Ragged:
-            values = torch.where(batch.mask, output[..., 0].float(), 0.0)
+            values = torch.where(batch.mask, of_all_ranks(output[..., 0].float(), batch), 0.0)
             return to_rows(values.cpu(), batch.lengths, packed=settings.packed)
 
         with gathered(self.model):

@@ -1,8 +1,8 @@
 """What the log-prob pass and the update share: batching, collation, the log-prob head, Megatron's schedule.
 
 The only room that shifts or slices sequences: it takes columns aligned with the tokens and gives them
-back so; losses see per-token vectors only. `schedule`, `output_layer` and `call` alone import
-Megatron here.
+back so; losses see per-token vectors only. `schedule`, `output_layer`, `call` and `context` alone
+import Megatron here.
 """
 
 from mindspeed_rl_plugin.forward.batching import Step, TokenBudget, plan_batches, plan_tokens

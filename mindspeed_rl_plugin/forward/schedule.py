@@ -18,6 +18,7 @@ from torch import Tensor
 
 from mindspeed_rl_plugin.forward.call import call_model
 from mindspeed_rl_plugin.forward.collate import MicroBatch
+from mindspeed_rl_plugin.forward.context import of_all_ranks, of_this_rank
 from mindspeed_rl_plugin.forward.head import token_logps
 from mindspeed_rl_plugin.forward.output_layer import forward_scored
 from mindspeed_rl_plugin.forward.settings import ForwardSettings
@@ -74,7 +75,9 @@ def run_model(
     """One model chunk on one micro-batch: its output for `head_of` on the last stage, hidden states elsewhere.
 
     settings: those given to `head_of`, or None for the model's own output, `[mb, S, V/tp]` logits of a language model.
+    Under context parallelism it holds this rank's S / cp positions.
     """
+    batch = of_this_rank(batch)
     if settings is not None and settings.chunk_tokens:
         return forward_scored(model, batch, settings, entropy_grad=entropy_grad)
     return call_model(model, batch)
@@ -85,19 +88,21 @@ def head_of(
 ) -> tuple[Tensor, Tensor]:
     """Log-prob of each label and entropy, `[mb, S]` by logit position, under the job's tensor parallel group.
 
-    output: of `run_model` with the same settings. With `chunk_tokens`, positions that are not trained hold 0.
+    output: of `run_model` with the same settings. With `chunk_tokens`, positions that are not trained hold 0. Whole
+    rows on every context parallel rank: collective over them.
     """
     if settings.chunk_tokens:
-        logp, entropy = output.unbind(-1)
+        logp, entropy = of_all_ranks(output, batch).unbind(-1)
         return logp, entropy if entropy_grad else entropy.detach()
-    return token_logps(
+    logp, entropy = token_logps(
         output,
-        batch.labels,
+        of_this_rank(batch).labels,
         vocab_size=settings.vocab_size,
         temperature=settings.temperature,
         tp_group=parallel_state.get_tensor_model_parallel_group(),
         entropy_grad=entropy_grad,
     )
+    return of_all_ranks(logp, batch), of_all_ranks(entropy, batch)
 
 
 def is_last_stage() -> bool:

@@ -69,9 +69,10 @@ class ForwardSettings:
 
         Raises ValueError for what cannot run.
         """
-        if args.context_parallel_size > 1:
+        cp = args.context_parallel_size
+        if cp > 1 and packed:
             raise ValueError(
-                f"--context-parallel-size {args.context_parallel_size} is not supported with --rl-algorithm; use 1"
+                f"--context-parallel-size {cp} does not split packed rows; use 1, or remove --rl-pack-sequences"
             )
         if vocab_size > args.padded_vocab_size:
             raise ValueError(
@@ -83,9 +84,10 @@ class ForwardSettings:
             seq_length=args.seq_length,
             vocab_size=vocab_size,
             temperature=temperature,
-            multiple=args.tensor_model_parallel_size if args.sequence_parallel else 1,
+            multiple=length_multiple(args),
             fixed_length=args.pipeline_model_parallel_size > 1 and not args.variable_seq_lengths and not max_tokens,
-            causal_mask=args.create_attention_mask_in_dataloader or _own_mask_has_one_shape(args),
+            # Attention over context parallel ranks is causal by itself: no mask says where its positions stand.
+            causal_mask=cp == 1 and (args.create_attention_mask_in_dataloader or _own_mask_has_one_shape(args)),
             chunk_tokens=_chunk_tokens(args, max_tokens) if chunk_tokens is None else chunk_tokens,
             max_tokens=max_tokens,
             packed=packed,
@@ -117,6 +119,13 @@ class ForwardSettings:
         return self.seq_length if self.fixed_length else -(-max(longest, 1) // self.multiple) * self.multiple
 
 
+def length_multiple(args: argparse.Namespace) -> int:
+    """What padded lengths are a multiple of: every context parallel rank holds two pieces of a row, of one length, and
+    under sequence parallelism every tensor parallel rank an equal part of those."""
+    pieces = 2 * args.context_parallel_size if args.context_parallel_size > 1 else 1
+    return pieces * (args.tensor_model_parallel_size if getattr(args, "sequence_parallel", False) else 1)
+
+
 def _interleaved_stages(args: argparse.Namespace) -> int:
     """What the number of micro-batches must be a multiple of: interleaved schedules want whole rounds of stages."""
     virtual = getattr(args, "virtual_pipeline_model_parallel_size", None)
@@ -135,7 +144,8 @@ def _chunk_tokens(args: argparse.Namespace, max_tokens: int | None) -> int:
     Sizes of the job decide, never those of one micro-batch: the passes that are compared must take the same way.
     """
     tokens = default_chunk_tokens(args.padded_vocab_size // args.tensor_model_parallel_size)
-    return 0 if (max_tokens or args.micro_batch_size * args.seq_length) <= 2 * tokens else tokens
+    at_once = (max_tokens or args.micro_batch_size * args.seq_length) // args.context_parallel_size
+    return 0 if at_once <= 2 * tokens else tokens
 
 
 def takes_boundaries(args: argparse.Namespace) -> bool:

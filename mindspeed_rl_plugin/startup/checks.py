@@ -18,7 +18,7 @@ from mindspeed_rl_plugin.algorithms import Algorithm, resolve
 from mindspeed_rl_plugin.algorithms.presets import learns_from_pairs
 from mindspeed_rl_plugin.config import RLConfig, flag_name
 from mindspeed_rl_plugin.device import get_device
-from mindspeed_rl_plugin.forward.settings import takes_boundaries
+from mindspeed_rl_plugin.forward.settings import length_multiple, takes_boundaries
 from mindspeed_rl_plugin.monitor.files import check_dumps
 from mindspeed_rl_plugin.reshard.parallel import Parallel
 from mindspeed_rl_plugin.reshard.shape import ModelShape
@@ -26,7 +26,7 @@ from mindspeed_rl_plugin.reward.model import same_tokenizer
 from mindspeed_rl_plugin.reward.specs import model_specs, parse_specs, time_limits
 from mindspeed_rl_plugin.rollout.hf_moe import routing_problems
 from mindspeed_rl_plugin.rollout.limits import LOWEST_TEMPERATURE, EngineSizes
-from mindspeed_rl_plugin.startup import arithmetic, critic_files, files, predicting, unread
+from mindspeed_rl_plugin.startup import arithmetic, context, critic_files, files, predicting, unread
 from mindspeed_rl_plugin.startup.refused import REFUSED
 from mindspeed_rl_plugin.startup.upstream_rl import UPSTREAM_RL
 
@@ -284,10 +284,13 @@ def _token_budget(args: Any, config: RLConfig) -> Iterator[str]:
     if packed and budget is None:
         yield "--rl-pack-sequences packs up to a number of tokens; give it with --rl-max-tokens-per-microbatch"
     prompt, response = config.data.max_prompt_length, config.rollout.max_response_length
-    if budget is not None and budget < prompt + response:
+    multiple = length_multiple(args)
+    longest = -(-(prompt + response) // multiple) * multiple
+    if budget is not None and budget < longest:
+        padded = f", padded to {longest}" if longest > prompt + response else ""
         yield (
             f"--rl-max-tokens-per-microbatch {budget} is less than one row may have, --rl-max-prompt-length {prompt} + "
-            f"--rl-max-response-length {response} = {prompt + response} tokens; raise it"
+            f"--rl-max-response-length {response} = {prompt + response} tokens{padded}; raise it"
         )
     if packed and getattr(args, "position_embedding_type", "rope") not in ("rope", "none", "learned_absolute"):
         yield f"--rl-pack-sequences does not know --position-embedding-type {args.position_embedding_type}; remove it"
@@ -387,6 +390,7 @@ CHECKS: tuple[Check, ...] = (
     _model,
     _lengths,
     _token_budget,
+    context.problems,
     _swap,
     _dumps,
     predicting.problems,

@@ -78,7 +78,6 @@ REFUSED: tuple[Refused, ...] = (
     Refused("reset_position_ids", _given, _PACKED),
     Refused("reset_attention_mask", _given, _PACKED),
     # Parallelism and precision.
-    Refused("context_parallel_size", _above(1), "context parallelism is not supported yet; use 1"),
     Refused("use_custom_fsdp", _given, _FSDP),
     Refused("layerzero", _given, _FSDP),
     Refused("enable_cuda_graph", _given, _CUDA_GRAPH),

@@ -10,14 +10,20 @@ schedules.py and distributed/distributed_data_parallel.py):
 * three results `(loss, tokens, metrics)` under --calculate-per-token-loss: loss as it is; the gradients are
   summed over DP x CP and divided by the summed tokens. So the part goes in multiplied by the global
   number of trained tokens. Without the flag the versions differ, and three results are not used.
-  Core 0.12.1 sums the tokens over DP and later ones over DP x CP: equal as long as CP is 1.
+  Core 0.12.1 sums the tokens over DP and later ones over DP x CP, where each is counted CP times; the
+  part is multiplied by as much.
+
+Every context parallel rank returns the whole part, and its gradients are those of its own positions
+(`forward.context`), so their sum over CP is the gradient of the part.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from megatron.core import distributed, parallel_state
 from torch import Tensor
 
 
@@ -27,13 +33,14 @@ class LossScaling:
 
     micro_batches: of one optimizer step on one rank; dp_size: data parallel ranks, context parallel ones
     not counted; per_token: Megatron's `calculate_per_token_loss`; total_tokens: trained tokens of the
-    global batch.
+    global batch; counted: how often Megatron counts each of them.
     """
 
     micro_batches: int
     dp_size: int
     per_token: bool
     total_tokens: int
+    counted: int = 1
 
     def result(self, loss: Tensor, trained: Tensor, metrics: Mapping[str, Tensor]) -> tuple:
         """What the loss function returns to Megatron.
@@ -42,5 +49,18 @@ class LossScaling:
         metrics: one-element tensors.
         """
         if self.per_token:
-            return loss * max(self.total_tokens, 1), trained.int(), dict(metrics)
+            return loss * (max(self.total_tokens, 1) * self.counted), trained.int(), dict(metrics)
         return loss * (self.micro_batches * self.dp_size), dict(metrics)
+
+
+def scaling_of_job(micro_batches: int, *, per_token: bool, total_tokens: int) -> LossScaling:
+    """The scaling under Megatron's process groups; arguments as the fields."""
+    # Megatron counts over context parallel ranks since it is handed its process groups.
+    over_context = "pg_collection" in inspect.signature(distributed.finalize_model_grads).parameters
+    return LossScaling(
+        micro_batches=micro_batches,
+        dp_size=parallel_state.get_data_parallel_world_size(),
+        per_token=per_token,
+        total_tokens=total_tokens,
+        counted=parallel_state.get_context_parallel_world_size() if over_context else 1,
+    )

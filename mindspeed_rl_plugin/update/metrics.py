@@ -22,11 +22,11 @@ def reduce_tallies(tallies: Iterable[Tensor], device: torch.device, *, width: in
 
     tallies: vectors `[width]`, sums before maxima, empty on ranks that are not on the last pipeline stage; device:
     where the process groups communicate. Returns `[width]` float64 on the host, the same on all ranks.
-    Collective over DP x CP on the last stage, then over each pipeline.
+    Collective over DP on the last stage, then over each pipeline. Context parallel ranks hold the same tally each.
     """
     if is_last_stage():
         local = _combine(torch.stack([tally.double().cpu() for tally in tallies]), sums)
-        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        group = parallel_state.get_data_parallel_group()
         parts = [_as_bits(local, device) for _ in range(dist.get_world_size(group))]
         dist.all_gather(parts, _as_bits(local, device), group=group)
         bits = _as_bits(_combine(torch.stack([_from_bits(part) for part in parts]), sums), device)

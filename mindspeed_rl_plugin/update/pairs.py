@@ -17,7 +17,7 @@ from mindspeed_rl_plugin.algorithms.pairs import Pairs, pair_terms
 from mindspeed_rl_plugin.forward import ForwardSettings, MicroBatch, collate
 from mindspeed_rl_plugin.forward.schedule import data_iterators, device_of, head_of, is_last_stage, run_model
 from mindspeed_rl_plugin.types import Rows
-from mindspeed_rl_plugin.update.megatron_loss import LossScaling
+from mindspeed_rl_plugin.update.megatron_loss import scaling_of_job
 from mindspeed_rl_plugin.update.metrics import reduce_tallies
 
 # Sums over pairs; log-probs are summed over a response's trained tokens, in nats.
@@ -80,8 +80,7 @@ class PairUpdate:
         self._references = [rows["reference"].float().to(self._device) for rows in micro_batches]
         tokens = torch.stack([batch.mask.sum() for batch in self._batches]).sum().to(self._device)
         dist.all_reduce(tokens, group=parallel_state.get_data_parallel_group())
-        dp_size = parallel_state.get_data_parallel_world_size()
-        self._scaling = LossScaling(len(self._batches), dp_size, self._per_token, int(tokens))
+        self._scaling = scaling_of_job(len(self._batches), per_token=self._per_token, total_tokens=int(tokens))
         self._pairs, self._tallies = pairs, {}
 
     def run(self, train_step: Callable[..., tuple], args: tuple, kwargs: Mapping[str, Any]) -> tuple:

@@ -23,7 +23,7 @@ from mindspeed_rl_plugin.forward.schedule import (
     run_model,
 )
 from mindspeed_rl_plugin.types import Ragged, Rows
-from mindspeed_rl_plugin.update.megatron_loss import LossScaling
+from mindspeed_rl_plugin.update.megatron_loss import scaling_of_job
 from mindspeed_rl_plugin.update.metrics import reduce_tallies, to_metrics
 from mindspeed_rl_plugin.update.objective import objective
 
@@ -104,12 +104,7 @@ class Update:
         self._times = [k.to(self._device) for k in times]
         self._fresh = [_drawn_by(part, version).to(self._device) for part in rows]
         self._batches = [self._collate(i, part) for i, part in enumerate(rows)]
-        self._scaling = LossScaling(
-            micro_batches=len(rows),
-            dp_size=parallel_state.get_data_parallel_world_size(),
-            per_token=self._per_token,
-            total_tokens=totals.tokens,
-        )
+        self._scaling = scaling_of_job(len(rows), per_token=self._per_token, total_tokens=totals.tokens)
         self._totals = totals
         self._measured = set(rows[0].columns if measured is None else measured)
         self._tallies, self._metrics = {}, None

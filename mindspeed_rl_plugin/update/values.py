@@ -12,6 +12,7 @@ from mindspeed_rl_plugin.algorithms import Algorithm, Totals
 from mindspeed_rl_plugin.algorithms.aggregate import sequence_weights
 from mindspeed_rl_plugin.algorithms.values import value_loss
 from mindspeed_rl_plugin.forward import ForwardSettings, MicroBatch
+from mindspeed_rl_plugin.forward.context import of_all_ranks
 from mindspeed_rl_plugin.forward.schedule import is_last_stage, run_model
 from mindspeed_rl_plugin.types import Rows
 from mindspeed_rl_plugin.update.metrics import reduce_tallies
@@ -58,7 +59,8 @@ class ValueUpdate(Update):
 
     def _loss(self, batch: MicroBatch, output: Tensor) -> tuple:
         times, clip = self._times[batch.index], self.algorithm.value_clip
-        loss, tally = value_objective(batch, self._weights[batch.index], output[..., 0], clip, times)
+        values = of_all_ranks(output[..., 0], batch)
+        loss, tally = value_objective(batch, self._weights[batch.index], values, clip, times)
         self._tallies[batch.index] = tally
         seen = (loss.detach() * (self._scaling.micro_batches * self._scaling.dp_size)).view(1)
         return self._scaling.result(loss, times[batch.sequence].sum(), {"value loss": seen})

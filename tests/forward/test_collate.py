@@ -84,6 +84,9 @@ def test_settings_follow_megatrons_arguments():
         megatron_args(pipeline_model_parallel_size=2, sequence_parallel=False), vocab_size=250, temperature=1.0
     )
     assert piped.fixed_length and piped.padded_length(3) == 64
+    split = make(megatron_args(context_parallel_size=3, seq_length=60), vocab_size=250, temperature=1.0)
+    assert split.padded_length(3) == 12 and split.padded_length(13) == 24, "two pieces a rank, in two parts each"
+    assert not split.causal_mask, "attention over context parallel ranks is handed no mask"
 
 
 @pytest.mark.parametrize(
@@ -102,7 +105,7 @@ def test_a_mask_is_made_where_the_script_or_mindspeed_needs_one(changes, mask):
 @pytest.mark.parametrize(
     ("changes", "vocab", "temperature", "message"),
     [
-        ({"context_parallel_size": 2}, 250, 1.0, "--context-parallel-size 2 is not supported"),
+        ({"context_parallel_size": 2, "seq_length": 68}, 250, 1.0, "sequence length 68 is not a multiple of 8"),
         ({}, 257, 1.0, "vocabulary of 257 tokens does not fit the model's 256 rows"),
         ({}, 250, 0.0, "temperature is 0.0"),
         ({"seq_length": 63}, 250, 1.0, "sequence length 63 is not a multiple of 2"),

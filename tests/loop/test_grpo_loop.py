@@ -67,6 +67,24 @@ def test_engine_and_trainer_agree_after_0_to_3_updates(job, layout):
     assert "[rl] training starts from random weights" in result.log
 
 
+CP2 = ("--context-parallel-size", "2", "--no-create-attention-mask-in-dataloader")
+STAND_IN = Path(__file__).parents[1] / "update" / "ranks"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("more", [(), ("--rl-max-tokens-per-microbatch", "48", "--rl-algorithm", "gspo")], ids=len)
+def test_context_parallel_ranks_read_the_same_rows_and_agree_with_the_engine(job, more):
+    script = Path(__file__).with_name("gathered_script.py")
+    common = ("--train-iters", "4", "--rl-verify-weights", *more)
+    result = job(*common, *CP2, script=script, path=(STAND_IN,)).run()
+    check_agreement(result)
+    for line in result.metrics:
+        check_first_update(line)
+    alone = job(*common, ranks=1, name="alone").run().metrics
+    for name in ("loss", "grad_norm", "entropy", "trained/tokens", "reward/mean"):
+        assert result.metrics[0][name] == pytest.approx(alone[0][name], rel=1e-4, abs=1e-7), name
+
+
 def test_rollout_serves_several_steps_and_passes(job):
     more = ("--train-iters", "4", "--rl-rollout-prompts", "8", "--rl-ppo-epochs", "2", "--micro-batch-size", "4")
     result = job(*more, "--lr", "3e-3").run()

@@ -17,6 +17,7 @@ pytestmark = [pytest.mark.upstream, pytest.mark.slow]
 CHECKOUTS = [Path(p) for p in os.environ.get("MEGATRON_LM_PATH", "").split(os.pathsep) if p]
 MINDSPEED = os.environ.get("MINDSPEED_PATH")
 PACKED = ("--use-flash-attn", "--rl-pack-sequences", "--rl-max-tokens-per-microbatch", "48")
+ULYSSES = ("--use-flash-attn", "--context-parallel-size", "2", "--context-parallel-algo", "ulysses_cp_algo")
 LAYOUT = ("--train-iters", "3", "--tensor-model-parallel-size", "2", "--rl-generate-tp", "2", "--mock-data")
 
 
@@ -32,6 +33,16 @@ def check(result) -> None:
     assert result.metrics[0]["kl/ref"] < 1e-8 < result.metrics[-1]["kl/ref"]
 
 
+def mindspeed_entry(folder: Path, checkout: Path) -> Path:
+    """A file that holds MindSpeed's import line and runs the checkout's script."""
+    script, entry = checkout / "pretrain_gpt.py", folder / "entry.py"
+    entry.write_text(
+        f"import runpy, sys\nsys.path.insert(0, {str(checkout)!r})\nimport mindspeed.megatron_adaptor\n"
+        f"runpy.run_path({str(script)!r}, run_name='__main__')\n"
+    )
+    return entry
+
+
 @pytest.mark.parametrize("checkout", CHECKOUTS, ids=lambda p: p.name)
 def test_plain_megatron(job, checkout):
     result = job(*LAYOUT, script=checkout / "pretrain_gpt.py", path=[checkout]).run(400)
@@ -45,15 +56,24 @@ def test_megatron_under_mindspeed(job, tmp_path, more):
     """The script is unmodified; the file that runs it holds MindSpeed's own import line. Packed: the boundaries of the
     rows go to its flash attention, in whose place on a host the same is computed by torch."""
     checkout = next(c for c in CHECKOUTS if core_version(c)[:2] == (0, 12))
-    script = checkout / "pretrain_gpt.py"
-    entry = tmp_path / "entry.py"
-    entry.write_text(
-        f"import runpy, sys\nsys.path.insert(0, {str(checkout)!r})\nimport mindspeed.megatron_adaptor\n"
-        f"runpy.run_path({str(script)!r}, run_name='__main__')\n"
-    )
-    result = job(*LAYOUT, *more, script=entry, path=[Path(MINDSPEED), checkout]).run(400)
+    result = job(*LAYOUT, *more, script=mindspeed_entry(tmp_path, checkout), path=[Path(MINDSPEED), checkout]).run(400)
     check(result)
     assert "patch in force through MindSpeed" in result.log
+
+
+@pytest.mark.skipif(MINDSPEED is None, reason="MINDSPEED_PATH is not set")
+def test_mindspeeds_ulysses_agrees_with_the_engine(job, tmp_path):
+    """MindSpeed's own split of the rows, rotary embeddings and exchange of heads between two context parallel ranks."""
+    checkout = next(c for c in CHECKOUTS if core_version(c)[:2] == (0, 12))
+    script = mindspeed_entry(tmp_path, checkout)
+    common = ("--train-iters", "3", "--mock-data", "--rl-algorithm", "gspo")
+    result = job(*common, *ULYSSES, script=script, path=[Path(MINDSPEED), checkout]).run(400)
+    check(result)
+    alone = job(*common, "--use-flash-attn", script=script, path=[Path(MINDSPEED), checkout], ranks=1, name="alone")
+    one, two = alone.run(400).metrics[0], result.metrics[0]
+    assert {name: two[name] for name in ("loss", "grad_norm", "entropy", "trained/tokens")} == pytest.approx(
+        {name: one[name] for name in ("loss", "grad_norm", "entropy", "trained/tokens")}, rel=1e-4, abs=1e-7
+    )
 
 
 @pytest.mark.parametrize("checkout", CHECKOUTS, ids=lambda p: p.name)

@@ -84,6 +84,24 @@ def test_ranks_that_differ_in_data_parallel_only_share_one_layout():
     assert megatron_layout(SHAPE, parallel, 1) is not megatron_layout(SHAPE, parallel, 2)
 
 
+@pytest.mark.parametrize("order", ["tp-cp-ep-dp-pp", "tp-cp-ep-pp-dp"])
+def test_context_parallel_ranks_hold_what_data_parallel_ranks_hold(order):
+    """They stand between tensor and data parallel ranks in the order, and store the same weights as these."""
+    parallel = Parallel(16, tp=2, cp=2, pp=2, order=order)
+    assert parallel.dp == 2
+    stored = {}
+    for rank in range(parallel.world):
+        at = parallel.coordinates(rank)
+        assert (at.tp, at.cp) == (rank % 2, rank // 2 % 2)
+        stored.setdefault((at.tp, at.pp), []).append(megatron_layout(SHAPE, parallel, rank))
+    assert {place: len(same) for place, same in stored.items()} == dict.fromkeys(stored, 4) and len(stored) == 4
+    assert all(layout is same[0] for same in stored.values() for layout in same)
+    without = Parallel(16, tp=2, pp=2, order=order)
+    for (tp, pp), same in stored.items():
+        twin = next(r for r in range(16) if (without.coordinates(r).tp, without.coordinates(r).pp) == (tp, pp))
+        assert same[0] == megatron_layout(SHAPE, without, twin)
+
+
 def test_the_engine_repeats_key_heads_and_pads_by_64():
     shape = ModelShape("qwen2", 1, 64, 8, 2, 8, 96, 250, 256)
     spans = [engine_layout(shape, 8, r)["model.layers.0.self_attn.qkv_proj.weight"] for r in range(8)]

@@ -49,7 +49,8 @@ def cases(draw, world_limit=16):
         tied=draw(st.booleans()),
     )
     order = draw(st.sampled_from(["tp-cp-ep-dp-pp", "tp-cp-ep-pp-dp"]))
-    parallel = Parallel(tp * pp * dp, tp=tp, pp=pp, vpp=vpp, order=order)
+    cp = draw(st.sampled_from([1, 2])) if dp % 2 == 0 else 1
+    parallel = Parallel(tp * pp * dp, tp=tp, pp=pp, vpp=vpp, cp=cp, order=order)
     replicas = draw(st.integers(1, 3))
     first = draw(st.sampled_from([0, parallel.world // 2, parallel.world]))  # equal, overlapping, disjoint sets
     own_head = draw(st.booleans()) or None

@@ -78,6 +78,7 @@ RL = {
 
 
 PACKED = {"--rl-max-tokens-per-microbatch": ["64"], "--rl-pack-sequences": []}
+CP2 = {"context_parallel_size": 2, "data_parallel_size": 1, "transformer_impl": "transformer_engine"}
 DPO = {"--rl-algorithm": ["dpo"], "--rl-reward": None, "--rl-samples-per-prompt": None}
 
 
@@ -127,6 +128,7 @@ def test_the_base_is_good(build):
         {"--rl-loss": ["sapo"], "--rl-correction": ["truncate"]},
         MOE | {"expert_model_parallel_size": 2},
         MOE | SPREAD,
+        CP2 | {"--rl-max-tokens-per-microbatch": ["64"]},
         DEEPSEEK | SPREAD,
         DEEPSEEK | {"mtp_num_layers": 1, "pipeline_model_parallel_size": 2},
     ],
@@ -153,7 +155,12 @@ BAD = [
     ({"train_samples": 1000}, "--train-samples 1000: RL counts optimizer steps; give --train-iters"),
     ({"rampup_batch_size": ["16", "8", "100"]}, "--rampup-batch-size 16 8 100: --global-batch-size must stay"),
     ({"reset_attention_mask": True}, "--reset-attention-mask: one RL sequence is one document"),
-    ({"context_parallel_size": 2}, "--context-parallel-size 2: context parallelism is not supported yet"),
+    ({"context_parallel_size": 2}, "--context-parallel-size 2: Megatron's own attention does not know it; give"),
+    (
+        {**CP2, "sequence_parallel": True, "seq_length": 72, "--rl-max-tokens-per-microbatch": ["67"]}
+        | {"--rl-max-response-length": ["33"]},
+        "= 65 tokens, padded to 72; raise it",
+    ),
     ({"num_experts": 8}, "no model family has add_qkv_bias=True with qk_layernorm=False, experts"),
     ({"--rl-generate-ep": ["2"]}, "--rl-generate-ep 2: the model has no experts to spread"),
     ({**MOE, "--rl-generate-ep": ["0"]}, "--rl-generate-ep 0: give at least 1"),

@@ -8,6 +8,8 @@ TWO_RANKS = {
     "PP2": "--pipeline-model-parallel-size 2 --micro-batch-size 2",
     "TP2": "--tensor-model-parallel-size 2 --sequence-parallel --micro-batch-size 2",
     "DP2": "--micro-batch-size 2 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
+    "CP2": "--context-parallel-size 2 --micro-batch-size 2",
+    "CP2 chunks": "--context-parallel-size 2 --micro-batch-size 2 --use-distributed-optimizer CHUNKS",
     "TP2 chunks": "--tensor-model-parallel-size 2 --sequence-parallel --micro-batch-size 2 CHUNKS",
 }
 

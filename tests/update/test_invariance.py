@@ -11,6 +11,7 @@ import torch
 
 TP2 = "--tensor-model-parallel-size 2"
 PP2 = "--pipeline-model-parallel-size 2"
+CP2 = "--context-parallel-size 2"
 DIST = "--use-distributed-optimizer"
 
 
@@ -50,6 +51,10 @@ TWO_RANKS = {
     "DP2 distributed optimizer": case(1, DIST),
     "DP2 filtered": case(2, mode="filtered"),
     "TP2 sequence parallel chunks": case(4, f"{TP2} --sequence-parallel", chunk=7),
+    "CP2": case(2, CP2),
+    "CP2 chunks, other split": case(4, f"{CP2} {DIST}", chunk=7, mode="contiguous"),
+    "CP2 per token loss": case(4, f"{CP2} --calculate-per-token-loss", aggregation="token-mean", mode="plain"),
+    "CP2 mean of ranks": case(4, CP2, aggregation="token-mean", mode="mean of ranks"),
 }
 MORE_ON_TWO_RANKS = {
     "PP2 VPP2": case(1, f"{PP2} --num-layers-per-virtual-pipeline-stage 1"),
@@ -60,11 +65,19 @@ MORE_ON_TWO_RANKS = {
     "DP2 per token loss": case(2, "--calculate-per-token-loss"),
     "DP2 overlapped": case(1, f"{DIST} --overlap-grad-reduce --overlap-param-gather"),
     "TP2 chunks": case(2, TP2, chunk=7),
+    "CP2 one row": case(1, f"{CP2} --calculate-per-token-loss"),
+    "CP2 overlapped chunks": case(2, f"{CP2} {DIST} --overlap-grad-reduce --overlap-param-gather", chunk=7),
     "DP2 overlapped chunks": case(1, f"{DIST} --overlap-grad-reduce --overlap-param-gather", chunk=7),
 }
 TIED_ON_TWO_RANKS = {
     "tied PP2 chunks": case(2, PP2, tied=True, chunk=7),
     "tied TP2 sequence parallel chunks": case(2, f"{TP2} --sequence-parallel", tied=True, chunk=7),
+}
+FOUR_RANKS = {
+    "CP2 PP2": case(2, f"{CP2} {PP2}"),
+    "CP2 TP2 sequence parallel chunks": case(4, f"{CP2} {TP2} --sequence-parallel", chunk=7),
+    "CP2 DP2 per token loss": case(2, f"{CP2} {DIST} --calculate-per-token-loss"),
+    "CP2 DP2": case(1, CP2),
 }
 OTHER_AGGREGATIONS = ("token-mean", "seq-mean-token-sum", "token-sum-norm")
 
@@ -139,9 +152,24 @@ def test_a_mean_of_micro_batch_means_would_be_caught(one_rank):
     assert max(float((wrong[n] - right[n]).norm() / right[n].norm()) for n in right) > 0.05
 
 
+def test_context_parallel_ranks_take_the_step_of_one(one_rank, two_ranks):
+    """Whatever the split, which is the host's: both ends of a row, or a piece of it as MindSpeed's ulysses has it."""
+    assert_same_step(two_ranks["CP2 chunks, other split"], one_rank["micro-batch 1"])
+    assert_same_step(two_ranks["CP2 per token loss"], one_rank["token-mean 1"])
+
+
+def test_a_mean_of_the_means_of_context_parallel_ranks_would_be_caught(one_rank, two_ranks):
+    with pytest.raises(AssertionError):
+        assert_same_step(two_ranks["CP2 mean of ranks"], one_rank["token-mean 1"])
+    wrong, right = two_ranks["CP2 mean of ranks"]["gradients"], one_rank["token-mean 1"]["gradients"]
+    assert max(float((wrong[n] - right[n]).norm() / right[n].norm()) for n in right) > 0.05
+
+
 @pytest.mark.slow
 def test_more_layouts(run_cases, one_rank):
     for name, got in run_cases("invariance.py", 2, MORE_ON_TWO_RANKS).items():
+        assert_same_step(got, one_rank["micro-batch 1"]), name
+    for name, got in run_cases("invariance.py", 4, FOUR_RANKS).items():
         assert_same_step(got, one_rank["micro-batch 1"]), name
     for got in run_cases("invariance.py", 2, TIED_ON_TWO_RANKS).values():
         assert_same_step(got, one_rank["tied"])

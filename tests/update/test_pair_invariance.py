@@ -40,6 +40,9 @@ TWO_RANKS = {
     "PP2 VPP2": case(2, f"{PP2} --num-layers-per-virtual-pipeline-stage 1"),
     "TP2": case(2, TP2),
     "TP2 chunks": case(4, TP2, chunk=7),
+    "CP2": case(2, "--context-parallel-size 2"),
+    "CP2 chunks": case(4, "--context-parallel-size 2 --use-distributed-optimizer", chunk=7),
+    "CP2 per token loss": case(4, "--context-parallel-size 2 --calculate-per-token-loss"),
     "DP2 distributed optimizer": case(2, "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"),
     "DP2 micro-batch 4 per token loss": case(4, "--calculate-per-token-loss"),
 }

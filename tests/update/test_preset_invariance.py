@@ -11,6 +11,8 @@ TWO_RANKS = {
     "TP2": f"{TP2} --sequence-parallel --micro-batch-size 2",
     "DP2": "--micro-batch-size 2 --use-distributed-optimizer",
     "DP2 micro-batch 4": "--micro-batch-size 4",
+    "CP2": "--context-parallel-size 2 --micro-batch-size 2",
+    "CP2 per token loss": "--context-parallel-size 2 --micro-batch-size 4 --calculate-per-token-loss",
 }
 # Micro-batches cut by tokens, some packed; --micro-batch-size only says how Megatron counts samples then. Rows have 4
 # to 24 tokens, so micro-batches hold 1 to 6 of them.
@@ -32,6 +34,7 @@ BY_TOKENS = {
         *(2, f"{TP2} --sequence-parallel --micro-batch-size 2"),
         {"budget": 32, "packed": True, "bounded": True},
     ),
+    "CP2, 40 tokens": (2, "--context-parallel-size 2 --micro-batch-size 2", {"budget": 40}),
     "PP2, 28 tokens": (2, f"{PP2} --micro-batch-size 2", {"budget": 28}),
     "PP2, 32 tokens packed": (2, f"{PP2} --micro-batch-size 2", {"budget": 32, "packed": True}),
 }

@@ -69,6 +69,8 @@ TWO_RANKS = {  # pipelines first, for core 0.12 leaves groups of them behind
     "TP2": "--tensor-model-parallel-size 2 --micro-batch-size 2",
     "TP2 sequence parallel": "--tensor-model-parallel-size 2 --sequence-parallel --micro-batch-size 2",
     "DP2": "--micro-batch-size 2 --use-distributed-optimizer",
+    "CP2": "--context-parallel-size 2 --micro-batch-size 4",
+    "CP2 per token loss": "--context-parallel-size 2 --micro-batch-size 2 --calculate-per-token-loss",
     "DP2 overlapped": "--micro-batch-size 1 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
     "TP2 packed": {"flags": "--tensor-model-parallel-size 2 --sequence-parallel --micro-batch-size 2", "budget": 32},
     "DP2 packed": {"flags": "--micro-batch-size 4 --use-distributed-optimizer", "budget": 30},

@@ -18,6 +18,7 @@ from mindspeed_rl_plugin.host import activate_if_needed
 
 activate_if_needed()
 
+from gathered_attention import gathered_attention  # noqa: E402
 from megatron.core import num_microbatches_calculator, parallel_state, rerun_state_machine  # noqa: E402
 from megatron.core.enums import ModelType  # noqa: E402
 from megatron.core.models.gpt import GPTModel  # noqa: E402
@@ -52,6 +53,8 @@ class Job:
         self.base = BASE.replace("--untie-embeddings-and-output-weights", "") if tied else BASE
 
     def __enter__(self):
+        self.attention = gathered_attention()
+        self.attention.__enter__()
         _initialize((self.base + self.flags).split())
         self.args = get_args()
         self.model = training.get_model(self.provider, ModelType.encoder_or_decoder)
@@ -79,6 +82,7 @@ class Job:
         return self
 
     def __exit__(self, *failure):
+        self.attention.__exit__(None, None, None)
         parallel_state.destroy_model_parallel()
         num_microbatches_calculator.destroy_num_microbatches_calculator()
         rerun_state_machine.destroy_rerun_state_machine()

@@ -1,0 +1,86 @@
+"""Context parallel ranks: each runs its own positions through the model, and gets the results of all positions back.
+
+So losses see whole rows whatever the layout: ratios and means of sequences, pairs and counts need no sum over ranks.
+Each rank computes the whole loss, and its gradient reaches the weights through its own positions only.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core import utils as core_utils
+from torch import Tensor
+
+from mindspeed_rl_plugin.forward.collate import MicroBatch
+
+
+def positions(length: int, device: torch.device | str = "cpu") -> Tensor | None:
+    """`[S / cp]` int64, which positions of rows of `length` this rank holds, in its order; None where it holds all.
+
+    The host's own function says it, by what it makes of the positions in the place of the tokens. So it is the split
+    that attention and rotary embeddings of this job expect: both ends of the row in Megatron and in MindSpeed's ring,
+    one piece of it under its ulysses, both mixed in its hybrid.
+    """
+    if parallel_state.get_context_parallel_world_size() <= 1:
+        return None
+    split = _split()
+    known = inspect.signature(split, follow_wrapped=False).parameters
+    given = {"is_hybrid_cp": False, "cp_group": parallel_state.get_context_parallel_group()}
+    every = torch.arange(length, device=device)[None]
+    return split({"tokens": every}, **{name: value for name, value in given.items() if name in known})["tokens"][0]
+
+
+def of_this_rank(batch: MicroBatch) -> MicroBatch:
+    """What this rank runs through the model; the micro-batch itself where it holds all positions.
+
+    Entries stay as they were shifted before the split, so every label is the token after its own position.
+    """
+    at = positions(batch.tokens.shape[1], batch.tokens.device)
+    if at is None:
+        return batch
+    assert batch.segments is None and not batch.explicit_mask, "packed rows and masks are not split"
+    names = ("tokens", "labels", "position_ids", "mask")
+    columns = {name: column.index_select(1, at) for name, column in batch.columns.items()}
+    return dataclasses.replace(batch, columns=columns, **{n: getattr(batch, n).index_select(1, at) for n in names})
+
+
+def of_all_ranks(values: Tensor, batch: MicroBatch) -> Tensor:
+    """`[mb, S / cp, ...]` of this rank's positions to `[mb, S, ...]`, the same on all context parallel ranks.
+
+    batch: the whole micro-batch. Backward gives each rank the gradient of its own positions, so every rank must go on
+    to the same loss.
+    """
+    length = batch.tokens.shape[1]
+    at = positions(length, values.device)
+    return values if at is None else _AllPositions.apply(values, at, length)
+
+
+class _AllPositions(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, values, at, length):
+        ctx.save_for_backward(at)
+        # Every position is one rank's, so the sum puts each number in its place as it is.
+        every = values.new_zeros(values.shape[0], length, *values.shape[2:]).index_copy_(1, at, values)
+        dist.all_reduce(every, group=parallel_state.get_context_parallel_group())
+        return every
+
+    @staticmethod
+    def backward(ctx, grad):
+        (at,) = ctx.saved_tensors
+        return grad.index_select(1, at), None, None
+
+
+def _split() -> Callable[..., dict[str, Tensor]]:
+    """The host's function, by the name that scripts import it under and that MindSpeed and MindSpeed-LLM replace.
+
+    Looked up at every call, for they may do so late; megatron.training lost the name after core 0.16.
+    """
+    from megatron.training import utils as training_utils
+
+    name = "get_batch_on_this_cp_rank"
+    return getattr(training_utils, name, None) or getattr(core_utils, name)
