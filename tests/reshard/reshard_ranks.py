@@ -5,12 +5,10 @@ the layout; what is compared is computed by reshard_reference.py, which shares n
 """
 
 import contextlib
-import functools
 import json
 import os
 import sys
 import time
-from itertools import pairwise
 from types import SimpleNamespace
 
 import torch
@@ -34,20 +32,16 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer  # n
 from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E402
 from megatron.core.transformer.module import Float16Module  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
+from reshard_checks import BUCKET, check_memory, check_modes, check_verification  # noqa: E402
 from reshard_reference import assemble, engine_weights, megatron_weights, random_weights  # noqa: E402
 
-from mindspeed_rl_plugin.device import StorageMeter  # noqa: E402
-from mindspeed_rl_plugin.reshard import hook as hook_module  # noqa: E402
-from mindspeed_rl_plugin.reshard.cells import Cells  # noqa: E402
-from mindspeed_rl_plugin.reshard.digest import WeightMismatch  # noqa: E402
-from mindspeed_rl_plugin.reshard.footprint import weights  # noqa: E402
 from mindspeed_rl_plugin.reshard.hook import Resharder, stored_parameters  # noqa: E402
 from mindspeed_rl_plugin.reshard.hosting import HostRoom  # noqa: E402
-from mindspeed_rl_plugin.reshard.layout import ModelShape, Parallel, engine_layout, megatron_layout  # noqa: E402
+from mindspeed_rl_plugin.reshard.layout import ModelShape, Parallel  # noqa: E402
 from mindspeed_rl_plugin.reshard.swap import HostWeights, TrainState, gathered, unwrap  # noqa: E402
 from mindspeed_rl_plugin.reshard.wire import Wire  # noqa: E402
 
-SEQ, MICRO_BATCHES, BUCKET = 16, 2, 16 << 10
+SEQ, MICRO_BATCHES = 16, 2
 
 
 class Job:
@@ -291,105 +285,6 @@ def check_case(case):
     if dist.get_rank() == 0:
         print(f"passed {case.name} digest {sorted(digests[0])[0]}", flush=True)
     mpu.destroy_model_parallel()
-
-
-def check_modes(job, engines):
-    """The three modes give the same engine bitwise, and move and hold what the plan's figures say."""
-    itemsize = engines[0][0].dtype.itemsize
-    for stream, engine in engines:
-        sources = {r: megatron_layout(job.shape, job.parallel, r) for r in range(job.parallel.world)}
-        wanted = {r: engine_layout(job.shape, stream.engine.tp, r % stream.engine.tp) for r in sources}
-        cells = Cells(sources, wanted, stream.tensors, itemsize=itemsize, node_size=len(sources))
-        with gathered(job.chunks):
-            streamed = stream.to_engine(job.chunks, engine, 0)
-            assert streamed.received == cells.flow().received[stream.rank]
-            assert streamed.temporary <= 2 * BUCKET
-            for mode in ("naive", "allgather"):
-                other = {name: torch.zeros_like(t) for name, t in engine.items()}
-                way = Resharder(
-                    job.shape,
-                    job.parallel,
-                    stream.engine.tp,
-                    rank=stream.rank,
-                    engine_dtype=stream.dtype,
-                    mode=mode,
-                    bucket_bytes=BUCKET,
-                )
-                done = way.to_engine(job.chunks, other, 0)
-                for name, tensor in engine.items():
-                    assert torch.equal(other[name], tensor), f"{name} differs in {mode}"
-                assert done.received == cells.flow(everything=True).received[stream.rank], mode
-                whole = weights(job.shape, itemsize).total
-                if mode == "allgather":  # and what of a round is converted before it is sent
-                    staged = 0 if job.dtype == stream.dtype else 2 * 96 * 64 * itemsize
-                    assert whole <= done.temporary <= 1.02 * whole + staged, (done.temporary, whole)
-                    assert way._buffer.nbytes >= whole
-                    way.release()
-                    assert way._buffer is None
-                else:
-                    expected = two_rounds(way.plan, way.rank, job.dtype != stream.dtype)
-                    assert done.temporary == expected, (done.temporary, expected, whole)
-
-
-def two_rounds(plan, rank, converted):
-    """Most bytes of two rounds that follow each other: what a rank lacks, and its own where that is converted."""
-    taken = [p.nbytes if converted or rank not in p.names else 0 for p in plan.parcels]
-    sizes = [sum(taken[i] for i in numbers) for numbers in plan.rounds]
-    return max(map(sum, pairwise([0, *sizes])))
-
-
-def check_memory(job, state, resharder, engine):
-    """Twenty cycles: memory is back each time, and a reshard uses at most two buckets besides the weights."""
-    resharder.verify = state.verify = False
-    with StorageMeter() as meter, gathered(job.chunks):
-        meter.track(*engine.values())
-        generation = meter.allocated()
-        meter.track(*job.optimizer_tensors(), *stored_parameters(job.chunks).values())
-        meter.track(*(b.grad_data for chunk in job.chunks for b in chunk.buffers))
-        base = meter.allocated()
-        for version in range(20):
-            meter.reset_peak()
-            resharder.to_engine(job.chunks, engine, version)
-            # Two buckets, and the few numbers that ranks tell each other.
-            assert meter.peak() - base <= 2 * BUCKET + 256, meter.peak() - base
-            state.swap_out()
-            assert meter.allocated() - generation < base / 100, meter.allocated()
-            state.swap_in()
-            assert meter.allocated() == base
-    resharder.verify = True
-
-
-def check_verification(job, resharder, engine):
-    """Damage after the transfer is found, and named, on every rank."""
-    original = hook_module.stream
-
-    @functools.wraps(original)
-    def damaged(plan, source, destination, **kwargs):
-        original(plan, source, destination, **kwargs)
-        if resharder.rank == 1:
-            destination["model.layers.2.mlp.down_proj.weight"][5, 7] += 1
-
-    hook_module.stream = damaged
-    try:
-        resharder.to_engine(job.chunks, engine, 99)
-    except WeightMismatch as error:
-        assert "model.layers.2.mlp.down_proj.weight" in str(error) and "engine ranks [1]" in str(error), error
-    else:
-        raise AssertionError("damage was not found")
-    finally:
-        hook_module.stream = original
-    name = next(iter(engine))
-    for wrong, message in (
-        ({k: v for k, v in engine.items() if k != name}, f"{name} .* is missing"),
-        ({**engine, name: engine[name][:1]}, f"{name} has shape"),
-        ({**engine, name: engine[name].double()}, f"{name} is torch.float64, not"),
-    ):
-        try:
-            resharder.to_engine(job.chunks, wrong, 99)
-        except ValueError as error:
-            assert message.split(" .* ")[0] in str(error), error
-        else:
-            raise AssertionError(message)
 
 
 def check_lost_ranks(case):

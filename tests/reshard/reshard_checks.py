@@ -1,0 +1,148 @@
+"""What a reshard and a swap move and hold, on the live models of reshard_ranks.py: by the wire, by the meter and by the
+plan's figures. And what verification finds."""
+
+import functools
+from itertools import pairwise
+
+import torch
+import torch.distributed as dist
+
+from mindspeed_rl_plugin.device import StorageMeter
+from mindspeed_rl_plugin.planning.estimate import Machine, estimate
+from mindspeed_rl_plugin.reshard import hook as hook_module
+from mindspeed_rl_plugin.reshard.cells import Cells
+from mindspeed_rl_plugin.reshard.digest import WeightMismatch
+from mindspeed_rl_plugin.reshard.footprint import weights
+from mindspeed_rl_plugin.reshard.hook import Resharder
+from mindspeed_rl_plugin.reshard.layout import engine_layout, megatron_layout
+from mindspeed_rl_plugin.reshard.swap import gathered, unwrap
+
+BUCKET = 16 << 10
+
+
+def check_modes(job, engines):
+    """The three modes give the same engine bitwise, and move and hold what the plan's figures say."""
+    itemsize = engines[0][0].dtype.itemsize
+    for stream, engine in engines:
+        sources = {r: megatron_layout(job.shape, job.parallel, r) for r in range(job.parallel.world)}
+        wanted = {r: engine_layout(job.shape, stream.engine.tp, r % stream.engine.tp) for r in sources}
+        cells = Cells(sources, wanted, stream.tensors, itemsize=itemsize, node_size=len(sources))
+        with gathered(job.chunks):
+            planned = estimate(
+                job.shape,
+                job.parallel,
+                stream.engine,
+                len(sources) // stream.engine.ranks,
+                Machine(len(sources), 1, 1, 1, 1),
+                itemsize=job.dtype.itemsize,
+                engine_itemsize=itemsize,
+                bucket_bytes=BUCKET,
+            ).footprint
+            streamed = stream.to_engine(job.chunks, engine, 0)
+            assert streamed.received == cells.flow().received[stream.rank]
+            assert streamed.temporary <= 2 * BUCKET
+            for mode in ("naive", "allgather"):
+                other = {name: torch.zeros_like(t) for name, t in engine.items()}
+                way = Resharder(
+                    job.shape,
+                    job.parallel,
+                    stream.engine.tp,
+                    rank=stream.rank,
+                    engine_dtype=stream.dtype,
+                    mode=mode,
+                    bucket_bytes=BUCKET,
+                )
+                done = way.to_engine(job.chunks, other, 0)
+                for name, tensor in engine.items():
+                    assert torch.equal(other[name], tensor), f"{name} differs in {mode}"
+                assert done.received == cells.flow(everything=True).received[stream.rank], mode
+                whole = weights(job.shape, itemsize).total
+                if mode == "allgather":  # and what of a round is converted before it is sent
+                    staged = 0 if job.dtype == stream.dtype else 2 * 96 * 64 * itemsize
+                    assert whole <= done.temporary <= 1.02 * whole + staged, (done.temporary, whole)
+                    assert way._buffer.nbytes >= whole
+                    way.release()
+                    assert way._buffer is None
+                else:
+                    expected = two_rounds(way.plan, way.rank, job.dtype != stream.dtype)
+                    assert done.temporary == expected, (done.temporary, expected, whole)
+                    everyones = [None] * len(sources)
+                    dist.all_gather_object(everyones, done.temporary)
+                    assert planned.rounds == max(everyones), (planned.rounds, everyones)
+
+
+def two_rounds(plan, rank, converted):
+    """Most bytes of two rounds that follow each other: what a rank lacks, and its own where that is converted."""
+    taken = [p.nbytes if converted or rank not in p.names else 0 for p in plan.parcels]
+    sizes = [sum(taken[i] for i in numbers) for numbers in plan.rounds]
+    return max(map(sum, pairwise([0, *sizes])))
+
+
+def training_state(job):
+    """One tensor of every storage that the trainer keeps on its device; Adam's counters of steps live on the host."""
+    found = [t for t in job.optimizer_tensors() if t.numel() > 1]
+    for chunk in job.chunks:
+        found += [t for b in chunk.buffers for t in (b.grad_data, b.param_data) if t is not None]
+        found += [t for p in unwrap(chunk).parameters() for t in (p.data, p.grad, p.main_grad) if t is not None]
+        found += unwrap(chunk).buffers()
+    return list({t.untyped_storage()._cdata: t for t in found}.values())
+
+
+def check_memory(job, state, resharder, engine):
+    """Twenty cycles: memory is back each time, not a byte of training state is on the device in between, and a reshard
+    uses at most two buckets besides the weights."""
+    resharder.verify = state.verify = False
+    with StorageMeter() as meter, gathered(job.chunks):
+        meter.track(*engine.values())
+        generation = meter.allocated()
+        training = training_state(job)
+        meter.track(*training)
+        base, parameters = meter.allocated(), sum(p.numel() for p in unwrap(job.chunks[0]).parameters())
+        # The list leaves out nothing: weights, gradients and two moments, all of them float32 and whole on every rank.
+        assert job.dtype == torch.float32 and not job.case.distributed
+        assert base - generation == sum(t.untyped_storage().nbytes() for t in training) >= 4 * 4 * parameters
+        for version in range(20):
+            meter.reset_peak()
+            resharder.to_engine(job.chunks, engine, version)
+            # Two buckets, and the few numbers that ranks tell each other.
+            assert meter.peak() - base <= 2 * BUCKET + 256, meter.peak() - base
+            state.swap_out()
+            left = [t.untyped_storage().nbytes() for t in training_state(job)]
+            assert len(left) == len(training) and not any(left), left
+            assert meter.allocated() == generation, (meter.allocated(), generation)
+            state.swap_in()
+            assert meter.allocated() == base
+    resharder.verify = True
+
+
+def check_verification(job, resharder, engine):
+    """Damage after the transfer is found, and named, on every rank."""
+    original = hook_module.stream
+
+    @functools.wraps(original)
+    def damaged(plan, source, destination, **kwargs):
+        original(plan, source, destination, **kwargs)
+        if resharder.rank == 1:
+            destination["model.layers.2.mlp.down_proj.weight"][5, 7] += 1
+
+    hook_module.stream = damaged
+    try:
+        resharder.to_engine(job.chunks, engine, 99)
+    except WeightMismatch as error:
+        assert "model.layers.2.mlp.down_proj.weight" in str(error) and "engine ranks [1]" in str(error), error
+    else:
+        raise AssertionError("damage was not found")
+    finally:
+        hook_module.stream = original
+    name = next(iter(engine))
+    for wrong, message in (
+        ({k: v for k, v in engine.items() if k != name}, f"{name} .* is missing"),
+        ({**engine, name: engine[name][:1]}, f"{name} has shape"),
+        ({**engine, name: engine[name].double()}, f"{name} is torch.float64, not"),
+    ):
+        try:
+            resharder.to_engine(job.chunks, wrong, 99)
+        except ValueError as error:
+            assert message.split(" .* ")[0] in str(error), error
+        else:
+            raise AssertionError(message)
