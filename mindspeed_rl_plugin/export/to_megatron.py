@@ -10,6 +10,7 @@ import json
 import math
 import re
 import shlex
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -29,6 +30,7 @@ from mindspeed_rl_plugin.rollout.hf_config import compare_configs, derive_config
 
 # Beside the weights: layers that predict further tokens, numbered after the others; frequencies that old files keep.
 _LAYER, _FREQUENCIES = re.compile(r"model\.layers\.(\d+)\."), "rotary_emb.inv_freq"
+_PREDICTS = "model.layers.{}.eh_proj.weight"  # what a predicting layer has and no other
 
 
 def main(argv: list[str]) -> int:
@@ -51,10 +53,17 @@ def import_(options: argparse.Namespace) -> str:
     _check_config(args, config)
     ranks = rank_folders(shape, parallel)
     source = HfTensors(options.load)
-    _check(source, shape)
+    predicting = config.get(shape.table.hf.predicting) or 0
+    notes = [f"left out: {name}" for name in _left_out(source, shape, predicting)]
+    if shape.groups % parallel.tp:
+        notes.append(
+            f"{shape.groups} query groups are fewer than tp{parallel.tp}: Megatron core 0.12 and MindSpeed refuse "
+            f"that (their limit is tp{shape.groups}); core 0.16 and later take it"
+        )
     count = write_checkpoint(options.out, args, _states(shape, parallel, ranks, source, options))
     words = shlex.join(flags(args))
-    return f"imported {options.load} to {options.out}, files: {count}; load it with\n{words}"
+    told = "".join(f"note: {note}\n" for note in notes)
+    return f"{told}imported {options.load} to {options.out}, files: {count}; load it with\n{words}"
 
 
 def _layout(text: str) -> Parallel:
@@ -66,8 +75,12 @@ def _layout(text: str) -> Parallel:
     return Parallel(world, first_layers=first, last_layers=last, **sizes)
 
 
-def _check(source: HfTensors, shape: ModelShape) -> None:
-    """Raise ValueError unless the files hold the model's tensors, in their shapes and unquantised, and no others."""
+def _left_out(source: HfTensors, shape: ModelShape, predicting: int) -> list[str]:
+    """What the files hold besides the model and without changing it. predicting: layers after the others that predict
+    further tokens, as config.json declares them.
+
+    Raises ValueError unless the files hold the model's tensors, in their shapes and unquantised, and no others.
+    """
     if quantised := [name for name in source.names if name.endswith(("_scale_inv", "_scale", "qweight"))]:
         raise ValueError(f"the weights are quantised ({quantised[0]}); convert them to bf16 first")
     tensors = canonical_tensors(shape)
@@ -77,17 +90,35 @@ def _check(source: HfTensors, shape: ModelShape) -> None:
         for name, t in tensors.items()
         if name in source.names and source.shape(name) != t.shape
     ]
-    wrong += filter(None, (_surplus(name, shape, source) for name in sorted(source.names - tensors.keys())))
+    others, ahead = sorted(source.names - tensors.keys()), Counter()
+    left = [name for name in others if name.endswith(_FREQUENCIES)]
+    for name in (name for name in others if name not in left):
+        layer = _layer_of(name)
+        if shape.layers <= layer < shape.layers + predicting and _PREDICTS.format(layer) in source.names:
+            ahead[layer] += 1
+        elif fault := _surplus(name, shape, source):
+            wrong.append(fault)
+        else:
+            left.append(f"{name}, which repeats {EMBEDDING}")
     if wrong:
         more = f"\n  and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""
         raise ValueError("the files do not hold the model of config.json:\n  " + "\n  ".join(wrong[:SHOWN]) + more)
+    if len(left) > SHOWN:
+        left[SHOWN:] = [f"{len(left) - SHOWN} more of their kind"]
+    return left + [f"model.layers.{n}, which predicts further tokens: {ahead[n]} tensors" for n in sorted(ahead)]
+
+
+def _layer_of(name: str) -> int:
+    """Number of a tensor's layer, -1 for one of none."""
+    found = _LAYER.match(name)
+    return int(found[1]) if found else -1
 
 
 def _surplus(name: str, shape: ModelShape, source: HfTensors) -> str | None:
-    """What is wrong with a tensor that the model has not; None where it is the same model without it."""
-    layer = _LAYER.match(name)
-    if (layer and int(layer[1]) >= shape.layers) or name.endswith(_FREQUENCIES):
-        return None
+    """What is wrong with a tensor that the model has not; None where it is a head that repeats the tied embedding."""
+    if _layer_of(name) >= shape.layers:
+        declared = f" and no such layer in {field}" if (field := shape.table.hf.predicting) else ""
+        return f"{name} is of a layer that config.json has not: num_hidden_layers is {shape.layers}{declared}"
     if name != HEAD or not shape.tied or EMBEDDING not in source.names:
         return f"{name} is not of this model"
     head, embedding = (source.read(n, 0, 0, shape.vocab) for n in (HEAD, EMBEDDING))

@@ -67,6 +67,22 @@ def padded_engine_vocab(shape: ModelShape) -> int:
     return -(-shape.vocab // ENGINE_VOCAB_MULTIPLE) * ENGINE_VOCAB_MULTIPLE
 
 
+def check_heads(shape: ModelShape, tp: int) -> None:
+    """Raise ValueError unless attention divides over tensor parallel ranks: whole heads, and query groups whole or
+    repeated evenly.
+
+    vLLM and Megatron have the same rule, but for core 0.12, which repeats no groups: __post_init__ of
+    megatron/core/transformer/transformer_config.py.
+    """
+    if shape.heads % tp:
+        raise ValueError(f"attention heads of {shape.heads} do not divide over {tp} tensor parallel ranks")
+    if shape.groups % tp and tp % shape.groups:
+        raise ValueError(
+            f"query groups of {shape.groups} do not divide over {tp} tensor parallel ranks, nor can as many ranks "
+            "repeat them evenly"
+        )
+
+
 def stack(stored: Sequence[Stored], *, transposed: bool, flat: Split | None = None) -> Stored:
     """Experts in one parameter `[experts, ...]`. flat: the experts' split, where Megatron keeps it as a matrix:
     weight1 as `[H, experts x 2F]`, weight2 as `[experts x F, H]`, whose storage is that of `[experts, H, 2F]` and
@@ -143,11 +159,9 @@ def _stacked_qkv(cut: Cut) -> Stored:
     shape, (q, k, v) = cut.shape, cut.names
     queries = cut.share(shape.heads, "attention heads") * shape.head_dim
     if shape.groups >= cut.tp:
-        keys = cut.share(shape.groups, "query groups") * shape.head_dim
+        keys = shape.groups // cut.tp * shape.head_dim
         start = cut.rank * keys
     else:
-        if cut.tp % shape.groups:
-            raise ValueError(f"{cut.tp} engine ranks cannot repeat {shape.groups} query groups evenly")
         keys, start = shape.head_dim, cut.rank // (cut.tp // shape.groups) * shape.head_dim
     stacked = (
         Segment(q, 0, cut.rank * queries, queries, 0),

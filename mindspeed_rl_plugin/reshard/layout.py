@@ -7,7 +7,15 @@ from functools import lru_cache
 from types import MappingProxyType
 from typing import NamedTuple
 
-from mindspeed_rl_plugin.reshard.cuts import CUT_ENGINE, CUT_MEGATRON, Cut, Segment, padded_engine_vocab, stack
+from mindspeed_rl_plugin.reshard.cuts import (
+    CUT_ENGINE,
+    CUT_MEGATRON,
+    Cut,
+    Segment,
+    check_heads,
+    padded_engine_vocab,
+    stack,
+)
 from mindspeed_rl_plugin.reshard.parallel import EngineParallel, Parallel, chunk_prefix
 from mindspeed_rl_plugin.reshard.rows import ENGINE, EXPERTS, IMPLS, Row, Split, Stage
 from mindspeed_rl_plugin.reshard.shape import Canonical, ModelShape
@@ -104,6 +112,7 @@ def _megatron(
     shape: ModelShape, parallel: Parallel, place: tuple[int, int, int, int], impl: str, experts: str
 ) -> _Stored:
     tp, pp, etp, ep = place
+    check_heads(shape, parallel.tp)
     if shape.moe_layers and shape.experts % parallel.ep:
         raise ValueError(f"{shape.experts} experts do not divide over {parallel.ep} expert parallel ranks")
     mine = range(ep * shape.experts // parallel.ep, (ep + 1) * shape.experts // parallel.ep)
@@ -152,6 +161,7 @@ def _engine_at(shape: ModelShape, engine: int | EngineParallel, rank: int, own_h
 
 @lru_cache(maxsize=1024)
 def _engine(shape: ModelShape, engine: EngineParallel, rank: int, own_head: bool) -> _Stored:
+    check_heads(shape, engine.tp)
     out = _Stored({}, {})
     etp = engine.tp if engine.ep == 1 else 1
 

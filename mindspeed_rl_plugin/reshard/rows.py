@@ -104,7 +104,8 @@ class HfConfig:
     besides, and another's may have otherwise; synonyms: other name of a field -> its name.
     experts: the field with the number of routed experts; dense: that of the layers without experts, a list of their
     numbers (`mlp_only_layers`) or how many come first (`first_k_dense_replace`); own_head_dim: whether the head's size
-    may be another than hidden size / heads.
+    may be another than hidden size / heads; predicting: that of the layers that predict further tokens, "" where the
+    family has none.
     """
 
     defaults: Mapping[str, Any] = field(default_factory=dict)
@@ -115,6 +116,7 @@ class HfConfig:
     experts: str = "num_experts"
     dense: str = "mlp_only_layers"
     own_head_dim: bool = True
+    predicting: str = ""
 
 
 @dataclass(frozen=True)

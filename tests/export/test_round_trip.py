@@ -42,6 +42,9 @@ CONFIGS = {
 }
 
 
+IMPORT = to_megatron.main
+
+
 def make_model(directory: Path, family: str, dtype=torch.bfloat16, **changes) -> dict[str, torch.Tensor]:
     """A random model of a family in two files; returns its tensors."""
     directory.mkdir()
@@ -203,21 +206,64 @@ def test_experts_in_more_shares_than_files_are_refused(tmp_path, capsys):
         ("qwen2", {"use_sliding_window": True}, [], "use_sliding_window: Megatron False, Hugging Face True"),
         ("qwen2", {}, ["lm_head.weight"], "lm_head.weight is not model.embed_tokens.weight, to which"),
         ("qwen3", {}, ["model.layers.2.mlp.gate.weight"], "model.layers.2.mlp.gate.weight is not of this model"),
-        ("qwen3", {}, ["model.layers.3.mlp.gate.weight", "model.layers.0.self_attn.rotary_emb.inv_freq"], None),
+        ("qwen2", {}, ["model.layers.9.mlp.up_proj.weight"], "model.layers.9.mlp.up_proj.weight is of a layer that"),
+        ("qwen3", {"num_nextn_predict_layers": 1}, ["model.layers.3.x"], "num_hidden_layers is 3\n"),
+        ("deepseek_v3", {}, ["model.layers.3.x"], "is 3 and no such layer in num_nextn_predict_layers"),
+        ("deepseek_v3", {"num_nextn_predict_layers": 1}, ["model.layers.4.x"], "model.layers.4.x is of a layer that"),
     ],
 )
 def test_another_model_is_not_imported(family, changes, extra, message, tmp_path, capsys):
-    """What Megatron's arguments cannot say, and tensors that would be dropped; predicting layers may be."""
+    """What Megatron's arguments cannot say, and tensors that would be dropped."""
     weights = make_model(tmp_path / "hf", family, **changes)
     for name in extra:
         shape = weights["model.embed_tokens.weight"].shape if name == "lm_head.weight" else (2,)
         save_file({name: torch.ones(shape)}, tmp_path / "hf" / f"{name}.safetensors")
     argv = ["--load", str(tmp_path / "hf"), "--out", str(tmp_path / "ckpt"), "--train", "tp2"]
-    if message is None:
-        assert to_megatron.main(argv) == 0
-    else:
-        expect(argv, message, capsys, to_megatron.main)
-        assert not list((tmp_path / "ckpt").iterdir())
+    expect(argv, message, capsys, to_megatron.main)
+    assert not list((tmp_path / "ckpt").iterdir())
+
+
+def test_fewer_layers_than_the_files_hold_are_refused(tmp_path, capsys):
+    make_model(tmp_path / "hf", "qwen3")
+    config = json.loads((tmp_path / "hf" / "config.json").read_text())
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 2}))
+    argv = ["--load", tmp_path / "hf", "--out", tmp_path / "ckpt", "--train", "tp1"]
+    expect(argv, "model.layers.2.input_layernorm.weight is of a layer that config.json has not", capsys, IMPORT)
+
+
+def test_a_plain_layer_does_not_pass_for_a_predicting_one(tmp_path, capsys):
+    make_model(tmp_path / "hf", "deepseek_v3", num_nextn_predict_layers=1)
+    config = json.loads((tmp_path / "hf" / "config.json").read_text())
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 2}))
+    argv = ["--load", tmp_path / "hf", "--out", tmp_path / "ckpt", "--train", "tp1"]
+    expect(argv, "model.layers.2.input_layernorm.weight is of a layer that config.json has not", capsys, IMPORT)
+
+
+def test_what_is_left_out_is_said(tmp_path, capsys):
+    """Predicting layers that config.json declares, and frequencies that old files keep."""
+    make_model(tmp_path / "hf", "deepseek_v3", num_nextn_predict_layers=1)
+    names = ("model.layers.3.eh_proj.weight", "model.layers.3.enorm.weight", "model.layers.0.rotary_emb.inv_freq")
+    save_file({name: torch.ones(2) for name in names}, tmp_path / "hf" / "more.safetensors")
+    argv = ["--load", str(tmp_path / "hf"), "--out", str(tmp_path / "ckpt"), "--train", "tp2"]
+    assert to_megatron.main(argv) == 0
+    out = capsys.readouterr().out
+    assert f"note: left out: {names[2]}\n" in out
+    assert "note: left out: model.layers.3, which predicts further tokens: 2 tensors\n" in out
+
+
+def test_layouts_that_megatron_does_not_build_are_refused(tmp_path, capsys):
+    """4 heads in 2 query groups: no rank may have half a head; more ranks than groups are a matter of the version."""
+    make_model(tmp_path / "hf", "qwen3", tie_word_embeddings=True)
+    argv = ["--load", tmp_path / "hf", "--out", tmp_path / "ckpt", "--train"]
+    expect([*argv, "tp8"], "attention heads of 4 do not divide over 8 tensor parallel ranks", capsys, IMPORT)
+    assert IMPORT([*map(str, argv), "tp4"]) == 0
+    assert "2 query groups are fewer than tp4: Megatron core 0.12 and MindSpeed refuse" in capsys.readouterr().out
+    make_model(tmp_path / "6", "qwen3", num_attention_heads=12, num_key_value_heads=4)
+    argv = ["--load", tmp_path / "6", "--out", tmp_path / "6c", "--train", "tp6"]
+    expect(argv, "query groups of 4 do not divide over 6 tensor parallel ranks", capsys, IMPORT)
+    make_model(tmp_path / "latent", "deepseek_v3")
+    argv = ["--load", tmp_path / "latent", "--out", tmp_path / "lc", "--train", "tp8"]
+    expect(argv, "attention heads of 4 do not divide over 8", capsys, IMPORT)
 
 
 def test_a_head_that_repeats_the_tied_embedding_is_imported(tmp_path):
