@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from mindspeed_rl_plugin.device import get_device
 from mindspeed_rl_plugin.forward.batching import TokenBudget
 
-# fp32 logits of one chunk: on an accelerator as many as matrix products need to run at full speed, on a host what its
-# caches hold.
+# fp32 logits of one chunk: as many as matrix products need to run at full speed (benchmarks/logprob.py).
 CHUNK_BYTES = 128 << 20
-CHUNK_BYTES_ON_HOST = 4 << 20
+CHUNK_BYTES_ON_HOST = 64 << 20
 
 
 @dataclass(frozen=True)
