@@ -63,7 +63,7 @@ def ways(torch, hidden, weight, labels, vocab, chunk_tokens):
     from mindspeed_rl_plugin.forward.head import token_logps
     from mindspeed_rl_plugin.forward.settings import default_chunk_tokens
 
-    chunk = chunk_tokens or default_chunk_tokens(vocab)
+    chunk = chunk_tokens or default_chunk_tokens(vocab, len(labels))
 
     def plain():
         logps = (hidden @ weight.t()).float().log_softmax(-1)

@@ -8,9 +8,12 @@ from dataclasses import dataclass
 from mindspeed_rl_plugin.device import get_device
 from mindspeed_rl_plugin.forward.batching import TokenBudget
 
-# fp32 logits of one chunk: as many as matrix products need to run at full speed (benchmarks/logprob.py).
+# fp32 logits of one chunk: on an accelerator as many as matrix products need to run at full speed, on a host what its
+# caches hold, but so many columns for every token that its matrix products are not the slower for it
+# (benchmarks/logprob.py).
 CHUNK_BYTES = 128 << 20
-CHUNK_BYTES_ON_HOST = 64 << 20
+CHUNK_BYTES_ON_HOST = 4 << 20
+NARROWEST = 1024
 
 
 @dataclass(frozen=True)
@@ -131,10 +134,10 @@ def _interleaved_stages(args: argparse.Namespace) -> int:
     return args.pipeline_model_parallel_size if virtual else 1
 
 
-def default_chunk_tokens(width: int) -> int:
-    """Tokens of one chunk for `width` columns of the vocabulary on this rank."""
+def default_chunk_tokens(width: int, tokens: int) -> int:
+    """Tokens of one chunk for `width` columns of the vocabulary on this rank and micro-batches of `tokens`."""
     size = CHUNK_BYTES_ON_HOST if get_device().kind == "cpu" else CHUNK_BYTES
-    return max(size // (4 * width), 1)
+    return max(size // (4 * width), NARROWEST * tokens // width, 1)
 
 
 def _chunk_tokens(args: argparse.Namespace, max_tokens: int | None) -> int:
@@ -142,9 +145,9 @@ def _chunk_tokens(args: argparse.Namespace, max_tokens: int | None) -> int:
 
     Sizes of the job decide, never those of one micro-batch: the passes that are compared must take the same way.
     """
-    tokens = default_chunk_tokens(args.padded_vocab_size // args.tensor_model_parallel_size)
-    at_once = (max_tokens or args.micro_batch_size * args.seq_length) // args.context_parallel_size
-    return 0 if at_once <= 2 * tokens else tokens
+    largest = (max_tokens or args.micro_batch_size * args.seq_length) // args.context_parallel_size
+    tokens = default_chunk_tokens(args.padded_vocab_size // args.tensor_model_parallel_size, largest)
+    return 0 if largest <= 2 * tokens else tokens
 
 
 def takes_boundaries(args: argparse.Namespace) -> bool:
