@@ -72,15 +72,16 @@ def grpo_states(algorithm: Algorithm, dump: bool = False) -> list[StateSpec]:
             ("reward", "reward_parts", "graded", "grader_error"),
             whole_groups=True,
         ),
-        StateSpec("logp_old", ("tokens", "loss_mask"), ("logp_old",)),
         StateSpec("advantage", advantage_reads(algorithm), advantage_writes(algorithm), whole_groups=True),
         StateSpec("measure", measure_reads(algorithm, dump), ()),
         StateSpec("update", update_reads(algorithm), ()),
     ]
-    if algorithm.needs_reference:
-        states.insert(3, StateSpec("logp_ref", ("tokens", "loss_mask"), ("logp_ref",)))
-    if algorithm.needs_critic:
-        states.insert(3, StateSpec("values", ("tokens", "loss_mask"), ("values",)))
+    passes = {
+        "logp_old": algorithm.old_logps,
+        "values": algorithm.needs_critic,
+        "logp_ref": algorithm.needs_reference,
+    }
+    states[2:2] = [StateSpec(name, ("tokens", "loss_mask"), (name,)) for name, needed in passes.items() if needed]
     return states
 
 
@@ -113,7 +114,8 @@ def measure_reads(algorithm: Algorithm, dump: bool) -> tuple[str, ...]:
 
 def update_reads(algorithm: Algorithm) -> tuple[str, ...]:
     """Columns that the update needs of every row."""
-    reads = ("tokens", "loss_mask", "logp_rollout", "logp_old", advantage_name(algorithm), "kept", "version")
+    reads = ("tokens", "loss_mask", "logp_rollout", advantage_name(algorithm), "kept", "version")
+    reads += ("logp_old",) if algorithm.old_logps else ()
     reads += ("values", "returns") if algorithm.needs_critic else ()
     reads += ("times",) if algorithm.filters else ()
     return reads + (("logp_ref",) if algorithm.needs_reference else ())

@@ -208,8 +208,15 @@ class ForwardConfig:
         None,
         "take log-probs from the hidden states, with the logits of so many tokens at once and computed again in "
         "backward; 0: from all logits of a micro-batch (default: so many that their fp32 logits fill 128 MiB on a "
-        "rank, 4 MiB without accelerator; 0 where those of a whole micro-batch fill at most twice that)",
+        "rank, 4 MiB without accelerator, or 1024 columns of every token; 0 where those of a whole micro-batch fill at "
+        "most twice that)",
         unit="tokens",
+    )
+    old_logprobs: str = flag(
+        "auto",
+        "log-probs of the policy before the update, the ratio's denominator: pass, by a forward pass of their own; "
+        "auto, the update's own where a rollout makes one optimizer step and neither reward nor dump reads them",
+        choices=("auto", "pass"),
     )
 
 

@@ -209,9 +209,10 @@ class Loop:
                 with stage("evaluate"):
                     reporting.evaluation(p, done)
             drawn = self._draw()
-        p.meet("old log-probs")
-        with stage("logp_old"):
-            self._per_token("logp_old", compute_logps, p.model)
+        p.meet("log-probs")
+        if p.algorithm.old_logps:
+            with stage("logp_old"):
+                self._per_token("logp_old", compute_logps, p.model)
         if p.reference is not None:
             with stage("logp_ref"), p.reference.swapped_into(p.model):
                 self._per_token("logp_ref", compute_logps, p.model)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import datetime
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -161,7 +162,8 @@ class Parts:
         """Build around the loaded models. Collective over all ranks; the engine takes seconds to start."""
         args, config = inputs.args, inputs.config
         rollout = config.rollout
-        algorithm, sizes = resolve(config.algorithm), derive_from_args(args)
+        sizes = derive_from_args(args)
+        algorithm = _with_old_logps(resolve(config.algorithm), config, sizes)
         topology = Topology.from_megatron(rollout.generate_tp)
         timeout = datetime.timedelta(seconds=config.monitor.wait_timeout)
         group = dist.new_group(backend="gloo", timeout=timeout)
@@ -343,6 +345,14 @@ class Parts:
 def _plan(sizes: Arithmetic, topology: Topology, groups: Sequence[drawing.Group]) -> list[Step]:
     batch = {"global_batch_size": sizes.global_batch, "micro_batch_size": sizes.micro_batch}
     return drawing.plan_groups(groups, sizes.members, dp_size=topology.dp_size, **batch)
+
+
+def _with_old_logps(algorithm: Algorithm, config: RLConfig, sizes: Arithmetic) -> Algorithm:
+    """Without old log-probs where each rollout makes one optimizer step, so that they would be the update's own, and
+    nothing else reads them."""
+    read = algorithm.kl_reward_coef != 0 or config.monitor.dump_dir is not None
+    own = config.forward.old_logprobs == "auto" and sizes.steps == 1 and not read
+    return dataclasses.replace(algorithm, old_logps=not own)
 
 
 def _check_rotary(inputs: Inputs, model: Any) -> None:

@@ -24,7 +24,9 @@ class Algorithm:
     """What `presets.resolve` returns. Fields are those of `AlgorithmConfig`, filled from the preset.
 
     bounds: of the loss; correction_high may be infinite; overlong_share: share of the response limit that is the
-    penalty's buffer where `overlong_buffer` is None; filtration: "none" or a rule; pairs: of DPO.
+    penalty's buffer where `overlong_buffer` is None; filtration: "none" or a rule; pairs: of DPO;
+    old_logps: whether old log-probs are a column; if not, each update starts from the policy that it trains, and its
+    own log-probs are the old ones too.
     """
 
     name: str
@@ -55,6 +57,7 @@ class Algorithm:
     dpo_loss: str
     pairs: PairOptions
     ppo_epochs: int
+    old_logps: bool = True
 
     @property
     def from_pairs(self) -> bool:

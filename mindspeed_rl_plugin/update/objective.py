@@ -32,7 +32,7 @@ def objective(
 ) -> tuple[Tensor, Tensor]:
     """Part of the global loss that this micro-batch contributes, and its tally.
 
-    batch: with columns `logp_old` and `advantages`, `logp_ref` where the algorithm needs it, `logp_rollout`
+    batch: with columns `advantages`, `logp_old` and `logp_ref` where the algorithm needs them, `logp_rollout`
     where known; weights: `[mb]` weight of a trained token of each row; logp, entropy: `[mb, S]`; times: `[mb]`
     how often a row counts in the tally, None: once (its weight already says so for the loss); fresh: `[mb]` bool,
     rows that the weights of this rollout drew, None: all. The others tell nothing of how engine and trainer agree.
@@ -43,8 +43,9 @@ def objective(
     """
     mask = batch.mask
     sequence = batch.sequence
-    logp_old, advantages = batch.columns["logp_old"][mask], batch.columns["advantages"][mask]
-    tokens = TrainedTokens(logp[mask], logp_old, advantages, sequence, len(weights))
+    logp, advantages = logp[mask], batch.columns["advantages"][mask]
+    logp_old = batch.columns["logp_old"][mask] if algorithm.old_logps else logp.detach()
+    tokens = TrainedTokens(logp, logp_old, advantages, sequence, len(weights))
     entropy = entropy[mask]
     weight = weights[sequence]
     zero = torch.zeros_like(tokens.logp_old)

@@ -161,7 +161,8 @@ class Update:
 
     def _needed(self, rows: Rows) -> list[str]:
         """Columns that the last pipeline stage needs beside the tokens."""
-        needed = ["logp_old", *(["logp_ref"] if self.algorithm.kl_loss_coef else [])]
+        needed = ["logp_old"] if self.algorithm.old_logps else []
+        needed += ["logp_ref"] if self.algorithm.kl_loss_coef else []
         needed += ["logp_rollout"] if self.algorithm.correction != "off" else []
         return needed + ([] if "advantage" in rows.columns else ["advantages"])
 

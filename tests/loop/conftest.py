@@ -48,10 +48,12 @@ TRAIN = (
     "--eval-interval 1000 --eval-iters 0 --log-interval 1 --seed 1 --distributed-backend gloo "
     "--use-distributed-optimizer --tokenizer-type HuggingFaceTokenizer --save-interval 100"
 )
+# Old log-probs by a pass of their own, so that a first ratio of 1 says that log-prob pass and update agree.
 GRADER = Path(__file__).with_name("signal_grader.py")
 RL = (
     f"--rl-algorithm grpo --rl-reward {GRADER}:grade --rl-samples-per-prompt 4 --rl-max-prompt-length 16 "
-    "--rl-max-response-length 8 --rl-kv-cache-gb 0.05 --rl-wait-timeout 120 --rl-reward-workers 1 --no-rl-progress"
+    "--rl-max-response-length 8 --rl-kv-cache-gb 0.05 --rl-wait-timeout 120 --rl-reward-workers 1 --no-rl-progress "
+    "--rl-old-logprobs pass"
 )
 
 

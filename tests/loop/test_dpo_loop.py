@@ -25,7 +25,8 @@ def dpo(job, arithmetic, tmp_path):
 
         def without_generation(agent, port):
             words = command(agent, port)
-            for flag in ("--rl-reward", "--rl-samples-per-prompt", "--rl-kv-cache-gb", "--rl-reward-workers"):
+            generation = ("--rl-reward", "--rl-samples-per-prompt", "--rl-kv-cache-gb", "--rl-reward-workers")
+            for flag in (*generation, "--rl-old-logprobs"):
                 at = words.index(flag)
                 del words[at : at + 2]
             return words

@@ -106,3 +106,19 @@ def test_resume_in_the_second_pass_of_a_rollout_under_bf16(job):
     for name in ("rollout-000000.parquet", "rollout-000001.parquet"):
         one, two = (pq.read_table(j.save / "dump" / name) for j in (whole, cut))
         assert one.equals(two), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("preset", ["grpo", "dapo", "ppo --rl-kl-reward-coef 0"])
+def test_old_logprobs_of_the_update_itself_train_the_same(job, preset):
+    """One optimizer step a rollout: a pass for them changes nothing but the time; where they are read it is taken."""
+    more = ("--rl-algorithm", *preset.split(), "--train-iters", "3", "--lr", "3e-3", "--rl-kl-loss-coef", "0.1")
+    runs = {
+        how: job(*more, "--rl-old-logprobs", how, name=how, ranks=1).run(timeout=400).metrics
+        for how in ("auto", "pass")
+    }
+    assert measured(runs["auto"]) == measured(runs["pass"]) and len(runs["auto"]) == 3
+    assert all("seconds/logp_old" in line for line in runs["pass"])
+    assert not any("seconds/logp_old" in line for line in runs["auto"])
+    two = job(*more, "--rl-old-logprobs", "auto", "--rl-rollout-prompts", "8", name="two", ranks=1).run(timeout=400)
+    assert "seconds/logp_old" in two.metrics[0] and two.metrics[1]["ratio/max"] > 1.0

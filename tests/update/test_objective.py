@@ -1,5 +1,6 @@
 """One micro-batch's part of the loss and its tally against loops over tokens, with every correction."""
 
+import dataclasses
 import math
 
 import pytest
@@ -129,6 +130,23 @@ def test_a_micro_batch_without_a_trained_token_adds_nothing(algorithm):
     assert float(loss) == 0.0 and not logp.grad.any()
     metrics = to_metrics(tally, Totals(0, 0))
     assert metrics["ratio_mean"] == metrics["rollout_weight_mean"] == 1.0 and "ratio_max" not in metrics
+
+
+@pytest.mark.parametrize("correction", ["off", "truncate"])
+@pytest.mark.parametrize("algorithm", ["grpo", "gspo", "cispo"])
+def test_old_logps_of_the_update_itself_are_those_it_computes(algorithm, correction):
+    """Loss, gradient and tally are those of a column that holds the same numbers."""
+    algorithm = resolve(AlgorithmConfig(algorithm=algorithm, correction=correction, kl_loss_coef=0.1))
+    batch, logp, entropy = micro_batch()
+    batch.columns["logp_old"] = logp.detach().clone()
+    weights = torch.full((4,), 0.1, dtype=torch.float64)
+    expected = objective(algorithm, batch, weights, logp, entropy)
+    (wanted,) = torch.autograd.grad(expected[0], logp)
+    del batch.columns["logp_old"]
+    loss, tally = objective(dataclasses.replace(algorithm, old_logps=False), batch, weights, logp, entropy)
+    (got,) = torch.autograd.grad(loss, logp)
+    assert torch.equal(loss, expected[0]) and torch.equal(tally, expected[1]) and torch.equal(got, wanted)
+    assert wanted.abs().max() > 0
 
 
 def test_without_the_engines_logps_the_weights_are_one():
