@@ -17,7 +17,8 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("__init__", "types", "config", "environment", "device", "copies"),
     ("dock", "algorithms", "reward", "prompts", "monitor", "reshard"),
     ("rollout", "forward", "reshard.execute", "reshard.gather", "reshard.swap", "reshard.live", "reshard.hook"),
-    ("logprobs", "critic", "update"),
+    # What a run refuses as data, which the plan says too.
+    ("logprobs", "critic", "update", "startup.refused", "startup.upstream_rl", "startup.words"),
     ("startup", "columns", "placement", "drawing", "planning"),
     ("docking", "plan", "export"),
     ("wiring",),

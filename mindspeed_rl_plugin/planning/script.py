@@ -12,6 +12,8 @@ from mindspeed_rl_plugin.algorithms.advantages import ADVANTAGES
 from mindspeed_rl_plugin.algorithms.presets import ALGORITHMS
 from mindspeed_rl_plugin.host.rehearsal.capture import capture
 from mindspeed_rl_plugin.host.rehearsal.flags import Flags
+from mindspeed_rl_plugin.planning.refusals import refusals as of_a_run
+from mindspeed_rl_plugin.planning.refusals import typed
 from mindspeed_rl_plugin.planning.vocabulary import vocabulary
 from mindspeed_rl_plugin.reshard import refusals
 from mindspeed_rl_plugin.reshard.layout import ModelShape, Parallel
@@ -78,10 +80,12 @@ _WORDS = {
     "pipeline_model_parallel_layout": "",
     "num_layer_list": "",
     "rl_engine_dtype": "auto",
+    "rl_swap": None,
     "transformer_impl": "",
     "moe_token_dispatcher_type": "allgather",
     "moe_router_score_function": "softmax",
 }
+_AT_LEAST_1 = {*_NUMBERS, "num_layers", "hidden_size", "num_attention_heads", "rl_generate_tp", "rl_generate_ep"}
 # Arguments that no family expresses: read too, so that the plan refuses what a run refuses. --noop-layers can be
 # planned all the same.
 _REFUSED = {*refusals.ARGUMENTS, *refusals.EXPERTS, *refusals.LATENT} - {"noop_layers", "add_bias_linear"}
@@ -102,7 +106,7 @@ class Script:
     itemsize, engine_itemsize: bytes of a weight of the trainer and of the engine; generate, bucket_mb: its RL flags
     where it has them, the first as `words.engine_layout_of` reads it; notes: what the plan takes otherwise than the
     script says; critic: whether its algorithm trains one; node: ranks a node, where it says so; experts: how it stores
-    them (`rows.EXPERTS`).
+    them (`rows.EXPERTS`); refused: what a run refuses of its arguments, though the plan does not need them.
     """
 
     shape: ModelShape
@@ -116,6 +120,7 @@ class Script:
     engine_itemsize: int
     node: int | None = None
     experts: str = "sequential"
+    refused: tuple[str, ...] = ()
 
 
 def read_script(path: Path, vocab: int | None = None, timeout: float = 60.0) -> Script:
@@ -126,7 +131,10 @@ def read_script(path: Path, vocab: int | None = None, timeout: float = 60.0) -> 
     """
     with tempfile.TemporaryDirectory(prefix="plan-") as scratch:
         launch = capture(path.resolve(), Path(scratch), timeout)
-        script = read_arguments(Flags.parse(launch.arguments), launch.world, vocab, launch.cwd)
+        try:
+            script = read_arguments(Flags.parse(launch.arguments), launch.world, vocab, launch.cwd)
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from error
     return replace(script, node=launch.nproc)
 
 
@@ -157,18 +165,21 @@ def read_arguments(flags: Flags, world: int, vocab: int | None = None, folder: P
             f"({flags.get('--tokenizer-name-or-path') or flags.get('--tokenizer-model') or 'none is named'}); "
             "give its size with --vocab"
         )
-    itemsize = 2 if args.bf16 or args.fp16 else 4
+    itemsize, bucket = 2 if args.bf16 or args.fp16 else 4, args.rl_reshard_bucket_mb
+    if args.rl_swap and set(args.rl_swap.replace(",", " ").split()) != {"params", "grads", "optimizer"}:
+        notes.append(f"--rl-swap {args.rl_swap}: planned as if params, grads and optimizer all leave the device")
     return Script(
         shape=ModelShape.from_megatron_args(args, vocab),
         train=parallel,
         itemsize=itemsize,
         distributed=args.use_distributed_optimizer,
         generate=_engines(args),
-        bucket_mb=args.rl_reshard_bucket_mb,
+        bucket_mb=bucket if bucket is not None and bucket >= 1 else None,
         notes=tuple(notes),
         critic=_has_critic(flags),
         engine_itemsize=_engine_bytes(args.rl_engine_dtype) or itemsize,
         experts=_experts(args),
+        refused=of_a_run(flags),
     )
 
 
@@ -225,15 +236,19 @@ def _namespace(flags: Flags) -> argparse.Namespace:
         args.position_embedding_type = "rope"  # as Megatron does
     for name in (*_NUMBERS, *_OPTIONAL):
         text = flags.get(_flag(name))
+        if text == "":
+            raise ValueError(f"{_flag(name)} has no value; is a variable of the shell empty?")
         if text is not None and not text.lstrip("-").isdigit():
             raise ValueError(f"{_flag(name)} {text}: the plan needs a whole number")
+        if text is not None and int(text) < 1 and name in _AT_LEAST_1:
+            raise ValueError(f"{_flag(name)} {text}: give at least 1")
         setattr(args, name, int(text) if text is not None else getattr(args, name, None))
     for name in _SWITCHES:
         setattr(args, name, _flag(name) in flags)
     for name in _REFUSED - vars(args).keys():
         text = flags.get(_SPELT.get(name, _flag(name)))
         if text is not None:
-            setattr(args, name, _value(text))
+            setattr(args, name, typed(text))
     args.add_bias_linear = "--disable-bias-linear" not in flags
     freq = (flags.get("--moe-layer-freq") or "1").strip("'\"")
     args.moe_layer_freq = _pattern(freq)
@@ -245,18 +260,6 @@ def _namespace(flags: Flags) -> argparse.Namespace:
 
 def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
-
-
-def _value(text: str) -> bool | int | float | str:
-    """A flag's value as its type: a switch is True, a number is a number."""
-    if not text:
-        return True
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            continue
-    return text
 
 
 def _virtual(args: argparse.Namespace) -> int | None:

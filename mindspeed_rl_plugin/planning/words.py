@@ -1,17 +1,27 @@
-"""What the command line of a plan says in short: layouts such as "tp4,pp2,ep8", and models by name or config.json."""
+"""What the command lines of plan, export and import say in short, read and checked: layouts such as "tp4,pp2,ep8", and
+models by name or config.json."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from math import lcm
 from pathlib import Path
+from typing import Any
 
+from mindspeed_rl_plugin.reshard.families import FAMILIES
 from mindspeed_rl_plugin.reshard.known import known_model, known_models
-from mindspeed_rl_plugin.reshard.layout import EngineParallel, ModelShape, Parallel
+from mindspeed_rl_plugin.reshard.layout import EngineParallel, ModelShape, Parallel, engine_layout, megatron_layout
 
 _TRAIN = ("tp", "pp", "vpp", "cp", "ep", "etp", "dp", "first", "last")
 _GENERATE = ("tp", "ep", "dp")
+# What every config.json must have.
+_SIZES = (
+    *("vocab_size", "hidden_size", "intermediate_size"),
+    *("num_hidden_layers", "num_attention_heads"),
+)
 
 
 def parse_sizes(text: str, known: tuple[str, ...], flag: str) -> dict[str, int]:
@@ -57,6 +67,62 @@ def engine_layout_of(text: str, world: int, **traits: bool) -> tuple[EngineParal
     return engine, world // engine.ranks
 
 
+def check_experts(shape: ModelShape, text: str, flag: str) -> None:
+    """Raise ValueError where a layout in words spreads experts of a model that has none."""
+    found = re.search(r"\bep([2-9]|[1-9]\d+)\b", text)
+    if found and not shape.experts:
+        raise ValueError(f"{flag}: family {shape.family} has no experts that {found[0]} could spread; leave it out")
+
+
+def check_train(shape: ModelShape, train: Parallel, flag: str) -> None:
+    """Raise ValueError, with the flag and what works instead, where the model does not divide as the trainer does."""
+    check_experts(shape, f"ep{train.ep}", flag)
+
+    def cut(tp: int) -> None:
+        rows = -(-shape.vocab // tp) * tp
+        parallel = Parallel(lcm(tp, train.etp or tp), tp=tp, etp=train.etp)
+        megatron_layout(replace(shape, padded_vocab=rows), parallel, 0)
+
+    def whole() -> None:
+        train.chunk_sizes(shape.layers)
+        for rank in (0, train.world - 1):
+            megatron_layout(shape, train, rank)
+
+    _explained(flag, whole, shape, train.tp, cut)
+
+
+def check_engine(shape: ModelShape, engine: EngineParallel, flag: str) -> None:
+    """The same for the engines."""
+    check_experts(shape, f"ep{engine.ep}", flag)
+    if engine.ep > max(shape.experts, 1):
+        raise ValueError(f"{flag}: there are {shape.experts} experts for ep {engine.ep} ranks; choose fewer")
+
+    def cut(tp: int) -> None:
+        engine_layout(shape, EngineParallel(tp), 0)
+
+    _explained(flag, lambda: engine_layout(shape, engine, 0), shape, engine.tp, cut)
+
+
+def _explained(
+    flag: str, check: Callable[[], object], shape: ModelShape, tp: int, cut: Callable[[int], object]
+) -> None:
+    """Run a check; its ValueError gets the flag and, where tp is at fault, the sizes that work."""
+
+    def works(size: int) -> bool:
+        try:
+            cut(size)
+        except ValueError:
+            return False
+        return True
+
+    try:
+        check()
+    except ValueError as error:
+        fine = [size for size in range(1, shape.heads + 1) if shape.heads % size == 0 and works(size)]
+        more = "" if tp in fine else f"; tp that works: {', '.join(map(str, fine))}"
+        raise ValueError(f"{flag}: {error}{more}") from None
+
+
 def model_shape(text: str, multiple: int) -> ModelShape:
     """A published model by name, or that of a config.json; multiple: what Megatron pads its vocabulary to."""
     path = Path(text)
@@ -67,10 +133,38 @@ def model_shape(text: str, multiple: int) -> ModelShape:
             raise ValueError(
                 f"--model {text}: neither a config.json, nor a folder with one, nor one of {', '.join(known_models())}"
             ) from None
-    config = json.loads((path / "config.json" if path.is_dir() else path).read_text())
-    return from_config(config, multiple)
+    flag = f"--model {text}"
+    return shape_of(read_config(path, flag), multiple, flag)
 
 
-def from_config(config: Mapping, multiple: int) -> ModelShape:
-    """Shape of a config.json, its vocabulary padded to a multiple."""
-    return ModelShape.from_hf_config(config, -(-config["vocab_size"] // multiple) * multiple)
+def read_config(path: Path, flag: str) -> dict[str, Any]:
+    """A config.json, or that of a folder. Raises ValueError with its path for what is none."""
+    path = path / "config.json" if path.is_dir() else path
+    try:
+        config = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise ValueError(f"{flag}: {path} is missing; give the folder of a Hugging Face model") from None
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{flag}: {path} is no JSON file that can be read ({error}); copy it again") from None
+    if not isinstance(config, dict):
+        raise ValueError(f"{flag}: {path} holds a {type(config).__name__}, not the fields of a model")
+    return config
+
+
+def shape_of(config: Mapping[str, Any], multiple: int, flag: str) -> ModelShape:
+    """Shape of a config.json, its vocabulary padded to a multiple.
+
+    Raises ValueError naming a field that is missing, or a size that is none.
+    """
+    if config.get("model_type") in FAMILIES:
+        for name in _SIZES:
+            if name not in config:
+                raise ValueError(f"{flag}: config.json has no {name}; is it that of a plain language model?")
+            if not isinstance(config[name], int) or config[name] < 1:
+                raise ValueError(f"{flag}: {name} of config.json is {config[name]!r}; it must be a number from 1 on")
+    try:
+        return ModelShape.from_hf_config(config, -(-config.get("vocab_size", 1) // multiple) * multiple)
+    except KeyError as error:
+        raise ValueError(f"{flag}: config.json has no {error.args[0]}; is it that of this family?") from None
+    except (TypeError, ZeroDivisionError) as error:
+        raise ValueError(f"{flag}: config.json has sizes that are no numbers from 1 on ({error})") from None

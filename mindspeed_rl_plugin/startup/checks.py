@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,8 +24,8 @@ from mindspeed_rl_plugin.reshard.shape import ModelShape
 from mindspeed_rl_plugin.reward.model import same_tokenizer
 from mindspeed_rl_plugin.reward.specs import model_specs, parse_specs, time_limits
 from mindspeed_rl_plugin.rollout.hf_moe import routing_problems
-from mindspeed_rl_plugin.rollout.limits import LOWEST_TEMPERATURE, EngineSizes
-from mindspeed_rl_plugin.startup import arithmetic, context, critic_files, files, predicting, unread
+from mindspeed_rl_plugin.rollout.limits import EngineSizes
+from mindspeed_rl_plugin.startup import arithmetic, context, critic_files, files, predicting, unread, words
 from mindspeed_rl_plugin.startup.refused import REFUSED
 from mindspeed_rl_plugin.startup.upstream_rl import UPSTREAM_RL
 
@@ -38,7 +37,7 @@ def check_args(args: Any) -> None:
     config = RLConfig.from_args(args)
     checks = CHECKS
     if learns_from_pairs(config.algorithm.algorithm):  # which has no grader and no engine
-        checks = [check for check in checks if check not in (_rewards, _model, _swap, _dumps)]
+        checks = [check for check in checks if check not in (_rewards, _model, words.swap, _dumps)]
     problems = [message for check in checks for message in check(args, config)]
     if problems:
         raise _refusal(problems)
@@ -301,17 +300,6 @@ def _token_budget(args: Any, config: RLConfig) -> Iterator[str]:
             yield str(error)
 
 
-def _swap(args: Any, config: RLConfig) -> Iterator[str]:
-    names, known = config.reshard.swap_names, ("params", "grads", "optimizer", "none")
-    for name in names:
-        if name not in known:
-            yield f"--rl-swap {name} is unknown; known: {', '.join(known)}"
-    if "none" in names and len(names) > 1:
-        yield f"--rl-swap {' '.join(names)}: 'none' stands alone"
-    if "none" not in names and getattr(args, "use_nccl_ub", False):
-        yield "--use-nccl-ub registers Megatron's buffers for good; drop it, or give --rl-swap none"
-
-
 def _dumps(args: Any, config: RLConfig) -> Iterator[str]:
     if not config.monitor.dump_dir or not getattr(args, "save", None):
         return
@@ -322,67 +310,12 @@ def _dumps(args: Any, config: RLConfig) -> Iterator[str]:
         yield str(error)
 
 
-@dataclass(frozen=True)
-class _Range:
-    """A number of the config and its limits; `above` excludes the limit itself."""
-
-    group: str
-    name: str
-    least: float | None = None
-    above: float | None = None
-    most: float | None = None
-
-    def message(self, config: RLConfig) -> str | None:
-        value = getattr(getattr(config, self.group), self.name)
-        if value is None:
-            return None
-        # Written so that NaN fails.
-        low = value > self.above if self.above is not None else self.least is None or value >= self.least
-        if low and (self.most is None or value <= self.most):
-            return None
-        limits = [f"above {self.above:g}" if self.above is not None else f"at least {self.least:g}"]
-        if self.most is not None:
-            limits.append(f"at most {self.most:g}")
-        return f"{flag_name(self.name)} is {value}; give a number {' and '.join(limits)}"
-
-
-_RANGES = (
-    _Range("data", "max_prompt_length", least=1),
-    _Range("rollout", "rollout_prompts", least=1),
-    _Range("rollout", "samples_per_prompt", least=1),
-    _Range("rollout", "max_response_length", least=1),
-    _Range("rollout", "temperature", least=LOWEST_TEMPERATURE),
-    _Range("rollout", "top_p", above=0, most=1),
-    _Range("rollout", "top_k", least=0),
-    _Range("rollout", "kv_cache_gb", above=0),
-    _Range("rollout", "device_memory_utilization", above=0, most=1),
-    _Range("rollout", "max_running", least=1),
-    _Range("reward", "reward_workers", least=1),
-    _Range("algorithm", "dynamic_sampling_rounds", least=1),
-    _Range("forward", "logprob_chunk_tokens", least=0),
-    _Range("reshard", "reshard_bucket_mb", least=1),
-    _Range("dock", "dock_gb", least=0),
-    _Range("dock", "dock_rows", least=0),
-    _Range("monitor", "eval_every", least=1),
-    _Range("monitor", "eval_prompts", least=0),
-    _Range("monitor", "eval_pass_k", least=0),
-    _Range("monitor", "wait_timeout", above=0),
-)
-
-
-def _ranges(args: Any, config: RLConfig) -> Iterator[str]:
-    for row in _RANGES:
-        message = row.message(config)
-        if message is not None:
-            yield message
-
-
 CHECKS: tuple[Check, ...] = (
     _refused_arguments,
     _run_length,
     _algorithm,
     _critic,
-    _ranges,
+    words.ranges,
     _batch_arithmetic,
     _prompt_data,
     _tokenizer,
@@ -391,7 +324,7 @@ CHECKS: tuple[Check, ...] = (
     _lengths,
     _token_budget,
     context.problems,
-    _swap,
+    words.swap,
     _dumps,
     predicting.problems,
     unread.refused,
