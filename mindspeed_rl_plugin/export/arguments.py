@@ -72,7 +72,7 @@ def flags(args: argparse.Namespace) -> list[str]:
     out = []
     for name, value in sorted(vars(args).items()):
         flag = "--" + {"add_bias_linear": "disable-bias-linear"}.get(name, name.replace("_", "-"))
-        if name in ("add_position_embedding", "world_size", "padded_vocab_size") or name.startswith(
+        if name in ("add_position_embedding", "world_size", "padded_vocab_size", "hf_tokens") or name.startswith(
             ("consumed", "skip")
         ):
             continue

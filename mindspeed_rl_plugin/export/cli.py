@@ -22,17 +22,24 @@ def make_parser(name: str, load: str, out: str) -> argparse.ArgumentParser:
     return parser
 
 
+def size(nbytes: int) -> str:
+    """Bytes for people: GB of 1e9, or MB of 1e6 below one."""
+    return f"{nbytes / 1e9:.3f} GB" if nbytes >= 1e9 else f"{nbytes / 1e6:.3f} MB"
+
+
 def run(parser: argparse.ArgumentParser, argv: list[str], work: Callable[[argparse.Namespace], str]) -> int:
     """Do the work and print its line. Returns 0, or 1 with a message."""
     options = parser.parse_args(argv)
     try:
         if not options.load.is_dir():
             raise ValueError(f"--load {options.load} is no directory")
+        if options.out.exists() and not options.out.is_dir():
+            raise ValueError(f"--out {options.out} is a file; give a directory that is empty or new")
         if options.out.exists() and any(options.out.iterdir()):
             raise ValueError(f"--out {options.out} is not empty; nothing is overwritten")
         options.out.mkdir(parents=True, exist_ok=True)
         print(work(options))
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         print(f"{parser.prog.split()[-1]}: {error}", file=sys.stderr)
         return 1
     return 0

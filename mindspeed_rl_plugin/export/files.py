@@ -6,9 +6,10 @@ import json
 import shutil
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -18,13 +19,15 @@ _TOKENIZER = ("tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt", 
 
 
 class HfTensors:
-    """The tensors of a directory by name. Raises ValueError when it has no safetensors."""
+    """The tensors of a directory by name. Raises ValueError when it has no safetensors, or one that is damaged, or not
+    all that its index names."""
 
     def __init__(self, directory: Path) -> None:
         files = sorted(directory.glob("*.safetensors"))
         if not files:
             raise ValueError(f"{directory} holds no *.safetensors; pickled weights are not read")
-        handles = [safe_open(file, "pt") for file in files]
+        _check_index(directory / INDEX, {file.name for file in files})
+        handles = [_opened(file) for file in files]
         self._where = {name: handle for handle in handles for name in handle.keys()}  # noqa: SIM118
 
     @property
@@ -44,6 +47,24 @@ class HfTensors:
         """Slices `[start, start + size)` along an axis; only these are read."""
         whole = self._where[name].get_slice(name)
         return whole[start : start + size] if axis == 0 else whole[:, start : start + size]
+
+
+def _check_index(index: Path, files: set[str]) -> None:
+    if not index.is_file():
+        return
+    try:
+        named = set(json.loads(index.read_text())["weight_map"].values())
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{index} is no index of safetensors ({error!r}); copy it again") from None
+    if missing := sorted(named - files):
+        raise ValueError(f"{index.parent / missing[0]} is missing, as {INDEX} names it; copy it too")
+
+
+def _opened(file: Path) -> Any:
+    try:
+        return safe_open(file, "pt")
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{file} is no safetensors file, or is cut short ({error}); copy it again") from None
 
 
 def write_shards(

@@ -6,17 +6,19 @@ python -m mindspeed_rl_plugin export --load CKPT --out DIR [--tokenizer DIR]
 from __future__ import annotations
 
 import argparse
-import json
 import math
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from mindspeed_rl_plugin.export import tokens
 from mindspeed_rl_plugin.export.checkpoint import Checkpoint
-from mindspeed_rl_plugin.export.cli import DTYPES, make_parser, run
+from mindspeed_rl_plugin.export.cli import DTYPES, make_parser, run, size
 from mindspeed_rl_plugin.export.convert import Assembled
 from mindspeed_rl_plugin.export.files import copy_tokenizer, write_shards
+from mindspeed_rl_plugin.planning.words import read_config, shape_of
 from mindspeed_rl_plugin.reshard.layout import ModelShape, canonical_tensors
 from mindspeed_rl_plugin.rollout.hf_config import derive_config, write_config
 
@@ -47,24 +49,57 @@ def export(options: argparse.Namespace) -> str:
     files, total = write_shards(
         options.out, sizes, lambda name: whole.make(name, dtype(name)), int(options.shard_gb * 1e9)
     )
-    write_config(config | {"torch_dtype": str(dtype(next(iter(tensors)))).removeprefix("torch.")}, options.out)
+    ids, note = _tokens(checkpoint.args, options, shape.vocab)
+    written = {"torch_dtype": str(dtype(next(iter(tensors)))).removeprefix("torch.")}
+    write_config(config | ids | written, options.out)
     if options.tokenizer:
         copy_tokenizer(options.tokenizer, options.out)
-    size = f"{len(tensors)} tensors, {total / 1e9:.3f} GB, files: {files}"
-    return f"exported {checkpoint.folder} to {options.out}: {size}"
+    tokens.write_generation(ids, _folders(options), options.out)
+    done = f"{len(tensors)} tensors, {size(total)}, files: {files}"
+    return f"exported {checkpoint.folder} to {options.out}: {done}\n{note}"
+
+
+def _folders(options: argparse.Namespace) -> list[Path]:
+    """Where special tokens may be named, the first before the others."""
+    given = [options.config if options.config and options.config.is_dir() else None, options.tokenizer]
+    return [folder for folder in given if folder]
+
+
+def _tokens(args: argparse.Namespace, options: argparse.Namespace, vocab: int) -> tuple[dict[str, Any], str]:
+    """Ids of special tokens for config.json, and a line on where the end of a response comes from."""
+    sources = [(str(options.config), tokens.of_file(options.config))] if options.config else []
+    sources += [(str(folder), tokens.of_model(folder)) for folder in _folders(options)]
+    carried = getattr(args, "hf_tokens", None)
+    sources.append(("the imported model", carried if isinstance(carried, dict) else {}))
+    found: dict[str, Any] = {}
+    for name in tokens.FIELDS:
+        value = next((ids[name] for _, ids in sources if ids.get(name) is not None), None)
+        if value is not None:
+            found[name] = value
+    if "eos_token_id" not in found:
+        return found, (
+            "note: nothing names the token that ends a response; give --tokenizer with the model's tokenizer, or an "
+            "engine generates to its limit"
+        )
+    ends = found["eos_token_id"]
+    if max(ends if isinstance(ends, list) else [ends]) >= vocab:
+        raise ValueError(f"eos_token_id {ends} is outside the vocabulary of {vocab}: --tokenizer is of another model")
+    source = next(name for name, ids in sources if ids.get("eos_token_id") is not None)
+    return found, f"eos_token_id {ends}, from {source}"
 
 
 def _config(args: argparse.Namespace, options: argparse.Namespace) -> tuple[dict[str, Any], ModelShape]:
     """config.json and shape of the model that saved arguments describe."""
-    config = None
-    if options.config:
-        path = options.config / "config.json" if options.config.is_dir() else options.config
-        config = json.loads(path.read_text())
+    config = read_config(options.config, "--config") if options.config else None
     vocab = options.vocab or (config or {}).get("vocab_size") or args.vocab_size or args.padded_vocab_size
     shape = ModelShape.from_megatron_args(args, vocab)
     if config is None:
         return derive_config(args, vocab_size=vocab), shape
-    described = ModelShape.from_hf_config(config, shape.padded_vocab)
+    described = replace(shape_of(config, 1, "--config"), padded_vocab=shape.padded_vocab)
     if described != shape:
-        raise ValueError(f"--config describes another model:\n  config.json {described}\n  checkpoint  {shape}")
+        pairs = ((f.name, getattr(described, f.name), getattr(shape, f.name)) for f in fields(shape))
+        listed = "\n  ".join(
+            f"{name}: config.json {theirs}, checkpoint {ours}" for name, theirs, ours in pairs if theirs != ours
+        )
+        raise ValueError(f"--config {options.config} describes another model:\n  {listed}")
     return config, shape

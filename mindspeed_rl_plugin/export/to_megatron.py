@@ -6,7 +6,6 @@ python -m mindspeed_rl_plugin import --load DIR --out CKPT --train tp2,pp2
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import re
 import shlex
@@ -16,12 +15,13 @@ from typing import Any
 
 import torch
 
+from mindspeed_rl_plugin.export import tokens
 from mindspeed_rl_plugin.export.arguments import flags, megatron_arguments
 from mindspeed_rl_plugin.export.checkpoint import rank_folders, write_checkpoint
 from mindspeed_rl_plugin.export.cli import DTYPES, SHOWN, make_parser, run
 from mindspeed_rl_plugin.export.convert import stored_tensors
 from mindspeed_rl_plugin.export.files import HfTensors
-from mindspeed_rl_plugin.planning.words import parse_sizes
+from mindspeed_rl_plugin.planning.words import check_train, parse_sizes, read_config, shape_of
 from mindspeed_rl_plugin.reshard.families import EMBEDDING, HEAD
 from mindspeed_rl_plugin.reshard.layout import ModelShape, Parallel, canonical_tensors, megatron_layout, megatron_shapes
 from mindspeed_rl_plugin.reshard.parallel import chunk_prefix
@@ -45,11 +45,13 @@ def main(argv: list[str]) -> int:
 
 def import_(options: argparse.Namespace) -> str:
     """Write the Megatron checkpoint; returns what was done, and the flags to load it with. Raises ValueError."""
-    config = json.loads((options.load / "config.json").read_text())
+    flag = f"--load {options.load}"
+    config = read_config(options.load / "config.json", flag)
     parallel = _layout(options.train)
-    multiple = options.pad * parallel.tp
-    shape = ModelShape.from_hf_config(config, -(-config["vocab_size"] // multiple) * multiple)
+    shape = shape_of(config, options.pad * parallel.tp, flag)
+    check_train(shape, parallel, f"--train {options.train}")
     args = megatron_arguments(shape, parallel, config)
+    args.hf_tokens = tokens.of_model(options.load)
     _check_config(args, config)
     ranks = rank_folders(shape, parallel)
     source = HfTensors(options.load)
@@ -68,6 +70,8 @@ def import_(options: argparse.Namespace) -> str:
 
 def _layout(text: str) -> Parallel:
     """Layout with the smallest world that has it."""
+    if found := re.search(r"\bdp\d+", text):
+        raise ValueError(f"--train {text}: leave {found[0]} out; data parallel ranks load the same files")
     sizes = parse_sizes(text, ("tp", "pp", "vpp", "cp", "ep", "etp", "first", "last"), "--train")
     first, last = sizes.pop("first", None), sizes.pop("last", None)
     tp, pp = sizes.get("tp", 1), sizes.get("pp", 1)

@@ -167,7 +167,7 @@ def test_damaged_checkpoints_are_named(tmp_path, capsys):
 def test_damaged_models_are_named(tmp_path, capsys):
     weights = make_model(tmp_path / "hf", "qwen3")
     argv = ["--load", tmp_path / "hf", "--out", tmp_path / "ckpt"]
-    expect([*argv, "--train", "tp2,dp2"], "'dp2' is not one of tp, pp", capsys, to_megatron.main)
+    expect([*argv, "--train", "tp2,dp2"], "leave dp2 out; data parallel ranks load the same files", capsys, IMPORT)
     expect([*argv, "--train", "tp3"], "do not divide over 3 tensor parallel ranks", capsys, to_megatron.main)
     for file in (tmp_path / "hf").glob("*.safetensors"):
         file.unlink()
@@ -328,7 +328,8 @@ def test_a_wrong_config_is_refused(tmp_path, capsys):
     expect(["--load", ckpt, "--out", tmp_path / "out"], "--moe-router-topk is not given", capsys)
     make_model(tmp_path / "other", "qwen3_moe", mlp_only_layers=[2])
     argv = ["--load", ckpt, "--out", tmp_path / "out", "--config", tmp_path / "other"]
-    expect(argv, "--config describes another model", capsys)
+    message = "other describes another model:\n  dense_layers: config.json (2,), checkpoint (1,)\n"
+    assert to_hf.main([str(a) for a in argv]) == 1 and capsys.readouterr().err.endswith(message)
 
 
 def test_the_layout_comes_from_the_saved_arguments(tmp_path):
