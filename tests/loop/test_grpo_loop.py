@@ -67,7 +67,7 @@ def test_engine_and_trainer_agree_after_0_to_3_updates(job, layout):
     assert "[rl] training starts from random weights" in result.log
 
 
-CP2 = ("--context-parallel-size", "2", "--no-create-attention-mask-in-dataloader")
+CP2 = ("--context-parallel-size", "2")
 STAND_IN = Path(__file__).parents[1] / "update" / "ranks"
 
 

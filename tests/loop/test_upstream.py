@@ -66,7 +66,7 @@ def test_mindspeeds_ulysses_agrees_with_the_engine(job, tmp_path):
     """MindSpeed's own split of the rows, rotary embeddings and exchange of heads between two context parallel ranks."""
     checkout = next(c for c in CHECKOUTS if core_version(c)[:2] == (0, 12))
     script = mindspeed_entry(tmp_path, checkout)
-    common = ("--train-iters", "3", "--mock-data", "--rl-algorithm", "gspo")
+    common = ("--train-iters", "3", "--mock-data")
     result = job(*common, *ULYSSES, script=script, path=[Path(MINDSPEED), checkout]).run(400)
     check(result)
     alone = job(*common, "--use-flash-attn", script=script, path=[Path(MINDSPEED), checkout], ranks=1, name="alone")
