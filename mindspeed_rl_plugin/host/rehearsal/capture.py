@@ -16,6 +16,7 @@ Without Landlock `>` replaces no file that is there, and what such commands writ
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import os
@@ -26,10 +27,12 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 from torch.distributed.run import get_args_parser
 
 from mindspeed_rl_plugin.host.rehearsal import confine
+from mindspeed_rl_plugin.host.rehearsal.launchers import ELSEWHERE, check_launchers
 from mindspeed_rl_plugin.host.rehearsal.standins import StandIns
 
 IN_BACKGROUND = 5.0  # seconds for a launch that the script made with & before its end
@@ -63,7 +66,14 @@ class Launch:
 
 
 def capture(script: Path, scratch: Path, timeout: float) -> Launch:
-    """Run `script` with the stand-ins. Raises ValueError when it fails, hangs, or starts no training."""
+    """Run `script` with the stand-ins.
+
+    Raises ValueError when it is not there, fails, hangs or starts no training, and before it runs where it calls
+    torchrun by a path and would start some.
+    """
+    if not script.is_file():
+        raise ValueError(f"{script}: no such file; give a launch script (bash) that calls torchrun")
+    check_launchers(script, os.environ)
     confined = confine.version() > 0
     standins = StandIns(scratch / "capture", clobber=confined)
     command = ["bash", str(script)]
@@ -74,6 +84,12 @@ def capture(script: Path, scratch: Path, timeout: float) -> Launch:
     if not launches:
         if code is None:
             raise ValueError(f"{script} came to no torchrun within {timeout:.0f} s; does it wait for something?")
+        elsewhere = [line for line in _lines(standins.skipped) if line.split()[0] in ELSEWHERE]
+        if elsewhere:
+            raise ValueError(
+                f"{script} leaves its launch to {elsewhere[0].split()[0]} ({elsewhere[0][:200]}), which is not run "
+                "here; give the script that calls torchrun on one node"
+            )
         rules = "; it may write in no folder but the rehearsal's" if "Permission denied" in output else ""
         raise ValueError(
             f"{script} ended with status {code} without starting torchrun or python -m "
@@ -81,7 +97,7 @@ def capture(script: Path, scratch: Path, timeout: float) -> Launch:
         )
     # One with redirected output may have been recorded twice (see the stand-ins' prelude).
     different = [a for a, b in zip(launches, [None, *launches], strict=False) if b is None or a["argv"] != b["argv"]]
-    return _read(different, standins, confined)
+    return _read(different, standins, confined, script)
 
 
 def _run(command: list[str], standins: StandIns, timeout: float) -> tuple[int | None, str]:
@@ -117,9 +133,30 @@ def _lines(path: Path) -> tuple[str, ...]:
     return tuple(dict.fromkeys(_text(path).splitlines()))
 
 
-def _read(launches: list[dict], standins: StandIns, confined: bool) -> Launch:
+def _torchruns(argv: list[str], path: Path) -> argparse.Namespace:
+    """torchrun's own arguments. Raises ValueError, with the script's name, for what torchrun refuses."""
+
+    def fail(message: str) -> NoReturn:
+        raise ValueError(
+            f"{path}: torchrun would refuse its arguments: {message}; they begin with {shlex.join(argv[:10])!r}; "
+            "is a variable of the shell empty?"
+        )
+
+    parser = get_args_parser()
+    parser.error = fail  # type: ignore[method-assign]
+    args = parser.parse_args(argv)
+    if not str(args.nproc_per_node):
+        fail("--nproc-per-node has no value")
+    if not str(args.nnodes).split(":")[-1].isdigit():
+        fail(f"--nnodes is {args.nnodes!r}")
+    if not args.module and not args.training_script.endswith(".py"):
+        fail(f"the entry script would be {args.training_script!r}, which is no *.py")
+    return args
+
+
+def _read(launches: list[dict], standins: StandIns, confined: bool, path: Path) -> Launch:
     launch, before = launches[0], standins.environment
-    args = get_args_parser().parse_args(launch["argv"])
+    args = _torchruns(launch["argv"], path)
     script, arguments = args.training_script, list(args.training_script_args)
     if args.module:
         if script != "mindspeed_rl_plugin" or not arguments:
