@@ -19,7 +19,8 @@ from transformers import (
 from mindspeed_rl_plugin.columns import prompt_columns, reward_columns
 from mindspeed_rl_plugin.prompts import PromptStream
 from mindspeed_rl_plugin.reward import GradeItem, RewardError, RewardPool
-from mindspeed_rl_plugin.reward.model import same_tokenizer
+from mindspeed_rl_plugin.reward import model as model_module
+from mindspeed_rl_plugin.reward.model import make_grader, same_tokenizer
 from mindspeed_rl_plugin.reward.specs import parse_specs
 from mindspeed_rl_plugin.startup import checks
 from mindspeed_rl_plugin.types import Ragged, Rows, SampleId
@@ -150,6 +151,59 @@ def test_what_is_no_reward_model_is_refused_by_its_files(decoder, tmp_path, chan
     with pytest.raises(ValueError, match=f"reward model:{tmp_path}: ") as error:
         parse_specs([f"model:{tmp_path}=0.5"], None)
     assert message in str(error.value)
+
+
+def copied(folder, target):
+    for file in folder.iterdir():
+        (target / file.name).write_bytes(file.read_bytes())
+    return target
+
+
+def test_a_tokenizer_beyond_the_embedding_is_refused_with_both_sizes(decoder, tmp_path):
+    """By the files, and again by what was loaded, for a tokenizer that has no tokenizer.json."""
+    other = LETTERS + "".join(map(chr, range(200, 220)))
+    save_tokenizer(copied(decoder, tmp_path), letters=other, template=TEMPLATE)
+    message = f"reward model:{tmp_path}: its tokenizer has ids up to 60, which is 61 tokens, its embedding 48 rows"
+    for start in (lambda: parse_specs([f"model:{tmp_path}"], None), lambda: make_grader(str(tmp_path), "cpu")):
+        with pytest.raises(ValueError, match=message):
+            start()
+
+
+def test_special_tokens_beyond_the_embedding_are_refused_only_in_a_text(decoder, tmp_path):
+    """A pad token that was added beyond the embedding pads nothing: another id does, and scores stay the unpadded."""
+    own = save_tokenizer(copied(decoder, tmp_path), template=TEMPLATE)
+    own.add_tokens([f"<{i}>" for i in range(8)], special_tokens=True)
+    own.add_special_tokens({"pad_token": "<pad>"})
+    own.save_pretrained(tmp_path)
+    assert own.pad_token_id == 49 and parse_specs([f"model:{tmp_path}"], None)
+    score = make_grader(str(tmp_path), "cpu")
+    texts = ["a1", "the answer is 7", "b>", "ba"]  # ">" is the end, "a" has the id 0
+    got = score(["x"] * 4, texts, [None] * 4)
+    assert got == pytest.approx([alone(tmp_path, f"<u>x<a>{text}") for text in texts], abs=1e-5)
+    assert len({round(value, 4) for value in got}) == 4
+    with pytest.raises(ValueError, match="the text has the token '<7>' with the id 48, the reward model's embedding"):
+        score(["x"], ["<7>"], [None])
+
+
+def test_texts_that_use_every_id_are_scored_one_by_one(decoder, monkeypatch):
+    score = make_grader(str(decoder), "cpu")
+    assert model_module._padding([[0, 2], [1]], (49, 0), 3) is None
+    assert model_module._padding([[0, 1]], (49, 0), 4) == 2 and model_module._padding([[1]], (49, 0), 4) == 0
+    monkeypatch.setattr(model_module, "_padding", lambda rows, own, size: None)
+    texts = ["a1", "the answer is 7"]
+    got = score(["", ""], texts, [None, None])
+    assert got == pytest.approx([alone(decoder, f"<u><a>{text}") for text in texts], abs=1e-5)
+
+
+@pytest.mark.parametrize("cut", [4, 60, -1], ids=["no header", "within the header", "the last byte"])
+def test_weights_that_are_not_whole_are_named(decoder, tmp_path, cut):
+    file = copied(decoder, tmp_path) / "model.safetensors"
+    whole = file.read_bytes()
+    file.write_bytes(whole[:cut])
+    with pytest.raises(ValueError, match=f"reward model:{tmp_path}: the safetensors file model.safetensors ") as error:
+        parse_specs([f"model:{tmp_path}"], None)
+    told = f"ends after {len(whole) - 1} of {len(whole)} bytes" if cut == -1 else "is none by its head"
+    assert told in str(error.value) and "copy it again" in str(error.value)
 
 
 def test_another_tokenizer_is_said_at_the_start(decoder, encoder, tmp_path, monkeypatch):
