@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from mindspeed_rl_plugin.algorithms.advantages import ADVANTAGES
@@ -10,7 +10,7 @@ from mindspeed_rl_plugin.algorithms.aggregate import AGGREGATIONS
 from mindspeed_rl_plugin.algorithms.algorithm import Algorithm
 from mindspeed_rl_plugin.algorithms.corrections import CORRECTIONS, LEVELS
 from mindspeed_rl_plugin.algorithms.kl import KL_ESTIMATORS
-from mindspeed_rl_plugin.algorithms.losses import LOSSES, Bounds
+from mindspeed_rl_plugin.algorithms.losses import LOSSES, Bounds, LossSpec
 from mindspeed_rl_plugin.algorithms.pairs import PAIR_LOSSES, PairOptions
 from mindspeed_rl_plugin.algorithms.selection import FILTRATIONS
 from mindspeed_rl_plugin.config import AlgorithmConfig, flag_name
@@ -38,6 +38,22 @@ class Preset:
     kl_estimator: str = "k3"
     kl_reward_estimator: str = "k1"
 
+
+# Bounds of a policy loss: field -> whether a loss knows it.
+_BOUNDS: dict[str, Callable[[LossSpec], bool]] = {
+    "clip_low": lambda spec: spec.clip_low is not None,
+    "clip_high": lambda spec: spec.clip_high is not None,
+    "dual_clip": lambda spec: spec.dual,
+    "sapo_tau_positive": lambda spec: spec.gate,
+    "sapo_tau_negative": lambda spec: spec.gate,
+}
+_CRITIC = ("critic_load", "critic_lr", "critic_warmup")
+# What only some parts read, the parts themselves included, which DPO has none of.
+_OF_PARTS = (
+    *("advantage", "loss", "aggregation", "filtration", "dynamic_sampling", "overlong_buffer"),
+    *_BOUNDS,
+    *_CRITIC,
+)
 
 _PPO_KL = "KL coefficient: verl"
 ALGORITHMS: dict[str, Preset] = {
@@ -73,17 +89,24 @@ def resolve(config: AlgorithmConfig) -> Algorithm:
     An explicit flag always wins. Bounds follow the loss that is really used. Raises ValueError for an
     unknown name (listing the known ones), for a value outside its range, and for flags that contradict each other.
     """
+    algorithm = assemble(config)
+    if strange := meaningless(config, algorithm):
+        raise ValueError("\n".join(strange.values()))
+    _check_numbers(config, algorithm)
+    return algorithm
+
+
+def assemble(config: AlgorithmConfig) -> Algorithm:
+    """The parts alone, whatever the numbers say. Raises ValueError for an unknown name."""
     preset = ALGORITHMS[_known("algorithm", config.algorithm, ALGORITHMS)]
-    if preset.advantage == PAIRS:
-        _refuse_parts_of_pairs(config)
+    if preset.advantage == PAIRS:  # DPO is no row of exchangeable parts
         loss, advantage, aggregation = preset.loss, preset.advantage, preset.aggregation
     else:
         loss = _known("loss", _given(config.loss, preset.loss), LOSSES)
         advantage = _known("advantage", _given(config.advantage, preset.advantage), ADVANTAGES)
         aggregation = _known("aggregation", _given(config.aggregation, preset.aggregation), AGGREGATIONS)
     correction = CORRECTIONS[_known("correction", config.correction, CORRECTIONS)]
-    _check_bounds_of_loss(config, loss)
-    algorithm = Algorithm(
+    return Algorithm(
         name=str(config.algorithm),
         advantage=advantage,
         loss=loss,
@@ -115,9 +138,6 @@ def resolve(config: AlgorithmConfig) -> Algorithm:
         pairs=PairOptions(config.dpo_beta, config.dpo_label_smoothing, config.dpo_length_norm),
         ppo_epochs=config.ppo_epochs,
     )
-    _check_numbers(config, algorithm)
-    _check_critic(config, algorithm)
-    return algorithm
 
 
 def _bounds(config: AlgorithmConfig, loss: str) -> Bounds:
@@ -133,32 +153,32 @@ def _bounds(config: AlgorithmConfig, loss: str) -> Bounds:
     )
 
 
-def _refuse_parts_of_pairs(config: AlgorithmConfig) -> None:
-    """DPO is no row of exchangeable parts: it draws nothing and compares pairs that are given."""
-    for name in ("advantage", "loss", "aggregation", "filtration", "dynamic_sampling", "overlong_buffer"):
-        if getattr(config, name) is not None:
-            raise ValueError(
-                f"{flag_name(name)} {getattr(config, name)} has no meaning for --rl-algorithm dpo, which learns from "
-                f"given pairs by {flag_name('dpo_loss')} {config.dpo_loss}; remove it"
+def meaningless(config: AlgorithmConfig, algorithm: Algorithm) -> dict[str, str]:
+    """Field -> why it has no meaning for the parts chosen, of those that were given: they would be ignored."""
+    default, found = AlgorithmConfig(), {}
+    given = {n: v for n in _OF_PARTS if (v := getattr(config, n)) != getattr(default, n)}
+    for name in given:
+        known = _BOUNDS.get(name)
+        if algorithm.from_pairs:
+            found[name] = (
+                f"for --rl-algorithm dpo, which learns from given pairs by --rl-dpo-loss {config.dpo_loss}; remove it"
             )
+        elif known is not None and not known(LOSSES[algorithm.loss]):
+            knowing = ", ".join(other for other, spec in LOSSES.items() if known(spec))
+            found[name] = f"for the loss {algorithm.loss!r}; losses that know it: {knowing}"
+        elif name in _CRITIC and not algorithm.needs_critic:
+            found[name] = (
+                f"for the advantage {algorithm.advantage!r}, which has no critic; remove it, or use --rl-advantage gae"
+            )
+    return {name: f"{shown(name, given[name])} has no meaning {why}" for name, why in found.items()}
 
 
-def _check_bounds_of_loss(config: AlgorithmConfig, loss: str) -> None:
-    """A bound that the loss does not know would be ignored without a word."""
-    knows = {
-        "clip_low": lambda spec: spec.clip_low is not None,
-        "clip_high": lambda spec: spec.clip_high is not None,
-        "dual_clip": lambda spec: spec.dual,
-        "sapo_tau_positive": lambda spec: spec.gate,
-        "sapo_tau_negative": lambda spec: spec.gate,
-    }
-    for name, known in knows.items():
-        value = getattr(config, name)
-        if value is not None and not (loss in LOSSES and known(LOSSES[loss])):
-            raise ValueError(
-                f"{flag_name(name)} {value} has no meaning for the loss {loss!r}; losses that know it: "
-                f"{', '.join(other for other, spec in LOSSES.items() if known(spec))}"
-            )
+def shown(field: str, value: object) -> str:
+    """A flag as it was given."""
+    flag = flag_name(field)
+    if isinstance(value, bool):
+        return flag if value else f"--no-{flag[2:]}"
+    return f"{flag} {' '.join(map(str, value)) if isinstance(value, tuple) else value}"
 
 
 def _check_numbers(config: AlgorithmConfig, algorithm: Algorithm) -> None:
@@ -200,16 +220,6 @@ def _check_numbers(config: AlgorithmConfig, algorithm: Algorithm) -> None:
         raise ValueError(f"--rl-ppo-epochs is {algorithm.ppo_epochs}; give at least 1")
     if bounds.dual is not None and not bounds.dual > 1.0:
         raise ValueError(f"--rl-dual-clip is {bounds.dual}; the bound must be above 1 (3 is usual)")
-
-
-def _check_critic(config: AlgorithmConfig, algorithm: Algorithm) -> None:
-    given = {"critic_load": config.critic_load, "critic_lr": config.critic_lr, "critic_warmup": config.critic_warmup}
-    for name, value in given.items():
-        if value and not algorithm.needs_critic:
-            raise ValueError(
-                f"{flag_name(name)} {value} has no meaning for the advantage {algorithm.advantage!r}, which has no "
-                "critic; remove it, or use --rl-advantage gae"
-            )
     if config.critic_lr is not None and not 0.0 < config.critic_lr < float("inf"):
         raise ValueError(f"--rl-critic-lr is {config.critic_lr}; give a finite number above 0")
     if config.critic_warmup < 0:

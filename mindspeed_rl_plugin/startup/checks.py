@@ -144,7 +144,7 @@ def _algorithm(args: Any, config: RLConfig) -> Iterator[str]:
     try:
         algorithm = resolve(config.algorithm)
     except ValueError as error:
-        yield str(error)
+        yield from str(error).splitlines()
         return
     yield from _group_size(algorithm, config)
     yield from _filtration(args, algorithm, config)

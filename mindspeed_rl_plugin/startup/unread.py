@@ -7,9 +7,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from mindspeed_rl_plugin.algorithms import Algorithm, resolve
-from mindspeed_rl_plugin.config import AlgorithmConfig, RLConfig, flag_name
+from mindspeed_rl_plugin.algorithms.presets import assemble, meaningless, shown
+from mindspeed_rl_plugin.config import AlgorithmConfig, RLConfig
 
 _PAIRS = (lambda a: a.from_pairs, "--rl-algorithm dpo")
+_CORRECTION = (lambda a: a.correction != "off", "a --rl-correction other than off")
 _GAE = (lambda a: a.advantage == "gae", "--rl-advantage gae")
 
 # Field -> whether an algorithm reads it, and what does. Fields that are not here are read by all that draw responses.
@@ -21,7 +23,7 @@ READERS: dict[str, tuple[Callable[[Algorithm], bool], str]] = {
     "gamma": (lambda a: a.advantage in ("gae", "reinforce++"), "--rl-advantage gae or reinforce++"),
     "gae_lambda": _GAE,
     "value_clip": _GAE,
-    "correction_level": (lambda a: a.correction != "off", "a --rl-correction other than off"),
+    **dict.fromkeys(("correction_level", "correction_low", "correction_high"), _CORRECTION),
     "overlong_penalty": (lambda a: a.buffer(1) > 0, "--rl-overlong-buffer above 0"),
     "dynamic_sampling_rounds": (lambda a: a.dynamic_sampling, "--rl-dynamic-sampling"),
     "filtration_power": (lambda a: a.filtration == "pow", "--rl-filtration pow"),
@@ -42,16 +44,19 @@ def refused(args: Any, config: RLConfig) -> Iterator[str]:
     """One message for each flag whose value differs from its default, the preset's included, and is read nowhere."""
     name = config.algorithm.algorithm
     try:
-        algorithm, preset = resolve(config.algorithm), resolve(AlgorithmConfig(algorithm=name))
+        algorithm, preset = assemble(config.algorithm), resolve(AlgorithmConfig(algorithm=name))
     except ValueError:
-        return  # reported by another check
+        return  # a name that is unknown: reported by another check
+    reported = meaningless(config.algorithm, algorithm)  # where the algorithm is resolved, beside this
     for field, value, default in _fields(config):
+        if field in reported:
+            continue
         reads, reader = READERS.get(field, (lambda a: True, ""))
         if algorithm.from_pairs:
             reads, reader = (lambda a, field=field: field in READ_BY_PAIRS), "an algorithm that draws responses"
         if value in (default, getattr(preset, field, default)) or reads(algorithm):
             continue
-        yield f"{_shown(field, value)} has no meaning for --rl-algorithm {name} here: only {reader} reads it; remove it"
+        yield f"{shown(field, value)} has no meaning for --rl-algorithm {name} here: only {reader} reads it; remove it"
 
 
 def _fields(config: RLConfig) -> Iterator[tuple[str, Any, Any]]:
@@ -60,11 +65,3 @@ def _fields(config: RLConfig) -> Iterator[tuple[str, Any, Any]]:
         given = getattr(config, group.name)
         for field in dataclasses.fields(given):
             yield field.name, getattr(given, field.name), field.default
-
-
-def _shown(field: str, value: Any) -> str:
-    """The flag as it was given."""
-    flag = flag_name(field)
-    if isinstance(value, bool):
-        return flag if value else f"--no-{flag[2:]}"
-    return f"{flag} {' '.join(map(str, value)) if isinstance(value, tuple) else value}"

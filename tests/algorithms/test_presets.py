@@ -106,7 +106,10 @@ def test_the_buffer_follows_the_response_limit_unless_given():
             "--rl-sapo-tau-positive 2.0 has no meaning for the loss 'clip'",
         ),
         ({"algorithm": "dpo", "advantage": "rloo"}, "--rl-advantage rloo has no meaning for --rl-algorithm dpo"),
-        ({"algorithm": "dpo", "clip_low": 0.1}, "--rl-clip-low 0.1 has no meaning for the loss 'dpo'"),
+        (
+            {"algorithm": "dpo", "clip_low": 0.1},
+            "--rl-clip-low 0.1 has no meaning for --rl-algorithm dpo, which learns",
+        ),
         ({"ppo_epochs": 0}, "--rl-ppo-epochs is 0; give at least 1"),
         ({"critic_lr": 1e-3}, "--rl-critic-lr 0.001 has no meaning for the advantage 'group-norm'"),
         ({"critic_load": "x"}, "--rl-critic-load x has no meaning for the advantage"),
@@ -118,6 +121,14 @@ def test_bad_settings_are_refused(flags, message):
     with pytest.raises(ValueError) as error:
         chosen(**flags)
     assert message in str(error.value)
+
+
+def test_all_that_the_parts_do_not_read_is_said_at_once():
+    with pytest.raises(ValueError) as error:
+        chosen(clip_low=0.1, critic_lr=1e-3, loss="sapo", dual_clip=3.0, gamma=7.0)
+    assert [line.split()[0] for line in str(error.value).splitlines()] == [
+        *("--rl-clip-low", "--rl-dual-clip", "--rl-critic-lr")
+    ]
 
 
 def test_the_command_prints_every_preset_and_part_with_its_source(capsys):

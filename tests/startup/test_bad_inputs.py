@@ -275,6 +275,8 @@ BAD = [
     ({**DPO, "--rl-reward": ["exact"]}, "--rl-reward exact has no meaning for --rl-algorithm dpo here: only an alg"),
     ({**DPO, "--rl-top-k": ["5"]}, "--rl-top-k 5 has no meaning for --rl-algorithm dpo"),
     ({**DPO, "--rl-loss": ["clip"]}, "--rl-loss clip has no meaning for --rl-algorithm dpo"),
+    ({**DPO, "--rl-clip-low": ["0.1"]}, "--rl-clip-low 0.1 has no meaning for --rl-algorithm dpo, which learns from"),
+    ({"--rl-correction-high": ["5"]}, "5.0 has no meaning for --rl-algorithm grpo here: only a --rl-correction other"),
     ({**DPO, "--rl-prompt-data": ["no-such-file.jsonl"]}, "--rl-prompt-data no-such-file.jsonl: no such file"),
     ({"--rl-dpo-beta": ["0.2"]}, "--rl-dpo-beta 0.2 has no meaning for --rl-algorithm grpo here: only --rl-algor"),
     ({"--rl-rejected-key": ["bad"]}, "--rl-rejected-key bad has no meaning for --rl-algorithm grpo"),
@@ -345,6 +347,19 @@ def test_every_problem_is_reported_at_once(build):
     lines = str(error.value).splitlines()
     assert lines[0] == "RL cannot run with these arguments:"
     assert len(lines) == 4
+
+
+def test_flags_that_nothing_reads_are_one_list(build):
+    """Whoever finds them: where the algorithm is resolved, and where a flag's reader is looked up; none twice."""
+    flags = {"--rl-gamma": ["0.9"], "--rl-value-clip": ["0.3"], "--rl-critic-lr": ["1e-3"], "--rl-clip-low": ["-1"]}
+    with pytest.raises(ValueError) as error:
+        checks.check_args(build({**flags, "--rl-loss": ["sapo"]}))
+    found = str(error.value).splitlines()[1:]
+    assert sorted(line.split()[1] for line in found) == sorted(flags)
+    with pytest.raises(ValueError) as error:
+        checks.check_args(build({**DPO, **flags}))
+    found = str(error.value).splitlines()[1:]
+    assert sorted(line.split()[1] for line in found) == sorted(flags)
 
 
 def test_dumps_of_another_run_are_refused_before_anything_is_built(build, tmp_path):

@@ -38,6 +38,8 @@ ROWS = [
         {"algorithm": "dapo"},
     ),
     ({"correction_level": "sequence"}, {"algorithm": "grpo"}, "--rl-correction", {"correction": "mask"}),
+    ({"correction_low": 0.1}, {"algorithm": "grpo"}, "--rl-correction other than off", {"correction": "mask"}),
+    ({"correction_high": 5.0}, {"algorithm": "ppo"}, "--rl-correction other than off", {"correction": "truncate"}),
     ({"kl_reward_estimator": "k3"}, {"algorithm": "grpo"}, "--rl-kl-reward-coef", {"algorithm": "rloo"}),
     ({"kl_reward_estimator": "k2"}, {"algorithm": "rloo", "kl_reward_coef": 0.0}, "coef", {"algorithm": "rloo"}),
     ({"kl_estimator": "k1"}, {"algorithm": "dapo"}, "--rl-kl-loss-coef", {"kl_loss_coef": 0.1}),
