@@ -97,7 +97,7 @@ class Inputs:
             return found
 
         prompts = stream(data.prompt_data, args.seed if data.data_seed is None else data.data_seed)
-        held_out = stream(monitor.eval_data, 0).all() if monitor.eval_data else ()
+        held = stream(monitor.eval_data, 0) if monitor.eval_data else None
         graders = RewardPool(
             reward.reward,
             regex=reward.reward_regex,
@@ -107,9 +107,10 @@ class Inputs:
             on_error=reward.reward_on_error,
             device="cpu" if reward.reward_model_device == "host" else str(get_device().current()),
         )
+        for data_of in (prompts, held) if held else (prompts,):
+            graders.check_fields(data_of.kinds_of_rows())
         check_dock(args, config, len(graders.names))
-        limit = monitor.eval_prompts or len(held_out)
-        held_out = tuple(held_out[:limit])
+        held_out = tuple(held.all()[: monitor.eval_prompts or None]) if held else ()
         return cls(args, config, tokenizer, vocab, forward, engine_config, prompts, held_out, graders)
 
     def decode(self, tokens: Sequence[int]) -> str:

@@ -43,6 +43,7 @@ class PromptStream:
         self._renderer = Renderer(tokenizer, prompt_key, answer_key, chat_template)
         self._sources = [open_source(path) for path in paths]
         self._starts = [0, *itertools.accumulate(len(s) for s in self._sources)]
+        self._kinds: dict[frozenset[str], int] = {}  # fields of a record -> first kept row that has just these
         self._kept, self._fingerprint, longest = self._scan(max_length)
         self.dropped = self._starts[-1] - len(self._kept)
         if not self._kept:
@@ -77,6 +78,14 @@ class PromptStream:
     def at(self, place: int) -> Prompt:
         """The kept prompt at a place in the order of the data; the cursor stays."""
         return self._prompt(self._kept[place])
+
+    def kinds_of_rows(self) -> dict[str, frozenset[str]]:
+        """Place of a kept row -> fields of its record, for the first row of each kind."""
+        found = {}
+        for fields, row in self._kinds.items():
+            source, index = self._place(row)
+            found[source.where(index)] = fields
+        return found
 
     def state(self) -> dict[str, Any]:
         """The cursor, and what it is a cursor into; ints and strings."""
@@ -118,5 +127,6 @@ class PromptStream:
             longest = max(longest, len(prompt.tokens))
             if len(prompt.tokens) <= max_length:
                 kept.append(row)
+                self._kinds.setdefault(frozenset(prompt.record), row)
                 digest.update(repr((prompt.tokens, prompt.answer)).encode())
         return kept, digest.hexdigest()[:16], longest

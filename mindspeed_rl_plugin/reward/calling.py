@@ -14,16 +14,25 @@ import importlib.util
 import inspect
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
 SINGLE = ("prompt", "response", "answer", "record")
 BATCH = ("prompts", "responses", "answers", "records")
+# Names of other libraries (verl's compute_score, TRL's reward functions) for what is passed here.
+FOREIGN = {
+    "solution_str": "response",
+    "ground_truth": "answer",
+    "extra_info": "record",
+    "completion": "response",
+    "completions": "responses",
+}
 
 
 class Grader:
-    """A callable and its convention. `batch`, `asynchronous`: how to call it."""
+    """A callable and its convention. `batch`, `asynchronous`: how to call it; `fields`: of the record that it cannot
+    do without."""
 
     def __init__(self, name: str, function: Callable[..., Any]) -> None:
         self.name, self.function = name, function
@@ -40,9 +49,12 @@ class Grader:
         known = BATCH if self.batch else SINGLE
         strange = self.required - set(BATCH)
         if self.batch and strange:
-            raise ValueError(f"{name}: a batch grader takes {', '.join(BATCH)}, not {', '.join(sorted(strange))}")
+            raise ValueError(
+                f"{name}: a batch grader takes {', '.join(BATCH)}, not {', '.join(sorted(strange))}{hint(strange)}"
+            )
         if not self.names & set(known) and not self.rest:
-            raise ValueError(f"{name}: it takes none of {', '.join(SINGLE)} (or {', '.join(BATCH)})")
+            raise ValueError(f"{name}: it takes none of {', '.join(SINGLE)} (or {', '.join(BATCH)}){hint(self.names)}")
+        self.fields = () if self.batch else tuple(sorted(self.required - set(SINGLE)))
 
     def single(self, item: dict[str, Any]) -> Any:
         """Call with one sample. Raises ValueError for a parameter that neither sample nor record has."""
@@ -67,11 +79,29 @@ class ConversationGrader(Grader):
 
     def __init__(self, name: str, function: Callable[..., Any]) -> None:
         self.name, self.function = name, function
-        self.batch, self.asynchronous = True, False
+        self.batch, self.asynchronous, self.fields = True, False, ()
 
     def many(self, items: Sequence[dict[str, Any]]) -> Any:
         """Call with the samples of one group."""
         return self.function(*([item[name] for item in items] for name in ("prompt", "response", "messages")))
+
+
+def hint(names: Iterable[str]) -> str:
+    """How names that other libraries give are called here; "" where there are none."""
+    known = [f"{name} is {FOREIGN[name]} here" for name in sorted(names) if name in FOREIGN]
+    return "; " + ", ".join(known) if known else ""
+
+
+def lacking(fields: Sequence[str], rows: Mapping[str, Set[str]]) -> str | None:
+    """What a grader asks for and some rows have not, in words; rows: place in the data -> fields of the record."""
+    for where, there in rows.items():
+        if missing := [name for name in fields if name not in there]:
+            return (
+                f"asks for {', '.join(map(repr, missing))}, which {where} has not; beside prompt and answer that has "
+                f"{', '.join(map(repr, sorted(there))) or 'nothing'}: name one of these, or give the parameter a "
+                f"default{hint(missing)}"
+            )
+    return None
 
 
 def load_function(file: str, function: str) -> Callable[..., Any]:

@@ -6,9 +6,10 @@ import select
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 
+from mindspeed_rl_plugin.reward.calling import lacking
 from mindspeed_rl_plugin.reward.items import Grade, GradeItem, RewardError
 from mindspeed_rl_plugin.reward.process import WorkerProcess, ready
 from mindspeed_rl_plugin.reward.specs import ON_ERROR, parse_specs, time_limits
@@ -85,12 +86,13 @@ class RewardPool:
         self.weights = tuple(s.weight for s in self._specs)
         self._failures: dict[str, str] = {}
         self._setup = {
-            "specs": [[s.name, s.file, s.function] for s in self._specs],
+            "specs": [[s.name, s.file, s.function, s.given] for s in self._specs],
             "regex": regex,
             "timeouts": self._timeouts,
             "device": device,
         }
         self._modes: list[tuple[bool, bool]] = []
+        self._fields: list[list[str]] = []
         self._lock = threading.Lock()
         self._closed = False
         self._slots: list[_Slot] = []
@@ -106,6 +108,12 @@ class RewardPool:
         except BaseException:
             self.close()
             raise
+
+    def check_fields(self, rows: Mapping[str, Set[str]]) -> None:
+        """Raises ValueError where a grader cannot be called on some row; rows: place in the data -> its fields."""
+        for spec, fields in zip(self._specs, self._fields, strict=True):
+            if problem := lacking(fields, rows):
+                raise ValueError(f"reward {spec.given!r} {problem}")
 
     def grade(self, items: Sequence[GradeItem]) -> list[Grade]:
         """Grades in the order of `items`.
@@ -184,7 +192,8 @@ class RewardPool:
         if lines and "failed" in lines[0]:
             raise RewardError(lines[0]["failed"])
         if lines:
-            self._modes = [(batch, asynchronous) for batch, asynchronous in lines[0]["ready"]]
+            self._modes = [(batch, asynchronous) for batch, asynchronous, _ in lines[0]["ready"]]
+            self._fields = [fields for *_, fields in lines[0]["ready"]]
             slot.ready = True
         elif not alive:
             raise RewardError(f"a reward worker {slot.worker.kill()} while it loaded {', '.join(self.names)}")

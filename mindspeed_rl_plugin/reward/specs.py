@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import math
 import re
 from collections.abc import Sequence
@@ -16,10 +17,11 @@ ON_ERROR = ("stop", "zero", "drop")
 
 @dataclass(frozen=True)
 class Spec:
-    """One grader. name: short, unique, used in metrics and errors; file and function: None for the built-in ones; a
-    reward model has its directory as file, and no function."""
+    """One grader. name: short, unique, used in metrics and errors; given: as the flag has it, without weight; file and
+    function: None for the built-in ones; a reward model has its directory as file, and no function."""
 
     name: str
+    given: str
     weight: float = 1.0
     file: str | None = None
     function: str | None = None
@@ -77,19 +79,32 @@ def _parse(text: str) -> Spec:
         if not math.isfinite(weight):
             raise ValueError(f"reward {text!r}: the weight {match[2]!r} is not a finite number")
     if name in BUILTIN:
-        return Spec(name, weight)
+        return Spec(name, name, weight)
     if name.startswith(PREFIX):
         path = Path(name.removeprefix(PREFIX)).resolve()
         check_files(str(path))
-        return Spec(path.name, weight, str(path))
+        return Spec(path.name, name, weight, str(path))
     file, colon, function = name.rpartition(":")
+    if name.endswith(".py") and Path(name).is_file():
+        raise ValueError(f"reward {name!r} names no function: give {name}:NAME; {_functions(name)}")
     if not colon or not file.endswith(".py"):
         raise ValueError(f"reward {name!r} is unknown; known: {_known()}")
     if not Path(file).is_file():
         raise ValueError(f"reward {name!r}: there is no file {file!r}")
     if not function.isidentifier():
         raise ValueError(f"reward {name!r}: {function!r} is no name of a function")
-    return Spec(function, weight, str(Path(file).resolve()), function)
+    return Spec(function, name, weight, str(Path(file).resolve()), function)
+
+
+def _functions(file: str) -> str:
+    """The functions of a file in words, without running it."""
+    try:
+        body = ast.parse(Path(file).read_text(encoding="utf-8")).body
+    except (SyntaxError, ValueError) as error:
+        return f"it cannot be read as Python: {error}"
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
+    names = [node.name for node in body if isinstance(node, kinds) and not node.name.startswith("_")]
+    return f"it has {', '.join(names) or 'no functions'}"
 
 
 def _check_pattern(regex: str | None) -> None:

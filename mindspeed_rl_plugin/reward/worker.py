@@ -1,9 +1,10 @@
 """The process in which graders run: reads jobs as JSON lines, answers each item with a line of its own.
 
-First line in: `{"specs": [[name, file, function], ...], "regex", "timeouts", "device"}`; first line out: `{"ready":
-[[batch, asynchronous], ...]}` or `{"failed": text}`. Then jobs `{"grader": index, "items": [...]}`, each answered by
-`{"began": true}` and one line an item: `{"at": index, "value": number}` or `{"at": index, "error": text}`. The time
-limit is the parent's: it kills this process group. Uses the standard library only, so that it starts in a moment.
+First line in: `{"specs": [[name, file, function, as given], ...], "regex", "timeouts", "device"}`; first line out:
+`{"ready": [[batch, asynchronous, fields], ...]}` or `{"failed": text}`. Then jobs `{"grader": index, "items": [...]}`,
+each answered by `{"began": true}` and one line an item: `{"at": index, "value": number}` or `{"at": index, "error":
+text}`. The time limit is the parent's: it kills this process group. Uses the standard library only, so that it starts
+in a moment.
 """
 
 from __future__ import annotations
@@ -98,16 +99,17 @@ def _describe(error: BaseException) -> str:
         return "ran out of time"
     frames = traceback.extract_tb(error.__traceback__)
     own = os.path.dirname(__file__)
-    foreign = [f for f in frames if os.path.dirname(f.filename) != own][-FRAMES:]
+    foreign = [f for f in frames if os.path.dirname(f.filename) != own and "<frozen importlib" not in f.filename]
     head = f"raised {type(error).__name__}: {error}"
     if isinstance(error, SyntaxError):  # its text names the file without the folder
-        head = f"raised {type(error).__name__}: {error.msg} in {error.filename}, line {error.lineno}"
-    return "\n".join([head, *("  " + line.rstrip() for line in traceback.format_list(foreign))])
+        line = (error.text or "").strip()
+        head = f"raised {type(error).__name__}: {error.msg} in {error.filename}, line {error.lineno}: {line}"
+    return "\n".join([head, *("  " + line.rstrip() for line in traceback.format_list(foreign[-FRAMES:]))])
 
 
 def _load(setup: dict[str, Any], send: Callable[[dict[str, Any]], None]) -> list[Grader] | None:
     graders = []
-    for name, file, function in setup["specs"]:
+    for name, file, function, given in setup["specs"]:
 
         def load(name: str = name, file: str | None = file, function: str | None = function) -> Grader:
             if file is None:
@@ -118,10 +120,10 @@ def _load(setup: dict[str, Any], send: Callable[[dict[str, Any]], None]) -> list
 
         result = _reported(load)
         if "error" in result:
-            send({"failed": f"reward {name!r} cannot be loaded: it {result['error']}"})
+            send({"failed": f"reward {given!r} cannot be loaded: it {result['error']}"})
             return None
         graders.append(result["value"])
-    send({"ready": [[g.batch, g.asynchronous] for g in graders]})
+    send({"ready": [[g.batch, g.asynchronous, g.fields] for g in graders]})
     return graders
 
 

@@ -180,3 +180,15 @@ def batch_strange(responses, other):
 
 
 NOT_CALLABLE = 3
+
+
+def verls(data_source, solution_str, ground_truth, extra_info=None):
+    return 1.0
+
+
+def verls_with_rest(solution_str, **rest):
+    return 1.0
+
+
+def trls(prompts, completions, **rest):
+    return [1.0] * len(prompts)

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from mindspeed_rl_plugin.reward import GradeItem, RewardError, RewardPool, solved
+from mindspeed_rl_plugin.reward.specs import parse_specs
 from mindspeed_rl_plugin.types import SampleId
 
 HERE = Path(__file__).parent
@@ -325,10 +326,17 @@ BAD = [
     (["/nowhere/f.py:g"], {}, "there is no file '/nowhere/f.py'"),
     ([own("nope")], {}, "has no function 'nope'; it has .*length"),
     ([own("NOT_CALLABLE")], {}, "has no function 'NOT_CALLABLE'"),
+    ([str(FILE)], {}, "reward '.*graders_for_tests.py' names no function: give .*py:NAME; it has .*length"),
     ([own("a b")], {}, "'a b' is no name of a function"),
     ([own("positional_only")], {}, "none may be positional-only"),
     ([own("takes_nothing")], {}, "takes none of prompt, response, answer"),
     ([own("batch_strange")], {}, "a batch grader takes prompts, responses, answers, records, not other"),
+    (
+        [own("verls")],
+        {},
+        "takes none of .*; extra_info is record here, ground_truth is answer here, solution_str is resp",
+    ),
+    ([own("trls")], {}, "takes prompts, responses, answers, records, not completions; completions is responses here"),
     (["exact"], {"timeout": 0}, "--rl-reward-timeout 0: give numbers above 0"),
     (["exact", own("length")], {"timeout": (1, 2, 3)}, r"3 time limits \(1 2 3\) for 2 rewards; give one for all"),
     (["exact", own("length")], {"timeout": (1, 20), "wait_timeout": 20}, "one grading call may take 20 s .* 18 s"),
@@ -344,14 +352,45 @@ def test_bad_settings_are_refused_at_once(specs, options, message: str) -> None:
         RewardPool(specs, **{"workers": 1, **options})
 
 
+def test_a_grader_that_asks_for_a_field_of_no_row_is_refused_before_anything_is_drawn() -> None:
+    """Whatever row lacks it; what has a default, or a batch grader, asks for none."""
+    rows = {"a.jsonl line 1": frozenset({"level", "x"}), "a.jsonl line 4": frozenset({"x"})}
+    with RewardPool([own("whole_record"), own("field"), own("batch_rank"), own("verls_with_rest")], workers=1) as pool:
+        with pytest.raises(
+            ValueError, match="py:field' asks for 'level', which a.jsonl line 4 has not; .* has 'x': name"
+        ):
+            pool.check_fields(rows)
+        with pytest.raises(
+            ValueError, match="verls_with_rest' asks for 'solution_str', .*; solution_str is response here"
+        ):
+            pool.check_fields({"a.jsonl line 1": rows["a.jsonl line 1"]})
+        pool.check_fields({"a.jsonl line 1": frozenset({"level", "solution_str"})})
+
+
+def test_the_functions_of_a_file_are_found_without_running_it(tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text(
+        "import nothing_like_this\ndef one(): pass\nasync def two(): pass\ndef _no(): pass\n"
+    )
+    (tmp_path / "b.py").write_text("def f(:\n")
+    for name, message in {
+        "a.py": r"a.py:NAME; it has one, two$",
+        "b.py": r"b.py:NAME; it cannot be .* line 1\)$",
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            parse_specs([str(tmp_path / name)], None)
+
+
 def test_a_file_that_does_not_load_is_reported_with_its_line(tmp_path: Path) -> None:
     (tmp_path / "broken.py").write_text("import nothing_like_this\n")
     (tmp_path / "syntax.py").write_text("def f(:\n")
     (tmp_path / "dies.py").write_text("import os\nos._exit(9)\n")
     for name, message in {
-        "broken": r"(?s)'f' cannot be loaded: it raised ModuleNotFoundError: .*broken.py\", line 1",
-        "syntax": f"SyntaxError: .* in {tmp_path}/syntax.py, line 1",
+        "broken": r"(?s)/broken.py:f' cannot be loaded: it raised ModuleNotFoundError: .*broken.py\", line 1",
+        "syntax": rf"SyntaxError: .* in {tmp_path}/syntax.py, line 1: def f\(:$",
         "dies": "worker exited with code 9 while it loaded f",
     }.items():
         with pytest.raises(ValueError, match=message):
             RewardPool([f"{tmp_path / name}.py:f"], workers=1)
+    with pytest.raises(ValueError) as error:
+        RewardPool([f"{tmp_path}/syntax.py:f"], workers=1)
+    assert "frozen" not in str(error.value) and len(str(error.value).splitlines()) == 1
