@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from mindspeed_rl_plugin.prompts.render import Renderer
+from mindspeed_rl_plugin.prompts.render import Renderer, find, names
 from mindspeed_rl_plugin.prompts.sources import Source
 from mindspeed_rl_plugin.prompts.stream import PromptStream
 
@@ -48,16 +48,25 @@ class PairRenderer(Renderer):
     def pair(self, source: Source, index: int, row: int) -> Pair:
         """The pair of row `index` of `source`; `row` numbers it over all sources."""
         fields, where = source.row(index), source.where(index)
-        prompt = self.prompt(source, index, row)
-        answers = {name: self._answer(fields, fields[self._prompt_key], name, where) for name in self._keys}
+        answers = {name: _found(fields, key) for name, key in self._keys.items()}
+        if _found(fields, self._prompt_key) is None and all(answers.values()):
+            raise ValueError(
+                f"{where} has both answers and no prompt in {self._prompt_key!r} (--rl-prompt-key): where they hold the "
+                "prompt themselves, as TRL's implicit prompts do, split it off into a field of its own"
+            )
+        prompt, asked = self.prompt(source, index, row), _found(fields, self._prompt_key)
+        answers = {name: self._answer(fields, asked, name, where) for name in self._keys}
         return Pair(prompt.tokens, answers["chosen"], answers["rejected"], row)
 
     def _answer(self, fields: Mapping[str, Any], prompt: Any, name: str, where: str) -> tuple[int, ...]:
-        key, flag = self._keys[name], f"--rl-{name}-key"
-        if fields.get(key) in (None, "", []):
-            lack = "is empty" if key in fields else f"is not there; it has {', '.join(map(repr, fields))}"
-            raise ValueError(f"{where}: a pair has a {name} answer, and the field {key!r} {lack}; set {flag}")
-        value = fields[key]
+        key, value = self._keys[name], _found(fields, self._keys[name])
+        if value in (None, "", []):
+            try:
+                find(fields, key)
+                lack = "is empty; mend or drop the row"
+            except KeyError:
+                lack = f"is not there; it has {names(fields)}; set --rl-{name}-key"
+            raise ValueError(f"{where}: a pair has a {name} answer, and the field {key!r} {lack}")
         if isinstance(value, list) and not (
             len(value) == 1 and isinstance(value[0], dict) and value[0].get("role") == "assistant"
         ):
@@ -67,7 +76,10 @@ class PairRenderer(Renderer):
             )
         text = value[0].get("content") if isinstance(value, list) else value
         if not isinstance(text, str):
-            raise ValueError(f"{where}: field {key!r} holds no text but {str(value)[:80]!r}")
+            raise ValueError(
+                f"{where}: field {key!r} holds no text but {str(value)[:80]} of type {type(value).__name__}; make it "
+                "a string, or a list with one assistant message"
+            )
         if not self._chat_template:
             if isinstance(value, list):
                 raise ValueError(f"{where}: field {key!r} holds a chat message; add --rl-apply-chat-template")
@@ -85,6 +97,13 @@ class PairRenderer(Renderer):
                 "cannot be cut off; use a template that appends, or give plain strings"
             )
         return tuple(self._tokenizer.encode(whole[len(before) :], add_special_tokens=False))
+
+
+def _found(fields: Mapping[str, Any], key: str) -> Any:
+    try:
+        return find(fields, key)
+    except KeyError:
+        return None
 
 
 class PairStream(PromptStream):

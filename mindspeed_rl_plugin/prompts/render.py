@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from mindspeed_rl_plugin.prompts.sources import Source
@@ -16,7 +17,8 @@ if TYPE_CHECKING:
 class Renderer:
     """Turns rows into prompts. Raises ValueError for a chat template that the tokenizer does not have.
 
-    A prompt is a string or a list of chat messages `{"role", "content", ...}`. With `chat_template` a string becomes
+    Keys may name a field inside an object, `reward_model.ground_truth`, which stays in the record too. A prompt is a
+    string or a list of chat messages `{"role", "content", ...}`. With `chat_template` a string becomes
     one user message; a list without it is an error, since any plain join would be a format no model was taught.
     """
 
@@ -62,10 +64,27 @@ class Renderer:
         return self._tokenizer.encode(text, add_special_tokens=False)  # the template writes its own
 
 
+def find(fields: Mapping[str, Any], key: str) -> Any:
+    """The field `key`, or with dots the one inside: `reward_model.ground_truth`. Raises KeyError without it."""
+    if key in fields or "." not in key:
+        return fields[key]
+    head, _, rest = key.partition(".")
+    if not isinstance(fields[head], dict):
+        raise KeyError(key)
+    return find(fields[head], rest)
+
+
+def names(fields: Mapping[str, Any]) -> str:
+    """The fields of a row in words, those inside objects by their dotted names."""
+    inside = ((f"{k}.{name}" for name in v) if isinstance(v, dict) else (k,) for k, v in fields.items())
+    return ", ".join(map(repr, itertools.chain.from_iterable(inside)))
+
+
 def _field(fields: dict[str, Any], key: str, where: str, flag: str) -> Any:
-    if key not in fields:
-        raise ValueError(f"{where} has no field {key!r}; it has {', '.join(map(repr, fields))}; set {flag}")
-    return fields[key]
+    try:
+        return find(fields, key)
+    except KeyError:
+        raise ValueError(f"{where} has no field {key!r}; it has {names(fields)}; set {flag}") from None
 
 
 def _answer(value: Any) -> str:

@@ -55,6 +55,15 @@ def test_strings_become_prompt_and_two_ended_answers(stream):
     assert (text(pair.prompt), text(pair.chosen), text(pair.rejected), pair.row) == ("2*2=", "4$", "5!$", 0)
 
 
+def test_names_with_dots_are_inside_objects(stream):
+    row = {"question": {"text": "2*2="}, "answers": {"good": "4", "bad": "5!"}}
+    keys = {"prompt_key": "question.text", "chosen_key": "answers.good", "rejected_key": "answers.bad"}
+    (pair,) = stream(row, **keys).all()
+    assert (text(pair.prompt), text(pair.chosen), text(pair.rejected)) == ("2*2=", "4$", "5!$")
+    with pytest.raises(ValueError, match="'answers.bad' is not there; it has 'question.text', 'answers.good'; set"):
+        stream({"question": {"text": "1"}, "answers": {"good": "4"}}, **keys)
+
+
 def test_a_chat_template_ends_the_answers_itself(stream, tokenizer):
     tokenizer.chat_template = TEMPLATE
     try:
@@ -82,13 +91,25 @@ def test_what_is_too_long_or_teaches_nothing_is_left_out_and_counted(stream):
     ("row", "message"),
     [
         ({"prompt": "1", "chosen": "2"}, "a pair has a rejected answer, and the field 'rejected' is not there; it has"),
-        ({**GOOD, "rejected": ""}, "a pair has a rejected answer, and the field 'rejected' is empty; set"),
+        (
+            {**GOOD, "rejected": ""},
+            "a pair has a rejected answer, and the field 'rejected' is empty; mend or drop the row",
+        ),
         ({**GOOD, "rejected": None}, "a pair has a rejected answer, and the field 'rejected' is empty"),
-        ({**GOOD, "chosen": []}, "a pair has a chosen answer, and the field 'chosen' is empty; set --rl-chosen-key"),
-        ({**GOOD, "chosen": 4}, "field 'chosen' holds no text but '4'"),
+        ({**GOOD, "chosen": []}, "a pair has a chosen answer, and the field 'chosen' is empty; mend or drop the row"),
+        ({**GOOD, "chosen": ""}, "and the field 'chosen' is empty; mend or drop the row"),
+        ({**GOOD, "chosen": 4}, "field 'chosen' holds no text but 4 of type int; make it a string"),
         ({**GOOD, "chosen": ["4"]}, "is a list, but not of one assistant message"),
         ({**GOOD, "chosen": [{"role": "assistant", "content": "4"}]}, "holds a chat message; add --rl-apply-chat"),
-        ({"question": "1", "chosen": "2", "rejected": "3"}, "has no field 'prompt'"),
+        ({"question": "1", "chosen": "2", "rejected": "3"}, "has both answers and no prompt in 'prompt' (--rl-prompt-key)"),
+        (
+            {
+                name: [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]
+                for name in list(GOOD)[1:]
+            },
+            "as TRL's implicit prompts do, split it off into a field of its own",
+        ),
+        ({"chosen": "2"}, "has no field 'prompt'; it has 'chosen'; set --rl-prompt-key"),
     ],
 )
 def test_rows_that_are_no_pairs_are_named_by_line(stream, row, message):

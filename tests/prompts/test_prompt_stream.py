@@ -198,6 +198,26 @@ def test_directories_that_are_no_data(stream, tmp_path: Path) -> None:
     assert len(stream([str(tmp_path / "splits" / "train")])) == 7
 
 
+def test_names_with_dots_are_inside_objects(stream) -> None:
+    """As verl's rows have it; a field whose name has the dot goes first."""
+    inside = {"prompt": "a", "reward_model": {"style": "rule", "ground_truth": 7}, "x": 1}
+    flat = {"prompt": "a", "reward_model.ground_truth": "8"}
+    found = stream({"a.jsonl": lines(inside, flat)}, answer_key="reward_model.ground_truth")
+    first, second = found.all()
+    assert (first.answer, second.answer) == ("7", "8") and first.record["reward_model"]["ground_truth"] == 7
+    kinds = {where.rpartition("/")[2]: fields for where, fields in found.kinds_of_rows().items()}
+    assert kinds == {"a.jsonl line 1": {"reward_model", "x"}, "a.jsonl line 2": frozenset()}
+    for row in (inside, {"prompt": "a", "reward_model": "b"}):
+        with pytest.raises(
+            ValueError, match="line 1 has no field 'reward_model.truth'; it has 'prompt', 'reward_model"
+        ):
+            stream({"a.jsonl": lines(row)}, answer_key="reward_model.truth")
+    with pytest.raises(
+        ValueError, match="it has 'prompt', 'reward_model.style', 'reward_model.ground_truth', 'x'; set"
+    ):
+        stream({"a.jsonl": lines(inside)})
+
+
 def test_data_without_answers(stream) -> None:
     assert stream({"a.jsonl": '{"prompt": "a", "x": 1}'}, answer_key="").all()[0].answer == ""
 
