@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -12,6 +13,16 @@ from mindspeed_rl_plugin.algorithms.aggregate import AGGREGATIONS
 from mindspeed_rl_plugin.algorithms.algorithm import Algorithm
 from mindspeed_rl_plugin.algorithms.presets import ALGORITHMS, resolve
 from mindspeed_rl_plugin.config import AlgorithmConfig
+
+LEGEND = """\
+[T], [P]: one number a trained token, a pair.
+R: reward of a response. mean_g, std_g, N: over the N responses of its prompt.
+rho_t: reward of token t, which is R at the last one, less the KL there. V_t: the critic's value before token t.
+A: advantage. r: exp(logp - logp_old), old being the policy that the update starts from. sg: without gradient.
+low, high: the -/+ beside a loss, --rl-clip-low and --rl-clip-high. c: --rl-dual-clip, of values --rl-value-clip.
+x: logp_ref - logp, so k1 is logp - logp_ref. w: exp(logp_old - logp_rollout).
+constant length: --rl-max-response-length. v, v_old: the critic's value now, and in the rollout.
+h: logp - logp_ref of the chosen answer less that of the rejected one. ls: --rl-dpo-label-smoothing."""
 
 HEAD = ("preset", "advantage", "loss", "aggregation", "KL in loss", "KL in reward", "more", "source")
 
@@ -29,6 +40,7 @@ def main(argv: Sequence[str]) -> int:
         print(f"\n{title}")
         rows = [(name, default(name), *described(function)) for name, function in functions.items()]
         print("\n".join("  " + line for line in _aligned(rows)))
+    print(f"\nlegend\n{textwrap.indent(LEGEND, '  ')}")
     return 0
 
 

@@ -51,8 +51,13 @@ def validate_args_wrapper(original: Callable) -> Callable:
         if rl_enabled(args):
             with _said_once_a_machine():
                 check_args(args)
-        elif unused_flags(args) and launch_env()["rank"] == 0:
-            print(f"[rl] without --rl-algorithm these have no effect: {' '.join(unused_flags(args))}", flush=True)
+        elif (flags := unused_flags(args)) and launch_env()["rank"] == 0:
+            print(
+                "[rl] WARNING: this run is ordinary pretraining, no reinforcement learning: --rl-algorithm is missing, "
+                f"and without it these have no effect: {' '.join(flags)}. Give --rl-algorithm NAME (`python -m "
+                "mindspeed_rl_plugin algorithms` lists them), or remove these flags to pretrain",
+                flush=True,
+            )
         return result
 
     return validate_args

@@ -82,6 +82,9 @@ def warnings(args: Any) -> list[str]:
         lines.append(f"--rl-top-p {rollout.top_p}: {cut}")
     if rollout.top_k > 0:
         lines.append(f"--rl-top-k {rollout.top_k}: {cut}")
+    low = config.algorithm.clip_low
+    if low is not None and low >= 1:
+        lines.append(f"--rl-clip-low {low}: a ratio is never below 0, so the bound 1 - clip_low never acts")
     return lines
 
 

@@ -1,10 +1,13 @@
 """Presets as rows, how flags override them, what is refused, and the command that prints it all."""
 
 import math
+import re
 
 import pytest
+import torch
 
 from mindspeed_rl_plugin.algorithms import ALGORITHMS, LOSSES, command, resolve
+from mindspeed_rl_plugin.algorithms.kl import KL_ESTIMATORS
 from mindspeed_rl_plugin.config import AlgorithmConfig
 
 # preset -> advantage, loss, low, high, aggregation, KL in the loss, KL in the reward
@@ -146,3 +149,14 @@ def test_the_command_prints_every_preset_and_part_with_its_source(capsys):
             what, source = command.described(function)
             assert what and source and what in printed and source in printed, name
     assert all(f"  {name}" in printed for name in LOSSES)
+
+
+def test_the_legend_says_what_the_formulas_are_written_in(capsys):
+    command.main([])
+    formulas, _, legend = capsys.readouterr().out.partition("\nlegend\n")
+    for symbol in ("[T]", "[P]", "R", "mean_g", "N", "rho_t", "V_t", "A", "r", "sg", "x", "w", "h", "ls", "c", "v_old"):
+        assert re.search(rf"(?<!\w){re.escape(symbol)}(?!\w)", formulas), symbol
+        assert re.search(rf"(?<!\w){re.escape(symbol)}(?!\w)[^.]*:", legend), symbol
+    k1 = KL_ESTIMATORS["k1"](torch.tensor(-1.0), torch.tensor(-3.0))
+    assert float(k1) == 2.0 and "x: logp_ref - logp, so k1 is logp - logp_ref" in legend
+    assert "constant length: --rl-max-response-length" in legend

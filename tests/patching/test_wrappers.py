@@ -117,12 +117,14 @@ def test_one_rank_of_a_machine_says_what_is_refused_and_the_others_wait_to_be_en
         assert waited == waits
 
 
-def test_rl_flags_without_an_algorithm_are_mentioned(world, capsys, monkeypatch):
+def test_rl_flags_without_an_algorithm_are_warned_of(world, capsys, monkeypatch):
     wrapped = wrappers.validate_args_wrapper(lambda args, defaults: args)
     wrapped(parsed(), {})
     assert capsys.readouterr().out == ""
     wrapped(parsed("--rl-reward", "math", "--rl-top-p", "0.9"), {})
-    assert capsys.readouterr().out == "[rl] without --rl-algorithm these have no effect: --rl-top-p --rl-reward\n"
+    told = capsys.readouterr().out
+    assert told.startswith("[rl] WARNING: this run is ordinary pretraining, no reinforcement learning: --rl-algorithm is")
+    assert "these have no effect: --rl-top-p --rl-reward. Give --rl-algorithm NAME (`python -m" in told
     monkeypatch.setenv("RANK", "1")
     wrapped(parsed("--rl-reward", "math"), {})
     assert capsys.readouterr().out == ""

@@ -212,6 +212,7 @@ def test_another_tokenizer_is_said_at_the_start(decoder, encoder, tmp_path, monk
     config = SimpleNamespace(
         reward=SimpleNamespace(reward=("math", f"model:{decoder}", f"model:{encoder}=2")),
         rollout=SimpleNamespace(top_p=1.0, top_k=0),
+        algorithm=SimpleNamespace(clip_low=None),
     )
     monkeypatch.setattr(checks.RLConfig, "from_args", lambda args: config)
     monkeypatch.setattr(checks, "tokenizer_path", lambda args: str(tmp_path))

@@ -1,7 +1,8 @@
-"""Tiny Megatron jobs in torchrun, for the tests of attaching and starting."""
+"""Tiny Megatron jobs in torchrun, for the tests of attaching and starting; arguments of one that RL can train."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
@@ -10,6 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
+
+from mindspeed_rl_plugin.config import add_flags
 
 HERE = Path(__file__).parent
 SCRIPT = HERE.parents[1] / "examples" / "pretrain_gpt.py"
@@ -78,3 +82,77 @@ def megatron(tmp_path_factory):
 
     run.folder = folder
     return run
+
+
+# What Megatron's validation leaves behind for a small model that RL can train.
+VALIDATED = {
+    "train_iters": 10,
+    "save": "out",
+    "save_interval": 5,
+    "global_batch_size": 16,
+    "micro_batch_size": 2,
+    "data_parallel_size": 2,
+    "world_size": 4,
+    "seq_length": 64,
+    "max_position_embeddings": 64,
+    "num_layers": 2,
+    "hidden_size": 256,
+    "ffn_hidden_size": 512,
+    "num_attention_heads": 8,
+    "group_query_attention": True,
+    "num_query_groups": 4,
+    "kv_channels": 32,
+    "params_dtype": torch.float32,
+    "tensor_model_parallel_size": 2,
+    "pipeline_model_parallel_size": 1,
+    "context_parallel_size": 1,
+    "expert_model_parallel_size": 1,
+    "expert_tensor_parallel_size": None,
+    "use_tp_pp_dp_mapping": False,
+    "decoder_first_pipeline_num_layers": None,
+    "decoder_last_pipeline_num_layers": None,
+    "account_for_embedding_in_pipeline_split": False,
+    "account_for_loss_in_pipeline_split": False,
+    "make_vocab_size_divisible_by": 16,
+    "normalization": "RMSNorm",
+    "swiglu": True,
+    "add_bias_linear": False,
+    "add_qkv_bias": True,
+    "qk_layernorm": False,
+    "position_embedding_type": "rope",
+    "untie_embeddings_and_output_weights": True,
+    "hidden_dropout": 0.0,
+    "attention_dropout": 0.0,
+    "tokenizer_model": None,
+}
+
+FLAGS = {
+    "--rl-algorithm": ["grpo"],
+    "--rl-reward": ["math"],
+    "--rl-samples-per-prompt": ["4"],
+    "--rl-max-prompt-length": ["32"],
+    "--rl-max-response-length": ["32"],
+}
+
+
+@pytest.fixture
+def build(tmp_path):
+    """A namespace like Megatron's, from changed flags (`--...`) and changed attributes."""
+    (tmp_path / "tokenizer").mkdir()
+    (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt": "1+1", "answer": "2"}))
+
+    def make(changes):
+        flags = dict(FLAGS)
+        flags["--rl-tokenizer"] = [str(tmp_path / "tokenizer")]
+        flags["--rl-prompt-data"] = [str(tmp_path / "prompts.jsonl")]
+        attributes = dict(VALIDATED)
+        for name, value in changes.items():
+            if name.startswith("--"):
+                flags[name] = value
+            else:
+                attributes[name] = value
+        words = [word for flag, values in flags.items() if values is not None for word in (flag, *values)]
+        args = add_flags(argparse.ArgumentParser(allow_abbrev=False)).parse_args(words)
+        return argparse.Namespace(**attributes, **vars(args))
+
+    return make

@@ -1,58 +1,16 @@
 """Bad inputs, as a table: each row is refused, and its message says what, why and how to fix it."""
 
 import argparse
-import json
+import re
 import types
 
 import pytest
-import torch
 
-from mindspeed_rl_plugin.config import RLConfig, add_flags
+from mindspeed_rl_plugin.algorithms.advantages import ADVANTAGES
+from mindspeed_rl_plugin.config import RLConfig
 from mindspeed_rl_plugin.startup import checks
 from mindspeed_rl_plugin.startup.refused import REFUSED
 from mindspeed_rl_plugin.wiring import Inputs
-
-# What Megatron's validation leaves behind for a small model that RL can train.
-GOOD = {
-    "train_iters": 10,
-    "save": "out",
-    "save_interval": 5,
-    "global_batch_size": 16,
-    "micro_batch_size": 2,
-    "data_parallel_size": 2,
-    "world_size": 4,
-    "seq_length": 64,
-    "max_position_embeddings": 64,
-    "num_layers": 2,
-    "hidden_size": 256,
-    "ffn_hidden_size": 512,
-    "num_attention_heads": 8,
-    "group_query_attention": True,
-    "num_query_groups": 4,
-    "kv_channels": 32,
-    "params_dtype": torch.float32,
-    "tensor_model_parallel_size": 2,
-    "pipeline_model_parallel_size": 1,
-    "context_parallel_size": 1,
-    "expert_model_parallel_size": 1,
-    "expert_tensor_parallel_size": None,
-    "use_tp_pp_dp_mapping": False,
-    "decoder_first_pipeline_num_layers": None,
-    "decoder_last_pipeline_num_layers": None,
-    "account_for_embedding_in_pipeline_split": False,
-    "account_for_loss_in_pipeline_split": False,
-    "make_vocab_size_divisible_by": 16,
-    "normalization": "RMSNorm",
-    "swiglu": True,
-    "add_bias_linear": False,
-    "add_qkv_bias": True,
-    "qk_layernorm": False,
-    "position_embedding_type": "rope",
-    "untie_embeddings_and_output_weights": True,
-    "hidden_dropout": 0.0,
-    "attention_dropout": 0.0,
-    "tokenizer_model": None,
-}
 
 # A model with experts instead.
 MOE = {
@@ -68,41 +26,9 @@ DEEPSEEK = MOE | LATENT | dict(v_head_dim=128, rope_type="rope", moe_router_scor
 DEEPSEEK |= dict(moe_shared_expert_intermediate_size=252, moe_router_enable_expert_bias=True)
 SPREAD = {"--rl-generate-tp": ["4"], "--rl-generate-ep": ["4"]}
 
-RL = {
-    "--rl-algorithm": ["grpo"],
-    "--rl-reward": ["math"],
-    "--rl-samples-per-prompt": ["4"],
-    "--rl-max-prompt-length": ["32"],
-    "--rl-max-response-length": ["32"],
-}
-
-
 PACKED = {"--rl-max-tokens-per-microbatch": ["64"], "--rl-pack-sequences": []}
 CP2 = {"context_parallel_size": 2, "data_parallel_size": 1, "transformer_impl": "transformer_engine"}
 DPO = {"--rl-algorithm": ["dpo"], "--rl-reward": None, "--rl-samples-per-prompt": None}
-
-
-@pytest.fixture
-def build(tmp_path):
-    """A namespace like Megatron's, from changed flags (`--...`) and changed attributes."""
-    (tmp_path / "tokenizer").mkdir()
-    (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt": "1+1", "answer": "2"}))
-
-    def make(changes):
-        flags = dict(RL)
-        flags["--rl-tokenizer"] = [str(tmp_path / "tokenizer")]
-        flags["--rl-prompt-data"] = [str(tmp_path / "prompts.jsonl")]
-        attributes = dict(GOOD)
-        for name, value in changes.items():
-            if name.startswith("--"):
-                flags[name] = value
-            else:
-                attributes[name] = value
-        words = [word for flag, values in flags.items() if values is not None for word in (flag, *values)]
-        args = add_flags(argparse.ArgumentParser(allow_abbrev=False)).parse_args(words)
-        return argparse.Namespace(**attributes, **vars(args))
-
-    return make
 
 
 def test_the_base_is_good(build):
@@ -362,6 +288,16 @@ def test_flags_that_nothing_reads_are_one_list(build):
     assert sorted(line.split()[1] for line in found) == sorted(flags)
 
 
+@pytest.mark.parametrize("name", ADVANTAGES)
+def test_a_single_response_is_taken_only_where_none_is_compared(build, name):
+    args = build({"--rl-advantage": [name], "--rl-samples-per-prompt": ["1"]})
+    if name in ("reinforce++", "gae"):
+        checks.check_args(args)
+        return
+    with pytest.raises(ValueError, match=f"--rl-samples-per-prompt 1: the advantage '{re.escape(name)}' compares"):
+        checks.check_args(args)
+
+
 def test_dumps_of_another_run_are_refused_before_anything_is_built(build, tmp_path):
     (tmp_path / "rollout-000000.parquet").write_bytes(b"")
     with pytest.raises(ValueError, match="--rl-dump-dir .* holds 1 rollouts of another run"):
@@ -420,8 +356,9 @@ def test_tokenizer_falls_back(build):
 
 
 def test_warnings(build):
-    lines = checks.warnings(build({"--rl-top-p": ["0.9"], "--rl-top-k": ["50"]}))
-    assert [line.split(":")[0] for line in lines] == ["--rl-top-p 0.9", "--rl-top-k 50"]
+    lines = checks.warnings(build({"--rl-top-p": ["0.9"], "--rl-top-k": ["50"], "--rl-clip-low": ["1"]}))
+    assert [line.split(":")[0] for line in lines] == ["--rl-top-p 0.9", "--rl-top-k 50", "--rl-clip-low 1.0"]
+    assert checks.warnings(build({"--rl-clip-low": ["0.9"]})) == []
     assert checks.warnings(build({})) == []
 
 
