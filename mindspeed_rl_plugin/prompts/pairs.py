@@ -51,8 +51,8 @@ class PairRenderer(Renderer):
         answers = {name: _found(fields, key) for name, key in self._keys.items()}
         if _found(fields, self._prompt_key) is None and all(answers.values()):
             raise ValueError(
-                f"{where} has both answers and no prompt in {self._prompt_key!r} (--rl-prompt-key): where they hold the "
-                "prompt themselves, as TRL's implicit prompts do, split it off into a field of its own"
+                f"{where} has both answers and no prompt in {self._prompt_key!r} (--rl-prompt-key): where they hold "
+                "the prompt themselves, as TRL's implicit prompts do, split it off into a field of its own"
             )
         prompt, asked = self.prompt(source, index, row), _found(fields, self._prompt_key)
         answers = {name: self._answer(fields, asked, name, where) for name in self._keys}

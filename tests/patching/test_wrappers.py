@@ -123,7 +123,9 @@ def test_rl_flags_without_an_algorithm_are_warned_of(world, capsys, monkeypatch)
     assert capsys.readouterr().out == ""
     wrapped(parsed("--rl-reward", "math", "--rl-top-p", "0.9"), {})
     told = capsys.readouterr().out
-    assert told.startswith("[rl] WARNING: this run is ordinary pretraining, no reinforcement learning: --rl-algorithm is")
+    assert told.startswith(
+        "[rl] WARNING: this run is ordinary pretraining, no reinforcement learning: --rl-algorithm is"
+    )
     assert "these have no effect: --rl-top-p --rl-reward. Give --rl-algorithm NAME (`python -m" in told
     monkeypatch.setenv("RANK", "1")
     wrapped(parsed("--rl-reward", "math"), {})

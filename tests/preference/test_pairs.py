@@ -101,7 +101,7 @@ def test_what_is_too_long_or_teaches_nothing_is_left_out_and_counted(stream):
         ({**GOOD, "chosen": 4}, "field 'chosen' holds no text but 4 of type int; make it a string"),
         ({**GOOD, "chosen": ["4"]}, "is a list, but not of one assistant message"),
         ({**GOOD, "chosen": [{"role": "assistant", "content": "4"}]}, "holds a chat message; add --rl-apply-chat"),
-        ({"question": "1", "chosen": "2", "rejected": "3"}, "has both answers and no prompt in 'prompt' (--rl-prompt-key)"),
+        ({"question": "1", "chosen": "2", "rejected": "3"}, "has both answers and no prompt in 'prompt' (--rl-prom"),
         (
             {
                 name: [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]
