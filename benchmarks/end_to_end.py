@@ -42,9 +42,9 @@ SAMPLE_SECONDS = 0.5
 UNITS = {"tokens_per_second": "tokens/s", "iteration": "s", "peak_memory": "MiB"}
 # (case, metric) -> bound of this project's value over TRL's
 TARGETS = {
-    **{(case, "tokens_per_second"): (">", 1.0) for case in ("short", "vocabulary")},
+    **{(case, "tokens_per_second"): (">", 1.0) for case in ("short", "vocabulary", "vocabulary-long")},
     ("long-tailed", "tokens_per_second"): (">=", 2.0),
-    ("vocabulary", "peak_memory"): ("<=", 0.5),
+    **{(case, "peak_memory"): ("<=", 0.5) for case in ("vocabulary", "vocabulary-long")},
 }
 HOLDS = {">": operator.gt, ">=": operator.ge, "<=": operator.le}
 TRL = ("trl==1.16.0", "accelerate==1.15.0")
@@ -57,7 +57,7 @@ MODEL_FLAGS = (
 )
 RL_FLAGS = (
     "--rl-algorithm grpo --rl-kl-loss-coef 0 --rl-ignore-eos --rl-kv-cache-gb 0.5 --rl-reward-workers 1 "
-    "--no-rl-progress --rl-answer-key= --rl-wait-timeout 600"
+    "--no-rl-progress --rl-answer-key= --rl-wait-timeout 600 --rl-swap grads"
 )
 
 
@@ -110,6 +110,8 @@ def run_ours(case: workload.Case, folder: Path, iterations: int) -> dict[str, fl
         *("--seq-length", str(longest), "--micro-batch-size", str(case.micro_batch)),
         *("--global-batch-size", str(case.samples), "--train-iters", str(iterations), "--load", str(checkpoint)),
         *("--save", str(save), "--tokenizer-model", str(folder / "tokenizer")),
+        # As many tokens as TRL's micro-batch has where a row is as long as any.
+        *("--rl-max-tokens-per-microbatch", str(case.micro_batch * longest)),
         *("--rl-prompt-data", str(folder / "prompts.jsonl"), "--rl-reward", f"{folder / 'grader.py'}:grade"),
         *("--rl-samples-per-prompt", str(case.members), "--rl-max-prompt-length", str(workload.PROMPT_TOKENS)),
         *("--rl-max-response-length", str(case.limit)),

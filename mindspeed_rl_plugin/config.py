@@ -32,7 +32,7 @@ class DataConfig:
     prompt_key: str = flag("prompt", "field that holds the prompt: a string, or a list of chat messages")
     chosen_key: str = flag("chosen", "field that holds the better answer of a preference pair")
     rejected_key: str = flag("rejected", "field that holds the worse answer of a preference pair")
-    answer_key: str = flag("answer", "field that holds the ground truth for the reward")
+    answer_key: str = flag("answer", "field that holds the ground truth for the reward; dots reach into nested ones")
     apply_chat_template: bool = flag(False, "render every prompt with the tokenizer's chat template")
     max_prompt_length: int = flag(1024, "longest prompt kept; longer ones are dropped and counted", unit="tokens")
     tokenizer: str | None = flag(

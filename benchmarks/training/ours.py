@@ -14,6 +14,7 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 
 import workload  # noqa: E402
+from megatron.training import training  # noqa: E402
 
 from mindspeed_rl_plugin.rollout.vllm_engine import VllmEngine  # noqa: E402
 
@@ -41,4 +42,7 @@ def imposed(self, requests):
 
 
 VllmEngine.submit = imposed
+# TRL's arm writes no checkpoint; Megatron's last one would gather all optimizer state on one rank.
+for name in ("save_checkpoint", "save_checkpoint_and_time"):
+    setattr(training, name, lambda *_, **__: None)
 runpy.run_path(str(HERE.parents[1] / "examples" / "pretrain_gpt.py"), run_name="__main__")
