@@ -194,7 +194,7 @@ class LoopOfFakes(iteration.Loop):
             ids=lambda groups: [],
             plan=lambda groups, lengths: 2 * [Step((((SampleId(0, 0, 0),),),))],
             forget=lambda groups: None,
-            algorithm=SimpleNamespace(dynamic_sampling=False, ppo_epochs=1),
+            algorithm=SimpleNamespace(dynamic_sampling=False, ppo_epochs=1, old_logps=True),
             sizes=SimpleNamespace(prompts=1, members=1),
             meet=lambda what: None,
             total_iterations=2,
