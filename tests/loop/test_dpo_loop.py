@@ -68,10 +68,12 @@ def test_the_margin_rises_and_the_reference_is_read_from_disk_on_a_resume(dpo):
     ],
 )
 def test_other_losses_and_layouts(dpo, kind, layout):
-    lines = dpo("--train-iters", "6", "--rl-dpo-loss", kind, *layout).run().metrics
+    """The margin of the held-out pairs rises; eight new pairs a step say less than chance."""
+    result = dpo("--train-iters", "6", "--rl-dpo-loss", kind, *layout).run()
     start = {"hinge": 1.0, "ipo": 25.0}[kind]
-    assert lines[0]["loss"] == pytest.approx(start, rel=1e-3)
-    assert lines[-1]["dpo/margin"] > 0.01 and lines[-1]["loss"] < lines[0]["loss"]
+    assert result.metrics[0]["loss"] == pytest.approx(start, rel=1e-3)
+    before, after = (line["eval/dpo_margin"] for line in result.evaluations)
+    assert abs(before) < 1e-4 and after > 0.02
 
 
 def test_a_pair_without_a_rejected_answer_ends_the_job_before_anything_is_built(dpo, tmp_path):
