@@ -56,7 +56,7 @@ MODEL_FLAGS = (
     "--lr 1e-6 --lr-decay-style constant --save-interval 1000000 --make-vocab-size-divisible-by 128"
 )
 RL_FLAGS = (
-    "--rl-algorithm grpo --rl-kl-loss-coef 0 --rl-ignore-eos --rl-kv-cache-gb 0.5 --rl-reward-workers 1 "
+    "--rl-algorithm grpo --rl-kl-loss-coef 0 --rl-ignore-eos --rl-kv-cache-gb 0.1 --rl-reward-workers 1 "
     "--no-rl-progress --rl-answer-key= --rl-wait-timeout 600 --rl-swap grads"
 )
 

@@ -7,18 +7,21 @@ distributed optimizer saves a counter of the parameter *group*, and without one 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch.optim.adam import adam
 from torch.optim.adamw import adamw
 
+PIECE = 1 << 18
+
 
 class HostAdam(torch.optim.Optimizer):
     """Adam and AdamW with one integer `step` a parameter group, as in Apex's FusedAdam.
 
-    The update itself is torch's functional `adamw` or `adam`. adam_w_mode: decoupled weight decay (AdamW).
+    The update itself is torch's functional `adamw` or `adam`, PIECE numbers at a time: its temporaries, twice what it
+    is given, stay small and in the processor's cache. adam_w_mode: decoupled weight decay (AdamW).
     """
 
     def __init__(
@@ -60,14 +63,13 @@ class HostAdam(torch.optim.Optimizer):
                 state["exp_avg_sq"] = torch.zeros_like(param)
         beta1, beta2 = group["betas"]
         update = adamw if self.adam_w_mode else adam
+        averages, squares = ([self.state[p][k] for p in params] for k in ("exp_avg", "exp_avg_sq"))
+        pieces = list(_pieces(zip(params, (p.grad for p in params), averages, squares, strict=True)))
         update(
-            params,
-            [p.grad for p in params],
-            [self.state[p]["exp_avg"] for p in params],
-            [self.state[p]["exp_avg_sq"] for p in params],
+            *map(list, zip(*pieces, strict=True)),
             [],
-            # torch counts up before it computes, and per parameter.
-            [torch.tensor(float(group["step"] - 1)) for _ in params],
+            # torch counts up before it computes, and per tensor.
+            [torch.tensor(float(group["step"] - 1)) for _ in pieces],
             foreach=False,
             fused=False,
             amsgrad=False,
@@ -78,3 +80,12 @@ class HostAdam(torch.optim.Optimizer):
             eps=group["eps"],
             maximize=False,
         )
+
+
+def _pieces(tensors: Iterable[tuple[torch.Tensor, ...]]) -> Iterator[tuple[torch.Tensor, ...]]:
+    """Tensors of one shape as views of at most PIECE numbers; what is not contiguous stays whole."""
+    for together in tensors:
+        if all(t.is_contiguous() for t in together):
+            yield from zip(*(t.view(-1).split(PIECE) for t in together), strict=True)
+        else:
+            yield together

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from mindspeed_rl_plugin.host import optimizer as host_optimizer
 from mindspeed_rl_plugin.host.optimizer import HostAdam
 
 
@@ -21,8 +22,10 @@ def descend(optimizer, params, gradients):
     return [p.detach().clone() for p in params]
 
 
+@pytest.mark.parametrize("piece", [host_optimizer.PIECE, 5, 1])
 @pytest.mark.parametrize("decoupled", [True, False])
-def test_equals_torch(decoupled):
+def test_equals_torch(decoupled, piece, monkeypatch):
+    monkeypatch.setattr(host_optimizer, "PIECE", piece)
     settings = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8}
     decays = (0.1, 0.0)
     results = []
@@ -66,3 +69,22 @@ def test_what_a_host_cannot_do_is_refused():
     param = torch.nn.Parameter(torch.ones(2))
     with pytest.raises(ValueError, match="capturable=True.*--optimizer-cuda-graph"):
         HostAdam([param], capturable=True)
+
+
+def test_what_is_not_contiguous_is_updated_too():
+    param = torch.nn.Parameter(torch.arange(6.0).reshape(2, 3).t())
+    before = param.detach().clone()
+    param.grad = torch.ones_like(param)
+    HostAdam([param], lr=0.5, weight_decay=0.0).step()
+    torch.testing.assert_close(param.detach(), before - 0.5)
+
+
+def test_temporaries_do_not_grow_with_the_parameter():
+    param = torch.nn.Parameter(torch.ones(8 * host_optimizer.PIECE))
+    param.grad = torch.ones_like(param)
+    optimizer = HostAdam([param])
+    optimizer.step()
+    with torch.profiler.profile(profile_memory=True) as profile:
+        optimizer.step()
+    most = max(e.self_cpu_memory_usage for e in profile.events())
+    assert 0 < most <= 4 * host_optimizer.PIECE, f"{most} bytes at once"
