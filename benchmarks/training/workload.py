@@ -42,8 +42,9 @@ class Case:
 CASES = {
     "short": Case(prompts=16, members=8, limit=64, tailed=False, vocabulary=4096),
     "long-tailed": Case(prompts=8, members=8, limit=512, tailed=True, vocabulary=4096),
-    "vocabulary": Case(prompts=4, members=8, limit=64, tailed=False, vocabulary=152000, micro_batch=16),
-    "vocabulary-long": Case(prompts=4, members=8, limit=192, tailed=False, vocabulary=152000, micro_batch=16),
+    # Close to the mean length of the case above, and a third of that.
+    "vocabulary": Case(prompts=4, members=8, limit=192, tailed=False, vocabulary=152000, micro_batch=16),
+    "vocabulary-short": Case(prompts=4, members=8, limit=64, tailed=False, vocabulary=152000, micro_batch=16),
 }
 
 
