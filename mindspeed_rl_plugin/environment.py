@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+SPEAK_SECONDS = 20.0  # that other ranks of a machine leave to the first one's message and the launcher
 
 
 def launch_env() -> dict[str, int]:
@@ -24,6 +28,20 @@ def master_address() -> tuple[str, int]:
 def ray_address() -> str:
     """RAY_ADDRESS, the Ray cluster that the user wants to join; empty without."""
     return os.environ.get("RAY_ADDRESS", "")
+
+
+@contextmanager
+def said_once_a_machine() -> Iterator[None]:
+    """A ValueError inside is one of all ranks alike: the first of a machine says it, the launcher then ends the others.
+
+    They wait for that; where it does not come, because that rank alone sees the problem, a rank speaks for itself.
+    """
+    try:
+        yield
+    except ValueError:
+        if launch_env()["local_rank"]:
+            time.sleep(SPEAK_SECONDS)
+        raise
 
 
 def child_environment(more: Mapping[str, str]) -> dict[str, str]:

@@ -372,7 +372,7 @@ class Loop:
                 p.forget(self.groups)
         if not self.steps and (done + 1 < p.total_iterations or p.evaluation_due(done + 1)):
             p.start_leaving()  # while this iteration is logged and saved
-        reporting.iteration(p, done + 1, self._rollout, args[3], update, last_step=not self.steps)
+        reporting.iteration(p, done + 1, self._rollout, update, last_step=not self.steps)
         self._rollout = self._rollout if self.steps else None
         return result
 
@@ -383,12 +383,12 @@ class Loop:
 
         Returns the result of the last of them, and the metrics of all.
         """
-        p, found = self.parts, {}
+        p, found = self.parts, reporting.rates(args[3], self.parts.critic)
         if p.critic is not None:
             p.value_update.prepare(batches)
             critic = (p.critic.model, p.critic.optimizer, p.critic.scheduler, p.critic.config)
             result = p.value_update.run(original, (*critic, *args[6:]), kwargs)
-            found = p.value_update.metrics() | reporting.of_critic(p.critic, result)
+            found |= p.value_update.metrics() | reporting.of_step(result, "critic_")
             if done < p.inputs.config.algorithm.critic_warmup:
                 args[4].step(increment=p.sizes.global_batch)  # the policy's learning rate goes by the iteration
                 return result, found
@@ -396,4 +396,4 @@ class Loop:
         p.update.prepare(batches, measured=columns.update_reads(p.algorithm), version=done - taken)
         result = p.update.run(original, args[2:], kwargs)
         self.trained = True
-        return result, found | reporting.of_policy(result) | p.update.metrics()
+        return result, found | reporting.of_step(result) | p.update.metrics()

@@ -50,6 +50,7 @@ UPDATE_NAMES = {
     "explained_variance": "critic/explained_variance",
     "critic_grad_norm": "critic/grad_norm",
     "critic_lr": "critic/lr",
+    "lr": "lr",
     "rollout_kl": "rollout/kl",
     "rollout_weight_mean": "rollout/weight_mean",
     "rollout_weight_max": "rollout/weight_max",
@@ -92,7 +93,8 @@ def rollout(
         kept = rows["kept"].nonzero().flatten().tolist()
         _check_weights(rows, done, transfer.digest)
         found = dict(metrics.rollout_metrics(rows.take(kept), solved=_solved(p, rows["reward_parts"][kept].tolist())))
-        found |= moved | (drawn or {})
+        found |= metrics.grader_metrics(rows["reward_parts"][kept], p.inputs.graders.names)
+        found |= _overlong(p, rows.take(kept)) | moved | (drawn or {})
         if "times" in rows.columns:
             found |= metrics.filtration_metrics(rows["times"], rows["reward"])
         found["groups/dropped"] = 1.0 - len(kept) / len(rows)
@@ -103,6 +105,15 @@ def rollout(
             dump_rollout(dump_dir, rows, p.inputs.decode, iteration=done + 1, graders=p.inputs.graders.names)
     p.dock_of_rank.commit(lease)
     return Rollout(*p.share(measured))
+
+
+def _overlong(p: Parts, rows: Rows) -> dict[str, Metric]:
+    """What DAPO's penalty on length takes from the rewards, where it is on."""
+    limit = p.inputs.config.rollout.max_response_length
+    if not p.algorithm.buffer(limit):
+        return {}
+    penalty = p.algorithm.shaped(torch.zeros(len(rows)), rows["response_length"], limit)
+    return {"reward/overlong": float(penalty.mean()), "response/overlong": float((penalty < 0).double().mean())}
 
 
 def _moved(transfers: Sequence[Transfer]) -> dict[str, Metric]:
@@ -182,7 +193,6 @@ def iteration(
     p: Parts,
     number: int,
     rollout: Rollout | None,
-    optimizer: Any,
     update: Mapping[str, float],
     *,
     last_step: bool,
@@ -192,7 +202,6 @@ def iteration(
     Stages are those of their slowest rank. Collective.
     """
     found: dict[str, Metric] = {UPDATE_NAMES[k]: v for k, v in update.items() if k in UPDATE_NAMES}
-    found |= {"lr": megatron.learning_rate(optimizer)}
     moved = p.dock.traffic.take() if last_step else []
     ranks = p.gather((found, p.monitor.stage_metrics(), _totals(moved)))
     found, stages = ranks[0][0], metrics.largest([measured for _, measured, _ in ranks])
@@ -208,15 +217,15 @@ def iteration(
     p.monitor.log(number, metrics.merge(found, stages))
 
 
-def of_policy(result: Sequence[Any]) -> dict[str, float]:
-    """What Megatron's step of the policy measured itself."""
-    return {} if result[GRAD_NORM] is None else {"grad_norm": float(result[GRAD_NORM])}
+def rates(optimizer: Any, critic: Critic | None) -> dict[str, float]:
+    """Learning rates of the step to come, which leaves those of the next behind."""
+    found = {"lr": megatron.learning_rate(optimizer)}
+    return found if critic is None else found | {"critic_lr": megatron.learning_rate(critic.optimizer)}
 
 
-def of_critic(critic: Critic, result: Sequence[Any]) -> dict[str, float]:
-    """The same of the critic, and the rate of its next step."""
-    found = {f"critic_{name}": value for name, value in of_policy(result).items()}
-    return found | {"critic_lr": megatron.learning_rate(critic.optimizer)}
+def of_step(result: Sequence[Any], whose: str = "") -> dict[str, float]:
+    """What Megatron's step measured itself; whose: "critic_", or the policy's."""
+    return {} if result[GRAD_NORM] is None else {f"{whose}grad_norm": float(result[GRAD_NORM])}
 
 
 def _totals(moved: Sequence[Moved]) -> dict[str, int]:

@@ -47,6 +47,10 @@ def iteration_line(iteration: int, metrics: Mapping[str, Metric], total: int | N
         )
     )
     parts.append(_put("ent {:5.3f}", get("entropy")))
+    if "critic/loss" in metrics:
+        alone = "" if "loss" in metrics else "alone"  # it warms up, the policy is not trained
+        value = f"critic {short_float(metrics['critic/loss'])}"
+        parts.append(_join(value, _put("explains {:4.2f}", get("critic/explained_variance")), alone))
     if "logp_diff/max" in metrics:
         parts.append(f"Δlogp {short_float(get('logp_diff/mean', math.nan))}/{short_float(metrics['logp_diff/max'])}")
     parts.append(_put("{:6,.0f} tok/s", get("tokens_per_second")))

@@ -51,6 +51,13 @@ def reward_metrics(reward: Tensor) -> dict[str, float]:
     return {"reward/mean": float(reward.mean()), "reward/std": float(reward.std()) if len(reward) > 1 else 0.0}
 
 
+def grader_metrics(parts: Tensor, names: Sequence[str]) -> dict[str, float]:
+    """Mean of each column of the grades `[B, n]`, before weights, by the names of the n graders; of one alone nothing,
+    for that says what the reward says."""
+    means = parts.double().mean(0).tolist()
+    return {f"reward/mean/{name}": mean for name, mean in zip(names, means, strict=True)} if len(names) > 1 else {}
+
+
 def filtration_metrics(times: Tensor, reward: Tensor) -> dict[str, float]:
     """What filtration chose: share of `[B]` responses that are trained at all, and the mean reward of what is trained,
     each response as often as `times` `[B]` says."""

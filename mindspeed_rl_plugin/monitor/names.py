@@ -19,6 +19,7 @@ PEAK = "most memory during the stage on any rank: of tensors on the device, with
 NAMES: dict[str, Meaning] = {
     "reward/mean": Meaning("", "mean reward of the rollout's samples, weighted sum of the graders"),
     "reward/std": Meaning("", "sample standard deviation of the rewards over the whole rollout"),
+    "reward/overlong": Meaning("", "mean penalty on length (--rl-overlong-buffer), at most 0; not in reward/mean"),
     "reward/errors": Meaning(
         "samples", "samples whose grader raised or ran out of time, in all groups that were drawn, also in dropped ones"
     ),
@@ -48,6 +49,7 @@ NAMES: dict[str, Meaning] = {
     "response/length_mean": Meaning("tokens", "mean number of trained tokens of a response"),
     "response/length_max": Meaning("tokens", "trained tokens of the longest response"),
     "response/truncated": Meaning("share", "responses cut at the length limit"),
+    "response/overlong": Meaning("share", "responses that the penalty on length takes something from"),
     "kl/ref": Meaning("nats", "KL of the policy to the reference, per token"),
     "kl/old": Meaning("nats", "KL of the policy to the one that the update started from, per token"),
     "ratio/mean": Meaning("", "mean probability ratio of policy to old policy; exactly 1 in a rollout's first update"),
@@ -77,11 +79,11 @@ NAMES: dict[str, Meaning] = {
     "critic/value_mean": Meaning("", "mean value of the critic before its update"),
     "critic/return_mean": Meaning("", "mean return that the critic learns"),
     "critic/grad_norm": Meaning("", "gradient norm of the critic before clipping"),
-    "critic/lr": Meaning("", "learning rate of the critic"),
+    "critic/lr": Meaning("", "learning rate of the critic's step"),
     "trained/tokens": Meaning("tokens", "response tokens in the update's loss"),
     "trained/sequences": Meaning("samples", "responses in the update's loss, under filtration as often as drawn"),
     "grad_norm": Meaning("", "gradient norm before clipping"),
-    "lr": Meaning("", "learning rate"),
+    "lr": Meaning("", "learning rate of the step that was taken; Megatron's own line has that of the next"),
     "tokens_per_second": Meaning("tokens/s", "prompt and response tokens a second and device, end to end (Eq. 5)"),
     "tokens_per_second_total": Meaning("tokens/s", "prompt and response tokens a second of all devices"),
     "seconds/iteration": Meaning("s", "wall time of the iteration on its slowest rank, evaluation left out"),
@@ -105,6 +107,7 @@ NAMES: dict[str, Meaning] = {
 _PATTERNS = (
     (re.compile(r"seconds/.+"), Meaning("s", "wall time of the stage on its slowest rank")),
     (re.compile(r"peak_bytes/.+"), Meaning("bytes", PEAK)),
+    (re.compile(r"reward/mean/.+"), Meaning("", "mean grade by one of several graders, before its weight")),
     (re.compile(r"eval/pass@\d+"), Meaning("share", "chance that one of k responses is solved, held-out prompts")),
 )
 

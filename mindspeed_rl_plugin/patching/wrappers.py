@@ -10,15 +10,11 @@ import argparse
 import difflib
 import functools
 import sys
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 from mindspeed_rl_plugin.config import add_flags, rl_enabled
-from mindspeed_rl_plugin.environment import launch_env
-
-SPEAK_SECONDS = 20.0  # that other ranks of a machine leave to the first one's message and the launcher
+from mindspeed_rl_plugin.environment import launch_env, said_once_a_machine
 
 
 def add_megatron_arguments_wrapper(original: Callable) -> Callable:
@@ -43,13 +39,13 @@ def validate_args_wrapper(original: Callable) -> Callable:
         if rl_enabled(args):
             from mindspeed_rl_plugin.startup.checks import check_batch
 
-            with _said_once_a_machine():
+            with said_once_a_machine():
                 check_batch(args)
         result = original(args, *rest, **named)
         from mindspeed_rl_plugin.startup.checks import check_args, unused_flags
 
         if rl_enabled(args):
-            with _said_once_a_machine():
+            with said_once_a_machine():
                 check_args(args)
         elif (flags := unused_flags(args)) and launch_env()["rank"] == 0:
             print(
@@ -61,20 +57,6 @@ def validate_args_wrapper(original: Callable) -> Callable:
         return result
 
     return validate_args
-
-
-@contextmanager
-def _said_once_a_machine() -> Iterator[None]:
-    """Arguments are refused on all ranks alike: the first of a machine says so, and the launcher then ends the others.
-
-    They wait for that; where it does not come, because that rank alone sees the problem, a rank speaks for itself.
-    """
-    try:
-        yield
-    except ValueError:
-        if launch_env()["local_rank"]:
-            time.sleep(SPEAK_SECONDS)
-        raise
 
 
 def setup_model_and_optimizer_wrapper(original: Callable) -> Callable:

@@ -163,9 +163,9 @@ class PairLoop:
         with self.monitor.stage("update"):
             place = self.topology.dp_rank, self.topology.dp_size
             self.update.prepare(batches_of_step(rows, i.forward.micro_batch_size, *place), count)
+            found: dict[str, Any] = {"lr": megatron.learning_rate(args[3])}  # the step ends with the rate of the next
             result = self.update.run(original, args[2:], kwargs)
-            found = {f"dpo/{k}" if k != "loss" else k: v for k, v in self.update.metrics().items()}
-        found |= {"lr": megatron.learning_rate(args[3])}
+            found |= {f"dpo/{k}" if k != "loss" else k: v for k, v in self.update.metrics().items()}
         if result[GRAD_NORM] is not None:
             found["grad_norm"] = float(result[GRAD_NORM])
         stages = metrics.largest(self._gather(self.monitor.stage_metrics()))

@@ -19,6 +19,7 @@ from typing import Any
 
 from mindspeed_rl_plugin.algorithms import Algorithm, resolve
 from mindspeed_rl_plugin.config import RLConfig
+from mindspeed_rl_plugin.environment import said_once_a_machine
 from mindspeed_rl_plugin.startup import (
     arithmetic,
     checks,
@@ -72,9 +73,12 @@ def launch(original: Callable, positional: tuple, named: Mapping[str, Any], args
     _launch = _Launch(start, loop, args, algorithm, digest)
     if ranks.is_rank_0():
         print(describe(start, args), flush=True)
+        if state and (told := schedule.remark(state.get("schedule"), args, start.iteration)):
+            print(told, flush=True)
     settled = schedule.settled(state.get("schedule"), args) if state else {}
     if algorithm.needs_critic:
-        _check_critic(args)
+        with _refusing():
+            _check_critic(args)
     # A policy whose optimizer never stepped, for the critic warmed up alone, was saved without one.
     untrained = state is not None and not state["loop"].get(TRAINED, True)
     alone = {"no_load_optim": True} if untrained else {}
@@ -106,11 +110,15 @@ def launch(original: Callable, positional: tuple, named: Mapping[str, Any], args
 
 @contextlib.contextmanager
 def _refusing() -> Iterator[None]:
-    """What refuses a start begins alike, to be found in a log that Megatron fills too."""
-    try:
-        yield
-    except ValueError as error:
-        raise ValueError(f"RL cannot run:\n  - {error}") from error
+    """What refuses a start begins alike, to be found in a log that Megatron fills too, and stands there once."""
+    with said_once_a_machine():
+        try:
+            yield
+        except ValueError as error:
+            if type(error) is not ValueError:  # one that makes its text of other things
+                raise ValueError(f"RL cannot run:\n  - {error}") from error
+            error.args = (f"RL cannot run:\n  - {error}",)
+            raise
 
 
 def load(original: Callable, positional: tuple, named: Mapping[str, Any]) -> Any:

@@ -64,6 +64,21 @@ def settled(recorded: Mapping[str, Any] | None, args: Any) -> dict[str, bool]:
     return {"override_opt_param_scheduler": True} if before != now and constant and same else {}
 
 
+def remark(recorded: Mapping[str, Any] | None, args: Any, done: int) -> str | None:
+    """What to say of a batch that is not that of the `done` iterations so far: Megatron's schedule counts sequences,
+    and keeps their count. None where it is, where nothing was recorded, or where the rates are constant."""
+    if recorded is None or recorded["global_batch_size"] == args.global_batch_size:
+        return None
+    constant = args.lr_decay_style == "constant" and not (args.lr_warmup_iters or args.lr_warmup_fraction)
+    if constant and args.start_weight_decay == args.end_weight_decay:
+        return None
+    before, now = recorded["global_batch_size"], args.global_batch_size
+    return (
+        f"[rl] note: --global-batch-size was {before}, now {now}. The learning-rate schedule counts sequences: the "
+        f"{done} iterations so far are to it {done * before / now:g} of the {now} sequences that one has now"
+    )
+
+
 def check(recorded: Mapping[str, Any] | None, args: Any, where: str) -> None:
     """Refuse a resume from `where` that Megatron would refuse later. `recorded`: None where nothing was.
 

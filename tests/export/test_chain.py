@@ -47,6 +47,7 @@ def random_model(family: str, directory: Path) -> dict[str, torch.Tensor]:
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if any(part in name for part in ("norm", "bias")):
             tensor.data.add_(torch.randn_like(tensor) * 0.1)
+        tensor.data[tensor.data == 0] = 0.05  # a step of 1e-30 shows in a weight that is exactly 0, in no other
     model.save_pretrained(directory)
     return {n: t for file in directory.glob("*.safetensors") for n, t in load_file(file).items()}
 

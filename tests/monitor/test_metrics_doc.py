@@ -12,6 +12,7 @@ from mindspeed_rl_plugin.monitor.summary import summarize
 
 DOC = Path(__file__).parents[2] / "docs" / "metrics.md"
 FAMILIES = {"seconds/STAGE": "seconds/x", "peak_bytes/STAGE": "peak_bytes/x", "eval/pass@K": "eval/pass@8"}
+FAMILIES |= {"reward/mean/GRADER": "reward/mean/exact"}
 TABLE = re.compile(r"(?<=<!-- from monitor/names.py -->\n).*?(?=<!-- end -->)", re.DOTALL)
 
 

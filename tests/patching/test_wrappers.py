@@ -7,6 +7,7 @@ import types
 import pytest
 
 import mindspeed_rl_plugin
+from mindspeed_rl_plugin import environment
 from mindspeed_rl_plugin.config import add_flags
 from mindspeed_rl_plugin.patching import apply as applying
 from mindspeed_rl_plugin.patching import wrappers
@@ -107,10 +108,10 @@ def test_a_batch_that_does_not_divide_is_refused_before_megatron_validates(world
 
 def test_one_rank_of_a_machine_says_what_is_refused_and_the_others_wait_to_be_ended(world, monkeypatch):
     waited = []
-    monkeypatch.setattr(wrappers.time, "sleep", waited.append)
+    monkeypatch.setattr(environment.time, "sleep", waited.append)
     monkeypatch.setattr(checks, "check_args", lambda args: (_ for _ in ()).throw(ValueError("refused")))
     wrapped = wrappers.validate_args_wrapper(lambda args, defaults: args)
-    for local_rank, waits in (("0", []), ("1", [wrappers.SPEAK_SECONDS])):
+    for local_rank, waits in (("0", []), ("1", [environment.SPEAK_SECONDS])):
         monkeypatch.setenv("LOCAL_RANK", local_rank)
         with pytest.raises(ValueError, match="refused"):
             wrapped(world.args, {})

@@ -11,19 +11,20 @@ import pytest
 import torch
 
 from mindspeed_rl_plugin import iteration, reporting
+from mindspeed_rl_plugin.algorithms import resolve
+from mindspeed_rl_plugin.config import AlgorithmConfig
 from mindspeed_rl_plugin.dock import Lease, Traffic
 from mindspeed_rl_plugin.drawing import Verdict
 from mindspeed_rl_plugin.forward import Step
 from mindspeed_rl_plugin.monitor.files import check_dumps, dump_file, dump_files, read_events, read_metrics
 from mindspeed_rl_plugin.monitor.monitor import Monitor
-from mindspeed_rl_plugin.monitor.names import NAMES, meaning
+from mindspeed_rl_plugin.monitor.names import meaning
 from mindspeed_rl_plugin.monitor.summary import summarize
 from mindspeed_rl_plugin.reshard.hook import Transfer
 from mindspeed_rl_plugin.reward import Grade
 from mindspeed_rl_plugin.rollout.generate import weights_number
 from mindspeed_rl_plugin.types import Completion, Prompt, Rows, SampleId, Sampling
 
-OPTIMIZER = SimpleNamespace(param_groups=[{"lr": 0.5}])
 RESULT = ({}, 0, False, 0, 0, 2.0)  # of Megatron's train_step: the gradient norm is used
 LIMITS = SimpleNamespace(data=SimpleNamespace(max_prompt_length=100), rollout=SimpleNamespace(max_response_length=1000))
 WEIGHTS = (1.0, -0.5)  # a grader of the answer, and a penalty
@@ -66,13 +67,17 @@ def rows(reward_parts, weights=0):
     return Rows(ids, columns)
 
 
-def measured(tmp_path, reward_parts, transfer, others=(), weights=None):
+def measured(tmp_path, reward_parts, transfer, others=(), weights=None, preset="grpo", limit=8):
     found = rows(reward_parts, weights_number(transfer.digest) if weights is None else weights)
     dock = SimpleNamespace(lease=lambda state, ids, deadline: Lease(1, state, found.select(ids)), commit=lambda _: None)
     inputs = SimpleNamespace(
-        config=SimpleNamespace(monitor=SimpleNamespace(dump_dir=None)), graders=SimpleNamespace(weights=WEIGHTS)
+        config=SimpleNamespace(
+            monitor=SimpleNamespace(dump_dir=None), rollout=SimpleNamespace(max_response_length=limit)
+        ),
+        graders=SimpleNamespace(weights=WEIGHTS, names=("math", "length")),
     )
-    p = parts(tmp_path, others, dock_of_rank=dock, deadline=5.0, inputs=inputs)
+    algorithm = resolve(AlgorithmConfig(algorithm=preset))
+    p = parts(tmp_path, others, dock_of_rank=dock, deadline=5.0, inputs=inputs, algorithm=algorithm)
     return reporting.rollout(p, found.ids, 6, transfer)
 
 
@@ -82,7 +87,17 @@ def test_groups_are_solved_by_grades_and_not_by_totals(tmp_path):
     grades = [right, right, right, right, right, wrong, right, right, wrong, wrong]
     found = measured(tmp_path, grades, Transfer(6, 0, 0, 0, 0, 0.0, None)).metrics
     assert found["reward/mean"] == pytest.approx((7 * -1.0 + 3 * 2.0) / 10)
+    assert (found["reward/mean/math"], found["reward/mean/length"]) == pytest.approx((0.7, (7 * 4.0 - 3 * 4.0) / 10))
     assert [found[f"groups/{k}"] for k in ("solved", "unsolved", "informative")] == pytest.approx([0.6, 0.2, 0.2])
+
+
+def test_what_the_penalty_on_length_takes_is_told(tmp_path):
+    """DAPO's buffer is the last fifth of the limit: two tokens of ten."""
+    moved = Transfer(6, 0, 0, 0, 0, 0.0, None)
+    for limit, taken, share in ((2, -1.0, 1.0), (10, 0.0, 0.0)):
+        found = measured(tmp_path, [[1.0, 0.0]] * 2, moved, preset="dapo", limit=limit).metrics
+        assert (found["reward/overlong"], found["response/overlong"]) == (taken, share) and found["reward/mean"] == 1.0
+    assert "reward/overlong" not in measured(tmp_path, [[1.0, 0.0]] * 2, moved).metrics
 
 
 def test_the_first_failure_of_each_grader_is_told_once(tmp_path, capsys):
@@ -109,7 +124,7 @@ def test_what_a_reshard_moved_is_summed_over_ranks(tmp_path):
         "weights/digest": "d1",
         "version": 6,
     }
-    assert found.keys() <= NAMES.keys()
+    assert all(meaning(name).text for name in found)
     assert "weights/digest" not in measured(tmp_path, [[1.0, 0.0]] * 2, Transfer(6, 1, 2, 3, 60, 0.25, None)).metrics
 
 
@@ -144,7 +159,7 @@ def test_stages_and_throughput_are_those_of_the_slowest_rank(tmp_path):
     p.monitor.stage_metrics = lambda: {"seconds/update": 3.0, "seconds/reward": 2.0, "seconds/iteration": 5.0}
     state = reporting.Rollout({"reward/mean": 0.5}, tokens=320)
     for number in (1, 2):
-        reporting.iteration(p, number, state, OPTIMIZER, {"loss": 1.0}, last_step=number == 2)
+        reporting.iteration(p, number, state, {"loss": 1.0}, last_step=number == 2)
     first, second = read_metrics(tmp_path)
     expected = {"seconds/update": 7.0, "seconds/reward": 2.0, "peak_bytes/update": 900, "seconds/iteration": 8.0}
     assert {k: second[k] for k in expected} == expected and second["loss"] == 1.0
@@ -163,9 +178,8 @@ def test_stages_and_throughput_are_those_of_the_slowest_rank(tmp_path):
 
 
 def test_the_gradient_norms_of_policy_and_critic_are_told_apart():
-    critic = SimpleNamespace(optimizer=OPTIMIZER)
-    assert reporting.of_policy(RESULT) == {"grad_norm": 2.0} and reporting.of_policy((*RESULT[:5], None)) == {}
-    assert reporting.of_critic(critic, RESULT) == {"critic_grad_norm": 2.0, "critic_lr": 0.5}
+    assert reporting.of_step(RESULT) == {"grad_norm": 2.0} and reporting.of_step((*RESULT[:5], None)) == {}
+    assert reporting.of_step(RESULT, "critic_") == {"critic_grad_norm": 2.0}
 
 
 def test_every_metric_of_the_update_has_its_line_in_the_register():
@@ -246,7 +260,7 @@ class LoopOfFakes(iteration.Loop):
         self.steps.pop()
         with self.parts.monitor.stage("update"):
             self.time.at += 6
-        reporting.iteration(self.parts, done + 1, self._rollout, OPTIMIZER, {"loss": 1.0}, last_step=not self.steps)
+        reporting.iteration(self.parts, done + 1, self._rollout, {"loss": 1.0}, last_step=not self.steps)
         self.done += 1
 
 
