@@ -91,6 +91,10 @@ class Device:
         if not self.is_cpu:
             self.api.synchronize()
 
+    def synchronize_stream(self) -> None:
+        """Wait for all work queued on the current stream; what side streams copy goes on."""
+        self.current_stream().synchronize()
+
     def empty_cache(self) -> None:
         """Give cached blocks of the allocator back to the device."""
         if not self.is_cpu:

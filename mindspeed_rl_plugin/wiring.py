@@ -379,7 +379,7 @@ def make_monitor(args: argparse.Namespace, config: RLConfig, topology: Topology,
         total_iterations=args.train_iters,
         resume_iteration=start.iteration,
         meter=device.memory,
-        synchronize=device.synchronize,
+        synchronize=device.synchronize_stream,  # copies of the swap go on beside stages
         info={
             "algorithm": config.algorithm.algorithm,
             "start": start.kind,

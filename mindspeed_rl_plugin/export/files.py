@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -94,11 +93,9 @@ def write_shards(
     return len(shards), total
 
 
-def copy_tokenizer(source: Path, target: Path) -> list[str]:
-    """Copy the files of a tokenizer. Raises ValueError when there is none."""
+def tokenizer_files(source: Path) -> list[Path]:
+    """The files of a tokenizer in a directory. Raises ValueError when there is none."""
     files = sorted({file for pattern in _TOKENIZER for file in source.glob(pattern) if file.is_file()})
     if not files:
         raise ValueError(f"--tokenizer {source}: no files of a tokenizer there")
-    for file in files:
-        shutil.copyfile(file, target / file.name)
-    return [file.name for file in files]
+    return files

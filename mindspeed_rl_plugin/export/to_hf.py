@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import shutil
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from mindspeed_rl_plugin.export import tokens
 from mindspeed_rl_plugin.export.checkpoint import Checkpoint
 from mindspeed_rl_plugin.export.cli import DTYPES, make_parser, run, size
 from mindspeed_rl_plugin.export.convert import Assembled
-from mindspeed_rl_plugin.export.files import copy_tokenizer, write_shards
+from mindspeed_rl_plugin.export.files import tokenizer_files, write_shards
 from mindspeed_rl_plugin.planning.words import read_config, shape_of
 from mindspeed_rl_plugin.reshard.layout import ModelShape, canonical_tensors
 from mindspeed_rl_plugin.rollout.hf_config import derive_config, write_config
@@ -45,15 +46,17 @@ def export(options: argparse.Namespace) -> str:
     def dtype(name: str) -> torch.dtype:
         return torch.float32 if tensors[name].wide else given or whole.dtype(name)
 
+    # What can be refused comes before what takes long.
+    ids, note = _tokens(checkpoint.args, options, shape.vocab)
+    tokenizer = tokenizer_files(options.tokenizer) if options.tokenizer else []
     sizes = [(name, math.prod(t.shape) * dtype(name).itemsize) for name, t in tensors.items()]
     files, total = write_shards(
         options.out, sizes, lambda name: whole.make(name, dtype(name)), int(options.shard_gb * 1e9)
     )
-    ids, note = _tokens(checkpoint.args, options, shape.vocab)
     written = {"torch_dtype": str(dtype(next(iter(tensors)))).removeprefix("torch.")}
     write_config(config | ids | written, options.out)
-    if options.tokenizer:
-        copy_tokenizer(options.tokenizer, options.out)
+    for file in tokenizer:
+        shutil.copyfile(file, options.out / file.name)
     tokens.write_generation(ids, _folders(options), options.out)
     done = f"{len(tensors)} tensors, {size(total)}, files: {files}"
     return f"exported {checkpoint.folder} to {options.out}: {done}\n{note}"
@@ -82,9 +85,12 @@ def _tokens(args: argparse.Namespace, options: argparse.Namespace, vocab: int) -
             "engine generates to its limit"
         )
     ends = found["eos_token_id"]
-    if max(ends if isinstance(ends, list) else [ends]) >= vocab:
-        raise ValueError(f"eos_token_id {ends} is outside the vocabulary of {vocab}: --tokenizer is of another model")
     source = next(name for name, ids in sources if ids.get("eos_token_id") is not None)
+    each = ends if isinstance(ends, list) else [ends]
+    if not each or not all(isinstance(end, int) for end in each):
+        raise ValueError(f"eos_token_id {ends!r} of {source}: give one token id, or a list of some")
+    if not all(0 <= end < vocab for end in each):
+        raise ValueError(f"eos_token_id {ends} is outside the vocabulary of {vocab}: {source} is of another model")
     return found, f"eos_token_id {ends}, from {source}"
 
 

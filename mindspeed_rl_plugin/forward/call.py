@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import pairwise
+from typing import Any
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -15,7 +18,40 @@ def call_model(model: torch.nn.Module, batch: MicroBatch) -> Tensor:
     """What one model chunk gives for a micro-batch: `[mb, S, V/tp]` logits of a language model, or hidden states."""
     if batch.bounded:
         return model(batch.tokens, batch.position_ids, None, packed_seq_params=packed_seq_params(batch))
-    return model(batch.tokens, batch.position_ids, batch.attention_mask)
+    with own_positions(model, batch):
+        return model(batch.tokens, batch.position_ids, batch.attention_mask)
+
+
+@contextmanager
+def own_positions(model: torch.nn.Module, batch: MicroBatch) -> Iterator[None]:
+    """Inside, rotary embeddings of packed rows begin anew with each row, as the engine's do.
+
+    Megatron's run on over the whole micro-batch. To exact numbers that is the same, for attention sees differences of
+    positions; to float32 an angle at position 10,000 is a thousand times coarser than at 10. Attention that is handed
+    boundaries begins anew by itself, and multi-latent attention has embeddings of its own, which run on.
+    """
+    while isinstance(getattr(model, "module", None), torch.nn.Module):
+        model = model.module
+    rotary = getattr(model, "rotary_pos_emb", None)
+    if batch.segments is None or rotary is None:
+        yield
+        return
+    forward, own = rotary.forward, "forward" in vars(rotary)
+
+    def restarted(*positional: Any, **named: Any) -> Any:
+        found = forward(*positional, **named)
+        if isinstance(found, tuple):  # YaRN's factor beside it
+            return found[0][batch.position_ids[0]], *found[1:]
+        return found[batch.position_ids[0]]
+
+    rotary.forward = restarted
+    try:
+        yield
+    finally:
+        if own:
+            rotary.forward = forward
+        else:
+            del rotary.forward
 
 
 def packed_seq_params(batch: MicroBatch) -> PackedSeqParams:

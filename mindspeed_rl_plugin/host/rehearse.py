@@ -90,9 +90,12 @@ def _rehearse(options: argparse.Namespace, added: list[str], scratch: Path) -> i
     if not entry.mindspeed_llm:
         known = passes.known_flags() | set(flag_names())
         kernels.only_known(flags, known, where)
+    ranks_of_a_row = 1
     if not entry.mindspeed:
+        ranks_of_a_row = flags.number("--context-parallel-size", 1)
         kernels.remove(flags, entry.mindspeed, known)
-    accepted = passes.accept(flags.argv())
+    # Without context parallelism on as many fewer ranks: what a batch is divided by stays the script's.
+    accepted = passes.accept(flags.argv(), launch.world // ranks_of_a_row)
     _say(f"arguments as written, for {launch.world} ranks: {_verdict(accepted)}")
     if not accepted.ok:
         print(f"{tail(accepted)}\n\n{summary.changes('replaced before', flags.changes, scratch)}")

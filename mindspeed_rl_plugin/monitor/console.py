@@ -38,6 +38,14 @@ def iteration_line(iteration: int, metrics: Mapping[str, Metric], total: int | N
     parts.append(
         _join(_put("len {:6.1f}", get("response/length_mean")), _put("trunc {:4.2f}", get("response/truncated")))
     )
+    if "dpo/margin" in metrics:
+        parts.append(
+            _join(
+                _put("loss {:.4f}", get("loss")),
+                _put("margin {:6.3f}", get("dpo/margin")),
+                _put("right {:4.2f}", get("dpo/accuracy")),
+            )
+        )
     kl = get("kl/ref", get("kl/old"))
     parts.append(
         _join(

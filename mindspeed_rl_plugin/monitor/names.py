@@ -39,7 +39,7 @@ NAMES: dict[str, Meaning] = {
     "sampling/carried": Meaning("groups", "groups kept for the next rollout"),
     "sampling/filled": Meaning("groups", "groups without signal that fill the batch up and count in no loss"),
     "dpo/margin": Meaning("", "beta x (gain of the chosen answer over the reference - that of the rejected one)"),
-    "dpo/accuracy": Meaning("share", "pairs whose margin is above 0"),
+    "dpo/accuracy": Meaning("share", "pairs whose margin is above 0; rounding alone in the first step"),
     "dpo/chosen_reward": Meaning("", "beta x (log-prob of the chosen answer - the reference's)"),
     "dpo/rejected_reward": Meaning("", "beta x (log-prob of the rejected answer - the reference's)"),
     "dpo/chosen_logp": Meaning("nats", "log-prob of the chosen answer, summed over its tokens"),

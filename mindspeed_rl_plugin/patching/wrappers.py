@@ -10,11 +10,14 @@ import argparse
 import difflib
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from mindspeed_rl_plugin.config import add_flags, rl_enabled
 from mindspeed_rl_plugin.environment import launch_env, said_once_a_machine
+
+SAID = 8  # lines of an error beside its first
 
 
 def add_megatron_arguments_wrapper(original: Callable) -> Callable:
@@ -134,9 +137,22 @@ def train_step_wrapper(original: Callable) -> Callable:
             return original(*positional, **named)
         from mindspeed_rl_plugin import iteration
 
-        return iteration.current().train_step(original, positional, named)
+        with _stop_said():
+            return iteration.current().train_step(original, positional, named)
 
     return train_step
+
+
+@contextmanager
+def _stop_said() -> Iterator[None]:
+    """Say an error's reason in lines of our own, to be found above the tracebacks of all ranks."""
+    try:
+        yield
+    except Exception as error:
+        head, *more = str(error).splitlines() or [""]
+        lines = [f"rank {launch_env()['rank']} stops: {type(error).__name__}: {head}", *more[:SAID]]
+        print("\n".join(f"[rl] {line}" for line in lines), flush=True)
+        raise
 
 
 def _args() -> Any:
@@ -165,6 +181,14 @@ def _refuse_misspelt(parser: argparse.ArgumentParser) -> argparse.ArgumentParser
     """End with the nearest flag for a `--rl-*` that nobody knows; scripts that ignore unknown flags would lose it."""
     parse = parser.parse_known_args
 
+    refuse = parser.error
+
+    def error(message: str) -> None:
+        if "--rl-" not in message:
+            refuse(message)
+        # Without the usage of some 800 lines that argparse prints first.
+        parser.exit(2, f"RL cannot run with these arguments:\n  - {message}; `--help` lists the flags\n")
+
     def parse_known_args(*positional: Any, **named: Any) -> Any:
         found, rest = parse(*positional, **named)
         for flag in (word.partition("=")[0] for word in rest if word.startswith("--rl-")):
@@ -173,7 +197,7 @@ def _refuse_misspelt(parser: argparse.ArgumentParser) -> argparse.ArgumentParser
             parser.error(f"{flag} is unknown; did you mean {near}?")
         return found, rest
 
-    parser.parse_known_args = parse_known_args
+    parser.parse_known_args, parser.error = parse_known_args, error
     return parser
 
 

@@ -84,6 +84,14 @@ LATENT: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "enable_dsa_indexer": (_OFF, "the families have no sparse attention"),
 }
 
+# Of these, what training itself cannot work with, engine or not: weights that are not whole, or other groups of ranks.
+TRAINING = ("use_legacy_models", "use_megatron_fsdp", "use_torch_fsdp2", "gtp_weight_remat_size", "tp_2d")
+
+
+def refused_in_training(args: argparse.Namespace) -> list[str]:
+    """One line per argument with which no algorithm can train, also one that generates nothing."""
+    return _refused(args, {name: ARGUMENTS[name] for name in TRAINING})
+
 
 def refused(args: argparse.Namespace) -> list[str]:
     """One line per argument that no family expresses."""
@@ -92,11 +100,10 @@ def refused(args: argparse.Namespace) -> list[str]:
         tables.append(EXPERTS)
     if getattr(args, "multi_latent_attention", None):
         tables.append(LATENT)
-    out = []
-    for table in tables:
-        for name, (allowed, fix) in table.items():
-            # Where an argument is unknown to a Megatron version, its first allowed value is assumed.
-            value = getattr(args, name, allowed[0])
-            if value not in allowed:
-                out.append(f"{name} is {value!r}: {fix}")
-    return out
+    return [line for table in tables for line in _refused(args, table)]
+
+
+def _refused(args: argparse.Namespace, table: Mapping[str, tuple[tuple[Any, ...], str]]) -> list[str]:
+    # Where an argument is unknown to a Megatron version, its first allowed value is assumed.
+    given = {name: getattr(args, name, allowed[0]) for name, (allowed, _) in table.items()}
+    return [f"{name} is {given[name]!r}: {fix}" for name, (allowed, fix) in table.items() if given[name] not in allowed]

@@ -337,7 +337,7 @@ class HostWeights:
                     spare.copy_(live)
                     live.copy_(mine, non_blocking=True)
                     mine.copy_(spare, non_blocking=True)
-        self._device.synchronize()
+        self._device.synchronize_stream()
 
 
 @contextlib.contextmanager

@@ -18,7 +18,8 @@ class Arithmetic:
 
     prompts: G of one rollout; members: N responses of a prompt; global_batch: sequences of one optimizer
     step (--global-batch-size); epochs: passes over a rollout; micro_batch: sequences of one forward;
-    data_parallel, engines: ranks; train_iters: optimizer steps of the whole run.
+    data_parallel, engines: ranks; train_iters: optimizer steps of the whole run; max_tokens: of a micro-batch, where
+    they are cut by tokens.
     """
 
     prompts: int
@@ -29,6 +30,7 @@ class Arithmetic:
     data_parallel: int
     engines: int
     train_iters: int
+    max_tokens: int | None = None
 
     @property
     def samples(self) -> int:
@@ -57,15 +59,18 @@ class Arithmetic:
             ("samples a rollout", self.samples, f"{self.prompts} prompts x {self.members} responses"),
             ("sequences an optimizer step", self.global_batch, "--global-batch-size"),
             ("optimizer steps a rollout", self.steps, f"{self.samples} / {self.global_batch} x {self.epochs} epochs"),
-            (
-                "micro-batches a step and rank",
-                self.micro_batches,
-                f"{self.global_batch} / ({self.micro_batch} x {self.data_parallel} data-parallel ranks)",
-            ),
+            self._cut(),
             ("rollouts", self.rollouts, f"{self.train_iters} optimizer steps / {self.steps}{self._last()}"),
             ("rollout engines", self.engines, ""),
         ]
         return _table(rows)
+
+    def _cut(self) -> tuple[str, int, str]:
+        if self.max_tokens is not None:
+            share = self.global_batch // self.data_parallel
+            return "tokens a micro-batch, at most", self.max_tokens, f"out of {share} rows a step and rank"
+        across = f"({self.micro_batch} x {self.data_parallel} data-parallel ranks)"
+        return "micro-batches a step and rank", self.micro_batches, f"{self.global_batch} / {across}"
 
     def _last(self) -> str:
         left = self.train_iters % self.steps
@@ -131,6 +136,7 @@ def derive(
     data_parallel: int,
     engines: int,
     train_iters: int,
+    max_tokens: int | None = None,
 ) -> Arithmetic:
     """Fill in the default of `prompts` and check that everything divides.
 
@@ -150,7 +156,8 @@ def derive(
             f"not a multiple of --global-batch-size {global_batch}; {_near(prompts, members, global_batch)}"
         )
     _check_split(global_batch, micro_batch, data_parallel)
-    return Arithmetic(prompts, members, global_batch, epochs, micro_batch, data_parallel, engines, train_iters)
+    sizes = (prompts, members, global_batch, epochs, micro_batch, data_parallel, engines, train_iters)
+    return Arithmetic(*sizes, max_tokens)
 
 
 def arithmetic_of(args: Any) -> Arithmetic | PairArithmetic:
@@ -177,6 +184,7 @@ def derive_from_args(args: Any) -> Arithmetic:
         data_parallel=args.data_parallel_size,
         engines=args.world_size // config.rollout.generate_tp,
         train_iters=args.train_iters,
+        max_tokens=config.forward.max_tokens_per_microbatch,
     )
 
 

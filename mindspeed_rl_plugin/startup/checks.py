@@ -20,6 +20,7 @@ from mindspeed_rl_plugin.device import get_device
 from mindspeed_rl_plugin.forward.settings import length_multiple, takes_boundaries
 from mindspeed_rl_plugin.monitor.files import check_dumps
 from mindspeed_rl_plugin.reshard.parallel import Parallel
+from mindspeed_rl_plugin.reshard.refusals import refused_in_training
 from mindspeed_rl_plugin.reshard.shape import ModelShape
 from mindspeed_rl_plugin.reward.model import same_tokenizer
 from mindspeed_rl_plugin.reward.specs import model_specs, parse_specs, time_limits
@@ -38,6 +39,7 @@ def check_args(args: Any) -> None:
     checks = CHECKS
     if learns_from_pairs(config.algorithm.algorithm):  # which has no grader and no engine
         checks = [check for check in checks if check not in (_rewards, _model, words.swap, _dumps)]
+        checks.append(_whole_weights)
     problems = [message for check in checks for message in check(args, config)]
     if problems:
         raise _refusal(problems)
@@ -281,6 +283,18 @@ def _lengths(args: Any, config: RLConfig) -> Iterator[str]:
         )
 
 
+def _whole_weights(args: Any, config: RLConfig) -> Iterator[str]:
+    """What `_model` says of training alone."""
+    yield from refused_in_training(args)
+
+
+def _lost_tokens(args: Any, config: RLConfig) -> Iterator[str]:
+    """MindSpeed's schedules for these flags end without the number of tokens by which Megatron divides gradients."""
+    for name in ("recompute_in_bubble", "recompute_in_advance"):
+        if getattr(args, name, False) and getattr(args, "calculate_per_token_loss", False):
+            yield f"--{name.replace('_', '-')} with --calculate-per-token-loss scales gradients wrongly; remove one"
+
+
 def _token_budget(args: Any, config: RLConfig) -> Iterator[str]:
     budget, packed = config.forward.max_tokens_per_microbatch, config.forward.pack_sequences
     if packed and budget is None:
@@ -326,6 +340,7 @@ CHECKS: tuple[Check, ...] = (
     _model,
     _lengths,
     _token_budget,
+    _lost_tokens,
     context.problems,
     words.swap,
     _dumps,

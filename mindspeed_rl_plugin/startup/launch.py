@@ -25,6 +25,7 @@ from mindspeed_rl_plugin.startup import (
     checks,
     critic_files,
     files,
+    fitting,
     model_source,
     predicting,
     ranks,
@@ -124,11 +125,15 @@ def _refusing() -> Iterator[None]:
 def load(original: Callable, positional: tuple, named: Mapping[str, Any]) -> Any:
     """Megatron's `load_checkpoint`, with the reference's weights loaded before a resumed actor's."""
     at = _launch
-    if at is not None and at.loading and at.start.kind == "resume" and at.algorithm.needs_reference:
-        model = positional[0] if positional else named["ddp_model"]
-        _load_reference(original, model, at)
+    if at is None or not at.loading:
+        return original(*positional, **named)
+    model = positional[0] if positional else named["ddp_model"]
+    if at.start.kind == "resume" and at.algorithm.needs_reference:
+        with _refusing(), fitting.must_fit(model, str(at.start.reference_path)):
+            _load_reference(original, model, at)
         at.loop.on_reference_loaded(model)
-    return original(*positional, **named)
+    with _refusing(), fitting.must_fit(model, f"the checkpoint of {at.start.load_dir}"):
+        return original(*positional, **named)
 
 
 def save_rl_state(args: Any, iteration: int, save_checkpoint: Callable | None = None) -> dict[str, Any]:

@@ -62,6 +62,7 @@ REFUSED: tuple[Refused, ...] = (
     # What replaces parts of the training loop that the plugin relies on.
     Refused("async_log_allreduce", _given, "MindSpeed then replaces train_step by one of its own; remove the flag"),
     Refused("reuse_fp32_param", _given, "weights and fp32 copies then share memory, swap cannot follow; remove it"),
+    Refused("optimize_send_recv_comm", _given, "it keeps the first pass's number of micro-batches for all; remove it"),
     Refused("iterations_to_skip", _given, "a skipped iteration would throw rollouts away; remove the flag"),
     Refused("inprocess_restart", _given, "the engine does not survive it; let torchrun restart the job"),
     Refused("perform_rl_step", _given, "this is Megatron's own RL; use either that or --rl-algorithm"),

@@ -74,5 +74,7 @@ def swap(args: Any, config: RLConfig) -> Iterator[str]:
             yield f"--rl-swap {name} is unknown; known: {', '.join(known)}"
     if "none" in names and len(names) > 1:
         yield f"--rl-swap {' '.join(names)}: 'none' stands alone"
+    if "optimizer" in names and getattr(args, "virtual_optimizer", None):
+        yield "--virtual-optimizer keeps the moments in host memory of its own; give --rl-swap params grads"
     if "none" not in names and getattr(args, "use_nccl_ub", False):
         yield "--use-nccl-ub registers Megatron's buffers for good; drop it, or give --rl-swap none"

@@ -135,6 +135,13 @@ def test_special_tokens_of_a_tokenizer(model, capsys):
     argv = ["--load", model.parent / "ckpt", "--out", model.parent / "no", "--tokenizer", folder]
     assert to_hf.main([*map(str, argv)]) == 1
     assert "eos_token_id 250 is outside the vocabulary of 250" in capsys.readouterr().err
+    for wrong in ('"end"', "[]", "[2, null]"):
+        (folder / "generation_config.json").write_text(f'{{"eos_token_id": {wrong}}}')
+        assert to_hf.main([*map(str, argv)]) == 1
+        assert f"of {folder}: give one token id, or a list of some" in capsys.readouterr().err
+    assert to_hf.main([*map(str, argv[:-1]), str(model)]) == 1
+    assert "no files of a tokenizer" in capsys.readouterr().err
+    assert not list((model.parent / "no").glob("*.safetensors")), "refused before the weights are written"
 
 
 def test_a_vocabulary_in_other_files(tmp_path):

@@ -249,6 +249,15 @@ def test_changed_flags_are_recorded_and_the_rest_stays():
     }
 
 
+def test_rows_are_not_split_where_no_attention_can():
+    flags = Flags.parse(["--context-parallel-size", "4", "--transformer-impl", "transformer_engine"])
+    kernels.remove(flags, False, set())
+    assert flags.number("--context-parallel-size", 0) == 1 and flags.get("--transformer-impl") == "local"
+    flags = Flags.parse(["--context-parallel-size", "4"])
+    kernels.remove(flags, True, set())
+    assert flags.number("--context-parallel-size", 0) == 4, "MindSpeed's own attention is there"
+
+
 @pytest.mark.parametrize("ranks, sizes", [(1, (1, 1, 1)), (2, (2, 1, 1)), (4, (2, 2, 1)), (8, (2, 2, 2))])
 def test_what_was_split_stays_split_while_there_are_ranks(ranks, sizes):
     argv = "--tensor-model-parallel-size 4 --pipeline-model-parallel-size 4 --num-layers 28 --global-batch-size 256"

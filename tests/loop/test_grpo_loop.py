@@ -124,8 +124,10 @@ STAGES = ("prompts", "reshard", "generate", "reward", "swap_back", "logp_old", "
 
 @pytest.mark.parametrize("after", [s if s == "reshard" else pytest.param(s, marks=pytest.mark.slow) for s in STAGES])
 def test_killed_rank_ends_the_job_and_restart_continues(job, after):
-    """Kill -9 as soon as a stage has ended, so in the middle of the next one, the update included."""
-    crashed = job("--train-iters", "6", "--save-interval", "2", "--rl-rollout-prompts", "4")
+    """Kill -9 as soon as a stage has ended, so in the middle of the next one, the update included; old log-probs by
+    default, which needs no pass for them where a rollout makes one step."""
+    asked = ("--rl-old-logprobs", "pass" if after == "logp_old" else "auto")
+    crashed = job("--train-iters", "6", "--save-interval", "2", "--rl-rollout-prompts", "4", *asked)
     crashed.start()
     events = crashed.run_dir / "events-rank1.jsonl"
     deadline = time.monotonic() + 200
@@ -139,6 +141,8 @@ def test_killed_rank_ends_the_job_and_restart_continues(job, after):
     again = crashed.run()
     assert "training resumes from" in again.log
     assert [line["iteration"] for line in again.metrics] == [1, 2, 3, 4, 5, 6]
+    passes = ["seconds/logp_old" in line for line in again.metrics]
+    assert passes == [after == "logp_old"] * 6 and {line["ratio/max"] for line in again.metrics} == {1.0}
 
 
 # Runs pretrain_gpt.py; the first time, a rank kills itself where `patch` calls `die`.

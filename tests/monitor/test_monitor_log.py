@@ -73,6 +73,14 @@ def test_lines_of_two_iterations_are_aligned():
     assert bars[0] == bars[1]
 
 
+def test_the_line_says_what_the_critic_and_pairs_do():
+    critic = {"critic/loss": 0.25, "critic/explained_variance": 0.4}
+    assert iteration_line(1, critic) == "rl 1 | critic 0.25 explains 0.40 alone"
+    assert iteration_line(1, critic | {"loss": 1.0}) == "rl 1 | critic 0.25 explains 0.40"
+    pairs = {"loss": 0.6931, "dpo/margin": 0.125, "dpo/accuracy": 0.75}
+    assert iteration_line(2, pairs) == "rl 2 | loss 0.6931 margin  0.125 right 0.75"
+
+
 def test_absent_metrics_leave_their_part_out_and_nan_is_shown():
     assert iteration_line(1, {"reward/mean": math.nan}) == "rl 1 | reward    nan"
     assert iteration_line(1, {}) == "rl 1"

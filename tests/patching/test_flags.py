@@ -43,9 +43,9 @@ CASES = [
     (MODEL + NO_DROPOUT + RL + ["--rl-kl-estimator", "k4"], "usage: "),
     (
         MODEL + NO_DROPOUT + RL + ["--rl-rollout-promts", "4"],
-        "error: --rl-rollout-promts is unknown; did you mean --rl-rollout-prompts",
+        "  - --rl-rollout-promts is unknown; did you mean --rl-rollout-prompts",
     ),
-    (MODEL + ["--rl-xyzzy=1"], "error: --rl-xyzzy is unknown; did you mean one that `--help` lists?"),
+    (MODEL + ["--rl-xyzzy=1"], "  - --rl-xyzzy is unknown; did you mean one that `--help` lists?"),
 ]
 
 

@@ -186,3 +186,14 @@ def test_the_iterator_is_the_docks_and_no_data_is_opened(world):
 def test_the_step_is_the_loops(world):
     wrapped = wrappers.train_step_wrapper(lambda *a, **k: (a, k))
     assert wrapped(1, 2, iteration=3) == ("stepped", ((1, 2), {"iteration": 3}))
+
+
+def test_an_error_in_a_step_is_said_in_lines_of_our_own(world, monkeypatch, capsys):
+    def fail(*_):
+        raise RuntimeError("the grader\nreturned nan")
+
+    world.loop.train_step = fail
+    monkeypatch.setenv("RANK", "3")
+    with pytest.raises(RuntimeError):
+        wrappers.train_step_wrapper(None)()
+    assert capsys.readouterr().out == "[rl] rank 3 stops: RuntimeError: the grader\n[rl] returned nan\n"

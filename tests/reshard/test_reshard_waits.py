@@ -1,6 +1,7 @@
 """The order of copies and other work: what may be touched when, and that a forgotten wait shows."""
 
 import sys
+import threading
 from contextlib import nullcontext
 from pathlib import Path
 from types import MethodType, SimpleNamespace
@@ -8,10 +9,13 @@ from types import MethodType, SimpleNamespace
 import pytest
 import torch
 
-from mindspeed_rl_plugin import iteration
+from mindspeed_rl_plugin import iteration, wiring
+from mindspeed_rl_plugin.config import RLConfig
+from mindspeed_rl_plugin.copies import ThreadCopier
 from mindspeed_rl_plugin.device import Device
 from mindspeed_rl_plugin.reshard import swap
 from mindspeed_rl_plugin.reshard.swap import TrainState
+from mindspeed_rl_plugin.startup.start import Start
 from mindspeed_rl_plugin.wiring import Parts
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -351,3 +355,27 @@ def test_a_run_ends_without_a_copy_to_the_host():
     )
     Parts.close(parts)
     assert events == ["state.discard", "critic.discard", "engine.shutdown", "dock.close"]
+
+
+def test_copies_go_on_beside_a_stage(tmp_path, monkeypatch):
+    """A device whose wait for everything waits for copies too, as a real one's does: stages wait for their own work."""
+    flying, late = [], threading.Event()
+
+    class Wide(Device):
+        def synchronize(self) -> None:
+            for copies in flying:
+                copies.synchronize()
+
+    monkeypatch.setattr(wiring, "get_device", lambda: Wide("cpu"))
+    for name in ("tensorboard_writer", "wandb_writer"):
+        monkeypatch.setattr(wiring.megatron, name, lambda: None)
+    args, topology = SimpleNamespace(save=str(tmp_path), train_iters=1), SimpleNamespace(rank=0, world=1)
+    monitor = wiring.make_monitor(args, RLConfig(), topology, Start("fresh", None, 0, None, None))
+    ended = []
+    flying.append(ThreadCopier().start(lambda: ended.append(late.wait(5))))
+    monitor.begin(1)
+    with monitor.stage("logp_old"):
+        assert not ended, "the stage began after the copies"
+    assert not ended, "the stage ended after the copies"
+    late.set()
+    flying[0].synchronize()

@@ -104,3 +104,6 @@ def test_table():
         "9  100 optimizer steps / 12, the last serves 4",
     ):
         assert part in text, text
+    cut = derive(**BASE, max_tokens=4096).table()
+    assert "tokens a micro-batch, at most     4096  out of 8 rows a step and rank" in cut
+    assert "micro-batches a step" not in cut

@@ -82,6 +82,7 @@ def remove(flags: Flags, mindspeed: bool, known: set[str]) -> None:
     for flag, why in SWITCHED_OFF.items():
         if not known or flag in known:
             flags.set(flag, why=f"not on a host: {why}")
+    flags.at_most("--context-parallel-size", 1, "not on a host: TransformerEngine's attention splits rows over ranks")
     flags.set("--transformer-impl", "local", why="not on a host: TransformerEngine is not installed")
 
 

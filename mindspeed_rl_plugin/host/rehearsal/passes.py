@@ -57,12 +57,12 @@ class Passes:
             raise ValueError(f"Megatron's parser could not be asked:\n{tail(done)}")
         return set(json.loads(done.lines[-1]))
 
-    def accept(self, argv: Sequence[str]) -> Done:
-        """The arguments through parsers and validation, as rank 0 of the script's own world."""
+    def accept(self, argv: Sequence[str], world_size: int | None = None) -> Done:
+        """The arguments through parsers and validation, as rank 0 of the script's own world, or of so many ranks."""
         world = {
             "RANK": "0",
             "LOCAL_RANK": "0",
-            "WORLD_SIZE": str(self._launch.world),
+            "WORLD_SIZE": str(world_size or self._launch.world),
             "LOCAL_WORLD_SIZE": str(self._launch.nproc),
             "MASTER_ADDR": "localhost",
             "MASTER_PORT": "1",

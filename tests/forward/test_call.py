@@ -1,0 +1,61 @@
+"""What a model chunk is called with: packed rows begin anew, in their rotary embeddings too."""
+
+import pytest
+import torch
+
+from mindspeed_rl_plugin.forward.call import call_model
+from mindspeed_rl_plugin.forward.collate import collate
+from mindspeed_rl_plugin.forward.settings import ForwardSettings
+from mindspeed_rl_plugin.types import Ragged, Rows, SampleId
+
+
+class Rotary(torch.nn.Module):
+    """Angles `[S, 1, 1, D]` of positions from 0, as Megatron's."""
+
+    def forward(self, length):
+        return torch.arange(length)[:, None, None, None] * torch.tensor([1.0, 0.1, 0.01])
+
+
+class Chunk(torch.nn.Module):
+    """Asks its rotary embeddings for what Megatron's GPTModel asks them, and gives them back."""
+
+    def __init__(self, factor: bool) -> None:
+        super().__init__()
+        self.rotary_pos_emb = Rotary()
+        if factor:
+            forward = self.rotary_pos_emb.forward
+            self.rotary_pos_emb.forward = lambda length: (forward(length), 1.5)
+
+    def forward(self, tokens, position_ids, attention_mask):
+        return self.rotary_pos_emb(tokens.shape[1])
+
+
+class Wrapper(torch.nn.Module):
+    def __init__(self, module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *inputs):
+        return self.module(*inputs)
+
+
+def micro_batch(lengths, packed):
+    tokens = Ragged.from_rows([torch.arange(n, dtype=torch.int32) for n in lengths])
+    rows = Rows(tuple(SampleId(0, 0, i) for i in range(len(lengths))), {"tokens": tokens})
+    return collate(rows, ForwardSettings(len(lengths), 16, 99, multiple=4, max_tokens=100, packed=packed))
+
+
+@pytest.mark.parametrize("factor", [False, True])
+def test_each_packed_row_has_the_rotary_embeddings_of_a_row_of_its_own(factor):
+    model = Wrapper(Wrapper(Chunk(factor)))
+    before = vars(model.module.module.rotary_pos_emb).copy()
+    plain = Rotary()(9)
+    found = call_model(model, micro_batch([3, 9, 2], packed=True))
+    if factor:
+        found, kept = found
+        assert kept == 1.5
+    assert found.shape[0] == 16, "padded to a multiple of 4"
+    assert torch.equal(found[:14], torch.cat([plain[:3], plain, plain[:2]]))
+    assert vars(model.module.module.rotary_pos_emb) == before
+    rows = call_model(model, micro_batch([9, 3], packed=False))
+    assert torch.equal((rows[0] if factor else rows)[:9], plain)
