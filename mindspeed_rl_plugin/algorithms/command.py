@@ -59,6 +59,21 @@ def preset_row(name: str) -> tuple[str, ...]:
     )
 
 
+def in_words(found: Algorithm) -> str:
+    """A resolved algorithm in one line: what this run computes, flags and preset together."""
+    spec = losses.LOSSES.get(found.loss)
+    clipped = f" -{found.bounds.low:g}/+{found.bounds.high:g}" if spec is not None and spec.clip_low is not None else ""
+    said = [f"advantage {found.advantage}", f"loss {found.loss}{clipped}", f"aggregation {found.aggregation}"]
+    said += [f"KL in the loss {_coefficient(found.kl_loss_coef, found.kl_estimator)}"]
+    said += [f"in the reward {_coefficient(found.kl_reward_coef, found.kl_reward_estimator)}"]
+    if found.correction != "off":
+        said.append(f"correction {found.correction} by {found.correction_level}")
+    if found.entropy_coef:
+        said.append(f"entropy {found.entropy_coef:g}")
+    more = [*_more(found), *([f"{found.ppo_epochs} epochs"] if found.ppo_epochs > 1 else [])]
+    return f"{found.name}: " + ", ".join(more if found.from_pairs else said + more)
+
+
 def parts() -> Iterable[tuple[str, Mapping[str, Callable], Callable[[str], str]]]:
     """(title with its flag, name -> function, default settings of a name) of every kind of part."""
     nothing: Callable[[str], str] = lambda name: ""  # noqa: E731
@@ -106,7 +121,9 @@ def described(function: Callable) -> tuple[str, str]:
 def _more(found: Algorithm) -> Iterable[str]:
     if found.needs_critic:
         yield f"critic, value clip {found.value_clip:g}"
-    if found.overlong_share:
+    if found.overlong_buffer:
+        yield f"overlong penalty, buffer {found.overlong_buffer} tokens"
+    elif found.overlong_share and found.overlong_buffer is None:
         yield f"overlong penalty, buffer {found.overlong_share:.0%} of the limit"
     if found.dynamic_sampling:
         yield "dynamic sampling"

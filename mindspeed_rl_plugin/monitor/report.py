@@ -45,7 +45,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     rows, ranks = len(data["samples"]["rows"]), data["timeline"]["ranks_total"]
     places = ("from " if rows else "- looked for dumps in ") + ", ".join(data["samples"]["places"])
-    print(f"report: {out} ({len(data['metrics']['iterations'])} iterations, {ranks} ranks, {rows} samples {places})")
+    trained = sum(i > 0 for i in data["metrics"]["iterations"])  # at 0 there is an evaluation
+    print(f"report: {out} ({trained} iterations, {ranks} ranks, {rows} samples {places})")
     return 0
 
 

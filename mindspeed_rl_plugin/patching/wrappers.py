@@ -45,12 +45,12 @@ def validate_args_wrapper(original: Callable) -> Callable:
             with said_once_a_machine():
                 check_batch(args)
         result = original(args, *rest, **named)
-        from mindspeed_rl_plugin.startup.checks import check_args, unused_flags
+        from mindspeed_rl_plugin.startup.checks import check_args, given_flags
 
         if rl_enabled(args):
             with said_once_a_machine():
                 check_args(args)
-        elif (flags := unused_flags(args)) and launch_env()["rank"] == 0:
+        elif (flags := given_flags(args)) and launch_env()["rank"] == 0:
             print(
                 "[rl] WARNING: this run is ordinary pretraining, no reinforcement learning: --rl-algorithm is missing, "
                 f"and without it these have no effect: {' '.join(flags)}. Give --rl-algorithm NAME (`python -m "

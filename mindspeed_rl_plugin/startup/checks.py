@@ -57,15 +57,15 @@ def _refusal(problems: Iterable[str]) -> ValueError:
     return ValueError("RL cannot run with these arguments:\n" + "\n".join(f"  - {p}" for p in problems))
 
 
-def unused_flags(args: Any) -> list[str]:
-    """RL flags that were given a value other than their default."""
-    given, default = RLConfig.from_args(args), RLConfig()
-    return [
-        flag_name(field.name)
+def given_flags(args: Any) -> dict[str, Any]:
+    """RL flags that were given a value other than their default, and the value."""
+    config, default = RLConfig.from_args(args), RLConfig()
+    return {
+        flag_name(field.name): getattr(getattr(config, group.name), field.name)
         for group in dataclasses.fields(RLConfig)
         for field in dataclasses.fields(getattr(default, group.name))
-        if getattr(getattr(given, group.name), field.name) != getattr(getattr(default, group.name), field.name)
-    ]
+        if getattr(getattr(config, group.name), field.name) != getattr(getattr(default, group.name), field.name)
+    }
 
 
 def warnings(args: Any) -> list[str]:

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from mindspeed_rl_plugin.algorithms import Algorithm, resolve
+from mindspeed_rl_plugin.algorithms.command import in_words
 from mindspeed_rl_plugin.config import RLConfig
 from mindspeed_rl_plugin.environment import said_once_a_machine
 from mindspeed_rl_plugin.startup import (
@@ -61,7 +62,8 @@ def launch(original: Callable, positional: tuple, named: Mapping[str, Any], args
     global _launch
     if ranks.is_rank_0():
         notes = [f"[rl] note: {line}" for line in checks.warnings(args)]
-        print("\n".join([arithmetic.arithmetic_of(args).table(), *notes]), flush=True)
+        parts = f"[rl] {in_words(resolve(RLConfig.from_args(args).algorithm))}"
+        print("\n".join([parts, arithmetic.arithmetic_of(args).table(), *notes]), flush=True)
     with _refusing():
         loop.before_model(args)
     if getattr(args, "mtp_num_layers", None):

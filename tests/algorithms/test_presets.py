@@ -160,3 +160,13 @@ def test_the_legend_says_what_the_formulas_are_written_in(capsys):
     k1 = KL_ESTIMATORS["k1"](torch.tensor(-1.0), torch.tensor(-3.0))
     assert float(k1) == 2.0 and "x: logp_ref - logp, so k1 is logp - logp_ref" in legend
     assert "constant length: --rl-max-response-length" in legend
+
+
+def test_a_run_says_what_flags_and_preset_make_together():
+    flags = {"advantage": "rloo", "kl_loss_coef": 0.01, "clip_high": 0.3, "correction": "mask", "overlong_buffer": 7}
+    assert command.in_words(resolve(AlgorithmConfig(algorithm="grpo", **flags))) == (
+        "grpo: advantage rloo, loss clip -0.2/+0.3, aggregation seq-mean-token-mean, KL in the loss 0.01 x k3, "
+        "in the reward -, correction mask by token, overlong penalty, buffer 7 tokens"
+    )
+    assert command.in_words(resolve(AlgorithmConfig(algorithm="dpo"))) == "dpo: sigmoid, beta 0.1"
+    assert "buffer 20% of the limit, dynamic sampling" in command.in_words(resolve(AlgorithmConfig(algorithm="dapo")))

@@ -124,7 +124,8 @@ def test_pretrained(job, capsys):
     assert done.start.reference_path.endswith("base/iter_0000500")
     lines = capsys.readouterr().out.splitlines()
     assert sum("training starts from the weights of" in line for line in lines) == 1
-    assert lines[0] == "[rl] batch arithmetic"
+    assert lines[0].startswith("[rl] grpo: advantage group-norm, loss clip -0.2/+0.2, ")
+    assert lines[1] == "[rl] batch arithmetic"
 
 
 def test_without_kl_no_reference_is_kept(job):
