@@ -28,7 +28,9 @@ def main(argv: list[str]) -> int:
     """Run `export`. Returns 0, or 1 with a message."""
     parser = make_parser("export", "Megatron checkpoint (--ckpt-format torch)", "directory of the Hugging Face model")
     parser.add_argument("--iteration", type=int, help="which one (default: the latest)")
-    parser.add_argument("--vocab", type=int, help="rows of the embedding that are tokens (default: as saved)")
+    parser.add_argument(
+        "--vocab", type=int, help="rows of the embedding that are tokens (default: as saved, else the tokenizer's)"
+    )
     parser.add_argument("--config", type=Path, help="config.json to take, instead of one derived from the arguments")
     parser.add_argument("--tokenizer", type=Path, help="directory whose tokenizer is copied")
     parser.add_argument("--shard-gb", type=float, default=5.0, help="largest file (default: 5)")
@@ -38,7 +40,7 @@ def main(argv: list[str]) -> int:
 def export(options: argparse.Namespace) -> str:
     """Write the Hugging Face model; returns what was done, in one line. Raises ValueError."""
     checkpoint = Checkpoint(options.load, options.iteration)
-    config, shape = _config(checkpoint.args, options)
+    config, shape, padding = _config(checkpoint.args, options)
     tensors = canonical_tensors(shape)
     whole = Assembled(tensors, checkpoint.held(shape))
     given = DTYPES.get(options.dtype)
@@ -59,7 +61,7 @@ def export(options: argparse.Namespace) -> str:
         shutil.copyfile(file, options.out / file.name)
     tokens.write_generation(ids, _folders(options), options.out)
     done = f"{len(tensors)} tensors, {size(total)}, files: {files}"
-    return f"exported {checkpoint.folder} to {options.out}: {done}\n{note}"
+    return f"exported {checkpoint.folder} to {options.out}: {done}\n{padding}{note}"
 
 
 def _folders(options: argparse.Namespace) -> list[Path]:
@@ -94,13 +96,28 @@ def _tokens(args: argparse.Namespace, options: argparse.Namespace, vocab: int) -
     return found, f"eos_token_id {ends}, from {source}"
 
 
-def _config(args: argparse.Namespace, options: argparse.Namespace) -> tuple[dict[str, Any], ModelShape]:
-    """config.json and shape of the model that saved arguments describe."""
+def _vocabulary(args: argparse.Namespace, options: argparse.Namespace, described: int | None) -> tuple[int, str]:
+    """Rows of the embedding that are tokens, and a line where what pads them cannot be told. described: --config's."""
+    padded = args.padded_vocab_size
+    if known := options.vocab or described or args.vocab_size:
+        return known, ""
+    found = tokens.entries(options.tokenizer) if options.tokenizer else 0
+    if 0 < found <= padded:
+        return found, ""
+    source = f"--tokenizer {options.tokenizer} has {found} tokens, not those" if found else "nothing says how many"
+    return padded, (
+        f"note: {source} of the embedding's {padded} rows are tokens, so all are exported, those that pad it too; "
+        "--vocab N leaves them out\n"
+    )
+
+
+def _config(args: argparse.Namespace, options: argparse.Namespace) -> tuple[dict[str, Any], ModelShape, str]:
+    """config.json and shape of the model that saved arguments describe, and `_vocabulary`'s line."""
     config = read_config(options.config, "--config") if options.config else None
-    vocab = options.vocab or (config or {}).get("vocab_size") or args.vocab_size or args.padded_vocab_size
+    vocab, note = _vocabulary(args, options, (config or {}).get("vocab_size"))
     shape = ModelShape.from_megatron_args(args, vocab)
     if config is None:
-        return derive_config(args, vocab_size=vocab), shape
+        return derive_config(args, vocab_size=vocab), shape, note
     described = replace(shape_of(config, 1, "--config"), padded_vocab=shape.padded_vocab)
     if described != shape:
         pairs = ((f.name, getattr(described, f.name), getattr(shape, f.name)) for f in fields(shape))
@@ -108,4 +125,4 @@ def _config(args: argparse.Namespace, options: argparse.Namespace) -> tuple[dict
             f"{name}: config.json {theirs}, checkpoint {ours}" for name, theirs, ours in pairs if theirs != ours
         )
         raise ValueError(f"--config {options.config} describes another model:\n  {listed}")
-    return config, shape
+    return config, shape, note

@@ -23,6 +23,11 @@ def of_model(folder: Path) -> dict[str, Any]:
     return out
 
 
+def entries(folder: Path) -> int:
+    """Size of a tokenizer's vocabulary: its highest id and 1, tokens added to it included; 0 without files that say."""
+    return 1 + max(_vocabulary(folder).values(), default=-1)
+
+
 def of_file(path: Path) -> dict[str, Any]:
     """Ids in a config.json, or that of a folder, or in a generation_config.json."""
     found = _read(path / "config.json" if path.is_dir() else path)

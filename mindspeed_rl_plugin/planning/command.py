@@ -214,7 +214,7 @@ def _memory(found: Estimate, machine: Machine, unit: _Unit) -> list[str]:
         + (f"; critic's weights {unit(f.critic)}, gradients and optimizer {unit(f.critic_state)}" if f.critic else ""),
         "reshard peak: " + (f"weights {unit(f.train)}, " if f.shared else "") + f"{own}, and in naive two rounds of "
         f"shards {unit(f.rounds)}{critic if f.shared else ''}; in allgather the whole model {unit(f.whole)}; in stream "
-        f"two buckets of {f.bucket_bytes >> 20} MiB, {unit(2 * f.bucket_bytes)}",
+        f"what is in flight {unit(f.in_flight)} (at most two buckets of {f.bucket_bytes >> 20} MiB)",
         f"generate: {own}{kept}; left is for the KV cache and the engine's working memory",
         "activations, of the update as of the engine, are in no column",
         released if f.shared else "no device has both trainer and engine: nothing needs to be swapped",

@@ -111,6 +111,7 @@ def estimate(
         shared=first < train.world,
         critic=critic,
         rounds=two_rounds(parcels, rounds, sources, destinations, moved != itemsize),
+        in_flight=stream.flow.in_flight(list(destinations), bucket_bytes),
     )
     return Estimate(
         weights(shape, itemsize),

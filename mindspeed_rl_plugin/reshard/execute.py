@@ -37,7 +37,8 @@ def stream(
 
     source, destination: stored parameters of this rank by name, either may be empty; dtype: what
     travels (values are converted before they are sent, and on arrival where the engine's differs).
-    Temporary memory: four buffers of at most half of `plan.bucket_bytes`. Raises what `Batch.wait` does.
+    Temporary memory: four buffers of at most half of `plan.bucket_bytes`, the plan's `Flow.in_flight`. Raises what
+    `Batch.wait` does.
     """
     rank = wire.rank
     assert plan.rank in (None, rank), f"a plan of rank {plan.rank} cannot run on rank {rank}"

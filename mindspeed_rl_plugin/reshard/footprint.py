@@ -41,7 +41,8 @@ class Footprint:
     """Bytes on the fullest device. train, gradients, optimizer: of the trainer; generate: the engine's weights; whole:
     the model; shared: whether a device has both trainer and engine; critic, critic_state: a critic's weights, and its
     gradients and optimizer state, 0 without one. All of it has left before a reshard but for the weights in `naive`.
-    rounds: what `naive` takes besides the weights of both sides (`parcels.two_rounds`)."""
+    rounds, in_flight: what `naive` and `stream` take besides the weights of both sides (`parcels.two_rounds`,
+    `Flow.in_flight`)."""
 
     train: int
     gradients: int
@@ -53,6 +54,7 @@ class Footprint:
     critic: int = 0
     critic_state: int = 0
     rounds: int = 0
+    in_flight: int = 0
 
     def update(self) -> int:
         """Bytes in the update."""
@@ -62,11 +64,11 @@ class Footprint:
         """Most bytes on a device with an engine during the reshard, gradients and optimizer state having left it.
 
         naive: two rounds of shards on their way into the engine's weights; allgather: the paper's four steps, whose
-        temporary buffer has the whole model; stream: two buckets beside both shards.
+        temporary buffer has the whole model; stream: what of two buckets is in flight beside both shards.
         """
         kept = self.train if self.shared else 0
         critic = self.critic if self.shared else 0
-        more = {"naive": critic + self.rounds, "allgather": self.whole, "stream": 2 * self.bucket_bytes}
+        more = {"naive": critic + self.rounds, "allgather": self.whole, "stream": self.in_flight}
         return kept + self.generate + more[mode]
 
     def resident(self, mode: str) -> int:
@@ -122,13 +124,14 @@ def footprint(
     shared: bool = True,
     critic: bool = False,
     rounds: int = 0,
+    in_flight: int = 0,
 ) -> Footprint:
     """What the fullest trainer device and the fullest engine device hold.
 
     itemsize: bytes of the trainer's weights, 2 or 4; engine_itemsize: of the engine's (None: the same), which those
     in an allgather's buffer have too; grad_bytes: of a gradient; distributed: whether the optimizer's state is spread
-    over the data parallel ranks; critic: count a critic beside the policy; rounds: as `Footprint` has them. Activations
-    and the KV cache are not counted.
+    over the data parallel ranks; critic: count a critic beside the policy; rounds, in_flight: as `Footprint` has them.
+    Activations and the KV cache are not counted.
     """
     spread = (train.dp * train.cp, train.edp) if distributed else (1, 1)
 
@@ -143,7 +146,8 @@ def footprint(
     own = {r: sum(prod(s) for s in engine_shapes(shape, engine, r).values()) for r in range(engine.ranks)}
     moved = engine_itemsize or itemsize
     generate, whole = max(own.values()) * moved, weights(shape, moved).total
-    return Footprint(*fullest, generate, whole, bucket_bytes, shared, beside[0], beside[1] + beside[2], rounds)
+    of_critic = beside[0], beside[1] + beside[2]
+    return Footprint(*fullest, generate, whole, bucket_bytes, shared, *of_critic, rounds, in_flight)
 
 
 def _shards(shape: ModelShape, train: Parallel) -> set[tuple[int, int, int]]:

@@ -203,7 +203,7 @@ class EngineParallel:
     Raises ValueError for sizes that vLLM cannot combine.
     """
 
-    tp: int
+    tp: int = 1
     ep: int = 1
     nested: bool = True
     fused_down: bool = True

@@ -136,7 +136,7 @@ def load_reference(directory: str) -> dict[str, Any]:
 def compare_configs(derived: Mapping[str, Any], reference: Mapping[str, Any]) -> list[Difference]:
     """Fields in which two configs describe different models; [] when they are the same one."""
     ours, theirs = normalized(derived), normalized(reference)
-    hf = _table(derived).hf
+    hf = family_table(derived).hf
     fields = dict.fromkeys((*COMPARED, *hf.defaults, *hf.fixed, *hf.code))
     return [Difference(f, ours.get(f), theirs.get(f)) for f in fields if ours.get(f) != theirs.get(f)]
 
@@ -151,7 +151,7 @@ def check_against(derived: Mapping[str, Any], directory: str) -> None:
 
 def normalized(config: Mapping[str, Any]) -> dict[str, Any]:
     """A config in one spelling: defaults filled in, the rope fields of transformers 5 in those of 4."""
-    table, given = _table(config), {k: v for k, v in config.items() if v is not None}
+    table, given = family_table(config), {k: v for k, v in config.items() if v is not None}
     out = {**_COMMON, **table.hf.defaults, **table.hf.fixed, **same_names(table, given)}
     rope = {**(out.pop("rope_parameters", None) or {}), **(out.pop("rope_scaling", None) or {})}
     out["rope_theta"] = float(rope.pop("rope_theta", out.get("rope_theta", 10000.0)))
@@ -212,7 +212,7 @@ def write_config(config: Mapping[str, Any], directory: str | Path) -> None:
     (Path(directory) / "config.json").write_text(json.dumps(config, indent=1))
 
 
-def _table(config: Mapping[str, Any]) -> Family:
+def family_table(config: Mapping[str, Any]) -> Family:
     """The table of a config's family; an empty one where that is unknown."""
     return FAMILIES.get(str(config.get("model_type", "")), Family("", ()))
 

@@ -22,7 +22,8 @@ class EngineSizes:
     groups, head_dim, ffn: of the model (`ModelShape`); max_positions: --max-position-embeddings; tokens: most of
     prompt and response together; element: bytes of one number in the KV cache; kv_cache: bytes of it on a rank of
     a host without accelerator. expert_parallel: ranks over which whole experts are spread; experts, expert_ffn: their
-    number and width (0: none); latent: numbers that multi-latent attention keeps of a token in a layer (0: it is none).
+    number and width (0: none); latent: numbers that multi-latent attention keeps of a token in a layer (0: it is none);
+    own_head_dim: whether the family's head size may be another than hidden size / heads (`rows.HfConfig`).
     """
 
     kind: str
@@ -41,6 +42,7 @@ class EngineSizes:
     experts: int = 0
     expert_ffn: int = 0
     latent: int = 0
+    own_head_dim: bool = True
 
     @property
     def token_bytes(self) -> int:
@@ -92,9 +94,14 @@ class EngineSizes:
                 f"{CPU_LATENT_SIZE}, such as --kv-lora-rank 512 and --qk-pos-emb-head-dim 64"
             )
         if not self.latent and self.head_dim < CPU_LOWEST_HEAD_DIM:
+            more = (
+                f" or --kv-channels {CPU_LOWEST_HEAD_DIM}"
+                if self.own_head_dim
+                else " and no --kv-channels: this family's head size is --hidden-size / --num-attention-heads"
+            )
             yield (
                 f"attention head size {self.head_dim}: vLLM on CPU needs at least {CPU_LOWEST_HEAD_DIM}; use fewer "
-                "heads or --kv-channels 32"
+                f"heads{more}"
             )
         least = self.token_bytes * self.tokens
         if least > self.kv_cache:

@@ -32,7 +32,7 @@ from torch import Tensor
 from mindspeed_rl_plugin.device import Device, get_device
 from mindspeed_rl_plugin.rollout import vllm_api
 from mindspeed_rl_plugin.rollout.engine import PARTS
-from mindspeed_rl_plugin.rollout.hf_config import normalized, write_config
+from mindspeed_rl_plugin.rollout.hf_config import family_table, normalized, write_config
 from mindspeed_rl_plugin.rollout.limits import LOWEST_TEMPERATURE, EngineSizes
 from mindspeed_rl_plugin.rollout.vllm_memory import EngineMemory, HostMemory, PoolMemory, free_share
 from mindspeed_rl_plugin.types import Completion, GenerateRequest, SampleId
@@ -291,6 +291,7 @@ def check_options(options: VllmOptions, kind: str, world_size: int) -> None:
         experts=c.get("num_experts") or c.get("n_routed_experts") or 0,
         expert_ffn=c.get("moe_intermediate_size") or 0,
         latent=(c.get("kv_lora_rank") or 0) + (c["qk_rope_head_dim"] if c.get("kv_lora_rank") else 0),
+        own_head_dim=family_table(c).hf.own_head_dim,
     )
     problems = list(sizes.problems())
     if problems:

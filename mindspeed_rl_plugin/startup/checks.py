@@ -269,6 +269,7 @@ def _model(args: Any, config: RLConfig) -> Iterator[str]:
         experts=shape.experts,
         expert_ffn=shape.expert_ffn,
         latent=shape.kv_lora + shape.rope,
+        own_head_dim=shape.table.hf.own_head_dim,
     ).problems()
     if shape.table.experts:
         yield from routing_problems(args, shape)

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from mindspeed_rl_plugin.export import to_hf, to_megatron, tokens
 from mindspeed_rl_plugin.export.cli import size
@@ -144,11 +144,39 @@ def test_special_tokens_of_a_tokenizer(model, capsys):
     assert not list((model.parent / "no").glob("*.safetensors")), "refused before the weights are written"
 
 
+def test_padding_is_left_out_by_the_tokenizers_size(model, capsys):
+    """Megatron saves no --vocab-size where a tokenizer of its own says it: of 256 rows 97 are tokens."""
+    assert imported(model) == 0
+    for file in (model.parent / "ckpt").glob("*/mp_rank_*/*.pt"):
+        state = torch.load(file, weights_only=False)
+        state["args"].vocab_size = None
+        torch.save(state, file)
+    folder = tokenizer(model.parent / "tokenizer")
+
+    def rows(*more):
+        capsys.readouterr()
+        config, _ = exported(model, *more)
+        out = max(model.parent.glob("out*"), key=lambda path: path.stat().st_mtime_ns)
+        embedding = load_file(out / "model.safetensors")["model.embed_tokens.weight"]
+        assert len(embedding) == config["vocab_size"]
+        assert torch.equal(embedding[:97], load_file(model / "model.safetensors")["model.embed_tokens.weight"][:97])
+        return len(embedding), "--vocab N leaves them out" in capsys.readouterr().out
+
+    (folder / "added_tokens.json").write_text('{"<last>": 96}')
+    assert rows("--tokenizer", folder) == (97, False)
+    assert rows("--tokenizer", folder, "--vocab", 250) == rows("--vocab", 250) == (250, False)
+    assert rows("--tokenizer", folder, "--config", model) == (250, False)
+    assert rows() == (256, True)
+    (folder / "added_tokens.json").write_text('{"<last>": 256}')
+    assert rows("--tokenizer", folder) == (256, True)
+
+
 def test_a_vocabulary_in_other_files(tmp_path):
     (tmp_path / "vocab.json").write_text('{"a": 0, "b": 1}')
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "b", "bos_token": "c", "pad_token": "d"}')
     (tmp_path / "added_tokens.json").write_text('{"c": 2}')
     assert tokens.of_model(tmp_path) == {"bos_token_id": 2, "eos_token_id": 1}
+    assert tokens.entries(tmp_path) == 3 and tokens.entries(tmp_path / "none") == 0
     (tmp_path / "tokenizer.json").write_text(json.dumps({"model": {"vocab": [["x", 0.0], ["b", -1.0]]}}))
     decoder = {"eos_token": "d", "added_tokens_decoder": {"9": {"content": "d"}}}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(decoder))

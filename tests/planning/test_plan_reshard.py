@@ -152,7 +152,7 @@ def test_engines_on_ranks_of_their_own():
     found = estimate(known_model("qwen3-8b"), parallel, engine, engines, MACHINE, first=8)
     f = found.footprint
     assert f.resident("naive") == f.resident("stream") == f.generate
-    assert f.peak("stream") == f.generate + 2 * (256 << 20)
+    assert f.peak("stream") == f.generate + (256 << 20)  # they send nothing
     received = found.costs["stream"].flow.received
     assert not received[:8].any() and received[8:].min() > 0.999 * f.generate
     overlap = estimate(known_model("qwen3-8b"), parallel, engine, engines, MACHINE, first=4).footprint

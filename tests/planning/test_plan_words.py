@@ -50,10 +50,10 @@ def test_what_does_not_fit_is_marked_in_every_phase(capsys):
 
 
 def test_columns_and_equation_3_are_explained(capsys):
-    """Of 15.23 GB tp4 holds 3.81 a device; the engine the same; a bucket of 256 MiB is 0.27 GB."""
+    """Of 15.23 GB tp4 holds 3.81 a device; the engine the same, so that nothing is in flight."""
     out = printed(capsys, *SEVEN)
     assert "reshard peak: weights 3.81, engine's weights 3.81, and in naive two rounds of shards 0.54; " in out
-    assert "in allgather the whole model 15.23; in stream two buckets of 256 MiB, 0.54" in out
+    assert "in allgather the whole model 15.23; in stream what is in flight 0.00 (at most two buckets of 256" in out
     assert "left is for the KV cache" in out and "activations, of the update as of the engine, are in no column" in out
     assert "received and sent: of one rank; node in and out: all ranks of the busiest node together" in out
     assert "0.3 GB/s between nodes (--far, the paper's link)" in out
@@ -61,6 +61,18 @@ def test_columns_and_equation_3_are_explained(capsys):
     assert "GDP: data parallel ranks in generation, each 4 devices (tp4); UTP: tensor parallel ranks in the up" in out
     assert "stream receives nothing" in out and "times" not in out
     assert "2 GB/s between nodes (--far)" in printed(capsys, *SEVEN, "--far", "2")
+
+
+def test_engines_need_no_tp(capsys):
+    assert "engines 16 x (tp1 ep1: 1 ranks)" in printed(
+        capsys, "--model", "qwen2.5-32b", "--train", "tp8,dp2", "--generate", "dp16"
+    )
+    experts = ["--model", "qwen3-30b-a3b", "--train", "tp2,ep2,dp2", "--generate"]
+    assert "engines 2 x (tp1 ep2: 2 ranks)" in printed(capsys, *experts, "ep2")
+    for words, message in (("dp2", "4 ranks have 4 engines and 4 data parallel ranks"), ("ep3", "engines of 3 ranks")):
+        assert plan.main([*experts, words]) == 1
+        err = capsys.readouterr().err
+        assert f"plan: --generate {words}: {message}" in err and len(err.splitlines()) == 1
 
 
 def refused(*words):

@@ -14,7 +14,7 @@ from mindspeed_rl_plugin.device import StorageMeter
 from mindspeed_rl_plugin.planning.estimate import Machine, estimate
 from mindspeed_rl_plugin.planning.words import engine_layout_of, train_layout
 from mindspeed_rl_plugin.reshard.cells import Cells
-from mindspeed_rl_plugin.reshard.execute import copy_pieces
+from mindspeed_rl_plugin.reshard.execute import copy_pieces, stream
 from mindspeed_rl_plugin.reshard.gather import gather, make_gathering
 from mindspeed_rl_plugin.reshard.layout import (
     ModelShape,
@@ -242,3 +242,33 @@ def test_experts_stored_as_one_make_larger_rounds():
     )
     fc1 = 2 * 48 * 64 * 2  # of one expert, larger than half a bucket too
     assert (single, grouped) == (fc1, 8 * fc1)  # both ranks' follow each other, and a rank stores one of the two
+
+
+@pytest.mark.parametrize(("train", "generate", "first"), [("tp2", "tp1", 0), ("pp2", "tp2", 0), ("tp2", "tp2", 2)])
+@pytest.mark.parametrize("bucket", [8 << 10, 4 << 20])
+def test_the_plan_counts_what_stream_has_in_flight(train, generate, first, bucket):
+    """Never below what the executor takes on the fullest engine rank, and all of it where one bucket holds it all."""
+    shape = ModelShape("qwen2", 4, 32, 4, 2, 8, 48, 60, 64)
+    parallel, tensors = train_layout(train, 2), canonical_tensors(shape)
+    engine, engines = engine_layout_of(generate, 2)
+    machine = Machine(8, 1, 1, 1, 1)
+    sizes = dict(itemsize=4, bucket_bytes=bucket)
+    planned = estimate(shape, parallel, engine, engines, machine, first=first, **sizes).footprint
+    sources = {r: megatron_layout(shape, parallel, r) for r in range(2)}
+    wanted = {first + r: engine_layout(shape, engine, r % engine.ranks) for r in range(2)}
+    taken = []
+    for rank in wanted:
+        plan = make_plan(sources, wanted, tensors, rank=rank, node_size=8, **sizes)
+        stored = megatron_shapes(shape, parallel, rank) if rank in sources else {}
+        source = {n: torch.zeros(s) for n, s in stored.items()}
+        into = {n: torch.zeros(s) for n, s in engine_shapes(shape, engine, (rank - first) % engine.ranks).items()}
+        with StorageMeter() as meter:
+            meter.track(*source.values(), *into.values())
+            base = meter.allocated()
+            meter.reset_peak()
+            stream(plan, source, into, wire=Deaf(rank), dtype=torch.float32, device=torch.device("cpu"))
+            taken.append(meter.peak() - base)
+    assert 0.9 * planned.in_flight < max(taken) <= planned.in_flight <= 2 * bucket
+    assert planned.peak("stream") == (planned.train if first == 0 else 0) + planned.generate + planned.in_flight
+    if bucket == 4 << 20:
+        assert max(taken) == planned.in_flight < bucket // 2

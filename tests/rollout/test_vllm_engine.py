@@ -297,6 +297,7 @@ CONFIG = {
         ({"tensor_parallel": 3}, "npu", 3, "3 does not divide --num-attention-heads 8"),
         ({"max_model_len": 65}, "cpu", 1, "may have 65 tokens together, more than --max-position-embeddings 64"),
         ({"config": {**CONFIG, "head_dim": 16}}, "cpu", 1, "attention head size 16: vLLM on CPU needs at least 32"),
+        ({"config": {**CONFIG, "head_dim": 16, "model_type": "qwen2"}}, "cpu", 1, "fewer heads and no --kv-channels"),
         (
             {"config": {**CONFIG, "num_key_value_heads": 8, "num_attention_heads": 24}, "tensor_parallel": 6},
             "npu",

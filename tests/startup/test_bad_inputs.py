@@ -244,7 +244,9 @@ BAD = [
         "--rl-generate-tp 4 neither divides nor is a multiple of the 6 query groups",
     ),
     ({"--rl-generate-tp": ["0"]}, "--rl-generate-tp 0: give at least 1"),
-    ({"kv_channels": 16}, "attention head size 16: vLLM on CPU needs at least 32; use fewer heads or --kv-channels"),
+    # Qwen2, whose engine takes no head size, and Llama, whose engine takes one.
+    ({"kv_channels": 16}, "use fewer heads and no --kv-channels: this family's head size is --hidden-size / --num"),
+    ({"kv_channels": 16, "add_qkv_bias": False}, "vLLM on CPU needs at least 32; use fewer heads or --kv-channels 32"),
     (
         # 2 layers x keys and values x 4 groups x 32 x 4 bytes = 2 KiB a token: 64 tokens need 128 KiB.
         {"--rl-kv-cache-gb": ["0.0001"]},
