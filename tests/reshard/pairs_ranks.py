@@ -152,7 +152,8 @@ class PairJob(Job):
     def canonical(self, like):
         """The canonical model out of all ranks' live tensors: each stored number goes where its own index says."""
         everywhere = [None] * dist.get_world_size()
-        dist.all_gather_object(everywhere, stored_parameters(self.chunks))
+        # Copies: a view of a buffer is pickled with all of the buffer.
+        dist.all_gather_object(everywhere, {n: t.clone() for n, t in stored_parameters(self.chunks).items()})
         total, index = 0, {}
         for name, t in like.items():
             index[name] = torch.arange(total, total + t.numel(), dtype=torch.float64).view(t.shape)
