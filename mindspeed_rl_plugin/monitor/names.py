@@ -25,7 +25,9 @@ NAMES: dict[str, Meaning] = {
     ),
     "groups/solved": Meaning("share", "groups whose responses are all solved"),
     "groups/unsolved": Meaning("share", "groups without any solved response"),
-    "groups/informative": Meaning("share", "groups whose rewards are not all equal: these carry the learning signal"),
+    "groups/informative": Meaning(
+        "share", "groups whose rewards differ: what estimators that compare within groups learn from; none if N is 1"
+    ),
     "groups/dropped": Meaning(
         "share", "groups kept out of training: a grader failed on one of their samples, or they only fill a batch up"
     ),
