@@ -275,8 +275,9 @@ class MonitorConfig:
     eval_pass_k: int = flag(0, "also sample k responses a prompt and report pass@k; 0 means greedy only")
     wait_timeout: float = flag(
         1800.0,
-        "deadline of every wait for another rank, its stage included, and for the engine's next response; nine tenths "
-        "of it for all grading of one rank, and for loading its graders",
+        "deadline of every wait of ours for another rank, its stage included, and for the engine's next response; nine "
+        "tenths of it for all grading of one rank, and for loading its graders. Collectives inside Megatron's forward "
+        "and backward have --distributed-timeout-minutes",
         unit="seconds",
     )
     progress: bool = flag(True, "progress bar during generation when stdout is a terminal")
