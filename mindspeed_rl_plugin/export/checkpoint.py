@@ -62,6 +62,9 @@ class Checkpoint:
         if iteration is None:
             raise ValueError(f"no Megatron checkpoint in {directory}: there is no {TRACKER}")
         self.folder = Path(iteration_dir(str(directory), iteration))
+        if not self.folder.is_dir():
+            there = ", ".join(sorted(p.name for p in directory.iterdir() if any(p.glob("mp_rank_*")))) or "none"
+            raise ValueError(f"there is no {self.folder}; iterations in {directory}: {there}")
         files = sorted(self.folder.glob(f"mp_rank_*/{FILE}"))
         if not files:
             raise ValueError(

@@ -37,8 +37,14 @@ def run(parser: argparse.ArgumentParser, argv: list[str], work: Callable[[argpar
             raise ValueError(f"--out {options.out} is a file; give a directory that is empty or new")
         if options.out.exists() and any(options.out.iterdir()):
             raise ValueError(f"--out {options.out} is not empty; nothing is overwritten")
+        made = not options.out.exists()
         options.out.mkdir(parents=True, exist_ok=True)
-        print(work(options))
+        try:
+            print(work(options))
+        except (ValueError, OSError):
+            if made and not any(options.out.iterdir()):
+                options.out.rmdir()
+            raise
     except (ValueError, OSError) as error:
         print(f"{parser.prog.split()[-1]}: {error}", file=sys.stderr)
         return 1

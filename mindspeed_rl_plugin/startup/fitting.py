@@ -22,12 +22,17 @@ _EXTRA = "_extra_state"  # TransformerEngine's, which versions add and leave out
 def must_fit(chunks: Sequence[torch.nn.Module], where: str) -> Iterator[None]:
     """Inside, `load_state_dict` of these chunks raises ValueError for weights that are not exactly the model's.
 
-    where: what is loaded, as messages name it.
+    So does an end of the process with status 0, with which Megatron leaves a file that it cannot read. where: what is
+    loaded, as messages name it.
     """
     for chunk in chunks:
         chunk.load_state_dict = _checked(chunk, where)
     try:
         yield
+    except SystemExit:
+        raise ValueError(
+            f"Megatron could not load {where}, and says why on standard output; give the layout that it was saved with"
+        ) from None
     finally:
         for chunk in chunks:
             del chunk.load_state_dict

@@ -94,6 +94,14 @@ def test_sizes_that_work_are_named(model, capsys):
     assert "--train tp1,ep2: family qwen2 has no experts that ep2 could spread" in capsys.readouterr().err
 
 
+def test_what_is_refused_leaves_no_folder_and_says_what_there_is(model, capsys):
+    assert imported(model) == 0
+    out = model.parent / "none"
+    assert to_hf.main(["--load", str(model.parent / "ckpt"), "--out", str(out), "--iteration", "3"]) == 1
+    assert f"iter_0000003; iterations in {model.parent / 'ckpt'}: release" in capsys.readouterr().err
+    assert not out.exists()
+
+
 def test_special_tokens_of_the_imported_model_are_kept(model, capsys):
     (model / "config.json").write_text(json.dumps(CONFIG | {"eos_token_id": 7, "bos_token_id": 5}))
     (model / "generation_config.json").write_text(json.dumps({"eos_token_id": [8, 7], "temperature": 0.6}))

@@ -43,3 +43,9 @@ def test_what_fits_is_loaded_whatever_extra_states_there_are():
     with must_fit([model], "x"):
         load_as_megatron_does(model, state)
     assert torch.equal(model[1].weight, saved[1].weight)
+
+
+def test_megatron_leaving_the_process_is_an_error():
+    with pytest.raises(ValueError, match="Megatron could not load the checkpoint, and says why"):
+        with must_fit([], "the checkpoint"):
+            raise SystemExit
