@@ -1,7 +1,9 @@
 """The order of copies and other work: what may be touched when, and that a forgotten wait shows."""
 
+import json
 import sys
 import threading
+from argparse import ArgumentParser
 from contextlib import nullcontext
 from pathlib import Path
 from types import MethodType, SimpleNamespace
@@ -10,7 +12,7 @@ import pytest
 import torch
 
 from mindspeed_rl_plugin import iteration, wiring
-from mindspeed_rl_plugin.config import RLConfig
+from mindspeed_rl_plugin.config import RLConfig, add_flags
 from mindspeed_rl_plugin.copies import ThreadCopier
 from mindspeed_rl_plugin.device import Device
 from mindspeed_rl_plugin.reshard import swap
@@ -369,8 +371,10 @@ def test_copies_go_on_beside_a_stage(tmp_path, monkeypatch):
     monkeypatch.setattr(wiring, "get_device", lambda: Wide("cpu"))
     for name in ("tensorboard_writer", "wandb_writer"):
         monkeypatch.setattr(wiring.megatron, name, lambda: None)
-    args, topology = SimpleNamespace(save=str(tmp_path), train_iters=1), SimpleNamespace(rank=0, world=1)
-    monitor = wiring.make_monitor(args, RLConfig(), topology, Start("fresh", None, 0, None, None))
+    args = add_flags(ArgumentParser()).parse_args(["--rl-algorithm", "grpo"])
+    args.save, args.train_iters = str(tmp_path), 1
+    start = Start("fresh", None, 0, None, None)
+    monitor = wiring.make_monitor(args, RLConfig.from_args(args), SimpleNamespace(rank=0, world=1), start)
     ended = []
     flying.append(ThreadCopier().start(lambda: ended.append(late.wait(5))))
     monitor.begin(1)
@@ -379,3 +383,5 @@ def test_copies_go_on_beside_a_stage(tmp_path, monkeypatch):
     assert not ended, "the stage ended after the copies"
     late.set()
     flying[0].synchronize()
+    told = json.loads((tmp_path / "rl" / "run.json").read_text())
+    assert told["parts"].startswith("grpo: advantage group-norm") and told["flags"] == {"--rl-algorithm": "grpo"}
