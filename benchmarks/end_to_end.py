@@ -1,8 +1,8 @@
 """One GRPO iteration of this project beside TRL's GRPOTrainer: tokens a second, stage by stage, and peak memory.
 
-    python benchmarks/end_to_end.py --json OUT.json [--cases short] [--arms ours,trl] [--iterations 6]
+    python benchmarks/end_to_end.py --json OUT.json [--cases short] [--arms ours,trl,trl-vllm] [--iterations 6]
 
-Both arms: two processes with one thread each, the same random-weight model in fp32, the same prompts, the same imposed
+All arms: two processes with one thread each, the same random-weight model in fp32, the same prompts, the same imposed
 length of each response (an end token cannot come by itself), the same rows in an optimizer step, the same micro-batch,
 no KL. The first iterations warm up and are left out. Memory is the peak over time of the proportional set size,
 summed over all processes of an arm. See README.md beside this file.
@@ -36,7 +36,10 @@ sys.path.insert(0, str(HERE / "training"))
 import workload  # noqa: E402
 
 RANKS = 2
-ARMS = ("ours", "trl")
+ARMS = ("ours", "trl")  # by default
+WITH_VLLM = "trl-vllm"  # the second with vLLM for the rollout, as the first has
+KNOWN = (*ARMS, WITH_VLLM)
+DRIFT = 1e-3  # most difference of log-probs between TRL's engine and its trainer, both fp32
 WARM_UP = 2  # iterations that are not counted
 SAMPLE_SECONDS = 0.5
 UNITS = {"tokens_per_second": "tokens/s", "iteration": "s", "peak_memory": "MiB"}
@@ -125,14 +128,19 @@ def run_ours(case: workload.Case, folder: Path, iterations: int) -> dict[str, fl
     return _measured(case, steps, peak)
 
 
-def run_trl(case: workload.Case, folder: Path, iterations: int) -> dict[str, float]:
-    """TRL: metric -> value. Raises CalledProcessError when it cannot be installed or fails."""
+def run_trl(case: workload.Case, folder: Path, iterations: int, *engine: str) -> dict[str, float]:
+    """TRL: metric -> value. engine: "vllm", or transformers generates.
+
+    Raises CalledProcessError when it cannot be installed or fails, RuntimeError when its engine lags behind.
+    """
     out = folder / "trl.json"
     command = [*torchrun(str(interpreter())), str(HERE / "training" / "trl_arm.py")]
-    command += [str(folder), str(iterations), str(out)]
+    command += [str(folder), str(iterations), str(out), *engine]
     peak = _run(command, folder / "trl.log")
     found = json.loads(out.read_text())
     _same_work(case, set(found["tokens"]))
+    if not found["drift"] <= DRIFT:
+        raise RuntimeError(f"log-probs of TRL's engine differ by {found['drift']} from its trainer's, bound {DRIFT}")
     steps = found["steps"][WARM_UP:]
     for step in steps:  # what is no rollout is the update
         step["update"] = step["iteration"] - step.pop("rollout")
@@ -196,7 +204,7 @@ def _run(command: Sequence[str], log: Path) -> float:
 def run(arms: Sequence[str], cases: Sequence[str], iterations: int, repeats: int) -> Iterator[list[dict[str, Any]]]:
     """Rows of the result after each arm's job: medians over the repeats so far."""
     seen: dict[tuple[str, str, str], list[float]] = {}
-    runner = {"ours": run_ours, "trl": run_trl}
+    runner = {"ours": run_ours, "trl": run_trl, WITH_VLLM: lambda *case: run_trl(*case, "vllm")}
     with tempfile.TemporaryDirectory(prefix="end-to-end-") as directory:
         for name in cases:
             workload.write(Path(directory) / name, workload.CASES[name])
@@ -224,15 +232,18 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     lines = [f"| case | arm | {' | '.join(metrics)} |", f"|---|---|{'---|' * len(metrics)}"]
     ratios = []
     for case in dict.fromkeys(r["case"] for r in rows):
-        for arm in ARMS:
+        for arm in KNOWN:
             if (arm, case, "iteration") in value:
                 cells = [f"{value[arm, case, m]:.4g}" if (arm, case, m) in value else "" for m in metrics]
                 lines.append(f"| {case} | {arm} | {' | '.join(cells)} |")
-        both = [value.get((arm, case, "tokens_per_second")) for arm in ARMS]
-        memory = [value.get((arm, case, "peak_memory")) for arm in ARMS]
-        if all(both):
-            speed, size = both[0] / both[1], memory[0] / memory[1]
-            ratios.append(f"{case}: {speed:.2f}x TRL's tokens a second, {size:.2f}x its memory")
+        for other in KNOWN[1:]:
+            speed, memory = (
+                [value.get((arm, case, metric)) for arm in ("ours", other)]
+                for metric in ("tokens_per_second", "peak_memory")
+            )
+            if all(speed):
+                faster, larger = speed[0] / speed[1], memory[0] / memory[1]
+                ratios.append(f"{case}: {faster:.2f}x the tokens a second of {other}, {larger:.2f}x its memory")
     return "\n".join([*lines, *ratios])
 
 
@@ -252,13 +263,13 @@ def main() -> None:
     """Measure, print the table, write the JSON."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--json", type=Path, required=True, help="file for the rows {arm, case, metric, value, unit}")
-    parser.add_argument("--arms", default=",".join(ARMS), help="which to run, default %(default)s")
+    parser.add_argument("--arms", default=",".join(ARMS), help=f"which of {', '.join(KNOWN)}, default %(default)s")
     parser.add_argument("--cases", default=",".join(workload.CASES), help="which to run, default %(default)s")
     parser.add_argument("--iterations", type=int, default=6, help=f"of each job, {WARM_UP} not counted; %(default)s")
     parser.add_argument("--repeats", type=int, default=3, help="jobs of each arm and case, default %(default)s")
     args = parser.parse_args()
     arms, cases = args.arms.split(","), args.cases.split(",")
-    for given, known in ((arms, ARMS), (cases, workload.CASES)):
+    for given, known in ((arms, KNOWN), (cases, workload.CASES)):
         if unknown := set(given) - set(known):
             parser.error(f"{sorted(unknown)} unknown; known: {', '.join(known)}")
     if args.iterations <= WARM_UP:

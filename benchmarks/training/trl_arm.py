@@ -1,6 +1,6 @@
 """TRL's arm, one process of it: GRPOTrainer on the same model, prompts and lengths.
 
-torchrun --nproc-per-node 2 benchmarks/training/trl_arm.py DIR ITERATIONS OUT.json
+torchrun --nproc-per-node 2 benchmarks/training/trl_arm.py DIR ITERATIONS OUT.json [vllm]
 """
 
 from __future__ import annotations
@@ -10,19 +10,22 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 import trl
+import trl_vllm
 import workload
 from datasets import Dataset
 from transformers import AutoTokenizer, LogitsProcessor, LogitsProcessorList, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 folder, iterations, out = Path(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
+VLLM = sys.argv[4:] == ["vllm"]  # else transformers generates
+DRIFT = "sampling/sampling_logp_difference/max"  # of the engine's log-probs from the trainer's
 case = workload.read(folder)
 LENGTHS = workload.lengths(case)
 END = case.vocabulary - 1
@@ -49,6 +52,7 @@ class Clock(TrainerCallback):
         self.steps: list[dict[str, float]] = []
         self.inside: Counter[str] = Counter()
         self.last = 0.0
+        self.drift = 0.0
 
     def on_train_begin(self, *_, **__) -> None:
         self.last = time.perf_counter()
@@ -58,6 +62,9 @@ class Clock(TrainerCallback):
         self.steps.append({"iteration": now - self.last, **self.inside})
         self.last = now
         self.inside.clear()
+
+    def on_log(self, _args, _state, _control, logs, **_) -> None:
+        self.drift = max(self.drift, logs.get(DRIFT, 0.0))
 
 
 def timed(clock: Clock, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -73,8 +80,33 @@ def timed(clock: Clock, name: str, function: Callable[..., Any]) -> Callable[...
     return call
 
 
+def limits_of(rows: Sequence[Sequence[int]]) -> list[int]:
+    """Imposed tokens of the response to each row of prompt tokens."""
+    count: Counter[int] = Counter()
+    limits = []
+    for row in rows:
+        prompt = workload.prompt_of(row)
+        limits.append(LENGTHS[prompt][count[prompt] % case.members])
+        count[prompt] += 1
+    return limits
+
+
+def with_lengths(own: Callable[..., Any], seen: list[int]) -> Callable[..., Any]:
+    """`generate` of a transformers model that ends each response at its length; `seen` takes the tokens of a call."""
+
+    def call(*args, **kwargs):
+        ids = kwargs["input_ids"]
+        limits = limits_of(ids.tolist())
+        seen.append(sum(limits) + ids.numel())
+        return own(*args, logits_processor=LogitsProcessorList([Imposed(limits, ids.shape[1])]), **kwargs)
+
+    return call
+
+
 def main() -> None:
     transformers.utils.logging.set_verbosity_error()
+    if VLLM:
+        trl_vllm.prepare(folder)
     rows = [json.loads(line) for line in (folder / "prompts.jsonl").read_text().splitlines()]
     clock = Clock()
     ranks = int(os.environ["WORLD_SIZE"])
@@ -107,31 +139,20 @@ def main() -> None:
             logging_strategy="no",
             disable_tqdm=True,
             seed=1,
+            **(trl_vllm.options(workload.PROMPT_TOKENS + case.limit) if VLLM else {}),
         ),
         train_dataset=Dataset.from_list([{"prompt": r["prompt"]} for r in rows]),
         processing_class=AutoTokenizer.from_pretrained(folder / "tokenizer"),
         callbacks=[clock],
     )
     seen: list[int] = []
-
-    def with_lengths(model: torch.nn.Module) -> Callable[..., Any]:
-        own = model.generate
-
-        def call(*args, **kwargs):
-            ids = kwargs["input_ids"]
-            count: Counter[int] = Counter()
-            limits = []
-            for row in ids.tolist():
-                prompt = workload.prompt_of(row)
-                limits.append(LENGTHS[prompt][count[prompt] % case.members])
-                count[prompt] += 1
-            seen.append(sum(limits) + ids.numel())
-            return own(*args, logits_processor=LogitsProcessorList([Imposed(limits, ids.shape[1])]), **kwargs)
-
-        return call
-
-    model = trainer.accelerator.unwrap_model(trainer.model)
-    model.generate = timed(clock, "generate", with_lengths(model))
+    if VLLM:
+        llm, generation = trainer.vllm_generation.llm, trainer.vllm_generation
+        llm.generate = timed(clock, "generate", trl_vllm.imposed(llm.generate, limits_of, seen))
+        generation.sync_weights = timed(clock, "sync", generation.sync_weights)
+    else:
+        model = trainer.accelerator.unwrap_model(trainer.model)
+        model.generate = timed(clock, "generate", with_lengths(model.generate, seen))
     trainer._calculate_rewards = timed(clock, "reward", trainer._calculate_rewards)
     trainer._generate_and_score_completions = timed(clock, "rollout", trainer._generate_and_score_completions)
     trainer.train()
@@ -139,7 +160,8 @@ def main() -> None:
     torch.distributed.all_gather_object(drawn, seen)
     if trainer.accelerator.is_main_process:
         tokens = [sum(both) for both in zip(*drawn, strict=True)]
-        out.write_text(json.dumps({"steps": clock.steps, "tokens": tokens, "version": trl.__version__}))
+        told = {"steps": clock.steps, "tokens": tokens, "drift": clock.drift, "version": trl.__version__}
+        out.write_text(json.dumps(told))
 
 
 main()

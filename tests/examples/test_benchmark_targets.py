@@ -3,6 +3,7 @@
 import importlib.util
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -36,6 +37,43 @@ def test_an_iteration_is_compared_with_trls(monkeypatch: pytest.MonkeyPatch) -> 
         ("vocabulary", "peak_memory"): (0.6, False),
     }
     assert bench.targets(rows[:1]) == [], "of one arm alone nothing is said"
+
+
+def test_trl_with_vllm_is_an_arm_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = load("end_to_end", monkeypatch)
+    speeds = {"ours": 900.0, "trl": 300.0, "trl-vllm": 600.0}
+    rows = [
+        {"arm": arm, "case": "short", "metric": metric, "value": value, "unit": ""}
+        for arm, speed in speeds.items()
+        for metric, value in (("tokens_per_second", speed), ("iteration", 1 / speed), ("peak_memory", 5.0))
+    ]
+    told = bench.table(rows)
+    assert "| short | trl-vllm | 600 " in told
+    assert "short: 3.00x the tokens a second of trl, 1.00x its memory" in told
+    assert "short: 1.50x the tokens a second of trl-vllm, 1.00x its memory" in told
+    assert [r["value"] for r in bench.targets(rows)] == [3.0], "the target of the issue is over TRL as it comes"
+
+
+def test_each_response_of_vllm_has_its_imposed_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS / "training"))
+    import trl_vllm
+
+    def generate(prompts, sampling_params, use_tqdm):
+        assert not use_tqdm, "what else TRL gives arrives"
+        drawn = [[9] * params.max_tokens for params in sampling_params]
+        return [SimpleNamespace(outputs=[SimpleNamespace(token_ids=tokens)]) for tokens in drawn]
+
+    class Params(SimpleNamespace):
+        def clone(self):
+            return Params(**vars(self))
+
+    seen: list[int] = []
+    call = trl_vllm.imposed(generate, lambda prompts: [3 + prompt[0] for prompt in prompts], seen)
+    given = Params(max_tokens=512)
+    outputs = call([{"prompt_token_ids": [i, 7]} for i in (0, 4)], given, use_tqdm=False)
+    assert [len(o.outputs[0].token_ids) for o in outputs] == [3, 7]
+    assert seen == [2 + 2 + 3 + 7]
+    assert given.max_tokens == 512, "TRL's own is left as it was"
 
 
 def test_log_probs_are_compared_with_the_logits_and_with_megatron(monkeypatch: pytest.MonkeyPatch) -> None:
