@@ -12,6 +12,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from mindspeed_rl_plugin.forward.collate import MicroBatch
+from mindspeed_rl_plugin.reshard.state import unwrap
 
 
 def call_model(model: torch.nn.Module, batch: MicroBatch) -> Tensor:
@@ -30,9 +31,7 @@ def own_positions(model: torch.nn.Module, batch: MicroBatch) -> Iterator[None]:
     positions; to float32 an angle at position 10,000 is a thousand times coarser than at 10. Attention that is handed
     boundaries begins anew by itself, and multi-latent attention has embeddings of its own, which run on.
     """
-    while isinstance(getattr(model, "module", None), torch.nn.Module):
-        model = model.module
-    rotary = getattr(model, "rotary_pos_emb", None)
+    rotary = getattr(unwrap(model), "rotary_pos_emb", None)
     if batch.segments is None or rotary is None:
         yield
         return
