@@ -31,7 +31,7 @@ import work
 
 from mindspeed_rl_plugin.dock import ColumnSpec, StateSpec, make_docks
 from mindspeed_rl_plugin.dock.distributed.cells import Buffers
-from mindspeed_rl_plugin.types import Ragged, Rows, SampleId
+from mindspeed_rl_plugin.rows import Ragged, Rows, SampleId
 
 ARMS = ("all-map", "read-and-share")
 BATCHES = (64, 512)

@@ -98,8 +98,8 @@ def run_case(name: str, options: argparse.Namespace, scratch: Path) -> list[dict
 
 def plan_rows() -> list[dict]:
     """Bytes and memory of every mode for the paper's models."""
-    from mindspeed_rl_plugin.planning.estimate import Machine, estimate
-    from mindspeed_rl_plugin.planning.words import engine_layout_of, model_shape, train_layout
+    from mindspeed_rl_plugin.tools.plan.estimate import Machine, estimate
+    from mindspeed_rl_plugin.tools.plan.words import engine_layout_of, model_shape, train_layout
 
     rows = []
     for case, (model, train, world, generate, _) in PLANS.items():

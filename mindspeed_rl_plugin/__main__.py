@@ -10,15 +10,15 @@ import os
 import runpy
 import sys
 
-# name -> (module with main(argv) -> exit code, help). Imported only when asked for.
+# name -> (module of this package with main(argv) -> exit code, help). Imported only when asked for.
 SUBCOMMANDS: dict[str, tuple[str, str]] = {
-    "algorithms": ("mindspeed_rl_plugin.algorithms.command", "presets of --rl-algorithm, their parts and sources"),
-    "export": ("mindspeed_rl_plugin.export.to_hf", "a Megatron checkpoint as a Hugging Face model"),
-    "import": ("mindspeed_rl_plugin.export.to_megatron", "a Hugging Face model as a Megatron checkpoint"),
-    "patch": ("mindspeed_rl_plugin.patching.command", "check, apply or revert the one-line patch of a checkout"),
-    "plan": ("mindspeed_rl_plugin.plan", "memory, bytes, seconds of a reshard (--dock: of a rollout), on no machine"),
-    "rehearse": ("mindspeed_rl_plugin.host.rehearse", "run an Ascend launch script here, shrunk, for one RL iteration"),
-    "report": ("mindspeed_rl_plugin.monitor.report", "one HTML file of a run: curves, timeline, memory, samples"),
+    "algorithms": ("algorithms.describe", "presets of --rl-algorithm, their parts and sources"),
+    "export": ("tools.convert.to_hf", "a Megatron checkpoint as a Hugging Face model"),
+    "import": ("tools.convert.to_megatron", "a Hugging Face model as a Megatron checkpoint"),
+    "patch": ("tools.patch", "check, apply or revert the one-line patch of a checkout"),
+    "plan": ("tools.plan.dock_volume", "memory, bytes, seconds of a reshard (--dock: of a rollout), on no machine"),
+    "rehearse": ("tools.rehearse.command", "run an Ascend launch script here, shrunk, for one RL iteration"),
+    "report": ("tools.report.report", "one HTML file of a run: curves, timeline, memory, samples"),
 }
 
 
@@ -42,7 +42,7 @@ def main(argv: list[str]) -> int:
         print(usage())
         return 0 if argv else 2
     if argv[0] in SUBCOMMANDS:
-        return importlib.import_module(SUBCOMMANDS[argv[0]][0]).main(argv[1:]) or 0
+        return importlib.import_module(f"mindspeed_rl_plugin.{SUBCOMMANDS[argv[0]][0]}").main(argv[1:]) or 0
     script = argv[0]
     if not os.path.isfile(script):
         known = ", ".join(SUBCOMMANDS)

@@ -6,7 +6,7 @@ the runner or a patch from `patches/` has attached already.
 """
 
 from mindspeed_rl_plugin import host
-from mindspeed_rl_plugin.patching.attach import attach
+from mindspeed_rl_plugin.launch.attach import attach
 
 host.activate_if_needed()
 attach()

@@ -17,7 +17,6 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from mindspeed_rl_plugin.device import get_device  # noqa: E402
-from mindspeed_rl_plugin.planning.words import engine_layout_of, train_layout  # noqa: E402
 from mindspeed_rl_plugin.reshard.cells import Cells  # noqa: E402
 from mindspeed_rl_plugin.reshard.execute import stream  # noqa: E402
 from mindspeed_rl_plugin.reshard.footprint import MODES  # noqa: E402
@@ -35,6 +34,7 @@ from mindspeed_rl_plugin.reshard.measure import Temporary  # noqa: E402
 from mindspeed_rl_plugin.reshard.plan import make_plan  # noqa: E402
 from mindspeed_rl_plugin.reshard.swap import TrainState  # noqa: E402
 from mindspeed_rl_plugin.reshard.wire import Wire  # noqa: E402
+from mindspeed_rl_plugin.tools.plan.words import engine_layout_of, train_layout  # noqa: E402
 
 DTYPE = torch.bfloat16
 DEADLINE = 600.0

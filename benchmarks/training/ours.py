@@ -16,7 +16,7 @@ sys.path.insert(0, str(HERE))
 import workload  # noqa: E402
 from megatron.training import training  # noqa: E402
 
-from mindspeed_rl_plugin.rollout.vllm_engine import VllmEngine  # noqa: E402
+from mindspeed_rl_plugin.engine.vllm_engine import VllmEngine  # noqa: E402
 
 at = sys.argv.index("--workload")
 LENGTHS = workload.lengths(workload.read(Path(sys.argv[at + 1])))

@@ -16,7 +16,7 @@ from mindspeed_rl_plugin.dock.distributed.client import DistributedDock
 from mindspeed_rl_plugin.dock.distributed.fleet import Member
 from mindspeed_rl_plugin.dock.distributed.outbox import Outbox
 from mindspeed_rl_plugin.dock.distributed.records import Record
-from mindspeed_rl_plugin.types import Ragged, Rows, SampleId
+from mindspeed_rl_plugin.rows import Ragged, Rows, SampleId
 
 SECONDS = 120.0
 FROM_WAREHOUSES = ("cells", "extents", "committed", "record")  # kinds of message

@@ -26,7 +26,7 @@ from mindspeed_rl_plugin.dock.api import ColumnSpec, StateSpec
 from mindspeed_rl_plugin.dock.distributed.cells import Buffers
 from mindspeed_rl_plugin.dock.distributed.client import DistributedDock
 from mindspeed_rl_plugin.dock.distributed.fleet import Limits, Member
-from mindspeed_rl_plugin.types import Ragged, Rows, SampleId
+from mindspeed_rl_plugin.rows import Ragged, Rows, SampleId
 
 SECONDS = 300.0
 BATCH = 64

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from mindspeed_rl_plugin.algorithms.rewards import row_sums, token_rewards
-from mindspeed_rl_plugin.types import Ragged, SampleId
+from mindspeed_rl_plugin.rows import Ragged, SampleId
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from mindspeed_rl_plugin.algorithms.losses import LOSSES, Bounds, PolicyTerms, T
 from mindspeed_rl_plugin.algorithms.pairs import PairOptions
 from mindspeed_rl_plugin.algorithms.rewards import overlong_penalty
 from mindspeed_rl_plugin.algorithms.selection import resample, uniform_draws
-from mindspeed_rl_plugin.types import Ragged, SampleId
+from mindspeed_rl_plugin.rows import Ragged, SampleId
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mindspeed_rl_plugin.types import Ragged
+from mindspeed_rl_plugin.rows import Ragged
 
 
 def overlong_penalty(lengths: Tensor, limit: int, buffer: int, factor: float) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mindspeed_rl_plugin.algorithms.advantages import all_equal
-from mindspeed_rl_plugin.types import SampleId
+from mindspeed_rl_plugin.rows import SampleId
 
 
 def carries_signal(rewards: Tensor, groups: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from mindspeed_rl_plugin.forward import ForwardSettings, MicroBatch, collate, to
 from mindspeed_rl_plugin.forward.context import of_all_ranks
 from mindspeed_rl_plugin.forward.schedule import run_forward_only
 from mindspeed_rl_plugin.reshard.swap import TrainState, gathered, unwrap
-from mindspeed_rl_plugin.types import Ragged, Rows
+from mindspeed_rl_plugin.rows import Ragged, Rows
 
 
 class Critic:

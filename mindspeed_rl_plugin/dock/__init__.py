@@ -6,7 +6,7 @@ from mindspeed_rl_plugin.dock.distributed.fleet import Limits, machine
 from mindspeed_rl_plugin.dock.factory import make_dock, make_docks, usual_medium
 from mindspeed_rl_plugin.dock.local import LocalDock
 from mindspeed_rl_plugin.dock.traffic import Moved, Traffic
-from mindspeed_rl_plugin.types import Ragged, Rows, SampleId
+from mindspeed_rl_plugin.rows import Ragged, Rows, SampleId
 
 __all__ = [
     "ColumnSpec",

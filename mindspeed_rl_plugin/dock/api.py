@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 
 from mindspeed_rl_plugin.dock.traffic import Traffic
-from mindspeed_rl_plugin.types import Rows, SampleId
+from mindspeed_rl_plugin.rows import Rows, SampleId
 
 LEVELS = ("token", "sample", "group")
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from mindspeed_rl_plugin.dock.api import ColumnSpec, Lease, StateSpec
 from mindspeed_rl_plugin.dock.report import listed
-from mindspeed_rl_plugin.types import Rows, SampleId
+from mindspeed_rl_plugin.rows import Rows, SampleId
 
 FORMAT = 1  # of a snapshot
 STREAM = ("max_tokens", "window", "linger", "newest", "max_staleness", "near", "balance")  # options of a lease

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from tensordict import TensorDict
 
-from mindspeed_rl_plugin.types import Column, Ragged, Rows, SampleId
+from mindspeed_rl_plugin.rows import Column, Ragged, Rows, SampleId
 
 IDS = "ids"
 

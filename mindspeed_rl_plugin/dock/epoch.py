@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mindspeed_rl_plugin.dock.api import ColumnSpec, StateSpec
 from mindspeed_rl_plugin.dock.store import ColumnStore, pack
-from mindspeed_rl_plugin.types import Column, Ragged, SampleId
+from mindspeed_rl_plugin.rows import Column, Ragged, SampleId
 
 FREE, LEASED, DONE = 0, 1, 2
 UNKNOWN = -1

@@ -17,7 +17,7 @@ from mindspeed_rl_plugin.dock.report import explain_wait, listed
 from mindspeed_rl_plugin.dock.store import check_column, take
 from mindspeed_rl_plugin.dock.streaming import pick_stream
 from mindspeed_rl_plugin.dock.traffic import Traffic, count
-from mindspeed_rl_plugin.types import Rows, SampleId
+from mindspeed_rl_plugin.rows import Rows, SampleId
 
 
 class LocalDock(Declared):

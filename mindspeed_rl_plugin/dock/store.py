@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from mindspeed_rl_plugin.dock.api import ColumnSpec
-from mindspeed_rl_plugin.types import Column, Ragged
+from mindspeed_rl_plugin.rows import Column, Ragged
 
 ABSENT = -1
 

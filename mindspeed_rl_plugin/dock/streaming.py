@@ -11,7 +11,7 @@ from mindspeed_rl_plugin.dock.distributed.picking import Ask, pick_ready
 from mindspeed_rl_plugin.dock.distributed.records import Shape
 from mindspeed_rl_plugin.dock.distributed.views import DONE, STALE, EpochView
 from mindspeed_rl_plugin.dock.epoch import Epoch
-from mindspeed_rl_plugin.types import SampleId
+from mindspeed_rl_plugin.rows import SampleId
 
 
 def pick_stream(

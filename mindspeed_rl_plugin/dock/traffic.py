@@ -6,7 +6,7 @@ import collections
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from mindspeed_rl_plugin.types import Ragged, Rows
+from mindspeed_rl_plugin.rows import Ragged, Rows
 
 Key = tuple[str, str, str]
 

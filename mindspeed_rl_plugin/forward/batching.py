@@ -6,7 +6,7 @@ from bisect import bisect_left
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from mindspeed_rl_plugin.types import SampleId
+from mindspeed_rl_plugin.rows import SampleId
 
 MicroBatchIds = tuple[SampleId, ...]
 Near = Mapping[SampleId, Collection[int]]  # data parallel ranks that would read a row from their own machine

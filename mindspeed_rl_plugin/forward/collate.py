@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from mindspeed_rl_plugin.forward.settings import ForwardSettings
-from mindspeed_rl_plugin.types import Ragged, Rows
+from mindspeed_rl_plugin.rows import Ragged, Rows
 
 
 @dataclass(frozen=True)

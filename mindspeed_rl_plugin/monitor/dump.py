@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from mindspeed_rl_plugin.monitor.files import atomic_write, dump_file, dump_files
-from mindspeed_rl_plugin.types import Ragged, Rows, SampleId, unpack_json
+from mindspeed_rl_plugin.rows import Ragged, Rows, SampleId, unpack_json
 
 FINISH = ("stop", "length", "abort")
 TOKEN_COLUMNS = ("loss_mask", "logp_rollout", "logp_old", "logp_ref", "advantages")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mindspeed_rl_plugin.monitor.names import Metric
-from mindspeed_rl_plugin.types import Ragged, Rows, SampleId
+from mindspeed_rl_plugin.rows import Ragged, Rows, SampleId
 
 FINISH_STOP, FINISH_LENGTH, FINISH_ABORT = 0, 1, 2
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from mindspeed_rl_plugin.prompts.sources import Source
-from mindspeed_rl_plugin.types import Prompt
+from mindspeed_rl_plugin.rows import Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

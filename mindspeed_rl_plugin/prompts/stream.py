@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from mindspeed_rl_plugin.prompts.render import Renderer
 from mindspeed_rl_plugin.prompts.sources import Source, open_source
-from mindspeed_rl_plugin.types import Prompt
+from mindspeed_rl_plugin.rows import Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from mindspeed_rl_plugin.types import SampleId
+    from mindspeed_rl_plugin.rows import SampleId
 
 
 SOLVED_AT = 1.0 - 1e-6  # a grader that adds up shares, or a float32 column, may miss 1 by rounding

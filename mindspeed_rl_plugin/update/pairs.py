@@ -16,7 +16,7 @@ from mindspeed_rl_plugin.algorithms import Algorithm
 from mindspeed_rl_plugin.algorithms.pairs import Pairs, pair_terms
 from mindspeed_rl_plugin.forward import ForwardSettings, MicroBatch, collate
 from mindspeed_rl_plugin.forward.schedule import data_iterators, device_of, head_of, is_last_stage, run_model
-from mindspeed_rl_plugin.types import Rows
+from mindspeed_rl_plugin.rows import Rows
 from mindspeed_rl_plugin.update.megatron_loss import scaling_of_job
 from mindspeed_rl_plugin.update.metrics import reduce_tallies
 

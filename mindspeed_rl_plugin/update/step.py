@@ -22,7 +22,7 @@ from mindspeed_rl_plugin.forward.schedule import (
     micro_batch_count,
     run_model,
 )
-from mindspeed_rl_plugin.types import Ragged, Rows
+from mindspeed_rl_plugin.rows import Ragged, Rows
 from mindspeed_rl_plugin.update.megatron_loss import scaling_of_job
 from mindspeed_rl_plugin.update.metrics import reduce_tallies, to_metrics
 from mindspeed_rl_plugin.update.objective import objective

@@ -14,7 +14,7 @@ from mindspeed_rl_plugin.algorithms.values import value_loss
 from mindspeed_rl_plugin.forward import ForwardSettings, MicroBatch
 from mindspeed_rl_plugin.forward.context import of_all_ranks
 from mindspeed_rl_plugin.forward.schedule import is_last_stage, run_model
-from mindspeed_rl_plugin.types import Rows
+from mindspeed_rl_plugin.rows import Rows
 from mindspeed_rl_plugin.update.metrics import reduce_tallies
 from mindspeed_rl_plugin.update.step import Update
 

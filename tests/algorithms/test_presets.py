@@ -6,7 +6,8 @@ import re
 import pytest
 import torch
 
-from mindspeed_rl_plugin.algorithms import ALGORITHMS, LOSSES, command, resolve
+from mindspeed_rl_plugin.algorithms import ALGORITHMS, LOSSES, resolve
+from mindspeed_rl_plugin.algorithms import describe as command
 from mindspeed_rl_plugin.algorithms.kl import KL_ESTIMATORS
 from mindspeed_rl_plugin.config import AlgorithmConfig
 

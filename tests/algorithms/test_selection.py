@@ -11,7 +11,7 @@ from mindspeed_rl_plugin.algorithms import resolve
 from mindspeed_rl_plugin.algorithms.corrections import CORRECTIONS, importance_weights
 from mindspeed_rl_plugin.algorithms.selection import FILTRATIONS, carries_signal, resample, uniform_draws
 from mindspeed_rl_plugin.config import AlgorithmConfig
-from mindspeed_rl_plugin.types import SampleId
+from mindspeed_rl_plugin.rows import SampleId
 
 few = settings(max_examples=60, deadline=None)
 seeds = st.integers(0, 2**31 - 1)

@@ -16,7 +16,7 @@ import torch
 from mindspeed_rl_plugin.dock import ColumnSpec, DistributedDock, StateSpec
 from mindspeed_rl_plugin.dock.distributed.fleet import Limits, Member
 from mindspeed_rl_plugin.dock.distributed.frames import Message
-from mindspeed_rl_plugin.types import Ragged, Rows, SampleId
+from mindspeed_rl_plugin.rows import Ragged, Rows, SampleId
 
 COLUMNS = [
     ColumnSpec("prompt", torch.int32, "group", ragged=True),

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from mindspeed_rl_plugin.dock.edge import from_tensordict, to_tensordict
-from mindspeed_rl_plugin.types import Ragged, Rows, SampleId
+from mindspeed_rl_plugin.rows import Ragged, Rows, SampleId
 
 
 def rows_of(lengths: list[int]) -> Rows:

@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from mindspeed_rl_plugin.dock import ColumnSpec, DistributedDock, LocalDock, StateSpec
 from mindspeed_rl_plugin.dock.distributed.fleet import Member
-from mindspeed_rl_plugin.types import Ragged, Rows, SampleId
+from mindspeed_rl_plugin.rows import Ragged, Rows, SampleId
 
 COLUMNS = [
     ColumnSpec("prompt", torch.int32, "group", ragged=True),

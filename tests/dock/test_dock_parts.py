@@ -10,7 +10,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mindspeed_rl_plugin import plan
 from mindspeed_rl_plugin.dock import ColumnSpec, StateSpec
 from mindspeed_rl_plugin.dock.distributed import frames
 from mindspeed_rl_plugin.dock.distributed.arena import LINE, Arena, Extent
@@ -21,6 +20,7 @@ from mindspeed_rl_plugin.dock.distributed.picking import Ask
 from mindspeed_rl_plugin.dock.distributed.records import Cells, EpochSet, Record, Shape
 from mindspeed_rl_plugin.dock.distributed.views import balanced, even
 from mindspeed_rl_plugin.dock.volume import Load, central_gib, packed_gib, warehouse_gib
+from mindspeed_rl_plugin.tools.plan import dock_volume as plan
 
 # messages
 

@@ -17,7 +17,7 @@ from mindspeed_rl_plugin.dock.distributed.channel import MARGIN, Channel
 from mindspeed_rl_plugin.dock.distributed.connections import Connections
 from mindspeed_rl_plugin.dock.distributed.frames import Message
 from mindspeed_rl_plugin.dock.distributed.service import Service
-from mindspeed_rl_plugin.types import Ragged, Rows, SampleId
+from mindspeed_rl_plugin.rows import Ragged, Rows, SampleId
 
 COLUMNS = [
     ColumnSpec("prompt", torch.int32, "group", ragged=True),

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mindspeed_rl_plugin.dock import ColumnSpec, DistributedDock, Limits, StateSpec
-from mindspeed_rl_plugin.types import Ragged, Rows, SampleId
+from mindspeed_rl_plugin.rows import Ragged, Rows, SampleId
 
 COLUMNS = [
     ColumnSpec("prompt", torch.int32, "group", ragged=True),

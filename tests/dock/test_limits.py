@@ -8,7 +8,7 @@ import torch
 
 from mindspeed_rl_plugin.dock import ColumnSpec, DistributedDock, Limits, StateSpec, make_dock
 from mindspeed_rl_plugin.dock.distributed.credits import missing
-from mindspeed_rl_plugin.types import Ragged, Rows, SampleId
+from mindspeed_rl_plugin.rows import Ragged, Rows, SampleId
 
 COLUMNS = [
     ColumnSpec("prompt", torch.int32, "group", ragged=True),

@@ -26,7 +26,7 @@ from mindspeed_rl_plugin.dock.distributed import (
 from mindspeed_rl_plugin.dock.distributed.channel import Channel
 from mindspeed_rl_plugin.dock.distributed.fleet import Member
 from mindspeed_rl_plugin.dock.distributed.records import Record, Shape
-from mindspeed_rl_plugin.types import Ragged, Rows, SampleId
+from mindspeed_rl_plugin.rows import Ragged, Rows, SampleId
 
 COLUMNS = [
     ColumnSpec("tokens", torch.int32, "token", ragged=True),

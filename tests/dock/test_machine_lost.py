@@ -23,7 +23,7 @@ from mindspeed_rl_plugin.dock.distributed.hosting import Host
 from mindspeed_rl_plugin.dock.distributed.picking import Ask
 from mindspeed_rl_plugin.dock.distributed.records import Cells, Record, Shape
 from mindspeed_rl_plugin.dock.distributed.service import Address, Directory
-from mindspeed_rl_plugin.types import Ragged, Rows, SampleId
+from mindspeed_rl_plugin.rows import Ragged, Rows, SampleId
 
 COLUMNS = [
     ColumnSpec("prompt", torch.int32, "group", ragged=True),

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from mindspeed_rl_plugin.dock import ColumnSpec, Limits, LocalDock, StateSpec, make_docks
 from mindspeed_rl_plugin.dock.distributed import ray_nodes
 from mindspeed_rl_plugin.dock.distributed.frames import Message
-from mindspeed_rl_plugin.types import Ragged, Rows, SampleId
+from mindspeed_rl_plugin.rows import Ragged, Rows, SampleId
 
 ROOT = Path(__file__).parents[2]
 COLUMNS = [

@@ -18,7 +18,7 @@ from mindspeed_rl_plugin.dock.distributed.frames import NONCE, Message
 from mindspeed_rl_plugin.dock.distributed.records import Shape
 from mindspeed_rl_plugin.dock.distributed.service import Address, Directory, Service
 from mindspeed_rl_plugin.dock.distributed.warehouse import Block, Warehouse
-from mindspeed_rl_plugin.types import Ragged, Rows, SampleId
+from mindspeed_rl_plugin.rows import Ragged, Rows, SampleId
 
 COLUMNS = [ColumnSpec("tokens", torch.int32, "token", ragged=True)]
 BY_NAME = {c.name: c for c in COLUMNS}

@@ -8,9 +8,9 @@ import numpy as np
 import torch
 
 from mindspeed_rl_plugin.dock import ColumnSpec, DistributedDock, LocalDock, StateSpec
-from mindspeed_rl_plugin.resuming import gone
-from mindspeed_rl_plugin.startup.files import outline
-from mindspeed_rl_plugin.types import Rows, SampleId
+from mindspeed_rl_plugin.launch.checkpoint_files import outline
+from mindspeed_rl_plugin.loop.resume import gone
+from mindspeed_rl_plugin.rows import Rows, SampleId
 
 COLUMNS = [ColumnSpec("reward", torch.float32, "sample", ragged=False)]
 STATES = [StateSpec("train", ("reward",), ())]

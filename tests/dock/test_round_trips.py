@@ -17,7 +17,7 @@ from mindspeed_rl_plugin.dock.distributed.fleet import Limits
 from mindspeed_rl_plugin.dock.distributed.frames import Message, Reader
 from mindspeed_rl_plugin.dock.distributed.reservations import MOST, Reservations
 from mindspeed_rl_plugin.dock.distributed.service import Service
-from mindspeed_rl_plugin.types import Ragged, Rows, SampleId
+from mindspeed_rl_plugin.rows import Ragged, Rows, SampleId
 
 COLUMNS = [ColumnSpec("tokens", torch.int32, "token", True), ColumnSpec("logp", torch.float32, "token", True)]
 STATES = [StateSpec("logp", ("tokens",), ("logp",))]

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from mindspeed_rl_plugin.dock import ColumnSpec, DistributedDock, Limits, LocalDock, StateSpec
-from mindspeed_rl_plugin.types import Ragged, Rows, SampleId
+from mindspeed_rl_plugin.rows import Ragged, Rows, SampleId
 
 DOC = Path(__file__).parents[2] / "docs" / "dock.md"
 COLUMNS = [

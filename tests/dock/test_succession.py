@@ -14,7 +14,7 @@ from mindspeed_rl_plugin.dock.distributed.fleet import ANSWER, controller_rank
 from mindspeed_rl_plugin.dock.distributed.frames import Message
 from mindspeed_rl_plugin.dock.distributed.hosting import Host
 from mindspeed_rl_plugin.dock.distributed.service import Address, Directory
-from mindspeed_rl_plugin.types import Ragged, Rows, SampleId
+from mindspeed_rl_plugin.rows import Ragged, Rows, SampleId
 
 COLUMNS = [
     ColumnSpec("tokens", torch.int32, "token", ragged=True),

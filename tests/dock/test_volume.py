@@ -4,14 +4,14 @@ import numpy as np
 import pytest
 import torch
 
-from mindspeed_rl_plugin import columns
 from mindspeed_rl_plugin.algorithms import resolve
 from mindspeed_rl_plugin.config import AlgorithmConfig
 from mindspeed_rl_plugin.dock import ColumnSpec, DistributedDock, Limits
 from mindspeed_rl_plugin.dock.distributed import frames
 from mindspeed_rl_plugin.dock.distributed.records import Record
 from mindspeed_rl_plugin.dock.volume import GIB, Load, packed_gib, record_bytes, told_elsewhere
-from mindspeed_rl_plugin.types import Ragged, Rows, SampleId
+from mindspeed_rl_plugin.rows import Ragged, Rows, SampleId
+from mindspeed_rl_plugin.stages import columns
 
 GROUPS, MEMBERS = 16, 4
 

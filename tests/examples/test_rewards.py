@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from mindspeed_rl_plugin.reward import GradeItem, RewardPool
-from mindspeed_rl_plugin.types import SampleId
+from mindspeed_rl_plugin.rows import SampleId
 
 FILE = Path(__file__).parents[2] / "examples" / "rewards" / "length_and_digits.py"
 

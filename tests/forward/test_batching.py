@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mindspeed_rl_plugin.forward.batching import TokenBudget, plan_batches, plan_tokens
-from mindspeed_rl_plugin.types import SampleId
+from mindspeed_rl_plugin.rows import SampleId
 
 
 def rollout(groups, members):

@@ -6,7 +6,7 @@ import torch
 from mindspeed_rl_plugin.forward.call import call_model
 from mindspeed_rl_plugin.forward.collate import collate
 from mindspeed_rl_plugin.forward.settings import ForwardSettings
-from mindspeed_rl_plugin.types import Ragged, Rows, SampleId
+from mindspeed_rl_plugin.rows import Ragged, Rows, SampleId
 
 
 class Rotary(torch.nn.Module):

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from mindspeed_rl_plugin.forward.collate import collate, to_rows
 from mindspeed_rl_plugin.forward.settings import ForwardSettings
-from mindspeed_rl_plugin.types import Ragged, Rows, SampleId
+from mindspeed_rl_plugin.rows import Ragged, Rows, SampleId
 
 
 def rows_of(lengths, **more):

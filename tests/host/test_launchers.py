@@ -4,9 +4,9 @@ import re
 
 import pytest
 
-from mindspeed_rl_plugin import plan
-from mindspeed_rl_plugin.host.rehearsal.capture import capture
-from mindspeed_rl_plugin.host.rehearsal.launchers import check_launchers
+from mindspeed_rl_plugin.tools.plan import dock_volume as plan
+from mindspeed_rl_plugin.tools.rehearse.capture import capture
+from mindspeed_rl_plugin.tools.rehearse.launchers import check_launchers
 
 
 @pytest.mark.parametrize(

@@ -16,12 +16,12 @@ from pathlib import Path
 
 import pytest
 
-from mindspeed_rl_plugin.host.rehearsal import confine, kernels, summary
-from mindspeed_rl_plugin.host.rehearsal.capture import Launch, capture
-from mindspeed_rl_plugin.host.rehearsal.entry import Entry, find_entry
-from mindspeed_rl_plugin.host.rehearsal.flags import Flags
-from mindspeed_rl_plugin.host.rehearsal.passes import Done, tail
-from mindspeed_rl_plugin.host.rehearsal.shrink import shrink
+from mindspeed_rl_plugin.tools.rehearse import confine, kernels, summary
+from mindspeed_rl_plugin.tools.rehearse.capture import Launch, capture
+from mindspeed_rl_plugin.tools.rehearse.entry import Entry, find_entry
+from mindspeed_rl_plugin.tools.rehearse.flags import Flags
+from mindspeed_rl_plugin.tools.rehearse.passes import Done, tail
+from mindspeed_rl_plugin.tools.rehearse.shrink import shrink
 
 ROOT = Path(__file__).resolve().parents[2]
 DENSE, EXPERTS = (ROOT / "examples" / "ascend" / f"{name}.sh" for name in ("grpo_qwen2.5_7b", "grpo_qwen3_30b_a3b"))

@@ -7,9 +7,9 @@ from collections import Counter
 
 import pytest
 
-from mindspeed_rl_plugin import columns
 from mindspeed_rl_plugin.algorithms import resolve
 from mindspeed_rl_plugin.config import AlgorithmConfig
+from mindspeed_rl_plugin.stages import columns
 
 TENSOR, PIPELINE = "--tensor-model-parallel-size", "--pipeline-model-parallel-size"
 FIRST_STAGE = {"tokens", "loss_mask", "kept"}

@@ -21,7 +21,7 @@ DEADLINE = 60.0  # seconds from the error on one rank to the end of the job
 # Runs pretrain_gpt.py; on rank 1, the named step of the loop fails in iteration 2.
 FAILING = """
 import os, runpy, sys
-from mindspeed_rl_plugin.iteration import Loop
+from mindspeed_rl_plugin.loop.loop import Loop
 
 step = {step!r}
 original = getattr(Loop, step)

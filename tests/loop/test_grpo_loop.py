@@ -173,7 +173,7 @@ def save(value, file, *args, **named):
 torch.save = save
 """,
     "evaluate": """
-from mindspeed_rl_plugin import reporting
+from mindspeed_rl_plugin.stages import measure as reporting
 original, calls = reporting.evaluate, []
 
 def evaluate(*args, **named):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from mindspeed_rl_plugin.export import to_hf
+from mindspeed_rl_plugin.tools.convert import to_hf
 
 AGREEMENT = 2e-5  # nats, fp32: log-probs of the engine against the trainer's
 TP2 = ("--tensor-model-parallel-size", "2", "--sequence-parallel")

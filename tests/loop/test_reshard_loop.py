@@ -23,7 +23,8 @@ runpy.run_path({str(PRETRAIN)!r}, run_name="__main__")
 # Runs it until iteration 3, in which rank 1 writes a NaN into a weight, `where` it says.
 BROKEN = """
 import os, runpy, torch
-from mindspeed_rl_plugin import iteration, reporting
+from mindspeed_rl_plugin.loop import loop as iteration
+from mindspeed_rl_plugin.stages import measure as reporting
 from mindspeed_rl_plugin.reshard.hook import stored_parameters
 original = reporting.iteration
 

@@ -15,8 +15,8 @@ import torch
 from mindspeed_rl_plugin.monitor.console import ProgressBar, eval_line, iteration_line, short_float, write_line
 from mindspeed_rl_plugin.monitor.files import JsonLines, read_jsonl, read_metrics, read_run
 from mindspeed_rl_plugin.monitor.monitor import Monitor
-from mindspeed_rl_plugin.monitor.report_data import metric_series
 from mindspeed_rl_plugin.monitor.summary import summarize
+from mindspeed_rl_plugin.tools.report.report_data import metric_series
 
 FULL = {
     "reward/mean": 0.532,

@@ -6,10 +6,10 @@ import pytest
 
 from mindspeed_rl_plugin.monitor.dump import dump_rollout
 from mindspeed_rl_plugin.monitor.files import dump_files, read_metrics
-from mindspeed_rl_plugin.monitor.report import embed, main
-from mindspeed_rl_plugin.monitor.report_data import collect, duration, headline, remarks
-from mindspeed_rl_plugin.monitor.report_samples import sample_data
-from mindspeed_rl_plugin.monitor.report_stages import BETWEEN, own_seconds, stage_data, timeline_data
+from mindspeed_rl_plugin.tools.report.report import embed, main
+from mindspeed_rl_plugin.tools.report.report_data import collect, duration, headline, remarks
+from mindspeed_rl_plugin.tools.report.report_samples import sample_data
+from mindspeed_rl_plugin.tools.report.report_stages import BETWEEN, own_seconds, stage_data, timeline_data
 
 
 def event(iteration, rank, stage, start, end, peak=None):

@@ -18,7 +18,7 @@ from mindspeed_rl_plugin.monitor.metrics import (
     token_count,
 )
 from mindspeed_rl_plugin.monitor.names import NAMES
-from mindspeed_rl_plugin.types import Ragged, Rows, SampleId
+from mindspeed_rl_plugin.rows import Ragged, Rows, SampleId
 
 
 def test_rollout_metrics_equal_plain_loops(rows_builder):

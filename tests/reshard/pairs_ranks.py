@@ -16,7 +16,7 @@ from mindspeed_rl_plugin.host import activate_if_needed
 
 activate_if_needed()
 
-from mindspeed_rl_plugin.rollout.vllm_engine import VllmEngine, VllmOptions, prepare_environment  # noqa: E402
+from mindspeed_rl_plugin.engine.vllm_engine import VllmEngine, VllmOptions, prepare_environment  # noqa: E402
 
 prepare_environment("cpu")
 
@@ -32,11 +32,11 @@ from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispa
 from megatron.core.transformer.transformer_config import MLATransformerConfig  # noqa: E402
 from reshard_ranks import BUCKET, SEQ, Job, same  # noqa: E402
 
+from mindspeed_rl_plugin.engine.protocol import generate  # noqa: E402
 from mindspeed_rl_plugin.reshard.hook import Resharder, stored_parameters  # noqa: E402
 from mindspeed_rl_plugin.reshard.layout import EngineParallel, ModelShape, Parallel  # noqa: E402
 from mindspeed_rl_plugin.reshard.swap import TrainState, gathered, unwrap  # noqa: E402
-from mindspeed_rl_plugin.rollout.engine import generate  # noqa: E402
-from mindspeed_rl_plugin.types import GenerateRequest, SampleId, Sampling  # noqa: E402
+from mindspeed_rl_plugin.rows import GenerateRequest, SampleId, Sampling  # noqa: E402
 
 VOCAB, PROMPT, ANSWER, STEPS = 256, 5, 8, 3  # a vocabulary that nobody pads
 LATENT = dict(q_lora=24, kv_lora=512, nope=128, rope=64, value=128)

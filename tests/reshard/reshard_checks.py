@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 
 from mindspeed_rl_plugin.device import StorageMeter
-from mindspeed_rl_plugin.planning.estimate import Machine, estimate
 from mindspeed_rl_plugin.reshard import hook as hook_module
 from mindspeed_rl_plugin.reshard.cells import Cells
 from mindspeed_rl_plugin.reshard.digest import WeightMismatch
@@ -16,6 +15,7 @@ from mindspeed_rl_plugin.reshard.footprint import weights
 from mindspeed_rl_plugin.reshard.hook import Resharder
 from mindspeed_rl_plugin.reshard.layout import engine_layout, megatron_layout
 from mindspeed_rl_plugin.reshard.swap import gathered, unwrap
+from mindspeed_rl_plugin.tools.plan.estimate import Machine, estimate
 
 BUCKET = 16 << 10
 

@@ -11,11 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from mindspeed_rl_plugin import plan
-from mindspeed_rl_plugin.export import to_hf, to_megatron
-from mindspeed_rl_plugin.export.arguments import flags, megatron_arguments
-from mindspeed_rl_plugin.host.rehearsal.flags import Flags
-from mindspeed_rl_plugin.planning.script import read_arguments
+from mindspeed_rl_plugin.engine.hf_config import compare_configs, derive_config
 from mindspeed_rl_plugin.reshard import families
 from mindspeed_rl_plugin.reshard.execute import view
 from mindspeed_rl_plugin.reshard.layout import (
@@ -30,7 +26,11 @@ from mindspeed_rl_plugin.reshard.layout import (
 )
 from mindspeed_rl_plugin.reshard.plan import make_plan
 from mindspeed_rl_plugin.reshard.rows import Family, HfConfig, Router
-from mindspeed_rl_plugin.rollout.hf_config import compare_configs, derive_config
+from mindspeed_rl_plugin.tools.convert import to_hf, to_megatron
+from mindspeed_rl_plugin.tools.convert.arguments import flags, megatron_arguments
+from mindspeed_rl_plugin.tools.plan import dock_volume as plan
+from mindspeed_rl_plugin.tools.plan.script import read_arguments
+from mindspeed_rl_plugin.tools.rehearse.flags import Flags
 
 ROWS = families._PLAIN + families._QK_NORM + families._DENSE_MLP
 ROWS += families._ROUTED + families._ROUTER_BIAS + families._SHARED_EXPERTS

@@ -11,8 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mindspeed_rl_plugin.device import StorageMeter
-from mindspeed_rl_plugin.planning.estimate import Machine, estimate
-from mindspeed_rl_plugin.planning.words import engine_layout_of, train_layout
 from mindspeed_rl_plugin.reshard.cells import Cells
 from mindspeed_rl_plugin.reshard.execute import copy_pieces, stream
 from mindspeed_rl_plugin.reshard.gather import gather, make_gathering
@@ -27,6 +25,8 @@ from mindspeed_rl_plugin.reshard.layout import (
 from mindspeed_rl_plugin.reshard.parcels import Parcel, make_rounds, two_rounds
 from mindspeed_rl_plugin.reshard.plan import make_plan
 from mindspeed_rl_plugin.reshard.wire import Wire
+from mindspeed_rl_plugin.tools.plan.estimate import Machine, estimate
+from mindspeed_rl_plugin.tools.plan.words import engine_layout_of, train_layout
 
 sys.path.insert(0, str(Path(__file__).parent))
 import expert_reference  # noqa: E402

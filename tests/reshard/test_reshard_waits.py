@@ -11,14 +11,15 @@ from types import MethodType, SimpleNamespace
 import pytest
 import torch
 
-from mindspeed_rl_plugin import iteration, wiring
 from mindspeed_rl_plugin.config import RLConfig, add_flags
 from mindspeed_rl_plugin.copies import ThreadCopier
 from mindspeed_rl_plugin.device import Device
+from mindspeed_rl_plugin.launch.start import Start
+from mindspeed_rl_plugin.loop import context as wiring
+from mindspeed_rl_plugin.loop import loop as iteration
+from mindspeed_rl_plugin.loop.context import Parts
 from mindspeed_rl_plugin.reshard import swap
 from mindspeed_rl_plugin.reshard.swap import TrainState
-from mindspeed_rl_plugin.startup.start import Start
-from mindspeed_rl_plugin.wiring import Parts
 
 sys.path.insert(0, str(Path(__file__).parent))
 from hostile import DeferringDevice, SlowCopier, poisoned_release, poisoned_revive  # noqa: E402

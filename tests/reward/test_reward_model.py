@@ -16,14 +16,14 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from mindspeed_rl_plugin.columns import prompt_columns, reward_columns
+from mindspeed_rl_plugin.launch import checks
 from mindspeed_rl_plugin.prompts import PromptStream
 from mindspeed_rl_plugin.reward import GradeItem, RewardError, RewardPool
 from mindspeed_rl_plugin.reward import model as model_module
 from mindspeed_rl_plugin.reward.model import make_grader, same_tokenizer
 from mindspeed_rl_plugin.reward.specs import parse_specs
-from mindspeed_rl_plugin.startup import checks
-from mindspeed_rl_plugin.types import Ragged, Rows, SampleId
+from mindspeed_rl_plugin.rows import Ragged, Rows, SampleId
+from mindspeed_rl_plugin.stages.columns import prompt_columns, reward_columns
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz 0123456789<>"
 TEMPLATE = "{% for m in messages %}<{{ m['role'][0] }}>{{ m['content'] }}{% endfor %}"

@@ -12,7 +12,7 @@ import pytest
 
 from mindspeed_rl_plugin.reward import GradeItem, RewardError, RewardPool, solved
 from mindspeed_rl_plugin.reward.specs import parse_specs
-from mindspeed_rl_plugin.types import SampleId
+from mindspeed_rl_plugin.rows import SampleId
 
 HERE = Path(__file__).parent
 FILE = HERE / "graders_for_tests.py"
@@ -263,7 +263,7 @@ def test_workers_do_not_outlive_a_killed_parent(name: str) -> None:
     code = (
         "import sys, threading\n"
         "from mindspeed_rl_plugin.reward import GradeItem, RewardPool\n"
-        "from mindspeed_rl_plugin.types import SampleId\n"
+        "from mindspeed_rl_plugin.rows import SampleId\n"
         "pool = RewardPool([sys.argv[1]], workers=2, timeout=100)\n"
         "batch = [GradeItem('', 'bad', '', {}, SampleId(0, 0, m)) for m in (0, 1)]\n"
         "threading.Timer(1.0, lambda: print(*(s.worker.pid for s in pool._slots), flush=True)).start()\n"

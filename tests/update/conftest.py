@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mindspeed_rl_plugin.types import Ragged, Rows, SampleId
+from mindspeed_rl_plugin.rows import Ragged, Rows, SampleId
 
 HERE = Path(__file__).parent
 VOCAB = 250

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mindspeed_rl_plugin.dock.api import ColumnSpec
-from mindspeed_rl_plugin.types import Column, Ragged, SampleId
+from mindspeed_rl_plugin.rows import Column, Ragged, SampleId
 
 FETCH_BYTES = 256 << 20  # of one request
 

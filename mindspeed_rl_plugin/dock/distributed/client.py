@@ -37,7 +37,7 @@ from mindspeed_rl_plugin.dock.distributed.writing import Writer
 from mindspeed_rl_plugin.dock.epoch import DONE
 from mindspeed_rl_plugin.dock.report import listed
 from mindspeed_rl_plugin.dock.traffic import Traffic
-from mindspeed_rl_plugin.types import Rows, SampleId
+from mindspeed_rl_plugin.rows import Rows, SampleId
 
 TURN_SECONDS = 60.0  # a longer wait is made of such turns, so that a controller which hangs is noticed after one
 

@@ -20,7 +20,7 @@ from mindspeed_rl_plugin.dock.distributed.records import Shape
 from mindspeed_rl_plugin.dock.distributed.service import Address, Directory
 from mindspeed_rl_plugin.dock.report import listed
 from mindspeed_rl_plugin.dock.traffic import Traffic
-from mindspeed_rl_plugin.types import SampleId
+from mindspeed_rl_plugin.rows import SampleId
 
 RECONNECT_SECONDS = 0.5
 RECONNECT_WITHIN = 10.0  # seconds past a request's own, while what it asks is started again or taken over

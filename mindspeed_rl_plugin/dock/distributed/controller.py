@@ -18,7 +18,7 @@ from mindspeed_rl_plugin.dock.distributed.picking import Ask, Picked, pick_ids, 
 from mindspeed_rl_plugin.dock.distributed.records import EpochSet, Record, Shape, slots_of_groups
 from mindspeed_rl_plugin.dock.distributed.views import DONE, FREE, LEASED, EpochView
 from mindspeed_rl_plugin.dock.report import explain_wait, listed
-from mindspeed_rl_plugin.types import SampleId
+from mindspeed_rl_plugin.rows import SampleId
 
 
 @dataclass

@@ -15,7 +15,7 @@ from mindspeed_rl_plugin.dock.distributed import cells
 from mindspeed_rl_plugin.dock.distributed.connections import Connections
 from mindspeed_rl_plugin.dock.distributed.frames import Message
 from mindspeed_rl_plugin.dock.report import listed
-from mindspeed_rl_plugin.types import Column, Rows, SampleId
+from mindspeed_rl_plugin.rows import Column, Rows, SampleId
 
 
 class Part(NamedTuple):

@@ -15,7 +15,7 @@ from mindspeed_rl_plugin.dock.distributed.frames import Message
 from mindspeed_rl_plugin.dock.distributed.manifests import unpacked
 from mindspeed_rl_plugin.dock.distributed.records import Record, slots_of_groups
 from mindspeed_rl_plugin.dock.epoch import DONE
-from mindspeed_rl_plugin.types import Ragged, Rows, SampleId
+from mindspeed_rl_plugin.rows import Ragged, Rows, SampleId
 
 
 def collect(net: Connections, columns: Mapping[str, ColumnSpec], states: Mapping[str, StateSpec]) -> list[dict]:

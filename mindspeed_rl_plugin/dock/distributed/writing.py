@@ -23,7 +23,7 @@ from mindspeed_rl_plugin.dock.distributed.frames import Message
 from mindspeed_rl_plugin.dock.distributed.records import Shape
 from mindspeed_rl_plugin.dock.report import listed
 from mindspeed_rl_plugin.dock.store import check_column
-from mindspeed_rl_plugin.types import Column, Rows, SampleId
+from mindspeed_rl_plugin.rows import Column, Rows, SampleId
 
 INLINE = 128 << 10  # bytes; a smaller put travels with its message, a larger one is written into reserved memory
 

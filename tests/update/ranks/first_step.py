@@ -14,8 +14,8 @@ from tiny_megatron import VOCAB, Job, load_rows, parallel_state, run
 from mindspeed_rl_plugin.algorithms import resolve
 from mindspeed_rl_plugin.config import AlgorithmConfig
 from mindspeed_rl_plugin.forward import ForwardSettings, plan_batches
-from mindspeed_rl_plugin.logprobs.compute import compute_logps, compute_logps_and_entropy
-from mindspeed_rl_plugin.types import Ragged
+from mindspeed_rl_plugin.rows import Ragged
+from mindspeed_rl_plugin.stages.logprobs import compute_logps, compute_logps_and_entropy
 from mindspeed_rl_plugin.update.step import Update
 
 

@@ -18,7 +18,7 @@ from mindspeed_rl_plugin.algorithms import Totals, resolve
 from mindspeed_rl_plugin.config import AlgorithmConfig
 from mindspeed_rl_plugin.forward import ForwardSettings, plan_batches
 from mindspeed_rl_plugin.forward.context import positions
-from mindspeed_rl_plugin.types import Ragged, Rows
+from mindspeed_rl_plugin.rows import Ragged, Rows
 from mindspeed_rl_plugin.update.step import Update
 
 KL_COEF, ENTROPY_COEF, TEMPERATURE = 0.1, 0.05, 0.8

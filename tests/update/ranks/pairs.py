@@ -16,8 +16,8 @@ from mindspeed_rl_plugin.algorithms import resolve
 from mindspeed_rl_plugin.config import AlgorithmConfig
 from mindspeed_rl_plugin.forward import ForwardSettings
 from mindspeed_rl_plugin.forward.schedule import is_last_stage
-from mindspeed_rl_plugin.preference.rows import batches_of_step
-from mindspeed_rl_plugin.types import Rows, SampleId
+from mindspeed_rl_plugin.rows import Rows, SampleId
+from mindspeed_rl_plugin.stages.pair_rows import batches_of_step
 from mindspeed_rl_plugin.update.pairs import PairUpdate
 
 TEMPERATURE = 0.8

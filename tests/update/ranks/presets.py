@@ -18,7 +18,7 @@ from mindspeed_rl_plugin.algorithms import resolve
 from mindspeed_rl_plugin.config import AlgorithmConfig
 from mindspeed_rl_plugin.forward import ForwardSettings, plan_batches, plan_tokens
 from mindspeed_rl_plugin.host.npu_ops import npu_fusion_attention
-from mindspeed_rl_plugin.types import Ragged
+from mindspeed_rl_plugin.rows import Ragged
 from mindspeed_rl_plugin.update.step import Update
 
 

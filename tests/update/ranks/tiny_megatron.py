@@ -30,7 +30,7 @@ from megatron.training.arguments import core_transformer_config_from_args  # noq
 from megatron.training.initialize import initialize_megatron  # noqa: E402
 
 from mindspeed_rl_plugin.critic.head import give_value_head  # noqa: E402
-from mindspeed_rl_plugin.types import Ragged, Rows, SampleId  # noqa: E402
+from mindspeed_rl_plugin.rows import Ragged, Rows, SampleId  # noqa: E402
 
 VOCAB = 250  # padded to 256 by Megatron
 BASE = """

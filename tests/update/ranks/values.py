@@ -16,7 +16,7 @@ from mindspeed_rl_plugin.config import AlgorithmConfig
 from mindspeed_rl_plugin.critic.critic import Critic
 from mindspeed_rl_plugin.forward import ForwardSettings, plan_batches, plan_tokens
 from mindspeed_rl_plugin.forward.schedule import is_last_stage
-from mindspeed_rl_plugin.types import Ragged, Rows
+from mindspeed_rl_plugin.rows import Ragged, Rows
 from mindspeed_rl_plugin.update.values import ValueUpdate
 
 TIMES = torch.tensor([2, 0, 0, 1, 0, 2, 2, 1], dtype=torch.int32)

@@ -1,0 +1,239 @@
+"""The engine's Hugging Face config, derived from Megatron's own arguments, and its check against a given one.
+
+What differs between families stands in their tables (`reshard.families`).
+What changes the model and that no family has is refused by `ModelShape.from_megatron_args`, never ignored.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from argparse import Namespace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mindspeed_rl_plugin.engine.hf_moe import (
+    EXPERT_FIELDS,
+    expert_config,
+    latent_scaling,
+    same_names,
+)
+from mindspeed_rl_plugin.reshard.families import FAMILIES
+from mindspeed_rl_plugin.reshard.layout import ModelShape
+from mindspeed_rl_plugin.reshard.rows import Family
+
+# What a config.json leaves out, and what all families then take.
+_COMMON = {"rms_norm_eps": 1e-6, "rope_theta": 10000.0, "tie_word_embeddings": False, "hidden_act": "silu"}
+
+# Fields that make two configs the same model, besides those that their family's table names. max_position_embeddings
+# is not among them: it bounds lengths and changes no number.
+COMPARED = (
+    "model_type",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "vocab_size",
+    "rms_norm_eps",
+    "rope_theta",
+    "rope_scaling",
+    "tie_word_embeddings",
+    "hidden_act",
+    "attention_bias",
+    "mlp_bias",
+    "use_sliding_window",
+    *EXPERT_FIELDS,
+)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One field in which Megatron's arguments and a Hugging Face config disagree."""
+
+    field: str
+    megatron: Any
+    hf: Any
+
+    def __str__(self) -> str:
+        return f"{self.field}: Megatron {self.megatron!r}, Hugging Face {self.hf!r}"
+
+
+def derive_config(args: Namespace, *, vocab_size: int, eos_token_ids: Sequence[int] = ()) -> dict[str, Any]:
+    """config.json of the model that Megatron's parsed and validated `args` describe.
+
+    vocab_size: the true one, without Megatron's padding (see `model_vocab_size`): the engine then never draws a
+    padded id. Raises ValueError naming the flag for a model that is not one of the families.
+    """
+    shape = ModelShape.from_megatron_args(args, vocab_size)
+    family, heads, hidden = shape.family, shape.heads, shape.hidden
+    if not shape.table.hf.own_head_dim and shape.head_dim * heads != hidden:
+        raise ValueError(
+            f"--kv-channels {shape.head_dim}: vLLM's {shape.table.architecture} takes --hidden-size /"
+            f" --num-attention-heads = {hidden}/{heads} as its head size; leave --kv-channels out"
+        )
+    config = {
+        "architectures": [shape.table.architecture],
+        "model_type": family,
+        "hidden_size": hidden,
+        "intermediate_size": shape.ffn,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": shape.groups,
+        "head_dim": shape.head_dim,
+        "vocab_size": vocab_size,
+        "max_position_embeddings": args.max_position_embeddings,
+        "rms_norm_eps": _norm_epsilon(args),
+        "rope_theta": float(args.rotary_base),
+        "rope_scaling": latent_scaling(args) if shape.table.mla else _rope_scaling(args),
+        "tie_word_embeddings": shape.tied,
+        "hidden_act": "silu",
+        "attention_bias": shape.qkv_bias,
+        "mlp_bias": False,
+        "attention_dropout": 0.0,
+        "use_sliding_window": False,
+        "bos_token_id": None,
+        "eos_token_id": list(eos_token_ids) or None,
+    }
+    hf = shape.table.hf
+    return config | (expert_config(args, shape) if shape.table.experts else {}) | hf.fixed | hf.code | hf.written
+
+
+def model_vocab_size(tokenizer_size: int, padded_vocab_size: int, reference: Mapping[str, Any] | None = None) -> int:
+    """Rows of the embedding that are really tokens: the given Hugging Face config's, else the tokenizer's.
+
+    Raises ValueError when Megatron's padded embedding is too small for them.
+    """
+    size = tokenizer_size if reference is None else reference["vocab_size"]
+    if size < tokenizer_size:
+        raise ValueError(f"--rl-hf-model has vocab_size {size}, but the tokenizer has {tokenizer_size} entries")
+    if size > padded_vocab_size:
+        raise ValueError(
+            f"the vocabulary has {size} entries, but Megatron's embedding only {padded_vocab_size} rows"
+            " (--padded-vocab-size or the pretraining tokenizer): tokenizer and checkpoint do not belong together"
+        )
+    return size
+
+
+def load_reference(directory: str) -> dict[str, Any]:
+    """config.json of a Hugging Face directory. ValueError when there is none, or when it is no language model's."""
+    path = Path(directory) / "config.json"
+    if not path.is_file():
+        raise ValueError(f"--rl-hf-model {directory}: no config.json there; give a Hugging Face model directory")
+    config = json.loads(path.read_text())
+    missing = {"model_type", "vocab_size"} - set(config)
+    if missing:
+        raise ValueError(f"--rl-hf-model {path}: no {sorted(missing)} there; it must describe a plain language model")
+    return config
+
+
+def compare_configs(derived: Mapping[str, Any], reference: Mapping[str, Any]) -> list[Difference]:
+    """Fields in which two configs describe different models; [] when they are the same one."""
+    ours, theirs = normalized(derived), normalized(reference)
+    hf = family_table(derived).hf
+    fields = dict.fromkeys((*COMPARED, *hf.defaults, *hf.fixed, *hf.code))
+    return [Difference(f, ours.get(f), theirs.get(f)) for f in fields if ours.get(f) != theirs.get(f)]
+
+
+def check_against(derived: Mapping[str, Any], directory: str) -> None:
+    """Compare with the config of `--rl-hf-model`. Raises ValueError that lists every difference."""
+    differences = compare_configs(derived, load_reference(directory))
+    if differences:
+        listed = "\n  ".join(map(str, differences))
+        raise ValueError(f"Megatron's arguments and --rl-hf-model {directory} describe different models:\n  {listed}")
+
+
+def normalized(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A config in one spelling: defaults filled in, the rope fields of transformers 5 in those of 4."""
+    table, given = family_table(config), {k: v for k, v in config.items() if v is not None}
+    out = {**_COMMON, **table.hf.defaults, **table.hf.fixed, **same_names(table, given)}
+    rope = {**(out.pop("rope_parameters", None) or {}), **(out.pop("rope_scaling", None) or {})}
+    out["rope_theta"] = float(rope.pop("rope_theta", out.get("rope_theta", 10000.0)))
+    kind = rope.pop("rope_type", rope.pop("type", "default"))
+    rope.pop("type", None)
+    scaling = {k: float(v) if isinstance(v, int | float) else v for k, v in rope.items()}
+    out["rope_scaling"] = None if kind == "default" else {"rope_type": kind, **scaling}
+    heads = out.get("num_attention_heads", 1)
+    out.setdefault("num_key_value_heads", heads)
+    out.setdefault("head_dim", out.get("hidden_size", 0) // heads)
+    out.setdefault("mlp_bias", False)
+    out.setdefault("use_sliding_window", False)
+    out["attention_bias"] = bool(out.get("attention_bias", False))
+    return {**out, **table.hf.code}
+
+
+def rope_frequencies(config: Mapping[str, Any]) -> Tensor:
+    """`[head_dim / 2]` float32, the inverse frequencies that the engine computes from `config`.
+
+    With YaRN those that it starts from, which is what Megatron's `inv_freq` holds. Llama-3 scaling as in
+    "rope_type": "llama3" of transformers: long wave lengths are divided by `factor`, short ones kept, those between
+    blended linearly.
+    """
+    c = normalized(config)
+    dim = c["head_dim"]
+    inverse = 1.0 / c["rope_theta"] ** (torch.arange(0, dim, 2, dtype=torch.int64).float() / dim)
+    scaling = c["rope_scaling"]
+    if scaling is None or scaling["rope_type"] == "yarn":
+        return inverse
+    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+    turns = scaling["original_max_position_embeddings"] * inverse / (2 * math.pi)
+    keep = ((turns - low) / (high - low)).clamp(0, 1)
+    return inverse * keep + inverse / scaling["factor"] * (1 - keep)
+
+
+def check_rotary(config: Mapping[str, Any], inverse: Tensor) -> None:
+    """Compare with the frequencies of the built Megatron model (`rotary_pos_emb.inv_freq`, `[head_dim / 2]`).
+
+    They are what training really uses: core's pretrain_gpt.py, say, never hands `--rope-scaling-factor` on.
+    Raises ValueError naming the first frequency that differs by more than 1e-5 of its size.
+    """
+    ours, theirs = rope_frequencies(config), inverse.detach().float().cpu().flatten()
+    if ours.shape != theirs.shape:
+        sizes = f"{theirs.numel()} frequencies, the engine {ours.numel()}"
+        raise ValueError(f"rotary embedding: Megatron's model has {sizes}")
+    wrong = ((ours - theirs).abs() > 1e-5 * theirs.abs()).nonzero().flatten().tolist()
+    if wrong:
+        i = wrong[0]
+        raise ValueError(
+            f"rotary embedding: frequency {i} is {theirs[i]:.6g} in Megatron's model and {ours[i]:.6g} in the engine"
+            f" ({len(wrong)} of {ours.numel()} differ); the launch script and its arguments disagree on"
+            " --rotary-base, --use-rope-scaling or --rope-scaling-factor (pretrain_gpt.py always scales by 8)"
+        )
+
+
+def write_config(config: Mapping[str, Any], directory: str | Path) -> None:
+    """Write config.json into an existing directory. Concurrent writers want a directory each."""
+    (Path(directory) / "config.json").write_text(json.dumps(config, indent=1))
+
+
+def family_table(config: Mapping[str, Any]) -> Family:
+    """The table of a config's family; an empty one where that is unknown."""
+    return FAMILIES.get(str(config.get("model_type", "")), Family("", ()))
+
+
+def _norm_epsilon(args: Namespace) -> float:
+    """`--norm-epsilon`, which core 0.16 and later keep under the name of their config."""
+    return args.norm_epsilon if hasattr(args, "norm_epsilon") else args.layernorm_epsilon
+
+
+def _rope_scaling(args: Namespace) -> dict[str, Any] | None:
+    kind = getattr(args, "rope_scaling_type", None)  # MindSpeed-LLM
+    if kind not in (None, "llama3"):
+        raise ValueError(f"--rope-scaling-type {kind}: the rollout engine supports llama3 only")
+    if kind is None and not getattr(args, "use_rope_scaling", False):
+        return None
+    # Core fixes the last three (rotary_pos_embedding.py, _apply_scaling); MindSpeed-LLM has flags for them.
+    ours = kind == "llama3"
+    return {
+        "rope_type": "llama3",
+        "factor": float(args.rope_scaling_factor),
+        "low_freq_factor": float(args.low_freq_factor) if ours else 1.0,
+        "high_freq_factor": float(args.high_freq_factor) if ours else 4.0,
+        "original_max_position_embeddings": int(args.original_max_position_embeddings) if ours else 8192,
+    }

@@ -1,0 +1,126 @@
+"""The `Engine` Protocol: what the iteration asks of a rollout engine, and `generate` on top of it.
+
+**Ranks of one engine (SPMD).** An engine of tensor parallel size n lives in n ranks at once. All of them make
+the same calls in the same order with the same arguments: the same requests, submitted in the same order, the
+same polls, the same aborts. Each rank then gets the same completions in the same order. Only the
+first rank of an engine (`engine.leader`) should write them anywhere. Engines of different replicas share
+nothing: each takes as many requests and as many steps as it likes.
+
+**Life of a rollout.** `wake(("weights",))`, the reshard writes into `parameters()`, `update_weights(version)`,
+`wake(("kv_cache",))`, then `submit` / `poll` until all is done, then `sleep()`. A fresh engine is awake.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from mindspeed_rl_plugin.rows import Completion, GenerateRequest, SampleId
+
+PARTS = ("weights", "kv_cache")
+
+Progress = Callable[[int, int, int], None]
+"""Called as `(responses done, responses asked, tokens of those done)` whenever some finish."""
+
+
+class Engine(Protocol):
+    """One replica of the policy that draws responses. Times are seconds.
+
+    replica, replicas: which of how many independent engines of the world this is; leader: whether this rank is
+    the first of its engine; version: the weight version that it draws with, -1 before the first weights; digest: of
+    these weights, 16 hexadecimal digits, None where they were not verified.
+    """
+
+    replica: int
+    replicas: int
+    leader: bool
+    version: int
+    digest: str | None
+
+    def submit(self, requests: Sequence[GenerateRequest]) -> None:
+        """Queue responses. Returns at once.
+
+        Raises ValueError for an id that is already queued, a prompt that is empty, has ids outside of the
+        vocabulary, or leaves no room for `max_tokens`, and for sampling that the engine cannot do exactly.
+        """
+
+    def poll(self, timeout: float) -> list[Completion]:
+        """Work until at least one response is finished, and return those that are.
+
+        An empty list says that `timeout` has passed, or that nothing is queued. Every call makes some progress,
+        also with timeout 0. All ranks of the engine return at the same step, whatever their clocks say.
+        """
+
+    def abort(self, ids: Iterable[SampleId] | None = None) -> list[Completion]:
+        """Stop the given responses, or all, and return what they hold so far with finish "abort".
+
+        Ids that are not queued (already returned, say) are passed over.
+        """
+
+    def parameters(self) -> dict[str, Tensor]:
+        """The live weights of this rank by the engine's names. Writing into them changes the next step."""
+
+    def update_weights(self, version: int, digest: str | None = None) -> None:
+        """Say that `parameters()` now hold `version`: whatever was computed with older weights is forgotten.
+
+        digest: recorded for who compares. Raises ValueError while responses are queued.
+        """
+
+    def sleep(self) -> None:
+        """Give the memory of weights and KV cache back; their content is lost. Raises ValueError while busy."""
+
+    def wake(self, parts: Sequence[str] = PARTS) -> None:
+        """Take the memory of "weights", "kv_cache" or both back. Weights hold nothing until they are written."""
+
+    def shutdown(self) -> None:
+        """End for good and free everything. The training process and its process groups live on."""
+
+
+def generate(
+    engine: Engine,
+    requests: Sequence[GenerateRequest],
+    *,
+    deadline: float,
+    on_progress: Progress | None = None,
+) -> list[Completion]:
+    """Draw all responses; the result is in the order of `requests`.
+
+    deadline: seconds in which at least one response must finish, again and again: long rollouts may take longer
+    as long as they come along. Raises TimeoutError that says how many are missing; those are aborted, so that
+    the engine is left idle.
+    """
+    end = time.monotonic() + deadline
+    done: dict[SampleId, Completion] = {}
+    tokens = 0
+    engine.submit(requests)
+    while len(done) < len(requests):
+        finished = engine.poll(end - time.monotonic())
+        end = time.monotonic() + deadline
+        if not finished:
+            partial = engine.abort()
+            raise TimeoutError(_too_late(requests, done, partial, deadline))
+        for completion in finished:
+            done[completion.id] = completion
+            tokens += len(completion.tokens)
+        if on_progress is not None:
+            on_progress(len(done), len(requests), tokens)
+    return [done[request.id] for request in requests]
+
+
+def _too_late(
+    requests: Sequence[GenerateRequest],
+    done: dict[SampleId, Completion],
+    partial: Sequence[Completion],
+    deadline: float,
+) -> str:
+    missing = [r for r in requests if r.id not in done]
+    drawn = sum(len(c.tokens) for c in partial)
+    first = ", ".join(str(tuple(r.id)) for r in missing[:4])
+    return (
+        f"generation: {len(missing)} of {len(requests)} responses are missing, and none has finished for {deadline:g} s"
+        f" (first: {first}; {drawn} tokens of them are drawn); raise --rl-wait-timeout or lower"
+        " --rl-max-response-length"
+    )

@@ -1,0 +1,193 @@
+"""The parts of vLLM's interface that differ between 0.9.1 and 0.32, behind functions; nothing else imports vLLM.
+
+vLLM is imported inside the functions: it costs seconds, and the environment must be prepared first.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mindspeed_rl_plugin.rows import Sampling
+
+PROCESSED = "processed_logprobs"
+# Tensors of multi-latent attention that vLLM makes from `kv_b_proj` and decodes with. Some versions keep them as
+# parameters, some as attributes of the layer or of its implementation, some as views of the weight itself.
+DERIVED = ("W_UV", "W_UK_T")
+# Engine arguments that older versions lack, and without which the engine still works.
+OPTIONAL_ARGUMENTS = ("logprobs_mode", "kv_cache_memory_bytes", "attention_backend", "moe_backend")
+# Kernels that read expert weights as vLLM declares them; vllm-ascend's are "OOT", and show their order by their shapes.
+PLAIN_EXPERTS = ("TRITON", "BATCHED_TRITON", "CPU", "OOT")
+_CHOSEN = re.compile(r"\w*(flashinfer|aiter)\w*_enabled")  # how versions before 0.14 say which they took
+
+
+def build(arguments: dict[str, Any]) -> Any:
+    """The in-process LLMEngine of these `EngineArgs` fields, without the optional ones that this vLLM lacks.
+
+    Collective over the whole world: vLLM makes its process groups here.
+    """
+    from vllm import EngineArgs
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    known = {f.name for f in dataclasses.fields(EngineArgs)}
+    usable = {k: v for k, v in arguments.items() if k in known or k not in OPTIONAL_ARGUMENTS}
+    engine = LLMEngine.from_engine_args(EngineArgs(**usable))
+    # From 0.2x on a collected engine destroys torch's default process group, which here is the trainer's.
+    finalizer = getattr(engine.engine_core, "_finalizer", None)
+    if finalizer is not None:
+        finalizer.detach()
+    _drop_message_queues()
+    return engine
+
+
+def _drop_message_queues() -> None:
+    """Give back vLLM's message queues between the ranks of an engine, with their shared memory and sockets.
+
+    A process that ends leaves them behind, and nobody uses them: here each rank schedules its own steps. vLLM then
+    sends objects through the process group.
+    """
+    from vllm.distributed import parallel_state
+
+    for reference in list(parallel_state._groups.values()):
+        group = reference()
+        queue = getattr(group, "mq_broadcaster", None)
+        if queue is not None:
+            group.mq_broadcaster = None
+            for name in ("local_subscribe_addr", "local_notify_addr"):
+                address = getattr(queue.handle, name, None) or ""
+                if address.startswith("ipc://"):  # ZeroMQ leaves the file of a closed socket
+                    Path(address.removeprefix("ipc://")).unlink(missing_ok=True)
+
+
+def demand_processed_logprobs(engine: Any) -> bool:
+    """Make the sampler report log-probs of what it draws from; False where this vLLM has no such mode (0.9).
+
+    The engine argument alone does not do it: vllm-ascend 0.18 and 0.23 build their sampler without it
+    (worker/model_runner_v1.py, `AscendSampler()`), and then report those of temperature 1 without a word.
+    """
+    sampler = getattr(worker(engine).model_runner, "sampler", None)
+    modes = [p for p in (sampler, getattr(sampler, "topk_topp_sampler", None)) if hasattr(p, "logprobs_mode")]
+    for part in modes:
+        part.logprobs_mode = PROCESSED
+    return bool(modes)
+
+
+def demand_plain_experts(engine: Any) -> None:
+    """Refuse kernels that permute the expert weights in place, under unchanged names and shapes: whoever writes the
+    canonical weights afterwards, as a reshard does, would leave other experts than he thinks.
+
+    vLLM 0.32 takes FlashInfer's on sm100 by itself (model_executor/layers/fused_moe/oracle/unquantized.py), before 0.14
+    it took them, and AITER's, by variables of the environment. Raises ValueError naming the layer and the kernels.
+    """
+    for name, module in model(engine).named_modules():
+        method = getattr(module, "quant_method", None)
+        backend = getattr(getattr(method, "unquantized_backend", None), "name", PLAIN_EXPERTS[0])
+        flags = vars(method) if method is not None else {}
+        found = [flag for flag, on in flags.items() if on is True and _CHOSEN.fullmatch(flag)]
+        if found or backend not in PLAIN_EXPERTS:
+            raise ValueError(
+                f"vLLM runs the experts of {name} by {found[0] if found else backend}, which keeps their weights in an "
+                "order of its own; unset VLLM_USE_FLASHINFER_MOE_FP16 and VLLM_ROCM_USE_AITER, or take a vLLM whose "
+                "engine arguments have moe_backend"
+            )
+
+
+def sampling_params(sampling: Sampling, eos: Sequence[int], seed: int) -> Any:
+    """vLLM's form of one request. End tokens are always explicit: without a tokenizer vLLM knows none.
+
+    DELTA output: each step hands over its new tokens only, so long responses cost linear time, and what an
+    aborted response has drawn is known here.
+    """
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    stops = () if sampling.ignore_eos else sampling.stop
+    ends = () if sampling.ignore_eos else (*eos, *sampling.stop_token_ids)
+    return SamplingParams(
+        n=1,
+        max_tokens=sampling.max_tokens,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        seed=seed,
+        stop=list(stops) or None,
+        stop_token_ids=sorted(set(ends)) or None,
+        ignore_eos=True,
+        logprobs=0,
+        detokenize=bool(stops),
+        output_kind=RequestOutputKind.DELTA,
+    )
+
+
+def worker(engine: Any) -> Any:
+    """This rank's worker, out of its wrapper."""
+    wrapped = engine.model_executor.driver_worker
+    return getattr(wrapped, "worker", wrapped)
+
+
+def model(engine: Any) -> torch.nn.Module:
+    """This rank's model."""
+    runner = worker(engine).model_runner
+    return runner.get_model() if hasattr(runner, "get_model") else runner.model
+
+
+@torch.no_grad()
+def refresh_derived(engine: Any) -> int:
+    """Make what is derived from weights (`DERIVED`) anew, in place. Returns how many layers have such tensors.
+
+    Prompts use the weight itself, decoding these: an engine with stale ones scores a prompt right and answers wrong.
+    In place, since captured graphs and vLLM's sleep mode know their addresses.
+    """
+    layers = 0
+    for module in model(engine).modules():
+        for holder in (module, getattr(module, "impl", None)):
+            if all(isinstance(getattr(holder, name, None), torch.Tensor) for name in DERIVED):
+                _refresh_latent(holder)
+                layers += 1
+    return layers
+
+
+def _refresh_latent(holder: Any) -> None:
+    """W_UK_T `[heads, nope, lora]` and W_UV `[heads, lora, value]` from kv_b_proj `[heads x (nope + value), lora]`."""
+    weight = holder.kv_b_proj.weight
+    per_head = weight.view(holder.num_heads, -1, weight.shape[1])
+    keys, values = per_head.split([holder.qk_nope_head_dim, holder.v_head_dim], dim=1)
+    for tensor, new in ((holder.W_UK_T, keys), (holder.W_UV, values.transpose(1, 2))):
+        if tensor.data_ptr() != new.data_ptr():
+            tensor.copy_(new)
+
+
+def kv_caches(engine: Any) -> list[torch.Tensor]:
+    """KV cache tensors of this rank."""
+    return list(worker(engine).model_runner.kv_caches)
+
+
+def tp_group() -> Any:
+    """vLLM's coordinator of the ranks of this engine: `cpu_group`, `rank_in_group`, `world_size`."""
+    from vllm.distributed.parallel_state import get_tp_group
+
+    return get_tp_group()
+
+
+def teardown(engine: Any) -> None:
+    """Free the engine and vLLM's own process groups.
+
+    The engine core's own shutdown is not used: it ends with torch.distributed.destroy_process_group().
+    """
+    from vllm.distributed import parallel_state
+
+    engine.model_executor.shutdown()
+    core = engine.engine_core.engine_core
+    core.scheduler.shutdown()
+    if torch.distributed.is_initialized():  # else vLLM's groups ended with the trainer's
+        parallel_state.destroy_model_parallel()
+        if parallel_state._WORLD is not None:
+            parallel_state._WORLD.destroy()
+            parallel_state._WORLD = None
+    gc.unfreeze()  # vLLM froze everything that was alive when it started

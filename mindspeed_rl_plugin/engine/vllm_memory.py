@@ -1,0 +1,130 @@
+"""How much memory the engine gets, giving it back between rollouts, and taking it again.
+
+Two ways with one interface (`sleep`, `wake`): vLLM's own sleep mode on accelerators, and resizing storages to
+nothing on CPU, where vLLM has none. Both keep every tensor object and every view valid, so that the reshard's
+views of the parameters and what vLLM has bound to its KV cache survive.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import math
+import mmap
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from mindspeed_rl_plugin.device import Device
+from mindspeed_rl_plugin.engine import vllm_api
+
+# Of the device's memory, and at least so many bytes: for what vLLM's profile of its first steps does not see, graphs
+# that it captures later, communicators and workspaces that the trainer makes in its first update and keeps.
+RESERVE, LEAST_RESERVE = 0.1, 2 << 30
+
+
+def free_share(device: Device) -> float:
+    """Share of a device's memory that an engine may use: what is free now, less a reserve; the least of all ranks.
+
+    Collective over the world; for a device whose trainer is swapped out. vLLM asks its device for no more than this
+    share of the total, and gives its KV cache what its weights and its largest step leave of it (0.32:
+    v1/worker/utils.py, `request_memory`, and v1/worker/gpu_worker.py, `determine_available_memory`; vllm-ascend:
+    worker/worker.py, alike). Raises ValueError on every rank where nothing is left.
+    """
+    gc.collect()
+    device.synchronize()
+    device.empty_cache()
+    free, total = device.memory_info()
+    thousandths = math.floor((free - max(RESERVE * total, LEAST_RESERVE)) / total * 1000)
+    least = torch.tensor(thousandths, dtype=torch.int32, device=device.current())
+    if dist.get_world_size() > 1:
+        dist.all_reduce(least, op=dist.ReduceOp.MIN)
+    if least <= 0:
+        raise ValueError(
+            f"no memory is left for the rollout engine: {free / 2**30:.3g} of {total / 2**30:.3g} GiB are free here "
+            f"while the trainer is swapped out, {RESERVE:.0%} (at least {LEAST_RESERVE / 2**30:g} GiB) of it are kept; "
+            "swap more (--rl-swap params,grads,optimizer), or give --rl-device-memory-utilization"
+        )
+    return int(least) / 1000
+
+
+class EngineMemory(Protocol):
+    """Memory of the engine's "weights" and "kv_cache"."""
+
+    def sleep(self) -> None:
+        """Give all of it back."""
+
+    def wake(self, parts: Sequence[str]) -> None:
+        """Take some of it again; what it holds is undefined."""
+
+
+class PoolMemory:
+    """vLLM's sleep mode, level 1: its allocator unmaps device memory under tensors that keep their addresses.
+
+    Level 1 keeps a copy of the weights on the host. It is what vllm-ascend gets right in every version; level 2
+    would drop the copy, and buffers that no weight update rewrites with it.
+    """
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+
+    def sleep(self) -> None:
+        self._engine.sleep(1)
+
+    def wake(self, parts: Sequence[str]) -> None:
+        self._engine.wake_up(list(parts))
+
+
+class HostMemory:
+    """Storages of parameters and KV cache resized to 0 bytes and back. Buffers (rotary tables) stay.
+
+    The KV cache comes back as zeros: attention multiplies what lies beyond a sequence's end by 0, and garbage
+    may be NaN.
+    """
+
+    def __init__(self, engine: Any) -> None:
+        self._storages = {
+            "weights": _storages(vllm_api.model(engine).parameters()),
+            "kv_cache": _storages(vllm_api.kv_caches(engine)),
+        }
+        self._bytes = {part: [s.nbytes() for s in storages] for part, storages in self._storages.items()}
+
+    def sleep(self) -> None:
+        for storages in self._storages.values():
+            for storage in storages:
+                storage.resize_(0)
+
+    def wake(self, parts: Sequence[str]) -> None:
+        for part in parts:
+            for storage, size in zip(self._storages[part], self._bytes[part], strict=True):
+                storage.resize_(size)
+                if part == "kv_cache":
+                    fill_with_zeros(storage)
+
+
+def fill_with_zeros(storage: torch.UntypedStorage) -> None:
+    """Zero a storage, if possible without touching it: writing every page of a cache costs seconds a GiB.
+
+    Linux gives an anonymous page that was dropped back as zeros when it is next used.
+    """
+    start, end = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
+    first, last = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE, end // mmap.PAGESIZE * mmap.PAGESIZE
+    whole = torch.empty(0, dtype=torch.uint8).set_(storage)
+    if first < last and sys.platform == "linux" and _drop_pages(first, last - first):
+        whole[: first - start].zero_()
+        whole[last - start :].zero_()
+    else:
+        whole.zero_()
+
+
+def _drop_pages(address: int, size: int) -> bool:
+    libc = ctypes.CDLL(None, use_errno=True)
+    return libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(size), ctypes.c_int(mmap.MADV_DONTNEED)) == 0
+
+
+def _storages(tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStorage]:
+    """Each storage once: tied weights share one."""
+    return list({t.untyped_storage()._cdata: t.untyped_storage() for t in tensors}.values())

@@ -1,0 +1,43 @@
+"""When to apply the patches: now, or right after Megatron or MindSpeed's adaptor has been imported.
+
+The runner and the import line may come before the script's own imports. Importing Megatron for it
+would come too early under MindSpeed, which must patch first; so we wait for the right moment: the end
+of MindSpeed's adaptor (which imports Megatron), or of `megatron.training` where there is no MindSpeed.
+"""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+
+from mindspeed_rl_plugin.host.on_import import after_import, before_import
+from mindspeed_rl_plugin.launch.patch_apply import MINDSPEED_ADAPTORS, apply, revert
+
+MEGATRON = "megatron.training"
+
+_attached = False
+_finished: set[str] = set()  # MindSpeed adaptors whose import has ended
+
+
+def attach() -> None:
+    """Apply the patches as soon as they can be applied, and again after MindSpeed's adaptor. Idempotent."""
+    global _attached
+    if _attached:
+        return
+    _attached = True
+    for name in MINDSPEED_ADAPTORS:
+        if name not in sys.modules:
+            before_import(name, revert)
+        after_import(name, _mindspeed_imported)
+    after_import(MEGATRON, _megatron_imported)
+
+
+def _mindspeed_imported(module: ModuleType) -> None:
+    _finished.add(module.__name__)
+    apply()
+
+
+def _megatron_imported(module: ModuleType) -> None:
+    # Inside MindSpeed's adaptor Megatron is only half patched: its own end is the moment.
+    if not any(name in sys.modules and name not in _finished for name in MINDSPEED_ADAPTORS):
+        apply()

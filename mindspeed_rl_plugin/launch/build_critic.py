@@ -1,0 +1,157 @@
+"""PPO's critic from start to checkpoint: built by Megatron's own set-up, loaded, saved beside the policy.
+
+    SAVE/iter_0000500/critic/iter_0000500/...     Megatron's own files of the critic, and its tracker file above
+
+The policy's provider (core 0.12 to 0.16) or model config (0.19) gives the backbone; before Megatron wraps it, its
+output layer becomes a value head. So formats, layouts, precision and optimizer are those of the launch script.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import inspect
+import os
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from mindspeed_rl_plugin.critic.critic import Critic
+from mindspeed_rl_plugin.critic.head import give_value_head
+from mindspeed_rl_plugin.device import get_device
+from mindspeed_rl_plugin.launch import checkpoint_files as files
+from mindspeed_rl_plugin.launch.critic_files import mark, source_folder, starts_with_head
+from mindspeed_rl_plugin.launch.model_source import on_each_chunk
+from mindspeed_rl_plugin.launch.overrides import overridden
+from mindspeed_rl_plugin.launch.start import WHOLE, Start, weights_arguments
+from mindspeed_rl_plugin.reshard.swap import gathered
+
+# Megatron sets these while it loads a checkpoint: the policy's values stand.
+_COUNTERS = (
+    *("iteration", "num_floating_point_operations_so_far"),
+    *("consumed_train_samples", "skipped_train_samples", "consumed_valid_samples"),
+)
+_RATES = ("min_lr", "lr_warmup_init", "decoupled_lr", "decoupled_min_lr")
+
+
+def build(
+    setup: Callable,
+    positional: tuple,
+    named: Mapping[str, Any],
+    args: Any,
+    *,
+    start: Start,
+    load: str | None,
+    lr: float | None,
+    policy: Sequence[torch.nn.Module],
+) -> tuple[Critic, str]:
+    """The critic, loaded, and where its weights are from, in words. Collective over all ranks.
+
+    setup, positional, named: Megatron's `setup_model_and_optimizer` and the arguments of its call for the policy;
+    load: `--rl-critic-load`; lr: `--rl-critic-lr`; policy: its loaded chunks. Random generators and counters of the
+    run are as before. Raises ValueError where a model of the critic's kind cannot be made.
+    """
+    arguments, told, has_head = _source(start, load)
+    values = arguments | learning_rate(args, lr) | dict.fromkeys(_COUNTERS, 0)
+    with overridden(args, {**values, "untie_embeddings_and_output_weights": True}), _same_random_state():
+        call = _with_value_head(setup, positional, named)
+        model, optimizer, scheduler = setup(*call.args, **call.kwargs)[:3]
+    critic = Critic(model, optimizer, scheduler, _prepared(model, optimizer, args))
+    if arguments["load"] is None:
+        critic.copy_backbone(policy)
+    elif not has_head:
+        critic.reset_head()
+    return critic, told
+
+
+def save(save_checkpoint: Callable, critic: Critic, args: Any, iteration: int) -> None:
+    """Write the critic into the policy's checkpoint of `iteration`, before the policy's tracker file points at it."""
+    folder = os.path.join(files.iteration_dir(args.save, iteration), files.CRITIC)
+    with overridden(args, {"save": folder, "async_save": False, "save_retain_interval": None}), gathered(critic.model):
+        save_checkpoint(iteration, critic.model, critic.optimizer, critic.scheduler, 0)
+    mark(folder, iteration)
+
+
+def learning_rate(args: Any, lr: float | None) -> dict[str, Any]:
+    """Arguments for the policy's schedule with another peak: all of its rates are scaled alike."""
+    if lr is None:
+        return {}
+    scale = lr / args.lr if args.lr else 0.0
+    return {"lr": lr, **{n: getattr(args, n) * scale for n in _RATES if getattr(args, n, None) is not None}}
+
+
+def _source(start: Start, load: str | None) -> tuple[dict[str, Any], str, bool]:
+    """Arguments that load the critic's weights (load None: none are), the source in words, whether it has a head."""
+    nothing = {"load": None, "pretrained_checkpoint": None, "ckpt_step": None}
+    if start.kind == "resume":
+        folder = os.path.join(files.iteration_dir(start.load_dir, start.iteration), files.CRITIC)
+        if files.read_tracker(folder) is not None:
+            return {**nothing, "load": folder, **WHOLE}, f"{folder}, its optimizer included", True
+    if load is None:
+        return nothing, "the policy's weights, with a fresh value head", False
+    path = source_folder(load)
+    has_head = starts_with_head(path)
+    told = f"the weights of {path}" + ("" if has_head else ", with a fresh value head")
+    return weights_arguments(path), told, has_head
+
+
+def _with_value_head(setup: Callable, positional: tuple, named: Mapping[str, Any]) -> inspect.BoundArguments:
+    """The call of Megatron's set-up that built the policy, made to build chunks with a value head instead."""
+    call = inspect.signature(setup).bind(*positional, **named)
+    container = call.arguments.get("cfg_container")
+    if container is not None and getattr(container, "model", None) is not None:
+        container = copy.copy(container)
+        # Apart from the policy's, for the training loop hangs its functions into the config.
+        container.model = copy.deepcopy(container.model)
+        container.model.share_embeddings_and_output_weights = False
+        call.arguments["cfg_container"] = container
+    call = on_each_chunk(setup, call.args, call.kwargs, give_value_head)
+    if "checkpointing_context" in call.arguments:
+        call.arguments["checkpointing_context"] = {}  # what it caches is of the policy's checkpoints
+    return call
+
+
+def _prepared(model: Sequence[torch.nn.Module], optimizer: Any, args: Any) -> Any:
+    """The model's config with what Megatron's `train` puts into the policy's.
+
+    Source: train of megatron/training/training.py, alike in core 0.12.1, 0.16.1 and 0.19.
+    """
+    from megatron.core.utils import get_model_config
+    from megatron.training import get_timers, training
+
+    def each(name: str) -> Any:
+        functions = [getattr(chunk, name) for chunk in model]
+        return functions[0] if len(functions) == 1 else functions
+
+    config = get_model_config(model[0])
+    config.grad_scale_func, config.timers = optimizer.scale_loss, get_timers()
+    if args.overlap_grad_reduce:
+        config.no_sync_func = each("no_sync")
+        if args.align_grad_reduce:
+            config.grad_sync_func = each("start_grad_sync")
+    if args.overlap_param_gather and args.align_param_gather:
+        config.param_sync_func = each("start_param_sync")
+    config.finalize_model_grads_func = training.finalize_model_grads
+    return config
+
+
+@contextlib.contextmanager
+def _same_random_state() -> Iterator[None]:
+    """Building a second model must not move the generators that a checkpoint holds."""
+    from megatron.core import tensor_parallel
+
+    tracker, device = tensor_parallel.get_cuda_rng_tracker(), get_device()
+    before = random.getstate(), np.random.get_state(), torch.get_rng_state(), tracker.get_states()
+    on_device = None if device.is_cpu else device.api.get_rng_state()
+    try:
+        yield
+    finally:
+        random.setstate(before[0])
+        np.random.set_state(before[1])
+        torch.set_rng_state(before[2])
+        tracker.set_states(before[3])
+        if on_device is not None:
+            device.api.set_rng_state(on_device)

@@ -1,0 +1,351 @@
+"""What cannot work under RL is refused here, after Megatron's own validation and before anything is built.
+
+`CHECKS` is a list of small functions: each takes Megatron's arguments and the RL config, reads them,
+and yields one message per problem: the value, the limit, the fix. All problems are reported at once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+
+from mindspeed_rl_plugin.algorithms import Algorithm, resolve
+from mindspeed_rl_plugin.algorithms.presets import learns_from_pairs
+from mindspeed_rl_plugin.config import RLConfig, flag_name
+from mindspeed_rl_plugin.device import get_device
+from mindspeed_rl_plugin.engine.hf_moe import routing_problems
+from mindspeed_rl_plugin.engine.limits import EngineSizes
+from mindspeed_rl_plugin.forward.settings import length_multiple, takes_boundaries
+from mindspeed_rl_plugin.launch import arithmetic, context, critic_files, predicting, unread, words
+from mindspeed_rl_plugin.launch import checkpoint_files as files
+from mindspeed_rl_plugin.launch.refused import REFUSED
+from mindspeed_rl_plugin.launch.upstream_rl import UPSTREAM_RL
+from mindspeed_rl_plugin.monitor.files import check_dumps
+from mindspeed_rl_plugin.reshard.parallel import Parallel
+from mindspeed_rl_plugin.reshard.refusals import refused_in_training
+from mindspeed_rl_plugin.reshard.shape import ModelShape
+from mindspeed_rl_plugin.reward.model import same_tokenizer
+from mindspeed_rl_plugin.reward.specs import model_specs, parse_specs, time_limits
+
+Check = Callable[[Any, RLConfig], Iterator[str]]
+
+
+def check_args(args: Any) -> None:
+    """Check validated arguments under RL. Raises ValueError that lists every problem found."""
+    config = RLConfig.from_args(args)
+    checks = CHECKS
+    if learns_from_pairs(config.algorithm.algorithm):  # which has no grader and no engine
+        checks = [check for check in checks if check not in (_rewards, _model, words.swap, _dumps)]
+        checks.append(_whole_weights)
+    problems = [message for check in checks for message in check(args, config)]
+    if problems:
+        raise _refusal(problems)
+
+
+def check_batch(args: Any) -> None:
+    """The one check that comes before Megatron's validation: whether a batch divides. Raises ValueError."""
+    try:
+        arithmetic.check_batch(args)
+    except ValueError as error:
+        raise _refusal([str(error)]) from None
+
+
+def _refusal(problems: Iterable[str]) -> ValueError:
+    return ValueError("RL cannot run with these arguments:\n" + "\n".join(f"  - {p}" for p in problems))
+
+
+def given_flags(args: Any) -> dict[str, Any]:
+    """RL flags that were given a value other than their default, and the value."""
+    config, default = RLConfig.from_args(args), RLConfig()
+    return {
+        flag_name(field.name): getattr(getattr(config, group.name), field.name)
+        for group in dataclasses.fields(RLConfig)
+        for field in dataclasses.fields(getattr(default, group.name))
+        if getattr(getattr(config, group.name), field.name) != getattr(getattr(default, group.name), field.name)
+    }
+
+
+def warnings(args: Any) -> list[str]:
+    """What works but should be known, one line each."""
+    config = RLConfig.from_args(args)
+    rollout, policy = config.rollout, tokenizer_path(args)
+    lines = []
+    for spec in model_specs(config.reward.reward):
+        if not same_tokenizer(spec.file, policy):
+            lines.append(
+                f"reward {spec.name!r} has a tokenizer of its own: it is given prompts and responses as text, and "
+                "tokenises them again"
+            )
+    cut = "responses are drawn from a cut distribution, so the ratio of the update is biased"
+    if rollout.top_p < 1:
+        lines.append(f"--rl-top-p {rollout.top_p}: {cut}")
+    if rollout.top_k > 0:
+        lines.append(f"--rl-top-k {rollout.top_k}: {cut}")
+    low = config.algorithm.clip_low
+    if low is not None and low >= 1:
+        lines.append(f"--rl-clip-low {low}: a ratio is never below 0, so the bound 1 - clip_low never acts")
+    return lines
+
+
+def check_vocabulary(args: Any, tokenizer_size: int) -> None:
+    """Check the model's vocabulary against the number of tokens of the prompts' tokenizer.
+
+    Called once both are known: Megatron sets `padded_vocab_size` when it is initialised. Raises ValueError.
+    """
+    padded = getattr(args, "padded_vocab_size", None)
+    if padded is not None and tokenizer_size > padded:
+        raise ValueError(
+            f"the tokenizer has {tokenizer_size} tokens, the model's padded vocabulary only {padded}: it is not the "
+            "tokenizer that this model was trained with; fix --rl-tokenizer"
+        )
+    given = getattr(args, "vocab_size", None)
+    if given is not None and tokenizer_size > given:
+        raise ValueError(
+            f"the tokenizer has {tokenizer_size} tokens, --vocab-size says {given}: ids above it would be generated "
+            "but are padding to the model; fix --rl-tokenizer or --vocab-size"
+        )
+
+
+def check_model(model: Any) -> None:
+    """Check that every chunk of the built model is Megatron's GPT decoder. Raises ValueError."""
+    from megatron.core.models.gpt import GPTModel
+
+    for chunk in model:
+        while hasattr(chunk, "module"):  # DDP, Float16Module
+            chunk = chunk.module
+        if not isinstance(chunk, GPTModel):
+            raise ValueError(
+                f"the script built a {type(chunk).__name__}; RL generates from GPT decoders only: use the script that "
+                "pretrains a GPTModel"
+            )
+
+
+def tokenizer_path(args: Any) -> str | None:
+    """Directory of the prompts' tokenizer: --rl-tokenizer, else --rl-hf-model, else --tokenizer-model.
+
+    MindSpeed-LLM names the directory of a Hugging Face tokenizer with --tokenizer-name-or-path.
+    """
+    config = RLConfig.from_args(args)
+    names = (config.data.tokenizer, config.rollout.hf_model)
+    others = (getattr(args, n, None) for n in ("tokenizer_model", "tokenizer_name_or_path"))
+    return next((path for path in (*names, *others) if path), None)
+
+
+def _refused_arguments(args: Any, config: RLConfig) -> Iterator[str]:
+    yield from filter(None, (row.message(args) for row in (*REFUSED, *UPSTREAM_RL)))
+
+
+def _run_length(args: Any, config: RLConfig) -> Iterator[str]:
+    if not getattr(args, "train_iters", None):
+        yield "--train-iters is missing: give the number of optimizer steps"
+    if not getattr(args, "save", None):
+        yield "--save is missing: RL keeps its state, its metrics and the way back to the reference there"
+
+
+def _algorithm(args: Any, config: RLConfig) -> Iterator[str]:
+    try:
+        algorithm = resolve(config.algorithm)
+    except ValueError as error:
+        yield from str(error).splitlines()
+        return
+    yield from _group_size(algorithm, config)
+    yield from _filtration(args, algorithm, config)
+    limit = config.rollout.max_response_length
+    if (buffer := algorithm.buffer(limit)) > limit >= 1:
+        yield f"--rl-overlong-buffer {buffer} is longer than --rl-max-response-length {limit}; shorten it"
+
+
+def _critic(args: Any, config: RLConfig) -> Iterator[str]:
+    wanted = config.algorithm
+    if wanted.critic_load:
+        yield from critic_files.problems(wanted.critic_load, args)
+    iterations = getattr(args, "train_iters", None)
+    if iterations and wanted.critic_warmup >= iterations:
+        yield (
+            f"--rl-critic-warmup {wanted.critic_warmup} leaves no iteration of --train-iters {iterations} to train the "
+            "policy; lower it"
+        )
+
+
+def _group_size(algorithm: Algorithm, config: RLConfig) -> Iterator[str]:
+    members = config.rollout.samples_per_prompt
+    if 0 < members < algorithm.members:
+        yield (
+            f"--rl-samples-per-prompt 1: the advantage {algorithm.advantage!r} compares the responses of one prompt, "
+            "so it would be 0 for every token; draw at least 2"
+        )
+    elif members == 1 and algorithm.dynamic_sampling:
+        yield (
+            "--rl-samples-per-prompt 1: dynamic sampling keeps prompts whose responses earn different rewards, and one "
+            "response has none to differ from; draw at least 2, or give --no-rl-dynamic-sampling"
+        )
+
+
+def _filtration(args: Any, algorithm: Algorithm, config: RLConfig) -> Iterator[str]:
+    members, whole = config.rollout.samples_per_prompt, algorithm.filtration_whole_batch
+    if not algorithm.filters or whole or members < 1:
+        return
+    if members == 1:
+        yield (
+            f"--rl-filtration {algorithm.filtration}: with --rl-samples-per-prompt 1 there is nothing to choose from; "
+            "draw at least 2, or give --rl-filtration-whole-batch"
+        )
+    elif args.global_batch_size % members:
+        yield (
+            f"--rl-filtration {algorithm.filtration} resamples whole groups, and --global-batch-size "
+            f"{args.global_batch_size} cuts groups of --rl-samples-per-prompt {members}; make it a multiple, or give "
+            "--rl-filtration-whole-batch"
+        )
+
+
+def _batch_arithmetic(args: Any, config: RLConfig) -> Iterator[str]:
+    if min(config.rollout.samples_per_prompt, config.rollout.generate_tp, getattr(args, "train_iters", None) or 0) < 1:
+        return  # reported by another check
+    try:
+        arithmetic.arithmetic_of(args)
+    except ValueError as error:
+        yield str(error)
+
+
+def _prompt_data(args: Any, config: RLConfig) -> Iterator[str]:
+    if not config.data.prompt_data:
+        yield "--rl-prompt-data is missing: give JSONL, JSON or Parquet files or saved dataset directories"
+    for flag, paths in (("--rl-prompt-data", config.data.prompt_data), ("--rl-eval-data", config.monitor.eval_data)):
+        for path in paths:
+            if not os.path.exists(path):
+                yield f"{flag} {path}: no such file or directory"
+
+
+def _tokenizer(args: Any, config: RLConfig) -> Iterator[str]:
+    path = tokenizer_path(args)
+    if path is None:
+        yield "no tokenizer: give a Hugging Face tokenizer directory with --rl-tokenizer"
+    elif not os.path.isdir(path):
+        yield f"the tokenizer {path} is not a directory: give a Hugging Face tokenizer directory with --rl-tokenizer"
+    hf_model = config.rollout.hf_model
+    if hf_model and not os.path.isfile(os.path.join(hf_model, "config.json")):
+        yield f"--rl-hf-model {hf_model}: no config.json there"
+
+
+def _rewards(args: Any, config: RLConfig) -> Iterator[str]:
+    try:
+        graders = len(parse_specs(config.reward.reward, config.reward.reward_regex))
+    except ValueError as error:
+        yield f"--rl-reward: {error}"
+        return
+    try:
+        time_limits(config.reward.reward_timeout, graders)
+    except ValueError as error:
+        yield str(error)
+
+
+def _model(args: Any, config: RLConfig) -> Iterator[str]:
+    """The model in the trainer's layout and in the engine, both of which are built much later."""
+    try:
+        shape = ModelShape.from_megatron_args(args, vocab=1)  # the tokenizer's size is checked when it has been read
+        Parallel.from_megatron_args(args).chunk_sizes(shape.layers)
+    except ValueError as error:
+        head, *lines = str(error).splitlines()
+        yield from (f"{head} {line.strip()}".rstrip() for line in lines or [""])
+        return
+    rollout, dtype = config.rollout, config.rollout.engine_dtype
+    yield from EngineSizes(
+        kind=get_device().kind,
+        world=args.world_size,
+        tensor_parallel=rollout.generate_tp,
+        layers=shape.layers,
+        heads=shape.heads,
+        groups=shape.groups,
+        head_dim=shape.head_dim,
+        ffn=shape.ffn,
+        max_positions=args.max_position_embeddings,
+        tokens=config.data.max_prompt_length + rollout.max_response_length,
+        element=(args.params_dtype if dtype == "auto" else getattr(torch, dtype)).itemsize,
+        kv_cache=int(rollout.kv_cache_gb * 2**30),
+        expert_parallel=rollout.generate_ep,
+        experts=shape.experts,
+        expert_ffn=shape.expert_ffn,
+        latent=shape.kv_lora + shape.rope,
+        own_head_dim=shape.table.hf.own_head_dim,
+    ).problems()
+    if shape.table.experts:
+        yield from routing_problems(args, shape)
+
+
+def _lengths(args: Any, config: RLConfig) -> Iterator[str]:
+    prompt, response, limit = config.data.max_prompt_length, config.rollout.max_response_length, args.seq_length
+    if limit is not None and prompt + response > limit:
+        yield (
+            f"--rl-max-prompt-length {prompt} + --rl-max-response-length {response} = {prompt + response} tokens, "
+            f"more than --seq-length {limit}; shorten one of them"
+        )
+
+
+def _whole_weights(args: Any, config: RLConfig) -> Iterator[str]:
+    """What `_model` says of training alone."""
+    yield from refused_in_training(args)
+
+
+def _lost_tokens(args: Any, config: RLConfig) -> Iterator[str]:
+    """MindSpeed's schedules for these flags end without the number of tokens by which Megatron divides gradients."""
+    for name in ("recompute_in_bubble", "recompute_in_advance"):
+        if getattr(args, name, False) and getattr(args, "calculate_per_token_loss", False):
+            yield f"--{name.replace('_', '-')} with --calculate-per-token-loss scales gradients wrongly; remove one"
+
+
+def _token_budget(args: Any, config: RLConfig) -> Iterator[str]:
+    budget, packed = config.forward.max_tokens_per_microbatch, config.forward.pack_sequences
+    if packed and budget is None:
+        yield "--rl-pack-sequences packs up to a number of tokens; give it with --rl-max-tokens-per-microbatch"
+    prompt, response = config.data.max_prompt_length, config.rollout.max_response_length
+    multiple = length_multiple(args)
+    longest = -(-(prompt + response) // multiple) * multiple
+    if budget is not None and budget < longest:
+        padded = f", padded to {longest}" if longest > prompt + response else ""
+        yield (
+            f"--rl-max-tokens-per-microbatch {budget} is less than one row may have, --rl-max-prompt-length {prompt} + "
+            f"--rl-max-response-length {response} = {prompt + response} tokens{padded}; raise it"
+        )
+    if packed and getattr(args, "position_embedding_type", "rope") not in ("rope", "none", "learned_absolute"):
+        yield f"--rl-pack-sequences does not know --position-embedding-type {args.position_embedding_type}; remove it"
+    if packed:
+        try:
+            takes_boundaries(args)
+        except ValueError as error:
+            yield str(error)
+
+
+def _dumps(args: Any, config: RLConfig) -> Iterator[str]:
+    if not config.monitor.dump_dir or not getattr(args, "save", None):
+        return
+    run_dir = config.monitor.run_dir or os.path.join(args.save, "rl")
+    try:
+        check_dumps(config.monitor.dump_dir, run_dir, resumed=files.read_tracker(args.save) is not None)
+    except ValueError as error:
+        yield str(error)
+
+
+CHECKS: tuple[Check, ...] = (
+    _refused_arguments,
+    _run_length,
+    _algorithm,
+    _critic,
+    words.ranges,
+    _batch_arithmetic,
+    _prompt_data,
+    _tokenizer,
+    _rewards,
+    _model,
+    _lengths,
+    _token_budget,
+    _lost_tokens,
+    context.problems,
+    words.swap,
+    _dumps,
+    predicting.problems,
+    unread.refused,
+)

@@ -1,0 +1,285 @@
+"""From "arguments are checked" to "first step": build, load the reference, load the actor, RL state.
+
+Order, seen by `iteration.Loop`:
+
+    before_model(args)                          once, before Megatron builds anything
+    on_reference_loaded(model)                  only when KL is used: the model holds the reference's weights
+    load_state_dict(state)                      only on a resume
+    on_critic_built(critic)                     only where the advantage needs one
+    on_checkpoint_loaded(model, optimizer, start)   the model holds the actor's weights
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from mindspeed_rl_plugin.algorithms import Algorithm, resolve
+from mindspeed_rl_plugin.algorithms.describe import in_words
+from mindspeed_rl_plugin.config import RLConfig
+from mindspeed_rl_plugin.environment import said_once_a_machine
+from mindspeed_rl_plugin.launch import (
+    arithmetic,
+    checks,
+    critic_files,
+    fitting,
+    model_source,
+    predicting,
+    ranks,
+    schedule,
+)
+from mindspeed_rl_plugin.launch import checkpoint_files as files
+from mindspeed_rl_plugin.launch.overrides import overridden
+from mindspeed_rl_plugin.launch.start import Start, decide, describe, load_arguments, weights_arguments
+
+
+@dataclasses.dataclass
+class _Launch:
+    """What one process knows about its start. digest: of the reference, while it is still being read."""
+
+    start: Start
+    loop: Any
+    args: Any
+    algorithm: Algorithm
+    digest: ranks.CheckpointDigest | None = None
+    loading: bool = True
+    critic: Any = None
+
+
+TRAINED = "policy_trained"  # in the loop's state: whether the policy's optimizer has taken a step; absent: it has
+
+_launch: _Launch | None = None
+
+
+def launch(original: Callable, positional: tuple, named: Mapping[str, Any], args: Any, loop: Any) -> Any:
+    """Run Megatron's `setup_model_and_optimizer` so that it loads what RL starts from; returns its result.
+
+    Collective over all ranks. Raises ValueError on every rank when the start or the reference is not usable.
+    """
+    global _launch
+    if ranks.is_rank_0():
+        notes = [f"[rl] note: {line}" for line in checks.warnings(args)]
+        parts = f"[rl] {in_words(resolve(RLConfig.from_args(args).algorithm))}"
+        print("\n".join([parts, arithmetic.arithmetic_of(args).table(), *notes]), flush=True)
+    with _refusing():
+        loop.before_model(args)
+    if getattr(args, "mtp_num_layers", None):
+        call = model_source.on_each_chunk(original, positional, named, predicting.at_rest)
+        positional, named = call.args, call.kwargs
+    algorithm = resolve(RLConfig.from_args(args).algorithm)
+    with _refusing():
+        start, state = _decide(args)
+    digest = ranks.CheckpointDigest(start.reference_path) if start.kind == "pretrained" else None
+    _launch = _Launch(start, loop, args, algorithm, digest)
+    if ranks.is_rank_0():
+        print(describe(start, args), flush=True)
+        if state and (told := schedule.remark(state.get("schedule"), args, start.iteration)):
+            print(told, flush=True)
+    settled = schedule.settled(state.get("schedule"), args) if state else {}
+    if algorithm.needs_critic:
+        with _refusing():
+            _check_critic(args)
+    # A policy whose optimizer never stepped, for the critic warmed up alone, was saved without one.
+    untrained = state is not None and not state["loop"].get(TRAINED, True)
+    alone = {"no_load_optim": True} if untrained else {}
+    with overridden(args, load_arguments(start, args) | settled | alone):
+        result = original(*positional, **named)
+    model, optimizer, scheduler = result[:3]
+    if untrained:
+        scheduler.step(increment=start.iteration * args.global_batch_size)
+    _launch.loading = False
+    checks.check_model(model)
+    if args.iteration != start.iteration:
+        raise ValueError(
+            f"Megatron loaded iteration {args.iteration} from {start.load_dir}, expected {start.iteration}; "
+            f"is {files.TRACKER} or a file of that checkpoint damaged?"
+        )
+    if start.kind == "fresh":
+        start = dataclasses.replace(start, reference_digest=ranks.weights_digest(_parameters(model)))
+        _launch.start = start
+    if start.kind != "resume" and algorithm.needs_reference:
+        loop.on_reference_loaded(model)
+    if algorithm.needs_critic:
+        with overridden(args, settled):
+            _launch.critic = _build_critic(original, positional, named, _launch, model)
+    if start.kind == "resume":
+        loop.load_state_dict(state["loop"])
+    loop.on_checkpoint_loaded(model, optimizer, start)
+    return result
+
+
+@contextlib.contextmanager
+def _refusing() -> Iterator[None]:
+    """What refuses a start begins alike, to be found in a log that Megatron fills too, and stands there once."""
+    with said_once_a_machine():
+        try:
+            yield
+        except ValueError as error:
+            if type(error) is not ValueError:  # one that makes its text of other things
+                raise ValueError(f"RL cannot run:\n  - {error}") from error
+            error.args = (f"RL cannot run:\n  - {error}",)
+            raise
+
+
+def load(original: Callable, positional: tuple, named: Mapping[str, Any]) -> Any:
+    """Megatron's `load_checkpoint`, with the reference's weights loaded before a resumed actor's."""
+    at = _launch
+    if at is None or not at.loading:
+        return original(*positional, **named)
+    model = positional[0] if positional else named["ddp_model"]
+    if at.start.kind == "resume" and at.algorithm.needs_reference:
+        with _refusing(), fitting.must_fit(model, str(at.start.reference_path)):
+            _load_reference(original, model, at)
+        at.loop.on_reference_loaded(model)
+    with _refusing(), fitting.must_fit(model, f"the checkpoint of {at.start.load_dir}"):
+        return original(*positional, **named)
+
+
+def save_rl_state(args: Any, iteration: int, save_checkpoint: Callable | None = None) -> dict[str, Any]:
+    """Write the RL state of `iteration` under --save, and the critic where there is one.
+
+    Returns arguments that must be in force while Megatron saves the policy.
+    Every rank calls it; rank 0 writes the state. save_checkpoint: Megatron's own, for the critic. Megatron updates
+    its tracker file later, on the same rank: a tracked checkpoint always has its state.
+    """
+    if _launch is None:
+        raise ValueError("a checkpoint is being saved before training has started; RL cannot describe it")
+    if _launch.digest is not None:
+        _launch.start = dataclasses.replace(_launch.start, reference_digest=_first_digest(_launch))
+        _launch.digest = None
+    state = {
+        "reference": {"path": _launch.start.reference_path, "digest": _launch.start.reference_digest},
+        "schedule": schedule.record(args),
+        "loop": _launch.loop.state_dict(),
+    }
+    if ranks.is_rank_0():
+        files.write_state(args.save, iteration, state)
+    if _launch.critic is not None:
+        from mindspeed_rl_plugin.launch import build_critic as critic
+
+        critic.save(save_checkpoint, _launch.critic, args, iteration)
+    # Megatron cannot save the state of an optimizer that has none yet.
+    return {} if state["loop"].get(TRAINED, True) else {"no_save_optim": True}
+
+
+def _decide(args: Any) -> tuple[Start, dict[str, Any] | None]:
+    """The start, and for a resume the RL state, with the reference that it names filled in; the rows of its dock on
+    rank 0 alone."""
+    start = ranks.on_rank_0(lambda: decide(args))
+    if start.kind != "resume":
+        return start, None
+    folder = files.iteration_dir(start.load_dir, start.iteration)
+    blob = ranks.on_rank_0(lambda: files.read_state_bytes(start.load_dir, start.iteration))
+    state = files.parse_state(blob, folder)
+    schedule.check(state.get("schedule"), args, folder)
+    rows: list[Any] = []
+    ranks.on_rank_0(lambda: rows.append(files.read_rows(start.load_dir, start.iteration, state)))
+    if rows and rows[0] is not None:  # on rank 0, which puts them back into the dock for all
+        state["loop"]["rows"] = rows[0]
+    reference = state["reference"]
+    return dataclasses.replace(start, reference_path=reference["path"], reference_digest=reference["digest"]), state
+
+
+def _check_critic(args: Any) -> None:
+    """What the argument checks could not know yet: the padded vocabulary."""
+    load = RLConfig.from_args(args).algorithm.critic_load
+    found = ranks.on_rank_0(lambda: list(critic_files.problems(load, args))) if load else []
+    if found:
+        raise ValueError("\n".join(found))
+
+
+def _build_critic(original: Callable, positional: tuple, named: Mapping[str, Any], at: _Launch, model: Any) -> Any:
+    from mindspeed_rl_plugin.launch import build_critic as critic
+
+    config = RLConfig.from_args(at.args).algorithm
+    built, told = critic.build(
+        original,
+        positional,
+        named,
+        at.args,
+        start=at.start,
+        load=config.critic_load,
+        lr=config.critic_lr,
+        policy=model,
+    )
+    if ranks.is_rank_0():
+        print(f"[rl] the critic starts from {told}", flush=True)
+    at.loop.on_critic_built(built)
+    return built
+
+
+def _load_reference(original: Callable, model: Any, at: _Launch) -> None:
+    start = at.start
+    if start.reference_path is None:
+        if ranks.weights_digest(_parameters(model)) != start.reference_digest:
+            raise ValueError(
+                "the reference of this run was its random initialisation, and this start initialises other weights; "
+                f"resume with the same --seed and parallel sizes{_or_without(at.algorithm)}"
+            )
+        return
+    if start.reference_digest is None:
+        raise ValueError(
+            f"the reference {start.reference_path} could not be read when its digest was to be recorded, so nothing "
+            f"tells whether it is still the same; start a new run from it{_or_without(at.algorithm)}"
+        )
+    if _digest(at) != start.reference_digest:
+        raise ValueError(
+            f"the reference {start.reference_path} has changed since RL began from it (SHA-256 differs from "
+            f"{start.reference_digest}); restore it{_or_without(at.algorithm)}"
+        )
+    arguments = ranks.on_rank_0(lambda: weights_arguments(start.reference_path))
+    with overridden(at.args, arguments):
+        original(model, None, None)
+    if ranks.is_rank_0():
+        short = start.reference_digest[:12]
+        print(f"[rl] reference weights loaded from {start.reference_path} (SHA-256 {short})", flush=True)
+
+
+def _or_without(algorithm: Algorithm) -> str:
+    """The other way out of a reference that cannot be had, as the end of a sentence: to resume without what reads it.
+    Pairs are always compared with theirs."""
+    if algorithm.from_pairs:
+        return ""
+    coefficients = {"--rl-kl-loss-coef": algorithm.kl_loss_coef, "--rl-kl-reward-coef": algorithm.kl_reward_coef}
+    return f", or resume with {' '.join(f'{flag} 0' for flag, value in coefficients.items() if value)}"
+
+
+def _digest(at: _Launch) -> str:
+    """Digest of the reference, with a line for one that took long to read; a missing one is a ValueError."""
+    began = time.monotonic()
+    try:
+        digest = ranks.CheckpointDigest(at.start.reference_path).result(_deadline(at.args))
+    except ValueError as error:
+        raise ValueError(
+            f"{error}: it is the reference that RL began from; restore it{_or_without(at.algorithm)}"
+        ) from error
+    seconds = time.monotonic() - began
+    if seconds > 5 and ranks.is_rank_0():
+        print(f"[rl] digest of {at.start.reference_path} took {seconds:.0f} s", flush=True)
+    return digest
+
+
+def _first_digest(at: _Launch) -> str | None:
+    """The digest that was begun at the start. None, and a line, where it cannot be had: training has gone on since."""
+    try:
+        return at.digest.result(_deadline(at.args))
+    except ValueError as error:
+        if ranks.is_rank_0():
+            print(
+                f"[rl] warning: no digest of the reference is recorded ({error}), so that no resume of this checkpoint "
+                f"can use it: start a new run from it{_or_without(at.algorithm)}",
+                flush=True,
+            )
+        return None
+
+
+def _deadline(args: Any) -> float:
+    return RLConfig.from_args(args).monitor.wait_timeout
+
+
+def _parameters(model: Any) -> Iterator[tuple[str, Any]]:
+    for chunk in model if isinstance(model, list) else [model]:
+        yield from chunk.named_parameters()

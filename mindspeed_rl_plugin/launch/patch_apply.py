@@ -1,0 +1,220 @@
+"""Putting the patch table in force, and proving at the start of training that it still is.
+
+On plain Megatron every module that holds the original function is rebound. Under MindSpeed the rows
+are registered as a feature of its manager, so that its own re-patching keeps them.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from types import FunctionType, ModuleType
+from typing import Any
+
+from mindspeed_rl_plugin.config import add_flags
+from mindspeed_rl_plugin.environment import launch_env
+from mindspeed_rl_plugin.launch.patch_table import NEWEST, OLDEST, PATCHES, Patch
+
+# target -> functions that our wrapper took the place of; none of them may be left in any module.
+_originals: dict[str, list[Callable]] = {}
+_announced = False
+
+
+def apply() -> None:
+    """Wrap every target of the table. Idempotent.
+
+    Raises RuntimeError when Megatron's version is outside the supported range, or when a target is
+    missing or has other parameters than the wrapper relies on; the message says what was expected.
+    """
+    for patch in PATCHES:
+        _check_target(patch)
+    check_version()
+    if under_mindspeed():
+        _apply_through_mindspeed()
+        return
+    for patch in PATCHES:
+        current = _current(patch)
+        if wraps(current, patch):
+            continue
+        _originals.setdefault(patch.target, []).append(current)
+        _rebind(current, patch.wrapper(current))
+
+
+def revert() -> None:
+    """Put the originals back, as `apply` found them on plain Megatron.
+
+    MindSpeed takes functions over when its adaptor is imported and may drop wrappers that it does
+    not know; so ours leave before and come back through its manager.
+    """
+    for patch in PATCHES:
+        if patch.module not in sys.modules or patch.target not in _originals:
+            continue
+        current = _current(patch)
+        if getattr(current, "__code__", None) in _inner_codes(patch.wrapper):
+            _rebind(current, current.__wrapped__)
+    _originals.clear()
+
+
+def assert_in_force() -> None:
+    """Check that every wrapper is called wherever its target is; print one line a patch on rank 0, once.
+
+    Raises RuntimeError naming the patch and what took its place, or the module that kept the original.
+    """
+    global _announced
+    for patch in PATCHES:
+        current = _current(patch)
+        if not wraps(current, patch):
+            raise RuntimeError(
+                f"patch {patch.target} is not in force: the name now holds {_describe(current)}, which does not call "
+                "the plugin's wrapper; import mindspeed_rl_plugin.adaptor after whatever replaced it"
+            )
+        for module, name in _holders(_originals.get(patch.target, [])):
+            raise RuntimeError(
+                f"patch {patch.target} is not in force in {module.__name__}: its {name!r} is still the original; "
+                "import mindspeed_rl_plugin.adaptor after that module, or let the module look the name up when it calls"
+            )
+    if not _announced and launch_env()["rank"] == 0:
+        where = "MindSpeed's feature manager" if under_mindspeed() else "Megatron"
+        for patch in PATCHES:
+            print(f"[rl] patch in force through {where}: {patch.target}: {patch.why}", flush=True)
+    _announced = True
+
+
+def check_version() -> None:
+    """Raise RuntimeError when Megatron Core is outside the versions that the table was proven on."""
+    info = importlib.import_module("megatron.core.package_info")
+    version = (info.MAJOR, info.MINOR, info.PATCH)
+    if version < OLDEST or version[:2] > NEWEST:
+        raise RuntimeError(
+            f"Megatron Core {'.'.join(map(str, version))} is not supported: expected "
+            f"{'.'.join(map(str, OLDEST))} to {'.'.join(map(str, NEWEST))}.x; install one of these or a newer plugin"
+        )
+
+
+def under_mindspeed() -> bool:
+    """Whether MindSpeed's adaptor has taken Megatron over in this process."""
+    return any(name in sys.modules for name in MINDSPEED_ADAPTORS)
+
+
+# Modules whose import makes MindSpeed (or MindSpeed-LLM) patch Megatron.
+MINDSPEED_ADAPTORS = (
+    "mindspeed.megatron_adaptor",
+    "mindspeed.megatron_adaptor_v2",
+    "mindspeed_llm.tasks.megatron_adaptor",
+    "mindspeed_llm.tasks.megatron_adaptor_v2",
+)
+
+
+def wraps(function: Any, patch: Patch) -> bool:
+    """Whether calling `function` reaches the patch's wrapper, through other decorators too."""
+    codes = _inner_codes(patch.wrapper)
+    seen: set[int] = set()
+    queue = [function]
+    while queue:
+        item = queue.pop()
+        if id(item) in seen:
+            continue
+        seen.add(id(item))
+        if isinstance(item, functools.partial):
+            queue.append(item.func)
+        elif isinstance(item, FunctionType):
+            if item.__code__ in codes:
+                return True
+            queue.extend(_closure_callables(item))
+            if hasattr(item, "__wrapped__"):
+                queue.append(item.__wrapped__)
+    return False
+
+
+def _apply_through_mindspeed() -> None:
+    from mindspeed.features_manager.feature import MindSpeedFeature
+    from mindspeed.features_manager.features_manager import MindSpeedFeaturesManager
+    from mindspeed.patch_utils import MindSpeedPatchesManager
+
+    class ReinforcementLearningFeature(MindSpeedFeature):
+        """Level 0: applied whatever --optimization-level says; the wrappers themselves look at the flag."""
+
+        def __init__(self) -> None:
+            super().__init__("mindspeed-rl-plugin", optimization_level=0)
+
+        def register_args(self, parser: Any) -> None:
+            add_flags(parser)
+
+        def register_patches(self, patch_manager: Any, args: Any) -> None:
+            for patch in PATCHES:
+                if not wraps(_current(patch), patch):
+                    patch_manager.register_patch(patch.target, patch.wrapper)
+
+    features = MindSpeedFeaturesManager.FEATURES_LIST
+    if not any(type(f).__name__ == ReinforcementLearningFeature.__name__ for f in features):
+        features.append(ReinforcementLearningFeature())
+    before = {patch.target: _current(patch) for patch in PATCHES}
+    ReinforcementLearningFeature().register_patches(MindSpeedPatchesManager, None)
+    MindSpeedPatchesManager.apply_patches()
+    for patch in PATCHES:
+        if not wraps(before[patch.target], patch):
+            _originals.setdefault(patch.target, []).append(before[patch.target])
+        # MindSpeed rebinds importers that use the same name; an `import ... as` elsewhere is ours to find.
+        _rebind(before[patch.target], _current(patch))
+
+
+def _check_target(patch: Patch) -> None:
+    signature = f"{patch.name}({', '.join((*patch.leading, '...'))})"
+    expected = f"expected a function {signature} in {patch.module} ({patch.versions})"
+    try:
+        module = importlib.import_module(patch.module)
+    except ModuleNotFoundError as error:
+        raise RuntimeError(
+            f"cannot attach to Megatron: {error}; {expected}. Put a Megatron-LM checkout on PYTHONPATH, or install a "
+            "megatron-core that ships megatron.training (0.19 or newer)"
+        ) from error
+    function = getattr(module, patch.name, None)
+    if not callable(function):
+        raise RuntimeError(f"cannot attach to Megatron: {patch.target} does not exist; {expected}")
+    parameters = list(inspect.signature(function).parameters.values())
+    if parameters and parameters[0].kind is inspect.Parameter.VAR_POSITIONAL:
+        return  # another decorator hides the names
+    names = tuple(p.name for p in parameters[: len(patch.leading)])
+    if names != patch.leading:
+        raise RuntimeError(f"cannot attach to Megatron: {patch.target} begins with parameters {names}; {expected}")
+
+
+def _current(patch: Patch) -> Callable:
+    return getattr(sys.modules[patch.module], patch.name)
+
+
+def _rebind(old: Callable, new: Callable) -> None:
+    for module, name in list(_holders([old])):
+        setattr(module, name, new)
+
+
+def _holders(functions: list[Callable]) -> Iterator[tuple[ModuleType, str]]:
+    """Every (module, name) bound to one of the functions. Reads `vars`, so lazy modules are not triggered."""
+    wanted = {id(f) for f in functions}
+    for module in list(sys.modules.values()):
+        if isinstance(module, ModuleType):
+            for name, value in list(vars(module).items()):
+                if id(value) in wanted:
+                    yield module, name
+
+
+def _inner_codes(factory: Callable) -> set:
+    """Code objects of the functions that a wrapper factory can return: what identifies them in any chain."""
+    return {c for c in factory.__code__.co_consts if inspect.iscode(c)}
+
+
+def _closure_callables(function: FunctionType) -> list[Callable]:
+    cells = []
+    for cell in function.__closure__ or ():
+        try:
+            cells.append(cell.cell_contents)
+        except ValueError:  # a cell that is not filled yet
+            continue
+    return [c for c in cells if callable(c)]
+
+
+def _describe(function: Any) -> str:
+    return f"{getattr(function, '__module__', '?')}.{getattr(function, '__qualname__', function)}"

@@ -1,0 +1,100 @@
+"""Every function of Megatron that the plugin wraps: one row a patch, as data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from mindspeed_rl_plugin.launch import wrappers
+
+# First and last Megatron Core whose `megatron.training` was read and run with this table.
+OLDEST, NEWEST = (0, 12, 1), (0, 19)
+
+
+@dataclass(frozen=True)
+class Patch:
+    """One wrapped function.
+
+    target: dotted name of the global that Megatron looks up at call time; wrapper: takes the
+    original, returns its replacement; leading: parameter names that the original must begin with,
+    because the wrapper or `iteration` relies on them; versions: where the target lives, as
+    `file:line` per core version; remove_when: what upstream would have to offer instead.
+    """
+
+    target: str
+    wrapper: Callable[[Callable], Callable]
+    leading: tuple[str, ...]
+    why: str
+    versions: str
+    remove_when: str
+
+    @property
+    def module(self) -> str:
+        """Module part of the target."""
+        return self.target.rpartition(".")[0]
+
+    @property
+    def name(self) -> str:
+        """Function part of the target."""
+        return self.target.rpartition(".")[2]
+
+
+PATCHES: tuple[Patch, ...] = (
+    Patch(
+        target="megatron.training.arguments.add_megatron_arguments",
+        wrapper=wrappers.add_megatron_arguments_wrapper,
+        leading=("parser",),
+        why="adds the --rl-* flags to the parser that every entry script uses",
+        versions="0.12.1 arguments.py:34, 0.16.1 :48, 0.19.0 :45",
+        remove_when="entry scripts discover extra_args_provider from installed packages",
+    ),
+    Patch(
+        target="megatron.training.arguments.validate_args",
+        wrapper=wrappers.validate_args_wrapper,
+        leading=("args",),
+        why="refuses what cannot work before process groups, model or data are built",
+        versions="0.12.1 arguments.py:276, 0.16.1 :293, 0.19.0 :388",
+        remove_when="Megatron offers a validation hook",
+    ),
+    Patch(
+        target="megatron.training.training.setup_model_and_optimizer",
+        wrapper=wrappers.setup_model_and_optimizer_wrapper,
+        leading=(),
+        why="decides where training starts: it is the one caller of load_checkpoint before the first step, "
+        "and the one place that sees the model provider (core <= 0.16) or the model config (0.19)",
+        versions="0.12.1 training.py:1105, 0.16.1 :1438, 0.19.0 :2008",
+        remove_when="pretrain() takes a callback between initialisation and model building",
+    ),
+    Patch(
+        target="megatron.training.training.load_checkpoint",
+        wrapper=wrappers.load_checkpoint_wrapper,
+        leading=("ddp_model", "optimizer", "opt_param_scheduler"),
+        why="loads the reference's weights into the built model before the actor's",
+        versions="0.12.1 checkpointing.py:1167, 0.16.1 :1479, 0.19.0 :2066",
+        remove_when="Megatron loads a second model's weights by itself",
+    ),
+    Patch(
+        target="megatron.training.checkpointing.save_checkpoint",
+        wrapper=wrappers.save_checkpoint_wrapper,
+        leading=("iteration", "model", "optimizer", "opt_param_scheduler"),
+        why="puts the RL state into the checkpoint before the tracker file points at it",
+        versions="0.12.1 checkpointing.py:306, 0.16.1 :471, 0.19.0 :552",
+        remove_when="save_checkpoint takes extra state",
+    ),
+    Patch(
+        target="megatron.training.training.build_train_valid_test_data_iterators",
+        wrapper=wrappers.build_train_valid_test_data_iterators_wrapper,
+        leading=("build_train_valid_test_datasets_provider",),
+        why="returns the dock's iterator in place of the pretraining data",
+        versions="0.12.1 training.py:2405, 0.16.1 :3422, 0.19.0 :4601",
+        remove_when="pretrain() accepts ready iterators (dataloader_type external covers only some scripts)",
+    ),
+    Patch(
+        target="megatron.training.training.train_step",
+        wrapper=wrappers.train_step_wrapper,
+        leading=("forward_step_func", "data_iterator", "model", "optimizer", "opt_param_scheduler", "config"),
+        why="runs rollout, rewards and log-probs when due, then the original with our forward step and iterator",
+        versions="0.12.1 training.py:1213, 0.16.1 :1603, 0.19.0 :2336",
+        remove_when="Megatron calls a user function before each step",
+    ),
+)

@@ -1,0 +1,123 @@
+"""Where training starts: a pure decision on the arguments and the files of `--save` and `--load`."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+from mindspeed_rl_plugin.launch import checkpoint_files as files
+
+# Megatron's names of the arguments that govern a load, with the value that makes it weights only.
+WEIGHTS_ONLY = {"finetune": True, "no_load_optim": True, "no_load_rng": True}
+WHOLE = {"finetune": False, "no_load_optim": False, "no_load_rng": False}
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where training starts.
+
+    kind: "resume" (an RL checkpoint in --save, whole), "pretrained" (weights of --load only) or "fresh"
+    (random weights); load_dir: directory that Megatron loads from, None when fresh; iteration: Megatron
+    iteration that training continues after, 0 unless resumed; reference_path: iteration folder of the
+    checkpoint that RL began from, None when it began from random weights; reference_digest: SHA-256 over
+    its files (or over the random weights), None while not known: files are read in the background.
+    """
+
+    kind: str
+    load_dir: str | None
+    iteration: int
+    reference_path: str | None
+    reference_digest: str | None
+
+
+def decide(args: Any) -> Start:
+    """Look at `--save`, `--load` and `--pretrained-checkpoint`, and say where to start. Reads files, changes nothing.
+
+    The digest is still None for "pretrained" and "fresh"; for "resume" both reference fields are None
+    until the RL state has been read. Raises ValueError when --save holds a checkpoint without RL state,
+    and when a given --load holds no checkpoint.
+    """
+    saved = files.read_tracker(args.save)
+    if saved is not None:
+        if isinstance(saved, int) and files.has_state(args.save, saved):
+            return Start("resume", os.path.abspath(args.save), saved, None, None)
+        raise ValueError(
+            f"--save {args.save} holds a checkpoint ({saved}) that has no RL state: RL would write over it; "
+            "give --save a directory of its own and name this one with --load"
+        )
+    source, iteration = _source(args)
+    if source is None:
+        return Start("fresh", None, 0, None, None)
+    source = os.path.abspath(source)
+    return Start("pretrained", source, 0, files.iteration_dir(source, iteration), None)
+
+
+def describe(start: Start, args: Any) -> str:
+    """The one line that rank 0 prints."""
+    if start.kind == "fresh":
+        return "[rl] training starts from random weights: no --load was given"
+    if start.kind == "pretrained":
+        return (
+            f"[rl] training starts from the weights of {start.reference_path} at iteration 0; its optimizer, "
+            "iteration, samples and learning-rate state are not loaded"
+        )
+    names = [name for name in WHOLE if getattr(args, name, False)]
+    names += [name for name in ("load", "pretrained_checkpoint", "ckpt_step") if _differs(args, name)]
+    aside = ", ".join(_flag(name) for name in names)
+    note = f" ({aside} set aside, as of the first start)" if aside else ""
+    where = f"{start.load_dir} at iteration {start.iteration}"
+    return f"[rl] training resumes from {where}, optimizer and RL state included{note}"
+
+
+def load_arguments(start: Start, args: Any) -> dict[str, Any]:
+    """Arguments as Megatron must see them while it loads what `start` says."""
+    if start.kind == "resume":
+        return {"load": start.load_dir, "pretrained_checkpoint": None, "ckpt_step": None, **WHOLE}
+    if start.kind == "fresh":
+        return {"load": None, "pretrained_checkpoint": None}
+    return weights_arguments(start.reference_path)
+
+
+def weights_arguments(path: str) -> dict[str, Any]:
+    """Arguments as Megatron must see them to load only the weights of the iteration folder `path`.
+
+    Raises ValueError when the tracker file beside it does not let Megatron reach that folder.
+    """
+    directory, iteration = files.split_iteration_dir(path)
+    tracked = files.read_tracker(directory)
+    if (iteration == "release") != (tracked == "release"):
+        raise ValueError(
+            f"{os.path.join(directory, files.TRACKER)} holds {tracked!r}, so Megatron cannot load {path}; "
+            f"put {iteration!r} back into it while this run needs its weights"
+        )
+    step = None if iteration == "release" else iteration
+    return {"load": directory, "pretrained_checkpoint": None, "ckpt_step": step, **WEIGHTS_ONLY}
+
+
+def _source(args: Any) -> tuple[str | None, int | str]:
+    for name in ("load", "pretrained_checkpoint"):
+        directory = getattr(args, name, None)
+        tracked = files.read_tracker(directory)
+        if tracked is not None:
+            step = getattr(args, "ckpt_step", None)
+            return directory, step if step and tracked != "release" else tracked
+    names = ("load", "pretrained_checkpoint")
+    given = [f"{_flag(name)} {getattr(args, name)}" for name in names if getattr(args, name, None)]
+    if given:
+        raise ValueError(
+            f"{' and '.join(given)} holds no checkpoint ({files.TRACKER} is missing); point --load at the model "
+            "to train, or leave it out to train from random weights"
+        )
+    return None, 0
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _differs(args: Any, name: str) -> bool:
+    value = getattr(args, name, None)
+    if not value:
+        return False
+    return name != "load" or os.path.abspath(value) != os.path.abspath(args.save)

@@ -1,0 +1,208 @@
+"""The wrappers of the patch table. Each one passes through unless `--rl-algorithm` was given.
+
+Their names end in `_wrapper` because MindSpeed's patch manager treats only such functions as
+decorators. They stay thin: what RL does lives in `startup/` and `iteration.py`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from mindspeed_rl_plugin.config import add_flags, rl_enabled
+from mindspeed_rl_plugin.environment import launch_env, said_once_a_machine
+
+SAID = 8  # lines of an error beside its first
+
+
+def add_megatron_arguments_wrapper(original: Callable) -> Callable:
+    """Add the `--rl-*` flags to Megatron's parser."""
+
+    @functools.wraps(original)
+    def add_megatron_arguments(parser: Any) -> Any:
+        _refuse_yaml(sys.argv[1:])
+        return _refuse_misspelt(_repair_help(add_flags(original(parser))))
+
+    return add_megatron_arguments
+
+
+def validate_args_wrapper(original: Callable) -> Callable:
+    """Check the arguments under RL right after Megatron's own validation, before anything is built.
+
+    The split of the batch is checked before it, for Megatron refuses that in the name of flags that nobody gave.
+    """
+
+    @functools.wraps(original)
+    def validate_args(args: Any, *rest: Any, **named: Any) -> Any:
+        if rl_enabled(args):
+            from mindspeed_rl_plugin.launch.checks import check_batch
+
+            with said_once_a_machine():
+                check_batch(args)
+        result = original(args, *rest, **named)
+        from mindspeed_rl_plugin.launch.checks import check_args, given_flags
+
+        if rl_enabled(args):
+            with said_once_a_machine():
+                check_args(args)
+        elif (flags := given_flags(args)) and launch_env()["rank"] == 0:
+            print(
+                "[rl] WARNING: this run is ordinary pretraining, no reinforcement learning: --rl-algorithm is missing, "
+                f"and without it these have no effect: {' '.join(flags)}. Give --rl-algorithm NAME (`python -m "
+                "mindspeed_rl_plugin algorithms` lists them), or remove these flags to pretrain",
+                flush=True,
+            )
+        return result
+
+    return validate_args
+
+
+def setup_model_and_optimizer_wrapper(original: Callable) -> Callable:
+    """Decide where training starts, then let Megatron build and load accordingly."""
+
+    @functools.wraps(original)
+    def setup_model_and_optimizer(*positional: Any, **named: Any) -> Any:
+        args = _args()
+        if not rl_enabled(args):
+            return original(*positional, **named)
+        from mindspeed_rl_plugin.launch.launch import launch
+        from mindspeed_rl_plugin.launch.patch_apply import assert_in_force
+        from mindspeed_rl_plugin.loop import loop as iteration
+
+        assert_in_force()
+        return launch(original, positional, named, args, iteration.current())
+
+    return setup_model_and_optimizer
+
+
+def load_checkpoint_wrapper(original: Callable) -> Callable:
+    """On a resume, load the reference's weights first; then what `startup` decided."""
+
+    @functools.wraps(original)
+    def load_checkpoint(*positional: Any, **named: Any) -> Any:
+        if not rl_enabled(_args()):
+            return original(*positional, **named)
+        from mindspeed_rl_plugin.launch.launch import load
+
+        return load(original, positional, named)
+
+    return load_checkpoint
+
+
+def save_checkpoint_wrapper(original: Callable) -> Callable:
+    """Write the RL state into the checkpoint's directory before Megatron updates the tracker file."""
+
+    @functools.wraps(original)
+    def save_checkpoint(*positional: Any, **named: Any) -> Any:
+        args = _args()
+        if not rl_enabled(args):
+            return original(*positional, **named)
+        from mindspeed_rl_plugin.launch.launch import save_rl_state
+        from mindspeed_rl_plugin.launch.overrides import overridden
+
+        with overridden(args, save_rl_state(args, positional[0] if positional else named["iteration"], original)):
+            return original(*positional, **named)
+
+    return save_checkpoint
+
+
+def build_train_valid_test_data_iterators_wrapper(original: Callable) -> Callable:
+    """Return the dock's iterator in place of the pretraining data, which is never opened."""
+
+    @functools.wraps(original)
+    def build_train_valid_test_data_iterators(*positional: Any, **named: Any) -> Any:
+        args = _args()
+        if not rl_enabled(args):
+            return original(*positional, **named)
+        from mindspeed_rl_plugin.loop import loop as iteration
+
+        # Megatron sets these three while it builds its data loaders, and its train loop reads them.
+        args.do_train, args.do_valid, args.do_test = True, False, False
+        return iteration.current().train_iterator(), None, None
+
+    return build_train_valid_test_data_iterators
+
+
+def train_step_wrapper(original: Callable) -> Callable:
+    """Run the rollout steps when they are due, then Megatron's own step on the dock's batch."""
+
+    @functools.wraps(original)
+    def train_step(*positional: Any, **named: Any) -> Any:
+        if not rl_enabled(_args()):
+            return original(*positional, **named)
+        from mindspeed_rl_plugin.loop import loop as iteration
+
+        with _stop_said():
+            return iteration.current().train_step(original, positional, named)
+
+    return train_step
+
+
+@contextmanager
+def _stop_said() -> Iterator[None]:
+    """Say an error's reason in lines of our own, to be found above the tracebacks of all ranks."""
+    try:
+        yield
+    except Exception as error:
+        head, *more = str(error).splitlines() or [""]
+        lines = [f"rank {launch_env()['rank']} stops: {type(error).__name__}: {head}", *more[:SAID]]
+        print("\n".join(f"[rl] {line}" for line in lines), flush=True)
+        raise
+
+
+def _args() -> Any:
+    from megatron.training import get_args
+
+    return get_args()
+
+
+def _repair_help(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Make `--help` work: core 0.19.0 to 0.19.2 have a bare % in the help of --moe-paged-stash-buffer-size-factor-cuda.
+
+    Texts that argparse can fill in stay as they are. Remove when these versions are no longer supported.
+    """
+    for action in parser._actions:
+        if action.help and action.help is not argparse.SUPPRESS:
+            try:
+                action.help % vars(action)
+            except (ValueError, TypeError):
+                action.help = action.help.replace("%", "%%")
+            except KeyError:
+                continue  # names that only argparse knows, such as %(prog)s
+    return parser
+
+
+def _refuse_misspelt(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """End with the nearest flag for a `--rl-*` that nobody knows; scripts that ignore unknown flags would lose it."""
+    parse = parser.parse_known_args
+
+    refuse = parser.error
+
+    def error(message: str) -> None:
+        if "--rl-" not in message:
+            refuse(message)
+        # Without the usage of some 800 lines that argparse prints first.
+        parser.exit(2, f"RL cannot run with these arguments:\n  - {message}; `--help` lists the flags\n")
+
+    def parse_known_args(*positional: Any, **named: Any) -> Any:
+        found, rest = parse(*positional, **named)
+        for flag in (word.partition("=")[0] for word in rest if word.startswith("--rl-")):
+            known = [option for option in parser._option_string_actions if option.startswith("--rl-")]
+            near = " or ".join(difflib.get_close_matches(flag, known, n=2)) or "one that `--help` lists"
+            parser.error(f"{flag} is unknown; did you mean {near}?")
+        return found, rest
+
+    parser.parse_known_args, parser.error = parse_known_args, error
+    return parser
+
+
+def _refuse_yaml(argv: list[str]) -> None:
+    """Megatron's `--yaml-cfg` replaces every parsed argument, so RL flags would be lost without a word."""
+    rl = [a for a in argv if a.startswith("--rl-algorithm")]
+    if rl and any(a.split("=")[0] == "--yaml-cfg" for a in argv):
+        raise ValueError("--yaml-cfg drops every other argument, the --rl-* flags too; give the arguments as flags")

@@ -1,0 +1,1 @@
+"""What drives the stages: the loop, its schedules, the plan of a rollout, and resume."""

@@ -1,0 +1,116 @@
+"""Who works on which rows, so that a row stays near where it will be trained: pure functions of ids and lengths.
+
+A group lives on a machine of the data parallel rank that trains its first member. Where that rank's pipeline lies on
+several machines, its groups take turns over these: each stage reads the tokens of every row, so most of them read from
+elsewhere wherever a row lies, and taking turns uses the memory and the links of all machines for a few percent more
+bytes than the last stage's machine alone would cost. The machine's engines draw the group, and its ranks grade it and
+compute its advantages, as far as the shares of engines and ranks stay equal.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from mindspeed_rl_plugin.forward import Step
+from mindspeed_rl_plugin.rows import SampleId
+
+Group = tuple[int, int]  # epoch, and number within it
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Places of all ranks. node: machine of each rank, numbered from 0 by lowest rank; dp_rank: data parallel rank of
+    each rank; engine: rollout engine of each rank."""
+
+    node: tuple[int, ...]
+    dp_rank: tuple[int, ...]
+    engine: tuple[int, ...]
+
+    @property
+    def machines(self) -> int:
+        """How many there are."""
+        return max(self.node) + 1
+
+    @cached_property
+    def trained_on(self) -> list[tuple[int, ...]]:
+        """Machines of each data parallel rank, those of its later pipeline stages, which read more, first."""
+        ranks = range(len(self.node) - 1, -1, -1)
+        parts = range(max(self.dp_rank) + 1)
+        return [tuple(dict.fromkeys(self.node[r] for r in ranks if self.dp_rank[r] == d)) for d in parts]
+
+    @cached_property
+    def trainers(self) -> list[frozenset[int]]:
+        """Data parallel ranks of each machine."""
+        places = list(enumerate(self.trained_on))
+        return [frozenset(d for d, machines in places if n in machines) for n in range(self.machines)]
+
+    def homes(self, plan: Sequence[Step], groups: int) -> np.ndarray:
+        """`[groups]` machine of each group of a rollout that is trained by `plan`: of those of its data parallel rank,
+        the one with the fewest groups for its ranks so far."""
+        first: dict[int, tuple[int, int]] = {}
+        for step in plan:
+            for dp_rank, batches in enumerate(step.micro_batches):
+                for sample in (i for batch in batches for i in batch):
+                    seen = first.get(sample.group)
+                    if seen is None or sample.member < seen[0]:
+                        first[sample.group] = (sample.member, dp_rank)
+        ranks, held = np.bincount(self.node), np.zeros(self.machines)
+        found = np.empty(groups, np.int64)
+        for group in range(groups):
+            found[group] = min(self.trained_on[first[group][1]], key=lambda n: held[n] / ranks[n])
+            held[found[group]] += 1
+        return found
+
+    def drawn_by(self, engine: int, ids: Sequence[SampleId], homes: np.ndarray) -> list[SampleId]:
+        """Rows of one epoch that an engine draws: equally many for every engine, as many as that allows at home."""
+        ordered, engines = sorted(ids), range(max(self.engine) + 1)
+        parts = deal([int(homes[i.group]) for i in ordered], [(self.node[self.engine.index(e)],) for e in engines])
+        return [i for i, part in zip(ordered, parts, strict=True) if part == engine]
+
+    def graded_by(self, rank: int, groups: Sequence[Group], home: Callable[[Group], int]) -> list[Group]:
+        """Groups that a rank grades: equally many for every rank, as many as that allows at home."""
+        ordered = sorted(groups)
+        parts = deal([home(g) for g in ordered], [(n,) for n in self.node])
+        return [g for g, part in zip(ordered, parts, strict=True) if part == rank]
+
+    def near(self, plan: Sequence[Step], home: Callable[[Group], int]) -> list[Step]:
+        """The same steps and micro-batches; within each step a micro-batch goes to a data parallel rank with a rank on
+        the home of its first row, as far as every rank gets equally many."""
+        return [self._near(step, home) for step in plan]
+
+    def _near(self, step: Step, home: Callable[[Group], int]) -> Step:
+        batches = [batch for rank in step.micro_batches for batch in rank]
+        parts = deal([home(batch[0][:2]) for batch in batches], self.trained_on)
+        dealt = list(zip(batches, parts, strict=True))
+        return Step(tuple(tuple(b for b, part in dealt if part == d) for d in range(len(step.micro_batches))))
+
+
+def deal(homes: Sequence[int], places: Sequence[Collection[int]]) -> list[int]:
+    """Part that each item goes to: equally many a part, some one more, and first of all at home.
+
+    homes: machine of each item; places: machines of each part. Parts fill up one after the other, so neighbours stay
+    together.
+    """
+    few, more = divmod(len(homes), len(places))
+    found, held, left = [-1] * len(homes), [0] * len(places), list(range(len(homes)))
+    for limit, at_home in ((few, True), (few + 1, True), (few, False), (few + 1, False)):
+        parts = range(len(places))
+        room = {n: deque(p for p in parts if not at_home or n in places[p]) for n in {homes[i] for i in left}}
+        rest = []
+        for item in left:
+            here = room[homes[item]]
+            while here and held[here[0]] >= limit:
+                here.popleft()
+            if not here or (held[here[0]] == few and not more):
+                rest.append(item)
+                continue
+            found[item] = here[0]
+            more -= held[here[0]] == few
+            held[here[0]] += 1
+        left = rest
+    return found

@@ -1,0 +1,44 @@
+"""Pairs as rows for the trainer, and which rank trains which: pure functions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from mindspeed_rl_plugin.forward import plan_batches
+from mindspeed_rl_plugin.prompts import Pair
+from mindspeed_rl_plugin.rows import Ragged, Rows, SampleId
+
+CHOSEN, REJECTED = 0, 1  # members of a pair
+
+
+def pair_rows(pairs: Sequence[Pair], reference: Tensor | None = None) -> Rows:
+    """Two rows a pair, chosen first, with `tokens` and `loss_mask`; group is the pair's place among these.
+
+    reference: `[len(pairs), 2]`, which becomes the column `reference` `[2 * len(pairs)]`.
+    """
+    tokens, masks, ids = [], [], []
+    for place, pair in enumerate(pairs):
+        for member, answer in ((CHOSEN, pair.chosen), (REJECTED, pair.rejected)):
+            tokens.append(torch.tensor((*pair.prompt, *answer), dtype=torch.int32))
+            masks.append(torch.tensor([0] * len(pair.prompt) + [1] * len(answer), dtype=torch.uint8))
+            ids.append(SampleId(0, place, member))
+    columns = {"tokens": Ragged.from_rows(tokens, torch.int32), "loss_mask": Ragged.from_rows(masks, torch.uint8)}
+    return Rows(tuple(ids), columns | ({} if reference is None else {"reference": reference.flatten()}))
+
+
+def batches_of_step(rows: Rows, micro_batch_size: int, dp_rank: int, dp_size: int) -> list[Rows]:
+    """This data parallel rank's micro-batches of one optimizer step; the size is even, so no pair is cut."""
+    (step,) = plan_batches(rows.ids, global_batch_size=len(rows), micro_batch_size=micro_batch_size, dp_size=dp_size)
+    return [rows.select(ids) for ids in step.of_rank(dp_rank)]
+
+
+def share_of_rank(count: int, in_batch: int, dp_rank: int, dp_size: int) -> list[list[int]]:
+    """Pairs that a rank scores, `in_batch` a micro-batch; every rank runs equally many micro-batches, so the last pairs
+    of the data may be scored several times."""
+    batches = -(-count // (in_batch * dp_size))
+    first = dp_rank * batches * in_batch
+    places = [min(first + i, count - 1) for i in range(batches * in_batch)]
+    return [places[i : i + in_batch] for i in range(0, len(places), in_batch)]

@@ -1,0 +1,1 @@
+"""The sub-commands: `python -m mindspeed_rl_plugin COMMAND`."""

@@ -1,0 +1,150 @@
+"""Megatron's arguments for a Hugging Face config: what an imported checkpoint says of itself, and its flags."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from typing import Any
+
+from mindspeed_rl_plugin.engine.hf_config import normalized
+from mindspeed_rl_plugin.reshard.layout import ModelShape, Parallel
+
+# Sizes whose default is another's, so that 1 must be said.
+_NO_ONE = ("expert_tensor_parallel_size",)
+
+
+def megatron_arguments(shape: ModelShape, parallel: Parallel, config: Mapping[str, Any]) -> argparse.Namespace:
+    """Arguments that describe the model and its layout; `ModelShape` and `Parallel` read them back the same.
+
+    Raises ValueError for a field that the family or Megatron's own flags cannot express.
+    """
+    c = normalized(config)
+    for name, value in shape.table.hf.fixed.items():
+        if c[name] != value:
+            raise ValueError(f"{name} {c[name]!r}: Megatron's model of family {shape.family} has {value!r} only")
+    model = dict(
+        num_layers=shape.layers,
+        hidden_size=shape.hidden,
+        num_attention_heads=shape.heads,
+        group_query_attention=shape.groups != shape.heads,
+        num_query_groups=shape.groups,
+        kv_channels=shape.value if shape.table.mla else shape.head_dim,
+        ffn_hidden_size=shape.ffn,
+        vocab_size=shape.vocab,
+        padded_vocab_size=shape.padded_vocab,
+        make_vocab_size_divisible_by=shape.padded_vocab // parallel.tp,
+        max_position_embeddings=c.get("max_position_embeddings", 0),
+        untie_embeddings_and_output_weights=not shape.tied,
+        add_qkv_bias=shape.qkv_bias,
+        qk_layernorm=shape.qk_norm,
+        normalization="RMSNorm",
+        norm_epsilon=c["rms_norm_eps"],
+        swiglu=True,
+        add_bias_linear=False,
+        add_position_embedding=True,
+        position_embedding_type="rope",
+        rotary_base=int(c["rope_theta"]),
+    )
+    model |= _scaling(c, shape) | (_experts(shape, c) if shape.experts else {})
+    model |= _latent(shape, c) if shape.table.mla else {}
+    layout = dict(
+        world_size=parallel.world,
+        tensor_model_parallel_size=parallel.tp,
+        pipeline_model_parallel_size=parallel.pp,
+        virtual_pipeline_model_parallel_size=parallel.vpp if parallel.vpp > 1 else None,
+        context_parallel_size=parallel.cp,
+        expert_model_parallel_size=parallel.ep,
+        expert_tensor_parallel_size=parallel.etp,
+        decoder_first_pipeline_num_layers=parallel.first_layers,
+        decoder_last_pipeline_num_layers=parallel.last_layers,
+        use_tp_pp_dp_mapping=False,
+        account_for_embedding_in_pipeline_split=False,
+        account_for_loss_in_pipeline_split=False,
+        consumed_train_samples=0,
+        consumed_valid_samples=0,
+        skipped_train_samples=0,
+    )
+    return argparse.Namespace(**model, **layout)
+
+
+def flags(args: argparse.Namespace) -> list[str]:
+    """The command line of a run that loads the checkpoint; sizes of the layout are those that are not 1."""
+    out = []
+    for name, value in sorted(vars(args).items()):
+        flag = "--" + {"add_bias_linear": "disable-bias-linear"}.get(name, name.replace("_", "-"))
+        if name in ("add_position_embedding", "world_size", "padded_vocab_size", "hf_tokens") or name.startswith(
+            ("consumed", "skip")
+        ):
+            continue
+        if name == "virtual_pipeline_model_parallel_size":
+            flag = "--num-virtual-stages-per-pipeline-rank"
+        if isinstance(value, bool):
+            if value != (name == "add_bias_linear"):
+                out.append(flag)
+        elif isinstance(value, list):
+            out += [flag, "[" + ",".join(map(str, value)) + "]"]
+        elif value not in (None, 0) and not (value == 1 and name.endswith("parallel_size") and name not in _NO_ONE):
+            out += [flag, str(value)]
+    return out
+
+
+def _scaling(config: Mapping[str, Any], shape: ModelShape) -> dict[str, Any]:
+    scaling = config["rope_scaling"]
+    if scaling is None or shape.table.mla:  # which has flags of its own, see _latent
+        return {"use_rope_scaling": False}
+    fixed = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+    if scaling["rope_type"] != "llama3" or any(scaling.get(k) != v for k, v in fixed.items()):
+        raise ValueError(f"rope_scaling {scaling}: Megatron has Llama 3's only, with {fixed}")
+    return {"use_rope_scaling": True, "rope_scaling_factor": scaling["factor"]}
+
+
+def _experts(shape: ModelShape, config: Mapping[str, Any]) -> dict[str, Any]:
+    pattern = [int(i not in shape.dense_layers) for i in range(shape.layers)]
+    out = dict(
+        num_experts=shape.experts,
+        moe_ffn_hidden_size=shape.expert_ffn,
+        moe_shared_expert_intermediate_size=shape.shared_ffn or None,
+        moe_layer_freq=pattern,
+        moe_router_topk=config["num_experts_per_tok"],
+        moe_router_load_balancing_type="none",
+        moe_token_dispatcher_type="alltoall",
+    )
+    router = shape.table.router
+    if router.score == "softmax":
+        out["moe_router_pre_softmax"] = not config["norm_topk_prob"]
+    elif config["norm_topk_prob"]:
+        out["moe_router_score_function"] = router.score
+    else:
+        raise ValueError(f"norm_topk_prob False: Megatron's router with {router.score} scores has True only")
+    if router.bias:
+        out["moe_router_enable_expert_bias"] = True
+    if router.scaled:
+        out["moe_router_topk_scaling_factor"] = config["routed_scaling_factor"]
+    groups = router.grouped and config["n_group"] > 1
+    out["moe_router_num_groups"] = config["n_group"] if groups else None
+    out["moe_router_group_topk"] = config["topk_group"] if groups else None
+    return out
+
+
+def _latent(shape: ModelShape, config: Mapping[str, Any]) -> dict[str, Any]:
+    out = dict(
+        multi_latent_attention=True,
+        q_lora_rank=shape.q_lora,
+        kv_lora_rank=shape.kv_lora,
+        qk_head_dim=shape.nope,
+        qk_pos_emb_head_dim=shape.rope,
+        v_head_dim=shape.value,
+    )
+    scaling = config["rope_scaling"]
+    if scaling is None:
+        return out | {"rope_type": "rope", "rotary_scaling_factor": 1.0}
+    # Megatron has no flags for these: they are what its config holds.
+    fixed = {"rope_type": "yarn", "beta_fast": 32.0, "beta_slow": 1.0, "original_max_position_embeddings": 4096.0}
+    if any(scaling.get(k, v) != v for k, v in fixed.items()):
+        raise ValueError(f"rope_scaling {scaling}: Megatron's latent attention has {fixed} only")
+    return out | dict(
+        rope_type="yarn",
+        rotary_scaling_factor=scaling["factor"],
+        mscale=scaling.get("mscale", 1.0),
+        mscale_all_dim=scaling.get("mscale_all_dim", 0.0),
+    )

@@ -1,0 +1,138 @@
+"""A Megatron checkpoint of `--ckpt-format torch` as tensors of every rank, read and written."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from mindspeed_rl_plugin.launch.checkpoint_files import TRACKER, iteration_dir, read_tracker
+from mindspeed_rl_plugin.launch.pickles import load
+from mindspeed_rl_plugin.reshard.layout import Layout, ModelShape, Parallel, megatron_layout, megatron_shapes
+from mindspeed_rl_plugin.reshard.live import differences, predicting_only
+from mindspeed_rl_plugin.reshard.parallel import chunk_prefix
+from mindspeed_rl_plugin.reshard.rows import EXPERTS, IMPLS
+
+FILE = "model_optim_rng.pt"
+_SHOWN = 8
+# In the state of a model, but not of its weights: states of single modules, counters.
+_OTHER = re.compile(r".*(_extra_state|local_tokens_per_expert)$")
+
+
+def rank_folder(parallel: Parallel, rank: int) -> str:
+    """Folder of a rank's file. Source: get_checkpoint_name of megatron/training/checkpointing.py."""
+    at = parallel.coordinates(rank)
+    stage = f"_{at.pp:03d}" if parallel.pp > 1 else ""
+    expert = f"_{parallel.megatron_ep_rank(rank):03d}" if parallel.megatron_ep > 1 else ""
+    return f"mp_rank_{at.tp:02d}{stage}{expert}"
+
+
+def rank_folders(shape: ModelShape, parallel: Parallel) -> dict[str, int]:
+    """Folder -> the first rank that writes it, of all ranks.
+
+    Raises ValueError where ranks of one folder store different things: of them Megatron keeps the last.
+    """
+    found: dict[str, int] = {}
+    for rank in range(parallel.world):
+        folder = rank_folder(parallel, rank)
+        first = found.setdefault(folder, rank)
+        kept, other = (megatron_layout(shape, parallel, r) for r in (first, rank))
+        if kept is not other and kept != other:
+            raise ValueError(
+                f"ranks {first} and {rank} have different weights and the same file {folder}/{FILE}: a checkpoint of "
+                f"--ckpt-format torch cannot hold experts cut over etp {parallel.expert_tp} ranks where tp is "
+                f"{parallel.tp}; choose etp at most tp"
+            )
+    return found
+
+
+class Checkpoint:
+    """A checkpoint on disk. args: Megatron's arguments as saved; parallel: its layout.
+
+    iteration: which one (None: the one that the tracker file names). Raises ValueError when there is none in this
+    format, or when it was saved without arguments.
+    """
+
+    def __init__(self, directory: Path, iteration: int | str | None = None) -> None:
+        iteration = read_tracker(str(directory)) if iteration is None else iteration
+        if iteration is None:
+            raise ValueError(f"no Megatron checkpoint in {directory}: there is no {TRACKER}")
+        self.folder = Path(iteration_dir(str(directory), iteration))
+        if not self.folder.is_dir():
+            there = ", ".join(sorted(p.name for p in directory.iterdir() if any(p.glob("mp_rank_*")))) or "none"
+            raise ValueError(f"there is no {self.folder}; iterations in {directory}: {there}")
+        files = sorted(self.folder.glob(f"mp_rank_*/{FILE}"))
+        if not files:
+            raise ValueError(
+                f"{self.folder} holds no mp_rank_*/{FILE}: only checkpoints of --ckpt-format torch can be exported; "
+                "save one more time with that format"
+            )
+        args = load(files[0]).get("args")
+        if not isinstance(args, argparse.Namespace):
+            raise ValueError(f"{files[0]} was saved without Megatron's arguments, which say how it is laid out")
+        self.args = args
+        self.parallel = Parallel.from_megatron_args(args)
+
+    def held(self, shape: ModelShape) -> list[tuple[str, Layout, Mapping[str, Tensor]]]:
+        """(file, layout, tensors by name) of every rank that saved one.
+
+        Raises ValueError listing what names or shapes differ from those of `shape`.
+        """
+        out = []
+        for name, rank in rank_folders(shape, self.parallel).items():
+            tensors = self._tensors(self.folder / name / FILE, self.parallel.coordinates(rank).pp == 0)
+            impl, experts = self._storage(shape, rank, tensors, name)
+            out.append((name, megatron_layout(shape, self.parallel, rank, impl, experts), tensors))
+        return out
+
+    def _tensors(self, path: Path, first_stage: bool) -> dict[str, Tensor]:
+        if not path.is_file():
+            raise ValueError(f"{path} is missing; the checkpoint was saved by {self.parallel.world} ranks")
+        state, vpp = load(path), self.parallel.vpp
+        chunks = [state.get(f"model{i}" if vpp > 1 else "model") for i in range(vpp)]
+        if any(chunk is None for chunk in chunks):
+            raise ValueError(f"{path} holds no state of the model for each of {vpp} model chunks")
+        out = {}
+        for i, chunk in enumerate(chunks):
+            left = predicting_only(any(name.startswith("mtp.") for name in chunk), first_stage and i == 0)
+            out |= {
+                chunk_prefix(i, vpp) + name: value
+                for name, value in chunk.items()
+                if isinstance(value, Tensor) and not _OTHER.match(name) and not name.startswith(left)
+            }
+        return out
+
+    def _storage(self, shape: ModelShape, rank: int, tensors: Mapping[str, Tensor], name: str) -> tuple[str, str]:
+        kinds = EXPERTS if shape.moe_layers else EXPERTS[:1]
+        found = {
+            (impl, kind): differences(megatron_shapes(shape, self.parallel, rank, impl, kind), tensors)
+            for impl in IMPLS
+            for kind in kinds
+        }
+        best = min(found, key=lambda k: len(found[k]))
+        if found[best]:
+            more = f"\n  and {len(found[best]) - _SHOWN} more" if len(found[best]) > _SHOWN else ""
+            listed = "\n  ".join(found[best][:_SHOWN])
+            raise ValueError(f"{self.folder / name} is not what its arguments say:\n  {listed}{more}")
+        return best
+
+
+def write_checkpoint(directory: Path, args: argparse.Namespace, ranks: Iterator[tuple[str, list[dict]]]) -> int:
+    """Write a checkpoint that Megatron loads as a release: weights only, iteration 0. Returns the number of files.
+
+    ranks: (folder, state of each model chunk), one after the other. The tracker file is written last.
+    """
+    release = directory / "release"
+    count = 0
+    for folder, chunks in ranks:
+        (release / folder).mkdir(parents=True, exist_ok=True)
+        names = ["model"] if len(chunks) == 1 else [f"model{i}" for i in range(len(chunks))]
+        state = {"args": args, "checkpoint_version": 3.0, "iteration": 0, **dict(zip(names, chunks, strict=True))}
+        torch.save(state, release / folder / FILE)
+        count += 1
+    (directory / TRACKER).write_text("release")
+    return count

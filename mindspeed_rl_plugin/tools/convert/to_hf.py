@@ -1,0 +1,128 @@
+"""`python -m mindspeed_rl_plugin export`: a Megatron checkpoint as a Hugging Face model in sharded safetensors.
+
+python -m mindspeed_rl_plugin export --load CKPT --out DIR [--tokenizer DIR]
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import shutil
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mindspeed_rl_plugin.engine.hf_config import derive_config, write_config
+from mindspeed_rl_plugin.reshard.layout import ModelShape, canonical_tensors
+from mindspeed_rl_plugin.tools.convert import tokens
+from mindspeed_rl_plugin.tools.convert.checkpoint import Checkpoint
+from mindspeed_rl_plugin.tools.convert.cli import DTYPES, make_parser, run, size
+from mindspeed_rl_plugin.tools.convert.convert import Assembled
+from mindspeed_rl_plugin.tools.convert.files import tokenizer_files, write_shards
+from mindspeed_rl_plugin.tools.plan.words import read_config, shape_of
+
+
+def main(argv: list[str]) -> int:
+    """Run `export`. Returns 0, or 1 with a message."""
+    parser = make_parser("export", "Megatron checkpoint (--ckpt-format torch)", "directory of the Hugging Face model")
+    parser.add_argument("--iteration", type=int, help="which one (default: the latest)")
+    parser.add_argument(
+        "--vocab", type=int, help="rows of the embedding that are tokens (default: as saved, else the tokenizer's)"
+    )
+    parser.add_argument("--config", type=Path, help="config.json to take, instead of one derived from the arguments")
+    parser.add_argument("--tokenizer", type=Path, help="directory whose tokenizer is copied")
+    parser.add_argument("--shard-gb", type=float, default=5.0, help="largest file (default: 5)")
+    return run(parser, argv, export)
+
+
+def export(options: argparse.Namespace) -> str:
+    """Write the Hugging Face model; returns what was done, in one line. Raises ValueError."""
+    checkpoint = Checkpoint(options.load, options.iteration)
+    config, shape, padding = _config(checkpoint.args, options)
+    tensors = canonical_tensors(shape)
+    whole = Assembled(tensors, checkpoint.held(shape))
+    given = DTYPES.get(options.dtype)
+
+    def dtype(name: str) -> torch.dtype:
+        return torch.float32 if tensors[name].wide else given or whole.dtype(name)
+
+    # What can be refused comes before what takes long.
+    ids, note = _tokens(checkpoint.args, options, shape.vocab)
+    tokenizer = tokenizer_files(options.tokenizer) if options.tokenizer else []
+    sizes = [(name, math.prod(t.shape) * dtype(name).itemsize) for name, t in tensors.items()]
+    files, total = write_shards(
+        options.out, sizes, lambda name: whole.make(name, dtype(name)), int(options.shard_gb * 1e9)
+    )
+    written = {"torch_dtype": str(dtype(next(iter(tensors)))).removeprefix("torch.")}
+    write_config(config | ids | written, options.out)
+    for file in tokenizer:
+        shutil.copyfile(file, options.out / file.name)
+    tokens.write_generation(ids, _folders(options), options.out)
+    done = f"{len(tensors)} tensors, {size(total)}, files: {files}"
+    return f"exported {checkpoint.folder} to {options.out}: {done}\n{padding}{note}"
+
+
+def _folders(options: argparse.Namespace) -> list[Path]:
+    """Where special tokens may be named, the first before the others."""
+    given = [options.config if options.config and options.config.is_dir() else None, options.tokenizer]
+    return [folder for folder in given if folder]
+
+
+def _tokens(args: argparse.Namespace, options: argparse.Namespace, vocab: int) -> tuple[dict[str, Any], str]:
+    """Ids of special tokens for config.json, and a line on where the end of a response comes from."""
+    sources = [(str(options.config), tokens.of_file(options.config))] if options.config else []
+    sources += [(str(folder), tokens.of_model(folder)) for folder in _folders(options)]
+    carried = getattr(args, "hf_tokens", None)
+    sources.append(("the imported model", carried if isinstance(carried, dict) else {}))
+    found: dict[str, Any] = {}
+    for name in tokens.FIELDS:
+        value = next((ids[name] for _, ids in sources if ids.get(name) is not None), None)
+        if value is not None:
+            found[name] = value
+    if "eos_token_id" not in found:
+        return found, (
+            "note: nothing names the token that ends a response; give --tokenizer with the model's tokenizer, or an "
+            "engine generates to its limit"
+        )
+    ends = found["eos_token_id"]
+    source = next(name for name, ids in sources if ids.get("eos_token_id") is not None)
+    each = ends if isinstance(ends, list) else [ends]
+    if not each or not all(isinstance(end, int) for end in each):
+        raise ValueError(f"eos_token_id {ends!r} of {source}: give one token id, or a list of some")
+    if not all(0 <= end < vocab for end in each):
+        raise ValueError(f"eos_token_id {ends} is outside the vocabulary of {vocab}: {source} is of another model")
+    return found, f"eos_token_id {ends}, from {source}"
+
+
+def _vocabulary(args: argparse.Namespace, options: argparse.Namespace, described: int | None) -> tuple[int, str]:
+    """Rows of the embedding that are tokens, and a line where what pads them cannot be told. described: --config's."""
+    padded = args.padded_vocab_size
+    if known := options.vocab or described or args.vocab_size:
+        return known, ""
+    found = tokens.entries(options.tokenizer) if options.tokenizer else 0
+    if 0 < found <= padded:
+        return found, ""
+    source = f"--tokenizer {options.tokenizer} has {found} tokens, not those" if found else "nothing says how many"
+    return padded, (
+        f"note: {source} of the embedding's {padded} rows are tokens, so all are exported, those that pad it too; "
+        "--vocab N leaves them out\n"
+    )
+
+
+def _config(args: argparse.Namespace, options: argparse.Namespace) -> tuple[dict[str, Any], ModelShape, str]:
+    """config.json and shape of the model that saved arguments describe, and `_vocabulary`'s line."""
+    config = read_config(options.config, "--config") if options.config else None
+    vocab, note = _vocabulary(args, options, (config or {}).get("vocab_size"))
+    shape = ModelShape.from_megatron_args(args, vocab)
+    if config is None:
+        return derive_config(args, vocab_size=vocab), shape, note
+    described = replace(shape_of(config, 1, "--config"), padded_vocab=shape.padded_vocab)
+    if described != shape:
+        pairs = ((f.name, getattr(described, f.name), getattr(shape, f.name)) for f in fields(shape))
+        listed = "\n  ".join(
+            f"{name}: config.json {theirs}, checkpoint {ours}" for name, theirs, ours in pairs if theirs != ours
+        )
+        raise ValueError(f"--config {options.config} describes another model:\n  {listed}")
+    return config, shape, note

@@ -1,0 +1,161 @@
+"""`python -m mindspeed_rl_plugin import`: a Hugging Face model as a Megatron checkpoint that loads as a release.
+
+python -m mindspeed_rl_plugin import --load DIR --out CKPT --train tp2,pp2
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import re
+import shlex
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from mindspeed_rl_plugin.engine.hf_config import compare_configs, derive_config
+from mindspeed_rl_plugin.reshard.families import EMBEDDING, HEAD
+from mindspeed_rl_plugin.reshard.layout import ModelShape, Parallel, canonical_tensors, megatron_layout, megatron_shapes
+from mindspeed_rl_plugin.reshard.parallel import chunk_prefix
+from mindspeed_rl_plugin.reshard.rows import EXPERTS, IMPLS
+from mindspeed_rl_plugin.tools.convert import tokens
+from mindspeed_rl_plugin.tools.convert.arguments import flags, megatron_arguments
+from mindspeed_rl_plugin.tools.convert.checkpoint import rank_folders, write_checkpoint
+from mindspeed_rl_plugin.tools.convert.cli import DTYPES, SHOWN, make_parser, run
+from mindspeed_rl_plugin.tools.convert.convert import stored_tensors
+from mindspeed_rl_plugin.tools.convert.files import HfTensors
+from mindspeed_rl_plugin.tools.plan.words import check_train, parse_sizes, read_config, shape_of
+
+# Beside the weights: layers that predict further tokens, numbered after the others; frequencies that old files keep.
+_LAYER, _FREQUENCIES = re.compile(r"model\.layers\.(\d+)\."), "rotary_emb.inv_freq"
+_PREDICTS = "model.layers.{}.eh_proj.weight"  # what a predicting layer has and no other
+
+
+def main(argv: list[str]) -> int:
+    """Run `import`. Returns 0, or 1 with a message."""
+    parser = make_parser("import", "directory of a Hugging Face model", "Megatron checkpoint, loaded as a release")
+    parser.add_argument("--train", required=True, help="layout, such as tp2,pp2: tp pp vpp cp ep etp first last")
+    parser.add_argument("--impl", choices=IMPLS, default="local", help="names of the model (default: local)")
+    parser.add_argument("--experts", choices=EXPERTS, default="sequential", help="storage (default: sequential)")
+    parser.add_argument("--pad", type=int, default=128, help="--make-vocab-size-divisible-by (default: 128)")
+    return run(parser, argv, import_)
+
+
+def import_(options: argparse.Namespace) -> str:
+    """Write the Megatron checkpoint; returns what was done, and the flags to load it with. Raises ValueError."""
+    flag = f"--load {options.load}"
+    config = read_config(options.load / "config.json", flag)
+    parallel = _layout(options.train)
+    shape = shape_of(config, options.pad * parallel.tp, flag)
+    check_train(shape, parallel, f"--train {options.train}")
+    args = megatron_arguments(shape, parallel, config)
+    args.hf_tokens = tokens.of_model(options.load)
+    _check_config(args, config)
+    ranks = rank_folders(shape, parallel)
+    source = HfTensors(options.load)
+    predicting = config.get(shape.table.hf.predicting) or 0
+    notes = [f"left out: {name}" for name in _left_out(source, shape, predicting)]
+    if shape.groups % parallel.tp:
+        notes.append(
+            f"{shape.groups} query groups are fewer than tp{parallel.tp}: Megatron core 0.12 and MindSpeed refuse "
+            f"that (their limit is tp{shape.groups}); core 0.16 and later take it"
+        )
+    count = write_checkpoint(options.out, args, _states(shape, parallel, ranks, source, options))
+    words = shlex.join(flags(args))
+    told = "".join(f"note: {note}\n" for note in notes)
+    return f"{told}imported {options.load} to {options.out}, files: {count}; load it with\n{words}"
+
+
+def _layout(text: str) -> Parallel:
+    """Layout with the smallest world that has it."""
+    if found := re.search(r"\bdp\d+", text):
+        raise ValueError(f"--train {text}: leave {found[0]} out; data parallel ranks load the same files")
+    sizes = parse_sizes(text, ("tp", "pp", "vpp", "cp", "ep", "etp", "first", "last"), "--train")
+    first, last = sizes.pop("first", None), sizes.pop("last", None)
+    tp, pp = sizes.get("tp", 1), sizes.get("pp", 1)
+    world = pp * math.lcm(tp * sizes.get("cp", 1), sizes.get("etp", tp) * sizes.get("ep", 1))
+    return Parallel(world, first_layers=first, last_layers=last, **sizes)
+
+
+def _left_out(source: HfTensors, shape: ModelShape, predicting: int) -> list[str]:
+    """What the files hold besides the model and without changing it. predicting: layers after the others that predict
+    further tokens, as config.json declares them.
+
+    Raises ValueError unless the files hold the model's tensors, in their shapes and unquantised, and no others.
+    """
+    if quantised := [name for name in source.names if name.endswith(("_scale_inv", "_scale", "qweight"))]:
+        raise ValueError(f"the weights are quantised ({quantised[0]}); convert them to bf16 first")
+    tensors = canonical_tensors(shape)
+    wrong = [f"{name} {t.shape} is missing" for name, t in tensors.items() if name not in source.names]
+    wrong += [
+        f"{name} has shape {source.shape(name)}, not {t.shape}"
+        for name, t in tensors.items()
+        if name in source.names and source.shape(name) != t.shape
+    ]
+    others, ahead = sorted(source.names - tensors.keys()), Counter()
+    left = [name for name in others if name.endswith(_FREQUENCIES)]
+    for name in (name for name in others if name not in left):
+        layer = _layer_of(name)
+        if shape.layers <= layer < shape.layers + predicting and _PREDICTS.format(layer) in source.names:
+            ahead[layer] += 1
+        elif fault := _surplus(name, shape, source):
+            wrong.append(fault)
+        else:
+            left.append(f"{name}, which repeats {EMBEDDING}")
+    if wrong:
+        more = f"\n  and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""
+        raise ValueError("the files do not hold the model of config.json:\n  " + "\n  ".join(wrong[:SHOWN]) + more)
+    if len(left) > SHOWN:
+        left[SHOWN:] = [f"{len(left) - SHOWN} more of their kind"]
+    return left + [f"model.layers.{n}, which predicts further tokens: {ahead[n]} tensors" for n in sorted(ahead)]
+
+
+def _layer_of(name: str) -> int:
+    """Number of a tensor's layer, -1 for one of none."""
+    found = _LAYER.match(name)
+    return int(found[1]) if found else -1
+
+
+def _surplus(name: str, shape: ModelShape, source: HfTensors) -> str | None:
+    """What is wrong with a tensor that the model has not; None where it is a head that repeats the tied embedding."""
+    if _layer_of(name) >= shape.layers:
+        declared = f" and no such layer in {field}" if (field := shape.table.hf.predicting) else ""
+        return f"{name} is of a layer that config.json has not: num_hidden_layers is {shape.layers}{declared}"
+    if name != HEAD or not shape.tied or EMBEDDING not in source.names:
+        return f"{name} is not of this model"
+    head, embedding = (source.read(n, 0, 0, shape.vocab) for n in (HEAD, EMBEDDING))
+    same = head.dtype == embedding.dtype and torch.equal(head, embedding)
+    return None if same else f"{HEAD} is not {EMBEDDING}, to which tie_word_embeddings ties it"
+
+
+def _check_config(args: argparse.Namespace, config: Mapping[str, Any]) -> None:
+    """Raise ValueError unless Megatron's arguments describe the model of config.json."""
+    differences = compare_configs(derive_config(args, vocab_size=config["vocab_size"]), config)
+    if differences:
+        listed = "\n  ".join(map(str, differences))
+        raise ValueError(f"Megatron's arguments cannot express the model of config.json:\n  {listed}")
+
+
+def _states(
+    shape: ModelShape, parallel: Parallel, ranks: Mapping[str, int], source: HfTensors, options: argparse.Namespace
+) -> Iterator[tuple[str, list[dict]]]:
+    """Folder and states of the model chunks of every rank that has a file."""
+    tensors, given = canonical_tensors(shape), DTYPES.get(options.dtype)
+    usual = given or source.dtype(next(iter(tensors)))
+
+    def dtype(name: str) -> torch.dtype:
+        if name and tensors[name].wide:
+            return torch.float32
+        return (given or source.dtype(name)) if name else usual
+
+    for folder, rank in ranks.items():
+        layout = megatron_layout(shape, parallel, rank, options.impl, options.experts)
+        shapes = megatron_shapes(shape, parallel, rank, options.impl, options.experts)
+        stored = stored_tensors(layout, shapes, lambda s: source.read(s.name, s.axis, s.start, s.size), dtype)
+        chunks: list[dict] = [{} for _ in range(parallel.vpp)]
+        for i, chunk in enumerate(chunks):
+            prefix = chunk_prefix(i, parallel.vpp)
+            chunk |= {name.removeprefix(prefix): t for name, t in stored.items() if name.startswith(prefix)}
+        yield folder, chunks

@@ -1,0 +1,57 @@
+"""What a run refuses of a launch script's arguments, though a plan does not need it: said beside the plan."""
+
+from __future__ import annotations
+
+import argparse
+from typing import NoReturn
+
+from mindspeed_rl_plugin.config import RLConfig, add_flags
+from mindspeed_rl_plugin.launch.refused import REFUSED
+from mindspeed_rl_plugin.launch.upstream_rl import UPSTREAM_RL
+from mindspeed_rl_plugin.launch.words import ranges, swap
+from mindspeed_rl_plugin.tools.rehearse.flags import Flags
+
+
+def refusals(flags: Flags) -> tuple[str, ...]:
+    """One message for each argument that is given and that a run refuses (`startup.refused`), and for each value of an
+    RL flag that no run takes. Arguments that are missing are left to the run."""
+    given = argparse.Namespace()
+    out = []
+    for row in (*REFUSED, *UPSTREAM_RL):
+        text = flags.get(row.flag or "--" + row.name.replace("_", "-"))
+        if text is None:
+            continue
+        setattr(given, row.name, typed(text))
+        try:
+            out.append(row.message(given))
+        except TypeError:  # a word where a number belongs: the script's own parser says so
+            continue
+    return (*filter(None, out), *_of_rl_flags(flags))
+
+
+def typed(text: str) -> bool | int | float | str:
+    """A flag's value as its type: a switch is True, a number is a number."""
+    if not text:
+        return True
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
+
+
+def _of_rl_flags(flags: Flags) -> tuple[str, ...]:
+    parser = add_flags(_Parser(add_help=False))
+    words = [word for flag, values in flags.items if flag.startswith(("--rl-", "--no-rl-")) for word in (flag, *values)]
+    try:
+        args, _ = parser.parse_known_args(words)
+    except ValueError as error:
+        return (str(error),)
+    config = RLConfig.from_args(args)
+    return (*ranges(args, config), *swap(args, config))
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(message)

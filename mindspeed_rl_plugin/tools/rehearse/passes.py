@@ -1,0 +1,149 @@
+"""The processes of a rehearsal: what the parser knows, the arguments as written, and training on a few ranks."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from mindspeed_rl_plugin.tools.rehearse.accept import ACCEPTED
+from mindspeed_rl_plugin.tools.rehearse.capture import Launch
+from mindspeed_rl_plugin.tools.rehearse.entry import Entry
+
+REFUSED = "RL cannot run with these arguments"  # how startup.checks begins
+_ACCEPT = "mindspeed_rl_plugin.tools.rehearse.accept"
+_PACKAGE_ROOT = str(Path(__file__).resolve().parents[3])
+_MISSING = re.compile(r"ModuleNotFoundError: No module named '([\w.]+)'")
+_FRAME = re.compile(r'\s*File "([^<"][^"]*)", line (\d+)')
+_OWNERS = {"mindspeed_llm": "MindSpeed-LLM", "mindspeed": "MindSpeed", "megatron": "Megatron"}  # by package
+# Which MindSpeed and vLLM read, and which would name an accelerator's things.
+_LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK")
+
+
+@dataclass
+class Done:
+    """One finished process (or torchrun). code: exit status, None when it was ended at its deadline; log: file."""
+
+    name: str
+    code: int | None
+    log: Path
+    seconds: float
+    lines: list[str] = field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        return self.code == 0
+
+
+class Passes:
+    """Starts the processes, each with a deadline and a log file of its own in `scratch`."""
+
+    def __init__(self, launch: Launch, entry: Entry, scratch: Path, timeout: float) -> None:
+        self._launch, self._entry, self._scratch, self._timeout = launch, entry, scratch, timeout
+
+    def known_flags(self) -> set[str]:
+        """Flags of Megatron's parser, and MindSpeed's. Raises ValueError when they cannot be imported."""
+        mindspeed = ["mindspeed"] if self._entry.mindspeed else []
+        done = self._run("flags", [sys.executable, "-m", _ACCEPT, "--list-flags", *mindspeed], {})
+        if not done.ok:
+            raise ValueError(f"Megatron's parser could not be asked:\n{tail(done)}")
+        return set(json.loads(done.lines[-1]))
+
+    def accept(self, argv: Sequence[str], world_size: int | None = None) -> Done:
+        """The arguments through parsers and validation, as rank 0 of the script's own world, or of so many ranks."""
+        world = {
+            "RANK": "0",
+            "LOCAL_RANK": "0",
+            "WORLD_SIZE": str(world_size or self._launch.world),
+            "LOCAL_WORLD_SIZE": str(self._launch.nproc),
+            "MASTER_ADDR": "localhost",
+            "MASTER_PORT": "1",
+        }
+        # The size of a cache that only a host without accelerator has must not speak against the script's lengths.
+        cache = ["--rl-kv-cache-gb", "1e6"] if "--rl-algorithm" in argv else []
+        done = self._run("arguments", [sys.executable, "-m", _ACCEPT, str(self._entry.script), *argv, *cache], world)
+        if done.ok and ACCEPTED not in done.lines:
+            done.code = 1
+        return done
+
+    def train(self, name: str, ranks: int, argv: Sequence[str]) -> Done:
+        """The entry script on `ranks` processes, through the runner."""
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+        return self._run(name, [*torchrun, "-m", "mindspeed_rl_plugin", str(self._entry.script), *argv], {})
+
+    def _run(self, name: str, command: list[str], extra: dict[str, str]) -> Done:
+        log = self._scratch / f"{name}.log"
+        began = time.monotonic()
+        with open(log, "w") as handle:
+            process = subprocess.Popen(
+                command,
+                stdout=handle,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                cwd=self._launch.cwd,
+                env=self._environment(extra),
+                start_new_session=True,
+            )
+            try:
+                code: int | None = process.wait(self._timeout)
+            except subprocess.TimeoutExpired:
+                code = None
+            finally:
+                if process.poll() is None:
+                    os.killpg(process.pid, signal.SIGKILL)
+                    process.wait()
+        lines = log.read_text(errors="replace").splitlines()
+        return Done(name, code, log, time.monotonic() - began, lines)
+
+    def _environment(self, extra: dict[str, str]) -> dict[str, str]:
+        env = {k: v for k, v in self._launch.env.items() if k not in _LAUNCHER}
+        path = [*map(str, self._entry.path), _PACKAGE_ROOT]
+        return {
+            **env,
+            "PYTHONPATH": os.pathsep.join(path),
+            "PYTHONUNBUFFERED": "1",
+            "OMP_NUM_THREADS": env.get("OMP_NUM_THREADS", "1"),
+            "HF_HUB_OFFLINE": "1",
+            **extra,
+        }
+
+
+def tail(done: Done, count: int = 25) -> str:
+    """The lines that say why it failed: a refusal, a module that is missing, a traceback's end, else the log's."""
+    if done.code is None:
+        return f"{done.name}: ended at its deadline after {done.seconds:.0f} s; last line: {(done.lines or [''])[-1]}"
+    lines = [line.partition("]: ")[2] if line.startswith("[rank") else line for line in done.lines]
+    lines = [line for line in lines if not line.strip().startswith("[--")]  # argparse's usage
+    errors = [i for i, line in enumerate(lines) if _is_error(line)]
+    refused = next((i for i in errors if REFUSED in lines[i]), None)
+    if refused is not None:  # the plugin's own words say it all
+        listed = itertools.takewhile(lambda line: line.startswith("  - "), lines[refused + 1 :])
+        return "\n".join([lines[refused], *listed])
+    if errors and (missing := _MISSING.match(lines[errors[0]])):
+        return _missing_module(missing[1], lines[: errors[0]])
+    end = errors[0] + 12 if errors else len(lines)
+    return "\n".join(lines[max(0, end - count) : end])
+
+
+def _missing_module(module: str, traceback: list[str]) -> str:
+    """One line: which module, who imports it, what to do."""
+    importers = [m for line in traceback if (m := _FRAME.match(line))]
+    file, number = importers[-1].groups() if importers else ("its log does not say where", "?")
+    owner = next((name for part, name in _OWNERS.items() if part in Path(file).parts), "the script")
+    return (
+        f"the Python module {module} is not installed, and {owner} needs it ({file}, line {number}): "
+        "install it here, or put a folder that holds it on PYTHONPATH"
+    )
+
+
+def _is_error(line: str) -> bool:
+    word = line.split(":")[0]
+    return word.endswith(("Error", "Exception")) and " " not in word or ": error: " in line

@@ -1,0 +1,113 @@
+"""What a launch script names and this machine lacks: tokenizer, data, prompts, checkpoints, output folders."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+
+from mindspeed_rl_plugin.tools.rehearse.flags import Flags
+from mindspeed_rl_plugin.tools.rehearse.shrink import VOCABULARY
+
+_DATA = (
+    "--data-path",
+    "--train-data-path",
+    "--valid-data-path",
+    "--test-data-path",
+    "--data-args-path",
+    "--per-split-data-args-path",
+)
+_VOCABULARY_FILES = ("--vocab-file", "--merge-file", "--tiktoken-pattern", "--tokenizer-not-use-fast")
+_FOLDERS = ("--save", "--tensorboard-dir", "--data-cache-path", "--rl-run-dir", "--rl-dump-dir")
+_TRACKERS = ("--wandb-project", "--wandb-exp-name", "--wandb-entity", "--wandb-save-dir", "--one-logger-project")
+_MOCK = "here: a mock data set"
+_HERE = "here: a folder that the rehearsal removes"
+
+_VARIED = """
+def grade(response):
+    return sum(map(ord, response)) % 8 / 8
+"""
+
+
+def make_tokenizer(folder: Path) -> Path:
+    """A Hugging Face tokenizer directory of `VOCABULARY` tokens: ASCII characters, special tokens, fillers.
+
+    The fillers are there because Megatron's mock data set draws ids up to 4096.
+    """
+    tokens = [chr(c) for c in range(32, 127)] + ["<pad>", "<eos>"]
+    tokens += [f"<filler{i}>" for i in range(VOCABULARY - len(tokens))]
+    tokenizer = Tokenizer(models.WordLevel({t: i for i, t in enumerate(tokens)}, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.add_special_tokens(["<pad>", "<eos>"])
+    folder.mkdir(parents=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "pad_token": "<pad>", "eos_token": "<eos>"}
+    template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    (folder / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": template}))
+    return folder
+
+
+def make_prompts(path: Path, prompt_key: str, answer_key: str) -> Path:
+    """A JSONL file of 32 sums."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    rows = [{prompt_key: f"{a}+{b}=", answer_key or "answer": str(a + b)} for a in range(8) for b in range(4)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def substitute(flags: Flags, scratch: Path, mindspeed_llm: bool) -> None:
+    """Replace what is not here. scratch: where the replacements are made; mindspeed_llm: whose tokenizer flags."""
+    tokenizer = make_tokenizer(scratch / "tokenizer")
+    _tokenizer(flags, tokenizer, mindspeed_llm)
+    for flag in _DATA:
+        flags.drop(flag, _MOCK)
+    flags.set("--mock-data", why=_MOCK)
+    for flag in _FOLDERS:
+        if flag in flags:
+            flags.set(flag, scratch / flag.strip("-"), why=_HERE)
+    for flag in ("--load", "--pretrained-checkpoint"):
+        if flag in flags:
+            flags.set(flag, scratch / "pretrained", why="here: a checkpoint that the rehearsal makes")
+    for flag in _TRACKERS:
+        flags.drop(flag, "nothing is reported to outside")
+    if "--rl-algorithm" in flags:
+        _prompts(flags, scratch, tokenizer)
+
+
+def _tokenizer(flags: Flags, folder: Path, mindspeed_llm: bool) -> None:
+    why = "here: a generated tokenizer of characters"
+    for flag in _VOCABULARY_FILES:
+        flags.drop(flag, why)
+    names = ["--tokenizer-model", "--tokenizer-name-or-path"]
+    flags.set("--tokenizer-type", "PretrainedFromHF" if mindspeed_llm else "HuggingFaceTokenizer", why=why)
+    flags.set(names.pop() if mindspeed_llm else names.pop(0), folder, why=why)
+    flags.drop(names[0], why)
+
+
+def _prompts(flags: Flags, scratch: Path, tokenizer: Path) -> None:
+    prompt_key, answer_key = flags.get("--rl-prompt-key") or "prompt", flags.get("--rl-answer-key")
+    prompts = make_prompts(scratch / "prompts.jsonl", prompt_key, answer_key or "answer")
+    flags.set("--rl-prompt-data", prompts, why="here: 32 generated sums")
+    flags.drop("--rl-eval-data", "no evaluation set")
+    if "--rl-tokenizer" in flags:
+        flags.set("--rl-tokenizer", tokenizer, why="here: a generated tokenizer of characters")
+    flags.drop("--rl-hf-model", "its config describes the model at its real size")
+    reward = flags.get("--rl-reward")
+    if reward is None:
+        return
+    varied = scratch / "varied.py"
+    varied.write_text(_VARIED)
+    graders = [_grader(spec) for spec in reward.split()] + [f"{varied}:grade"]
+    flags.set("--rl-reward", *graders, why="here: one more grader, whose rewards differ, so that there is a gradient")
+
+
+def _grader(spec: str) -> str:
+    """`path/to/file.py:function=WEIGHT` as it is where the file is here, else `exact=WEIGHT`."""
+    path, dot_py, rest = spec.partition(".py:")
+    if not dot_py or os.path.exists(path + ".py"):
+        return spec
+    weight = rest.partition("=")[2]
+    return f"exact={weight}" if weight else "exact"

@@ -1,0 +1,74 @@
+"""Report: one self-contained HTML file of a run, for a browser without network.
+
+The page's own parts lie beside this file: report.html.in (frame), report.css, and three scripts
+(report.js: helpers and curves, report_stages.js, report_samples.js).
+"""
+
+from __future__ import annotations
+
+import argparse
+import html
+import json
+import os
+import re
+import sys
+from collections.abc import Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from mindspeed_rl_plugin.monitor.files import atomic_write
+from mindspeed_rl_plugin.tools.report.report_data import collect
+
+PARTS = {
+    "css": "report.css",
+    "curves_js": "report.js",
+    "stages_js": "report_stages.js",
+    "samples_js": "report_samples.js",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """`python -m mindspeed_rl_plugin report RUN_DIR [--out FILE]`: write the report; 0, or 1 with a message."""
+    parser = argparse.ArgumentParser(prog="mindspeed_rl_plugin report", description=__doc__.split("\n")[0])
+    parser.add_argument("run_dir", help="the run's --rl-run-dir (default of a run: SAVE/rl)")
+    parser.add_argument("--out", help="file to write (default: RUN_DIR/report.html)")
+    parser.add_argument("--dump-dir", help="the run's --rl-dump-dir (default: what the run recorded)")
+    parser.add_argument("--samples", type=int, default=1000, help="most samples in the table (default: 1000)")
+    args = parser.parse_args(argv)
+    out = Path(args.out) if args.out else Path(args.run_dir) / "report.html"
+    try:
+        data = collect(args.run_dir, dump_dir=args.dump_dir, samples=args.samples)
+        write_report(data, out)
+    except (ValueError, OSError) as error:
+        print(f"report: {error}", file=sys.stderr)
+        return 1
+    rows, ranks = len(data["samples"]["rows"]), data["timeline"]["ranks_total"]
+    places = ("from " if rows else "- looked for dumps in ") + ", ".join(data["samples"]["places"])
+    trained = sum(i > 0 for i in data["metrics"]["iterations"])  # at 0 there is an evaluation
+    print(f"report: {out} ({trained} iterations, {ranks} ranks, {rows} samples {places})")
+    return 0
+
+
+def write_report(data: dict[str, Any], out: str | os.PathLike[str]) -> None:
+    """Write the page for the data of `collect`, atomically."""
+    page = render(data)
+    Path(out).parent.mkdir(parents=True, exist_ok=True)
+    atomic_write(out, lambda p: p.write_text(page, encoding="utf-8") and None)
+
+
+def render(data: dict[str, Any]) -> str:
+    """The page as text."""
+    folder = resources.files(__package__)
+    parts = {name: folder.joinpath(file).read_text(encoding="utf-8") for name, file in PARTS.items()}
+    parts["title"] = html.escape(data["title"])
+    parts["data"] = embed(data)
+    frame = folder.joinpath("report.html.in").read_text(encoding="utf-8")
+    # One pass, so that a marker inside the data or a script is left alone.
+    return re.sub(r"\{\{(\w+)\}\}", lambda m: parts[m[1]], frame)
+
+
+def embed(data: Any) -> str:
+    """JSON that is safe inside a script element: no text of a sample can close the element or open a comment."""
+    text = json.dumps(data, allow_nan=False, separators=(",", ":"))
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")

@@ -1,0 +1,156 @@
+"""Everything that the report shows, as one JSON-able dict: curves, headline, remarks, stages, samples."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+from mindspeed_rl_plugin.monitor.files import event_files, json_safe, read_events, read_metrics, read_run
+from mindspeed_rl_plugin.monitor.names import meaning
+from mindspeed_rl_plugin.monitor.summary import column, is_training, summarize
+from mindspeed_rl_plugin.tools.report.report_samples import dump_places, find_dumps, sample_data
+from mindspeed_rl_plugin.tools.report.report_stages import stage_data, timeline_data
+
+Row = dict[str, Any]
+
+
+def collect(
+    run_dir: str | os.PathLike[str], *, dump_dir: str | os.PathLike[str] | None = None, samples: int = 1000
+) -> dict[str, Any]:
+    """Read a run directory. Raises ValueError where it holds no metrics."""
+    rows = read_metrics(run_dir)
+    if not rows:
+        raise ValueError(f"metrics.jsonl in {run_dir} is empty: the run has not finished an iteration yet")
+    run = read_run(run_dir)
+    events = read_events(run_dir)
+    stages = stage_data(events)
+    places = dump_places(run_dir, run, dump_dir)
+    dumps = find_dumps(places)
+    return json_safe(
+        {
+            "title": run.get("name") or _name(Path(run_dir).resolve()),
+            "place": os.fspath(run_dir),
+            "run": run,
+            "made": time.time(),
+            "tiles": headline(rows, run, summarize(run_dir)),
+            "remarks": remarks(rows, run, sorted(event_files(run_dir))),
+            "metrics": metric_series(rows),
+            "stages": stages,
+            "timeline": timeline_data(events, stages["names"]),
+            "samples": sample_data(dumps, limit=samples) | {"places": _read_from(dumps, places)},
+        }
+    )
+
+
+def metric_series(rows: list[Row]) -> dict[str, Any]:
+    """iterations, and name -> {"x": iterations that have the metric, "y": values, None where it was not finite}.
+
+    Absent and not finite differ: a rollout that serves several iterations is measured once, and its
+    curve runs on; a loss that was not finite leaves a gap.
+    """
+    names = dict.fromkeys(k for r in rows for k in r if k not in ("iteration", "time"))
+    numbers = [n for n in names if all(isinstance(r.get(n), (int, float, type(None))) for r in rows)]
+
+    def curve(name: str) -> dict[str, list]:
+        found = [(r["iteration"], r[name]) for r in rows if name in r]
+        return {"x": [i for i, _ in found], "y": [None if v is None else float(f"{v:.7g}") for _, v in found]}
+
+    return {
+        "iterations": [r["iteration"] for r in rows],
+        "series": {n: curve(n) for n in numbers},
+        "meaning": {n: list(meaning(n)) for n in numbers},
+    }
+
+
+def headline(rows: list[Row], run: Row, summary: Row) -> list[dict[str, str]]:
+    """The tiles at the top: label, value, note."""
+    tiles = []
+    before, after = summary["accuracy_before"], summary["accuracy_after"]
+    if after is not None:
+        tiles.append(_tile("Held-out accuracy", f"{before:.1%} → {after:.1%}", "greedy, first and last evaluation"))
+    elif before is not None:
+        tiles.append(_tile("Held-out accuracy", f"{before:.1%}", "greedy, one evaluation so far"))
+    rewards = column(rows, "reward/mean")
+    if len(rewards) == 1:
+        tiles.append(_tile("Reward", f"{rewards[0]:.3f}", "mean of the one rollout so far"))
+    elif rewards:
+        edge = max(1, len(rewards) // 10)
+        first, last = statistics.fmean(rewards[:edge]), statistics.fmean(rewards[-edge:])
+        note = f"mean of the first and last {edge} rollouts" if edge > 1 else "first and last rollout"
+        tiles.append(_tile("Reward", f"{first:.3f} → {last:.3f}", note))
+    planned = run.get("total_iterations")
+    tiles.append(_tile("Iterations", f"{summary['iterations']}", f"of {planned} planned" if planned else "trained"))
+    if summary["seconds"] is not None:
+        each = statistics.median(column(rows, "seconds/iteration"))
+        tiles.append(_tile("Time", duration(summary["seconds"]), f"median iteration {duration(each)}"))
+    if summary["tokens_per_second"] is not None:
+        note = "tokens a second and device, median"
+        tiles.append(_tile("Throughput", f"{summary['tokens_per_second']:,.0f}", note))
+    if summary["logprob_diff_max"] is not None:
+        note = "largest log-prob difference, nats"
+        tiles.append(_tile("Engine vs trainer", f"{summary['logprob_diff_max']:.2g}", note))
+    return tiles
+
+
+def remarks(rows: list[Row], run: Row, ranks: list[int]) -> list[str]:
+    """What a reader should look at, in words; the thresholds are in the sentences."""
+    late = rows[-max(1, len(rows) // 10) :]
+    out = []
+
+    def recent(name: str) -> float | None:
+        values = column(late, name)
+        return statistics.fmean(values) if values else None
+
+    if (value := recent("response/truncated")) is not None and value > 0.1:
+        out.append(f"{value:.0%} of the latest responses are cut at the length limit (more than 10%).")
+    if (value := recent("groups/informative")) is not None and value < 0.1:
+        out.append(f"Only {value:.0%} of the latest groups have rewards that differ (under 10%).")
+    if (value := recent("logp_diff/mean")) is not None and value > 0.05:
+        out.append(f"Engine and trainer differ by {value:.2g} nats a token on average (more than 0.05).")
+    if (value := recent("clip_fraction")) is not None and value > 0.3:
+        out.append(f"{value:.0%} of the latest tokens are clipped (more than 30%): the steps are large.")
+    entropy = column(rows, "entropy")
+    if entropy and (value := recent("entropy")) is not None and entropy[0] > 0 and value < 0.1 * entropy[0]:
+        out.append(f"Entropy fell from {entropy[0]:.2g} to {value:.2g} nats (to less than a tenth).")
+    if errors := sum(column(rows, "reward/errors")):
+        out.append(f"Graders failed on {errors:.0f} samples in this run.")
+    watched = ("loss", "grad_norm", "reward/mean")
+    broken = [r["iteration"] for r in rows if any(k in r and r[k] is None for k in watched)]
+    if broken:
+        where = f"in {len(broken)} iterations, first in iteration {broken[0]}"
+        out.append(f"Loss, gradient norm or reward was not finite {where}.")
+    world = run.get("world_size")
+    if world and ranks and len(ranks) < world:
+        out.append(f"Stage events of only {len(ranks)} of {world} ranks are here; copy the others from their machines.")
+    if not any(is_training(k) for r in rows for k in r):
+        out.append("No training iteration has finished yet.")
+    return out
+
+
+def duration(seconds: float) -> str:
+    """850 ms, 12.3 s, 4 min 05 s, 2 h 07 min."""
+    if seconds < 1:
+        return f"{seconds * 1000:.0f} ms"
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest:02d} s"
+    return f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def _name(run_dir: Path) -> str:
+    """The directory's name; of the default SAVE/rl, which is called rl in every run, with SAVE's before it."""
+    return f"{run_dir.parent.name}/rl" if run_dir.name == "rl" else run_dir.name
+
+
+def _read_from(dumps: dict[int, Path], places: list[Path]) -> list[Path]:
+    """The directory of the dumps, or all that hold none."""
+    return [next(iter(dumps.values())).parent] if dumps else places
+
+
+def _tile(label: str, value: str, note: str) -> dict[str, str]:
+    return {"label": label, "value": value, "note": note}

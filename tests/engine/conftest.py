@@ -1,0 +1,196 @@
+"""Fakes of an engine and of vLLM, and a way to run a script in several ranks."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from mindspeed_rl_plugin.device import Device
+from mindspeed_rl_plugin.engine import vllm_api, vllm_engine
+from mindspeed_rl_plugin.engine.vllm_engine import VllmEngine, VllmOptions
+from mindspeed_rl_plugin.rows import Completion, GenerateRequest, SampleId, Sampling
+
+HERE = Path(__file__).resolve().parent
+
+CONFIG = {
+    "model_type": "qwen2",
+    "vocab_size": 50,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 64,
+}
+
+
+class FakeEngine:
+    """Draws token `seed % 40` of responses whose length is the last prompt token; later requests finish first.
+
+    Each poll draws one token of every response. It never ends requests whose prompt begins with token 13.
+    """
+
+    def __init__(self, replica: int = 0, replicas: int = 1, leader: bool = True) -> None:
+        self.replica, self.replicas, self.leader, self.version = replica, replicas, leader, 3
+        self.digest = "f" * 16
+        self.queue: dict[SampleId, tuple[GenerateRequest, list[int]]] = {}
+        self.log: list[str] = []
+
+    def submit(self, requests: Sequence[GenerateRequest]) -> None:
+        self.log.append(f"submit {len(requests)}")
+        for request in requests:
+            self.queue[request.id] = (request, [])
+
+    def poll(self, timeout: float) -> list[Completion]:
+        if timeout <= 0:
+            return []
+        while self.queue:
+            done = []
+            for request, tokens in self.queue.values():
+                tokens.append(request.seed % 40)
+                if len(tokens) == request.prompt_tokens[-1] and request.prompt_tokens[0] != 13:
+                    done.append(request.id)
+            if done:
+                return [self._take(i, "length" if len(self.queue[i][1]) > 2 else "stop") for i in reversed(done)]
+            if all(r.prompt_tokens[0] == 13 for r, _ in self.queue.values()):
+                return []
+        return []
+
+    def abort(self, ids: Iterable[SampleId] | None = None) -> list[Completion]:
+        chosen = list(self.queue) if ids is None else list(ids)
+        self.log.append(f"abort {len(chosen)}")
+        return [self._take(i, "abort") for i in chosen]
+
+    def _take(self, sample: SampleId, finish: str) -> Completion:
+        tokens = self.queue.pop(sample)[1]
+        return Completion(sample, tuple(tokens), (-0.5,) * len(tokens), finish, self.version)
+
+
+class FakeVllm:
+    """vLLM's LLMEngine as far as VllmEngine uses it: `script` says what each request draws, one token a step.
+
+    script: request id -> (tokens, finish reason); None as a token is a step without output.
+    """
+
+    def __init__(self) -> None:
+        self.script: dict[str, tuple[list[int | None], str]] = {}
+        self.waiting: dict[str, int] = {}
+        self.calls: list[Any] = []
+        self.logprob = -0.25
+        self.stuck_prefixes = 0
+        self.device_states: list[int] = []
+        self.refreshed: list[Any] = []
+
+    def add_request(self, name: str, prompt: dict[str, Any], params: Any) -> None:
+        self.calls.append(("add", name, prompt["prompt_token_ids"], params))
+        self.waiting[name] = 0
+
+    def step(self) -> list[Any]:
+        self.calls.append("step")
+        outputs = []
+        for name, at in list(self.waiting.items()):
+            tokens, finish = self.script[name]
+            token = tokens[at]
+            self.waiting[name] = at + 1
+            finished = at + 1 == len(tokens)
+            if finished:
+                del self.waiting[name]
+            drawn = [] if token is None else [token]
+            history = [{t: SimpleNamespace(logprob=self.logprob)} for t in tokens[: at + 1] if t is not None]
+            output = SimpleNamespace(
+                token_ids=drawn, logprobs=history[-len(drawn) :], finish_reason=finish if finished else None
+            )
+            outputs.append(SimpleNamespace(request_id=name, outputs=[output], finished=finished))
+        return outputs
+
+    def abort_request(self, names: list[str]) -> None:
+        self.calls.append(("abort", list(names)))
+        for name in names:
+            self.waiting.pop(name, None)
+
+    def reset_prefix_cache(self) -> bool:
+        self.calls.append("reset_prefix_cache")
+        self.stuck_prefixes -= 1
+        return self.stuck_prefixes < 0
+
+    def sleep(self, level: int) -> None:
+        self.calls.append(("sleep", level))
+
+    def wake_up(self, tags: list[str]) -> None:
+        self.calls.append(("wake_up", tags))
+
+
+@pytest.fixture
+def fake_engine() -> type[FakeEngine]:
+    return FakeEngine
+
+
+@pytest.fixture
+def fake_vllm() -> FakeVllm:
+    return FakeVllm()
+
+
+@pytest.fixture
+def make_engine(fake_vllm: FakeVllm, monkeypatch: pytest.MonkeyPatch) -> Callable[..., VllmEngine]:
+    """Builds a VllmEngine over `fake_vllm`, as rank `rank` of `world`, on an accelerator that only has a name."""
+
+    def build(rank: int = 0, world: int = 1, processed: bool = True, **options: Any) -> VllmEngine:
+        monkeypatch.setattr(vllm_engine.dist, "get_rank", lambda: rank)
+        monkeypatch.setattr(vllm_engine.dist, "get_world_size", lambda: world)
+        monkeypatch.setattr(vllm_engine, "_prepare", lambda *args: None)
+        monkeypatch.setattr(vllm_api, "build", lambda arguments: fake_vllm)
+        monkeypatch.setattr(vllm_api, "demand_plain_experts", lambda engine: None)
+        monkeypatch.setattr(vllm_api, "demand_processed_logprobs", lambda engine: processed)
+        monkeypatch.setattr(vllm_api, "sampling_params", lambda sampling, eos, seed: (sampling, eos, seed))
+        monkeypatch.setattr(vllm_api, "refresh_derived", lambda engine: fake_vllm.refreshed.append(engine))
+        monkeypatch.setattr(vllm_api, "teardown", lambda engine: fake_vllm.calls.append("teardown"))
+        device = Device("cuda")
+        states = fake_vllm.device_states
+        generators = SimpleNamespace(get_rng_state=lambda: len(states), set_rng_state=states.append)
+        monkeypatch.setattr(Device, "api", property(lambda self: generators))
+        given = {"config": CONFIG, "max_model_len": 32, "memory_utilization": 0.6, **options}
+        return VllmEngine(VllmOptions(**given), device)
+
+    return build
+
+
+@pytest.fixture
+def request_of() -> Callable[..., GenerateRequest]:
+    """GenerateRequest of a group number and a prompt."""
+
+    def make(group: int, prompt: Sequence[int] = (5, 6), **sampling: Any) -> GenerateRequest:
+        return GenerateRequest(
+            SampleId(0, group, 0), tuple(prompt), Sampling(**{"max_tokens": 8, **sampling}), 100 + group
+        )
+
+    return make
+
+
+@pytest.fixture
+def run_ranks() -> Callable[..., str]:
+    """Runs a script of this folder under torchrun and returns its output; fails with the output when it fails."""
+
+    def run(script: str, *arguments: str, ranks: int, timeout: float = 240) -> str:
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "HF_HUB_OFFLINE": "1"}
+        env["PYTHONPATH"] = str(HERE.parents[1])
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+        done = subprocess.run(
+            [*command, str(HERE / script), *arguments],
+            env=env,
+            timeout=timeout,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        assert done.returncode == 0, done.stdout[-6000:]
+        return done.stdout
+
+    return run

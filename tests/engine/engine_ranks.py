@@ -1,0 +1,210 @@
+"""Run by test_vllm_processes.py under torchrun: a real vLLM in every rank. Argument: tensor parallel size.
+
+The model has random weights that differ from rank to rank: any split of random weights is a random model.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+
+import torch
+import torch.distributed as dist
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from mindspeed_rl_plugin.device import Device
+from mindspeed_rl_plugin.dock.api import ColumnSpec, StateSpec
+from mindspeed_rl_plugin.dock.factory import make_dock
+from mindspeed_rl_plugin.engine import vllm_api
+from mindspeed_rl_plugin.engine.protocol import generate
+from mindspeed_rl_plugin.engine.vllm_engine import VllmEngine, VllmOptions
+from mindspeed_rl_plugin.rows import GenerateRequest, Ragged, Rows, SampleId, Sampling
+from mindspeed_rl_plugin.stages.generate import run_generation
+
+VOCAB, EOS, LENGTH = 50, 2, 24
+CONFIG = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    "hidden_act": "silu",
+}
+
+
+def write_tokenizer(directory: str) -> None:
+    """Token i is the letter chr(65 + i)."""
+    letters = {chr(65 + i): i for i in range(VOCAB)}
+    core = Tokenizer(models.WordLevel(letters, unk_token="A"))
+    core.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    PreTrainedTokenizerFast(tokenizer_object=core, unk_token="A").save_pretrained(directory)
+
+
+def write_weights(engine: VllmEngine, version: int) -> None:
+    """Random weights; norms, which every rank holds whole, stay ones. Padded rows of the vocabulary get large ones."""
+    generator = torch.Generator().manual_seed(100 + dist.get_rank() % engine.options.tensor_parallel)
+    for parameter in engine.parameters().values():
+        if parameter.dim() == 2:
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.25)
+        else:
+            parameter.fill_(1.0)
+    engine.update_weights(version)
+
+
+def ask(count: int, **sampling) -> list[GenerateRequest]:
+    """Requests of prompts of 3 to 7 tokens."""
+    drawn = Sampling(**{"max_tokens": LENGTH, "temperature": 0.8, **sampling})
+    return [GenerateRequest(SampleId(0, i, 0), (5, 6, *range(i % 5), 7), drawn, 2**62 + i) for i in range(count)]
+
+
+def run(engine: VllmEngine, requests) -> list:
+    return generate(engine, requests, deadline=60)
+
+
+def check_responses(engine: VllmEngine) -> None:
+    """Ends, log-probs, reproducibility."""
+    count = 3 + 17 * engine.replica  # replicas take different numbers of steps
+    free = run(engine, ask(count, ignore_eos=True))
+    assert [len(c.tokens) for c in free] == [LENGTH] * count and {c.finish for c in free} == {"length"}
+    assert all(0 <= t < VOCAB for c in free for t in c.tokens)
+    assert all(len(c.logps) == LENGTH and max(c.logps) <= 0 for c in free)
+    assert run(engine, ask(count, ignore_eos=True)) == free
+
+    backwards = run(engine, ask(count, ignore_eos=True)[::-1])[::-1]
+    assert [c.tokens for c in backwards] == [c.tokens for c in free]
+    moved = max(abs(a - b) for x, y in zip(backwards, free, strict=True) for a, b in zip(x.logps, y.logps, strict=True))
+    assert moved < 1e-5, moved
+
+    def until(tokens, ends):
+        stop = next((i for i, t in enumerate(tokens) if t in ends), LENGTH - 1)
+        return tokens[: stop + 1], "stop" if tokens[stop] in ends else "length"
+
+    end = free[0].tokens[LENGTH // 2]
+    for ends, sampling in (((EOS,), {}), ((EOS, end), {"stop_token_ids": (end,)})):
+        stopped = run(engine, ask(count, **sampling))
+        assert [(c.tokens, c.finish) for c in stopped] == [until(c.tokens, ends) for c in free]
+        assert all(abs(a - b) < 1e-5 for c, f in zip(stopped, free, strict=True) for a, b in zip(c.logps, f.logps))  # noqa: B905
+
+    text = ["".join(chr(65 + t) for t in c.tokens) for c in free]
+    string = text[0][4:6]
+    for c, whole, words in zip(run(engine, ask(count, stop=(string,))), free, text, strict=True):
+        cut = words.find(string)
+        tokens, finish = (whole.tokens[: cut + 2], "stop") if cut >= 0 else (whole.tokens, "length")
+        assert (c.tokens, c.finish) == until(tokens, (EOS,)) if EOS in tokens else (tokens, finish)
+
+    greedy = run(engine, ask(count, temperature=0.0))
+    other_seeds = [GenerateRequest(r.id, r.prompt_tokens, r.sampling, 1) for r in ask(count, temperature=0.0)]
+    assert run(engine, other_seeds) == greedy
+
+    engine.submit(ask(count, ignore_eos=True))
+    engine.poll(0)
+    engine.poll(0)
+    for part in engine.abort():
+        whole = free[part.id.group].tokens
+        assert part.finish == "abort" and part.tokens == whole[: len(part.tokens)], (part, whole)
+        assert (len(part.tokens) > 0) == (part.id.group < 8), part  # max_running of them were begun
+    try:
+        run(engine, ask(count, ignore_eos=True)[:-1] + [ask(1)[0]])
+    except ValueError as error:
+        assert "given twice" in str(error)
+    else:
+        assert count == 1
+    assert run(engine, ask(count, ignore_eos=True)) == free
+
+
+def check_sleep(engine: VllmEngine) -> None:
+    """Memory goes and comes back under the same tensors; new weights draw other responses."""
+    before = run(engine, ask(4))
+    parameters, caches = engine.parameters(), vllm_api.kv_caches(engine._engine)
+    sizes = [t.untyped_storage().nbytes() for t in (*parameters.values(), *caches)]
+    for cache in caches:
+        cache.fill_(torch.nan)
+    engine.sleep()
+    assert all(t.untyped_storage().nbytes() == 0 for t in (*parameters.values(), *caches))
+    engine.wake(("weights",))
+    assert all(t.untyped_storage().nbytes() for t in parameters.values())
+    assert not any(t.untyped_storage().nbytes() for t in caches)
+    write_weights(engine, 1)
+    engine.wake(("kv_cache",))
+    assert [t.untyped_storage().nbytes() for t in (*parameters.values(), *caches)] == sizes
+    after = run(engine, ask(4))
+    assert [c.version for c in after] == [1] * 4
+    assert [(c.tokens, c.logps) for c in after] == [(c.tokens, c.logps) for c in before]
+    engine.parameters()["lm_head.weight"].mul_(-1)
+    engine.update_weights(2)
+    assert [c.tokens for c in run(engine, ask(4))] != [c.tokens for c in before]
+
+
+def check_dock(engine: VllmEngine) -> None:
+    """Rows through a shared dock whose consumers are the engines: the same responses as asked for directly."""
+    columns = [ColumnSpec("prompt", torch.int32, "group", ragged=True)]
+    kinds = {"tokens": torch.int32, "loss_mask": torch.uint8, "logp_rollout": torch.float32}
+    columns += [ColumnSpec(n, d, "token", ragged=True) for n, d in kinds.items()]
+    columns += [ColumnSpec(n, torch.int64, "sample", ragged=False) for n in ("length", "response_length", "version")]
+    columns += [ColumnSpec("finish", torch.int8, "sample", ragged=False)]
+    columns += [ColumnSpec("weights", torch.int64, "sample", ragged=False)]
+    columns += [ColumnSpec("segments", torch.int64, "sample", ragged=True, trailing=(2,))]
+    states = [StateSpec("generate", ("prompt",), tuple(c.name for c in columns[1:]))]
+    dock = make_dock(
+        columns, states, group=dist.group.WORLD, consumer=engine.replica, consumers=engine.replicas, deadline=60
+    )
+    dock.open(0, 3, 2)
+    prompts = Ragged.from_rows([torch.tensor(p, dtype=torch.int32) for p in ([4, 5], [6], [7, 8, 9])])
+    dock.put(Rows(tuple(SampleId(0, g, 0) for g in range(3)), {"prompt": prompts}) if dist.get_rank() == 0 else None)
+    sampling = Sampling(max_tokens=6, ignore_eos=True)
+    ids = [SampleId(0, g, m) for g in range(3) for m in range(2)]
+    done = run_generation(
+        dock, engine, ids=ids[engine.replica :: engine.replicas], sampling=sampling, seed_base=9, deadline=60
+    )
+    assert done.responses == 6 // engine.replicas and done.response_tokens == 6 * done.responses
+    dist.barrier()
+    rows = dock.read(ids, ("tokens", "version"))
+    assert rows["version"].tolist() == [engine.version] * 6
+    tokens = [tuple(r.tolist()) for r in rows["tokens"].rows()]
+    assert [t[:-6] for t in tokens] == [(4, 5)] * 2 + [(6,)] * 2 + [(7, 8, 9)] * 2 and len(set(tokens)) == 6
+
+
+def main() -> None:
+    dist.init_process_group("gloo")
+    world = dist.get_world_size()
+    tp = int(sys.argv[1])
+    group = dist.new_group(list(range(world)))
+    rng = torch.get_rng_state()
+    with tempfile.TemporaryDirectory() as tokenizer:
+        write_tokenizer(tokenizer)
+        options = VllmOptions(
+            CONFIG,
+            max_model_len=LENGTH + 8,
+            tensor_parallel=tp,
+            max_running=8,
+            kv_cache_bytes=32 << 20,
+            eos_token_ids=(EOS,),
+            tokenizer=tokenizer,
+        )
+        engine = VllmEngine(options, Device("cpu"))
+    assert (engine.replica, engine.replicas) == (dist.get_rank() // tp, world // tp)
+    write_weights(engine, 0)
+    check_responses(engine)
+    check_sleep(engine)
+    check_dock(engine)
+    assert torch.equal(rng, torch.get_rng_state())
+    engine.shutdown()
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    dist.all_reduce(total, group=group)
+    assert total.item() == world * world
+    print(f"engine {dist.get_rank()} passed")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

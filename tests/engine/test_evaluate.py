@@ -1,0 +1,87 @@
+"""Evaluation: pass@k against enumeration, replicas that add up to one, greedy and sampled requests."""
+
+from __future__ import annotations
+
+import itertools
+from types import SimpleNamespace
+
+import pytest
+
+from mindspeed_rl_plugin.rows import Prompt, Sampling
+from mindspeed_rl_plugin.stages.evaluate import EvalCounts, evaluate, pass_at_k
+
+
+@pytest.mark.parametrize("n", range(1, 7))
+def test_pass_at_k_is_the_share_of_subsets_with_a_right_one(n: int) -> None:
+    for c, k in itertools.product(range(n + 1), range(1, n + 1)):
+        subsets = list(itertools.combinations(range(n), k))
+        assert pass_at_k(n, c, k) == pytest.approx(sum(min(s) < c for s in subsets) / len(subsets))
+
+
+@pytest.mark.parametrize(("n", "c", "k"), [(3, 1, 4), (3, 4, 1), (0, 0, 1), (3, 1, 0)])
+def test_pass_at_k_refuses(n: int, c: int, k: int) -> None:
+    with pytest.raises(ValueError, match="needs 1 <= k <= n"):
+        pass_at_k(n, c, k)
+
+
+def prompts(count: int) -> list[Prompt]:
+    return [Prompt((5, 1 + i % 3), f"prompt {i}", str(i), i) for i in range(count)]
+
+
+def run(engine, count: int, samples: int):
+    def grade(pairs):
+        # The response of prompt i is right in attempts i, i + 1, ... so that every prompt counts differently.
+        assert all(prompt.row == completion.id.group for prompt, completion in pairs)
+        return [completion.id.member >= completion.id.group for _, completion in pairs]
+
+    sampling = Sampling(max_tokens=4, temperature=0.7, top_p=0.9, top_k=5, stop_token_ids=(2,))
+    return evaluate(engine, prompts(count), grade=grade, sampling=sampling, samples=samples, seed_base=1, deadline=5)
+
+
+def test_counts(fake_engine) -> None:
+    attempts, counts = run(fake_engine(), 4, samples=3)
+    assert [(a.index, a.attempt) for a in attempts] == [(i, j) for i in range(4) for j in range(4)]
+    # Sampled attempts 1..3 are right from attempt i on: 3, 3, 2 and 1 of them.
+    expected = {
+        "eval/accuracy": 1 / 4,
+        "eval/response_length": (1 + 2 + 3 + 1) / 4,
+        "eval/truncated": 1 / 4,
+        "eval/pass@1": (3 + 3 + 2 + 1) / 3 / 4,
+        "eval/pass@3": 1.0,
+    }
+    assert counts.metrics(3) == pytest.approx(expected)
+
+
+def test_replicas_add_up(fake_engine) -> None:
+    whole, counts = run(fake_engine(), 7, samples=2)
+    parts = [run(fake_engine(replica=r, replicas=3), 7, samples=2) for r in range(3)]
+    assert sorted(sum((p[0] for p in parts), []), key=lambda a: (a.index, a.attempt)) == whole
+    total = EvalCounts.from_tensor(sum(p[1].to_tensor() for p in parts))
+    assert total.metrics(2) == pytest.approx(counts.metrics(2))
+    assert total == parts[0][1] + parts[1][1] + parts[2][1]
+
+
+def test_only_the_leader_grades(fake_engine) -> None:
+    attempts, counts = run(fake_engine(leader=False), 3, samples=0)
+    assert [a.correct for a in attempts] == [None] * 3
+    assert counts == EvalCounts()
+
+
+def test_attempt_0_is_greedy_and_the_others_are_not() -> None:
+    seen = []
+
+    def stop(requests):
+        seen.extend(requests)
+        raise InterruptedError
+
+    with pytest.raises(InterruptedError):
+        run(SimpleNamespace(submit=stop, replica=0, replicas=1, leader=True), 1, samples=2)
+    greedy, *sampled = [r.sampling for r in seen]
+    assert (greedy.temperature, greedy.top_p, greedy.top_k, greedy.stop_token_ids) == (0.0, 1.0, 0, (2,))
+    assert [(s.temperature, s.top_p, s.top_k) for s in sampled] == [(0.7, 0.9, 5)] * 2
+    assert len({r.seed for r in seen}) == 3
+
+
+def test_no_prompts_is_an_error() -> None:
+    with pytest.raises(ValueError, match="no prompts"):
+        EvalCounts().metrics(1)

@@ -1,0 +1,114 @@
+"""`generate` and the generate stage over a fake engine: order, deadlines, alignment, what reaches the dock."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from mindspeed_rl_plugin.dock.api import ColumnSpec, StateSpec
+from mindspeed_rl_plugin.dock.local import LocalDock
+from mindspeed_rl_plugin.engine.protocol import generate
+from mindspeed_rl_plugin.engine.seeds import response_seed
+from mindspeed_rl_plugin.rows import Ragged, Rows, SampleId, Sampling
+from mindspeed_rl_plugin.stages.generate import Generated, run_generation
+
+
+def test_completions_come_in_the_order_of_requests(fake_engine, request_of) -> None:
+    requests = [request_of(g, (5, length)) for g, length in enumerate((3, 1, 2, 1))]
+    seen = []
+    completions = generate(fake_engine(), requests, deadline=5, on_progress=lambda *now: seen.append(now))
+    assert [c.id.group for c in completions] == [0, 1, 2, 3]
+    assert [len(c.tokens) for c in completions] == [3, 1, 2, 1]
+    assert seen == [(2, 4, 2), (3, 4, 4), (4, 4, 7)]
+
+
+def test_no_requests_need_no_engine_time(fake_engine) -> None:
+    assert generate(fake_engine(), [], deadline=0) == []
+
+
+def test_a_late_response_is_named_and_aborted(fake_engine, request_of) -> None:
+    engine = fake_engine()
+    requests = [request_of(0, (5, 1)), request_of(1, (13, 1)), request_of(2, (13, 1))]
+    with pytest.raises(
+        TimeoutError,
+        match=r"2 of 3 responses are missing, and none has finished for 5 s \(first: \(0, 1, 0\), \(0, 2, 0\)",
+    ):
+        generate(engine, requests, deadline=5)
+    assert engine.log == ["submit 3", "abort 2"]
+    assert not engine.queue
+
+
+def test_a_rollout_may_take_long_while_responses_keep_coming(fake_engine, request_of, monkeypatch) -> None:
+    now, given = [0.0], []
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    engine = fake_engine()
+    inner = engine.poll
+
+    def slow_poll(timeout: float):
+        given.append(timeout)
+        now[0] += 6.0
+        return inner(timeout)
+
+    monkeypatch.setattr(engine, "poll", slow_poll)
+    completions = generate(engine, [request_of(g, (5, g + 1)) for g in range(3)], deadline=8)
+    assert len(completions) == 3 and now[0] > 8 and set(given) == {8.0}
+
+
+COLUMNS = [
+    ColumnSpec("prompt", torch.int32, "group", ragged=True),
+    ColumnSpec("tokens", torch.int32, "token", ragged=True),
+    ColumnSpec("loss_mask", torch.uint8, "token", ragged=True),
+    ColumnSpec("logp_rollout", torch.float32, "token", ragged=True),
+    ColumnSpec("length", torch.int64, "sample", ragged=False),
+    ColumnSpec("response_length", torch.int64, "sample", ragged=False),
+    ColumnSpec("finish", torch.int8, "sample", ragged=False),
+    ColumnSpec("version", torch.int64, "sample", ragged=False),
+    ColumnSpec("weights", torch.int64, "sample", ragged=False),
+    ColumnSpec("segments", torch.int64, "sample", ragged=True, trailing=(2,)),
+]
+WRITES = tuple(c.name for c in COLUMNS[1:])
+
+
+def filled_dock(prompts: list[list[int]], members: int) -> LocalDock:
+    dock = LocalDock(COLUMNS, [StateSpec("generate", ("prompt",), WRITES)])
+    dock.open(4, len(prompts), members)
+    ids = tuple(SampleId(4, g, 0) for g in range(len(prompts)))
+    dock.put(Rows(ids, {"prompt": Ragged.from_rows([torch.tensor(p, dtype=torch.int32) for p in prompts])}))
+    return dock
+
+
+@pytest.mark.parametrize("calls", [[4], [1, 0, 3]])
+def test_rows_are_aligned_and_complete(fake_engine, calls) -> None:
+    dock = filled_dock([[7, 2], [8, 9, 3]], members=2)
+    sampling = Sampling(max_tokens=5)
+    ids = [SampleId(4, g, m) for g in range(2) for m in range(2)]
+    left, done = list(ids), Generated()
+    for count in calls:
+        mine, left = left[:count], left[count:]
+        done = run_generation(dock, fake_engine(), ids=mine, sampling=sampling, seed_base=11, deadline=5)
+        assert done.responses == count
+    assert len(calls) > 1 or done == Generated(responses=4, prompt_tokens=10, response_tokens=10, truncated=2)
+    assert dock.remaining("generate") == 0
+    rows = dock.read(ids, WRITES)
+    for i, sample in enumerate(ids):
+        prompt = [[7, 2], [8, 9, 3]][sample.group]
+        drawn = response_seed(11, *sample) % 40
+        assert rows["tokens"].row(i).tolist() == prompt + [drawn] * prompt[-1]
+        assert rows["loss_mask"].row(i).tolist() == [0] * len(prompt) + [1] * prompt[-1]
+        assert rows["logp_rollout"].row(i).tolist() == [0.0] * len(prompt) + [-0.5] * prompt[-1]
+    assert rows["response_length"].tolist() == [2, 2, 3, 3]
+    assert rows["length"].tolist() == [4, 4, 6, 6]
+    assert rows["finish"].tolist() == [0, 0, 1, 1]
+    assert rows["version"].tolist() == [3] * 4
+    assert rows["weights"].tolist() == [-1] * 4  # the digest ffffffffffffffff as int64
+    assert [r.tolist() for r in rows["segments"].rows()] == [[[2, 3]], [[2, 3]], [[3, 3]], [[3, 3]]]
+
+
+def test_only_the_leader_writes(fake_engine) -> None:
+    dock = filled_dock([[7, 2]], members=1)
+    with pytest.raises(ValueError, match="must write column 'tokens'"):
+        run_generation(
+            dock, fake_engine(leader=False), ids=[SampleId(4, 0, 0)], sampling=Sampling(5), seed_base=0, deadline=5
+        )

@@ -1,0 +1,319 @@
+"""The derived config: families, refusals, agreement with transformers, comparison with a given config."""
+
+from __future__ import annotations
+
+import json
+import math
+from argparse import Namespace
+
+import pytest
+import torch
+
+from mindspeed_rl_plugin.engine.hf_config import (
+    Difference,
+    check_against,
+    check_rotary,
+    compare_configs,
+    derive_config,
+    model_vocab_size,
+    rope_frequencies,
+    write_config,
+)
+
+
+def megatron(**changes) -> Namespace:
+    """Arguments of a small Llama, as Megatron's validation leaves them."""
+    return Namespace(
+        **{
+            "num_layers": 2,
+            "hidden_size": 128,
+            "num_attention_heads": 4,
+            "group_query_attention": True,
+            "num_query_groups": 2,
+            "kv_channels": 32,
+            "ffn_hidden_size": 192,
+            "max_position_embeddings": 512,
+            "padded_vocab_size": 256,
+            "position_embedding_type": "rope",
+            "rotary_base": 10000,
+            "rotary_percent": 1.0,
+            "use_rope_scaling": False,
+            "rope_scaling_factor": 8.0,
+            "normalization": "RMSNorm",
+            "norm_epsilon": 1e-5,
+            "swiglu": True,
+            "add_bias_linear": False,
+            "add_qkv_bias": False,
+            "qk_layernorm": False,
+            "untie_embeddings_and_output_weights": True,
+            "num_experts": None,
+            "make_vocab_size_divisible_by": 128,
+            "tensor_model_parallel_size": 1,
+            **changes,
+        }
+    )
+
+
+MOE = {
+    "qk_layernorm": True,
+    "num_experts": 8,
+    "moe_ffn_hidden_size": 48,
+    "moe_router_topk": 2,
+    "moe_layer_freq": [0, 1],
+    "moe_router_load_balancing_type": "aux_loss",
+}
+DEEPSEEK = MOE | {
+    "multi_latent_attention": True,
+    "group_query_attention": False,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 32,
+    "qk_head_dim": 16,
+    "qk_pos_emb_head_dim": 8,
+    "v_head_dim": 20,
+    "rope_type": "rope",
+    "rotary_scaling_factor": 1.0,
+    "moe_shared_expert_intermediate_size": 96,
+    "moe_router_score_function": "sigmoid",
+    "moe_router_enable_expert_bias": True,
+    "moe_router_topk_scaling_factor": 2.5,
+    "moe_router_num_groups": 4,
+    "moe_router_group_topk": 1,
+}
+YARN = {"rope_type": None, "rotary_scaling_factor": 40.0, "mscale": 1.0, "mscale_all_dim": 1.0}
+LLAMA3 = {"use_rope_scaling": True, "rotary_base": 500000}
+FAMILIES = {
+    "llama": {},
+    "llama-scaled": LLAMA3,
+    "qwen2": {"add_qkv_bias": True, "rotary_base": 1000000, "norm_epsilon": 1e-6},
+    "qwen2-tied": {"add_qkv_bias": True, "untie_embeddings_and_output_weights": False},
+    "qwen3": {"qk_layernorm": True, "kv_channels": 64, "rotary_base": 1000000},
+    "qwen3_moe": MOE | {"kv_channels": 64, "rotary_base": 1000000},
+    "qwen3_moe-plain-sum": MOE | {"moe_router_pre_softmax": True},
+    "mha": {"group_query_attention": False, "num_query_groups": 1},
+}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_transformers_reads_the_same_model(name, tmp_path) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    args = megatron(**FAMILIES[name])
+    config = derive_config(args, vocab_size=250, eos_token_ids=(2, 3))
+    write_config(config, tmp_path)
+    hf = AutoConfig.from_pretrained(tmp_path)
+    assert compare_configs(config, hf.to_dict()) == []
+    assert compare_configs(hf.to_dict(), config) == []
+    assert hf.eos_token_id == [2, 3]
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(hf)
+    state = {n: tuple(t.shape) for n, t in model.named_parameters()}
+    groups = 2 if args.group_query_attention else 4
+    attention = "model.layers.1.self_attn."
+    assert state["model.embed_tokens.weight"] == (250, 128)
+    assert state[attention + "k_proj.weight"] == (groups * args.kv_channels, 128)
+    assert state[attention + "o_proj.weight"] == (128, 4 * args.kv_channels)
+    assert (attention + "k_proj.bias" in state) == args.add_qkv_bias
+    assert attention + "o_proj.bias" not in state
+    assert (attention + "k_norm.weight" in state) == args.qk_layernorm
+    assert ("lm_head.weight" in state) == args.untie_embeddings_and_output_weights
+    if args.num_experts:
+        assert hf.norm_topk_prob != getattr(args, "moe_router_pre_softmax", False) and hf.num_experts_per_tok == 2
+        sizes = {n.split("layers.")[1]: s for n, s in state.items() if "mlp" in n}
+        assert sizes["0.mlp.up_proj.weight"] == (192, 128) and sizes["1.mlp.gate.weight"] == (8, 128)
+        assert sizes["1.mlp.experts.down_proj"] == (8, 128, 48)
+
+
+@pytest.mark.parametrize("rope", [{}, YARN], ids=["plain", "yarn"])
+def test_transformers_reads_the_same_deepseek(rope, tmp_path) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = derive_config(megatron(**DEEPSEEK | rope), vocab_size=250)
+    write_config(config, tmp_path)
+    hf = AutoConfig.from_pretrained(tmp_path)
+    assert compare_configs(config, hf.to_dict()) == [] == compare_configs(hf.to_dict(), config)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(hf)
+    state = {n: tuple(t.shape) for n, t in (*model.named_parameters(), *model.named_buffers())}
+    layer = "model.layers.1."
+    assert state[layer + "self_attn.kv_b_proj.weight"] == (4 * (16 + 20), 32)
+    assert state[layer + "self_attn.kv_a_proj_with_mqa.weight"] == (32 + 8, 128)
+    assert state[layer + "mlp.shared_experts.up_proj.weight"] == (96, 128)
+    assert state[layer + "mlp.gate.e_score_correction_bias"] == (8,)
+    assert (hf.n_group, hf.topk_group, hf.routed_scaling_factor) == (4, 1, 2.5) and hf.norm_topk_prob
+    assert state["model.layers.0.mlp.up_proj.weight"] == (192, 128)
+    # softmax scale as Megatron's latent attention has it: (0.1 mscale_all_dim ln factor + 1)^2 / sqrt(nope + rope)
+    grown = 0.1 * math.log(40.0) + 1 if rope else 1.0
+    assert model.model.layers[0].self_attn.scaling == pytest.approx(grown**2 / math.sqrt(24))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_frequencies_are_those_of_transformers(name, tmp_path) -> None:
+    from transformers import AutoConfig
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    config = derive_config(megatron(**FAMILIES[name]), vocab_size=250)
+    write_config(config, tmp_path)
+    theirs = LlamaRotaryEmbedding(AutoConfig.from_pretrained(tmp_path)).inv_freq
+    torch.testing.assert_close(rope_frequencies(config), theirs, rtol=1e-6, atol=0)
+    check_rotary(config, theirs)
+
+
+def test_a_built_model_that_scales_otherwise() -> None:
+    asked = derive_config(megatron(**LLAMA3, rope_scaling_factor=32.0), vocab_size=250)
+    built = derive_config(megatron(**LLAMA3), vocab_size=250)
+    with pytest.raises(ValueError, match=r"frequency \d+ is .*pretrain_gpt.py always scales by 8"):
+        check_rotary(asked, rope_frequencies(built))
+    with pytest.raises(ValueError, match="8 frequencies, the engine 16"):
+        check_rotary(asked, torch.ones(8))
+
+
+def test_mindspeed_llm_scaling() -> None:
+    args = megatron(
+        rope_scaling_type="llama3",
+        rope_scaling_factor=4.0,
+        low_freq_factor=2.0,
+        high_freq_factor=8.0,
+        original_max_position_embeddings=4096,
+    )
+    assert derive_config(args, vocab_size=250)["rope_scaling"] == {
+        "rope_type": "llama3",
+        "factor": 4.0,
+        "low_freq_factor": 2.0,
+        "high_freq_factor": 8.0,
+        "original_max_position_embeddings": 4096,
+    }
+    with pytest.raises(ValueError, match="--rope-scaling-type yarn"):
+        derive_config(megatron(rope_scaling_type="yarn"), vocab_size=250)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"normalization": "LayerNorm"}, "normalization is 'LayerNorm': give --normalization RMSNorm"),
+        ({"swiglu": False}, "give --swiglu"),
+        ({"position_embedding_type": "learned_absolute"}, "give --position-embedding-type rope"),
+        ({"add_bias_linear": True}, "give --disable-bias-linear"),
+        ({"num_experts": 8}, "no model family has .*, experts; known families"),
+        ({**MOE, "moe_expert_capacity_factor": 1.0}, "moe_expert_capacity_factor is 1.0: the engine drops no tokens"),
+        ({**MOE, "moe_router_load_balancing_type": ["aux_loss", "sinkhorn"]}, "is 'sinkhorn': the engine takes"),
+        ({**MOE, "moe_shared_expert_gate": True}, "shared experts have no gate"),
+        ({"multi_latent_attention": True, "q_lora_rank": None}, "--q-lora-rank is not given"),
+        ({**DEEPSEEK, "num_experts": None}, "no model family has .*, multi-latent attention"),
+        ({**DEEPSEEK, "moe_router_enable_expert_bias": False}, "family deepseek_v3 needs --moe-router-enable-expert-"),
+        ({**DEEPSEEK, "moe_router_score_function": "softmax"}, "family deepseek_v3 has sigmoid"),
+        ({**DEEPSEEK, "moe_layer_freq": [1, 0]}, r"dense layers \[1\]: family deepseek_v3 has them before all others"),
+        ({**DEEPSEEK, "moe_shared_expert_intermediate_size": 50}, "whole shared experts of --moe-ffn-hidden-size 48"),
+        ({**MOE, "moe_shared_expert_intermediate_size": 48}, "is 48: family qwen3_moe has no shared experts"),
+        ({**MOE, "moe_router_num_groups": 2}, "moe_router_num_groups is 2: family qwen3_moe has no groups"),
+        ({**MOE, "moe_router_topk_scaling_factor": 2.5}, "is 2.5: family qwen3_moe does not scale"),
+        ({**DEEPSEEK, "moe_router_topk": 1}, "moe_router_topk is 1: with one expert a token"),
+        ({**DEEPSEEK, "moe_router_group_topk": 2}, "by their two best experts, Megatron by 2 // 2"),
+        ({**DEEPSEEK, "moe_router_topk": 9}, "moe_router_topk is 9: there are 8 experts"),
+        ({**DEEPSEEK, "rotary_scaling_factor": 40.0, "mscale_all_dim": 1.0}, "with --rope-type rope it scales"),
+        ({"squared_relu": True}, "squared_relu is True"),
+        ({"rotary_percent": 0.5}, "rotary_percent is 0.5"),
+        ({"rotary_interleaved": True}, "rotary_interleaved is True"),
+        ({"window_size": (128, 0)}, "window_size is"),
+        ({"softmax_type": "learnable"}, "softmax_type is 'learnable'"),
+        ({"scale_emb": 12.0}, "scale_emb is 12.0"),
+        ({"post_norm": True}, "post_norm is True"),
+        ({"qk_layernorm": True, "add_qkv_bias": True}, "no model family has add_qkv_bias=True with qk_layernorm=True"),
+        ({"add_qkv_bias": True, "kv_channels": 64}, "--kv-channels 64: vLLM's Qwen2ForCausalLM takes --hidden-size"),
+        ({"padded_vocab_size": 128}, "vocabulary of 250 exceeds Megatron's padded 128"),
+    ],
+)
+def test_models_that_the_engine_does_not_have(change, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        derive_config(megatron(**change), vocab_size=250)
+
+
+def test_true_vocabulary() -> None:
+    assert model_vocab_size(250, 256) == 250
+    assert model_vocab_size(250, 256, {"vocab_size": 256}) == 256
+    with pytest.raises(ValueError, match="has vocab_size 200, but the tokenizer has 250"):
+        model_vocab_size(250, 256, {"vocab_size": 200})
+    with pytest.raises(ValueError, match="300 entries, but Megatron's embedding only 256"):
+        model_vocab_size(300, 256)
+
+
+# The published config.json of Qwen2.5-7B, as far as it names the model.
+QWEN25_7B = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "attention_dropout": 0.0,
+    "bos_token_id": 151643,
+    "eos_token_id": 151643,
+    "hidden_act": "silu",
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "max_position_embeddings": 131072,
+    "max_window_layers": 28,
+    "model_type": "qwen2",
+    "num_attention_heads": 28,
+    "num_hidden_layers": 28,
+    "num_key_value_heads": 4,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 1000000.0,
+    "sliding_window": 131072,
+    "tie_word_embeddings": False,
+    "use_sliding_window": False,
+    "vocab_size": 152064,
+}
+QWEN25_7B_ARGS = {
+    "num_layers": 28,
+    "hidden_size": 3584,
+    "num_attention_heads": 28,
+    "num_query_groups": 4,
+    "kv_channels": 128,
+    "ffn_hidden_size": 18944,
+    "padded_vocab_size": 152064,
+    "rotary_base": 1000000,
+    "norm_epsilon": 1e-6,
+    "add_qkv_bias": True,
+}
+
+
+def test_a_published_config(tmp_path) -> None:
+    derived = derive_config(megatron(**QWEN25_7B_ARGS), vocab_size=152064)
+    assert compare_configs(derived, QWEN25_7B) == []
+    wrong = derive_config(megatron(**{**QWEN25_7B_ARGS, "norm_epsilon": 1e-5, "rotary_base": 10000}), vocab_size=152000)
+    assert compare_configs(wrong, QWEN25_7B) == [
+        Difference("vocab_size", 152000, 152064),
+        Difference("rms_norm_eps", 1e-5, 1e-6),
+        Difference("rope_theta", 10000.0, 1000000.0),
+    ]
+    write_config(QWEN25_7B, tmp_path)
+    check_against(derived, str(tmp_path))
+    with pytest.raises(ValueError, match="(?s)different models:.*rms_norm_eps: Megatron 1e-05, Hugging Face 1e-06"):
+        check_against(wrong, str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_theta": 500000.0, "rope_scaling": {"type": "llama3", "factor": 8.0}},
+        {"rope_parameters": {"rope_theta": 500000.0, "rope_type": "llama3", "factor": 8}},
+    ],
+)
+def test_both_spellings_of_rope(rope) -> None:
+    more = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+    (inner,) = [v for v in rope.values() if isinstance(v, dict)]
+    inner.update(more)
+    derived = derive_config(megatron(**LLAMA3), vocab_size=250)
+    sizes = {k: v for k, v in derived.items() if not k.startswith("rope")}
+    assert compare_configs(derived, {**sizes, **rope}) == []
+    inner["factor"] = 32.0
+    assert [d.field for d in compare_configs(derived, {**sizes, **rope})] == ["rope_scaling"]
+
+
+def test_a_directory_without_config(tmp_path) -> None:
+    with pytest.raises(ValueError, match="no config.json there"):
+        check_against({}, str(tmp_path))
+    (tmp_path / "config.json").write_text('{"model_type": "clip"}')
+    with pytest.raises(ValueError, match="no \\['vocab_size'\\] there"):
+        check_against({}, str(tmp_path))
+
+
+def test_written_config_is_json(tmp_path) -> None:
+    config = derive_config(megatron(), vocab_size=250)
+    write_config(config, tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text()) == config

@@ -1,0 +1,386 @@
+"""VllmEngine over a scripted vLLM: what it hands on, what it refuses, and its states."""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from mindspeed_rl_plugin.engine import vllm_api, vllm_engine
+from mindspeed_rl_plugin.engine.vllm_engine import AGREE_EVERY, VllmOptions, check_options
+from mindspeed_rl_plugin.rows import SampleId
+
+CONFIG = {
+    "model_type": "qwen2",
+    "vocab_size": 50,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 64,
+}
+
+
+@pytest.fixture
+def engine(make_engine):
+    engine = make_engine(eos_token_ids=(2,))
+    engine.update_weights(5)
+    return engine
+
+
+def test_tokens_and_logps_gather_over_steps(engine, fake_vllm, request_of) -> None:
+    fake_vllm.script = {"0-0-0": ([7, None, 8, 2], "stop"), "0-1-0": ([9], "length")}
+    engine.submit([request_of(0), request_of(1)])
+    (short,) = engine.poll(5)
+    assert (short.id, short.tokens, short.finish, short.version) == (SampleId(0, 1, 0), (9,), "length", 5)
+    (long,) = engine.poll(5)
+    assert (long.tokens, long.logps, long.finish) == ((7, 8, 2), (-0.25,) * 3, "stop")
+    assert engine.poll(5) == []
+
+
+def test_vllm_gets_prompt_sampling_eos_and_seed(engine, fake_vllm, request_of) -> None:
+    request = request_of(3, (4, 5, 6))
+    engine.submit([request])
+    assert fake_vllm.calls[-1] == ("add", "0-3-0", [4, 5, 6], (request.sampling, (2,), request.seed))
+
+
+def test_abort_returns_what_was_drawn(engine, fake_vllm, request_of) -> None:
+    fake_vllm.script = {f"0-{g}-0": ([7] * 9, "length") for g in range(3)}
+    engine.submit([request_of(g) for g in range(3)])
+    engine.poll(0)
+    engine.poll(0)
+    (one,) = engine.abort([SampleId(0, 1, 0), SampleId(0, 8, 0)])
+    assert (one.id.group, one.tokens, one.finish) == (1, (7, 7), "abort")
+    assert [c.id.group for c in engine.abort()] == [0, 2]
+    assert not fake_vllm.waiting
+    assert engine.abort() == []
+
+
+def test_a_poll_makes_progress_and_ends_in_time(engine, fake_vllm, request_of) -> None:
+    fake_vllm.script = {"0-0-0": ([7] * 10_000, "length")}
+    engine.submit([request_of(0)])
+    assert engine.poll(0) == []
+    assert fake_vllm.calls.count("step") == 1
+    start = time.monotonic()
+    fake_vllm.script = {"0-0-0": ([7] * 10_000_000, "length")}
+    assert engine.poll(0.05) == []
+    assert 0.05 <= time.monotonic() - start < 2
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"prompt": ()}, "0 prompt tokens"),
+        ({"prompt": (1,) * 25}, "25 prompt tokens and up to 8 response tokens.*together at most 32"),
+        ({"max_tokens": 0}, "up to 0 response tokens"),
+        ({"prompt": (5, 50)}, r"prompt ids 5\.\.50 must lie in 0\.\.49"),
+        ({"prompt": (-1,)}, "must lie in"),
+        ({"temperature": 0.001}, "temperature 0.001 must be 0"),
+        ({"temperature": -1.0}, "temperature -1.0"),
+        ({"stop": ("\n",)}, "need a tokenizer"),
+    ],
+)
+def test_requests_that_vllm_would_not_answer_as_asked(engine, fake_vllm, request_of, change, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        engine.submit([request_of(1), request_of(0, **change)])
+    assert not fake_vllm.waiting  # nothing is queued when one of them is wrong
+
+
+def test_ids_are_unique(engine, request_of) -> None:
+    with pytest.raises(ValueError, match="1 ids are given twice"):
+        engine.submit([request_of(0), request_of(0)])
+    engine.submit([request_of(0)])
+    with pytest.raises(ValueError, match="already queued"):
+        engine.submit([request_of(0)])
+
+
+def test_old_vllm_has_only_plain_log_probs(make_engine, request_of) -> None:
+    engine = make_engine(processed=False)
+    engine.update_weights(0)
+    engine.submit([request_of(0), request_of(1, temperature=0.0)])
+    for sampling in ({"temperature": 0.7}, {"top_p": 0.9}, {"top_k": 3}):
+        with pytest.raises(ValueError, match="no processed log-probs"):
+            engine.submit([request_of(2, **sampling)])
+
+
+@pytest.mark.parametrize(
+    ("sampler", "processed"),
+    [
+        # vllm-ascend leaves both parts at their default; 0.9 has no mode at all.
+        (SimpleNamespace(logprobs_mode="raw", topk_topp_sampler=SimpleNamespace(logprobs_mode="raw")), True),
+        (SimpleNamespace(logprobs_mode="processed_logprobs"), True),
+        (SimpleNamespace(topk_topp_sampler=SimpleNamespace()), False),
+    ],
+)
+def test_the_sampler_itself_is_told(sampler, processed) -> None:
+    worker = SimpleNamespace(model_runner=SimpleNamespace(sampler=sampler))
+    engine = SimpleNamespace(model_executor=SimpleNamespace(driver_worker=SimpleNamespace(worker=worker)))
+    assert vllm_api.demand_processed_logprobs(engine) == processed
+    for part in (sampler, getattr(sampler, "topk_topp_sampler", None)):
+        assert getattr(part, "logprobs_mode", "processed_logprobs") == "processed_logprobs"
+
+
+@pytest.mark.parametrize("logprob", [math.nan, -math.inf])
+def test_a_log_prob_that_is_no_number(engine, fake_vllm, request_of, logprob) -> None:
+    fake_vllm.logprob = logprob
+    fake_vllm.script = {"0-0-0": ([7], "stop")}
+    engine.submit([request_of(0)])
+    with pytest.raises(RuntimeError, match="not finite"):
+        engine.poll(5)
+
+
+def test_a_response_that_vllm_gave_up(engine, fake_vllm, request_of) -> None:
+    fake_vllm.script = {"0-0-0": ([7], "error")}
+    engine.submit([request_of(0)])
+    with pytest.raises(RuntimeError, match="with 'error'"):
+        engine.poll(5)
+
+
+def test_weights_come_before_responses(make_engine, fake_vllm, request_of) -> None:
+    engine = make_engine()
+    with pytest.raises(ValueError, match="no weights"):
+        engine.submit([request_of(0)])
+    engine.update_weights(0, digest="d")
+    assert (engine.version, engine.digest, fake_vllm.calls) == (0, "d", ["reset_prefix_cache"])
+    engine.sleep()
+    assert engine.version == -1
+    with pytest.raises(ValueError, match="weights sleep"):
+        engine.update_weights(1)
+    with pytest.raises(ValueError, match=r"\['kv_cache', 'weights'\] sleep"):
+        engine.submit([request_of(0)])
+    engine.wake(("weights",))
+    engine.update_weights(1)
+    with pytest.raises(ValueError, match=r"\['kv_cache'\] sleep"):
+        engine.submit([request_of(0)])
+    engine.wake()
+    engine.submit([request_of(0)])
+    for verb in (engine.sleep, lambda: engine.update_weights(2)):
+        with pytest.raises(ValueError, match="1 responses are queued"):
+            verb()
+    with pytest.raises(ValueError, match="unknown parts"):
+        engine.wake(("optimizer",))
+    with pytest.raises(ValueError, match="at least 0"):
+        engine.update_weights(-1)
+
+
+def test_sleep_and_wake_reach_vllm_once(engine, fake_vllm) -> None:
+    fake_vllm.calls.clear()
+    engine.sleep()
+    engine.sleep()
+    engine.wake(("weights",))
+    engine.wake(("weights",))
+    engine.wake()
+    assert fake_vllm.calls == ["reset_prefix_cache", ("sleep", 1), ("wake_up", ["weights"]), ("wake_up", ["kv_cache"])]
+
+
+def test_without_sleep_mode_memory_stays(make_engine, fake_vllm) -> None:
+    engine = make_engine(sleep_mode=False)
+    engine.sleep()
+    engine.wake()
+    assert fake_vllm.calls == ["reset_prefix_cache"]
+
+
+def test_prefixes_held_by_a_step_in_flight(engine, fake_vllm) -> None:
+    fake_vllm.calls.clear()
+    fake_vllm.stuck_prefixes = 1
+    engine.update_weights(6)
+    assert fake_vllm.calls == ["reset_prefix_cache", "step", "reset_prefix_cache"]
+    fake_vllm.stuck_prefixes = 2
+    with pytest.raises(RuntimeError, match="did not reset"):
+        engine.update_weights(7)
+
+
+def test_shutdown_twice(engine, fake_vllm) -> None:
+    engine.sleep()
+    engine.shutdown()
+    engine.shutdown()
+    assert fake_vllm.calls[-2:] == [("wake_up", ["weights", "kv_cache"]), "teardown"]
+
+
+@pytest.mark.parametrize(("rank", "replica", "leader"), [(0, 0, True), (1, 0, False), (2, 1, True), (3, 1, False)])
+def test_replicas_are_consecutive_ranks(make_engine, rank, replica, leader) -> None:
+    engine = make_engine(rank=rank, world=4, tensor_parallel=2)
+    assert (engine.replica, engine.replicas, engine.leader) == (replica, 2, leader)
+
+
+class Peers:
+    """all_reduce with a peer that says `late` and has drawn the same, or other, tokens."""
+
+    def __init__(self, monkeypatch, late: bool = False, shift: int = 0) -> None:
+        self.late, self.shift, self.count = late, shift, 0
+        monkeypatch.setattr(vllm_engine.dist, "all_reduce", self)
+        monkeypatch.setattr(vllm_api, "tp_group", lambda: type("Group", (), {"cpu_group": None}))
+
+    def __call__(self, seen, op, group) -> None:
+        self.count += 1
+        theirs = torch.tensor([self.late, seen[1] + self.shift, seen[2] - self.shift])
+        seen.copy_(torch.maximum(seen, theirs))
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_ranks_agree_on_the_time(make_engine, fake_vllm, request_of, monkeypatch, late) -> None:
+    engine = make_engine(world=2, tensor_parallel=2)
+    peers = Peers(monkeypatch, late)
+    engine.update_weights(0)
+    fake_vllm.script = {"0-0-0": ([7] * 40, "length")}
+    engine.submit([request_of(0)])
+    # This rank has all the time in the world; its peer decides. Or the other way round.
+    assert len(engine.poll(1e9)) == (0 if late else 1)
+    assert fake_vllm.calls.count("step") == (AGREE_EVERY if late else 40)
+    assert peers.count == (1 if late else 40 // AGREE_EVERY)
+
+
+def test_a_rank_alone_in_time_trouble_waits_for_its_peers(make_engine, fake_vllm, request_of, monkeypatch) -> None:
+    engine = make_engine(world=2, tensor_parallel=2)
+    Peers(monkeypatch)
+    engine.update_weights(0)
+    fake_vllm.script = {"0-0-0": ([7] * 40, "length")}
+    engine.submit([request_of(0)])
+    assert engine.poll(-1) == []
+    assert fake_vllm.calls.count("step") == AGREE_EVERY
+
+
+def test_ranks_that_drew_other_tokens(make_engine, fake_vllm, request_of, monkeypatch) -> None:
+    engine = make_engine(world=2, tensor_parallel=2)
+    Peers(monkeypatch, shift=1)
+    engine.update_weights(0)
+    fake_vllm.script = {"0-0-0": ([7] * 40, "length")}
+    engine.submit([request_of(0)])
+    with pytest.raises(RuntimeError, match="2 ranks of engine 0 drew different tokens by step 16"):
+        engine.poll(5)
+
+
+def test_generators_of_the_trainer_are_left_alone(make_engine, fake_vllm, request_of, monkeypatch) -> None:
+    def draw(*unused):
+        random.random(), np.random.rand(), torch.rand(1)
+
+    torch.manual_seed(1), random.seed(1), np.random.seed(1)
+    before = torch.rand(3).tolist(), random.random(), np.random.rand()
+    torch.manual_seed(1), random.seed(1), np.random.seed(1)
+    monkeypatch.setattr(fake_vllm, "reset_prefix_cache", lambda: None)
+    engine = make_engine()
+    build = vllm_api.build
+    monkeypatch.setattr(vllm_api, "build", lambda a: (draw(), build(a))[1])
+    engine = type(engine)(engine.options, engine._device)
+    engine.update_weights(0)
+    fake_vllm.script = {"0-0-0": ([7], "stop")}
+    step = fake_vllm.step
+    monkeypatch.setattr(fake_vllm, "step", lambda: (torch.rand(2), step())[1])
+    engine.submit([request_of(0)])
+    engine.poll(5)
+    assert (torch.rand(3).tolist(), random.random(), np.random.rand()) == before
+    assert fake_vllm.device_states == [0, 1, 2]  # two builds and a poll each restored what they had found
+
+
+CONFIG = {
+    "model_type": "qwen3",
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 64,
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "kind", "world", "message"),
+    [
+        ({"tensor_parallel": 2}, "cpu", 3, "--rl-generate-tp 2 does not divide the world of 3 ranks"),
+        ({"tensor_parallel": 0}, "cpu", 2, "--rl-generate-tp 0: give at least 1"),
+        ({"tensor_parallel": 16}, "npu", 16, "16 does not divide --num-attention-heads 8"),
+        ({"tensor_parallel": 3}, "npu", 3, "3 does not divide --num-attention-heads 8"),
+        ({"max_model_len": 65}, "cpu", 1, "may have 65 tokens together, more than --max-position-embeddings 64"),
+        ({"config": {**CONFIG, "head_dim": 16}}, "cpu", 1, "attention head size 16: vLLM on CPU needs at least 32"),
+        ({"config": {**CONFIG, "head_dim": 16, "model_type": "qwen2"}}, "cpu", 1, "fewer heads and no --kv-channels"),
+        (
+            {"config": {**CONFIG, "num_key_value_heads": 8, "num_attention_heads": 24}, "tensor_parallel": 6},
+            "npu",
+            6,
+            "6 neither divides nor is a multiple of the 8 query groups",
+        ),
+        (
+            {"tensor_parallel": 4, "config": {**CONFIG, "intermediate_size": 98}},
+            "npu",
+            4,
+            "4 does not divide --ffn-hidden-size 98",
+        ),
+        ({"kv_cache_bytes": 65535}, "cpu", 1, "64 tokens with its prompt needs 6.1e-05 GiB of KV cache"),
+    ],
+)
+def test_options_that_cannot_work(change, kind, world, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        check_options(VllmOptions(**{"config": CONFIG, "max_model_len": 64, **change}), kind, world)
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4, 8])
+def test_options_that_work(tp) -> None:
+    check_options(VllmOptions(CONFIG, 64, tensor_parallel=tp), "npu", 8)
+
+
+@pytest.mark.parametrize("given, used", [(0.35, 0.35), (None, 0.81)])
+def test_a_share_of_memory_that_is_given_stands_and_else_it_is_measured(make_engine, monkeypatch, given, used) -> None:
+    monkeypatch.setattr(vllm_engine, "free_share", lambda device: 0.81)
+    engine = make_engine(memory_utilization=given)
+    assert vllm_engine._arguments(engine.options, "cuda", "there")["gpu_memory_utilization"] == used
+    on_cpu = vllm_engine._arguments(VllmOptions(CONFIG, 32), "cpu", "there")
+    assert "gpu_memory_utilization" not in on_cpu and on_cpu["kv_cache_memory_bytes"] == 1 << 30
+
+
+@pytest.mark.parametrize(
+    "kind, experts, backend",
+    [("cuda", {"num_experts": 8}, "triton"), ("cuda", {"n_routed_experts": 8}, "triton"), ("cuda", {}, None)]
+    + [(kind, {"num_experts": 8}, None) for kind in ("npu", "cpu")],
+)
+def test_kernels_of_experts_are_chosen_on_cuda(kind, experts, backend) -> None:
+    options = VllmOptions({**CONFIG, **experts}, 32, memory_utilization=0.5)
+    assert vllm_engine._arguments(options, kind, "there").get("moe_backend") == backend
+
+
+class Experts(torch.nn.Module):
+    """vLLM's layer of experts, as far as it tells by what it is run."""
+
+    def __init__(self, backend=None, **flags) -> None:
+        super().__init__()
+        self.quant_method = SimpleNamespace(**flags)
+        if backend:
+            self.quant_method.unquantized_backend = SimpleNamespace(name=backend)
+
+
+def engine_of(*layers):
+    runner = SimpleNamespace(get_model=lambda: torch.nn.Sequential(*layers))
+    return SimpleNamespace(model_executor=SimpleNamespace(driver_worker=SimpleNamespace(model_runner=runner)))
+
+
+@pytest.mark.parametrize(
+    ("layer", "named"),
+    [
+        (Experts("FLASHINFER_TRTLLM"), "experts of 2 by FLASHINFER_TRTLLM"),
+        (Experts("AITER"), "by AITER"),
+        (Experts(flashinfer_cutlass_moe_enabled=True), "by flashinfer_cutlass_moe_enabled"),
+        (Experts(rocm_aiter_moe_enabled=True), "by rocm_aiter_moe_enabled"),
+    ],
+)
+def test_kernels_that_permute_experts_in_place_are_refused(layer, named) -> None:
+    plain = [torch.nn.Linear(2, 2), Experts("TRITON", flashinfer_cutlass_moe_enabled=False), Experts("OOT"), Experts()]
+    vllm_api.demand_plain_experts(engine_of(*plain))
+    with pytest.raises(ValueError, match=named + ", which keeps their weights in an order of its own"):
+        vllm_api.demand_plain_experts(engine_of(*plain[:2], layer))
+
+
+def test_the_names_of_kernels_are_vllms() -> None:
+    """What 0.32 leaves as it is declared: read from its own function."""
+    import inspect
+
+    from vllm.model_executor.layers.fused_moe.oracle import unquantized
+
+    assert set(vllm_api.PLAIN_EXPERTS) <= {b.name for b in unquantized.UnquantizedMoeBackend}
+    assert unquantized.map_unquantized_backend("triton").name == "TRITON"
+    source = inspect.getsource(unquantized.convert_to_unquantized_kernel_format)
+    rearranged = [b.name for b in unquantized.UnquantizedMoeBackend if f"Backend.{b.name}:" in source]
+    assert rearranged and not set(rearranged) & set(vllm_api.PLAIN_EXPERTS)

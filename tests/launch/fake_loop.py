@@ -1,0 +1,126 @@
+"""A process that runs a Megatron script through the runner, with a loop that only watches.
+
+    torchrun ... fake_loop.py EVENTS.jsonl SCRIPT ARGS
+
+The loop's data are pseudo-random sequences from a cursor that is its whole RL state; the script's own
+forward step trains on them. Rank 0 writes what it hears to EVENTS.jsonl. SCRIPT may be preceded by
+`--host-only`: run it with the CPU stand-ins and without any patch; or by `--alone`: run it without the
+runner, because it attaches by itself.
+"""
+
+import json
+import os
+import runpy
+import sys
+import types
+
+import torch
+
+EVENTS = sys.argv[1]
+
+
+def record(event, **values):
+    if os.environ["RANK"] == "0":
+        with open(EVENTS, "a") as file:
+            file.write(json.dumps({"event": event, **values}) + "\n")
+
+
+def checksum(model):
+    return sum(p.detach().double().abs().sum().item() for chunk in model for p in chunk.parameters())
+
+
+class Loop:
+    def __init__(self):
+        self.cursor = 0
+
+    def before_model(self, args):
+        record("before_model")
+
+    def on_reference_loaded(self, model):
+        record("reference", weights=checksum(model))
+
+    def load_state_dict(self, state):
+        self.cursor = state["cursor"]
+        record("state", cursor=self.cursor)
+
+    def on_checkpoint_loaded(self, model, optimizer, start):
+        record("start", weights=checksum(model), kind=start.kind, iteration=start.iteration)
+
+    def state_dict(self):
+        return {"cursor": self.cursor, "rows": torch.arange(3)}
+
+    def train_iterator(self):
+        from megatron.core.rerun_state_machine import RerunDataIterator
+        from megatron.training import get_args
+
+        args = get_args()
+        shape = (args.micro_batch_size, args.seq_length + 1)
+
+        def batches():
+            micro = 0
+            while True:
+                generator = torch.Generator().manual_seed(1000 * self.cursor + micro)
+                tokens = torch.randint(0, args.vocab_size, shape, generator=generator)
+                micro = (micro + 1) % 1000
+                yield {
+                    "tokens": tokens[:, :-1].contiguous(),
+                    "labels": tokens[:, 1:].contiguous(),
+                    "loss_mask": torch.ones(shape[0], shape[1] - 1),
+                    "position_ids": torch.arange(shape[1] - 1).expand(shape[0], -1).contiguous(),
+                }
+
+        class Restarting:
+            """Micro-batches are numbered from 0 in each step, so that a resumed run sees the same ones."""
+
+            def __init__(self, outer):
+                self.outer, self.step, self.inner = outer, None, None
+
+            def __iter__(self):
+                return self
+
+            def __next__(self):
+                if self.step != self.outer.cursor:
+                    self.step, self.inner = self.outer.cursor, batches()
+                return next(self.inner)
+
+        return RerunDataIterator(Restarting(self))
+
+    def train_step(self, original, args, kwargs):
+        self.cursor += 1
+        result = original(*args, **kwargs)
+        losses = {name: value.flatten().tolist() for name, value in (result[0] or {}).items()}
+        record("step", cursor=self.cursor, losses=losses, weights=checksum(args[2]), grad_norm=float(result[4] or 0))
+        return result
+
+
+def install():
+    loop = Loop()
+    module = types.ModuleType("mindspeed_rl_plugin.loop.loop")
+    module.Loop, module.current = Loop, lambda: loop
+    sys.modules[module.__name__] = module
+    import mindspeed_rl_plugin
+
+    mindspeed_rl_plugin.loop.loop = module
+
+
+def main():
+    argv = sys.argv[2:]
+    if argv[0] in ("--host-only", "--alone"):
+        if argv[0] == "--host-only":
+            from mindspeed_rl_plugin import host
+
+            host.activate_if_needed()
+        else:
+            install()
+        sys.argv = argv[1:]
+        sys.path[0] = os.path.dirname(os.path.abspath(argv[1]))
+        runpy.run_path(argv[1], run_name="__main__")
+        return
+    install()
+    from mindspeed_rl_plugin.__main__ import main as run
+
+    sys.exit(run(argv))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,220 @@
+"""The patch table on a synthetic Megatron: every importer is rebound, once, and losing a wrapper is noticed."""
+
+import functools
+import sys
+import types
+
+import pytest
+
+from mindspeed_rl_plugin.launch import patch_apply as applying
+from mindspeed_rl_plugin.launch.patch_table import NEWEST, OLDEST, PATCHES, Patch
+
+
+def counting_wrapper(original):
+    @functools.wraps(original)
+    def step(x, *rest):
+        calls.append("wrapper")
+        return original(x, *rest)
+
+    return step
+
+
+calls: list[str] = []
+
+
+@pytest.fixture
+def tiny(monkeypatch):
+    """A module with one function, three importers of it, and a table of one row."""
+    modules = {}
+    for name in ("tiny", "tiny.training", "tiny.user", "tiny.alias", "megatron.core.package_info"):
+        modules[name] = types.ModuleType(name)
+        monkeypatch.setitem(sys.modules, name, modules[name])
+    for name in ("mindspeed.megatron_adaptor", "mindspeed_llm.tasks.megatron_adaptor_v2"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+
+    def step(x, y=1):
+        calls.append("original")
+        return x
+
+    step.__module__ = "tiny.training"
+    modules["tiny.training"].step = step
+    modules["tiny.user"].step = step
+    modules["tiny.alias"].another_name = step
+    info = modules["megatron.core.package_info"]
+    info.MAJOR, info.MINOR, info.PATCH = 0, 16, 1
+    row = Patch("tiny.training.step", counting_wrapper, ("x",), "a test", "tiny.py:1", "never")
+    monkeypatch.setattr(applying, "PATCHES", (row,))
+    monkeypatch.setattr(applying, "_originals", {})
+    monkeypatch.setattr(applying, "_announced", False)
+    calls.clear()
+    return types.SimpleNamespace(
+        original=step,
+        training=modules["tiny.training"],
+        user=modules["tiny.user"],
+        alias=modules["tiny.alias"],
+        info=info,
+        row=row,
+    )
+
+
+def test_every_importer_is_rebound_and_twice_is_once(tiny):
+    applying.apply()
+    applying.apply()
+    assert tiny.user.step is tiny.training.step is tiny.alias.another_name is not tiny.original
+    assert tiny.user.step(3) == 3
+    assert calls == ["wrapper", "original"]
+    applying.assert_in_force()
+
+
+def test_revert_puts_the_original_back_everywhere(tiny):
+    applying.apply()
+    applying.revert()
+    assert tiny.user.step is tiny.training.step is tiny.alias.another_name is tiny.original
+    applying.apply()
+    tiny.user.step(0)
+    assert calls == ["wrapper", "original"]
+
+
+def test_lines_are_printed_once_and_on_rank_0_only(tiny, capsys, monkeypatch):
+    applying.apply()
+    monkeypatch.setenv("RANK", "1")
+    applying.assert_in_force()
+    assert capsys.readouterr().out == ""
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setattr(applying, "_announced", False)
+    applying.assert_in_force()
+    applying.assert_in_force()
+    assert capsys.readouterr().out == "[rl] patch in force through Megatron: tiny.training.step: a test\n"
+
+
+def test_decorators_on_top_keep_a_wrapper_in_force(tiny):
+    applying.apply()
+    inner = tiny.training.step
+
+    def plain(*args):  # no functools.wraps: only the closure knows
+        return inner(*args)
+
+    for decorated in (plain, functools.wraps(inner)(lambda *a: inner(*a)), functools.partial(inner, y=2)):
+        tiny.training.step = decorated
+        applying.assert_in_force()
+
+
+def test_a_replaced_target_is_an_error(tiny):
+    applying.apply()
+    tiny.training.step = lambda x: x
+    with pytest.raises(RuntimeError, match=r"patch tiny.training.step is not in force: the name now holds .*lambda"):
+        applying.assert_in_force()
+
+
+def test_an_importer_that_kept_the_original_is_an_error(tiny):
+    applying.apply()
+    tiny.user.kept = tiny.original
+    with pytest.raises(RuntimeError, match=r"not in force in tiny.user: its 'kept' is still the original"):
+        applying.assert_in_force()
+
+
+@pytest.mark.parametrize(
+    ("version", "supported"),
+    [((0, 12, 0), False), ((0, 12, 1), True), ((0, 19, 7), True), ((0, 20, 0), False), ((1, 0, 0), False)],
+)
+def test_versions_outside_the_range_are_an_error(tiny, version, supported):
+    tiny.info.MAJOR, tiny.info.MINOR, tiny.info.PATCH = version
+    if supported:
+        applying.apply()
+        return
+    with pytest.raises(RuntimeError, match=r"is not supported: expected 0\.12\.1 to 0\.19\.x"):
+        applying.apply()
+    assert tiny.training.step is tiny.original
+
+
+def test_a_missing_target_says_what_was_expected(tiny):
+    del tiny.training.step
+    expected = r"tiny.training.step does not exist; expected a function step\(x, \.\.\.\) in tiny.training"
+    with pytest.raises(RuntimeError, match=expected):
+        applying.apply()
+
+
+def test_a_missing_module_says_how_to_get_megatron(tiny, monkeypatch):
+    row = Patch("no_such_megatron.training.step", counting_wrapper, ("x",), "", "x.py:1", "")
+    monkeypatch.setattr(applying, "PATCHES", (row,))
+    with pytest.raises(RuntimeError, match=r"No module named 'no_such_megatron'.*Megatron-LM checkout on PYTHONPATH"):
+        applying.apply()
+
+
+def test_other_parameters_are_an_error(tiny):
+    tiny.training.step = lambda renamed: renamed
+    with pytest.raises(RuntimeError, match=r"begins with parameters \('renamed',\); expected a function step\(x, "):
+        applying.apply()
+
+
+def test_a_decorator_that_hides_the_parameters_is_accepted(tiny):
+    tiny.training.step = lambda *args: args[0]
+    applying.apply()
+    assert tiny.training.step(5) == 5
+    assert calls == ["wrapper"]
+
+
+def test_under_mindspeed_the_rows_go_through_its_manager(tiny, monkeypatch):
+    """A manager with the interface of MindSpeed's: the feature survives its re-patching."""
+
+    class Manager:
+        wrappers: list = []
+
+        @classmethod
+        def register_patch(cls, target, wrapper):
+            assert target == "tiny.training.step"
+            if wrapper not in cls.wrappers:
+                cls.wrappers.append(wrapper)
+
+        @classmethod
+        def apply_patches(cls):
+            function = tiny.original
+            for wrapper in cls.wrappers:
+                function = wrapper(function)
+            tiny.training.step = tiny.user.step = function
+
+    class Feature:
+        def __init__(self, name, optimization_level):
+            assert optimization_level == 0
+
+    features: list = []
+    for name, content in {
+        "mindspeed.megatron_adaptor": {},
+        "mindspeed": {},
+        "mindspeed.features_manager": {},
+        "mindspeed.features_manager.feature": {"MindSpeedFeature": Feature},
+        "mindspeed.features_manager.features_manager": {
+            "MindSpeedFeaturesManager": types.SimpleNamespace(FEATURES_LIST=features)
+        },
+        "mindspeed.patch_utils": {"MindSpeedPatchesManager": Manager},
+    }.items():
+        module = types.ModuleType(name)
+        vars(module).update(content)
+        monkeypatch.setitem(sys.modules, name, module)
+
+    applying.apply()
+    applying.apply()
+    assert len(features) == 1
+    assert tiny.alias.another_name is tiny.training.step, "an import under another name is rebound too"
+    tiny.user.step(1)
+    assert calls == ["wrapper", "original"]
+    applying.assert_in_force()
+
+    # MindSpeed re-patches: everything off, then every feature registers again.
+    Manager.wrappers.clear()
+    tiny.training.step = tiny.user.step = tiny.alias.another_name = tiny.original
+    features[0].register_patches(Manager, None)
+    Manager.apply_patches()
+    calls.clear()
+    tiny.user.step(1)
+    assert calls == ["wrapper", "original"]
+
+
+def test_the_table_reads_as_data():
+    assert len({patch.target for patch in PATCHES}) == len(PATCHES)
+    assert OLDEST[:2] <= NEWEST
+    for patch in PATCHES:
+        assert patch.wrapper.__name__ == f"{patch.name}_wrapper", "MindSpeed takes only such names for decorators"
+        assert all((patch.why, patch.versions, patch.remove_when)), patch.target
+        for release in ("0.12.1", "0.16.1", "0.19.0"):
+            assert release in patch.versions, patch.target

@@ -1,0 +1,375 @@
+"""The order of a start, with a hand-written Megatron: what is loaded with which arguments, and what the loop hears."""
+
+import argparse
+import os
+import shutil
+import threading
+import types
+
+import pytest
+import torch
+
+from mindspeed_rl_plugin.config import add_flags
+from mindspeed_rl_plugin.launch import checkpoint_files as files
+from mindspeed_rl_plugin.launch import checks, launch, ranks
+
+
+class Loop:
+    def __init__(self, events):
+        self.events = events
+
+    def before_model(self, args):
+        self.events.append("before_model")
+
+    def on_reference_loaded(self, model):
+        self.events.append(("reference", model[0].weight[0, 0].item()))
+
+    def on_critic_built(self, critic):
+        self.events.append(critic)
+
+    def load_state_dict(self, state):
+        self.events.append(("state", state))
+
+    def on_checkpoint_loaded(self, model, optimizer, start):
+        self.events.append(("actor", model[0].weight[0, 0].item(), optimizer, start.kind))
+        self.start = start
+
+    def state_dict(self):
+        return {"cursor": 17, "rows": torch.arange(3)}
+
+
+class Megatron:
+    """Builds one linear layer and loads a number into it, like `setup_model_and_optimizer` and `load_checkpoint`."""
+
+    def __init__(self, args, events, initial=0.5):
+        self.args, self.events, self.initial = args, events, initial
+
+    def setup_model_and_optimizer(self, model_type, model_provider_func=None):
+        self.events.append("build")
+        model = [torch.nn.Linear(2, 2)]
+        with torch.no_grad():
+            for p in model[0].parameters():
+                p.fill_(self.initial)
+        self.args.iteration = 0
+        if self.args.load is not None:
+            self.args.iteration, _ = launch.load(self.load_checkpoint, (model, "optimizer", "scheduler"), {})
+        return model, "optimizer", types.SimpleNamespace(step=lambda increment: self.events.append(("step", increment)))
+
+    def load_checkpoint(self, model, optimizer, scheduler):
+        a = self.args
+        iteration = a.ckpt_step or files.read_tracker(a.load)
+        self.events.append(("load", iteration, optimizer, a.finetune, a.no_load_optim, a.no_load_rng))
+        with open(f"{files.iteration_dir(a.load, iteration)}/weight") as file, torch.no_grad():
+            model[0].weight.fill_(float(file.read()))
+        return 0 if a.finetune else iteration, 0
+
+    def save(self, iteration, value):
+        launch.save_rl_state(self.args, iteration)
+        write_checkpoint(self.args.save, iteration, value)
+
+
+def write_checkpoint(directory, iteration, value):
+    folder = files.iteration_dir(str(directory), iteration)
+    os.makedirs(folder, exist_ok=True)
+    with open(f"{folder}/weight", "w") as file:
+        file.write(str(value))
+    with open(f"{directory}/{files.TRACKER}", "w") as file:
+        file.write(str(iteration))
+
+
+@pytest.fixture
+def job(tmp_path, monkeypatch):
+    """`job(load=..., kl=...)` runs one start; returns what happened."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(checks, "check_model", lambda model: None)
+
+    def run(*, load=None, kl=0.001, initial=0.5, more=(), **values):
+        monkeypatch.setattr(launch, "_launch", None)
+        flags = ["--rl-algorithm", "grpo", "--rl-samples-per-prompt", "2", "--rl-kl-loss-coef", str(kl), *more]
+        rl = add_flags(argparse.ArgumentParser()).parse_args(flags)
+        base = {"save": "out", "load": load, "pretrained_checkpoint": None, "ckpt_step": None, "save_interval": 1}
+        base |= {"finetune": False, "no_load_optim": False, "no_load_rng": False, "train_iters": 8}
+        base |= {"lr": 1e-3, "min_lr": 0.0, "lr_decay_iters": None, "lr_warmup_iters": 0, "lr_decay_style": "linear"}
+        base |= {"start_weight_decay": 0.1, "end_weight_decay": 0.1, "weight_decay_incr_style": "constant"}
+        base |= {"global_batch_size": 4, "micro_batch_size": 1, "data_parallel_size": 1, "world_size": 1}
+        args = argparse.Namespace(**{**base, **values}, **vars(rl))
+        before = dict(vars(args))
+        events = []
+        loop, megatron = Loop(events), Megatron(args, events, initial)
+        launch.launch(megatron.setup_model_and_optimizer, ("gpt",), {"model_provider_func": len}, args, loop)
+        assert {k: v for k, v in vars(args).items() if k != "iteration"} == before, "arguments are put back"
+        return types.SimpleNamespace(events=events, start=loop.start, megatron=megatron, args=args)
+
+    return run
+
+
+def unreadable(folder, paths):
+    raise FileNotFoundError(2, "No such file", paths[0])
+
+
+WEIGHTS_ONLY = (True, True, True)
+WHOLE = (False, False, False)
+
+
+def test_pretrained(job, capsys):
+    write_checkpoint("base", 500, 1.5)
+    done = job(load="base")
+    assert done.events == [
+        "before_model",
+        "build",
+        ("load", 500, "optimizer", *WEIGHTS_ONLY),
+        ("reference", 1.5),
+        ("actor", 1.5, "optimizer", "pretrained"),
+    ]
+    assert done.args.iteration == 0
+    assert done.start.reference_path.endswith("base/iter_0000500")
+    lines = capsys.readouterr().out.splitlines()
+    assert sum("training starts from the weights of" in line for line in lines) == 1
+    assert lines[0].startswith("[rl] grpo: advantage group-norm, loss clip -0.2/+0.2, ")
+    assert lines[1] == "[rl] batch arithmetic"
+
+
+def test_without_kl_no_reference_is_kept(job):
+    write_checkpoint("base", 500, 1.5)
+    assert not [e for e in job(load="base", kl=0).events if e[0] == "reference"]
+
+
+def test_fresh(job):
+    done = job()
+    assert done.events == ["before_model", "build", ("reference", 0.5), ("actor", 0.5, "optimizer", "fresh")]
+    assert done.start.reference_path is None and len(done.start.reference_digest) == 64
+
+
+def test_resume_loads_the_reference_then_the_actor_whole(job):
+    write_checkpoint("base", 500, 1.5)
+    first = job(load="base")
+    first.megatron.save(4, 2.5)
+    write_checkpoint("base", 900, 9.0)  # pretraining went on
+    second = job(load="base", finetune=True, no_load_optim=True, no_load_rng=True)
+    (state,) = [e[1] for e in second.events if e[0] == "state"]
+    assert state["cursor"] == 17 and torch.equal(state["rows"], torch.arange(3))
+    assert [e for e in second.events if e[0] != "state"] == [
+        "before_model",
+        "build",
+        ("load", 500, None, *WEIGHTS_ONLY),
+        ("reference", 1.5),
+        ("load", 4, "optimizer", *WHOLE),
+        ("actor", 2.5, "optimizer", "resume"),
+    ]
+    order = [e if isinstance(e, str) else e[0] for e in second.events]
+    assert order.index("state") < order.index("actor")
+    assert second.args.iteration == 4
+    assert second.start.reference_digest == ranks.CheckpointDigest("base/iter_0000500").result(10)
+
+    second.megatron.save(8, 3.5)  # and what a resumed run saves names the same reference
+    third = job()
+    assert third.start.reference_path == first.start.reference_path
+    assert ("reference", 1.5) in third.events
+
+
+def test_resume_without_kl_does_not_touch_the_reference(job):
+    write_checkpoint("base", 500, 1.5)
+    job(load="base").megatron.save(4, 2.5)
+    shutil.rmtree("base")
+    done = job(kl=0)
+    assert [e[1] for e in done.events if e[0] == "load"] == [4]
+    assert done.start.reference_path.endswith("base/iter_0000500")
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda: write_checkpoint("base", 500, 1.6), "has changed since RL began from it"),
+        (lambda: shutil.rmtree("base"), "holds no checkpoint files: it is the reference that RL began from"),
+        (lambda: write_checkpoint("base", "release", 1.5), "holds 'release', so Megatron cannot load"),
+    ],
+)
+def test_a_reference_that_changed_or_is_gone_is_an_error(job, damage, message):
+    write_checkpoint("base", 500, 1.5)
+    job(load="base").megatron.save(4, 2.5)
+    damage()
+    with pytest.raises(ValueError, match=message):
+        job(load="base")
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "advice"),
+    [
+        (("grpo",), ", or resume with --rl-kl-loss-coef 0"),
+        (("rloo", "--rl-kl-loss-coef", "0"), ", or resume with --rl-kl-reward-coef 0"),
+        (("rloo",), ", or resume with --rl-kl-loss-coef 0 --rl-kl-reward-coef 0"),
+        (("dpo", "--rl-kl-loss-coef", "0"), ""),
+    ],
+)
+def test_the_advice_is_what_helps_this_algorithm(job, monkeypatch, capsys, algorithm, advice):
+    """A reference that changed, is gone, was never digested, or was drawn at random: what reads it can be left out."""
+    named = {"more": ("--rl-algorithm", *algorithm), "micro_batch_size": 2}
+    job(**named).megatron.save(4, 2.5)
+    with pytest.raises(ValueError, match="initialises other weights") as drawn:
+        job(initial=0.25, **named)
+    shutil.rmtree("out")
+    write_checkpoint("base", 500, 1.5)
+    job(load="base", **named).megatron.save(4, 2.5)
+    write_checkpoint("base", 500, 1.6)
+    with pytest.raises(ValueError, match="has changed since RL began from it") as changed:
+        job(**named)
+    shutil.rmtree("base")
+    with pytest.raises(ValueError, match="holds no checkpoint files: it is the reference") as gone:
+        job(**named)
+    shutil.rmtree("out")
+    write_checkpoint("base", 500, 1.5)
+    with monkeypatch.context() as patch:
+        patch.setattr(files, "hash_files", unreadable)
+        job(load="base", **named).megatron.save(4, 2.5)
+    said = capsys.readouterr().out
+    with pytest.raises(ValueError, match="could not be read when its digest was to be recorded") as unknown:
+        job(**named)
+    assert str(drawn.value).endswith(f"resume with the same --seed and parallel sizes{advice}")
+    assert str(changed.value).endswith(f"; restore it{advice}") and str(gone.value).endswith(f"; restore it{advice}")
+    assert str(unknown.value).endswith(f"; start a new run from it{advice}")
+    assert f"can use it: start a new run from it{advice}\n" in said
+
+
+def test_random_reference_is_rebuilt_only_from_the_same_weights(job):
+    job(initial=0.5).megatron.save(4, 2.5)
+    done = job(initial=0.5)
+    assert ("reference", 0.5) in done.events and done.events[-1] == ("actor", 2.5, "optimizer", "resume")
+    with pytest.raises(ValueError, match="was its random initialisation, and this start initialises other weights"):
+        job(initial=0.25)
+    assert job(initial=0.25, kl=0).events[-1] == ("actor", 2.5, "optimizer", "resume")
+
+
+def test_megatron_loading_something_else_is_noticed(job, monkeypatch):
+    write_checkpoint("base", 500, 1.5)
+    job(load="base").megatron.save(4, 2.5)
+    monkeypatch.setattr(Megatron, "load_checkpoint", lambda self, *rest: (3, 0))
+    with pytest.raises(ValueError, match="Megatron loaded iteration 3 from .*out, expected 4"):
+        job(kl=0)
+
+
+def test_arguments_are_put_back_after_an_error(job):
+    args = types.SimpleNamespace(load="a")
+    with pytest.raises(KeyError), launch.overridden(args, {"load": "b", "absent_in_this_version": 1}):
+        assert args.load == "b"
+        raise KeyError
+    assert vars(args) == {"load": "a"}
+
+
+def test_state_is_on_disk_before_the_tracker(job, monkeypatch):
+    write_checkpoint("base", 500, 1.5)
+    done = job(load="base")
+    launch.save_rl_state(done.args, 4)
+    assert files.has_state("out", 4)
+    assert files.read_tracker("out") is None
+
+
+def test_only_rank_0_gets_the_rows(job, monkeypatch):
+    """The others wait for what it reads, and hear of the dock's sizes."""
+    slots = {"slots": torch.tensor([0]), "values": torch.ones(1, 9)}
+    epoch = {"number": 4, "groups": 1, "members": 1, "columns": {"a": slots}}
+    monkeypatch.setattr(Loop, "state_dict", lambda self: {"dock": {"last_epoch": 4, "epochs": [epoch]}})
+    job().megatron.save(4, 2.5)
+    (found,) = [e[1] for e in job().events if e[0] == "state"]
+    assert torch.equal(found["rows"]["epochs"][0]["columns"]["a"]["values"], torch.ones(1, 9))
+
+    def elsewhere(function):
+        return None if "read_rows" in function.__code__.co_names else function()
+
+    monkeypatch.setattr(launch.ranks, "on_rank_0", elsewhere)
+    (found,) = [e[1] for e in job().events if e[0] == "state"]
+    outline = {"number": 4, "groups": 1, "members": 1, "held": ["a"]}
+    assert "rows" not in found and found["dock"]["epochs"] == [outline]
+
+
+def test_only_rank_0_writes(job, monkeypatch):
+    write_checkpoint("base", 500, 1.5)
+    done = job(load="base")
+    monkeypatch.setattr(launch.ranks, "is_rank_0", lambda: False)
+    launch.save_rl_state(done.args, 4)
+    assert not files.has_state("out", 4)
+
+
+def test_saving_before_the_start_is_refused(monkeypatch):
+    monkeypatch.setattr(launch, "_launch", None)
+    with pytest.raises(ValueError, match="before training has started"):
+        launch.save_rl_state(None, 1)
+
+
+def test_training_does_not_wait_for_the_digest(job, monkeypatch):
+    """Hashing may take minutes: it ends before the first checkpoint that records it, not before the first step."""
+    write_checkpoint("base", 500, 1.5)
+    gate, hash_files = threading.Event(), files.hash_files
+    monkeypatch.setattr(files, "hash_files", lambda *given: gate.wait(20) and hash_files(*given))
+    done = job(load="base")
+    assert done.events[-1] == ("actor", 1.5, "optimizer", "pretrained") and not gate.is_set()
+    gate.set()
+    done.megatron.save(4, 2.5)
+    state = files.parse_state(files.read_state_bytes("out", 4), "out")
+    expected = ranks.CheckpointDigest("base/iter_0000500").result(10)
+    assert state["reference"]["digest"] == expected and len(expected) == 64
+
+
+def test_a_reference_that_cannot_be_read_costs_no_training(job, monkeypatch, capsys):
+    """The weights are in the model already; what is lost is only the way to check the files on a resume."""
+    write_checkpoint("base", 500, 1.5)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(files, "hash_files", unreadable)
+        done = job(load="base")
+        done.megatron.save(4, 2.5)
+    assert "warning: no digest of the reference is recorded (" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="could not be read when its digest was to be recorded.*coef 0"):
+        job()
+    assert job(kl=0).start.kind == "resume"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"train_iters": 12}, "iter_0000004 was .*: --train-iters was 8, now 12; --lr-decay-iters was 8, now 12. Give"),
+        ({"lr": 2e-3}, "--lr was 0.001, now 0.002. Give --override-opt_param-scheduler to go on with the new values"),
+        ({"global_batch_size": 8}, "--global-batch-size was 4, now 8.*--use-checkpoint-opt_param-scheduler to keep"),
+    ],
+)
+def test_another_schedule_is_refused_before_the_model_is_built(job, monkeypatch, changes, message):
+    job().megatron.save(4, 2.5)
+
+    def build(self, model_type, model_provider_func=None):
+        raise AssertionError("the model is being built")
+
+    monkeypatch.setattr(Megatron, "setup_model_and_optimizer", build)
+    with pytest.raises(ValueError, match=message):
+        job(**changes)
+
+
+@pytest.mark.parametrize("flag", ["override_opt_param_scheduler", "use_checkpoint_opt_param_scheduler"])
+def test_another_schedule_is_fine_where_a_flag_says_which(job, flag):
+    job().megatron.save(4, 2.5)
+    assert job(train_iters=12, **{flag: True}).start.kind == "resume"
+    assert job(lr_warmup_fraction=0.0).start.kind == "resume", "the same schedule in other words"
+
+
+def test_the_critic_is_built_after_the_policy_and_saved_before_it(job, monkeypatch):
+    """A policy that the warm-up has not trained yet is saved and loaded without the optimizer that never stepped."""
+    from mindspeed_rl_plugin.launch import build_critic as critic
+
+    heard = []
+
+    def build(setup, positional, named, args, *, start, load, lr, policy):
+        heard.append((start.kind, load, lr, policy[0].weight[0, 0].item(), positional, named))
+        return ("critic",), "somewhere"
+
+    monkeypatch.setattr(critic, "build", build)
+    monkeypatch.setattr(critic, "save", lambda *_: heard.append("saved"))
+    monkeypatch.setattr(Loop, "state_dict", lambda self: {"cursor": 1, launch.TRAINED: False})
+    ppo = ("--rl-advantage", "gae", "--rl-critic-lr", "0.5")
+    done = job(more=ppo)
+    actor = ("actor", 0.5, "optimizer", "fresh")
+    assert done.events == ["before_model", "build", ("reference", 0.5), ("critic",), actor]
+    assert launch.save_rl_state(done.args, 3, len) == {"no_save_optim": True} and heard[-1] == "saved"
+    write_checkpoint("out", 3, 2.5)
+    again = job(more=ppo, kl=0)
+    assert again.events[2:4] == [("load", 3, "optimizer", False, True, False), ("step", 12)]
+    assert heard[-1] == ("resume", None, 0.5, 2.5, ("gpt",), {"model_provider_func": len})
+    monkeypatch.setattr(Loop, "state_dict", lambda self: {"cursor": 1, launch.TRAINED: True})
+    assert launch.save_rl_state(again.args, 4, len) == {}

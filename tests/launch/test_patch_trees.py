@@ -1,0 +1,150 @@
+"""`mindspeed_rl_plugin patch`, and the diffs in patches/: on synthetic trees, and on copies of the real ones."""
+
+import os
+import shutil
+import stat
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from mindspeed_rl_plugin.tools import patch as command
+from mindspeed_rl_plugin.tools.patch_trees import IMPORT_LINE, SCRIPT, TREES
+
+PATCHES = Path(__file__).parents[2] / "patches"
+
+
+def script(tree, *, before=0):
+    """A script with the tree's anchor on its line."""
+    lines = [f"# {n}\n" for n in range(1, tree.line + before)] + [tree.anchor + "\n", "from megatron import x\n"]
+    return "".join(lines)
+
+
+@pytest.fixture
+def make(tmp_path):
+    def build(tree, text=None):
+        root = tmp_path / "upstream"
+        if tree.kind == "Megatron-LM":
+            (root / "megatron/core").mkdir(parents=True)
+            numbers = tree.release.removeprefix("core_v").split(".")
+            names = ("MAJOR", "MINOR", "PATCH")
+            (root / "megatron/core/package_info.py").write_text(
+                "".join(f"{n} = {v}\n" for n, v in zip(names, numbers, strict=True))
+            )
+        else:
+            (root / "mindspeed_llm").mkdir(parents=True)
+        (root / SCRIPT).write_text(script(tree) if text is None else text)
+        return root
+
+    return build
+
+
+@pytest.mark.parametrize("tree", TREES, ids=lambda t: t.diff)
+def test_check_apply_revert(tree, make, capsys):
+    root = make(tree)
+    os.chmod(root / SCRIPT, 0o755)
+    before = (root / SCRIPT).read_text()
+    assert command.main(["--check", str(root)]) == 1
+    assert "not applied" in capsys.readouterr().out
+    for _ in range(2):  # twice is once
+        assert command.main(["--apply", str(root)]) == 0
+        lines = (root / SCRIPT).read_text().splitlines(keepends=True)
+        assert lines[tree.line] == IMPORT_LINE
+        assert lines[tree.line - 1] == tree.anchor + "\n"
+        assert lines.count(IMPORT_LINE) == 1
+    assert stat.S_IMODE(os.stat(root / SCRIPT).st_mode) == 0o755
+    assert command.main(["--check", str(root)]) == 0
+    for _ in range(2):
+        assert command.main(["--revert", str(root)]) == 0
+        assert (root / SCRIPT).read_text() == before
+
+
+@pytest.mark.parametrize("tree", TREES, ids=lambda t: t.diff)
+def test_the_diff_in_patches_is_what_git_applies(tree, make):
+    assert (PATCHES / tree.diff).read_text() == tree.render()
+    root = make(tree)
+    before = (root / SCRIPT).read_text()
+    for options in ([], ["--reverse"]):
+        subprocess.run(
+            ["git", "apply", "--unidiff-zero", *options, str(PATCHES / tree.diff)], cwd=root, check=True, timeout=30
+        )
+        assert command.main(["--check", str(root)]) == (1 if options else 0)
+    assert (root / SCRIPT).read_text() == before
+
+
+def test_patches_holds_nothing_else():
+    assert {p.name for p in PATCHES.iterdir()} == {tree.diff for tree in TREES} | {"README.md"}
+    readme = (PATCHES / "README.md").read_text()
+    assert all(tree.diff in readme for tree in TREES)
+
+
+def test_an_edited_script_is_matched_by_its_anchor(make, capsys):
+    root = make(TREES[0], script(TREES[0], before=3))
+    assert command.main(["--check", str(root)]) == 1
+    assert "at line 7; no diff in patches/ has it there" in capsys.readouterr().out
+    assert command.main(["--apply", str(root)]) == 0
+    assert (root / SCRIPT).read_text().splitlines()[7] == IMPORT_LINE.strip()
+
+
+def test_windows_line_ends_are_kept(make):
+    root = make(TREES[0])
+    text = (root / SCRIPT).read_text().replace("\n", "\r\n").encode()
+    (root / SCRIPT).write_bytes(text)
+    command.main(["--apply", str(root)])
+    assert (root / SCRIPT).read_bytes().count(b"\r\n") == (root / SCRIPT).read_bytes().count(b"\n")
+    command.main(["--revert", str(root)])
+    assert (root / SCRIPT).read_bytes() == text
+
+
+@pytest.mark.parametrize(
+    ("damage", "expected"),
+    [
+        (lambda root: (root / SCRIPT).write_text("print()\n"), "expected the line 'import torch' once in"),
+        (lambda root: (root / SCRIPT).write_text("import torch\n" * 2), "it is there 2 times"),
+        (lambda root: (root / SCRIPT).unlink(), "but has no pretrain_gpt.py"),
+        (lambda root: shutil.rmtree(root / "megatron"), "expected megatron/core/package_info.py (Megatron-LM) or"),
+        (
+            lambda root: (root / "megatron/core/package_info.py").write_text("MAJOR = 0\nMINOR = 11\nPATCH = 0\n"),
+            "is Megatron-LM core 0.11.0; expected core 0.12.1 to 0.19.x",
+        ),
+    ],
+)
+@pytest.mark.parametrize("option", ["--check", "--apply", "--revert"])
+def test_what_does_not_match_says_what_was_expected(make, capsys, damage, expected, option):
+    root = make(TREES[0])
+    damage(root)
+    before = (root / SCRIPT).read_text() if (root / SCRIPT).exists() else None
+    assert command.main([option, str(root)]) == 2
+    output = capsys.readouterr()
+    assert expected in output.out + output.err
+    assert before == ((root / SCRIPT).read_text() if (root / SCRIPT).exists() else None)
+
+
+def checkouts():
+    paths = os.environ.get("MEGATRON_LM_PATH", "").split(":") + os.environ.get("MINDSPEED_LLM_PATH", "").split(":")
+    return [p for p in paths if p]
+
+
+@pytest.mark.upstream
+def test_real_checkouts(tmp_path):
+    """Each checkout is one release of the table: applied and reverted, by the command and by git, on a copy."""
+    assert checkouts(), "MEGATRON_LM_PATH is empty"
+    for number, checkout in enumerate(checkouts()):
+        root = tmp_path / str(number)
+        root.mkdir()
+        for part in ("megatron/core/package_info.py", "mindspeed_llm/__init__.py", "setup.py", SCRIPT):
+            if (Path(checkout) / part).is_file():
+                (root / part).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy(Path(checkout) / part, root / part)
+        original = (root / SCRIPT).read_bytes()
+        assert command.main(["--check", str(root)]) == 1, checkout
+        line = original.decode().splitlines().index("import torch") + 1
+        if (root / "mindspeed_llm").is_dir():
+            line += 1
+        (tree,) = [t for t in TREES if t.line == line]
+        subprocess.run(["git", "apply", "--unidiff-zero", str(PATCHES / tree.diff)], cwd=root, check=True, timeout=30)
+        by_git = (root / SCRIPT).read_bytes()
+        assert command.main(["--revert", str(root)]) == 0
+        assert (root / SCRIPT).read_bytes() == original
+        assert command.main(["--apply", str(root)]) == 0
+        assert (root / SCRIPT).read_bytes() == by_git

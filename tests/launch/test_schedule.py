@@ -1,0 +1,121 @@
+"""The schedule check against Megatron's own scheduler: it refuses exactly what Megatron would refuse later."""
+
+import json
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+from mindspeed_rl_plugin.launch import schedule
+
+BASE = {
+    "train_iters": 100,
+    "lr_decay_iters": None,
+    "lr_warmup_iters": 10,
+    "lr_warmup_fraction": None,
+    "global_batch_size": 4,
+    "lr": 1e-3,
+    "min_lr": 1e-5,
+    "lr_decay_style": "cosine",
+    "start_weight_decay": 0.01,
+    "end_weight_decay": 0.01,
+    "weight_decay_incr_style": "constant",
+    "override_opt_param_scheduler": False,
+    "use_checkpoint_opt_param_scheduler": False,
+}
+
+CHANGES = [
+    {},
+    {"train_iters": 120},
+    {"train_iters": 120, "lr_decay_iters": 100},
+    {"lr_decay_iters": 100},
+    {"lr_decay_iters": 99},
+    {"lr_warmup_iters": 11},
+    {"lr_warmup_iters": 0, "lr_warmup_fraction": 0.1},
+    {"lr_warmup_fraction": 0.2},
+    {"global_batch_size": 8},
+    {"global_batch_size": 8, "train_iters": 50, "lr_warmup_iters": 5},
+    {"lr": 2e-3},
+    {"min_lr": 0.0},
+    {"lr_decay_style": "linear"},
+    {"start_weight_decay": 0.02, "end_weight_decay": 0.02},
+    {"weight_decay_incr_style": "linear"},
+    {"train_iters": 120, "override_opt_param_scheduler": True},
+    {"train_iters": 120, "use_checkpoint_opt_param_scheduler": True},
+]
+
+
+CONSTANT = {**BASE, "lr_decay_style": "constant"}
+LONGER = {**CONSTANT, "train_iters": 120}
+
+# resumed with -> whether a constant schedule is the same at every step
+FROM_CONSTANT = [
+    ({}, True),
+    ({"train_iters": 120}, True),
+    ({"min_lr": 0.0, "lr_decay_iters": 7}, True),
+    ({"lr": 2e-3, "train_iters": 120}, False),
+    ({"lr_warmup_iters": 11}, False),
+    ({"lr_decay_style": "cosine"}, False),
+    ({"start_weight_decay": 0.02, "end_weight_decay": 0.02}, False),
+    ({"train_iters": 120, "end_weight_decay": 0.02, "weight_decay_incr_style": "linear"}, False),
+]
+
+
+@pytest.mark.parametrize(("change", "same"), FROM_CONSTANT, ids=str)
+def test_a_constant_schedule_may_go_on_for_longer(change, same):
+    recorded = schedule.record(types.SimpleNamespace(**CONSTANT))
+    assert (problem(recorded, types.SimpleNamespace(**{**CONSTANT, **change})) is None) == same
+
+
+@pytest.fixture(scope="module")
+def megatrons():
+    """For each change: the state that Megatron saves before it, and whether it refuses the resume with it; then the
+    same for a longer constant schedule, without and with what settles it."""
+    pairs = [[BASE, {**BASE, **change}] for change in CHANGES]
+    more = schedule.settled(schedule.record(types.SimpleNamespace(**CONSTANT)), types.SimpleNamespace(**LONGER))
+    pairs += [[CONSTANT, LONGER], [CONSTANT, {**LONGER, **more}]]
+    worker = Path(__file__).with_name("schedule_worker.py")
+    done = subprocess.run(
+        [sys.executable, str(worker)], input=json.dumps(pairs), capture_output=True, text=True, timeout=200
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("number", range(len(CHANGES)), ids=lambda n: str(CHANGES[n]))
+def test_agrees_with_megatron(number, megatrons):
+    saved, refused = megatrons[number]
+    recorded = schedule.record(types.SimpleNamespace(**BASE))
+    assert schedule.compared(recorded).items() <= saved.items()
+    assert saved.keys() - schedule.compared(recorded) == {"num_steps"}, "all of it is compared"
+    assert refused == (problem(recorded, types.SimpleNamespace(**{**BASE, **CHANGES[number]})) is not None)
+
+
+def test_megatron_takes_a_longer_constant_schedule_once_it_is_settled(megatrons):
+    assert [refused for _, refused in megatrons[len(CHANGES) :]] == [True, False]
+
+
+def test_megatron_refuses_some_and_takes_some(megatrons):
+    assert {refused for _, refused in megatrons} == {True, False}
+
+
+def test_a_state_without_a_record_is_left_to_megatron():
+    assert problem(None, types.SimpleNamespace(**BASE)) is None
+
+
+def test_a_changed_batch_is_said_where_the_schedule_counts_by_it():
+    recorded = schedule.record(types.SimpleNamespace(**BASE))
+    told = schedule.remark(recorded, types.SimpleNamespace(**{**BASE, "global_batch_size": 16}), 6)
+    assert "was 4, now 16" in told and "the 6 iterations so far are to it 1.5 of the 16 sequences" in told
+    assert schedule.remark(recorded, types.SimpleNamespace(**BASE), 6) is None
+    flat = types.SimpleNamespace(**{**CONSTANT, "global_batch_size": 16, "lr_warmup_iters": 0})
+    assert schedule.remark(recorded, flat, 6) is None and schedule.remark(None, flat, 6) is None
+
+
+def problem(recorded, args):
+    try:
+        schedule.check(recorded, args, "out/iter_0000004")
+    except ValueError as error:
+        return str(error)

@@ -1,0 +1,140 @@
+"""Where training starts: the decision table over --save, --load and --pretrained-checkpoint."""
+
+import types
+
+import pytest
+
+from mindspeed_rl_plugin.launch import checkpoint_files as files
+from mindspeed_rl_plugin.launch.start import Start, decide, describe, load_arguments, weights_arguments
+
+
+@pytest.fixture
+def disk(tmp_path, monkeypatch):
+    """`disk.make("dir", 500, rl=True)` leaves a checkpoint directory; `disk.args(...)` is a script's namespace."""
+    monkeypatch.chdir(tmp_path)
+
+    def make(name, *iterations, rl=False, tracker=None):
+        for iteration in iterations:
+            if rl:
+                files.write_state(name, iteration, {})
+            else:
+                (tmp_path / files.iteration_dir(name, iteration)).mkdir(parents=True)
+        (tmp_path / name / files.TRACKER).write_text(str(iterations[-1] if tracker is None else tracker))
+
+    def args(**values):
+        base = {"save": "out", "load": None, "pretrained_checkpoint": None, "ckpt_step": None}
+        base |= {"finetune": False, "no_load_optim": False, "no_load_rng": False}
+        return types.SimpleNamespace(**(base | values))
+
+    return types.SimpleNamespace(make=make, args=args, path=tmp_path)
+
+
+def test_fresh(disk):
+    args = disk.args()
+    start = decide(args)
+    assert start == Start("fresh", None, 0, None, None)
+    assert describe(start, args) == "[rl] training starts from random weights: no --load was given"
+    assert load_arguments(start, args) == {"load": None, "pretrained_checkpoint": None}
+
+
+@pytest.mark.parametrize("name", ["load", "pretrained_checkpoint"])
+def test_weights_of_load_or_pretrained_checkpoint(disk, name):
+    disk.make("base", 100, 500)
+    args = disk.args(**{name: "base"})
+    start = decide(args)
+    assert start == Start("pretrained", str(disk.path / "base"), 0, str(disk.path / "base/iter_0000500"), None)
+    assert load_arguments(start, args) == {
+        "load": str(disk.path / "base"),
+        "pretrained_checkpoint": None,
+        "ckpt_step": 500,
+        "finetune": True,
+        "no_load_optim": True,
+        "no_load_rng": True,
+    }
+    assert "iter_0000500 at iteration 0" in describe(start, args)
+
+
+def test_load_goes_before_pretrained_checkpoint_when_it_holds_one(disk):
+    disk.make("a", 1)
+    disk.make("b", 2)
+    assert decide(disk.args(load="a", pretrained_checkpoint="b")).reference_path.endswith("a/iter_0000001")
+    assert decide(disk.args(load="empty", pretrained_checkpoint="b")).reference_path.endswith("b/iter_0000002")
+
+
+def test_ckpt_step_picks_the_iteration(disk):
+    disk.make("base", 100, 500)
+    assert decide(disk.args(load="base", ckpt_step=100)).reference_path.endswith("iter_0000100")
+
+
+def test_release(disk):
+    disk.make("base", "release")
+    start = decide(disk.args(load="base"))
+    assert start.reference_path == str(disk.path / "base/release")
+    assert load_arguments(start, disk.args())["ckpt_step"] is None
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {},
+        {"load": "base"},
+        {"load": "nowhere"},
+        {"load": "base", "no_load_optim": True, "no_load_rng": True, "finetune": True, "ckpt_step": 500},
+        {"pretrained_checkpoint": "base"},
+        {"load": "out"},
+    ],
+)
+def test_rl_state_in_save_is_resumed_whole_whatever_the_script_says(disk, flags):
+    disk.make("base", 500)
+    disk.make("out", 4, 8, rl=True)
+    args = disk.args(**flags)
+    start = decide(args)
+    assert start == Start("resume", str(disk.path / "out"), 8, None, None)
+    assert load_arguments(start, args) == {
+        "load": str(disk.path / "out"),
+        "pretrained_checkpoint": None,
+        "ckpt_step": None,
+        "finetune": False,
+        "no_load_optim": False,
+        "no_load_rng": False,
+    }
+    line = describe(start, args)
+    assert "resumes from" in line and "at iteration 8, optimizer and RL state included" in line
+    for name in flags:
+        mentioned = f"--{name.replace('_', '-')}" in line
+        assert mentioned == (flags[name] != "out"), line
+
+
+def test_the_tracker_decides_not_the_newest_folder(disk):
+    """A crash in a save leaves a folder that the tracker does not point to."""
+    disk.make("out", 4, 8, rl=True, tracker=4)
+    assert decide(disk.args()).iteration == 4
+
+
+def test_a_first_save_that_was_never_finished_does_not_count(disk):
+    disk.make("base", 500)
+    files.write_state("out", 4, {})
+    assert decide(disk.args(load="base")).kind == "pretrained"
+
+
+@pytest.mark.parametrize("iteration", [500, "release"])
+def test_a_pretraining_checkpoint_in_save_is_not_overwritten(disk, iteration):
+    disk.make("out", iteration)
+    for flags in ({}, {"load": "out"}):
+        with pytest.raises(ValueError, match="that has no RL state: RL would write over it; give --save"):
+            decide(disk.args(**flags))
+
+
+@pytest.mark.parametrize("flags", [{"load": "nowhere"}, {"pretrained_checkpoint": "nowhere"}])
+def test_a_load_without_checkpoint_is_refused(disk, flags):
+    with pytest.raises(ValueError, match=r"nowhere holds no checkpoint \(latest_checkpointed_it.* is missing\)"):
+        decide(disk.args(**flags))
+
+
+def test_reference_after_its_run_went_on(disk):
+    """The pretraining run may save later iterations; the reference stays reachable by its own number."""
+    disk.make("base", 500, 900)
+    assert weights_arguments(str(disk.path / "base/iter_0000500"))["ckpt_step"] == 500
+    disk.make("base", "release")
+    with pytest.raises(ValueError, match="holds 'release', so Megatron cannot load .*iter_0000500; put 500 back"):
+        weights_arguments(str(disk.path / "base/iter_0000500"))

@@ -1,0 +1,134 @@
+"""Attaching, starting and resuming for real: Megatron, two ranks, its own checkpoints in format torch."""
+
+import pickle
+import re
+import shutil
+import types
+
+import pytest
+import torch
+
+from mindspeed_rl_plugin.launch import checkpoint_files as files
+
+LAYOUTS = {
+    "distributed": ["--use-distributed-optimizer", "--bf16"],
+    "tensor": ["--tensor-model-parallel-size", "2"],
+}
+
+
+@pytest.fixture(scope="module", params=["distributed", pytest.param("tensor", marks=pytest.mark.slow)])
+def layout(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def pretrained(megatron, layout):
+    """Five pretraining iterations through the runner, without any RL flag."""
+    return megatron(*LAYOUTS[layout], "--train-iters", "5", "--save", f"base-{layout}", "--save-interval", "5")
+
+
+def test_without_rl_flags_pretraining_is_bitwise_unchanged(megatron, layout, pretrained):
+    assert pretrained.events == [], "the loop is never asked"
+    flags = [*LAYOUTS[layout], "--train-iters", "5", "--save", f"alone-{layout}", "--save-interval", "5"]
+    alone = megatron(*flags, mode="--host-only")
+    assert "mindspeed_rl_plugin.launch" not in alone.log and "[rl]" not in pretrained.log
+    assert losses(alone) == losses(pretrained) and len(losses(alone)) == 5
+    left, right = (megatron.folder / f"{kind}-{layout}" / "iter_0000005" for kind in ("alone", "base"))
+    names = sorted(str(p.relative_to(left)) for p in left.rglob("*.pt"))
+    assert names == sorted(str(p.relative_to(right)) for p in right.rglob("*.pt")) and names
+    for name in names:
+        assert_same(load(left / name), load(right / name), name)
+
+
+def test_resume_equals_the_uninterrupted_run(megatron, layout, pretrained):
+    """Weights of --load only at first; then everything from --save, whatever the script says of loading."""
+    folder = megatron.folder
+    out, again = f"out-{layout}", f"again-{layout}"
+    script = [*LAYOUTS[layout], "--load", f"base-{layout}", "--save-interval", "2"]
+    script += ["--no-load-optim", "--no-load-rng", "--finetune"]
+    whole = megatron(*script, "--save", out, rl=True)
+    (start,) = whole.of("start")
+    assert (start["kind"], start["iteration"]) == ("pretrained", 0)
+    assert whole.of("reference")[0]["weights"] == start["weights"]
+    assert [e["cursor"] for e in whole.of("step")] == [1, 2, 3, 4]
+    assert whole.log.count("[rl] patch in force") == 7
+    assert whole.log.count("[rl] training starts from the weights of") == 1
+    for iteration in (2, 4):
+        assert files.has_state(str(folder / out), iteration)
+
+    (folder / again).mkdir()
+    shutil.copytree(folder / out / "iter_0000002", folder / again / "iter_0000002")
+    (folder / again / files.TRACKER).write_text("2")
+    resumed = megatron(*script, "--save", again, rl=True)
+    assert [e["event"] for e in resumed.events] == ["before_model", "reference", "state", "start", "step", "step"]
+    (start,) = resumed.of("start")
+    assert (start["kind"], start["iteration"]) == ("resume", 2)
+    assert resumed.of("reference") == whole.of("reference")
+    assert start["weights"] == whole.of("step")[1]["weights"]
+    assert resumed.of("step") == whole.of("step")[2:]
+    assert "(--finetune, --no-load-optim, --no-load-rng, --load set aside, as of the first start)" in resumed.log
+    for name in sorted(str(p.relative_to(folder / out)) for p in (folder / out / "iter_0000004").rglob("*.pt")):
+        assert_same(load(folder / out / name), load(folder / again / name), name)
+
+    longer = megatron(*script, "--train-iters", "6", "--save", again, rl=True, code=None)
+    assert longer.code != 0 and [e["event"] for e in longer.events] == ["before_model"], "before the model is built"
+    assert "--train-iters was 4, now 6. Give --override-opt_param-scheduler" in longer.log
+
+
+def test_bad_arguments_end_the_job_before_anything_is_built(megatron):
+    job = megatron("--save", "bad", "--save-interval", "2", "--attention-dropout", "0.1", rl=True, code=None)
+    assert job.code != 0
+    assert "ValueError: RL cannot run with these arguments:\n" in job.log
+    assert "  - --attention-dropout 0.1: dropout makes old and new log-probs differ" in job.log
+    assert job.events == [] and "initialized" not in job.log and not (megatron.folder / "bad").exists()
+
+
+def losses(job):
+    """(iteration, loss, grad norm) as printed."""
+    pattern = r"iteration +(\d+)/.*?lm loss: ([\d.E+-]+).*?grad norm: ([\d.]+)"
+    return re.findall(pattern, job.log)
+
+
+class _Megatron:
+    """Stands for any class of Megatron in a checkpoint, so that reading one imports nothing."""
+
+    def __new__(cls, *args):
+        self = super().__new__(cls)
+        self.__dict__["args"] = args
+        return self
+
+    def __init__(self, *args):
+        pass
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module, name):
+        if module.split(".")[0] in ("megatron", "mindspeed_rl_plugin"):
+            return type(name, (_Megatron,), {})
+        return super().find_class(module, name)
+
+
+def load(path):
+    reader = types.SimpleNamespace(__name__="reader", Unpickler=_Unpickler, load=None)
+    return torch.load(path, weights_only=False, pickle_module=reader)
+
+
+def assert_same(left, right, where):
+    """Bitwise equality of everything but the parsed arguments, which name different folders and flags."""
+    if isinstance(left, dict):
+        assert left.keys() == right.keys(), where
+        for key in left:
+            if key != "args":
+                assert_same(left[key], right[key], f"{where}/{key}")
+    elif isinstance(left, (list, tuple)):
+        assert len(left) == len(right), where
+        for number, pair in enumerate(zip(left, right, strict=True)):
+            assert_same(*pair, f"{where}/{number}")
+    elif isinstance(left, torch.Tensor):
+        assert left.dtype == right.dtype and torch.equal(left, right), where
+    elif hasattr(left, "__dict__") and not callable(left):
+        assert_same(vars(left), vars(right), where)
+    elif hasattr(left, "tobytes"):
+        assert left.tobytes() == right.tobytes(), where
+    else:
+        assert left == right, where

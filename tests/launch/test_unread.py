@@ -1,0 +1,136 @@
+"""Flags that nothing would read: which are refused for which algorithm, and which values are always accepted."""
+
+import dataclasses
+import typing
+from types import UnionType
+
+import pytest
+
+from mindspeed_rl_plugin.algorithms import ALGORITHMS, resolve
+from mindspeed_rl_plugin.config import AlgorithmConfig, RLConfig, flag_name
+from mindspeed_rl_plugin.launch import unread
+
+
+def messages(config):
+    return list(unread.refused(None, config))
+
+
+def chosen(algorithm, **fields):
+    return RLConfig(algorithm=AlgorithmConfig(algorithm=algorithm, **fields))
+
+
+# A flag, a run that would ignore it, what the message must name, and a run that reads it.
+ROWS = [
+    ({"overlong_penalty": 0.5}, {"algorithm": "grpo"}, "--rl-overlong-buffer", {"overlong_buffer": 4}),
+    ({"overlong_penalty": 0.5}, {"algorithm": "dapo", "overlong_buffer": 0}, "buffer", {"algorithm": "dapo"}),
+    ({"filtration_power": 3.0}, {"algorithm": "grpo"}, "--rl-filtration pow", {"filtration": "pow"}),
+    ({"filtration_power": 3.0}, {"algorithm": "pf-ppo"}, "--rl-filtration pow", {"filtration": "pow"}),
+    ({"filtration_whole_batch": True}, {"algorithm": "ppo"}, "--rl-filtration", {"algorithm": "pf-ppo"}),
+    ({"gamma": 0.9}, {"algorithm": "grpo"}, "--rl-advantage gae or reinforce++", {"algorithm": "reinforce++"}),
+    ({"gamma": 0.9}, {"algorithm": "grpo", "advantage": "reinforce++-baseline"}, "gae", {"algorithm": "ppo"}),
+    ({"gae_lambda": 0.9}, {"algorithm": "reinforce++"}, "--rl-advantage gae", {"algorithm": "ppo"}),
+    ({"value_clip": 0.5}, {"algorithm": "dapo"}, "--rl-advantage gae", {"advantage": "gae"}),
+    ({"dynamic_sampling_rounds": 3}, {"algorithm": "grpo"}, "--rl-dynamic-sampling", {"dynamic_sampling": True}),
+    (
+        {"dynamic_sampling_rounds": 3},
+        {"algorithm": "dapo", "dynamic_sampling": False},
+        "--rl-dynamic-sampling",
+        {"algorithm": "dapo"},
+    ),
+    ({"correction_level": "sequence"}, {"algorithm": "grpo"}, "--rl-correction", {"correction": "mask"}),
+    ({"correction_low": 0.1}, {"algorithm": "grpo"}, "--rl-correction other than off", {"correction": "mask"}),
+    ({"correction_high": 5.0}, {"algorithm": "ppo"}, "--rl-correction other than off", {"correction": "truncate"}),
+    ({"kl_reward_estimator": "k3"}, {"algorithm": "grpo"}, "--rl-kl-reward-coef", {"algorithm": "rloo"}),
+    ({"kl_reward_estimator": "k2"}, {"algorithm": "rloo", "kl_reward_coef": 0.0}, "coef", {"algorithm": "rloo"}),
+    ({"kl_estimator": "k1"}, {"algorithm": "dapo"}, "--rl-kl-loss-coef", {"kl_loss_coef": 0.1}),
+    ({"kl_estimator": "k1"}, {"algorithm": "grpo", "kl_loss_coef": 0.0}, "--rl-kl-loss-coef", {"algorithm": "ppo"}),
+    ({"advantage_eps": 1e-3}, {"algorithm": "ppo"}, "--rl-advantage group-norm", {"algorithm": "dapo"}),
+    ({"dpo_beta": 0.3}, {"algorithm": "grpo"}, "--rl-algorithm dpo", {"algorithm": "dpo"}),
+    ({"dpo_length_norm": True}, {"algorithm": "ppo"}, "--rl-algorithm dpo", {"algorithm": "dpo"}),
+]
+
+
+@pytest.mark.parametrize(("flag", "ignoring", "reader", "reading"), ROWS, ids=str)
+def test_a_flag_is_refused_where_nothing_reads_it_and_nowhere_else(flag, ignoring, reader, reading):
+    ((field, value),) = flag.items()
+    (message,) = messages(chosen(**ignoring, **flag))
+    told, _, rest = message.partition(f" has no meaning for --rl-algorithm {ignoring['algorithm']} here: only ")
+    assert told == flag_name(field) + f" {value}" * (value is not True) and reader in rest and "remove it" in rest
+    assert messages(chosen(**{"algorithm": "grpo", **reading, **flag})) == []
+
+
+def test_every_row_of_the_table_is_tried():
+    tried = {field for flag, *_ in ROWS for field in flag}
+    assert set(unread.READERS) - tried == {
+        *("chosen_key", "rejected_key", "dpo_loss", "dpo_label_smoothing", "dpo_reference_cache")
+    }
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_what_a_preset_has_of_itself_is_accepted_when_it_is_given(name):
+    assert messages(chosen(name)) == []
+    preset, default = resolve(AlgorithmConfig(algorithm=name)), AlgorithmConfig()
+    for field in unread.READERS:
+        if hasattr(default, field) and hasattr(preset, field):
+            assert messages(chosen(name, **{field: getattr(preset, field)})) == [], field
+
+
+def other_than(hint, value):
+    """Some value of a field's type that is not its default."""
+    if isinstance(value, bool):
+        return not value
+    hint = next((h for h in typing.get_args(hint) if h is not type(None)), hint) if is_union(hint) else hint
+    if typing.get_origin(hint) is tuple:
+        return (*value, typing.get_args(hint)[0]("7"))
+    return {bool: True, int: 7, float: 0.7, str: "other"}[hint]
+
+
+def is_union(hint):
+    return typing.get_origin(hint) is UnionType
+
+
+def every_field():
+    for group, kind in typing.get_type_hints(RLConfig).items():
+        hints = typing.get_type_hints(kind)
+        yield from ((group, field, hints[field.name]) for field in dataclasses.fields(kind))
+
+
+@pytest.mark.parametrize(
+    ("group", "field", "hint"),
+    [row for row in every_field() if row[0] != "algorithm"],
+    ids=lambda value: value if isinstance(value, str) else getattr(value, "name", ""),
+)
+def test_pairs_refuse_whole_groups_less_what_they_read(group, field, hint):
+    config = chosen("dpo")
+    value = other_than(hint, field.default)
+    changed = dataclasses.replace(getattr(config, group), **{field.name: value})
+    found = messages(dataclasses.replace(config, **{group: changed}))
+    if field.name in unread.READ_BY_PAIRS:
+        assert found == []
+    else:
+        (message,) = found
+        assert "has no meaning for --rl-algorithm dpo here: only an algorithm that draws responses" in message
+
+
+def test_the_groups_that_pairs_refuse_whole():
+    names = {group: {f.name for g, f, _ in every_field() if g == group} for group, *_ in every_field()}
+    assert set().union(*names.values()) >= unread.READ_BY_PAIRS | set(unread.READERS)
+    assert all(not names[group] & unread.READ_BY_PAIRS for group in ("reward", "reshard", "dock"))
+
+
+@pytest.mark.parametrize(
+    ("fields", "flag"),
+    [
+        ({"kl_loss_coef": 0.1}, "--rl-kl-loss-coef 0.1"),
+        ({"entropy_coef": 0.1}, "--rl-entropy-coef 0.1"),
+        ({"gamma": 0.9}, "--rl-gamma 0.9"),
+        ({"value_clip": 0.5}, "--rl-value-clip 0.5"),
+        ({"ppo_epochs": 2}, "--rl-ppo-epochs 2"),
+        ({"correction": "mask"}, "--rl-correction mask"),
+        ({"advantage_eps": 1e-3}, "--rl-advantage-eps 0.001"),
+    ],
+)
+def test_pairs_refuse_the_parts_of_other_algorithms(fields, flag):
+    (message,) = messages(chosen("dpo", **fields))
+    assert message.startswith(f"{flag} has no meaning for --rl-algorithm dpo")
+    assert messages(chosen("dpo", kl_loss_coef=0.0)) == []

@@ -1,0 +1,198 @@
+"""The wrappers one by one: pass-through without --rl-algorithm, and what each asks of `startup` and the loop."""
+
+import argparse
+import sys
+import types
+
+import pytest
+
+import mindspeed_rl_plugin
+from mindspeed_rl_plugin import environment
+from mindspeed_rl_plugin.config import add_flags
+from mindspeed_rl_plugin.launch import checks, launch, wrappers
+from mindspeed_rl_plugin.launch import patch_apply as applying
+from mindspeed_rl_plugin.launch.patch_table import PATCHES
+
+
+def parsed(*words):
+    return add_flags(argparse.ArgumentParser()).parse_args(words)
+
+
+@pytest.fixture
+def world(monkeypatch):
+    """Megatron's get_args and the loop, both by hand; `world.args` may be replaced."""
+    w = types.SimpleNamespace(args=parsed("--rl-algorithm", "grpo"), events=[])
+    megatron = types.ModuleType("megatron.training")
+    megatron.get_args = lambda: w.args
+    monkeypatch.setitem(sys.modules, "megatron.training", megatron)
+    loop = types.SimpleNamespace(
+        train_iterator=lambda: "dock",
+        train_step=lambda original, args, kwargs: ("stepped", original(*args, **kwargs)),
+    )
+    iteration = types.ModuleType("mindspeed_rl_plugin.loop.loop")
+    iteration.current = lambda: loop
+    monkeypatch.setitem(sys.modules, "mindspeed_rl_plugin.loop.loop", iteration)
+    monkeypatch.setattr(mindspeed_rl_plugin, "iteration", iteration, raising=False)
+    monkeypatch.setattr(applying, "assert_in_force", lambda: w.events.append("in force"))
+    w.loop = loop
+    return w
+
+
+@pytest.mark.parametrize("patch", PATCHES[2:], ids=lambda p: p.name)
+def test_without_rl_everything_passes_through(world, patch):
+    world.args = parsed()
+    calls = []
+
+    def original(*positional, **named):
+        calls.append((positional, named))
+        return "result"
+
+    assert patch.wrapper(original)(1, 2, three=3) == "result"
+    assert calls == [((1, 2), {"three": 3})]
+    assert world.events == []
+
+
+def test_flags_are_added_to_what_megatron_returns():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--other", help="10% of it")
+    wrapped = wrappers.add_megatron_arguments_wrapper(lambda p: p)
+    assert wrapped(wrapped(parser)) is parser
+    assert parser.parse_args(["--rl-algorithm", "grpo"]).rl_algorithm == "grpo"
+    assert "10% of it" in " ".join(parser.format_help().split()), "a bare % in a help text must not break --help"
+
+
+def test_help_texts_that_work_are_left_alone():
+    parser = argparse.ArgumentParser()
+    good = [
+        parser.add_argument("--a", help="half, 50%% (default: %(default)s)", default=3),
+        parser.add_argument("--b", help="of %(prog)s"),
+        parser.add_argument("--c", help=argparse.SUPPRESS),
+    ]
+    texts = [a.help for a in good]
+    wrappers.add_megatron_arguments_wrapper(lambda p: p)(parser)
+    assert [a.help for a in good] == texts
+
+
+@pytest.mark.parametrize("words", [["--yaml-cfg", "a"], ["--yaml-cfg=a"]])
+def test_yaml_arguments_are_refused_only_with_rl(monkeypatch, words):
+    wrapped = wrappers.add_megatron_arguments_wrapper(lambda p: p)
+    monkeypatch.setattr(sys, "argv", ["script", *words])
+    wrapped(argparse.ArgumentParser())
+    monkeypatch.setattr(sys, "argv", ["script", *words, "--rl-algorithm", "grpo"])
+    with pytest.raises(ValueError, match="--yaml-cfg drops every other argument"):
+        wrapped(argparse.ArgumentParser())
+
+
+def test_validation_comes_after_megatrons(monkeypatch, world):
+    seen = []
+    monkeypatch.setattr(checks, "check_args", lambda args: seen.append(("ours", args.derived)))
+
+    def original(args, defaults=None):
+        args.derived = 8
+        return args
+
+    wrapped = wrappers.validate_args_wrapper(original)
+    assert wrapped(world.args, {"a": 1}) is world.args
+    assert seen == [("ours", 8)]
+
+
+def test_a_batch_that_does_not_divide_is_refused_before_megatron_validates(world):
+    validated = []
+    wrapped = wrappers.validate_args_wrapper(lambda args, defaults: validated.append(args))
+    world.args.world_size, world.args.global_batch_size, world.args.micro_batch_size = 2, 60, 8
+    with pytest.raises(ValueError, match="RL cannot run with these arguments:\n  - --global-batch-size 60 is not"):
+        wrapped(world.args, {})
+    assert not validated
+
+
+def test_one_rank_of_a_machine_says_what_is_refused_and_the_others_wait_to_be_ended(world, monkeypatch):
+    waited = []
+    monkeypatch.setattr(environment.time, "sleep", waited.append)
+    monkeypatch.setattr(checks, "check_args", lambda args: (_ for _ in ()).throw(ValueError("refused")))
+    wrapped = wrappers.validate_args_wrapper(lambda args, defaults: args)
+    for local_rank, waits in (("0", []), ("1", [environment.SPEAK_SECONDS])):
+        monkeypatch.setenv("LOCAL_RANK", local_rank)
+        with pytest.raises(ValueError, match="refused"):
+            wrapped(world.args, {})
+        assert waited == waits
+
+
+def test_rl_flags_without_an_algorithm_are_warned_of(world, capsys, monkeypatch):
+    wrapped = wrappers.validate_args_wrapper(lambda args, defaults: args)
+    wrapped(parsed(), {})
+    assert capsys.readouterr().out == ""
+    wrapped(parsed("--rl-reward", "math", "--rl-top-p", "0.9"), {})
+    told = capsys.readouterr().out
+    assert told.startswith(
+        "[rl] WARNING: this run is ordinary pretraining, no reinforcement learning: --rl-algorithm is"
+    )
+    assert "these have no effect: --rl-top-p --rl-reward. Give --rl-algorithm NAME (`python -m" in told
+    monkeypatch.setenv("RANK", "1")
+    wrapped(parsed("--rl-reward", "math"), {})
+    assert capsys.readouterr().out == ""
+
+
+def test_setup_proves_the_patches_first(world, monkeypatch):
+    def fake_launch(original, positional, named, args, loop):
+        world.events.append(("launch", positional, named, args is world.args, loop is world.loop))
+        return original(*positional, **named)
+
+    monkeypatch.setattr(launch, "launch", fake_launch)
+    wrapped = wrappers.setup_model_and_optimizer_wrapper(lambda *a, **k: "model")
+    assert wrapped("provider", checkpointing_context={}) == "model"
+    assert world.events == ["in force", ("launch", ("provider",), {"checkpointing_context": {}}, True, True)]
+
+
+@pytest.mark.parametrize(("positional", "named"), [((7, "model"), {}), ((), {"iteration": 7, "model": "model"})])
+def test_state_is_written_before_megatron_saves(world, monkeypatch, positional, named):
+    """Before all of it, so an asynchronous save too updates its tracker file later."""
+    megatron = lambda *a, **k: world.events.append(("megatron", world.args.no_save_optim))  # noqa: E731
+
+    def save(args, iteration, original):
+        world.events.append(("state", iteration, original is megatron))
+        return {"no_save_optim": True}
+
+    world.args.no_save_optim = False
+    monkeypatch.setattr(launch, "save_rl_state", save)
+    wrappers.save_checkpoint_wrapper(megatron)(*positional, **named)
+    assert world.events == [("state", 7, True), ("megatron", True)] and world.args.no_save_optim is False
+
+
+def test_a_failed_state_stops_the_save(world, monkeypatch):
+    def full(args, iteration, original):
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(launch, "save_rl_state", full)
+    with pytest.raises(OSError, match="no space"):
+        wrappers.save_checkpoint_wrapper(lambda *a: world.events.append("megatron"))(7)
+    assert world.events == []
+
+
+def test_load_goes_through_startup(world, monkeypatch):
+    monkeypatch.setattr(launch, "load", lambda original, positional, named: ("loaded", original(*positional, **named)))
+    wrapped = wrappers.load_checkpoint_wrapper(lambda *a, **k: (a, k))
+    assert wrapped(1, strict=True) == ("loaded", ((1,), {"strict": True}))
+
+
+def test_the_iterator_is_the_docks_and_no_data_is_opened(world):
+    def never(provider):
+        raise AssertionError("pretraining data were opened")
+
+    assert wrappers.build_train_valid_test_data_iterators_wrapper(never)(None) == ("dock", None, None)
+    assert (world.args.do_train, world.args.do_valid, world.args.do_test) == (True, False, False)
+
+
+def test_the_step_is_the_loops(world):
+    wrapped = wrappers.train_step_wrapper(lambda *a, **k: (a, k))
+    assert wrapped(1, 2, iteration=3) == ("stepped", ((1, 2), {"iteration": 3}))
+
+
+def test_an_error_in_a_step_is_said_in_lines_of_our_own(world, monkeypatch, capsys):
+    def fail(*_):
+        raise RuntimeError("the grader\nreturned nan")
+
+    world.loop.train_step = fail
+    monkeypatch.setenv("RANK", "3")
+    with pytest.raises(RuntimeError):
+        wrappers.train_step_wrapper(None)()
+    assert capsys.readouterr().out == "[rl] rank 3 stops: RuntimeError: the grader\n[rl] returned nan\n"

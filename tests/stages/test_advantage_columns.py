@@ -1,0 +1,165 @@
+"""The advantage state of the loop: however groups lie on ranks, the columns are those of one rank with all rows."""
+
+import pytest
+import torch
+
+from mindspeed_rl_plugin.algorithms import resolve
+from mindspeed_rl_plugin.config import AlgorithmConfig
+from mindspeed_rl_plugin.rows import Ragged, Rows, SampleId
+from mindspeed_rl_plugin.stages import columns
+
+LIMIT = 8
+# Responses of each prompt: an empty one, one-token ones, one at the limit.
+RESPONSES = ((3, 1, 8), (2, 0, 5), (1, 1, 1), (4, 6, 7))
+RUNNING = ("ppo", "grpo", "dapo", "dr-grpo", "rloo", "reinforce++", "gspo", "cispo")
+
+
+def rollout(dropped=()):
+    """Rows with what the estimators read; `dropped`: rows whose grader failed."""
+    g = torch.Generator().manual_seed(1)
+    ids = tuple(SampleId(0, i, j) for i, group in enumerate(RESPONSES) for j in range(len(group)))
+    lengths = [n for group in RESPONSES for n in group]
+    masks = [torch.tensor([0, 0] + [1] * n, dtype=torch.uint8) for n in lengths]
+    old, ref, values = ([torch.randn(len(m), generator=g) * m for m in masks] for _ in range(3))
+    return Rows(
+        ids,
+        {
+            "reward": torch.tensor([float(i % 3 == 1) for i in range(len(ids))]),
+            "graded": torch.tensor([i not in dropped for i in range(len(ids))], dtype=torch.int8),
+            "response_length": torch.tensor(lengths),
+            "loss_mask": Ragged.from_rows(masks),
+            "logp_old": Ragged.from_rows(old),
+            "logp_ref": Ragged.from_rows(ref),
+            "values": Ragged.from_rows(values),
+        },
+    )
+
+
+def on_ranks(parts, algorithm):
+    """What every rank writes; ranks with no rows take part in what is collective."""
+    shared = []
+    for part in parts:  # first each gives its own, then each sees all
+        columns.advantage_columns(part, algorithm, LIMIT, lambda mine: shared.append(mine) or [mine])
+    assert len(shared) == (len(parts) if algorithm.whitened else 0)
+    return [columns.advantage_columns(part, algorithm, LIMIT, lambda mine: shared) for part in parts]
+
+
+@pytest.mark.parametrize("name", RUNNING)
+@pytest.mark.parametrize("dropped", [(), (4,), range(12)])
+def test_advantages_do_not_depend_on_who_holds_which_group(name, dropped):
+    algorithm = resolve(AlgorithmConfig(algorithm=name))
+    rows = rollout(dropped)
+    (whole,) = on_ranks([rows], algorithm)
+    reads = columns.advantage_reads(algorithm)
+    rows = Rows(rows.ids, {n: c for n, c in rows.columns.items() if n in reads})
+    parts = [rows.take(range(0, 3)), rows.take(range(3, 12)), Rows(())]
+    first, second, nothing = on_ranks(parts, algorithm)
+    assert nothing is None
+    written = next(s.writes for s in columns.grpo_states(algorithm) if s.name == "advantage")
+    assert set(written) == set(whole.columns)
+    got = Rows.concat([first, second])
+    name = columns.advantage_name(algorithm)
+    assert torch.equal(got["kept"], whole["kept"]) and got["kept"].tolist() == [
+        int(not any(i // 3 == j // 3 for j in dropped)) for i in range(12)
+    ]
+    values, wanted = (c[name].values if algorithm.per_token else c[name] for c in (got, whole))
+    torch.testing.assert_close(values, wanted, rtol=1e-6, atol=1e-7)
+    assert values.dtype == torch.float32 and torch.isfinite(values).all()
+    assert (len(set(dropped)) == 12) == (not values.any())
+
+
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("rule", ["best-worst", "best-random", "pow"])
+def test_filtration_does_not_depend_on_who_holds_which_group(rule, whole):
+    """Two steps of two groups; a dropped group neither draws nor is drawn."""
+    algorithm = resolve(AlgorithmConfig(algorithm="grpo", filtration=rule, filtration_whole_batch=whole))
+    rows = rollout(dropped=(4,))
+    rows = rows.with_columns(reward=torch.tensor([0.2, 0.5, 0.9, 1, 1, 1, 0.1, 0.1, 0.4, 2.0, 0.0, 1.0]))
+    steps = {i: i.group // 2 for i in rows.ids}
+
+    def on(parts, seed=3):
+        shared = []
+        more = {"seed": seed, "steps": steps}
+        for part in parts:
+            columns.advantage_columns(part, algorithm, LIMIT, lambda mine: shared.append(mine) or [mine] * 4, **more)
+        assert len(shared) == (len(parts) if whole else 0)
+        return [columns.advantage_columns(part, algorithm, LIMIT, lambda mine: shared, **more) for part in parts]
+
+    (one,) = on([rows])
+    shuffled = rows.take([2, 0, 1, 5, 4, 3])
+    first, second, nothing = on([rows.take(range(6, 12)), shuffled, Rows(())])
+    assert nothing is None
+    both = Rows.concat([first, second]).select(rows.ids)
+    assert torch.equal(both["times"], one["times"]) and one["times"].dtype == torch.int32
+    times = one["times"].tolist()
+    assert times[3:6] == [0, 0, 0]
+    pools = [range(0, 3), range(6, 12)] if whole else [range(0, 3), range(6, 9), range(9, 12)]
+    assert [sum(times[i] for i in pool) for pool in pools] == [len(pool) for pool in pools]
+    for pool in pools:
+        reward = [float(rows["reward"][i]) for i in pool]
+        for i, r in zip(pool, reward, strict=True):
+            assert times[i] == 0 or rule == "best-random" or r in (max(reward), min(reward)) or rule == "pow" and r
+    assert any(on([rows], seed)[0]["times"].tolist() != times for seed in range(4, 9)), "draws depend on the seed"
+    assert set(one.columns) == set(columns.advantage_writes(algorithm))
+    assert "times" in columns.update_reads(algorithm) and "times" in columns.measure_reads(algorithm, False)
+
+
+def test_whitened_advantages_have_mean_zero_and_variance_one_over_kept_tokens():
+    algorithm = resolve(AlgorithmConfig(algorithm="reinforce++"))
+    (got,) = on_ranks([rollout(dropped=(4,))], algorithm)
+    rows = rollout()
+    kept = got["kept"].repeat_interleave(rows["loss_mask"].lengths).bool() & rows["loss_mask"].values.bool()
+    trained = got["advantages"].values[kept].double()
+    assert float(trained.mean()) == pytest.approx(0.0, abs=1e-6)
+    assert float(trained.var()) == pytest.approx(1.0, rel=1e-5)
+    assert not got["advantages"].values[~kept].any()
+
+
+def test_a_baseline_is_whitened_over_tokens_and_not_over_samples():
+    algorithm = resolve(AlgorithmConfig(algorithm="grpo", advantage="reinforce++-baseline"))
+    rows = rollout()
+    (got,) = on_ranks([rows], algorithm)
+    tokens = got["advantage"].double().repeat_interleave(rows["response_length"])
+    assert float(tokens.mean()) == pytest.approx(0.0, abs=1e-6) and float(tokens.var()) == pytest.approx(1.0, rel=1e-5)
+
+
+def test_the_penalty_on_length_and_the_kl_reach_the_advantage():
+    rows = rollout()
+    flat = rows.with_columns(reward=torch.zeros(12))
+    plain = resolve(AlgorithmConfig(algorithm="dr-grpo"))
+    (got,) = on_ranks([flat], plain)
+    assert not got["advantage"].any()
+    long = resolve(AlgorithmConfig(algorithm="dr-grpo", overlong_buffer=4, overlong_penalty=2.0))
+    (got,) = on_ranks([flat], long)
+    shaped = [[-2.0 * min(max(n - 4, 0), 4) / 4 for n in group] for group in RESPONSES]
+    want = [
+        r - sum(group) / 3 if n else 0.0
+        for group, ns in zip(shaped, RESPONSES, strict=True)
+        for r, n in zip(group, ns, strict=True)
+    ]
+    assert got["advantage"].tolist() == pytest.approx(want, abs=1e-6)
+    kl = resolve(AlgorithmConfig(algorithm="dr-grpo", kl_reward_coef=0.5))
+    (got,) = on_ranks([flat], kl)
+    costs = [
+        -0.5 * float(((old - ref) * mask).sum())
+        for old, ref, mask in zip(
+            rows["logp_old"].rows(), rows["logp_ref"].rows(), rows["loss_mask"].rows(), strict=True
+        )
+    ]
+    for i, n in enumerate(rows["response_length"].tolist()):
+        mine = costs[i // 3 * 3 : i // 3 * 3 + 3]
+        assert float(got["advantage"][i]) == pytest.approx(costs[i] - sum(mine) / 3 if n else 0.0, abs=1e-5)
+
+
+def test_a_critic_learns_the_returns_from_before_whitening():
+    """With gamma and lambda 1 the return of a token is the rewards that follow, whatever the critic said."""
+    rows = rollout()
+    algorithm = resolve(AlgorithmConfig(algorithm="ppo", kl_reward_coef=0.5))
+    (got,) = on_ranks([rows], algorithm)
+    assert got["returns"].values.dtype == torch.float32
+    columns_ = (rows[name].rows() for name in ("loss_mask", "logp_old", "logp_ref"))
+    for i, (mask, old, ref) in enumerate(zip(*columns_, strict=True)):
+        cost = 0.5 * (old - ref) * mask
+        trained = mask.nonzero().flatten().tolist()
+        want = [float(rows["reward"][i]) - float(cost[t:].sum()) if t in trained else 0.0 for t in range(len(mask))]
+        assert got["returns"].row(i).tolist() == pytest.approx(want, abs=1e-5)

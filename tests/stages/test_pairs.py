@@ -1,0 +1,231 @@
+"""Preference pairs: every form of data, the errors a user can cause, rows, who scores what, the cache, the loss."""
+
+import json
+import math
+
+import pytest
+import torch
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from mindspeed_rl_plugin.algorithms import resolve
+from mindspeed_rl_plugin.config import AlgorithmConfig
+from mindspeed_rl_plugin.forward import ForwardSettings
+from mindspeed_rl_plugin.launch.arithmetic import derive_pairs
+from mindspeed_rl_plugin.prompts import PairStream
+from mindspeed_rl_plugin.stages import pair_reference as reference
+from mindspeed_rl_plugin.stages.pair_rows import batches_of_step, pair_rows, share_of_rank
+from mindspeed_rl_plugin.update.pairs import TALLY, pair_objective
+
+CHARACTERS = [chr(c) for c in range(32, 127)]
+EOS = len(CHARACTERS)
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role[0] }}>{{ m.content }}{% if m.role == 'assistant' %}</a>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<a>{% endif %}"
+)
+GOOD = {"prompt": "2*2=", "chosen": "4", "rejected": "5!"}
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    words = {c: i for i, c in enumerate([*CHARACTERS, "<eos>"])}
+    raw = Tokenizer(models.WordLevel(words, unk_token="?"))
+    raw.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    return PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="<eos>", unk_token="?")
+
+
+@pytest.fixture
+def stream(tmp_path, tokenizer):
+    def make(*rows, **changes):
+        path = tmp_path / "pairs.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        flags = {"prompt_key": "prompt", "chosen_key": "chosen", "rejected_key": "rejected", "chat_template": False}
+        flags |= {"max_length": 16, "max_response": 16, "seed": 0} | changes
+        return PairStream([str(path)], tokenizer, **flags)
+
+    return make
+
+
+def text(tokens):
+    return "".join("$" if t == EOS else CHARACTERS[t] for t in tokens)
+
+
+def test_strings_become_prompt_and_two_ended_answers(stream):
+    (pair,) = stream(GOOD).all()
+    assert (text(pair.prompt), text(pair.chosen), text(pair.rejected), pair.row) == ("2*2=", "4$", "5!$", 0)
+
+
+def test_names_with_dots_are_inside_objects(stream):
+    row = {"question": {"text": "2*2="}, "answers": {"good": "4", "bad": "5!"}}
+    keys = {"prompt_key": "question.text", "chosen_key": "answers.good", "rejected_key": "answers.bad"}
+    (pair,) = stream(row, **keys).all()
+    assert (text(pair.prompt), text(pair.chosen), text(pair.rejected)) == ("2*2=", "4$", "5!$")
+    with pytest.raises(ValueError, match="'answers.bad' is not there; it has 'question.text', 'answers.good'; set"):
+        stream({"question": {"text": "1"}, "answers": {"good": "4"}}, **keys)
+
+
+def test_a_chat_template_ends_the_answers_itself(stream, tokenizer):
+    tokenizer.chat_template = TEMPLATE
+    try:
+        messages = {"prompt": [{"role": "user", "content": "hi"}], "chosen": "a", "rejected": "b"}
+        listed = {**GOOD, "chosen": [{"role": "assistant", "content": "4"}]}
+        one, two = stream(messages, listed, chat_template=True).all()
+        assert (text(one.prompt), text(one.chosen), text(one.rejected)) == ("<u>hi<a>", "a</a>", "b</a>")
+        assert (text(two.prompt), text(two.chosen), text(two.rejected)) == ("<u>2*2=<a>", "4</a>", "5!</a>")
+        tokenizer.chat_template = "{{ messages | length }}"
+        with pytest.raises(ValueError, match="line 1: the chat template writes another prompt once field 'chosen'"):
+            stream(GOOD, chat_template=True)
+    finally:
+        tokenizer.chat_template = None
+
+
+def test_what_is_too_long_or_teaches_nothing_is_left_out_and_counted(stream):
+    same = {**GOOD, "rejected": "4"}
+    found = stream(GOOD, same, {**GOOD, "prompt": "1" * 17}, {**GOOD, "rejected": "1" * 16}, {**GOOD, "chosen": "4."})
+    assert len(found) == 2 and found.dropped == 3 and found.rows == [0, 4] and found.at(1).row == 4
+    with pytest.raises(ValueError, match="no pair is left of 2: in 1 both answers are the same, the others are longer"):
+        stream(same, {**GOOD, "prompt": "1" * 17})
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"prompt": "1", "chosen": "2"}, "a pair has a rejected answer, and the field 'rejected' is not there; it has"),
+        (
+            {**GOOD, "rejected": ""},
+            "a pair has a rejected answer, and the field 'rejected' is empty; mend or drop the row",
+        ),
+        ({**GOOD, "rejected": None}, "a pair has a rejected answer, and the field 'rejected' is empty"),
+        ({**GOOD, "chosen": []}, "a pair has a chosen answer, and the field 'chosen' is empty; mend or drop the row"),
+        ({**GOOD, "chosen": ""}, "and the field 'chosen' is empty; mend or drop the row"),
+        ({**GOOD, "chosen": 4}, "field 'chosen' holds no text but 4 of type int; make it a string"),
+        ({**GOOD, "chosen": ["4"]}, "is a list, but not of one assistant message"),
+        ({**GOOD, "chosen": [{"role": "assistant", "content": "4"}]}, "holds a chat message; add --rl-apply-chat"),
+        ({"question": "1", "chosen": "2", "rejected": "3"}, "has both answers and no prompt in 'prompt' (--rl-prom"),
+        (
+            {
+                name: [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]
+                for name in list(GOOD)[1:]
+            },
+            "as TRL's implicit prompts do, split it off into a field of its own",
+        ),
+        ({"chosen": "2"}, "has no field 'prompt'; it has 'chosen'; set --rl-prompt-key"),
+    ],
+)
+def test_rows_that_are_no_pairs_are_named_by_line(stream, row, message):
+    with pytest.raises(ValueError) as error:
+        stream(GOOD, row)
+    assert message in str(error.value) and "pairs.jsonl line 2" in str(error.value)
+
+
+def test_the_order_is_seeded_and_the_cursor_exact(stream):
+    rows = [{**GOOD, "prompt": str(n)} for n in range(7)]
+    one, two = stream(*rows), stream(*rows)
+    first = [p.row for p in one.next(10)]
+    assert sorted(first[:7]) == list(range(7)) and first[:7] != list(range(7))
+    two.load_state(one.state())
+    assert two.next(5) == one.next(5)
+    with pytest.raises(ValueError, match="the saved prompt cursor belongs to other prompts"):
+        stream(*rows[:-1]).load_state(one.state())
+
+
+def some_pairs(stream, count):
+    return stream(*({**GOOD, "prompt": str(n), "chosen": "1" * (n % 5 + 1)} for n in range(count))).all()
+
+
+def test_pairs_are_rows_beside_each_other_and_never_cut(stream):
+    pairs = some_pairs(stream, 12)
+    scores = torch.arange(24.0).view(12, 2)
+    rows = pair_rows(pairs, scores)
+    ranks = [batches_of_step(rows, 4, rank, 3) for rank in range(3)]
+    seen = []
+    for batches in ranks:
+        assert [len(b) for b in batches] == [4, 4]
+        for batch in batches:
+            assert [i.member for i in batch.ids] == [0, 1, 0, 1]
+            for k, sample in enumerate(batch.ids):
+                pair = pairs[sample.group]
+                answer = pair.rejected if sample.member else pair.chosen
+                tokens, mask = batch["tokens"].row(k), batch["loss_mask"].row(k).bool()
+                assert tuple(tokens.tolist()) == (*pair.prompt, *answer) and tuple(tokens[mask].tolist()) == answer
+                assert float(batch["reference"][k]) == float(scores[sample.group, sample.member])
+                seen.append(sample)
+    assert sorted(seen) == sorted(rows.ids)
+
+
+@pytest.mark.parametrize("count", [1, 3, 16, 17])
+@pytest.mark.parametrize("dp_size", [1, 2, 3])
+def test_every_pair_is_scored_and_every_rank_runs_equally_long(count, dp_size):
+    shares = [share_of_rank(count, 2, rank, dp_size) for rank in range(dp_size)]
+    assert {len(share) for share in shares} == {len(shares[0])} and all(len(b) == 2 for s in shares for b in s)
+    assert {i for share in shares for batch in share for i in batch} == set(range(count))
+
+
+def test_the_cache_is_of_weights_and_pairs_and_a_damaged_one_is_named(tmp_path):
+    settings = ForwardSettings(2, 8, 10)
+    key = reference.cache_key("w", "p", settings, torch.float32)
+    others = [
+        reference.cache_key("x", "p", settings, torch.float32),
+        reference.cache_key("w", "q", settings, torch.float32),
+        reference.cache_key("w", "p", ForwardSettings(2, 8, 10, temperature=0.5), torch.float32),
+        reference.cache_key("w", "p", settings, torch.bfloat16),
+    ]
+    assert len({key, *others}) == 5
+    assert reference.cache_key("w", "p", ForwardSettings(4, 16, 10), torch.float32) == key, "batching is no part of it"
+    assert reference.read_cache(str(tmp_path), key, 3) is None
+    logps = torch.randn(3, 2, dtype=torch.float64)
+    path = reference.write_cache(str(tmp_path), key, logps)
+    assert torch.equal(reference.read_cache(str(tmp_path), key, 3), logps)
+    with pytest.raises(ValueError, match="belongs to other pairs or weights; remove it"):
+        reference.read_cache(str(tmp_path), key, 4)
+    path.write_bytes(b"no tensor")
+    with pytest.raises(ValueError, match="holds no log-probs of a reference; remove it"):
+        reference.read_cache(str(tmp_path), key, 3)
+
+
+@pytest.mark.parametrize("length_norm", [False, True])
+@pytest.mark.parametrize("kind", ["sigmoid", "hinge", "ipo"])
+def test_the_objective_is_the_loop(kind, length_norm):
+    """Against a loop over pairs in float64, loss and gradient."""
+    algorithm = resolve(AlgorithmConfig(algorithm="dpo", dpo_loss=kind, dpo_beta=0.7, dpo_length_norm=length_norm))
+    g = torch.Generator().manual_seed(1)
+    logp = (-torch.rand(6, 5, generator=g, dtype=torch.float64)).requires_grad_()
+    mask = torch.rand(6, 5, generator=g) < 0.6
+    mask[:, 0] = True
+    ref = -3 * torch.rand(6, generator=g, dtype=torch.float64)
+    loss, tally = pair_objective(algorithm, logp, mask, ref)
+
+    want, margins = 0.0, []
+    for p in range(3):
+        gain = []
+        for row in (2 * p, 2 * p + 1):
+            tokens = [logp[row, t] for t in range(5) if mask[row, t]]
+            gain.append((sum(tokens) - ref[row]) / (len(tokens) if length_norm else 1))
+        h = gain[0] - gain[1]
+        margins.append(0.7 * float(h.detach()))
+        if kind == "sigmoid":
+            want = want + torch.log(1 + torch.exp(-0.7 * h))
+        else:
+            want = want + (torch.clamp(1 - 0.7 * h, min=0) if kind == "hinge" else (h - 1 / 1.4) ** 2)
+    assert float(loss.detach()) == pytest.approx(float(want.detach()), rel=1e-10)
+    got, ours = (torch.autograd.grad(x, logp, retain_graph=True)[0] for x in (loss, want))
+    torch.testing.assert_close(got, ours, rtol=1e-9, atol=1e-12)
+    named = dict(zip(TALLY, tally.tolist(), strict=True))
+    assert named["pairs"] == 3 and named["accuracy"] == sum(m > 0 for m in margins)
+    assert named["margin"] == pytest.approx(sum(margins), rel=1e-5)
+    assert named["chosen_reward"] - named["rejected_reward"] == pytest.approx(sum(margins), rel=1e-4)
+
+
+def test_at_the_reference_the_loss_is_log_two():
+    algorithm = resolve(AlgorithmConfig(algorithm="dpo"))
+    logp = torch.full((2, 3), -1.0)
+    loss, tally = pair_objective(algorithm, logp, torch.ones(2, 3, dtype=torch.bool), torch.full((2,), -3.0))
+    assert float(loss) == pytest.approx(math.log(2)) and tally[TALLY.index("margin")] == 0.0
+
+
+def test_the_table_counts_two_sequences_a_pair():
+    table = derive_pairs(global_batch=16, micro_batch=4, data_parallel=2, train_iters=5).table()
+    rows = [line.split("]", 1)[1].split() for line in table.splitlines()[1:]]
+    numbers = {" ".join(w for w in row if not w[0].isdigit())[:20]: row for row in rows}
+    assert "pairs an optimizer step" in table and "16 / 2" in table and "--global-batch-size, two a pair" in table
+    assert [next(int(w) for w in row if w.isdigit()) for row in numbers.values()] == [16, 8, 2, 2, 40]

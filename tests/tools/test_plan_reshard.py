@@ -1,0 +1,458 @@
+"""The plan of a reshard: the paper's numbers, bytes as the executor's plan has them, scripts, and what it refuses."""
+
+import json
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mindspeed_rl_plugin.reshard.cells import Cells
+from mindspeed_rl_plugin.reshard.families import FAMILIES
+from mindspeed_rl_plugin.reshard.known import known_model
+from mindspeed_rl_plugin.reshard.layout import (
+    EngineParallel,
+    ModelShape,
+    Parallel,
+    canonical_tensors,
+    engine_layout,
+    megatron_layout,
+)
+from mindspeed_rl_plugin.reshard.plan import make_plan
+from mindspeed_rl_plugin.tools.plan import dock_volume as plan
+from mindspeed_rl_plugin.tools.plan.estimate import Machine, estimate
+from mindspeed_rl_plugin.tools.plan.script import read_arguments, read_script
+from mindspeed_rl_plugin.tools.plan.words import engine_layout_of, model_shape, parse_sizes, train_layout
+from mindspeed_rl_plugin.tools.rehearse.flags import Flags
+
+GB = 1e9
+PLAIN = (
+    "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --ffn-hidden-size 96 --swiglu --normalization RMSNorm "
+    "--disable-bias-linear --position-embedding-type rope --add-qkv-bias --vocab-size 250"
+)
+MACHINE = Machine(8, 50 * GB, 0.3 * GB, 50 * GB, int(64 * GB))
+
+
+def run(model, train, generate, world=None, machine=MACHINE):
+    parallel = train_layout(train, world)
+    engine, engines = engine_layout_of(generate, parallel.world)
+    return estimate(model_shape(model, parallel.tp), parallel, engine, engines, machine)
+
+
+def test_figure_10_of_the_paper():
+    """Qwen2.5-32B, TP8DP2 to TP4DP4: 8 GB of training weights released a device."""
+    found = run("qwen2.5-32b", "tp8,dp2", "tp4,dp4")
+    f = found.footprint
+    assert f.resident("naive") - f.resident("stream") == f.train
+    assert f.train / GB == pytest.approx(8.19, abs=0.005) and f.train / 2**30 == pytest.approx(7.63, abs=0.005)
+    assert found.redundant / found.gdp == pytest.approx(8.19 * GB, rel=1e-3)
+    # FACTS: 57.3 GB received a rank by a whole allgather, 14.3 by what is lacking
+    received = {mode: cost.flow.received.mean() / GB for mode, cost in found.costs.items()}
+    assert received["allgather"] == pytest.approx(57.3, abs=0.05)
+    assert received["stream"] == pytest.approx(14.3, abs=0.05)
+    assert f.peak("stream") == f.train + f.generate + 2 * (256 << 20)
+    assert f.peak("allgather") == f.train + f.generate + f.whole and f.resident("allgather") == f.generate
+    assert f.optimizer == pytest.approx(12 * f.train / 2 / 2, rel=1e-3)  # a parameter's 12 bytes over two replicas
+    assert found.out_seconds == pytest.approx(0.164, abs=0.001)
+
+
+@pytest.mark.parametrize("train", ["tp2,pp2,dp2", "tp1,pp1,dp1"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_critic_takes_what_its_parameters_take(train, tied):
+    """Counted by hand: the policy's, less the output layer of an own, and one value a hidden number on the last stage.
+    It is gone during generation, but for its weights in `naive`."""
+    hidden, ffn, vocab, layers = 8, 12, 64, 4
+    shape = ModelShape("qwen2", layers, hidden, 2, 2, 4, ffn, vocab, vocab, tied)
+    parallel = train_layout(train, None)
+    engine, engines = engine_layout_of("tp1", parallel.world)
+    sizes = dict(itemsize=2, grad_bytes=4)
+    plain = estimate(shape, parallel, engine, engines, MACHINE, **sizes).footprint
+    found = estimate(shape, parallel, engine, engines, MACHINE, critic=True, **sizes).footprint
+    attention = hidden * (3 * hidden + hidden) // parallel.tp + 3 * hidden // parallel.tp
+    layer = attention + 3 * hidden * ffn // parallel.tp + 2 * hidden
+    rows = vocab * hidden // parallel.tp
+    body = layers // parallel.pp * layer
+    # Alone the policy is largest on the last stage, for its head and norm; with a critic, which has no such head, both
+    # together are on the first, for its embedding.
+    alone = body + (rows if parallel.pp > 1 or tied else 2 * rows) + hidden
+    policy = alone if parallel.pp == 1 else body + rows
+    critic = body + rows + (2 * hidden if parallel.pp == 1 else 0)
+    each = 2 + 4 + 12 // parallel.dp
+    assert plain.update() == each * alone and plain.critic == plain.critic_state == 0
+    assert found.critic == 2 * critic and found.critic_state == (each - 2) * critic
+    assert found.update() == each * (policy + critic)
+    assert found.resident("naive") == 2 * (policy + critic) + found.generate == found.peak("naive") - found.rounds
+    assert (found.rounds > 0) is (parallel.world > 1)
+    assert found.resident("stream") == plain.resident("stream") == found.generate
+
+
+@pytest.mark.parametrize(
+    ("flags", "critic"),
+    [
+        ("--rl-algorithm ppo", True),
+        ("--rl-algorithm grpo --rl-advantage gae", True),
+        ("--rl-algorithm ppo --rl-advantage group-norm", False),
+        ("--rl-algorithm dpo", False),
+        ("", False),
+    ],
+)
+def test_a_scripts_algorithm_says_whether_there_is_a_critic(flags, critic):
+    assert read_arguments(Flags.parse([*PLAIN.split(), *flags.split()]), 4).critic is critic
+
+
+def test_the_plan_prints_the_critic(capsys):
+    command = ["--model", "qwen2.5-32b", "--train", "tp8,dp2", "--generate", "tp4,dp4"]
+    assert plan.main([*command, "--critic"]) == 0
+    with_critic = capsys.readouterr().out
+    assert "critic's weights" in with_critic
+    assert plan.main(command) == 0
+    assert "critic" not in capsys.readouterr().out
+
+
+def test_a_float32_weight_is_its_own_main_parameter():
+    """Adam's two moments beside it, and no third copy; half the trainer's bytes where the engine has bfloat16."""
+    shape, parallel = known_model("qwen2.5-0.5b", 2), train_layout("tp2,dp1", None)
+    engine, engines = engine_layout_of("tp1", 2)
+    two, four, mixed = (
+        estimate(shape, parallel, engine, engines, MACHINE, itemsize=n, engine_itemsize=m)
+        for n, m in ((2, None), (4, None), (4, 2))
+    )
+    parameters = two.footprint.train // 2
+    assert two.footprint.optimizer == 12 * parameters and four.footprint.optimizer == 8 * parameters
+    assert (mixed.footprint.train, mixed.footprint.optimizer) == (4 * parameters, 8 * parameters)
+    assert mixed.footprint.generate == two.footprint.generate and mixed.footprint.whole == two.footprint.whole
+    for mode in ("stream", "allgather"):
+        received = [found.costs[mode].flow.received.sum() for found in (two, four, mixed)]
+        assert received[2] == received[0] == received[1] / 2
+
+
+def test_a_comparison_with_another_pair_is_not_printed(capsys):
+    """MindSpeed-RL's engines have whole experts; where ours cuts them there is nothing to compare."""
+    command = ["--model", "qwen3-30b-a3b", "--train", "tp2,ep4,etp1,dp2", "--generate"]
+    assert plan.main([*command, "tp2"]) == 0
+    assert "MindSpeed-RL's own path: - (it has no engines that cut" in capsys.readouterr().out
+    assert plan.main([*command, "tp2,ep4"]) == 0
+    assert "MindSpeed-RL's own path receives" in capsys.readouterr().out
+
+
+def test_equation_3_of_the_paper():
+    """Qwen3-MoE-30B: more than 60 GB."""
+    found = run("qwen3-30b-a3b", "tp4,dp2,ep8,etp1", "tp1,ep8")
+    assert found.redundant / GB == pytest.approx(64.1, abs=0.05)
+    assert found.weights.total / 2 == pytest.approx(30.53e9, rel=1e-3)
+    stream, whole = found.costs["stream"], found.costs["allgather"]
+    assert whole.flow.received.sum() > 20 * stream.flow.received.sum()
+
+
+def test_engines_on_ranks_of_their_own():
+    """Nothing is released where nothing is shared, and every byte of the engine's weights travels."""
+    parallel = train_layout("tp4,dp2", None)
+    engine, engines = engine_layout_of("tp2", 8)
+    found = estimate(known_model("qwen3-8b"), parallel, engine, engines, MACHINE, first=8)
+    f = found.footprint
+    assert f.resident("naive") == f.resident("stream") == f.generate
+    assert f.peak("stream") == f.generate + (256 << 20)  # they send nothing
+    received = found.costs["stream"].flow.received
+    assert not received[:8].any() and received[8:].min() > 0.999 * f.generate
+    overlap = estimate(known_model("qwen3-8b"), parallel, engine, engines, MACHINE, first=4).footprint
+    assert overlap.resident("naive") == f.train + f.generate
+
+
+def test_671_b_parameters_in_seconds():
+    begin = time.process_time()
+    found = run("deepseek-r1", "tp4,pp6,ep16,etp1,first11", "tp2,ep64,dp6", world=384)
+    assert time.process_time() - begin < 20
+    assert found.weights.total / 2 == pytest.approx(671.0e9, rel=1e-3)
+    stream, whole = found.costs["stream"], found.costs["allgather"]
+    assert whole.flow.received.sum() > 20 * stream.flow.received.sum()
+    assert stream.flow.received.max() <= found.footprint.generate
+    assert stream.far_seconds == max(stream.flow.node_in.max(), stream.flow.node_out.max()) / (0.3 * GB)
+
+
+@st.composite
+def pairs(draw):
+    moe = draw(st.booleans())
+    tp, pp, ep = (draw(st.sampled_from(s)) for s in ([1, 2, 4], [1, 2], [1, 2, 4] if moe else [1]))
+    etp = draw(st.sampled_from([None, 1])) if moe else None
+    need = pp * max(tp, ep * (tp if etp is None else etp))
+    more = dict(experts=4, expert_ffn=8) if moe else {}
+    shape = ModelShape("qwen3_moe" if moe else "qwen2", 2, 4, 4, 4, 2, 8, 30, 32, **more)
+    parallel = Parallel(need * draw(st.integers(1, 3)), tp=tp, pp=pp, ep=ep, etp=etp)
+    engine = EngineParallel(draw(st.sampled_from([1, 2])), draw(st.sampled_from([1, 2, 4])) if moe else 1)
+    if engine.ep % engine.tp and engine.ep > 1:
+        engine = EngineParallel(1, engine.ep)
+    first = draw(st.sampled_from([0, parallel.world // 2, parallel.world]))
+    return shape, parallel, engine, range(first, first + draw(st.integers(1, 3)) * engine.ranks)
+
+
+@settings(max_examples=40, deadline=None)
+@given(pairs(), st.sampled_from([1, 2, 4, 8]))
+def test_bytes_are_those_of_the_executors_plan(pair, node_size):
+    shape, parallel, engine, ranks = pair
+    sources = {r: megatron_layout(shape, parallel, r) for r in range(parallel.world)}
+    destinations = {r: engine_layout(shape, engine, i % engine.ranks) for i, r in enumerate(ranks)}
+    tensors = canonical_tensors(shape)
+    cells = Cells(sources, destinations, tensors, itemsize=2, node_size=node_size)
+    flow = cells.flow()
+    made = make_plan(sources, destinations, tensors, itemsize=2, bucket_bytes=1 << 20, node_size=node_size)
+    for rank, traffic in made.traffic.items():
+        assert (flow.received[rank], flow.received_far[rank]) == (traffic.received, traffic.off_node), rank
+    assert flow.sent.sum() == pytest.approx(flow.received.sum())
+    assert flow.sent_far.sum() == pytest.approx(flow.received_far.sum())
+    assert flow.node_in.sum() == flow.received_far.sum() == pytest.approx(flow.node_out.sum())
+    whole = cells.flow(everything=True)
+    total = sum(t.slices * t.slice_bytes(2) for t in tensors.values())
+    for r in ranks:
+        held = {(s.name, i) for x in sources.get(r, {}).values() for s in x for i in range(s.start, s.stop)}
+        assert whole.received[r] == total - sum(tensors[name].slice_bytes(2) for name, _ in held)
+    assert not np.any(np.delete(whole.received, list(ranks)))
+
+
+@st.composite
+def large(draw):
+    """A tiny model of any family on hundreds of ranks."""
+    tp, pp, vpp = (draw(st.sampled_from(s)) for s in ([1, 2, 4, 8], [1, 2, 4], [1, 2]))
+    family = draw(st.sampled_from(list(FAMILIES)))
+    moe = FAMILIES[family].experts
+    ep = draw(st.sampled_from([1, 4, 8, 16])) if moe else 1
+    etp = draw(st.sampled_from([1, 2])) if moe else None
+    vpp = vpp if pp > 1 else 1
+    need = pp * max(tp, ep * (etp or tp))
+    more = dict(experts=16, expert_ffn=8) if moe else {}
+    if family == "deepseek_v3":
+        more |= dict(shared_ffn=8, dense_layers=(0,), q_lora=8, kv_lora=8, nope=2, rope=8, value=2)
+    groups = 8 if family == "deepseek_v3" else draw(st.sampled_from([1, 2, 8]))
+    vocab = draw(st.integers(3, 100))
+    sizes = (pp * vpp, 4, 8, groups, 4, 8, vocab, -(-vocab // 64) * 64, draw(st.booleans()))
+    world = need * draw(st.integers(64 // need + 1, 512 // need))
+    parallel = Parallel(world, tp=tp, pp=pp, vpp=vpp, ep=ep, etp=etp)
+    engine = EngineParallel(draw(st.sampled_from([1, 2, 4, 8])), 1)
+    if moe and draw(st.booleans()):
+        engine = EngineParallel(engine.tp, engine.tp * draw(st.sampled_from([1, 2])))
+    first = draw(st.sampled_from([0, world // 2, world]))
+    shape = ModelShape(family, *sizes, **more)
+    return shape, parallel, engine, range(first, first + world // engine.ranks * engine.ranks)
+
+
+@settings(max_examples=10, deadline=None)
+@given(large())
+def test_hundreds_of_ranks(pair):
+    """Every destination is covered exactly, with no byte above what it lacks."""
+    shape, parallel, engine, ranks = pair
+    sources = {r: megatron_layout(shape, parallel, r) for r in range(parallel.world)}
+    destinations = {r: engine_layout(shape, engine, i % engine.ranks) for i, r in enumerate(ranks)}
+    tensors = canonical_tensors(shape)
+    flow = Cells(sources, destinations, tensors, itemsize=2, node_size=8).flow()
+    made = make_plan(sources, destinations, tensors, itemsize=2, bucket_bytes=1 << 20, node_size=8, rank=ranks[0])
+    assert made.unused == ()
+    assert [t.received for t in made.traffic.values()] == [flow.received[r] for r in made.traffic]
+    assert [t.off_node for t in made.traffic.values()] == [flow.received_far[r] for r in made.traffic]
+
+
+def test_cells_name_what_nobody_holds():
+    shape = ModelShape("qwen2", 2, 4, 4, 4, 2, 8, 30, 32)
+    half = {0: megatron_layout(shape, Parallel(2, pp=2), 0)}
+    with pytest.raises(ValueError, match=r"model.layers.1\..*: no trainer rank holds slices \[0, "):
+        Cells(half, {0: engine_layout(shape, 1, 0)}, canonical_tensors(shape), itemsize=2, node_size=8)
+
+
+SCRIPT = """#!/bin/bash
+TP=2; PP=4
+GPT_ARGS="--tensor-model-parallel-size ${TP} --pipeline-model-parallel-size ${PP} --num-layers 8 --noop-layers 6,7
+ --hidden-size 64 --num-attention-heads 4 --group-query-attention --num-query-groups 2 --kv-channels 16 --bf16
+ --ffn-hidden-size 96 --swiglu --normalization RMSNorm --disable-bias-linear --position-embedding-type rope
+ --untie-embeddings-and-output-weights --qk-layernorm --num-experts 8 --moe-ffn-hidden-size 32 --moe-layer-freq -1
+ --expert-model-parallel-size 2 --moe-tp-extend-ep --moe-token-dispatcher-type alltoall_seq
+ --first-k-dense-replace 1 --use-distributed-optimizer
+ --padded-vocab-size 256 --rl-generate-tp 2 --rl-reshard-bucket-mb 8 --schedules-method dualpipev"
+torchrun --nproc_per_node 8 --nnodes 2 pretrain_gpt.py $GPT_ARGS
+"""
+
+
+def test_a_launch_script_is_read(tmp_path, capsys):
+    script = tmp_path / "train.sh"
+    script.write_text(SCRIPT)
+    assert plan.main([str(script)]) == 0
+    out = capsys.readouterr().out
+    assert "tp2 pp4 vpp1 cp1 dp2, experts etp1 ep4 dp1: 16 ranks, layers a stage 2,2,2,0" in out
+    assert "engines 8 x (tp2 ep1: 2 ranks), on ranks 0 to 15" in out
+    assert (
+        "--noop-layers: 2 layers that do nothing" in out and "--schedules-method dualpipev: planned as a plain" in out
+    )
+    assert read_script(script).shape.dense_layers == (0,)
+    assert plan.main([str(script), "--generate", "tp2,ep4"]) == 0
+    assert "engines 4 x (tp2 ep4: 4 ranks)" in capsys.readouterr().out
+    assert plan.main([str(script), "--model", "qwen3-8b"]) == 1
+    assert "a script says model, layout and world itself" in capsys.readouterr().err
+
+
+SMALL = """#!/bin/bash
+cd "$(dirname "$0")"
+torchrun --nproc_per_node 4 --nnodes 2 pretrain_gpt.py FLAGS
+"""
+
+
+def small_script(tmp_path, *more):
+    """A script of a run on two nodes of four, as a new user has it; its vocabulary is its tokenizer's."""
+    folder = tmp_path / "tokenizer"
+    folder.mkdir(exist_ok=True)
+    content = {"model": {"vocab": {"a": 0, "b": 1}}, "added_tokens": [{"content": "b"}, {"content": "<eos>"}]}
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    words = PLAIN.replace("--vocab-size 250", "--tensor-model-parallel-size 2")
+    (tmp_path / "train.sh").write_text(SMALL.replace("FLAGS", " ".join([words, *more])))
+    return tmp_path / "train.sh"
+
+
+def test_a_script_of_a_run_needs_no_more_words(tmp_path, capsys):
+    """The engines, the vocabulary and the node are those of a run with the same script."""
+    script = small_script(tmp_path, "--tokenizer-name-or-path tokenizer")
+    assert plan.main([str(script)]) == 0
+    out = capsys.readouterr().out
+    assert "engines 8 x (tp1 ep1: 1 ranks), on ranks 0 to 7" in out and "GB/s in a node of 4" in out
+    assert "note: the script has no --rl-generate-tp: engines of one rank" in out
+    found = read_script(script)
+    assert (found.shape.vocab, found.shape.padded_vocab, found.node) == (3, 256, 4)
+    # float32: four layers with attention, MLP, bias and norms; a tied embedding of 3 rows; the last norm
+    weights = 4 * (4 * (64 * 64 * 4 + 3 * 64 * 96 + 192 + 128) + 3 * 64 + 64)
+    assert f" {weights / 1e6:.2f} MB of weights" in out and "MB a device, fullest" in out and " GB of" not in out
+    assert plan.main([str(script), "--node", "8", "--generate", "tp2", "--vocab", "5"]) == 0
+    out = capsys.readouterr().out
+    assert "in a node of 8" in out and "engines 4 x (tp2" in out and "note:" not in out
+
+
+@pytest.mark.parametrize(
+    "flags, size",
+    [
+        ("--tokenizer-model tokenizer", 3),
+        ("--tokenizer-model tokenizer/tokenizer.json --rl-tokenizer pairs", 4),
+        ("--rl-tokenizer nowhere --tokenizer-name-or-path tokenizer", 3),
+        ("--rl-hf-model hf --rl-tokenizer tokenizer", 7),
+        ("--vocab-size 9 --tokenizer-model tokenizer", 9),
+        ("--padded-vocab-size 256 --tokenizer-model tokenizer", 3),
+        ("--padded-vocab-size 256", 256),
+    ],
+)
+def test_the_vocabulary_of_a_script(tmp_path, flags, size):
+    small_script(tmp_path)
+    for name in ("pairs", "hf"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "pairs" / "tokenizer.json").write_text(json.dumps({"model": {"vocab": [[c, 0.0] for c in "abcd"]}}))
+    (tmp_path / "hf" / "config.json").write_text(json.dumps({"vocab_size": 7}))
+    words = [*PLAIN.replace("--vocab-size 250", "").split(), *flags.split()]
+    assert read_arguments(Flags.parse(words), 4, folder=tmp_path).shape.vocab == size
+
+
+@pytest.mark.parametrize(
+    ("flags", "kind"),
+    [
+        ("", "sequential"),
+        ("--moe-grouped-gemm", "grouped"),
+        ("--moe-grouped-gemm --transformer-impl local", "grouped"),
+        ("--moe-grouped-gemm --transformer-impl transformer_engine", "te_grouped"),
+    ],
+)
+def test_a_script_says_how_experts_are_stored(flags, kind):
+    assert read_arguments(Flags.parse([*PLAIN.split(), *flags.split()]), 4).experts == kind
+
+
+def test_the_rl_flags_of_a_script():
+    """How its engines are cut, and in which dtype their weights travel."""
+    moe = LATENT + " --rl-generate-tp 2 --rl-generate-ep 2 --rl-engine-dtype bfloat16"
+    script = read_arguments(Flags.parse(moe.split()), 4)
+    assert (script.generate, script.itemsize, script.engine_itemsize) == ("tp2,ep2", 4, 2)
+    assert read_arguments(Flags.parse((moe + " --bf16").split()), 4).itemsize == 2
+
+
+def test_layers_by_stage():
+    """--num-layer-list, which has no effect beside --noop-layers; another spelling of rotary embeddings."""
+    words = PLAIN.replace("--position-embedding-type rope", "--use-rotary-position-embeddings")
+    words += " --pipeline-model-parallel-size 2 --num-layer-list 1,3"
+    assert read_arguments(Flags.parse(words.split()), 2).train.chunk_sizes(4) == (1, 3)
+    script = read_arguments(Flags.parse([*words.split(), "--noop-layers", "3"]), 2)
+    assert script.train.chunk_sizes(3) == (2, 1) and "--num-layer-list: has no effect" in script.notes[0]
+
+
+LATENT = (
+    "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --ffn-hidden-size 96 --swiglu --normalization RMSNorm "
+    "--disable-bias-linear --position-embedding-type rope --untie-embeddings-and-output-weights --qk-layernorm "
+    "--multi-latent-attention --q-lora-rank 24 --kv-lora-rank 16 --qk-head-dim 16 --qk-pos-emb-head-dim 8 "
+    "--v-head-dim 16 --num-experts 8 --moe-ffn-hidden-size 32 --n-shared-experts 2 --moe-layer-freq [0]+[1]*3 "
+    "--mtp-num-layers 1 --vocab-size 250"
+)
+
+
+def test_latent_attention_from_arguments():
+    script = read_arguments(Flags.parse(LATENT.split()), 4)
+    experts = dict(experts=8, expert_ffn=32, shared_ffn=64, dense_layers=(0,))
+    latent = dict(q_lora=24, kv_lora=16, nope=16, rope=8, value=16)
+    expected = ModelShape("deepseek_v3", 4, 64, 4, 4, 24, 96, 250, 256, **experts, **latent)
+    assert script.shape == expected
+    assert (script.itemsize, script.engine_itemsize, script.distributed, script.generate) == (4, 4, False, None)
+    assert script.notes == ("--mtp-num-layers 1: the predicting layers are not generated with, not counted",)
+
+
+def plain(more):
+    return read_arguments(Flags.parse([*PLAIN.split(), *more.split()]), 4)
+
+
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (lambda: parse_sizes("tp4,xx2", ("tp", "pp"), "--train"), "--train tp4,xx2: 'xx2' is not one of tp, pp"),
+        (lambda: parse_sizes("tp4,tp2", ("tp",), "--train"), "tp is given twice"),
+        (lambda: train_layout("tp8,dp2", 32), "tp x pp x cp x dp = 16, but --world is 32"),
+        (lambda: engine_layout_of("tp4", 6), "engines of 4 ranks do not divide 6 ranks"),
+        (lambda: engine_layout_of("tp4,dp3", 16), "16 ranks have 4 engines and 4 data parallel ranks of tp 4, not 3"),
+        (lambda: model_shape("gpt-5", 1), "--model gpt-5: neither a config.json, .*qwen2.5-32b"),
+        (lambda: known_model("x"), "no published model 'x' is known; known: llama3.1-8b"),
+        (lambda: read_arguments(Flags.parse(["--swiglu"]), 1), "gives no --num-layers, --hidden-size"),
+        (
+            lambda: read_arguments(Flags.parse(["--num-layers", "two"]), 1),
+            "--num-layers two: the plan needs a whole",
+        ),
+        (lambda: plain("--rl-engine-dtype int8"), "--rl-engine-dtype int8: known: auto, float32"),
+        (lambda: plain("--tp-2d"), "tp_2d is True: 2-D tensor parallelism is not supported"),
+        (lambda: plain("--rotary-interleaved"), "rotary_interleaved is True: the families rotate halves"),
+        (lambda: plain("--rotary-percent 0.5"), "rotary_percent is 0.5: the families rotate the whole head"),
+        (lambda: plain("--post-norm"), "post_norm is True"),
+        (lambda: plain("--use-megatron-fsdp"), "use_megatron_fsdp is True: parameters must be whole"),
+        (lambda: plain("--window-size (128,0)"), r"window_size is '\(128,0\)'"),
+        (lambda: plain("--sliding-window 4096"), "sliding_window is 4096"),
+        (lambda: plain("--tensor-parallel-num-weight-shards 2"), "gtp_weight_remat_size is 2: drop"),
+        (lambda: plain("--num-layer-list 1,3"), "--num-layer-list 1,3: 2 stages with 4 layers do not fit"),
+        (
+            lambda: plain("--num-layers-in-first-pipeline-stage 1"),
+            "Megatron has no such flag; write --decoder-first-pipeline-num-layers",
+        ),
+        (
+            lambda: read_arguments(Flags.parse(PLAIN.replace("--vocab-size 250", "--tokenizer-model x").split()), 1),
+            r"a tokenizer whose tokenizer.json is not here \(x\); give its size with --vocab$",
+        ),
+        (
+            lambda: read_arguments(Flags.parse(LATENT.replace("[0]+[1]*3", "[0]+x").split()), 1),
+            r"--moe-layer-freq \[0\]\+x: 'x' is no list with a factor",
+        ),
+        (
+            lambda: read_arguments(Flags.parse(LATENT.replace("[0]+[1]*3", "[0]+[1]*4").split()), 1),
+            "--moe-layer-freq describes 5 layers, the model has 4",
+        ),
+    ],
+)
+def test_refused(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+@pytest.mark.parametrize(
+    "argv, message",
+    [
+        ([], "give a launch script, or --model and --train"),
+        (["--model", "qwen3-8b", "--train", "tp2"], "give the engines, for example --generate tp4"),
+        (["--model", "qwen3-8b", "--train", "tp2", "--generate", "tp2", "--far", "0"], "--far must be greater than 0"),
+        (["--model", "qwen3-8b", "--train", "tp3", "--generate", "tp3"], "do not divide over 3 tensor parallel ranks"),
+    ],
+)
+def test_errors_on_the_command_line(argv, message, capsys):
+    assert plan.main(argv) == 1
+    assert message in capsys.readouterr().err

@@ -1,0 +1,139 @@
+"""What `plan` says: what does not fit, what a run refuses, what its columns and Eq. 3 are made of, and its errors."""
+
+import json
+import re
+
+import pytest
+
+from mindspeed_rl_plugin.tools.plan import dock_volume as plan
+from mindspeed_rl_plugin.tools.plan.refusals import refusals
+from mindspeed_rl_plugin.tools.plan.script import read_arguments
+from mindspeed_rl_plugin.tools.rehearse.flags import Flags
+
+PLAIN = (
+    "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --ffn-hidden-size 96 --swiglu --normalization RMSNorm "
+    "--disable-bias-linear --position-embedding-type rope --add-qkv-bias --vocab-size 250"
+)
+CONFIG = dict(
+    model_type="qwen2",
+    vocab_size=250,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+)
+SEVEN = ["--model", "qwen2.5-7b", "--train", "tp4,dp2", "--generate", "tp4"]
+
+
+def printed(capsys, *argv):
+    assert plan.main(list(argv)) == 0
+    return capsys.readouterr().out
+
+
+def memory(text):
+    """The first table's row of each mode."""
+    rows = {}
+    for line in filter(None, text.splitlines()):
+        rows.setdefault(line.split()[0], line)
+    return rows
+
+
+def test_what_does_not_fit_is_marked_in_every_phase(capsys):
+    mark = "(does not fit)"
+    rows = memory(printed(capsys, *SEVEN, "--device-gb", "16"))
+    assert rows["naive"].split(mark)[0].split() == ["naive", "22.85"] and rows["naive"].count(mark) == 1
+    assert rows["allgather"].count(mark) == 2 and rows["stream"].count(mark) == 1
+    rows = memory(printed(capsys, *SEVEN, "--device-gb", "7.6"))
+    assert rows["naive"].count(mark) == 3 and rows["stream"].split(mark)[2].split() == ["3.81", "3.79"]
+    assert "(does not fit)" not in printed(capsys, *SEVEN)
+
+
+def test_columns_and_equation_3_are_explained(capsys):
+    """Of 15.23 GB tp4 holds 3.81 a device; the engine the same, so that nothing is in flight."""
+    out = printed(capsys, *SEVEN)
+    assert "reshard peak: weights 3.81, engine's weights 3.81, and in naive two rounds of shards 0.54; " in out
+    assert "in allgather the whole model 15.23; in stream what is in flight 0.00 (at most two buckets of 256" in out
+    assert "left is for the KV cache" in out and "activations, of the update as of the engine, are in no column" in out
+    assert "received and sent: of one rank; node in and out: all ranks of the busiest node together" in out
+    assert "0.3 GB/s between nodes (--far, the paper's link)" in out
+    assert "= 7.62 GB of redundant weights in all, R / GDP = 3.81 GB" in out
+    assert "GDP: data parallel ranks in generation, each 4 devices (tp4); UTP: tensor parallel ranks in the up" in out
+    assert "stream receives nothing" in out and "times" not in out
+    assert "2 GB/s between nodes (--far)" in printed(capsys, *SEVEN, "--far", "2")
+
+
+def test_engines_need_no_tp(capsys):
+    assert "engines 16 x (tp1 ep1: 1 ranks)" in printed(
+        capsys, "--model", "qwen2.5-32b", "--train", "tp8,dp2", "--generate", "dp16"
+    )
+    experts = ["--model", "qwen3-30b-a3b", "--train", "tp2,ep2,dp2", "--generate"]
+    assert "engines 2 x (tp1 ep2: 2 ranks)" in printed(capsys, *experts, "ep2")
+    for words, message in (("dp2", "4 ranks have 4 engines and 4 data parallel ranks"), ("ep3", "engines of 3 ranks")):
+        assert plan.main([*experts, words]) == 1
+        err = capsys.readouterr().err
+        assert f"plan: --generate {words}: {message}" in err and len(err.splitlines()) == 1
+
+
+def refused(*words):
+    return refusals(Flags.parse([*PLAIN.split(), *" ".join(words).split()]))
+
+
+def test_what_a_run_refuses_is_said(tmp_path, capsys):
+    assert refused() == refused("--rl-algorithm grpo --hidden-dropout 0.0 --rl-swap none") == ()
+    assert refused("--reuse-fp32-param")[0].startswith("--reuse-fp32-param: weights and fp32 copies then share memory")
+    assert refused("--hidden-dropout 0.1")[0].startswith("--hidden-dropout 0.1: dropout makes")
+    assert refused("--rl-reshard-bucket-mb 0") == ("--rl-reshard-bucket-mb is 0; give a number at least 1",)
+    assert refused("--rl-swap params,foo")[0].startswith("--rl-swap foo is unknown")
+    assert "invalid choice: 'all'" in refused("--rl-reshard all")[0]
+    script = tmp_path / "train.sh"
+    script.write_text(
+        f"torchrun --nproc_per_node 2 pretrain_gpt.py {PLAIN} --fp8-format e4m3 --rl-reshard-bucket-mb -5"
+    )
+    out = printed(capsys, str(script))
+    assert "a run refuses: --fp8-format e4m3: trainer and engine" in out and "two buckets of 256 MiB" in out
+    assert "a run refuses: --rl-reshard-bucket-mb is -5; give" in out
+    assert read_arguments(Flags.parse([*PLAIN.split(), "--rl-swap", "params"]), 1).notes[0].startswith("--rl-swap par")
+
+
+@pytest.mark.parametrize(
+    "argv, message",
+    [
+        ([*SEVEN, "--bucket-mb", "0"], "--bucket-mb must be at least 1, got 0"),
+        ([*SEVEN, "--bucket-mb", "-5"], "--bucket-mb must be at least 1, got -5"),
+        ([*SEVEN, "--generate-first", "-1"], "--generate-first must be at least 0, got -1"),
+        ([*SEVEN[:4], "--generate", "tp8"], "--generate tp8: attention heads of 28 .* tp that works: 1, 2, 4$"),
+        ([*SEVEN[:2], "--train", "tp8", "--generate", "tp4"], "--train tp8: attention heads of 28.*works: 1, 2, 4$"),
+        ([*SEVEN[:2], "--train", "tp4,ep2", "--generate", "tp4"], "--train tp4,ep2: family qwen2 has no experts that"),
+        ([*SEVEN[:4], "--generate", "tp2,ep4"], "--generate tp2,ep4: family qwen2 has no experts that ep4 could"),
+        (["--model", "qwen9"], "--model qwen9: neither a config.json"),
+        (["--model", "qwen2.5-7b"], "give the trainer too, for example --train"),
+        ([*SEVEN, "--vocab", "9"], "--vocab is for a launch script"),
+    ],
+)
+def test_errors_name_the_flag_and_what_works(argv, message, capsys):
+    assert plan.main(argv) == 1
+    err = capsys.readouterr().err
+    assert re.search(message, err.strip()), err
+
+
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        (None, r"config.json is missing; give the folder of a Hugging Face model"),
+        (b"\x93\xfa\x00", "config.json is no JSON file that can be read"),
+        (b'{"model_type": "qw', "config.json is no JSON file that can be read"),
+        (b"[]", "config.json holds a list"),
+        (json.dumps({"model_type": "qwen2"}).encode(), "config.json has no vocab_size"),
+        (json.dumps(CONFIG | {"hidden_size": "32"}).encode(), "hidden_size of config.json is '32'; it must be"),
+        (json.dumps(CONFIG | {"num_key_value_heads": "2"}).encode(), "config.json has sizes that are no numbers"),
+        (json.dumps(CONFIG | {"model_type": "qwen3_moe"}).encode(), "config.json has no moe_intermediate_size"),
+        (json.dumps({"model_type": "gpt2"}).encode(), "model_type 'gpt2' is of no known family"),
+    ],
+)
+def test_a_config_that_cannot_be_read_is_named(content, message, tmp_path, capsys):
+    if content is not None:
+        (tmp_path / "config.json").write_bytes(content)
+    assert plan.main(["--model", str(tmp_path), "--train", "tp1", "--generate", "tp1"]) == 1
+    err = capsys.readouterr().err
+    assert message in err and len(err.splitlines()) == 1
