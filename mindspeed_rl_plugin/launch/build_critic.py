@@ -26,7 +26,8 @@ from mindspeed_rl_plugin.launch import checkpoint_files as files
 from mindspeed_rl_plugin.launch.critic_files import mark, source_folder, starts_with_head
 from mindspeed_rl_plugin.launch.model_source import on_each_chunk
 from mindspeed_rl_plugin.launch.overrides import overridden
-from mindspeed_rl_plugin.launch.start import WHOLE, Start, weights_arguments
+from mindspeed_rl_plugin.launch.start_decision import WHOLE, weights_arguments
+from mindspeed_rl_plugin.loop.start import Start
 from mindspeed_rl_plugin.reshard.swap import gathered
 
 # Megatron sets these while it loads a checkpoint: the policy's values stand.

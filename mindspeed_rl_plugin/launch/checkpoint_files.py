@@ -198,12 +198,6 @@ def hash_files(folder: str, paths: Sequence[str]) -> dict[str, str]:
     return {path: _hash_file(os.path.join(folder, path)) for path in paths}
 
 
-def combine_hashes(hashes: dict[str, str]) -> str:
-    """One SHA-256 over the sorted (path, hash) pairs."""
-    lines = [f"{digest}  {path}" for path, digest in sorted(hashes.items())]
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
-
-
 def _hash_file(path: str) -> str:
     digest = hashlib.sha256()
     with open(path, "rb", buffering=0) as file:

@@ -20,10 +20,11 @@ from mindspeed_rl_plugin.device import get_device
 from mindspeed_rl_plugin.engine.hf_moe import routing_problems
 from mindspeed_rl_plugin.engine.limits import EngineSizes
 from mindspeed_rl_plugin.forward.settings import length_multiple, takes_boundaries
-from mindspeed_rl_plugin.launch import arithmetic, context, critic_files, predicting, unread, words
 from mindspeed_rl_plugin.launch import checkpoint_files as files
+from mindspeed_rl_plugin.launch import context, critic_files, predicting, unread, words
 from mindspeed_rl_plugin.launch.refused import REFUSED
 from mindspeed_rl_plugin.launch.upstream_rl import UPSTREAM_RL
+from mindspeed_rl_plugin.loop import arithmetic
 from mindspeed_rl_plugin.monitor.files import check_dumps
 from mindspeed_rl_plugin.reshard.parallel import Parallel
 from mindspeed_rl_plugin.reshard.refusals import refused_in_training

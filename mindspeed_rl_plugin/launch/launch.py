@@ -17,23 +17,18 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from mindspeed_rl_plugin import ranks
 from mindspeed_rl_plugin.algorithms import Algorithm, resolve
 from mindspeed_rl_plugin.algorithms.describe import in_words
 from mindspeed_rl_plugin.config import RLConfig
 from mindspeed_rl_plugin.environment import said_once_a_machine
-from mindspeed_rl_plugin.launch import (
-    arithmetic,
-    checks,
-    critic_files,
-    fitting,
-    model_source,
-    predicting,
-    ranks,
-    schedule,
-)
 from mindspeed_rl_plugin.launch import checkpoint_files as files
+from mindspeed_rl_plugin.launch import checks, critic_files, fitting, model_source, predicting, schedule
 from mindspeed_rl_plugin.launch.overrides import overridden
-from mindspeed_rl_plugin.launch.start import Start, decide, describe, load_arguments, weights_arguments
+from mindspeed_rl_plugin.launch.reference_digest import CheckpointDigest
+from mindspeed_rl_plugin.launch.start_decision import decide, describe, load_arguments, weights_arguments
+from mindspeed_rl_plugin.loop import arithmetic
+from mindspeed_rl_plugin.loop.start import TRAINED, Start
 
 
 @dataclasses.dataclass
@@ -44,12 +39,10 @@ class _Launch:
     loop: Any
     args: Any
     algorithm: Algorithm
-    digest: ranks.CheckpointDigest | None = None
+    digest: CheckpointDigest | None = None
     loading: bool = True
     critic: Any = None
 
-
-TRAINED = "policy_trained"  # in the loop's state: whether the policy's optimizer has taken a step; absent: it has
 
 _launch: _Launch | None = None
 
@@ -72,7 +65,7 @@ def launch(original: Callable, positional: tuple, named: Mapping[str, Any], args
     algorithm = resolve(RLConfig.from_args(args).algorithm)
     with _refusing():
         start, state = _decide(args)
-    digest = ranks.CheckpointDigest(start.reference_path) if start.kind == "pretrained" else None
+    digest = CheckpointDigest(start.reference_path) if start.kind == "pretrained" else None
     _launch = _Launch(start, loop, args, algorithm, digest)
     if ranks.is_rank_0():
         print(describe(start, args), flush=True)
@@ -251,7 +244,7 @@ def _digest(at: _Launch) -> str:
     """Digest of the reference, with a line for one that took long to read; a missing one is a ValueError."""
     began = time.monotonic()
     try:
-        digest = ranks.CheckpointDigest(at.start.reference_path).result(_deadline(at.args))
+        digest = CheckpointDigest(at.start.reference_path).result(_deadline(at.args))
     except ValueError as error:
         raise ValueError(
             f"{error}: it is the reference that RL began from; restore it{_or_without(at.algorithm)}"

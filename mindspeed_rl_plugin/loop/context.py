@@ -23,13 +23,14 @@ from mindspeed_rl_plugin.engine import hf_config
 from mindspeed_rl_plugin.engine.vllm_engine import VllmEngine, prepare_environment
 from mindspeed_rl_plugin.environment import launch_env
 from mindspeed_rl_plugin.forward import ForwardSettings, Step, plan_tokens
-from mindspeed_rl_plugin.launch import checks, megatron
-from mindspeed_rl_plugin.launch import engine_options as engine
-from mindspeed_rl_plugin.launch.arithmetic import Arithmetic, derive_from_args
-from mindspeed_rl_plugin.launch.start import Start
-from mindspeed_rl_plugin.launch.topology import Topology
+from mindspeed_rl_plugin.launch import checks
+from mindspeed_rl_plugin.loop import engine_options as engine
+from mindspeed_rl_plugin.loop import megatron_globals as megatron
+from mindspeed_rl_plugin.loop.arithmetic import Arithmetic, derive_from_args
 from mindspeed_rl_plugin.loop.docking import check_dock, check_homes, make_consumers, make_homes, place
 from mindspeed_rl_plugin.loop.placement import Placement
+from mindspeed_rl_plugin.loop.start import Start
+from mindspeed_rl_plugin.loop.topology import Topology
 from mindspeed_rl_plugin.monitor.monitor import Monitor
 from mindspeed_rl_plugin.prompts import PromptStream, load_tokenizer
 from mindspeed_rl_plugin.reshard.hook import Resharder

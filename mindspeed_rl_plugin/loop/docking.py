@@ -15,9 +15,9 @@ from mindspeed_rl_plugin.config import RLConfig
 from mindspeed_rl_plugin.dock import Dock, Limits, machine, make_docks, usual_medium
 from mindspeed_rl_plugin.environment import launch_env
 from mindspeed_rl_plugin.forward import Step
-from mindspeed_rl_plugin.launch.arithmetic import Arithmetic, derive_from_args
-from mindspeed_rl_plugin.launch.topology import Topology
+from mindspeed_rl_plugin.loop.arithmetic import Arithmetic, derive_from_args
 from mindspeed_rl_plugin.loop.placement import Placement
+from mindspeed_rl_plugin.loop.topology import Topology
 from mindspeed_rl_plugin.stages import columns
 from mindspeed_rl_plugin.stages import select as drawing
 

@@ -20,11 +20,10 @@ from mindspeed_rl_plugin.config import RLConfig
 from mindspeed_rl_plugin.critic.critic import Critic
 from mindspeed_rl_plugin.dock import Lease
 from mindspeed_rl_plugin.forward import Step
-from mindspeed_rl_plugin.launch.launch import TRAINED
-from mindspeed_rl_plugin.launch.start import Start
 from mindspeed_rl_plugin.loop import resume as resuming
 from mindspeed_rl_plugin.loop.context import Inputs, Parts, make_room
 from mindspeed_rl_plugin.loop.pair_loop import PairLoop
+from mindspeed_rl_plugin.loop.start import TRAINED, Start
 from mindspeed_rl_plugin.reshard.hook import Transfer
 from mindspeed_rl_plugin.reshard.swap import HostWeights, gathered
 from mindspeed_rl_plugin.rows import Ragged, Rows, SampleId

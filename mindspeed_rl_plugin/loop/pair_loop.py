@@ -14,15 +14,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mindspeed_rl_plugin import ranks
 from mindspeed_rl_plugin.algorithms import Algorithm, resolve
 from mindspeed_rl_plugin.config import RLConfig
 from mindspeed_rl_plugin.engine import hf_config
 from mindspeed_rl_plugin.environment import launch_env
 from mindspeed_rl_plugin.forward import ForwardSettings
-from mindspeed_rl_plugin.launch import checks, megatron, ranks
-from mindspeed_rl_plugin.launch.start import Start
-from mindspeed_rl_plugin.launch.topology import Topology
+from mindspeed_rl_plugin.launch import checks
+from mindspeed_rl_plugin.loop import megatron_globals as megatron
 from mindspeed_rl_plugin.loop.context import make_monitor, make_room
+from mindspeed_rl_plugin.loop.start import Start
+from mindspeed_rl_plugin.loop.topology import Topology
 from mindspeed_rl_plugin.monitor import metrics
 from mindspeed_rl_plugin.monitor.monitor import Monitor
 from mindspeed_rl_plugin.prompts import Pair, PairStream, load_tokenizer

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from mindspeed_rl_plugin.algorithms import Algorithm, resolve
-from mindspeed_rl_plugin.launch.arithmetic import derive_from_args
 from mindspeed_rl_plugin.loop import docking
+from mindspeed_rl_plugin.loop.arithmetic import derive_from_args
 from mindspeed_rl_plugin.loop.context import Inputs, Parts
 from mindspeed_rl_plugin.stages import columns
 from mindspeed_rl_plugin.stages import select as drawing

@@ -13,7 +13,7 @@ from mindspeed_rl_plugin.algorithms import spread
 from mindspeed_rl_plugin.critic.critic import Critic
 from mindspeed_rl_plugin.dock import Moved
 from mindspeed_rl_plugin.dock.volume import GIB, Load, central_gib, warehouse_gib
-from mindspeed_rl_plugin.launch import megatron
+from mindspeed_rl_plugin.loop import megatron_globals as megatron
 from mindspeed_rl_plugin.loop.context import Parts
 from mindspeed_rl_plugin.monitor import metrics
 from mindspeed_rl_plugin.monitor.dump import discard_dumps_after, dump_rollout

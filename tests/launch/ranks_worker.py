@@ -8,8 +8,9 @@ import sys
 import torch
 import torch.distributed as dist
 
+from mindspeed_rl_plugin import ranks
 from mindspeed_rl_plugin.launch import checkpoint_files as files
-from mindspeed_rl_plugin.launch import ranks
+from mindspeed_rl_plugin.launch.reference_digest import CheckpointDigest
 
 folder, out = sys.argv[1:]
 dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
@@ -36,7 +37,7 @@ def unreadable():
 
     files.hash_files = hash_files
     try:
-        ranks.CheckpointDigest(folder).result(60)
+        CheckpointDigest(folder).result(60)
     except ValueError as problem:
         return str(problem)
     finally:
@@ -48,7 +49,7 @@ values = {
     "error": error(fails),
     "missing": error(lambda: open(os.path.join(folder, "nowhere")).close()),
     "first": ranks.is_rank_0(),
-    "digest": ranks.CheckpointDigest(folder).result(60),
+    "digest": CheckpointDigest(folder).result(60),
     "unreadable": unreadable(),
     "weights": ranks.weights_digest([("w", torch.full((3,), float(rank), dtype=torch.bfloat16))]),
     "same weights": ranks.weights_digest([("w", torch.full((3,), float(rank), dtype=torch.bfloat16))]),

@@ -5,7 +5,7 @@ from contextlib import nullcontext
 
 import pytest
 
-from mindspeed_rl_plugin.launch.arithmetic import check_batch, derive
+from mindspeed_rl_plugin.loop.arithmetic import check_batch, derive
 
 BASE = {
     "global_batch": 32,

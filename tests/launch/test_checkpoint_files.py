@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from mindspeed_rl_plugin.launch import checkpoint_files as files
+from mindspeed_rl_plugin.ranks import combine_hashes
 
 
 def test_tracker(tmp_path):
@@ -132,7 +133,7 @@ def digest(folder, ranks=1):
     hashes = {}
     for mine in files.assign_files([listing] * ranks):
         hashes.update(files.hash_files(str(folder), mine))
-    return files.combine_hashes(hashes)
+    return combine_hashes(hashes)
 
 
 @pytest.fixture

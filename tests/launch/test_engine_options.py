@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mindspeed_rl_plugin.config import RLConfig
-from mindspeed_rl_plugin.launch import engine_options as engine
+from mindspeed_rl_plugin.loop import engine_options as engine
 
 
 @pytest.mark.parametrize(

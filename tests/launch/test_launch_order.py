@@ -11,7 +11,8 @@ import torch
 
 from mindspeed_rl_plugin.config import add_flags
 from mindspeed_rl_plugin.launch import checkpoint_files as files
-from mindspeed_rl_plugin.launch import checks, launch, ranks
+from mindspeed_rl_plugin.launch import checks, launch
+from mindspeed_rl_plugin.launch.reference_digest import CheckpointDigest
 
 
 class Loop:
@@ -159,7 +160,7 @@ def test_resume_loads_the_reference_then_the_actor_whole(job):
     order = [e if isinstance(e, str) else e[0] for e in second.events]
     assert order.index("state") < order.index("actor")
     assert second.args.iteration == 4
-    assert second.start.reference_digest == ranks.CheckpointDigest("base/iter_0000500").result(10)
+    assert second.start.reference_digest == CheckpointDigest("base/iter_0000500").result(10)
 
     second.megatron.save(8, 3.5)  # and what a resumed run saves names the same reference
     third = job()
@@ -305,7 +306,7 @@ def test_training_does_not_wait_for_the_digest(job, monkeypatch):
     gate.set()
     done.megatron.save(4, 2.5)
     state = files.parse_state(files.read_state_bytes("out", 4), "out")
-    expected = ranks.CheckpointDigest("base/iter_0000500").result(10)
+    expected = CheckpointDigest("base/iter_0000500").result(10)
     assert state["reference"]["digest"] == expected and len(expected) == 64
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mindspeed_rl_plugin.launch import ranks
+from mindspeed_rl_plugin.launch.reference_digest import CheckpointDigest
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +45,7 @@ def test_an_error_of_rank_0_is_raised_everywhere(seen):
 
 def test_the_digest_is_the_same_on_both_and_alone(seen):
     folder, first, second = seen
-    assert first["digest"] == second["digest"] == ranks.CheckpointDigest(str(folder)).result(10)
+    assert first["digest"] == second["digest"] == CheckpointDigest(str(folder)).result(10)
 
 
 def test_a_file_that_one_rank_cannot_read_is_an_error_on_both(seen):
@@ -61,4 +61,4 @@ def test_the_digest_of_weights_covers_values_names_and_ranks(seen):
 
 def test_a_folder_without_files_is_an_error(tmp_path):
     with pytest.raises(ValueError, match="holds no checkpoint files"):
-        ranks.CheckpointDigest(str(tmp_path))
+        CheckpointDigest(str(tmp_path))

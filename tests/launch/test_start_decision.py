@@ -5,7 +5,8 @@ import types
 import pytest
 
 from mindspeed_rl_plugin.launch import checkpoint_files as files
-from mindspeed_rl_plugin.launch.start import Start, decide, describe, load_arguments, weights_arguments
+from mindspeed_rl_plugin.launch.start_decision import decide, describe, load_arguments, weights_arguments
+from mindspeed_rl_plugin.loop.start import Start
 
 
 @pytest.fixture

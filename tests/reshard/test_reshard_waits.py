@@ -14,10 +14,10 @@ import torch
 from mindspeed_rl_plugin.config import RLConfig, add_flags
 from mindspeed_rl_plugin.copies import ThreadCopier
 from mindspeed_rl_plugin.device import Device
-from mindspeed_rl_plugin.launch.start import Start
 from mindspeed_rl_plugin.loop import context as wiring
 from mindspeed_rl_plugin.loop import loop as iteration
 from mindspeed_rl_plugin.loop.context import Parts
+from mindspeed_rl_plugin.loop.start import Start
 from mindspeed_rl_plugin.reshard import swap
 from mindspeed_rl_plugin.reshard.swap import TrainState
 

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 from mindspeed_rl_plugin.algorithms import resolve
 from mindspeed_rl_plugin.config import AlgorithmConfig
 from mindspeed_rl_plugin.forward import ForwardSettings
-from mindspeed_rl_plugin.launch.arithmetic import derive_pairs
+from mindspeed_rl_plugin.loop.arithmetic import derive_pairs
 from mindspeed_rl_plugin.prompts import PairStream
 from mindspeed_rl_plugin.stages import pair_reference as reference
 from mindspeed_rl_plugin.stages.pair_rows import batches_of_step, pair_rows, share_of_rank

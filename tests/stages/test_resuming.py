@@ -12,10 +12,10 @@ import torch
 from mindspeed_rl_plugin.algorithms import resolve
 from mindspeed_rl_plugin.config import RLConfig, add_flags
 from mindspeed_rl_plugin.dock import make_docks
-from mindspeed_rl_plugin.launch.arithmetic import derive_from_args
 from mindspeed_rl_plugin.launch.checkpoint_files import outline
 from mindspeed_rl_plugin.loop import docking
 from mindspeed_rl_plugin.loop import resume as resuming
+from mindspeed_rl_plugin.loop.arithmetic import derive_from_args
 from mindspeed_rl_plugin.loop.context import Parts
 from mindspeed_rl_plugin.loop.docking import make_homes
 from mindspeed_rl_plugin.loop.loop import Loop

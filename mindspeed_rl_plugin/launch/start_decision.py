@@ -3,32 +3,14 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 from typing import Any
 
 from mindspeed_rl_plugin.launch import checkpoint_files as files
+from mindspeed_rl_plugin.loop.start import Start
 
 # Megatron's names of the arguments that govern a load, with the value that makes it weights only.
 WEIGHTS_ONLY = {"finetune": True, "no_load_optim": True, "no_load_rng": True}
 WHOLE = {"finetune": False, "no_load_optim": False, "no_load_rng": False}
-
-
-@dataclass(frozen=True)
-class Start:
-    """Where training starts.
-
-    kind: "resume" (an RL checkpoint in --save, whole), "pretrained" (weights of --load only) or "fresh"
-    (random weights); load_dir: directory that Megatron loads from, None when fresh; iteration: Megatron
-    iteration that training continues after, 0 unless resumed; reference_path: iteration folder of the
-    checkpoint that RL began from, None when it began from random weights; reference_digest: SHA-256 over
-    its files (or over the random weights), None while not known: files are read in the background.
-    """
-
-    kind: str
-    load_dir: str | None
-    iteration: int
-    reference_path: str | None
-    reference_digest: str | None
 
 
 def decide(args: Any) -> Start:

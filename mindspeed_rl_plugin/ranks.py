@@ -1,0 +1,105 @@
+"""Agreements between ranks: rank 0 decides and everybody hears it, errors included; and the collectives of the loop."""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+def on_rank_0(function: Callable[[], Any]) -> Any:
+    """Result of `function`, run by rank 0 alone. Its ValueError or OSError is raised on every rank."""
+    if not _many():
+        return function()
+    box: list[Any] = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            box[0] = function()
+        except (ValueError, OSError) as error:
+            box[1] = str(error)
+    dist.broadcast_object_list(box, src=0)
+    if box[1] is not None:
+        raise ValueError(box[1])
+    return box[0]
+
+
+def rank_of_job() -> int:
+    """This process's rank, 0 before there are process groups."""
+    return dist.get_rank() if _many() else 0
+
+
+def is_rank_0() -> bool:
+    """Whether this process is the first of the job."""
+    return rank_of_job() == 0
+
+
+def gather_all(value: Any) -> list[Any]:
+    """Every rank's value, in rank order, on every rank."""
+    if not _many():
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def weights_digest(parameters: Iterable[tuple[str, Tensor]]) -> str:
+    """SHA-256 over the parameters of all ranks, in rank order: names, shapes, dtypes and bytes."""
+    digest = hashlib.sha256()
+    for name, tensor in parameters:
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
+        # A copy, for .numpy() makes a storage unresizable for good, and offloading resizes the parameters'.
+        copy = tensor.detach().to("cpu", copy=True).contiguous()
+        digest.update(copy.view(-1).view(torch.uint8).numpy())
+    return combine_hashes({f"{rank:06d}": h for rank, h in enumerate(gather_all(digest.hexdigest()))})
+
+
+def combine_hashes(hashes: Mapping[str, str]) -> str:
+    """One SHA-256 over digests by name, whatever their order."""
+    lines = [f"{digest}  {path}" for path, digest in sorted(hashes.items())]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+class Collectives:
+    """The collectives of the loop, over gloo and with a deadline. group: all ranks; deadline: seconds of any wait."""
+
+    def __init__(self, deadline: float) -> None:
+        self.deadline = deadline
+        self._limit = datetime.timedelta(seconds=deadline)
+        self.group = dist.new_group(backend="gloo", timeout=self._limit)
+        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's value, in rank order, on every rank."""
+        box = [None] * self.world
+        dist.all_gather_object(box, value, group=self.group)
+        return box
+
+    def broadcast(self, value: Any) -> Any:
+        """The first rank's value, on every rank."""
+        box = [value]
+        dist.broadcast_object_list(box, src=0, group=self.group)
+        return box[0]
+
+    def barrier(self, what: str) -> None:
+        """Return once every rank has come here, for the collectives that follow wait by Megatron's own, shorter limit.
+
+        Raises TimeoutError that names the ranks that did not come before `what`.
+        """
+        if self.world == 1:
+            return
+        try:
+            dist.monitored_barrier(self.group, timeout=self._limit)
+        except RuntimeError as error:
+            raise TimeoutError(
+                f"rank {self.rank} waited for the others before {what}, at most {self.deadline:g} s "
+                f"(--rl-wait-timeout): {str(error).splitlines()[0][:300]}"
+            ) from error
+
+
+def _many() -> bool:
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
