@@ -12,7 +12,7 @@ import sys
 
 # name -> (module of this package with main(argv) -> exit code, help). Imported only when asked for.
 SUBCOMMANDS: dict[str, tuple[str, str]] = {
-    "algorithms": ("algorithms.describe", "presets of --rl-algorithm, their parts and sources"),
+    "algorithms": ("tools.algorithms", "presets of --rl-algorithm, their parts and sources"),
     "export": ("tools.convert.to_hf", "a Megatron checkpoint as a Hugging Face model"),
     "import": ("tools.convert.to_megatron", "a Hugging Face model as a Megatron checkpoint"),
     "patch": ("tools.patch", "check, apply or revert the one-line patch of a checkout"),

@@ -19,7 +19,7 @@ from typing import Any
 
 from mindspeed_rl_plugin import ranks
 from mindspeed_rl_plugin.algorithms import Algorithm, resolve
-from mindspeed_rl_plugin.algorithms.describe import in_words
+from mindspeed_rl_plugin.algorithms.describe import describe as describe_algorithm
 from mindspeed_rl_plugin.config import RLConfig
 from mindspeed_rl_plugin.environment import said_once_a_machine
 from mindspeed_rl_plugin.launch import checkpoint_files as files
@@ -55,7 +55,7 @@ def launch(original: Callable, positional: tuple, named: Mapping[str, Any], args
     global _launch
     if ranks.is_rank_0():
         notes = [f"[rl] note: {line}" for line in checks.warnings(args)]
-        parts = f"[rl] {in_words(resolve(RLConfig.from_args(args).algorithm))}"
+        parts = f"[rl] {describe_algorithm(resolve(RLConfig.from_args(args).algorithm))}"
         print("\n".join([parts, arithmetic.arithmetic_of(args).table(), *notes]), flush=True)
     with _refusing():
         loop.before_model(args)

@@ -14,7 +14,7 @@ import numpy as np
 import torch.distributed as dist
 
 from mindspeed_rl_plugin.algorithms import Algorithm, resolve
-from mindspeed_rl_plugin.algorithms.describe import in_words
+from mindspeed_rl_plugin.algorithms.describe import describe as describe_algorithm
 from mindspeed_rl_plugin.config import RLConfig
 from mindspeed_rl_plugin.critic.critic import Critic
 from mindspeed_rl_plugin.device import get_device
@@ -385,7 +385,7 @@ def make_monitor(args: argparse.Namespace, config: RLConfig, topology: Topology,
         synchronize=device.synchronize_stream,  # copies of the swap go on beside stages
         info={
             "algorithm": config.algorithm.algorithm,
-            "parts": in_words(resolve(config.algorithm)),
+            "parts": describe_algorithm(resolve(config.algorithm)),
             "flags": checks.given_flags(args),
             "start": start.kind,
             "reference": start.reference_path,

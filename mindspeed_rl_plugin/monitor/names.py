@@ -103,8 +103,6 @@ NAMES: dict[str, Meaning] = {
     "dock/bytes_read": Meaning("bytes", "read from the dock for the rollout, by all ranks together"),
     "dock/bytes_written": Meaning("bytes", "written to the dock for the rollout, by all ranks together"),
     "dock/bytes_remote": Meaning("bytes", "of both, what was not in the reading or writing rank's machine's memory"),
-    "dock/bytes_eq2": Meaning("bytes", "what Eq. 2 of the paper gives for the rollout: all of it through one buffer"),
-    "dock/bytes_eq4": Meaning("bytes", "what Eq. 4 gives for each warehouse, of which there is one a machine"),
 }
 _PATTERNS = (
     (re.compile(r"seconds/.+"), Meaning("s", "wall time of the stage on its slowest rank")),

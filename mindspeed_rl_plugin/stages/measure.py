@@ -12,7 +12,6 @@ import torch.distributed as dist
 from mindspeed_rl_plugin.algorithms import spread
 from mindspeed_rl_plugin.critic.critic import Critic
 from mindspeed_rl_plugin.dock import Moved
-from mindspeed_rl_plugin.dock.volume import GIB, Load, central_gib, warehouse_gib
 from mindspeed_rl_plugin.loop import megatron_globals as megatron
 from mindspeed_rl_plugin.loop.context import Parts
 from mindspeed_rl_plugin.monitor import metrics
@@ -212,7 +211,7 @@ def iteration(
         rollout.seconds += stages["seconds/iteration"]
         if last_step:
             found |= metrics.throughput(rollout.tokens, devices=p.topology.world, seconds=rollout.seconds)
-            found |= {f"dock/bytes_{k}": sum(total[k] for *_, total in ranks) for k in _totals(())} | _equations(p)
+            found |= {f"dock/bytes_{k}": sum(total[k] for *_, total in ranks) for k in _totals(())}
             p.monitor.log_dock(number, {"moved": [list(m) for m in moved], **p.dock.served})
     p.monitor.log(number, metrics.merge(found, stages))
 
@@ -235,14 +234,6 @@ def _totals(moved: Sequence[Moved]) -> dict[str, int]:
         "written": sum(m.nbytes for m in moved if m.way == "written"),
         "remote": sum(m.nbytes for m in moved if m.where == "remote"),
     }
-
-
-def _equations(p: Parts) -> dict[str, Metric]:
-    """What the paper's Eq. 2 and Eq. 4 give for a rollout of these limits, with its n = 5 items and M = 3 scalars."""
-    data, rollout = p.inputs.config.data, p.inputs.config.rollout
-    load = Load(p.sizes.prompts, p.sizes.members, data.max_prompt_length, rollout.max_response_length)
-    each = warehouse_gib(load, max(p.placement.node) + 1, len(p.dock.states))
-    return {"dock/bytes_eq2": central_gib(load) * GIB, "dock/bytes_eq4": each * GIB}
 
 
 def prepare_dumps(p: Parts, epoch: int, resumed: bool) -> None:

@@ -42,7 +42,7 @@ def test_a_missing_megatron_is_named(tmp_path):
 def test_a_command_gets_its_arguments_and_gives_the_status(monkeypatch):
     seen = []
     module = types.SimpleNamespace(main=lambda argv: seen.append(argv) or 3)
-    monkeypatch.setitem(sys.modules, "fake_command", module)
+    monkeypatch.setitem(sys.modules, "mindspeed_rl_plugin.fake_command", module)
     monkeypatch.setitem(runner.SUBCOMMANDS, "fake", ("fake_command", ""))
     assert runner.main(["fake", "a", "--b"]) == 3
     assert seen == [["a", "--b"]]

@@ -345,5 +345,7 @@ def test_shards_hold_at_most_the_limit(tmp_path):
 
     assert write_shards(tmp_path, sizes, make, 88) == (3, 292)
     assert made == list("abcde")
+    (tmp_path / "usual").touch()
+    assert {f.stat().st_mode for f in tmp_path.iterdir()} == {(tmp_path / "usual").stat().st_mode}, "the umask's"
     held = [sorted(load_file(f)) for f in sorted(tmp_path.glob("*.safetensors"))]
     assert held == [["a", "b", "c"], ["d"], ["e"]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -82,15 +83,23 @@ def write_shards(
         shards[-1].append(name)
         filled += nbytes
         total += nbytes
-    files = {}
+    files, mode = {}, _usual_mode()
     for number, names in enumerate(shards, 1):
         file = "model.safetensors" if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         save_file({name: make(name) for name in names}, directory / file, metadata={"format": "pt"})
+        (directory / file).chmod(mode)
         files |= dict.fromkeys(names, file)
     if len(shards) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": files}
         (directory / INDEX).write_text(json.dumps(index, indent=1))
     return len(shards), total
+
+
+def _usual_mode() -> int:
+    """Permissions of a new file; safetensors gives its own to the owner alone."""
+    umask = os.umask(0)
+    os.umask(umask)
+    return 0o666 & ~umask
 
 
 def tokenizer_files(source: Path) -> list[Path]:
