@@ -72,7 +72,7 @@ class RolloutConfig:
     kv_cache_gb: float = flag(1.0, "KV cache of one engine rank on a host without accelerator", unit="GiB")
     device_memory_utilization: float | None = flag(
         None,
-        "share of the device's memory that the engine may use while the trainer is swapped out (default: what is then "
+        "share of the device's memory that the engine may use while the trainer is offloaded (default: what is then "
         "free, less a tenth of the device; 0.6 with --rl-reward-model-device accelerator)",
     )
     max_running: int = flag(256, "most sequences that an engine decodes at once", unit="sequences")
@@ -243,7 +243,7 @@ class ReshardConfig:
         return tuple(name for words in self.swap for name in words.split(","))
 
     @property
-    def leaving(self) -> tuple[str, ...]:
+    def offloaded(self) -> tuple[str, ...]:
         """What leaves the device during generation: `naive` keeps the training weights there."""
         return tuple(n for n in self.swap_names if n not in ("none", "params" if self.reshard == "naive" else "none"))
 

@@ -17,11 +17,10 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from mindspeed_rl_plugin.device import get_device  # noqa: E402
-from mindspeed_rl_plugin.reshard.cells import Cells  # noqa: E402
-from mindspeed_rl_plugin.reshard.execute import stream  # noqa: E402
+from mindspeed_rl_plugin.reshard.allgather import gather, make_gathering  # noqa: E402
+from mindspeed_rl_plugin.reshard.flow import Cells  # noqa: E402
 from mindspeed_rl_plugin.reshard.footprint import MODES  # noqa: E402
-from mindspeed_rl_plugin.reshard.gather import gather, make_gathering  # noqa: E402
-from mindspeed_rl_plugin.reshard.hosting import HostRoom  # noqa: E402
+from mindspeed_rl_plugin.reshard.host_memory import HostMemoryBudget  # noqa: E402
 from mindspeed_rl_plugin.reshard.layout import (  # noqa: E402
     ModelShape,
     canonical_tensors,
@@ -31,9 +30,10 @@ from mindspeed_rl_plugin.reshard.layout import (  # noqa: E402
     megatron_shapes,
 )
 from mindspeed_rl_plugin.reshard.measure import Temporary  # noqa: E402
+from mindspeed_rl_plugin.reshard.offload import TrainState  # noqa: E402
+from mindspeed_rl_plugin.reshard.p2p import P2PChannel  # noqa: E402
 from mindspeed_rl_plugin.reshard.plan import make_plan  # noqa: E402
-from mindspeed_rl_plugin.reshard.swap import TrainState  # noqa: E402
-from mindspeed_rl_plugin.reshard.wire import Wire  # noqa: E402
+from mindspeed_rl_plugin.reshard.transfer import stream  # noqa: E402
 from mindspeed_rl_plugin.tools.plan.words import engine_layout_of, train_layout  # noqa: E402
 
 DTYPE = torch.bfloat16
@@ -82,7 +82,7 @@ class Rank:
         self.least = cells.flow().received
         self.everything = cells.flow(everything=True).received
         self.temporary = Temporary(get_device())
-        self.state = TrainState([self.source], room=HostRoom.of_machine(world, DEADLINE))
+        self.state = TrainState([self.source], budget=HostMemoryBudget.of_machine(world, DEADLINE))
 
     def _number(self, layout) -> None:
         """Values that depend on the place in the canonical model only, so that a wrong copy shows."""
@@ -97,8 +97,8 @@ class Rank:
         """One reshard with the swap of the training weights around it."""
         for tensor in self.engine.values():
             tensor.zero_()
-        wire = Wire(self.rank, deadline=DEADLINE)
-        source, options = self.source.tensors(), dict(wire=wire, dtype=DTYPE, device=torch.device("cpu"))
+        channel = P2PChannel(self.rank, deadline=DEADLINE)
+        source, options = self.source.tensors(), dict(channel=channel, dtype=DTYPE, device=torch.device("cpu"))
         dist.barrier()
         begin = time.perf_counter()
         with self.temporary.measured(*source.values(), *self.engine.values()):
@@ -113,18 +113,18 @@ class Rank:
         found = {
             "seconds": done,
             "own_seconds": transferred,
-            "received_bytes": wire.received,
+            "received_bytes": channel.received,
             "temporary_bytes": self.temporary.peak,
             "peak_bytes": sum(held) + self.temporary.peak,
             "generate_bytes": held[1] + (held[0] if mode == "naive" else 0),
         }
         if mode != "naive":
             begin = time.perf_counter()
-            self.state.swap_out(["params"])
+            self.state.offload(["params"])
             del buffer
             found["swap_out_seconds"] = time.perf_counter() - begin
             begin = time.perf_counter()
-            self.state.swap_in()
+            self.state.onload()
             found["swap_in_seconds"] = time.perf_counter() - begin
         return found
 

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from mindspeed_rl_plugin.critic.head import NAME, ValueHead
 from mindspeed_rl_plugin.forward import ForwardSettings, MicroBatch, collate, to_rows
-from mindspeed_rl_plugin.forward.context import of_all_ranks
+from mindspeed_rl_plugin.forward.context_parallel import of_all_ranks
 from mindspeed_rl_plugin.forward.schedule import run_forward_only
-from mindspeed_rl_plugin.reshard.swap import TrainState, gathered, unwrap
+from mindspeed_rl_plugin.reshard.offload import TrainState, gathered, unwrap
 from mindspeed_rl_plugin.rows import Ragged, Rows
 
 
@@ -64,11 +64,11 @@ class Critic:
         with gathered(self.model):
             return run_forward_only(self.model, batches, settings, collect)
 
-    def swap_out(self, what: Iterable[str]) -> None:
-        """Free the device memory of the categories and of what began to leave, as `TrainState.swap_out`."""
+    def offload(self, what: Iterable[str]) -> None:
+        """Free the device memory of the categories and of what began to leave, as `TrainState.offload`."""
         with gathered(self.model):
-            self.state.swap_out(what)
+            self.state.offload(what)
 
-    def swap_in(self) -> None:
+    def onload(self) -> None:
         """Bring back what is away."""
-        self.state.swap_in()
+        self.state.onload()

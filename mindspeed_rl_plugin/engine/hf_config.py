@@ -24,8 +24,8 @@ from mindspeed_rl_plugin.engine.hf_moe import (
     same_names,
 )
 from mindspeed_rl_plugin.reshard.families import FAMILIES
+from mindspeed_rl_plugin.reshard.family_table import Family
 from mindspeed_rl_plugin.reshard.layout import ModelShape
-from mindspeed_rl_plugin.reshard.rows import Family
 
 # What a config.json leaves out, and what all families then take.
 _COMMON = {"rms_norm_eps": 1e-6, "rope_theta": 10000.0, "tie_word_embeddings": False, "hidden_act": "silu"}

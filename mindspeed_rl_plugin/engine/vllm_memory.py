@@ -29,7 +29,7 @@ RESERVE, LEAST_RESERVE = 0.1, 2 << 30
 def free_share(device: Device) -> float:
     """Share of a device's memory that an engine may use: what is free now, less a reserve; the least of all ranks.
 
-    Collective over the world; for a device whose trainer is swapped out. vLLM asks its device for no more than this
+    Collective over the world; for a device whose trainer is offloaded. vLLM asks its device for no more than this
     share of the total, and gives its KV cache what its weights and its largest step leave of it (0.32:
     v1/worker/utils.py, `request_memory`, and v1/worker/gpu_worker.py, `determine_available_memory`; vllm-ascend:
     worker/worker.py, alike). Raises ValueError on every rank where nothing is left.
@@ -45,7 +45,7 @@ def free_share(device: Device) -> float:
     if least <= 0:
         raise ValueError(
             f"no memory is left for the rollout engine: {free / 2**30:.3g} of {total / 2**30:.3g} GiB are free here "
-            f"while the trainer is swapped out, {RESERVE:.0%} (at least {LEAST_RESERVE / 2**30:g} GiB) of it are kept; "
+            f"while the trainer is offloaded, {RESERVE:.0%} (at least {LEAST_RESERVE / 2**30:g} GiB) of it are kept; "
             "swap more (--rl-swap params,grads,optimizer), or give --rl-device-memory-utilization"
         )
     return int(least) / 1000

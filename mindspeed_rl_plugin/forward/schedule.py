@@ -18,7 +18,7 @@ from torch import Tensor
 
 from mindspeed_rl_plugin.forward.call import call_model
 from mindspeed_rl_plugin.forward.collate import MicroBatch
-from mindspeed_rl_plugin.forward.context import of_all_ranks, of_this_rank
+from mindspeed_rl_plugin.forward.context_parallel import of_all_ranks, of_this_rank
 from mindspeed_rl_plugin.forward.head import token_logps
 from mindspeed_rl_plugin.forward.output_layer import forward_scored
 from mindspeed_rl_plugin.forward.settings import ForwardSettings
@@ -125,7 +125,7 @@ def run_forward_only(
 ) -> list[Any] | None:
     """Forward pass without gradient over all micro-batches, by Megatron's schedule (PP and VPP included).
 
-    model: this rank's chunks, as Megatron holds them, complete (`reshard.swap.gathered`); collect: called
+    model: this rank's chunks, as Megatron holds them, complete (`reshard.offload.gathered`); collect: called
     on the last stage with the model's output and the micro-batch; scored: that output is for `head_of`.
     Returns its results in micro-batch order on the last stage, None on the others. The model is in eval
     mode meanwhile, and as it was afterwards. Collective over the model parallel ranks.

@@ -1,7 +1,7 @@
 """Megatron (and MindSpeed) on a machine with no accelerator: `activate_if_needed` at the very start.
 
 cuda.py           the stand-in for torch.cuda
-distributed.py    gloo for code that asks for nccl or hccl
+collectives.py    gloo for code that asks for nccl or hccl
 optimizer.py      an Adam that the distributed optimizer can save and resume
 megatron_gaps.py  what Megatron lacks without TransformerEngine, Apex and a GPU, as data
 npu.py            the stand-in for torch_npu and torchair, so that MindSpeed's adaptor imports
@@ -20,7 +20,7 @@ import torch
 
 from mindspeed_rl_plugin.device import get_device
 from mindspeed_rl_plugin.environment import launch_env
-from mindspeed_rl_plugin.host import cuda, distributed, megatron_gaps, npu, spawn, vllm_live
+from mindspeed_rl_plugin.host import collectives, cuda, megatron_gaps, npu, spawn, vllm_live
 
 __all__ = ["activate_if_needed", "active", "vllm_live"]
 
@@ -52,7 +52,7 @@ def activate_if_needed(announce: bool = True) -> bool:
     _active = True
     threads = _set_environment()
     cuda.install()
-    distributed.install()
+    collectives.install()
     megatron_gaps.close_gaps()
     npu.install_with_mindspeed()
     spawn.install()

@@ -60,7 +60,7 @@ class _Named:
 
 
 class _HcclOptions(_Named):
-    """ProcessGroupHCCL.Options: `host.distributed` drops them before gloo sees them."""
+    """ProcessGroupHCCL.Options: `host.collectives` drops them before gloo sees them."""
 
     hccl_config: dict[str, Any] = {}
 

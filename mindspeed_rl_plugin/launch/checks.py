@@ -27,8 +27,8 @@ from mindspeed_rl_plugin.launch.upstream_rl import UPSTREAM_RL
 from mindspeed_rl_plugin.loop import arithmetic
 from mindspeed_rl_plugin.monitor.files import check_dumps
 from mindspeed_rl_plugin.reshard.parallel import Parallel
-from mindspeed_rl_plugin.reshard.refusals import refused_in_training
 from mindspeed_rl_plugin.reshard.shape import ModelShape
+from mindspeed_rl_plugin.reshard.unsupported_args import refused_in_training
 from mindspeed_rl_plugin.reward.model import same_tokenizer
 from mindspeed_rl_plugin.reward.specs import model_specs, parse_specs, time_limits
 

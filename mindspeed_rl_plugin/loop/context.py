@@ -33,10 +33,10 @@ from mindspeed_rl_plugin.loop.start import Start
 from mindspeed_rl_plugin.loop.topology import Topology
 from mindspeed_rl_plugin.monitor.monitor import Monitor
 from mindspeed_rl_plugin.prompts import PromptStream, load_tokenizer
-from mindspeed_rl_plugin.reshard.hook import Resharder
-from mindspeed_rl_plugin.reshard.hosting import HostRoom
+from mindspeed_rl_plugin.reshard.host_memory import HostMemoryBudget
 from mindspeed_rl_plugin.reshard.layout import EngineParallel, ModelShape, Parallel
-from mindspeed_rl_plugin.reshard.swap import HostWeights, TrainState, unwrap
+from mindspeed_rl_plugin.reshard.offload import HostWeights, TrainState, unwrap
+from mindspeed_rl_plugin.reshard.resharder import Resharder
 from mindspeed_rl_plugin.reward import RewardPool
 from mindspeed_rl_plugin.rows import Prompt, SampleId, Sampling
 from mindspeed_rl_plugin.stages import select as drawing
@@ -191,20 +191,20 @@ class Parts:
             deadline=config.monitor.wait_timeout,
         )
         _check_rotary(inputs, model)
-        room = make_room(config)
-        train_state = TrainState(model, optimizer, room=room, verify=config.reshard.verify_weights)
+        budget = host_memory_budget(config)
+        train_state = TrainState(model, optimizer, budget=budget, verify=config.reshard.verify_weights)
         if critic is not None:
-            critic.state.room, critic.state.verify = room, config.reshard.verify_weights
+            critic.state.budget, critic.state.verify = budget, config.reshard.verify_weights
         # The engine measures the free memory when it starts: the training state must not be in its way.
-        with room.beside(0 if get_device().is_cpu else resharder.engine_copy_bytes()):
-            train_state.swap_out(config.reshard.leaving)
+        with budget.expecting(0 if get_device().is_cpu else resharder.engine_copy_bytes()):
+            train_state.offload(config.reshard.offloaded)
             if critic is not None:
-                critic.swap_out(config.reshard.leaving)
+                critic.offload(config.reshard.offloaded)
         vllm = VllmEngine(engine.options(inputs, dtype))
         vllm.sleep()
-        train_state.swap_in()
+        train_state.onload()
         if critic is not None:
-            critic.swap_in()
+            critic.onload()
         return cls(
             inputs=inputs,
             model=model,
@@ -246,20 +246,20 @@ class Parts:
         self.engine.shutdown()
         self.dock.close()
 
-    def start_leaving(self) -> None:
+    def start_offload(self) -> None:
         """Begin to copy to the host what the transfer of weights does not read: gradients and optimizer state, those
         of the critic too. What has begun to leave is passed over. It may still be read, for a checkpoint."""
-        early = set(self.swapped) - {"params"}
-        self.train_state.ensure_leaving(early)
+        early = set(self.offloaded) - {"params"}
+        self.train_state.ensure_offloading(early)
         if self.critic is not None:
-            self.critic.state.ensure_leaving(early)
+            self.critic.state.ensure_offloading(early)
 
-    def finish_leaving(self) -> None:
+    def finish_offload(self) -> None:
         """All of that, and the critic's weights, are away."""
-        self.start_leaving()
+        self.start_offload()
         if self.critic is not None:
-            self.critic.swap_out(set(self.swapped) & {"params"})
-        self.train_state.finish_out()
+            self.critic.offload(set(self.offloaded) & {"params"})
+        self.train_state.finish_offload()
 
     @property
     def deadline(self) -> float:
@@ -273,9 +273,9 @@ class Parts:
         return self.inputs.args.seed if seed is None else seed
 
     @property
-    def swapped(self) -> tuple[str, ...]:
+    def offloaded(self) -> tuple[str, ...]:
         """What leaves the device during generation."""
-        return self.inputs.config.reshard.leaving
+        return self.inputs.config.reshard.offloaded
 
     @property
     def total_iterations(self) -> int:
@@ -395,6 +395,6 @@ def make_monitor(args: argparse.Namespace, config: RLConfig, topology: Topology,
     )
 
 
-def make_room(config: RLConfig) -> HostRoom:
+def host_memory_budget(config: RLConfig) -> HostMemoryBudget:
     """The host memory of this machine, for what its ranks swap. Collective over all ranks."""
-    return HostRoom.of_machine(launch_env()["local_world_size"], config.monitor.wait_timeout)
+    return HostMemoryBudget.of_machine(launch_env()["local_world_size"], config.monitor.wait_timeout)

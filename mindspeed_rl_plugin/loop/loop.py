@@ -21,11 +21,11 @@ from mindspeed_rl_plugin.critic.critic import Critic
 from mindspeed_rl_plugin.dock import Lease
 from mindspeed_rl_plugin.forward import Step
 from mindspeed_rl_plugin.loop import resume as resuming
-from mindspeed_rl_plugin.loop.context import Inputs, Parts, make_room
+from mindspeed_rl_plugin.loop.context import Inputs, Parts, host_memory_budget
 from mindspeed_rl_plugin.loop.pair_loop import PairLoop
 from mindspeed_rl_plugin.loop.start import TRAINED, Start
-from mindspeed_rl_plugin.reshard.hook import Transfer
-from mindspeed_rl_plugin.reshard.swap import HostWeights, gathered
+from mindspeed_rl_plugin.reshard.offload import HostWeights, gathered
+from mindspeed_rl_plugin.reshard.resharder import Transfer
 from mindspeed_rl_plugin.rows import Ragged, Rows, SampleId
 from mindspeed_rl_plugin.stages import columns
 from mindspeed_rl_plugin.stages import measure as reporting
@@ -79,7 +79,7 @@ class Loop:
 
     def on_reference_loaded(self, model: Any) -> None:
         """Keep a host copy of the reference, which the model holds right now."""
-        self._reference = HostWeights.capture(model, room=make_room(self.inputs.config))
+        self._reference = HostWeights.capture(model, budget=host_memory_budget(self.inputs.config))
 
     def on_critic_built(self, critic: Critic) -> None:
         """Take the critic, loaded; only where the advantage needs one."""
@@ -198,12 +198,12 @@ class Loop:
         with self.parts.monitor.stage("evaluate"):
             with self._engine_awake(done):
                 reporting.evaluation(self.parts, done)
-            self.parts.train_state.swap_in()
+            self.parts.train_state.onload()
 
     def _collect(self, done: int) -> None:
         """Steps 1 to 7, and an evaluation where one is due."""
         p, stage = self.parts, self.parts.monitor.stage
-        p.start_leaving()
+        p.start_offload()
         with stage("prompts"):
             self._open_rollout()
         with self._engine_awake(done) as transfer:
@@ -278,26 +278,26 @@ class Loop:
         with p.monitor.stage("reshard"):
             with gathered(p.model):
                 # First what the transfer does not need, so that both sides' weights fit beside each other.
-                p.finish_leaving()
+                p.finish_offload()
                 p.engine.wake(("weights",))
                 # The copy to the host reads what the transfer reads, so that both may run.
-                p.train_state.start_out(set(p.swapped) & {"params"})
+                p.train_state.start_offload(set(p.offloaded) & {"params"})
                 with p.monitor.stage("transfer"):
                     transfer = p.resharder.to_engine(p.model, p.engine.parameters(), version)
                 p.engine.update_weights(version, transfer.digest)
                 # Before the cache of torch's allocator is emptied: the KV cache takes its memory beside it.
                 p.resharder.release()
-                p.train_state.finish_out()
+                p.train_state.finish_offload()
             p.engine.wake(("kv_cache",))
         yield transfer
         with p.monitor.stage("swap_back"):
             p.engine.sleep()
-            p.train_state.swap_in(set(p.swapped) & {"params"})
+            p.train_state.onload(set(p.offloaded) & {"params"})
             p.resharder.check_return(p.model)
             if p.critic is not None:
-                p.critic.swap_in()
+                p.critic.onload()
         # Its copies pass while log-probs are taken; `_update` waits for them, and takes memory for gradients.
-        p.train_state.start_in(set(p.swapped) & {"optimizer"})
+        p.train_state.start_onload(set(p.offloaded) & {"optimizer"})
 
     def _generate(self) -> None:
         """Step 3: every engine takes its share of the prompts from the dock and writes responses back."""
@@ -365,7 +365,7 @@ class Loop:
         step, last_pass = self.steps.pop(0), len(self.steps) < len(self._plan())
         batches = step.of_rank(p.topology.dp_rank)
         with p.monitor.stage("update"):
-            p.train_state.swap_in()
+            p.train_state.onload()
             lease = self._rows_of("update", batches)
             result, update = self._optimize(done, [lease.rows.select(ids) for ids in batches], original, args, kwargs)
             # Rows are acknowledged by the last pass over them; until then the state is handed back.
@@ -373,7 +373,7 @@ class Loop:
             if not self.steps:
                 p.forget(self.groups)
         if not self.steps and (done + 1 < p.total_iterations or p.evaluation_due(done + 1)):
-            p.start_leaving()  # while this iteration is logged and saved
+            p.start_offload()  # while this iteration is logged and saved
         reporting.iteration(p, done + 1, self._rollout, update, last_step=not self.steps)
         self._rollout = self._rollout if self.steps else None
         return result

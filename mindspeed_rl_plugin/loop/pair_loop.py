@@ -22,13 +22,13 @@ from mindspeed_rl_plugin.environment import launch_env
 from mindspeed_rl_plugin.forward import ForwardSettings
 from mindspeed_rl_plugin.launch import checks
 from mindspeed_rl_plugin.loop import megatron_globals as megatron
-from mindspeed_rl_plugin.loop.context import make_monitor, make_room
+from mindspeed_rl_plugin.loop.context import host_memory_budget, make_monitor
 from mindspeed_rl_plugin.loop.start import Start
 from mindspeed_rl_plugin.loop.topology import Topology
 from mindspeed_rl_plugin.monitor import metrics
 from mindspeed_rl_plugin.monitor.monitor import Monitor
 from mindspeed_rl_plugin.prompts import Pair, PairStream, load_tokenizer
-from mindspeed_rl_plugin.reshard.swap import HostWeights
+from mindspeed_rl_plugin.reshard.offload import HostWeights
 from mindspeed_rl_plugin.stages import pair_reference as reference
 from mindspeed_rl_plugin.stages.pair_rows import batches_of_step, pair_rows
 from mindspeed_rl_plugin.update.pairs import PairUpdate
@@ -109,7 +109,7 @@ class PairLoop:
         self._key = reference.cache_key(weights, i.pairs.fingerprint + held_out, i.forward, i.args.params_dtype)
         self._logps = ranks.on_rank_0(lambda: reference.read_cache(self._folder, self._key, self._count))
         if self._logps is None:
-            self._weights = HostWeights.capture(model, room=make_room(i.config))
+            self._weights = HostWeights.capture(model, budget=host_memory_budget(i.config))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take the RL state of a checkpoint."""

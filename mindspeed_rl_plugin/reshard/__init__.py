@@ -1,1 +1,1 @@
-"""Weights between trainer and engine: layouts, the plan that joins them, its execution, and the swap to host memory."""
+"""Weights between trainer and engine: layouts, the plan that joins them, its transfer, and the offload to the host."""

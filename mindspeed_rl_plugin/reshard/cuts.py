@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
-from mindspeed_rl_plugin.reshard.rows import Row, Split
+from mindspeed_rl_plugin.reshard.family_table import Row, Split
 from mindspeed_rl_plugin.reshard.shape import ModelShape
 
 ENGINE_VOCAB_MULTIPLE = 64  # vllm/model_executor/layers/vocab_parallel_embedding.py, DEFAULT_VOCAB_PADDING_SIZE

@@ -21,7 +21,7 @@ qwen3.py, qwen3_moe.py, deepseek_v2.py). vllm-ascend loads these models under th
 
 from __future__ import annotations
 
-from mindspeed_rl_plugin.reshard.rows import (
+from mindspeed_rl_plugin.reshard.family_table import (
     ENGINE,
     EXPERTS,
     IMPLS,

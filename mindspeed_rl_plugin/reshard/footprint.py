@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from math import prod
 
+from mindspeed_rl_plugin.reshard.family_table import Split, Stage
 from mindspeed_rl_plugin.reshard.layout import (
     EngineParallel,
     ModelShape,
@@ -14,7 +15,6 @@ from mindspeed_rl_plugin.reshard.layout import (
     engine_shapes,
     megatron_shapes,
 )
-from mindspeed_rl_plugin.reshard.rows import Split, Stage
 
 MODES = ("naive", "allgather", "stream")
 # Of each parameter, by the bytes of a weight: two float32 moments of Adam, and a float32 main parameter where the
@@ -41,7 +41,7 @@ class Footprint:
     """Bytes on the fullest device. train, gradients, optimizer: of the trainer; generate: the engine's weights; whole:
     the model; shared: whether a device has both trainer and engine; critic, critic_state: a critic's weights, and its
     gradients and optimizer state, 0 without one. All of it has left before a reshard but for the weights in `naive`.
-    rounds, in_flight: what `naive` and `stream` take besides the weights of both sides (`parcels.two_rounds`,
+    rounds, in_flight: what `naive` and `stream` take besides the weights of both sides (`shards.two_rounds`,
     `Flow.in_flight`)."""
 
     train: int

@@ -16,8 +16,8 @@ from mindspeed_rl_plugin.reshard.cuts import (
     padded_engine_vocab,
     stack,
 )
+from mindspeed_rl_plugin.reshard.family_table import ENGINE, EXPERTS, IMPLS, Row, Split, Stage
 from mindspeed_rl_plugin.reshard.parallel import EngineParallel, Parallel, chunk_prefix
-from mindspeed_rl_plugin.reshard.rows import ENGINE, EXPERTS, IMPLS, Row, Split, Stage
 from mindspeed_rl_plugin.reshard.shape import Canonical, ModelShape
 
 __all__ = [

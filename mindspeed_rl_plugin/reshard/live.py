@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from mindspeed_rl_plugin.reshard.families import FAMILIES
+from mindspeed_rl_plugin.reshard.family_table import ENGINE, EXPERTS, IMPLS
 from mindspeed_rl_plugin.reshard.layout import (
     Canonical,
     EngineParallel,
@@ -19,9 +20,8 @@ from mindspeed_rl_plugin.reshard.layout import (
     engine_shapes,
     megatron_shapes,
 )
+from mindspeed_rl_plugin.reshard.offload import unwrap
 from mindspeed_rl_plugin.reshard.parallel import chunk_prefix
-from mindspeed_rl_plugin.reshard.rows import ENGINE, EXPERTS, IMPLS
-from mindspeed_rl_plugin.reshard.swap import unwrap
 
 SHOWN = 12  # differences that an error lists
 # What follows the layer's number in the names of Megatron's buffers that belong to the weights.

@@ -10,8 +10,8 @@ from math import prod
 from typing import Any
 
 from mindspeed_rl_plugin.reshard.families import EMBEDDING, FAMILIES, HEAD, find_family
-from mindspeed_rl_plugin.reshard.refusals import refused
-from mindspeed_rl_plugin.reshard.rows import Family, Part, Row, Stage
+from mindspeed_rl_plugin.reshard.family_table import Family, Part, Row, Stage
+from mindspeed_rl_plugin.reshard.unsupported_args import refused
 
 
 @dataclass(frozen=True)

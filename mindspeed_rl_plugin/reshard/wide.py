@@ -8,7 +8,7 @@ from torch.nn import Module
 
 
 def keep_wide(chunks: Iterable[Module]) -> None:
-    """Give every router's bias its final tensor, so that it can be captured and swapped.
+    """Give every router's bias its final tensor, so that it can be captured and offloaded.
 
     Megatron narrows it with the model and replaces it by a float32 one in the first forward pass (core 0.12), or
     while it builds the model (later cores).

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from mindspeed_rl_plugin.forward import ForwardSettings, MicroBatch, collate, to_rows
 from mindspeed_rl_plugin.forward.schedule import head_of, run_forward_only
-from mindspeed_rl_plugin.reshard.swap import gathered
+from mindspeed_rl_plugin.reshard.offload import gathered
 from mindspeed_rl_plugin.rows import Ragged, Rows
 
 

@@ -18,7 +18,7 @@ from mindspeed_rl_plugin.monitor import metrics
 from mindspeed_rl_plugin.monitor.dump import discard_dumps_after, dump_rollout
 from mindspeed_rl_plugin.monitor.files import claim_dumps, dump_files, set_aside
 from mindspeed_rl_plugin.monitor.names import Metric
-from mindspeed_rl_plugin.reshard.hook import Transfer
+from mindspeed_rl_plugin.reshard.resharder import Transfer
 from mindspeed_rl_plugin.reward import GradeItem, solved
 from mindspeed_rl_plugin.rows import Completion, Prompt, Rows, SampleId
 from mindspeed_rl_plugin.stages.evaluate import EvalCounts, evaluate

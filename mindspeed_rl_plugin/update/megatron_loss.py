@@ -14,7 +14,7 @@ schedules.py and distributed/distributed_data_parallel.py):
   part is multiplied by as much.
 
 Every context parallel rank returns the whole part, and its gradients are those of its own positions
-(`forward.context`), so their sum over CP is the gradient of the part.
+(`forward.context_parallel`), so their sum over CP is the gradient of the part.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from mindspeed_rl_plugin.algorithms import Algorithm, Totals
 from mindspeed_rl_plugin.algorithms.aggregate import sequence_weights
 from mindspeed_rl_plugin.algorithms.values import value_loss
 from mindspeed_rl_plugin.forward import ForwardSettings, MicroBatch
-from mindspeed_rl_plugin.forward.context import of_all_ranks
+from mindspeed_rl_plugin.forward.context_parallel import of_all_ranks
 from mindspeed_rl_plugin.forward.schedule import is_last_stage, run_model
 from mindspeed_rl_plugin.rows import Rows
 from mindspeed_rl_plugin.update.metrics import reduce_tallies

@@ -24,8 +24,8 @@ from mindspeed_rl_plugin.engine.hf_config import check_rotary, derive_config  # 
 from mindspeed_rl_plugin.engine.protocol import generate  # noqa: E402
 from mindspeed_rl_plugin.engine.vllm_engine import VllmEngine, VllmOptions  # noqa: E402
 from mindspeed_rl_plugin.forward.head import token_logps  # noqa: E402
-from mindspeed_rl_plugin.reshard.hook import Resharder  # noqa: E402
 from mindspeed_rl_plugin.reshard.layout import ModelShape, Parallel  # noqa: E402
+from mindspeed_rl_plugin.reshard.resharder import Resharder  # noqa: E402
 from mindspeed_rl_plugin.rows import GenerateRequest, SampleId, Sampling  # noqa: E402
 
 VOCAB, LENGTH, LIMIT = 200, 40, 2e-5

@@ -25,7 +25,7 @@ BROKEN = """
 import os, runpy, torch
 from mindspeed_rl_plugin.loop import loop as iteration
 from mindspeed_rl_plugin.stages import measure as reporting
-from mindspeed_rl_plugin.reshard.hook import stored_parameters
+from mindspeed_rl_plugin.reshard.resharder import stored_parameters
 original = reporting.iteration
 
 def after(p, number, *args, **named):

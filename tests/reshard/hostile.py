@@ -7,7 +7,7 @@ import torch
 
 from mindspeed_rl_plugin.copies import ThreadCopier
 from mindspeed_rl_plugin.device import Device
-from mindspeed_rl_plugin.reshard import swap
+from mindspeed_rl_plugin.reshard import offload
 
 POISON = 0xFF  # as float32, bfloat16 and float64: NaN
 
@@ -57,13 +57,13 @@ def poison(storage: torch.UntypedStorage) -> None:
 
 
 def poisoned_revive(storage: torch.UntypedStorage, nbytes: int) -> None:
-    """In the place of `swap._revive`: whoever reads before the copy reads NaN."""
+    """In the place of `offload._revive`: whoever reads before the copy reads NaN."""
     storage.resize_(nbytes)
     poison(storage)
 
 
 def poisoned_release(storage: torch.UntypedStorage) -> None:
-    """In the place of `swap._release`: whoever still reads it then, reads NaN."""
+    """In the place of `offload._release`: whoever still reads it then, reads NaN."""
     poison(storage)
     storage.resize_(0)
 
@@ -71,5 +71,5 @@ def poisoned_release(storage: torch.UntypedStorage) -> None:
 def install() -> None:
     """Slow copies and poison for the rest of this process."""
     Device.copier = lambda self: SlowCopier()
-    swap._revive = poisoned_revive
-    swap._release = poisoned_release
+    offload._revive = poisoned_revive
+    offload._release = poisoned_release

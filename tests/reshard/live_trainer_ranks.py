@@ -14,8 +14,8 @@ from megatron.training.arguments import parse_and_validate_args  # noqa: E402
 from megatron.training.initialize import initialize_megatron  # noqa: E402
 from megatron.training.models.gpt import GPTModelBuilder  # noqa: E402
 
-from mindspeed_rl_plugin.reshard.hook import differences  # noqa: E402
 from mindspeed_rl_plugin.reshard.layout import ModelShape, Parallel, megatron_shapes  # noqa: E402
+from mindspeed_rl_plugin.reshard.resharder import differences  # noqa: E402
 
 PLAIN = (
     "--num-layers 3 --hidden-size 64 --num-attention-heads 4 --ffn-hidden-size 128 --seq-length 64 "

@@ -33,9 +33,9 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig  #
 from reshard_ranks import BUCKET, SEQ, Job, same  # noqa: E402
 
 from mindspeed_rl_plugin.engine.protocol import generate  # noqa: E402
-from mindspeed_rl_plugin.reshard.hook import Resharder, stored_parameters  # noqa: E402
 from mindspeed_rl_plugin.reshard.layout import EngineParallel, ModelShape, Parallel  # noqa: E402
-from mindspeed_rl_plugin.reshard.swap import TrainState, gathered, unwrap  # noqa: E402
+from mindspeed_rl_plugin.reshard.offload import TrainState, gathered, unwrap  # noqa: E402
+from mindspeed_rl_plugin.reshard.resharder import Resharder, stored_parameters  # noqa: E402
 from mindspeed_rl_plugin.rows import GenerateRequest, SampleId, Sampling  # noqa: E402
 
 VOCAB, PROMPT, ANSWER, STEPS = 256, 5, 8, 3  # a vocabulary that nobody pads
@@ -242,7 +242,7 @@ def rollout(job, state, engine, way, like, version) -> list:
     """What an RL iteration does around generation; the engine's weights are the trainer's, bitwise."""
     with gathered(job.chunks):
         before = job.snapshot()
-        state.swap_out(["grads", "optimizer"])
+        state.offload(["grads", "optimizer"])
         engine.wake(("weights",))
         weights = job.canonical(like)
         chunks = [Grouped(c) for c in job.chunks] if job.case.grouped else job.chunks
@@ -256,11 +256,11 @@ def rollout(job, state, engine, way, like, version) -> list:
         for name, tensor in expected.items():
             assert torch.equal(live[name], tensor), f"{name} differs in the engine"
         engine.update_weights(version)
-        state.swap_out(["params"])
+        state.offload(["params"])
         engine.wake(("kv_cache",))
         drawn = answers(engine)
         engine.sleep()
-        state.swap_in()
+        state.onload()
         assert same(before, job.snapshot()), "a swap changed training state"
     return drawn
 

@@ -8,13 +8,13 @@ import torch
 import torch.distributed as dist
 
 from mindspeed_rl_plugin.device import StorageMeter
-from mindspeed_rl_plugin.reshard import hook as hook_module
-from mindspeed_rl_plugin.reshard.cells import Cells
-from mindspeed_rl_plugin.reshard.digest import WeightMismatch
+from mindspeed_rl_plugin.reshard import resharder as resharder_module
+from mindspeed_rl_plugin.reshard.flow import Cells
 from mindspeed_rl_plugin.reshard.footprint import weights
-from mindspeed_rl_plugin.reshard.hook import Resharder
 from mindspeed_rl_plugin.reshard.layout import engine_layout, megatron_layout
-from mindspeed_rl_plugin.reshard.swap import gathered, unwrap
+from mindspeed_rl_plugin.reshard.offload import gathered, unwrap
+from mindspeed_rl_plugin.reshard.resharder import Resharder
+from mindspeed_rl_plugin.reshard.verify import WeightMismatch
 from mindspeed_rl_plugin.tools.plan.estimate import Machine, estimate
 
 BUCKET = 16 << 10
@@ -73,7 +73,7 @@ def check_modes(job, engines):
 
 def two_rounds(plan, rank, converted):
     """Most bytes of two rounds that follow each other: what a rank lacks, and its own where that is converted."""
-    taken = [p.nbytes if converted or rank not in p.names else 0 for p in plan.parcels]
+    taken = [p.nbytes if converted or rank not in p.names else 0 for p in plan.shards]
     sizes = [sum(taken[i] for i in numbers) for numbers in plan.rounds]
     return max(map(sum, pairwise([0, *sizes])))
 
@@ -106,18 +106,18 @@ def check_memory(job, state, resharder, engine):
             resharder.to_engine(job.chunks, engine, version)
             # Two buckets, and the few numbers that ranks tell each other.
             assert meter.peak() - base <= 2 * BUCKET + 256, meter.peak() - base
-            state.swap_out()
+            state.offload()
             left = [t.untyped_storage().nbytes() for t in training_state(job)]
             assert len(left) == len(training) and not any(left), left
             assert meter.allocated() == generation, (meter.allocated(), generation)
-            state.swap_in()
+            state.onload()
             assert meter.allocated() == base
     resharder.verify = True
 
 
 def check_verification(job, resharder, engine):
     """Damage after the transfer is found, and named, on every rank."""
-    original = hook_module.stream
+    original = resharder_module.stream
 
     @functools.wraps(original)
     def damaged(plan, source, destination, **kwargs):
@@ -125,7 +125,7 @@ def check_verification(job, resharder, engine):
         if resharder.rank == 1:
             destination["model.layers.2.mlp.down_proj.weight"][5, 7] += 1
 
-    hook_module.stream = damaged
+    resharder_module.stream = damaged
     try:
         resharder.to_engine(job.chunks, engine, 99)
     except WeightMismatch as error:
@@ -133,7 +133,7 @@ def check_verification(job, resharder, engine):
     else:
         raise AssertionError("damage was not found")
     finally:
-        hook_module.stream = original
+        resharder_module.stream = original
     name = next(iter(engine))
     for wrong, message in (
         ({k: v for k, v in engine.items() if k != name}, f"{name} .* is missing"),

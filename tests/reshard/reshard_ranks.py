@@ -35,11 +35,11 @@ from megatron.core.transformer.transformer_config import TransformerConfig  # no
 from reshard_checks import BUCKET, check_memory, check_modes, check_verification  # noqa: E402
 from reshard_reference import assemble, engine_weights, megatron_weights, random_weights  # noqa: E402
 
-from mindspeed_rl_plugin.reshard.hook import Resharder, stored_parameters  # noqa: E402
-from mindspeed_rl_plugin.reshard.hosting import HostRoom  # noqa: E402
+from mindspeed_rl_plugin.reshard.host_memory import HostMemoryBudget  # noqa: E402
 from mindspeed_rl_plugin.reshard.layout import ModelShape, Parallel  # noqa: E402
-from mindspeed_rl_plugin.reshard.swap import HostWeights, TrainState, gathered, unwrap  # noqa: E402
-from mindspeed_rl_plugin.reshard.wire import Wire  # noqa: E402
+from mindspeed_rl_plugin.reshard.offload import HostWeights, TrainState, gathered, unwrap  # noqa: E402
+from mindspeed_rl_plugin.reshard.p2p import P2PChannel  # noqa: E402
+from mindspeed_rl_plugin.reshard.resharder import Resharder, stored_parameters  # noqa: E402
 
 SEQ, MICRO_BATCHES = 16, 2
 
@@ -223,10 +223,10 @@ def same(a, b):
 
 def cycle(job, state, reference, first, resharder, engine, version):
     """What one RL iteration does around generation."""
-    state.start_out(["grads", "optimizer"])
+    state.start_offload(["grads", "optimizer"])
     before = job.snapshot()  # as a checkpoint reads it
     with gathered(job.chunks):
-        state.finish_out()
+        state.finish_offload()
         expected = expected_engine(job, resharder.engine.tp, resharder.dtype)
         done = resharder.to_engine(job.chunks, engine, version)
         rows = job.shape.vocab
@@ -237,14 +237,14 @@ def cycle(job, state, reference, first, resharder, engine, version):
                 got, tensor = got[: max(0, rows - low)], tensor[: max(0, rows - low)]
             assert torch.equal(got, tensor), f"{name} differs in the engine"
         assert done.digest == resharder.digest(job.chunks) if done.digest else True
-        state.swap_out(["params"])
+        state.offload(["params"])
         check_empty(job)
-        state.swap_in(["params"])
-        state.start_in(["optimizer"])
+        state.onload(["params"])
+        state.start_onload(["optimizer"])
         with reference.swapped_into(job.chunks):
             assert same([p.clone() for p in stored_parameters(job.chunks).values()], first)
             job.score(version)
-        state.swap_in()
+        state.onload()
     assert same(before, job.snapshot()), "a swap changed training state"
     return done
 
@@ -260,8 +260,8 @@ def check_case(case):
     job = Job(case, weights)
     reference = HostWeights.capture(job.chunks)
     first = [p.clone() for p in stored_parameters(job.chunks).values()]
-    room = HostRoom.of_machine(dist.get_world_size(), 60.0)
-    state = TrainState(job.chunks, job.optimizer, room=room, verify=True)
+    budget = HostMemoryBudget.of_machine(dist.get_world_size(), 60.0)
+    state = TrainState(job.chunks, job.optimizer, budget=budget, verify=True)
     dtype = getattr(torch, case.engine_dtype)
     engines = []
     for tp in case.generate:
@@ -337,19 +337,19 @@ def expect(error, message, way, job, engine):
 
 def interrupted(what, way, job, engine):
     """A transfer in which this rank does something else before it sends its second bucket."""
-    original = Wire.post
+    original = P2PChannel.post
 
     def post(self, name, *messages):
         if name == "bucket 1":
             what()
         return original(self, name, *messages)
 
-    Wire.post = post
+    P2PChannel.post = post
     try:
         with contextlib.suppress(TimeoutError, ConnectionError):
             way.to_engine(job.chunks, engine, 1)
     finally:
-        Wire.post = original
+        P2PChannel.post = original
 
 
 def main():

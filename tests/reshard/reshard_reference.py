@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mindspeed_rl_plugin.reshard.execute import view
+from mindspeed_rl_plugin.reshard.transfer import view
 
 LAYER = "model.layers.{}."
 

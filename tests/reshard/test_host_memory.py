@@ -20,7 +20,7 @@ import resource, sys
 sys.path.insert(0, {str(TESTS)!r})
 import torch
 from mindspeed_rl_plugin.device import Device
-from mindspeed_rl_plugin.reshard.swap import HostWeights, TrainState
+from mindspeed_rl_plugin.reshard.offload import HostWeights, TrainState
 
 model = torch.nn.ModuleList(torch.nn.Linear(1 << 10, 10 << 10, bias=False) for _ in range(2))
 before = [p.detach().clone() for p in model.parameters()]
@@ -37,14 +37,14 @@ def refused(work):
     finally:
         resource.setrlimit(resource.RLIMIT_AS, unlimited)
 
-swap, capture = (lambda: state.swap_out(["params"])), (lambda: HostWeights.capture([model]))
+swap, capture = (lambda: state.offload(["params"])), (lambda: HostWeights.capture([model]))
 for work, lacked in ((swap, 16), (swap, 16), (capture, 64)):
     said = refused(work)
     assert said and f"the host has no {{lacked << 20}} bytes more for training state" in said, said
-    assert "--rl-swap grads,optimizer" in said and not state.out
+    assert "--rl-swap grads,optimizer" in said and not state.off_device
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters()))
-assert state.swap_out(["params"]) == 80 << 20
-state.swap_in()
+assert state.offload(["params"]) == 80 << 20
+state.onload()
 assert all(torch.equal(a, b) for a, b in zip(before, model.parameters()))
 print("kept")
 """

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mindspeed_rl_plugin.device import Device
-from mindspeed_rl_plugin.reshard import hosting
-from mindspeed_rl_plugin.reshard.hosting import GRANULE, HostPieces, HostRoom, powers_of_two
-from mindspeed_rl_plugin.reshard.swap import HostWeights, TrainState
+from mindspeed_rl_plugin.reshard import host_memory
+from mindspeed_rl_plugin.reshard.host_memory import GRANULE, HostMemoryBudget, HostPieces, powers_of_two
+from mindspeed_rl_plugin.reshard.offload import HostWeights, TrainState
 
 MB = 1 << 20
 
@@ -57,9 +57,9 @@ def together(machine, nbytes):
     def run(rank):
         device = Rank(machine)
         layer = torch.nn.Linear(1024, nbytes[rank] // 4096, bias=False)
-        state = TrainState([layer], None, device, room=HostRoom(device, table, len(nbytes)))
+        state = TrainState([layer], None, device, budget=HostMemoryBudget(device, table, len(nbytes)))
         try:
-            state.swap_out(["params"])
+            state.offload(["params"])
         except MemoryError as error:
             said[rank] = str(error)
 
@@ -97,12 +97,12 @@ def test_what_is_asked_for_is_what_a_rounding_allocator_takes():
 
 def test_what_someone_else_will_take_is_counted():
     device = Rank(Machine(10 * MB))
-    room = HostRoom(device)
-    with room.beside(7 * MB):
-        room.demand(3 * MB)
+    budget = HostMemoryBudget(device)
+    with budget.expecting(7 * MB):
+        budget.reserve(3 * MB)
         with pytest.raises(MemoryError, match=f"needs {11 * MB} more bytes of host memory on this rank"):
-            room.demand(4 * MB)
-    room.demand(10 * MB)
+            budget.reserve(4 * MB)
+    budget.reserve(10 * MB)
 
 
 def test_the_reference_is_asked_for_too():
@@ -132,7 +132,7 @@ def test_powers_of_two(nbytes, pieces):
 @given(st.lists(st.lists(st.integers(1, 5000), max_size=6), min_size=1, max_size=3))
 def test_places_hold_what_is_written_into_them(swaps):
     """Over pieces that grow between swaps: every byte has a place of its own, and is found again."""
-    before, hosting.GRANULE = hosting.GRANULE, 1024
+    before, host_memory.GRANULE = host_memory.GRANULE, 1024
     try:
         memory = HostPieces(Device("cpu"))
         for sizes in swaps:
@@ -146,20 +146,20 @@ def test_places_hold_what_is_written_into_them(swaps):
             for number, place in enumerate(places):
                 assert all((part == number).all() for part in place)
     finally:
-        hosting.GRANULE = before
+        host_memory.GRANULE = before
 
 
 def test_a_swap_over_several_pieces_and_growth_is_bitwise(monkeypatch):
-    monkeypatch.setattr(hosting, "GRANULE", 512)
+    monkeypatch.setattr(host_memory, "GRANULE", 512)
     model = torch.nn.Sequential(*(torch.nn.Linear(9, 100) for _ in range(5)))
     optimizer = torch.optim.AdamW(model.parameters())
     state = TrainState([model], type("Megatrons", (), {"optimizer": optimizer}), Device("cpu"))
     for _ in range(2):  # the second time there are moments too
         tensors = [*model.parameters(), *(t for s in optimizer.state.values() for t in s.values())]
         before = [t.detach().clone() for t in tensors]
-        state.swap_out()
+        state.offload()
         assert len(state._host["params"]._pieces) > 2
-        state.swap_in()
+        state.onload()
         assert all(torch.equal(a, b) for a, b in zip(before, tensors, strict=True))
         for p in model.parameters():
             p.grad = torch.ones_like(p)

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from mindspeed_rl_plugin.engine.hf_config import compare_configs, derive_config
 from mindspeed_rl_plugin.reshard import families
-from mindspeed_rl_plugin.reshard.execute import view
+from mindspeed_rl_plugin.reshard.family_table import Family, HfConfig, Router
 from mindspeed_rl_plugin.reshard.layout import (
     EngineParallel,
     ModelShape,
@@ -25,7 +25,7 @@ from mindspeed_rl_plugin.reshard.layout import (
     megatron_shapes,
 )
 from mindspeed_rl_plugin.reshard.plan import make_plan
-from mindspeed_rl_plugin.reshard.rows import Family, HfConfig, Router
+from mindspeed_rl_plugin.reshard.transfer import view
 from mindspeed_rl_plugin.tools.convert import to_hf, to_megatron
 from mindspeed_rl_plugin.tools.convert.arguments import flags, megatron_arguments
 from mindspeed_rl_plugin.tools.plan import dock_volume as plan

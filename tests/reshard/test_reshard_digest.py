@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from mindspeed_rl_plugin.reshard import digest as module
-from mindspeed_rl_plugin.reshard.digest import Held, WeightMismatch, compare, segment_digest, weights_digest
-from mindspeed_rl_plugin.reshard.execute import layout_digests
+from mindspeed_rl_plugin.reshard import verify as module
 from mindspeed_rl_plugin.reshard.layout import Canonical, Segment
+from mindspeed_rl_plugin.reshard.transfer import layout_digests
+from mindspeed_rl_plugin.reshard.verify import Held, WeightMismatch, compare, segment_digest, weights_digest
 
 MASK = (1 << 64) - 1
 

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mindspeed_rl_plugin.reshard.execute import view
+from mindspeed_rl_plugin.reshard.family_table import EXPERTS, IMPLS
 from mindspeed_rl_plugin.reshard.layout import (
     EngineParallel,
     ModelShape,
@@ -20,7 +20,7 @@ from mindspeed_rl_plugin.reshard.layout import (
     megatron_shapes,
 )
 from mindspeed_rl_plugin.reshard.plan import make_plan
-from mindspeed_rl_plugin.reshard.rows import EXPERTS, IMPLS
+from mindspeed_rl_plugin.reshard.transfer import view
 
 sys.path.insert(0, str(Path(__file__).parent))
 from expert_reference import engine_weights, megatron_weights, random_weights  # noqa: E402

@@ -11,9 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mindspeed_rl_plugin.device import StorageMeter
-from mindspeed_rl_plugin.reshard.cells import Cells
-from mindspeed_rl_plugin.reshard.execute import copy_pieces, stream
-from mindspeed_rl_plugin.reshard.gather import gather, make_gathering
+from mindspeed_rl_plugin.reshard.allgather import gather, make_gathering
+from mindspeed_rl_plugin.reshard.flow import Cells
 from mindspeed_rl_plugin.reshard.layout import (
     ModelShape,
     canonical_tensors,
@@ -22,9 +21,10 @@ from mindspeed_rl_plugin.reshard.layout import (
     megatron_layout,
     megatron_shapes,
 )
-from mindspeed_rl_plugin.reshard.parcels import Parcel, make_rounds, two_rounds
+from mindspeed_rl_plugin.reshard.p2p import P2PChannel
 from mindspeed_rl_plugin.reshard.plan import make_plan
-from mindspeed_rl_plugin.reshard.wire import Wire
+from mindspeed_rl_plugin.reshard.shards import Shard, make_rounds, two_rounds
+from mindspeed_rl_plugin.reshard.transfer import copy_pieces, stream
 from mindspeed_rl_plugin.tools.plan.estimate import Machine, estimate
 from mindspeed_rl_plugin.tools.plan.words import engine_layout_of, train_layout
 
@@ -46,12 +46,12 @@ def sides(shape, parallel, engine_tp, ranks, own_head):
 
 
 def carried_out(plan, source, rank):
-    """What `rank` holds of every parcel after all messages, as the executor would place it."""
+    """What `rank` holds of every shard after all messages, as the executor would place it."""
     held = {}
-    for i, parcel in enumerate(plan.parcels):
-        giver = rank if rank in parcel.names else plan.routes[i][rank]
-        stored = source[giver][parcel.names[giver]]
-        held[str(i)] = stored[: parcel.shape[0]]
+    for i, shard in enumerate(plan.shards):
+        giver = rank if rank in shard.names else plan.routes[i][rank]
+        stored = source[giver][shard.names[giver]]
+        held[str(i)] = stored[: shard.shape[0]]
     return held
 
 
@@ -71,18 +71,18 @@ def test_every_engine_gets_its_weights_out_of_all_shards(case, node_size, round_
         assert plan.traffic[rank].received == flow.received[rank]
         assert plan.traffic[rank].off_node == flow.received_far[rank]
         assert plan.routes == plans[ranks[0]].routes  # every rank finds the same alone
-        for parcel, route in zip(plan.parcels, plan.routes, strict=True):
-            near = [r for r in parcel.names if r // node_size == rank // node_size]
-            assert rank not in route or route[rank] in (near or parcel.names)
+        for shard, route in zip(plan.shards, plan.routes, strict=True):
+            near = [r for r in shard.names if r // node_size == rank // node_size]
+            assert rank not in route or route[rank] in (near or shard.names)
         engine = {n: torch.zeros(s) for n, s in engine_shapes(shape, engine_tp, i % engine_tp, own_head).items()}
         for copies in plan.copies:
             copy_pieces(copies, carried_out(plan, live, rank), engine)
         for name, tensor in engine_weights(shape, engine_tp, i % engine_tp, weights, own_head).items():
             assert torch.equal(engine[name], tensor), name
         in_rounds = [i for numbers in plan.rounds for i in numbers]
-        assert in_rounds == list(range(len(plan.parcels)))
+        assert in_rounds == list(range(len(plan.shards)))
         for numbers in plan.rounds:
-            assert len(numbers) == 1 or sum(plan.parcels[i].nbytes for i in numbers) <= round_bytes
+            assert len(numbers) == 1 or sum(plan.shards[i].nbytes for i in numbers) <= round_bytes
 
 
 @settings(max_examples=25, deadline=None)
@@ -120,7 +120,8 @@ def test_what_is_wide_stays_float32_on_its_way(whole):
     found = {n: torch.zeros_like(t) for n, t in expected.items()}
     layouts = {0: megatron_layout(shape, one, 0)}, {0: megatron_shapes(shape, one, 0)}, {0: engine_layout(shape, 1, 0)}
     plan = make_gathering(*layouts, tensors, itemsize=2, round_bytes=512, rank=0)
-    buffer = gather(plan, source, found, wire=Wire(0), dtype=torch.bfloat16, device=torch.device("cpu"), whole=whole)
+    options = dict(channel=P2PChannel(0), dtype=torch.bfloat16, device=torch.device("cpu"))
+    buffer = gather(plan, source, found, whole=whole, **options)
     assert (buffer is not None) == whole
     for name, tensor in expected.items():
         assert torch.equal(found[name], tensor) and found[name].dtype == tensor.dtype, name
@@ -143,7 +144,7 @@ def test_experts_are_parcels_of_their_own_and_shared_weights_travel_once():
     flow = Cells(sources, wanted, tensors, itemsize=2, node_size=4).flow(everything=True)
     assert [plan.traffic[r].received for r in range(4)] == flow.received.tolist()
     whole = sum(t.slices * t.slice_bytes(2) for t in tensors.values())
-    assert sum(p.nbytes for p in plan.parcels) == whole <= plan.nbytes
+    assert sum(p.nbytes for p in plan.shards) == whole <= plan.nbytes
     sent = [plan.traffic[r].sent for r in range(4)]
     assert max(sent) <= 1.1 * min(sent), sent
 
@@ -186,25 +187,25 @@ def test_naive_holds_two_rounds(dtype, rank):
         meter.track(*source.values(), *engine.values())
         base = meter.allocated()
         meter.reset_peak()
-        gather(plan, source, engine, wire=Deaf(rank), dtype=dtype, device=torch.device("cpu"), whole=False)
+        gather(plan, source, engine, channel=Deaf(rank), dtype=dtype, device=torch.device("cpu"), whole=False)
         assert meter.allocated() == base
-        taken = [p.nbytes if dtype != torch.float32 or rank not in p.names else 0 for p in plan.parcels]
+        taken = [p.nbytes if dtype != torch.float32 or rank not in p.names else 0 for p in plan.shards]
         rounds = [sum(taken[i] for i in numbers) for numbers in plan.rounds]
         assert len(rounds) > 5
         assert meter.peak() - base == max(map(sum, pairwise(rounds)))
-        only = two_rounds(plan.parcels, plan.rounds, sources, [rank], dtype != torch.float32)
+        only = two_rounds(plan.shards, plan.rounds, sources, [rank], dtype != torch.float32)
         assert only == meter.peak() - base
 
 
 def test_two_rounds_by_hand():
-    """Parcels of 3, 5, 2 and 9 bytes, the last one wide; rank 0 stores the first and the last, rank 1 the others."""
+    """Shards of 3, 5, 2 and 9 bytes, the last one wide; rank 0 stores the first and the last, rank 1 the others."""
     sizes, owners, layouts = (3, 5, 2, 9), (0, 1, 1, 0), ({"a": ()}, {"b": ()})
-    parcels = [Parcel((), (), n, n == 9, {r: "p"}) for n, r in zip(sizes, owners, strict=True)]
-    rounds = make_rounds(parcels, 8)
+    shards = [Shard((), (), n, n == 9, {r: "p"}) for n, r in zip(sizes, owners, strict=True)]
+    rounds = make_rounds(shards, 8)
     assert rounds == ((0, 1), (2,), (3,))
 
     def most(ranks, converted=False, rounds=rounds):
-        return two_rounds(parcels, rounds, dict(enumerate(layouts)), ranks, converted)
+        return two_rounds(shards, rounds, dict(enumerate(layouts)), ranks, converted)
 
     assert most([0]) == 5 + 2 and most([1]) == 0 + 9 and most([0, 1]) == 9
     assert most([2]) == 2 + 9 and most([2, 1, 0, 3]) == 11  # ranks without a trainer lack everything
@@ -231,7 +232,7 @@ def test_the_plan_counts_two_rounds_of_naive():
 
 
 def test_experts_stored_as_one_make_larger_rounds():
-    """Megatron's grouped GEMM: those of a rank and layer are one parcel, larger than half a bucket."""
+    """Megatron's grouped GEMM: those of a rank and layer are one shard, larger than half a bucket."""
     shape = ModelShape("qwen3_moe", 2, 64, 4, 2, 32, 0, 60, 64, experts=16, expert_ffn=48)
     parallel = train_layout("tp1,ep2", 2)
     engine, engines = engine_layout_of("tp1", 2)
@@ -266,7 +267,7 @@ def test_the_plan_counts_what_stream_has_in_flight(train, generate, first, bucke
             meter.track(*source.values(), *into.values())
             base = meter.allocated()
             meter.reset_peak()
-            stream(plan, source, into, wire=Deaf(rank), dtype=torch.float32, device=torch.device("cpu"))
+            stream(plan, source, into, channel=Deaf(rank), dtype=torch.float32, device=torch.device("cpu"))
             taken.append(meter.peak() - base)
     assert 0.9 * planned.in_flight < max(taken) <= planned.in_flight <= 2 * bucket
     assert planned.peak("stream") == (planned.train if first == 0 else 0) + planned.generate + planned.in_flight

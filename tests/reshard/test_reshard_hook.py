@@ -7,10 +7,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mindspeed_rl_plugin.reshard.digest import WeightMismatch
 from mindspeed_rl_plugin.reshard.finite import BrokenWeights
-from mindspeed_rl_plugin.reshard.hook import Resharder
 from mindspeed_rl_plugin.reshard.layout import EngineParallel, ModelShape, Parallel
+from mindspeed_rl_plugin.reshard.resharder import Resharder
+from mindspeed_rl_plugin.reshard.verify import WeightMismatch
 
 sys.path.insert(0, str(Path(__file__).parent))
 import expert_reference  # noqa: E402
@@ -66,7 +66,7 @@ def test_tied_embeddings_with_and_without_a_head_in_the_engine(own_head):
 def test_a_wrong_value_in_the_engine_is_named(monkeypatch):
     way, live = resharder(verify=True), engine()
     way.to_engine(trainer(), live, 0)
-    monkeypatch.setattr("mindspeed_rl_plugin.reshard.hook.stream", lambda *a, **k: None)
+    monkeypatch.setattr("mindspeed_rl_plugin.reshard.resharder.stream", lambda *a, **k: None)
     live["model.layers.1.self_attn.qkv_proj.weight"][33] = 7  # row 1 of the keys
     with pytest.raises(WeightMismatch, match=r"1.self_attn.k_proj.weight \[0, 16\) of axis 0: engine ranks \[0\]"):
         way.to_engine(trainer(), live, 1)

@@ -10,7 +10,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mindspeed_rl_plugin.reshard.execute import view
 from mindspeed_rl_plugin.reshard.layout import (
     Canonical,
     ModelShape,
@@ -23,6 +22,7 @@ from mindspeed_rl_plugin.reshard.layout import (
     megatron_shapes,
 )
 from mindspeed_rl_plugin.reshard.plan import make_plan
+from mindspeed_rl_plugin.reshard.transfer import view
 
 sys.path.insert(0, str(Path(__file__).parent))
 from reshard_reference import deliver, engine_weights, megatron_weights, random_weights  # noqa: E402

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from mindspeed_rl_plugin.device import Device, StorageMeter
-from mindspeed_rl_plugin.reshard.digest import WeightMismatch
-from mindspeed_rl_plugin.reshard.swap import HostWeights, TrainState, gathered
+from mindspeed_rl_plugin.reshard.offload import HostWeights, TrainState, gathered
+from mindspeed_rl_plugin.reshard.verify import WeightMismatch
 
 CPU = Device("cpu")
 
@@ -75,13 +75,13 @@ def test_everything_leaves_and_returns_bitwise(dtype):
     tensors = state_of(model, optimizer)
     before = [t.clone() for t in tensors]
     big = [t for t in tensors if t.numel() > 1] + [model.module[0].weight.main_grad]
-    freed = state.swap_out()
+    freed = state.offload()
     assert all(t.untyped_storage().nbytes() == 0 for t in big)
     assert model.module[0].weight.grad is None and optimizer.optimizer.param_groups[0]["params"][0].grad is None
     own_main = 0 if dtype == torch.float32 else 4 * 8192
     assert freed == 4 * (8192 + 100 + 10) + 4 * 8192 + own_main + 2 * 4 * 8192
-    assert state.out == {"params", "grads", "optimizer"}
-    assert state.swap_in() == freed and not state.out
+    assert state.off_device == {"params", "grads", "optimizer"}
+    assert state.onload() == freed and not state.off_device
     assert all(torch.equal(a, b) for a, b in zip(before, tensors, strict=True))
     model.module[1].weight.data.fill_(3.0)
     assert (model.buffers[0].param_data[4096:] == 3).all()  # still one memory
@@ -92,22 +92,22 @@ def test_parameters_come_back_alone():
     model = FakeDDP()
     optimizer = distributed_adam(model, torch.bfloat16)
     state = TrainState([model], optimizer, CPU)
-    state.swap_out()
-    state.swap_in(["params"])
-    assert state.out == {"grads", "optimizer"}
+    state.offload()
+    state.onload(["params"])
+    assert state.off_device == {"grads", "optimizer"}
     assert model(torch.randn(2, 64)).shape == (2, 64)
     assert optimizer.optimizer.param_groups[0]["params"][0].untyped_storage().nbytes() == 0
-    state.swap_in(("optimizer", "grads"))
+    state.onload(("optimizer", "grads"))
 
 
 def test_gradients_that_share_the_parameters_storage_stay_with_them():
     model = FakeDDP(shared=True)
     state = TrainState([model], None, CPU)
     weight = model.module[0].weight.data.clone()
-    assert state.swap_out(["grads"]) == 0
+    assert state.offload(["grads"]) == 0
     assert torch.equal(model.module[0].weight, weight)
-    state.swap_out(["params"])
-    state.swap_in()
+    state.offload(["params"])
+    state.onload()
     assert torch.equal(model.module[0].weight, weight)
 
 
@@ -116,20 +116,20 @@ def test_gradients_outside_buffers_and_chained_optimizers():
     plain.weight.main_grad = torch.ones(32, 32)
     chained = SimpleNamespace(chained_optimizers=[adam([plain.weight]), SimpleNamespace(optimizer=None)])
     state = TrainState([plain], chained, CPU)
-    state.swap_out()
+    state.offload()
     moment = chained.chained_optimizers[0].optimizer.state[plain.weight]["exp_avg"]
     assert plain.weight.main_grad.untyped_storage().nbytes() == 0 == moment.untyped_storage().nbytes()
-    state.swap_in()
+    state.onload()
     assert not plain.weight.main_grad.any()
 
 
 @pytest.mark.parametrize(
     "misuse, message",
     [
-        (lambda s: (s.swap_out(["params"]), s.swap_out(["grads", "params"])), "params are swapped out already"),
-        (lambda s: s.swap_in(["params"]), "params are not swapped out; away are: none"),
-        (lambda s: (s.swap_out(["grads"]), s.swap_in(["params"])), "away are: grads"),
-        (lambda s: s.swap_out(["weights"]), "cannot swap weights; known: params, grads, optimizer, none"),
+        (lambda s: (s.offload(["params"]), s.offload(["grads", "params"])), "params are offloaded already"),
+        (lambda s: s.onload(["params"]), "params are not offloaded; offloaded are: none"),
+        (lambda s: (s.offload(["grads"]), s.onload(["params"])), "offloaded are: grads"),
+        (lambda s: s.offload(["weights"]), "cannot offload weights; known: params, grads, optimizer, none"),
     ],
 )
 def test_misuse_is_refused(misuse, message):
@@ -139,7 +139,7 @@ def test_misuse_is_refused(misuse, message):
 
 def test_none_swaps_nothing():
     state = TrainState([FakeDDP()], None, CPU)
-    assert state.swap_out(["none"]) == 0 == state.swap_in(["none"])
+    assert state.offload(["none"]) == 0 == state.onload(["none"])
 
 
 def test_registered_buffers_are_refused():
@@ -154,12 +154,12 @@ def test_host_buffers_are_allocated_once_and_memory_returns():
         state = TrainState([model], optimizer, CPU)
         base, buffers = meter.allocated(), None
         for _ in range(20):
-            state.swap_out()
+            state.offload()
             assert meter.allocated() == 2 * 4  # two counters of steps, and not one byte of training state
             away = sorted(h.data_ptr() for parts in state._away.values() for a in parts for h in a.host or [])
             assert buffers in (None, away)
             buffers = away
-            state.swap_in()
+            state.onload()
             assert meter.allocated() == base
 
 
@@ -168,7 +168,7 @@ def test_the_process_really_shrinks():
     layer = nn.Linear(4096, 4096, bias=False)
     layer.weight.main_grad = torch.ones(4096, 4096)
     state, before = TrainState([layer], None, CPU), CPU.memory.allocated()
-    assert state.swap_out(["grads"]) == 64 << 20
+    assert state.offload(["grads"]) == 64 << 20
     assert before - CPU.memory.allocated() > 60 << 20
 
 
@@ -203,7 +203,7 @@ def test_reference_weights_return_after_an_error():
 
 
 def test_an_exchange_in_several_parts(monkeypatch):
-    monkeypatch.setattr("mindspeed_rl_plugin.reshard.swap._SCRATCH", 1000)
+    monkeypatch.setattr("mindspeed_rl_plugin.reshard.offload._SCRATCH", 1000)
     test_reference_weights_change_places_with_the_actors()
 
 
@@ -211,11 +211,11 @@ def test_reference_weights_refuse_another_model():
     model = FakeDDP()
     reference = HostWeights.capture([model], CPU)
     state = TrainState([model], None, CPU)
-    state.swap_out(["params"])
+    state.offload(["params"])
     with pytest.raises(ValueError, match=r"not those that were captured .*parameter buffer 0"):
         with reference.swapped_into([model]):
             pass
-    state.swap_in()
+    state.onload()
     with pytest.raises(ValueError, match="not those that were captured"):
         with reference.swapped_into([nn.Linear(2, 2)]):
             pass
@@ -254,8 +254,8 @@ def test_a_bias_that_the_first_forward_pass_widens_stays_the_tensor_that_was_cap
         assert router.expert_bias.dtype == torch.float32 and router.expert_bias.tolist() == [0, 1, 2, 3]
     assert router.expert_bias.tolist() == [1, 2, 3, 4]
     state = TrainState([router])
-    assert state.swap_out(["params"]) == 16
-    state.swap_in()
+    assert state.offload(["params"]) == 16
+    state.onload()
     assert router.expert_bias.tolist() == [1, 2, 3, 4]
 
 
@@ -274,36 +274,36 @@ def test_one_bit_that_changed_on_the_host_is_named(category, what, message):
     model = FakeDDP()
     optimizer = distributed_adam(model, torch.bfloat16)
     state = TrainState([model], optimizer, CPU, verify=True)
-    state.swap_out()
-    state.swap_in()
-    state.swap_out()
+    state.offload()
+    state.onload()
+    state.offload()
     damaged = what(model, optimizer.optimizer).untyped_storage()._cdata
     (place,) = (part.host for part in state._away[category] if part.storage._cdata == damaged)
     place[-1][-4] ^= 1  # the lowest bit of the last number
     with pytest.raises(WeightMismatch, match=message):
-        state.swap_in()
+        state.onload()
     quiet = TrainState([FakeDDP()], None, CPU)
-    quiet.swap_out()
+    quiet.offload()
     quiet._away["params"][0].host[0][0] ^= 1
-    quiet.swap_in()  # not asked for
+    quiet.onload()  # not asked for
 
 
 def test_what_stayed_and_changed_is_compared_with_what_leaves_later():
     model = FakeDDP()
     optimizer = distributed_adam(model, torch.bfloat16)
     state = TrainState([model], optimizer, CPU, verify=True)
-    state.start_out(["optimizer"])
-    state.start_in()
+    state.start_offload(["optimizer"])
+    state.start_onload()
     optimizer.optimizer.param_groups[0]["params"][0].add_(1)
-    state.swap_out(["optimizer"])
-    state.swap_in()
+    state.offload(["optimizer"])
+    state.onload()
 
 
 def test_a_wrong_block_of_a_large_storage_is_named(monkeypatch):
     layer = nn.Linear(1024, 3000, bias=False)  # 12 MB
     state = TrainState([layer], None, CPU, verify=True)
-    state.swap_out()
+    state.offload()
     host = state._away["params"][0].host
     host[0][5 << 20] ^= 4
     with pytest.raises(WeightMismatch, match=rf"chunk 0 weight: bytes \[{4 << 20}, {8 << 20}\) of 12288000"):
-        state.swap_in()
+        state.onload()

@@ -18,8 +18,8 @@ from mindspeed_rl_plugin.loop import context as wiring
 from mindspeed_rl_plugin.loop import loop as iteration
 from mindspeed_rl_plugin.loop.context import Parts
 from mindspeed_rl_plugin.loop.start import Start
-from mindspeed_rl_plugin.reshard import swap
-from mindspeed_rl_plugin.reshard.swap import TrainState
+from mindspeed_rl_plugin.reshard import offload
+from mindspeed_rl_plugin.reshard.offload import TrainState
 
 sys.path.insert(0, str(Path(__file__).parent))
 from hostile import DeferringDevice, SlowCopier, poisoned_release, poisoned_revive  # noqa: E402
@@ -28,8 +28,8 @@ from test_reshard_swap import FakeDDP, distributed_adam, state_of  # noqa: E402
 
 @pytest.fixture(autouse=True)
 def poison(monkeypatch):
-    monkeypatch.setattr(swap, "_revive", poisoned_revive)
-    monkeypatch.setattr(swap, "_release", poisoned_release)
+    monkeypatch.setattr(offload, "_revive", poisoned_revive)
+    monkeypatch.setattr(offload, "_release", poisoned_release)
 
 
 def trainer(device):
@@ -52,16 +52,16 @@ def step(model, optimizer):
 
 def cycle(state, *, wait=True):
     """Out and back as the loop does it; wait: whether anyone waits for the optimizer."""
-    state.start_out(["grads", "optimizer"])  # when the last update has ended
-    state.ensure_leaving(["grads", "optimizer"])  # when the rollout begins
+    state.start_offload(["grads", "optimizer"])  # when the last update has ended
+    state.ensure_offloading(["grads", "optimizer"])  # when the rollout begins
     saved = [t.clone() for t in state_of(state.chunks[0], state.optimizer)]  # a checkpoint in between
-    state.finish_out()
-    state.start_out(["params"])
-    state.finish_out()
-    state.swap_in(["params"])
-    state.start_in(["optimizer"])
+    state.finish_offload()
+    state.start_offload(["params"])
+    state.finish_offload()
+    state.onload(["params"])
+    state.start_onload(["optimizer"])
     if wait:
-        state.swap_in()
+        state.onload()
     return saved
 
 
@@ -79,7 +79,7 @@ def test_training_is_bitwise_that_without_swaps(device):
     for _ in range(3):
         before = [t.clone() for t in state_of(*swapped[:2])]
         saved = cycle(swapped[2])
-        assert not swapped[2].out and all(torch.equal(a, b) for a, b in zip(before, saved, strict=True))
+        assert not swapped[2].off_device and all(torch.equal(a, b) for a, b in zip(before, saved, strict=True))
         for a, b in zip(step(*plain[:2]), step(*swapped[:2]), strict=True):
             assert torch.equal(a, b)
 
@@ -87,7 +87,7 @@ def test_training_is_bitwise_that_without_swaps(device):
 def test_a_missing_wait_for_the_optimizer_shows():
     model, optimizer, state = trainer(DeferringDevice())
     cycle(state, wait=False)
-    assert state.out == {"optimizer", "grads"}
+    assert state.off_device == {"optimizer", "grads"}
     assert any(t.isnan().any() for t in step(model, optimizer))
 
 
@@ -103,13 +103,13 @@ def test_a_missing_wait_for_what_leaves_shows(monkeypatch):
 def test_what_leaves_may_be_read_until_it_is_freed():
     model, _, state = trainer(SlowDevice())
     before = model.module[0].weight.clone()
-    state.start_out(["params"])
-    assert torch.equal(model.module[0].weight, before) and not state.out
-    with pytest.raises(ValueError, match="params are swapped out already"):
-        state.start_out(["params"])
-    state.finish_out()
-    assert model.module[0].weight.untyped_storage().nbytes() == 0 and state.out == {"params"}
-    state.swap_in()
+    state.start_offload(["params"])
+    assert torch.equal(model.module[0].weight, before) and not state.off_device
+    with pytest.raises(ValueError, match="params are offloaded already"):
+        state.start_offload(["params"])
+    state.finish_offload()
+    assert model.module[0].weight.untyped_storage().nbytes() == 0 and state.off_device == {"params"}
+    state.onload()
     assert torch.equal(model.module[0].weight, before)
 
 
@@ -117,30 +117,30 @@ def test_what_leaves_may_be_read_until_it_is_freed():
 def test_what_began_to_leave_may_stay_and_change(device):
     """An update that comes although its optimizer state was on its way out; later swaps carry the new values."""
     plain, swapped = trainer(Device("cpu")), trainer(device)
-    swapped[2].start_out(["grads", "optimizer"])
-    assert swapped[2].swap_in() == 0
+    swapped[2].start_offload(["grads", "optimizer"])
+    assert swapped[2].onload() == 0
     for _ in range(2):
         for a, b in zip(step(*plain[:2]), step(*swapped[:2]), strict=True):
             assert torch.equal(a, b)
-        assert swapped[2].finish_out() == 0
+        assert swapped[2].finish_offload() == 0
         cycle(swapped[2])
 
 
 def test_a_write_into_what_leaves_shows():
     """An optimizer step between the start and the end of a copy that is early: its values are lost, not kept."""
     model, optimizer, state = trainer(Device("cpu"))
-    state.start_out(["optimizer"])
+    state.start_offload(["optimizer"])
     state._leaving["optimizer"].copies.wait()
     changed = step(model, optimizer)
-    state.finish_out()
-    state.swap_in()
+    state.finish_offload()
+    state.onload()
     assert not all(torch.equal(a, b) for a, b in zip(changed, state_of(model, optimizer), strict=True))
 
 
 def test_at_the_end_nothing_is_copied(monkeypatch):
     model, optimizer, state = trainer(DeferringDevice())
     cycle(state)
-    state.start_out(["optimizer"])
+    state.start_offload(["optimizer"])
     monkeypatch.setattr(state.device, "host_empty", None)
     monkeypatch.setattr(state.device, "start", None)
     state.discard()
@@ -151,10 +151,10 @@ def test_at_the_end_nothing_is_copied(monkeypatch):
 def test_what_arrives_may_leave_again_at_once():
     model, optimizer, state = trainer(DeferringDevice())
     before = [t.clone() for t in state_of(model, optimizer)]
-    state.swap_out()
-    state.start_in()
-    state.swap_out()
-    state.swap_in()
+    state.offload()
+    state.start_onload()
+    state.offload()
+    state.onload()
     assert all(torch.equal(a, b) for a, b in zip(before, state_of(model, optimizer), strict=True))
 
 
@@ -166,8 +166,8 @@ def test_a_host_without_room_is_refused_before_anything_leaves(monkeypatch):
     need = (64 << 10) + (128 << 10)
     message = f"--rl-swap needs {need} more bytes of host memory on this rank, .* and 100000 are free"
     with pytest.raises(MemoryError, match=message):
-        state.swap_out()
-    assert not state.out
+        state.offload()
+    assert not state.off_device
     assert all(torch.equal(a, b) for a, b in zip(before, state_of(model, optimizer), strict=True))
     monkeypatch.setattr(state.device, "host_available", lambda: 1 << 30)
     cycle(state)  # with what was taken before the refusal
@@ -189,8 +189,9 @@ def test_a_failing_allocation_leaves_everything_as_it_was(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(state.device, "host_empty", host_empty)
         with pytest.raises(MemoryError, match="no pinned memory"):
-            state.swap_out()
-    assert not state.out and sum(host.nbytes for host in state._host.values()) == 64 << 10  # kept for the next time
+            state.offload()
+    kept = sum(host.nbytes for host in state._host.values())
+    assert not state.off_device and kept == 64 << 10  # for the next time
     assert all(torch.equal(a, b) for a, b in zip(before, state_of(model, optimizer), strict=True))
     cycle(state)
 
@@ -210,7 +211,7 @@ class Recorder:
         return call
 
 
-def loop_of_recorders(monkeypatch, swapped=("params", "grads", "optimizer"), critic=False):
+def loop_of_recorders(monkeypatch, offloaded=("params", "grads", "optimizer"), critic=False):
     events = []
     monkeypatch.setattr(iteration, "gathered", lambda model: nullcontext())
     loop = iteration.Loop()
@@ -218,14 +219,14 @@ def loop_of_recorders(monkeypatch, swapped=("params", "grads", "optimizer"), cri
         monitor=SimpleNamespace(stage=lambda name: nullcontext()),
         model=None,
         critic=Recorder(events, "critic") if critic else None,
-        swapped=swapped,
+        offloaded=offloaded,
         train_state=Recorder(events, "state"),
         engine=Recorder(events, "engine"),
         resharder=Recorder(events, "reshard", to_engine=SimpleNamespace(digest=None)),
     )
     if critic:
         loop.parts.critic.state = Recorder(events, "critic state")
-    for name in ("start_leaving", "finish_leaving"):
+    for name in ("start_offload", "finish_offload"):
         setattr(loop.parts, name, MethodType(getattr(Parts, name), loop.parts))
     return loop, events
 
@@ -236,20 +237,20 @@ def test_the_loop_waits_in_the_order_of_need(monkeypatch):
         events.append("generate")
     events.append("log-probs")
     assert [e for e in events if e != "engine.parameters"] == [
-        "state.ensure_leaving grads,optimizer",
-        "state.finish_out",
+        "state.ensure_offloading grads,optimizer",
+        "state.finish_offload",
         "engine.wake weights",
-        "state.start_out params",
+        "state.start_offload params",
         "reshard.to_engine",
         "engine.update_weights",
-        "reshard.release",  # before the cache of the allocator is emptied in finish_out
-        "state.finish_out",
+        "reshard.release",  # before the cache of the allocator is emptied in finish_offload
+        "state.finish_offload",
         "engine.wake kv_cache",
         "generate",
         "engine.sleep",
-        "state.swap_in params",
+        "state.onload params",
         "reshard.check_return",
-        "state.start_in optimizer",
+        "state.start_onload optimizer",
         "log-probs",
     ]
 
@@ -261,19 +262,19 @@ def test_the_critic_leaves_before_the_engine_wakes_and_is_back_for_its_values(mo
     with loop._engine_awake(3):
         early = ",".join(sorted(set(swapped) - {"params"}))
         assert events[:5] == [
-            f"state.ensure_leaving {early}",
-            f"critic state.ensure_leaving {early}",
-            "critic.swap_out params" if "params" in swapped else "critic.swap_out",  # and ends what began to leave
-            "state.finish_out",
+            f"state.ensure_offloading {early}",
+            f"critic state.ensure_offloading {early}",
+            "critic.offload params" if "params" in swapped else "critic.offload",  # and ends what began to leave
+            "state.finish_offload",
             "engine.wake weights",
         ]
         events.append("generate")
     assert [e for e in events if e.startswith(("critic.", "engine.sleep", "reshard.check"))][1:] == [
         "engine.sleep",
         "reshard.check_return",
-        "critic.swap_in",
+        "critic.onload",
     ]
-    assert events[-1] == "state.start_in optimizer", "what overlaps the log-probs begins last"
+    assert events[-1] == "state.start_onload optimizer", "what overlaps the log-probs begins last"
 
 
 def test_the_update_begins_with_everything_back(monkeypatch):
@@ -291,14 +292,14 @@ def test_the_update_begins_with_everything_back(monkeypatch):
     loop._rows_of = lease
     with pytest.raises(Stop):
         loop._update(0, None, (), {})
-    assert events == ["state.swap_in"]
+    assert events == ["state.onload"]
 
 
 def test_an_evaluation_alone_ends_with_everything_back(monkeypatch):
     loop, events = loop_of_recorders(monkeypatch)
     monkeypatch.setattr(iteration.reporting, "evaluation", lambda p, done: events.append("evaluate"))
     loop._evaluate_alone(3)
-    assert events[-1] == "state.swap_in" and "evaluate" in events
+    assert events[-1] == "state.onload" and "evaluate" in events
 
 
 def test_a_checkpoint_of_a_swapped_out_trainer_is_refused(monkeypatch):
@@ -329,8 +330,8 @@ def test_optimizer_state_leaves_when_the_last_update_of_a_rollout_has_ended(monk
     monkeypatch.setattr(iteration.reporting, "iteration", lambda *_, **__: events.append("log"))
     loop._update(done, None, (0, 0, 0, 0), {})
     told = [e for e in events if not e.startswith("dock")]
-    start = ["state.ensure_leaving grads,optimizer"] if leaves else []
-    assert told == ["state.swap_in", "optimizer step", *start, "log"]
+    start = ["state.ensure_offloading grads,optimizer"] if leaves else []
+    assert told == ["state.onload", "optimizer step", *start, "log"]
 
 
 def test_the_first_rollout_begins_with_the_optimizer_state_leaving(monkeypatch):
@@ -345,7 +346,7 @@ def test_the_first_rollout_begins_with_the_optimizer_state_leaving(monkeypatch):
     loop._open_rollout = prompts
     with pytest.raises(Stop):
         loop._collect(0)
-    assert events == ["state.ensure_leaving grads,optimizer"]
+    assert events == ["state.ensure_offloading grads,optimizer"]
 
 
 def test_a_run_ends_without_a_copy_to_the_host():

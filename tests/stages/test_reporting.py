@@ -19,7 +19,7 @@ from mindspeed_rl_plugin.monitor.files import check_dumps, dump_file, dump_files
 from mindspeed_rl_plugin.monitor.monitor import Monitor
 from mindspeed_rl_plugin.monitor.names import meaning
 from mindspeed_rl_plugin.monitor.summary import summarize
-from mindspeed_rl_plugin.reshard.hook import Transfer
+from mindspeed_rl_plugin.reshard.resharder import Transfer
 from mindspeed_rl_plugin.reward import Grade
 from mindspeed_rl_plugin.rows import Completion, Prompt, Rows, SampleId, Sampling
 from mindspeed_rl_plugin.stages import measure as reporting
@@ -203,7 +203,7 @@ class LoopOfFakes(iteration.Loop):
             tmp_path,
             model=None,
             critic=None,
-            swapped=("params",),
+            offloaded=("params",),
             ids=lambda groups: [],
             plan=lambda groups, lengths: 2 * [Step((((SampleId(0, 0, 0),),),))],
             forget=lambda groups: None,
@@ -213,13 +213,13 @@ class LoopOfFakes(iteration.Loop):
             total_iterations=2,
             iterations_done=lambda: self.done,
             evaluation_due=lambda done: True,
-            start_leaving=lambda: None,
-            finish_leaving=lambda: None,
+            start_offload=lambda: None,
+            finish_offload=lambda: None,
             train_state=SimpleNamespace(
-                start_out=lambda what: None,
-                finish_out=lambda: None,
-                swap_in=lambda what=None: takes(2)() if what else None,
-                start_in=lambda what: None,
+                start_offload=lambda what: None,
+                finish_offload=lambda: None,
+                onload=lambda what=None: takes(2)() if what else None,
+                start_onload=lambda what: None,
             ),
             resharder=SimpleNamespace(to_engine=self.to_engine, release=lambda: None, check_return=takes(0)),
             engine=SimpleNamespace(

@@ -28,8 +28,8 @@ from mindspeed_rl_plugin.engine import vllm_api  # noqa: E402
 from mindspeed_rl_plugin.engine.hf_config import derive_config  # noqa: E402
 from mindspeed_rl_plugin.engine.protocol import generate  # noqa: E402
 from mindspeed_rl_plugin.forward import ForwardSettings  # noqa: E402
-from mindspeed_rl_plugin.reshard.hook import Resharder  # noqa: E402
 from mindspeed_rl_plugin.reshard.layout import EngineParallel, ModelShape, Parallel  # noqa: E402
+from mindspeed_rl_plugin.reshard.resharder import Resharder  # noqa: E402
 from mindspeed_rl_plugin.rows import GenerateRequest, Ragged, Rows, SampleId, Sampling  # noqa: E402
 from mindspeed_rl_plugin.stages.logprobs import compute_logps  # noqa: E402
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mindspeed_rl_plugin.reshard.cells import Cells
 from mindspeed_rl_plugin.reshard.families import FAMILIES
+from mindspeed_rl_plugin.reshard.flow import Cells
 from mindspeed_rl_plugin.reshard.known import known_model
 from mindspeed_rl_plugin.reshard.layout import (
     EngineParallel,

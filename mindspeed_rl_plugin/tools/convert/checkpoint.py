@@ -12,10 +12,10 @@ from torch import Tensor
 
 from mindspeed_rl_plugin.launch.checkpoint_files import TRACKER, iteration_dir, read_tracker
 from mindspeed_rl_plugin.launch.pickles import load
+from mindspeed_rl_plugin.reshard.family_table import EXPERTS, IMPLS
 from mindspeed_rl_plugin.reshard.layout import Layout, ModelShape, Parallel, megatron_layout, megatron_shapes
 from mindspeed_rl_plugin.reshard.live import differences, predicting_only
 from mindspeed_rl_plugin.reshard.parallel import chunk_prefix
-from mindspeed_rl_plugin.reshard.rows import EXPERTS, IMPLS
 
 FILE = "model_optim_rng.pt"
 _SHOWN = 8

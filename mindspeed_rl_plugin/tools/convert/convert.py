@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from mindspeed_rl_plugin.reshard.execute import view
 from mindspeed_rl_plugin.reshard.layout import Canonical, Layout, Segment, Shapes
+from mindspeed_rl_plugin.reshard.transfer import view
 
 
 class Assembled:

@@ -17,9 +17,9 @@ import torch
 
 from mindspeed_rl_plugin.engine.hf_config import compare_configs, derive_config
 from mindspeed_rl_plugin.reshard.families import EMBEDDING, HEAD
+from mindspeed_rl_plugin.reshard.family_table import EXPERTS, IMPLS
 from mindspeed_rl_plugin.reshard.layout import ModelShape, Parallel, canonical_tensors, megatron_layout, megatron_shapes
 from mindspeed_rl_plugin.reshard.parallel import chunk_prefix
-from mindspeed_rl_plugin.reshard.rows import EXPERTS, IMPLS
 from mindspeed_rl_plugin.tools.convert import tokens
 from mindspeed_rl_plugin.tools.convert.arguments import flags, megatron_arguments
 from mindspeed_rl_plugin.tools.convert.checkpoint import rank_folders, write_checkpoint

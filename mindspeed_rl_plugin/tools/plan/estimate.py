@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mindspeed_rl_plugin.reshard.cells import Cells, Flow
+from mindspeed_rl_plugin.reshard.flow import Cells, Flow
 from mindspeed_rl_plugin.reshard.footprint import MODES, Footprint, Weights, eq3, footprint, weights
 from mindspeed_rl_plugin.reshard.layout import (
     EngineParallel,
@@ -17,7 +17,7 @@ from mindspeed_rl_plugin.reshard.layout import (
     megatron_layout,
     megatron_shapes,
 )
-from mindspeed_rl_plugin.reshard.parcels import make_parcels, make_rounds, two_rounds
+from mindspeed_rl_plugin.reshard.shards import make_rounds, make_shards, two_rounds
 from mindspeed_rl_plugin.tools.plan import published
 
 
@@ -97,8 +97,8 @@ def estimate(
     tensors, moved = canonical_tensors(shape), engine_itemsize or itemsize
     cells = Cells(sources, destinations, tensors, itemsize=moved, node_size=machine.node_size)
     stream, whole = _cost(cells.flow(), machine), _cost(cells.flow(everything=True), machine)
-    parcels = make_parcels(sources, stored, tensors, moved)
-    rounds = make_rounds(parcels, bucket_bytes // 2)
+    shards = make_shards(sources, stored, tensors, moved)
+    rounds = make_rounds(shards, bucket_bytes // 2)
     held = footprint(
         shape,
         train,
@@ -110,7 +110,7 @@ def estimate(
         bucket_bytes=bucket_bytes,
         shared=first < train.world,
         critic=critic,
-        rounds=two_rounds(parcels, rounds, sources, destinations, moved != itemsize),
+        rounds=two_rounds(shards, rounds, sources, destinations, moved != itemsize),
         in_flight=stream.flow.in_flight(list(destinations), bucket_bytes),
     )
     return Estimate(

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 
-from mindspeed_rl_plugin.forward.context import positions
+from mindspeed_rl_plugin.forward.context_parallel import positions
 
 WHERE = "megatron.core.transformer.dot_product_attention.DotProductAttention"
 

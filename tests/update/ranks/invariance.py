@@ -17,7 +17,7 @@ from tiny_megatron import VOCAB, Job, load_rows, parallel_state, rerun_state_mac
 from mindspeed_rl_plugin.algorithms import Totals, resolve
 from mindspeed_rl_plugin.config import AlgorithmConfig
 from mindspeed_rl_plugin.forward import ForwardSettings, plan_batches
-from mindspeed_rl_plugin.forward.context import positions
+from mindspeed_rl_plugin.forward.context_parallel import positions
 from mindspeed_rl_plugin.rows import Ragged, Rows
 from mindspeed_rl_plugin.update.step import Update
 

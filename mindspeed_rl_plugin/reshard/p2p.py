@@ -1,4 +1,4 @@
-"""Wire: point-to-point messages of a reshard on one rank: posted in batches, waited for with a deadline, counted."""
+"""Point-to-point messages of a reshard on one rank: posted in batches, waited for with a deadline, counted."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from torch import Tensor
 Message = tuple[Tensor, int, int]  # contiguous tensor, peer, tag
 
 
-class Wire:
+class P2PChannel:
     """What one rank sends and receives, and how much it really did.
 
-    sent, received: bytes of the messages that were posted since the Wire was made; group: of the ranks; deadline:
+    sent, received: bytes of the messages that were posted since the P2PChannel was made; group: of the ranks; deadline:
     seconds that a batch may take.
     """
 
@@ -51,15 +51,20 @@ class Batch:
     """Messages in flight. tensors: what they carry, alive until they have been sent."""
 
     def __init__(
-        self, wire: Wire, what: str, peers: set[int], start: Callable[[], list[dist.Work]], tensors: list[Tensor]
+        self,
+        channel: P2PChannel,
+        what: str,
+        peers: set[int],
+        start: Callable[[], list[dist.Work]],
+        tensors: list[Tensor],
     ) -> None:
-        self._wire, self._what, self._peers, self._tensors = wire, what, sorted(peers), tensors
+        self._channel, self._what, self._peers, self._tensors = channel, what, sorted(peers), tensors
         self._works = self._guard(start)
 
     def wait(self) -> None:
         """Until all messages have arrived. Raises TimeoutError past the deadline, ConnectionError where a peer is lost;
         both name the batch and its peers."""
-        limit = timedelta(seconds=self._wire.deadline)
+        limit = timedelta(seconds=self._channel.deadline)
         for work in self._works:
             if self._guard(partial(work.wait, limit)) is False:
                 raise TimeoutError(self._late())
@@ -71,16 +76,16 @@ class Batch:
             return call()
         except RuntimeError as error:
             # gloo reports a peer that closed its connection and one that is late by the same type.
-            if time.monotonic() - begin >= self._wire.deadline * 0.99:
+            if time.monotonic() - begin >= self._channel.deadline * 0.99:
                 raise TimeoutError(self._late()) from error
             raise ConnectionError(
-                f"reshard: rank {self._wire.rank} lost one of ranks {self._peers} in {self._what}: "
+                f"reshard: rank {self._channel.rank} lost one of ranks {self._peers} in {self._what}: "
                 f"{str(error).splitlines()[0][:200]}; the weights of the engine are incomplete, resume from the last "
                 "checkpoint"
             ) from error
 
     def _late(self) -> str:
         return (
-            f"reshard: rank {self._wire.rank} waited {self._wire.deadline:.0f} s for {self._what} from or to ranks "
-            f"{self._peers}"
+            f"reshard: rank {self._channel.rank} waited {self._channel.deadline:.0f} s for {self._what} "
+            f"from or to ranks {self._peers}"
         )

@@ -31,7 +31,7 @@ class Flow:
     node_out: np.ndarray
 
     def in_flight(self, ranks: Sequence[int], bucket_bytes: int) -> int:
-        """Most bytes of buffers that `execute.stream` takes on any of `ranks`: two for what the rank sends and two for
+        """Most bytes of buffers that `transfer.stream` takes on any of `ranks`: two for what the rank sends and two for
         what it receives, each at most half a bucket and no larger than what passes through it."""
         boxes = (np.minimum(moved[ranks], bucket_bytes) for moved in (self.sent, self.received))
         return int(np.ceil(sum(boxes)).max())

@@ -12,10 +12,10 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from mindspeed_rl_plugin.reshard.digest import segment_digest
 from mindspeed_rl_plugin.reshard.layout import Canonical, Layout, Segment
+from mindspeed_rl_plugin.reshard.p2p import Batch, P2PChannel
 from mindspeed_rl_plugin.reshard.plan import Copy, Move, Plan
-from mindspeed_rl_plugin.reshard.wire import Batch, Wire
+from mindspeed_rl_plugin.reshard.verify import segment_digest
 
 
 def view(param: Tensor, segment: Segment, start: int, size: int) -> Tensor:
@@ -29,7 +29,7 @@ def stream(
     source: Mapping[str, Tensor],
     destination: Mapping[str, Tensor],
     *,
-    wire: Wire,
+    channel: P2PChannel,
     dtype: torch.dtype,
     device: torch.device,
 ) -> None:
@@ -40,19 +40,19 @@ def stream(
     Temporary memory: four buffers of at most half of `plan.bucket_bytes`, the plan's `Flow.in_flight`. Raises what
     `Batch.wait` does.
     """
-    rank = wire.rank
+    rank = channel.rank
     assert plan.rank in (None, rank), f"a plan of rank {plan.rank} cannot run on rank {rank}"
     assert dtype.itemsize == plan.itemsize, f"{dtype} on a plan for {plan.itemsize} bytes an element"
     copy_pieces((copy for copy in plan.copies if copy.rank == rank), source, destination)
     mine = [m for m in plan.moves if rank in (m.source, m.destination)]
     buckets = [(number, list(moves)) for number, moves in groupby(mine, key=lambda m: m.bucket)]
-    lanes = [_Lane(buckets[i::2], wire, source, destination, dtype, device) for i in (0, 1)]
-    flying: _Lane | None = None
+    buffers = [_Buffers(buckets[i::2], channel, source, destination, dtype, device) for i in (0, 1)]
+    flying: _Buffers | None = None
     for i, (number, moves) in enumerate(buckets):
-        lanes[i % 2].start(number, moves)
+        buffers[i % 2].start(number, moves)
         if flying is not None:
             flying.finish()
-        flying = lanes[i % 2]
+        flying = buffers[i % 2]
     if flying is not None:
         flying.finish()
 
@@ -65,19 +65,19 @@ def copy_pieces(copies: Iterable[Copy], source: Mapping[str, Tensor], destinatio
         inside.copy_(view(source[param], segment, piece.start, piece.size))
 
 
-class _Lane:
+class _Buffers:
     """One send and one receive buffer, used by every other bucket of a rank."""
 
     def __init__(
         self,
         buckets: Sequence[tuple[int, list[Move]]],
-        wire: Wire,
+        channel: P2PChannel,
         source: Mapping[str, Tensor],
         destination: Mapping[str, Tensor],
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        self.wire, self.rank, self.source, self.destination = wire, wire.rank, source, destination
+        self.channel, self.rank, self.source, self.destination = channel, channel.rank, source, destination
         loads = [[sum(m.piece.nbytes for m in moves if m[end] == self.rank) for _, moves in buckets] for end in (1, 2)]
         self.outbox, self.inbox = (
             torch.empty(max(load, default=0) // dtype.itemsize, dtype=dtype, device=device) for load in loads
@@ -102,7 +102,7 @@ class _Lane:
                     else:
                         _pack(inside, slot)
                 messages[inbound].append((box[begin:at], peer, number))
-        self.batch = self.wire.post(f"bucket {number}", *messages)
+        self.batch = self.channel.post(f"bucket {number}", *messages)
 
     def finish(self) -> None:
         """Wait for the bucket and write what arrived into the engine's parameters."""
@@ -152,8 +152,10 @@ def layout_digests(
     return torch.stack(out).tolist() if out else []
 
 
-def share_ints(mine: Sequence[int], length: int, device: torch.device, wire: Wire, what: str) -> list[list[int]]:
+def share_ints(
+    mine: Sequence[int], length: int, device: torch.device, channel: P2PChannel, what: str
+) -> list[list[int]]:
     """Every rank's row of at most `length` 64-bit integers, padded with 0, in the group's rank order. Collective."""
     row = torch.zeros(length, dtype=torch.int64, device=device)
     row[: len(mine)] = torch.tensor(list(mine), dtype=torch.int64)
-    return [r.tolist() for r in wire.share(what, row)]
+    return [r.tolist() for r in channel.share(what, row)]

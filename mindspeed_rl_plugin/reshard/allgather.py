@@ -1,6 +1,6 @@
 """Gathering every shard of the trainer on every engine rank: the modes `naive` and `allgather`, baselines of `stream`.
 
-Each engine rank takes the parcels (`parcels.py`) that it lacks from a trainer rank that has them, and then copies what
+Each engine rank takes the shards (`shards.py`) that it lacks from a trainer rank that has them, and then copies what
 its engine needs out of them. `allgather` keeps all of them in one temporary buffer, the paper's step 1; `naive` keeps
 no more than two rounds of them. Both receive alike: the whole model but the rank's own shard.
 
@@ -16,24 +16,24 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mindspeed_rl_plugin.reshard.execute import copy_pieces
 from mindspeed_rl_plugin.reshard.layout import Canonical, Layout, Shapes
-from mindspeed_rl_plugin.reshard.parcels import Parcel, make_parcels, make_rounds
+from mindspeed_rl_plugin.reshard.p2p import Batch, Message, P2PChannel
 from mindspeed_rl_plugin.reshard.plan import Copy, Traffic, make_plan
-from mindspeed_rl_plugin.reshard.wire import Batch, Message, Wire
+from mindspeed_rl_plugin.reshard.shards import Shard, make_rounds, make_shards
+from mindspeed_rl_plugin.reshard.transfer import copy_pieces
 
-_ALIGNMENT = 64  # bytes, of a parcel in the buffer
+_ALIGNMENT = 64  # bytes, of a shard in the buffer
 
 
 @dataclass(frozen=True)
 class Gathering:
-    """Who sends which parcel to whom, and what this rank copies out of each.
+    """Who sends which shard to whom, and what this rank copies out of each.
 
-    rounds: numbers of the parcels that travel together; routes: per parcel, engine rank -> trainer rank for those that
-    lack it; copies: per parcel; traffic: bytes of every rank; destinations: the engine ranks.
+    rounds: numbers of the shards that travel together; routes: per shard, engine rank -> trainer rank for those that
+    lack it; copies: per shard; traffic: bytes of every rank; destinations: the engine ranks.
     """
 
-    parcels: tuple[Parcel, ...]
+    shards: tuple[Shard, ...]
     rounds: tuple[tuple[int, ...], ...]
     routes: tuple[Mapping[int, int], ...]
     copies: tuple[tuple[Copy, ...], ...]
@@ -42,8 +42,8 @@ class Gathering:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the buffer that holds all parcels."""
-        return sum(map(_aligned, (p.nbytes for p in self.parcels)))
+        """Bytes of the buffer that holds all shards."""
+        return sum(map(_aligned, (p.nbytes for p in self.shards)))
 
 
 def make_gathering(
@@ -59,24 +59,24 @@ def make_gathering(
 ) -> Gathering:
     """Plan it, alike on every rank. sources, destinations: rank -> layout; shapes: what trainer ranks store.
 
-    round_bytes: most bytes of a round of more than one parcel. A parcel comes from a rank of the same node where one
-    has it, among equals from the one that has sent least. Raises ValueError where no parcel holds what an engine wants.
+    round_bytes: most bytes of a round of more than one shard. A shard comes from a rank of the same node where one
+    has it, among equals from the one that has sent least. Raises ValueError where no shard holds what an engine wants.
     """
-    parcels = make_parcels(sources, shapes, tensors, itemsize)
+    shards = make_shards(sources, shapes, tensors, itemsize)
     nodes = node_size or 1 + max(*sources, *destinations)
     traffic = {r: Traffic() for r in sorted({*sources, *destinations})}
-    routes = [_route(p, destinations, traffic, nodes) for p in parcels]
-    copies: list[list[Copy]] = [[] for _ in parcels]
+    routes = [_route(p, destinations, traffic, nodes) for p in shards]
+    copies: list[list[Copy]] = [[] for _ in shards]
     if rank in destinations:
-        held = {str(i): p.segments for i, p in enumerate(parcels)}
+        held = {str(i): p.segments for i, p in enumerate(shards)}
         chosen = make_plan(
             {rank: held}, {rank: destinations[rank]}, tensors, itemsize=itemsize, bucket_bytes=round_bytes
         )
         for copy in chosen.copies:
             copies[int(copy.piece.source.param)].append(copy)
     return Gathering(
-        parcels,
-        make_rounds(parcels, round_bytes),
+        shards,
+        make_rounds(shards, round_bytes),
         tuple(routes),
         tuple(map(tuple, copies)),
         traffic,
@@ -85,19 +85,19 @@ def make_gathering(
 
 
 def _route(
-    parcel: Parcel, destinations: Mapping[int, Layout], traffic: Mapping[int, Traffic], node_size: int
+    shard: Shard, destinations: Mapping[int, Layout], traffic: Mapping[int, Traffic], node_size: int
 ) -> dict[int, int]:
     route = {}
     for rank in sorted(destinations):
-        if rank in parcel.names:
-            traffic[rank].copied += parcel.nbytes
+        if rank in shard.names:
+            traffic[rank].copied += shard.nbytes
             continue
-        near = [r for r in parcel.names if r // node_size == rank // node_size]
-        source = min(near or parcel.names, key=lambda r: traffic[r].sent)
+        near = [r for r in shard.names if r // node_size == rank // node_size]
+        source = min(near or shard.names, key=lambda r: traffic[r].sent)
         route[rank] = source
-        traffic[source].sent += parcel.nbytes
-        traffic[rank].received += parcel.nbytes
-        traffic[rank].off_node += 0 if near else parcel.nbytes
+        traffic[source].sent += shard.nbytes
+        traffic[rank].received += shard.nbytes
+        traffic[rank].off_node += 0 if near else shard.nbytes
     return route
 
 
@@ -107,7 +107,7 @@ def gather(
     source: Mapping[str, Tensor],
     destination: Mapping[str, Tensor],
     *,
-    wire: Wire,
+    channel: P2PChannel,
     dtype: torch.dtype,
     device: torch.device,
     whole: bool,
@@ -118,9 +118,9 @@ def gather(
     else copy and forget round by round (`naive`). dtype: what travels. Raises what `Batch.wait` does.
     """
     buffer = None
-    if whole and wire.rank in plan.destinations:
+    if whole and channel.rank in plan.destinations:
         buffer = torch.empty(plan.nbytes, dtype=torch.uint8, device=device)
-    rounds = _Rounds(plan, source, wire, dtype, device, buffer)
+    rounds = _Rounds(plan, source, channel, dtype, device, buffer)
     flying: tuple[tuple[int, ...], Batch, dict[str, Tensor]] | None = None
     arrived: dict[str, Tensor] = {}
     for numbers in (*plan.rounds, ()):
@@ -135,57 +135,57 @@ def gather(
                 held.clear()  # before the round after the next one is posted
         flying = posted
     if whole:
-        _select(plan, range(len(plan.parcels)), arrived, destination)
+        _select(plan, range(len(plan.shards)), arrived, destination)
     return buffer
 
 
 def _select(
     plan: Gathering, numbers: Sequence[int], held: Mapping[str, Tensor], destination: Mapping[str, Tensor]
 ) -> None:
-    """The engine's slices of some parcels; nothing on a rank without an engine."""
+    """The engine's slices of some shards; nothing on a rank without an engine."""
     for i in numbers:
         copy_pieces(plan.copies[i], held, destination)
 
 
 class _Rounds:
-    """Posts the messages of rounds, and gives parcels their place."""
+    """Posts the messages of rounds, and gives shards their place."""
 
     def __init__(
         self,
         plan: Gathering,
         source: Mapping[str, Tensor],
-        wire: Wire,
+        channel: P2PChannel,
         dtype: torch.dtype,
         device: torch.device,
         buffer: Tensor | None,
     ) -> None:
-        self.plan, self.source, self.wire, self.dtype, self.device = plan, source, wire, dtype, device
+        self.plan, self.source, self.channel, self.dtype, self.device = plan, source, channel, dtype, device
         self.buffer, self.at = buffer, 0
 
     def post(self, numbers: Sequence[int]) -> tuple[Batch, dict[str, Tensor]]:
-        """Messages of a round, and what this rank will hold of it: number of the parcel -> tensor."""
-        rank, sends, receives, held = self.wire.rank, [], [], {}
+        """Messages of a round, and what this rank will hold of it: number of the shard -> tensor."""
+        rank, sends, receives, held = self.channel.rank, [], [], {}
         for i in numbers:
-            parcel, route = self.plan.parcels[i], self.plan.routes[i]
-            mine = self._own(parcel) if rank in parcel.names else None
+            shard, route = self.plan.shards[i], self.plan.routes[i]
+            mine = self._own(shard) if rank in shard.names else None
             sends += _messages(mine, [r for r, s in route.items() if s == rank], i)
             if rank in self.plan.destinations:
-                held[str(i)] = self._place(parcel, mine)
+                held[str(i)] = self._place(shard, mine)
                 receives += _messages(held[str(i)], [route[rank]] if rank in route else [], i)
-        return self.wire.post(f"parcels {numbers[0]} to {numbers[-1]}" if numbers else "", sends, receives), held
+        return self.channel.post(f"shards {numbers[0]} to {numbers[-1]}" if numbers else "", sends, receives), held
 
-    def _own(self, parcel: Parcel) -> Tensor:
-        """This rank's parcel as it travels."""
-        stored = self.source[parcel.names[self.wire.rank]]
-        return stored[: parcel.shape[0]].to(torch.float32 if parcel.wide else self.dtype).contiguous()
+    def _own(self, shard: Shard) -> Tensor:
+        """This rank's shard as it travels."""
+        stored = self.source[shard.names[self.channel.rank]]
+        return stored[: shard.shape[0]].to(torch.float32 if shard.wide else self.dtype).contiguous()
 
-    def _place(self, parcel: Parcel, mine: Tensor | None) -> Tensor:
-        """Where a parcel lies: in the buffer, with a copy of this rank's own; without a buffer, its own as it is."""
-        dtype = torch.float32 if parcel.wide else self.dtype
+    def _place(self, shard: Shard, mine: Tensor | None) -> Tensor:
+        """Where a shard lies: in the buffer, with a copy of this rank's own; without a buffer, its own as it is."""
+        dtype = torch.float32 if shard.wide else self.dtype
         if self.buffer is None:
-            return torch.empty(parcel.shape, dtype=dtype, device=self.device) if mine is None else mine
-        place = self.buffer[self.at : self.at + parcel.nbytes].view(dtype).view(parcel.shape)
-        self.at += _aligned(parcel.nbytes)
+            return torch.empty(shard.shape, dtype=dtype, device=self.device) if mine is None else mine
+        place = self.buffer[self.at : self.at + shard.nbytes].view(dtype).view(shard.shape)
+        self.at += _aligned(shard.nbytes)
         return place if mine is None else place.copy_(mine)
 
 

@@ -1,14 +1,14 @@
-"""Swap: training state leaves the device and returns, by resizing storages, so that every view stays valid.
+"""Offload: training state leaves the device and returns, by resizing storages, so that every view stays valid.
 
 Megatron keeps many views of the same memory: parameters, buckets, gradients, shards of main
 parameters. Moving tensors would break them. A storage that is resized to zero bytes gives its memory
 back, and when it is resized again all its views see the restored bytes.
 
-Copies pass on a lane of their own (`Device.copier`): `start_out` and `start_in` only begin them. Until `finish_out`
-what leaves may be read but not written; until `wait` what returns may not be touched at all.
+Copies pass beside other work (`Device.copier`): `start_offload` and `start_onload` only begin them. Until
+`finish_offload` what leaves may be read but not written; until `wait` what returns may not be touched at all.
 
 Parameters of a model whose parameter gather is overlapped with the forward pass are complete only
-inside `gathered`: enter it before exporting, swapping or scoring.
+inside `gathered`: enter it before exporting, offloading or scoring.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from torch.nn import Module
 from mindspeed_rl_plugin.copies import Copying
 from mindspeed_rl_plugin.device import Device, get_device
 from mindspeed_rl_plugin.reshard import state
-from mindspeed_rl_plugin.reshard.digest import BLOCK_BYTES, WeightMismatch, storage_digests
-from mindspeed_rl_plugin.reshard.hosting import HostPieces, HostRoom
+from mindspeed_rl_plugin.reshard.host_memory import HostMemoryBudget, HostPieces
 from mindspeed_rl_plugin.reshard.state import bytes_of, unwrap
+from mindspeed_rl_plugin.reshard.verify import BLOCK_BYTES, WeightMismatch, storage_digests
 from mindspeed_rl_plugin.reshard.wide import keep_wide
 
 __all__ = ["CATEGORIES", "HostWeights", "TrainState", "gathered", "unwrap"]
@@ -64,8 +64,9 @@ class TrainState:
 
     Methods take names of CATEGORIES (or "none"): params are the parameters, buffers and Megatron's parameter buffers;
     optimizer are main parameters and moments that do not share memory with params; grads are freed without a copy and
-    come back as zeros. Host memory is kept for the next time. room: of the machine, which is asked before any is taken;
-    then `start_out` is collective over the machine's ranks. verify: compare what returns with what left, bit by bit.
+    come back as zeros. Host memory is kept for the next time. budget: of the machine, asked before any memory is
+    taken; then `start_offload` is collective over the machine's ranks. verify: compare what returns with what left, bit
+    by bit.
     """
 
     def __init__(
@@ -74,11 +75,11 @@ class TrainState:
         optimizer: Any = None,
         device: Device | None = None,
         *,
-        room: HostRoom | None = None,
+        budget: HostMemoryBudget | None = None,
         verify: bool = False,
     ) -> None:
         self.chunks, self.optimizer, self.device = list(model_chunks), optimizer, device or get_device()
-        self.room, self.verify = room or HostRoom(self.device), verify
+        self.budget, self.verify = budget or HostMemoryBudget(self.device), verify
         self._copier = self.device.copier()
         self._leaving: dict[str, _Trip] = {}
         keep_wide(self.chunks)
@@ -90,30 +91,30 @@ class TrainState:
                 raise ValueError("--use-nccl-ub registers Megatron's buffers for good; drop it, or give --rl-swap none")
 
     @property
-    def out(self) -> frozenset[str]:
+    def off_device(self) -> frozenset[str]:
         """Categories that may not be touched: away, or on their way back."""
         return frozenset(self._away) | frozenset(self._arriving)
 
-    def swap_out(self, what: Iterable[str] = CATEGORIES) -> int:
-        """Free the device memory of categories. Returns its bytes. Raises what `start_out` does."""
-        self.start_out(what)
-        return self.finish_out()
+    def offload(self, what: Iterable[str] = CATEGORIES) -> int:
+        """Free the device memory of categories. Returns its bytes. Raises what `start_offload` does."""
+        self.start_offload(what)
+        return self.finish_offload()
 
-    def ensure_leaving(self, what: Iterable[str]) -> None:
-        """`start_out` of those of `what` that have not begun to leave."""
-        self.start_out(set(what) - set(self._leaving))
+    def ensure_offloading(self, what: Iterable[str]) -> None:
+        """`start_offload` of those of `what` that have not begun to leave."""
+        self.start_offload(set(what) - set(self._leaving))
 
     @torch.no_grad()
-    def start_out(self, what: Iterable[str] = CATEGORIES) -> None:
-        """Begin to copy categories to the host. Where they are not to leave after all, `start_in` keeps them.
+    def start_offload(self, what: Iterable[str] = CATEGORIES) -> None:
+        """Begin to copy categories to the host. Where they are not to leave after all, `start_onload` keeps them.
 
         Raises ValueError for an unknown category and for one that is out already, MemoryError where the host has no
-        room for the copies; the training state is then as it was.
+        memory for the copies; the training state is then as it was.
         """
         names = _categories(what)
         for name in names:
             if name in self._away or name in self._leaving:
-                raise ValueError(f"{name} are swapped out already; call swap_in first")
+                raise ValueError(f"{name} are offloaded already; call onload first")
         if not names:
             return
         self.wait(set(names) & set(self._arriving))
@@ -126,8 +127,8 @@ class TrainState:
             parts = [self._part(s, host) for s, host in zip(found[name], places, strict=True)]
             self._leaving[name] = _Trip(parts, self._copier.start(lambda parts=parts: _to_host(parts)))
 
-    def finish_out(self) -> int:
-        """Free what `start_out` began to copy. Returns its bytes."""
+    def finish_offload(self) -> int:
+        """Free what `start_offload` began to copy. Returns its bytes."""
         total = 0
         for name, trip in list(self._leaving.items()):
             trip.copies.synchronize()
@@ -138,17 +139,17 @@ class TrainState:
         self.device.empty_cache()
         return total
 
-    def swap_in(self, what: Iterable[str] | None = None) -> int:
+    def onload(self, what: Iterable[str] | None = None) -> int:
         """Bring categories back and wait for them (None: all that are out). Returns the bytes that were away.
 
         Raises ValueError for an unknown category and for one that is not out.
         """
-        total = self.start_in(what)
+        total = self.start_onload(what)
         self.wait(what)
         return total
 
     @torch.no_grad()
-    def start_in(self, what: Iterable[str] | None = None) -> int:
+    def start_onload(self, what: Iterable[str] | None = None) -> int:
         """Begin to bring categories back (None: all that are away), parameters first. Returns their bytes.
 
         What only began to leave stays. Raises ValueError for an unknown category and for one that is not away.
@@ -156,7 +157,7 @@ class TrainState:
         names = _categories([*self._away, *self._leaving] if what is None else what)
         for name in names:
             if name not in self._away and name not in self._leaving:
-                raise ValueError(f"{name} are not swapped out; away are: {', '.join(sorted(self._away)) or 'none'}")
+                raise ValueError(f"{name} are not offloaded; offloaded are: {', '.join(sorted(self._away)) or 'none'}")
         total = 0
         for name in names:
             if name in self._leaving:
@@ -226,9 +227,9 @@ class TrainState:
 
     def _take_hosts(self, sizes: Mapping[str, Sequence[int]]) -> dict[str, list[Place]]:
         """Places on the host for storages of these sizes, by category: on memory that is kept, and on new memory only
-        where all of it finds room."""
+        where the budget has all of it."""
         lacking = {name: self._host[name].lacking(each) for name, each in sizes.items()}
-        self.room.demand(sum(map(sum, lacking.values())))
+        self.budget.reserve(sum(map(sum, lacking.values())))
         for name, pieces in lacking.items():
             self._host[name].take(pieces)
         return {name: self._host[name].places(each) for name, each in sizes.items()}
@@ -275,18 +276,18 @@ class HostWeights:
     @classmethod
     @torch.no_grad()
     def capture(
-        cls, model_chunks: Sequence[Module], device: Device | None = None, room: HostRoom | None = None
+        cls, model_chunks: Sequence[Module], device: Device | None = None, budget: HostMemoryBudget | None = None
     ) -> HostWeights:
         """Copy all parameters, buffers and parameter buffers of the chunks to host memory.
 
-        room: of the machine; then collective over its ranks. Raises MemoryError where it has no room for the copy.
+        budget: of the machine; then collective over its ranks. Raises MemoryError where it has too little for the copy.
         """
         device = device or get_device()
         keep_wide(model_chunks)
         labels, storages = state.labelled(model_chunks)
         memory, sizes = HostPieces(device), [s.nbytes() for s in storages]
         lacking = memory.lacking(sizes)
-        (room or HostRoom(device)).demand(sum(lacking), "the host copy of the reference's weights")
+        (budget or HostMemoryBudget(device)).reserve(sum(lacking), "the host copy of the reference's weights")
         memory.take(lacking)
         host = memory.places(sizes)
         for place, storage in zip(host, storages, strict=True):
@@ -305,7 +306,7 @@ class HostWeights:
         """Inside the context the live model has these weights; after it, bitwise its own again.
 
         The weights change places, so that no second host copy is needed. Do not step the optimizer
-        inside. Raises ValueError when the chunks do not have the captured storages, or are swapped out.
+        inside. Raises ValueError when the chunks do not have the captured storages, or are offloaded.
         """
         if self._swapped:
             raise ValueError("these weights are in a model already; leave that context first")
@@ -323,7 +324,7 @@ class HostWeights:
         if labels != self._labels:
             changed = [f"{a} -> {b}" for a, b in zip(self._labels, labels, strict=False) if a != b]
             raise ValueError(
-                "the model's storages are not those that were captured (swapped out, or another model): "
+                "the model's storages are not those that were captured (offloaded, or another model): "
                 + "; ".join(changed[:5] or [f"{len(self._labels)} -> {len(labels)} storages"])
             )
         if not storages:
@@ -362,5 +363,5 @@ def _categories(what: Iterable[str]) -> list[str]:
     """Names in the order of CATEGORIES: parameters come back before what the next stages do not need."""
     asked = set(what) - {"none"}
     if unknown := asked - set(CATEGORIES):
-        raise ValueError(f"cannot swap {', '.join(sorted(unknown))}; known: {', '.join(CATEGORIES)}, none")
+        raise ValueError(f"cannot offload {', '.join(sorted(unknown))}; known: {', '.join(CATEGORIES)}, none")
     return [name for name in CATEGORIES if name in asked]

@@ -1,4 +1,4 @@
-"""Host memory for what a swap keeps: asked for by all ranks of a machine together, taken in powers of two."""
+"""Host memory for what an offload keeps: reserved by all ranks of a machine together, taken in powers of two."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mindspeed_rl_plugin.device import Device, get_device
-from mindspeed_rl_plugin.reshard.wire import Wire
+from mindspeed_rl_plugin.reshard.p2p import P2PChannel
 
 GRANULE = 1 << 20  # bytes; a request is rounded up to it, and what is smaller to a power of two
 _ALIGNMENT = 512  # bytes, of a copy on the host
 
 
-class HostRoom:
+class HostMemoryBudget:
     """Host memory of the machine that this rank is on.
 
-    wire: of the ranks of this job on the machine, over gloo; None: this rank asks for itself alone.
+    channel: of the ranks of this job on the machine, over gloo; None: this rank asks for itself alone.
     """
 
-    def __init__(self, device: Device | None = None, wire: Wire | None = None, ranks: int = 1) -> None:
-        self._device, self._wire, self.ranks = device or get_device(), wire, ranks
-        self._beside = 0
+    def __init__(self, device: Device | None = None, channel: P2PChannel | None = None, ranks: int = 1) -> None:
+        self._device, self._channel, self.ranks = device or get_device(), channel, ranks
+        self._expected = 0
 
     @classmethod
-    def of_machine(cls, ranks: int, deadline: float, device: Device | None = None) -> HostRoom:
-        """The room of each machine. Collective over the world.
+    def of_machine(cls, ranks: int, deadline: float, device: Device | None = None) -> HostMemoryBudget:
+        """The budget of each machine. Collective over the world.
 
         ranks: on each machine, which follow each other (where they do not divide the world each asks for itself);
         deadline: seconds that they wait for each other.
@@ -36,27 +36,27 @@ class HostRoom:
         if ranks == 1 or not dist.is_initialized() or dist.get_world_size() % ranks:
             return cls(device)
         group, _ = dist.new_subgroups(ranks, backend="gloo")
-        return cls(device, Wire(dist.get_rank(), group=group, deadline=deadline), ranks)
+        return cls(device, P2PChannel(dist.get_rank(), group=group, deadline=deadline), ranks)
 
     @contextmanager
-    def beside(self, nbytes: int) -> Iterator[None]:
-        """Within the context someone else will take so many bytes on this rank: every demand counts them."""
-        self._beside, before = nbytes, self._beside
+    def expecting(self, nbytes: int) -> Iterator[None]:
+        """Within the context someone else will take so many bytes on this rank: every reservation counts them."""
+        self._expected, before = nbytes, self._expected
         try:
             yield
         finally:
-            self._beside = before
+            self._expected = before
 
-    def demand(self, nbytes: int, what: str = "--rl-swap") -> None:
+    def reserve(self, nbytes: int, what: str = "--rl-swap") -> None:
         """Ask for bytes on this rank. Collective over the machine's ranks, so that all look at what is free before one
         of them takes any.
 
-        Raises MemoryError, on all of them alike, where there is no room for what they ask for together.
+        Raises MemoryError, on all of them alike, where less is free than they ask for together.
         """
-        need, free = nbytes + self._beside, self._device.host_available()
+        need, free = nbytes + self._expected, self._device.host_available()
         total = need
-        if self._wire is not None:
-            said = self._wire.share("host memory for the swap", torch.tensor([need, free]))
+        if self._channel is not None:
+            said = self._channel.share("host memory for the offload", torch.tensor([need, free]))
             total, free = sum(int(n) for n, _ in said), min(int(f) for _, f in said)
         if total > free:
             raise MemoryError(

@@ -17,12 +17,10 @@ from torch import Tensor
 from torch.nn import Module
 
 from mindspeed_rl_plugin.device import get_device
-from mindspeed_rl_plugin.reshard.digest import Held, compare, compare_return, weights_digest
-from mindspeed_rl_plugin.reshard.execute import layout_digests, share_ints, stream
+from mindspeed_rl_plugin.reshard.allgather import Gathering, gather, make_gathering
 from mindspeed_rl_plugin.reshard.families import HEAD
 from mindspeed_rl_plugin.reshard.finite import BrokenWeights, first_broken
 from mindspeed_rl_plugin.reshard.footprint import MODES
-from mindspeed_rl_plugin.reshard.gather import Gathering, gather, make_gathering
 from mindspeed_rl_plugin.reshard.layout import (
     EngineParallel,
     Layout,
@@ -44,8 +42,10 @@ from mindspeed_rl_plugin.reshard.live import (
     wide_names,
 )
 from mindspeed_rl_plugin.reshard.measure import Temporary
+from mindspeed_rl_plugin.reshard.p2p import P2PChannel
 from mindspeed_rl_plugin.reshard.plan import Plan, make_plan
-from mindspeed_rl_plugin.reshard.wire import Wire
+from mindspeed_rl_plugin.reshard.transfer import layout_digests, share_ints, stream
+from mindspeed_rl_plugin.reshard.verify import Held, compare, compare_return, weights_digest
 
 __all__ = ["Resharder", "Transfer", "differences", "stored_parameters"]
 
@@ -119,7 +119,7 @@ class Resharder:
     ) -> Transfer:
         """Write the trainer's weights into the engine's parameters, in place.
 
-        model_chunks: Megatron's, complete (`swap.gathered`) and on the device; engine_parameters: name ->
+        model_chunks: Megatron's, complete (`offload.gathered`) and on the device; engine_parameters: name ->
         live tensor of this rank's engine. Raises ValueError where names, shapes or dtypes are not what
         the layouts say, BrokenWeights where a weight is not finite, WeightMismatch when verification fails,
         TimeoutError past the deadline, ConnectionError where a rank is lost.
@@ -131,16 +131,16 @@ class Resharder:
         self._refuse_broken(source, f"after {version} updates")
         exported = self._held(source, self._sources) if self.verify else None
         self._exported = self._as_stored(source) if self.verify else None
-        wire = self._wire()
+        channel = self._channel()
         with self._temporary.measured(*source.values(), *destination.values()):
-            self._move(plan, source, destination, wire)
+            self._move(plan, source, destination, channel)
         digest = None
         if exported is not None:
             arrived = self._held(destination, self._destinations)
             digest = weights_digest(compare(exported, arrived, self.tensors))
         get_device().synchronize_stream()
         copied, seconds = plan.traffic[self.rank].copied, time.perf_counter() - begin
-        return Transfer(version, copied, wire.sent, wire.received, self._temporary.peak, seconds, digest)
+        return Transfer(version, copied, channel.sent, channel.received, self._temporary.peak, seconds, digest)
 
     def release(self) -> None:
         """Step 4 of `allgather`: free the temporary buffer. In the other modes there is none."""
@@ -172,9 +172,13 @@ class Resharder:
         return weights_digest(compare(self._held(source, self._sources), [], self.tensors))
 
     def _move(
-        self, plan: Plan | Gathering, source: Mapping[str, Tensor], destination: Mapping[str, Tensor], wire: Wire
+        self,
+        plan: Plan | Gathering,
+        source: Mapping[str, Tensor],
+        destination: Mapping[str, Tensor],
+        channel: P2PChannel,
     ) -> None:
-        options = dict(wire=wire, dtype=self.dtype, device=self.device)
+        options = dict(channel=channel, dtype=self.dtype, device=self.device)
         if isinstance(plan, Plan):
             stream(plan, source, destination, **options)
         else:
@@ -253,11 +257,11 @@ class Resharder:
                     "--clip-grad"
                 )
 
-    def _wire(self) -> Wire:
-        return Wire(self.rank, group=self.group, deadline=self.deadline)
+    def _channel(self) -> P2PChannel:
+        return P2PChannel(self.rank, group=self.group, deadline=self.deadline)
 
     def _share(self, mine: Sequence[int], length: int, what: str) -> list[list[int]]:
-        return share_ints(mine, length, self.device, self._wire(), what)
+        return share_ints(mine, length, self.device, self._channel(), what)
 
     def _as_stored(self, source: Mapping[str, Tensor]) -> Held:
         """Digests of this rank's weights in the dtype in which the trainer has them."""
