@@ -28,7 +28,7 @@ from mindspeed_rl_plugin.launch.model_source import on_each_chunk
 from mindspeed_rl_plugin.launch.overrides import overridden
 from mindspeed_rl_plugin.launch.start_decision import WHOLE, weights_arguments
 from mindspeed_rl_plugin.loop.start import Start
-from mindspeed_rl_plugin.reshard.swap import gathered
+from mindspeed_rl_plugin.reshard.offload import gathered
 
 # Megatron sets these while it loads a checkpoint: the policy's values stand.
 _COUNTERS = (
