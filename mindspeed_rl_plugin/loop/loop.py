@@ -118,9 +118,9 @@ class Loop:
         """RL state of a checkpoint: prompt cursor, round counter, the rollout in use and the groups carried over, with
         their rows, and the metrics."""
         p = self.parts
-        if p.train_state.out:
+        if p.train_state.off_device:
             raise RuntimeError(
-                f"a checkpoint now would lack {', '.join(sorted(p.train_state.out))}, which are on the host for "
+                f"a checkpoint now would lack {', '.join(sorted(p.train_state.off_device))}, which are on the host for "
                 "generation; save between iterations"
             )
         p.resharder.refuse_broken(p.model)
