@@ -14,7 +14,7 @@ NAME = PACKAGE.name
 # Rooms from left to right; a room may import those to its left, never those in its own row or to the right.
 # A module may stand in a row of its own (`reshard.plan`), else its folder's row counts.
 ORDER: tuple[tuple[str, ...], ...] = (
-    ("__init__", "rows", "config", "environment", "device", "copies", "ranks"),
+    ("__init__", "rows", "config", "environment", "device", "ranks"),
     ("dock", "algorithms", "reward", "prompts", "monitor", "reshard"),
     ("engine", "forward", *(f"reshard.{m}" for m in ("transfer", "allgather", "offload", "live", "resharder"))),
     ("critic", "update"),

@@ -29,7 +29,6 @@ from mindspeed_rl_plugin.reshard.layout import (  # noqa: E402
     megatron_layout,
     megatron_shapes,
 )
-from mindspeed_rl_plugin.reshard.measure import Temporary  # noqa: E402
 from mindspeed_rl_plugin.reshard.offload import TrainState  # noqa: E402
 from mindspeed_rl_plugin.reshard.p2p import P2PChannel  # noqa: E402
 from mindspeed_rl_plugin.reshard.plan import make_plan  # noqa: E402
@@ -81,7 +80,7 @@ class Rank:
         cells = Cells(sources, wanted, self.tensors, itemsize=DTYPE.itemsize, node_size=world)
         self.least = cells.flow().received
         self.everything = cells.flow(everything=True).received
-        self.temporary = Temporary(get_device())
+        self.temporary = get_device().temporary()
         self.state = TrainState([self.source], budget=HostMemoryBudget.of_machine(world, DEADLINE))
 
     def _number(self, layout) -> None:

@@ -7,6 +7,7 @@ megatron_gaps.py  what Megatron lacks without TransformerEngine, Apex and a GPU,
 npu.py            the stand-in for torch_npu and torchair, so that MindSpeed's adaptor imports
 vllm_live.py      vLLM on CPU with weights that can be updated in place
 on_import.py      acting on a module when it is imported
+streams.py        streams and events of the stand-in devices
 spawn.py          host mode in spawned processes; spawned.py is their main module
 rehearse.py       an Ascend launch script on this machine
 """

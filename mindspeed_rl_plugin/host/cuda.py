@@ -20,8 +20,9 @@ import torch
 import torch.cuda.random
 import torch.utils._device
 
-from mindspeed_rl_plugin.device import NullEvent, NullStream, ProcessMeter
+from mindspeed_rl_plugin.device import ProcessMeter
 from mindspeed_rl_plugin.environment import launch_env
+from mindspeed_rl_plugin.host.streams import NullEvent, NullStream
 
 CPU = torch.device("cpu")
 _LIKE = ("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like")

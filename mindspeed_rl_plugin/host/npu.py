@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from mindspeed_rl_plugin.device import NullEvent, NullStream
 from mindspeed_rl_plugin.host.npu_ops import OPERATORS
 from mindspeed_rl_plugin.host.on_import import before_import
+from mindspeed_rl_plugin.host.streams import NullEvent, NullStream
 
 _SAME = """
     current_device device_count is_available set_device synchronize empty_cache current_stream default_stream stream

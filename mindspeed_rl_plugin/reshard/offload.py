@@ -23,8 +23,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Module
 
-from mindspeed_rl_plugin.copies import Copying
 from mindspeed_rl_plugin.device import Device, get_device
+from mindspeed_rl_plugin.device.copies import Copying
 from mindspeed_rl_plugin.reshard import state
 from mindspeed_rl_plugin.reshard.host_memory import HostMemoryBudget, HostPieces
 from mindspeed_rl_plugin.reshard.state import bytes_of, unwrap

@@ -41,7 +41,6 @@ from mindspeed_rl_plugin.reshard.live import (
     trainer_storage,
     wide_names,
 )
-from mindspeed_rl_plugin.reshard.measure import Temporary
 from mindspeed_rl_plugin.reshard.p2p import P2PChannel
 from mindspeed_rl_plugin.reshard.plan import Plan, make_plan
 from mindspeed_rl_plugin.reshard.transfer import layout_digests, share_ints, stream
@@ -108,7 +107,7 @@ class Resharder:
         self._buffer: Tensor | None = None
         self._exported: Held | None = None
         self._compared = self.tensors  # as both sides are compared: wide where the engine has them wide
-        self._temporary = Temporary(get_device())
+        self._temporary = get_device().temporary()
         self._sources: dict[int, Layout] = {}
         self._destinations: dict[int, Layout] = {}
         for r in range(engine.ranks):

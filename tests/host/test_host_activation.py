@@ -111,6 +111,7 @@ def test_generator_streams_and_memory(snippet):
     snippet(
         ACTIVATE
         + """
+import time
 import torch
 state = torch.cuda.get_rng_state()
 first = torch.rand(3, device="cuda")
@@ -123,6 +124,11 @@ stream = torch.cuda.Stream()
 with torch.cuda.stream(stream), torch.cuda.device(0):
     event = stream.record_event()
 torch.cuda.current_stream().wait_event(event)
+begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+begin.record()
+time.sleep(0.01)
+end.record(stream)
+assert end.query() and 9 < begin.elapsed_time(end) < 1000
 assert torch.cuda.memory_allocated() > 1 << 20 and torch.cuda.max_memory_allocated() >= torch.cuda.memory_allocated()
 assert torch.cuda.memory_stats()["allocated_bytes.all.current"] > 0
 assert torch.cuda.get_device_properties(0).total_memory == torch.cuda.mem_get_info()[1]

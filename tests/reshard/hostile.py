@@ -5,8 +5,8 @@ from collections.abc import Callable
 
 import torch
 
-from mindspeed_rl_plugin.copies import ThreadCopier
 from mindspeed_rl_plugin.device import Device
+from mindspeed_rl_plugin.device.copies import ThreadCopier
 from mindspeed_rl_plugin.reshard import offload
 
 POISON = 0xFF  # as float32, bfloat16 and float64: NaN

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mindspeed_rl_plugin.copies import host_available
+from mindspeed_rl_plugin.device.meters import host_available
 
 TESTS = Path(__file__).parent
 MB = 1 << 20

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mindspeed_rl_plugin.device import Device
@@ -129,6 +129,7 @@ def test_powers_of_two(nbytes, pieces):
     assert powers_of_two(nbytes) == pieces
 
 
+@settings(deadline=None, max_examples=50)
 @given(st.lists(st.lists(st.integers(1, 5000), max_size=6), min_size=1, max_size=3))
 def test_places_hold_what_is_written_into_them(swaps):
     """Over pieces that grow between swaps: every byte has a place of its own, and is found again."""

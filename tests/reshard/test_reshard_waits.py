@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from mindspeed_rl_plugin.config import RLConfig, add_flags
-from mindspeed_rl_plugin.copies import ThreadCopier
 from mindspeed_rl_plugin.device import Device
+from mindspeed_rl_plugin.device.copies import ThreadCopier
 from mindspeed_rl_plugin.loop import context as wiring
 from mindspeed_rl_plugin.loop import loop as iteration
 from mindspeed_rl_plugin.loop.context import Parts
@@ -304,7 +304,7 @@ def test_an_evaluation_alone_ends_with_everything_back(monkeypatch):
 
 def test_a_checkpoint_of_a_swapped_out_trainer_is_refused(monkeypatch):
     loop, _ = loop_of_recorders(monkeypatch)
-    loop.parts.train_state = SimpleNamespace(out=frozenset({"params", "optimizer"}))
+    loop.parts.train_state = SimpleNamespace(off_device=frozenset({"params", "optimizer"}))
     with pytest.raises(RuntimeError, match="a checkpoint now would lack optimizer, params, which are on the host"):
         loop.state_dict()
 

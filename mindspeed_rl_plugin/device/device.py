@@ -1,0 +1,161 @@
+"""The accelerator of this process: npu, cuda or cpu, behind one small class.
+
+Detection order is NPU, CUDA, CPU. The environment variable MINDSPEED_RL_DEVICE (npu, cuda or cpu)
+overrides it and is taken at its word; it exists for tests and for machines that misreport. This is
+the only module of the package that imports torch_npu, and it does so only where the package exists.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import math
+import os
+from collections.abc import Sequence
+from functools import lru_cache
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from mindspeed_rl_plugin.device.copies import Copier, StreamCopier, ThreadCopier
+from mindspeed_rl_plugin.device.meters import (
+    Meter,
+    ProcessMeter,
+    StorageMeter,
+    Temporary,
+    host_available,
+    mark_host,
+)
+
+BACKENDS = {"npu": "hccl", "cuda": "nccl", "cpu": "gloo"}
+OVERRIDE = "MINDSPEED_RL_DEVICE"
+
+
+class Device:
+    """What the package asks of an accelerator. Get the one of this process from `get_device`.
+
+    kind: "npu" | "cuda" | "cpu"; backend: its torch.distributed backend, "hccl" | "nccl" | "gloo";
+    memory: a `Meter` of the current device (of this process, on CPU).
+    """
+
+    def __init__(self, kind: str) -> None:
+        if kind not in BACKENDS:
+            raise ValueError(f"device kind {kind!r} is unknown; known: {', '.join(BACKENDS)}")
+        self.kind = kind
+        self.backend = BACKENDS[kind]
+        self.memory: Meter = ProcessMeter() if kind == "cpu" else AcceleratorMeter(self)
+
+    def __repr__(self) -> str:
+        return f"Device({self.kind!r})"
+
+    @property
+    def is_cpu(self) -> bool:
+        return self.kind == "cpu"
+
+    @property
+    def api(self) -> ModuleType:
+        """torch.npu or torch.cuda. A programming error on CPU, which has no such namespace."""
+        assert not self.is_cpu, "Device.api: the CPU has no accelerator namespace"
+        return _torch_npu().npu if self.kind == "npu" else torch.cuda
+
+    def current(self) -> torch.device:
+        """The current device of this process, with its index."""
+        return torch.device("cpu") if self.is_cpu else torch.device(self.kind, self.api.current_device())
+
+    def memory_info(self) -> tuple[int, int]:
+        """Free bytes of the current device, and all that it has; other processes' use counts."""
+        free, total = self.api.mem_get_info()
+        return free, total
+
+    def synchronize(self) -> None:
+        """Wait for all work queued on the current device."""
+        if not self.is_cpu:
+            self.api.synchronize()
+
+    def synchronize_stream(self) -> None:
+        """Wait for all work queued on the current stream; what side streams copy goes on."""
+        if not self.is_cpu:
+            self.api.current_stream().synchronize()
+
+    def empty_cache(self) -> None:
+        """Give cached blocks of the allocator back to the device."""
+        if not self.is_cpu:
+            self.api.empty_cache()
+
+    def copier(self) -> Copier:
+        """Starts copies that pass beside other work: a side stream, or on CPU a thread."""
+        return ThreadCopier() if self.is_cpu else StreamCopier(self.api)
+
+    def temporary(self) -> Temporary:
+        """Measures what a block of work takes: by the allocator, on CPU by the storages of tensors."""
+        return Temporary(StorageMeter() if self.is_cpu else self.memory)
+
+    def host_available(self) -> int:
+        """Bytes that this machine, or the control group of this process, can still give as host memory."""
+        return host_available()
+
+    def host_empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Uninitialised host buffer `shape` for copies from and to the device: pinned where there is one.
+
+        On CPU it is an ordinary tensor that `StorageMeter` knows not to count as device memory. torch rounds pinned
+        memory up to a power of two of bytes: large buffers should ask for one. Raises MemoryError where the host has
+        none left.
+        """
+        nbytes = math.prod(shape) * dtype.itemsize
+        try:
+            if not self.is_cpu:
+                return torch.empty(tuple(shape), dtype=dtype, device="cpu", pin_memory=True)
+            storage = torch.UntypedStorage(nbytes)
+        except RuntimeError as error:  # torch has no type of its own for it
+            raise MemoryError(
+                f"the host has no {nbytes} bytes more for training state ({str(error).splitlines()[0][:200]}); swap "
+                "less (for example --rl-swap grads,optimizer), or run fewer ranks a machine"
+            ) from error
+        mark_host(storage)
+        return torch.empty(0, dtype=dtype, device="cpu").set_(storage, 0, torch.Size(shape))
+
+
+@lru_cache(maxsize=1)
+def get_device() -> Device:
+    """The device of this process, detected once.
+
+    Cached on purpose: after `host` has put its stand-ins in place, torch.cuda claims to be available.
+    Raises ValueError when MINDSPEED_RL_DEVICE holds an unknown kind.
+    """
+    return Device(detect())
+
+
+def detect() -> str:
+    """The kind of this machine, "npu", "cuda" or "cpu", from the override or from what is really there."""
+    override = os.environ.get(OVERRIDE, "").strip().lower()
+    if override:
+        if override not in BACKENDS:
+            raise ValueError(f"{OVERRIDE}={override!r} is unknown; set it to one of {', '.join(BACKENDS)} or unset it")
+        return override
+    if importlib.util.find_spec("torch_npu") is not None and _torch_npu().npu.is_available():
+        return "npu"
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _torch_npu() -> ModuleType:
+    return importlib.import_module("torch_npu")
+
+
+class AcceleratorMeter:
+    """Bytes that live tensors hold in the caching allocator of the current device (reserved but free
+    blocks are not counted)."""
+
+    measures = "device memory allocated by tensors"
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+
+    def allocated(self) -> int:
+        return self._device.api.memory_allocated()
+
+    def peak(self) -> int:
+        return self._device.api.max_memory_allocated()
+
+    def reset_peak(self) -> None:
+        self._device.api.reset_peak_memory_stats()

@@ -1,0 +1,233 @@
+"""Meters of device memory, and how much memory the host has left for copies of it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import sys
+import threading
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class Meter(Protocol):
+    """Bytes in use. measures: in words, what counts as a byte in use."""
+
+    measures: str
+
+    def allocated(self) -> int:
+        """Bytes in use now."""
+
+    def peak(self) -> int:
+        """Most bytes in use at once since the last `reset_peak`."""
+
+    def reset_peak(self) -> None:
+        """Start a new peak at the present use."""
+
+
+class ProcessMeter:
+    """Resident bytes of this whole process: tensors, code, libraries and every other heap.
+
+    Cheap (one read of /proc), always on, and coarse: freed memory that malloc keeps still counts. The
+    peak is the kernel's high-water mark, reset through /proc/self/clear_refs; where /proc does not
+    allow that (other systems, some sandboxes), the peak is the largest value that a call of this
+    meter has seen since the reset. For exact bytes of tensors use `StorageMeter`.
+    """
+
+    measures = "resident memory of the process on the host, its code and libraries included"
+
+    def __init__(self) -> None:
+        self._seen = 0
+        self._kernel_peak = os.access("/proc/self/status", os.R_OK)
+
+    def allocated(self) -> int:
+        now = _proc_status("VmRSS") if os.access("/proc/self/status", os.R_OK) else _max_rss()
+        self._seen = max(self._seen, now)
+        return now
+
+    def peak(self) -> int:
+        return max(self.allocated(), _proc_status("VmHWM") if self._kernel_peak else self._seen)
+
+    def reset_peak(self) -> None:
+        try:
+            with open("/proc/self/clear_refs", "w") as handle:
+                handle.write("5")
+        except OSError:
+            self._kernel_peak = False
+        self._seen = 0
+        self.allocated()
+
+
+def _proc_status(key: str) -> int:
+    with open("/proc/self/status") as handle:
+        for line in handle:
+            if line.startswith(key + ":"):
+                return int(line.split()[1]) * 1024
+    raise KeyError(f"/proc/self/status has no {key}")
+
+
+def _max_rss() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+_HOST_STORAGES: set[int] = set()
+
+
+def mark_host(storage: torch.UntypedStorage) -> None:
+    _HOST_STORAGES.add(storage._cdata)
+    weakref.finalize(storage, _HOST_STORAGES.discard, storage._cdata)
+
+
+class StorageMeter(TorchDispatchMode):
+    """Exact bytes of the CPU tensor storages made while the context is entered, and of those tracked.
+
+    Opt-in: every torch operation inside the context costs some microseconds more. Counts each storage
+    once however many views it has; sees `UntypedStorage.resize_`; leaves out buffers of
+    `Device.host_empty`, which on an accelerator would lie in host memory. Storages made before the
+    context are unknown to it until `track` names them. Same interface as the other meters.
+    """
+
+    measures = "host memory of tensors"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._live: dict[int, int] = {}
+        self._bytes = 0
+        self._top = 0
+        self._lock = threading.RLock()
+
+    def allocated(self) -> int:
+        return self._bytes
+
+    def peak(self) -> int:
+        return self._top
+
+    def reset_peak(self) -> None:
+        self._top = self._bytes
+
+    def track(self, *tensors: Tensor) -> None:
+        """Count tensors that were made before the context was entered."""
+        for tensor in tensors:
+            self._set(tensor.untyped_storage())
+
+    def _set(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        with self._lock:
+            known = key in self._live
+            size = 0 if key in _HOST_STORAGES else storage.nbytes()
+            self._bytes += size - self._live.get(key, 0)
+            self._live[key] = size
+            self._top = max(self._top, self._bytes)
+        if not known:
+            weakref.finalize(storage, self._drop, key)
+
+    def _drop(self, key: int) -> None:
+        with self._lock:
+            self._bytes -= self._live.pop(key, 0)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(out):
+            plain = isinstance(leaf, Tensor) and type(leaf) in (Tensor, torch.nn.Parameter)
+            if plain and leaf.device.type == "cpu" and leaf.layout == torch.strided:
+                self._set(leaf.untyped_storage())
+        return out
+
+    def __enter__(self) -> StorageMeter:
+        _METERS.append(self)
+        if len(_METERS) == 1:
+            torch.UntypedStorage.resize_ = _metered_resize
+        return super().__enter__()
+
+    def __exit__(self, *exc: Any) -> None:
+        super().__exit__(*exc)
+        _METERS.remove(self)
+        if not _METERS:
+            del torch.UntypedStorage.resize_
+
+
+_METERS: list[StorageMeter] = []
+
+
+def _metered_resize(storage: torch.UntypedStorage, size: int) -> Any:
+    # resize_ is a method of the storage, no operator: the dispatcher never sees it.
+    out = torch._C.StorageBase.resize_(storage, size)
+    for meter in _METERS:
+        meter._set(storage)
+    return out
+
+
+class Temporary:
+    """How much memory a piece of work takes besides what was there before it, by one meter.
+
+    peak: bytes that the last measured block took at most, beyond those at its start. Measuring starts a new peak of the
+    meter; a stage of the monitor around the block keeps the peaks of other stages right.
+    """
+
+    def __init__(self, meter: Meter) -> None:
+        self._meter = meter
+        self.peak = 0
+
+    @contextlib.contextmanager
+    def measured(self, *present: Tensor) -> Iterator[None]:
+        """Measure the block. present: tensors that exist already, and that it may touch."""
+        with contextlib.ExitStack() as stack:
+            if isinstance(self._meter, StorageMeter):
+                stack.enter_context(self._meter).track(*present)
+            self._meter.reset_peak()
+            base = self._meter.allocated()
+            yield
+            self.peak = self._meter.peak() - base
+
+
+def host_available(root: Path = Path("/")) -> int:
+    """Free bytes of host memory: what the kernel calls available, or less where a control group allows less.
+
+    root: of the file system, for tests.
+    """
+    free = _number(root / "proc/meminfo", "MemAvailable:") * 1024 or sys.maxsize
+    for group, limit, used, kept in _control_groups(root):
+        with contextlib.suppress(OSError):  # no such control group: the limits of the others hold
+            most = (group / limit).read_text().strip()
+            if most != "max":
+                given_back = _number(group / "memory.stat", kept)  # on demand
+                free = min(free, int(most) - int((group / used).read_text()) + given_back)
+    return max(free, 0)
+
+
+def _control_groups(root: Path) -> Iterator[tuple[Path, str, str, str]]:
+    """This process's control groups and those around them: folder, and the names of limit, use and file pages in it.
+
+    Inside a container the folder at the top is the container's own, whatever the process's path says.
+    """
+    names = {"": ("memory.max", "memory.current", "inactive_file")}  # version 2, and version 1:
+    names["memory"] = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        lines = ["0::/"]
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers in names:
+            top = root / "sys/fs/cgroup" / controllers
+            inner = top / path.lstrip("/")
+            for group in (inner, *inner.parents):
+                if group.is_relative_to(top):
+                    yield group, *names[controllers]
+
+
+def _number(path: str | Path, key: str) -> int:
+    """The number behind a key in a file of lines, 0 without."""
+    try:
+        lines = Path(path).read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) for line in lines if line.startswith(key + (" " if key[-1] != ":" else ""))), 0)
