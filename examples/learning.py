@@ -24,8 +24,8 @@ import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from mindspeed_rl_plugin.monitor.files import read_metrics
-from mindspeed_rl_plugin.monitor.summary import column
+from mindspeed_rl_plugin.monitor.run_files import read_metrics
+from mindspeed_rl_plugin.monitor.run_summary import column
 
 ROOT = Path(__file__).resolve().parents[1]
 RISE = {"accuracy": 0.2, "margin": 0.5}  # least rise of what is measured

@@ -10,7 +10,7 @@ import json
 import sys
 from pathlib import Path
 
-from mindspeed_rl_plugin.monitor.summary import summarize
+from mindspeed_rl_plugin.monitor.run_summary import summarize
 
 
 def main() -> int:

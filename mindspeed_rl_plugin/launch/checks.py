@@ -25,11 +25,11 @@ from mindspeed_rl_plugin.launch import context, critic_files, predicting, unread
 from mindspeed_rl_plugin.launch.refused import REFUSED
 from mindspeed_rl_plugin.launch.upstream_rl import UPSTREAM_RL
 from mindspeed_rl_plugin.loop import arithmetic
-from mindspeed_rl_plugin.monitor.files import check_dumps
+from mindspeed_rl_plugin.monitor.run_files import check_dumps
 from mindspeed_rl_plugin.reshard.parallel import Parallel
 from mindspeed_rl_plugin.reshard.shape import ModelShape
 from mindspeed_rl_plugin.reshard.unsupported_args import refused_in_training
-from mindspeed_rl_plugin.reward.model import same_tokenizer
+from mindspeed_rl_plugin.reward.reward_model import same_tokenizer
 from mindspeed_rl_plugin.reward.specs import model_specs, parse_specs, time_limits
 
 Check = Callable[[Any, RLConfig], Iterator[str]]

@@ -25,7 +25,7 @@ from mindspeed_rl_plugin.loop import megatron_globals as megatron
 from mindspeed_rl_plugin.loop.context import host_memory_budget, make_monitor
 from mindspeed_rl_plugin.loop.start import Start
 from mindspeed_rl_plugin.loop.topology import Topology
-from mindspeed_rl_plugin.monitor import metrics
+from mindspeed_rl_plugin.monitor import rollout_metrics as metrics
 from mindspeed_rl_plugin.monitor.monitor import Monitor
 from mindspeed_rl_plugin.prompts import Pair, PairStream, load_tokenizer
 from mindspeed_rl_plugin.reshard.offload import HostWeights

@@ -23,6 +23,11 @@ SHORT_STAGES = {
     "evaluate": "eval",
 }
 SHOWN_SECONDS = 0.05
+# Printed once, before the first line.
+LEGEND = (
+    "[rl] differ: share of groups whose rewards differ; ent: entropy; Δlogp: |engine - trainer| log-prob, mean/max; "
+    "seconds: resh: weights to the engine, lp: old log-probs (docs/metrics.md)"
+)
 _ASCII = str.maketrans({"±": "+-", "Δ": "d"})
 
 
@@ -35,6 +40,7 @@ def iteration_line(iteration: int, metrics: Mapping[str, Metric], total: int | N
     parts = [_counter(iteration, total)]
     parts.append(_join(_put("reward {:6.3f}", get("reward/mean")), _put("±{:5.3f}", get("reward/std"))))
     parts.append(_join(_put("solved {:4.2f}", get("groups/solved")), _put("differ {:4.2f}", get("groups/informative"))))
+    parts.append(_sampled(metrics))
     parts.append(
         _join(_put("len {:6.1f}", get("response/length_mean")), _put("trunc {:4.2f}", get("response/truncated")))
     )
@@ -131,6 +137,15 @@ class ProgressBar:
 
 def _counter(iteration: int, total: int | None) -> str:
     return f"rl {iteration}" if not total else f"rl {iteration:>{len(str(total))}}/{total}"
+
+
+def _sampled(metrics: Mapping[str, Metric]) -> str:
+    """`sampled 48 for 16`: groups that dynamic sampling took, and those that are trained; "" without it."""
+    if "sampling/groups_drawn" not in metrics:
+        return ""
+    sampled, share = metrics["sampling/groups_drawn"], metrics.get("sampling/informative", 0.0)
+    resumed, deferred, filled = (metrics.get(f"sampling/{name}", 0) for name in ("brought", "carried", "filled"))
+    return f"sampled {sampled:.0f} for {sampled * share + resumed - deferred + filled:.0f}"
 
 
 def _join(*parts: str) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mindspeed_rl_plugin.monitor.files import atomic_write, dump_file, dump_files
+from mindspeed_rl_plugin.monitor.run_files import atomic_write, dump_file, dump_files
 from mindspeed_rl_plugin.rows import Ragged, Rows, SampleId, unpack_json
 
 FINISH = ("stop", "length", "abort")

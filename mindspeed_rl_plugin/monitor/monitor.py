@@ -10,10 +10,10 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
-from mindspeed_rl_plugin.monitor.console import ProgressBar, eval_line, iteration_line, write_line
-from mindspeed_rl_plugin.monitor.files import METRICS_FILE, RUN_FILE, JsonLines, set_aside, write_json
+from mindspeed_rl_plugin.monitor.console import LEGEND, ProgressBar, eval_line, iteration_line, write_line
 from mindspeed_rl_plugin.monitor.names import Metric
-from mindspeed_rl_plugin.monitor.stages import MemoryMeter, StageClock, drop_foreign_events
+from mindspeed_rl_plugin.monitor.run_files import METRICS_FILE, RUN_FILE, JsonLines, set_aside, write_json
+from mindspeed_rl_plugin.monitor.stage_clock import MemoryMeter, StageClock, drop_foreign_events
 
 TAG = "rl/"
 DOCK_FILE = "dock-rank{rank}.jsonl"
@@ -69,6 +69,7 @@ class Monitor:
             set_aside(path)
         self._dock = JsonLines(path, keep=lambda r: r["iteration"] <= resume_iteration)
         self._metrics: JsonLines | None = None
+        self._legend_shown = False
         if rank == 0:
             measured = {"memory": meter.measures} if meter else {}
             self._open_files(world_size, resume_iteration, {**measured, **(info or {})})
@@ -130,7 +131,9 @@ class Monitor:
 
     def _emit(self, kind: str, iteration: int, metrics: dict[str, Metric], line: str) -> None:
         if self._metrics is not None:
-            write_line(line, self._stream or sys.stdout)
+            for text in (line,) if self._legend_shown else (LEGEND, line):
+                write_line(text, self._stream or sys.stdout)
+            self._legend_shown = True
             record = {"kind": kind, "iteration": iteration, "time": time.time(), **metrics}
             # An evaluation at the resumed iteration comes twice: before the kill and after it.
             if (kind, iteration) in self._written:

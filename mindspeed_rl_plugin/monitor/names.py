@@ -90,6 +90,7 @@ NAMES: dict[str, Meaning] = {
     "tokens_per_second_total": Meaning("tokens/s", "prompt and response tokens a second of all devices"),
     "seconds/iteration": Meaning("s", "wall time of the iteration on its slowest rank, evaluation left out"),
     "eval/accuracy": Meaning("share", "held-out prompts solved by greedy decoding"),
+    "eval/reward_mean": Meaning("", "mean reward of the greedy held-out responses, weighted sum of the graders"),
     "eval/response_length": Meaning("tokens", "mean length of the greedy held-out responses"),
     "eval/truncated": Meaning("share", "greedy held-out responses cut at the length limit"),
     "eval/errors": Meaning("samples", "held-out responses whose grader raised or ran out of time"),

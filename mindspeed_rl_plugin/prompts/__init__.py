@@ -1,7 +1,7 @@
 """Prompts: read from data, rendered to tokens, served in a seeded order from a cursor that can be saved."""
 
-from mindspeed_rl_plugin.prompts.pairs import Pair, PairStream
-from mindspeed_rl_plugin.prompts.stream import PromptStream
+from mindspeed_rl_plugin.prompts.pair_stream import Pair, PairStream
+from mindspeed_rl_plugin.prompts.prompt_stream import PromptStream
 from mindspeed_rl_plugin.prompts.tokenizer import load_tokenizer
 
 __all__ = ["Pair", "PairStream", "PromptStream", "load_tokenizer"]

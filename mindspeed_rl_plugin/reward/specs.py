@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mindspeed_rl_plugin.reward.model import PREFIX, check_files
+from mindspeed_rl_plugin.reward.reward_model import PREFIX, check_files
 
 BUILTIN = ("math", "exact", "regex")
 ON_ERROR = ("stop", "zero", "drop")

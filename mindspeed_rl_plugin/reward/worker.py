@@ -22,7 +22,7 @@ from typing import Any
 
 from mindspeed_rl_plugin.reward.builtin import make_builtin
 from mindspeed_rl_plugin.reward.calling import ConversationGrader, Grader, load_function, number, within
-from mindspeed_rl_plugin.reward.model import make_grader
+from mindspeed_rl_plugin.reward.reward_model import make_grader
 
 FRAMES = 4  # innermost frames of a traceback that are reported
 

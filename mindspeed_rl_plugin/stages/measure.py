@@ -14,10 +14,10 @@ from mindspeed_rl_plugin.critic.critic import Critic
 from mindspeed_rl_plugin.dock import Moved
 from mindspeed_rl_plugin.loop import megatron_globals as megatron
 from mindspeed_rl_plugin.loop.context import Parts
-from mindspeed_rl_plugin.monitor import metrics
+from mindspeed_rl_plugin.monitor import rollout_metrics as metrics
 from mindspeed_rl_plugin.monitor.dump import discard_dumps_after, dump_rollout
-from mindspeed_rl_plugin.monitor.files import claim_dumps, dump_files, set_aside
 from mindspeed_rl_plugin.monitor.names import Metric
+from mindspeed_rl_plugin.monitor.run_files import claim_dumps, dump_files, set_aside
 from mindspeed_rl_plugin.reshard.resharder import Transfer
 from mindspeed_rl_plugin.reward import GradeItem, solved
 from mindspeed_rl_plugin.rows import Completion, Prompt, Rows, SampleId

@@ -14,7 +14,7 @@ from torch import Tensor
 from mindspeed_rl_plugin.algorithms.rewards import row_sums
 from mindspeed_rl_plugin.forward import ForwardSettings
 from mindspeed_rl_plugin.loop.topology import Topology
-from mindspeed_rl_plugin.monitor.files import atomic_write
+from mindspeed_rl_plugin.monitor.run_files import atomic_write
 from mindspeed_rl_plugin.prompts import Pair
 from mindspeed_rl_plugin.rows import Ragged
 from mindspeed_rl_plugin.stages.logprobs import compute_logps

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from mindspeed_rl_plugin.monitor.dump import dump_rollout
-from mindspeed_rl_plugin.monitor.metrics import merge, rollout_metrics, throughput, token_count
 from mindspeed_rl_plugin.monitor.monitor import Monitor
+from mindspeed_rl_plugin.monitor.rollout_metrics import merge, rollout_metrics, throughput, token_count
 from mindspeed_rl_plugin.rows import Ragged, Rows, SampleId, pack_json
 
 HOSTILE = "</script><script>document.title='taken'</script><!-- <b>bold</b> & \u2028"

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from mindspeed_rl_plugin.monitor.dump import discard_dumps_after, dump_rollout, read_rollout
-from mindspeed_rl_plugin.monitor.files import atomic_write, check_dumps, claim_dumps, dump_files
+from mindspeed_rl_plugin.monitor.run_files import atomic_write, check_dumps, claim_dumps, dump_files
 from mindspeed_rl_plugin.rows import Ragged, Rows, SampleId
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from mindspeed_rl_plugin.monitor.console import SHORT_STAGES
 from mindspeed_rl_plugin.monitor.names import NAMES, meaning
-from mindspeed_rl_plugin.monitor.summary import summarize
+from mindspeed_rl_plugin.monitor.run_summary import summarize
 
 DOC = Path(__file__).parents[2] / "docs" / "metrics.md"
 FAMILIES = {"seconds/STAGE": "seconds/x", "peak_bytes/STAGE": "peak_bytes/x", "eval/pass@K": "eval/pass@8"}

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 import torch
 
-from mindspeed_rl_plugin.monitor.console import ProgressBar, eval_line, iteration_line, short_float, write_line
-from mindspeed_rl_plugin.monitor.files import JsonLines, read_jsonl, read_metrics, read_run
+from mindspeed_rl_plugin.monitor.console import LEGEND, ProgressBar, eval_line, iteration_line, short_float, write_line
 from mindspeed_rl_plugin.monitor.monitor import Monitor
-from mindspeed_rl_plugin.monitor.summary import summarize
+from mindspeed_rl_plugin.monitor.run_files import JsonLines, read_jsonl, read_metrics, read_run
+from mindspeed_rl_plugin.monitor.run_summary import summarize
 from mindspeed_rl_plugin.tools.report.report_data import metric_series
 
 FULL = {
@@ -81,6 +81,18 @@ def test_the_line_says_what_the_critic_and_pairs_do():
     assert iteration_line(2, pairs) == "rl 2 | loss 0.6931 margin  0.125 right 0.75"
 
 
+def test_dynamic_sampling_says_how_many_groups_it_took_for_how_many():
+    taken = {"sampling/groups_drawn": 48.0, "sampling/informative": 17 / 48}
+    others = {"sampling/brought": 3.0, "sampling/carried": 5.0, "sampling/filled": 1.0}
+    line = iteration_line(1, FULL | taken | others)
+    assert "solved 0.25 differ 0.50 | sampled 48 for 16 | len" in line
+
+
+def test_the_legend_explains_the_words_of_a_line():
+    line = iteration_line(1, FULL | {"seconds/reshard": 1.0})
+    assert all(f"{word}:" in LEGEND and f" {word} " in line for word in ("differ", "ent", "Δlogp", "resh", "lp"))
+
+
 def test_absent_metrics_leave_their_part_out_and_nan_is_shown():
     assert iteration_line(1, {"reward/mean": math.nan}) == "rl 1 | reward    nan"
     assert iteration_line(1, {}) == "rl 1"
@@ -122,7 +134,7 @@ def test_log_writes_a_line_of_json_and_both_writers(tmp_path):
         ("rl/loss", 0.5), ("rl/lr", 0.25), ("rl/version", 4), ("rl/eval/accuracy", 0.5),
     ]  # fmt: skip
     assert wandb.seen[1] == ({"rl/eval/accuracy": 0.5}, 1)
-    assert out.getvalue().splitlines()[1] == "rl 1/9 eval | accuracy 0.5"
+    assert out.getvalue().splitlines() == [LEGEND, "rl 1/9 | kl     nan", "rl 1/9 eval | accuracy 0.5"]
 
 
 def test_other_ranks_only_feed_the_writers_they_have(tmp_path):
@@ -188,7 +200,7 @@ def test_a_new_run_in_an_old_directory_sets_the_old_lines_aside(tmp_path):
 def test_lines_written_before_a_kill_are_whole(tmp_path):
     code = (
         "import os, signal, sys\n"
-        "from mindspeed_rl_plugin.monitor.files import JsonLines\n"
+        "from mindspeed_rl_plugin.monitor.run_files import JsonLines\n"
         "lines = JsonLines(sys.argv[1])\n"
         "for k in range(50): lines.append({'iteration': k})\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"

@@ -8,7 +8,7 @@ from html.parser import HTMLParser
 
 import pytest
 
-from mindspeed_rl_plugin.monitor.files import event_files, read_events, read_jsonl, read_metrics
+from mindspeed_rl_plugin.monitor.run_files import event_files, read_events, read_jsonl, read_metrics
 from mindspeed_rl_plugin.tools.report.report import main
 
 VOID = {"meta", "input", "br", "link", "img", "hr"}

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from mindspeed_rl_plugin.monitor.dump import dump_rollout
-from mindspeed_rl_plugin.monitor.files import dump_files, read_metrics
+from mindspeed_rl_plugin.monitor.run_files import dump_files, read_metrics
 from mindspeed_rl_plugin.tools.report.report import embed, main
 from mindspeed_rl_plugin.tools.report.report_data import collect, duration, headline, remarks
 from mindspeed_rl_plugin.tools.report.report_samples import sample_data

@@ -6,7 +6,8 @@ import statistics
 import pytest
 import torch
 
-from mindspeed_rl_plugin.monitor.metrics import (
+from mindspeed_rl_plugin.monitor.names import NAMES
+from mindspeed_rl_plugin.monitor.rollout_metrics import (
     filtration_metrics,
     group_shares,
     informative_share,
@@ -17,7 +18,6 @@ from mindspeed_rl_plugin.monitor.metrics import (
     throughput,
     token_count,
 )
-from mindspeed_rl_plugin.monitor.names import NAMES
 from mindspeed_rl_plugin.rows import Ragged, Rows, SampleId
 
 

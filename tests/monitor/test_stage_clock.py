@@ -4,8 +4,8 @@ import threading
 
 import pytest
 
-from mindspeed_rl_plugin.monitor.files import event_files, read_events, read_jsonl
-from mindspeed_rl_plugin.monitor.stages import StageClock, drop_foreign_events
+from mindspeed_rl_plugin.monitor.run_files import event_files, read_events, read_jsonl
+from mindspeed_rl_plugin.monitor.stage_clock import StageClock, drop_foreign_events
 
 
 class Meter:

@@ -19,8 +19,8 @@ from transformers import (
 from mindspeed_rl_plugin.launch import checks
 from mindspeed_rl_plugin.prompts import PromptStream
 from mindspeed_rl_plugin.reward import GradeItem, RewardError, RewardPool
-from mindspeed_rl_plugin.reward import model as model_module
-from mindspeed_rl_plugin.reward.model import make_grader, same_tokenizer
+from mindspeed_rl_plugin.reward import reward_model as model_module
+from mindspeed_rl_plugin.reward.reward_model import make_grader, same_tokenizer
 from mindspeed_rl_plugin.reward.specs import parse_specs
 from mindspeed_rl_plugin.rows import Ragged, Rows, SampleId
 from mindspeed_rl_plugin.stages.columns import prompt_columns, reward_columns

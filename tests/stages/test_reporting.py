@@ -15,10 +15,10 @@ from mindspeed_rl_plugin.config import AlgorithmConfig
 from mindspeed_rl_plugin.dock import Lease, Traffic
 from mindspeed_rl_plugin.forward import Step
 from mindspeed_rl_plugin.loop import loop as iteration
-from mindspeed_rl_plugin.monitor.files import check_dumps, dump_file, dump_files, read_events, read_metrics
 from mindspeed_rl_plugin.monitor.monitor import Monitor
 from mindspeed_rl_plugin.monitor.names import meaning
-from mindspeed_rl_plugin.monitor.summary import summarize
+from mindspeed_rl_plugin.monitor.run_files import check_dumps, dump_file, dump_files, read_events, read_metrics
+from mindspeed_rl_plugin.monitor.run_summary import summarize
 from mindspeed_rl_plugin.reshard.resharder import Transfer
 from mindspeed_rl_plugin.reward import Grade
 from mindspeed_rl_plugin.rows import Completion, Prompt, Rows, SampleId, Sampling

@@ -274,7 +274,7 @@ function hoverAll(where) {
 // ---------------------------------------------------------------- which curves
 
 const CURVES = [
-  { title: "Reward", series: ["reward/mean"], spread: "reward/std" },
+  { title: "Reward", series: ["reward/mean", "eval/reward_mean"], spread: "reward/std" },
   { title: "Held-out accuracy", series: ["eval/accuracy", /^eval\/pass@/], range: [0, 1], rough: true,
     absent: "This run was not evaluated. --rl-eval-data turns evaluation on." },
   { title: "Groups", series: ["groups/solved", "groups/informative", "groups/unsolved"], range: [0, 1],

@@ -17,7 +17,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from mindspeed_rl_plugin.monitor.files import atomic_write
+from mindspeed_rl_plugin.monitor.run_files import atomic_write
 from mindspeed_rl_plugin.tools.report.report_data import collect
 
 PARTS = {

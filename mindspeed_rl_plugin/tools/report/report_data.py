@@ -8,9 +8,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from mindspeed_rl_plugin.monitor.files import event_files, json_safe, read_events, read_metrics, read_run
 from mindspeed_rl_plugin.monitor.names import meaning
-from mindspeed_rl_plugin.monitor.summary import column, is_training, summarize
+from mindspeed_rl_plugin.monitor.run_files import event_files, json_safe, read_events, read_metrics, read_run
+from mindspeed_rl_plugin.monitor.run_summary import column, is_training, summarize
 from mindspeed_rl_plugin.tools.report.report_samples import dump_places, find_dumps, sample_data
 from mindspeed_rl_plugin.tools.report.report_stages import stage_data, timeline_data
 

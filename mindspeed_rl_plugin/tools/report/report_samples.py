@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mindspeed_rl_plugin.monitor.files import dump_files
+from mindspeed_rl_plugin.monitor.run_files import dump_files
 
 COLUMNS = (
     "epoch", "group", "member", "prompt", "response", "answer", "reward", "reward_parts",

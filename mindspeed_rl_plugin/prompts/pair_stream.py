@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from mindspeed_rl_plugin.prompts.prompt_stream import PromptStream
 from mindspeed_rl_plugin.prompts.render import Renderer, find, names
 from mindspeed_rl_plugin.prompts.sources import Source
-from mindspeed_rl_plugin.prompts.stream import PromptStream
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -6,7 +6,7 @@ import os
 import statistics
 from typing import Any
 
-from mindspeed_rl_plugin.monitor.files import event_files, read_jsonl, read_metrics
+from mindspeed_rl_plugin.monitor.run_files import event_files, read_jsonl, read_metrics
 
 
 def summarize(run_dir: str | os.PathLike[str]) -> dict[str, Any]:

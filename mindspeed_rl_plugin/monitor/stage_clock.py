@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from mindspeed_rl_plugin.monitor.files import JsonLines, event_files, events_file, set_aside
+from mindspeed_rl_plugin.monitor.run_files import JsonLines, event_files, events_file, set_aside
 
 NOT_TRAINING = ("evaluate",)
 
