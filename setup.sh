@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Makes .venv from the pinned lock file and checks that everything imports. Idempotent: a second run
-# compares a digest and starts in a second. A folder that was moved is set up again: the package is installed in place.
+# compares a digest and starts in a second. In a folder that was moved, or with a .venv that was copied from another
+# one, the environment is made again: its scripts (torchrun) would run the interpreter of the old place.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 
@@ -9,6 +10,8 @@ locks=(requirements/cpu.lock requirements/apart.lock)
 
 # Major and minor version of an interpreter; fails where there is none.
 version_of() { "$1" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null; }
+# The folder whose interpreter the environment's scripts run; a long one stands in the second line.
+scripts_run() { sed -n '1,2s|[^/]*\(/.*/bin\)/python.*|\1|p' .venv/bin/torchrun 2>/dev/null || true; }
 pin() { sed -n "s/^\($1==[^ ]*\).*/\1/p" requirements/apart.lock; }
 
 # PYTHON decides; without it the interpreter of the .venv that is there, so that a later call keeps it.
@@ -27,6 +30,8 @@ fi
 
 digest=$({ cat setup.sh setup.py "${locks[@]}" requirements/check.py; echo "Python $version in $PWD"; } | sha256sum | cut -d' ' -f1)
 made=$(version_of .venv/bin/python || true)
+scripts=$(scripts_run)
+if [ -n "$scripts" ] && ! [ "$scripts" -ef .venv/bin ]; then made="another folder"; fi
 if [ "$made" = "$version" ] && [ "$(cat "$stamp" 2>/dev/null || true)" = "$digest" ]; then
     echo "setup: .venv is up to date (Python $version)"
     exit 0
@@ -35,9 +40,10 @@ fi
 echo "setup: making .venv with $("$python" --version) (some minutes the first time)"
 if [ "$made" != "$version" ]; then
     if [ -L .venv ]; then
-        echo "setup: .venv links to an environment of Python ${made:-none}, wanted is $version; remove the link" >&2
+        echo "setup: .venv links to an environment of ${made:-no Python}, wanted is $version; remove the link" >&2
         exit 1
     fi
+    if [ "$python" = .venv/bin/python ]; then python=$("$python" -c 'import sys; print(sys._base_executable)'); fi
     "$python" -m venv --clear .venv
 fi
 rm -f "$stamp"

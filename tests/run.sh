@@ -1,24 +1,42 @@
 #!/usr/bin/env bash
 # The tests. Default: the tier for every change. --full: the long ones too, those on upstream's checkouts included;
-# --without-upstream leaves these out. --setup-only: stop after the set-up. Further arguments go to pytest.
+# --without-upstream leaves these out. --browser: fail without a browser instead of leaving its tests out.
+# --setup-only: stop after the set-up. Further arguments go to pytest.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 full=no
 upstream=yes
 setup_only=no
+browser=no
 pass=()
 for argument in "$@"; do
     case "$argument" in
         --full) full=yes ;;
         --without-upstream) upstream=no ;;
         --setup-only) setup_only=yes ;;
+        --browser) browser=yes ;;
         *) pass+=("$argument") ;;
     esac
 done
 
+# The report is tested in a real browser, Debian's package: installed beside the set-up, by root and with apt-get only.
+has_browser() { chromium --version >/dev/null 2>&1; }
+install_browser() {
+    apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq chromium
+}
+installing=""
+if ! has_browser && [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
+    install_browser >/dev/null 2>&1 &
+    installing=$!
+fi
 bash setup.sh
 .venv/bin/python tests/ascend/fetch.py
+if [ -n "$installing" ]; then wait "$installing" || true; fi
+if [ "$browser" = yes ] && ! has_browser; then
+    echo "tests/run.sh --browser: there is no working chromium, and apt-get could not install it" >&2
+    exit 1
+fi
 if [ "$setup_only" = yes ]; then exit 0; fi
 
 .venv/bin/ruff check .
@@ -29,6 +47,10 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} TOKENIZERS_PARALLELISM=false HF_HUB
 marks="not slow and not gpu"
 if [ "$full" = yes ]; then marks="not gpu"; fi
 if [ -z "${MEGATRON_LM_PATH:-}" ] || [ "$upstream" = no ]; then marks="$marks and not upstream"; fi
+if ! has_browser; then
+    marks="$marks and not browser"
+    echo "tests/run.sh leaves out the report in a browser: there is no chromium here (apt-get install chromium)"
+fi
 
 left_out=()
 if [ "$full" = yes ] && [ "$upstream" = yes ]; then

@@ -11,6 +11,7 @@ import pytest
 from mindspeed_rl_plugin.monitor.run_files import event_files, read_events, read_jsonl, read_metrics
 from mindspeed_rl_plugin.tools.report.report import main
 
+pytestmark = pytest.mark.browser
 VOID = {"meta", "input", "br", "link", "img", "hr"}
 CHROMIUM = (
     "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync",

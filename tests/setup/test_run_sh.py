@@ -8,22 +8,34 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
+ORDINARY = "not slow and not gpu and not upstream"
 CHECKOUTS = ("MEGATRON_LM_PATH", "MINDSPEED_PATH", "MINDSPEED_LLM_PATH")
 
 
 @pytest.fixture
 def run(tmp_path):
-    """`run("--full", have=[...], tests=0)`: status and output; a fake Python writes the marks and ends with `tests`."""
+    """`run("--full", have=[...], tests=0)`: status and output; a fake Python writes the marks and ends with `tests`.
+
+    browser: whether chromium starts; user: 0 is root, for whom a fake apt-get installs it.
+    """
     (tmp_path / "tests").mkdir()
     shutil.copy(ROOT / "tests" / "run.sh", tmp_path / "tests" / "run.sh")
     (tmp_path / "setup.sh").touch()
-    (tmp_path / ".venv" / "bin").mkdir(parents=True)
-    for name, text in (("python", '[ "$1" != -m ] || { echo "marks: $4"; exit $TESTS; }'), ("ruff", "")):
-        (tmp_path / ".venv" / "bin" / name).write_text(f"#!/bin/bash\n{text}\n")
-        (tmp_path / ".venv" / "bin" / name).chmod(0o755)
 
-    def call(*words: str, have=(), tests: int = 0) -> tuple[int, str]:
-        env = {"PATH": os.environ["PATH"], "TESTS": str(tests), **dict.fromkeys(have, "/somewhere")}
+    def script(name: str, text: str) -> None:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+
+    script(".venv/bin/python", '[ "$1" != -m ] || { echo "marks: $4"; exit $TESTS; }')
+    script(".venv/bin/ruff", "")
+
+    def call(*words: str, have=(), tests: int = 0, browser: bool = True, user: int = 7) -> tuple[int, str]:
+        script("bin/chromium", f"exit {int(not browser)}")
+        script("bin/id", f"echo {user}")
+        script("bin/apt-get", '[ "$1" != install ] || echo exit 0 > "$(dirname "$0")/chromium"')
+        path = f"{tmp_path / 'bin'}:{os.environ['PATH']}"
+        env = {"PATH": path, "TESTS": str(tests), **dict.fromkeys(have, "/somewhere")}
         command = ["bash", str(tmp_path / "tests" / "run.sh"), *words]
         done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=30)
         return done.returncode, done.stdout + done.stderr
@@ -31,8 +43,18 @@ def run(tmp_path):
     return call
 
 
+def test_a_browser_is_installed_where_that_can_be_done_else_its_tests_are_left_out(run):
+    assert run(browser=False, user=0) == (0, f"marks: {ORDINARY}\n")
+    code, out = run(browser=False)
+    assert code == 0 and "leaves out the report in a browser" in out
+    assert out.endswith(f"marks: {ORDINARY} and not browser\n")
+    code, out = run("--browser", browser=False)
+    assert code == 1 and "no working chromium" in out and "marks" not in out
+    assert run("--browser", browser=False, user=0) == run("--browser") == (0, f"marks: {ORDINARY}\n")
+
+
 def test_the_ordinary_tier_asks_for_no_checkout(run):
-    assert run() == (0, "marks: not slow and not gpu and not upstream\n")
+    assert run() == (0, f"marks: {ORDINARY}\n")
     assert run(have=CHECKOUTS) == (0, "marks: not slow and not gpu\n")
     assert run(tests=5)[0] == 5
 

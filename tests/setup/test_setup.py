@@ -3,6 +3,7 @@
 import ast
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -15,10 +16,11 @@ FILES = ("setup.sh", "setup.py", *(f"requirements/{name}" for name in ("cpu.lock
 FAKE = """#!/bin/bash
 echo "VERSION $*" >> CALLS
 case "$1" in
-    -c) echo VERSION ;;
+    -c) if [[ "$2" == *_base_executable* ]]; then echo BASE; else echo VERSION; fi ;;
     --version) echo "Python VERSION.9" ;;
     -m) [ "$2" = venv ] || exit 0
         rm -rf .venv; mkdir -p .venv/bin; cp "$0" .venv/bin/python
+        echo "#!$PWD/.venv/bin/python" > .venv/bin/torchrun
         printf '#!/bin/sh\\n' > .venv/bin/uv; chmod +x .venv/bin/uv ;;
 esac
 """
@@ -34,12 +36,13 @@ def setup(tmp_path):
     (tmp_path / "bin").mkdir()
     for version in ("3.10", "3.11", "3.12"):
         fake = tmp_path / "bin" / f"python{version}"
-        fake.write_text(FAKE.replace("VERSION", version).replace("CALLS", str(tmp_path / "calls")))
+        words = {"VERSION": version, "CALLS": str(tmp_path / "calls"), "BASE": str(fake)}
+        fake.write_text(re.sub("|".join(words), lambda word, words=words: words[word[0]], FAKE))
         fake.chmod(0o755)
 
-    def run(version: str = "", **more: str) -> tuple[int, str]:
-        env = {"PATH": f"{tmp_path / 'bin'}:{os.defpath}", **more} | ({"PYTHON": f"python{version}"} if version else {})
-        done = subprocess.run(["bash", "setup.sh"], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)
+    def run(version: str = "", folder: Path = tmp_path) -> tuple[int, str]:
+        env = {"PATH": f"{tmp_path / 'bin'}:{os.defpath}"} | ({"PYTHON": f"python{version}"} if version else {})
+        done = subprocess.run(["bash", "setup.sh"], cwd=folder, env=env, capture_output=True, text=True, timeout=60)
         return done.returncode, done.stdout + done.stderr
 
     return run
@@ -71,19 +74,32 @@ def test_a_linked_environment_of_another_interpreter_is_left_alone(setup, tmp_pa
     (tmp_path / ".venv").symlink_to(tmp_path / "elsewhere")
     assert "up to date" in setup()[1]
     code, said = setup("3.12")
-    assert code == 1 and ".venv links to an environment of Python 3.11, wanted is 3.12; remove the link" in said
+    assert code == 1 and ".venv links to an environment of 3.11, wanted is 3.12; remove the link" in said
     assert (tmp_path / "elsewhere" / "bin" / "python").exists()
 
 
-def test_a_folder_that_was_moved_is_installed_again(setup, tmp_path):
-    """The package is installed in place: an environment would go on importing the old place."""
+@pytest.mark.parametrize("move", [shutil.move, shutil.copytree])
+def test_a_moved_folder_or_a_copied_environment_is_made_again(setup, tmp_path, move):
+    """Its scripts would run the interpreter of the old place, and the package is installed in place."""
+    setup("3.12")
+    other = tmp_path / "other"
+    for name in (*FILES, ".venv"):
+        (other / name).parent.mkdir(parents=True, exist_ok=True)
+        (move if name == ".venv" else shutil.copy)(tmp_path / name, other / name)
+    (other / ".venv" / "of_old_place").touch()
+    assert "making .venv with Python 3.12.9" in setup(folder=other)[1]
+    assert (other / ".venv/bin/torchrun").read_text() == f"#!{other}/.venv/bin/python\n"
+    assert not (other / ".venv/of_old_place").exists()
+    assert setup(folder=other) == (0, "setup: .venv is up to date (Python 3.12)\n")
+
+
+@pytest.mark.parametrize("head", ["#!/gone/bin/python", "#!/bin/sh\n'''exec' \"/long one/bin/python3.11\" \"$0\""])
+def test_scripts_that_run_another_place_are_not_up_to_date(setup, tmp_path, head):
+    """Whatever the digest says; a long path stands in the script's second line."""
     setup()
-    moved = tmp_path / "moved"
-    moved.mkdir()
-    for name in (".venv", "requirements", "setup.sh", "setup.py"):
-        (tmp_path / name).rename(moved / name)
-    done = subprocess.run(["bash", "moved/setup.sh"], cwd=tmp_path, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0 and "making .venv" in done.stdout, done
+    (tmp_path / ".venv/bin/torchrun").write_text(head + "\n")
+    assert "making .venv with Python 3.11.9" in setup()[1]
+    assert "up to date" in setup()[1]
 
 
 def test_what_is_installed_apart_has_the_versions_of_its_lock(setup, tmp_path):
