@@ -12,7 +12,7 @@ from mindspeed_rl_plugin.algorithms.advantages import ADVANTAGES, RewardBatch, S
 from mindspeed_rl_plugin.algorithms.aggregate import Totals, sequence_weights
 from mindspeed_rl_plugin.algorithms.corrections import CORRECTIONS
 from mindspeed_rl_plugin.algorithms.kl import KL_ESTIMATORS
-from mindspeed_rl_plugin.algorithms.losses import LOSSES, Bounds, PolicyTerms, TrainedTokens
+from mindspeed_rl_plugin.algorithms.losses import LOSSES, Bounds, LossSpec, PolicyTerms, TrainedTokens
 from mindspeed_rl_plugin.algorithms.pairs import PairOptions
 from mindspeed_rl_plugin.algorithms.rewards import overlong_penalty
 from mindspeed_rl_plugin.algorithms.selection import resample, uniform_draws
@@ -73,6 +73,11 @@ class Algorithm:
     def needs_critic(self) -> bool:
         """Whether the advantage needs a critic's values."""
         return not self.from_pairs and ADVANTAGES[self.advantage].critic
+
+    @property
+    def loss_spec(self) -> LossSpec:
+        """The row of the policy loss, which says what bounds it has; not for pairs."""
+        return LOSSES[self.loss]
 
     @property
     def members(self) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from mindspeed_rl_plugin.algorithms.advantages import ADVANTAGES
@@ -10,10 +10,10 @@ from mindspeed_rl_plugin.algorithms.aggregate import AGGREGATIONS
 from mindspeed_rl_plugin.algorithms.algorithm import Algorithm
 from mindspeed_rl_plugin.algorithms.corrections import CORRECTIONS, LEVELS
 from mindspeed_rl_plugin.algorithms.kl import KL_ESTIMATORS
-from mindspeed_rl_plugin.algorithms.losses import LOSSES, Bounds, LossSpec
+from mindspeed_rl_plugin.algorithms.losses import LOSSES, Bounds
 from mindspeed_rl_plugin.algorithms.pairs import PAIR_LOSSES, PairOptions
 from mindspeed_rl_plugin.algorithms.selection import FILTRATIONS
-from mindspeed_rl_plugin.config import AlgorithmConfig, flag_name
+from mindspeed_rl_plugin.config import AlgorithmConfig, RLConfig, flag_name, limit_problems, unread_flags
 
 PAIRS = "pairs"  # stands for the advantage and the aggregation of DPO, which has pairs instead
 
@@ -38,22 +38,6 @@ class Preset:
     kl_estimator: str = "k3"
     kl_reward_estimator: str = "k1"
 
-
-# Bounds of a policy loss: field -> whether a loss knows it.
-_BOUNDS: dict[str, Callable[[LossSpec], bool]] = {
-    "clip_low": lambda spec: spec.clip_low is not None,
-    "clip_high": lambda spec: spec.clip_high is not None,
-    "dual_clip": lambda spec: spec.dual,
-    "sapo_tau_positive": lambda spec: spec.gate,
-    "sapo_tau_negative": lambda spec: spec.gate,
-}
-_CRITIC = ("critic_load", "critic_lr", "critic_warmup")
-# What only some parts read, the parts themselves included, which DPO has none of.
-_OF_PARTS = (
-    *("advantage", "loss", "aggregation", "filtration", "dynamic_sampling", "overlong_buffer"),
-    *_BOUNDS,
-    *_CRITIC,
-)
 
 _PPO_KL = "KL coefficient: verl"
 ALGORITHMS: dict[str, Preset] = {
@@ -87,13 +71,23 @@ def resolve(config: AlgorithmConfig) -> Algorithm:
     """Fill every part that the user left open from the preset, and check the result.
 
     An explicit flag always wins. Bounds follow the loss that is really used. Raises ValueError for an
-    unknown name (listing the known ones), for a value outside its range, and for flags that contradict each other.
+    unknown name (listing the known ones), for a value outside its limits, and for flags that contradict each other.
     """
+    if problems := limit_problems(config):
+        raise ValueError("\n".join(problems))
     algorithm = assemble(config)
-    if strange := meaningless(config, algorithm):
-        raise ValueError("\n".join(strange.values()))
-    _check_numbers(config, algorithm)
+    _check_together(algorithm)
     return algorithm
+
+
+def unread(config: RLConfig) -> list[str]:
+    """One message for each flag that nothing reads under this algorithm; none for a name that is unknown."""
+    try:
+        algorithm = assemble(config.algorithm)
+    except ValueError:
+        return []  # reported where the algorithm is resolved
+    preset = resolve(AlgorithmConfig(algorithm=config.algorithm.algorithm))
+    return list(unread_flags(config, algorithm, preset))
 
 
 def assemble(config: AlgorithmConfig) -> Algorithm:
@@ -153,77 +147,15 @@ def _bounds(config: AlgorithmConfig, loss: str) -> Bounds:
     )
 
 
-def meaningless(config: AlgorithmConfig, algorithm: Algorithm) -> dict[str, str]:
-    """Field -> why it has no meaning for the parts chosen, of those that were given: they would be ignored."""
-    default, found = AlgorithmConfig(), {}
-    given = {n: v for n in _OF_PARTS if (v := getattr(config, n)) != getattr(default, n)}
-    for name in given:
-        known = _BOUNDS.get(name)
-        if algorithm.from_pairs:
-            found[name] = (
-                f"for --rl-algorithm dpo, which learns from given pairs by --rl-dpo-loss {config.dpo_loss}; remove it"
-            )
-        elif known is not None and not known(LOSSES[algorithm.loss]):
-            knowing = ", ".join(other for other, spec in LOSSES.items() if known(spec))
-            found[name] = f"for the loss {algorithm.loss!r}; losses that know it: {knowing}"
-        elif name in _CRITIC and not algorithm.needs_critic:
-            found[name] = (
-                f"for the advantage {algorithm.advantage!r}, which has no critic; remove it, or use --rl-advantage gae"
-            )
-    return {name: f"{shown(name, given[name])} has no meaning {why}" for name, why in found.items()}
-
-
-def shown(field: str, value: object) -> str:
-    """A flag as it was given."""
-    flag = flag_name(field)
-    if isinstance(value, bool):
-        return flag if value else f"--no-{flag[2:]}"
-    return f"{flag} {' '.join(map(str, value)) if isinstance(value, tuple) else value}"
-
-
-def _check_numbers(config: AlgorithmConfig, algorithm: Algorithm) -> None:
-    bounds = algorithm.bounds
-    for name, value in (
-        ("clip_low", bounds.low),
-        ("clip_high", bounds.high),
-        ("kl_loss_coef", algorithm.kl_loss_coef),
-        ("kl_reward_coef", algorithm.kl_reward_coef),
-        ("entropy_coef", algorithm.entropy_coef),
-        ("advantage_eps", algorithm.advantage_eps),
-        ("overlong_penalty", algorithm.overlong_penalty),
-        ("overlong_buffer", config.overlong_buffer or 0),
-        ("filtration_power", algorithm.filtration_power),
-    ):
-        if not 0.0 <= value < float("inf"):
-            raise ValueError(f"{flag_name(name)} is {value}; give a finite number >= 0")
-    for name in ("gamma", "gae_lambda"):
-        if not 0.0 <= getattr(algorithm, name) <= 1.0:
-            raise ValueError(f"{flag_name(name)} is {getattr(algorithm, name)}; give a number from 0 to 1")
-    for name, value in (
-        ("value_clip", algorithm.value_clip),
-        ("sapo_tau_positive", bounds.tau_positive),
-        ("sapo_tau_negative", bounds.tau_negative),
-        ("dpo_beta", algorithm.pairs.beta),
-    ):
-        if not 0.0 < value < float("inf"):
-            raise ValueError(f"{flag_name(name)} is {value}; give a finite number above 0")
+def _check_together(algorithm: Algorithm) -> None:
+    """What the limits of single flags do not say."""
     if not 0.0 <= algorithm.correction_low < algorithm.correction_high:
         raise ValueError(
             f"--rl-correction-low {algorithm.correction_low} and --rl-correction-high {algorithm.correction_high}: "
             "give bounds with 0 <= low < high"
         )
-    if not 0.0 <= algorithm.pairs.smoothing < 0.5:
-        raise ValueError(f"--rl-dpo-label-smoothing is {algorithm.pairs.smoothing}; give a number from 0 to below 0.5")
     if algorithm.pairs.smoothing and algorithm.dpo_loss != "sigmoid":
         raise ValueError(f"--rl-dpo-label-smoothing has no meaning for --rl-dpo-loss {algorithm.dpo_loss}; remove it")
-    if algorithm.ppo_epochs < 1:
-        raise ValueError(f"--rl-ppo-epochs is {algorithm.ppo_epochs}; give at least 1")
-    if bounds.dual is not None and not bounds.dual > 1.0:
-        raise ValueError(f"--rl-dual-clip is {bounds.dual}; the bound must be above 1 (3 is usual)")
-    if config.critic_lr is not None and not 0.0 < config.critic_lr < float("inf"):
-        raise ValueError(f"--rl-critic-lr is {config.critic_lr}; give a finite number above 0")
-    if config.critic_warmup < 0:
-        raise ValueError(f"--rl-critic-warmup is {config.critic_warmup}; give a number of iterations, 0: none")
 
 
 def _given(value, default):

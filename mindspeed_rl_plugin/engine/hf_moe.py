@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from mindspeed_rl_plugin.reshard.family_table import Family
+from mindspeed_rl_plugin.config.upstream import ROUTING, refusals
 from mindspeed_rl_plugin.reshard.layout import ModelShape
 
 # Fields that make two of them the same model, besides those of a dense one.
@@ -75,10 +76,7 @@ def _latent(shape: ModelShape) -> dict[str, Any]:
 
 def routing_problems(args: Namespace, shape: ModelShape) -> Iterator[str]:
     """One line for each argument with which trainer and engine would send tokens to different experts."""
-    for name, allowed, why in _ROUTING:
-        value = getattr(args, name, allowed[0])
-        if value not in allowed:
-            yield f"{name} is {value!r}: {why}"
+    yield from refusals(args, ROUTING)
     kinds = getattr(args, "moe_router_load_balancing_type", None) or "aux_loss"
     for kind in [kinds] if isinstance(kinds, str) else kinds:
         if kind not in _BALANCING:
@@ -139,13 +137,6 @@ def _layer_problems(shape: ModelShape) -> Iterator[str]:
 
 
 _BALANCING = ("aux_loss", "seq_aux_loss", "global_aux_loss", "none", "noaux_tc")
-_ROUTING: tuple[tuple[str, tuple[Any, ...], str], ...] = (
-    ("moe_expert_capacity_factor", (None,), "the engine drops no tokens; leave it out"),
-    ("moe_input_jitter_eps", (None, 0.0), "the engine routes without noise; leave it out"),
-    ("moe_router_force_load_balancing", (False, None), "routing is random with it; leave it out"),
-    ("moe_router_force_biased", (None,), "routing is random with it; leave it out"),
-    ("moe_apply_probs_on_input", (False, None), "the engine weighs the outputs of experts; leave it out"),
-)
 
 
 def _normalized(args: Namespace) -> bool:

@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-# vLLM raises lower temperatures to this one, and then reports log-probs of a temperature nobody asked for.
-LOWEST_TEMPERATURE = 0.01
 CPU_LOWEST_HEAD_DIM = 32
 CPU_LATENT_SIZE = 576  # vllm/v1/attention/backends/mla/cpu_mla.py has this size only
 

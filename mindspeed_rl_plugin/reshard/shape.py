@@ -9,9 +9,9 @@ from functools import cached_property, lru_cache
 from math import prod
 from typing import Any
 
+from mindspeed_rl_plugin.config.upstream import model_refusals
 from mindspeed_rl_plugin.reshard.families import EMBEDDING, FAMILIES, HEAD, find_family
 from mindspeed_rl_plugin.reshard.family_table import Family, Part, Row, Stage
-from mindspeed_rl_plugin.reshard.unsupported_args import refused
 
 
 @dataclass(frozen=True)
@@ -162,7 +162,7 @@ class ModelShape:
         vocab: real vocabulary, as the tokenizer or the Hugging Face config says; None takes `--vocab-size`.
         Raises ValueError with one line per argument that no family expresses.
         """
-        problems = refused(args)
+        problems = model_refusals(args)
         if problems:
             raise ValueError("the rollout engine cannot express this model:\n  " + "\n  ".join(problems))
         vocab = args.vocab_size if vocab is None else vocab

@@ -1,0 +1,157 @@
+"""Flags of the algorithm: the preset, and each of its parts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mindspeed_rl_plugin.config.flag import Reader, flag
+
+_KL = ("k1", "k2", "k3", "k3-unbiased")
+_REFERENCE = Reader("a KL to the reference, --rl-kl-loss-coef or --rl-kl-reward-coef,", lambda a: a.needs_reference)
+_KL_REWARD = Reader("--rl-kl-reward-coef above 0", lambda a: a.kl_reward_coef != 0)
+_GROUP_NORM = Reader("--rl-advantage group-norm", lambda a: a.advantage == "group-norm")
+_GAMMA = Reader("--rl-advantage gae or reinforce++", lambda a: a.advantage in ("gae", "reinforce++"))
+_GAE = Reader("--rl-advantage gae", lambda a: a.advantage == "gae")
+_CRITIC = Reader("a critic, --rl-advantage gae,", lambda a: a.needs_critic)
+_CLIP = "a --rl-loss that clips the ratio there"
+_CLIP_LOW = Reader(_CLIP, lambda a: a.loss_spec.clip_low is not None)
+_CLIP_HIGH = Reader(_CLIP, lambda a: a.loss_spec.clip_high is not None)
+_DUAL = Reader("a --rl-loss with dual clip", lambda a: a.loss_spec.dual)
+_SAPO = Reader("--rl-loss sapo", lambda a: a.loss_spec.gate)
+_CORRECTION = Reader("a --rl-correction other than off", lambda a: a.correction != "off")
+_OVERLONG = Reader("--rl-overlong-buffer above 0", lambda a: a.buffer(1) > 0)
+_DYNAMIC = Reader("--rl-dynamic-sampling", lambda a: a.dynamic_sampling)
+_POW = Reader("--rl-filtration pow", lambda a: a.filtration == "pow")
+_FILTRATION = Reader("a --rl-filtration other than none", lambda a: a.filters)
+_PAIRS = Reader("--rl-algorithm dpo", lambda a: a.from_pairs)
+
+
+@dataclass(frozen=True)
+class AlgorithmConfig:
+    """The algorithm: a preset, and each of its parts by a flag of its own."""
+
+    algorithm: str | None = flag(
+        None,
+        "turns RL on: the preset to train with; `python -m mindspeed_rl_plugin algorithms` prints all of them",
+        pairs=True,
+    )
+    advantage: str | None = flag(None, "advantage estimator (default: the preset's)")
+    loss: str | None = flag(None, "policy loss (default: the preset's)")
+    aggregation: str | None = flag(None, "how token losses become one number (default: the preset's)")
+    clip_low: float | None = flag(
+        None, "lower bound of the ratio, 1 - clip_low (default: the loss's)", least=0, reader=_CLIP_LOW
+    )
+    clip_high: float | None = flag(
+        None, "upper bound of the ratio, 1 + clip_high (default: the loss's)", least=0, reader=_CLIP_HIGH
+    )
+    dual_clip: float | None = flag(
+        None, "bound c of dual clip for negative advantages, usually 3; off unless set", above=1, reader=_DUAL
+    )
+    sapo_tau_positive: float | None = flag(
+        None, "temperature of the gate of sapo for advantages above 0 (default: 1)", above=0, reader=_SAPO
+    )
+    sapo_tau_negative: float | None = flag(
+        None, "temperature of the gate of sapo for the others (default: 1.05)", above=0, reader=_SAPO
+    )
+    kl_loss_coef: float | None = flag(
+        None, "weight of the KL to the reference in the loss (default: the preset's)", least=0
+    )
+    kl_estimator: str | None = flag(None, "KL estimator (default: the preset's)", choices=_KL, reader=_REFERENCE)
+    kl_reward_coef: float | None = flag(
+        None, "weight of the KL to the reference that is subtracted from the reward (default: the preset's)", least=0
+    )
+    kl_reward_estimator: str | None = flag(
+        None, "KL estimator in the reward (default: the preset's)", choices=_KL, reader=_KL_REWARD
+    )
+    entropy_coef: float = flag(0.0, "weight of the entropy bonus", least=0)
+    advantage_eps: float = flag(1e-6, "added to the group's standard deviation", least=0, reader=_GROUP_NORM)
+    gamma: float = flag(1.0, "discount of the reward a token, for reinforce++ and gae", least=0, most=1, reader=_GAMMA)
+    gae_lambda: float = flag(1.0, "lambda of gae", least=0, most=1, reader=_GAE)
+    value_clip: float = flag(
+        0.2, "how far a value may move from the rollout's in the critic's loss", above=0, reader=_GAE
+    )
+    critic_load: str | None = flag(
+        None,
+        "checkpoint of the policy's architecture that the critic starts from: a critic's (SAVE/iter_*/critic), or "
+        "a language model's, with a fresh value head (default: the policy's weights and a fresh head)",
+        reader=_CRITIC,
+    )
+    critic_lr: float | None = flag(
+        None,
+        "peak learning rate of the critic, whose schedule is the policy's scaled to it (default: --lr)",
+        above=0,
+        reader=_CRITIC,
+    )
+    critic_warmup: int = flag(
+        0, "first iterations, in which only the critic is trained", unit="iterations", least=0, reader=_CRITIC
+    )
+    correction: str = flag(
+        "off",
+        "weights for the gap between the policy that sampled a token and the one that the update starts from; their "
+        "metrics are logged in any case",
+        choices=("off", "truncate", "mask", "decoupled"),
+    )
+    correction_level: str = flag(
+        "token", "unit that a correction weighs", choices=("token", "sequence"), reader=_CORRECTION
+    )
+    correction_low: float | None = flag(
+        None, "least weight of the correction (default: the correction's)", reader=_CORRECTION
+    )
+    correction_high: float | None = flag(
+        None, "largest weight of the correction (default: the correction's)", reader=_CORRECTION
+    )
+    overlong_buffer: int | None = flag(
+        None,
+        "length below --rl-max-response-length over which the penalty on long responses rises, 0: none (default: the "
+        "preset's)",
+        unit="tokens",
+        least=0,
+    )
+    overlong_penalty: float = flag(
+        1.0,
+        "penalty of a response as long as the limit, subtracted from its reward",
+        least=0,
+        reader=_OVERLONG,
+    )
+    dynamic_sampling: bool | None = flag(
+        None, "replace groups whose rewards are all equal by further ones (default: the preset's)"
+    )
+    dynamic_sampling_rounds: int = flag(
+        10,
+        "most rounds of --rl-rollout-prompts prompts that dynamic sampling samples for one rollout; surplus groups "
+        "wait for the next one, and after the last round groups that no loss counts fill the batch up",
+        unit="rounds",
+        least=1,
+        reader=_DYNAMIC,
+    )
+    filtration: str | None = flag(
+        None,
+        "resample the responses of a prompt by their rewards (default: the preset's)",
+        choices=("none", "best-worst", "best-random", "pow"),
+    )
+    filtration_power: float = flag(2.0, "exponent p of filtration pow, weight |R|^p", least=0, reader=_POW)
+    filtration_whole_batch: bool = flag(
+        False,
+        "resample over all responses of an optimizer step instead of a prompt's, as verl does",
+        reader=_FILTRATION,
+    )
+    dpo_loss: str = flag("sigmoid", "loss of a pair", choices=("sigmoid", "hinge", "ipo"), reader=_PAIRS, pairs=True)
+    dpo_beta: float = flag(0.1, "beta of dpo: how strongly the reference holds", above=0, reader=_PAIRS, pairs=True)
+    dpo_label_smoothing: float = flag(
+        0.0,
+        "chance that a pair is labelled the wrong way round, sigmoid only",
+        least=0,
+        below=0.5,
+        reader=_PAIRS,
+        pairs=True,
+    )
+    dpo_length_norm: bool = flag(
+        False, "compare mean log-probs of the two responses of a pair instead of sums", reader=_PAIRS, pairs=True
+    )
+    dpo_reference_cache: str | None = flag(
+        None,
+        "directory for the reference's log-probs of all pairs, taken once (default: SAVE/rl/reference)",
+        reader=_PAIRS,
+        pairs=True,
+    )
+    ppo_epochs: int = flag(1, "passes over one rollout batch", unit="epochs", least=1)

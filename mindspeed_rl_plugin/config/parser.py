@@ -1,0 +1,93 @@
+"""The flags in an argparse parser, generated from the fields of the config groups."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import typing
+from collections.abc import Callable
+from types import UnionType
+from typing import Any
+
+from mindspeed_rl_plugin.config.flag import flag_name, limits_text
+from mindspeed_rl_plugin.config.rl_config import group_types
+
+
+def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add every flag to Megatron's parser, one titled argument group a config group. Idempotent.
+
+    Raises ValueError when the parser already owns a flag of that name with another meaning.
+    """
+    taken = {s: a for a in parser._actions for s in a.option_strings}
+    if getattr(taken.get("--rl-algorithm"), "mindspeed_rl", False):
+        return parser
+    for group_name, group in group_types().items():
+        section = parser.add_argument_group(f"reinforcement learning: {group_name}", (group.__doc__ or "").strip())
+        for f in dataclasses.fields(group):
+            name = flag_name(f.name)
+            if name in taken:
+                raise ValueError(
+                    f"{name} already exists in this Megatron with another meaning; rename the plugin's field"
+                )
+            section.add_argument(name, **_argparse_kwargs(group, f)).mindspeed_rl = True
+    return parser
+
+
+def flag_names() -> list[str]:
+    """Every flag, `--no-` twins of default-on switches included."""
+    names = []
+    for group in group_types().values():
+        for f in dataclasses.fields(group):
+            names.append(flag_name(f.name))
+            if f.default is True or _is_switch(group, f):
+                names.append("--no-" + flag_name(f.name)[2:])
+    return names
+
+
+def help_text(f: dataclasses.Field) -> str:
+    """What `--help` says of a flag: its meaning, unit, limits and default."""
+    text, limits = f.metadata["help"], limits_text(f)
+    if f.metadata["unit"]:
+        text += f" [{f.metadata['unit']}]"
+    if limits:
+        text += f"; {limits}"
+    if f.default not in (None, ()) and not isinstance(f.default, bool):
+        text += f" (default: {' '.join(map(str, f.default)) if isinstance(f.default, tuple) else f.default})"
+    return text
+
+
+def _is_switch(group: type, f: dataclasses.Field) -> bool:
+    """Whether a field is a switch that the preset sets unless the user does."""
+    return typing.get_type_hints(group)[f.name] == bool | None
+
+
+def _argparse_kwargs(group: type, f: dataclasses.Field) -> dict[str, Any]:
+    default = list(f.default) if isinstance(f.default, tuple) else f.default
+    kwargs: dict[str, Any] = {"help": help_text(f).replace("%", "%%"), "default": default}
+    if isinstance(f.default, bool) or _is_switch(group, f):
+        kwargs["action"] = "store_true" if f.default is False else argparse.BooleanOptionalAction
+        return kwargs
+    hint = typing.get_type_hints(group)[f.name]
+    if typing.get_origin(hint) is UnionType:
+        hint = next(h for h in typing.get_args(hint) if h is not type(None))
+    several = typing.get_origin(hint) is tuple
+    if several:
+        hint = typing.get_args(hint)[0]
+        kwargs["nargs"] = "*"
+    kwargs["type"] = _refusing(hint, f.metadata["gone"])
+    if f.metadata["choices"] and not several:
+        kwargs["choices"] = f.metadata["choices"]
+    return kwargs
+
+
+def _refusing(kind: Callable[[str], Any], gone: dict[str, str]) -> Callable[[str], Any]:
+    """`kind`, but that it refuses former choices and says what to do instead."""
+    if not gone:
+        return kind
+
+    def convert(text: str) -> Any:
+        if text in gone:
+            raise argparse.ArgumentTypeError(f"{text} is gone: {gone[text]}")
+        return kind(text)
+
+    return convert

@@ -1,0 +1,218 @@
+"""Flags of everything but the algorithm: data, generation, rewards, forward passes, weights, dock, monitoring."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mindspeed_rl_plugin.config.flag import Reader, flag, split_words
+
+# vLLM raises lower temperatures to this one, and then reports log-probs of a temperature nobody asked for.
+LOWEST_TEMPERATURE = 0.01
+_PAIRS = Reader("--rl-algorithm dpo", lambda a: a.from_pairs)
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Prompts: where they come from and how they become tokens."""
+
+    prompt_data: tuple[str, ...] = flag(
+        (), "prompts: JSONL, JSON or Parquet files or saved dataset directories, one or several", pairs=True
+    )
+    prompt_key: str = flag("prompt", "field that holds the prompt: a string, or a list of chat messages", pairs=True)
+    chosen_key: str = flag(
+        "chosen", "field that holds the better answer of a preference pair", reader=_PAIRS, pairs=True
+    )
+    rejected_key: str = flag(
+        "rejected", "field that holds the worse answer of a preference pair", reader=_PAIRS, pairs=True
+    )
+    answer_key: str = flag("answer", "field that holds the ground truth for the reward; dots reach into nested ones")
+    apply_chat_template: bool = flag(False, "render every prompt with the tokenizer's chat template", pairs=True)
+    max_prompt_length: int = flag(
+        1024, "longest prompt kept; longer ones are dropped and counted", unit="tokens", least=1, pairs=True
+    )
+    tokenizer: str | None = flag(
+        None, "Hugging Face tokenizer directory (default: --rl-hf-model, then --tokenizer-model)", pairs=True
+    )
+    data_seed: int | None = flag(None, "seed of the prompts' order (default: --seed)", pairs=True)
+
+
+@dataclass(frozen=True)
+class RolloutConfig:
+    """Generation: how many responses, how they are sampled, and by which engine."""
+
+    rollout_prompts: int | None = flag(
+        None,
+        "prompts of one rollout (default: --global-batch-size / --rl-samples-per-prompt)",
+        unit="prompts",
+        least=1,
+    )
+    samples_per_prompt: int = flag(8, "responses sampled for each prompt, the group size N", unit="responses", least=1)
+    max_response_length: int = flag(1024, "longest response; longer ones are cut", unit="tokens", least=1, pairs=True)
+    temperature: float = flag(
+        1.0, "sampling temperature; log-probs everywhere are taken at it", least=LOWEST_TEMPERATURE, pairs=True
+    )
+    top_p: float = flag(1.0, "nucleus sampling bound; below 1 the ratio of the update is biased", above=0, most=1)
+    top_k: int = flag(0, "sample among the k likeliest tokens; 0 means all", least=0)
+    stop: tuple[str, ...] = flag((), "strings that end a response")
+    stop_token_ids: tuple[int, ...] = flag((), "token ids that end a response, besides the tokenizer's eos")
+    ignore_eos: bool = flag(False, "sample --rl-max-response-length tokens whatever comes (benchmarks)")
+    rollout_seed: int | None = flag(None, "seed of the responses (default: --seed)")
+    generate_tp: int = flag(1, "tensor parallel size of the rollout engine", unit="ranks", least=1)
+    generate_ep: int = flag(
+        1,
+        "over how many ranks the rollout engine spreads whole experts; 1: it cuts each over its ranks",
+        unit="ranks",
+        least=1,
+    )
+    hf_model: str | None = flag(
+        None,
+        "Hugging Face directory whose config is checked against Megatron's arguments; weights are not read",
+        pairs=True,
+    )
+    engine_dtype: str = flag(
+        "auto",
+        "dtype of the engine's weights; auto takes Megatron's",
+        choices=("auto", "float32", "bfloat16", "float16"),
+    )
+    kv_cache_gb: float = flag(1.0, "KV cache of one engine rank on a host without accelerator", unit="GiB", above=0)
+    device_memory_utilization: float | None = flag(
+        None,
+        "share of the device's memory that the engine may use while the trainer is offloaded (default: what is then "
+        "free, less a tenth of the device; 0.6 with --rl-reward-model-device accelerator)",
+        above=0,
+        most=1,
+    )
+    max_running: int = flag(256, "most sequences that an engine decodes at once", unit="sequences", least=1)
+
+
+@dataclass(frozen=True)
+class RewardConfig:
+    """Rewards: which graders, with which weights and limits."""
+
+    reward: tuple[str, ...] = flag(
+        (),
+        "graders: math, exact, regex, path/to/file.py:function or model:DIR (a reward model), each with an optional "
+        "=WEIGHT; a response is solved when every grader of positive weight gives at least 1",
+    )
+    reward_model_device: str = flag(
+        "host",
+        "where reward models run, in every grader process: the host, or the accelerator of the rank beside the engine",
+        choices=("host", "accelerator"),
+    )
+    reward_regex: str | None = flag(
+        None, "pattern of the regex grader; its group 1 (or the match) is compared to the answer"
+    )
+    reward_timeout: tuple[float, ...] = flag(
+        (10.0,),
+        "limit of one grading call, one for all graders or one for each --rl-reward; the worker is killed beyond it",
+        unit="seconds",
+    )
+    reward_workers: int = flag(2, "grader processes on each rank that grades", unit="processes", least=1)
+    reward_on_error: str = flag(
+        "stop",
+        "what a failing grader does: stop the run, count as zero, or drop its group",
+        choices=("stop", "zero", "drop"),
+    )
+
+
+@dataclass(frozen=True)
+class ForwardConfig:
+    """Forward passes of the trainer: old and reference log-probs, and the update."""
+
+    max_tokens_per_microbatch: int | None = flag(
+        None,
+        "micro-batches of rows with at most so many tokens, padding included, over a group of context parallel ranks, "
+        "in the place of --micro-batch-size rows; data parallel ranks are balanced by tokens (default: off)",
+        unit="tokens",
+    )
+    pack_sequences: bool = flag(
+        False, "put the rows of a micro-batch one after the other without padding (with --rl-max-tokens-per-microbatch)"
+    )
+    logprob_chunk_tokens: int | None = flag(
+        None,
+        "take log-probs from the hidden states, with the logits of so many tokens at once and computed again in "
+        "backward; 0: from all logits of a micro-batch (default: so many that their fp32 logits fill 128 MiB on a "
+        "rank, 4 MiB without accelerator, or 1024 columns of every token; 0 where those of a whole micro-batch fill at "
+        "most twice that)",
+        unit="tokens",
+        least=0,
+        pairs=True,
+    )
+    old_logprobs: str = flag(
+        "auto",
+        "log-probs of the policy before the update, the ratio's denominator: pass, by a forward pass of their own; "
+        "auto, the update's own where a rollout makes one optimizer step and neither reward nor dump reads them",
+        choices=("auto", "pass"),
+    )
+
+
+@dataclass(frozen=True)
+class ReshardConfig:
+    """Weights between trainer and engine, and what leaves the device meanwhile."""
+
+    reshard: str = flag(
+        "stream",
+        "how weights come to the engine: stream (what a rank lacks, bucket by bucket), allgather (all shards into a "
+        "temporary buffer), naive (all shards; the training weights stay on the device during generation)",
+        choices=("naive", "allgather", "stream"),
+    )
+    swap: tuple[str, ...] = flag(
+        ("params", "grads", "optimizer"),
+        "what leaves the device during generation: params, grads, optimizer (with commas or spaces), or none",
+        choices=("params", "grads", "optimizer", "none"),
+    )
+    reshard_bucket_mb: int = flag(256, "bucket of the streaming reshard, and round of the others", unit="MiB", least=1)
+    verify_weights: bool = flag(False, "compare digests of every tensor in trainer and engine after each reshard")
+
+    @property
+    def swap_names(self) -> tuple[str, ...]:
+        """The words of `swap`, whether given with commas or spaces."""
+        return split_words(self.swap)
+
+    @property
+    def offloaded(self) -> tuple[str, ...]:
+        """What leaves the device during generation: `naive` keeps the training weights there."""
+        return tuple(n for n in self.swap_names if n not in ("none", "params" if self.reshard == "naive" else "none"))
+
+
+@dataclass(frozen=True)
+class DockConfig:
+    """The transfer dock, where the stages leave rows for each other."""
+
+    dock: str = flag(
+        "auto",
+        "where rows lie: local (the first rank's process), shm (shared memory of each machine), ray (the same, kept by "
+        "a process that Ray places on each machine and restarts; joins RAY_ADDRESS or starts Ray for the job), auto: "
+        "local for one rank, shm for several, ray on several machines where RAY_ADDRESS is set",
+        choices=("auto", "local", "shm", "ray"),
+    )
+    dock_gb: float = flag(0.0, "most that the rows of one machine may take; 0 means no limit", unit="GiB", least=0)
+    dock_rows: int = flag(0, "most rows that one machine may hold; 0 means no limit", unit="rows", least=0)
+
+
+@dataclass(frozen=True)
+class MonitorConfig:
+    """What is measured, where it is written, and how often the model is evaluated."""
+
+    run_dir: str | None = flag(None, "metrics, stage events and dumps go here (default: SAVE/rl)", pairs=True)
+    dump_dir: str | None = flag(None, "write every rollout here as Parquet (default: off)")
+    eval_data: tuple[str, ...] = flag((), "held-out prompts, in the forms of --rl-prompt-data", pairs=True)
+    eval_every: int = flag(
+        10,
+        "iterations between evaluations; one is also run before the first update",
+        unit="iterations",
+        least=1,
+        pairs=True,
+    )
+    eval_prompts: int = flag(0, "evaluate on the first n held-out prompts; 0 means all", unit="prompts", least=0)
+    eval_pass_k: int = flag(0, "also sample k responses a prompt and report pass@k; 0 means greedy only", least=0)
+    wait_timeout: float = flag(
+        1800.0,
+        "deadline of every wait of ours for another rank, its stage included, and for the engine's next response; nine "
+        "tenths of it for all grading of one rank, and for loading its graders. Collectives inside Megatron's forward "
+        "and backward have --distributed-timeout-minutes",
+        unit="seconds",
+        above=0,
+        pairs=True,
+    )
+    progress: bool = flag(True, "progress bar during generation when stdout is a terminal", pairs=True)
