@@ -8,7 +8,14 @@ here changes a value that the user gave. A preset (`--rl-algorithm`) fills only 
 from mindspeed_rl_plugin.config.algorithm_flags import AlgorithmConfig
 from mindspeed_rl_plugin.config.flag import as_given, flag_name
 from mindspeed_rl_plugin.config.parser import add_flags, flag_names
-from mindspeed_rl_plugin.config.rl_config import RLConfig, config_problems, limit_problems, rl_enabled, unread_flags
+from mindspeed_rl_plugin.config.rl_config import (
+    RLConfig,
+    config_problems,
+    given_flags,
+    limit_problems,
+    rl_enabled,
+    unread_flags,
+)
 from mindspeed_rl_plugin.config.run_flags import LOWEST_TEMPERATURE
 
 __all__ = [
@@ -20,6 +27,7 @@ __all__ = [
     "config_problems",
     "flag_name",
     "flag_names",
+    "given_flags",
     "limit_problems",
     "rl_enabled",
     "unread_flags",

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mindspeed_rl_plugin.config.algorithm_flags import AlgorithmConfig
-from mindspeed_rl_plugin.config.flag import PREFIX, as_given, value_problems
+from mindspeed_rl_plugin.config.flag import PREFIX, as_given, flag_name, value_problems
 from mindspeed_rl_plugin.config.run_flags import (
     DataConfig,
     DockConfig,
@@ -64,6 +64,11 @@ def given(config: RLConfig) -> Iterator[tuple[dataclasses.Field, Any]]:
         for f in dataclasses.fields(values):
             if getattr(values, f.name) != f.default:
                 yield f, getattr(values, f.name)
+
+
+def given_flags(config: RLConfig) -> dict[str, Any]:
+    """`--rl-*` flag -> value, of `given`."""
+    return {flag_name(f.name): value for f, value in given(config)}
 
 
 def limit_problems(group: Any) -> list[str]:

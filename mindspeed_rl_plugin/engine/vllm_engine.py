@@ -29,10 +29,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mindspeed_rl_plugin.config import LOWEST_TEMPERATURE
 from mindspeed_rl_plugin.device import Device, get_device
 from mindspeed_rl_plugin.engine import vllm_api
 from mindspeed_rl_plugin.engine.hf_config import family_table, normalized, write_config
-from mindspeed_rl_plugin.config import LOWEST_TEMPERATURE
 from mindspeed_rl_plugin.engine.limits import EngineSizes
 from mindspeed_rl_plugin.engine.protocol import PARTS
 from mindspeed_rl_plugin.engine.vllm_memory import EngineMemory, HostMemory, PoolMemory, free_share

@@ -1,12 +1,12 @@
 """What cannot work under RL is refused here, after Megatron's own validation and before anything is built.
 
-`CHECKS` is a list of small functions: each takes Megatron's arguments and the RL config, reads them,
-and yields one message per problem: the value, the limit, the fix. All problems are reported at once.
+What single flags may be stands beside them (`config`), and what upstream's flags mean for RL in `config.upstream`; both
+are walked here. `CHECKS` are conditions over several arguments, or over files: small functions that read Megatron's
+arguments and the RL config and yield one message a problem: the value, the limit, the fix. All are reported at once.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -14,21 +14,21 @@ from typing import Any
 import torch
 
 from mindspeed_rl_plugin.algorithms import Algorithm, resolve
-from mindspeed_rl_plugin.algorithms.presets import learns_from_pairs
-from mindspeed_rl_plugin.config import RLConfig, flag_name
+from mindspeed_rl_plugin.algorithms.presets import learns_from_pairs, unread
+from mindspeed_rl_plugin.config import RLConfig, config_problems
+from mindspeed_rl_plugin.config.upstream import RUN, WHOLE, refusals
 from mindspeed_rl_plugin.device import get_device
 from mindspeed_rl_plugin.engine.hf_moe import routing_problems
 from mindspeed_rl_plugin.engine.limits import EngineSizes
 from mindspeed_rl_plugin.forward.settings import length_multiple, takes_boundaries
 from mindspeed_rl_plugin.launch import checkpoint_files as files
-from mindspeed_rl_plugin.launch import context, critic_files, predicting, unread, words
-from mindspeed_rl_plugin.launch.refused import REFUSED
-from mindspeed_rl_plugin.launch.upstream_rl import UPSTREAM_RL
+from mindspeed_rl_plugin.launch import critic_files, upstream_checks
 from mindspeed_rl_plugin.loop import arithmetic
 from mindspeed_rl_plugin.monitor.run_files import check_dumps
+from mindspeed_rl_plugin.prompts import chosen_tokenizer, tokenizer_path
+from mindspeed_rl_plugin.prompts.tokenizer import same_vocabulary
 from mindspeed_rl_plugin.reshard.parallel import Parallel
 from mindspeed_rl_plugin.reshard.shape import ModelShape
-from mindspeed_rl_plugin.reshard.unsupported_args import refused_in_training
 from mindspeed_rl_plugin.reward.reward_model import same_tokenizer
 from mindspeed_rl_plugin.reward.specs import model_specs, parse_specs, time_limits
 
@@ -38,13 +38,14 @@ Check = Callable[[Any, RLConfig], Iterator[str]]
 def check_args(args: Any) -> None:
     """Check validated arguments under RL. Raises ValueError that lists every problem found."""
     config = RLConfig.from_args(args)
-    checks = CHECKS
-    if learns_from_pairs(config.algorithm.algorithm):  # which has no grader and no engine
-        checks = [check for check in checks if check not in (_rewards, _model, words.swap, _dumps)]
-        checks.append(_whole_weights)
-    problems = [message for check in checks for message in check(args, config)]
+    pairs = learns_from_pairs(config.algorithm.algorithm)
+    problems = refusals(args, RUN, WHOLE) if pairs else refusals(args, RUN)
+    problems += config_problems(config)
+    for check in CHECKS if pairs else (*CHECKS, *GENERATION_CHECKS):
+        problems += check(args, config)
+    problems += unread(config)
     if problems:
-        raise _refusal(problems)
+        raise _refusal(dict.fromkeys(problems))
 
 
 def check_batch(args: Any) -> None:
@@ -59,29 +60,24 @@ def _refusal(problems: Iterable[str]) -> ValueError:
     return ValueError("RL cannot run with these arguments:\n" + "\n".join(f"  - {p}" for p in problems))
 
 
-def given_flags(args: Any) -> dict[str, Any]:
-    """RL flags that were given a value other than their default, and the value."""
-    config, default = RLConfig.from_args(args), RLConfig()
-    return {
-        flag_name(field.name): getattr(getattr(config, group.name), field.name)
-        for group in dataclasses.fields(RLConfig)
-        for field in dataclasses.fields(getattr(default, group.name))
-        if getattr(getattr(config, group.name), field.name) != getattr(getattr(default, group.name), field.name)
-    }
-
-
 def warnings(args: Any) -> list[str]:
     """What works but should be known, one line each."""
     config = RLConfig.from_args(args)
     rollout, policy = config.rollout, tokenizer_path(args)
     lines = []
+    megatrons = getattr(args, "tokenizer_model", None)
+    if config.data.tokenizer and megatrons and not same_vocabulary(config.data.tokenizer, megatrons):
+        lines.append(
+            f"--rl-tokenizer {config.data.tokenizer} and --tokenizer-model {megatrons} have other vocabularies; "
+            "prompts are tokenized with the first: give the one that the model was trained with"
+        )
     for spec in model_specs(config.reward.reward):
         if not same_tokenizer(spec.file, policy):
             lines.append(
                 f"reward {spec.name!r} has a tokenizer of its own: it is given prompts and responses as text, and "
-                "tokenises them again"
+                "tokenizes them again"
             )
-    cut = "responses are drawn from a cut distribution, so the ratio of the update is biased"
+    cut = "responses are sampled from a cut distribution, so the ratio of the update is biased"
     if rollout.top_p < 1:
         lines.append(f"--rl-top-p {rollout.top_p}: {cut}")
     if rollout.top_k > 0:
@@ -90,25 +86,6 @@ def warnings(args: Any) -> list[str]:
     if low is not None and low >= 1:
         lines.append(f"--rl-clip-low {low}: a ratio is never below 0, so the bound 1 - clip_low never acts")
     return lines
-
-
-def check_vocabulary(args: Any, tokenizer_size: int) -> None:
-    """Check the model's vocabulary against the number of tokens of the prompts' tokenizer.
-
-    Called once both are known: Megatron sets `padded_vocab_size` when it is initialised. Raises ValueError.
-    """
-    padded = getattr(args, "padded_vocab_size", None)
-    if padded is not None and tokenizer_size > padded:
-        raise ValueError(
-            f"the tokenizer has {tokenizer_size} tokens, the model's padded vocabulary only {padded}: it is not the "
-            "tokenizer that this model was trained with; fix --rl-tokenizer"
-        )
-    given = getattr(args, "vocab_size", None)
-    if given is not None and tokenizer_size > given:
-        raise ValueError(
-            f"the tokenizer has {tokenizer_size} tokens, --vocab-size says {given}: ids above it would be generated "
-            "but are padding to the model; fix --rl-tokenizer or --vocab-size"
-        )
 
 
 def check_model(model: Any) -> None:
@@ -123,21 +100,6 @@ def check_model(model: Any) -> None:
                 f"the script built a {type(chunk).__name__}; RL generates from GPT decoders only: use the script that "
                 "pretrains a GPTModel"
             )
-
-
-def tokenizer_path(args: Any) -> str | None:
-    """Directory of the prompts' tokenizer: --rl-tokenizer, else --rl-hf-model, else --tokenizer-model.
-
-    MindSpeed-LLM names the directory of a Hugging Face tokenizer with --tokenizer-name-or-path.
-    """
-    config = RLConfig.from_args(args)
-    names = (config.data.tokenizer, config.rollout.hf_model)
-    others = (getattr(args, n, None) for n in ("tokenizer_model", "tokenizer_name_or_path"))
-    return next((path for path in (*names, *others) if path), None)
-
-
-def _refused_arguments(args: Any, config: RLConfig) -> Iterator[str]:
-    yield from filter(None, (row.message(args) for row in (*REFUSED, *UPSTREAM_RL)))
 
 
 def _run_length(args: Any, config: RLConfig) -> Iterator[str]:
@@ -222,11 +184,11 @@ def _prompt_data(args: Any, config: RLConfig) -> Iterator[str]:
 
 
 def _tokenizer(args: Any, config: RLConfig) -> Iterator[str]:
-    path = tokenizer_path(args)
-    if path is None:
+    chosen = chosen_tokenizer(args)
+    if chosen is None:
         yield "no tokenizer: give a Hugging Face tokenizer directory with --rl-tokenizer"
-    elif not os.path.isdir(path):
-        yield f"the tokenizer {path} is not a directory: give a Hugging Face tokenizer directory with --rl-tokenizer"
+    elif not os.path.isdir(chosen[1]):
+        yield f"{' '.join(chosen)} is not a directory: give a Hugging Face tokenizer directory with --rl-tokenizer"
     hf_model = config.rollout.hf_model
     if hf_model and not os.path.isfile(os.path.join(hf_model, "config.json")):
         yield f"--rl-hf-model {hf_model}: no config.json there"
@@ -246,6 +208,8 @@ def _rewards(args: Any, config: RLConfig) -> Iterator[str]:
 
 def _model(args: Any, config: RLConfig) -> Iterator[str]:
     """The model in the trainer's layout and in the engine, both of which are built much later."""
+    if min(config.rollout.generate_tp, config.rollout.generate_ep) < 1:
+        return  # reported by the limits of these flags
     try:
         shape = ModelShape.from_megatron_args(args, vocab=1)  # the tokenizer's size is checked when it has been read
         Parallel.from_megatron_args(args).chunk_sizes(shape.layers)
@@ -286,18 +250,6 @@ def _lengths(args: Any, config: RLConfig) -> Iterator[str]:
         )
 
 
-def _whole_weights(args: Any, config: RLConfig) -> Iterator[str]:
-    """What `_model` says of training alone."""
-    yield from refused_in_training(args)
-
-
-def _lost_tokens(args: Any, config: RLConfig) -> Iterator[str]:
-    """MindSpeed's schedules for these flags end without the number of tokens by which Megatron divides gradients."""
-    for name in ("recompute_in_bubble", "recompute_in_advance"):
-        if getattr(args, name, False) and getattr(args, "calculate_per_token_loss", False):
-            yield f"--{name.replace('_', '-')} with --calculate-per-token-loss scales gradients wrongly; remove one"
-
-
 def _token_budget(args: Any, config: RLConfig) -> Iterator[str]:
     budget, packed = config.forward.max_tokens_per_microbatch, config.forward.pack_sequences
     if packed and budget is None:
@@ -331,22 +283,16 @@ def _dumps(args: Any, config: RLConfig) -> Iterator[str]:
 
 
 CHECKS: tuple[Check, ...] = (
-    _refused_arguments,
     _run_length,
     _algorithm,
     _critic,
-    words.ranges,
     _batch_arithmetic,
     _prompt_data,
     _tokenizer,
-    _rewards,
-    _model,
     _lengths,
     _token_budget,
-    _lost_tokens,
-    context.problems,
-    words.swap,
-    _dumps,
-    predicting.problems,
-    unread.refused,
+    upstream_checks.context_parallel,
+    upstream_checks.gradients,
 )
+# Of algorithms that sample and grade responses.
+GENERATION_CHECKS: tuple[Check, ...] = (_rewards, _model, upstream_checks.swapped_memory, _dumps)

@@ -23,7 +23,7 @@ from mindspeed_rl_plugin.algorithms.describe import describe as describe_algorit
 from mindspeed_rl_plugin.config import RLConfig
 from mindspeed_rl_plugin.environment import said_once_a_machine
 from mindspeed_rl_plugin.launch import checkpoint_files as files
-from mindspeed_rl_plugin.launch import checks, critic_files, fitting, model_source, predicting, schedule
+from mindspeed_rl_plugin.launch import checks, critic_files, fitting, model_source, mtp, schedule
 from mindspeed_rl_plugin.launch.overrides import overridden
 from mindspeed_rl_plugin.launch.reference_digest import CheckpointDigest
 from mindspeed_rl_plugin.launch.start_decision import decide, describe, load_arguments, weights_arguments
@@ -60,7 +60,7 @@ def launch(original: Callable, positional: tuple, named: Mapping[str, Any], args
     with _refusing():
         loop.before_model(args)
     if getattr(args, "mtp_num_layers", None):
-        call = model_source.on_each_chunk(original, positional, named, predicting.at_rest)
+        call = model_source.on_each_chunk(original, positional, named, mtp.freeze_mtp)
         positional, named = call.args, call.kwargs
     algorithm = resolve(RLConfig.from_args(args).algorithm)
     with _refusing():

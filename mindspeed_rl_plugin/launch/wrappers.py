@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from mindspeed_rl_plugin.config import add_flags, rl_enabled
+from mindspeed_rl_plugin.config import RLConfig, add_flags, given_flags, rl_enabled
 from mindspeed_rl_plugin.environment import launch_env, said_once_a_machine
 
 SAID = 8  # lines of an error beside its first
@@ -45,12 +45,12 @@ def validate_args_wrapper(original: Callable) -> Callable:
             with said_once_a_machine():
                 check_batch(args)
         result = original(args, *rest, **named)
-        from mindspeed_rl_plugin.launch.checks import check_args, given_flags
+        from mindspeed_rl_plugin.launch.checks import check_args
 
         if rl_enabled(args):
             with said_once_a_machine():
                 check_args(args)
-        elif (flags := given_flags(args)) and launch_env()["rank"] == 0:
+        elif (flags := given_flags(RLConfig.from_args(args))) and launch_env()["rank"] == 0:
             print(
                 "[rl] WARNING: this run is ordinary pretraining, no reinforcement learning: --rl-algorithm is missing, "
                 f"and without it these have no effect: {' '.join(flags)}. Give --rl-algorithm NAME (`python -m "

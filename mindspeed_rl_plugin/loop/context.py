@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from mindspeed_rl_plugin.algorithms import Algorithm, resolve
 from mindspeed_rl_plugin.algorithms.describe import describe as describe_algorithm
-from mindspeed_rl_plugin.config import RLConfig
+from mindspeed_rl_plugin.config import RLConfig, given_flags
 from mindspeed_rl_plugin.critic.critic import Critic
 from mindspeed_rl_plugin.device import get_device
 from mindspeed_rl_plugin.dock import Dock
@@ -23,7 +23,6 @@ from mindspeed_rl_plugin.engine import hf_config
 from mindspeed_rl_plugin.engine.vllm_engine import VllmEngine, prepare_environment
 from mindspeed_rl_plugin.environment import launch_env
 from mindspeed_rl_plugin.forward import ForwardSettings, Step, plan_tokens
-from mindspeed_rl_plugin.launch import checks
 from mindspeed_rl_plugin.loop import engine_options as engine
 from mindspeed_rl_plugin.loop import megatron_globals as megatron
 from mindspeed_rl_plugin.loop.arithmetic import Arithmetic, derive_from_args
@@ -32,7 +31,7 @@ from mindspeed_rl_plugin.loop.placement import Placement
 from mindspeed_rl_plugin.loop.start import Start
 from mindspeed_rl_plugin.loop.topology import Topology
 from mindspeed_rl_plugin.monitor.monitor import Monitor
-from mindspeed_rl_plugin.prompts import PromptStream, load_tokenizer
+from mindspeed_rl_plugin.prompts import PromptStream, check_vocabulary, load_tokenizer, tokenizer_path
 from mindspeed_rl_plugin.reshard.host_memory import HostMemoryBudget
 from mindspeed_rl_plugin.reshard.layout import EngineParallel, ModelShape, Parallel
 from mindspeed_rl_plugin.reshard.offload import HostWeights, TrainState, unwrap
@@ -67,8 +66,8 @@ class Inputs:
         """Raises ValueError for whatever is missing or does not fit, on every rank alike."""
         data, monitor, reward = config.data, config.monitor, config.reward
         prepare_environment(get_device().kind)
-        tokenizer = load_tokenizer(checks.tokenizer_path(args))
-        checks.check_vocabulary(args, len(tokenizer))
+        tokenizer = load_tokenizer(tokenizer_path(args))
+        check_vocabulary(args, len(tokenizer))
         hf_model = config.rollout.hf_model
         reference = hf_config.load_reference(hf_model) if hf_model else None
         vocab = hf_config.model_vocab_size(len(tokenizer), args.padded_vocab_size, reference)
@@ -386,7 +385,7 @@ def make_monitor(args: argparse.Namespace, config: RLConfig, topology: Topology,
         info={
             "algorithm": config.algorithm.algorithm,
             "parts": describe_algorithm(resolve(config.algorithm)),
-            "flags": checks.given_flags(args),
+            "flags": given_flags(config),
             "start": start.kind,
             "reference": start.reference_path,
             "graders": list(config.reward.reward),

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from mindspeed_rl_plugin.engine.vllm_engine import VllmOptions, needs_tokenizer
-from mindspeed_rl_plugin.launch import checks
+from mindspeed_rl_plugin.prompts import tokenizer_path
 
 # Share of the device's memory for the engine where reward models are loaded beside it later.
 BESIDE_REWARD_MODELS = 0.6
@@ -28,7 +28,7 @@ def options(inputs: Any, dtype: torch.dtype) -> VllmOptions:
         kv_cache_bytes=int(rollout.kv_cache_gb * 2**30),
         memory_utilization=rollout.device_memory_utilization or (BESIDE_REWARD_MODELS if graded_beside else None),
         eos_token_ids=eos(inputs.tokenizer),
-        tokenizer=checks.tokenizer_path(inputs.args) if needs_tokenizer(rollout.stop) else None,
+        tokenizer=tokenizer_path(inputs.args) if needs_tokenizer(rollout.stop) else None,
     )
 
 

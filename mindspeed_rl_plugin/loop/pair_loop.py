@@ -20,14 +20,13 @@ from mindspeed_rl_plugin.config import RLConfig
 from mindspeed_rl_plugin.engine import hf_config
 from mindspeed_rl_plugin.environment import launch_env
 from mindspeed_rl_plugin.forward import ForwardSettings
-from mindspeed_rl_plugin.launch import checks
 from mindspeed_rl_plugin.loop import megatron_globals as megatron
 from mindspeed_rl_plugin.loop.context import host_memory_budget, make_monitor
 from mindspeed_rl_plugin.loop.start import Start
 from mindspeed_rl_plugin.loop.topology import Topology
 from mindspeed_rl_plugin.monitor import rollout_metrics as metrics
 from mindspeed_rl_plugin.monitor.monitor import Monitor
-from mindspeed_rl_plugin.prompts import Pair, PairStream, load_tokenizer
+from mindspeed_rl_plugin.prompts import Pair, PairStream, check_vocabulary, load_tokenizer, tokenizer_path
 from mindspeed_rl_plugin.reshard.offload import HostWeights
 from mindspeed_rl_plugin.stages import pair_reference as reference
 from mindspeed_rl_plugin.stages.pair_rows import batches_of_step, pair_rows
@@ -50,8 +49,8 @@ class Inputs:
     @classmethod
     def read(cls, args: argparse.Namespace, config: RLConfig) -> Inputs:
         """Raises ValueError for whatever is missing or does not fit, on every rank alike."""
-        tokenizer = load_tokenizer(checks.tokenizer_path(args))
-        checks.check_vocabulary(args, len(tokenizer))
+        tokenizer = load_tokenizer(tokenizer_path(args))
+        check_vocabulary(args, len(tokenizer))
         hf_model = config.rollout.hf_model
         given = hf_config.load_reference(hf_model) if hf_model else None
         forward = ForwardSettings.from_args(

@@ -2,6 +2,14 @@
 
 from mindspeed_rl_plugin.prompts.pair_stream import Pair, PairStream
 from mindspeed_rl_plugin.prompts.prompt_stream import PromptStream
-from mindspeed_rl_plugin.prompts.tokenizer import load_tokenizer
+from mindspeed_rl_plugin.prompts.tokenizer import check_vocabulary, chosen_tokenizer, load_tokenizer, tokenizer_path
 
-__all__ = ["Pair", "PairStream", "PromptStream", "load_tokenizer"]
+__all__ = [
+    "Pair",
+    "PairStream",
+    "PromptStream",
+    "check_vocabulary",
+    "chosen_tokenizer",
+    "load_tokenizer",
+    "tokenizer_path",
+]

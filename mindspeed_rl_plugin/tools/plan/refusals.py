@@ -5,27 +5,19 @@ from __future__ import annotations
 import argparse
 from typing import NoReturn
 
-from mindspeed_rl_plugin.config import RLConfig, add_flags
-from mindspeed_rl_plugin.launch.refused import REFUSED
-from mindspeed_rl_plugin.launch.upstream_rl import UPSTREAM_RL
-from mindspeed_rl_plugin.launch.words import ranges, swap
+from mindspeed_rl_plugin.config import RLConfig, add_flags, config_problems
+from mindspeed_rl_plugin.config.upstream import RUN, UPSTREAM
 from mindspeed_rl_plugin.tools.rehearse.flags import Flags
 
 
 def refusals(flags: Flags) -> tuple[str, ...]:
-    """One message for each argument that is given and that a run refuses (`startup.refused`), and for each value of an
+    """One message for each argument that is given and that a run refuses (`config.upstream`), and for each value of an
     RL flag that no run takes. Arguments that are missing are left to the run."""
-    given = argparse.Namespace()
     out = []
-    for row in (*REFUSED, *UPSTREAM_RL):
-        text = flags.get(row.flag or "--" + row.name.replace("_", "-"))
-        if text is None:
-            continue
-        setattr(given, row.name, typed(text))
-        try:
-            out.append(row.message(given))
-        except TypeError:  # a word where a number belongs: the script's own parser says so
-            continue
+    for row in UPSTREAM:
+        text = flags.get(row.spelt)
+        if row.about == RUN and text is not None:
+            out.append(row.message(argparse.Namespace(**{row.name: typed(text)})))
     return (*filter(None, out), *_of_rl_flags(flags))
 
 
@@ -48,8 +40,7 @@ def _of_rl_flags(flags: Flags) -> tuple[str, ...]:
         args, _ = parser.parse_known_args(words)
     except ValueError as error:
         return (str(error),)
-    config = RLConfig.from_args(args)
-    return (*ranges(args, config), *swap(args, config))
+    return tuple(config_problems(RLConfig.from_args(args)))
 
 
 class _Parser(argparse.ArgumentParser):

@@ -1,0 +1,76 @@
+"""Conditions over several of upstream's flags, and over these and ours; single flags stand in `config.upstream`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from mindspeed_rl_plugin.config import RLConfig
+from mindspeed_rl_plugin.forward.settings import length_multiple
+
+# MindSpeed's ways whose split follows from a position alone; the adaptive ones deal positions out by the mask.
+CONTEXT_ALGORITHMS = ("megatron_cp_algo", "ulysses_cp_algo", "hybrid_cp_algo")
+_ATTENTION = "megatron.core.transformer.dot_product_attention"
+
+
+def context_parallel(args: Any, config: RLConfig) -> Iterator[str]:
+    """What `--context-parallel-size` above 1 does not go with."""
+    size = args.context_parallel_size
+    if size == 1:
+        return
+    given, multiple = f"--context-parallel-size {size}", length_multiple(args)
+    if args.seq_length % multiple:
+        yield (
+            f"--seq-length {args.seq_length} is not a multiple of {multiple}, which {given} asks for (2 pieces a rank, "
+            "each split over --tensor-model-parallel-size under --sequence-parallel); change it"
+        )
+    if config.forward.pack_sequences:
+        yield f"--rl-pack-sequences: {given} splits no packed rows; remove one of them"
+    algorithm = getattr(args, "context_parallel_algo", None)
+    if algorithm not in (None, *CONTEXT_ALGORITHMS):
+        yield f"--context-parallel-algo {algorithm} is not known under RL; give one of {', '.join(CONTEXT_ALGORITHMS)}"
+    if getattr(args, "attention_mask_type", "causal") != "causal":
+        yield f"--attention-mask-type {args.attention_mask_type} with {given}: RL hands over no masks; give causal"
+    if getattr(args, "hybrid_context_parallel", False):
+        yield "--hybrid-context-parallel splits packed rows, each its own way; remove it"
+    mindspeed = hasattr(args, "pre_tockens")
+    if mindspeed and getattr(args, "multi_latent_attention", False):
+        yield f"{given} with --multi-latent-attention was not tried with MindSpeed; use 1"
+    if getattr(args, "transformer_impl", "local") == "local" and _megatrons_own_attention():
+        yield (
+            f"{given}: Megatron's own attention does not know it; give --transformer-impl transformer_engine, or run "
+            "with MindSpeed"
+        )
+
+
+def _megatrons_own_attention() -> bool:
+    """Whether the local attention still is Megatron's: MindSpeed puts its own there when it is imported."""
+    module = sys.modules.get(_ATTENTION)
+    return module is None or module.DotProductAttention.__init__.__module__ == _ATTENTION
+
+
+def gradients(args: Any, config: RLConfig) -> Iterator[str]:
+    """Schedules with which gradients would be wrong, or waited for for ever."""
+    # MindSpeed's end without the number of tokens by which Megatron divides gradients.
+    for name in ("recompute_in_bubble", "recompute_in_advance"):
+        if getattr(args, name, False) and getattr(args, "calculate_per_token_loss", False):
+            yield f"--{name.replace('_', '-')} with --calculate-per-token-loss scales gradients wrongly; remove one"
+    stages = getattr(args, "pipeline_model_parallel_size", 1)
+    if getattr(args, "mtp_num_layers", None) and stages > 1 and getattr(args, "overlap_grad_reduce", False):
+        yield (
+            f"--overlap-grad-reduce with --mtp-num-layers {args.mtp_num_layers} and {stages} pipeline stages: the last "
+            "stage's copy of the embedding serves the frozen MTP layers only, and Megatron would wait for its "
+            "gradient; remove --overlap-grad-reduce"
+        )
+
+
+def swapped_memory(args: Any, config: RLConfig) -> Iterator[str]:
+    """Memory that cannot leave the device as --rl-swap says."""
+    names = config.reshard.swap_names
+    if "none" in names and len(names) > 1:
+        yield f"--rl-swap {' '.join(names)}: 'none' stands alone"
+    if "optimizer" in names and getattr(args, "virtual_optimizer", None):
+        yield "--virtual-optimizer keeps the moments in host memory of its own; give --rl-swap params grads"
+    if "none" not in names and getattr(args, "use_nccl_ub", False):
+        yield "--use-nccl-ub registers Megatron's buffers for good; remove it, or give --rl-swap none"
