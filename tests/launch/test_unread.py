@@ -7,12 +7,12 @@ from types import UnionType
 import pytest
 
 from mindspeed_rl_plugin.algorithms import ALGORITHMS, resolve
-from mindspeed_rl_plugin.config import AlgorithmConfig, RLConfig, flag_name
-from mindspeed_rl_plugin.launch import unread
+from mindspeed_rl_plugin.algorithms.presets import unread
+from mindspeed_rl_plugin.config import AlgorithmConfig, RLConfig, as_given
 
 
 def messages(config):
-    return list(unread.refused(None, config))
+    return unread(config)
 
 
 def chosen(algorithm, **fields):
@@ -47,6 +47,14 @@ ROWS = [
     ({"advantage_eps": 1e-3}, {"algorithm": "ppo"}, "--rl-advantage group-norm", {"algorithm": "dapo"}),
     ({"dpo_beta": 0.3}, {"algorithm": "grpo"}, "--rl-algorithm dpo", {"algorithm": "dpo"}),
     ({"dpo_length_norm": True}, {"algorithm": "ppo"}, "--rl-algorithm dpo", {"algorithm": "dpo"}),
+    ({"dual_clip": 3.0}, {"algorithm": "grpo", "loss": "cispo"}, "dual clip", {"algorithm": "grpo"}),
+    ({"clip_low": 0.1}, {"algorithm": "grpo", "loss": "sapo"}, "clips", {"algorithm": "grpo"}),
+    ({"clip_high": 0.1}, {"algorithm": "rloo"}, "clips", {"algorithm": "dapo"}),
+    ({"sapo_tau_positive": 2.0}, {"algorithm": "grpo"}, "--rl-loss sapo", {"loss": "sapo"}),
+    ({"sapo_tau_negative": 2.0}, {"algorithm": "grpo"}, "--rl-loss sapo", {"loss": "sapo"}),
+    ({"critic_lr": 1e-3}, {"algorithm": "grpo"}, "--rl-advantage gae", {"algorithm": "ppo"}),
+    ({"critic_load": "x"}, {"algorithm": "grpo"}, "--rl-advantage gae", {"advantage": "gae"}),
+    ({"critic_warmup": 3}, {"algorithm": "rloo"}, "--rl-advantage gae", {"algorithm": "pf-ppo"}),
 ]
 
 
@@ -54,14 +62,14 @@ ROWS = [
 def test_a_flag_is_refused_where_nothing_reads_it_and_nowhere_else(flag, ignoring, reader, reading):
     ((field, value),) = flag.items()
     (message,) = messages(chosen(**ignoring, **flag))
-    told, _, rest = message.partition(f" has no meaning for --rl-algorithm {ignoring['algorithm']} here: only ")
-    assert told == flag_name(field) + f" {value}" * (value is not True) and reader in rest and "remove it" in rest
+    given, _, rest = message.partition(f" has no meaning for --rl-algorithm {ignoring['algorithm']} here: only ")
+    assert given == as_given(field, value) and reader in rest and "remove it" in rest
     assert messages(chosen(**{"algorithm": "grpo", **reading, **flag})) == []
 
 
-def test_every_row_of_the_table_is_tried():
+def test_every_flag_with_a_reader_of_its_own_is_tried():
     tried = {field for flag, *_ in ROWS for field in flag}
-    assert set(unread.READERS) - tried == {
+    assert {f.name for _, f, _ in every_field() if f.metadata["reader"]} - tried == {
         *("chosen_key", "rejected_key", "dpo_loss", "dpo_label_smoothing", "dpo_reference_cache")
     }
 
@@ -69,10 +77,10 @@ def test_every_row_of_the_table_is_tried():
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_what_a_preset_has_of_itself_is_accepted_when_it_is_given(name):
     assert messages(chosen(name)) == []
-    preset, default = resolve(AlgorithmConfig(algorithm=name)), AlgorithmConfig()
-    for field in unread.READERS:
-        if hasattr(default, field) and hasattr(preset, field):
-            assert messages(chosen(name, **{field: getattr(preset, field)})) == [], field
+    preset = resolve(AlgorithmConfig(algorithm=name))
+    for field in dataclasses.fields(AlgorithmConfig):
+        if hasattr(preset, field.name):
+            assert messages(chosen(name, **{field.name: getattr(preset, field.name)})) == [], field.name
 
 
 def other_than(hint, value):
@@ -105,17 +113,16 @@ def test_pairs_refuse_whole_groups_less_what_they_read(group, field, hint):
     value = other_than(hint, field.default)
     changed = dataclasses.replace(getattr(config, group), **{field.name: value})
     found = messages(dataclasses.replace(config, **{group: changed}))
-    if field.name in unread.READ_BY_PAIRS:
+    if field.metadata["pairs"]:
         assert found == []
     else:
         (message,) = found
-        assert "has no meaning for --rl-algorithm dpo here: only an algorithm that draws responses" in message
+        assert "has no meaning for --rl-algorithm dpo here: only an algorithm that samples responses" in message
 
 
 def test_the_groups_that_pairs_refuse_whole():
-    names = {group: {f.name for g, f, _ in every_field() if g == group} for group, *_ in every_field()}
-    assert set().union(*names.values()) >= unread.READ_BY_PAIRS | set(unread.READERS)
-    assert all(not names[group] & unread.READ_BY_PAIRS for group in ("reward", "reshard", "dock"))
+    read = {group for group, field, _ in every_field() if field.metadata["pairs"]}
+    assert not read & {"reward", "reshard", "dock"}
 
 
 @pytest.mark.parametrize(
@@ -128,6 +135,9 @@ def test_the_groups_that_pairs_refuse_whole():
         ({"ppo_epochs": 2}, "--rl-ppo-epochs 2"),
         ({"correction": "mask"}, "--rl-correction mask"),
         ({"advantage_eps": 1e-3}, "--rl-advantage-eps 0.001"),
+        ({"advantage": "rloo"}, "--rl-advantage rloo"),
+        ({"loss": "clip"}, "--rl-loss clip"),
+        ({"clip_low": 0.1}, "--rl-clip-low 0.1"),
     ],
 )
 def test_pairs_refuse_the_parts_of_other_algorithms(fields, flag):

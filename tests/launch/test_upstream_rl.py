@@ -1,4 +1,4 @@
-"""Megatron's own RL arguments: refused beside ours, and the table is the whole of the parsers' group."""
+"""Megatron's own RL arguments: the table has the whole of the parsers' group, and names flags of ours instead."""
 
 import argparse
 import os
@@ -6,31 +6,15 @@ import types
 from pathlib import Path
 
 from mindspeed_rl_plugin.config import flag_names
-from mindspeed_rl_plugin.launch.upstream_rl import ARGUMENTS, UPSTREAM_RL
+from mindspeed_rl_plugin.config.upstream import OWN_RL, RUN, refusals
 
 
-def messages(**attributes):
-    args = types.SimpleNamespace(**attributes)
-    return [message for row in UPSTREAM_RL if (message := row.message(args)) is not None]
-
-
-def test_a_value_of_their_own_is_refused_with_our_name_for_it():
-    (message,) = messages(grpo_group_size=16)
-    assert message.startswith("--grpo-group-size 16: an argument of Megatron's own RL")
-    assert message.endswith("give --rl-samples-per-prompt instead")
-    assert messages(rl_default_temperature=0.7)[0].endswith("give --rl-temperature instead")
-    assert messages(rl_use_sequence_packing=True)[0].endswith("; remove it")
-    assert messages(grpo_kl_beta=0.0)[0].startswith("--grpo-kl-beta 0.0: ")
-
-
-def test_defaults_and_a_megatron_without_them_pass():
-    assert messages(**{name: default for name, (default, _) in ARGUMENTS.items()}) == []
-    assert messages() == []
-
-
-def test_what_is_named_instead_is_ours():
-    named = {word for _, ours in ARGUMENTS.values() for word in ours.split() if word.startswith("--")}
-    assert named <= set(flag_names())
+def test_defaults_pass_together_and_what_is_named_instead_is_ours():
+    assert refusals(types.SimpleNamespace(**{row.name: row.fine[0] for row in OWN_RL}), RUN) == []
+    fixes = {row.name: row.why.rpartition("; ")[2] for row in OWN_RL}
+    assert fixes["grpo_group_size"] == "give --rl-samples-per-prompt instead"
+    assert fixes["rl_use_sequence_packing"] == "remove it"
+    assert {word for fix in fixes.values() for word in fix.split() if word.startswith("--")} <= set(flag_names())
 
 
 def parsers():
@@ -55,7 +39,8 @@ def group_of(source):
 
 
 def test_the_table_holds_every_argument_with_its_default():
+    table = {row.name: row.fine[0] for row in OWN_RL}
     groups = [group_of(source) for source in parsers()]
     assert any(groups), "no Megatron here has the group"
     for group in groups:
-        assert {name: ARGUMENTS.get(name, ("missing",))[0] for name in group} == group
+        assert {name: table.get(name, "missing") for name in group} == group

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from mindspeed_rl_plugin.algorithms.advantages import ADVANTAGES
 from mindspeed_rl_plugin.algorithms.presets import ALGORITHMS
+from mindspeed_rl_plugin.config.upstream import EXPERTS, LATENT, MODEL, UPSTREAM, WHOLE
 from mindspeed_rl_plugin.reshard.layout import ModelShape, Parallel
 from mindspeed_rl_plugin.reshard.unsupported_args import ARGUMENTS, EXPERTS, LATENT
 from mindspeed_rl_plugin.tools.plan.refusals import refusals as of_a_run
@@ -88,7 +89,9 @@ _WORDS = {
 _AT_LEAST_1 = {*_NUMBERS, "num_layers", "hidden_size", "num_attention_heads", "rl_generate_tp", "rl_generate_ep"}
 # Arguments that no family expresses: read too, so that the plan refuses what a run refuses. --noop-layers can be
 # planned all the same.
-_REFUSED = {*ARGUMENTS, *EXPERTS, *LATENT} - {"noop_layers", "add_bias_linear"}
+_REFUSED = {row.name for row in UPSTREAM if row.about in (WHOLE, MODEL, EXPERTS, LATENT)} - {
+    *("noop_layers", "add_bias_linear")
+}
 # Where the flag is not spelt like the attribute.
 _SPELT = {"gtp_weight_remat_size": "--tensor-parallel-num-weight-shards"}
 # Names that Megatron's config has and its command line has not.

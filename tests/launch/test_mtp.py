@@ -1,4 +1,4 @@
-"""Layers of multi-token prediction rest: not run, not trained, still there; in Megatron's own model."""
+"""Layers of multi-token prediction are frozen: not run, not trained, still there; in Megatron's own model."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mindspeed_rl_plugin.launch import checks, model_source, predicting
+from mindspeed_rl_plugin.launch import model_source, upstream_checks
+from mindspeed_rl_plugin.launch.mtp import freeze_mtp
 
 
 class Chunk(torch.nn.Module):
@@ -38,16 +39,11 @@ def test_a_gradient_that_never_comes_is_not_waited_for(layers, stages, overlap, 
     args = SimpleNamespace(
         mtp_num_layers=layers or None, pipeline_model_parallel_size=stages, overlap_grad_reduce=overlap
     )
-    said = list(predicting.problems(args, None))
-    assert len(said) == refused and predicting.problems in checks.CHECKS
-    if refused:
-        assert said[0].startswith(
-            "--overlap-grad-reduce with --mtp-num-layers 1 and 2 pipeline stages: the last stage's"
-        )
+    assert len(list(upstream_checks.gradients(args, None))) == refused
 
 
-def test_they_rest_in_calls_only():
-    chunk = predicting.at_rest(Chunk())
+def test_they_are_left_out_of_calls_only():
+    chunk = freeze_mtp(Chunk())
     x = torch.ones(3, 2)
     assert torch.equal(chunk(x), chunk.decoder(x))
     assert chunk.mtp_process and chunk.config.mtp_num_layers == 1
@@ -59,7 +55,7 @@ def test_they_rest_in_calls_only():
 
 
 def test_a_chunk_without_them_is_left_alone():
-    chunk = predicting.at_rest(Chunk(last=False))
+    chunk = freeze_mtp(Chunk(last=False))
     assert "forward" not in vars(chunk) and all(p.requires_grad for p in chunk.parameters())
 
 

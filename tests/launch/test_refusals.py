@@ -1,0 +1,348 @@
+"""What a start refuses, by flag and value: one table, and walks over the tables that refusals are made of."""
+
+import argparse
+import dataclasses
+import math
+import re
+import types
+
+import pytest
+
+from mindspeed_rl_plugin.algorithms.advantages import ADVANTAGES
+from mindspeed_rl_plugin.config import RLConfig, config_problems, flag_name
+from mindspeed_rl_plugin.config.upstream import REFUSED, ROUTING, RUN, UPSTREAM, WHOLE, model_refusals, refusals
+from mindspeed_rl_plugin.launch import checks
+from mindspeed_rl_plugin.loop.context import Inputs
+from mindspeed_rl_plugin.prompts import check_vocabulary, tokenizer_path
+
+# A model with experts instead, and one with multi-latent attention besides.
+MOE = {
+    "num_experts": 8,
+    "moe_ffn_hidden_size": 126,
+    "moe_router_topk": 2,
+    "moe_router_load_balancing_type": "none",
+    "add_qkv_bias": False,
+    "qk_layernorm": True,
+}
+LATENT = dict(multi_latent_attention=True, q_lora_rank=24, kv_lora_rank=512, qk_head_dim=128, qk_pos_emb_head_dim=64)
+DEEPSEEK = MOE | LATENT | dict(v_head_dim=128, rope_type="rope", moe_router_score_function="sigmoid")
+DEEPSEEK |= dict(moe_shared_expert_intermediate_size=252, moe_router_enable_expert_bias=True)
+SPREAD = {"--rl-generate-tp": "4", "--rl-generate-ep": "4"}
+PACKED = {"--rl-max-tokens-per-microbatch": "64", "--rl-pack-sequences": ""}
+CP2 = {"context_parallel_size": 2, "data_parallel_size": 1, "transformer_impl": "transformer_engine"}
+DPO = {"--rl-algorithm": "dpo", "--rl-reward": None, "--rl-samples-per-prompt": None}
+
+GOOD = [
+    {},
+    *({"--rl-algorithm": name} for name in ("grpo", "dapo", "dr-grpo", "rloo", "reinforce++", "gspo", "cispo")),
+    PACKED,
+    DPO | {"--rl-dpo-loss": "ipo", "--rl-rejected-key": "worse", "kv_channels": 16},
+    {"--rl-filtration": "best-worst"},
+    {"--rl-algorithm": "reinforce++", "--rl-filtration": "pow", "--rl-filtration-whole-batch": ""}
+    | {"--rl-samples-per-prompt": "1"},
+    {"--rl-algorithm": "ppo", "--rl-advantage": "reinforce++"},
+    {"--rl-algorithm": "ppo", "--rl-critic-lr": "1e-5", "--rl-critic-warmup": "2"},
+    {"--rl-loss": "sapo", "--rl-correction": "truncate"},
+    MOE | {"expert_model_parallel_size": 2},
+    MOE | SPREAD,
+    CP2 | {"--rl-max-tokens-per-microbatch": "64"},
+    DEEPSEEK | SPREAD,
+    DEEPSEEK | {"mtp_num_layers": 1, "pipeline_model_parallel_size": 2},
+]
+
+# changes -> what the message names: flags and values, with `...` between
+BAD = [
+    # several of upstream's arguments, or values of them (single flags: below)
+    ({"context_parallel_size": 2}, "--context-parallel-size 2 ... --transformer-impl transformer_engine"),
+    (
+        CP2
+        | {"sequence_parallel": True, "seq_length": 72, "--rl-max-tokens-per-microbatch": "67"}
+        | {"--rl-max-response-length": "33"},
+        "--rl-max-tokens-per-microbatch 67 ... = 65 tokens, padded to 72",
+    ),
+    (
+        {"recompute_in_bubble": True, "calculate_per_token_loss": True},
+        "--recompute-in-bubble ... --calculate-per-token-",
+    ),
+    ({"virtual_optimizer": "all"}, "--virtual-optimizer ... --rl-swap params grads"),
+    ({"use_nccl_ub": True}, "--use-nccl-ub ... --rl-swap none"),
+    (
+        {"mtp_num_layers": 1, "pipeline_model_parallel_size": 2, "overlap_grad_reduce": True},
+        "--overlap-grad-reduce with --mtp-num-layers 1 and 2 pipeline stages",
+    ),
+    ({"num_experts": 8}, "add_qkv_bias=True with qk_layernorm=False, experts"),
+    (MOE | {"moe_router_load_balancing_type": "sinkhorn"}, "'sinkhorn' ... aux_loss"),
+    (MOE | {"moe_router_score_function": "sigmoid"}, "'sigmoid' ... qwen3_moe has softmax"),
+    (MOE | {"moe_router_enable_expert_bias": True}, "qwen3_moe ... --moe-router-enable-expert-bias"),
+    (MOE | {"moe_router_topk_scaling_factor": 2.5}, "moe_router_topk_scaling_factor is 2.5"),
+    (MOE | {"moe_router_num_groups": 4}, "moe_router_num_groups is 4"),
+    ({"multi_latent_attention": True, "q_lora_rank": None}, "--q-lora-rank"),
+    (DEEPSEEK | {"moe_router_score_function": "softmax"}, "deepseek_v3 has sigmoid"),
+    (DEEPSEEK | {"kv_lora_rank": 256}, "320 ... 576"),
+    ({"train_iters": None}, "--train-iters is missing"),
+    ({"save": None}, "--save is missing"),
+    ({"pipeline_model_parallel_size": 2, "num_layers": 3}, "3 layers ... 2 pipeline stages"),
+    ({"schedules_method": "dualpipev"}, "'dualpipev'"),
+    ({"moe_tp_extend_ep": True, "expert_tensor_parallel_size": 1}, "--moe-tp-extend-ep ... -parallel-size 1 ... 2"),
+    (
+        {"moe_tp_extend_ep": True, "moe_token_dispatcher_type": "alltoall", "expert_tensor_parallel_size": 2},
+        "--moe-tp-extend-ep with --moe-token-dispatcher-type alltoall",
+    ),
+    # data and tokenizer
+    ({"--rl-prompt-data": None}, "--rl-prompt-data is missing"),
+    ({"--rl-prompt-data": "nowhere.jsonl"}, "--rl-prompt-data nowhere.jsonl"),
+    (DPO | {"--rl-prompt-data": "nowhere.jsonl"}, "--rl-prompt-data nowhere.jsonl"),
+    ({"--rl-eval-data": "nowhere.jsonl"}, "--rl-eval-data nowhere.jsonl"),
+    ({"--rl-tokenizer": None}, "no tokenizer ... --rl-tokenizer"),
+    ({"--rl-tokenizer": "nowhere"}, "--rl-tokenizer nowhere is not a directory"),
+    ({"--rl-tokenizer": None, "tokenizer_model": "no"}, "--tokenizer-model no is not a directory"),
+    ({"--rl-tokenizer": None, "tokenizer_name_or_path": "no"}, "--tokenizer-name-or-path no is not a directory"),
+    ({"--rl-hf-model": "nowhere"}, "--rl-hf-model nowhere ... config.json"),
+    # names
+    ({"--rl-algorithm": "ppo2"}, "--rl-algorithm 'ppo2' ... ppo, grpo"),
+    ({"--rl-advantage": "best"}, "--rl-advantage 'best' ... group-norm"),
+    ({"--rl-loss": "square"}, "--rl-loss 'square' ... clip"),
+    ({"--rl-aggregation": "mean"}, "--rl-aggregation 'mean' ... token-mean"),
+    ({"--rl-reward": "mathematics"}, "reward 'mathematics' ... math"),
+    ({"--rl-reward": "nowhere.py:grade"}, "no file 'nowhere.py'"),
+    ({"--rl-reward": "regex"}, "--rl-reward-regex"),
+    ({"--rl-reward": None}, "no reward"),
+    ({"--rl-swap": "params gradients"}, "--rl-swap gradients ... params, grads, optimizer, none"),
+    ({"--rl-swap": "params,gradients"}, "--rl-swap gradients ... params, grads, optimizer, none"),
+    ({"--rl-swap": "none params"}, "--rl-swap none params"),
+    # numbers that only other arguments limit (limits of a flag alone: below)
+    ({"--rl-samples-per-prompt": "1"}, "--rl-samples-per-prompt 1 ... 'group-norm'"),
+    (
+        {"--rl-algorithm": "ppo", "--rl-critic-load": "nowhere"},
+        "--rl-critic-load ... latest_checkpointed_iteration.txt",
+    ),
+    ({"--rl-algorithm": "ppo", "--rl-critic-warmup": "10"}, "--rl-critic-warmup 10 ... --train-iters 10"),
+    (
+        {"--rl-filtration": "pow", "--rl-samples-per-prompt": "1"},
+        "--rl-filtration pow ... --rl-samples-per-prompt 1 ... --rl-filtration-whole-batch",
+    ),
+    (
+        {"--rl-filtration": "best-random", "--rl-samples-per-prompt": "6", "--rl-rollout-prompts": "8"},
+        "--rl-filtration best-random ... --global-batch-size 16 ... --rl-samples-per-prompt 6",
+    ),
+    (
+        {"--rl-samples-per-prompt": "1", "--rl-advantage": "reinforce++", "--rl-dynamic-sampling": ""},
+        "--rl-samples-per-prompt 1 ... --no-rl-dynamic-sampling",
+    ),
+    (
+        {"--rl-max-tokens-per-microbatch": "63"},
+        "--rl-max-tokens-per-microbatch 63 ... --rl-max-prompt-length 32 ... --rl-max-response-length 32 ... 64",
+    ),
+    ({"--rl-pack-sequences": ""}, "--rl-pack-sequences ... --rl-max-tokens-per-microbatch"),
+    (PACKED | {"masked_softmax_fusion": True}, "--no-masked-softmax-fusion"),
+    (PACKED | {"use_flash_attn": True}, "--use-flash-attn"),
+    (PACKED | {"transformer_impl": "inference_optimized"}, "--transformer-impl inference_optimized"),
+    (
+        PACKED | {"use_flash_attn": True, "pre_tockens": 65536, "shape_order": "SBH"},
+        "MindSpeed-LLM ... --use-flash-attn",
+    ),
+    (
+        PACKED | {"position_embedding_type": "mrope"},
+        "--rl-pack-sequences does not know --position-embedding-type mrope",
+    ),
+    (DPO | {"micro_batch_size": 1}, "--micro-batch-size 1 cuts a pair"),
+    (DPO | {"micro_batch_size": 6}, "--global-batch-size 16 ... --micro-batch-size 6 x 2"),
+    ({"--rl-overlong-buffer": "33"}, "--rl-overlong-buffer 33 ... --rl-max-response-length 32"),
+    ({"--rl-reward-timeout": "0"}, "--rl-reward-timeout 0"),
+    ({"--rl-reward-timeout": "nan"}, "--rl-reward-timeout nan"),
+    ({"--rl-reward-timeout": "5 6"}, "2 time limits (5 6) for 1 rewards"),
+    ({"--rl-reward-timeout": ""}, "0 time limits (none) for 1 rewards"),
+    ({"--rl-max-response-length": "33"}, "32 + --rl-max-response-length 33 = 65 tokens ... --seq-length 64"),
+    ({"max_position_embeddings": 63}, "64 tokens ... --max-position-embeddings 63"),
+    ({"--rl-generate-tp": "3"}, "--rl-generate-tp 3 ... 4 ranks"),
+    (
+        {"--rl-generate-tp": "4", "num_attention_heads": 6, "num_query_groups": 2},
+        "--rl-generate-tp 4 does not divide --num-attention-heads 6",
+    ),
+    ({"--rl-generate-tp": "4", "ffn_hidden_size": 514}, "--rl-generate-tp 4 does not divide --ffn-hidden-size 514"),
+    (
+        {"--rl-generate-tp": "4", "num_attention_heads": 12, "num_query_groups": 6},
+        "--rl-generate-tp 4 ... 6 query groups",
+    ),
+    ({"--rl-generate-ep": "2"}, "--rl-generate-ep 2 ... no experts"),
+    (MOE | {"--rl-generate-ep": "2"}, "--rl-generate-ep 2 with --rl-generate-tp 1"),
+    (MOE | SPREAD | {"num_experts": 2}, "--rl-generate-ep 4 ... 2 experts"),
+    (MOE | {"--rl-generate-tp": "4"}, "--rl-generate-tp 4 does not divide --moe-ffn-hidden-size 126"),
+    # Qwen2, whose engine takes no head size, and Llama, whose engine takes one.
+    ({"kv_channels": 16}, "attention head size 16 ... no --kv-channels"),
+    ({"kv_channels": 16, "add_qkv_bias": False}, "attention head size 16 ... or --kv-channels 32"),
+    # 2 layers x keys and values x 4 groups x 32 x 4 bytes = 2 KiB a token: 64 tokens need 128 KiB.
+    ({"--rl-kv-cache-gb": "0.0001"}, "64 tokens ... 0.000122 GiB ... --rl-kv-cache-gb 0.0001"),
+    ({"--rl-samples-per-prompt": "3"}, "--global-batch-size 16 ... --rl-samples-per-prompt 3"),
+    ({"--rl-rollout-prompts": "6"}, "24 samples (--rl-rollout-prompts 6 x --rl-samples-per-prompt 4)"),
+    ({"micro_batch_size": 3}, "--global-batch-size 16 ... --micro-batch-size 3 x 2"),
+    # what nothing reads (all of it: test_unread.py)
+    ({"--rl-critic-warmup": "3"}, "--rl-critic-warmup 3 has no meaning ... grpo ... --rl-advantage gae"),
+    (DPO | {"--rl-max-tokens-per-microbatch": "64"}, "--rl-max-tokens-per-microbatch 64 has no meaning ... dpo"),
+    (DPO | {"--rl-reward": "exact"}, "--rl-reward exact has no meaning ... dpo"),
+]
+
+
+def problems_of(build, changes):
+    """The lines that a start with these changes is refused with; none where it is fine."""
+    words = {k: v.split() if isinstance(v, str) and k.startswith("--") else v for k, v in changes.items()}
+    try:
+        checks.check_args(build(words))
+    except ValueError as error:
+        head, *lines = str(error).splitlines()
+        assert head == "RL cannot run with these arguments:"
+        return [line.removeprefix("  - ") for line in lines]
+    return []
+
+
+def names(line, expected):
+    """Whether a line holds all pieces of `expected`, in order."""
+    return re.search(".*".join(map(re.escape, expected.split(" ... "))), line) is not None
+
+
+@pytest.mark.parametrize("changes", GOOD, ids=str)
+def test_accepted(build, changes):
+    assert problems_of(build, changes) == []
+
+
+@pytest.mark.parametrize(("changes", "expected"), BAD, ids=lambda value: str(value)[:60])
+def test_refused(build, changes, expected):
+    lines = problems_of(build, changes)
+    assert any(names(line, expected) for line in lines), lines
+    assert len(set(lines)) == len(lines)
+
+
+REFUSING = [row for row in UPSTREAM if row.verdict == REFUSED]
+
+
+@pytest.mark.parametrize("row", REFUSING, ids=lambda row: row.name)
+def test_upstreams_flags_one_by_one(row):
+    """Each row refuses another value, by flag, value and fix, and takes its own fine ones and a Megatron without it."""
+    other = next(v for v in (True, False, 7, "other") if v not in row.fine)
+    shown = {True: row.spelt, False: f"without {row.spelt}"}.get(other, f"{row.spelt} {other}")
+    (message,) = refusals(types.SimpleNamespace(**{row.name: other}), row.about)
+    assert message == f"{shown}: {row.why}" and row.why
+    assert all(row.message(types.SimpleNamespace(**{row.name: value})) is None for value in row.fine)
+    assert row.message(types.SimpleNamespace()) is None
+
+
+def test_lists_are_shown_as_they_were_given():
+    args = types.SimpleNamespace(rampup_batch_size=["16", "8", "100"], cuda_graph_impl="local", fp8="hybrid")
+    assert [m.partition(":")[0] for m in refusals(args, RUN)] == [
+        *("--rampup-batch-size 16 8 100", "--cuda-graph-impl local", "--fp8-format hybrid")
+    ]
+
+
+def test_the_table_of_upstreams_flags_names_each_once_and_is_walked_whole(build):
+    assert len({row.name for row in UPSTREAM}) == len(UPSTREAM)
+    tried = {RUN: {}, WHOLE: {}, "model": {}, "experts": MOE, "latent": DEEPSEEK, ROUTING: MOE}
+    for about, base in tried.items():
+        row = next(row for row in REFUSING if row.about == about)
+        lines = problems_of(build, base | {row.name: 1.5})
+        assert any(f"{row.spelt} 1.5: {row.why}" in line for line in lines), (row, lines)
+    assert {row.about for row in REFUSING} == set(tried)
+    row = next(row for row in REFUSING if row.about == WHOLE)
+    assert any(line.startswith(row.spelt) for line in problems_of(build, DPO | {row.name: True}))
+    assert model_refusals(types.SimpleNamespace(moe_latent_size=1, enable_dsa_indexer=True)) == []
+
+
+def limited():
+    for group in dataclasses.fields(RLConfig):
+        for field in dataclasses.fields(getattr(RLConfig(), group.name)):
+            if field.metadata["limits"]:
+                yield group.name, field
+
+
+@pytest.mark.parametrize(("group", "field"), limited(), ids=lambda value: getattr(value, "name", value))
+def test_numbers_of_our_flags_have_limits(group, field):
+    def problems(value):
+        values = dataclasses.replace(getattr(RLConfig(), group), **{field.name: value})
+        return config_problems(dataclasses.replace(RLConfig(), **{group: values}))
+
+    limits = field.metadata["limits"]
+    for kind, limit in limits.items():
+        outside = {"least": limit - 1, "above": limit, "most": limit + 1, "below": limit}[kind]
+        (line,) = problems(outside)
+        assert line.startswith(f"{flag_name(field.name)} is {outside}; give a number ") and f"{limit:g}" in line
+        inside = {"least": limit, "above": limit + 0.1, "most": limit, "below": limit - 0.1}[kind]
+        assert problems(inside) == []
+    for value in (math.nan, math.inf):
+        assert len(problems(value)) == 1
+    assert problems(None) == [] and problems(field.default) == []
+
+
+def test_every_problem_is_reported_at_once_and_once(build):
+    lines = problems_of(build, {"hidden_dropout": 0.1, "save": None, "--rl-top-p": "2", "--rl-clip-low": "-1"})
+    assert len(lines) == 4
+    flags = {"--rl-gamma": "0.9", "--rl-value-clip": "0.3", "--rl-critic-lr": "1e-3", "--rl-clip-low": "0.1"}
+    for base in ({"--rl-loss": "sapo"}, DPO):
+        assert sorted(line.split()[0] for line in problems_of(build, base | flags)) == sorted(flags)
+
+
+@pytest.mark.parametrize("name", ADVANTAGES)
+def test_a_single_response_is_taken_only_where_none_is_compared(build, name):
+    lines = problems_of(build, {"--rl-advantage": name, "--rl-samples-per-prompt": "1"})
+    assert [names(line, f"--rl-samples-per-prompt 1 ... {name!r}") for line in lines] == [True] * (
+        name not in ("reinforce++", "gae")
+    )
+
+
+def test_dumps_of_another_run_are_refused_before_anything_is_built(build, tmp_path):
+    (tmp_path / "rollout-000000.parquet").write_bytes(b"")
+    (line,) = problems_of(build, {"--rl-dump-dir": str(tmp_path), "save": str(tmp_path / "out")})
+    assert line.startswith(f"--rl-dump-dir {tmp_path} holds 1 rollouts")
+
+
+def test_checks_change_nothing(build):
+    args = build({})
+    before = dict(vars(args))
+    checks.check_args(args)
+    checks.warnings(args)
+    assert vars(args) == before
+
+
+@pytest.mark.parametrize(
+    ("attributes", "size", "expected"),
+    [
+        ({"padded_vocab_size": 128}, 129, "129 tokens ... 128 ... --rl-tokenizer"),
+        ({"padded_vocab_size": 256, "vocab_size": 200}, 201, "201 tokens ... --vocab-size says 200"),
+        ({"padded_vocab_size": 128}, 128, None),
+        ({"padded_vocab_size": 128, "vocab_size": None}, 100, None),
+        ({}, 10**6, None),
+    ],
+)
+def test_vocabulary(attributes, size, expected):
+    args = types.SimpleNamespace(**attributes)
+    if expected is None:
+        check_vocabulary(args, size)
+        return
+    with pytest.raises(ValueError) as error:
+        check_vocabulary(args, size)
+    assert names(str(error.value), expected)
+
+
+def test_tokenizer_falls_back(build):
+    args = build({"--rl-tokenizer": None, "--rl-hf-model": ["hf"], "tokenizer_model": "tm"})
+    assert tokenizer_path(args) == "hf"
+    assert tokenizer_path(build({"--rl-tokenizer": None, "tokenizer_model": "tm"})) == "tm"
+    assert tokenizer_path(build({"--rl-tokenizer": None, "tokenizer_name_or_path": "npu"})) == "npu"
+
+
+def test_warnings(build, tmp_path):
+    lines = checks.warnings(build({"--rl-top-p": ["0.9"], "--rl-top-k": ["50"], "--rl-clip-low": ["1"]}))
+    assert [line.split(":")[0] for line in lines] == ["--rl-top-p 0.9", "--rl-top-k 50", "--rl-clip-low 1.0"]
+    assert checks.warnings(build({"--rl-clip-low": ["0.9"]})) == checks.warnings(build({})) == []
+    # Two tokenizers of one size.
+    for name, vocab in (("tokenizer", '{"a": 0, "b": 1}'), ("same", '{"a": 0, "b": 1}'), ("other", '{"b": 0, "a": 1}')):
+        (tmp_path / name).mkdir(exist_ok=True)
+        (tmp_path / name / "tokenizer.json").write_text(f'{{"model": {{"vocab": {vocab}}}}}')
+    assert checks.warnings(build({"tokenizer_model": str(tmp_path / "same")})) == []
+    assert checks.warnings(build({"tokenizer_model": "a sentencepiece file"})) == []
+    (line,) = checks.warnings(build({"tokenizer_model": str(tmp_path / "other")}))
+    assert names(line, f"--rl-tokenizer {tmp_path / 'tokenizer'} ... --tokenizer-model {tmp_path / 'other'}")
+
+
+def test_an_environment_that_vllm_cannot_use_is_refused_before_anything_is_read(monkeypatch):
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+    with pytest.raises(ValueError, match="VLLM_ENABLE_V1_MULTIPROCESSING=1"):
+        Inputs.read(argparse.Namespace(), RLConfig())
