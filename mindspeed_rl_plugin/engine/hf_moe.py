@@ -12,8 +12,8 @@ from argparse import Namespace
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from mindspeed_rl_plugin.reshard.family_table import Family
 from mindspeed_rl_plugin.config.upstream import ROUTING, refusals
+from mindspeed_rl_plugin.reshard.family_table import Family
 from mindspeed_rl_plugin.reshard.layout import ModelShape
 
 # Fields that make two of them the same model, besides those of a dense one.

@@ -6,7 +6,7 @@ import types
 
 import pytest
 
-import mindspeed_rl_plugin
+import mindspeed_rl_plugin.loop
 from mindspeed_rl_plugin import environment
 from mindspeed_rl_plugin.config import add_flags
 from mindspeed_rl_plugin.launch import checks, launch, wrappers
@@ -32,7 +32,7 @@ def world(monkeypatch):
     iteration = types.ModuleType("mindspeed_rl_plugin.loop.loop")
     iteration.current = lambda: loop
     monkeypatch.setitem(sys.modules, "mindspeed_rl_plugin.loop.loop", iteration)
-    monkeypatch.setattr(mindspeed_rl_plugin, "iteration", iteration, raising=False)
+    monkeypatch.setattr(mindspeed_rl_plugin.loop, "loop", iteration, raising=False)
     monkeypatch.setattr(applying, "assert_in_force", lambda: w.events.append("in force"))
     w.loop = loop
     return w

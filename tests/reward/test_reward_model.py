@@ -210,11 +210,12 @@ def test_another_tokenizer_is_said_at_the_start(decoder, encoder, tmp_path, monk
     save_tokenizer(tmp_path, template=None)
     assert same_tokenizer(str(decoder), str(tmp_path)) and not same_tokenizer(str(encoder), str(tmp_path))
     config = SimpleNamespace(
+        data=SimpleNamespace(tokenizer=None),
         reward=SimpleNamespace(reward=("math", f"model:{decoder}", f"model:{encoder}=2")),
         rollout=SimpleNamespace(top_p=1.0, top_k=0),
         algorithm=SimpleNamespace(clip_low=None),
     )
     monkeypatch.setattr(checks.RLConfig, "from_args", lambda args: config)
     monkeypatch.setattr(checks, "tokenizer_path", lambda args: str(tmp_path))
-    (line,) = checks.warnings(None)
-    assert line.startswith("reward 'encoder' has a tokenizer of its own") and "tokenises them again" in line
+    (line,) = checks.warnings(SimpleNamespace())
+    assert line.startswith("reward 'encoder' has a tokenizer of its own") and "tokenizes them again" in line

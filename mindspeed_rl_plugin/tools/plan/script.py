@@ -12,7 +12,6 @@ from mindspeed_rl_plugin.algorithms.advantages import ADVANTAGES
 from mindspeed_rl_plugin.algorithms.presets import ALGORITHMS
 from mindspeed_rl_plugin.config.upstream import EXPERTS, LATENT, MODEL, UPSTREAM, WHOLE
 from mindspeed_rl_plugin.reshard.layout import ModelShape, Parallel
-from mindspeed_rl_plugin.reshard.unsupported_args import ARGUMENTS, EXPERTS, LATENT
 from mindspeed_rl_plugin.tools.plan.refusals import refusals as of_a_run
 from mindspeed_rl_plugin.tools.plan.refusals import typed
 from mindspeed_rl_plugin.tools.plan.vocabulary import vocabulary
