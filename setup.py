@@ -9,7 +9,10 @@ setup(
     version="0.1.0",
     description="Reinforcement learning for an existing Megatron-LM / MindSpeed pretraining script, by flags",
     packages=find_packages(include=["mindspeed_rl_plugin", "mindspeed_rl_plugin.*"]),
-    package_data={"mindspeed_rl_plugin.tools.report": ["*.html", "*.js", "*.css", "*.in"]},
+    package_data={
+        "mindspeed_rl_plugin.tools.report": ["*.html", "*.js", "*.css", "*.in"],
+        "mindspeed_rl_plugin.tools.rehearse": ["*.sh"],
+    },
     python_requires=">=3.10",
     install_requires=["torch", "tensordict", "transformers", "datasets", "pyarrow", "safetensors", "tqdm"],
     extras_require={

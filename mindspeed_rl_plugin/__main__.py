@@ -17,7 +17,7 @@ SUBCOMMANDS: dict[str, tuple[str, str]] = {
     "import": ("tools.convert.to_megatron", "a Hugging Face model as a Megatron checkpoint"),
     "patch": ("tools.patch", "check, apply or revert the one-line patch of a checkout"),
     "plan": ("tools.plan.dock_volume", "memory, bytes, seconds of a reshard (--dock: of a rollout), on no machine"),
-    "rehearse": ("tools.rehearse.command", "run an Ascend launch script here, shrunk, for one RL iteration"),
+    "rehearse": ("tools.rehearse.rehearse", "run an Ascend launch script here, shrunk, for one RL iteration"),
     "report": ("tools.report.report", "one HTML file of a run: curves, timeline, memory, samples"),
 }
 

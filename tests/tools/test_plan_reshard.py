@@ -24,7 +24,7 @@ from mindspeed_rl_plugin.tools.plan import dock_volume as plan
 from mindspeed_rl_plugin.tools.plan.estimate import Machine, estimate
 from mindspeed_rl_plugin.tools.plan.script import read_arguments, read_script
 from mindspeed_rl_plugin.tools.plan.words import engine_layout_of, model_shape, parse_sizes, train_layout
-from mindspeed_rl_plugin.tools.rehearse.flags import Flags
+from mindspeed_rl_plugin.tools.rehearse.command_line import Flags
 
 GB = 1e9
 PLAIN = (

@@ -8,7 +8,7 @@ import pytest
 from mindspeed_rl_plugin.tools.plan import dock_volume as plan
 from mindspeed_rl_plugin.tools.plan.refusals import refusals
 from mindspeed_rl_plugin.tools.plan.script import read_arguments
-from mindspeed_rl_plugin.tools.rehearse.flags import Flags
+from mindspeed_rl_plugin.tools.rehearse.command_line import Flags
 
 PLAIN = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --ffn-hidden-size 96 --swiglu --normalization RMSNorm "

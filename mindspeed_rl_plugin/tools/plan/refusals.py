@@ -7,7 +7,7 @@ from typing import NoReturn
 
 from mindspeed_rl_plugin.config import RLConfig, add_flags, config_problems
 from mindspeed_rl_plugin.config.upstream import RUN, UPSTREAM
-from mindspeed_rl_plugin.tools.rehearse.flags import Flags
+from mindspeed_rl_plugin.tools.rehearse.command_line import Flags
 
 
 def refusals(flags: Flags) -> tuple[str, ...]:

@@ -16,7 +16,7 @@ from mindspeed_rl_plugin.tools.plan.refusals import refusals as of_a_run
 from mindspeed_rl_plugin.tools.plan.refusals import typed
 from mindspeed_rl_plugin.tools.plan.vocabulary import vocabulary
 from mindspeed_rl_plugin.tools.rehearse.capture import capture
-from mindspeed_rl_plugin.tools.rehearse.flags import Flags
+from mindspeed_rl_plugin.tools.rehearse.command_line import Flags
 
 # Megatron's defaults of the arguments that decide about layouts; their type is that of the value.
 _NUMBERS = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from mindspeed_rl_plugin.tools.rehearse.flags import Flags
+from mindspeed_rl_plugin.tools.rehearse.command_line import Flags
 
 # In the order in which a run looks for the prompts' tokenizer.
 _FLAGS = ("--rl-tokenizer", "--rl-hf-model", "--tokenizer-model", "--tokenizer-name-or-path")

@@ -1,17 +1,16 @@
 """Run a launch script up to the point where it would start training, and keep the command it would start.
 
-The script runs as it is, in bash, in the current directory, with `standins.py` for commands:
+The script runs as it is, in bash, in the current directory, with `standins.sh` read before it:
 
-- `torchrun ...`, `python -m torch.distributed.launch ...` and `... .run ...` are recorded and start nothing;
-- commands with effects outside the script (rm, mkdir, mv, cp, kill, pkill, ssh, docker, sudo, ray, pip, ...) are
-  only listed; those on files do run where all their paths are in a folder that the rehearsal made;
+- a launch (torchrun, `python -m torch.distributed.launch` or `.run`, by name or by a path) is recorded, starts nothing;
+- commands with effects outside the script (rm, mkdir, cp, kill, pkill, ssh, docker, sudo, ray, pip, ...) are only
+  listed; those on files do run where all their paths are in a folder that the rehearsal made;
 - `tee` writes no file; a `source` of a file that does not exist, such as CANN's set_env.sh, is noted and skipped; a
   `cd` to a folder that does not exist is noted and goes to an empty one.
 
-Everything else runs: other uses of python, sed, find, git, programs by their full path. Where the kernel has
-Landlock (`confine.py`) none of it can change a file, open a TCP connection (Linux 6.7) or signal a process outside
-the rehearsal (6.12); output redirected into a file is refused, and a launch that has one is recorded all the same.
-Without Landlock `>` replaces no file that is there, and what such commands write elsewhere is written; that is said.
+Everything else runs: other uses of python, sed, find, git. Where the kernel has Landlock (`confine.py`) none of it can
+change a file, open a TCP connection (Linux 6.7) or signal a process (6.12) outside the rehearsal. Without Landlock `>`
+replaces no file that is there, and what such commands write elsewhere is written; the summary says so.
 """
 
 from __future__ import annotations
@@ -25,17 +24,36 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib import resources
 from pathlib import Path
 from typing import NoReturn
 
 from torch.distributed.run import get_args_parser
 
 from mindspeed_rl_plugin.tools.rehearse import confine
-from mindspeed_rl_plugin.tools.rehearse.launchers import ELSEWHERE, check_launchers
-from mindspeed_rl_plugin.tools.rehearse.standins import StandIns
 
 IN_BACKGROUND = 5.0  # seconds for a launch that the script made with & before its end
+# Commands with which a script starts others of its kind on other machines, in a container, or without torchrun.
+ELSEWHERE = "ssh pdsh clush srun sbatch mpirun docker podman nerdctl kubectl sudo su deepspeed accelerate msrun"
+STOOD_IN_FOR = """
+    rm rmdir mkdir touch cp mv ln install dd truncate shred unlink chmod chown chgrp rsync
+    kill pkill killall fuser ray tensorboard wandb mlflow
+    scp sftp pscp wget curl hf huggingface-cli modelscope aws obsutil gsutil hdfs hadoop
+    systemctl service crontab reboot shutdown mount umount modprobe sysctl
+    npu-smi hccn_tool msnpureport pip pip3 conda apt apt-get yum dnf
+"""
+# For what is no bash: the same by name, through PATH. bash reads standins.sh before these lines.
+_SHIM = '#!/bin/bash\nrehearse_skip "${0##*/}" "$@"\n'
+_SHIM_TEE = "#!/bin/sh\nexec cat\n"
+_SHIM_TORCHRUN = '#!/bin/bash\nrehearse_launch "$@"\n'
+_SHIM_PYTHON = """#!/bin/bash
+case "${1-} ${2-}" in
+    "-m torch.distributed.run" | "-m torch.distributed.launch") rehearse_launch "${@:3}" ;;
+    *) exec "$rehearse_python" "$@" ;;
+esac
+"""
 
 
 @dataclass(frozen=True)
@@ -66,47 +84,72 @@ class Launch:
 
 
 def capture(script: Path, scratch: Path, timeout: float) -> Launch:
-    """Run `script` with the stand-ins.
-
-    Raises ValueError when it is not there, fails, hangs or starts no training, and before it runs where it calls
-    torchrun by a path and would start some.
-    """
+    """Run `script` with the stand-ins. Raises ValueError when it is not there, fails, hangs or starts no training."""
     if not script.is_file():
         raise ValueError(f"{script}: no such file; give a launch script (bash) that calls torchrun")
-    check_launchers(script, os.environ)
     confined = confine.version() > 0
-    standins = StandIns(scratch / "capture", clobber=confined)
+    folder = scratch.resolve() / "capture"
+    record, own = folder / "record", folder / "own"
+    environment = _stand_ins(folder, record, own, confined)
     command = ["bash", str(script)]
     if confined:
-        command = [sys.executable, "-IS", confine.__file__, *map(str, standins.writable), "--", *command]
-    code, output = _run(command, standins, timeout)
-    launches = [json.loads(line) for line in _text(standins.record).splitlines()]
+        command = [sys.executable, "-IS", confine.__file__, str(record), str(own), "--", *command]
+    code, output = _run(command, environment, record / "launches", timeout)
+    launches = [json.loads(line) for line in _lines(record / "launches")]
+    skipped = _lines(record / "skipped")
     if not launches:
-        if code is None:
-            raise ValueError(f"{script} came to no torchrun within {timeout:.0f} s; does it wait for something?")
-        elsewhere = [line for line in _lines(standins.skipped) if line.split()[0] in ELSEWHERE]
-        if elsewhere:
-            raise ValueError(
-                f"{script} leaves its launch to {elsewhere[0].split()[0]} ({elsewhere[0][:200]}), which is not run "
-                "here; give the script that calls torchrun on one node"
-            )
-        rules = "; it may write in no folder but the rehearsal's" if "Permission denied" in output else ""
-        raise ValueError(
-            f"{script} ended with status {code} without starting torchrun or python -m "
-            f"torch.distributed.launch{rules}; its last words: {output[-500:]!r}"
-        )
-    # One with redirected output may have been recorded twice (see the stand-ins' prelude).
-    different = [a for a, b in zip(launches, [None, *launches], strict=False) if b is None or a["argv"] != b["argv"]]
-    return _read(different, standins, confined, script)
+        raise ValueError(_no_launch(script, code, output, skipped, timeout))
+    args = _torchrun_arguments(launches[0]["argv"], script)
+    entry = _entry(args)
+    # bash keeps these by itself, or they are the stand-ins'.
+    ours = {"_", "SHLVL", "PWD", "OLDPWD", "PATH", "BASH_ENV"}
+    env = launches[0]["env"]
+    ours |= {"TMPDIR"} if env.get("TMPDIR") == environment["TMPDIR"] else set()
+    env = {k: v for k, v in env.items() if k not in ours}
+    kept = {k: os.environ[k] for k in ours & {"TMPDIR", "BASH_ENV"} & os.environ.keys()}
+    return Launch(
+        script=entry[0],
+        arguments=tuple(entry[1:]),
+        # Words such as "auto" mean a node's eight NPUs.
+        nproc=int(args.nproc_per_node) if str(args.nproc_per_node).isdigit() else 8,
+        nnodes=int(str(args.nnodes).split(":")[-1]),
+        cwd=Path(launches[0]["cwd"]),
+        env={**env, **kept, "PATH": os.environ.get("PATH", os.defpath)},
+        exported={k: v for k, v in env.items() if environment.get(k) != v},
+        missing=_lines(record / "missing"),
+        started=len(launches),
+        skipped=skipped,
+        confined=confined,
+    )
 
 
-def _run(command: list[str], standins: StandIns, timeout: float) -> tuple[int | None, str]:
+def _stand_ins(folder: Path, record: Path, own: Path, confined: bool) -> dict[str, str]:
+    """Write them below `folder`; returns the environment in which a script runs with them."""
+    shims, path = folder / "bin", os.environ.get("PATH", os.defpath)
+    for each in (record, own, shims):
+        each.mkdir(parents=True)
+    names = f"{STOOD_IN_FOR} {ELSEWHERE}".split()
+    named = {"names": f" {' '.join(names)} ", "python": sys.executable, "record": record, "own": own, "path": path}
+    lines = [f"rehearse_{name}={shlex.quote(str(value))}" for name, value in named.items()]
+    lines += [] if confined else ["set -o noclobber"]
+    prelude = folder / "standins.sh"
+    text = resources.files(__package__).joinpath("standins.sh").read_text()
+    prelude.write_text("\n".join([*lines, text]))
+    texts = dict.fromkeys(names, _SHIM) | {"tee": _SHIM_TEE, "torchrun": _SHIM_TORCHRUN}
+    for name, text in {**texts, "python": _SHIM_PYTHON, "python3": _SHIM_PYTHON}.items():
+        (shims / name).write_text(text)
+        (shims / name).chmod(0o755)
+    own_variables = {"PATH": f"{shims}{os.pathsep}{path}", "BASH_ENV": str(prelude), "TMPDIR": str(own)}
+    return {**os.environ, **own_variables}
+
+
+def _run(command: list[str], environment: dict[str, str], launches: Path, timeout: float) -> tuple[int | None, str]:
     """Exit status, None past the deadline, and what it wrote; nothing of it is alive afterwards."""
-    log = standins.own.with_name("output.log")
+    log = launches.parents[1] / "output.log"
     with open(log, "wb") as handle:
         process = subprocess.Popen(
             command,
-            env=standins.environment,
+            env=environment,
             stdin=subprocess.DEVNULL,
             stdout=handle,
             stderr=subprocess.STDOUT,
@@ -116,24 +159,36 @@ def _run(command: list[str], standins: StandIns, timeout: float) -> tuple[int | 
         with contextlib.suppress(subprocess.TimeoutExpired):
             code = process.wait(timeout)
         grace = time.monotonic() + IN_BACKGROUND
-        while not _text(standins.record).endswith("\n") and code == 0 and time.monotonic() < grace:
+        while not launches.exists() and code == 0 and time.monotonic() < grace:
             time.sleep(0.1)
         with contextlib.suppress(ProcessLookupError):  # what it left in the background
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-    return code, _text(log)
-
-
-def _text(path: Path) -> str:
-    return path.read_text(errors="replace") if path.exists() else ""
+    return code, log.read_text(errors="replace")
 
 
 def _lines(path: Path) -> tuple[str, ...]:
     """Each line once, in order."""
-    return tuple(dict.fromkeys(_text(path).splitlines()))
+    return tuple(dict.fromkeys(path.read_text(errors="replace").splitlines())) if path.exists() else ()
 
 
-def _torchruns(argv: list[str], path: Path) -> argparse.Namespace:
+def _no_launch(script: Path, code: int | None, output: str, skipped: Sequence[str], timeout: float) -> str:
+    if code is None:
+        return f"{script} came to no torchrun within {timeout:.0f} s; does it wait for something?"
+    elsewhere = [line for line in skipped if line.split()[0] in ELSEWHERE.split()]
+    if elsewhere:
+        return (
+            f"{script} leaves its launch to {elsewhere[0].split()[0]} ({elsewhere[0][:200]}), which is not run here; "
+            "give the script that calls torchrun on one node"
+        )
+    rules = "; it may write in no folder but the rehearsal's" if "Permission denied" in output else ""
+    return (
+        f"{script} ended with status {code} without starting torchrun or python -m torch.distributed.launch{rules}; "
+        f"its last words: {output[-500:]!r}"
+    )
+
+
+def _torchrun_arguments(argv: list[str], path: Path) -> argparse.Namespace:
     """torchrun's own arguments. Raises ValueError, with the script's name, for what torchrun refuses."""
 
     def fail(message: str) -> NoReturn:
@@ -154,38 +209,12 @@ def _torchruns(argv: list[str], path: Path) -> argparse.Namespace:
     return args
 
 
-def _read(launches: list[dict], standins: StandIns, confined: bool, path: Path) -> Launch:
-    launch, before = launches[0], standins.environment
-    args = _torchruns(launch["argv"], path)
-    script, arguments = args.training_script, list(args.training_script_args)
-    if args.module:
-        if script != "mindspeed_rl_plugin" or not arguments:
-            raise ValueError(f"the script starts the module {script}; only entry scripts (*.py) can be rehearsed")
-        script, *arguments = arguments
-    # bash keeps these by itself, or they are the stand-ins'.
-    own = {"_", "SHLVL", "PWD", "OLDPWD", "PATH", "BASH_ENV"}
-    own |= {"TMPDIR"} if launch["env"].get("TMPDIR") == before["TMPDIR"] else set()
-    env = {k: v for k, v in launch["env"].items() if k not in own}
-    exported = {k: v for k, v in env.items() if before.get(k) != v}
-    kept = {k: os.environ[k] for k in own & {"TMPDIR", "BASH_ENV"} & os.environ.keys()}
-    return Launch(
-        script=script,
-        arguments=tuple(arguments),
-        nproc=_ranks(str(args.nproc_per_node)),
-        nnodes=int(str(args.nnodes).split(":")[-1]),
-        cwd=Path(launch["cwd"]),
-        env={**env, **kept, "PATH": os.environ.get("PATH", os.defpath)},
-        exported=exported,
-        missing=_lines(standins.missing),
-        started=len(launches),
-        skipped=_lines(standins.skipped),
-        confined=confined,
-    )
-
-
-def _ranks(nproc: str) -> int:
-    """torchrun's --nproc-per-node; words such as "auto" mean a node's eight NPUs."""
-    return int(nproc) if nproc.isdigit() else 8
+def _entry(args: argparse.Namespace) -> list[str]:
+    """Entry script and its arguments. Raises ValueError for a module other than the runner."""
+    words = [args.training_script, *args.training_script_args]
+    if args.module and (words[0] != "mindspeed_rl_plugin" or len(words) == 1):
+        raise ValueError(f"the script starts the module {words[0]}; only entry scripts (*.py) can be rehearsed")
+    return words[1:] if args.module else words
 
 
 def shown(launch: Launch) -> str:

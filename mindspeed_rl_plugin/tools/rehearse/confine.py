@@ -19,10 +19,6 @@ _TCP, _SIGNALS = 0b11, 0b10
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/tty")
 
 
-class _Ruleset(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_uint64) for name in ("files", "net", "scoped")]
-
-
 class _PathBeneath(ctypes.Structure):
     _pack_ = 1
     _layout_ = "ms"
@@ -40,23 +36,21 @@ def confine(folders: list[str]) -> None:
     """From here on this process and its children change files below `folders` only. Raises OSError."""
     known = version()
     changes = _CHANGES | (_REFER if known >= 2 else 0) | (_TRUNCATE if known >= 3 else 0)
-    rules = _Ruleset(changes, _TCP if known >= 4 else 0, _SIGNALS if known >= 6 else 0)
-    size = 8 if known < 4 else 16 if known < 6 else 24
-    ruleset = _call(_CREATE_RULESET, ctypes.byref(rules), ctypes.c_size_t(size), 0)
+    rules = [changes] + [_TCP] * (known >= 4) + [_SIGNALS] * (known >= 6)  # files, network, scope
+    words = (ctypes.c_uint64 * len(rules))(*rules)
+    ruleset = _call("syscall", _CREATE_RULESET, words, ctypes.c_size_t(ctypes.sizeof(words)), 0)
     for path in (*folders, *filter(os.path.exists, _DEVICES)):
         allowed = changes if os.path.isdir(path) else changes & (_WRITE_FILE | _TRUNCATE)
         opened = os.open(path, os.O_PATH | os.O_CLOEXEC)
-        _call(_ADD_RULE, ruleset, _PATH_BENEATH, ctypes.byref(_PathBeneath(allowed, opened)), 0)
+        _call("syscall", _ADD_RULE, ruleset, _PATH_BENEATH, ctypes.byref(_PathBeneath(allowed, opened)), 0)
         os.close(opened)
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_NO_NEW_PRIVS, *map(ctypes.c_ulong, (1, 0, 0, 0))):
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_NO_NEW_PRIVS)")
-    _call(_RESTRICT_SELF, ruleset, 0)
+    _call("prctl", _NO_NEW_PRIVS, *map(ctypes.c_ulong, (1, 0, 0, 0)))
+    _call("syscall", _RESTRICT_SELF, ruleset, 0)
     os.close(ruleset)
 
 
-def _call(number: int, *arguments: object) -> int:
-    result = ctypes.CDLL(None, use_errno=True).syscall(number, *arguments)
+def _call(function: str, *arguments: object) -> int:
+    result = getattr(ctypes.CDLL(None, use_errno=True), function)(*arguments)
     if result < 0:
         raise OSError(ctypes.get_errno(), f"Landlock: {os.strerror(ctypes.get_errno())}")
     return result

@@ -10,15 +10,15 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from mindspeed_rl_plugin.tools.rehearse.accept import ACCEPTED
 from mindspeed_rl_plugin.tools.rehearse.capture import Launch
-from mindspeed_rl_plugin.tools.rehearse.entry import Entry
+from mindspeed_rl_plugin.tools.rehearse.entry_script import Entry
 
-REFUSED = "RL cannot run with these arguments"  # how startup.checks begins
+REFUSED = "RL cannot run with these arguments"  # how launch.checks begins
 _ACCEPT = "mindspeed_rl_plugin.tools.rehearse.accept"
 _PACKAGE_ROOT = str(Path(__file__).resolve().parents[3])
 _MISSING = re.compile(r"ModuleNotFoundError: No module named '([\w.]+)'")
@@ -42,6 +42,13 @@ class Done:
     def ok(self) -> bool:
         return self.code == 0
 
+    @property
+    def verdict(self) -> str:
+        """ "ok (12 s)", "FAILED", or that it did not finish."""
+        if self.ok:
+            return f"ok ({self.seconds:.0f} s)"
+        return "FAILED" if self.code is not None else f"FAILED: not finished after {self.seconds:.0f} s"
+
 
 class Passes:
     """Starts the processes, each with a deadline and a log file of its own in `scratch`."""
@@ -51,45 +58,38 @@ class Passes:
 
     def known_flags(self) -> set[str]:
         """Flags of Megatron's parser, and MindSpeed's. Raises ValueError when they cannot be imported."""
-        mindspeed = ["mindspeed"] if self._entry.mindspeed else []
-        done = self._run("flags", [sys.executable, "-m", _ACCEPT, "--list-flags", *mindspeed], {})
+        done = self._run("flags", ["-m", _ACCEPT, "--list-flags", *(["mindspeed"] if self._entry.mindspeed else [])])
         if not done.ok:
             raise ValueError(f"Megatron's parser could not be asked:\n{tail(done)}")
         return set(json.loads(done.lines[-1]))
 
-    def accept(self, argv: Sequence[str], world_size: int | None = None) -> Done:
-        """The arguments through parsers and validation, as rank 0 of the script's own world, or of so many ranks."""
-        world = {
-            "RANK": "0",
-            "LOCAL_RANK": "0",
-            "WORLD_SIZE": str(world_size or self._launch.world),
-            "LOCAL_WORLD_SIZE": str(self._launch.nproc),
-            "MASTER_ADDR": "localhost",
-            "MASTER_PORT": "1",
-        }
+    def accept(self, argv: Sequence[str], world_size: int) -> Done:
+        """The arguments through parsers and validation, as rank 0 of a world."""
+        world = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": self._launch.nproc}
         # The size of a cache that only a host without accelerator has must not speak against the script's lengths.
         cache = ["--rl-kv-cache-gb", "1e6"] if "--rl-algorithm" in argv else []
-        done = self._run("arguments", [sys.executable, "-m", _ACCEPT, str(self._entry.script), *argv, *cache], world)
+        command = ["-m", _ACCEPT, str(self._entry.script), *argv, *cache]
+        done = self._run("arguments", command, {**world, "MASTER_ADDR": "localhost", "MASTER_PORT": 1})
         if done.ok and ACCEPTED not in done.lines:
             done.code = 1
         return done
 
     def train(self, name: str, ranks: int, argv: Sequence[str]) -> Done:
         """The entry script on `ranks` processes, through the runner."""
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-        return self._run(name, [*torchrun, "-m", "mindspeed_rl_plugin", str(self._entry.script), *argv], {})
+        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+        return self._run(name, [*torchrun, "-m", "mindspeed_rl_plugin", str(self._entry.script), *argv])
 
-    def _run(self, name: str, command: list[str], extra: dict[str, str]) -> Done:
+    def _run(self, name: str, arguments: list[str], extra: Mapping[str, object] | None = None) -> Done:
         log = self._scratch / f"{name}.log"
         began = time.monotonic()
         with open(log, "w") as handle:
             process = subprocess.Popen(
-                command,
+                [sys.executable, *arguments],
                 stdout=handle,
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
                 cwd=self._launch.cwd,
-                env=self._environment(extra),
+                env=self._environment(extra or {}),
                 start_new_session=True,
             )
             try:
@@ -100,20 +100,13 @@ class Passes:
                 if process.poll() is None:
                     os.killpg(process.pid, signal.SIGKILL)
                     process.wait()
-        lines = log.read_text(errors="replace").splitlines()
-        return Done(name, code, log, time.monotonic() - began, lines)
+        return Done(name, code, log, time.monotonic() - began, log.read_text(errors="replace").splitlines())
 
-    def _environment(self, extra: dict[str, str]) -> dict[str, str]:
+    def _environment(self, extra: Mapping[str, object]) -> dict[str, str]:
         env = {k: v for k, v in self._launch.env.items() if k not in _LAUNCHER}
-        path = [*map(str, self._entry.path), _PACKAGE_ROOT]
-        return {
-            **env,
-            "PYTHONPATH": os.pathsep.join(path),
-            "PYTHONUNBUFFERED": "1",
-            "OMP_NUM_THREADS": env.get("OMP_NUM_THREADS", "1"),
-            "HF_HUB_OFFLINE": "1",
-            **extra,
-        }
+        path = os.pathsep.join([*map(str, self._entry.path), _PACKAGE_ROOT])
+        ours = {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
+        return {"OMP_NUM_THREADS": "1", **env, **ours, **{k: str(v) for k, v in extra.items()}}
 
 
 def tail(done: Done, count: int = 25) -> str:

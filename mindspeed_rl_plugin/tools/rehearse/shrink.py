@@ -4,46 +4,29 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mindspeed_rl_plugin.tools.rehearse.flags import Flags
+from mindspeed_rl_plugin.tools.rehearse.command_line import Flags
 
 HEADS, HEAD_SIZE, SEQUENCE, VOCABULARY = 4, 32, 64, 5120
 MEMBERS, PROMPT, RESPONSE = 4, 16, 8
+_SMALL, _FEWER, _SHORT, _BATCHES = "smaller model", "fewer ranks", "one iteration", "smaller batches"
 
-_SMALL = "smaller model"
-_FEWER = "fewer ranks"
-_SHORT = "one iteration"
-# flag -> largest value in the rehearsal. Only where the script gives the flag.
+# Largest value in the rehearsal -> flags, only where the script gives them.
 LIMITS = {
-    "--ffn-hidden-size": 256,
-    "--num-experts": 4,
-    "--moe-router-topk": 2,
-    "--moe-ffn-hidden-size": 64,
-    "--moe-shared-expert-intermediate-size": 64,
-    "--moe-router-num-groups": 2,
-    "--moe-router-group-topk": 1,
-    "--first-k-dense-replace": 1,
-    "--q-lora-rank": 64,
-    "--kv-lora-rank": 32,
-    "--qk-head-dim": 32,
-    "--qk-pos-emb-head-dim": 16,
-    "--v-head-dim": 32,
-    "--recompute-num-layers": 1,
+    256: "--ffn-hidden-size",
+    64: "--moe-ffn-hidden-size --moe-shared-expert-intermediate-size --q-lora-rank",
+    32: "--kv-lora-rank --qk-head-dim --v-head-dim --kv-channels",
+    16: "--qk-pos-emb-head-dim",
+    4: "--num-experts",
+    2: "--moe-router-topk --moe-router-num-groups",
+    1: "--moe-router-group-topk --first-k-dense-replace --recompute-num-layers",
 }
 # Flags that lay out the original's number of layers or batches.
-LAID_OUT = (
-    "--num-layer-list",
-    "--noop-layers",
-    "--decoder-first-pipeline-num-layers",
-    "--decoder-last-pipeline-num-layers",
-    "--pipeline-model-parallel-layout",
-    "--pipeline-model-parallel-split-rank",
-    "--account-for-embedding-in-pipeline-split",
-    "--account-for-loss-in-pipeline-split",
-    "--enable-recompute-layers-per-pp-rank",
-    "--recompute-in-bubble",
-    "--rampup-batch-size",
-    "--step-batch-size-schedule",
-)
+LAID_OUT = """
+    --num-layer-list --noop-layers --decoder-first-pipeline-num-layers --decoder-last-pipeline-num-layers
+    --pipeline-model-parallel-layout --pipeline-model-parallel-split-rank --account-for-embedding-in-pipeline-split
+    --account-for-loss-in-pipeline-split --enable-recompute-layers-per-pp-rank --recompute-in-bubble
+    --rampup-batch-size --step-batch-size-schedule
+"""
 
 
 @dataclass(frozen=True)
@@ -80,27 +63,26 @@ def _world(flags: Flags, ranks: int) -> World:
     flags.at_most("--expert-tensor-parallel-size", tp, _FEWER)
     expert_tp = flags.number("--expert-tensor-parallel-size", tp)
     flags.at_most("--expert-model-parallel-size", max(1, ranks // (pp * expert_tp)), _FEWER)
-    for flag in ("--num-layers-per-virtual-pipeline-stage", "--num-virtual-stages-per-pipeline-rank"):
-        if pp == 1:
-            flags.drop(flag, f"{_FEWER}: no pipeline is left")
-    flags.at_most("--num-layers-per-virtual-pipeline-stage", 1, _SMALL)
-    flags.at_most("--num-virtual-stages-per-pipeline-rank", 2, _SMALL)
+    virtual = "--num-layers-per-virtual-pipeline-stage --num-virtual-stages-per-pipeline-rank"
+    if pp == 1:
+        flags.drop(virtual, f"{_FEWER}: no pipeline is left")
+    for flag, most in zip(virtual.split(), (1, 2), strict=True):
+        flags.at_most(flag, most, _SMALL)
     return World(ranks, tp, pp)
 
 
 def _model(flags: Flags, world: World) -> None:
     virtual = any("virtual" in flag for flag, _ in flags.items)
     flags.set("--num-layers", world.pp * 2 if virtual or world.pp == 1 else world.pp, why=_SMALL)
-    for flag in LAID_OUT:
-        flags.drop(flag, "lays out the original's layers or batches")
+    flags.drop(LAID_OUT, "lays out the original's layers or batches")
     if "--num-query-groups" in flags:
         every_head = flags.number("--num-query-groups", 0) == flags.number("--num-attention-heads", -1)
         flags.at_most("--num-query-groups", HEADS if every_head else 2, _SMALL)
     flags.set("--num-attention-heads", HEADS, why=_SMALL)
     flags.set("--hidden-size", HEADS * HEAD_SIZE, why=_SMALL)
-    flags.at_most("--kv-channels", HEAD_SIZE, _SMALL)
-    for flag, limit in LIMITS.items():
-        flags.at_most(flag, limit, _SMALL)
+    for limit, names in LIMITS.items():
+        for flag in names.split():
+            flags.at_most(flag, limit, _SMALL)
     for flag in ("--seq-length", "--max-position-embeddings"):
         flags.set(flag, SEQUENCE, why="shorter sequences")
     for flag in ("--vocab-size", "--padded-vocab-size"):
@@ -109,29 +91,24 @@ def _model(flags: Flags, world: World) -> None:
 
 
 def _batch(flags: Flags, world: World) -> None:
-    flags.set("--micro-batch-size", 1, why="smaller batches")
     batch = world.dp * 4
-    flags.set("--global-batch-size", batch, why="smaller batches")
-    if "--train-samples" in flags:
-        flags.set("--train-samples", batch, why=_SHORT)
-    else:
-        flags.set("--train-iters", 1, why=_SHORT)
+    flags.set("--micro-batch-size", 1, why=_BATCHES)
+    flags.set("--global-batch-size", batch, why=_BATCHES)
+    samples = "--train-samples" in flags
+    flags.set("--train-samples" if samples else "--train-iters", batch if samples else 1, why=_SHORT)
     for flag in ("--lr-warmup-iters", "--lr-warmup-samples"):
         flags.at_most(flag, 0, _SHORT)
     flags.set("--log-interval", 1, why=_SHORT)
     flags.set("--eval-iters", 0, why="no evaluation set")
-    if "--rl-algorithm" in flags:
-        _rollout(flags, world, batch)
-
-
-def _rollout(flags: Flags, world: World, batch: int) -> None:
-    flags.set("--rl-samples-per-prompt", MEMBERS, why="smaller batches")
+    if "--rl-algorithm" not in flags:
+        return
+    flags.set("--rl-samples-per-prompt", MEMBERS, why=_BATCHES)
     if "--rl-rollout-prompts" in flags:
-        flags.set("--rl-rollout-prompts", batch // MEMBERS, why="smaller batches")
+        flags.set("--rl-rollout-prompts", batch // MEMBERS, why=_BATCHES)
     flags.at_most("--rl-ppo-epochs", 1, _SHORT)
     flags.set("--rl-max-prompt-length", PROMPT, why="shorter sequences")
     flags.set("--rl-max-response-length", RESPONSE, why="shorter sequences")
     flags.at_most("--rl-generate-tp", min(2, world.ranks), _FEWER)
-    flags.set("--rl-kv-cache-gb", 0.05, why="smaller model")
+    flags.set("--rl-kv-cache-gb", 0.05, why=_SMALL)
     flags.at_most("--rl-reward-workers", 1, _FEWER)
     flags.at_most("--rl-eval-pass-k", 0, "no evaluation set")

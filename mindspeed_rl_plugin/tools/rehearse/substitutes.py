@@ -8,27 +8,42 @@ from pathlib import Path
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
-from mindspeed_rl_plugin.tools.rehearse.flags import Flags
+from mindspeed_rl_plugin.tools.rehearse.command_line import Flags
 from mindspeed_rl_plugin.tools.rehearse.shrink import VOCABULARY
 
-_DATA = (
-    "--data-path",
-    "--train-data-path",
-    "--valid-data-path",
-    "--test-data-path",
-    "--data-args-path",
-    "--per-split-data-args-path",
-)
-_VOCABULARY_FILES = ("--vocab-file", "--merge-file", "--tiktoken-pattern", "--tokenizer-not-use-fast")
+_DATA = """
+    --data-path --train-data-path --valid-data-path --test-data-path --data-args-path --per-split-data-args-path
+"""
 _FOLDERS = ("--save", "--tensorboard-dir", "--data-cache-path", "--rl-run-dir", "--rl-dump-dir")
-_TRACKERS = ("--wandb-project", "--wandb-exp-name", "--wandb-entity", "--wandb-save-dir", "--one-logger-project")
-_MOCK = "here: a mock data set"
-_HERE = "here: a folder that the rehearsal removes"
-
+_TRACKERS = "--wandb-project --wandb-exp-name --wandb-entity --wandb-save-dir --one-logger-project"
+_TOKENIZER = "here: a generated tokenizer of characters"
 _VARIED = """
 def grade(response):
     return sum(map(ord, response)) % 8 / 8
 """
+
+
+def substitute(flags: Flags, scratch: Path, mindspeed_llm: bool) -> None:
+    """Replace what is not here. scratch: where the replacements are made; mindspeed_llm: whose tokenizer flags."""
+    tokenizer = make_tokenizer(scratch / "tokenizer")
+    flags.drop("--vocab-file --merge-file --tiktoken-pattern --tokenizer-not-use-fast", _TOKENIZER)
+    ours, other = "--tokenizer-model", "--tokenizer-name-or-path"
+    if mindspeed_llm:
+        ours, other = other, ours
+    flags.set("--tokenizer-type", "PretrainedFromHF" if mindspeed_llm else "HuggingFaceTokenizer", why=_TOKENIZER)
+    flags.set(ours, tokenizer, why=_TOKENIZER)
+    flags.drop(other, _TOKENIZER)
+    flags.drop(_DATA, "here: a mock data set")
+    flags.set("--mock-data", why="here: a mock data set")
+    for flag in _FOLDERS:
+        if flag in flags:
+            flags.set(flag, scratch / flag.strip("-"), why="here: a folder that the rehearsal removes")
+    for flag in ("--load", "--pretrained-checkpoint"):
+        if flag in flags:
+            flags.set(flag, scratch / "pretrained", why="here: a checkpoint that the rehearsal makes")
+    flags.drop(_TRACKERS, "nothing is reported to outside")
+    if "--rl-algorithm" in flags:
+        _prompts(flags, scratch, tokenizer)
 
 
 def make_tokenizer(folder: Path) -> Path:
@@ -50,55 +65,19 @@ def make_tokenizer(folder: Path) -> Path:
     return folder
 
 
-def make_prompts(path: Path, prompt_key: str, answer_key: str) -> Path:
-    """A JSONL file of 32 sums."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    rows = [{prompt_key: f"{a}+{b}=", answer_key or "answer": str(a + b)} for a in range(8) for b in range(4)]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
-def substitute(flags: Flags, scratch: Path, mindspeed_llm: bool) -> None:
-    """Replace what is not here. scratch: where the replacements are made; mindspeed_llm: whose tokenizer flags."""
-    tokenizer = make_tokenizer(scratch / "tokenizer")
-    _tokenizer(flags, tokenizer, mindspeed_llm)
-    for flag in _DATA:
-        flags.drop(flag, _MOCK)
-    flags.set("--mock-data", why=_MOCK)
-    for flag in _FOLDERS:
-        if flag in flags:
-            flags.set(flag, scratch / flag.strip("-"), why=_HERE)
-    for flag in ("--load", "--pretrained-checkpoint"):
-        if flag in flags:
-            flags.set(flag, scratch / "pretrained", why="here: a checkpoint that the rehearsal makes")
-    for flag in _TRACKERS:
-        flags.drop(flag, "nothing is reported to outside")
-    if "--rl-algorithm" in flags:
-        _prompts(flags, scratch, tokenizer)
-
-
-def _tokenizer(flags: Flags, folder: Path, mindspeed_llm: bool) -> None:
-    why = "here: a generated tokenizer of characters"
-    for flag in _VOCABULARY_FILES:
-        flags.drop(flag, why)
-    names = ["--tokenizer-model", "--tokenizer-name-or-path"]
-    flags.set("--tokenizer-type", "PretrainedFromHF" if mindspeed_llm else "HuggingFaceTokenizer", why=why)
-    flags.set(names.pop() if mindspeed_llm else names.pop(0), folder, why=why)
-    flags.drop(names[0], why)
-
-
 def _prompts(flags: Flags, scratch: Path, tokenizer: Path) -> None:
-    prompt_key, answer_key = flags.get("--rl-prompt-key") or "prompt", flags.get("--rl-answer-key")
-    prompts = make_prompts(scratch / "prompts.jsonl", prompt_key, answer_key or "answer")
+    prompt_key, answer_key = flags.get("--rl-prompt-key") or "prompt", flags.get("--rl-answer-key") or "answer"
+    rows = [{prompt_key: f"{a}+{b}=", answer_key: str(a + b)} for a in range(8) for b in range(4)]
+    prompts, varied = scratch / "prompts.jsonl", scratch / "varied.py"
+    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
     flags.set("--rl-prompt-data", prompts, why="here: 32 generated sums")
     flags.drop("--rl-eval-data", "no evaluation set")
     if "--rl-tokenizer" in flags:
-        flags.set("--rl-tokenizer", tokenizer, why="here: a generated tokenizer of characters")
+        flags.set("--rl-tokenizer", tokenizer, why=_TOKENIZER)
     flags.drop("--rl-hf-model", "its config describes the model at its real size")
     reward = flags.get("--rl-reward")
     if reward is None:
         return
-    varied = scratch / "varied.py"
     varied.write_text(_VARIED)
     graders = [_grader(spec) for spec in reward.split()] + [f"{varied}:grade"]
     flags.set("--rl-reward", *graders, why="here: one more grader, whose rewards differ, so that there is a gradient")

@@ -6,9 +6,10 @@ import re
 from pathlib import Path
 
 from mindspeed_rl_plugin.tools.rehearse.capture import Launch
-from mindspeed_rl_plugin.tools.rehearse.entry import Entry
-from mindspeed_rl_plugin.tools.rehearse.flags import Change, Flags
+from mindspeed_rl_plugin.tools.rehearse.command_line import Change, Flags
+from mindspeed_rl_plugin.tools.rehearse.entry_script import Entry
 from mindspeed_rl_plugin.tools.rehearse.passes import Done
+from mindspeed_rl_plugin.tools.rehearse.unavailable import NOT_HERE
 
 _ITERATION = re.compile(r"iteration\s+\d+/\s*\d+ \|")
 _RL_ITERATION = re.compile(r"rl \d+/\d+ \|")
@@ -17,27 +18,22 @@ _VARIABLES = re.compile(r"(HCCL|ASCEND|NPU|ACL|CPU_AFFINITY|TASK_QUEUE|MULTI_STR
 
 def changes(title: str, rows: list[Change], scratch: Path) -> str:
     """A table: flag, value in the script, value here, why. Paths in the rehearsal's folder begin with SCRATCH."""
-    if not rows:
-        return f"{title}: none"
+    merged: dict[str, Change] = {}  # one row a flag: what it was at first, what it is at last and why
+    for row in rows:
+        merged[row.flag] = Change(row.flag, merged.get(row.flag, row).old, row.new, row.why)
     cells = [
         (c.flag, _shown(c.old, "-"), _shown(c.new, "removed").replace(str(scratch), "SCRATCH"), c.why)
-        for c in _merged(rows)
+        for c in merged.values()
+        if c.old != c.new
     ]
-    widths = [min(44, max(len(r[i]) for r in cells)) for i in range(3)]
+    if not cells:
+        return f"{title}: none"
+    widths = [min(44, max(map(len, column))) for column in list(zip(*cells, strict=True))[:3]]
     lines = [f"{title} (flag, in the script, here, why):"]
-    for row in cells:
-        columns = [_cut(text, width).ljust(width) for text, width in zip(row[:3], widths, strict=True)]
-        lines.append(f"  {'  '.join(columns)}  {row[3]}")
+    for *three, why in cells:
+        columns = [_cut(text, width).ljust(width) for text, width in zip(three, widths, strict=True)]
+        lines.append(f"  {'  '.join(columns)}  {why}")
     return "\n".join(lines)
-
-
-def _merged(rows: list[Change]) -> list[Change]:
-    """One row a flag: what it was at first, what it is at last and why."""
-    merged: dict[str, Change] = {}
-    for row in rows:
-        first = merged.get(row.flag, row)
-        merged[row.flag] = Change(row.flag, first.old, row.new, row.why)
-    return [row for row in merged.values() if row.old != row.new]
 
 
 def _shown(value: str | None, absent: str) -> str:
@@ -66,23 +62,19 @@ def iteration_lines(done: Done) -> list[str]:
 
 def not_exercised(launch: Launch, entry: Entry, flags: Flags, ranks: int) -> list[str]:
     """What may still go wrong on the real machine, because nothing of it was tried here."""
-    kernels = [c.flag for c in flags.changes if c.why.startswith("not on a host") and c.old is not None]
+    kernels = [c.flag for c in flags.changes if c.why.startswith(NOT_HERE) and c.old is not None]
     variables = sorted(name for name in launch.exported if _VARIABLES.match(name))
     lines = [
         "memory, speed and numerics at the real sizes (everything in the table above was made smaller)",
         f"HCCL, and {launch.world} ranks on {launch.nnodes} node(s): {ranks} ranks talked over gloo on one machine",
-        "NPU kernels: fused operators ran as plain torch operators on a CPU"
-        if entry.mindspeed
-        else "NPU kernels: none",
+        "NPU kernels: " + ("fused operators ran as plain torch operators on a CPU" if entry.mindspeed else "none"),
     ]
     if kernels:
         lines.append(f"switched off, since no host has them: {' '.join(kernels)}")
     if "--rl-algorithm" in flags:
         lines.append("vLLM-Ascend: vLLM generated on the CPU; sleeping and waking an engine, its memory")
         lines.append("prompts, answers and graders on real data: generated sums were used")
-    lines.append(
-        "the script's data, tokenizer and checkpoints: generated ones were used; formats and sizes of the real ones"
-    )
+    lines.append("the script's data, tokenizer and checkpoints, their formats and sizes: generated ones were used")
     if launch.skipped:
         lines.append("commands of the script that were not run:")
         lines += [f"    {_cut(command, 160)}" for command in launch.skipped]

@@ -6,6 +6,7 @@ import ast
 import os
 import re
 import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.machinery import PathFinder
 from pathlib import Path
@@ -40,6 +41,12 @@ class Entry:
     core: str
     notes: tuple[str, ...]
 
+    @property
+    def platform(self) -> str:
+        """What it runs on, for messages."""
+        on = "MindSpeed-LLM" if self.mindspeed_llm else "MindSpeed" if self.mindspeed else "plain Megatron"
+        return f"{on}, Megatron Core {self.core}"
+
 
 def find_entry(launch: Launch, launch_script: Path, scratch: Path) -> Entry:
     """Find the entry script and its libraries. Raises ValueError when there is nothing to run.
@@ -48,37 +55,38 @@ def find_entry(launch: Launch, launch_script: Path, scratch: Path) -> Entry:
     script's own PYTHONPATH are looked into before what is installed. Where the script's own entry cannot run,
     a plain one of Megatron does, under MindSpeed if that is here. scratch: folder for what has to be made.
     """
-    megatrons = [Path(p) for p in _split("MEGATRON_LM_PATH", os.environ)]
-    extra = [Path(p) for p in (*_split("PYTHONPATH", launch.env), *_split("MINDSPEED_PATH", os.environ))]
+    megatrons = _folders("MEGATRON_LM_PATH", os.environ)
+    extra = [*_folders("PYTHONPATH", launch.env), *_folders("MINDSPEED_PATH", os.environ)]
     script = _script(launch, launch_script)
     if script is None:
-        return _other(f"{launch.script} is not here", megatrons, extra, scratch)
+        return _plain_entry(f"{launch.script} is not here", megatrons, extra, scratch)
     wanted = _imports(script) & _MINDSPEED
-    if not wanted:
-        path = [script.parent, *extra, *megatrons[:1]]
-        return Entry(script, tuple(path), False, False, _installed_core(path), ())
     beside = [script.parent, *extra]
-    if not all(_found(name, beside) for name in wanted | {"mindspeed"}):
+    if not wanted:
+        beside += megatrons[:1]
+        return Entry(script, tuple(beside), False, False, _installed_core(beside), ())
+    if not all(PathFinder.find_spec(name, [*map(str, beside), *sys.path]) for name in wanted | {"mindspeed"}):
         why = "MindSpeed is not installed (set MINDSPEED_PATH to a checkout)"
-        return _other(why, megatrons, extra, scratch)
+        return _plain_entry(why, megatrons, extra, scratch)
     # MindSpeed-LLM has Megatron's folder copied beside its scripts.
     if _core(script.parent) is None:
         beside += [m for m in megatrons if _core(m) == MINDSPEED_CORE][:1]
-    core = _installed_core(beside)
-    notes = []
+    core, notes = _installed_core(beside), []
     if script.parent != launch.cwd.resolve():
         notes.append(f"{launch.script} is not where the launch script looks for it: taken from {script.parent}")
     if core != MINDSPEED_CORE:
-        strange = f"MindSpeed 2.x patches Megatron Core {MINDSPEED_CORE}, and {core} is what is found here"
-        notes.append(f"{strange}; set MEGATRON_LM_PATH to a checkout of it")
+        notes.append(
+            f"MindSpeed 2.x patches Megatron Core {MINDSPEED_CORE}, and {core} is what is found here; set "
+            "MEGATRON_LM_PATH to a checkout of it"
+        )
     return Entry(script, tuple(beside), True, "mindspeed_llm" in wanted, core, tuple(notes))
 
 
-def _other(why: str, megatrons: list[Path], extra: list[Path], scratch: Path) -> Entry:
+def _plain_entry(why: str, megatrons: list[Path], extra: list[Path], scratch: Path) -> Entry:
     """A plain entry script in place of the launch script's own: under MindSpeed, else on Megatron alone."""
     checkouts = [m for m in megatrons if (m / "pretrain_gpt.py").is_file()]
     patched = next((m for m in checkouts if _core(m) == MINDSPEED_CORE), None)
-    if patched and _found("mindspeed", extra):
+    if patched and PathFinder.find_spec("mindspeed", [*map(str, extra), *sys.path]):
         script = scratch / "pretrain_gpt.py"
         script.write_text(_UNDER_MINDSPEED.format(folder=str(patched), script=str(patched / "pretrain_gpt.py")))
         note = f"{why}: rehearsed with MindSpeed and {patched / 'pretrain_gpt.py'} instead"
@@ -97,49 +105,33 @@ def _script(launch: Launch, launch_script: Path) -> Path | None:
     That one is looked for in MINDSPEED_LLM_PATH, and above the launch script, which is one of its examples.
     """
     here = launch.cwd / launch.script
-    if here.is_file():
-        return here.resolve()
-    folders = [Path(p) for p in _split("MINDSPEED_LLM_PATH", os.environ)]
-    for folder in (*folders, *launch_script.resolve().parents):
-        script = folder / launch.script
-        if script.is_file() and _imports(script) & _MINDSPEED:
-            return script.resolve()
-    return None
+    folders = [*_folders("MINDSPEED_LLM_PATH", os.environ), *launch_script.resolve().parents]
+    scripts = [folder / launch.script for folder in folders if (folder / launch.script).is_file()]
+    others = [script for script in scripts if _imports(script) & _MINDSPEED]
+    return next((script.resolve() for script in ([here] if here.is_file() else others)), None)
 
 
-def _split(name: str, env: dict[str, str] | os._Environ) -> list[str]:
-    return [p for p in env.get(name, "").split(os.pathsep) if p]
+def _folders(name: str, env: Mapping[str, str]) -> list[Path]:
+    return [Path(p) for p in env.get(name, "").split(os.pathsep) if p]
 
 
 def _imports(script: Path) -> set[str]:
     """Top-level packages that a script imports, also inside functions."""
-    roots = set()
-    for node in ast.walk(ast.parse(script.read_text())):
-        if isinstance(node, ast.Import):
-            roots |= {alias.name.split(".")[0] for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            roots.add(node.module.split(".")[0])
-    return roots
-
-
-def _found(package: str, folders: list[Path]) -> bool:
-    return PathFinder.find_spec(package, [*map(str, folders), *sys.path]) is not None
+    nodes = list(ast.walk(ast.parse(script.read_text())))
+    names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    names += [node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module and not node.level]
+    return {name.split(".")[0] for name in names}
 
 
 def _core(folder: Path) -> str | None:
     """Major and minor version of the Megatron Core in a folder, or None."""
     info = folder / "megatron" / "core" / "package_info.py"
-    if not info.is_file():
-        return None
-    text = info.read_text()
-    found = [re.search(rf"^{name} = (\d+)", text, re.MULTILINE) for name in ("MAJOR", "MINOR")]
-    return ".".join(m.group(1) for m in found if m)
+    return ".".join(re.findall(r"^(?:MAJOR|MINOR) = (\d+)", info.read_text(), re.M)) if info.is_file() else None
 
 
-def _installed_core(folders: list[Path]) -> str:
+def _installed_core(folders: Sequence[Path]) -> str:
     """Version of the core that an import would find. Raises ValueError when there is none."""
     for folder in (*folders, *map(Path, sys.path)):
-        version = _core(folder)
-        if version is not None:
+        if version := _core(folder):
             return version
     raise ValueError("Megatron is not installed: set MEGATRON_LM_PATH to a Megatron-LM checkout")

@@ -52,24 +52,18 @@ class Flags:
     def number(self, flag: str, default: int) -> int:
         """The flag's value as an integer. Raises ValueError for another value."""
         text = self.get(flag)
-        if text is None:
-            return default
         try:
-            return int(text)
+            return default if text is None else int(text)
         except ValueError:
             raise ValueError(f"{flag} {text}: the rehearsal needs a whole number to make it smaller") from None
 
     def set(self, flag: str, *values: object, why: str) -> None:
         """Give the flag these values, where it stood or at the end. No change is recorded when they are the same."""
-        new = tuple(map(str, values))
-        old = self.get(flag)
+        new, old = tuple(map(str, values)), self.get(flag)
         if old == " ".join(new):
             return
-        places = [i for i, (name, _) in enumerate(self.items) if name == flag]
-        if places:
-            self.items[places[-1]] = (flag, new)
-        else:
-            self.items.append((flag, new))
+        at = max((i for i, (name, _) in enumerate(self.items) if name == flag), default=len(self.items))
+        self.items[at : at + 1] = [(flag, new)]
         self.changes.append(Change(flag, old, " ".join(new), why))
 
     def at_most(self, flag: str, limit: int, why: str) -> None:
@@ -77,12 +71,9 @@ class Flags:
         if flag in self and self.number(flag, 0) > limit:
             self.set(flag, limit, why=why)
 
-    def drop(self, flag: str, why: str) -> None:
-        """Take every occurrence of the flag out, if it is there."""
-        if flag in self:
-            self.changes.append(Change(flag, self.get(flag), None, why))
-            self.items = [item for item in self.items if item[0] != flag]
-
-    def copy(self) -> Flags:
-        """The same command line with a record of its own."""
-        return Flags(list(self.items), list(self.changes))
+    def drop(self, flags: str, why: str) -> None:
+        """Take every occurrence of these flags out. flags: one or several with spaces between them."""
+        for flag in flags.split():
+            if flag in self:
+                self.changes.append(Change(flag, self.get(flag), None, why))
+                self.items = [item for item in self.items if item[0] != flag]

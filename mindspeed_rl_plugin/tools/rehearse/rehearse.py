@@ -4,7 +4,7 @@
 
 1. The script runs, in bash, with stand-ins for torchrun and for commands that delete, copy, kill, log in or install;
    the command that it would start is kept, the others are listed. Whatever else it calls runs: where the kernel has
-   Landlock it can change no file outside the rehearsal's folder, elsewhere it can (rehearsal/capture.py).
+   Landlock it can change no file outside the rehearsal's folder, elsewhere it can (capture.py).
 2. Its arguments, as written and for the world as written, go through the parsers and the validation of
    MindSpeed, Megatron and the plugin. Only paths of files that are not here are replaced.
 3. World, model and batches are made smaller, and one iteration is trained on CPU: an RL iteration where
@@ -26,10 +26,10 @@ import tempfile
 from pathlib import Path
 
 from mindspeed_rl_plugin.config import flag_names
-from mindspeed_rl_plugin.tools.rehearse import kernels, summary
+from mindspeed_rl_plugin.tools.rehearse import outcome, unavailable
 from mindspeed_rl_plugin.tools.rehearse.capture import capture, shown
-from mindspeed_rl_plugin.tools.rehearse.entry import find_entry
-from mindspeed_rl_plugin.tools.rehearse.flags import Flags
+from mindspeed_rl_plugin.tools.rehearse.command_line import Flags
+from mindspeed_rl_plugin.tools.rehearse.entry_script import find_entry
 from mindspeed_rl_plugin.tools.rehearse.passes import Done, Passes, tail
 from mindspeed_rl_plugin.tools.rehearse.shrink import shrink
 from mindspeed_rl_plugin.tools.rehearse.substitutes import substitute
@@ -39,14 +39,10 @@ def main(argv: list[str]) -> int:
     """Rehearse a launch script. Returns 0 when its arguments were accepted and the iteration was trained."""
     added = argv[argv.index("--") + 1 :] if "--" in argv else []
     options = _parser().parse_args(argv[: argv.index("--")] if "--" in argv else argv)
-    if options.ranks < 1 or options.ranks & (options.ranks - 1):
-        print(f"rehearse: --ranks {options.ranks}: give a power of two", file=sys.stderr)
-        return 2
-    if not options.script.is_file():
-        print(f"rehearse: no launch script {options.script}", file=sys.stderr)
-        return 2
     scratch = Path(tempfile.mkdtemp(prefix="rehearse-"))
     try:
+        if options.ranks < 1 or options.ranks & (options.ranks - 1):
+            raise ValueError(f"--ranks {options.ranks}: give a power of two")
         return _rehearse(options, added, scratch)
     except ValueError as error:
         print(f"rehearse: {error}", file=sys.stderr)
@@ -77,11 +73,8 @@ def _rehearse(options: argparse.Namespace, added: list[str], scratch: Path) -> i
     launch = capture(options.script.resolve(), scratch, options.timeout)
     entry = find_entry(launch, options.script, scratch)
     _say(f"{options.script} starts {shown(launch)} with {len(launch.arguments)} words of arguments")
-    for note in entry.notes:
+    for note in (*entry.notes, f"running {entry.script} on {entry.platform}"):
         _say(note)
-    on = "MindSpeed-LLM" if entry.mindspeed_llm else "MindSpeed" if entry.mindspeed else "plain Megatron"
-    where = f"{on}, Megatron Core {entry.core}"
-    _say(f"running {entry.script} on {where}")
 
     passes = Passes(launch, entry, scratch, options.timeout)
     flags = Flags.parse([*launch.arguments, *added])
@@ -89,24 +82,24 @@ def _rehearse(options: argparse.Namespace, added: list[str], scratch: Path) -> i
     known: set[str] = set()
     if not entry.mindspeed_llm:
         known = passes.known_flags() | set(flag_names())
-        kernels.only_known(flags, known, where)
-    ranks_of_a_row = 1
+        unavailable.only_known(flags, known, entry.platform)
+    world = launch.world
     if not entry.mindspeed:
-        ranks_of_a_row = flags.number("--context-parallel-size", 1)
-        kernels.remove(flags, entry.mindspeed, known)
-    # Without context parallelism on as many fewer ranks: what a batch is divided by stays the script's.
-    accepted = passes.accept(flags.argv(), launch.world // ranks_of_a_row)
-    _say(f"arguments as written, for {launch.world} ranks: {_verdict(accepted)}")
+        # Without context parallelism on as many fewer ranks: what a batch is divided by stays the script's.
+        world //= flags.number("--context-parallel-size", 1)
+        unavailable.remove(flags, entry.mindspeed, known)
+    accepted = passes.accept(flags.argv(), world)
+    _say(f"arguments as written, for {launch.world} ranks: {accepted.verdict}")
     if not accepted.ok:
-        print(f"{tail(accepted)}\n\n{summary.changes('replaced before', flags.changes, scratch)}")
+        print(f"{tail(accepted)}\n\n{outcome.changes('replaced before', flags.changes, scratch)}")
         return 1
 
-    kernels.remove(flags, entry.mindspeed, known)
-    world = shrink(flags, options.ranks)
-    done = _train(passes, flags, world.ranks)
-    print(summary.changes("\nchanged arguments", flags.changes, scratch))
+    unavailable.remove(flags, entry.mindspeed, known)
+    ranks = shrink(flags, options.ranks).ranks
+    done = _train(passes, flags, ranks)
+    print(outcome.changes("\nchanged arguments", flags.changes, scratch))
     print("\nnot exercised:")
-    print("\n".join(f"  - {line}" for line in summary.not_exercised(launch, entry, flags, world.ranks)))
+    print("\n".join(f"  - {line}" for line in outcome.not_exercised(launch, entry, flags, ranks)))
     return 0 if done.ok else 1
 
 
@@ -116,35 +109,24 @@ def _train(passes: Passes, flags: Flags, ranks: int) -> Done:
     if "--save" in flags:
         flags.set("--save-interval", 1, why="so that saving is rehearsed")
     if "--load" in flags:
-        if not rl:
-            _one_more(flags)
+        if not rl:  # goes on after the checkpoint's iteration, so its one iteration is the second
+            name = "--train-samples" if "--train-samples" in flags else "--train-iters"
+            flags.set(name, 2 * flags.number(name, 1), why="one iteration after the checkpoint's")
         first = Flags([item for item in flags.items if not item[0].startswith("--rl-") and item[0] != "--load"])
         for flag, value in (("--save", flags.get("--load")), ("--save-interval", 1), ("--exit-interval", 1)):
             first.set(flag, value, why="")
         made = passes.train("checkpoint", ranks, first.argv())
-        _say(f"a checkpoint to load, made by the same script{' without RL' if rl else ''}: {_verdict(made)}")
+        _say(f"a checkpoint to load, made by the same script{' without RL' if rl else ''}: {made.verdict}")
         if not made.ok:
             print(tail(made))
             return made
     done = passes.train("training", ranks, flags.argv())
-    if done.ok and not summary.trained(done, rl):
+    if done.ok and not outcome.trained(done, rl):
         done.code = 1
     what = f"one RL iteration ({flags.get('--rl-algorithm')})" if rl else "one pretraining iteration"
-    _say(f"{what} on {ranks} ranks: {_verdict(done)}")
-    print("\n".join(f"  {line}" for line in summary.iteration_lines(done)) if done.ok else tail(done))
+    _say(f"{what} on {ranks} ranks: {done.verdict}")
+    print("\n".join(f"  {line}" for line in outcome.iteration_lines(done)) if done.ok else tail(done))
     return done
-
-
-def _one_more(flags: Flags) -> None:
-    """Pretraining goes on after the checkpoint's iteration, so its one iteration is the second."""
-    name = "--train-samples" if "--train-samples" in flags else "--train-iters"
-    flags.set(name, 2 * flags.number(name, 1), why="one iteration after the checkpoint's")
-
-
-def _verdict(done: Done) -> str:
-    if done.ok:
-        return f"ok ({done.seconds:.0f} s)"
-    return "FAILED" if done.code is not None else f"FAILED: not finished after {done.seconds:.0f} s"
 
 
 def _say(text: str) -> None:

@@ -8,18 +8,16 @@ PYTHONPATH (`pip install --no-deps --target FOLDER scipy`).
 import importlib.util
 import os
 import re
-import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
-from mindspeed_rl_plugin.tools.rehearse import confine, kernels, summary
-from mindspeed_rl_plugin.tools.rehearse.capture import Launch, capture
-from mindspeed_rl_plugin.tools.rehearse.entry import Entry, find_entry
-from mindspeed_rl_plugin.tools.rehearse.flags import Flags
+from mindspeed_rl_plugin.tools.rehearse import outcome, unavailable
+from mindspeed_rl_plugin.tools.rehearse.capture import Launch
+from mindspeed_rl_plugin.tools.rehearse.command_line import Flags
+from mindspeed_rl_plugin.tools.rehearse.entry_script import Entry, find_entry
 from mindspeed_rl_plugin.tools.rehearse.passes import Done, tail
 from mindspeed_rl_plugin.tools.rehearse.shrink import shrink
 
@@ -34,133 +32,13 @@ def written(path: Path, text: str) -> Path:
     return path
 
 
-def captured(tmp_path: Path, text: str) -> Launch:
-    return capture(written(tmp_path / "train.sh", text), tmp_path / "scratch", 60)
-
-
-def test_the_launch_is_taken_down_and_not_made(tmp_path):
-    launch = captured(
-        tmp_path,
-        """
-        set -euo pipefail
-        source /nowhere/set_env.sh
-        export HCCL_CONNECT_TIMEOUT=7
-        ARGS="--num-layers 2 --name 'a b'"
-        torchrun --nproc_per_node 8 --nnodes 2 --node_rank 0 -m mindspeed_rl_plugin pretrain_gpt.py $ARGS | tee log
-        python -m torch.distributed.launch --nproc_per_node 8 other.py
-        """,
-    )
-    assert (launch.script, launch.world, launch.started) == ("pretrain_gpt.py", 16, 2)
-    assert launch.arguments[:2] == ("--num-layers", "2")
-    assert launch.missing == ("/nowhere/set_env.sh",)
-    assert launch.exported == {"HCCL_CONNECT_TIMEOUT": "7"}
-    assert not Path("log").exists()
-
-
-def test_a_folder_that_is_not_here_is_an_empty_one(tmp_path):
-    """Not the folder where the rehearsal was started: the script may remove files in what it takes for its own."""
-    precious = written(tmp_path / "precious.txt", "kept")
-    launch = captured(tmp_path, f"set -e; cd {tmp_path}; cd /nowhere/llm; rm -f *.txt; torchrun pretrain_gpt.py --a 1")
-    assert precious.exists() and launch.missing == ("/nowhere/llm",)
-    assert not list(launch.cwd.iterdir())
-
-
-CAREFUL = """
-set -euo pipefail
-rm -rf "$SAVE"; mkdir -p "$SAVE/logs"; mv "$SAVE" x; cp a "$SAVE/b"; pkill -9 python; killall python; ray stop
-npu-smi info; ssh host rm; scp a host:; docker ps; sudo reboot
-sleep 1000 &
-kill -9 $1; kill -0 $!
-export PATH=/usr/bin:$PATH; rm -rf "$SAVE"
-work=$(mktemp -d); mkdir -p "$work/a"; touch "$work/a/b"; mv "$work/a/b" "$work/c"; rm -r "$work/a"; ls "$work"
-LIST="a
-  b"
-torchrun pretrain_gpt.py $LIST "x > y" > "$LOG" 2>&1
-"""
-
-
-@pytest.fixture
-def kept(tmp_path, monkeypatch):
-    """A checkpoint and a log of the user, which the script names SAVE and LOG; whole at the end of the test."""
-    checkpoint = written(tmp_path / "save/iter_1/model.pt", "weights")
-    log = written(tmp_path / "train.log", "of yesterday")
-    monkeypatch.setenv("SAVE", str(tmp_path / "save"))
-    monkeypatch.setenv("LOG", str(log))
-    monkeypatch.chdir(tmp_path)
-    yield
-    assert (checkpoint.read_text(), log.read_text()) == ("weights", "of yesterday")
-    assert {p.name for p in tmp_path.iterdir()} <= {"save", "train.log", "train.sh", "scratch"}
-
-
-@pytest.mark.parametrize("landlock", [True, False])
-def test_commands_with_side_effects_are_listed_and_not_run(tmp_path, monkeypatch, kept, landlock):
-    if landlock and not confine.version():
-        pytest.skip("this kernel has no Landlock")
-    if not landlock:
-        monkeypatch.setattr(confine, "version", lambda: 0)
-    with subprocess.Popen(["sleep", "1000"]) as victim:
-        try:
-            begin = time.monotonic()
-            launch = captured(tmp_path, CAREFUL.replace("$1", str(victim.pid)))
-            assert time.monotonic() - begin < 40, "what runs on in the background is not waited for"
-            assert victim.poll() is None
-        finally:
-            victim.kill()
-    assert launch.arguments == ("a", "b", "x > y") and launch.started == 1 and launch.confined is landlock
-    save = os.environ["SAVE"]
-    assert launch.skipped == (
-        *(f"rm -rf {save}", f"mkdir -p {save}/logs", f"mv {save} x", f"cp a {save}/b"),
-        *("pkill -9 python", "killall python", "ray stop", "npu-smi info", "ssh host rm", "scp a host:", "docker ps"),
-        *("sudo reboot", f"kill -9 {victim.pid}"),
-    )
-    assert "TMPDIR" not in launch.exported and launch.env.get("TMPDIR") == os.environ.get("TMPDIR")
-
-
-@pytest.mark.skipif(not confine.version(), reason="this kernel has no Landlock")
-def test_what_no_stand_in_knows_cannot_write_either(tmp_path, kept):
-    """A program by its full path, python, an editor, redirections; then a signal, and a network connection."""
-    with socket.create_server(("127.0.0.1", 0)) as server, subprocess.Popen(["sleep", "1000"]) as victim:
-        launch = captured(
-            tmp_path,
-            f"""
-            /bin/rm -rf "$SAVE"
-            python -c "import shutil; shutil.rmtree('$SAVE')"
-            sed -i s/yesterday/today/ "$LOG"
-            echo new > "$LOG"; echo new >> "$LOG"; echo new > other; find "$SAVE" -delete
-            python -c "import os; os.kill({victim.pid}, 9)" && export KILLED=yes
-            python -c "import socket; socket.create_connection({server.getsockname()!r})" && export CONNECTED=yes
-            echo fine > /dev/null; mktemp > /dev/null && export COULD=yes
-            torchrun pretrain_gpt.py --a 1 >> "$LOG"
-            """,
-        )
-        victim.kill()
-    allowed = {"COULD"} | ({"KILLED"} if confine.version() < 6 else set())
-    allowed |= {"CONNECTED"} if confine.version() < 4 else set()
-    assert set(launch.exported) == allowed
-    assert (launch.arguments, launch.skipped) == (("--a", "1"), ())
-
-
-@pytest.mark.skipif(not confine.version(), reason="this kernel has no Landlock")
-def test_a_script_that_must_write_is_told_that_it_may_not(tmp_path, kept):
-    with pytest.raises(ValueError, match="(?s)it may write in no folder but the rehearsal's.*other: Permission denied"):
-        captured(tmp_path, "set -e; echo hosts > other; torchrun pretrain_gpt.py")
-
-
 def test_skipped_commands_are_shown(tmp_path):
     launch = Launch("a.py", (), 8, 1, tmp_path, {}, {}, (), 1, ("rm -rf /data/run", "ray stop"), False)
     entry = Entry(tmp_path / "a.py", (), False, False, "0.19", ())
-    lines = summary.not_exercised(launch, entry, Flags.parse([]), 2)
+    lines = outcome.not_exercised(launch, entry, Flags.parse([]), 2)
     at = lines.index("commands of the script that were not run:")
     assert [line.strip() for line in lines[at + 1 : at + 3]] == ["rm -rf /data/run", "ray stop"]
     assert any("no Landlock" in line for line in lines)
-
-
-@pytest.mark.parametrize(
-    "text, message", [("exit 3", "status 3 without starting torchrun"), ("torchrun -m else --a", "starts the module")]
-)
-def test_a_script_that_starts_no_training_is_named(tmp_path, text, message):
-    with pytest.raises(ValueError, match=message):
-        captured(tmp_path, text)
 
 
 @pytest.fixture
@@ -238,8 +116,8 @@ def test_changed_flags_are_recorded_and_the_rest_stays():
     flags.set("--tp", 8, why="the same")
     flags.set("--tp", 2, why="fewer")
     flags.at_most("--tp", 4, "less already")
-    kernels.only_known(flags, {"--tp", "--bf16", "--lr", "--moe-grouped-gemm", "--use-fused-mlp"}, "MindSpeed")
-    kernels.remove(flags, True, set())
+    unavailable.only_known(flags, {"--tp", "--bf16", "--lr", "--moe-grouped-gemm", "--use-fused-mlp"}, "MindSpeed")
+    unavailable.remove(flags, True, set())
     kept = "--tp 4 --tp 2 --bf16 --lr 1e-6 --no-gradient-accumulation-fusion --no-masked-softmax-fusion"
     assert flags.argv() == kept.split()
     assert [(c.flag, c.old, c.new) for c in flags.changes[:2]] == [("--tp", "8", "2"), ("--only-llm", "3", None)]
@@ -251,10 +129,10 @@ def test_changed_flags_are_recorded_and_the_rest_stays():
 
 def test_rows_are_not_split_where_no_attention_can():
     flags = Flags.parse(["--context-parallel-size", "4", "--transformer-impl", "transformer_engine"])
-    kernels.remove(flags, False, set())
+    unavailable.remove(flags, False, set())
     assert flags.number("--context-parallel-size", 0) == 1 and flags.get("--transformer-impl") == "local"
     flags = Flags.parse(["--context-parallel-size", "4"])
-    kernels.remove(flags, True, set())
+    unavailable.remove(flags, True, set())
     assert flags.number("--context-parallel-size", 0) == 4, "MindSpeed's own attention is there"
 
 
