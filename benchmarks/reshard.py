@@ -98,8 +98,8 @@ def run_case(name: str, options: argparse.Namespace, scratch: Path) -> list[dict
 
 def plan_rows() -> list[dict]:
     """Bytes and memory of every mode for the paper's models."""
+    from mindspeed_rl_plugin.tools.layout_args import engine_layout_of, model_shape, train_layout
     from mindspeed_rl_plugin.tools.plan.estimate import Machine, estimate
-    from mindspeed_rl_plugin.tools.plan.words import engine_layout_of, model_shape, train_layout
 
     rows = []
     for case, (model, train, world, generate, _) in PLANS.items():
@@ -113,7 +113,7 @@ def plan_rows() -> list[dict]:
                 "received_bytes_all_ranks": (float(cost.flow.received.sum()), "B"),
                 "received_far_bytes": (float(cost.flow.received_far.max()), "B"),
                 "peak_bytes": (float(found.footprint.peak(mode)), "B"),
-                "generate_bytes": (float(found.footprint.resident(mode)), "B"),
+                "generate_bytes": (float(found.footprint.generate), "B"),
                 "seconds": (cost.seconds, "s"),
             }
             rows += [

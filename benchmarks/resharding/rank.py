@@ -19,7 +19,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from mindspeed_rl_plugin.device import get_device  # noqa: E402
 from mindspeed_rl_plugin.reshard.allgather import gather, make_gathering  # noqa: E402
 from mindspeed_rl_plugin.reshard.flow import Cells  # noqa: E402
-from mindspeed_rl_plugin.reshard.footprint import MODES  # noqa: E402
 from mindspeed_rl_plugin.reshard.host_memory import HostMemoryBudget  # noqa: E402
 from mindspeed_rl_plugin.reshard.layout import (  # noqa: E402
     ModelShape,
@@ -32,8 +31,9 @@ from mindspeed_rl_plugin.reshard.layout import (  # noqa: E402
 from mindspeed_rl_plugin.reshard.offload import TrainState  # noqa: E402
 from mindspeed_rl_plugin.reshard.p2p import P2PChannel  # noqa: E402
 from mindspeed_rl_plugin.reshard.plan import make_plan  # noqa: E402
+from mindspeed_rl_plugin.reshard.resharder import MODES  # noqa: E402
 from mindspeed_rl_plugin.reshard.transfer import stream  # noqa: E402
-from mindspeed_rl_plugin.tools.plan.words import engine_layout_of, train_layout  # noqa: E402
+from mindspeed_rl_plugin.tools.layout_args import engine_layout_of, train_layout  # noqa: E402
 
 DTYPE = torch.bfloat16
 DEADLINE = 600.0

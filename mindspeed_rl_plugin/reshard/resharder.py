@@ -20,7 +20,6 @@ from mindspeed_rl_plugin.device import get_device
 from mindspeed_rl_plugin.reshard.allgather import Gathering, gather, make_gathering
 from mindspeed_rl_plugin.reshard.families import HEAD
 from mindspeed_rl_plugin.reshard.finite import BrokenWeights, first_broken
-from mindspeed_rl_plugin.reshard.footprint import MODES
 from mindspeed_rl_plugin.reshard.layout import (
     EngineParallel,
     Layout,
@@ -47,6 +46,8 @@ from mindspeed_rl_plugin.reshard.transfer import layout_digests, share_ints, str
 from mindspeed_rl_plugin.reshard.verify import Held, compare, compare_return, weights_digest
 
 __all__ = ["Resharder", "Transfer", "differences", "stored_parameters"]
+
+MODES = ("naive", "allgather", "stream")
 
 
 @dataclass(frozen=True)

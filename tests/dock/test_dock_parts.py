@@ -19,8 +19,6 @@ from mindspeed_rl_plugin.dock.distributed.journal import HEADER, Journal
 from mindspeed_rl_plugin.dock.distributed.picking import Ask
 from mindspeed_rl_plugin.dock.distributed.records import Cells, EpochSet, Record, Shape
 from mindspeed_rl_plugin.dock.distributed.views import balanced, even
-from mindspeed_rl_plugin.dock.volume import Load, central_gib, packed_gib, warehouse_gib
-from mindspeed_rl_plugin.tools.plan import dock_volume as plan
 
 # messages
 
@@ -478,38 +476,3 @@ def test_a_lease_over_two_epochs_ends_when_both_are_acknowledged() -> None:
         assert work.close(epoch, None) == ["a"]
         work.apply(Record(0, 1, seq, epoch, shape, acks={"work": np.array([0], np.int32)}))
     assert work.close(0, None) == work.close(1, None) == []
-
-
-# volumes
-
-
-# G, N, PL, n, SL, M, and the TCV in GB that Table 1 prints.
-TABLE = [
-    (256, 8, 2048, 5, 8192, 3, 0.96),
-    (256, 16, 2048, 5, 16384, 3, 3.81),
-    (1024, 16, 2048, 5, 16384, 3, 15.2),
-    (1024, 32, 4096, 8, 32768, 5, 97.0),
-    (4096, 32, 4096, 8, 32768, 5, 388.0),
-    (8192, 64, 4096, 8, 65536, 5, 3100.0),
-]
-
-
-@pytest.mark.parametrize("row", TABLE)
-def test_equation_2_gives_table_1(row: tuple) -> None:
-    groups, members, prompt, items, response, scalars, printed = row
-    load = Load(groups, members, prompt, response, items, scalars)
-    assert central_gib(load) == pytest.approx(printed, rel=0.02)
-    assert central_gib(load) == groups * members * 4 * (2 * prompt + 3 * items * response + 8 * scalars) / 1024**3
-    assert warehouse_gib(load, 16, 6) == pytest.approx(central_gib(load) / 16, rel=0.01)
-    assert (groups, members, prompt, items, response, scalars) in plan.TABLE_1
-
-
-def test_the_docks_own_volume_is_what_its_columns_hold() -> None:
-    columns = [*COLUMNS.values(), ColumnSpec("prompt", torch.int32, "group", ragged=True)]
-    columns.append(ColumnSpec("unused", torch.int32, "token", ragged=True))
-    states = [StateSpec("work", ("prompt", "tokens"), ("score",)), StateSpec("log", ("score",), ())]
-    moved = packed_gib(Load(4, 2, 100, 300, fill=0.5), 4, columns, states, anywhere=("log",))
-    tokens, score, prompt = 8 * 4 * 200, 8 * 4, 4 * 4 * 50
-    assert moved.written * 2**30 == pytest.approx(tokens + score + prompt)
-    assert moved.read * 2**30 == pytest.approx(tokens + prompt + score)
-    assert moved.remote * 2**30 == pytest.approx(0.75 * (prompt + score))

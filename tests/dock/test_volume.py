@@ -9,9 +9,9 @@ from mindspeed_rl_plugin.config import AlgorithmConfig
 from mindspeed_rl_plugin.dock import ColumnSpec, DistributedDock, Limits
 from mindspeed_rl_plugin.dock.distributed import frames
 from mindspeed_rl_plugin.dock.distributed.records import Record
-from mindspeed_rl_plugin.dock.volume import GIB, Load, packed_gib, record_bytes, told_elsewhere
 from mindspeed_rl_plugin.rows import Ragged, Rows, SampleId
 from mindspeed_rl_plugin.stages import columns
+from mindspeed_rl_plugin.tools.plan.dock_volume import GIB, Load, listeners_elsewhere, packed_gib, record_bytes
 
 GROUPS, MEMBERS = 16, 4
 
@@ -58,7 +58,7 @@ def test_the_records_of_a_rollout_weigh_what_the_plan_says(members, nodes: list[
             back = {name: cells(by_name[name], len(ids)) for name in state.writes}
             dock.commit(lease, Rows(lease.rows.ids, back) if back else None)
     machines = [sorted(set(nodes)).index(node) for node in nodes]
-    load, told = Load(GROUPS, MEMBERS, 100, 900), told_elsewhere(len(states), machines)
-    moved = packed_gib(load, len(houses), specs, states, version_column="version", told=told)
+    load, told = Load(GROUPS, MEMBERS, 100, 900), listeners_elsewhere(len(states), machines)
+    moved = packed_gib(load, len(houses), specs, states, version_column="version", listeners=told)
     assert said["payload"] == pytest.approx(moved.records * GIB) == told * record_bytes(load, specs, states, "version")
     assert max(heads) < 1000, "what is left out is less than a thousand bytes a commit"

@@ -5,17 +5,15 @@ import functools
 from itertools import pairwise
 
 import torch
-import torch.distributed as dist
 
 from mindspeed_rl_plugin.device import StorageMeter
 from mindspeed_rl_plugin.reshard import resharder as resharder_module
 from mindspeed_rl_plugin.reshard.flow import Cells
-from mindspeed_rl_plugin.reshard.footprint import weights
 from mindspeed_rl_plugin.reshard.layout import engine_layout, megatron_layout
 from mindspeed_rl_plugin.reshard.offload import gathered, unwrap
 from mindspeed_rl_plugin.reshard.resharder import Resharder
 from mindspeed_rl_plugin.reshard.verify import WeightMismatch
-from mindspeed_rl_plugin.tools.plan.estimate import Machine, estimate
+from mindspeed_rl_plugin.tools.plan.estimate import weights_by_layer
 
 BUCKET = 16 << 10
 
@@ -28,16 +26,6 @@ def check_modes(job, engines):
         wanted = {r: engine_layout(job.shape, stream.engine.tp, r % stream.engine.tp) for r in sources}
         cells = Cells(sources, wanted, stream.tensors, itemsize=itemsize, node_size=len(sources))
         with gathered(job.chunks):
-            planned = estimate(
-                job.shape,
-                job.parallel,
-                stream.engine,
-                len(sources) // stream.engine.ranks,
-                Machine(len(sources), 1, 1, 1, 1),
-                itemsize=job.dtype.itemsize,
-                engine_itemsize=itemsize,
-                bucket_bytes=BUCKET,
-            ).footprint
             streamed = stream.to_engine(job.chunks, engine, 0)
             assert streamed.received == cells.flow().received[stream.rank]
             assert streamed.temporary <= 2 * BUCKET
@@ -56,7 +44,7 @@ def check_modes(job, engines):
                 for name, tensor in engine.items():
                     assert torch.equal(other[name], tensor), f"{name} differs in {mode}"
                 assert done.received == cells.flow(everything=True).received[stream.rank], mode
-                whole = weights(job.shape, itemsize).total
+                whole = weights_by_layer(job.shape, itemsize).sum()
                 if mode == "allgather":  # and what of a round is converted before it is sent
                     staged = 0 if job.dtype == stream.dtype else 2 * 96 * 64 * itemsize
                     assert whole <= done.temporary <= 1.02 * whole + staged, (done.temporary, whole)
@@ -66,9 +54,6 @@ def check_modes(job, engines):
                 else:
                     expected = two_rounds(way.plan, way.rank, job.dtype != stream.dtype)
                     assert done.temporary == expected, (done.temporary, expected, whole)
-                    everyones = [None] * len(sources)
-                    dist.all_gather_object(everyones, done.temporary)
-                    assert planned.rounds == max(everyones), (planned.rounds, everyones)
 
 
 def two_rounds(plan, rank, converted):

@@ -28,8 +28,8 @@ from mindspeed_rl_plugin.reshard.plan import make_plan
 from mindspeed_rl_plugin.reshard.transfer import view
 from mindspeed_rl_plugin.tools.convert import to_hf, to_megatron
 from mindspeed_rl_plugin.tools.convert.arguments import flags, megatron_arguments
-from mindspeed_rl_plugin.tools.plan import dock_volume as plan
-from mindspeed_rl_plugin.tools.plan.script import read_arguments
+from mindspeed_rl_plugin.tools.plan import plan
+from mindspeed_rl_plugin.tools.plan.script_args import read_arguments
 from mindspeed_rl_plugin.tools.rehearse.command_line import Flags
 
 ROWS = families._PLAIN + families._QK_NORM + families._DENSE_MLP

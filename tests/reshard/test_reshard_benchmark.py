@@ -51,12 +51,13 @@ def test_targets_of_the_plan_compare_allgather_with_stream(benchmark):
 
 @pytest.mark.parametrize("family", ["dense", "moe"])
 def test_models_are_as_large_as_asked_for(benchmark, family):
-    from mindspeed_rl_plugin.reshard.footprint import weights
+
     from mindspeed_rl_plugin.reshard.layout import ModelShape
+    from mindspeed_rl_plugin.tools.plan.estimate import weights_by_layer
 
     for size in (0.5, 1.0, 2.0):
         config = benchmark.model_config(family, size)
-        assert 1 <= weights(ModelShape.from_hf_config(config, 32000), 2).total / (size * 1e9) < 1.25
+        assert 1 <= weights_by_layer(ModelShape.from_hf_config(config, 32000), 2).sum() / (size * 1e9) < 1.25
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mindspeed_rl_plugin.tools.plan import dock_volume as plan
+from mindspeed_rl_plugin.tools.plan import plan
 from mindspeed_rl_plugin.tools.rehearse import confine
 from mindspeed_rl_plugin.tools.rehearse.capture import Launch, capture
 

@@ -5,9 +5,8 @@ import re
 
 import pytest
 
-from mindspeed_rl_plugin.tools.plan import dock_volume as plan
-from mindspeed_rl_plugin.tools.plan.refusals import refusals
-from mindspeed_rl_plugin.tools.plan.script import read_arguments
+from mindspeed_rl_plugin.tools.plan import plan
+from mindspeed_rl_plugin.tools.plan.script_args import read_arguments
 from mindspeed_rl_plugin.tools.rehearse.command_line import Flags
 
 PLAIN = (
@@ -42,25 +41,51 @@ def memory(text):
 def test_what_does_not_fit_is_marked_in_every_phase(capsys):
     mark = "(does not fit)"
     rows = memory(printed(capsys, *SEVEN, "--device-gb", "16"))
-    assert rows["naive"].split(mark)[0].split() == ["naive", "22.85"] and rows["naive"].count(mark) == 1
-    assert rows["allgather"].count(mark) == 2 and rows["stream"].count(mark) == 1
+    assert rows["stream"].split(mark)[0].split() == ["stream", "22.85"] and rows["stream"].count(mark) == 1
+    assert rows["allgather"].count(mark) == 2
     rows = memory(printed(capsys, *SEVEN, "--device-gb", "7.6"))
-    assert rows["naive"].count(mark) == 3 and rows["stream"].split(mark)[2].split() == ["3.81", "3.79"]
+    assert rows["allgather"].count(mark) == 2 and rows["stream"].split(mark)[2].split() == ["3.81", "3.79"]
     assert "(does not fit)" not in printed(capsys, *SEVEN)
 
 
 def test_columns_and_equation_3_are_explained(capsys):
     """Of 15.23 GB tp4 holds 3.81 a device; the engine the same, so that nothing is in flight."""
     out = printed(capsys, *SEVEN)
-    assert "reshard peak: weights 3.81, engine's weights 3.81, and in naive two rounds of shards 0.54; " in out
-    assert "in allgather the whole model 15.23; in stream what is in flight 0.00 (at most two buckets of 256" in out
+    assert "reshard peak: weights 3.81, engine's weights 3.81, and in allgather the whole model 15.23; " in out
+    assert "in stream what is in flight 0.00 (at most two buckets of 256" in out
     assert "left is for the KV cache" in out and "activations, of the update as of the engine, are in no column" in out
     assert "received and sent: of one rank; node in and out: all ranks of the busiest node together" in out
-    assert "0.3 GB/s between nodes (--far, the paper's link)" in out
+    links = out.splitlines()[0]
+    assert links.startswith("links   assumed, give your own: 50 GB/s") and "100 GB/s a node to others (--far)" in links
     assert "= 7.62 GB of redundant weights in all, R / GDP = 3.81 GB" in out
     assert "GDP: data parallel ranks in generation, each 4 devices (tp4); UTP: tensor parallel ranks in the up" in out
     assert "stream receives nothing" in out and "times" not in out
-    assert "2 GB/s between nodes (--far)" in printed(capsys, *SEVEN, "--far", "2")
+    assert "2 GB/s a node to others (--far)" in printed(capsys, *SEVEN, "--far", "2")
+
+
+def test_host_memory_of_a_machine(capsys):
+    """By hand: 7.616e9 parameters over tp4; of eight ranks each offloads 2 bytes and half of 12 a parameter."""
+    out = printed(capsys, *SEVEN)
+    line = next(line for line in out.splitlines() if line.startswith("host memory"))
+    numbers = [float(word) for word in re.findall(r" (\d+\.\d+)", line)]
+    total, state, reference, engine = numbers
+    assert state == pytest.approx(8 * (2 + 6) * 7.616 / 4, rel=1e-3)
+    assert reference == engine == pytest.approx(8 * 3.808, rel=1e-3)
+    assert total == pytest.approx(sum(numbers[1:]), abs=0.02)
+    assert "a machine of 8 ranks" in line and "`plan --dock`" in line
+
+
+@pytest.mark.parametrize(("flags", "reference"), [("grpo", True), ("dapo", False), ("dpo", True)])
+def test_the_host_memory_of_a_script(flags, reference, tmp_path, capsys):
+    """Its algorithm says whether there is a reference, its lengths what the dock holds."""
+    script = tmp_path / "train.sh"
+    lengths = "--rl-max-prompt-length 100 --rl-max-response-length 900 --rl-samples-per-prompt 4 --global-batch-size 64"
+    script.write_text(f"torchrun --nproc_per_node 2 a.py {PLAIN} --rl-algorithm {flags} {lengths}")
+    line = next(x for x in printed(capsys, str(script)).splitlines() if x.startswith("host memory"))
+    assert ("reference" in line) is reference and "`plan --dock`" not in line
+    if flags == "grpo":  # of 1000 tokens: ids, a mask, three log-probs; the prompts' own, and a few numbers a row
+        dock = float(re.search(r"dock (\d+\.\d+)", line)[1])
+        assert dock == pytest.approx(64 * 1000 * (4 + 1 + 4 + 4 + 4) / 1e6, rel=0.05)
 
 
 def test_engines_need_no_tp(capsys):
@@ -76,7 +101,7 @@ def test_engines_need_no_tp(capsys):
 
 
 def refused(*words):
-    return refusals(Flags.parse([*PLAIN.split(), *" ".join(words).split()]))
+    return read_arguments(Flags.parse([*PLAIN.split(), *" ".join(words).split()]), 1).refused
 
 
 def test_what_a_run_refuses_is_said(tmp_path, capsys):

@@ -6,14 +6,19 @@ import numpy as np
 import pytest
 
 from mindspeed_rl_plugin.reshard.layout import EngineParallel, ModelShape, Parallel
+from mindspeed_rl_plugin.tools.layout_args import engine_layout_of, known_model, train_layout
 from mindspeed_rl_plugin.tools.plan import published
-from mindspeed_rl_plugin.tools.plan.words import engine_layout_of, known_model, train_layout
+from mindspeed_rl_plugin.tools.plan.estimate import weights_by_layer
 
 DENSE = ModelShape("qwen2", 4, 8, 4, 4, 2, 16, 32, 32)
 ROUTED = ModelShape("qwen3_moe", 4, 8, 4, 4, 2, 16, 32, 32, experts=8, expert_ffn=4, dense_layers=(0,))
 # of one layer, numbers: attention and MLP of each family; the embedding, and the head
 ATTENTION, MLP, ONE_EXPERT, OUTER = 4 * 8 * 8, 3 * 8 * 16, 3 * 8 * 4, 32 * 8
 BIAS = 3 * 8
+
+
+def received(shape, train, engine, ranks):
+    return published.received(weights_by_layer(shape, 2), shape, train, engine, ranks)
 
 
 def played(shape, train, engine):
@@ -59,7 +64,7 @@ def played(shape, train, engine):
     ],
 )
 def test_bytes_of_its_collectives(shape, train, engine):
-    found = published.received(shape, train, engine, range(train.world), 2)
+    found = received(shape, train, engine, range(train.world))
     np.testing.assert_array_equal(found, 2 * np.array(played(shape, train, engine)))
 
 
@@ -73,7 +78,7 @@ def test_bytes_of_its_collectives(shape, train, engine):
 def test_published_models(model, train, generate, mean):
     parallel = train_layout(train, None)
     engine, _ = engine_layout_of(generate, parallel.world)
-    found = published.received(known_model(model), parallel, engine, range(parallel.world), 2)
+    found = received(known_model(model), parallel, engine, range(parallel.world))
     assert found.mean() / 1e9 == pytest.approx(mean, rel=2e-3)
 
 
@@ -91,7 +96,7 @@ def test_published_models(model, train, generate, mean):
 )
 def test_pairs_that_it_refuses(shape, train, engine, ranks, message):
     if message is None:
-        assert published.received(shape, train, engine, ranks, 2).min() > 0
+        assert received(shape, train, engine, ranks).min() > 0
     else:
         with pytest.raises(ValueError, match=message):
-            published.received(shape, train, engine, ranks, 2)
+            received(shape, train, engine, ranks)

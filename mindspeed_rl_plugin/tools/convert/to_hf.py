@@ -21,7 +21,7 @@ from mindspeed_rl_plugin.tools.convert.checkpoint import Checkpoint
 from mindspeed_rl_plugin.tools.convert.cli import DTYPES, make_parser, run, size
 from mindspeed_rl_plugin.tools.convert.convert import Assembled
 from mindspeed_rl_plugin.tools.convert.files import tokenizer_files, write_shards
-from mindspeed_rl_plugin.tools.plan.words import read_config, shape_of
+from mindspeed_rl_plugin.tools.layout_args import read_config, shape_of
 
 
 def main(argv: list[str]) -> int:

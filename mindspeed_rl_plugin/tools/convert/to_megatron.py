@@ -26,7 +26,7 @@ from mindspeed_rl_plugin.tools.convert.checkpoint import rank_folders, write_che
 from mindspeed_rl_plugin.tools.convert.cli import DTYPES, SHOWN, make_parser, run
 from mindspeed_rl_plugin.tools.convert.convert import stored_tensors
 from mindspeed_rl_plugin.tools.convert.files import HfTensors
-from mindspeed_rl_plugin.tools.plan.words import check_train, parse_sizes, read_config, shape_of
+from mindspeed_rl_plugin.tools.layout_args import check_train, parse_sizes, read_config, shape_of
 
 # Beside the weights: layers that predict further tokens, numbered after the others; frequencies that old files keep.
 _LAYER, _FREQUENCIES = re.compile(r"model\.layers\.(\d+)\."), "rotary_emb.inv_freq"

@@ -1,18 +1,25 @@
 """`python -m mindspeed_rl_plugin plan --dock`: what the sample flow of a rollout moves, without any machine.
 
-Without `--dock` it plans a reshard (planning/command.py).
+The equations and Table 1 of the MindSpeed RL paper (arXiv 2507.19017), and beside them this dock's own sum.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 
-from mindspeed_rl_plugin.algorithms import resolve
-from mindspeed_rl_plugin.config import AlgorithmConfig
-from mindspeed_rl_plugin.dock.volume import Load, central_gib, packed_gib, told_elsewhere, warehouse_gib
-from mindspeed_rl_plugin.stages import columns
-from mindspeed_rl_plugin.tools.plan import command
+from mindspeed_rl_plugin.algorithms import Algorithm, resolve
+from mindspeed_rl_plugin.config import AlgorithmConfig, RLConfig
+from mindspeed_rl_plugin.dock import ColumnSpec, StateSpec
+from mindspeed_rl_plugin.stages import columns as declared
+from mindspeed_rl_plugin.tools.text_table import aligned
 
+GIB = 2**30
+# Bytes with which a warehouse tells a controller of what was committed: a row number, once for all columns written
+# together; segment, offset and length of each cell; the number of a row that a state is done with; a weight version.
+SLOT, CELL, ACK, VERSION = 4, 4 + 8 + 4, 4, 8
 # Table 1 of the paper: G, N, PL, n, SL, M, with B = 4.
 TABLE_1 = (
     (256, 8, 2048, 5, 8192, 3),
@@ -22,35 +29,146 @@ TABLE_1 = (
     (4096, 32, 4096, 8, 32768, 5),
     (8192, 64, 4096, 8, 65536, 5),
 )
-SIZES = ("G", "N", "PL", "n", "SL", "M")
+HEAD = ("G", "N", "PL", "n", "SL", "M", "Eq. 2 GiB", "100 MB/s", "1 GB/s")
+HEAD += ("Eq. 4 GiB", "here GiB", "between GiB", "records GiB", "1 GB/s")
 LEGEND = """\
 Per rollout: G prompts, N responses of each, PL and SL tokens of the longest prompt and response, n items of SL tokens
-and M single numbers that a sample carries from stage to stage. Equations, Table 1: MindSpeed RL (arXiv 2507.19017)."""
-HEAD = (*SIZES, "Eq. 2 GiB", "100 MB/s", "1 GB/s", "Eq. 4 GiB", "here GiB", "between GiB", "records GiB", "1 GB/s")
+and M single numbers that a sample carries from stage to stage. Equations, Table 1: MindSpeed RL (arXiv 2507.19017).
+Eq. 2: everything through one buffer. Eq. 4: each of S warehouses. Both padded, and read 3 times.
+here: GRPO with a reference, unpadded, of all machines: written once, read by every state that declares it, more often
+than the equations' three times, in the memory of the machine where a row is sampled and trained.
+between: prompts, which one rank puts, and the numbers that one rank logs, where pipelines lie within machines and
+batches are not chosen or balanced by tokens (docs/dock.md says what those add).
+records: what controllers on other machines learn of every cell and of every row that is done; the seconds are of both,
+over all machines. Not counted: heads of messages, and the places in a lease's answer (28 bytes a row, 16 a cell)."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """One rollout, in the paper's letters.
+
+    groups G, members N, prompt PL and response SL tokens (the longest), items n of a response's length, scalars M;
+    fill: mean length over longest, what packing saves.
+    """
+
+    groups: float
+    members: int
+    prompt: int
+    response: int
+    items: int = 5
+    scalars: int = 3
+    fill: float = 1.0
+
+    @property
+    def rows(self) -> int:
+        return self.groups * self.members
+
+
+def central_gib(load: Load) -> float:
+    """Eq. 2: total volume of a replay buffer in one place, padded, 4 bytes an entry."""
+    return load.rows * 4 * (2 * load.prompt + 3 * load.items * load.response + 8 * load.scalars) / GIB
+
+
+def warehouse_gib(load: Load, warehouses: int, controllers: int) -> float:
+    """Eq. 4: volume of each of S warehouses, padded, metadata sent to C controllers."""
+    metadata = 8 * (controllers + 1) * load.scalars
+    return load.rows * 4 * (2 * load.prompt + 3 * load.items * load.response + metadata) / warehouses / GIB
+
+
+@dataclass(frozen=True)
+class Moved:
+    """Bytes of one rollout in GiB, over all machines. written, read: of cells; remote: of both, between machines;
+    records: that tell controllers on other machines where cells lie and what is done, without the heads of messages."""
+
+    written: float
+    read: float
+    remote: float
+    records: float
+
+
+def packed_gib(
+    load: Load,
+    warehouses: int,
+    columns: Sequence[ColumnSpec],
+    states: Sequence[StateSpec],
+    anywhere: Sequence[str] = (),
+    version_column: str | None = None,
+    listeners: float = 0.0,
+) -> Moved:
+    """What this dock moves: every cell is written once and read once by each state that declares it, unpadded.
+
+    anywhere: states whose readers are not where a row lies; all others read and write in their own machine's shared
+    memory. What is known of a group comes from one producer. version_column: column with the weight version of a row;
+    listeners: processes on other machines that learn of a commit. A column that no state reads or writes is not there.
+    """
+    used = {name for s in states for name in (*s.reads, *s.writes)}
+    columns = [c for c in columns if c.name in used]
+    size = {c.name: load.rows * _row_bytes(c, load) for c in columns}
+    by_state = {s.name: sum(size[c] for c in s.reads) for s in states}
+    produced = sum(size[c.name] for c in columns if c.level == "group")
+    remote = (warehouses - 1) / warehouses * (produced + sum(by_state[s] for s in anywhere))
+    records = listeners * record_bytes(load, columns, states, version_column)
+    return Moved(*(x / GIB for x in (sum(size.values()), sum(by_state.values()), remote, records)))
+
+
+def rollout_bytes(config: RLConfig, algorithm: Algorithm, global_batch_size: int | None) -> float:
+    """Bytes of one rollout in the dock, every sample at its longest; 0 where pairs are trained, which have no dock."""
+    rollout, members = config.rollout, config.rollout.samples_per_prompt
+    groups = rollout.rollout_prompts or (global_batch_size or 0) / members
+    if algorithm.from_pairs:
+        return 0
+    load = Load(groups, members, config.data.max_prompt_length, rollout.max_response_length)
+    return GIB * packed_gib(load, 1, declared.grpo_columns(1), declared.grpo_states(algorithm)).written
+
+
+def record_bytes(
+    load: Load, columns: Sequence[ColumnSpec], states: Sequence[StateSpec], version_column: str | None = None
+) -> int:
+    """Bytes of the records of one rollout as each process that holds controllers gets them, without their heads.
+
+    A put tells of what no state writes, a commit of what its state writes and of the rows that it is done with.
+    """
+    level = {c.name: c.level for c in columns}
+    read, back = {name for s in states for name in s.reads}, {name for s in states for name in s.writes}
+    writes = [tuple(name for name in level if name in read - back), *(s.writes for s in states)]
+    total = load.rows * ACK * len(states) + (load.rows * VERSION if version_column in level else 0)
+    for names in writes:
+        by_group = sum(level[name] == "group" for name in names)
+        for count, cells in ((load.groups, by_group), (load.rows, len(names) - by_group)):
+            total += count * (SLOT + CELL * cells) if cells else 0
+    return total
+
+
+def listeners_elsewhere(states: int, nodes: Sequence[int]) -> float:
+    """Processes on other machines that learn of a commit, mean over machines. nodes: machine of each rank. Controllers
+    lie spread evenly over the ranks; where states outnumber them, in turn from the second rank on."""
+    world = len(nodes)
+    holders = {(i * world // states if world >= states else i + 1) % world for i in range(states)}
+    machines = set(nodes)
+    return sum(nodes[rank] != machine for machine in machines for rank in holders) / len(machines)
+
+
+def _row_bytes(column: ColumnSpec, load: Load) -> float:
+    """Mean bytes of one row of a column; a group's cell is shared by its members."""
+    entry = column.dtype.itemsize * math.prod(column.trailing)
+    if not column.ragged or column.level == "sample":  # such as the parts of one weight version: mostly one
+        return entry
+    prompt, response = load.fill * load.prompt, load.fill * load.response
+    return entry * (prompt / load.members if column.level == "group" else prompt + response)
 
 
 def main(argv: list[str]) -> int:
-    """Print the table; returns the exit status. Without `--dock` the plan is that of a reshard."""
-    if not any(word.startswith("--dock") for word in argv):
-        return command.main(argv)
+    """Print the table; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m mindspeed_rl_plugin plan", description=__doc__)
-    parser.add_argument(
-        "--dock",
-        nargs="*",
-        type=int,
-        metavar="N",
-        required=True,
-        help="G N PL SL, and n M if they differ from 5 3; without numbers: the rows of the paper's Table 1",
-    )
+    numbers = "G N PL SL, and n M if they differ from 5 3; without numbers: the rows of the paper's Table 1"
+    parser.add_argument("--dock", nargs="*", type=int, metavar="N", required=True, help=numbers)
     parser.add_argument("--nodes", type=int, default=16, help="machines S, one warehouse each (default 16)")
     parser.add_argument("--ranks", type=int, default=8, help="ranks a machine, among which controllers lie (default 8)")
     parser.add_argument("--controllers", type=int, default=6, help="worker states C of Eq. 4 (default 6)")
     parser.add_argument("--fill", type=float, default=1.0, help="mean length over the longest (default 1: no padding)")
     args = parser.parse_args(argv)
-    if args.dock and len(args.dock) not in (4, 6):
-        parser.error(f"--dock takes G N PL SL [n M], got {len(args.dock)} numbers")
-    if args.dock and min(args.dock) < 1:
-        parser.error(f"--dock: every number is at least 1, got {min(args.dock)}")
+    if args.dock and (len(args.dock) not in (4, 6) or min(args.dock) < 1):
+        parser.error(f"--dock {' '.join(map(str, args.dock))}: give G N PL SL [n M], each at least 1")
     if min(args.nodes, args.ranks) < 1 or not 0 < args.fill <= 1:
         got = f"{args.nodes}, {args.ranks} and {args.fill}"
         parser.error(f"--nodes and --ranks are at least 1 and --fill in (0, 1], got {got}")
@@ -58,43 +176,23 @@ def main(argv: list[str]) -> int:
     if args.dock:
         g, n, p, s, *rest = args.dock
         loads = [Load(g, n, p, s, *(rest or (5, 3)), args.fill)]
-    rows = [_row(load, args.nodes, args.ranks, args.controllers) for load in loads]
-    widths = [max(len(r[i]) for r in [HEAD, *rows]) for i in range(len(HEAD))]
     print(f"S = {args.nodes} machines, C = {args.controllers} controllers; seconds at the rate between two machines")
-    for row in [HEAD, *rows]:
-        print("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)))
+    print("\n".join(aligned([HEAD, *(_row(load, args.nodes, args.ranks, args.controllers) for load in loads)])))
     print(LEGEND)
-    print("Eq. 2: everything through one buffer. Eq. 4: each of S warehouses. Both padded, and read 3 times.")
-    print("here: GRPO with a reference, unpadded, of all machines: written once, read by every state that declares it,")
-    print("more often than the equations' three times, in the memory of the machine where a row is drawn and trained.")
-    print("between: prompts, which one rank puts, and the numbers that one rank logs, where pipelines lie within")
-    print("machines and batches are not chosen or balanced by tokens (docs/dock.md, Homes, says what those add).")
-    print("records: what controllers on other machines are told of every cell and of every row that is done,")
-    print(f"with {args.ranks} ranks a machine; the seconds are of both,")
-    print("over all machines. Not counted: heads of messages, and the places in the answer to a lease (28 bytes a row")
-    print("and 16 a cell).")
     return 0
 
 
 def _row(load: Load, nodes: int, ranks: int, controllers: int) -> tuple[str, ...]:
-    central, each = central_gib(load), warehouse_gib(load, nodes, controllers)
-    states = columns.grpo_states(resolve(AlgorithmConfig(algorithm="grpo")))
-    told = told_elsewhere(len(states), [rank // ranks for rank in range(nodes * ranks)])
-    how = {"anywhere": ("measure",), "version_column": "version", "told": told}
-    moved = packed_gib(load, nodes, columns.grpo_columns(1), states, **how)
+    central = central_gib(load)
+    states = declared.grpo_states(resolve(AlgorithmConfig(algorithm="grpo")))
+    listeners = listeners_elsewhere(len(states), [rank // ranks for rank in range(nodes * ranks)])
+    how = {"anywhere": ("measure",), "version_column": "version", "listeners": listeners}
+    moved = packed_gib(load, nodes, declared.grpo_columns(1), states, **how)
     sizes = (load.groups, load.members, load.prompt, load.items, load.response, load.scalars)
     return (
-        *(_short(n) for n in sizes),
-        f"{central:.2f}",
-        f"{central * 1024 / 100:.1f}",
-        f"{central:.2f}",
-        f"{each:.3f}",
+        *(f"{n // 1024}K" if n >= 1024 and n % 1024 == 0 else str(n) for n in sizes),
+        *(f"{central:.2f}", f"{central * 1024 / 100:.1f}", f"{central:.2f}"),
+        f"{warehouse_gib(load, nodes, controllers):.3f}",
         f"{moved.written + moved.read:.2f}",
-        f"{moved.remote:.4f}",
-        f"{moved.records:.4f}",
-        f"{moved.remote + moved.records:.4f}",
+        *(f"{gib:.4f}" for gib in (moved.remote, moved.records, moved.remote + moved.records)),
     )
-
-
-def _short(number: int) -> str:
-    return f"{number // 1024}K" if number >= 1024 and number % 1024 == 0 else str(number)

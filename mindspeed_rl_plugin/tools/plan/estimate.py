@@ -1,24 +1,35 @@
-"""Estimate: what a reshard moves and holds in each mode, from layouts alone."""
+"""Estimate: what a reshard moves and holds in each mode, from layouts alone, and what a run takes on the host. Pure.
+
+Of devices it counts weights, gradients and optimizer of the fullest one, no activations and no KV cache.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from math import prod
 
 import numpy as np
 
+from mindspeed_rl_plugin.reshard.family_table import Split, Stage
 from mindspeed_rl_plugin.reshard.flow import Cells, Flow
-from mindspeed_rl_plugin.reshard.footprint import MODES, Footprint, Weights, eq3, footprint, weights
 from mindspeed_rl_plugin.reshard.layout import (
     EngineParallel,
     ModelShape,
     Parallel,
     canonical_tensors,
     engine_layout,
+    engine_shapes,
     megatron_layout,
     megatron_shapes,
 )
-from mindspeed_rl_plugin.reshard.shards import make_rounds, make_shards, two_rounds
 from mindspeed_rl_plugin.tools.plan import published
+
+MODES = ("allgather", "stream")
+# Of each parameter, by the bytes of a weight: two float32 moments of Adam, and a float32 main parameter where the
+# weight itself is none.
+STATE_BYTES = {2: 12, 4: 8}
+TENSOR, EXPERT, COMMON = range(3)  # kinds of weights: TW, EW and CW of the paper's Eq. 3
 
 
 @dataclass(frozen=True)
@@ -48,11 +59,53 @@ class Cost:
 
 
 @dataclass(frozen=True)
-class Estimate:
-    """What `estimate` found. out_seconds: training weights to the host, and as long back; gdp, utp, gep: of Eq. 3;
-    published: bytes `[ranks]` that MindSpeed-RL's own path receives, or why it refuses the pair."""
+class Held:
+    """Bytes of a model on a trainer's device."""
 
-    weights: Weights
+    weights: int = 0
+    gradients: int = 0
+    optimizer: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.gradients + self.optimizer
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Bytes on the fullest device. policy, critic: of the trainer (critic: 0 without one); generate: the engine's
+    weights; whole: the model, as it travels; in_flight: what `stream` takes besides the weights of both sides
+    (`Flow.in_flight`); shared: whether a device has both trainer and engine."""
+
+    policy: Held
+    critic: Held
+    generate: int
+    whole: int
+    in_flight: int
+    shared: bool
+
+    @property
+    def update(self) -> int:
+        """Bytes in the update."""
+        return self.policy.total + self.critic.total
+
+    def peak(self, mode: str) -> int:
+        """Most bytes on a device with an engine during the reshard, all but the policy's weights having left it."""
+        return self.generate + self.policy.weights * self.shared + {"allgather": self.whole}.get(mode, self.in_flight)
+
+    @property
+    def offloaded(self) -> int:
+        """Bytes of training state that are on the host during generation; gradients are freed, not copied."""
+        return self.update - self.policy.gradients - self.critic.gradients
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What `estimate` found. weights: `[3]` bytes of the model as the trainer has them, by kind; out_seconds: training
+    weights to the host, and as long back; gdp, utp, gep: of Eq. 3; published: bytes `[ranks]` that MindSpeed-RL's own
+    path receives, or why it refuses the pair."""
+
+    weights: np.ndarray
     footprint: Footprint
     costs: dict[str, Cost]
     out_seconds: float
@@ -63,8 +116,8 @@ class Estimate:
 
     @property
     def redundant(self) -> float:
-        """R of the paper's Eq. 3, bytes."""
-        return eq3(self.weights, gdp=self.gdp, utp=self.utp, gep=self.gep)
+        """R of the paper's Eq. 3: redundant bytes on all devices of the generation together."""
+        return self.gdp * (self.weights[TENSOR] / self.utp + self.weights[EXPERT] / self.gep)
 
 
 def estimate(
@@ -81,60 +134,84 @@ def estimate(
     distributed: bool = True,
     bucket_bytes: int = 256 << 20,
     critic: bool = False,
-    experts: str = "sequential",
 ) -> Estimate:
     """Figures of all modes. The engines live on ranks [first, first + engines x engine.ranks). critic: the trainer has
     one beside the policy; itemsize, engine_itemsize: bytes of a weight in the trainer, and in the engine (None: the
-    same), as which it travels; experts: how the trainer stores them (`rows.EXPERTS`).
+    same), as which it travels; grad_bytes: of a gradient; distributed: whether the optimizer's state is spread over
+    the data parallel ranks.
 
-    In `naive` and `allgather` every engine rank receives the whole model but what it holds; in `stream` only what it
-    lacks. Raises ValueError where sizes do not divide.
+    In `allgather` every engine rank receives the whole model but what it holds; in `stream` only what it lacks.
+    Raises ValueError where sizes do not divide.
     """
-    sources = {r: megatron_layout(shape, train, r, experts=experts) for r in range(train.world)}
-    stored = {r: megatron_shapes(shape, train, r, experts=experts) for r in sources}
-    ranks = engines * engine.ranks
-    destinations = {first + i: engine_layout(shape, engine, i % engine.ranks) for i in range(ranks)}
-    tensors, moved = canonical_tensors(shape), engine_itemsize or itemsize
-    cells = Cells(sources, destinations, tensors, itemsize=moved, node_size=machine.node_size)
-    stream, whole = _cost(cells.flow(), machine), _cost(cells.flow(everything=True), machine)
-    shards = make_shards(sources, stored, tensors, moved)
-    rounds = make_rounds(shards, bucket_bytes // 2)
-    held = footprint(
-        shape,
-        train,
-        engine,
-        itemsize=itemsize,
-        engine_itemsize=moved,
-        grad_bytes=grad_bytes,
-        distributed=distributed,
-        bucket_bytes=bucket_bytes,
-        shared=first < train.world,
-        critic=critic,
-        rounds=two_rounds(shards, rounds, sources, destinations, moved != itemsize),
-        in_flight=stream.flow.in_flight(list(destinations), bucket_bytes),
-    )
-    return Estimate(
-        weights(shape, itemsize),
-        held,
-        dict(zip(MODES, (whole, whole, stream), strict=True)),
-        held.train / machine.host,
-        ranks // engine.tp,
-        train.tp,
-        engine.ep,
-        _published(shape, train, engine, range(first, first + ranks), moved),
-    )
-
-
-def _published(
-    shape: ModelShape, train: Parallel, engine: EngineParallel, ranks: range, itemsize: int
-) -> np.ndarray | str:
+    ranks, moved = range(first, first + engines * engine.ranks), engine_itemsize or itemsize
+    sources = {r: megatron_layout(shape, train, r) for r in range(train.world)}
+    destinations = {r: engine_layout(shape, engine, (r - first) % engine.ranks) for r in ranks}
+    cells = Cells(sources, destinations, canonical_tensors(shape), itemsize=moved, node_size=machine.node_size)
+    costs = {mode: _cost(cells.flow(everything=mode == "allgather"), machine) for mode in MODES}
+    policy, of_critic = _fullest(shape, train, itemsize, grad_bytes, distributed, critic)
+    own = max(sum(map(prod, engine_shapes(shape, engine, r).values())) for r in range(engine.ranks))
+    in_flight = costs["stream"].flow.in_flight(list(ranks), bucket_bytes)
+    whole = int(weights_by_layer(shape, moved).sum())
+    held = Footprint(policy, of_critic, own * moved, whole, in_flight, first < train.world)
     try:
-        return published.received(shape, train, engine, ranks, itemsize)
+        theirs: np.ndarray | str = published.received(weights_by_layer(shape, moved), shape, train, engine, ranks)
     except ValueError as error:
-        return str(error)
+        theirs = str(error)
+    sizes = weights_by_layer(shape, itemsize).sum(0)
+    out_seconds = policy.weights / machine.host
+    return Estimate(sizes, held, costs, out_seconds, len(ranks) // engine.tp, train.tp, engine.ep, theirs)
+
+
+def weights_by_layer(shape: ModelShape, itemsize: int) -> np.ndarray:
+    """`[layers + 2, 3]` bytes of each layer by kind of weight (TENSOR, EXPERT, COMMON). Row 0 is what precedes the
+    layers, the last row what follows."""
+    tensors, out, seen = canonical_tensors(shape), np.zeros((shape.layers + 2, 3), np.int64), set()
+    for stage in Stage:
+        outer = stage in (Stage.FIRST, Stage.LAST)
+        for row in shape.rows(stage):
+            cut = COMMON if row.split in (Split.REPLICATED, Split.DOWN) else TENSOR
+            for layer in [0] if outer else [i for i in range(shape.layers) if row in shape.layer_rows(i)]:
+                place = layer + 1 if not outer else 0 if stage is Stage.FIRST else -1
+                for name in set(shape.names_of(row, layer)) - seen:
+                    seen.add(name)
+                    nbytes = tensors[name].slices * tensors[name].slice_bytes(itemsize)
+                    if stage is Stage.EXPERT:
+                        out[place, EXPERT] += shape.experts * nbytes
+                    else:
+                        out[place, cut] += nbytes
+    return out
 
 
 def _cost(flow: Flow, machine: Machine) -> Cost:
     near = max((flow.received - flow.received_far).max(), (flow.sent - flow.sent_far).max())
     far = max(flow.node_in.max(), flow.node_out.max())
     return Cost(flow, float(near) / machine.near, float(far) / machine.far)
+
+
+def _fullest(
+    shape: ModelShape, train: Parallel, itemsize: int, grad_bytes: int, distributed: bool, critic: bool
+) -> tuple[Held, Held]:
+    """Policy and critic of the trainer's fullest device."""
+    spread, expert_spread = (train.dp * train.cp, train.edp) if distributed else (1, 1)
+
+    def held(numel: int, experts: int) -> Held:
+        state = STATE_BYTES[itemsize] * (-(-(numel - experts) // spread) + -(-experts // expert_spread))
+        return Held(numel * itemsize, numel * grad_bytes, state)
+
+    devices = [
+        (held(numel, experts), held(of_critic, experts) if critic else Held())
+        for numel, experts, of_critic in _shards(shape, train)
+    ]
+    return max(devices, key=lambda pair: pair[0].total + pair[1].total)
+
+
+def _shards(shape: ModelShape, train: Parallel) -> Iterator[tuple[int, int, int]]:
+    """(elements, those of experts, those of a critic) of every trainer rank that differs. Where the policy has its
+    output layer, or shares it with the embedding, a critic has one row of it, whole on every rank."""
+    differing = {id(shapes): shapes for shapes in (megatron_shapes(shape, train, r) for r in range(train.world))}
+    for shapes in differing.values():
+        numel = sum(map(prod, shapes.values()))
+        experts = sum(prod(s) for name, s in shapes.items() if ".mlp.experts." in name)
+        head = prod(shapes.get("output_layer.weight", (0,)))
+        value_head = shape.hidden if "decoder.final_layernorm.weight" in shapes else 0
+        yield numel, experts, numel - head + value_head

@@ -15,51 +15,46 @@ from __future__ import annotations
 
 import numpy as np
 
-from mindspeed_rl_plugin.reshard.footprint import weights_by_layer
 from mindspeed_rl_plugin.reshard.layout import EngineParallel, ModelShape, Parallel
 
 
-def received(shape: ModelShape, train: Parallel, engine: EngineParallel, ranks: range, itemsize: int) -> np.ndarray:
-    """`[world]` bytes that every rank receives. ranks: those with engines.
+def received(
+    by_layer: np.ndarray, shape: ModelShape, train: Parallel, engine: EngineParallel, ranks: range
+) -> np.ndarray:
+    """`[world]` bytes that every rank receives. by_layer: of `estimate.weights_by_layer`; ranks: those with engines.
 
     Raises ValueError with the reason for a pair that the path refuses (`_validate_parallel_config`), or has not: it
     knows engines with whole experts only.
     """
     spread, wanted = train.ep, engine.ranks  # ranks over which whole experts are spread
     _check(shape, train, engine, ranks)
-    tensor, expert, common = _by_stage(shape, train, itemsize)
+    tensor, expert, common = _by_stage(by_layer, shape.layers, train)
     out = np.zeros(train.world)
     held = tensor / engine.tp + common + expert / wanted  # a rank of the engine, by stage
-    routed = bool(shape.moe_layers)
     for rank in range(train.world):
         stage = train.coordinates(rank).pp
         others = np.arange(train.pp) != stage
         if train.tp != engine.tp:
             out[rank] += (train.tp - 1) / train.tp * tensor[stage]
-        out[rank] += held[others].sum()
-        if routed:
-            out[rank] += (expert / spread)[others].sum()
-            if not _stays(rank % wanted, spread, wanted):
-                out[rank] += (expert / wanted).sum()
+        out[rank] += (held + expert / spread)[others].sum()
+        if not _stays(rank % wanted, spread, wanted):
+            out[rank] += expert.sum() / wanted
     return out
 
 
 def _stays(rank: int, spread: int, wanted: int) -> bool:
     """Whether the experts that a rank picked are those that it generates with. Source: get_expert_router."""
-    steps = wanted // spread
+    steps = max(1, wanted // spread)
     return rank % steps * spread + rank // steps == rank
 
 
-def _by_stage(shape: ModelShape, train: Parallel, itemsize: int) -> np.ndarray:
+def _by_stage(by_layer: np.ndarray, layers: int, train: Parallel) -> np.ndarray:
     """`[3, stages]` bytes of tensor parallel, expert and common weights."""
-    places = weights_by_layer(shape, itemsize)
     out = np.zeros((3, train.pp))
     for stage in range(train.pp):
-        layers = [i for chunk in train.stage_layers(shape.layers, stage) for i in chunk]
-        layers += [-1] * (stage == 0) + [shape.layers] * (stage == train.pp - 1)
-        for layer in layers:
-            part = places[layer]
-            out[:, stage] += (part.tensor, part.expert, part.common)
+        places = [i + 1 for chunk in train.stage_layers(layers, stage) for i in chunk]
+        places += [0] * (stage == 0) + [-1] * (stage == train.pp - 1)
+        out[:, stage] = by_layer[places].sum(0)
     return out
 
 

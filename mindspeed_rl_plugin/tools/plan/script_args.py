@@ -1,0 +1,275 @@
+"""A launch script's own arguments as a plan needs them, read without starting anything or importing Megatron."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NoReturn
+
+from mindspeed_rl_plugin.algorithms import Algorithm, resolve
+from mindspeed_rl_plugin.config import RLConfig, add_flags, config_problems
+from mindspeed_rl_plugin.config.upstream import RUN, UPSTREAM
+from mindspeed_rl_plugin.reshard.layout import ModelShape, Parallel
+from mindspeed_rl_plugin.tools.convert import tokens
+from mindspeed_rl_plugin.tools.plan.dock_volume import rollout_bytes
+from mindspeed_rl_plugin.tools.rehearse.capture import capture
+from mindspeed_rl_plugin.tools.rehearse.command_line import Flags
+
+# What is read of a script: Megatron's defaults; below them numbers without one, and switches.
+_DEFAULTS = {
+    "tensor_model_parallel_size": 1,
+    "pipeline_model_parallel_size": 1,
+    "context_parallel_size": 1,
+    "expert_model_parallel_size": 1,
+    "make_vocab_size_divisible_by": 128,
+    "num_query_groups": 1,
+    "normalization": "LayerNorm",
+    "position_embedding_type": "learned_absolute",
+    "moe_token_dispatcher_type": "allgather",
+    "swiglu": False,
+}
+_POSITIVE = "num_layers hidden_size num_attention_heads global_batch_size"
+_NUMBERS = """
+    kv_channels ffn_hidden_size vocab_size padded_vocab_size expert_tensor_parallel_size
+    decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers num_layers_per_virtual_pipeline_stage
+    num_virtual_stages_per_pipeline_rank num_experts moe_ffn_hidden_size moe_intermediate_size
+    moe_shared_expert_intermediate_size n_shared_experts first_k_dense_replace q_lora_rank kv_lora_rank qk_head_dim
+    qk_nope_head_dim qk_pos_emb_head_dim qk_rope_head_dim v_head_dim mtp_num_layers
+"""
+_SWITCHES = """
+    group_query_attention add_qkv_bias qk_layernorm multi_latent_attention untie_embeddings_and_output_weights
+    use_tp_pp_dp_mapping account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split
+    use_distributed_optimizer bf16 fp16 num_layer_list
+"""
+_SPELT = {row.flag: row.name for row in UPSTREAM if row.flag}  # where a flag is not spelt like its attribute
+# Names that Megatron's config has and its command line has not.
+_NO_FLAGS = {
+    "--num-layers-in-first-pipeline-stage": "--decoder-first-pipeline-num-layers",
+    "--num-layers-in-last-pipeline-stage": "--decoder-last-pipeline-num-layers",
+}
+_DTYPES = {"auto": None, "float32": 4, "bfloat16": 2, "float16": 2}
+DEFAULT_BUCKET_MB = 256
+# In the order in which a run looks for the prompts' tokenizer.
+_TOKENIZERS = ("--rl-tokenizer", "--rl-hf-model", "--tokenizer-model", "--tokenizer-name-or-path")
+
+
+@dataclass(frozen=True)
+class Script:
+    """What a launch script asks for.
+
+    itemsize, engine_itemsize: bytes of a weight of the trainer and of the engine; generate, bucket_mb: its RL flags
+    where it has them, the first as `layout_args.engine_layout_of` reads it; critic, reference: whether its algorithm
+    has them (None without one); dock_bytes: of a rollout's samples on all machines, at their longest; node: ranks a
+    node, where it says so; notes: what the plan takes otherwise than the script says; refused: what a run refuses of
+    its arguments, though the plan does not need them.
+    """
+
+    shape: ModelShape
+    train: Parallel
+    itemsize: int
+    engine_itemsize: int
+    distributed: bool
+    generate: str | None
+    bucket_mb: int
+    critic: bool
+    reference: bool | None
+    dock_bytes: float
+    notes: tuple[str, ...]
+    refused: tuple[str, ...]
+    node: int | None = None
+
+
+def read_script(path: Path, vocab: int | None = None, timeout: float = 60.0) -> Script:
+    """Run the script up to its torchrun and read the arguments.
+
+    vocab: real vocabulary, where it is not in the script or its tokenizer's files. Raises ValueError for what no
+    family expresses.
+    """
+    with tempfile.TemporaryDirectory(prefix="plan-") as scratch:
+        launch = capture(path.resolve(), Path(scratch), timeout)
+        try:
+            script = read_arguments(Flags.parse(launch.arguments), launch.world, vocab, launch.cwd)
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from error
+    return replace(script, node=launch.nproc)
+
+
+def read_arguments(flags: Flags, world: int, vocab: int | None = None, folder: Path = Path()) -> Script:
+    """The same from arguments that are at hand, for a world of ranks. folder: where their relative paths begin."""
+    args = _namespace(flags)
+    args.world_size = world
+    notes: list[str] = []
+    if method := vars(args).pop("schedules_method", None):
+        notes.append(f"--schedules-method {method}: planned as a plain pipeline")
+    if args.mtp_num_layers:
+        notes.append(f"--mtp-num-layers {args.mtp_num_layers}: these layers are not generated with, not counted")
+    idle = _idle_layers(vars(args).pop("noop_layers", ""), args.num_layers)
+    if idle and args.num_layer_list:
+        args.num_layer_list = None  # as MindSpeed-LLM does
+        notes.append("--num-layer-list: has no effect beside --noop-layers")
+    parallel = Parallel.from_megatron_args(args)
+    if idle:
+        parallel = _without(idle, parallel, args)
+        notes.append(f"--noop-layers: {len(idle)} layers that do nothing are left out")
+    vocab = vocab or args.vocab_size or _vocabulary(flags, folder) or args.padded_vocab_size
+    if not vocab:
+        named = flags.get("--tokenizer-name-or-path") or flags.get("--tokenizer-model") or "none is named"
+        raise ValueError(
+            f"the script leaves the vocabulary to a tokenizer whose tokenizer.json is not here ({named}); give its "
+            "size with --vocab"
+        )
+    config, refused = _rl_config(flags)
+    if "--rl-swap" in flags and set(config.reshard.swap_names) != {"params", "grads", "optimizer"}:
+        notes.append(f"--rl-swap {flags.get('--rl-swap')}: planned as if params, grads and optimizer leave the device")
+    if (dtype := flags.get("--rl-engine-dtype") or "auto") not in _DTYPES:
+        raise ValueError(f"--rl-engine-dtype {dtype}: known: {', '.join(_DTYPES)}")
+    itemsize = 2 if args.bf16 or args.fp16 else 4
+    engines = "--rl-generate-tp" in flags or "--rl-generate-ep" in flags
+    algorithm = _algorithm(config)
+    return Script(
+        shape=ModelShape.from_megatron_args(args, vocab),
+        train=parallel,
+        itemsize=itemsize,
+        engine_itemsize=_DTYPES[dtype] or itemsize,
+        distributed=bool(args.use_distributed_optimizer),
+        generate=f"tp{config.rollout.generate_tp},ep{config.rollout.generate_ep}" if engines else None,
+        bucket_mb=config.reshard.reshard_bucket_mb if config.reshard.reshard_bucket_mb >= 1 else DEFAULT_BUCKET_MB,
+        critic=algorithm is not None and algorithm.needs_critic,
+        reference=algorithm and (algorithm.needs_reference or algorithm.from_pairs),
+        dock_bytes=rollout_bytes(config, algorithm, args.global_batch_size) if algorithm else 0,
+        notes=tuple(notes),
+        refused=(*_refused(flags), *refused),
+    )
+
+
+def _refused(flags: Flags) -> Iterator[str]:
+    """One message for each argument of the script that a run refuses though a plan does not need it
+    (`config.upstream`). Arguments that are missing are left to the run."""
+    for row in UPSTREAM:
+        if row.about == RUN and row.spelt in flags:
+            message = row.message(argparse.Namespace(**{row.name: _typed(flags.get(row.spelt) or "")}))
+            yield from filter(None, [message])
+
+
+def _rl_config(flags: Flags) -> tuple[RLConfig, tuple[str, ...]]:
+    """The script's RL flags, and what a run refuses of them, whatever its other arguments."""
+    parser = add_flags(_Parser(add_help=False))
+    words = [word for flag, values in flags.items if flag.startswith(("--rl-", "--no-rl-")) for word in (flag, *values)]
+    try:
+        args, _ = parser.parse_known_args(words)
+    except ValueError as error:
+        return RLConfig(), (str(error),)
+    config = RLConfig.from_args(args)
+    return config, tuple(config_problems(config))
+
+
+def _algorithm(config: RLConfig) -> Algorithm | None:
+    """The algorithm, None without one or where a run refuses its flags."""
+    with contextlib.suppress(ValueError):
+        return resolve(config.algorithm) if config.algorithm.algorithm else None
+    return None
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(message)
+
+
+def _namespace(flags: Flags) -> argparse.Namespace:
+    """The script's arguments, with defaults for what the plan reads. Raises ValueError for what it cannot read."""
+    for flag, known in _NO_FLAGS.items():
+        if flag in flags:
+            raise ValueError(f"{flag}: Megatron has no such flag; write {known}")
+    numbers = [*(k for k, v in _DEFAULTS.items() if v and isinstance(v, int)), *f"{_POSITIVE} {_NUMBERS}".split()]
+    for name in numbers:
+        text = flags.get(_flag(name))
+        if text == "":
+            raise ValueError(f"{_flag(name)} has no value; is a variable of the shell empty?")
+        if text is not None and not text.lstrip("-").isdigit():
+            raise ValueError(f"{_flag(name)} {text}: the plan needs a whole number")
+        if text is not None and int(text) < 1 and name in (*_DEFAULTS, *_POSITIVE.split()):
+            raise ValueError(f"{_flag(name)} {text}: give at least 1")
+    args = argparse.Namespace(**dict.fromkeys(numbers) | dict.fromkeys(_SWITCHES.split(), False) | _DEFAULTS)
+    for flag, _ in flags.items:
+        setattr(args, _SPELT.get(flag) or flag[2:].replace("-", "_"), _typed(flags.get(flag) or ""))
+    if "--use-rotary-position-embeddings" in flags:
+        args.position_embedding_type = "rope"  # as Megatron does
+    args.add_bias_linear = "--disable-bias-linear" not in flags
+    args.moe_layer_freq = _pattern((flags.get("--moe-layer-freq") or "1").strip("'\""))
+    missing = [_flag(n) for n in ("num_layers", "hidden_size", "num_attention_heads") if getattr(args, n) is None]
+    if missing:
+        raise ValueError(f"the script gives no {', '.join(missing)}; is the model described in another file?")
+    # Model chunks a rank, from either of Megatron's flags.
+    each, chunks = args.num_layers_per_virtual_pipeline_stage, args.num_virtual_stages_per_pipeline_rank
+    stage = args.num_layers // args.pipeline_model_parallel_size
+    args.virtual_pipeline_model_parallel_size = chunks or (stage // each if each else None)
+    return args
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _typed(text: str) -> bool | int | float | str:
+    """A flag's value as its type: a switch is True, a number is a number."""
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text or True
+
+
+def _pattern(text: str) -> int | list[int]:
+    """`--moe-layer-freq`: a number, or a list such as "[0]*3+[1]*58"."""
+    if text.lstrip("-").isdigit():
+        return int(text)
+    out: list[int] = []
+    for term in text.replace(" ", "").split("+"):
+        body, _, times = term.partition("*")
+        if not (body.startswith("[") and body.endswith("]") and (times.isdigit() or not times)):
+            raise ValueError(f"--moe-layer-freq {text}: {term!r} is no list with a factor, as in [0]*3+[1]*58")
+        out += json.loads(body) * int(times or 1)
+    return out
+
+
+def _idle_layers(text: object, layers: int) -> set[int]:
+    idle = {int(word) for word in str(text).replace(" ", ",").split(",") if word}
+    if not idle <= set(range(layers)):
+        raise ValueError(f"--noop-layers {text}: the model has {layers} layers")
+    return idle
+
+
+def _without(idle: set[int], parallel: Parallel, args: argparse.Namespace) -> Parallel:
+    """The layout without layers that do nothing, which are taken out of the arguments too."""
+    sizes, start = [], 0
+    for size in parallel.chunk_sizes(args.num_layers):
+        sizes.append(size - len(idle & set(range(start, start + size))))
+        start += size
+    if isinstance(args.moe_layer_freq, list):
+        args.moe_layer_freq = [f for i, f in enumerate(args.moe_layer_freq) if i not in idle]
+    args.num_layers -= len(idle)
+    return replace(parallel, chunk_layers=tuple(sizes), first_layers=None, last_layers=None)
+
+
+def _vocabulary(flags: Flags, folder: Path) -> int | None:
+    """Entries of the vocabulary that a script leaves to its tokenizer, None where no file of one is here: that of
+    --rl-hf-model's config.json, as in a run, else of the first tokenizer. Raises ValueError for a file without one."""
+    model = flags.get("--rl-hf-model")
+    config = folder / model / "config.json" if model else None
+    if config and config.is_file():
+        if size := json.loads(config.read_text()).get("vocab_size"):
+            return size
+        raise ValueError(f"--rl-hf-model {config}: no vocab_size there")
+    for path in (folder / text for text in map(flags.get, _TOKENIZERS) if text):
+        path = path.parent if path.name == "tokenizer.json" else path
+        if (path / "tokenizer.json").is_file():
+            if size := tokens.entries(path):
+                return size
+            raise ValueError(f"{path / 'tokenizer.json'} holds no vocabulary; give its size with --vocab")
+    return None
