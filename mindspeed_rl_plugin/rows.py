@@ -32,6 +32,13 @@ class SampleId(NamedTuple):
     member: int
 
 
+Group = tuple[int, int]
+"""Identity of one group: rollout epoch, and group within it."""
+
+FINISH = ("stop", "length", "abort")
+"""Why a response ended; columns hold the index."""
+
+
 @dataclass(frozen=True)
 class Ragged:
     """B rows of different lengths, packed without padding.

@@ -4,9 +4,9 @@ To add an algorithm: write its new part as one function in the module of that pa
 module's table, and add one row to `presets.ALGORITHMS`. `python -m mindspeed_rl_plugin algorithms` prints them.
 """
 
-from mindspeed_rl_plugin.algorithms.advantages import ADVANTAGES, RewardBatch, group_index, spread
 from mindspeed_rl_plugin.algorithms.aggregate import AGGREGATIONS, Totals
 from mindspeed_rl_plugin.algorithms.algorithm import Algorithm
+from mindspeed_rl_plugin.algorithms.estimators import ADVANTAGES, RewardBatch, group_index, spread
 from mindspeed_rl_plugin.algorithms.kl import KL_ESTIMATORS
 from mindspeed_rl_plugin.algorithms.losses import LOSSES, PolicyTerms, TrainedTokens
 from mindspeed_rl_plugin.algorithms.presets import ALGORITHMS, resolve

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mindspeed_rl_plugin.algorithms.advantages import ADVANTAGES, RewardBatch, Settings
 from mindspeed_rl_plugin.algorithms.aggregate import Totals, sequence_weights
 from mindspeed_rl_plugin.algorithms.corrections import CORRECTIONS
+from mindspeed_rl_plugin.algorithms.estimators import ADVANTAGES, RewardBatch, Settings
 from mindspeed_rl_plugin.algorithms.kl import KL_ESTIMATORS
 from mindspeed_rl_plugin.algorithms.losses import LOSSES, Bounds, LossSpec, PolicyTerms, TrainedTokens
-from mindspeed_rl_plugin.algorithms.pairs import PairOptions
+from mindspeed_rl_plugin.algorithms.pair_losses import PairOptions
 from mindspeed_rl_plugin.algorithms.rewards import overlong_penalty
 from mindspeed_rl_plugin.algorithms.selection import resample, uniform_draws
 from mindspeed_rl_plugin.rows import Ragged, SampleId
@@ -119,7 +119,7 @@ class Algorithm:
         settings = Settings(self.advantage_eps, self.gamma, self.gae_lambda)
         return ADVANTAGES[self.advantage].function(batch, settings)
 
-    def times(self, rewards: Tensor, pools: Tensor, ids: Sequence[SampleId], seed: int) -> Tensor:
+    def multiplicity(self, rewards: Tensor, pools: Tensor, ids: Sequence[SampleId], seed: int) -> Tensor:
         """`[B]` int32, how often each row is trained: as often as the rows of its pool draw it, with replacement.
 
         rewards: `[B]`; pools: `[B]` int64, rows that draw from each other; ids: of the rows; seed: of the draws. A pool

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from mindspeed_rl_plugin.algorithms.advantages import ADVANTAGES
 from mindspeed_rl_plugin.algorithms.aggregate import AGGREGATIONS
 from mindspeed_rl_plugin.algorithms.algorithm import Algorithm
 from mindspeed_rl_plugin.algorithms.corrections import CORRECTIONS, LEVELS
+from mindspeed_rl_plugin.algorithms.estimators import ADVANTAGES
 from mindspeed_rl_plugin.algorithms.kl import KL_ESTIMATORS
 from mindspeed_rl_plugin.algorithms.losses import LOSSES, Bounds
-from mindspeed_rl_plugin.algorithms.pairs import PAIR_LOSSES, PairOptions
+from mindspeed_rl_plugin.algorithms.pair_losses import PAIR_LOSSES, PairOptions
 from mindspeed_rl_plugin.algorithms.selection import FILTRATIONS
 from mindspeed_rl_plugin.config import AlgorithmConfig, RLConfig, flag_name, limit_problems, unread_flags
 

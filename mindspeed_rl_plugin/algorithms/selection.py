@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from mindspeed_rl_plugin.algorithms.advantages import all_equal
+from mindspeed_rl_plugin.algorithms.estimators import all_equal
 from mindspeed_rl_plugin.rows import SampleId
 
 

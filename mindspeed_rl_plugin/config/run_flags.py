@@ -113,6 +113,9 @@ class RewardConfig:
         "what a failing grader does: stop the run, count as zero, or drop its group",
         choices=("stop", "zero", "drop"),
     )
+    stage: tuple[str, ...] = flag(
+        (), "stages of your own after the rewards, path/to/file.py:Class each (docs/stages.md)"
+    )
 
 
 @dataclass(frozen=True)

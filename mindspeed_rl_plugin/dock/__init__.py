@@ -3,6 +3,7 @@
 from mindspeed_rl_plugin.dock.api import ColumnSpec, Dock, Lease, StateSpec
 from mindspeed_rl_plugin.dock.distributed.client import DistributedDock
 from mindspeed_rl_plugin.dock.distributed.fleet import Limits, machine
+from mindspeed_rl_plugin.dock.edge import from_tensordict, to_tensordict
 from mindspeed_rl_plugin.dock.factory import make_dock, make_docks, usual_medium
 from mindspeed_rl_plugin.dock.local import LocalDock
 from mindspeed_rl_plugin.dock.traffic import Moved, Traffic
@@ -21,8 +22,10 @@ __all__ = [
     "SampleId",
     "StateSpec",
     "Traffic",
+    "from_tensordict",
     "machine",
     "make_dock",
     "make_docks",
+    "to_tensordict",
     "usual_medium",
 ]

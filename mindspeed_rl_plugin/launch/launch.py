@@ -1,12 +1,6 @@
 """From "arguments are checked" to "first step": build, load the reference, load the actor, RL state.
 
-Order, seen by `iteration.Loop`:
-
-    before_model(args)                          once, before Megatron builds anything
-    on_reference_loaded(model)                  only when KL is used: the model holds the reference's weights
-    load_state_dict(state)                      only on a resume
-    on_critic_built(critic)                     only where the advantage needs one
-    on_checkpoint_loaded(model, optimizer, start)   the model holds the actor's weights
+What the loop sees, and in which order: `loop.run`.
 """
 
 from __future__ import annotations
@@ -24,6 +18,7 @@ from mindspeed_rl_plugin.config import RLConfig
 from mindspeed_rl_plugin.environment import said_once_a_machine
 from mindspeed_rl_plugin.launch import checkpoint_files as files
 from mindspeed_rl_plugin.launch import checks, critic_files, fitting, model_source, mtp, schedule
+from mindspeed_rl_plugin.launch.inputs import read_inputs
 from mindspeed_rl_plugin.launch.overrides import overridden
 from mindspeed_rl_plugin.launch.reference_digest import CheckpointDigest
 from mindspeed_rl_plugin.launch.start_decision import decide, describe, load_arguments, weights_arguments
@@ -58,13 +53,15 @@ def launch(original: Callable, positional: tuple, named: Mapping[str, Any], args
         parts = f"[rl] {describe_algorithm(resolve(RLConfig.from_args(args).algorithm))}"
         print("\n".join([parts, arithmetic.arithmetic_of(args).table(), *notes]), flush=True)
     with _refusing():
-        loop.before_model(args)
+        loop.before_model(read_inputs(args))
     if getattr(args, "mtp_num_layers", None):
         call = model_source.on_each_chunk(original, positional, named, mtp.freeze_mtp)
         positional, named = call.args, call.kwargs
     algorithm = resolve(RLConfig.from_args(args).algorithm)
     with _refusing():
         start, state = _decide(args)
+        if state:
+            loop.check_state(state["loop"], start.iteration)
     digest = CheckpointDigest(start.reference_path) if start.kind == "pretrained" else None
     _launch = _Launch(start, loop, args, algorithm, digest)
     if ranks.is_rank_0():

@@ -1,7 +1,7 @@
 """The wrappers of the patch table. Each one passes through unless `--rl-algorithm` was given.
 
 Their names end in `_wrapper` because MindSpeed's patch manager treats only such functions as
-decorators. They stay thin: what RL does lives in `startup/` and `iteration.py`.
+decorators. They stay thin: what RL does lives in `launch/` and `loop/`.
 """
 
 from __future__ import annotations
@@ -72,10 +72,10 @@ def setup_model_and_optimizer_wrapper(original: Callable) -> Callable:
             return original(*positional, **named)
         from mindspeed_rl_plugin.launch.launch import launch
         from mindspeed_rl_plugin.launch.patch_apply import assert_in_force
-        from mindspeed_rl_plugin.loop import loop as iteration
+        from mindspeed_rl_plugin.loop import run
 
         assert_in_force()
-        return launch(original, positional, named, args, iteration.current())
+        return launch(original, positional, named, args, run.current())
 
     return setup_model_and_optimizer
 
@@ -119,11 +119,11 @@ def build_train_valid_test_data_iterators_wrapper(original: Callable) -> Callabl
         args = _args()
         if not rl_enabled(args):
             return original(*positional, **named)
-        from mindspeed_rl_plugin.loop import loop as iteration
+        from mindspeed_rl_plugin.loop import run
 
         # Megatron sets these three while it builds its data loaders, and its train loop reads them.
         args.do_train, args.do_valid, args.do_test = True, False, False
-        return iteration.current().train_iterator(), None, None
+        return run.current().train_iterator(), None, None
 
     return build_train_valid_test_data_iterators
 
@@ -135,10 +135,10 @@ def train_step_wrapper(original: Callable) -> Callable:
     def train_step(*positional: Any, **named: Any) -> Any:
         if not rl_enabled(_args()):
             return original(*positional, **named)
-        from mindspeed_rl_plugin.loop import loop as iteration
+        from mindspeed_rl_plugin.loop import run
 
         with _stop_said():
-            return iteration.current().train_step(original, positional, named)
+            return run.current().train_step(original, positional, named)
 
     return train_step
 

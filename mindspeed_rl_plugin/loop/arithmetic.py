@@ -85,6 +85,18 @@ class PairArithmetic:
     micro_batch: int
     data_parallel: int
     train_iters: int
+    members: int = 2
+    epochs: int = 1
+
+    @property
+    def prompts(self) -> int:
+        """Pairs of an optimizer step, which is a rollout."""
+        return self.global_batch // 2
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps of a rollout."""
+        return 1
 
     def table(self) -> str:
         """A small table for the console."""

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
 
 import torch
 
 from mindspeed_rl_plugin.engine.vllm_engine import VllmOptions, needs_tokenizer
-from mindspeed_rl_plugin.prompts import tokenizer_path
+from mindspeed_rl_plugin.loop.inputs import Inputs
 
 # Share of the device's memory for the engine where reward models are loaded beside it later.
 BESIDE_REWARD_MODELS = 0.6
 
 
-def options(inputs: Any, dtype: torch.dtype) -> VllmOptions:
-    """The engine's options. inputs: `wiring.Inputs`; dtype: of its weights."""
+def options(inputs: Inputs, dtype: torch.dtype) -> VllmOptions:
+    """The engine's options. dtype: of its weights."""
     rollout, data, reward = inputs.config.rollout, inputs.config.data, inputs.config.reward
     graded_beside = reward.reward_model_device == "accelerator"
     return VllmOptions(
@@ -27,16 +26,11 @@ def options(inputs: Any, dtype: torch.dtype) -> VllmOptions:
         max_running=rollout.max_running,
         kv_cache_bytes=int(rollout.kv_cache_gb * 2**30),
         memory_utilization=rollout.device_memory_utilization or (BESIDE_REWARD_MODELS if graded_beside else None),
-        eos_token_ids=eos(inputs.tokenizer),
-        tokenizer=tokenizer_path(inputs.args) if needs_tokenizer(rollout.stop) else None,
+        eos_token_ids=inputs.end_tokens,
+        tokenizer=inputs.tokenizer_path if needs_tokenizer(rollout.stop) else None,
     )
 
 
 def dtype_of(args: argparse.Namespace, name: str) -> torch.dtype:
     """--rl-engine-dtype, auto taken from Megatron's arguments."""
     return args.params_dtype if name == "auto" else getattr(torch, name)
-
-
-def eos(tokenizer: Any) -> tuple[int, ...]:
-    """Token ids that end a response."""
-    return () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)

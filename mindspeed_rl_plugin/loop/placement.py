@@ -17,9 +17,7 @@ from functools import cached_property
 import numpy as np
 
 from mindspeed_rl_plugin.forward import Step
-from mindspeed_rl_plugin.rows import SampleId
-
-Group = tuple[int, int]  # epoch, and number within it
+from mindspeed_rl_plugin.rows import Group, SampleId
 
 
 @dataclass(frozen=True)
@@ -49,7 +47,7 @@ class Placement:
         places = list(enumerate(self.trained_on))
         return [frozenset(d for d, machines in places if n in machines) for n in range(self.machines)]
 
-    def homes(self, plan: Sequence[Step], groups: int) -> np.ndarray:
+    def owners(self, plan: Sequence[Step], groups: int) -> np.ndarray:
         """`[groups]` machine of each group of a rollout that is trained by `plan`: of those of its data parallel rank,
         the one with the fewest groups for its ranks so far."""
         first: dict[int, tuple[int, int]] = {}
@@ -60,57 +58,59 @@ class Placement:
                     if seen is None or sample.member < seen[0]:
                         first[sample.group] = (sample.member, dp_rank)
         ranks, held = np.bincount(self.node), np.zeros(self.machines)
-        found = np.empty(groups, np.int64)
+        owners = np.empty(groups, np.int64)
         for group in range(groups):
-            found[group] = min(self.trained_on[first[group][1]], key=lambda n: held[n] / ranks[n])
-            held[found[group]] += 1
-        return found
+            owners[group] = min(self.trained_on[first[group][1]], key=lambda n: held[n] / ranks[n])
+            held[owners[group]] += 1
+        return owners
 
-    def drawn_by(self, engine: int, ids: Sequence[SampleId], homes: np.ndarray) -> list[SampleId]:
-        """Rows of one epoch that an engine draws: equally many for every engine, as many as that allows at home."""
+    def generated_by(self, engine: int, ids: Sequence[SampleId], owners: np.ndarray) -> list[SampleId]:
+        """Rows of one epoch that an engine samples: equally many for every engine, as many as that allows on the
+        machine that owns them."""
         ordered, engines = sorted(ids), range(max(self.engine) + 1)
-        parts = deal([int(homes[i.group]) for i in ordered], [(self.node[self.engine.index(e)],) for e in engines])
+        parts = deal([int(owners[i.group]) for i in ordered], [(self.node[self.engine.index(e)],) for e in engines])
         return [i for i, part in zip(ordered, parts, strict=True) if part == engine]
 
-    def graded_by(self, rank: int, groups: Sequence[Group], home: Callable[[Group], int]) -> list[Group]:
-        """Groups that a rank grades: equally many for every rank, as many as that allows at home."""
+    def graded_by(self, rank: int, groups: Sequence[Group], owner: Callable[[Group], int]) -> list[Group]:
+        """Groups that a rank grades: equally many for every rank, as many as that allows on the machine that owns
+        them."""
         ordered = sorted(groups)
-        parts = deal([home(g) for g in ordered], [(n,) for n in self.node])
+        parts = deal([owner(g) for g in ordered], [(n,) for n in self.node])
         return [g for g, part in zip(ordered, parts, strict=True) if part == rank]
 
-    def near(self, plan: Sequence[Step], home: Callable[[Group], int]) -> list[Step]:
+    def near(self, plan: Sequence[Step], owner: Callable[[Group], int]) -> list[Step]:
         """The same steps and micro-batches; within each step a micro-batch goes to a data parallel rank with a rank on
-        the home of its first row, as far as every rank gets equally many."""
-        return [self._near(step, home) for step in plan]
+        the machine of its first row, as far as every rank gets equally many."""
+        return [self._near(step, owner) for step in plan]
 
-    def _near(self, step: Step, home: Callable[[Group], int]) -> Step:
+    def _near(self, step: Step, owner: Callable[[Group], int]) -> Step:
         batches = [batch for rank in step.micro_batches for batch in rank]
-        parts = deal([home(batch[0][:2]) for batch in batches], self.trained_on)
+        parts = deal([owner(batch[0][:2]) for batch in batches], self.trained_on)
         dealt = list(zip(batches, parts, strict=True))
         return Step(tuple(tuple(b for b, part in dealt if part == d) for d in range(len(step.micro_batches))))
 
 
-def deal(homes: Sequence[int], places: Sequence[Collection[int]]) -> list[int]:
-    """Part that each item goes to: equally many a part, some one more, and first of all at home.
+def deal(owners: Sequence[int], places: Sequence[Collection[int]]) -> list[int]:
+    """Part that each item goes to: equally many a part, some one more, and first of all on its own machine.
 
-    homes: machine of each item; places: machines of each part. Parts fill up one after the other, so neighbours stay
+    owners: machine of each item; places: machines of each part. Parts fill up one after the other, so neighbours stay
     together.
     """
-    few, more = divmod(len(homes), len(places))
-    found, held, left = [-1] * len(homes), [0] * len(places), list(range(len(homes)))
-    for limit, at_home in ((few, True), (few + 1, True), (few, False), (few + 1, False)):
+    few, more = divmod(len(owners), len(places))
+    part_of, held, left = [-1] * len(owners), [0] * len(places), list(range(len(owners)))
+    for limit, local in ((few, True), (few + 1, True), (few, False), (few + 1, False)):
         parts = range(len(places))
-        room = {n: deque(p for p in parts if not at_home or n in places[p]) for n in {homes[i] for i in left}}
+        open_parts = {n: deque(p for p in parts if not local or n in places[p]) for n in {owners[i] for i in left}}
         rest = []
         for item in left:
-            here = room[homes[item]]
+            here = open_parts[owners[item]]
             while here and held[here[0]] >= limit:
                 here.popleft()
             if not here or (held[here[0]] == few and not more):
                 rest.append(item)
                 continue
-            found[item] = here[0]
+            part_of[item] = here[0]
             more -= held[here[0]] == few
             held[here[0]] += 1
         left = rest
-    return found
+    return part_of

@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 
 from mindspeed_rl_plugin.monitor.run_files import atomic_write, dump_file, dump_files
-from mindspeed_rl_plugin.rows import Ragged, Rows, SampleId, unpack_json
+from mindspeed_rl_plugin.rows import FINISH, Column, Ragged, Rows, SampleId, unpack_json
 
-FINISH = ("stop", "length", "abort")
 TOKEN_COLUMNS = ("loss_mask", "logp_rollout", "logp_old", "logp_ref", "advantages")
 REQUIRED = ("tokens", "loss_mask", "reward")
 
@@ -30,19 +29,22 @@ def dump_rollout(
     *,
     iteration: int | None = None,
     graders: Sequence[str] = (),
+    own: Sequence[str] = (),
 ) -> Path:
     """Write the rows of one rollout to `rollout-{epoch:06d}.parquet`, by their latest epoch, and return its path.
 
     Columns used: tokens, loss_mask, reward (needed); prompt, meta, reward_parts, advantages, finish,
     version, logp_rollout, logp_old, logp_ref (where they are there). decode: token ids to text.
-    iteration: the training iteration that the rollout feeds first. graders: names of the columns of
-    reward_parts `[B, n]`. Raises ValueError for missing columns, no rows, or a number of graders that does not
-    fit.
+    iteration: the training iteration that the rollout feeds first; graders: names of the columns of reward_parts
+    `[B, n]`; own: further columns, of a user's stages. Raises ValueError for missing columns, no rows, or a number of
+    graders that does not fit.
     """
     import pyarrow.parquet as pq
 
     epoch = _check(rows, graders)
     table = _table(rows, decode, iteration, graders)
+    for name in own:
+        table = table.append_column(name, _plain(rows[name]))
     path = dump_file(dump_dir, epoch)
     path.parent.mkdir(parents=True, exist_ok=True)
     atomic_write(path, lambda p: pq.write_table(table, p, compression="zstd"))
@@ -158,6 +160,13 @@ def _list(column: Ragged, dtype: Any) -> Any:
 
     offsets = pa.array(column.offsets.numpy(), pa.int32())
     return pa.ListArray.from_arrays(offsets, pa.array(column.values.numpy(), dtype))
+
+
+def _plain(column: Column) -> Any:
+    """A column as it is: one value or list a sample."""
+    import pyarrow as pa
+
+    return pa.array([row.tolist() for row in (column.rows() if isinstance(column, Ragged) else column)])
 
 
 def _ragged(array: Any, dtype: torch.dtype) -> Ragged:

@@ -58,12 +58,12 @@ def grader_metrics(parts: Tensor, names: Sequence[str]) -> dict[str, float]:
     return {f"reward/mean/{name}": mean for name, mean in zip(names, means, strict=True)} if len(names) > 1 else {}
 
 
-def filtration_metrics(times: Tensor, reward: Tensor) -> dict[str, float]:
+def filtration_metrics(multiplicity: Tensor, reward: Tensor) -> dict[str, float]:
     """What filtration chose: share of `[B]` responses that are trained at all, and the mean reward of what is trained,
-    each response as often as `times` `[B]` says."""
-    weights = times.double()
+    each response as often as `multiplicity` `[B]` says."""
+    weights = multiplicity.double()
     mean = float((weights * reward.double()).sum() / weights.sum().clamp(min=1))
-    return {"filtration/distinct": float((times > 0).double().mean()), "filtration/reward_mean": mean}
+    return {"filtration/distinct": float((multiplicity > 0).double().mean()), "filtration/reward_mean": mean}
 
 
 def group_shares(solved: Sequence[bool], ids: Sequence[SampleId]) -> dict[str, float]:

@@ -1,75 +1,77 @@
-"""The generate stage: prompts out of the dock, responses drawn, rows back."""
+"""Generate: every engine samples responses to its share of the prompts."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 
 import torch
 
-from mindspeed_rl_plugin.dock.api import Dock
-from mindspeed_rl_plugin.engine.protocol import Engine, Progress, generate
+from mindspeed_rl_plugin.dock import ColumnSpec, Dock
+from mindspeed_rl_plugin.engine.protocol import Engine, generate
 from mindspeed_rl_plugin.engine.seeds import response_seed
-from mindspeed_rl_plugin.rows import Completion, GenerateRequest, Ragged, Rows, SampleId, Sampling
+from mindspeed_rl_plugin.monitor.console import ProgressBar
+from mindspeed_rl_plugin.rows import FINISH, Completion, GenerateRequest, Ragged, Rows, SampleId, Sampling
+from mindspeed_rl_plugin.stages.stage import Stage, StageSpec
 
-STATE = "generate"
-FINISH = ("stop", "length", "abort")
+SPEC = StageSpec(
+    "generate",
+    reads=("prompt",),
+    writes=(
+        ColumnSpec("tokens", torch.int32, "token", ragged=True),  # P prompt + R response ids
+        ColumnSpec("loss_mask", torch.uint8, "token", ragged=True),  # 1 on response tokens
+        ColumnSpec("logp_rollout", torch.float32, "token", ragged=True),  # 0.0 on the prompt
+        ColumnSpec("length", torch.int64, "sample", ragged=False),  # L = P + R
+        ColumnSpec("response_length", torch.int64, "sample", ragged=False),
+        ColumnSpec("finish", torch.int8, "sample", ragged=False),  # index into FINISH
+        ColumnSpec("version", torch.int64, "sample", ragged=False),  # optimizer steps behind the oldest weights in use
+        ColumnSpec("weights_digest", torch.int64, "sample", ragged=False),  # `digest_number`
+        # (first token, version) of each part of the response that other weights sampled
+        ColumnSpec("segments", torch.int64, "sample", ragged=True, trailing=(2,), longest=64),
+    ),
+    unit="row",
+    resource="engine",
+)
 
-
-@dataclass(frozen=True)
-class Generated:
-    """What this rank's engine drew; all ranks of one engine hold the same numbers."""
-
-    responses: int = 0
-    prompt_tokens: int = 0
-    response_tokens: int = 0
-    truncated: int = 0
-
-
-def run_generation(
-    dock: Dock,
-    engine: Engine,
-    *,
-    sampling: Sampling,
-    seed_base: int,
-    deadline: float,
-    ids: Sequence[SampleId],
-    on_progress: Progress | None = None,
-) -> Generated:
-    """Draw a response for each of `ids`, rows of the dock's state "generate", and commit them.
-
-    A row is one response: the prompt of its group, drawn with `response_seed(seed_base, *id)`. The consumers of `dock`
-    are the engine replicas (`consumer=engine.replica`), which is not Megatron's data-parallel rank where
-    `--rl-generate-tp` differs; all ranks of an engine call with the same ids, its first rank writes.
-
-    deadline: seconds for the prompts, and for the next response of the engine. Writes tokens, loss_mask,
-    logp_rollout, length, response_length, finish, version and weights (the engine's) and segments. Raises TimeoutError
-    when prompts or responses do not come in time.
-    """
-    if not ids:
-        return Generated()
-    lease = dock.lease(STATE, ids=ids, deadline=deadline)
-    requests = make_requests(lease.rows, sampling, seed_base)
-    completions = generate(engine, requests, deadline=deadline, on_progress=on_progress)
-    dock.commit(lease, completion_rows(requests, completions, engine.digest) if engine.leader else None)
-    return Generated(
-        len(completions),
-        sum(len(r.prompt_tokens) for r in requests),
-        sum(len(c.tokens) for c in completions),
-        sum(c.finish == "length" for c in completions),
-    )
+Bar = Callable[[int], AbstractContextManager[ProgressBar]]
 
 
-def make_requests(rows: Rows, sampling: Sampling, seed_base: int) -> list[GenerateRequest]:
-    """One request a row; `rows` hold the column "prompt" of B samples."""
-    return [
-        GenerateRequest(sample, tuple(prompt.tolist()), sampling, response_seed(seed_base, *sample))
-        for sample, prompt in zip(rows.ids, rows["prompt"].rows(), strict=True)
-    ]
+class Generate(Stage):
+    """engine: this rank's; its ranks run alike, the first one writes; seed: base of the responses' seeds; bar: shows
+    progress over so many responses."""
+
+    def __init__(
+        self, dock: Dock, deadline: float, engine: Engine, sampling: Sampling, seed: int, bar: Bar | None = None
+    ) -> None:
+        super().__init__(SPEC, dock, deadline)
+        self.engine, self.sampling, self.seed, self.bar = engine, sampling, seed, bar
+
+    def run(self, ids: Sequence[SampleId]) -> Rows:
+        """A response for each row, sampled with `response_seed(seed, *id)`.
+
+        Raises TimeoutError when prompts or responses do not come in time.
+        """
+        return super().run(ids) if ids else Rows(())
+
+    def compute(self, rows: Rows) -> Rows | None:
+        """Columns of the responses, on the first rank of the engine."""
+        requests = [
+            GenerateRequest(i, tuple(prompt.tolist()), self.sampling, response_seed(self.seed, *i))
+            for i, prompt in zip(rows.ids, rows["prompt"].rows(), strict=True)
+        ]
+        completions = self._generate(requests)
+        return completion_rows(requests, completions, self.engine.digest) if self.engine.leader else None
+
+    def _generate(self, requests: Sequence[GenerateRequest]) -> list[Completion]:
+        if self.bar is None:
+            return generate(self.engine, requests, deadline=self.deadline)
+        with self.bar(len(requests)) as bar:
+            show = lambda done, *_: bar.set(done)  # noqa: E731
+            return generate(self.engine, requests, deadline=self.deadline, on_progress=show)
 
 
-def weights_number(digest: str | None) -> int:
-    """A digest of weights as the dock's column "weights" holds it: its 64 bits as an int64; 0 where there is none."""
+def digest_number(digest: str | None) -> int:
+    """A digest of weights as the column `weights_digest` holds it: its 64 bits as an int64; 0 where there is none."""
     value = int(digest, 16) if digest else 0
     return value - (1 << 64) if value >> 63 else value
 
@@ -77,12 +79,7 @@ def weights_number(digest: str | None) -> int:
 def completion_rows(
     requests: Sequence[GenerateRequest], completions: Sequence[Completion], digest: str | None = None
 ) -> Rows:
-    """The columns of drawn responses, aligned with tokens = prompt + response (see `types`).
-
-    tokens int32, loss_mask uint8 (1 on response tokens), logp_rollout float32 (0 on the prompt), length and
-    response_length int64, finish int8 (index into FINISH), version int64, weights int64 (`weights_number`), segments
-    `[k, 2]` int64 (first token, version of the weights that drew the tokens from there on).
-    """
+    """The columns of `SPEC`, aligned with tokens = prompt + response (see `rows`)."""
     tokens, masks, logps = [], [], []
     for request, completion in zip(requests, completions, strict=True):
         assert request.id == completion.id, (request.id, completion.id)
@@ -100,7 +97,7 @@ def completion_rows(
             "response_length": torch.tensor([len(c.tokens) for c in completions], dtype=torch.int64),
             "finish": torch.tensor([FINISH.index(c.finish) for c in completions], dtype=torch.int8),
             "version": torch.tensor([c.version for c in completions], dtype=torch.int64),
-            "weights": torch.full((len(completions),), weights_number(digest), dtype=torch.int64),
+            "weights_digest": torch.full((len(completions),), digest_number(digest), dtype=torch.int64),
             "segments": Ragged.from_rows(
                 [torch.tensor([[len(r.prompt_tokens), c.version]]) for r, c in zip(requests, completions, strict=True)],
                 torch.int64,

@@ -1,16 +1,80 @@
-"""Log-probs of every trained token by a forward-only pass of Megatron's own schedule."""
+"""Log-probs: per-token columns by a forward-only pass of Megatron's own schedule, old and reference log-probs and the
+critic's values, over the update's own micro-batches, so that its first ratio is exactly 1."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
 
+from mindspeed_rl_plugin.algorithms import Algorithm
+from mindspeed_rl_plugin.dock import ColumnSpec, Dock
 from mindspeed_rl_plugin.forward import ForwardSettings, MicroBatch, collate, to_rows
 from mindspeed_rl_plugin.forward.schedule import head_of, run_forward_only
 from mindspeed_rl_plugin.reshard.offload import gathered
-from mindspeed_rl_plugin.rows import Ragged, Rows
+from mindspeed_rl_plugin.rows import Ragged, Rows, SampleId
+from mindspeed_rl_plugin.stages.stage import Stage, StageSpec
+
+# What every pipeline stage needs of its rows: what feeds the model, and what says which rows count.
+FEEDS = ("tokens", "loss_mask", "valid", "multiplicity")
+
+Pass = Callable[[Sequence[Rows]], list[Ragged] | None]
+
+
+def specs(algorithm: Algorithm) -> list[StageSpec]:
+    """The passes that an algorithm needs."""
+    needed = {
+        "logp_old": algorithm.old_logps,
+        "logp_ref": algorithm.needs_reference,
+        "values": algorithm.needs_critic,  # of the critic, before each trained token
+    }
+    return [
+        StageSpec(
+            name,
+            reads=("tokens", "loss_mask"),
+            writes=(ColumnSpec(name, torch.float32, "token", ragged=True),),
+            unit="micro-batch",
+            resource="trainer",
+        )
+        for name, need in needed.items()
+        if need
+    ]
+
+
+def columns_of_rank(reads: Sequence[str], last_stage: bool) -> tuple[str, ...]:
+    """Which of a stage's columns a rank reads: on the last pipeline stage all, before it what feeds the model."""
+    return tuple(name for name in reads if last_stage or name in FEEDS)
+
+
+class TokenPass(Stage):
+    """One column. forward: this data parallel rank's micro-batches to a ragged column each, None where the rank is not
+    on the last pipeline stage; writer: whether this rank writes; weights: makes the pass's weights those of the model
+    while it runs."""
+
+    def __init__(
+        self,
+        spec: StageSpec,
+        dock: Dock,
+        deadline: float,
+        forward: Pass,
+        writer: bool,
+        weights: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        super().__init__(spec, dock, deadline)
+        self.forward, self.writer, self.weights = forward, writer, weights
+
+    def run(self, batches: Sequence[Sequence[SampleId]]) -> None:
+        """Fill the column for the rows of these micro-batches. Collective over the model parallel ranks."""
+        lease = self.lease([i for ids in batches for i in ids])
+        with self.weights():
+            parts = self.forward([lease.rows.select(ids) for ids in batches])
+        rows = None
+        if self.writer:
+            column = Ragged.from_rows([row for part in parts for row in part.rows()])
+            rows = Rows(lease.rows.ids, {self.spec.name: column})
+        self.commit(lease, rows)
 
 
 def compute_logps(

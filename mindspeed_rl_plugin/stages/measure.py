@@ -1,64 +1,40 @@
-"""What the loop tells about itself: metrics of a rollout, of an evaluation and of an iteration, and the dumps."""
+"""Measure: what a rollout and an iteration tell about themselves, and the dumps."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from mindspeed_rl_plugin.algorithms import spread
-from mindspeed_rl_plugin.critic.critic import Critic
-from mindspeed_rl_plugin.dock import Moved
-from mindspeed_rl_plugin.loop import megatron_globals as megatron
-from mindspeed_rl_plugin.loop.context import Parts
+from mindspeed_rl_plugin.algorithms import Algorithm, spread
+from mindspeed_rl_plugin.dock import Dock, Moved
 from mindspeed_rl_plugin.monitor import rollout_metrics as metrics
 from mindspeed_rl_plugin.monitor.dump import discard_dumps_after, dump_rollout
+from mindspeed_rl_plugin.monitor.monitor import Monitor
 from mindspeed_rl_plugin.monitor.names import Metric
 from mindspeed_rl_plugin.monitor.run_files import claim_dumps, dump_files, set_aside
+from mindspeed_rl_plugin.ranks import Collectives
 from mindspeed_rl_plugin.reshard.resharder import Transfer
-from mindspeed_rl_plugin.reward import GradeItem, solved
-from mindspeed_rl_plugin.rows import Completion, Prompt, Rows, SampleId
-from mindspeed_rl_plugin.stages.evaluate import EvalCounts, evaluate
-from mindspeed_rl_plugin.stages.generate import weights_number
+from mindspeed_rl_plugin.reward import RewardPool, solved
+from mindspeed_rl_plugin.rows import Rows, SampleId
+from mindspeed_rl_plugin.stages import advantages
+from mindspeed_rl_plugin.stages.generate import digest_number
+from mindspeed_rl_plugin.stages.stage import Stage, StageSpec
 
-# Names that the update uses, and the register's.
-UPDATE_NAMES = {
-    "loss": "loss",
-    "pg_loss": "loss/policy",
-    "kl_loss": "loss/kl",
-    "ratio_mean": "ratio/mean",
-    "ratio_max": "ratio/max",
-    "clip_fraction": "clip_fraction",
-    "entropy_loss": "loss/entropy",
-    "ratio_min": "ratio/min",
-    "entropy": "entropy",
-    "trained_tokens": "trained/tokens",
-    "trained_sequences": "trained/sequences",
-    "kl": "kl/ref",
-    "kl_old": "kl/old",
-    "logp_diff_mean": "logp_diff/mean",
-    "logp_diff_max": "logp_diff/max",
-    "grad_norm": "grad_norm",
-    "value_loss": "critic/loss",
-    "value_clip_fraction": "critic/clip_fraction",
-    "value_mean": "critic/value_mean",
-    "return_mean": "critic/return_mean",
-    "explained_variance": "critic/explained_variance",
-    "critic_grad_norm": "critic/grad_norm",
-    "critic_lr": "critic/lr",
-    "lr": "lr",
-    "rollout_kl": "rollout/kl",
-    "rollout_weight_mean": "rollout/weight_mean",
-    "rollout_weight_max": "rollout/weight_max",
-    "rollout_stale": "rollout/stale",
-    "rollout_weight_outside": "rollout/weight_outside",
-    "rollout_sequence_weight_mean": "rollout/sequence_weight_mean",
-    "rollout_sequence_weight_outside": "rollout/sequence_weight_outside",
-}
-GRAD_NORM = 5  # place in what Megatron's train_step returns, the same in 0.12.1, 0.16.1 and 0.19
+# One rank reads these of all rows: single numbers, so that it never becomes the place where all data goes.
+NUMBERS = ("length", "response_length", "finish", "version", "weights_digest", "reward", "reward_parts", "valid")
+DUMPED = ("prompt", "meta", "tokens", "loss_mask", "logp_rollout", "logp_old")
+
+
+def spec(algorithm: Algorithm, dump: bool = False, own: Sequence[str] = ()) -> StageSpec:
+    """dump: whether rollouts are written to files; own: columns of a user's stages, which are dumped too."""
+    reads = (*NUMBERS, *(("multiplicity",) if algorithm.filters else ()))
+    if dump:
+        reads += (*DUMPED, advantages.column_name(algorithm), *(("logp_ref",) if algorithm.needs_reference else ()))
+        reads += tuple(name for name in own if name not in reads)
+    return StageSpec("measure", reads, (), unit="row", resource="leader")
 
 
 @dataclass
@@ -74,50 +50,82 @@ class Rollout:
     logged: bool = False
 
 
-def rollout(
-    p: Parts, ids: Sequence[SampleId], done: int, transfer: Transfer, drawn: Mapping[str, Metric] | None = None
-) -> Rollout:
-    """Measure a rollout that is ready to train on, and dump it where asked. Collective.
+@dataclass(frozen=True)
+class Dump:
+    """Where rollouts are written, and how tokens become text."""
 
-    transfer: what bringing the weights to the engine for it took on this rank; drawn: what choosing its groups
-    measured.
-    """
-    moved = _moved(p.gather(transfer))
-    dump_dir = p.inputs.config.monitor.dump_dir
-    # Waits for what the other ranks still write.
-    lease = p.dock_of_rank.lease("measure", ids=ids if p.topology.leader else [], deadline=p.deadline)
-    rows = lease.rows
-    measured: tuple[dict[str, Metric], int] = ({}, 0)
-    if p.topology.leader:
-        kept = rows["kept"].nonzero().flatten().tolist()
-        _check_weights(rows, done, transfer.digest)
-        found = dict(metrics.rollout_metrics(rows.take(kept), solved=_solved(p, rows["reward_parts"][kept].tolist())))
-        found |= metrics.grader_metrics(rows["reward_parts"][kept], p.inputs.graders.names)
-        found |= _overlong(p, rows.take(kept)) | moved | (drawn or {})
-        if "times" in rows.columns:
-            found |= metrics.filtration_metrics(rows["times"], rows["reward"])
-        found["groups/dropped"] = 1.0 - len(kept) / len(rows)
-        measured = found, metrics.token_count(rows)
-        if dump_dir:
-            if "advantages" not in rows.columns:
-                rows = rows.with_columns(advantages=spread(rows["advantage"], rows["loss_mask"]))
-            dump_rollout(dump_dir, rows, p.inputs.decode, iteration=done + 1, graders=p.inputs.graders.names)
-    p.dock_of_rank.commit(lease)
-    return Rollout(*p.share(measured))
+    folder: str
+    decode: Callable[[Sequence[int]], str]
 
 
-def _overlong(p: Parts, rows: Rows) -> dict[str, Metric]:
-    """What DAPO's penalty on length takes from the rewards, where it is on."""
-    limit = p.inputs.config.rollout.max_response_length
-    if not p.algorithm.buffer(limit):
-        return {}
-    penalty = p.algorithm.shaped(torch.zeros(len(rows)), rows["response_length"], limit)
-    return {"reward/overlong": float(penalty.mean()), "response/overlong": float((penalty < 0).double().mean())}
+class Measure(Stage):
+    """ranks: of the job; limit: longest response [tokens]; dump: None where rollouts are not written to files."""
+
+    def __init__(
+        self,
+        spec: StageSpec,
+        dock: Dock,
+        deadline: float,
+        *,
+        ranks: Collectives,
+        algorithm: Algorithm,
+        limit: int,
+        graders: RewardPool,
+        dump: Dump | None = None,
+    ) -> None:
+        super().__init__(spec, dock, deadline)
+        self.ranks, self.algorithm, self.limit, self.graders, self.dump = ranks, algorithm, limit, graders, dump
+
+    def run(
+        self, ids: Sequence[SampleId], done: int, transfer: Transfer, sampling: Mapping[str, Metric] | None = None
+    ) -> Rollout:
+        """Measure a rollout that is ready to train on, and dump it where asked. Collective.
+
+        done: iterations before it; transfer: what bringing the weights to the engine for it took on this rank;
+        sampling: what sampling and selecting its groups measured.
+        """
+        moved = transfer_metrics(self.ranks.gather(transfer))
+        leader = self.ranks.rank == 0
+        lease = self.lease(ids if leader else [])  # waits for what the other ranks still write
+        measured: tuple[dict[str, Metric], int] = ({}, 0)
+        if leader:
+            check_weights(lease.rows, done, transfer.digest)
+            measured = self.metrics(lease.rows) | moved | (sampling or {}), metrics.token_count(lease.rows)
+            if self.dump is not None:
+                self._dump(lease.rows, done + 1)
+        self.commit(lease)
+        return Rollout(*self.ranks.broadcast(measured))
+
+    def metrics(self, rows: Rows) -> dict[str, Metric]:
+        """Numbers of the rows that count, and how many do not."""
+        valid = rows["valid"].nonzero().flatten().tolist()
+        parts = rows["reward_parts"][valid]
+        right = [solved(row, self.graders.weights) for row in parts.tolist()]
+        result: dict[str, Metric] = dict(metrics.rollout_metrics(rows.take(valid), solved=right))
+        result |= metrics.grader_metrics(parts, self.graders.names) | self._overlong(rows.take(valid))
+        if "multiplicity" in rows.columns:
+            result |= metrics.filtration_metrics(rows["multiplicity"], rows["reward"])
+        return result | {"groups/dropped": 1.0 - len(valid) / len(rows)}
+
+    def _overlong(self, rows: Rows) -> dict[str, Metric]:
+        """What DAPO's penalty on length takes from the rewards, where it is on."""
+        if not self.algorithm.buffer(self.limit):
+            return {}
+        penalty = self.algorithm.shaped(torch.zeros(len(rows)), rows["response_length"], self.limit)
+        return {"reward/overlong": float(penalty.mean()), "response/overlong": float((penalty < 0).double().mean())}
+
+    def _dump(self, rows: Rows, iteration: int) -> None:
+        if "advantages" not in rows.columns:
+            rows = rows.with_columns(advantages=spread(rows["advantage"], rows["loss_mask"]))
+        own = [name for name in self.spec.reads if name not in (*NUMBERS, *DUMPED, "multiplicity", "logp_ref")]
+        own = [name for name in own if name not in ("advantage", "advantages")]
+        names = self.graders.names
+        dump_rollout(self.dump.folder, rows, self.dump.decode, iteration=iteration, graders=names, own=own)
 
 
-def _moved(transfers: Sequence[Transfer]) -> dict[str, Metric]:
+def transfer_metrics(transfers: Sequence[Transfer]) -> dict[str, Metric]:
     """Bytes of one reshard summed over ranks, seconds of the slowest, and the digest where weights were verified."""
-    found: dict[str, Metric] = {
+    result: dict[str, Metric] = {
         "reshard/bytes_copied": sum(t.copied for t in transfers),
         "reshard/bytes_sent": sum(t.sent for t in transfers),
         "reshard/bytes_received": sum(t.received for t in transfers),
@@ -125,106 +133,45 @@ def _moved(transfers: Sequence[Transfer]) -> dict[str, Metric]:
         "reshard/transfer_seconds": max(t.seconds for t in transfers),
     }
     digest = transfers[0].digest  # all ranks compared the same tables
-    return found if digest is None else found | {"weights/digest": digest}
+    return result if digest is None else result | {"weights/digest": digest}
 
 
-def _check_weights(rows: Rows, version: int, digest: str | None) -> None:
-    """Rows of this version were drawn with the weights that were verified for it."""
+def check_weights(rows: Rows, version: int, digest: str | None) -> None:
+    """Raise RuntimeError unless rows of this version were sampled with the weights that were verified for it."""
     mine = rows["version"] == version
-    wrong = (rows["weights"][mine] != weights_number(digest)).nonzero().flatten().tolist()
+    wrong = (rows["weights_digest"][mine] != digest_number(digest)).nonzero().flatten().tolist()
     if wrong:
         ids = [i for i, own in zip(rows.ids, mine.tolist(), strict=True) if own]
         raise RuntimeError(
-            f"sample {ids[wrong[0]]} of weight version {version} was drawn with other weights than those that were "
+            f"sample {ids[wrong[0]]} of weight version {version} was sampled with other weights than those that were "
             f"verified, digest {digest}"
         )
 
 
-def _solved(p: Parts, parts: Sequence[Sequence[float]]) -> list[bool]:
-    """Whether each response is solved, from its grades one by one."""
-    return [solved(row, p.inputs.graders.weights) for row in parts]
+class IterationLog:
+    """What every iteration logs. dock: whose traffic is counted."""
 
+    def __init__(self, monitor: Monitor, ranks: Collectives, dock: Dock) -> None:
+        self.monitor, self.ranks, self.dock = monitor, ranks, dock
 
-def failures(p: Parts, found: Iterable[Mapping[str, str]], told: set[str], what: str = "this rollout") -> None:
-    """Print the first failure of each grader that is not among those `told`, to which it is added; found: of each rank,
-    by grader."""
-    for name, text in (pair for part in found for pair in part.items()):
-        if name not in told and p.topology.leader:
-            print(f"[rl] warning: a grader failed, for the first time in {what}: {text}", flush=True)
-        told.add(name)
+    def write(self, number: int, rollout: Rollout, update: Mapping[str, float], *, last_step: bool) -> None:
+        """Log one iteration: the update's metrics, and with the first and last step of a rollout those of it.
 
-
-def evaluation(p: Parts, done: int) -> None:
-    """Greedy accuracy, and pass@k where asked, on the held-out prompts with the engine's weights. Collective.
-
-    Its time is booked by the caller, as stage "evaluate" together with whatever was done for it alone.
-    """
-    k = p.inputs.config.monitor.eval_pass_k
-    failed, texts = torch.zeros(1, dtype=torch.int64), {}
-
-    def grade(answers: Sequence[tuple[Prompt, Completion]]) -> list[bool]:
-        items = [
-            GradeItem(q.text, p.inputs.decode(a.tokens), q.answer, dict(q.record), a.id, q.messages) for q, a in answers
-        ]
-        grades = p.inputs.graders.grade(items)
-        failed[0] += sum(g.error is not None for g in grades)
-        texts.update(p.inputs.graders.take_failures())
-        return _solved(p, [g.parts for g in grades])
-
-    _, counts = evaluate(
-        p.engine,
-        p.inputs.held_out,
-        grade=grade,
-        sampling=p.sampling,
-        samples=k,
-        seed_base=p.response_seed,
-        deadline=p.deadline,
-    )
-    total = counts.to_tensor()
-    dist.all_reduce(total, group=p.group)
-    dist.all_reduce(failed, group=p.group)
-    failures(p, p.gather(texts), set(), "the evaluation")
-    found = EvalCounts.from_tensor(total).metrics(k)
-    p.monitor.log_eval(done, found | ({"eval/errors": int(failed)} if failed else {}))
-
-
-def iteration(
-    p: Parts,
-    number: int,
-    rollout: Rollout | None,
-    update: Mapping[str, float],
-    *,
-    last_step: bool,
-) -> None:
-    """Log one iteration: the update's metrics, and with the first and last step of a rollout those of it.
-
-    Stages are those of their slowest rank. Collective.
-    """
-    found: dict[str, Metric] = {UPDATE_NAMES[k]: v for k, v in update.items() if k in UPDATE_NAMES}
-    moved = p.dock.traffic.take() if last_step else []
-    ranks = p.gather((found, p.monitor.stage_metrics(), _totals(moved)))
-    found, stages = ranks[0][0], metrics.largest([measured for _, measured, _ in ranks])
-    if rollout is not None:
+        Stages are those of their slowest rank. Collective.
+        """
+        moved = self.dock.traffic.take() if last_step else []
+        every = self.ranks.gather((dict(update), self.monitor.stage_metrics(), _totals(moved)))
+        result: dict[str, Metric] = every[0][0]
+        stages = metrics.largest([measured for _, measured, _ in every])
         if not rollout.logged:
-            found |= {k: v for k, v in rollout.metrics.items() if not k.startswith("logp_diff")}
+            result |= {k: v for k, v in rollout.metrics.items() if not k.startswith("logp_diff")}
             rollout.logged = True
         rollout.seconds += stages["seconds/iteration"]
         if last_step:
-            found |= metrics.throughput(rollout.tokens, devices=p.topology.world, seconds=rollout.seconds)
-            found |= {f"dock/bytes_{k}": sum(total[k] for *_, total in ranks) for k in _totals(())}
-            p.monitor.log_dock(number, {"moved": [list(m) for m in moved], **p.dock.served})
-    p.monitor.log(number, metrics.merge(found, stages))
-
-
-def rates(optimizer: Any, critic: Critic | None) -> dict[str, float]:
-    """Learning rates of the step to come, which leaves those of the next behind."""
-    found = {"lr": megatron.learning_rate(optimizer)}
-    return found if critic is None else found | {"critic_lr": megatron.learning_rate(critic.optimizer)}
-
-
-def of_step(result: Sequence[Any], whose: str = "") -> dict[str, float]:
-    """What Megatron's step measured itself; whose: "critic_", or the policy's."""
-    return {} if result[GRAD_NORM] is None else {f"{whose}grad_norm": float(result[GRAD_NORM])}
+            result |= metrics.throughput(rollout.tokens, devices=self.ranks.world, seconds=rollout.seconds)
+            result |= {f"dock/bytes_{k}": sum(total[k] for *_, total in every) for k in _totals(())}
+            self.monitor.log_dock(number, {"moved": [list(m) for m in moved], **self.dock.served})
+        self.monitor.log(number, metrics.merge(result, stages))
 
 
 def _totals(moved: Sequence[Moved]) -> dict[str, int]:
@@ -236,15 +183,12 @@ def _totals(moved: Sequence[Moved]) -> dict[str, int]:
     }
 
 
-def prepare_dumps(p: Parts, epoch: int, resumed: bool) -> None:
-    """Dumps that a resumed run draws again are removed; those of its start before, which saved no checkpoint, become
-    `.old` like its metrics. Another run's were refused at start (`startup.checks`)."""
-    dump_dir = p.inputs.config.monitor.dump_dir
-    if not dump_dir or not p.topology.leader:
-        return
+def prepare_dumps(dump_dir: str, run_dir: Any, epoch: int, resumed: bool) -> None:
+    """Dumps that a resumed run samples again are removed; those of its start before, which saved no checkpoint, become
+    `.old` like its metrics. Another run's were refused at start (`launch.checks`)."""
     if resumed:
         discard_dumps_after(dump_dir, epoch)
     else:
         for path in dump_files(dump_dir).values():
             set_aside(path)
-    claim_dumps(dump_dir, p.monitor.run_dir)
+    claim_dumps(dump_dir, run_dir)

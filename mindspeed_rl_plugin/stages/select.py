@@ -1,98 +1,122 @@
-"""Which groups a rollout trains on, and in which order: all that were drawn, or DAPO's dynamic sampling. Pure.
+"""Select: which groups a rollout trains on and in which order, which rows count, and how often. Pure but for `Select`.
 
-A rollout is drawn in rounds; each round is one epoch of the dock. Without dynamic sampling the first round that can be
-trained on is the rollout. With it, groups whose rewards are all equal are replaced: rounds follow until enough groups
-carry signal, and those beyond are carried over to the next rollout.
+A rollout is sampled in rounds; each round is one epoch of the dock. Without dynamic sampling the first round that can
+be trained on is the rollout. With it, groups whose rewards are all equal are replaced: rounds follow until enough
+groups carry signal, and those beyond are deferred to the next rollout.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from mindspeed_rl_plugin.algorithms import group_index
+import torch
+from torch import Tensor
+
+from mindspeed_rl_plugin.algorithms import Algorithm, group_index
 from mindspeed_rl_plugin.algorithms.selection import carries_signal
-from mindspeed_rl_plugin.forward import Step, plan_batches
-from mindspeed_rl_plugin.rows import Ragged, Rows, SampleId
+from mindspeed_rl_plugin.dock import ColumnSpec, Dock
+from mindspeed_rl_plugin.forward import Step
+from mindspeed_rl_plugin.rows import Group, Rows, SampleId
+from mindspeed_rl_plugin.stages.stage import Stage, StageSpec
 
-Group = tuple[int, int]  # epoch of the dock, and number within it
-Lengths = Mapping[Group, Sequence[int]]  # tokens of each sample of a group, by member
 PLAIN_ROUNDS = 5  # rounds without dynamic sampling: a further one only where graders leave a step nothing to train on
 
 
+def spec(algorithm: Algorithm, reads_valid: bool = False) -> StageSpec:
+    """reads_valid: whether a user's stage before it has a say in what counts."""
+    valid = ColumnSpec("valid", torch.int8, "sample", ragged=False)  # 0: trained nowhere, counted in no denominator
+    multiplicity = ColumnSpec("multiplicity", torch.int32, "sample", ragged=False)  # how often filtration drew it
+    return StageSpec(
+        "select",
+        reads=("reward", "graded", *(("valid",) if reads_valid else ())),
+        writes=(valid, multiplicity) if algorithm.filters else (valid,),
+        unit="group",
+        resource="cpu",
+    )
+
+
 @dataclass(frozen=True)
-class Verdict:
+class GroupStats:
     """What grading says of one group. broken: a grade failed; signal: its task rewards differ; reward: their mean;
-    lengths: tokens of each sample, by member; errors: samples on which a grader failed."""
+    lengths: tokens of each sample, by member; errors: samples on which a grader failed; empty: a user's stage left no
+    row to train on."""
 
     broken: bool
     signal: bool
     reward: float
     lengths: tuple[int, ...] = ()
     errors: int = 0
+    empty: bool = False
+
+    @property
+    def idle(self) -> bool:
+        """Whether no loss would count it."""
+        return self.broken or self.empty
 
 
 @dataclass(frozen=True)
-class Choice:
+class Selection:
     """What becomes of the groups at hand after a round.
 
-    trained: the rollout, in training order, empty where a further round is needed; carried: groups with signal that
+    trained: the rollout, in training order, empty where a further round is needed; deferred: groups with signal that
     wait for the next round or rollout; dropped: groups that are forgotten; idle: those of `trained` that no loss
     counts, because a grade failed or because they only fill the batch up.
     """
 
     trained: tuple[Group, ...] = ()
-    carried: tuple[Group, ...] = ()
+    deferred: tuple[Group, ...] = ()
     dropped: tuple[Group, ...] = ()
     idle: frozenset[Group] = frozenset()
 
 
-def verdicts(rows: Rows, tokens: Ragged | None = None) -> dict[Group, Verdict]:
-    """Judge whole groups from their columns `reward` (task reward, before any penalty), `graded` and `grader_error`;
-    tokens: the same rows' tokens, where lengths are wanted."""
+def group_stats(rows: Rows) -> dict[Group, GroupStats]:
+    """Statistics of whole groups from their columns `reward` (task reward, before any penalty), `graded`,
+    `grader_error`, and where they are there `tokens` (for the lengths) and `valid`."""
     if not len(rows):
         return {}
     index, reward = group_index(rows.ids), rows["reward"].double()
     signal, failed = carries_signal(rows["reward"], index), rows["graded"] == 0
-    lengths = tokens.lengths.tolist() if tokens is not None else []
-    found = {}
+    valid = rows.columns.get("valid", torch.ones(len(rows)))
+    lengths = rows["tokens"].lengths.tolist() if "tokens" in rows.columns else []
+    stats = {}
     for number in index.unique().tolist():
-        mine = index == number
-        broken = bool(failed[mine].any())
-        first = rows.ids[int(mine.nonzero()[0])]
-        here = bool(signal[mine].any()) and not broken
-        members = sorted((rows.ids[i].member, lengths[i]) for i in mine.nonzero().flatten().tolist()) if lengths else ()
-        found[first.epoch, first.group] = Verdict(
+        mine = (index == number).nonzero().flatten()
+        broken, empty = bool(failed[mine].any()), not bool(valid[mine].any())
+        members = sorted((rows.ids[i].member, lengths[i]) for i in mine.tolist()) if lengths else ()
+        stats[rows.ids[int(mine[0])][:2]] = GroupStats(
             broken,
-            here,
+            bool(signal[mine].any()) and not broken and not empty,
             float(reward[mine].mean()),
-            tuple(n for _, n in members),
+            tuple(length for _, length in members),
             int(rows["grader_error"][mine].sum()),
+            empty,
         )
-    return found
+    return stats
 
 
 def choose(
-    carried: Sequence[Group], drawn: Mapping[Group, Verdict], wanted: int, *, dynamic: bool, last: bool
-) -> Choice:
+    deferred: Sequence[Group], sampled: Mapping[Group, GroupStats], wanted: int, *, dynamic: bool, last: bool
+) -> Selection:
     """Decide after a round.
 
-    carried: groups with signal from before, oldest first; drawn: the round's; wanted: groups of a rollout; dynamic:
+    deferred: groups with signal from before, oldest first; sampled: the round's; wanted: groups of a rollout; dynamic:
     whether groups without signal are replaced; last: whether no further round may follow: then groups of this round
     without signal fill the rollout up, spread evenly over it, and count in no loss. Source: DAPO, arXiv 2503.14476,
-    section 3.2 and Algorithm 1; carrying over what is too much is this project's.
+    section 3.2 and Algorithm 1; deferring what is too much is this project's.
     """
-    order = sorted(drawn)
+    order = sorted(sampled)
     if not dynamic:
-        return Choice(tuple(order), idle=frozenset(g for g in order if drawn[g].broken))
-    ready = [*carried, *(g for g in order if drawn[g].signal)]
-    silent = [g for g in order if not drawn[g].signal]
+        return Selection(tuple(order), idle=frozenset(g for g in order if sampled[g].idle))
+    ready = [*deferred, *(g for g in order if sampled[g].signal)]
+    silent = [g for g in order if not sampled[g].signal]
     if len(ready) >= wanted:
-        return Choice(tuple(ready[:wanted]), tuple(ready[wanted:]), tuple(silent))
+        return Selection(tuple(ready[:wanted]), tuple(ready[wanted:]), tuple(silent))
     if not last:
-        return Choice(carried=tuple(ready), dropped=tuple(silent))
+        return Selection(deferred=tuple(ready), dropped=tuple(silent))
     fill = silent[: wanted - len(ready)]
-    return Choice(_spread(ready, fill), dropped=tuple(silent[len(fill) :]), idle=frozenset(fill))
+    return Selection(_spread(ready, fill), dropped=tuple(silent[len(fill) :]), idle=frozenset(fill))
 
 
 def idle_steps(plan: Sequence[Step], idle: Iterable[Group]) -> int:
@@ -100,102 +124,112 @@ def idle_steps(plan: Sequence[Step], idle: Iterable[Group]) -> int:
     return sum(all((s.epoch, s.group) in idle for s in step.ids) for step in plan)
 
 
-def useless(broken: int, groups: int, empty: int) -> str:
-    """Why a rollout is dropped, in words."""
-    told = f"graders failed in {broken} of {groups} groups, so {empty} optimizer steps of it"
-    return f"{told} would train on nothing"
-
-
-def check_carried(carried: Sequence, before: Mapping[str, object], now: Mapping[str, object]) -> None:
-    """Refuse a resume whose groups have another size than those carried over. Raises ValueError."""
-    flag = "--rl-samples-per-prompt"
-    if carried and before[flag] != now[flag]:
-        raise ValueError(
-            f"the checkpoint holds {len(carried)} groups of {before[flag]} responses that dynamic sampling carried "
-            f"over, {flag} is {now[flag]}: resume with {before[flag]}"
-        )
-
-
-def of_epoch(epoch: int, groups: int) -> tuple[Group, ...]:
-    """All groups of one round."""
-    return tuple((epoch, g) for g in range(groups))
-
-
-def samples(groups: Iterable[Group], members: int) -> list[SampleId]:
-    """All samples of some groups, group by group."""
-    return [SampleId(epoch, group, member) for epoch, group in groups for member in range(members)]
-
-
-def by_epoch(groups: Iterable[Group]) -> dict[int, list[int]]:
-    """Epoch -> its groups among these, both rising."""
-    found: dict[int, list[int]] = {}
-    for epoch, group in sorted(groups):
-        found.setdefault(epoch, []).append(group)
-    return found
-
-
-def plan_groups(groups: Sequence[Group], members: int, **sizes: int) -> list[Step]:
-    """Optimizer steps of one pass over groups in the given order; sizes: those of `plan_batches`."""
-    places = plan_batches(samples(of_epoch(0, len(groups)), members), **sizes)
-
-    def named(place: SampleId) -> SampleId:
-        return SampleId(*groups[place.group], place.member)
-
-    return [
-        Step(tuple(tuple(tuple(map(named, batch)) for batch in rank) for rank in step.micro_batches)) for step in places
-    ]
-
-
 @dataclass
-class Tally:
-    """What drawing one rollout took. brought: groups carried over from before it."""
+class SamplingStats:
+    """What sampling one rollout took. resumed: groups deferred from before it."""
 
-    brought: int = 0
+    resumed: int = 0
     rounds: int = 0
-    drawn: int = 0
+    sampled: int = 0
     signal: int = 0
     reward: float = 0.0
     errors: int = 0
 
-    def add(self, round_: Mapping[Group, Verdict]) -> None:
+    def add(self, round_: Mapping[Group, GroupStats]) -> None:
         """Count one round."""
-        graded = [v for v in round_.values() if not v.broken]
+        graded = [stats for stats in round_.values() if not stats.broken]
         self.rounds += 1
-        self.drawn += len(round_)
-        self.errors += sum(v.errors for v in round_.values())
-        self.signal += sum(v.signal for v in round_.values())
-        self.reward += sum(v.reward for v in graded) * len(round_) / max(len(graded), 1)
+        self.sampled += len(round_)
+        self.errors += sum(stats.errors for stats in round_.values())
+        self.signal += sum(stats.signal for stats in round_.values())
+        self.reward += sum(stats.reward for stats in graded) * len(round_) / max(len(graded), 1)
 
-    def exhausted(self, empty: int, broken: int, groups: int, dynamic: bool) -> ValueError:
-        """No round may follow, and `empty` optimizer steps have no group to train on; broken: groups of the last round
-        with a failed grade, of how many; dynamic: whether groups were dropped for want of signal too."""
+    def exhausted(self, empty: int, last: Mapping[Group, GroupStats], dynamic: bool) -> ValueError:
+        """No round may follow, and `empty` optimizer steps have no group to train on; last: the last round; dynamic:
+        whether groups were dropped for want of signal too."""
         if not dynamic:
             return ValueError(
-                f"{self.rounds} rollouts one after the other were dropped; in the last one "
-                f"{useless(broken, groups, empty)}; repair the grader and resume from the last checkpoint"
+                f"{self.rounds} rollouts one after the other were dropped; in the last one {useless(last, empty)}; "
+                "repair the grader and resume from the last checkpoint"
             )
+        broken = sum(stats.broken for stats in last.values())
         return ValueError(
-            f"--rl-dynamic-sampling-rounds {self.rounds}: rewards differ in {self.signal} of the {self.drawn} groups "
-            f"drawn (mean reward {self.reward / self.drawn:g}; graders failed in {broken} groups of the last round), "
-            f"so {empty} optimizer steps would train on nothing: the prompts are too easy or too hard for the policy; "
-            "resume with others, with more rounds, or with --no-rl-dynamic-sampling"
+            f"--rl-dynamic-sampling-rounds {self.rounds}: rewards differ in {self.signal} of the {self.sampled} groups "
+            f"sampled (mean reward {self.reward / self.sampled:g}; graders failed in {broken} groups of the last "
+            f"round), so {empty} optimizer steps would train on nothing: the prompts are too easy or too hard for the "
+            "policy; resume with others, with more rounds, or with --no-rl-dynamic-sampling"
         )
 
-    def metrics(self, choice: Choice, dynamic: bool) -> dict[str, float]:
-        """Metrics of a rollout, named as in `monitor.names`; those of choosing only under dynamic sampling."""
+    def metrics(self, selection: Selection, dynamic: bool) -> dict[str, float]:
+        """Metrics of a rollout, named as in `monitor.names`; those of selection only under dynamic sampling."""
         errors = {"reward/errors": float(self.errors)}  # also of groups that are trained nowhere
         if not dynamic:
             return errors
         return {
             **errors,
             "sampling/rounds": float(self.rounds),
-            "sampling/groups_drawn": float(self.drawn),
-            "sampling/informative": self.signal / max(self.drawn, 1),
-            "sampling/reward_mean": self.reward / max(self.drawn, 1),
-            "sampling/brought": float(self.brought),
-            "sampling/carried": float(len(choice.carried)),
-            "sampling/filled": float(len(choice.idle)),
+            "sampling/groups_drawn": float(self.sampled),
+            "sampling/informative": self.signal / max(self.sampled, 1),
+            "sampling/reward_mean": self.reward / max(self.sampled, 1),
+            "sampling/brought": float(self.resumed),
+            "sampling/carried": float(len(selection.deferred)),
+            "sampling/filled": float(len(selection.idle)),
         }
+
+
+def useless(round_: Mapping[Group, GroupStats], empty: int) -> str:
+    """Why a rollout is dropped."""
+    broken = sum(stats.broken for stats in round_.values())
+    return f"graders failed in {broken} of {len(round_)} groups, so {empty} optimizer steps would train on nothing"
+
+
+class Select(Stage):
+    """Which rows of a rollout count, and under filtration how often. gather: every rank's value, collective; seed: of
+    the draws of filtration."""
+
+    def __init__(
+        self,
+        spec: StageSpec,
+        dock: Dock,
+        deadline: float,
+        algorithm: Algorithm,
+        gather: Callable[[Any], Iterable[Any]],
+        seed: int,
+    ) -> None:
+        super().__init__(spec, dock, deadline)
+        self.algorithm, self.gather, self.seed = algorithm, gather, seed
+        self.steps: Mapping[SampleId, int] = {}  # optimizer step of every row of the rollout
+
+    def compute(self, rows: Rows) -> Rows | None:
+        """Columns of whole groups, those of this rank, maybe none. Collective where whole batches are filtered."""
+        valid = valid_rows(rows, self.algorithm.dynamic_sampling) if len(rows) else torch.empty(0, dtype=torch.bool)
+        columns = {"valid": valid.to(torch.int8)}
+        if self.algorithm.filters:
+            columns["multiplicity"] = self._multiplicity(rows, valid)
+        return Rows(rows.ids, columns) if len(rows) else None
+
+    def _multiplicity(self, rows: Rows, valid: Tensor) -> Tensor:
+        """`[B]` int32, how often each row is trained; rows that do not count neither draw nor are drawn."""
+        kept = valid.nonzero().flatten().tolist()
+        ids, reward = [rows.ids[i] for i in kept], rows["reward"][kept] if kept else torch.empty(0)
+        pools = group_index(ids) if ids else torch.empty(0, dtype=torch.int64)
+        if self.algorithm.filtration_whole_batch:  # a pool is an optimizer step, whose rows lie on all ranks
+            parts = list(self.gather((ids, reward.tolist())))
+            ids = [i for theirs, _ in parts for i in theirs]
+            reward = torch.tensor([r for _, theirs in parts for r in theirs], dtype=torch.float32)
+            pools = torch.tensor([self.steps[i] for i in ids], dtype=torch.int64)
+        drawn = dict(zip(ids, self.algorithm.multiplicity(reward, pools, ids, self.seed).tolist(), strict=True))
+        return torch.tensor([drawn.get(i, 0) for i in rows.ids], dtype=torch.int32)
+
+
+def valid_rows(rows: Rows, dynamic: bool) -> Tensor:
+    """`[B]` bool: a group with a failed grade is kept out of training altogether, under dynamic sampling also one whose
+    task rewards are all equal; a row that a user's stage gave `valid` 0 is left out alone."""
+    groups = group_index(rows.ids)
+    valid = ~torch.isin(groups, groups[rows["graded"] == 0].unique())
+    if dynamic:
+        valid &= carries_signal(rows["reward"], groups)
+    return valid & (rows["valid"] != 0) if "valid" in rows.columns else valid
 
 
 def _spread(ready: Sequence[Group], fill: Sequence[Group]) -> tuple[Group, ...]:

@@ -8,7 +8,16 @@ import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from mindspeed_rl_plugin.algorithms import advantages, corrections, kl, losses, pairs, rewards, selection, values
+from mindspeed_rl_plugin.algorithms import (
+    corrections,
+    estimators,
+    kl,
+    losses,
+    pair_losses,
+    rewards,
+    selection,
+    value_loss,
+)
 from mindspeed_rl_plugin.algorithms.aggregate import AGGREGATIONS
 from mindspeed_rl_plugin.algorithms.describe import coefficient, further_parts
 from mindspeed_rl_plugin.algorithms.presets import ALGORITHMS, resolve
@@ -72,10 +81,10 @@ def parts() -> Iterable[tuple[str, Mapping[str, Callable], Callable[[str], str]]
     """(title with its flag, name -> function, default settings of a name) of every kind of part."""
     nothing: Callable[[str], str] = lambda name: ""  # noqa: E731
     config = AlgorithmConfig()
-    estimators = {name: spec.function for name, spec in advantages.ADVANTAGES.items()}
+    functions = {name: spec.function for name, spec in estimators.ADVANTAGES.items()}
     settings = {"group-norm": f"eps {config.advantage_eps:g}", "reinforce++": f"gamma {config.gamma:g}"}
     settings["gae"] = f"gamma {config.gamma:g}, lambda {config.gae_lambda:g}"
-    yield "advantages, --rl-advantage", estimators, lambda name: settings.get(name, "")
+    yield "advantages, --rl-advantage", functions, lambda name: settings.get(name, "")
     yield "policy losses, --rl-loss", {name: spec.function for name, spec in losses.LOSSES.items()}, _bounds
     yield "aggregations, --rl-aggregation", AGGREGATIONS, nothing
     yield "KL to the reference, --rl-kl-estimator, --rl-kl-reward-estimator", kl.KL_ESTIMATORS, nothing
@@ -91,11 +100,11 @@ def parts() -> Iterable[tuple[str, Mapping[str, Callable], Callable[[str], str]]
         lambda name: f"p {config.filtration_power:g}" * (name == "pow"),
     )
     beta = f"beta {config.dpo_beta:g}"
-    yield "DPO losses, --rl-dpo-loss", pairs.PAIR_LOSSES, lambda name: beta
+    yield "DPO losses, --rl-dpo-loss", pair_losses.PAIR_LOSSES, lambda name: beta
     others = {
         "overlong penalty": rewards.overlong_penalty,
         "dynamic sampling": selection.carries_signal,
-        "value loss": values.value_loss,
+        "value loss": value_loss.value_loss,
     }
     defaults = {"overlong penalty": f"f {config.overlong_penalty:g}", "value loss": f"c {config.value_clip:g}"}
     yield (

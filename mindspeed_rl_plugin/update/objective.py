@@ -27,13 +27,13 @@ def objective(
     weights: Tensor,
     logp: Tensor,
     entropy: Tensor,
-    times: Tensor | None = None,
+    multiplicity: Tensor | None = None,
     fresh: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Part of the global loss that this micro-batch contributes, and its tally.
 
     batch: with columns `advantages`, `logp_old` and `logp_ref` where the algorithm needs them, `logp_rollout`
-    where known; weights: `[mb]` weight of a trained token of each row; logp, entropy: `[mb, S]`; times: `[mb]`
+    where known; weights: `[mb]` weight of a trained token of each row; logp, entropy: `[mb, S]`; multiplicity: `[mb]`
     how often a row counts in the tally, None: once (its weight already says so for the loss); fresh: `[mb]` bool,
     rows that the weights of this rollout drew, None: all. The others tell nothing of how engine and trainer agree.
     Returns the scalar `sum_t w_t * (c_t * policy + kl_coef * KL - entropy_coef * H)` with its gradient, c_t the
@@ -49,7 +49,7 @@ def objective(
     entropy = entropy[mask]
     weight = weights[sequence]
     zero = torch.zeros_like(tokens.logp_old)
-    counted = torch.ones_like(tokens.logp_old) if times is None else times[sequence].to(tokens.logp_old)
+    counted = torch.ones_like(tokens.logp_old) if multiplicity is None else multiplicity[sequence].to(tokens.logp_old)
 
     terms = algorithm.policy_terms(tokens)
     reference = batch.columns.get("logp_ref")

@@ -24,11 +24,11 @@ from mindspeed_rl_plugin.forward.schedule import (
 )
 from mindspeed_rl_plugin.rows import Ragged, Rows
 from mindspeed_rl_plugin.update.megatron_loss import scaling_of_job
-from mindspeed_rl_plugin.update.metrics import reduce_tallies, to_metrics
 from mindspeed_rl_plugin.update.objective import objective
+from mindspeed_rl_plugin.update.tallies import reduce_tallies, to_metrics
 
 
-class Update:
+class PolicyStep:
     """One object for a whole run; for every optimizer step call, on every rank:
 
         update.prepare(micro_batches)
@@ -60,7 +60,7 @@ class Update:
         self._per_token = bool(get_model_config(model[0]).calculate_per_token_loss)
         self._batches: list[MicroBatch] = []
         self._weights: list[Tensor] = []
-        self._times: list[Tensor] = []
+        self._multiplicity: list[Tensor] = []
         self._fresh: list[Tensor] = []
         self._tallies: dict[int, Tensor] = {}
         self._metrics: dict[str, float] | None = None
@@ -79,9 +79,9 @@ class Update:
         settings have `max_tokens`: then as many micro-batches on every rank, run by `run`) with the columns
         `tokens`, `loss_mask`, `logp_old`, and `advantages` (ragged `[L]`) or `advantage` (`[B]`, one a sample);
         `logp_ref` where the algorithm needs it; `logp_rollout` where the engine's gap is to be measured;
-        `kept` (`[B]`, 0: the row is trained nowhere) where rows were dropped; `times` (`[B]`, how often a row counts)
-        where they were filtered. Ranks that are not on the last pipeline stage need `tokens`, `loss_mask`, `kept` and
-        `times` only. totals: counts of the global batch, None to count them here,
+        `valid` (`[B]`, 0: the row is trained nowhere) where rows were dropped; `multiplicity` (`[B]`, how often a row
+        counts) where they were filtered. Ranks that are not on the last pipeline stage need `tokens`, `loss_mask`,
+        `valid` and `multiplicity` only. totals: counts of the global batch, None to count them here,
         which is collective over the data parallel ranks; measured: columns that the last stage holds, None: those of
         this rank; version: of the weights that `logp_old` is of, where rows with a lower `version` (`[B]`) may be among
         them; None: all were drawn by those weights.
@@ -95,14 +95,14 @@ class Update:
             )
         rows = [self._checked(part) for part in micro_batches]
         counts = [_trained(part) for part in rows]
-        times = [part.columns.get("times", torch.ones_like(n)) for part, n in zip(rows, counts, strict=True)]
-        totals = totals or self._count(counts, times)
+        often = [part.columns.get("multiplicity", torch.ones_like(n)) for part, n in zip(rows, counts, strict=True)]
+        totals = totals or self._count(counts, often)
         # As if each row stood in the batch as often as it was drawn, at the cost of one pass over it.
         self._weights = [
-            (self._weigh(n, totals) * k).float().to(self._device) for n, k in zip(counts, times, strict=True)
+            (self._weigh(n, totals) * k).float().to(self._device) for n, k in zip(counts, often, strict=True)
         ]
-        self._times = [k.to(self._device) for k in times]
-        self._fresh = [_drawn_by(part, version).to(self._device) for part in rows]
+        self._multiplicity = [k.to(self._device) for k in often]
+        self._fresh = [_sampled_by(part, version).to(self._device) for part in rows]
         self._batches = [self._collate(i, part) for i, part in enumerate(rows)]
         self._scaling = scaling_of_job(len(rows), per_token=self._per_token, total_tokens=totals.tokens)
         self._totals = totals
@@ -151,13 +151,13 @@ class Update:
 
     def _loss(self, batch: MicroBatch, output: Tensor) -> tuple:
         logp, entropy = head_of(output, batch, self.settings, entropy_grad=self._entropy_grad)
-        times, fresh = self._times[batch.index], self._fresh[batch.index]
-        loss, tally = objective(self.algorithm, batch, self._weights[batch.index], logp, entropy, times, fresh)
+        multiplicity, fresh = self._multiplicity[batch.index], self._fresh[batch.index]
+        loss, tally = objective(self.algorithm, batch, self._weights[batch.index], logp, entropy, multiplicity, fresh)
         # By index, for Megatron may run a step again to validate its result.
         self._tallies[batch.index] = tally
         # Megatron averages this over micro-batches; it is this rank's view, `metrics` has the exact one.
         seen = (loss.detach() * (self._scaling.micro_batches * self._scaling.dp_size)).view(1)
-        return self._scaling.result(loss, times[batch.sequence].sum(), {"loss": seen})
+        return self._scaling.result(loss, multiplicity[batch.sequence].sum(), {"loss": seen})
 
     def _needed(self, rows: Rows) -> list[str]:
         """Columns that the last pipeline stage needs beside the tokens."""
@@ -171,11 +171,11 @@ class Update:
         missing = [name for name in needed if name not in rows.columns]
         if missing:
             raise ValueError(f"the update lacks columns {missing}; it was given {sorted(rows.columns)}")
-        if {"kept", "times"} & rows.columns.keys():
+        if {"valid", "multiplicity"} & rows.columns.keys():
             mask = rows["loss_mask"]
-            kept = [rows[name] > 0 for name in ("kept", "times") if name in rows.columns]
-            kept = torch.stack(kept).all(0).repeat_interleave(mask.lengths)
-            rows = rows.with_columns(loss_mask=Ragged(mask.values * kept, mask.offsets), scored=mask)
+            counted = [rows[name] > 0 for name in ("valid", "multiplicity") if name in rows.columns]
+            counted = torch.stack(counted).all(0).repeat_interleave(mask.lengths)
+            rows = rows.with_columns(loss_mask=Ragged(mask.values * counted, mask.offsets), scored=mask)
         if "advantages" not in rows.columns and "advantage" in rows.columns:
             rows = rows.with_columns(advantages=spread(rows["advantage"], rows["loss_mask"]))
         return rows
@@ -183,9 +183,9 @@ class Update:
     def _collate(self, index: int, rows: Rows) -> MicroBatch:
         return collate(rows, self.settings, index=index, columns=[n for n in self.carried if n in rows.columns])
 
-    def _count(self, counts: Sequence[Tensor], times: Sequence[Tensor]) -> Totals:
-        every, drawn = torch.cat(list(counts)), torch.cat(list(times)).long()
-        both = torch.stack([(drawn * every).sum(), (drawn * (every > 0)).sum()]).to(self._device)
+    def _count(self, counts: Sequence[Tensor], multiplicity: Sequence[Tensor]) -> Totals:
+        every, often = torch.cat(list(counts)), torch.cat(list(multiplicity)).long()
+        both = torch.stack([(often * every).sum(), (often * (every > 0)).sum()]).to(self._device)
         dist.all_reduce(both, group=parallel_state.get_data_parallel_group())
         tokens, sequences = both.tolist()
         return Totals(tokens, sequences, self.norm_length)
@@ -196,7 +196,7 @@ def _trained(rows: Rows) -> Tensor:
     return torch.stack([row[1:].sum(dtype=torch.int64) for row in rows["loss_mask"].rows()])
 
 
-def _drawn_by(rows: Rows, version: int | None) -> Tensor:
+def _sampled_by(rows: Rows, version: int | None) -> Tensor:
     """`[mb]` bool, which rows were drawn by the weights of this version; all where it is None or rows do not say."""
     if version is None or "version" not in rows.columns:
         return torch.ones(len(rows), dtype=torch.bool)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mindspeed_rl_plugin.algorithms import ADVANTAGES, Moments, RewardBatch, group_index, spread, whiten
-from mindspeed_rl_plugin.algorithms.advantages import Settings, returns
+from mindspeed_rl_plugin.algorithms.estimators import Settings, returns
 from mindspeed_rl_plugin.algorithms.rewards import overlong_penalty
 from mindspeed_rl_plugin.rows import Ragged, SampleId
 

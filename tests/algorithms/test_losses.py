@@ -11,8 +11,8 @@ from mindspeed_rl_plugin.algorithms import AGGREGATIONS, LOSSES, Totals, Trained
 from mindspeed_rl_plugin.algorithms.aggregate import sequence_weights
 from mindspeed_rl_plugin.algorithms.kl import KL_ESTIMATORS
 from mindspeed_rl_plugin.algorithms.losses import Bounds
-from mindspeed_rl_plugin.algorithms.pairs import PAIR_LOSSES, PairOptions, Pairs, pair_terms
-from mindspeed_rl_plugin.algorithms.values import value_loss
+from mindspeed_rl_plugin.algorithms.pair_losses import PAIR_LOSSES, PairOptions, Pairs, pair_terms
+from mindspeed_rl_plugin.algorithms.value_loss import value_loss
 
 few = settings(max_examples=60, deadline=None)
 seeds = st.integers(0, 2**31 - 1)

@@ -9,7 +9,7 @@ import torch
 
 from mindspeed_rl_plugin.dock import ColumnSpec, DistributedDock, LocalDock, StateSpec
 from mindspeed_rl_plugin.launch.checkpoint_files import outline
-from mindspeed_rl_plugin.loop.resume import gone
+from mindspeed_rl_plugin.loop.resume import gone, rounds_of
 from mindspeed_rl_plugin.rows import Rows, SampleId
 
 COLUMNS = [ColumnSpec("reward", torch.float32, "sample", ragged=False)]
@@ -32,7 +32,7 @@ def test_one_rank_brings_the_rows_back_for_all(members) -> None:
 
     def resume(rank: int) -> None:
         docks[rank].restore(rows if rank == 0 else known)
-        for epoch, group in gone(known["epochs"], KEPT):
+        for epoch, group in gone(rounds_of(known), KEPT):
             docks[rank].clear(epoch, [group])
 
     with ThreadPoolExecutor(2) as pool:

@@ -14,13 +14,14 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from mindspeed_rl_plugin.device import Device
-from mindspeed_rl_plugin.dock.api import ColumnSpec, StateSpec
-from mindspeed_rl_plugin.dock.factory import make_dock
+from mindspeed_rl_plugin.dock import make_docks
 from mindspeed_rl_plugin.engine import vllm_api
 from mindspeed_rl_plugin.engine.protocol import generate
 from mindspeed_rl_plugin.engine.vllm_engine import VllmEngine, VllmOptions
 from mindspeed_rl_plugin.rows import GenerateRequest, Ragged, Rows, SampleId, Sampling
-from mindspeed_rl_plugin.stages.generate import run_generation
+from mindspeed_rl_plugin.stages import generate as stage
+from mindspeed_rl_plugin.stages import prompts
+from mindspeed_rl_plugin.stages.stage import columns_of, states_of
 
 VOCAB, EOS, LENGTH = 50, 2, 24
 CONFIG = {
@@ -146,26 +147,17 @@ def check_sleep(engine: VllmEngine) -> None:
 
 def check_dock(engine: VllmEngine) -> None:
     """Rows through a shared dock whose consumers are the engines: the same responses as asked for directly."""
-    columns = [ColumnSpec("prompt", torch.int32, "group", ragged=True)]
-    kinds = {"tokens": torch.int32, "loss_mask": torch.uint8, "logp_rollout": torch.float32}
-    columns += [ColumnSpec(n, d, "token", ragged=True) for n, d in kinds.items()]
-    columns += [ColumnSpec(n, torch.int64, "sample", ragged=False) for n in ("length", "response_length", "version")]
-    columns += [ColumnSpec("finish", torch.int8, "sample", ragged=False)]
-    columns += [ColumnSpec("weights", torch.int64, "sample", ragged=False)]
-    columns += [ColumnSpec("segments", torch.int64, "sample", ragged=True, trailing=(2,))]
-    states = [StateSpec("generate", ("prompt",), tuple(c.name for c in columns[1:]))]
-    dock = make_dock(
-        columns, states, group=dist.group.WORLD, consumer=engine.replica, consumers=engine.replicas, deadline=60
-    )
+    table = [prompts.SPEC, stage.SPEC]
+    division = (engine.replica, engine.replicas)
+    (dock,) = make_docks(columns_of(table), states_of(table), [division], group=dist.group.WORLD, deadline=60)
     dock.open(0, 3, 2)
-    prompts = Ragged.from_rows([torch.tensor(p, dtype=torch.int32) for p in ([4, 5], [6], [7, 8, 9])])
-    dock.put(Rows(tuple(SampleId(0, g, 0) for g in range(3)), {"prompt": prompts}) if dist.get_rank() == 0 else None)
+    given = Ragged.from_rows([torch.tensor(p, dtype=torch.int32) for p in ([4, 5], [6], [7, 8, 9])])
+    dock.put(Rows(tuple(SampleId(0, g, 0) for g in range(3)), {"prompt": given}) if dist.get_rank() == 0 else None)
     sampling = Sampling(max_tokens=6, ignore_eos=True)
     ids = [SampleId(0, g, m) for g in range(3) for m in range(2)]
-    done = run_generation(
-        dock, engine, ids=ids[engine.replica :: engine.replicas], sampling=sampling, seed_base=9, deadline=60
-    )
-    assert done.responses == 6 // engine.replicas and done.response_tokens == 6 * done.responses
+    mine = ids[engine.replica :: engine.replicas]
+    done = stage.Generate(dock, 60, engine, sampling, 9).run(mine)
+    assert len(done) == 6 // engine.replicas
     dist.barrier()
     rows = dock.read(ids, ("tokens", "version"))
     assert rows["version"].tolist() == [engine.version] * 6

@@ -29,13 +29,13 @@ def prompts(count: int) -> list[Prompt]:
 
 
 def run(engine, count: int, samples: int):
-    def grade(pairs):
+    def score(pairs):
         # The response of prompt i is right in attempts i, i + 1, ... so that every prompt counts differently.
         assert all(prompt.row == completion.id.group for prompt, completion in pairs)
-        return [completion.id.member >= completion.id.group for _, completion in pairs]
+        return [(c.id.member >= c.id.group, 0.5 * c.id.group) for _, c in pairs]
 
     sampling = Sampling(max_tokens=4, temperature=0.7, top_p=0.9, top_k=5, stop_token_ids=(2,))
-    return evaluate(engine, prompts(count), grade=grade, sampling=sampling, samples=samples, seed_base=1, deadline=5)
+    return evaluate(engine, prompts(count), score=score, sampling=sampling, samples=samples, seed_base=1, deadline=5)
 
 
 def test_counts(fake_engine) -> None:
@@ -44,6 +44,7 @@ def test_counts(fake_engine) -> None:
     # Sampled attempts 1..3 are right from attempt i on: 3, 3, 2 and 1 of them.
     expected = {
         "eval/accuracy": 1 / 4,
+        "eval/reward_mean": (0 + 0.5 + 1 + 1.5) / 4,
         "eval/response_length": (1 + 2 + 3 + 1) / 4,
         "eval/truncated": 1 / 4,
         "eval/pass@1": (3 + 3 + 2 + 1) / 3 / 4,

@@ -7,12 +7,13 @@ import time
 import pytest
 import torch
 
-from mindspeed_rl_plugin.dock.api import ColumnSpec, StateSpec
-from mindspeed_rl_plugin.dock.local import LocalDock
+from mindspeed_rl_plugin.dock import Dock, make_docks
 from mindspeed_rl_plugin.engine.protocol import generate
 from mindspeed_rl_plugin.engine.seeds import response_seed
 from mindspeed_rl_plugin.rows import Ragged, Rows, SampleId, Sampling
-from mindspeed_rl_plugin.stages.generate import Generated, run_generation
+from mindspeed_rl_plugin.stages import generate as stage
+from mindspeed_rl_plugin.stages import prompts as prompts_stage
+from mindspeed_rl_plugin.stages.stage import columns_of, states_of
 
 
 def test_completions_come_in_the_order_of_requests(fake_engine, request_of) -> None:
@@ -56,23 +57,12 @@ def test_a_rollout_may_take_long_while_responses_keep_coming(fake_engine, reques
     assert len(completions) == 3 and now[0] > 8 and set(given) == {8.0}
 
 
-COLUMNS = [
-    ColumnSpec("prompt", torch.int32, "group", ragged=True),
-    ColumnSpec("tokens", torch.int32, "token", ragged=True),
-    ColumnSpec("loss_mask", torch.uint8, "token", ragged=True),
-    ColumnSpec("logp_rollout", torch.float32, "token", ragged=True),
-    ColumnSpec("length", torch.int64, "sample", ragged=False),
-    ColumnSpec("response_length", torch.int64, "sample", ragged=False),
-    ColumnSpec("finish", torch.int8, "sample", ragged=False),
-    ColumnSpec("version", torch.int64, "sample", ragged=False),
-    ColumnSpec("weights", torch.int64, "sample", ragged=False),
-    ColumnSpec("segments", torch.int64, "sample", ragged=True, trailing=(2,)),
-]
-WRITES = tuple(c.name for c in COLUMNS[1:])
+TABLE = [prompts_stage.SPEC, stage.SPEC]
+WRITES = stage.SPEC.written
 
 
-def filled_dock(prompts: list[list[int]], members: int) -> LocalDock:
-    dock = LocalDock(COLUMNS, [StateSpec("generate", ("prompt",), WRITES)])
+def filled_dock(prompts: list[list[int]], members: int) -> Dock:
+    (dock,) = make_docks(columns_of(TABLE), states_of(TABLE), [(0, 1)])
     dock.open(4, len(prompts), members)
     ids = tuple(SampleId(4, g, 0) for g in range(len(prompts)))
     dock.put(Rows(ids, {"prompt": Ragged.from_rows([torch.tensor(p, dtype=torch.int32) for p in prompts])}))
@@ -84,12 +74,10 @@ def test_rows_are_aligned_and_complete(fake_engine, calls) -> None:
     dock = filled_dock([[7, 2], [8, 9, 3]], members=2)
     sampling = Sampling(max_tokens=5)
     ids = [SampleId(4, g, m) for g in range(2) for m in range(2)]
-    left, done = list(ids), Generated()
+    left = list(ids)
     for count in calls:
         mine, left = left[:count], left[count:]
-        done = run_generation(dock, fake_engine(), ids=mine, sampling=sampling, seed_base=11, deadline=5)
-        assert done.responses == count
-    assert len(calls) > 1 or done == Generated(responses=4, prompt_tokens=10, response_tokens=10, truncated=2)
+        assert len(stage.Generate(dock, 5, fake_engine(), sampling, 11).run(mine)) == count
     assert dock.remaining("generate") == 0
     rows = dock.read(ids, WRITES)
     for i, sample in enumerate(ids):
@@ -102,13 +90,11 @@ def test_rows_are_aligned_and_complete(fake_engine, calls) -> None:
     assert rows["length"].tolist() == [4, 4, 6, 6]
     assert rows["finish"].tolist() == [0, 0, 1, 1]
     assert rows["version"].tolist() == [3] * 4
-    assert rows["weights"].tolist() == [-1] * 4  # the digest ffffffffffffffff as int64
+    assert rows["weights_digest"].tolist() == [-1] * 4  # the digest ffffffffffffffff as int64
     assert [r.tolist() for r in rows["segments"].rows()] == [[[2, 3]], [[2, 3]], [[3, 3]], [[3, 3]]]
 
 
 def test_only_the_leader_writes(fake_engine) -> None:
     dock = filled_dock([[7, 2]], members=1)
     with pytest.raises(ValueError, match="must write column 'tokens'"):
-        run_generation(
-            dock, fake_engine(leader=False), ids=[SampleId(4, 0, 0)], sampling=Sampling(5), seed_base=0, deadline=5
-        )
+        stage.Generate(dock, 5, fake_engine(leader=False), Sampling(5), 0).run([SampleId(4, 0, 0)])

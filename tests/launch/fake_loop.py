@@ -39,6 +39,9 @@ class Loop:
     def on_reference_loaded(self, model):
         record("reference", weights=checksum(model))
 
+    def check_state(self, state, iteration):
+        """Any state will do."""
+
     def load_state_dict(self, state):
         self.cursor = state["cursor"]
         record("state", cursor=self.cursor)
@@ -95,12 +98,15 @@ class Loop:
 
 def install():
     loop = Loop()
-    module = types.ModuleType("mindspeed_rl_plugin.loop.loop")
-    module.Loop, module.current = Loop, lambda: loop
+    module = types.ModuleType("mindspeed_rl_plugin.loop.run")
+    module.current = lambda: loop
     sys.modules[module.__name__] = module
     import mindspeed_rl_plugin
 
-    mindspeed_rl_plugin.loop.loop = module
+    mindspeed_rl_plugin.loop.run = module
+    inputs = types.ModuleType("mindspeed_rl_plugin.launch.inputs")
+    inputs.read_inputs = lambda args: args
+    sys.modules[inputs.__name__] = inputs
 
 
 def main():

@@ -22,6 +22,9 @@ class Loop:
     def before_model(self, args):
         self.events.append("before_model")
 
+    def check_state(self, state, iteration):
+        self.events.append(("check", iteration))
+
     def on_reference_loaded(self, model):
         self.events.append(("reference", model[0].weight[0, 0].item()))
 
@@ -83,6 +86,7 @@ def job(tmp_path, monkeypatch):
     """`job(load=..., kl=...)` runs one start; returns what happened."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(checks, "check_model", lambda model: None)
+    monkeypatch.setattr(launch, "read_inputs", lambda args: args)
 
     def run(*, load=None, kl=0.001, initial=0.5, more=(), **values):
         monkeypatch.setattr(launch, "_launch", None)
@@ -151,6 +155,7 @@ def test_resume_loads_the_reference_then_the_actor_whole(job):
     assert state["cursor"] == 17 and torch.equal(state["rows"], torch.arange(3))
     assert [e for e in second.events if e[0] != "state"] == [
         "before_model",
+        ("check", 4),
         "build",
         ("load", 500, None, *WEIGHTS_ONLY),
         ("reference", 1.5),
@@ -370,7 +375,7 @@ def test_the_critic_is_built_after_the_policy_and_saved_before_it(job, monkeypat
     assert launch.save_rl_state(done.args, 3, len) == {"no_save_optim": True} and heard[-1] == "saved"
     write_checkpoint("out", 3, 2.5)
     again = job(more=ppo, kl=0)
-    assert again.events[2:4] == [("load", 3, "optimizer", False, True, False), ("step", 12)]
+    assert again.events[3:5] == [("load", 3, "optimizer", False, True, False), ("step", 12)]
     assert heard[-1] == ("resume", None, 0.5, 2.5, ("gpt",), {"model_provider_func": len})
     monkeypatch.setattr(Loop, "state_dict", lambda self: {"cursor": 1, launch.TRAINED: True})
     assert launch.save_rl_state(again.args, 4, len) == {}

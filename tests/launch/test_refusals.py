@@ -1,6 +1,5 @@
 """What a start refuses, by flag and value: one table, and walks over the tables that refusals are made of."""
 
-import argparse
 import dataclasses
 import math
 import re
@@ -8,11 +7,11 @@ import types
 
 import pytest
 
-from mindspeed_rl_plugin.algorithms.advantages import ADVANTAGES
+from mindspeed_rl_plugin.algorithms.estimators import ADVANTAGES
 from mindspeed_rl_plugin.config import RLConfig, config_problems, flag_name
 from mindspeed_rl_plugin.config.upstream import REFUSED, ROUTING, RUN, UPSTREAM, WHOLE, model_refusals, refusals
 from mindspeed_rl_plugin.launch import checks
-from mindspeed_rl_plugin.loop.context import Inputs
+from mindspeed_rl_plugin.launch.inputs import read_inputs
 from mindspeed_rl_plugin.prompts import check_vocabulary, tokenizer_path
 
 # A model with experts instead, and one with multi-latent attention besides.
@@ -342,7 +341,7 @@ def test_warnings(build, tmp_path):
     assert names(line, f"--rl-tokenizer {tmp_path / 'tokenizer'} ... --tokenizer-model {tmp_path / 'other'}")
 
 
-def test_an_environment_that_vllm_cannot_use_is_refused_before_anything_is_read(monkeypatch):
+def test_an_environment_that_vllm_cannot_use_is_refused_before_anything_is_read(build, monkeypatch):
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
     with pytest.raises(ValueError, match="VLLM_ENABLE_V1_MULTIPROCESSING=1"):
-        Inputs.read(argparse.Namespace(), RLConfig())
+        read_inputs(build({}))

@@ -29,10 +29,10 @@ def world(monkeypatch):
         train_iterator=lambda: "dock",
         train_step=lambda original, args, kwargs: ("stepped", original(*args, **kwargs)),
     )
-    iteration = types.ModuleType("mindspeed_rl_plugin.loop.loop")
-    iteration.current = lambda: loop
-    monkeypatch.setitem(sys.modules, "mindspeed_rl_plugin.loop.loop", iteration)
-    monkeypatch.setattr(mindspeed_rl_plugin.loop, "loop", iteration, raising=False)
+    run = types.ModuleType("mindspeed_rl_plugin.loop.run")
+    run.current = lambda: loop
+    monkeypatch.setitem(sys.modules, "mindspeed_rl_plugin.loop.run", run)
+    monkeypatch.setattr(mindspeed_rl_plugin.loop, "run", run, raising=False)
     monkeypatch.setattr(applying, "assert_in_force", lambda: w.events.append("in force"))
     w.loop = loop
     return w

@@ -12,7 +12,7 @@ from mindspeed_rl_plugin.config import AlgorithmConfig
 from mindspeed_rl_plugin.stages import columns
 
 TENSOR, PIPELINE = "--tensor-model-parallel-size", "--pipeline-model-parallel-size"
-FIRST_STAGE = {"tokens", "loss_mask", "kept"}
+FIRST_STAGE = {"tokens", "loss_mask", "valid"}
 
 
 @pytest.mark.parametrize(

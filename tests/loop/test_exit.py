@@ -18,21 +18,21 @@ OF_TORCH = ("torchinductor_", "torchelastic_")
 LEAKED = re.compile(r"leaked (?!(\d+ )?(instance|type|function|keep_alive))")
 DEADLINE = 60.0  # seconds from the error on one rank to the end of the job
 
-# Runs pretrain_gpt.py; on rank 1, the named step of the loop fails in iteration 2.
+# Runs pretrain_gpt.py; on rank 1, the second call of a stage's `run` fails, which is in iteration 2.
 FAILING = """
-import os, runpy, sys
-from mindspeed_rl_plugin.loop.loop import Loop
-
-step = {step!r}
-original = getattr(Loop, step)
+import importlib, os, runpy
+module, _, name = {stage!r}.partition(":")
+stage = getattr(importlib.import_module(f"mindspeed_rl_plugin.stages.{{module}}"), name)
+original, calls = stage.run, []
 
 def fails(self, *args, **named):
-    if os.environ["RANK"] == "1" and self.epoch == 1:
+    calls.append(1)
+    if os.environ["RANK"] == "1" and len(calls) == 2:
         open({mark!r}, "w").close()
         raise RuntimeError("disk of rank 1 is full")
     return original(self, *args, **named)
 
-setattr(Loop, step, fails)
+stage.run = fails
 runpy.run_path({script!r}, run_name="__main__")
 """
 
@@ -93,19 +93,19 @@ def test_a_job_leaves_nothing_behind(job, nothing_left):
 
 
 @pytest.mark.parametrize(
-    "step",
+    "stage",
     [
-        "_grade",
-        pytest.param("_generate", marks=pytest.mark.slow),
-        pytest.param("_per_token", marks=pytest.mark.slow),
-        pytest.param("_update", marks=pytest.mark.slow),
+        "reward:Reward",
+        pytest.param("generate:Generate", marks=pytest.mark.slow),
+        pytest.param("logprobs:TokenPass", marks=pytest.mark.slow),
+        pytest.param("update:Update", marks=pytest.mark.slow),
     ],
 )
-def test_an_error_on_one_rank_ends_the_job_with_its_message(job, nothing_left, tmp_path, step):
+def test_an_error_on_one_rank_ends_the_job_with_its_message(job, nothing_left, tmp_path, stage):
     script, mark = tmp_path / "failing.py", tmp_path / "failed"
     failing = job("--train-iters", "3", "--rl-generate-tp", "2", "--rl-wait-timeout", "600", script=script)
     pretrain = Path(__file__).parents[2] / "examples" / "pretrain_gpt.py"
-    script.write_text(FAILING.format(step=step, mark=str(mark), script=str(pretrain)))
+    script.write_text(FAILING.format(stage=stage, mark=str(mark), script=str(pretrain)))
     failing.start()
     result = failing.wait(200)
     took = time.time() - mark.stat().st_mtime

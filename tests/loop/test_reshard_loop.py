@@ -23,17 +23,17 @@ runpy.run_path({str(PRETRAIN)!r}, run_name="__main__")
 # Runs it until iteration 3, in which rank 1 writes a NaN into a weight, `where` it says.
 BROKEN = """
 import os, runpy, torch
-from mindspeed_rl_plugin.loop import loop as iteration
-from mindspeed_rl_plugin.stages import measure as reporting
+from mindspeed_rl_plugin.loop.loop import Loop
 from mindspeed_rl_plugin.reshard.resharder import stored_parameters
-original = reporting.iteration
+original = Loop._optimize
 
-def after(p, number, *args, **named):
-    original(p, number, *args, **named)
-    if number == 3 and os.environ["RANK"] == "1":
-        stored_parameters(p.model)["decoder.layers.1.mlp.linear_fc2.weight"][3, 4] = float("nan")
+def after(self, done, call):
+    result = original(self, done, call)
+    if done + 1 == 3 and os.environ["RANK"] == "1":
+        stored_parameters(call.args[2])["decoder.layers.1.mlp.linear_fc2.weight"][3, 4] = float("nan")
+    return result
 
-reporting.iteration = after
+Loop._optimize = after
 runpy.run_path({script!r}, run_name="__main__")
 """
 

@@ -4,19 +4,17 @@ import json
 import sys
 import threading
 from argparse import ArgumentParser
-from contextlib import nullcontext
 from pathlib import Path
-from types import MethodType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from mindspeed_rl_plugin.algorithms import resolve
 from mindspeed_rl_plugin.config import RLConfig, add_flags
 from mindspeed_rl_plugin.device import Device
 from mindspeed_rl_plugin.device.copies import ThreadCopier
-from mindspeed_rl_plugin.loop import context as wiring
-from mindspeed_rl_plugin.loop import loop as iteration
-from mindspeed_rl_plugin.loop.context import Parts
+from mindspeed_rl_plugin.loop import build
 from mindspeed_rl_plugin.loop.start import Start
 from mindspeed_rl_plugin.reshard import offload
 from mindspeed_rl_plugin.reshard.offload import TrainState
@@ -196,171 +194,6 @@ def test_a_failing_allocation_leaves_everything_as_it_was(monkeypatch):
     cycle(state)
 
 
-class Recorder:
-    """Notes calls of any method as (name, what)."""
-
-    def __init__(self, events, name, **returns):
-        self._events, self._name, self._returns = events, name, returns
-
-    def __getattr__(self, method):
-        def call(*args, **named):
-            told = next((",".join(sorted(a)) for a in args if isinstance(a, set | tuple)), "")
-            self._events.append(f"{self._name}.{method} {told}".strip())
-            return self._returns.get(method)
-
-        return call
-
-
-def loop_of_recorders(monkeypatch, offloaded=("params", "grads", "optimizer"), critic=False):
-    events = []
-    monkeypatch.setattr(iteration, "gathered", lambda model: nullcontext())
-    loop = iteration.Loop()
-    loop.parts = SimpleNamespace(
-        monitor=SimpleNamespace(stage=lambda name: nullcontext()),
-        model=None,
-        critic=Recorder(events, "critic") if critic else None,
-        offloaded=offloaded,
-        train_state=Recorder(events, "state"),
-        engine=Recorder(events, "engine"),
-        resharder=Recorder(events, "reshard", to_engine=SimpleNamespace(digest=None)),
-    )
-    if critic:
-        loop.parts.critic.state = Recorder(events, "critic state")
-    for name in ("start_offload", "finish_offload"):
-        setattr(loop.parts, name, MethodType(getattr(Parts, name), loop.parts))
-    return loop, events
-
-
-def test_the_loop_waits_in_the_order_of_need(monkeypatch):
-    loop, events = loop_of_recorders(monkeypatch)
-    with loop._engine_awake(3):
-        events.append("generate")
-    events.append("log-probs")
-    assert [e for e in events if e != "engine.parameters"] == [
-        "state.ensure_offloading grads,optimizer",
-        "state.finish_offload",
-        "engine.wake weights",
-        "state.start_offload params",
-        "reshard.to_engine",
-        "engine.update_weights",
-        "reshard.release",  # before the cache of the allocator is emptied in finish_offload
-        "state.finish_offload",
-        "engine.wake kv_cache",
-        "generate",
-        "engine.sleep",
-        "state.onload params",
-        "reshard.check_return",
-        "state.start_onload optimizer",
-        "log-probs",
-    ]
-
-
-@pytest.mark.parametrize("swapped", [("params", "grads", "optimizer"), ("optimizer",)])
-def test_the_critic_leaves_before_the_engine_wakes_and_is_back_for_its_values(monkeypatch, swapped):
-    """Out before the engine wakes, which needs its memory; in after the policy, whole."""
-    loop, events = loop_of_recorders(monkeypatch, swapped, critic=True)
-    with loop._engine_awake(3):
-        early = ",".join(sorted(set(swapped) - {"params"}))
-        assert events[:5] == [
-            f"state.ensure_offloading {early}",
-            f"critic state.ensure_offloading {early}",
-            "critic.offload params" if "params" in swapped else "critic.offload",  # and ends what began to leave
-            "state.finish_offload",
-            "engine.wake weights",
-        ]
-        events.append("generate")
-    assert [e for e in events if e.startswith(("critic.", "engine.sleep", "reshard.check"))][1:] == [
-        "engine.sleep",
-        "reshard.check_return",
-        "critic.onload",
-    ]
-    assert events[-1] == "state.start_onload optimizer", "what overlaps the log-probs begins last"
-
-
-def test_the_update_begins_with_everything_back(monkeypatch):
-    loop, events = loop_of_recorders(monkeypatch)
-
-    class Stop(Exception):
-        pass
-
-    def lease(*_):
-        raise Stop
-
-    loop.steps = [SimpleNamespace(of_rank=lambda rank: [])]
-    loop.parts.topology = SimpleNamespace(dp_rank=0)
-    loop._plan = lambda: []
-    loop._rows_of = lease
-    with pytest.raises(Stop):
-        loop._update(0, None, (), {})
-    assert events == ["state.onload"]
-
-
-def test_an_evaluation_alone_ends_with_everything_back(monkeypatch):
-    loop, events = loop_of_recorders(monkeypatch)
-    monkeypatch.setattr(iteration.reporting, "evaluation", lambda p, done: events.append("evaluate"))
-    loop._evaluate_alone(3)
-    assert events[-1] == "state.onload" and "evaluate" in events
-
-
-def test_a_checkpoint_of_a_swapped_out_trainer_is_refused(monkeypatch):
-    loop, _ = loop_of_recorders(monkeypatch)
-    loop.parts.train_state = SimpleNamespace(off_device=frozenset({"params", "optimizer"}))
-    with pytest.raises(RuntimeError, match="a checkpoint now would lack optimizer, params, which are on the host"):
-        loop.state_dict()
-
-
-@pytest.mark.parametrize(
-    "left, done, evaluates, leaves",
-    [
-        (0, 3, False, True),  # a rollout comes next
-        (1, 3, False, False),  # another step of this one
-        (0, 9, False, False),  # the last iteration of all
-        (0, 9, True, True),  # with an evaluation behind it, for which the engine wakes
-    ],
-)
-def test_optimizer_state_leaves_when_the_last_update_of_a_rollout_has_ended(monkeypatch, left, done, evaluates, leaves):
-    loop, events = loop_of_recorders(monkeypatch)
-    p = loop.parts
-    p.topology, p.dock = SimpleNamespace(dp_rank=0), Recorder(events, "dock")
-    p.total_iterations, p.evaluation_due, p.forget = 10, lambda done: evaluates, lambda groups: None
-    loop.steps = [SimpleNamespace(of_rank=lambda rank: [])] * (1 + left)
-    loop._plan = lambda: loop.steps
-    loop._rows_of = lambda *_: SimpleNamespace(rows=None)
-    loop._optimize = lambda *_: (events.append("optimizer step"), {})
-    monkeypatch.setattr(iteration.reporting, "iteration", lambda *_, **__: events.append("log"))
-    loop._update(done, None, (0, 0, 0, 0), {})
-    told = [e for e in events if not e.startswith("dock")]
-    start = ["state.ensure_offloading grads,optimizer"] if leaves else []
-    assert told == ["state.onload", "optimizer step", *start, "log"]
-
-
-def test_the_first_rollout_begins_with_the_optimizer_state_leaving(monkeypatch):
-    loop, events = loop_of_recorders(monkeypatch)
-
-    class Stop(Exception):
-        pass
-
-    def prompts():
-        raise Stop
-
-    loop._open_rollout = prompts
-    with pytest.raises(Stop):
-        loop._collect(0)
-    assert events == ["state.ensure_offloading grads,optimizer"]
-
-
-def test_a_run_ends_without_a_copy_to_the_host():
-    events = []
-    parts = SimpleNamespace(
-        train_state=Recorder(events, "state"),
-        critic=SimpleNamespace(state=Recorder(events, "critic")),
-        engine=Recorder(events, "engine"),
-        dock=Recorder(events, "dock"),
-    )
-    Parts.close(parts)
-    assert events == ["state.discard", "critic.discard", "engine.shutdown", "dock.close"]
-
-
 def test_copies_go_on_beside_a_stage(tmp_path, monkeypatch):
     """A device whose wait for everything waits for copies too, as a real one's does: stages wait for their own work."""
     flying, late = [], threading.Event()
@@ -370,13 +203,16 @@ def test_copies_go_on_beside_a_stage(tmp_path, monkeypatch):
             for copies in flying:
                 copies.synchronize()
 
-    monkeypatch.setattr(wiring, "get_device", lambda: Wide("cpu"))
+    monkeypatch.setattr(build, "get_device", lambda: Wide("cpu"))
     for name in ("tensorboard_writer", "wandb_writer"):
-        monkeypatch.setattr(wiring.megatron, name, lambda: None)
+        monkeypatch.setattr(build.megatron_globals, name, lambda: None)
     args = add_flags(ArgumentParser()).parse_args(["--rl-algorithm", "grpo"])
     args.save, args.train_iters = str(tmp_path), 1
+    config = RLConfig.from_args(args)
+    flags = {"--rl-algorithm": "grpo"}
+    inputs = SimpleNamespace(args=args, config=config, algorithm=resolve(config.algorithm), flags=flags)
     start = Start("fresh", None, 0, None, None)
-    monitor = wiring.make_monitor(args, RLConfig.from_args(args), SimpleNamespace(rank=0, world=1), start)
+    monitor = build.make_monitor(inputs, SimpleNamespace(rank=0, world=1), start)
     ended = []
     flying.append(ThreadCopier().start(lambda: ended.append(late.wait(5))))
     monitor.begin(1)
@@ -385,5 +221,5 @@ def test_copies_go_on_beside_a_stage(tmp_path, monkeypatch):
     assert not ended, "the stage ended after the copies"
     late.set()
     flying[0].synchronize()
-    told = json.loads((tmp_path / "rl" / "run.json").read_text())
-    assert told["parts"].startswith("grpo: advantage group-norm") and told["flags"] == {"--rl-algorithm": "grpo"}
+    written = json.loads((tmp_path / "rl" / "run.json").read_text())
+    assert written["parts"].startswith("grpo: advantage group-norm") and written["flags"] == flags

@@ -23,7 +23,8 @@ from mindspeed_rl_plugin.reward import reward_model as model_module
 from mindspeed_rl_plugin.reward.reward_model import make_grader, same_tokenizer
 from mindspeed_rl_plugin.reward.specs import parse_specs
 from mindspeed_rl_plugin.rows import Ragged, Rows, SampleId
-from mindspeed_rl_plugin.stages.columns import prompt_columns, reward_columns
+from mindspeed_rl_plugin.stages import prompts as prompts_stage
+from mindspeed_rl_plugin.stages import reward as reward_stage
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz 0123456789<>"
 TEMPLATE = "{% for m in messages %}<{{ m['role'][0] }}>{{ m['content'] }}{% endfor %}"
@@ -99,14 +100,14 @@ def test_chat_messages_keep_their_turns(decoder, encoder, tmp_path):
     policy = save_tokenizer(tmp_path / "policy", template="{{ messages[-1]['content'] }}")
     keys = {"prompt_key": "prompt", "answer_key": "", "chat_template": True, "max_length": 9, "seed": 0}
     prompts = PromptStream([str(tmp_path / "a.jsonl")], policy, **keys).all()
-    columns = prompt_columns(prompts)
+    columns = prompts_stage.compute(0, prompts)
     replies = {
         "tokens": Ragged.from_rows([torch.tensor(policy.encode(r), dtype=torch.int32) for r in ("7", "42")]),
         "loss_mask": Ragged.from_rows([torch.ones(n, dtype=torch.uint8) for n in (1, 2)]),
     }
     rows = Rows((SampleId(0, 0, 0), SampleId(0, 1, 0)), {"meta": columns["meta"], **replies})
     with RewardPool([f"model:{decoder}", f"model:{encoder}"], workers=1, timeout=60) as pool:
-        parts = reward_columns(rows, pool, lambda ids: "".join(policy.convert_ids_to_tokens(ids)))["reward_parts"]
+        parts = reward_stage.grade(rows, pool, lambda ids: "".join(policy.convert_ids_to_tokens(ids)))["reward_parts"]
     assert parts[0].tolist() == pytest.approx(
         [alone(decoder, "<s>be<u>hi<a>7"), alone(encoder, "system: be\n\nuser: hi7")], abs=1e-5
     )

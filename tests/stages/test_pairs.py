@@ -13,9 +13,9 @@ from mindspeed_rl_plugin.config import AlgorithmConfig
 from mindspeed_rl_plugin.forward import ForwardSettings
 from mindspeed_rl_plugin.loop.arithmetic import derive_pairs
 from mindspeed_rl_plugin.prompts import PairStream
-from mindspeed_rl_plugin.stages import pair_reference as reference
-from mindspeed_rl_plugin.stages.pair_rows import batches_of_step, pair_rows, share_of_rank
-from mindspeed_rl_plugin.update.pairs import TALLY, pair_objective
+from mindspeed_rl_plugin.stages import references as reference
+from mindspeed_rl_plugin.stages.pairs import batches_of_step, pair_rows, share_of_rank
+from mindspeed_rl_plugin.update.pair_step import TALLY, pair_objective
 
 CHARACTERS = [chr(c) for c in range(32, 127)]
 EOS = len(CHARACTERS)

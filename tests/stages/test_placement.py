@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,10 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mindspeed_rl_plugin.forward import Step, TokenBudget, plan_tokens
-from mindspeed_rl_plugin.loop.docking import make_homes
 from mindspeed_rl_plugin.loop.placement import Placement, deal
+from mindspeed_rl_plugin.loop.rollout_plan import RolloutPlan, of_epoch, plan_groups, samples
 from mindspeed_rl_plugin.rows import SampleId
-from mindspeed_rl_plugin.stages import select as drawing
 
 MEMBERS = 16
 
@@ -28,17 +28,18 @@ def layout(machines: int, ranks: int, pipeline: int = 1, tensor: int = 1) -> Pla
 
 def planned(place: Placement, groups: list, global_batch: int) -> list[Step]:
     sizes = {"global_batch_size": global_batch, "micro_batch_size": 2, "dp_size": max(place.dp_rank) + 1}
-    return drawing.plan_groups(groups, MEMBERS, **sizes)
+    return plan_groups(groups, MEMBERS, **sizes)
 
 
-def homes_of(place: Placement, prompts: int, global_batch: int):
-    return make_homes(place, prompts, lambda groups: planned(place, groups, global_batch))
+def owners_of(place: Placement, prompts: int, global_batch: int):
+    sizes = SimpleNamespace(prompts=prompts, members=MEMBERS, global_batch=global_batch, micro_batch=2, epochs=1)
+    return RolloutPlan(sizes, max(place.dp_rank) + 1, place).owners_of_round
 
 
-def away(place: Placement, plan: list[Step], homes) -> float:
+def away(place: Placement, plan: list[Step], owners) -> float:
     """Share of rows that no rank of their data parallel rank finds on its own machine."""
     rows = [(i, d) for step in plan for d, batches in enumerate(step.micro_batches) for b in batches for i in b]
-    return sum(homes(i[:2]) not in place.trained_on[d] for i, d in rows) / len(rows)
+    return sum(owners(i[:2]) not in place.trained_on[d] for i, d in rows) / len(rows)
 
 
 @pytest.mark.parametrize(
@@ -48,26 +49,26 @@ def away(place: Placement, plan: list[Step], homes) -> float:
 def test_every_machine_holds_draws_and_grades_its_share(machines: int, ranks: int, pipeline: int, tensor: int) -> None:
     """Also where the pipeline, outermost, lies across the machines; then no machine is the place of all rows."""
     place, prompts = layout(machines, ranks, pipeline, tensor), 32
-    homes = homes_of(place, prompts, 128)(prompts)
-    assert np.bincount(homes, minlength=machines).tolist() == [prompts // machines] * machines
-    groups = list(drawing.of_epoch(0, prompts))
-    plan, ids = planned(place, groups, 128), drawing.samples(groups, MEMBERS)
-    assert away(place, plan, lambda g: homes[g[1]]) == 0
-    drawn = [place.drawn_by(e, ids, homes) for e in range(machines * ranks)]
-    graded = [place.graded_by(r, groups, lambda g: homes[g[1]]) for r in range(machines * ranks)]
-    assert sorted(sum(drawn, [])) == ids and sorted(sum(graded, [])) == groups
-    assert {len(part) for part in drawn} == {len(ids) // machines // ranks}
+    owners = owners_of(place, prompts, 128)(prompts)
+    assert np.bincount(owners, minlength=machines).tolist() == [prompts // machines] * machines
+    groups = list(of_epoch(0, prompts))
+    plan, ids = planned(place, groups, 128), samples(groups, MEMBERS)
+    assert away(place, plan, lambda g: owners[g[1]]) == 0
+    generated = [place.generated_by(e, ids, owners) for e in range(machines * ranks)]
+    graded = [place.graded_by(r, groups, lambda g: owners[g[1]]) for r in range(machines * ranks)]
+    assert sorted(sum(generated, [])) == ids and sorted(sum(graded, [])) == groups
+    assert {len(part) for part in generated} == {len(ids) // machines // ranks}
     assert {len(part) for part in graded} == {prompts // machines // ranks}
-    assert all(homes[i.group] == place.node[e] for e, part in enumerate(drawn) for i in part)
-    assert all(homes[g] == place.node[r] for r, part in enumerate(graded) for _, g in part)
+    assert all(owners[i.group] == place.node[e] for e, part in enumerate(generated) for i in part)
+    assert all(owners[g] == place.node[r] for r, part in enumerate(graded) for _, g in part)
 
 
 def test_the_last_stage_comes_first_and_one_machine_stays_one() -> None:
     place = layout(2, 2, pipeline=2)
     assert place.trained_on == [(1, 0), (1, 0)] and place.trainers == [{0, 1}, {0, 1}]
-    assert homes_of(place, 4, 64)(4).tolist() == [1, 0, 1, 0]
-    assert homes_of(layout(2, 2), 4, 64)(4).tolist() == [0, 0, 1, 1]
-    assert homes_of(layout(1, 4, pipeline=2), 4, 64)(4).tolist() == [0] * 4
+    assert owners_of(place, 4, 64)(4).tolist() == [1, 0, 1, 0]
+    assert owners_of(layout(2, 2), 4, 64)(4).tolist() == [0, 0, 1, 1]
+    assert owners_of(layout(1, 4, pipeline=2), 4, 64)(4).tolist() == [0] * 4
 
 
 @pytest.mark.parametrize("pipeline", [1, 2])
@@ -75,11 +76,11 @@ def test_the_last_stage_comes_first_and_one_machine_stays_one() -> None:
 def test_rows_are_balanced_by_tokens_and_trained_at_home(machines: int, pipeline: int) -> None:
     """A few rows a step change machines to level it: no rank is more than a hundredth fuller than by lengths alone."""
     place, prompts, rng = layout(machines, 4, pipeline), 64, random.Random(machines)
-    homes, groups = homes_of(place, prompts, 512)(prompts), list(drawing.of_epoch(0, prompts))
+    owners, groups = owners_of(place, prompts, 512)(prompts), list(of_epoch(0, prompts))
     plan = planned(place, groups, 512)
-    lengths = {i: min(4096, int(rng.lognormvariate(6, 1)) + 20) for i in drawing.samples(groups, MEMBERS)}
+    lengths = {i: min(4096, int(rng.lognormvariate(6, 1)) + 20) for i in samples(groups, MEMBERS)}
     budget = TokenBudget(8192, packed=True)
-    near = {i: place.trainers[homes[i.group]] for i in lengths}
+    near = {i: place.trainers[owners[i.group]] for i in lengths}
     plain, found = plan_tokens(plan, lengths, budget), plan_tokens(plan, lengths, budget, near)
     assert [s.ids for s in found] == [s.ids for s in plan], "the steps keep their rows"
     for one, other in zip(plain, found, strict=True):
@@ -87,16 +88,16 @@ def test_rows_are_balanced_by_tokens_and_trained_at_home(machines: int, pipeline
         assert max(fullest) <= max(full) * 1.01 and {sum(map(len, r)) for r in other.micro_batches} == {
             512 // len(full)
         }
-    assert away(place, plain, lambda g: homes[g[1]]) >= 0.4 * (1 - pipeline / machines)
-    assert away(place, found, lambda g: homes[g[1]]) < 0.05
+    assert away(place, plain, lambda g: owners[g[1]]) >= 0.4 * (1 - pipeline / machines)
+    assert away(place, found, lambda g: owners[g[1]]) < 0.05
 
 
 @given(st.lists(st.integers(1, 50), min_size=4, max_size=24), st.integers(1, 4), st.integers(0, 99))
 @settings(max_examples=60, deadline=None)
-def test_balance_comes_before_places(drawn: list[int], parts: int, seed: int) -> None:
-    drawn = drawn[: len(drawn) // parts * parts]
-    ids, rng = [SampleId(0, i, 0) for i in range(len(drawn))], random.Random(seed)
-    lengths = dict(zip(ids, drawn, strict=True))
+def test_balance_comes_before_places(lengths_given: list[int], parts: int, seed: int) -> None:
+    lengths_given = lengths_given[: len(lengths_given) // parts * parts]
+    ids, rng = [SampleId(0, i, 0) for i in range(len(lengths_given))], random.Random(seed)
+    lengths = dict(zip(ids, lengths_given, strict=True))
     near = {i: {rng.randrange(parts)} for i in ids}
     plan = [Step(tuple((tuple(ids[p::parts]),) for p in range(parts)))]
     (plain,), (found,) = (plan_tokens(plan, lengths, TokenBudget(200), n) for n in (None, near))
@@ -110,39 +111,39 @@ def test_a_choice_of_groups_is_trained_where_they_lie(machines: int) -> None:
     """Dynamic sampling: half of all groups carry signal. A step's rows are chosen by ids alone; within it they go home
     as far as all ranks train equally many."""
     place, prompts, rng = layout(machines, 4), 64, random.Random(0)
-    homes = homes_of(place, prompts, 512)(prompts)
+    owners = owners_of(place, prompts, 512)(prompts)
 
-    def home(group):
-        return int(homes[group[1]])
+    def owner(group):
+        return int(owners[group[1]])
 
     chosen = [(e, g) for e in range(3) for g in range(prompts) if rng.random() < 0.5][:prompts]
     plain = planned(place, chosen, 512)
-    found = place.near(plain, home)
+    found = place.near(plain, owner)
     assert [s.ids for s in found] == [s.ids for s in plain]
     batches = [sorted(b for rank in s.micro_batches for b in rank) for s in found]
     assert batches == [sorted(b for rank in s.micro_batches for b in rank) for s in plain], "micro-batches stay"
     assert all(len({len(rank) for rank in s.micro_batches}) == 1 for s in found)
     surplus = 0.0
     for step in found:
-        here = np.bincount([home(b[0][:2]) for rank in step.micro_batches for b in rank], minlength=machines)
+        here = np.bincount([owner(b[0][:2]) for rank in step.micro_batches for b in rank], minlength=machines)
         surplus += np.maximum(here / here.sum() - 1 / machines, 0).sum() / len(found)
-    assert away(place, found, home) == pytest.approx(surplus), "no more than do not fit"
-    assert away(place, found, home) < 0.5 * away(place, plain, home)
+    assert away(place, found, owner) == pytest.approx(surplus), "no more than do not fit"
+    assert away(place, found, owner) < 0.5 * away(place, plain, owner)
     one = layout(1, 4)
     assert one.near(planned(one, chosen, 512), lambda g: 0) == planned(one, chosen, 512)
 
 
 def test_epochs_of_another_size_lie_in_proportion() -> None:
     """Those of a former start, with more or fewer prompts, whatever these flags can cut."""
-    homes = homes_of(layout(2, 2), 6, 96)
-    assert homes(6).tolist() == [0, 0, 0, 1, 1, 1]
-    assert homes(8).tolist() == [0, 0, 0, 0, 1, 1, 1, 1] and homes(2).tolist() == [0, 1]
+    owners = owners_of(layout(2, 2), 6, 96)
+    assert owners(6).tolist() == [0, 0, 0, 1, 1, 1]
+    assert owners(8).tolist() == [0, 0, 0, 0, 1, 1, 1, 1] and owners(2).tolist() == [0, 1]
 
 
 def test_grading_is_spread_where_machines_own_no_group() -> None:
     place = layout(2, 2)
-    groups, homes = [(0, g) for g in range(8)], [1] * 8
-    graded = [place.graded_by(r, groups, lambda g: homes[g[1]]) for r in range(4)]
+    groups, owners = [(0, g) for g in range(8)], [1] * 8
+    graded = [place.graded_by(r, groups, lambda g: owners[g[1]]) for r in range(4)]
     assert [len(part) for part in graded] == [2] * 4
     assert place.graded_by(2, [(0, 0)], lambda g: 1) == [(0, 0)], "a lone group is graded at home"
 
@@ -151,14 +152,14 @@ def test_grading_is_spread_where_machines_own_no_group() -> None:
     st.lists(st.integers(0, 3), max_size=40), st.lists(st.sets(st.integers(0, 3), min_size=1), min_size=1, max_size=6)
 )
 @settings(max_examples=100, deadline=None)
-def test_shares_are_equal_and_at_home_as_far_as_that_allows(homes: list[int], places: list[set[int]]) -> None:
-    found = deal(homes, places)
+def test_shares_are_equal_and_at_home_as_far_as_that_allows(owners: list[int], places: list[set[int]]) -> None:
+    found = deal(owners, places)
     counts = np.bincount(found, minlength=len(places)).tolist()
-    assert len(found) == len(homes) and sum(counts) == len(homes) and max(counts) - min(counts) <= 1
-    few = len(homes) // len(places)
+    assert len(found) == len(owners) and sum(counts) == len(owners) and max(counts) - min(counts) <= 1
+    few = len(owners) // len(places)
     for item, part in enumerate(found):
-        if homes[item] not in places[part]:
-            own = [p for p, machines in enumerate(places) if homes[item] in machines]
+        if owners[item] not in places[part]:
+            own = [p for p, machines in enumerate(places) if owners[item] in machines]
             assert all(counts[p] >= few for p in own)
 
 
@@ -170,11 +171,11 @@ def test_every_row_is_drawn_and_graded_once(nodes: int, per_node: int, groups: i
     parts = [
         ids[r::ranks] if rotate else ids[r * len(ids) // ranks : (r + 1) * len(ids) // ranks] for r in range(ranks)
     ]
-    homes = place.homes([Step(tuple(tuple((i,) for i in part) for part in parts))], groups)
+    owners = place.owners([Step(tuple(tuple((i,) for i in part) for part in parts))], groups)
     trained_on = {i: place.node[r] for r, part in enumerate(parts) for i in part}
-    assert homes.tolist() == [trained_on[SampleId(0, g, 0)] for g in range(groups)]
-    drawn = [place.drawn_by(e, ids, homes) for e in range(ranks)]
-    assert sorted(sum(drawn, [])) == ids and max(map(len, drawn)) - min(map(len, drawn)) <= 1
+    assert owners.tolist() == [trained_on[SampleId(0, g, 0)] for g in range(groups)]
+    generated = [place.generated_by(e, ids, owners) for e in range(ranks)]
+    assert sorted(sum(generated, [])) == ids and max(map(len, generated)) - min(map(len, generated)) <= 1
     rounds = [(0, g) for g in range(groups)]
-    graded = [place.graded_by(r, rounds, lambda g: int(homes[g[1]])) for r in range(ranks)]
+    graded = [place.graded_by(r, rounds, lambda g: int(owners[g[1]])) for r in range(ranks)]
     assert sorted(sum(graded, [])) == rounds and max(map(len, graded)) - min(map(len, graded)) <= 1

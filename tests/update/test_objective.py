@@ -9,8 +9,8 @@ import torch
 from mindspeed_rl_plugin.algorithms import Totals, resolve
 from mindspeed_rl_plugin.config import AlgorithmConfig
 from mindspeed_rl_plugin.forward.collate import MicroBatch
-from mindspeed_rl_plugin.update.metrics import WIDTH, to_metrics
 from mindspeed_rl_plugin.update.objective import objective
+from mindspeed_rl_plugin.update.tallies import WIDTH, to_metrics
 
 COUNTS = (3, 0, 1, 4)  # trained tokens of each row
 WIDE = 6

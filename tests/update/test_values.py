@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from mindspeed_rl_plugin.forward.collate import MicroBatch
-from mindspeed_rl_plugin.update.values import SUMS, value_metrics, value_objective
+from mindspeed_rl_plugin.update.value_step import SUMS, value_metrics, value_objective
 
 COUNTS, WIDE, CLIP = (3, 0, 1, 4), 6, 0.2
 

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from mindspeed_rl_plugin.algorithms import Algorithm, resolve
 from mindspeed_rl_plugin.config import AlgorithmConfig, RLConfig
 from mindspeed_rl_plugin.dock import ColumnSpec, StateSpec
-from mindspeed_rl_plugin.stages import columns as declared
+from mindspeed_rl_plugin.stages.stage import columns_of, states_of
+from mindspeed_rl_plugin.stages.table import stage_table
 from mindspeed_rl_plugin.tools.text_table import aligned
 
 GIB = 2**30
@@ -118,7 +119,8 @@ def rollout_bytes(config: RLConfig, algorithm: Algorithm, global_batch_size: int
     if algorithm.from_pairs:
         return 0
     load = Load(groups, members, config.data.max_prompt_length, rollout.max_response_length)
-    return GIB * packed_gib(load, 1, declared.grpo_columns(1), declared.grpo_states(algorithm)).written
+    table = stage_table(algorithm, 1)
+    return GIB * packed_gib(load, 1, columns_of(table), states_of(table)).written
 
 
 def record_bytes(
@@ -184,10 +186,11 @@ def main(argv: list[str]) -> int:
 
 def _row(load: Load, nodes: int, ranks: int, controllers: int) -> tuple[str, ...]:
     central = central_gib(load)
-    states = declared.grpo_states(resolve(AlgorithmConfig(algorithm="grpo")))
+    table = stage_table(resolve(AlgorithmConfig(algorithm="grpo")), 1)
+    states = states_of(table)
     listeners = listeners_elsewhere(len(states), [rank // ranks for rank in range(nodes * ranks)])
     how = {"anywhere": ("measure",), "version_column": "version", "listeners": listeners}
-    moved = packed_gib(load, nodes, declared.grpo_columns(1), states, **how)
+    moved = packed_gib(load, nodes, columns_of(table), states, **how)
     sizes = (load.groups, load.members, load.prompt, load.items, load.response, load.scalars)
     return (
         *(f"{n // 1024}K" if n >= 1024 and n % 1024 == 0 else str(n) for n in sizes),

@@ -16,7 +16,7 @@ from mindspeed_rl_plugin.config import AlgorithmConfig
 from mindspeed_rl_plugin.forward import ForwardSettings, plan_batches
 from mindspeed_rl_plugin.rows import Ragged
 from mindspeed_rl_plugin.stages.logprobs import compute_logps, compute_logps_and_entropy
-from mindspeed_rl_plugin.update.step import Update
+from mindspeed_rl_plugin.update.step import PolicyStep
 
 
 def everywhere(micro_batches, logps):
@@ -69,7 +69,7 @@ def main(folder):
             for part in mine:
                 column = Ragged.from_rows([before[tuple(i)] for i in part.ids])
                 filled.append(part.with_columns(logp_old=column, logp_ref=column))
-            update = Update(resolve(AlgorithmConfig(algorithm="grpo")), settings, job.model)
+            update = PolicyStep(resolve(AlgorithmConfig(algorithm="grpo")), settings, job.model)
             metrics = []
             for _ in range(2):
                 update.prepare(filled)

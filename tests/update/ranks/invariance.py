@@ -19,7 +19,7 @@ from mindspeed_rl_plugin.config import AlgorithmConfig
 from mindspeed_rl_plugin.forward import ForwardSettings, plan_batches
 from mindspeed_rl_plugin.forward.context_parallel import positions
 from mindspeed_rl_plugin.rows import Ragged, Rows
-from mindspeed_rl_plugin.update.step import Update
+from mindspeed_rl_plugin.update.step import PolicyStep
 
 KL_COEF, ENTROPY_COEF, TEMPERATURE = 0.1, 0.05, 0.8
 
@@ -36,7 +36,7 @@ def through_train_step(job, rows, case):
     settings = ForwardSettings.from_args(
         job.args, vocab_size=VOCAB, temperature=TEMPERATURE, chunk_tokens=case.get("chunk")
     )
-    update = Update(resolve(chosen), settings, job.model, norm_length=20)
+    update = PolicyStep(resolve(chosen), settings, job.model, norm_length=20)
     (step,) = plan_batches(
         rows.ids,
         global_batch_size=len(rows),
@@ -72,14 +72,14 @@ def without_row(rows, index, how):
     kept[index] = 0
     advantage = torch.stack([row[row.abs().argmax()] for row in rows["advantages"].rows()])
     columns = {name: column for name, column in rows.columns.items() if name != "advantages"}
-    return Rows(rows.ids, {**columns, "advantage": advantage, "kept": kept})
+    return Rows(rows.ids, {**columns, "advantage": advantage, "valid": kept})
 
 
 def drawn_again(rows, how):
     """Some rows drawn several times and others never: "filtered" says so in a column, "repeated" puts copies there."""
     times = torch.tensor([2, 0, 0, 1, 0, 2, 2, 1], dtype=torch.int32)
     if how == "filtered":
-        return rows.with_columns(times=times)
+        return rows.with_columns(multiplicity=times)
     return Rows(rows.ids, rows.take(torch.arange(8).repeat_interleave(times).tolist()).columns)
 
 

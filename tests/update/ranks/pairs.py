@@ -17,8 +17,8 @@ from mindspeed_rl_plugin.config import AlgorithmConfig
 from mindspeed_rl_plugin.forward import ForwardSettings
 from mindspeed_rl_plugin.forward.schedule import is_last_stage
 from mindspeed_rl_plugin.rows import Rows, SampleId
-from mindspeed_rl_plugin.stages.pair_rows import batches_of_step
-from mindspeed_rl_plugin.update.pairs import PairUpdate
+from mindspeed_rl_plugin.stages.pairs import batches_of_step
+from mindspeed_rl_plugin.update.pair_step import PairStep
 
 TEMPERATURE = 0.8
 
@@ -35,11 +35,11 @@ def through_train_step(job, rows, case, chosen):
     settings = ForwardSettings.from_args(
         job.args, vocab_size=VOCAB, temperature=TEMPERATURE, chunk_tokens=case.get("chunk", 0)
     )
-    update = PairUpdate(resolve(chosen), settings, job.model)
+    update = PairStep(resolve(chosen), settings, job.model, len(rows) // 2)
     dp_rank, dp_size = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
     mine = batches_of_step(rows, job.args.micro_batch_size, dp_rank, dp_size)
     refuses_bad_input(update, mine)
-    update.prepare(mine, len(rows) // 2)
+    update.prepare(mine)
     if case.get("mode") == "forgotten ranks":  # the fault that the test must catch
         object.__setattr__(update._scaling, "dp_size", 1)
     job.samples = 0
@@ -58,7 +58,7 @@ def refuses_bad_input(update, mine):
     few = f"{len(mine) - 1} micro-batches prepared where Megatron's step runs {len(mine)}"
     for given, message in ((mine[:-1], few), (cut, "a micro-batch cuts a pair")):
         try:
-            update.prepare(given, 4)
+            update.prepare(given)
         except ValueError as error:
             assert message in str(error), error
         else:

@@ -19,7 +19,7 @@ from mindspeed_rl_plugin.config import AlgorithmConfig
 from mindspeed_rl_plugin.forward import ForwardSettings, plan_batches, plan_tokens
 from mindspeed_rl_plugin.host.npu_ops import npu_fusion_attention
 from mindspeed_rl_plugin.rows import Ragged
-from mindspeed_rl_plugin.update.step import Update
+from mindspeed_rl_plugin.update.step import PolicyStep
 
 
 def uneven(column):
@@ -49,11 +49,11 @@ def step_of(job, rows, chosen, budget=None, packed=False, chunk=None):
     )
     chosen = dict(chosen)
     if times := chosen.pop("times", None):
-        rows = rows.with_columns(times=torch.tensor(times, dtype=torch.int32))
+        rows = rows.with_columns(multiplicity=torch.tensor(times, dtype=torch.int32))
     algorithm = resolve(AlgorithmConfig(**chosen))
     if algorithm.per_token:
         rows = rows.with_columns(advantages=uneven(rows["advantages"]))
-    update = Update(algorithm, settings, job.model, norm_length=20)
+    update = PolicyStep(algorithm, settings, job.model, norm_length=20)
     plan = plan_batches(
         rows.ids,
         global_batch_size=len(rows),

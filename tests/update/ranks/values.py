@@ -17,7 +17,7 @@ from mindspeed_rl_plugin.critic.critic import Critic
 from mindspeed_rl_plugin.forward import ForwardSettings, plan_batches, plan_tokens
 from mindspeed_rl_plugin.forward.schedule import is_last_stage
 from mindspeed_rl_plugin.rows import Ragged, Rows
-from mindspeed_rl_plugin.update.values import ValueUpdate
+from mindspeed_rl_plugin.update.value_step import ValueStep
 
 TIMES = torch.tensor([2, 0, 0, 1, 0, 2, 2, 1], dtype=torch.int32)
 
@@ -25,7 +25,7 @@ TIMES = torch.tensor([2, 0, 0, 1, 0, 2, 2, 1], dtype=torch.int32)
 def drawn_again(rows, how):
     """As PF-PPO draws them: "filtered" says so in a column, "repeated" puts copies there."""
     if how == "filtered":
-        return rows.with_columns(times=TIMES)
+        return rows.with_columns(multiplicity=TIMES)
     return Rows(rows.ids, rows.take(torch.arange(len(rows)).repeat_interleave(TIMES).tolist()).columns)
 
 
@@ -33,7 +33,7 @@ def step_of(job, rows, budget=None, how=None):
     settings = ForwardSettings.from_args(
         job.args, vocab_size=VOCAB, temperature=0.8, max_tokens=budget, packed=budget is not None
     )
-    update = ValueUpdate(resolve(AlgorithmConfig(algorithm="ppo")), settings, job.model)
+    update = ValueStep(resolve(AlgorithmConfig(algorithm="ppo")), settings, job.model)
     critic = Critic(job.model, job.optimizer, None, job.config)
     dp_rank, dp_size = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
     (step,) = plan_batches(

@@ -1,4 +1,4 @@
-"""The advantage state of the loop: however groups lie on ranks, the columns are those of one rank with all rows."""
+"""Select and advantages: however groups lie on ranks, the columns are those of one rank with all rows."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ import torch
 from mindspeed_rl_plugin.algorithms import resolve
 from mindspeed_rl_plugin.config import AlgorithmConfig
 from mindspeed_rl_plugin.rows import Ragged, Rows, SampleId
-from mindspeed_rl_plugin.stages import columns
+from mindspeed_rl_plugin.stages import advantages, measure, select, update
 
 LIMIT = 8
 # Responses of each prompt: an empty one, one-token ones, one at the limit.
@@ -35,13 +35,33 @@ def rollout(dropped=()):
     )
 
 
-def on_ranks(parts, algorithm):
-    """What every rank writes; ranks with no rows take part in what is collective."""
+def collective(stages, parts):
+    """What every rank writes; ranks with no rows take part in what is collective. And what each of them shared."""
     shared = []
-    for part in parts:  # first each gives its own, then each sees all
-        columns.advantage_columns(part, algorithm, LIMIT, lambda mine: shared.append(mine) or [mine])
+    for stage, part in zip(stages, parts, strict=True):  # first each gives its own, then each sees all
+        stage.gather = lambda mine: shared.append(mine) or [mine]
+        stage.compute(part)
+    for stage in stages:
+        stage.gather = lambda mine: shared
+    return [stage.compute(part) for stage, part in zip(stages, parts, strict=True)], shared
+
+
+def selected(parts, algorithm, seed=3, steps=()):
+    """The columns of select on every rank, and what was shared."""
+    stages = [select.Select(select.spec(algorithm), None, 1, algorithm, None, seed) for _ in parts]
+    for stage in stages:
+        stage.steps = dict(steps)
+    return collective(stages, parts)
+
+
+def on_ranks(parts, algorithm):
+    """Advantages, of rows that say whether they count."""
+    chosen, _ = selected(parts, algorithm)
+    parts = [part.with_columns(**new.columns) if new else part for part, new in zip(parts, chosen, strict=True)]
+    stages = [advantages.Advantages(advantages.spec(algorithm), None, 1, algorithm, LIMIT, None) for _ in parts]
+    written, shared = collective(stages, parts)
     assert len(shared) == (len(parts) if algorithm.whitened else 0)
-    return [columns.advantage_columns(part, algorithm, LIMIT, lambda mine: shared) for part in parts]
+    return [rows and rows.with_columns(valid=part["valid"]) for rows, part in zip(written, parts, strict=True)]
 
 
 @pytest.mark.parametrize("name", RUNNING)
@@ -50,16 +70,15 @@ def test_advantages_do_not_depend_on_who_holds_which_group(name, dropped):
     algorithm = resolve(AlgorithmConfig(algorithm=name))
     rows = rollout(dropped)
     (whole,) = on_ranks([rows], algorithm)
-    reads = columns.advantage_reads(algorithm)
+    reads = (*advantages.spec(algorithm).reads, *select.spec(algorithm).reads)
     rows = Rows(rows.ids, {n: c for n, c in rows.columns.items() if n in reads})
     parts = [rows.take(range(0, 3)), rows.take(range(3, 12)), Rows(())]
     first, second, nothing = on_ranks(parts, algorithm)
     assert nothing is None
-    written = next(s.writes for s in columns.grpo_states(algorithm) if s.name == "advantage")
-    assert set(written) == set(whole.columns)
+    assert {*advantages.spec(algorithm).written, "valid"} == set(whole.columns)
     got = Rows.concat([first, second])
-    name = columns.advantage_name(algorithm)
-    assert torch.equal(got["kept"], whole["kept"]) and got["kept"].tolist() == [
+    name = advantages.column_name(algorithm)
+    assert torch.equal(got["valid"], whole["valid"]) and got["valid"].tolist() == [
         int(not any(i // 3 == j // 3 for j in dropped)) for i in range(12)
     ]
     values, wanted = (c[name].values if algorithm.per_token else c[name] for c in (got, whole))
@@ -78,20 +97,17 @@ def test_filtration_does_not_depend_on_who_holds_which_group(rule, whole):
     steps = {i: i.group // 2 for i in rows.ids}
 
     def on(parts, seed=3):
-        shared = []
-        more = {"seed": seed, "steps": steps}
-        for part in parts:
-            columns.advantage_columns(part, algorithm, LIMIT, lambda mine: shared.append(mine) or [mine] * 4, **more)
+        written, shared = selected(parts, algorithm, seed, steps)
         assert len(shared) == (len(parts) if whole else 0)
-        return [columns.advantage_columns(part, algorithm, LIMIT, lambda mine: shared, **more) for part in parts]
+        return written
 
     (one,) = on([rows])
     shuffled = rows.take([2, 0, 1, 5, 4, 3])
     first, second, nothing = on([rows.take(range(6, 12)), shuffled, Rows(())])
     assert nothing is None
     both = Rows.concat([first, second]).select(rows.ids)
-    assert torch.equal(both["times"], one["times"]) and one["times"].dtype == torch.int32
-    times = one["times"].tolist()
+    assert torch.equal(both["multiplicity"], one["multiplicity"]) and one["multiplicity"].dtype == torch.int32
+    times = one["multiplicity"].tolist()
     assert times[3:6] == [0, 0, 0]
     pools = [range(0, 3), range(6, 12)] if whole else [range(0, 3), range(6, 9), range(9, 12)]
     assert [sum(times[i] for i in pool) for pool in pools] == [len(pool) for pool in pools]
@@ -99,20 +115,22 @@ def test_filtration_does_not_depend_on_who_holds_which_group(rule, whole):
         reward = [float(rows["reward"][i]) for i in pool]
         for i, r in zip(pool, reward, strict=True):
             assert times[i] == 0 or rule == "best-random" or r in (max(reward), min(reward)) or rule == "pow" and r
-    assert any(on([rows], seed)[0]["times"].tolist() != times for seed in range(4, 9)), "draws depend on the seed"
-    assert set(one.columns) == set(columns.advantage_writes(algorithm))
-    assert "times" in columns.update_reads(algorithm) and "times" in columns.measure_reads(algorithm, False)
+    assert any(on([rows], seed)[0]["multiplicity"].tolist() != times for seed in range(4, 9)), (
+        "draws depend on the seed"
+    )
+    assert set(one.columns) == set(select.spec(algorithm).written)
+    assert "multiplicity" in update.spec(algorithm).reads and "multiplicity" in measure.spec(algorithm).reads
 
 
 def test_whitened_advantages_have_mean_zero_and_variance_one_over_kept_tokens():
     algorithm = resolve(AlgorithmConfig(algorithm="reinforce++"))
     (got,) = on_ranks([rollout(dropped=(4,))], algorithm)
     rows = rollout()
-    kept = got["kept"].repeat_interleave(rows["loss_mask"].lengths).bool() & rows["loss_mask"].values.bool()
-    trained = got["advantages"].values[kept].double()
+    valid = got["valid"].repeat_interleave(rows["loss_mask"].lengths).bool() & rows["loss_mask"].values.bool()
+    trained = got["advantages"].values[valid].double()
     assert float(trained.mean()) == pytest.approx(0.0, abs=1e-6)
     assert float(trained.var()) == pytest.approx(1.0, rel=1e-5)
-    assert not got["advantages"].values[~kept].any()
+    assert not got["advantages"].values[~valid].any()
 
 
 def test_a_baseline_is_whitened_over_tokens_and_not_over_samples():

@@ -13,12 +13,12 @@ from megatron.core.utils import get_model_config
 from torch import Tensor
 
 from mindspeed_rl_plugin.algorithms import Algorithm
-from mindspeed_rl_plugin.algorithms.pairs import Pairs, pair_terms
+from mindspeed_rl_plugin.algorithms.pair_losses import Pairs, pair_terms
 from mindspeed_rl_plugin.forward import ForwardSettings, MicroBatch, collate
 from mindspeed_rl_plugin.forward.schedule import data_iterators, device_of, head_of, is_last_stage, run_model
 from mindspeed_rl_plugin.rows import Rows
 from mindspeed_rl_plugin.update.megatron_loss import scaling_of_job
-from mindspeed_rl_plugin.update.metrics import reduce_tallies
+from mindspeed_rl_plugin.update.tallies import reduce_tallies
 
 # Sums over pairs; log-probs are summed over a response's trained tokens, in nats.
 TALLY = ("loss", "margin", "accuracy", "chosen_reward", "rejected_reward", "chosen_logp", "rejected_logp", "pairs")
@@ -50,22 +50,25 @@ def pair_objective(algorithm: Algorithm, logp: Tensor, mask: Tensor, reference: 
     return terms.loss.sum(), torch.stack([tally[name].detach().float().sum() for name in TALLY])
 
 
-class PairUpdate:
-    """As `update.step.Update`, for pairs: `prepare`, `run`, `metrics`. model: this rank's chunks."""
+class PairStep:
+    """As `update.step.PolicyStep`, for pairs: `prepare`, `run`, `metrics`. model: this rank's chunks; pairs: of the
+    global batch."""
 
-    def __init__(self, algorithm: Algorithm, settings: ForwardSettings, model: Sequence[torch.nn.Module]) -> None:
-        self.algorithm, self.settings, self.model = algorithm, settings, model
+    def __init__(
+        self, algorithm: Algorithm, settings: ForwardSettings, model: Sequence[torch.nn.Module], pairs: int
+    ) -> None:
+        self.algorithm, self.settings, self.model, self._pairs = algorithm, settings, model, pairs
         self._device = device_of(model)
         self._per_token = bool(get_model_config(model[0]).calculate_per_token_loss)
         self._batches: list[MicroBatch] = []
         self._references: list[Tensor] = []
         self._tallies: dict[int, Tensor] = {}
 
-    def prepare(self, micro_batches: Sequence[Rows], pairs: int) -> None:
+    def prepare(self, micro_batches: Sequence[Rows]) -> None:
         """Take the rows of the next optimizer step.
 
         micro_batches: this data parallel rank's, each of `micro_batch_size` rows, the two of a pair beside each other,
-        chosen first, with `tokens`, `loss_mask` (ragged `[L]`) and `reference` (`[B]`); pairs: of the global batch.
+        chosen first, with `tokens`, `loss_mask` (ragged `[L]`) and `reference` (`[B]`).
         Collective over the data parallel ranks. Raises ValueError for a pair that is cut, and for a wrong number of
         micro-batches.
         """
@@ -81,7 +84,7 @@ class PairUpdate:
         tokens = torch.stack([batch.mask.sum() for batch in self._batches]).sum().to(self._device)
         dist.all_reduce(tokens, group=parallel_state.get_data_parallel_group())
         self._scaling = scaling_of_job(len(self._batches), per_token=self._per_token, total_tokens=int(tokens))
-        self._pairs, self._tallies = pairs, {}
+        self._tallies = {}
 
     def run(self, train_step: Callable[..., tuple], args: tuple, kwargs: Mapping[str, Any]) -> tuple:
         """Megatron's `train_step` on what was prepared. args: what it is given after forward step and iterator."""

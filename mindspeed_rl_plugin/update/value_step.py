@@ -10,20 +10,20 @@ from torch import Tensor
 
 from mindspeed_rl_plugin.algorithms import Algorithm, Totals
 from mindspeed_rl_plugin.algorithms.aggregate import sequence_weights
-from mindspeed_rl_plugin.algorithms.values import value_loss
+from mindspeed_rl_plugin.algorithms.value_loss import value_loss
 from mindspeed_rl_plugin.forward import ForwardSettings, MicroBatch
 from mindspeed_rl_plugin.forward.context_parallel import of_all_ranks
 from mindspeed_rl_plugin.forward.schedule import is_last_stage, run_model
 from mindspeed_rl_plugin.rows import Rows
-from mindspeed_rl_plugin.update.metrics import reduce_tallies
-from mindspeed_rl_plugin.update.step import Update
+from mindspeed_rl_plugin.update.step import PolicyStep
+from mindspeed_rl_plugin.update.tallies import reduce_tallies
 
 # Sums over the trained tokens. Errors are those of the values from before the update.
 SUMS = ("value_loss", "value_clip_fraction", "value_mean", "return_mean", "return_square", "error", "error_square")
 
 
-class ValueUpdate(Update):
-    """As `Update`, for the critic: micro-batches have the columns `values` (from before the update) and `returns`.
+class ValueStep(PolicyStep):
+    """As `PolicyStep`, for the critic: micro-batches have the columns `values` (from before the update) and `returns`.
 
     The loss is the mean over the trained tokens of the global batch, whatever the policy's aggregation.
     """
@@ -58,22 +58,22 @@ class ValueUpdate(Update):
         return sequence_weights("token-mean", counts, totals)
 
     def _loss(self, batch: MicroBatch, output: Tensor) -> tuple:
-        times, clip = self._times[batch.index], self.algorithm.value_clip
+        multiplicity, clip = self._multiplicity[batch.index], self.algorithm.value_clip
         values = of_all_ranks(output[..., 0], batch)
-        loss, tally = value_objective(batch, self._weights[batch.index], values, clip, times)
+        loss, tally = value_objective(batch, self._weights[batch.index], values, clip, multiplicity)
         self._tallies[batch.index] = tally
         seen = (loss.detach() * (self._scaling.micro_batches * self._scaling.dp_size)).view(1)
-        return self._scaling.result(loss, times[batch.sequence].sum(), {"value loss": seen})
+        return self._scaling.result(loss, multiplicity[batch.sequence].sum(), {"value loss": seen})
 
 
 def value_objective(
-    batch: MicroBatch, weights: Tensor, values: Tensor, clip: float, times: Tensor | None = None
+    batch: MicroBatch, weights: Tensor, values: Tensor, clip: float, multiplicity: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Part of the global value loss that this micro-batch contributes, and its tally.
 
     batch: with columns `values` and `returns`; weights: `[mb]` weight of a trained token of each row; values:
-    `[mb, S]` of the critic that is trained, `[1, S]` where packed; times: `[mb]` how often a row counts in the tally,
-    None: once.
+    `[mb, S]` of the critic that is trained, `[1, S]` where packed; multiplicity: `[mb]` how often a row counts in the
+    tally, None: once.
     Returns the scalar with its gradient, and a vector laid out as `SUMS`.
     """
     mask = batch.mask
@@ -81,7 +81,7 @@ def value_objective(
     terms = value_loss(values[mask], old, returns, clip)
     sequence = batch.sequence
     loss = (weights[sequence] * terms.loss).sum()
-    counted = torch.ones_like(old) if times is None else times[sequence].to(old)
+    counted = torch.ones_like(old) if multiplicity is None else multiplicity[sequence].to(old)
     error = returns - old
     tally = {
         "value_loss": (counted * terms.loss).sum(),

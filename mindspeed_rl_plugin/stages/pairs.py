@@ -1,4 +1,4 @@
-"""Pairs as rows for the trainer, and which rank trains which: pure functions."""
+"""Pairs: the next preference pairs enter the dock as two rows each, with the reference's log-probs (DPO)."""
 
 from __future__ import annotations
 
@@ -7,14 +7,28 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from mindspeed_rl_plugin.dock import ColumnSpec
 from mindspeed_rl_plugin.forward import plan_batches
 from mindspeed_rl_plugin.prompts import Pair
 from mindspeed_rl_plugin.rows import Ragged, Rows, SampleId
+from mindspeed_rl_plugin.stages.stage import StageSpec
 
 CHOSEN, REJECTED = 0, 1  # members of a pair
 
+SPEC = StageSpec(
+    "pairs",
+    reads=(),
+    writes=(
+        ColumnSpec("tokens", torch.int32, "token", ragged=True),
+        ColumnSpec("loss_mask", torch.uint8, "token", ragged=True),
+        ColumnSpec("reference", torch.float64, "sample", ragged=False),  # log-prob of the response, summed
+    ),
+    unit="group",
+    resource="leader",
+)
 
-def pair_rows(pairs: Sequence[Pair], reference: Tensor | None = None) -> Rows:
+
+def pair_rows(pairs: Sequence[Pair], reference: Tensor | None = None, epoch: int = 0) -> Rows:
     """Two rows a pair, chosen first, with `tokens` and `loss_mask`; group is the pair's place among these.
 
     reference: `[len(pairs), 2]`, which becomes the column `reference` `[2 * len(pairs)]`.
@@ -24,7 +38,7 @@ def pair_rows(pairs: Sequence[Pair], reference: Tensor | None = None) -> Rows:
         for member, answer in ((CHOSEN, pair.chosen), (REJECTED, pair.rejected)):
             tokens.append(torch.tensor((*pair.prompt, *answer), dtype=torch.int32))
             masks.append(torch.tensor([0] * len(pair.prompt) + [1] * len(answer), dtype=torch.uint8))
-            ids.append(SampleId(0, place, member))
+            ids.append(SampleId(epoch, place, member))
     columns = {"tokens": Ragged.from_rows(tokens, torch.int32), "loss_mask": Ragged.from_rows(masks, torch.uint8)}
     return Rows(tuple(ids), columns | ({} if reference is None else {"reference": reference.flatten()}))
 

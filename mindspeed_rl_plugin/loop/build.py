@@ -1,0 +1,273 @@
+"""Builds the loop around the loaded models: stages, dock, engine, plan."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from mindspeed_rl_plugin.algorithms import Algorithm
+from mindspeed_rl_plugin.algorithms.describe import describe
+from mindspeed_rl_plugin.critic.critic import Critic
+from mindspeed_rl_plugin.device import get_device
+from mindspeed_rl_plugin.engine import hf_config
+from mindspeed_rl_plugin.engine.vllm_engine import VllmEngine
+from mindspeed_rl_plugin.environment import launch_env
+from mindspeed_rl_plugin.loop import engine_options, megatron_globals
+from mindspeed_rl_plugin.loop.colocation import Colocation
+from mindspeed_rl_plugin.loop.docks import Docks, DockSize, place
+from mindspeed_rl_plugin.loop.inputs import Inputs
+from mindspeed_rl_plugin.loop.loop import Loop
+from mindspeed_rl_plugin.loop.rollout_plan import RolloutPlan
+from mindspeed_rl_plugin.loop.schedules import Job, Stages, SyncSchedule
+from mindspeed_rl_plugin.loop.start import Start
+from mindspeed_rl_plugin.loop.topology import Topology
+from mindspeed_rl_plugin.monitor.monitor import Monitor
+from mindspeed_rl_plugin.ranks import Collectives
+from mindspeed_rl_plugin.reshard.host_memory import HostMemoryBudget
+from mindspeed_rl_plugin.reshard.layout import EngineParallel, ModelShape, Parallel
+from mindspeed_rl_plugin.reshard.offload import HostWeights, TrainState, unwrap
+from mindspeed_rl_plugin.reshard.resharder import Resharder
+from mindspeed_rl_plugin.rows import Sampling
+from mindspeed_rl_plugin.stages import prompts
+from mindspeed_rl_plugin.stages.advantages import Advantages
+from mindspeed_rl_plugin.stages.evaluate import Due, Evaluate
+from mindspeed_rl_plugin.stages.generate import Generate
+from mindspeed_rl_plugin.stages.logprobs import TokenPass, compute_logps
+from mindspeed_rl_plugin.stages.measure import Dump, IterationLog, Measure
+from mindspeed_rl_plugin.stages.reward import Reward
+from mindspeed_rl_plugin.stages.select import Select
+from mindspeed_rl_plugin.stages.stage import StageSpec
+from mindspeed_rl_plugin.stages.table import stage_table
+from mindspeed_rl_plugin.stages.update import CriticUpdate, Update
+from mindspeed_rl_plugin.stages.user import UserStage
+from mindspeed_rl_plugin.update.step import PolicyStep
+from mindspeed_rl_plugin.update.value_step import ValueStep
+
+
+def build_loop(
+    inputs: Inputs, model: Any, optimizer: Any, reference: HostWeights | None, start: Start, critic: Critic | None
+) -> Loop:
+    """The loop of an algorithm that samples responses. model: this rank's chunks. Collective over all ranks; the engine
+    takes seconds to start."""
+    inputs = dataclasses.replace(inputs, algorithm=_with_old_logps(inputs))
+    args, config, algorithm = inputs.args, inputs.config, inputs.algorithm
+    topology = Topology.from_megatron(config.rollout.generate_tp)
+    ranks = Collectives(config.monitor.wait_timeout)
+    placement = place(topology, ranks.group)
+    near = algorithm.dynamic_sampling
+    plan = RolloutPlan(inputs.sizes, topology.dp_size, placement, inputs.forward.budget, near)
+    table = table_of(inputs)
+    dock_size(inputs, table).check_placed(plan.owners_of_round())
+    docks = Docks.make(table, config, topology, ranks.group, plan)
+    monitor = make_monitor(inputs, topology, start)
+    colocation = _colocation(inputs, model, optimizer, critic, topology, monitor)
+    stages = _stages(inputs, model, reference, critic, topology, ranks, docks, table, colocation.engine, monitor)
+    due = Due(bool(inputs.held_out), config.monitor.eval_every, args.train_iters)
+    admit = functools.partial(_admit, inputs, plan, docks, topology)
+    job = Job(plan, topology, ranks, monitor, docks.trainers, admit, due)
+    rounds = config.algorithm.dynamic_sampling_rounds if algorithm.dynamic_sampling else 0
+    return Loop(
+        args,
+        job,
+        SyncSchedule(job, stages, colocation, rounds),
+        _update(inputs, model, critic, topology, docks, table),
+        IterationLog(monitor, ranks, docks.trainers),
+        colocation,
+        warmup=config.algorithm.critic_warmup if critic is not None else 0,
+    )
+
+
+def table_of(inputs: Inputs) -> list[StageSpec]:
+    """The stages of a run."""
+    graders = len(inputs.graders.names) if inputs.graders else 0
+    own = [spec for spec, _ in inputs.own_stages]
+    return stage_table(inputs.algorithm, graders, dump=inputs.config.monitor.dump_dir is not None, own=own)
+
+
+def dock_size(inputs: Inputs, table: Sequence[StageSpec]) -> DockSize:
+    """How much the dock must hold under these flags."""
+    config = inputs.config
+    rounds = config.algorithm.dynamic_sampling_rounds if inputs.algorithm.dynamic_sampling else 0
+    return DockSize(config, table, inputs.sizes, rounds)
+
+
+def make_monitor(inputs: Inputs, topology: Topology, start: Start) -> Monitor:
+    """The monitor of a run."""
+    config, device = inputs.config.monitor, get_device()
+    return Monitor(
+        config.run_dir or str(Path(inputs.args.save) / "rl"),
+        topology.rank,
+        topology.world,
+        tensorboard_writer=megatron_globals.tensorboard_writer(),
+        wandb=megatron_globals.wandb_writer(),
+        is_terminal=None if config.progress else False,
+        total_iterations=inputs.args.train_iters,
+        resume_iteration=start.iteration,
+        meter=device.memory,
+        synchronize=device.synchronize_stream,  # copies of the offload go on beside stages
+        info={
+            "algorithm": inputs.config.algorithm.algorithm,
+            "parts": describe(inputs.algorithm),
+            "flags": inputs.flags,
+            "start": start.kind,
+            "reference": start.reference_path,
+            "graders": list(inputs.config.reward.reward),
+            **({"dump_dir": str(Path(config.dump_dir).resolve())} if config.dump_dir else {}),
+        },
+    )
+
+
+def host_memory_budget(inputs: Inputs) -> HostMemoryBudget:
+    """The host memory of this machine, for what its ranks offload. Collective over all ranks."""
+    return HostMemoryBudget.of_machine(launch_env()["local_world_size"], inputs.config.monitor.wait_timeout)
+
+
+def _admit(inputs: Inputs, plan: RolloutPlan, docks: Docks, topology: Topology) -> int:
+    """The next prompts go to the dock; the leader puts them."""
+    sizes = plan.sizes
+    plan.epoch += 1
+    given = inputs.data.next(sizes.prompts)
+    docks.trainers.open(plan.epoch, sizes.prompts, sizes.members)
+    docks.trainers.put(prompts.compute(plan.epoch, given) if topology.leader else None)
+    return 0
+
+
+def _colocation(
+    inputs: Inputs, model: Any, optimizer: Any, critic: Critic | None, topology: Topology, monitor: Monitor
+) -> Colocation:
+    args, config = inputs.args, inputs.config
+    dtype = engine_options.dtype_of(args, config.rollout.engine_dtype)
+    resharder = Resharder(
+        ModelShape.from_megatron_args(args, inputs.vocab),
+        Parallel.from_megatron_args(args),
+        EngineParallel(config.rollout.generate_tp, config.rollout.generate_ep),
+        rank=topology.rank,
+        engine_dtype=dtype,
+        mode=config.reshard.reshard,
+        bucket_bytes=config.reshard.reshard_bucket_mb << 20,
+        node_size=launch_env()["local_world_size"],
+        verify=config.reshard.verify_weights,
+        deadline=config.monitor.wait_timeout,
+    )
+    _check_rotary(inputs, model)
+    budget = host_memory_budget(inputs)
+    state = TrainState(model, optimizer, budget=budget, verify=config.reshard.verify_weights)
+    if critic is not None:
+        critic.state.budget, critic.state.verify = budget, config.reshard.verify_weights
+    # The engine measures the free memory when it starts: the training state must not be in its way.
+    with budget.expecting(0 if get_device().is_cpu else resharder.engine_copy_bytes()):
+        state.offload(config.reshard.offloaded)
+        if critic is not None:
+            critic.offload(config.reshard.offloaded)
+    engine = VllmEngine(engine_options.options(inputs, dtype))
+    engine.sleep()
+    state.onload()
+    if critic is not None:
+        critic.onload()
+    return Colocation(model, state, critic, engine, resharder, config.reshard.offloaded, monitor.stage)
+
+
+def _stages(
+    inputs: Inputs,
+    model: Any,
+    reference: HostWeights | None,
+    critic: Critic | None,
+    topology: Topology,
+    ranks: Collectives,
+    docks: Docks,
+    table: Sequence[StageSpec],
+    engine: VllmEngine,
+    monitor: Monitor,
+) -> Stages:
+    config, algorithm, deadline = inputs.config, inputs.algorithm, ranks.deadline
+    specs = {spec.name: spec for spec in table}
+    limit, seed = config.rollout.max_response_length, inputs.response_seed
+    logps = functools.partial(compute_logps, model, settings=inputs.forward)
+    passes = {
+        "logp_old": (logps,),
+        "logp_ref": (logps, functools.partial(HostWeights.swapped_into, reference, model)) if reference else (),
+        "values": (functools.partial(critic.values, settings=inputs.forward),) if critic else (),
+    }
+    writer = topology.writer
+    dump = Dump(config.monitor.dump_dir, inputs.decode) if config.monitor.dump_dir else None
+    return Stages(
+        generate=Generate(docks.engines, deadline, engine, sampling_of(inputs), seed, monitor.progress),
+        reward=Reward(specs["reward"], docks.ranks, deadline, inputs.graders, inputs.decode),
+        own=[UserStage(specs[spec.name], docks.ranks, deadline, instance) for spec, instance in inputs.own_stages],
+        select=Select(specs["select"], docks.ranks, deadline, algorithm, ranks.gather, seed),
+        passes=[
+            TokenPass(specs[name], docks.trainers, deadline, forward, writer, *weights)
+            for name, (forward, *weights) in ((n, p) for n, p in passes.items() if n in specs)
+        ],
+        advantages=Advantages(specs["advantage"], docks.ranks, deadline, algorithm, limit, ranks.gather),
+        measure=Measure(
+            specs["measure"],
+            docks.ranks,
+            deadline,
+            ranks=ranks,
+            algorithm=algorithm,
+            limit=limit,
+            graders=inputs.graders,
+            dump=dump,
+        ),
+        evaluation=Evaluate(
+            engine,
+            inputs.held_out,
+            inputs.graders,
+            inputs.decode,
+            sampling_of(inputs),
+            ranks,
+            monitor,
+            samples=config.monitor.eval_pass_k,
+            seed=seed,
+        ),
+    )
+
+
+def _update(
+    inputs: Inputs, model: Any, critic: Critic | None, topology: Topology, docks: Docks, table: Sequence[StageSpec]
+) -> Update:
+    config, algorithm = inputs.config, inputs.algorithm
+    step = PolicyStep(algorithm, inputs.forward, model, norm_length=config.rollout.max_response_length)
+    spec = next(spec for spec in table if spec.name == "update")
+    given = spec, docks.trainers, config.monitor.wait_timeout, step, topology.last_stage
+    if critic is None:
+        return Update(*given)
+    value_step = ValueStep(algorithm, inputs.forward, critic.model)
+    warmup, batch = config.algorithm.critic_warmup, inputs.sizes.global_batch
+    return CriticUpdate(*given, critic=critic, value_step=value_step, warmup=warmup, global_batch=batch)
+
+
+def sampling_of(inputs: Inputs) -> Sampling:
+    """How responses are sampled."""
+    rollout = inputs.config.rollout
+    return Sampling(
+        max_tokens=rollout.max_response_length,
+        temperature=rollout.temperature,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+        stop=rollout.stop,
+        stop_token_ids=rollout.stop_token_ids,
+        ignore_eos=rollout.ignore_eos,
+    )
+
+
+def _with_old_logps(inputs: Inputs) -> Algorithm:
+    """Without old log-probs where each rollout makes one optimizer step, so that they would be the update's own, and
+    nothing else reads them."""
+    algorithm, config = inputs.algorithm, inputs.config
+    read = algorithm.kl_reward_coef != 0 or config.monitor.dump_dir is not None
+    own = config.forward.old_logprobs == "auto" and inputs.sizes.steps == 1 and not read
+    return dataclasses.replace(algorithm, old_logps=not own)
+
+
+def _check_rotary(inputs: Inputs, model: Any) -> None:
+    """The engine's rotary frequencies are those of the built model, whatever the launch script made of the flags."""
+    for chunk in model:
+        for module in unwrap(chunk).modules():  # with latent attention every layer has one of its own
+            rotary = getattr(module, "rotary_pos_emb", None)
+            if rotary is not None:
+                hf_config.check_rotary(inputs.engine_config, rotary.inv_freq)

@@ -1,0 +1,97 @@
+"""Builds the loop of an algorithm that learns from pairs (DPO): a row of stages without generation."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from mindspeed_rl_plugin.loop.build import host_memory_budget, make_monitor, table_of
+from mindspeed_rl_plugin.loop.docks import Docks, place
+from mindspeed_rl_plugin.loop.inputs import Inputs
+from mindspeed_rl_plugin.loop.loop import Loop
+from mindspeed_rl_plugin.loop.rollout_plan import RolloutPlan
+from mindspeed_rl_plugin.loop.schedules import Job, PairSchedule
+from mindspeed_rl_plugin.loop.start import Start
+from mindspeed_rl_plugin.loop.topology import Topology
+from mindspeed_rl_plugin.ranks import Collectives, on_rank_0, weights_digest
+from mindspeed_rl_plugin.reshard.offload import HostWeights
+from mindspeed_rl_plugin.stages.evaluate import Due, EvaluatePairs
+from mindspeed_rl_plugin.stages.measure import IterationLog
+from mindspeed_rl_plugin.stages.pairs import pair_rows
+from mindspeed_rl_plugin.stages.references import PairScorer, cache_file, cache_key, read_cache, write_cache
+from mindspeed_rl_plugin.stages.update import PairUpdate
+from mindspeed_rl_plugin.update.pair_step import PairStep
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What is known of the reference: its log-probs of all pairs, from disk, or its weights.
+
+    folder: where log-probs are kept; key: of these; logps: `[pairs, 2]`; weights: None where logps are known.
+    """
+
+    folder: str
+    key: str
+    logps: Tensor | None
+    weights: HostWeights | None
+
+    @classmethod
+    def of_model(cls, inputs: Inputs, model: Any) -> Reference:
+        """The model holds the reference right now: look for its log-probs on disk, else keep a copy of it."""
+        folder = inputs.config.algorithm.dpo_reference_cache or str(Path(inputs.args.save) / "rl" / "reference")
+        digest = weights_digest((n, p) for chunk in model for n, p in chunk.named_parameters())
+        fingerprint = inputs.data.fingerprint + (inputs.held_out.fingerprint if inputs.held_out else "")
+        key = cache_key(digest, fingerprint, inputs.forward, inputs.args.params_dtype)
+        count = len(inputs.data) + (len(inputs.held_out) if inputs.held_out else 0)
+        logps = on_rank_0(lambda: read_cache(folder, key, count))
+        weights = HostWeights.capture(model, budget=host_memory_budget(inputs)) if logps is None else None
+        return cls(folder, key, logps, weights)
+
+    def scored(self, scorer: PairScorer, leader: bool) -> Tensor:
+        """`[pairs, 2]` log-probs of all pairs, taken now where they were not on disk. Collective."""
+        if self.logps is not None:
+            if leader:
+                print(f"[rl] log-probs of the reference are read from {cache_file(self.folder, self.key)}", flush=True)
+            return self.logps
+        with self.weights.swapped_into(scorer.model):
+            logps = scorer.score(list(range(len(scorer))), "reference")
+        if leader:
+            path = write_cache(self.folder, self.key, logps)
+            print(f"[rl] log-probs of the reference are kept in {path}", flush=True)
+        return logps
+
+
+def build_pair_loop(inputs: Inputs, model: Any, reference: Reference, start: Start) -> Loop:
+    """model: this rank's chunks. Collective over all ranks."""
+    args, config, algorithm = inputs.args, inputs.config.monitor, inputs.algorithm
+    topology, ranks = Topology.from_megatron(1), Collectives(config.wait_timeout)
+    plan = RolloutPlan(inputs.sizes, topology.dp_size, place(topology, ranks.group))
+    docks = Docks.make(table_of(inputs), inputs.config, topology, ranks.group, plan)
+    monitor = make_monitor(inputs, topology, start)
+    place_of_rank = {"dp_rank": topology.dp_rank, "dp_size": topology.dp_size, "writer": topology.writer}
+    streams = [inputs.data, *([inputs.held_out] if inputs.held_out else [])]
+    scorer = PairScorer(model, streams, inputs.forward, ranks, monitor, **place_of_rank)
+    logps = reference.scored(scorer, topology.leader)
+    held_out = range(len(inputs.data), len(scorer))[: config.eval_prompts or None]
+    evaluation = EvaluatePairs(scorer, held_out, logps, algorithm, monitor) if inputs.held_out else None
+    due = Due(inputs.held_out is not None, config.eval_every, args.train_iters)
+    admit = functools.partial(_admit, inputs, logps, plan, docks, topology)
+    job = Job(plan, topology, ranks, monitor, docks.trainers, admit, due)
+    step = PairStep(algorithm, inputs.forward, model, inputs.sizes.prompts)
+    update = PairUpdate(docks.trainers, config.wait_timeout, step)
+    return Loop(args, job, PairSchedule(job, evaluation), update, IterationLog(monitor, ranks, docks.trainers))
+
+
+def _admit(inputs: Inputs, logps: Tensor, plan: RolloutPlan, docks: Docks, topology: Topology) -> int:
+    """The next pairs go to the dock, whole; the leader puts them. Returns their tokens."""
+    plan.epoch += 1
+    pairs = inputs.data.next(plan.sizes.prompts)
+    docks.trainers.open(plan.epoch, plan.sizes.prompts, plan.sizes.members)
+    place_of = {row: place for place, row in enumerate(inputs.data.rows)}
+    rows = pair_rows(pairs, logps[[place_of[pair.row] for pair in pairs]], plan.epoch)
+    docks.trainers.put(rows if topology.leader else None)
+    return int(rows["tokens"].offsets[-1])

@@ -1,0 +1,107 @@
+"""The loop's dock, from Megatron's layout and the flags: who consumes what, where rows live, how much it may hold."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch.distributed as dist
+
+from mindspeed_rl_plugin.config import RLConfig
+from mindspeed_rl_plugin.dock import Dock, Limits, machine, make_docks
+from mindspeed_rl_plugin.environment import launch_env
+from mindspeed_rl_plugin.loop.arithmetic import Arithmetic
+from mindspeed_rl_plugin.loop.placement import Placement
+from mindspeed_rl_plugin.loop.rollout_plan import RolloutPlan
+from mindspeed_rl_plugin.loop.topology import Topology
+from mindspeed_rl_plugin.stages.stage import StageSpec, columns_of, states_of
+
+
+def place(topology: Topology, group: dist.ProcessGroup) -> Placement:
+    """Where each rank runs and whose rows it reads. Collective over `group`."""
+    places: list[Any] = [None] * topology.world
+    dist.all_gather_object(places, (machine(), topology.dp_rank, topology.engine), group=group)
+    machines = list(dict.fromkeys(name for name, _, _ in places))
+    node = tuple(machines.index(name) for name, _, _ in places)
+    return Placement(node, tuple(d for _, d, _ in places), tuple(e for _, _, e in places))
+
+
+@dataclass(frozen=True)
+class Docks:
+    """One dock, seen by three kinds of consumers: data parallel ranks, rollout engines, single ranks."""
+
+    trainers: Dock
+    engines: Dock
+    ranks: Dock
+
+    @classmethod
+    def make(
+        cls,
+        table: Sequence[StageSpec],
+        config: RLConfig,
+        topology: Topology,
+        group: dist.ProcessGroup,
+        plan: RolloutPlan,
+    ) -> Docks:
+        """Columns and worker states are those of the stage table. Collective over `group`."""
+        divisions = [
+            (topology.dp_rank, topology.dp_size),
+            (topology.engine, topology.engines),
+            (topology.rank, topology.world),
+        ]
+        docks = make_docks(
+            columns_of(table),
+            states_of(table),
+            divisions,
+            group=group,
+            deadline=config.monitor.wait_timeout,
+            homes=lambda epoch, groups: plan.owners_of_round(groups),
+            limits=limits(config, table),
+        )
+        return cls(*docks)
+
+
+def limits(config: RLConfig, table: Sequence[StageSpec]) -> Limits:
+    """How much a machine's part of the dock may hold."""
+    versioned = any(column.name == "version" for spec in table for column in spec.writes)
+    return Limits(
+        capacity=int(config.dock.dock_gb * 2**30) or None,
+        rows=config.dock.dock_rows or None,
+        max_tokens=config.data.max_prompt_length + config.rollout.max_response_length,
+        version_column="version" if versioned else None,
+    )
+
+
+class DockSize:
+    """Refuses a dock that is too small, before it is waited for. table: of stages; sizes: of a rollout; rounds: that
+    dynamic sampling may sample for a rollout, 0 without it."""
+
+    def __init__(self, config: RLConfig, table: Sequence[StageSpec], sizes: Arithmetic, rounds: int) -> None:
+        self.limits, self.sizes, self.rounds = limits(config, table), sizes, rounds
+        self.columns, self.states = columns_of(table), states_of(table)
+
+    def check_early(self) -> None:
+        """Before the model is built: a dock too small for one rollout however well it spreads. Raises ValueError."""
+        env = launch_env()
+        machines = max(env["world_size"] // env["local_world_size"], 1)
+        self._check_round(-(-self.sizes.prompts // machines))
+
+    def check_placed(self, owners: np.ndarray) -> None:
+        """Where the machines are known, before the engine is built. owners: of the groups of a round."""
+        self._check_round(int(np.bincount(owners).max()))
+
+    def check_resumed(self, used: np.ndarray, deferred: np.ndarray, owners: np.ndarray) -> None:
+        """The groups of a checkpoint, or a round beside those deferred. used, deferred: machine of each group."""
+        machines = 1 + max((int(part.max()) for part in (used, deferred, owners) if len(part)), default=0)
+        used, deferred, round_ = (np.bincount(part, minlength=machines) for part in (used, deferred, owners))
+        self._check(int(max((used + deferred).max(), deferred.max() + round_.max())))
+
+    def _check_round(self, most: int) -> None:
+        """most: groups of a round on one machine. With dynamic sampling all but one group of a rollout may wait there,
+        sampled in rounds that put `most` on a machine each."""
+        self._check(most + min(self.sizes.prompts - 1, self.rounds * most))
+
+    def _check(self, groups: int) -> None:
+        self.limits.check(self.columns, self.states, groups, self.sizes.members)

@@ -1,0 +1,52 @@
+"""What the loop is given: everything that was read and checked before the model."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mindspeed_rl_plugin.algorithms import Algorithm
+from mindspeed_rl_plugin.config import RLConfig
+from mindspeed_rl_plugin.forward import ForwardSettings
+from mindspeed_rl_plugin.loop.arithmetic import Arithmetic, PairArithmetic
+from mindspeed_rl_plugin.prompts import PairStream, PromptStream
+from mindspeed_rl_plugin.reward import RewardPool
+from mindspeed_rl_plugin.rows import Prompt
+from mindspeed_rl_plugin.stages.stage import StageSpec
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """forward: how batches become the model's inputs; vocab: tokens that the model may produce (the rest of Megatron's
+    rows is padding); flags: RL flags that were given, with their values; data: prompts or pairs to train on; held_out:
+    those of the evaluation; engine_config: config.json of the engine's model; end_tokens: ids that end a response;
+    own_stages: a user's, declaration and instance. What an algorithm does not need is left at its default.
+    """
+
+    args: argparse.Namespace
+    config: RLConfig
+    algorithm: Algorithm
+    sizes: Arithmetic | PairArithmetic
+    tokenizer: Any
+    tokenizer_path: str | None
+    vocab: int
+    flags: Mapping[str, Any]
+    forward: ForwardSettings
+    data: PromptStream | PairStream
+    held_out: tuple[Prompt, ...] | PairStream | None = None
+    engine_config: Mapping[str, Any] | None = None
+    end_tokens: tuple[int, ...] = ()
+    graders: RewardPool | None = None
+    own_stages: tuple[tuple[StageSpec, Any], ...] = ()
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Response tokens as graders and readers see them."""
+        return self.tokenizer.decode(tokens, skip_special_tokens=True)
+
+    @property
+    def response_seed(self) -> int:
+        """Base of the seeds of all responses."""
+        seed = self.config.rollout.rollout_seed
+        return self.args.seed if seed is None else seed

@@ -1,0 +1,179 @@
+"""The plan of a rollout: its groups, its optimizer steps, and the machine that owns each group."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from mindspeed_rl_plugin.forward import Step, TokenBudget, plan_batches, plan_tokens
+from mindspeed_rl_plugin.loop.placement import Placement
+from mindspeed_rl_plugin.rows import Group, SampleId
+
+Lengths = Mapping[Group, Sequence[int]]
+"""Tokens of each sample of a group, by member."""
+
+
+class Sizes(Protocol):
+    """What a rollout is, of `arithmetic`: groups, samples of each, and how they are cut into optimizer steps."""
+
+    prompts: int
+    members: int
+    global_batch: int
+    micro_batch: int
+    epochs: int
+
+
+def of_epoch(epoch: int, groups: int) -> tuple[Group, ...]:
+    """All groups of one round."""
+    return tuple((epoch, g) for g in range(groups))
+
+
+def samples(groups: Iterable[Group], members: int) -> list[SampleId]:
+    """All samples of some groups, group by group."""
+    return [SampleId(epoch, group, member) for epoch, group in groups for member in range(members)]
+
+
+def by_epoch(groups: Iterable[Group]) -> dict[int, list[int]]:
+    """Epoch -> its groups among these, both rising."""
+    parts: dict[int, list[int]] = {}
+    for epoch, group in sorted(groups):
+        parts.setdefault(epoch, []).append(group)
+    return parts
+
+
+def plan_groups(groups: Sequence[Group], members: int, **sizes: int) -> list[Step]:
+    """Optimizer steps of one pass over groups in the given order; sizes: those of `plan_batches`."""
+    places = plan_batches(samples(of_epoch(0, len(groups)), members), **sizes)
+
+    def named(place: SampleId) -> SampleId:
+        return SampleId(*groups[place.group], place.member)
+
+    return [
+        Step(tuple(tuple(tuple(map(named, batch)) for batch in rank) for rank in step.micro_batches)) for step in places
+    ]
+
+
+class RolloutPlan:
+    """The rollout in use.
+
+    epoch: rounds sampled, counted from 0, -1 before the first; groups: those of the rollout, in training order;
+    deferred: sampled, graded and kept in the dock for the next rollout; lengths: of all these; steps: optimizer steps
+    left; rounds: groups of epochs that a former start sampled.
+    sizes: of a rollout; dp_size: data parallel ranks; placement: who works on what; budget: tokens of a micro-batch,
+    None where it has a fixed number of rows; near: whether whole steps are dealt to ranks near their rows, as where
+    groups of several rounds make a rollout.
+    """
+
+    def __init__(
+        self, sizes: Sizes, dp_size: int, placement: Placement, budget: TokenBudget | None = None, near: bool = False
+    ) -> None:
+        self.sizes, self.dp_size, self.placement, self.budget, self.near = sizes, dp_size, placement, budget, near
+        self.epoch = -1
+        self.groups: tuple[Group, ...] = ()
+        self.deferred: tuple[Group, ...] = ()
+        self.lengths: dict[Group, tuple[int, ...]] = {}
+        self.steps: list[Step] = []
+        self.rounds: dict[int, int] = {}
+        self.one_pass: list[Step] = []  # optimizer steps of one pass over the rollout
+        self._owners = functools.cache(self._owners_of)
+
+    # the round that is being sampled
+
+    @property
+    def round(self) -> tuple[Group, ...]:
+        """Its groups."""
+        return of_epoch(self.epoch, self.sizes.prompts)
+
+    def ids(self, groups: Iterable[Group]) -> list[SampleId]:
+        """All samples of some groups."""
+        return samples(groups, self.sizes.members)
+
+    def generated_by(self, engine: int) -> list[SampleId]:
+        """Rows of the round that an engine samples."""
+        return self.placement.generated_by(engine, self.ids(self.round), self.owners(self.epoch))
+
+    def graded_by(self, rank: int, groups: Sequence[Group]) -> list[SampleId]:
+        """Rows of those of the groups that a rank grades and compares, whole."""
+        return self.ids(self.placement.graded_by(rank, groups, self.owner))
+
+    # the rollout
+
+    def plan(self, groups: Sequence[Group]) -> list[Step]:
+        """Optimizer steps of one pass over groups. With a budget of tokens micro-batches are within it; which rows make
+        a step does not depend on it."""
+        plan = self._cut(groups)
+        if self.budget is None:
+            return self.placement.near(plan, self.owner) if self.near else plan
+        ids = self.ids(groups)
+        near = {i: self.placement.trainers[self.owner(i[:2])] for i in ids}
+        return plan_tokens(plan, {i: self.lengths[i[:2]][i.member] for i in ids}, self.budget, near)
+
+    def use(self, groups: Sequence[Group], steps: Sequence[Step]) -> None:
+        """Train on these groups next; steps: of `plan`."""
+        self.groups, self.one_pass = tuple(groups), list(steps)
+        self.steps = self.one_pass * self.sizes.epochs
+        self.lengths = {g: self.lengths[g] for g in (*self.groups, *self.deferred) if g in self.lengths}
+
+    def next_step(self) -> tuple[Step, int, bool]:
+        """The next optimizer step, how many of the rollout were taken before it, and whether it belongs to the last
+        pass over the rows."""
+        taken = len(self.one_pass) * self.sizes.epochs - len(self.steps)
+        step = self.steps.pop(0)
+        return step, taken, len(self.steps) < len(self.one_pass)
+
+    def batches(self, dp_rank: int) -> list[tuple[SampleId, ...]]:
+        """All micro-batches of one pass of a data parallel rank."""
+        return [ids for step in self.one_pass for ids in step.of_rank(dp_rank)]
+
+    # where rows lie
+
+    def owners(self, epoch: int) -> np.ndarray:
+        """`[groups]` machine of each group of a round, as if all of it were trained on."""
+        return self._owners(self.rounds.get(epoch, self.sizes.prompts))
+
+    def owner(self, group: Group) -> int:
+        """Machine of one group."""
+        return int(self.owners(group[0])[group[1]])
+
+    def owners_of_round(self, groups: int | None = None) -> np.ndarray:
+        """`[groups]` machine of each group of a round of that size, by default of this plan's own."""
+        return self._owners(self.sizes.prompts if groups is None else groups)
+
+    def _owners_of(self, groups: int) -> np.ndarray:
+        """A round of another size, of a former start, lies in proportion."""
+        prompts = self.sizes.prompts
+        if groups != prompts:
+            return np.sort(self._owners(prompts))[np.arange(groups) * prompts // groups]
+        return self.placement.owners(self._cut(of_epoch(0, prompts)), prompts)
+
+    def _cut(self, groups: Sequence[Group]) -> list[Step]:
+        batch = {"global_batch_size": self.sizes.global_batch, "micro_batch_size": self.sizes.micro_batch}
+        return plan_groups(groups, self.sizes.members, dp_size=self.dp_size, **batch)
+
+    # checkpoint
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps of it."""
+        return {
+            "epoch": self.epoch,
+            "groups": list(map(list, self.groups)),
+            "carried": list(map(list, self.deferred)),
+            "lengths": [list(self.lengths.get(group, ())) for group in (*self.groups, *self.deferred)],
+            "steps_left": len(self.steps),
+        }
+
+    def load(self, state: Mapping[str, Any], rounds: Mapping[int, int]) -> None:
+        """Take `state` over; rounds: epoch of the dock -> groups it was sampled with."""
+        self.rounds.update(rounds)
+        self.epoch = state["epoch"]
+        self.groups, self.deferred = (tuple(map(tuple, state[name])) for name in ("groups", "carried"))
+        self.lengths = dict(zip((*self.groups, *self.deferred), map(tuple, state["lengths"]), strict=True))
+
+    def resume(self, left: int) -> None:
+        """Go on with the rollout in use, of which so many optimizer steps are left."""
+        if left:
+            self.use(self.groups, self.plan(self.groups))
+            self.steps = self.steps[len(self.steps) - left :]

@@ -1,0 +1,160 @@
+"""The RL of this process, from the first check to the end of the job: what `launch` calls, in this order.
+
+before_model(inputs)                        once, before Megatron builds anything
+on_reference_loaded(model)                  only when KL is used: the model holds the reference's weights
+check_state(state), load_state_dict(state)  only on a resume, the first before Megatron builds anything
+on_critic_built(critic)                     only where the advantage needs one
+on_checkpoint_loaded(model, optimizer, start)   the model holds the actor's weights
+train_step(...), state_dict()               once an iteration, once a checkpoint
+"""
+
+from __future__ import annotations
+
+import atexit
+import dataclasses
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from mindspeed_rl_plugin.critic.critic import Critic
+from mindspeed_rl_plugin.loop import resume
+from mindspeed_rl_plugin.loop.build import build_loop, dock_size, host_memory_budget, table_of
+from mindspeed_rl_plugin.loop.build_pairs import Reference, build_pair_loop
+from mindspeed_rl_plugin.loop.inputs import Inputs
+from mindspeed_rl_plugin.loop.loop import Loop
+from mindspeed_rl_plugin.loop.start import TRAINED, Start
+from mindspeed_rl_plugin.reshard.offload import HostWeights
+from mindspeed_rl_plugin.rows import Group
+from mindspeed_rl_plugin.stages import update
+from mindspeed_rl_plugin.stages.measure import Rollout, prepare_dumps
+from mindspeed_rl_plugin.stages.update import TrainStep
+
+_run: Run | None = None
+
+
+def current() -> Run:
+    """The run of this process, made on first use."""
+    global _run
+    _run = _run or Run()
+    return _run
+
+
+class Run:
+    """inputs: what was read before the model; loop: once the models are loaded."""
+
+    def __init__(self) -> None:
+        self.inputs: Inputs | None = None
+        self.loop: Loop | None = None
+        self._reference: HostWeights | Reference | None = None
+        self._critic: Critic | None = None
+        self._restored: Mapping[str, Any] | None = None
+
+    def before_model(self, inputs: Inputs) -> None:
+        """Take what was read and checked."""
+        self.inputs = inputs
+        atexit.register(self.close)
+
+    def on_reference_loaded(self, model: Any) -> None:
+        """Keep what is needed of the reference, which the model holds right now."""
+        if self.inputs.algorithm.from_pairs:
+            self._reference = Reference.of_model(self.inputs, model)
+        else:
+            self._reference = HostWeights.capture(model, budget=host_memory_budget(self.inputs))
+
+    def on_critic_built(self, critic: Critic) -> None:
+        """Take the critic, loaded."""
+        self._critic = critic
+
+    def check_state(self, state: Mapping[str, Any], iteration: int) -> None:
+        """Raise ValueError for the RL state of the checkpoint of `iteration` that these flags cannot go on with."""
+        algorithm = self.inputs.algorithm
+        if not algorithm.from_pairs:
+            resume.check(state, self._cut(), algorithm, update.spec(algorithm).reads, iteration)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take the RL state of a checkpoint, checked before; applied once the loop is built.
+
+        Its `dock` is an outline; on the leader `rows` is the whole.
+        """
+        self._restored = state
+
+    def on_checkpoint_loaded(self, model: Any, optimizer: Any, start: Start) -> None:
+        """Build the loop around the loaded models, and put the saved state into it."""
+        if self.inputs.algorithm.from_pairs:
+            self.loop = build_pair_loop(self.inputs, model, self._reference, start)
+        else:
+            self.loop = build_loop(self.inputs, model, optimizer, self._reference, start, self._critic)
+        self._reference = None
+        if self._restored is not None:
+            self._restore(self._restored)
+            self._restored = None  # the dock's rows are in it
+        dump_dir, job = self.inputs.config.monitor.dump_dir, self.loop.job
+        if dump_dir and job.topology.leader:
+            prepare_dumps(dump_dir, job.monitor.run_dir, job.plan.epoch, start.kind == "resume")
+
+    def train_iterator(self) -> Any:
+        """What stands in for the pretraining iterator: nothing, for `train_step` brings the rows of its step."""
+        return None
+
+    def train_step(self, original: Callable[..., tuple], args: tuple, kwargs: Mapping[str, Any]) -> tuple:
+        """One optimizer step; returns what Megatron's step returns."""
+        return self.loop.train_step(TrainStep(original, args, kwargs))
+
+    def state_dict(self) -> dict[str, Any]:
+        """RL state of a checkpoint: the data's cursor, the rollout in use and the deferred groups with their rows, and
+        the metrics."""
+        loop = self.loop
+        if loop.colocation is not None:
+            loop.colocation.refuse_save()
+        return {
+            **loop.job.plan.state(),
+            TRAINED: loop.trained,
+            "cut": self._cut(),
+            "choices": resume.choices(self.inputs.algorithm),
+            "rollout": dataclasses.asdict(loop.rollout) if loop.rollout and loop.job.plan.steps else None,
+            "cursor": self.inputs.data.state(),
+            "dock": loop.job.dock.snapshot(),
+        }
+
+    def close(self) -> None:
+        """End the graders' processes, close the files of the run, and end the engine of a run that ended well.
+
+        After an error ranks wait for each other, so nothing is done that could wait too. Nothing outlives the process
+        in any case: whatever has a name outside of it lost it when it was built.
+        """
+        if self.inputs.graders is not None:
+            self.inputs.graders.close()
+        if self.loop is not None:
+            self.loop.job.monitor.close()
+            if not hasattr(sys, "last_value"):  # of an exception that nobody caught
+                if self.loop.colocation is not None:
+                    self.loop.colocation.close()
+                self.loop.job.dock.close()
+
+    def _cut(self) -> dict[str, Any]:
+        return resume.cut(self.inputs.sizes, self.inputs.algorithm, self.inputs.forward.max_tokens)
+
+    def _restore(self, state: Mapping[str, Any]) -> None:
+        self.inputs.data.load_state(state["cursor"])
+        self.loop.trained = state.get(TRAINED, True)
+        if "dock" not in state:  # of pairs, before they went through the dock
+            return
+        job, rounds, left = self.loop.job, resume.rounds_of(state["dock"]), state["steps_left"]
+        job.plan.load(state, rounds)
+        used, deferred = job.plan.groups if left else (), job.plan.deferred
+        if not self.inputs.algorithm.from_pairs:
+            self._check_size(used, deferred)
+        job.dock.restore(resume.renamed(state.get("rows", state["dock"])))
+        if not self.inputs.algorithm.dynamic_sampling:  # nothing takes deferred groups up any more
+            job.plan.deferred = ()
+        job.forget(resume.gone(rounds, (*used, *job.plan.deferred)))  # of which the rows tell the leader alone
+        job.plan.resume(left)
+        if state["rollout"] is not None:
+            self.loop.rollout = Rollout(**state["rollout"])
+
+    def _check_size(self, used: Sequence[Group], deferred: Sequence[Group]) -> None:
+        plan = self.loop.job.plan
+        machines = (np.array([plan.owner(g) for g in groups], np.int64) for groups in (used, deferred))
+        dock_size(self.inputs, table_of(self.inputs)).check_resumed(*machines, plan.owners_of_round())

@@ -1,0 +1,165 @@
+"""Schedules: in which order the stages work on a rollout. `sync`: one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from mindspeed_rl_plugin.dock import Dock
+from mindspeed_rl_plugin.loop.colocation import Colocation
+from mindspeed_rl_plugin.loop.rollout_plan import RolloutPlan, by_epoch
+from mindspeed_rl_plugin.loop.topology import Topology
+from mindspeed_rl_plugin.monitor.monitor import Monitor
+from mindspeed_rl_plugin.ranks import Collectives
+from mindspeed_rl_plugin.rows import Group
+from mindspeed_rl_plugin.stages.advantages import Advantages
+from mindspeed_rl_plugin.stages.evaluate import Due, Evaluate, EvaluatePairs
+from mindspeed_rl_plugin.stages.generate import Generate
+from mindspeed_rl_plugin.stages.logprobs import TokenPass
+from mindspeed_rl_plugin.stages.measure import Measure, Rollout
+from mindspeed_rl_plugin.stages.reward import FailureLog, Reward
+from mindspeed_rl_plugin.stages.select import (
+    PLAIN_ROUNDS,
+    GroupStats,
+    SamplingStats,
+    Select,
+    choose,
+    group_stats,
+    idle_steps,
+    useless,
+)
+from mindspeed_rl_plugin.stages.user import UserStage
+
+
+@dataclass(frozen=True)
+class Job:
+    """What every schedule works with. admit: puts the next round of the plan into the dock, and returns its tokens
+    where they are known; dock: whose groups are cleared."""
+
+    plan: RolloutPlan
+    topology: Topology
+    ranks: Collectives
+    monitor: Monitor
+    dock: Dock
+    admit: Callable[[], int]
+    due: Due
+
+    def forget(self, groups: Sequence[Group]) -> None:
+        """Clear groups from the dock."""
+        for epoch, part in by_epoch(groups).items():
+            self.dock.clear(epoch, part)
+
+
+class PairSchedule:
+    """Pairs come whole: each round is a rollout."""
+
+    def __init__(self, job: Job, evaluation: EvaluatePairs | None) -> None:
+        self.job, self.evaluation = job, evaluation
+
+    def collect(self, done: int) -> Rollout:
+        """The next rollout, and an evaluation before it where one is due."""
+        job, plan = self.job, self.job.plan
+        if job.due(done):
+            self.evaluate(done)
+        with job.monitor.stage("prompts"):
+            tokens = job.admit()
+        plan.use(plan.round, plan.plan(plan.round))
+        return Rollout({}, tokens)
+
+    def evaluate(self, done: int) -> None:
+        """Evaluate the weights after `done` iterations."""
+        with self.job.monitor.stage("evaluate"):
+            self.evaluation.run(done)
+
+
+@dataclass(frozen=True)
+class Stages:
+    """The stages of a rollout that is generated, in their order; own: a user's; passes: old and reference log-probs,
+    values."""
+
+    generate: Generate
+    reward: Reward
+    own: Sequence[UserStage]
+    select: Select
+    passes: Sequence[TokenPass]
+    advantages: Advantages
+    measure: Measure
+    evaluation: Evaluate
+
+
+class SyncSchedule:
+    """One stage after the other, the engine awake for those that need it. rounds: that dynamic sampling may take for
+    one rollout, 0 without it."""
+
+    def __init__(self, job: Job, stages: Stages, colocation: Colocation, rounds: int) -> None:
+        self.job, self.stages, self.colocation, self.rounds = job, stages, colocation, rounds
+
+    def collect(self, done: int) -> Rollout:
+        """A rollout that is ready to train on, and an evaluation where one is due."""
+        job, plan, stages, clock = self.job, self.job.plan, self.stages, self.job.monitor.stage
+        self.colocation.start_offload()
+        with clock("prompts"):
+            job.admit()
+        with self.colocation.awake(done) as transfer:
+            if job.due(done):
+                with clock("evaluate"):
+                    stages.evaluation.run(done)
+            sampling = self._sample()
+        job.ranks.barrier("log-probs")
+        for forward in stages.passes:
+            with clock(forward.spec.name):
+                forward.run(plan.batches(job.topology.dp_rank))
+        with clock("advantage"):
+            mine = plan.graded_by(job.topology.rank, plan.groups)
+            stages.select.steps = {i: n for n, step in enumerate(plan.one_pass) for i in step.ids}
+            stages.select.run(mine)
+            stages.advantages.run(mine)
+        return stages.measure.run(plan.ids(plan.groups), done, transfer, sampling)
+
+    def evaluate(self, done: int) -> None:
+        """An evaluation while no rollout is due: the engine wakes for nothing else, so all of it is evaluation."""
+        with self.job.monitor.stage("evaluate"):
+            with self.colocation.awake(done):
+                self.stages.evaluation.run(done)
+            self.colocation.onload()
+
+    def _sample(self) -> dict[str, float]:
+        """Generate and grade, in as many rounds as it takes: with dynamic sampling until enough groups carry signal,
+        else until no optimizer step is left without a row that could be graded. Returns metrics of that."""
+        job, plan, clock = self.job, self.job.plan, self.job.monitor.stage
+        dynamic, prompts = bool(self.rounds), plan.sizes.prompts
+        stats, failures = SamplingStats(resumed=len(plan.deferred)), FailureLog()
+        rounds = self.rounds or PLAIN_ROUNDS
+        for attempt in range(1, rounds + 1):
+            with clock("generate"):
+                self.stages.generate.run(plan.generated_by(job.topology.engine))
+            with clock("reward"):
+                graded = self._grade(failures)
+            stats.add(graded)
+            selection = choose(plan.deferred, graded, prompts, dynamic=dynamic, last=dynamic and attempt == rounds)
+            job.forget(selection.dropped)
+            plan.deferred = selection.deferred
+            plan.lengths |= {group: of_group.lengths for group, of_group in graded.items()}
+            steps = plan.plan(selection.trained) if selection.trained else []
+            empty = idle_steps(steps, selection.idle)
+            if steps and not empty:
+                plan.use(selection.trained, steps)
+                return stats.metrics(selection, dynamic)
+            if not dynamic and job.topology.leader:
+                print(f"[rl] rollout {plan.epoch} is dropped: {useless(graded, empty)}", flush=True)
+            if attempt < rounds:
+                with clock("prompts"):
+                    job.forget(selection.trained)
+                    job.admit()
+        raise stats.exhausted(empty, graded, dynamic)
+
+    def _grade(self, failures: FailureLog) -> Mapping[Group, GroupStats]:
+        """Every rank grades its share of the round, then a user's stages see it. The statistics of the whole round."""
+        job, plan = self.job, self.job.plan
+        mine = plan.graded_by(job.topology.rank, plan.round)
+        rows = self.stages.reward.run(mine)
+        for stage in self.stages.own:
+            rows = rows.with_columns(**stage.run(mine).columns)
+        parts = job.ranks.gather((group_stats(rows), self.stages.reward.graders.take_failures()))
+        failures.add([failed for _, failed in parts], show=job.topology.leader)
+        return {group: of_group for stats, _ in parts for group, of_group in stats.items()}

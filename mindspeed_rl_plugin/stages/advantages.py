@@ -1,0 +1,92 @@
+"""Advantages: of whole groups, as they were graded; with a critic also the returns that it learns."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mindspeed_rl_plugin.algorithms import Algorithm, Moments, RewardBatch, group_index, whiten
+from mindspeed_rl_plugin.algorithms.estimators import returns as value_targets
+from mindspeed_rl_plugin.dock import ColumnSpec, Dock
+from mindspeed_rl_plugin.rows import Ragged, Rows
+from mindspeed_rl_plugin.stages.stage import Stage, StageSpec
+
+
+def column_name(algorithm: Algorithm) -> str:
+    """Column of the advantages: one number a sample, or one a token."""
+    return "advantages" if algorithm.per_token else "advantage"
+
+
+def spec(algorithm: Algorithm) -> StageSpec:
+    """It reads token columns only where the estimator looks at tokens."""
+    reads = ("reward", "valid", "response_length")
+    if algorithm.per_token or algorithm.kl_reward_coef:
+        reads += ("loss_mask",)
+    reads += ("values",) if algorithm.needs_critic else ()
+    reads += ("logp_old", "logp_ref") if algorithm.kl_reward_coef else ()
+    level = "token" if algorithm.per_token else "sample"
+    writes = [ColumnSpec(column_name(algorithm), torch.float32, level, ragged=algorithm.per_token)]
+    if algorithm.needs_critic:
+        writes.append(ColumnSpec("returns", torch.float32, "token", ragged=True))
+    return StageSpec("advantage", reads, tuple(writes), unit="group", resource="cpu")
+
+
+class Advantages(Stage):
+    """limit: longest response [tokens]; gather: every rank's value, collective."""
+
+    def __init__(
+        self,
+        spec: StageSpec,
+        dock: Dock,
+        deadline: float,
+        algorithm: Algorithm,
+        limit: int,
+        gather: Callable[[Any], Iterable[Any]],
+    ) -> None:
+        super().__init__(spec, dock, deadline)
+        self.algorithm, self.limit, self.gather = algorithm, limit, gather
+
+    def compute(self, rows: Rows) -> Rows | None:
+        """Advantages of this rank's groups, maybe none: then None. Collective where advantages are whitened."""
+        algorithm = self.algorithm
+        estimate = _estimated(rows, algorithm, self.limit) if len(rows) else None
+        columns: dict[str, Ragged] = {}
+        if estimate is not None and algorithm.needs_critic:
+            mask = rows["loss_mask"]
+            returns = value_targets(Ragged(estimate.values, mask.offsets), rows["values"], mask)
+            columns["returns"] = Ragged(returns.values.float(), returns.offsets)
+        if algorithm.whitened:
+            # Over the whole rollout, of which this rank sees a part.
+            mine = Moments.of(estimate.values, estimate.counts) if estimate else Moments()
+            moments = Moments.merged(self.gather(mine))
+            if estimate is not None:
+                estimate = dataclasses.replace(estimate, values=whiten(estimate.values, moments))
+        if estimate is None:
+            return None
+        values = torch.where(estimate.counts > 0, estimate.values, 0.0).float()
+        advantages = Ragged(values, rows["loss_mask"].offsets) if algorithm.per_token else values
+        return Rows(rows.ids, {column_name(algorithm): advantages, **columns})
+
+
+@dataclasses.dataclass(frozen=True)
+class _Estimate:
+    """values: `[B]` a sample or `[T]` a token, float64; counts: of the same shape, trained tokens that have the
+    value."""
+
+    values: Tensor
+    counts: Tensor
+
+
+def _estimated(rows: Rows, algorithm: Algorithm, limit: int) -> _Estimate:
+    valid, mask = rows["valid"].bool(), rows.columns.get("loss_mask")
+    cost = algorithm.kl_cost(rows["logp_old"], rows["logp_ref"], mask) if algorithm.kl_reward_coef else None
+    rewards = algorithm.shaped(rows["reward"], rows["response_length"], limit)
+    batch = RewardBatch(rewards, group_index(rows.ids), mask, cost, rows.columns.get("values"))
+    advantages = algorithm.advantages(batch)
+    if isinstance(advantages, Ragged):
+        return _Estimate(advantages.values, mask.values * valid.repeat_interleave(mask.lengths))
+    return _Estimate(advantages.double(), torch.where(valid, rows["response_length"], 0))

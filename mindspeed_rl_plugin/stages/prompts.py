@@ -1,0 +1,33 @@
+"""Prompts: the next groups of a rollout enter the dock."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from mindspeed_rl_plugin.dock import ColumnSpec
+from mindspeed_rl_plugin.rows import Prompt, Ragged, Rows, SampleId, pack_json
+from mindspeed_rl_plugin.stages.stage import StageSpec
+
+SPEC = StageSpec(
+    "prompts",
+    reads=(),
+    writes=(
+        ColumnSpec("prompt", torch.int32, "group", ragged=True),
+        ColumnSpec("meta", torch.uint8, "group", ragged=True),  # JSON: fields of a `Prompt`
+    ),
+    unit="group",
+    resource="leader",
+)
+
+
+def compute(epoch: int, prompts: Sequence[Prompt]) -> Rows:
+    """One row a group: the first member of groups 0, 1, ... of the epoch."""
+    tokens = [torch.tensor(p.tokens, dtype=torch.int32) for p in prompts]
+    meta = [
+        {"text": p.text, "answer": p.answer, "row": p.row, "record": dict(p.record), "messages": p.messages}
+        for p in prompts
+    ]
+    ids = tuple(SampleId(epoch, group, 0) for group in range(len(prompts)))
+    return Rows(ids, {"prompt": Ragged.from_rows(tokens), "meta": pack_json(meta)})

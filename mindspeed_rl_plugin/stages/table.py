@@ -1,0 +1,47 @@
+"""The stage table: which stages an algorithm has, in the order in which a row passes them.
+
+| stage | reads -> writes | unit | resource |
+|---|---|---|---|
+| prompts | - -> prompt, meta | group | leader |
+| generate | prompt -> tokens, loss_mask, logp_rollout, lengths, version, ... | row | engine |
+| reward | tokens, loss_mask, meta -> reward, reward_parts, graded, grader_error | group | CPU |
+| a user's own | as declared | row or group | CPU |
+| select | reward, graded, ... -> valid, multiplicity | group | CPU |
+| logp_old, logp_ref, values | tokens, loss_mask -> a column of that name | micro-batch | trainer |
+| advantages | valid, reward, ... -> advantage or advantages, returns | group | CPU |
+| measure | single numbers of every row, more where rollouts are dumped -> - | row | leader |
+| update | tokens, loss_mask, advantages, ... -> - | step | trainer |
+
+Pairs (DPO) have two stages: pairs, which writes tokens, loss_mask and the reference's log-probs, and update. The dock's
+columns and worker states are derived from this table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mindspeed_rl_plugin.algorithms import Algorithm
+from mindspeed_rl_plugin.stages import advantages, generate, logprobs, measure, pairs, prompts, reward, select, update
+from mindspeed_rl_plugin.stages.stage import StageSpec, resolved
+
+
+def stage_table(
+    algorithm: Algorithm, graders: int, *, dump: bool = False, own: Sequence[StageSpec] = ()
+) -> list[StageSpec]:
+    """The stages of an algorithm. graders: number of rewards; dump: whether rollouts are written to files; own: a
+    user's stages, which come after reward and before select."""
+    if algorithm.from_pairs:
+        return resolved([pairs.SPEC, update.pair_spec()])
+    added = tuple(name for spec in own for name in spec.written)
+    specs = [
+        prompts.SPEC,
+        generate.SPEC,
+        reward.spec(graders),
+        *own,
+        select.spec(algorithm, reads_valid="valid" in added),
+        *logprobs.specs(algorithm),
+        advantages.spec(algorithm),
+        measure.spec(algorithm, dump, added),
+        update.spec(algorithm),
+    ]
+    return resolved(specs)

@@ -1,0 +1,179 @@
+"""Update: Megatron's own train_step on the rows of one optimizer step, with our forward step and loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mindspeed_rl_plugin.algorithms import Algorithm
+from mindspeed_rl_plugin.critic.critic import Critic
+from mindspeed_rl_plugin.dock import Dock
+from mindspeed_rl_plugin.rows import Rows, SampleId
+from mindspeed_rl_plugin.stages import advantages
+from mindspeed_rl_plugin.stages.logprobs import columns_of_rank
+from mindspeed_rl_plugin.stages.stage import Stage, StageSpec
+from mindspeed_rl_plugin.update.pair_step import PairStep
+from mindspeed_rl_plugin.update.step import PolicyStep
+from mindspeed_rl_plugin.update.value_step import ValueStep
+
+# Names that the update uses, and the register's.
+METRIC_NAMES = {
+    "loss": "loss",
+    "pg_loss": "loss/policy",
+    "kl_loss": "loss/kl",
+    "ratio_mean": "ratio/mean",
+    "ratio_max": "ratio/max",
+    "clip_fraction": "clip_fraction",
+    "entropy_loss": "loss/entropy",
+    "ratio_min": "ratio/min",
+    "entropy": "entropy",
+    "trained_tokens": "trained/tokens",
+    "trained_sequences": "trained/sequences",
+    "kl": "kl/ref",
+    "kl_old": "kl/old",
+    "logp_diff_mean": "logp_diff/mean",
+    "logp_diff_max": "logp_diff/max",
+    "grad_norm": "grad_norm",
+    "value_loss": "critic/loss",
+    "value_clip_fraction": "critic/clip_fraction",
+    "value_mean": "critic/value_mean",
+    "return_mean": "critic/return_mean",
+    "explained_variance": "critic/explained_variance",
+    "critic_grad_norm": "critic/grad_norm",
+    "critic_lr": "critic/lr",
+    "lr": "lr",
+    "rollout_kl": "rollout/kl",
+    "rollout_weight_mean": "rollout/weight_mean",
+    "rollout_weight_max": "rollout/weight_max",
+    "rollout_stale": "rollout/stale",
+    "rollout_weight_outside": "rollout/weight_outside",
+    "rollout_sequence_weight_mean": "rollout/sequence_weight_mean",
+    "rollout_sequence_weight_outside": "rollout/sequence_weight_outside",
+}
+GRAD_NORM = 5  # place in what Megatron's train_step returns, the same in 0.12.1, 0.16.1 and 0.19
+OPTIMIZER, SCHEDULER, CONFIG = 3, 4, 5  # places among its arguments; from 2, the model, on they are passed through
+
+
+def spec(algorithm: Algorithm) -> StageSpec:
+    """What the update reads of every row."""
+    reads = ("tokens", "loss_mask", "logp_rollout", advantages.column_name(algorithm), "valid", "version")
+    reads += ("logp_old",) if algorithm.old_logps else ()
+    reads += ("values", "returns") if algorithm.needs_critic else ()
+    reads += ("multiplicity",) if algorithm.filters else ()
+    reads += ("logp_ref",) if algorithm.needs_reference else ()
+    return StageSpec("update", reads, (), unit="step", resource="trainer")
+
+
+def pair_spec() -> StageSpec:
+    """The same for pairs."""
+    return StageSpec("update", ("tokens", "loss_mask", "reference"), (), unit="step", resource="trainer")
+
+
+@dataclass(frozen=True)
+class TrainStep:
+    """A call of Megatron's `train_step`: the function, and what Megatron gave it."""
+
+    function: Callable[..., tuple]
+    args: tuple
+    kwargs: Mapping[str, Any]
+
+
+class Update(Stage):
+    """step: of the policy; columns: those of the reads that this rank needs."""
+
+    def __init__(
+        self, spec: StageSpec, dock: Dock, deadline: float, step: PolicyStep | PairStep, last_stage: bool
+    ) -> None:
+        super().__init__(spec, dock, deadline)
+        self.step, self.columns = step, columns_of_rank(spec.reads, last_stage)
+
+    def run(
+        self,
+        batches: Sequence[Sequence[SampleId]],
+        call: TrainStep,
+        *,
+        done: int,
+        version: int,
+        last_pass: bool,
+    ) -> tuple[tuple, dict[str, float]]:
+        """One optimizer step on this data parallel rank's micro-batches.
+
+        done: iterations before this one; version: of the weights that sampled the rollout; last_pass: over these rows,
+        which acknowledges them; until then they are handed back. Returns what Megatron's step returns, and metrics by
+        the register's names.
+        """
+        lease = self.lease([i for ids in batches for i in ids], self.columns)
+        parts = [lease.rows.select(ids) for ids in batches]
+        result, metrics = self.optimize(parts, call, done, version)
+        if last_pass:
+            self.commit(lease)
+        else:
+            self.dock.release(lease)
+        return result, metrics
+
+    def optimize(
+        self, parts: Sequence[Rows], call: TrainStep, done: int, version: int
+    ) -> tuple[tuple, dict[str, float]]:
+        """Megatron's step on micro-batches; its result, and metrics."""
+        metrics = {"lr": learning_rate(call.args[OPTIMIZER])}  # the step ends with the rate of the next
+        self.step.prepare(parts, measured=self.spec.reads, version=version)
+        result = self.step.run(call.function, call.args[2:], call.kwargs)
+        return result, registered(metrics | grad_norm(result) | self.step.metrics())
+
+
+class CriticUpdate(Update):
+    """The same with a critic, which learns first. value_step: its step; warmup: iterations in which it learns alone;
+    global_batch: samples by which the policy's learning rate goes on meanwhile."""
+
+    def __init__(self, *update: Any, critic: Critic, value_step: ValueStep, warmup: int, global_batch: int) -> None:
+        super().__init__(*update)
+        self.critic, self.value_step, self.warmup, self.global_batch = critic, value_step, warmup, global_batch
+
+    def optimize(
+        self, parts: Sequence[Rows], call: TrainStep, done: int, version: int
+    ) -> tuple[tuple, dict[str, float]]:
+        """Megatron's step of the critic, and of the policy unless the critic warms up alone."""
+        critic = self.critic
+        metrics = {"lr": learning_rate(call.args[OPTIMIZER]), "critic_lr": learning_rate(critic.optimizer)}
+        self.value_step.prepare(parts)
+        mine = (critic.model, critic.optimizer, critic.scheduler, critic.config)
+        result = self.value_step.run(call.function, (*mine, *call.args[CONFIG + 1 :]), call.kwargs)
+        metrics |= self.value_step.metrics() | grad_norm(result, "critic_")
+        if done < self.warmup:
+            call.args[SCHEDULER].step(increment=self.global_batch)  # the policy's learning rate goes by the iteration
+            return result, registered(metrics)
+        result, policy = super().optimize(parts, call, done, version)
+        return result, registered(metrics) | policy
+
+
+class PairUpdate(Update):
+    """The same on pairs."""
+
+    def __init__(self, dock: Dock, deadline: float, step: PairStep) -> None:
+        super().__init__(pair_spec(), dock, deadline, step, last_stage=True)
+
+    def optimize(
+        self, parts: Sequence[Rows], call: TrainStep, done: int, version: int
+    ) -> tuple[tuple, dict[str, float]]:
+        """Megatron's step on micro-batches of whole pairs."""
+        metrics = {"lr": learning_rate(call.args[OPTIMIZER])}
+        self.step.prepare(parts)
+        result = self.step.run(call.function, call.args[2:], call.kwargs)
+        metrics |= {name if name == "loss" else f"dpo/{name}": v for name, v in self.step.metrics().items()}
+        return result, metrics | grad_norm(result)
+
+
+def registered(metrics: Mapping[str, float]) -> dict[str, float]:
+    """The metrics that have a name in the register, under it."""
+    return {METRIC_NAMES[name]: value for name, value in metrics.items() if name in METRIC_NAMES}
+
+
+def learning_rate(optimizer: Any) -> float:
+    """Learning rate of the first parameter group."""
+    return float(optimizer.param_groups[0]["lr"])
+
+
+def grad_norm(result: Sequence[Any], whose: str = "") -> dict[str, float]:
+    """What Megatron's step measured itself; whose: "critic_", or the policy's."""
+    return {} if result[GRAD_NORM] is None else {f"{whose}grad_norm": float(result[GRAD_NORM])}

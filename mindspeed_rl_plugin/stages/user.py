@@ -1,0 +1,114 @@
+"""A user's own stages (`--rl-stage path.py:Class`): after reward, before select, on TensorDicts.
+
+    class LengthBonus:
+        reads = ("reward", "response_length")
+        writes = ("reward",)
+        unit = "row"                     # or "group": whole groups at once
+
+        def compute(self, rows):         # TensorDict of batch size [B]; ragged columns are jagged nested tensors
+            bonus = 0.1 * (rows["response_length"] < 100)
+            return TensorDict({"reward": rows["reward"] + bonus}, batch_size=rows.batch_size)
+
+It may write `reward`, `valid` (int8, 0: the row is trained nowhere) and columns of its own, declared as `ColumnSpec`.
+Later stages and the dumps see what it wrote.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mindspeed_rl_plugin.dock import ColumnSpec, Dock, from_tensordict, to_tensordict
+from mindspeed_rl_plugin.rows import Ragged, Rows
+from mindspeed_rl_plugin.stages import generate, prompts, reward
+from mindspeed_rl_plugin.stages.stage import Stage, StageSpec
+
+WRITABLE = {
+    "reward": ColumnSpec("reward", torch.float32, "sample", ragged=False),
+    "valid": ColumnSpec("valid", torch.int8, "sample", ragged=False),
+}
+UNITS = ("row", "group")
+
+
+def load_stages(words: Sequence[str], graders: int) -> list[tuple[StageSpec, Any]]:
+    """The stages of `--rl-stage`, in their order: declaration, and instance.
+
+    Raises ValueError for a file or class that is not there, and for declarations that cannot be.
+    """
+    known = {c.name for spec in (prompts.SPEC, generate.SPEC, reward.spec(graders)) for c in spec.writes}
+    stages: list[tuple[StageSpec, Any]] = []
+    for word in words:
+        spec, instance = _load(word)
+        if spec.name in {other.name for other, _ in stages}:
+            raise ValueError(f"--rl-stage {word}: two stages are named {spec.name!r}; give one another `name`")
+        unknown = [name for name in spec.reads if name not in known]
+        if unknown:
+            raise ValueError(f"--rl-stage {word} reads {unknown}; a stage there may read {', '.join(sorted(known))}")
+        taken = [name for name in spec.written if name in known and name not in WRITABLE]
+        if taken:
+            raise ValueError(f"--rl-stage {word} writes {taken}; it may write reward, valid and columns of its own")
+        known |= set(spec.written)
+        stages.append((spec, instance))
+    return stages
+
+
+def _load(word: str) -> tuple[StageSpec, Any]:
+    path, _, name = word.rpartition(":")
+    if not path or not Path(path).is_file():
+        raise ValueError(f"--rl-stage {word}: wants path/to/file.py:Class, and {path or word!r} is no file")
+    module_spec = importlib.util.spec_from_file_location(f"rl_stage_{Path(path).stem}", path)
+    module = importlib.util.module_from_spec(module_spec)
+    module_spec.loader.exec_module(module)
+    if not hasattr(module, name):
+        raise ValueError(f"--rl-stage {word}: {path} has no {name}")
+    instance = getattr(module, name)()
+    lacking = [a for a in ("reads", "writes", "compute") if not hasattr(instance, a)]
+    if lacking:
+        raise ValueError(f"--rl-stage {word}: {name} has no {', '.join(lacking)}")
+    unit = getattr(instance, "unit", "row")
+    if unit not in UNITS:
+        raise ValueError(f"--rl-stage {word}: unit {unit!r} is unknown; known: {', '.join(UNITS)}")
+    given = [column for column in instance.writes if not isinstance(column, ColumnSpec)]
+    unknown = [column for column in given if column not in WRITABLE]
+    if unknown:
+        raise ValueError(f"--rl-stage {word}: declare columns of its own as ColumnSpec, not {unknown}")
+    writes = tuple(c if isinstance(c, ColumnSpec) else WRITABLE[c] for c in instance.writes)
+    if not instance.reads or not writes:
+        raise ValueError(f"--rl-stage {word}: a stage reads at least one column and writes at least one")
+    stage_name = getattr(instance, "name", re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower())
+    return StageSpec(stage_name, tuple(instance.reads), writes, unit, "cpu"), instance
+
+
+class UserStage(Stage):
+    """instance: the user's object."""
+
+    def __init__(self, spec: StageSpec, dock: Dock, deadline: float, instance: Any) -> None:
+        super().__init__(spec, dock, deadline)
+        self.instance = instance
+
+    def compute(self, rows: Rows) -> Rows | None:
+        """What the user's `compute` gives for these rows. Raises ValueError where that does not fit its declaration."""
+        if not len(rows):
+            return None
+        given = self.instance.compute(to_tensordict(rows))
+        given["ids"] = torch.tensor(rows.ids, dtype=torch.int64).reshape(-1, 3)
+        written = from_tensordict(given)
+        lacking = [c.name for c in self.spec.writes if c.name not in written.columns]
+        if lacking or len(written) != len(rows):
+            raise ValueError(
+                f"--rl-stage {self.spec.name}: compute returned {sorted(written.columns)} for {len(written)} rows; "
+                f"declared: {list(self.spec.written)}, given: {len(rows)} rows"
+            )
+        columns = {c.name: _as_declared(written[c.name], c) for c in self.spec.writes}
+        return Rows(rows.ids, columns)
+
+
+def _as_declared(column: Any, spec: ColumnSpec) -> Any:
+    if isinstance(column, Ragged):
+        return Ragged(column.values.to(spec.dtype), column.offsets)
+    return column.to(spec.dtype)

@@ -1,0 +1,208 @@
+"""What a rollout and an iteration tell: solved by single grades, the slowest rank, what a reshard moved, dumps."""
+
+from __future__ import annotations
+
+import io
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from mindspeed_rl_plugin.algorithms import resolve
+from mindspeed_rl_plugin.config import AlgorithmConfig
+from mindspeed_rl_plugin.dock import Lease, Traffic
+from mindspeed_rl_plugin.monitor.monitor import Monitor
+from mindspeed_rl_plugin.monitor.names import meaning
+from mindspeed_rl_plugin.monitor.run_files import check_dumps, dump_file, dump_files, read_metrics
+from mindspeed_rl_plugin.reshard.resharder import Transfer
+from mindspeed_rl_plugin.reward import Grade
+from mindspeed_rl_plugin.rows import Completion, Prompt, Rows, SampleId, Sampling
+from mindspeed_rl_plugin.stages import evaluate, measure, update
+from mindspeed_rl_plugin.stages.generate import digest_number
+from mindspeed_rl_plugin.stages.reward import FailureLog
+
+RESULT = ({}, 0, False, 0, 0, 2.0)  # of Megatron's train_step: the gradient norm is used
+WEIGHTS = (1.0, -0.5)  # a grader of the answer, and a penalty
+PLAIN = Transfer(6, 0, 0, 0, 0, 0.0, None)
+
+
+class Ranks:
+    """Rank 0 of a world whose other ranks contribute `others`, one list a collective call."""
+
+    rank, deadline, group = 0, 5.0, None
+
+    def __init__(self, others=(), world=2):
+        self.world, self._others = world, iter(others)
+
+    def gather(self, value):
+        return [value, *next(self._others, [])]
+
+    def broadcast(self, value):
+        return value
+
+
+def monitor(folder):
+    return Monitor(folder, 0, 1, is_terminal=False, stream=io.StringIO())
+
+
+def rows(reward_parts, digest=0):
+    """Groups of two responses of two prompt and two response tokens."""
+    grades = torch.tensor(reward_parts)
+    count = len(grades)
+    columns = {
+        "length": torch.full((count,), 4),
+        "response_length": torch.full((count,), 2),
+        "finish": torch.zeros(count, dtype=torch.int8),
+        "version": torch.full((count,), 6),
+        "weights_digest": torch.full((count,), digest),
+        "reward": grades @ torch.tensor(WEIGHTS),
+        "reward_parts": grades,
+        "valid": torch.ones(count, dtype=torch.int8),
+    }
+    return Rows(tuple(SampleId(0, i // 2, i % 2) for i in range(count)), columns)
+
+
+def measured(reward_parts, transfer=PLAIN, others=(), digest=None, preset="grpo", limit=8):
+    given = rows(reward_parts, digest_number(transfer.digest) if digest is None else digest)
+    dock = SimpleNamespace(
+        lease=lambda state, ids, deadline, columns: Lease(1, state, given.select(ids)), commit=lambda *_: None
+    )
+    algorithm = resolve(AlgorithmConfig(algorithm=preset))
+    stage = measure.Measure(
+        measure.spec(algorithm),
+        dock,
+        5.0,
+        ranks=Ranks(others),
+        algorithm=algorithm,
+        limit=limit,
+        graders=SimpleNamespace(weights=WEIGHTS, names=("math", "length")),
+    )
+    return stage.run(given.ids, 6, transfer).metrics
+
+
+def test_groups_are_solved_by_grades_and_not_by_totals():
+    """Long right answers fall below the sum of the weights, short wrong ones rise above it."""
+    right, wrong = [1.0, 4.0], [0.0, -4.0]
+    got = measured([right, right, right, right, right, wrong, right, right, wrong, wrong])
+    assert got["reward/mean"] == pytest.approx((7 * -1.0 + 3 * 2.0) / 10)
+    assert (got["reward/mean/math"], got["reward/mean/length"]) == pytest.approx((0.7, (7 * 4.0 - 3 * 4.0) / 10))
+    assert [got[f"groups/{k}"] for k in ("solved", "unsolved", "informative")] == pytest.approx([0.6, 0.2, 0.2])
+
+
+def test_what_the_penalty_on_length_takes():
+    """DAPO's buffer is the last fifth of the limit: two tokens of ten."""
+    for limit, taken, share in ((2, -1.0, 1.0), (10, 0.0, 0.0)):
+        got = measured([[1.0, 0.0]] * 2, preset="dapo", limit=limit)
+        assert (got["reward/overlong"], got["response/overlong"], got["reward/mean"]) == (taken, share, 1.0)
+    assert "reward/overlong" not in measured([[1.0, 0.0]] * 2)
+
+
+def test_the_first_failure_of_each_grader_is_said_once(capsys):
+    log = FailureLog()
+    log.add([{}, {"a": "reward 'a' ran out of time"}, {"a": "another", "b": "reward 'b' raised"}], show=True)
+    log.add([{"a": "a third"}], show=True)
+    lines = [line.split("for the first time in this rollout: ")[1] for line in capsys.readouterr().out.splitlines()]
+    assert lines == ["reward 'a' ran out of time", "reward 'b' raised"]
+    FailureLog("the evaluation").add([{"a": "a fourth"}], show=True)
+    assert "in the evaluation: a fourth" in capsys.readouterr().out
+
+
+def test_what_a_reshard_moved_is_summed_over_ranks():
+    others = [[Transfer(6, 10, 20, 30, 50, 0.5, "d1")]]
+    got = measured([[1.0, 0.0]] * 2, Transfer(6, 1, 2, 3, 60, 0.25, "d1"), others)
+    assert {k: v for k, v in got.items() if k.startswith(("reshard/", "weights/", "version"))} == {
+        "reshard/bytes_copied": 11,
+        "reshard/bytes_sent": 22,
+        "reshard/bytes_received": 33,
+        "reshard/temporary_bytes": 60,
+        "reshard/transfer_seconds": 0.5,
+        "weights/digest": "d1",
+        "version": 6,
+    }
+    assert all(meaning(name).text for name in got)
+    assert "weights/digest" not in measured([[1.0, 0.0]] * 2)
+
+
+def test_rows_that_other_weights_sampled_are_refused():
+    verified = Transfer(6, 0, 0, 0, 0, 0.0, "d1")
+    measured([[1.0, 0.0]] * 2, verified)
+    with pytest.raises(RuntimeError, match="of weight version 6 .* verified, digest d1"):
+        measured([[1.0, 0.0]] * 2, verified, digest=0xD2)
+
+
+def test_an_evaluation_asks_for_solved_and_tells_the_mean_reward(tmp_path, monkeypatch):
+    """Greedy answers: three right but long, one wrong but short."""
+    graded = [Grade(-1.0, (1.0, 4.0))] * 3 + [Grade(2.0, (0.0, -4.0))]
+    graders = SimpleNamespace(weights=WEIGHTS, grade=lambda items: graded, take_failures=dict)
+    monkeypatch.setattr(evaluate.dist, "all_reduce", lambda tensor, group: None)
+    monkeypatch.setattr(evaluate, "generate", answers)
+    stage = evaluate.Evaluate(
+        SimpleNamespace(replica=0, replicas=1, leader=True),
+        tuple(Prompt((1, 2), f"p{i}", "a", i) for i in range(4)),
+        graders,
+        str,
+        Sampling(max_tokens=4),
+        Ranks(),
+        monitor(tmp_path),
+        samples=0,
+        seed=0,
+    )
+    stage.run(3)
+    (line,) = read_metrics(tmp_path)
+    assert line["eval/accuracy"] == 0.75 and line["eval/reward_mean"] == -0.25 and "eval/errors" not in line
+
+
+def answers(engine, requests, **_):
+    return [Completion(id=r.id, tokens=(3,), logps=(0.0,), finish="stop", version=0) for r in requests]
+
+
+def test_stages_and_throughput_are_those_of_the_slowest_rank(tmp_path):
+    slow = {"seconds/update": 7.0, "peak_bytes/update": 900, "seconds/iteration": 8.0}
+    moved = [dict.fromkeys(("read", "written", "remote"), 0), {"read": 5, "written": 7, "remote": 3}]
+    dock = SimpleNamespace(traffic=Traffic(), served={"states": ["a"], "messages": 1})
+    dock.traffic.read["update", "tokens", "local"] = 30
+    dock.traffic.written["generate", "tokens", "remote"] = 200
+    seen = monitor(tmp_path)
+    seen.stage_metrics = lambda: {"seconds/update": 3.0, "seconds/reward": 2.0, "seconds/iteration": 5.0}
+    log = measure.IterationLog(seen, Ranks([[({"loss": 99.0}, slow, each)] for each in moved]), dock)
+    rollout = measure.Rollout({"reward/mean": 0.5}, tokens=320)
+    for number in (1, 2):
+        log.write(number, rollout, {"loss": 1.0}, last_step=number == 2)
+    first, second = read_metrics(tmp_path)
+    expected = {"seconds/update": 7.0, "seconds/reward": 2.0, "peak_bytes/update": 900, "seconds/iteration": 8.0}
+    assert {k: second[k] for k in expected} == expected and second["loss"] == 1.0
+    assert second["tokens_per_second"] == 320 / 2 / 16.0 and "tokens_per_second" not in first
+    assert {k: v for k, v in second.items() if k.startswith("dock/")} == {
+        "dock/bytes_read": 35,
+        "dock/bytes_written": 207,
+        "dock/bytes_remote": 203,
+    }
+    (line,) = [json.loads(x) for x in (tmp_path / "dock-rank0.jsonl").read_text().splitlines()]
+    cells = [["read", "update", "tokens", "local", 30], ["written", "generate", "tokens", "remote", 200]]
+    assert line["moved"] == cells
+    assert (line["iteration"], line["states"], line["messages"]) == (2, ["a"], 1) and not dock.traffic.take()
+
+
+def test_the_gradient_norms_of_policy_and_critic_are_told_apart():
+    assert update.grad_norm(RESULT) == {"grad_norm": 2.0} and update.grad_norm((*RESULT[:5], None)) == {}
+    assert update.grad_norm(RESULT, "critic_") == {"critic_grad_norm": 2.0}
+
+
+def test_every_metric_of_the_update_has_its_line_in_the_register():
+    assert all(meaning(name).text for name in update.METRIC_NAMES.values())
+
+
+def test_dumps_carry_the_name_of_their_run_and_an_earlier_start_is_set_aside(tmp_path):
+    run, dumps = tmp_path / "rl", tmp_path / "dumps"
+    run.mkdir()
+    measure.prepare_dumps(dumps, run, -1, resumed=False)
+    for epoch in (0, 1):
+        dump_file(dumps, epoch).write_bytes(b"")
+    check_dumps(dumps, run, resumed=True)
+    with pytest.raises(ValueError, match="of another run"):
+        check_dumps(dumps, tmp_path / "other", resumed=False)
+    measure.prepare_dumps(dumps, run, 0, resumed=True)
+    assert list(dump_files(dumps)) == [0]
+    measure.prepare_dumps(dumps, run, -1, resumed=False)
+    assert list(dump_files(dumps)) == [] and (dumps / "rollout-000000.parquet.old").exists()

@@ -1,0 +1,239 @@
+"""A resume with other flags: what goes on, and what is refused at once, with names and numbers."""
+
+from __future__ import annotations
+
+import argparse
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from mindspeed_rl_plugin.algorithms import resolve
+from mindspeed_rl_plugin.config import RLConfig, add_flags
+from mindspeed_rl_plugin.dock import make_docks
+from mindspeed_rl_plugin.launch.checkpoint_files import outline
+from mindspeed_rl_plugin.loop import docks
+from mindspeed_rl_plugin.loop.arithmetic import derive_from_args
+from mindspeed_rl_plugin.loop.build import dock_size, table_of
+from mindspeed_rl_plugin.loop.inputs import Inputs
+from mindspeed_rl_plugin.loop.placement import Placement
+from mindspeed_rl_plugin.loop.resume import renamed
+from mindspeed_rl_plugin.loop.rollout_plan import RolloutPlan, of_epoch
+from mindspeed_rl_plugin.loop.run import Run
+from mindspeed_rl_plugin.loop.schedules import Job
+from mindspeed_rl_plugin.rows import Ragged, Rows, SampleId
+from mindspeed_rl_plugin.stages.stage import columns_of, states_of
+
+
+def inputs(*flags: str, algorithm: str = "grpo", prompts: int = 4, world: int = 1, **values) -> Inputs:
+    fixed = ["--rl-algorithm", algorithm, "--rl-samples-per-prompt", "2", "--rl-rollout-prompts", str(prompts)]
+    rl = add_flags(argparse.ArgumentParser()).parse_args([*fixed, *flags])
+    base = {"global_batch_size": 4, "micro_batch_size": 1, "data_parallel_size": world, "world_size": world}
+    args = argparse.Namespace(**{**base, "train_iters": 9, "iteration": 3, **values}, **vars(rl))
+    config = RLConfig.from_args(args)
+    return Inputs(
+        args=args,
+        config=config,
+        algorithm=resolve(config.algorithm),
+        sizes=derive_from_args(args),
+        tokenizer=None,
+        tokenizer_path=None,
+        vocab=0,
+        flags={},
+        forward=SimpleNamespace(max_tokens=None, budget=None),
+        data=SimpleNamespace(load_state=lambda state: None),
+        graders=SimpleNamespace(names=("a",), close=lambda: None),
+    )
+
+
+def job(given: Inputs, nodes: tuple[int, ...] = (0,)) -> Job:
+    """nodes: machine of each rank; the dock itself is that of a lone rank."""
+    place = Placement(nodes, tuple(range(len(nodes))), tuple(range(len(nodes))))
+    plan = RolloutPlan(given.sizes, len(nodes), place)
+    table = table_of(given)
+    homes = lambda epoch, groups: plan.owners_of_round(groups)  # noqa: E731
+    (dock,) = make_docks(columns_of(table), states_of(table), [(0, 1)], homes=homes, deadline=5)
+    return Job(plan, None, None, None, dock, None, None)
+
+
+def resumed(given: Inputs, state: dict, **more) -> Run:
+    run = Run()
+    run.inputs = given
+    run.check_state(state, given.args.iteration)
+    run.loop = SimpleNamespace(job=job(given, **more), trained=False, rollout=None)
+    run._restore(state)
+    return run
+
+
+def saved(given: Inputs, *, deferred: tuple[int, ...] = (), left: int = 0, more: tuple[str, ...] = ()) -> dict:
+    """State of a start with these flags after epoch 5: deferred groups, or all of them in use with the columns of
+    the update and `more`."""
+    at = job(given)
+    prompts = given.sizes.prompts
+    at.dock.open(5, prompts, 2)
+    groups = of_epoch(5, prompts) if left else ()
+    kept = groups or tuple((5, g) for g in deferred)
+    ids = tuple(at.plan.ids(kept))
+    names = ("reward", "graded", "valid", "version", "advantage", *more) if left else ("reward", "graded")
+    ragged = ("tokens", "loss_mask", "logp_rollout", *(("logp_old",) if left else ()))
+    cells = {}
+    for column in columns_of(table_of(given)):
+        if column.name in ragged or (column.ragged and column.name in more):
+            cells[column.name] = Ragged.from_rows([torch.ones(3)] * len(ids), column.dtype)
+        elif column.name in names:
+            cells[column.name] = torch.ones(len(ids), dtype=column.dtype)
+    at.dock.put(Rows(ids, cells))
+    at.forget(sorted(set(of_epoch(5, prompts)) - set(kept)))
+    run = Run()
+    run.inputs = given
+    at.plan.epoch, at.plan.groups, at.plan.deferred = 5, groups, tuple((5, g) for g in deferred)
+    at.plan.lengths = {group: (3, 3) for group in kept}
+    run.loop = SimpleNamespace(job=at, colocation=None, trained=True, rollout=None)
+    run.inputs.data.state = dict
+    state = run.state_dict()
+    whole = state["dock"]
+    return {**state, "steps_left": left, "dock": outline(whole), "rows": whole}
+
+
+@pytest.mark.parametrize("prompts", [2, 4, 8])
+def test_deferred_groups_lie_where_their_own_epoch_says(prompts: int) -> None:
+    """Six prompts were sampled, now there are fewer or more: the dock and the plan agree on the owners."""
+    state = saved(inputs(algorithm="dapo", prompts=6), deferred=(0, 5))
+    at = resumed(inputs(algorithm="dapo", prompts=prompts), state).loop.job
+    plan = at.plan
+    assert plan.deferred == ((5, 0), (5, 5)) and plan.rounds == {5: 6} and len(plan.owners(5)) == 6
+    assert len(plan.owners(6)) == prompts
+    lease = at.dock.lease("logp_old", ids=plan.ids(plan.deferred), deadline=5)
+    assert lease.rows.ids == tuple(plan.ids(plan.deferred))
+    at.dock.close()
+
+
+def test_owners_of_a_former_start_on_several_machines() -> None:
+    state = saved(inputs(algorithm="dapo", prompts=6), deferred=(0, 5))
+    plan = resumed(inputs(algorithm="dapo", prompts=4, world=2), state, nodes=(0, 1)).loop.job.plan
+    assert [plan.owner((5, g)) for g in range(6)] == [0, 0, 0, 1, 1, 1] and plan.owners(6).tolist() == [0, 1, 0, 1]
+    assert plan.placement.graded_by(1, [(5, 0), (5, 5)], plan.owner) == [(5, 5)]
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "message"),
+    [
+        ((), ("--rl-kl-loss-coef", "0.05"), "no logp_ref: --rl-kl-loss-coef was 0.0, now 0.05; resume with the former"),
+        ((), ("--rl-kl-reward-coef", "0.1"), "no logp_ref: --rl-kl-reward-coef was 0.0, now 0.1; resume with the form"),
+        (
+            (),
+            ("--rl-filtration", "best-worst"),
+            "rows have no multiplicity: --rl-filtration was none, now best-worst; .* iteration 4",
+        ),
+        ((), ("--rl-ppo-epochs", "2"), "1 optimizer steps left, cut as .*'--rl-ppo-epochs': 1.*'--rl-ppo-epochs': 2"),
+    ],
+)
+def test_columns_that_nobody_will_write_are_refused_in_the_middle_of_a_rollout(before, now, message) -> None:
+    off = ("--rl-kl-loss-coef", "0")
+    state = saved(inputs(*off, *before), left=1)
+    with pytest.raises(ValueError, match=message):
+        resumed(inputs(*off, *now), state)
+    del state["choices"]  # of a version that did not keep them
+    with pytest.raises(ValueError, match=message.split(": --")[0]):
+        resumed(inputs(*off, *now), state)
+
+
+def steps_of(run: Run) -> list:
+    return run.loop.job.plan.steps
+
+
+def test_columns_that_nobody_reads_any_more_are_left_behind() -> None:
+    state = saved(inputs("--rl-kl-loss-coef", "0.05"), left=1, more=("logp_ref",))
+    assert len(steps_of(resumed(inputs("--rl-kl-loss-coef", "0"), state))) == 1
+    assert len(steps_of(resumed(inputs("--rl-kl-loss-coef", "0.1"), state))) == 1, "another weight of the same KL"
+
+
+def test_between_rollouts_everything_may_change() -> None:
+    state = saved(inputs("--rl-kl-loss-coef", "0"))
+    assert (
+        resumed(
+            inputs("--rl-kl-loss-coef", "0.1", "--rl-filtration", "best-worst", prompts=8), state
+        ).loop.job.plan.epoch
+        == 5
+    )
+
+
+def test_an_outline_knows_sizes_and_columns_and_no_rows() -> None:
+    (epoch,) = saved(inputs(prompts=6), left=1)["dock"]["epochs"]
+    assert (epoch["number"], epoch["groups"], epoch["members"]) == (5, 6, 2)
+    assert set(epoch["held"]) >= {"tokens", "logp_old", "advantage"} and "logp_ref" not in epoch["held"]
+    assert not any(isinstance(v, torch.Tensor) for v in epoch.values())
+
+
+def test_columns_of_former_names_are_those_of_today() -> None:
+    state = saved(inputs("--rl-kl-loss-coef", "0"), left=1)
+    former = {"valid": "kept"}
+    old = dict(state)
+    for name in ("dock", "rows"):
+        epochs = [dict(epoch) for epoch in state[name]["epochs"]]
+        for epoch in epochs:
+            if "columns" in epoch:
+                epoch["columns"] = _named(epoch["columns"], former)
+            else:
+                epoch["held"] = [former.get(column, column) for column in epoch["held"]]
+        old[name] = {**state[name], "columns": _named(state[name]["columns"], former), "epochs": epochs}
+    assert "valid" not in old["rows"]["columns"] and renamed(old["rows"])["columns"] == state["rows"]["columns"]
+    at = resumed(inputs("--rl-kl-loss-coef", "0"), old).loop.job
+    assert at.dock.read(at.plan.ids(at.plan.groups), ["valid"])["valid"].all()
+
+
+def _named(columns: dict, names: dict) -> dict:
+    return {names.get(name, name): column for name, column in columns.items()}
+
+
+# how much a dock must hold
+
+
+def size(*flags: str, **more) -> docks.DockSize:
+    given = inputs(*flags, **more)
+    return dock_size(given, table_of(given))
+
+
+def test_a_round_must_fit_where_it_really_lies() -> None:
+    """Twelve groups of two: on two machines six each, on one all of them, whatever the number of agents."""
+    given = size("--rl-dock-rows", "12", prompts=12)
+    given.check_placed(np.arange(12) % 2)
+    with pytest.raises(ValueError, match="--rl-dock-rows 12: 12 groups of 2 samples on one machine are 24 rows"):
+        given.check_placed(np.zeros(12, np.int64))
+
+
+@pytest.mark.parametrize(("rounds", "groups"), [(10, 6 + 11), (1, 6 + 6)])
+def test_groups_that_wait_may_all_lie_on_one_machine(rounds: int, groups: int) -> None:
+    flags = ("--rl-dynamic-sampling-rounds", str(rounds))
+    owners = np.arange(12) % 2
+    size("--rl-dock-rows", str(2 * groups), *flags, algorithm="dapo", prompts=12).check_placed(owners)
+    with pytest.raises(ValueError, match=f"{groups} groups of 2 samples on one machine are {2 * groups} rows"):
+        size("--rl-dock-rows", str(2 * groups - 1), *flags, algorithm="dapo", prompts=12).check_placed(owners)
+
+
+def test_the_early_check_refuses_what_cannot_fit_however_it_spreads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(docks, "launch_env", lambda: {"world_size": 4, "local_world_size": 2})
+    size("--rl-dock-rows", "12", prompts=12).check_early()
+    with pytest.raises(ValueError, match="6 groups of 2 samples on one machine are 12 rows"):
+        size("--rl-dock-rows", "11", prompts=12).check_early()
+
+
+def test_groups_of_a_checkpoint_must_fit_too() -> None:
+    """Five were deferred from a larger rollout; with a round of two they are seven."""
+    state = saved(inputs(algorithm="dapo", prompts=6), deferred=(0, 1, 2, 3, 4))
+    resumed(inputs("--rl-dock-rows", "14", algorithm="dapo", prompts=2), state)
+    with pytest.raises(ValueError, match="--rl-dock-rows 13: 7 groups of 2 samples on one machine are 14 rows"):
+        resumed(inputs("--rl-dock-rows", "13", algorithm="dapo", prompts=2), state)
+
+
+def test_sample_ids_are_untouched_by_a_smaller_rollout() -> None:
+    state = saved(inputs(algorithm="dapo", prompts=6), deferred=(5,))
+    plan = resumed(inputs(algorithm="dapo", prompts=2), state).loop.job.plan
+    assert plan.lengths == {(5, 5): (3, 3)} and plan.ids(plan.deferred) == [SampleId(5, 5, 0), SampleId(5, 5, 1)]
+
+
+def test_deferred_groups_keep_their_size() -> None:
+    state = saved(inputs(algorithm="dapo", prompts=6), deferred=(5,))
+    with pytest.raises(ValueError, match="1 groups of 2 responses .* --rl-samples-per-prompt is 4: resume with 2"):
+        resumed(inputs("--rl-samples-per-prompt", "4", algorithm="dapo", prompts=2), state)

@@ -1,0 +1,143 @@
+"""Which groups a rollout trains on: rounds of generation played through by hand and against simulation."""
+
+import random
+
+import pytest
+import torch
+
+from mindspeed_rl_plugin.forward import plan_batches
+from mindspeed_rl_plugin.loop.rollout_plan import by_epoch, of_epoch, plan_groups, samples
+from mindspeed_rl_plugin.rows import Rows, SampleId
+from mindspeed_rl_plugin.stages.select import (
+    GroupStats,
+    SamplingStats,
+    Selection,
+    choose,
+    group_stats,
+    idle_steps,
+    valid_rows,
+)
+
+YES, NO, BROKEN = GroupStats(False, True, 0.5), GroupStats(False, False, 1.0), GroupStats(True, False, 0.0)
+
+
+def round_(epoch, *found):
+    return {(epoch, g): v for g, v in enumerate(found)}
+
+
+def test_without_dynamic_sampling_a_round_is_the_rollout():
+    got = choose((), round_(3, YES, NO, BROKEN), 3, dynamic=False, last=False)
+    assert got.trained == ((3, 0), (3, 1), (3, 2)) and not got.deferred and not got.dropped
+    assert got.idle == {(3, 2)}, "groups without signal count, as in plain GRPO"
+
+
+def test_rounds_follow_until_the_batch_is_full_and_the_surplus_is_carried():
+    first = choose((), round_(0, NO, YES, NO), 3, dynamic=True, last=False)
+    assert first == Selection(deferred=((0, 1),), dropped=((0, 0), (0, 2)))
+    second = choose(first.deferred, round_(1, YES, YES, YES), 3, dynamic=True, last=False)
+    assert second.trained == ((0, 1), (1, 0), (1, 1)) and second.deferred == ((1, 2),) and not second.idle
+    third = choose(second.deferred, round_(2, YES, BROKEN, YES), 3, dynamic=True, last=False)
+    assert third.trained == ((1, 2), (2, 0), (2, 2)) and third.dropped == ((2, 1),)
+
+
+def test_after_the_last_round_silent_groups_fill_up_evenly_and_count_nowhere():
+    got = choose(((0, 5), (0, 6)), round_(1, NO, NO, BROKEN, NO), 4, dynamic=True, last=True)
+    assert set(got.trained) == {(0, 5), (0, 6), (1, 0), (1, 1)} and got.idle == {(1, 0), (1, 1)}
+    assert got.dropped == ((1, 2), (1, 3))
+    # Two steps of two groups: each has one that trains.
+    plan = plan_groups(got.trained, 2, global_batch_size=4, micro_batch_size=2, dp_size=1)
+    assert idle_steps(plan, got.idle) == 0
+    none = choose((), round_(0, NO, NO), 2, dynamic=True, last=True)
+    plan = plan_groups(none.trained, 2, global_batch_size=2, micro_batch_size=2, dp_size=1)
+    assert idle_steps(plan, none.idle) == 2
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_group_with_signal_is_ever_thrown_away(seed):
+    """100 rounds at random: each group with signal is trained exactly once, oldest first, or still waits."""
+    rng = random.Random(seed)
+    wanted = rng.randint(1, 8)
+    deferred, trained, signal = (), [], []
+    for epoch in range(100):
+        sampled = round_(epoch, *(rng.choice([YES, NO, NO, BROKEN]) for _ in range(wanted)))
+        signal += [g for g, v in sampled.items() if v.signal]
+        last = rng.random() < 0.2
+        got = choose(deferred, sampled, wanted, dynamic=True, last=last)
+        assert len(got.trained) in (0, wanted) and len(got.deferred) < wanted and (got.trained or not last)
+        everything = [*got.trained, *got.deferred, *got.dropped]
+        assert sorted(everything) == sorted([*deferred, *sampled]), "every group has one fate"
+        trained += sorted(g for g in got.trained if g not in got.idle)
+        deferred = got.deferred
+    assert [*trained, *deferred] == signal
+
+
+def test_group_statistics_are_of_task_rewards_and_by_id():
+    ids = [SampleId(e, g, m) for e, g in ((4, 1), (5, 0), (5, 1)) for m in range(2)]
+    order = [3, 0, 5, 1, 4, 2]
+    reward, graded = torch.tensor([1.0, 0.0, 1.0, 1.0, 0.0, 1.0]), torch.tensor([1, 1, 1, 1, 0, 1])
+    failed = torch.tensor([0, 0, 0, 1, 1, 1])
+    found = {"reward": reward, "graded": graded, "grader_error": failed}
+    rows = Rows(tuple(ids[i] for i in order), {name: column[order] for name, column in found.items()})
+    assert group_stats(rows) == {
+        (4, 1): GroupStats(False, True, 0.5),
+        (5, 0): GroupStats(False, False, 1.0, errors=1),
+        (5, 1): GroupStats(True, False, 0.5, errors=2),
+    }
+    valid = torch.tensor([1, 0, 0, 0, 1, 1])[order]
+    left = group_stats(rows.with_columns(valid=valid))
+    assert [left[g].empty for g in ((4, 1), (5, 0), (5, 1))] == [False, True, False]
+    assert left[4, 1].signal and left[5, 0].idle
+    assert group_stats(Rows(())) == {}
+
+
+def test_one_round_in_order_is_planned_as_ever_and_others_in_the_given_order():
+    sizes = {"global_batch_size": 4, "micro_batch_size": 1, "dp_size": 2}
+    whole = of_epoch(7, 4)
+    ids = samples(whole, 2)
+    assert plan_groups(whole, 2, **sizes) == plan_batches(ids, **sizes)
+    mixed = ((2, 3), (5, 0), (4, 1), (5, 1))
+    first, second = plan_groups(mixed, 2, **sizes)
+    assert {i[:2] for i in first.ids} == {(2, 3), (5, 0)} and {i[:2] for i in second.ids} == {(4, 1), (5, 1)}
+    assert by_epoch(mixed) == {2: [3], 4: [1], 5: [0, 1]}
+
+
+def test_the_tally_counts_every_round():
+    stats = SamplingStats(resumed=1)
+    for epoch in range(2):
+        sampled = round_(epoch, YES, NO, BROKEN)
+        stats.add(sampled)
+    got = stats.metrics(choose(((9, 9),), sampled, 2, dynamic=True, last=True), True)
+    assert got["sampling/rounds"] == 2 and got["sampling/groups_drawn"] == 6 and got["sampling/brought"] == 1
+    assert got["sampling/informative"] == pytest.approx(1 / 3)
+    assert got["sampling/reward_mean"] == pytest.approx(0.75), "failed grades are no rewards"
+    assert got["sampling/carried"] == 0 and got["sampling/filled"] == 0
+
+
+def test_failed_grades_count_wherever_their_group_goes():
+    """Dropped for want of signal, broken, deferred over, or of a round that was sampled again."""
+    stats = SamplingStats()
+    for epoch in range(2):
+        stats.add(round_(epoch, GroupStats(False, False, 0.0, errors=4), GroupStats(True, False, 0.0, errors=1), YES))
+    assert stats.metrics(Selection(), False) == {"reward/errors": 10.0}
+    assert stats.metrics(Selection(), True)["reward/errors"] == 10.0
+
+
+def test_rounds_that_found_nothing_end_in_numbers_and_a_fix():
+    stats = SamplingStats()
+    for epoch in range(3):
+        stats.add(round_(epoch, NO, NO))
+    failed = str(stats.exhausted(2, round_(2, BROKEN, BROKEN), dynamic=False))
+    assert "graders failed in 2 of 2 groups" in failed and "3 rollouts" in failed
+    said = str(stats.exhausted(2, round_(2, NO, NO), dynamic=True))
+    assert said.startswith("--rl-dynamic-sampling-rounds 3: rewards differ in 0 of the 6 groups")
+    assert "2 optimizer steps" in said and "--no-rl-dynamic-sampling" in said
+
+
+def test_what_counts_is_whole_groups_but_for_a_users_own_say():
+    reward = torch.tensor([0.0, 1.0, 1.0, 1.0, 0.0, 1.0])
+    graded = torch.tensor([1, 1, 1, 1, 0, 1], dtype=torch.int8)
+    rows = Rows(tuple(SampleId(0, g, m) for g in range(3) for m in range(2)), {"reward": reward, "graded": graded})
+    assert valid_rows(rows, dynamic=False).tolist() == [True] * 4 + [False] * 2
+    assert valid_rows(rows, dynamic=True).tolist() == [True] * 2 + [False] * 4
+    own = rows.with_columns(valid=torch.tensor([1, 0, 1, 1, 1, 1], dtype=torch.int8))
+    assert valid_rows(own, dynamic=False).tolist() == [True, False, True, True, False, False]

@@ -1,0 +1,142 @@
+"""The stage table: the dock's columns and states follow from it; a user's own stage finds its place in it."""
+
+from __future__ import annotations
+
+import textwrap
+
+import pytest
+import torch
+
+from mindspeed_rl_plugin.algorithms import ALGORITHMS, resolve
+from mindspeed_rl_plugin.config import AlgorithmConfig
+from mindspeed_rl_plugin.dock import make_docks
+from mindspeed_rl_plugin.rows import Ragged, Rows, SampleId
+from mindspeed_rl_plugin.stages import prompts
+from mindspeed_rl_plugin.stages.stage import RESOURCES, UNITS, Stage, columns_of, states_of
+from mindspeed_rl_plugin.stages.table import stage_table
+from mindspeed_rl_plugin.stages.user import UserStage, load_stages
+
+BONUS = """
+    import torch
+    from tensordict import TensorDict
+    from mindspeed_rl_plugin.dock import ColumnSpec
+
+    class LengthBonus:
+        reads = ("reward", "tokens")
+        writes = ("reward", "valid", ColumnSpec("bonus", torch.float32, "sample", ragged=False))
+        unit = "group"
+
+        def compute(self, rows):
+            bonus = 0.5 * rows["tokens"].offsets().diff()
+            values = {"reward": rows["reward"] + bonus, "valid": bonus < 1.2, "bonus": bonus}
+            return TensorDict(values, batch_size=rows.batch_size)
+
+    class Second:
+        reads = ("reward", "bonus")
+        writes = ("reward",)
+
+        def compute(self, rows):
+            return TensorDict({"reward": rows["reward"] - rows["bonus"]}, batch_size=rows.batch_size)
+"""
+
+
+def algorithm(name, **more):
+    return resolve(AlgorithmConfig(algorithm=name, **more))
+
+
+@pytest.mark.parametrize("dump", [False, True])
+@pytest.mark.parametrize("name", sorted(ALGORITHMS))
+def test_every_column_that_is_read_is_written_before(name, dump):
+    written = set()
+    for spec in stage_table(algorithm(name), 2, dump=dump):
+        assert set(spec.reads) <= written, spec.name
+        assert spec.unit in UNITS and spec.resource in RESOURCES
+        assert not written & set(spec.written), "each column has one writer"
+        written |= set(spec.written)
+
+
+def test_states_and_columns_are_the_tables():
+    table = stage_table(algorithm("ppo", kl_reward_coef=0.1), 3)
+    names = [spec.name for spec in table]
+    assert names == ["prompts", "generate", "reward", "select", "logp_old", "logp_ref", "values", "advantage"] + [
+        "measure",
+        "update",
+    ]
+    assert [s.name for s in states_of(table)] == names[1:], "what reads nothing is no worker state"
+    groups = {s.name for s in states_of(table) if s.whole_groups}
+    assert groups == {"reward", "select", "advantage"}
+    parts = next(c for c in columns_of(table) if c.name == "reward_parts")
+    assert parts.trailing == (3,)
+    assert [s.name for s in stage_table(algorithm("dpo"), 0)] == ["pairs", "update"]
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "own.py"
+    path.write_text(textwrap.dedent(BONUS))
+    return path
+
+
+def test_a_users_stages_see_and_change_the_reward_and_later_stages_see_it(file):
+    own = load_stages([f"{file}:LengthBonus", f"{file}:Second"], 1)
+    assert [spec.name for spec, _ in own] == ["length_bonus", "second"]
+    table = stage_table(algorithm("grpo"), 1, dump=True, own=[spec for spec, _ in own])
+    specs = {spec.name: spec for spec in table}
+    assert "bonus" in specs["measure"].reads and "valid" in specs["select"].reads
+    (dock,) = make_docks(columns_of(table), states_of(table), [(0, 1)])
+    dock.open(0, 1, 2)
+    ids = (SampleId(0, 0, 0), SampleId(0, 0, 1))
+    tokens = Ragged.from_rows([torch.ones(n, dtype=torch.int32) for n in (2, 3)])
+    dock.put(Rows(ids, {"tokens": tokens}))
+    first_reward = specs["reward"].stored_writes["reward"]
+    assert first_reward != "reward", "three stages write it, the last keeps the name"
+    dock.put(Rows(ids, {first_reward: torch.tensor([1.0, 2.0])}))
+    for spec, instance in own:
+        UserStage(specs[spec.name], dock, 5, instance).run(ids)
+    dock.put(Rows(ids, {"graded": torch.ones(2, dtype=torch.int8)}))
+    rows = Stage(specs["select"], dock, 5).lease(ids).rows
+    assert rows["reward"].tolist() == [1.0, 2.0] and rows["valid"].tolist() == [1, 0]
+    assert dock.read(ids, ["bonus", "reward"])["bonus"].tolist() == [1.0, 1.5]
+
+
+@pytest.mark.parametrize(
+    ("source", "word", "words"),
+    [
+        ("", "nowhere.py:X", ("nowhere.py", "no file")),
+        ("", "{file}:Missing", ("Missing",)),
+        ("class A:\n    pass", "{file}:A", ("reads", "writes", "compute")),
+        ("class A:\n    reads = ('x',)\n    writes = ('reward',)\n    compute = print", "{file}:A", ("['x']",)),
+        ("class A:\n    reads = ('reward',)\n    writes = ('bonus',)\n    compute = print", "{file}:A", ("bonus",)),
+        (
+            "class A:\n    unit = 'batch'\n    reads = ('reward',)\n    writes = ('reward',)\n    compute = print",
+            "{file}:A",
+            ("'batch'", "row, group"),
+        ),
+    ],
+)
+def test_a_stage_that_cannot_be_is_refused_by_name(tmp_path, source, word, words):
+    path = tmp_path / "a.py"
+    path.write_text(source)
+    with pytest.raises(ValueError, match="--rl-stage") as refusal:
+        load_stages([word.format(file=path)], 1)
+    assert all(each in str(refusal.value) for each in words)
+
+
+def test_what_a_stage_returns_must_fit_its_declaration(file):
+    ((spec, instance),) = load_stages([f"{file}:LengthBonus"], 1)
+    stage = UserStage(spec, None, 5, instance)
+    rows = Rows((SampleId(0, 0, 0),), {"reward": torch.zeros(1), "tokens": Ragged.from_rows([torch.ones(2)])})
+    assert set(stage.compute(rows).columns) == {"reward", "valid", "bonus"}
+    assert stage.compute(Rows(())) is None
+    whole = instance.compute
+    stage.instance = type("Half", (), {"compute": lambda self, given: whole(given).exclude("bonus")})()
+    with pytest.raises(ValueError, match="bonus"):
+        stage.compute(rows)
+
+
+def test_prompts_become_one_row_a_group():
+    from mindspeed_rl_plugin.rows import Prompt
+
+    rows = prompts.compute(3, [Prompt((1, 2), "a", "b", 0), Prompt((4,), "c", "d", 1)])
+    assert rows.ids == (SampleId(3, 0, 0), SampleId(3, 1, 0))
+    assert [r.tolist() for r in rows["prompt"].rows()] == [[1, 2], [4]]
