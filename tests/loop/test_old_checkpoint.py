@@ -16,17 +16,18 @@ import pytest
 
 from mindspeed_rl_plugin.algorithms import resolve
 from mindspeed_rl_plugin.config import AlgorithmConfig
-from mindspeed_rl_plugin.dock import make_dock
+from mindspeed_rl_plugin.dock import make_docks
 from mindspeed_rl_plugin.launch import checkpoint_files as files
+from mindspeed_rl_plugin.loop.resume import RENAMED, check_columns, choices, renamed
 from mindspeed_rl_plugin.rows import Ragged, SampleId
-from mindspeed_rl_plugin.stages import columns
+from mindspeed_rl_plugin.stages import update
+from mindspeed_rl_plugin.stages.stage import columns_of, states_of
+from mindspeed_rl_plugin.stages.table import stage_table
 
 DATA = Path(__file__).with_name("data")
 ITERATION = {"dapo": 3, "pf-ppo": 1}
 TRAINED = {"dapo": [(4, 1), (4, 2), (4, 3), (5, 2)], "pf-ppo": [(0, 0), (0, 1), (0, 2), (0, 3)]}
 CARRIED = {"dapo": [(5, 3)], "pf-ppo": []}
-# Names that have changed since: what a column is called today, where it is declared under that name.
-RENAMED = {"kept": "valid", "times": "multiplicity", "weights": "weights_digest"}
 
 
 def algorithm(name: str):
@@ -42,14 +43,15 @@ def read(name: str) -> tuple[dict, dict]:
 
 def restored(name: str):
     """A dock with today's columns that has taken over the rows."""
-    dock = make_dock(columns.grpo_columns(1), columns.grpo_states(algorithm(name)))
-    dock.restore(read(name)[1])
+    table = stage_table(algorithm(name), 1)
+    (dock,) = make_docks(columns_of(table), states_of(table), [(0, 1)])
+    dock.restore(renamed(read(name)[1]))
     return dock
 
 
 def cells(dock, group: tuple[int, int], old: str) -> list:
     """A column of the four samples of a group."""
-    column = old if old in dock.columns else RENAMED[old]
+    column = RENAMED.get(old, old)
     found = dock.read([SampleId(*group, member) for member in range(4)], [column])[column]
     return [row.tolist() for row in found.rows()] if isinstance(found, Ragged) else found.tolist()
 
@@ -61,8 +63,9 @@ def test_every_rank_reads_where_the_rollout_stands(name):
     assert [tuple(g) for g in state["groups"]] == TRAINED[name]
     assert [tuple(g) for g in state["carried"]] == CARRIED[name]
     held = {epoch["number"]: set(epoch["held"]) for epoch in state["dock"]["epochs"]}
-    reads = set(columns.update_reads(algorithm(name)))
-    assert all(reads <= held[epoch] for epoch, _ in TRAINED[name]), "no column of the update is missing"
+    held = [{RENAMED.get(column, column) for column in held[epoch]} for epoch, _ in TRAINED[name]]
+    this = algorithm(name)
+    check_columns(this, update.spec(this).reads, held, choices(this), 1, 4)
 
 
 @pytest.mark.parametrize(
