@@ -10,7 +10,8 @@ from mindspeed_rl_plugin.dock import ColumnSpec, DistributedDock, Limits
 from mindspeed_rl_plugin.dock.distributed import frames
 from mindspeed_rl_plugin.dock.distributed.records import Record
 from mindspeed_rl_plugin.rows import Ragged, Rows, SampleId
-from mindspeed_rl_plugin.stages import columns
+from mindspeed_rl_plugin.stages.stage import columns_of, states_of
+from mindspeed_rl_plugin.stages.table import stage_table
 from mindspeed_rl_plugin.tools.plan.dock_volume import GIB, Load, listeners_elsewhere, packed_gib, record_bytes
 
 GROUPS, MEMBERS = 16, 4
@@ -25,7 +26,8 @@ def cells(spec: ColumnSpec, rows: int) -> torch.Tensor | Ragged:
 @pytest.mark.parametrize("nodes", [list("abcdefgh"), list("aabb")], ids=["8 machines", "2 of 2 ranks"])
 def test_the_records_of_a_rollout_weigh_what_the_plan_says(members, nodes: list[str]) -> None:
     """The columns and states of GRPO. Counted where a record goes out, once for each process on another machine."""
-    specs, states = columns.grpo_columns(1), columns.grpo_states(resolve(AlgorithmConfig(algorithm="grpo")))
+    table = stage_table(resolve(AlgorithmConfig(algorithm="grpo")), 1)
+    specs, states = columns_of(table), states_of(table)
     made = members(specs, states, nodes, limits=Limits(version_column="version"))
     said, heads = {"payload": 0, "head": 0}, []
 

@@ -9,7 +9,8 @@ import pytest
 
 from mindspeed_rl_plugin.algorithms import resolve
 from mindspeed_rl_plugin.config import AlgorithmConfig
-from mindspeed_rl_plugin.stages import columns
+from mindspeed_rl_plugin.stages.stage import states_of
+from mindspeed_rl_plugin.stages.table import stage_table
 
 TENSOR, PIPELINE = "--tensor-model-parallel-size", "--pipeline-model-parallel-size"
 FIRST_STAGE = {"tokens", "loss_mask", "valid"}
@@ -39,7 +40,7 @@ def check_dock(result, *, tensor: int = 1, pipeline: int = 1) -> None:
     """Of a GRPO run with these parallel sizes, one rollout an iteration; TP is innermost, PP outermost."""
     files = sorted(result.run_dir.glob("dock-rank*.jsonl"), key=lambda p: int(p.stem.removeprefix("dock-rank")))
     ranks = [[json.loads(line) for line in path.read_text().splitlines()] for path in files]
-    world, states = len(ranks), columns.grpo_states(resolve(AlgorithmConfig(algorithm="grpo")))
+    world, states = len(ranks), states_of(stage_table(resolve(AlgorithmConfig(algorithm="grpo")), 1))
     for rollout, metrics in enumerate(result.metrics):
         check_rollout([lines[rollout] for lines in ranks], metrics, states, tensor, pipeline)
     assert all([line["iteration"] for line in lines] == [m["iteration"] for m in result.metrics] for lines in ranks)
