@@ -24,7 +24,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -43,16 +43,6 @@ STOOD_IN_FOR = """
     scp sftp pscp wget curl hf huggingface-cli modelscope aws obsutil gsutil hdfs hadoop
     systemctl service crontab reboot shutdown mount umount modprobe sysctl
     npu-smi hccn_tool msnpureport pip pip3 conda apt apt-get yum dnf
-"""
-# For what is no bash: the same by name, through PATH. bash reads standins.sh before these lines.
-_SHIM = '#!/bin/bash\nrehearse_skip "${0##*/}" "$@"\n'
-_SHIM_TEE = "#!/bin/sh\nexec cat\n"
-_SHIM_TORCHRUN = '#!/bin/bash\nrehearse_launch "$@"\n'
-_SHIM_PYTHON = """#!/bin/bash
-case "${1-} ${2-}" in
-    "-m torch.distributed.run" | "-m torch.distributed.launch") rehearse_launch "${@:3}" ;;
-    *) exec "$rehearse_python" "$@" ;;
-esac
 """
 
 
@@ -82,6 +72,9 @@ class Launch:
     def world(self) -> int:
         return self.nproc * self.nnodes
 
+    def __str__(self) -> str:
+        return shlex.join(["torchrun", f"--nproc-per-node={self.nproc}", f"--nnodes={self.nnodes}", self.script])
+
 
 def capture(script: Path, scratch: Path, timeout: float) -> Launch:
     """Run `script` with the stand-ins. Raises ValueError when it is not there, fails, hangs or starts no training."""
@@ -94,33 +87,69 @@ def capture(script: Path, scratch: Path, timeout: float) -> Launch:
     command = ["bash", str(script)]
     if confined:
         command = [sys.executable, "-IS", confine.__file__, str(record), str(own), "--", *command]
-    code, output = _run(command, environment, record / "launches", timeout)
+    log = folder / "output.log"
+    code = run(command, log, timeout, env=environment, until=(record / "launches").exists)
     launches = [json.loads(line) for line in _lines(record / "launches")]
     skipped = _lines(record / "skipped")
     if not launches:
-        raise ValueError(_no_launch(script, code, output, skipped, timeout))
+        raise ValueError(_no_launch(script, code, log.read_text(errors="replace"), skipped, timeout))
     args = _torchrun_arguments(launches[0]["argv"], script)
-    entry = _entry(args)
+    words = [args.training_script, *args.training_script_args][1 if args.module else 0 :]
+    env = launches[0]["env"]
     # bash keeps these by itself, or they are the stand-ins'.
     ours = {"_", "SHLVL", "PWD", "OLDPWD", "PATH", "BASH_ENV"}
-    env = launches[0]["env"]
     ours |= {"TMPDIR"} if env.get("TMPDIR") == environment["TMPDIR"] else set()
+    before = {k: os.environ[k] for k in ours & {"TMPDIR", "BASH_ENV", "PATH"} & os.environ.keys()}
     env = {k: v for k, v in env.items() if k not in ours}
-    kept = {k: os.environ[k] for k in ours & {"TMPDIR", "BASH_ENV"} & os.environ.keys()}
     return Launch(
-        script=entry[0],
-        arguments=tuple(entry[1:]),
+        script=words[0],
+        arguments=tuple(words[1:]),
         # Words such as "auto" mean a node's eight NPUs.
         nproc=int(args.nproc_per_node) if str(args.nproc_per_node).isdigit() else 8,
         nnodes=int(str(args.nnodes).split(":")[-1]),
         cwd=Path(launches[0]["cwd"]),
-        env={**env, **kept, "PATH": os.environ.get("PATH", os.defpath)},
+        env=env | before,
         exported={k: v for k, v in env.items() if environment.get(k) != v},
         missing=_lines(record / "missing"),
         started=len(launches),
         skipped=skipped,
         confined=confined,
     )
+
+
+def run(
+    command: list[str],
+    log: Path,
+    timeout: float,
+    *,
+    env: Mapping[str, str],
+    cwd: Path | None = None,
+    until: Callable[[], bool] = lambda: True,
+) -> int | None:
+    """Run a command into a log. Returns its exit status, None past the deadline [seconds]; nothing of it is alive
+    afterwards. until: what it may have left to the background, waited for a little after its good end."""
+    with open(log, "wb") as handle:
+        process = subprocess.Popen(
+            command,
+            env=env,
+            cwd=cwd,
+            stdin=subprocess.DEVNULL,
+            stdout=handle,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            code: int | None = process.wait(timeout)
+            grace = time.monotonic() + IN_BACKGROUND
+            while code == 0 and not until() and time.monotonic() < grace:
+                time.sleep(0.1)
+        except subprocess.TimeoutExpired:
+            code = None
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    return code
 
 
 def _stand_ins(folder: Path, record: Path, own: Path, confined: bool) -> dict[str, str]:
@@ -133,38 +162,11 @@ def _stand_ins(folder: Path, record: Path, own: Path, confined: bool) -> dict[st
     lines = [f"rehearse_{name}={shlex.quote(str(value))}" for name, value in named.items()]
     lines += [] if confined else ["set -o noclobber"]
     prelude = folder / "standins.sh"
-    text = resources.files(__package__).joinpath("standins.sh").read_text()
-    prelude.write_text("\n".join([*lines, text]))
-    texts = dict.fromkeys(names, _SHIM) | {"tee": _SHIM_TEE, "torchrun": _SHIM_TORCHRUN}
-    for name, text in {**texts, "python": _SHIM_PYTHON, "python3": _SHIM_PYTHON}.items():
-        (shims / name).write_text(text)
+    prelude.write_text("\n".join([*lines, resources.files(__package__).joinpath("standins.sh").read_text()]))
+    for name in (*names, "torchrun", "python", "python3", "tee"):
+        (shims / name).write_text('#!/bin/bash\nrehearse_by_name "${0##*/}" "$@"\n')
         (shims / name).chmod(0o755)
-    own_variables = {"PATH": f"{shims}{os.pathsep}{path}", "BASH_ENV": str(prelude), "TMPDIR": str(own)}
-    return {**os.environ, **own_variables}
-
-
-def _run(command: list[str], environment: dict[str, str], launches: Path, timeout: float) -> tuple[int | None, str]:
-    """Exit status, None past the deadline, and what it wrote; nothing of it is alive afterwards."""
-    log = launches.parents[1] / "output.log"
-    with open(log, "wb") as handle:
-        process = subprocess.Popen(
-            command,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=handle,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        code: int | None = None
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            code = process.wait(timeout)
-        grace = time.monotonic() + IN_BACKGROUND
-        while not launches.exists() and code == 0 and time.monotonic() < grace:
-            time.sleep(0.1)
-        with contextlib.suppress(ProcessLookupError):  # what it left in the background
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-    return code, log.read_text(errors="replace")
+    return {**os.environ, "PATH": f"{shims}{os.pathsep}{path}", "BASH_ENV": str(prelude), "TMPDIR": str(own)}
 
 
 def _lines(path: Path) -> tuple[str, ...]:
@@ -175,12 +177,12 @@ def _lines(path: Path) -> tuple[str, ...]:
 def _no_launch(script: Path, code: int | None, output: str, skipped: Sequence[str], timeout: float) -> str:
     if code is None:
         return f"{script} came to no torchrun within {timeout:.0f} s; does it wait for something?"
-    elsewhere = [line for line in skipped if line.split()[0] in ELSEWHERE.split()]
-    if elsewhere:
-        return (
-            f"{script} leaves its launch to {elsewhere[0].split()[0]} ({elsewhere[0][:200]}), which is not run here; "
-            "give the script that calls torchrun on one node"
-        )
+    for line in skipped:
+        if line.split()[0] in ELSEWHERE.split():
+            return (
+                f"{script} leaves its launch to {line.split()[0]} ({line[:200]}), which is not run here; give the "
+                "script that calls torchrun on one node"
+            )
     rules = "; it may write in no folder but the rehearsal's" if "Permission denied" in output else ""
     return (
         f"{script} ended with status {code} without starting torchrun or python -m torch.distributed.launch{rules}; "
@@ -189,7 +191,8 @@ def _no_launch(script: Path, code: int | None, output: str, skipped: Sequence[st
 
 
 def _torchrun_arguments(argv: list[str], path: Path) -> argparse.Namespace:
-    """torchrun's own arguments. Raises ValueError, with the script's name, for what torchrun refuses."""
+    """torchrun's own arguments. Raises ValueError, with the script's name, for what torchrun refuses, and for a module
+    other than the runner."""
 
     def fail(message: str) -> NoReturn:
         raise ValueError(
@@ -206,17 +209,8 @@ def _torchrun_arguments(argv: list[str], path: Path) -> argparse.Namespace:
         fail(f"--nnodes is {args.nnodes!r}")
     if not args.module and not args.training_script.endswith(".py"):
         fail(f"the entry script would be {args.training_script!r}, which is no *.py")
+    if args.module and (args.training_script != "mindspeed_rl_plugin" or not args.training_script_args):
+        raise ValueError(
+            f"the script starts the module {args.training_script}; only entry scripts (*.py) can be rehearsed"
+        )
     return args
-
-
-def _entry(args: argparse.Namespace) -> list[str]:
-    """Entry script and its arguments. Raises ValueError for a module other than the runner."""
-    words = [args.training_script, *args.training_script_args]
-    if args.module and (words[0] != "mindspeed_rl_plugin" or len(words) == 1):
-        raise ValueError(f"the script starts the module {words[0]}; only entry scripts (*.py) can be rehearsed")
-    return words[1:] if args.module else words
-
-
-def shown(launch: Launch) -> str:
-    """The command in one line, for messages."""
-    return shlex.join(["torchrun", f"--nproc-per-node={launch.nproc}", f"--nnodes={launch.nnodes}", launch.script])

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 
-@dataclass(frozen=True)
-class Change:
+class Change(NamedTuple):
     """One changed argument. old, new: its values as written; None where the flag was, or is, not there."""
 
     flag: str
@@ -21,7 +21,7 @@ class Flags:
     """`--flag value ...` groups in order. As in argparse the last occurrence of a flag counts."""
 
     items: list[tuple[str, tuple[str, ...]]]
-    changes: list[Change] = field(default_factory=list)
+    _reasons: dict[str, tuple[str | None, str]] = field(default_factory=dict)  # of each flag: what it was, why not now
 
     @classmethod
     def parse(cls, argv: Iterable[str]) -> Flags:
@@ -60,11 +60,10 @@ class Flags:
     def set(self, flag: str, *values: object, why: str) -> None:
         """Give the flag these values, where it stood or at the end. No change is recorded when they are the same."""
         new, old = tuple(map(str, values)), self.get(flag)
-        if old == " ".join(new):
-            return
-        at = max((i for i, (name, _) in enumerate(self.items) if name == flag), default=len(self.items))
-        self.items[at : at + 1] = [(flag, new)]
-        self.changes.append(Change(flag, old, " ".join(new), why))
+        if old != " ".join(new):
+            at = max((i for i, (name, _) in enumerate(self.items) if name == flag), default=len(self.items))
+            self.items[at : at + 1] = [(flag, new)]
+            self._changed(flag, old, why)
 
     def at_most(self, flag: str, limit: int, why: str) -> None:
         """Lower the flag's value to `limit`, if it is there and greater."""
@@ -75,5 +74,14 @@ class Flags:
         """Take every occurrence of these flags out. flags: one or several with spaces between them."""
         for flag in flags.split():
             if flag in self:
-                self.changes.append(Change(flag, self.get(flag), None, why))
+                self._changed(flag, self.get(flag), why)
                 self.items = [item for item in self.items if item[0] != flag]
+
+    def _changed(self, flag: str, old: str | None, why: str) -> None:
+        self._reasons[flag] = (self._reasons.get(flag, (old,))[0], why)
+
+    @property
+    def changes(self) -> list[Change]:
+        """What differs from the start, one row a flag, with the last reason."""
+        rows = [Change(flag, old, self.get(flag), why) for flag, (old, why) in self._reasons.items()]
+        return [row for row in rows if row.old != row.new]

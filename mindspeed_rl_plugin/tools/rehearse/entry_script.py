@@ -58,35 +58,32 @@ def find_entry(launch: Launch, launch_script: Path, scratch: Path) -> Entry:
     megatrons = _folders("MEGATRON_LM_PATH", os.environ)
     extra = [*_folders("PYTHONPATH", launch.env), *_folders("MINDSPEED_PATH", os.environ)]
     script = _script(launch, launch_script)
-    if script is None:
-        return _plain_entry(f"{launch.script} is not here", megatrons, extra, scratch)
-    wanted = _imports(script) & _MINDSPEED
-    beside = [script.parent, *extra]
-    if not wanted:
-        beside += megatrons[:1]
-        return Entry(script, tuple(beside), False, False, _installed_core(beside), ())
-    if not all(PathFinder.find_spec(name, [*map(str, beside), *sys.path]) for name in wanted | {"mindspeed"}):
-        why = "MindSpeed is not installed (set MINDSPEED_PATH to a checkout)"
-        return _plain_entry(why, megatrons, extra, scratch)
-    # MindSpeed-LLM has Megatron's folder copied beside its scripts.
-    if _core(script.parent) is None:
-        beside += [m for m in megatrons if _core(m) == MINDSPEED_CORE][:1]
-    core, notes = _installed_core(beside), []
-    if script.parent != launch.cwd.resolve():
-        notes.append(f"{launch.script} is not where the launch script looks for it: taken from {script.parent}")
-    if core != MINDSPEED_CORE:
-        notes.append(
-            f"MindSpeed 2.x patches Megatron Core {MINDSPEED_CORE}, and {core} is what is found here; set "
-            "MEGATRON_LM_PATH to a checkout of it"
-        )
-    return Entry(script, tuple(beside), True, "mindspeed_llm" in wanted, core, tuple(notes))
+    wanted = _imports(script) & _MINDSPEED if script else set()
+    if script and not wanted:
+        path = [script.parent, *extra, *megatrons[:1]]
+        return Entry(script, tuple(path), False, False, _installed_core(path), ())
+    if script and all(_importable(name, [script.parent, *extra]) for name in wanted | {"mindspeed"}):
+        path = [script.parent, *extra]
+        if _core(script.parent) is None:  # MindSpeed-LLM has Megatron's folder copied beside its scripts
+            path += [m for m in megatrons if _core(m) == MINDSPEED_CORE][:1]
+        core, notes = _installed_core(path), []
+        if script.parent != launch.cwd.resolve():
+            notes.append(f"{launch.script} is not where the launch script looks for it: taken from {script.parent}")
+        if core != MINDSPEED_CORE:
+            notes.append(
+                f"MindSpeed 2.x patches Megatron Core {MINDSPEED_CORE}, and {core} is what is here; set "
+                "MEGATRON_LM_PATH to a checkout of it"
+            )
+        return Entry(script, tuple(path), True, "mindspeed_llm" in wanted, core, tuple(notes))
+    why = "MindSpeed is not installed (set MINDSPEED_PATH to a checkout)" if script else f"{launch.script} is not here"
+    return _plain_entry(why, megatrons, extra, scratch)
 
 
 def _plain_entry(why: str, megatrons: list[Path], extra: list[Path], scratch: Path) -> Entry:
     """A plain entry script in place of the launch script's own: under MindSpeed, else on Megatron alone."""
     checkouts = [m for m in megatrons if (m / "pretrain_gpt.py").is_file()]
     patched = next((m for m in checkouts if _core(m) == MINDSPEED_CORE), None)
-    if patched and PathFinder.find_spec("mindspeed", [*map(str, extra), *sys.path]):
+    if patched and _importable("mindspeed", extra):
         script = scratch / "pretrain_gpt.py"
         script.write_text(_UNDER_MINDSPEED.format(folder=str(patched), script=str(patched / "pretrain_gpt.py")))
         note = f"{why}: rehearsed with MindSpeed and {patched / 'pretrain_gpt.py'} instead"
@@ -94,9 +91,9 @@ def _plain_entry(why: str, megatrons: list[Path], extra: list[Path], scratch: Pa
     script = checkouts[0] / "pretrain_gpt.py" if checkouts else _ROOT / "examples" / "pretrain_gpt.py"
     if not script.is_file():
         raise ValueError(f"{why}, and there is no plain entry script; set MEGATRON_LM_PATH to a Megatron-LM checkout")
-    path = [*checkouts[:1], *extra]
+    path = (*checkouts[:1], *extra)
     note = f"{why}: rehearsed on plain Megatron instead, with {script}"
-    return Entry(script, tuple(path), False, False, _installed_core(path), (note,))
+    return Entry(script, path, False, False, _installed_core(path), (note,))
 
 
 def _script(launch: Launch, launch_script: Path) -> Path | None:
@@ -105,10 +102,15 @@ def _script(launch: Launch, launch_script: Path) -> Path | None:
     That one is looked for in MINDSPEED_LLM_PATH, and above the launch script, which is one of its examples.
     """
     here = launch.cwd / launch.script
+    if here.is_file():
+        return here.resolve()
     folders = [*_folders("MINDSPEED_LLM_PATH", os.environ), *launch_script.resolve().parents]
     scripts = [folder / launch.script for folder in folders if (folder / launch.script).is_file()]
-    others = [script for script in scripts if _imports(script) & _MINDSPEED]
-    return next((script.resolve() for script in ([here] if here.is_file() else others)), None)
+    return next((script.resolve() for script in scripts if _imports(script) & _MINDSPEED), None)
+
+
+def _importable(package: str, folders: Sequence[Path]) -> bool:
+    return PathFinder.find_spec(package, [*map(str, folders), *sys.path]) is not None
 
 
 def _folders(name: str, env: Mapping[str, str]) -> list[Path]:

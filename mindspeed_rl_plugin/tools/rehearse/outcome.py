@@ -10,6 +10,7 @@ from mindspeed_rl_plugin.tools.rehearse.command_line import Change, Flags
 from mindspeed_rl_plugin.tools.rehearse.entry_script import Entry
 from mindspeed_rl_plugin.tools.rehearse.passes import Done
 from mindspeed_rl_plugin.tools.rehearse.unavailable import NOT_HERE
+from mindspeed_rl_plugin.tools.text_table import aligned
 
 _ITERATION = re.compile(r"iteration\s+\d+/\s*\d+ \|")
 _RL_ITERATION = re.compile(r"rl \d+/\d+ \|")
@@ -18,26 +19,13 @@ _VARIABLES = re.compile(r"(HCCL|ASCEND|NPU|ACL|CPU_AFFINITY|TASK_QUEUE|MULTI_STR
 
 def changes(title: str, rows: list[Change], scratch: Path) -> str:
     """A table: flag, value in the script, value here, why. Paths in the rehearsal's folder begin with SCRATCH."""
-    merged: dict[str, Change] = {}  # one row a flag: what it was at first, what it is at last and why
-    for row in rows:
-        merged[row.flag] = Change(row.flag, merged.get(row.flag, row).old, row.new, row.why)
-    cells = [
-        (c.flag, _shown(c.old, "-"), _shown(c.new, "removed").replace(str(scratch), "SCRATCH"), c.why)
-        for c in merged.values()
-        if c.old != c.new
-    ]
-    if not cells:
-        return f"{title}: none"
-    widths = [min(44, max(map(len, column))) for column in list(zip(*cells, strict=True))[:3]]
-    lines = [f"{title} (flag, in the script, here, why):"]
-    for *three, why in cells:
-        columns = [_cut(text, width).ljust(width) for text, width in zip(three, widths, strict=True)]
-        lines.append(f"  {'  '.join(columns)}  {why}")
-    return "\n".join(lines)
 
+    def shown(value: str | None, absent: str) -> str:
+        return _cut((absent if value is None else value or "given").replace(str(scratch), "SCRATCH"), 44)
 
-def _shown(value: str | None, absent: str) -> str:
-    return absent if value is None else value or "given"
+    cells = [(_cut(c.flag, 44), shown(c.old, "-"), shown(c.new, "removed"), c.why) for c in rows]
+    lines = [f"  {line}" for line in aligned(cells, 4)] if cells else []
+    return "\n".join([f"{title} (flag, in the script, here, why):" if cells else f"{title}: none", *lines])
 
 
 def _cut(text: str, width: int) -> str:

@@ -6,8 +6,6 @@ import itertools
 import json
 import os
 import re
-import signal
-import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -15,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from mindspeed_rl_plugin.tools.rehearse.accept import ACCEPTED
-from mindspeed_rl_plugin.tools.rehearse.capture import Launch
+from mindspeed_rl_plugin.tools.rehearse.capture import Launch, run
 from mindspeed_rl_plugin.tools.rehearse.entry_script import Entry
 
 REFUSED = "RL cannot run with these arguments"  # how launch.checks begins
@@ -80,26 +78,9 @@ class Passes:
         return self._run(name, [*torchrun, "-m", "mindspeed_rl_plugin", str(self._entry.script), *argv])
 
     def _run(self, name: str, arguments: list[str], extra: Mapping[str, object] | None = None) -> Done:
-        log = self._scratch / f"{name}.log"
-        began = time.monotonic()
-        with open(log, "w") as handle:
-            process = subprocess.Popen(
-                [sys.executable, *arguments],
-                stdout=handle,
-                stderr=subprocess.STDOUT,
-                stdin=subprocess.DEVNULL,
-                cwd=self._launch.cwd,
-                env=self._environment(extra or {}),
-                start_new_session=True,
-            )
-            try:
-                code: int | None = process.wait(self._timeout)
-            except subprocess.TimeoutExpired:
-                code = None
-            finally:
-                if process.poll() is None:
-                    os.killpg(process.pid, signal.SIGKILL)
-                    process.wait()
+        log, began = self._scratch / f"{name}.log", time.monotonic()
+        command, env = [sys.executable, *arguments], self._environment(extra or {})
+        code = run(command, log, self._timeout, env=env, cwd=self._launch.cwd)
         return Done(name, code, log, time.monotonic() - began, log.read_text(errors="replace").splitlines())
 
     def _environment(self, extra: Mapping[str, object]) -> dict[str, str]:

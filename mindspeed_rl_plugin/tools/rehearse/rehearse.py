@@ -2,19 +2,13 @@
 
     python -m mindspeed_rl_plugin rehearse SCRIPT.sh [--ranks 2] [-- FLAGS added to the training arguments]
 
-1. The script runs, in bash, with stand-ins for torchrun and for commands that delete, copy, kill, log in or install;
-   the command that it would start is kept, the others are listed. Whatever else it calls runs: where the kernel has
-   Landlock it can change no file outside the rehearsal's folder, elsewhere it can (capture.py).
-2. Its arguments, as written and for the world as written, go through the parsers and the validation of
-   MindSpeed, Megatron and the plugin. Only paths of files that are not here are replaced.
-3. World, model and batches are made smaller, and one iteration is trained on CPU: an RL iteration where
-   `--rl-algorithm` is among the arguments, else one of pretraining. Where the script loads a checkpoint,
-   one is made first, by the same script without RL.
-4. Every argument that was changed is printed with the reason, and everything that was not exercised.
+The script runs up to its torchrun (capture.py). Its arguments, as written and for the world as written, go through the
+parsers and the validation of MindSpeed, Megatron and the plugin; only paths of files that are not here are replaced.
+Then world, model and batches are made smaller and one iteration is trained on CPU: of RL where `--rl-algorithm` is
+among the arguments, else of pretraining. Where the script loads a checkpoint, one is made first, by the same script
+without RL. Every argument that was changed is printed with the reason, and everything that was not exercised.
 
-MINDSPEED_PATH, MINDSPEED_LLM_PATH and MEGATRON_LM_PATH name checkouts that are not installed. Without
-MindSpeed-LLM the same is done with Megatron's own entry script under MindSpeed, without MindSpeed on plain
-Megatron; that is said.
+MINDSPEED_PATH, MINDSPEED_LLM_PATH and MEGATRON_LM_PATH name checkouts that are not installed (entry_script.py).
 """
 
 from __future__ import annotations
@@ -27,7 +21,7 @@ from pathlib import Path
 
 from mindspeed_rl_plugin.config import flag_names
 from mindspeed_rl_plugin.tools.rehearse import outcome, unavailable
-from mindspeed_rl_plugin.tools.rehearse.capture import capture, shown
+from mindspeed_rl_plugin.tools.rehearse.capture import capture
 from mindspeed_rl_plugin.tools.rehearse.command_line import Flags
 from mindspeed_rl_plugin.tools.rehearse.entry_script import find_entry
 from mindspeed_rl_plugin.tools.rehearse.passes import Done, Passes, tail
@@ -72,7 +66,7 @@ def _parser() -> argparse.ArgumentParser:
 def _rehearse(options: argparse.Namespace, added: list[str], scratch: Path) -> int:
     launch = capture(options.script.resolve(), scratch, options.timeout)
     entry = find_entry(launch, options.script, scratch)
-    _say(f"{options.script} starts {shown(launch)} with {len(launch.arguments)} words of arguments")
+    _say(f"{options.script} starts {launch} with {len(launch.arguments)} words of arguments")
     for note in (*entry.notes, f"running {entry.script} on {entry.platform}"):
         _say(note)
 
