@@ -1,13 +1,64 @@
-"""`python -m mindspeed_rl_plugin patch`: check, apply or revert the import line in an upstream checkout."""
+"""`python -m mindspeed_rl_plugin patch`: check, apply or revert the import line in an upstream checkout.
+
+`patches/` holds the same rows as zero-context diffs (a test keeps them equal), for `git apply --unidiff-zero`.
+"""
 
 from __future__ import annotations
 
 import argparse
+import re
 import sys
+from dataclasses import dataclass
+from pathlib import Path
 
-from mindspeed_rl_plugin.tools.patch_trees import apply_to, inspect, revert_in
+from mindspeed_rl_plugin.launch.patch_table import NEWEST, OLDEST
+from mindspeed_rl_plugin.monitor.run_files import atomic_write
 
+IMPORT_LINE = "import mindspeed_rl_plugin.adaptor  # attaches RL; inert without --rl-algorithm\n"
+SCRIPT = "pretrain_gpt.py"
 EXIT = {"applied": 0, "not applied": 1, "does not match": 2}
+
+
+@dataclass(frozen=True)
+class Tree:
+    """One upstream release whose entry script can carry the line.
+
+    kind: "Megatron-LM" or "MindSpeed-LLM"; release: its branch or tag; anchor: the line of
+    `pretrain_gpt.py` that ours follows; line: its number in that release, from 1; diff: name in `patches/`.
+    """
+
+    kind: str
+    release: str
+    anchor: str
+    line: int
+    diff: str
+
+    def render(self) -> str:
+        """The zero-context diff. The anchor stands after the @@, where git ignores it and a reader finds it."""
+        return (
+            f"diff --git a/{SCRIPT} b/{SCRIPT}\n--- a/{SCRIPT}\n+++ b/{SCRIPT}\n"
+            f"@@ -{self.line},0 +{self.line + 1} @@ {self.anchor}\n+{IMPORT_LINE}"
+        )
+
+
+_TORCH, _ADAPTOR = "import torch", "from mindspeed_llm import megatron_adaptor"
+TREES: tuple[Tree, ...] = (
+    Tree("Megatron-LM", "core_v0.12.1", _TORCH, 4, "megatron-lm-core_v0.12.1.patch"),
+    Tree("Megatron-LM", "core_v0.16.1", _TORCH, 22, "megatron-lm-core_v0.16.1.patch"),
+    Tree("Megatron-LM", "core_v0.19.0", _TORCH, 24, "megatron-lm-core_v0.19.0.patch"),
+    Tree("MindSpeed-LLM", "2.2.0, 2.3.0, 26.0.0, 26.1.0, master", _ADAPTOR, 10, "mindspeed-llm-master.patch"),
+    Tree("MindSpeed-LLM", "2.1.0", _ADAPTOR, 9, "mindspeed-llm-2.1.0.patch"),
+)
+
+
+@dataclass(frozen=True)
+class State:
+    """What `inspect` saw. state: a key of EXIT; text: the whole sentence; line: number of the line, from 1, that ours
+    follows (not applied) or is (applied); 0 when it does not match."""
+
+    state: str
+    text: str
+    line: int = 0
 
 
 def main(argv: list[str]) -> int:
@@ -26,9 +77,81 @@ def main(argv: list[str]) -> int:
             state = inspect(options.check)
             print(state.text)
             return EXIT[state.state]
-        state = apply_to(options.apply) if options.apply else revert_in(options.revert)
+        print((apply_to(options.apply) if options.apply else revert_in(options.revert)).text)
     except ValueError as error:
         print(error, file=sys.stderr)
         return EXIT["does not match"]
-    print(state.text)
     return 0
+
+
+def apply_to(directory: str) -> State:
+    """Add the line, unless it is there. Raises ValueError when the tree does not match; returns the new state."""
+    return _edited(directory, "not applied")
+
+
+def revert_in(directory: str) -> State:
+    """Take the line out, if it is there. Raises ValueError when the tree does not match; returns the new state."""
+    return _edited(directory, "applied")
+
+
+def _edited(directory: str, before: str) -> State:
+    at = inspect(directory)
+    if at.state == "does not match":
+        raise ValueError(at.text)
+    if at.state == before:
+        script = Path(directory, SCRIPT)
+        lines = script.read_bytes().splitlines(keepends=True)
+        if before == "applied":
+            del lines[at.line - 1]
+        else:
+            ending = b"\r\n" if lines[at.line - 1].endswith(b"\r\n") else b"\n"
+            lines.insert(at.line, IMPORT_LINE.rstrip("\n").encode() + ending)
+        mode = script.stat().st_mode
+        atomic_write(script, lambda path: path.write_bytes(b"".join(lines)) and path.chmod(mode))
+    return inspect(directory)
+
+
+def inspect(directory: str) -> State:
+    """Recognise the tree in `directory` and look for the line. Reads files only; no git needed."""
+    folder, script = Path(directory), Path(directory, SCRIPT)
+    info = folder / "megatron" / "core" / "package_info.py"
+    if (folder / "mindspeed_llm").is_dir():
+        kind, version = "MindSpeed-LLM", _first(folder / "setup.py", r"__version__ = ['\"]([^'\"]+)") or "(no version)"
+    elif info.is_file():
+        kind = "Megatron-LM"
+        version = ".".join(_first(info, rf"^{name} = (\d+)") or "?" for name in ("MAJOR", "MINOR", "PATCH"))
+    else:
+        return State(
+            "does not match",
+            f"{directory} is no tree that the plugin knows: expected megatron/core/package_info.py (Megatron-LM) or "
+            "mindspeed_llm/ (MindSpeed-LLM)",
+        )
+    if not script.is_file():
+        return State("does not match", f"{directory} looks like {kind} {version}, but has no {SCRIPT}")
+    numbers = tuple(int(part) for part in version.split(".") if part.isdigit())
+    if kind == "Megatron-LM" and not (len(numbers) == 3 and numbers >= OLDEST and numbers[:2] <= NEWEST):
+        low, high = ".".join(map(str, OLDEST)), ".".join(map(str, NEWEST))
+        return State("does not match", f"{directory} is Megatron-LM core {version}; expected core {low} to {high}.x")
+    lines = script.read_text(encoding="utf-8").splitlines()
+    for number, line in enumerate(lines, 1):
+        if re.match(r"import mindspeed_rl_plugin\.adaptor\b", line):
+            return State("applied", f"{kind} {version}: applied, line {number} of {script}", number)
+    return _find_anchor(kind, version, script, lines)
+
+
+def _find_anchor(kind: str, version: str, script: Path, lines: list[str]) -> State:
+    rows = [tree for tree in TREES if tree.kind == kind]
+    at = [number for number, line in enumerate(lines, 1) if line == rows[0].anchor]
+    if len(at) != 1:
+        places = ", ".join(f"line {tree.line} in {tree.release}" for tree in rows)
+        seen = f"there {len(at)} times" if at else "nowhere"
+        expected = f"expected the line {rows[0].anchor!r} once in {script} ({places})"
+        return State("does not match", f"{kind} {version}: {expected}; it is {seen}")
+    known = any(tree.line == at[0] for tree in rows)
+    note = "" if known else f" (at line {at[0]}; no diff in patches/ has it there)"
+    return State("not applied", f"{kind} {version}: not applied; {script} matches{note}", at[0])
+
+
+def _first(path: Path, pattern: str) -> str | None:
+    match = re.search(pattern, path.read_text(encoding="utf-8"), re.MULTILINE) if path.is_file() else None
+    return match.group(1) if match else None

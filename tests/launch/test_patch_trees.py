@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from mindspeed_rl_plugin.tools import patch as command
-from mindspeed_rl_plugin.tools.patch_trees import IMPORT_LINE, SCRIPT, TREES
+from mindspeed_rl_plugin.tools.patch import IMPORT_LINE, SCRIPT, TREES
 
 PATCHES = Path(__file__).parents[2] / "patches"
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from mindspeed_rl_plugin.tools.patch_trees import SCRIPT, apply_to
+from mindspeed_rl_plugin.tools.patch import SCRIPT, apply_to
 
 # Upstream's scripts ask the data loader for a mask that the watching loop does not make.
 FLAGS = ["--tensor-model-parallel-size", "2", "--no-create-attention-mask-in-dataloader"]
