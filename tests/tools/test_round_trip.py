@@ -336,16 +336,14 @@ def test_the_layout_comes_from_the_saved_arguments(tmp_path):
 
 
 def test_shards_hold_at_most_the_limit(tmp_path):
-    sizes = [("a", 40), ("b", 40), ("c", 8), ("d", 200), ("e", 4)]
-    made = []
+    sizes, made = {"a": 40, "b": 40, "c": 8, "d": 200, "e": 4}, []
 
     def make(name):
         made.append(name)
-        return torch.zeros(dict(sizes)[name] // 4)
+        return torch.zeros(sizes[name] // 4)
 
     assert write_shards(tmp_path, sizes, make, 88) == (3, 292)
-    assert made == list("abcde")
+    held = sorted(sorted(load_file(f)) for f in tmp_path.glob("*.safetensors"))
+    assert held == [["a", "b", "c"], ["d"], ["e"]] and sorted(made) == list("abcde")
     (tmp_path / "usual").touch()
     assert {f.stat().st_mode for f in tmp_path.iterdir()} == {(tmp_path / "usual").stat().st_mode}, "the umask's"
-    held = [sorted(load_file(f)) for f in sorted(tmp_path.glob("*.safetensors"))]
-    assert held == [["a", "b", "c"], ["d"], ["e"]]

@@ -30,22 +30,19 @@ def size(nbytes: int) -> str:
 def run(parser: argparse.ArgumentParser, argv: list[str], work: Callable[[argparse.Namespace], str]) -> int:
     """Do the work and print its line. Returns 0, or 1 with a message."""
     options = parser.parse_args(argv)
+    load, out, made = options.load, options.out, not options.out.exists()
     try:
-        if not options.load.is_dir():
-            raise ValueError(f"--load {options.load} is no directory")
-        if options.out.exists() and not options.out.is_dir():
-            raise ValueError(f"--out {options.out} is a file; give a directory that is empty or new")
-        if options.out.exists() and any(options.out.iterdir()):
-            raise ValueError(f"--out {options.out} is not empty; nothing is overwritten")
-        made = not options.out.exists()
-        options.out.mkdir(parents=True, exist_ok=True)
-        try:
-            print(work(options))
-        except (ValueError, OSError):
-            if made and not any(options.out.iterdir()):
-                options.out.rmdir()
-            raise
+        if not load.is_dir():
+            raise ValueError(f"--load {load} is no directory")
+        if not made and not out.is_dir():
+            raise ValueError(f"--out {out} is a file; give a directory that is empty or new")
+        if not made and any(out.iterdir()):
+            raise ValueError(f"--out {out} is not empty; nothing is overwritten")
+        out.mkdir(parents=True, exist_ok=True)
+        print(work(options))
     except (ValueError, OSError) as error:
+        if made and out.is_dir() and not any(out.iterdir()):
+            out.rmdir()
         print(f"{parser.prog.split()[-1]}: {error}", file=sys.stderr)
         return 1
     return 0

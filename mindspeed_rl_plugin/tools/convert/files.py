@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -68,31 +69,23 @@ def _opened(file: Path) -> Any:
 
 
 def write_shards(
-    directory: Path, sizes: Iterable[tuple[str, int]], make: Callable[[str], Tensor], limit: int
+    directory: Path, sizes: Mapping[str, int], make: Callable[[str], Tensor], limit: int
 ) -> tuple[int, int]:
-    """Write tensors into as few files of at most `limit` bytes as order allows. Returns (files, bytes).
+    """Write tensors into files of at most `limit` bytes, or one larger tensor. Returns (files, bytes).
 
-    sizes: names and bytes; make: the tensor of a name, called once each, so that one shard is in memory at a time.
+    sizes: bytes by name; make: the tensor of a name, called once each, so that one shard is in memory at a time.
     """
-    shards: list[list[str]] = [[]]
-    total = filled = 0
-    for name, nbytes in sizes:
-        if shards[-1] and filled + nbytes > limit:
-            shards.append([])
-            filled = 0
-        shards[-1].append(name)
-        filled += nbytes
-        total += nbytes
-    files, mode = {}, _usual_mode()
-    for number, names in enumerate(shards, 1):
-        file = "model.safetensors" if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+    split = split_state_dict_into_shards_factory(
+        sizes, get_storage_size=int, filename_pattern="model{suffix}.safetensors", max_shard_size=limit
+    )
+    mode = _usual_mode()
+    for file, names in split.filename_to_tensors.items():
         save_file({name: make(name) for name in names}, directory / file, metadata={"format": "pt"})
         (directory / file).chmod(mode)
-        files |= dict.fromkeys(names, file)
-    if len(shards) > 1:
-        index = {"metadata": {"total_size": total}, "weight_map": files}
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         (directory / INDEX).write_text(json.dumps(index, indent=1))
-    return len(shards), total
+    return len(split.filename_to_tensors), split.metadata["total_size"]
 
 
 def _usual_mode() -> int:

@@ -51,7 +51,7 @@ def export(options: argparse.Namespace) -> str:
     # What can be refused comes before what takes long.
     ids, note = _tokens(checkpoint.args, options, shape.vocab)
     tokenizer = tokenizer_files(options.tokenizer) if options.tokenizer else []
-    sizes = [(name, math.prod(t.shape) * dtype(name).itemsize) for name, t in tensors.items()]
+    sizes = {name: math.prod(t.shape) * dtype(name).itemsize for name, t in tensors.items()}
     files, total = write_shards(
         options.out, sizes, lambda name: whole.make(name, dtype(name)), int(options.shard_gb * 1e9)
     )
