@@ -23,7 +23,6 @@ from mindspeed_rl_plugin.reshard.layout import (
     megatron_layout,
     megatron_shapes,
 )
-from mindspeed_rl_plugin.tools.plan import published
 
 MODES = ("allgather", "stream")
 # Of each parameter, by the bytes of a weight: two float32 moments of Adam, and a float32 main parameter where the
@@ -101,9 +100,8 @@ class Footprint:
 
 @dataclass(frozen=True)
 class Estimate:
-    """What `estimate` found. weights: `[3]` bytes of the model as the trainer has them, by kind; out_seconds: training
-    weights to the host, and as long back; gdp, utp, gep: of Eq. 3; published: bytes `[ranks]` that MindSpeed-RL's own
-    path receives, or why it refuses the pair."""
+    """What `estimate` computes. weights: `[3]` bytes of the model as the trainer has them, by kind; out_seconds:
+    training weights to the host, and as long back; gdp, utp, gep: of Eq. 3."""
 
     weights: np.ndarray
     footprint: Footprint
@@ -112,7 +110,6 @@ class Estimate:
     gdp: int
     utp: int
     gep: int
-    published: np.ndarray | str
 
     @property
     def redundant(self) -> float:
@@ -153,13 +150,10 @@ def estimate(
     in_flight = costs["stream"].flow.in_flight(list(ranks), bucket_bytes)
     whole = int(weights_by_layer(shape, moved).sum())
     held = Footprint(policy, of_critic, own * moved, whole, in_flight, first < train.world)
-    try:
-        theirs: np.ndarray | str = published.received(weights_by_layer(shape, moved), shape, train, engine, ranks)
-    except ValueError as error:
-        theirs = str(error)
     sizes = weights_by_layer(shape, itemsize).sum(0)
-    out_seconds = policy.weights / machine.host
-    return Estimate(sizes, held, costs, out_seconds, len(ranks) // engine.tp, train.tp, engine.ep, theirs)
+    return Estimate(
+        sizes, held, costs, policy.weights / machine.host, gdp=len(ranks) // engine.tp, utp=train.tp, gep=engine.ep
+    )
 
 
 def weights_by_layer(shape: ModelShape, itemsize: int) -> np.ndarray:

@@ -227,12 +227,6 @@ def _traffic(plan: Estimate, unit: Unit, name: str) -> list[str]:
     rows = [(*head, "s in node", "s between", "s")]
     rows += [(mode, *map(unit, _bytes(cost)), *_seconds(cost)) for mode, cost in plan.costs.items()]
     stream, whole = (plan.costs[mode].flow.received.sum() for mode in ("stream", "allgather"))
-    theirs = plan.published
-    if isinstance(theirs, str):
-        line = f"MindSpeed-RL's own path: - ({theirs})"
-    else:
-        line = f"MindSpeed-RL's own path receives {unit(theirs.mean())} {name} a rank, {unit(theirs.max())} at most"
-        line += f": {theirs.sum() / stream:.2f} times what stream does" if stream else ""
     return [
         *aligned(rows, 1),
         "received and sent: of one rank; node in and out: all ranks of the busiest node together",
@@ -240,7 +234,6 @@ def _traffic(plan: Estimate, unit: Unit, name: str) -> list[str]:
         f"stream receives {whole / stream:.1f} times fewer bytes than allgather"
         if stream
         else "stream receives nothing: every rank has what its engine needs",
-        line,
     ]
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import numpy as np
 import pytest
 
 from mindspeed_rl_plugin.reshard.layout import EngineParallel, ModelShape, Parallel
 from mindspeed_rl_plugin.tools.layout_args import engine_layout_of, known_model, train_layout
-from mindspeed_rl_plugin.tools.plan import published
 from mindspeed_rl_plugin.tools.plan.estimate import weights_by_layer
 
 DENSE = ModelShape("qwen2", 4, 8, 4, 4, 2, 16, 32, 32)
@@ -15,6 +17,9 @@ ROUTED = ModelShape("qwen3_moe", 4, 8, 4, 4, 2, 16, 32, 32, experts=8, expert_ff
 # of one layer, numbers: attention and MLP of each family; the embedding, and the head
 ATTENTION, MLP, ONE_EXPERT, OUTER = 4 * 8 * 8, 3 * 8 * 16, 3 * 8 * 4, 32 * 8
 BIAS = 3 * 8
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "resharding"))
+import published  # noqa: E402
 
 
 def received(shape, train, engine, ranks):
