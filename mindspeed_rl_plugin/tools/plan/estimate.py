@@ -114,7 +114,7 @@ class Estimate:
     @property
     def redundant(self) -> float:
         """R of the paper's Eq. 3: redundant bytes on all devices of the generation together."""
-        return self.gdp * (self.weights[TENSOR] / self.utp + self.weights[EXPERT] / self.gep)
+        return float(self.gdp * (self.weights[TENSOR] / self.utp + self.weights[EXPERT] / self.gep))
 
 
 def estimate(
