@@ -150,7 +150,7 @@ class SamplingStats:
         if not dynamic:
             return ValueError(
                 f"{self.rounds} rollouts one after the other were dropped; in the last one {useless(last, empty)}; "
-                "repair the grader and resume from the last checkpoint"
+                "repair that and resume from the last checkpoint"
             )
         broken = sum(stats.broken for stats in last.values())
         return ValueError(
@@ -180,7 +180,10 @@ class SamplingStats:
 def useless(round_: Mapping[Group, GroupStats], empty: int) -> str:
     """Why a rollout is dropped."""
     broken = sum(stats.broken for stats in round_.values())
-    return f"graders failed in {broken} of {len(round_)} groups, so {empty} optimizer steps would train on nothing"
+    invalid = sum(stats.empty and not stats.broken for stats in round_.values())
+    why = f"graders failed in {broken} of {len(round_)} groups"
+    why += f", --rl-stage left no valid row in {invalid}" if invalid else ""
+    return f"{why}, so {empty} optimizer steps would train on nothing"
 
 
 class Select(Stage):
