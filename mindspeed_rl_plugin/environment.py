@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 
 SPEAK_SECONDS = 20.0  # that other ranks of a machine leave to the first one's message and the launcher
 
@@ -30,18 +29,16 @@ def ray_address() -> str:
     return os.environ.get("RAY_ADDRESS", "")
 
 
-@contextmanager
-def said_once_a_machine() -> Iterator[None]:
-    """A ValueError inside is one of all ranks alike: the first of a machine says it, the launcher then ends the others.
+def error_file() -> str:
+    """File from which torchrun reads why a rank failed, for its summary; empty outside torchrun."""
+    return os.environ.get("TORCHELASTIC_ERROR_FILE", "")
 
-    They wait for that; where it does not come, because that rank alone sees the problem, a rank speaks for itself.
-    """
-    try:
-        yield
-    except ValueError:
-        if launch_env()["local_rank"]:
-            time.sleep(SPEAK_SECONDS)
-        raise
+
+def leave_to_first_rank() -> None:
+    """To be called before an error is reported that all ranks have alike: the first of a machine reports it, the
+    launcher then ends the others. Where that does not come, because a rank alone sees the problem, it goes on."""
+    if launch_env()["local_rank"]:
+        time.sleep(SPEAK_SECONDS)
 
 
 def child_environment(more: Mapping[str, str]) -> dict[str, str]:

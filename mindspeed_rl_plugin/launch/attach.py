@@ -11,7 +11,8 @@ import sys
 from types import ModuleType
 
 from mindspeed_rl_plugin.host.on_import import after_import, before_import
-from mindspeed_rl_plugin.launch.patch_apply import MINDSPEED_ADAPTORS, apply, revert
+from mindspeed_rl_plugin.launch.patches import PATCHES
+from mindspeed_rl_plugin.launch.patching import MINDSPEED_ADAPTORS, apply, revert
 
 MEGATRON = "megatron.training"
 
@@ -34,10 +35,10 @@ def attach() -> None:
 
 def _mindspeed_imported(module: ModuleType) -> None:
     _finished.add(module.__name__)
-    apply()
+    apply(PATCHES)
 
 
 def _megatron_imported(module: ModuleType) -> None:
     # Inside MindSpeed's adaptor Megatron is only half patched: its own end is the moment.
     if not any(name in sys.modules and name not in _finished for name in MINDSPEED_ADAPTORS):
-        apply()
+        apply(PATCHES)

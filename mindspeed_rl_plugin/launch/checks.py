@@ -22,7 +22,8 @@ from mindspeed_rl_plugin.engine.hf_moe import routing_problems
 from mindspeed_rl_plugin.engine.limits import EngineSizes
 from mindspeed_rl_plugin.forward.settings import length_multiple, takes_boundaries
 from mindspeed_rl_plugin.launch import checkpoint_files as files
-from mindspeed_rl_plugin.launch import critic_files, upstream_checks
+from mindspeed_rl_plugin.launch import critic_files, disk, upstream_checks
+from mindspeed_rl_plugin.launch.endings import Refusal
 from mindspeed_rl_plugin.loop import arithmetic
 from mindspeed_rl_plugin.monitor.run_files import check_dumps
 from mindspeed_rl_plugin.prompts import chosen_tokenizer, tokenizer_path
@@ -56,8 +57,8 @@ def check_batch(args: Any) -> None:
         raise _refusal([str(error)]) from None
 
 
-def _refusal(problems: Iterable[str]) -> ValueError:
-    return ValueError("RL cannot run with these arguments:\n" + "\n".join(f"  - {p}" for p in problems))
+def _refusal(problems: Iterable[str]) -> Refusal:
+    return Refusal("RL cannot run with these arguments:\n" + "\n".join(f"  - {p}" for p in problems))
 
 
 def warnings(args: Any) -> list[str]:
@@ -284,6 +285,7 @@ def _dumps(args: Any, config: RLConfig) -> Iterator[str]:
 
 CHECKS: tuple[Check, ...] = (
     _run_length,
+    disk.problems,
     _algorithm,
     _critic,
     _batch_arithmetic,

@@ -5,7 +5,6 @@ What the loop sees, and in which order: `loop.run`.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -15,13 +14,16 @@ from mindspeed_rl_plugin import ranks
 from mindspeed_rl_plugin.algorithms import Algorithm, resolve
 from mindspeed_rl_plugin.algorithms.describe import describe as describe_algorithm
 from mindspeed_rl_plugin.config import RLConfig
-from mindspeed_rl_plugin.environment import said_once_a_machine
 from mindspeed_rl_plugin.launch import checkpoint_files as files
-from mindspeed_rl_plugin.launch import checks, critic_files, fitting, model_source, mtp, schedule
+from mindspeed_rl_plugin.launch import checks, critic_files, lr_schedule, model_source
+from mindspeed_rl_plugin.launch.disk import small_disk
+from mindspeed_rl_plugin.launch.endings import refusing
 from mindspeed_rl_plugin.launch.inputs import read_inputs
+from mindspeed_rl_plugin.launch.mtp import freeze_mtp
 from mindspeed_rl_plugin.launch.overrides import overridden
 from mindspeed_rl_plugin.launch.reference_digest import CheckpointDigest
 from mindspeed_rl_plugin.launch.start_decision import decide, describe, load_arguments, weights_arguments
+from mindspeed_rl_plugin.launch.weights_fit import must_fit
 from mindspeed_rl_plugin.loop import arithmetic
 from mindspeed_rl_plugin.loop.start import TRAINED, Start
 
@@ -48,30 +50,20 @@ def launch(original: Callable, positional: tuple, named: Mapping[str, Any], args
     Collective over all ranks. Raises ValueError on every rank when the start or the reference is not usable.
     """
     global _launch
-    if ranks.is_rank_0():
-        notes = [f"[rl] note: {line}" for line in checks.warnings(args)]
-        parts = f"[rl] {describe_algorithm(resolve(RLConfig.from_args(args).algorithm))}"
-        print("\n".join([parts, arithmetic.arithmetic_of(args).table(), *notes]), flush=True)
-    with _refusing():
+    algorithm = resolve(RLConfig.from_args(args).algorithm)
+    _announce(args, algorithm)
+    with refusing():
         loop.before_model(read_inputs(args))
     if getattr(args, "mtp_num_layers", None):
-        call = model_source.on_each_chunk(original, positional, named, mtp.freeze_mtp)
+        call = model_source.on_each_chunk(original, positional, named, freeze_mtp)
         positional, named = call.args, call.kwargs
-    algorithm = resolve(RLConfig.from_args(args).algorithm)
-    with _refusing():
-        start, state = _decide(args)
-        if state:
-            loop.check_state(state["loop"], start.iteration)
+    with refusing():
+        start, state = _decide(args, loop)
+        if algorithm.needs_critic:
+            _check_critic(args)
     digest = CheckpointDigest(start.reference_path) if start.kind == "pretrained" else None
     _launch = _Launch(start, loop, args, algorithm, digest)
-    if ranks.is_rank_0():
-        print(describe(start, args), flush=True)
-        if state and (told := schedule.remark(state.get("schedule"), args, start.iteration)):
-            print(told, flush=True)
-    settled = schedule.settled(state.get("schedule"), args) if state else {}
-    if algorithm.needs_critic:
-        with _refusing():
-            _check_critic(args)
+    settled = lr_schedule.settled(state.get("schedule"), args) if state else {}
     # A policy whose optimizer never stepped, for the critic warmed up alone, was saved without one.
     untrained = state is not None and not state["loop"].get(TRAINED, True)
     alone = {"no_load_optim": True} if untrained else {}
@@ -81,12 +73,7 @@ def launch(original: Callable, positional: tuple, named: Mapping[str, Any], args
     if untrained:
         scheduler.step(increment=start.iteration * args.global_batch_size)
     _launch.loading = False
-    checks.check_model(model)
-    if args.iteration != start.iteration:
-        raise ValueError(
-            f"Megatron loaded iteration {args.iteration} from {start.load_dir}, expected {start.iteration}; "
-            f"is {files.TRACKER} or a file of that checkpoint damaged?"
-        )
+    _check_loaded(model, start, args)
     if start.kind == "fresh":
         start = dataclasses.replace(start, reference_digest=ranks.weights_digest(_parameters(model)))
         _launch.start = start
@@ -101,17 +88,25 @@ def launch(original: Callable, positional: tuple, named: Mapping[str, Any], args
     return result
 
 
-@contextlib.contextmanager
-def _refusing() -> Iterator[None]:
-    """What refuses a start begins alike, to be found in a log that Megatron fills too, and stands there once."""
-    with said_once_a_machine():
-        try:
-            yield
-        except ValueError as error:
-            if type(error) is not ValueError:  # one that makes its text of other things
-                raise ValueError(f"RL cannot run:\n  - {error}") from error
-            error.args = (f"RL cannot run:\n  - {error}",)
-            raise
+def _announce(args: Any, algorithm: Algorithm) -> None:
+    if ranks.is_rank_0():
+        notes = [f"[rl] note: {line}" for line in checks.warnings(args)]
+        lines = [f"[rl] {describe_algorithm(algorithm)}", arithmetic.arithmetic_of(args).table(), *notes]
+        print("\n".join(lines), flush=True)
+
+
+def _check_loaded(model: Any, start: Start, args: Any) -> None:
+    """Check what Megatron built and loaded, and warn where its checkpoints may not fit on the disk."""
+    checks.check_model(model)
+    if args.iteration != start.iteration:
+        raise ValueError(
+            f"Megatron loaded iteration {args.iteration} from {start.load_dir}, expected {start.iteration}; "
+            f"is {files.TRACKER} or a file of that checkpoint damaged?"
+        )
+    if ranks.is_rank_0():
+        split = getattr(args, "tensor_model_parallel_size", 1) * getattr(args, "pipeline_model_parallel_size", 1)
+        if warning := small_disk(args, split * sum(p.numel() for _, p in _parameters(model))):
+            print(warning, flush=True)
 
 
 def load(original: Callable, positional: tuple, named: Mapping[str, Any]) -> Any:
@@ -121,10 +116,10 @@ def load(original: Callable, positional: tuple, named: Mapping[str, Any]) -> Any
         return original(*positional, **named)
     model = positional[0] if positional else named["ddp_model"]
     if at.start.kind == "resume" and at.algorithm.needs_reference:
-        with _refusing(), fitting.must_fit(model, str(at.start.reference_path)):
+        with refusing(), must_fit(model, str(at.start.reference_path)):
             _load_reference(original, model, at)
         at.loop.on_reference_loaded(model)
-    with _refusing(), fitting.must_fit(model, f"the checkpoint of {at.start.load_dir}"):
+    with refusing(), must_fit(model, f"the checkpoint of {at.start.load_dir}"):
         return original(*positional, **named)
 
 
@@ -142,7 +137,7 @@ def save_rl_state(args: Any, iteration: int, save_checkpoint: Callable | None = 
         _launch.digest = None
     state = {
         "reference": {"path": _launch.start.reference_path, "digest": _launch.start.reference_digest},
-        "schedule": schedule.record(args),
+        "schedule": lr_schedule.record(args),
         "loop": _launch.loop.state_dict(),
     }
     if ranks.is_rank_0():
@@ -155,16 +150,21 @@ def save_rl_state(args: Any, iteration: int, save_checkpoint: Callable | None = 
     return {} if state["loop"].get(TRAINED, True) else {"no_save_optim": True}
 
 
-def _decide(args: Any) -> tuple[Start, dict[str, Any] | None]:
+def _decide(args: Any, loop: Any) -> tuple[Start, dict[str, Any] | None]:
     """The start, and for a resume the RL state, with the reference that it names filled in; the rows of its dock on
     rank 0 alone."""
     start = ranks.on_rank_0(lambda: decide(args))
+    if ranks.is_rank_0():
+        print(describe(start, args), flush=True)
     if start.kind != "resume":
         return start, None
     folder = files.iteration_dir(start.load_dir, start.iteration)
     blob = ranks.on_rank_0(lambda: files.read_state_bytes(start.load_dir, start.iteration))
     state = files.parse_state(blob, folder)
-    schedule.check(state.get("schedule"), args, folder)
+    loop.check_state(state["loop"], start.iteration)
+    lr_schedule.check(state.get("schedule"), args, folder)
+    if ranks.is_rank_0() and (note := lr_schedule.remark(state.get("schedule"), args, start.iteration)):
+        print(note, flush=True)
     rows: list[Any] = []
     ranks.on_rank_0(lambda: rows.append(files.read_rows(start.load_dir, start.iteration, state)))
     if rows and rows[0] is not None:  # on rank 0, which puts them back into the dock for all
@@ -176,16 +176,16 @@ def _decide(args: Any) -> tuple[Start, dict[str, Any] | None]:
 def _check_critic(args: Any) -> None:
     """What the argument checks could not know yet: the padded vocabulary."""
     load = RLConfig.from_args(args).algorithm.critic_load
-    found = ranks.on_rank_0(lambda: list(critic_files.problems(load, args))) if load else []
-    if found:
-        raise ValueError("\n".join(found))
+    problems = ranks.on_rank_0(lambda: list(critic_files.problems(load, args))) if load else []
+    if problems:
+        raise ValueError("\n".join(problems))
 
 
 def _build_critic(original: Callable, positional: tuple, named: Mapping[str, Any], at: _Launch, model: Any) -> Any:
     from mindspeed_rl_plugin.launch import build_critic as critic
 
     config = RLConfig.from_args(at.args).algorithm
-    built, told = critic.build(
+    built, source = critic.build(
         original,
         positional,
         named,
@@ -196,7 +196,7 @@ def _build_critic(original: Callable, positional: tuple, named: Mapping[str, Any
         policy=model,
     )
     if ranks.is_rank_0():
-        print(f"[rl] the critic starts from {told}", flush=True)
+        print(f"[rl] the critic starts from {source}", flush=True)
     at.loop.on_critic_built(built)
     return built
 

@@ -86,6 +86,13 @@ def _source(args: Any) -> tuple[str | None, int | str]:
             return directory, step if step and tracked != "release" else tracked
     names = ("load", "pretrained_checkpoint")
     given = [f"{_flag(name)} {getattr(args, name)}" for name in names if getattr(args, name, None)]
+    for name in names:
+        directory = getattr(args, name, None)
+        if directory and os.path.isfile(os.path.join(directory, "config.json")):
+            raise ValueError(
+                f"{_flag(name)} {directory} is a Hugging Face folder: run `python -m mindspeed_rl_plugin import` first "
+                "(--help says how), and load what it writes"
+            )
     if given:
         raise ValueError(
             f"{' and '.join(given)} holds no checkpoint ({files.TRACKER} is missing); point --load at the model "

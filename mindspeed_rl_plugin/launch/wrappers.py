@@ -10,14 +10,12 @@ import argparse
 import difflib
 import functools
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 from mindspeed_rl_plugin.config import RLConfig, add_flags, given_flags, rl_enabled
-from mindspeed_rl_plugin.environment import launch_env, said_once_a_machine
-
-SAID = 8  # lines of an error beside its first
+from mindspeed_rl_plugin.environment import launch_env, leave_to_first_rank
+from mindspeed_rl_plugin.launch import endings
 
 
 def add_megatron_arguments_wrapper(original: Callable) -> Callable:
@@ -39,27 +37,30 @@ def validate_args_wrapper(original: Callable) -> Callable:
 
     @functools.wraps(original)
     def validate_args(args: Any, *rest: Any, **named: Any) -> Any:
-        if rl_enabled(args):
-            from mindspeed_rl_plugin.launch.checks import check_batch
+        if not rl_enabled(args):
+            _warn_of_unused(args)
+            return original(args, *rest, **named)
+        from mindspeed_rl_plugin.launch.checks import check_args, check_batch
 
-            with said_once_a_machine():
-                check_batch(args)
+        endings.watch(args)
+        with endings.refusing():
+            check_batch(args)
         result = original(args, *rest, **named)
-        from mindspeed_rl_plugin.launch.checks import check_args
-
-        if rl_enabled(args):
-            with said_once_a_machine():
-                check_args(args)
-        elif (flags := given_flags(RLConfig.from_args(args))) and launch_env()["rank"] == 0:
-            print(
-                "[rl] WARNING: this run is ordinary pretraining, no reinforcement learning: --rl-algorithm is missing, "
-                f"and without it these have no effect: {' '.join(flags)}. Give --rl-algorithm NAME (`python -m "
-                "mindspeed_rl_plugin algorithms` lists them), or remove these flags to pretrain",
-                flush=True,
-            )
+        with endings.refusing():
+            check_args(args)
         return result
 
     return validate_args
+
+
+def _warn_of_unused(args: Any) -> None:
+    if (flags := given_flags(RLConfig.from_args(args))) and launch_env()["rank"] == 0:
+        print(
+            "[rl] WARNING: this run is ordinary pretraining, no reinforcement learning: --rl-algorithm is missing, and "
+            f"without it these have no effect: {' '.join(flags)}. Give --rl-algorithm NAME (`python -m "
+            "mindspeed_rl_plugin algorithms` lists them), or remove these flags to pretrain",
+            flush=True,
+        )
 
 
 def setup_model_and_optimizer_wrapper(original: Callable) -> Callable:
@@ -71,7 +72,7 @@ def setup_model_and_optimizer_wrapper(original: Callable) -> Callable:
         if not rl_enabled(args):
             return original(*positional, **named)
         from mindspeed_rl_plugin.launch.launch import launch
-        from mindspeed_rl_plugin.launch.patch_apply import assert_in_force
+        from mindspeed_rl_plugin.launch.patching import assert_in_force
         from mindspeed_rl_plugin.loop import run
 
         assert_in_force()
@@ -105,7 +106,8 @@ def save_checkpoint_wrapper(original: Callable) -> Callable:
         from mindspeed_rl_plugin.launch.launch import save_rl_state
         from mindspeed_rl_plugin.launch.overrides import overridden
 
-        with overridden(args, save_rl_state(args, positional[0] if positional else named["iteration"], original)):
+        iteration = positional[0] if positional else named["iteration"]
+        with endings.stopping(), overridden(args, save_rl_state(args, iteration, original)):
             return original(*positional, **named)
 
     return save_checkpoint
@@ -137,22 +139,10 @@ def train_step_wrapper(original: Callable) -> Callable:
             return original(*positional, **named)
         from mindspeed_rl_plugin.loop import run
 
-        with _stop_said():
+        with endings.stopping():
             return run.current().train_step(original, positional, named)
 
     return train_step
-
-
-@contextmanager
-def _stop_said() -> Iterator[None]:
-    """Say an error's reason in lines of our own, to be found above the tracebacks of all ranks."""
-    try:
-        yield
-    except Exception as error:
-        head, *more = str(error).splitlines() or [""]
-        lines = [f"rank {launch_env()['rank']} stops: {type(error).__name__}: {head}", *more[:SAID]]
-        print("\n".join(f"[rl] {line}" for line in lines), flush=True)
-        raise
 
 
 def _args() -> Any:
@@ -186,16 +176,19 @@ def _refuse_misspelt(parser: argparse.ArgumentParser) -> argparse.ArgumentParser
     def error(message: str) -> None:
         if "--rl-" not in message:
             refuse(message)
+        leave_to_first_rank()
         # Without the usage of some 800 lines that argparse prints first.
-        parser.exit(2, f"RL cannot run with these arguments:\n  - {message}; `--help` lists the flags\n")
+        text = f"RL cannot run with these arguments:\n  - {message}; `python -m mindspeed_rl_plugin flags` lists them"
+        endings.record(text)
+        parser.exit(2, f"[rl] {text}\n")
 
     def parse_known_args(*positional: Any, **named: Any) -> Any:
-        found, rest = parse(*positional, **named)
+        parsed, rest = parse(*positional, **named)
         for flag in (word.partition("=")[0] for word in rest if word.startswith("--rl-")):
             known = [option for option in parser._option_string_actions if option.startswith("--rl-")]
-            near = " or ".join(difflib.get_close_matches(flag, known, n=2)) or "one that `--help` lists"
+            near = " or ".join(difflib.get_close_matches(flag, known, n=2)) or "another one"
             parser.error(f"{flag} is unknown; did you mean {near}?")
-        return found, rest
+        return parsed, rest
 
     parser.parse_known_args, parser.error = parse_known_args, error
     return parser

@@ -58,18 +58,19 @@ def check(
     now: `cut` of the flags; reads: columns of the update; iteration: that the checkpoint holds. Raises ValueError, on
     every rank alike.
     """
-    left = state.get("steps_left", 0)
+    left, before = state.get("steps_left", 0), state.get("cut", {})
     until = iteration + left
-    if left and state["cut"] != now:
+    if left and before != now:
+        changed = [f"{flag} was {before.get(flag)}, now {now[flag]}" for flag in now if before.get(flag) != now[flag]]
         raise ValueError(
-            f"the checkpoint holds a rollout with {left} optimizer steps left, cut as {state['cut']}; these flags "
-            f"cut rollouts as {now}: resume with the former values, at least until iteration {until}"
+            f"the checkpoint of iteration {iteration} holds a rollout with {left} optimizer steps left, and "
+            f"{'; '.join(changed)}: resume with the former value until iteration {until}, where the rollout is used up"
         )
     if left:
         used = {epoch for epoch, _ in state["groups"]}
         held = [{RENAMED.get(c, c) for c in r["held"]} for r in state["dock"]["epochs"] if r["number"] in used]
         check_columns(algorithm, reads, held, state.get("choices", {}), left, until)
-    _check_deferred(state.get("carried", ()), state.get("cut", {}), now)
+    _check_deferred(state.get("carried", ()), before, now)
 
 
 def check_columns(

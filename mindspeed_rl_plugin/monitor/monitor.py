@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -12,7 +13,7 @@ from typing import Any, Protocol, TextIO
 
 from mindspeed_rl_plugin.monitor.console import LEGEND, ProgressBar, eval_line, iteration_line, write_line
 from mindspeed_rl_plugin.monitor.names import Metric
-from mindspeed_rl_plugin.monitor.run_files import METRICS_FILE, RUN_FILE, JsonLines, set_aside, write_json
+from mindspeed_rl_plugin.monitor.run_files import METRICS_FILE, RUN_FILE, JsonLines, run_id, set_aside, write_json
 from mindspeed_rl_plugin.monitor.stage_clock import MemoryMeter, StageClock, drop_foreign_events
 
 TAG = "rl/"
@@ -122,6 +123,7 @@ class Monitor:
         self._metrics = JsonLines(path, keep=lambda r: r["iteration"] <= resume_iteration)
         self._written = {(r["kind"], r["iteration"]) for r in self._metrics.lines_kept}
         facts = {
+            "id": resume_iteration and run_id(self.run_dir) or secrets.token_hex(8),
             "world_size": world_size,
             "total_iterations": self.total_iterations,
             "resume_iteration": resume_iteration,

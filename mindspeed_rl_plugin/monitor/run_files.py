@@ -10,7 +10,7 @@ A run directory holds
                            "failed": the error's name where the stage raised
 
 and, where a dump directory is set, `rollout-{epoch:06d}.parquet` (see dump.py) and `dumps-of.json`, which names the run
-directory of the run that wrote them. No torch in here: the report reads a run without it.
+that wrote them by its directory and its id in run.json. No torch in here: the report reads a run without it.
 """
 
 from __future__ import annotations
@@ -59,23 +59,32 @@ def dump_files(dump_dir: str | os.PathLike[str]) -> dict[int, Path]:
 def claim_dumps(dump_dir: str | os.PathLike[str], run_dir: str | os.PathLike[str]) -> None:
     """Record in the dump directory, made where it is missing, that the run of `run_dir` writes there."""
     Path(dump_dir).mkdir(parents=True, exist_ok=True)
-    write_json(Path(dump_dir) / OWNER_FILE, {"run_dir": os.path.abspath(run_dir)})
+    write_json(Path(dump_dir) / OWNER_FILE, {"run_dir": os.path.abspath(run_dir), "id": run_id(run_dir)})
+
+
+def run_id(run_dir: str | os.PathLike[str]) -> str | None:
+    """What names a run wherever its directory is moved; None where it left none."""
+    return read_run(run_dir).get("id")
 
 
 def check_dumps(dump_dir: str | os.PathLike[str], run_dir: str | os.PathLike[str], *, resumed: bool) -> None:
     """Refuse to mix the dumps of two runs: ValueError where `dump_dir` holds those of a run other than `run_dir`'s.
 
-    A resumed run may find dumps that name nobody, or a run directory that is gone: its own, from before a move.
+    A run that was moved finds dumps with its id, whose directory is gone or another run's by now. A resumed run may
+    also find dumps that name nobody, or a directory that is gone: of a version without ids.
     """
     dumps = dump_files(dump_dir)
     if not dumps:
         return
     path = Path(dump_dir) / OWNER_FILE
-    owner = json.loads(path.read_text(encoding="utf-8"))["run_dir"] if path.exists() else None
-    if owner == os.path.abspath(run_dir) or resumed and (owner is None or not Path(owner).is_dir()):
+    owner = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    where, identity = owner.get("run_dir"), owner.get("id")
+    if where == os.path.abspath(run_dir) or resumed and (where is None or not Path(where).is_dir()):
+        return
+    if identity and identity == run_id(run_dir) and identity != run_id(where):  # else one is a copy of the other
         return
     raise ValueError(
-        f"--rl-dump-dir {dump_dir} holds {len(dumps)} rollouts of another run ({owner or 'it left no name'}); give "
+        f"--rl-dump-dir {dump_dir} holds {len(dumps)} rollouts of another run ({where or 'it left no name'}); give "
         "this run a directory of its own, or remove them"
     )
 

@@ -11,7 +11,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from mindspeed_rl_plugin.launch.patch_table import NEWEST, OLDEST
+from mindspeed_rl_plugin.launch.patching import NEWEST, OLDEST
 from mindspeed_rl_plugin.monitor.run_files import atomic_write
 
 IMPORT_LINE = "import mindspeed_rl_plugin.adaptor  # attaches RL; inert without --rl-algorithm\n"

@@ -101,7 +101,7 @@ def install():
     module = types.ModuleType("mindspeed_rl_plugin.loop.run")
     module.current = lambda: loop
     sys.modules[module.__name__] = module
-    import mindspeed_rl_plugin
+    import mindspeed_rl_plugin.loop
 
     mindspeed_rl_plugin.loop.run = module
     inputs = types.ModuleType("mindspeed_rl_plugin.launch.inputs")

@@ -35,7 +35,7 @@ def log(tmp_path, monkeypatch):
     monkeypatch.setattr(attaching, "_finished", set())
     importlib.invalidate_caches()
     lines = importlib.import_module("attach_log").lines
-    monkeypatch.setattr(attaching, "apply", lambda: lines.append("apply"))
+    monkeypatch.setattr(attaching, "apply", lambda patches: lines.append("apply"))
     monkeypatch.setattr(attaching, "revert", lambda: lines.append("revert"))
     yield lines
     for name in [n for n in sys.modules if n.split(".")[0] in ("megatron", "mindspeed", "attach_log")]:

@@ -74,7 +74,7 @@ def test_help_shows_the_groups(parsed):
     for flag in flag_names():
         assert flag in parsed["help"], flag
     text = " ".join(parsed["help"].split())
-    assert "responses drawn for each prompt, the group size N [responses] (default: 8)" in text
+    assert "responses sampled for each prompt, the group size N [responses]; at least 1 (default: 8)" in text
 
 
 def test_no_help_has_a_seam():

@@ -96,7 +96,8 @@ def job(tmp_path, monkeypatch):
         base |= {"finetune": False, "no_load_optim": False, "no_load_rng": False, "train_iters": 8}
         base |= {"lr": 1e-3, "min_lr": 0.0, "lr_decay_iters": None, "lr_warmup_iters": 0, "lr_decay_style": "linear"}
         base |= {"start_weight_decay": 0.1, "end_weight_decay": 0.1, "weight_decay_incr_style": "constant"}
-        base |= {"global_batch_size": 4, "micro_batch_size": 1, "data_parallel_size": 1, "world_size": 1}
+        base |= {"params_dtype": torch.float32, "global_batch_size": 4}
+        base |= {"micro_batch_size": 1, "data_parallel_size": 1, "world_size": 1}
         args = argparse.Namespace(**{**base, **values}, **vars(rl))
         before = dict(vars(args))
         events = []

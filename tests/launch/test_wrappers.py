@@ -10,8 +10,8 @@ import mindspeed_rl_plugin.loop
 from mindspeed_rl_plugin import environment
 from mindspeed_rl_plugin.config import add_flags
 from mindspeed_rl_plugin.launch import checks, launch, wrappers
-from mindspeed_rl_plugin.launch import patch_apply as applying
-from mindspeed_rl_plugin.launch.patch_table import PATCHES
+from mindspeed_rl_plugin.launch import patching as applying
+from mindspeed_rl_plugin.launch.patches import PATCHES
 
 
 def parsed(*words):
@@ -34,6 +34,7 @@ def world(monkeypatch):
     monkeypatch.setitem(sys.modules, "mindspeed_rl_plugin.loop.run", run)
     monkeypatch.setattr(mindspeed_rl_plugin.loop, "run", run, raising=False)
     monkeypatch.setattr(applying, "assert_in_force", lambda: w.events.append("in force"))
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     w.loop = loop
     return w
 
@@ -122,11 +123,9 @@ def test_rl_flags_without_an_algorithm_are_warned_of(world, capsys, monkeypatch)
     wrapped(parsed(), {})
     assert capsys.readouterr().out == ""
     wrapped(parsed("--rl-reward", "math", "--rl-top-p", "0.9"), {})
-    told = capsys.readouterr().out
-    assert told.startswith(
-        "[rl] WARNING: this run is ordinary pretraining, no reinforcement learning: --rl-algorithm is"
-    )
-    assert "these have no effect: --rl-top-p --rl-reward. Give --rl-algorithm NAME (`python -m" in told
+    warning = capsys.readouterr().out
+    assert warning.startswith("[rl] WARNING: this run is ordinary pretraining")
+    assert "--rl-algorithm is missing" in warning and ": --rl-top-p --rl-reward. Give" in warning
     monkeypatch.setenv("RANK", "1")
     wrapped(parsed("--rl-reward", "math"), {})
     assert capsys.readouterr().out == ""
@@ -185,14 +184,3 @@ def test_the_iterator_is_the_docks_and_no_data_is_opened(world):
 def test_the_step_is_the_loops(world):
     wrapped = wrappers.train_step_wrapper(lambda *a, **k: (a, k))
     assert wrapped(1, 2, iteration=3) == ("stepped", ((1, 2), {"iteration": 3}))
-
-
-def test_an_error_in_a_step_is_said_in_lines_of_our_own(world, monkeypatch, capsys):
-    def fail(*_):
-        raise RuntimeError("the grader\nreturned nan")
-
-    world.loop.train_step = fail
-    monkeypatch.setenv("RANK", "3")
-    with pytest.raises(RuntimeError):
-        wrappers.train_step_wrapper(None)()
-    assert capsys.readouterr().out == "[rl] rank 3 stops: RuntimeError: the grader\n[rl] returned nan\n"

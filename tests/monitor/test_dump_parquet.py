@@ -1,13 +1,14 @@
 """Dumps: what is in them, that they come back whole, that they are never half there."""
 
 import json
+import shutil
 
 import pyarrow.parquet as pq
 import pytest
 import torch
 
 from mindspeed_rl_plugin.monitor.dump import discard_dumps_after, dump_rollout, read_rollout
-from mindspeed_rl_plugin.monitor.run_files import atomic_write, check_dumps, claim_dumps, dump_files
+from mindspeed_rl_plugin.monitor.run_files import atomic_write, check_dumps, claim_dumps, dump_files, write_json
 from mindspeed_rl_plugin.rows import Ragged, Rows, SampleId
 
 
@@ -115,6 +116,23 @@ def test_dumps_of_another_run_are_refused_and_those_of_the_same_are_not(tmp_path
     one.mkdir()
     with pytest.raises(ValueError, match="of another run"):
         check_dumps(dumps, two, resumed=True)
+
+
+def test_a_run_that_was_moved_finds_its_own_dumps(tmp_path):
+    """By its id, also where something else lies at its old place by now; a copy of it is another run."""
+    dumps, old, new = (tmp_path / name for name in ("dumps", "old", "new"))
+    old.mkdir()
+    write_json(old / "run.json", {"id": "a"})
+    claim_dumps(dumps, old)
+    (dumps / "rollout-000000.parquet").write_bytes(b"")
+    shutil.copytree(old, new)
+    with pytest.raises(ValueError, match="of another run"):
+        check_dumps(dumps, new, resumed=True)
+    write_json(old / "run.json", {"id": "b"})
+    check_dumps(dumps, new, resumed=True)
+    check_dumps(dumps, new, resumed=False)  # it ended before its first checkpoint
+    with pytest.raises(ValueError, match="of another run"):
+        check_dumps(dumps, tmp_path / "third", resumed=False)
 
 
 def test_dumps_that_name_no_run_are_refused_to_a_new_one_only(tmp_path):

@@ -43,7 +43,7 @@ def iteration_lines(done: Done) -> list[str]:
     for line in done.lines:
         if _ITERATION.search(line):
             lines.append(re.sub(r"\s+", " ", line[line.index("iteration") :]))
-        elif line.startswith("[rl]") and "patch in force" not in line or _RL_ITERATION.match(line):
+        elif line.startswith("[rl]") and "patches in force" not in line or _RL_ITERATION.match(line):
             lines.append(line)
     return lines
 

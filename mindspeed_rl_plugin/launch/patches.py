@@ -2,42 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-
 from mindspeed_rl_plugin.launch import wrappers
-
-# First and last Megatron Core whose `megatron.training` was read and run with this table.
-OLDEST, NEWEST = (0, 12, 1), (0, 19)
-
-
-@dataclass(frozen=True)
-class Patch:
-    """One wrapped function.
-
-    target: dotted name of the global that Megatron looks up at call time; wrapper: takes the
-    original, returns its replacement; leading: parameter names that the original must begin with,
-    because the wrapper or `iteration` relies on them; versions: where the target lives, as
-    `file:line` per core version; remove_when: what upstream would have to offer instead.
-    """
-
-    target: str
-    wrapper: Callable[[Callable], Callable]
-    leading: tuple[str, ...]
-    why: str
-    versions: str
-    remove_when: str
-
-    @property
-    def module(self) -> str:
-        """Module part of the target."""
-        return self.target.rpartition(".")[0]
-
-    @property
-    def name(self) -> str:
-        """Function part of the target."""
-        return self.target.rpartition(".")[2]
-
+from mindspeed_rl_plugin.launch.patching import Patch
 
 PATCHES: tuple[Patch, ...] = (
     Patch(

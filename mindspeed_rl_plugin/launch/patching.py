@@ -1,6 +1,6 @@
-"""Putting the patch table in force, and proving at the start of training that it still is.
+"""Putting patches in force, and proving at the start of training that they still are.
 
-On plain Megatron every module that holds the original function is rebound. Under MindSpeed the rows
+On plain Megatron every module that holds the original function is rebound. Under MindSpeed the patches
 are registered as a feature of its manager, so that its own re-patching keeps them.
 """
 
@@ -11,31 +11,73 @@ import importlib
 import inspect
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from types import FunctionType, ModuleType
 from typing import Any
 
 from mindspeed_rl_plugin.config import add_flags
 from mindspeed_rl_plugin.environment import launch_env
-from mindspeed_rl_plugin.launch.patch_table import NEWEST, OLDEST, PATCHES, Patch
 
+# First and last Megatron Core whose `megatron.training` was read and run with the table of patches.
+OLDEST, NEWEST = (0, 12, 1), (0, 19)
+# Modules whose import makes MindSpeed (or MindSpeed-LLM) patch Megatron.
+MINDSPEED_ADAPTORS = (
+    "mindspeed.megatron_adaptor",
+    "mindspeed.megatron_adaptor_v2",
+    "mindspeed_llm.tasks.megatron_adaptor",
+    "mindspeed_llm.tasks.megatron_adaptor_v2",
+)
+
+
+@dataclass(frozen=True)
+class Patch:
+    """One wrapped function.
+
+    target: dotted name of the global that Megatron looks up at call time; wrapper: takes the
+    original, returns its replacement; leading: parameter names that the original must begin with,
+    because the wrapper or the loop relies on them; versions: where the target lives, as
+    `file:line` per core version; remove_when: what upstream would have to offer instead.
+    """
+
+    target: str
+    wrapper: Callable[[Callable], Callable]
+    leading: tuple[str, ...]
+    why: str
+    versions: str
+    remove_when: str
+
+    @property
+    def module(self) -> str:
+        """Module part of the target."""
+        return self.target.rpartition(".")[0]
+
+    @property
+    def name(self) -> str:
+        """Function part of the target."""
+        return self.target.rpartition(".")[2]
+
+
+_applied: tuple[Patch, ...] = ()
 # target -> functions that our wrapper took the place of; none of them may be left in any module.
 _originals: dict[str, list[Callable]] = {}
 _announced = False
 
 
-def apply() -> None:
-    """Wrap every target of the table. Idempotent.
+def apply(patches: tuple[Patch, ...]) -> None:
+    """Wrap every target. Idempotent.
 
     Raises RuntimeError when Megatron's version is outside the supported range, or when a target is
     missing or has other parameters than the wrapper relies on; the message says what was expected.
     """
-    for patch in PATCHES:
+    global _applied
+    for patch in patches:
         _check_target(patch)
     check_version()
+    _applied = patches
     if under_mindspeed():
-        _apply_through_mindspeed()
+        _apply_through_mindspeed(patches)
         return
-    for patch in PATCHES:
+    for patch in patches:
         current = _current(patch)
         if wraps(current, patch):
             continue
@@ -49,7 +91,7 @@ def revert() -> None:
     MindSpeed takes functions over when its adaptor is imported and may drop wrappers that it does
     not know; so ours leave before and come back through its manager.
     """
-    for patch in PATCHES:
+    for patch in _applied:
         if patch.module not in sys.modules or patch.target not in _originals:
             continue
         current = _current(patch)
@@ -59,12 +101,12 @@ def revert() -> None:
 
 
 def assert_in_force() -> None:
-    """Check that every wrapper is called wherever its target is; print one line a patch on rank 0, once.
+    """Check that every wrapper that was applied is called wherever its target is; say so on rank 0, once.
 
     Raises RuntimeError naming the patch and what took its place, or the module that kept the original.
     """
     global _announced
-    for patch in PATCHES:
+    for patch in _applied:
         current = _current(patch)
         if not wraps(current, patch):
             raise RuntimeError(
@@ -78,8 +120,7 @@ def assert_in_force() -> None:
             )
     if not _announced and launch_env()["rank"] == 0:
         where = "MindSpeed's feature manager" if under_mindspeed() else "Megatron"
-        for patch in PATCHES:
-            print(f"[rl] patch in force through {where}: {patch.target}: {patch.why}", flush=True)
+        print(f"[rl] patches in force through {where}: {', '.join(p.name for p in _applied)}", flush=True)
     _announced = True
 
 
@@ -97,15 +138,6 @@ def check_version() -> None:
 def under_mindspeed() -> bool:
     """Whether MindSpeed's adaptor has taken Megatron over in this process."""
     return any(name in sys.modules for name in MINDSPEED_ADAPTORS)
-
-
-# Modules whose import makes MindSpeed (or MindSpeed-LLM) patch Megatron.
-MINDSPEED_ADAPTORS = (
-    "mindspeed.megatron_adaptor",
-    "mindspeed.megatron_adaptor_v2",
-    "mindspeed_llm.tasks.megatron_adaptor",
-    "mindspeed_llm.tasks.megatron_adaptor_v2",
-)
 
 
 def wraps(function: Any, patch: Patch) -> bool:
@@ -129,7 +161,7 @@ def wraps(function: Any, patch: Patch) -> bool:
     return False
 
 
-def _apply_through_mindspeed() -> None:
+def _apply_through_mindspeed(patches: tuple[Patch, ...]) -> None:
     from mindspeed.features_manager.feature import MindSpeedFeature
     from mindspeed.features_manager.features_manager import MindSpeedFeaturesManager
     from mindspeed.patch_utils import MindSpeedPatchesManager
@@ -144,17 +176,17 @@ def _apply_through_mindspeed() -> None:
             add_flags(parser)
 
         def register_patches(self, patch_manager: Any, args: Any) -> None:
-            for patch in PATCHES:
+            for patch in patches:
                 if not wraps(_current(patch), patch):
                     patch_manager.register_patch(patch.target, patch.wrapper)
 
     features = MindSpeedFeaturesManager.FEATURES_LIST
     if not any(type(f).__name__ == ReinforcementLearningFeature.__name__ for f in features):
         features.append(ReinforcementLearningFeature())
-    before = {patch.target: _current(patch) for patch in PATCHES}
+    before = {patch.target: _current(patch) for patch in patches}
     ReinforcementLearningFeature().register_patches(MindSpeedPatchesManager, None)
     MindSpeedPatchesManager.apply_patches()
-    for patch in PATCHES:
+    for patch in patches:
         if not wraps(before[patch.target], patch):
             _originals.setdefault(patch.target, []).append(before[patch.target])
         # MindSpeed rebinds importers that use the same name; an `import ... as` elsewhere is ours to find.

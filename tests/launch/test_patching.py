@@ -6,8 +6,9 @@ import types
 
 import pytest
 
-from mindspeed_rl_plugin.launch import patch_apply as applying
-from mindspeed_rl_plugin.launch.patch_table import NEWEST, OLDEST, PATCHES, Patch
+from mindspeed_rl_plugin.launch import patching as applying
+from mindspeed_rl_plugin.launch.patches import PATCHES
+from mindspeed_rl_plugin.launch.patching import NEWEST, OLDEST, Patch
 
 
 def counting_wrapper(original):
@@ -43,7 +44,7 @@ def tiny(monkeypatch):
     info = modules["megatron.core.package_info"]
     info.MAJOR, info.MINOR, info.PATCH = 0, 16, 1
     row = Patch("tiny.training.step", counting_wrapper, ("x",), "a test", "tiny.py:1", "never")
-    monkeypatch.setattr(applying, "PATCHES", (row,))
+    monkeypatch.setattr(applying, "_applied", ())
     monkeypatch.setattr(applying, "_originals", {})
     monkeypatch.setattr(applying, "_announced", False)
     calls.clear()
@@ -58,8 +59,8 @@ def tiny(monkeypatch):
 
 
 def test_every_importer_is_rebound_and_twice_is_once(tiny):
-    applying.apply()
-    applying.apply()
+    applying.apply((tiny.row,))
+    applying.apply((tiny.row,))
     assert tiny.user.step is tiny.training.step is tiny.alias.another_name is not tiny.original
     assert tiny.user.step(3) == 3
     assert calls == ["wrapper", "original"]
@@ -67,16 +68,16 @@ def test_every_importer_is_rebound_and_twice_is_once(tiny):
 
 
 def test_revert_puts_the_original_back_everywhere(tiny):
-    applying.apply()
+    applying.apply((tiny.row,))
     applying.revert()
     assert tiny.user.step is tiny.training.step is tiny.alias.another_name is tiny.original
-    applying.apply()
+    applying.apply((tiny.row,))
     tiny.user.step(0)
     assert calls == ["wrapper", "original"]
 
 
-def test_lines_are_printed_once_and_on_rank_0_only(tiny, capsys, monkeypatch):
-    applying.apply()
+def test_a_line_is_printed_once_and_on_rank_0_only(tiny, capsys, monkeypatch):
+    applying.apply((tiny.row,))
     monkeypatch.setenv("RANK", "1")
     applying.assert_in_force()
     assert capsys.readouterr().out == ""
@@ -84,11 +85,11 @@ def test_lines_are_printed_once_and_on_rank_0_only(tiny, capsys, monkeypatch):
     monkeypatch.setattr(applying, "_announced", False)
     applying.assert_in_force()
     applying.assert_in_force()
-    assert capsys.readouterr().out == "[rl] patch in force through Megatron: tiny.training.step: a test\n"
+    assert capsys.readouterr().out == "[rl] patches in force through Megatron: step\n"
 
 
 def test_decorators_on_top_keep_a_wrapper_in_force(tiny):
-    applying.apply()
+    applying.apply((tiny.row,))
     inner = tiny.training.step
 
     def plain(*args):  # no functools.wraps: only the closure knows
@@ -100,14 +101,14 @@ def test_decorators_on_top_keep_a_wrapper_in_force(tiny):
 
 
 def test_a_replaced_target_is_an_error(tiny):
-    applying.apply()
+    applying.apply((tiny.row,))
     tiny.training.step = lambda x: x
     with pytest.raises(RuntimeError, match=r"patch tiny.training.step is not in force: the name now holds .*lambda"):
         applying.assert_in_force()
 
 
 def test_an_importer_that_kept_the_original_is_an_error(tiny):
-    applying.apply()
+    applying.apply((tiny.row,))
     tiny.user.kept = tiny.original
     with pytest.raises(RuntimeError, match=r"not in force in tiny.user: its 'kept' is still the original"):
         applying.assert_in_force()
@@ -120,10 +121,10 @@ def test_an_importer_that_kept_the_original_is_an_error(tiny):
 def test_versions_outside_the_range_are_an_error(tiny, version, supported):
     tiny.info.MAJOR, tiny.info.MINOR, tiny.info.PATCH = version
     if supported:
-        applying.apply()
+        applying.apply((tiny.row,))
         return
     with pytest.raises(RuntimeError, match=r"is not supported: expected 0\.12\.1 to 0\.19\.x"):
-        applying.apply()
+        applying.apply((tiny.row,))
     assert tiny.training.step is tiny.original
 
 
@@ -131,25 +132,24 @@ def test_a_missing_target_says_what_was_expected(tiny):
     del tiny.training.step
     expected = r"tiny.training.step does not exist; expected a function step\(x, \.\.\.\) in tiny.training"
     with pytest.raises(RuntimeError, match=expected):
-        applying.apply()
+        applying.apply((tiny.row,))
 
 
 def test_a_missing_module_says_how_to_get_megatron(tiny, monkeypatch):
-    row = Patch("no_such_megatron.training.step", counting_wrapper, ("x",), "", "x.py:1", "")
-    monkeypatch.setattr(applying, "PATCHES", (row,))
+    tiny.row = Patch("no_such_megatron.training.step", counting_wrapper, ("x",), "", "x.py:1", "")
     with pytest.raises(RuntimeError, match=r"No module named 'no_such_megatron'.*Megatron-LM checkout on PYTHONPATH"):
-        applying.apply()
+        applying.apply((tiny.row,))
 
 
 def test_other_parameters_are_an_error(tiny):
     tiny.training.step = lambda renamed: renamed
     with pytest.raises(RuntimeError, match=r"begins with parameters \('renamed',\); expected a function step\(x, "):
-        applying.apply()
+        applying.apply((tiny.row,))
 
 
 def test_a_decorator_that_hides_the_parameters_is_accepted(tiny):
     tiny.training.step = lambda *args: args[0]
-    applying.apply()
+    applying.apply((tiny.row,))
     assert tiny.training.step(5) == 5
     assert calls == ["wrapper"]
 
@@ -192,8 +192,8 @@ def test_under_mindspeed_the_rows_go_through_its_manager(tiny, monkeypatch):
         vars(module).update(content)
         monkeypatch.setitem(sys.modules, name, module)
 
-    applying.apply()
-    applying.apply()
+    applying.apply((tiny.row,))
+    applying.apply((tiny.row,))
     assert len(features) == 1
     assert tiny.alias.another_name is tiny.training.step, "an import under another name is rebound too"
     tiny.user.step(1)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mindspeed_rl_plugin.launch import schedule
+from mindspeed_rl_plugin.launch import lr_schedule as schedule
 
 BASE = {
     "train_iters": 100,
@@ -76,7 +76,7 @@ def megatrons():
     pairs = [[BASE, {**BASE, **change}] for change in CHANGES]
     more = schedule.settled(schedule.record(types.SimpleNamespace(**CONSTANT)), types.SimpleNamespace(**LONGER))
     pairs += [[CONSTANT, LONGER], [CONSTANT, {**LONGER, **more}]]
-    worker = Path(__file__).with_name("schedule_worker.py")
+    worker = Path(__file__).with_name("lr_schedule_worker.py")
     done = subprocess.run(
         [sys.executable, str(worker)], input=json.dumps(pairs), capture_output=True, text=True, timeout=200
     )

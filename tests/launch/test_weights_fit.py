@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mindspeed_rl_plugin.launch.fitting import must_fit
+from mindspeed_rl_plugin.launch.weights_fit import must_fit
 
 
 def load_as_megatron_does(module, state):

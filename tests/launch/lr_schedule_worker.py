@@ -1,6 +1,6 @@
-"""Megatron's own schedulers, for test_schedule.py.
+"""Megatron's own schedulers, for test_lr_schedule.py.
 
-    schedule_worker.py < JSON [[arguments saved with, arguments resumed with], ...]
+    lr_schedule_worker.py < JSON [[arguments saved with, arguments resumed with], ...]
 
 Prints one JSON line: for each pair the state that is saved, and whether the resume is refused.
 """

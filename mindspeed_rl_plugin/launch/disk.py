@@ -1,0 +1,68 @@
+"""Free space where a run writes: checked at its start, estimated for a checkpoint, and named when it is used up."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from collections.abc import Iterator
+from typing import Any
+
+LEAST = 16 << 20  # bytes; with less a disk counts as full
+_OPTIMIZER = 12  # bytes of a parameter: its fp32 copy and Adam's two moments
+
+
+def places(args: Any) -> dict[str, str]:
+    """Flag -> directory, of all that the run writes."""
+    names = {"--save": "save", "--rl-run-dir": "rl_run_dir", "--rl-dump-dir": "rl_dump_dir"}
+    return {flag: path for flag, name in names.items() if (path := getattr(args, name, None))}
+
+
+def free_bytes(directory: str) -> int:
+    """Bytes that may be written in a directory, which need not exist yet."""
+    return shutil.disk_usage(_existing(directory)).free
+
+
+def problems(args: Any, config: Any) -> Iterator[str]:
+    """One message for each directory that cannot be written."""
+    for flag, directory in places(args).items():
+        if not os.access(_existing(directory), os.W_OK):
+            yield f"{flag} {directory} may not be written: change its permissions, or give another directory"
+        elif (free := free_bytes(directory)) < LEAST:
+            yield f"{flag} {directory}: {free} bytes free; free some, or give a directory on another disk"
+
+
+def small_disk(args: Any, parameters: int) -> str | None:
+    """A warning where the next checkpoint may not fit. parameters: of the whole model; the estimate is rough."""
+    if not getattr(args, "save", None):
+        return None
+    need = parameters * (args.params_dtype.itemsize + (0 if getattr(args, "no_save_optim", False) else _OPTIMIZER))
+    free = free_bytes(args.save)
+    if free >= need:
+        return None
+    return (
+        f"[rl] warning: --save {args.save} has {free / 1e9:.1f} GB free, and a checkpoint of {parameters / 1e6:.0f} M "
+        f"parameters takes about {need / 1e9:.1f} GB"
+    )
+
+
+def full_disk(error: Exception, args: Any) -> str | None:
+    """What to say of an error that a full disk may have caused; None where none is full.
+
+    torch reports a failed write as a RuntimeError of its streams, which names neither the disk nor the reason.
+    """
+    if not isinstance(error, OSError | RuntimeError) or not places(args):
+        return None
+    directory = min(places(args).values(), key=free_bytes)
+    free = free_bytes(directory)
+    certain = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+    if not certain and free >= LEAST:
+        return None
+    return f"cannot write to {directory}: {free} bytes free ({type(error).__name__}: {error})"
+
+
+def _existing(directory: str) -> str:
+    directory = os.path.abspath(directory)
+    while not os.path.isdir(directory):
+        directory = os.path.dirname(directory)
+    return directory

@@ -1,0 +1,96 @@
+"""How a run that cannot go on says so: a refusal without traceback, a full disk by its name, Ctrl-C in one line.
+
+What is said also goes into the file from which torchrun takes the reason of a failure, so that it stands at the end of
+torchrun's own summary, the last lines of a job.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any
+
+from mindspeed_rl_plugin.environment import error_file, launch_env, leave_to_first_rank
+from mindspeed_rl_plugin.launch import checkpoint_files as files
+from mindspeed_rl_plugin.launch.disk import full_disk
+
+LINES = 8  # of an error, beside its first
+
+
+class Refusal(ValueError):
+    """What the user gave cannot work; its text says all, so it is shown without a traceback."""
+
+
+_args: Any = None
+_reason = ""  # of an error that was reported already
+_show = sys.excepthook
+
+
+def watch(args: Any) -> None:
+    """From now on an uncaught error of this process is shown as this module says. args: the run's arguments."""
+    global _args
+    _args = args
+    sys.excepthook = _uncaught
+
+
+@contextmanager
+def refusing() -> Iterator[None]:
+    """A ValueError inside is one of all ranks alike, by which a start is refused: said once a machine, and marked."""
+    try:
+        yield
+    except ValueError as error:
+        leave_to_first_rank()
+        if isinstance(error, Refusal):
+            raise
+        raise Refusal(f"RL cannot run:\n  - {error}") from error
+
+
+@contextmanager
+def stopping() -> Iterator[None]:
+    """Report an error's reason in lines of our own, to be found above the tracebacks of all ranks."""
+    global _reason
+    try:
+        yield
+    except Exception as error:
+        reason = full_disk(error, _args) or f"{type(error).__name__}: {error}"
+        head, *more = f"rank {launch_env()['rank']} stops: {reason}".splitlines()
+        _reason = "\n".join([head, *more[:LINES]])
+        print("\n".join(f"[rl] {line}" for line in _reason.splitlines()), flush=True)
+        raise
+
+
+def record(reason: str) -> None:
+    """Leave the reason of a failure to torchrun."""
+    if error_file():
+        extra = {"py_callstack": reason, "timestamp": str(int(time.time()))}
+        with open(error_file(), "w", encoding="utf-8") as file:
+            json.dump({"message": {"message": reason, "extraInfo": extra}}, file)
+
+
+def interrupted(args: Any) -> str:
+    """The one line of a run that was stopped from the keyboard."""
+    saved = files.read_tracker(getattr(args, "save", None))
+    then = (
+        f"the last checkpoint is of iteration {saved} in {args.save}: the same command goes on from there"
+        if saved is not None
+        else "no checkpoint was saved, so the same command starts anew"
+    )
+    at = getattr(args, "curr_iteration", 0) + 1
+    return f"[rl] interrupted in iteration {at}; {then} (--exit-signal-handler: SIGTERM saves before it ends)"
+
+
+def _uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    if isinstance(error, KeyboardInterrupt):
+        if launch_env()["rank"] == 0:
+            print(interrupted(_args), file=sys.stderr, flush=True)
+        return
+    if isinstance(error, Refusal):
+        print(f"[rl] {error}", file=sys.stderr, flush=True)
+        record(str(error))
+        return
+    _show(kind, error, trace)
+    record(_reason or f"{kind.__name__}: {error}")
