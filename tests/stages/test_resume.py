@@ -126,7 +126,7 @@ def test_owners_of_a_former_start_on_several_machines() -> None:
             ("--rl-filtration", "best-worst"),
             "rows have no multiplicity: --rl-filtration was none, now best-worst; .* iteration 4",
         ),
-        ((), ("--rl-ppo-epochs", "2"), "1 optimizer steps left, cut as .*'--rl-ppo-epochs': 1.*'--rl-ppo-epochs': 2"),
+        ((), ("--rl-ppo-epochs", "2"), "1 optimizer steps left, and --rl-ppo-epochs was 1, now 2: .* iteration 4"),
     ],
 )
 def test_columns_that_nobody_will_write_are_refused_in_the_middle_of_a_rollout(before, now, message) -> None:
