@@ -28,12 +28,12 @@ def parse_sizes(text: str, known: tuple[str, ...], flag: str) -> dict[str, int]:
     """Sizes of "tp4,pp2". Raises ValueError naming the flag, the word and what is known."""
     sizes: dict[str, int] = {}
     for word in filter(None, re.split(r"[,\s]+", text)):
-        found = re.fullmatch(r"([a-z]+)(\d+)", word)
-        if not found or found[1] not in known or int(found[2]) < 1:
+        match = re.fullmatch(r"([a-z]+)(\d+)", word)
+        if not match or match[1] not in known or int(match[2]) < 1:
             raise ValueError(f"{flag} {text}: {word!r} is not one of {', '.join(known)} with a number, as in tp4")
-        if found[1] in sizes:
-            raise ValueError(f"{flag} {text}: {found[1]} is given twice")
-        sizes[found[1]] = int(found[2])
+        if match[1] in sizes:
+            raise ValueError(f"{flag} {text}: {match[1]} is given twice")
+        sizes[match[1]] = int(match[2])
     return sizes
 
 
@@ -69,9 +69,9 @@ def engine_layout_of(text: str, world: int, **traits: bool) -> tuple[EngineParal
 
 def check_experts(shape: ModelShape, text: str, flag: str) -> None:
     """Raise ValueError where a layout in words spreads experts of a model that has none."""
-    found = re.search(r"\bep([2-9]|[1-9]\d+)\b", text)
-    if found and not shape.experts:
-        raise ValueError(f"{flag}: family {shape.family} has no experts that {found[0]} could spread; leave it out")
+    spread = re.search(r"\bep([2-9]|[1-9]\d+)\b", text)
+    if spread and not shape.experts:
+        raise ValueError(f"{flag}: family {shape.family} has no experts that {spread[0]} could spread; leave it out")
 
 
 def check_train(shape: ModelShape, train: Parallel, flag: str) -> None:

@@ -11,6 +11,7 @@ import pytest
 from mindspeed_rl_plugin.tools.plan import plan
 from mindspeed_rl_plugin.tools.rehearse import confine
 from mindspeed_rl_plugin.tools.rehearse.capture import Launch, capture
+from mindspeed_rl_plugin.tools.rehearse.entry_script import find_entry
 
 
 def written(path: Path, text: str) -> Path:
@@ -137,6 +138,17 @@ def test_a_script_that_must_write_is_told_that_it_may_not(tmp_path, kept):
 def test_a_script_that_starts_no_training_is_named(tmp_path, text, message):
     with pytest.raises(ValueError, match=message):
         captured(tmp_path, text)
+
+
+def test_the_projects_own_launch_script_can_be_rehearsed(tmp_path, monkeypatch):
+    """Its torchrun is called by the path of the environment, and it enters a folder first."""
+    for name in ("TORCHRUN", "MEGATRON_LM_PATH", "NPROC"):
+        monkeypatch.delenv(name, raising=False)
+    script = Path(__file__).parents[2] / "examples" / "launch.sh"
+    launch = capture(script, tmp_path, 60)
+    assert (launch.script, launch.world, launch.started) == ("examples/pretrain_gpt.py", 2, 1)
+    entry = find_entry(launch, script, tmp_path)
+    assert (entry.script, entry.mindspeed, entry.notes) == (script.with_name("pretrain_gpt.py"), False, ())
 
 
 @pytest.mark.parametrize(

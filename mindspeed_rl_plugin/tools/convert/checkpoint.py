@@ -16,9 +16,9 @@ from mindspeed_rl_plugin.reshard.family_table import EXPERTS, IMPLS
 from mindspeed_rl_plugin.reshard.layout import Layout, ModelShape, Parallel, megatron_layout, megatron_shapes
 from mindspeed_rl_plugin.reshard.live import differences, predicting_only
 from mindspeed_rl_plugin.reshard.parallel import chunk_prefix
+from mindspeed_rl_plugin.tools.convert.cli import listed
 
 FILE = "model_optim_rng.pt"
-_SHOWN = 8
 # In the state of a model, but not of its weights: states of single modules, counters.
 _OTHER = re.compile(r".*(_extra_state|local_tokens_per_expert)$")
 
@@ -36,10 +36,10 @@ def rank_folders(shape: ModelShape, parallel: Parallel) -> dict[str, int]:
 
     Raises ValueError where ranks of one folder store different things: of them Megatron keeps the last.
     """
-    found: dict[str, int] = {}
+    first_of: dict[str, int] = {}
     for rank in range(parallel.world):
         folder = rank_folder(parallel, rank)
-        first = found.setdefault(folder, rank)
+        first = first_of.setdefault(folder, rank)
         kept, other = (megatron_layout(shape, parallel, r) for r in (first, rank))
         if kept is not other and kept != other:
             raise ValueError(
@@ -47,7 +47,7 @@ def rank_folders(shape: ModelShape, parallel: Parallel) -> dict[str, int]:
                 f"--ckpt-format torch cannot hold experts cut over etp {parallel.expert_tp} ranks where tp is "
                 f"{parallel.tp}; choose etp at most tp"
             )
-    return found
+    return first_of
 
 
 class Checkpoint:
@@ -108,16 +108,14 @@ class Checkpoint:
 
     def _storage(self, shape: ModelShape, rank: int, tensors: Mapping[str, Tensor], name: str) -> tuple[str, str]:
         kinds = EXPERTS if shape.moe_layers else EXPERTS[:1]
-        found = {
+        wrong = {
             (impl, kind): differences(megatron_shapes(shape, self.parallel, rank, impl, kind), tensors)
             for impl in IMPLS
             for kind in kinds
         }
-        best = min(found, key=lambda k: len(found[k]))
-        if found[best]:
-            more = f"\n  and {len(found[best]) - _SHOWN} more" if len(found[best]) > _SHOWN else ""
-            listed = "\n  ".join(found[best][:_SHOWN])
-            raise ValueError(f"{self.folder / name} is not what its arguments say:\n  {listed}{more}")
+        best = min(wrong, key=lambda k: len(wrong[k]))
+        if wrong[best]:
+            raise ValueError(f"{self.folder / name} is not what its arguments say:{listed(wrong[best])}")
         return best
 
 

@@ -18,7 +18,7 @@ from mindspeed_rl_plugin.engine.hf_config import derive_config, write_config
 from mindspeed_rl_plugin.reshard.layout import ModelShape, canonical_tensors
 from mindspeed_rl_plugin.tools.convert import tokens
 from mindspeed_rl_plugin.tools.convert.checkpoint import Checkpoint
-from mindspeed_rl_plugin.tools.convert.cli import DTYPES, make_parser, run, size
+from mindspeed_rl_plugin.tools.convert.cli import DTYPES, listed, make_parser, run, size
 from mindspeed_rl_plugin.tools.convert.convert import Assembled
 from mindspeed_rl_plugin.tools.convert.files import tokenizer_files, write_shards
 from mindspeed_rl_plugin.tools.layout_args import read_config, shape_of
@@ -74,37 +74,35 @@ def _tokens(args: argparse.Namespace, options: argparse.Namespace, vocab: int) -
     """Ids of special tokens for config.json, and a line on where the end of a response comes from."""
     sources = [(str(options.config), tokens.of_file(options.config))] if options.config else []
     sources += [(str(folder), tokens.of_model(folder)) for folder in _folders(options)]
-    carried = getattr(args, "hf_tokens", None)
-    sources.append(("the imported model", carried if isinstance(carried, dict) else {}))
-    found: dict[str, Any] = {}
-    for name in tokens.FIELDS:
-        value = next((ids[name] for _, ids in sources if ids.get(name) is not None), None)
-        if value is not None:
-            found[name] = value
-    if "eos_token_id" not in found:
-        return found, (
+    kept = getattr(args, "hf_tokens", None)
+    sources.append(("the imported model", kept if isinstance(kept, dict) else {}))
+    ids: dict[str, Any] = {}
+    for _, named in reversed(sources):
+        ids |= {name: named[name] for name in tokens.FIELDS if named.get(name) is not None}
+    if "eos_token_id" not in ids:
+        return ids, (
             "note: nothing names the token that ends a response; give --tokenizer with the model's tokenizer, or an "
             "engine generates to its limit"
         )
-    ends = found["eos_token_id"]
-    source = next(name for name, ids in sources if ids.get("eos_token_id") is not None)
+    ends = ids["eos_token_id"]
+    source = next(name for name, named in sources if named.get("eos_token_id") is not None)
     each = ends if isinstance(ends, list) else [ends]
     if not each or not all(isinstance(end, int) for end in each):
         raise ValueError(f"eos_token_id {ends!r} of {source}: give one token id, or a list of some")
     if not all(0 <= end < vocab for end in each):
         raise ValueError(f"eos_token_id {ends} is outside the vocabulary of {vocab}: {source} is of another model")
-    return found, f"eos_token_id {ends}, from {source}"
+    return ids, f"eos_token_id {ends}, from {source}"
 
 
 def _vocabulary(args: argparse.Namespace, options: argparse.Namespace, described: int | None) -> tuple[int, str]:
-    """Rows of the embedding that are tokens, and a line where what pads them cannot be told. described: --config's."""
+    """Rows of the embedding that are tokens, and a line where nothing says which rows pad it. described: --config's."""
     padded = args.padded_vocab_size
     if known := options.vocab or described or args.vocab_size:
         return known, ""
-    found = tokens.entries(options.tokenizer) if options.tokenizer else 0
-    if 0 < found <= padded:
-        return found, ""
-    source = f"--tokenizer {options.tokenizer} has {found} tokens, not those" if found else "nothing says how many"
+    entries = tokens.entries(options.tokenizer) if options.tokenizer else 0
+    if 0 < entries <= padded:
+        return entries, ""
+    source = f"--tokenizer {options.tokenizer} has {entries} tokens, not those" if entries else "nothing says how many"
     return padded, (
         f"note: {source} of the embedding's {padded} rows are tokens, so all are exported, those that pad it too; "
         "--vocab N leaves them out\n"
@@ -121,8 +119,6 @@ def _config(args: argparse.Namespace, options: argparse.Namespace) -> tuple[dict
     described = replace(shape_of(config, 1, "--config"), padded_vocab=shape.padded_vocab)
     if described != shape:
         pairs = ((f.name, getattr(described, f.name), getattr(shape, f.name)) for f in fields(shape))
-        listed = "\n  ".join(
-            f"{name}: config.json {theirs}, checkpoint {ours}" for name, theirs, ours in pairs if theirs != ours
-        )
-        raise ValueError(f"--config {options.config} describes another model:\n  {listed}")
+        wrong = [f"{name}: config.json {theirs}, checkpoint {ours}" for name, theirs, ours in pairs if theirs != ours]
+        raise ValueError(f"--config {options.config} describes another model:{listed(wrong)}")
     return config, shape, note

@@ -23,7 +23,7 @@ from mindspeed_rl_plugin.reshard.parallel import chunk_prefix
 from mindspeed_rl_plugin.tools.convert import tokens
 from mindspeed_rl_plugin.tools.convert.arguments import flags, megatron_arguments
 from mindspeed_rl_plugin.tools.convert.checkpoint import rank_folders, write_checkpoint
-from mindspeed_rl_plugin.tools.convert.cli import DTYPES, SHOWN, make_parser, run
+from mindspeed_rl_plugin.tools.convert.cli import DTYPES, SHOWN, listed, make_parser, run
 from mindspeed_rl_plugin.tools.convert.convert import stored_tensors
 from mindspeed_rl_plugin.tools.convert.files import HfTensors
 from mindspeed_rl_plugin.tools.layout_args import check_train, parse_sizes, read_config, shape_of
@@ -64,14 +64,14 @@ def import_(options: argparse.Namespace) -> str:
         )
     count = write_checkpoint(options.out, args, _states(shape, parallel, ranks, source, options))
     words = shlex.join(flags(args))
-    told = "".join(f"note: {note}\n" for note in notes)
-    return f"{told}imported {options.load} to {options.out}, files: {count}; load it with\n{words}"
+    done = f"imported {options.load} to {options.out}, files: {count}; load it with"
+    return "\n".join([*(f"note: {note}" for note in notes), done, words])
 
 
 def _layout(text: str) -> Parallel:
     """Layout with the smallest world that has it."""
-    if found := re.search(r"\bdp\d+", text):
-        raise ValueError(f"--train {text}: leave {found[0]} out; data parallel ranks load the same files")
+    if dp := re.search(r"\bdp\d+", text):
+        raise ValueError(f"--train {text}: leave {dp[0]} out; data parallel ranks load the same files")
     sizes = parse_sizes(text, ("tp", "pp", "vpp", "cp", "ep", "etp", "first", "last"), "--train")
     first, last = sizes.pop("first", None), sizes.pop("last", None)
     tp, pp = sizes.get("tp", 1), sizes.get("pp", 1)
@@ -105,8 +105,7 @@ def _left_out(source: HfTensors, shape: ModelShape, predicting: int) -> list[str
         else:
             left.append(f"{name}, which repeats {EMBEDDING}")
     if wrong:
-        more = f"\n  and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""
-        raise ValueError("the files do not hold the model of config.json:\n  " + "\n  ".join(wrong[:SHOWN]) + more)
+        raise ValueError("the files do not hold the model of config.json:" + listed(wrong))
     if len(left) > SHOWN:
         left[SHOWN:] = [f"{len(left) - SHOWN} more of their kind"]
     return left + [f"model.layers.{n}, which predicts further tokens: {ahead[n]} tensors" for n in sorted(ahead)]
@@ -114,8 +113,8 @@ def _left_out(source: HfTensors, shape: ModelShape, predicting: int) -> list[str
 
 def _layer_of(name: str) -> int:
     """Number of a tensor's layer, -1 for one of none."""
-    found = _LAYER.match(name)
-    return int(found[1]) if found else -1
+    layer = _LAYER.match(name)
+    return int(layer[1]) if layer else -1
 
 
 def _surplus(name: str, shape: ModelShape, source: HfTensors) -> str | None:
@@ -134,8 +133,9 @@ def _check_config(args: argparse.Namespace, config: Mapping[str, Any]) -> None:
     """Raise ValueError unless Megatron's arguments describe the model of config.json."""
     differences = compare_configs(derive_config(args, vocab_size=config["vocab_size"]), config)
     if differences:
-        listed = "\n  ".join(map(str, differences))
-        raise ValueError(f"Megatron's arguments cannot express the model of config.json:\n  {listed}")
+        raise ValueError(
+            "Megatron's arguments cannot express the model of config.json:" + listed([*map(str, differences)])
+        )
 
 
 def _states(

@@ -30,8 +30,8 @@ def entries(folder: Path) -> int:
 
 def of_file(path: Path) -> dict[str, Any]:
     """Ids in a config.json, or that of a folder, or in a generation_config.json."""
-    found = _read(path / "config.json" if path.is_dir() else path)
-    return {name: found[name] for name in FIELDS if found.get(name) is not None}
+    named = _read(path / "config.json" if path.is_dir() else path)
+    return {name: named[name] for name in FIELDS if named.get(name) is not None}
 
 
 def write_generation(ids: Mapping[str, Any], folders: Sequence[Path], out: Path) -> None:
@@ -66,9 +66,9 @@ def _read(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        found = json.loads(path.read_text())
+        content = json.loads(path.read_text())
     except ValueError as error:
         raise ValueError(f"{path} is no JSON file that can be read ({error}); copy it again") from None
-    if not isinstance(found, dict):
-        raise ValueError(f"{path} holds a {type(found).__name__}, not an object")
-    return found
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} holds a {type(content).__name__}, not an object")
+    return content
