@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -57,6 +57,12 @@ RL = (
 )
 
 
+AGREEMENT = 2e-5  # nats, fp32: log-probs of the engine against the trainer's
+SHARED_MEMORY = Path("/dev/shm")
+# Made by torch for itself: its compiler's cache, and torchrun's folder of logs, which torchrun leaves.
+OF_TORCH = ("torchinductor_", "torchelastic_")
+
+
 @dataclass
 class Result:
     """A finished job."""
@@ -64,6 +70,23 @@ class Result:
     code: int
     log: str
     run_dir: Path
+
+    def check_agreement(self, updates: int, moved: float = 1e-8) -> None:
+        """Of a GRPO run with one update a rollout: engine and trainer agree after each number of updates, every update
+        changes the weights and starts from the policy that it is compared with. moved: least KL to the reference."""
+        lines = self.metrics
+        assert [line["version"] for line in lines] == list(range(updates))
+        worst = [line["logp_diff/max"] for line in lines]
+        print("engine and trainer differ by", worst)
+        assert max(worst) < AGREEMENT, worst
+        for line in lines:
+            assert line["ratio/mean"] == line["ratio/max"] == 1.0 and line["clip_fraction"] == line["kl/old"] == 0.0
+            assert line["reshard/bytes_sent"] == line["reshard/bytes_received"]
+            assert line["reshard/bytes_copied"] + line["reshard/bytes_received"] > 0
+            # Weights that never move, and log-probs that are all zero, would agree too.
+            assert line["groups/informative"] > 0 and line["grad_norm"] > 1e-3 and 0.1 < line["entropy"] < 10
+        assert len({line["weights/digest"] for line in lines}) == updates
+        assert lines[0]["kl/ref"] < 1e-8 and all(line["kl/ref"] > moved for line in lines[1:])
 
     @property
     def metrics(self) -> list[dict]:
@@ -89,7 +112,7 @@ def free_port() -> int:
 @dataclass
 class Job:
     """One launch command. agents: torchrun processes, each with `ranks` ranks; script: what the runner runs;
-    path: entries of PYTHONPATH; model: flags of the model."""
+    path: entries of PYTHONPATH; model: flags of the model; python: what runs launcher and ranks."""
 
     data: Path
     save: Path
@@ -99,6 +122,7 @@ class Job:
     script: Path = ROOT / "examples" / "pretrain_gpt.py"
     path: Sequence[Path] = ()
     model: str = MODEL
+    python: str = sys.executable
     processes: list[subprocess.Popen] = field(default_factory=list)
 
     @property
@@ -106,7 +130,7 @@ class Job:
         return self.save / "rl"
 
     def command(self, agent: int, port: int) -> list[str]:
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(self.ranks)]
+        torchrun = [self.python, "-m", "torch.distributed.run", "--nproc-per-node", str(self.ranks)]
         torchrun += ["--nnodes", str(self.agents), "--node-rank", str(agent)]
         torchrun += ["--master-addr", "127.0.0.1", "--master-port", str(port)]
         script = ["-m", "mindspeed_rl_plugin", str(self.script)]
@@ -124,6 +148,7 @@ class Job:
         self.processes.clear()
         port = free_port()
         path = os.pathsep.join(filter(None, (*map(str, self.path), os.environ.get("PYTHONPATH"))))
+        more = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": path, "PYTHON_EXEC": self.python}
         for agent in range(self.agents):
             with open(self.log_file(agent), "a") as log:
                 self.processes.append(
@@ -132,7 +157,7 @@ class Job:
                         stdout=log,
                         stderr=subprocess.STDOUT,
                         cwd=ROOT,
-                        env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": path},
+                        env=os.environ | more,
                         start_new_session=True,
                     )
                 )
@@ -163,6 +188,23 @@ class Job:
                     return child.pid
         raise AssertionError(f"no process of rank {rank}")
 
+    def kill_after(
+        self, iteration: int, stage: str, *, rank: int | None = 1, how: signal.Signals = signal.SIGKILL
+    ) -> Result:
+        """Start, and signal a rank (None: the launcher) as soon as rank 1 has ended a stage of an iteration, so in the
+        middle of the next one."""
+        self.start()
+        events, deadline = self.run_dir / "events-rank1.jsonl", time.monotonic() + 240
+        wanted = f'"iteration": {iteration}, "stage": "{stage}"'
+        while not (events.exists() and wanted in events.read_text()):
+            running = time.monotonic() < deadline and self.processes[0].poll() is None
+            assert running, f"{wanted} was not reached: {self.log_file(0).read_text()[-6000:]}"
+            time.sleep(0.02)
+        os.kill(self.processes[0].pid if rank is None else self.rank_pid(rank), how)
+        result = self.wait(60)
+        assert result.code != 0
+        return result
+
     def stop(self) -> None:
         for process in self.processes:
             if process.poll() is None:
@@ -191,15 +233,68 @@ def latent_model() -> str:
     return LATENT_MODEL
 
 
-@pytest.fixture
-def job(arithmetic: Path, tmp_path: Path) -> Iterator:
-    """Factory of jobs; what still runs at the end of the test is killed."""
+def factory(request: pytest.FixtureRequest, data: Path, folder: Path) -> Iterator:
+    """A maker of jobs that save below a folder; what still runs at the end is killed. cold: each process of the job
+    starts from nothing, as a user's does."""
     jobs: list[Job] = []
 
-    def make(*extra: str, name: str = "run", **named) -> Job:
-        jobs.append(Job(arithmetic, tmp_path / name, extra, **named))
+    def make(*extra: str, name: str = "run", cold: bool = False, **named) -> Job:
+        python = sys.executable if cold or "path" in named else request.getfixturevalue("warm_python")
+        jobs.append(Job(data, folder / name, extra, python=python, **named))
         return jobs[-1]
 
     yield make
     for each in jobs:
         each.stop()
+
+
+@pytest.fixture
+def job(request: pytest.FixtureRequest, arithmetic: Path, tmp_path: Path) -> Iterator:
+    """Factory of jobs of one test."""
+    yield from factory(request, arithmetic, tmp_path)
+
+
+@pytest.fixture(scope="module")
+def shared_job(request: pytest.FixtureRequest, arithmetic: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator:
+    """Factory of jobs that several tests of a file read."""
+    yield from factory(request, arithmetic, tmp_path_factory.mktemp("shared"))
+
+
+@pytest.fixture
+def nothing_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Call it when the jobs of this test have ended: they left no process, no temporary file and no shared memory."""
+    private = tmp_path / "t"  # short, for sockets lie in it
+    private.mkdir()
+    monkeypatch.setenv("TMPDIR", str(private))
+    before = set(SHARED_MEMORY.iterdir())
+
+    def check() -> None:
+        deadline = time.monotonic() + 20
+        while (alive := working_in(private)) and time.monotonic() < deadline:
+            time.sleep(0.2)  # graders end themselves when their rank is gone
+        assert alive == []
+        assert [p.name for p in private.iterdir() if not p.name.startswith(OF_TORCH)] == []
+        # Other jobs on this machine hold theirs: mapped, or named to the guard that removes it.
+        left = set(SHARED_MEMORY.iterdir()) - before
+        held = "".join(held_by(p) for p in psutil.pids())
+        assert [p.name for p in left if str(p) not in held and p.exists()] == []
+
+    return check
+
+
+def working_in(private: Path) -> list[str]:
+    """Command lines of the processes whose temporary files go to a folder."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+            if process.environ().get("TMPDIR") == str(private) and process.pid != os.getpid():
+                found.append(" ".join(process.cmdline())[:200])
+    return found
+
+
+def held_by(pid: int) -> str:
+    """What a process has mapped and what its command line names."""
+    try:
+        return Path(f"/proc/{pid}/maps").read_text() + Path(f"/proc/{pid}/cmdline").read_text()
+    except OSError:
+        return ""

@@ -26,13 +26,10 @@ FIRST_STAGE = {"tokens", "loss_mask", "valid"}
     ],
 )
 def test_each_rank_reads_what_it_needs(job, ranks: int, tensor: int, pipeline: int) -> None:
-    layout = (TENSOR, str(tensor), PIPELINE, str(pipeline), "--rl-generate-tp", "1", "--rl-dock", "shm")
-    result = job("--train-iters", "4", "--rl-verify-weights", *layout, ranks=ranks).run(timeout=500)
-    for number, line in enumerate(result.metrics):
-        assert line["version"] == number and line["logp_diff/max"] < 2e-5, "engine and trainer agree"
-        assert (line["ratio/mean"], line["ratio/max"], line["clip_fraction"], line["kl/old"]) == (1.0, 1.0, 0.0, 0.0)
-        assert line["groups/informative"] > 0 and line["grad_norm"] > 1e-3
-    assert len({line["weights/digest"] for line in result.metrics}) == 4, "every update changes the weights"
+    layout = (TENSOR, str(tensor), PIPELINE, str(pipeline), "--rl-generate-tp", "1")
+    result = job("--train-iters", "4", "--rl-verify-weights", *layout, ranks=ranks, cold=True).run(timeout=500)
+    result.check_agreement(4)
+    assert "[rl] training starts from random weights" in result.log
     check_dock(result, tensor=tensor, pipeline=pipeline)
 
 

@@ -77,10 +77,10 @@ def test_other_losses_and_layouts(dpo, kind, layout):
 
 
 def test_a_pair_without_a_rejected_answer_ends_the_job_before_anything_is_built(dpo, tmp_path):
-    bad = dpo("--train-iters", "1")
+    bad = dpo("--train-iters", "1", ranks=1)
     with open(tmp_path / "prompts-pairs.jsonl", "a") as file:
         file.write('\n{"prompt": "1*2=", "chosen": "2"}\n')
     bad.start()
     result = bad.wait(200)
-    assert result.code != 0 and "line 65: a pair has a rejected answer, and the field 'rejected' is not" in result.log
+    assert result.code != 0 and "line 65: a pair has a rejected answer" in result.log
     assert "building GPT model" not in result.log

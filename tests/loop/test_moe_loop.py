@@ -5,32 +5,23 @@ Of the shapes of Qwen3-MoE and of DeepSeek-V3: latent attention, a biased router
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from mindspeed_rl_plugin.tools.convert import to_hf
 
-AGREEMENT = 2e-5  # nats, fp32: log-probs of the engine against the trainer's
 TP2 = ("--tensor-model-parallel-size", "2", "--sequence-parallel")
 EP2, ETP1 = ("--expert-model-parallel-size", "2"), ("--expert-tensor-parallel-size", "1")
 PP2 = ("--pipeline-model-parallel-size", "2")
 CUT1, CUT2, SPREAD2 = (), ("--rl-generate-tp", "2"), ("--rl-generate-tp", "2", "--rl-generate-ep", "2")
 SPREAD4 = ("--rl-generate-tp", "4", "--rl-generate-ep", "4")
 FOUR_HEADS = ("--num-attention-heads", "4", "--num-layers", "4", "--moe-layer-freq", "[0,1]*2")
-
-
-def check(result, updates: int) -> None:
-    """Engine and trainer agree although every update moves the weights, and each update starts at ratio 1."""
-    lines = result.metrics
-    assert len(lines) == updates
-    print("engine and trainer differ by", [line["logp_diff/max"] for line in lines])
-    assert max(line["logp_diff/max"] for line in lines) < AGREEMENT
-    assert [line["ratio/max"] for line in lines] == [1.0] * updates
-    assert all(line["grad_norm"] > 1e-2 and 0.1 < line["entropy"] < 10 for line in lines)
-    assert len({line["weights/digest"] for line in lines}) == updates
-    assert lines[0]["kl/ref"] < 1e-8 and all(line["kl/ref"] > 1e-4 for line in lines[1:])
-    assert all(line["reshard/bytes_sent"] == line["reshard/bytes_received"] for line in lines)
+# By Python's resource tracker: semaphores, shared memory. nanobind counts triton's own objects at every end.
+LEAKED = re.compile(r"leaked (?!(\d+ )?(instance|type|function|keep_alive))")
+MOVED = 1e-4  # nats, least KL to the reference after an update
 
 
 @pytest.mark.parametrize(
@@ -43,8 +34,12 @@ def check(result, updates: int) -> None:
         pytest.param(PP2, SPREAD2, id="PP2-to-TP2EP2", marks=pytest.mark.slow),
     ],
 )
-def test_engine_and_trainer_agree(job, moe_model, train, generate):
-    check(job("--train-iters", "3", "--rl-verify-weights", *train, *generate, model=moe_model).run(), 3)
+def test_engine_and_trainer_agree(job, nothing_left, moe_model, train, generate):
+    """And the end leaves nothing behind: the engine was ended, not dropped."""
+    done = job("--train-iters", "3", "--rl-verify-weights", *train, *generate, model=moe_model, cold=True).run()
+    done.check_agreement(3, MOVED)
+    assert not LEAKED.search(done.log) and "Traceback" not in done.log
+    nothing_left()
 
 
 @pytest.mark.slow
@@ -58,7 +53,7 @@ def test_engine_and_trainer_agree(job, moe_model, train, generate):
 )
 def test_engine_and_trainer_agree_on_four_ranks(job, moe_model, train, generate):
     options = (*FOUR_HEADS, "--train-iters", "3", "--rl-verify-weights")
-    check(job(*options, *train, *generate, model=moe_model, ranks=4).run(400), 3)
+    job(*options, *train, *generate, model=moe_model, ranks=4).run(400).check_agreement(3, MOVED)
 
 
 @pytest.mark.slow
@@ -71,7 +66,7 @@ def test_engine_and_trainer_agree_on_four_ranks(job, moe_model, train, generate)
 )
 def test_latent_attention(job, latent_model, train, generate, ranks):
     options = ("--train-iters", "3", "--rl-verify-weights", *train, *generate)
-    check(job(*options, model=latent_model, ranks=ranks).run(400), 3)
+    job(*options, model=latent_model, ranks=ranks).run(400).check_agreement(3, MOVED)
 
 
 @pytest.mark.slow
@@ -81,7 +76,7 @@ def test_predicting_layers_rest(job, latent_model, train, tmp_path):
     exported, nor is the last stage's copy of the embedding for them."""
     options = ("--mtp-num-layers", "1", "--train-iters", "2", "--save-interval", "1", "--rl-verify-weights")
     done = job(*options, *train, *SPREAD2, model=latent_model).run(400)
-    check(done, 2)
+    done.check_agreement(2, MOVED)
     first, second = (weights(done.run_dir.parent / f"iter_000000{i}") for i in (1, 2))
     resting = [name for name in first if ".mtp." in f".{name}"]
     assert resting and all(torch.equal(first[name], second[name]) for name in resting)

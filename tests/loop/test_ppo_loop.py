@@ -10,25 +10,42 @@ import torch
 PPO = ("--rl-algorithm", "ppo", "--rl-critic-lr", "3e-3")
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [
-        pytest.param((), id="DP2"),
-        pytest.param(("--tensor-model-parallel-size", "2"), id="TP2", marks=pytest.mark.slow),
-        pytest.param(("--tensor-model-parallel-size", "2", "--sequence-parallel"), id="TP2SP", marks=pytest.mark.slow),
-        pytest.param(("--pipeline-model-parallel-size", "2"), id="PP2", marks=pytest.mark.slow),
-    ],
-)
-def test_critic_and_policy_train_side_by_side(job, layout):
-    result = job(*PPO, "--train-iters", "4", "--rl-rollout-prompts", "8", *layout).run()
-    first, second, third, fourth = result.metrics
-    for line in result.metrics:
+def check_side_by_side(lines: list[dict]) -> None:
+    """Critic and policy train in each of two rollouts of two steps."""
+    first, second, third, _ = lines
+    for line in lines:
         assert line["grad_norm"] > 1e-3 and line["critic/grad_norm"] > 1e-4
         assert all(math.isfinite(v) for v in line.values() if isinstance(v, float))
     assert first["ratio/max"] == third["ratio/max"] == 1.0 and second["ratio/max"] > 1.0
     # A fresh head says 0 everywhere; then it says something.
     assert first["critic/value_mean"] == 0.0 and abs(first["critic/explained_variance"]) < 1e-5
     assert third["critic/value_mean"] != 0.0 and "seconds/values" in first and "seconds/values" not in second
+
+
+def test_critic_and_policy_train_side_by_side_until_held_out_accuracy_rises(job, arithmetic, tmp_path):
+    """A short run of the smallest task, to begin with a digit; tests/examples/test_learning.py has every preset."""
+    (tmp_path / "digit.py").write_text("def grade(response):\n    return float(response[:1].isdigit())\n")
+    task = ("--rl-reward", f"{tmp_path / 'digit.py'}:grade", "--rl-max-response-length", "2")
+    sizes = ("--global-batch-size", "64", "--micro-batch-size", "32", "--rl-samples-per-prompt", "8")
+    sizes += ("--rl-rollout-prompts", "16")
+    held_out = ("--rl-eval-data", str(arithmetic / "heldout.jsonl"), "--rl-eval-every", "100")
+    result = job(*PPO, *task, *sizes, *held_out, "--lr", "3e-3", "--train-iters", "12").run()
+    check_side_by_side(result.metrics[:4])
+    before, after = (line["eval/accuracy"] for line in result.evaluations)
+    assert before <= 0.6 and after >= before + 0.35, (before, after)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(("--tensor-model-parallel-size", "2"), id="TP2"),
+        pytest.param(("--tensor-model-parallel-size", "2", "--sequence-parallel"), id="TP2SP"),
+        pytest.param(("--pipeline-model-parallel-size", "2"), id="PP2"),
+    ],
+)
+def test_critic_and_policy_train_side_by_side_in_other_layouts(job, layout):
+    check_side_by_side(job(*PPO, "--train-iters", "4", "--rl-rollout-prompts", "8", *layout).run().metrics)
 
 
 @pytest.mark.slow
@@ -88,17 +105,6 @@ GRADER = """
 def grade(response):
     return sum(c.isdigit() for c in response) / max(len(response), 1)
 """
-
-
-def test_held_out_accuracy_rises_from_random_weights(job, arithmetic, tmp_path):
-    """A short run of the smallest task, to begin with a digit; tests/examples/test_learning.py has every preset."""
-    (tmp_path / "digit.py").write_text("def grade(response):\n    return float(response[:1].isdigit())\n")
-    task = ("--rl-reward", f"{tmp_path / 'digit.py'}:grade", "--rl-max-response-length", "2")
-    sizes = ("--global-batch-size", "64", "--micro-batch-size", "32", "--rl-samples-per-prompt", "8")
-    held_out = ("--rl-eval-data", str(arithmetic / "heldout.jsonl"), "--rl-eval-every", "100")
-    result = job(*PPO, *task, *sizes, *held_out, "--lr", "3e-3", "--train-iters", "12").run()
-    before, after = (line["eval/accuracy"] for line in result.evaluations)
-    assert before <= 0.6 and after >= before + 0.35, (before, after, [line["reward/mean"] for line in result.metrics])
 
 
 @pytest.mark.slow

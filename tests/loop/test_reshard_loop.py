@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from pathlib import Path
 
@@ -20,40 +19,41 @@ hostile.install()
 runpy.run_path({str(PRETRAIN)!r}, run_name="__main__")
 """
 
-# Runs it until iteration 3, in which rank 1 writes a NaN into a weight, `where` it says.
+# Runs it until iteration 3, in which rank 1 writes a NaN into a weight after the update.
 BROKEN = """
-import os, runpy, torch
-from mindspeed_rl_plugin.loop.loop import Loop
-from mindspeed_rl_plugin.reshard.resharder import stored_parameters
-original = Loop._optimize
+import os, runpy
+from megatron.core.models.gpt import GPTModel
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+forward, step, models, steps = GPTModel.forward, DistributedOptimizer.step, [], []
 
-def after(self, done, call):
-    result = original(self, done, call)
-    if done + 1 == 3 and os.environ["RANK"] == "1":
-        stored_parameters(call.args[2])["decoder.layers.1.mlp.linear_fc2.weight"][3, 4] = float("nan")
-    return result
+def remember(self, *args, **named):
+    models[:] = [self]
+    return forward(self, *args, **named)
 
-Loop._optimize = after
+def breaking(self):
+    steps.append(step(self))
+    if len(steps) == 3 and os.environ["RANK"] == "1":
+        dict(models[0].named_parameters())["decoder.layers.1.mlp.linear_fc2.weight"].data[3, 4] = float("nan")
+    return steps[-1]
+
+GPTModel.forward, DistributedOptimizer.step = remember, breaking
 runpy.run_path({script!r}, run_name="__main__")
 """
 
 
-@pytest.mark.parametrize(
-    "mode", ["allgather", pytest.param("naive", marks=pytest.mark.slow), pytest.param("stream", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("mode", ["allgather", pytest.param("stream", marks=pytest.mark.slow)])
 def test_modes_under_late_copies_and_poison(job, tmp_path, mode):
     script = tmp_path / "hostile.py"
     script.write_text(HOSTILE)
     layout = ("--tensor-model-parallel-size", "2", "--rl-generate-tp", "1", "--rl-swap", "params,grads,optimizer")
-    more = ("--train-iters", "4", "--rl-verify-weights", "--rl-reshard", mode, "--rl-reshard-bucket-mb", "1", *layout)
-    result = job(*more, script=script).run()
-    assert len(result.metrics) == 4 and len({line["weights/digest"] for line in result.metrics}) == 4
+    more = ("--rl-verify-weights", "--rl-reshard", mode, "--rl-reshard-bucket-mb", "1", "--rl-old-logprobs", "auto")
+    result = job("--train-iters", "4", *more, *layout, script=script).run()
+    result.check_agreement(4)
     for line in result.metrics:
-        assert line["logp_diff/max"] < 2e-5 and math.isfinite(line["grad_norm"]) and line["grad_norm"] > 1e-3
+        assert "seconds/logp_old" not in line, "a rollout of one step needs no pass for them"
         received, temporary = line["reshard/bytes_received"], line["reshard/temporary_bytes"]
-        assert received == line["reshard/bytes_sent"] > 0
         if mode == "allgather":
-            assert temporary > received  # each rank receives half of the model, and the buffer holds all of it
+            assert temporary > received > 0  # each rank receives half of the model, and the buffer holds all of it
         else:
             assert 0 < temporary <= 2 << 20
 
