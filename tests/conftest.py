@@ -15,8 +15,8 @@ WARM = Path(__file__).with_name("warm")
 
 @pytest.fixture(scope="session")
 def warm_python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """An executable that runs `-m MODULE` and scripts as python does, with torch, Megatron and vLLM imported already
-    (warm/server.py). For the ranks of torchrun too: set PYTHON_EXEC to it."""
+    """An executable that runs `-m MODULE`, `-c CODE` and scripts as python does, with torch, Megatron and vLLM imported
+    already (warm/server.py). For the ranks of torchrun too: set PYTHON_EXEC to it."""
     folder = tmp_path_factory.mktemp("w")
     python = folder / "python"
     python.write_text(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -175,13 +174,13 @@ def request_of() -> Callable[..., GenerateRequest]:
 
 
 @pytest.fixture
-def run_ranks() -> Callable[..., str]:
+def run_ranks(warm_python: str) -> Callable[..., str]:
     """Runs a script of this folder under torchrun and returns its output; fails with the output when it fails."""
 
     def run(script: str, *arguments: str, ranks: int, timeout: float = 240) -> str:
         env = {**os.environ, "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "HF_HUB_OFFLINE": "1"}
-        env["PYTHONPATH"] = str(HERE.parents[1])
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+        env |= {"PYTHONPATH": str(HERE.parents[1]), "PYTHON_EXEC": warm_python}
+        command = [warm_python, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
         done = subprocess.run(
             [*command, str(HERE / script), *arguments],
             env=env,

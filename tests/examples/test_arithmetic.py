@@ -4,7 +4,6 @@ import importlib.util
 import json
 import random
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -44,10 +43,10 @@ def prepare():
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory):
+def data(tmp_path_factory, warm_python):
     """Directory with a, b (seed 0) and c (seed 1), and the token rows of a's corpus."""
     out = tmp_path_factory.mktemp("arithmetic")
-    command = [sys.executable, "-W", "ignore", "-c", PREPARE, str(SCRIPT.parent), str(out)]
+    command = [warm_python, "-c", PREPARE, str(SCRIPT.parent), str(out)]
     result = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert result.returncode == 0, result.stderr
     return out, json.loads(result.stdout.splitlines()[-1])

@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -90,10 +89,10 @@ def test_quickstart_tunes_with_the_launch_script_that_pretrained(workplace):
     assert added[added.index("--rl-algorithm") + 1] == "grpo"
 
 
-def test_megatron_parses_what_the_quickstart_passes(workplace):
+def test_megatron_parses_what_the_quickstart_passes(workplace, warm_python):
     run(workplace, "quickstart.sh", "--smoke", "--seed", "3")
     recorded = [script_arguments(c) for c in calls(workplace)]
-    command = [sys.executable, "-W", "ignore", "-c", PARSE, json.dumps(recorded)]
+    command = [warm_python, "-c", PARSE, json.dumps(recorded)]
     result = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert result.returncode == 0, result.stderr
     pretraining, tuning = json.loads(result.stdout.splitlines()[-1])

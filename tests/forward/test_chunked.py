@@ -2,7 +2,6 @@
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -197,10 +196,10 @@ def test_peak_memory():
     assert peak(lambda *args, **more: chunked_token_logps(*args, chunk_tokens=chunk, **more)) <= 2 * one_chunk + others
 
 
-def test_two_ranks():
+def test_two_ranks(warm_python):
     script = Path(__file__).with_name("chunked_ranks.py")
     root = Path(__file__).parents[2]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
-    env = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
+    command = [warm_python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    env = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1", "PYTHON_EXEC": warm_python}
     done = subprocess.run(command, env=env, timeout=200, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr

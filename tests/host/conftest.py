@@ -37,11 +37,14 @@ def snippet():
 
 
 @pytest.fixture
-def torchrun(tmp_path):
-    """Run a script on n ranks; returns its stdout and stderr, fails on an error."""
+def torchrun(tmp_path, request):
+    """Run a script on n ranks; returns its stdout and stderr, fails on an error. With variables of its own, as those of
+    a checkout are, the ranks start from nothing."""
 
     def run(script: Path, *arguments: object, ranks: int = 2, timeout: float = 150, **env: str) -> str:
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+        python = sys.executable if env else request.getfixturevalue("warm_python")
+        env = {**env, "PYTHON_EXEC": python}
+        command = [python, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
         command += [str(script), *map(str, arguments)]
         done = subprocess.run(
             command, env=environment(**env), cwd=tmp_path, capture_output=True, text=True, timeout=timeout

@@ -213,10 +213,10 @@ class Job:
 
 
 @pytest.fixture(scope="session")
-def arithmetic(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def arithmetic(tmp_path_factory: pytest.TempPathFactory, warm_python: str) -> Path:
     """Tokenizer, corpus and prompts of the quickstart, small."""
     out = tmp_path_factory.mktemp("arithmetic")
-    prepare = [sys.executable, str(ROOT / "examples" / "arithmetic" / "prepare.py"), "--out", str(out)]
+    prepare = [warm_python, str(ROOT / "examples" / "arithmetic" / "prepare.py"), "--out", str(out)]
     subprocess.run([*prepare, "--documents", "2000", "--prompts", "64", "--heldout", "16"], check=True, timeout=120)
     return out
 

@@ -47,7 +47,7 @@ def test_modes_under_late_copies_and_poison(job, tmp_path, mode):
     script.write_text(HOSTILE)
     layout = ("--tensor-model-parallel-size", "2", "--rl-generate-tp", "1", "--rl-swap", "params,grads,optimizer")
     more = ("--rl-verify-weights", "--rl-reshard", mode, "--rl-reshard-bucket-mb", "1", "--rl-old-logprobs", "auto")
-    result = job("--train-iters", "4", *more, *layout, script=script).run()
+    result = job("--train-iters", "4", "--rl-temperature", "0.8", *more, *layout, script=script).run()
     result.check_agreement(4)
     for line in result.metrics:
         assert "seconds/logp_old" not in line, "a rollout of one step needs no pass for them"

@@ -46,8 +46,9 @@ def rollout() -> Rows:
 
 
 @pytest.fixture(scope="session")
-def run_cases(rollout, tmp_path_factory):
-    """`run_cases(script, ranks, cases, checkout=None)` -> {case: what the script saved}."""
+def run_cases(rollout, tmp_path_factory, request):
+    """`run_cases(script, ranks, cases, checkout=None)` -> {case: what the script saved}. A checkout of Megatron is
+    imported by new processes, the installed one by the server of warm ones."""
 
     def run(script, ranks, cases, checkout=None, timeout=240):
         folder = tmp_path_factory.mktemp(Path(script).stem)
@@ -55,8 +56,9 @@ def run_cases(rollout, tmp_path_factory):
         torch.save({"ids": torch.tensor(rollout.ids), **columns}, folder / "rollout.pt")
         (folder / "cases.json").write_text(json.dumps(cases))
         paths = [*([str(checkout)] if checkout else []), str(HERE.parents[1])]
-        env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+        python = sys.executable if checkout else request.getfixturevalue("warm_python")
+        env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "PYTHON_EXEC": python}
+        command = [python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
         command += [str(HERE / "ranks" / script), str(folder)]
         done = subprocess.run(command, env=env, timeout=timeout, capture_output=True, text=True)
         assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]

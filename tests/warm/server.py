@@ -128,15 +128,24 @@ def become(request: dict, given: dict[str, str], path: list[str]) -> None:
         sys.stdout.reconfigure(write_through=True)
         words = words[1:]
     extra = [p for p in request["env"].get("PYTHONPATH", "").split(os.pathsep) if p]
-    sys.modules["__main__"] = ModuleType("__main__")
+    first = os.getcwd() if words[0] in ("-m", "-c") else os.path.dirname(os.path.abspath(words[0]))
+    sys.path[:] = [first, *extra, *path]
+    run(words)
+
+
+def run(words: list[str]) -> None:
+    """`python WORDS`: -m MODULE, -c CODE or a script, and what comes after."""
+    main = sys.modules["__main__"] = ModuleType("__main__")
     if words[0] == "-m":
-        sys.argv, sys.path[:] = words[1:], [os.getcwd(), *extra, *path]
+        sys.argv = words[1:]
         runpy._run_module_as_main(words[1])
+    elif words[0] == "-c":
+        sys.argv = ["-c", *words[2:]]
+        exec(compile(words[1], "<string>", "exec"), vars(main))
     else:
-        sys.argv, sys.path[:] = words, [os.path.dirname(os.path.abspath(words[0])), *extra, *path]
-        vars(sys.modules["__main__"]).update(__file__=words[0], __builtins__=__builtins__)
+        sys.argv, main.__file__ = words, words[0]
         with open(words[0], "rb") as script:
-            exec(compile(script.read(), words[0], "exec"), vars(sys.modules["__main__"]))
+            exec(compile(script.read(), words[0], "exec"), vars(main))
 
 
 if __name__ == "__main__":
