@@ -77,7 +77,7 @@ def test_equal_rewards_and_single_responses_give_exactly_zero(name, eps):
 
 def test_rloo_needs_two_responses():
     batch = RewardBatch(torch.tensor([1.0, 0.0, 1.0]), torch.tensor([0, 0, 1]))
-    with pytest.raises(ValueError, match="a group has one response, draw at least 2"):
+    with pytest.raises(ValueError, match="at least 2"):
         ADVANTAGES["rloo"].function(batch, DEFAULT)
 
 
@@ -184,7 +184,7 @@ def test_overlong_penalty_of_the_paper():
 
 
 def test_bad_rewards_are_named():
-    with pytest.raises(ValueError, match="reward nan at row 1 .1 such rows of 2."):
+    with pytest.raises(ValueError, match="nan.*row 1.*2"):
         RewardBatch(torch.tensor([0.0, math.nan]), torch.tensor([0, 0]))
     with pytest.raises(ValueError, match="two vectors of one length"):
         RewardBatch(torch.zeros(2), torch.zeros(3, dtype=torch.int64))

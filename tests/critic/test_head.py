@@ -26,7 +26,7 @@ def test_only_the_last_stage_gets_a_head():
     assert [tuple(p.shape) for n, p in chunk.named_parameters() if "output" in n] == [(1, 4)]
     odd = Chunk()
     del odd.output_layer
-    with pytest.raises(ValueError, match="Chunk has no output_layer, so a critic cannot be made of it"):
+    with pytest.raises(ValueError, match="Chunk.*output_layer"):
         give_value_head(odd)
 
 

@@ -20,9 +20,9 @@ def test_override_is_taken_at_its_word(monkeypatch, kind, backend):
 
 def test_unknown_kinds_are_refused(monkeypatch):
     monkeypatch.setenv("MINDSPEED_RL_DEVICE", "tpu")
-    with pytest.raises(ValueError, match="MINDSPEED_RL_DEVICE='tpu' is unknown; set it to one of npu, cuda, cpu"):
+    with pytest.raises(ValueError, match="MINDSPEED_RL_DEVICE='tpu'.*npu, cuda, cpu"):
         detect()
-    with pytest.raises(ValueError, match="device kind 'rocm' is unknown"):
+    with pytest.raises(ValueError, match="'rocm'"):
         Device("rocm")
 
 

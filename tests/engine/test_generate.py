@@ -34,7 +34,7 @@ def test_a_late_response_is_named_and_aborted(fake_engine, request_of) -> None:
     requests = [request_of(0, (5, 1)), request_of(1, (13, 1)), request_of(2, (13, 1))]
     with pytest.raises(
         TimeoutError,
-        match=r"2 of 3 responses are missing, and none has finished for 5 s \(first: \(0, 1, 0\), \(0, 2, 0\)",
+        match=r"2 of 3 .* 5 s .*\(0, 1, 0\), \(0, 2, 0\)",
     ):
         generate(engine, requests, deadline=5)
     assert engine.log == ["submit 3", "abort 2"]
@@ -96,5 +96,5 @@ def test_rows_are_aligned_and_complete(fake_engine, calls) -> None:
 
 def test_only_the_leader_writes(fake_engine) -> None:
     dock = filled_dock([[7, 2]], members=1)
-    with pytest.raises(ValueError, match="must write column 'tokens'"):
+    with pytest.raises(ValueError, match="'tokens'"):
         stage.Generate(dock, 5, fake_engine(leader=False), Sampling(5), 0).run([SampleId(4, 0, 0)])

@@ -161,9 +161,9 @@ def test_frequencies_are_those_of_transformers(name, tmp_path) -> None:
 def test_a_built_model_that_scales_otherwise() -> None:
     asked = derive_config(megatron(**LLAMA3, rope_scaling_factor=32.0), vocab_size=250)
     built = derive_config(megatron(**LLAMA3), vocab_size=250)
-    with pytest.raises(ValueError, match=r"frequency \d+ is .*pretrain_gpt.py always scales by 8"):
+    with pytest.raises(ValueError, match=r"frequency \d+ .* 8"):
         check_rotary(asked, rope_frequencies(built))
-    with pytest.raises(ValueError, match="8 frequencies, the engine 16"):
+    with pytest.raises(ValueError, match="8 .* 16"):
         check_rotary(asked, torch.ones(8))
 
 
@@ -230,9 +230,9 @@ def test_models_that_the_engine_does_not_have(change, message) -> None:
 def test_true_vocabulary() -> None:
     assert model_vocab_size(250, 256) == 250
     assert model_vocab_size(250, 256, {"vocab_size": 256}) == 256
-    with pytest.raises(ValueError, match="has vocab_size 200, but the tokenizer has 250"):
+    with pytest.raises(ValueError, match="200.*250"):
         model_vocab_size(250, 256, {"vocab_size": 200})
-    with pytest.raises(ValueError, match="300 entries, but Megatron's embedding only 256"):
+    with pytest.raises(ValueError, match="300.*256"):
         model_vocab_size(300, 256)
 
 
@@ -283,7 +283,7 @@ def test_a_published_config(tmp_path) -> None:
     ]
     write_config(QWEN25_7B, tmp_path)
     check_against(derived, str(tmp_path))
-    with pytest.raises(ValueError, match="(?s)different models:.*rms_norm_eps: Megatron 1e-05, Hugging Face 1e-06"):
+    with pytest.raises(ValueError, match="(?s)rms_norm_eps.*1e-05.*1e-06"):
         check_against(wrong, str(tmp_path))
 
 
@@ -306,10 +306,10 @@ def test_both_spellings_of_rope(rope) -> None:
 
 
 def test_a_directory_without_config(tmp_path) -> None:
-    with pytest.raises(ValueError, match="no config.json there"):
+    with pytest.raises(ValueError, match="config.json"):
         check_against({}, str(tmp_path))
     (tmp_path / "config.json").write_text('{"model_type": "clip"}')
-    with pytest.raises(ValueError, match="no \\['vocab_size'\\] there"):
+    with pytest.raises(ValueError, match="vocab_size"):
         check_against({}, str(tmp_path))
 
 

@@ -75,13 +75,13 @@ def test_a_poll_makes_progress_and_ends_in_time(engine, fake_vllm, request_of) -
     ("change", "message"),
     [
         ({"prompt": ()}, "0 prompt tokens"),
-        ({"prompt": (1,) * 25}, "25 prompt tokens and up to 8 response tokens.*together at most 32"),
-        ({"max_tokens": 0}, "up to 0 response tokens"),
-        ({"prompt": (5, 50)}, r"prompt ids 5\.\.50 must lie in 0\.\.49"),
-        ({"prompt": (-1,)}, "must lie in"),
-        ({"temperature": 0.001}, "temperature 0.001 must be 0"),
+        ({"prompt": (1,) * 25}, "25 prompt.*8 response.*32"),
+        ({"max_tokens": 0}, "0 response tokens"),
+        ({"prompt": (5, 50)}, r"5\.\.50.*0\.\.49"),
+        ({"prompt": (-1,)}, r"-1\.\.-1.*0\.\.49"),
+        ({"temperature": 0.001}, "temperature 0.001"),
         ({"temperature": -1.0}, "temperature -1.0"),
-        ({"stop": ("\n",)}, "need a tokenizer"),
+        ({"stop": ("\n",)}, "--rl-tokenizer"),
     ],
 )
 def test_requests_that_vllm_would_not_answer_as_asked(engine, fake_vllm, request_of, change, message) -> None:
@@ -91,10 +91,10 @@ def test_requests_that_vllm_would_not_answer_as_asked(engine, fake_vllm, request
 
 
 def test_ids_are_unique(engine, request_of) -> None:
-    with pytest.raises(ValueError, match="1 ids are given twice"):
+    with pytest.raises(ValueError, match="1 ids"):
         engine.submit([request_of(0), request_of(0)])
     engine.submit([request_of(0)])
-    with pytest.raises(ValueError, match="already queued"):
+    with pytest.raises(ValueError, match=r"group=0"):
         engine.submit([request_of(0)])
 
 
@@ -250,7 +250,7 @@ def test_ranks_that_drew_other_tokens(make_engine, fake_vllm, request_of, monkey
     engine.update_weights(0)
     fake_vllm.script = {"0-0-0": ([7] * 40, "length")}
     engine.submit([request_of(0)])
-    with pytest.raises(RuntimeError, match="2 ranks of engine 0 drew different tokens by step 16"):
+    with pytest.raises(RuntimeError, match="2 ranks.*engine 0.*step 16"):
         engine.poll(5)
 
 
@@ -291,26 +291,26 @@ CONFIG = {
 @pytest.mark.parametrize(
     ("change", "kind", "world", "message"),
     [
-        ({"tensor_parallel": 2}, "cpu", 3, "--rl-generate-tp 2 does not divide the world of 3 ranks"),
-        ({"tensor_parallel": 0}, "cpu", 2, "--rl-generate-tp 0: give at least 1"),
-        ({"tensor_parallel": 16}, "npu", 16, "16 does not divide --num-attention-heads 8"),
-        ({"tensor_parallel": 3}, "npu", 3, "3 does not divide --num-attention-heads 8"),
-        ({"max_model_len": 65}, "cpu", 1, "may have 65 tokens together, more than --max-position-embeddings 64"),
-        ({"config": {**CONFIG, "head_dim": 16}}, "cpu", 1, "attention head size 16: vLLM on CPU needs at least 32"),
-        ({"config": {**CONFIG, "head_dim": 16, "model_type": "qwen2"}}, "cpu", 1, "fewer heads and no --kv-channels"),
+        ({"tensor_parallel": 2}, "cpu", 3, "--rl-generate-tp 2 .* 3 ranks"),
+        ({"tensor_parallel": 0}, "cpu", 2, "--rl-generate-tp 0"),
+        ({"tensor_parallel": 16}, "npu", 16, "16 .* --num-attention-heads 8"),
+        ({"tensor_parallel": 3}, "npu", 3, "3 .* --num-attention-heads 8"),
+        ({"max_model_len": 65}, "cpu", 1, "65 .* --max-position-embeddings 64"),
+        ({"config": {**CONFIG, "head_dim": 16}}, "cpu", 1, "16: .* 32"),
+        ({"config": {**CONFIG, "head_dim": 16, "model_type": "qwen2"}}, "cpu", 1, "--kv-channels"),
         (
             {"config": {**CONFIG, "num_key_value_heads": 8, "num_attention_heads": 24}, "tensor_parallel": 6},
             "npu",
             6,
-            "6 neither divides nor is a multiple of the 8 query groups",
+            "6 .* 8 query groups",
         ),
         (
             {"tensor_parallel": 4, "config": {**CONFIG, "intermediate_size": 98}},
             "npu",
             4,
-            "4 does not divide --ffn-hidden-size 98",
+            "4 .* --ffn-hidden-size 98",
         ),
-        ({"kv_cache_bytes": 65535}, "cpu", 1, "64 tokens with its prompt needs 6.1e-05 GiB of KV cache"),
+        ({"kv_cache_bytes": 65535}, "cpu", 1, "64 tokens .* 6.1e-05 GiB"),
     ],
 )
 def test_options_that_cannot_work(change, kind, world, message) -> None:
@@ -369,7 +369,7 @@ def engine_of(*layers):
 def test_kernels_that_permute_experts_in_place_are_refused(layer, named) -> None:
     plain = [torch.nn.Linear(2, 2), Experts("TRITON", flashinfer_cutlass_moe_enabled=False), Experts("OOT"), Experts()]
     vllm_api.demand_plain_experts(engine_of(*plain))
-    with pytest.raises(ValueError, match=named + ", which keeps their weights in an order of its own"):
+    with pytest.raises(ValueError, match=named):
         vllm_api.demand_plain_experts(engine_of(*plain[:2], layer))
 
 

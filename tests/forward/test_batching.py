@@ -99,7 +99,7 @@ def test_steps_keep_their_rows_and_interleaved_pipelines_get_whole_rounds():
     found = plan_tokens(plain, lengths, TokenBudget(200, packed=True, rounds_of=2))
     assert [s.ids for s in found] == [s.ids for s in plain]
     assert [len(s.of_rank(0)) for s in found] == [2, 2], "one would do"
-    with pytest.raises(ValueError, match="1 rows of an optimizer step and rank do not make micro-batches in multiples"):
+    with pytest.raises(ValueError, match="1 rows"):
         few = plan_batches(ids[:2], global_batch_size=2, micro_batch_size=1, dp_size=2)
         plan_tokens(few, lengths, TokenBudget(200, rounds_of=2))
 
@@ -107,5 +107,5 @@ def test_steps_keep_their_rows_and_interleaved_pipelines_get_whole_rounds():
 def test_a_row_beyond_the_budget_is_named():
     ids = [SampleId(0, 0, 0), SampleId(0, 0, 1)]
     plain = plan_batches(ids, global_batch_size=2, micro_batch_size=1, dp_size=1)
-    with pytest.raises(ValueError, match="a row of 31 tokens is beyond --rl-max-tokens-per-microbatch 31; raise it"):
+    with pytest.raises(ValueError, match="31 tokens.*--rl-max-tokens-per-microbatch 31"):
         plan_tokens(plain, {ids[0]: 3, ids[1]: 31}, TokenBudget(31, multiple=2))

@@ -149,7 +149,7 @@ def test_accumulates_into_main_grad(dtype, zeroed):
 
 def test_refuses_what_does_not_fit():
     hidden, weight, labels = random_case()
-    with pytest.raises(ValueError, match="vocabulary of 321 tokens is wider than the output weight: 320 x 1 ranks"):
+    with pytest.raises(ValueError, match="321.*320 x 1"):
         chunked_token_logps(hidden, weight, labels, vocab_size=321, chunk_tokens=5)
     with pytest.raises(ValueError, match="chunks of 0 tokens"):
         chunked_token_logps(hidden, weight, labels, vocab_size=VOCAB, chunk_tokens=0)

@@ -69,7 +69,7 @@ def test_certain_tokens_have_no_nan():
 
 
 def test_a_vocabulary_wider_than_the_logits_is_refused():
-    with pytest.raises(ValueError, match="vocabulary of 17 tokens is wider than the logits: 16 x 1 ranks"):
+    with pytest.raises(ValueError, match="17.*16 x 1"):
         token_logps(torch.zeros(1, 1, 16), torch.zeros(1, 1, dtype=torch.int64), vocab_size=17)
 
 

@@ -65,9 +65,9 @@ def test_packed_sequences_do_not_see_each_other():
 
 def test_attention_refuses_what_it_would_get_wrong():
     q, k, v = tensors()
-    with pytest.raises(ValueError, match="layout 'BSH'; known: SBH, BSND, BNSD, TND"):
+    with pytest.raises(ValueError, match="'BSH'.*SBH, BSND, BNSD, TND"):
         npu_fusion_attention(q, k, v, HEADS, "BSH")
-    with pytest.raises(ValueError, match="keep_prob=0.9; attention dropout must be 0"):
+    with pytest.raises(ValueError, match="keep_prob=0.9"):
         npu_fusion_attention(q, k, v, HEADS, "BNSD", keep_prob=0.9)
 
 

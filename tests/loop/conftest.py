@@ -181,11 +181,11 @@ class Job:
         return result
 
     def rank_pid(self, rank: int) -> int:
-        """Process id of a rank, found by its environment."""
-        for agent in self.processes:
-            for child in psutil.Process(agent.pid).children(recursive=True):
-                if child.environ().get("RANK") == str(rank) and child.ppid() == agent.pid:
-                    return child.pid
+        """Process id of a rank: the launcher started it with the job's arguments and RANK."""
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+                if str(self.save) in process.cmdline() and process.environ().get("RANK") == str(rank):
+                    return process.pid
         raise AssertionError(f"no process of rank {rank}")
 
     def kill_after(
