@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,8 +12,6 @@ from mindspeed_rl_plugin.device import Device
 from mindspeed_rl_plugin.engine import vllm_api, vllm_engine
 from mindspeed_rl_plugin.engine.vllm_engine import VllmEngine, VllmOptions
 from mindspeed_rl_plugin.rows import Completion, GenerateRequest, SampleId, Sampling
-
-HERE = Path(__file__).resolve().parent
 
 CONFIG = {
     "model_type": "qwen2",
@@ -171,25 +166,3 @@ def request_of() -> Callable[..., GenerateRequest]:
         )
 
     return make
-
-
-@pytest.fixture
-def run_ranks(warm_python: str) -> Callable[..., str]:
-    """Runs a script of this folder under torchrun and returns its output; fails with the output when it fails."""
-
-    def run(script: str, *arguments: str, ranks: int, timeout: float = 240) -> str:
-        env = {**os.environ, "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "HF_HUB_OFFLINE": "1"}
-        env |= {"PYTHONPATH": str(HERE.parents[1]), "PYTHON_EXEC": warm_python}
-        command = [warm_python, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-        done = subprocess.run(
-            [*command, str(HERE / script), *arguments],
-            env=env,
-            timeout=timeout,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        assert done.returncode == 0, done.stdout[-6000:]
-        return done.stdout
-
-    return run

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 CASES = [("qwen3", 2), ("qwen2", 2), ("qwen3", 1), ("llama", 1), ("llama", 2)]
@@ -9,6 +11,6 @@ CASES = [("qwen3", 2), ("qwen2", 2), ("qwen3", 1), ("llama", 1), ("llama", 2)]
 
 @pytest.mark.slow  # the ordinary tier has it in the loop tests, at another temperature too
 @pytest.mark.parametrize(("family", "tp"), CASES)
-def test_engine_and_trainer_agree(run_ranks, family, tp) -> None:
-    output = run_ranks("agreement_ranks.py", family, str(tp), ranks=2)
-    assert output.count("agreed") == 2, output[-3000:]
+def test_engine_and_trainer_agree(torchrun, family, tp) -> None:
+    done = torchrun(Path(__file__).with_name("agreement_ranks.py"), family, tp)
+    assert done.stdout.count("agreed") == 2

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 
-@pytest.mark.parametrize("tp", [1, 2])
-def test_engines(run_ranks, tp) -> None:
-    output = run_ranks("engine_ranks.py", str(tp), ranks=2)
-    assert output.count("passed") == 2
-
-
-@pytest.mark.slow
-def test_two_engines_of_two_ranks(run_ranks) -> None:
-    output = run_ranks("engine_ranks.py", "2", ranks=4)
-    assert output.count("passed") == 4
+@pytest.mark.parametrize(("tp", "ranks"), [(1, 2), (2, 2), pytest.param(2, 4, marks=pytest.mark.slow)])
+def test_engines(torchrun, tp, ranks) -> None:
+    done = torchrun(Path(__file__).with_name("engine_ranks.py"), tp, ranks=ranks)
+    assert done.stdout.count("passed") == ranks

@@ -1,7 +1,5 @@
 """Log-probs and entropy without the logits: against the head over all logits, and gradients against numerical ones."""
 
-import os
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -196,10 +194,5 @@ def test_peak_memory():
     assert peak(lambda *args, **more: chunked_token_logps(*args, chunk_tokens=chunk, **more)) <= 2 * one_chunk + others
 
 
-def test_two_ranks(warm_python):
-    script = Path(__file__).with_name("chunked_ranks.py")
-    root = Path(__file__).parents[2]
-    command = [warm_python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
-    env = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1", "PYTHON_EXEC": warm_python}
-    done = subprocess.run(command, env=env, timeout=200, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
+def test_two_ranks(torchrun):
+    torchrun(Path(__file__).with_name("chunked_ranks.py"))

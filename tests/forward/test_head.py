@@ -1,7 +1,5 @@
 """Log-probs and entropy against torch's own log_softmax; gradients against numerical ones, TP 1 and 2."""
 
-import os
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -73,10 +71,5 @@ def test_a_vocabulary_wider_than_the_logits_is_refused():
         token_logps(torch.zeros(1, 1, 16), torch.zeros(1, 1, dtype=torch.int64), vocab_size=17)
 
 
-def test_two_ranks(warm_python):
-    script = Path(__file__).with_name("head_ranks.py")
-    root = Path(__file__).parents[2]
-    command = [warm_python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
-    env = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1", "PYTHON_EXEC": warm_python}
-    done = subprocess.run(command, env=env, timeout=120, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
+def test_two_ranks(torchrun):
+    torchrun(Path(__file__).with_name("head_ranks.py"))

@@ -1,4 +1,4 @@
-"""Snippets and torchrun jobs in processes of their own: host mode changes torch for good."""
+"""Snippets and pretraining in processes of their own: host mode changes torch for good."""
 
 from __future__ import annotations
 
@@ -36,25 +36,6 @@ def snippet():
     return run
 
 
-@pytest.fixture
-def torchrun(tmp_path, request):
-    """Run a script on n ranks; returns its stdout and stderr, fails on an error. With variables of its own, as those of
-    a checkout are, the ranks start from nothing."""
-
-    def run(script: Path, *arguments: object, ranks: int = 2, timeout: float = 150, **env: str) -> str:
-        python = sys.executable if env else request.getfixturevalue("warm_python")
-        env = {**env, "PYTHON_EXEC": python}
-        command = [python, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-        command += [str(script), *map(str, arguments)]
-        done = subprocess.run(
-            command, env=environment(**env), cwd=tmp_path, capture_output=True, text=True, timeout=timeout
-        )
-        assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
-        return done.stdout + done.stderr
-
-    return run
-
-
 MODEL = """
     --num-layers 2 --hidden-size 64 --ffn-hidden-size 128 --num-attention-heads 4 --seq-length 32
     --max-position-embeddings 64 --micro-batch-size 2 --global-batch-size 8 --lr 1e-3 --min-lr 1e-4
@@ -74,7 +55,8 @@ def pretrain(torchrun, tmp_path):
         record = tmp_path / "steps.jsonl"
         record.unlink(missing_ok=True)
         arguments = [script, *MODEL.split(), "--train-iters", iterations, *flags]
-        torchrun(HERE / "recorded_pretrain.py", record, *arguments, ranks=ranks, **env)
+        command = [HERE / "recorded_pretrain.py", record, *arguments]
+        torchrun(*command, ranks=ranks, cwd=tmp_path, cold=bool(env), **env)
         return [json.loads(line) for line in record.read_text().splitlines()]
 
     return run

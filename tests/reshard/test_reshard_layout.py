@@ -3,7 +3,6 @@
 import argparse
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -354,9 +353,9 @@ def test_families_have_traits_of_their_own(monkeypatch):
         find_family(qkv_bias=False, qk_norm=False)
 
 
-def test_ranks_and_layers_are_megatrons():
+def test_ranks_and_layers_are_megatrons(warm_python):
     """Every rank's coordinates and layers, over many layouts, as Megatron's own functions give them."""
     worker = Path(__file__).parent / "megatron_placement.py"
-    done = subprocess.run([sys.executable, str(worker)], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([warm_python, str(worker)], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "placements agree" in done.stdout

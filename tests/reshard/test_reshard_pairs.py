@@ -4,9 +4,6 @@ One launch has one engine and trains in several layouts, since starting costs mo
 """
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -37,26 +34,17 @@ EXPERTS_4 = [
 ]
 
 
-def check(ranks: int, family: str, generate, cases, limit: float = AGREEMENT) -> None:
+def check(torchrun, ranks: int, family: str, generate, cases, limit: float = AGREEMENT) -> None:
     job = dict(family=family, generate=generate, cases=cases, limit=limit)
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", str(WORKER)]
-        + [json.dumps(job)],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=400,
-    )
-    said = [line for line in done.stderr.splitlines() if "leaked" not in line]  # of triton, at every end
-    assert done.returncode == 0, done.stdout[-1000:] + "\n".join(said)[-8000:]
+    done = torchrun(WORKER, json.dumps(job), ranks=ranks, timeout=400)
     passed = [line for line in done.stdout.splitlines() if line.startswith("passed")]
     print("\n".join(passed))
     assert [line.split()[1] for line in passed] == [case["name"] for case in cases]
 
 
 @pytest.mark.slow
-def test_experts_on_two_ranks():
-    check(2, "qwen3_moe", (2, 2), EXPERTS_2[:2])
+def test_experts_on_two_ranks(torchrun):
+    check(torchrun, 2, "qwen3_moe", (2, 2), EXPERTS_2[:2])
 
 
 @pytest.mark.slow
@@ -76,5 +64,5 @@ def test_experts_on_two_ranks():
         (4, "deepseek_v3", (2, 1), EXPERTS_4),
     ],
 )
-def test_pairs(ranks, family, generate, cases):
-    check(ranks, family, generate, cases)
+def test_pairs(torchrun, ranks, family, generate, cases):
+    check(torchrun, ranks, family, generate, cases)

@@ -4,8 +4,6 @@ One launch runs several layouts, since starting Megatron costs more than a case.
 """
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -26,34 +24,27 @@ FOUR_RANKS = [
 ]
 
 
-def launch(ranks, cases, breaks=False):
+def launch(torchrun, ranks, cases, breaks=False):
     """Output lines of rank 0."""
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", str(WORKER)]
-        + [json.dumps({"cases": cases, "break": breaks})],
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+    done = torchrun(WORKER, json.dumps({"cases": cases, "break": breaks}), ranks=ranks)
     return [line for line in done.stdout.splitlines() if line.startswith("passed")]
 
 
-def test_two_ranks():
-    lines = launch(2, TWO_RANKS, breaks=True)
+def test_two_ranks(torchrun):
+    lines = launch(torchrun, 2, TWO_RANKS, breaks=True)
     assert [line.split()[1] for line in lines] == [case["name"] for case in TWO_RANKS] + ["deadline", "death"]
     digest = {line.split()[1]: line.split()[-1] for line in lines}
     assert digest["tp2"] == digest["dp2-distributed-fp32"]  # the same model in two layouts
 
 
-def test_four_ranks():
-    assert [line.split()[1] for line in launch(4, FOUR_RANKS)] == [case["name"] for case in FOUR_RANKS]
+def test_four_ranks(torchrun):
+    assert [line.split()[1] for line in launch(torchrun, 4, FOUR_RANKS)] == [case["name"] for case in FOUR_RANKS]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("distributed", [False, True])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_more_layouts(distributed, dtype):
+def test_more_layouts(torchrun, distributed, dtype):
     cases = [
         dict(name=f"{family}-tp{tp}-pp{pp}-vpp{vpp}-{tied}", family=family, tp=tp, pp=pp, vpp=vpp, tied=tied)
         | dict(distributed=distributed, dtype=dtype, engine_dtype=dtype, generate=[1, 2, 4])
@@ -64,4 +55,4 @@ def test_more_layouts(distributed, dtype):
             ("qwen2", 1, 4, 1, True),
         ]
     ]
-    assert len(launch(4, cases)) == len(cases)
+    assert len(launch(torchrun, 4, cases)) == len(cases)

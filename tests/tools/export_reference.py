@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import torch
@@ -18,22 +15,6 @@ RUN = (
     "--no-save-optim --transformer-impl local --no-persist-layer-norm --no-gradient-accumulation-fusion "
     "--no-masked-softmax-fusion --no-bias-swiglu-fusion --no-rope-fusion --no-bias-dropout-fusion"
 )
-
-
-def launch(*words, ranks: int = 4) -> str:
-    """Output of a worker on some ranks, which must end well."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    done = subprocess.run(
-        [*torchrun, *map(str, words)],
-        cwd=ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    said = [line for line in done.stderr.splitlines() if "leaked" not in line]  # of triton, at every end
-    assert done.returncode == 0, done.stdout[-1000:] + "\n".join(said)[-8000:]
-    return done.stdout
 
 
 def transformers_logps(directory: Path) -> list[torch.Tensor]:

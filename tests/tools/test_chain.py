@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from mindspeed_rl_plugin.__main__ import main as plugin
 
 sys.path.insert(0, str(Path(__file__).parent))
-from export_reference import LENGTH, LIMIT, ROOT, RUN, VOCAB, launch, transformers_logps, worst  # noqa: E402
+from export_reference import LENGTH, LIMIT, ROOT, RUN, VOCAB, transformers_logps, worst  # noqa: E402
 
 EXPERTS = dict(moe_intermediate_size=48, num_experts_per_tok=2)
 FAMILIES = {
@@ -63,7 +63,7 @@ def random_model(family: str, directory: Path) -> dict[str, torch.Tensor]:
         pytest.param("deepseek_v3", "tp2,pp2,first1", (2, 1), marks=pytest.mark.slow),
     ],
 )
-def test_chain(family, train, generate, tmp_path, capsys):
+def test_chain(torchrun, family, train, generate, tmp_path, capsys):
     hf, ckpt, save, back = (tmp_path / name for name in ("hf", "ckpt", "save", "back"))
     weights = random_model(family, hf)
     assert plugin(["import", "--load", str(hf), "--out", str(ckpt), "--train", train]) == 0
@@ -75,7 +75,8 @@ def test_chain(family, train, generate, tmp_path, capsys):
     job = dict(out=str(tmp_path / "logps.pt"), hf=str(hf), generate=generate, limit=LIMIT)
     worker, script = Path(__file__).parent / "chain_ranks.py", ROOT / "examples" / "pretrain_gpt.py"
     ranks = 4 if "pp2" in train and "tp2" in train else 2
-    out = launch(worker, json.dumps(job), script, *flags, *STILL.split(), "--load", ckpt, "--save", save, ranks=ranks)
+    run = (*flags, *STILL.split(), "--load", ckpt, "--save", save)
+    out = torchrun(worker, json.dumps(job), script, *run, ranks=ranks, cwd=ROOT).stdout
     print(next(line for line in out.splitlines() if line.startswith("engine and trainer differ by")))
     assert worst(torch.load(tmp_path / "logps.pt"), transformers_logps(hf)) < LIMIT
     assert plugin(["export", "--load", str(save), "--out", str(back)]) == 0

@@ -10,20 +10,20 @@ import torch
 from mindspeed_rl_plugin.__main__ import main as plugin
 
 sys.path.insert(0, str(Path(__file__).parent))
-from export_reference import LENGTH, LIMIT, ROOT, RUN, VOCAB, launch, transformers_logps, worst  # noqa: E402
+from export_reference import LENGTH, LIMIT, ROOT, RUN, VOCAB, transformers_logps, worst  # noqa: E402
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
-def test_other_families(family, tmp_path, capsys):
-    round_trip(family, tmp_path, capsys)
+def test_other_families(torchrun, family, tmp_path, capsys):
+    round_trip(torchrun, family, tmp_path, capsys)
 
 
-def test_megatron_and_transformers_agree(tmp_path, capsys):
-    round_trip("qwen3", tmp_path, capsys)
+def test_megatron_and_transformers_agree(torchrun, tmp_path, capsys):
+    round_trip(torchrun, "qwen3", tmp_path, capsys)
 
 
-def round_trip(family: str, tmp_path: Path, capsys) -> None:
+def round_trip(torchrun, family: str, tmp_path: Path, capsys) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(3)
@@ -49,7 +49,8 @@ def round_trip(family: str, tmp_path: Path, capsys) -> None:
     assert plugin(["import", "--load", str(hf), "--out", str(ckpt), "--train", "tp2,pp2,first1"]) == 0
     flags = shlex.split(capsys.readouterr().out.strip().splitlines()[-1])
     worker, script = Path(__file__).parent / "export_ranks.py", ROOT / "examples" / "pretrain_gpt.py"
-    launch(worker, tmp_path / "logps.pt", script, *flags, *RUN.split(), "--load", ckpt, "--save", save)
+    run = (*flags, *RUN.split(), "--load", ckpt, "--save", save)
+    torchrun(worker, tmp_path / "logps.pt", script, *run, ranks=4, cwd=ROOT)
     assert plugin(["export", "--load", str(save), "--out", str(back)]) == 0
     before, after = torch.load(tmp_path / "logps.pt")
     assert worst(before, transformers_logps(hf)) < LIMIT

@@ -1,9 +1,6 @@
 """A synthetic rollout on disk, and a way to run a script of `ranks/` under torchrun."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -46,25 +43,20 @@ def rollout() -> Rows:
 
 
 @pytest.fixture(scope="session")
-def run_cases(rollout, tmp_path_factory, request):
-    """`run_cases(script, ranks, cases, checkout=None)` -> {case: what the script saved}. A checkout of Megatron is
-    imported by new processes, the installed one by the server of warm ones."""
+def run_cases(rollout, tmp_path_factory, torchrun):
+    """`run_cases(script, ranks, cases, checkout=None)` -> {case: what the script saved}."""
 
-    def run(script, ranks, cases, checkout=None, timeout=240):
+    def run(script, ranks, cases, checkout=None):
         folder = tmp_path_factory.mktemp(Path(script).stem)
         columns = {k: vars(c) for k, c in rollout.columns.items()}
         torch.save({"ids": torch.tensor(rollout.ids), **columns}, folder / "rollout.pt")
         (folder / "cases.json").write_text(json.dumps(cases))
-        paths = [*([str(checkout)] if checkout else []), str(HERE.parents[1])]
-        python = sys.executable if checkout else request.getfixturevalue("warm_python")
-        env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "PYTHON_EXEC": python}
-        command = [python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-        command += [str(HERE / "ranks" / script), str(folder)]
-        done = subprocess.run(command, env=env, timeout=timeout, capture_output=True, text=True)
-        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+        other = {"PYTHONPATH": str(checkout), "cold": True} if checkout else {}
+        torchrun(HERE / "ranks" / script, folder, ranks=ranks, **other)
         return {name: torch.load(folder / f"{name}.pt") for name in cases}
 
     return run
+
 
 @pytest.fixture
 def assert_same():
