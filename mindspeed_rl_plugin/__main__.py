@@ -14,6 +14,7 @@ import sys
 SUBCOMMANDS: dict[str, tuple[str, str]] = {
     "algorithms": ("tools.algorithms", "presets of --rl-algorithm, their parts and sources"),
     "export": ("tools.convert.to_hf", "a Megatron checkpoint as a Hugging Face model"),
+    "flags": ("tools.flags", "the flags of the plugin, all or those with a WORD in them"),
     "import": ("tools.convert.to_megatron", "a Hugging Face model as a Megatron checkpoint"),
     "patch": ("tools.patch", "check, apply or revert the one-line patch of a checkout"),
     "plan": ("tools.plan.plan", "memory, bytes, seconds of a reshard (--dock: of a rollout), on no machine"),
@@ -29,7 +30,7 @@ def usage() -> str:
         "       python -m mindspeed_rl_plugin COMMAND [ARGS]",
         "",
         "Runs a Megatron-LM or MindSpeed entry script with reinforcement learning attached. Without --rl-algorithm",
-        "the script does exactly what it does alone. `SCRIPT.py --help` lists the --rl-* flags.",
+        "the script does exactly what it does alone. `flags` lists the --rl-* flags.",
         "",
         "commands (each has --help):",
     ]

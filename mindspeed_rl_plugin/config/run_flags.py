@@ -155,9 +155,10 @@ class ReshardConfig:
 
     reshard: str = flag(
         "stream",
-        "how weights come to the engine: stream (what a rank lacks, bucket by bucket), allgather (all shards into a "
-        "temporary buffer), naive (all shards; the training weights stay on the device during generation)",
-        choices=("naive", "allgather", "stream"),
+        "how weights come to the engine: stream (what a rank lacks, bucket by bucket) or allgather (all shards into a "
+        "temporary buffer, as in the paper)",
+        choices=("stream", "allgather"),
+        gone=(("naive", "it is an arm of benchmarks/reshard.py; give allgather"),),
     )
     swap: tuple[str, ...] = flag(
         ("params", "grads", "optimizer"),
@@ -174,20 +175,18 @@ class ReshardConfig:
 
     @property
     def offloaded(self) -> tuple[str, ...]:
-        """What leaves the device during generation: `naive` keeps the training weights there."""
-        return tuple(n for n in self.swap_names if n not in ("none", "params" if self.reshard == "naive" else "none"))
+        """What leaves the device during generation."""
+        return tuple(name for name in self.swap_names if name != "none")
 
 
 @dataclass(frozen=True)
 class DockConfig:
     """The transfer dock, where the stages leave rows for each other."""
 
-    dock: str = flag(
-        "auto",
-        "where rows lie: local (the first rank's process), shm (shared memory of each machine), ray (the same, kept by "
-        "a process that Ray places on each machine and restarts; joins RAY_ADDRESS or starts Ray for the job), auto: "
-        "local for one rank, shm for several, ray on several machines where RAY_ADDRESS is set",
-        choices=("auto", "local", "shm", "ray"),
+    dock: str | None = flag(
+        None,
+        "ignored, whatever its value: rows are in shared memory on each machine, and cross machines by TCP",
+        pairs=True,
     )
     dock_gb: float = flag(0.0, "most that the rows of one machine may take; 0 means no limit", unit="GiB", least=0)
     dock_rows: int = flag(0, "most rows that one machine may hold; 0 means no limit", unit="rows", least=0)

@@ -78,6 +78,8 @@ def warnings(args: Any) -> list[str]:
                 f"reward {spec.name!r} has a tokenizer of its own: it is given prompts and responses as text, and "
                 "tokenizes them again"
             )
+    if config.dock.dock is not None:
+        lines.append(f"--rl-dock {config.dock.dock} is ignored: there is one dock for all numbers of machines")
     cut = "responses are sampled from a cut distribution, so the ratio of the update is biased"
     if rollout.top_p < 1:
         lines.append(f"--rl-top-p {rollout.top_p}: {cut}")

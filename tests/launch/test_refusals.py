@@ -331,6 +331,12 @@ def test_warnings(build, tmp_path):
     lines = checks.warnings(build({"--rl-top-p": ["0.9"], "--rl-top-k": ["50"], "--rl-clip-low": ["1"]}))
     assert [line.split(":")[0] for line in lines] == ["--rl-top-p 0.9", "--rl-top-k 50", "--rl-clip-low 1.0"]
     assert checks.warnings(build({"--rl-clip-low": ["0.9"]})) == checks.warnings(build({})) == []
+    for algorithm in ("grpo", "dpo"):
+        args = build(
+            {"--rl-dock": ["anything"]} | ({k: v and v.split() for k, v in DPO.items()} if algorithm == "dpo" else {})
+        )
+        checks.check_args(args)
+        assert [line.split(":")[0] for line in checks.warnings(args)] == ["--rl-dock anything is ignored"]
     # Two tokenizers of one size.
     for name, vocab in (("tokenizer", '{"a": 0, "b": 1}'), ("same", '{"a": 0, "b": 1}'), ("other", '{"b": 0, "a": 1}')):
         (tmp_path / name).mkdir(exist_ok=True)

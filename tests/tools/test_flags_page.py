@@ -1,0 +1,28 @@
+"""`flags`: all flags in groups, those with a word, and the page that is generated from them."""
+
+from pathlib import Path
+
+from mindspeed_rl_plugin.config import flag_names
+from mindspeed_rl_plugin.tools import flags
+
+PAGE = Path(__file__).parents[2] / "docs" / "flags.md"
+
+
+def test_the_page_is_what_the_command_prints(capsys):
+    assert flags.main(["--markdown"]) == 0
+    assert capsys.readouterr().out == PAGE.read_text(), "python -m mindspeed_rl_plugin flags --markdown > docs/flags.md"
+
+
+def test_every_flag_is_listed_in_at_most_100_columns(capsys):
+    assert flags.main([]) == 0
+    text = capsys.readouterr().out
+    listed = {word.rstrip(",") for line in text.splitlines() if line.startswith("  --") for word in line.split()}
+    assert {name for name in flag_names() if not name.startswith("--no-")} <= listed
+    assert max(map(len, text.splitlines())) <= flags.WIDTH
+
+
+def test_a_word_narrows_the_list(capsys):
+    assert flags.main(["Temperature"]) == 0
+    shown = [line.split()[0] for line in capsys.readouterr().out.splitlines() if line.startswith("  --")]
+    assert "--rl-temperature" in shown and len(shown) == 3
+    assert flags.main(["xyzzy"]) == 1
