@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mindspeed_rl_plugin.reshard.layout import EngineParallel, ModelShape, Parallel
@@ -25,13 +25,12 @@ from mindspeed_rl_plugin.tools.layout_args import (
     train_layout,
 )
 from mindspeed_rl_plugin.tools.plan import dock_volume
-from mindspeed_rl_plugin.tools.plan.estimate import COMMON, EXPERT, MODES, TENSOR, Cost, Estimate, Machine, estimate
-from mindspeed_rl_plugin.tools.plan.script_args import DEFAULT_BUCKET_MB, Script, read_script
+from mindspeed_rl_plugin.tools.plan.estimate import COMMON, EXPERT, MODES, TENSOR, Estimate, Machine, estimate
+from mindspeed_rl_plugin.tools.plan.script_args import Script, read_script
 from mindspeed_rl_plugin.tools.text_table import aligned
 
 GB = 1e9
 RUN_DEFAULT = "tp1"  # engines of a run without --rl-generate-tp
-Unit = Callable[[float], str]
 
 
 def main(argv: list[str]) -> int:
@@ -77,94 +76,73 @@ def _parser() -> argparse.ArgumentParser:
 
 def report(options: argparse.Namespace) -> list[str]:
     """Lines of the plan. Raises ValueError where the layouts do not fit together."""
-    least = {"node": 1, "bucket_mb": 1, "world": 1, "vocab": 1, "generate_world": 1, "generate_first": 0}
-    for name, limit in {**dict.fromkeys(("near", "far", "host", "device_gb")), **least}.items():
-        value = getattr(options, name)
-        if value is not None and (value <= 0 if limit is None else value < limit):
-            what = "greater than 0" if limit is None else f"at least {limit}"
-            raise ValueError(f"--{name.replace('_', '-')} must be {what}, got {value}")
-    script = read_script(options.script, options.vocab) if options.script else None
-    notes = list(script.notes) if script else []
-    shape, train = _trainer(options, script)
-    engine, engines = _engines(options, script, shape, train, notes)
+    _check_numbers(options)
+    run = _run(options)
     machine = Machine(
-        node_size=options.node or (script.node if script else None) or 8,
+        node_size=run.node or 8,
         near=options.near * GB,
         far=options.far * GB,
         host=options.host * GB,
         device_bytes=int(options.device_gb * GB),
     )
-    bucket_mb = options.bucket_mb or (script.bucket_mb if script else DEFAULT_BUCKET_MB)
+    engine, engines, notes = _engines(options, run)
     plan = estimate(
-        shape,
-        train,
+        run.shape,
+        run.train,
         engine,
         engines,
         machine,
         first=options.generate_first,
-        itemsize=options.weight_bytes or (script.itemsize if script else 2),
-        engine_itemsize=options.weight_bytes or (script.engine_itemsize if script else 2),
+        itemsize=run.itemsize,
+        engine_itemsize=run.engine_itemsize,
         grad_bytes=options.grad_bytes,
-        distributed=not options.no_distributed_optimizer and (script is None or script.distributed),
-        critic=options.critic or (script is not None and script.critic),
-        bucket_bytes=bucket_mb << 20,
+        distributed=run.distributed,
+        critic=run.critic,
+        bucket_bytes=run.bucket_mb << 20,
     )
-    name, size = ("GB", GB) if plan.weights.sum() >= GB else ("MB", 1e6)
-
-    def unit(count: float) -> str:
-        return f"{count / size:.2f}"
-
-    tw, ew, cw = (unit(plan.weights[kind]) for kind in (TENSOR, EXPERT, COMMON))
+    shown = _Shown(plan, run, machine)
     last = options.generate_first + engines * engine.ranks - 1
-    counts = [str(sum(map(len, train.stage_layers(shape.layers, p)))) for p in range(train.pp)]
-    experts = f", experts etp{train.expert_tp} ep{train.ep} dp{train.edp}" if shape.moe_layers else ""
     return [
         f"links   assumed, give your own: {options.near:g} GB/s between ranks of a node of {machine.node_size} "
         f"(--near, --node), {options.far:g} GB/s a node to others (--far), {options.host:g} GB/s a device to its host "
         "(--host)",
-        f"model   {options.model or options.script}: {shape.family}, {unit(plan.weights.sum())} {name} of weights (TW, "
-        f"cut by tensor parallelism, {tw}; EW, routed experts, {ew}; common, whole on every rank, {cw})",
-        f"train   tp{train.tp} pp{train.pp} vpp{train.vpp} cp{train.cp} dp{train.dp}{experts}: {train.world} ranks, "
-        f"layers a stage {counts[0] if len(set(counts)) == 1 else ','.join(counts)}",
+        *shown.trainer(options.model or options.script),
         f"engines {engines} x (tp{engine.tp} ep{engine.ep}: {engine.ranks} ranks), on ranks {options.generate_first} "
         f"to {last}",
-        *(f"note: {note}" for note in notes),
-        *(f"a run refuses: {line}" for line in (script.refused if script else ())),
-        "",
-        *_memory(plan, machine, unit, name, bucket_mb),
-        *_host(plan, machine, unit, name, script),
-        "",
-        *_traffic(plan, unit, name),
-        "",
-        *_equation(plan, unit, name, engine),
+        *(f"note: {note}" for note in (*run.notes, *notes)),
+        *(f"a run refuses: {line}" for line in run.refused),
+        *("", *shown.memory(), shown.host(), "", *shown.traffic(), "", *shown.equation(engine)),
     ]
 
 
-def _engines(
-    options: argparse.Namespace, script: Script | None, shape: ModelShape, train: Parallel, notes: list[str]
-) -> tuple[EngineParallel, int]:
-    """One engine and how many: of the option, else the script's, else what a run without flags has."""
-    text = options.generate or (script.generate if script else None)
-    if text is None and script is None:
-        raise ValueError("give the engines, for example --generate tp4")
-    if text is None:
-        notes.append("the script has no --rl-generate-tp: engines of one rank, as in a run; --generate plans others")
-        text = RUN_DEFAULT
-    flag = f"--generate {text}" if options.generate else f"{options.script}, engines {text}"
-    check_experts(shape, text, flag)
-    engine, engines = engine_layout_of(text, options.generate_world or train.world)
-    check_train(shape, train, f"--train {options.train}" if options.train else f"{options.script}, trainer")
-    check_engine(shape, engine, flag)
-    if shape.groups % train.tp:
-        notes.append(f"{shape.groups} query groups are fewer than tp{train.tp}: core 0.12 and MindSpeed refuse that")
-    return engine, engines
+def _check_numbers(options: argparse.Namespace) -> None:
+    for name in ("near", "far", "host", "device_gb"):
+        if getattr(options, name) <= 0:
+            raise ValueError(f"--{name.replace('_', '-')} must be greater than 0, got {getattr(options, name)}")
+    for name in ("node", "bucket_mb", "world", "vocab", "generate_world", "generate_first"):
+        value, least = getattr(options, name), 0 if name == "generate_first" else 1
+        if value is not None and value < least:
+            raise ValueError(f"--{name.replace('_', '-')} must be at least {least}, got {value}")
 
 
-def _trainer(options: argparse.Namespace, script: Script | None) -> tuple[ModelShape, Parallel]:
-    if script is not None:
-        if options.model or options.train or options.world:
-            raise ValueError("a script says model, layout and world itself; leave out --model, --train and --world")
-        return script.shape, script.train
+def _run(options: argparse.Namespace) -> Script:
+    """What is planned: the script's run, or one of a model and a layout, with what other options say."""
+    if options.script and (options.model or options.train or options.world):
+        raise ValueError("a script says model, layout and world itself; leave out --model, --train and --world")
+    run = read_script(options.script, options.vocab) if options.script else Script(*_model(options))
+    check_train(run.shape, run.train, f"--train {options.train}" if options.train else f"{options.script}, trainer")
+    return replace(
+        run,
+        node=options.node or run.node,
+        itemsize=options.weight_bytes or run.itemsize,
+        engine_itemsize=options.weight_bytes or run.engine_itemsize,
+        distributed=run.distributed and not options.no_distributed_optimizer,
+        critic=run.critic or options.critic,
+        bucket_mb=options.bucket_mb or run.bucket_mb,
+    )
+
+
+def _model(options: argparse.Namespace) -> tuple[ModelShape, Parallel]:
     if not options.model:
         raise ValueError("give a launch script, or --model and --train")
     shape = model_shape(options.model, 1)  # an unknown name is said before a layout is asked for
@@ -177,83 +155,117 @@ def _trainer(options: argparse.Namespace, script: Script | None) -> tuple[ModelS
     return model_shape(options.model, train.tp), train
 
 
-def _memory(plan: Estimate, machine: Machine, unit: Unit, name: str, bucket_mb: int) -> list[str]:
-    f, p, c = plan.footprint, plan.footprint.policy, plan.footprint.critic
-
-    def marked(count: float) -> str:
-        return unit(count) + (" (does not fit)" if count > machine.device_bytes else "")
-
-    head = (f"{name} a device, fullest", "update", "reshard peak", "generate", f"left of {unit(machine.device_bytes)}")
-    left = unit(machine.device_bytes - f.generate)
-    rows = [head, *((mode, *map(marked, (f.update, f.peak(mode), f.generate)), left) for mode in MODES)]
-    critic = f"; critic's weights {unit(c.weights)}, gradients and optimizer {unit(c.total - c.weights)}"
-    return [
-        *aligned(rows, 1),
-        f"update: weights {unit(p.weights)}, gradients {unit(p.gradients)}, optimizer {unit(p.optimizer)}"
-        + (critic if c.total else ""),
-        "reshard peak: " + (f"weights {unit(p.weights)}, " if f.shared else "") + f"engine's weights {unit(f.generate)}"
-        f", and in allgather the whole model {unit(f.whole)}; in stream what is in flight {unit(f.in_flight)} (at most "
-        f"two buckets of {bucket_mb} MiB)",
-        f"generate: engine's weights {unit(f.generate)}; left is for the KV cache and the engine's working memory",
-        "activations, of the update as of the engine, are in no column",
-        f"swapping releases {unit(p.weights)} {name} ({p.weights / 2**30:.2f} GiB) of training weights a device to the "
-        "KV cache"
-        if f.shared
-        else "no device has both trainer and engine: nothing needs to be swapped",
-    ]
+def _engines(options: argparse.Namespace, run: Script) -> tuple[EngineParallel, int, list[str]]:
+    """One engine, how many (of the option, else the script's, else what a run without flags has), and notes."""
+    text, notes = options.generate or run.generate, []
+    if text is None and not options.script:
+        raise ValueError("give the engines, for example --generate tp4")
+    if text is None:
+        notes.append("the script has no --rl-generate-tp: engines of one rank, as in a run; --generate plans others")
+        text = RUN_DEFAULT
+    flag = f"--generate {text}" if options.generate else f"{options.script}, engines {text}"
+    check_experts(run.shape, text, flag)
+    engine, engines = engine_layout_of(text, options.generate_world or run.train.world)
+    check_engine(run.shape, engine, flag)
+    tp = run.train.tp
+    if run.shape.groups % tp:
+        notes.append(f"{run.shape.groups} query groups are fewer than tp{tp}: core 0.12 and MindSpeed refuse that")
+    return engine, engines, notes
 
 
-def _host(plan: Estimate, machine: Machine, unit: Unit, name: str, script: Script | None) -> list[str]:
-    """Host memory of a machine that is full of the fullest ranks."""
-    f, ranks = plan.footprint, machine.node_size
-    held = {"training state that is swapped out": f.offloaded if f.shared else 0}
-    if script is None or script.reference is not False:
-        held["copy of the reference (with a KL term, or DPO)"] = f.policy.weights
-    held["engine's weights while it sleeps (on an accelerator)"] = f.generate
-    if script and script.dock_bytes:
-        held["dock"] = script.dock_bytes / script.train.world
-    total = ranks * sum(held.values())
-    more = "; and the dock, by `plan --dock` or of a script with RL flags"
-    more = "" if script and script.reference is not None else more
-    return [
-        f"host memory a machine of {ranks} ranks, at most {unit(total)} {name}: "
-        + ", ".join(f"{what} {unit(ranks * each)}" for what, each in held.items())
-        + more
-    ]
+@dataclass(frozen=True)
+class _Shown:
+    """The figures as lines; in MB where the whole model is below one GB."""
 
+    plan: Estimate
+    run: Script
+    machine: Machine
 
-def _traffic(plan: Estimate, unit: Unit, name: str) -> list[str]:
-    head = (f"{name} moved", "received, mean", "most", "from other nodes", "sent, most", "node in", "node out")
-    rows = [(*head, "s in node", "s between", "s")]
-    rows += [(mode, *map(unit, _bytes(cost)), *_seconds(cost)) for mode, cost in plan.costs.items()]
-    stream, whole = (plan.costs[mode].flow.received.sum() for mode in ("stream", "allgather"))
-    return [
-        *aligned(rows, 1),
-        "received and sent: of one rank; node in and out: all ranks of the busiest node together",
-        f"weights to the host: {plan.out_seconds:.2f} s, and back again",
-        f"stream receives {whole / stream:.1f} times fewer bytes than allgather"
-        if stream
-        else "stream receives nothing: every rank has what its engine needs",
-    ]
+    @property
+    def name(self) -> str:
+        return "GB" if self.plan.weights.sum() >= GB else "MB"
 
+    def unit(self, nbytes: float) -> str:
+        return f"{nbytes / (GB if self.name == 'GB' else 1e6):.2f}"
 
-def _bytes(cost: Cost) -> tuple[float, ...]:
-    f = cost.flow
-    receivers = f.received[f.received > 0]
-    mean = receivers.mean() if len(receivers) else 0
-    return (mean, f.received.max(), f.received_far.max(), f.sent.max(), f.node_in.max(), f.node_out.max())
+    def trainer(self, source: str | Path) -> list[str]:
+        shape, t, weights = self.run.shape, self.run.train, self.plan.weights
+        tw, ew, cw = (self.unit(weights[kind]) for kind in (TENSOR, EXPERT, COMMON))
+        counts = [str(sum(map(len, t.stage_layers(shape.layers, p)))) for p in range(t.pp)]
+        experts = f", experts etp{t.expert_tp} ep{t.ep} dp{t.edp}" if shape.moe_layers else ""
+        return [
+            f"model   {source}: {shape.family}, {self.unit(weights.sum())} {self.name} of weights (TW, cut by tensor "
+            f"parallelism, {tw}; EW, routed experts, {ew}; common, whole on every rank, {cw})",
+            f"train   tp{t.tp} pp{t.pp} vpp{t.vpp} cp{t.cp} dp{t.dp}{experts}: {t.world} ranks, layers a stage "
+            f"{counts[0] if len(set(counts)) == 1 else ','.join(counts)}",
+        ]
 
+    def memory(self) -> list[str]:
+        f, unit, most = self.plan.footprint, self.unit, self.machine.device_bytes
+        p, c = f.policy, f.critic
 
-def _seconds(cost: Cost) -> tuple[str, ...]:
-    return tuple(f"{s:.2f}" for s in (cost.near_seconds, cost.far_seconds, cost.seconds))
+        def marked(nbytes: float) -> str:
+            return unit(nbytes) + (" (does not fit)" if nbytes > most else "")
 
+        head = (f"{self.name} a device, fullest", "update", "reshard peak", "generate", f"left of {unit(most)}")
+        left = unit(most - f.generate)
+        modes = [(mode, *map(marked, (f.update, f.peak(mode), f.generate)), left) for mode in MODES]
+        critic = f"; critic's weights {unit(c.weights)}, gradients and optimizer {unit(c.total - c.weights)}"
+        return [
+            *aligned([head, *modes], 1),
+            f"update: weights {unit(p.weights)}, gradients {unit(p.gradients)}, optimizer {unit(p.optimizer)}"
+            + (critic if c.total else ""),
+            "reshard peak: " + (f"weights {unit(p.weights)}, " if f.shared else "") + f"engine's weights "
+            f"{unit(f.generate)}, and in allgather the whole model {unit(f.whole)}; in stream what is in flight "
+            f"{unit(f.in_flight)} (at most two buckets of {self.run.bucket_mb} MiB)",
+            f"generate: engine's weights {unit(f.generate)}; left is for the KV cache and the engine's working memory",
+            "activations, of the update as of the engine, are in no column",
+            f"swapping releases {unit(p.weights)} {self.name} ({p.weights / 2**30:.2f} GiB) of training weights a "
+            "device to the KV cache"
+            if f.shared
+            else "no device has both trainer and engine: nothing needs to be swapped",
+        ]
 
-def _equation(plan: Estimate, unit: Unit, name: str, engine: EngineParallel) -> list[str]:
-    devices = "one device" if engine.tp == 1 else f"{engine.tp} devices (tp{engine.tp})"
-    return [
-        f"Eq. 3 of the paper: R = GDP x (TW / UTP + EW / GEP) = {plan.gdp} x ({unit(plan.weights[TENSOR])} / "
-        f"{plan.utp} + {unit(plan.weights[EXPERT])} / {plan.gep}) = {unit(plan.redundant)} {name} of redundant weights "
-        f"in all, R / GDP = {unit(plan.redundant / plan.gdp)} {name}",
-        f"GDP: data parallel ranks in generation, each {devices}; UTP: tensor parallel ranks in the update; GEP: "
-        "expert parallel ranks in generation",
-    ]
+    def host(self) -> str:
+        """Host memory of a machine that is full of the fullest ranks."""
+        f, ranks, held = self.plan.footprint, self.machine.node_size, {}
+        held["training state that is swapped out"] = f.offloaded if f.shared else 0
+        if self.run.reference is not False:
+            held["copy of the reference (with a KL term, or DPO)"] = f.policy.weights
+        held["engine's weights while it sleeps (on an accelerator)"] = f.generate
+        if self.run.dock_bytes:
+            held["dock"] = self.run.dock_bytes / self.run.train.world
+        parts = ", ".join(f"{what} {self.unit(ranks * each)}" for what, each in held.items())
+        more = "; and the dock, by `plan --dock` or of a script with RL flags" if self.run.reference is None else ""
+        total = self.unit(ranks * sum(held.values()))
+        return f"host memory a machine of {ranks} ranks, at most {total} {self.name}: {parts}{more}"
+
+    def traffic(self) -> list[str]:
+        head = (f"{self.name} moved", "received, mean", "most", "from other nodes", "sent, most", "node in", "node out")
+        rows = [(*head, "s in node", "s between", "s")]
+        for mode, cost in self.plan.costs.items():
+            flow, seconds = cost.flow, (cost.near_seconds, cost.far_seconds, cost.seconds)
+            receivers = flow.received[flow.received > 0]
+            most = (flow.received, flow.received_far, flow.sent, flow.node_in, flow.node_out)
+            nbytes = (receivers.mean() if len(receivers) else 0, *(array.max() for array in most))
+            rows.append((mode, *map(self.unit, nbytes), *(f"{s:.2f}" for s in seconds)))
+        whole, stream = (self.plan.costs[mode].flow.received.sum() for mode in MODES)
+        return [
+            *aligned(rows, 1),
+            "received and sent: of one rank; node in and out: all ranks of the busiest node together",
+            f"weights to the host: {self.plan.out_seconds:.2f} s, and back again",
+            f"stream receives {whole / stream:.1f} times fewer bytes than allgather"
+            if stream
+            else "stream receives nothing: every rank has what its engine needs",
+        ]
+
+    def equation(self, engine: EngineParallel) -> list[str]:
+        plan, unit = self.plan, self.unit
+        devices = "one device" if engine.tp == 1 else f"{engine.tp} devices (tp{engine.tp})"
+        return [
+            f"Eq. 3 of the paper: R = GDP x (TW / UTP + EW / GEP) = {plan.gdp} x ({unit(plan.weights[TENSOR])} / "
+            f"{plan.utp} + {unit(plan.weights[EXPERT])} / {plan.gep}) = {unit(plan.redundant)} {self.name} of "
+            f"redundant weights in all, R / GDP = {unit(plan.redundant / plan.gdp)} {self.name}",
+            f"GDP: data parallel ranks in generation, each {devices}; UTP: tensor parallel ranks in the update; GEP: "
+            "expert parallel ranks in generation",
+        ]

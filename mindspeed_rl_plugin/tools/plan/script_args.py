@@ -60,7 +60,7 @@ _TOKENIZERS = ("--rl-tokenizer", "--rl-hf-model", "--tokenizer-model", "--tokeni
 
 @dataclass(frozen=True)
 class Script:
-    """What a launch script asks for.
+    """What a launch script asks for; its defaults are those of a model and a layout alone.
 
     itemsize, engine_itemsize: bytes of a weight of the trainer and of the engine; generate, bucket_mb: its RL flags
     where it has them, the first as `layout_args.engine_layout_of` reads it; critic, reference: whether its algorithm
@@ -71,16 +71,16 @@ class Script:
 
     shape: ModelShape
     train: Parallel
-    itemsize: int
-    engine_itemsize: int
-    distributed: bool
-    generate: str | None
-    bucket_mb: int
-    critic: bool
-    reference: bool | None
-    dock_bytes: float
-    notes: tuple[str, ...]
-    refused: tuple[str, ...]
+    itemsize: int = 2
+    engine_itemsize: int = 2
+    distributed: bool = True
+    generate: str | None = None
+    bucket_mb: int = DEFAULT_BUCKET_MB
+    critic: bool = False
+    reference: bool | None = None
+    dock_bytes: float = 0
+    notes: tuple[str, ...] = ()
+    refused: tuple[str, ...] = ()
     node: int | None = None
 
 
