@@ -177,7 +177,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How responses are drawn. temperature 0 is greedy; top_p in (0, 1]; top_k 0 means all tokens."""
+    """How responses are sampled. temperature 0 is greedy; top_p in (0, 1]; top_k 0 means all tokens."""
 
     max_tokens: int
     temperature: float = 1.0
@@ -202,8 +202,8 @@ class GenerateRequest:
 class Completion:
     """One response, whole or partial.
 
-    tokens: R response ids, the stop token included where one was drawn; logps: R processed log-probs
-    at the sampling temperature; finish: "stop" | "length" | "abort"; version: weight version that drew it.
+    tokens: R response ids, the stop token included where one was sampled; logps: R processed log-probs
+    at the sampling temperature; finish: "stop" | "length" | "abort"; version: weight version that sampled it.
     """
 
     id: SampleId

@@ -38,8 +38,8 @@ class ValueHead(torch.nn.Module):
 
     def _load_from_state_dict(self, state: Mapping[str, Any], prefix: str, *rest: Any) -> None:
         """A language model's output layer under the same name is no value head, and leaves this one fresh."""
-        found = state.get(f"{prefix}weight")
-        if isinstance(found, Tensor) and found.shape == self.weight.shape:
+        loaded = state.get(f"{prefix}weight")
+        if isinstance(loaded, Tensor) and loaded.shape == self.weight.shape:
             super()._load_from_state_dict(state, prefix, *rest)
 
 

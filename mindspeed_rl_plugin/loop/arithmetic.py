@@ -185,7 +185,7 @@ def arithmetic_of(args: Any) -> Arithmetic | PairArithmetic:
 
 
 def derive_from_args(args: Any) -> Arithmetic:
-    """The arithmetic of an algorithm that draws responses. Raises ValueError as `derive` does."""
+    """The arithmetic of an algorithm that samples responses. Raises ValueError as `derive` does."""
     config = RLConfig.from_args(args)
     return derive(
         global_batch=args.global_batch_size,

@@ -3,7 +3,7 @@
 A group lives on a machine of the data parallel rank that trains its first member. Where that rank's pipeline lies on
 several machines, its groups take turns over these: each stage reads the tokens of every row, so most of them read from
 elsewhere wherever a row lies, and taking turns uses the memory and the links of all machines for a few percent more
-bytes than the last stage's machine alone would cost. The machine's engines draw the group, and its ranks grade it and
+bytes than the last stage's machine alone would cost. The machine's engines sample the group, its ranks grade it and
 compute its advantages, as far as the shares of engines and ranks stay equal.
 """
 

@@ -41,7 +41,7 @@ class Due:
 
 
 class Evaluate:
-    """prompts: held out; decode: response tokens to the text that graders see; samples: responses to draw a prompt for
+    """prompts: held out; decode: response tokens to the text that graders see; samples: responses of each prompt for
     pass@k, beside the greedy one."""
 
     def __init__(

@@ -27,7 +27,7 @@ PLAIN_ROUNDS = 5  # rounds without dynamic sampling: a further one only where gr
 def spec(algorithm: Algorithm, reads_valid: bool = False) -> StageSpec:
     """reads_valid: whether a user's stage before it has a say in what counts."""
     valid = ColumnSpec("valid", torch.int8, "sample", ragged=False)  # 0: trained nowhere, counted in no denominator
-    multiplicity = ColumnSpec("multiplicity", torch.int32, "sample", ragged=False)  # how often filtration drew it
+    multiplicity = ColumnSpec("multiplicity", torch.int32, "sample", ragged=False)  # how often filtration took it
     return StageSpec(
         "select",
         reads=("reward", "graded", *(("valid",) if reads_valid else ())),
@@ -212,7 +212,7 @@ class Select(Stage):
         return Rows(rows.ids, columns) if len(rows) else None
 
     def _multiplicity(self, rows: Rows, valid: Tensor) -> Tensor:
-        """`[B]` int32, how often each row is trained; rows that do not count neither draw nor are drawn."""
+        """`[B]` int32, how often each row is trained; rows that do not count neither resample nor are taken."""
         kept = valid.nonzero().flatten().tolist()
         ids, reward = [rows.ids[i] for i in kept], rows["reward"][kept] if kept else torch.empty(0)
         pools = group_index(ids) if ids else torch.empty(0, dtype=torch.int64)
@@ -221,8 +221,8 @@ class Select(Stage):
             ids = [i for theirs, _ in parts for i in theirs]
             reward = torch.tensor([r for _, theirs in parts for r in theirs], dtype=torch.float32)
             pools = torch.tensor([self.steps[i] for i in ids], dtype=torch.int64)
-        drawn = dict(zip(ids, self.algorithm.multiplicity(reward, pools, ids, self.seed).tolist(), strict=True))
-        return torch.tensor([drawn.get(i, 0) for i in rows.ids], dtype=torch.int32)
+        taken = dict(zip(ids, self.algorithm.multiplicity(reward, pools, ids, self.seed).tolist(), strict=True))
+        return torch.tensor([taken.get(i, 0) for i in rows.ids], dtype=torch.int32)
 
 
 def valid_rows(rows: Rows, dynamic: bool) -> Tensor:

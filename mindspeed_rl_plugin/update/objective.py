@@ -35,7 +35,7 @@ def objective(
     batch: with columns `advantages`, `logp_old` and `logp_ref` where the algorithm needs them, `logp_rollout`
     where known; weights: `[mb]` weight of a trained token of each row; logp, entropy: `[mb, S]`; multiplicity: `[mb]`
     how often a row counts in the tally, None: once (its weight already says so for the loss); fresh: `[mb]` bool,
-    rows that the weights of this rollout drew, None: all. The others tell nothing of how engine and trainer agree.
+    rows that the weights of this rollout sampled, None: all. The others say nothing of how engine and trainer agree.
     Returns the scalar `sum_t w_t * (c_t * policy + kl_coef * KL - entropy_coef * H)` with its gradient, c_t the
     off-policy correction where one is on, and a detached vector laid out as `WEIGHTED + PER_TOKEN + PER_SEQUENCE +
     MAXIMA`. Ratio and importance weights are tallied less 1, so that the mean of ratios of 1 is 1 to the last bit;
@@ -55,9 +55,9 @@ def objective(
     reference = batch.columns.get("logp_ref")
     kl = algorithm.kl(tokens.logp, reference[mask]) if reference is not None else zero
     rollout = batch.columns.get("logp_rollout")
-    drawn = torch.ones_like(sequence, dtype=torch.bool) if fresh is None else fresh[sequence]
+    own = torch.ones_like(sequence, dtype=torch.bool) if fresh is None else fresh[sequence]
     rollout = logp_old if rollout is None else rollout[mask]
-    correction, gap = _engine_gap(algorithm, tokens, rollout, counted, drawn)
+    correction, gap = _engine_gap(algorithm, tokens, rollout, counted, own)
 
     policy = terms.loss if correction is None else correction * terms.loss
     pg_loss = (weight * policy).sum()

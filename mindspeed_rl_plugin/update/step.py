@@ -84,7 +84,7 @@ class PolicyStep:
         `valid` and `multiplicity` only. totals: counts of the global batch, None to count them here,
         which is collective over the data parallel ranks; measured: columns that the last stage holds, None: those of
         this rank; version: of the weights that `logp_old` is of, where rows with a lower `version` (`[B]`) may be among
-        them; None: all were drawn by those weights.
+        them; None: those weights sampled all.
         Returns the totals. Raises ValueError for a missing column or a wrong number of micro-batches.
         """
         expected = num_microbatches_calculator.get_num_microbatches()
@@ -97,7 +97,7 @@ class PolicyStep:
         counts = [_trained(part) for part in rows]
         often = [part.columns.get("multiplicity", torch.ones_like(n)) for part, n in zip(rows, counts, strict=True)]
         totals = totals or self._count(counts, often)
-        # As if each row stood in the batch as often as it was drawn, at the cost of one pass over it.
+        # As if each row stood in the batch as often as filtration took it, at the cost of one pass over it.
         self._weights = [
             (self._weigh(n, totals) * k).float().to(self._device) for n, k in zip(counts, often, strict=True)
         ]
@@ -197,7 +197,7 @@ def _trained(rows: Rows) -> Tensor:
 
 
 def _sampled_by(rows: Rows, version: int | None) -> Tensor:
-    """`[mb]` bool, which rows were drawn by the weights of this version; all where it is None or rows do not say."""
+    """`[mb]` bool, which rows the weights of this version sampled; all where it is None or rows do not say."""
     if version is None or "version" not in rows.columns:
         return torch.ones(len(rows), dtype=torch.bool)
     return rows["version"] >= version

@@ -44,7 +44,7 @@ def to_metrics(tally: Tensor, totals: Totals) -> dict[str, float]:
     `loss`, `pg_loss`, `kl_loss`, `entropy_loss` are aggregated as the loss is; `ratio_mean`, `clip_fraction`,
     `entropy`, `kl` (to the reference), `kl_old` (to the policy the step started from) are means over the trained
     tokens, in nats where they have a unit; `logp_diff_mean` and `_max` (engine to trainer) are of those that this
-    rollout's weights drew, and `rollout_stale` is the share of the others. `rollout_weight_mean` and
+    rollout's weights sampled, and `rollout_stale` is the share of the others. `rollout_weight_mean` and
     `rollout_weight_outside` are over tokens the mean importance weight of the engine's samples and the share outside
     the correction's bounds, `rollout_sequence_weight_mean` and `_outside` the same of whole responses, and
     `rollout_kl` the KL of the engine's policy to the trainer's. Without any trained token the means are 0 (ratio and

@@ -104,9 +104,9 @@ def value_metrics(sums: Mapping[str, float], tokens: int) -> dict[str, float]:
     """
     n = max(tokens, 1)
     mean = {name: value / n for name, value in sums.items()}
-    found = {name: mean[name] for name in ("value_loss", "value_clip_fraction", "value_mean", "return_mean")}
+    named = {name: mean[name] for name in ("value_loss", "value_clip_fraction", "value_mean", "return_mean")}
     spread = mean["return_square"] - mean["return_mean"] ** 2
     # Below that, the difference of the two sums is their rounding error in float32.
     if spread > 1e-6 * mean["return_square"]:
-        found["explained_variance"] = 1.0 - (mean["error_square"] - mean["error"] ** 2) / spread
-    return found
+        named["explained_variance"] = 1.0 - (mean["error_square"] - mean["error"] ** 2) / spread
+    return named
