@@ -1,6 +1,6 @@
 """What flags of Megatron-LM, MindSpeed and MindSpeed-LLM mean for RL: the one table of them.
 
-A flag that is not here is neutral as far as is known. Conditions over several flags are functions of `launch.checks`;
+A flag that is not here is neutral as far as is known. Conditions over several flags are functions of `launch.upstream_checks`;
 how a model is laid out and routed is checked by `reshard.shape` and `engine.hf_moe`.
 """
 

@@ -24,8 +24,7 @@ from mindspeed_rl_plugin.critic.head import give_value_head
 from mindspeed_rl_plugin.device import get_device
 from mindspeed_rl_plugin.launch import checkpoint_files as files
 from mindspeed_rl_plugin.launch.critic_files import mark, source_folder, starts_with_head
-from mindspeed_rl_plugin.launch.model_source import on_each_chunk
-from mindspeed_rl_plugin.launch.overrides import overridden
+from mindspeed_rl_plugin.launch.megatron_setup import on_each_chunk, overridden
 from mindspeed_rl_plugin.launch.start_decision import WHOLE, weights_arguments
 from mindspeed_rl_plugin.loop.start import Start
 from mindspeed_rl_plugin.reshard.offload import gathered
@@ -49,13 +48,13 @@ def build(
     lr: float | None,
     policy: Sequence[torch.nn.Module],
 ) -> tuple[Critic, str]:
-    """The critic, loaded, and where its weights are from, in words. Collective over all ranks.
+    """The critic, loaded, and where its weights are from, for the console. Collective over all ranks.
 
     setup, positional, named: Megatron's `setup_model_and_optimizer` and the arguments of its call for the policy;
     load: `--rl-critic-load`; lr: `--rl-critic-lr`; policy: its loaded chunks. Random generators and counters of the
     run are as before. Raises ValueError where a model of the critic's kind cannot be made.
     """
-    arguments, told, has_head = _source(start, load)
+    arguments, source, has_head = _source(start, load)
     values = arguments | learning_rate(args, lr) | dict.fromkeys(_COUNTERS, 0)
     with overridden(args, {**values, "untie_embeddings_and_output_weights": True}), _same_random_state():
         call = _with_value_head(setup, positional, named)
@@ -65,7 +64,7 @@ def build(
         critic.copy_backbone(policy)
     elif not has_head:
         critic.reset_head()
-    return critic, told
+    return critic, source
 
 
 def save(save_checkpoint: Callable, critic: Critic, args: Any, iteration: int) -> None:
@@ -85,7 +84,7 @@ def learning_rate(args: Any, lr: float | None) -> dict[str, Any]:
 
 
 def _source(start: Start, load: str | None) -> tuple[dict[str, Any], str, bool]:
-    """Arguments that load the critic's weights (load None: none are), the source in words, whether it has a head."""
+    """Arguments that load the critic's weights (load None: none are), their source, whether it has a head."""
     nothing = {"load": None, "pretrained_checkpoint": None, "ckpt_step": None}
     if start.kind == "resume":
         folder = os.path.join(files.iteration_dir(start.load_dir, start.iteration), files.CRITIC)
@@ -95,8 +94,8 @@ def _source(start: Start, load: str | None) -> tuple[dict[str, Any], str, bool]:
         return nothing, "the policy's weights, with a fresh value head", False
     path = source_folder(load)
     has_head = starts_with_head(path)
-    told = f"the weights of {path}" + ("" if has_head else ", with a fresh value head")
-    return weights_arguments(path), told, has_head
+    source = f"the weights of {path}" + ("" if has_head else ", with a fresh value head")
+    return weights_arguments(path), source, has_head
 
 
 def _with_value_head(setup: Callable, positional: tuple, named: Mapping[str, Any]) -> inspect.BoundArguments:

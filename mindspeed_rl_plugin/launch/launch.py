@@ -15,12 +15,12 @@ from mindspeed_rl_plugin.algorithms import Algorithm, resolve
 from mindspeed_rl_plugin.algorithms.describe import describe as describe_algorithm
 from mindspeed_rl_plugin.config import RLConfig
 from mindspeed_rl_plugin.launch import checkpoint_files as files
-from mindspeed_rl_plugin.launch import checks, critic_files, lr_schedule, model_source
+from mindspeed_rl_plugin.launch import critic_files, flag_checks, lr_schedule, megatron_setup
 from mindspeed_rl_plugin.launch.disk import small_disk
 from mindspeed_rl_plugin.launch.endings import refusing
 from mindspeed_rl_plugin.launch.inputs import read_inputs
+from mindspeed_rl_plugin.launch.megatron_setup import overridden
 from mindspeed_rl_plugin.launch.mtp import freeze_mtp
-from mindspeed_rl_plugin.launch.overrides import overridden
 from mindspeed_rl_plugin.launch.reference_digest import CheckpointDigest
 from mindspeed_rl_plugin.launch.start_decision import decide, describe, load_arguments, weights_arguments
 from mindspeed_rl_plugin.launch.weights_fit import must_fit
@@ -55,7 +55,7 @@ def launch(original: Callable, positional: tuple, named: Mapping[str, Any], args
     with refusing():
         loop.before_model(read_inputs(args))
     if getattr(args, "mtp_num_layers", None):
-        call = model_source.on_each_chunk(original, positional, named, freeze_mtp)
+        call = megatron_setup.on_each_chunk(original, positional, named, freeze_mtp)
         positional, named = call.args, call.kwargs
     with refusing():
         start, state = _decide(args, loop)
@@ -90,14 +90,14 @@ def launch(original: Callable, positional: tuple, named: Mapping[str, Any], args
 
 def _announce(args: Any, algorithm: Algorithm) -> None:
     if ranks.is_rank_0():
-        notes = [f"[rl] note: {line}" for line in checks.warnings(args)]
+        notes = [f"[rl] note: {line}" for line in flag_checks.warnings(args)]
         lines = [f"[rl] {describe_algorithm(algorithm)}", arithmetic.arithmetic_of(args).table(), *notes]
         print("\n".join(lines), flush=True)
 
 
 def _check_loaded(model: Any, start: Start, args: Any) -> None:
     """Check what Megatron built and loaded, and warn where its checkpoints may not fit on the disk."""
-    checks.check_model(model)
+    flag_checks.check_model(model)
     if args.iteration != start.iteration:
         raise ValueError(
             f"Megatron loaded iteration {args.iteration} from {start.load_dir}, expected {start.iteration}; "

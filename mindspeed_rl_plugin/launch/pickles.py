@@ -64,9 +64,9 @@ _MODULE = SimpleNamespace(Unpickler=_Unpickler, __name__=__name__)
 def load(path: Path) -> dict[str, Any]:
     """What torch.save wrote, its tensors mapped from the file. Raises ValueError when it is no such file."""
     try:
-        found = torch.load(str(path), map_location="cpu", pickle_module=_MODULE, weights_only=False, mmap=True)
+        content = torch.load(str(path), map_location="cpu", pickle_module=_MODULE, weights_only=False, mmap=True)
     except (RuntimeError, pickle.UnpicklingError, EOFError) as error:
         raise ValueError(f"{path} is no file of torch.save, or is cut short: {error}") from error
-    if not isinstance(found, dict | OrderedDict):
-        raise ValueError(f"{path} holds a {type(found).__name__}; a Megatron checkpoint holds a dict")
-    return found
+    if not isinstance(content, dict | OrderedDict):
+        raise ValueError(f"{path} holds a {type(content).__name__}; a Megatron checkpoint holds a dict")
+    return content

@@ -42,10 +42,10 @@ def _checked(chunk: torch.nn.Module, where: str) -> Any:
     load = chunk.load_state_dict
 
     def load_state_dict(state: Mapping[str, Any], *positional: Any, **named: Any) -> Any:
-        if found := misfits(chunk.state_dict(), state):
+        if differences := misfits(chunk.state_dict(), state):
             raise ValueError(
-                f"{where} does not fit the model that the arguments describe: {'; '.join(found)}. Give the sizes and "
-                "the layout that it was saved with (tensor, pipeline and expert parallel sizes, layers of each stage, "
+                f"{where} does not fit the model that the arguments describe: {'; '.join(differences)}. Give the sizes "
+                "and the layout that it was saved with (tensor, pipeline and expert parallel sizes, layers of each stage, "
                 "padding of the vocabulary), or bring it into this one: `python -m mindspeed_rl_plugin export`, "
                 "then `import`, whose last line is the flags"
             )
@@ -55,7 +55,7 @@ def _checked(chunk: torch.nn.Module, where: str) -> Any:
 
 
 def misfits(model: Mapping[str, Any], state: Mapping[str, Any]) -> list[str]:
-    """What is not alike in two state dicts, in words; empty where names and shapes are."""
+    """What is not alike in two state dicts, for a message; empty where names and shapes are."""
     mine, theirs = ({k: v for k, v in d.items() if not k.endswith(_EXTRA)} for d in (model, state))
     other = [
         f"{name} {tuple(theirs[name].shape)} there and {tuple(mine[name].shape)} here"

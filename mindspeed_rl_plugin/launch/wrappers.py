@@ -40,7 +40,7 @@ def validate_args_wrapper(original: Callable) -> Callable:
         if not rl_enabled(args):
             _warn_of_unused(args)
             return original(args, *rest, **named)
-        from mindspeed_rl_plugin.launch.checks import check_args, check_batch
+        from mindspeed_rl_plugin.launch.flag_checks import check_args, check_batch
 
         endings.watch(args)
         with endings.refusing():
@@ -104,7 +104,7 @@ def save_checkpoint_wrapper(original: Callable) -> Callable:
         if not rl_enabled(args):
             return original(*positional, **named)
         from mindspeed_rl_plugin.launch.launch import save_rl_state
-        from mindspeed_rl_plugin.launch.overrides import overridden
+        from mindspeed_rl_plugin.launch.megatron_setup import overridden
 
         iteration = positional[0] if positional else named["iteration"]
         with endings.stopping(), overridden(args, save_rl_state(args, iteration, original)):

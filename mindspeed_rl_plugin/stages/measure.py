@@ -185,7 +185,7 @@ def _totals(moved: Sequence[Moved]) -> dict[str, int]:
 
 def prepare_dumps(dump_dir: str, run_dir: Any, epoch: int, resumed: bool) -> None:
     """Dumps that a resumed run samples again are removed; those of its start before, which saved no checkpoint, become
-    `.old` like its metrics. Another run's were refused at start (`launch.checks`)."""
+    `.old` like its metrics. Another run's were refused at start (`launch.flag_checks`)."""
     if resumed:
         discard_dumps_after(dump_dir, epoch)
     else:

@@ -11,7 +11,7 @@ import torch
 
 from mindspeed_rl_plugin.config import add_flags
 from mindspeed_rl_plugin.launch import checkpoint_files as files
-from mindspeed_rl_plugin.launch import checks, launch
+from mindspeed_rl_plugin.launch import flag_checks, launch
 from mindspeed_rl_plugin.launch.reference_digest import CheckpointDigest
 
 
@@ -85,7 +85,7 @@ def write_checkpoint(directory, iteration, value):
 def job(tmp_path, monkeypatch):
     """`job(load=..., kl=...)` runs one start; returns what happened."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(checks, "check_model", lambda model: None)
+    monkeypatch.setattr(flag_checks, "check_model", lambda model: None)
     monkeypatch.setattr(launch, "read_inputs", lambda args: args)
 
     def run(*, load=None, kl=0.001, initial=0.5, more=(), **values):

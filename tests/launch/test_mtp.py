@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mindspeed_rl_plugin.launch import model_source, upstream_checks
+from mindspeed_rl_plugin.launch import megatron_setup, upstream_checks
 from mindspeed_rl_plugin.launch.mtp import freeze_mtp
 
 
@@ -75,9 +75,11 @@ def test_every_chunk_is_changed_before_it_is_wrapped():
             chunks = hook(chunks)
         return chunks
 
-    call = model_source.on_each_chunk(by_provider, (lambda post_process: int(post_process),), {"model_type": 1}, change)
+    call = megatron_setup.on_each_chunk(
+        by_provider, (lambda post_process: int(post_process),), {"model_type": 1}, change
+    )
     assert by_provider(*call.args, **call.kwargs) == [10, 11]
     container = SimpleNamespace(model=SimpleNamespace(pre_wrap_hooks=[]))
-    call = model_source.on_each_chunk(by_container, (3,), {"cfg_container": container}, change)
+    call = megatron_setup.on_each_chunk(by_container, (3,), {"cfg_container": container}, change)
     assert by_container(*call.args, **call.kwargs) == [10, 11]
     assert seen == [0, 1, 0, 1]

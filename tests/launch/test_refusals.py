@@ -10,7 +10,7 @@ import pytest
 from mindspeed_rl_plugin.algorithms.estimators import ADVANTAGES
 from mindspeed_rl_plugin.config import RLConfig, config_problems, flag_name
 from mindspeed_rl_plugin.config.upstream import REFUSED, ROUTING, RUN, UPSTREAM, WHOLE, model_refusals, refusals
-from mindspeed_rl_plugin.launch import checks
+from mindspeed_rl_plugin.launch import flag_checks
 from mindspeed_rl_plugin.launch.inputs import read_inputs
 from mindspeed_rl_plugin.prompts import check_vocabulary, tokenizer_path
 
@@ -186,7 +186,7 @@ def problems_of(build, changes):
     """The lines that a start with these changes is refused with; none where it is fine."""
     words = {k: v.split() if isinstance(v, str) and k.startswith("--") else v for k, v in changes.items()}
     try:
-        checks.check_args(build(words))
+        flag_checks.check_args(build(words))
     except ValueError as error:
         head, *lines = str(error).splitlines()
         assert head == "RL cannot run with these arguments:"
@@ -295,8 +295,8 @@ def test_dumps_of_another_run_are_refused_before_anything_is_built(build, tmp_pa
 def test_checks_change_nothing(build):
     args = build({})
     before = dict(vars(args))
-    checks.check_args(args)
-    checks.warnings(args)
+    flag_checks.check_args(args)
+    flag_checks.warnings(args)
     assert vars(args) == before
 
 
@@ -328,22 +328,22 @@ def test_tokenizer_falls_back(build):
 
 
 def test_warnings(build, tmp_path):
-    lines = checks.warnings(build({"--rl-top-p": ["0.9"], "--rl-top-k": ["50"], "--rl-clip-low": ["1"]}))
+    lines = flag_checks.warnings(build({"--rl-top-p": ["0.9"], "--rl-top-k": ["50"], "--rl-clip-low": ["1"]}))
     assert [line.split(":")[0] for line in lines] == ["--rl-top-p 0.9", "--rl-top-k 50", "--rl-clip-low 1.0"]
-    assert checks.warnings(build({"--rl-clip-low": ["0.9"]})) == checks.warnings(build({})) == []
+    assert flag_checks.warnings(build({"--rl-clip-low": ["0.9"]})) == flag_checks.warnings(build({})) == []
     for algorithm in ("grpo", "dpo"):
         args = build(
             {"--rl-dock": ["anything"]} | ({k: v and v.split() for k, v in DPO.items()} if algorithm == "dpo" else {})
         )
-        checks.check_args(args)
-        assert [line.split(":")[0] for line in checks.warnings(args)] == ["--rl-dock anything is ignored"]
+        flag_checks.check_args(args)
+        assert [line.split(":")[0] for line in flag_checks.warnings(args)] == ["--rl-dock anything is ignored"]
     # Two tokenizers of one size.
     for name, vocab in (("tokenizer", '{"a": 0, "b": 1}'), ("same", '{"a": 0, "b": 1}'), ("other", '{"b": 0, "a": 1}')):
         (tmp_path / name).mkdir(exist_ok=True)
         (tmp_path / name / "tokenizer.json").write_text(f'{{"model": {{"vocab": {vocab}}}}}')
-    assert checks.warnings(build({"tokenizer_model": str(tmp_path / "same")})) == []
-    assert checks.warnings(build({"tokenizer_model": "a sentencepiece file"})) == []
-    (line,) = checks.warnings(build({"tokenizer_model": str(tmp_path / "other")}))
+    assert flag_checks.warnings(build({"tokenizer_model": str(tmp_path / "same")})) == []
+    assert flag_checks.warnings(build({"tokenizer_model": "a sentencepiece file"})) == []
+    (line,) = flag_checks.warnings(build({"tokenizer_model": str(tmp_path / "other")}))
     assert names(line, f"--rl-tokenizer {tmp_path / 'tokenizer'} ... --tokenizer-model {tmp_path / 'other'}")
 
 

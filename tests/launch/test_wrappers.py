@@ -9,7 +9,7 @@ import pytest
 import mindspeed_rl_plugin.loop
 from mindspeed_rl_plugin import environment
 from mindspeed_rl_plugin.config import add_flags
-from mindspeed_rl_plugin.launch import checks, launch, wrappers
+from mindspeed_rl_plugin.launch import flag_checks, launch, wrappers
 from mindspeed_rl_plugin.launch import patching as applying
 from mindspeed_rl_plugin.launch.patches import PATCHES
 
@@ -86,7 +86,7 @@ def test_yaml_arguments_are_refused_only_with_rl(monkeypatch, words):
 
 def test_validation_comes_after_megatrons(monkeypatch, world):
     seen = []
-    monkeypatch.setattr(checks, "check_args", lambda args: seen.append(("ours", args.derived)))
+    monkeypatch.setattr(flag_checks, "check_args", lambda args: seen.append(("ours", args.derived)))
 
     def original(args, defaults=None):
         args.derived = 8
@@ -109,7 +109,7 @@ def test_a_batch_that_does_not_divide_is_refused_before_megatron_validates(world
 def test_one_rank_of_a_machine_says_what_is_refused_and_the_others_wait_to_be_ended(world, monkeypatch):
     waited = []
     monkeypatch.setattr(environment.time, "sleep", waited.append)
-    monkeypatch.setattr(checks, "check_args", lambda args: (_ for _ in ()).throw(ValueError("refused")))
+    monkeypatch.setattr(flag_checks, "check_args", lambda args: (_ for _ in ()).throw(ValueError("refused")))
     wrapped = wrappers.validate_args_wrapper(lambda args, defaults: args)
     for local_rank, waits in (("0", []), ("1", [environment.SPEAK_SECONDS])):
         monkeypatch.setenv("LOCAL_RANK", local_rank)

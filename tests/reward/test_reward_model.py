@@ -16,7 +16,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from mindspeed_rl_plugin.launch import checks
+from mindspeed_rl_plugin.launch import flag_checks
 from mindspeed_rl_plugin.prompts import PromptStream
 from mindspeed_rl_plugin.reward import GradeItem, RewardError, RewardPool
 from mindspeed_rl_plugin.reward import reward_model as model_module
@@ -216,7 +216,7 @@ def test_another_tokenizer_is_said_at_the_start(decoder, encoder, tmp_path, monk
         rollout=SimpleNamespace(top_p=1.0, top_k=0),
         algorithm=SimpleNamespace(clip_low=None),
     )
-    monkeypatch.setattr(checks.RLConfig, "from_args", lambda args: config)
-    monkeypatch.setattr(checks, "tokenizer_path", lambda args: str(tmp_path))
-    (line,) = checks.warnings(SimpleNamespace())
+    monkeypatch.setattr(flag_checks.RLConfig, "from_args", lambda args: config)
+    monkeypatch.setattr(flag_checks, "tokenizer_path", lambda args: str(tmp_path))
+    (line,) = flag_checks.warnings(SimpleNamespace())
     assert line.startswith("reward 'encoder' has a tokenizer of its own") and "tokenizes them again" in line

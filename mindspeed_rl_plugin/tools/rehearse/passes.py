@@ -16,7 +16,7 @@ from mindspeed_rl_plugin.tools.rehearse.accept import ACCEPTED
 from mindspeed_rl_plugin.tools.rehearse.capture import Launch, run
 from mindspeed_rl_plugin.tools.rehearse.entry_script import Entry
 
-REFUSED = "RL cannot run with these arguments"  # how launch.checks begins
+REFUSED = "RL cannot run with these arguments"  # how launch.flag_checks begins
 _ACCEPT = "mindspeed_rl_plugin.tools.rehearse.accept"
 _PACKAGE_ROOT = str(Path(__file__).resolve().parents[3])
 _MISSING = re.compile(r"ModuleNotFoundError: No module named '([\w.]+)'")

@@ -1,16 +1,30 @@
-"""What Megatron builds a model from, so that its chunks can be changed before they are wrapped.
+"""Megatron's `setup_model_and_optimizer`, called with other arguments for a while, or with its chunks changed.
 
-The order of parameters differs between versions, so the arguments are taken by name.
+The order of its parameters differs between versions, so they are taken by name.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
+
+
+@contextlib.contextmanager
+def overridden(args: Any, values: Mapping[str, Any]) -> Iterator[None]:
+    """Set some arguments for a while, then put back what the user gave. Names that this Megatron lacks are skipped."""
+    before = {name: getattr(args, name) for name in values if hasattr(args, name)}
+    for name in before:
+        setattr(args, name, values[name])
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(args, name, value)
 
 
 def on_each_chunk(
