@@ -1,7 +1,7 @@
 """What flags of Megatron-LM, MindSpeed and MindSpeed-LLM mean for RL: the one table of them.
 
-A flag that is not here is neutral as far as is known. Conditions over several flags are functions of `launch.upstream_checks`;
-how a model is laid out and routed is checked by `reshard.shape` and `engine.hf_moe`.
+A flag that is not here is neutral as far as is known. Conditions over several flags are functions of
+`launch.upstream_checks`; how a model is laid out and routed is checked by `reshard.shape` and `engine.hf_moe`.
 """
 
 from __future__ import annotations

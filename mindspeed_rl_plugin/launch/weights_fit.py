@@ -45,8 +45,8 @@ def _checked(chunk: torch.nn.Module, where: str) -> Any:
         if differences := misfits(chunk.state_dict(), state):
             raise ValueError(
                 f"{where} does not fit the model that the arguments describe: {'; '.join(differences)}. Give the sizes "
-                "and the layout that it was saved with (tensor, pipeline and expert parallel sizes, layers of each stage, "
-                "padding of the vocabulary), or bring it into this one: `python -m mindspeed_rl_plugin export`, "
+                "and the layout that it was saved with (tensor, pipeline and expert parallel sizes, layers of each "
+                "stage, padding of the vocabulary), or bring it into this one: `python -m mindspeed_rl_plugin export`, "
                 "then `import`, whose last line is the flags"
             )
         return load(state, *positional, **named)

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import re
+import sys
 import types
 
 import pytest
@@ -29,6 +30,7 @@ DEEPSEEK |= dict(moe_shared_expert_intermediate_size=252, moe_router_enable_expe
 SPREAD = {"--rl-generate-tp": "4", "--rl-generate-ep": "4"}
 PACKED = {"--rl-max-tokens-per-microbatch": "64", "--rl-pack-sequences": ""}
 CP2 = {"context_parallel_size": 2, "data_parallel_size": 1, "transformer_impl": "transformer_engine"}
+MINDSPEED = CP2 | {"pre_tockens": 65536, "attention_mask_type": "causal", "context_parallel_algo": "megatron_cp_algo"}
 DPO = {"--rl-algorithm": "dpo", "--rl-reward": None, "--rl-samples-per-prompt": None}
 
 GOOD = [
@@ -45,13 +47,35 @@ GOOD = [
     MOE | {"expert_model_parallel_size": 2},
     MOE | SPREAD,
     CP2 | {"--rl-max-tokens-per-microbatch": "64"},
+    CP2 | {"seq_length": 68},
+    *(MINDSPEED | {"context_parallel_algo": f"{name}_cp_algo"} for name in ("megatron", "ulysses", "hybrid")),
+    {"seq_length": 65, "transformer_impl": "local"} | PACKED,
     DEEPSEEK | SPREAD,
     DEEPSEEK | {"mtp_num_layers": 1, "pipeline_model_parallel_size": 2},
+    DEEPSEEK | {"mtp_num_layers": 1, "overlap_grad_reduce": True},
+    {"pipeline_model_parallel_size": 2, "overlap_grad_reduce": True},
 ]
 
 # changes -> what the message names: flags and values, with `...` between
 BAD = [
     # several of upstream's arguments, or values of them (single flags: below)
+    (
+        CP2 | {"seq_length": 68, "sequence_parallel": True},
+        "--seq-length 68 ... multiple of 8 ... --context-parallel-size 2",
+    ),
+    (CP2 | {"seq_length": 66}, "--seq-length 66 ... multiple of 4"),
+    (CP2 | PACKED, "--rl-pack-sequences: --context-parallel-size 2"),
+    (
+        MINDSPEED | {"context_parallel_algo": "adaptive_cp_algo"},
+        "--context-parallel-algo adaptive_cp_algo ... ulysses_cp",
+    ),
+    (
+        MINDSPEED | {"context_parallel_algo": "hybrid_adaptive_cp_algo"},
+        "--context-parallel-algo hybrid_adaptive_cp_algo",
+    ),
+    (MINDSPEED | {"attention_mask_type": "general"}, "--attention-mask-type general with --context-parallel-size 2"),
+    (DEEPSEEK | MINDSPEED, "--context-parallel-size 2 with --multi-latent-attention"),
+    (CP2 | {"hybrid_context_parallel": True}, "--hybrid-context-parallel"),
     ({"context_parallel_size": 2}, "--context-parallel-size 2 ... --transformer-impl transformer_engine"),
     (
         CP2
@@ -284,6 +308,18 @@ def test_a_single_response_is_taken_only_where_none_is_compared(build, name):
     assert [names(line, f"--rl-samples-per-prompt 1 ... {name!r}") for line in lines] == [True] * (
         name not in ("reinforce++", "gae")
     )
+
+
+def test_local_attention_knows_context_parallelism_where_it_is_mindspeeds(build, monkeypatch):
+    """MindSpeed's is a class of its own in the place of Megatron's."""
+    name = "megatron.core.transformer.dot_product_attention"
+    for where, refused in ((name, True), ("mindspeed.core.context_parallel.adaptor", False)):
+        init = types.FunctionType((lambda self: None).__code__, {"__name__": where})
+        module = types.ModuleType(name)
+        module.DotProductAttention = type("DotProductAttention", (), {"__init__": init})
+        monkeypatch.setitem(sys.modules, name, module)
+        lines = problems_of(build, CP2 | {"transformer_impl": "local"})
+        assert [names(line, "--transformer-impl transformer_engine") for line in lines] == [True] * refused
 
 
 def test_dumps_of_another_run_are_refused_before_anything_is_built(build, tmp_path):

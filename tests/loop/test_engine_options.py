@@ -26,6 +26,7 @@ def test_the_share_of_the_device(monkeypatch, given, where, share):
     inputs = SimpleNamespace(
         config=SimpleNamespace(rollout=rollout, data=config.data, reward=reward),
         engine_config={},
-        tokenizer=SimpleNamespace(eos_token_id=None),
+        end_tokens=(),
+        tokenizer_path=None,
     )
     assert engine.options(inputs, torch.bfloat16).memory_utilization == share
