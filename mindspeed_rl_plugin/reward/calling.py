@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import importlib.util
 import inspect
 import math
@@ -133,11 +132,6 @@ def number(value: Any) -> float:
     if not math.isfinite(result):
         raise ValueError(f"it returned {result}, not a finite number")
     return result
-
-
-async def within(awaitable: Any, seconds: float) -> Any:
-    """Await with a limit; asyncio.TimeoutError beyond it."""
-    return await asyncio.wait_for(awaitable, seconds)
 
 
 def _module_name(file: str) -> str:

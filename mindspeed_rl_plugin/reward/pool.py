@@ -2,51 +2,22 @@
 
 from __future__ import annotations
 
-import select
+import queue
 import threading
-import time
-from collections import deque
-from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from concurrent import futures
 
 from mindspeed_rl_plugin.reward.calling import lacking
 from mindspeed_rl_plugin.reward.items import Grade, GradeItem, RewardError
-from mindspeed_rl_plugin.reward.process import WorkerProcess, ready
-from mindspeed_rl_plugin.reward.specs import ON_ERROR, parse_specs, time_limits
+from mindspeed_rl_plugin.reward.process import Worker
+from mindspeed_rl_plugin.reward.specs import SHARE_OF_WAIT, check_choices, parse_specs, time_limits
 
 GRACE = 1.0  # seconds beyond which an asynchronous call that should have been cancelled is stuck
-TICK = 1.0  # longest sleep between looks at the workers
 CHUNK = 64  # most samples of one job
-ATTEMPTS = 3  # of a job whose worker died before it took it
-SHARE_OF_WAIT = 0.9  # of the ranks' patience with each other that grading may take, so that its own error comes first
-
-
-@dataclass
-class _Job:
-    """Samples (indices into the batch) for one grader; `waiting`: not yet answered; `began`: a worker took it."""
-
-    grader: int
-    waiting: list[int]
-    indices: tuple[int, ...] = ()
-    attempts: int = 0
-    began: bool = False
-
-    def __post_init__(self) -> None:
-        self.indices = tuple(self.waiting)
-
-
-@dataclass
-class _Slot:
-    """Place of one worker; `deadline` is that of its start or of its running call."""
-
-    worker: WorkerProcess
-    deadline: float
-    ready: bool = False
-    job: _Job | None = None
 
 
 class RewardPool:
-    """Graders by spec, run by `workers` processes.
+    """Graders by spec, run by `workers` processes, each driven by a thread while a batch is graded.
 
     specs: as `specs.parse_specs` takes them; how a function is called says `calling.py`. device: where reward models
     run. regex: pattern of the regex grader. timeout: seconds of one grading call, one for all graders or one for each.
@@ -68,52 +39,65 @@ class RewardPool:
         on_error: str = "stop",
         device: str = "cpu",
     ) -> None:
-        if workers < 1:
-            raise ValueError(f"rewards need at least 1 worker, got {workers}")
-        if on_error not in ON_ERROR:
-            raise ValueError(f"on_error {on_error!r} is unknown; known: {', '.join(ON_ERROR)}")
+        check_choices(workers, on_error)
         self._specs = parse_specs(specs, regex)
-        self._timeouts = time_limits(timeout, len(self._specs))
-        self._limit = SHARE_OF_WAIT * wait_timeout
-        if max(self._timeouts) > self._limit:
-            raise ValueError(
-                f"one grading call may take {max(self._timeouts):g} s (--rl-reward-timeout), all of a rank "
-                f"{self._limit:g} s ({SHARE_OF_WAIT} of --rl-wait-timeout {wait_timeout:g}); lower the first or raise "
-                "the second"
-            )
-        self._wait_timeout, self._on_error = wait_timeout, on_error
+        self._timeouts = time_limits(timeout, len(self._specs), wait_timeout)
+        self._wait_timeout, self._limit, self._on_error = wait_timeout, SHARE_OF_WAIT * wait_timeout, on_error
         self.names = tuple(s.name for s in self._specs)
         self.weights = tuple(s.weight for s in self._specs)
         self._failures: dict[str, str] = {}
+        self._closed = False
         self._setup = {
-            "specs": [[s.name, s.file, s.function, s.given] for s in self._specs],
+            "specs": [(s.name, s.file, s.function, s.given) for s in self._specs],
             "regex": regex,
             "timeouts": self._timeouts,
             "device": device,
         }
-        self._modes: list[tuple[bool, bool]] = []
-        self._fields: list[list[str]] = []
         self._lock = threading.Lock()
-        self._closed = False
-        self._slots: list[_Slot] = []
+        self._workers: list[Worker] = []
+        self._idle: queue.SimpleQueue[Worker] = queue.SimpleQueue()
         try:
-            self._slots += [self._start() for _ in range(workers)]
-            while not all(s.ready for s in self._slots):
-                self._wait()
-                for slot in self._slots:
-                    self._load(slot)
-        except RewardError as error:
+            self._workers += [Worker(self._setup) for _ in range(workers)]
+            for worker in self._workers:
+                self._kinds = worker.load(self._limit)
+                self._idle.put(worker)
+        except BaseException as error:
             self.close()
-            raise ValueError(str(error)) from error
-        except BaseException:
-            self.close()
+            if isinstance(error, TimeoutError):
+                raise ValueError(
+                    f"a reward worker needs more than {self._limit:g} s to load {', '.join(self.names)}; let their "
+                    f"files do less when they are imported, or raise --rl-wait-timeout {wait_timeout:g}, of which the "
+                    f"limit is {SHARE_OF_WAIT}"
+                ) from None
+            if isinstance(error, RewardError):
+                raise ValueError(str(error)) from error
             raise
 
     def check_fields(self, rows: Mapping[str, Set[str]]) -> None:
         """Raises ValueError where a grader cannot be called on some row; rows: place in the data -> its fields."""
-        for spec, fields in zip(self._specs, self._fields, strict=True):
+        for spec, (_, _, fields) in zip(self._specs, self._kinds, strict=True):
             if problem := lacking(fields, rows):
                 raise ValueError(f"reward {spec.given!r} {problem}")
+
+    def try_once(self, item: GradeItem, where: str, members: int) -> list[str]:
+        """Call each grader once on a data row, a batch grader on `members` copies of it; reward models on a device are
+        left out, for they would need its memory before the model is built. where: the row's place in the data.
+
+        Returns what failed; under `on_error` "stop" raises ValueError with it.
+        """
+        batch = _Batch([item] * members, [s.given for s in self._specs], self._on_error, f"when tried on {where}")
+        try:
+            self._run(
+                batch,
+                (
+                    (grader, list(range(members if in_batch else 1)))
+                    for grader, (in_batch, _, _) in enumerate(self._kinds)
+                    if self._setup["device"] == "cpu" or not self._specs[grader].is_model
+                ),
+            )
+        except RewardError as error:
+            raise ValueError(str(error)) from error
+        return list(batch.failures.values())
 
     def grade(self, items: Sequence[GradeItem]) -> list[Grade]:
         """Grades in the order of `items`.
@@ -121,35 +105,23 @@ class RewardPool:
         Raises RewardError when a grader fails and `on_error` is "stop", and, whatever `on_error` says, when all of it
         takes longer than other ranks would wait.
         """
-        with self._lock:
-            if self._closed:
-                raise RewardError("the reward pool is closed")
-            self._slots = [self._start() if s.worker.closed else s for s in self._slots]
-            batch = _Batch(self, items)
-            try:
-                while batch.jobs or any(s.job for s in self._slots):
-                    self._check_time(batch)
-                    self._assign(batch)
-                    self._wait()
-                    for slot in self._slots:
-                        self._collect(slot, batch)
-            finally:
-                for slot in self._slots:  # after an error; what they would answer belongs to this batch
-                    if slot.job is not None:
-                        slot.worker.kill()
-                        slot.job = None
-            return batch.grades()
+        batch = _Batch(items, self.names, self._on_error)
+        try:
+            self._run(batch, self._jobs(items))
+        finally:
+            self._failures = batch.failures | self._failures
+        return batch.grades(self.weights)
 
     def take_failures(self) -> dict[str, str]:
         """Grader -> the first of its failures in words, of those that failed since the last call."""
-        found, self._failures = self._failures, {}
-        return found
+        failures, self._failures = self._failures, {}
+        return failures
 
     def close(self) -> None:
         """End the workers. Idempotent."""
         self._closed = True
-        for slot in self._slots:
-            slot.worker.kill()
+        for worker in self._workers:
+            worker.close()
 
     def __enter__(self) -> RewardPool:
         return self
@@ -157,170 +129,114 @@ class RewardPool:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # workers
+    def _jobs(self, items: Sequence[GradeItem]) -> Iterator[tuple[int, list[int]]]:
+        """(grader, indices of the items of one job). A batch grader gets whole groups; of other synchronous ones there
+        are several jobs a worker, so that a slow sample does not hold up its neighbours."""
+        everyone = list(range(len(items)))
+        groups: dict[tuple[int, int], list[int]] = {}
+        for index, item in enumerate(items):
+            groups.setdefault((item.id.epoch, item.id.group), []).append(index)
+        for grader, (in_batch, asynchronous, _) in enumerate(self._kinds):
+            shares = len(self._workers) * (1 if asynchronous else 4)
+            size = min(CHUNK, max(1, -(-len(items) // shares)))
+            chunks = [everyone[i : i + size] for i in everyone[::size]]
+            yield from ((grader, chunk) for chunk in (groups.values() if in_batch else chunks))
 
-    def _start(self) -> _Slot:
-        return _Slot(WorkerProcess(self._setup), time.monotonic() + self._limit)
+    def _run(self, batch: _Batch, jobs: Iterable[tuple[int, list[int]]]) -> None:
+        """Have all jobs done, one thread a worker. Raises RewardError for the first failure that stops the run, and
+        where all of it takes too long."""
+        with self._lock, futures.ThreadPoolExecutor(len(self._workers)) as threads:
+            if self._closed:
+                raise RewardError("the reward pool is closed")
+            running = {threads.submit(self._do, batch, *job): job for job in jobs}
+            try:
+                done, late = futures.wait(running, self._limit, futures.FIRST_EXCEPTION)
+                for job in done:
+                    job.result()
+                if late:
+                    raise RewardError(self._too_late(batch, [running[job] for job in running if job in late]))
+            finally:
+                for job in running:
+                    job.cancel()
+                while futures.wait(running, 0.1).not_done:  # what they would answer belongs to this batch
+                    for worker in self._workers:
+                        worker.kill()
 
-    def _wait(self) -> None:
-        """Sleep until a worker has something to say, or the nearest deadline."""
-        left = min((s.deadline for s in self._slots if s.job or not s.ready), default=0.0) - time.monotonic()
-        busy = [s.worker.fileno() for s in self._slots if s.job or not s.ready]
-        ready(busy, select.POLLIN, min(left, TICK))
+    def _do(self, batch: _Batch, grader: int, waiting: list[int]) -> None:
+        """Have some items graded, each taken off `waiting` then. Where the worker is stuck or dies, who was being
+        graded is blamed, and the others are graded by its successor."""
+        in_batch, asynchronous, _ = self._kinds[grader]
+        seconds, worker, size = self._timeouts[grader], self._idle.get(), len(waiting)
+        try:
+            while waiting:
+                items = [batch.texts[index] for index in waiting[:size]]
+                try:
+                    for value, error in worker.answers(grader, items, seconds + (GRACE if asynchronous else 0.0)):
+                        batch.record(waiting.pop(0), grader, value, error)
+                except (TimeoutError, EOFError) as end:
+                    if asynchronous and not in_batch and len(items) > 1:
+                        size = 1  # any of them may have blocked the others: each alone
+                        continue
+                    long = isinstance(end, TimeoutError)
+                    why = f"ran longer than {seconds:g} s and was killed" if long else f"ended its process, which {end}"
+                    for _ in range(len(waiting) if in_batch else 1):
+                        batch.record(waiting.pop(0), grader, None, why)
+        finally:
+            if waiting:  # what the worker would still answer belongs to this job
+                worker.close()
+            self._idle.put(worker)
 
-    def _check_time(self, batch: _Batch) -> None:
-        """Raise RewardError once the batch has taken longer than the limit of one `grade`."""
-        if time.monotonic() < batch.deadline:
-            return
-        jobs = [s.job for s in self._slots if s.job is not None] + list(batch.jobs)
-        left = {index for job in jobs for index in job.waiting}
-        raise RewardError(
+    def _too_late(self, batch: _Batch, jobs: Sequence[tuple[int, list[int]]]) -> str:
+        left = {index for _, waiting in jobs for index in waiting}
+        grader, waiting = next((job for job in jobs if job[1]), jobs[0])
+        return (
             f"grading took longer than {self._limit:g} s, with {len(left)} of {len(batch.parts)} responses left; "
-            f"reward {self.names[jobs[0].grader]!r} was {batch.where(jobs[0].waiting[0])}\n"
+            f"reward {self.names[grader]!r} was {''.join(map(batch.place, waiting[:1]))}\n"
             f"  (the limit is {SHARE_OF_WAIT} of --rl-wait-timeout {self._wait_timeout:g}, for which other ranks wait; "
-            f"raise it, add --rl-reward-workers, or lower --rl-reward-timeout {self._shown_timeouts()})"
+            "raise it, add --rl-reward-workers, or lower --rl-reward-timeout "
+            f"{' '.join(f'{t:g}' for t in dict.fromkeys(self._timeouts))})"
         )
-
-    def _shown_timeouts(self) -> str:
-        return " ".join(f"{t:g}" for t in dict.fromkeys(self._timeouts))
-
-    def _load(self, slot: _Slot) -> None:
-        """Take the first line of a worker. Raises RewardError when it could not load its graders."""
-        if slot.ready:
-            return
-        lines, alive = slot.worker.receive()
-        if lines and "failed" in lines[0]:
-            raise RewardError(lines[0]["failed"])
-        if lines:
-            self._modes = [(batch, asynchronous) for batch, asynchronous, _ in lines[0]["ready"]]
-            self._fields = [fields for *_, fields in lines[0]["ready"]]
-            slot.ready = True
-        elif not alive:
-            raise RewardError(f"a reward worker {slot.worker.kill()} while it loaded {', '.join(self.names)}")
-        elif time.monotonic() > slot.deadline:
-            raise RewardError(
-                f"a reward worker needs more than {self._limit:g} s to load {', '.join(self.names)}; let their files "
-                f"do less when they are imported, or raise --rl-wait-timeout {self._wait_timeout:g}, of which the "
-                f"limit is {SHARE_OF_WAIT}"
-            )
-
-    def _assign(self, batch: _Batch) -> None:
-        for slot in list(self._slots):
-            if not batch.jobs or not slot.ready or slot.job is not None:
-                continue
-            slot.job, slot.deadline = batch.jobs.popleft(), batch.deadline
-            message = {"grader": slot.job.grader, "items": [batch.texts[i] for i in slot.job.indices]}
-            if not slot.worker.send(message, max(0.0, batch.deadline - time.monotonic())):
-                self._lost(slot, batch, None)
-
-    def _collect(self, slot: _Slot, batch: _Batch) -> None:
-        if not slot.ready:
-            self._load(slot)
-            return
-        job = slot.job
-        if job is None:
-            return
-        lines, alive = slot.worker.receive()
-        asynchronous, timeout = self._modes[job.grader][1], self._timeouts[job.grader]
-        for line in lines:
-            if "began" in line or not asynchronous:
-                slot.deadline = time.monotonic() + timeout + (GRACE if asynchronous else 0.0)
-            if "began" in line:
-                job.began = True
-                continue
-            index = job.indices[line["at"]]
-            job.waiting.remove(index)
-            if "error" in line:
-                batch.fail(index, job.grader, line["error"])
-            else:
-                batch.parts[index][job.grader] = line["value"]
-        if not job.waiting:
-            slot.job = None
-        elif not alive or not slot.worker.running:
-            self._lost(slot, batch, None)
-        elif not lines and time.monotonic() > slot.deadline:
-            self._lost(slot, batch, f"ran longer than {timeout:g} s and was killed")
-
-    def _lost(self, slot: _Slot, batch: _Batch, why: str | None) -> None:
-        """A worker died, or was stuck, in the middle of a job: blame who was being graded, do the others again."""
-        job, end = slot.job, slot.worker.kill()
-        assert job is not None
-        in_batch, asynchronous = self._modes[job.grader]
-        if not job.began:  # nobody's fault, unless it happens again and again
-            job.attempts += 1
-            if job.attempts == ATTEMPTS:
-                raise RewardError(f"reward workers end before they take a job; the last one {end}")
-            blamed, again = [], [job]
-        elif in_batch:
-            blamed, again = job.waiting, []
-        elif asynchronous and len(job.waiting) > 1:  # any of them may have blocked the others: each alone
-            blamed, again = [], [_Job(job.grader, [i]) for i in job.waiting]
-        else:
-            blamed, again = job.waiting[:1], [_Job(job.grader, job.waiting[1:])] if job.waiting[1:] else []
-        for index in blamed:
-            batch.fail(index, job.grader, why or f"ended its process, which {end}")
-        batch.jobs.extend(again)
-        self._slots[self._slots.index(slot)] = self._start()
 
 
 class _Batch:
-    """One call of `grade`: the jobs left and the results so far."""
+    """The results so far of items that are graded. names: of the graders, as errors show them; where: what errors say
+    of an item's place, None for its sample. failures: the first of each grader."""
 
-    def __init__(self, pool: RewardPool, items: Sequence[GradeItem]) -> None:
-        self._pool, self._items = pool, items
-        self.deadline = time.monotonic() + pool._limit
-        self.texts = [
-            {
-                "prompt": i.prompt,
-                "response": i.response,
-                "answer": i.answer,
-                "record": dict(i.record),
-                "messages": i.messages,
-            }
-            for i in items
-        ]
-        self.parts = [[0.0] * len(pool.names) for _ in items]
-        self._errors: list[str | None] = [None] * len(items)
-        self.jobs = deque(
-            _Job(grader, chunk) for grader, mode in enumerate(pool._modes) for chunk in self._chunks(*mode)
-        )
+    def __init__(
+        self, items: Sequence[GradeItem], names: Sequence[str], on_error: str, where: str | None = None
+    ) -> None:
+        self._items, self._names, self._on_error, self._where = items, names, on_error, where
+        fields = ("prompt", "response", "answer", "messages")
+        self.texts = [{name: getattr(i, name) for name in fields} | {"record": dict(i.record)} for i in items]
+        self.parts = [[0.0] * len(names) for _ in items]
+        self._errors: list[list[str]] = [[] for _ in items]
+        self.failures: dict[str, str] = {}
 
-    def _chunks(self, in_batch: bool, asynchronous: bool) -> list[list[int]]:
-        if in_batch:
-            groups: dict[tuple[int, int], list[int]] = {}
-            for index, item in enumerate(self._items):
-                groups.setdefault((item.id.epoch, item.id.group), []).append(index)
-            return list(groups.values())
-        # Synchronous ones in several jobs a worker, so that a slow sample does not hold up its neighbours.
-        shares = len(self._pool._slots) * (1 if asynchronous else 4)
-        size = min(CHUNK, max(1, -(-len(self._items) // shares)))
-        indices = list(range(len(self._items)))
-        return [indices[i : i + size] for i in range(0, len(indices), size)]
-
-    def fail(self, index: int, grader: int, why: str) -> None:
-        """Record a failure; raises RewardError when it stops the run."""
-        name = self._pool.names[grader]
-        text = f"reward {name!r} {why}\n  {self.where(index)}"
-        self._pool._failures.setdefault(name, text)
-        if self._pool._on_error == "stop":
+    def record(self, index: int, grader: int, value: float | None, error: str | None) -> None:
+        """One grade, or why there is none. Raises RewardError for an error that stops the run."""
+        if error is None:
+            self.parts[index][grader] = value
+            return
+        text = f"reward {self._names[grader]!r} {error}\n  {self.place(index)}"
+        self.failures.setdefault(self._names[grader], text)
+        self._errors[index].append(text)
+        if self._on_error == "stop":
             raise RewardError(f"{text}\n  (--rl-reward-on-error zero or drop goes on and counts such samples)")
-        self._errors[index] = text if self._errors[index] is None else f"{self._errors[index]}\n{text}"
 
-    def where(self, index: int) -> str:
-        """The sample in words."""
+    def place(self, index: int) -> str:
+        """Which item, with its texts."""
         item = self._items[index]
         return (
-            f"on sample {tuple(item.id)}, prompt {_shortened(item.prompt)}, "
+            f"{self._where or f'on sample {tuple(item.id)}'}, prompt {_shortened(item.prompt)}, "
             f"response {_shortened(item.response)}, answer {_shortened(item.answer)}"
         )
 
-    def grades(self) -> list[Grade]:
+    def grades(self, weights: Sequence[float]) -> list[Grade]:
         """The results, parts weighted into totals."""
-        weights = self._pool.weights
-        drop = self._pool._on_error == "drop"
+        totals = [sum(w * p for w, p in zip(weights, parts, strict=True)) for parts in self.parts]
         return [
-            Grade(sum(w * p for w, p in zip(weights, parts, strict=True)), tuple(parts), error, drop and bool(error))
-            for parts, error in zip(self.parts, self._errors, strict=True)
+            Grade(total, tuple(parts), "\n".join(errors) or None, self._on_error == "drop" and bool(errors))
+            for total, parts, errors in zip(totals, self.parts, self._errors, strict=True)
         ]
 
 

@@ -13,6 +13,7 @@ from mindspeed_rl_plugin.reward.reward_model import PREFIX, check_files
 
 BUILTIN = ("math", "exact", "regex")
 ON_ERROR = ("stop", "zero", "drop")
+SHARE_OF_WAIT = 0.9  # of the ranks' patience with each other that grading may take, so that its own error comes first
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,11 @@ class Spec:
     weight: float = 1.0
     file: str | None = None
     function: str | None = None
+
+    @property
+    def is_model(self) -> bool:
+        """Whether it is a reward model."""
+        return self.given.startswith(PREFIX)
 
 
 def parse_specs(texts: Sequence[str], regex: str | None) -> list[Spec]:
@@ -54,8 +60,17 @@ def model_specs(texts: Sequence[str]) -> list[Spec]:
     return [_parse(text) for text in texts if text.startswith(PREFIX)]
 
 
-def time_limits(timeout: float | Sequence[float], graders: int) -> tuple[float, ...]:
-    """Seconds of one call of each grader, from one value for all or one for each. Raises ValueError for others."""
+def check_choices(workers: int, on_error: str) -> None:
+    """Raises ValueError for too few workers or an unknown way of failing."""
+    if workers < 1:
+        raise ValueError(f"rewards need at least 1 worker, got {workers}")
+    if on_error not in ON_ERROR:
+        raise ValueError(f"on_error {on_error!r} is unknown; known: {', '.join(ON_ERROR)}")
+
+
+def time_limits(timeout: float | Sequence[float], graders: int, wait_timeout: float) -> tuple[float, ...]:
+    """Seconds of one call of each grader, from one value for all or one for each. Raises ValueError for others, and
+    for one that SHARE_OF_WAIT of `wait_timeout`, the seconds that other ranks wait, does not hold."""
     given = (timeout,) if isinstance(timeout, (int, float)) else tuple(timeout)
     if len(given) not in (1, graders):
         raise ValueError(
@@ -64,6 +79,12 @@ def time_limits(timeout: float | Sequence[float], graders: int) -> tuple[float, 
         )
     if not all(t > 0 for t in given):  # written so that NaN fails
         raise ValueError(f"--rl-reward-timeout {' '.join(f'{t:g}' for t in given)}: give numbers above 0")
+    if max(given) > SHARE_OF_WAIT * wait_timeout:
+        raise ValueError(
+            f"one grading call may take {max(given):g} s (--rl-reward-timeout), all of a rank "
+            f"{SHARE_OF_WAIT * wait_timeout:g} s ({SHARE_OF_WAIT} of --rl-wait-timeout {wait_timeout:g}); lower the "
+            "first or raise the second"
+        )
     return given * graders if len(given) == 1 else given
 
 

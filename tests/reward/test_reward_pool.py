@@ -1,11 +1,11 @@
 """RewardPool: calling conventions, time limits, failures that are never silent, workers that never stay."""
 
-import fcntl
 import os
 import resource
 import subprocess
 import sys
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -246,10 +246,10 @@ def test_a_kill_reaches_what_the_grader_started(tmp_path: Path, monkeypatch: pyt
 
 def test_close_ends_the_workers_and_an_idle_death_is_survived() -> None:
     pool = RewardPool(["exact"], workers=2)
-    pids = [s.worker.pid for s in pool._slots]
+    pids = [w.pid for w in pool._workers]
     os.kill(pids[0], 9)
     assert [g.total for g in pool.grade(items("a", "b"))] == [1.0, 0.0]
-    pids += [s.worker.pid for s in pool._slots]
+    pids += [w.pid for w in pool._workers]
     pool.close()
     pool.close()
     assert all(gone(pid) for pid in pids)
@@ -266,7 +266,7 @@ def test_workers_do_not_outlive_a_killed_parent(name: str) -> None:
         "from mindspeed_rl_plugin.rows import SampleId\n"
         "pool = RewardPool([sys.argv[1]], workers=2, timeout=100)\n"
         "batch = [GradeItem('', 'bad', '', {}, SampleId(0, 0, m)) for m in (0, 1)]\n"
-        "threading.Timer(1.0, lambda: print(*(s.worker.pid for s in pool._slots), flush=True)).start()\n"
+        "threading.Timer(1.0, lambda: print(*(w.pid for w in pool._workers), flush=True)).start()\n"
         "pool.grade(batch)\n"
     )
     command = [sys.executable, "-c", code, own(name)]
@@ -277,24 +277,14 @@ def test_workers_do_not_outlive_a_killed_parent(name: str) -> None:
     assert all(gone(pid) for pid in pids)
 
 
-def test_a_rank_with_many_open_files_grades(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_with_many_open_files_grades() -> None:
     """Descriptors from 1024 on, which `select.select` does not take, at both ends of every pipe."""
     if resource.getrlimit(resource.RLIMIT_NOFILE)[0] < 2048:
         pytest.skip("this process may not open so many files")
-    make = os.pipe
-
-    def high() -> tuple[int, ...]:
-        low = make()
-        ends = tuple(fcntl.fcntl(end, fcntl.F_DUPFD_CLOEXEC, 1100) for end in low)
-        for end in low:
-            os.close(end)
-        return ends
-
-    monkeypatch.setattr(os, "pipe", high)
-    with RewardPool(["exact"], workers=2) as pool:
-        monkeypatch.undo()
-        assert all(slot.worker.fileno() >= 1100 for slot in pool._slots)
-        assert [g.total for g in pool.grade(items("a", "b"))] == [1.0, 0.0]
+    with ExitStack() as files:
+        for _ in range(1024):
+            files.enter_context(open(os.devnull))
+        assert [g.total for g in grade("exact", items("a", "b"), workers=2)] == [1.0, 0.0]
 
 
 def gone(pid: int, seconds: float = 10) -> bool:
