@@ -89,6 +89,8 @@ def _read_prompts(args: argparse.Namespace, config: RLConfig, common: dict[str, 
     )
     for rows in filter(None, (prompts, held_out)):
         graders.check_fields(rows.kinds_of_rows())
+    for failure in graders.try_once(prompts.at(0), prompts.where(0), rollout.samples_per_prompt):
+        _say(f"warning: {failure}")
     stages = load_stages(reward.stage, len(graders.names))
     inputs = Inputs(
         **common,

@@ -79,6 +79,11 @@ class PromptStream:
         """The kept prompt at a place in the order of the data; the cursor stays."""
         return self._prompt(self._kept[place])
 
+    def where(self, place: int) -> str:
+        """File and line of that prompt."""
+        source, index = self._place(self._kept[place])
+        return source.where(index)
+
     def kinds_of_rows(self) -> dict[str, frozenset[str]]:
         """Place of a kept row -> fields of its record, for the first row of each kind."""
         found = {}

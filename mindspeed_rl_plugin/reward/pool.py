@@ -6,11 +6,15 @@ import queue
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from concurrent import futures
+from typing import TYPE_CHECKING
 
 from mindspeed_rl_plugin.reward.calling import lacking
 from mindspeed_rl_plugin.reward.items import Grade, GradeItem, RewardError
 from mindspeed_rl_plugin.reward.process import Worker
 from mindspeed_rl_plugin.reward.specs import SHARE_OF_WAIT, check_choices, parse_specs, time_limits
+
+if TYPE_CHECKING:
+    from mindspeed_rl_plugin.rows import Prompt
 
 GRACE = 1.0  # seconds beyond which an asynchronous call that should have been cancelled is stuck
 CHUNK = 64  # most samples of one job
@@ -79,22 +83,24 @@ class RewardPool:
             if problem := lacking(fields, rows):
                 raise ValueError(f"reward {spec.given!r} {problem}")
 
-    def try_once(self, item: GradeItem, where: str, members: int) -> list[str]:
-        """Call each grader once on a data row, a batch grader on `members` copies of it; reward models on a device are
-        left out, for they would need its memory before the model is built. where: the row's place in the data.
+    def try_once(self, prompt: Prompt, where: str, members: int) -> list[str]:
+        """Call each grader once on a data row, with its own answer as the response, a batch grader on `members` of
+        them; reward models on a device are left out, for they would need its memory before the policy has its own.
 
-        Returns what failed; under `on_error` "stop" raises ValueError with it.
+        where: the row's place in the data. Returns what failed; under `on_error` "stop" raises ValueError with it.
         """
-        batch = _Batch([item] * members, [s.given for s in self._specs], self._on_error, f"when tried on {where}")
+        from mindspeed_rl_plugin.rows import SampleId
+
+        item = GradeItem(prompt.text, prompt.answer, prompt.answer, prompt.record, SampleId(0, 0, 0), prompt.messages)
+        names = [f"{s.file}:{s.function}" if s.function else s.given for s in self._specs]
+        batch = _Batch([item] * members, names, self._on_error, f"when it was tried on {where}")
+        jobs = [
+            (grader, list(range(members if in_batch else 1)))
+            for grader, (in_batch, _, _) in enumerate(self._kinds)
+            if self._setup["device"] == "cpu" or not self._specs[grader].is_model
+        ]
         try:
-            self._run(
-                batch,
-                (
-                    (grader, list(range(members if in_batch else 1)))
-                    for grader, (in_batch, _, _) in enumerate(self._kinds)
-                    if self._setup["device"] == "cpu" or not self._specs[grader].is_model
-                ),
-            )
+            self._run(batch, jobs)
         except RewardError as error:
             raise ValueError(str(error)) from error
         return list(batch.failures.values())

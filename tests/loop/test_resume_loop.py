@@ -25,7 +25,7 @@ def grade(prompt, response, answer):
     with open({calls!r}, 'a') as file:
         file.write('.')
         file.flush()
-        assert file.tell() > 32, 'all of the first rollout'
+        assert file.tell() > 34, "tried by each of two ranks, then all of the first rollout"
     assert int(prompt.split('*')[0]) % 2, 'an even number'
     return sum(map(ord, response)) % 5 / 4
 """

@@ -12,7 +12,7 @@ import pytest
 
 from mindspeed_rl_plugin.reward import GradeItem, RewardError, RewardPool, solved
 from mindspeed_rl_plugin.reward.specs import parse_specs
-from mindspeed_rl_plugin.rows import SampleId
+from mindspeed_rl_plugin.rows import Prompt, SampleId
 
 HERE = Path(__file__).parent
 FILE = HERE / "graders_for_tests.py"
@@ -263,7 +263,7 @@ def test_workers_do_not_outlive_a_killed_parent(name: str) -> None:
     code = (
         "import sys, threading\n"
         "from mindspeed_rl_plugin.reward import GradeItem, RewardPool\n"
-        "from mindspeed_rl_plugin.rows import SampleId\n"
+        "from mindspeed_rl_plugin.rows import Prompt, SampleId\n"
         "pool = RewardPool([sys.argv[1]], workers=2, timeout=100)\n"
         "batch = [GradeItem('', 'bad', '', {}, SampleId(0, 0, m)) for m in (0, 1)]\n"
         "threading.Timer(1.0, lambda: print(*(w.pid for w in pool._workers), flush=True)).start()\n"
@@ -355,6 +355,31 @@ def test_a_grader_that_asks_for_a_field_of_no_row_is_refused_before_anything_is_
         ):
             pool.check_fields({"a.jsonl line 1": rows["a.jsonl line 1"]})
         pool.check_fields({"a.jsonl line 1": frozenset({"level", "solution_str"})})
+
+
+TRIED = [
+    ("none", "it returned None of type NoneType"),
+    ("raises", "raised KeyError: 'the key'"),
+    ("sleep", "ran longer than 1.2 s"),
+    ("crash", "exited with code 7"),
+    ("batch_one_bad", "it returned None"),
+    ("batch_short", "it returned 3 values for 4 samples"),
+]
+
+
+@pytest.mark.parametrize(("name", "message"), TRIED)
+def test_each_grader_is_tried_on_a_data_row(name: str, message: str) -> None:
+    row = Prompt((1,), "the prompt", "bad", 0, {}, None)
+    with RewardPool([own("length"), own(name)], workers=1, timeout=1.2) as pool:
+        with pytest.raises(ValueError) as refused:
+            pool.try_once(row, "a.jsonl line 1", 4)
+        for part in (f"reward '{FILE}:{name}'", message, "a.jsonl line 1", "response 'bad'", "--rl-reward-on-error"):
+            assert part in str(refused.value), refused.value
+        pool._on_error = "drop"  # these go on, and are not counted as failures of a rollout
+        (warning,) = pool.try_once(row, "a.jsonl line 1", 4)
+        assert message in warning and not pool.take_failures()
+        fine = Prompt((1,), "the prompt", "fine", 0, {}, None)
+        assert len(pool.try_once(fine, "a.jsonl line 2", 4)) == (name == "batch_short")
 
 
 def test_the_functions_of_a_file_are_found_without_running_it(tmp_path: Path) -> None:
