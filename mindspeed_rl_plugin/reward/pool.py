@@ -146,7 +146,7 @@ class RewardPool:
             shares = len(self._workers) * (1 if asynchronous else 4)
             size = min(CHUNK, max(1, -(-len(items) // shares)))
             chunks = [everyone[i : i + size] for i in everyone[::size]]
-            yield from ((grader, chunk) for chunk in (groups.values() if in_batch else chunks))
+            yield from ((grader, list(chunk)) for chunk in (groups.values() if in_batch else chunks))
 
     def _run(self, batch: _Batch, jobs: Iterable[tuple[int, list[int]]]) -> None:
         """Have all jobs done, one thread a worker. Raises RewardError for the first failure that stops the run, and

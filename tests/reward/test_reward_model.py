@@ -34,6 +34,12 @@ def items(*responses, prompt, answer=""):
     return [GradeItem(prompt, r, answer, {}, SampleId(0, i // 2, i % 2)) for i, r in enumerate(responses)]
 
 
+@pytest.fixture(scope="module")
+def pool(decoder, encoder):
+    with RewardPool([f"model:{decoder}=0.5", "exact=2", f"model:{encoder}"], workers=1, timeout=60) as pool:
+        yield pool
+
+
 def grade(specs, batch):
     with RewardPool(specs, workers=1, timeout=60) as pool:
         return pool.grade(batch)
@@ -81,11 +87,10 @@ def alone(folder, text):
         return float(model(input_ids=ids).logits[0, 0])
 
 
-def test_scores_of_two_models_beside_a_rule(decoder, encoder):
+def test_scores_of_two_models_beside_a_rule(pool, decoder, encoder):
     """Groups of unlike lengths, one text that ends like padding; each model reads text by a tokenizer of its own."""
     responses = ["a1", "the answer is 7", "b>", "0"]
-    specs = [f"model:{decoder}=0.5", "exact=2", f"model:{encoder}"]
-    got = grade(specs, items(*responses, prompt="x", answer="0"))
+    got = pool.grade(items(*responses, prompt="x", answer="0"))
     for response, found in zip(responses, got, strict=True):
         want = [alone(decoder, f"<u>x<a>{response}"), float(response == "0"), alone(encoder, f"x{response}")]
         assert found.parts == pytest.approx(want, abs=1e-5) and found.error is None
@@ -93,12 +98,12 @@ def test_scores_of_two_models_beside_a_rule(decoder, encoder):
     assert len({round(g.parts[0], 4) for g in got}) == 4 and len({round(g.parts[2], 4) for g in got}) == 4
 
 
-def test_chat_messages_keep_their_turns(decoder, encoder, tmp_path):
+def test_chat_messages_keep_their_turns(pool, decoder, encoder, tmp_path):
     """From a file of messages to the score, by the model's own template; a model without one reads their text."""
     asked = [{"role": "system", "content": "be"}, {"role": "user", "content": "hi"}]
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"prompt": p}) + "\n" for p in (asked, "hi")))
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"prompt": p, "answer": "7"}) + "\n" for p in (asked, "hi")))
     policy = save_tokenizer(tmp_path / "policy", template="{{ messages[-1]['content'] }}")
-    keys = {"prompt_key": "prompt", "answer_key": "", "chat_template": True, "max_length": 9, "seed": 0}
+    keys = {"prompt_key": "prompt", "answer_key": "answer", "chat_template": True, "max_length": 9, "seed": 0}
     prompts = PromptStream([str(tmp_path / "a.jsonl")], policy, **keys).all()
     columns = prompts_stage.compute(0, prompts)
     replies = {
@@ -106,12 +111,11 @@ def test_chat_messages_keep_their_turns(decoder, encoder, tmp_path):
         "loss_mask": Ragged.from_rows([torch.ones(n, dtype=torch.uint8) for n in (1, 2)]),
     }
     rows = Rows((SampleId(0, 0, 0), SampleId(0, 1, 0)), {"meta": columns["meta"], **replies})
-    with RewardPool([f"model:{decoder}", f"model:{encoder}"], workers=1, timeout=60) as pool:
-        parts = reward_stage.grade(rows, pool, lambda ids: "".join(policy.convert_ids_to_tokens(ids)))["reward_parts"]
-    assert parts[0].tolist() == pytest.approx(
-        [alone(decoder, "<s>be<u>hi<a>7"), alone(encoder, "system: be\n\nuser: hi7")], abs=1e-5
-    )
-    assert parts[1].tolist() == pytest.approx([alone(decoder, "<u>hi<a>42"), alone(encoder, "hi42")], abs=1e-5)
+    parts = reward_stage.grade(rows, pool, lambda ids: "".join(policy.convert_ids_to_tokens(ids)))["reward_parts"]
+    want = [alone(decoder, "<s>be<u>hi<a>7"), 1.0, alone(encoder, "system: be\n\nuser: hi7")]
+    assert parts[0].tolist() == pytest.approx(want, abs=1e-5)
+    want = [alone(decoder, "<u>hi<a>42"), 0.0, alone(encoder, "hi42")]
+    assert parts[1].tolist() == pytest.approx(want, abs=1e-5)
 
 
 @pytest.mark.slow

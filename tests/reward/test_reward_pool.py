@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from mindspeed_rl_plugin.reward import GradeItem, RewardError, RewardPool, solved
+from mindspeed_rl_plugin.reward.builtin import make_builtin
 from mindspeed_rl_plugin.reward.specs import parse_specs
 from mindspeed_rl_plugin.rows import Prompt, SampleId
 
@@ -52,27 +53,47 @@ MATH = [
 ]
 
 
-def test_math() -> None:
-    batch = [GradeItem("p", response, answer, {}, SampleId(0, i, 0)) for i, (response, answer, _) in enumerate(MATH)]
-    assert totals("math", batch, workers=2) == [want for _, _, want in MATH]
+@pytest.fixture(scope="module")
+def math():
+    return make_builtin("math", None)
 
 
-def test_math_reports_a_ground_truth_that_is_none_and_a_hang() -> None:
-    batch = [i for answer in ("", "\\frac{1}{", "???") for i in items("1", answer=answer)]
-    batch += items("\\boxed{9^{9^{9^{9}}}}", answer="\\frac{1}{7}") + items("1", answer="1")
-    results = grade("math", batch, timeout=2, on_error="zero")
-    assert all("cannot be parsed as mathematics" in g.error for g in results[:3])
-    assert "reward 'math' ran longer than 2 s" in results[3].error
-    assert results[4].total == 1.0 and results[4].error is None
+@pytest.mark.parametrize(("response", "answer", "want"), MATH)
+def test_math(math, response: str, answer: str, want: float) -> None:
+    assert math(response, answer) == want
 
 
-def test_exact_and_regex() -> None:
-    assert totals("exact", items(" a \n b ", "ab", answer="a b")) == [1.0, 0.0]
-    assert totals("regex", items("#1 #2", "#2 #1", "2", "#", answer=" 2"), regex=r"#(\d)?") == [1.0, 0.0, 0.0, 0.0]
-    assert totals("regex", items("x 2 y", "x 22", answer="2"), regex=r"\d+") == [1.0, 0.0]
-    for name in ("exact", "regex"):
-        with pytest.raises(RewardError, match=f"{name}: the data has no ground truth"):
-            grade(name, items("", answer=" "), regex="x")
+@pytest.mark.parametrize("answer", ["", "\\frac{1}{", "???"])
+def test_math_without_a_ground_truth_is_an_error(math, answer: str) -> None:
+    with pytest.raises(ValueError, match="cannot be parsed as mathematics"):
+        math("1", answer)
+
+
+def test_math_that_hangs_is_ended() -> None:
+    batch = items("\\boxed{9^{9^{9^{9}}}}", answer="\\frac{1}{7}") + items("1", answer="1")
+    hangs, fine = grade("math", batch, timeout=2, on_error="zero")
+    assert "reward 'math' ran longer than 2 s" in hangs.error
+    assert fine.total == 1.0 and fine.error is None
+
+
+RULES = [
+    ("exact", None, " a \n b ", "a b", 1.0),
+    ("exact", None, "ab", "a b", 0.0),
+    ("regex", r"#(\d)?", "#1 #2", " 2", 1.0),
+    ("regex", r"#(\d)?", "#2 #1", " 2", 0.0),
+    ("regex", r"#(\d)?", "2", " 2", 0.0),
+    ("regex", r"#(\d)?", "#", " 2", 0.0),
+    ("regex", r"\d+", "x 2 y", "2", 1.0),
+    ("regex", r"\d+", "x 22", "2", 0.0),
+]
+
+
+@pytest.mark.parametrize(("name", "regex", "response", "answer", "want"), RULES)
+def test_exact_and_regex(name: str, regex: str | None, response: str, answer: str, want: float) -> None:
+    grader = make_builtin(name, regex)
+    assert grader(response, answer) == want
+    with pytest.raises(ValueError, match=f"{name}: the data has no ground truth"):
+        grader(response, " ")
 
 
 def test_weights_sum_and_parts_stay_raw() -> None:
@@ -86,23 +107,19 @@ def test_weights_sum_and_parts_stay_raw() -> None:
 
 
 def test_calling_conventions() -> None:
-    batch = items("rr", prompt="p", answer="aaa", level=4)
-    assert totals(own("all_names"), batch) == [1 + 20 + 300 + 4000]
-    assert totals(own("field"), batch) == [4.5]
-    assert totals(own("whole_record"), batch) == [1.0]
-    assert totals(own("from_import"), batch) == [4.0]
-    assert totals(own("none"), batch) == [1.0]
-    assert totals(own("prints"), batch) == [1.0]
-    with pytest.raises(RewardError, match=r"field asks for \['level'\]; the record of this row has \['depth'\]"):
-        grade(own("field"), items("r", depth=1))
+    names = ("all_names", "field", "whole_record", "from_import", "none", "prints")
+    with RewardPool([own(name) for name in names], workers=1) as pool:
+        (found,) = pool.grade(items("rr", prompt="p", answer="aaa", level=4))
+        assert found.parts == (1 + 20 + 300 + 4000, 4.5, 1.0, 4.0, 1.0, 1.0)
+        with pytest.raises(RewardError, match=r"field asks for \['level'\]; the record of this row has \['depth'\]"):
+            pool.grade(items("r", depth=1))
 
 
-def test_a_batch_grader_gets_whole_groups_however_many_workers() -> None:
+@pytest.mark.parametrize("workers", [1, 3])
+def test_a_batch_grader_gets_whole_groups_however_many_workers(workers: int) -> None:
     batch = items("a", "aaa", "aa", "b", "bb", members=3)
-    order = [batch[i] for i in (4, 0, 2, 1, 3)]
-    assert totals(own("batch_rank"), order) == [21.0, 30.0, 31.0, 32.0, 20.0]
-    assert totals(own("batch_rank"), order, workers=3) == [21.0, 30.0, 31.0, 32.0, 20.0]
-    assert totals(own("async_batch"), order) == [2.0, 1.0, 2.0, 3.0, 1.0]
+    found = grade([own("batch_rank"), own("async_batch")], [batch[i] for i in (4, 0, 2, 1, 3)], workers=workers)
+    assert [g.parts for g in found] == [(21.0, 2.0), (30.0, 1.0), (31.0, 2.0), (32.0, 3.0), (20.0, 1.0)]
 
 
 def test_asynchronous_calls_overlap() -> None:
@@ -140,24 +157,33 @@ FAILURES = [
 ]
 
 
-@pytest.mark.parametrize(("name", "message", "timeout"), FAILURES)
-def test_a_failure_stops_or_is_counted_and_hits_only_its_sample(name: str, message: str, timeout: float) -> None:
+def test_each_failure_is_counted_and_hits_only_its_sample() -> None:
+    names, messages, timeouts = zip(*FAILURES, strict=True)
     batch = items("ok", "fine", "bad", "good", "well", members=1)
-    with RewardPool([own(name)], workers=1, timeout=timeout, on_error="drop") as pool:
-        begin = time.monotonic()
+    with RewardPool([own(name) for name in names], workers=3, timeout=timeouts, on_error="drop") as pool:
         result = pool.grade(batch)
-        assert time.monotonic() - begin < 20
-        assert [g.total for g in result] == [1.0, 1.0, 0.0, 1.0, 1.0]
-        assert [g.dropped for g in result] == [False, False, True, False, False]
-        assert [g.error is None for g in result] == [True, True, False, True, True]
+        failures = pool.take_failures()
+        assert not pool.take_failures()
+    assert [g.parts for g in result] == [(float(at != 2),) * len(names) for at in range(5)]
+    assert [(g.dropped, g.error is not None) for g in result] == [(at == 2,) * 2 for at in range(5)]
+    for name, message in zip(names, messages, strict=True):
         for part in (f"reward '{name}'", message, "on sample (0, 2, 0)", "prompt 'the prompt'", "response 'bad'"):
-            assert part in result[2].error, result[2].error
-        assert pool.take_failures() == {name: result[2].error} and not pool.take_failures()
-        pool._on_error = "stop"
+            assert part in failures[name], failures[name]
+        assert failures[name] in result[2].error
+
+
+@pytest.mark.parametrize("name", ["raises", "loop", "crash"])
+def test_a_failure_stops_and_the_pool_is_usable_afterwards(name: str) -> None:
+    """An answer, a kill and an end: by default each raises, and nothing of the batch is left in a worker."""
+    batch = items("ok", "fine", "bad", "good", "well", members=1)
+    message = next(message for grader, message, _ in FAILURES if grader == name)
+    with RewardPool([own(name), own("length")], workers=1, timeout=1.2) as pool:
+        begin = time.monotonic()
         with pytest.raises(RewardError) as caught:
             pool.grade(batch)
+        assert time.monotonic() - begin < 20
         assert message in str(caught.value) and "--rl-reward-on-error" in str(caught.value)
-        assert [g.total for g in pool.grade(batch[:2])] == [1.0, 1.0]  # usable afterwards
+        assert [g.parts for g in pool.grade(batch[:2])] == [(1.0, 2.0), (1.0, 4.0)]
 
 
 def test_all_grading_together_has_a_limit_that_names_what_is_left() -> None:
@@ -257,19 +283,18 @@ def test_close_ends_the_workers_and_an_idle_death_is_survived() -> None:
         pool.grade(items("a"))
 
 
-@pytest.mark.parametrize("name", ["stubborn", "sleep"])
-def test_workers_do_not_outlive_a_killed_parent(name: str) -> None:
-    """The parent is killed while its worker holds the interpreter for ever."""
+def test_workers_do_not_outlive_a_killed_parent() -> None:
+    """The parent is killed while a worker holds the interpreter for ever, and another one sleeps."""
     code = (
         "import sys, threading\n"
+        "from collections import namedtuple\n"
         "from mindspeed_rl_plugin.reward import GradeItem, RewardPool\n"
-        "from mindspeed_rl_plugin.rows import Prompt, SampleId\n"
-        "pool = RewardPool([sys.argv[1]], workers=2, timeout=100)\n"
-        "batch = [GradeItem('', 'bad', '', {}, SampleId(0, 0, m)) for m in (0, 1)]\n"
+        "pool = RewardPool(sys.argv[1:], workers=2, timeout=100)\n"
+        "sample = namedtuple('SampleId', 'epoch group member')(0, 0, 0)\n"
         "threading.Timer(1.0, lambda: print(*(w.pid for w in pool._workers), flush=True)).start()\n"
-        "pool.grade(batch)\n"
+        "pool.grade([GradeItem('', 'bad', '', {}, sample)])\n"
     )
-    command = [sys.executable, "-c", code, own(name)]
+    command = [sys.executable, "-c", code, own("stubborn"), own("sleep")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
         pids = [int(p) for p in parent.stdout.readline().split()]
         assert len(pids) == 2 and not any(gone(p, 0) for p in pids)
@@ -367,19 +392,19 @@ TRIED = [
 ]
 
 
-@pytest.mark.parametrize(("name", "message"), TRIED)
-def test_each_grader_is_tried_on_a_data_row(name: str, message: str) -> None:
-    row = Prompt((1,), "the prompt", "bad", 0, {}, None)
-    with RewardPool([own("length"), own(name)], workers=1, timeout=1.2) as pool:
-        with pytest.raises(ValueError) as refused:
-            pool.try_once(row, "a.jsonl line 1", 4)
-        for part in (f"reward '{FILE}:{name}'", message, "a.jsonl line 1", "response 'bad'", "--rl-reward-on-error"):
-            assert part in str(refused.value), refused.value
-        pool._on_error = "drop"  # these go on, and are not counted as failures of a rollout
-        (warning,) = pool.try_once(row, "a.jsonl line 1", 4)
-        assert message in warning and not pool.take_failures()
-        fine = Prompt((1,), "the prompt", "fine", 0, {}, None)
-        assert len(pool.try_once(fine, "a.jsonl line 2", 4)) == (name == "batch_short")
+def test_each_grader_is_tried_on_a_data_row() -> None:
+    bad, fine = (Prompt((1,), "the prompt", response, 0, {}, None) for response in ("bad", "fine"))
+    names, messages = zip(*TRIED, strict=True)
+    with RewardPool([own(n) for n in ("length", *names)], workers=3, timeout=1.2, on_error="drop") as pool:
+        warnings = pool.try_once(bad, "a.jsonl line 1", 4)
+        assert len(warnings) == len(TRIED) and not pool.take_failures(), "these are of no rollout"
+        for name, message in zip(names, messages, strict=True):
+            (said,) = [text for text in warnings if f"reward '{FILE}:{name}'" in text]
+            assert all(part in said for part in (message, "a.jsonl line 1", "response 'bad'")), said
+        assert [f"{FILE}:batch_short" in said for said in pool.try_once(fine, "a.jsonl line 2", 4)] == [True]
+        pool._on_error = "stop"
+        with pytest.raises(ValueError, match="on a.jsonl line 1, .*(?s:.)*--rl-reward-on-error"):
+            pool.try_once(bad, "a.jsonl line 1", 4)
 
 
 def test_the_functions_of_a_file_are_found_without_running_it(tmp_path: Path) -> None:
