@@ -204,7 +204,7 @@ def _rewards(args: Any, config: RLConfig) -> Iterator[str]:
         yield f"--rl-reward: {error}"
         return
     try:
-        time_limits(config.reward.reward_timeout, graders)
+        time_limits(config.reward.reward_timeout, graders, config.monitor.wait_timeout)
     except ValueError as error:
         yield str(error)
 
