@@ -67,7 +67,8 @@ def wait_for_the_end(job, mark: Path):
 
 def test_a_failing_grader_ends_the_job_with_its_prompt(job, nothing_left, arithmetic, tmp_path):
     """It fails on one rank: the other, which waits for it, is ended by torchrun."""
-    prompt = json.loads((arithmetic / "prompts.jsonl").read_text().splitlines()[1])["prompt"]  # the first is tried at the start
+    second = (arithmetic / "prompts.jsonl").read_text().splitlines()[1]  # the first row is tried at the start
+    prompt = json.loads(second)["prompt"]
     grader, mark = tmp_path / "grader.py", tmp_path / "failed"
     grader.write_text(GRADER.format(prompt=prompt, mark=str(mark)))
     whole = ("--rl-rollout-prompts", "64", "--rl-samples-per-prompt", "2", "--rl-generate-tp", "2")  # all prompts
