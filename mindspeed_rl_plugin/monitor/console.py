@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, TextIO
+from typing import TextIO
+
+from tqdm import tqdm
 
 from mindspeed_rl_plugin.monitor.names import Metric
 
@@ -100,39 +102,18 @@ def write_line(line: str, stream: TextIO) -> None:
     stream.flush()
 
 
-class ProgressBar:
-    """Progress of a long stage on a terminal (tqdm, on stderr); does nothing where `shown` is false.
+class ProgressBar(tqdm):
+    """Progress of a long stage on a terminal, on stderr; does nothing where `shown` is false.
 
     Use as a context manager; `update(n)` adds n, `set(n)` says how many there are by now.
     """
 
     def __init__(self, total: int, what: str, *, unit: str = "responses", shown: bool) -> None:
-        self._bar: Any = None
-        if shown:
-            from tqdm import tqdm
-
-            self._bar = tqdm(total=total, desc=what, unit=f" {unit}", leave=False, dynamic_ncols=True)
-
-    def update(self, n: int = 1) -> None:
-        """Add n."""
-        if self._bar is not None:
-            self._bar.update(n)
+        super().__init__(total=total, desc=what, unit=f" {unit}", leave=False, dynamic_ncols=True, disable=not shown)
 
     def set(self, n: int) -> None:
         """Say that n are done."""
-        if self._bar is not None:
-            self._bar.update(n - self._bar.n)
-
-    def close(self) -> None:
-        """Take the bar off the terminal."""
-        if self._bar is not None:
-            self._bar.close()
-
-    def __enter__(self) -> ProgressBar:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
+        self.update(n - self.n)
 
 
 def _counter(iteration: int, total: int | None) -> str:

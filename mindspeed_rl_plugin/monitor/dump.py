@@ -78,7 +78,7 @@ def read_rollout(path: str | os.PathLike[str]) -> Rows:
 
 
 def discard_dumps_after(dump_dir: str | os.PathLike[str], epoch: int) -> int:
-    """Remove the dumps of rollouts later than `epoch`, which a resumed run draws anew; returns how many there were."""
+    """Remove the dumps of rollouts later than `epoch`, which a resumed run makes again; returns how many there were."""
     late = [path for e, path in dump_files(dump_dir).items() if e > epoch]
     for path in late:
         path.unlink()

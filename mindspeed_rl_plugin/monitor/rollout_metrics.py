@@ -69,7 +69,7 @@ def filtration_metrics(multiplicity: Tensor, reward: Tensor) -> dict[str, float]
 def group_shares(solved: Sequence[bool], ids: Sequence[SampleId]) -> dict[str, float]:
     """Shares of groups whose responses, B in all groups together, are all solved, and of those where none is.
 
-    Groups are told apart by (epoch, group) of the ids, never by position.
+    A group is known by (epoch, group) of its ids, never by position.
     """
     groups: dict[tuple[int, int], list[bool]] = {}
     for sample, right in zip(ids, solved, strict=True):
@@ -132,8 +132,8 @@ def throughput(tokens: int, *, devices: int, seconds: float) -> dict[str, float]
 def largest(ranks: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Each metric's largest value over ranks; a rank that did not measure it has no say."""
     out: dict[str, float] = {}
-    for found in ranks:
-        for name, value in found.items():
+    for metrics in ranks:
+        for name, value in metrics.items():
             out[name] = max(value, out.get(name, value))
     return out
 

@@ -39,8 +39,8 @@ def events_file(run_dir: str | os.PathLike[str], rank: int) -> Path:
 
 def event_files(run_dir: str | os.PathLike[str]) -> dict[int, Path]:
     """Rank -> stage events file, for every rank that left one, in rank order."""
-    found = {int(m[1]): p for p in Path(run_dir).iterdir() if (m := _EVENTS.fullmatch(p.name))}
-    return dict(sorted(found.items()))
+    files = {int(m[1]): p for p in Path(run_dir).iterdir() if (m := _EVENTS.fullmatch(p.name))}
+    return dict(sorted(files.items()))
 
 
 def dump_file(dump_dir: str | os.PathLike[str], epoch: int) -> Path:
@@ -52,8 +52,8 @@ def dump_files(dump_dir: str | os.PathLike[str]) -> dict[int, Path]:
     """Epoch -> dump, in epoch order; empty where the directory does not exist."""
     if not Path(dump_dir).is_dir():
         return {}
-    found = {int(m[1]): p for p in Path(dump_dir).iterdir() if (m := _DUMP.fullmatch(p.name))}
-    return dict(sorted(found.items()))
+    files = {int(m[1]): p for p in Path(dump_dir).iterdir() if (m := _DUMP.fullmatch(p.name))}
+    return dict(sorted(files.items()))
 
 
 def claim_dumps(dump_dir: str | os.PathLike[str], run_dir: str | os.PathLike[str]) -> None:

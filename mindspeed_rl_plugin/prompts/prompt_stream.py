@@ -86,11 +86,11 @@ class PromptStream:
 
     def kinds_of_rows(self) -> dict[str, frozenset[str]]:
         """Place of a kept row -> fields of its record, for the first row of each kind."""
-        found = {}
+        places = {}
         for fields, row in self._kinds.items():
             source, index = self._place(row)
-            found[source.where(index)] = fields
-        return found
+            places[source.where(index)] = fields
+        return places
 
     def state(self) -> dict[str, Any]:
         """The cursor, and what it is a cursor into; ints and strings."""

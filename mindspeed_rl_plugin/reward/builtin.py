@@ -28,12 +28,12 @@ def _make_regex(pattern: str) -> Callable[[str, str], float]:
     compiled = re.compile(pattern)
 
     def grade(response: str, answer: str) -> float:
-        truth, found = _truth(answer, "regex"), None
+        truth, last = _truth(answer, "regex"), None
         for match in compiled.finditer(response):  # the last one: answers come at the end
-            found = match
-        if found is None:
+            last = match
+        if last is None:
             return 0.0
-        text = found[1] if compiled.groups else found[0]
+        text = last[1] if compiled.groups else last[0]
         return float(text is not None and _words(text) == truth)
 
     return grade

@@ -117,11 +117,11 @@ def load_function(file: str, function: str) -> Callable[..., Any]:
         module = importlib.util.module_from_spec(spec)
         sys.modules[spec.name] = module
         spec.loader.exec_module(module)
-    found = getattr(module, function, None)
-    if not callable(found):
+    member = getattr(module, function, None)
+    if not callable(member):
         functions = [n for n, v in vars(module).items() if inspect.isfunction(v) and not n.startswith("_")]
         raise ValueError(f"{file} has no function {function!r}; it has {', '.join(functions) or 'none'}")
-    return found
+    return member
 
 
 def number(value: Any) -> float:

@@ -90,10 +90,10 @@ def _check_ids(path: str, ids: Iterable[int], rows: int) -> None:
 
 def same_tokenizer(path: str, policy: str) -> bool:
     """Whether two directories hold the same vocabulary, as far as their files say."""
-    found = [Path(folder, "tokenizer.json") for folder in (path, policy)]
-    if not all(file.is_file() for file in found):
+    files = [Path(folder, "tokenizer.json") for folder in (path, policy)]
+    if not all(file.is_file() for file in files):
         return False
-    mine, theirs = (json.loads(file.read_text(encoding="utf-8")) for file in found)
+    mine, theirs = (json.loads(file.read_text(encoding="utf-8")) for file in files)
     return all(mine.get(part) == theirs.get(part) for part in ("model", "added_tokens", "pre_tokenizer", "normalizer"))
 
 
