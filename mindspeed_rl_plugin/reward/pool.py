@@ -162,6 +162,7 @@ class RewardPool:
                 if late:
                     raise RewardError(self._too_late(batch, [running[job] for job in running if job in late]))
             finally:
+                batch.stopped = True
                 for job in running:
                     job.cancel()
                 while futures.wait(running, 0.1).not_done:  # what they would answer belongs to this batch
@@ -174,12 +175,14 @@ class RewardPool:
         in_batch, asynchronous, _ = self._kinds[grader]
         seconds, worker, size = self._timeouts[grader], self._idle.get(), len(waiting)
         try:
-            while waiting:
+            while waiting and not batch.stopped:
                 items = [batch.texts[index] for index in waiting[:size]]
                 try:
                     for value, error in worker.answers(grader, items, seconds + (GRACE if asynchronous else 0.0)):
                         batch.record(waiting.pop(0), grader, value, error)
                 except (TimeoutError, EOFError) as end:
+                    if batch.stopped:
+                        break
                     if asynchronous and not in_batch and len(items) > 1:
                         size = 1  # any of them may have blocked the others: each alone
                         continue
@@ -206,7 +209,7 @@ class RewardPool:
 
 class _Batch:
     """The results so far of items that are graded. names: of the graders, as errors show them; where: what errors say
-    of an item's place, None for its sample. failures: the first of each grader."""
+    of an item's place, None for its sample. failures: the first of each grader; stopped: nothing more is graded."""
 
     def __init__(
         self, items: Sequence[GradeItem], names: Sequence[str], on_error: str, where: str | None = None
@@ -217,6 +220,7 @@ class _Batch:
         self.parts = [[0.0] * len(names) for _ in items]
         self._errors: list[list[str]] = [[] for _ in items]
         self.failures: dict[str, str] = {}
+        self.stopped = False
 
     def record(self, index: int, grader: int, value: float | None, error: str | None) -> None:
         """One grade, or why there is none. Raises RewardError for an error that stops the run."""

@@ -201,7 +201,7 @@ def test_all_grading_together_has_a_limit_that_names_what_is_left() -> None:
         ):  # fmt: skip
             assert part in message, message
         left = int(message.split("with ")[1].split(" of")[0])
-        assert 20 <= left < 40
+        assert 20 <= left < 40 and not pool.take_failures(), "what was cut off is nobody's failure"
         assert [g.total for g in pool.grade(batch[:1])] == [2.0]  # usable afterwards
 
 
