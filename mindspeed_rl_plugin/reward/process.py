@@ -6,6 +6,7 @@ import contextlib
 import json
 import math
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -68,14 +69,17 @@ class Worker:
                 end = self.close(ended=True)
         else:
             raise RewardError(f"reward workers end before they take a job; the last one {end}")
-        for _ in items:
+        answered = 0
+        while answered < len(items):
             try:
-                yield self._receive(seconds)
+                outcomes = self._receive(seconds)
             except TimeoutError:
                 self.close()
                 raise
             except EOFError:
                 raise EOFError(self.close(ended=True)) from None
+            answered += len(outcomes)
+            yield from outcomes
 
     def kill(self) -> None:
         """End the process group at once; `close` is still to come."""
@@ -101,6 +105,8 @@ class Worker:
 
     def _start(self) -> None:
         self._connection, theirs = Pipe()
+        self._readable = select.poll()
+        self._readable.register(self._connection, select.POLLIN)
         lifeline, self._lifeline = os.pipe()
         ends = (theirs.fileno(), lifeline)
         command = [sys.executable, "-c", BOOT, json.dumps([str(p) for p in sys.path]), *map(str, ends)]
@@ -114,8 +120,8 @@ class Worker:
     def _receive(self, seconds: float) -> Any:
         """Its next message. Raises TimeoutError when none comes within `seconds`, EOFError when the process ended."""
         end = time.monotonic() + seconds
-        while not self._connection.poll(max(0.0, min(end - time.monotonic(), TICK))):
-            if self._process.poll() is not None and not self._connection.poll():
+        while not self._readable.poll(1000 * max(0.0, min(end - time.monotonic(), TICK))):
+            if self._process.poll() is not None and not self._readable.poll(0):
                 raise EOFError
             if time.monotonic() >= end:
                 raise TimeoutError

@@ -2,8 +2,8 @@
 
 First message in: `{"specs": [(name, file, function, as given), ...], "regex", "timeouts", "device"}`; first out:
 `("ready", [(batch, asynchronous, fields), ...])` or `("failed", text)`. Then jobs `(grader, items)`, each answered by
-"began" and one `(number, None)` or `(None, error)` an item, in order. The time limit is the parent's: it kills this
-process group. Uses the standard library only, so that it starts in a moment.
+"began" and lists of `(number, None)` or `(None, error)`, together one an item, in order. The time limit is the
+parent's: it kills this process group. Uses the standard library only, so that it starts in a moment.
 """
 
 from __future__ import annotations
@@ -47,18 +47,18 @@ def main(connection: int, lifeline: int) -> None:
         except EOFError:
             return
         parent.send("began")
-        for outcome in serve(graders[grader], items, setup["timeouts"][grader]):
-            parent.send(outcome)
+        for outcomes in serve(graders[grader], items, setup["timeouts"][grader]):
+            parent.send(outcomes)
 
 
-def serve(grader: Grader, items: Items, timeout: float) -> Iterable[Outcome]:
-    """The grade of each of `items`, as soon as it is there."""
+def serve(grader: Grader, items: Items, timeout: float) -> Iterable[list[Outcome]]:
+    """The grades of `items`, each list as soon as it is there."""
     if grader.batch:
         values, error = _outcome(_values, grader, items, timeout)
-        return [(None, error)] * len(items) if error else [_outcome(number, value) for value in values]
+        return [[(None, error)] * len(items) if error else [_outcome(number, value) for value in values]]
     if grader.asynchronous:
-        return asyncio.run(_concurrently(grader, items, timeout))
-    return (_outcome(lambda item=item: number(_settled(grader.single(item), timeout))) for item in items)
+        return [asyncio.run(_concurrently(grader, items, timeout))]
+    return ([_outcome(lambda item=item: number(_settled(grader.single(item), timeout)))] for item in items)
 
 
 def _values(grader: Grader, items: Items, timeout: float) -> list[Any]:
