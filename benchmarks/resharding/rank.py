@@ -16,8 +16,10 @@ import torch
 import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from naive import naive  # noqa: E402
+
 from mindspeed_rl_plugin.device import get_device  # noqa: E402
-from mindspeed_rl_plugin.reshard.allgather import gather, make_gathering  # noqa: E402
+from mindspeed_rl_plugin.reshard.allgather import allgather, make_allgather_plan  # noqa: E402
 from mindspeed_rl_plugin.reshard.flow import Cells  # noqa: E402
 from mindspeed_rl_plugin.reshard.host_memory import HostMemoryBudget  # noqa: E402
 from mindspeed_rl_plugin.reshard.layout import (  # noqa: E402
@@ -31,12 +33,12 @@ from mindspeed_rl_plugin.reshard.layout import (  # noqa: E402
 from mindspeed_rl_plugin.reshard.offload import TrainState  # noqa: E402
 from mindspeed_rl_plugin.reshard.p2p import P2PChannel  # noqa: E402
 from mindspeed_rl_plugin.reshard.plan import make_plan  # noqa: E402
-from mindspeed_rl_plugin.reshard.resharder import MODES  # noqa: E402
 from mindspeed_rl_plugin.reshard.transfer import stream  # noqa: E402
 from mindspeed_rl_plugin.tools.layout_args import engine_layout_of, train_layout  # noqa: E402
 
 DTYPE = torch.bfloat16
 DEADLINE = 600.0
+ARMS = {"naive": naive, "allgather": allgather, "stream": stream}
 
 
 class Weights(torch.nn.Module):
@@ -76,7 +78,7 @@ class Rank:
         }
         plan = dict(itemsize=DTYPE.itemsize, rank=self.rank)
         self.stream = make_plan(sources, wanted, self.tensors, bucket_bytes=bucket_bytes, **plan)
-        self.gathering = make_gathering(sources, shapes, wanted, self.tensors, round_bytes=bucket_bytes // 2, **plan)
+        self.shards = make_allgather_plan(sources, shapes, wanted, self.tensors, round_bytes=bucket_bytes // 2, **plan)
         cells = Cells(sources, wanted, self.tensors, itemsize=DTYPE.itemsize, node_size=world)
         self.least = cells.flow().received
         self.everything = cells.flow(everything=True).received
@@ -87,13 +89,13 @@ class Rank:
         """Values that depend on the place in the canonical model only, so that a wrong copy shows."""
         for name, segments in layout.items():
             for s in segments:
-                inside = s.of(self.source.named[name].data).narrow(s.axis, s.offset, s.size)
+                inside = s.view(self.source.named[name].data, s.start, s.size)
                 across = torch.arange(s.start, s.stop).remainder(251).to(DTYPE)
                 salt = sum(map(ord, s.name)) % 97
                 inside.copy_((across + salt).view([-1 if a == s.axis else 1 for a in range(inside.dim())]))
 
     def run(self, mode: str) -> dict[str, float]:
-        """One reshard with the swap of the training weights around it."""
+        """One reshard with the offload of the training weights around it."""
         for tensor in self.engine.values():
             tensor.zero_()
         channel = P2PChannel(self.rank, deadline=DEADLINE)
@@ -101,10 +103,8 @@ class Rank:
         dist.barrier()
         begin = time.perf_counter()
         with self.temporary.measured(*source.values(), *self.engine.values()):
-            if mode == "stream":
-                buffer = stream(self.stream, source, self.engine, **options)
-            else:
-                buffer = gather(self.gathering, source, self.engine, whole=mode == "allgather", **options)
+            plan = self.stream if mode == "stream" else self.shards
+            buffer = ARMS[mode](plan, source, self.engine, **options)
         transferred = time.perf_counter() - begin
         dist.barrier()
         done = time.perf_counter() - begin
@@ -121,10 +121,10 @@ class Rank:
             begin = time.perf_counter()
             self.state.offload(["params"])
             del buffer
-            found["swap_out_seconds"] = time.perf_counter() - begin
+            found["offload_seconds"] = time.perf_counter() - begin
             begin = time.perf_counter()
             self.state.onload()
-            found["swap_in_seconds"] = time.perf_counter() - begin
+            found["onload_seconds"] = time.perf_counter() - begin
         return found
 
     def fingerprint(self) -> int:
@@ -139,10 +139,10 @@ SUMS = ("received_bytes",)
 def measure(job: dict) -> list[dict]:
     """Rows of all arms: the slowest or fullest rank, medians over the repeats."""
     rank = Rank(job["model"], job["train"], job["generate"], job["bucket_mb"] << 20)
-    runs: dict[str, list[dict]] = {mode: [] for mode in MODES}
+    runs: dict[str, list[dict]] = {mode: [] for mode in ARMS}
     prints = set()
     for repeat in range(1 + job["repeats"]):
-        for mode in MODES:
+        for mode in ARMS:
             found = rank.run(mode)
             prints.add(rank.fingerprint())
             everyone: list = [None] * dist.get_world_size()

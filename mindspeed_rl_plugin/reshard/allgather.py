@@ -1,8 +1,8 @@
-"""Gathering every shard of the trainer on every engine rank: the modes `naive` and `allgather`, baselines of `stream`.
+"""The mode `allgather`, the paper's: every engine rank gathers all shards of the trainer into one temporary buffer.
 
-Each engine rank takes the shards (`shards.py`) that it lacks from a trainer rank that has them, and then copies what
-its engine needs out of them. `allgather` keeps all of them in one temporary buffer, the paper's step 1; `naive` keeps
-no more than two rounds of them. Both receive alike: the whole model but the rank's own shard.
+A *shard* is a stored parameter that some trainer ranks have alike. Each engine rank takes those that it lacks from a
+trainer rank that has them, in *rounds* of what travels together, and then copies what its engine needs out of the
+buffer: it receives the whole model but its own shard.
 
 The messages are point to point: shards differ in size (pipelines, experts, vocabularies), for which gloo, nccl and hccl
 have no allgather that would not pad them.
@@ -10,23 +10,44 @@ have no allgather that would not pad them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from mindspeed_rl_plugin.reshard.layout import Canonical, Layout, Shapes
-from mindspeed_rl_plugin.reshard.p2p import Batch, Message, P2PChannel
+from mindspeed_rl_plugin.reshard.layout import Canonical, Layout, Segment, Shapes
+from mindspeed_rl_plugin.reshard.p2p import Batch, P2PChannel
 from mindspeed_rl_plugin.reshard.plan import Copy, Traffic, make_plan
-from mindspeed_rl_plugin.reshard.shards import Shard, make_rounds, make_shards
 from mindspeed_rl_plugin.reshard.transfer import copy_pieces
 
 _ALIGNMENT = 64  # bytes, of a shard in the buffer
 
 
+class Shard(NamedTuple):
+    """A stored parameter: its segments, its shape without the padding behind them, its bytes on the wire, and
+    trainer rank -> name of the parameter. wide: float32 whatever the model's dtype."""
+
+    segments: tuple[Segment, ...]
+    shape: tuple[int, ...]
+    nbytes: int
+    wide: bool
+    names: Mapping[int, str]
+
+    def own(self, source: Mapping[str, Tensor], rank: int, dtype: torch.dtype) -> Tensor:
+        """The shard of a rank that stores it, as it travels; a view where nothing is converted."""
+        stored = source[self.names[rank]]
+        return stored[: self.shape[0]].to(self.dtype(dtype)).contiguous()
+
+    def dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """As what the shard of a model of `dtype` travels."""
+        return torch.float32 if self.wide else dtype
+
+
 @dataclass(frozen=True)
-class Gathering:
+class AllgatherPlan:
     """Who sends which shard to whom, and what this rank copies out of each.
 
     rounds: numbers of the shards that travel together; routes: per shard, engine rank -> trainer rank for those that
@@ -43,10 +64,17 @@ class Gathering:
     @property
     def nbytes(self) -> int:
         """Bytes of the buffer that holds all shards."""
-        return sum(map(_aligned, (p.nbytes for p in self.shards)))
+        return sum(_aligned(shard.nbytes) for shard in self.shards)
+
+    def places(self, buffer: Tensor, dtype: torch.dtype) -> Iterator[Tensor]:
+        """Each shard's place in the buffer `[nbytes]`, uint8."""
+        at = 0
+        for shard in self.shards:
+            yield buffer[at : at + shard.nbytes].view(shard.dtype(dtype)).view(shard.shape)
+            at += _aligned(shard.nbytes)
 
 
-def make_gathering(
+def make_allgather_plan(
     sources: Mapping[int, Layout],
     shapes: Mapping[int, Shapes],
     destinations: Mapping[int, Layout],
@@ -56,32 +84,61 @@ def make_gathering(
     round_bytes: int,
     rank: int,
     node_size: int | None = None,
-) -> Gathering:
-    """Plan it, alike on every rank. sources, destinations: rank -> layout; shapes: what trainer ranks store.
+) -> AllgatherPlan:
+    """Plan it, alike on every rank. sources, destinations: rank -> layout; shapes: what trainer ranks store; itemsize:
+    bytes of an element on the wire.
 
     round_bytes: most bytes of a round of more than one shard. A shard comes from a rank of the same node where one
     has it, among equals from the one that has sent least. Raises ValueError where no shard holds what an engine wants.
     """
-    shards = make_shards(sources, shapes, tensors, itemsize)
+    shards = _make_shards(sources, shapes, tensors, itemsize)
     nodes = node_size or 1 + max(*sources, *destinations)
     traffic = {r: Traffic() for r in sorted({*sources, *destinations})}
-    routes = [_route(p, destinations, traffic, nodes) for p in shards]
+    routes = tuple(_route(shard, destinations, traffic, nodes) for shard in shards)
     copies: list[list[Copy]] = [[] for _ in shards]
     if rank in destinations:
-        held = {str(i): p.segments for i, p in enumerate(shards)}
-        chosen = make_plan(
-            {rank: held}, {rank: destinations[rank]}, tensors, itemsize=itemsize, bucket_bytes=round_bytes
-        )
-        for copy in chosen.copies:
+        buffer = {rank: {str(i): shard.segments for i, shard in enumerate(shards)}}
+        wanted = {rank: destinations[rank]}
+        for copy in make_plan(buffer, wanted, tensors, itemsize=itemsize, bucket_bytes=round_bytes).copies:
             copies[int(copy.piece.source.param)].append(copy)
-    return Gathering(
-        shards,
-        make_rounds(shards, round_bytes),
-        tuple(routes),
-        tuple(map(tuple, copies)),
-        traffic,
-        frozenset(destinations),
-    )
+    rounds = _make_rounds(shards, round_bytes)
+    return AllgatherPlan(shards, rounds, routes, tuple(map(tuple, copies)), traffic, frozenset(destinations))
+
+
+def _make_shards(
+    sources: Mapping[int, Layout], shapes: Mapping[int, Shapes], tensors: Mapping[str, Canonical], itemsize: int
+) -> tuple[Shard, ...]:
+    """All shards. Those at equal depth of their pipeline stage follow each other, so that all stages send at once."""
+    found: dict[tuple[Segment, ...], tuple[int, Shard]] = {}
+    for rank in sorted(sources):
+        for position, (name, segments) in enumerate(sources[rank].items()):
+            if not segments:
+                continue
+            if segments not in found:
+                shape, wide = _without_padding(segments, shapes[rank][name]), tensors[segments[0].name].wide
+                found[segments] = position, Shard(segments, shape, prod(shape) * (4 if wide else itemsize), wide, {})
+            found[segments][1].names.setdefault(rank, name)
+    return tuple(shard for _, shard in sorted(found.values(), key=lambda item: item[0]))
+
+
+def _without_padding(segments: Sequence[Segment], shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Rows behind the last segment, of the padded vocabulary, do not travel."""
+    if any(s.axis != 0 or s.slot >= 0 or s.transposed for s in segments):
+        return tuple(shape)
+    return (max(s.offset + s.size for s in segments), *shape[1:])
+
+
+def _make_rounds(shards: Sequence[Shard], round_bytes: int) -> tuple[tuple[int, ...], ...]:
+    """Numbers of the shards of each round: at most `round_bytes`, or one larger shard."""
+    rounds: list[list[int]] = []
+    filled = 0
+    for i, shard in enumerate(shards):
+        if not rounds or filled + shard.nbytes > round_bytes:
+            rounds.append([])
+            filled = 0
+        rounds[-1].append(i)
+        filled += shard.nbytes
+    return tuple(map(tuple, rounds))
 
 
 def _route(
@@ -102,95 +159,50 @@ def _route(
 
 
 @torch.no_grad()
-def gather(
-    plan: Gathering,
+def allgather(
+    plan: AllgatherPlan,
     source: Mapping[str, Tensor],
     destination: Mapping[str, Tensor],
     *,
     channel: P2PChannel,
     dtype: torch.dtype,
     device: torch.device,
-    whole: bool,
 ) -> Tensor | None:
     """Bring the plan about on this rank. Collective over all ranks that it names.
 
-    whole: gather everything into one temporary buffer first, and return it, for the caller to free (`allgather`);
-    else copy and forget round by round (`naive`). dtype: what travels. Raises what `Batch.wait` does.
+    dtype: what travels. Returns the temporary buffer, for the caller to free; None on a rank without an engine. Raises
+    what `Batch.wait` does.
     """
-    buffer = None
-    if whole and channel.rank in plan.destinations:
+    rank, buffer, places = channel.rank, None, {}
+    if rank in plan.destinations:
         buffer = torch.empty(plan.nbytes, dtype=torch.uint8, device=device)
-    rounds = _Rounds(plan, source, channel, dtype, device, buffer)
-    flying: tuple[tuple[int, ...], Batch, dict[str, Tensor]] | None = None
-    arrived: dict[str, Tensor] = {}
-    for numbers in (*plan.rounds, ()):
-        posted = numbers, *rounds.post(numbers)
+        places = {str(i): place for i, place in enumerate(plan.places(buffer, dtype))}
+    flying: Batch | None = None
+    for numbers in plan.rounds:
+        held = {i: places[str(i)] for i in numbers if places}
+        for i in numbers:
+            if rank in plan.shards[i].names:
+                own = plan.shards[i].own(source, rank, dtype)
+                held[i] = held[i].copy_(own) if i in held else own
+        posted = post_round(plan, numbers, held, channel)
         if flying is not None:
-            done, batch, held = flying
-            batch.wait()
-            if whole:
-                arrived |= held
-            else:
-                _select(plan, done, held, destination)
-                held.clear()  # before the round after the next one is posted
+            flying.wait()
         flying = posted
-    if whole:
-        _select(plan, range(len(plan.shards)), arrived, destination)
+    if flying is not None:
+        flying.wait()
+    for copies in plan.copies:
+        copy_pieces(copies, places, destination)
     return buffer
 
 
-def _select(
-    plan: Gathering, numbers: Sequence[int], held: Mapping[str, Tensor], destination: Mapping[str, Tensor]
-) -> None:
-    """The engine's slices of some shards; nothing on a rank without an engine."""
+def post_round(plan: AllgatherPlan, numbers: Sequence[int], held: Mapping[int, Tensor], channel: P2PChannel) -> Batch:
+    """Post the messages of a round. held: number of a shard -> what this rank sends of it, or receives it into."""
+    rank, sends, receives = channel.rank, [], []
     for i in numbers:
-        copy_pieces(plan.copies[i], held, destination)
-
-
-class _Rounds:
-    """Posts the messages of rounds, and gives shards their place."""
-
-    def __init__(
-        self,
-        plan: Gathering,
-        source: Mapping[str, Tensor],
-        channel: P2PChannel,
-        dtype: torch.dtype,
-        device: torch.device,
-        buffer: Tensor | None,
-    ) -> None:
-        self.plan, self.source, self.channel, self.dtype, self.device = plan, source, channel, dtype, device
-        self.buffer, self.at = buffer, 0
-
-    def post(self, numbers: Sequence[int]) -> tuple[Batch, dict[str, Tensor]]:
-        """Messages of a round, and what this rank will hold of it: number of the shard -> tensor."""
-        rank, sends, receives, held = self.channel.rank, [], [], {}
-        for i in numbers:
-            shard, route = self.plan.shards[i], self.plan.routes[i]
-            mine = self._own(shard) if rank in shard.names else None
-            sends += _messages(mine, [r for r, s in route.items() if s == rank], i)
-            if rank in self.plan.destinations:
-                held[str(i)] = self._place(shard, mine)
-                receives += _messages(held[str(i)], [route[rank]] if rank in route else [], i)
-        return self.channel.post(f"shards {numbers[0]} to {numbers[-1]}" if numbers else "", sends, receives), held
-
-    def _own(self, shard: Shard) -> Tensor:
-        """This rank's shard as it travels."""
-        stored = self.source[shard.names[self.channel.rank]]
-        return stored[: shard.shape[0]].to(torch.float32 if shard.wide else self.dtype).contiguous()
-
-    def _place(self, shard: Shard, mine: Tensor | None) -> Tensor:
-        """Where a shard lies: in the buffer, with a copy of this rank's own; without a buffer, its own as it is."""
-        dtype = torch.float32 if shard.wide else self.dtype
-        if self.buffer is None:
-            return torch.empty(shard.shape, dtype=dtype, device=self.device) if mine is None else mine
-        place = self.buffer[self.at : self.at + shard.nbytes].view(dtype).view(shard.shape)
-        self.at += _aligned(shard.nbytes)
-        return place if mine is None else place.copy_(mine)
-
-
-def _messages(tensor: Tensor | None, peers: Sequence[int], tag: int) -> list[Message]:
-    return [(tensor, peer, tag) for peer in peers]
+        route = plan.routes[i]
+        sends += [(held[i], peer, i) for peer, giver in route.items() if giver == rank]
+        receives += [(held[i], route[rank], i)] if rank in route else []
+    return channel.post(f"shards {numbers[0]} to {numbers[-1]}", sends, receives)
 
 
 def _aligned(nbytes: int) -> int:

@@ -37,6 +37,10 @@ class Segment(NamedTuple):
             param = (param.view(self.grid) if self.grid else param)[self.slot]
         return param.t() if self.transposed else param
 
+    def view(self, param: Any, start: int, size: int) -> Any:
+        """Slices `[start, start + size)` of the canonical tensor inside a stored parameter, without copying."""
+        return self.of(param).narrow(self.axis, self.offset + start - self.start, size)
+
 
 Stored = tuple[tuple[Segment, ...], tuple[int, ...]]
 

@@ -46,6 +46,12 @@ class P2PChannel:
         Batch(self, what, {*ranks} - {self.rank}, lambda: [start()], [row, *rows]).wait()
         return rows
 
+    def share_ints(self, what: str, mine: Sequence[int], length: int, device: torch.device) -> list[list[int]]:
+        """Every rank's row of at most `length` 64-bit integers, padded with 0, as `share` does."""
+        row = torch.zeros(length, dtype=torch.int64, device=device)
+        row[: len(mine)] = torch.tensor(list(mine), dtype=torch.int64)
+        return [r.tolist() for r in self.share(what, row)]
+
 
 class Batch:
     """Messages in flight. tensors: what they carry, alive until they have been sent."""

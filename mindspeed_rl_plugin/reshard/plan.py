@@ -16,7 +16,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from mindspeed_rl_plugin.reshard.layout import Canonical, Layout, Segment
 
@@ -37,13 +37,9 @@ class Piece(NamedTuple):
     source: Place
     destination: Place
 
-    @property
-    def name(self) -> str:
-        return self.destination.segment.name
-
-    @property
-    def axis(self) -> int:
-        return self.destination.segment.axis
+    def inside(self, params: Mapping[str, Any], place: Place) -> Any:
+        """The view of the slices in one of the stored parameters `params`; place: the piece's source or destination."""
+        return place.segment.view(params[place.param], self.start, self.size)
 
 
 class Copy(NamedTuple):
@@ -90,13 +86,6 @@ class Plan:
     traffic: Mapping[int, Traffic]
     unused: tuple[str, ...]
     fingerprint: int
-
-    def summary(self) -> str:
-        """One line: bytes in all and of the busiest rank."""
-        t = self.traffic.values()
-        total, off = sum(x.received for x in t), sum(x.off_node for x in t)
-        busiest = f"busiest rank sends {_mib(max(x.sent for x in t))}, receives {_mib(max(x.received for x in t))}"
-        return f"{_mib(total)} between ranks ({_mib(off)} between nodes) in {self.buckets} buckets; {busiest}"
 
 
 def make_plan(
@@ -348,7 +337,3 @@ class _Builder:
             unused,
             self.fingerprint,
         )
-
-
-def _mib(count: int) -> str:
-    return f"{count / 2**20:.1f} MiB"

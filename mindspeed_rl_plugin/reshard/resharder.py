@@ -17,9 +17,8 @@ from torch import Tensor
 from torch.nn import Module
 
 from mindspeed_rl_plugin.device import get_device
-from mindspeed_rl_plugin.reshard.allgather import Gathering, gather, make_gathering
+from mindspeed_rl_plugin.reshard.allgather import AllgatherPlan, allgather, make_allgather_plan
 from mindspeed_rl_plugin.reshard.families import HEAD
-from mindspeed_rl_plugin.reshard.finite import BrokenWeights, first_broken
 from mindspeed_rl_plugin.reshard.layout import (
     EngineParallel,
     Layout,
@@ -42,12 +41,20 @@ from mindspeed_rl_plugin.reshard.live import (
 )
 from mindspeed_rl_plugin.reshard.p2p import P2PChannel
 from mindspeed_rl_plugin.reshard.plan import Plan, make_plan
-from mindspeed_rl_plugin.reshard.transfer import layout_digests, share_ints, stream
-from mindspeed_rl_plugin.reshard.verify import Held, compare, compare_return, weights_digest
+from mindspeed_rl_plugin.reshard.transfer import stream
+from mindspeed_rl_plugin.reshard.verify import (
+    BrokenWeights,
+    Held,
+    compare,
+    compare_return,
+    first_broken,
+    layout_digests,
+    weights_digest,
+)
 
-__all__ = ["Resharder", "Transfer", "differences", "stored_parameters"]
+__all__ = ["MODES", "Resharder", "Transfer", "differences", "stored_parameters"]
 
-MODES = ("naive", "allgather", "stream")
+MODES = ("stream", "allgather")
 
 
 @dataclass(frozen=True)
@@ -104,7 +111,7 @@ class Resharder:
         self.device = get_device().current()
         self.tensors = canonical_tensors(shape)
         self.mode = mode
-        self.plan: Plan | Gathering | None = None
+        self.plan: Plan | AllgatherPlan | None = None
         self._buffer: Tensor | None = None
         self._exported: Held | None = None
         self._compared = self.tensors  # as both sides are compared: wide where the engine has them wide
@@ -143,7 +150,7 @@ class Resharder:
         return Transfer(version, copied, channel.sent, channel.received, self._temporary.peak, seconds, digest)
 
     def release(self) -> None:
-        """Step 4 of `allgather`: free the temporary buffer. In the other modes there is none."""
+        """Step 4 of `allgather`: free the temporary buffer. `stream` has none."""
         self._buffer = None
 
     def engine_copy_bytes(self) -> int:
@@ -173,7 +180,7 @@ class Resharder:
 
     def _move(
         self,
-        plan: Plan | Gathering,
+        plan: Plan | AllgatherPlan,
         source: Mapping[str, Tensor],
         destination: Mapping[str, Tensor],
         channel: P2PChannel,
@@ -182,9 +189,9 @@ class Resharder:
         if isinstance(plan, Plan):
             stream(plan, source, destination, **options)
         else:
-            self._buffer = gather(plan, source, destination, whole=self.mode == "allgather", **options)
+            self._buffer = allgather(plan, source, destination, **options)
 
-    def _bind(self, source: Mapping[str, Tensor], destination: Mapping[str, Tensor]) -> Plan | Gathering:
+    def _bind(self, source: Mapping[str, Tensor], destination: Mapping[str, Tensor]) -> Plan | AllgatherPlan:
         self._bind_source(source)
         own_head = HEAD in destination if self.shape.tied else None
         size, here = self.engine.ranks, self.rank % self.engine.ranks
@@ -213,11 +220,11 @@ class Resharder:
             narrow = {s.name for name in wide if destination[name].dtype != torch.float32 for s in layout[name]}
             self._compared = {**self.tensors, **{name: replace(self.tensors[name], wide=False) for name in narrow}}
             self._agree(plan.fingerprint, len(narrow))
-            self.plan = plan if self.mode == "stream" else self._gathering()
+            self.plan = plan if self.mode == "stream" else self._allgather_plan()
         return self.plan
 
-    def _gathering(self) -> Gathering:
-        return make_gathering(
+    def _allgather_plan(self) -> AllgatherPlan:
+        return make_allgather_plan(
             self._sources,
             {r: megatron_shapes(self.shape, self.train, r, *self._kinds) for r in self._sources},
             self._destinations,
@@ -261,7 +268,7 @@ class Resharder:
         return P2PChannel(self.rank, group=self.group, deadline=self.deadline)
 
     def _share(self, mine: Sequence[int], length: int, what: str) -> list[list[int]]:
-        return share_ints(mine, length, self.device, self._channel(), what)
+        return self._channel().share_ints(what, mine, length, self.device)
 
     def _as_stored(self, source: Mapping[str, Tensor]) -> Held:
         """Digests of this rank's weights in the dtype in which the trainer has them."""

@@ -12,15 +12,8 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from mindspeed_rl_plugin.reshard.layout import Canonical, Layout, Segment
 from mindspeed_rl_plugin.reshard.p2p import Batch, P2PChannel
 from mindspeed_rl_plugin.reshard.plan import Copy, Move, Plan
-from mindspeed_rl_plugin.reshard.verify import segment_digest
-
-
-def view(param: Tensor, segment: Segment, start: int, size: int) -> Tensor:
-    """Slices `[start, start + size)` of a canonical tensor inside a stored parameter, without copying."""
-    return segment.of(param).narrow(segment.axis, segment.offset + start - segment.start, size)
 
 
 @torch.no_grad()
@@ -60,9 +53,7 @@ def stream(
 def copy_pieces(copies: Iterable[Copy], source: Mapping[str, Tensor], destination: Mapping[str, Tensor]) -> None:
     """Write pieces that this rank has into its engine's parameters."""
     for _, piece in copies:
-        (param, segment), into = piece.source, piece.destination
-        inside = view(destination[into.param], into.segment, piece.start, piece.size)
-        inside.copy_(view(source[param], segment, piece.start, piece.size))
+        piece.inside(destination, piece.destination).copy_(piece.inside(source, piece.source))
 
 
 class _Buffers:
@@ -119,8 +110,9 @@ class _Buffers:
         return sorted(peers.items())
 
     def _inside(self, m: Move, inbound: bool) -> Tensor:
-        param, segment = m.piece.destination if inbound else m.piece.source
-        return view((self.destination if inbound else self.source)[param], segment, m.piece.start, m.piece.size)
+        if inbound:
+            return m.piece.inside(self.destination, m.piece.destination)
+        return m.piece.inside(self.source, m.piece.source)
 
 
 def _pack(values: Tensor, slot: Tensor) -> None:
@@ -137,25 +129,3 @@ def _unpack(slot: Tensor, values: Tensor) -> None:
         values.copy_(slot.view(values.shape))
     else:
         values.copy_(slot.clone().view(torch.float32).view(values.shape))
-
-
-def layout_digests(
-    params: Mapping[str, Tensor], layout: Layout, tensors: Mapping[str, Canonical], dtype: torch.dtype | None
-) -> list[int]:
-    """Digest of every segment of a rank's layout, in its order; dtype None: of the bits as they are stored."""
-    out = []
-    for name, segments in layout.items():
-        for s in segments:
-            tensor = tensors[s.name]
-            kind = params[name].dtype if dtype is None else torch.float32 if tensor.wide else dtype
-            out.append(segment_digest(view(params[name], s, s.start, s.size), s, tensor, kind))
-    return torch.stack(out).tolist() if out else []
-
-
-def share_ints(
-    mine: Sequence[int], length: int, device: torch.device, channel: P2PChannel, what: str
-) -> list[list[int]]:
-    """Every rank's row of at most `length` 64-bit integers, padded with 0, in the group's rank order. Collective."""
-    row = torch.zeros(length, dtype=torch.int64, device=device)
-    row[: len(mine)] = torch.tensor(list(mine), dtype=torch.int64)
-    return [r.tolist() for r in channel.share(what, row)]

@@ -9,7 +9,7 @@ tables, never the plan: a mistake of the plan shows.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -28,6 +28,10 @@ BLOCK_BYTES = 4 << 20  # of a storage, under one digest
 
 class WeightMismatch(RuntimeError):
     """Engine and trainer, or two replicas of one of them, hold different weights."""
+
+
+class BrokenWeights(RuntimeError):
+    """The trainer's weights hold NaN or infinity."""
 
 
 class Held(NamedTuple):
@@ -66,6 +70,19 @@ def storage_digests(storage: torch.UntypedStorage) -> Tensor:
     size = len(blocks[0])
     whole, every = Segment("", 0, 0, size, 0), Canonical((size,), 0)
     return torch.stack([segment_digest(block, whole, every, kind) for block in blocks])
+
+
+def layout_digests(
+    params: Mapping[str, Tensor], layout: Layout, tensors: Mapping[str, Canonical], dtype: torch.dtype | None
+) -> list[int]:
+    """Digest of every segment of a rank's layout, in its order; dtype None: of the bits as they are stored."""
+    out = []
+    for name, segments in layout.items():
+        for s in segments:
+            tensor = tensors[s.name]
+            kind = params[name].dtype if dtype is None else torch.float32 if tensor.wide else dtype
+            out.append(segment_digest(s.view(params[name], s.start, s.size), s, tensor, kind))
+    return torch.stack(out).tolist() if out else []
 
 
 def _chunks(grid: Tensor) -> list[tuple[int, Tensor]]:
@@ -159,3 +176,16 @@ def _compare_tensor(name: str, ours: Mapping[Span, int], spans: Spans, tensor: C
 
 def _range(low: int, high: int, tensor: Canonical) -> str:
     return f"[{low}, {high}) of axis {tensor.axis}"
+
+
+@torch.no_grad()
+def first_broken(tensors: Iterable[Tensor]) -> int:
+    """Place of the first tensor that holds NaN or infinity, counted from 1; 0 without.
+
+    Reads everything once and takes no memory beside (minimum and maximum carry NaN); one wait for the device.
+    """
+    ends = [torch.stack(torch.aminmax(t)).float() if t.numel() else torch.zeros(2, device=t.device) for t in tensors]
+    if not ends:
+        return 0
+    bad = ~torch.stack(ends).isfinite().all(1)
+    return int(bad.nonzero()[0]) + 1 if bad.any() else 0

@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mindspeed_rl_plugin.reshard.transfer import view
-
 LAYER = "model.layers.{}."
 
 
@@ -165,5 +163,4 @@ def deliver(plan, source, destination) -> None:
 
 
 def _give(piece, source, destination) -> None:
-    inside = view(source[piece.source.param], piece.source.segment, piece.start, piece.size)
-    view(destination[piece.destination.param], piece.destination.segment, piece.start, piece.size).copy_(inside)
+    piece.inside(destination, piece.destination).copy_(piece.inside(source, piece.source))

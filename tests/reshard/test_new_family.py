@@ -25,7 +25,6 @@ from mindspeed_rl_plugin.reshard.layout import (
     megatron_shapes,
 )
 from mindspeed_rl_plugin.reshard.plan import make_plan
-from mindspeed_rl_plugin.reshard.transfer import view
 from mindspeed_rl_plugin.tools.convert import to_hf, to_megatron
 from mindspeed_rl_plugin.tools.convert.arguments import flags, megatron_arguments
 from mindspeed_rl_plugin.tools.plan import plan
@@ -137,8 +136,7 @@ def test_its_weights_reach_the_engine(files):
     pieces = [(c.rank, c.rank, c.piece) for c in found.copies]
     pieces += [(m.source, m.destination, m.piece) for m in found.moves]
     for giver, taker, piece in pieces:
-        inside = view(source[giver][piece.source.param], piece.source.segment, piece.start, piece.size)
-        view(live[taker][piece.destination.param], piece.destination.segment, piece.start, piece.size).copy_(inside)
+        piece.inside(live[taker], piece.destination).copy_(piece.inside(source[giver], piece.source))
     for rank, layout in wanted.items():
         expected = place(layout, engine_shapes(shape, engine, rank % 4), tensors)
         assert all(torch.equal(live[rank][name], tensor) for name, tensor in expected.items())
@@ -151,7 +149,7 @@ def place(layout, shapes, tensors):
     for name, segments in layout.items():
         for s in segments:
             slices = tensors[s.name].narrow(s.axis, s.start, s.size)
-            view(out[name], s, s.start, s.size).copy_(slices)
+            s.view(out[name], s.start, s.size).copy_(slices)
     return out
 
 

@@ -5,8 +5,14 @@ import torch
 
 from mindspeed_rl_plugin.reshard import verify as module
 from mindspeed_rl_plugin.reshard.layout import Canonical, Segment
-from mindspeed_rl_plugin.reshard.transfer import layout_digests
-from mindspeed_rl_plugin.reshard.verify import Held, WeightMismatch, compare, segment_digest, weights_digest
+from mindspeed_rl_plugin.reshard.verify import (
+    Held,
+    WeightMismatch,
+    compare,
+    layout_digests,
+    segment_digest,
+    weights_digest,
+)
 
 MASK = (1 << 64) - 1
 

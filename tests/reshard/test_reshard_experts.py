@@ -20,7 +20,6 @@ from mindspeed_rl_plugin.reshard.layout import (
     megatron_shapes,
 )
 from mindspeed_rl_plugin.reshard.plan import make_plan
-from mindspeed_rl_plugin.reshard.transfer import view
 
 sys.path.insert(0, str(Path(__file__).parent))
 from expert_reference import engine_weights, megatron_weights, random_weights  # noqa: E402
@@ -128,9 +127,9 @@ def holds(params, layout, weights):
     """Segment by segment: a mistake made alike on both sides would still deliver."""
     for name, segments in layout.items():
         for s in segments:
-            held = view(params[name], s, s.start, s.size)
+            held = s.view(params[name], s.start, s.size)
             assert torch.equal(held, weights[s.name].narrow(s.axis, s.start, s.size)), (name, s)
-        assert sum(view(params[name], s, s.start, s.size).numel() for s in segments) == sum(
+        assert sum(s.view(params[name], s.start, s.size).numel() for s in segments) == sum(
             weights[s.name].narrow(s.axis, s.start, s.size).numel() for s in segments
         )
 

@@ -1,7 +1,6 @@
-"""The gathering over random layouts: the whole model but a rank's own shard, balanced, and the weights it delivers."""
+"""The allgather over random layouts: the whole model but a rank's own shard, balanced, and the weights it delivers."""
 
 import sys
-from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mindspeed_rl_plugin.device import StorageMeter
-from mindspeed_rl_plugin.reshard.allgather import gather, make_gathering
+from mindspeed_rl_plugin.reshard.allgather import allgather, make_allgather_plan
 from mindspeed_rl_plugin.reshard.flow import Cells
 from mindspeed_rl_plugin.reshard.layout import (
     ModelShape,
@@ -23,7 +22,6 @@ from mindspeed_rl_plugin.reshard.layout import (
 )
 from mindspeed_rl_plugin.reshard.p2p import P2PChannel
 from mindspeed_rl_plugin.reshard.plan import make_plan
-from mindspeed_rl_plugin.reshard.shards import Shard, make_rounds, two_rounds
 from mindspeed_rl_plugin.reshard.transfer import copy_pieces, stream
 from mindspeed_rl_plugin.tools.layout_args import engine_layout_of, train_layout
 from mindspeed_rl_plugin.tools.plan.estimate import Machine, estimate
@@ -63,7 +61,7 @@ def test_every_engine_gets_its_weights_out_of_all_shards(case, node_size, round_
     tensors, weights = canonical_tensors(shape), random_weights(shape)
     live = {r: megatron_weights(shape, parallel, r, weights) for r in sources}
     options = dict(itemsize=ITEM, round_bytes=round_bytes, node_size=node_size)
-    plans = {r: make_gathering(sources, shapes, wanted, tensors, rank=r, **options) for r in wanted}
+    plans = {r: make_allgather_plan(sources, shapes, wanted, tensors, rank=r, **options) for r in wanted}
     cells = Cells(sources, wanted, tensors, itemsize=ITEM, node_size=node_size)
     flow = cells.flow(everything=True)
     for i, rank in enumerate(ranks):
@@ -97,7 +95,7 @@ def test_experts_and_latent_attention_come_out_of_all_shards(case):
     flow = Cells(sources, wanted, tensors, itemsize=ITEM, node_size=2).flow(everything=True)
     for i, rank in enumerate(ranks):
         options = dict(itemsize=ITEM, round_bytes=256, rank=rank, node_size=2)
-        plan = make_gathering(sources, shapes, wanted, tensors, **options)
+        plan = make_allgather_plan(sources, shapes, wanted, tensors, **options)
         assert plan.traffic[rank].received == flow.received[rank]
         found = {n: torch.zeros(s) for n, s in engine_shapes(shape, engine, i % engine.ranks).items()}
         for copies in plan.copies:
@@ -106,8 +104,7 @@ def test_experts_and_latent_attention_come_out_of_all_shards(case):
             assert torch.equal(found[name], tensor), name
 
 
-@pytest.mark.parametrize("whole", [False, True])
-def test_what_is_wide_stays_float32_on_its_way(whole):
+def test_what_is_wide_stays_float32_on_its_way():
     """The router's expert bias of a bfloat16 model, on one rank."""
     shape = ModelShape("deepseek_v3", 2, vocab=60, padded_vocab=64, tied=False, dense_layers=(0,), **TINY, **LATENT)
     one, tensors = train_layout("tp1", 1), canonical_tensors(shape)
@@ -119,10 +116,9 @@ def test_what_is_wide_stays_float32_on_its_way(whole):
     expected = expert_reference.engine_weights(shape, engine, 0, kept)
     found = {n: torch.zeros_like(t) for n, t in expected.items()}
     layouts = {0: megatron_layout(shape, one, 0)}, {0: megatron_shapes(shape, one, 0)}, {0: engine_layout(shape, 1, 0)}
-    plan = make_gathering(*layouts, tensors, itemsize=2, round_bytes=512, rank=0)
+    plan = make_allgather_plan(*layouts, tensors, itemsize=2, round_bytes=512, rank=0)
     options = dict(channel=P2PChannel(0), dtype=torch.bfloat16, device=torch.device("cpu"))
-    buffer = gather(plan, source, found, whole=whole, **options)
-    assert (buffer is not None) == whole
+    assert allgather(plan, source, found, **options).nbytes == plan.nbytes
     for name, tensor in expected.items():
         assert torch.equal(found[name], tensor) and found[name].dtype == tensor.dtype, name
 
@@ -140,7 +136,7 @@ def test_experts_are_parcels_of_their_own_and_shared_weights_travel_once():
     shapes = {r: megatron_shapes(shape, parallel, r) for r in range(4)}
     wanted = {r: engine_layout(shape, engine, r) for r in range(4)}
     tensors = canonical_tensors(shape)
-    plan = make_gathering(sources, shapes, wanted, tensors, itemsize=2, round_bytes=4096, rank=0)
+    plan = make_allgather_plan(sources, shapes, wanted, tensors, itemsize=2, round_bytes=4096, rank=0)
     flow = Cells(sources, wanted, tensors, itemsize=2, node_size=4).flow(everything=True)
     assert [plan.traffic[r].received for r in range(4)] == flow.received.tolist()
     whole = sum(t.slices * t.slice_bytes(2) for t in tensors.values())
@@ -169,48 +165,6 @@ class Deaf:
     def post(self, what, sends, receives):
         kept = [t for t, _, _ in (*sends, *receives)]
         return SimpleNamespace(wait=kept.clear)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])  # as the trainer stores it, or converted
-@pytest.mark.parametrize("rank", [0, 1])
-def test_naive_holds_two_rounds(dtype, rank):
-    shape = ModelShape("qwen2", 4, 32, 4, 2, 8, 48, 60, 64)
-    parallel, tensors = train_layout("tp2", 2), canonical_tensors(shape)
-    sources = {r: megatron_layout(shape, parallel, r) for r in range(2)}
-    shapes = {r: megatron_shapes(shape, parallel, r) for r in range(2)}
-    wanted = {r: engine_layout(shape, 1, 0) for r in range(2)}
-    options = dict(itemsize=dtype.itemsize, round_bytes=4096, rank=rank)
-    plan = make_gathering(sources, shapes, wanted, tensors, **options)
-    source = {n: torch.zeros(s) for n, s in shapes[rank].items()}
-    engine = {n: torch.zeros(s, dtype=dtype) for n, s in engine_shapes(shape, 1, 0).items()}
-    with StorageMeter() as meter:
-        meter.track(*source.values(), *engine.values())
-        base = meter.allocated()
-        meter.reset_peak()
-        gather(plan, source, engine, channel=Deaf(rank), dtype=dtype, device=torch.device("cpu"), whole=False)
-        assert meter.allocated() == base
-        taken = [p.nbytes if dtype != torch.float32 or rank not in p.names else 0 for p in plan.shards]
-        rounds = [sum(taken[i] for i in numbers) for numbers in plan.rounds]
-        assert len(rounds) > 5
-        assert meter.peak() - base == max(map(sum, pairwise(rounds)))
-        only = two_rounds(plan.shards, plan.rounds, sources, [rank], dtype != torch.float32)
-        assert only == meter.peak() - base
-
-
-def test_two_rounds_by_hand():
-    """Shards of 3, 5, 2 and 9 bytes, the last one wide; rank 0 stores the first and the last, rank 1 the others."""
-    sizes, owners, layouts = (3, 5, 2, 9), (0, 1, 1, 0), ({"a": ()}, {"b": ()})
-    shards = [Shard((), (), n, n == 9, {r: "p"}) for n, r in zip(sizes, owners, strict=True)]
-    rounds = make_rounds(shards, 8)
-    assert rounds == ((0, 1), (2,), (3,))
-
-    def most(ranks, converted=False, rounds=rounds):
-        return two_rounds(shards, rounds, dict(enumerate(layouts)), ranks, converted)
-
-    assert most([0]) == 5 + 2 and most([1]) == 0 + 9 and most([0, 1]) == 9
-    assert most([2]) == 2 + 9 and most([2, 1, 0, 3]) == 11  # ranks without a trainer lack everything
-    assert most([0], True) == 8 + 2 and most([1], True) == 2 + 9  # what is wide already is not converted
-    assert most([1], rounds=((0, 1, 2, 3),)) == 3 + 9  # one round
 
 
 @pytest.mark.parametrize(("train", "generate", "first"), [("tp2", "tp1", 0), ("pp2", "tp2", 0), ("tp2", "tp2", 2)])

@@ -22,7 +22,6 @@ from mindspeed_rl_plugin.reshard.layout import (
     megatron_shapes,
 )
 from mindspeed_rl_plugin.reshard.plan import make_plan
-from mindspeed_rl_plugin.reshard.transfer import view
 
 sys.path.insert(0, str(Path(__file__).parent))
 from reshard_reference import deliver, engine_weights, megatron_weights, random_weights  # noqa: E402
@@ -100,7 +99,7 @@ def test_each_side_knows_what_it_holds(case):
     for params, layout in stored:
         for name, segments in layout.items():
             for s in segments:
-                held = view(params[name], s, s.start, s.size)
+                held = s.view(params[name], s.start, s.size)
                 assert torch.equal(held, weights[s.name].narrow(s.axis, s.start, s.size)), (name, s)
 
 
@@ -132,13 +131,15 @@ def test_cover_bytes_and_buckets(case, node_size, bucket_bytes):
     assert sum(t.sent for t in plan.traffic.values()) == sum(t.received for t in plan.traffic.values())
     for m in plan.moves:
         near = [r for r in sources if r // node_size == m.destination // node_size]
-        holds = {r for r in near if all((m.piece.name, m.piece.start + i) in slices(sources[r]) for i in (0,))}
+        first = m.piece.destination.segment.name, m.piece.start
+        holds = {r for r in near if first in slices(sources[r])}
         assert m.source in holds or not holds  # a holder on the node goes first
 
 
 def cells(into, rank, piece):
     held = into.setdefault(rank, [])
-    held += [(piece.destination.param, piece.name, i) for i in range(piece.start, piece.start + piece.size)]
+    param, segment = piece.destination
+    held += [(param, segment.name, i) for i in range(piece.start, piece.start + piece.size)]
 
 
 @settings(max_examples=25, deadline=None)
@@ -205,7 +206,6 @@ def test_bytes_of_the_papers_case(train, engine_tp, low, high):
     plan = make_plan(sources, destinations, canonical_tensors(shape), itemsize=2, bucket_bytes=256 << 20, rank=0)
     received = [t.received for t in plan.traffic.values()]
     assert low < sum(received) / len(received) < high
-    assert "MiB between ranks" in plan.summary()
 
 
 TENSORS = {"a": Canonical((8, 3), 0)}
@@ -275,4 +275,4 @@ def test_a_tied_head_comes_from_the_embedding():
         sources, {1: engine_layout(shape, 1, 0, True)}, canonical_tensors(shape), itemsize=4, bucket_bytes=1024
     )
     # Rank 1 has its own copy of the embedding as the head of its stage, so nothing of it moves.
-    assert "model.embed_tokens.weight" not in {m.piece.name for m in plan.moves}
+    assert "model.embed_tokens.weight" not in {m.piece.destination.segment.name for m in plan.moves}

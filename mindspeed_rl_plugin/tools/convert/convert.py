@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from mindspeed_rl_plugin.reshard.layout import Canonical, Layout, Segment, Shapes
-from mindspeed_rl_plugin.reshard.transfer import view
 
 
 class Assembled:
@@ -25,7 +24,7 @@ class Assembled:
         for who, layout, stored in held:
             for param, segments in layout.items():
                 for s in segments:
-                    values = view(stored[param], s, s.start, s.size)
+                    values = s.view(stored[param], s.start, s.size)
                     self._parts[s.name].setdefault((s.start, s.stop), []).append((who, values))
         for name, parts in self._parts.items():
             at = 0
@@ -71,6 +70,6 @@ def stored_tensors(
         dtype = dtype_of(segments[0].name) if segments else dtype_of("")
         param = torch.zeros(shapes[name], dtype=dtype)
         for s in segments:
-            view(param, s, s.start, s.size).copy_(read(s))
+            s.view(param, s.start, s.size).copy_(read(s))
         out[name] = param
     return out
