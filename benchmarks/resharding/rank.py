@@ -20,7 +20,6 @@ from naive import naive  # noqa: E402
 
 from mindspeed_rl_plugin.device import get_device  # noqa: E402
 from mindspeed_rl_plugin.reshard.allgather import allgather, make_allgather_plan  # noqa: E402
-from mindspeed_rl_plugin.reshard.flow import Cells  # noqa: E402
 from mindspeed_rl_plugin.reshard.host_memory import HostMemoryBudget  # noqa: E402
 from mindspeed_rl_plugin.reshard.layout import (  # noqa: E402
     ModelShape,
@@ -35,6 +34,7 @@ from mindspeed_rl_plugin.reshard.p2p import P2PChannel  # noqa: E402
 from mindspeed_rl_plugin.reshard.plan import make_plan  # noqa: E402
 from mindspeed_rl_plugin.reshard.transfer import stream  # noqa: E402
 from mindspeed_rl_plugin.tools.layout_args import engine_layout_of, train_layout  # noqa: E402
+from mindspeed_rl_plugin.tools.plan.flow import Cells  # noqa: E402
 
 DTYPE = torch.bfloat16
 DEADLINE = 600.0

@@ -12,7 +12,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from mindspeed_rl_plugin.forward.collate import MicroBatch
-from mindspeed_rl_plugin.reshard.state import unwrap
+from mindspeed_rl_plugin.reshard.storages import unwrap
 
 
 def call_model(model: torch.nn.Module, batch: MicroBatch) -> Tensor:

@@ -11,9 +11,12 @@ from torch import Tensor
 
 from mindspeed_rl_plugin.device import Device, get_device
 from mindspeed_rl_plugin.reshard.p2p import P2PChannel
+from mindspeed_rl_plugin.reshard.storages import bytes_of
 
 GRANULE = 1 << 20  # bytes; a request is rounded up to it, and what is smaller to a power of two
 _ALIGNMENT = 512  # bytes, of a copy on the host
+
+Place = list[Tensor]  # of a storage on the host: its bytes, on one piece of memory or several
 
 
 class HostMemoryBudget:
@@ -91,9 +94,9 @@ class HostPieces:
         for nbytes in pieces:
             self._pieces.append(self._device.host_empty((nbytes,), torch.uint8))
 
-    def places(self, sizes: Sequence[int]) -> list[list[Tensor]]:
+    def places(self, sizes: Sequence[int]) -> list[Place]:
         """A place for each copy, in order: its bytes, on as many pieces as it lies on."""
-        found: list[list[Tensor]] = []
+        found: list[Place] = []
         number = at = 0
         for size in sizes:
             parts, end = [], _aligned(size)
@@ -106,6 +109,12 @@ class HostPieces:
                     number, at = number + 1, 0
             found.append(parts)
         return found
+
+
+def beside(host: Place, storage: torch.UntypedStorage) -> Iterator[tuple[Tensor, Tensor]]:
+    """A storage's place on the host and its bytes, part by part."""
+    if host:
+        yield from zip(host, bytes_of(storage).split([part.numel() for part in host]), strict=True)
 
 
 def powers_of_two(nbytes: int) -> list[int]:

@@ -49,9 +49,9 @@ def megatron_layout(
 ) -> Layout:
     """Parameter name -> segments of one trainer rank; the same object for ranks that store the same.
 
-    impl: an entry of `rows.IMPLS`, whose names the model has; experts: one of `rows.EXPERTS`, how it stores them.
-    With several model chunks a name starts with `parallel.chunk_prefix`. Raises ValueError when the sizes do not
-    divide.
+    impl: an entry of `family_table.IMPLS`, whose names the model has; experts: one of `family_table.EXPERTS`, how it
+    stores them. With several model chunks a name starts with `parallel.chunk_prefix`. Raises ValueError when the sizes
+    do not divide.
     """
     return _megatron_at(shape, parallel, rank, impl, experts).layout
 

@@ -20,8 +20,8 @@ from mindspeed_rl_plugin.reshard.layout import (
     engine_shapes,
     megatron_shapes,
 )
-from mindspeed_rl_plugin.reshard.offload import unwrap
 from mindspeed_rl_plugin.reshard.parallel import chunk_prefix
+from mindspeed_rl_plugin.reshard.storages import unwrap
 
 SHOWN = 12  # differences that an error lists
 # What follows the layer's number in the names of Megatron's buffers that belong to the weights.

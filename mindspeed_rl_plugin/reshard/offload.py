@@ -25,23 +25,20 @@ from torch.nn import Module
 
 from mindspeed_rl_plugin.device import Device, get_device
 from mindspeed_rl_plugin.device.copies import Copying
-from mindspeed_rl_plugin.reshard import state
-from mindspeed_rl_plugin.reshard.host_memory import HostMemoryBudget, HostPieces
-from mindspeed_rl_plugin.reshard.state import bytes_of, unwrap
+from mindspeed_rl_plugin.reshard import storages
+from mindspeed_rl_plugin.reshard.host_memory import HostMemoryBudget, HostPieces, Place, beside
+from mindspeed_rl_plugin.reshard.host_weights import HostWeights
+from mindspeed_rl_plugin.reshard.storages import bytes_of, keep_wide, unwrap
 from mindspeed_rl_plugin.reshard.verify import BLOCK_BYTES, WeightMismatch, storage_digests
-from mindspeed_rl_plugin.reshard.wide import keep_wide
 
 __all__ = ["CATEGORIES", "HostWeights", "TrainState", "gathered", "unwrap"]
 
 CATEGORIES = ("params", "grads", "optimizer")
-_SCRATCH = 64 << 20  # bytes of device memory that an exchange of weights uses
 SHOWN = 4  # names that an error lists
-
-Place = list[Tensor]  # of a storage on the host: its bytes, on one piece of memory or several
 
 
 @dataclass
-class _Away:
+class _Saved:
     """A storage that gave its memory back, the host copy of its bytes (None: nothing is kept), and their digests
     (None: not verified)."""
 
@@ -52,10 +49,10 @@ class _Away:
 
 
 @dataclass
-class _Trip:
+class _InFlight:
     """The storages of a category on their way, and the copies that carry them."""
 
-    parts: list[_Away]
+    parts: list[_Saved]
     copies: Copying
 
 
@@ -81,10 +78,10 @@ class TrainState:
         self.chunks, self.optimizer, self.device = list(model_chunks), optimizer, device or get_device()
         self.budget, self.verify = budget or HostMemoryBudget(self.device), verify
         self._copier = self.device.copier()
-        self._leaving: dict[str, _Trip] = {}
+        self._offloading: dict[str, _InFlight] = {}
         keep_wide(self.chunks)
-        self._away: dict[str, list[_Away]] = {}
-        self._arriving: dict[str, _Trip] = {}
+        self._offloaded: dict[str, list[_Saved]] = {}
+        self._onloading: dict[str, _InFlight] = {}
         self._host = {name: HostPieces(self.device) for name in CATEGORIES}
         for chunk in self.chunks:
             if getattr(getattr(chunk, "ddp_config", None), "nccl_ub", False):
@@ -93,7 +90,7 @@ class TrainState:
     @property
     def off_device(self) -> frozenset[str]:
         """Categories that may not be touched: away, or on their way back."""
-        return frozenset(self._away) | frozenset(self._arriving)
+        return frozenset(self._offloaded) | frozenset(self._onloading)
 
     def offload(self, what: Iterable[str] = CATEGORIES) -> int:
         """Free the device memory of categories. Returns its bytes. Raises what `start_offload` does."""
@@ -102,7 +99,7 @@ class TrainState:
 
     def ensure_offloading(self, what: Iterable[str]) -> None:
         """`start_offload` of those of `what` that have not begun to leave."""
-        self.start_offload(set(what) - set(self._leaving))
+        self.start_offload(set(what) - set(self._offloading))
 
     @torch.no_grad()
     def start_offload(self, what: Iterable[str] = CATEGORIES) -> None:
@@ -113,27 +110,27 @@ class TrainState:
         """
         names = _categories(what)
         for name in names:
-            if name in self._away or name in self._leaving:
+            if name in self._offloaded or name in self._offloading:
                 raise ValueError(f"{name} are offloaded already; call onload first")
         if not names:
             return
-        self.wait(set(names) & set(self._arriving))
+        self.wait(set(names) & set(self._onloading))
         if "grads" in names:
-            state.drop_grads(self.chunks, self.optimizer)
+            storages.drop_grads(self.chunks, self.optimizer)
         found = {name: list(self._find(name).values()) for name in names}
         hosts = self._take_hosts({n: [s.nbytes() for s in found[n]] for n in names if n != "grads"})
         for name in names:
             places = hosts.get(name, [None] * len(found[name]))
             parts = [self._part(s, host) for s, host in zip(found[name], places, strict=True)]
-            self._leaving[name] = _Trip(parts, self._copier.start(lambda parts=parts: _to_host(parts)))
+            self._offloading[name] = _InFlight(parts, self._copier.start(lambda parts=parts: _to_host(parts)))
 
     def finish_offload(self) -> int:
         """Free what `start_offload` began to copy. Returns its bytes."""
         total = 0
-        for name, trip in list(self._leaving.items()):
-            trip.copies.synchronize()
-            self._away[name] = self._leaving.pop(name).parts
-            for part in trip.parts:
+        for name, flight in list(self._offloading.items()):
+            flight.copies.synchronize()
+            self._offloaded[name] = self._offloading.pop(name).parts
+            for part in flight.parts:
                 _release(part.storage)
                 total += part.nbytes
         self.device.empty_cache()
@@ -154,20 +151,22 @@ class TrainState:
 
         What only began to leave stays. Raises ValueError for an unknown category and for one that is not away.
         """
-        names = _categories([*self._away, *self._leaving] if what is None else what)
+        names = _categories([*self._offloaded, *self._offloading] if what is None else what)
         for name in names:
-            if name not in self._away and name not in self._leaving:
-                raise ValueError(f"{name} are not offloaded; offloaded are: {', '.join(sorted(self._away)) or 'none'}")
+            if name not in self._offloaded and name not in self._offloading:
+                raise ValueError(
+                    f"{name} are not offloaded; offloaded are: {', '.join(sorted(self._offloaded)) or 'none'}"
+                )
         total = 0
         for name in names:
-            if name in self._leaving:
-                self._leaving.pop(name).copies.synchronize()
+            if name in self._offloading:
+                self._offloading.pop(name).copies.synchronize()
                 continue
-            parts = self._away.pop(name)
+            parts = self._offloaded.pop(name)
             for part in parts:
                 _revive(part.storage, part.nbytes)
                 total += part.nbytes
-            self._arriving[name] = _Trip(parts, self._copier.start(lambda parts=parts: _from_host(parts)))
+            self._onloading[name] = _InFlight(parts, self._copier.start(lambda parts=parts: _from_host(parts)))
         return total
 
     def wait(self, what: Iterable[str] | None = None) -> None:
@@ -175,36 +174,36 @@ class TrainState:
 
         Raises WeightMismatch naming tensors, rank and range where it is verified and not what left.
         """
-        for name in _categories(self._arriving if what is None else what):
-            if name in self._arriving:
-                trip = self._arriving.pop(name)
-                trip.copies.wait()
-                for part in trip.parts:
+        for name in _categories(self._onloading if what is None else what):
+            if name in self._onloading:
+                flight = self._onloading.pop(name)
+                flight.copies.wait()
+                for part in flight.parts:
                     if part.digests is not None:
                         self._compare(name, part)
 
     def discard(self) -> None:
         """Free the device memory of everything without a copy, at the end of a run: nothing of it comes back."""
-        for trip in (*self._leaving.values(), *self._arriving.values()):
-            trip.copies.synchronize()
-        self._leaving, self._arriving = {}, {}
-        state.drop_grads(self.chunks, self.optimizer)
+        for flight in (*self._offloading.values(), *self._onloading.values()):
+            flight.copies.synchronize()
+        self._offloading, self._onloading = {}, {}
+        storages.drop_grads(self.chunks, self.optimizer)
         for name in CATEGORIES:
             for storage in self._find(name).values():
                 _release(storage)
         self.device.empty_cache()
 
-    def _part(self, storage: torch.UntypedStorage, host: Place | None) -> _Away:
+    def _part(self, storage: torch.UntypedStorage, host: Place | None) -> _Saved:
         kept = self.verify and host is not None
-        return _Away(storage, storage.nbytes(), host, storage_digests(storage) if kept else None)
+        return _Saved(storage, storage.nbytes(), host, storage_digests(storage) if kept else None)
 
-    def _compare(self, name: str, part: _Away) -> None:
+    def _compare(self, name: str, part: _Saved) -> None:
         """What came back of a storage is what left."""
         wrong = (storage_digests(part.storage) != part.digests).nonzero().flatten().tolist()
         if wrong:
             low, high = wrong[0] * BLOCK_BYTES, min((wrong[0] + 1) * BLOCK_BYTES, part.nbytes)
-            named = state.optimizer_state(self.chunks, self.optimizer) if name == "optimizer" else None
-            inside = state.names_within(named or state.weights(self.chunks), part.storage, low, high)
+            named = storages.optimizer_state(self.chunks, self.optimizer) if name == "optimizer" else None
+            inside = storages.names_within(named or storages.weights(self.chunks), part.storage, low, high)
             more = f" and {len(inside) - SHOWN} more" if len(inside) > SHOWN else ""
             rank = dist.get_rank() if dist.is_initialized() else 0
             raise WeightMismatch(
@@ -213,14 +212,14 @@ class TrainState:
                 "resume from the last checkpoint"
             )
 
-    def _find(self, name: str) -> state.Storages:
-        params = state.storages(tensor for _, tensor in state.weights(self.chunks))
+    def _find(self, name: str) -> storages.Storages:
+        params = storages.distinct(tensor for _, tensor in storages.weights(self.chunks))
         if name == "params":
             return params
         if name == "grads":
-            found = state.storages(state.gradients(self.chunks))
+            found = storages.distinct(storages.gradients(self.chunks))
         else:
-            found = state.storages(tensor for _, tensor in state.optimizer_state(self.chunks, self.optimizer))
+            found = storages.distinct(tensor for _, tensor in storages.optimizer_state(self.chunks, self.optimizer))
         # Main parameters may be views of the parameter buffer, and gradients may share its storage. State
         # that an optimizer keeps on the host anyway (CPU offload) stays there.
         return {k: s for k, s in found.items() if k not in params and s.device.type == self.device.kind}
@@ -235,25 +234,19 @@ class TrainState:
         return {name: self._host[name].places(each) for name, each in sizes.items()}
 
 
-def _to_host(parts: Sequence[_Away]) -> None:
+def _to_host(parts: Sequence[_Saved]) -> None:
     for part in parts:
-        for mine, live in _beside(part.host or [], part.storage):
+        for mine, live in beside(part.host or [], part.storage):
             mine.copy_(live, non_blocking=True)
 
 
-def _from_host(parts: Sequence[_Away]) -> None:
+def _from_host(parts: Sequence[_Saved]) -> None:
     for part in parts:
         if part.host is None:
             bytes_of(part.storage).zero_()
         else:
-            for mine, live in _beside(part.host, part.storage):
+            for mine, live in beside(part.host, part.storage):
                 live.copy_(mine, non_blocking=True)
-
-
-def _beside(host: Place, storage: torch.UntypedStorage) -> Iterator[tuple[Tensor, Tensor]]:
-    """A storage's place on the host and its bytes, part by part."""
-    if host:
-        yield from zip(host, bytes_of(storage).split([part.numel() for part in host]), strict=True)
 
 
 def _release(storage: torch.UntypedStorage) -> None:
@@ -264,81 +257,6 @@ def _release(storage: torch.UntypedStorage) -> None:
 def _revive(storage: torch.UntypedStorage, nbytes: int) -> None:
     """Give a storage its memory again; what it holds is undefined until the copies have been waited for."""
     storage.resize_(nbytes)
-
-
-class HostWeights:
-    """A host copy of a model's weights, such as the frozen reference. Made by `capture`."""
-
-    def __init__(self, labels: tuple[tuple[str, int], ...], host: list[Place], device: Device) -> None:
-        self._labels, self._host, self._device = labels, host, device
-        self._swapped = False
-
-    @classmethod
-    @torch.no_grad()
-    def capture(
-        cls, model_chunks: Sequence[Module], device: Device | None = None, budget: HostMemoryBudget | None = None
-    ) -> HostWeights:
-        """Copy all parameters, buffers and parameter buffers of the chunks to host memory.
-
-        budget: of the machine; then collective over its ranks. Raises MemoryError where it has too little for the copy.
-        """
-        device = device or get_device()
-        keep_wide(model_chunks)
-        labels, storages = state.labelled(model_chunks)
-        memory, sizes = HostPieces(device), [s.nbytes() for s in storages]
-        lacking = memory.lacking(sizes)
-        (budget or HostMemoryBudget(device)).reserve(sum(lacking), "the host copy of the reference's weights")
-        memory.take(lacking)
-        host = memory.places(sizes)
-        for place, storage in zip(host, storages, strict=True):
-            for mine, live in _beside(place, storage):
-                mine.copy_(live, non_blocking=True)
-        device.synchronize()
-        return cls(labels, host, device)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the weights."""
-        return sum(part.numel() for place in self._host for part in place)
-
-    @contextlib.contextmanager
-    def swapped_into(self, model_chunks: Sequence[Module]) -> Iterator[None]:
-        """Inside the context the live model has these weights; after it, bitwise its own again.
-
-        The weights change places, so that no second host copy is needed. Do not step the optimizer
-        inside. Raises ValueError when the chunks do not have the captured storages, or are offloaded.
-        """
-        if self._swapped:
-            raise ValueError("these weights are in a model already; leave that context first")
-        self._exchange(model_chunks)
-        self._swapped = True
-        try:
-            yield
-        finally:
-            self._exchange(model_chunks)
-            self._swapped = False
-
-    @torch.no_grad()
-    def _exchange(self, model_chunks: Sequence[Module]) -> None:
-        labels, storages = state.labelled(model_chunks)
-        if labels != self._labels:
-            changed = [f"{a} -> {b}" for a, b in zip(self._labels, labels, strict=False) if a != b]
-            raise ValueError(
-                "the model's storages are not those that were captured (offloaded, or another model): "
-                + "; ".join(changed[:5] or [f"{len(self._labels)} -> {len(labels)} storages"])
-            )
-        if not storages:
-            return
-        largest = max(s.nbytes() for s in storages)
-        scratch = torch.empty(min(_SCRATCH, largest), dtype=torch.uint8, device=storages[0].device)
-        for place, storage in zip(self._host, storages, strict=True):
-            for host, inside in _beside(place, storage):
-                for mine, live in zip(host.split(_SCRATCH), inside.split(_SCRATCH), strict=True):
-                    spare = scratch[: live.numel()]
-                    spare.copy_(live)
-                    live.copy_(mine, non_blocking=True)
-                    mine.copy_(spare, non_blocking=True)
-        self._device.synchronize_stream()
 
 
 @contextlib.contextmanager

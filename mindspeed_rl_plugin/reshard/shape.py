@@ -128,7 +128,7 @@ class ModelShape:
         }
 
     def size(self, name: str) -> int:
-        """A named size of `rows.Part` as a number."""
+        """A named size of `family_table.Part` as a number."""
         return self._sizes[name]
 
     def shape_of(self, part: Part) -> tuple[int, ...]:

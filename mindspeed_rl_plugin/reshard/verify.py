@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from mindspeed_rl_plugin.reshard.layout import Canonical, Layout, Segment
-from mindspeed_rl_plugin.reshard.state import bytes_of
+from mindspeed_rl_plugin.reshard.storages import bytes_of
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _ODD, _MIX, _SHIFT = 0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9, 29

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_rl_plugin.reshard.families import FAMILIES
-from mindspeed_rl_plugin.reshard.known import known_model, known_models
 from mindspeed_rl_plugin.reshard.layout import EngineParallel, ModelShape, Parallel, engine_layout, megatron_layout
+from mindspeed_rl_plugin.tools.plan.known_models import known_model, known_models
 
 _TRAIN = ("tp", "pp", "vpp", "cp", "ep", "etp", "dp", "first", "last")
 _GENERATE = ("tp", "ep", "dp")

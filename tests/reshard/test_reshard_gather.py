@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from mindspeed_rl_plugin.device import StorageMeter
 from mindspeed_rl_plugin.reshard.allgather import allgather, make_allgather_plan
-from mindspeed_rl_plugin.reshard.flow import Cells
 from mindspeed_rl_plugin.reshard.layout import (
     ModelShape,
     canonical_tensors,
@@ -25,6 +24,7 @@ from mindspeed_rl_plugin.reshard.plan import make_plan
 from mindspeed_rl_plugin.reshard.transfer import copy_pieces, stream
 from mindspeed_rl_plugin.tools.layout_args import engine_layout_of, train_layout
 from mindspeed_rl_plugin.tools.plan.estimate import Machine, estimate
+from mindspeed_rl_plugin.tools.plan.flow import Cells
 
 sys.path.insert(0, str(Path(__file__).parent))
 import expert_reference  # noqa: E402

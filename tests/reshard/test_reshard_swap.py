@@ -156,7 +156,7 @@ def test_host_buffers_are_allocated_once_and_memory_returns():
         for _ in range(20):
             state.offload()
             assert meter.allocated() == 2 * 4  # two counters of steps, and not one byte of training state
-            away = sorted(h.data_ptr() for parts in state._away.values() for a in parts for h in a.host or [])
+            away = sorted(h.data_ptr() for parts in state._offloaded.values() for a in parts for h in a.host or [])
             assert buffers in (None, away)
             buffers = away
             state.onload()
@@ -203,7 +203,7 @@ def test_reference_weights_return_after_an_error():
 
 
 def test_an_exchange_in_several_parts(monkeypatch):
-    monkeypatch.setattr("mindspeed_rl_plugin.reshard.offload._SCRATCH", 1000)
+    monkeypatch.setattr("mindspeed_rl_plugin.reshard.host_weights._SCRATCH", 1000)
     test_reference_weights_change_places_with_the_actors()
 
 
@@ -278,13 +278,13 @@ def test_one_bit_that_changed_on_the_host_is_named(category, what, message):
     state.onload()
     state.offload()
     damaged = what(model, optimizer.optimizer).untyped_storage()._cdata
-    (place,) = (part.host for part in state._away[category] if part.storage._cdata == damaged)
+    (place,) = (part.host for part in state._offloaded[category] if part.storage._cdata == damaged)
     place[-1][-4] ^= 1  # the lowest bit of the last number
     with pytest.raises(WeightMismatch, match=message):
         state.onload()
     quiet = TrainState([FakeDDP()], None, CPU)
     quiet.offload()
-    quiet._away["params"][0].host[0][0] ^= 1
+    quiet._offloaded["params"][0].host[0][0] ^= 1
     quiet.onload()  # not asked for
 
 
@@ -303,7 +303,7 @@ def test_a_wrong_block_of_a_large_storage_is_named(monkeypatch):
     layer = nn.Linear(1024, 3000, bias=False)  # 12 MB
     state = TrainState([layer], None, CPU, verify=True)
     state.offload()
-    host = state._away["params"][0].host
+    host = state._offloaded["params"][0].host
     host[0][5 << 20] ^= 4
     with pytest.raises(WeightMismatch, match=rf"chunk 0 weight: bytes \[{4 << 20}, {8 << 20}\) of 12288000"):
         state.onload()

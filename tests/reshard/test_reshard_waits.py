@@ -128,7 +128,7 @@ def test_a_write_into_what_leaves_shows():
     """An optimizer step between the start and the end of a copy that is early: its values are lost, not kept."""
     model, optimizer, state = trainer(Device("cpu"))
     state.start_offload(["optimizer"])
-    state._leaving["optimizer"].copies.wait()
+    state._offloading["optimizer"].copies.wait()
     changed = step(model, optimizer)
     state.finish_offload()
     state.onload()

@@ -9,8 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mindspeed_rl_plugin.reshard.families import FAMILIES
-from mindspeed_rl_plugin.reshard.flow import Cells
-from mindspeed_rl_plugin.reshard.known import known_model
 from mindspeed_rl_plugin.reshard.layout import (
     EngineParallel,
     ModelShape,
@@ -23,6 +21,8 @@ from mindspeed_rl_plugin.reshard.plan import make_plan
 from mindspeed_rl_plugin.tools.layout_args import engine_layout_of, model_shape, parse_sizes, train_layout
 from mindspeed_rl_plugin.tools.plan import plan
 from mindspeed_rl_plugin.tools.plan.estimate import Machine, estimate
+from mindspeed_rl_plugin.tools.plan.flow import Cells
+from mindspeed_rl_plugin.tools.plan.known_models import known_model
 from mindspeed_rl_plugin.tools.plan.script_args import read_arguments, read_script
 from mindspeed_rl_plugin.tools.rehearse.command_line import Flags
 

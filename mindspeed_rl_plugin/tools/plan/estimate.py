@@ -12,7 +12,6 @@ from math import prod
 import numpy as np
 
 from mindspeed_rl_plugin.reshard.family_table import Split, Stage
-from mindspeed_rl_plugin.reshard.flow import Cells, Flow
 from mindspeed_rl_plugin.reshard.layout import (
     EngineParallel,
     ModelShape,

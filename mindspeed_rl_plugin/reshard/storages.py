@@ -25,7 +25,7 @@ def bytes_of(storage: torch.UntypedStorage) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (storage.nbytes(),), (1,))
 
 
-def storages(tensors: Iterable[Tensor]) -> Storages:
+def distinct(tensors: Iterable[Tensor]) -> Storages:
     """The different storages that are not empty, by identity: an address says nothing once memory is freed."""
     out: Storages = {}
     for tensor in tensors:
@@ -132,3 +132,17 @@ def names_within(named: Named, storage: torch.UntypedStorage, low: int, high: in
             if start < high and start + nbytes > low:
                 found.append((nbytes, name))
     return [name for _, name in sorted(found)]
+
+
+def keep_wide(chunks: Iterable[Module]) -> None:
+    """Give every router's expert bias the one tensor that it will be, float32 however narrow the model is, so that it
+    can be captured and offloaded.
+
+    Megatron narrows it with the model and replaces it by a float32 one in the first forward pass (core 0.12), or
+    while it builds the model (later cores).
+    """
+    for chunk in chunks:
+        for module in chunk.modules():
+            widen = getattr(module, "_maintain_float32_expert_bias", None)
+            if widen is not None:
+                widen()
