@@ -20,8 +20,6 @@ from mindspeed_rl_plugin.engine.vllm_engine import VllmEngine, VllmOptions, prep
 
 prepare_environment("cpu")
 
-import expert_reference as experts  # noqa: E402
-import reshard_reference as dense  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from megatron.core import parallel_state as mpu  # noqa: E402
@@ -31,6 +29,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher  # noqa: E402
 from megatron.core.transformer.transformer_config import MLATransformerConfig  # noqa: E402
 from reshard_ranks import BUCKET, SEQ, Job, same  # noqa: E402
+from reshard_reference import E_BIAS, engine_weights, megatron_weights, random_weights  # noqa: E402
 
 from mindspeed_rl_plugin.engine.protocol import generate  # noqa: E402
 from mindspeed_rl_plugin.reshard.layout import EngineParallel, ModelShape, Parallel  # noqa: E402
@@ -82,10 +81,10 @@ def config_of(shape: ModelShape) -> dict:
 
 def start_weights(shape: ModelShape) -> dict[str, torch.Tensor]:
     """Values of usual sizes, among them a router bias that is not zero."""
+    raw = random_weights(shape)
     if not shape.table.experts:
-        return dense.random_weights(shape)
-    raw = experts.random_weights(shape)
-    return {name: 1 + 0.1 * t if "norm" in name else 0.1 * t for name, t in raw.items()}
+        return raw
+    return {name: 1 + 2 * t if "norm" in name else 2 * t for name, t in raw.items()}
 
 
 class PairJob(Job):
@@ -139,9 +138,7 @@ class PairJob(Job):
 
     def stored(self, rank: int, weights):
         """What a rank of this layout stores of a canonical model."""
-        if self.shape.table.experts:
-            return experts.megatron_weights(self.shape, self.parallel, rank, weights, "local", "sequential")
-        return dense.megatron_weights(self.shape, self.parallel, rank, weights)
+        return megatron_weights(self.shape, self.parallel, rank, weights)
 
     def _load(self, weights):
         mine, live = self.stored(dist.get_rank(), weights), stored_parameters(self.chunks)
@@ -218,9 +215,8 @@ class Grouped:
 
 def check_half(job, sizes, like) -> None:
     """Into an engine of bfloat16, where the router's bias is as wide as in the trainer and goes over the wire so."""
-    weights = {n: t if n.endswith(experts.E_BIAS) else t.bfloat16() for n, t in job.canonical(like).items()}
-    module, of = (experts, sizes) if job.shape.table.experts else (dense, sizes.tp)
-    expected = module.engine_weights(job.shape, of, dist.get_rank() % sizes.ranks, weights)
+    weights = {n: t if n.endswith(E_BIAS) else t.bfloat16() for n, t in job.canonical(like).items()}
+    expected = engine_weights(job.shape, sizes, dist.get_rank() % sizes.ranks, weights)
     live = {name: torch.zeros_like(t) for name, t in expected.items()}
     options = dict(engine_dtype=torch.bfloat16, bucket_bytes=BUCKET, verify=True)
     Resharder(job.shape, job.parallel, sizes, rank=dist.get_rank(), **options).to_engine(job.chunks, live, 0)
@@ -248,10 +244,7 @@ def rollout(job, state, engine, way, like, version) -> list:
         chunks = [Grouped(c) for c in job.chunks] if job.case.grouped else job.chunks
         way.to_engine(chunks, engine.parameters(), version)
         here, live = dist.get_rank() % way.engine.ranks, engine.parameters()
-        if job.shape.table.experts:
-            expected = experts.engine_weights(job.shape, way.engine, here, weights)
-        else:
-            expected = dense.engine_weights(job.shape, way.engine.tp, here, weights)
+        expected = engine_weights(job.shape, way.engine, here, weights)
         assert expected.keys() == live.keys()
         for name, tensor in expected.items():
             assert torch.equal(live[name], tensor), f"{name} differs in the engine"

@@ -1,33 +1,65 @@
-"""What Megatron and vLLM store, and its inverse, by torch.chunk, cat and reshape; no table of the package is used."""
+"""What Megatron and vLLM store, and its inverse, by torch.chunk, cat and stack; no table of the package is used."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from mindspeed_rl_plugin.reshard.parallel import EngineParallel
+
 LAYER = "model.layers.{}."
+E_BIAS = "mlp.gate.e_score_correction_bias"
 
 
 def random_weights(shape, seed: int = 0, dtype=torch.float32) -> dict[str, Tensor]:
-    """A canonical model as transformers names it."""
+    """A canonical model as transformers saves it."""
     make = torch.Generator().manual_seed(seed)
     sizes = {"model.embed_tokens.weight": (shape.vocab, shape.hidden), "model.norm.weight": (shape.hidden,)}
     if not shape.tied:
         sizes["lm_head.weight"] = (shape.vocab, shape.hidden)
-    q, k = shape.heads * shape.head_dim, shape.groups * shape.head_dim
     for i in range(shape.layers):
-        h = LAYER.format(i)
-        sizes[h + "input_layernorm.weight"] = sizes[h + "post_attention_layernorm.weight"] = (shape.hidden,)
-        for x, rows in (("q", q), ("k", k), ("v", k)):
-            sizes[f"{h}self_attn.{x}_proj.weight"] = (rows, shape.hidden)
-            if shape.family == "qwen2":
-                sizes[f"{h}self_attn.{x}_proj.bias"] = (rows,)
-        if shape.family == "qwen3":
-            sizes[h + "self_attn.q_norm.weight"] = sizes[h + "self_attn.k_norm.weight"] = (shape.head_dim,)
-        sizes[h + "self_attn.o_proj.weight"] = (shape.hidden, q)
-        sizes[h + "mlp.gate_proj.weight"] = sizes[h + "mlp.up_proj.weight"] = (shape.ffn, shape.hidden)
-        sizes[h + "mlp.down_proj.weight"] = (shape.hidden, shape.ffn)
+        mine = {f"{name}_layernorm.weight": (shape.hidden,) for name in ("input", "post_attention")}
+        mine |= _latent_sizes(shape) if shape.family == "deepseek_v3" else _grouped_sizes(shape)
+        mine |= _mlp_sizes(shape, i)
+        sizes |= {LAYER.format(i) + name: size for name, size in mine.items()}
     return {name: torch.randn(size, generator=make).to(dtype) * 0.05 for name, size in sizes.items()}
+
+
+def _latent_sizes(s) -> dict[str, tuple[int, ...]]:
+    return {
+        "self_attn.q_a_proj.weight": (s.q_lora, s.hidden),
+        "self_attn.q_a_layernorm.weight": (s.q_lora,),
+        "self_attn.q_b_proj.weight": (s.heads * (s.nope + s.rope), s.q_lora),
+        "self_attn.kv_a_proj_with_mqa.weight": (s.kv_lora + s.rope, s.hidden),
+        "self_attn.kv_a_layernorm.weight": (s.kv_lora,),
+        "self_attn.kv_b_proj.weight": (s.heads * (s.nope + s.value), s.kv_lora),
+        "self_attn.o_proj.weight": (s.hidden, s.heads * s.value),
+    }
+
+
+def _grouped_sizes(s) -> dict[str, tuple[int, ...]]:
+    out = {"self_attn.o_proj.weight": (s.hidden, s.heads * s.head_dim)}
+    for x, heads in (("q", s.heads), ("k", s.groups), ("v", s.groups)):
+        out[f"self_attn.{x}_proj.weight"] = (heads * s.head_dim, s.hidden)
+        if s.family == "qwen2":
+            out[f"self_attn.{x}_proj.bias"] = (heads * s.head_dim,)
+    if s.family.startswith("qwen3"):
+        out |= {f"self_attn.{x}_norm.weight": (s.head_dim,) for x in "qk"}
+    return out
+
+
+def _mlp_sizes(s, layer: int) -> dict[str, tuple[int, ...]]:
+    out, widths = {}, {"mlp.": s.ffn}
+    if s.experts and layer not in s.dense_layers:
+        widths = {f"mlp.experts.{e}.": s.expert_ffn for e in range(s.experts)}
+        out["mlp.gate.weight"] = (s.experts, s.hidden)
+        if s.family == "deepseek_v3":
+            out[E_BIAS] = (s.experts,)
+            widths["mlp.shared_experts."] = s.shared_ffn
+    for where, width in widths.items():
+        out |= {f"{where}{x}_proj.weight": (width, s.hidden) for x in ("gate", "up")}
+        out[f"{where}down_proj.weight"] = (s.hidden, width)
+    return out
 
 
 def pad_rows(t: Tensor, rows: int) -> Tensor:
@@ -45,16 +77,12 @@ def split_groups(shape, fused: Tensor) -> list[Tensor]:
     return [x.reshape(-1, *rest) for x in grouped.split([per, shape.head_dim, shape.head_dim], dim=1)]
 
 
-NAMES = {
-    "local": ("input_layernorm.weight", "pre_mlp_layernorm.weight"),
-    "te": ("self_attention.linear_qkv.layer_norm_weight", "mlp.linear_fc1.layer_norm_weight"),
-}
-
-
-def megatron_weights(shape, parallel, rank: int, w: dict[str, Tensor], impl: str = "local") -> dict[str, Tensor]:
+def megatron_weights(
+    shape, parallel, rank: int, w: dict[str, Tensor], impl: str = "local", experts: str = "sequential"
+) -> dict[str, Tensor]:
     """What a trainer rank stores of the canonical model w."""
-    at, tp, out = parallel.coordinates(rank), parallel.tp, {}
-    cut = lambda t, axis=0: t.chunk(tp, axis)[at.tp].clone()  # noqa: E731
+    at, out = parallel.coordinates(rank), {}
+    cut = lambda t, axis=0: t.chunk(parallel.tp, axis)[at.tp].clone()  # noqa: E731
     chunks = parallel.stage_layers(shape.layers, at.pp)
     for c, layers in enumerate(chunks):
         pre = f"chunk{c}." if parallel.vpp > 1 else ""
@@ -62,25 +90,90 @@ def megatron_weights(shape, parallel, rank: int, w: dict[str, Tensor], impl: str
             embedding = pad_rows(w["model.embed_tokens.weight"], shape.padded_vocab)
             out[pre + "embedding.word_embeddings.weight"] = cut(embedding)
         for i, layer in enumerate(layers):
-            m, h = f"{pre}decoder.layers.{i}.", LAYER.format(layer)
-            out[m + NAMES[impl][0]] = w[h + "input_layernorm.weight"].clone()
-            out[m + NAMES[impl][1]] = w[h + "post_attention_layernorm.weight"].clone()
-            for kind in ("weight", "bias") if shape.family == "qwen2" else ("weight",):
-                qkv = (w[f"{h}self_attn.{x}_proj.{kind}"] for x in "qkv")
-                out[f"{m}self_attention.linear_qkv.{kind}"] = cut(fuse_groups(shape, *qkv))
-            if shape.family == "qwen3":
-                for x in "qk":
-                    out[f"{m}self_attention.{x}_layernorm.weight"] = w[f"{h}self_attn.{x}_norm.weight"].clone()
-            out[m + "self_attention.linear_proj.weight"] = cut(w[h + "self_attn.o_proj.weight"], 1)
-            gate_up = [cut(w[f"{h}mlp.{x}_proj.weight"]) for x in ("gate", "up")]
-            out[m + "mlp.linear_fc1.weight"] = torch.cat(gate_up)
-            out[m + "mlp.linear_fc2.weight"] = cut(w[h + "mlp.down_proj.weight"], 1)
+            own = layer_of(w, layer)
+            stored = _latent(own, cut, impl) if shape.family == "deepseek_v3" else _grouped(shape, own, cut, impl)
+            after = own["post_attention_layernorm.weight"].clone()
+            if "mlp.gate.weight" in own:
+                stored["pre_mlp_layernorm.weight"] = after
+                stored["mlp.router.weight"] = own["mlp.gate.weight"].clone()
+                if E_BIAS in own:
+                    stored["mlp.router.expert_bias"] = own[E_BIAS].clone()
+                    stored |= _mlp("mlp.shared_experts.", own, "mlp.shared_experts.", cut)
+                stored |= _experts(shape, parallel, at, own, experts)
+            else:
+                fused = impl.startswith("te")
+                stored["mlp.linear_fc1.layer_norm_weight" if fused else "pre_mlp_layernorm.weight"] = after
+                stored |= _mlp("mlp.", own, "mlp.", cut)
+            out |= {f"{pre}decoder.layers.{i}.{name}": t for name, t in stored.items()}
         if at.pp == parallel.pp - 1 and c == len(chunks) - 1:
             out[pre + "decoder.final_layernorm.weight"] = w["model.norm.weight"].clone()
             if not shape.tied or parallel.pp > 1:
                 head = w["model.embed_tokens.weight" if shape.tied else "lm_head.weight"]
                 out[pre + "output_layer.weight"] = cut(pad_rows(head, shape.padded_vocab))
     return out
+
+
+def layer_of(w: dict[str, Tensor], layer: int) -> dict[str, Tensor]:
+    """A layer's tensors by their names within it."""
+    prefix = LAYER.format(layer)
+    return {name.removeprefix(prefix): t for name, t in w.items() if name.startswith(prefix)}
+
+
+def _grouped(shape, own, cut, impl: str) -> dict[str, Tensor]:
+    a = "self_attention."
+    norm = a + "linear_qkv.layer_norm_weight" if impl.startswith("te") else "input_layernorm.weight"
+    out = {norm: own["input_layernorm.weight"].clone()}
+    for kind in ("weight", "bias"):
+        if f"self_attn.q_proj.{kind}" in own:
+            qkv = (own[f"self_attn.{x}_proj.{kind}"] for x in "qkv")
+            out[f"{a}linear_qkv.{kind}"] = cut(fuse_groups(shape, *qkv))
+    for x in "qk":
+        if f"self_attn.{x}_norm.weight" in own:
+            out[f"{a}{x}_layernorm.weight"] = own[f"self_attn.{x}_norm.weight"].clone()
+    return out | {a + "linear_proj.weight": cut(own["self_attn.o_proj.weight"], 1)}
+
+
+def _latent(own, cut, impl: str) -> dict[str, Tensor]:
+    a, get = "self_attention.", lambda name: own[f"self_attn.{name}.weight"].clone()
+    out = {
+        "input_layernorm.weight": own["input_layernorm.weight"].clone(),
+        a + "linear_proj.weight": cut(get("o_proj"), 1),
+    }
+    for x in ("q", "kv"):
+        fused = impl.startswith("te")
+        norm = f"{a}linear_{x}_up_proj.layer_norm_weight" if fused else f"{a}{x}_layernorm.weight"
+        out[norm] = get(f"{x}_a_layernorm")
+        out[f"{a}linear_{x}_up_proj.weight"] = cut(get(f"{x}_b_proj"))
+    down = get("q_a_proj"), get("kv_a_proj_with_mqa")
+    if impl == "mindspeed":
+        return out | {a + "linear_qkv.weight": torch.cat(down)}
+    whole = impl == "te"
+    return out | {
+        f"{a}linear_{x}_down_proj.weight": t if whole else cut(t) for x, t in zip(("q", "kv"), down, strict=True)
+    }
+
+
+def _mlp(name: str, own, canonical: str, cut) -> dict[str, Tensor]:
+    gate_up = [cut(own[f"{canonical}{x}_proj.weight"]) for x in ("gate", "up")]
+    return {
+        name + "linear_fc1.weight": torch.cat(gate_up),
+        name + "linear_fc2.weight": cut(own[canonical + "down_proj.weight"], 1),
+    }
+
+
+def _experts(shape, parallel, at, own, kind: str) -> dict[str, Tensor]:
+    cut = lambda t, axis=0: t.chunk(parallel.expert_tp, axis)[at.etp].clone()  # noqa: E731
+    count = shape.experts // parallel.ep
+    mine = [_mlp("", own, f"mlp.experts.{at.ep * count + j}.", cut) for j in range(count)]
+    e = "mlp.experts."
+    if kind == "sequential":
+        return {f"{e}local_experts.{j}.{name}": t for j, m in enumerate(mine) for name, t in m.items()}
+    if kind == "te_grouped":
+        return {f"{e}{name}{j}": t for j, m in enumerate(mine) for name, t in m.items()}
+    # GroupedMLP.forward: weight1.view(experts, H, -1), weight2.view(experts, -1, H), inputs from the left
+    first = torch.stack([m["linear_fc1.weight"].t() for m in mine])
+    second = torch.stack([m["linear_fc2.weight"].t() for m in mine])
+    return {e + "weight1": first.reshape(shape.hidden, -1), e + "weight2": second.reshape(-1, shape.hidden)}
 
 
 def assemble(shape, parallel, ranks: list[dict[str, Tensor]]) -> dict[str, Tensor]:
@@ -121,37 +214,74 @@ def assemble(shape, parallel, ranks: list[dict[str, Tensor]]) -> dict[str, Tenso
     return w
 
 
-def engine_weights(shape, tp: int, rank: int, w: dict[str, Tensor], own_head: bool | None = None) -> dict[str, Tensor]:
-    """What a vLLM rank stores of the canonical model w; rows of vocabulary padding are zero."""
-    cut = lambda t, axis=0: t.chunk(tp, axis)[rank].clone()  # noqa: E731
-    padded = -(-shape.vocab // 64) * 64
-    embed = w["model.embed_tokens.weight"]
+def engine_weights(
+    shape, engine: int | EngineParallel, rank: int, w: dict[str, Tensor], own_head: bool | None = None
+) -> dict[str, Tensor]:
+    """What a vLLM rank stores of the canonical model w; rows of vocabulary padding are zero. engine: its sizes, or its
+    tensor parallel size."""
+    engine = EngineParallel(engine) if isinstance(engine, int) else engine
+    tp_rank = rank % engine.tp
+    cut = lambda t, axis=0: t.chunk(engine.tp, axis)[tp_rank].clone()  # noqa: E731
+    padded, embed = -(-shape.vocab // 64) * 64, w["model.embed_tokens.weight"]
     out = {"model.embed_tokens.weight": cut(pad_rows(embed, padded))}
     out["model.norm.weight"] = w["model.norm.weight"].clone()
     if own_head if own_head is not None else not shape.tied:
         out["lm_head.weight"] = cut(pad_rows(embed if shape.tied else w["lm_head.weight"], padded))
+    for i in range(shape.layers):
+        own = layer_of(w, i)
+        stored = {n: own[n].clone() for n in own if "norm" in n or n.startswith("mlp.gate.")}
+        stored["self_attn.o_proj.weight"] = cut(own["self_attn.o_proj.weight"], 1)
+        attention = _engine_latent if shape.family == "deepseek_v3" else _engine_grouped
+        stored |= attention(shape, engine, tp_rank, own, cut)
+        for where in ("mlp.", "mlp.shared_experts."):
+            if where + "gate_proj.weight" in own:
+                halves = [cut(own[f"{where}{x}_proj.weight"]) for x in ("gate", "up")]
+                stored[where + "gate_up_proj.weight"] = torch.cat(halves)
+                stored[where + "down_proj.weight"] = cut(own[where + "down_proj.weight"], 1)
+        if "mlp.gate.weight" in own:
+            stored |= _engine_experts(shape, engine, rank, own, cut)
+        out |= {LAYER.format(i) + name: t for name, t in stored.items()}
+    return out
 
+
+def _engine_latent(shape, engine, tp_rank: int, own, cut) -> dict[str, Tensor]:
+    down = [f"self_attn.{x}.weight" for x in ("q_a_proj", "kv_a_proj_with_mqa")]
+    if engine.fused_down:
+        stored = {"self_attn.fused_qkv_a_proj.weight": torch.cat([own[n] for n in down])}
+    else:
+        stored = {n: own[n].clone() for n in down}
+    up = [f"self_attn.{x}_b_proj.weight" for x in ("q", "kv")]
+    return stored | {name: cut(own[name]) for name in up}
+
+
+def _engine_grouped(shape, engine, tp_rank: int, own, cut) -> dict[str, Tensor]:
     def heads(t: Tensor) -> Tensor:
         """The key or value heads of this rank: one each where there are more ranks than heads."""
-        per_head = t.view(shape.groups, shape.head_dim, *t.shape[1:])
-        if tp > shape.groups:
-            return per_head[rank * shape.groups // tp].clone()
+        if engine.tp > shape.groups:
+            return t.view(shape.groups, shape.head_dim, *t.shape[1:])[tp_rank * shape.groups // engine.tp].clone()
         return cut(t)
 
-    for i in range(shape.layers):
-        h = LAYER.format(i)
-        for name in ("input_layernorm.weight", "post_attention_layernorm.weight"):
-            out[h + name] = w[h + name].clone()
-        for kind in ("weight", "bias") if shape.family == "qwen2" else ("weight",):
-            q, k, v = (w[f"{h}self_attn.{x}_proj.{kind}"] for x in "qkv")
-            out[f"{h}self_attn.qkv_proj.{kind}"] = torch.cat([cut(q), heads(k), heads(v)])
-        if shape.family == "qwen3":
-            for x in "qk":
-                out[f"{h}self_attn.{x}_norm.weight"] = w[f"{h}self_attn.{x}_norm.weight"].clone()
-        out[h + "self_attn.o_proj.weight"] = cut(w[h + "self_attn.o_proj.weight"], 1)
-        out[h + "mlp.gate_up_proj.weight"] = torch.cat([cut(w[f"{h}mlp.{x}_proj.weight"]) for x in ("gate", "up")])
-        out[h + "mlp.down_proj.weight"] = cut(w[h + "mlp.down_proj.weight"], 1)
+    out = {}
+    for kind in ("weight", "bias"):
+        if f"self_attn.q_proj.{kind}" in own:
+            q, k, v = (own[f"self_attn.{x}_proj.{kind}"] for x in "qkv")
+            out[f"self_attn.qkv_proj.{kind}"] = torch.cat([cut(q), heads(k), heads(v)])
     return out
+
+
+def _engine_experts(shape, engine, rank: int, own, cut) -> dict[str, Tensor]:
+    mine = torch.arange(shape.experts).tensor_split(engine.ep)[rank].tolist() if engine.ep > 1 else range(shape.experts)
+    share = (lambda t, axis=0: t) if engine.ep > 1 else cut
+    first, second = [], []
+    for e in mine:
+        gate, up, down = (own[f"mlp.experts.{e}.{x}_proj.weight"] for x in ("gate", "up", "down"))
+        first.append(torch.cat([share(gate), share(up)]))
+        second.append(share(down, 1))
+    w13, w2 = torch.stack(first), torch.stack(second)
+    if engine.transposed:
+        w13, w2 = w13.transpose(1, 2).contiguous(), w2.transpose(1, 2).contiguous()
+    prefix = "mlp.experts.routed_experts." if engine.nested else "mlp.experts."
+    return {prefix + "w13_weight": w13, prefix + "w2_weight": w2}
 
 
 def deliver(plan, source, destination) -> None:

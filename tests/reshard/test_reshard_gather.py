@@ -27,20 +27,10 @@ from mindspeed_rl_plugin.tools.plan.estimate import Machine, estimate
 from mindspeed_rl_plugin.tools.plan.flow import Cells
 
 sys.path.insert(0, str(Path(__file__).parent))
-import expert_reference  # noqa: E402
+from plan_cases import LATENT, TINY, cases  # noqa: E402
 from reshard_reference import engine_weights, megatron_weights, random_weights  # noqa: E402
-from test_reshard_experts import LATENT, TINY, fits  # noqa: E402
-from test_reshard_experts import cases as expert_cases  # noqa: E402
-from test_reshard_plan import cases  # noqa: E402
 
 ITEM = 4
-
-
-def sides(shape, parallel, engine_tp, ranks, own_head):
-    sources = {r: megatron_layout(shape, parallel, r) for r in range(parallel.world)}
-    shapes = {r: megatron_shapes(shape, parallel, r) for r in sources}
-    wanted = {r: engine_layout(shape, engine_tp, i % engine_tp, own_head) for i, r in enumerate(ranks)}
-    return sources, shapes, wanted
 
 
 def carried_out(plan, source, rank):
@@ -53,67 +43,42 @@ def carried_out(plan, source, rank):
     return held
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(cases(world_limit=8), st.sampled_from([1, 2, 8]), st.sampled_from([64, 4096]))
 def test_every_engine_gets_its_weights_out_of_all_shards(case, node_size, round_bytes):
-    shape, parallel, engine_tp, ranks, own_head = case
-    sources, shapes, wanted = sides(*case)
-    tensors, weights = canonical_tensors(shape), random_weights(shape)
-    live = {r: megatron_weights(shape, parallel, r, weights) for r in sources}
+    sources, wanted = case.sources(), case.destinations()
+    tensors, weights = canonical_tensors(case.shape), random_weights(case.shape)
+    live, expected = case.trainer(weights), case.engines(weights)
     options = dict(itemsize=ITEM, round_bytes=round_bytes, node_size=node_size)
-    plans = {r: make_allgather_plan(sources, shapes, wanted, tensors, rank=r, **options) for r in wanted}
-    cells = Cells(sources, wanted, tensors, itemsize=ITEM, node_size=node_size)
-    flow = cells.flow(everything=True)
-    for i, rank in enumerate(ranks):
-        plan = plans[rank]
+    plans = {r: make_allgather_plan(sources, case.stored(), wanted, tensors, rank=r, **options) for r in wanted}
+    flow = Cells(sources, wanted, tensors, itemsize=ITEM, node_size=node_size).flow(everything=True)
+    for rank, plan in plans.items():
         assert plan.traffic[rank].received == flow.received[rank]
         assert plan.traffic[rank].off_node == flow.received_far[rank]
-        assert plan.routes == plans[ranks[0]].routes  # every rank finds the same alone
+        assert plan.routes == plans[case.ranks[0]].routes  # every rank finds the same alone
         for shard, route in zip(plan.shards, plan.routes, strict=True):
             near = [r for r in shard.names if r // node_size == rank // node_size]
             assert rank not in route or route[rank] in (near or shard.names)
-        engine = {n: torch.zeros(s) for n, s in engine_shapes(shape, engine_tp, i % engine_tp, own_head).items()}
+        engine = {n: torch.zeros_like(t) for n, t in expected[rank].items()}
         for copies in plan.copies:
             copy_pieces(copies, carried_out(plan, live, rank), engine)
-        for name, tensor in engine_weights(shape, engine_tp, i % engine_tp, weights, own_head).items():
+        for name, tensor in expected[rank].items():
             assert torch.equal(engine[name], tensor), name
-        in_rounds = [i for numbers in plan.rounds for i in numbers]
-        assert in_rounds == list(range(len(plan.shards)))
+        assert [i for numbers in plan.rounds for i in numbers] == list(range(len(plan.shards)))
         for numbers in plan.rounds:
             assert len(numbers) == 1 or sum(plan.shards[i].nbytes for i in numbers) <= round_bytes
-
-
-@settings(max_examples=25, deadline=None)
-@given(expert_cases(world_limit=8).filter(fits))
-def test_experts_and_latent_attention_come_out_of_all_shards(case):
-    shape, parallel, impl, storage, engine, ranks = case
-    sources = {r: megatron_layout(shape, parallel, r, impl, storage) for r in range(parallel.world)}
-    shapes = {r: megatron_shapes(shape, parallel, r, impl, storage) for r in sources}
-    wanted = {r: engine_layout(shape, engine, i % engine.ranks) for i, r in enumerate(ranks)}
-    tensors, weights = canonical_tensors(shape), expert_reference.random_weights(shape)
-    live = {r: expert_reference.megatron_weights(shape, parallel, r, weights, impl, storage) for r in sources}
-    flow = Cells(sources, wanted, tensors, itemsize=ITEM, node_size=2).flow(everything=True)
-    for i, rank in enumerate(ranks):
-        options = dict(itemsize=ITEM, round_bytes=256, rank=rank, node_size=2)
-        plan = make_allgather_plan(sources, shapes, wanted, tensors, **options)
-        assert plan.traffic[rank].received == flow.received[rank]
-        found = {n: torch.zeros(s) for n, s in engine_shapes(shape, engine, i % engine.ranks).items()}
-        for copies in plan.copies:
-            copy_pieces(copies, carried_out(plan, live, rank), found)
-        for name, tensor in expert_reference.engine_weights(shape, engine, i % engine.ranks, weights).items():
-            assert torch.equal(found[name], tensor), name
 
 
 def test_what_is_wide_stays_float32_on_its_way():
     """The router's expert bias of a bfloat16 model, on one rank."""
     shape = ModelShape("deepseek_v3", 2, vocab=60, padded_vocab=64, tied=False, dense_layers=(0,), **TINY, **LATENT)
     one, tensors = train_layout("tp1", 1), canonical_tensors(shape)
-    weights = expert_reference.random_weights(shape)
+    weights = random_weights(shape)
     kept = {n: t if tensors[n].wide else t.bfloat16() for n, t in weights.items()}
     assert any(tensors[n].wide and not torch.equal(t, t.bfloat16().float()) for n, t in kept.items())
-    source = expert_reference.megatron_weights(shape, one, 0, kept, "local", "sequential")
+    source = megatron_weights(shape, one, 0, kept, "local", "sequential")
     engine, _ = engine_layout_of("tp1", 1)
-    expected = expert_reference.engine_weights(shape, engine, 0, kept)
+    expected = engine_weights(shape, engine, 0, kept)
     found = {n: torch.zeros_like(t) for n, t in expected.items()}
     layouts = {0: megatron_layout(shape, one, 0)}, {0: megatron_shapes(shape, one, 0)}, {0: engine_layout(shape, 1, 0)}
     plan = make_allgather_plan(*layouts, tensors, itemsize=2, round_bytes=512, rank=0)

@@ -12,9 +12,8 @@ from mindspeed_rl_plugin.reshard.resharder import Resharder
 from mindspeed_rl_plugin.reshard.verify import BrokenWeights, WeightMismatch
 
 sys.path.insert(0, str(Path(__file__).parent))
-import expert_reference  # noqa: E402
+from plan_cases import LATENT, TINY  # noqa: E402
 from reshard_reference import engine_weights, megatron_weights, random_weights  # noqa: E402
-from test_reshard_experts import LATENT, TINY  # noqa: E402
 
 SHAPE = ModelShape("qwen3", 2, 32, 4, 2, 8, 48, 60, 64)
 
@@ -168,11 +167,11 @@ V3 = ModelShape("deepseek_v3", layers=3, vocab=60, padded_vocab=64, dense_layers
 @pytest.mark.parametrize("mode", ["stream", "allgather"])
 def test_an_engine_that_keeps_the_routers_bias_in_its_own_dtype_gets_it_narrowed(mode):
     """As vLLM 0.9 keeps it, and vllm-ascend after it."""
-    weights = expert_reference.random_weights(V3)
-    params = expert_reference.megatron_weights(V3, Parallel(1), 0, weights, "local", "sequential")
+    weights = random_weights(V3)
+    params = megatron_weights(V3, Parallel(1), 0, weights, "local", "sequential")
     chunks = [SimpleNamespace(named_parameters=lambda: list(params.items()), named_buffers=list)]
     narrow = {name: t.bfloat16() for name, t in weights.items()}
-    expected = {n: t.bfloat16() for n, t in expert_reference.engine_weights(V3, EngineParallel(1), 0, narrow).items()}
+    expected = {n: t.bfloat16() for n, t in engine_weights(V3, EngineParallel(1), 0, narrow).items()}
     biases = [name for name in expected if name.endswith("e_score_correction_bias")]
     assert len(biases) == 2 and not torch.equal(weights[biases[0]], weights[biases[0]].bfloat16().float())
     live = {name: torch.zeros_like(t) for name, t in expected.items()}

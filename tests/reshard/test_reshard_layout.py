@@ -9,6 +9,7 @@ import pytest
 
 from mindspeed_rl_plugin.reshard.families import FAMILIES, find_family
 from mindspeed_rl_plugin.reshard.layout import (
+    EngineParallel,
     ModelShape,
     Parallel,
     canonical_tensors,
@@ -19,7 +20,12 @@ from mindspeed_rl_plugin.reshard.layout import (
 )
 from mindspeed_rl_plugin.reshard.parallel import count_layers, listed_layers
 
+sys.path.insert(0, str(Path(__file__).parent))
+from plan_cases import LATENT, TINY  # noqa: E402
+
 SHAPE = ModelShape("qwen2", 4, 64, 8, 4, 8, 96, 250, 256)
+MOE = ModelShape("qwen3_moe", layers=2, vocab=60, padded_vocab=64, **TINY)
+V3 = ModelShape("deepseek_v3", layers=3, vocab=60, padded_vocab=64, dense_layers=(0,), **TINY | LATENT)
 
 
 EXPERTS = dict(moe_intermediate_size=48, num_experts_per_tok=2)
@@ -101,6 +107,33 @@ def test_context_parallel_ranks_hold_what_data_parallel_ranks_hold(order):
         assert same[0] == megatron_layout(SHAPE, without, twin)
 
 
+def test_engine_experts_are_dealt_as_vllm_does():
+    """The remainder goes to the first ranks, as determine_expert_map has it."""
+    from vllm.model_executor.layers.fused_moe.expert_map_manager import determine_expert_map
+
+    for total, ep in [(8, 4), (10, 4), (7, 7), (5, 1), (256, 64)]:
+        for rank in range(ep):
+            count, places, _ = determine_expert_map(ep, rank, total)
+            mine = range(total) if places is None else (places >= 0).nonzero().flatten().tolist()
+            assert list(EngineParallel(1, ep).experts(total, rank)) == list(mine) and len(mine) == count
+
+
+def test_wide_tensors_keep_their_bytes():
+    tensors = canonical_tensors(V3)
+    bias = tensors["model.layers.1.mlp.gate.e_score_correction_bias"]
+    assert bias.wide and bias.slice_bytes(2) == 4
+    assert tensors["model.layers.1.mlp.gate.weight"].slice_bytes(2) == 2 * V3.hidden
+    assert sum(t.wide for t in tensors.values()) == V3.moe_layers == 2
+
+
+def test_ranks_that_store_the_same_share_one_layout():
+    parallel = Parallel(16, tp=2, pp=2, ep=4, etp=1)
+    assert megatron_layout(MOE, parallel, 0) is megatron_layout(MOE, parallel, 4)
+    assert megatron_layout(MOE, parallel, 0) is not megatron_layout(MOE, parallel, 2)  # other experts
+    dense = ModelShape("qwen3", 2, 4, 4, 4, 2, 8, 60, 64)
+    assert megatron_layout(dense, parallel, 0) is megatron_layout(dense, parallel, 2)
+
+
 def test_the_engine_repeats_key_heads_and_pads_by_64():
     shape = ModelShape("qwen2", 1, 64, 8, 2, 8, 96, 250, 256)
     spans = [engine_layout(shape, 8, r)["model.layers.0.self_attn.qkv_proj.weight"] for r in range(8)]
@@ -135,6 +168,21 @@ def test_transformer_engine_names():
         (lambda: ModelShape("llama", 1, 8, 3, 2, 4, 8, 8, 8), "3 attention heads do not divide into 2 query groups"),
         (lambda: ModelShape("llama", 1, 8, 2, 1, 4, 8, 9, 8), "vocabulary of 9 exceeds Megatron's padded 8"),
         (lambda: count_layers("Ettm|L"), "must hold layers t between"),
+        (lambda: EngineParallel(4, 2), "engine with tp=4 cannot spread experts over ep=2 ranks"),
+        (lambda: EngineParallel(0), "engine sizes must be at least 1, got tp=0 ep=1"),
+        (lambda: engine_layout(MOE, EngineParallel(2, 4), 4), "engine rank 4 is outside an engine of 4"),
+        (lambda: megatron_layout(MOE, Parallel(3, ep=3), 0), "8 experts do not divide over 3 expert parallel ranks"),
+        (lambda: megatron_layout(MOE, Parallel(1), 0, "local", "gg"), "storage of experts 'gg' is unknown; known: seq"),
+        (lambda: megatron_layout(MOE, Parallel(16, tp=16), 0), "do not divide over 16 tensor parallel ranks"),
+        (lambda: ModelShape("qwen3_moe", 2, 4, 4, 4, 2, 8, 60, 64), "of family qwen3_moe has experts; their number is"),
+        (
+            lambda: ModelShape("deepseek_v3", 3, vocab=60, padded_vocab=64, **TINY),
+            "needs sizes that are not given: kv_down, .*shared_ffn",
+        ),
+        (
+            lambda: ModelShape("qwen3_moe", 2, vocab=6, padded_vocab=8, dense_layers=(2,), **TINY),
+            r"dense layers \(2,\) are not all among the 2 layers",
+        ),
     ],
 )
 def test_refused(make, message):
