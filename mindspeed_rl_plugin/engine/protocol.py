@@ -27,10 +27,10 @@ Progress = Callable[[int, int, int], None]
 
 
 class Engine(Protocol):
-    """One replica of the policy that draws responses. Times are seconds.
+    """One replica of the policy that generates responses. Times are seconds.
 
     replica, replicas: which of how many independent engines of the world this is; leader: whether this rank is
-    the first of its engine; version: the weight version that it draws with, -1 before the first weights; digest: of
+    the first of its engine; version: the weight version that it generates with, -1 before the first weights; digest: of
     these weights, 16 hexadecimal digits, None where they were not verified.
     """
 
@@ -44,7 +44,7 @@ class Engine(Protocol):
         """Queue responses. Returns at once.
 
         Raises ValueError for an id that is already queued, a prompt that is empty, has ids outside of the
-        vocabulary, or leaves no room for `max_tokens`, and for sampling that the engine cannot do exactly.
+        vocabulary, or leaves too few tokens for `max_tokens`, and for sampling that the engine cannot do exactly.
         """
 
     def poll(self, timeout: float) -> list[Completion]:
@@ -86,7 +86,7 @@ def generate(
     deadline: float,
     on_progress: Progress | None = None,
 ) -> list[Completion]:
-    """Draw all responses; the result is in the order of `requests`.
+    """Generate all responses; the result is in the order of `requests`.
 
     deadline: seconds in which at least one response must finish, again and again: long rollouts may take longer
     as long as they come along. Raises TimeoutError that says how many are missing; those are aborted, so that
@@ -117,10 +117,10 @@ def _too_late(
     deadline: float,
 ) -> str:
     missing = [r for r in requests if r.id not in done]
-    drawn = sum(len(c.tokens) for c in partial)
+    tokens = sum(len(c.tokens) for c in partial)
     first = ", ".join(str(tuple(r.id)) for r in missing[:4])
     return (
         f"generation: {len(missing)} of {len(requests)} responses are missing, and none has finished for {deadline:g} s"
-        f" (first: {first}; {drawn} tokens of them are drawn); raise --rl-wait-timeout or lower"
+        f" (first: {first}; {tokens} tokens of them are sampled); raise --rl-wait-timeout or lower"
         " --rl-max-response-length"
     )

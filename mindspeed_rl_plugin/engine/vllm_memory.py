@@ -12,7 +12,7 @@ import gc
 import math
 import mmap
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from mindspeed_rl_plugin.device import Device
 from mindspeed_rl_plugin.engine import vllm_api
+from mindspeed_rl_plugin.reshard.storages import distinct
 
 # Of the device's memory, and at least so many bytes: for what vLLM's profile of its first steps does not see, graphs
 # that it captures later, communicators and workspaces that the trainer makes in its first update and keeps.
@@ -87,8 +88,8 @@ class HostMemory:
 
     def __init__(self, engine: Any) -> None:
         self._storages = {
-            "weights": _storages(vllm_api.model(engine).parameters()),
-            "kv_cache": _storages(vllm_api.kv_caches(engine)),
+            "weights": list(distinct(vllm_api.model(engine).parameters()).values()),
+            "kv_cache": list(distinct(vllm_api.kv_caches(engine)).values()),
         }
         self._bytes = {part: [s.nbytes() for s in storages] for part, storages in self._storages.items()}
 
@@ -123,8 +124,3 @@ def fill_with_zeros(storage: torch.UntypedStorage) -> None:
 def _drop_pages(address: int, size: int) -> bool:
     libc = ctypes.CDLL(None, use_errno=True)
     return libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(size), ctypes.c_int(mmap.MADV_DONTNEED)) == 0
-
-
-def _storages(tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStorage]:
-    """Each storage once: tied weights share one."""
-    return list({t.untyped_storage()._cdata: t.untyped_storage() for t in tensors}.values())

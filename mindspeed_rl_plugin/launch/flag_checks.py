@@ -18,8 +18,8 @@ from mindspeed_rl_plugin.algorithms.presets import learns_from_pairs, unread
 from mindspeed_rl_plugin.config import RLConfig, config_problems
 from mindspeed_rl_plugin.config.upstream import RUN, WHOLE, refusals
 from mindspeed_rl_plugin.device import get_device
+from mindspeed_rl_plugin.engine.engine_sizes import EngineSizes
 from mindspeed_rl_plugin.engine.hf_moe import routing_problems
-from mindspeed_rl_plugin.engine.limits import EngineSizes
 from mindspeed_rl_plugin.forward.settings import length_multiple, takes_boundaries
 from mindspeed_rl_plugin.launch import checkpoint_files as files
 from mindspeed_rl_plugin.launch import critic_files, disk, upstream_checks

@@ -334,7 +334,11 @@ def test_a_share_of_memory_that_is_given_stands_and_else_it_is_measured(make_eng
 
 @pytest.mark.parametrize(
     "kind, experts, backend",
-    [("cuda", {"num_experts": 8}, "triton"), ("cuda", {"n_routed_experts": 8}, "triton"), ("cuda", {}, None)]
+    [
+        ("cuda", {"num_experts": 8}, "triton"),
+        ("cuda", {"model_type": "deepseek_v3", "n_routed_experts": 8}, "triton"),
+        ("cuda", {}, None),
+    ]
     + [(kind, {"num_experts": 8}, None) for kind in ("npu", "cpu")],
 )
 def test_kernels_of_experts_are_chosen_on_cuda(kind, experts, backend) -> None:

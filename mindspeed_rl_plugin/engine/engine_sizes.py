@@ -21,7 +21,7 @@ class EngineSizes:
     prompt and response together; element: bytes of one number in the KV cache; kv_cache: bytes of it on a rank of
     a host without accelerator. expert_parallel: ranks over which whole experts are spread; experts, expert_ffn: their
     number and width (0: none); latent: numbers that multi-latent attention keeps of a token in a layer (0: it is none);
-    own_head_dim: whether the family's head size may be another than hidden size / heads (`rows.HfConfig`).
+    own_head_dim: whether the family's head size may be another than hidden size / heads (`family_table.HfConfig`).
     """
 
     kind: str
