@@ -30,7 +30,7 @@ def naive(
         for i in numbers:
             shard = plan.shards[i]
             if rank in shard.names:
-                held[i] = shard.own(source, rank, dtype)
+                held[i] = shard.stored(source, rank).to(shard.dtype(dtype)).contiguous()
             elif rank in plan.destinations:
                 held[i] = torch.empty(shard.shape, dtype=shard.dtype(dtype), device=device)
         batch = post_round(plan, numbers, held, channel) if numbers else None

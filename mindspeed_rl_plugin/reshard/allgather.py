@@ -36,10 +36,9 @@ class Shard(NamedTuple):
     wide: bool
     names: Mapping[int, str]
 
-    def own(self, source: Mapping[str, Tensor], rank: int, dtype: torch.dtype) -> Tensor:
-        """The shard of a rank that stores it, as it travels; a view where nothing is converted."""
-        stored = source[self.names[rank]]
-        return stored[: self.shape[0]].to(self.dtype(dtype)).contiguous()
+    def stored(self, source: Mapping[str, Tensor], rank: int) -> Tensor:
+        """The view of it on a rank that stores it, as it is stored."""
+        return source[self.names[rank]][: self.shape[0]]
 
     def dtype(self, dtype: torch.dtype) -> torch.dtype:
         """As what the shard of a model of `dtype` travels."""
@@ -181,9 +180,10 @@ def allgather(
     for numbers in plan.rounds:
         held = {i: places[str(i)] for i in numbers if places}
         for i in numbers:
-            if rank in plan.shards[i].names:
-                own = plan.shards[i].own(source, rank, dtype)
-                held[i] = held[i].copy_(own) if i in held else own
+            shard = plan.shards[i]
+            if rank in shard.names:
+                own = shard.stored(source, rank)
+                held[i] = held[i].copy_(own) if i in held else own.to(shard.dtype(dtype)).contiguous()
         posted = post_round(plan, numbers, held, channel)
         if flying is not None:
             flying.wait()

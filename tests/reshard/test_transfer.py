@@ -1,6 +1,7 @@
-"""The allgather over random layouts: the whole model but a rank's own shard, balanced, and the weights it delivers."""
+"""Both transfers over random layouts, ranks as threads: weights, bytes, balance, and the memory that they take."""
 
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -67,6 +68,57 @@ def test_every_engine_gets_its_weights_out_of_all_shards(case, node_size, round_
         assert [i for numbers in plan.rounds for i in numbers] == list(range(len(plan.shards)))
         for numbers in plan.rounds:
             assert len(numbers) == 1 or sum(plan.shards[i].nbytes for i in numbers) <= round_bytes
+
+
+class Channel:
+    """Messages between threads: sent as they are when they are posted, received in the wait."""
+
+    def __init__(self, rank, mail):
+        self.rank, self._mail, self.received = rank, mail, 0
+
+    def post(self, what, sends, receives):
+        for tensor, peer, tag in sends:
+            self._box(self.rank, peer, tag).put(tensor.clone())
+        self.received += sum(t.nbytes for t, _, _ in receives)
+        return SimpleNamespace(
+            wait=lambda: [t.copy_(self._mail[p, self.rank, n].get(timeout=60)) for t, p, n in receives]
+        )
+
+
+def together(work, ranks):
+    """`work(rank, its channel)` on all ranks at once."""
+    mail = {}
+    with ThreadPoolExecutor(len(ranks)) as pool:
+        for done in [pool.submit(work, rank, Channel(rank, mail)) for rank in ranks]:
+            done.result(timeout=120)
+
+
+@settings(max_examples=30, deadline=None)
+@given(cases(world_limit=8), st.booleans())
+def test_both_transfers_write_the_engines_weights(case, narrow):
+    """narrow: the engine's dtype is half as wide as the trainer's, in which weights then travel."""
+    sources, wanted, tensors = case.sources(), case.destinations(), canonical_tensors(case.shape)
+    weights = random_weights(case.shape)
+    live, dtype = case.trainer(weights), torch.bfloat16 if narrow else torch.float32
+    kept = {n: t if tensors[n].wide else t.to(dtype) for n, t in weights.items()}
+    sizes = dict(itemsize=dtype.itemsize, node_size=2)
+
+    def run(rank, channel):
+        options = dict(channel=channel, dtype=dtype, device=torch.device("cpu"))
+        if transfer is stream:
+            plan = make_plan(sources, wanted, tensors, bucket_bytes=1024, rank=rank, **sizes)
+        else:
+            plan = make_allgather_plan(sources, case.stored(), wanted, tensors, round_bytes=512, rank=rank, **sizes)
+        transfer(plan, live.get(rank, {}), engines.get(rank, {}), **options)
+        assert channel.received == plan.traffic[rank].received
+
+    for transfer in (stream, allgather):
+        expected = case.engines(kept)
+        engines = {r: {n: torch.zeros_like(t) for n, t in params.items()} for r, params in expected.items()}
+        together(run, sorted({*sources, *wanted}))
+        for r, params in expected.items():
+            for name, tensor in params.items():
+                assert torch.equal(engines[r][name], tensor), (transfer.__name__, r, name)
 
 
 def test_what_is_wide_stays_float32_on_its_way():
