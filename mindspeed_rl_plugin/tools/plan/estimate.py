@@ -22,6 +22,7 @@ from mindspeed_rl_plugin.reshard.layout import (
     megatron_layout,
     megatron_shapes,
 )
+from mindspeed_rl_plugin.tools.plan.flow import Cells, Flow
 
 MODES = ("allgather", "stream")
 # Of each parameter, by the bytes of a weight: two float32 moments of Adam, and a float32 main parameter where the
