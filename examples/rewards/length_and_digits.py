@@ -1,4 +1,4 @@
-"""Three reward functions of one's own; docs/rewards.md says what they may take and return.
+"""Three reward functions of one's own; docs/data-and-rewards.md says what they may take and return.
 
     --rl-reward exact FILE:digits=0.5 FILE:brevity=0.1
 

@@ -1,0 +1,47 @@
+"""The pages name what exists: every relative link leads to a file and a heading, every --rl-* flag is a flag."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from mindspeed_rl_plugin.config import flag_names
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted(ROOT.glob("*/README.md"))]
+FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]*))?\)")
+FLAG = re.compile(r"--(?:no-)?rl-[a-z][a-z-]*[a-z]")
+
+
+def anchors(page: Path) -> set[str]:
+    """Anchors of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ +(.+?) *$", FENCE.sub("", page.read_text()), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def broken_links(page: Path) -> list[str]:
+    """Links to a file or a heading that is not there."""
+    broken = []
+    for target, anchor in LINK.findall(FENCE.sub("", page.read_text())):
+        file = (page.parent / target).resolve() if target else page
+        if not file.exists() or (anchor and anchor not in anchors(file)):
+            broken.append(f"{target}#{anchor}" if anchor else target)
+    return broken
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_and_flags_exist(page):
+    assert broken_links(page) == []
+    assert set(FLAG.findall(page.read_text())) - set(flag_names()) == set()
+
+
+def test_every_page_is_linked_from_the_first_one():
+    linked = {(ROOT / target).resolve() for target, _ in LINK.findall((ROOT / "README.md").read_text())}
+    assert [page.name for page in PAGES if page.parent == ROOT / "docs" and page not in linked] == []
+
+
+def test_what_is_not_there_is_seen(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("# A heading: here\n[a](#a-heading-here) [b](#no-heading) [c](gone.md)\n```\n[d](code.md)\n```\n")
+    assert broken_links(page) == ["#no-heading", "gone.md"]
