@@ -2,6 +2,9 @@
 
 import json
 import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -9,6 +12,7 @@ from mindspeed_rl_plugin.tools.plan import plan
 from mindspeed_rl_plugin.tools.plan.script_args import read_arguments
 from mindspeed_rl_plugin.tools.rehearse.command_line import Flags
 
+ROOT = Path(__file__).parents[2]
 PLAIN = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --ffn-hidden-size 96 --swiglu --normalization RMSNorm "
     "--disable-bias-linear --position-embedding-type rope --add-qkv-bias --vocab-size 250"
@@ -36,6 +40,13 @@ def memory(text):
     for line in filter(None, text.splitlines()):
         rows.setdefault(line.split()[0], line)
     return rows
+
+
+def test_the_plan_of_a_reshard_needs_no_megatron():
+    code = f"import sys; from mindspeed_rl_plugin.tools.plan import plan; plan.main({SEVEN!r})"
+    check = "; sys.exit(sorted({'megatron', 'vllm', 'tensordict'} & sys.modules.keys()) or None)"
+    done = subprocess.run([sys.executable, "-c", code + check], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
 
 
 def test_what_does_not_fit_is_marked_in_every_phase(capsys):

@@ -9,13 +9,14 @@ import argparse
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from mindspeed_rl_plugin.algorithms import Algorithm, resolve
 from mindspeed_rl_plugin.config import AlgorithmConfig, RLConfig
-from mindspeed_rl_plugin.dock import ColumnSpec, StateSpec
-from mindspeed_rl_plugin.stages.stage import columns_of, states_of
-from mindspeed_rl_plugin.stages.table import stage_table
 from mindspeed_rl_plugin.tools.text_table import aligned
+
+if TYPE_CHECKING:
+    from mindspeed_rl_plugin.dock import ColumnSpec, StateSpec
 
 GIB = 2**30
 # Bytes with which a warehouse tells a controller of what was committed: a row number, once for all columns written
@@ -119,8 +120,16 @@ def rollout_bytes(config: RLConfig, algorithm: Algorithm, global_batch_size: int
     if algorithm.from_pairs:
         return 0
     load = Load(groups, members, config.data.max_prompt_length, rollout.max_response_length)
+    return GIB * packed_gib(load, 1, *_declared(algorithm)).written
+
+
+def _declared(algorithm: Algorithm) -> tuple[list[ColumnSpec], list[StateSpec]]:
+    """Columns and worker states of an algorithm's stages, which import Megatron: the plan of a reshard does without."""
+    from mindspeed_rl_plugin.stages.stage import columns_of, states_of
+    from mindspeed_rl_plugin.stages.table import stage_table
+
     table = stage_table(algorithm, 1)
-    return GIB * packed_gib(load, 1, columns_of(table), states_of(table)).written
+    return columns_of(table), states_of(table)
 
 
 def record_bytes(
@@ -186,11 +195,10 @@ def main(argv: list[str]) -> int:
 
 def _row(load: Load, nodes: int, ranks: int, controllers: int) -> tuple[str, ...]:
     central = central_gib(load)
-    table = stage_table(resolve(AlgorithmConfig(algorithm="grpo")), 1)
-    states = states_of(table)
+    columns, states = _declared(resolve(AlgorithmConfig(algorithm="grpo")))
     listeners = listeners_elsewhere(len(states), [rank // ranks for rank in range(nodes * ranks)])
     how = {"anywhere": ("measure",), "version_column": "version", "listeners": listeners}
-    moved = packed_gib(load, nodes, columns_of(table), states, **how)
+    moved = packed_gib(load, nodes, columns, states, **how)
     sizes = (load.groups, load.members, load.prompt, load.items, load.response, load.scalars)
     return (
         *(f"{n // 1024}K" if n >= 1024 and n % 1024 == 0 else str(n) for n in sizes),
