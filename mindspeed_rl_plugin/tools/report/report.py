@@ -46,7 +46,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows, ranks = len(data["samples"]["rows"]), data["timeline"]["ranks_total"]
     places = ("from " if rows else "- looked for dumps in ") + ", ".join(data["samples"]["places"])
     trained = sum(i > 0 for i in data["metrics"]["iterations"])  # at 0 there is an evaluation
-    print(f"report: {out} ({trained} iterations, {ranks} ranks, {rows} samples {places})")
+    total = data["samples"]["total"]
+    shown = f"{rows} samples" if rows == total else f"{rows} of {total} samples, --samples {args.samples},"
+    print(f"report: {out} ({trained} iterations, {ranks} ranks, {shown} {places})")
     return 0
 
 
