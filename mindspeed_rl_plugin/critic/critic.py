@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mindspeed_rl_plugin.critic.head import NAME, ValueHead
+from mindspeed_rl_plugin.critic.value_head import NAME, ValueHead
 from mindspeed_rl_plugin.forward import ForwardSettings, MicroBatch, collate, to_rows
 from mindspeed_rl_plugin.forward.context_parallel import of_all_ranks
 from mindspeed_rl_plugin.forward.schedule import run_forward_only

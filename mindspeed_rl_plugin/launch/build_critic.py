@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from mindspeed_rl_plugin.critic.critic import Critic
-from mindspeed_rl_plugin.critic.head import give_value_head
+from mindspeed_rl_plugin.critic.value_head import give_value_head
 from mindspeed_rl_plugin.device import get_device
 from mindspeed_rl_plugin.launch import checkpoint_files as files
 from mindspeed_rl_plugin.launch.critic_files import mark, source_folder, starts_with_head

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mindspeed_rl_plugin.critic.head import ValueHead, give_value_head
+from mindspeed_rl_plugin.critic.value_head import ValueHead, give_value_head
 
 CONFIG = SimpleNamespace(hidden_size=4, params_dtype=torch.float32, sequence_parallel=False)
 

@@ -29,7 +29,7 @@ from megatron.training import get_args, global_vars, training  # noqa: E402
 from megatron.training.arguments import core_transformer_config_from_args  # noqa: E402
 from megatron.training.initialize import initialize_megatron  # noqa: E402
 
-from mindspeed_rl_plugin.critic.head import give_value_head  # noqa: E402
+from mindspeed_rl_plugin.critic.value_head import give_value_head  # noqa: E402
 from mindspeed_rl_plugin.rows import Ragged, Rows, SampleId  # noqa: E402
 
 VOCAB = 250  # padded to 256 by Megatron
