@@ -46,7 +46,6 @@ from mindspeed_rl_plugin.reshard.verify import (
     BrokenWeights,
     Held,
     compare,
-    compare_return,
     first_broken,
     layout_digests,
     weights_digest,
@@ -113,7 +112,6 @@ class Resharder:
         self.mode = mode
         self.plan: Plan | AllgatherPlan | None = None
         self._buffer: Tensor | None = None
-        self._exported: Held | None = None
         self._compared = self.tensors  # as both sides are compared: wide where the engine has them wide
         self._temporary = get_device().temporary()
         self._sources: dict[int, Layout] = {}
@@ -137,7 +135,6 @@ class Resharder:
         plan = self._bind(source, destination)
         self._refuse_broken(source, f"after {version} updates")
         exported = self._held(source, self._sources) if self.verify else None
-        self._exported = self._as_stored(source) if self.verify else None
         channel = self._channel()
         with self._temporary.measured(*source.values(), *destination.values()):
             self._move(plan, source, destination, channel)
@@ -158,13 +155,6 @@ class Resharder:
         up to a power of two for each tensor."""
         sizes = engine_shapes(self.shape, self.engine, self.rank % self.engine.ranks).values()
         return sum(1 << (prod(size) * self.dtype.itemsize - 1).bit_length() for size in sizes)
-
-    def check_return(self, model_chunks: Sequence[Module]) -> None:
-        """On the way back: the trainer has the weights again that it exported, bit by bit as it stores them. Not
-        collective; does nothing unless `verify`. Raises WeightMismatch naming tensor, rank and range."""
-        if self._exported is not None:
-            returned = self._as_stored(stored_parameters(model_chunks))
-            compare_return(self.rank, self._exported, returned, self.tensors)
 
     def refuse_broken(self, model_chunks: Sequence[Module]) -> None:
         """Before a checkpoint: raises BrokenWeights on every rank when any rank's weights hold NaN or infinity."""
@@ -269,11 +259,6 @@ class Resharder:
 
     def _share(self, mine: Sequence[int], length: int, what: str) -> list[list[int]]:
         return self._channel().share_ints(what, mine, length, self.device)
-
-    def _as_stored(self, source: Mapping[str, Tensor]) -> Held:
-        """Digests of this rank's weights in the dtype in which the trainer has them."""
-        layout = self._sources[self.rank]
-        return Held(self.rank, layout, layout_digests(source, layout, self.tensors, None))
 
     def _held(self, params: Mapping[str, Tensor], layouts: Mapping[int, Layout]) -> list[Held]:
         mine = layout_digests(params, layouts[self.rank], self._compared, self.dtype)

@@ -73,14 +73,14 @@ def storage_digests(storage: torch.UntypedStorage) -> Tensor:
 
 
 def layout_digests(
-    params: Mapping[str, Tensor], layout: Layout, tensors: Mapping[str, Canonical], dtype: torch.dtype | None
+    params: Mapping[str, Tensor], layout: Layout, tensors: Mapping[str, Canonical], dtype: torch.dtype
 ) -> list[int]:
-    """Digest of every segment of a rank's layout, in its order; dtype None: of the bits as they are stored."""
+    """Digest of every segment of a rank's layout, in its order."""
     out = []
     for name, segments in layout.items():
         for s in segments:
             tensor = tensors[s.name]
-            kind = params[name].dtype if dtype is None else torch.float32 if tensor.wide else dtype
+            kind = torch.float32 if tensor.wide else dtype
             out.append(segment_digest(s.view(params[name], s.start, s.size), s, tensor, kind))
     return torch.stack(out).tolist() if out else []
 
@@ -103,21 +103,6 @@ def compare(sources: Sequence[Held], destinations: Sequence[Held], tensors: Mapp
         if name in theirs:
             _compare_tensor(name, values, theirs[name], tensors[name])
     return totals
-
-
-def compare_return(rank: int, exported: Held, returned: Held, tensors: Mapping[str, Canonical]) -> None:
-    """What a rank holds after its weights were on the host is what it exported. Local to the rank.
-
-    Raises WeightMismatch naming tensor, rank and range.
-    """
-    segments = [(name, s) for name, segments in exported.layout.items() for s in segments]
-    for (param, s), before, after in zip(segments, exported.digests, returned.digests, strict=True):
-        if before != after:
-            where = f"{s.name} {_range(s.start, s.stop, tensors[s.name])}"
-            raise WeightMismatch(
-                f"{where}: {param} of trainer rank {rank} came back from the host with other values "
-                f"({before % _WRAP:016x} -> {after % _WRAP:016x}); resume from the last checkpoint"
-            )
 
 
 def weights_digest(totals: Mapping[str, int]) -> str:

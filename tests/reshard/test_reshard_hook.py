@@ -86,18 +86,6 @@ def test_a_weight_that_is_no_number_never_reaches_the_engine(value):
         way.refuse_broken(chunks)
 
 
-def test_weights_that_come_back_changed_are_named():
-    chunks, way = trainer(), resharder(verify=True)
-    way.check_return(chunks)  # nothing was exported yet
-    way.to_engine(chunks, engine(), 0)
-    way.check_return(chunks)
-    chunks[0].params["decoder.layers.0.mlp.linear_fc2.weight"][2, 5] += 1
-    message = r"0.mlp.down_proj.weight \[0, 48\) of axis 1: decoder.*fc2.weight of trainer rank 0 came back"
-    with pytest.raises(WeightMismatch, match=message):
-        way.check_return(chunks)
-    resharder().check_return(chunks)  # not asked for
-
-
 def test_an_unknown_mode_is_refused():
     with pytest.raises(ValueError, match="mode 'copy' of the reshard is unknown; known: stream, allgather"):
         resharder(mode="copy")
@@ -147,20 +135,6 @@ def test_a_generation_tp_that_does_not_divide_the_world_is_refused():
         Resharder(SHAPE, Parallel(6), 4, rank=0, engine_dtype=torch.float32)
 
 
-def test_a_bit_that_the_engine_does_not_have_is_compared_on_the_way_back():
-    """The trainer keeps float32, the engine bfloat16: its digest does not see the lowest bit."""
-    chunks = trainer()
-    live = {name: t.bfloat16() for name, t in engine().items()}
-    way = Resharder(SHAPE, Parallel(1), 1, rank=0, engine_dtype=torch.bfloat16, verify=True)
-    before = way.to_engine(chunks, live, 0).digest
-    way.check_return(chunks)
-    weight = chunks[0].params["decoder.layers.0.mlp.linear_fc2.weight"]
-    weight.view(torch.int32)[2, 5] ^= 1
-    assert way.digest(chunks) == before
-    with pytest.raises(WeightMismatch, match=r"0.mlp.down_proj.weight \[0, 48\) of axis 1: decoder.*fc2.weight of"):
-        way.check_return(chunks)
-
-
 V3 = ModelShape("deepseek_v3", layers=3, vocab=60, padded_vocab=64, dense_layers=(0,), **TINY | LATENT)
 
 
@@ -180,7 +154,6 @@ def test_an_engine_that_keeps_the_routers_bias_in_its_own_dtype_gets_it_narrowed
     done = way.to_engine(chunks, live, 0)
     assert all(live[name].dtype == t.dtype and torch.equal(live[name], t) for name, t in expected.items())
     assert done.digest == way.digest(chunks)
-    way.check_return(chunks)
     wide = {name: t.float() if name in biases else torch.zeros_like(t) for name, t in expected.items()}
     assert Resharder(V3, Parallel(1), 1, **options).to_engine(chunks, wide, 0).digest != done.digest
     with pytest.raises(ValueError, match="_bias is torch.float16, not torch.bfloat16 or torch.float32"):
