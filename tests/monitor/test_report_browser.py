@@ -11,7 +11,6 @@ import pytest
 from mindspeed_rl_plugin.monitor.run_files import event_files, read_events, read_jsonl, read_metrics
 from mindspeed_rl_plugin.tools.report.report import main
 
-pytestmark = pytest.mark.browser
 VOID = {"meta", "input", "br", "link", "img", "hr"}
 CHROMIUM = (
     "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync",
@@ -105,16 +104,18 @@ def test_the_page_needs_no_network(full_run):
     assert not outside and not re.search(r"<(script|link|img)[^>]+(src|href)=", text)
 
 
+@pytest.mark.browser
 def test_curves_are_drawn_from_the_metrics(full_run, full_page):
     rows = read_metrics(full_run / "run")
     for name in (
-        "reward/mean", "eval/accuracy", "eval/pass@8", "kl/ref", "entropy", "response/length_mean",
+        "reward/mean", "eval/accuracy", "eval/reward_mean", "eval/pass@8", "kl/ref", "entropy", "response/length_mean",
         "clip_fraction", "tokens_per_second", "loss", "groups/informative",
     ):  # fmt: skip
         check_curve(full_page, rows, name)
     assert len(vertices(full_page.all("path", data_series="logp_diff/max")[0][0]["d"])) == 30
 
 
+@pytest.mark.browser
 def test_an_empty_report_does_not_pass_the_check(full_run, tmp_path):
     """The check itself: the same page with its numbers taken out must fail it."""
     text = (full_run / "r.html").read_text(encoding="utf-8")
@@ -127,7 +128,7 @@ def test_an_empty_report_does_not_pass_the_check(full_run, tmp_path):
     path.write_text(text[:start] + json.dumps(data).replace("<", "\\u003c") + text[end:], encoding="utf-8")
     page = open_in_browser(path, tmp_path)
     rows = read_metrics(full_run / "run")
-    with pytest.raises(AssertionError, match="reward/mean: 0 curves"):
+    with pytest.raises(AssertionError, match="reward/mean: 0 vertices"):
         check_curve(page, rows, "reward/mean")
     with pytest.raises(AssertionError, match="entropy: 29 vertices for 30 values"):
         check_curve(page, rows, "entropy")
@@ -135,6 +136,7 @@ def test_an_empty_report_does_not_pass_the_check(full_run, tmp_path):
     assert not page.all("tr", data_id="0.0.1")
 
 
+@pytest.mark.browser
 def test_samples_are_drawn_as_text_hostile_ones_too(full_run, full_page):
     rows = [dict(a) for a, _ in full_page.all("tr") if "data-id" in a]
     assert len(rows) == 25 and rows[0]["data-id"] == "0.0.0"
@@ -145,6 +147,7 @@ def test_samples_are_drawn_as_text_hostile_ones_too(full_run, full_page):
     assert not full_page.all("b", class_="bold") and "of 960 samples" in full_page.all("section", id="samples")[0][1]
 
 
+@pytest.mark.browser
 def test_the_timeline_and_stage_times_are_drawn(full_run, full_page):
     events = [e for e in read_events(full_run / "run") if 28 <= e["iteration"] <= 30]
     bars = [a for a, _ in full_page.all("rect", class_="span")]
@@ -163,6 +166,7 @@ def test_the_timeline_and_stage_times_are_drawn(full_run, full_page):
     assert "generate" in full_page.all("table", id="stage-table")[0][1]
 
 
+@pytest.mark.browser
 def test_a_metric_of_some_iterations_is_one_line_and_one_that_was_not_finite_has_a_gap(run_builder, tmp_path):
     run = run_builder(tmp_path / "run", iterations=12, ranks=1, evaluate=False, dumps=False, events=False)
     rows = read_jsonl(run / "metrics.jsonl")
@@ -181,6 +185,7 @@ def test_a_metric_of_some_iterations_is_one_line_and_one_that_was_not_finite_has
     assert len(vertices(page.all("path", class_="band")[0][0]["d"])) == 6
 
 
+@pytest.mark.browser
 def test_an_hour_in_which_the_job_was_down_does_not_hide_the_rest(run_builder, tmp_path):
     run = run_builder(tmp_path / "run", iterations=3, ranks=1, evaluate=False, dumps=False)
     path = event_files(run)[0]
@@ -216,6 +221,7 @@ DRIVE = """
 """
 
 
+@pytest.mark.browser
 def test_filters_sorting_hover_and_switches_work(full_run, tmp_path):
     page = open_in_browser(full_run / "r.html", tmp_path, DRIVE)
     rows = [(a, t) for a, t in page.all("tr") if "data-id" in a]
@@ -233,6 +239,7 @@ def test_filters_sorting_hover_and_switches_work(full_run, tmp_path):
     assert f"{at_ten:.4g}" in accuracy, "between evaluations the latest one is shown"
 
 
+@pytest.mark.browser
 def test_what_is_missing_is_said_in_words(run_builder, tmp_path):
     run = run_builder(tmp_path / "run", iterations=2, ranks=1, evaluate=False, dumps=False, events=False)
     rows = read_jsonl(run / "metrics.jsonl")
