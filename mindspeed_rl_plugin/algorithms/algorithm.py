@@ -61,7 +61,7 @@ class Algorithm:
 
     @property
     def from_pairs(self) -> bool:
-        """Whether it learns from given pairs and draws nothing."""
+        """Whether it learns from given pairs and samples nothing."""
         return self.loss == "dpo"
 
     @property
@@ -120,10 +120,10 @@ class Algorithm:
         return ADVANTAGES[self.advantage].function(batch, settings)
 
     def multiplicity(self, rewards: Tensor, pools: Tensor, ids: Sequence[SampleId], seed: int) -> Tensor:
-        """`[B]` int32, how often each row is trained: as often as the rows of its pool draw it, with replacement.
+        """`[B]` int32, how often each row is trained: as often as resampling its pool with replacement chose it.
 
-        rewards: `[B]`; pools: `[B]` int64, rows that draw from each other; ids: of the rows; seed: of the draws. A pool
-        of n rows makes n draws. Any order of the rows gives each the same number.
+        rewards: `[B]`; pools: `[B]` int64, rows that are resampled together; ids: of the rows; seed: of the choice. Of
+        a pool of n rows n are chosen. Any order of the rows gives each the same number.
         """
         order = torch.tensor(sorted(range(len(ids)), key=ids.__getitem__), dtype=torch.int64)
         draws = uniform_draws(seed, [ids[i] for i in order.tolist()])

@@ -1,4 +1,4 @@
-"""Off-policy corrections: weights for what an older policy, or an engine that rounds otherwise, has drawn.
+"""Off-policy corrections: weights for what an older policy, or an engine that rounds differently, has sampled.
 
 The rollout engine drew tokens under `logp_rollout`; the update starts from `logp_old`, which the trainer
 computed. The weight `exp(logp_old - logp_rollout)` is multiplied onto the policy loss, without gradient.
@@ -53,7 +53,7 @@ def decoupled(weights: Tensor, low: float, high: float) -> Tensor:
 
 @dataclass(frozen=True)
 class CorrectionSpec:
-    """A correction and the bounds that it has unless told otherwise. function None: weights are measured only."""
+    """A correction and its default bounds. function None: weights are measured only."""
 
     function: Callable[[Tensor, float, float], Tensor] | None
     low: float

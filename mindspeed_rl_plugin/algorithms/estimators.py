@@ -98,7 +98,7 @@ def rloo(batch: RewardBatch, settings: Settings) -> Tensor:
     groups = _Groups(batch)
     if bool((groups.count < 2).any()):
         raise ValueError(
-            "advantage 'rloo' compares a response with the others of its prompt; a group has one response, draw at "
+            "advantage 'rloo' compares a response with the others of its prompt; a group has one response; sample at "
             "least 2 (--rl-samples-per-prompt)"
         )
     return (groups.centred * (groups.count / (groups.count - 1))[groups.member]).float()

@@ -114,7 +114,7 @@ def reinforce(tokens: TrainedTokens, bounds: Bounds) -> PolicyTerms:
 
 @dataclass(frozen=True)
 class LossSpec:
-    """A policy loss and the bounds that it has unless told otherwise, None where it has none; dual: whether it
+    """A policy loss and its default bounds, None where it has none; dual: whether it
     knows dual clip; gate: whether it has SAPO's temperatures."""
 
     function: Callable[[TrainedTokens, Bounds], PolicyTerms]

@@ -63,7 +63,7 @@ ALGORITHMS: dict[str, Preset] = {
 
 
 def learns_from_pairs(name: str | None) -> bool:
-    """Whether the preset of this name learns from given pairs and draws nothing; False for an unknown name."""
+    """Whether the preset of this name learns from given pairs and samples nothing; False for an unknown name."""
     return name in ALGORITHMS and ALGORITHMS[name].advantage == PAIRS
 
 

@@ -46,7 +46,7 @@ FILTRATIONS: dict[str, Callable[[Tensor, float], Tensor]] = {
 
 
 def resample(rewards: Tensor, groups: Tensor, draws: Tensor, *, rule: str, power: float = 2.0) -> Tensor:
-    """PF-PPO: each row is replaced by one of its group, drawn with replacement by the weights of `rule`.
+    """PF-PPO: each row is replaced by one of its group, chosen with replacement by the weights of `rule`.
 
     rewards: `[B]`; groups: `[B]` int64; draws: `[B]` uniform in [0, 1), one a row (`uniform_draws`); rule: a name in
     `FILTRATIONS`. All rows as one group is verl's way; rewards of 0 and 1 then filter next to nothing.
@@ -57,7 +57,7 @@ def resample(rewards: Tensor, groups: Tensor, draws: Tensor, *, rule: str, power
     for name in groups.unique().tolist():
         rows = (groups == name).nonzero().flatten()
         edges = FILTRATIONS[rule](rewards[rows], power).cumsum(0)
-        # Right of an edge is the next row: a weight of 0 is never drawn, whatever the draw.
+        # Right of an edge is the next row: a row of weight 0 is never chosen.
         place = torch.searchsorted(edges, draws[rows].double() * edges[-1], right=True)
         chosen[rows] = rows[place.clamp(max=int((edges < edges[-1]).sum()))]
     return chosen

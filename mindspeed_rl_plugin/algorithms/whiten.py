@@ -1,4 +1,4 @@
-"""Whitening of advantages over the trained tokens of a rollout, whoever holds which part of it."""
+"""Whitening of advantages over the trained tokens of a rollout on all ranks."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """What the log-prob pass and the update share: batching, collation, the log-prob head, Megatron's schedule.
 
-The only room that shifts or slices sequences: it takes columns aligned with the tokens and gives them
+The only folder that shifts or slices sequences: it takes columns aligned with the tokens and gives them
 back so; losses see per-token vectors only. `schedule`, `output_layer`, `call` and `context` alone
 import Megatron here.
 """

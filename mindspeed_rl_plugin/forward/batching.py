@@ -89,7 +89,7 @@ class TokenBudget:
 def plan_tokens(
     plan: Sequence[Step], lengths: Mapping[SampleId, int], budget: TokenBudget, near: Near | None = None
 ) -> list[Step]:
-    """Deal the rows of each step out anew: to ranks balanced by tokens, and into micro-batches within a budget.
+    """Deal the rows of each step out again: to ranks balanced by tokens, and into micro-batches within a budget.
 
     plan: of `plan_batches`, whose steps keep their rows; lengths: tokens of each row; near: ranks where a row is
     preferred. Every rank gets equally many rows and micro-batches, as few as the fullest rank needs. Balance comes
@@ -118,17 +118,17 @@ def _dealt(step: Step, lengths: Mapping[SampleId, int], budget: TokenBudget, nea
 def _balanced(
     rows: Sequence[SampleId], lengths: Mapping[SampleId, int], parts: int, near: Near | None = None
 ) -> list[list[SampleId]]:
-    """Equally many rows a part; of falling lengths, each goes to the part with the fewest tokens that has room, near it
-    where there is one."""
-    room = len(rows) // parts
-    found: list[list[SampleId]] = [[] for _ in range(parts)]
+    """Equally many rows a part. Rows come by falling length; each goes to the part with the fewest tokens that is not
+    full, and near it where there is one."""
+    limit = len(rows) // parts
+    dealt: list[list[SampleId]] = [[] for _ in range(parts)]
     tokens = [0] * parts
     for row in rows:
-        free = [p for p in near[row] if len(found[p]) < room] if near else []
-        part = min(free or [p for p in range(parts) if len(found[p]) < room], key=lambda p: (tokens[p], p))
-        found[part].append(row)
+        free = [p for p in near[row] if len(dealt[p]) < limit] if near else []
+        part = min(free or [p for p in range(parts) if len(dealt[p]) < limit], key=lambda p: (tokens[p], p))
+        dealt[part].append(row)
         tokens[part] += lengths[row]
-    return found
+    return dealt
 
 
 def _nearer(plain: list[list[SampleId]], lengths: Mapping[SampleId, int], near: Near) -> list[list[SampleId]]:

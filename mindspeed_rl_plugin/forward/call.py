@@ -25,11 +25,11 @@ def call_model(model: torch.nn.Module, batch: MicroBatch) -> Tensor:
 
 @contextmanager
 def own_positions(model: torch.nn.Module, batch: MicroBatch) -> Iterator[None]:
-    """Inside, rotary embeddings of packed rows begin anew with each row, as the engine's do.
+    """Inside, rotary embeddings of packed rows restart with each row, as the engine's do.
 
     Megatron's run on over the whole micro-batch. To exact numbers that is the same, for attention sees differences of
     positions; to float32 an angle at position 10,000 is a thousand times coarser than at 10. Attention that is handed
-    boundaries begins anew by itself, and multi-latent attention has embeddings of its own, which run on.
+    boundaries restarts by itself, and multi-latent attention has embeddings of its own, which run on.
     """
     rotary = getattr(unwrap(model), "rotary_pos_emb", None)
     if batch.segments is None or rotary is None:

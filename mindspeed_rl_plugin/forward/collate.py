@@ -49,7 +49,7 @@ class MicroBatch:
 
     @property
     def attention_mask(self) -> Tensor | None:
-        """`[1, 1, S, S]` bool, True where attention is forbidden, or None. Made anew when asked for: it is large."""
+        """`[1, 1, S, S]` bool, True where attention is forbidden, or None. Made at every call: it is large."""
         if self.bounded:
             return None
         if self.segments is not None:

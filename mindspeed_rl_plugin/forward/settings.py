@@ -27,7 +27,7 @@ class ForwardSettings:
     model an explicit mask (else its attention makes its own); chunk_tokens: log-probs are taken from the
     hidden states with the logits of so many tokens at once, 0: from all logits; max_tokens: micro-batches hold any
     number of rows with at most so many tokens, None: `micro_batch_size` rows; packed: their rows stand behind each
-    other without padding, under a block-diagonal mask, or, where bounded, told apart by their boundaries; rounds_of:
+    other without padding, under a block-diagonal mask, or, where bounded, kept apart by their boundaries; rounds_of:
     then the number of micro-batches is a multiple of it.
     """
 
@@ -151,7 +151,7 @@ def _chunk_tokens(args: argparse.Namespace, max_tokens: int | None) -> int:
 
 
 def takes_boundaries(args: argparse.Namespace) -> bool:
-    """How packed rows are told apart: True by their boundaries, in Megatron's `PackedSeqParams`, False by a mask.
+    """How packed rows are kept apart: True by their boundaries, in Megatron's `PackedSeqParams`, False by a mask.
 
     Boundaries: TransformerEngine's attention, and MindSpeed's flash attention
     (core/transformer/flash_attention/flash_attention/adaptor, v2.3.0), which hands them to the NPU's kernel. A mask:

@@ -38,8 +38,8 @@ class HostAdam(torch.optim.Optimizer):
     ) -> None:
         if amsgrad or capturable or not bias_correction:
             raise ValueError(
-                f"HostAdam: amsgrad={amsgrad}, capturable={capturable}, bias_correction={bias_correction} cannot be "
-                "had on a host; only False, False, True can (capturable: leave out --optimizer-cuda-graph)"
+                f"HostAdam: amsgrad={amsgrad}, capturable={capturable}, bias_correction={bias_correction} are not "
+                "supported on a host, only False, False, True are (capturable: leave out --optimizer-cuda-graph)"
             )
         super().__init__(params, dict(lr=lr, bias_correction=True, betas=betas, eps=eps, weight_decay=weight_decay))
         self.adam_w_mode = adam_w_mode

@@ -1,7 +1,7 @@
 """Host mode in processes started by multiprocessing's spawn.
 
-Such a process imports the main script anew before it runs its target, and with it Megatron; a script
-that was started by the runner says nothing of host mode itself. So the process is told to import
+Such a process imports the main script again before it runs its target, and with it Megatron; a script
+that was started by the runner says nothing of host mode itself. So the process is made to import
 `host.spawned` as its main module, which starts host mode first and the script then.
 """
 
