@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -19,7 +18,6 @@ from mindspeed_rl_plugin.reshard.layout import (
     megatron_shapes,
     padded_engine_vocab,
 )
-from mindspeed_rl_plugin.reshard.parallel import count_layers, listed_layers
 
 sys.path.insert(0, str(Path(__file__).parent))
 from plan_cases import LATENT, TINY  # noqa: E402
@@ -84,12 +82,6 @@ def test_layouts_cover_every_parameter_but_vocabulary_padding():
                     assert stored == shapes[name][axis], name
 
 
-def test_ranks_that_differ_in_data_parallel_only_share_one_layout():
-    parallel = Parallel(8, tp=2, pp=2)
-    assert megatron_layout(SHAPE, parallel, 1) is megatron_layout(SHAPE, parallel, 3)
-    assert megatron_layout(SHAPE, parallel, 1) is not megatron_layout(SHAPE, parallel, 2)
-
-
 @pytest.mark.parametrize("order", ["tp-cp-ep-dp-pp", "tp-cp-ep-pp-dp"])
 def test_context_parallel_ranks_hold_what_data_parallel_ranks_hold(order):
     """They stand between tensor and data parallel ranks in the order, and store the same weights as these."""
@@ -128,6 +120,9 @@ def test_wide_tensors_keep_their_bytes():
 
 
 def test_ranks_that_store_the_same_share_one_layout():
+    parallel = Parallel(8, tp=2, pp=2)
+    assert megatron_layout(SHAPE, parallel, 1) is megatron_layout(SHAPE, parallel, 3)
+    assert megatron_layout(SHAPE, parallel, 1) is not megatron_layout(SHAPE, parallel, 2)
     parallel = Parallel(16, tp=2, pp=2, ep=4, etp=1)
     assert megatron_layout(MOE, parallel, 0) is megatron_layout(MOE, parallel, 4)
     assert megatron_layout(MOE, parallel, 0) is not megatron_layout(MOE, parallel, 2)  # other experts
@@ -153,14 +148,6 @@ def test_transformer_engine_names():
 @pytest.mark.parametrize(
     "make, message",
     [
-        (lambda: Parallel(6, tp=4), "tp x pp x cp = 4 does not divide the world of 6"),
-        (lambda: Parallel(8, tp=2, ep=8, etp=2), "etp x ep x pp = 16 does not divide the world of 8"),
-        (lambda: Parallel(2, vpp=2), "2 virtual stages need more than one pipeline stage"),
-        (lambda: Parallel(2, order="tp-dp-pp"), "rank order 'tp-dp-pp' must name"),
-        (lambda: Parallel(2).coordinates(2), "rank 2 is outside the world of 2"),
-        (lambda: Parallel(3, pp=3).chunk_sizes(4), "4 layers do not divide over 3 pipeline stages"),
-        (lambda: Parallel(2, pp=2, vpp=2).chunk_sizes(6), "do not divide into 2 virtual stages"),
-        (lambda: Parallel(2, pp=2, chunk_layers=(3, 2)).chunk_sizes(6), r"6 layers do not fit pp=2 vpp=1.*\[3, 2\]"),
         (lambda: megatron_layout(SHAPE, Parallel(3, tp=3), 0), "do not divide over 3 tensor parallel ranks"),
         (lambda: megatron_layout(SHAPE, Parallel(1), 0, "apex"), "transformer implementation 'apex' is unknown"),
         (lambda: engine_layout(SHAPE, 3, 0), "do not divide over 3 tensor parallel ranks"),
@@ -168,7 +155,6 @@ def test_transformer_engine_names():
         (lambda: ModelShape("gpt2", 1, 8, 2, 1, 4, 8, 8, 8), "model family 'gpt2' is unknown; known: llama"),
         (lambda: ModelShape("llama", 1, 8, 3, 2, 4, 8, 8, 8), "3 attention heads do not divide into 2 query groups"),
         (lambda: ModelShape("llama", 1, 8, 2, 1, 4, 8, 9, 8), "vocabulary of 9 exceeds Megatron's padded 8"),
-        (lambda: count_layers("Ettm|L"), "must hold layers t between"),
         (lambda: EngineParallel(4, 2), "engine with tp=4 cannot spread experts over ep=2 ranks"),
         (lambda: EngineParallel(0), "engine sizes must be at least 1, got tp=0 ep=1"),
         (lambda: engine_layout(MOE, EngineParallel(2, 4), 4), "engine rank 4 is outside an engine of 4"),
@@ -189,14 +175,6 @@ def test_transformer_engine_names():
 def test_refused(make, message):
     with pytest.raises(ValueError, match=message):
         make()
-
-
-@pytest.mark.parametrize(
-    "layout, counts",
-    [("Ettt|(tt|)*2tL", (3, 2, 2, 1)), ("E|t*3|(t|)*2L", (0, 3, 1, 1, 0)), ("Et,t|tL", (2, 1))],
-)
-def test_pipeline_layout_strings(layout, counts):
-    assert count_layers(layout) == counts
 
 
 def megatron_args(**changes):
@@ -269,129 +247,6 @@ def test_all_problems_come_at_once():
     assert len(str(caught.value).splitlines()) == 4
 
 
-def test_parallel_from_arguments():
-    args = argparse.Namespace(
-        world_size=16,
-        tensor_model_parallel_size=2,
-        pipeline_model_parallel_size=4,
-        virtual_pipeline_model_parallel_size=None,
-        context_parallel_size=1,
-        expert_model_parallel_size=1,
-        expert_tensor_parallel_size=None,
-        use_tp_pp_dp_mapping=False,
-        decoder_first_pipeline_num_layers=1,
-        decoder_last_pipeline_num_layers=None,
-        account_for_embedding_in_pipeline_split=False,
-        account_for_loss_in_pipeline_split=False,
-    )
-    parallel = Parallel.from_megatron_args(args)
-    assert parallel.dp == 2 and parallel.chunk_sizes(10) == (1, 3, 3, 3)
-    args.pipeline_model_parallel_layout = "Et|tt|(ttt|)tttL"
-    with pytest.raises(ValueError, match="must hold layers t"):
-        Parallel.from_megatron_args(args)
-    args.pipeline_model_parallel_layout = "Et|tt|ttt|tttL"
-    assert Parallel.from_megatron_args(args).chunk_sizes(9) == (1, 2, 3, 3)
-    args.schedules_method = "dualpipev"
-    with pytest.raises(ValueError, match="schedules_method is 'dualpipev': this placement"):
-        Parallel.from_megatron_args(args)
-
-
-def listed(layers, stages, **more):
-    return argparse.Namespace(num_layers=layers, pipeline_model_parallel_size=stages, **more)
-
-
-@pytest.mark.parametrize(
-    "words, dense, every",
-    [("7,7,7,8,8,8,8,8", 3, 1), ("15,15,16,15", 3, 1), ("16,16,16,13", 3, 1), ("1,3", 0, 1), ("6,2,4", 2, 2)],
-)
-def test_listed_layers_are_where_mindspeed_llm_builds_them(words, dense, every):
-    """Played through as MindSpeed-LLM 2.3.0 does: each stage builds its entry of the list (get_num_layers_to_build),
-    numbers it from the sum of the entries before (get_layer_offset), and looks for dense layers from an offset as of
-    even stages (_transformer_block_build_layers with MindSpeed's _get_layer_offset)."""
-    sizes = [int(word) for word in words.split(",")]
-    layers, stages = sum(sizes), len(sizes)
-    args = listed(layers, stages, first_k_dense_replace=dense, moe_layer_freq=every)
-    assert listed_layers(words, args) == listed_layers(sizes, args) == tuple(sizes)
-    parallel, offset = Parallel(stages, pp=stages, chunk_layers=tuple(sizes)), 0
-    for stage in range(stages):
-        (mine,) = parallel.stage_layers(layers, stage)
-        assert mine == range(offset, offset + sizes[stage])
-        for local, layer in enumerate(mine, 1):
-            number = stage * (layers // stages) + local
-            has_experts = number - 1 >= dense and (number - 1) % every == 0
-            assert has_experts == (layer >= dense and layer % every == 0)
-        offset += sizes[stage]
-
-
-@pytest.mark.parametrize(
-    "words, args, message",
-    [
-        ("7,x", listed(14, 2), "--num-layer-list 7,x: it needs a number for every pipeline stage"),
-        ("7,7", listed(14, 1), "2 stages with 14 layers do not fit --pipeline-model-parallel-size 1"),
-        ("14", listed(14, 1), "1 stages with 14 layers do not fit"),
-        ("7,7", listed(15, 2), "with 14 layers do not fit .* --num-layers 15"),
-        ("7,7", listed(14, 2, virtual_pipeline_model_parallel_size=2), "no virtual pipeline stages with it"),
-        ("1,7", listed(8, 2, first_k_dense_replace=3), "takes layer 1 for layer 4, as if stages were even"),
-        ("3,5", listed(8, 2, first_k_dense_replace=1, moe_layer_freq=2), "takes layer 3 for layer 4"),
-    ],
-)
-def test_lists_of_layers_that_are_refused(words, args, message):
-    with pytest.raises(ValueError, match=message):
-        listed_layers(words, args)
-
-
-def spread_args(**changes):
-    """16 ranks, TP2 PP2 EP2, experts spread over the tensor parallel ranks by MindSpeed."""
-    args = dict(
-        world_size=16,
-        tensor_model_parallel_size=2,
-        pipeline_model_parallel_size=2,
-        context_parallel_size=1,
-        expert_model_parallel_size=2,
-        expert_tensor_parallel_size=None,
-        moe_tp_extend_ep=True,
-        moe_token_dispatcher_type="alltoall_seq",
-        use_tp_pp_dp_mapping=False,
-        decoder_first_pipeline_num_layers=None,
-        decoder_last_pipeline_num_layers=None,
-        account_for_embedding_in_pipeline_split=False,
-        account_for_loss_in_pipeline_split=False,
-    )
-    return argparse.Namespace(**args | changes)
-
-
-@pytest.mark.parametrize("etp", [None, 2])  # as a script has it, and as Megatron's validation leaves it
-def test_experts_over_tensor_parallel_ranks_are_mindspeeds(etp):
-    """--moe-tp-extend-ep: first expert of a rank as MindSpeed's MSBaseMoELayer has it, from Megatron's own ranks."""
-    ours = Parallel.from_megatron_args(spread_args(expert_tensor_parallel_size=etp))
-    megatron = Parallel.from_megatron_args(spread_args(expert_tensor_parallel_size=etp, moe_tp_extend_ep=False))
-    assert (ours.ep, ours.expert_tp, ours.megatron_ep, megatron.megatron_ep) == (4, 1, 2, 2)
-    each = 8 // 4  # of 8 experts
-    for rank in range(16):
-        at = megatron.coordinates(rank)
-        assert ours.megatron_ep_rank(rank) == megatron.megatron_ep_rank(rank) == at.ep
-        assert ours.coordinates(rank).ep * each == at.ep * each * 2 + at.tp * each
-
-
-def test_experts_that_mindspeed_cannot_spread():
-    """With a tensor parallel size of the experts' own, ranks would hold some experts twice and others not at all."""
-    megatron = Parallel.from_megatron_args(spread_args(expert_tensor_parallel_size=1, moe_tp_extend_ep=False))
-    held = {(at.ep, at.tp) for at in map(megatron.coordinates, range(16))}
-    assert held == {(0, 0), (1, 1)}  # of the four shares e x tp + t, by MSBaseMoELayer's formula
-    message = "--expert-tensor-parallel-size 1: .* all 2 .*-tensor-parallel-size 1 .*-model-parallel-size 4 without"
-    with pytest.raises(ValueError, match=message):
-        Parallel.from_megatron_args(spread_args(expert_tensor_parallel_size=1))
-    with pytest.raises(ValueError, match="--moe-token-dispatcher-type alltoall: .* alltoall_seq only"):
-        Parallel.from_megatron_args(spread_args(moe_token_dispatcher_type="alltoall"))
-    same = Parallel.from_megatron_args(
-        spread_args(expert_tensor_parallel_size=1, expert_model_parallel_size=4, moe_tp_extend_ep=False)
-    )
-    ours = Parallel.from_megatron_args(spread_args())
-    assert [same.coordinates(r) for r in range(16)] == [ours.coordinates(r) for r in range(16)]
-    alone = Parallel.from_megatron_args(spread_args(tensor_model_parallel_size=1, expert_tensor_parallel_size=1))
-    assert (alone.ep, alone.tp_in_ep) == (2, False)  # nothing to spread over
-
-
 def test_families_have_traits_of_their_own(monkeypatch):
     """Megatron's flags must tell them apart; a second family with the traits of one is an error, not the first."""
     for name, family in FAMILIES.items():
@@ -400,11 +255,3 @@ def test_families_have_traits_of_their_own(monkeypatch):
     monkeypatch.setitem(FAMILIES, "other", FAMILIES["llama"])
     with pytest.raises(ValueError, match="the families llama, other all have add_qkv_bias=False"):
         find_family(qkv_bias=False, qk_norm=False)
-
-
-def test_ranks_and_layers_are_megatrons(warm_python):
-    """Every rank's coordinates and layers, over many layouts, as Megatron's own functions give them."""
-    worker = Path(__file__).parent / "megatron_placement.py"
-    done = subprocess.run([warm_python, str(worker)], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "placements agree" in done.stdout

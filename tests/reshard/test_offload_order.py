@@ -21,7 +21,7 @@ from mindspeed_rl_plugin.reshard.offload import TrainState
 
 sys.path.insert(0, str(Path(__file__).parent))
 from hostile import DeferringDevice, SlowCopier, poisoned_release, poisoned_revive  # noqa: E402
-from test_reshard_swap import FakeDDP, distributed_adam, state_of  # noqa: E402
+from test_offload import FakeDDP, distributed_adam, state_of  # noqa: E402
 
 
 @pytest.fixture(autouse=True)

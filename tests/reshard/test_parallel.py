@@ -1,0 +1,158 @@
+"""How ranks and layers are divided: against Megatron and MindSpeed-LLM, and what is refused."""
+
+import argparse
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from mindspeed_rl_plugin.reshard.parallel import Parallel, count_layers, listed_layers
+
+
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (lambda: Parallel(6, tp=4), "tp x pp x cp = 4 does not divide the world of 6"),
+        (lambda: Parallel(8, tp=2, ep=8, etp=2), "etp x ep x pp = 16 does not divide the world of 8"),
+        (lambda: Parallel(2, vpp=2), "2 virtual stages need more than one pipeline stage"),
+        (lambda: Parallel(2, order="tp-dp-pp"), "rank order 'tp-dp-pp' must name"),
+        (lambda: Parallel(2).coordinates(2), "rank 2 is outside the world of 2"),
+        (lambda: Parallel(3, pp=3).chunk_sizes(4), "4 layers do not divide over 3 pipeline stages"),
+        (lambda: Parallel(2, pp=2, vpp=2).chunk_sizes(6), "do not divide into 2 virtual stages"),
+        (lambda: Parallel(2, pp=2, chunk_layers=(3, 2)).chunk_sizes(6), r"6 layers do not fit pp=2 vpp=1.*\[3, 2\]"),
+        (lambda: count_layers("Ettm|L"), "must hold layers t between"),
+    ],
+)
+def test_refused(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+@pytest.mark.parametrize(
+    "layout, counts",
+    [("Ettt|(tt|)*2tL", (3, 2, 2, 1)), ("E|t*3|(t|)*2L", (0, 3, 1, 1, 0)), ("Et,t|tL", (2, 1))],
+)
+def test_pipeline_layout_strings(layout, counts):
+    assert count_layers(layout) == counts
+
+
+def megatron_args(**changes):
+    """16 ranks, TP2 PP2."""
+    args = dict(
+        world_size=16,
+        tensor_model_parallel_size=2,
+        pipeline_model_parallel_size=2,
+        context_parallel_size=1,
+        expert_model_parallel_size=1,
+        expert_tensor_parallel_size=None,
+        use_tp_pp_dp_mapping=False,
+        decoder_first_pipeline_num_layers=None,
+        decoder_last_pipeline_num_layers=None,
+        account_for_embedding_in_pipeline_split=False,
+        account_for_loss_in_pipeline_split=False,
+    )
+    return argparse.Namespace(**args | changes)
+
+
+def test_parallel_from_arguments():
+    args = megatron_args(pipeline_model_parallel_size=4, decoder_first_pipeline_num_layers=1)
+    parallel = Parallel.from_megatron_args(args)
+    assert parallel.dp == 2 and parallel.chunk_sizes(10) == (1, 3, 3, 3)
+    args.pipeline_model_parallel_layout = "Et|tt|(ttt|)tttL"
+    with pytest.raises(ValueError, match="must hold layers t"):
+        Parallel.from_megatron_args(args)
+    args.pipeline_model_parallel_layout = "Et|tt|ttt|tttL"
+    assert Parallel.from_megatron_args(args).chunk_sizes(9) == (1, 2, 3, 3)
+    args.schedules_method = "dualpipev"
+    with pytest.raises(ValueError, match="schedules_method is 'dualpipev': this placement"):
+        Parallel.from_megatron_args(args)
+
+
+def listed(layers, stages, **more):
+    return argparse.Namespace(num_layers=layers, pipeline_model_parallel_size=stages, **more)
+
+
+@pytest.mark.parametrize(
+    "words, dense, every",
+    [("7,7,7,8,8,8,8,8", 3, 1), ("15,15,16,15", 3, 1), ("16,16,16,13", 3, 1), ("1,3", 0, 1), ("6,2,4", 2, 2)],
+)
+def test_listed_layers_are_where_mindspeed_llm_builds_them(words, dense, every):
+    """Played through as MindSpeed-LLM 2.3.0 does: each stage builds its entry of the list (get_num_layers_to_build),
+    numbers it from the sum of the entries before (get_layer_offset), and looks for dense layers from an offset as of
+    even stages (_transformer_block_build_layers with MindSpeed's _get_layer_offset)."""
+    sizes = [int(word) for word in words.split(",")]
+    layers, stages = sum(sizes), len(sizes)
+    args = listed(layers, stages, first_k_dense_replace=dense, moe_layer_freq=every)
+    assert listed_layers(words, args) == listed_layers(sizes, args) == tuple(sizes)
+    parallel, offset = Parallel(stages, pp=stages, chunk_layers=tuple(sizes)), 0
+    for stage in range(stages):
+        (mine,) = parallel.stage_layers(layers, stage)
+        assert mine == range(offset, offset + sizes[stage])
+        for local, layer in enumerate(mine, 1):
+            number = stage * (layers // stages) + local
+            has_experts = number - 1 >= dense and (number - 1) % every == 0
+            assert has_experts == (layer >= dense and layer % every == 0)
+        offset += sizes[stage]
+
+
+@pytest.mark.parametrize(
+    "words, args, message",
+    [
+        ("7,x", listed(14, 2), "--num-layer-list 7,x: it needs a number for every pipeline stage"),
+        ("7,7", listed(14, 1), "2 stages with 14 layers do not fit --pipeline-model-parallel-size 1"),
+        ("14", listed(14, 1), "1 stages with 14 layers do not fit"),
+        ("7,7", listed(15, 2), "with 14 layers do not fit .* --num-layers 15"),
+        ("7,7", listed(14, 2, virtual_pipeline_model_parallel_size=2), "no virtual pipeline stages with it"),
+        ("1,7", listed(8, 2, first_k_dense_replace=3), "takes layer 1 for layer 4, as if stages were even"),
+        ("3,5", listed(8, 2, first_k_dense_replace=1, moe_layer_freq=2), "takes layer 3 for layer 4"),
+    ],
+)
+def test_lists_of_layers_that_are_refused(words, args, message):
+    with pytest.raises(ValueError, match=message):
+        listed_layers(words, args)
+
+
+def spread_args(**changes):
+    """EP2, experts spread over the tensor parallel ranks by MindSpeed."""
+    spread = dict(expert_model_parallel_size=2, moe_tp_extend_ep=True, moe_token_dispatcher_type="alltoall_seq")
+    return megatron_args(**spread | changes)
+
+
+@pytest.mark.parametrize("etp", [None, 2])  # as a script has it, and as Megatron's validation leaves it
+def test_experts_over_tensor_parallel_ranks_are_mindspeeds(etp):
+    """--moe-tp-extend-ep: first expert of a rank as MindSpeed's MSBaseMoELayer has it, from Megatron's own ranks."""
+    ours = Parallel.from_megatron_args(spread_args(expert_tensor_parallel_size=etp))
+    megatron = Parallel.from_megatron_args(spread_args(expert_tensor_parallel_size=etp, moe_tp_extend_ep=False))
+    assert (ours.ep, ours.expert_tp, ours.megatron_ep, megatron.megatron_ep) == (4, 1, 2, 2)
+    each = 8 // 4  # of 8 experts
+    for rank in range(16):
+        at = megatron.coordinates(rank)
+        assert ours.megatron_ep_rank(rank) == megatron.megatron_ep_rank(rank) == at.ep
+        assert ours.coordinates(rank).ep * each == at.ep * each * 2 + at.tp * each
+
+
+def test_experts_that_mindspeed_cannot_spread():
+    """With a tensor parallel size of the experts' own, ranks would hold some experts twice and others not at all."""
+    megatron = Parallel.from_megatron_args(spread_args(expert_tensor_parallel_size=1, moe_tp_extend_ep=False))
+    held = {(at.ep, at.tp) for at in map(megatron.coordinates, range(16))}
+    assert held == {(0, 0), (1, 1)}  # of the four shares e x tp + t, by MSBaseMoELayer's formula
+    message = "--expert-tensor-parallel-size 1: .* all 2 .*-tensor-parallel-size 1 .*-model-parallel-size 4 without"
+    with pytest.raises(ValueError, match=message):
+        Parallel.from_megatron_args(spread_args(expert_tensor_parallel_size=1))
+    with pytest.raises(ValueError, match="--moe-token-dispatcher-type alltoall: .* alltoall_seq only"):
+        Parallel.from_megatron_args(spread_args(moe_token_dispatcher_type="alltoall"))
+    same = Parallel.from_megatron_args(
+        spread_args(expert_tensor_parallel_size=1, expert_model_parallel_size=4, moe_tp_extend_ep=False)
+    )
+    ours = Parallel.from_megatron_args(spread_args())
+    assert [same.coordinates(r) for r in range(16)] == [ours.coordinates(r) for r in range(16)]
+    alone = Parallel.from_megatron_args(spread_args(tensor_model_parallel_size=1, expert_tensor_parallel_size=1))
+    assert (alone.ep, alone.tp_in_ep) == (2, False)  # nothing to spread over
+
+
+def test_ranks_and_layers_are_megatrons(warm_python):
+    """Every rank's coordinates and layers, over many layouts, as Megatron's own functions give them."""
+    worker = Path(__file__).parent / "megatron_placement.py"
+    done = subprocess.run([warm_python, str(worker)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "placements agree" in done.stdout
