@@ -47,17 +47,19 @@ class Job:
         return [e for e in self.events if e["event"] == event]
 
 
-def run_job(folder: Path, *args: str, env: dict | None = None, script: Path = SCRIPT, mode: str = "") -> Job:
+def run_job(
+    python: str, folder: Path, *args: str, env: dict | None = None, script: Path = SCRIPT, mode: str = ""
+) -> Job:
     """Run `script` on two ranks for the tiny model; mode: a switch of fake_loop.py. Raises after four minutes."""
     events = folder / "events.jsonl"
     events.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command += [str(HERE / "fake_loop.py"), str(events), *([mode] if mode else [])]
     command += [str(script), *MODEL.split(), *args]
     done = subprocess.run(
         command,
         cwd=folder,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **(env or {})},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHON_EXEC": python, **(env or {})},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -68,15 +70,17 @@ def run_job(folder: Path, *args: str, env: dict | None = None, script: Path = SC
 
 
 @pytest.fixture(scope="module")
-def megatron(tmp_path_factory):
-    """`megatron("--flag", ...)` runs a job in one folder of the module; a failed job fails the test with its log."""
+def megatron(tmp_path_factory, request):
+    """`megatron("--flag", ...)` runs a job in one folder of the module; a failed job fails the test with its log. One
+    with RL on the installed Megatron starts warm: what is to be seen of a start without RL needs all of it."""
     folder = tmp_path_factory.mktemp("megatron")
     (folder / "tokenizer").mkdir()
     (folder / "prompts.jsonl").write_text('{"prompt": "1", "answer": "1"}\n')
 
     def run(*args: str, rl: bool = False, code: int | None = 0, **options) -> Job:
         extra = [*RL.split(), "--rl-tokenizer", "tokenizer", "--rl-prompt-data", "prompts.jsonl"] if rl else []
-        job = run_job(folder, *args, *extra, **options)
+        python = request.getfixturevalue("warm_python") if rl and not options else sys.executable
+        job = run_job(python, folder, *args, *extra, **options)
         assert code is None or job.code == code, job.log[-6000:]
         return job
 

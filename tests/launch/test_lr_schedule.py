@@ -2,7 +2,6 @@
 
 import json
 import subprocess
-import sys
 import types
 from pathlib import Path
 
@@ -70,7 +69,7 @@ def test_a_constant_schedule_may_go_on_for_longer(change, same):
 
 
 @pytest.fixture(scope="module")
-def megatrons():
+def megatrons(warm_python):
     """For each change: the state that Megatron saves before it, and whether it refuses the resume with it; then the
     same for a longer constant schedule, without and with what settles it."""
     pairs = [[BASE, {**BASE, **change}] for change in CHANGES]
@@ -78,7 +77,7 @@ def megatrons():
     pairs += [[CONSTANT, LONGER], [CONSTANT, {**LONGER, **more}]]
     worker = Path(__file__).with_name("lr_schedule_worker.py")
     done = subprocess.run(
-        [sys.executable, str(worker)], input=json.dumps(pairs), capture_output=True, text=True, timeout=200
+        [warm_python, str(worker)], input=json.dumps(pairs), capture_output=True, text=True, timeout=200
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])

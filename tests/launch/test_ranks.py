@@ -2,8 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,22 +10,13 @@ from mindspeed_rl_plugin.launch.reference_digest import CheckpointDigest
 
 
 @pytest.fixture(scope="module")
-def seen(tmp_path_factory):
+def seen(tmp_path_factory, torchrun):
     """(folder that was hashed, what rank 0 saw, what rank 1 saw)."""
     folder = tmp_path_factory.mktemp("ranks")
     (folder / "checkpoint").mkdir()
     for number in range(5):
         (folder / "checkpoint" / f"file{number}").write_bytes(os.urandom(1000 * number))
-    worker = Path(__file__).with_name("ranks_worker.py")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(worker)]
-    done = subprocess.run(
-        [*command, str(folder / "checkpoint"), str(folder / "out")],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    torchrun(Path(__file__).with_name("ranks_worker.py"), folder / "checkpoint", folder / "out")
     return folder / "checkpoint", *(json.loads((folder / f"out.{rank}").read_text()) for rank in range(2))
 
 

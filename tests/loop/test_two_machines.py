@@ -33,7 +33,7 @@ def numbers(job) -> dict:
 
 def running(job, machines, tmp_path, *more: str):
     """A job on both machines that has trained the first iterations and goes on."""
-    both = job("--train-iters", "1000", *LAYOUT, *more, ranks=1, agents=2, name="both")
+    both = job("--train-iters", "1000", *LAYOUT, *more, ranks=1, agents=2, name="both", cold=True)
     start(both, machines, tmp_path / "t")
     metrics, deadline = both.run_dir / "metrics.jsonl", time.monotonic() + 200
     while not (metrics.exists() and metrics.read_text().count("\n") >= ITERATIONS):
