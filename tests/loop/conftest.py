@@ -222,6 +222,12 @@ def arithmetic(tmp_path_factory: pytest.TempPathFactory, warm_python: str) -> Pa
 
 
 @pytest.fixture(scope="session")
+def dense_model() -> str:
+    """Flags of the model of most jobs, to make another of."""
+    return MODEL
+
+
+@pytest.fixture(scope="session")
 def moe_model() -> str:
     """Flags of a model with experts, for `Job.model`."""
     return MOE_MODEL

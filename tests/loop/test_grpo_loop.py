@@ -8,6 +8,11 @@ import pytest
 
 STAND_IN = Path(__file__).parents[1] / "update" / "ranks"
 TP2, CP2 = ("--tensor-model-parallel-size", "2"), ("--context-parallel-size", "2")
+FAMILIES = {
+    "qwen2": "--add-qkv-bias --rotary-base 1000000 --norm-epsilon 1e-6",
+    "qwen3": "--qk-layernorm --kv-channels 48",
+    "llama": "--use-rope-scaling --rotary-base 500000",
+}
 
 
 @pytest.mark.slow
@@ -23,6 +28,16 @@ TP2, CP2 = ("--tensor-model-parallel-size", "2"), ("--context-parallel-size", "2
 def test_engine_and_trainer_agree_after_0_to_3_updates(job, layout):
     """The ordinary tier has PP2 in test_dock_loop.py, TP2 in test_reshard_loop.py and EP2 in test_moe_loop.py."""
     job("--train-iters", "4", "--rl-verify-weights", *layout).run().check_agreement(4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tp", ["1", "2"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_engine_and_trainer_agree_on_other_families(job, dense_model, family, tp):
+    """With weights as large as a trained model's, where another rotary embedding shows."""
+    model = dense_model.replace("--add-qkv-bias", FAMILIES[family])
+    options = ("--init-method-std", "0.1", "--rl-temperature", "0.7", *TP2, "--rl-generate-tp", tp)
+    job("--train-iters", "4", "--rl-verify-weights", *options, model=model).run().check_agreement(4)
 
 
 @pytest.mark.slow

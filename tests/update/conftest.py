@@ -62,7 +62,7 @@ def run_cases(rollout, tmp_path_factory, torchrun):
 def assert_same():
     """`assert_same(got, want, where)`: metrics, gradient norm and every gradient of a step agree to 1e-4."""
 
-    def check(got, want, where):
+    def check(got, want, where=""):
         for name, value in want["metrics"].items():
             assert got["metrics"][name] == pytest.approx(value, rel=1e-4, abs=1e-6), (where, name)
         assert got["grad_norm"] == pytest.approx(want["grad_norm"], rel=1e-4), where

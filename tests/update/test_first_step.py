@@ -3,14 +3,14 @@
 import pytest
 import torch
 
-ONE_RANK = {"one": "--micro-batch-size 2", "chunks": "--micro-batch-size 2 CHUNKS"}
+ONE_RANK = {"one": {"flags": "--micro-batch-size 2"}, "chunks": {"flags": "--micro-batch-size 2", "chunk": 7}}
 TWO_RANKS = {
-    "PP2": "--pipeline-model-parallel-size 2 --micro-batch-size 2",
-    "TP2": "--tensor-model-parallel-size 2 --sequence-parallel --micro-batch-size 2",
-    "DP2": "--micro-batch-size 2 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
-    "CP2": "--context-parallel-size 2 --micro-batch-size 2",
-    "CP2 chunks": "--context-parallel-size 2 --micro-batch-size 2 --use-distributed-optimizer CHUNKS",
-    "TP2 chunks": "--tensor-model-parallel-size 2 --sequence-parallel --micro-batch-size 2 CHUNKS",
+    "PP2": {"flags": "--pipeline-model-parallel-size 2 --micro-batch-size 2"},
+    "TP2": {"flags": "--tensor-model-parallel-size 2 --sequence-parallel --micro-batch-size 2"},
+    "DP2": {"flags": "--micro-batch-size 2 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"},
+    "CP2": {"flags": "--context-parallel-size 2 --micro-batch-size 2"},
+    "CP2 chunks": {"flags": "--context-parallel-size 2 --micro-batch-size 2 --use-distributed-optimizer", "chunk": 7},
+    "TP2 chunks": {"flags": "--tensor-model-parallel-size 2 --sequence-parallel --micro-batch-size 2", "chunk": 7},
 }
 
 

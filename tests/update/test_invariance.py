@@ -85,19 +85,6 @@ OTHER_AGGREGATIONS = ("token-mean", "seq-mean-token-sum", "token-sum-norm")
 ONE_RANK_SAME = ("micro-batch 1", "micro-batch 2", "micro-batch 4", "per token loss", "replayed", "chunks", "one chunk")
 
 
-def assert_same_step(got, want):
-    for name, value in got["metrics"].items():
-        if name in want["metrics"]:
-            assert value == pytest.approx(want["metrics"][name], rel=1e-4, abs=1e-6), name
-    assert set(want["gradients"]) == set(got["gradients"])
-    for name, gradient in want["gradients"].items():
-        limit = 1e-4 * float(gradient.abs().max())
-        torch.testing.assert_close(
-            got["gradients"][name], gradient, rtol=1e-4, atol=limit, msg=lambda m, n=name: f"{n}: {m}"
-        )
-    assert got["grad_norm"] == pytest.approx(want["grad_norm"], rel=1e-4)
-
-
 @pytest.fixture(scope="module")
 def one_rank(run_cases):
     return run_cases("invariance.py", 1, ONE_RANK)
@@ -109,79 +96,79 @@ def two_ranks(run_cases):
 
 
 @pytest.mark.parametrize("name", ONE_RANK_SAME)
-def test_one_rank(one_rank, name):
-    assert_same_step(one_rank[name], one_rank["reference"])
+def test_one_rank(assert_same, one_rank, name):
+    assert_same(one_rank[name], one_rank["reference"])
     assert "loss" in one_rank[name]["metrics"] and one_rank[name]["grad_norm"] > 0.1
 
 
 @pytest.mark.parametrize("name", [name for name, c in TWO_RANKS.items() if "mode" not in c])
-def test_two_ranks(one_rank, two_ranks, name):
-    assert_same_step(two_ranks[name], one_rank["reference"])
-    assert_same_step(two_ranks[name], one_rank["micro-batch 1"])
+def test_two_ranks(assert_same, one_rank, two_ranks, name):
+    assert_same(two_ranks[name], one_rank["reference"])
+    assert_same(two_ranks[name], one_rank["micro-batch 1"])
 
 
-def test_a_dropped_sample_is_trained_nowhere_and_counts_nowhere(one_rank):
+def test_a_dropped_sample_is_trained_nowhere_and_counts_nowhere(assert_same, one_rank):
     dropped, masked = one_rank["dropped"], one_rank["masked"]
-    assert_same_step(dropped, masked)
+    assert_same(dropped, masked)
     assert dropped["metrics"]["trained_sequences"] == 6 and dropped["metrics"]["trained_tokens"] == 18
-    assert_same_step(one_rank["dropped chunks"], masked)
+    assert_same(one_rank["dropped chunks"], masked)
 
 
-def test_filtration_is_a_batch_of_what_was_drawn(one_rank, two_ranks):
+def test_filtration_is_a_batch_of_what_was_drawn(assert_same, one_rank, two_ranks):
     """A row that counts three times is trained as three copies of it; one that was never drawn as no row at all."""
     repeated = one_rank["repeated"]
     assert repeated["metrics"]["trained_sequences"] == 7 and repeated["metrics"]["trained_tokens"] == 21
-    assert_same_step(one_rank["filtered"], repeated)
-    assert_same_step(two_ranks["DP2 filtered"], repeated)
+    assert_same(one_rank["filtered"], repeated)
+    assert_same(two_ranks["DP2 filtered"], repeated)
     for name in ("filtered chunks", "filtered per token"):
-        assert_same_step(one_rank[name], one_rank["repeated token-mean"])
+        assert_same(one_rank[name], one_rank["repeated token-mean"])
     assert abs(repeated["grad_norm"] / one_rank["micro-batch 2"]["grad_norm"] - 1) > 1e-2
 
 
-def test_a_tied_output_weight_gets_both_gradients(one_rank):
-    assert_same_step(one_rank["tied chunks"], one_rank["tied"])
+def test_a_tied_output_weight_gets_both_gradients(assert_same, one_rank):
+    assert_same(one_rank["tied chunks"], one_rank["tied"])
     name = "embedding.word_embeddings.weight"
     assert not torch.allclose(one_rank["tied"]["gradients"][name], one_rank["chunks"]["gradients"][name], rtol=0.1)
 
 
-def test_a_mean_of_micro_batch_means_would_be_caught(one_rank):
-    assert_same_step(one_rank["token-mean 4"], one_rank["token-mean 1"])
+def test_a_mean_of_micro_batch_means_would_be_caught(assert_same, one_rank):
+    assert_same(one_rank["token-mean 4"], one_rank["token-mean 1"])
     with pytest.raises(AssertionError):
-        assert_same_step(one_rank["mean of means"], one_rank["token-mean 1"])
+        assert_same(one_rank["mean of means"], one_rank["token-mean 1"])
     wrong, right = one_rank["mean of means"]["gradients"], one_rank["token-mean 1"]["gradients"]
     assert max(float((wrong[n] - right[n]).norm() / right[n].norm()) for n in right) > 0.05
 
 
-def test_context_parallel_ranks_take_the_step_of_one(one_rank, two_ranks):
+def test_context_parallel_ranks_take_the_step_of_one(assert_same, one_rank, two_ranks):
     """Whatever the split, which is the host's: both ends of a row, or a piece of it as MindSpeed's ulysses has it."""
-    assert_same_step(two_ranks["CP2 chunks, other split"], one_rank["micro-batch 1"])
-    assert_same_step(two_ranks["CP2 per token loss"], one_rank["token-mean 1"])
+    assert_same(two_ranks["CP2 chunks, other split"], one_rank["micro-batch 1"])
+    assert_same(two_ranks["CP2 per token loss"], one_rank["token-mean 1"])
 
 
-def test_a_mean_of_the_means_of_context_parallel_ranks_would_be_caught(one_rank, two_ranks):
+def test_a_mean_of_the_means_of_context_parallel_ranks_would_be_caught(assert_same, one_rank, two_ranks):
     with pytest.raises(AssertionError):
-        assert_same_step(two_ranks["CP2 mean of ranks"], one_rank["token-mean 1"])
+        assert_same(two_ranks["CP2 mean of ranks"], one_rank["token-mean 1"])
     wrong, right = two_ranks["CP2 mean of ranks"]["gradients"], one_rank["token-mean 1"]["gradients"]
     assert max(float((wrong[n] - right[n]).norm() / right[n].norm()) for n in right) > 0.05
 
 
 @pytest.mark.slow
-def test_more_layouts(run_cases, one_rank):
+def test_more_layouts(assert_same, run_cases, one_rank):
     for name, got in run_cases("invariance.py", 2, MORE_ON_TWO_RANKS).items():
-        assert_same_step(got, one_rank["micro-batch 1"]), name
+        assert_same(got, one_rank["micro-batch 1"], name)
     for name, got in run_cases("invariance.py", 4, FOUR_RANKS).items():
-        assert_same_step(got, one_rank["micro-batch 1"]), name
+        assert_same(got, one_rank["micro-batch 1"], name)
     for got in run_cases("invariance.py", 2, TIED_ON_TWO_RANKS).values():
-        assert_same_step(got, one_rank["tied"])
+        assert_same(got, one_rank["tied"])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("aggregation", OTHER_AGGREGATIONS)
-def test_other_aggregations(run_cases, aggregation):
+def test_other_aggregations(assert_same, run_cases, aggregation):
     want = run_cases("invariance.py", 1, {"one": case(1, aggregation=aggregation)})["one"]
     layouts = {name: {**c, "aggregation": aggregation} for name, c in TWO_RANKS.items() if "mode" not in c}
     for got in run_cases("invariance.py", 2, layouts).values():
-        assert_same_step(got, want)
+        assert_same(got, want)
 
 
 CHECKOUTS = [Path(p) for p in os.environ.get("MEGATRON_LM_PATH", "").split(os.pathsep) if p]
@@ -190,12 +177,12 @@ CHECKOUTS = [Path(p) for p in os.environ.get("MEGATRON_LM_PATH", "").split(os.pa
 @pytest.mark.upstream
 @pytest.mark.slow
 @pytest.mark.parametrize("checkout", CHECKOUTS, ids=lambda path: path.name)
-def test_other_megatron_versions(run_cases, one_rank, checkout):
+def test_other_megatron_versions(assert_same, run_cases, one_rank, checkout):
     """Each checkout named by MEGATRON_LM_PATH (several, separated as in PATH) scales alike, old rules or new."""
     for name, got in run_cases("invariance.py", 1, ONE_RANK, checkout).items():
-        assert_same_step(got, one_rank[name])
+        assert_same(got, one_rank[name])
     pipelines = {name: c for name, c in {**TWO_RANKS, **MORE_ON_TWO_RANKS}.items() if name.startswith("PP2")}
     rest = {**TWO_RANKS, **MORE_ON_TWO_RANKS}.items()
     others = {name: c for name, c in rest if name not in pipelines and "mode" not in c}
     for name, got in run_cases("invariance.py", 2, {**pipelines, **others}, checkout).items():
-        assert_same_step(got, one_rank["micro-batch 1"]), name
+        assert_same(got, one_rank["micro-batch 1"], name)

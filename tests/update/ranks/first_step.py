@@ -1,19 +1,19 @@
 """Run by test_first_step.py: log-probs, then two optimizer steps on the same rows, in several layouts.
 
-Argument: a folder with `rollout.pt` and `cases.json`, {name: Megatron's flags, and CHUNKS for log-probs in chunks}.
+Argument: a folder with `rollout.pt` and `cases.json`, {name: {"flags": Megatron's, and
+"chunk" for log-probs in chunks}}.
 Writes `NAME.pt` there for each case: log-probs of all rows before the steps and after them, metrics of both steps.
 """
 
 import functools
-import json
 
 import torch
 import torch.distributed as dist
-from tiny_megatron import VOCAB, Job, load_rows, parallel_state, run
+from tiny_megatron import VOCAB, only_step, parallel_state, run
 
 from mindspeed_rl_plugin.algorithms import resolve
 from mindspeed_rl_plugin.config import AlgorithmConfig
-from mindspeed_rl_plugin.forward import ForwardSettings, plan_batches
+from mindspeed_rl_plugin.forward import ForwardSettings
 from mindspeed_rl_plugin.rows import Ragged
 from mindspeed_rl_plugin.stages.logprobs import compute_logps, compute_logps_and_entropy
 from mindspeed_rl_plugin.update.step import PolicyStep
@@ -39,45 +39,34 @@ def check_quiet(chunk, *ignored):
     assert not chunk.training and not torch.is_grad_enabled() and not hooks_of(chunk)
 
 
-def main(folder):
-    rows = load_rows(folder / "rollout.pt")
-    for name, flags in json.loads((folder / "cases.json").read_text()).items():
-        chunk, flags = (7 if "CHUNKS" in flags else 0), flags.replace("CHUNKS", "")
-        with Job(f"{flags} --global-batch-size {len(rows)}", lr=1e-2) as job:
-            settings = ForwardSettings.from_args(job.args, vocab_size=VOCAB, temperature=0.8, chunk_tokens=chunk)
-            (step,) = plan_batches(
-                rows.ids,
-                global_batch_size=len(rows),
-                micro_batch_size=job.args.micro_batch_size,
-                dp_size=parallel_state.get_data_parallel_world_size(),
-            )
-            mine = [rows.select(ids) for ids in step.of_rank(parallel_state.get_data_parallel_rank())]
-            for chunk in job.model:
-                chunk.train()
-            watch = [chunk.module.register_forward_hook(functools.partial(check_quiet, chunk)) for chunk in job.model]
-            both = compute_logps_and_entropy(job.model, mine, settings)
-            for hook in watch:
-                hook.remove()
-            logps = compute_logps(job.model, mine, settings)
-            assert (logps is None) == (not parallel_state.is_pipeline_last_stage(ignore_virtual=True))
-            assert all(chunk.training and bool(hooks_of(chunk)) == job.args.overlap_param_gather for chunk in job.model)
-            if logps is not None:
-                assert all(torch.equal(a.values, b[0].values) for a, b in zip(logps, both, strict=True))
-                assert all((b[1].values >= 0).all() for b in both)
-            before = everywhere(mine, logps)
-            filled = []
-            for part in mine:
-                column = Ragged.from_rows([before[tuple(i)] for i in part.ids])
-                filled.append(part.with_columns(logp_old=column, logp_ref=column))
-            update = PolicyStep(resolve(AlgorithmConfig(algorithm="grpo")), settings, job.model)
-            metrics = []
-            for _ in range(2):
-                update.prepare(filled)
-                job.train_step(update)
-                metrics.append(update.metrics())
-            after = everywhere(mine, compute_logps(job.model, mine, settings))
-            if dist.get_rank() == 0:
-                torch.save({"before": before, "after": after, "metrics": metrics}, folder / f"{name}.pt")
+def step_of(job, rows, case):
+    settings = ForwardSettings.from_args(job.args, vocab_size=VOCAB, temperature=0.8, chunk_tokens=case.get("chunk", 0))
+    ids = only_step(job, rows).of_rank(parallel_state.get_data_parallel_rank())
+    mine = [rows.select(part) for part in ids]
+    for chunk in job.model:
+        chunk.train()
+    watch = [chunk.module.register_forward_hook(functools.partial(check_quiet, chunk)) for chunk in job.model]
+    both = compute_logps_and_entropy(job.model, mine, settings)
+    for hook in watch:
+        hook.remove()
+    logps = compute_logps(job.model, mine, settings)
+    assert (logps is None) == (not parallel_state.is_pipeline_last_stage(ignore_virtual=True))
+    assert all(chunk.training and bool(hooks_of(chunk)) == job.args.overlap_param_gather for chunk in job.model)
+    if logps is not None:
+        assert all(torch.equal(a.values, b[0].values) for a, b in zip(logps, both, strict=True))
+        assert all((b[1].values >= 0).all() for b in both)
+    before = everywhere(mine, logps)
+    filled = []
+    for part in mine:
+        column = Ragged.from_rows([before[tuple(i)] for i in part.ids])
+        filled.append(part.with_columns(logp_old=column, logp_ref=column))
+    update = PolicyStep(resolve(AlgorithmConfig(algorithm="grpo")), settings, job.model)
+    metrics = []
+    for _ in range(2):
+        update.prepare(filled)
+        job.train_step(update)
+        metrics.append(update.metrics())
+    return {"before": before, "after": everywhere(mine, compute_logps(job.model, mine, settings)), "metrics": metrics}
 
 
-run(main)
+run(step_of, lr=1e-2)

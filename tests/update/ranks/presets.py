@@ -7,16 +7,14 @@ gradient of each parameter, rows of each micro-batch}. Weights stay as they are 
 one model.
 """
 
-import json
 from unittest import mock
 
 import torch
-import torch.distributed as dist
-from tiny_megatron import VOCAB, Job, load_rows, parallel_state, run
+from tiny_megatron import VOCAB, agreed, only_step, parallel_state, run
 
 from mindspeed_rl_plugin.algorithms import resolve
 from mindspeed_rl_plugin.config import AlgorithmConfig
-from mindspeed_rl_plugin.forward import ForwardSettings, plan_batches, plan_tokens
+from mindspeed_rl_plugin.forward import ForwardSettings, plan_tokens
 from mindspeed_rl_plugin.host.npu_ops import npu_fusion_attention
 from mindspeed_rl_plugin.rows import Ragged
 from mindspeed_rl_plugin.update.step import PolicyStep
@@ -54,25 +52,16 @@ def step_of(job, rows, chosen, budget=None, packed=False, chunk=None):
     if algorithm.per_token:
         rows = rows.with_columns(advantages=uneven(rows["advantages"]))
     update = PolicyStep(algorithm, settings, job.model, norm_length=20)
-    plan = plan_batches(
-        rows.ids,
-        global_batch_size=len(rows),
-        micro_batch_size=job.args.micro_batch_size,
-        dp_size=parallel_state.get_data_parallel_world_size(),
-    )
+    step = only_step(job, rows)
     if budget:
         lengths = dict(zip(rows.ids, rows["tokens"].lengths.tolist(), strict=True))
-        plan = plan_tokens(plan, lengths, settings.budget)
-    (step,) = plan
+        (step,) = plan_tokens([step], lengths, settings.budget)
     batches = step.of_rank(parallel_state.get_data_parallel_rank())
     update.prepare([rows.select(ids) for ids in batches])
     job.samples = 0
     _, grad_norm = job.train_step(update)
     assert job.samples == len(rows), "the schedules of learning rate and samples see the configured batch"
-    metrics = update.metrics()
-    everywhere = [None] * dist.get_world_size()
-    dist.all_gather_object(everywhere, metrics)
-    assert all(m == metrics for m in everywhere), f"ranks disagree on the metrics: {everywhere}"
+    metrics = agreed(update.metrics())
     sizes = [len(ids) for ids in batches]
     return {"grad_norm": grad_norm, "metrics": metrics, "gradients": job.gradients(), "sizes": sizes}
 
@@ -86,15 +75,10 @@ def bounded_step(job, rows, chosen, **how):
     return found | {"boundaries": list(BOUNDARIES)}
 
 
-def main(folder):
-    rows = load_rows(folder / "rollout.pt")
-    for layout, case in json.loads((folder / "cases.json").read_text()).items():
-        with Job(f"{case['flags']} --global-batch-size {len(rows)}", lr=0.0) as job:
-            how = {name: case[name] for name in ("budget", "packed", "chunk") if name in case}
-            step = bounded_step if case.get("bounded") else step_of
-            found = {name: step(job, rows, chosen, **how) for name, chosen in case["variants"].items()}
-            if dist.get_rank() == 0:
-                torch.save(found, folder / f"{layout}.pt")
+def steps_of(job, rows, case):
+    how = {name: case[name] for name in ("budget", "packed", "chunk") if name in case}
+    step = bounded_step if case.get("bounded") else step_of
+    return {name: step(job, rows, chosen, **how) for name, chosen in case["variants"].items()}
 
 
-run(main)
+run(steps_of)

@@ -6,6 +6,7 @@ up with its own argument parser and takes it down again, so one process can run 
 
 import dataclasses
 import inspect
+import json
 import sys
 import zlib
 from pathlib import Path
@@ -30,6 +31,7 @@ from megatron.training.arguments import core_transformer_config_from_args  # noq
 from megatron.training.initialize import initialize_megatron  # noqa: E402
 
 from mindspeed_rl_plugin.critic.value_head import give_value_head  # noqa: E402
+from mindspeed_rl_plugin.forward import plan_batches  # noqa: E402
 from mindspeed_rl_plugin.rows import Ragged, Rows, SampleId  # noqa: E402
 
 VOCAB = 250  # padded to 256 by Megatron
@@ -129,12 +131,6 @@ def load_rows(path: str) -> Rows:
     return Rows(tuple(SampleId(*i) for i in saved["ids"].tolist()), columns)
 
 
-def save_rows(rows: Rows, path: str) -> None:
-    """Inverse of `load_rows`."""
-    columns = {k: vars(v) if isinstance(v, Ragged) else v for k, v in rows.columns.items()}
-    torch.save({"ids": torch.tensor(rows.ids), **columns}, path)
-
-
 def _initialize(flags: list[str]) -> None:
     sys.argv = [sys.argv[0], *flags]
     if hasattr(megatron_arguments, "parse_and_validate_args"):
@@ -218,9 +214,51 @@ def _assemble(ranks):
     return full
 
 
-def run(main) -> None:
-    """Run `main(path of the argument file's folder)` and leave the process group in order."""
-    main(Path(sys.argv[1]))
+def only_step(job: Job, rows: Rows):
+    """The plan of the one optimizer step that these rows make."""
+    dp_size = parallel_state.get_data_parallel_world_size()
+    sizes = dict(global_batch_size=len(rows), micro_batch_size=job.args.micro_batch_size, dp_size=dp_size)
+    (step,) = plan_batches(rows.ids, **sizes)
+    return step
+
+
+def agreed(metrics: dict) -> dict:
+    """Metrics of this rank, which are those of every rank."""
+    everywhere = [None] * dist.get_world_size()
+    dist.all_gather_object(everywhere, metrics)
+    assert all(m == metrics for m in everywhere), f"ranks disagree on the metrics: {everywhere}"
+    return metrics
+
+
+def refuses(update, given, message: str) -> None:
+    """What a caller can get wrong is named before anything runs."""
+    try:
+        update.prepare(given)
+    except ValueError as error:
+        assert message in str(error), error
+    else:
+        raise AssertionError(f"accepted, should have said: {message}")
+
+
+def sampled_again(rows: Rows, times: torch.Tensor, how: str) -> Rows:
+    """Rows that count several times or never: "filtered" says so in a column, "repeated" puts copies there."""
+    if how == "filtered":
+        return rows.with_columns(multiplicity=times)
+    return Rows(rows.ids, rows.take(torch.arange(len(rows)).repeat_interleave(times).tolist()).columns)
+
+
+def run(step, arrange=lambda rows: rows, lr: float | None = 0.0, critic: bool = False) -> None:
+    """For each case of the folder that is the argument, save what `step(job, rows, case)` returns on rank 0 in a job of
+    the case's flags; arrange: makes the rows of the saved rollout. Leaves the process group in order."""
+    folder = Path(sys.argv[1])
+    rows = arrange(load_rows(folder / "rollout.pt"))
+    for name, case in json.loads((folder / "cases.json").read_text()).items():
+        case = case if isinstance(case, dict) else {"flags": case}
+        flags = f"{case['flags']} --global-batch-size {len(rows)}"
+        with Job(flags, lr=lr, tied=case.get("tied", False), critic=critic) as job:
+            found = step(job, rows, case)
+            if dist.get_rank() == 0:
+                torch.save(found, folder / f"{name}.pt")
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()

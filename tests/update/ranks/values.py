@@ -5,16 +5,14 @@ of a packed micro-batch, "rows": "filtered" (some count several times, others ne
 Writes `LAYOUT.pt`: the values before the step, grad norm, metrics, full gradient of each parameter.
 """
 
-import json
-
 import torch
 import torch.distributed as dist
-from tiny_megatron import VOCAB, Job, load_rows, parallel_state, run
+from tiny_megatron import VOCAB, only_step, parallel_state, run, sampled_again
 
 from mindspeed_rl_plugin.algorithms import resolve
 from mindspeed_rl_plugin.config import AlgorithmConfig
 from mindspeed_rl_plugin.critic.critic import Critic
-from mindspeed_rl_plugin.forward import ForwardSettings, plan_batches, plan_tokens
+from mindspeed_rl_plugin.forward import ForwardSettings, plan_tokens
 from mindspeed_rl_plugin.forward.schedule import is_last_stage
 from mindspeed_rl_plugin.rows import Ragged, Rows
 from mindspeed_rl_plugin.update.value_step import ValueStep
@@ -22,23 +20,15 @@ from mindspeed_rl_plugin.update.value_step import ValueStep
 TIMES = torch.tensor([2, 0, 0, 1, 0, 2, 2, 1], dtype=torch.int32)
 
 
-def drawn_again(rows, how):
-    """As PF-PPO draws them: "filtered" says so in a column, "repeated" puts copies there."""
-    if how == "filtered":
-        return rows.with_columns(multiplicity=TIMES)
-    return Rows(rows.ids, rows.take(torch.arange(len(rows)).repeat_interleave(TIMES).tolist()).columns)
-
-
-def step_of(job, rows, budget=None, how=None):
+def step_of(job, rows, case):
+    budget = case.get("budget")
     settings = ForwardSettings.from_args(
         job.args, vocab_size=VOCAB, temperature=0.8, max_tokens=budget, packed=budget is not None
     )
     update = ValueStep(resolve(AlgorithmConfig(algorithm="ppo")), settings, job.model)
     critic = Critic(job.model, job.optimizer, None, job.config)
     dp_rank, dp_size = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
-    (step,) = plan_batches(
-        rows.ids, global_batch_size=len(rows), micro_batch_size=job.args.micro_batch_size, dp_size=dp_size
-    )
+    step = only_step(job, rows)
     if budget is not None:
         lengths = dict(zip(rows.ids, rows["tokens"].lengths.tolist(), strict=True))
         (step,) = plan_tokens([step], lengths, settings.budget)
@@ -55,26 +45,12 @@ def step_of(job, rows, budget=None, how=None):
     values = order.select(rows.ids)["values"]
     moved = rows["logp_ref"].values - rows["logp_old"].values
     rows = rows.with_columns(values=Ragged(values.values + moved, values.offsets), returns=rows["logp_old"])
-    if how is not None:
-        rows = drawn_again(rows, how)
+    if "rows" in case:
+        rows = sampled_again(rows, TIMES, case["rows"])
     update.prepare([rows.select(ids) for ids in step.of_rank(dp_rank)])
     _, grad_norm = job.train_step(update)
-    return {
-        "values": values.values,
-        "grad_norm": grad_norm,
-        "metrics": update.metrics(),
-        "gradients": job.gradients(),
-    }
+    step = {"grad_norm": grad_norm, "metrics": update.metrics(), "gradients": job.gradients()}
+    return {"values": values.values, **step}
 
 
-def main(folder):
-    rows = load_rows(folder / "rollout.pt")
-    for layout, case in json.loads((folder / "cases.json").read_text()).items():
-        case = case if isinstance(case, dict) else {"flags": case}
-        with Job(f"{case['flags']} --global-batch-size {len(rows)}", lr=0.0, critic=True) as job:
-            found = step_of(job, rows, case.get("budget"), case.get("rows"))
-            if dist.get_rank() == 0:
-                torch.save(found, folder / f"{layout}.pt")
-
-
-run(main)
+run(step_of, critic=True)
