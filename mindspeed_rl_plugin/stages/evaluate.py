@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import astuple, dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -64,7 +64,7 @@ class Evaluate:
     def run(self, done: int) -> None:
         """Evaluate the engine's weights after `done` iterations, and log it. Collective."""
         self._failed = 0
-        _, counts = evaluate(
+        sums = evaluate(
             self.engine,
             self.prompts,
             score=self._score,
@@ -73,11 +73,11 @@ class Evaluate:
             seed_base=self.seed,
             deadline=self.ranks.deadline,
         )
-        total = torch.cat([counts.to_tensor(), torch.tensor([self._failed], dtype=torch.float64)])
+        total = torch.cat([sums, torch.tensor([self._failed], dtype=torch.float64)])
         dist.all_reduce(total, group=self.ranks.group)
         failures = self.ranks.gather(self.graders.take_failures())
         FailureLog("the evaluation").add(failures, show=self.ranks.rank == 0)
-        result = EvalCounts.from_tensor(total[:-1]).metrics(self.samples)
+        result = eval_metrics(total[:-1], self.samples)
         self.monitor.log_eval(done, result | ({"eval/errors": int(total[-1])} if total[-1] else {}))
 
     def _score(self, answers: Sequence[tuple[Prompt, Completion]]) -> list[tuple[bool, float]]:
@@ -111,71 +111,9 @@ class EvaluatePairs:
         self.monitor.log_eval(done, {"dpo_margin": float(margin.mean()), "dpo_accuracy": accuracy})
 
 
-@dataclass(frozen=True)
-class Attempt:
-    """One response to prompt `index`; attempt 0 is greedy, 1..k are sampled. correct: None where not graded here;
-    reward: the weighted sum of its grades."""
-
-    index: int
-    attempt: int
-    completion: Completion
-    correct: bool | None
-    reward: float = 0.0
-
-
-@dataclass(frozen=True)
-class EvalCounts:
-    """Sums over prompts, so that ranks and replicas add up: all-reduce `to_tensor()` with SUM.
-
-    solved: prompts whose greedy response is right; sampled: prompts with sampled responses; pass_1, pass_k: sums
-    over these of the estimated pass@1 and pass@k; tokens, truncated, reward: of greedy responses.
-    """
-
-    prompts: float = 0.0
-    solved: float = 0.0
-    sampled: float = 0.0
-    pass_1: float = 0.0
-    pass_k: float = 0.0
-    tokens: float = 0.0
-    truncated: float = 0.0
-    reward: float = 0.0
-
-    def __add__(self, other: EvalCounts) -> EvalCounts:
-        return EvalCounts(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
-
-    def to_tensor(self) -> Tensor:
-        """`[8]` float64."""
-        return torch.tensor(astuple(self), dtype=torch.float64)
-
-    @classmethod
-    def from_tensor(cls, values: Tensor) -> EvalCounts:
-        """Inverse of `to_tensor`."""
-        return cls(**dict(zip((f.name for f in fields(cls)), values.tolist(), strict=True)))
-
-    def metrics(self, k: int) -> dict[str, float]:
-        """Means over all prompts. Raises ValueError when there were none."""
-        if not self.prompts:
-            raise ValueError("evaluation saw no prompts: --rl-eval-data is empty or every prompt is over-long")
-        out = {
-            "eval/accuracy": self.solved / self.prompts,
-            "eval/reward_mean": self.reward / self.prompts,
-            "eval/response_length": self.tokens / self.prompts,
-            "eval/truncated": self.truncated / self.prompts,
-        }
-        if self.sampled:
-            out["eval/pass@1"] = self.pass_1 / self.sampled
-            out[f"eval/pass@{k}"] = self.pass_k / self.sampled
-        return out
-
-
-def pass_at_k(n: int, c: int, k: int) -> float:
-    """Probability that k responses, drawn without return from n of which c are right, hold a right one.
-
-    The unbiased estimator of Chen et al. 2021 (arXiv:2107.03374, eq. 1): 1 - C(n-c, k) / C(n, k).
-    """
-    if not 0 <= c <= n or not 1 <= k <= n:
-        raise ValueError(f"pass@{k} of {n} responses with {c} right: needs 1 <= k <= n and 0 <= c <= n")
-    return 1.0 - math.comb(n - c, k) / math.comb(n, k)
+SUMS = ("prompts", "solved", "reward", "tokens", "truncated", "pass_1", "pass_k")
+"""What ranks and replicas add up: prompts; of their greedy responses how many are right, their rewards, tokens, and how
+many were cut; the sums of the estimated pass@1 and pass@k."""
 
 
 def evaluate(
@@ -188,14 +126,13 @@ def evaluate(
     seed_base: int,
     deadline: float,
     on_progress: Progress | None = None,
-) -> tuple[list[Attempt], EvalCounts]:
-    """Answer this replica's share of `prompts` greedily, and `samples` times by `sampling`, and grade.
+) -> Tensor:
+    """Answer this replica's share of `prompts` greedily, and `samples` times by `sampling`, and score.
 
-    Every rank of every engine calls it with the same prompts; prompt i goes to replica i modulo replicas. Only
-    the first rank of an engine grades; on its others the counts are zero and `correct` is None. Responses do not
+    Every rank of every engine calls it with the same prompts; prompt i goes to replica i modulo replicas. Returns
+    `[len(SUMS)]` float64, on the first rank of an engine, which alone scores; zeros on its others. Responses do not
     depend on how many replicas there are, up to floating point. deadline: seconds for the next response.
     """
-    mine = range(engine.replica, len(prompts), engine.replicas)
     greedy = replace(sampling, temperature=0.0, top_p=1.0, top_k=0)
     requests = [
         GenerateRequest(
@@ -204,34 +141,48 @@ def evaluate(
             sampling if attempt else greedy,
             response_seed(seed_base, EPOCH, index, attempt),
         )
-        for index in mine
+        for index in range(engine.replica, len(prompts), engine.replicas)
         for attempt in range(samples + 1)
     ]
     completions = generate(engine, requests, deadline=deadline, on_progress=on_progress)
-    if not engine.leader:
-        return [Attempt(c.id.group, c.id.member, c, None) for c in completions], EvalCounts()
+    if not engine.leader or not completions:
+        return torch.zeros(len(SUMS), dtype=torch.float64)
     scores = score([(prompts[c.id.group], c) for c in completions])
-    attempts = [
-        Attempt(c.id.group, c.id.member, c, bool(right), reward)
-        for c, (right, reward) in zip(completions, scores, strict=True)
-    ]
-    return attempts, count(attempts, samples)
+    firsts = range(0, len(scores), samples + 1)
+    of_prompts = [_of_prompt(completions[i:], scores[i:], samples) for i in firsts]
+    return torch.tensor([sum(column) for column in zip(*of_prompts, strict=True)], dtype=torch.float64)
 
 
-def count(attempts: Sequence[Attempt], samples: int) -> EvalCounts:
-    """Add up graded attempts; every prompt among them has one greedy and `samples` sampled ones."""
-    greedy = [a for a in attempts if a.attempt == 0]
-    right = {a.index: 0 for a in greedy}
-    for a in attempts:
-        right[a.index] += bool(a.attempt and a.correct)
-    sampled = list(right.values()) if samples else []
-    return EvalCounts(
-        prompts=len(greedy),
-        solved=sum(bool(a.correct) for a in greedy),
-        sampled=len(sampled),
-        pass_1=sum(pass_at_k(samples, c, 1) for c in sampled),
-        pass_k=sum(pass_at_k(samples, c, samples) for c in sampled),
-        tokens=sum(len(a.completion.tokens) for a in greedy),
-        truncated=sum(a.completion.finish == "length" for a in greedy),
-        reward=sum(a.reward for a in greedy),
-    )
+def _of_prompt(completions: Sequence[Completion], scores: Sequence[tuple[bool, float]], samples: int) -> list[float]:
+    """`SUMS` of one prompt: the greedy response first, then the sampled ones."""
+    (right, reward), greedy = scores[0], completions[0]
+    correct = sum(bool(ok) for ok, _ in scores[1 : samples + 1])
+    passes = [pass_at_k(samples, correct, 1), pass_at_k(samples, correct, samples)] if samples else [0.0, 0.0]
+    return [1.0, float(right), reward, float(len(greedy.tokens)), float(greedy.finish == "length"), *passes]
+
+
+def eval_metrics(sums: Tensor, samples: int) -> dict[str, float]:
+    """Means over all prompts. Raises ValueError when there were none."""
+    named = dict(zip(SUMS, sums.tolist(), strict=True))
+    count = named["prompts"]
+    if not count:
+        raise ValueError("evaluation saw no prompts: --rl-eval-data is empty or every prompt is over-long")
+    result = {
+        "eval/accuracy": named["solved"] / count,
+        "eval/reward_mean": named["reward"] / count,
+        "eval/response_length": named["tokens"] / count,
+        "eval/truncated": named["truncated"] / count,
+    }
+    if samples:
+        result |= {"eval/pass@1": named["pass_1"] / count, f"eval/pass@{samples}": named["pass_k"] / count}
+    return result
+
+
+def pass_at_k(n: int, c: int, k: int) -> float:
+    """Probability that k responses, taken without return from n of which c are right, hold a right one.
+
+    The unbiased estimator of Chen et al. 2021 (arXiv:2107.03374, eq. 1): 1 - C(n-c, k) / C(n, k).
+    """
+    if not 0 <= c <= n or not 1 <= k <= n:
+        raise ValueError(f"pass@{k} of {n} responses with {c} right: needs 1 <= k <= n and 0 <= c <= n")
+    return 1.0 - math.comb(n - c, k) / math.comb(n, k)

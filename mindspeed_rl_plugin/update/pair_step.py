@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
-from megatron.core import num_microbatches_calculator, parallel_state
-from megatron.core.utils import get_model_config
+from megatron.core import parallel_state
 from torch import Tensor
 
 from mindspeed_rl_plugin.algorithms import Algorithm
 from mindspeed_rl_plugin.algorithms.pair_losses import Pairs, pair_terms
 from mindspeed_rl_plugin.forward import ForwardSettings, MicroBatch, collate
-from mindspeed_rl_plugin.forward.schedule import data_iterators, device_of, head_of, is_last_stage, run_model
+from mindspeed_rl_plugin.forward.schedule import head_of
 from mindspeed_rl_plugin.rows import Rows
 from mindspeed_rl_plugin.update.megatron_loss import scaling_of_job
-from mindspeed_rl_plugin.update.tallies import reduce_tallies
+from mindspeed_rl_plugin.update.step import MegatronStep
 
 # Sums over pairs; log-probs are summed over a response's trained tokens, in nats.
 TALLY = ("loss", "margin", "accuracy", "chosen_reward", "rejected_reward", "chosen_logp", "rejected_logp", "pairs")
@@ -50,19 +47,16 @@ def pair_objective(algorithm: Algorithm, logp: Tensor, mask: Tensor, reference: 
     return terms.loss.sum(), torch.stack([tally[name].detach().float().sum() for name in TALLY])
 
 
-class PairStep:
+class PairStep(MegatronStep):
     """As `update.step.PolicyStep`, for pairs: `prepare`, `run`, `metrics`. model: this rank's chunks; pairs: of the
     global batch."""
 
     def __init__(
         self, algorithm: Algorithm, settings: ForwardSettings, model: Sequence[torch.nn.Module], pairs: int
     ) -> None:
-        self.algorithm, self.settings, self.model, self._pairs = algorithm, settings, model, pairs
-        self._device = device_of(model)
-        self._per_token = bool(get_model_config(model[0]).calculate_per_token_loss)
-        self._batches: list[MicroBatch] = []
+        super().__init__(algorithm, settings, model)
+        self._pairs = pairs
         self._references: list[Tensor] = []
-        self._tallies: dict[int, Tensor] = {}
 
     def prepare(self, micro_batches: Sequence[Rows]) -> None:
         """Take the rows of the next optimizer step.
@@ -72,9 +66,7 @@ class PairStep:
         Collective over the data parallel ranks. Raises ValueError for a pair that is cut, and for a wrong number of
         micro-batches.
         """
-        expected = num_microbatches_calculator.get_num_microbatches()
-        if len(micro_batches) != expected:
-            raise ValueError(f"{len(micro_batches)} micro-batches prepared where Megatron's step runs {expected}")
+        self._expect(micro_batches)
         for rows in micro_batches:
             ids = rows.ids
             if any(a.member or b != (a.epoch, a.group, 1) for a, b in zip(ids[0::2], ids[1::2], strict=True)):
@@ -86,26 +78,9 @@ class PairStep:
         self._scaling = scaling_of_job(len(self._batches), per_token=self._per_token, total_tokens=int(tokens))
         self._tallies = {}
 
-    def run(self, train_step: Callable[..., tuple], args: tuple, kwargs: Mapping[str, Any]) -> tuple:
-        """Megatron's `train_step` on what was prepared. args: what it is given after forward step and iterator."""
-        return train_step(self.forward_step, self.iterator(), *args, **kwargs)
-
-    def iterator(self) -> Any:
-        """A fresh data iterator over the prepared micro-batches; a list of them under virtual pipeline stages."""
-        return data_iterators(self._batches, len(self.model))
-
-    def forward_step(
-        self, data_iterator: Iterator[MicroBatch], model: torch.nn.Module
-    ) -> tuple[Tensor, Callable[..., tuple]]:
-        """Megatron's forward step function: runs one micro-batch and returns its output and loss function."""
-        batch = next(data_iterator).to(self._device)
-        return run_model(model, batch, self.settings), functools.partial(self._loss, batch)
-
     def metrics(self) -> dict[str, float]:
         """Means over the pairs of the global batch by the names of `TALLY`, the same on all ranks. Collective."""
-        assert len(self._tallies) == (len(self._batches) if is_last_stage() else 0), "metrics before the step ran"
-        width = len(TALLY)
-        tally = reduce_tallies(self._tallies.values(), self._device, width=width, sums=width)
+        tally = self._reduced(width=len(TALLY), sums=len(TALLY))
         sums = dict(zip(TALLY, tally.tolist(), strict=True))
         assert sums["pairs"] == self._pairs
         return {name: value / self._pairs for name, value in sums.items() if name != "pairs"}
@@ -113,7 +88,4 @@ class PairStep:
     def _loss(self, batch: MicroBatch, output: Tensor) -> tuple:
         logp, _ = head_of(output, batch, self.settings)
         total, tally = pair_objective(self.algorithm, logp, batch.mask, self._references[batch.index])
-        self._tallies[batch.index] = tally  # by index, for Megatron may run a step again
-        loss = total / self._pairs
-        seen = (loss.detach() * (self._scaling.micro_batches * self._scaling.dp_size)).view(1)
-        return self._scaling.result(loss, batch.mask.sum(), {"loss": seen})
+        return self._result(batch, total / self._pairs, tally, batch.mask.sum())

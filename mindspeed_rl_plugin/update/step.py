@@ -28,16 +28,69 @@ from mindspeed_rl_plugin.update.objective import objective
 from mindspeed_rl_plugin.update.tallies import reduce_tallies, to_metrics
 
 
-class PolicyStep:
-    """One object for a whole run; for every optimizer step call, on every rank:
+class MegatronStep:
+    """One optimizer step after the other by Megatron's own `train_step`: `prepare`, `run`, `metrics`, on every rank.
 
-        update.prepare(micro_batches)
-        train_step(update.forward_step, update.iterator(), model, optimizer, ...)   # Megatron's own
-        update.metrics()
-
-    model: this rank's chunks; norm_length: constant of the aggregation `token-sum-norm` [tokens].
-    carried: columns that the loss may read, beside the tokens.
+    model: this rank's chunks.
     """
+
+    def __init__(self, algorithm: Algorithm, settings: ForwardSettings, model: Sequence[torch.nn.Module]) -> None:
+        self.algorithm, self.settings, self.model = algorithm, settings, model
+        self._device = device_of(model)
+        self._per_token = bool(get_model_config(model[0]).calculate_per_token_loss)
+        self._batches: list[MicroBatch] = []
+        self._tallies: dict[int, Tensor] = {}
+
+    def run(self, train_step: Callable[..., tuple], args: tuple, kwargs: Mapping[str, Any]) -> tuple:
+        """Megatron's `train_step` on what was prepared. args: what it is given after forward step and iterator."""
+        every = (self.forward_step, self.iterator(), *args)
+        if self.settings.max_tokens is None:
+            return train_step(*every, **kwargs)
+        with micro_batch_count(len(self._batches), train_step, every, kwargs) as (positional, named):
+            return train_step(*positional, **named)
+
+    def iterator(self) -> Any:
+        """A fresh data iterator over the prepared micro-batches; a list of them under virtual pipeline stages."""
+        return data_iterators(self._batches, len(self.model))
+
+    def forward_step(
+        self, data_iterator: Iterator[MicroBatch], model: torch.nn.Module
+    ) -> tuple[Tensor, Callable[..., tuple]]:
+        """Megatron's forward step function: runs one micro-batch and returns its output and loss function."""
+        batch = next(data_iterator).to(self._device)
+        return self._forward(model, batch), functools.partial(self._loss, batch)
+
+    def _forward(self, model: torch.nn.Module, batch: MicroBatch) -> Tensor:
+        return run_model(model, batch, self.settings)
+
+    def _loss(self, batch: MicroBatch, output: Tensor) -> tuple:
+        """Megatron's loss function: what it wants for one micro-batch, of `_result`."""
+        raise NotImplementedError
+
+    def _expect(self, micro_batches: Sequence[Rows]) -> None:
+        expected = num_microbatches_calculator.get_num_microbatches()
+        if self.settings.max_tokens is None and len(micro_batches) != expected:
+            raise ValueError(
+                f"{len(micro_batches)} micro-batches prepared where Megatron's step runs {expected}; "
+                "the plan and --global-batch-size disagree"
+            )
+
+    def _result(self, batch: MicroBatch, loss: Tensor, tally: Tensor, counted: Tensor, name: str = "loss") -> tuple:
+        """loss: part of the step's; counted: trained tokens of the micro-batch; name: on Megatron's line."""
+        self._tallies[batch.index] = tally  # by index, for Megatron may run a step again to validate its result
+        # Megatron averages this over micro-batches; it is this rank's view, `metrics` has the exact one.
+        seen = (loss.detach() * (self._scaling.micro_batches * self._scaling.dp_size)).view(1)
+        return self._scaling.result(loss, counted, {name: seen})
+
+    def _reduced(self, **sizes: int) -> Tensor:
+        """The tally of the global batch, the same on all ranks. Collective."""
+        assert len(self._tallies) == (len(self._batches) if is_last_stage() else 0), "metrics before the step ran"
+        return reduce_tallies(self._tallies.values(), self._device, **sizes)
+
+
+class PolicyStep(MegatronStep):
+    """The policy's step. norm_length: constant of the aggregation `token-sum-norm` [tokens]; carried: columns that the
+    loss may read, beside the tokens."""
 
     carried = ("logp_old", "advantages", "logp_ref", "logp_rollout", "scored")
 
@@ -49,20 +102,14 @@ class PolicyStep:
         *,
         norm_length: int | None = None,
     ) -> None:
-        self.algorithm = algorithm
-        self.settings = settings
-        self.model = model
+        super().__init__(algorithm, settings, model)
         self.norm_length = norm_length
-        self._device = device_of(model)
         self._entropy_grad = algorithm.entropy_coef != 0
         if settings.max_tokens is not None:  # pipeline stages hand on micro-batches of any shape
             get_model_config(model[0]).variable_seq_lengths = True
-        self._per_token = bool(get_model_config(model[0]).calculate_per_token_loss)
-        self._batches: list[MicroBatch] = []
         self._weights: list[Tensor] = []
         self._multiplicity: list[Tensor] = []
         self._fresh: list[Tensor] = []
-        self._tallies: dict[int, Tensor] = {}
         self._metrics: dict[str, float] | None = None
 
     def prepare(
@@ -87,12 +134,7 @@ class PolicyStep:
         them; None: those weights sampled all.
         Returns the totals. Raises ValueError for a missing column or a wrong number of micro-batches.
         """
-        expected = num_microbatches_calculator.get_num_microbatches()
-        if self.settings.max_tokens is None and len(micro_batches) != expected:
-            raise ValueError(
-                f"{len(micro_batches)} micro-batches prepared where Megatron's step runs {expected}; "
-                "the plan and --global-batch-size disagree"
-            )
+        self._expect(micro_batches)
         rows = [self._checked(part) for part in micro_batches]
         counts = [_trained(part) for part in rows]
         often = [part.columns.get("multiplicity", torch.ones_like(n)) for part, n in zip(rows, counts, strict=True)]
@@ -110,35 +152,13 @@ class PolicyStep:
         self._tallies, self._metrics = {}, None
         return totals
 
-    def run(self, train_step: Callable[..., tuple], args: tuple, kwargs: Mapping[str, Any]) -> tuple:
-        """Megatron's `train_step` on what was prepared. args: what it is given after forward step and iterator."""
-        every = (self.forward_step, self.iterator(), *args)
-        if self.settings.max_tokens is None:
-            return train_step(*every, **kwargs)
-        with micro_batch_count(len(self._batches), train_step, every, kwargs) as (positional, named):
-            return train_step(*positional, **named)
-
-    def iterator(self) -> Any:
-        """A fresh data iterator over the prepared micro-batches; a list of them under virtual pipeline stages."""
-        return data_iterators(self._batches, len(self.model))
-
-    def forward_step(
-        self, data_iterator: Iterator[MicroBatch], model: torch.nn.Module
-    ) -> tuple[Tensor, Callable[..., tuple]]:
-        """Megatron's forward step function: runs one micro-batch and returns its output and loss function."""
-        batch = next(data_iterator).to(self._device)
-        output = run_model(model, batch, self.settings, entropy_grad=self._entropy_grad)
-        return output, functools.partial(self._loss, batch)
-
     def metrics(self) -> dict[str, float]:
         """Metrics of the step, exact over the global batch and the same on all ranks (see `to_metrics`).
 
         Collective on its first call after a step; later calls return the same numbers.
         """
         if self._metrics is None:
-            assert len(self._tallies) == (len(self._batches) if is_last_stage() else 0), "metrics before the step ran"
-            tally = reduce_tallies(self._tallies.values(), self._device)
-            self._metrics = to_metrics(tally, self._totals)
+            self._metrics = to_metrics(self._reduced(), self._totals)
             if "logp_rollout" not in self._measured:
                 self._metrics = {k: v for k, v in self._metrics.items() if not k.startswith(("logp_diff", "rollout_"))}
             if "logp_ref" not in self._measured:
@@ -149,15 +169,14 @@ class PolicyStep:
         """Weight of a trained token of each row, `[mb]`."""
         return self.algorithm.weights(counts, totals)
 
+    def _forward(self, model: torch.nn.Module, batch: MicroBatch) -> Tensor:
+        return run_model(model, batch, self.settings, entropy_grad=self._entropy_grad)
+
     def _loss(self, batch: MicroBatch, output: Tensor) -> tuple:
         logp, entropy = head_of(output, batch, self.settings, entropy_grad=self._entropy_grad)
         multiplicity, fresh = self._multiplicity[batch.index], self._fresh[batch.index]
         loss, tally = objective(self.algorithm, batch, self._weights[batch.index], logp, entropy, multiplicity, fresh)
-        # By index, for Megatron may run a step again to validate its result.
-        self._tallies[batch.index] = tally
-        # Megatron averages this over micro-batches; it is this rank's view, `metrics` has the exact one.
-        seen = (loss.detach() * (self._scaling.micro_batches * self._scaling.dp_size)).view(1)
-        return self._scaling.result(loss, multiplicity[batch.sequence].sum(), {"loss": seen})
+        return self._result(batch, loss, tally, multiplicity[batch.sequence].sum())
 
     def _needed(self, rows: Rows) -> list[str]:
         """Columns that the last pipeline stage needs beside the tokens."""

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
-from mindspeed_rl_plugin.algorithms import Algorithm, Totals
+from mindspeed_rl_plugin.algorithms import Totals
 from mindspeed_rl_plugin.algorithms.aggregate import sequence_weights
 from mindspeed_rl_plugin.algorithms.value_loss import value_loss
-from mindspeed_rl_plugin.forward import ForwardSettings, MicroBatch
+from mindspeed_rl_plugin.forward import MicroBatch
 from mindspeed_rl_plugin.forward.context_parallel import of_all_ranks
-from mindspeed_rl_plugin.forward.schedule import is_last_stage, run_model
+from mindspeed_rl_plugin.forward.schedule import run_model
 from mindspeed_rl_plugin.rows import Rows
 from mindspeed_rl_plugin.update.step import PolicyStep
-from mindspeed_rl_plugin.update.tallies import reduce_tallies
 
 # Sums over the trained tokens. Errors are those of the values from before the update.
 SUMS = ("value_loss", "value_clip_fraction", "value_mean", "return_mean", "return_square", "error", "error_square")
@@ -30,24 +28,13 @@ class ValueStep(PolicyStep):
 
     carried = ("values", "returns", "scored")
 
-    def __init__(self, algorithm: Algorithm, settings: ForwardSettings, model: Sequence[torch.nn.Module]) -> None:
-        super().__init__(algorithm, settings, model)
-
-    def forward_step(
-        self, data_iterator: Iterator[MicroBatch], model: torch.nn.Module
-    ) -> tuple[Tensor, Callable[..., tuple]]:
-        """Megatron's forward step function: runs one micro-batch and returns its output and loss function."""
-        batch = next(data_iterator).to(self._device)
-        return run_model(model, batch), functools.partial(self._loss, batch)
-
     def metrics(self) -> dict[str, float]:
         """Metrics of the step, exact over the global batch and the same on all ranks (see `value_metrics`).
 
         Collective on its first call after a step; later calls return the same numbers.
         """
         if self._metrics is None:
-            assert len(self._tallies) == (len(self._batches) if is_last_stage() else 0), "metrics before the step ran"
-            tally = reduce_tallies(self._tallies.values(), self._device, width=len(SUMS), sums=len(SUMS))
+            tally = self._reduced(width=len(SUMS), sums=len(SUMS))
             self._metrics = value_metrics(dict(zip(SUMS, tally.tolist(), strict=True)), self._totals.tokens)
         return dict(self._metrics)
 
@@ -57,13 +44,14 @@ class ValueStep(PolicyStep):
     def _weigh(self, counts: Tensor, totals: Totals) -> Tensor:
         return sequence_weights("token-mean", counts, totals)
 
+    def _forward(self, model: torch.nn.Module, batch: MicroBatch) -> Tensor:
+        return run_model(model, batch)
+
     def _loss(self, batch: MicroBatch, output: Tensor) -> tuple:
         multiplicity, clip = self._multiplicity[batch.index], self.algorithm.value_clip
         values = of_all_ranks(output[..., 0], batch)
         loss, tally = value_objective(batch, self._weights[batch.index], values, clip, multiplicity)
-        self._tallies[batch.index] = tally
-        seen = (loss.detach() * (self._scaling.micro_batches * self._scaling.dp_size)).view(1)
-        return self._scaling.result(loss, multiplicity[batch.sequence].sum(), {"value loss": seen})
+        return self._result(batch, loss, tally, multiplicity[batch.sequence].sum(), "value loss")
 
 
 def value_objective(
