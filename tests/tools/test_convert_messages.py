@@ -87,13 +87,6 @@ def test_damage_is_named_in_one_line(kind, message, model, capsys):
     assert message in err and len(err.splitlines()) == 1
 
 
-def test_sizes_that_work_are_named(model, capsys):
-    assert imported(model, "--train", "tp8") == 1
-    assert "--train tp8: attention heads of 4 do not divide over 8 tensor" in capsys.readouterr().err
-    assert imported(model, "--train", "tp1,ep2") == 1
-    assert "--train tp1,ep2: family qwen2 has no experts that ep2 could spread" in capsys.readouterr().err
-
-
 def test_what_is_refused_leaves_no_folder_and_says_what_there_is(model, capsys):
     assert imported(model) == 0
     out = model.parent / "none"

@@ -145,6 +145,9 @@ def test_what_a_run_refuses_is_said(tmp_path, capsys):
         (["--model", "qwen9"], "--model qwen9: neither a config.json"),
         (["--model", "qwen2.5-7b"], "give the trainer too, for example --train"),
         ([*SEVEN, "--vocab", "9"], "--vocab is for a launch script"),
+        ([*SEVEN, "--far", "0"], "--far must be greater than 0, got 0"),
+        (SEVEN[:4], "give the engines, for example --generate tp4"),
+        ([], "give a launch script, or --model and --train"),
     ],
 )
 def test_errors_name_the_flag_and_what_works(argv, message, capsys):

@@ -422,17 +422,3 @@ def plain(more):
 def test_refused(make, message):
     with pytest.raises(ValueError, match=message):
         make()
-
-
-@pytest.mark.parametrize(
-    "argv, message",
-    [
-        ([], "give a launch script, or --model and --train"),
-        (["--model", "qwen3-8b", "--train", "tp2"], "give the engines, for example --generate tp4"),
-        (["--model", "qwen3-8b", "--train", "tp2", "--generate", "tp2", "--far", "0"], "--far must be greater than 0"),
-        (["--model", "qwen3-8b", "--train", "tp3", "--generate", "tp3"], "do not divide over 3 tensor parallel ranks"),
-    ],
-)
-def test_errors_on_the_command_line(argv, message, capsys):
-    assert plan.main(argv) == 1
-    assert message in capsys.readouterr().err

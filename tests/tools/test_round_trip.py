@@ -250,7 +250,8 @@ def test_layouts_that_megatron_does_not_build_are_refused(tmp_path, capsys):
     """4 heads in 2 query groups: no rank may have half a head; more ranks than groups are a matter of the version."""
     make_model(tmp_path / "hf", "qwen3", tie_word_embeddings=True)
     argv = ["--load", tmp_path / "hf", "--out", tmp_path / "ckpt", "--train"]
-    expect([*argv, "tp8"], "attention heads of 4 do not divide over 8 tensor parallel ranks", capsys, IMPORT)
+    expect([*argv, "tp8"], "--train tp8: attention heads of 4 do not divide over 8 tensor", capsys, IMPORT)
+    expect([*argv, "tp1,ep2"], "--train tp1,ep2: family qwen3 has no experts that ep2 could spread", capsys, IMPORT)
     assert IMPORT([*map(str, argv), "tp4"]) == 0
     assert "2 query groups are fewer than tp4: Megatron core 0.12 and MindSpeed refuse" in capsys.readouterr().out
     make_model(tmp_path / "6", "qwen3", num_attention_heads=12, num_key_value_heads=4)
