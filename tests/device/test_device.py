@@ -2,11 +2,14 @@
 
 import subprocess
 import sys
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from mindspeed_rl_plugin.device import Device, ProcessMeter, StorageMeter, detect
+from mindspeed_rl_plugin.device.copies import StreamCopier
 
 MIB = 1 << 20
 
@@ -154,3 +157,25 @@ atexit.register(last)
 """
     found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
     assert (found.stdout.split(), found.stderr) == (["before", "after"], "")
+
+
+def test_copies_on_a_side_stream_pass_between_what_was_queued_and_what_waits():
+    order = []
+
+    def stream(name):
+        return SimpleNamespace(
+            name=name,
+            wait_stream=lambda other: order.append(f"{name} waits for {other.name}"),
+            wait_event=lambda event: order.append(f"{name} waits for the event"),
+        )
+
+    current, side = stream("current"), stream("side")
+    event = SimpleNamespace(
+        record=lambda where: order.append(f"event on {where.name}"), synchronize=lambda: order.append("host waits")
+    )
+    api = SimpleNamespace(Stream=lambda: side, Event=lambda: event, current_stream=lambda: current, stream=nullcontext)
+    copies = StreamCopier(api).start(lambda: order.append("copies"))
+    copies.wait()
+    copies.synchronize()
+    last = ["current waits for the event", "host waits"]
+    assert order == ["side waits for current", "copies", "event on side", *last]
