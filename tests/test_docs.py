@@ -1,4 +1,4 @@
-"""The pages name what exists: every relative link leads to a file and a heading, every --rl-* flag is a flag."""
+"""The pages name what exists: relative links lead to a file and a heading, --rl-* flags are flags, paths are there."""
 
 import re
 from pathlib import Path
@@ -12,6 +12,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted(ROOT
 FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]*))?\)")
 FLAG = re.compile(r"--(?:no-)?rl-[a-z][a-z-]*[a-z]")
+CODE = re.compile(r"`((?:[a-z_0-9]+/)+[a-z_0-9]+\.(?:py|sh))`")
 
 
 def anchors(page: Path) -> set[str]:
@@ -30,9 +31,16 @@ def broken_links(page: Path) -> list[str]:
     return broken
 
 
+def missing_files(page: Path) -> list[str]:
+    """Paths of our code in backquotes, from the root, the package or the page's folder, that are not there."""
+    places = (ROOT, ROOT / "mindspeed_rl_plugin", page.parent)
+    return [path for path in CODE.findall(page.read_text()) if not any((place / path).exists() for place in places)]
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_links_and_flags_exist(page):
+def test_links_files_and_flags_exist(page):
     assert broken_links(page) == []
+    assert missing_files(page) == []
     assert set(FLAG.findall(page.read_text())) - set(flag_names()) == set()
 
 
@@ -45,3 +53,5 @@ def test_what_is_not_there_is_seen(tmp_path):
     page = tmp_path / "page.md"
     page.write_text("# A heading: here\n[a](#a-heading-here) [b](#no-heading) [c](gone.md)\n```\n[d](code.md)\n```\n")
     assert broken_links(page) == ["#no-heading", "gone.md"]
+    page.write_text("`tests/run.sh` `stages/table.py` `stages/gone.py`")
+    assert missing_files(page) == ["stages/gone.py"]
