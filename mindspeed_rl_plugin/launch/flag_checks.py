@@ -142,12 +142,12 @@ def _group_size(algorithm: Algorithm, config: RLConfig) -> Iterator[str]:
     if 0 < members < algorithm.members:
         yield (
             f"--rl-samples-per-prompt 1: the advantage {algorithm.advantage!r} compares the responses of one prompt, "
-            "so it would be 0 for every token; draw at least 2"
+            "so it would be 0 for every token; sample at least 2"
         )
     elif members == 1 and algorithm.dynamic_sampling:
         yield (
             "--rl-samples-per-prompt 1: dynamic sampling keeps prompts whose responses earn different rewards, and one "
-            "response has none to differ from; draw at least 2, or give --no-rl-dynamic-sampling"
+            "response has none to differ from; sample at least 2, or give --no-rl-dynamic-sampling"
         )
 
 
@@ -158,7 +158,7 @@ def _filtration(args: Any, algorithm: Algorithm, config: RLConfig) -> Iterator[s
     if members == 1:
         yield (
             f"--rl-filtration {algorithm.filtration}: with --rl-samples-per-prompt 1 there is nothing to choose from; "
-            "draw at least 2, or give --rl-filtration-whole-batch"
+            "sample at least 2, or give --rl-filtration-whole-batch"
         )
     elif args.global_batch_size % members:
         yield (

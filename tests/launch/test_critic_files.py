@@ -63,23 +63,23 @@ def test_a_checkpoint_of_the_same_model_is_good(checkpoint):
     ],
 )
 def test_another_size_is_refused(checkpoint, changes, message):
-    (told,) = problems(checkpoint(**changes))
-    assert message in told
+    (line,) = problems(checkpoint(**changes))
+    assert message in line
 
 
 def test_the_layout_of_a_distributed_checkpoint_is_free(checkpoint):
     assert problems(checkpoint(file="common.pt", tensor_model_parallel_size=1)) == []
-    (told,) = problems(checkpoint(name="other", file="common.pt", ffn_hidden_size=1))
-    assert "--ffn-hidden-size is 1 there and 128 here" in told
+    (line,) = problems(checkpoint(name="other", file="common.pt", ffn_hidden_size=1))
+    assert "--ffn-hidden-size is 1 there and 128 here" in line
 
 
 def test_no_checkpoint(tmp_path, checkpoint):
-    (told,) = problems(str(tmp_path))
-    assert "holds no checkpoint (latest_checkpointed_iteration.txt is missing)" in told
+    (line,) = problems(str(tmp_path))
+    assert "holds no checkpoint (latest_checkpointed_iteration.txt is missing)" in line
     directory = checkpoint()
     (tmp_path / "critic" / files.TRACKER).write_text("6")
-    (told,) = problems(directory)
-    assert "latest_checkpointed_iteration.txt names 6, but there is no" in told
+    (line,) = problems(directory)
+    assert "latest_checkpointed_iteration.txt names 6, but there is no" in line
 
 
 def test_the_reference_is_not_the_critic_beside_it(tmp_path):

@@ -106,8 +106,8 @@ def test_a_state_without_a_record_is_left_to_megatron():
 
 def test_a_changed_batch_is_said_where_the_schedule_counts_by_it():
     recorded = schedule.record(types.SimpleNamespace(**BASE))
-    told = schedule.remark(recorded, types.SimpleNamespace(**{**BASE, "global_batch_size": 16}), 6)
-    assert "was 4, now 16" in told and "the 6 iterations so far are to it 1.5 of the 16 sequences" in told
+    message = schedule.remark(recorded, types.SimpleNamespace(**{**BASE, "global_batch_size": 16}), 6)
+    assert "was 4, now 16" in message and "the 6 iterations so far are to it 1.5 of the 16 sequences" in message
     assert schedule.remark(recorded, types.SimpleNamespace(**BASE), 6) is None
     flat = types.SimpleNamespace(**{**CONSTANT, "global_batch_size": 16, "lr_warmup_iters": 0})
     assert schedule.remark(recorded, flat, 6) is None and schedule.remark(None, flat, 6) is None

@@ -19,19 +19,19 @@ def layers(count, width=2):
 
 
 @pytest.mark.parametrize(
-    ("saved", "told"),
+    ("saved", "expected"),
     [
         (layers(1), "2 weights of the model are not in it (1.bias, 1.weight)"),
         (layers(4), "4 of its weights have no place here (2.bias, 2.weight, 3.bias, ...)"),
         (layers(2, 3), "4 have other shapes (0.bias (3,) there and (2,) here, 0.weight (3, 3) there and"),
     ],
 )
-def test_what_does_not_fit_is_named_and_nothing_is_loaded(saved, told):
+def test_what_does_not_fit_is_named_and_nothing_is_loaded(saved, expected):
     model = layers(2)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     with pytest.raises(ValueError) as error, must_fit([model], "the checkpoint of here"):
         load_as_megatron_does(model, saved.state_dict())
-    assert str(error.value).startswith("the checkpoint of here does not fit the model") and told in str(error.value)
+    assert str(error.value).startswith("the checkpoint of here does not fit the model") and expected in str(error.value)
     assert "export`, then `import`" in str(error.value)
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
     assert "load_state_dict" not in vars(model)
