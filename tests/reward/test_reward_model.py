@@ -1,6 +1,7 @@
 """A reward model as a grader, with tiny random ones: its scores, its tokenizer, what is refused before it is loaded."""
 
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -16,6 +17,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from mindspeed_rl_plugin.config import RLConfig
 from mindspeed_rl_plugin.launch import flag_checks
 from mindspeed_rl_plugin.prompts import PromptStream
 from mindspeed_rl_plugin.reward import GradeItem, RewardError, RewardPool
@@ -214,12 +216,8 @@ def test_weights_that_are_not_whole_are_named(decoder, tmp_path, cut):
 def test_another_tokenizer_is_said_at_the_start(decoder, encoder, tmp_path, monkeypatch):
     save_tokenizer(tmp_path, template=None)
     assert same_tokenizer(str(decoder), str(tmp_path)) and not same_tokenizer(str(encoder), str(tmp_path))
-    config = SimpleNamespace(
-        data=SimpleNamespace(tokenizer=None),
-        reward=SimpleNamespace(reward=("math", f"model:{decoder}", f"model:{encoder}=2")),
-        rollout=SimpleNamespace(top_p=1.0, top_k=0),
-        algorithm=SimpleNamespace(clip_low=None),
-    )
+    graders = ("math", f"model:{decoder}", f"model:{encoder}=2")
+    config = replace(RLConfig(), reward=replace(RLConfig().reward, reward=graders))
     monkeypatch.setattr(flag_checks.RLConfig, "from_args", lambda args: config)
     monkeypatch.setattr(flag_checks, "tokenizer_path", lambda args: str(tmp_path))
     (line,) = flag_checks.warnings(SimpleNamespace())
