@@ -27,9 +27,11 @@ from mindspeed_rl_plugin.loop.topology import Topology
 from mindspeed_rl_plugin.monitor.monitor import Monitor
 from mindspeed_rl_plugin.ranks import Collectives
 from mindspeed_rl_plugin.reshard.host_memory import HostMemoryBudget
+from mindspeed_rl_plugin.reshard.host_weights import HostWeights
 from mindspeed_rl_plugin.reshard.layout import EngineParallel, ModelShape, Parallel
-from mindspeed_rl_plugin.reshard.offload import HostWeights, TrainState, unwrap
+from mindspeed_rl_plugin.reshard.offload import TrainState
 from mindspeed_rl_plugin.reshard.resharder import Resharder
+from mindspeed_rl_plugin.reshard.storages import unwrap
 from mindspeed_rl_plugin.rows import Sampling
 from mindspeed_rl_plugin.stages import prompts
 from mindspeed_rl_plugin.stages.advantages import Advantages

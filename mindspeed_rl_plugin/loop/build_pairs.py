@@ -18,7 +18,7 @@ from mindspeed_rl_plugin.loop.schedules import Job, PairSchedule
 from mindspeed_rl_plugin.loop.start import Start
 from mindspeed_rl_plugin.loop.topology import Topology
 from mindspeed_rl_plugin.ranks import Collectives, on_rank_0, weights_digest
-from mindspeed_rl_plugin.reshard.offload import HostWeights
+from mindspeed_rl_plugin.reshard.host_weights import HostWeights
 from mindspeed_rl_plugin.stages.evaluate import Due, EvaluatePairs
 from mindspeed_rl_plugin.stages.measure import IterationLog
 from mindspeed_rl_plugin.stages.pairs import pair_rows

@@ -25,7 +25,7 @@ from mindspeed_rl_plugin.loop.build_pairs import Reference, build_pair_loop
 from mindspeed_rl_plugin.loop.inputs import Inputs
 from mindspeed_rl_plugin.loop.loop import Loop
 from mindspeed_rl_plugin.loop.start import TRAINED, Start
-from mindspeed_rl_plugin.reshard.offload import HostWeights
+from mindspeed_rl_plugin.reshard.host_weights import HostWeights
 from mindspeed_rl_plugin.rows import Group
 from mindspeed_rl_plugin.stages import update
 from mindspeed_rl_plugin.stages.measure import Rollout, prepare_dumps

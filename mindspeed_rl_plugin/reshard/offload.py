@@ -27,11 +27,8 @@ from mindspeed_rl_plugin.device import Device, get_device
 from mindspeed_rl_plugin.device.copies import Copying
 from mindspeed_rl_plugin.reshard import storages
 from mindspeed_rl_plugin.reshard.host_memory import HostMemoryBudget, HostPieces, Place, beside
-from mindspeed_rl_plugin.reshard.host_weights import HostWeights
-from mindspeed_rl_plugin.reshard.storages import bytes_of, keep_wide, unwrap
+from mindspeed_rl_plugin.reshard.storages import bytes_of, keep_wide
 from mindspeed_rl_plugin.reshard.verify import BLOCK_BYTES, WeightMismatch, storage_digests
-
-__all__ = ["CATEGORIES", "HostWeights", "TrainState", "gathered", "unwrap"]
 
 CATEGORIES = ("params", "grads", "optimizer")
 SHOWN = 4  # names that an error lists

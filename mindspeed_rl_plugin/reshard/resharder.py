@@ -32,7 +32,6 @@ from mindspeed_rl_plugin.reshard.layout import (
 )
 from mindspeed_rl_plugin.reshard.live import (
     SHOWN,
-    differences,
     engine_storage,
     raise_if,
     stored_parameters,
@@ -50,8 +49,6 @@ from mindspeed_rl_plugin.reshard.verify import (
     layout_digests,
     weights_digest,
 )
-
-__all__ = ["MODES", "Resharder", "Transfer", "differences", "stored_parameters"]
 
 MODES = ("stream", "allgather")
 

@@ -15,7 +15,7 @@ from megatron.training.initialize import initialize_megatron  # noqa: E402
 from megatron.training.models.gpt import GPTModelBuilder  # noqa: E402
 
 from mindspeed_rl_plugin.reshard.layout import ModelShape, Parallel, megatron_shapes  # noqa: E402
-from mindspeed_rl_plugin.reshard.resharder import differences  # noqa: E402
+from mindspeed_rl_plugin.reshard.live import differences  # noqa: E402
 
 PLAIN = (
     "--num-layers 3 --hidden-size 64 --num-attention-heads 4 --ffn-hidden-size 128 --seq-length 64 "

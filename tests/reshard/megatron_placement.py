@@ -1,4 +1,4 @@
-"""Compares Parallel with Megatron's RankGenerator, layer counts and layer offsets. Run by test_reshard_layout."""
+"""Compares Parallel with Megatron's RankGenerator, layer counts and layer offsets. Run by test_parallel."""
 
 from mindspeed_rl_plugin.host import activate_if_needed
 

@@ -33,8 +33,10 @@ from reshard_reference import E_BIAS, engine_weights, megatron_weights, random_w
 
 from mindspeed_rl_plugin.engine.protocol import generate  # noqa: E402
 from mindspeed_rl_plugin.reshard.layout import EngineParallel, ModelShape, Parallel  # noqa: E402
-from mindspeed_rl_plugin.reshard.offload import TrainState, gathered, unwrap  # noqa: E402
-from mindspeed_rl_plugin.reshard.resharder import Resharder, stored_parameters  # noqa: E402
+from mindspeed_rl_plugin.reshard.live import stored_parameters  # noqa: E402
+from mindspeed_rl_plugin.reshard.offload import TrainState, gathered  # noqa: E402
+from mindspeed_rl_plugin.reshard.resharder import Resharder  # noqa: E402
+from mindspeed_rl_plugin.reshard.storages import unwrap  # noqa: E402
 from mindspeed_rl_plugin.rows import GenerateRequest, SampleId, Sampling  # noqa: E402
 
 VOCAB, PROMPT, ANSWER, STEPS = 256, 5, 8, 3  # a vocabulary that nobody pads

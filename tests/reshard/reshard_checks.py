@@ -8,8 +8,9 @@ import torch
 from mindspeed_rl_plugin.device import StorageMeter
 from mindspeed_rl_plugin.reshard import resharder as resharder_module
 from mindspeed_rl_plugin.reshard.layout import engine_layout, megatron_layout
-from mindspeed_rl_plugin.reshard.offload import gathered, unwrap
+from mindspeed_rl_plugin.reshard.offload import gathered
 from mindspeed_rl_plugin.reshard.resharder import Resharder
+from mindspeed_rl_plugin.reshard.storages import unwrap
 from mindspeed_rl_plugin.reshard.verify import WeightMismatch
 from mindspeed_rl_plugin.tools.plan.estimate import weights_by_layer
 from mindspeed_rl_plugin.tools.plan.flow import Cells

@@ -36,10 +36,13 @@ from reshard_checks import BUCKET, check_memory, check_modes, check_verification
 from reshard_reference import assemble, engine_weights, megatron_weights, random_weights  # noqa: E402
 
 from mindspeed_rl_plugin.reshard.host_memory import HostMemoryBudget  # noqa: E402
+from mindspeed_rl_plugin.reshard.host_weights import HostWeights  # noqa: E402
 from mindspeed_rl_plugin.reshard.layout import ModelShape, Parallel  # noqa: E402
-from mindspeed_rl_plugin.reshard.offload import HostWeights, TrainState, gathered, unwrap  # noqa: E402
+from mindspeed_rl_plugin.reshard.live import stored_parameters  # noqa: E402
+from mindspeed_rl_plugin.reshard.offload import TrainState, gathered  # noqa: E402
 from mindspeed_rl_plugin.reshard.p2p import P2PChannel  # noqa: E402
-from mindspeed_rl_plugin.reshard.resharder import Resharder, stored_parameters  # noqa: E402
+from mindspeed_rl_plugin.reshard.resharder import Resharder  # noqa: E402
+from mindspeed_rl_plugin.reshard.storages import unwrap  # noqa: E402
 
 SEQ, MICRO_BATCHES = 16, 2
 

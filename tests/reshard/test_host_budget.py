@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from mindspeed_rl_plugin.device import Device
 from mindspeed_rl_plugin.reshard import host_memory
 from mindspeed_rl_plugin.reshard.host_memory import GRANULE, HostMemoryBudget, HostPieces, powers_of_two
-from mindspeed_rl_plugin.reshard.offload import HostWeights, TrainState
+from mindspeed_rl_plugin.reshard.host_weights import HostWeights
+from mindspeed_rl_plugin.reshard.offload import TrainState
 
 MB = 1 << 20
 

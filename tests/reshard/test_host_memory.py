@@ -20,7 +20,8 @@ import resource, sys
 sys.path.insert(0, {str(TESTS)!r})
 import torch
 from mindspeed_rl_plugin.device import Device
-from mindspeed_rl_plugin.reshard.offload import HostWeights, TrainState
+from mindspeed_rl_plugin.reshard.host_weights import HostWeights
+from mindspeed_rl_plugin.reshard.offload import TrainState
 
 model = torch.nn.ModuleList(torch.nn.Linear(1 << 10, 10 << 10, bias=False) for _ in range(2))
 before = [p.detach().clone() for p in model.parameters()]

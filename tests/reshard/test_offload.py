@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from mindspeed_rl_plugin.device import Device, StorageMeter
-from mindspeed_rl_plugin.reshard.offload import HostWeights, TrainState, gathered
+from mindspeed_rl_plugin.reshard.host_weights import HostWeights
+from mindspeed_rl_plugin.reshard.offload import TrainState, gathered
 from mindspeed_rl_plugin.reshard.verify import WeightMismatch
 
 CPU = Device("cpu")
