@@ -10,10 +10,9 @@ import pytest
 
 from mindspeed_rl_plugin.algorithms.estimators import ADVANTAGES
 from mindspeed_rl_plugin.config import RLConfig, config_problems, flag_name
-from mindspeed_rl_plugin.config.upstream import REFUSED, ROUTING, RUN, UPSTREAM, WHOLE, model_refusals, refusals
+from mindspeed_rl_plugin.config.upstream import OWN_RL, REFUSED, ROUTING, RUN, UPSTREAM, WHOLE, model_refusals, refusals
 from mindspeed_rl_plugin.launch import flag_checks
 from mindspeed_rl_plugin.launch.inputs import read_inputs
-from mindspeed_rl_plugin.prompts import check_vocabulary, tokenizer_path
 
 # A model with experts instead, and one with multi-latent attention besides.
 MOE = {
@@ -235,6 +234,28 @@ def test_refused(build, changes, expected):
     assert len(set(lines)) == len(lines)
 
 
+# Upstream's flags that are refused, but for those of Megatron's own RL (test_upstream_parsers.py).
+KNOWN = """
+activation_func_clamp_value add_bias_linear add_dense_bias add_output_layer_bias add_rmsnorm_offset apply_layernorm_1p
+apply_residual_connection_post_layernorm async_log_allreduce attention_dropout attention_output_gate
+attn_logit_softcapping ckpt_convert_format cla_share_factor cuda_graph_impl decrease_batch_size_if_needed
+dim_model_base dynamic_factor embedding_multiplier_scale enable_cuda_graph enable_dsa_indexer enable_high_availability
+experimental_attention_variant external_cuda_graph fc_type fp16 fp4 fp8 full_attention_interval geglu gelu_tanh
+glu_linear_offset gtp_weight_remat_size heterogeneous_layers_config_encoded_json heterogeneous_layers_config_path
+hidden_dropout hybrid_layer_pattern hybrid_override_pattern inprocess_restart input_embeds_norm
+interleave_sliding_window is_hybrid_model iterations_to_skip layernorm_zero_centered_gamma layerzero lora_dropout
+lora_target_modules mla_mm_split moe_apply_probs_on_input moe_expert_capacity_factor moe_input_jitter_eps
+moe_latent_size moe_router_force_biased moe_router_force_load_balancing moe_shared_expert_gate moe_use_upcycling
+no_post_layer_norm no_rope_freq no_save_optim no_save_rng non_persistent_save_interval noop_layers normalization
+openai_gelu optimize_send_recv_comm output_logit_softcapping output_multiplier_scale partial_rotary_factor
+perform_rl_step phase_transition_iterations position_embedding_type post_norm qk_l2_norm query_pre_attn_scalar
+quick_geglu rampup_batch_size reset_attention_mask reset_position_ids retro_add_retriever reuse_fp32_param
+rotary_interleaved rotary_percent rotary_seq_len_interpolation_factor scale_depth scale_emb sft share_kvstates
+skip_train sliding_window softmax_scale softmax_type squared_relu stage step_batch_size_schedule swiglu tp_2d
+train_samples use_custom_fsdp use_glm_rope use_legacy_models use_megatron_fsdp use_mup use_nd_matmul
+use_shared_expert_gate use_torch_fsdp2 vision_pretraining window_size
+"""
+
 REFUSING = [row for row in UPSTREAM if row.verdict == REFUSED]
 
 
@@ -258,6 +279,7 @@ def test_lists_are_shown_as_they_were_given():
 
 def test_the_table_of_upstreams_flags_names_each_once_and_is_walked_whole(build):
     assert len({row.name for row in UPSTREAM}) == len(UPSTREAM)
+    assert {row.name for row in REFUSING} - {row.name for row in OWN_RL} == set(KNOWN.split())
     tried = {RUN: {}, WHOLE: {}, "model": {}, "experts": MOE, "latent": DEEPSEEK, ROUTING: MOE}
     for about, base in tried.items():
         row = next(row for row in REFUSING if row.about == about)
@@ -334,33 +356,6 @@ def test_checks_change_nothing(build):
     flag_checks.check_args(args)
     flag_checks.warnings(args)
     assert vars(args) == before
-
-
-@pytest.mark.parametrize(
-    ("attributes", "size", "expected"),
-    [
-        ({"padded_vocab_size": 128}, 129, "129 tokens ... 128 ... --rl-tokenizer"),
-        ({"padded_vocab_size": 256, "vocab_size": 200}, 201, "201 tokens ... --vocab-size says 200"),
-        ({"padded_vocab_size": 128}, 128, None),
-        ({"padded_vocab_size": 128, "vocab_size": None}, 100, None),
-        ({}, 10**6, None),
-    ],
-)
-def test_vocabulary(attributes, size, expected):
-    args = types.SimpleNamespace(**attributes)
-    if expected is None:
-        check_vocabulary(args, size)
-        return
-    with pytest.raises(ValueError) as error:
-        check_vocabulary(args, size)
-    assert names(str(error.value), expected)
-
-
-def test_tokenizer_falls_back(build):
-    args = build({"--rl-tokenizer": None, "--rl-hf-model": ["hf"], "tokenizer_model": "tm"})
-    assert tokenizer_path(args) == "hf"
-    assert tokenizer_path(build({"--rl-tokenizer": None, "tokenizer_model": "tm"})) == "tm"
-    assert tokenizer_path(build({"--rl-tokenizer": None, "tokenizer_name_or_path": "npu"})) == "npu"
 
 
 def test_warnings(build, tmp_path):
