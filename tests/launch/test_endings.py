@@ -61,13 +61,16 @@ def test_an_error_keeps_its_traceback_and_leaves_its_reason_to_torchrun(ending):
     assert done.reason == "rank 3 stops: OfTheUser: the grader\nreturned nan"
 
 
-def test_an_interrupted_run_is_one_line_of_the_first_rank(ending, tmp_path):
+def test_an_interrupted_run_is_one_line_of_the_first_rank(ending, tmp_path, monkeypatch, capsys):
     done = ending("interrupted")
     assert done.code != 0 and done.err.startswith("[rl] interrupted in iteration 7; no checkpoint was saved")
     assert done.err.count("\n") == 1 and done.reason is None
     (tmp_path / checkpoint_files.TRACKER).write_text("5")
-    assert f"the last checkpoint is of iteration 5 in {tmp_path}" in ending("interrupted").err
-    assert ending("interrupted", rank=1).err == ""
+    line = endings.interrupted(SimpleNamespace(save=str(tmp_path), curr_iteration=6))
+    assert f"the last checkpoint is of iteration 5 in {tmp_path}" in line
+    monkeypatch.setenv("RANK", "1")
+    endings._uncaught(KeyboardInterrupt, KeyboardInterrupt(), None)
+    assert capsys.readouterr().err == ""
 
 
 def test_a_refusal_is_said_once_a_machine_and_marked_once(monkeypatch):
