@@ -10,7 +10,7 @@ that the wire, not the shared cores, decides. The work grows with the nodes (wea
 each puts `--groups` groups of 8 responses, and reads an equal contiguous share of every state. Arms, all of them the
 real dock:
 
-    central-padded   one warehouse and all controllers on node 0, columns padded to the longest row
+    central-padded   all rows in the warehouse of node 0, columns padded to the longest row
     hash-padded      a warehouse a node, groups placed by hash, padded: the paper's transfer dock
     local-packed     a warehouse a node, packed, rows placed where they are read: this project's default
 

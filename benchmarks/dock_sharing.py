@@ -30,7 +30,7 @@ import docks
 import work
 
 from mindspeed_rl_plugin.dock import ColumnSpec, StateSpec, make_docks
-from mindspeed_rl_plugin.dock.distributed.cells import Buffers
+from mindspeed_rl_plugin.dock.cells import Buffers
 from mindspeed_rl_plugin.rows import Ragged, Rows, SampleId
 
 ARMS = ("all-map", "read-and-share")
@@ -67,7 +67,7 @@ def rank_of_the_group(rank: int, folder: str, world: int, repeats: int) -> None:
     columns += [ColumnSpec(c, docks._dtype(t), "sample", False) for c, t in work.DENSE.items()]
     states = [StateSpec(arm, tuple(work.COLUMNS), ()) for arm in ARMS]
     # For the first arm all ranks are one consumer, for the second each is one of its own.
-    together, alone = make_docks(columns, states, [(0, 1), (rank, world)], medium="shm", group=dist.group.WORLD)
+    together, alone = make_docks(columns, states, [(0, 1), (rank, world)], group=dist.group.WORLD)
     found: dict[tuple[str, int], list[float]] = {}
     epoch = 0
     for batch in BATCHES:

@@ -1,11 +1,13 @@
 """How fast rows move through this project's dock, beside its peers and the machine's limit.
 
     python benchmarks/transfer_dock.py --json OUT.json [--scale 0.1] [--arms dock-shm,ray] [--cases short/64]
+    python benchmarks/transfer_dock.py --json OUT.json --arms dock-shm --repeats 5 --before WORKTREE
 
 All arms run interleaved in one go, several times; figures are medians over the repeats. Two processes put half of the
 rows each, then four worker states one after the other read all rows in batches, shared by both processes, and write
 one column back. A get ends when every byte lies in contiguous tensors of the reader's own; all reads are compared by
-checksum outside the timed part. See README.md beside this file for the metrics.
+checksum outside the timed part. --before: the same arm of another tree takes its turns too, and each figure is
+compared as a ratio, median of the repeats' own ratios. See README.md beside this file for the metrics.
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ sys.path.insert(0, str(HERE / "transfer"))
 
 import work  # noqa: E402
 
-ARMS = ("dock-shm", "dock-ray", "transferqueue", "ray", "memcpy")
+ARMS = ("dock-shm", "dock-tcp", "transferqueue", "ray", "memcpy")
+BEFORE = " before"  # ends the name of an arm of another tree
 CASES = ("short/64", "short/512", "long/64", "long/512")
 WORLD = 2
 ARM_SECONDS = 900.0  # of all cases of an arm in one repeat
@@ -64,24 +67,32 @@ PEER_TARGETS = {
     },
 }
 LARGEST = {"small_get_p50_ms": 0.5, "alone_small_get_p50_ms": 0.5, "bytes_ratio": 1.02}  # in every case
-DOCKS = ("dock-shm", "dock-ray")
+DOCKS = ("dock-shm", "dock-tcp")
+# What a tree must hold of the one before it: metric -> smallest ratio, and largest.
+THROUGHPUT = {m: 0.9 for m in ("put_mb_s", "get_mb_s", "write_back_mb_s", "far_get_mb_s")}
+LATENCY = {"alone_small_get_p50_ms": 1.15}
 
 
 class Arm:
     """The processes of one arm, driven in step. settings: of the arm, where it takes some; seconds: until they are
-    ended, whatever they do."""
+    ended, whatever they do; tree: whose code it runs."""
 
     def __init__(
-        self, name: str, python: Path, settings: dict[str, Any] | None = None, seconds: float = ARM_SECONDS
+        self,
+        name: str,
+        python: Path,
+        settings: dict[str, Any] | None = None,
+        seconds: float = ARM_SECONDS,
+        tree: Path = HERE.parent,
     ) -> None:
         self.name, self.seen = name, set[Path]()
         given = [] if settings is None else [json.dumps(settings)]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-        environment["PYTHONPATH"] = str(HERE.parent)
+        environment["PYTHONPATH"] = str(tree)
         environment.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(32))
         self._workers = [
             subprocess.Popen(
-                [str(python), str(HERE / "transfer" / "worker.py"), name, str(rank), str(WORLD), *given],
+                [str(python), str(tree / "benchmarks" / "transfer" / "worker.py"), name, str(rank), str(WORLD), *given],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,
@@ -201,7 +212,7 @@ def measure(arm: Arm, directory: Path, batch: int, samples: int) -> dict[str, fl
     }
     if arm.name == "ray":
         out["view_get_mb_s"] = rate(per_rank, "bytes", "view_seconds")
-    if arm.name == "dock-ray":
+    if arm.name == "dock-tcp":
         out["far_get_mb_s"] = rate(arm.do("far"))
     arm.do("clear")
     return out
@@ -240,8 +251,10 @@ def cases(names: Sequence[str], scale: float) -> Iterator[dict[str, Path]]:
         yield found
 
 
-def run(names: Sequence[str], chosen: Sequence[str], repeats: int, scale: float) -> Iterator[Seen]:
-    """After each repeat the values so far."""
+def run(
+    names: Sequence[str], chosen: Sequence[str], repeats: int, scale: float, before: Path | None = None
+) -> Iterator[Seen]:
+    """After each repeat the values so far. before: another tree, whose docks take turns with this one's."""
     seen: Seen = {}
     pythons = {}
     for name in names:
@@ -249,12 +262,16 @@ def run(names: Sequence[str], chosen: Sequence[str], repeats: int, scale: float)
             pythons[name] = interpreter(name)
         except subprocess.CalledProcessError as error:
             print(f"arm {name} is left out: {error}", file=sys.stderr)
+    trees = dict.fromkeys(pythons, HERE.parent)
+    if before is not None:
+        for name in [n for n in pythons if n in DOCKS]:
+            pythons[name + BEFORE], trees[name + BEFORE] = pythons[name], before
     with cases(chosen, scale) as directories:
         samples = len(work.load(next(iter(directories.values()))).checks["row"])
         for repeat in range(repeats):
             order = list(pythons)[repeat % len(pythons) :] + list(pythons)[: repeat % len(pythons)]
             for name in order:
-                with closing(Arm(name, pythons[name])) as arm:
+                with closing(Arm(name.removesuffix(BEFORE), pythons[name], tree=trees[name])) as arm:
                     for case in chosen:
                         kind, batch = case.split("/")
                         for metric, value in measure(arm, directories[kind], int(batch), samples).items():
@@ -295,6 +312,21 @@ def targets(seen: Mapping[tuple[str, str, str], Sequence[float]]) -> list[dict[s
     return out
 
 
+def compared(seen: Mapping[tuple[str, str, str], Sequence[float]]) -> list[dict[str, Any]]:
+    """This tree over the one before it, as rows like those of `targets`."""
+    out = []
+    for (arm, case, metric), values in seen.items():
+        others = seen.get((arm + BEFORE, case, metric))
+        if not others or metric not in THROUGHPUT | LATENCY:
+            continue
+        value = statistics.median(mine / other for mine, other in zip(values, others, strict=False))
+        limit = THROUGHPUT.get(metric) or LATENCY[metric]
+        asked, reached = (">=", value >= limit) if metric in THROUGHPUT else ("<=", value <= limit)
+        row = {"arm": arm, "case": case, "metric": f"{metric} after over before", "value": value, "unit": "ratio"}
+        out.append({**row, "target": f"{asked} {limit:g}", "reached": reached})
+    return out
+
+
 def target_table(rows: Sequence[dict[str, Any]]) -> str:
     """`targets` as a Markdown table."""
     lines = ["| arm | case | target | measured | asked | reached |", "|---|---|---|---|---|---|"]
@@ -311,7 +343,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     value = {(r["arm"], r["case"], r["metric"]): r["value"] for r in rows}
     lines = [f"| case | arm | {' | '.join(metrics)} |", f"|---|---|{'---|' * len(metrics)}"]
     for case in dict.fromkeys(r["case"] for r in rows):
-        for arm in ARMS:
+        for arm in dict.fromkeys(a for a, *_ in value):
             if any(a == arm and c == case for a, c, _ in value):
                 cells = [f"{value[arm, case, m]:.4g}" if (arm, case, m) in value else "" for m in metrics]
                 lines.append(f"| {case} | {arm} | {' | '.join(cells)} |")
@@ -326,6 +358,7 @@ def main() -> None:
     parser.add_argument("--cases", default=",".join(CASES), help="samples/batch, default %(default)s")
     parser.add_argument("--repeats", type=int, default=3, help="passes of each arm, default %(default)s")
     parser.add_argument("--scale", type=float, default=1.0, help="part of the 4096 samples, default %(default)s")
+    parser.add_argument("--before", type=Path, help="another tree of this project, whose docks are compared with these")
     args = parser.parse_args()
     names, chosen = args.arms.split(","), args.cases.split(",")
     for given, known in ((names, ARMS), (chosen, CASES)):
@@ -334,8 +367,8 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # or the rows would stay in /dev/shm
     before = os.getloadavg()[0]
     begin = time.monotonic()
-    for seen in run(names, chosen, args.repeats, args.scale):
-        rows, wanted = medians(seen), targets(seen)
+    for seen in run(names, chosen, args.repeats, args.scale, args.before):
+        rows, wanted = medians(seen), targets(seen) + compared(seen)
         args.json.write_text(json.dumps(rows + wanted, indent=1) + "\n")
     print(table(rows))
     print(f"\n## targets\n\n{target_table(wanted)}\n")

@@ -1,85 +1,49 @@
-"""The arms of this project: the dock over one node's shared memory, and over two warehouses with sockets between."""
+"""The arms of this project: the dock of one machine, over shared memory, and that of two machines, over TCP."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import work
 
-from mindspeed_rl_plugin.dock.api import ColumnSpec, Lease, StateSpec
-from mindspeed_rl_plugin.dock.distributed import frames
-from mindspeed_rl_plugin.dock.distributed.cells import Buffers
-from mindspeed_rl_plugin.dock.distributed.client import DistributedDock
-from mindspeed_rl_plugin.dock.distributed.fleet import Member
-from mindspeed_rl_plugin.dock.distributed.outbox import Outbox
-from mindspeed_rl_plugin.dock.distributed.records import Record
-from mindspeed_rl_plugin.rows import Ragged, Rows, SampleId
+from mindspeed_rl_plugin.dock import ColumnSpec, Lease, Ragged, Rows, SampleId, StateSpec, rpc, server
+from mindspeed_rl_plugin.dock.cells import Buffers
+from mindspeed_rl_plugin.dock.factory import Member
 
 SECONDS = 120.0
-FROM_WAREHOUSES = ("cells", "extents", "committed", "record")  # kinds of message
 
 
 class Messages:
-    """Bytes of all messages that this process sends, its service's answers included. both: also of what comes from
-    warehouses, where they are processes of their own, which count nothing."""
+    """Bytes of all messages that this process sends, its server's answers included."""
 
-    def __init__(self, both: bool) -> None:
-        self.nbytes = 0
-        self._encode, frames.encode = frames.encode, self._sent
-        self._decode = frames.decode
-        self._put = Outbox.put
-        if both:
-            frames.decode = self._received
-        else:
-            Outbox.put = lambda outbox, record: self._told(outbox, record)
+    def __init__(self) -> None:
+        self.nbytes, self._frame = 0, rpc.frame
+        rpc.frame = server.frame = self._sent
 
-    def _sent(self, message: frames.Message) -> list[memoryview | bytes]:
-        buffers = self._encode(message)
+    def _sent(self, message: Any, bulk: Any = ()) -> list[Any]:
+        buffers = self._frame(message, bulk)
         self.nbytes += sum(len(b) for b in buffers)
         return buffers
 
-    def _told(self, outbox: Outbox, record: Record) -> None:
-        self.nbytes += len(record.encoded)
-        self._put(outbox, record)
-
-    def _received(self, head: bytes, payload: Any) -> frames.Message:
-        message = self._decode(head, payload)
-        if message.kind in FROM_WAREHOUSES:
-            # None: one array, read straight to where its reader wants it.
-            arrays = json.loads(head)["arrays"] if payload is None else []
-            self.nbytes += len(head) + (sum(n for _, _, (n,) in arrays) if payload is None else len(payload))
-        return message
-
 
 class Dock:
-    """`dock-shm`: both ranks on one node; `dock-ray`: each rank a node of its own whose warehouse is a process
-    that Ray places, TCP between the nodes."""
+    """`dock-shm`: both ranks on one machine; `dock-tcp`: each rank on a machine of its own."""
 
     def __init__(self, name: str, rank: int, world: int, exchange: Callable[[Any], list[Any]]) -> None:
-        self._exchange, self._rank = exchange, rank
-        self._messages = Messages(both=name == "dock-ray")
+        self._exchange, self._messages = exchange, Messages()
         columns = [ColumnSpec(c, _dtype(t), "token", True) for c, t in work.RAGGED.items()]
         columns += [ColumnSpec(c, _dtype(t), "sample", False) for c, t in work.DENSE.items()]
         columns += [ColumnSpec(c, torch.float32, "token", True) for c in work.STATES.values()]
         states = [StateSpec(s, tuple(work.COLUMNS), (c,)) for s, c in work.STATES.items()]
         states += [StateSpec("probe", work.PROBE, ())]
-        alone = name == "dock-shm"
-        states += [] if alone else [StateSpec("far", tuple(work.COLUMNS), ())]
-        self._member = Member(
-            columns,
-            states,
-            rank=rank,
-            world=world,
-            exchange=exchange,
-            node="" if alone else f"node-{rank}",
-            host="" if alone else "127.0.0.1",
-            ray=not alone,
-        )
-        self._dock = DistributedDock(columns, states, self._member.connections, leader=rank == 0, deadline=SECONDS)
+        near = {} if name == "dock-shm" else {"node": f"node-{rank}", "host": "127.0.0.1"}
+        states += [StateSpec("far", tuple(work.COLUMNS), ())] if near else []
+        self._member = Member(columns, states, rank=rank, world=world, exchange=exchange, **near)
+        self._dock = self._member.dock(deadline=SECONDS)
         self._buffers = Buffers()
+        self._epoch = -1
 
     def begin(self, epoch: int, samples: int) -> None:
         """Open an epoch."""
@@ -134,7 +98,7 @@ class Dock:
 
     def moved(self) -> int:
         """Bytes that left this process, and those it copied through shared memory."""
-        traffic = self._member.connections.traffic
+        traffic = self._dock.traffic
         local = (n for part in (traffic.read, traffic.written) for (*_, where), n in part.items() if where == "local")
         return self._messages.nbytes + sum(local)
 

@@ -22,11 +22,9 @@ import work
 from limiter import Link
 from worker import Pipe
 
-from mindspeed_rl_plugin.dock.api import ColumnSpec, StateSpec
-from mindspeed_rl_plugin.dock.distributed.cells import Buffers
-from mindspeed_rl_plugin.dock.distributed.client import DistributedDock
-from mindspeed_rl_plugin.dock.distributed.fleet import Limits, Member
-from mindspeed_rl_plugin.rows import Ragged, Rows, SampleId
+from mindspeed_rl_plugin.dock import ColumnSpec, Limits, Ragged, Rows, SampleId, StateSpec
+from mindspeed_rl_plugin.dock.cells import Buffers
+from mindspeed_rl_plugin.dock.factory import Member
 
 SECONDS = 300.0
 BATCH = 64
@@ -35,9 +33,13 @@ LIMITS = Limits(segment_bytes=8 << 20)  # small, for many nodes share one machin
 DTYPES = {name: torch.from_numpy(np.empty(0, kind)).dtype for name, kind in work.RAGGED.items()}
 
 
-def hashed(nodes: int) -> Any:
-    """Homes by a hash of the group: even over the nodes, regardless of who writes or reads it."""
-    return lambda epoch, groups: (np.arange(groups) * 2654435761 % 2**32 >> 7) % nodes
+def owners(arm: str, nodes: int) -> Any:
+    """(epoch, groups) -> node of each group: the first one, or by a hash, which is even over the nodes regardless of
+    who writes or reads; None for the dock's own choice."""
+    if arm == "central-padded":
+        return lambda epoch, groups: np.zeros(groups, np.int64)
+    hashed = lambda epoch, groups: (np.arange(groups) * 2654435761 % 2**32 >> 7) % nodes  # noqa: E731
+    return hashed if arm == "hash-padded" else None
 
 
 def lengths_of(groups: int) -> np.ndarray:
@@ -73,11 +75,10 @@ def flow(
         node=f"node-{rank}",
         host=address,
         limits=LIMITS,
-        homes=hashed(nodes) if arm == "hash-padded" else None,
-        central=arm == "central-padded",
+        owners=owners(arm, nodes),
+        heartbeat=SECONDS,
     )
-    net = member.connections
-    dock = DistributedDock(columns, states, net, consumer=rank, consumers=nodes, leader=rank == 0, deadline=SECONDS)
+    dock = member.dock(deadline=SECONDS)
     groups, buffers = groups_a_node * nodes, Buffers()
     lengths = lengths_of(groups)
     if arm != "local-packed":
@@ -97,7 +98,8 @@ def flow(
         dock.put(rows)
     rows_read = 0
     for state, column in work.STATES.items():
-        while len(lease := dock.lease(state, max_rows=BATCH, deadline=SECONDS, into=buffers)):
+        for batch in batches:
+            lease = dock.lease(state, ids=batch.ids, deadline=SECONDS, into=buffers)
             tokens = lease.rows["tokens"]
             for i, sample in enumerate(lease.rows.ids):  # whoever put it filled it with its rank
                 if int(tokens.row(i)[-1]) != sample.group // groups_a_node + 1:
@@ -107,7 +109,7 @@ def flow(
     end = {"seconds": time.perf_counter() - begin, "cpu": time.process_time() - cpu}
     exchange(None)  # others may still read from here
     end["wire"] = link() - wire
-    remote = sum(n for part in (net.traffic.read, net.traffic.written) for (*_, w), n in part.items() if w == "remote")
+    remote = sum(moved.nbytes for moved in dock.traffic.take() if moved.where == "remote")
     dock.close()
     return {**end, "rows": rows_read, "remote": remote}
 

@@ -158,7 +158,7 @@ class Worker:
 
 def make_arm(name: str, rank: int, world: int, pipe: Pipe, settings: dict[str, Any]) -> Any:
     """The arm `name`; each lives in a file that imports no other arm's packages."""
-    if name in ("dock-shm", "dock-ray"):
+    if name in ("dock-shm", "dock-tcp"):
         import docks
 
         return docks.Dock(name, rank, world, pipe.exchange)

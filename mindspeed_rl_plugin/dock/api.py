@@ -1,4 +1,4 @@
-"""What every dock offers: declared columns and states, leases, and the `Dock` Protocol.
+"""What a dock's users declare and get: columns, worker states, leases.
 
 A dock knows nothing about algorithms: who uses a column declares it, and a worker state is a name with the
 columns it reads and writes. A row is *ready* for a state when all columns that the state reads are committed;
@@ -10,14 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
 
 import torch
 
-from mindspeed_rl_plugin.dock.traffic import Traffic
-from mindspeed_rl_plugin.rows import Rows, SampleId
+from mindspeed_rl_plugin.rows import Column, Ragged, Rows, SampleId
 
 LEVELS = ("token", "sample", "group")
+SHOWN = 4  # items of a list in a message
 
 
 @dataclass(frozen=True)
@@ -47,6 +46,26 @@ class ColumnSpec:
         form = "ragged" if self.ragged else "dense"
         return f"{self.level} {form} {str(self.dtype).removeprefix('torch.')} {list(self.trailing)}"
 
+    def check(self, column: Column) -> None:
+        """Raise ValueError unless `column` is a well-formed column of this declaration."""
+        if isinstance(column, Ragged) != self.ragged:
+            wants, got = ("Ragged", "a tensor") if self.ragged else ("a tensor", "Ragged")
+            raise ValueError(f"column {self.name!r} is declared {self.describe()}: pass {wants}, not {got}")
+        values = column.values if isinstance(column, Ragged) else column
+        if values.dtype != self.dtype:
+            raise ValueError(f"column {self.name!r} is declared {self.dtype}, got {values.dtype}; convert it first")
+        if tuple(values.shape[1:]) != self.trailing:
+            raise ValueError(
+                f"column {self.name!r} has trailing shape {list(self.trailing)}, got {list(values.shape[1:])}"
+            )
+        if isinstance(column, Ragged):
+            offsets = column.offsets.cpu().numpy()
+            if offsets[0] != 0 or offsets[-1] != values.shape[0] or (offsets[1:] < offsets[:-1]).any():
+                raise ValueError(
+                    f"column {self.name!r}: offsets must rise from 0 to the {values.shape[0]} packed entries, "
+                    f"got {offsets[:4].tolist()} .. {offsets[-1]}"
+                )
+
 
 @dataclass(frozen=True)
 class StateSpec:
@@ -60,7 +79,7 @@ class StateSpec:
 
 @dataclass(frozen=True)
 class Lease:
-    """Rows given to a state until `commit` or `release`. token 0 is the empty lease: nothing is left to do."""
+    """Rows given to a state until `commit` or `release`. token 0 is the empty lease: there was nothing to give."""
 
     token: int
     state: str
@@ -70,88 +89,91 @@ class Lease:
         return len(self.rows)
 
 
-class Dock(Protocol):
-    """The one interface of all media. Deadlines are seconds from the call.
+class Declared:
+    """Columns and states by name, and what is refused of a call that names others."""
 
-    Whatever a user can cause raises ValueError with the names; a wait that ends raises TimeoutError that names
-    the state, the missing columns and ids, and the state that should have written them.
+    def __init__(self, columns: Sequence[ColumnSpec], states: Sequence[StateSpec]) -> None:
+        self.columns, self.states = {c.name: c for c in columns}, {s.name: s for s in states}
+        if len(self.columns) != len(columns) or len(self.states) != len(states):
+            raise ValueError("a column or a state is declared twice: each name is declared once")
+        for state in states:
+            unknown = [c for c in (*state.reads, *state.writes) if c not in self.columns]
+            if unknown:
+                raise ValueError(
+                    f"state {state.name!r} uses undeclared columns {unknown}; declared: {listed(self.columns)}"
+                )
+
+    def check_state(self, state: str) -> None:
+        """Raise ValueError for a state that nobody declared."""
+        if state not in self.states:
+            raise ValueError(f"state {state!r} is not declared; declared: {listed(self.states)}")
+
+    def check_columns(self, call: str, columns: Iterable[str]) -> None:
+        """Raise ValueError for columns that nobody declared."""
+        unknown = [c for c in columns if c not in self.columns]
+        if unknown:
+            raise ValueError(f"{call}: columns {unknown} are not declared; declared: {listed(self.columns)}")
+
+    def reads(self, state: str, columns: Sequence[str] | None) -> tuple[str, ...]:
+        """What a lease fetches: `columns` of those that the state reads, all of them by default."""
+        self.check_state(state)
+        reads = self.states[state].reads
+        foreign = [c for c in columns or () if c not in reads]
+        if foreign:
+            raise ValueError(f"lease: state {state!r} reads {list(reads)}, not {foreign}")
+        return reads if columns is None else tuple(columns)
+
+    def check_writes(self, lease: Lease, rows: Rows) -> None:
+        """Raise ValueError where a commit brings columns or rows that are not its lease's."""
+        self.check_state(lease.state)
+        writes = self.states[lease.state].writes
+        foreign = [c for c in rows.columns if c not in writes]
+        if foreign:
+            raise ValueError(f"commit: state {lease.state!r} writes {list(writes)}, not {foreign}")
+        strange = () if rows.ids is lease.rows.ids else set(rows.ids) - set(lease.rows.ids)
+        if strange:
+            raise ValueError(
+                f"commit: lease {lease.token} of state {lease.state!r} does not hold {listed(sorted(strange))}"
+            )
+
+    def check_rows(self, call: str, rows: Rows) -> None:
+        """Raise ValueError for columns that are not as declared, and for an id that occurs twice."""
+        self.check_columns(call, rows.columns)
+        for name, column in rows.columns.items():
+            self.columns[name].check(column)
+        if len(set(rows.ids)) != len(rows.ids):
+            raise ValueError(f"{call}: an id occurs twice among {listed(rows.ids)}")
+
+
+def listed(items: Iterable[object]) -> str:
+    """The first few items and how many there are."""
+    items = [tuple(i) if isinstance(i, SampleId) else i for i in items]
+    if not items:
+        return "none"
+    shown = ", ".join(str(i) for i in items[:SHOWN])
+    return shown if len(items) <= SHOWN else f"{shown}, ... ({len(items)} in all)"
+
+
+def explain_wait(
+    states: Mapping[str, StateSpec],
+    state: str,
+    asked: str,
+    deadline: float,
+    missing: Mapping[str, Sequence[SampleId]],
+    held: Mapping[int, Sequence[SampleId]],
+    ready: int,
+) -> str:
+    """Why `state` did not get what it asked within `deadline` seconds.
+
+    missing: ids that lack a column, by column; held: ids under a live lease, by its token; ready: rows that the state
+    could have taken.
     """
-
-    columns: Mapping[str, ColumnSpec]
-    states: Mapping[str, StateSpec]
-
-    @property
-    def traffic(self) -> Traffic:
-        """Bytes of cells that this process moved so far."""
-
-    @property
-    def served(self) -> dict[str, Any]:
-        """states: whose controllers this process holds; messages, bytes: what it did for all ranks' requests; refused:
-        how many connections and messages it turned away, by reason."""
-
-    def open(self, epoch: int, groups: int, members: int) -> None:
-        """Declare the ids (epoch, 0..groups-1, 0..members-1) of one rollout. Epochs rise and are never reused."""
-
-    def put(self, rows: Rows | None) -> None:
-        """Commit cells as a producer. None writes nothing. The cells of a group become visible at once; those of groups
-        on different machines one machine after the other, and of very many bytes one portion after the other.
-
-        Cells already committed keep their value. A group column needs one row a group, of any member. Rows of
-        cleared groups are ignored: a late repeat is harmless.
-        """
-
-    def lease(
-        self,
-        state: str,
-        *,
-        ids: Sequence[SampleId] | None = None,
-        max_rows: int | None = None,
-        min_rows: int = 1,
-        deadline: float,
-        columns: Sequence[str] | None = None,
-        **stream: Any,
-    ) -> Lease:
-        """Wait for ready rows and take them; their rows hold the columns that the state reads, or those of them that
-        are asked for.
-
-        ids: exactly these, in this order; None: ready rows in the order of ids, at least `min_rows` (fewer where
-        no more are left), at most `max_rows`. The empty lease says that every row is acknowledged.
-
-        stream: for a consumer of a stream, which takes what is ready, rows of its own machine first. max_tokens: bound
-        on the batch's tokens; window: rows looked at to fill it, longest first; linger: seconds to wait for a full
-        batch once min_rows are there; newest, max_staleness: rows of weights more than max_staleness updates older
-        than version `newest` are never given out any more, and nobody waits for them.
-        """
-
-    def commit(self, lease: Lease, rows: Rows | None = None) -> None:
-        """Write `rows` back and acknowledge the lease. Afterwards all columns that the state writes must be there.
-
-        A lease is live until it is committed or released by the process that took it. Of one that is not live nothing
-        is written: where its rows are all done or cleared the commit is a harmless repeat, else it raises ValueError.
-        A live lease that ran out, or was lost with its controller, still writes: the first commit of a cell wins.
-        """
-
-    def release(self, lease: Lease) -> None:
-        """Hand the rows back undone; they are delivered again. Nothing happens for a lease that is not live."""
-
-    def remaining(self, state: str) -> int:
-        """Rows of all open epochs that the state has not acknowledged, leased ones included."""
-
-    def lost(self) -> list[tuple[int, int]]:
-        """(epoch, group) of groups whose machine is gone: who put their prompts must put them again, on another machine
-        now; all states then do them anew."""
-
-    def read(self, ids: Sequence[SampleId], columns: Sequence[str]) -> Rows:
-        """Look at committed cells without a lease and without waiting."""
-
-    def clear(self, epoch: int, groups: Iterable[int] | None = None) -> None:
-        """Forget groups of an epoch, or all of it, and free their memory. Idempotent."""
-
-    def snapshot(self) -> dict[str, Any]:
-        """Everything committed and acknowledged as plain tensors, ints and strings; leased rows count as undone."""
-
-    def restore(self, state: dict[str, Any]) -> None:
-        """Become what `snapshot` saw; leases taken before are void."""
-
-    def close(self) -> None:
-        """Leave the dock and free what this process holds of it. Idempotent."""
+    reasons = []
+    for column, ids in missing.items():
+        names = " or ".join(repr(s.name) for s in states.values() if column in s.writes)
+        writer = f"state {names}" if names else "a producer's put"
+        reasons += [f"column {column!r} (written by {writer}) is missing for {listed(ids)}"] if ids else []
+    reasons += [f"lease {token} holds {listed(ids)}" for token, ids in held.items() if ids]
+    whole = " (whole groups)" if states[state].whole_groups else ""
+    why = "; ".join(reasons) or "no more rows are open"
+    return f"state {state!r} waited {deadline:g} s for {asked}{whole}, {ready} are ready: {why}"

@@ -6,8 +6,6 @@ import collections
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from mindspeed_rl_plugin.rows import Ragged, Rows
-
 Key = tuple[str, str, str]
 
 
@@ -20,13 +18,6 @@ class Moved(NamedTuple):
     column: str
     where: str
     nbytes: int
-
-
-def count(counter: collections.Counter[Key], state: str, rows: Rows) -> None:
-    """Add the bytes of rows that were read or written in this process's own memory."""
-    for name, column in rows.columns.items():
-        values = column.values if isinstance(column, Ragged) else column
-        counter[state, name, "local"] += values.numel() * values.element_size()
 
 
 @dataclass

@@ -58,19 +58,17 @@ class Docks:
             group=group,
             deadline=config.monitor.wait_timeout,
             homes=lambda epoch, groups: plan.owners_of_round(groups),
-            limits=limits(config, table),
+            limits=limits(config),
         )
         return cls(*docks)
 
 
-def limits(config: RLConfig, table: Sequence[StageSpec]) -> Limits:
+def limits(config: RLConfig) -> Limits:
     """How much a machine's part of the dock may hold."""
-    versioned = any(column.name == "version" for spec in table for column in spec.writes)
     return Limits(
         capacity=int(config.dock.dock_gb * 2**30) or None,
         rows=config.dock.dock_rows or None,
         max_tokens=config.data.max_prompt_length + config.rollout.max_response_length,
-        version_column="version" if versioned else None,
     )
 
 
@@ -79,7 +77,7 @@ class DockSize:
     dynamic sampling may sample for a rollout, 0 without it."""
 
     def __init__(self, config: RLConfig, table: Sequence[StageSpec], sizes: Arithmetic, rounds: int) -> None:
-        self.limits, self.sizes, self.rounds = limits(config, table), sizes, rounds
+        self.limits, self.sizes, self.rounds = limits(config), sizes, rounds
         self.columns, self.states = columns_of(table), states_of(table)
 
     def check_early(self) -> None:

@@ -5,10 +5,9 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from dock_help import Maker, ids
 
-from mindspeed_rl_plugin.dock import ColumnSpec, DistributedDock, Limits, StateSpec, make_dock
-from mindspeed_rl_plugin.dock.distributed.credits import missing
-from mindspeed_rl_plugin.rows import Ragged, Rows, SampleId
+from mindspeed_rl_plugin.dock import ColumnSpec, Limits, Ragged, Rows, SampleId, StateSpec
 
 COLUMNS = [
     ColumnSpec("prompt", torch.int32, "group", ragged=True),
@@ -55,7 +54,9 @@ EXTRA = [
 
 @pytest.mark.parametrize("extra", EXTRA, ids=lambda e: f"{e.spec.level} {'put' if e.produced else 'written back'}")
 @pytest.mark.parametrize("at_once", [True, False], ids=["at once", "by group"])
-def test_the_longest_rollout_fits_at_exactly_the_capacity_that_passes(members, extra: Extra, at_once: bool) -> None:
+def test_the_longest_rollout_fits_at_exactly_the_capacity_that_passes(
+    make_one: Maker, extra: Extra, at_once: bool
+) -> None:
     columns = [*COLUMNS, extra.spec]
     reads, writes = (("prompt", "more"), ()) if extra.produced else (("prompt",), ("more",))
     states = [StateSpec("generate", reads, ("tokens", "parts", *writes)), STATES[1]]
@@ -69,24 +70,24 @@ def test_the_longest_rollout_fits_at_exactly_the_capacity_that_passes(members, e
         return True
 
     need = bisect.bisect(range(1 << 20), False, key=passes)
-    (member,) = members(columns, states, ["here"], limits=Limits(need, max_tokens=100))
-    dock, house = DistributedDock(columns, states, member.connections, deadline=0.5), member.host.warehouse
+    dock = make_one(columns, states, limits=Limits(need, max_tokens=100))
+    (house,) = make_one.houses
     dock.open(0, groups, size)
-    ids = tuple(SampleId(0, g, m) for g in range(groups) for m in range(size))
+    rows = ids(groups, size)
 
     def longest(rows: tuple[SampleId, ...], *names: str) -> Rows:
         return Rows(rows, {c.name: full(c, len(rows)) for c in columns if c.name in names})
 
     put = ("prompt", "more") if extra.produced else ("prompt",)
-    for part in [ids] if at_once else [ids[i : i + size] for i in range(0, len(ids), size)]:
+    for part in [rows] if at_once else [rows[i : i + size] for i in range(0, len(rows), size)]:
         dock.put(longest(part, *put))
-    assert house.arena.used + house.outstanding <= need
+    assert house.slabs.used + house.outstanding <= need
     if not at_once and (extra.spec.level, extra.produced) != ("sample", True):  # else cells of a put share lines
-        assert house.arena.used + house.outstanding == need
+        assert house.slabs.used + house.outstanding == need
     for state in states:
-        lease = dock.lease(state.name, min_rows=len(ids), deadline=5)
+        lease = dock.lease(state.name, min_rows=len(rows), deadline=5)
         dock.commit(lease, longest(lease.rows.ids, *state.writes))
-        assert house.arena.used + house.outstanding <= need
+        assert house.slabs.used + house.outstanding <= need
 
 
 def full(column: ColumnSpec, rows: int) -> torch.Tensor | Ragged:
@@ -112,32 +113,11 @@ def test_rows_are_limited_too() -> None:
     ],
 )
 def test_a_put_waits_for_bytes_and_for_rows(wanted: dict, said: str | None) -> None:
-    taken, limits = {"bytes": 40, "rows": 8}, {"bytes": 100, "rows": 10}
-    assert missing(wanted, taken, limits, 1) == said
-    assert missing(wanted, taken, {"bytes": None, "rows": None}, 1) is None
+    taken = {"bytes": 40, "rows": 8}
+    assert Limits(100, rows=10).missing(wanted, taken, 1) == said
+    assert Limits().missing(wanted, taken, 1) is None
 
 
 def test_what_an_empty_dock_does_not_hold_is_refused() -> None:
-    with pytest.raises(ValueError, match="needs 11 rows.*holds 10; lower --rl-rollout-prompts or raise --rl-dock-rows"):
-        missing({"bytes": 1, "rows": 11}, {"bytes": 100, "rows": 0}, {"bytes": 100, "rows": 10}, 11)
-
-
-@pytest.mark.parametrize("medium", ["local", "shm"])
-def test_a_lone_rank_has_limits_too(medium: str) -> None:
-    """Room for four rows: a third group waits for one to be cleared, and says so when none is."""
-    limits = Limits(rows=4)
-    dock = make_dock(COLUMNS, STATES, medium=medium, consumer=None, limits=limits, deadline=0.5)
-    try:
-        dock.open(0, 3, 2)
-        prompts = [
-            Rows((SampleId(0, g, 0),), {"prompt": Ragged.from_rows([torch.ones(3)], torch.int32)}) for g in range(3)
-        ]
-        dock.put(prompts[0])
-        dock.put(prompts[1])
-        with pytest.raises(TimeoutError, match="4 of 4 rows are taken or promised, the put needs 2 more"):
-            dock.put(prompts[2])
-        dock.clear(0, [0])
-        dock.put(prompts[2])
-        assert dock.remaining("generate") == 4
-    finally:
-        dock.close()
+    with pytest.raises(ValueError, match="11 rows.*10; lower --rl-rollout-prompts or raise --rl-dock-rows"):
+        Limits(100, rows=10).missing({"bytes": 1, "rows": 11}, {"bytes": 100, "rows": 0}, 11)

@@ -31,7 +31,7 @@ def test_targets_are_medians_of_ratios_of_the_same_repeat(bench) -> None:
         ("dock-shm", "long/512", "put_mb_s"): [500.0, 900.0, 700.0],
         ("ray", "long/512", "put_mb_s"): [1000.0, 1000.0, 1000.0],
         ("dock-shm", "short/64", "small_get_p50_ms"): [0.4, 0.9, 0.45],
-        ("dock-ray", "short/64", "bytes_ratio"): [1.03, 1.03, 1.01],
+        ("dock-tcp", "short/64", "bytes_ratio"): [1.03, 1.03, 1.01],
         ("memcpy", "short/64", "bytes_ratio"): [9.0],
     }
     found = {(r["arm"], r["case"], r["metric"]): (r["value"], r["target"], r["reached"]) for r in bench.targets(seen)}
@@ -39,7 +39,7 @@ def test_targets_are_medians_of_ratios_of_the_same_repeat(bench) -> None:
         ("dock-shm", "short/64", "get_mb_s over transferqueue"): (pytest.approx(20), ">= 20", True),
         ("dock-shm", "long/512", "put_mb_s over ray"): (pytest.approx(0.7), ">= 1", False),
         ("dock-shm", "short/64", "small_get_p50_ms"): (0.45, "<= 0.5", True),
-        ("dock-ray", "short/64", "bytes_ratio"): (1.03, "<= 1.02", False),
+        ("dock-tcp", "short/64", "bytes_ratio"): (1.03, "<= 1.02", False),
     }
     text = bench.target_table(bench.targets(seen))
     assert text.count("| yes |") == 2 and text.count("| NO |") == 2
@@ -62,23 +62,19 @@ def test_columns_of_transferqueue_hold_what_was_packed(bench, layout: str) -> No
     assert values.tolist() == list(range(9)) and found.tolist() == offsets.tolist()
 
 
-def test_bytes_read_straight_into_their_place_are_counted(bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    import docks
-
-    for name in ("encode", "decode"):
-        monkeypatch.setattr(docks.frames, name, getattr(docks.frames, name))
-    data = np.zeros(4096, np.uint8)
-    stream = b"".join(map(bytes, docks.frames.encode(docks.frames.Message("cells", {}, {"data": data}))))
-    counted = {}
-    for way, scatter in (("scattered", [np.empty(4096, np.uint8)]), ("whole", None)):
-        messages, reader, at = docks.Messages(both=True), docks.frames.Reader(), 0
-        reader.scatter = scatter
-        while (found := reader.message()) is None:
-            room = reader.room()
-            size = min(len(room), len(stream) - at)
-            room[:size] = stream[at : at + size]
-            reader.got(size)
-            at += size
-        assert bool(found.arrays) is (scatter is None)
-        counted[way] = messages.nbytes
-    assert counted["scattered"] == counted["whole"] > 4096
+def test_a_tree_is_compared_with_the_one_before_it(bench) -> None:
+    """By the median of the repeats' own ratios: 1.1, 0.5 and 0.8 here."""
+    seen = {
+        ("dock-shm", "short/64", "get_mb_s"): [110.0, 50.0, 8.0],
+        ("dock-shm before", "short/64", "get_mb_s"): [100.0, 100.0, 10.0],
+        ("dock-shm", "short/64", "alone_small_get_p50_ms"): [0.2, 0.3, 0.3],
+        ("dock-shm before", "short/64", "alone_small_get_p50_ms"): [0.2] * 3,
+        ("dock-shm", "short/64", "cpu_s_per_gb"): [1.0],
+        ("dock-shm before", "short/64", "cpu_s_per_gb"): [1.0],
+        ("dock-tcp", "short/64", "get_mb_s"): [1.0],
+    }
+    found = {r["metric"]: (r["value"], r["target"], r["reached"]) for r in bench.compared(seen)}
+    assert found == {
+        "get_mb_s after over before": (pytest.approx(0.8), ">= 0.9", False),
+        "alone_small_get_p50_ms after over before": (pytest.approx(1.5), "<= 1.15", False),
+    }

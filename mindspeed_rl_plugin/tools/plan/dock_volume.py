@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 GIB = 2**30
 # Bytes with which a warehouse tells a controller of what was committed: a row number, once for all columns written
-# together; segment, offset and length of each cell; the number of a row that a state is done with; a weight version.
-SLOT, CELL, ACK, VERSION = 4, 4 + 8 + 4, 4, 8
+# together; offset and length of each cell; the number of a row that a state is done with.
+SLOT, CELL, ACK = 4, 8 + 4, 4
 # Table 1 of the paper: G, N, PL, n, SL, M, with B = 4.
 TABLE_1 = (
     (256, 8, 2048, 5, 8192, 3),
@@ -94,14 +94,13 @@ def packed_gib(
     columns: Sequence[ColumnSpec],
     states: Sequence[StateSpec],
     anywhere: Sequence[str] = (),
-    version_column: str | None = None,
     listeners: float = 0.0,
 ) -> Moved:
     """What this dock moves: every cell is written once and read once by each state that declares it, unpadded.
 
     anywhere: states whose readers are not where a row lies; all others read and write in their own machine's shared
-    memory. What is known of a group comes from one producer. version_column: column with the weight version of a row;
-    listeners: processes on other machines that learn of a commit. A column that no state reads or writes is not there.
+    memory. What is known of a group comes from one producer. listeners: processes on other machines that learn of a
+    commit. A column that no state reads or writes is not there.
     """
     used = {name for s in states for name in (*s.reads, *s.writes)}
     columns = [c for c in columns if c.name in used]
@@ -109,7 +108,7 @@ def packed_gib(
     by_state = {s.name: sum(size[c] for c in s.reads) for s in states}
     produced = sum(size[c.name] for c in columns if c.level == "group")
     remote = (warehouses - 1) / warehouses * (produced + sum(by_state[s] for s in anywhere))
-    records = listeners * record_bytes(load, columns, states, version_column)
+    records = listeners * record_bytes(load, columns, states)
     return Moved(*(x / GIB for x in (sum(size.values()), sum(by_state.values()), remote, records)))
 
 
@@ -132,9 +131,7 @@ def _declared(algorithm: Algorithm) -> tuple[list[ColumnSpec], list[StateSpec]]:
     return columns_of(table), states_of(table)
 
 
-def record_bytes(
-    load: Load, columns: Sequence[ColumnSpec], states: Sequence[StateSpec], version_column: str | None = None
-) -> int:
+def record_bytes(load: Load, columns: Sequence[ColumnSpec], states: Sequence[StateSpec]) -> int:
     """Bytes of the records of one rollout as each process that holds controllers gets them, without their heads.
 
     A put tells of what no state writes, a commit of what its state writes and of the rows that it is done with.
@@ -142,7 +139,7 @@ def record_bytes(
     level = {c.name: c.level for c in columns}
     read, back = {name for s in states for name in s.reads}, {name for s in states for name in s.writes}
     writes = [tuple(name for name in level if name in read - back), *(s.writes for s in states)]
-    total = load.rows * ACK * len(states) + (load.rows * VERSION if version_column in level else 0)
+    total = load.rows * ACK * len(states)
     for names in writes:
         by_group = sum(level[name] == "group" for name in names)
         for count, cells in ((load.groups, by_group), (load.rows, len(names) - by_group)):
@@ -197,7 +194,7 @@ def _row(load: Load, nodes: int, ranks: int, controllers: int) -> tuple[str, ...
     central = central_gib(load)
     columns, states = _declared(resolve(AlgorithmConfig(algorithm="grpo")))
     listeners = listeners_elsewhere(len(states), [rank // ranks for rank in range(nodes * ranks)])
-    how = {"anywhere": ("measure",), "version_column": "version", "listeners": listeners}
+    how = {"anywhere": ("measure",), "listeners": listeners}
     moved = packed_gib(load, nodes, columns, states, **how)
     sizes = (load.groups, load.members, load.prompt, load.items, load.response, load.scalars)
     return (

@@ -1,0 +1,143 @@
+"""Between `Rows` and bytes: columns to write, and packed columns to fill from cells wherever they lie."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mindspeed_rl_plugin.dock.api import ColumnSpec
+from mindspeed_rl_plugin.rows import Column, Ragged, SampleId
+
+Span = tuple[int, int, int]  # segment, offset, bytes
+FETCH_BYTES = 256 << 20  # of one request
+
+
+def lengths_of(column: Column) -> np.ndarray:
+    """`[B]` int32 entries a row; a dense row is one entry."""
+    if isinstance(column, Ragged):
+        return np.diff(column.offsets.cpu().numpy()).astype(np.int32)
+    return np.ones(len(column), np.int32)
+
+
+def copy_rows(column: Column, index: np.ndarray | None, out: np.ndarray) -> None:
+    """Write rows `index` (None: all) of a column into `out`, a uint8 array of their bytes, one after the other."""
+    values = (column.values if isinstance(column, Ragged) else column).detach()
+    target = torch.from_numpy(out).view(values.dtype) if out.nbytes else torch.empty(0, dtype=values.dtype)
+    if index is not None:
+        parts = [values[begin:end] for begin, end in _spans(column, index)]
+        values = torch.cat(parts) if parts else values[:0]
+    # copy_, not .numpy(): that would make the caller's storage unresizable for good.
+    target.copy_(values.reshape(-1))
+
+
+def _spans(column: Column, index: np.ndarray) -> Iterator[tuple[int, int]]:
+    """Begin and end of rows in the values of a column, neighbours joined."""
+    offsets = column.offsets.cpu().numpy() if isinstance(column, Ragged) else np.arange(len(column) + 1)
+    if not len(index):
+        return
+    begins, ends = offsets[index], offsets[index + 1]
+    cuts = np.flatnonzero(begins[1:] != ends[:-1]) + 1
+    for low, high in zip([0, *cuts.tolist()], [*cuts.tolist(), len(index)], strict=True):
+        yield int(begins[low]), int(ends[high - 1])
+
+
+def moves(segment: np.ndarray, offset: np.ndarray, begin: np.ndarray, nbytes: np.ndarray) -> list[tuple[int, ...]]:
+    """(segment, offset, begin, bytes) of copies that lay cells to their places; neighbours on both sides joined."""
+    if not len(segment):
+        return []
+    breaks = segment[1:] != segment[:-1]
+    breaks |= (offset[1:] != offset[:-1] + nbytes[:-1]) | (begin[1:] != begin[:-1] + nbytes[:-1])
+    low = np.concatenate([[0], np.flatnonzero(breaks) + 1])
+    sizes = np.add.reduceat(nbytes, low)
+    return list(zip(segment[low].tolist(), offset[low].tolist(), begin[low].tolist(), sizes.tolist(), strict=True))
+
+
+def requests(spans: Sequence[Span], outs: Sequence[np.ndarray]) -> Iterator[tuple[np.ndarray, list[np.ndarray]]]:
+    """`[n, 3]` spans and the arrays that they fill, cut into requests of at most `FETCH_BYTES` each. outs: uint8 arrays
+    that all spans fill, one after the other."""
+    pieces = [(s, o + at, min(FETCH_BYTES, n - at)) for s, o, n in spans for at in range(0, n, FETCH_BYTES)]
+    left = [out for out in outs if len(out)]
+    while pieces:
+        taken, nbytes, scatter = [], 0, []
+        while pieces and nbytes + pieces[0][2] <= FETCH_BYTES:
+            nbytes += pieces[0][2]
+            taken.append(pieces.pop(0))
+        while nbytes:
+            out = left.pop(0)
+            scatter.append(out[:nbytes])
+            if len(out) > nbytes:
+                left.insert(0, out[nbytes:])
+            nbytes -= len(scatter[-1])
+        yield np.array(taken, np.int64), scatter
+
+
+class Buffers:
+    """Memory that a reader keeps for what it reads: a column read into it stays valid until the next read.
+
+    Fresh pages cost several times the copy itself, so whoever reads often and drops what it read passes one.
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[str, np.ndarray] = {}
+
+    def take(self, name: str, nbytes: int) -> np.ndarray:
+        """`[nbytes]` uint8."""
+        kept = self._kept.get(name)
+        if kept is None or len(kept) < nbytes:
+            kept = self._kept[name] = np.empty(nbytes + nbytes // 4, np.uint8)
+        return kept[:nbytes]
+
+
+def fresh(name: str, nbytes: int) -> np.ndarray:
+    """`[nbytes]` uint8 of its own."""
+    return np.empty(nbytes, np.uint8)
+
+
+def as_column(
+    spec: ColumnSpec, data: np.ndarray, lengths: np.ndarray, packed: dict[bytes, Tensor] | None = None
+) -> Column:
+    """`[bytes]` uint8 as a column of B rows. packed: offsets by lengths, of columns that may share them."""
+    if not spec.ragged:
+        return column_of(spec, data, None)
+    key = lengths.tobytes()
+    offsets = None if packed is None else packed.get(key)
+    if offsets is None:
+        sums = np.zeros(len(lengths) + 1, np.int64)
+        np.cumsum(lengths, out=sums[1:])
+        offsets = torch.from_numpy(sums)
+        if packed is not None:
+            packed[key] = offsets
+    return column_of(spec, data, offsets)
+
+
+def column_of(spec: ColumnSpec, data: np.ndarray, offsets: Tensor | None) -> Column:
+    """`[bytes]` uint8 as a column. offsets: `[B + 1]` of its rows, None for a dense one."""
+    values = torch.frombuffer(data, dtype=spec.dtype) if len(data) else torch.empty(0, dtype=spec.dtype)
+    if spec.trailing:
+        values = values.reshape(-1, *spec.trailing)
+    return values if offsets is None else Ragged(values, offsets)
+
+
+def empty(spec: ColumnSpec) -> Column:
+    """A column without rows."""
+    return as_column(spec, np.empty(0, np.uint8), np.empty(0, np.int32))
+
+
+def named(ids: Sequence[SampleId] | Tensor) -> Sequence[SampleId]:
+    """Ids as they are, or of plain triples or a `[B, 3]` tensor."""
+    if isinstance(ids, Tensor):
+        ids = ids.tolist()
+    return ids if all(type(i) is SampleId for i in ids) else [SampleId(*i) for i in ids]
+
+
+def ids_array(ids: Sequence[SampleId]) -> np.ndarray:
+    """`[B, 3]` int64."""
+    return np.array(ids, np.int64).reshape(-1, 3)
+
+
+def ids_tuple(ids: np.ndarray) -> tuple[SampleId, ...]:
+    """Inverse of `ids_array`."""
+    return tuple(map(SampleId._make, ids.tolist()))

@@ -1,0 +1,417 @@
+"""`Dock` for one rank: metadata from the controllers, cells straight from where they lie.
+
+Cells of this machine's warehouse are copied out of shared memory by the reader itself; those of another machine come
+in one reply. Of the ranks of one consumer (tensor and pipeline peers) the first leases and shares the grant; each reads
+the cells itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from mindspeed_rl_plugin.dock import reading, snapshot
+from mindspeed_rl_plugin.dock.api import Declared, Lease, listed
+from mindspeed_rl_plugin.dock.calls import Calls, by_owner, epochs_of, merge
+from mindspeed_rl_plugin.dock.cells import Buffers, empty, fresh, ids_array, ids_tuple, named
+from mindspeed_rl_plugin.dock.peers import Alone, Peers
+from mindspeed_rl_plugin.dock.rpc import ERRORS
+from mindspeed_rl_plugin.dock.traffic import Traffic
+from mindspeed_rl_plugin.dock.wire import (
+    Ask,
+    Clear,
+    Failed,
+    Grant,
+    Locate,
+    Message,
+    Ok,
+    Release,
+    Remaining,
+    Retire,
+    Shape,
+    pack,
+    unpack,
+)
+from mindspeed_rl_plugin.dock.writing import Writer
+from mindspeed_rl_plugin.rows import Rows, SampleId
+
+
+class Status(msgspec.Struct):
+    """How a rank's part of a commit went, and the records that it caused."""
+
+    after: dict[int, int]
+    kind: str = ""
+    text: str = ""
+
+
+class Dock:
+    """One view of the dock. Deadlines are seconds from the call.
+
+    Whatever a user can cause raises ValueError with the names; a wait that ends raises TimeoutError that names the
+    state, the missing columns and ids, and the state that should have written them.
+
+    peers: the ranks of this view's consumer, which make all calls of `lease`, `commit` and `release` alike; leader:
+    whether this rank speaks for the job in `clear`, `snapshot` and `restore`; deadline: seconds for what waits on
+    others; barrier: returns once every rank has called it; invite, on_close: of the whole dock.
+    """
+
+    def __init__(
+        self,
+        declared: Declared,
+        calls: Calls,
+        *,
+        peers: Peers | None = None,
+        leader: bool = True,
+        deadline: float = 600.0,
+        barrier: Callable[[], object] = lambda: None,
+        invite: Callable[[str | os.PathLike[str], str], str] | None = None,
+        on_close: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.columns, self.states = declared.columns, declared.states
+        self._declared, self._calls, self._peers = declared, calls, peers or Alone()
+        self._leader, self._deadline = leader, deadline
+        self._barrier, self._invite, self._on_close = barrier, invite, on_close
+        self._writer = Writer(declared, calls, deadline)
+
+    @property
+    def traffic(self) -> Traffic:
+        """Bytes of cells that this process moved so far, whichever view of the dock it used."""
+        return self._calls.traffic
+
+    @property
+    def served(self) -> dict[str, Any]:
+        """states: whose controllers this process holds; messages, bytes: what it did for all ranks' requests; refused:
+        how many connections and messages it turned away, by reason."""
+        server = self._calls.server
+        if server is None:
+            return {"states": []}
+        core = server.core
+        return {"states": sorted(core.controllers), **core.served, "refused": dict(core.refused)}
+
+    # ids
+
+    def open(self, epoch: int, groups: int, members: int, *, most: int | None = None) -> bool:
+        """Declare the ids (epoch, 0..groups-1, 0..members-1) of one rollout, on every rank. Epochs rise and are never
+        reused; others hear of them with their first rows.
+
+        most: False, and nothing is opened, where more than so many groups would be open (opened, not cleared) then.
+        """
+        if groups < 1 or members < 1 or epoch < 0:
+            raise ValueError(f"open({epoch=}, {groups=}, {members=}): the sizes must be at least 1, the epoch 0")
+        epochs, shape = self._calls.epochs, Shape(groups, members)
+        if epochs.shapes.get(epoch) == shape:
+            return True
+        if epoch <= epochs.last:
+            raise ValueError(f"epoch {epoch} cannot be opened after epoch {epochs.last}: ids are never reused")
+        if most is not None and epochs.open_groups() + groups > most:
+            return False
+        epochs.shapes[epoch], epochs.last = shape, epoch
+        return True
+
+    def clear(self, epoch: int, groups: Iterable[int] | None = None) -> None:
+        """Forget groups of an epoch, or all of it, and free their memory. Idempotent.
+
+        First no state gives the groups out any more, and live leases of them end (waits for that); then the cells go.
+        """
+        epochs = self._calls.epochs
+        epochs.check_opened("clear", epoch)
+        if epoch not in epochs.shapes:
+            return
+        shape = epochs.shapes[epoch]
+        chosen = np.arange(shape.groups) if groups is None else np.array(list(groups), np.int64)
+        if len(chosen) and (chosen.min() < 0 or chosen.max() >= shape.groups):
+            raise ValueError(f"clear: epoch {epoch} has groups 0..{shape.groups - 1}, not {chosen.tolist()[:4]}")
+        if self._leader and len(chosen):
+            after, deadline = self._calls.after, self._deadline
+            for state in self.states:
+                message = Retire(state, epoch, shape, chosen, after, deadline)
+                self._calls.ask_controller(state, message, deadline)
+            for warehouse in range(len(self._calls.directory.warehouses)):
+                # All of them, whosever groups they are: each must know when an epoch is over.
+                self._calls.ask_warehouse(warehouse, Clear(epoch, shape, chosen))
+        epochs.forget(epoch, chosen)
+        self._calls.end_leases()
+
+    # cells
+
+    def put(self, rows: Rows | None) -> None:
+        """Commit cells as a producer; waits where the dock is full. None writes nothing. The cells of a group become
+        visible at once; those of groups on different machines one machine after the other.
+
+        Cells already committed keep their value. A group column needs one row a group, of any member. Rows of
+        cleared groups are ignored: a late repeat is harmless.
+        """
+        if rows is not None and len(rows):
+            self._writer.write(rows, None, None)
+
+    def read(self, ids: Sequence[SampleId], columns: Sequence[str]) -> Rows:
+        """Look at committed cells without a lease and without waiting, while nobody clears them. Raises ValueError
+        naming the columns and ids that are not there."""
+        self._declared.check_columns("read", columns)
+        ids, calls = named(ids), self._calls
+        wanted = ids_array(ids)
+        calls.epochs.check("read", wanted)
+        parts, missing = [], []
+        for epoch, index in epochs_of(wanted):
+            gone = self._cleared(epoch, wanted[index])
+            if gone.any():
+                raise ValueError(f"read: cleared, their cells are gone: {listed(ids[i] for i in index[gone])}")
+            for warehouse, where in by_owner(calls.epochs.owner(epoch)[wanted[index, 1]]):
+                parts.append(self._read(warehouse, epoch, [ids[i] for i in index[where]], columns, missing))
+        if missing:
+            raise ValueError(f"read: not committed: {'; '.join(missing)}")
+        if not parts:
+            return Rows((), {c: empty(self.columns[c]) for c in columns})
+        return parts[0] if len(parts) == 1 else Rows.concat(parts).select(ids)
+
+    # work
+
+    def lease(
+        self,
+        state: str,
+        *,
+        ids: Sequence[SampleId] | None = None,
+        max_rows: int | None = None,
+        min_rows: int = 1,
+        max_tokens: int | None = None,
+        linger: float = 0.0,
+        deadline: float,
+        columns: Sequence[str] | None = None,
+        into: Buffers | None = None,
+    ) -> Lease:
+        """Wait for ready rows and take them; their rows hold the columns that the state reads, or those of them that
+        are asked for.
+
+        ids: exactly these, in this order, once all are ready (plain triples or a `[B, 3]` tensor will do). None:
+        whatever is ready, in the order of ids, rows of this machine first; at least `min_rows` (fewer where no more are
+        left), at most `max_rows` and `max_tokens`, but one row (or whole group) at least; linger: seconds to wait for a
+        full batch once min_rows are there. The empty lease says that every row is acknowledged; with deadline 0, which
+        only tries, also that there is nothing to be had now.
+
+        into: memory to read into; what is read stays valid until the next lease into it.
+        """
+        names, calls = self._declared.reads(state, columns), self._calls
+        if min_rows < 1 or (max_rows is not None and max_rows < min_rows):
+            raise ValueError(f"lease of state {state!r}: need 1 <= min_rows <= max_rows, got {min_rows} and {max_rows}")
+        wanted = None
+        if ids is not None:
+            ids = named(ids)
+            wanted = ids_array(ids)
+            calls.epochs.check(f"lease of state {state!r}", wanted)
+            if len(set(ids)) != len(ids):
+                raise ValueError(f"lease of state {state!r}: an id occurs twice among {listed(ids)}")
+            if not len(ids):
+                return Lease(0, state, Rows((), {c: empty(self.columns[c]) for c in names}))
+        ask = Ask(state, names, wanted, calls.epochs.listed(), calls.after, deadline, calls.lease_seconds)
+        ask.max_rows, ask.min_rows, ask.max_tokens, ask.linger = max_rows, min_rows, max_tokens, linger
+        ask.near = calls.warehouse
+        grant = self._granted(ask)
+        try:
+            places = (grant.segment, grant.offset, grant.length)
+            take = fresh if into is None else into.take
+            found = reading.gather(calls, self.columns, state, names, grant.owner, places, take)
+        except BaseException:
+            self._return(state, grant.token)
+            raise
+        held = ids_tuple(grant.ids)
+        calls.remember(held, grant.ids)
+        if grant.token:
+            calls.held[state, grant.token] = grant.ids
+        return Lease(grant.token, state, Rows(held, found))
+
+    def commit(self, lease: Lease, rows: Rows | None = None) -> None:
+        """Write `rows` back and acknowledge the lease, for all its peers when all have written. Afterwards all columns
+        that the state writes must be there.
+
+        A lease is live until it is committed or released by the process that took it. Of one that is not live nothing
+        is written: where its rows are all done or cleared the commit is a harmless repeat, else it raises ValueError.
+        A live lease that ran out still writes: the first commit of a cell wins.
+        """
+        if not len(lease):
+            return
+        if (lease.state, lease.token) not in self._calls.held:
+            self._declared.check_state(lease.state)
+            if rows is not None:
+                self._declared.check_writes(lease, rows)
+            return self._check_done(lease)
+        if self._peers.size == 1:
+            self._write_back(lease, rows, lease.rows.ids)
+        else:
+            self._commit_together(lease, rows)
+        self._calls.held.pop((lease.state, lease.token), None)
+        return None
+
+    def release(self, lease: Lease) -> None:
+        """Hand the rows back undone; they are delivered again. Nothing happens for a lease that is not live."""
+        if (lease.state, lease.token) in self._calls.held:
+            self._peers.gather(b"")  # all have read
+            if not self._peers.rank:
+                self._calls.ask_controller(lease.state, Release(lease.state, lease.token))
+            self._calls.held.pop((lease.state, lease.token), None)
+
+    def remaining(self, state: str) -> int:
+        """Rows of all open epochs that the state has not acknowledged, leased ones included."""
+        self._declared.check_state(state)
+        message = Remaining(state, self._calls.epochs.listed(), self._calls.after)
+        return self._calls.ask_controller(state, message).rows
+
+    # the whole dock
+
+    def snapshot(self) -> dict[str, Any]:
+        """Everything committed and acknowledged as plain tensors, ints and strings; leased rows count as undone. On the
+        leader; {} elsewhere."""
+        return snapshot.collect(self._calls, self._declared) if self._leader else {}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Become what a snapshot saw; the leader writes, all ranks call with the same state. Only into a new dock."""
+        snapshot.check(state, self.columns)
+        epochs = self._calls.epochs
+        if epochs.shapes or epochs.last >= 0:
+            raise ValueError(f"restore into a dock that has opened epoch {epochs.last}; start a new one")
+        for saved in state["epochs"]:
+            self.open(saved["number"], saved["groups"], saved["members"])
+            if self._leader:
+                gone = snapshot.cleared(saved)
+                if gone:
+                    self.clear(saved["number"], gone)
+                snapshot.write(saved, self._declared, self._writer)
+        epochs.last = state["last_epoch"]
+        if self._leader:
+            for name in self.states:  # answers when its controller knows all that was written here
+                self.remaining(name)
+        self._barrier()
+
+    def invite(self, secret_file: str | os.PathLike[str], host: str = "") -> str:
+        """Let processes outside of the job join: writes the job's secret into a file of mode 600, and returns the
+        address for `join`. Collective over the job. host: address of a network interface, where processes of other
+        machines are to join a job of one machine."""
+        if self._invite is None:
+            raise ValueError("only a rank of the job can invite others to its dock")
+        return self._invite(secret_file, host)
+
+    @staticmethod
+    def join(address: str, secret_file: str | os.PathLike[str], *, lease_seconds: float = 600.0) -> Dock:
+        """The dock of a job, for a process outside of it, on this machine or another one: leases what is ready, reads,
+        commits, releases. Its leases run out after `lease_seconds`, or end with its connection; their rows are given
+        out again then, and the first commit of a cell wins. Raises ConnectionError where nobody answers, and
+        PermissionError for a wrong secret or one that others can read."""
+        from mindspeed_rl_plugin.dock import outside
+
+        mode = os.stat(secret_file).st_mode
+        if stat.S_IMODE(mode) & 0o077:
+            raise PermissionError(f"{secret_file} has mode {stat.filemode(mode)}: others can read it; chmod 600")
+        with open(secret_file, encoding="ascii") as file:
+            secret = bytes.fromhex(file.read())
+        declared, calls = outside.join(address, secret, lease_seconds)
+        return Dock(declared, calls, leader=False, on_close=calls.close)
+
+    def close(self) -> None:
+        """Leave the dock and free what this process holds of it. Its memory on a machine goes with the lowest rank
+        there, so all of a job leave together, after the last call of any. Idempotent."""
+        self._on_close()
+
+    # inside
+
+    def _granted(self, ask: Ask) -> Grant:
+        """What the consumer's first rank gets from the controller, the same on all its ranks."""
+        answer: Message = Ok()
+        if not self._peers.rank:
+            try:
+                answer = self._calls.ask_controller(ask.state, ask, ask.deadline)
+            except (ValueError, TimeoutError) as error:
+                if self._peers.size == 1:
+                    raise
+                answer = Failed("TimeoutError" if isinstance(error, TimeoutError) else "ValueError", str(error))
+        if self._peers.size > 1:
+            answer = unpack(self._peers.share(pack(answer)))
+        if isinstance(answer, Failed):
+            raise ERRORS[answer.kind](answer.text)
+        if ask.ids is not None and not np.array_equal(ask.ids, answer.ids):
+            theirs, wanted = (listed(map(tuple, x.tolist())) for x in (answer.ids, ask.ids))
+            raise ValueError(
+                f"lease of state {ask.state!r}: this rank asks for ids {wanted}, the first rank of its consumer for "
+                f"{theirs}; ranks of one consumer must lease alike"
+            )
+        if self._calls.epochs.owners is None:
+            self._calls.epochs.learn(answer.shapes, answer.ids, answer.owner)
+        return answer
+
+    def _write_back(self, lease: Lease, rows: Rows | None, acked: Sequence[SampleId] | None) -> None:
+        if rows is not None:
+            self._declared.check_writes(lease, rows)
+        self._writer.write(rows, lease.state, acked)
+
+    def _commit_together(self, lease: Lease, rows: Rows | None) -> None:
+        """All but the first rank write; it writes and acknowledges when they have; all hear how that went."""
+        status = Status(self._calls.after)
+        try:
+            if self._peers.rank and rows is not None and len(rows):
+                self._write_back(lease, rows, None)
+        except (ValueError, TimeoutError) as error:
+            status.kind, status.text = _named(error)
+        for data in self._peers.gather(msgspec.msgpack.encode(status)):
+            other = msgspec.msgpack.decode(data, type=Status)
+            merge(self._calls.after, other.after)
+            status = other if other.kind and not status.kind else status
+        if not status.kind:
+            if not self._peers.rank:
+                try:
+                    self._write_back(lease, rows, lease.rows.ids)
+                except (ValueError, TimeoutError) as error:
+                    status.kind, status.text = _named(error)
+            status.after = self._calls.after
+            status = msgspec.msgpack.decode(self._peers.share(msgspec.msgpack.encode(status)), type=Status)
+            merge(self._calls.after, status.after)
+        if status.kind:
+            raise ERRORS[status.kind](status.text)
+
+    def _check_done(self, lease: Lease) -> None:
+        """A lease that is not live here may be committed again only if its rows are done or cleared."""
+        ids, calls = ids_array(lease.rows.ids), self._calls
+        calls.epochs.check(f"commit of state {lease.state!r}", ids)
+        message = Remaining(lease.state, calls.epochs.listed(), calls.after, ids)
+        undone = calls.ask_controller(lease.state, message).ids
+        if len(undone):
+            raise ValueError(
+                f"commit: lease {lease.token} of state {lease.state!r} is void (released, or the dock was restored); "
+                f"lease its undone rows again: {listed(ids_tuple(undone))}"
+            )
+
+    def _cleared(self, epoch: int, ids: np.ndarray) -> np.ndarray:
+        """`[B]` bool: ids of an epoch whose cells are gone."""
+        epochs = self._calls.epochs
+        if epoch not in epochs.shapes:
+            return np.ones(len(ids), bool)
+        gone = epochs.cleared.get(epoch)
+        return np.zeros(len(ids), bool) if gone is None else gone[ids[:, 1]]
+
+    def _read(
+        self, warehouse: int, epoch: int, ids: Sequence[SampleId], columns: Sequence[str], missing: list[str]
+    ) -> Rows:
+        calls = self._calls
+        members = calls.epochs.shapes[epoch].members
+        slots = np.array([i.group * members + i.member for i in ids], np.int32)
+        found = calls.ask_warehouse(warehouse, Locate(epoch, tuple(columns), slots))
+        for name, segment in zip(columns, found.segment, strict=True):
+            if (segment < 0).any():
+                missing.append(f"column {name!r} of {listed(ids[i] for i in (segment < 0).nonzero()[0])}")
+        if missing:
+            return Rows(tuple(ids), {})
+        owner, places = np.full(len(ids), warehouse), (found.segment, found.offset, found.length)
+        return Rows(tuple(ids), reading.gather(calls, self.columns, "read", columns, owner, places, fresh))
+
+    def _return(self, state: str, token: int) -> None:
+        """Hand back what could not be read."""
+        with contextlib.suppress(ValueError, OSError):
+            if token and not self._peers.rank:
+                self._calls.ask_controller(state, Release(state, token))
+
+
+def _named(error: Exception) -> tuple[str, str]:
+    return ("TimeoutError" if isinstance(error, TimeoutError) else "ValueError"), str(error)

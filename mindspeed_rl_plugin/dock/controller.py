@@ -1,0 +1,176 @@
+"""The controller of one worker state: what is ready, who holds it, what is done. Metadata only, no sockets, no clock.
+
+It learns of cells from the records of the warehouses. Rows are given out under a lease; a lease ends when its holder
+says so, when its rows are acknowledged or cleared, when its time runs out, or when its holder is gone, and then the
+rows that are not acknowledged are given out again.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from mindspeed_rl_plugin.dock.api import ColumnSpec, StateSpec, explain_wait
+from mindspeed_rl_plugin.dock.pick import Picked, Wish, pick
+from mindspeed_rl_plugin.dock.views import FREE, LEASED, EpochView, concatenated
+from mindspeed_rl_plugin.dock.wire import Grant, Record, Shape
+from mindspeed_rl_plugin.rows import SampleId
+
+
+@dataclass
+class Held:
+    """A live lease: epoch -> row numbers, who has it, and until when."""
+
+    rows: Picked
+    holder: Hashable
+    expires: float
+
+
+class Controller:
+    """`spec`: the state; columns, states: all that are declared."""
+
+    def __init__(self, spec: StateSpec, columns: Mapping[str, ColumnSpec], states: Mapping[str, StateSpec]) -> None:
+        self.spec, self.columns, self.states = spec, columns, states
+        self.applied: dict[int, int] = {}  # warehouse -> number of its newest record here
+        self._epochs: dict[int, EpochView] = {}
+        self._gone: set[int] = set()
+        self._leases: dict[int, Held] = {}
+        self._next = 1 + (secrets.randbits(30) << 20)  # of its own: a lease of another dock is not one of these
+
+    # learning
+
+    def open(self, epoch: int, shape: Shape) -> None:
+        """Know the ids of an epoch; repeats change nothing. Raises ValueError for another shape."""
+        known = self._epochs.get(epoch)
+        if known is not None and known.shape != shape:
+            raise ValueError(f"epoch {epoch} is open with {tuple(known.shape)}, not {tuple(shape)} groups x members")
+        if known is None and epoch not in self._gone:
+            self._epochs[epoch] = EpochView(shape, self.spec, self.columns)
+
+    def apply(self, record: Record) -> bool:
+        """Take one record in, each of a warehouse in turn; whether it concerns this state."""
+        self.applied[record.warehouse] = record.seq
+        mine = record.state == self.spec.name
+        if not (record.cells or mine or record.cleared is not None):
+            return False
+        self.open(record.epoch, record.shape)
+        view = self._epochs.get(record.epoch)
+        if view is None:  # cleared everywhere
+            return False
+        view.enter(record)
+        if mine or record.cleared is not None:
+            for token in [t for t, held in self._leases.items() if self._settled(held)]:
+                del self._leases[token]
+        if not view.alive.any():
+            del self._epochs[record.epoch]
+            self._gone.add(record.epoch)
+        return True
+
+    # giving out
+
+    def take(self, wish: Wish, holder: Hashable, expires: float, waited: float) -> tuple[int, Picked] | None:
+        """Rows under a lease (its number, 0 where every row is acknowledged); None: not ready.
+
+        waited: seconds that this wish has waited so far. Raises ValueError for ids that cannot be had.
+        """
+        if wish.ids is not None:
+            numbers = set(wish.ids[:, 0].tolist())
+            if gone := numbers & self._gone:
+                raise ValueError(f"state {self.spec.name!r}: epoch {min(gone)} is cleared, its cells are gone")
+            if not numbers <= self._epochs.keys():
+                return None  # its first record is on the way
+        rows = pick(self._epochs, wish, waited)
+        if not rows:
+            return None if rows is None else (0, [])
+        token, self._next = self._next, self._next + 1
+        self._leases[token] = Held(rows, holder, expires)
+        for epoch, part in rows:
+            self._epochs[epoch].status[part] = LEASED
+        return token, rows
+
+    def grant(self, token: int, rows: Picked, columns: tuple[str, ...]) -> Grant:
+        """What the holder must know: ids, and where the cells of `columns` lie."""
+        parts = [(number, self._epochs[number], part) for number, part in rows]
+        places = [view.locations(part, columns) for _, view, part in parts]
+        empty = [np.empty((len(columns), 0), t) for t in (np.int32, np.int64, np.int32)]
+        return Grant(
+            token,
+            concatenated([view.ids(number, part) for number, view, part in parts], np.empty((0, 3), np.int64)),
+            concatenated([view.owner[part // view.shape.members] for _, view, part in parts], np.empty(0, np.int32)),
+            *(concatenated([p[i] for p in places], empty[i], 1) for i in range(3)),
+            [(number, *view.shape) for number, view, _ in parts],
+        )
+
+    def release(self, token: int) -> bool:
+        """End a lease; rows that are not acknowledged are free again. False where there is none."""
+        held = self._leases.pop(token, None)
+        for number, rows in () if held is None else held.rows:
+            view = self._epochs.get(number)
+            if view is not None:
+                view.status[rows[view.status[rows] == LEASED]] = FREE
+        return held is not None
+
+    def forget(self, holder: Hashable) -> bool:
+        """A holder is gone; whether it had leases."""
+        return any([self.release(t) for t in [t for t, held in self._leases.items() if held.holder == holder]])
+
+    def expire(self, now: float) -> bool:
+        """End the leases whose time is over; whether there were any."""
+        return any([self.release(t) for t in [t for t, held in self._leases.items() if held.expires <= now]])
+
+    def retire(self, epoch: int, shape: Shape, groups: np.ndarray) -> list[str]:
+        """First half of clearing: give groups out no more. Returns who holds any of them under a live lease."""
+        self.open(epoch, shape)
+        view = self._epochs.get(epoch)
+        if view is None:
+            return []
+        slots = view.retire(groups)
+        held = (h for h in self._leases.values() for n, rows in h.rows if n == epoch and np.isin(rows, slots).any())
+        return sorted({str(h.holder) for h in held})
+
+    # looking
+
+    def remaining(self) -> int:
+        """Rows not acknowledged, leased ones included."""
+        return sum(int(e.undone().sum()) for e in self._epochs.values())
+
+    def undone(self, ids: np.ndarray) -> np.ndarray:
+        """Those of `ids` `[B, 3]` that are not acknowledged; cleared ones are left out."""
+        kept = np.zeros(len(ids), bool)
+        for number in np.unique(ids[:, 0]).tolist():
+            if number in self._epochs:
+                view, mine = self._epochs[number], ids[:, 0] == number
+                kept[mine] = view.undone()[ids[mine, 1] * view.shape.members + ids[mine, 2]]
+        return ids[kept]
+
+    def explain(self, wish: Wish, seconds: float) -> str:
+        """Why a wish was not served within `seconds`."""
+        views = sorted(self._epochs.items())
+        if wish.ids is not None:
+            wanted, asked = wish.ids, f"{len(wish.ids)} rows asked by id"
+        else:
+            parts = [view.ids(number, view.undone().nonzero()[0]) for number, view in views]
+            wanted, asked = concatenated(parts, np.empty((0, 3), np.int64)), f"at least {wish.min_rows} rows"
+        samples = [SampleId(*i) for i in wanted.tolist()]
+        missing = {name: [s for s in samples if not self._has(name, s)] for name in self.spec.reads}
+        among = set(samples)
+        held = {token: [i for i in self._ids(held.rows) if i in among] for token, held in self._leases.items()}
+        ready = sum(int(view.available().sum()) for _, view in views)
+        return explain_wait(self.states, self.spec.name, asked, seconds, missing, held, ready)
+
+    # inside
+
+    def _settled(self, held: Held) -> bool:
+        return all(n not in self._epochs or self._epochs[n].settled(rows) for n, rows in held.rows)
+
+    def _has(self, name: str, sample: SampleId) -> bool:
+        view = self._epochs.get(sample.epoch)
+        row = -1 if view is None else sample.group * view.shape.members + sample.member
+        return view is not None and row < len(view.status) and bool(view.has(name, np.array([row]))[0])
+
+    def _ids(self, rows: Sequence[tuple[int, np.ndarray]]) -> list[SampleId]:
+        parts = [(n, part) for n, part in rows if n in self._epochs]
+        return [SampleId(*i) for n, part in parts for i in self._epochs[n].ids(n, part).tolist()]

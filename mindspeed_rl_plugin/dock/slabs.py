@@ -1,0 +1,179 @@
+"""Shared memory of one warehouse: segments handed out in extents, freed whole or by ranges, and recycled.
+
+A segment is a nameless file (memfd), so that nothing outlives the processes that map it; processes of the same machine
+open it through /proc. Its pages are touched when it is made: a first touch costs ten times a copy. Extents are
+multiples of a cache line; free neighbours merge. The owner allocates and frees; writers and readers only map.
+"""
+
+from __future__ import annotations
+
+import bisect
+import mmap
+import os
+from collections.abc import Callable
+
+import numpy as np
+
+from mindspeed_rl_plugin.dock.wire import Extent
+
+LINE = 64  # bytes, granularity of extents
+LEAST = 64  # parts of the limit: what a new segment has at least, so that a full warehouse does not make one a commit
+
+Range = tuple[int, int]  # offset, bytes
+
+
+def rounded(nbytes: int) -> int:
+    """Bytes of the whole lines that hold `nbytes`."""
+    return -(-nbytes // LINE) * LINE
+
+
+class Segments:
+    """Segments of a warehouse as uint8 arrays, mapped when first used. find: number -> file and bytes of a segment."""
+
+    def __init__(self, find: Callable[[int], tuple[str, int]]) -> None:
+        self._find = find
+        self._arrays: dict[int, np.ndarray] = {}
+
+    def view(self, segment: int, offset: int, nbytes: int) -> np.ndarray:
+        """`[nbytes]` uint8 of a segment. Raises ValueError for a range outside of it."""
+        if not nbytes:  # a cell without entries keeps no memory: its segment may be gone
+            return np.empty(0, np.uint8)
+        array = self._arrays.get(segment)
+        if array is None:
+            path, size = self._find(segment)
+            with open(path, "r+b") as file:
+                array = self._arrays[segment] = _mapped(file.fileno(), size)
+        if not 0 <= offset <= offset + nbytes <= array.nbytes:
+            raise ValueError(f"segment {segment} has {array.nbytes} bytes; asked for {nbytes} at {offset}")
+        return array[offset : offset + nbytes]
+
+
+class Slabs(Segments):
+    """The owner's side.
+
+    segment_bytes: size of an ordinary segment; a larger extent gets one of its own, up to twice as large, in which a
+    block that grows from rollout to rollout has space again. limit: bytes that all segments should not pass, what is
+    handed out aside; None: twice the most that was ever handed out. Wholly free segments stay for the next rollout, and
+    go where new memory would pass the limit.
+    """
+
+    def __init__(self, segment_bytes: int = 64 << 20, limit: int | None = None) -> None:
+        super().__init__(self.place)
+        self.segment_bytes, self.limit = rounded(segment_bytes), limit
+        self._files: dict[int, tuple[int, int]] = {}  # segment -> descriptor, bytes
+        self._free: dict[int, list[Range]] = {}  # segment -> free ranges, by offset
+        self._next = 0  # no number is used twice: a mapping of a removed segment is never taken for another
+        self.used = self._most = 0  # bytes handed out, now and at most
+
+    @property
+    def reserved(self) -> int:
+        """Bytes of all segments."""
+        return sum(size for _, size in self._files.values())
+
+    def place(self, segment: int) -> tuple[str, int]:
+        """Where processes of this machine open a segment, and its bytes. Raises ValueError for one that is gone."""
+        if segment not in self._files:
+            raise ValueError(f"segment {segment} of this warehouse is gone")
+        handle, size = self._files[segment]
+        return f"/proc/{os.getpid()}/fd/{handle}", size
+
+    def allocate(self, nbytes: int) -> Extent:
+        """An extent of at least `nbytes`. Raises OSError when the machine has no memory left."""
+        size = rounded(max(nbytes, 1))
+        for segment, free in self._free.items():
+            for i, (offset, space) in enumerate(free):
+                if space >= size:
+                    return self._hand_out(segment, i, offset, size)
+        return self._hand_out(self._grow(size), 0, 0, size)
+
+    def free(self, segment: int, offset: int, nbytes: int) -> None:
+        """Give a range of extents back: whole lines."""
+        insert(self._free[segment], offset, offset + nbytes)
+        self.used -= nbytes
+
+    def close(self) -> None:
+        """Let go of everything; it goes back to the machine when nobody maps it any more. Idempotent."""
+        for handle, _ in self._files.values():
+            os.close(handle)
+        for known in (self._files, self._free, self._arrays):
+            known.clear()
+
+    def _hand_out(self, segment: int, index: int, offset: int, size: int) -> Extent:
+        free = self._free[segment]
+        space = free[index][1]
+        free[index : index + 1] = [(offset + size, space - size)] if space > size else []
+        self.used += size
+        self._most = max(self._most, self.used)
+        return Extent(segment, offset, size)
+
+    def _grow(self, size: int) -> int:
+        """A new segment that has space for `size` bytes; its number."""
+        space = self.segment_bytes if size <= self.segment_bytes else 1 << (size - 1).bit_length()
+        limit = 2 * max(self._most, self.used + size) if self.limit is None else self.limit
+        for segment in sorted(self._files, key=lambda s: self._files[s][1]):
+            if self.reserved + space > limit and self._free[segment] == [(0, self._files[segment][1])]:
+                self._remove(segment)
+        if self.limit is not None:
+            least = min(self.segment_bytes, self.limit // LEAST)
+            space = min(space, rounded(max(size, least, self.limit - self.reserved)))
+        try:
+            return self._make(space)
+        except OSError:
+            return self._make(size)
+
+    def _make(self, space: int) -> int:
+        left = _available()
+        if left is not None and space > left:
+            raise OSError(f"no memory for {space} bytes of rows: {left} are free here; lower --rl-rollout-prompts or "
+                          "set --rl-dock-gb, with which producers wait")  # fmt: skip
+        handle = os.memfd_create("rl-dock", os.MFD_CLOEXEC)
+        os.posix_fallocate(handle, 0, space)
+        segment, self._next = self._next, self._next + 1
+        self._arrays[segment] = _mapped(handle, space)
+        self._files[segment], self._free[segment] = (handle, space), [(0, space)]
+        self._free = dict(sorted(self._free.items(), key=lambda item: self._files[item[0]][1]))  # smaller ones first
+        return segment
+
+    def _remove(self, segment: int) -> None:
+        handle, size = self._files.pop(segment)
+        with mmap.mmap(handle, size) as mapped:
+            mapped.madvise(mmap.MADV_REMOVE)  # its pages, whoever still maps them
+        os.close(handle)
+        del self._free[segment], self._arrays[segment]
+
+
+def _mapped(handle: int, size: int) -> np.ndarray:
+    flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
+    return np.frombuffer(mmap.mmap(handle, size, flags=flags), np.uint8)
+
+
+def _available() -> int | None:
+    """Bytes of memory that this machine could still hand out; None where it does not say."""
+    with open("/proc/meminfo", encoding="ascii") as file:
+        found = next((line for line in file if line.startswith("MemAvailable:")), None)
+    return None if found is None else int(found.split()[1]) << 10
+
+
+def insert(ranges: list[Range], begin: int, end: int) -> None:
+    """Add what is not in `ranges`, a sorted list of ranges that do not touch; neighbours become one."""
+    at = bisect.bisect(ranges, (begin, 0))
+    low, high = at, at
+    if at > 0 and sum(ranges[at - 1]) == begin:
+        low, begin = at - 1, ranges[at - 1][0]
+    if at < len(ranges) and ranges[at][0] == end:
+        high, end = at + 1, sum(ranges[at])
+    ranges[low:high] = [(begin, end - begin)]
+
+
+def cut(ranges: list[Range], begin: int, end: int) -> list[Range]:
+    """Take out what of begin..end lies in `ranges`, and return it."""
+    kept, out = [], []
+    for offset, nbytes in ranges:
+        low, high = max(begin, offset), min(end, offset + nbytes)
+        if low >= high:
+            kept.append((offset, nbytes))
+            continue
+        out.append((low, high - low))
+        kept += [part for part in ((offset, low - offset), (high, offset + nbytes - high)) if part[1]]
+    ranges[:] = kept
+    return out

@@ -1,0 +1,106 @@
+"""Fail-stop: the ranks of a job watch each other, and when one is gone all end, each with a line that names it.
+
+A torchrun job cannot go on without one of its ranks; a checkpoint is what brings it back. So a link between two ranks
+that breaks, or over which nothing comes for the heartbeat (a machine without power breaks no connection), ends the
+process at once, even if its main thread hangs in a collective. Each rank is linked to the lowest rank of its machine,
+these to rank 0, and every warehouse to the controllers; who stops says over its links because of whom. Who leaves in
+order says so first, and nobody stops for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from mindspeed_rl_plugin.dock.wire import Message, Ping, Stopped
+
+SIGNS = 4  # of life, that are sent in one heartbeat
+FLUSH_SECONDS = 1.0
+STATUS = 1  # exit status of a rank that stops
+
+
+class Link(Protocol):
+    """A connection to another rank. heard: when something came over it last."""
+
+    rank: int
+    heard: float
+
+    def send(self, message: Message) -> None:
+        """Without waiting; what cannot be sent is lost."""
+
+
+class Watch:
+    """Watches the links of one rank. machines: name of each rank's; heartbeat: seconds; end: ends the process."""
+
+    def __init__(
+        self,
+        rank: int,
+        machines: Sequence[str],
+        heartbeat: float,
+        end: Callable[[int], object] = os._exit,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.rank, self.machines, self.heartbeat = rank, tuple(machines), heartbeat
+        self._end, self._clock = end, clock
+        self._links: set[Link] = set()
+        self._ticked = self._sent = clock()
+        self._stopping = threading.Lock()
+
+    def add(self, link: Link) -> None:
+        """Watch a link from now on."""
+        link.heard = self._clock()
+        self._links.add(link)
+
+    def remove(self, link: Link) -> None:
+        """It has ended in order."""
+        self._links.discard(link)
+
+    def broke(self, link: Link) -> None:
+        """It has ended, and nobody said that it would."""
+        if link in self._links:
+            self.stop(link.rank, "connection broke")
+
+    def pause(self) -> float:
+        """Seconds from one `tick` to the next."""
+        return self.heartbeat / SIGNS / 2
+
+    def tick(self) -> None:
+        """Send a sign of life when it is time, and look for links without one."""
+        now = self._clock()
+        asleep, self._ticked = now - self._ticked > self.heartbeat / 2, now
+        if now - self._sent >= self.heartbeat / SIGNS:
+            self._sent = now
+            for link in self._links:
+                link.send(Ping())
+        for link in list(self._links):
+            if asleep:  # this process itself stood still: what came meanwhile is not read yet
+                link.heard = now
+            elif now - link.heard > self.heartbeat:
+                self.stop(link.rank, f"silent for {self.heartbeat:g} s")
+
+    def stop(self, rank: int, why: str) -> None:
+        """End this process because of a rank. Does not return, but where `end` does."""
+        if not self._stopping.acquire(blocking=False):
+            return None if self._end is not os._exit else threading.Event().wait()  # another thread is about to
+        machine = self.machines[rank].split()[0] if 0 <= rank < len(self.machines) else "?"
+        line = f"[rl] rank {self.rank} stops: rank {rank} on {machine} is gone ({why})\n"
+        with contextlib.suppress(OSError):
+            os.write(2, line.encode())  # not sys.stderr: the main thread may hang with its lock held
+        for link in list(self._links):
+            link.send(Stopped(rank, why))
+        flush = threading.Thread(target=_flush, daemon=True)
+        flush.start()
+        flush.join(FLUSH_SECONDS)
+        self._end(STATUS)
+        return None
+
+
+def _flush() -> None:
+    with contextlib.suppress(OSError, ValueError):
+        sys.stdout.flush()
+        sys.stderr.flush()

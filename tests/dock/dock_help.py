@@ -1,0 +1,124 @@
+"""Docks of every layout, made inside one process: the ranks of a job are threads here."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import torch
+
+from mindspeed_rl_plugin.dock import ColumnSpec, Dock, Limits, Ragged, Rows, SampleId, StateSpec
+from mindspeed_rl_plugin.dock.factory import Member
+
+COLUMNS = [
+    ColumnSpec("prompt", torch.int32, "group", ragged=True),
+    ColumnSpec("tokens", torch.int32, "token", ragged=True),
+    ColumnSpec("logp", torch.float32, "token", ragged=True),
+    ColumnSpec("reward", torch.float32, "sample", ragged=False),
+    ColumnSpec("parts", torch.float32, "sample", ragged=False, trailing=(2,)),
+]
+STATES = [
+    StateSpec("generate", ("prompt",), ("tokens",)),
+    StateSpec("logp", ("tokens",), ("logp",)),
+    StateSpec("reward", ("tokens", "prompt"), ("reward",)),
+    StateSpec("update", ("tokens", "logp", "reward"), (), whole_groups=True),
+]
+# Machine of each rank; the view is that of the last one, which in the job of two machines owns half of the groups.
+LAYOUTS = {"one process": ["a"], "one machine": ["a", "a"], "two machines": ["a", "b"]}
+
+
+def sid(group: int, member: int, epoch: int = 0) -> SampleId:
+    return SampleId(epoch, group, member)
+
+
+def ids(groups: int, members: int, epoch: int = 0) -> tuple[SampleId, ...]:
+    return tuple(SampleId(epoch, g, m) for g in range(groups) for m in range(members))
+
+
+def ragged(*lengths: int, dtype: torch.dtype = torch.int32, start: int = 0) -> Ragged:
+    return Ragged.from_rows([torch.arange(start, start + n).to(dtype) for n in lengths], dtype=dtype)
+
+
+def prompts(groups: int, epoch: int = 0) -> Rows:
+    """Prompt g has g + 1 tokens."""
+    return Rows(tuple(sid(g, 0, epoch) for g in range(groups)), {"prompt": ragged(*(g + 1 for g in range(groups)))})
+
+
+def tokens(rows: Sequence[SampleId], *lengths: int, start: int = 0) -> Rows:
+    return Rows(tuple(rows), {"tokens": ragged(*(lengths or [2] * len(rows)), start=start)})
+
+
+SMALL = Limits(segment_bytes=1 << 20)  # making large segments takes time
+
+
+class Exchange:
+    """All-gather between threads."""
+
+    def __init__(self, world: int) -> None:
+        self.values, self.barrier = [None] * world, threading.Barrier(world)
+
+    def of(self, rank: int) -> Callable:
+        def exchange(value: object) -> list:
+            self.values[rank] = value
+            self.barrier.wait(20)
+            found = list(self.values)
+            self.barrier.wait(20)
+            return found
+
+        return exchange
+
+
+class Peers:
+    """Ranks of one consumer that are threads. rank, size: of this one."""
+
+    def __init__(self, exchange: Exchange, rank: int) -> None:
+        self.rank, self.size, self._exchange = rank, len(exchange.values), exchange.of(rank)
+
+    def share(self, data: bytes) -> bytes:
+        return self._exchange(data)[0]
+
+    def gather(self, data: bytes) -> list[bytes]:
+        return self._exchange(data)
+
+
+def together(count: int, work: Callable[[int], object]) -> list:
+    """`work(rank)` of every rank, each in a thread of its own."""
+    with ThreadPoolExecutor(count) as pool:
+        return list(pool.map(work, range(count)))
+
+
+def make_members(columns, states, nodes: Sequence[str], **more) -> list[Member]:
+    """One member for each rank; `nodes`: machine of each."""
+    exchange, world = Exchange(len(nodes)), len(nodes)
+    how = {"world": world, "host": "127.0.0.1", "patience": 10, "end": lambda status: None, **more}
+    return together(
+        world,
+        lambda rank: Member(columns, states, rank=rank, exchange=exchange.of(rank), node=nodes[rank], **how),
+    )
+
+
+class Maker:
+    """Makes docks of one layout and ends them."""
+
+    def __init__(self, nodes: Sequence[str]) -> None:
+        self.nodes, self.members = nodes, list[Member]()
+
+    def __call__(self, columns=COLUMNS, states=STATES, *, limits: Limits | None = None, deadline: float = 0.5) -> Dock:
+        made = make_members(columns, states, self.nodes, limits=limits or SMALL)
+        self.members += made
+        return Dock(made[-1].declared, made[-1].calls, deadline=deadline)
+
+    @property
+    def houses(self) -> list:
+        return [m.core.warehouse for m in self.members if m.core.warehouse is not None]
+
+    def end(self) -> None:
+        for member in self.members:
+            member.close()
+
+
+def all_in(warehouse: int):
+    """Owners: every group in one warehouse."""
+    return lambda epoch, groups: np.full(groups, warehouse)

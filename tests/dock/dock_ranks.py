@@ -1,0 +1,154 @@
+"""Ranks of a dock as real processes, and a consumer outside of the job: each obeys the test over a pipe."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import signal
+import time
+import traceback
+from multiprocessing.connection import Connection
+
+import torch
+from dock_help import COLUMNS, SMALL, STATES, prompts
+
+from mindspeed_rl_plugin.dock import Dock, Ragged, Rows, SampleId, client, outside
+from mindspeed_rl_plugin.dock.factory import Member
+
+LENGTH = 50_000  # tokens: such puts go through lent memory
+
+
+def rank_main(pipe: Connection, log: str, rank: int, nodes: list[str], heartbeat: float) -> None:
+    """A rank of the job: obeys until it is told to end."""
+    speak_to(log)
+
+    def exchange(value: object) -> list:
+        pipe.send(("exchange", value))
+        return pipe.recv()
+
+    how = {"rank": rank, "world": len(nodes), "exchange": exchange, "node": nodes[rank], "host": "127.0.0.1"}
+    member = Member(COLUMNS, STATES, limits=SMALL, patience=10, heartbeat=heartbeat, **how)
+    obey(pipe, Commands(member.dock(deadline=10), member))
+
+
+def outside_main(pipe: Connection, log: str, address: str, secret_file: str, node: str, seconds: float) -> None:
+    """A consumer outside of the job. node: another name for this machine, "" for its own."""
+    speak_to(log)
+    if node:
+        client.outside = outside
+        join = outside.join
+        outside.join = lambda *args: join(*args, node=node)
+    obey(pipe, Commands(Dock.join(address, secret_file, lease_seconds=seconds), None))
+
+
+def speak_to(log: str) -> None:
+    """Both outputs go to a file."""
+    torch.set_num_threads(1)
+    handle = os.open(log, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+    for stream in (1, 2):
+        os.dup2(handle, stream)
+
+
+def obey(pipe: Connection, commands: Commands) -> None:
+    """(name, arguments) -> ("done", value) or ("failed", text), until "end" or the pipe's end."""
+    pipe.send(("done", None))
+    while True:
+        try:
+            name, *arguments = pipe.recv()
+        except EOFError:
+            return
+        if name == "end":  # what an interpreter does that ends by itself
+            return atexit._run_exitfuncs()
+        try:
+            pipe.send(("done", getattr(commands, name)(*arguments)))
+        except (ValueError, OSError):
+            pipe.send(("failed", traceback.format_exc()))
+
+
+class Commands:
+    """What a test may ask of a process."""
+
+    def __init__(self, dock: Dock, member: Member | None) -> None:
+        self.dock, self.member, self.leases = dock, member, {}
+
+    def open(self, groups: int, members: int) -> None:
+        self.dock.open(0, groups, members)
+
+    def put(self, groups: int) -> None:
+        self.dock.put(prompts(groups))
+
+    def lease(self, state: str, most: int | None, deadline: float) -> tuple[int, list]:
+        lease = self.dock.lease(state, max_rows=most, deadline=deadline)
+        self.leases[lease.token] = lease
+        return lease.token, list(lease.rows.ids)
+
+    def commit(self, token: int) -> None:
+        lease = self.leases[token]
+        self.dock.commit(lease, result(lease.state, lease.rows.ids))
+
+    def release(self, token: int) -> None:
+        self.dock.release(self.leases[token])
+
+    def work(self, state: str, most: int) -> list[SampleId]:
+        """Take batches until every row is done."""
+        seen = []
+        while lease := self.dock.lease(state, max_rows=most, deadline=20):
+            if "tokens" in lease.rows.columns:
+                rows = zip(lease.rows.ids, lease.rows["tokens"].rows(), strict=True)
+                assert all(row.tolist()[::1000] == cell(i).tolist()[::1000] for i, row in rows)
+            seen += lease.rows.ids
+            self.dock.commit(lease, result(state, lease.rows.ids))
+        return seen
+
+    def remaining(self, state: str) -> int:
+        return self.dock.remaining(state)
+
+    def read(self, rows: list[SampleId]) -> bool:
+        """Whether tokens are those that belong to the ids."""
+        found = self.dock.read(rows, ["tokens"])["tokens"].rows()
+        return all(row.equal(cell(SampleId(*i))) for i, row in zip(rows, found, strict=True))
+
+    def clear(self) -> None:
+        self.dock.clear(0)
+
+    def used(self) -> int:
+        house = None if self.member is None else self.member.core.warehouse
+        return 0 if house is None else house.used
+
+    def where(self) -> set[str]:
+        return {m.where for m in self.dock.traffic.take()}
+
+    def served(self) -> dict:
+        return self.dock.served
+
+    def address(self) -> tuple:
+        return tuple(self.member.server.address)
+
+    def name(self) -> str:
+        return self.member.server.address.unix
+
+    def invite(self, path: str) -> str:
+        return self.dock.invite(path)
+
+    def close(self) -> None:
+        self.dock.close()
+
+    def hang(self) -> None:
+        """As in a collective: SIGTERM does not help."""
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        time.sleep(1000)
+
+
+def cell(sample: SampleId) -> torch.Tensor:
+    """Tokens of a sample."""
+    return torch.arange(LENGTH, dtype=torch.int32) + 1000 * sample.group + sample.member
+
+
+def result(state: str, rows) -> Rows | None:
+    """What a state writes for these rows."""
+    rows = tuple(SampleId(*i) for i in rows)
+    if state == "generate":
+        return Rows(rows, {"tokens": Ragged.from_rows([cell(i) for i in rows])})
+    if state == "logp":
+        return Rows(rows, {"logp": Ragged.from_rows([cell(i).float() for i in rows])})
+    return Rows(rows, {"reward": torch.ones(len(rows))}) if state == "reward" else None

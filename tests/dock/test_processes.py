@@ -1,0 +1,271 @@
+"""A dock of real processes: all layouts, what a dead or silent rank does to the others, who is refused, and consumers
+outside of the job whose rows are given out again."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import socket
+import stat
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import dock_ranks
+import pytest
+from dock_help import ids
+
+from mindspeed_rl_plugin.dock import rpc, wire
+from mindspeed_rl_plugin.dock.wire import Address, Hello
+
+HEARTBEAT = 1.5
+NODES = {"one machine": ["one"] * 3, "two machines": ["left", "left", "right"]}
+
+
+class Process:
+    """One process of a test."""
+
+    def __init__(self, context, target, log: Path, *arguments) -> None:
+        self.pipe, theirs = context.Pipe()
+        self.log = log
+        self.process = context.Process(target=target, args=(theirs, str(log), *arguments))
+        self.process.start()
+        theirs.close()
+
+    def send(self, *command) -> None:
+        self.pipe.send(command)
+
+    def answer(self, seconds: float = 40.0):
+        assert self.pipe.poll(seconds), f"no answer; {self.said()}"
+        try:
+            kind, value = self.pipe.recv()
+        except EOFError:
+            raise AssertionError(f"the process ended: {self.said()}") from None
+        if kind == "failed":
+            raise RuntimeError(value)
+        return value
+
+    def call(self, *command):
+        self.send(*command)
+        return self.answer()
+
+    def said(self) -> str:
+        return self.log.read_text() if self.log.exists() else ""
+
+    def kill(self, number: int = signal.SIGKILL) -> None:
+        os.kill(self.process.pid, number)
+
+    def status(self, seconds: float = 20.0) -> int | None:
+        self.process.join(seconds)
+        return self.process.exitcode
+
+
+class Job:
+    """The ranks of a job."""
+
+    def __init__(self, context, folder: Path, nodes: list[str], heartbeat: float) -> None:
+        self.ranks = [
+            Process(context, dock_ranks.rank_main, folder / f"rank{rank}", rank, nodes, heartbeat)
+            for rank in range(len(nodes))
+        ]
+        self.settle()
+
+    def __getitem__(self, rank: int) -> Process:
+        return self.ranks[rank]
+
+    def all(self, *command) -> list:
+        for rank in self.ranks:
+            rank.send(*command)
+        return self.settle()
+
+    def settle(self) -> list:
+        """Answers of all, after as many exchanges as they like."""
+        while True:
+            assert all(r.pipe.poll(40) for r in self.ranks), [r.said() for r in self.ranks]
+            got = [r.pipe.recv() for r in self.ranks]
+            if any(kind == "failed" for kind, _ in got):
+                raise RuntimeError(got)
+            if got[0][0] == "done":
+                return [value for _, value in got]
+            for rank in self.ranks:
+                rank.pipe.send([value for _, value in got])
+
+
+@pytest.fixture(scope="module")
+def context():
+    found = multiprocessing.get_context("forkserver")
+    found.set_forkserver_preload(["dock_ranks"])
+    return found
+
+
+@pytest.fixture
+def start(context, tmp_path: Path) -> Iterator:
+    """`start(nodes)` for a job, `start.outside(...)` for a process that joins it; all are killed at the end."""
+    every: list[Process] = []
+
+    def make(nodes: list[str], heartbeat: float = HEARTBEAT) -> Job:
+        job = Job(context, tmp_path, nodes, heartbeat)
+        every.extend(job.ranks)
+        return job
+
+    def outside(address: str, secret: Path, node: str = "", seconds: float = 60.0) -> Process:
+        made = Process(
+            context, dock_ranks.outside_main, tmp_path / f"outside{len(every)}", address, str(secret), node, seconds
+        )
+        every.append(made)
+        made.answer()
+        return made
+
+    make.outside = outside
+    yield make
+    for one in every:
+        one.process.kill()
+        one.process.join(10)
+
+
+@pytest.mark.parametrize("nodes", NODES.values(), ids=NODES)
+def test_a_rollout_and_its_end_in_order(start, nodes: list[str]) -> None:
+    """Every row once a state; who leaves in order, sooner or later, stops nobody, and no name is left."""
+    job = start(nodes)
+    names = job.all("name")
+    assert all(f"@{name}" in sockets() for name in names)
+    job.all("open", 8, 2)
+    job[0].call("put", 8)
+    for state in ("generate", "logp", "reward", "update"):
+        seen = sorted(sum(job.all("work", state, 4), []))
+        assert seen == list(ids(8, 2)), state
+    assert job[2].call("read", list(ids(8, 2)))
+    wanted = {"local"} if len(set(nodes)) == 1 else {"local", "remote"}
+    assert set.union(*job.all("where")) == wanted
+    job.all("clear")
+    assert job.all("used") == [0] * 3
+    assert sorted(sum((s["states"] for s in job.all("served")), [])) == ["generate", "logp", "reward", "update"]
+    job[1].call("close")
+    time.sleep(2 * HEARTBEAT)
+    assert job[0].process.is_alive() and job[2].process.is_alive()
+    job[2].send("end")  # without a word: it leaves as its interpreter ends
+    assert job[2].status() == 0
+    job[0].call("close")
+    for rank in (0, 1):
+        job[rank].send("end")
+        assert job[rank].status() == 0
+    assert all(rank.said() == "" for rank in job.ranks)
+    assert not any(f"@{name}" in sockets() for name in names)
+
+
+def sockets() -> set[str]:
+    """Names of the Unix sockets of this machine."""
+    with open("/proc/net/unix") as file:
+        return {line.split()[-1] for line in file}
+
+
+@pytest.mark.parametrize("victim", [0, 1, 2])
+@pytest.mark.parametrize("nodes", NODES.values(), ids=NODES)
+def test_a_killed_rank_ends_the_others_and_is_named(start, nodes: list[str], victim: int) -> None:
+    """Also those whose main thread hangs, or waits in the dock."""
+    job = start(nodes, 30.0)
+    names = job.all("name")
+    job.all("open", 2, 1)
+    hangs, waits = (r for r in range(3) if r != victim)
+    job[hangs].send("hang")
+    job[waits].send("lease", "generate", None, 100.0)
+    time.sleep(0.3)
+    job[victim].kill()
+    for rank in (hangs, waits):
+        assert job[rank].status() == 1
+        said = f"[rl] rank {rank} stops: rank {victim} on {nodes[victim]} is gone (connection broke)"
+        assert said in job[rank].said().splitlines()
+    assert not any(f"@{name}" in sockets() for name in names)
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_a_silent_rank_ends_the_others_within_the_heartbeat(start, victim: int) -> None:
+    job = start(NODES["two machines"])
+    time.sleep(HEARTBEAT)
+    begin = time.monotonic()
+    job[victim].kill(signal.SIGSTOP)
+    for rank in {0, 1, 2} - {victim}:
+        assert job[rank].status() == 1
+        said = f"[rl] rank {rank} stops: rank {victim} on {NODES['two machines'][victim]} is gone (silent for 1.5 s)"
+        assert said in job[rank].said().splitlines()
+    assert 0.5 * HEARTBEAT < time.monotonic() - begin < 4 * HEARTBEAT
+
+
+def test_strangers_and_garbage_are_refused_and_counted(start, tmp_path: Path) -> None:
+    (rank,) = start(["one"]).ranks
+    secret = bytes.fromhex(secret_of(rank, tmp_path))
+    address = Address(*rank.call("address"))
+    with pytest.raises(PermissionError):
+        rpc.connect(address, b"another", "one", Hello("thief", -1))
+    for head in (b"\x00" * 40, wire.PREFIX.pack(wire.MAGIC, wire.VERSION, 5, 0) + b"hello"):
+        connection = rpc.connect(address, secret, "one", Hello("garbage", -1))
+        connection.sendall(head)
+        connection.settimeout(10)
+        assert connection.recv(1) == b"", "the connection ends"
+    channel = rpc.Channel(address, secret, "one", Hello("odd", -1), 5)
+    for odd in (wire.Ok(), wire.Remaining("nope", [], {}), wire.Fetch(__import__("numpy").zeros((1, 2), "int64"))):
+        with pytest.raises(ValueError):
+            channel.ask(odd)
+    silent = socket.socket(socket.AF_UNIX)
+    silent.connect("\0" + address.unix)
+    assert rank.call("served")["refused"] == {"stranger": 1, "malformed": 5}
+
+
+def secret_of(rank: Process, folder: Path) -> str:
+    rank.send("invite", str(folder / "secret"))
+    while (found := rank.pipe.recv())[0] == "exchange":
+        rank.pipe.send([found[1]])
+    assert stat.S_IMODE(os.stat(folder / "secret").st_mode) == 0o600
+    return (folder / "secret").read_text()
+
+
+@pytest.mark.parametrize(("node", "where"), [("left", {"local", "remote"}), ("elsewhere", {"remote"})])
+def test_rows_of_a_consumer_outside_come_again_when_it_is_killed(
+    start, tmp_path: Path, node: str, where: set[str]
+) -> None:
+    """Each row is done once: by it, by the next one, or by a rank."""
+    job = start(["left", "right"], 30.0)
+    secret = tmp_path / "secret"
+    address = job.all("invite", str(secret))[0]
+    job.all("open", 6, 1)
+    job[0].call("put", 6)
+    first = start.outside(address, secret, node)
+    assert first.call("served") == {"states": []}
+    token, done = first.call("lease", "generate", 2, 10.0)
+    first.call("commit", token)
+    _, held = first.call("lease", "generate", 2, 10.0)
+    _, mine = job[1].call("lease", "generate", 2, 10.0)
+    assert sorted([*done, *held, *mine]) == list(ids(6, 1))
+    assert job[1].call("lease", "generate", None, 0.0)[1] == [], "nothing is left"
+    first_read = first.call("where")
+    first.kill()
+    second = start.outside(address, secret, node)
+    token, again = second.call("lease", "generate", None, 10.0)
+    assert again == held, "exactly those of the dead one"
+    second.call("commit", token)
+    assert job[0].call("remaining", "generate") == 2
+    assert second.call("read", again) and job[0].call("read", [*done, *again])
+    assert second.call("where") | first_read == where
+    assert all(rank.process.is_alive() for rank in job.ranks), "the job goes on"
+
+
+def test_a_lease_of_a_slow_consumer_runs_out_and_its_late_commit_is_harmless(start, tmp_path: Path) -> None:
+    job = start(["one", "one"], 30.0)
+    secret = tmp_path / "secret"
+    address = job.all("invite", str(secret))[0]
+    job.all("open", 2, 1)
+    job[0].call("put", 2)
+    slow = start.outside(address, secret, "one", 0.5)
+    token, held = slow.call("lease", "generate", None, 10.0)
+    mine, again = job[1].call("lease", "generate", None, 20.0)
+    assert again == held == list(ids(2, 1))
+    job[1].call("commit", mine)
+    slow.call("commit", token)
+    assert job[0].call("read", again) and job[0].call("remaining", "generate") == 0
+    token, held = slow.call("lease", "logp", None, 10.0)
+    slow.call("release", token)
+    assert job[1].call("lease", "logp", None, 0.0)[1] == held, "given back"
+    os.chmod(secret, 0o644)
+    with pytest.raises(AssertionError, match="others can read it"):
+        start.outside(address, secret, "one")

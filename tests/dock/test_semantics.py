@@ -1,0 +1,433 @@
+"""What every layout promises: readiness, leases, write-back, validation, clearing, snapshots."""
+
+from __future__ import annotations
+
+import io
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from dock_help import COLUMNS, STATES, Exchange, Peers, all_in, ids, prompts, ragged, sid, together, tokens
+
+from mindspeed_rl_plugin.dock import ColumnSpec, Dock, Limits, Ragged, Rows, SampleId, StateSpec, writing
+from mindspeed_rl_plugin.dock import calls as calls_module
+from mindspeed_rl_plugin.dock import cells as cells_module
+
+
+def test_group_column_is_put_once_a_group_and_repeated_on_read(make) -> None:
+    dock = make()
+    dock.open(0, 2, 3)
+    dock.put(prompts(2))
+    lease = dock.lease("generate", min_rows=6, deadline=5)
+    assert sorted(lease.rows.ids) == list(ids(2, 3))
+    found = dict(zip(lease.rows.ids, (r.tolist() for r in lease.rows["prompt"].rows()), strict=True))
+    assert found == {i: list(range(i.group + 1)) for i in ids(2, 3)}
+
+
+def test_rows_are_delivered_once_and_remaining_counts_the_leased(make) -> None:
+    dock = make()
+    dock.open(0, 2, 2)
+    dock.put(prompts(2))
+    first = dock.lease("generate", max_rows=3, min_rows=3, deadline=5)
+    assert len(first) == 3 and dock.remaining("generate") == 4
+    dock.commit(first, tokens(first.rows.ids, 2, 3, 4))
+    assert dock.remaining("generate") == 1
+    second = dock.lease("generate", deadline=5)
+    assert {*first.rows.ids, *second.rows.ids} == set(ids(2, 2)) and len(second) == 1
+    assert not dock.lease("generate", deadline=0), "nothing to be had now"
+    dock.commit(second, tokens(second.rows.ids, 1))
+    assert not dock.lease("generate", deadline=5), "every row is acknowledged"
+    assert dock.remaining("generate") == 0 and dock.remaining("logp") == 4
+
+
+def test_first_commit_wins_and_a_repeat_changes_nothing(make) -> None:
+    dock = make()
+    dock.open(0, 1, 2)
+    dock.put(prompts(1))
+    lease = dock.lease("generate", deadline=5)
+    dock.commit(lease, tokens(lease.rows.ids, 2, 3))
+    dock.commit(lease, tokens(lease.rows.ids, 5, 5, start=9))
+    dock.put(tokens(lease.rows.ids, 7, 7, start=9))
+    assert [r.tolist() for r in dock.read(lease.rows.ids, ["tokens"])["tokens"].rows()] == [[0, 1], [0, 1, 2]]
+
+
+def test_cells_are_copies(make) -> None:
+    dock = make()
+    dock.open(0, 1, 1)
+    rows = tokens(ids(1, 1), 3)
+    dock.put(rows)
+    rows["tokens"].values.zero_()
+    dock.read(ids(1, 1), ["tokens"])["tokens"].values.fill_(7)
+    assert dock.read([(0, 0, 0)], ["tokens"])["tokens"].values.tolist() == [0, 1, 2]
+
+
+def test_ids_come_in_the_order_asked_and_across_epochs(make) -> None:
+    dock = make()
+    dock.open(0, 2, 1)
+    dock.open(3, 1, 1)
+    dock.put(prompts(2))
+    dock.put(prompts(1, epoch=3))
+    asked = [sid(1, 0), sid(0, 0, 3), sid(0, 0)]
+    lease = dock.lease("generate", ids=torch.tensor(asked), deadline=5)
+    assert list(lease.rows.ids) == asked and lease.rows["prompt"].lengths.tolist() == [2, 1, 1]
+    assert not dock.lease("generate", ids=[], deadline=5)
+
+
+def test_whole_groups_only(make_one) -> None:
+    dock = make_one()
+    dock.open(0, 3, 2)
+    rows = [sid(0, 0), *ids(3, 2)[2:]]
+    done = {"tokens": ragged(*[1] * 5), "logp": ragged(*[1] * 5, dtype=torch.float32), "reward": torch.ones(5)}
+    dock.put(Rows(tuple(rows), done))
+    lease = dock.lease("update", max_rows=3, min_rows=3, deadline=0)
+    assert lease.rows.ids == (sid(1, 0), sid(1, 1)), "cut to whole groups"
+    dock.release(lease)
+    assert len(dock.lease("update", max_tokens=1, deadline=0)) == 2, "one group at least"
+    with pytest.raises(ValueError, match=r"without members \[1\]"):
+        dock.lease("update", ids=[sid(0, 0)], deadline=0)
+    with pytest.raises(ValueError, match="max_rows 1"):
+        dock.lease("update", max_rows=1, deadline=0)
+
+
+def test_released_rows_come_again_and_their_old_lease_is_void(make) -> None:
+    dock = make()
+    dock.open(0, 1, 2)
+    dock.put(prompts(1))
+    lease = dock.lease("generate", deadline=5)
+    dock.release(lease)
+    dock.release(lease)
+    foul = tokens(lease.rows.ids, 2, 2, start=7)
+    with pytest.raises(ValueError, match=rf"lease {lease.token} .* void"):
+        dock.commit(lease, foul)
+    again = dock.lease("generate", deadline=5)
+    dock.release(lease)  # not that of who has them now
+    assert not dock.lease("generate", deadline=0)
+    dock.commit(again, tokens(again.rows.ids, 1, 1))
+    for done in (lease, again):
+        dock.commit(done, foul)  # a repeat
+    assert dock.read(lease.rows.ids, ["tokens"])["tokens"].lengths.tolist() == [1, 1], "a void lease writes nothing"
+    dock.clear(0)
+    dock.commit(lease, foul)
+
+
+def test_a_wait_that_ends_names_state_columns_ids_writer_and_lease(make) -> None:
+    dock = make()
+    dock.open(0, 3, 2)
+    begin = time.monotonic()
+    with pytest.raises(TimeoutError, match="'reward' waited 0.2 s") as caught:
+        dock.lease("reward", deadline=0.2)
+    assert 0.15 < time.monotonic() - begin < 4
+    said = ("'tokens' (written by state 'generate') is missing for (0, 0, 0)", "6 in all", "by a producer's put")
+    assert all(part in str(caught.value) for part in said)
+    dock.put(prompts(3))
+    dock.lease("generate", ids=[sid(0, 1)], deadline=5)
+    with pytest.raises(TimeoutError, match=r"lease \d+ holds \(0, 0, 1\)"):
+        dock.lease("generate", ids=[sid(0, 1)], deadline=0)
+
+
+def test_a_waiting_lease_wakes_and_a_linger_ends(make) -> None:
+    dock = make()
+    dock.open(0, 2, 2)
+    timer = threading.Timer(0.1, lambda: dock.put(prompts(2)))
+    timer.start()
+    assert len(dock.lease("generate", min_rows=4, deadline=20)) == 4
+    timer.join()
+    begin = time.monotonic()
+    dock.put(tokens([sid(0, 0)]))
+    assert len(dock.lease("logp", max_rows=2, linger=0.2, deadline=20)) == 1, "no second row came"
+    assert 0.15 < time.monotonic() - begin < 4
+
+
+def test_min_rows_is_not_waited_for_where_no_more_are_left(make_one) -> None:
+    dock = make_one()
+    dock.open(0, 2, 2)
+    dock.put(Rows((sid(0, 0),), {"prompt": ragged(1)}))
+    with pytest.raises(TimeoutError, match="at least 3 rows"):
+        dock.lease("generate", min_rows=3, deadline=0.05)
+    dock.put(Rows((sid(1, 1),), {"prompt": ragged(1)}))
+    assert len(dock.lease("generate", min_rows=3, max_rows=3, deadline=0)) == 3
+    assert len(dock.lease("generate", min_rows=3, deadline=0)) == 1
+
+
+def test_rows_of_this_machine_come_first(members) -> None:
+    made = members(COLUMNS, STATES, ["left", "right"])
+    docks = [member.dock(deadline=5) for member in made]
+    for dock in docks:
+        dock.open(0, 4, 1)
+    docks[0].put(prompts(4))
+    assert docks[1].lease("generate", min_rows=2, max_rows=2, linger=0.3, deadline=5).rows.ids == ids(4, 1)[2:]
+    moved = {(m.where, m.nbytes) for m in docks[1].traffic.take() if m.way == "read"}
+    assert moved == {("local", 7 * 4)}
+    assert docks[1].lease("generate", deadline=5).rows.ids == ids(4, 1)[:2]
+    assert {m.where for m in docks[1].traffic.take()} == {"remote"}
+
+
+def test_admission_counts_open_groups(make) -> None:
+    dock = make()
+    assert dock.open(0, 4, 1, most=6) and dock.open(0, 4, 1, most=0), "a repeat opens nothing"
+    assert not dock.open(1, 3, 1, most=6)
+    dock.clear(0, [1])
+    assert dock.open(1, 3, 1, most=6)
+    assert not dock.open(2, 1, 1, most=6)
+    dock.clear(0)
+    assert dock.open(2, 3, 1, most=6)
+
+
+def test_clearing_waits_for_leases_and_a_late_write_is_harmless(make) -> None:
+    dock = make()
+    dock.open(0, 2, 2)
+    dock.put(prompts(2))
+    lease = dock.lease("generate", min_rows=4, deadline=5)
+    with pytest.raises(TimeoutError, match="'generate' still holds rows of epoch 0"):
+        dock.clear(0, [0])
+    dock.release(lease)
+    dock.clear(0, [0])
+    dock.clear(0, [0])
+    dock.put(tokens(ids(2, 2), 1, 2, 3, 4))
+    assert dock.remaining("logp") == 2
+    assert dock.read([sid(1, 0)], ["tokens"])["tokens"].lengths.tolist() == [3]
+    for call in (lambda: dock.read([sid(0, 0)], ["tokens"]), lambda: dock.lease("logp", ids=[sid(0, 0)], deadline=0)):
+        with pytest.raises(ValueError, match=r"cleared"):
+            call()
+    dock.clear(0)
+    dock.put(prompts(2))
+    assert dock.remaining("logp") == 0 and all(house.used == 0 and not house.epochs for house in make.houses)
+
+
+def test_clearing_a_part_frees_its_bytes(make_one) -> None:
+    dock = make_one()
+    dock.open(0, 4, 1)
+    dock.put(tokens(ids(4, 1), *[100_000] * 4))
+    (house,) = make_one.houses
+    before = house.used
+    dock.clear(0, [1, 2])
+    assert house.used < 0.51 * before
+    assert dock.read([sid(3, 0)], ["tokens"])["tokens"].values.tolist() == list(range(100_000))
+    dock.clear(0, [0, 3])
+    assert house.used == 0
+
+
+BAD_PUTS = [
+    ({"nope": torch.ones(1)}, r"\['nope'\]"),
+    ({"reward": torch.ones(1, dtype=torch.float64)}, "'reward' .* torch.float64"),
+    ({"reward": torch.ones(1, 2)}, r"\[2\]"),
+    ({"parts": torch.ones(1, 3)}, r"\[2\], got \[3\]"),
+    ({"reward": ragged(1, dtype=torch.float32)}, "not Ragged"),
+    ({"tokens": torch.ones(1, dtype=torch.int32)}, "pass Ragged"),
+    ({"tokens": Ragged(torch.ones(3, dtype=torch.int32), torch.tensor([0, 2]))}, "rise from 0 to the 3"),
+    ({"tokens": ragged(3), "logp": ragged(2, dtype=torch.float32)}, "'logp' has 2 entries .* have 3"),
+]
+
+
+@pytest.mark.parametrize(("columns", "message"), BAD_PUTS)
+def test_bad_cells_are_refused_whole(make_one, columns: dict, message: str) -> None:
+    dock = make_one()
+    dock.open(0, 1, 1)
+    with pytest.raises(ValueError, match=message):
+        dock.put(Rows((sid(0, 0),), {"prompt": ragged(1), **columns}))
+    with pytest.raises(ValueError, match="not committed"):
+        dock.read([sid(0, 0)], ["prompt"])
+    assert make_one.houses[0].used == 0
+
+
+def test_bad_calls_are_refused(make) -> None:
+    dock = make()
+    dock.open(0, 1, 2)
+    one = {"reward": torch.ones(1)}
+    dock.put(tokens([sid(0, 1)], 3))
+    cases = [
+        (lambda: dock.put(Rows((sid(1, 0),), one)), r"\(0, 1, 0\) was not opened"),
+        (lambda: dock.put(Rows((sid(0, 0, 5),), one)), "epoch 5 was not opened; open: 0"),
+        (lambda: dock.put(Rows((sid(0, 0), sid(0, 0)), {"reward": torch.ones(2)})), "twice"),
+        (lambda: dock.put(Rows(ids(1, 2), {"logp": ragged(1, 4, dtype=torch.float32)})), r"4 entries .* \(0, 0, 1\)"),
+        (lambda: dock.open(0, 2, 2), "epoch 0"),
+        (lambda: dock.open(1, 0, 2), "groups=0"),
+        (lambda: dock.clear(0, [3]), r"\[3\]"),
+        (lambda: dock.lease("nope", deadline=0), "declared: generate"),
+        (lambda: dock.lease("generate", min_rows=3, max_rows=2, deadline=0), "got 3 and 2"),
+        (lambda: dock.lease("generate", ids=[sid(0, 0)] * 2, deadline=0), "twice"),
+        (lambda: dock.lease("logp", columns=["prompt"], deadline=0), r"\['prompt'\]"),
+        (lambda: dock.read([sid(0, 0)], ["prompt"]), r"'prompt' of \(0, 0, 0\)"),
+    ]
+    for call, message in cases:
+        with pytest.raises(ValueError, match=message):
+            call()
+
+
+def test_bad_declarations_are_refused(make_one) -> None:
+    for columns, states, message in [
+        (COLUMNS, [StateSpec("s", ("zzz",), ())], "zzz"),
+        ([*COLUMNS, COLUMNS[0]], [], "twice"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            make_one(columns, states)
+
+
+def test_a_commit_writes_what_its_state_writes_or_nothing(make) -> None:
+    dock = make()
+    dock.open(0, 1, 2)
+    dock.put(prompts(1))
+    lease = dock.lease("generate", min_rows=2, deadline=5)
+    for rows, message in [
+        (None, "must write column 'tokens'"),
+        (tokens([sid(0, 0)]), r"missing for \(0, 0, 1\)"),
+        (Rows(lease.rows.ids, {"reward": torch.ones(2)}), r"\['tokens'\], not \['reward'\]"),
+        (tokens([sid(0, 0), sid(0, 1), sid(0, 2)]), r"does not hold \(0, 0, 2\)"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            dock.commit(lease, rows)
+    with pytest.raises(ValueError, match="not committed"):
+        dock.read([sid(0, 0)], ["tokens"])
+    dock.put(tokens([sid(0, 0)]))
+    dock.commit(lease, tokens([sid(0, 1)], 3))
+    with pytest.raises(ValueError, match="already acknowledged"):
+        dock.lease("generate", ids=[sid(0, 1)], deadline=5)
+
+
+def test_snapshot_and_restore(make) -> None:
+    dock = make()
+    dock.open(0, 4, 2)
+    dock.put(prompts(4))
+    lease = dock.lease("generate", ids=[sid(0, 0), sid(3, 1)], deadline=5)
+    dock.commit(lease, tokens(lease.rows.ids, 2, 3))
+    dock.put(Rows((sid(1, 1),), {"parts": torch.tensor([[1.0, 2.0]])}))
+    dock.clear(0, [2])
+    dock.lease("generate", ids=[sid(1, 0)], deadline=5)
+    file = io.BytesIO()
+    torch.save(dock.snapshot(), file)
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    other = make()
+    other.restore(saved)
+    assert other.remaining("generate") == 4, "leased rows count as undone"
+    assert [len(r) for r in other.read([sid(3, 1), sid(0, 0)], ["tokens"])["tokens"].rows()] == [3, 2]
+    assert other.read([sid(1, 1)], ["parts"])["parts"].tolist() == [[1.0, 2.0]]
+    with pytest.raises(ValueError, match="epoch 0"):
+        other.open(0, 2, 2)
+    with pytest.raises(ValueError, match="start a new one"):
+        other.restore(saved)
+    again = other.snapshot()
+    assert flat(again) == flat(saved)
+    assert not dock.traffic.take() or "read" not in {m.state for m in dock.traffic.take()}
+
+
+def flat(value: object) -> object:
+    """A snapshot as plain values, to compare."""
+    if isinstance(value, dict):
+        return {k: flat(v) for k, v in value.items()}
+    return [flat(v) for v in value] if isinstance(value, list) else getattr(value, "tolist", lambda: value)()
+
+
+def test_a_snapshot_of_another_algorithm_is_refused_and_new_columns_are_not(make_one) -> None:
+    dock = make_one()
+    dock.open(0, 1, 1)
+    dock.put(Rows(ids(1, 1), {"reward": torch.ones(1)}))
+    changed = [ColumnSpec("reward", torch.float64, "sample", ragged=False), *(c for c in COLUMNS if c.name != "reward")]
+    with pytest.raises(ValueError, match="'reward' .* float32 .* float64"):
+        make_one(changed).restore(dock.snapshot())
+    fewer = make_one(COLUMNS, STATES[:-1])
+    fewer.restore(dock.snapshot())
+    assert fewer.remaining("generate") == 1
+    dock.clear(0)
+    make_one(changed).restore(dock.snapshot())  # without rows any declaration will do
+    make_one([*COLUMNS, ColumnSpec("new", torch.int8, "sample", ragged=False)]).restore(dock.snapshot())
+
+
+@pytest.mark.parametrize("nodes", [["a", "a", "a"], ["a", "b", "b"]], ids=["one machine", "two machines"])
+def test_peers_share_one_lease_and_its_end(members, nodes: list[str]) -> None:
+    """Each reads the cells itself; the first acknowledges when all have written, and all hear what went wrong."""
+    made, shared = members(COLUMNS, STATES, nodes), Exchange(3)
+    docks = [m.dock(peers=Peers(shared, rank), deadline=5) for rank, m in enumerate(made)]
+    for dock in docks:
+        dock.open(0, 2, 2)
+    docks[1].put(prompts(2))
+    (first, *others) = together(3, lambda r: docks[r].lease("generate", min_rows=4, deadline=5))
+    assert all(o.token == first.token and o.rows.ids == first.rows.ids for o in others)
+    assert all(o.rows["prompt"].values.equal(first.rows["prompt"].values) for o in others)
+    together(3, lambda r: docks[r].release(first))
+    again = together(3, lambda r: docks[r].lease("generate", ids=ids(2, 2), deadline=5))
+    error = together(3, lambda r: caught(lambda: docks[r].commit(again[r])))
+    assert len(set(error)) == 1 and "must write column 'tokens'" in error[0], "all hear it"
+    error = together(3, lambda r: caught(lambda: docks[r].commit(again[r], tokens([sid(5, 5)]) if r == 1 else None)))
+    assert len(set(error)) == 1 and "does not hold (0, 5, 5)" in error[0]
+    last = tokens(again[2].rows.ids, 1, 2, 3, 4)
+    together(3, lambda r: docks[r].commit(again[r], last if r == 2 else None))
+    assert together(3, lambda r: docks[r].remaining("generate")) == [0] * 3
+    asked = [[sid(0, 0)], [sid(0, 0)], [sid(0, 1)]]
+    error = together(3, lambda r: caught(lambda: docks[r].lease("logp", ids=asked[r], deadline=5)))
+    assert error[:2] == ["", ""] and "lease alike" in error[2]
+    error = together(3, lambda r: caught(lambda: docks[r].lease("update", ids=[(0, 0, 0), (0, 0, 1)], deadline=0.1)))
+    assert len(set(error)) == 1 and "'logp'" in error[0]
+
+
+def caught(call) -> str:
+    try:
+        call()
+    except (ValueError, TimeoutError) as error:
+        return str(error)
+    return ""
+
+
+def test_what_one_message_cannot_hold_goes_in_several(members, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (cells_module, writing):
+        monkeypatch.setattr(module, "FETCH_BYTES", 1000)
+    made = members(COLUMNS, STATES, ["a", "b"], owners=all_in(0))
+    dock = Dock(made[1].declared, made[1].calls, deadline=5)
+    dock.open(0, 4, 1)
+    lengths = [700, 1, 0, 150]
+    dock.put(tokens(ids(4, 1), *lengths))
+    found = dock.lease("logp", ids=[sid(3, 0), sid(0, 0), sid(2, 0), sid(1, 0)], deadline=5).rows["tokens"]
+    assert [r.tolist() for r in found.rows()] == [list(range(n)) for n in (150, 700, 0, 1)]
+    assert calls_module.requests is cells_module.requests
+
+
+def test_a_grant_that_cannot_be_read_is_handed_back(make_one, monkeypatch: pytest.MonkeyPatch) -> None:
+    dock = make_one()
+    dock.open(0, 1, 2)
+    dock.put(prompts(1))
+
+    class Full:
+        def take(self, name: str, nbytes: int):
+            raise MemoryError(name)
+
+    with pytest.raises(MemoryError):
+        dock.lease("generate", into=Full(), deadline=5)
+    assert len(dock.lease("generate", deadline=0)) == 2
+
+
+def test_a_lone_process_has_limits_too(make_one) -> None:
+    """Space for four rows: a third group waits until one is cleared, and says so when none is."""
+    dock = make_one(limits=Limits(rows=4))
+    dock.open(0, 3, 2)
+    for group in range(2):
+        dock.put(Rows((sid(group, 0),), {"prompt": ragged(3)}))
+    third = Rows((SampleId(0, 2, 0),), {"prompt": ragged(3)})
+    with pytest.raises(TimeoutError, match="4 of 4 rows"):
+        dock.put(third)
+    timer = threading.Timer(0.05, lambda: dock.clear(0, [0]))
+    timer.start()
+    dock.put(third)
+    timer.join()
+    assert dock.remaining("generate") == 4
+
+
+def test_a_snapshot_of_the_docks_before_this_one_is_restored(make) -> None:
+    """Written at commit bca148e by its dock in shared memory: four groups, of which one was cleared and one leased."""
+    dock = make()
+    saved = torch.load(Path(__file__).parent / "data" / "snapshot_format_1.pt", weights_only=True)
+    dock.restore(saved)
+    rows = [sid(0, 0, 3), sid(0, 1, 3), sid(3, 1, 3)]
+    found = dock.read(rows, ["tokens", "prompt"])
+    assert [r.tolist() for r in found["tokens"].rows()] == [list(range(n)) for n in (2, 3, 5)]
+    assert [len(r) for r in found["prompt"].rows()] == [1, 1, 4]
+    assert dock.read(rows[:2], ["logp"])["logp"].values.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]
+    assert dock.read([sid(1, 1, 3)], ["parts"])["parts"].tolist() == [[1.0, 2.0]]
+    assert {name: dock.remaining(name) for name in ("generate", "logp", "update")} == {
+        "generate": 3,
+        "logp": 4,
+        "update": 6,
+    }
+    assert dock.lease("logp", deadline=5).rows.ids == (sid(3, 1, 3),)
+    assert flat(dock.snapshot()) == flat(saved)
