@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import work
 
-from mindspeed_rl_plugin.dock import ColumnSpec, Lease, Ragged, Rows, SampleId, StateSpec, rpc, server
+from mindspeed_rl_plugin.dock import ColumnSpec, Lease, Ragged, Rows, SampleId, StateSpec, rpc
 from mindspeed_rl_plugin.dock.cells import Buffers
 from mindspeed_rl_plugin.dock.factory import Member
 
@@ -20,7 +20,7 @@ class Messages:
 
     def __init__(self) -> None:
         self.nbytes, self._frame = 0, rpc.frame
-        rpc.frame = server.frame = self._sent
+        rpc.frame = self._sent
 
     def _sent(self, message: Any, bulk: Any = ()) -> list[Any]:
         buffers = self._frame(message, bulk)

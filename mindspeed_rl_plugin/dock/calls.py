@@ -12,11 +12,11 @@ import numpy as np
 
 from mindspeed_rl_plugin.dock.api import listed
 from mindspeed_rl_plugin.dock.cells import Span, ids_array, requests
+from mindspeed_rl_plugin.dock.messages import Address, Committed, Extent, Failed, Fetch, Hello, Map, Message, Shape
 from mindspeed_rl_plugin.dock.rpc import Channel
 from mindspeed_rl_plugin.dock.server import Server
 from mindspeed_rl_plugin.dock.slabs import Segments
 from mindspeed_rl_plugin.dock.traffic import Traffic
-from mindspeed_rl_plugin.dock.wire import Address, Committed, Extent, Fetch, Hello, Map, Message, Shape
 from mindspeed_rl_plugin.rows import SampleId
 
 Owners = Callable[[int, int], np.ndarray]  # (epoch, groups) -> `[groups]` warehouse of each group
@@ -183,7 +183,10 @@ class Calls:
         scatter: Sequence[np.ndarray] = (),
     ) -> Message:
         if self.server is not None and address.rank == self.rank:
-            return self.server.call(self.name, message, bulk)[0]
+            answer = self.server.call(self.name, message, bulk)[0]
+            if isinstance(answer, Failed):
+                raise answer.raised()
+            return answer
         channels: dict[Address, Channel] = self._local.__dict__.setdefault("channels", {})
         channel = channels.get(address)
         if channel is None or channel.closed:

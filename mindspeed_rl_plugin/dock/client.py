@@ -13,41 +13,17 @@ import stat
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-import msgspec
 import numpy as np
 
+from mindspeed_rl_plugin.dock import messages as m
 from mindspeed_rl_plugin.dock import reading, snapshot
 from mindspeed_rl_plugin.dock.api import Declared, Lease, listed
 from mindspeed_rl_plugin.dock.calls import Calls, by_owner, epochs_of, merge
 from mindspeed_rl_plugin.dock.cells import Buffers, empty, fresh, ids_array, ids_tuple, named
 from mindspeed_rl_plugin.dock.peers import Alone, Peers
-from mindspeed_rl_plugin.dock.rpc import ERRORS
 from mindspeed_rl_plugin.dock.traffic import Traffic
-from mindspeed_rl_plugin.dock.wire import (
-    Ask,
-    Clear,
-    Failed,
-    Grant,
-    Locate,
-    Message,
-    Ok,
-    Release,
-    Remaining,
-    Retire,
-    Shape,
-    pack,
-    unpack,
-)
 from mindspeed_rl_plugin.dock.writing import Writer
 from mindspeed_rl_plugin.rows import Rows, SampleId
-
-
-class Status(msgspec.Struct):
-    """How a rank's part of a commit went, and the records that it caused."""
-
-    after: dict[int, int]
-    kind: str = ""
-    text: str = ""
 
 
 class Dock:
@@ -104,7 +80,7 @@ class Dock:
         """
         if groups < 1 or members < 1 or epoch < 0:
             raise ValueError(f"open({epoch=}, {groups=}, {members=}): the sizes must be at least 1, the epoch 0")
-        epochs, shape = self._calls.epochs, Shape(groups, members)
+        epochs, shape = self._calls.epochs, m.Shape(groups, members)
         if epochs.shapes.get(epoch) == shape:
             return True
         if epoch <= epochs.last:
@@ -130,11 +106,11 @@ class Dock:
         if self._leader and len(chosen):
             after, deadline = self._calls.after, self._deadline
             for state in self.states:
-                message = Retire(state, epoch, shape, chosen, after, deadline)
+                message = m.Retire(state, epoch, shape, chosen, after, deadline)
                 self._calls.ask_controller(state, message, deadline)
             for warehouse in range(len(self._calls.directory.warehouses)):
                 # All of them, whosever groups they are: each must know when an epoch is over.
-                self._calls.ask_warehouse(warehouse, Clear(epoch, shape, chosen))
+                self._calls.ask_warehouse(warehouse, m.Clear(epoch, shape, chosen))
         epochs.forget(epoch, chosen)
         self._calls.end_leases()
 
@@ -208,7 +184,7 @@ class Dock:
                 raise ValueError(f"lease of state {state!r}: an id occurs twice among {listed(ids)}")
             if not len(ids):
                 return Lease(0, state, Rows((), {c: empty(self.columns[c]) for c in names}))
-        ask = Ask(state, names, wanted, calls.epochs.listed(), calls.after, deadline, calls.lease_seconds)
+        ask = m.Ask(state, names, wanted, calls.epochs.listed(), calls.after, deadline, calls.lease_seconds)
         ask.max_rows, ask.min_rows, ask.max_tokens, ask.linger = max_rows, min_rows, max_tokens, linger
         ask.near = calls.warehouse
         grant = self._granted(ask)
@@ -252,13 +228,13 @@ class Dock:
         if (lease.state, lease.token) in self._calls.held:
             self._peers.gather(b"")  # all have read
             if not self._peers.rank:
-                self._calls.ask_controller(lease.state, Release(lease.state, lease.token))
+                self._calls.ask_controller(lease.state, m.Release(lease.state, lease.token))
             self._calls.held.pop((lease.state, lease.token), None)
 
     def remaining(self, state: str) -> int:
         """Rows of all open epochs that the state has not acknowledged, leased ones included."""
         self._declared.check_state(state)
-        message = Remaining(state, self._calls.epochs.listed(), self._calls.after)
+        message = m.Remaining(state, self._calls.epochs.listed(), self._calls.after)
         return self._calls.ask_controller(state, message).rows
 
     # the whole dock
@@ -318,20 +294,20 @@ class Dock:
 
     # inside
 
-    def _granted(self, ask: Ask) -> Grant:
+    def _granted(self, ask: m.Ask) -> m.Grant:
         """What the consumer's first rank gets from the controller, the same on all its ranks."""
-        answer: Message = Ok()
+        answer: m.Message = m.Ok()
         if not self._peers.rank:
             try:
                 answer = self._calls.ask_controller(ask.state, ask, ask.deadline)
             except (ValueError, TimeoutError) as error:
                 if self._peers.size == 1:
                     raise
-                answer = Failed("TimeoutError" if isinstance(error, TimeoutError) else "ValueError", str(error))
+                answer = m.Failed.of(error)
         if self._peers.size > 1:
-            answer = unpack(self._peers.share(pack(answer)))
-        if isinstance(answer, Failed):
-            raise ERRORS[answer.kind](answer.text)
+            answer = m.unpack(self._peers.share(m.pack(answer)))
+        if isinstance(answer, m.Failed):
+            raise answer.raised()
         if ask.ids is not None and not np.array_equal(ask.ids, answer.ids):
             theirs, wanted = (listed(map(tuple, x.tolist())) for x in (answer.ids, ask.ids))
             raise ValueError(
@@ -348,34 +324,34 @@ class Dock:
         self._writer.write(rows, lease.state, acked)
 
     def _commit_together(self, lease: Lease, rows: Rows | None) -> None:
-        """All but the first rank write; it writes and acknowledges when they have; all hear how that went."""
-        status = Status(self._calls.after)
+        """All but the first rank write; it writes and acknowledges when they have; all learn how that went."""
+        calls, peers, failed = self._calls, self._peers, None
         try:
-            if self._peers.rank and rows is not None and len(rows):
+            if peers.rank and rows is not None and len(rows):
                 self._write_back(lease, rows, None)
         except (ValueError, TimeoutError) as error:
-            status.kind, status.text = _named(error)
-        for data in self._peers.gather(msgspec.msgpack.encode(status)):
-            other = msgspec.msgpack.decode(data, type=Status)
-            merge(self._calls.after, other.after)
-            status = other if other.kind and not status.kind else status
-        if not status.kind:
-            if not self._peers.rank:
-                try:
+            failed = m.Failed.of(error)
+        for data in peers.gather(m.pack(m.Written(calls.after, failed))):
+            other = m.unpack(data)
+            merge(calls.after, other.after)
+            failed = failed or other.failed
+        if failed is None:
+            try:
+                if not peers.rank:
                     self._write_back(lease, rows, lease.rows.ids)
-                except (ValueError, TimeoutError) as error:
-                    status.kind, status.text = _named(error)
-            status.after = self._calls.after
-            status = msgspec.msgpack.decode(self._peers.share(msgspec.msgpack.encode(status)), type=Status)
-            merge(self._calls.after, status.after)
-        if status.kind:
-            raise ERRORS[status.kind](status.text)
+            except (ValueError, TimeoutError) as error:
+                failed = m.Failed.of(error)
+            done = m.unpack(peers.share(m.pack(m.Written(calls.after, failed))))
+            merge(calls.after, done.after)
+            failed = done.failed
+        if failed is not None:
+            raise failed.raised()
 
     def _check_done(self, lease: Lease) -> None:
         """A lease that is not live here may be committed again only if its rows are done or cleared."""
         ids, calls = ids_array(lease.rows.ids), self._calls
         calls.epochs.check(f"commit of state {lease.state!r}", ids)
-        message = Remaining(lease.state, calls.epochs.listed(), calls.after, ids)
+        message = m.Remaining(lease.state, calls.epochs.listed(), calls.after, ids)
         undone = calls.ask_controller(lease.state, message).ids
         if len(undone):
             raise ValueError(
@@ -397,7 +373,7 @@ class Dock:
         calls = self._calls
         members = calls.epochs.shapes[epoch].members
         slots = np.array([i.group * members + i.member for i in ids], np.int32)
-        found = calls.ask_warehouse(warehouse, Locate(epoch, tuple(columns), slots))
+        found = calls.ask_warehouse(warehouse, m.Locate(epoch, tuple(columns), slots))
         for name, segment in zip(columns, found.segment, strict=True):
             if (segment < 0).any():
                 missing.append(f"column {name!r} of {listed(ids[i] for i in (segment < 0).nonzero()[0])}")
@@ -410,8 +386,4 @@ class Dock:
         """Hand back what could not be read."""
         with contextlib.suppress(ValueError, OSError):
             if token and not self._peers.rank:
-                self._calls.ask_controller(state, Release(state, token))
-
-
-def _named(error: Exception) -> tuple[str, str]:
-    return ("TimeoutError" if isinstance(error, TimeoutError) else "ValueError"), str(error)
+                self._calls.ask_controller(state, m.Release(state, token))

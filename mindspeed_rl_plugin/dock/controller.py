@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from mindspeed_rl_plugin.dock.api import ColumnSpec, StateSpec, explain_wait
+from mindspeed_rl_plugin.dock.messages import Grant, Record, Shape
 from mindspeed_rl_plugin.dock.pick import Picked, Wish, pick
 from mindspeed_rl_plugin.dock.views import FREE, LEASED, EpochView, concatenated
-from mindspeed_rl_plugin.dock.wire import Grant, Record, Shape
 from mindspeed_rl_plugin.rows import SampleId
 
 

@@ -18,12 +18,12 @@ from mindspeed_rl_plugin.dock.client import Dock
 from mindspeed_rl_plugin.dock.controller import Controller
 from mindspeed_rl_plugin.dock.core import Core
 from mindspeed_rl_plugin.dock.limits import Limits
+from mindspeed_rl_plugin.dock.messages import Address
 from mindspeed_rl_plugin.dock.outside import describe, write_secret
 from mindspeed_rl_plugin.dock.peers import make_peers
 from mindspeed_rl_plugin.dock.server import Server
 from mindspeed_rl_plugin.dock.storage import Warehouse
 from mindspeed_rl_plugin.dock.watch import Watch
-from mindspeed_rl_plugin.dock.wire import Address
 from mindspeed_rl_plugin.environment import master_address
 
 HEARTBEATS = 10  # of which ranks wait for each other

@@ -9,8 +9,8 @@ import torch
 
 from mindspeed_rl_plugin.dock.api import ColumnSpec, Declared, StateSpec
 from mindspeed_rl_plugin.dock.calls import Calls, Directory
+from mindspeed_rl_plugin.dock.messages import Address, Description, Hello, Join
 from mindspeed_rl_plugin.dock.rpc import Channel
-from mindspeed_rl_plugin.dock.wire import Address, Description, Hello, Join
 
 
 def describe(declared: Declared, directory: Directory) -> Description:

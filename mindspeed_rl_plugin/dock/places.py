@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from mindspeed_rl_plugin.dock.wire import Cells
+from mindspeed_rl_plugin.dock.messages import Cells
 
 Index = slice | np.ndarray | list[int]
 EVERY = slice(None)  # numpy takes all of them much faster than a list of them

@@ -1,7 +1,10 @@
-"""The calling side: addresses, the handshake, and one blocking connection to a server of the dock.
+"""Connections between the processes of a dock: the handshake, messages with bulk behind them, blocking requests.
 
-Processes of one machine talk over nameless (abstract) Unix sockets, which the kernel lets only this user's processes
-use here, the others over TCP. Both sides prove that they know the job's secret before anything else is read.
+    magic "MSTD" | version | 3 zero bytes | head bytes (uint32) | bulk bytes (uint64) | head | bulk
+
+The head is a message; cells travel as bulk, which is neither copied when it is sent nor when it is received. Processes
+of one machine talk over abstract Unix sockets, which have no file and are open to processes of the same user only, the
+others over TCP. Both sides prove that they know the job's secret before anything else is read.
 """
 
 from __future__ import annotations
@@ -9,89 +12,182 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import hmac
+import os
 import secrets
-import select
 import socket
+import struct
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
-from mindspeed_rl_plugin.dock.wire import Address, Bye, Failed, Hello, Message, Reader, frame
+from mindspeed_rl_plugin.dock.messages import Address, Bye, Failed, FrameError, Hello, Message, pack, unpack
 
+MAGIC, VERSION = b"MSTD", 4
+PREFIX = struct.Struct("<4sB3xIQ")
+MAX_HEAD = 256 << 20  # bytes
+MAX_BULK = 2 << 30  # bytes; larger reads and writes are split by their caller
+JOIN = 64 << 10  # bytes; what is smaller is copied together, because a system call costs more than the copy
+GATHERED = 256  # buffers of one system call
 NONCE = 32  # bytes
 REFUSED = bytes(NONCE)  # in the place of a server's proof: the client has not shown the secret
+CONNECT_SECONDS = 20.0
 MARGIN = 15.0  # seconds the caller waits longer than the other side, whose error knows more
-CONNECT_SECONDS = 60.0
-ERRORS = {"ValueError": ValueError, "TimeoutError": TimeoutError}
 
 
 class Left(ConnectionError):
     """The other side has left the dock in order."""
 
 
-def proof(secret: bytes, side: str, nonces: Sequence[bytes]) -> bytes:
-    """What `side` ("client" or "server") shows to prove that it knows the secret, without showing it."""
-    return hmac.new(secret, side.encode() + b"".join(nonces), hashlib.sha256).digest()
+class Stream:
+    """Messages over a connected socket; several threads may send."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.socket = connection
+        self._sending = threading.Lock()
+        if connection.family != socket.AF_UNIX:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def send(self, message: Message, bulk: Sequence[Any] = ()) -> None:
+        """Send all of it. Raises FrameError above the limits."""
+        left = frame(message, bulk)
+        with self._sending:
+            if len(left) == 1:
+                return self.socket.sendall(left[0])
+            while left:
+                sent = self.socket.sendmsg(left[:GATHERED])
+                while left and sent >= len(left[0]):
+                    sent -= len(left.pop(0))
+                if sent:
+                    left[0] = memoryview(left[0])[sent:]
+        return None
+
+    def receive(self, scatter: Sequence[np.ndarray] = ()) -> tuple[Message, np.ndarray | None]:
+        """The next message and its bulk. scatter: uint8 arrays that bulk of just so many bytes goes to; it is None
+        then. Raises EOFError at the end, FrameError for what is no message."""
+        magic, version, head, bulk = PREFIX.unpack(self.exactly(PREFIX.size))
+        if magic != MAGIC or version != VERSION or head > MAX_HEAD or bulk > MAX_BULK:
+            raise FrameError(f"a message begins with {magic!r} {version}, and announces {head} + {bulk} bytes")
+        message, out = unpack(self.exactly(head)), None
+        if bulk and sum(len(piece) for piece in scatter) != bulk:
+            out = np.empty(bulk, np.uint8)
+            scatter = [out]
+        for piece in scatter if bulk else ():
+            self._fill(memoryview(piece))
+        return message, out
+
+    def exactly(self, nbytes: int) -> bytearray:
+        """So many bytes. Raises EOFError when the connection ends before."""
+        data = bytearray(nbytes)
+        self._fill(memoryview(data))
+        return data
+
+    def ended(self) -> bool:
+        """Whether the other side has closed it, as far as that can be seen before what it sent is read."""
+        try:
+            return self.socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+
+    def leave(self) -> None:
+        """Say that this process leaves in order, if the other side takes it, and close."""
+        if self._sending.acquire(timeout=1.0):
+            with contextlib.suppress(OSError):
+                self.socket.send(frame(Bye())[0], socket.MSG_DONTWAIT)
+        self.close()
+
+    def close(self) -> None:
+        """End it, also for a thread that waits in it. Idempotent."""
+        with contextlib.suppress(OSError):
+            self.socket.shutdown(socket.SHUT_RDWR)
+        self.socket.close()
+
+    def _fill(self, view: memoryview) -> None:
+        while len(view):
+            got = self.socket.recv_into(view)
+            if not got:
+                raise EOFError("the connection ended")
+            view = view[got:]
 
 
-def connect(
-    address: Address, secret: bytes, node: str, hello: Hello, seconds: float = CONNECT_SECONDS
-) -> socket.socket:
-    """A connection past the handshake, made by a process of `node`.
+def frame(message: Message, bulk: Sequence[Any] = ()) -> list[Any]:
+    """Buffers to send in order, one where nothing is large. Raises FrameError above the limits."""
+    head, total = pack(message), sum(len(piece) for piece in bulk)
+    if len(head) > MAX_HEAD or total > MAX_BULK:
+        raise FrameError(
+            f"{type(message).__name__} has a head of {len(head)} bytes (limit {MAX_HEAD}) and {total} bytes of cells "
+            f"(limit {MAX_BULK}); send fewer rows at a time"
+        )
+    start = PREFIX.pack(MAGIC, VERSION, len(head), total)
+    if total < JOIN:
+        return [b"".join((start, head, *bulk))]
+    return [start + head, *(memoryview(piece) for piece in bulk if len(piece))]
 
-    Raises ConnectionError when nobody answers there, PermissionError when it is another job's.
-    """
-    connection, target = _endpoint(address, node)
+
+def proof(secret: bytes, side: bytes, nonces: bytes) -> bytes:
+    """What a side ("client" or "server") shows to prove that it knows the secret, without showing it."""
+    return hmac.new(secret, side + nonces, hashlib.sha256).digest()
+
+
+def connect(address: Address, secret: bytes, node: str, hello: Hello) -> Stream:
+    """A connection past the handshake, made by a process of `node`. Raises ConnectionError when nobody answers there,
+    PermissionError when it is another job's."""
+    unix = address.node == node
+    if not unix and not address.port:
+        raise ConnectionError(f"the dock on {address.node} listens on its own machine only; {node} cannot reach it")
+    family = socket.AF_UNIX if unix else socket.AF_INET6 if ":" in address.host else socket.AF_INET
+    stream = Stream(socket.socket(family))
     try:
-        connection.settimeout(CONNECT_SECONDS)
-        connection.connect(target)
-        tune(connection)
-        nonce, mine = _exactly(connection), secrets.token_bytes(NONCE)
-        connection.sendall(mine + proof(secret, "client", (nonce, mine)))
-        shown = _exactly(connection)
-        if shown == REFUSED:
-            raise PermissionError(f"the dock at {address} refuses this process: it is another job's")
-        if not hmac.compare_digest(shown, proof(secret, "server", (mine, nonce))):
-            raise PermissionError(f"what answers at {address} is not the dock of this job")
-        connection.sendall(frame(hello)[0])
-        return connection
+        stream.socket.settimeout(CONNECT_SECONDS)
+        stream.socket.connect("\0" + address.unix if unix else (address.host, address.port))
+        theirs, mine = bytes(stream.exactly(NONCE)), secrets.token_bytes(NONCE)
+        stream.socket.sendall(mine + proof(secret, b"client", theirs + mine))
+        shown = bytes(stream.exactly(NONCE))
+        if not hmac.compare_digest(shown, proof(secret, b"server", mine + theirs)):
+            what = "refuses this process: it is another job's" if shown == REFUSED else "is not that of this job"
+            raise PermissionError(f"the dock at {address} {what}")
+        stream.send(hello)
+        stream.socket.settimeout(None)
+        return stream
     except PermissionError:
-        connection.close()
+        stream.close()
         raise
     except (EOFError, OSError) as error:
-        connection.close()
+        stream.close()
         raise ConnectionError(f"no dock answers at {address}: {error}") from error
 
 
-def tune(connection: socket.socket) -> None:
-    """No delay for small messages."""
-    if connection.family != socket.AF_UNIX:
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-
-
-def _endpoint(address: Address, node: str) -> tuple[socket.socket, Any]:
-    if address.node == node:
-        return socket.socket(socket.AF_UNIX), "\0" + address.unix
-    if not address.port:
-        raise ConnectionError(f"the dock on {address.node} listens on its own machine only; {node} cannot reach it")
-    return socket.socket(socket.AF_INET6 if ":" in address.host else socket.AF_INET), (address.host, address.port)
-
-
-def _exactly(connection: socket.socket, nbytes: int = NONCE) -> bytes:
-    data = b""
-    while len(data) < nbytes:
-        got = connection.recv(nbytes - len(data))
-        if not got:
-            raise EOFError("the connection ended")
-        data += got
-    return data
+def admit(connection: socket.socket, secret: bytes) -> tuple[Stream, Hello]:
+    """The server's part of the handshake. Raises PermissionError for a process that does not know the secret, or is
+    another user's; EOFError, OSError or FrameError for one that does not go through with it."""
+    stream = Stream(connection)
+    if connection.family == socket.AF_UNIX:
+        shown = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+        if struct.unpack("3i", shown)[1] not in (os.getuid(), 0):
+            raise PermissionError("a process of another user")
+    connection.settimeout(CONNECT_SECONDS)
+    mine = secrets.token_bytes(NONCE)
+    connection.sendall(mine)
+    answer = bytes(stream.exactly(2 * NONCE))
+    theirs = answer[:NONCE]
+    if not hmac.compare_digest(answer[NONCE:], proof(secret, b"client", mine + theirs)):
+        connection.sendall(REFUSED)  # the end alone may mean that this process ends
+        raise PermissionError("a process that does not know the secret")
+    connection.sendall(proof(secret, b"server", theirs + mine))
+    hello, _ = stream.receive()
+    if not isinstance(hello, Hello) or not hello.name:
+        raise FrameError("a connection must begin with hello")
+    connection.settimeout(None)
+    return stream, hello
 
 
 class Channel:
-    """A connection to a server, made now. lost: called where it breaks, or gives no answer; patience: seconds for an
-    ordinary answer."""
+    """A connection for requests to a server, made now. patience: seconds for an ordinary answer; lost: called where it
+    breaks."""
 
     def __init__(
         self,
@@ -102,39 +198,28 @@ class Channel:
         patience: float,
         lost: Callable[[Address, str], None] = lambda address, why: None,
     ) -> None:
-        self.address, self._patience, self._lost = address, patience, lost
-        self._socket = connect(address, secret, node, hello)
-        self._reader, self._limit = Reader(), CONNECT_SECONDS
+        self.address, self._patience, self._lost, self._limit = address, patience, lost, 0.0
+        self.stream = connect(address, secret, node, hello)
 
     def ask(
-        self,
-        message: Message,
-        bulk: Sequence[np.ndarray] = (),
-        seconds: float = 0.0,
-        scatter: Sequence[np.ndarray] = (),
+        self, message: Message, bulk: Sequence[Any] = (), seconds: float = 0.0, scatter: Sequence[np.ndarray] = ()
     ) -> Message:
         """Send a request and wait for its answer. seconds: how long the other side itself may wait; scatter: uint8
         arrays that the answer's bulk goes to, one after the other.
 
         Raises what the other side raised, TimeoutError when it does not answer, ConnectionError when it is gone.
         """
-        kind, begin = type(message).__name__, time.monotonic()
-        self._reader.scatter = scatter
-        limit = seconds + self._patience + MARGIN
+        kind, begin, limit = type(message).__name__, time.monotonic(), seconds + self._patience + MARGIN
         if limit != self._limit:  # a system call, and deadlines seldom change
             self._limit = limit
-            self._socket.settimeout(limit)
+            self.stream.socket.settimeout(limit)
         try:
-            for buffer in frame(message, bulk):  # one, where nothing is large
-                self._socket.sendall(buffer)
-            answer = self._message()
+            self.stream.send(message, bulk)
+            answer, _ = self.stream.receive(scatter)
         except TimeoutError as error:
             self.close()  # a late answer would be taken for that of the next request
             spent = time.monotonic() - begin
             raise TimeoutError(f"{self.address} gave no answer to {kind} for {spent:.0f} s") from error
-        except Left:
-            self.close()
-            raise
         except (EOFError, OSError) as error:
             self.close()
             self._lost(self.address, "connection broke")
@@ -142,42 +227,20 @@ class Channel:
         except BaseException:
             self.close()
             raise
+        if isinstance(answer, Bye):
+            self.close()
+            raise Left(f"rank {self.address.rank} at {self.address} has left the dock")
         if isinstance(answer, Failed):
-            raise ERRORS.get(answer.kind, ValueError)(answer.text)
+            raise answer.raised()
         return answer
 
-    @property
-    def closed(self) -> bool:
-        """Whether nothing can be asked here any more."""
-        return self._socket.fileno() < 0
-
-    @property
-    def quiet(self) -> bool:
-        """Whether the connection stands and nothing has come: between two requests that would be its end."""
-        if self.closed:
-            return False
-        ready = select.poll()
-        ready.register(self._socket, select.POLLIN)
-        return not ready.poll(0)
-
     def close(self) -> None:
-        """End the connection. Idempotent."""
-        self._socket.close()
+        """End it. Idempotent."""
+        self.closed = True
+        self.stream.close()
+
+    closed = False
 
     def __del__(self) -> None:
-        if "_socket" in self.__dict__:  # its thread has ended, or nothing is asked there any more
-            with contextlib.suppress(OSError):
-                self._socket.close()
-
-    def _message(self) -> Message:
-        while (found := self._reader.message()) is None:
-            got = self._socket.recv_into(self._reader.space())
-            if not got:
-                raise EOFError("the connection ended")
-            self._reader.got(got)
-        message, bulk = found
-        if isinstance(message, Bye):
-            raise Left(f"the rank at {self.address} has left the dock")
-        if bulk is not None:
-            raise ConnectionError(f"{self.address} sent {len(bulk)} bytes that were not asked for")
-        return message
+        if "stream" in self.__dict__:  # its thread has ended, or nothing is asked there any more
+            self.stream.close()

@@ -1,169 +1,63 @@
-"""The answering side: one thread of a process that serves its `Core` on a Unix and a TCP socket.
+"""The answering side: a thread for each connection of a process, which serves its `Core`.
 
-A request costs one wake-up, one read and one write. The process's own requests are direct calls; all calls, and all
-that is sent, happen under one lock. A dock of one process has no thread until somebody outside is invited.
+The process's own requests are calls of the same function. All of them happen under one lock; answers are sent outside
+of it, so that nobody waits for a slow reader. A dock of one process has no thread until somebody outside is invited.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hmac
-import os
 import secrets
-import selectors
 import socket
-import struct
 import threading
 import time
-from collections import deque
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from mindspeed_rl_plugin.dock import messages as m
 from mindspeed_rl_plugin.dock.core import Answer, Core
-from mindspeed_rl_plugin.dock.rpc import ERRORS, NONCE, REFUSED, connect, proof, tune
+from mindspeed_rl_plugin.dock.rpc import Stream, admit, connect, frame
 from mindspeed_rl_plugin.dock.watch import Watch
-from mindspeed_rl_plugin.dock.wire import (
-    Address,
-    Bye,
-    Failed,
-    FrameError,
-    Hello,
-    Message,
-    Ping,
-    Reader,
-    Record,
-    Stopped,
-    frame,
-)
 
-HANDSHAKE_SECONDS = 20.0
 UNADMITTED = 256  # connections that have not shown the secret yet; more are closed at once
 EXHAUSTED_SECONDS = 0.1  # until the next try to accept, where descriptors or memory have run out
-GATHERED = 256  # buffers of one system call
-READ, WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
+LOOK_SECONDS = 1.0  # a request that waits looks at the time, and at its asker, so often
 
 
-class Connection:
-    """One connection of a server. rank, watched: as its hello said; peer: name, "" before it is admitted."""
+class Link(Stream):
+    """A connection between two ranks over which notes go both ways, without waiting for the other side. rank: the other
+    one; heard: when something came over it last."""
 
-    def __init__(self, server: Server, connection: socket.socket, peer: str = "", rank: int = -1) -> None:
-        connection.setblocking(False)
-        self.peer, self.rank, self.watched = peer, rank, bool(peer)
-        self.admitted, self.heard = bool(peer), time.monotonic()
-        self.socket, self._server = connection, server
-        self._reader, self._left, self._busy = Reader(), deque[Any](), False
-        self._nonce, self._shown = secrets.token_bytes(NONCE), b""
-        if not peer:
-            self._put([self._nonce])
+    def __init__(self, connection: socket.socket, rank: int) -> None:
+        super().__init__(connection)
+        self.rank, self.heard = rank, time.monotonic()
+        self._left: deque[bytes] = deque()
+        self._more = threading.Condition()
+        self._writer: threading.Thread | None = None
 
-    def ready(self, events: int) -> None:
-        """The socket can be read or written. In the server's thread."""
-        if events & WRITE:
-            self.flush()
+    def note(self, message: m.Message) -> None:
+        """Send in order: now what the socket takes, the rest soon."""
+        data = frame(message)[0]
+        with self._more:
             if not self._left:
-                self._server.selector.modify(self.socket, READ, self)
-        if not events & READ:
-            return
-        try:
-            if not (self._receive() if self.admitted else self._admit()):
-                self._server.ended(self)
-        except (BlockingIOError, InterruptedError):
-            return
-        except FrameError:
-            self._server.core.refused["malformed"] += 1
-            self._server.ended(self)
-        except PermissionError:
-            self._server.core.refused["stranger"] += 1
-            self.flush()
-            self._server.ended(self)
-        except OSError:
-            self._server.ended(self)
+                with contextlib.suppress(OSError):  # the end shows when it is read
+                    data = data[self.socket.send(data, socket.MSG_DONTWAIT) :]
+            if data:
+                self._left.append(data)
+                self._more.notify()
+                if self._writer is None:
+                    self._writer = thread(self._write)
 
-    def send(self, message: Message, bulk: Sequence[Any] = ()) -> None:
-        """Now what the socket takes, the rest when it can. With the server's lock held, in any thread."""
-        try:
-            self._put(frame(message, bulk))
-        except FrameError as error:
-            self._put(frame(Failed("ValueError", str(error))))
-
-    def answer(self, answer: Answer) -> None:
-        """What a request waited for."""
-        self._busy = False
-        self.send(*answer)
-        if self._reader.pending:
-            self._server.continued(self)
-
-    def proceed(self) -> None:
-        """Serve what has come, one message after the other."""
-        while not self._busy and (found := self._reader.message()) is not None:
-            self._serve(*found)
-
-    def flush(self) -> None:
-        """Send what the socket takes."""
-        with contextlib.suppress(OSError):  # the end shows when it is read
-            while self._left:
-                first = [self._left[i] for i in range(min(len(self._left), GATHERED))]
-                sent = self.socket.sendmsg(first)
-                while self._left and sent >= len(self._left[0]):
-                    sent -= len(self._left.popleft())
-                if sent:
-                    self._left[0] = memoryview(self._left[0])[sent:]
-
-    def _put(self, buffers: Sequence[Any]) -> None:
-        waits = bool(self._left)
-        self._left.extend(buffers)
-        if not waits:
-            self.flush()
-        if self._left:
-            self._server.blocked(self)
-
-    def _receive(self) -> bool:
-        space = self._reader.space()
-        if not space:  # a whole message waits for the answer to the one before
-            self._server.selector.unregister(self.socket)
-            return True
-        got = self.socket.recv_into(space)
-        self._reader.got(got)
-        self.heard = time.monotonic()
-        if got:
-            self.proceed()
-        return bool(got)
-
-    def _admit(self) -> bool:
-        """The client's part of the handshake. Raises PermissionError where it does not know the secret."""
-        got = self.socket.recv(2 * NONCE - len(self._shown))
-        self._shown += got
-        if len(self._shown) < 2 * NONCE:
-            return bool(got)
-        theirs, shown, secret = self._shown[:NONCE], self._shown[NONCE:], self._server.secret
-        if not hmac.compare_digest(shown, proof(secret, "client", (self._nonce, theirs))):
-            self._put([REFUSED])
-            raise PermissionError("a peer does not know the secret of this job")
-        self.admitted = True
-        self._put([proof(secret, "server", (theirs, self._nonce))])
-        return True
-
-    def _serve(self, message: Message, bulk: np.ndarray | None) -> None:
-        server = self._server
-        if not self.peer:
-            if not isinstance(message, Hello) or not message.name:
-                raise FrameError("a connection must begin with hello")
-            self.peer, self.rank, self.watched = message.name, message.rank, message.watch
-            server.met(self)
-        elif isinstance(message, Bye):
-            server.leaves(self)
-        elif isinstance(message, Stopped) and server.watch is not None:
-            server.watch.stop(message.rank, message.why)
-        elif isinstance(message, Record):
-            server.core.handle(self.peer, message, None, self.answer)
-        elif not isinstance(message, Ping):
-            answer = server.core.handle(self.peer, message, bulk, self.answer)
-            if answer is None:
-                self._busy = True
-            else:
-                self.send(*answer)
+    def _write(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                with self._more:
+                    self._more.wait_for(lambda: self._left)
+                self.socket.sendall(self._left[0])
+                with self._more:
+                    self._left.popleft()
 
 
 class Server:
@@ -172,217 +66,155 @@ class Server:
 
     def __init__(self, core: Core, node: str, secret: bytes, watch: Watch | None = None, rank: int = 0) -> None:
         self.core, self.node, self.secret, self.watch, self.rank = core, node, secret, watch, rank
-        self.selector = selectors.DefaultSelector()
-        self.address: Address | None = None
+        self.address: m.Address | None = None
         self._lock = threading.RLock()
-        self._connections: set[Connection] = set()
-        self._listeners: dict[int, socket.socket] = {}
-        self._todo: deque[Any] = deque()  # for the server's thread
-        self._wakes, self._woken = socket.socketpair()
-        self._thread: threading.Thread | None = None
-        self._stop = False
+        self._changed = defaultdict(lambda: threading.Condition(self._lock))
+        self._streams: dict[Stream, str] = {}  # -> name of its other side
+        self._listeners: list[socket.socket] = []
+        self._strangers = 0
+        self._closed = threading.Event()
+        core.wake = self._wake
 
-    # this process's own requests
-
-    def call(self, peer: str, message: Message, bulk: np.ndarray | None = None) -> Answer:
-        """Serve a request of this process: its answer and bulk. Raises what its answer says."""
-        box: list[Answer] = []
-        done = threading.Event()
-
-        def later(answer: Answer) -> None:
-            box.append(answer)
-            done.set()
-
+    def call(
+        self, peer: str, message: m.Message, bulk: np.ndarray | None = None, ended: Callable[[], bool] | None = None
+    ) -> Answer:
+        """The answer to a request and its bulk, once there is one. ended: whether the asker is gone."""
+        begin, clock = self.core.clock(), self.core.clock
         with self._lock:
-            answer = self.core.handle(peer, message, bulk, later)
-        while answer is None and not box:
-            with self._lock:
-                pause = self.core.pause()
-            if not done.wait(pause):
-                with self._lock:
-                    self.core.tick()
-        answer = answer or box[0]
-        if isinstance(answer[0], Failed):
-            raise ERRORS.get(answer[0].kind, ValueError)(answer[0].text)
-        return answer
+            while True:
+                waited = clock() - begin
+                answer = self.core.serve(peer, message, bulk, waited)
+                if not isinstance(answer, str):
+                    return answer
+                ends = (getattr(message, name, 0.0) - waited for name in ("deadline", "linger"))
+                self._changed[answer].wait(min([LOOK_SECONDS, *(left for left in ends if left > 0)]))
+                if ended is not None and ended():
+                    raise EOFError("the asker is gone")
 
-    # other processes
-
-    def start(self, host: str = "") -> Address:
+    def start(self, host: str = "") -> m.Address:
         """Listen, on the address of a network interface too where one is given; where. Raises OSError where the
         sockets cannot be made."""
-        with self._lock:
-            if self.address is None:
-                self.address = Address(self.node, f"rl-dock-{secrets.token_hex(16)}", rank=self.rank)
-                self._listen(socket.AF_UNIX, "\0" + self.address.unix)
-            if host and not self.address.port:
-                port = self._listen(socket.AF_INET6 if ":" in host else socket.AF_INET, (host, 0)).getsockname()[1]
-                self.address = self.address._replace(host=host, port=port)
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="rl-dock", daemon=True)
-            self._thread.start()
-        self._wake()
+        if self.address is None:
+            self.address = m.Address(self.node, f"rl-dock-{secrets.token_hex(16)}", rank=self.rank)
+            self._listen(socket.AF_UNIX, "\0" + self.address.unix)
+            if self.watch is not None:
+                thread(self._tick)
+        if host and not self.address.port:
+            listener = self._listen(socket.AF_INET6 if ":" in host else socket.AF_INET, (host, 0))
+            self.address = self.address._replace(host=host, port=listener.getsockname()[1])
         return self.address
 
-    def link(self, address: Address) -> Connection:
+    def link(self, address: m.Address) -> Link:
         """A connection to another rank's server that stands as long as both."""
-        hello = Hello(f"rank {self.rank}", self.rank, watch=True)
-        made = Connection(self, connect(address, self.secret, self.node, hello), f"rank {address.rank}", address.rank)
-        with self._lock:
-            self._connections.add(made)
-            self.met(made)
-            self._later(self.selector.register, made.socket, READ, made)
-        return made
+        made = connect(address, self.secret, self.node, m.Hello(f"rank {self.rank}", self.rank, watch=True))
+        link = Link(made.socket, address.rank)
+        self._streams[link] = f"rank {address.rank}"
+        self.watch.add(link)
+        thread(self._converse, link, f"rank {address.rank}")
+        return link
 
-    def tell(self, links: Iterable[Connection], record: Record) -> None:
-        """Send a record. With the lock held."""
+    def tell(self, links: Sequence[Link], record: m.Record) -> None:
+        """Send a record. With the lock held, so in order."""
         for link in links:
-            link.send(record)
+            link.note(record)
 
     def close(self) -> None:
-        """Say that this process leaves, stop listening and end the thread. Idempotent."""
-        with self._lock:
-            for connection in self._connections:
-                if connection.peer:
-                    connection.send(Bye())
-            self._stop = True
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._wake()
-            self._thread.join(HANDSHAKE_SECONDS)
-        for one in (*self._listeners.values(), *(c.socket for c in self._connections), self._wakes, self._woken):
-            one.close()
-        self.selector.close()
+        """Say that this process leaves, and stop listening. Idempotent."""
+        self._closed.set()
+        for listener in self._listeners:
+            with contextlib.suppress(OSError):
+                listener.shutdown(socket.SHUT_RDWR)
+            listener.close()
+        for stream in list(self._streams):
+            stream.leave()
 
-    # what connections say; with the lock held
+    def _wake(self, key: str) -> None:
+        if key in self._changed:
+            self._changed[key].notify_all()
 
-    def met(self, connection: Connection) -> None:
-        """A connection has said who it is."""
-        if connection.watched and self.watch is not None:
-            self.watch.add(connection)
-
-    def leaves(self, connection: Connection) -> None:
-        """Its other side leaves in order."""
-        if self.watch is not None:
-            self.watch.remove(connection)
-
-    def blocked(self, connection: Connection) -> None:
-        """It has more to send than its socket takes."""
-        self._later(self._register, connection, READ | WRITE)
-
-    def continued(self, connection: Connection) -> None:
-        """A request of it that waited is answered."""
-        self._later(self._go_on, connection)
-
-    def ended(self, connection: Connection) -> None:
-        """It is over. In the server's thread."""
-        if connection not in self._connections:
-            return
-        self._connections.discard(connection)
-        with contextlib.suppress(KeyError, ValueError):
-            self.selector.unregister(connection.socket)
-        connection.socket.close()
-        self.core.cancel(connection.answer)
-        if connection.watched and self.watch is not None:
-            self.watch.broke(connection)
-            self.watch.remove(connection)
-        if connection.peer and connection.rank < 0 and not any(c.peer == connection.peer for c in self._connections):
-            self.core.gone(connection.peer)
-
-    # the thread
-
-    def _listen(self, family: int, where: Any) -> socket.socket:
+    def _listen(self, family: int, where: object) -> socket.socket:
         listener = socket.socket(family)
         listener.bind(where)
         listener.listen(1024)
-        listener.setblocking(False)
-        self._listeners[family] = listener
-        self._later(self.selector.register, listener, READ, listener)
+        self._listeners.append(listener)
+        thread(self._accept, listener)
         return listener
 
-    def _run(self) -> None:
-        self.selector.register(self._woken, READ, None)
-        ticks = self.watch.pause() if self.watch is not None else 1.0
-        due = 0.0
-        while not self._stop:
-            with self._lock:
-                while self._todo:
-                    what, *arguments = self._todo.popleft()
-                    what(*arguments)
-                timeout = min(max(due - time.monotonic(), 0.0), self.core.pause())
-            found = self.selector.select(timeout)
-            with self._lock:
-                for key, events in found:
-                    self._happened(key, events)
-                if found and time.monotonic() < due:
-                    continue
-                due = time.monotonic() + min(ticks, 1.0)
-                self._expire()
-                self.core.tick()
-                if self.watch is not None:
-                    self.watch.tick()
-
-    def _happened(self, key: selectors.SelectorKey, events: int) -> None:
-        if isinstance(key.data, Connection):
-            if key.data in self._connections:
-                key.data.ready(events)
-        elif key.data is None:
-            self._woken.recv(1 << 16)
-        else:
-            self._accept(key.data)
-
     def _accept(self, listener: socket.socket) -> None:
-        try:
-            connection, _ = listener.accept()
-        except OSError:  # of this one connection, or of a process that has too much open
-            time.sleep(EXHAUSTED_SECONDS)
-            return
-        strangers = sum(not c.peer for c in self._connections)
-        if strangers >= UNADMITTED or not _of_this_user(connection):
-            self.core.refused["stranger"] += 1
-            connection.close()
-            return
-        tune(connection)
-        made = Connection(self, connection)
-        self._connections.add(made)
-        self.selector.register(connection, READ, made)
-
-    def _expire(self) -> None:
-        """End connections that take too long to say who they are."""
-        now = time.monotonic()
-        for connection in [c for c in self._connections if not c.peer and now > c.heard + HANDSHAKE_SECONDS]:
-            self.ended(connection)
-
-    def _register(self, connection: Connection, events: int) -> None:
-        if connection not in self._connections:
-            return
-        try:
-            self.selector.modify(connection.socket, events, connection)
-        except KeyError:
-            self.selector.register(connection.socket, events, connection)
-
-    def _go_on(self, connection: Connection) -> None:
-        """Serve what came while a request waited."""
-        if connection in self._connections:
-            self._register(connection, READ)
+        while not self._closed.is_set():
             try:
-                connection.proceed()
-            except FrameError:
-                self.core.refused["malformed"] += 1
-                self.ended(connection)
+                connection, _ = listener.accept()
+            except OSError:  # of this one connection, or of a process that has too much open; or the end
+                self._closed.wait(EXHAUSTED_SECONDS)
+                continue
+            if self._strangers >= UNADMITTED:
+                self.core.refused["stranger"] += 1
+                connection.close()
+                continue
+            self._strangers += 1
+            thread(self._attend, connection)
 
-    def _later(self, what: Any, *arguments: Any) -> None:
-        self._todo.append((what, *arguments))
-        if threading.current_thread() is not self._thread:
-            self._wake()
+    def _attend(self, connection: socket.socket) -> None:
+        """One connection that another process has made."""
+        try:
+            stream, hello = admit(connection, self.secret)
+            if hello.watch and self.watch is not None:
+                stream = Link(connection, hello.rank)
+                self.watch.add(stream)
+        except (OSError, EOFError, m.FrameError) as error:
+            refused = "malformed" if isinstance(error, m.FrameError) else "stranger"
+            if isinstance(error, (PermissionError, m.FrameError)):
+                self.core.refused[refused] += 1
+            return connection.close()
+        finally:
+            self._strangers -= 1
+        self._streams[stream] = hello.name
+        self._converse(stream, hello.name)
+        if hello.rank < 0 and hello.name not in list(self._streams.values()):
+            with self._lock:
+                self.core.gone(hello.name)
+        return None
 
-    def _wake(self) -> None:
-        with contextlib.suppress(OSError):
-            self._wakes.send(b"x")
+    def _converse(self, stream: Stream, peer: str) -> None:
+        """Serve what comes over a connection, until it ends."""
+        try:
+            while True:
+                message, bulk = stream.receive()
+                if isinstance(stream, Link):
+                    self._heard(stream, message)
+                else:
+                    answer = self.call(peer, message, bulk, stream.ended)
+                    try:
+                        stream.send(*answer)
+                    except m.FrameError as error:
+                        stream.send(m.Failed.of(error))
+        except m.FrameError:
+            self.core.refused["malformed"] += 1
+        except (OSError, EOFError):
+            pass
+        finally:
+            self._streams.pop(stream, None)
+            stream.close()
+            if isinstance(stream, Link) and not self._closed.is_set():
+                self.watch.broke(stream)
+
+    def _heard(self, link: Link, message: m.Message) -> None:
+        link.heard = time.monotonic()
+        if isinstance(message, m.Record):
+            with self._lock:
+                self.core.apply(message)
+        elif isinstance(message, m.Bye):
+            self.watch.remove(link)
+        elif isinstance(message, m.Stopped):
+            self.watch.stop(message.rank, message.why)
+
+    def _tick(self) -> None:
+        while not self._closed.wait(self.watch.pause()):
+            self.watch.tick()
 
 
-def _of_this_user(connection: socket.socket) -> bool:
-    """Whether a Unix connection comes from a process of this user; the secret is asked for in any case."""
-    if connection.family != socket.AF_UNIX:
-        return True
-    shown = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    return struct.unpack("3i", shown)[1] in (os.getuid(), 0)
+def thread(work: Callable[..., object], *arguments: object) -> threading.Thread:
+    """Run it beside everything else."""
+    made = threading.Thread(target=work, args=arguments, name="rl-dock", daemon=True)
+    made.start()
+    return made

@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from mindspeed_rl_plugin.dock.wire import Extent
+from mindspeed_rl_plugin.dock.messages import Extent
 
 LINE = 64  # bytes, granularity of extents
 LEAST = 64  # parts of the limit: what a new segment has at least, so that a full warehouse does not make one a commit

@@ -12,9 +12,9 @@ from mindspeed_rl_plugin.dock import reading
 from mindspeed_rl_plugin.dock.api import ColumnSpec, Declared
 from mindspeed_rl_plugin.dock.calls import Calls
 from mindspeed_rl_plugin.dock.cells import empty, fresh
+from mindspeed_rl_plugin.dock.messages import Manifest, Record
 from mindspeed_rl_plugin.dock.places import rows_of_groups
 from mindspeed_rl_plugin.dock.views import DONE
-from mindspeed_rl_plugin.dock.wire import Manifest, Record
 from mindspeed_rl_plugin.dock.writing import Writer
 from mindspeed_rl_plugin.rows import Column, Ragged, Rows, SampleId
 

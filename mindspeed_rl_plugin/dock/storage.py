@@ -14,9 +14,9 @@ import numpy as np
 
 from mindspeed_rl_plugin.dock.api import ColumnSpec, StateSpec, listed
 from mindspeed_rl_plugin.dock.limits import Limits, entry_bytes, row_reserve, write_back_bytes
+from mindspeed_rl_plugin.dock.messages import Cells, Extent, FrameError, Part, Put, Record, Reserve, Shape
 from mindspeed_rl_plugin.dock.places import Places, indexed, rows_of_groups
 from mindspeed_rl_plugin.dock.slabs import LINE, Range, Slabs, cut, rounded
-from mindspeed_rl_plugin.dock.wire import Cells, Extent, FrameError, Part, Put, Record, Reserve, Shape
 
 MOST = 16 << 20  # bytes of memory that a writer is lent ahead
 SEVERAL = 8  # commits that it is lent for
@@ -166,8 +166,8 @@ class Warehouse:
 
     # reading
 
-    def locate(self, epoch: int, columns: tuple[str, ...], slots: np.ndarray) -> list[np.ndarray]:
-        """Segment, offset and length `[C, n]` of the cells of rows; segment -1 marks one that is not committed."""
+    def locate(self, epoch: int, columns: tuple[str, ...], slots: np.ndarray) -> Cells:
+        """Where the cells of rows lie; segment -1 marks one that is not committed."""
         out = [np.full((len(columns), len(slots)), x, t) for x, t in ((-1, np.int32), (0, np.int64), (0, np.int32))]
         state = self._epochs.get(epoch)
         if state is not None:
@@ -177,7 +177,7 @@ class Warehouse:
                 at = slots // state.shape.members if grouped else slots
                 for table, found in zip(out, state.places[grouped].cells((name,), at), strict=True):
                     table[i] = found[0]
-        return out
+        return Cells(columns, slots, *out)
 
     def manifest(self) -> list[Record]:
         """All that lies here: one record an epoch."""

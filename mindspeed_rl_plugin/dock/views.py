@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from mindspeed_rl_plugin.dock.api import ColumnSpec, StateSpec
+from mindspeed_rl_plugin.dock.messages import Cells, Record, Shape
 from mindspeed_rl_plugin.dock.places import Places, indexed, rows_of_groups
-from mindspeed_rl_plugin.dock.wire import Cells, Record, Shape
 
 FREE, LEASED, DONE = 0, 1, 2
 

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from mindspeed_rl_plugin.dock.wire import Message, Ping, Stopped
+from mindspeed_rl_plugin.dock.messages import Message, Ping, Stopped
 
 SIGNS = 4  # of life, that are sent in one heartbeat
 FLUSH_SECONDS = 1.0
@@ -30,7 +30,7 @@ class Link(Protocol):
     rank: int
     heard: float
 
-    def send(self, message: Message) -> None:
+    def note(self, message: Message) -> None:
         """Without waiting; what cannot be sent is lost."""
 
 
@@ -75,8 +75,8 @@ class Watch:
         asleep, self._ticked = now - self._ticked > self.heartbeat / 2, now
         if now - self._sent >= self.heartbeat / SIGNS:
             self._sent = now
-            for link in self._links:
-                link.send(Ping())
+            for link in list(self._links):
+                link.note(Ping())
         for link in list(self._links):
             if asleep:  # this process itself stood still: what came meanwhile is not read yet
                 link.heard = now
@@ -92,7 +92,7 @@ class Watch:
         with contextlib.suppress(OSError):
             os.write(2, line.encode())  # not sys.stderr: the main thread may hang with its lock held
         for link in list(self._links):
-            link.send(Stopped(rank, why))
+            link.note(Stopped(rank, why))
         flush = threading.Thread(target=_flush, daemon=True)
         flush.start()
         flush.join(FLUSH_SECONDS)

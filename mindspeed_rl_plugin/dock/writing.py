@@ -10,8 +10,8 @@ import numpy as np
 from mindspeed_rl_plugin.dock.api import Declared
 from mindspeed_rl_plugin.dock.calls import Calls, by_owner, epochs_of
 from mindspeed_rl_plugin.dock.cells import FETCH_BYTES, copy_rows, lengths_of
+from mindspeed_rl_plugin.dock.messages import Extent, Part, Put, Reserve
 from mindspeed_rl_plugin.dock.storage import MOST, Layout
-from mindspeed_rl_plugin.dock.wire import Extent, Part, Put, Reserve
 from mindspeed_rl_plugin.rows import Column, Rows, SampleId
 
 INLINE = 128 << 10  # bytes; a smaller put travels with its message, a larger one is written into lent memory

@@ -70,7 +70,7 @@ class DockMachine(RuleBasedStateMachine):
 
     def make(self) -> None:
         self.member = Member(COLUMNS, STATES, node="here", limits=Limits(segment_bytes=1 << 14))
-        self.member.core._clock = lambda: self.now
+        self.member.core.clock = lambda: self.now
         self.dock = self.member.dock(deadline=5)
         self.enter()
 
@@ -198,7 +198,8 @@ class DockMachine(RuleBasedStateMachine):
     def leases_run_out(self) -> None:
         """Those of the process outside: it does not know."""
         self.now += LEASE_SECONDS + 1
-        self.member.core.tick()
+        for controller in self.member.core.controllers.values():
+            controller.expire(self.now)
         late = [lease for lease in self.model.leases if self.holder[lease.token] is not self.dock]
         self.slow += [(self.holder[lease.token], lease) for lease in late]
         self.model.leases = [lease for lease in self.model.leases if lease not in late]

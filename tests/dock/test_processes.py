@@ -13,11 +13,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import dock_ranks
+import numpy as np
 import pytest
 from dock_help import ids
 
-from mindspeed_rl_plugin.dock import rpc, wire
-from mindspeed_rl_plugin.dock.wire import Address, Hello
+from mindspeed_rl_plugin.dock import messages as m
+from mindspeed_rl_plugin.dock import rpc
 
 HEARTBEAT = 1.5
 NODES = {"one machine": ["one"] * 3, "two machines": ["left", "left", "right"]}
@@ -195,16 +196,17 @@ def test_a_silent_rank_ends_the_others_within_the_heartbeat(start, victim: int) 
 def test_strangers_and_garbage_are_refused_and_counted(start, tmp_path: Path) -> None:
     (rank,) = start(["one"]).ranks
     secret = bytes.fromhex(secret_of(rank, tmp_path))
-    address = Address(*rank.call("address"))
+    address = m.Address(*rank.call("address"))
     with pytest.raises(PermissionError):
-        rpc.connect(address, b"another", "one", Hello("thief", -1))
-    for head in (b"\x00" * 40, wire.PREFIX.pack(wire.MAGIC, wire.VERSION, 5, 0) + b"hello"):
-        connection = rpc.connect(address, secret, "one", Hello("garbage", -1))
-        connection.sendall(head)
-        connection.settimeout(10)
-        assert connection.recv(1) == b"", "the connection ends"
-    channel = rpc.Channel(address, secret, "one", Hello("odd", -1), 5)
-    for odd in (wire.Ok(), wire.Remaining("nope", [], {}), wire.Fetch(__import__("numpy").zeros((1, 2), "int64"))):
+        rpc.connect(address, b"another", "one", m.Hello("thief", -1))
+    for head in (b"\x00" * 40, rpc.PREFIX.pack(rpc.MAGIC, rpc.VERSION, 5, 0) + b"hello"):
+        stream = rpc.connect(address, secret, "one", m.Hello("garbage", -1))
+        stream.socket.sendall(head)
+        stream.socket.settimeout(10)
+        with pytest.raises(EOFError):
+            stream.receive()
+    channel = rpc.Channel(address, secret, "one", m.Hello("odd", -1), 5)
+    for odd in (m.Ok(), m.Remaining("nope", [], {}), m.Fetch(np.zeros((1, 2), np.int64))):
         with pytest.raises(ValueError):
             channel.ask(odd)
     silent = socket.socket(socket.AF_UNIX)

@@ -1,0 +1,328 @@
+"""What the processes of a dock say to each other: typed structs as MessagePack, never pickle.
+
+What does not fit its types is no message. Arrays are `[dtype, shape, bytes]`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Union
+
+import msgspec
+import numpy as np
+
+TYPES = {np.dtype(t).str: np.dtype(t) for t in (np.uint8, np.int32, np.int64)}
+
+# What garbage inside a well-formed message raises where it is served.
+MALFORMED = (KeyError, IndexError, TypeError, AttributeError, OverflowError)
+
+
+class FrameError(ValueError):
+    """What is no message of this protocol, or one above the limits."""
+
+
+class Shape(NamedTuple):
+    """Ids of one epoch: groups x members; row number = group * members + member."""
+
+    groups: int
+    members: int
+
+
+class Extent(NamedTuple):
+    """A range of one segment of a warehouse, in bytes."""
+
+    segment: int
+    offset: int
+    nbytes: int
+
+
+class Address(NamedTuple):
+    """Where the server of a rank answers: an abstract Unix socket for processes of its `node`, TCP for the others
+    (port 0: none)."""
+
+    node: str
+    unix: str
+    host: str = ""
+    port: int = 0
+    rank: int = 0
+
+
+class Message(msgspec.Struct, tag=True, array_like=True, gc=False):
+    """A request, an answer or a note."""
+
+
+class Part(msgspec.Struct, array_like=True, gc=False):
+    """Columns that are written for the same rows. names: C columns; slots: `[n]` int32 row numbers (group numbers for
+    group columns); length: `[C, n]` int32 entries of each cell."""
+
+    names: tuple[str, ...]
+    slots: np.ndarray
+    length: np.ndarray
+
+
+class Cells(Message):
+    """Where cells lie. names: C columns; slots: `[n]` int32; segment: `[C, n]` or `[1, 1]` int32, -1 for a cell that is
+    not there; offset: `[C, n]` int64 bytes; length: `[C, n]` int32 entries."""
+
+    names: tuple[str, ...]
+    slots: np.ndarray
+    segment: np.ndarray
+    offset: np.ndarray
+    length: np.ndarray
+
+
+# To a controller. epochs: (epoch, groups, members) that the asker knows open; after: warehouse -> number of its newest
+# record that the asker has caused, which the controller must know before it answers.
+
+
+class Ask(Message):
+    """A lease. ids: `[B, 3]` exactly these, in this order; None: what is ready, by rising id, rows of warehouse `near`
+    first. The bounds are those of `Dock.lease`; deadline: seconds to wait; seconds: life of the lease."""
+
+    state: str
+    columns: tuple[str, ...]
+    ids: np.ndarray | None
+    epochs: list[tuple[int, int, int]]
+    after: dict[int, int]
+    deadline: float
+    seconds: float | None = None
+    max_rows: int | None = None
+    min_rows: int = 1
+    max_tokens: int | None = None
+    linger: float = 0.0
+    near: int | None = None
+
+
+class Grant(Message):
+    """Rows under a lease. ids: `[B, 3]`; owner: `[B]` int32 warehouse of each; segment, offset, length: `[C, B]` of
+    their cells; shapes: of their epochs."""
+
+    token: int
+    ids: np.ndarray
+    owner: np.ndarray
+    segment: np.ndarray
+    offset: np.ndarray
+    length: np.ndarray
+    shapes: list[tuple[int, int, int]]
+
+
+class Release(Message):
+    """Rows of a lease are handed back."""
+
+    state: str
+    token: int
+
+
+class Remaining(Message):
+    """Which rows are not acknowledged, of `ids` `[B, 3]` or of all."""
+
+    state: str
+    epochs: list[tuple[int, int, int]]
+    after: dict[int, int]
+    ids: np.ndarray | None = None
+
+
+class Left(Message):
+    """Rows that are not acknowledged: how many, and which, where ids were given."""
+
+    rows: int
+    ids: np.ndarray | None = None
+
+
+class Retire(Message):
+    """First half of clearing: give these groups out no more; answered when no live lease holds any."""
+
+    state: str
+    epoch: int
+    shape: Shape
+    groups: np.ndarray
+    after: dict[int, int]
+    deadline: float
+
+
+# To a warehouse.
+
+
+class Reserve(Message):
+    """Memory for a put, in the answer's extent; a producer waits until its groups may come in."""
+
+    epoch: int
+    shape: Shape
+    parts: list[Part]
+    producer: bool
+    deadline: float
+
+
+class Put(Message):
+    """Commit cells that lie in `extent`, or that come as bulk; acknowledge `rows` of `state`, which must have all
+    columns that it writes then, where `checked`. want: bytes of memory that the writer would like for its next put;
+    back: memory that it needs no more."""
+
+    epoch: int
+    shape: Shape
+    parts: list[Part]
+    producer: bool
+    deadline: float
+    extent: Extent | None = None
+    want: int = 0
+    back: Extent | None = None
+    state: str | None = None
+    rows: np.ndarray | None = None
+    checked: bool = True
+
+
+class Clear(Message):
+    """Second half of clearing: free the cells of groups."""
+
+    epoch: int
+    shape: Shape
+    groups: np.ndarray
+
+
+class Committed(Message):
+    """seq: number of the warehouse's newest record; extent: memory that only the asker may fill."""
+
+    seq: int
+    extent: Extent | None = None
+
+
+class Locate(Message):
+    """Where the cells of rows `slots` lie."""
+
+    epoch: int
+    columns: tuple[str, ...]
+    slots: np.ndarray
+
+
+class Fetch(Message):
+    """Bytes of `[n, 3]` (segment, offset, bytes), one after the other, as bulk."""
+
+    spans: np.ndarray
+
+
+class Map(Message):
+    """Which file a process of this machine maps for a segment."""
+
+    segment: int
+
+
+class Mapped(Message):
+    """A file of this machine, and its bytes."""
+
+    path: str
+    nbytes: int
+
+
+class Manifest(Message):
+    """All that a warehouse holds."""
+
+
+class Held(Message):
+    """Records that say as much."""
+
+    records: list[Record]
+
+
+# Between processes.
+
+
+class Hello(Message):
+    """First message of a connection. rank: of the job, -1 outside of it; watch: each side stops when the other ends."""
+
+    name: str
+    rank: int
+    watch: bool = False
+
+
+class Record(Message):
+    """One commit of a warehouse: new cells, rows that a state is done with, groups whose cells are gone. seq: its
+    running number, from 1."""
+
+    warehouse: int
+    seq: int
+    epoch: int
+    shape: Shape
+    cells: list[Cells] = []
+    state: str | None = None
+    rows: np.ndarray | None = None
+    cleared: np.ndarray | None = None
+
+
+class Ping(Message):
+    """The sender lives."""
+
+
+class Bye(Message):
+    """The sender leaves in order."""
+
+
+class Stopped(Message):
+    """The sender stops because of a rank."""
+
+    rank: int
+    why: str
+
+
+class Join(Message):
+    """A process outside of the job asks what there is."""
+
+
+class Description(Message):
+    """What it must know. columns: (name, dtype, level, ragged, trailing, longest); states: (name, reads, writes, whole
+    groups)."""
+
+    columns: list[tuple[str, str, str, bool, tuple[int, ...], int | None]]
+    states: list[tuple[str, tuple[str, ...], tuple[str, ...], bool]]
+    warehouses: list[Address]
+    controllers: dict[str, Address]
+
+
+class Ok(Message):
+    """Done; what was fetched follows as bulk."""
+
+
+class Failed(Message):
+    """kind: name of the exception to raise."""
+
+    kind: str
+    text: str
+
+    @classmethod
+    def of(cls, error: Exception) -> Failed:
+        """What the asker raises."""
+        return cls("TimeoutError" if isinstance(error, TimeoutError) else "ValueError", str(error))
+
+    def raised(self) -> Exception:
+        """What went wrong."""
+        return (TimeoutError if self.kind == "TimeoutError" else ValueError)(self.text)
+
+
+class Written(Message):
+    """Among the ranks of a consumer: how a rank's part of a commit went, and the records that it caused."""
+
+    after: dict[int, int]
+    failed: Failed | None = None
+
+
+def _encode_array(value: Any) -> Any:
+    if not isinstance(value, np.ndarray):
+        raise TypeError(f"{type(value).__name__} is no part of a message")
+    return value.dtype.str, value.shape, np.ascontiguousarray(value).data
+
+
+def _decode_array(kind: type, value: Any) -> np.ndarray:
+    dtype, shape, data = value
+    return np.frombuffer(data, TYPES[dtype]).reshape(shape)
+
+
+_ENCODER = msgspec.msgpack.Encoder(enc_hook=_encode_array)
+_EVERY = Union[tuple(Message.__subclasses__())]  # noqa: UP007
+_DECODER = msgspec.msgpack.Decoder(_EVERY, dec_hook=_decode_array)
+pack = _ENCODER.encode
+
+
+def unpack(data: bytes | bytearray) -> Message:
+    """Inverse of `pack`. Raises FrameError for anything malformed."""
+    try:
+        return _DECODER.decode(data)
+    except (msgspec.DecodeError, ValueError, *MALFORMED) as error:
+        raise FrameError(f"malformed message: {error}") from error
