@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from mindspeed_rl_plugin.reshard.allgather import AllgatherPlan, post_round
-from mindspeed_rl_plugin.reshard.p2p import P2PChannel
+from mindspeed_rl_plugin.reshard.p2p import Batch, P2PChannel
 from mindspeed_rl_plugin.reshard.transfer import copy_pieces
 
 
@@ -35,9 +35,13 @@ def naive(
                 held[i] = torch.empty(shard.shape, dtype=shard.dtype(dtype), device=device)
         batch = post_round(plan, numbers, held, channel) if numbers else None
         if flying is not None:
-            before, arrived = flying
-            before.wait()
-            for i, tensor in arrived.items():
-                copy_pieces(plan.copies[i], {str(i): tensor}, destination)
-            arrived.clear()  # before the round after the next one is posted
+            _finish(plan, *flying, destination)  # before the round after the next one is posted
         flying = batch, held
+
+
+def _finish(plan: AllgatherPlan, batch: Batch, held: dict[int, Tensor], destination: Mapping[str, Tensor]) -> None:
+    """Wait for a round, copy what the engine needs out of it, and forget it."""
+    batch.wait()
+    for i, tensor in held.items():
+        copy_pieces(plan.copies[i], {str(i): tensor}, destination)
+    held.clear()
