@@ -86,11 +86,17 @@ def interrupted(args: Any) -> str:
 def _uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     if isinstance(error, KeyboardInterrupt):
         if launch_env()["rank"] == 0:
-            print(interrupted(_args), file=sys.stderr, flush=True)
+            _say(interrupted(_args))
         return
     if isinstance(error, Refusal):
-        print(f"[rl] {error}", file=sys.stderr, flush=True)
+        _say(f"[rl] {error}")
         record(str(error))
         return
     _show(kind, error, trace)
     record(_reason or f"{kind.__name__}: {error}")
+
+
+def _say(text: str) -> None:
+    """To the process's own stderr: once ranks are connected, torch puts `[rank0]: ` before each line that an excepthook
+    writes to sys.stderr, and the first one would no longer begin with [rl]."""
+    print(text, file=sys.__stderr__, flush=True)

@@ -15,7 +15,7 @@ from mindspeed_rl_plugin import environment
 from mindspeed_rl_plugin.launch import checkpoint_files, disk, endings
 
 PROCESS = """
-import sys, types
+import io, sys, types
 from mindspeed_rl_plugin.launch import endings
 
 class OfTheUser(Exception):
@@ -23,6 +23,8 @@ class OfTheUser(Exception):
 
 endings.watch(types.SimpleNamespace(save=sys.argv[2], curr_iteration=6))
 kind = sys.argv[1]
+if kind != "error":
+    sys.stderr = io.StringIO()  # as torch does around an excepthook, to name the rank in every line
 if kind == "refused":
     with endings.refusing():
         raise ValueError("--flag 3: too much")
