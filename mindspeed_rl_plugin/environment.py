@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
 
 SPEAK_SECONDS = 20.0  # that other ranks of a machine leave to the first one's message and the launcher
 
@@ -24,11 +23,6 @@ def master_address() -> tuple[str, int]:
     return os.environ.get("MASTER_ADDR", ""), int(os.environ.get("MASTER_PORT", 0))
 
 
-def ray_address() -> str:
-    """RAY_ADDRESS, the Ray cluster that the user wants to join; empty without."""
-    return os.environ.get("RAY_ADDRESS", "")
-
-
 def error_file() -> str:
     """File from which torchrun reads why a rank failed, for its summary; empty outside torchrun."""
     return os.environ.get("TORCHELASTIC_ERROR_FILE", "")
@@ -39,8 +33,3 @@ def leave_to_first_rank() -> None:
     launcher then ends the others. Where that does not come, because a rank alone sees the problem, it goes on."""
     if launch_env()["local_rank"]:
         time.sleep(SPEAK_SECONDS)
-
-
-def child_environment(more: Mapping[str, str]) -> dict[str, str]:
-    """This process's environment and some more, for a process that it starts."""
-    return {**os.environ, **more}
