@@ -65,14 +65,16 @@ class GroupPeers:
 
 def make_peers(group: dist.ProcessGroup | None, divisions: list[Any], rank: int, seconds: float) -> Peers:
     """Those of `divisions`, one a rank, that are equal to this rank's make one consumer; None is a consumer of its own.
-    Collective over the consumer. seconds: the longest wait of a lease."""
-    mine = divisions[rank]
-    same = [r for r, theirs in enumerate(divisions) if mine is not None and theirs == mine]
-    if len(same) < 2:
-        return Alone()
-    ranks = [dist.get_global_rank(group, r) for r in same]
-    limit = timedelta(seconds=2 * seconds + 60)
-    return GroupPeers(dist.new_group(ranks, timeout=limit, backend="gloo", use_local_synchronization=True))
+    Collective over `group`. seconds: the longest wait of a lease."""
+    limit, mine = timedelta(seconds=2 * seconds + 60), None
+    # Every rank makes every group: torch names one that its members make alone by how many groups each of them has.
+    for division in dict.fromkeys(d for d in divisions if d is not None):
+        same = [r for r, theirs in enumerate(divisions) if theirs == division]
+        if len(same) > 1:
+            ranks = [dist.get_global_rank(group, r) for r in same]
+            made = dist.new_group(ranks, timeout=limit, backend="gloo")
+            mine = made if rank in same else mine
+    return Alone() if mine is None else GroupPeers(mine)
 
 
 def _tensor(data: bytes) -> torch.Tensor:
