@@ -184,12 +184,16 @@ class Dock:
                 raise ValueError(f"lease of state {state!r}: an id occurs twice among {listed(ids)}")
             if not len(ids):
                 return Lease(0, state, Rows((), {c: empty(self.columns[c]) for c in names}))
-        ask = m.Ask(state, names, wanted, calls.epochs.listed(), calls.after, deadline, calls.lease_seconds)
+        # Ranks of one consumer may read different columns, as pipeline stages do, of the one grant that they share.
+        every = names if self._peers.size == 1 else self._declared.reads(state, None)
+        ask = m.Ask(state, every, wanted, calls.epochs.listed(), calls.after, deadline, calls.lease_seconds)
         ask.max_rows, ask.min_rows, ask.max_tokens, ask.linger = max_rows, min_rows, max_tokens, linger
         ask.near = calls.warehouse
         grant = self._granted(ask)
         try:
-            places = (grant.segment, grant.offset, grant.length)
+            places = [grant.segment, grant.offset, grant.length]
+            if names != every:
+                places = [place[[every.index(name) for name in names]] for place in places]
             take = fresh if into is None else into.take
             found = reading.gather(calls, self.columns, state, names, grant.owner, places, take)
         except BaseException:

@@ -362,6 +362,22 @@ def test_peers_share_one_lease_and_its_end(members, nodes: list[str]) -> None:
     assert len(set(error)) == 1 and "'logp'" in error[0]
 
 
+def test_peers_may_read_different_columns_of_one_lease(members) -> None:
+    """As pipeline stages do: the first feeds the model, the last knows all."""
+    made, shared = members(COLUMNS, STATES, ["a", "b", "b"]), Exchange(3)
+    docks = [m.dock(peers=Peers(shared, rank), deadline=5) for rank, m in enumerate(made)]
+    for dock in docks:
+        dock.open(0, 2, 1)
+    docks[0].put(prompts(2))
+    docks[0].put(tokens(ids(2, 1), 3, 4))
+    asked = [["tokens"], ["prompt", "tokens"], None]
+    leases = together(3, lambda r: docks[r].lease("reward", ids=ids(2, 1), columns=asked[r], deadline=5))
+    assert [list(lease.rows.columns) for lease in leases] == [["tokens"], ["prompt", "tokens"], ["tokens", "prompt"]]
+    for lease in leases:
+        want = {"tokens": ragged(3, 4), "prompt": ragged(1, 2)}
+        assert all(column.values.equal(want[name].values) for name, column in lease.rows.columns.items())
+
+
 def caught(call) -> str:
     try:
         call()
