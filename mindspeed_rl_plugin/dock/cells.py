@@ -44,17 +44,6 @@ def _spans(column: Column, index: np.ndarray) -> Iterator[tuple[int, int]]:
         yield int(begins[low]), int(ends[high - 1])
 
 
-def moves(segment: np.ndarray, offset: np.ndarray, begin: np.ndarray, nbytes: np.ndarray) -> list[tuple[int, ...]]:
-    """(segment, offset, begin, bytes) of copies that lay cells to their places; neighbours on both sides joined."""
-    if not len(segment):
-        return []
-    breaks = segment[1:] != segment[:-1]
-    breaks |= (offset[1:] != offset[:-1] + nbytes[:-1]) | (begin[1:] != begin[:-1] + nbytes[:-1])
-    low = np.concatenate([[0], np.flatnonzero(breaks) + 1])
-    sizes = np.add.reduceat(nbytes, low)
-    return list(zip(segment[low].tolist(), offset[low].tolist(), begin[low].tolist(), sizes.tolist(), strict=True))
-
-
 def requests(spans: Sequence[Span], outs: Sequence[np.ndarray]) -> Iterator[tuple[np.ndarray, list[np.ndarray]]]:
     """`[n, 3]` spans and the arrays that they fill, cut into requests of at most `FETCH_BYTES` each. outs: uint8 arrays
     that all spans fill, one after the other."""

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -12,21 +10,11 @@ from torch import Tensor
 
 from mindspeed_rl_plugin.dock.api import ColumnSpec
 from mindspeed_rl_plugin.dock.calls import Calls, by_owner
-from mindspeed_rl_plugin.dock.cells import as_column, column_of, empty, moves
+from mindspeed_rl_plugin.dock.cells import as_column, column_of, empty
 from mindspeed_rl_plugin.dock.limits import entry_bytes
 from mindspeed_rl_plugin.rows import Column
 
 Take = Callable[[str, int], np.ndarray]
-
-
-class Part(NamedTuple):
-    """Cells of one column, B each, and the `[sum of nbytes]` uint8 that they go to."""
-
-    name: str
-    segment: np.ndarray
-    offset: np.ndarray
-    nbytes: np.ndarray
-    out: np.ndarray
 
 
 def gather(
@@ -40,29 +28,25 @@ def gather(
 ) -> dict[str, Column]:
     """Columns of B rows, packed in their order. owner: `[B]` warehouses; places: segment, offset and length `[C, B]`;
     take: (column, bytes) -> memory for it; state: for whom the bytes count."""
-    segments, offsets, lengths = places
-    if not len(owner):
+    segment, offset, length = places
+    if not len(owner) or not names:
         return {name: empty(specs[name]) for name in names}
     if len(owner) == 1 and owner[0] == calls.warehouse:
         return _one(calls, specs, state, names, places, take)
-    sizes = lengths * np.array([entry_bytes(specs[name]) for name in names], np.int64)[:, None]
+    nbytes = length * np.array([entry_bytes(specs[name]) for name in names], np.int64)[:, None]
+    begin = np.cumsum(nbytes, 1) - nbytes
     packed: dict[bytes, Tensor] = {}  # token columns share their offsets
-    columns: dict[str, Column] = {}
-    parts = []
-    for i, (name, total) in enumerate(zip(names, sizes.sum(1).tolist(), strict=True)):
-        data = take(name, total)
-        parts.append(Part(name, segments[i], offsets[i], sizes[i], data))
-        columns[name] = as_column(specs[name], data, lengths[i], packed)
+    outs = [take(name, total) for name, total in zip(names, nbytes.sum(1).tolist(), strict=True)]
+    columns = {name: as_column(specs[name], outs[i], length[i], packed) for i, name in enumerate(names)}
     for warehouse, index in by_owner(owner):
-        here = warehouse == calls.warehouse
-        if not here:
-            moved = _fetch(calls, warehouse, parts, index, specs)
-        elif len(index) == len(owner):
-            moved = _copy_all(calls, segments, offsets, sizes, [part.out for part in parts])
-        else:
-            moved = _copy(calls, parts, index)
-        for name, nbytes in zip(names, moved, strict=True):
-            calls.traffic.read[state, name, "local" if here else "remote"] += nbytes
+        whole, here = len(index) == len(owner), warehouse == calls.warehouse
+        cells = [x if whole else x[:, index] for x in (segment, offset, begin, nbytes)]
+        if here:
+            for column, *place, to, size in _runs(*cells):
+                outs[column][to : to + size] = calls.segments.view(*place, size)
+        moved = cells[3].sum(1).tolist() if here else _fetch(calls, warehouse, cells, outs, whole)
+        for name, size in zip(names, moved, strict=True):
+            calls.traffic.read[state, name, "local" if here else "remote"] += size
     return columns
 
 
@@ -89,62 +73,37 @@ def _one(
     return columns
 
 
-def _copy_all(
-    calls: Calls, segment: np.ndarray, offset: np.ndarray, nbytes: np.ndarray, outs: Sequence[np.ndarray]
+def _fetch(
+    calls: Calls, warehouse: int, cells: Sequence[np.ndarray], outs: Sequence[np.ndarray], whole: bool
 ) -> list[int]:
-    """Copy `[C, B]` cells out of this machine's memory, those of each column one after the other into its `outs`."""
+    """Cells from another machine, neighbours that are the same one (a group's, for its members) once; bytes of each
+    column that crossed the wire. whole: they fill all of `outs`."""
+    segment, offset, begin, nbytes = cells
+    fresh = np.ones(segment.shape, bool)
+    fresh[:, 1:] = (segment[:, 1:] != segment[:, :-1]) | (offset[:, 1:] != offset[:, :-1])
+    fresh[:, 1:] |= nbytes[:, 1:] != nbytes[:, :-1]
+    sent = np.where(fresh, nbytes, 0)
+    ends = np.cumsum(sent.reshape(-1)).reshape(sent.shape)
+    spans = [run[1:3] + run[4:] for run in _runs(segment, offset, ends - sent, sent) if run[4]]
+    if whole and fresh.all():
+        calls.fetch(warehouse, spans, outs)
+    else:
+        got = np.empty(int(ends[-1, -1]), np.uint8)
+        calls.fetch(warehouse, spans, [got])
+        for column, _, at, to, size in _runs(np.zeros_like(segment), ends - nbytes, begin, nbytes):
+            outs[column][to : to + size] = got[at : at + size]
+    return sent.sum(1).tolist()
+
+
+def _runs(
+    segment: np.ndarray, offset: np.ndarray, begin: np.ndarray, nbytes: np.ndarray
+) -> Iterator[tuple[int, int, int, int, int]]:
+    """(column, segment, offset, begin, bytes) of copies that lay `[C, n]` cells to `begin` in their columns; neighbours
+    on both sides are one copy."""
     breaks = np.ones(segment.shape, bool)
     breaks[:, 1:] = (segment[:, 1:] != segment[:, :-1]) | (offset[:, 1:] != offset[:, :-1] + nbytes[:, :-1])
+    breaks[:, 1:] |= begin[:, 1:] != begin[:, :-1] + nbytes[:, :-1]
     flat = breaks.reshape(-1).nonzero()[0]
-    sizes = np.add.reduceat(nbytes.reshape(-1), flat).tolist()
-    places = zip(segment.reshape(-1)[flat].tolist(), offset.reshape(-1)[flat].tolist(), sizes, strict=True)
-    for out, count in zip(outs, breaks.sum(1).tolist(), strict=True):
-        at = 0
-        for run in itertools.islice(places, count):
-            out[at : at + run[2]] = calls.segments.view(*run)
-            at += run[2]
-    return [len(out) for out in outs]
-
-
-def _copy(calls: Calls, parts: Sequence[Part], index: np.ndarray) -> list[int]:
-    """Copy cells `index` out of this machine's memory to their places among the others; bytes of each column."""
-    for part in parts:
-        begins, nbytes = _begins(part.nbytes)[index], part.nbytes[index]
-        for segment, offset, begin, size in moves(part.segment[index], part.offset[index], begins, nbytes):
-            part.out[begin : begin + size] = calls.segments.view(segment, offset, size)
-    return [int(part.nbytes[index].sum()) for part in parts]
-
-
-def _fetch(
-    calls: Calls, warehouse: int, parts: Sequence[Part], index: np.ndarray, specs: Mapping[str, ColumnSpec]
-) -> list[int]:
-    """Cells `index` from another machine, each once; bytes of each column that crossed the wire."""
-    spans, backs, sizes = [], [], []
-    for part in parts:
-        at, back = index, None
-        if specs[part.name].level == "group":  # the same cell for every member
-            triples = np.stack([part.segment[index].astype(np.int64), part.offset[index], part.nbytes[index]], 1)
-            _, first, back = np.unique(triples, axis=0, return_index=True, return_inverse=True)
-            at, back = index[first], back.reshape(-1)
-        nbytes = part.nbytes[at]
-        spans += [(s, o, n) for s, o, _, n in moves(part.segment[at], part.offset[at], _begins(nbytes), nbytes)]
-        backs.append(back)
-        sizes.append(nbytes)
-    moved = [int(nbytes.sum()) for nbytes in sizes]
-    if len(index) == len(parts[0].nbytes) and all(back is None for back in backs):
-        calls.fetch(warehouse, spans, [part.out for part in parts])
-        return moved
-    got = np.empty(sum(moved), np.uint8)
-    calls.fetch(warehouse, spans, [got])
-    base = 0
-    for part, nbytes, back, total in zip(parts, sizes, backs, moved, strict=True):
-        source = base + (_begins(nbytes) if back is None else _begins(nbytes)[back])
-        begins = _begins(part.nbytes)[index]
-        for _, offset, begin, size in moves(np.zeros(len(index), np.int32), source, begins, part.nbytes[index]):
-            part.out[begin : begin + size] = got[offset : offset + size]
-        base += total
-    return moved
-
-
-def _begins(nbytes: np.ndarray) -> np.ndarray:
-    return np.cumsum(nbytes) - nbytes
+    sizes = np.add.reduceat(nbytes.reshape(-1), flat)
+    parts = (flat // segment.shape[1], *(x.reshape(-1)[flat] for x in (segment, offset, begin)), sizes)
+    return zip(*(part.tolist() for part in parts), strict=True)

@@ -73,9 +73,8 @@ def _column(calls: Calls, spec: ColumnSpec, records: list[Record]) -> dict[str, 
     if len(slots):
         owner = np.concatenate([np.full(len(c.slots), warehouse) for warehouse, c in found])[order]
         places = [np.concatenate([getattr(c, name) for _, c in found], 1)[:, order] for name in PLACES]
-        flat = {spec.name: ColumnSpec(spec.name, spec.dtype, "sample", spec.ragged, spec.trailing)}
         before = calls.traffic.read.copy()  # what a checkpoint reads does not count
-        column = reading.gather(calls, flat, "read", [spec.name], owner, places, fresh)[spec.name]
+        column = reading.gather(calls, {spec.name: spec}, "read", [spec.name], owner, places, fresh)[spec.name]
         calls.traffic.read = before
     values = column.values if isinstance(column, Ragged) else column
     out = {"slots": torch.from_numpy(slots[order].astype(np.int64)), "values": values}

@@ -355,6 +355,10 @@ def test_peers_share_one_lease_and_its_end(members, nodes: list[str]) -> None:
     last = tokens(again[2].rows.ids, 1, 2, 3, 4)
     together(3, lambda r: docks[r].commit(again[r], last if r == 2 else None))
     assert together(3, lambda r: docks[r].remaining("generate")) == [0] * 3
+    wanted = [[], ["tokens"], ["prompt", "tokens"]]
+    mixed = together(3, lambda r: docks[r].lease("reward", columns=wanted[r], ids=ids(2, 2), deadline=5))
+    assert [list(lease.rows.columns) for lease in mixed] == wanted, "each reads the columns that it asks for"
+    assert [len(row) for row in mixed[2].rows["tokens"].rows()] == [1, 2, 3, 4]
     asked = [[sid(0, 0)], [sid(0, 0)], [sid(0, 1)]]
     error = together(3, lambda r: caught(lambda: docks[r].lease("logp", ids=asked[r], deadline=5)))
     assert error[:2] == ["", ""] and "lease alike" in error[2]
