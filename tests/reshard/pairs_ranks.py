@@ -32,6 +32,7 @@ from reshard_ranks import BUCKET, SEQ, Job, same  # noqa: E402
 from reshard_reference import E_BIAS, engine_weights, megatron_weights, random_weights  # noqa: E402
 
 from mindspeed_rl_plugin.engine.protocol import generate  # noqa: E402
+from mindspeed_rl_plugin.host.streams import NullStream  # noqa: E402
 from mindspeed_rl_plugin.reshard.layout import EngineParallel, ModelShape, Parallel  # noqa: E402
 from mindspeed_rl_plugin.reshard.live import stored_parameters  # noqa: E402
 from mindspeed_rl_plugin.reshard.offload import TrainState, gathered  # noqa: E402
@@ -310,8 +311,9 @@ def main() -> None:
     job = json.loads(sys.argv[1])
     dist.init_process_group("gloo")
     tp, ep = job["generate"]
-    # Made before the engine, as in the loop: vLLM on CPU replaces torch.cuda.Stream by a class without events.
-    MoEAlltoAllTokenDispatcher.cuda_dtoh_stream = torch.cuda.Stream()
+    # As in the loop, where it is made before the engine: vLLM on CPU replaces torch.cuda.Stream, which has events, by a
+    # class without any. In ranks that start warm it has done so.
+    MoEAlltoAllTokenDispatcher.cuda_dtoh_stream = NullStream()
     options = VllmOptions(config_of(shape_of(job["family"])), SEQ, tp, ep, kv_cache_bytes=64 << 20, max_running=4)
     engine = VllmEngine(options)
     engine.sleep()
