@@ -79,15 +79,15 @@ class Server:
         self, peer: str, message: m.Message, bulk: np.ndarray | None = None, ended: Callable[[], bool] | None = None
     ) -> Answer:
         """The answer to a request and its bulk, once there is one. ended: whether the asker is gone."""
-        begin, clock = self.core.clock(), self.core.clock
+        begin, clock, waited = self.core.clock(), self.core.clock, 0.0  # 0 says that it is served for the first time
         with self._lock:
             while True:
-                waited = clock() - begin
                 answer = self.core.serve(peer, message, bulk, waited)
                 if not isinstance(answer, str):
                     return answer
                 ends = (getattr(message, name, 0.0) - waited for name in ("deadline", "linger"))
                 self._changed[answer].wait(min([LOOK_SECONDS, *(left for left in ends if left > 0)]))
+                waited = clock() - begin
                 if ended is not None and ended():
                     raise EOFError("the asker is gone")
 
