@@ -8,6 +8,7 @@ import pytest
 
 STAND_IN = Path(__file__).parents[1] / "update" / "ranks"
 TP2, CP2 = ("--tensor-model-parallel-size", "2"), ("--context-parallel-size", "2")
+BY_TOKENS = ("--rl-max-tokens-per-microbatch", "48", "--rl-algorithm", "gspo", "--rl-kl-loss-coef", "0.04")
 FAMILIES = {
     "qwen2": "--add-qkv-bias --rotary-base 1000000 --norm-epsilon 1e-6",
     "qwen3": "--qk-layernorm --kv-channels 48",
@@ -41,7 +42,7 @@ def test_engine_and_trainer_agree_on_other_families(job, dense_model, family, tp
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("more", [(), ("--rl-max-tokens-per-microbatch", "48", "--rl-algorithm", "gspo")], ids=len)
+@pytest.mark.parametrize("more", [(), BY_TOKENS], ids=["rows", "tokens"])
 def test_context_parallel_ranks_read_the_same_rows_and_agree_with_the_engine(job, more):
     script = Path(__file__).with_name("gathered_script.py")
     common = ("--train-iters", "4", "--rl-verify-weights", *more)

@@ -24,7 +24,8 @@ BROKEN = """
 import os, runpy
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-forward, step, models, steps = GPTModel.forward, DistributedOptimizer.step, [], []
+forward, models, steps = GPTModel.forward, [], []
+step = DistributedOptimizer.step_with_ready_grads
 
 def remember(self, *args, **named):
     models[:] = [self]
@@ -36,7 +37,7 @@ def breaking(self):
         dict(models[0].named_parameters())["decoder.layers.1.mlp.linear_fc2.weight"].data[3, 4] = float("nan")
     return steps[-1]
 
-GPTModel.forward, DistributedOptimizer.step = remember, breaking
+GPTModel.forward, DistributedOptimizer.step_with_ready_grads = remember, breaking
 runpy.run_path({script!r}, run_name="__main__")
 """
 

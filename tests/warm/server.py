@@ -24,9 +24,9 @@ from types import ModuleType
 PRELOADED = """
     mindspeed_rl_plugin.adaptor torch.distributed.run megatron.training.training
     megatron.core.tokenizers.text.text_tokenizer datasets
-    vllm.v1.engine.llm_engine vllm.v1.worker.cpu_worker vllm.v1.worker.cpu_model_runner
+    vllm.v1.engine.llm_engine vllm.v1.worker.gpu_model_runner vllm.v1.worker.gpu_worker
     vllm.model_executor.layers.fused_moe.experts.cpu_moe
-"""
+"""  # not vLLM's worker on CPU, whose import replaces torch's streams: in a job Megatron's are made before it
 
 
 def preload() -> dict[str, str]:
