@@ -8,15 +8,17 @@ rows that are not acknowledged are given out again.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
 from mindspeed_rl_plugin.dock.api import ColumnSpec, StateSpec, explain_wait
-from mindspeed_rl_plugin.dock.messages import Grant, Record, Shape
-from mindspeed_rl_plugin.dock.pick import Picked, Wish, pick
-from mindspeed_rl_plugin.dock.views import FREE, LEASED, EpochView, concatenated
+from mindspeed_rl_plugin.dock.cells import ids_tuple
+from mindspeed_rl_plugin.dock.messages import Ask, Grant, Record, Shape
+from mindspeed_rl_plugin.dock.pick import Picked, pick
+from mindspeed_rl_plugin.dock.places import rows_of_groups
+from mindspeed_rl_plugin.dock.views import FREE, LEASED, EpochView
 from mindspeed_rl_plugin.rows import SampleId
 
 
@@ -62,8 +64,7 @@ class Controller:
             return False
         view.enter(record)
         if mine or record.cleared is not None:
-            for token in [t for t, held in self._leases.items() if self._settled(held)]:
-                del self._leases[token]
+            self._end(lambda h: all(n not in self._epochs or self._epochs[n].settled(rows) for n, rows in h.rows))
         if not view.alive.any():
             del self._epochs[record.epoch]
             self._gone.add(record.epoch)
@@ -71,64 +72,59 @@ class Controller:
 
     # giving out
 
-    def take(self, wish: Wish, holder: Hashable, expires: float, waited: float) -> tuple[int, Picked] | None:
-        """Rows under a lease (its number, 0 where every row is acknowledged); None: not ready.
+    def take(self, ask: Ask, holder: Hashable, expires: float, waited: float) -> Grant | None:
+        """Rows under a lease, with token 0 where every row is acknowledged; None: not ready.
 
-        waited: seconds that this wish has waited so far. Raises ValueError for ids that cannot be had.
+        waited: seconds that this ask has waited so far. Raises ValueError for ids that cannot be had.
         """
-        if wish.ids is not None:
-            numbers = set(wish.ids[:, 0].tolist())
+        if ask.ids is not None:
+            numbers = set(ask.ids[:, 0].tolist())
             if gone := numbers & self._gone:
                 raise ValueError(f"state {self.spec.name!r}: epoch {min(gone)} is cleared, its cells are gone")
             if not numbers <= self._epochs.keys():
                 return None  # its first record is on the way
-        rows = pick(self._epochs, wish, waited)
+        rows = pick(self._epochs, ask, waited)
         if not rows:
-            return None if rows is None else (0, [])
+            return None if rows is None else self.grant(0, [], ask.columns)
         token, self._next = self._next, self._next + 1
         self._leases[token] = Held(rows, holder, expires)
         for epoch, part in rows:
             self._epochs[epoch].status[part] = LEASED
-        return token, rows
+        return self.grant(token, rows, ask.columns)
 
     def grant(self, token: int, rows: Picked, columns: tuple[str, ...]) -> Grant:
         """What the holder must know: ids, and where the cells of `columns` lie."""
         parts = [(number, self._epochs[number], part) for number, part in rows]
-        places = [view.locations(part, columns) for _, view, part in parts]
+        places = [view.places.cells(columns, part) for _, view, part in parts]
         empty = [np.empty((len(columns), 0), t) for t in (np.int32, np.int64, np.int32)]
         return Grant(
             token,
-            concatenated([view.ids(number, part) for number, view, part in parts], np.empty((0, 3), np.int64)),
-            concatenated([view.owner[part // view.shape.members] for _, view, part in parts], np.empty(0, np.int32)),
-            *(concatenated([p[i] for p in places], empty[i], 1) for i in range(3)),
+            _joined([view.ids(number, part) for number, view, part in parts], np.empty((0, 3), np.int64)),
+            _joined([view.owner[part // view.shape.members] for _, view, part in parts], np.empty(0, np.int32)),
+            *(_joined([p[i] for p in places], empty[i]) for i in range(3)),
             [(number, *view.shape) for number, view, _ in parts],
         )
 
-    def release(self, token: int) -> bool:
-        """End a lease; rows that are not acknowledged are free again. False where there is none."""
-        held = self._leases.pop(token, None)
-        for number, rows in () if held is None else held.rows:
-            view = self._epochs.get(number)
-            if view is not None:
-                view.status[rows[view.status[rows] == LEASED]] = FREE
-        return held is not None
+    def release(self, token: int) -> None:
+        """End a lease; rows that are not acknowledged are free again."""
+        self._end(lambda held: held is self._leases.get(token))
 
     def forget(self, holder: Hashable) -> bool:
         """A holder is gone; whether it had leases."""
-        return any([self.release(t) for t in [t for t, held in self._leases.items() if held.holder == holder]])
+        return self._end(lambda held: held.holder == holder)
 
-    def expire(self, now: float) -> bool:
-        """End the leases whose time is over; whether there were any."""
-        return any([self.release(t) for t in [t for t, held in self._leases.items() if held.expires <= now]])
+    def expire(self, now: float) -> None:
+        """End the leases whose time is over."""
+        self._end(lambda held: held.expires <= now)
 
-    def retire(self, epoch: int, shape: Shape, groups: np.ndarray) -> list[str]:
+    def retire(self, epoch: int, groups: np.ndarray) -> list[str]:
         """First half of clearing: give groups out no more. Returns who holds any of them under a live lease."""
-        self.open(epoch, shape)
         view = self._epochs.get(epoch)
         if view is None:
             return []
-        slots = view.retire(groups)
-        held = (h for h in self._leases.values() for n, rows in h.rows if n == epoch and np.isin(rows, slots).any())
+        view.retired[groups] = True
+        rows = rows_of_groups(groups, view.shape.members)
+        held = (h for h in self._leases.values() for n, part in h.rows if n == epoch and np.isin(part, rows).any())
         return sorted({str(h.holder) for h in held})
 
     # looking
@@ -146,31 +142,43 @@ class Controller:
                 kept[mine] = view.undone()[ids[mine, 1] * view.shape.members + ids[mine, 2]]
         return ids[kept]
 
-    def explain(self, wish: Wish, seconds: float) -> str:
-        """Why a wish was not served within `seconds`."""
+    def explain(self, ask: Ask) -> str:
+        """Why an ask was not served within its deadline."""
         views = sorted(self._epochs.items())
-        if wish.ids is not None:
-            wanted, asked = wish.ids, f"{len(wish.ids)} rows asked by id"
+        if ask.ids is not None:
+            wanted, asked = ask.ids, f"{len(ask.ids)} rows asked by id"
         else:
             parts = [view.ids(number, view.undone().nonzero()[0]) for number, view in views]
-            wanted, asked = concatenated(parts, np.empty((0, 3), np.int64)), f"at least {wish.min_rows} rows"
-        samples = [SampleId(*i) for i in wanted.tolist()]
+            wanted, asked = _joined(parts, np.empty((0, 3), np.int64)), f"at least {ask.min_rows} rows"
+        samples = dict.fromkeys(ids_tuple(wanted))
         missing = {name: [s for s in samples if not self._has(name, s)] for name in self.spec.reads}
-        among = set(samples)
-        held = {token: [i for i in self._ids(held.rows) if i in among] for token, held in self._leases.items()}
+        held = {token: [i for i in self._ids(h.rows) if i in samples] for token, h in self._leases.items()}
         ready = sum(int(view.available().sum()) for _, view in views)
-        return explain_wait(self.states, self.spec.name, asked, seconds, missing, held, ready)
+        return explain_wait(self.states, self.spec.name, asked, ask.deadline, missing, held, ready)
 
     # inside
 
-    def _settled(self, held: Held) -> bool:
-        return all(n not in self._epochs or self._epochs[n].settled(rows) for n, rows in held.rows)
+    def _end(self, over: Callable[[Held], bool]) -> bool:
+        """End the leases that are over; whether there were any."""
+        ended = [token for token, held in self._leases.items() if over(held)]
+        for token in ended:
+            for number, rows in self._leases.pop(token).rows:
+                view = self._epochs.get(number)
+                if view is not None:
+                    view.status[rows[view.status[rows] == LEASED]] = FREE
+        return bool(ended)
+
+    def _ids(self, rows: Picked) -> list[SampleId]:
+        parts = [(n, part) for n, part in rows if n in self._epochs]
+        return [i for n, part in parts for i in ids_tuple(self._epochs[n].ids(n, part))]
 
     def _has(self, name: str, sample: SampleId) -> bool:
         view = self._epochs.get(sample.epoch)
         row = -1 if view is None else sample.group * view.shape.members + sample.member
-        return view is not None and row < len(view.status) and bool(view.has(name, np.array([row]))[0])
+        return view is not None and row < len(view.status) and view.places.segment[view.places.row[name], row] >= 0
 
-    def _ids(self, rows: Sequence[tuple[int, np.ndarray]]) -> list[SampleId]:
-        parts = [(n, part) for n, part in rows if n in self._epochs]
-        return [SampleId(*i) for n, part in parts for i in self._epochs[n].ids(n, part).tolist()]
+
+def _joined(parts: list[np.ndarray], empty: np.ndarray) -> np.ndarray:
+    if len(parts) == 1:
+        return parts[0]
+    return np.concatenate(parts, empty.ndim - 1 if empty.shape[-1] == 0 else 0) if parts else empty

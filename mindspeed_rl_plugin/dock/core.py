@@ -14,7 +14,6 @@ import numpy as np
 
 from mindspeed_rl_plugin.dock import messages as m
 from mindspeed_rl_plugin.dock.controller import Controller
-from mindspeed_rl_plugin.dock.pick import Wish
 from mindspeed_rl_plugin.dock.storage import Warehouse
 
 BEHIND_SECONDS = 60.0  # that a controller may take to learn of a commit that its asker has made
@@ -77,16 +76,15 @@ class Core:
             return late
         now, over = self.clock(), waited >= ask.deadline  # which ends a linger, too
         controller.expire(now)
-        wish = Wish(ask.ids, ask.max_rows, ask.min_rows, ask.max_tokens, ask.linger, ask.near)
         expires = float("inf") if ask.seconds is None else now + ask.seconds
-        found = controller.take(wish, peer, expires, float("inf") if over else waited)
-        if found is not None:
-            return controller.grant(*found, ask.columns)
+        grant = controller.take(ask, peer, expires, float("inf") if over else waited)
+        if grant is not None:
+            return grant
         if not over:
             return ask.state
         if not ask.deadline and ask.ids is None:  # it only tried
             return controller.grant(0, [], ask.columns)
-        raise TimeoutError(controller.explain(wish, ask.deadline))
+        raise TimeoutError(controller.explain(ask))
 
     def _on_release(self, peer: str, message: m.Release, bulk: object, waited: float) -> m.Message:
         self._controller(message.state).release(message.token)
@@ -107,7 +105,7 @@ class Core:
         if late := self._behind(controller, message.after, waited):
             return late
         controller.expire(self.clock())
-        holders = controller.retire(message.epoch, message.shape, message.groups)
+        holders = controller.retire(message.epoch, message.groups)
         if not holders:
             return m.Ok()
         if waited < message.deadline:

@@ -185,7 +185,7 @@ class Member:
         columns, states = self.declared.columns, self.declared.states
         house = None
         if self._rank in self._leads:
-            house = Warehouse(self._leads.index(self._rank), columns, states, limits)
+            house = Warehouse(self._leads.index(self._rank), self.declared, limits)
         here = [states[name] for name, rank in self._held_by.items() if rank == self._rank]
         return Core(house, {spec.name: Controller(spec, columns, states) for spec in here})
 

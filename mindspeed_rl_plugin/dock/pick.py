@@ -3,48 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import numpy as np
 
+from mindspeed_rl_plugin.dock.messages import Ask
 from mindspeed_rl_plugin.dock.views import DONE, FREE, EpochView
 
 Picked = list[tuple[int, np.ndarray]]  # epoch -> row numbers, in delivery order
 
 
-@dataclass(frozen=True)
-class Wish:
-    """What a consumer wants, see `Dock.lease`. ids: `[B, 3]` exactly these, in this order; None: what is ready, by
-    rising id, rows of warehouse `near` first."""
-
-    ids: np.ndarray | None = None
-    max_rows: int | None = None
-    min_rows: int = 1
-    max_tokens: int | None = None
-    linger: float = 0.0
-    near: int | None = None
-
-
-def pick(epochs: Mapping[int, EpochView], wish: Wish, waited: float) -> Picked | None:
+def pick(epochs: Mapping[int, EpochView], ask: Ask, waited: float) -> Picked | None:
     """The rows to give out; [] where every row is acknowledged; None to wait for more. waited: seconds so far.
 
     Raises ValueError for ids that are not open, cleared, done, or a part of a group where groups are whole, and for
     bounds below one group.
     """
-    if wish.ids is not None:
-        return _those(epochs, wish.ids)
+    if ask.ids is not None:
+        return _those(epochs, ask.ids)
     unit = max((epoch.unit for epoch in epochs.values()), default=1)
-    if wish.max_rows is not None and wish.max_rows < unit:
+    if ask.max_rows is not None and ask.max_rows < unit:
         name = next(iter(epochs.values())).spec.name
-        raise ValueError(f"lease of state {name!r}: max_rows {wish.max_rows} is less than one group of {unit}")
-    ready = _ready(epochs, wish.near)
-    batch = _bounded(epochs, ready, wish)
+        raise ValueError(f"lease of state {name!r}: max_rows {ask.max_rows} is less than one group of {unit}")
+    ready = _ready(epochs, ask.near)
+    batch = _bounded(epochs, ready, ask)
     total, most = (sum(len(rows) for _, rows in part) for part in (batch, ready))
     if not total:  # wait while others hold rows that may come back
         return None if any(epoch.undone().any() for epoch in epochs.values()) else batch
-    if total < most or (wish.max_rows is not None and total + unit > wish.max_rows):
+    if total < most or (ask.max_rows is not None and total + unit > ask.max_rows):
         return batch
-    if total >= wish.min_rows and waited >= wish.linger:
+    if total >= ask.min_rows and waited >= ask.linger:
         return batch
     more = any((e.undone() & (e.status == FREE) & ~e.available()).any() for e in epochs.values())
     return None if more else batch
@@ -77,17 +64,17 @@ def _ready(epochs: Mapping[int, EpochView], near: int | None) -> Picked:
     return out
 
 
-def _bounded(epochs: Mapping[int, EpochView], ready: Picked, wish: Wish) -> Picked:
-    """No more than the wish's bounds, but one unit at least."""
+def _bounded(epochs: Mapping[int, EpochView], ready: Picked, ask: Ask) -> Picked:
+    """No more than the ask's bounds, but one unit at least."""
     taken, tokens = 0, 0
     out: Picked = []
     for number, rows in ready:
         epoch = epochs[number]
         units = rows.reshape(-1, epoch.unit)
-        kept = len(units) if wish.max_rows is None else min((wish.max_rows - taken) // epoch.unit, len(units))
-        if wish.max_tokens is not None:
+        kept = len(units) if ask.max_rows is None else min((ask.max_rows - taken) // epoch.unit, len(units))
+        if ask.max_tokens is not None:
             length = tokens + epoch.lengths(units).cumsum()
-            kept = min(kept, int((length <= wish.max_tokens).sum()))  # no length is negative: those that fit come first
+            kept = min(kept, int((length <= ask.max_tokens).sum()))  # no length is negative: those that fit come first
             tokens = int(length[-1])
         kept = kept or int(taken == 0)
         if kept:

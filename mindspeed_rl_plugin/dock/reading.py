@@ -12,6 +12,7 @@ from mindspeed_rl_plugin.dock.api import ColumnSpec
 from mindspeed_rl_plugin.dock.calls import Calls, by_owner
 from mindspeed_rl_plugin.dock.cells import as_column, column_of, empty
 from mindspeed_rl_plugin.dock.limits import entry_bytes
+from mindspeed_rl_plugin.dock.places import runs
 from mindspeed_rl_plugin.rows import Column
 
 Take = Callable[[str, int], np.ndarray]
@@ -98,12 +99,7 @@ def _fetch(
 def _runs(
     segment: np.ndarray, offset: np.ndarray, begin: np.ndarray, nbytes: np.ndarray
 ) -> Iterator[tuple[int, int, int, int, int]]:
-    """(column, segment, offset, begin, bytes) of copies that lay `[C, n]` cells to `begin` in their columns; neighbours
-    on both sides are one copy."""
-    breaks = np.ones(segment.shape, bool)
-    breaks[:, 1:] = (segment[:, 1:] != segment[:, :-1]) | (offset[:, 1:] != offset[:, :-1] + nbytes[:, :-1])
-    breaks[:, 1:] |= begin[:, 1:] != begin[:, :-1] + nbytes[:, :-1]
-    flat = breaks.reshape(-1).nonzero()[0]
-    sizes = np.add.reduceat(nbytes.reshape(-1), flat)
+    """(column, segment, offset, begin, bytes) of copies that lay `[C, n]` cells to `begin` in their columns."""
+    flat, sizes = runs(nbytes, segment, offset, begin)
     parts = (flat // segment.shape[1], *(x.reshape(-1)[flat] for x in (segment, offset, begin)), sizes)
     return zip(*(part.tolist() for part in parts), strict=True)

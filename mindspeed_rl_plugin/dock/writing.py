@@ -29,7 +29,7 @@ class Writer:
 
     def __init__(self, declared: Declared, calls: Calls, deadline: float) -> None:
         self._declared, self._calls, self._deadline = declared, calls, deadline
-        self._layout = Layout(declared.columns)
+        self._layout = Layout(declared)
 
     def write(
         self, rows: Rows | None, state: str | None, acked: Sequence[SampleId] | None, checked: bool = True
