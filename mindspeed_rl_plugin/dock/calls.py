@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from mindspeed_rl_plugin.dock.api import listed
-from mindspeed_rl_plugin.dock.cells import Span, ids_array, requests
+from mindspeed_rl_plugin.dock.cells import ids_array
 from mindspeed_rl_plugin.dock.messages import Address, Committed, Extent, Failed, Fetch, Hello, Map, Message, Shape
 from mindspeed_rl_plugin.dock.rpc import Channel
 from mindspeed_rl_plugin.dock.server import Server
@@ -144,10 +144,9 @@ class Calls:
             self.after[index] = max(self.after.get(index, 0), answer.seq)
         return answer
 
-    def fetch(self, index: int, spans: Sequence[Span], outs: Sequence[np.ndarray]) -> None:
-        """Bytes of another machine's warehouse into `outs`, uint8 arrays that are filled one after the other."""
-        for table, scatter in requests(spans, outs):
-            self._ask(self.directory.warehouses[index], Fetch(table), None, 0.0, scatter)
+    def fetch(self, index: int, spans: Sequence[tuple[int, ...]], outs: Sequence[np.ndarray]) -> None:
+        """Bytes of another machine's warehouse, (segment, offset, bytes) one after the other, into `outs`, uint8 arrays that are filled one after the other."""
+        self._ask(self.directory.warehouses[index], Fetch(np.array(spans, np.int64).reshape(-1, 3)), None, 0.0, outs)
 
     def numbers(self, ids: Sequence[SampleId]) -> np.ndarray:
         """`[B, 3]` int64. What a lease gave is what its commit brings: the last ones are remembered."""

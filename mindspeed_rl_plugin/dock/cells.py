@@ -11,9 +11,6 @@ from torch import Tensor
 from mindspeed_rl_plugin.dock.api import ColumnSpec
 from mindspeed_rl_plugin.rows import Column, Ragged, SampleId
 
-Span = tuple[int, int, int]  # segment, offset, bytes
-FETCH_BYTES = 256 << 20  # of one request
-
 
 def lengths_of(column: Column) -> np.ndarray:
     """`[B]` int32 entries a row; a dense row is one entry."""
@@ -42,25 +39,6 @@ def _spans(column: Column, index: np.ndarray) -> Iterator[tuple[int, int]]:
     cuts = np.flatnonzero(begins[1:] != ends[:-1]) + 1
     for low, high in zip([0, *cuts.tolist()], [*cuts.tolist(), len(index)], strict=True):
         yield int(begins[low]), int(ends[high - 1])
-
-
-def requests(spans: Sequence[Span], outs: Sequence[np.ndarray]) -> Iterator[tuple[np.ndarray, list[np.ndarray]]]:
-    """`[n, 3]` spans and the arrays that they fill, cut into requests of at most `FETCH_BYTES` each. outs: uint8 arrays
-    that all spans fill, one after the other."""
-    pieces = [(s, o + at, min(FETCH_BYTES, n - at)) for s, o, n in spans for at in range(0, n, FETCH_BYTES)]
-    left = [out for out in outs if len(out)]
-    while pieces:
-        taken, nbytes, scatter = [], 0, []
-        while pieces and nbytes + pieces[0][2] <= FETCH_BYTES:
-            nbytes += pieces[0][2]
-            taken.append(pieces.pop(0))
-        while nbytes:
-            out = left.pop(0)
-            scatter.append(out[:nbytes])
-            if len(out) > nbytes:
-                left.insert(0, out[nbytes:])
-            nbytes -= len(scatter[-1])
-        yield np.array(taken, np.int64), scatter
 
 
 class Buffers:

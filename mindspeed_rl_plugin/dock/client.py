@@ -106,7 +106,7 @@ class Dock:
         if self._leader and len(chosen):
             after, deadline = self._calls.after, self._deadline
             for state in self.states:
-                message = m.Retire(state, epoch, shape, chosen, after, deadline)
+                message = m.Clear(epoch, shape, chosen, state, after, deadline)
                 self._calls.ask_controller(state, message, deadline)
             for warehouse in range(len(self._calls.directory.warehouses)):
                 # All of them, whosever groups they are: each must know when an epoch is over.

@@ -100,7 +100,7 @@ class Core:
         left = controller.undone(message.ids)
         return m.Left(len(left), left)
 
-    def _on_retire(self, peer: str, message: m.Retire, bulk: object, waited: float) -> m.Message | str:
+    def _retire(self, message: m.Clear, waited: float) -> m.Message | str:
         controller = self._controller(message.state, [(message.epoch, *message.shape)])
         if late := self._behind(controller, message.after, waited):
             return late
@@ -141,32 +141,27 @@ class Core:
 
     # the warehouse
 
-    def _on_reserve(self, peer: str, message: m.Reserve, bulk: object, waited: float) -> m.Message | str:
-        house = self._house()
-        if message.producer and (late := self._full(message, waited)):
-            return late
-        return m.Committed(house.seq, house.reserve(peer, message.parts))
-
-    def _on_put(self, peer: str, message: m.Put, bulk: np.ndarray | None, waited: float) -> m.Message | str:
-        house, extent = self._house(), message.extent
+    def _on_put(self, peer: str, put: m.Put, bulk: np.ndarray | None, waited: float) -> m.Message | str:
+        house, extent = self._house(), put.extent
+        if put.producer and (put.reserve or bulk is not None):
+            reason = house.admit(put)
+            if reason is not None and waited >= put.deadline:
+                raise TimeoutError(f"put waited {put.deadline:g} s for memory in the dock of this machine: {reason}")
+            if reason is not None:
+                return MEMORY
+        if put.reserve:
+            return m.Committed(house.seq, house.reserve(peer, put.parts))
         if bulk is not None:
-            if message.producer and (late := self._full(message, waited)):
-                return late
-            extent = house.store(peer, message.parts, bulk)
+            extent = house.store(peer, put.parts, bulk)
             self.served["bytes"] += len(bulk)
-        record, left = house.commit(peer, message, extent)
+        record, left = house.commit(peer, put, extent)
         self._told(record)
-        house.forget(peer, message.back)
-        return m.Committed(house.seq, house.lend(peer, left, message.want))
+        house.forget(peer, put.back)
+        return m.Committed(house.seq, house.lend(peer, left, put.want))
 
-    def _full(self, put: m.Reserve | m.Put, waited: float) -> str:
-        """What a producer waits for while its groups may not come in."""
-        reason = self._house().admit(put)
-        if reason is not None and waited >= put.deadline:
-            raise TimeoutError(f"put waited {put.deadline:g} s for memory in the dock of this machine: {reason}")
-        return "" if reason is None else MEMORY
-
-    def _on_clear(self, peer: str, message: m.Clear, bulk: object, waited: float) -> m.Message:
+    def _on_clear(self, peer: str, message: m.Clear, bulk: object, waited: float) -> m.Message | str:
+        if message.state is not None:
+            return self._retire(message, waited)
         house = self._house()
         self._told(house.clear(message.epoch, message.shape, message.groups))
         self.wake(MEMORY)

@@ -128,33 +128,13 @@ class Left(Message):
     ids: np.ndarray | None = None
 
 
-class Retire(Message):
-    """First half of clearing: give these groups out no more; answered when no live lease holds any."""
-
-    state: str
-    epoch: int
-    shape: Shape
-    groups: np.ndarray
-    after: dict[int, int]
-    deadline: float
-
-
 # To a warehouse.
-
-
-class Reserve(Message):
-    """Memory for a put, in the answer's extent; a producer waits until its groups may come in."""
-
-    epoch: int
-    shape: Shape
-    parts: list[Part]
-    producer: bool
-    deadline: float
 
 
 class Put(Message):
     """Commit cells that lie in `extent`, or that come as bulk; acknowledge `rows` of `state`, which must have all
-    columns that it writes then, where `checked`. want: bytes of memory that the writer would like for its next put;
+    columns that it writes then, where `checked`. reserve: only memory for it is asked for, in the answer's extent; a
+    producer waits until its groups may come in. want: bytes of memory that the writer would like for its next put;
     back: memory that it needs no more."""
 
     epoch: int
@@ -163,6 +143,7 @@ class Put(Message):
     producer: bool
     deadline: float
     extent: Extent | None = None
+    reserve: bool = False
     want: int = 0
     back: Extent | None = None
     state: str | None = None
@@ -171,11 +152,15 @@ class Put(Message):
 
 
 class Clear(Message):
-    """Second half of clearing: free the cells of groups."""
+    """To the controllers first: give these groups out no more; answered when no live lease holds any. Then, without a
+    state, to the warehouses: free their cells."""
 
     epoch: int
     shape: Shape
     groups: np.ndarray
+    state: str | None = None
+    after: dict[int, int] = {}
+    deadline: float = 0.0
 
 
 class Committed(Message):

@@ -28,7 +28,7 @@ from mindspeed_rl_plugin.dock.messages import Address, Bye, Failed, FrameError, 
 MAGIC, VERSION = b"MSTD", 4
 PREFIX = struct.Struct("<4sB3xIQ")
 MAX_HEAD = 256 << 20  # bytes
-MAX_BULK = 2 << 30  # bytes; larger reads and writes are split by their caller
+MAX_BULK = 1 << 40  # bytes
 JOIN = 64 << 10  # bytes; what is smaller is copied together, because a system call costs more than the copy
 GATHERED = 256  # buffers of one system call
 NONCE = 32  # bytes

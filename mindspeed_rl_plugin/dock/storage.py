@@ -14,7 +14,7 @@ import numpy as np
 
 from mindspeed_rl_plugin.dock.api import Declared, listed
 from mindspeed_rl_plugin.dock.limits import Limits, entry_bytes, row_reserve, write_back_bytes
-from mindspeed_rl_plugin.dock.messages import Cells, Extent, FrameError, Part, Put, Record, Reserve, Shape
+from mindspeed_rl_plugin.dock.messages import Cells, Extent, FrameError, Part, Put, Record, Shape
 from mindspeed_rl_plugin.dock.places import Places, by_row, indexed, rows_of_groups, runs
 from mindspeed_rl_plugin.dock.slabs import LINE, Range, Slabs, cut, rounded
 
@@ -90,7 +90,7 @@ class Warehouse:
 
     # memory for writers
 
-    def admit(self, put: Reserve | Put) -> str | None:
+    def admit(self, put: Put) -> str | None:
         """Book a producer's groups, or say why it must wait. Raises ValueError when an empty warehouse would be too
         small."""
         if not self.limits.bounded or put.epoch in self._gone:  # of a late repeat nothing is kept

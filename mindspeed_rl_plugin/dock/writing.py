@@ -9,8 +9,8 @@ import numpy as np
 
 from mindspeed_rl_plugin.dock.api import Declared
 from mindspeed_rl_plugin.dock.calls import Calls, by_owner, epochs_of
-from mindspeed_rl_plugin.dock.cells import FETCH_BYTES, copy_rows, lengths_of
-from mindspeed_rl_plugin.dock.messages import Extent, Part, Put, Reserve
+from mindspeed_rl_plugin.dock.cells import copy_rows, lengths_of
+from mindspeed_rl_plugin.dock.messages import Extent, Part, Put
 from mindspeed_rl_plugin.dock.storage import MOST, Layout
 from mindspeed_rl_plugin.rows import Column, Rows, SampleId
 
@@ -73,11 +73,6 @@ class Writer:
         parts, sources = self._parts(shape.members, rows, ids, index) if rows is not None and len(index) else ([], [])
         begins, total = self._layout(parts)
         here = warehouse == calls.warehouse
-        groups = np.unique(ids[index, 1]) if not here and total > FETCH_BYTES else ()
-        if len(groups) > 1:  # in halves, whole groups each; the last one acknowledges
-            first = np.isin(ids[index, 1], groups[: len(groups) // 2])
-            self._write_to(warehouse, epoch, rows, ids, index[first], state, None)
-            return self._write_to(warehouse, epoch, rows, ids, index[~first], state, acked, checked)
         for part in parts:
             for name, nbytes in zip(part.names, self._layout.sizes(part), strict=True):
                 calls.traffic.written[state or "put", name, "local" if here else "remote"] += nbytes
@@ -97,7 +92,7 @@ class Writer:
         calls, extent = self._calls, self._lent(total)
         if extent is None:
             put.back = calls.cached.pop(0) if calls.cached else None  # too small
-            wish = Reserve(put.epoch, put.shape, put.parts, put.producer, put.deadline)
+            wish = Put(put.epoch, put.shape, put.parts, put.producer, put.deadline, reserve=True)
             extent = calls.ask_warehouse(calls.warehouse, wish, seconds=self._deadline).extent
         out = calls.segments.view(extent.segment, extent.offset, total)
         for source, begin, part in zip(sources, begins, put.parts, strict=True):

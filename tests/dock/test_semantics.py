@@ -9,11 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from dock_help import COLUMNS, STATES, Exchange, Peers, all_in, ids, prompts, ragged, sid, together, tokens
+from dock_help import COLUMNS, STATES, Exchange, Peers, ids, prompts, ragged, sid, together, tokens
 
-from mindspeed_rl_plugin.dock import ColumnSpec, Dock, Limits, Ragged, Rows, SampleId, StateSpec, writing
-from mindspeed_rl_plugin.dock import calls as calls_module
-from mindspeed_rl_plugin.dock import cells as cells_module
+from mindspeed_rl_plugin.dock import ColumnSpec, Limits, Ragged, Rows, SampleId, StateSpec
 
 
 def test_group_column_is_put_once_a_group_and_repeated_on_read(make) -> None:
@@ -388,19 +386,6 @@ def caught(call) -> str:
     except (ValueError, TimeoutError) as error:
         return str(error)
     return ""
-
-
-def test_what_one_message_cannot_hold_goes_in_several(members, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (cells_module, writing):
-        monkeypatch.setattr(module, "FETCH_BYTES", 1000)
-    made = members(COLUMNS, STATES, ["a", "b"], owners=all_in(0))
-    dock = Dock(made[1].declared, made[1].calls, deadline=5)
-    dock.open(0, 4, 1)
-    lengths = [700, 1, 0, 150]
-    dock.put(tokens(ids(4, 1), *lengths))
-    found = dock.lease("logp", ids=[sid(3, 0), sid(0, 0), sid(2, 0), sid(1, 0)], deadline=5).rows["tokens"]
-    assert [r.tolist() for r in found.rows()] == [list(range(n)) for n in (150, 700, 0, 1)]
-    assert calls_module.requests is cells_module.requests
 
 
 def test_a_grant_that_cannot_be_read_is_handed_back(make_one, monkeypatch: pytest.MonkeyPatch) -> None:
