@@ -145,7 +145,7 @@ class Calls:
         return answer
 
     def fetch(self, index: int, spans: Sequence[tuple[int, ...]], outs: Sequence[np.ndarray]) -> None:
-        """Bytes of another machine's warehouse, (segment, offset, bytes) one after the other, into `outs`, uint8 arrays that are filled one after the other."""
+        """Bytes of another machine's warehouse, (segment, offset, bytes) one after the other, into uint8 arrays."""
         self._ask(self.directory.warehouses[index], Fetch(np.array(spans, np.int64).reshape(-1, 3)), None, 0.0, outs)
 
     def numbers(self, ids: Sequence[SampleId]) -> np.ndarray:
