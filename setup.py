@@ -14,7 +14,7 @@ setup(
         "mindspeed_rl_plugin.tools.rehearse": ["*.sh"],
     },
     python_requires=">=3.10",
-    install_requires=["torch", "tensordict", "transformers", "datasets", "pyarrow", "safetensors", "tqdm"],
+    install_requires=["torch", "tensordict", "transformers", "datasets", "pyarrow", "safetensors", "msgspec", "tqdm"],
     extras_require={
         "math": [MATH],
         "cuda": ["vllm>=0.9.1", "ray", MATH],
