@@ -203,7 +203,7 @@ def test_strangers_and_garbage_are_refused_and_counted(start, tmp_path: Path) ->
         stream = rpc.connect(address, secret, "one", m.Hello("garbage", -1))
         stream.socket.sendall(head)
         stream.socket.settimeout(10)
-        with pytest.raises(EOFError):
+        with pytest.raises((EOFError, ConnectionResetError)):  # a reset, where bytes were left unread
             stream.receive()
     channel = rpc.Channel(address, secret, "one", m.Hello("odd", -1), 5)
     for odd in (m.Ok(), m.Remaining("nope", [], {}), m.Fetch(np.zeros((1, 2), np.int64))):
