@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 import time
 from pathlib import Path
@@ -18,6 +19,8 @@ pytestmark = pytest.mark.skipif(why_not() is not None, reason=f"no second machin
 # A pipeline stage on each: rows of the one are trained on the other, and each engine lacks the other's layers.
 LAYOUT = ("--pipeline-model-parallel-size", "2", "--rl-generate-tp", "1", "--rl-verify-weights")
 ITERATIONS = 2
+HEARTBEAT = 30  # seconds, the shortest, with the jobs' --rl-wait-timeout 120
+ENDING = 30  # seconds that ranks and agents take to end after that, on a busy machine
 
 
 @pytest.fixture
@@ -43,11 +46,29 @@ def running(job, machines, tmp_path, *more: str):
     return both
 
 
-def test_it_trains_as_on_one_machine(job, machines, tmp_path):
+def check_stops(both, agent: int, line: str, seconds: float) -> None:
+    """The agent of one machine ends with an error within this time, and a line in its log says why."""
+    assert both.processes[agent].wait(seconds) != 0
+    log = both.log_file(agent).read_text()
+    assert re.search(rf"^\[rl\] {line}", log, re.M), log[-6000:]
+
+
+def test_it_trains_as_on_one_machine_until_the_cable_is_cut(job, machines, tmp_path):
+    """Nothing tells the ends that the cable is cut: no connection breaks, the other is silent."""
     one = job("--train-iters", str(ITERATIONS), *LAYOUT, name="one")
     one.run()
     both = running(job, machines, tmp_path)
+    machines[1].cut()
+    begin = time.monotonic()
     assert numbers(both) == numbers(one) and len(numbers(one)) > 50
     lines = [json.loads(line) for line in (both.run_dir / "metrics.jsonl").read_text().splitlines()]
     for line in lines[:ITERATIONS]:
         assert line["dock/bytes_remote"] > 0 and line["reshard/bytes_sent"] > 0, "rows and weights cross"
+    check_stops(both, 0, "rank 0 stops: rank 1 on machine-b .*silent", HEARTBEAT + ENDING)
+    check_stops(both, 1, "rank 1 stops: rank 0 on machine-a .*silent", HEARTBEAT + ENDING - (time.monotonic() - begin))
+
+
+def test_a_machine_that_is_killed_is_named_by_the_other(job, machines, tmp_path):
+    both = running(job, machines, tmp_path)
+    machines[1].kill()
+    check_stops(both, 0, "rank 0 stops: rank 1 on machine-b ", ENDING)
