@@ -1,0 +1,136 @@
+"""Memory of a warehouse: nobody's twice, all of it back, within its limit, and the same again for rollouts alike."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from dock_help import COLUMNS, STATES, ids, prompts, ragged, sid, tokens
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mindspeed_rl_plugin.dock import Limits, Rows, slabs
+from mindspeed_rl_plugin.dock.api import Declared
+from mindspeed_rl_plugin.dock.messages import Clear, Part, Put, Shape
+from mindspeed_rl_plugin.dock.slabs import LINE, Segments, Slabs, cut, insert
+from mindspeed_rl_plugin.dock.storage import Warehouse
+
+SEGMENT = 64 << 10
+STEPS = st.lists(st.tuples(st.integers(0, 3), st.integers(1, 3 * SEGMENT)), max_size=60)
+
+
+@given(STEPS, st.sampled_from([None, 4 * SEGMENT]))
+@settings(max_examples=60, deadline=None)
+def test_extents_never_overlap_and_all_comes_back(steps: list[tuple[int, int]], limit: int | None) -> None:
+    memory, held = Slabs(SEGMENT, limit), []
+    readers = Segments(memory.place)
+    for what, size in steps:
+        if what == 0 and held:
+            extent, value = held.pop(size % len(held))
+            assert (readers.view(*extent) == value).all(), "nobody else wrote there"
+            memory.free(*extent)
+            continue
+        extent = memory.allocate(size)
+        assert extent.nbytes >= size and extent.offset % LINE == extent.nbytes % LINE == 0
+        value = len(held) % 251 + 1
+        memory.view(*extent)[:] = value
+        held.append((extent, value))
+        most = 2 * memory._most if limit is None else max(limit, memory.used)
+        assert memory.reserved <= most + 4 * SEGMENT
+    for extent, value in held:
+        assert (readers.view(*extent) == value).all()
+        memory.free(*extent)
+    assert memory.used == 0 and all(free == [(0, memory._files[s][1])] for s, free in memory._free.items())
+    memory.close()
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(0, 30), st.integers(1, 9)), max_size=40))
+def test_ranges_are_a_set_of_bytes(steps: list[tuple[bool, int, int]]) -> None:
+    ranges, known = [], set[int]()
+    for adds, begin, size in steps:
+        these = set(range(begin, begin + size))
+        if not adds:
+            assert sum(n for _, n in cut(ranges, begin, begin + size)) == len(these & known)
+            known -= these
+        elif not these & known:
+            insert(ranges, begin, begin + size)
+            known |= these
+        assert {b for o, n in ranges for b in range(o, o + n)} == known
+        assert all(a + n < b for (a, n), (b, _) in zip(ranges, ranges[1:], strict=False)), "neighbours are one"
+
+
+def test_memory_of_a_removed_segment_goes_back_although_a_reader_maps_it() -> None:
+    memory = Slabs(SEGMENT, 2 * SEGMENT)
+    reader = Segments(memory.place)
+    first = memory.allocate(SEGMENT)
+    memory.view(*first)[:] = 7
+    seen = reader.view(*first)
+    memory.free(*first)
+    memory.allocate(2 * SEGMENT)
+    assert memory.reserved == 2 * SEGMENT and not seen.any(), "its pages are gone, and nobody crashes"
+    with pytest.raises(ValueError, match="segment 0"):
+        Segments(memory.place).view(*first)
+    memory.close()
+
+
+def test_a_machine_without_memory_is_named(make_one, monkeypatch: pytest.MonkeyPatch) -> None:
+    dock = make_one()
+    dock.open(0, 1, 1)
+    monkeypatch.setattr(slabs, "_available", lambda: 1000)
+    with pytest.raises(ValueError, match="1000 are free.*--rl-dock-gb"):
+        dock.put(tokens([sid(0, 0)], 100_000))
+    monkeypatch.undo()
+    dock.put(tokens([sid(0, 0)], 100_000))
+
+
+@pytest.mark.parametrize("limits", [Limits(segment_bytes=SEGMENT), Limits(3 << 20, 4000, SEGMENT)], ids=["", "capped"])
+def test_rollouts_that_grow_leave_memory_flat(make_one, limits: Limits) -> None:
+    """A hundred, half of every third deferred to the next: what is free is used again."""
+    dock = make_one(limits=limits, deadline=5)
+    (house,) = make_one.houses
+    draw, groups, size = np.random.default_rng(0), 8, 4
+    segments = []
+    for epoch in range(100):
+        dock.open(epoch, groups, size)
+        dock.put(prompts(groups, epoch))
+        for state in ("generate", "logp", "reward", "update"):
+            lease = dock.lease(state, ids=ids(groups, size, epoch), deadline=5)
+            if state == "generate":
+                longest = 1000 + 30 * epoch
+                rows = tokens(lease.rows.ids, *draw.integers(1, longest, len(lease)).tolist())
+            elif state == "logp":
+                lengths = lease.rows["tokens"].lengths.tolist()
+                rows = Rows(lease.rows.ids, {"logp": ragged(*lengths, dtype=COLUMNS[2].dtype)})
+            elif state == "reward":
+                rows = Rows(lease.rows.ids, {"reward": lease.rows["prompt"].lengths.float()})
+            dock.commit(lease, None if state == "update" else rows)
+        dock.clear(epoch, range(0, groups, 2) if epoch % 3 == 0 else None)
+        if epoch % 3 == 1:
+            dock.clear(epoch - 1)
+        if epoch % 3:
+            assert house.used == house.outstanding == 0 and not house.epochs
+        segments.append(house.slabs._next)
+        most = 3 * house.slabs._most if limits.capacity is None else limits.capacity
+        assert house.slabs.reserved <= most + 4 * SEGMENT
+    assert len(dock._calls.cached) <= 2 and len(dock._calls.epochs.shapes) <= 1 and not dock._calls.held
+    assert segments[-1] - segments[50] <= 40, "rollouts alike find their memory again"
+    assert all(len(c._epochs) <= 1 and not c._leases for c in make_one.members[0].core.controllers.values())
+
+
+def test_lent_memory_is_its_writers_and_comes_back_with_it() -> None:
+    house = Warehouse(0, Declared(COLUMNS, STATES), Limits(segment_bytes=SEGMENT))
+    part = Part(("tokens",), np.array([0], np.int32), np.array([[10]], np.int32))
+    put = Put(0, Shape(1, 1), [part], True, 0.0)
+    extent = house.reserve("a", [part])
+    with pytest.raises(ValueError, match="not lent"):
+        house.commit("b", put, extent)
+    house.commit("a", put, extent)
+    with pytest.raises(ValueError, match="not lent"):
+        house.commit("a", put, extent)
+    house.lend("a", None, 100)
+    house.reserve("b", [part])
+    used = house.used
+    house.forget("a")
+    house.forget("b")
+    assert house.slabs.used == used == house.used > 0
+    house.clear(0, Clear(0, Shape(1, 1), np.array([0])).shape, np.array([0]))
+    assert house.slabs.used == 0

@@ -1,0 +1,100 @@
+"""Who stops because of whom: links that break, that are silent, and those that leave in order."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+
+from mindspeed_rl_plugin.dock import factory, make_dock
+from mindspeed_rl_plugin.dock.messages import Ping, Stopped
+from mindspeed_rl_plugin.dock.watch import Watch
+
+
+@dataclass(eq=False)
+class Link:
+    rank: int
+    heard: float = 0.0
+    sent: list = field(default_factory=list)
+
+    def note(self, message) -> None:
+        self.sent.append(message)
+
+
+class Case:
+    """Rank 1 of three, linked to the others; `ended`: exit statuses."""
+
+    def __init__(self) -> None:
+        self.now, self.ended = 0.0, []
+        self.watch = Watch(1, ["a 1", "a 1", "b 2"], 8.0, self.ended.append, lambda: self.now)
+        self.links = [Link(0), Link(2)]
+        for link in self.links:
+            self.watch.add(link)
+
+    def pass_time(self, seconds: float, *live: Link) -> None:
+        for _ in range(int(seconds / self.watch.pause())):
+            self.now += self.watch.pause()
+            for link in live:
+                link.heard = self.now
+            self.watch.tick()
+
+
+@pytest.fixture
+def case() -> Case:
+    return Case()
+
+
+def test_a_link_that_breaks_ends_the_rank_once_and_the_others_learn_why(case, capfd) -> None:
+    case.watch.broke(case.links[1])
+    case.watch.broke(case.links[0])
+    assert case.ended == [1]
+    assert capfd.readouterr().err == "[rl] rank 1 stops: rank 2 on b is gone (connection broke)\n"
+    assert [(x.rank, x.why) for x in case.links[0].sent if isinstance(x, Stopped)] == [(2, "connection broke")]
+
+
+def test_silence_ends_the_rank_and_signs_of_life_do_not(case, capfd) -> None:
+    case.pass_time(40, *case.links)
+    assert case.ended == [] and 15 <= len(case.links[0].sent) <= 20
+    assert all(isinstance(x, Ping) for x in case.links[0].sent)
+    case.pass_time(7, case.links[0])
+    assert case.ended == []
+    case.pass_time(2, case.links[0])
+    assert case.ended == [1] and "rank 2 on b is gone (silent for 8 s)" in capfd.readouterr().err
+
+
+def test_who_left_is_not_missed_and_a_rank_that_stood_still_blames_nobody(case) -> None:
+    case.watch.remove(case.links[1])
+    case.watch.broke(case.links[1])
+    case.pass_time(20, case.links[0])
+    case.now += 100  # this process was stopped
+    case.watch.tick()
+    assert case.ended == []
+    case.pass_time(9)
+    assert case.ended == [1]
+
+
+@pytest.mark.parametrize(("deadline", "given", "beat"), [(1800.0, None, 180.0), (60.0, None, 30.0), (1800.0, 2.5, 2.5)])
+def test_the_heartbeat_is_a_part_of_the_deadline(
+    monkeypatch, deadline: float, given: float | None, beat: float
+) -> None:
+    seen, member = [], factory.Member
+    monkeypatch.setattr(factory, "Member", lambda *args, **how: seen.append(how["heartbeat"]) or member(*args, **how))
+    make_dock([], [], deadline=deadline, heartbeat=given).close()
+    assert seen == [beat]
+
+
+@pytest.mark.parametrize(
+    ("places", "named"),
+    [
+        ([["left", "10.0.0.1"], ["right", "fe80::1%eth0"]], None),
+        ([["only", ""], ["only", "::1"]], None),
+        ([["left", "127.0.0.1"], ["right", "10.0.0.2"]], r"127\.0\.0\.1 on left \(rank 0\)"),
+        ([["left", "10.0.0.1"], ["right", ""]], "rank 1 on right has no MASTER_ADDR"),
+    ],
+)
+def test_machines_that_cannot_reach_each_other_are_refused(places, named: str | None) -> None:
+    if named is None:
+        return factory.check_addresses(places)
+    with pytest.raises(ValueError, match=named):
+        factory.check_addresses(places)
+    return None
