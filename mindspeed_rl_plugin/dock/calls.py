@@ -11,13 +11,11 @@ from typing import Any
 import numpy as np
 
 from mindspeed_rl_plugin.dock.api import listed
-from mindspeed_rl_plugin.dock.cells import ids_array
 from mindspeed_rl_plugin.dock.messages import Address, Committed, Extent, Failed, Fetch, Hello, Map, Message, Shape
 from mindspeed_rl_plugin.dock.rpc import Channel
 from mindspeed_rl_plugin.dock.server import Server
 from mindspeed_rl_plugin.dock.slabs import Segments
 from mindspeed_rl_plugin.dock.traffic import Traffic
-from mindspeed_rl_plugin.rows import SampleId
 
 Owners = Callable[[int, int], np.ndarray]  # (epoch, groups) -> `[groups]` warehouse of each group
 
@@ -83,7 +81,7 @@ class Epochs:
 
     def check(self, call: str, ids: np.ndarray) -> None:
         """Raise ValueError for ids that were never opened."""
-        for epoch, index in epochs_of(ids):
+        for epoch, index in by_value(ids[:, 0]):
             self.check_opened(call, epoch)
             shape, part = self.shapes.get(epoch), ids[index]
             if shape is None:
@@ -131,7 +129,6 @@ class Calls:
         self._secret, self._lost = secret, lost
         self._local = threading.local()
         self._every: weakref.WeakSet[Channel] = weakref.WeakSet()
-        self._numbers: tuple[tuple[Sequence[SampleId], np.ndarray], ...] = ()
 
     def ask_controller(self, state: str, message: Message, seconds: float = 0.0) -> Any:
         """Ask the controller of a state. seconds: how long it may wait."""
@@ -147,20 +144,6 @@ class Calls:
     def fetch(self, index: int, spans: Sequence[tuple[int, ...]], outs: Sequence[np.ndarray]) -> None:
         """Bytes of another machine's warehouse, (segment, offset, bytes) one after the other, into uint8 arrays."""
         self._ask(self.directory.warehouses[index], Fetch(np.array(spans, np.int64).reshape(-1, 3)), None, 0.0, outs)
-
-    def numbers(self, ids: Sequence[SampleId]) -> np.ndarray:
-        """`[B, 3]` int64. What a lease gave is what its commit brings: the last ones are remembered."""
-        for known, array in self._numbers:
-            if known is ids:
-                return array
-        array = ids_array(ids)
-        if isinstance(ids, tuple) and len(ids):
-            self.remember(ids, array)
-        return array
-
-    def remember(self, ids: tuple[SampleId, ...], array: np.ndarray) -> None:
-        """`array` is what `numbers` would make of `ids`."""
-        self._numbers = (*self._numbers[-3:], (ids, array))
 
     def end_leases(self) -> None:
         """Leases of epochs that are over end by themselves."""
@@ -199,20 +182,11 @@ class Calls:
         return found.path, found.nbytes
 
 
-def epochs_of(ids: np.ndarray) -> list[tuple[int, np.ndarray]]:
-    """(epoch, indices into `ids`) by rising epoch."""
-    if not len(ids) or (ids[:, 0] == ids[0, 0]).all():
-        return [(int(ids[0, 0]), np.arange(len(ids)))] if len(ids) else []
-    return [(e, (ids[:, 0] == e).nonzero()[0]) for e in np.unique(ids[:, 0]).tolist()]
-
-
-def by_owner(owner: np.ndarray) -> list[tuple[int, np.ndarray]]:
-    """(warehouse, indices) of rows with these owners, by rising warehouse."""
-    if not len(owner):
-        return []
-    if (owner == owner[0]).all():
-        return [(int(owner[0]), np.arange(len(owner)))]
-    return [(w, (owner == w).nonzero()[0]) for w in np.unique(owner).tolist()]
+def by_value(values: np.ndarray) -> list[tuple[int, np.ndarray]]:
+    """(value, its indices) by rising value."""
+    if len(values) and (values == values[0]).all():
+        return [(int(values[0]), np.arange(len(values)))]
+    return [(value, (values == value).nonzero()[0]) for value in np.unique(values).tolist()]
 
 
 def merge(after: dict[int, int], other: Mapping[int, int]) -> None:

@@ -67,25 +67,15 @@ def as_column(
     spec: ColumnSpec, data: np.ndarray, lengths: np.ndarray, packed: dict[bytes, Tensor] | None = None
 ) -> Column:
     """`[bytes]` uint8 as a column of B rows. packed: offsets by lengths, of columns that may share them."""
-    if not spec.ragged:
-        return column_of(spec, data, None)
-    key = lengths.tobytes()
-    offsets = None if packed is None else packed.get(key)
-    if offsets is None:
-        sums = np.zeros(len(lengths) + 1, np.int64)
-        np.cumsum(lengths, out=sums[1:])
-        offsets = torch.from_numpy(sums)
-        if packed is not None:
-            packed[key] = offsets
-    return column_of(spec, data, offsets)
-
-
-def column_of(spec: ColumnSpec, data: np.ndarray, offsets: Tensor | None) -> Column:
-    """`[bytes]` uint8 as a column. offsets: `[B + 1]` of its rows, None for a dense one."""
     values = torch.frombuffer(data, dtype=spec.dtype) if len(data) else torch.empty(0, dtype=spec.dtype)
     if spec.trailing:
         values = values.reshape(-1, *spec.trailing)
-    return values if offsets is None else Ragged(values, offsets)
+    if not spec.ragged:
+        return values
+    packed, key = {} if packed is None else packed, lengths.tobytes()
+    if key not in packed:
+        packed[key] = torch.from_numpy(np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]))
+    return Ragged(values, packed[key])
 
 
 def empty(spec: ColumnSpec) -> Column:

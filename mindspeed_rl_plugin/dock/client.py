@@ -18,9 +18,9 @@ import numpy as np
 from mindspeed_rl_plugin.dock import messages as m
 from mindspeed_rl_plugin.dock import reading, snapshot
 from mindspeed_rl_plugin.dock.api import Declared, Lease, listed
-from mindspeed_rl_plugin.dock.calls import Calls, by_owner, epochs_of, merge
+from mindspeed_rl_plugin.dock.calls import Calls, by_value, merge
 from mindspeed_rl_plugin.dock.cells import Buffers, empty, fresh, ids_array, ids_tuple, named
-from mindspeed_rl_plugin.dock.peers import Alone, Peers
+from mindspeed_rl_plugin.dock.peers import Peers
 from mindspeed_rl_plugin.dock.traffic import Traffic
 from mindspeed_rl_plugin.dock.writing import Writer
 from mindspeed_rl_plugin.rows import Rows, SampleId
@@ -50,7 +50,7 @@ class Dock:
         on_close: Callable[[], None] = lambda: None,
     ) -> None:
         self.columns, self.states = declared.columns, declared.states
-        self._declared, self._calls, self._peers = declared, calls, peers or Alone()
+        self._declared, self._calls, self._peers = declared, calls, peers or Peers()
         self._leader, self._deadline = leader, deadline
         self._barrier, self._invite, self._on_close = barrier, invite, on_close
         self._writer = Writer(declared, calls, deadline)
@@ -124,7 +124,7 @@ class Dock:
         cleared groups are ignored: a late repeat is harmless.
         """
         if rows is not None and len(rows):
-            self._writer.write(rows, None, None)
+            self._writer.write(rows, ids_array(rows.ids), None)
 
     def read(self, ids: Sequence[SampleId], columns: Sequence[str]) -> Rows:
         """Look at committed cells without a lease and without waiting, while nobody clears them. Raises ValueError
@@ -134,11 +134,11 @@ class Dock:
         wanted = ids_array(ids)
         calls.epochs.check("read", wanted)
         parts, missing = [], []
-        for epoch, index in epochs_of(wanted):
+        for epoch, index in by_value(wanted[:, 0]):
             gone = self._cleared(epoch, wanted[index])
             if gone.any():
                 raise ValueError(f"read: cleared, their cells are gone: {listed(ids[i] for i in index[gone])}")
-            for warehouse, where in by_owner(calls.epochs.owner(epoch)[wanted[index, 1]]):
+            for warehouse, where in by_value(calls.epochs.owner(epoch)[wanted[index, 1]]):
                 parts.append(self._read(warehouse, epoch, [ids[i] for i in index[where]], columns, missing))
         if missing:
             raise ValueError(f"read: not committed: {'; '.join(missing)}")
@@ -199,11 +199,9 @@ class Dock:
         except BaseException:
             self._return(state, grant.token)
             raise
-        held = ids_tuple(grant.ids)
-        calls.remember(held, grant.ids)
         if grant.token:
             calls.held[state, grant.token] = grant.ids
-        return Lease(grant.token, state, Rows(held, found))
+        return Lease(grant.token, state, Rows(ids_tuple(grant.ids), found))
 
     def commit(self, lease: Lease, rows: Rows | None = None) -> None:
         """Write `rows` back and acknowledge the lease, for all its peers when all have written. Afterwards all columns
@@ -221,7 +219,7 @@ class Dock:
                 self._declared.check_writes(lease, rows)
             return self._check_done(lease)
         if self._peers.size == 1:
-            self._write_back(lease, rows, lease.rows.ids)
+            self._write_back(lease, rows)
         else:
             self._commit_together(lease, rows)
         self._calls.held.pop((lease.state, lease.token), None)
@@ -322,17 +320,20 @@ class Dock:
             self._calls.epochs.learn(answer.shapes, answer.ids, answer.owner)
         return answer
 
-    def _write_back(self, lease: Lease, rows: Rows | None, acked: Sequence[SampleId] | None) -> None:
+    def _write_back(self, lease: Lease, rows: Rows | None, acknowledge: bool = True) -> None:
+        held = self._calls.held[lease.state, lease.token]
+        wanted = held[:0]
         if rows is not None:
             self._declared.check_writes(lease, rows)
-        self._writer.write(rows, lease.state, acked)
+            wanted = held if rows.ids is lease.rows.ids else ids_array(rows.ids)
+        self._writer.write(rows, wanted, lease.state, held if acknowledge else None)
 
     def _commit_together(self, lease: Lease, rows: Rows | None) -> None:
         """All but the first rank write; it writes and acknowledges when they have; all learn how that went."""
         calls, peers, failed = self._calls, self._peers, None
         try:
             if peers.rank and rows is not None and len(rows):
-                self._write_back(lease, rows, None)
+                self._write_back(lease, rows, acknowledge=False)
         except (ValueError, TimeoutError) as error:
             failed = m.Failed.of(error)
         for data in peers.gather(m.pack(m.Written(calls.after, failed))):
@@ -342,7 +343,7 @@ class Dock:
         if failed is None:
             try:
                 if not peers.rank:
-                    self._write_back(lease, rows, lease.rows.ids)
+                    self._write_back(lease, rows)
             except (ValueError, TimeoutError) as error:
                 failed = m.Failed.of(error)
             done = m.unpack(peers.share(m.pack(m.Written(calls.after, failed))))

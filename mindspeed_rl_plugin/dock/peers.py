@@ -3,40 +3,28 @@
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 
-class Peers(Protocol):
-    """rank, size: of this process among the ranks of its consumer. All make the same calls in the same order."""
-
-    rank: int
-    size: int
-
-    def share(self, data: bytes) -> bytes:
-        """What the first rank gives."""
-
-    def gather(self, data: bytes) -> list[bytes]:
-        """What every rank gives, by rank."""
-
-
-class Alone:
-    """A consumer of one rank."""
+class Peers:
+    """Those of a consumer of one rank. rank, size: of this process among the ranks of its consumer, which make the same
+    calls in the same order."""
 
     rank, size = 0, 1
 
     def share(self, data: bytes) -> bytes:
-        """As it is."""
+        """What the first rank gives."""
         return data
 
     def gather(self, data: bytes) -> list[bytes]:
-        """As it is."""
+        """What every rank gives, by rank."""
         return [data]
 
 
-class GroupPeers:
+class GroupPeers(Peers):
     """Over a process group of torch with host memory (gloo)."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -74,7 +62,7 @@ def make_peers(group: dist.ProcessGroup | None, divisions: list[Any], rank: int,
             ranks = [dist.get_global_rank(group, r) for r in same]
             made = dist.new_group(ranks, timeout=limit, backend="gloo")
             mine = made if rank in same else mine
-    return Alone() if mine is None else GroupPeers(mine)
+    return Peers() if mine is None else GroupPeers(mine)
 
 
 def _tensor(data: bytes) -> torch.Tensor:

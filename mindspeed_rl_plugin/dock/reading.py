@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from mindspeed_rl_plugin.dock.api import ColumnSpec
-from mindspeed_rl_plugin.dock.calls import Calls, by_owner
-from mindspeed_rl_plugin.dock.cells import as_column, column_of, empty
+from mindspeed_rl_plugin.dock.calls import Calls, by_value
+from mindspeed_rl_plugin.dock.cells import as_column, empty
 from mindspeed_rl_plugin.dock.limits import entry_bytes
 from mindspeed_rl_plugin.dock.places import runs
 from mindspeed_rl_plugin.rows import Column
@@ -32,14 +31,12 @@ def gather(
     segment, offset, length = places
     if not len(owner) or not names:
         return {name: empty(specs[name]) for name in names}
-    if len(owner) == 1 and owner[0] == calls.warehouse:
-        return _one(calls, specs, state, names, places, take)
     nbytes = length * np.array([entry_bytes(specs[name]) for name in names], np.int64)[:, None]
     begin = np.cumsum(nbytes, 1) - nbytes
     packed: dict[bytes, Tensor] = {}  # token columns share their offsets
     outs = [take(name, total) for name, total in zip(names, nbytes.sum(1).tolist(), strict=True)]
     columns = {name: as_column(specs[name], outs[i], length[i], packed) for i, name in enumerate(names)}
-    for warehouse, index in by_owner(owner):
+    for warehouse, index in by_value(owner):
         whole, here = len(index) == len(owner), warehouse == calls.warehouse
         cells = [x if whole else x[:, index] for x in (segment, offset, begin, nbytes)]
         if here:
@@ -48,29 +45,6 @@ def gather(
         moved = cells[3].sum(1).tolist() if here else _fetch(calls, warehouse, cells, outs, whole)
         for name, size in zip(names, moved, strict=True):
             calls.traffic.read[state, name, "local" if here else "remote"] += size
-    return columns
-
-
-def _one(
-    calls: Calls,
-    specs: Mapping[str, ColumnSpec],
-    state: str,
-    names: Sequence[str],
-    places: Sequence[np.ndarray],
-    take: Take,
-) -> dict[str, Column]:
-    """The columns of one row of this machine: not worth an array operation."""
-    columns: dict[str, Column] = {}
-    packed: dict[int, Tensor] = {}
-    for name, segment, offset, length in zip(names, *(x.reshape(-1).tolist() for x in places), strict=True):
-        spec = specs[name]
-        nbytes = length * entry_bytes(spec)
-        data = take(name, nbytes)
-        data[:] = calls.segments.view(segment, offset, nbytes)
-        if spec.ragged and length not in packed:
-            packed[length] = torch.tensor([0, length])
-        columns[name] = column_of(spec, data, packed.get(length) if spec.ragged else None)
-        calls.traffic.read[state, name, "local"] += nbytes
     return columns
 
 

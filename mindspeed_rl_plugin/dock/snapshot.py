@@ -11,12 +11,12 @@ import torch
 from mindspeed_rl_plugin.dock import reading
 from mindspeed_rl_plugin.dock.api import ColumnSpec, Declared
 from mindspeed_rl_plugin.dock.calls import Calls
-from mindspeed_rl_plugin.dock.cells import empty, fresh
+from mindspeed_rl_plugin.dock.cells import empty, fresh, ids_tuple
 from mindspeed_rl_plugin.dock.messages import Manifest, Record
 from mindspeed_rl_plugin.dock.places import rows_of_groups
 from mindspeed_rl_plugin.dock.views import DONE
 from mindspeed_rl_plugin.dock.writing import Writer
-from mindspeed_rl_plugin.rows import Column, Ragged, Rows, SampleId
+from mindspeed_rl_plugin.rows import Column, Ragged, Rows
 
 FORMAT = 1
 
@@ -91,17 +91,16 @@ def cleared(saved: Mapping[str, Any]) -> list[int]:
 
 def write(saved: Mapping[str, Any], declared: Declared, writer: Writer) -> None:
     """Put the cells of a saved epoch, one column after the other, and what was acknowledged."""
-    number = saved["number"]
+
+    def ids(slots: torch.Tensor, members: int) -> np.ndarray:
+        numbers = slots.numpy().astype(np.int64)
+        return np.stack([np.full(len(numbers), saved["number"]), numbers // members, numbers % members], 1)
+
     for name in declared.columns.keys() & saved["columns"].keys():
         column = saved["columns"][name]
-        members = 1 if declared.columns[name].level == "group" else saved["members"]
-        ids = tuple(SampleId(number, *divmod(slot, members)) for slot in column["slots"].tolist())
+        wanted = ids(column["slots"], 1 if declared.columns[name].level == "group" else saved["members"])
         data = Ragged(column["values"], column["offsets"]) if "offsets" in column else column["values"]
-        if ids:
-            writer.write(Rows(ids, {name: data}), None, None)
+        writer.write(Rows(ids_tuple(wanted), {name: data}), wanted, None)
     for state in declared.states.keys() & saved["status"].keys():
-        done = (saved["status"][state] == DONE).nonzero().flatten().tolist()
-        if done:
-            writer.write(
-                None, state, [SampleId(number, *divmod(slot, saved["members"])) for slot in done], checked=False
-            )
+        done = ids((saved["status"][state] == DONE).nonzero().flatten(), saved["members"])
+        writer.write(None, done[:0], state, done, checked=False)

@@ -40,6 +40,8 @@ class EpochView:
             self.owner[slice(at.start // members, -(-at.stop // members)) if whole else at // members] = (
                 record.warehouse
             )
+            if self.places.row.keys().isdisjoint(cells.names):
+                continue
             live = None if self.alive.all() else self.alive[cells.slots // members]
             self.lacking[at] -= self.places.enter(cells, at, live).astype(np.int16)
         if record.state == self.spec.name:

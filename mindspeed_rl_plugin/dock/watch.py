@@ -15,23 +15,16 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING
 
-from mindspeed_rl_plugin.dock.messages import Message, Ping, Stopped
+from mindspeed_rl_plugin.dock.messages import Ping, Stopped
+
+if TYPE_CHECKING:
+    from mindspeed_rl_plugin.dock.server import Link
 
 SIGNS = 4  # of life, that are sent in one heartbeat
 FLUSH_SECONDS = 1.0
 STATUS = 1  # exit status of a rank that stops
-
-
-class Link(Protocol):
-    """A connection to another rank. heard: when something came over it last."""
-
-    rank: int
-    heard: float
-
-    def note(self, message: Message) -> None:
-        """Without waiting; what cannot be sent is lost."""
 
 
 class Watch:

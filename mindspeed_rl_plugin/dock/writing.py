@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from mindspeed_rl_plugin.dock.api import Declared
-from mindspeed_rl_plugin.dock.calls import Calls, by_owner, epochs_of
+from mindspeed_rl_plugin.dock.calls import Calls, by_value
 from mindspeed_rl_plugin.dock.cells import copy_rows, lengths_of
 from mindspeed_rl_plugin.dock.messages import Extent, Part, Put
 from mindspeed_rl_plugin.dock.storage import MOST, Layout
-from mindspeed_rl_plugin.rows import Column, Rows, SampleId
+from mindspeed_rl_plugin.rows import Column, Rows
 
 INLINE = 128 << 10  # bytes; a smaller put travels with its message, a larger one is written into lent memory
 
@@ -32,24 +31,29 @@ class Writer:
         self._layout = Layout(declared)
 
     def write(
-        self, rows: Rows | None, state: str | None, acked: Sequence[SampleId] | None, checked: bool = True
+        self,
+        rows: Rows | None,
+        wanted: np.ndarray,
+        state: str | None,
+        acked: np.ndarray | None = None,
+        checked: bool = True,
     ) -> None:
-        """Send rows to their owners, each with the acknowledgement of what it owns. state: who writes, None: a
-        producer; acked: rows that it is done with, None for not yet; checked: they must have all that it writes."""
+        """Send rows to their owners, each with the acknowledgement of what it owns. wanted: `[B, 3]` ids of the rows;
+        state: who writes, None: a producer; acked: `[n, 3]` ids that it is done with, None for not yet; checked: they
+        must have all that it writes."""
         call, epochs = "put" if state is None else f"commit of state {state!r}", self._calls.epochs
-        wanted = self._calls.numbers(() if rows is None else rows.ids)
-        done = self._calls.numbers(acked or ())
+        done = wanted[:0] if acked is None else acked
         for ids in (wanted,) if done is wanted else (wanted, done):
             epochs.check(call, ids)
         if rows is not None:
             self._declared.check_rows(call, rows)
-        for epoch in sorted({e for e, _ in epochs_of(wanted)} | {e for e, _ in epochs_of(done)}):
+        for epoch in sorted({e for ids in (wanted, done) for e, _ in by_value(ids[:, 0])}):
             if epoch not in epochs.shapes:
                 continue  # cleared: a late repeat is harmless
             owner, members = epochs.owner(epoch), epochs.shapes[epoch].members
             mine = (wanted[:, 0] == epoch).nonzero()[0]
             acks = done if done is wanted and len(mine) == len(done) else done[done[:, 0] == epoch]
-            of_rows, of_acks = dict(by_owner(owner[wanted[mine, 1]])), dict(by_owner(owner[acks[:, 1]]))
+            of_rows, of_acks = dict(by_value(owner[wanted[mine, 1]])), dict(by_value(owner[acks[:, 1]]))
             for warehouse in sorted({*of_rows, *of_acks}):
                 if warehouse < 0:
                     raise ValueError(f"{call}: only rows of a lease can be written from outside of the job")
