@@ -33,12 +33,12 @@ from mindspeed_rl_plugin.reshard.offload import TrainState
 from mindspeed_rl_plugin.reshard.resharder import Resharder
 from mindspeed_rl_plugin.reshard.storages import unwrap
 from mindspeed_rl_plugin.rows import Sampling
-from mindspeed_rl_plugin.stages import prompts
 from mindspeed_rl_plugin.stages.advantages import Advantages
 from mindspeed_rl_plugin.stages.evaluate import Due, Evaluate
 from mindspeed_rl_plugin.stages.generate import Generate
 from mindspeed_rl_plugin.stages.logprobs import TokenPass, compute_logps
 from mindspeed_rl_plugin.stages.measure import Dump, IterationLog, Measure
+from mindspeed_rl_plugin.stages.prompts import Prompts
 from mindspeed_rl_plugin.stages.reward import Reward
 from mindspeed_rl_plugin.stages.select import Select
 from mindspeed_rl_plugin.stages.stage import StageSpec
@@ -68,8 +68,8 @@ def build_loop(
     colocation = _colocation(inputs, model, optimizer, critic, topology, monitor)
     stages = _stages(inputs, model, reference, critic, topology, ranks, docks, table, colocation.engine, monitor)
     due = Due(bool(inputs.held_out), config.monitor.eval_every, args.train_iters)
-    admit = functools.partial(_admit, inputs, plan, docks, topology)
-    job = Job(plan, topology, ranks, monitor, docks.trainers, admit, due)
+    prompts = Prompts(docks.trainers, inputs.data, inputs.sizes.members, topology.leader)
+    job = Job(plan, topology, ranks, monitor, docks.trainers, prompts, due)
     rounds = config.algorithm.dynamic_sampling_rounds if algorithm.dynamic_sampling else 0
     return Loop(
         args,
@@ -125,16 +125,6 @@ def make_monitor(inputs: Inputs, topology: Topology, start: Start) -> Monitor:
 def host_memory_budget(inputs: Inputs) -> HostMemoryBudget:
     """The host memory of this machine, for what its ranks offload. Collective over all ranks."""
     return HostMemoryBudget.of_machine(launch_env()["local_world_size"], inputs.config.monitor.wait_timeout)
-
-
-def _admit(inputs: Inputs, plan: RolloutPlan, docks: Docks, topology: Topology) -> int:
-    """The next prompts go to the dock; the leader puts them."""
-    sizes = plan.sizes
-    plan.epoch += 1
-    given = inputs.data.next(sizes.prompts)
-    docks.trainers.open(plan.epoch, sizes.prompts, sizes.members)
-    docks.trainers.put(prompts.compute(plan.epoch, given) if topology.leader else None)
-    return 0
 
 
 def _colocation(

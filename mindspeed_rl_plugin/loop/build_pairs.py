@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from mindspeed_rl_plugin.ranks import Collectives, on_rank_0, weights_digest
 from mindspeed_rl_plugin.reshard.host_weights import HostWeights
 from mindspeed_rl_plugin.stages.evaluate import Due, EvaluatePairs
 from mindspeed_rl_plugin.stages.measure import IterationLog
-from mindspeed_rl_plugin.stages.pairs import pair_rows
+from mindspeed_rl_plugin.stages.pairs import Pairs
 from mindspeed_rl_plugin.stages.references import PairScorer, cache_file, cache_key, read_cache, write_cache
 from mindspeed_rl_plugin.stages.update import PairUpdate
 from mindspeed_rl_plugin.update.pair_step import PairStep
@@ -79,19 +78,8 @@ def build_pair_loop(inputs: Inputs, model: Any, reference: Reference, start: Sta
     held_out = range(len(inputs.data), len(scorer))[: config.eval_prompts or None]
     evaluation = EvaluatePairs(scorer, held_out, logps, algorithm, monitor) if inputs.held_out else None
     due = Due(inputs.held_out is not None, config.eval_every, args.train_iters)
-    admit = functools.partial(_admit, inputs, logps, plan, docks, topology)
-    job = Job(plan, topology, ranks, monitor, docks.trainers, admit, due)
+    pairs = Pairs(docks.trainers, inputs.data, logps, topology.leader)
+    job = Job(plan, topology, ranks, monitor, docks.trainers, pairs, due)
     step = PairStep(algorithm, inputs.forward, model, inputs.sizes.prompts)
     update = PairUpdate(docks.trainers, config.wait_timeout, step)
     return Loop(args, job, PairSchedule(job, evaluation), update, IterationLog(monitor, ranks, docks.trainers))
-
-
-def _admit(inputs: Inputs, logps: Tensor, plan: RolloutPlan, docks: Docks, topology: Topology) -> int:
-    """The next pairs go to the dock, whole; the leader puts them. Returns their tokens."""
-    plan.epoch += 1
-    pairs = inputs.data.next(plan.sizes.prompts)
-    docks.trainers.open(plan.epoch, plan.sizes.prompts, plan.sizes.members)
-    place_of = {row: place for place, row in enumerate(inputs.data.rows)}
-    rows = pair_rows(pairs, logps[[place_of[pair.row] for pair in pairs]], plan.epoch)
-    docks.trainers.put(rows if topology.leader else None)
-    return int(rows["tokens"].offsets[-1])

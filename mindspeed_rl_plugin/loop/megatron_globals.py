@@ -17,8 +17,3 @@ def wandb_writer() -> Any:
     from megatron.training.global_vars import get_wandb_writer
 
     return get_wandb_writer() or None
-
-
-def learning_rate(optimizer: Any) -> float:
-    """Learning rate of the first parameter group."""
-    return float(optimizer.param_groups[0]["lr"])

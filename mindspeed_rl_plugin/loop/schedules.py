@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from mindspeed_rl_plugin.dock import Dock
@@ -11,12 +11,13 @@ from mindspeed_rl_plugin.loop.rollout_plan import RolloutPlan, by_epoch
 from mindspeed_rl_plugin.loop.topology import Topology
 from mindspeed_rl_plugin.monitor.monitor import Monitor
 from mindspeed_rl_plugin.ranks import Collectives
-from mindspeed_rl_plugin.rows import Group
+from mindspeed_rl_plugin.rows import Group, Rows
 from mindspeed_rl_plugin.stages.advantages import Advantages
 from mindspeed_rl_plugin.stages.evaluate import Due, Evaluate, EvaluatePairs
 from mindspeed_rl_plugin.stages.generate import Generate
 from mindspeed_rl_plugin.stages.logprobs import TokenPass
 from mindspeed_rl_plugin.stages.measure import Measure, Rollout
+from mindspeed_rl_plugin.stages.prompts import Prompts
 from mindspeed_rl_plugin.stages.reward import FailureLog, Reward
 from mindspeed_rl_plugin.stages.select import (
     PLAIN_ROUNDS,
@@ -33,16 +34,20 @@ from mindspeed_rl_plugin.stages.user import UserStage
 
 @dataclass(frozen=True)
 class Job:
-    """What every schedule works with. admit: puts the next round of the plan into the dock, and returns its tokens
-    where they are known; dock: whose groups are cleared."""
+    """What every schedule works with. dock: whose groups are cleared; prompts: the stage that a round begins with."""
 
     plan: RolloutPlan
     topology: Topology
     ranks: Collectives
     monitor: Monitor
     dock: Dock
-    admit: Callable[[], int]
+    prompts: Prompts
     due: Due
+
+    def admit(self) -> Rows:
+        """The next round of the plan enters the dock."""
+        self.plan.epoch += 1
+        return self.prompts.run(self.plan.epoch, self.plan.sizes.prompts)
 
     def forget(self, groups: Sequence[Group]) -> None:
         """Clear groups from the dock."""
@@ -62,9 +67,9 @@ class PairSchedule:
         if job.due(done):
             self.evaluate(done)
         with job.monitor.stage("prompts"):
-            tokens = job.admit()
+            rows = job.admit()
         plan.use(plan.round, plan.plan(plan.round))
-        return Rollout({}, tokens)
+        return Rollout({}, int(rows["tokens"].offsets[-1]))
 
     def evaluate(self, done: int) -> None:
         """Evaluate the weights after `done` iterations."""

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from mindspeed_rl_plugin.dock import ColumnSpec
+from mindspeed_rl_plugin.dock import ColumnSpec, Dock
 from mindspeed_rl_plugin.forward import plan_batches
-from mindspeed_rl_plugin.prompts import Pair
+from mindspeed_rl_plugin.prompts import Pair, PairStream
 from mindspeed_rl_plugin.rows import Ragged, Rows, SampleId
+from mindspeed_rl_plugin.stages.prompts import Prompts
 from mindspeed_rl_plugin.stages.stage import StageSpec
 
 CHOSEN, REJECTED = 0, 1  # members of a pair
@@ -26,6 +27,20 @@ SPEC = StageSpec(
     unit="group",
     resource="leader",
 )
+
+
+class Pairs(Prompts):
+    """The stage on this rank. reference: `[len(data), 2]`, log-probs of the data's pairs, in their order."""
+
+    def __init__(self, dock: Dock, data: PairStream, reference: Tensor, leader: bool) -> None:
+        super().__init__(dock, data, members=2, leader=leader)
+        self.reference = reference
+        self._place_of = {row: place for place, row in enumerate(data.rows)}
+
+    def compute(self, epoch: int, groups: int) -> Rows:
+        """Two rows a pair, with the log-probs of the reference."""
+        pairs = self.data.next(groups)
+        return pair_rows(pairs, self.reference[[self._place_of[pair.row] for pair in pairs]], epoch)
 
 
 def pair_rows(pairs: Sequence[Pair], reference: Tensor | None = None, epoch: int = 0) -> Rows:

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from mindspeed_rl_plugin.dock import ColumnSpec
+from mindspeed_rl_plugin.dock import ColumnSpec, Dock
+from mindspeed_rl_plugin.prompts import PairStream, PromptStream
 from mindspeed_rl_plugin.rows import Prompt, Ragged, Rows, SampleId, pack_json
 from mindspeed_rl_plugin.stages.stage import StageSpec
 
@@ -22,7 +23,26 @@ SPEC = StageSpec(
 )
 
 
-def compute(epoch: int, prompts: Sequence[Prompt]) -> Rows:
+class Prompts:
+    """The stage on this rank. data: where the next groups come from; members: rows of a group; leader: whether this
+    rank puts them."""
+
+    def __init__(self, dock: Dock, data: PromptStream | PairStream, members: int, leader: bool) -> None:
+        self.dock, self.data, self.members, self.leader = dock, data, members, leader
+
+    def run(self, epoch: int, groups: int) -> Rows:
+        """The data's next groups enter the dock as an epoch of their own. Every rank gets what was put."""
+        rows = self.compute(epoch, groups)
+        self.dock.open(epoch, groups, self.members)
+        self.dock.put(rows if self.leader else None)
+        return rows
+
+    def compute(self, epoch: int, groups: int) -> Rows:
+        """The next groups of the data, `SPEC.writes` of each."""
+        return prompt_rows(epoch, self.data.next(groups))
+
+
+def prompt_rows(epoch: int, prompts: Sequence[Prompt]) -> Rows:
     """One row a group: the first member of groups 0, 1, ... of the epoch."""
     tokens = [torch.tensor(p.tokens, dtype=torch.int32) for p in prompts]
     meta = [

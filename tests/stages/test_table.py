@@ -137,6 +137,6 @@ def test_what_a_stage_returns_must_fit_its_declaration(file):
 def test_prompts_become_one_row_a_group():
     from mindspeed_rl_plugin.rows import Prompt
 
-    rows = prompts.compute(3, [Prompt((1, 2), "a", "b", 0), Prompt((4,), "c", "d", 1)])
+    rows = prompts.prompt_rows(3, [Prompt((1, 2), "a", "b", 0), Prompt((4,), "c", "d", 1)])
     assert rows.ids == (SampleId(3, 0, 0), SampleId(3, 1, 0))
     assert [r.tolist() for r in rows["prompt"].rows()] == [[1, 2], [4]]
