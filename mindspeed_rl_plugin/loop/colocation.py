@@ -43,6 +43,7 @@ class Colocation:
         with self.stage("swap_back"):
             self.engine.sleep()
             self.state.onload(self.offloaded & {"params"})
+            self.resharder.check_return(self.model)
             if self.critic is not None:
                 self.critic.onload()
         self.state.start_onload(self.offloaded & {"optimizer"})

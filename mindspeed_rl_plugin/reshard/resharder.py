@@ -44,6 +44,7 @@ from mindspeed_rl_plugin.reshard.transfer import stream
 from mindspeed_rl_plugin.reshard.verify import (
     BrokenWeights,
     Held,
+    WeightMismatch,
     compare,
     first_broken,
     layout_digests,
@@ -109,6 +110,7 @@ class Resharder:
         self.mode = mode
         self.plan: Plan | AllgatherPlan | None = None
         self._buffer: Tensor | None = None
+        self._exported: list[int] = []
         self._compared = self.tensors  # as both sides are compared: wide where the engine has them wide
         self._temporary = get_device().temporary()
         self._sources: dict[int, Layout] = {}
@@ -132,6 +134,7 @@ class Resharder:
         plan = self._bind(source, destination)
         self._refuse_broken(source, f"after {version} updates")
         exported = self._held(source, self._sources) if self.verify else None
+        self._exported = self._as_stored(source) if self.verify else []
         channel = self._channel()
         with self._temporary.measured(*source.values(), *destination.values()):
             self._move(plan, source, destination, channel)
@@ -152,6 +155,21 @@ class Resharder:
         up to a power of two for each tensor."""
         sizes = engine_shapes(self.shape, self.engine, self.rank % self.engine.ranks).values()
         return sum(1 << (prod(size) * self.dtype.itemsize - 1).bit_length() for size in sizes)
+
+    def check_return(self, model_chunks: Sequence[Module]) -> None:
+        """After generation: the trainer has the weights that it exported, bit by bit as it stores them, whether or not
+        they left the device. Not collective; does nothing unless `verify`. Raises WeightMismatch naming parameter, rank
+        and tensors."""
+        if not self._exported:
+            return
+        now = self._as_stored(stored_parameters(model_chunks))
+        stored = [name for name, segments in self._sources[self.rank].items() for _ in segments]
+        for name, before, after in zip(stored, self._exported, now, strict=True):
+            if before != after:
+                raise WeightMismatch(
+                    f"{name} of trainer rank {self.rank} ({self._tensors_in(self.rank, name)}) has other values after "
+                    "generation than before it; resume from the last checkpoint"
+                )
 
     def refuse_broken(self, model_chunks: Sequence[Module]) -> None:
         """Before a checkpoint: raises BrokenWeights on every rank when any rank's weights hold NaN or infinity."""
@@ -244,12 +262,18 @@ class Resharder:
         for rank, (broken,) in enumerate(everyone):
             if broken:
                 name = list(self._sources[rank])[broken - 1]
-                where = ", ".join(f"{s.name} [{s.start}, {s.stop})" for s in self._sources[rank][name])
                 raise BrokenWeights(
-                    f"{name} of trainer rank {rank} holds NaN or infinity {when} ({where}); they "
-                    "go neither to the engine nor into a checkpoint; resume from the last one, with a smaller --lr or "
-                    "--clip-grad"
+                    f"{name} of trainer rank {rank} holds NaN or infinity {when} ({self._tensors_in(rank, name)}); "
+                    "they go neither to the engine nor into a checkpoint; resume from the last one, with a smaller "
+                    "--lr or --clip-grad"
                 )
+
+    def _tensors_in(self, rank: int, name: str) -> str:
+        return ", ".join(f"{s.name} [{s.start}, {s.stop})" for s in self._sources[rank][name])
+
+    def _as_stored(self, source: Mapping[str, Tensor]) -> list[int]:
+        """Digests of this rank's weights in the dtype in which the trainer has them."""
+        return layout_digests(source, self._sources[self.rank], self.tensors, None)
 
     def _channel(self) -> P2PChannel:
         return P2PChannel(self.rank, group=self.group, deadline=self.deadline)

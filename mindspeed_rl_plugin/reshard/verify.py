@@ -73,14 +73,14 @@ def storage_digests(storage: torch.UntypedStorage) -> Tensor:
 
 
 def layout_digests(
-    params: Mapping[str, Tensor], layout: Layout, tensors: Mapping[str, Canonical], dtype: torch.dtype
+    params: Mapping[str, Tensor], layout: Layout, tensors: Mapping[str, Canonical], dtype: torch.dtype | None
 ) -> list[int]:
-    """Digest of every segment of a rank's layout, in its order."""
+    """Digest of every segment of a rank's layout, in its order; dtype None: of the bits as they are stored."""
     out = []
     for name, segments in layout.items():
         for s in segments:
             tensor = tensors[s.name]
-            kind = torch.float32 if tensor.wide else dtype
+            kind = params[name].dtype if dtype is None else torch.float32 if tensor.wide else dtype
             out.append(segment_digest(s.view(params[name], s.start, s.size), s, tensor, kind))
     return torch.stack(out).tolist() if out else []
 

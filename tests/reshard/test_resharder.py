@@ -86,6 +86,24 @@ def test_a_weight_that_is_no_number_never_reaches_the_engine(value):
         way.refuse_broken(chunks)
 
 
+def test_a_bit_that_changed_during_generation_is_named():
+    """Also one that the engine's narrower dtype, and so its digest, does not see."""
+    chunks, live = trainer(), {name: t.bfloat16() for name, t in engine().items()}
+    way = Resharder(SHAPE, Parallel(1), 1, rank=0, engine_dtype=torch.bfloat16, verify=True)
+    way.check_return(chunks)  # nothing was exported yet
+    before = way.to_engine(chunks, live, 0).digest
+    way.check_return(chunks)
+    weight = chunks[0].params["decoder.layers.0.mlp.linear_fc2.weight"]
+    weight.view(torch.int32)[2, 5] ^= 1
+    assert way.digest(chunks) == before
+    with pytest.raises(WeightMismatch, match=r"fc2.weight of .* rank 0 \(.*0.mlp.down_proj.weight \[0, 48\)\) has"):
+        way.check_return(chunks)
+    way.verify = False
+    way.to_engine(chunks, live, 1)
+    weight[0, 0] += 1
+    way.check_return(chunks)  # not asked for
+
+
 def test_an_unknown_mode_is_refused():
     with pytest.raises(ValueError, match="mode 'copy' of the reshard is unknown; known: stream, allgather"):
         resharder(mode="copy")

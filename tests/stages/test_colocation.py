@@ -68,6 +68,7 @@ def test_waits_come_in_the_order_of_need(make):
         "generate",
         "engine.sleep",
         "state.onload params",
+        "reshard.check_return",
         "state.start_onload optimizer",
         "log-probs",
     ]
@@ -87,8 +88,9 @@ def test_the_critic_leaves_before_the_engine_wakes_and_is_back_for_its_values(ma
             "engine.wake weights",
         ]
         events.append("generate")
-    assert [e for e in events if e.startswith(("critic.", "engine.sleep"))][1:] == [
+    assert [e for e in events if e.startswith(("critic.", "engine.sleep", "reshard.check"))][1:] == [
         "engine.sleep",
+        "reshard.check_return",
         "critic.onload",
     ]
     assert events[-1] == "state.start_onload optimizer", "what overlaps the log-probs begins last"
