@@ -18,9 +18,9 @@ from mindspeed_rl_plugin.launch import checkpoint_files as files
 from mindspeed_rl_plugin.launch import critic_files, flag_checks, lr_schedule, megatron_setup
 from mindspeed_rl_plugin.launch.disk import small_disk
 from mindspeed_rl_plugin.launch.endings import refusing
-from mindspeed_rl_plugin.launch.inputs import read_inputs
 from mindspeed_rl_plugin.launch.megatron_setup import overridden
 from mindspeed_rl_plugin.launch.mtp import freeze_mtp
+from mindspeed_rl_plugin.launch.read_inputs import read_inputs
 from mindspeed_rl_plugin.launch.reference_digest import CheckpointDigest
 from mindspeed_rl_plugin.launch.start_decision import decide, describe, load_arguments, weights_arguments
 from mindspeed_rl_plugin.launch.weights_fit import must_fit

@@ -27,11 +27,11 @@ from mindspeed_rl_plugin.reshard.family_table import (
     IMPLS,
     Family,
     HfConfig,
+    LayerType,
     Part,
     Router,
     Row,
     Split,
-    Stage,
 )
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -47,8 +47,8 @@ def _names(local: str, te: str | None, engine: str | None, mindspeed: str | None
     return {side: name for side, name in names.items() if name}
 
 
-def _outer(stage: Stage, megatron: str, canonical: str, split: Split, *shape: str) -> Row:
-    return Row(stage, _names(megatron, None, canonical, None), split, (Part(canonical, shape),))
+def _outer(layer_type: LayerType, megatron: str, canonical: str, split: Split, *shape: str) -> Row:
+    return Row(layer_type, _names(megatron, None, canonical, None), split, (Part(canonical, shape),))
 
 
 def _layer(
@@ -58,37 +58,37 @@ def _layer(
     *parts: tuple[str, ...],
     te: str | None = None,
     mindspeed: str | None = None,
-    stage: Stage = Stage.LAYER,
+    layer_type: LayerType = LayerType.EVERY,
     wide: bool = False,
     buffer: bool = False,
 ) -> Row:
     """A parameter of a layer; parts: canonical name and sizes. te, mindspeed: their names where they differ."""
     names = _names(local, te, None, mindspeed)
     names = {side: _M + name for side, name in names.items()} | ({ENGINE: _H + engine} if engine else {})
-    return Row(stage, names, split, tuple(Part(_H + name, tuple(sizes), wide) for name, *sizes in parts), buffer)
+    return Row(layer_type, names, split, tuple(Part(_H + name, tuple(sizes), wide) for name, *sizes in parts), buffer)
 
 
 def _only(row: Row, *sides: str) -> Row:
     """The row as it is on these sides only; there the engine may store its parts one by one."""
     names = {side: name for side, name in row.names.items() if side in sides}
     unfused = tuple(part.name for part in row.parts) if ENGINE in sides else None
-    return Row(row.stage, names, row.split, row.parts, row.buffer, unfused)
+    return Row(row.layer_type, names, row.split, row.parts, row.buffer, unfused)
 
 
-def _norm(name: str, engine: str, size: str = "hidden", **more: str | Stage) -> Row:
+def _norm(name: str, engine: str, size: str = "hidden", **more: str | LayerType) -> Row:
     return _layer(name, engine, Split.REPLICATED, (engine, size), **more)
 
 
-def _gate_up(megatron: str, canonical: str, size: str, stage: Stage) -> Row:
+def _gate_up(megatron: str, canonical: str, size: str, layer_type: LayerType) -> Row:
     gate, up = (f"{canonical}.{x}_proj.weight" for x in ("gate", "up"))
     engine = f"{canonical}.gate_up_proj.weight"
     name = f"{megatron}.linear_fc1.weight"
-    return _layer(name, engine, Split.GATE_UP, (gate, size, "hidden"), (up, size, "hidden"), stage=stage)
+    return _layer(name, engine, Split.GATE_UP, (gate, size, "hidden"), (up, size, "hidden"), layer_type=layer_type)
 
 
-def _down(megatron: str, canonical: str, size: str, stage: Stage) -> Row:
+def _down(megatron: str, canonical: str, size: str, layer_type: LayerType) -> Row:
     name = f"{canonical}.down_proj.weight"
-    return _layer(f"{megatron}.linear_fc2.weight", name, Split.COLUMNS, (name, "hidden", size), stage=stage)
+    return _layer(f"{megatron}.linear_fc2.weight", name, Split.COLUMNS, (name, "hidden", size), layer_type=layer_type)
 
 
 def _experts(canonical: tuple[str, ...], number: int, engine: str, split: Split, *shape: str) -> Row:
@@ -96,14 +96,14 @@ def _experts(canonical: tuple[str, ...], number: int, engine: str, split: Split,
     stored = (f"local_experts.{{expert}}.linear_fc{number}.weight", f"linear_fc{number}.weight{{expert}}")
     names = {kind: f"{_M}mlp.experts.{n}" for kind, n in zip(EXPERTS, (*stored, f"weight{number}"), strict=True)}
     parts = tuple(Part(f"{_H}mlp.experts.{{expert}}.{x}_proj.weight", shape) for x in canonical)
-    return Row(Stage.EXPERT, names | {ENGINE: f"{_H}mlp.experts.{{nested}}{engine}"}, split, parts)
+    return Row(LayerType.EXPERT, names | {ENGINE: f"{_H}mlp.experts.{{nested}}{engine}"}, split, parts)
 
 
 # With tied embeddings the head's row holds the canonical embedding, and exists only where layout.py says so.
 _OUTER = (
-    _outer(Stage.FIRST, "embedding.word_embeddings.weight", EMBEDDING, Split.VOCABULARY, "vocab", "hidden"),
-    _outer(Stage.LAST, "decoder.final_layernorm.weight", "model.norm.weight", Split.REPLICATED, "hidden"),
-    _outer(Stage.LAST, "output_layer.weight", HEAD, Split.VOCABULARY, "vocab", "hidden"),
+    _outer(LayerType.EMBEDDING, "embedding.word_embeddings.weight", EMBEDDING, Split.VOCABULARY, "vocab", "hidden"),
+    _outer(LayerType.OUTPUT, "decoder.final_layernorm.weight", "model.norm.weight", Split.REPLICATED, "hidden"),
+    _outer(LayerType.OUTPUT, "output_layer.weight", HEAD, Split.VOCABULARY, "vocab", "hidden"),
 )
 
 _FUSED_NORM = f"{_ATTENTION}linear_qkv.layer_norm_weight"
@@ -136,20 +136,20 @@ _DENSE_MLP = (
         "post_attention_layernorm.weight",
         te="mlp.linear_fc1.layer_norm_weight",
         mindspeed="pre_mlp_layernorm.weight",
-        stage=Stage.DENSE,
+        layer_type=LayerType.DENSE,
     ),
-    _gate_up("mlp", "mlp", "ffn", Stage.DENSE),
-    _down("mlp", "mlp", "ffn", Stage.DENSE),
+    _gate_up("mlp", "mlp", "ffn", LayerType.DENSE),
+    _down("mlp", "mlp", "ffn", LayerType.DENSE),
 )
 
 _ROUTED = (
-    _norm("pre_mlp_layernorm.weight", "post_attention_layernorm.weight", stage=Stage.MOE),
+    _norm("pre_mlp_layernorm.weight", "post_attention_layernorm.weight", layer_type=LayerType.MOE),
     _layer(
         "mlp.router.weight",
         "mlp.gate.weight",
         Split.REPLICATED,
         ("mlp.gate.weight", "experts", "hidden"),
-        stage=Stage.MOE,
+        layer_type=LayerType.MOE,
     ),
     _experts(("gate", "up"), 1, "w13_weight", Split.GATE_UP, "expert_ffn", "hidden"),
     _experts(("down",), 2, "w2_weight", Split.COLUMNS, "hidden", "expert_ffn"),
@@ -161,14 +161,14 @@ _ROUTER_BIAS = (
         "mlp.gate.e_score_correction_bias",
         Split.REPLICATED,
         ("mlp.gate.e_score_correction_bias", "experts"),
-        stage=Stage.MOE,
+        layer_type=LayerType.MOE,
         wide=True,
         buffer=True,
     ),
 )
 _SHARED_EXPERTS = (
-    _gate_up("mlp.shared_experts", "mlp.shared_experts", "shared_ffn", Stage.MOE),
-    _down("mlp.shared_experts", "mlp.shared_experts", "shared_ffn", Stage.MOE),
+    _gate_up("mlp.shared_experts", "mlp.shared_experts", "shared_ffn", LayerType.MOE),
+    _down("mlp.shared_experts", "mlp.shared_experts", "shared_ffn", LayerType.MOE),
 )
 
 _Q_DOWN = ("self_attn.q_a_proj.weight", "q_lora", "hidden")

@@ -38,16 +38,16 @@ class Split(Enum):
     DOWN = "down"
 
 
-class Stage(Enum):
-    """Where a parameter lives: before the first layer, in every layer, in layers with a dense MLP, in layers with
-    experts, in every routed expert of those, after the last layer."""
+class LayerType(Enum):
+    """In which layers a parameter lives: before the first, in every one, in those with a dense MLP, in those with
+    experts, in every routed expert of these, after the last."""
 
-    FIRST = "first"
-    LAYER = "layer"
+    EMBEDDING = "embedding"
+    EVERY = "every"
     DENSE = "dense"
     MOE = "moe"
     EXPERT = "expert"
-    LAST = "last"
+    OUTPUT = "output"
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Row:
     parts where its version does not fuse them.
     """
 
-    stage: Stage
+    layer_type: LayerType
     names: Mapping[str, str]
     split: Split
     parts: tuple[Part, ...]

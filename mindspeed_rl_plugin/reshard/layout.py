@@ -16,7 +16,7 @@ from mindspeed_rl_plugin.reshard.cuts import (
     padded_engine_vocab,
     stack,
 )
-from mindspeed_rl_plugin.reshard.family_table import ENGINE, EXPERTS, IMPLS, Row, Split, Stage
+from mindspeed_rl_plugin.reshard.family_table import ENGINE, EXPERTS, IMPLS, LayerType, Row, Split
 from mindspeed_rl_plugin.reshard.parallel import EngineParallel, Parallel, chunk_prefix
 from mindspeed_rl_plugin.reshard.shape import Canonical, ModelShape
 
@@ -85,15 +85,15 @@ def canonical_tensors(shape: ModelShape) -> Mapping[str, Canonical]:
     def put(row: Row, layer: int) -> None:
         for part in row.parts:
             canonical = Canonical(shape.shape_of(part), 1 if row.split is Split.COLUMNS else 0, part.wide)
-            for expert in range(shape.experts if row.stage is Stage.EXPERT else 1):
+            for expert in range(shape.experts if row.layer_type is LayerType.EXPERT else 1):
                 out.setdefault(shape.canonical_name(part, layer, expert), canonical)
 
-    for row in shape.rows(Stage.FIRST):
+    for row in shape.rows(LayerType.EMBEDDING):
         put(row, 0)
     for layer in range(shape.layers):
         for row in shape.layer_rows(layer):
             put(row, layer)
-    for row in shape.rows(Stage.LAST):
+    for row in shape.rows(LayerType.OUTPUT):
         put(row, 0)
     return MappingProxyType(out)
 
@@ -120,11 +120,11 @@ def _megatron(
     out = _Stored({}, {})
 
     def put(chunk: int, row: Row, layer: int, local: int) -> None:
-        kind = experts if row.stage is Stage.EXPERT else impl
+        kind = experts if row.layer_type is LayerType.EXPERT else impl
         if kind not in row.names:
             return
         name = chunk_prefix(chunk, parallel.vpp) + row.names[kind]
-        if row.stage is not Stage.EXPERT:
+        if row.layer_type is not LayerType.EXPERT:
             cut = Cut(shape, row, shape.names_of(row, layer), parallel.tp, tp, impl)
             _store(out, name.format(layer=local), CUT_MEGATRON[row.split](cut))
             return
@@ -138,13 +138,13 @@ def _megatron(
 
     for chunk, layers in enumerate(chunks):
         if pp == 0 and chunk == 0:
-            for row in shape.rows(Stage.FIRST):
+            for row in shape.rows(LayerType.EMBEDDING):
                 put(chunk, row, 0, 0)
         for local, layer in enumerate(layers):
             for row in shape.layer_rows(layer):
                 put(chunk, row, layer, local)
         if pp == parallel.pp - 1 and chunk == len(chunks) - 1:
-            for row in shape.rows(Stage.LAST):
+            for row in shape.rows(LayerType.OUTPUT):
                 # A tied head shares the embedding's storage when both are on one stage, else it is a copy.
                 if row.split is not Split.VOCABULARY or not shape.tied or parallel.pp > 1:
                     put(chunk, row, 0, 0)
@@ -167,7 +167,7 @@ def _engine(shape: ModelShape, engine: EngineParallel, rank: int, own_head: bool
 
     def put(row: Row, layer: int) -> None:
         name = row.names.get(ENGINE)
-        if row.stage is Stage.EXPERT:
+        if row.layer_type is LayerType.EXPERT:
             mine = engine.experts(shape.experts, rank)
             cuts = [Cut(shape, row, shape.names_of(row, layer, e), etp, rank % etp, ENGINE) for e in mine]
             stored = stack([CUT_ENGINE[row.split](cut) for cut in cuts], transposed=engine.transposed)
@@ -177,16 +177,16 @@ def _engine(shape: ModelShape, engine: EngineParallel, rank: int, own_head: bool
             _store(out, name.format(layer=layer), CUT_ENGINE[row.split](cut))
         elif name:
             for only, part in zip(row.unfused, row.parts, strict=True):
-                single = Row(row.stage, {ENGINE: only}, row.split, (part,))
+                single = Row(row.layer_type, {ENGINE: only}, row.split, (part,))
                 cut = Cut(shape, single, shape.names_of(single, layer), engine.tp, rank % engine.tp, ENGINE)
                 _store(out, only.format(layer=layer), CUT_ENGINE[row.split](cut))
 
-    for row in shape.rows(Stage.FIRST):
+    for row in shape.rows(LayerType.EMBEDDING):
         put(row, 0)
     for layer in range(shape.layers):
         for row in shape.layer_rows(layer):
             put(row, layer)
-    for row in shape.rows(Stage.LAST):
+    for row in shape.rows(LayerType.OUTPUT):
         if row.split is not Split.VOCABULARY or own_head:
             put(row, 0)
     return _frozen(out)

@@ -11,7 +11,7 @@ from typing import Any
 
 from mindspeed_rl_plugin.config.upstream import model_refusals
 from mindspeed_rl_plugin.reshard.families import EMBEDDING, FAMILIES, HEAD, find_family
-from mindspeed_rl_plugin.reshard.family_table import Family, Part, Row, Stage
+from mindspeed_rl_plugin.reshard.family_table import Family, LayerType, Part, Row
 
 
 @dataclass(frozen=True)
@@ -145,15 +145,15 @@ class ModelShape:
         """Canonical names of a row's parts."""
         return tuple(self.canonical_name(part, layer, expert) for part in row.parts)
 
-    def rows(self, stage: Stage) -> tuple[Row, ...]:
-        """Rows of the family that live at a stage of the model."""
-        return _rows(self.family, stage)
+    def rows(self, layer_type: LayerType) -> tuple[Row, ...]:
+        """Rows of the family in layers of a type."""
+        return _rows(self.family, layer_type)
 
     def layer_rows(self, layer: int) -> tuple[Row, ...]:
         """Rows of a layer by its global number, those of one expert among them."""
         if not self.table.experts or layer in self.dense_layers:
-            return self.rows(Stage.LAYER) + self.rows(Stage.DENSE)
-        return self.rows(Stage.LAYER) + self.rows(Stage.MOE) + self.rows(Stage.EXPERT)
+            return self.rows(LayerType.EVERY) + self.rows(LayerType.DENSE)
+        return self.rows(LayerType.EVERY) + self.rows(LayerType.MOE) + self.rows(LayerType.EXPERT)
 
     @classmethod
     def from_megatron_args(cls, args: argparse.Namespace, vocab: int | None = None) -> ModelShape:
@@ -238,8 +238,8 @@ class ModelShape:
 
 
 @lru_cache(maxsize=64)
-def _rows(family: str, stage: Stage) -> tuple[Row, ...]:
-    return tuple(row for row in FAMILIES[family].rows if row.stage is stage)
+def _rows(family: str, layer_type: LayerType) -> tuple[Row, ...]:
+    return tuple(row for row in FAMILIES[family].rows if row.layer_type is layer_type)
 
 
 def _expert_sizes(args: argparse.Namespace) -> dict[str, Any]:

@@ -104,7 +104,7 @@ def install():
     import mindspeed_rl_plugin.loop
 
     mindspeed_rl_plugin.loop.run = module
-    inputs = types.ModuleType("mindspeed_rl_plugin.launch.inputs")
+    inputs = types.ModuleType("mindspeed_rl_plugin.launch.read_inputs")
     inputs.read_inputs = lambda args: args
     sys.modules[inputs.__name__] = inputs
 

@@ -12,7 +12,7 @@ from mindspeed_rl_plugin.algorithms.estimators import ADVANTAGES
 from mindspeed_rl_plugin.config import RLConfig, config_problems, flag_name
 from mindspeed_rl_plugin.config.upstream import OWN_RL, REFUSED, ROUTING, RUN, UPSTREAM, WHOLE, model_refusals, refusals
 from mindspeed_rl_plugin.launch import flag_checks
-from mindspeed_rl_plugin.launch.inputs import read_inputs
+from mindspeed_rl_plugin.launch.read_inputs import read_inputs
 
 # A model with experts instead, and one with multi-latent attention besides.
 MOE = {

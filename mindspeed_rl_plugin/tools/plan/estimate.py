@@ -11,7 +11,7 @@ from math import prod
 
 import numpy as np
 
-from mindspeed_rl_plugin.reshard.family_table import Split, Stage
+from mindspeed_rl_plugin.reshard.family_table import LayerType, Split
 from mindspeed_rl_plugin.reshard.layout import (
     EngineParallel,
     ModelShape,
@@ -160,16 +160,16 @@ def weights_by_layer(shape: ModelShape, itemsize: int) -> np.ndarray:
     """`[layers + 2, 3]` bytes of each layer by kind of weight (TENSOR, EXPERT, COMMON). Row 0 is what precedes the
     layers, the last row what follows."""
     tensors, out, seen = canonical_tensors(shape), np.zeros((shape.layers + 2, 3), np.int64), set()
-    for stage in Stage:
-        outer = stage in (Stage.FIRST, Stage.LAST)
-        for row in shape.rows(stage):
+    for layer_type in LayerType:
+        outer = layer_type in (LayerType.EMBEDDING, LayerType.OUTPUT)
+        for row in shape.rows(layer_type):
             cut = COMMON if row.split in (Split.REPLICATED, Split.DOWN) else TENSOR
             for layer in [0] if outer else [i for i in range(shape.layers) if row in shape.layer_rows(i)]:
-                place = layer + 1 if not outer else 0 if stage is Stage.FIRST else -1
+                place = layer + 1 if not outer else 0 if layer_type is LayerType.EMBEDDING else -1
                 for name in set(shape.names_of(row, layer)) - seen:
                     seen.add(name)
                     nbytes = tensors[name].slices * tensors[name].slice_bytes(itemsize)
-                    if stage is Stage.EXPERT:
+                    if layer_type is LayerType.EXPERT:
                         out[place, EXPERT] += shape.experts * nbytes
                     else:
                         out[place, cut] += nbytes
