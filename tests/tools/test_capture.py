@@ -148,7 +148,7 @@ def test_the_projects_own_launch_script_can_be_rehearsed(tmp_path, monkeypatch):
     launch = capture(script, tmp_path, 60)
     assert (launch.script, launch.world, launch.started) == ("examples/pretrain_gpt.py", 2, 1)
     entry = find_entry(launch, script, tmp_path)
-    assert (entry.script, entry.mindspeed, entry.notes) == (script.with_name("pretrain_gpt.py"), False, ())
+    assert (entry.script, entry.mindspeed, entry.note) == (script.with_name("pretrain_gpt.py"), False, "")
 
 
 @pytest.mark.parametrize(

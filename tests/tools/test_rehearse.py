@@ -18,7 +18,8 @@ from mindspeed_rl_plugin.tools.rehearse import outcome, unavailable
 from mindspeed_rl_plugin.tools.rehearse.capture import Launch
 from mindspeed_rl_plugin.tools.rehearse.command_line import Flags
 from mindspeed_rl_plugin.tools.rehearse.entry_script import Entry, find_entry
-from mindspeed_rl_plugin.tools.rehearse.passes import Done, tail
+from mindspeed_rl_plugin.tools.rehearse.outcome import tail
+from mindspeed_rl_plugin.tools.rehearse.passes import Done
 from mindspeed_rl_plugin.tools.rehearse.shrink import shrink
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -34,7 +35,7 @@ def written(path: Path, text: str) -> Path:
 
 def test_skipped_commands_are_shown(tmp_path):
     launch = Launch("a.py", (), 8, 1, tmp_path, {}, {}, (), 1, ("rm -rf /data/run", "ray stop"), False)
-    entry = Entry(tmp_path / "a.py", (), False, False, "0.19", ())
+    entry = Entry(tmp_path / "a.py", ())
     lines = outcome.not_exercised(launch, entry, Flags.parse([]), 2)
     at = lines.index("commands of the script that were not run:")
     assert [line.strip() for line in lines[at + 1 : at + 3]] == ["rm -rf /data/run", "ray stop"]
@@ -76,19 +77,18 @@ def test_entry_on_mindspeed_llm(machine):
     machine.mindspeed()
     entry = machine.entry()
     assert (entry.script, entry.mindspeed, entry.mindspeed_llm) == (folder / "pretrain_gpt.py", True, True)
-    assert entry.core == "0.12" and checkout in entry.path
-    assert "taken from" in entry.notes[0]
-    assert machine.entry(cwd=folder).notes == ()
+    assert entry.platform == "MindSpeed-LLM, Megatron Core 0.12" and checkout in entry.path
+    assert "taken from" in entry.note and machine.entry(cwd=folder).note == ""
 
 
 def test_entry_under_mindspeed_alone(machine):
     checkout = machine.core12()
     machine.mindspeed()
     entry = machine.entry()
-    assert (entry.mindspeed, entry.mindspeed_llm, entry.core) == (True, False, "0.12")
+    assert (entry.mindspeed, entry.platform) == (True, "MindSpeed, Megatron Core 0.12")
     text = entry.script.read_text()
     assert text.index("import mindspeed.megatron_adaptor") < text.index(str(checkout / "pretrain_gpt.py"))
-    assert "is not here: rehearsed with MindSpeed" in entry.notes[0]
+    assert "is not here: rehearsed with MindSpeed" in entry.note
 
 
 @pytest.mark.parametrize("llm", [True, False])
@@ -98,8 +98,8 @@ def test_entry_on_plain_megatron(machine, llm):
         machine.llm()
     entry = machine.entry()
     assert (entry.script, entry.mindspeed) == (checkout / "pretrain_gpt.py", False)
-    assert ("MindSpeed is not installed" if llm else "is not here") in entry.notes[0]
-    assert "rehearsed on plain Megatron instead" in entry.notes[0]
+    assert ("MindSpeed is not installed" if llm else "is not here") in entry.note
+    assert "rehearsed on plain Megatron instead" in entry.note
 
 
 def test_a_script_of_the_users_own_runs_as_it_is(machine, tmp_path):
@@ -107,52 +107,58 @@ def test_a_script_of_the_users_own_runs_as_it_is(machine, tmp_path):
     machine.core12()
     machine.mindspeed()
     entry = machine.entry("train.py", script.parent)
-    assert (entry.script, entry.mindspeed, entry.notes) == (script, False, ())
+    assert (entry.script, entry.mindspeed, entry.note) == (script, False, "")
 
 
 def test_changed_flags_are_recorded_and_the_rest_stays():
-    argv = "--tp 4 --tp 8 --bf16 --lr=1e-6 --moe-grouped-gemm --use-fused-mlp --only-llm 3"
+    argv = "--tp 4 --tp 8 --bf16 --lr=1e-6 --moe-grouped-gemm --use-fused-mlp --profile-x 3"
     flags = Flags.parse(argv.split())
     flags.set("--tp", 8, why="the same")
     flags.set("--tp", 2, why="fewer")
     flags.at_most("--tp", 4, "less already")
-    unavailable.only_known(flags, {"--tp", "--bf16", "--lr", "--moe-grouped-gemm", "--use-fused-mlp"}, "MindSpeed")
-    unavailable.remove(flags, True, set())
-    kept = "--tp 4 --tp 2 --bf16 --lr 1e-6 --no-gradient-accumulation-fusion --no-masked-softmax-fusion"
+    unavailable.remove(flags, mindspeed=True)
+    kept = "--tp 2 --bf16 --lr 1e-6 --no-gradient-accumulation-fusion --no-masked-softmax-fusion"
     assert flags.argv() == kept.split()
-    assert [(c.flag, c.old, c.new) for c in flags.changes[:2]] == [("--tp", "8", "2"), ("--only-llm", "3", None)]
-    assert {c.flag for c in flags.changes if c.why.startswith("not on a host") and c.new is None} == {
-        "--moe-grouped-gemm",
-        "--use-fused-mlp",
-    }
+    assert flags.changes[0] == ("--tp", "8", "2", "fewer")
+    removed = {c.flag: c.old for c in flags.changes if c.why.startswith("not on a host") and c.new is None}
+    assert removed == {"--moe-grouped-gemm": "", "--use-fused-mlp": "", "--profile-x": "3"}
 
 
-def test_rows_are_not_split_where_no_attention_can():
+def test_values_of_mindspeed_llm_are_replaced_without_it():
+    words = "--spec mindspeed_llm.a b --moe-token-dispatcher-type alltoall_seq --moe-layer-freq -1"
+    flags = Flags.parse(f"{words} --distributed-backend hccl".split())
+    unavailable.of_mindspeed_llm(flags)
+    expected = "--moe-token-dispatcher-type alltoall --distributed-backend nccl --eval-interval 1000"
+    assert flags.argv() == expected.split()
+
+
+@pytest.mark.parametrize("mindspeed, size", [(False, 1), (True, 4)])
+def test_rows_are_not_split_where_no_attention_can(mindspeed, size):
+    """MindSpeed's own attention is there on a host, TransformerEngine's is not."""
     flags = Flags.parse(["--context-parallel-size", "4", "--transformer-impl", "transformer_engine"])
-    unavailable.remove(flags, False, set())
-    assert flags.number("--context-parallel-size", 0) == 1 and flags.get("--transformer-impl") == "local"
-    flags = Flags.parse(["--context-parallel-size", "4"])
-    unavailable.remove(flags, True, set())
-    assert flags.number("--context-parallel-size", 0) == 4, "MindSpeed's own attention is there"
+    unavailable.remove(flags, mindspeed=mindspeed)
+    assert flags.number("--context-parallel-size", 0) == size
+    assert flags.get("--transformer-impl") == ("transformer_engine" if mindspeed else "local")
 
 
 @pytest.mark.parametrize("ranks, sizes", [(1, (1, 1, 1)), (2, (2, 1, 1)), (4, (2, 2, 1)), (8, (2, 2, 2))])
 def test_what_was_split_stays_split_while_there_are_ranks(ranks, sizes):
     argv = "--tensor-model-parallel-size 4 --pipeline-model-parallel-size 4 --num-layers 28 --global-batch-size 256"
     flags = Flags.parse(f"{argv} --rl-algorithm grpo --rl-rollout-prompts 64 --rl-generate-tp 4".split())
-    world = shrink(flags, ranks)
-    assert (world.tp, world.pp, world.dp) == sizes
-    prompts, members = flags.number("--rl-rollout-prompts", 0), flags.number("--rl-samples-per-prompt", 0)
-    assert prompts * members == flags.number("--global-batch-size", 0)
-    assert flags.number("--num-layers", 0) % world.pp == 0 and world.ranks % flags.number("--rl-generate-tp", 0) == 0
+    shrink(flags, ranks)
+    names = ("tensor-model-parallel-size", "pipeline-model-parallel-size", "global-batch-size", "rl-generate-tp")
+    tp, pp, batch, engine = (flags.number(f"--{name}", 0) for name in names)
+    assert (tp, pp, batch // 4) == sizes and ranks % engine == 0 and flags.number("--num-layers", 0) % pp == 0
+    assert flags.number("--rl-rollout-prompts", 0) * flags.number("--rl-samples-per-prompt", 0) == batch
 
 
-def test_a_refusal_is_shown_without_its_traceback(tmp_path):
+def test_a_refusal_is_shown_without_its_traceback():
     lines = ["Traceback (most recent call last):", '  File "x.py", line 3, in <module>']
-    refusal = ["ValueError: RL cannot run with these arguments:", "  - experts", "  - dropout"]
-    assert tail(Done("arguments", 1, tmp_path, 1.0, [*lines, *refusal, "", "more"])) == "\n".join(refusal)
+    refusal = ["[rl] RL cannot run with these arguments:", "  - experts", "  - dropout"]
+    assert tail(Done("arguments", 1, 1.0, [*lines, *refusal, "", "more"])) == "\n".join(refusal)
     crash = [*lines, "KeyError: 'step'"]
-    assert tail(Done("training", 1, tmp_path, 1.0, crash)) == "\n".join(crash)
+    assert tail(Done("training", 1, 1.0, crash)) == "\n".join(crash)
+    assert "ended at its deadline after 1 s; last line: b" in tail(Done("training", None, 1.0, ["a", "b"]))
 
 
 @pytest.mark.parametrize(
@@ -165,7 +171,7 @@ def test_a_missing_dependency_is_one_line(tmp_path, importer, owner):
     run = f"import runpy; runpy.run_path({str(tmp_path / importer)!r})"
     log = subprocess.run([sys.executable, "-c", run], capture_output=True, text=True).stderr
     lines = [*log.splitlines(), "torch.distributed.elastic.multiprocessing.errors.ChildFailedError: more"]
-    said = tail(Done("arguments", 1, tmp_path, 1.0, [f"[rank0]: {line}" for line in lines]))
+    said = tail(Done("arguments", 1, 1.0, [f"[rank0]: {line}" for line in lines]))
     assert said == (
         f"the Python module no_such_module is not installed, and {owner} needs it ({tmp_path / importer}, line 1): "
         "install it here, or put a folder that holds it on PYTHONPATH"

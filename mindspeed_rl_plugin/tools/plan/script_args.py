@@ -159,7 +159,7 @@ def _refused(flags: Flags) -> Iterator[str]:
 def _rl_config(flags: Flags) -> tuple[RLConfig, tuple[str, ...]]:
     """The script's RL flags, and what a run refuses of them, whatever its other arguments."""
     parser = add_flags(_Parser(add_help=False))
-    words = [word for flag, values in flags.items if flag.startswith(("--rl-", "--no-rl-")) for word in (flag, *values)]
+    words = Flags({f: v for f, v in flags.values.items() if f.startswith(("--rl-", "--no-rl-"))}).argv()
     try:
         args, _ = parser.parse_known_args(words)
     except ValueError as error:
@@ -195,7 +195,7 @@ def _namespace(flags: Flags) -> argparse.Namespace:
         if text is not None and int(text) < 1 and name in (*_DEFAULTS, *_POSITIVE.split()):
             raise ValueError(f"{_flag(name)} {text}: give at least 1")
     args = argparse.Namespace(**dict.fromkeys(numbers) | dict.fromkeys(_SWITCHES.split(), False) | _DEFAULTS)
-    for flag, _ in flags.items:
+    for flag in flags.values:
         setattr(args, _SPELT.get(flag) or flag[2:].replace("-", "_"), _typed(flags.get(flag) or ""))
     if "--use-rotary-position-embeddings" in flags:
         args.position_embedding_type = "rope"  # as Megatron does

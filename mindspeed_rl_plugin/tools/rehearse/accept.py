@@ -1,40 +1,34 @@
 """Run in a process of its own: take arguments through the real parsers and validation, and no further.
 
-    python -m mindspeed_rl_plugin.tools.rehearse.accept SCRIPT.py ARGS    stops where ranks would connect
-    python -m mindspeed_rl_plugin.tools.rehearse.accept --list-flags [mindspeed]      prints what the parser knows
+    python -m mindspeed_rl_plugin.tools.rehearse.accept [--any-flag] SCRIPT.py ARGS
 
-The first runs the entry script through the runner as rank 0 of the world that WORLD_SIZE names. When Megatron is about
-to connect the ranks, its arguments are parsed and validated, by Megatron, MindSpeed and the plugin; it then only builds
-the model's config, whose own checks are part of the validation.
+Runs the entry script through the runner as rank 0 of the world that WORLD_SIZE names. When Megatron is about to connect
+the ranks, its arguments are parsed and validated, by Megatron, MindSpeed and the plugin; it then only builds the
+model's config, whose own checks are part of the validation. --any-flag: name flags that the parser does not have, and
+go on without them.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import runpy
 import sys
 
 from mindspeed_rl_plugin import host
 
 ACCEPTED = "rehearse: arguments accepted"
+UNKNOWN = "rehearse: no flags here: "
 
 
 def main(argv: list[str]) -> None:
     """See the module's docstring."""
     host.activate_if_needed(announce=False)
-    if argv[0] == "--list-flags":
-        sys.argv = sys.argv[:1]
-        if "mindspeed" in argv:
-            import mindspeed.megatron_adaptor  # noqa: F401
-        from megatron.training.arguments import parse_args
-
-        argparse.ArgumentParser.parse_args = argparse.ArgumentParser.parse_known_args = _print_flags
-        parse_args()
     import torch.distributed as dist
 
     dist.init_process_group = _accept
-    sys.argv = ["mindspeed_rl_plugin", *argv]
+    if argv[0] == "--any-flag":
+        argparse.ArgumentParser.parse_args = _parse_known
+    sys.argv = ["mindspeed_rl_plugin", *argv[argv[0] == "--any-flag" :]]
     runpy.run_module("mindspeed_rl_plugin", run_name="__main__", alter_sys=True)
 
 
@@ -48,9 +42,10 @@ def _accept(*args: object, **kwargs: object) -> None:
     sys.exit(0)
 
 
-def _print_flags(parser: argparse.ArgumentParser, *args: object, **kwargs: object) -> None:
-    print(json.dumps([option for action in parser._actions for option in action.option_strings]))
-    sys.exit(0)
+def _parse_known(parser: argparse.ArgumentParser, *args: object, **kwargs: object) -> argparse.Namespace:
+    parsed, rest = parser.parse_known_args(*args, **kwargs)
+    print(UNKNOWN + " ".join(word for word in rest if word.startswith("--")), flush=True)
+    return parsed
 
 
 if __name__ == "__main__":

@@ -1,16 +1,10 @@
 """Run a launch script up to the point where it would start training, and keep the command it would start.
 
-The script runs as it is, in bash, in the current directory, with `standins.sh` read before it:
-
-- a launch (torchrun, `python -m torch.distributed.launch` or `.run`, by name or by a path) is recorded, starts nothing;
-- commands with effects outside the script (rm, mkdir, cp, kill, pkill, ssh, docker, sudo, ray, pip, ...) are only
-  listed; those on files do run where all their paths are in a folder that the rehearsal made;
-- `tee` writes no file; a `source` of a file that does not exist, such as CANN's set_env.sh, is noted and skipped; a
-  `cd` to a folder that does not exist is noted and goes to an empty one.
-
-Everything else runs: other uses of python, sed, find, git. Where the kernel has Landlock (`confine.py`) none of it can
-change a file, open a TCP connection (Linux 6.7) or signal a process (6.12) outside the rehearsal. Without Landlock `>`
-replaces no file that is there, and what such commands write elsewhere is written; the summary says so.
+The script runs in bash, in the current directory, with the stand-ins of `standins.sh`: a launch is recorded and starts
+nothing; commands with effects outside the script are listed and not run, those on files where a path is outside the
+folder that the rehearsal made; a `source` or `cd` of what is missing is noted and skipped. Everything else runs. Where
+the kernel has Landlock (`confine.py`) none of it can change a file, open a TCP connection (Linux 6.7) or signal a
+process (6.12) outside the rehearsal; without, `>` replaces no file that is there, and other writes are made.
 """
 
 from __future__ import annotations
@@ -44,6 +38,8 @@ STOOD_IN_FOR = """
     systemctl service crontab reboot shutdown mount umount modprobe sysctl
     npu-smi hccn_tool msnpureport pip pip3 conda apt apt-get yum dnf
 """
+# Variables of bash itself, and those that the stand-ins set: not the script's.
+_OURS = ("_", "SHLVL", "PWD", "OLDPWD", "PATH", "BASH_ENV", "TMPDIR")
 
 
 @dataclass(frozen=True)
@@ -80,14 +76,12 @@ def capture(script: Path, scratch: Path, timeout: float) -> Launch:
     """Run `script` with the stand-ins. Raises ValueError when it is not there, fails, hangs or starts no training."""
     if not script.is_file():
         raise ValueError(f"{script}: no such file; give a launch script (bash) that calls torchrun")
-    confined = confine.version() > 0
-    folder = scratch.resolve() / "capture"
-    record, own = folder / "record", folder / "own"
-    environment = _stand_ins(folder, record, own, confined)
-    command = ["bash", str(script)]
+    record, own = (scratch.resolve() / "capture" / name for name in ("record", "own"))
+    command, confined = ["bash", str(script)], confine.version() > 0
+    environment = _stand_ins(record, own, confined)
     if confined:
         command = [sys.executable, "-IS", confine.__file__, str(record), str(own), "--", *command]
-    log = folder / "output.log"
+    log = record / "output"
     code = run(command, log, timeout, env=environment, until=(record / "launches").exists)
     launches = [json.loads(line) for line in _lines(record / "launches")]
     skipped = _lines(record / "skipped")
@@ -95,12 +89,7 @@ def capture(script: Path, scratch: Path, timeout: float) -> Launch:
         raise ValueError(_no_launch(script, code, log.read_text(errors="replace"), skipped, timeout))
     args = _torchrun_arguments(launches[0]["argv"], script)
     words = [args.training_script, *args.training_script_args][1 if args.module else 0 :]
-    env = launches[0]["env"]
-    # bash keeps these by itself, or they are the stand-ins'.
-    ours = {"_", "SHLVL", "PWD", "OLDPWD", "PATH", "BASH_ENV"}
-    ours |= {"TMPDIR"} if env.get("TMPDIR") == environment["TMPDIR"] else set()
-    before = {k: os.environ[k] for k in ours & {"TMPDIR", "BASH_ENV", "PATH"} & os.environ.keys()}
-    env = {k: v for k, v in env.items() if k not in ours}
+    env = {k: v for k, v in launches[0]["env"].items() if k not in _OURS}
     return Launch(
         script=words[0],
         arguments=tuple(words[1:]),
@@ -108,7 +97,7 @@ def capture(script: Path, scratch: Path, timeout: float) -> Launch:
         nproc=int(args.nproc_per_node) if str(args.nproc_per_node).isdigit() else 8,
         nnodes=int(str(args.nnodes).split(":")[-1]),
         cwd=Path(launches[0]["cwd"]),
-        env=env | before,
+        env=env | {k: v for k, v in os.environ.items() if k in _OURS},
         exported={k: v for k, v in env.items() if environment.get(k) != v},
         missing=_lines(record / "missing"),
         started=len(launches),
@@ -128,16 +117,9 @@ def run(
 ) -> int | None:
     """Run a command into a log. Returns its exit status, None past the deadline [seconds]; nothing of it is alive
     afterwards. until: what it may have left to the background, waited for a little after its good end."""
-    with open(log, "wb") as handle:
-        process = subprocess.Popen(
-            command,
-            env=env,
-            cwd=cwd,
-            stdin=subprocess.DEVNULL,
-            stdout=handle,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+    streams = {"stdin": subprocess.DEVNULL, "stderr": subprocess.STDOUT}
+    with open(log, "wb") as out:
+        process = subprocess.Popen(command, env=env, cwd=cwd, stdout=out, start_new_session=True, **streams)
         try:
             code: int | None = process.wait(timeout)
             grace = time.monotonic() + IN_BACKGROUND
@@ -152,16 +134,16 @@ def run(
     return code
 
 
-def _stand_ins(folder: Path, record: Path, own: Path, confined: bool) -> dict[str, str]:
-    """Write them below `folder`; returns the environment in which a script runs with them."""
-    shims, path = folder / "bin", os.environ.get("PATH", os.defpath)
+def _stand_ins(record: Path, own: Path, confined: bool) -> dict[str, str]:
+    """Write them beside `record`; returns the environment in which a script runs with them."""
+    shims, prelude = record.with_name("bin"), record.with_name("standins.sh")
+    path = os.environ.get("PATH", os.defpath)
     for each in (record, own, shims):
         each.mkdir(parents=True)
     names = f"{STOOD_IN_FOR} {ELSEWHERE}".split()
     named = {"names": f" {' '.join(names)} ", "python": sys.executable, "record": record, "own": own, "path": path}
     lines = [f"rehearse_{name}={shlex.quote(str(value))}" for name, value in named.items()]
     lines += [] if confined else ["set -o noclobber"]
-    prelude = folder / "standins.sh"
     prelude.write_text("\n".join([*lines, resources.files(__package__).joinpath("standins.sh").read_text()]))
     for name in (*names, "torchrun", "python", "python3", "tee"):
         (shims / name).write_text('#!/bin/bash\nrehearse_by_name "${0##*/}" "$@"\n')
@@ -177,12 +159,11 @@ def _lines(path: Path) -> tuple[str, ...]:
 def _no_launch(script: Path, code: int | None, output: str, skipped: Sequence[str], timeout: float) -> str:
     if code is None:
         return f"{script} came to no torchrun within {timeout:.0f} s; does it wait for something?"
-    for line in skipped:
-        if line.split()[0] in ELSEWHERE.split():
-            return (
-                f"{script} leaves its launch to {line.split()[0]} ({line[:200]}), which is not run here; give the "
-                "script that calls torchrun on one node"
-            )
+    if away := [line for line in skipped if line.split()[0] in ELSEWHERE.split()]:
+        return (
+            f"{script} leaves its launch to {away[0].split()[0]} ({away[0][:200]}), which is not run here; give the "
+            "script that calls torchrun on one node"
+        )
     rules = "; it may write in no folder but the rehearsal's" if "Permission denied" in output else ""
     return (
         f"{script} ended with status {code} without starting torchrun or python -m torch.distributed.launch{rules}; "
@@ -210,7 +191,5 @@ def _torchrun_arguments(argv: list[str], path: Path) -> argparse.Namespace:
     if not args.module and not args.training_script.endswith(".py"):
         fail(f"the entry script would be {args.training_script!r}, which is no *.py")
     if args.module and (args.training_script != "mindspeed_rl_plugin" or not args.training_script_args):
-        raise ValueError(
-            f"the script starts the module {args.training_script}; only entry scripts (*.py) can be rehearsed"
-        )
+        raise ValueError(f"{path} starts the module {args.training_script}; only entry scripts (*.py) can be rehearsed")
     return args

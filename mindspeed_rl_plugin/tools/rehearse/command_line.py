@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import fnmatch
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 
@@ -16,38 +16,38 @@ class Change(NamedTuple):
     why: str
 
 
-@dataclass
 class Flags:
-    """`--flag value ...` groups in order. As in argparse the last occurrence of a flag counts."""
+    """Flag -> its values as written, in order. As in argparse the last occurrence of a flag counts."""
 
-    items: list[tuple[str, tuple[str, ...]]]
-    _reasons: dict[str, tuple[str | None, str]] = field(default_factory=dict)  # of each flag: what it was, why not now
+    def __init__(self, values: dict[str, tuple[str, ...]]) -> None:
+        self.values, self._before = values, dict(values)
+        self._why: dict[str, str] = {}  # of each flag that was changed
 
     @classmethod
     def parse(cls, argv: Iterable[str]) -> Flags:
         """Split at tokens that begin with `--`; `--flag=value` counts too. Positional tokens are a ValueError."""
-        items: list[tuple[str, tuple[str, ...]]] = []
+        values: dict[str, tuple[str, ...]] = {}
+        flag = ""
         for token in argv:
             if token.startswith("--"):
                 flag, equals, value = token.partition("=")
-                items.append((flag, (value,) if equals else ()))
-            elif not items:
+                values[flag] = (value,) if equals else ()
+            elif not flag:
                 raise ValueError(f"the training arguments begin with {token!r}, which is no flag")
             else:
-                flag, values = items[-1]
-                items[-1] = (flag, (*values, token))
-        return cls(items)
+                values[flag] += (token,)
+        return cls(values)
 
     def argv(self) -> list[str]:
         """The command line again."""
-        return [token for flag, values in self.items for token in (flag, *values)]
+        return [token for flag, values in self.values.items() for token in (flag, *values)]
 
     def __contains__(self, flag: str) -> bool:
-        return any(name == flag for name, _ in self.items)
+        return flag in self.values
 
     def get(self, flag: str) -> str | None:
         """The flag's values as written, "" for a switch, None when it is not there."""
-        return next((" ".join(values) for name, values in reversed(self.items) if name == flag), None)
+        return _shown(self.values.get(flag))
 
     def number(self, flag: str, default: int) -> int:
         """The flag's value as an integer. Raises ValueError for another value."""
@@ -58,30 +58,35 @@ class Flags:
             raise ValueError(f"{flag} {text}: the rehearsal needs a whole number to make it smaller") from None
 
     def set(self, flag: str, *values: object, why: str) -> None:
-        """Give the flag these values, where it stood or at the end. No change is recorded when they are the same."""
-        new, old = tuple(map(str, values)), self.get(flag)
-        if old != " ".join(new):
-            at = max((i for i, (name, _) in enumerate(self.items) if name == flag), default=len(self.items))
-            self.items[at : at + 1] = [(flag, new)]
-            self._changed(flag, old, why)
+        """Give the flag these values, where it stood or at the end."""
+        if self.values.get(flag) != (new := tuple(map(str, values))):
+            self.values[flag], self._why[flag] = new, why
 
-    def at_most(self, flag: str, limit: int, why: str) -> None:
-        """Lower the flag's value to `limit`, if it is there and greater."""
-        if flag in self and self.number(flag, 0) > limit:
-            self.set(flag, limit, why=why)
+    def replace(self, flags: str, value: object, why: str) -> None:
+        """Give the value to those of the flags that are there. flags, here and below: `--a --b --c-*`."""
+        for flag in self._there(flags):
+            self.set(flag, value, why=why)
+
+    def at_most(self, flags: str, limit: int, why: str) -> None:
+        """Lower the values of the flags that are there and greater."""
+        for flag in self._there(flags):
+            self.set(flag, min(limit, self.number(flag, 0)), why=why)
 
     def drop(self, flags: str, why: str) -> None:
-        """Take every occurrence of these flags out. flags: one or several with spaces between them."""
-        for flag in flags.split():
-            if flag in self:
-                self._changed(flag, self.get(flag), why)
-                self.items = [item for item in self.items if item[0] != flag]
+        """Take the flags out."""
+        for flag in self._there(flags):
+            del self.values[flag]
+            self._why[flag] = why
 
-    def _changed(self, flag: str, old: str | None, why: str) -> None:
-        self._reasons[flag] = (self._reasons.get(flag, (old,))[0], why)
+    def _there(self, flags: str) -> list[str]:
+        return [flag for pattern in flags.split() for flag in fnmatch.filter(self.values, pattern)]
 
     @property
     def changes(self) -> list[Change]:
         """What differs from the start, one row a flag, with the last reason."""
-        rows = [Change(flag, old, self.get(flag), why) for flag, (old, why) in self._reasons.items()]
+        rows = [Change(f, _shown(self._before.get(f)), self.get(f), why) for f, why in self._why.items()]
         return [row for row in rows if row.old != row.new]
+
+
+def _shown(values: tuple[str, ...] | None) -> str | None:
+    return None if values is None else " ".join(values)

@@ -1,35 +1,66 @@
-"""What a rehearsal says at its end: what was changed and why, what ran, and what this machine cannot show."""
+"""What a rehearsal says at its end: what was changed and why, what ran or failed, what this machine cannot show."""
 
 from __future__ import annotations
 
+import itertools
 import re
 from pathlib import Path
 
 from mindspeed_rl_plugin.tools.rehearse.capture import Launch
-from mindspeed_rl_plugin.tools.rehearse.command_line import Change, Flags
+from mindspeed_rl_plugin.tools.rehearse.command_line import Flags
 from mindspeed_rl_plugin.tools.rehearse.entry_script import Entry
 from mindspeed_rl_plugin.tools.rehearse.passes import Done
 from mindspeed_rl_plugin.tools.rehearse.unavailable import NOT_HERE
 from mindspeed_rl_plugin.tools.text_table import aligned
 
+REFUSED = "[rl] RL cannot run"  # how a refusal of the plugin begins (launch.endings)
 _ITERATION = re.compile(r"iteration\s+\d+/\s*\d+ \|")
 _RL_ITERATION = re.compile(r"rl \d+/\d+ \|")
 _VARIABLES = re.compile(r"(HCCL|ASCEND|NPU|ACL|CPU_AFFINITY|TASK_QUEUE|MULTI_STREAM|COMBINED|PYTORCH_NPU|ATB|LCCL)")
+_ERROR = re.compile(r"[\w.]*(Error|Exception)(:|$)|.*: error: ")
+_MISSING = re.compile(r"ModuleNotFoundError: No module named '([\w.]+)'")
+_FRAME = re.compile(r'\s*File "([^<"][^"]*)", line (\d+)')
+_OWNERS = {"mindspeed_llm": "MindSpeed-LLM", "mindspeed": "MindSpeed", "megatron": "Megatron"}  # by package
 
 
-def changes(title: str, rows: list[Change], scratch: Path) -> str:
+def changes(title: str, flags: Flags, scratch: Path) -> str:
     """A table: flag, value in the script, value here, why. Paths in the rehearsal's folder begin with SCRATCH."""
 
     def shown(value: str | None, absent: str) -> str:
         return _cut((absent if value is None else value or "given").replace(str(scratch), "SCRATCH"), 44)
 
-    cells = [(_cut(c.flag, 44), shown(c.old, "-"), shown(c.new, "removed"), c.why) for c in rows]
+    cells = [(_cut(c.flag, 44), shown(c.old, "-"), shown(c.new, "removed"), c.why) for c in flags.changes]
     lines = [f"  {line}" for line in aligned(cells, 4)] if cells else []
     return "\n".join([f"{title} (flag, in the script, here, why):" if cells else f"{title}: none", *lines])
 
 
 def _cut(text: str, width: int) -> str:
     return text if len(text) <= width else "..." + text[3 - width :]
+
+
+def tail(done: Done, count: int = 25) -> str:
+    """The lines that say why it failed: a refusal, a module that is missing, a traceback's end, else the log's."""
+    if done.code is None:
+        return f"{done.name}: ended at its deadline after {done.seconds:.0f} s; last line: {(done.lines or [''])[-1]}"
+    lines = [re.sub(r"^\[rank.*?\]: ", "", line) for line in done.lines]
+    lines = [line for line in lines if not line.strip().startswith("[--")]  # argparse's usage
+    refused = list(itertools.dropwhile(lambda line: not line.startswith(REFUSED), lines))
+    if refused:  # the plugin's own words say it all
+        return "\n".join([refused[0], *itertools.takewhile(lambda line: line.startswith("  - "), refused[1:])])
+    error = next((i for i, line in enumerate(lines) if _ERROR.match(line)), len(lines))
+    if missing := _MISSING.match(lines[error]) if error < len(lines) else None:
+        return _missing_module(missing[1], lines[:error])
+    return "\n".join(lines[: error + 12][-count:])
+
+
+def _missing_module(module: str, traceback: list[str]) -> str:
+    """One line: which module, who imports it, what to do."""
+    file, number = [match.groups() for line in traceback if (match := _FRAME.match(line))][-1]
+    owner = next((name for part, name in _OWNERS.items() if part in Path(file).parts), "the script")
+    return (
+        f"the Python module {module} is not installed, and {owner} needs it ({file}, line {number}): "
+        "install it here, or put a folder that holds it on PYTHONPATH"
+    )
 
 
 def trained(done: Done, rl: bool) -> bool:
@@ -52,26 +83,21 @@ def not_exercised(launch: Launch, entry: Entry, flags: Flags, ranks: int) -> lis
     """What may still go wrong on the real machine, because nothing of it was tried here."""
     kernels = [c.flag for c in flags.changes if c.why.startswith(NOT_HERE) and c.old is not None]
     variables = sorted(name for name in launch.exported if _VARIABLES.match(name))
+    operators = "fused operators ran as plain torch operators on a CPU" if entry.mindspeed else "none"
+    rl = "--rl-algorithm" in flags
     lines = [
-        "memory, speed and numerics at the real sizes (everything in the table above was made smaller)",
-        f"HCCL, and {launch.world} ranks on {launch.nnodes} node(s): {ranks} ranks talked over gloo on one machine",
-        "NPU kernels: " + ("fused operators ran as plain torch operators on a CPU" if entry.mindspeed else "none"),
+        (True, "memory, speed and numerics at the real sizes (everything in the table above was made smaller)"),
+        (True, f"HCCL, and {launch.world} ranks on {launch.nnodes} node(s): {ranks} ranks talked over gloo"),
+        (True, f"NPU kernels: {operators}"),
+        (kernels, f"switched off, since no host has them: {' '.join(kernels)}"),
+        (rl, "vLLM-Ascend: vLLM generated on the CPU; sleeping and waking an engine, its memory"),
+        (rl, "prompts, answers and graders on real data: generated sums were used"),
+        (True, "the script's data, tokenizer and checkpoints, their formats and sizes: generated ones were used"),
+        (launch.skipped, "commands of the script that were not run:"),
+        *((True, f"    {_cut(command, 160)}") for command in launch.skipped),
+        (not launch.confined, "this kernel has no Landlock: what else the script called was free to write"),
+        (launch.missing, f"files and folders that the script names and that are not here: {' '.join(launch.missing)}"),
+        (variables, f"environment variables without effect here: {' '.join(variables)}"),
+        (launch.started > 1, f"the script starts {launch.started} trainings; only the first was rehearsed"),
     ]
-    if kernels:
-        lines.append(f"switched off, since no host has them: {' '.join(kernels)}")
-    if "--rl-algorithm" in flags:
-        lines.append("vLLM-Ascend: vLLM generated on the CPU; sleeping and waking an engine, its memory")
-        lines.append("prompts, answers and graders on real data: generated sums were used")
-    lines.append("the script's data, tokenizer and checkpoints, their formats and sizes: generated ones were used")
-    if launch.skipped:
-        lines.append("commands of the script that were not run:")
-        lines += [f"    {_cut(command, 160)}" for command in launch.skipped]
-    if not launch.confined:
-        lines.append("this kernel has no Landlock: what else the script called was free to write (rehearse --help)")
-    if launch.missing:
-        lines.append(f"files and folders that the script names and that are not here: {' '.join(launch.missing)}")
-    if variables:
-        lines.append(f"environment variables without effect here: {' '.join(variables)}")
-    if launch.started > 1:
-        lines.append(f"the script starts {launch.started} trainings; only the first was rehearsed")
-    return lines
+    return [line for applies, line in lines if applies]

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from mindspeed_rl_plugin.tools.rehearse.command_line import Flags
 
 HEADS, HEAD_SIZE, SEQUENCE, VOCABULARY = 4, 32, 64, 5120
 MEMBERS, PROMPT, RESPONSE = 4, 16, 8
-_SMALL, _FEWER, _SHORT, _BATCHES = "smaller model", "fewer ranks", "one iteration", "smaller batches"
-
-# Largest value in the rehearsal -> flags, only where the script gives them.
+_SMALL, _FEWER, _ONE, _BATCHES = "smaller model", "fewer ranks", "one iteration", "smaller batches"
+_SHORT, _NO_EVALUATION = "shorter sequences", "no evaluation set"
+# Of the model, where the script gives them: largest value in the rehearsal -> flags.
 LIMITS = {
     256: "--ffn-hidden-size",
     64: "--moe-ffn-hidden-size --moe-shared-expert-intermediate-size --q-lora-rank",
     32: "--kv-lora-rank --qk-head-dim --v-head-dim --kv-channels",
     16: "--qk-pos-emb-head-dim",
     4: "--num-experts",
-    2: "--moe-router-topk --moe-router-num-groups",
-    1: "--moe-router-group-topk --first-k-dense-replace --recompute-num-layers",
+    2: "--moe-router-topk --moe-router-num-groups --num-virtual-stages-per-pipeline-rank",
+    1: """
+        --moe-router-group-topk --first-k-dense-replace --recompute-num-layers --num-layers-per-virtual-pipeline-stage
+    """,
 }
 # Flags that lay out the original's number of layers or batches.
 LAID_OUT = """
@@ -29,86 +29,54 @@ LAID_OUT = """
 """
 
 
-@dataclass(frozen=True)
-class World:
-    """Parallel sizes of the rehearsal."""
-
-    ranks: int
-    tp: int
-    pp: int
-
-    @property
-    def dp(self) -> int:
-        return self.ranks // (self.tp * self.pp)
-
-
-def shrink(flags: Flags, ranks: int) -> World:
+def shrink(flags: Flags, ranks: int) -> None:
     """Make everything smaller, and say what. ranks: processes to run on, a power of two."""
-    world = _world(flags, ranks)
-    _model(flags, world)
-    _batch(flags, world)
-    return world
-
-
-def _world(flags: Flags, ranks: int) -> World:
-    left = ranks
-    sizes = {}
-    for flag in ("--tensor-model-parallel-size", "--pipeline-model-parallel-size"):
-        sizes[flag] = 2 if flags.number(flag, 1) > 1 and left >= 2 else 1
-        left //= sizes[flag]
-        if flag in flags:
-            flags.set(flag, sizes[flag], why=_FEWER)
-    tp, pp = sizes.values()
+    tp = 2 if flags.number("--tensor-model-parallel-size", 1) > 1 and ranks >= 2 else 1
+    pp = 2 if flags.number("--pipeline-model-parallel-size", 1) > 1 and ranks // tp >= 2 else 1
+    flags.replace("--tensor-model-parallel-size", tp, _FEWER)
+    flags.replace("--pipeline-model-parallel-size", pp, _FEWER)
     flags.at_most("--context-parallel-size", 1, "attention across ranks is done by TransformerEngine or NPU kernels")
     flags.at_most("--expert-tensor-parallel-size", tp, _FEWER)
     expert_tp = flags.number("--expert-tensor-parallel-size", tp)
     flags.at_most("--expert-model-parallel-size", max(1, ranks // (pp * expert_tp)), _FEWER)
-    virtual = "--num-layers-per-virtual-pipeline-stage --num-virtual-stages-per-pipeline-rank"
     if pp == 1:
+        virtual = "--num-layers-per-virtual-pipeline-stage --num-virtual-stages-per-pipeline-rank"
         flags.drop(virtual, f"{_FEWER}: no pipeline is left")
-    for flag, most in zip(virtual.split(), (1, 2), strict=True):
-        flags.at_most(flag, most, _SMALL)
-    return World(ranks, tp, pp)
+    _model(flags, pp)
+    _batch(flags, ranks, ranks // (tp * pp))
 
 
-def _model(flags: Flags, world: World) -> None:
-    virtual = any("virtual" in flag for flag, _ in flags.items)
-    flags.set("--num-layers", world.pp * 2 if virtual or world.pp == 1 else world.pp, why=_SMALL)
+def _model(flags: Flags, pp: int) -> None:
+    virtual = any("virtual" in flag for flag in flags.values)
+    flags.set("--num-layers", pp * 2 if virtual or pp == 1 else pp, why=_SMALL)
     flags.drop(LAID_OUT, "lays out the original's layers or batches")
-    if "--num-query-groups" in flags:
-        every_head = flags.number("--num-query-groups", 0) == flags.number("--num-attention-heads", -1)
-        flags.at_most("--num-query-groups", HEADS if every_head else 2, _SMALL)
+    every_head = flags.get("--num-query-groups") == flags.get("--num-attention-heads")
+    flags.at_most("--num-query-groups", HEADS if every_head else 2, _SMALL)
     flags.set("--num-attention-heads", HEADS, why=_SMALL)
     flags.set("--hidden-size", HEADS * HEAD_SIZE, why=_SMALL)
     for limit, names in LIMITS.items():
-        for flag in names.split():
-            flags.at_most(flag, limit, _SMALL)
+        flags.at_most(names, limit, _SMALL)
     for flag in ("--seq-length", "--max-position-embeddings"):
-        flags.set(flag, SEQUENCE, why="shorter sequences")
-    for flag in ("--vocab-size", "--padded-vocab-size"):
-        if flag in flags:
-            flags.set(flag, VOCABULARY, why="vocabulary of the generated tokenizer")
+        flags.set(flag, SEQUENCE, why=_SHORT)
+    flags.replace("--vocab-size --padded-vocab-size", VOCABULARY, "vocabulary of the generated tokenizer")
 
 
-def _batch(flags: Flags, world: World) -> None:
-    batch = world.dp * 4
+def _batch(flags: Flags, ranks: int, dp: int) -> None:
+    batch = dp * 4
     flags.set("--micro-batch-size", 1, why=_BATCHES)
     flags.set("--global-batch-size", batch, why=_BATCHES)
     samples = "--train-samples" in flags
-    flags.set("--train-samples" if samples else "--train-iters", batch if samples else 1, why=_SHORT)
-    for flag in ("--lr-warmup-iters", "--lr-warmup-samples"):
-        flags.at_most(flag, 0, _SHORT)
-    flags.set("--log-interval", 1, why=_SHORT)
-    flags.set("--eval-iters", 0, why="no evaluation set")
-    if "--rl-algorithm" not in flags:
-        return
-    flags.set("--rl-samples-per-prompt", MEMBERS, why=_BATCHES)
-    if "--rl-rollout-prompts" in flags:
-        flags.set("--rl-rollout-prompts", batch // MEMBERS, why=_BATCHES)
-    flags.at_most("--rl-ppo-epochs", 1, _SHORT)
-    flags.set("--rl-max-prompt-length", PROMPT, why="shorter sequences")
-    flags.set("--rl-max-response-length", RESPONSE, why="shorter sequences")
-    flags.at_most("--rl-generate-tp", min(2, world.ranks), _FEWER)
-    flags.set("--rl-kv-cache-gb", 0.05, why=_SMALL)
-    flags.at_most("--rl-reward-workers", 1, _FEWER)
-    flags.at_most("--rl-eval-pass-k", 0, "no evaluation set")
+    flags.set("--train-samples" if samples else "--train-iters", batch if samples else 1, why=_ONE)
+    flags.at_most("--lr-warmup-iters --lr-warmup-samples", 0, _ONE)
+    flags.set("--log-interval", 1, why=_ONE)
+    flags.set("--eval-iters", 0, why=_NO_EVALUATION)
+    if "--rl-algorithm" in flags:
+        flags.set("--rl-samples-per-prompt", MEMBERS, why=_BATCHES)
+        flags.replace("--rl-rollout-prompts", batch // MEMBERS, _BATCHES)
+        flags.at_most("--rl-ppo-epochs", 1, _ONE)
+        flags.set("--rl-max-prompt-length", PROMPT, why=_SHORT)
+        flags.set("--rl-max-response-length", RESPONSE, why=_SHORT)
+        flags.at_most("--rl-generate-tp", min(2, ranks), _FEWER)
+        flags.set("--rl-kv-cache-gb", 0.05, why=_SMALL)
+        flags.at_most("--rl-reward-workers", 1, _FEWER)
+        flags.at_most("--rl-eval-pass-k", 0, _NO_EVALUATION)

@@ -14,7 +14,7 @@ from mindspeed_rl_plugin.tools.rehearse.shrink import VOCABULARY
 _DATA = """
     --data-path --train-data-path --valid-data-path --test-data-path --data-args-path --per-split-data-args-path
 """
-_FOLDERS = ("--save", "--tensorboard-dir", "--data-cache-path", "--rl-run-dir", "--rl-dump-dir")
+_FOLDERS = "--save --tensorboard-dir --data-cache-path --rl-run-dir --rl-dump-dir"
 _TRACKERS = "--wandb-project --wandb-exp-name --wandb-entity --wandb-save-dir --one-logger-project"
 _TOKENIZER = "here: a generated tokenizer of characters"
 _VARIED = """
@@ -35,15 +35,16 @@ def substitute(flags: Flags, scratch: Path, mindspeed_llm: bool) -> None:
     flags.drop(other, _TOKENIZER)
     flags.drop(_DATA, "here: a mock data set")
     flags.set("--mock-data", why="here: a mock data set")
-    for flag in _FOLDERS:
-        if flag in flags:
-            flags.set(flag, scratch / flag.strip("-"), why="here: a folder that the rehearsal removes")
-    for flag in ("--load", "--pretrained-checkpoint"):
-        if flag in flags:
-            flags.set(flag, scratch / "pretrained", why="here: a checkpoint that the rehearsal makes")
+    for flag in _FOLDERS.split():
+        flags.replace(flag, scratch / flag.strip("-"), "here: a folder that the rehearsal removes")
+    made = "here: a checkpoint that the rehearsal makes"
+    flags.replace("--load --pretrained-checkpoint", scratch / "pretrained", made)
     flags.drop(_TRACKERS, "nothing is reported to outside")
     if "--rl-algorithm" in flags:
-        _prompts(flags, scratch, tokenizer)
+        _prompts(flags, scratch)
+        flags.replace("--rl-tokenizer", tokenizer, _TOKENIZER)
+        flags.drop("--rl-hf-model", "its config describes the model at its real size")
+        _graders(flags, scratch / "varied.py")
 
 
 def make_tokenizer(folder: Path) -> Path:
@@ -51,42 +52,35 @@ def make_tokenizer(folder: Path) -> Path:
 
     The fillers are there because Megatron's mock data set draws ids up to 4096.
     """
+    from transformers import PreTrainedTokenizerFast
+
     tokens = [chr(c) for c in range(32, 127)] + ["<pad>", "<eos>"]
     tokens += [f"<filler{i}>" for i in range(VOCABULARY - len(tokens))]
     tokenizer = Tokenizer(models.WordLevel({t: i for i, t in enumerate(tokens)}, unk_token="<pad>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
-    tokenizer.add_special_tokens(["<pad>", "<eos>"])
-    folder.mkdir(parents=True)
-    tokenizer.save(str(folder / "tokenizer.json"))
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "pad_token": "<pad>", "eos_token": "<eos>"}
     template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
-    (folder / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": template}))
+    named = {"pad_token": "<pad>", "eos_token": "<eos>", "chat_template": template}
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **named).save_pretrained(folder)
     return folder
 
 
-def _prompts(flags: Flags, scratch: Path, tokenizer: Path) -> None:
-    prompt_key, answer_key = flags.get("--rl-prompt-key") or "prompt", flags.get("--rl-answer-key") or "answer"
-    rows = [{prompt_key: f"{a}+{b}=", answer_key: str(a + b)} for a in range(8) for b in range(4)]
-    prompts, varied = scratch / "prompts.jsonl", scratch / "varied.py"
-    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    flags.set("--rl-prompt-data", prompts, why="here: 32 generated sums")
+def _prompts(flags: Flags, scratch: Path) -> None:
+    prompt, answer = flags.get("--rl-prompt-key") or "prompt", flags.get("--rl-answer-key") or "answer"
+    rows = [json.dumps({prompt: f"{a}+{b}=", answer: str(a + b)}) for a in range(8) for b in range(4)]
+    (scratch / "prompts.jsonl").write_text("\n".join(rows))
+    flags.set("--rl-prompt-data", scratch / "prompts.jsonl", why="here: 32 generated sums")
     flags.drop("--rl-eval-data", "no evaluation set")
-    if "--rl-tokenizer" in flags:
-        flags.set("--rl-tokenizer", tokenizer, why=_TOKENIZER)
-    flags.drop("--rl-hf-model", "its config describes the model at its real size")
-    reward = flags.get("--rl-reward")
-    if reward is None:
-        return
-    varied.write_text(_VARIED)
-    graders = [_grader(spec) for spec in reward.split()] + [f"{varied}:grade"]
-    flags.set("--rl-reward", *graders, why="here: one more grader, whose rewards differ, so that there is a gradient")
 
 
-def _grader(spec: str) -> str:
-    """`path/to/file.py:function=WEIGHT` as it is where the file is here, else `exact=WEIGHT`."""
-    path, dot_py, rest = spec.partition(".py:")
-    if not dot_py or os.path.exists(path + ".py"):
-        return spec
-    weight = rest.partition("=")[2]
-    return f"exact={weight}" if weight else "exact"
+def _graders(flags: Flags, varied: Path) -> None:
+    """`path/to/file.py:function=WEIGHT` as it is where the file is here, else `exact=WEIGHT`, and one in `varied`."""
+    graders = []
+    for spec in (flags.get("--rl-reward") or "").split():
+        path, dot_py, rest = spec.partition(".py:")
+        _, equals, weight = rest.partition("=")
+        graders.append(f"exact{equals}{weight}" if dot_py and not os.path.exists(path + ".py") else spec)
+    if graders:
+        varied.write_text(_VARIED)
+        why = "here: one more grader, whose rewards differ, so that there is a gradient"
+        flags.set("--rl-reward", *graders, f"{varied}:grade", why=why)

@@ -13,10 +13,7 @@ EVERYWHERE = {
     "is TransformerEngine's optimizer": "--use-precision-aware-optimizer",
     "captures a graph on the device": "--optimizer-cuda-graph --cuda-graph-impl --enable-cuda-graph",
     "registers buffers with NCCL": "--use-nccl-ub",
-    "profiles the NPU": """
-        --profile --profile-step-start --profile-step-end --profile-ranks --profile-level --profile-with-cpu
-        --profile-with-stack --profile-with-memory --profile-record-shapes --profile-save-path
-    """,
+    "profiles the NPU": "--profile --profile-*",
 }
 # Under MindSpeed, whose other switches run here: its fused operators have stand-ins (`host.npu_ops`).
 MINDSPEED = {
@@ -26,47 +23,35 @@ MINDSPEED = {
         --use-fused-rotary-pos-emb --use-fused-lmhead-loss --mla-mm-split --mla-fa-without-pad
     """,
     "casts in place by an NPU operator": "--reuse-fp32-param",
-    "overlaps streams of the NPU by kernels of its own": """
+    "needs streams of the NPU": """
         --moe-alltoall-overlap-comm --moe-allgather-overlap-comm --moe-permutation-async-comm --moe-fb-overlap
-        --schedules-method
-    """,
-    "moves tensors between NPU and host memory by NPU streams": """
-        --swap-attention --swap-optimizer --swap-optimizer-times --swap-modules --adaptive-memory-optimization
-        --adaptive-recompute-device-swap --smart-swap
+        --schedules-method --swap-* --adaptive-memory-optimization --adaptive-recompute-device-swap --smart-swap
     """,
     "sets the NPU's deterministic mode": "--npu-deterministic",
 }
-# Megatron's own fusions, on unless they are switched off.
-SWITCHED_OFF = {
-    "--no-gradient-accumulation-fusion": "the fusion is a compiled kernel",
-    "--no-masked-softmax-fusion": "the fusion is a compiled kernel",
-    "--no-rope-fusion": "the fusion is TransformerEngine's",
-    "--no-persist-layer-norm": "the fusion is Apex's",
+# Megatron's own fusions, on unless these switch them off; those of the libraries on plain Megatron only.
+COMPILED = {"the fusion is a compiled kernel": "--no-gradient-accumulation-fusion --no-masked-softmax-fusion"}
+OF_LIBRARIES = {
+    "the fusion is TransformerEngine's": "--no-rope-fusion",
+    "the fusion is Apex's": "--no-persist-layer-norm",
 }
 
 
-def remove(flags: Flags, mindspeed: bool, known: set[str]) -> None:
-    """Take out what no host can run. known: flags of the parser that will read them, empty when not known."""
-    for why, names in {**EVERYWHERE, **(MINDSPEED if mindspeed else {})}.items():
+def remove(flags: Flags, *, mindspeed: bool) -> None:
+    """Take out what no host can run, with MindSpeed or on plain Megatron."""
+    for why, names in (EVERYWHERE | MINDSPEED if mindspeed else EVERYWHERE).items():
         flags.drop(names, NOT_HERE + why)
-    for i, (flag, why) in enumerate(SWITCHED_OFF.items()):
-        if i < 2 if mindspeed else not known or flag in known:
+    for why, names in (COMPILED if mindspeed else COMPILED | OF_LIBRARIES).items():
+        for flag in names.split():
             flags.set(flag, why=NOT_HERE + why)
     if not mindspeed:
         flags.drop("--use-flash-attn", NOT_HERE + "flash attention is a GPU kernel")
-        flags.at_most(
-            "--context-parallel-size", 1, NOT_HERE + "TransformerEngine's attention splits sequences over ranks"
-        )
+        flags.at_most("--context-parallel-size", 1, NOT_HERE + "TransformerEngine's attention splits sequences")
         flags.set("--transformer-impl", "local", why=NOT_HERE + "TransformerEngine is not installed")
 
 
-def only_known(flags: Flags, known: set[str], where: str) -> None:
-    """Without MindSpeed-LLM: take out flags that only it has, and put Megatron's own values for its.
-
-    where: "MindSpeed" or the Megatron that the arguments are for instead, as messages name it.
-    """
-    for flag in sorted({name for name, _ in flags.items} - known):
-        flags.drop(flag, f"no flag of {where}")
+def of_mindspeed_llm(flags: Flags) -> None:
+    """Without MindSpeed-LLM: put Megatron's own values for its. Flags that only it has, the parser names later."""
     if (flags.get("--spec") or "").startswith("mindspeed"):
         flags.drop("--spec", "a layer spec of MindSpeed-LLM")
     if flags.get("--moe-token-dispatcher-type") == "alltoall_seq":
@@ -75,5 +60,5 @@ def only_known(flags: Flags, known: set[str], where: str) -> None:
         flags.drop("--moe-layer-freq", "-1 has a meaning in MindSpeed-LLM only")
     if flags.get("--distributed-backend") == "hccl":
         flags.set("--distributed-backend", "nccl", why="hccl is no choice of plain Megatron; here it is gloo anyway")
-    if "--eval-interval" in known and "--eval-interval" not in flags:
+    if "--eval-interval" not in flags:
         flags.set("--eval-interval", 1000, why="Megatron Core 0.19 wants it, evaluation or not")
