@@ -8,20 +8,19 @@ import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from mindspeed_rl_plugin.algorithms import (
-    corrections,
-    estimators,
-    kl,
-    losses,
-    pair_losses,
-    rewards,
-    selection,
-    value_loss,
-)
 from mindspeed_rl_plugin.algorithms.aggregate import AGGREGATIONS
+from mindspeed_rl_plugin.algorithms.corrections import CORRECTIONS
 from mindspeed_rl_plugin.algorithms.describe import coefficient, further_parts
+from mindspeed_rl_plugin.algorithms.estimators import ADVANTAGES
+from mindspeed_rl_plugin.algorithms.kl import KL_ESTIMATORS
+from mindspeed_rl_plugin.algorithms.losses import LOSSES, Bounds
+from mindspeed_rl_plugin.algorithms.pair_losses import PAIR_LOSSES
 from mindspeed_rl_plugin.algorithms.presets import ALGORITHMS, resolve
+from mindspeed_rl_plugin.algorithms.rewards import overlong_penalty
+from mindspeed_rl_plugin.algorithms.selection import FILTRATIONS, carries_signal
+from mindspeed_rl_plugin.algorithms.value_loss import value_loss
 from mindspeed_rl_plugin.config import AlgorithmConfig
+from mindspeed_rl_plugin.tools.text_table import aligned
 
 LEGEND = """\
 [T], [P]: one number a trained token, a pair.
@@ -49,15 +48,15 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.parse_args(argv)
     print("--rl-algorithm NAME chooses a row; the flag of a part wins over it. KL: coefficient x estimator\n")
-    head, *rows = _aligned([HEAD, *map(preset_row, ALGORITHMS)])
+    head, *rows = aligned([HEAD, *map(preset_row, ALGORITHMS)], len(HEAD))
     print(head)
     for name, row in zip(ALGORITHMS, rows, strict=True):
         more = further_parts(resolve(AlgorithmConfig(algorithm=name)))
         print(row, *_wrapped("; ".join(more)), *_wrapped(ALGORITHMS[name].source), sep="\n")
-    for title, functions, default in parts():
+    for title, functions in parts():
         print(f"\n{title}")
-        names = _aligned([(name, default(name)) for name in functions])
-        for name, function in zip(names, functions.values(), strict=True):
+        names = aligned([(name, settings) for name, (_, settings) in functions.items()], 2)
+        for name, (function, _) in zip(names, functions.values(), strict=True):
             what, source = described(function)
             print(f"  {name}", *_wrapped(what), *_wrapped(source), sep="\n")
     print(f"\nlegend\n{textwrap.indent(LEGEND, '  ')}")
@@ -77,40 +76,34 @@ def preset_row(name: str) -> tuple[str, ...]:
     )
 
 
-def parts() -> Iterable[tuple[str, Mapping[str, Callable], Callable[[str], str]]]:
-    """(title with its flag, name -> function, default settings of a name) of every kind of part."""
-    nothing: Callable[[str], str] = lambda name: ""  # noqa: E731
-    config = AlgorithmConfig()
-    functions = {name: spec.function for name, spec in estimators.ADVANTAGES.items()}
-    settings = {"group-norm": f"eps {config.advantage_eps:g}", "reinforce++": f"gamma {config.gamma:g}"}
-    settings["gae"] = f"gamma {config.gamma:g}, lambda {config.gae_lambda:g}"
-    yield "advantages, --rl-advantage", functions, lambda name: settings.get(name, "")
-    yield "policy losses, --rl-loss", {name: spec.function for name, spec in losses.LOSSES.items()}, _bounds
-    yield "aggregations, --rl-aggregation", AGGREGATIONS, nothing
-    yield "KL to the reference, --rl-kl-estimator, --rl-kl-reward-estimator", kl.KL_ESTIMATORS, nothing
-    known = {name: spec for name, spec in corrections.CORRECTIONS.items() if spec.function}
-    yield (
-        "off-policy corrections, --rl-correction, --rl-correction-level token or sequence",
-        {name: spec.function for name, spec in known.items()},
-        lambda name: f"low {known[name].low:g}, high {known[name].high:g}",
-    )
-    yield (
-        "filtrations, --rl-filtration",
-        selection.FILTRATIONS,
-        lambda name: f"p {config.filtration_power:g}" * (name == "pow"),
-    )
-    beta = f"beta {config.dpo_beta:g}"
-    yield "DPO losses, --rl-dpo-loss", pair_losses.PAIR_LOSSES, lambda name: beta
-    others = {
-        "overlong penalty": rewards.overlong_penalty,
-        "dynamic sampling": selection.carries_signal,
-        "value loss": value_loss.value_loss,
-    }
-    defaults = {"overlong penalty": f"f {config.overlong_penalty:g}", "value loss": f"c {config.value_clip:g}"}
+def parts() -> Iterable[tuple[str, Mapping[str, tuple[Callable, str]]]]:
+    """(title with its flag, name -> (function, default settings)) of every kind of part."""
+    c = AlgorithmConfig()
+
+    def with_settings(functions: Mapping[str, Callable], **settings: str) -> dict[str, tuple[Callable, str]]:
+        return {name: (function, settings.get(name, "")) for name, function in functions.items()}
+
+    settings = {"group-norm": f"eps {c.advantage_eps:g}", "reinforce++": f"gamma {c.gamma:g}"}
+    settings["gae"] = f"gamma {c.gamma:g}, lambda {c.gae_lambda:g}"
+    advantages = {name: spec.function for name, spec in ADVANTAGES.items()}
+    yield "advantages, --rl-advantage", with_settings(advantages, **settings)
+    yield "policy losses, --rl-loss", {name: (s.function, _bounds(name)) for name, s in LOSSES.items()}
+    yield "aggregations, --rl-aggregation", with_settings(AGGREGATIONS)
+    title = "KL to the reference, --rl-kl-estimator, --rl-kl-reward-estimator"
+    yield title, with_settings(KL_ESTIMATORS)
+    title = "off-policy corrections, --rl-correction, --rl-correction-level token or sequence"
+    known = {name: s for name, s in CORRECTIONS.items() if s.function}
+    yield title, {name: (s.function, f"low {s.low:g}, high {s.high:g}") for name, s in known.items()}
+    yield "filtrations, --rl-filtration", with_settings(FILTRATIONS, pow=f"p {c.filtration_power:g}")
+    beta = f"beta {c.dpo_beta:g}"
+    yield "DPO losses, --rl-dpo-loss", {name: (loss, beta) for name, loss in PAIR_LOSSES.items()}
     yield (
         "others, --rl-overlong-buffer, --rl-dynamic-sampling, --rl-value-clip",
-        others,
-        lambda name: defaults.get(name, ""),
+        {
+            "overlong penalty": (overlong_penalty, f"f {c.overlong_penalty:g}"),
+            "dynamic sampling": (carries_signal, ""),
+            "value loss": (value_loss, f"c {c.value_clip:g}"),
+        },
     )
 
 
@@ -122,16 +115,11 @@ def described(function: Callable) -> tuple[str, str]:
 
 
 def _bounds(name: str) -> str:
-    spec: Any = losses.LOSSES.get(name)
+    spec: Any = LOSSES.get(name)
     if spec is None or spec.clip_low is None:
-        gate = losses.Bounds()
+        gate = Bounds()
         return f"tau {gate.tau_positive:g}/{gate.tau_negative:g}" if spec is not None and spec.gate else ""
     return f"-{spec.clip_low:g}/+{spec.clip_high:g}"
-
-
-def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
 def _wrapped(text: str) -> list[str]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from math import lcm
 from pathlib import Path
@@ -18,10 +19,7 @@ from mindspeed_rl_plugin.tools.plan.known_models import known_model, known_model
 _TRAIN = ("tp", "pp", "vpp", "cp", "ep", "etp", "dp", "first", "last")
 _GENERATE = ("tp", "ep", "dp")
 # What every config.json must have.
-_SIZES = (
-    *("vocab_size", "hidden_size", "intermediate_size"),
-    *("num_hidden_layers", "num_attention_heads"),
-)
+_SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 
 
 def parse_sizes(text: str, known: tuple[str, ...], flag: str) -> dict[str, int]:
@@ -83,12 +81,12 @@ def check_train(shape: ModelShape, train: Parallel, flag: str) -> None:
         parallel = Parallel(lcm(tp, train.etp or tp), tp=tp, etp=train.etp)
         megatron_layout(replace(shape, padded_vocab=rows), parallel, 0)
 
-    def whole() -> None:
+    try:
         train.chunk_sizes(shape.layers)
         for rank in (0, train.world - 1):
             megatron_layout(shape, train, rank)
-
-    _explained(flag, whole, shape, train.tp, cut)
+    except ValueError as error:
+        raise ValueError(f"{flag}: {error}{_sizes_that_work(shape, train.tp, cut)}") from None
 
 
 def check_engine(shape: ModelShape, engine: EngineParallel, flag: str) -> None:
@@ -96,31 +94,21 @@ def check_engine(shape: ModelShape, engine: EngineParallel, flag: str) -> None:
     check_experts(shape, f"ep{engine.ep}", flag)
     if engine.ep > max(shape.experts, 1):
         raise ValueError(f"{flag}: there are {shape.experts} experts for ep {engine.ep} ranks; choose fewer")
-
-    def cut(tp: int) -> None:
-        engine_layout(shape, EngineParallel(tp), 0)
-
-    _explained(flag, lambda: engine_layout(shape, engine, 0), shape, engine.tp, cut)
-
-
-def _explained(
-    flag: str, check: Callable[[], object], shape: ModelShape, tp: int, cut: Callable[[int], object]
-) -> None:
-    """Run a check; its ValueError gets the flag and, where tp is at fault, the sizes that work."""
-
-    def works(size: int) -> bool:
-        try:
-            cut(size)
-        except ValueError:
-            return False
-        return True
-
     try:
-        check()
+        engine_layout(shape, engine, 0)
     except ValueError as error:
-        fine = [size for size in range(1, shape.heads + 1) if shape.heads % size == 0 and works(size)]
-        more = "" if tp in fine else f"; tp that works: {', '.join(map(str, fine))}"
-        raise ValueError(f"{flag}: {error}{more}") from None
+        fine = _sizes_that_work(shape, engine.tp, lambda tp: engine_layout(shape, EngineParallel(tp), 0))
+        raise ValueError(f"{flag}: {error}{fine}") from None
+
+
+def _sizes_that_work(shape: ModelShape, tp: int, cut: Callable[[int], object]) -> str:
+    """The tensor parallel sizes over which a model can be cut, where tp is none of them."""
+    fine = []
+    for size in (size for size in range(1, shape.heads + 1) if shape.heads % size == 0):
+        with suppress(ValueError):
+            cut(size)
+            fine.append(size)
+    return "" if tp in fine else f"; tp that works: {', '.join(map(str, fine))}"
 
 
 def model_shape(text: str, multiple: int) -> ModelShape:
@@ -140,15 +128,20 @@ def model_shape(text: str, multiple: int) -> ModelShape:
 def read_config(path: Path, flag: str) -> dict[str, Any]:
     """A config.json, or that of a folder. Raises ValueError with its path for what is none."""
     path = path / "config.json" if path.is_dir() else path
+    if not path.exists():
+        raise ValueError(f"{flag}: {path} is missing; give the folder of a Hugging Face model")
+    return read_json(path)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object. Raises ValueError for a file that is none."""
     try:
-        config = json.loads(path.read_text())
-    except FileNotFoundError:
-        raise ValueError(f"{flag}: {path} is missing; give the folder of a Hugging Face model") from None
+        content = json.loads(path.read_text())
     except (OSError, ValueError) as error:
-        raise ValueError(f"{flag}: {path} is no JSON file that can be read ({error}); copy it again") from None
-    if not isinstance(config, dict):
-        raise ValueError(f"{flag}: {path} holds a {type(config).__name__}, not the fields of a model")
-    return config
+        raise ValueError(f"{path} is no JSON file that can be read ({error}); copy it again") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} holds a {type(content).__name__}, not an object of fields")
+    return content
 
 
 def shape_of(config: Mapping[str, Any], multiple: int, flag: str) -> ModelShape:
@@ -156,12 +149,11 @@ def shape_of(config: Mapping[str, Any], multiple: int, flag: str) -> ModelShape:
 
     Raises ValueError naming a field that is missing, or a size that is none.
     """
-    if config.get("model_type") in FAMILIES:
-        for name in _SIZES:
-            if name not in config:
-                raise ValueError(f"{flag}: config.json has no {name}; is it that of a plain language model?")
-            if not isinstance(config[name], int) or config[name] < 1:
-                raise ValueError(f"{flag}: {name} of config.json is {config[name]!r}; it must be a number from 1 on")
+    for name in _SIZES if config.get("model_type") in FAMILIES else ():
+        if name not in config:
+            raise ValueError(f"{flag}: config.json has no {name}; is it that of a plain language model?")
+        if not isinstance(config[name], int) or config[name] < 1:
+            raise ValueError(f"{flag}: {name} of config.json is {config[name]!r}; it must be a number from 1 on")
     try:
         return ModelShape.from_hf_config(config, -(-config.get("vocab_size", 1) // multiple) * multiple)
     except KeyError as error:

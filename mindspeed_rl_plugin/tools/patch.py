@@ -16,7 +16,6 @@ from mindspeed_rl_plugin.monitor.run_files import atomic_write
 
 IMPORT_LINE = "import mindspeed_rl_plugin.adaptor  # attaches RL; inert without --rl-algorithm\n"
 SCRIPT = "pretrain_gpt.py"
-EXIT = {"applied": 0, "not applied": 1, "does not match": 2}
 
 
 @dataclass(frozen=True)
@@ -53,12 +52,12 @@ TREES: tuple[Tree, ...] = (
 
 @dataclass(frozen=True)
 class State:
-    """What `inspect` saw. state: a key of EXIT; text: the whole sentence; line: number of the line, from 1, that ours
-    follows (not applied) or is (applied); 0 when it does not match."""
+    """What `inspect` saw. applied: whether our line is there; text: the whole sentence; line: number of the line, from
+    1, that ours follows, or is where it is applied."""
 
-    state: str
+    applied: bool
     text: str
-    line: int = 0
+    line: int
 
 
 def main(argv: list[str]) -> int:
@@ -73,35 +72,22 @@ def main(argv: list[str]) -> int:
     what.add_argument("--revert", metavar="DIR", help="take the line out")
     options = parser.parse_args(argv)
     try:
-        if options.check:
-            state = inspect(options.check)
-            print(state.text)
-            return EXIT[state.state]
-        print((apply_to(options.apply) if options.apply else revert_in(options.revert)).text)
+        state = inspect(options.check) if options.check else apply_to(options.apply or options.revert, options.revert)
     except ValueError as error:
         print(error, file=sys.stderr)
-        return EXIT["does not match"]
-    return 0
+        return 2
+    print(state.text)
+    return 1 if options.check and not state.applied else 0
 
 
-def apply_to(directory: str) -> State:
-    """Add the line, unless it is there. Raises ValueError when the tree does not match; returns the new state."""
-    return _edited(directory, "not applied")
-
-
-def revert_in(directory: str) -> State:
-    """Take the line out, if it is there. Raises ValueError when the tree does not match; returns the new state."""
-    return _edited(directory, "applied")
-
-
-def _edited(directory: str, before: str) -> State:
+def apply_to(directory: str, revert: object = False) -> State:
+    """Add the line unless it is there, or take it out if it is. Raises ValueError when the tree does not match; returns
+    the new state."""
     at = inspect(directory)
-    if at.state == "does not match":
-        raise ValueError(at.text)
-    if at.state == before:
+    if at.applied == bool(revert):
         script = Path(directory, SCRIPT)
         lines = script.read_bytes().splitlines(keepends=True)
-        if before == "applied":
+        if revert:
             del lines[at.line - 1]
         else:
             ending = b"\r\n" if lines[at.line - 1].endswith(b"\r\n") else b"\n"
@@ -112,44 +98,47 @@ def _edited(directory: str, before: str) -> State:
 
 
 def inspect(directory: str) -> State:
-    """Recognise the tree in `directory` and look for the line. Reads files only; no git needed."""
-    folder, script = Path(directory), Path(directory, SCRIPT)
-    info = folder / "megatron" / "core" / "package_info.py"
-    if (folder / "mindspeed_llm").is_dir():
-        kind, version = "MindSpeed-LLM", _first(folder / "setup.py", r"__version__ = ['\"]([^'\"]+)") or "(no version)"
-    elif info.is_file():
-        kind = "Megatron-LM"
-        version = ".".join(_first(info, rf"^{name} = (\d+)") or "?" for name in ("MAJOR", "MINOR", "PATCH"))
-    else:
-        return State(
-            "does not match",
-            f"{directory} is no tree that the plugin knows: expected megatron/core/package_info.py (Megatron-LM) or "
-            "mindspeed_llm/ (MindSpeed-LLM)",
-        )
+    """Recognise the tree in `directory` and look for the line. Reads files only; no git needed.
+
+    Raises ValueError for a tree that the plugin does not know, and for a script without the line that ours follows.
+    """
+    kind, version = _release(Path(directory))
+    script = Path(directory, SCRIPT)
     if not script.is_file():
-        return State("does not match", f"{directory} looks like {kind} {version}, but has no {SCRIPT}")
-    numbers = tuple(int(part) for part in version.split(".") if part.isdigit())
-    if kind == "Megatron-LM" and not (len(numbers) == 3 and numbers >= OLDEST and numbers[:2] <= NEWEST):
-        low, high = ".".join(map(str, OLDEST)), ".".join(map(str, NEWEST))
-        return State("does not match", f"{directory} is Megatron-LM core {version}; expected core {low} to {high}.x")
-    lines = script.read_text(encoding="utf-8").splitlines()
-    for number, line in enumerate(lines, 1):
+        raise ValueError(f"{directory} looks like {kind} {version}, but has no {SCRIPT}")
+    lines = dict(enumerate(script.read_text(encoding="utf-8").splitlines(), 1))
+    for number, line in lines.items():
         if re.match(r"import mindspeed_rl_plugin\.adaptor\b", line):
-            return State("applied", f"{kind} {version}: applied, line {number} of {script}", number)
-    return _find_anchor(kind, version, script, lines)
-
-
-def _find_anchor(kind: str, version: str, script: Path, lines: list[str]) -> State:
+            return State(True, f"{kind} {version}: applied, line {number} of {script}", number)
     rows = [tree for tree in TREES if tree.kind == kind]
-    at = [number for number, line in enumerate(lines, 1) if line == rows[0].anchor]
+    at = [number for number, line in lines.items() if line == rows[0].anchor]
     if len(at) != 1:
         places = ", ".join(f"line {tree.line} in {tree.release}" for tree in rows)
-        seen = f"there {len(at)} times" if at else "nowhere"
-        expected = f"expected the line {rows[0].anchor!r} once in {script} ({places})"
-        return State("does not match", f"{kind} {version}: {expected}; it is {seen}")
+        raise ValueError(
+            f"{kind} {version}: expected the line {rows[0].anchor!r} once in {script} ({places}); it is there "
+            f"{len(at)} times"
+        )
     known = any(tree.line == at[0] for tree in rows)
     note = "" if known else f" (at line {at[0]}; no diff in patches/ has it there)"
-    return State("not applied", f"{kind} {version}: not applied; {script} matches{note}", at[0])
+    return State(False, f"{kind} {version}: not applied; {script} matches{note}", at[0])
+
+
+def _release(folder: Path) -> tuple[str, str]:
+    """Which upstream a tree is, and its version."""
+    info = folder / "megatron" / "core" / "package_info.py"
+    if (folder / "mindspeed_llm").is_dir():
+        return "MindSpeed-LLM", _first(folder / "setup.py", r"__version__ = ['\"]([^'\"]+)") or "(no version)"
+    if not info.is_file():
+        raise ValueError(
+            f"{folder} is no tree that the plugin knows: expected megatron/core/package_info.py (Megatron-LM) or "
+            "mindspeed_llm/ (MindSpeed-LLM)"
+        )
+    version = ".".join(_first(info, rf"^{name} = (\d+)") or "?" for name in ("MAJOR", "MINOR", "PATCH"))
+    numbers = tuple(int(part) for part in version.split(".") if part.isdigit())
+    if not (len(numbers) == 3 and numbers >= OLDEST and numbers[:2] <= NEWEST):
+        low, high = ".".join(map(str, OLDEST)), ".".join(map(str, NEWEST))
+        raise ValueError(f"{folder} is Megatron-LM core {version}; expected core {low} to {high}.x")
+    return "Megatron-LM", version
 
 
 def _first(path: Path, pattern: str) -> str | None:

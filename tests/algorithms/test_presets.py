@@ -113,9 +113,9 @@ def test_the_command_prints_every_preset_and_part_with_its_source(capsys):
     assert "0.05 x k1" in table["rloo"] and "-0.2/+0.28" in table["dapo"] and "dynamic sampling" in table["dapo"]
     flat = " ".join(printed.split())
     assert all(ALGORITHMS[name].source in flat for name in ROWS)
-    for title, functions, _ in command.parts():
+    for title, functions in command.parts():
         assert title in printed
-        for name, function in functions.items():
+        for name, (function, _) in functions.items():
             what, source = command.described(function)
             assert what and source and f"{what} {source}" in flat, name
     assert all(f"  {name}" in printed for name in LOSSES)

@@ -73,7 +73,7 @@ def damage(kind):
         ("cut", "model.safetensors is no safetensors file, or is cut short ("),
         ("noise", "model.safetensors is no safetensors file, or is cut short ("),
         ("index", "model-2.safetensors is missing, as model.safetensors.index.json names it; copy it too"),
-        ("bad index", "model.safetensors.index.json is no index of safetensors (KeyError('weight_map'))"),
+        ("bad index", "model.safetensors.index.json is no index of safetensors"),
         ("no config", "config.json is missing; give the folder of a Hugging Face model"),
         ("binary config", "config.json is no JSON file that can be read"),
         ("config without sizes", "config.json has no vocab_size"),

@@ -9,19 +9,20 @@ from typing import Any
 from mindspeed_rl_plugin.engine.hf_config import normalized
 from mindspeed_rl_plugin.reshard.layout import ModelShape, Parallel
 
-# Sizes whose default is another's, so that 1 must be said.
-_NO_ONE = ("expert_tensor_parallel_size",)
+# What a run has without a flag, or from others; and attributes whose flag is spelt otherwise.
+_NO_FLAG = ("add_position_embedding", "world_size", "padded_vocab_size", "hf_tokens")
+_SPELT = {
+    "add_bias_linear": "disable_bias_linear",
+    "virtual_pipeline_model_parallel_size": "num_virtual_stages_per_pipeline_rank",
+}
 
 
 def megatron_arguments(shape: ModelShape, parallel: Parallel, config: Mapping[str, Any]) -> argparse.Namespace:
     """Arguments that describe the model and its layout; `ModelShape` and `Parallel` read them back the same.
 
-    Raises ValueError for a field that the family or Megatron's own flags cannot express.
+    What Megatron's arguments cannot express is lost: `engine.hf_config.compare_configs` finds it.
     """
     c = normalized(config)
-    for name, value in shape.table.hf.fixed.items():
-        if c[name] != value:
-            raise ValueError(f"{name} {c[name]!r}: Megatron's model of family {shape.family} has {value!r} only")
     model = dict(
         num_layers=shape.layers,
         hidden_size=shape.hidden,
@@ -45,8 +46,8 @@ def megatron_arguments(shape: ModelShape, parallel: Parallel, config: Mapping[st
         position_embedding_type="rope",
         rotary_base=int(c["rope_theta"]),
     )
-    model |= _scaling(c, shape) | (_experts(shape, c) if shape.experts else {})
-    model |= _latent(shape, c) if shape.table.mla else {}
+    model |= _latent(shape, c) if shape.table.mla else _scaling(c["rope_scaling"])
+    model |= _experts(shape, c) if shape.experts else {}
     layout = dict(
         world_size=parallel.world,
         tensor_model_parallel_size=parallel.tp,
@@ -60,9 +61,6 @@ def megatron_arguments(shape: ModelShape, parallel: Parallel, config: Mapping[st
         use_tp_pp_dp_mapping=False,
         account_for_embedding_in_pipeline_split=False,
         account_for_loss_in_pipeline_split=False,
-        consumed_train_samples=0,
-        consumed_valid_samples=0,
-        skipped_train_samples=0,
     )
     return argparse.Namespace(**model, **layout)
 
@@ -71,31 +69,22 @@ def flags(args: argparse.Namespace) -> list[str]:
     """The command line of a run that loads the checkpoint; sizes of the layout are those that are not 1."""
     out = []
     for name, value in sorted(vars(args).items()):
-        flag = "--" + {"add_bias_linear": "disable-bias-linear"}.get(name, name.replace("_", "-"))
-        if name in ("add_position_embedding", "world_size", "padded_vocab_size", "hf_tokens") or name.startswith(
-            ("consumed", "skip")
-        ):
-            continue
-        if name == "virtual_pipeline_model_parallel_size":
-            flag = "--num-virtual-stages-per-pipeline-rank"
-        if isinstance(value, bool):
-            if value != (name == "add_bias_linear"):
-                out.append(flag)
-        elif isinstance(value, list):
-            out += [flag, "[" + ",".join(map(str, value)) + "]"]
-        elif value not in (None, 0) and not (value == 1 and name.endswith("parallel_size") and name not in _NO_ONE):
-            out += [flag, str(value)]
+        value = not value if name == "add_bias_linear" else value
+        # The experts' own tensor parallel size is the model's by default, so that 1 must be said.
+        default = value == 1 and name.endswith("parallel_size") and name != "expert_tensor_parallel_size"
+        if value and not default and name not in _NO_FLAG:
+            out.append("--" + _SPELT.get(name, name).replace("_", "-"))
+            if isinstance(value, list):
+                out.append("[" + ",".join(map(str, value)) + "]")
+            elif value is not True:
+                out.append(str(value))
     return out
 
 
-def _scaling(config: Mapping[str, Any], shape: ModelShape) -> dict[str, Any]:
-    scaling = config["rope_scaling"]
-    if scaling is None or shape.table.mla:  # which has flags of its own, see _latent
-        return {"use_rope_scaling": False}
-    fixed = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-    if scaling["rope_type"] != "llama3" or any(scaling.get(k) != v for k, v in fixed.items()):
-        raise ValueError(f"rope_scaling {scaling}: Megatron has Llama 3's only, with {fixed}")
-    return {"use_rope_scaling": True, "rope_scaling_factor": scaling["factor"]}
+def _scaling(scaling: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Llama 3's, the only one that Megatron has beside latent attention's."""
+    factor = {} if scaling is None else {"rope_scaling_factor": scaling.get("factor", 1.0)}
+    return {"use_rope_scaling": scaling is not None, **factor}
 
 
 def _experts(shape: ModelShape, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -112,17 +101,14 @@ def _experts(shape: ModelShape, config: Mapping[str, Any]) -> dict[str, Any]:
     router = shape.table.router
     if router.score == "softmax":
         out["moe_router_pre_softmax"] = not config["norm_topk_prob"]
-    elif config["norm_topk_prob"]:
-        out["moe_router_score_function"] = router.score
     else:
-        raise ValueError(f"norm_topk_prob False: Megatron's router with {router.score} scores has True only")
+        out["moe_router_score_function"] = router.score
     if router.bias:
         out["moe_router_enable_expert_bias"] = True
     if router.scaled:
         out["moe_router_topk_scaling_factor"] = config["routed_scaling_factor"]
-    groups = router.grouped and config["n_group"] > 1
-    out["moe_router_num_groups"] = config["n_group"] if groups else None
-    out["moe_router_group_topk"] = config["topk_group"] if groups else None
+    if router.grouped and config["n_group"] > 1:
+        out |= dict(moe_router_num_groups=config["n_group"], moe_router_group_topk=config["topk_group"])
     return out
 
 
@@ -138,13 +124,9 @@ def _latent(shape: ModelShape, config: Mapping[str, Any]) -> dict[str, Any]:
     scaling = config["rope_scaling"]
     if scaling is None:
         return out | {"rope_type": "rope", "rotary_scaling_factor": 1.0}
-    # Megatron has no flags for these: they are what its config holds.
-    fixed = {"rope_type": "yarn", "beta_fast": 32.0, "beta_slow": 1.0, "original_max_position_embeddings": 4096.0}
-    if any(scaling.get(k, v) != v for k, v in fixed.items()):
-        raise ValueError(f"rope_scaling {scaling}: Megatron's latent attention has {fixed} only")
     return out | dict(
         rope_type="yarn",
-        rotary_scaling_factor=scaling["factor"],
+        rotary_scaling_factor=scaling.get("factor", 1.0),
         mscale=scaling.get("mscale", 1.0),
         mscale_all_dim=scaling.get("mscale_all_dim", 0.0),
     )

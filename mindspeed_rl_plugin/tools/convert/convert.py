@@ -1,13 +1,13 @@
-"""Canonical tensors from what ranks store, and what a rank stores from canonical tensors."""
+"""Canonical tensors from what ranks store."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from mindspeed_rl_plugin.reshard.layout import Canonical, Layout, Segment, Shapes
+from mindspeed_rl_plugin.reshard.layout import Canonical, Layout
 
 
 class Assembled:
@@ -53,23 +53,3 @@ class Assembled:
                     raise ValueError(f"{name} [{low}, {high}): {who} and {other} store different values")
             out.narrow(tensor.axis, low, high - low).copy_(values)
         return out
-
-
-def stored_tensors(
-    layout: Layout,
-    shapes: Shapes,
-    read: Callable[[Segment], Tensor],
-    dtype_of: Callable[[str], torch.dtype],
-) -> dict[str, Tensor]:
-    """What a rank stores: name -> tensor; padding of the vocabulary is 0.
-
-    read: values of a segment; dtype_of: dtype by canonical name.
-    """
-    out = {}
-    for name, segments in layout.items():
-        dtype = dtype_of(segments[0].name) if segments else dtype_of("")
-        param = torch.zeros(shapes[name], dtype=dtype)
-        for s in segments:
-            s.view(param, s.start, s.size).copy_(read(s))
-        out[name] = param
-    return out

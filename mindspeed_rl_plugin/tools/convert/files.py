@@ -14,6 +14,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from mindspeed_rl_plugin.tools.layout_args import read_json
+
 INDEX = "model.safetensors.index.json"
 # What a tokenizer may consist of.
 _TOKENIZER = ("tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt", "added_tokens.json", "chat_template*")
@@ -27,9 +29,15 @@ class HfTensors:
         files = sorted(directory.glob("*.safetensors"))
         if not files:
             raise ValueError(f"{directory} holds no *.safetensors; pickled weights are not read")
-        _check_index(directory / INDEX, {file.name for file in files})
-        handles = [_opened(file) for file in files]
-        self._where = {name: handle for handle in handles for name in handle.keys()}  # noqa: SIM118
+        if (index := directory / INDEX).is_file():
+            _check_index(index, {file.name for file in files})
+        self._where: dict[str, Any] = {}
+        for file in files:
+            try:
+                handle = safe_open(file, "pt")
+            except (SafetensorError, OSError) as error:
+                raise ValueError(f"{file} is no safetensors file, or is cut short ({error}); copy it again") from None
+            self._where |= dict.fromkeys(handle.keys(), handle)
 
     @property
     def names(self) -> set[str]:
@@ -51,21 +59,11 @@ class HfTensors:
 
 
 def _check_index(index: Path, files: set[str]) -> None:
-    if not index.is_file():
-        return
-    try:
-        named = set(json.loads(index.read_text())["weight_map"].values())
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{index} is no index of safetensors ({error!r}); copy it again") from None
-    if missing := sorted(named - files):
+    named = read_json(index).get("weight_map")
+    if not isinstance(named, dict):
+        raise ValueError(f"{index} is no index of safetensors: it has no weight_map; copy it again")
+    if missing := sorted(set(named.values()) - files):
         raise ValueError(f"{index.parent / missing[0]} is missing, as {INDEX} names it; copy it too")
-
-
-def _opened(file: Path) -> Any:
-    try:
-        return safe_open(file, "pt")
-    except (SafetensorError, OSError) as error:
-        raise ValueError(f"{file} is no safetensors file, or is cut short ({error}); copy it again") from None
 
 
 def write_shards(

@@ -74,18 +74,17 @@ def _tokens(args: argparse.Namespace, options: argparse.Namespace, vocab: int) -
     """Ids of special tokens for config.json, and a line on where the end of a response comes from."""
     sources = [(str(options.config), tokens.of_file(options.config))] if options.config else []
     sources += [(str(folder), tokens.of_model(folder)) for folder in _folders(options)]
-    kept = getattr(args, "hf_tokens", None)
-    sources.append(("the imported model", kept if isinstance(kept, dict) else {}))
+    sources.append(("the imported model", getattr(args, "hf_tokens", None) or {}))
     ids: dict[str, Any] = {}
     for _, named in reversed(sources):
-        ids |= {name: named[name] for name in tokens.FIELDS if named.get(name) is not None}
-    if "eos_token_id" not in ids:
+        ids |= named
+    source = next((name for name, named in sources if "eos_token_id" in named), None)
+    if source is None:
         return ids, (
             "note: nothing names the token that ends a response; give --tokenizer with the model's tokenizer, or an "
             "engine generates to its limit"
         )
     ends = ids["eos_token_id"]
-    source = next(name for name, named in sources if named.get("eos_token_id") is not None)
     each = ends if isinstance(ends, list) else [ends]
     if not each or not all(isinstance(end, int) for end in each):
         raise ValueError(f"eos_token_id {ends!r} of {source}: give one token id, or a list of some")

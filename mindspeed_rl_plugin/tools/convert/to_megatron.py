@@ -10,12 +10,12 @@ import math
 import re
 import shlex
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
 from mindspeed_rl_plugin.engine.hf_config import compare_configs, derive_config
+from mindspeed_rl_plugin.reshard.cuts import Segment
 from mindspeed_rl_plugin.reshard.families import EMBEDDING, HEAD
 from mindspeed_rl_plugin.reshard.family_table import EXPERTS, IMPLS
 from mindspeed_rl_plugin.reshard.layout import ModelShape, Parallel, canonical_tensors, megatron_layout, megatron_shapes
@@ -24,7 +24,6 @@ from mindspeed_rl_plugin.tools.convert import tokens
 from mindspeed_rl_plugin.tools.convert.arguments import flags, megatron_arguments
 from mindspeed_rl_plugin.tools.convert.checkpoint import rank_folders, write_checkpoint
 from mindspeed_rl_plugin.tools.convert.cli import DTYPES, SHOWN, listed, make_parser, run
-from mindspeed_rl_plugin.tools.convert.convert import stored_tensors
 from mindspeed_rl_plugin.tools.convert.files import HfTensors
 from mindspeed_rl_plugin.tools.layout_args import check_train, parse_sizes, read_config, shape_of
 
@@ -52,7 +51,9 @@ def import_(options: argparse.Namespace) -> str:
     check_train(shape, parallel, f"--train {options.train}")
     args = megatron_arguments(shape, parallel, config)
     args.hf_tokens = tokens.of_model(options.load)
-    _check_config(args, config)
+    if wrong := compare_configs(derive_config(args, vocab_size=config["vocab_size"]), config):
+        described = listed([*map(str, wrong)])
+        raise ValueError(f"Megatron's arguments cannot express the model of config.json:{described}")
     ranks = rank_folders(shape, parallel)
     source = HfTensors(options.load)
     predicting = config.get(shape.table.hf.predicting) or 0
@@ -88,11 +89,12 @@ def _left_out(source: HfTensors, shape: ModelShape, predicting: int) -> list[str
     if quantised := [name for name in source.names if name.endswith(("_scale_inv", "_scale", "qweight"))]:
         raise ValueError(f"the weights are quantised ({quantised[0]}); convert them to bf16 first")
     tensors = canonical_tensors(shape)
-    wrong = [f"{name} {t.shape} is missing" for name, t in tensors.items() if name not in source.names]
+    there = {name: source.shape(name) if name in source.names else None for name in tensors}
+    wrong = [f"{name} {t.shape} is missing" for name, t in tensors.items() if there[name] is None]
     wrong += [
-        f"{name} has shape {source.shape(name)}, not {t.shape}"
+        f"{name} has shape {there[name]}, not {t.shape}"
         for name, t in tensors.items()
-        if name in source.names and source.shape(name) != t.shape
+        if there[name] not in (None, t.shape)
     ]
     others, ahead = sorted(source.names - tensors.keys()), Counter()
     left = [name for name in others if name.endswith(_FREQUENCIES)]
@@ -129,33 +131,26 @@ def _surplus(name: str, shape: ModelShape, source: HfTensors) -> str | None:
     return None if same else f"{HEAD} is not {EMBEDDING}, to which tie_word_embeddings ties it"
 
 
-def _check_config(args: argparse.Namespace, config: Mapping[str, Any]) -> None:
-    """Raise ValueError unless Megatron's arguments describe the model of config.json."""
-    differences = compare_configs(derive_config(args, vocab_size=config["vocab_size"]), config)
-    if differences:
-        raise ValueError(
-            "Megatron's arguments cannot express the model of config.json:" + listed([*map(str, differences)])
-        )
-
-
 def _states(
     shape: ModelShape, parallel: Parallel, ranks: Mapping[str, int], source: HfTensors, options: argparse.Namespace
 ) -> Iterator[tuple[str, list[dict]]]:
-    """Folder and states of the model chunks of every rank that has a file."""
+    """Folder and states of the model chunks of every rank that has a file; padding of the vocabulary is 0."""
     tensors, given = canonical_tensors(shape), DTYPES.get(options.dtype)
-    usual = given or source.dtype(next(iter(tensors)))
 
-    def dtype(name: str) -> torch.dtype:
-        if name and tensors[name].wide:
-            return torch.float32
-        return (given or source.dtype(name)) if name else usual
+    def stored(segments: Sequence[Segment], size: torch.Size) -> torch.Tensor:
+        name = segments[0].name if segments else next(iter(tensors))
+        dtype = torch.float32 if segments and tensors[name].wide else given or source.dtype(name)
+        param = torch.zeros(size, dtype=dtype)
+        for s in segments:
+            s.view(param, s.start, s.size).copy_(source.read(s.name, s.axis, s.start, s.size))
+        return param
 
     for folder, rank in ranks.items():
         layout = megatron_layout(shape, parallel, rank, options.impl, options.experts)
         shapes = megatron_shapes(shape, parallel, rank, options.impl, options.experts)
-        stored = stored_tensors(layout, shapes, lambda s: source.read(s.name, s.axis, s.start, s.size), dtype)
         chunks: list[dict] = [{} for _ in range(parallel.vpp)]
         for i, chunk in enumerate(chunks):
             prefix = chunk_prefix(i, parallel.vpp)
-            chunk |= {name.removeprefix(prefix): t for name, t in stored.items() if name.startswith(prefix)}
+            names = [name for name in layout if name.startswith(prefix)]
+            chunk |= {name.removeprefix(prefix): stored(layout[name], shapes[name]) for name in names}
         yield folder, chunks

@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from mindspeed_rl_plugin.tools.layout_args import read_json
+
 FIELDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 GENERATION = "generation_config.json"
 
@@ -62,13 +64,4 @@ def _vocabulary(folder: Path) -> dict[str, int]:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """A JSON object, empty where there is no such file. Raises ValueError for a file that is none."""
-    if not path.is_file():
-        return {}
-    try:
-        content = json.loads(path.read_text())
-    except ValueError as error:
-        raise ValueError(f"{path} is no JSON file that can be read ({error}); copy it again") from None
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} holds a {type(content).__name__}, not an object")
-    return content
+    return read_json(path) if path.is_file() else {}
