@@ -1,58 +1,136 @@
-"""A model imported, trained by Megatron's own loop on four ranks, exported: transformers has the same log-probs."""
+"""One model all the way: Hugging Face files, Megatron, vLLM, and back to files, by real processes.
 
+A random model is imported; Megatron's log-probs are those of transformers. Trained and exported, transformers has
+Megatron's log-probs again. In the chain it is resharded into vLLM too, where every weight is bitwise what vLLM loads
+from the files, and so are its answers; after a vanishing optimizer step what is exported is bitwise what it was.
+"""
+
+from __future__ import annotations
+
+import json
 import shlex
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from mindspeed_rl_plugin.__main__ import main as plugin
 
-sys.path.insert(0, str(Path(__file__).parent))
-from export_reference import LENGTH, LIMIT, ROOT, RUN, VOCAB, transformers_logps, worst  # noqa: E402
+ROOT = Path(__file__).parents[2]
+VOCAB, LENGTH, LIMIT = 4200, 32, 2e-5  # Megatron's mock data has tokens up to 4096
+RUN = (
+    f"--seq-length {LENGTH} --micro-batch-size 2 --global-batch-size 4 --lr 1e-2 --lr-decay-style constant "
+    "--ckpt-format torch --train-iters 2 --save-interval 2 --eval-interval 1000 --eval-iters 0 --mock-data "
+    "--distributed-backend gloo --tokenizer-type NullTokenizer --attention-dropout 0 --hidden-dropout 0 "
+    "--no-save-optim --transformer-impl local --no-persist-layer-norm --no-gradient-accumulation-fusion "
+    "--no-masked-softmax-fusion --no-bias-swiglu-fusion --no-rope-fusion --no-bias-dropout-fusion"
+)
+STILL = RUN.replace("--lr 1e-2", "--lr 1e-30").replace("iters 2", "iters 1").replace("interval 2", "interval 1")
+EXPERTS = dict(moe_intermediate_size=48, num_experts_per_tok=2)
+FAMILIES = {
+    "llama": dict(num_key_value_heads=2, head_dim=16),
+    "qwen2": dict(num_key_value_heads=2, head_dim=32, hidden_size=128, tie_word_embeddings=True),
+    "qwen3": dict(num_key_value_heads=2, head_dim=32),
+    "qwen3_moe": dict(num_key_value_heads=2, head_dim=32, num_experts=4, norm_topk_prob=True, mlp_only_layers=[1])
+    | EXPERTS,
+    # vLLM on CPU decodes latent attention of these sizes only
+    "deepseek_v3": dict(num_key_value_heads=4, n_routed_experts=4, n_shared_experts=2, first_k_dense_replace=1)
+    | dict(n_group=2, topk_group=1, q_lora_rank=24, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64)
+    | dict(v_head_dim=128, routed_scaling_factor=2.5)
+    | EXPERTS,
+}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("family", ["llama", "qwen2"])
-def test_other_families(torchrun, family, tmp_path, capsys):
-    round_trip(torchrun, family, tmp_path, capsys)
+def tensors(directory: Path) -> dict[str, torch.Tensor]:
+    return {n: t for file in directory.glob("*.safetensors") for n, t in load_file(file).items()}
 
 
-def test_megatron_and_transformers_agree(torchrun, tmp_path, capsys):
-    round_trip(torchrun, "qwen3", tmp_path, capsys)
-
-
-def round_trip(torchrun, family: str, tmp_path: Path, capsys) -> None:
+def random_model(family: str, directory: Path) -> None:
+    """A model of transformers with values in everything that is born as ones or zeros."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(3)
-    config = AutoConfig.for_model(
-        family,
-        vocab_size=VOCAB,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32 if family == "qwen3" else 16,
-        max_position_embeddings=LENGTH,
-        tie_word_embeddings=family == "qwen2",
-        initializer_range=0.1,
-    )
-    hf, ckpt, save, back = (tmp_path / name for name in ("hf", "ckpt", "save", "back"))
-    model = AutoModelForCausalLM.from_config(config)
-    for name, parameter in model.named_parameters():  # norms are born as ones, biases as zeros
-        if "norm" in name or "bias" in name:
-            parameter.data.add_(torch.randn_like(parameter) * 0.1)
-    model.save_pretrained(hf)
-    assert plugin(["import", "--load", str(hf), "--out", str(ckpt), "--train", "tp2,pp2,first1"]) == 0
-    flags = shlex.split(capsys.readouterr().out.strip().splitlines()[-1])
-    worker, script = Path(__file__).parent / "export_ranks.py", ROOT / "examples" / "pretrain_gpt.py"
-    run = (*flags, *RUN.split(), "--load", ckpt, "--save", save)
-    torchrun(worker, tmp_path / "logps.pt", script, *run, ranks=4, cwd=ROOT)
-    assert plugin(["export", "--load", str(save), "--out", str(back)]) == 0
-    before, after = torch.load(tmp_path / "logps.pt")
-    assert worst(before, transformers_logps(hf)) < LIMIT
+    sizes = dict(vocab_size=VOCAB, hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4)
+    sizes |= dict(max_position_embeddings=LENGTH, initializer_range=0.1, tie_word_embeddings=False)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **sizes | FAMILIES[family]))
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if any(part in name for part in ("norm", "bias")):
+            tensor.data.add_(torch.randn_like(tensor) * 0.1)
+        tensor.data[tensor.data == 0] = 0.05  # a step of 1e-30 shows in a weight that is exactly 0, in no other
+    model.save_pretrained(directory)
+
+
+def transformers_logps(directory: Path) -> list[torch.Tensor]:
+    """Log-probs of the worker's rows, entry 0 of each row 0."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    make = torch.Generator().manual_seed(7)
+    rows = [torch.randint(0, VOCAB, (LENGTH - 5 * i,), generator=make, dtype=torch.int32).long() for i in range(2)]
+    out = []
+    with torch.no_grad():
+        for row in rows:
+            logp = model(row[None]).logits[0, :-1].log_softmax(-1).gather(1, row[1:, None])[:, 0]
+            out.append(torch.cat([torch.zeros(1), logp]))
+    return out
+
+
+def worst(left, right) -> float:
+    return max(float((a - b).abs().max()) for a, b in zip(left, right, strict=True))
+
+
+@pytest.fixture
+def round_trip(torchrun, tmp_path, capsys):
+    """`round_trip(family, train, run, ranks, **job)`: import, Megatron's own loop, export. Returns both folders of
+    Hugging Face files and Megatron's log-probs before and after training."""
+
+    def trip(family, train, run, *flags, ranks, **job):
+        hf, ckpt, save, back, out = (tmp_path / name for name in ("hf", "ckpt", "save", "back", "logps.pt"))
+        random_model(family, hf)
+        assert plugin(["import", "--load", str(hf), "--out", str(ckpt), "--train", train]) == 0
+        words = shlex.split(capsys.readouterr().out.strip().splitlines()[-1])
+        worker, script = Path(__file__).parent / "export_ranks.py", ROOT / "examples" / "pretrain_gpt.py"
+        more = (*words, *flags, *run.split(), "--load", ckpt, "--save", save)
+        job = json.dumps(dict(out=str(out), hf=str(hf), limit=LIMIT, **job))
+        log = torchrun(worker, job, script, *more, ranks=ranks, cwd=ROOT).stdout
+        print(*(line for line in log.splitlines() if line.startswith("engine and trainer differ by")))
+        assert plugin(["export", "--load", str(save), "--out", str(back)]) == 0
+        before, after = torch.load(out)
+        assert worst(before, transformers_logps(hf)) < LIMIT
+        return hf, back, before, after
+
+    return trip
+
+
+@pytest.mark.parametrize(
+    "family", ["qwen3", *(pytest.param(family, marks=pytest.mark.slow) for family in ("llama", "qwen2"))]
+)
+def test_megatron_and_transformers_agree(round_trip, family):
+    _, back, before, after = round_trip(family, "tp2,pp2,first1", RUN, ranks=4)
     assert worst(after, transformers_logps(back)) < LIMIT
     assert worst(before, after) > 0.05, "training changed nothing"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "family, train, generate",
+    [
+        ("qwen2", "tp2", (2, 1)),
+        ("qwen3", "pp2,first1", (1, 1)),
+        ("qwen3_moe", "tp2,ep2,etp1", (2, 2)),
+        ("qwen3_moe", "tp2,pp2,ep2,etp1,first1", (4, 1)),
+        ("deepseek_v3", "ep2", (2, 2)),
+        ("deepseek_v3", "tp2,pp2,first1", (2, 1)),
+    ],
+)
+def test_chain(round_trip, family, train, generate):
+    flags = ["--sequence-parallel"] * ("tp2" in train)
+    if family == "deepseek_v3":
+        flags += ["--moe-router-bias-update-rate", "0", "--attention-backend", "unfused"]
+    ranks = 4 if "pp2" in train and "tp2" in train else 2
+    hf, back, *_ = round_trip(family, train, STILL, *flags, ranks=ranks, generate=generate)
+    weights, found = tensors(hf), tensors(back)
+    assert found.keys() == weights.keys()
+    for name, tensor in weights.items():
+        assert torch.equal(found[name], tensor), name
