@@ -1,0 +1,83 @@
+"""What the tests of `import` and `export` share: random models of every family, and both commands."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from mindspeed_rl_plugin.reshard.layout import ModelShape, canonical_tensors
+from mindspeed_rl_plugin.tools.convert import to_hf, to_megatron
+from mindspeed_rl_plugin.tools.convert.checkpoint import FILE
+
+SIZES = dict(vocab_size=250, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4)
+SIZES |= dict(max_position_embeddings=64, rms_norm_eps=1e-6, rope_theta=10000.0)
+DENSE = SIZES | dict(num_key_value_heads=2, head_dim=8)
+MOE = dict(moe_intermediate_size=24, num_experts_per_tok=2)
+LLAMA3 = dict(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)
+CONFIGS = {
+    "llama": DENSE | dict(rope_scaling=dict(rope_type="llama3", **LLAMA3)),
+    "qwen2": DENSE | dict(tie_word_embeddings=True),
+    "qwen3": DENSE | dict(tie_word_embeddings=False, head_dim=16),
+    "qwen3_moe": DENSE | MOE | dict(num_experts=4, mlp_only_layers=[1]),
+    "deepseek_v3": SIZES
+    | MOE
+    | dict(n_routed_experts=4, n_shared_experts=2, first_k_dense_replace=1, q_lora_rank=12, kv_lora_rank=10)
+    | dict(qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=8),
+}
+
+
+class Convert:
+    """Both commands in one folder: from `hf` to `ckpt`, from there to `back`."""
+
+    def __init__(self, folder: Path, capsys: pytest.CaptureFixture) -> None:
+        self.hf, self.ckpt, self.back = (folder / name for name in ("hf", "ckpt", "back"))
+        self._capsys = capsys
+
+    def make(self, family: str, dtype=torch.bfloat16, **changes) -> dict[str, torch.Tensor]:
+        """A random model of a family in two files; returns its tensors."""
+        self.hf.mkdir(exist_ok=True)
+        self.config(model_type=family, **CONFIGS[family] | changes)
+        tensors = canonical_tensors(ModelShape.from_hf_config({"model_type": family, **CONFIGS[family], **changes}))
+        weights = {n: torch.randn(t.shape).to(torch.float32 if t.wide else dtype) for n, t in tensors.items()}
+        for i in range(2):
+            names = sorted(weights)[i::2]
+            save_file({n: weights[n] for n in names}, self.hf / f"model-0000{i + 1}-of-00002.safetensors")
+        return weights
+
+    def config(self, **changes) -> None:
+        """Change fields of config.json."""
+        path = self.hf / "config.json"
+        path.write_text(json.dumps((json.loads(path.read_text()) if path.exists() else {}) | changes))
+
+    def imported(self, train: str, *more: object, refused: str = "") -> str:
+        """Import; where it must be refused, with this in its message. Returns what was printed."""
+        return self._run(to_megatron.main, self.hf, self.ckpt, refused, "--train", train, *more)
+
+    def exported(self, *more: object, refused: str = "") -> dict[str, torch.Tensor]:
+        """Export; returns the tensors, and what was printed in `said`."""
+        self.said = self._run(to_hf.main, self.ckpt, self.back, refused, *more)
+        return {name: t for file in self.back.glob("*.safetensors") for name, t in load_file(file).items()}
+
+    def _run(self, main, load: Path, out: Path, refused: str, *more: object) -> str:
+        self._capsys.readouterr()
+        status = main(["--load", str(load), "--out", str(out), *map(str, more)])
+        printed = self._capsys.readouterr()
+        assert status == bool(refused), printed.err
+        assert refused in printed.err
+        return printed.out + printed.err
+
+    def change(self, folder: str, edit) -> None:
+        """Edit one file of the checkpoint."""
+        path = self.ckpt / "release" / folder / FILE
+        state = torch.load(path, weights_only=False)
+        edit(state)
+        torch.save(state, path)
+
+
+@pytest.fixture
+def convert(tmp_path, capsys) -> Convert:
+    return Convert(tmp_path, capsys)
