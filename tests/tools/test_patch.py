@@ -24,19 +24,19 @@ def script(tree, *, before=0):
 def make(tmp_path):
     def build(tree, text=None):
         root = tmp_path / "upstream"
+        core = root / ("megatron/core" if tree.kind == "Megatron-LM" else "mindspeed_llm")
+        core.mkdir(parents=True)
         if tree.kind == "Megatron-LM":
-            (root / "megatron/core").mkdir(parents=True)
-            numbers = tree.release.removeprefix("core_v").split(".")
-            names = ("MAJOR", "MINOR", "PATCH")
-            (root / "megatron/core/package_info.py").write_text(
-                "".join(f"{n} = {v}\n" for n, v in zip(names, numbers, strict=True))
-            )
-        else:
-            (root / "mindspeed_llm").mkdir(parents=True)
+            numbers = zip(("MAJOR", "MINOR", "PATCH"), tree.release.removeprefix("core_v").split("."), strict=True)
+            (core / "package_info.py").write_text("".join(f"{name} = {number}\n" for name, number in numbers))
         (root / SCRIPT).write_text(script(tree) if text is None else text)
         return root
 
     return build
+
+
+def git_apply(root, diff, *options):
+    subprocess.run(["git", "apply", "--unidiff-zero", *options, str(PATCHES / diff)], cwd=root, check=True, timeout=30)
 
 
 @pytest.mark.parametrize("tree", TREES, ids=lambda t: t.diff)
@@ -65,9 +65,7 @@ def test_the_diff_in_patches_is_what_git_applies(tree, make):
     root = make(tree)
     before = (root / SCRIPT).read_text()
     for options in ([], ["--reverse"]):
-        subprocess.run(
-            ["git", "apply", "--unidiff-zero", *options, str(PATCHES / tree.diff)], cwd=root, check=True, timeout=30
-        )
+        git_apply(root, tree.diff, *options)
         assert command.main(["--check", str(root)]) == (1 if options else 0)
     assert (root / SCRIPT).read_text() == before
 
@@ -113,23 +111,19 @@ def test_windows_line_ends_are_kept(make):
 def test_what_does_not_match_says_what_was_expected(make, capsys, damage, expected, option):
     root = make(TREES[0])
     damage(root)
-    before = (root / SCRIPT).read_text() if (root / SCRIPT).exists() else None
+    files = {path: path.read_bytes() for path in root.rglob("*.py")}
     assert command.main([option, str(root)]) == 2
-    output = capsys.readouterr()
-    assert expected in output.out + output.err
-    assert before == ((root / SCRIPT).read_text() if (root / SCRIPT).exists() else None)
-
-
-def checkouts():
-    paths = os.environ.get("MEGATRON_LM_PATH", "").split(":") + os.environ.get("MINDSPEED_LLM_PATH", "").split(":")
-    return [p for p in paths if p]
+    assert expected in capsys.readouterr().err
+    assert files == {path: path.read_bytes() for path in root.rglob("*.py")}
 
 
 @pytest.mark.upstream
 def test_real_checkouts(tmp_path):
     """Each checkout is one release of the table: applied and reverted, by the command and by git, on a copy."""
-    assert checkouts(), "MEGATRON_LM_PATH is empty"
-    for number, checkout in enumerate(checkouts()):
+    paths = [os.environ.get(name, "").split(":") for name in ("MEGATRON_LM_PATH", "MINDSPEED_LLM_PATH")]
+    checkouts = [path for path in sum(paths, []) if path]
+    assert checkouts, "MEGATRON_LM_PATH is empty"
+    for number, checkout in enumerate(checkouts):
         root = tmp_path / str(number)
         root.mkdir()
         for part in ("megatron/core/package_info.py", "mindspeed_llm/__init__.py", "setup.py", SCRIPT):
@@ -142,7 +136,7 @@ def test_real_checkouts(tmp_path):
         if (root / "mindspeed_llm").is_dir():
             line += 1
         (tree,) = [t for t in TREES if t.line == line]
-        subprocess.run(["git", "apply", "--unidiff-zero", str(PATCHES / tree.diff)], cwd=root, check=True, timeout=30)
+        git_apply(root, tree.diff)
         by_git = (root / SCRIPT).read_bytes()
         assert command.main(["--revert", str(root)]) == 0
         assert (root / SCRIPT).read_bytes() == original
