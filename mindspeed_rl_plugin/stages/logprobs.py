@@ -12,7 +12,6 @@ from torch import Tensor
 from mindspeed_rl_plugin.algorithms import Algorithm
 from mindspeed_rl_plugin.dock import ColumnSpec, Dock
 from mindspeed_rl_plugin.forward import ForwardSettings, MicroBatch, collate, to_rows
-from mindspeed_rl_plugin.forward.schedule import head_of, run_forward_only
 from mindspeed_rl_plugin.reshard.offload import gathered
 from mindspeed_rl_plugin.rows import Ragged, Rows, SampleId
 from mindspeed_rl_plugin.stages.stage import Stage, StageSpec
@@ -97,6 +96,8 @@ def compute_logps_and_entropy(
     model: Sequence[torch.nn.Module], micro_batches: Sequence[Rows], settings: ForwardSettings
 ) -> list[tuple[Ragged, Ragged]] | None:
     """As `compute_logps`, with the entropy of the whole distribution beside each log-prob, in nats."""
+    from mindspeed_rl_plugin.forward.schedule import head_of, run_forward_only  # imports Megatron, the table does not
+
     batches = [collate(rows, settings, index=i) for i, rows in enumerate(micro_batches)]
 
     def collect(output: Tensor, batch: MicroBatch) -> tuple[Ragged, Ragged]:

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mindspeed_rl_plugin.algorithms import Algorithm
-from mindspeed_rl_plugin.critic.critic import Critic
 from mindspeed_rl_plugin.dock import Dock
 from mindspeed_rl_plugin.rows import Rows, SampleId
 from mindspeed_rl_plugin.stages import advantages
 from mindspeed_rl_plugin.stages.logprobs import columns_of_rank
 from mindspeed_rl_plugin.stages.stage import Stage, StageSpec
-from mindspeed_rl_plugin.update.pair_step import PairStep
-from mindspeed_rl_plugin.update.step import PolicyStep
-from mindspeed_rl_plugin.update.value_step import ValueStep
+
+if TYPE_CHECKING:  # they import Megatron, which the stage table does without
+    from mindspeed_rl_plugin.critic.critic import Critic
+    from mindspeed_rl_plugin.update.pair_step import PairStep
+    from mindspeed_rl_plugin.update.step import PolicyStep
+    from mindspeed_rl_plugin.update.value_step import ValueStep
 
 # Names that the update uses, and the register's.
 METRIC_NAMES = {

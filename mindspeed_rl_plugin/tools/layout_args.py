@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from math import lcm
 from pathlib import Path
@@ -14,7 +14,7 @@ from typing import Any
 
 from mindspeed_rl_plugin.reshard.families import FAMILIES
 from mindspeed_rl_plugin.reshard.layout import EngineParallel, ModelShape, Parallel, engine_layout, megatron_layout
-from mindspeed_rl_plugin.tools.plan.known_models import known_model, known_models
+from mindspeed_rl_plugin.tools.plan.known_models import MODELS, known_model
 
 _TRAIN = ("tp", "pp", "vpp", "cp", "ep", "etp", "dp", "first", "last")
 _GENERATE = ("tp", "ep", "dp")
@@ -77,16 +77,13 @@ def check_train(shape: ModelShape, train: Parallel, flag: str) -> None:
     check_experts(shape, f"ep{train.ep}", flag)
 
     def cut(tp: int) -> None:
-        rows = -(-shape.vocab // tp) * tp
         parallel = Parallel(lcm(tp, train.etp or tp), tp=tp, etp=train.etp)
-        megatron_layout(replace(shape, padded_vocab=rows), parallel, 0)
+        megatron_layout(replace(shape, padded_vocab=-(-shape.vocab // tp) * tp), parallel, 0)
 
-    try:
+    with _explained(flag, shape, train.tp, cut):
         train.chunk_sizes(shape.layers)
         for rank in (0, train.world - 1):
             megatron_layout(shape, train, rank)
-    except ValueError as error:
-        raise ValueError(f"{flag}: {error}{_sizes_that_work(shape, train.tp, cut)}") from None
 
 
 def check_engine(shape: ModelShape, engine: EngineParallel, flag: str) -> None:
@@ -94,35 +91,33 @@ def check_engine(shape: ModelShape, engine: EngineParallel, flag: str) -> None:
     check_experts(shape, f"ep{engine.ep}", flag)
     if engine.ep > max(shape.experts, 1):
         raise ValueError(f"{flag}: there are {shape.experts} experts for ep {engine.ep} ranks; choose fewer")
-    try:
+    with _explained(flag, shape, engine.tp, lambda tp: engine_layout(shape, EngineParallel(tp), 0)):
         engine_layout(shape, engine, 0)
+
+
+@contextmanager
+def _explained(flag: str, shape: ModelShape, tp: int, cut: Callable[[int], object]) -> Iterator[None]:
+    """Give a ValueError of the block the flag and, where tp is at fault, the sizes for which `cut` raises none."""
+    try:
+        yield
     except ValueError as error:
-        fine = _sizes_that_work(shape, engine.tp, lambda tp: engine_layout(shape, EngineParallel(tp), 0))
-        raise ValueError(f"{flag}: {error}{fine}") from None
-
-
-def _sizes_that_work(shape: ModelShape, tp: int, cut: Callable[[int], object]) -> str:
-    """The tensor parallel sizes over which a model can be cut, where tp is none of them."""
-    fine = []
-    for size in (size for size in range(1, shape.heads + 1) if shape.heads % size == 0):
-        with suppress(ValueError):
-            cut(size)
-            fine.append(size)
-    return "" if tp in fine else f"; tp that works: {', '.join(map(str, fine))}"
+        works = []
+        for size in (size for size in range(1, shape.heads + 1) if shape.heads % size == 0):
+            with suppress(ValueError):
+                cut(size)
+                works.append(size)
+        more = "" if tp in works else f"; tp that works: {', '.join(map(str, works))}"
+        raise ValueError(f"{flag}: {error}{more}") from None
 
 
 def model_shape(text: str, multiple: int) -> ModelShape:
     """A published model by name, or that of a config.json; multiple: what Megatron pads its vocabulary to."""
-    path = Path(text)
-    if not path.exists():
-        try:
-            return known_model(text.lower(), multiple)
-        except ValueError:
-            raise ValueError(
-                f"--model {text}: neither a config.json, nor a folder with one, nor one of {', '.join(known_models())}"
-            ) from None
-    flag = f"--model {text}"
-    return shape_of(read_config(path, flag), multiple, flag)
+    path, flag = Path(text), f"--model {text}"
+    if path.exists():
+        return shape_of(read_config(path, flag), multiple, flag)
+    if text.lower() not in MODELS:
+        raise ValueError(f"{flag}: neither a config.json, nor a folder with one, nor one of {', '.join(MODELS)}")
+    return known_model(text.lower(), multiple)
 
 
 def read_config(path: Path, flag: str) -> dict[str, Any]:

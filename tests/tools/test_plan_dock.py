@@ -74,7 +74,7 @@ def test_the_docks_own_volume_is_what_its_columns_hold() -> None:
     columns.append(ColumnSpec("prompt", torch.int32, "group", ragged=True))
     columns.append(ColumnSpec("score", torch.float32, "sample", ragged=False))
     states = [StateSpec("work", ("prompt", "tokens"), ("score",)), StateSpec("log", ("score",), ())]
-    moved = packed_gib(Load(4, 2, 100, 300, fill=0.5), 4, columns, states, anywhere=("log",))
+    moved = packed_gib(Load(4, 2, 100, 300, fill=0.5), 4, columns, states, anywhere="log")
     tokens, score, prompt = 8 * 4 * 200, 8 * 4, 4 * 4 * 50
     assert moved.written * 2**30 == pytest.approx(tokens + score + prompt)
     assert moved.read * 2**30 == pytest.approx(tokens + prompt + score)

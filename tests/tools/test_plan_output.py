@@ -42,8 +42,9 @@ def memory(text):
     return rows
 
 
-def test_the_plan_of_a_reshard_needs_no_megatron():
-    code = f"import sys; from mindspeed_rl_plugin.tools.plan import plan; plan.main({SEVEN!r})"
+def test_a_plan_needs_no_megatron():
+    """Of a reshard and of the dock, whose columns are those of the stages."""
+    code = f"import sys; from mindspeed_rl_plugin.tools.plan import plan; plan.main({SEVEN!r}), plan.main(['--dock'])"
     check = "; sys.exit(sorted({'megatron', 'vllm', 'tensordict'} & sys.modules.keys()) or None)"
     done = subprocess.run([sys.executable, "-c", code + check], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
@@ -121,7 +122,8 @@ def test_what_a_run_refuses_is_said(tmp_path, capsys):
     assert refused("--hidden-dropout 0.1")[0].startswith("--hidden-dropout 0.1: dropout makes")
     assert refused("--rl-reshard-bucket-mb 0") == ("--rl-reshard-bucket-mb is 0; give a number at least 1",)
     assert refused("--rl-swap params,foo")[0].startswith("--rl-swap foo is unknown")
-    assert "invalid choice: 'all'" in refused("--rl-reshard all")[0]
+    assert "--rl-reshard: invalid choice: 'all'" in refused("--rl-reshard all")[0]
+    assert "--rl-engine-dtype: invalid choice: 'int8'" in refused("--rl-engine-dtype int8")[0]
     script = tmp_path / "train.sh"
     script.write_text(
         f"torchrun --nproc_per_node 2 pretrain_gpt.py {PLAIN} --fp8-format e4m3 --rl-reshard-bucket-mb -5"

@@ -9,27 +9,27 @@ import argparse
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from mindspeed_rl_plugin.algorithms import Algorithm, resolve
 from mindspeed_rl_plugin.config import AlgorithmConfig, RLConfig
+from mindspeed_rl_plugin.dock import ColumnSpec, StateSpec
+from mindspeed_rl_plugin.dock.factory import controller_rank
+from mindspeed_rl_plugin.stages.stage import columns_of, states_of
+from mindspeed_rl_plugin.stages.table import stage_table
 from mindspeed_rl_plugin.tools.text_table import aligned
-
-if TYPE_CHECKING:
-    from mindspeed_rl_plugin.dock import ColumnSpec, StateSpec
 
 GIB = 2**30
 # Bytes with which a warehouse tells a controller of what was committed: a row number, once for all columns written
 # together; offset and length of each cell; the number of a row that a state is done with.
 SLOT, CELL, ACK = 4, 8 + 4, 4
-# Table 1 of the paper: G, N, PL, n, SL, M, with B = 4.
+# Table 1 of the paper: G, N, PL, SL, n, M.
 TABLE_1 = (
-    (256, 8, 2048, 5, 8192, 3),
-    (256, 16, 2048, 5, 16384, 3),
-    (1024, 16, 2048, 5, 16384, 3),
-    (1024, 32, 4096, 8, 32768, 5),
-    (4096, 32, 4096, 8, 32768, 5),
-    (8192, 64, 4096, 8, 65536, 5),
+    (256, 8, 2048, 8192, 5, 3),
+    (256, 16, 2048, 16384, 5, 3),
+    (1024, 16, 2048, 16384, 5, 3),
+    (1024, 32, 4096, 32768, 8, 5),
+    (4096, 32, 4096, 32768, 8, 5),
+    (8192, 64, 4096, 65536, 8, 5),
 )
 HEAD = ("G", "N", "PL", "n", "SL", "M", "Eq. 2 GiB", "100 MB/s", "1 GB/s")
 HEAD += ("Eq. 4 GiB", "here GiB", "between GiB", "records GiB", "1 GB/s")
@@ -66,50 +66,41 @@ class Load:
         return self.groups * self.members
 
 
-def central_gib(load: Load) -> float:
-    """Eq. 2: total volume of a replay buffer in one place, padded, 4 bytes an entry."""
-    return load.rows * 4 * (2 * load.prompt + 3 * load.items * load.response + 8 * load.scalars) / GIB
+def central_gib(load: Load, controllers: int = 0) -> float:
+    """Eq. 2: total volume of a replay buffer in one place, padded, 4 bytes an entry; with `controllers`, of metadata
+    that goes to each of them too."""
+    metadata = 8 * (controllers + 1) * load.scalars
+    return load.rows * 4 * (2 * load.prompt + 3 * load.items * load.response + metadata) / GIB
 
 
 def warehouse_gib(load: Load, warehouses: int, controllers: int) -> float:
     """Eq. 4: volume of each of S warehouses, padded, metadata sent to C controllers."""
-    metadata = 8 * (controllers + 1) * load.scalars
-    return load.rows * 4 * (2 * load.prompt + 3 * load.items * load.response + metadata) / warehouses / GIB
+    return central_gib(load, controllers) / warehouses
 
 
 @dataclass(frozen=True)
 class Moved:
-    """Bytes of one rollout in GiB, over all machines. written, read: of cells; remote: of both, between machines;
-    records: that tell controllers on other machines where cells lie and what is done, without the heads of messages."""
+    """GiB of the cells of one rollout, over all machines. remote: of written and read, what is between machines."""
 
     written: float
     read: float
     remote: float
-    records: float
 
 
 def packed_gib(
-    load: Load,
-    warehouses: int,
-    columns: Sequence[ColumnSpec],
-    states: Sequence[StateSpec],
-    anywhere: Sequence[str] = (),
-    listeners: float = 0.0,
+    load: Load, warehouses: int, columns: Sequence[ColumnSpec], states: Sequence[StateSpec], anywhere: str = "measure"
 ) -> Moved:
     """What this dock moves: every cell is written once and read once by each state that declares it, unpadded.
 
-    anywhere: states whose readers are not where a row lies; all others read and write in their own machine's shared
-    memory. What is known of a group comes from one producer. listeners: processes on other machines that learn of a
-    commit. A column that no state reads or writes is not there.
+    anywhere: the state whose reader is not where a row lies; all others read and write in their own machine's shared
+    memory. What is known of a group comes from one producer. A column that no state reads or writes is not there.
     """
     used = {name for s in states for name in (*s.reads, *s.writes)}
-    columns = [c for c in columns if c.name in used]
-    size = {c.name: load.rows * _row_bytes(c, load) for c in columns}
+    size = {c.name: load.rows * _row_bytes(c, load) / GIB for c in columns if c.name in used}
     by_state = {s.name: sum(size[c] for c in s.reads) for s in states}
-    produced = sum(size[c.name] for c in columns if c.level == "group")
-    remote = (warehouses - 1) / warehouses * (produced + sum(by_state[s] for s in anywhere))
-    records = listeners * record_bytes(load, columns, states)
-    return Moved(*(x / GIB for x in (sum(size.values()), sum(by_state.values()), remote, records)))
+    produced = sum(size[c.name] for c in columns if c.level == "group" and c.name in used)
+    remote = (warehouses - 1) / warehouses * (produced + by_state.get(anywhere, 0))
+    return Moved(sum(size.values()), sum(by_state.values()), remote)
 
 
 def rollout_bytes(config: RLConfig, algorithm: Algorithm, global_batch_size: int | None) -> float:
@@ -119,16 +110,8 @@ def rollout_bytes(config: RLConfig, algorithm: Algorithm, global_batch_size: int
     if algorithm.from_pairs:
         return 0
     load = Load(groups, members, config.data.max_prompt_length, rollout.max_response_length)
-    return GIB * packed_gib(load, 1, *_declared(algorithm)).written
-
-
-def _declared(algorithm: Algorithm) -> tuple[list[ColumnSpec], list[StateSpec]]:
-    """Columns and worker states of an algorithm's stages, which import Megatron: the plan of a reshard does without."""
-    from mindspeed_rl_plugin.stages.stage import columns_of, states_of
-    from mindspeed_rl_plugin.stages.table import stage_table
-
     table = stage_table(algorithm, 1)
-    return columns_of(table), states_of(table)
+    return GIB * packed_gib(load, 1, columns_of(table), states_of(table)).written
 
 
 def record_bytes(load: Load, columns: Sequence[ColumnSpec], states: Sequence[StateSpec]) -> int:
@@ -137,10 +120,9 @@ def record_bytes(load: Load, columns: Sequence[ColumnSpec], states: Sequence[Sta
     A put tells of what no state writes, a commit of what its state writes and of the rows that it is done with.
     """
     level = {c.name: c.level for c in columns}
-    read, back = {name for s in states for name in s.reads}, {name for s in states for name in s.writes}
-    writes = [tuple(name for name in level if name in read - back), *(s.writes for s in states)]
+    put = {name for s in states for name in s.reads}.difference(*(s.writes for s in states))
     total = load.rows * ACK * len(states)
-    for names in writes:
+    for names in (put, *(s.writes for s in states)):
         by_group = sum(level[name] == "group" for name in names)
         for count, cells in ((load.groups, by_group), (load.rows, len(names) - by_group)):
             total += count * (SLOT + CELL * cells) if cells else 0
@@ -148,10 +130,8 @@ def record_bytes(load: Load, columns: Sequence[ColumnSpec], states: Sequence[Sta
 
 
 def listeners_elsewhere(states: int, nodes: Sequence[int]) -> float:
-    """Processes on other machines that learn of a commit, mean over machines. nodes: machine of each rank. Controllers
-    lie spread evenly over the ranks; where states outnumber them, in turn from the second rank on."""
-    world = len(nodes)
-    holders = {(i * world // states if world >= states else i + 1) % world for i in range(states)}
+    """Processes on other machines that learn of a commit, mean over machines. nodes: machine of each rank."""
+    holders = {controller_rank(i, states, len(nodes)) for i in range(states)}
     machines = set(nodes)
     return sum(nodes[rank] != machine for machine in machines for rank in holders) / len(machines)
 
@@ -180,10 +160,7 @@ def main(argv: list[str]) -> int:
     if min(args.nodes, args.ranks) < 1 or not 0 < args.fill <= 1:
         got = f"{args.nodes}, {args.ranks} and {args.fill}"
         parser.error(f"--nodes and --ranks are at least 1 and --fill in (0, 1], got {got}")
-    loads = [Load(g, n, p, s, i, m, args.fill) for g, n, p, i, s, m in TABLE_1]
-    if args.dock:
-        g, n, p, s, *rest = args.dock
-        loads = [Load(g, n, p, s, *(rest or (5, 3)), args.fill)]
+    loads = [Load(*numbers, fill=args.fill) for numbers in ([args.dock] if args.dock else TABLE_1)]
     print(f"S = {args.nodes} machines, C = {args.controllers} controllers; seconds at the rate between two machines")
     print("\n".join(aligned([HEAD, *(_row(load, args.nodes, args.ranks, args.controllers) for load in loads)])))
     print(LEGEND)
@@ -191,16 +168,16 @@ def main(argv: list[str]) -> int:
 
 
 def _row(load: Load, nodes: int, ranks: int, controllers: int) -> tuple[str, ...]:
-    central = central_gib(load)
-    columns, states = _declared(resolve(AlgorithmConfig(algorithm="grpo")))
+    table = stage_table(resolve(AlgorithmConfig(algorithm="grpo")), 1)
+    columns, states = columns_of(table), states_of(table)
+    moved, central = packed_gib(load, nodes, columns, states), central_gib(load)
     listeners = listeners_elsewhere(len(states), [rank // ranks for rank in range(nodes * ranks)])
-    how = {"anywhere": ("measure",), "listeners": listeners}
-    moved = packed_gib(load, nodes, columns, states, **how)
+    records = listeners * record_bytes(load, columns, states) / GIB
     sizes = (load.groups, load.members, load.prompt, load.items, load.response, load.scalars)
     return (
         *(f"{n // 1024}K" if n >= 1024 and n % 1024 == 0 else str(n) for n in sizes),
         *(f"{central:.2f}", f"{central * 1024 / 100:.1f}", f"{central:.2f}"),
         f"{warehouse_gib(load, nodes, controllers):.3f}",
         f"{moved.written + moved.read:.2f}",
-        *(f"{gib:.4f}" for gib in (moved.remote, moved.records, moved.remote + moved.records)),
+        *(f"{gib:.4f}" for gib in (moved.remote, records, moved.remote + records)),
     )

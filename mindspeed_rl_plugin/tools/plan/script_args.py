@@ -5,35 +5,33 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import re
 import tempfile
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NoReturn
 
 from mindspeed_rl_plugin.algorithms import Algorithm, resolve
 from mindspeed_rl_plugin.config import RLConfig, add_flags, config_problems
-from mindspeed_rl_plugin.config.upstream import RUN, UPSTREAM
+from mindspeed_rl_plugin.config.upstream import RUN, UPSTREAM, refusals
 from mindspeed_rl_plugin.reshard.layout import ModelShape, Parallel
 from mindspeed_rl_plugin.tools.convert import tokens
 from mindspeed_rl_plugin.tools.plan.dock_volume import rollout_bytes
 from mindspeed_rl_plugin.tools.rehearse.capture import capture
 from mindspeed_rl_plugin.tools.rehearse.command_line import Flags
 
-# What is read of a script: Megatron's defaults; below them numbers without one, and switches.
-_DEFAULTS = {
+# What is read of a script: sizes from 1 on, other numbers, switches, words; with Megatron's defaults.
+_SIZES = {
+    "num_layers": None,
+    "hidden_size": None,
+    "num_attention_heads": None,
+    "global_batch_size": None,
     "tensor_model_parallel_size": 1,
     "pipeline_model_parallel_size": 1,
     "context_parallel_size": 1,
     "expert_model_parallel_size": 1,
     "make_vocab_size_divisible_by": 128,
     "num_query_groups": 1,
-    "normalization": "LayerNorm",
-    "position_embedding_type": "learned_absolute",
-    "moe_token_dispatcher_type": "allgather",
-    "swiglu": False,
 }
-_POSITIVE = "num_layers hidden_size num_attention_heads global_batch_size"
 _NUMBERS = """
     kv_channels ffn_hidden_size vocab_size padded_vocab_size expert_tensor_parallel_size
     decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers num_layers_per_virtual_pipeline_stage
@@ -44,16 +42,21 @@ _NUMBERS = """
 _SWITCHES = """
     group_query_attention add_qkv_bias qk_layernorm multi_latent_attention untie_embeddings_and_output_weights
     use_tp_pp_dp_mapping account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split
-    use_distributed_optimizer bf16 fp16 num_layer_list
+    use_distributed_optimizer bf16 fp16 swiglu
 """
+_WORDS = {
+    "normalization": "LayerNorm",
+    "position_embedding_type": "learned_absolute",
+    "moe_token_dispatcher_type": "allgather",
+}
 _SPELT = {row.flag: row.name for row in UPSTREAM if row.flag}  # where a flag is not spelt like its attribute
 # Names that Megatron's config has and its command line has not.
 _NO_FLAGS = {
     "--num-layers-in-first-pipeline-stage": "--decoder-first-pipeline-num-layers",
     "--num-layers-in-last-pipeline-stage": "--decoder-last-pipeline-num-layers",
 }
-_DTYPES = {"auto": None, "float32": 4, "bfloat16": 2, "float16": 2}
-DEFAULT_BUCKET_MB = 256
+_ENGINE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}  # else the trainer's
+_BUCKET_MB = 256
 # In the order in which a run looks for the prompts' tokenizer.
 _TOKENIZERS = ("--rl-tokenizer", "--rl-hf-model", "--tokenizer-model", "--tokenizer-name-or-path")
 
@@ -75,7 +78,7 @@ class Script:
     engine_itemsize: int = 2
     distributed: bool = True
     generate: str | None = None
-    bucket_mb: int = DEFAULT_BUCKET_MB
+    bucket_mb: int = _BUCKET_MB
     critic: bool = False
     reference: bool | None = None
     dock_bytes: float = 0
@@ -103,19 +106,14 @@ def read_arguments(flags: Flags, world: int, vocab: int | None = None, folder: P
     """The same from arguments that are at hand, for a world of ranks. folder: where their relative paths begin."""
     args = _namespace(flags)
     args.world_size = world
+    config, algorithm, refused = _rl_flags(flags)
     notes: list[str] = []
-    if method := vars(args).pop("schedules_method", None):
-        notes.append(f"--schedules-method {method}: planned as a plain pipeline")
     if args.mtp_num_layers:
         notes.append(f"--mtp-num-layers {args.mtp_num_layers}: these layers are not generated with, not counted")
-    idle = _idle_layers(vars(args).pop("noop_layers", ""), args.num_layers)
-    if idle and args.num_layer_list:
-        args.num_layer_list = None  # as MindSpeed-LLM does
-        notes.append("--num-layer-list: has no effect beside --noop-layers")
-    parallel = Parallel.from_megatron_args(args)
-    if idle:
-        parallel = _without(idle, parallel, args)
-        notes.append(f"--noop-layers: {len(idle)} layers that do nothing are left out")
+    if "--rl-swap" in flags and set(config.reshard.swap_names) != {"params", "grads", "optimizer"}:
+        notes.append(f"--rl-swap {flags.get('--rl-swap')}: planned as if params, grads and optimizer leave the device")
+    itemsize = 2 if args.bf16 or args.fp16 else 4
+    engines = "--rl-generate-tp" in flags or "--rl-generate-ep" in flags
     vocab = vocab or args.vocab_size or _vocabulary(flags, folder) or args.padded_vocab_size
     if not vocab:
         named = flags.get("--tokenizer-name-or-path") or flags.get("--tokenizer-model") or "none is named"
@@ -123,61 +121,35 @@ def read_arguments(flags: Flags, world: int, vocab: int | None = None, folder: P
             f"the script leaves the vocabulary to a tokenizer whose tokenizer.json is not here ({named}); give its "
             "size with --vocab"
         )
-    config, refused = _rl_config(flags)
-    if "--rl-swap" in flags and set(config.reshard.swap_names) != {"params", "grads", "optimizer"}:
-        notes.append(f"--rl-swap {flags.get('--rl-swap')}: planned as if params, grads and optimizer leave the device")
-    if (dtype := flags.get("--rl-engine-dtype") or "auto") not in _DTYPES:
-        raise ValueError(f"--rl-engine-dtype {dtype}: known: {', '.join(_DTYPES)}")
-    itemsize = 2 if args.bf16 or args.fp16 else 4
-    engines = "--rl-generate-tp" in flags or "--rl-generate-ep" in flags
-    algorithm = _algorithm(config)
     return Script(
         shape=ModelShape.from_megatron_args(args, vocab),
-        train=parallel,
+        train=Parallel.from_megatron_args(args),
         itemsize=itemsize,
-        engine_itemsize=_DTYPES[dtype] or itemsize,
+        engine_itemsize=_ENGINE_BYTES.get(config.rollout.engine_dtype, itemsize),
         distributed=bool(args.use_distributed_optimizer),
         generate=f"tp{config.rollout.generate_tp},ep{config.rollout.generate_ep}" if engines else None,
-        bucket_mb=config.reshard.reshard_bucket_mb if config.reshard.reshard_bucket_mb >= 1 else DEFAULT_BUCKET_MB,
+        bucket_mb=config.reshard.reshard_bucket_mb if config.reshard.reshard_bucket_mb >= 1 else _BUCKET_MB,
         critic=algorithm is not None and algorithm.needs_critic,
         reference=algorithm and (algorithm.needs_reference or algorithm.from_pairs),
         dock_bytes=rollout_bytes(config, algorithm, args.global_batch_size) if algorithm else 0,
         notes=tuple(notes),
-        refused=(*_refused(flags), *refused),
+        refused=(*refusals(args, RUN), *refused),
     )
 
 
-def _refused(flags: Flags) -> Iterator[str]:
-    """One message for each argument of the script that a run refuses though a plan does not need it
-    (`config.upstream`). Arguments that are missing are left to the run."""
-    for row in UPSTREAM:
-        if row.about == RUN and row.spelt in flags:
-            message = row.message(argparse.Namespace(**{row.name: _typed(flags.get(row.spelt) or "")}))
-            yield from filter(None, [message])
-
-
-def _rl_config(flags: Flags) -> tuple[RLConfig, tuple[str, ...]]:
-    """The script's RL flags, and what a run refuses of them, whatever its other arguments."""
-    parser = add_flags(_Parser(add_help=False))
+def _rl_flags(flags: Flags) -> tuple[RLConfig, Algorithm | None, list[str]]:
+    """The script's RL flags; its algorithm, None without one or where a run refuses it; what a run refuses of them,
+    whatever its other arguments."""
+    parser = add_flags(argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False))
     words = Flags({f: v for f, v in flags.values.items() if f.startswith(("--rl-", "--no-rl-"))}).argv()
     try:
-        args, _ = parser.parse_known_args(words)
-    except ValueError as error:
-        return RLConfig(), (str(error),)
-    config = RLConfig.from_args(args)
-    return config, tuple(config_problems(config))
-
-
-def _algorithm(config: RLConfig) -> Algorithm | None:
-    """The algorithm, None without one or where a run refuses its flags."""
+        config = RLConfig.from_args(parser.parse_known_args(words)[0])
+    except (ValueError, argparse.ArgumentError) as error:
+        return RLConfig(), None, [str(error)]
+    algorithm = None
     with contextlib.suppress(ValueError):
-        return resolve(config.algorithm) if config.algorithm.algorithm else None
-    return None
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ValueError(message)
+        algorithm = resolve(config.algorithm) if config.algorithm.algorithm else None
+    return config, algorithm, config_problems(config)
 
 
 def _namespace(flags: Flags) -> argparse.Namespace:
@@ -185,22 +157,17 @@ def _namespace(flags: Flags) -> argparse.Namespace:
     for flag, known in _NO_FLAGS.items():
         if flag in flags:
             raise ValueError(f"{flag}: Megatron has no such flag; write {known}")
-    numbers = [*(k for k, v in _DEFAULTS.items() if v and isinstance(v, int)), *f"{_POSITIVE} {_NUMBERS}".split()]
-    for name in numbers:
-        text = flags.get(_flag(name))
-        if text == "":
-            raise ValueError(f"{_flag(name)} has no value; is a variable of the shell empty?")
-        if text is not None and not text.lstrip("-").isdigit():
-            raise ValueError(f"{_flag(name)} {text}: the plan needs a whole number")
-        if text is not None and int(text) < 1 and name in (*_DEFAULTS, *_POSITIVE.split()):
-            raise ValueError(f"{_flag(name)} {text}: give at least 1")
-    args = argparse.Namespace(**dict.fromkeys(numbers) | dict.fromkeys(_SWITCHES.split(), False) | _DEFAULTS)
+    numbers = _NUMBERS.split()
+    args = argparse.Namespace(**dict.fromkeys(numbers) | dict.fromkeys(_SWITCHES.split(), False) | _SIZES | _WORDS)
     for flag in flags.values:
         setattr(args, _SPELT.get(flag) or flag[2:].replace("-", "_"), _typed(flags.get(flag) or ""))
+    args.add_bias_linear = "--disable-bias-linear" not in flags
     if "--use-rotary-position-embeddings" in flags:
         args.position_embedding_type = "rope"  # as Megatron does
-    args.add_bias_linear = "--disable-bias-linear" not in flags
-    args.moe_layer_freq = _pattern((flags.get("--moe-layer-freq") or "1").strip("'\""))
+    if isinstance(pattern := getattr(args, "moe_layer_freq", None), str):
+        args.moe_layer_freq = _pattern(pattern)
+    for name in (*_SIZES, *numbers):
+        _check_number(_flag(name), getattr(args, name), least=1 if name in _SIZES else None)
     missing = [_flag(n) for n in ("num_layers", "hidden_size", "num_attention_heads") if getattr(args, n) is None]
     if missing:
         raise ValueError(f"the script gives no {', '.join(missing)}; is the model described in another file?")
@@ -211,6 +178,16 @@ def _namespace(flags: Flags) -> argparse.Namespace:
     return args
 
 
+def _check_number(flag: str, value: object, least: int | None) -> None:
+    """Raise ValueError unless a value is absent or a whole number, of at least `least`."""
+    if value is True:
+        raise ValueError(f"{flag} has no value; is a variable of the shell empty?")
+    if not isinstance(value, int | None):
+        raise ValueError(f"{flag} {value}: the plan needs a whole number")
+    if value is not None and least is not None and value < least:
+        raise ValueError(f"{flag} {value}: give at least {least}")
+
+
 def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
@@ -218,43 +195,18 @@ def _flag(name: str) -> str:
 def _typed(text: str) -> bool | int | float | str:
     """A flag's value as its type: a switch is True, a number is a number."""
     for kind in (int, float):
-        try:
+        with contextlib.suppress(ValueError):
             return kind(text)
-        except ValueError:
-            continue
     return text or True
 
 
-def _pattern(text: str) -> int | list[int]:
-    """`--moe-layer-freq`: a number, or a list such as "[0]*3+[1]*58"."""
-    if text.lstrip("-").isdigit():
-        return int(text)
-    out: list[int] = []
-    for term in text.replace(" ", "").split("+"):
-        body, _, times = term.partition("*")
-        if not (body.startswith("[") and body.endswith("]") and (times.isdigit() or not times)):
-            raise ValueError(f"--moe-layer-freq {text}: {term!r} is no list with a factor, as in [0]*3+[1]*58")
-        out += json.loads(body) * int(times or 1)
-    return out
-
-
-def _idle_layers(text: object, layers: int) -> set[int]:
-    idle = {int(word) for word in str(text).replace(" ", ",").split(",") if word}
-    if not idle <= set(range(layers)):
-        raise ValueError(f"--noop-layers {text}: the model has {layers} layers")
-    return idle
-
-
-def _without(idle: set[int], parallel: Parallel, args: argparse.Namespace) -> Parallel:
-    """The layout without layers that do nothing, which are taken out of the arguments too."""
-    sizes, start = [], 0
-    for size in parallel.chunk_sizes(args.num_layers):
-        sizes.append(size - len(idle & set(range(start, start + size))))
-        start += size
-    if isinstance(args.moe_layer_freq, list):
-        args.moe_layer_freq = [f for i, f in enumerate(args.moe_layer_freq) if i not in idle]
-    args.num_layers -= len(idle)
-    return replace(parallel, chunk_layers=tuple(sizes), first_layers=None, last_layers=None)
+def _pattern(text: str) -> list[int]:
+    """A `--moe-layer-freq` such as "[0]*3+[1]*58"."""
+    terms = text.strip("'\"").replace(" ", "").split("+")
+    found = [re.fullmatch(r"(\[\d(?:,\d)*\])(?:\*(\d+))?", term) for term in terms]
+    if not all(found):
+        raise ValueError(f"--moe-layer-freq {text}: give a number, or lists with factors, as in [0]*3+[1]*58")
+    return [layer for body, times in (term.groups() for term in found) for layer in json.loads(body) * int(times or 1)]
 
 
 def _vocabulary(flags: Flags, folder: Path) -> int | None:
