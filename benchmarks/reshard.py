@@ -102,7 +102,7 @@ def plan_rows() -> list[dict]:
     import published
 
     from mindspeed_rl_plugin.tools.layout_args import engine_layout_of, model_shape, train_layout
-    from mindspeed_rl_plugin.tools.plan.estimate import Machine, estimate, weights_by_layer
+    from mindspeed_rl_plugin.tools.plan.estimate import Machine, Run, estimate, weights_by_layer
 
     rows = []
     for case, (model, train, world, generate, _) in PLANS.items():
@@ -110,7 +110,7 @@ def plan_rows() -> list[dict]:
         engine, engines = engine_layout_of(generate, parallel.world)
         machine = Machine(8, 50e9, 0.3e9, 50e9, 64_000_000_000)
         shape = model_shape(model, parallel.tp)
-        found = estimate(shape, parallel, engine, engines, machine)
+        found = estimate(Run(shape, parallel), engine, engines, machine)
         for mode, cost in found.costs.items():
             values = {
                 "received_bytes": (float(cost.flow.received.max()), "B"),

@@ -20,7 +20,7 @@ from mindspeed_rl_plugin.reshard.layout import (
 from mindspeed_rl_plugin.reshard.plan import make_plan
 from mindspeed_rl_plugin.tools.layout_args import engine_layout_of, model_shape, parse_sizes, train_layout
 from mindspeed_rl_plugin.tools.plan import plan
-from mindspeed_rl_plugin.tools.plan.estimate import Machine, estimate
+from mindspeed_rl_plugin.tools.plan.estimate import Machine, Run, estimate
 from mindspeed_rl_plugin.tools.plan.flow import Cells
 from mindspeed_rl_plugin.tools.plan.known_models import known_model
 from mindspeed_rl_plugin.tools.plan.script_args import read_arguments, read_script
@@ -37,7 +37,7 @@ MACHINE = Machine(8, 50 * GB, 0.3 * GB, 50 * GB, int(64 * GB))
 def run(model, train, generate, world=None, machine=MACHINE):
     parallel = train_layout(train, world)
     engine, engines = engine_layout_of(generate, parallel.world)
-    return estimate(model_shape(model, parallel.tp), parallel, engine, engines, machine)
+    return estimate(Run(model_shape(model, parallel.tp), parallel), engine, engines, machine)
 
 
 def test_figure_10_of_the_paper():
@@ -67,9 +67,9 @@ def test_a_critic_takes_what_its_parameters_take(train, tied):
     shape = ModelShape("qwen2", layers, hidden, 2, 2, 4, ffn, vocab, vocab, tied)
     parallel = train_layout(train, None)
     engine, engines = engine_layout_of("tp1", parallel.world)
-    sizes = dict(itemsize=2, grad_bytes=4)
-    plain = estimate(shape, parallel, engine, engines, MACHINE, **sizes).footprint
-    found = estimate(shape, parallel, engine, engines, MACHINE, critic=True, **sizes).footprint
+    plain, found = (
+        estimate(Run(shape, parallel, critic=critic), engine, engines, MACHINE).footprint for critic in (False, True)
+    )
     attention = hidden * (3 * hidden + hidden) // parallel.tp + 3 * hidden // parallel.tp
     layer = attention + 3 * hidden * ffn // parallel.tp + 2 * hidden
     rows = vocab * hidden // parallel.tp
@@ -114,8 +114,8 @@ def test_a_float32_weight_is_its_own_main_parameter():
     shape, parallel = known_model("qwen2.5-0.5b", 2), train_layout("tp2,dp1", None)
     engine, engines = engine_layout_of("tp1", 2)
     two, four, mixed = (
-        estimate(shape, parallel, engine, engines, MACHINE, itemsize=n, engine_itemsize=m)
-        for n, m in ((2, None), (4, None), (4, 2))
+        estimate(Run(shape, parallel, itemsize=n, engine_itemsize=m), engine, engines, MACHINE)
+        for n, m in ((2, 2), (4, 4), (4, 2))
     )
     parameters = two.footprint.policy.weights // 2
     assert [x.footprint.policy.optimizer for x in (two, four, mixed)] == [12 * parameters, *[8 * parameters] * 2]
@@ -139,13 +139,14 @@ def test_engines_on_ranks_of_their_own():
     """Nothing is released where nothing is shared, and every byte of the engine's weights travels."""
     parallel = train_layout("tp4,dp2", None)
     engine, engines = engine_layout_of("tp2", 8)
-    found = estimate(known_model("qwen3-8b"), parallel, engine, engines, MACHINE, first=8)
+    run = Run(known_model("qwen3-8b"), parallel)
+    found = estimate(run, engine, engines, MACHINE, first=8)
     f = found.footprint
     assert not f.shared
     assert f.peak("stream") == f.generate + (256 << 20)  # they send nothing
     received = found.costs["stream"].flow.received
     assert not received[:8].any() and received[8:].min() > 0.999 * f.generate
-    overlap = estimate(known_model("qwen3-8b"), parallel, engine, engines, MACHINE, first=4).footprint
+    overlap = estimate(run, engine, engines, MACHINE, first=4).footprint
     assert overlap.peak("stream") == f.policy.weights + f.generate + overlap.in_flight
 
 

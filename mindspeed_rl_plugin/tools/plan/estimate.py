@@ -5,7 +5,6 @@ Of devices it counts weights, gradients and optimizer of the fullest one, no act
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 
@@ -41,6 +40,34 @@ class Machine:
     far: float
     host: float
     device_bytes: int
+
+
+@dataclass(frozen=True)
+class Run:
+    """What is planned; its defaults are those of a model and a layout alone.
+
+    itemsize, engine_itemsize: bytes of a weight of the trainer, and of the engine, as which it travels; grad_bytes: of
+    a gradient; distributed: whether the optimizer's state is spread over the data parallel ranks; generate: the
+    engines as `layout_args.engine_layout_of` reads them; bucket_bytes: of `--rl-reshard-bucket-mb`; critic: whether
+    the trainer has one beside the policy; reference: whether the run has one, None where nothing says so; dock_bytes:
+    of a rollout's samples on all machines, at their longest; node: ranks a node. Of a script, notes: what the plan
+    takes otherwise than it says; refused: what a run refuses of its arguments, though the plan does not need them.
+    """
+
+    shape: ModelShape
+    train: Parallel
+    itemsize: int = 2
+    engine_itemsize: int = 2
+    grad_bytes: int = 4
+    distributed: bool = True
+    generate: str | None = None
+    bucket_bytes: int = 256 << 20
+    critic: bool = False
+    reference: bool | None = None
+    dock_bytes: float = 0
+    node: int = 8
+    notes: tuple[str, ...] = ()
+    refused: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -117,42 +144,30 @@ class Estimate:
         return float(self.gdp * (self.weights[TENSOR] / self.utp + self.weights[EXPERT] / self.gep))
 
 
-def estimate(
-    shape: ModelShape,
-    train: Parallel,
-    engine: EngineParallel,
-    engines: int,
-    machine: Machine,
-    *,
-    first: int = 0,
-    itemsize: int = 2,
-    engine_itemsize: int | None = None,
-    grad_bytes: int = 4,
-    distributed: bool = True,
-    bucket_bytes: int = 256 << 20,
-    critic: bool = False,
-) -> Estimate:
-    """Figures of all modes. The engines live on ranks [first, first + engines x engine.ranks). critic: the trainer has
-    one beside the policy; itemsize, engine_itemsize: bytes of a weight in the trainer, and in the engine (None: the
-    same), as which it travels; grad_bytes: of a gradient; distributed: whether the optimizer's state is spread over
-    the data parallel ranks.
+def estimate(run: Run, engine: EngineParallel, engines: int, machine: Machine, first: int = 0) -> Estimate:
+    """Figures of all modes. The engines live on ranks [first, first + engines x engine.ranks).
 
     In `allgather` every engine rank receives the whole model but what it holds; in `stream` only what it lacks.
     Raises ValueError where sizes do not divide.
     """
-    ranks, moved = range(first, first + engines * engine.ranks), engine_itemsize or itemsize
+    shape, train, itemsize = run.shape, run.train, run.engine_itemsize
+    ranks = range(first, first + engines * engine.ranks)
     sources = {r: megatron_layout(shape, train, r) for r in range(train.world)}
     destinations = {r: engine_layout(shape, engine, (r - first) % engine.ranks) for r in ranks}
-    cells = Cells(sources, destinations, canonical_tensors(shape), itemsize=moved, node_size=machine.node_size)
+    cells = Cells(sources, destinations, canonical_tensors(shape), itemsize=itemsize, node_size=machine.node_size)
     costs = {mode: _cost(cells.flow(everything=mode == "allgather"), machine) for mode in MODES}
-    policy, of_critic = _fullest(shape, train, itemsize, grad_bytes, distributed, critic)
-    own = max(sum(map(prod, engine_shapes(shape, engine, r).values())) for r in range(engine.ranks))
-    in_flight = costs["stream"].flow.in_flight(list(ranks), bucket_bytes)
-    whole = int(weights_by_layer(shape, moved).sum())
-    held = Footprint(policy, of_critic, own * moved, whole, in_flight, first < train.world)
-    sizes = weights_by_layer(shape, itemsize).sum(0)
+    policy, critic = _fullest(run)
+    own = max(sum(map(prod, engine_shapes(shape, engine, r).values())) for r in range(engine.ranks)) * itemsize
+    in_flight = costs["stream"].flow.in_flight(list(ranks), run.bucket_bytes)
+    whole = int(weights_by_layer(shape, itemsize).sum())
     return Estimate(
-        sizes, held, costs, policy.weights / machine.host, gdp=len(ranks) // engine.tp, utp=train.tp, gep=engine.ep
+        weights_by_layer(shape, run.itemsize).sum(0),
+        Footprint(policy, critic, own, whole, in_flight, shared=first < train.world),
+        costs,
+        policy.weights / machine.host,
+        gdp=len(ranks) // engine.tp,
+        utp=train.tp,
+        gep=engine.ep,
     )
 
 
@@ -160,19 +175,15 @@ def weights_by_layer(shape: ModelShape, itemsize: int) -> np.ndarray:
     """`[layers + 2, 3]` bytes of each layer by kind of weight (TENSOR, EXPERT, COMMON). Row 0 is what precedes the
     layers, the last row what follows."""
     tensors, out, seen = canonical_tensors(shape), np.zeros((shape.layers + 2, 3), np.int64), set()
-    for layer_type in LayerType:
-        outer = layer_type in (LayerType.EMBEDDING, LayerType.OUTPUT)
-        for row in shape.rows(layer_type):
-            cut = COMMON if row.split in (Split.REPLICATED, Split.DOWN) else TENSOR
-            for layer in [0] if outer else [i for i in range(shape.layers) if row in shape.layer_rows(i)]:
-                place = layer + 1 if not outer else 0 if layer_type is LayerType.EMBEDDING else -1
-                for name in set(shape.names_of(row, layer)) - seen:
-                    seen.add(name)
-                    nbytes = tensors[name].slices * tensors[name].slice_bytes(itemsize)
-                    if layer_type is LayerType.EXPERT:
-                        out[place, EXPERT] += shape.experts * nbytes
-                    else:
-                        out[place, cut] += nbytes
+    layers = map(shape.layer_rows, range(shape.layers))
+    for place, rows in enumerate((shape.rows(LayerType.EMBEDDING), *layers, shape.rows(LayerType.OUTPUT))):
+        for row in rows:
+            whole = row.split in (Split.REPLICATED, Split.DOWN)
+            kind = EXPERT if row.layer_type is LayerType.EXPERT else COMMON if whole else TENSOR
+            for name in set(shape.names_of(row, place - 1)) - seen:
+                seen.add(name)  # a tied head is the embedding
+                nbytes = tensors[name].slices * tensors[name].slice_bytes(itemsize)
+                out[place, kind] += nbytes * (shape.experts if kind == EXPERT else 1)
     return out
 
 
@@ -182,30 +193,22 @@ def _cost(flow: Flow, machine: Machine) -> Cost:
     return Cost(flow, float(near) / machine.near, float(far) / machine.far)
 
 
-def _fullest(
-    shape: ModelShape, train: Parallel, itemsize: int, grad_bytes: int, distributed: bool, critic: bool
-) -> tuple[Held, Held]:
-    """Policy and critic of the trainer's fullest device."""
-    spread, expert_spread = (train.dp * train.cp, train.edp) if distributed else (1, 1)
+def _fullest(run: Run) -> tuple[Held, Held]:
+    """Policy and critic of the trainer's fullest device. Where the policy has its output layer, or shares it with the
+    embedding, a critic has one row of it, whole on every rank."""
+    train = run.train
+    spread, expert_spread = (train.dp * train.cp, train.edp) if run.distributed else (1, 1)
 
     def held(numel: int, experts: int) -> Held:
-        state = STATE_BYTES[itemsize] * (-(-(numel - experts) // spread) + -(-experts // expert_spread))
-        return Held(numel * itemsize, numel * grad_bytes, state)
+        state = STATE_BYTES[run.itemsize] * (-(-(numel - experts) // spread) + -(-experts // expert_spread))
+        return Held(numel * run.itemsize, numel * run.grad_bytes, state)
 
-    devices = [
-        (held(numel, experts), held(of_critic, experts) if critic else Held())
-        for numel, experts, of_critic in _shards(shape, train)
-    ]
-    return max(devices, key=lambda pair: pair[0].total + pair[1].total)
-
-
-def _shards(shape: ModelShape, train: Parallel) -> Iterator[tuple[int, int, int]]:
-    """(elements, those of experts, those of a critic) of every trainer rank that differs. Where the policy has its
-    output layer, or shares it with the embedding, a critic has one row of it, whole on every rank."""
-    differing = {id(shapes): shapes for shapes in (megatron_shapes(shape, train, r) for r in range(train.world))}
-    for shapes in differing.values():
+    devices = []
+    of_ranks = (megatron_shapes(run.shape, train, rank) for rank in range(train.world))
+    for shapes in {id(shapes): shapes for shapes in of_ranks}.values():  # those that differ
         numel = sum(map(prod, shapes.values()))
         experts = sum(prod(s) for name, s in shapes.items() if ".mlp.experts." in name)
         head = prod(shapes.get("output_layer.weight", (0,)))
-        value_head = shape.hidden if "decoder.final_layernorm.weight" in shapes else 0
-        yield numel, experts, numel - head + value_head
+        value_head = run.shape.hidden if "decoder.final_layernorm.weight" in shapes else 0
+        devices.append((held(numel, experts), held(numel - head + value_head, experts) if run.critic else Held()))
+    return max(devices, key=lambda pair: pair[0].total + pair[1].total)

@@ -17,7 +17,8 @@ from mindspeed_rl_plugin.reshard.layout import Canonical, Layout
 
 @dataclass(frozen=True)
 class Flow:
-    """Bytes of a reshard, `[ranks]` each, int or float64, and of its nodes `[nodes]`.
+    """Bytes of a reshard, `[ranks]` each, int or float64, and of its nodes `[nodes]`; the last node is filled up with
+    ranks that move nothing.
 
     received, sent: between ranks; received_far: what of `received` comes from another node; sent_far likewise;
     node_in, node_out: over a node's link.
@@ -38,7 +39,8 @@ class Flow:
 
 
 class Cells:
-    """Both sides of a reshard as booleans `[ranks, cells]`. Every slice that a destination wants must have a source.
+    """Both sides of a reshard as booleans `[nodes, ranks a node, cells]`. Every slice that a destination wants must
+    have a source.
 
     sources, destinations: rank -> layout; itemsize: bytes of an element; node_size: consecutive ranks on one node.
     Raises ValueError naming tensor and range of what no source holds.
@@ -53,21 +55,21 @@ class Cells:
         itemsize: int,
         node_size: int,
     ) -> None:
-        self.ranks = 1 + max(*sources, *destinations)
-        self.node_size = node_size
-        self._names = list(tensors)
-        number = {name: i for i, name in enumerate(self._names)}
-        slices = np.array([t.slices for t in tensors.values()], np.int64)
-        self._base = np.concatenate(([0], np.cumsum(slices)))
-        spans = {id(x): _spans(x, number, self._base) for x in (*sources.values(), *destinations.values())}
-        self._edges = np.unique(np.concatenate([self._base, *(s.ravel() for s in spans.values())]))
-        self._tensor = np.searchsorted(self._base, self._edges[:-1], side="right") - 1
+        self._grid = (1 + max(*sources, *destinations) // node_size, node_size)
+        base = np.cumsum([0, *(t.slices for t in tensors.values())])
+        begins = dict(zip(tensors, base.tolist(), strict=False))
+        spans = {id(x): _spans(x, begins) for x in (*sources.values(), *destinations.values())}
+        self._edges = np.unique(np.concatenate([base, *(s.ravel() for s in spans.values())]))
+        tensor = np.searchsorted(base, self._edges[:-1], side="right") - 1
         slice_bytes = np.array([t.slice_bytes(itemsize) for t in tensors.values()], np.int64)
-        self.nbytes = np.diff(self._edges) * slice_bytes[self._tensor]
+        self.nbytes = np.diff(self._edges) * slice_bytes[tensor]
         held = {key: self._mark(span) for key, span in spans.items()}
-        self.has = self._table(sources, held)
-        self.wants = self._table(destinations, held)
-        self._check()
+        self.has, self.wants = self._table(sources, held), self._table(destinations, held)
+        missing = np.flatnonzero(self.wants.any((0, 1)) & ~self.has.any((0, 1)))
+        if len(missing):
+            cell = missing[0]
+            low, high = self._edges[cell : cell + 2] - base[tensor[cell]]
+            raise ValueError(f"{list(tensors)[tensor[cell]]}: no trainer rank holds slices [{low}, {high})")
 
     def _mark(self, spans: np.ndarray) -> np.ndarray:
         """`[cells]` whether a layout's spans `[n, 2]` hold a cell."""
@@ -77,51 +79,30 @@ class Cells:
         return np.cumsum(steps)[:-1] > 0
 
     def _table(self, layouts: Mapping[int, Layout], held: Mapping[int, np.ndarray]) -> np.ndarray:
-        table = np.zeros((self.ranks, len(self.nbytes)), bool)
+        table = np.zeros((np.prod(self._grid), len(self.nbytes)), bool)
         for rank, layout in layouts.items():
             table[rank] = held[id(layout)]
-        return table
-
-    def _check(self) -> None:
-        missing = np.flatnonzero(self.wants.any(0) & ~self.has.any(0))
-        if len(missing):
-            cell = missing[0]
-            tensor = self._tensor[cell]
-            low, high = self._edges[cell : cell + 2] - self._base[tensor]
-            raise ValueError(f"{self._names[tensor]}: no trainer rank holds slices [{low}, {high})")
+        return table.reshape(*self._grid, -1)
 
     def flow(self, everything: bool = False) -> Flow:
         """Bytes when every destination gets what it wants and lacks; everything: the whole model instead.
 
         A cell comes from a rank of the same node where one holds it, all such ranks sending equally much.
         """
-        wanting = self.wants.any(1)
-        nodes = -(-self.ranks // self.node_size)
-        near_holders = np.stack([self.has[self._on(n)].sum(0) for n in range(nodes)])
-        holders = near_holders.sum(0)
-        far_demand = np.zeros(len(self.nbytes), np.int64)
-        received, received_far = np.zeros(self.ranks, np.int64), np.zeros(self.ranks, np.int64)
-        sent, node_in = np.zeros(self.ranks), np.zeros(nodes, np.int64)
-        for node in range(nodes):
-            here = self._on(node)
-            lacks = ~self.has[here] & (wanting[here, None] if everything else self.wants[here])
-            far = lacks & (near_holders[node] == 0)
-            received[here], received_far[here] = lacks @ self.nbytes, far @ self.nbytes
-            node_in[node] = received_far[here].sum()
-            count = lacks.sum(0)
-            far_demand += np.where(near_holders[node] == 0, count, 0)
-            share = np.where(near_holders[node] > 0, count / np.maximum(near_holders[node], 1), 0) * self.nbytes
-            sent[here] = self.has[here] @ share
-        sent_far = self.has @ (far_demand * self.nbytes / np.maximum(holders, 1))
-        node_out = np.array([sent_far[self._on(n)].sum() for n in range(nodes)])
-        return Flow(received, received_far, sent + sent_far, sent_far, node_in, node_out)
-
-    def _on(self, node: int) -> slice:
-        return slice(node * self.node_size, min((node + 1) * self.node_size, self.ranks))
+        lacks = ~self.has & (self.wants.any(2, keepdims=True) if everything else self.wants)
+        holders = self.has.sum(1)  # of each node, as all below: [nodes, cells]
+        far = holders == 0
+        asked = lacks.sum(1) * self.nbytes
+        received, received_far = lacks @ self.nbytes, (lacks & far[:, None]) @ self.nbytes
+        each = np.where(far, 0, asked / np.maximum(holders, 1))
+        sent = np.stack([here @ share for here, share in zip(self.has, each, strict=True)])
+        sent_far = self.has @ (np.where(far, asked, 0).sum(0) / np.maximum(holders.sum(0), 1))
+        of_ranks = (x.ravel() for x in (received, received_far, sent + sent_far, sent_far))
+        return Flow(*of_ranks, received_far.sum(1), sent_far.sum(1))
 
 
-def _spans(layout: Layout, number: Mapping[str, int], base: Sequence[int]) -> np.ndarray:
+def _spans(layout: Layout, begins: Mapping[str, int]) -> np.ndarray:
     """`[n, 2]` first and last slice, counted through the model, of every segment."""
-    flat = [(base[number[s.name]] + s.start, s.size) for segments in layout.values() for s in segments]
+    flat = [(begins[s.name] + s.start, s.size) for segments in layout.values() for s in segments]
     first, size = np.array(flat, np.int64).reshape(-1, 2).T
     return np.stack([first, first + size], 1)

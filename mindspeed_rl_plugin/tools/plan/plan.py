@@ -15,7 +15,9 @@ import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from mindspeed_rl_plugin.reshard.layout import EngineParallel, ModelShape, Parallel
+import numpy as np
+
+from mindspeed_rl_plugin.reshard.layout import EngineParallel
 from mindspeed_rl_plugin.tools.layout_args import (
     check_engine,
     check_experts,
@@ -25,8 +27,8 @@ from mindspeed_rl_plugin.tools.layout_args import (
     train_layout,
 )
 from mindspeed_rl_plugin.tools.plan import dock_volume
-from mindspeed_rl_plugin.tools.plan.estimate import COMMON, EXPERT, MODES, TENSOR, Estimate, Machine, estimate
-from mindspeed_rl_plugin.tools.plan.script_args import Script, read_script
+from mindspeed_rl_plugin.tools.plan.estimate import COMMON, EXPERT, MODES, TENSOR, Estimate, Machine, Run, estimate
+from mindspeed_rl_plugin.tools.plan.script_args import read_script
 from mindspeed_rl_plugin.tools.text_table import aligned
 
 GB = 1e9
@@ -78,37 +80,19 @@ def report(options: argparse.Namespace) -> list[str]:
     """Lines of the plan. Raises ValueError where the layouts do not fit together."""
     _check_numbers(options)
     run = _run(options)
-    machine = Machine(
-        node_size=run.node or 8,
-        near=options.near * GB,
-        far=options.far * GB,
-        host=options.host * GB,
-        device_bytes=int(options.device_gb * GB),
-    )
+    speeds = (speed * GB for speed in (options.near, options.far, options.host))
+    machine = Machine(run.node, *speeds, device_bytes=int(options.device_gb * GB))
     engine, engines, notes = _engines(options, run)
-    plan = estimate(
-        run.shape,
-        run.train,
-        engine,
-        engines,
-        machine,
-        first=options.generate_first,
-        itemsize=run.itemsize,
-        engine_itemsize=run.engine_itemsize,
-        grad_bytes=options.grad_bytes,
-        distributed=run.distributed,
-        critic=run.critic,
-        bucket_bytes=run.bucket_mb << 20,
-    )
+    first = options.generate_first
+    plan = estimate(run, engine, engines, machine, first)
     shown = _Shown(plan, run, machine)
-    last = options.generate_first + engines * engine.ranks - 1
     return [
-        f"links   assumed, give your own: {options.near:g} GB/s between ranks of a node of {machine.node_size} "
+        f"links   assumed, give your own: {options.near:g} GB/s between ranks of a node of {run.node} "
         f"(--near, --node), {options.far:g} GB/s a node to others (--far), {options.host:g} GB/s a device to its host "
         "(--host)",
         *shown.trainer(options.model or options.script),
-        f"engines {engines} x (tp{engine.tp} ep{engine.ep}: {engine.ranks} ranks), on ranks {options.generate_first} "
-        f"to {last}",
+        f"engines {engines} x (tp{engine.tp} ep{engine.ep}: {engine.ranks} ranks), on ranks {first} "
+        f"to {first + engines * engine.ranks - 1}",
         *(f"note: {note}" for note in (*run.notes, *notes)),
         *(f"a run refuses: {line}" for line in run.refused),
         *("", *shown.memory(), shown.host(), "", *shown.traffic(), "", *shown.equation(engine)),
@@ -125,24 +109,25 @@ def _check_numbers(options: argparse.Namespace) -> None:
             raise ValueError(f"--{name.replace('_', '-')} must be at least {least}, got {value}")
 
 
-def _run(options: argparse.Namespace) -> Script:
+def _run(options: argparse.Namespace) -> Run:
     """What is planned: the script's run, or one of a model and a layout, with what other options say."""
     if options.script and (options.model or options.train or options.world):
         raise ValueError("a script says model, layout and world itself; leave out --model, --train and --world")
-    run = read_script(options.script, options.vocab) if options.script else Script(*_model(options))
+    run = read_script(options.script, options.vocab) if options.script else _run_of_model(options)
     check_train(run.shape, run.train, f"--train {options.train}" if options.train else f"{options.script}, trainer")
     return replace(
         run,
         node=options.node or run.node,
         itemsize=options.weight_bytes or run.itemsize,
         engine_itemsize=options.weight_bytes or run.engine_itemsize,
+        grad_bytes=options.grad_bytes,
         distributed=run.distributed and not options.no_distributed_optimizer,
         critic=run.critic or options.critic,
-        bucket_mb=options.bucket_mb or run.bucket_mb,
+        bucket_bytes=options.bucket_mb << 20 if options.bucket_mb else run.bucket_bytes,
     )
 
 
-def _model(options: argparse.Namespace) -> tuple[ModelShape, Parallel]:
+def _run_of_model(options: argparse.Namespace) -> Run:
     if not options.model:
         raise ValueError("give a launch script, or --model and --train")
     shape = model_shape(options.model, 1)  # an unknown name is said before a layout is asked for
@@ -152,10 +137,10 @@ def _model(options: argparse.Namespace) -> tuple[ModelShape, Parallel]:
         raise ValueError("--vocab is for a launch script; the model says its vocabulary itself")
     check_experts(shape, options.train, f"--train {options.train}")
     train = train_layout(options.train, options.world)
-    return model_shape(options.model, train.tp), train
+    return Run(model_shape(options.model, train.tp), train)
 
 
-def _engines(options: argparse.Namespace, run: Script) -> tuple[EngineParallel, int, list[str]]:
+def _engines(options: argparse.Namespace, run: Run) -> tuple[EngineParallel, int, list[str]]:
     """One engine, how many (of the option, else the script's, else what a run without flags has), and notes."""
     text, notes = options.generate or run.generate, []
     if text is None and not options.script:
@@ -178,7 +163,7 @@ class _Shown:
     """The figures as lines; in MB where the whole model is below one GB."""
 
     plan: Estimate
-    run: Script
+    run: Run
     machine: Machine
 
     @property
@@ -217,7 +202,7 @@ class _Shown:
             + (critic if c.total else ""),
             "reshard peak: " + (f"weights {unit(p.weights)}, " if f.shared else "") + f"engine's weights "
             f"{unit(f.generate)}, and in allgather the whole model {unit(f.whole)}; in stream what is in flight "
-            f"{unit(f.in_flight)} (at most two buckets of {self.run.bucket_mb} MiB)",
+            f"{unit(f.in_flight)} (at most two buckets of {self.run.bucket_bytes >> 20} MiB)",
             f"generate: engine's weights {unit(f.generate)}; left is for the KV cache and the engine's working memory",
             "activations, of the update as of the engine, are in no column",
             f"swapping releases {unit(p.weights)} {self.name} ({p.weights / 2**30:.2f} GiB) of training weights a "
@@ -245,10 +230,9 @@ class _Shown:
         rows = [(*head, "s in node", "s between", "s")]
         for mode, cost in self.plan.costs.items():
             flow, seconds = cost.flow, (cost.near_seconds, cost.far_seconds, cost.seconds)
-            receivers = flow.received[flow.received > 0]
             most = (flow.received, flow.received_far, flow.sent, flow.node_in, flow.node_out)
-            nbytes = (receivers.mean() if len(receivers) else 0, *(array.max() for array in most))
-            rows.append((mode, *map(self.unit, nbytes), *(f"{s:.2f}" for s in seconds)))
+            mean = flow.received.sum() / max(1, np.count_nonzero(flow.received))
+            rows.append((mode, *map(self.unit, (mean, *map(np.max, most))), *(f"{s:.2f}" for s in seconds)))
         whole, stream = (self.plan.costs[mode].flow.received.sum() for mode in MODES)
         return [
             *aligned(rows, 1),

@@ -7,7 +7,7 @@ import contextlib
 import json
 import re
 import tempfile
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from mindspeed_rl_plugin.algorithms import Algorithm, resolve
@@ -16,6 +16,7 @@ from mindspeed_rl_plugin.config.upstream import RUN, UPSTREAM, refusals
 from mindspeed_rl_plugin.reshard.layout import ModelShape, Parallel
 from mindspeed_rl_plugin.tools.convert import tokens
 from mindspeed_rl_plugin.tools.plan.dock_volume import rollout_bytes
+from mindspeed_rl_plugin.tools.plan.estimate import Run
 from mindspeed_rl_plugin.tools.rehearse.capture import capture
 from mindspeed_rl_plugin.tools.rehearse.command_line import Flags
 
@@ -56,38 +57,11 @@ _NO_FLAGS = {
     "--num-layers-in-last-pipeline-stage": "--decoder-last-pipeline-num-layers",
 }
 _ENGINE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}  # else the trainer's
-_BUCKET_MB = 256
 # In the order in which a run looks for the prompts' tokenizer.
 _TOKENIZERS = ("--rl-tokenizer", "--rl-hf-model", "--tokenizer-model", "--tokenizer-name-or-path")
 
 
-@dataclass(frozen=True)
-class Script:
-    """What a launch script asks for; its defaults are those of a model and a layout alone.
-
-    itemsize, engine_itemsize: bytes of a weight of the trainer and of the engine; generate, bucket_mb: its RL flags
-    where it has them, the first as `layout_args.engine_layout_of` reads it; critic, reference: whether its algorithm
-    has them (None without one); dock_bytes: of a rollout's samples on all machines, at their longest; node: ranks a
-    node, where it says so; notes: what the plan takes otherwise than the script says; refused: what a run refuses of
-    its arguments, though the plan does not need them.
-    """
-
-    shape: ModelShape
-    train: Parallel
-    itemsize: int = 2
-    engine_itemsize: int = 2
-    distributed: bool = True
-    generate: str | None = None
-    bucket_mb: int = _BUCKET_MB
-    critic: bool = False
-    reference: bool | None = None
-    dock_bytes: float = 0
-    notes: tuple[str, ...] = ()
-    refused: tuple[str, ...] = ()
-    node: int | None = None
-
-
-def read_script(path: Path, vocab: int | None = None, timeout: float = 60.0) -> Script:
+def read_script(path: Path, vocab: int | None = None, timeout: float = 60.0) -> Run:
     """Run the script up to its torchrun and read the arguments.
 
     vocab: real vocabulary, where it is not in the script or its tokenizer's files. Raises ValueError for what no
@@ -102,7 +76,7 @@ def read_script(path: Path, vocab: int | None = None, timeout: float = 60.0) -> 
     return replace(script, node=launch.nproc)
 
 
-def read_arguments(flags: Flags, world: int, vocab: int | None = None, folder: Path = Path()) -> Script:
+def read_arguments(flags: Flags, world: int, vocab: int | None = None, folder: Path = Path()) -> Run:
     """The same from arguments that are at hand, for a world of ranks. folder: where their relative paths begin."""
     args = _namespace(flags)
     args.world_size = world
@@ -112,7 +86,7 @@ def read_arguments(flags: Flags, world: int, vocab: int | None = None, folder: P
         notes.append(f"--mtp-num-layers {args.mtp_num_layers}: these layers are not generated with, not counted")
     if "--rl-swap" in flags and set(config.reshard.swap_names) != {"params", "grads", "optimizer"}:
         notes.append(f"--rl-swap {flags.get('--rl-swap')}: planned as if params, grads and optimizer leave the device")
-    itemsize = 2 if args.bf16 or args.fp16 else 4
+    itemsize, bucket_mb = 2 if args.bf16 or args.fp16 else 4, config.reshard.reshard_bucket_mb
     engines = "--rl-generate-tp" in flags or "--rl-generate-ep" in flags
     vocab = vocab or args.vocab_size or _vocabulary(flags, folder) or args.padded_vocab_size
     if not vocab:
@@ -121,14 +95,14 @@ def read_arguments(flags: Flags, world: int, vocab: int | None = None, folder: P
             f"the script leaves the vocabulary to a tokenizer whose tokenizer.json is not here ({named}); give its "
             "size with --vocab"
         )
-    return Script(
+    return Run(
         shape=ModelShape.from_megatron_args(args, vocab),
         train=Parallel.from_megatron_args(args),
         itemsize=itemsize,
         engine_itemsize=_ENGINE_BYTES.get(config.rollout.engine_dtype, itemsize),
         distributed=bool(args.use_distributed_optimizer),
         generate=f"tp{config.rollout.generate_tp},ep{config.rollout.generate_ep}" if engines else None,
-        bucket_mb=config.reshard.reshard_bucket_mb if config.reshard.reshard_bucket_mb >= 1 else _BUCKET_MB,
+        bucket_bytes=bucket_mb << 20 if bucket_mb >= 1 else Run.bucket_bytes,
         critic=algorithm is not None and algorithm.needs_critic,
         reference=algorithm and (algorithm.needs_reference or algorithm.from_pairs),
         dock_bytes=rollout_bytes(config, algorithm, args.global_batch_size) if algorithm else 0,
