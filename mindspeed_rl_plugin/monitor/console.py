@@ -31,6 +31,21 @@ LEGEND = (
     "seconds: resh: weights to the engine, lp: old log-probs (docs/metrics.md)"
 )
 _ASCII = str.maketrans({"±": "+-", "Δ": "d"})
+# Parts of the line of an iteration: formats of metrics, or of what `_derived` makes of them.
+_PARTS = (
+    (("reward {:6.3f}", "reward/mean"), ("±{:5.3f}", "reward/std")),
+    (("solved {:4.2f}", "groups/solved"), ("differ {:4.2f}", "groups/informative")),
+    (("sampled {}", "sampled"),),
+    (("len {:6.1f}", "response/length_mean"), ("trunc {:4.2f}", "response/truncated")),
+    (("loss {:.4f}", "pair loss"), ("margin {:6.3f}", "dpo/margin"), ("right {:4.2f}", "dpo/accuracy")),
+    (("kl {:>7}", "kl"), ("ratio {:5.3f}", "ratio/mean"), ("clip {:4.2f}", "clip_fraction")),
+    (("ent {:5.3f}", "entropy"),),
+    (("critic {}", "critic"), ("explains {:4.2f}", "critic/explained_variance"), ("{}", "alone")),
+    (("Δlogp {}", "logp_diff"),),
+    (("{:6,.0f} tok/s", "tokens_per_second"),),
+    (("{}", "stages"),),
+    (("grader errors {:.0f}", "errors"),),
+)
 
 
 def iteration_line(iteration: int, metrics: Mapping[str, Metric], total: int | None = None) -> str:
@@ -38,42 +53,28 @@ def iteration_line(iteration: int, metrics: Mapping[str, Metric], total: int | N
 
     Stages under 0.05 s are left out, they are in the files.
     """
-    get = metrics.get
-    parts = [_counter(iteration, total)]
-    parts.append(_join(_put("reward {:6.3f}", get("reward/mean")), _put("±{:5.3f}", get("reward/std"))))
-    parts.append(_join(_put("solved {:4.2f}", get("groups/solved")), _put("differ {:4.2f}", get("groups/informative"))))
-    parts.append(_sampled(metrics))
-    parts.append(
-        _join(_put("len {:6.1f}", get("response/length_mean")), _put("trunc {:4.2f}", get("response/truncated")))
-    )
-    if "dpo/margin" in metrics:
-        parts.append(
-            _join(
-                _put("loss {:.4f}", get("loss")),
-                _put("margin {:6.3f}", get("dpo/margin")),
-                _put("right {:4.2f}", get("dpo/accuracy")),
-            )
-        )
-    kl = get("kl/ref", get("kl/old"))
-    parts.append(
-        _join(
-            "" if kl is None else f"kl {short_float(kl):>7}",
-            _put("ratio {:5.3f}", get("ratio/mean")),
-            _put("clip {:4.2f}", get("clip_fraction")),
-        )
-    )
-    parts.append(_put("ent {:5.3f}", get("entropy")))
+    values = {**metrics, **_derived(metrics)}
+    parts = [" ".join(form.format(values[name]) for form, name in part if name in values) for part in _PARTS]
+    return " | ".join(filter(None, [_counter(iteration, total), *parts]))
+
+
+def _derived(metrics: Mapping[str, Metric]) -> dict[str, Metric]:
+    out: dict[str, Metric] = {"stages": _stage_seconds(metrics)}
+    if "sampling/groups_drawn" in metrics:
+        out["sampled"] = _sampled(metrics)
+    if "dpo/margin" in metrics and "loss" in metrics:
+        out["pair loss"] = metrics["loss"]
+    if (kl := metrics.get("kl/ref", metrics.get("kl/old"))) is not None:
+        out["kl"] = short_float(kl)
     if "critic/loss" in metrics:
-        alone = "" if "loss" in metrics else "alone"  # it warms up, the policy is not trained
-        value = f"critic {short_float(metrics['critic/loss'])}"
-        parts.append(_join(value, _put("explains {:4.2f}", get("critic/explained_variance")), alone))
+        out["critic"] = short_float(metrics["critic/loss"])
+        out |= {} if "loss" in metrics else {"alone": "alone"}  # it warms up, the policy is not trained
     if "logp_diff/max" in metrics:
-        parts.append(f"Δlogp {short_float(get('logp_diff/mean', math.nan))}/{short_float(metrics['logp_diff/max'])}")
-    parts.append(_put("{:6,.0f} tok/s", get("tokens_per_second")))
-    parts.append(_stage_seconds(metrics))
-    if get("reward/errors"):
-        parts.append(f"grader errors {metrics['reward/errors']:.0f}")
-    return " | ".join(p for p in parts if p)
+        mean = metrics.get("logp_diff/mean", math.nan)
+        out["logp_diff"] = f"{short_float(mean)}/{short_float(metrics['logp_diff/max'])}"
+    if metrics.get("reward/errors"):
+        out["errors"] = metrics["reward/errors"]
+    return out
 
 
 def eval_line(iteration: int, metrics: Mapping[str, float], total: int | None = None) -> str:
@@ -121,20 +122,10 @@ def _counter(iteration: int, total: int | None) -> str:
 
 
 def _sampled(metrics: Mapping[str, Metric]) -> str:
-    """`sampled 48 for 16`: groups that dynamic sampling took, and those that are trained; "" without it."""
-    if "sampling/groups_drawn" not in metrics:
-        return ""
+    """`48 for 16`: groups that dynamic sampling took, and those that are trained."""
     sampled, share = metrics["sampling/groups_drawn"], metrics.get("sampling/informative", 0.0)
     resumed, deferred, filled = (metrics.get(f"sampling/{name}", 0) for name in ("brought", "carried", "filled"))
-    return f"sampled {sampled:.0f} for {sampled * share + resumed - deferred + filled:.0f}"
-
-
-def _join(*parts: str) -> str:
-    return " ".join(p for p in parts if p)
-
-
-def _put(form: str, value: float | None) -> str:
-    return "" if value is None else form.format(value)
+    return f"{sampled:.0f} for {sampled * share + resumed - deferred + filled:.0f}"
 
 
 def _plain(value: float) -> str:

@@ -19,7 +19,6 @@ from mindspeed_rl_plugin.monitor.run_files import atomic_write, dump_file, dump_
 from mindspeed_rl_plugin.rows import FINISH, Column, Ragged, Rows, SampleId, unpack_json
 
 TOKEN_COLUMNS = ("loss_mask", "logp_rollout", "logp_old", "logp_ref", "advantages")
-REQUIRED = ("tokens", "loss_mask", "reward")
 
 
 def dump_rollout(
@@ -27,25 +26,22 @@ def dump_rollout(
     rows: Rows,
     decode: Callable[[Sequence[int]], str],
     *,
-    iteration: int | None = None,
+    iteration: int,
     graders: Sequence[str] = (),
     own: Sequence[str] = (),
 ) -> Path:
     """Write the rows of one rollout to `rollout-{epoch:06d}.parquet`, by their latest epoch, and return its path.
 
-    Columns used: tokens, loss_mask, reward (needed); prompt, meta, reward_parts, advantages, finish,
-    version, logp_rollout, logp_old, logp_ref (where they are there). decode: token ids to text.
-    iteration: the training iteration that the rollout feeds first; graders: names of the columns of reward_parts
-    `[B, n]`; own: further columns, of a user's stages. Raises ValueError for missing columns, no rows, or a number of
-    graders that does not fit.
+    Columns used: prompt, meta, tokens, loss_mask, reward, reward_parts, finish, version, advantages, and the others of
+    `TOKEN_COLUMNS` where they are there. decode: token ids to text. iteration: the training iteration that the rollout
+    feeds first; graders: names of the columns of reward_parts `[B, n]`; own: further columns, of a user's stages.
     """
     import pyarrow.parquet as pq
 
-    epoch = _check(rows, graders)
     table = _table(rows, decode, iteration, graders)
     for name in own:
         table = table.append_column(name, _plain(rows[name]))
-    path = dump_file(dump_dir, epoch)
+    path = dump_file(dump_dir, max(i.epoch for i in rows.ids))
     path.parent.mkdir(parents=True, exist_ok=True)
     atomic_write(path, lambda p: pq.write_table(table, p, compression="zstd"))
     return path
@@ -58,23 +54,15 @@ def read_rollout(path: str | os.PathLike[str]) -> Rows:
     table = pq.read_table(path)
     columns = {name: table[name].combine_chunks() for name in table.column_names}
     ids = tuple(map(SampleId, *(columns[k].to_pylist() for k in SampleId._fields)))
-    prompt, response = _ragged(columns["prompt_tokens"], torch.int32), _ragged(columns["response_tokens"], torch.int32)
-    lengths = prompt.lengths.tolist()
+    prompt, response = _ragged(columns["prompt_tokens"]), _ragged(columns["response_tokens"])
     whole = [torch.cat(pair) for pair in zip(prompt.rows(), response.rows(), strict=True)]
-    out: dict[str, Ragged | Tensor] = {"prompt": prompt, "tokens": Ragged.from_rows(whole, torch.int32)}
-    for name in TOKEN_COLUMNS:
-        if name in columns:
-            tail = _ragged(columns[name], torch.uint8 if name == "loss_mask" else torch.float32)
-            padded = [torch.cat([r.new_zeros(p), r]) for p, r in zip(lengths, tail.rows(), strict=True)]
-            out[name] = Ragged.from_rows(padded, tail.values.dtype)
-    out["reward"] = torch.tensor(columns["reward"].to_pylist(), dtype=torch.float32)
-    if "reward_parts" in columns:
-        out["reward_parts"] = torch.tensor(columns["reward_parts"].to_pylist(), dtype=torch.float32)
-    if "finish" in columns:
-        out["finish"] = torch.tensor([FINISH.index(f) for f in columns["finish"].to_pylist()], dtype=torch.int8)
-    if "version" in columns:
-        out["version"] = torch.tensor(columns["version"].to_pylist(), dtype=torch.int64)
-    return Rows(ids, out)
+    out: dict[str, Column] = {"prompt": prompt, "tokens": Ragged.from_rows(whole)}
+    for name in set(TOKEN_COLUMNS) & columns.keys():
+        pairs = zip(prompt.lengths.tolist(), _ragged(columns[name]).rows(), strict=True)
+        out[name] = Ragged.from_rows([torch.cat([row.new_zeros(length), row]) for length, row in pairs])
+    out["reward_parts"] = torch.tensor(columns["reward_parts"].to_pylist(), dtype=torch.float32)
+    out["finish"] = torch.tensor([FINISH.index(f) for f in columns["finish"].to_pylist()], dtype=torch.int8)
+    return Rows(ids, out | {name: torch.tensor(columns[name].to_numpy()) for name in ("reward", "version")})
 
 
 def discard_dumps_after(dump_dir: str | os.PathLike[str], epoch: int) -> int:
@@ -85,58 +73,30 @@ def discard_dumps_after(dump_dir: str | os.PathLike[str], epoch: int) -> int:
     return len(late)
 
 
-def _check(rows: Rows, graders: Sequence[str]) -> int:
-    missing = [name for name in REQUIRED if name not in rows.columns]
-    epochs = sorted({i.epoch for i in rows.ids})
-    if missing or not epochs:
-        raise ValueError(f"dump_rollout needs the columns {REQUIRED} and rows; missing {missing}, epochs {epochs}")
-    parts = rows.columns.get("reward_parts")
-    if graders and parts is not None and parts.shape[1] != len(graders):
-        raise ValueError(f"dump_rollout: {len(graders)} grader names for {parts.shape[1]} reward parts")
-    return epochs[-1]
-
-
-def _table(rows: Rows, decode: Callable[[Sequence[int]], str], iteration: int | None, graders: Sequence[str]) -> Any:
+def _table(rows: Rows, decode: Callable[[Sequence[int]], str], iteration: int, graders: Sequence[str]) -> Any:
     import pyarrow as pa
 
-    columns = rows.columns
-    prompt_lengths = _prompt_lengths(rows)
-    tokens = columns["tokens"]
-    prompt, response = _cut(tokens, prompt_lengths)
-    data: dict[str, Any] = {}
-    for name in SampleId._fields:
-        data[name] = pa.array([getattr(i, name) for i in rows.ids], pa.int64())
-    if iteration is not None:
-        data["iteration"] = pa.array([iteration] * len(rows), pa.int64())
-    meta = unpack_json(columns["meta"]) if "meta" in columns else [{}] * len(rows)
-    texts = [m["text"] if "text" in m else decode(p.tolist()) for m, p in zip(meta, prompt.rows(), strict=True)]
-    data["prompt"] = pa.array([_utf8(t) for t in texts], pa.string())
-    data["response"] = pa.array([_utf8(decode(r.tolist())) for r in response.rows()], pa.string())
-    data["answer"] = pa.array([_utf8(str(m.get("answer", ""))) for m in meta], pa.string())
-    data["reward"] = pa.array(columns["reward"].float().numpy(), pa.float32())
-    if "reward_parts" in columns:
-        data["reward_parts"] = pa.array(columns["reward_parts"].float().tolist(), pa.list_(pa.float32()))
-    if "advantages" in columns:
-        data["advantage"] = pa.array(_trained_mean(columns["advantages"], columns["loss_mask"]), pa.float32())
-    data["response_length"] = pa.array(response.lengths.numpy(), pa.int64())
-    if "finish" in columns:
-        data["finish"] = pa.array([FINISH[f] for f in columns["finish"].tolist()], pa.string())
-    if "version" in columns:
-        data["version"] = pa.array(columns["version"].numpy(), pa.int64())
-    data["prompt_tokens"], data["response_tokens"] = _list(prompt, pa.int32()), _list(response, pa.int32())
-    for name in TOKEN_COLUMNS:
-        if name in columns:
-            dtype = pa.uint8() if name == "loss_mask" else pa.float32()
-            data[name] = _list(_cut(columns[name], prompt_lengths)[1], dtype)
+    columns, prompt_lengths = rows.columns, rows["prompt"].lengths
+    prompt, response = _cut(rows["tokens"], prompt_lengths)
+    meta = unpack_json(rows["meta"])
+    prompts = [m["text"] if "text" in m else decode(p.tolist()) for m, p in zip(meta, prompt.rows(), strict=True)]
+    data = {name: pa.array([getattr(i, name) for i in rows.ids]) for name in SampleId._fields}
+    data |= {
+        "iteration": pa.array([iteration] * len(rows)),
+        "prompt": pa.array(map(_utf8, prompts)),
+        "response": pa.array([_utf8(decode(r.tolist())) for r in response.rows()]),
+        "answer": pa.array([_utf8(str(m.get("answer", ""))) for m in meta]),
+        "reward": pa.array(rows["reward"].numpy()),
+        "reward_parts": pa.array(rows["reward_parts"].tolist(), pa.list_(pa.float32())),
+        "advantage": pa.array(_trained_mean(rows["advantages"], rows["loss_mask"]), pa.float32()),
+        "response_length": pa.array(response.lengths.numpy()),
+        "finish": pa.array([FINISH[f] for f in rows["finish"].tolist()]),
+        "version": pa.array(rows["version"].numpy()),
+        "prompt_tokens": _list(prompt),
+        "response_tokens": _list(response),
+    }
+    data |= {name: _list(_cut(columns[name], prompt_lengths)[1]) for name in TOKEN_COLUMNS if name in columns}
     return pa.table(data).replace_schema_metadata({"graders": json.dumps(list(graders))})
-
-
-def _prompt_lengths(rows: Rows) -> Tensor:
-    """`[B]` prompt tokens: of the column prompt where it is there, else up to the first trained token."""
-    if "prompt" in rows.columns:
-        return rows.columns["prompt"].lengths
-    first = [int(m.nonzero()[0]) if bool(m.any()) else m.shape[0] for m in rows.columns["loss_mask"].rows()]
-    return torch.tensor(first, dtype=torch.int64)
 
 
 def _cut(column: Ragged, prompt_lengths: Tensor) -> tuple[Ragged, Ragged]:
@@ -155,11 +115,10 @@ def _trained_mean(column: Ragged, mask: Ragged) -> list[float]:
     return [float(c[m.bool()].double().mean()) if bool(m.any()) else 0.0 for c, m in pairs]
 
 
-def _list(column: Ragged, dtype: Any) -> Any:
+def _list(column: Ragged) -> Any:
     import pyarrow as pa
 
-    offsets = pa.array(column.offsets.numpy(), pa.int32())
-    return pa.ListArray.from_arrays(offsets, pa.array(column.values.numpy(), dtype))
+    return pa.ListArray.from_arrays(pa.array(column.offsets.numpy(), pa.int32()), pa.array(column.values.numpy()))
 
 
 def _plain(column: Column) -> Any:
@@ -169,10 +128,9 @@ def _plain(column: Column) -> Any:
     return pa.array([row.tolist() for row in (column.rows() if isinstance(column, Ragged) else column)])
 
 
-def _ragged(array: Any, dtype: torch.dtype) -> Ragged:
+def _ragged(array: Any) -> Ragged:
     offsets = torch.tensor(array.offsets.to_pylist(), dtype=torch.int64)
-    values = torch.tensor(array.flatten().to_pylist(), dtype=dtype)
-    return Ragged(values, offsets - offsets[0])
+    return Ragged(torch.tensor(array.flatten().to_numpy()), offsets - offsets[0])
 
 
 def _utf8(text: str) -> str:

@@ -13,7 +13,7 @@ from typing import Any, Protocol, TextIO
 
 from mindspeed_rl_plugin.monitor.console import LEGEND, ProgressBar, eval_line, iteration_line, write_line
 from mindspeed_rl_plugin.monitor.names import Metric
-from mindspeed_rl_plugin.monitor.run_files import METRICS_FILE, RUN_FILE, JsonLines, run_id, set_aside, write_json
+from mindspeed_rl_plugin.monitor.run_files import METRICS_FILE, RUN_FILE, JsonLines, run_id, write_json
 from mindspeed_rl_plugin.monitor.stage_clock import MemoryMeter, StageClock, drop_foreign_events
 
 TAG = "rl/"
@@ -65,10 +65,7 @@ class Monitor:
         self._tensorboard, self._wandb, self._stream = tensorboard_writer, wandb, stream
         self._bar_shown = rank == 0 and (sys.stderr.isatty() if is_terminal is None else is_terminal)
         self.clock = StageClock(run_dir, rank, meter=meter, synchronize=synchronize, resume_iteration=resume_iteration)
-        path = self.run_dir / DOCK_FILE.format(rank=rank)
-        if not resume_iteration:
-            set_aside(path)
-        self._dock = JsonLines(path, keep=lambda r: r["iteration"] <= resume_iteration)
+        self._dock = JsonLines(self.run_dir / DOCK_FILE.format(rank=rank), resume_iteration)
         self._metrics: JsonLines | None = None
         self._legend_shown = False
         if rank == 0:
@@ -116,11 +113,8 @@ class Monitor:
             self._metrics.close()
 
     def _open_files(self, world_size: int, resume_iteration: int, info: dict[str, Any]) -> None:
-        path = self.run_dir / METRICS_FILE
-        if not resume_iteration:
-            set_aside(path)
         drop_foreign_events(self.run_dir, world_size, resume_iteration)
-        self._metrics = JsonLines(path, keep=lambda r: r["iteration"] <= resume_iteration)
+        self._metrics = JsonLines(self.run_dir / METRICS_FILE, resume_iteration)
         self._written = {(r["kind"], r["iteration"]) for r in self._metrics.lines_kept}
         facts = {
             "id": resume_iteration and run_id(self.run_dir) or secrets.token_hex(8),

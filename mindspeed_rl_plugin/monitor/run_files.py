@@ -20,16 +20,13 @@ import json
 import math
 import os
 import re
-import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 METRICS_FILE = "metrics.jsonl"
 RUN_FILE = "run.json"
 OWNER_FILE = "dumps-of.json"
-_EVENTS = re.compile(r"events-rank(\d+)\.jsonl")
-_DUMP = re.compile(r"rollout-(\d+)\.parquet")
 
 
 def events_file(run_dir: str | os.PathLike[str], rank: int) -> Path:
@@ -39,8 +36,7 @@ def events_file(run_dir: str | os.PathLike[str], rank: int) -> Path:
 
 def event_files(run_dir: str | os.PathLike[str]) -> dict[int, Path]:
     """Rank -> stage events file, for every rank that left one, in rank order."""
-    files = {int(m[1]): p for p in Path(run_dir).iterdir() if (m := _EVENTS.fullmatch(p.name))}
-    return dict(sorted(files.items()))
+    return _numbered(run_dir, r"events-rank(\d+)\.jsonl")
 
 
 def dump_file(dump_dir: str | os.PathLike[str], epoch: int) -> Path:
@@ -50,9 +46,11 @@ def dump_file(dump_dir: str | os.PathLike[str], epoch: int) -> Path:
 
 def dump_files(dump_dir: str | os.PathLike[str]) -> dict[int, Path]:
     """Epoch -> dump, in epoch order; empty where the directory does not exist."""
-    if not Path(dump_dir).is_dir():
-        return {}
-    files = {int(m[1]): p for p in Path(dump_dir).iterdir() if (m := _DUMP.fullmatch(p.name))}
+    return _numbered(dump_dir, r"rollout-(\d+)\.parquet") if Path(dump_dir).is_dir() else {}
+
+
+def _numbered(folder: str | os.PathLike[str], name: str) -> dict[int, Path]:
+    files = {int(m[1]): p for p in Path(folder).iterdir() if (m := re.fullmatch(name, p.name))}
     return dict(sorted(files.items()))
 
 
@@ -89,7 +87,7 @@ def check_dumps(dump_dir: str | os.PathLike[str], run_dir: str | os.PathLike[str
     )
 
 
-def atomic_write(path: str | os.PathLike[str], write: Callable[[Path], None]) -> None:
+def atomic_write(path: str | os.PathLike[str], write: Callable[[Path], object]) -> None:
     """Let `write` fill a temporary file beside `path`, then rename it: readers see the old or the new file, whole."""
     path = Path(path)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
@@ -104,8 +102,12 @@ def atomic_write(path: str | os.PathLike[str], write: Callable[[Path], None]) ->
 
 def write_json(path: str | os.PathLike[str], value: Mapping[str, Any]) -> None:
     """Write one JSON object atomically; numbers that are not finite become null."""
-    text = json.dumps(json_safe(value), indent=1, ensure_ascii=False) + "\n"
-    atomic_write(path, lambda p: p.write_text(text, encoding="utf-8") and None)
+    write_text(path, json.dumps(json_safe(value), indent=1, ensure_ascii=False) + "\n")
+
+
+def write_text(path: str | os.PathLike[str], text: str) -> None:
+    """Write a text file atomically."""
+    atomic_write(path, lambda p: p.write_text(text, encoding="utf-8"))
 
 
 def json_safe(value: Any) -> Any:
@@ -125,42 +127,37 @@ def json_safe(value: Any) -> Any:
 class JsonLines:
     """An append-only file of JSON objects that survives a kill: one write and one flush a line.
 
-    Opening it keeps the old lines for which `keep` is true (all of them where it is None) and cuts a
-    last line that a crash left incomplete; `keep` is asked once per line. Thread-safe.
+    resume_iteration: that of the checkpoint. At 0 the file of an earlier run is set aside as `.old`; else its lines up
+    to that iteration stay, `lines_kept`, and a last line that a crash left incomplete is cut.
     """
 
-    def __init__(self, path: str | os.PathLike[str], keep: Callable[[dict[str, Any]], bool] | None = None) -> None:
+    def __init__(self, path: str | os.PathLike[str], resume_iteration: int) -> None:
         self.path = Path(path)
-        self._lock = threading.Lock()
         self.lines_kept: list[dict[str, Any]] = []
-        if self.path.exists():
-            self.lines_kept = [r for r in read_jsonl(self.path) if keep is None or keep(r)]
+        if not resume_iteration:
+            set_aside(self.path)
+        elif self.path.exists():
+            self.lines_kept = [r for r in read_jsonl(self.path) if r["iteration"] <= resume_iteration]
             self._rewrite(self.lines_kept)
-        self._file = self._open()
+        self._file = self.path.open("a", encoding="utf-8")
 
     def append(self, record: Mapping[str, Any]) -> None:
         """Write one object as one line."""
-        with self._lock:
-            self._file.write(_line(record))
-            self._file.flush()
+        self._file.write(_line(record))
+        self._file.flush()
 
     def replace(self, record: Mapping[str, Any], same: Callable[[dict[str, Any]], bool]) -> None:
         """Write one object in place of the earlier lines for which `same` is true."""
-        with self._lock:
-            self._file.close()
-            self._rewrite([r for r in read_jsonl(self.path) if not same(r)] + [dict(record)])
-            self._file = self._open()
+        self._file.close()
+        self._rewrite([r for r in read_jsonl(self.path) if not same(r)] + [record])
+        self._file = self.path.open("a", encoding="utf-8")
 
     def close(self) -> None:
         """Close the file; closing twice is fine."""
         self._file.close()
 
-    def _open(self) -> TextIO:
-        return self.path.open("a", encoding="utf-8")
-
-    def _rewrite(self, records: list[dict[str, Any]]) -> None:
-        text = "".join(map(_line, records))
-        atomic_write(self.path, lambda p: p.write_text(text, encoding="utf-8") and None)
+    def _rewrite(self, records: Iterable[Mapping[str, Any]]) -> None:
+        write_text(self.path, "".join(map(_line, records)))
 
 
 def set_aside(path: str | os.PathLike[str]) -> None:

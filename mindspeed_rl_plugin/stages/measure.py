@@ -90,7 +90,7 @@ class Measure(Stage):
         measured: tuple[dict[str, Metric], int] = ({}, 0)
         if leader:
             check_weights(lease.rows, done, transfer.digest)
-            measured = self.metrics(lease.rows) | moved | (sampling or {}), metrics.token_count(lease.rows)
+            measured = self.metrics(lease.rows) | moved | (sampling or {}), int(lease.rows["length"].sum())
             if self.dump is not None:
                 self._dump(lease.rows, done + 1)
         self.commit(lease)
@@ -101,7 +101,7 @@ class Measure(Stage):
         valid = rows["valid"].nonzero().flatten().tolist()
         parts = rows["reward_parts"][valid]
         right = [solved(row, self.graders.weights) for row in parts.tolist()]
-        result: dict[str, Metric] = dict(metrics.rollout_metrics(rows.take(valid), solved=right))
+        result: dict[str, Metric] = dict(metrics.rollout_metrics(rows.take(valid), right))
         result |= metrics.grader_metrics(parts, self.graders.names) | self._overlong(rows.take(valid))
         if "multiplicity" in rows.columns:
             result |= metrics.filtration_metrics(rows["multiplicity"], rows["reward"])
@@ -164,14 +164,14 @@ class IterationLog:
         result: dict[str, Metric] = every[0][0]
         stages = metrics.largest([measured for _, measured, _ in every])
         if not rollout.logged:
-            result |= {k: v for k, v in rollout.metrics.items() if not k.startswith("logp_diff")}
+            result |= rollout.metrics
             rollout.logged = True
         rollout.seconds += stages["seconds/iteration"]
         if last_step:
             result |= metrics.throughput(rollout.tokens, devices=self.ranks.world, seconds=rollout.seconds)
             result |= {f"dock/bytes_{k}": sum(total[k] for *_, total in every) for k in _totals(())}
             self.monitor.log_dock(number, {"moved": [list(m) for m in moved], **self.dock.served})
-        self.monitor.log(number, metrics.merge(result, stages))
+        self.monitor.log(number, result | stages)
 
 
 def _totals(moved: Sequence[Moved]) -> dict[str, int]:

@@ -12,7 +12,7 @@ import torch
 
 from mindspeed_rl_plugin.monitor.dump import dump_rollout
 from mindspeed_rl_plugin.monitor.monitor import Monitor
-from mindspeed_rl_plugin.monitor.rollout_metrics import merge, rollout_metrics, throughput, token_count
+from mindspeed_rl_plugin.monitor.rollout_metrics import rollout_metrics, throughput
 from mindspeed_rl_plugin.rows import Ragged, Rows, SampleId, pack_json
 
 HOSTILE = "</script><script>document.title='taken'</script><!-- <b>bold</b> & \u2028"
@@ -99,6 +99,8 @@ def make_rows(
         "reward": reward,
         "reward_parts": torch.stack([reward, torch.ones_like(reward)], 1),
         "advantages": Ragged.from_rows([a * m for a, m in zip(advantage, mask, strict=True)]),
+        "length": torch.tensor([len(m) for m in mask]),
+        "response_length": torch.tensor([len(r) for r in responses]),
         "finish": torch.tensor([int(len(r) > 150) for r in responses], dtype=torch.int8),
         "version": torch.full((len(ids),), epoch),
         "logp_rollout": Ragged.from_rows([o + n for o, n in zip(old, noise, strict=True)]),
@@ -149,11 +151,13 @@ def build_run(
             "ratio/mean": 1.0,
             "ratio/max": 1 + 0.4 * draw.random(),
             "clip_fraction": 0.02 * draw.random(),
+            "logp_diff/mean": 1e-6 * draw.random(),
+            "logp_diff/max": 1e-5 * draw.random(),
             "entropy": 0.9 * math.exp(-k / iterations) + 0.02 * draw.random(),
         }
         stages = monitors[0].stage_metrics()
-        speed = throughput(token_count(rows), devices=ranks, seconds=stages["seconds/iteration"])
-        monitors[0].log(k, merge(rollout_metrics(rows, solved=rows["reward"].bool().tolist()), update, speed, stages))
+        speed = throughput(int(rows["length"].sum()), devices=ranks, seconds=stages["seconds/iteration"])
+        monitors[0].log(k, rollout_metrics(rows, rows["reward"].bool().tolist()) | update | speed | stages)
         if dumps:
             dump_rollout(run_dir / "dump", rows, decode, iteration=k, graders=("math", "format"))
         if evaluate and k % 10 == 0:

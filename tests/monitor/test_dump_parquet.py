@@ -9,7 +9,7 @@ import torch
 
 from mindspeed_rl_plugin.monitor.dump import discard_dumps_after, dump_rollout, read_rollout
 from mindspeed_rl_plugin.monitor.run_files import atomic_write, check_dumps, claim_dumps, dump_files, write_json
-from mindspeed_rl_plugin.rows import Ragged, Rows, SampleId
+from mindspeed_rl_plugin.rows import Ragged, Rows, SampleId, pack_json
 
 
 def decode(tokens):
@@ -22,7 +22,7 @@ def test_rows_come_back_as_they_were(rows_builder, tmp_path):
     assert path == tmp_path / "rollout-000012.parquet"
     back = read_rollout(path)
     assert back.ids == rows.ids
-    assert set(back.columns) == set(rows.columns) - {"meta"}
+    assert set(back.columns) == set(rows.columns) - {"meta", "length", "response_length"}
     for name, column in back.columns.items():
         want = rows[name]
         if isinstance(column, Ragged):
@@ -45,38 +45,21 @@ def test_one_row_a_sample_in_words_and_numbers(rows_builder, tmp_path):
     assert json.loads(table.schema.metadata[b"graders"]) == ["math", "format"]
 
 
-def test_only_the_needed_columns_and_half_a_surrogate_pair(tmp_path):
-    rows = Rows(
-        (SampleId(2, 0, 0), SampleId(2, 0, 1)),
-        {
-            "tokens": Ragged.from_rows([torch.tensor([1, 2, 3]), torch.tensor([1, 2])]),
-            "loss_mask": Ragged.from_rows([torch.tensor([0, 0, 1]), torch.tensor([0, 0])]),
-            "reward": torch.tensor([1.0, 0.0]),
-        },
-    )
-    table = pq.read_table(dump_rollout(tmp_path, rows, lambda t: "\ud83d" + str(list(t))))
-    assert table["prompt"].to_pylist() == ["?[1, 2]", "?[1, 2]"]
-    assert table["response_tokens"].to_pylist() == [[3], []]
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda r: Rows(r.ids, {k: v for k, v in r.columns.items() if k != "reward"}), r"missing \['reward'\]"),
-        (lambda r: r.take([]), r"epochs \[\]"),
-        (lambda r: r.with_columns(reward_parts=torch.zeros(len(r), 3)), "2 grader names for 3"),
-    ],
-)
-def test_rows_that_are_no_rollout_are_refused(rows_builder, tmp_path, change, message):
-    with pytest.raises(ValueError, match=message):
-        dump_rollout(tmp_path, change(rows_builder(0, 0.5)), decode, graders=("math", "format"))
-    assert not dump_files(tmp_path)
+def test_half_a_surrogate_pair_and_no_response(rows_builder, tmp_path):
+    rows = rows_builder(2, 0.5, groups=1, members=1)
+    prompt = rows["prompt"]
+    bare = {"tokens": prompt, "loss_mask": Ragged(torch.zeros_like(prompt.values).byte(), prompt.offsets)}
+    bare |= dict.fromkeys(("advantages", "logp_rollout", "logp_old"), Ragged(prompt.values * 0.0, prompt.offsets))
+    rows = rows.with_columns(**bare, meta=pack_json([{}]))
+    table = pq.read_table(dump_rollout(tmp_path, rows, lambda t: f"\ud83d{len(t)}", iteration=1))
+    assert table["prompt"].to_pylist() == [f"?{len(prompt.row(0))}"]
+    assert table["response_tokens"].to_pylist() == [[]] and table["advantage"].to_pylist() == [0.0]
 
 
 def test_a_rollout_of_several_epochs_is_named_by_the_last(rows_builder, tmp_path):
     rows = rows_builder(2, 0.5)
     mixed = Rows((SampleId(1, 9, 9), *rows.ids[1:]), rows.columns)
-    path = dump_rollout(tmp_path, mixed, decode)
+    path = dump_rollout(tmp_path, mixed, decode, iteration=3)
     assert path.name == "rollout-000002.parquet" and read_rollout(path).ids == mixed.ids
 
 
@@ -95,7 +78,7 @@ def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(tmp_path):
 
 def test_dumps_later_than_the_resumed_rollout_go(rows_builder, tmp_path):
     for epoch in (0, 1, 2, 10):
-        dump_rollout(tmp_path, rows_builder(epoch, 0.5, groups=1), decode)
+        dump_rollout(tmp_path, rows_builder(epoch, 0.5, groups=1), decode, iteration=1)
     assert list(dump_files(tmp_path)) == [0, 1, 2, 10]
     assert discard_dumps_after(tmp_path, 1) == 2
     assert list(dump_files(tmp_path)) == [0, 1]

@@ -201,7 +201,7 @@ def test_lines_written_before_a_kill_are_whole(tmp_path):
     code = (
         "import os, signal, sys\n"
         "from mindspeed_rl_plugin.monitor.run_files import JsonLines\n"
-        "lines = JsonLines(sys.argv[1])\n"
+        "lines = JsonLines(sys.argv[1], 0)\n"
         "for k in range(50): lines.append({'iteration': k})\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
@@ -213,12 +213,12 @@ def test_lines_written_before_a_kill_are_whole(tmp_path):
 
 def test_a_cut_last_line_is_dropped_but_a_broken_one_inside_is_an_error(tmp_path):
     path = tmp_path / "x.jsonl"
-    path.write_text('{"a": 1}\n{"a": 2')
-    assert read_jsonl(path) == [{"a": 1}]
-    lines = JsonLines(path)
-    lines.append({"a": 3})
-    assert read_jsonl(path) == [{"a": 1}, {"a": 3}]
-    path.write_text('{"a": 1}\n{"a": 2\n{"a": 3}\n')
+    path.write_text('{"iteration": 1}\n{"iteration": 2')
+    assert read_jsonl(path) == [{"iteration": 1}]
+    lines = JsonLines(path, 2)
+    lines.append({"iteration": 3})
+    assert read_jsonl(path) == [{"iteration": 1}, {"iteration": 3}]
+    path.write_text('{"iteration": 1}\n{"iteration": 2\n{"iteration": 3}\n')
     with pytest.raises(ValueError, match="line 2 is not JSON"):
         read_jsonl(path)
 

@@ -65,7 +65,9 @@ def test_the_timeline_thins_ranks_first_and_old_iterations_then_and_says_so():
 
 def test_samples_are_whole_groups_of_evenly_spread_rollouts(rows_builder, tmp_path):
     for epoch in range(10):
-        dump_rollout(tmp_path, rows_builder(epoch, 0.5, groups=6, members=4), lambda t: "".join(map(chr, t)))
+        dump_rollout(
+            tmp_path, rows_builder(epoch, 0.5, groups=6, members=4), lambda t: "".join(map(chr, t)), iteration=1
+        )
     got = sample_data(dump_files(tmp_path), limit=40)
     assert (got["total"], got["rollouts"], got["rollouts_shown"], len(got["rows"])) == (240, 10, 10, 40)
     for epoch in range(10):

@@ -1,7 +1,5 @@
 """Stage events: times, peaks of nested stages, failures, resume."""
 
-import threading
-
 import pytest
 
 from mindspeed_rl_plugin.monitor.run_files import event_files, read_events, read_jsonl
@@ -144,22 +142,6 @@ def test_work_queued_on_the_device_is_booked_where_it_was_launched(tmp_path, tim
     with clock.stage("update"):
         pass
     assert clock.metrics()["seconds/update"] == 3.0
-
-
-def test_stages_of_two_threads_overlap_and_an_evaluation_hides_no_other(tmp_path):
-    clock = StageClock(tmp_path, 0)
-    inside = threading.Barrier(2, timeout=10)
-
-    def work(name):
-        with clock.stage(name):
-            inside.wait()
-
-    threads = [threading.Thread(target=work, args=(n,)) for n in ("generate", "evaluate")]
-    [t.start() for t in threads]
-    [t.join(10) for t in threads]
-    a, b = read_events(tmp_path)
-    assert {a["stage"], b["stage"]} == {"generate", "evaluate"} and b["start"] < a["end"]
-    assert {"seconds/evaluate", "seconds/generate"} <= clock.metrics().keys()
 
 
 def test_resume_keeps_what_the_checkpoint_holds_and_a_new_run_sets_the_old_aside(tmp_path, time):

@@ -17,7 +17,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from mindspeed_rl_plugin.monitor.run_files import atomic_write
+from mindspeed_rl_plugin.monitor.run_files import write_text
 from mindspeed_rl_plugin.tools.report.report_data import collect
 
 PARTS = {
@@ -54,9 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def write_report(data: dict[str, Any], out: str | os.PathLike[str]) -> None:
     """Write the page for the data of `collect`, atomically."""
-    page = render(data)
     Path(out).parent.mkdir(parents=True, exist_ok=True)
-    atomic_write(out, lambda p: p.write_text(page, encoding="utf-8") and None)
+    write_text(out, render(data))
 
 
 def render(data: dict[str, Any]) -> str:
