@@ -33,7 +33,7 @@ class Monitor:
     Rank 0 prints and writes metrics.jsonl and run.json. The writers go wherever they exist: Megatron
     makes its TensorBoard and W&B writers on the last rank, so pass `get_tensorboard_writer()` and
     `get_wandb_writer()` on every rank, None included. Their tags carry `rl/` in front, so that none
-    meets a tag of Megatron's own.
+    is a tag of Megatron's own.
 
     resume_iteration: the iteration that the checkpoint holds; later lines of an earlier attempt are
     dropped. At 0 the files of an earlier run are set aside as `.old`. total_iterations: planned
@@ -57,8 +57,6 @@ class Monitor:
         info: Mapping[str, Any] | None = None,
         stream: TextIO | None = None,
     ) -> None:
-        if not 0 <= rank < world_size:
-            raise ValueError(f"Monitor: rank {rank} is not in 0..{world_size - 1}")
         self.run_dir = Path(run_dir)
         self.rank = rank
         self.total_iterations = total_iterations
@@ -93,12 +91,12 @@ class Monitor:
 
         NaN is written as null; a text goes to metrics.jsonl only.
         """
-        metrics = {k: _value(k, v) for k, v in metrics.items()}
+        metrics = {k: _value(v) for k, v in metrics.items()}
         self._emit("train", iteration, metrics, iteration_line(iteration, metrics, self.total_iterations))
 
     def log_eval(self, iteration: int, metrics: Mapping[str, float]) -> None:
         """Show and write an evaluation made after `iteration` updates; every name is put under `eval/`."""
-        metrics = {f"eval/{k.removeprefix('eval/')}": _value(k, v) for k, v in metrics.items()}
+        metrics = {f"eval/{k.removeprefix('eval/')}": _value(v) for k, v in metrics.items()}
         self._emit("eval", iteration, metrics, eval_line(iteration, metrics, self.total_iterations))
 
     def log_dock(self, iteration: int, record: Mapping[str, Any]) -> None:
@@ -145,8 +143,6 @@ class Monitor:
             self._wandb.log(numbers, iteration)
 
 
-def _value(name: str, value: Any) -> Metric:
+def _value(value: Any) -> Metric:
     """A text, or a Python int or float; one-element tensors and numpy scalars are read out."""
-    if name in ("kind", "iteration", "time"):
-        raise ValueError(f"metric name {name!r} is taken by the line itself; rename the metric")
     return value if isinstance(value, (int, str)) else float(value)

@@ -223,20 +223,6 @@ def test_a_cut_last_line_is_dropped_but_a_broken_one_inside_is_an_error(tmp_path
         read_jsonl(path)
 
 
-def test_bad_use_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="rank 2 is not in 0..1"):
-        monitor_in(tmp_path, rank=2, world_size=2)
-    with pytest.raises(ValueError, match="'iteration' is taken"):
-        monitor_in(tmp_path).log(1, {"iteration": 3})
-    with pytest.raises(ValueError, match="no metrics.jsonl"):
-        read_metrics(_empty(tmp_path))
-
-
-def _empty(tmp_path):
-    (tmp_path / "empty").mkdir()
-    return tmp_path / "empty"
-
-
 def test_the_progress_bar_is_drawn_on_a_terminal_only(tmp_path, capfd):
     with monitor_in(tmp_path).progress(10) as bar:
         bar.update(3)

@@ -40,7 +40,7 @@ def collect(
             "metrics": metric_series(rows),
             "stages": stages,
             "timeline": timeline_data(events, stages["names"]),
-            "samples": sample_data(dumps, limit=samples) | {"places": _read_from(dumps, places)},
+            "samples": sample_data(dumps, limit=samples) | {"places": [dumps[min(dumps)].parent] if dumps else places},
         }
     )
 
@@ -55,8 +55,8 @@ def metric_series(rows: list[Row]) -> dict[str, Any]:
     numbers = [n for n in names if all(isinstance(r.get(n), (int, float, type(None))) for r in rows)]
 
     def curve(name: str) -> dict[str, list]:
-        found = [(r["iteration"], r[name]) for r in rows if name in r]
-        return {"x": [i for i, _ in found], "y": [None if v is None else float(f"{v:.7g}") for _, v in found]}
+        points = [(r["iteration"], r[name]) for r in rows if name in r]
+        return {"x": [i for i, _ in points], "y": [None if v is None else float(f"{v:.7g}") for _, v in points]}
 
     return {
         "iterations": [r["iteration"] for r in rows],
@@ -68,57 +68,59 @@ def metric_series(rows: list[Row]) -> dict[str, Any]:
 def headline(rows: list[Row], run: Row, summary: Row) -> list[dict[str, str]]:
     """The tiles at the top: label, value, note."""
     tiles = []
+
+    def tile(label: str, value: str, note: str) -> None:
+        tiles.append({"label": label, "value": value, "note": note})
+
     before, after = summary["accuracy_before"], summary["accuracy_after"]
     if after is not None:
-        tiles.append(_tile("Held-out accuracy", f"{before:.1%} → {after:.1%}", "greedy, first and last evaluation"))
+        tile("Held-out accuracy", f"{before:.1%} → {after:.1%}", "greedy, first and last evaluation")
     elif before is not None:
-        tiles.append(_tile("Held-out accuracy", f"{before:.1%}", "greedy, one evaluation so far"))
+        tile("Held-out accuracy", f"{before:.1%}", "greedy, one evaluation so far")
     rewards = column(rows, "reward/mean")
     if len(rewards) == 1:
-        tiles.append(_tile("Reward", f"{rewards[0]:.3f}", "mean of the one rollout so far"))
+        tile("Reward", f"{rewards[0]:.3f}", "mean of the one rollout so far")
     elif rewards:
         edge = max(1, len(rewards) // 10)
         first, last = statistics.fmean(rewards[:edge]), statistics.fmean(rewards[-edge:])
         note = f"mean of the first and last {edge} rollouts" if edge > 1 else "first and last rollout"
-        tiles.append(_tile("Reward", f"{first:.3f} → {last:.3f}", note))
+        tile("Reward", f"{first:.3f} → {last:.3f}", note)
     planned = run.get("total_iterations")
-    tiles.append(_tile("Iterations", f"{summary['iterations']}", f"of {planned} planned" if planned else "trained"))
+    tile("Iterations", f"{summary['iterations']}", f"of {planned} planned" if planned else "trained")
     if summary["seconds"] is not None:
         each = statistics.median(column(rows, "seconds/iteration"))
-        tiles.append(_tile("Time", duration(summary["seconds"]), f"median iteration {duration(each)}"))
+        tile("Time", duration(summary["seconds"]), f"median iteration {duration(each)}")
     if summary["tokens_per_second"] is not None:
-        note = "tokens a second and device, median"
-        tiles.append(_tile("Throughput", f"{summary['tokens_per_second']:,.0f}", note))
+        tile("Throughput", f"{summary['tokens_per_second']:,.0f}", "tokens a second and device, median")
     if summary["logprob_diff_max"] is not None:
-        note = "largest log-prob difference, nats"
-        tiles.append(_tile("Engine vs trainer", f"{summary['logprob_diff_max']:.2g}", note))
+        tile("Engine vs trainer", f"{summary['logprob_diff_max']:.2g}", "largest log-prob difference, nats")
     return tiles
 
 
+# Metric, and what is said where the mean of its latest values is above (1) or below (-1) the limit.
+_LIMITS = (
+    ("response/truncated", 1, 0.1, "{:.0%} of the latest responses are cut at the length limit (more than 10%)."),
+    ("groups/informative", -1, 0.1, "Only {:.0%} of the latest groups have rewards that differ (under 10%)."),
+    ("logp_diff/mean", 1, 0.05, "Engine and trainer differ by {:.2g} nats a token on average (more than 0.05)."),
+    ("clip_fraction", 1, 0.3, "{:.0%} of the latest tokens are clipped (more than 30%): the steps are large."),
+)
+
+
 def remarks(rows: list[Row], run: Row, ranks: list[int]) -> list[str]:
-    """What a reader should look at, in words; the thresholds are in the sentences."""
+    """What a reader should look at; the thresholds are in the sentences."""
     late = rows[-max(1, len(rows) // 10) :]
+    watched = ("entropy", *(name for name, *_ in _LIMITS))
+    recent = {name: statistics.fmean(values) for name in watched if (values := column(late, name))}
     out = []
-
-    def recent(name: str) -> float | None:
-        values = column(late, name)
-        return statistics.fmean(values) if values else None
-
-    if (value := recent("response/truncated")) is not None and value > 0.1:
-        out.append(f"{value:.0%} of the latest responses are cut at the length limit (more than 10%).")
-    if (value := recent("groups/informative")) is not None and value < 0.1:
-        out.append(f"Only {value:.0%} of the latest groups have rewards that differ (under 10%).")
-    if (value := recent("logp_diff/mean")) is not None and value > 0.05:
-        out.append(f"Engine and trainer differ by {value:.2g} nats a token on average (more than 0.05).")
-    if (value := recent("clip_fraction")) is not None and value > 0.3:
-        out.append(f"{value:.0%} of the latest tokens are clipped (more than 30%): the steps are large.")
+    for name, side, limit, text in _LIMITS:
+        if name in recent and side * recent[name] > side * limit:
+            out.append(text.format(recent[name]))
     entropy = column(rows, "entropy")
-    if entropy and (value := recent("entropy")) is not None and entropy[0] > 0 and value < 0.1 * entropy[0]:
-        out.append(f"Entropy fell from {entropy[0]:.2g} to {value:.2g} nats (to less than a tenth).")
+    if "entropy" in recent and entropy[0] > 0 and recent["entropy"] < 0.1 * entropy[0]:
+        out.append(f"Entropy fell from {entropy[0]:.2g} to {recent['entropy']:.2g} nats (to less than a tenth).")
     if errors := sum(column(rows, "reward/errors")):
         out.append(f"Graders failed on {errors:.0f} samples in this run.")
-    watched = ("loss", "grad_norm", "reward/mean")
-    broken = [r["iteration"] for r in rows if any(k in r and r[k] is None for k in watched)]
+    broken = [r["iteration"] for r in rows if any(r.get(k, 0) is None for k in ("loss", "grad_norm", "reward/mean"))]
     if broken:
         where = f"in {len(broken)} iterations, first in iteration {broken[0]}"
         out.append(f"Loss, gradient norm or reward was not finite {where}.")
@@ -145,12 +147,3 @@ def duration(seconds: float) -> str:
 def _name(run_dir: Path) -> str:
     """The directory's name; of the default SAVE/rl, which is called rl in every run, with SAVE's before it."""
     return f"{run_dir.parent.name}/rl" if run_dir.name == "rl" else run_dir.name
-
-
-def _read_from(dumps: dict[int, Path], places: list[Path]) -> list[Path]:
-    """The directory of the dumps, or all that hold none."""
-    return [next(iter(dumps.values())).parent] if dumps else places
-
-
-def _tile(label: str, value: str, note: str) -> dict[str, str]:
-    return {"label": label, "value": value, "note": note}

@@ -33,7 +33,7 @@ def dump_places(
 
 def find_dumps(places: Sequence[Path]) -> dict[int, Path]:
     """Epoch -> dump, of the first of the directories that holds any."""
-    return next((found for place in places if (found := dump_files(place))), {})
+    return next(filter(None, map(dump_files, places)), {})
 
 
 def sample_data(dumps: dict[int, Path], *, limit: int, text_limit: int = 20_000) -> dict[str, Any]:
@@ -46,15 +46,12 @@ def sample_data(dumps: dict[int, Path], *, limit: int, text_limit: int = 20_000)
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    epochs = list(dumps)
     prompts: dict[str, int] = {}
     rows: list[list[Any]] = []
     graders: list[str] = []
-    total = 0
     try:
         total = sum(pq.read_metadata(p).num_rows for p in dumps.values())
-        plan = _plan(dumps, limit)
-        for epoch, take in plan.items():
+        for epoch, take in _plan(dumps, limit).items():
             file = pq.ParquetFile(dumps[epoch])
             graders = json.loads((file.schema_arrow.metadata or {}).get(b"graders", b"[]"))
             table = file.read([c for c in COLUMNS if c in file.schema_arrow.names]).slice(0, take)
@@ -67,7 +64,7 @@ def sample_data(dumps: dict[int, Path], *, limit: int, text_limit: int = 20_000)
         "rows": rows,
         "graders": graders,
         "total": total,
-        "rollouts": len(epochs),
+        "rollouts": len(dumps),
         "rollouts_shown": len({r[0] for r in rows}),
     }
 
@@ -79,9 +76,9 @@ def _plan(dumps: dict[int, Path], limit: int) -> dict[int, int]:
     epochs = list(dumps)
     if not epochs or limit < 1:
         return {}
-    names = ("epoch", "group")  # a rollout may hold groups of several epochs
-    groups = pq.read_table(dumps[epochs[-1]], columns=list(names))
-    size = max(1, len(groups) // max(1, len(groups.group_by(list(names)).aggregate([]))))
+    names = ["epoch", "group"]  # a rollout may hold groups of several epochs
+    groups = pq.read_table(dumps[epochs[-1]], columns=names)
+    size = max(1, len(groups) // max(1, len(groups.group_by(names).aggregate([]))))
     count = min(len(epochs), max(1, limit // size))
     chosen = sorted({epochs[round(k * (len(epochs) - 1) / max(1, count - 1))] for k in range(count)} | {epochs[-1]})
     chosen = chosen[-count:] if count == 1 else chosen
