@@ -19,6 +19,7 @@ from typing import Any
 
 SINGLE = ("prompt", "response", "answer", "record")
 BATCH = ("prompts", "responses", "answers", "records")
+CHAT = "messages"  # what a batch grader of this package may name too: chat messages as the data holds them
 # Names of other libraries (verl's compute_score, TRL's reward functions) for what is passed here.
 FOREIGN = {
     "solution_str": "response",
@@ -46,7 +47,7 @@ class Grader:
         call = getattr(function, "__call__", None)  # noqa: B004 - an object's async __call__ is what is looked for
         self.asynchronous = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
         known = BATCH if self.batch else SINGLE
-        strange = self.required - set(BATCH)
+        strange = self.required - {*BATCH, CHAT}
         if self.batch and strange:
             raise ValueError(
                 f"{name}: a batch grader takes {', '.join(BATCH)}, not {', '.join(sorted(strange))}{hint(strange)}"
@@ -69,20 +70,8 @@ class Grader:
 
     def many(self, items: Sequence[dict[str, Any]]) -> Any:
         """Call with the samples of one group."""
-        columns = {plural: [item[plural[:-1]] for item in items] for plural in BATCH}
-        return self.function(**{k: v for k, v in columns.items() if k in self.names or self.rest})
-
-
-class ConversationGrader(Grader):
-    """A batch grader of this package, which is given chat messages as the data holds them beside their text."""
-
-    def __init__(self, name: str, function: Callable[..., Any]) -> None:
-        self.name, self.function = name, function
-        self.batch, self.asynchronous, self.fields = True, False, ()
-
-    def many(self, items: Sequence[dict[str, Any]]) -> Any:
-        """Call with the samples of one group."""
-        return self.function(*([item[name] for item in items] for name in ("prompt", "response", "messages")))
+        columns = {name: [item[name if name == CHAT else name[:-1]] for item in items] for name in (*BATCH, CHAT)}
+        return self.function(**{k: v for k, v in columns.items() if k in self.names or (self.rest and k != CHAT)})
 
 
 def hint(names: Iterable[str]) -> str:

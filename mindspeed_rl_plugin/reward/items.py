@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 SOLVED_AT = 1.0 - 1e-6  # a grader that adds up shares, or a float32 column, may miss 1 by rounding
 
 
-class RewardError(RuntimeError):
+class RewardError(ValueError):
     """A grader raised, ran out of time, died, or returned something that is no finite number; or all of them together
     took too long."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import math
 import re
 from collections.abc import Sequence
@@ -12,7 +11,6 @@ from pathlib import Path
 from mindspeed_rl_plugin.reward.reward_model import PREFIX, check_files
 
 BUILTIN = ("math", "exact", "regex")
-ON_ERROR = ("stop", "zero", "drop")
 SHARE_OF_WAIT = 0.9  # of the ranks' patience with each other that grading may take, so that its own error comes first
 
 
@@ -60,14 +58,6 @@ def model_specs(texts: Sequence[str]) -> list[Spec]:
     return [_parse(text) for text in texts if text.startswith(PREFIX)]
 
 
-def check_choices(workers: int, on_error: str) -> None:
-    """Raises ValueError for too few workers or an unknown way of failing."""
-    if workers < 1:
-        raise ValueError(f"rewards need at least 1 worker, got {workers}")
-    if on_error not in ON_ERROR:
-        raise ValueError(f"on_error {on_error!r} is unknown; known: {', '.join(ON_ERROR)}")
-
-
 def time_limits(timeout: float | Sequence[float], graders: int, wait_timeout: float) -> tuple[float, ...]:
     """Seconds of one call of each grader, from one value for all or one for each. Raises ValueError for others, and
     for one that SHARE_OF_WAIT of `wait_timeout`, the seconds that other ranks wait, does not hold."""
@@ -107,7 +97,10 @@ def _parse(text: str) -> Spec:
         return Spec(path.name, name, weight, str(path))
     file, colon, function = name.rpartition(":")
     if name.endswith(".py") and Path(name).is_file():
-        raise ValueError(f"reward {name!r} names no function: give {name}:NAME; {_functions(name)}")
+        functions = re.findall(r"^(?:async )?def ([a-zA-Z]\w*)", Path(name).read_text(encoding="utf-8"), re.MULTILINE)
+        raise ValueError(
+            f"reward {name!r} names no function: give {name}:NAME; it has {', '.join(functions) or 'no functions'}"
+        )
     if not colon or not file.endswith(".py"):
         raise ValueError(f"reward {name!r} is unknown; known: {_known()}")
     if not Path(file).is_file():
@@ -115,17 +108,6 @@ def _parse(text: str) -> Spec:
     if not function.isidentifier():
         raise ValueError(f"reward {name!r}: {function!r} is no name of a function")
     return Spec(function, name, weight, str(Path(file).resolve()), function)
-
-
-def _functions(file: str) -> str:
-    """The functions of a file in words, without running it."""
-    try:
-        body = ast.parse(Path(file).read_text(encoding="utf-8")).body
-    except (SyntaxError, ValueError) as error:
-        return f"it cannot be read as Python: {error}"
-    kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
-    names = [node.name for node in body if isinstance(node, kinds) and not node.name.startswith("_")]
-    return f"it has {', '.join(names) or 'no functions'}"
 
 
 def _check_pattern(regex: str | None) -> None:

@@ -1,9 +1,8 @@
-"""The process in which graders run: takes jobs from a connection, answers each item with a message of its own.
+"""The process in which graders run: it takes calls from a connection, and answers each with the outcome of every item.
 
-First message in: `{"specs": [(name, file, function, as given), ...], "regex", "timeouts", "device"}`; first out:
-`("ready", [(batch, asynchronous, fields), ...])` or `("failed", text)`. Then jobs `(grader, items)`, each answered by
-"began" and lists of `(number, None)` or `(None, error)`, together one an item, in order. The time limit is the
-parent's: it kills this process group. Uses the standard library only, so that it starts in a moment.
+First message in: (specs, seconds of one call of each, regex of the regex grader, device of reward models); first out:
+(what its graders are, None) or (None, error). Then calls `(grader, items)`. The time limit is the parent's: it kills
+this process group. Imports no torch, so that it starts in a moment.
 """
 
 from __future__ import annotations
@@ -15,50 +14,57 @@ import os
 import select
 import sys
 import traceback
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Sequence
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, NamedTuple
 
 from mindspeed_rl_plugin.reward.builtin import make_builtin
-from mindspeed_rl_plugin.reward.calling import ConversationGrader, Grader, load_function, number
-from mindspeed_rl_plugin.reward.reward_model import make_grader
+from mindspeed_rl_plugin.reward.calling import Grader, load_function, number
+from mindspeed_rl_plugin.reward.reward_model import RewardModel
+from mindspeed_rl_plugin.reward.specs import Spec
 
 FRAMES = 4  # innermost frames of a traceback that are reported
 Items = list[dict[str, Any]]
-Outcome = tuple[Any, str | None]  # a value, or what was raised
+Outcome = tuple[Any, "str | None"]  # a value, or what was raised
+
+
+class Kind(NamedTuple):
+    """What the parent asks of a grader: how it is called, and which fields of the data it cannot do without."""
+
+    batch: bool
+    asynchronous: bool
+    fields: Sequence[str]
 
 
 def main(connection: int, lifeline: int) -> None:
     """Serve until the parent closes its end. Arguments: file descriptors."""
     _die_with_parent(lifeline)
     parent = Connection(connection)
-    setup = parent.recv()
+    specs, timeouts, regex, device = parent.recv()
     graders = []
-    for name, file, function, given in setup["specs"]:
-        loaded, error = _outcome(_load, name, file, function, setup)
+    for spec in specs:
+        loaded, error = _outcome(_load, spec, regex, device)
         if error:
-            parent.send(("failed", f"reward {given!r} cannot be loaded: it {error}"))
+            parent.send((None, f"reward {spec.given!r} cannot be loaded: it {error}"))
             return
         graders.append(loaded)
-    parent.send(("ready", [(g.batch, g.asynchronous, g.fields) for g in graders]))
+    parent.send(([Kind(g.batch, g.asynchronous, g.fields) for g in graders], None))
     while True:
         try:
             grader, items = parent.recv()
         except EOFError:
             return
-        parent.send("began")
-        for outcomes in serve(graders[grader], items, setup["timeouts"][grader]):
-            parent.send(outcomes)
+        parent.send(grade(graders[grader], items, timeouts[grader]))
 
 
-def serve(grader: Grader, items: Items, timeout: float) -> Iterable[list[Outcome]]:
-    """The grades of `items`, each list as soon as it is there."""
+def grade(grader: Grader, items: Items, timeout: float) -> list[Outcome]:
+    """The outcome of each item; those of an asynchronous grader are awaited together."""
     if grader.batch:
         values, error = _outcome(_values, grader, items, timeout)
-        return [[(None, error)] * len(items) if error else [_outcome(number, value) for value in values]]
+        return [(None, error)] * len(items) if error else [_outcome(number, value) for value in values]
     if grader.asynchronous:
-        return [asyncio.run(_concurrently(grader, items, timeout))]
-    return ([_outcome(lambda item=item: number(_settled(grader.single(item), timeout)))] for item in items)
+        return asyncio.run(_together(grader, items, timeout))
+    return [_outcome(lambda item=item: number(_settled(grader.single(item), timeout))) for item in items]
 
 
 def _values(grader: Grader, items: Items, timeout: float) -> list[Any]:
@@ -68,7 +74,7 @@ def _values(grader: Grader, items: Items, timeout: float) -> list[Any]:
     return values
 
 
-async def _concurrently(grader: Grader, items: Items, timeout: float) -> list[Outcome]:
+async def _together(grader: Grader, items: Items, timeout: float) -> list[Outcome]:
     async def one(item: dict[str, Any]) -> Outcome:
         try:
             return number(await asyncio.wait_for(grader.single(item), timeout)), None
@@ -108,12 +114,12 @@ def _describe(error: BaseException) -> str:
     return "\n".join([head, *("  " + line.rstrip() for line in traceback.format_list(frames[-FRAMES:]))])
 
 
-def _load(name: str, file: str | None, function: str | None, setup: dict[str, Any]) -> Grader:
-    if file is None:
-        return Grader(name, make_builtin(name, setup["regex"]))
-    if function is None:
-        return ConversationGrader(name, make_grader(file, setup["device"]))
-    return Grader(name, load_function(file, function))
+def _load(spec: Spec, regex: str | None, device: str) -> Grader:
+    if spec.is_model:
+        return Grader(spec.name, RewardModel(spec.file, device))
+    if spec.file is None:
+        return Grader(spec.name, make_builtin(spec.name, regex))
+    return Grader(spec.name, load_function(spec.file, spec.function))
 
 
 def _die_with_parent(lifeline: int) -> None:

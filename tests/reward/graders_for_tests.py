@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import subprocess
+import sys
 import time
 
 
@@ -93,12 +94,6 @@ def dawdle(response):
     return 1.0
 
 
-def sleep(response):
-    if response == "bad":
-        time.sleep(1000)
-    return 1.0
-
-
 def stubborn(response):
     """Ignores every signal that can be ignored, inside a regular expression that holds the interpreter."""
     if response == "bad":
@@ -126,40 +121,18 @@ def child(response):
     return 1.0
 
 
-def raises(response):
-    if response == "bad":
-        return {}["the key"]
-    return 1.0
+def on_bad(what):
+    return lambda response: what() if response == "bad" else True
 
 
-def leaves(response):
-    if response == "bad":
-        raise SystemExit(3)
-    return 1.0
-
-
-def crash(response):
-    if response == "bad":
-        os._exit(7)
-    return 1.0
-
-
-def segfault(response):
-    if response == "bad":
-        os.kill(os.getpid(), signal.SIGSEGV)
-    return 1.0
-
-
-def nan(response):
-    return math.nan if response == "bad" else 1.0
-
-
-def none(response):
-    return None if response == "bad" else True
-
-
-def text(response):
-    return "1.0" if response == "bad" else 1
+sleep = on_bad(lambda: time.sleep(1000))
+raises = on_bad(lambda: {}["the key"])
+leaves = on_bad(lambda: sys.exit(3))
+crash = on_bad(lambda: os._exit(7))
+segfault = on_bad(lambda: os.kill(os.getpid(), signal.SIGSEGV))
+nan = on_bad(lambda: math.nan)
+none = on_bad(lambda: None)
+text = on_bad(lambda: "1.0")
 
 
 def prints(response):

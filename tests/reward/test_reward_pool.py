@@ -10,13 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from mindspeed_rl_plugin.reward import GradeItem, RewardError, RewardPool, solved
-from mindspeed_rl_plugin.reward.builtin import make_builtin
+from mindspeed_rl_plugin.reward import GradeItem, RewardError, RewardPool
 from mindspeed_rl_plugin.reward.specs import parse_specs
 from mindspeed_rl_plugin.rows import Prompt, SampleId
 
-HERE = Path(__file__).parent
-FILE = HERE / "graders_for_tests.py"
+FILE = Path(__file__).with_name("graders_for_tests.py")
 
 
 def own(name: str) -> str:
@@ -39,61 +37,11 @@ def totals(spec, batch: list[GradeItem], **options) -> list[float]:
     return [g.total for g in grade(spec, batch, **options)]
 
 
-MATH = [
-    ("so it is \\boxed{\\frac{2}{4}}", "0.5", 1.0),
-    ("The answer is 41.", "42", 0.0),
-    ("no idea", "42", 0.0),
-    ("", "42", 0.0),
-    ("$x^2+2x+1$", "(x+1)^2", 1.0),
-    ("\\boxed{3/4}", "\\frac{3}{4}+x", 0.0),
-    ("Answer: 72", "Natalia sold 48/2 = 24 clips\n#### 72", 1.0),
-    ("100000", "1e5", 1.0),
-    ("it is 42", "The result is $6 \\cdot 7$", 1.0),
-    ("-09\\lim^\\begin{pmatrix}\\frac\\frac\\mathbb{R}\\left(\\sin\\end{pmatrix}%", "3", 0.0),
-]
-
-
-@pytest.fixture(scope="module")
-def math():
-    return make_builtin("math", None)
-
-
-@pytest.mark.parametrize(("response", "answer", "want"), MATH)
-def test_math(math, response: str, answer: str, want: float) -> None:
-    assert math(response, answer) == want
-
-
-@pytest.mark.parametrize("answer", ["", "\\frac{1}{", "???"])
-def test_math_without_a_ground_truth_is_an_error(math, answer: str) -> None:
-    with pytest.raises(ValueError, match="cannot be parsed as mathematics"):
-        math("1", answer)
-
-
 def test_math_that_hangs_is_ended() -> None:
     batch = items("\\boxed{9^{9^{9^{9}}}}", answer="\\frac{1}{7}") + items("1", answer="1")
     hangs, fine = grade("math", batch, timeout=2, on_error="zero")
     assert "reward 'math' ran longer than 2 s" in hangs.error
     assert fine.total == 1.0 and fine.error is None
-
-
-RULES = [
-    ("exact", None, " a \n b ", "a b", 1.0),
-    ("exact", None, "ab", "a b", 0.0),
-    ("regex", r"#(\d)?", "#1 #2", " 2", 1.0),
-    ("regex", r"#(\d)?", "#2 #1", " 2", 0.0),
-    ("regex", r"#(\d)?", "2", " 2", 0.0),
-    ("regex", r"#(\d)?", "#", " 2", 0.0),
-    ("regex", r"\d+", "x 2 y", "2", 1.0),
-    ("regex", r"\d+", "x 22", "2", 0.0),
-]
-
-
-@pytest.mark.parametrize(("name", "regex", "response", "answer", "want"), RULES)
-def test_exact_and_regex(name: str, regex: str | None, response: str, answer: str, want: float) -> None:
-    grader = make_builtin(name, regex)
-    assert grader(response, answer) == want
-    with pytest.raises(ValueError, match=f"{name}: the data has no ground truth"):
-        grader(response, " ")
 
 
 def test_weights_sum_and_parts_stay_raw() -> None:
@@ -223,29 +171,6 @@ def test_graders_that_do_not_load_in_time_are_named_with_the_fix(tmp_path: Path)
     assert time.monotonic() - begin < 20
 
 
-SOLVED = [
-    ((1.0, 1.0), (1.0, 1.0), True),
-    ((1.0, 0.0), (1.0, 1.0), False),
-    ((1.0, 3.0), (1.0, -0.5), True),  # a length penalty: the total of -0.5 is below the sum of the weights, 0.5
-    ((1.0, 0.2), (1.0, -0.5), True),
-    ((0.0, -3.0), (1.0, -0.5), False),  # and the total of a wrong answer, 1.5, may be above it
-    ((0.0, 20.0), (1.0, 0.1), False),  # a bonus that makes up for a wrong answer in the total
-    ((1.0, 0.0), (1.0, 0.0), True),
-    ((3.0,), (0.25,), True),
-    ((0.1 + 0.2 + 0.7 - 1e-7,), (2.0,), True),
-]
-
-
-@pytest.mark.parametrize(("parts", "weights", "right"), SOLVED)
-def test_solved_asks_every_grader_of_positive_weight(parts, weights, right) -> None:
-    assert solved(parts, weights) is right
-
-
-def test_solved_means_nothing_without_a_positive_weight() -> None:
-    with pytest.raises(ValueError, match=r"weights \[-1.0, 0.0\] is positive"):
-        solved((1.0, 1.0), (-1.0, 0.0))
-
-
 def test_zero_counts_without_dropping_and_keeps_the_other_parts() -> None:
     batch = items("x" * 300 + " bad ", "bad")
     with RewardPool([own("raises"), own("length")], workers=2, on_error="zero") as pool:
@@ -274,6 +199,7 @@ def test_close_ends_the_workers_and_an_idle_death_is_survived() -> None:
     pool = RewardPool(["exact"], workers=2)
     pids = [w.pid for w in pool._workers]
     os.kill(pids[0], 9)
+    assert gone(pids[0])
     assert [g.total for g in pool.grade(items("a", "b"))] == [1.0, 0.0]
     pids += [w.pid for w in pool._workers]
     pool.close()
@@ -346,18 +272,12 @@ BAD = [
     ([own("positional_only")], {}, "none may be positional-only"),
     ([own("takes_nothing")], {}, "takes none of prompt, response, answer"),
     ([own("batch_strange")], {}, "a batch grader takes prompts, responses, answers, records, not other"),
-    (
-        [own("verls")],
-        {},
-        "takes none of .*; extra_info is record here, ground_truth is answer here, solution_str is resp",
-    ),
+    ([own("verls")], {}, "takes none of .*; extra_info is record .*, ground_truth is answer .*, solution_str is resp"),
     ([own("trls")], {}, "takes prompts, responses, answers, records, not completions; completions is responses here"),
     (["exact"], {"timeout": 0}, "--rl-reward-timeout 0: give numbers above 0"),
     (["exact", own("length")], {"timeout": (1, 2, 3)}, r"3 time limits \(1 2 3\) for 2 rewards; give one for all"),
     (["exact", own("length")], {"timeout": (1, 20), "wait_timeout": 20}, "one grading call may take 20 s .* 18 s"),
     (["exact"], {"timeout": 10, "wait_timeout": 11}, r"one grading call may take 10 s .* all of a rank 9.9 s"),
-    (["exact"], {"workers": 0}, "at least 1 worker"),
-    (["exact"], {"on_error": "ignore"}, "on_error 'ignore' is unknown; known: stop, zero, drop"),
 ]
 
 
@@ -367,17 +287,13 @@ def test_bad_settings_are_refused_at_once(specs, options, message: str) -> None:
         RewardPool(specs, **{"workers": 1, **options})
 
 
-def test_a_grader_that_asks_for_a_field_of_no_row_is_refused_before_anything_is_drawn() -> None:
+def test_a_grader_that_asks_for_a_field_of_no_row_is_refused_before_anything_is_sampled() -> None:
     """Whatever row lacks it; what has a default, or a batch grader, asks for none."""
     rows = {"a.jsonl line 1": frozenset({"level", "x"}), "a.jsonl line 4": frozenset({"x"})}
     with RewardPool([own("whole_record"), own("field"), own("batch_rank"), own("verls_with_rest")], workers=1) as pool:
-        with pytest.raises(
-            ValueError, match="py:field' asks for 'level', which a.jsonl line 4 has not; .* has 'x': name"
-        ):
+        with pytest.raises(ValueError, match="py:field' asks for 'level', which a.jsonl line 4 has not; .* has 'x': "):
             pool.check_fields(rows)
-        with pytest.raises(
-            ValueError, match="verls_with_rest' asks for 'solution_str', .*; solution_str is response here"
-        ):
+        with pytest.raises(ValueError, match="verls_with_rest' asks for 'solution_str', .* is response here"):
             pool.check_fields({"a.jsonl line 1": rows["a.jsonl line 1"]})
         pool.check_fields({"a.jsonl line 1": frozenset({"level", "solution_str"})})
 
@@ -407,17 +323,10 @@ def test_each_grader_is_tried_on_a_data_row() -> None:
             pool.try_once(bad, "a.jsonl line 1", 4)
 
 
-def test_the_functions_of_a_file_are_found_without_running_it(tmp_path: Path) -> None:
-    (tmp_path / "a.py").write_text(
-        "import nothing_like_this\ndef one(): pass\nasync def two(): pass\ndef _no(): pass\n"
-    )
-    (tmp_path / "b.py").write_text("def f(:\n")
-    for name, message in {
-        "a.py": r"a.py:NAME; it has one, two$",
-        "b.py": r"b.py:NAME; it cannot be .* line 1\)$",
-    }.items():
-        with pytest.raises(ValueError, match=message):
-            parse_specs([str(tmp_path / name)], None)
+def test_the_functions_of_a_file_are_named_without_running_it(tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text("import nothing_like_this\ndef one(): pass\nasync def two(): pass\ndef _no(): 1\n")
+    with pytest.raises(ValueError, match=r"a.py:NAME; it has one, two$"):
+        parse_specs([str(tmp_path / "a.py")], None)
 
 
 def test_a_file_that_does_not_load_is_reported_with_its_line(tmp_path: Path) -> None:

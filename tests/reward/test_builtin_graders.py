@@ -1,0 +1,73 @@
+"""The graders that come with the plugin, and what makes a response a solved one."""
+
+import pytest
+
+from mindspeed_rl_plugin.reward import solved
+from mindspeed_rl_plugin.reward.builtin import make_builtin
+
+MATH = [
+    ("so it is \\boxed{\\frac{2}{4}}", "0.5", 1.0),
+    ("The answer is 41.", "42", 0.0),
+    ("no idea", "42", 0.0),
+    ("", "42", 0.0),
+    ("$x^2+2x+1$", "(x+1)^2", 1.0),
+    ("\\boxed{3/4}", "\\frac{3}{4}+x", 0.0),
+    ("Answer: 72", "Natalia sold 48/2 = 24 clips\n#### 72", 1.0),
+    ("100000", "1e5", 1.0),
+    ("it is 42", "The result is $6 \\cdot 7$", 1.0),
+    ("-09\\lim^\\begin{pmatrix}\\frac\\frac\\mathbb{R}\\left(\\sin\\end{pmatrix}%", "3", 0.0),
+]
+
+
+@pytest.fixture(scope="module")
+def math():
+    return make_builtin("math", None)
+
+
+@pytest.mark.parametrize(("response", "answer", "want"), MATH)
+def test_math(math, response: str, answer: str, want: float) -> None:
+    assert math(response, answer) == want
+
+
+@pytest.mark.parametrize("answer", ["", "\\frac{1}{", "???"])
+def test_math_without_a_ground_truth_is_an_error(math, answer: str) -> None:
+    with pytest.raises(ValueError, match="cannot be parsed as mathematics"):
+        math("1", answer)
+
+
+RULES = [
+    ("exact", None, " a \n b ", "a b", 1.0),
+    ("exact", None, "ab", "a b", 0.0),
+    ("regex", r"#(\d)?", "#1 #2", " 2", 1.0),
+    ("regex", r"#(\d)?", "#2 #1", " 2", 0.0),
+    ("regex", r"#(\d)?", "2", " 2", 0.0),
+    ("regex", r"#(\d)?", "#", " 2", 0.0),
+    ("regex", r"\d+", "x 2 y", "2", 1.0),
+    ("regex", r"\d+", "x 22", "2", 0.0),
+]
+
+
+@pytest.mark.parametrize(("name", "regex", "response", "answer", "want"), RULES)
+def test_exact_and_regex(name: str, regex: str | None, response: str, answer: str, want: float) -> None:
+    grader = make_builtin(name, regex)
+    assert grader(response, answer) == want
+    with pytest.raises(ValueError, match=f"{name}: the data has no ground truth"):
+        grader(response, " ")
+
+
+SOLVED = [
+    ((1.0, 1.0), (1.0, 1.0), True),
+    ((1.0, 0.0), (1.0, 1.0), False),
+    ((1.0, 0.2), (1.0, -0.5), True),  # a length penalty: the total may be below the sum of the weights
+    ((0.0, -3.0), (1.0, -0.5), False),  # and the total of a wrong answer, 1.5, above it
+    ((0.0, 20.0), (1.0, 0.1), False),  # a bonus that makes up for a wrong answer in the total
+    ((3.0, 0.0), (0.25, 0.0), True),
+    ((0.1 + 0.2 + 0.7 - 1e-7,), (2.0,), True),
+]
+
+
+@pytest.mark.parametrize(("parts", "weights", "right"), SOLVED)
+def test_solved_asks_every_grader_of_positive_weight(parts, weights, right) -> None:
+    assert solved(parts, weights) is right
+    with pytest.raises(ValueError, match="is positive"):
+        solved(parts, [-abs(w) for w in weights])
