@@ -1,20 +1,16 @@
 """Rows of prompt files, each as the dictionary that the file holds.
 
 Parquet and saved dataset directories carry their types. JSON does not: a typed reader infers them, and then
-"2020-01-01" becomes a date and 1 beside 2.5 becomes 1.0, which is fatal in a ground truth. So the `datasets`
-library delivers JSONL as lines of text, and each line is parsed alone, which also lets an error name its line.
+"2020-01-01" becomes a date and 1 beside 2.5 becomes 1.0, which is fatal in a ground truth. So each line of JSONL is
+parsed alone, which also lets an error name its line.
 """
 
 from __future__ import annotations
 
 import json
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from datasets import Dataset
+from typing import Any
 
 SUFFIXES = (".jsonl", ".json", ".parquet")
 
@@ -65,24 +61,21 @@ def open_source(path: str) -> Source:
 
 
 def _lines(path: str) -> Source:
-    _check_utf8(path)
-    text = _load(path, "from_text")[:]["text"]
-    numbers = [i for i, line in enumerate(text) if line.strip("\ufeff \t\r")]
+    lines = [(i, line) for i, line in enumerate(_text(path), 1) if line.strip("\ufeff \t\r\n")]
 
     def get(i: int) -> Any:
-        number = numbers[i]
+        number, line = lines[i]
         try:
-            return json.loads(text[number].lstrip("\ufeff"))
+            return json.loads(line.lstrip("\ufeff"))
         except ValueError as error:
-            raise ValueError(f"{path} line {number + 1} is not JSON: {error}; {_short(text[number])}") from error
+            raise ValueError(f"{path} line {number} is not JSON: {error}; {_short(line)}") from error
 
-    return Source(path, len(numbers), get, lambda i: f"line {numbers[i] + 1}")
+    return Source(path, len(lines), get, lambda i: f"line {lines[i][0]}")
 
 
 def _document(path: str) -> Source:
-    _check_utf8(path)
     try:
-        document = json.loads(Path(path).read_text(encoding="utf-8-sig"))
+        document = json.loads("".join(_text(path)).lstrip("\ufeff"))
     except json.JSONDecodeError as error:
         if error.msg == "Extra data":  # one object a line, under the name .json
             return _lines(path)
@@ -100,12 +93,10 @@ def _parquet(path: str) -> Source:
     import pyarrow.parquet
 
     try:
-        if pyarrow.parquet.read_metadata(path).num_rows == 0:
-            raise ValueError(f"prompt data {path!r} holds no rows")
+        table = pyarrow.parquet.ParquetFile(path).read()
     except pyarrow.ArrowInvalid as error:
         raise ValueError(f"{path} is not a Parquet file: {error}") from error
-    data = _load(path, "from_parquet")
-    return Source(path, len(data), data.__getitem__, lambda i: f"row {i}")
+    return Source(path, len(table), lambda i: table.slice(i, 1).to_pylist()[0], lambda i: f"row {i}")
 
 
 def _saved(path: str) -> Source:
@@ -122,29 +113,16 @@ def _saved(path: str) -> Source:
     return Source(path, len(data), data.__getitem__, lambda i: f"row {i}")
 
 
-def _load(path: str, reader: str) -> Dataset:
-    """Read into memory; the library's cache goes to a directory of this call, never to the user's home."""
-    import datasets
-
-    quiet = datasets.are_progress_bars_disabled()
-    datasets.disable_progress_bars()
-    try:
-        with tempfile.TemporaryDirectory(prefix="rl-prompts-") as cache:
-            return getattr(datasets.Dataset, reader)(path, cache_dir=cache, keep_in_memory=True)
-    except datasets.exceptions.DatasetGenerationError as error:
-        raise ValueError(f"{path} cannot be read: {error.__cause__ or error}") from error
-    finally:
-        if not quiet:
-            datasets.enable_progress_bars()
-
-
-def _check_utf8(path: str) -> None:
+def _text(path: str) -> list[str]:
+    """Lines of a file, their ends included."""
+    lines = []
     with open(path, "rb") as file:
         for number, line in enumerate(file, 1):
             try:
-                line.decode("utf-8")
+                lines.append(line.decode("utf-8"))
             except UnicodeDecodeError as error:
                 raise ValueError(f"{path} line {number} is not UTF-8: {error}; convert the file") from error
+    return lines
 
 
 def _short(value: Any) -> str:
