@@ -24,11 +24,6 @@ class Pair:
     rejected: tuple[int, ...]
     row: int
 
-    @property
-    def longest(self) -> int:
-        """Tokens of the longer response."""
-        return max(len(self.chosen), len(self.rejected))
-
 
 class PairRenderer(Renderer):
     """Turns rows into pairs. Raises ValueError, naming file and line, for a row that is none.
@@ -48,43 +43,35 @@ class PairRenderer(Renderer):
     def pair(self, source: Source, index: int, row: int) -> Pair:
         """The pair of row `index` of `source`; `row` numbers it over all sources."""
         fields, where = source.row(index), source.where(index)
-        answers = {name: _found(fields, key) for name, key in self._keys.items()}
-        if _found(fields, self._prompt_key) is None and all(answers.values()):
+        asked = find(fields, self._prompt_key)
+        if asked is None and all(find(fields, key) for key in self._keys.values()):
             raise ValueError(
                 f"{where} has both answers and no prompt in {self._prompt_key!r} (--rl-prompt-key): where they hold "
                 "the prompt themselves, as TRL's implicit prompts do, split it off into a field of its own"
             )
-        prompt, asked = self.prompt(source, index, row), _found(fields, self._prompt_key)
-        answers = {name: self._answer(fields, asked, name, where) for name in self._keys}
-        return Pair(prompt.tokens, answers["chosen"], answers["rejected"], row)
+        prompt = self.prompt(source, index, row)
+        return Pair(prompt.tokens, *(self._answer(fields, asked, name, where) for name in ("chosen", "rejected")), row)
 
     def _answer(self, fields: Mapping[str, Any], prompt: Any, name: str, where: str) -> tuple[int, ...]:
-        key, value = self._keys[name], _found(fields, self._keys[name])
+        key = self._keys[name]
+        value = answer = find(fields, key)
         if value in (None, "", []):
-            try:
-                find(fields, key)
-                lack = "is empty; mend or drop the row"
-            except KeyError:
-                lack = f"is not there; it has {names(fields)}; set --rl-{name}-key"
-            raise ValueError(f"{where}: a pair has a {name} answer, and the field {key!r} {lack}")
-        if isinstance(value, list) and not (
-            len(value) == 1 and isinstance(value[0], dict) and value[0].get("role") == "assistant"
-        ):
             raise ValueError(
-                f"{where}: field {key!r} is a list, but not of one assistant message: {str(value)[:80]!r}; keep the "
-                "earlier messages in the prompt"
+                f"{where}: a pair has a {name} answer, and the field {key!r} is empty or not there; it has "
+                f"{names(fields)}; set --rl-{name}-key, or mend or drop the row"
             )
-        text = value[0].get("content") if isinstance(value, list) else value
-        if not isinstance(text, str):
+        if isinstance(value, list) and [isinstance(m, dict) and m.get("role") for m in value] == ["assistant"]:
+            answer = value[0].get("content")
+        if not isinstance(answer, str):
             raise ValueError(
-                f"{where}: field {key!r} holds no text but {str(value)[:80]} of type {type(value).__name__}; make it "
-                "a string, or a list with one assistant message"
+                f"{where}: field {key!r} is neither a string nor a list of one assistant message, but "
+                f"{str(value)[:80]!r}; keep the earlier messages in the prompt"
             )
-        if not self._chat_template:
-            if isinstance(value, list):
-                raise ValueError(f"{where}: field {key!r} holds a chat message; add --rl-apply-chat-template")
-            return (*self._tokenizer.encode(text, add_special_tokens=False), self._tokenizer.eos_token_id)
-        return self._templated(prompt, text, where, key)
+        if self._chat_template:
+            return self._templated(prompt, answer, where, key)
+        if isinstance(value, list):
+            raise ValueError(f"{where}: field {key!r} holds a chat message; add --rl-apply-chat-template")
+        return (*self._tokenizer.encode(answer, add_special_tokens=False), self._tokenizer.eos_token_id)
 
     def _templated(self, prompt: Any, answer: str, where: str, key: str) -> tuple[int, ...]:
         messages = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
@@ -99,19 +86,12 @@ class PairRenderer(Renderer):
         return tuple(self._tokenizer.encode(whole[len(before) :], add_special_tokens=False))
 
 
-def _found(fields: Mapping[str, Any], key: str) -> Any:
-    try:
-        return find(fields, key)
-    except KeyError:
-        return None
-
-
 class PairStream(PromptStream):
     """Pairs of one or several paths, in the manner of `PromptStream`: `next`, `all`, `state`, `load_state`.
 
     Pairs whose prompt or a response is too long, and those whose two responses are the same tokens, which teach
     nothing, are left out; `dropped` counts both. Raises ValueError as `PromptStream` does, and for a row that is no
-    pair. max_length, max_response: [tokens].
+    pair. max_response: [tokens]; common: prompt_key, chat_template, max_length and seed, as `PromptStream` takes them.
     """
 
     def __init__(
@@ -119,36 +99,15 @@ class PairStream(PromptStream):
         paths: Sequence[str],
         tokenizer: PreTrainedTokenizerBase,
         *,
-        prompt_key: str,
         chosen_key: str,
         rejected_key: str,
-        chat_template: bool,
-        max_length: int,
         max_response: int,
-        seed: int,
+        **common: Any,
     ) -> None:
         keys = {"chosen": chosen_key, "rejected": rejected_key}
-        self._pairs = PairRenderer(tokenizer, prompt_key, keys, chat_template)
+        self._pairs = PairRenderer(tokenizer, common["prompt_key"], keys, common["chat_template"])
         self._max_response = max_response
-        super().__init__(
-            paths,
-            tokenizer,
-            prompt_key=prompt_key,
-            answer_key="",
-            chat_template=chat_template,
-            max_length=max_length,
-            seed=seed,
-        )
-
-    @property
-    def rows(self) -> list[int]:
-        """Rows of the data that are kept, rising."""
-        return list(self._kept)
-
-    @property
-    def fingerprint(self) -> str:
-        """Digest of the kept pairs' tokens."""
-        return self._fingerprint
+        super().__init__(paths, tokenizer, answer_key="", **common)
 
     def _prompt(self, row: int) -> Pair:
         return self._pairs.pair(*self._place(row), row)
@@ -160,7 +119,7 @@ class PairStream(PromptStream):
             longest = max(longest, len(pair.prompt))
             if pair.chosen == pair.rejected:
                 same += 1
-            elif len(pair.prompt) <= max_length and pair.longest <= self._max_response:
+            elif len(pair.prompt) <= max_length and max(map(len, (pair.chosen, pair.rejected))) <= self._max_response:
                 kept.append(row)
                 digest.update(repr((pair.prompt, pair.chosen, pair.rejected)).encode())
         if not kept:

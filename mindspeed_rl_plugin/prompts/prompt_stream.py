@@ -22,7 +22,8 @@ class PromptStream:
 
     The order depends on the seed and the number of prompts alone, so every rank sees the same. All rows are read
     and tokenized once at the start, to count what is longer than `max_length` tokens: those are dropped.
-    answer_key "" is data without ground truth. `dropped` counts the rows left out, `len()` those kept.
+    answer_key "" is data without ground truth. `dropped` counts the rows left out, `len()` those kept,
+    `rows` are their places in the data, rising, `fingerprint` a digest of their tokens.
 
     Raises ValueError as `open_source` and `Renderer` do, and when no prompt is left.
     """
@@ -44,9 +45,9 @@ class PromptStream:
         self._sources = [open_source(path) for path in paths]
         self._starts = [0, *itertools.accumulate(len(s) for s in self._sources)]
         self._kinds: dict[frozenset[str], int] = {}  # fields of a record -> first kept row that has just these
-        self._kept, self._fingerprint, longest = self._scan(max_length)
-        self.dropped = self._starts[-1] - len(self._kept)
-        if not self._kept:
+        self.rows, self.fingerprint, longest = self._scan(max_length)
+        self.dropped = self._starts[-1] - len(self.rows)
+        if not self.rows:
             raise ValueError(
                 f"all {self.dropped} prompts are longer than {max_length} tokens (longest {longest}); "
                 "raise --rl-max-prompt-length"
@@ -56,7 +57,7 @@ class PromptStream:
         self._order = self._permutation(0)
 
     def __len__(self) -> int:
-        return len(self._kept)
+        return len(self.rows)
 
     def next(self, n: int) -> list[Prompt]:
         """The next n prompts; where an epoch ends, the next one begins."""
@@ -64,24 +65,24 @@ class PromptStream:
             raise ValueError(f"next({n}): at least one prompt")
         served = []
         while len(served) < n:
-            if self._position == len(self._kept):
+            if self._position == len(self.rows):
                 self._epoch, self._position = self._epoch + 1, 0
                 self._order = self._permutation(self._epoch)
-            served.append(self._prompt(self._kept[self._order[self._position]]))
+            served.append(self._prompt(self.rows[self._order[self._position]]))
             self._position += 1
         return served
 
     def all(self) -> list[Prompt]:
         """Every kept prompt in the order of the data (evaluation); the cursor stays."""
-        return [self._prompt(row) for row in self._kept]
+        return [self._prompt(row) for row in self.rows]
 
     def at(self, place: int) -> Prompt:
         """The kept prompt at a place in the order of the data; the cursor stays."""
-        return self._prompt(self._kept[place])
+        return self._prompt(self.rows[place])
 
     def where(self, place: int) -> str:
         """File and line of that prompt."""
-        source, index = self._place(self._kept[place])
+        source, index = self._place(self.rows[place])
         return source.where(index)
 
     def kinds_of_rows(self) -> dict[str, frozenset[str]]:
@@ -109,10 +110,10 @@ class PromptStream:
         self._order = self._permutation(self._epoch)
 
     def _identity(self) -> dict[str, Any]:
-        return {"seed": self._seed, "prompts": len(self._kept), "fingerprint": self._fingerprint}
+        return {"seed": self._seed, "prompts": len(self.rows), "fingerprint": self.fingerprint}
 
     def _permutation(self, epoch: int) -> list[int]:
-        order = list(range(len(self._kept)))
+        order = list(range(len(self.rows)))
         random.Random(f"{self._seed}/{epoch}").shuffle(order)
         return order
 

@@ -40,38 +40,38 @@ class Renderer:
         answer = ""
         if self._answer_key:
             answer = _answer(_field(fields, self._answer_key, where, "--rl-answer-key ('' for data without answers)"))
-        tokens = self._tokens(value, where)
+        messages = None if isinstance(value, str) else _messages(value, self._prompt_key, where)
+        # What a grader sees: the string of the data, or one `role: content` paragraph a message.
+        text = "\n\n".join(f"{m['role']}: {m['content']}" for m in messages) if messages else value
+        tokens = self._tokens(text, messages, where)
         if not tokens:
             raise ValueError(f"{where}: field {self._prompt_key!r} gives no tokens")
-        rest = {k: v for k, v in fields.items() if k not in (self._prompt_key, self._answer_key)}
-        record = _as_json(rest)
-        messages = None if isinstance(value, str) else _as_json(_messages(value, self._prompt_key, where))
-        _check_unicode(where, _text(value), answer, json.dumps([record, messages], ensure_ascii=False))
-        return Prompt(tuple(tokens), _text(value), answer, row, record, messages)
+        record = _as_json({k: v for k, v in fields.items() if k not in (self._prompt_key, self._answer_key)})
+        messages = _as_json(messages)
+        try:
+            json.dumps([text, answer, record, messages], ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"{where} holds half of a surrogate pair, which is no text: {error}") from error
+        return Prompt(tuple(tokens), text, answer, row, record, messages)
 
-    def _tokens(self, value: Any, where: str) -> Sequence[int]:
-        if isinstance(value, str):
-            if not self._chat_template:
-                return self._tokenizer.encode(value)
-            messages = [{"role": "user", "content": value}]
-        else:
-            messages = _messages(value, self._prompt_key, where)
-            if not self._chat_template:
+    def _tokens(self, text: str, messages: list[dict[str, Any]] | None, where: str) -> Sequence[int]:
+        if not self._chat_template:
+            if messages:
                 raise ValueError(
                     f"{where}: field {self._prompt_key!r} holds chat messages; add --rl-apply-chat-template"
                 )
-        text = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        return self._tokenizer.encode(text, add_special_tokens=False)  # the template writes its own
+            return self._tokenizer.encode(text)
+        messages = messages or [{"role": "user", "content": text}]
+        rendered = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        return self._tokenizer.encode(rendered, add_special_tokens=False)  # the template writes its own
 
 
-def find(fields: Mapping[str, Any], key: str) -> Any:
-    """The field `key`, or with dots the one inside: `reward_model.ground_truth`. Raises KeyError without it."""
+def find(fields: Mapping[str, Any], key: str, absent: Any = None) -> Any:
+    """The field `key`, or with dots the one inside: `reward_model.ground_truth`; `absent` where there is none."""
     if key in fields or "." not in key:
-        return fields[key]
+        return fields.get(key, absent)
     head, _, rest = key.partition(".")
-    if not isinstance(fields[head], dict):
-        raise KeyError(key)
-    return find(fields[head], rest)
+    return find(fields[head], rest, absent) if isinstance(fields.get(head), dict) else absent
 
 
 def names(fields: Mapping[str, Any]) -> str:
@@ -81,10 +81,10 @@ def names(fields: Mapping[str, Any]) -> str:
 
 
 def _field(fields: dict[str, Any], key: str, where: str, flag: str) -> Any:
-    try:
-        return find(fields, key)
-    except KeyError:
-        raise ValueError(f"{where} has no field {key!r}; it has {names(fields)}; set {flag}") from None
+    value = find(fields, key, ...)
+    if value is ...:
+        raise ValueError(f"{where} has no field {key!r}; it has {names(fields)}; set {flag}")
+    return value
 
 
 def _answer(value: Any) -> str:
@@ -99,14 +99,6 @@ def _as_json(value: Any) -> Any:
     return json.loads(json.dumps(value, default=str))
 
 
-def _check_unicode(where: str, *texts: str) -> None:
-    for text in texts:
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise ValueError(f"{where} holds half of a surrogate pair, which is no text: {error}") from error
-
-
 def _messages(value: Any, key: str, where: str) -> list[dict[str, Any]]:
     ok = isinstance(value, list) and value and all(isinstance(m, dict) and {"role", "content"} <= set(m) for m in value)
     if not ok:
@@ -116,8 +108,3 @@ def _messages(value: Any, key: str, where: str) -> list[dict[str, Any]]:
         )
     # Parquet fills fields that only some messages have with None; templates take a present field for a meant one.
     return [{k: v for k, v in m.items() if v is not None or k == "content"} for m in value]
-
-
-def _text(value: str | list[dict[str, Any]]) -> str:
-    """What a grader sees: the string of the data, or one `role: content` paragraph a message."""
-    return value if isinstance(value, str) else "\n\n".join(f"{m['role']}: {m['content']}" for m in value)

@@ -94,7 +94,7 @@ def _parquet(path: str) -> Source:
 
     try:
         table = pyarrow.parquet.ParquetFile(path).read()
-    except pyarrow.ArrowInvalid as error:
+    except (pyarrow.ArrowException, OSError) as error:
         raise ValueError(f"{path} is not a Parquet file: {error}") from error
     return Source(path, len(table), lambda i: table.slice(i, 1).to_pylist()[0], lambda i: f"row {i}")
 

@@ -60,7 +60,7 @@ def test_names_with_dots_are_inside_objects(stream):
     keys = {"prompt_key": "question.text", "chosen_key": "answers.good", "rejected_key": "answers.bad"}
     (pair,) = stream(row, **keys).all()
     assert (text(pair.prompt), text(pair.chosen), text(pair.rejected)) == ("2*2=", "4$", "5!$")
-    with pytest.raises(ValueError, match="'answers.bad' is not there; it has 'question.text', 'answers.good'; set"):
+    with pytest.raises(ValueError, match="'answers.bad' is empty or not there; it has 'question.text', 'answers.good'; set"):
         stream({"question": {"text": "1"}, "answers": {"good": "4"}}, **keys)
 
 
@@ -90,16 +90,13 @@ def test_what_is_too_long_or_teaches_nothing_is_left_out_and_counted(stream):
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"prompt": "1", "chosen": "2"}, "a pair has a rejected answer, and the field 'rejected' is not there; it has"),
-        (
-            {**GOOD, "rejected": ""},
-            "a pair has a rejected answer, and the field 'rejected' is empty; mend or drop the row",
-        ),
-        ({**GOOD, "rejected": None}, "a pair has a rejected answer, and the field 'rejected' is empty"),
-        ({**GOOD, "chosen": []}, "a pair has a chosen answer, and the field 'chosen' is empty; mend or drop the row"),
-        ({**GOOD, "chosen": ""}, "and the field 'chosen' is empty; mend or drop the row"),
-        ({**GOOD, "chosen": 4}, "field 'chosen' holds no text but 4 of type int; make it a string"),
-        ({**GOOD, "chosen": ["4"]}, "is a list, but not of one assistant message"),
+        ({"prompt": "1", "chosen": "2"}, "a pair has a rejected answer, and the field 'rejected' is empty or not"),
+        ({**GOOD, "rejected": ""}, "a pair has a rejected answer, and the field 'rejected' is empty or not there"),
+        ({**GOOD, "rejected": None}, "--rl-rejected-key, or mend or drop the row"),
+        ({**GOOD, "chosen": []}, "a pair has a chosen answer, and the field 'chosen' is empty or not there; it has"),
+        ({**GOOD, "chosen": ""}, "and the field 'chosen' is empty or not there; it has"),
+        ({**GOOD, "chosen": 4}, "field 'chosen' is neither a string nor a list of one assistant message, but '4'"),
+        ({**GOOD, "chosen": ["4"]}, "neither a string nor a list of one assistant message"),
         ({**GOOD, "chosen": [{"role": "assistant", "content": "4"}]}, "holds a chat message; add --rl-apply-chat"),
         ({"question": "1", "chosen": "2", "rejected": "3"}, "has both answers and no prompt in 'prompt' (--rl-prom"),
         (
