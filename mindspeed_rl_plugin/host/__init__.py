@@ -9,7 +9,6 @@ vllm_live.py      vLLM on CPU with weights that can be updated in place
 on_import.py      acting on a module when it is imported
 streams.py        streams and events of the stand-in devices
 spawn.py          host mode in spawned processes; spawned.py is their main module
-rehearse.py       an Ascend launch script on this machine
 """
 
 from __future__ import annotations

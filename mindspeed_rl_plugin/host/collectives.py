@@ -14,16 +14,14 @@ from torch.distributed import distributed_c10d
 
 _ACCELERATOR_BACKENDS = ("nccl", "hccl", "cuda:nccl", "npu:hccl", "cpu:gloo,cuda:nccl", "cpu:gloo,npu:hccl")
 _AVERAGING = ("all_reduce", "reduce_scatter_tensor")
+_torch: dict[str, Callable[..., Any]] = {}  # torch's own functions, by name
 
 
 def install() -> None:
     """Put the replacements in place, once."""
-    _replace("init_process_group", _init_process_group(dist.init_process_group))
-    _replace("new_group", _new_group(dist.new_group))
-    _replace("all_to_all_single", _all_to_all_single(dist.all_to_all_single))
-    _replace("all_gather", _all_gather(dist.all_gather))
-    _replace("reduce_scatter", _reduce_scatter(dist.reduce_scatter))
-    _replace("isend", _isend(dist.isend))
+    ours = (init_process_group, new_group, all_to_all_single, all_gather, reduce_scatter, isend)
+    for function in ours:
+        _replace(function.__name__, function)
     for name in _AVERAGING:
         _replace(name, _averaging(getattr(dist, name)))
     atexit.register(_leave)
@@ -37,107 +35,81 @@ def _leave() -> None:
 
 
 def _replace(name: str, function: Callable[..., Any]) -> None:
+    _torch[name] = getattr(dist, name)
+    replacement = functools.update_wrapper(function, _torch[name])
     # Both names are in use: torch.distributed re-exports what distributed_c10d defines.
-    setattr(dist, name, function)
-    setattr(distributed_c10d, name, function)
+    setattr(dist, name, replacement)
+    setattr(distributed_c10d, name, replacement)
 
 
-def _init_process_group(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def init_process_group(backend: str | None = None, *args: Any, **kwargs: Any) -> None:
-        kwargs.pop("device_id", None)
-        kwargs.pop("pg_options", None)
-        original("gloo", *args, **kwargs)
-
-    return init_process_group
+def init_process_group(backend: str | None = None, *args: Any, **kwargs: Any) -> None:
+    """Over gloo, whatever is asked for."""
+    _torch["init_process_group"]("gloo", *args, **_without_options(kwargs))
 
 
-def _new_group(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def new_group(ranks: Any = None, timeout: Any = None, backend: str | None = None, *args: Any, **kwargs: Any) -> Any:
-        for name in ("pg_options", "device_id"):
-            kwargs.pop(name, None)
-        backend = None if backend in _ACCELERATOR_BACKENDS else backend
-        return original(ranks, timeout, backend, **kwargs)
-
-    return new_group
+def new_group(ranks: Any = None, timeout: Any = None, backend: str | None = None, *args: Any, **kwargs: Any) -> Any:
+    """Over gloo in the place of an accelerator's backend."""
+    backend = None if backend in _ACCELERATOR_BACKENDS else backend
+    return _torch["new_group"](ranks, timeout, backend, **_without_options(kwargs))
 
 
-def _all_to_all_single(original: Callable[..., Any]) -> Callable[..., Any]:
+def _without_options(kwargs: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in kwargs.items() if name not in ("device_id", "pg_options")}
+
+
+def all_to_all_single(
+    output: torch.Tensor, input: torch.Tensor, output_sizes: Any = None, input_sizes: Any = None, **kwargs: Any
+) -> Any:
     """Megatron turns split sizes into Python ints only when they lie on a GPU; gloo needs ints."""
-
-    def ints(sizes: Any) -> Any:
-        return sizes.tolist() if hasattr(sizes, "tolist") else sizes
-
-    @functools.wraps(original)
-    def all_to_all_single(
-        output: torch.Tensor, input: torch.Tensor, output_sizes: Any = None, input_sizes: Any = None, **kwargs: Any
-    ) -> Any:
-        output_sizes = kwargs.pop("output_split_sizes", output_sizes)
-        input_sizes = kwargs.pop("input_split_sizes", input_sizes)
-        return original(output, input, ints(output_sizes), ints(input_sizes), **kwargs)
-
-    return all_to_all_single
+    sizes = (kwargs.pop("output_split_sizes", output_sizes), kwargs.pop("input_split_sizes", input_sizes))
+    ints = (each.tolist() if hasattr(each, "tolist") else each for each in sizes)
+    return _torch["all_to_all_single"](output, input, *ints, **kwargs)
 
 
-def _all_gather(original: Callable[..., Any]) -> Callable[..., Any]:
+def all_gather(outputs: list[torch.Tensor], tensor: torch.Tensor, group: Any = None, async_op: bool = False) -> Any:
     """nccl gathers tensors of different lengths, which experts cut over tensor parallel ranks need; gloo does not."""
-
-    @functools.wraps(original)
-    def all_gather(outputs: list[torch.Tensor], tensor: torch.Tensor, group: Any = None, async_op: bool = False) -> Any:
-        if len({t.shape for t in outputs}) == 1:
-            return original(outputs, tensor, group, async_op)
-        assert not async_op, "tensors of different lengths are gathered at once"
-        padded = tensor.new_zeros(max(map(len, outputs)), *tensor.shape[1:])
-        padded[: len(tensor)] = tensor
-        longest = [torch.empty_like(padded) for _ in outputs]
-        original(longest, padded, group)
-        for output, whole in zip(outputs, longest, strict=True):
-            output.copy_(whole[: len(output)])
-        return None
-
-    return all_gather
+    original = _torch["all_gather"]
+    if len({t.shape for t in outputs}) == 1:
+        return original(outputs, tensor, group, async_op)
+    assert not async_op, "tensors of different lengths are gathered at once"
+    padded = tensor.new_zeros(max(map(len, outputs)), *tensor.shape[1:])
+    padded[: len(tensor)] = tensor
+    longest = [torch.empty_like(padded) for _ in outputs]
+    original(longest, padded, group)
+    for output, whole in zip(outputs, longest, strict=True):
+        output.copy_(whole[: len(output)])
+    return None
 
 
-def _reduce_scatter(original: Callable[..., Any]) -> Callable[..., Any]:
+def reduce_scatter(
+    output: torch.Tensor,
+    inputs: list[torch.Tensor],
+    op: Any = dist.ReduceOp.SUM,
+    group: Any = None,
+    async_op: bool = False,
+) -> Any:
     """The same of their gradients: one reduction a rank."""
-
-    @functools.wraps(original)
-    def reduce_scatter(
-        output: torch.Tensor,
-        inputs: list[torch.Tensor],
-        op: Any = dist.ReduceOp.SUM,
-        group: Any = None,
-        async_op: bool = False,
-    ) -> Any:
-        if len({t.shape for t in inputs}) == 1:
-            return original(output, inputs, op, group, async_op)
-        assert not async_op, "tensors of different lengths are scattered at once"
-        group = group or dist.group.WORLD
-        for rank, part in enumerate(inputs):
-            total = part.clone()
-            dist.reduce(total, dist.get_global_rank(group, rank), op, group)
-            if rank == dist.get_rank(group):
-                output.copy_(total)
-        return None
-
-    return reduce_scatter
+    if len({t.shape for t in inputs}) == 1:
+        return _torch["reduce_scatter"](output, inputs, op, group, async_op)
+    assert not async_op, "tensors of different lengths are scattered at once"
+    group = group or dist.group.WORLD
+    for rank, part in enumerate(inputs):
+        total = part.clone()
+        dist.reduce(total, dist.get_global_rank(group, rank), op, group)
+        if rank == dist.get_rank(group):
+            output.copy_(total)
+    return None
 
 
-def _isend(original: Callable[..., Any]) -> Callable[..., Any]:
+def isend(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     """Send a copy, because Megatron's interleaved schedule frees an output while it is being sent.
 
     With NCCL the allocator keeps the memory until the stream is past the send. gloo reads it from a
     thread of its own: the receiver would get whatever was allocated there since. The work holds the copy.
     Who keeps the tensor until the send is over says so by its attribute `outlives_send`.
     """
-
-    @functools.wraps(original)
-    def isend(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        kept = getattr(tensor, "outlives_send", False)
-        return original(tensor if kept else tensor.detach().clone(), *args, **kwargs)
-
-    return isend
+    kept = getattr(tensor, "outlives_send", False)
+    return _torch["isend"](tensor if kept else tensor.detach().clone(), *args, **kwargs)
 
 
 def _averaging(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -146,7 +118,6 @@ def _averaging(original: Callable[..., Any]) -> Callable[..., Any]:
     Dividing beforehand is right for asynchronous and coalesced calls as well, which write later.
     """
 
-    @functools.wraps(original)
     def collective(output: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if kwargs.get("op") != dist.ReduceOp.AVG:
             return original(output, *args, **kwargs)

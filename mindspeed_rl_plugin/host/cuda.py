@@ -49,13 +49,13 @@ def install() -> None:
     for name in ("range_push", "range_pop", "mark"):
         setattr(torch.cuda.nvtx, name, _returning(None))
     _redirect_factories()
-    _redirect_load()
     _redirect_methods()
 
 
 def _namespace() -> dict[str, Any]:
     """Name in torch.cuda -> its replacement."""
-    memory = ProcessMeter()
+    memory, total = ProcessMeter(), _memory_of_machine()[1]
+    properties = {"name": "cpu", "major": 8, "minor": 0, "multi_processor_count": 1, "warp_size": 32}
     constants = {
         "current_device": launch_env()["local_rank"],  # an index, as the real one: MindSpeed-LLM computes with it
         "device_count": launch_env()["local_world_size"],
@@ -65,6 +65,7 @@ def _namespace() -> dict[str, Any]:
         "is_bf16_supported": True,
         "get_device_capability": (8, 0),
         "get_device_name": "cpu",
+        "get_device_properties": SimpleNamespace(**properties, total_memory=total),
         "initial_seed": torch.initial_seed(),
         "utilization": 0,
     }
@@ -75,13 +76,12 @@ def _namespace() -> dict[str, Any]:
     names.update(
         Stream=NullStream,
         Event=NullEvent,
-        ExternalStream=_ExternalStream,
+        ExternalStream=type("ExternalStream", (NullStream,), {}),
         current_stream=lambda *a, **k: NullStream(),
         default_stream=lambda *a, **k: NullStream(),
-        stream=lambda stream: contextlib.nullcontext(stream),
+        stream=contextlib.nullcontext,
         device=_DeviceContext,
-        get_device_properties=_properties,
-        mem_get_info=_mem_get_info,
+        mem_get_info=_memory_of_machine,
         memory_allocated=lambda *a, **k: memory.allocated(),
         memory_reserved=lambda *a, **k: memory.allocated(),
         max_memory_allocated=lambda *a, **k: memory.peak(),
@@ -91,7 +91,7 @@ def _namespace() -> dict[str, Any]:
         reset_max_memory_allocated=lambda *a, **k: memory.reset_peak(),
         get_rng_state=lambda *a, **k: torch.get_rng_state(),
         set_rng_state=lambda state, *a, **k: torch.set_rng_state(state),
-        manual_seed=_manual_seed,
+        manual_seed=lambda seed: torch.default_generator.manual_seed(int(seed)),  # torch.manual_seed calls torch.cuda's
         default_generators=_Generators(),
         _lazy_call=lambda callback, **k: callback(),
     )
@@ -101,15 +101,6 @@ def _namespace() -> dict[str, Any]:
 def _returning(value: Any) -> Callable[..., Any]:
     """A new function each time: torch.compile's tables refuse one object under two names."""
     return lambda *args, **kwargs: value
-
-
-class _ExternalStream(NullStream):
-    """A stream made elsewhere, of which there is none."""
-
-
-def _manual_seed(seed: int) -> None:
-    # Not torch.manual_seed, which would call back into torch.cuda.
-    torch.default_generator.manual_seed(int(seed))
 
 
 class _DeviceContext(contextlib.nullcontext):
@@ -129,19 +120,10 @@ class _Generators:
         return launch_env()["local_world_size"]
 
 
-def _pages(name: str) -> int:
-    return os.sysconf(name) * os.sysconf("SC_PAGE_SIZE")
-
-
-def _mem_get_info(*args: Any, **kwargs: Any) -> tuple[int, int]:
-    """(free, total) bytes of the machine's memory."""
-    return _pages("SC_AVPHYS_PAGES"), _pages("SC_PHYS_PAGES")
-
-
-def _properties(*args: Any, **kwargs: Any) -> SimpleNamespace:
-    return SimpleNamespace(
-        name="cpu", major=8, minor=0, multi_processor_count=1, warp_size=32, total_memory=_pages("SC_PHYS_PAGES")
-    )
+def _memory_of_machine(*args: Any, **kwargs: Any) -> tuple[int, int]:
+    """(free, total) bytes."""
+    free, total = (os.sysconf(name) * os.sysconf("SC_PAGE_SIZE") for name in ("SC_AVPHYS_PAGES", "SC_PHYS_PAGES"))
+    return free, total
 
 
 def _memory_stats(memory: ProcessMeter) -> dict[str, int]:
@@ -168,11 +150,16 @@ def _redirect_factories() -> None:
         setattr(torch.Tensor, name, _redirected(getattr(torch.Tensor, name)))
 
 
-def _redirected(function: Callable[..., Any]) -> Callable[..., Any]:
+def _redirected(function: Callable[..., Any], place: int | None = None) -> Callable[..., Any]:
+    """`function`, whose `device` is the CPU, given by name or as argument number `place`."""
+
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if kwargs.get("device") is not None:
-            kwargs["device"] = on_cpu(kwargs["device"])
+        if place is not None and len(args) > place:
+            args = (*args[:place], on_cpu(args[place]), *args[place + 1 :])
+        for name in ("device", "map_location"):
+            if kwargs.get(name) is not None:
+                kwargs[name] = on_cpu(kwargs[name])
         if kwargs.get("pin_memory"):
             kwargs["pin_memory"] = False
         return function(*args, **kwargs)
@@ -180,33 +167,8 @@ def _redirected(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _redirect_load() -> None:
-    """torch.load with map_location "cuda" or "npu:0" loads to the CPU."""
-    load = torch.load
-
-    @functools.wraps(load)
-    def call(f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
-        return load(f, on_cpu(map_location), *args, **kwargs)
-
-    torch.load = call
-
-
-def _moving(to: Callable[..., Any]) -> Callable[..., Any]:
-    """`to` of a tensor or module, which stays on the CPU whatever accelerator is its first argument."""
-
-    @functools.wraps(to)
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if args:
-            args = (on_cpu(args[0]), *args[1:])
-        if kwargs.get("device") is not None:
-            kwargs["device"] = on_cpu(kwargs["device"])
-        return to(self, *args, **kwargs)
-
-    return call
-
-
 def _redirect_methods() -> None:
-    """.to and .cuda of tensors and modules, Tensor.type and .pin_memory, stay on the CPU."""
+    """.to and .cuda of tensors and modules, Tensor.type and .pin_memory, and torch.load, stay on the CPU."""
     cast = torch.Tensor.type
 
     @functools.wraps(cast)
@@ -218,8 +180,9 @@ def _redirect_methods() -> None:
             dtype = dtype.replace("torch.cuda.", "torch.")
         return cast(self, dtype, *args, **kwargs)
 
-    torch.Tensor.to = _moving(torch.Tensor.to)
-    torch.nn.Module.to = _moving(torch.nn.Module.to)
+    torch.load = _redirected(torch.load, 1)
+    torch.Tensor.to = _redirected(torch.Tensor.to, 1)
+    torch.nn.Module.to = _redirected(torch.nn.Module.to, 1)
     torch.Tensor.type = tensor_type
     torch.Tensor.cuda = lambda self, *args, **kwargs: self
     torch.Tensor.pin_memory = lambda self, *args, **kwargs: self

@@ -29,14 +29,42 @@ from mindspeed_rl_plugin.host.optimizer import HostAdam
 
 @dataclass(frozen=True)
 class Gap:
-    """One gap: the module it is in, the name there, and the function that closes it on that module."""
+    """One gap: the module it is in, the name there, and the function that closes it on that module and says why."""
 
     module: str
     name: str
-    why: str
     versions: str
     remove_when: str
     close: Callable[[ModuleType], None]
+
+
+GAPS: list[Gap] = []
+CORE_0_12 = "core 0.12 is no longer supported"
+OPTIMIZER = "megatron.core.optimizer"
+
+
+def _gap(module: str, name: str, versions: str, remove_when: str) -> Callable[[Callable], Callable]:
+    """Register the function that follows, of the module with the gap, as what closes it."""
+
+    def register(close: Callable[[ModuleType], None]) -> Callable[[ModuleType], None]:
+        GAPS.append(Gap(module, name, versions, remove_when, close))
+        return close
+
+    return register
+
+
+def _around(owner: Any, name: str) -> Callable[[Callable], None]:
+    """Replace `owner.name` by the function that follows, whose first argument is the original."""
+    original = getattr(owner, name)
+
+    def replace(function: Callable[..., Any]) -> None:
+        @functools.wraps(original)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return function(original, *args, **kwargs)
+
+        setattr(owner, name, call)
+
+    return replace
 
 
 def close_gaps() -> None:
@@ -45,18 +73,28 @@ def close_gaps() -> None:
         after_import(gap.module, gap.close)
 
 
+@_gap("typing", "override", "core >= 0.17 on Python < 3.12", "Python 3.12 is the oldest supported")
 def _override(module: ModuleType) -> None:
+    """Megatron imports a name that Python has from 3.12 on."""
     if not hasattr(module, "override"):
         module.override = typing_extensions.override
 
 
+@_gap("numpy", "product", "core 0.12 with numpy >= 2", CORE_0_12)
 def _product(module: ModuleType) -> None:
+    """Distributed checkpoints of core 0.12 use a name that numpy 2 dropped."""
     if not hasattr(module, "product"):
         module.product = module.prod
 
 
+@_gap(
+    "megatron.core.dist_checkpointing.strategies.filesystem_async", "_write_item", "core 0.12, torch >= 2.7", CORE_0_12
+)
 def _write_item(module: ModuleType) -> None:
-    """Name the format that torch writes by default. Later cores name it themselves, which overrides ours."""
+    """Writes distributed checkpoints with a function of torch that takes one argument more since torch 2.7.
+
+    Name the format that torch writes by default. Later cores name it themselves, which overrides ours.
+    """
     from torch.distributed.checkpoint import filesystem
 
     if hasattr(filesystem, "SerializationFormat"):
@@ -64,13 +102,20 @@ def _write_item(module: ModuleType) -> None:
         module._write_item = functools.partial(module._write_item, serialization_format=torch_save)
 
 
+@_gap("megatron.core.utils", "_te_version", "core 0.12", CORE_0_12)
 def _te_version(module: ModuleType) -> None:
+    """Asked for the version of TransformerEngine when it loads a distributed checkpoint, it imports it."""
     if hasattr(module, "_te_version") and importlib.util.find_spec("transformer_engine") is None:
         module._te_version = Version("0")
 
 
+@_gap(OPTIMIZER, "Adam", "all", "Megatron saves and loads torch's AdamW in it")
+@_gap(f"{OPTIMIZER}.distrib_optimizer", "Adam", "all", "Megatron saves and loads torch's AdamW in it")
 def _adam(module: ModuleType) -> None:
-    """Use HostAdam, and say what Megatron would have said had it found Apex, whose layout that is."""
+    """torch's AdamW has no step of the group: the distributed optimizer cannot resume (KeyError 'step').
+
+    Use HostAdam, and say what Megatron would have said had it found Apex, whose layout that is.
+    """
     if not module.Adam.__module__.startswith("torch.optim"):
         return
     module.Adam = HostAdam
@@ -80,41 +125,51 @@ def _adam(module: ModuleType) -> None:
             setattr(module, flag, value)
 
 
+@_gap(f"{OPTIMIZER}.distrib_optimizer", "quantize_param_shard", "core 0.12", f"{CORE_0_12} (MindSpeed moves on)")
 def _quantize_param_shard(module: ModuleType) -> None:
-    original = module.quantize_param_shard
+    """Raises without TransformerEngine even when there is no FP8 parameter to quantize."""
 
-    @functools.wraps(original)
-    def quantize_param_shard(model_params: list[Any], *args: Any, **kwargs: Any) -> None:
+    @_around(module, "quantize_param_shard")
+    def call(original: Callable[..., None], model_params: list[Any], *args: Any, **kwargs: Any) -> None:
         if model_params:
             original(model_params, *args, **kwargs)
 
-    module.quantize_param_shard = quantize_param_shard
 
-
+@_gap(
+    f"{OPTIMIZER}.distrib_optimizer",
+    "DistributedOptimizer._set_main_param_and_optimizer_states",
+    "all, on every device; fp32 is what hosts train in",
+    "Megatron resumes an fp32 model with the distributed optimizer",
+)
 def _set_parameter_state(module: ModuleType) -> None:
+    """In fp32 the main parameters are views of the model's, and it writes into them without no_grad: no resume."""
     optimizer = module.DistributedOptimizer
     name = "_set_main_param_and_optimizer_states"
     setattr(optimizer, name, torch.no_grad()(getattr(optimizer, name)))
 
 
+@_gap("megatron.core.transformer.moe.moe_utils", "te_general_gemm", "core 0.14 to 0.16", "core 0.16 is not supported")
 def _te_general_gemm(module: ModuleType) -> None:
+    """The router asks whether it is None, but without TransformerEngine it is not defined at all."""
     if not hasattr(module, "te_general_gemm"):
         module.te_general_gemm = None
 
 
+@_gap("megatron.legacy.fused_kernels", "load", "core <= 0.16", "megatron.legacy is gone from all supported versions")
 def _fused_kernels(module: ModuleType) -> None:
-    def load(args: Any) -> None:
-        """No nvcc, no kernels."""
-
-    module.load = load
+    """Asks nvcc for its version and compiles CUDA kernels."""
+    module.load = lambda args: None
 
 
+@_gap("megatron.core.transformer.torch_norm", "WrappedTorchNorm.__new__", "all", "it marks its parameters itself")
 def _torch_norm(module: ModuleType) -> None:
-    """Let torch's norms serve sequence parallel models, and ignore wishes for particular CUDA kernels."""
-    wrapped = module.WrappedTorchNorm
-    original = wrapped.__new__
+    """The local layer spec has no norm that accepts sequence parallel, without which MoE with TP cannot train.
 
-    def new(cls: type, config: Any, *args: Any, **kwargs: Any) -> torch.nn.Module:
+    Let torch's norms serve sequence parallel models, and ignore wishes for particular CUDA kernels.
+    """
+
+    @_around(module.WrappedTorchNorm, "__new__")
+    def new(original: Any, cls: type, config: Any, *args: Any, **kwargs: Any) -> torch.nn.Module:
         plain = copy.copy(config)
         plain.sequence_parallel = plain.persist_layer_norm = plain.memory_efficient_layer_norm = False
         norm = original(cls, plain, *args, **kwargs)
@@ -123,44 +178,45 @@ def _torch_norm(module: ModuleType) -> None:
             parameter.sequence_parallel = config.sequence_parallel
         return norm
 
-    wrapped.__new__ = new
 
-
+@_gap("megatron.core.transformer.dot_product_attention", "DotProductAttention.__init__", "all", "it takes v_channels")
 def _attention_channels(module: ModuleType) -> None:
-    """Take the sizes of heads that multi-latent attention hands over; the plain kernel needs that of the values."""
-    attention = module.DotProductAttention
-    original = attention.__init__
-    if "v_channels" in inspect.signature(original).parameters:
+    """The local layer spec's attention refuses the head sizes that multi-latent attention gives it.
+
+    Take the sizes of heads that multi-latent attention hands over; the plain kernel needs that of the values.
+    """
+    if "v_channels" in inspect.signature(module.DotProductAttention.__init__).parameters:
         return
 
-    @functools.wraps(original)
-    def init(
-        self: torch.nn.Module,
-        *args: Any,
-        k_channels: int | None = None,
-        v_channels: int | None = None,
-        **kwargs: Any,
-    ) -> None:
+    @_around(module.DotProductAttention, "__init__")
+    def init(original: Any, self: torch.nn.Module, *args: Any, k_channels: Any = None, **kwargs: Any) -> None:
+        v_channels = kwargs.pop("v_channels", None)
         original(self, *args, **kwargs)
         if v_channels is not None:
             self.hidden_size_per_partition = v_channels * self.num_attention_heads_per_partition
 
-    attention.__init__ = init
 
-
+@_gap(
+    "megatron.core.models.common.embeddings.yarn_rotary_pos_embedding",
+    "YarnRotaryEmbedding.__init__",
+    "core >= 0.16, with multi-latent attention",
+    "it passes the device to the factories only",
+)
 def _yarn(module: ModuleType) -> None:
-    """Make it on the CPU, which it is asked for by a keyword. Its callers name all arguments."""
-    embedding = module.YarnRotaryEmbedding
-    original = embedding.__init__
+    """Enters `with torch.device(current_device())`, which torch refuses for an index without an accelerator.
 
-    @functools.wraps(original)
-    def init(self: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
+    Make it on the CPU, which it is asked for by a keyword. Its callers name all arguments.
+    """
+
+    @_around(module.YarnRotaryEmbedding, "__init__")
+    def init(original: Any, self: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **{**kwargs, "use_cpu_initialization": True})
 
-    embedding.__init__ = init
 
-
+@_gap("megatron.core.datasets.utils", "compile_helpers", "all", "the Makefile takes the interpreter from its caller")
 def _compile_helpers(module: ModuleType) -> None:
+    """Builds for the python3 on the PATH, which without an activated environment is another interpreter."""
+
     def compile_helpers() -> None:
         """Build the data sets' C++ helpers for the interpreter that runs, unless they are built."""
         if importlib.util.find_spec("megatron.core.datasets.helpers_cpp") is not None:
@@ -193,120 +249,14 @@ def _patchable(name: str, module: ModuleType) -> bool:
     return type(module) is ModuleType and "__getattr__" not in vars(module)
 
 
-def _patch_scan(module: ModuleType) -> None:
-    module.sys = SimpleNamespace(modules=_PatchableModules())
-
-
-_OPTIMIZER = "megatron.core.optimizer"
-_ADAM_WHY = "torch's AdamW has no step of the group: the distributed optimizer cannot resume (KeyError 'step')"
-_ADAM_GOES = "Megatron saves and loads torch's AdamW in its distributed optimizer"
-
-GAPS = (
-    Gap(
-        "typing",
-        "override",
-        "Megatron imports a name that Python has from 3.12 on",
-        "core >= 0.17 on Python < 3.12",
-        "Python 3.12 is the oldest supported",
-        _override,
-    ),
-    Gap(
-        "numpy",
-        "product",
-        "distributed checkpoints of core 0.12 use a name that numpy 2 dropped",
-        "core 0.12 with numpy >= 2",
-        "core 0.12 is no longer supported",
-        _product,
-    ),
-    Gap(
-        "megatron.core.dist_checkpointing.strategies.filesystem_async",
-        "_write_item",
-        "writes distributed checkpoints with a function of torch that takes one argument more since torch 2.7",
-        "core 0.12 with torch >= 2.7",
-        "core 0.12 is no longer supported",
-        _write_item,
-    ),
-    Gap(
-        "megatron.core.utils",
-        "_te_version",
-        "asked for the version of TransformerEngine when it loads a distributed checkpoint, it imports it",
-        "core 0.12",
-        "core 0.12 is no longer supported",
-        _te_version,
-    ),
-    Gap(_OPTIMIZER, "Adam", _ADAM_WHY, "all", _ADAM_GOES, _adam),
-    Gap(f"{_OPTIMIZER}.distrib_optimizer", "Adam", _ADAM_WHY, "all", _ADAM_GOES, _adam),
-    Gap(
-        f"{_OPTIMIZER}.distrib_optimizer",
-        "quantize_param_shard",
-        "raises without TransformerEngine even when there is no FP8 parameter to quantize",
-        "core 0.12",
-        "core 0.12 is no longer supported (MindSpeed moves on)",
-        _quantize_param_shard,
-    ),
-    Gap(
-        f"{_OPTIMIZER}.distrib_optimizer",
-        "DistributedOptimizer._set_main_param_and_optimizer_states",
-        "in fp32 the main parameters are views of the model's, and it writes into them without no_grad: no resume",
-        "all, on every device; fp32 is what hosts train in",
-        "Megatron resumes an fp32 model with the distributed optimizer",
-        _set_parameter_state,
-    ),
-    Gap(
-        "megatron.core.transformer.moe.moe_utils",
-        "te_general_gemm",
-        "the router asks whether it is None, but without TransformerEngine it is not defined at all",
-        "core 0.14 to 0.16",
-        "core 0.16 is no longer supported",
-        _te_general_gemm,
-    ),
-    Gap(
-        "megatron.legacy.fused_kernels",
-        "load",
-        "asks nvcc for its version and compiles CUDA kernels",
-        "core <= 0.16",
-        "megatron.legacy is gone from all supported versions",
-        _fused_kernels,
-    ),
-    Gap(
-        "megatron.core.datasets.utils",
-        "compile_helpers",
-        "builds for the python3 on the PATH, which without an activated environment is another interpreter",
-        "all",
-        "the Makefile takes the interpreter from its caller",
-        _compile_helpers,
-    ),
-    Gap(
-        "megatron.core.transformer.torch_norm",
-        "WrappedTorchNorm.__new__",
-        "the local layer spec has no norm that accepts sequence parallel, without which MoE with TP cannot train",
-        "all",
-        "WrappedTorchNorm marks its parameters itself",
-        _torch_norm,
-    ),
-    Gap(
-        "megatron.core.transformer.dot_product_attention",
-        "DotProductAttention.__init__",
-        "the local layer spec's attention refuses the head sizes that multi-latent attention gives it",
-        "all",
-        "DotProductAttention takes k_channels and v_channels",
-        _attention_channels,
-    ),
-    Gap(
-        "megatron.core.models.common.embeddings.yarn_rotary_pos_embedding",
-        "YarnRotaryEmbedding.__init__",
-        "enters `with torch.device(current_device())`, which torch refuses for an index without an accelerator",
-        "core >= 0.16, with multi-latent attention",
-        "it passes the device to the factories only",
-        _yarn,
-    ),
-    Gap(
-        "mindspeed.patch_utils",
-        "sys",
-        "asks every loaded module for the names it patches; lazy ones (transformers, vllm) then import all they have, "
-        "and fail where one dependency is missing",
-        "MindSpeed 2.3, with whatever transformers or vllm is imported before a patch is applied",
-        "MindSpeed looks into vars(module) instead of calling hasattr",
-        _patch_scan,
-    ),
+@_gap(
+    "mindspeed.patch_utils",
+    "sys",
+    "MindSpeed 2.3, with whatever transformers or vllm is imported before a patch is applied",
+    "MindSpeed looks into vars(module) instead of calling hasattr",
 )
+def _patch_scan(module: ModuleType) -> None:
+    """Asks every loaded module for the names it patches; lazy ones (transformers, vllm) then import all they have, and
+    fail where one dependency is missing.
+    """
+    module.sys = SimpleNamespace(modules=_PatchableModules())

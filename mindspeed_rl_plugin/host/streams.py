@@ -6,20 +6,18 @@ import time
 from typing import Any
 
 
+def _nothing(self: Any, other: Any = None) -> None:
+    """Nothing to wait for."""
+
+
 class NullEvent:
     """An event holds the time at which it was recorded."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self._seconds = time.perf_counter()
+        self.record()
 
     def record(self, stream: Any = None) -> None:
         self._seconds = time.perf_counter()
-
-    def wait(self, stream: Any = None) -> None:
-        """Nothing to wait for."""
-
-    def synchronize(self) -> None:
-        """Nothing to wait for."""
 
     def query(self) -> bool:
         return True
@@ -27,6 +25,8 @@ class NullEvent:
     def elapsed_time(self, end: Any) -> float:
         """Milliseconds from the record of this event to that of `end`."""
         return (end._seconds - self._seconds) * 1e3
+
+    wait = synchronize = _nothing
 
 
 class NullStream:
@@ -41,19 +41,12 @@ class NullStream:
     def __exit__(self, *exc: object) -> None:
         """Nothing to restore."""
 
-    def wait_stream(self, stream: Any) -> None:
-        """Nothing to wait for."""
-
-    def wait_event(self, event: Any) -> None:
-        """Nothing to wait for."""
-
     def record_event(self, event: Any = None) -> Any:
         event = event if event is not None else NullEvent()
         event.record()
         return event
 
-    def synchronize(self) -> None:
-        """Nothing to wait for."""
-
     def query(self) -> bool:
         return True
+
+    wait_stream = wait_event = synchronize = _nothing

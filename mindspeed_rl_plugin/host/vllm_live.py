@@ -23,15 +23,11 @@ from torch.nn.functional import linear, silu
 SHARED_MEMORY = Path("/dev/shm")
 PREFIX = "mindspeed-rl-"
 LEFTOVER_AGE = 600.0  # seconds; younger segments may belong to a job that starts right now
-_applied = False
 
 
+@functools.cache
 def apply() -> None:
     """Change vLLM, before an engine is built. Idempotent; imports vLLM (after `engine_env` has set its variables)."""
-    global _applied
-    if _applied:
-        return
-    _applied = True
     _live_linears()
     _live_experts()
     _rotary_by_heads()
@@ -128,8 +124,7 @@ def _job_name(original: Callable[[Any], str]) -> Callable[[Any], str]:
     def make_group_name(communicator: Any) -> str:
         name = f"/{PREFIX}{job_id()}-{original(communicator).replace('/', '')}"
         # Each rank creates, and so removes, only its own segment: a peer's may be in use already.
-        with contextlib.suppress(FileNotFoundError):
-            (SHARED_MEMORY / f"{name[1:]}_{communicator.rank}").unlink()
+        _segment(name, communicator).unlink(missing_ok=True)
         return name
 
     return make_group_name
@@ -141,11 +136,14 @@ def _nameless(original: Callable[[Any], int]) -> Callable[[Any], int]:
     @functools.wraps(original)
     def init_cpu_shm(self: Any) -> int:
         handle = original(self)  # ends with a barrier
-        with contextlib.suppress(FileNotFoundError):
-            (SHARED_MEMORY / f"{self.group_name[1:]}_{self.communicator.rank}").unlink()
+        _segment(self.group_name, self.communicator).unlink(missing_ok=True)
         return handle
 
     return init_cpu_shm
+
+
+def _segment(group: str, communicator: Any) -> Path:
+    return SHARED_MEMORY / f"{group[1:]}_{communicator.rank}"
 
 
 def job_id() -> str:
@@ -154,32 +152,9 @@ def job_id() -> str:
     return f"{zlib.crc32('|'.join(parts).encode()):08x}"
 
 
-def remove_leftovers(folder: Path = SHARED_MEMORY) -> list[str]:
-    """Remove segments of jobs that were killed: old ones that no process maps. Returns their names.
-
-    Segments are files; folders of that prefix are the transfer dock's.
-    """
-    removed = []
-    old = [p for p in folder.glob(PREFIX + "*") if p.is_file() and time.time() - _modified(p) > LEFTOVER_AGE]
-    maps = _all_maps() if old else ""
-    for path in old:
-        if str(path) not in maps:
-            with contextlib.suppress(FileNotFoundError, PermissionError):
+def remove_leftovers(folder: Path = SHARED_MEMORY) -> None:
+    """Remove segments of jobs that were killed while their engines started: those that have had their name for long."""
+    for path in folder.glob(PREFIX + "*"):
+        with contextlib.suppress(FileNotFoundError, PermissionError):  # another rank was faster, or another user's
+            if path.is_file() and time.time() - path.stat().st_mtime > LEFTOVER_AGE:
                 path.unlink()
-                removed.append(path.name)
-    return removed
-
-
-def _modified(path: Path) -> float:
-    try:
-        return path.stat().st_mtime
-    except FileNotFoundError:  # another rank was faster
-        return time.time()
-
-
-def _all_maps() -> str:
-    texts = []
-    for path in Path("/proc").glob("[0-9]*/maps"):
-        with contextlib.suppress(OSError):  # ended, or another user's, whose files we could not remove either
-            texts.append(path.read_text())
-    return "".join(texts)
