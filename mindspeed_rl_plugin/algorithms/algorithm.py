@@ -16,48 +16,29 @@ from mindspeed_rl_plugin.algorithms.losses import LOSSES, Bounds, LossSpec, Poli
 from mindspeed_rl_plugin.algorithms.pair_losses import PairOptions
 from mindspeed_rl_plugin.algorithms.rewards import overlong_penalty
 from mindspeed_rl_plugin.algorithms.selection import resample, uniform_draws
+from mindspeed_rl_plugin.config import AlgorithmConfig
 from mindspeed_rl_plugin.rows import Ragged, SampleId
 
 
 @dataclass(frozen=True)
-class Algorithm:
-    """What `presets.resolve` returns. Fields are those of `AlgorithmConfig`, filled from the preset.
+class Algorithm(AlgorithmConfig):
+    """What `presets.resolve` returns: the flags, with those that were left open filled from the preset, and what
+    follows from them.
 
-    bounds: of the loss; correction_high may be infinite; overlong_share: share of the response limit that is the
-    penalty's buffer where `overlong_buffer` is None; filtration: "none" or a rule; pairs: of DPO;
+    bounds: of the loss, which its flags leave open; correction_high may be infinite; overlong_share: share of the
+    response limit that is the penalty's buffer where `overlong_buffer` is None; filtration: "none" or a rule;
     old_logps: whether old log-probs are a column; if not, each update starts from the policy that it trains, and its
     own log-probs are the old ones too.
     """
 
-    name: str
-    advantage: str
-    loss: str
-    aggregation: str
-    bounds: Bounds
-    kl_loss_coef: float
-    kl_estimator: str
-    kl_reward_coef: float
-    kl_reward_estimator: str
-    entropy_coef: float
-    advantage_eps: float
-    gamma: float
-    gae_lambda: float
-    value_clip: float
-    correction: str
-    correction_level: str
-    correction_low: float
-    correction_high: float
-    overlong_buffer: int | None
-    overlong_share: float
-    overlong_penalty: float
-    dynamic_sampling: bool
-    filtration: str
-    filtration_power: float
-    filtration_whole_batch: bool
-    dpo_loss: str
-    pairs: PairOptions
-    ppo_epochs: int
+    bounds: Bounds = Bounds()
+    overlong_share: float = 0.0
     old_logps: bool = True
+
+    @property
+    def pairs(self) -> PairOptions:
+        """Options of DPO's loss."""
+        return PairOptions(self.dpo_beta, self.dpo_label_smoothing, self.dpo_length_norm)
 
     @property
     def from_pairs(self) -> bool:

@@ -21,7 +21,7 @@ def describe(algorithm: Algorithm) -> str:
     if a.entropy_coef:
         parts.append(f"entropy {a.entropy_coef:g}")
     more = [*further_parts(a), *([f"{a.ppo_epochs} epochs"] if a.ppo_epochs > 1 else [])]
-    return f"{a.name}: " + ", ".join(more if a.from_pairs else parts + more)
+    return f"{a.algorithm}: " + ", ".join(more if a.from_pairs else parts + more)
 
 
 def further_parts(algorithm: Algorithm) -> Iterable[str]:

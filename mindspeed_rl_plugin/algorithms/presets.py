@@ -11,7 +11,7 @@ from mindspeed_rl_plugin.algorithms.corrections import CORRECTIONS, LEVELS
 from mindspeed_rl_plugin.algorithms.estimators import ADVANTAGES
 from mindspeed_rl_plugin.algorithms.kl import KL_ESTIMATORS
 from mindspeed_rl_plugin.algorithms.losses import LOSSES, Bounds
-from mindspeed_rl_plugin.algorithms.pair_losses import PAIR_LOSSES, PairOptions
+from mindspeed_rl_plugin.algorithms.pair_losses import PAIR_LOSSES
 from mindspeed_rl_plugin.algorithms.selection import FILTRATIONS
 from mindspeed_rl_plugin.config import AlgorithmConfig, RLConfig, flag_name, limit_problems, unread_flags
 
@@ -90,48 +90,32 @@ def unread(config: RLConfig) -> list[str]:
     return list(unread_flags(config, algorithm, preset))
 
 
+CHOICES = {
+    "loss": LOSSES,
+    "advantage": ADVANTAGES,
+    "aggregation": AGGREGATIONS,
+    "kl_estimator": KL_ESTIMATORS,
+    "kl_reward_estimator": KL_ESTIMATORS,
+    "filtration": ("none", *FILTRATIONS),
+    "correction": CORRECTIONS,
+    "correction_level": LEVELS,
+    "dpo_loss": PAIR_LOSSES,
+}
+
+
 def assemble(config: AlgorithmConfig) -> Algorithm:
     """The parts alone, whatever the numbers say. Raises ValueError for an unknown name."""
     preset = ALGORITHMS[_known("algorithm", config.algorithm, ALGORITHMS)]
-    if preset.advantage == PAIRS:  # DPO is no row of exchangeable parts
-        loss, advantage, aggregation = preset.loss, preset.advantage, preset.aggregation
-    else:
-        loss = _known("loss", _given(config.loss, preset.loss), LOSSES)
-        advantage = _known("advantage", _given(config.advantage, preset.advantage), ADVANTAGES)
-        aggregation = _known("aggregation", _given(config.aggregation, preset.aggregation), AGGREGATIONS)
-    correction = CORRECTIONS[_known("correction", config.correction, CORRECTIONS)]
-    return Algorithm(
-        name=str(config.algorithm),
-        advantage=advantage,
-        loss=loss,
-        aggregation=aggregation,
-        bounds=_bounds(config, loss),
-        kl_loss_coef=_given(config.kl_loss_coef, preset.kl_loss_coef),
-        kl_estimator=_known("kl_estimator", _given(config.kl_estimator, preset.kl_estimator), KL_ESTIMATORS),
-        kl_reward_coef=_given(config.kl_reward_coef, preset.kl_reward_coef),
-        kl_reward_estimator=_known(
-            "kl_reward_estimator", _given(config.kl_reward_estimator, preset.kl_reward_estimator), KL_ESTIMATORS
-        ),
-        entropy_coef=config.entropy_coef,
-        advantage_eps=config.advantage_eps,
-        gamma=config.gamma,
-        gae_lambda=config.gae_lambda,
-        value_clip=config.value_clip,
-        correction=config.correction,
-        correction_level=_known("correction_level", config.correction_level, LEVELS),
-        correction_low=_given(config.correction_low, correction.low),
-        correction_high=_given(config.correction_high, correction.high),
-        overlong_buffer=config.overlong_buffer,
-        overlong_share=preset.overlong,
-        overlong_penalty=config.overlong_penalty,
-        dynamic_sampling=_given(config.dynamic_sampling, preset.dynamic_sampling),
-        filtration=_known("filtration", _given(config.filtration, preset.filtration), ("none", *FILTRATIONS)),
-        filtration_power=config.filtration_power,
-        filtration_whole_batch=config.filtration_whole_batch,
-        dpo_loss=_known("dpo_loss", config.dpo_loss, PAIR_LOSSES),
-        pairs=PairOptions(config.dpo_beta, config.dpo_label_smoothing, config.dpo_length_norm),
-        ppo_epochs=config.ppo_epochs,
-    )
+    parts = vars(config) | {n: _given(getattr(config, n), v) for n, v in vars(preset).items() if hasattr(config, n)}
+    fixed = ("loss", "advantage", "aggregation") if preset.advantage == PAIRS else ()  # no row of exchangeable parts
+    parts |= {name: getattr(preset, name) for name in fixed}
+    for name, known in CHOICES.items():
+        if name not in fixed:
+            _known(name, parts[name], known)
+    correction = CORRECTIONS[config.correction]
+    parts["correction_low"] = _given(config.correction_low, correction.low)
+    parts["correction_high"] = _given(config.correction_high, correction.high)
+    return Algorithm(**parts, bounds=_bounds(config, parts["loss"]), overlong_share=preset.overlong)
 
 
 def _bounds(config: AlgorithmConfig, loss: str) -> Bounds:
