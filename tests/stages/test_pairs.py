@@ -60,7 +60,7 @@ def test_names_with_dots_are_inside_objects(stream):
     keys = {"prompt_key": "question.text", "chosen_key": "answers.good", "rejected_key": "answers.bad"}
     (pair,) = stream(row, **keys).all()
     assert (text(pair.prompt), text(pair.chosen), text(pair.rejected)) == ("2*2=", "4$", "5!$")
-    with pytest.raises(ValueError, match="'answers.bad' is empty or not there; it has 'question.text', 'answers.good'; set"):
+    with pytest.raises(ValueError, match="'answers.bad' is empty .* it has 'question.text', 'answers.good'; set"):
         stream({"question": {"text": "1"}, "answers": {"good": "4"}}, **keys)
 
 
