@@ -1,16 +1,14 @@
 """A Megatron checkpoint directory as files: tracker, iteration folders, the RL state, the digest.
 
 DIR/latest_checkpointed_iteration.txt     "500", or "release"
-DIR/iter_0000500/...                      Megatron's own files, and ours: rl_state.pt, rl_dock-*.pt with the rows
+DIR/iter_0000500/...                      Megatron's own files, and ours: rl_state.pt
 """
 
 from __future__ import annotations
 
 import hashlib
-import io
 import os
 import pickle
-import secrets
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,11 +16,10 @@ import torch
 
 TRACKER = "latest_checkpointed_iteration.txt"
 STATE_FILE = "rl_state.pt"
-DOCK_FILE = "rl_dock"
-STATE_FORMAT = 2  # 1 had the dock inside
+STATE_FORMAT, _APART = 1, 2  # the second had the rows of its dock in a file beside it
 CRITIC = "critic"  # folder of PPO's critic inside an iteration folder
 # Never read when weights are loaded; ours is written after the fact. A user may delete all of these.
-_NOT_WEIGHTS = (STATE_FILE, DOCK_FILE, "distrib_optim", "layer_wise_optimizer")
+_NOT_WEIGHTS = (STATE_FILE, "rl_dock", "distrib_optim", "layer_wise_optimizer")
 _CHUNK = 16 << 20  # bytes
 
 
@@ -63,28 +60,12 @@ def has_state(directory: str, iteration: int | str) -> bool:
 
 
 def write_state(directory: str, iteration: int, state: dict[str, Any]) -> None:
-    """Write the RL state of one checkpoint: all of it or nothing, on disk when this returns.
-
-    A dock in the loop's state goes to a file of its own, of which the state keeps the name and an `outline`. That file
-    has a new name each time and comes first, so the state that is there always finds its own.
-    """
+    """Write the RL state of one checkpoint: all of it or nothing, on disk when this returns."""
     folder = iteration_dir(directory, iteration)
     os.makedirs(folder, exist_ok=True)
-    loop, rows = state.get("loop", {}), None
-    if loop.get("dock"):
-        rows = f"{DOCK_FILE}-{secrets.token_hex(8)}.pt"
-        _write(folder, rows, loop["dock"])
-        state = {**state, "loop": {**loop, "dock": outline(loop["dock"])}, "dock_file": rows}
-    _write(folder, STATE_FILE, {"format": STATE_FORMAT, **state})
-    for name in os.listdir(folder):
-        if name.startswith(DOCK_FILE) and name != rows:  # of a state that was just replaced, or never came to be
-            os.remove(os.path.join(folder, name))
-
-
-def _write(folder: str, name: str, content: dict[str, Any]) -> None:
-    path = os.path.join(folder, name)
+    path = os.path.join(folder, STATE_FILE)
     with open(path + ".partial", "wb") as file:
-        torch.save(content, file)
+        torch.save({"format": STATE_FORMAT, **state}, file)
         file.flush()
         os.fsync(file.fileno())
     os.replace(path + ".partial", path)
@@ -95,58 +76,32 @@ def _write(folder: str, name: str, content: dict[str, Any]) -> None:
         os.close(handle)
 
 
-def read_state_bytes(directory: str, iteration: int | str) -> bytes:
-    """The RL state of one checkpoint as bytes, to be broadcast and given to `parse_state`: without the dock's rows,
-    which one rank alone needs. Raises ValueError as `parse_state` does."""
-    folder = iteration_dir(directory, iteration)
-    with open(os.path.join(folder, STATE_FILE), "rb") as file:
-        blob = file.read()
-    state = parse_state(blob, folder)
-    if state["format"] > 1 or "dock" not in state.get("loop", {}):
-        return blob
-    state["loop"]["dock"] = outline(state["loop"]["dock"])
-    buffer = io.BytesIO()
-    torch.save(state, buffer)
-    return buffer.getvalue()
+def read_state(directory: str, iteration: int | str) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    """The RL state of one checkpoint with an `outline` of its dock, for all ranks, and the dock with its rows, which
+    one rank alone needs (None where there is none). Loads tensors and plain values only, no arbitrary objects.
 
-
-def parse_state(blob: bytes, where: str) -> dict[str, Any]:
-    """The RL state of `read_state_bytes`. Loads tensors and plain values only, no arbitrary objects.
-
-    Raises ValueError for a format that this version does not know.
+    Raises ValueError for a format that this version does not know, and for a file that is missing or damaged.
     """
-    state = _load(io.BytesIO(blob), os.path.join(where, STATE_FILE))
-    if state.get("format") not in (1, STATE_FORMAT):
+    folder = iteration_dir(directory, iteration)
+    state = _load(os.path.join(folder, STATE_FILE))
+    if state.get("format") not in (STATE_FORMAT, _APART):
         raise ValueError(
-            f"{STATE_FILE} in {where} has format {state.get('format')}; this version reads 1 and {STATE_FORMAT}: "
-            "resume with the plugin version that wrote it"
+            f"{STATE_FILE} in {folder} has format {state.get('format')}; this version reads {STATE_FORMAT} and "
+            f"{_APART}: resume with the plugin version that wrote it"
         )
-    return state
-
-
-def read_rows(directory: str, iteration: int | str, state: dict[str, Any]) -> dict[str, Any] | None:
-    """The dock of the RL state `state` with its rows; None where there is none.
-
-    Raises ValueError for a file that is missing or damaged.
-    """
-    folder = iteration_dir(directory, iteration)
+    dock = state.get("loop", {}).get("dock")
     if "dock_file" in state:
-        path = os.path.join(folder, state["dock_file"])
-        if not os.path.isfile(path):
-            raise ValueError(
-                f"{path} is not there: it holds the rows of the rollout with which {STATE_FILE} beside it goes on; put "
-                "it back, or resume from another checkpoint"
-            )
-        return _load(path, path)
-    path = os.path.join(folder, STATE_FILE)  # format 1 holds all
-    return _load(path, path).get("loop", {}).get("dock")
+        return state, _load(os.path.join(folder, state["dock_file"]))
+    if dock:
+        state["loop"]["dock"] = outline(dock)
+    return state, dock
 
 
-def _load(source: Any, path: str) -> dict[str, Any]:
+def _load(path: str) -> dict[str, Any]:
     try:
-        return torch.load(source, weights_only=True, map_location="cpu")
-    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
-        raise ValueError(f"{path} cannot be read: {error}") from error
+        return torch.load(path, weights_only=True, map_location="cpu")
+    except (pickle.UnpicklingError, RuntimeError, EOFError, FileNotFoundError) as error:
+        raise ValueError(f"{path} cannot be read: {error}; put it back, or resume from another checkpoint") from error
 
 
 def outline(dock: dict[str, Any]) -> dict[str, Any]:

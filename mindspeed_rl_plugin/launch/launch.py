@@ -159,14 +159,18 @@ def _decide(args: Any, loop: Any) -> tuple[Start, dict[str, Any] | None]:
     if start.kind != "resume":
         return start, None
     folder = files.iteration_dir(start.load_dir, start.iteration)
-    blob = ranks.on_rank_0(lambda: files.read_state_bytes(start.load_dir, start.iteration))
-    state = files.parse_state(blob, folder)
+    rows: list[Any] = []
+
+    def read() -> dict[str, Any]:
+        state, dock = files.read_state(start.load_dir, start.iteration)
+        rows.append(dock)
+        return state
+
+    state = ranks.on_rank_0(read)
     loop.check_state(state["loop"], start.iteration)
     lr_schedule.check(state.get("schedule"), args, folder)
     if ranks.is_rank_0() and (note := lr_schedule.remark(state.get("schedule"), args, start.iteration)):
         print(note, flush=True)
-    rows: list[Any] = []
-    ranks.on_rank_0(lambda: rows.append(files.read_rows(start.load_dir, start.iteration, state)))
     if rows and rows[0] is not None:  # on rank 0, which puts them back into the dock for all
         state["loop"]["rows"] = rows[0]
     reference = state["reference"]

@@ -26,27 +26,6 @@ def test_iteration_folder_and_back(iteration):
     assert files.split_iteration_dir(path) == ("/a/b", iteration)
 
 
-def test_state_round_trip(tmp_path):
-    state = {"loop": {"rows": torch.arange(5), "cursor": {"epoch": 1}}, "reference": {"path": None, "digest": "x"}}
-    files.write_state(str(tmp_path), 3, state)
-    assert files.has_state(str(tmp_path), 3)
-    assert not files.has_state(str(tmp_path), 4)
-    assert os.listdir(tmp_path / "iter_0000003") == [files.STATE_FILE]
-    back = files.parse_state(files.read_state_bytes(str(tmp_path), 3), "there")
-    assert torch.equal(back["loop"]["rows"], torch.arange(5))
-    assert back["reference"] == state["reference"]
-
-
-def test_a_crash_while_writing_leaves_no_state(tmp_path, monkeypatch):
-    def dies(*args):
-        raise OSError("no space left on device")
-
-    monkeypatch.setattr(os, "replace", dies)
-    with pytest.raises(OSError, match="no space"):
-        files.write_state(str(tmp_path), 3, {})
-    assert not files.has_state(str(tmp_path), 3)
-
-
 def a_dock(value):
     slots = {"slots": torch.tensor([0, 1]), "values": torch.full((2, 1000), value)}
     none = {"slots": torch.tensor([], dtype=torch.int64), "values": torch.empty(0)}
@@ -54,77 +33,58 @@ def a_dock(value):
     return {"format": 1, "last_epoch": 4, "columns": {}, "epochs": [{**sizes, "columns": {"a": slots, "b": none}}]}
 
 
-OUTLINE = {"number": 4, "groups": 1, "members": 2, "held": ["a"]}
+def test_a_state_is_read_with_an_outline_of_its_dock_and_the_rows_apart(tmp_path):
+    """One rank needs the rows; all others only sizes."""
+    reference = {"path": None, "digest": "x"}
+    files.write_state(str(tmp_path), 3, {"loop": {"cursor": 1, "dock": a_dock(7.0)}, "reference": reference})
+    assert files.has_state(str(tmp_path), 3) and not files.has_state(str(tmp_path), 4)
+    assert os.listdir(tmp_path / "iter_0000003") == [files.STATE_FILE]
+    state, dock = files.read_state(str(tmp_path), 3)
+    outline = {"number": 4, "groups": 1, "members": 2, "held": ["a"]}
+    assert state["loop"] == {"cursor": 1, "dock": {**a_dock(0.0), "epochs": [outline]}}
+    assert state["reference"] == reference
+    assert torch.equal(dock["epochs"][0]["columns"]["a"]["values"], torch.full((2, 1000), 7.0))
+    files.write_state(str(tmp_path), 3, {"loop": {"rows": torch.arange(5)}})
+    state, dock = files.read_state(str(tmp_path), 3)
+    assert torch.equal(state["loop"]["rows"], torch.arange(5)) and dock is None
 
 
-def test_the_rows_of_a_dock_are_in_a_file_of_their_own(tmp_path):
-    """One rank reads them; all others only sizes."""
-    state = {"loop": {"cursor": 1, "dock": a_dock(7.0)}}
-    files.write_state(str(tmp_path), 3, state)
-    blob = files.read_state_bytes(str(tmp_path), 3)
-    found = files.parse_state(blob, "there")
-    assert found["loop"]["cursor"] == 1 and found["loop"]["dock"]["epochs"] == [OUTLINE] and len(blob) < 4000
-    rows = files.read_rows(str(tmp_path), 3, found)
-    assert torch.equal(rows["epochs"][0]["columns"]["a"]["values"], torch.full((2, 1000), 7.0))
-    assert state["loop"]["dock"]["epochs"][0].keys() == a_dock(0.0)["epochs"][0].keys(), "what was given stays"
-    os.remove(tmp_path / "iter_0000003" / found["dock_file"])
-    with pytest.raises(ValueError, match=r"rl_dock-\w+.pt is not there: it holds the rows of the rollout"):
-        files.read_rows(str(tmp_path), 3, found)
+def test_a_crash_while_writing_leaves_the_former_state_or_none(tmp_path, monkeypatch):
+    def dies(*args):
+        raise OSError("no space left on device")
+
+    for former in (False, True):
+        with monkeypatch.context() as patch, pytest.raises(OSError, match="no space"):
+            patch.setattr(os, "replace", dies)
+            files.write_state(str(tmp_path), 3, {"loop": 2})
+        assert files.has_state(str(tmp_path), 3) == former
+        if not former:
+            files.write_state(str(tmp_path), 3, {"reference": 1})
+    assert files.read_state(str(tmp_path), 3)[0]["reference"] == 1
 
 
-def test_a_crash_between_the_two_files_leaves_the_former_pair(tmp_path, monkeypatch):
-    files.write_state(str(tmp_path), 3, {"loop": {"dock": a_dock(1.0)}})
-    replace = os.replace
-
-    def dies(old, new):
-        if new.endswith(files.STATE_FILE):
-            raise OSError("killed")
-        replace(old, new)
-
-    monkeypatch.setattr(os, "replace", dies)
-    with pytest.raises(OSError, match="killed"):
-        files.write_state(str(tmp_path), 3, {"loop": {"dock": a_dock(2.0)}})
-    monkeypatch.undo()
-
-    def held():
-        found = files.parse_state(files.read_state_bytes(str(tmp_path), 3), "there")
-        return files.read_rows(str(tmp_path), 3, found)["epochs"][0]["columns"]["a"]["values"][0, 0].item()
-
-    assert held() == 1.0
-    files.write_state(str(tmp_path), 3, {"loop": {"dock": a_dock(3.0)}})
-    assert held() == 3.0 and len([n for n in os.listdir(tmp_path / "iter_0000003") if n.endswith(".pt")]) == 2
+def test_a_state_with_its_rows_in_a_file_beside_it_is_read(tmp_path):
+    """As versions before wrote them (whole checkpoints of these: loop/test_old_checkpoint.py)."""
+    files.write_state(str(tmp_path), 3, {"format": 2, "loop": {"dock": "outline"}, "dock_file": "rl_dock-0.pt"})
+    torch.save(a_dock(7.0), tmp_path / "iter_0000003" / "rl_dock-0.pt")
+    state, dock = files.read_state(str(tmp_path), 3)
+    assert state["loop"] == {"dock": "outline"} and dock["epochs"][0]["columns"]["a"]["values"].sum() == 14000
+    os.remove(tmp_path / "iter_0000003" / "rl_dock-0.pt")
+    with pytest.raises(ValueError, match="rl_dock-0.pt cannot be read.*put it back"):
+        files.read_state(str(tmp_path), 3)
 
 
-def test_a_state_of_the_former_format_has_its_dock_inside(tmp_path):
-    folder = tmp_path / "iter_0000003"
-    folder.mkdir()
-    torch.save({"format": 1, "loop": {"cursor": 1, "dock": a_dock(7.0)}}, folder / files.STATE_FILE)
-    blob = files.read_state_bytes(str(tmp_path), 3)
-    found = files.parse_state(blob, "there")
-    assert found["loop"] == {"cursor": 1, "dock": {**a_dock(0.0), "epochs": [OUTLINE]}} and len(blob) < 4000
-    assert files.read_rows(str(tmp_path), 3, found)["epochs"][0]["columns"]["a"]["values"].sum() == 14000
-
-
-def test_a_damaged_state_is_named(tmp_path):
-    files.write_state(str(tmp_path), 3, {"loop": {"dock": a_dock(1.0)}})
+def test_what_cannot_be_read_is_named(tmp_path):
+    files.write_state(str(tmp_path), 3, {"format": 99})
+    with pytest.raises(ValueError, match="has format 99; this version reads 1 and 2"):
+        files.read_state(str(tmp_path), 3)
+    files.write_state(str(tmp_path), 3, {"evil": os.system})
+    with pytest.raises(ValueError, match="Weights only load failed"):
+        files.read_state(str(tmp_path), 3)
     path = tmp_path / "iter_0000003" / files.STATE_FILE
     path.write_bytes(path.read_bytes()[:-300])
     with pytest.raises(ValueError, match=f"{files.STATE_FILE} cannot be read"):
-        files.read_state_bytes(str(tmp_path), 3)
-
-
-def test_another_format_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(files, "STATE_FORMAT", 99)
-    files.write_state(str(tmp_path), 3, {})
-    monkeypatch.undo()
-    with pytest.raises(ValueError, match="has format 99; this version reads 1 and 2"):
-        files.parse_state(files.read_state_bytes(str(tmp_path), 3), "there")
-
-
-def test_state_loads_no_arbitrary_objects(tmp_path):
-    files.write_state(str(tmp_path), 3, {"evil": os.system})
-    with pytest.raises(Exception, match="Weights only load failed"):
-        files.parse_state(files.read_state_bytes(str(tmp_path), 3), "there")
+        files.read_state(str(tmp_path), 3)
 
 
 def digest(folder, ranks=1):
@@ -168,7 +128,7 @@ def test_digest_covers_every_byte_name_and_file(checkpoint):
 def test_digest_ignores_what_weights_do_not_need(checkpoint):
     before = digest(checkpoint)
     (checkpoint / files.STATE_FILE).write_bytes(b"later")
-    (checkpoint / f"{files.DOCK_FILE}-0.pt").write_bytes(b"later")
+    (checkpoint / "rl_dock-0.pt").write_bytes(b"later")
     (checkpoint / "mp_rank_00" / "distrib_optim.pt").write_bytes(b"optimizer")
     assert digest(checkpoint) == before
 

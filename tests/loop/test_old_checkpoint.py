@@ -37,8 +37,8 @@ def algorithm(name: str):
 def read(name: str) -> tuple[dict, dict]:
     """The state that all ranks read, with an outline of the dock, and the dock that the leader reads."""
     folder, iteration = str(DATA / f"old-{name}"), ITERATION[name]
-    state = files.parse_state(files.read_state_bytes(folder, iteration), folder)
-    return state["loop"], files.read_rows(folder, iteration, state)
+    state, dock = files.read_state(folder, iteration)
+    return state["loop"], dock
 
 
 def restored(name: str):
