@@ -15,7 +15,7 @@ from mindspeed_rl_plugin.algorithms import Algorithm, resolve
 from mindspeed_rl_plugin.algorithms.describe import describe as describe_algorithm
 from mindspeed_rl_plugin.config import RLConfig
 from mindspeed_rl_plugin.launch import checkpoint_files as files
-from mindspeed_rl_plugin.launch import critic_files, flag_checks, lr_schedule, megatron_setup
+from mindspeed_rl_plugin.launch import flag_checks, lr_schedule, megatron_setup
 from mindspeed_rl_plugin.launch.disk import small_disk
 from mindspeed_rl_plugin.launch.endings import refusing
 from mindspeed_rl_plugin.launch.megatron_setup import overridden
@@ -59,8 +59,6 @@ def launch(original: Callable, positional: tuple, named: Mapping[str, Any], args
         positional, named = call.args, call.kwargs
     with refusing():
         start, state = _decide(args, loop)
-        if algorithm.needs_critic:
-            _check_critic(args)
     digest = CheckpointDigest(start.reference_path) if start.kind == "pretrained" else None
     _launch = _Launch(start, loop, args, algorithm, digest)
     settled = lr_schedule.settled(state.get("schedule"), args) if state else {}
@@ -111,15 +109,16 @@ def _check_loaded(model: Any, start: Start, args: Any) -> None:
 
 def load(original: Callable, positional: tuple, named: Mapping[str, Any]) -> Any:
     """Megatron's `load_checkpoint`, with the reference's weights loaded before a resumed actor's."""
+    from mindspeed_rl_plugin.critic.value_head import NAME
+
     at = _launch
-    if at is None or not at.loading:
-        return original(*positional, **named)
     model = positional[0] if positional else named["ddp_model"]
-    if at.start.kind == "resume" and at.algorithm.needs_reference:
+    if at.loading and at.start.kind == "resume" and at.algorithm.needs_reference:
         with refusing(), must_fit(model, str(at.start.reference_path)):
             _load_reference(original, model, at)
         at.loop.on_reference_loaded(model)
-    with refusing(), must_fit(model, f"the checkpoint of {at.start.load_dir}"):
+    free = {} if at.loading else {"free": f"{NAME}.weight"}  # of the critic: a language model's file has no value head
+    with refusing(), must_fit(model, f"the checkpoint of {at.args.load}", **free):
         return original(*positional, **named)
 
 
@@ -175,14 +174,6 @@ def _decide(args: Any, loop: Any) -> tuple[Start, dict[str, Any] | None]:
         state["loop"]["rows"] = rows[0]
     reference = state["reference"]
     return dataclasses.replace(start, reference_path=reference["path"], reference_digest=reference["digest"]), state
-
-
-def _check_critic(args: Any) -> None:
-    """What the argument checks could not know yet: the padded vocabulary."""
-    load = RLConfig.from_args(args).algorithm.critic_load
-    problems = ranks.on_rank_0(lambda: list(critic_files.problems(load, args))) if load else []
-    if problems:
-        raise ValueError("\n".join(problems))
 
 
 def _build_critic(original: Callable, positional: tuple, named: Mapping[str, Any], at: _Launch, model: Any) -> Any:

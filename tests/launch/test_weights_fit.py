@@ -1,5 +1,7 @@
 """Weights that are not the model's are refused while they are loaded, also where Megatron would load what fits."""
 
+import contextlib
+
 import pytest
 import torch
 
@@ -21,9 +23,9 @@ def layers(count, width=2):
 @pytest.mark.parametrize(
     ("saved", "expected"),
     [
-        (layers(1), "2 weights of the model are not in it (1.bias, 1.weight)"),
-        (layers(4), "4 of its weights have no place here (2.bias, 2.weight, 3.bias, ...)"),
-        (layers(2, 3), "4 have other shapes (0.bias (3,) there and (2,) here, 0.weight (3, 3) there and"),
+        (layers(1), ("1.bias (2,) is missing", "1.weight (2, 2) is missing")),
+        (layers(4), ("2.bias (2,) is unknown", "3.weight (2, 2) is unknown")),
+        (layers(2, 3), ("0.bias has shape (3,), not (2,)", "1.weight has shape (3, 3), not (2, 2)")),
     ],
 )
 def test_what_does_not_fit_is_named_and_nothing_is_loaded(saved, expected):
@@ -31,18 +33,21 @@ def test_what_does_not_fit_is_named_and_nothing_is_loaded(saved, expected):
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     with pytest.raises(ValueError) as error, must_fit([model], "the checkpoint of here"):
         load_as_megatron_does(model, saved.state_dict())
-    assert str(error.value).startswith("the checkpoint of here does not fit the model") and expected in str(error.value)
-    assert "export`, then `import`" in str(error.value)
+    message = str(error.value)
+    assert message.startswith("the checkpoint of here does not fit the model") and "export`, then `import`" in message
+    assert all(line in message for line in expected)
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
     assert "load_state_dict" not in vars(model)
 
 
-def test_what_fits_is_loaded_whatever_extra_states_there_are():
+def test_what_fits_is_loaded_whatever_extra_states_there_are_and_what_is_free_need_not_fit():
     model, saved = layers(2), layers(2)
-    state = saved.state_dict() | {"0._extra_state": torch.zeros(1)}
-    with must_fit([model], "x"):
-        load_as_megatron_does(model, state)
+    state = saved.state_dict() | {"0._extra_state": torch.zeros(1), "1.bias": torch.zeros(7)}
+    with must_fit([model], "x", free="1.bias"), contextlib.suppress(RuntimeError):
+        model.load_state_dict(state, strict=False)
     assert torch.equal(model[1].weight, saved[1].weight)
+    with must_fit([model], "x"), pytest.raises(ValueError, match="1.bias"):
+        model.load_state_dict(state, strict=False)
 
 
 def test_megatron_leaving_the_process_is_an_error():
