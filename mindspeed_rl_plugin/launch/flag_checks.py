@@ -2,7 +2,8 @@
 
 What single flags may be stands beside them (`config`), and what upstream's flags mean for RL in `config.upstream`; both
 are walked here. `CHECKS` are conditions over several arguments, or over files: small functions that read Megatron's
-arguments and the RL config and yield one message a problem: the value, the limit, the fix. All are reported at once.
+arguments and the RL config and yield one message a problem: the value, the limit, the fix; or raise a ValueError with
+them. All are reported at once.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from mindspeed_rl_plugin.reshard.shape import ModelShape
 from mindspeed_rl_plugin.reward.reward_model import same_tokenizer
 from mindspeed_rl_plugin.reward.specs import model_specs, parse_specs, time_limits
 
-Check = Callable[[Any, RLConfig], Iterator[str]]
+Check = Callable[[Any, RLConfig], Iterator[str] | None]
 
 
 def check_args(args: Any) -> None:
@@ -43,7 +44,7 @@ def check_args(args: Any) -> None:
     problems = refusals(args, RUN, WHOLE) if pairs else refusals(args, RUN)
     problems += config_problems(config)
     for check in CHECKS if pairs else (*CHECKS, *GENERATION_CHECKS):
-        problems += check(args, config)
+        problems += _messages(check, args, config)
     problems += unread(config)
     if problems:
         raise _refusal(dict.fromkeys(problems))
@@ -55,6 +56,14 @@ def check_batch(args: Any) -> None:
         arithmetic.check_batch(args)
     except ValueError as error:
         raise _refusal([str(error)]) from None
+
+
+def _messages(check: Check, args: Any, config: RLConfig) -> Iterator[str]:
+    try:
+        yield from check(args, config) or ()
+    except ValueError as error:
+        head, *lines = str(error).splitlines()
+        yield from (f"{head} {line.strip()}" for line in lines) if head.endswith(":") else (head, *lines)
 
 
 def _refusal(problems: Iterable[str]) -> Refusal:
@@ -106,18 +115,14 @@ def check_model(model: Any) -> None:
 
 
 def _run_length(args: Any, config: RLConfig) -> Iterator[str]:
-    if not getattr(args, "train_iters", None):
+    if not args.train_iters:
         yield "--train-iters is missing: give the number of optimizer steps"
-    if not getattr(args, "save", None):
+    if not args.save:
         yield "--save is missing: RL keeps its state, its metrics and the way back to the reference there"
 
 
 def _algorithm(args: Any, config: RLConfig) -> Iterator[str]:
-    try:
-        algorithm = resolve(config.algorithm)
-    except ValueError as error:
-        yield from str(error).splitlines()
-        return
+    algorithm = resolve(config.algorithm)
     yield from _group_size(algorithm, config)
     yield from _filtration(args, algorithm, config)
     limit = config.rollout.max_response_length
@@ -126,15 +131,14 @@ def _algorithm(args: Any, config: RLConfig) -> Iterator[str]:
 
 
 def _critic(args: Any, config: RLConfig) -> Iterator[str]:
-    wanted = config.algorithm
-    if wanted.critic_load:
-        yield from critic_files.problems(wanted.critic_load, args)
-    iterations = getattr(args, "train_iters", None)
-    if iterations and wanted.critic_warmup >= iterations:
+    load, warmup, iterations = config.algorithm.critic_load, config.algorithm.critic_warmup, args.train_iters
+    if iterations and warmup >= iterations:
         yield (
-            f"--rl-critic-warmup {wanted.critic_warmup} leaves no iteration of --train-iters {iterations} to train the "
-            "policy; lower it"
+            f"--rl-critic-warmup {warmup} leaves no iteration of --train-iters {iterations} to train the policy; "
+            "lower it"
         )
+    if load:
+        yield from critic_files.problems(load, args)
 
 
 def _group_size(algorithm: Algorithm, config: RLConfig) -> Iterator[str]:
@@ -168,13 +172,10 @@ def _filtration(args: Any, algorithm: Algorithm, config: RLConfig) -> Iterator[s
         )
 
 
-def _batch_arithmetic(args: Any, config: RLConfig) -> Iterator[str]:
-    if min(config.rollout.samples_per_prompt, config.rollout.generate_tp, getattr(args, "train_iters", None) or 0) < 1:
-        return  # reported by another check
-    try:
+def _batch_arithmetic(args: Any, config: RLConfig) -> None:
+    # Else another check reports it.
+    if min(config.rollout.samples_per_prompt, config.rollout.generate_tp, args.train_iters or 0) >= 1:
         arithmetic.arithmetic_of(args)
-    except ValueError as error:
-        yield str(error)
 
 
 def _prompt_data(args: Any, config: RLConfig) -> Iterator[str]:
@@ -202,24 +203,16 @@ def _rewards(args: Any, config: RLConfig) -> Iterator[str]:
         graders = len(parse_specs(config.reward.reward, config.reward.reward_regex))
     except ValueError as error:
         yield f"--rl-reward: {error}"
-        return
-    try:
+    else:
         time_limits(config.reward.reward_timeout, graders, config.monitor.wait_timeout)
-    except ValueError as error:
-        yield str(error)
 
 
 def _model(args: Any, config: RLConfig) -> Iterator[str]:
     """The model in the trainer's layout and in the engine, both of which are built much later."""
     if min(config.rollout.generate_tp, config.rollout.generate_ep) < 1:
         return  # reported by the limits of these flags
-    try:
-        shape = ModelShape.from_megatron_args(args, vocab=1)  # the tokenizer's size is checked when it has been read
-        Parallel.from_megatron_args(args).chunk_sizes(shape.layers)
-    except ValueError as error:
-        head, *lines = str(error).splitlines()
-        yield from (f"{head} {line.strip()}".rstrip() for line in lines or [""])
-        return
+    shape = ModelShape.from_megatron_args(args, vocab=1)  # the tokenizer's size is checked when it has been read
+    Parallel.from_megatron_args(args).chunk_sizes(shape.layers)
     rollout, dtype = config.rollout, config.rollout.engine_dtype
     yield from EngineSizes(
         kind=get_device().kind,
@@ -269,20 +262,13 @@ def _token_budget(args: Any, config: RLConfig) -> Iterator[str]:
     if packed and getattr(args, "position_embedding_type", "rope") not in ("rope", "none", "learned_absolute"):
         yield f"--rl-pack-sequences does not know --position-embedding-type {args.position_embedding_type}; remove it"
     if packed:
-        try:
-            takes_boundaries(args)
-        except ValueError as error:
-            yield str(error)
+        takes_boundaries(args)
 
 
-def _dumps(args: Any, config: RLConfig) -> Iterator[str]:
-    if not config.monitor.dump_dir or not getattr(args, "save", None):
-        return
-    run_dir = config.monitor.run_dir or os.path.join(args.save, "rl")
-    try:
+def _dumps(args: Any, config: RLConfig) -> None:
+    if config.monitor.dump_dir and args.save:
+        run_dir = config.monitor.run_dir or os.path.join(args.save, "rl")
         check_dumps(config.monitor.dump_dir, run_dir, resumed=files.read_tracker(args.save) is not None)
-    except ValueError as error:
-        yield str(error)
 
 
 CHECKS: tuple[Check, ...] = (
