@@ -169,7 +169,7 @@ def test_every_room_is_in_the_table():
         ("rows", "dock.api", False),
         ("launch.launch", "loop.loop", True),
         ("loop.loop", "launch.launch", False),
-        ("launch.wrappers", "loop.loop", True),
+        ("launch.hooks", "loop.loop", True),
         ("update.step", "stages.logprobs", False),
         ("update.step", "forward.head", True),
         ("forward.head", "host", False),

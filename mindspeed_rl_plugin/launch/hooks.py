@@ -1,7 +1,6 @@
-"""The wrappers of the patch table. Each one passes through unless `--rl-algorithm` was given.
+"""What is called in the place of Megatron's functions: the hooks of the patch table, each with the original first.
 
-Their names end in `_wrapper` because MindSpeed's patch manager treats only such functions as
-decorators. They stay thin: what RL does lives in `launch/` and `loop/`.
+Without `--rl-algorithm` each one only calls the original. They stay thin: what RL does lives in `launch/` and `loop/`.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ import argparse
 import difflib
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from mindspeed_rl_plugin.config import RLConfig, add_flags, given_flags, rl_enabled
@@ -18,39 +17,92 @@ from mindspeed_rl_plugin.environment import launch_env, leave_to_first_rank
 from mindspeed_rl_plugin.launch import endings
 
 
-def add_megatron_arguments_wrapper(original: Callable) -> Callable:
+def add_megatron_arguments(original: Callable, parser: Any) -> Any:
     """Add the `--rl-*` flags to Megatron's parser."""
-
-    @functools.wraps(original)
-    def add_megatron_arguments(parser: Any) -> Any:
-        _refuse_yaml(sys.argv[1:])
-        return _refuse_misspelt(_repair_help(add_flags(original(parser))))
-
-    return add_megatron_arguments
+    _refuse_yaml(sys.argv[1:])
+    return _refuse_misspelt(_repair_help(add_flags(original(parser))))
 
 
-def validate_args_wrapper(original: Callable) -> Callable:
+def validate_args(original: Callable, args: Any, *rest: Any, **named: Any) -> Any:
     """Check the arguments under RL right after Megatron's own validation, before anything is built.
 
     The split of the batch is checked before it, for Megatron refuses that in the name of flags that nobody gave.
     """
+    if not rl_enabled(args):
+        _warn_of_unused(args)
+        return original(args, *rest, **named)
+    from mindspeed_rl_plugin.launch.flag_checks import check_args, check_batch
 
-    @functools.wraps(original)
-    def validate_args(args: Any, *rest: Any, **named: Any) -> Any:
-        if not rl_enabled(args):
-            _warn_of_unused(args)
-            return original(args, *rest, **named)
-        from mindspeed_rl_plugin.launch.flag_checks import check_args, check_batch
+    endings.watch(args)
+    with endings.refusing():
+        check_batch(args)
+    result = original(args, *rest, **named)
+    with endings.refusing():
+        check_args(args)
+    return result
 
-        endings.watch(args)
-        with endings.refusing():
-            check_batch(args)
-        result = original(args, *rest, **named)
-        with endings.refusing():
-            check_args(args)
-        return result
 
-    return validate_args
+def under_rl(hook: Callable[[Any, Callable, tuple, Mapping[str, Any]], Any]) -> Callable:
+    """A hook that calls `hook(args, original, positional, named)` under RL, with Megatron's arguments, else only the
+    original."""
+
+    @functools.wraps(hook)
+    def called(original: Callable, *positional: Any, **named: Any) -> Any:
+        from megatron.training import get_args
+
+        args = get_args()
+        return hook(args, original, positional, named) if rl_enabled(args) else original(*positional, **named)
+
+    return called
+
+
+@under_rl
+def setup_model_and_optimizer(args: Any, original: Callable, positional: tuple, named: Mapping[str, Any]) -> Any:
+    """Decide where training starts, then let Megatron build and load accordingly."""
+    from mindspeed_rl_plugin.launch.launch import launch
+    from mindspeed_rl_plugin.launch.patching import assert_in_force
+    from mindspeed_rl_plugin.loop import run
+
+    assert_in_force()
+    return launch(original, positional, named, args, run.current())
+
+
+@under_rl
+def load_checkpoint(args: Any, original: Callable, positional: tuple, named: Mapping[str, Any]) -> Any:
+    """On a resume, load the reference's weights first; then what `launch` decided."""
+    from mindspeed_rl_plugin.launch.launch import load
+
+    return load(original, positional, named)
+
+
+@under_rl
+def save_checkpoint(args: Any, original: Callable, positional: tuple, named: Mapping[str, Any]) -> Any:
+    """Write the RL state into the checkpoint's directory before Megatron updates the tracker file."""
+    from mindspeed_rl_plugin.launch.launch import save_rl_state
+    from mindspeed_rl_plugin.launch.megatron_setup import overridden
+
+    iteration = positional[0] if positional else named["iteration"]
+    with endings.stopping(), overridden(args, save_rl_state(args, iteration, original)):
+        return original(*positional, **named)
+
+
+@under_rl
+def build_train_valid_test_data_iterators(args: Any, original: Callable, positional: tuple, named: Mapping) -> Any:
+    """Return the dock's iterator in place of the pretraining data, which is never opened."""
+    from mindspeed_rl_plugin.loop import run
+
+    # Megatron sets these three while it builds its data loaders, and its train loop reads them.
+    args.do_train, args.do_valid, args.do_test = True, False, False
+    return run.current().train_iterator(), None, None
+
+
+@under_rl
+def train_step(args: Any, original: Callable, positional: tuple, named: Mapping[str, Any]) -> Any:
+    """Run the rollout steps when they are due, then Megatron's own step on the dock's batch."""
+    from mindspeed_rl_plugin.loop import run
+
+    with endings.stopping():
+        return run.current().train_step(original, positional, named)
 
 
 def _warn_of_unused(args: Any) -> None:
@@ -61,94 +113,6 @@ def _warn_of_unused(args: Any) -> None:
             "mindspeed_rl_plugin algorithms` lists them), or remove these flags to pretrain",
             flush=True,
         )
-
-
-def setup_model_and_optimizer_wrapper(original: Callable) -> Callable:
-    """Decide where training starts, then let Megatron build and load accordingly."""
-
-    @functools.wraps(original)
-    def setup_model_and_optimizer(*positional: Any, **named: Any) -> Any:
-        args = _args()
-        if not rl_enabled(args):
-            return original(*positional, **named)
-        from mindspeed_rl_plugin.launch.launch import launch
-        from mindspeed_rl_plugin.launch.patching import assert_in_force
-        from mindspeed_rl_plugin.loop import run
-
-        assert_in_force()
-        return launch(original, positional, named, args, run.current())
-
-    return setup_model_and_optimizer
-
-
-def load_checkpoint_wrapper(original: Callable) -> Callable:
-    """On a resume, load the reference's weights first; then what `startup` decided."""
-
-    @functools.wraps(original)
-    def load_checkpoint(*positional: Any, **named: Any) -> Any:
-        if not rl_enabled(_args()):
-            return original(*positional, **named)
-        from mindspeed_rl_plugin.launch.launch import load
-
-        return load(original, positional, named)
-
-    return load_checkpoint
-
-
-def save_checkpoint_wrapper(original: Callable) -> Callable:
-    """Write the RL state into the checkpoint's directory before Megatron updates the tracker file."""
-
-    @functools.wraps(original)
-    def save_checkpoint(*positional: Any, **named: Any) -> Any:
-        args = _args()
-        if not rl_enabled(args):
-            return original(*positional, **named)
-        from mindspeed_rl_plugin.launch.launch import save_rl_state
-        from mindspeed_rl_plugin.launch.megatron_setup import overridden
-
-        iteration = positional[0] if positional else named["iteration"]
-        with endings.stopping(), overridden(args, save_rl_state(args, iteration, original)):
-            return original(*positional, **named)
-
-    return save_checkpoint
-
-
-def build_train_valid_test_data_iterators_wrapper(original: Callable) -> Callable:
-    """Return the dock's iterator in place of the pretraining data, which is never opened."""
-
-    @functools.wraps(original)
-    def build_train_valid_test_data_iterators(*positional: Any, **named: Any) -> Any:
-        args = _args()
-        if not rl_enabled(args):
-            return original(*positional, **named)
-        from mindspeed_rl_plugin.loop import run
-
-        # Megatron sets these three while it builds its data loaders, and its train loop reads them.
-        args.do_train, args.do_valid, args.do_test = True, False, False
-        return run.current().train_iterator(), None, None
-
-    return build_train_valid_test_data_iterators
-
-
-def train_step_wrapper(original: Callable) -> Callable:
-    """Run the rollout steps when they are due, then Megatron's own step on the dock's batch."""
-
-    @functools.wraps(original)
-    def train_step(*positional: Any, **named: Any) -> Any:
-        if not rl_enabled(_args()):
-            return original(*positional, **named)
-        from mindspeed_rl_plugin.loop import run
-
-        with endings.stopping():
-            return run.current().train_step(original, positional, named)
-
-    return train_step
-
-
-def _args() -> Any:
-    from megatron.training import get_args
-
-    return get_args()
 
 
 def _repair_help(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -169,9 +133,7 @@ def _repair_help(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 def _refuse_misspelt(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """End with the nearest flag for a `--rl-*` that nobody knows; scripts that ignore unknown flags would lose it."""
-    parse = parser.parse_known_args
-
-    refuse = parser.error
+    parse, refuse = parser.parse_known_args, parser.error
 
     def error(message: str) -> None:
         if "--rl-" not in message:

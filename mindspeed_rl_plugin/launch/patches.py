@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from mindspeed_rl_plugin.launch import wrappers
+from mindspeed_rl_plugin.launch import hooks
 from mindspeed_rl_plugin.launch.patching import Patch
 
 PATCHES: tuple[Patch, ...] = (
     Patch(
         target="megatron.training.arguments.add_megatron_arguments",
-        wrapper=wrappers.add_megatron_arguments_wrapper,
+        hook=hooks.add_megatron_arguments,
         leading=("parser",),
         why="adds the --rl-* flags to the parser that every entry script uses",
         versions="0.12.1 arguments.py:34, 0.16.1 :48, 0.19.0 :45",
@@ -16,7 +16,7 @@ PATCHES: tuple[Patch, ...] = (
     ),
     Patch(
         target="megatron.training.arguments.validate_args",
-        wrapper=wrappers.validate_args_wrapper,
+        hook=hooks.validate_args,
         leading=("args",),
         why="refuses what cannot work before process groups, model or data are built",
         versions="0.12.1 arguments.py:276, 0.16.1 :293, 0.19.0 :388",
@@ -24,7 +24,7 @@ PATCHES: tuple[Patch, ...] = (
     ),
     Patch(
         target="megatron.training.training.setup_model_and_optimizer",
-        wrapper=wrappers.setup_model_and_optimizer_wrapper,
+        hook=hooks.setup_model_and_optimizer,
         leading=(),
         why="decides where training starts: it is the one caller of load_checkpoint before the first step, "
         "and the one place that sees the model provider (core <= 0.16) or the model config (0.19)",
@@ -33,7 +33,7 @@ PATCHES: tuple[Patch, ...] = (
     ),
     Patch(
         target="megatron.training.training.load_checkpoint",
-        wrapper=wrappers.load_checkpoint_wrapper,
+        hook=hooks.load_checkpoint,
         leading=("ddp_model", "optimizer", "opt_param_scheduler"),
         why="loads the reference's weights into the built model before the actor's",
         versions="0.12.1 checkpointing.py:1167, 0.16.1 :1479, 0.19.0 :2066",
@@ -41,7 +41,7 @@ PATCHES: tuple[Patch, ...] = (
     ),
     Patch(
         target="megatron.training.checkpointing.save_checkpoint",
-        wrapper=wrappers.save_checkpoint_wrapper,
+        hook=hooks.save_checkpoint,
         leading=("iteration", "model", "optimizer", "opt_param_scheduler"),
         why="puts the RL state into the checkpoint before the tracker file points at it",
         versions="0.12.1 checkpointing.py:306, 0.16.1 :471, 0.19.0 :552",
@@ -49,7 +49,7 @@ PATCHES: tuple[Patch, ...] = (
     ),
     Patch(
         target="megatron.training.training.build_train_valid_test_data_iterators",
-        wrapper=wrappers.build_train_valid_test_data_iterators_wrapper,
+        hook=hooks.build_train_valid_test_data_iterators,
         leading=("build_train_valid_test_datasets_provider",),
         why="returns the dock's iterator in place of the pretraining data",
         versions="0.12.1 training.py:2405, 0.16.1 :3422, 0.19.0 :4601",
@@ -57,7 +57,7 @@ PATCHES: tuple[Patch, ...] = (
     ),
     Patch(
         target="megatron.training.training.train_step",
-        wrapper=wrappers.train_step_wrapper,
+        hook=hooks.train_step,
         leading=("forward_step_func", "data_iterator", "model", "optimizer", "opt_param_scheduler", "config"),
         why="runs rollout, rewards and log-probs when due, then the original with our forward step and iterator",
         versions="0.12.1 training.py:1213, 0.16.1 :1603, 0.19.0 :2336",

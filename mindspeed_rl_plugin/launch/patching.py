@@ -11,6 +11,7 @@ import importlib
 import inspect
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from types import FunctionType, ModuleType
 from typing import Any
@@ -33,14 +34,14 @@ MINDSPEED_ADAPTORS = (
 class Patch:
     """One wrapped function.
 
-    target: dotted name of the global that Megatron looks up at call time; wrapper: takes the
-    original, returns its replacement; leading: parameter names that the original must begin with,
-    because the wrapper or the loop relies on them; versions: where the target lives, as
-    `file:line` per core version; remove_when: what upstream would have to offer instead.
+    target: dotted name of the global that Megatron looks up at call time; hook: called in its place, with the
+    original before the arguments; leading: parameter names that the original must begin with, because the hook or the
+    loop relies on them; versions: where the target lives, as `file:line` per core version; remove_when: what upstream
+    would have to offer instead.
     """
 
     target: str
-    wrapper: Callable[[Callable], Callable]
+    hook: Callable
     leading: tuple[str, ...]
     why: str
     versions: str
@@ -55,6 +56,21 @@ class Patch:
     def name(self) -> str:
         """Function part of the target."""
         return self.target.rpartition(".")[2]
+
+    @property
+    def current(self) -> Callable:
+        """What the target is now."""
+        return getattr(sys.modules[self.module], self.name)
+
+    def wrapper(self, original: Callable) -> Callable:
+        """What the target becomes. MindSpeed's patch manager takes only functions of such a name for decorators."""
+        hook = self.hook
+
+        @functools.wraps(original)
+        def patched(*positional: Any, **named: Any) -> Any:
+            return hook(original, *positional, **named)
+
+        return patched
 
 
 _applied: tuple[Patch, ...] = ()
@@ -78,11 +94,10 @@ def apply(patches: tuple[Patch, ...]) -> None:
         _apply_through_mindspeed(patches)
         return
     for patch in patches:
-        current = _current(patch)
-        if wraps(current, patch):
-            continue
-        _originals.setdefault(patch.target, []).append(current)
-        _rebind(current, patch.wrapper(current))
+        current = patch.current
+        if not wraps(current, patch):
+            _originals.setdefault(patch.target, []).append(current)
+            _rebind(current, patch.wrapper(current))
 
 
 def revert() -> None:
@@ -92,11 +107,9 @@ def revert() -> None:
     not know; so ours leave before and come back through its manager.
     """
     for patch in _applied:
-        if patch.module not in sys.modules or patch.target not in _originals:
-            continue
-        current = _current(patch)
-        if getattr(current, "__code__", None) in _inner_codes(patch.wrapper):
-            _rebind(current, current.__wrapped__)
+        originals = _originals.get(patch.target)
+        if originals and wraps(patch.current, patch) and getattr(patch.current, "__wrapped__", None) in originals:
+            _rebind(patch.current, patch.current.__wrapped__)
     _originals.clear()
 
 
@@ -107,11 +120,10 @@ def assert_in_force() -> None:
     """
     global _announced
     for patch in _applied:
-        current = _current(patch)
-        if not wraps(current, patch):
+        if not wraps(patch.current, patch):
             raise RuntimeError(
-                f"patch {patch.target} is not in force: the name now holds {_describe(current)}, which does not call "
-                "the plugin's wrapper; import mindspeed_rl_plugin.adaptor after whatever replaced it"
+                f"patch {patch.target} is not in force: the name now holds {_describe(patch.current)}, which does not "
+                "call the plugin's hook; import mindspeed_rl_plugin.adaptor after whatever replaced it"
             )
         for module, name in _holders(_originals.get(patch.target, [])):
             raise RuntimeError(
@@ -141,23 +153,23 @@ def under_mindspeed() -> bool:
 
 
 def wraps(function: Any, patch: Patch) -> bool:
-    """Whether calling `function` reaches the patch's wrapper, through other decorators too."""
-    codes = _inner_codes(patch.wrapper)
+    """Whether calling `function` reaches the patch's hook, through other decorators too."""
     seen: set[int] = set()
     queue = [function]
     while queue:
         item = queue.pop()
+        if item is patch.hook:
+            return True
         if id(item) in seen:
             continue
         seen.add(id(item))
         if isinstance(item, functools.partial):
             queue.append(item.func)
         elif isinstance(item, FunctionType):
-            if item.__code__ in codes:
-                return True
-            queue.extend(_closure_callables(item))
-            if hasattr(item, "__wrapped__"):
-                queue.append(item.__wrapped__)
+            queue.append(getattr(item, "__wrapped__", None))
+            for cell in item.__closure__ or ():
+                with suppress(ValueError):  # a cell that is not filled yet
+                    queue.append(cell.cell_contents)
     return False
 
 
@@ -167,7 +179,7 @@ def _apply_through_mindspeed(patches: tuple[Patch, ...]) -> None:
     from mindspeed.patch_utils import MindSpeedPatchesManager
 
     class ReinforcementLearningFeature(MindSpeedFeature):
-        """Level 0: applied whatever --optimization-level says; the wrappers themselves look at the flag."""
+        """Level 0: applied whatever --optimization-level says; the hooks themselves look at the flag."""
 
         def __init__(self) -> None:
             super().__init__("mindspeed-rl-plugin", optimization_level=0)
@@ -177,20 +189,20 @@ def _apply_through_mindspeed(patches: tuple[Patch, ...]) -> None:
 
         def register_patches(self, patch_manager: Any, args: Any) -> None:
             for patch in patches:
-                if not wraps(_current(patch), patch):
+                if not wraps(patch.current, patch):
                     patch_manager.register_patch(patch.target, patch.wrapper)
 
     features = MindSpeedFeaturesManager.FEATURES_LIST
     if not any(type(f).__name__ == ReinforcementLearningFeature.__name__ for f in features):
         features.append(ReinforcementLearningFeature())
-    before = {patch.target: _current(patch) for patch in patches}
+    before = {patch.target: patch.current for patch in patches}
     ReinforcementLearningFeature().register_patches(MindSpeedPatchesManager, None)
     MindSpeedPatchesManager.apply_patches()
     for patch in patches:
         if not wraps(before[patch.target], patch):
             _originals.setdefault(patch.target, []).append(before[patch.target])
         # MindSpeed rebinds importers that use the same name; an `import ... as` elsewhere is ours to find.
-        _rebind(before[patch.target], _current(patch))
+        _rebind(before[patch.target], patch.current)
 
 
 def _check_target(patch: Patch) -> None:
@@ -214,10 +226,6 @@ def _check_target(patch: Patch) -> None:
         raise RuntimeError(f"cannot attach to Megatron: {patch.target} begins with parameters {names}; {expected}")
 
 
-def _current(patch: Patch) -> Callable:
-    return getattr(sys.modules[patch.module], patch.name)
-
-
 def _rebind(old: Callable, new: Callable) -> None:
     for module, name in list(_holders([old])):
         setattr(module, name, new)
@@ -231,21 +239,6 @@ def _holders(functions: list[Callable]) -> Iterator[tuple[ModuleType, str]]:
             for name, value in list(vars(module).items()):
                 if id(value) in wanted:
                     yield module, name
-
-
-def _inner_codes(factory: Callable) -> set:
-    """Code objects of the functions that a wrapper factory can return: what identifies them in any chain."""
-    return {c for c in factory.__code__.co_consts if inspect.iscode(c)}
-
-
-def _closure_callables(function: FunctionType) -> list[Callable]:
-    cells = []
-    for cell in function.__closure__ or ():
-        try:
-            cells.append(cell.cell_contents)
-        except ValueError:  # a cell that is not filled yet
-            continue
-    return [c for c in cells if callable(c)]
 
 
 def _describe(function: Any) -> str:

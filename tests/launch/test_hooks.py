@@ -1,4 +1,4 @@
-"""The wrappers one by one: pass-through without --rl-algorithm, and what each asks of `startup` and the loop."""
+"""The hooks one by one: pass-through without --rl-algorithm, and what each asks of `launch` and the loop."""
 
 import argparse
 import sys
@@ -9,13 +9,19 @@ import pytest
 import mindspeed_rl_plugin.loop
 from mindspeed_rl_plugin import environment
 from mindspeed_rl_plugin.config import add_flags
-from mindspeed_rl_plugin.launch import flag_checks, launch, wrappers
+from mindspeed_rl_plugin.launch import flag_checks, launch
 from mindspeed_rl_plugin.launch import patching as applying
 from mindspeed_rl_plugin.launch.patches import PATCHES
 
 
 def parsed(*words):
     return add_flags(argparse.ArgumentParser()).parse_args(words)
+
+
+def hooked(name, original):
+    """The original as the patch of this name leaves it."""
+    (patch,) = (patch for patch in PATCHES if patch.name == name)
+    return patch.wrapper(original)
 
 
 @pytest.fixture
@@ -56,7 +62,7 @@ def test_without_rl_everything_passes_through(world, patch):
 def test_flags_are_added_to_what_megatron_returns():
     parser = argparse.ArgumentParser()
     parser.add_argument("--other", help="10% of it")
-    wrapped = wrappers.add_megatron_arguments_wrapper(lambda p: p)
+    wrapped = hooked("add_megatron_arguments", lambda p: p)
     assert wrapped(wrapped(parser)) is parser
     assert parser.parse_args(["--rl-algorithm", "grpo"]).rl_algorithm == "grpo"
     assert "10% of it" in " ".join(parser.format_help().split()), "a bare % in a help text must not break --help"
@@ -70,13 +76,13 @@ def test_help_texts_that_work_are_left_alone():
         parser.add_argument("--c", help=argparse.SUPPRESS),
     ]
     texts = [a.help for a in good]
-    wrappers.add_megatron_arguments_wrapper(lambda p: p)(parser)
+    hooked("add_megatron_arguments", lambda p: p)(parser)
     assert [a.help for a in good] == texts
 
 
 @pytest.mark.parametrize("words", [["--yaml-cfg", "a"], ["--yaml-cfg=a"]])
 def test_yaml_arguments_are_refused_only_with_rl(monkeypatch, words):
-    wrapped = wrappers.add_megatron_arguments_wrapper(lambda p: p)
+    wrapped = hooked("add_megatron_arguments", lambda p: p)
     monkeypatch.setattr(sys, "argv", ["script", *words])
     wrapped(argparse.ArgumentParser())
     monkeypatch.setattr(sys, "argv", ["script", *words, "--rl-algorithm", "grpo"])
@@ -92,14 +98,14 @@ def test_validation_comes_after_megatrons(monkeypatch, world):
         args.derived = 8
         return args
 
-    wrapped = wrappers.validate_args_wrapper(original)
+    wrapped = hooked("validate_args", original)
     assert wrapped(world.args, {"a": 1}) is world.args
     assert seen == [("ours", 8)]
 
 
 def test_a_batch_that_does_not_divide_is_refused_before_megatron_validates(world):
     validated = []
-    wrapped = wrappers.validate_args_wrapper(lambda args, defaults: validated.append(args))
+    wrapped = hooked("validate_args", lambda args, defaults: validated.append(args))
     world.args.world_size, world.args.global_batch_size, world.args.micro_batch_size = 2, 60, 8
     with pytest.raises(ValueError, match="RL cannot run with these arguments:\n  - --global-batch-size 60 is not"):
         wrapped(world.args, {})
@@ -110,7 +116,7 @@ def test_one_rank_of_a_machine_says_what_is_refused_and_the_others_wait_to_be_en
     waited = []
     monkeypatch.setattr(environment.time, "sleep", waited.append)
     monkeypatch.setattr(flag_checks, "check_args", lambda args: (_ for _ in ()).throw(ValueError("refused")))
-    wrapped = wrappers.validate_args_wrapper(lambda args, defaults: args)
+    wrapped = hooked("validate_args", lambda args, defaults: args)
     for local_rank, waits in (("0", []), ("1", [environment.SPEAK_SECONDS])):
         monkeypatch.setenv("LOCAL_RANK", local_rank)
         with pytest.raises(ValueError, match="refused"):
@@ -119,7 +125,7 @@ def test_one_rank_of_a_machine_says_what_is_refused_and_the_others_wait_to_be_en
 
 
 def test_rl_flags_without_an_algorithm_are_warned_of(world, capsys, monkeypatch):
-    wrapped = wrappers.validate_args_wrapper(lambda args, defaults: args)
+    wrapped = hooked("validate_args", lambda args, defaults: args)
     wrapped(parsed(), {})
     assert capsys.readouterr().out == ""
     wrapped(parsed("--rl-reward", "math", "--rl-top-p", "0.9"), {})
@@ -137,7 +143,7 @@ def test_setup_proves_the_patches_first(world, monkeypatch):
         return original(*positional, **named)
 
     monkeypatch.setattr(launch, "launch", fake_launch)
-    wrapped = wrappers.setup_model_and_optimizer_wrapper(lambda *a, **k: "model")
+    wrapped = hooked("setup_model_and_optimizer", lambda *a, **k: "model")
     assert wrapped("provider", checkpointing_context={}) == "model"
     assert world.events == ["in force", ("launch", ("provider",), {"checkpointing_context": {}}, True, True)]
 
@@ -153,7 +159,7 @@ def test_state_is_written_before_megatron_saves(world, monkeypatch, positional, 
 
     world.args.no_save_optim = False
     monkeypatch.setattr(launch, "save_rl_state", save)
-    wrappers.save_checkpoint_wrapper(megatron)(*positional, **named)
+    hooked("save_checkpoint", megatron)(*positional, **named)
     assert world.events == [("state", 7, True), ("megatron", True)] and world.args.no_save_optim is False
 
 
@@ -163,13 +169,13 @@ def test_a_failed_state_stops_the_save(world, monkeypatch):
 
     monkeypatch.setattr(launch, "save_rl_state", full)
     with pytest.raises(OSError, match="no space"):
-        wrappers.save_checkpoint_wrapper(lambda *a: world.events.append("megatron"))(7)
+        hooked("save_checkpoint", lambda *a: world.events.append("megatron"))(7)
     assert world.events == []
 
 
 def test_load_goes_through_startup(world, monkeypatch):
     monkeypatch.setattr(launch, "load", lambda original, positional, named: ("loaded", original(*positional, **named)))
-    wrapped = wrappers.load_checkpoint_wrapper(lambda *a, **k: (a, k))
+    wrapped = hooked("load_checkpoint", lambda *a, **k: (a, k))
     assert wrapped(1, strict=True) == ("loaded", ((1,), {"strict": True}))
 
 
@@ -177,10 +183,10 @@ def test_the_iterator_is_the_docks_and_no_data_is_opened(world):
     def never(provider):
         raise AssertionError("pretraining data were opened")
 
-    assert wrappers.build_train_valid_test_data_iterators_wrapper(never)(None) == ("dock", None, None)
+    assert hooked("build_train_valid_test_data_iterators", never)(None) == ("dock", None, None)
     assert (world.args.do_train, world.args.do_valid, world.args.do_test) == (True, False, False)
 
 
 def test_the_step_is_the_loops(world):
-    wrapped = wrappers.train_step_wrapper(lambda *a, **k: (a, k))
+    wrapped = hooked("train_step", lambda *a, **k: (a, k))
     assert wrapped(1, 2, iteration=3) == ("stepped", ((1, 2), {"iteration": 3}))

@@ -11,13 +11,9 @@ from mindspeed_rl_plugin.launch.patches import PATCHES
 from mindspeed_rl_plugin.launch.patching import NEWEST, OLDEST, Patch
 
 
-def counting_wrapper(original):
-    @functools.wraps(original)
-    def step(x, *rest):
-        calls.append("wrapper")
-        return original(x, *rest)
-
-    return step
+def counting(original, x, *rest):
+    calls.append("hook")
+    return original(x, *rest)
 
 
 calls: list[str] = []
@@ -43,7 +39,7 @@ def tiny(monkeypatch):
     modules["tiny.alias"].another_name = step
     info = modules["megatron.core.package_info"]
     info.MAJOR, info.MINOR, info.PATCH = 0, 16, 1
-    row = Patch("tiny.training.step", counting_wrapper, ("x",), "a test", "tiny.py:1", "never")
+    row = Patch("tiny.training.step", counting, ("x",), "a test", "tiny.py:1", "never")
     monkeypatch.setattr(applying, "_applied", ())
     monkeypatch.setattr(applying, "_originals", {})
     monkeypatch.setattr(applying, "_announced", False)
@@ -63,7 +59,7 @@ def test_every_importer_is_rebound_and_twice_is_once(tiny):
     applying.apply((tiny.row,))
     assert tiny.user.step is tiny.training.step is tiny.alias.another_name is not tiny.original
     assert tiny.user.step(3) == 3
-    assert calls == ["wrapper", "original"]
+    assert calls == ["hook", "original"]
     applying.assert_in_force()
 
 
@@ -73,7 +69,7 @@ def test_revert_puts_the_original_back_everywhere(tiny):
     assert tiny.user.step is tiny.training.step is tiny.alias.another_name is tiny.original
     applying.apply((tiny.row,))
     tiny.user.step(0)
-    assert calls == ["wrapper", "original"]
+    assert calls == ["hook", "original"]
 
 
 def test_a_line_is_printed_once_and_on_rank_0_only(tiny, capsys, monkeypatch):
@@ -136,7 +132,7 @@ def test_a_missing_target_says_what_was_expected(tiny):
 
 
 def test_a_missing_module_says_how_to_get_megatron(tiny, monkeypatch):
-    tiny.row = Patch("no_such_megatron.training.step", counting_wrapper, ("x",), "", "x.py:1", "")
+    tiny.row = Patch("no_such_megatron.training.step", counting, ("x",), "", "x.py:1", "")
     with pytest.raises(RuntimeError, match=r"No module named 'no_such_megatron'.*Megatron-LM checkout on PYTHONPATH"):
         applying.apply((tiny.row,))
 
@@ -151,7 +147,7 @@ def test_a_decorator_that_hides_the_parameters_is_accepted(tiny):
     tiny.training.step = lambda *args: args[0]
     applying.apply((tiny.row,))
     assert tiny.training.step(5) == 5
-    assert calls == ["wrapper"]
+    assert calls == ["hook"]
 
 
 def test_under_mindspeed_the_rows_go_through_its_manager(tiny, monkeypatch):
@@ -197,7 +193,7 @@ def test_under_mindspeed_the_rows_go_through_its_manager(tiny, monkeypatch):
     assert len(features) == 1
     assert tiny.alias.another_name is tiny.training.step, "an import under another name is rebound too"
     tiny.user.step(1)
-    assert calls == ["wrapper", "original"]
+    assert calls == ["hook", "original"]
     applying.assert_in_force()
 
     # MindSpeed re-patches: everything off, then every feature registers again.
@@ -207,14 +203,15 @@ def test_under_mindspeed_the_rows_go_through_its_manager(tiny, monkeypatch):
     Manager.apply_patches()
     calls.clear()
     tiny.user.step(1)
-    assert calls == ["wrapper", "original"]
+    assert calls == ["hook", "original"]
 
 
 def test_the_table_reads_as_data():
     assert len({patch.target for patch in PATCHES}) == len(PATCHES)
     assert OLDEST[:2] <= NEWEST
     for patch in PATCHES:
-        assert patch.wrapper.__name__ == f"{patch.name}_wrapper", "MindSpeed takes only such names for decorators"
+        assert patch.wrapper.__name__ == "wrapper", "MindSpeed takes only such names for decorators"
+        assert patch.hook.__name__ == patch.name
         assert all((patch.why, patch.versions, patch.remove_when)), patch.target
         for release in ("0.12.1", "0.16.1", "0.19.0"):
             assert release in patch.versions, patch.target
