@@ -10,7 +10,7 @@ import pytest
 
 from mindspeed_rl_plugin.algorithms.estimators import ADVANTAGES
 from mindspeed_rl_plugin.config import RLConfig, config_problems, flag_name
-from mindspeed_rl_plugin.config.upstream import OWN_RL, REFUSED, ROUTING, RUN, UPSTREAM, WHOLE, model_refusals, refusals
+from mindspeed_rl_plugin.config.upstream import OWN_RL, ROUTING, RUN, UPSTREAM, WHOLE, model_refusals, refusals
 from mindspeed_rl_plugin.launch import flag_checks
 from mindspeed_rl_plugin.launch.read_inputs import read_inputs
 
@@ -256,10 +256,8 @@ train_samples use_custom_fsdp use_glm_rope use_legacy_models use_megatron_fsdp u
 use_shared_expert_gate use_torch_fsdp2 vision_pretraining window_size
 """
 
-REFUSING = [row for row in UPSTREAM if row.verdict == REFUSED]
 
-
-@pytest.mark.parametrize("row", REFUSING, ids=lambda row: row.name)
+@pytest.mark.parametrize("row", UPSTREAM, ids=lambda row: row.name)
 def test_upstreams_flags_one_by_one(row):
     """Each row refuses another value, by flag, value and fix, and takes its own fine ones and a Megatron without it."""
     other = next(v for v in (True, False, 7, "other") if v not in row.fine)
@@ -279,14 +277,14 @@ def test_lists_are_shown_as_they_were_given():
 
 def test_the_table_of_upstreams_flags_names_each_once_and_is_walked_whole(build):
     assert len({row.name for row in UPSTREAM}) == len(UPSTREAM)
-    assert {row.name for row in REFUSING} - {row.name for row in OWN_RL} == set(KNOWN.split())
+    assert {row.name for row in UPSTREAM} - {row.name for row in OWN_RL} == set(KNOWN.split())
     tried = {RUN: {}, WHOLE: {}, "model": {}, "experts": MOE, "latent": DEEPSEEK, ROUTING: MOE}
     for about, base in tried.items():
-        row = next(row for row in REFUSING if row.about == about)
+        row = next(row for row in UPSTREAM if row.about == about)
         lines = problems_of(build, base | {row.name: 1.5})
         assert any(f"{row.spelt} 1.5: {row.why}" in line for line in lines), (row, lines)
-    assert {row.about for row in REFUSING} == set(tried)
-    row = next(row for row in REFUSING if row.about == WHOLE)
+    assert {row.about for row in UPSTREAM} == set(tried)
+    row = next(row for row in UPSTREAM if row.about == WHOLE)
     assert any(line.startswith(row.spelt) for line in problems_of(build, DPO | {row.name: True}))
     assert model_refusals(types.SimpleNamespace(moe_latent_size=1, enable_dsa_indexer=True)) == []
 
