@@ -42,35 +42,23 @@ def log(tmp_path, monkeypatch):
         del sys.modules[name]
 
 
-def test_before_plain_megatron(log):
-    attaching.attach()
-    assert log == [], "importing Megatron is left to the script"
-    importlib.import_module("megatron.training")
-    assert log == ["megatron", "apply"]
+MEGATRON, MINDSPEED = "megatron.training", "mindspeed.megatron_adaptor"
+BOTH = ["mindspeed begins", "megatron", "mindspeed ends"]
 
 
-def test_after_plain_megatron(log):
-    importlib.import_module("megatron.training")
-    attaching.attach()
-    attaching.attach()
-    assert log == ["megatron", "apply"]
-
-
-def test_before_mindspeed(log):
-    attaching.attach()
-    importlib.import_module("mindspeed.megatron_adaptor")
-    assert log == ["revert", "mindspeed begins", "megatron", "mindspeed ends", "apply"]
-
-
-def test_after_mindspeed(log):
-    importlib.import_module("mindspeed.megatron_adaptor")
-    attaching.attach()
-    assert log[:3] == ["mindspeed begins", "megatron", "mindspeed ends"]
-    assert set(log[3:]) == {"apply"}
-
-
-def test_mindspeed_imported_after_megatron_was_patched(log):
-    attaching.attach()
-    importlib.import_module("megatron.training")
-    importlib.import_module("mindspeed.megatron_adaptor")
-    assert log == ["megatron", "apply", "revert", "mindspeed begins", "mindspeed ends", "apply"]
+@pytest.mark.parametrize(
+    ("steps", "expected"),
+    [
+        (["attach"], []),  # importing Megatron is left to the script
+        (["attach", MEGATRON], ["megatron", "apply"]),
+        ([MEGATRON, "attach", "attach"], ["megatron", "apply"]),
+        (["attach", MINDSPEED], ["revert", *BOTH, "apply"]),
+        ([MINDSPEED, "attach"], [*BOTH, "apply", "apply"]),
+        (["attach", MEGATRON, MINDSPEED], ["megatron", "apply", "revert", BOTH[0], BOTH[2], "apply"]),
+    ],
+    ids=" ".join,
+)
+def test_in_every_order(log, steps, expected):
+    for step in steps:
+        attaching.attach() if step == "attach" else importlib.import_module(step)
+    assert log == expected

@@ -81,6 +81,13 @@ def write_checkpoint(directory, iteration, value):
         file.write(str(iteration))
 
 
+ARGS = dict(save="out", save_interval=1, pretrained_checkpoint=None, ckpt_step=None, train_iters=8)
+ARGS |= dict(finetune=False, no_load_optim=False, no_load_rng=False, params_dtype=torch.float32, global_batch_size=4)
+ARGS |= dict(lr=1e-3, min_lr=0.0, lr_decay_iters=None, lr_warmup_iters=0, lr_decay_style="linear")
+ARGS |= dict(start_weight_decay=0.1, end_weight_decay=0.1, weight_decay_incr_style="constant")
+ARGS |= dict(micro_batch_size=1, data_parallel_size=1, world_size=1)
+
+
 @pytest.fixture
 def job(tmp_path, monkeypatch):
     """`job(load=..., kl=...)` runs one start; returns what happened."""
@@ -92,13 +99,7 @@ def job(tmp_path, monkeypatch):
         monkeypatch.setattr(launch, "_launch", None)
         flags = ["--rl-algorithm", "grpo", "--rl-samples-per-prompt", "2", "--rl-kl-loss-coef", str(kl), *more]
         rl = add_flags(argparse.ArgumentParser()).parse_args(flags)
-        base = {"save": "out", "load": load, "pretrained_checkpoint": None, "ckpt_step": None, "save_interval": 1}
-        base |= {"finetune": False, "no_load_optim": False, "no_load_rng": False, "train_iters": 8}
-        base |= {"lr": 1e-3, "min_lr": 0.0, "lr_decay_iters": None, "lr_warmup_iters": 0, "lr_decay_style": "linear"}
-        base |= {"start_weight_decay": 0.1, "end_weight_decay": 0.1, "weight_decay_incr_style": "constant"}
-        base |= {"params_dtype": torch.float32, "global_batch_size": 4}
-        base |= {"micro_batch_size": 1, "data_parallel_size": 1, "world_size": 1}
-        args = argparse.Namespace(**{**base, **values}, **vars(rl))
+        args = argparse.Namespace(**{**ARGS, "load": load, **values}, **vars(rl))
         before = dict(vars(args))
         events = []
         loop, megatron = Loop(events), Megatron(args, events, initial)
@@ -135,15 +136,12 @@ def test_pretrained(job, capsys):
     assert lines[1] == "[rl] batch arithmetic"
 
 
-def test_without_kl_no_reference_is_kept(job):
-    write_checkpoint("base", 500, 1.5)
-    assert not [e for e in job(load="base", kl=0).events if e[0] == "reference"]
-
-
-def test_fresh(job):
+def test_fresh_and_without_kl(job):
     done = job()
     assert done.events == ["before_model", "build", ("reference", 0.5), ("actor", 0.5, "optimizer", "fresh")]
     assert done.start.reference_path is None and len(done.start.reference_digest) == 64
+    write_checkpoint("base", 500, 1.5)
+    assert not [e for e in job(load="base", kl=0).events if e[0] == "reference"], "none is kept where nothing reads it"
 
 
 def test_resume_loads_the_reference_then_the_actor_whole(job):
@@ -172,15 +170,6 @@ def test_resume_loads_the_reference_then_the_actor_whole(job):
     third = job()
     assert third.start.reference_path == first.start.reference_path
     assert ("reference", 1.5) in third.events
-
-
-def test_resume_without_kl_does_not_touch_the_reference(job):
-    write_checkpoint("base", 500, 1.5)
-    job(load="base").megatron.save(4, 2.5)
-    shutil.rmtree("base")
-    done = job(kl=0)
-    assert [e[1] for e in done.events if e[0] == "load"] == [4]
-    assert done.start.reference_path.endswith("base/iter_0000500")
 
 
 def test_a_reference_out_of_megatrons_reach_is_an_error(job):
@@ -226,7 +215,10 @@ def test_the_advice_is_what_helps_this_algorithm(job, monkeypatch, capsys, algor
         job(**named)
     if "--rl-kl" in advice:
         kl = [word for pair in advice.split("resume with ")[1:] for word in pair.split()]
-        assert job(**{**named, "more": (*named["more"], *kl)}).start.kind == "resume"
+        shutil.rmtree("base")
+        done = job(**{**named, "more": (*named["more"], *kl)})
+        assert done.start.reference_path.endswith("base/iter_0000500"), "it is not touched"
+        assert [e[1] for e in done.events if e[0] == "load"] == [4]
     assert str(drawn.value).endswith(f"resume with the same --seed and parallel sizes{advice}")
     assert str(changed.value).endswith(f"; restore it{advice}") and str(gone.value).endswith(f"; restore it{advice}")
     assert str(unknown.value).endswith(f"; start a new run from it{advice}")
@@ -256,12 +248,15 @@ def test_arguments_are_put_back_after_an_error(job):
     assert vars(args) == {"load": "a"}
 
 
-def test_state_is_on_disk_before_the_tracker(job, monkeypatch):
+def test_state_is_on_disk_before_the_tracker_and_rank_0_writes_it(job, monkeypatch):
     write_checkpoint("base", 500, 1.5)
     done = job(load="base")
+    with monkeypatch.context() as patch:
+        patch.setattr(launch.ranks, "is_rank_0", lambda: False)
+        launch.save_rl_state(done.args, 4)
+    assert not files.has_state("out", 4)
     launch.save_rl_state(done.args, 4)
-    assert files.has_state("out", 4)
-    assert files.read_tracker("out") is None
+    assert files.has_state("out", 4) and files.read_tracker("out") is None
 
 
 def test_only_rank_0_gets_the_rows(job, monkeypatch):
@@ -279,14 +274,6 @@ def test_only_rank_0_gets_the_rows(job, monkeypatch):
         (found,) = [e[1] for e in job().events if e[0] == "state"]
     outline = {"number": 4, "groups": 1, "members": 1, "held": ["a"]}
     assert "rows" not in found and found["dock"]["epochs"] == [outline]
-
-
-def test_only_rank_0_writes(job, monkeypatch):
-    write_checkpoint("base", 500, 1.5)
-    done = job(load="base")
-    monkeypatch.setattr(launch.ranks, "is_rank_0", lambda: False)
-    launch.save_rl_state(done.args, 4)
-    assert not files.has_state("out", 4)
 
 
 def test_saving_before_the_start_is_refused(monkeypatch):

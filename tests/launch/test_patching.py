@@ -19,13 +19,20 @@ def counting(original, x, *rest):
 calls: list[str] = []
 
 
+def module(monkeypatch, name, **content):
+    """A module of this name for the time of a test."""
+    made = types.ModuleType(name)
+    vars(made).update(content)
+    monkeypatch.setitem(sys.modules, name, made)
+    return made
+
+
 @pytest.fixture
 def tiny(monkeypatch):
     """A module with one function, three importers of it, and a table of one row."""
     modules = {}
     for name in ("tiny", "tiny.training", "tiny.user", "tiny.alias", "megatron.core.package_info"):
-        modules[name] = types.ModuleType(name)
-        monkeypatch.setitem(sys.modules, name, modules[name])
+        modules[name] = module(monkeypatch, name)
     for name in ("mindspeed.megatron_adaptor", "mindspeed_llm.tasks.megatron_adaptor_v2"):
         monkeypatch.delitem(sys.modules, name, raising=False)
 
@@ -96,17 +103,25 @@ def test_decorators_on_top_keep_a_wrapper_in_force(tiny):
         applying.assert_in_force()
 
 
-def test_a_replaced_target_is_an_error(tiny):
-    applying.apply((tiny.row,))
+def replaced(tiny):
     tiny.training.step = lambda x: x
-    with pytest.raises(RuntimeError, match=r"patch tiny.training.step is not in force: the name now holds .*lambda"):
-        applying.assert_in_force()
 
 
-def test_an_importer_that_kept_the_original_is_an_error(tiny):
-    applying.apply((tiny.row,))
+def kept(tiny):
     tiny.user.kept = tiny.original
-    with pytest.raises(RuntimeError, match=r"not in force in tiny.user: its 'kept' is still the original"):
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (replaced, r"patch tiny.training.step is not in force: the name now holds .*lambda"),
+        (kept, r"not in force in tiny.user: its 'kept' is still the original"),
+    ],
+)
+def test_a_patch_that_lost_its_place_is_an_error(tiny, change, message):
+    applying.apply((tiny.row,))
+    change(tiny)
+    with pytest.raises(RuntimeError, match=message):
         applying.assert_in_force()
 
 
@@ -124,23 +139,18 @@ def test_versions_outside_the_range_are_an_error(tiny, version, supported):
     assert tiny.training.step is tiny.original
 
 
-def test_a_missing_target_says_what_was_expected(tiny):
-    del tiny.training.step
-    expected = r"tiny.training.step does not exist; expected a function step\(x, \.\.\.\) in tiny.training"
-    with pytest.raises(RuntimeError, match=expected):
-        applying.apply((tiny.row,))
-
-
-def test_a_missing_module_says_how_to_get_megatron(tiny, monkeypatch):
-    tiny.row = Patch("no_such_megatron.training.step", counting, ("x",), "", "x.py:1", "")
-    with pytest.raises(RuntimeError, match=r"No module named 'no_such_megatron'.*Megatron-LM checkout on PYTHONPATH"):
-        applying.apply((tiny.row,))
-
-
-def test_other_parameters_are_an_error(tiny):
-    tiny.training.step = lambda renamed: renamed
-    with pytest.raises(RuntimeError, match=r"begins with parameters \('renamed',\); expected a function step\(x, "):
-        applying.apply((tiny.row,))
+@pytest.mark.parametrize(
+    ("target", "function", "message"),
+    [
+        ("tiny.training.step", None, r"step does not exist; expected a function step\(x, \.\.\.\) in tiny.training"),
+        ("tiny.training.step", lambda y: y, r"begins with parameters \('y',\); expected a function step\(x, "),
+        ("no_megatron.training.step", None, r"No module named 'no_megatron'.*Megatron-LM checkout on PYTHONPATH"),
+    ],
+)
+def test_a_target_that_is_missing_or_another_says_what_was_expected(tiny, target, function, message):
+    tiny.training.step = function
+    with pytest.raises(RuntimeError, match=message):
+        applying.apply((Patch(target, counting, ("x",), "", "x.py:1", ""),))
 
 
 def test_a_decorator_that_hides_the_parameters_is_accepted(tiny):
@@ -174,19 +184,12 @@ def test_under_mindspeed_the_rows_go_through_its_manager(tiny, monkeypatch):
             assert optimization_level == 0
 
     features: list = []
-    for name, content in {
-        "mindspeed.megatron_adaptor": {},
-        "mindspeed": {},
-        "mindspeed.features_manager": {},
-        "mindspeed.features_manager.feature": {"MindSpeedFeature": Feature},
-        "mindspeed.features_manager.features_manager": {
-            "MindSpeedFeaturesManager": types.SimpleNamespace(FEATURES_LIST=features)
-        },
-        "mindspeed.patch_utils": {"MindSpeedPatchesManager": Manager},
-    }.items():
-        module = types.ModuleType(name)
-        vars(module).update(content)
-        monkeypatch.setitem(sys.modules, name, module)
+    for name in ("mindspeed.megatron_adaptor", "mindspeed", "mindspeed.features_manager"):
+        module(monkeypatch, name)
+    module(monkeypatch, "mindspeed.features_manager.feature", MindSpeedFeature=Feature)
+    manager = types.SimpleNamespace(FEATURES_LIST=features)
+    module(monkeypatch, "mindspeed.features_manager.features_manager", MindSpeedFeaturesManager=manager)
+    module(monkeypatch, "mindspeed.patch_utils", MindSpeedPatchesManager=Manager)
 
     applying.apply((tiny.row,))
     applying.apply((tiny.row,))

@@ -30,6 +30,9 @@ def disk(tmp_path, monkeypatch):
     return types.SimpleNamespace(make=make, args=args, path=tmp_path)
 
 
+WEIGHTS_ONLY = {"pretrained_checkpoint": None, "finetune": True, "no_load_optim": True, "no_load_rng": True}
+
+
 def test_fresh(disk):
     args = disk.args()
     start = decide(args)
@@ -38,40 +41,25 @@ def test_fresh(disk):
     assert load_arguments(start, args) == {"load": None, "pretrained_checkpoint": None}
 
 
-@pytest.mark.parametrize("name", ["load", "pretrained_checkpoint"])
-def test_weights_of_load_or_pretrained_checkpoint(disk, name):
-    disk.make("base", 100, 500)
-    args = disk.args(**{name: "base"})
-    start = decide(args)
-    assert start == Start("pretrained", str(disk.path / "base"), 0, str(disk.path / "base/iter_0000500"), None)
-    assert load_arguments(start, args) == {
-        "load": str(disk.path / "base"),
-        "pretrained_checkpoint": None,
-        "ckpt_step": 500,
-        "finetune": True,
-        "no_load_optim": True,
-        "no_load_rng": True,
-    }
-    assert "iter_0000500 at iteration 0" in describe(start, args)
-
-
-def test_load_goes_before_pretrained_checkpoint_when_it_holds_one(disk):
-    disk.make("a", 1)
-    disk.make("b", 2)
-    assert decide(disk.args(load="a", pretrained_checkpoint="b")).reference_path.endswith("a/iter_0000001")
-    assert decide(disk.args(load="empty", pretrained_checkpoint="b")).reference_path.endswith("b/iter_0000002")
-
-
-def test_ckpt_step_picks_the_iteration(disk):
-    disk.make("base", 100, 500)
-    assert decide(disk.args(load="base", ckpt_step=100)).reference_path.endswith("iter_0000100")
-
-
-def test_release(disk):
-    disk.make("base", "release")
-    start = decide(disk.args(load="base"))
-    assert start.reference_path == str(disk.path / "base/release")
-    assert load_arguments(start, disk.args())["ckpt_step"] is None
+@pytest.mark.parametrize(
+    ("flags", "expected", "step"),
+    [
+        ({"load": "a"}, "a/iter_0000500", 500),
+        ({"pretrained_checkpoint": "a"}, "a/iter_0000500", 500),
+        ({"load": "a", "pretrained_checkpoint": "b"}, "a/iter_0000500", 500),
+        ({"load": "empty", "pretrained_checkpoint": "b"}, "b/release", None),
+        ({"load": "a", "ckpt_step": 100}, "a/iter_0000100", 100),
+        ({"load": "b", "ckpt_step": 100}, "b/release", None),
+    ],
+)
+def test_weights_of_load_or_pretrained_checkpoint(disk, flags, expected, step):
+    disk.make("a", 100, 500)
+    disk.make("b", "release")
+    args = disk.args(**flags)
+    start, folder = decide(args), disk.path / expected
+    assert start == Start("pretrained", str(folder.parent), 0, str(folder), None)
+    assert load_arguments(start, args) == {"load": str(folder.parent), "ckpt_step": step, **WEIGHTS_ONLY}
+    assert f"{expected} at iteration 0" in describe(start, args)
 
 
 @pytest.mark.parametrize(
@@ -91,14 +79,8 @@ def test_rl_state_in_save_is_resumed_whole_whatever_the_script_says(disk, flags)
     args = disk.args(**flags)
     start = decide(args)
     assert start == Start("resume", str(disk.path / "out"), 8, None, None)
-    assert load_arguments(start, args) == {
-        "load": str(disk.path / "out"),
-        "pretrained_checkpoint": None,
-        "ckpt_step": None,
-        "finetune": False,
-        "no_load_optim": False,
-        "no_load_rng": False,
-    }
+    loaded = {"load": str(disk.path / "out"), "pretrained_checkpoint": None, "ckpt_step": None}
+    assert load_arguments(start, args) == loaded | dict.fromkeys(("finetune", "no_load_optim", "no_load_rng"), False)
     line = describe(start, args)
     assert "resumes from" in line and "at iteration 8, optimizer and RL state included" in line
     for name in flags:
@@ -108,14 +90,11 @@ def test_rl_state_in_save_is_resumed_whole_whatever_the_script_says(disk, flags)
 
 def test_the_tracker_decides_not_the_newest_folder(disk):
     """A crash in a save leaves a folder that the tracker does not point to."""
-    disk.make("out", 4, 8, rl=True, tracker=4)
-    assert decide(disk.args()).iteration == 4
-
-
-def test_a_first_save_that_was_never_finished_does_not_count(disk):
     disk.make("base", 500)
     files.write_state("out", 4, {})
     assert decide(disk.args(load="base")).kind == "pretrained"
+    disk.make("out", 4, 8, rl=True, tracker=4)
+    assert decide(disk.args()).iteration == 4
 
 
 @pytest.mark.parametrize("iteration", [500, "release"])
@@ -129,6 +108,10 @@ def test_a_pretraining_checkpoint_in_save_is_not_overwritten(disk, iteration):
 @pytest.mark.parametrize("flags", [{"load": "nowhere"}, {"pretrained_checkpoint": "nowhere"}])
 def test_a_load_without_checkpoint_is_refused(disk, flags):
     with pytest.raises(ValueError, match=r"nowhere holds no checkpoint \(latest_checkpointed_it.* is missing\)"):
+        decide(disk.args(**flags))
+    (disk.path / "nowhere").mkdir()
+    (disk.path / "nowhere" / "config.json").write_text("{}")
+    with pytest.raises(ValueError, match="nowhere is a Hugging Face folder: .* import` first"):
         decide(disk.args(**flags))
 
 

@@ -8,11 +8,7 @@ import pytest
 
 from mindspeed_rl_plugin.algorithms import ALGORITHMS, resolve
 from mindspeed_rl_plugin.algorithms.presets import unread
-from mindspeed_rl_plugin.config import AlgorithmConfig, RLConfig, as_given
-
-
-def messages(config):
-    return unread(config)
+from mindspeed_rl_plugin.config import AlgorithmConfig, RLConfig, as_given, flag_name
 
 
 def chosen(algorithm, **fields):
@@ -61,10 +57,10 @@ ROWS = [
 @pytest.mark.parametrize(("flag", "ignoring", "reader", "reading"), ROWS, ids=str)
 def test_a_flag_is_refused_where_nothing_reads_it_and_nowhere_else(flag, ignoring, reader, reading):
     ((field, value),) = flag.items()
-    (message,) = messages(chosen(**ignoring, **flag))
+    (message,) = unread(chosen(**ignoring, **flag))
     given, _, rest = message.partition(f" has no meaning for --rl-algorithm {ignoring['algorithm']} here: only ")
     assert given == as_given(field, value) and reader in rest and "remove it" in rest
-    assert messages(chosen(**{"algorithm": "grpo", **reading, **flag})) == []
+    assert unread(chosen(**{"algorithm": "grpo", **reading, **flag})) == []
 
 
 def test_every_flag_with_a_reader_of_its_own_is_tried():
@@ -76,25 +72,23 @@ def test_every_flag_with_a_reader_of_its_own_is_tried():
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_what_a_preset_has_of_itself_is_accepted_when_it_is_given(name):
-    assert messages(chosen(name)) == []
+    assert unread(chosen(name)) == []
     preset = resolve(AlgorithmConfig(algorithm=name))
     for field in dataclasses.fields(AlgorithmConfig):
         if hasattr(preset, field.name):
-            assert messages(chosen(name, **{field.name: getattr(preset, field.name)})) == [], field.name
+            assert unread(chosen(name, **{field.name: getattr(preset, field.name)})) == [], field.name
 
 
-def other_than(hint, value):
+def other_than(field, hint):
     """Some value of a field's type that is not its default."""
+    value, choices = field.default, field.metadata["choices"]
     if isinstance(value, bool):
         return not value
-    hint = next((h for h in typing.get_args(hint) if h is not type(None)), hint) if is_union(hint) else hint
+    if typing.get_origin(hint) is UnionType:
+        hint = next(h for h in typing.get_args(hint) if h is not type(None))
     if typing.get_origin(hint) is tuple:
         return (*value, typing.get_args(hint)[0]("7"))
-    return {bool: True, int: 7, float: 0.7, str: "other"}[hint]
-
-
-def is_union(hint):
-    return typing.get_origin(hint) is UnionType
+    return {bool: True, int: 7, float: 0.7, str: choices[-1] if choices else "other"}[hint]
 
 
 def every_field():
@@ -103,44 +97,20 @@ def every_field():
         yield from ((group, field, hints[field.name]) for field in dataclasses.fields(kind))
 
 
-@pytest.mark.parametrize(
-    ("group", "field", "hint"),
-    [row for row in every_field() if row[0] != "algorithm"],
-    ids=lambda value: value if isinstance(value, str) else getattr(value, "name", ""),
-)
-def test_pairs_refuse_whole_groups_less_what_they_read(group, field, hint):
-    config = chosen("dpo")
-    value = other_than(hint, field.default)
-    changed = dataclasses.replace(getattr(config, group), **{field.name: value})
-    found = messages(dataclasses.replace(config, **{group: changed}))
-    if field.metadata["pairs"]:
-        assert found == []
-    else:
-        (message,) = found
-        assert "has no meaning for --rl-algorithm dpo here: only an algorithm that samples responses" in message
-
-
-def test_the_groups_that_pairs_refuse_whole():
-    read = {group for group, field, _ in every_field() if field.metadata["pairs"]}
-    assert not read & {"reward", "reshard"}
-
-
-@pytest.mark.parametrize(
-    ("fields", "flag"),
-    [
-        ({"kl_loss_coef": 0.1}, "--rl-kl-loss-coef 0.1"),
-        ({"entropy_coef": 0.1}, "--rl-entropy-coef 0.1"),
-        ({"gamma": 0.9}, "--rl-gamma 0.9"),
-        ({"value_clip": 0.5}, "--rl-value-clip 0.5"),
-        ({"ppo_epochs": 2}, "--rl-ppo-epochs 2"),
-        ({"correction": "mask"}, "--rl-correction mask"),
-        ({"advantage_eps": 1e-3}, "--rl-advantage-eps 0.001"),
-        ({"advantage": "rloo"}, "--rl-advantage rloo"),
-        ({"loss": "clip"}, "--rl-loss clip"),
-        ({"clip_low": 0.1}, "--rl-clip-low 0.1"),
-    ],
-)
-def test_pairs_refuse_the_parts_of_other_algorithms(fields, flag):
-    (message,) = messages(chosen("dpo", **fields))
-    assert message.startswith(f"{flag} has no meaning for --rl-algorithm dpo")
-    assert messages(chosen("dpo", kl_loss_coef=0.0)) == []
+def test_pairs_refuse_whole_groups_less_what_they_read():
+    config, read = chosen("dpo"), set()
+    for group, field, hint in every_field():
+        if field.name == "algorithm":
+            continue
+        changed = dataclasses.replace(getattr(config, group), **{field.name: other_than(field, hint)})
+        lines = unread(dataclasses.replace(config, **{group: changed}))
+        if field.metadata["pairs"]:
+            read.add(group)
+            assert lines == [], field.name
+        else:
+            (message,) = lines
+            name, _, rest = message.partition(" has no meaning for --rl-algorithm dpo here: only ")
+            assert flag_name(field.name).removeprefix("--") in name, message
+            assert rest.startswith("an algorithm that samples responses"), message
+    assert read == {"data", "rollout", "algorithm", "forward", "dock", "monitor"}
+    assert unread(chosen("dpo", kl_loss_coef=0.0)) == [], "the preset's own value"
