@@ -62,22 +62,16 @@ def _is_switch(group: type, f: dataclasses.Field) -> bool:
 
 
 def _argparse_kwargs(group: type, f: dataclasses.Field) -> dict[str, Any]:
-    default = list(f.default) if isinstance(f.default, tuple) else f.default
+    several = isinstance(f.default, tuple)
+    default = list(f.default) if several else f.default
     kwargs: dict[str, Any] = {"help": help_text(f).replace("%", "%%"), "default": default}
     if isinstance(f.default, bool) or _is_switch(group, f):
-        kwargs["action"] = "store_true" if f.default is False else argparse.BooleanOptionalAction
-        return kwargs
+        return kwargs | {"action": "store_true" if f.default is False else argparse.BooleanOptionalAction}
     hint = typing.get_type_hints(group)[f.name]
-    if typing.get_origin(hint) is UnionType:
-        hint = next(h for h in typing.get_args(hint) if h is not type(None))
-    several = typing.get_origin(hint) is tuple
-    if several:
+    if typing.get_origin(hint) in (UnionType, tuple):  # `int | None`, `tuple[int, ...]`
         hint = typing.get_args(hint)[0]
-        kwargs["nargs"] = "*"
     kwargs["type"] = _refusing(hint, f.metadata["gone"])
-    if f.metadata["choices"] and not several:
-        kwargs["choices"] = f.metadata["choices"]
-    return kwargs
+    return kwargs | ({"nargs": "*"} if several else {"choices": f.metadata["choices"]})
 
 
 def _refusing(kind: Callable[[str], Any], gone: dict[str, str]) -> Callable[[str], Any]:

@@ -38,12 +38,13 @@ class RLConfig:
     @classmethod
     def from_args(cls, args: argparse.Namespace) -> RLConfig:
         """Read the parsed `rl_*` attributes back into the groups."""
-        return cls(
-            **{
-                name: kind(**{f.name: _value(f, getattr(args, PREFIX + f.name)) for f in dataclasses.fields(kind)})
-                for name, kind in group_types().items()
-            }
-        )
+
+        def value(f: dataclasses.Field) -> Any:
+            value = getattr(args, PREFIX + f.name)
+            return tuple(value) if isinstance(f.default, tuple) else value
+
+        groups = group_types().items()
+        return cls(**{name: kind(**{f.name: value(f) for f in dataclasses.fields(kind)}) for name, kind in groups})
 
 
 def rl_enabled(args: argparse.Namespace) -> bool:
@@ -59,11 +60,10 @@ def group_types() -> dict[str, type]:
 
 def given(config: RLConfig) -> Iterator[tuple[dataclasses.Field, Any]]:
     """Field and value of every flag that has another value than its default."""
-    for group in dataclasses.fields(config):
-        values = getattr(config, group.name)
-        for f in dataclasses.fields(values):
-            if getattr(values, f.name) != f.default:
-                yield f, getattr(values, f.name)
+    for group in vars(config).values():
+        for f in dataclasses.fields(group):
+            if (value := getattr(group, f.name)) != f.default:
+                yield f, value
 
 
 def given_flags(config: RLConfig) -> dict[str, Any]:
@@ -71,14 +71,14 @@ def given_flags(config: RLConfig) -> dict[str, Any]:
     return {flag_name(f.name): value for f, value in given(config)}
 
 
-def limit_problems(group: Any) -> list[str]:
-    """One message for each value of a group that no run takes: numbers outside their limits, unknown words."""
-    return [text for f in dataclasses.fields(group) for text in value_problems(f, getattr(group, f.name))]
+def limit_problems(*groups: Any) -> list[str]:
+    """One message for each value of some groups that no run takes: numbers outside their limits, unknown words."""
+    return [text for g in groups for f in dataclasses.fields(g) for text in value_problems(f, getattr(g, f.name))]
 
 
 def config_problems(config: RLConfig) -> list[str]:
     """`limit_problems` of all groups."""
-    return [text for group in dataclasses.fields(config) for text in limit_problems(getattr(config, group.name))]
+    return limit_problems(*vars(config).values())
 
 
 def unread_flags(config: RLConfig, algorithm: Any, preset: Any) -> Iterator[str]:
@@ -95,7 +95,3 @@ def unread_flags(config: RLConfig, algorithm: Any, preset: Any) -> Iterator[str]
         if not read and value != getattr(preset, f.name, f.default):
             name = f"--rl-algorithm {config.algorithm.algorithm}"
             yield f"{as_given(f.name, value)} has no meaning for {name} here: only {what} reads it; remove it"
-
-
-def _value(f: dataclasses.Field, value: Any) -> Any:
-    return tuple(value) if isinstance(f.default, tuple) else value

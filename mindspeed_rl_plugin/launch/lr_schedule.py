@@ -11,18 +11,11 @@ from collections.abc import Mapping
 from typing import Any
 
 # Arguments that the schedule is made of, and how a user gives them.
-FLAGS = {
-    "train_iters": "--train-iters",
-    "lr_decay_iters": "--lr-decay-iters",
-    "lr_warmup_iters": "--lr-warmup-iters",
-    "lr_warmup_fraction": "--lr-warmup-fraction",
-    "global_batch_size": "--global-batch-size",
-    "lr": "--lr",
-    "min_lr": "--min-lr",
-    "lr_decay_style": "--lr-decay-style",
+_ALIKE = ("train_iters", "lr_decay_iters", "lr_warmup_iters", "lr_warmup_fraction", "global_batch_size")
+_ALIKE += ("lr", "min_lr", "lr_decay_style", "weight_decay_incr_style")
+FLAGS = {name: "--" + name.replace("_", "-") for name in _ALIKE} | {
     "start_weight_decay": "--weight-decay or --start-weight-decay",
     "end_weight_decay": "--weight-decay or --end-weight-decay",
-    "weight_decay_incr_style": "--weight-decay-incr-style",
 }
 
 

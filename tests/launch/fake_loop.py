@@ -53,6 +53,7 @@ class Loop:
         return {"cursor": self.cursor, "rows": torch.arange(3)}
 
     def train_iterator(self):
+        """Micro-batches are numbered from 0 in each step, so that a resumed run sees the same ones."""
         from megatron.core.rerun_state_machine import RerunDataIterator
         from megatron.training import get_args
 
@@ -60,11 +61,11 @@ class Loop:
         shape = (args.micro_batch_size, args.seq_length + 1)
 
         def batches():
-            micro = 0
+            step, micro = None, 0
             while True:
-                generator = torch.Generator().manual_seed(1000 * self.cursor + micro)
+                step, micro = self.cursor, micro + 1 if step == self.cursor else 0
+                generator = torch.Generator().manual_seed(1000 * step + micro)
                 tokens = torch.randint(0, args.vocab_size, shape, generator=generator)
-                micro = (micro + 1) % 1000
                 yield {
                     "tokens": tokens[:, :-1].contiguous(),
                     "labels": tokens[:, 1:].contiguous(),
@@ -72,21 +73,7 @@ class Loop:
                     "position_ids": torch.arange(shape[1] - 1).expand(shape[0], -1).contiguous(),
                 }
 
-        class Restarting:
-            """Micro-batches are numbered from 0 in each step, so that a resumed run sees the same ones."""
-
-            def __init__(self, outer):
-                self.outer, self.step, self.inner = outer, None, None
-
-            def __iter__(self):
-                return self
-
-            def __next__(self):
-                if self.step != self.outer.cursor:
-                    self.step, self.inner = self.outer.cursor, batches()
-                return next(self.inner)
-
-        return RerunDataIterator(Restarting(self))
+        return RerunDataIterator(batches())
 
     def train_step(self, original, args, kwargs):
         self.cursor += 1

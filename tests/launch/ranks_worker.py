@@ -17,44 +17,42 @@ dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
 rank = dist.get_rank()
 
 
+def error(function):
+    try:
+        function()
+    except ValueError as problem:
+        return str(problem)
+
+
 def fails():
     raise ValueError("rank 0 says no")
 
 
-def error(function):
-    try:
-        ranks.on_rank_0(function)
-    except ValueError as problem:
-        return str(problem)
-
-
 def unreadable():
-    """The error of a digest when one file, of one rank's share, cannot be read."""
+    """A digest when one file, of one rank's share, cannot be read."""
     whole = files.hash_files
-
-    def hash_files(at, paths):
-        return whole(at, ["gone" if path == "file4" else path for path in paths])
-
-    files.hash_files = hash_files
+    files.hash_files = lambda at, paths: whole(at, ["gone" if path == "file4" else path for path in paths])
     try:
         CheckpointDigest(folder).result(60)
-    except ValueError as problem:
-        return str(problem)
     finally:
         files.hash_files = whole
 
 
+def weights(name, value):
+    return ranks.weights_digest([(name, torch.full((3,), float(value), dtype=torch.bfloat16))])
+
+
 values = {
     "value": ranks.on_rank_0(lambda: {"from": rank}),
-    "error": error(fails),
-    "missing": error(lambda: open(os.path.join(folder, "nowhere")).close()),
+    "error": error(lambda: ranks.on_rank_0(fails)),
+    "missing": error(lambda: ranks.on_rank_0(lambda: open(os.path.join(folder, "nowhere")).close())),
     "first": ranks.is_rank_0(),
     "digest": CheckpointDigest(folder).result(60),
-    "unreadable": unreadable(),
-    "weights": ranks.weights_digest([("w", torch.full((3,), float(rank), dtype=torch.bfloat16))]),
-    "same weights": ranks.weights_digest([("w", torch.full((3,), float(rank), dtype=torch.bfloat16))]),
-    "swapped": ranks.weights_digest([("w", torch.full((3,), float(1 - rank), dtype=torch.bfloat16))]),
-    "renamed": ranks.weights_digest([("v", torch.full((3,), float(rank), dtype=torch.bfloat16))]),
+    "unreadable": error(unreadable),
+    "weights": weights("w", rank),
+    "same weights": weights("w", rank),
+    "swapped": weights("w", 1 - rank),
+    "renamed": weights("v", rank),
 }
 with open(f"{out}.{rank}", "w") as file:
     json.dump(values, file)

@@ -50,13 +50,6 @@ def test_no_checkpoint(tmp_path):
         list(critic_files.problems(str(tmp_path), None))
 
 
-def test_the_reference_is_not_the_critic_beside_it(tmp_path):
-    (tmp_path / "critic" / "iter_0000005").mkdir(parents=True)
-    (tmp_path / "critic" / "iter_0000005" / "model.pt").write_text("critic")
-    (tmp_path / "model.pt").write_text("policy")
-    assert files.weight_files(str(tmp_path)) == {"model.pt": 6}
-
-
 def test_the_schedule_is_scaled_as_a_whole():
     args = SimpleNamespace(lr=1e-3, min_lr=1e-4, lr_warmup_init=0.0, decoupled_lr=None)
     assert learning_rate(args, None) == {}

