@@ -132,14 +132,6 @@ def test_a_script_that_must_write_is_told_that_it_may_not(tmp_path, kept):
         captured(tmp_path, "set -e; echo hosts > other; torchrun pretrain_gpt.py")
 
 
-@pytest.mark.parametrize(
-    "text, message", [("exit 3", "status 3 without starting torchrun"), ("torchrun -m else --a", "starts the module")]
-)
-def test_a_script_that_starts_no_training_is_named(tmp_path, text, message):
-    with pytest.raises(ValueError, match=message):
-        captured(tmp_path, text)
-
-
 def test_the_projects_own_launch_script_can_be_rehearsed(tmp_path, monkeypatch):
     """Its torchrun is called by the path of the environment, and it enters a folder first."""
     for name in ("TORCHRUN", "MEGATRON_LM_PATH", "NPROC"):
@@ -180,6 +172,8 @@ def test_a_launcher_is_recorded_however_it_is_called(text, tmp_path, monkeypatch
     "text, message",
     [
         (None, "train.sh: no such file; give a launch script"),
+        ("exit 3", "status 3 without starting torchrun"),
+        ("torchrun -m else --a", "starts the module else"),
         ("for h in a b; do ssh $h 'bash run.sh'; done; exit 1", "leaves its launch to ssh (ssh a bash"),
         ("torchrun --nproc_per_node $N --nnodes 2 a.py --x 1", "expected one argument; they begin with '--nproc"),
         ("torchrun --nproc_per_node '' a.py", "--nproc-per-node has no value"),

@@ -33,81 +33,50 @@ def written(path: Path, text: str) -> Path:
     return path
 
 
+SCRIPT, PLAIN = "pretrain_gpt.py", "import megatron\n"
+# What may be on a machine -> the variable that names it (the script's folder without one), its files.
+MACHINE = {
+    "llm": ("MINDSPEED_LLM_PATH", {SCRIPT: "import mindspeed_llm\n", "mindspeed_llm/__init__.py": ""}),
+    "mindspeed": ("MINDSPEED_PATH", {"mindspeed/__init__.py": ""}),
+    "core": ("MEGATRON_LM_PATH", {SCRIPT: PLAIN, "megatron/core/package_info.py": "MAJOR = 0\nMINOR = 12\n"}),
+    "own": ("", {SCRIPT: PLAIN}),
+}
+
+
+@pytest.mark.parametrize(
+    "there, script, platform, note",
+    [
+        ("llm mindspeed core", "llm", "MindSpeed-LLM", "pretrain_gpt.py is not here: taken from"),
+        ("mindspeed core", "", "MindSpeed", "pretrain_gpt.py is not here: rehearsed with MindSpeed"),
+        ("core", "core", "plain Megatron", "pretrain_gpt.py is not here: rehearsed on plain Megatron instead"),
+        ("llm core", "core", "plain Megatron", "MindSpeed is not installed"),
+        ("own mindspeed core", "own", "plain Megatron", ""),
+    ],
+)
+def test_which_entry_script_runs_on_what(there, script, platform, note, tmp_path, monkeypatch):
+    for name, (variable, files) in MACHINE.items():
+        if variable:
+            monkeypatch.delenv(variable, raising=False)
+        for path, text in files.items() if name in there.split() else ():
+            written(tmp_path / name / path, text)
+            if variable:
+                monkeypatch.setenv(variable, str(tmp_path / name))
+    launch = Launch(SCRIPT, (), 8, 1, tmp_path / "own", {}, {}, (), 1)
+    entry = find_entry(launch, DENSE, tmp_path)
+    assert entry.script == tmp_path / script / SCRIPT and entry.platform == f"{platform}, Megatron Core 0.12"
+    assert entry.note.startswith(note) and bool(entry.note) == bool(note)
+    assert tmp_path / "core" in entry.path and entry.mindspeed == platform.startswith("MindSpeed")
+    if not script:
+        text = entry.script.read_text()
+        assert text.index("import mindspeed.megatron_adaptor") < text.index(str(tmp_path / "core" / SCRIPT))
+
+
 def test_skipped_commands_are_shown(tmp_path):
     launch = Launch("a.py", (), 8, 1, tmp_path, {}, {}, (), 1, ("rm -rf /data/run", "ray stop"), False)
-    entry = Entry(tmp_path / "a.py", ())
-    lines = outcome.not_exercised(launch, entry, Flags.parse([]), 2)
+    lines = outcome.not_exercised(launch, Entry(tmp_path / "a.py", ()), Flags.parse([]), 2)
     at = lines.index("commands of the script that were not run:")
     assert [line.strip() for line in lines[at + 1 : at + 3]] == ["rm -rf /data/run", "ray stop"]
     assert any("no Landlock" in line for line in lines)
-
-
-@pytest.fixture
-def machine(tmp_path, monkeypatch):
-    """What is on the machine: `llm`, `mindspeed`, `core12` put a fake one there; `entry()` finds what would run."""
-    for name in CHECKOUTS:
-        monkeypatch.delenv(name, raising=False)
-
-    class Machine:
-        def llm(self) -> Path:
-            folder = written(tmp_path / "llm/pretrain_gpt.py", "import mindspeed_llm\n").parent
-            written(folder / "mindspeed_llm/__init__.py", "")
-            monkeypatch.setenv("MINDSPEED_LLM_PATH", str(folder))
-            return folder
-
-        def mindspeed(self) -> None:
-            written(tmp_path / "mindspeed/mindspeed/__init__.py", "")
-            monkeypatch.setenv("MINDSPEED_PATH", str(tmp_path / "mindspeed"))
-
-        def core12(self) -> Path:
-            info = written(tmp_path / "core/megatron/core/package_info.py", "MAJOR = 0\nMINOR = 12\n")
-            written(tmp_path / "core/pretrain_gpt.py", "import megatron\n")
-            monkeypatch.setenv("MEGATRON_LM_PATH", str(tmp_path / "core"))
-            return info.parents[2]
-
-        def entry(self, script: str = "pretrain_gpt.py", cwd: Path = tmp_path):
-            launch = Launch(script, (), 8, 1, cwd, {}, {}, (), 1)
-            return find_entry(launch, DENSE, tmp_path)
-
-    return Machine()
-
-
-def test_entry_on_mindspeed_llm(machine):
-    folder, checkout = machine.llm(), machine.core12()
-    machine.mindspeed()
-    entry = machine.entry()
-    assert (entry.script, entry.mindspeed, entry.mindspeed_llm) == (folder / "pretrain_gpt.py", True, True)
-    assert entry.platform == "MindSpeed-LLM, Megatron Core 0.12" and checkout in entry.path
-    assert "taken from" in entry.note and machine.entry(cwd=folder).note == ""
-
-
-def test_entry_under_mindspeed_alone(machine):
-    checkout = machine.core12()
-    machine.mindspeed()
-    entry = machine.entry()
-    assert (entry.mindspeed, entry.platform) == (True, "MindSpeed, Megatron Core 0.12")
-    text = entry.script.read_text()
-    assert text.index("import mindspeed.megatron_adaptor") < text.index(str(checkout / "pretrain_gpt.py"))
-    assert "is not here: rehearsed with MindSpeed" in entry.note
-
-
-@pytest.mark.parametrize("llm", [True, False])
-def test_entry_on_plain_megatron(machine, llm):
-    checkout = machine.core12()
-    if llm:
-        machine.llm()
-    entry = machine.entry()
-    assert (entry.script, entry.mindspeed) == (checkout / "pretrain_gpt.py", False)
-    assert ("MindSpeed is not installed" if llm else "is not here") in entry.note
-    assert "rehearsed on plain Megatron instead" in entry.note
-
-
-def test_a_script_of_the_users_own_runs_as_it_is(machine, tmp_path):
-    script = written(tmp_path / "own/train.py", "import megatron\n")
-    machine.core12()
-    machine.mindspeed()
-    entry = machine.entry("train.py", script.parent)
-    assert (entry.script, entry.mindspeed, entry.note) == (script, False, "")
 
 
 def test_changed_flags_are_recorded_and_the_rest_stays():
