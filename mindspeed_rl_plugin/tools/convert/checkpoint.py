@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 from mindspeed_rl_plugin.launch.checkpoint_files import TRACKER, iteration_dir, read_tracker
 from mindspeed_rl_plugin.launch.pickles import load
 from mindspeed_rl_plugin.reshard.family_table import EXPERTS, IMPLS
-from mindspeed_rl_plugin.reshard.layout import Layout, ModelShape, Parallel, megatron_layout, megatron_shapes
+from mindspeed_rl_plugin.reshard.layout import Canonical, Layout, ModelShape, Parallel, megatron_layout, megatron_shapes
 from mindspeed_rl_plugin.reshard.live import differences, predicting_only
 from mindspeed_rl_plugin.reshard.parallel import chunk_prefix
 from mindspeed_rl_plugin.tools.convert.cli import listed
@@ -92,18 +92,15 @@ class Checkpoint:
     def _tensors(self, path: Path, first_stage: bool) -> dict[str, Tensor]:
         if not path.is_file():
             raise ValueError(f"{path} is missing; the checkpoint was saved by {self.parallel.world} ranks")
-        state, vpp = load(path), self.parallel.vpp
-        chunks = [state.get(f"model{i}" if vpp > 1 else "model") for i in range(vpp)]
-        if any(chunk is None for chunk in chunks):
-            raise ValueError(f"{path} holds no state of the model for each of {vpp} model chunks")
-        out = {}
-        for i, chunk in enumerate(chunks):
+        state, vpp, out = load(path), self.parallel.vpp, {}
+        for i in range(vpp):
+            chunk = state.get(f"model{i}" if vpp > 1 else "model")
+            if chunk is None:
+                raise ValueError(f"{path} holds no state of the model for each of {vpp} model chunks")
             left = predicting_only(any(name.startswith("mtp.") for name in chunk), first_stage and i == 0)
-            out |= {
-                chunk_prefix(i, vpp) + name: value
-                for name, value in chunk.items()
-                if isinstance(value, Tensor) and not _OTHER.match(name) and not name.startswith(left)
-            }
+            for name, value in chunk.items():
+                if isinstance(value, Tensor) and not _OTHER.match(name) and not name.startswith(left):
+                    out[chunk_prefix(i, vpp) + name] = value
         return out
 
     def _storage(self, shape: ModelShape, rank: int, tensors: Mapping[str, Tensor], name: str) -> tuple[str, str]:
@@ -119,18 +116,56 @@ class Checkpoint:
         return best
 
 
+class Assembled:
+    """Canonical tensors out of the stored ones of all ranks, one by one.
+
+    held: (who, layout, tensors) of every rank. Raises ValueError naming tensor and range that nobody holds.
+    """
+
+    def __init__(
+        self, tensors: Mapping[str, Canonical], held: Sequence[tuple[str, Layout, Mapping[str, Tensor]]]
+    ) -> None:
+        self._tensors = tensors
+        self._parts: dict[str, dict[tuple[int, int], list[tuple[str, Tensor]]]] = {name: {} for name in tensors}
+        for who, layout, stored in held:
+            for s, param in ((s, stored[name]) for name, segments in layout.items() for s in segments):
+                self._parts[s.name].setdefault((s.start, s.stop), []).append((who, s.view(param, s.start, s.size)))
+        for name, parts in self._parts.items():
+            ends = [0, *(edge for part in sorted(parts) for edge in part), tensors[name].slices]
+            if ends[::2] != ends[1::2]:
+                raise ValueError(f"{name}: not each of {tensors[name].slices} slices is there once: {sorted(parts)}")
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Dtype in which a tensor is stored."""
+        return next(iter(self._parts[name].values()))[0][1].dtype
+
+    def make(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
+        """The whole tensor, in the stored dtype or in `dtype`.
+
+        Raises ValueError when ranks that store the same range differ.
+        """
+        tensor = self._tensors[name]
+        out = torch.empty(tensor.shape, dtype=dtype or self.dtype(name))
+        for (low, high), copies in self._parts[name].items():
+            who, values = copies[0]
+            for other, again in copies[1:]:
+                if not torch.equal(values, again):
+                    raise ValueError(f"{name} [{low}, {high}): {who} and {other} store different values")
+            out.narrow(tensor.axis, low, high - low).copy_(values)
+        return out
+
+
 def write_checkpoint(directory: Path, args: argparse.Namespace, ranks: Iterator[tuple[str, list[dict]]]) -> int:
     """Write a checkpoint that Megatron loads as a release: weights only, iteration 0. Returns the number of files.
 
     ranks: (folder, state of each model chunk), one after the other. The tracker file is written last.
     """
-    release = directory / "release"
     count = 0
     for folder, chunks in ranks:
-        (release / folder).mkdir(parents=True, exist_ok=True)
-        names = ["model"] if len(chunks) == 1 else [f"model{i}" for i in range(len(chunks))]
-        state = {"args": args, "checkpoint_version": 3.0, "iteration": 0, **dict(zip(names, chunks, strict=True))}
-        torch.save(state, release / folder / FILE)
+        path = directory / "release" / folder / FILE
+        path.parent.mkdir(parents=True, exist_ok=True)
+        models = {f"model{i if len(chunks) > 1 else ''}": chunk for i, chunk in enumerate(chunks)}
+        torch.save({"args": args, "checkpoint_version": 3.0, "iteration": 0, **models}, path)
         count += 1
     (directory / TRACKER).write_text("release")
     return count

@@ -17,9 +17,8 @@ import torch
 from mindspeed_rl_plugin.engine.hf_config import derive_config, write_config
 from mindspeed_rl_plugin.reshard.layout import ModelShape, canonical_tensors
 from mindspeed_rl_plugin.tools.convert import tokens
-from mindspeed_rl_plugin.tools.convert.checkpoint import Checkpoint
+from mindspeed_rl_plugin.tools.convert.checkpoint import Assembled, Checkpoint
 from mindspeed_rl_plugin.tools.convert.cli import DTYPES, listed, make_parser, run, size
-from mindspeed_rl_plugin.tools.convert.convert import Assembled
 from mindspeed_rl_plugin.tools.convert.files import tokenizer_files, write_shards
 from mindspeed_rl_plugin.tools.layout_args import read_config, shape_of
 

@@ -56,8 +56,8 @@ def import_(options: argparse.Namespace) -> str:
         raise ValueError(f"Megatron's arguments cannot express the model of config.json:{described}")
     ranks = rank_folders(shape, parallel)
     source = HfTensors(options.load)
-    predicting = config.get(shape.table.hf.predicting) or 0
-    notes = [f"left out: {name}" for name in _left_out(source, shape, predicting)]
+    left = _left_out(source, shape, config.get(shape.table.hf.predicting) or 0)
+    notes = [f"left out: {name}" for name in left]
     if shape.groups % parallel.tp:
         notes.append(
             f"{shape.groups} query groups are fewer than tp{parallel.tp}: Megatron core 0.12 and MindSpeed refuse "
@@ -88,24 +88,30 @@ def _left_out(source: HfTensors, shape: ModelShape, predicting: int) -> list[str
     """
     if quantised := [name for name in source.names if name.endswith(("_scale_inv", "_scale", "qweight"))]:
         raise ValueError(f"the weights are quantised ({quantised[0]}); convert them to bf16 first")
-    tensors = canonical_tensors(shape)
-    there = {name: source.shape(name) if name in source.names else None for name in tensors}
-    wrong = [f"{name} {t.shape} is missing" for name, t in tensors.items() if there[name] is None]
-    wrong += [
-        f"{name} has shape {there[name]}, not {t.shape}"
-        for name, t in tensors.items()
-        if there[name] not in (None, t.shape)
-    ]
-    others, ahead = sorted(source.names - tensors.keys()), Counter()
-    left = [name for name in others if name.endswith(_FREQUENCIES)]
-    for name in (name for name in others if name not in left):
-        layer = _layer_of(name)
-        if shape.layers <= layer < shape.layers + predicting and _PREDICTS.format(layer) in source.names:
+    wrong = []
+    for name, tensor in canonical_tensors(shape).items():
+        if name not in source.names:
+            wrong.append(f"{name} {tensor.shape} is missing")
+        elif source.shape(name) != tensor.shape:
+            wrong.append(f"{name} has shape {source.shape(name)}, not {tensor.shape}")
+    left, ahead = [], Counter()
+    for name in sorted(source.names - canonical_tensors(shape).keys()):
+        match = _LAYER.match(name)
+        layer = int(match[1]) if match else -1
+        if name.endswith(_FREQUENCIES):
+            left.append(name)
+        elif shape.layers <= layer < shape.layers + predicting and _PREDICTS.format(layer) in source.names:
             ahead[layer] += 1
-        elif fault := _surplus(name, shape, source):
-            wrong.append(fault)
-        else:
+        elif layer >= shape.layers:
+            declared = f" and no such layer in {field}" if (field := shape.table.hf.predicting) else ""
+            has = f"num_hidden_layers is {shape.layers}{declared}"
+            wrong.append(f"{name} is of a layer that config.json has not: {has}")
+        elif name != HEAD or not shape.tied or EMBEDDING not in source.names:
+            wrong.append(f"{name} is not of this model")
+        elif _same(source, shape.vocab):
             left.append(f"{name}, which repeats {EMBEDDING}")
+        else:
+            wrong.append(f"{HEAD} is not {EMBEDDING}, to which tie_word_embeddings ties it")
     if wrong:
         raise ValueError("the files do not hold the model of config.json:" + listed(wrong))
     if len(left) > SHOWN:
@@ -113,22 +119,9 @@ def _left_out(source: HfTensors, shape: ModelShape, predicting: int) -> list[str
     return left + [f"model.layers.{n}, which predicts further tokens: {ahead[n]} tensors" for n in sorted(ahead)]
 
 
-def _layer_of(name: str) -> int:
-    """Number of a tensor's layer, -1 for one of none."""
-    layer = _LAYER.match(name)
-    return int(layer[1]) if layer else -1
-
-
-def _surplus(name: str, shape: ModelShape, source: HfTensors) -> str | None:
-    """What is wrong with a tensor that the model has not; None where it is a head that repeats the tied embedding."""
-    if _layer_of(name) >= shape.layers:
-        declared = f" and no such layer in {field}" if (field := shape.table.hf.predicting) else ""
-        return f"{name} is of a layer that config.json has not: num_hidden_layers is {shape.layers}{declared}"
-    if name != HEAD or not shape.tied or EMBEDDING not in source.names:
-        return f"{name} is not of this model"
-    head, embedding = (source.read(n, 0, 0, shape.vocab) for n in (HEAD, EMBEDDING))
-    same = head.dtype == embedding.dtype and torch.equal(head, embedding)
-    return None if same else f"{HEAD} is not {EMBEDDING}, to which tie_word_embeddings ties it"
+def _same(source: HfTensors, vocab: int) -> bool:
+    head, embedding = (source.read(name, 0, 0, vocab) for name in (HEAD, EMBEDDING))
+    return head.dtype == embedding.dtype and torch.equal(head, embedding)
 
 
 def _states(

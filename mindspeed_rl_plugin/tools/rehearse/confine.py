@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import struct
 import sys
 
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446  # the same number on every architecture
@@ -17,12 +18,6 @@ _WRITE_FILE, _REFER, _TRUNCATE = 1 << 1, 1 << 13, 1 << 14
 _CHANGES = _WRITE_FILE | sum(1 << bit for bit in range(4, 13))  # and removing and making files of any kind
 _TCP, _SIGNALS = 0b11, 0b10
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/tty")
-
-
-class _PathBeneath(ctypes.Structure):
-    _pack_ = 1
-    _layout_ = "ms"
-    _fields_ = [("allowed", ctypes.c_uint64), ("parent", ctypes.c_int32)]
 
 
 def version() -> int:
@@ -37,12 +32,12 @@ def confine(folders: list[str]) -> None:
     known = version()
     changes = _CHANGES | (_REFER if known >= 2 else 0) | (_TRUNCATE if known >= 3 else 0)
     rules = [changes] + [_TCP] * (known >= 4) + [_SIGNALS] * (known >= 6)  # files, network, scope
-    words = (ctypes.c_uint64 * len(rules))(*rules)
-    ruleset = _call("syscall", _CREATE_RULESET, words, ctypes.c_size_t(ctypes.sizeof(words)), 0)
+    attributes = struct.pack(f"{len(rules)}Q", *rules)
+    ruleset = _call("syscall", _CREATE_RULESET, attributes, ctypes.c_size_t(len(attributes)), 0)
     for path in (*folders, *filter(os.path.exists, _DEVICES)):
         allowed = changes if os.path.isdir(path) else changes & (_WRITE_FILE | _TRUNCATE)
         opened = os.open(path, os.O_PATH | os.O_CLOEXEC)
-        _call("syscall", _ADD_RULE, ruleset, _PATH_BENEATH, ctypes.byref(_PathBeneath(allowed, opened)), 0)
+        _call("syscall", _ADD_RULE, ruleset, _PATH_BENEATH, struct.pack("=Qi", allowed, opened), 0)
         os.close(opened)
     _call("prctl", _NO_NEW_PRIVS, *map(ctypes.c_ulong, (1, 0, 0, 0)))
     _call("syscall", _RESTRICT_SELF, ruleset, 0)
