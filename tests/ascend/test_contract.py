@@ -76,16 +76,6 @@ class Wheel:
         yield "/".join(parts) + "/__init__.py"
 
 
-def wheel_rows(kind: str) -> list:
-    """Rows of one kind for every version they are for."""
-    return [
-        pytest.param(row, version, id=f"{version}-{row.get('class', '')}{row.get('name', '')}-{i}")
-        for i, row in enumerate(TABLE[kind])
-        for version in VERSIONS
-        if version in row.get("only", VERSIONS) and version not in row.get("except", ())
-    ]
-
-
 @pytest.fixture(scope="session")
 def wheels() -> dict[str, tuple[Wheel, Wheel]]:
     """vllm-ascend version -> its wheel and the torch-npu wheel it is paired with."""
@@ -106,19 +96,26 @@ def accepts(function: Function, positional: int, bound: bool) -> bool:
     return required <= positional and (positional <= len(names) or a.vararg is not None) and keywords_too
 
 
-def the_class(wheel: Wheel, file: str, name: str) -> ast.ClassDef:
-    tree = wheel.tree(file)
-    assert tree is not None, f"{wheel.path.name} has no {file}"
-    found = next((n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == name), None)
-    assert found is not None, f"{file} defines no class {name}"
-    return found
+def nodes(tree: ast.AST | None, kind: type) -> list:
+    assert tree is not None, "the wheel has no such file"
+    return [node for node in ast.walk(tree) if isinstance(node, kind)]
 
 
-def check_methods(where: str, node: ast.ClassDef, methods: dict[str, int]) -> None:
+def check_methods(node: ast.ClassDef, methods: dict[str, int]) -> None:
     defined = {n.name: n for n in node.body if isinstance(n, Function)}
+    assert methods.keys() <= defined.keys(), f"{node.name} has no {methods.keys() - defined.keys()}"
     for name, arguments in methods.items():
-        assert name in defined, f"{where}.{node.name} has no method {name}"
-        assert accepts(defined[name], arguments, bound=True), f"{where}.{node.name}.{name} takes other arguments"
+        assert accepts(defined[name], arguments, bound=True), f"{node.name}.{name} takes other arguments"
+
+
+def check_npu(npu: Wheel, row: dict) -> None:
+    """A name of torch_npu.npu: a class with methods, or a function."""
+    found = npu.find("torch_npu/npu/__init__.py", row["name"])
+    assert isinstance(found, ast.ClassDef if "methods" in row else Function), f"{row['name']} is {found}"
+    if "methods" in row:
+        check_methods(found, row["methods"])
+    else:
+        assert accepts(found, row["arguments"], bound=False), f"torch_npu.npu.{row['name']} takes other arguments"
 
 
 def test_pairs_belong_together(wheels) -> None:
@@ -128,58 +125,41 @@ def test_pairs_belong_together(wheels) -> None:
         assert re.search(rf"^Requires-Dist: torch-npu==.*{re.escape(pinned)}$", ascend.metadata(), re.M), ascend.path
 
 
-@pytest.mark.parametrize(("row", "version"), wheel_rows("function"))
-def test_function_of_torch_npu(wheels, row, version) -> None:
-    found = wheels[version][1].find("torch_npu/npu/__init__.py", row["name"])
-    assert isinstance(found, Function), f"torch_npu.npu has no function {row['name']}"
-    assert accepts(found, row["arguments"], bound=False), f"torch_npu.npu.{row['name']} takes other arguments"
-
-
-@pytest.mark.parametrize(("row", "version"), wheel_rows("class"))
-def test_class_of_torch_npu(wheels, row, version) -> None:
-    found = wheels[version][1].find("torch_npu/npu/__init__.py", row["name"])
-    assert isinstance(found, ast.ClassDef), f"torch_npu.npu has no class {row['name']}"
-    check_methods("torch_npu.npu", found, row["methods"])
-
-
-@pytest.mark.parametrize(("row", "version"), wheel_rows("method"))
-def test_methods_of_vllm_ascend(wheels, row, version) -> None:
-    check_methods(row["file"], the_class(wheels[version][0], row["file"], row["class"]), row["methods"])
-
-
-@pytest.mark.parametrize(("row", "version"), wheel_rows("attribute"))
-def test_attributes_of_vllm_ascend(wheels, row, version) -> None:
-    node = the_class(wheels[version][0], row["file"], row["class"])
-    stored = {
-        n.attr
-        for n in ast.walk(node)
-        if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store) and ast.unparse(n.value) == "self"
-    }
-    assert set(row["names"]) <= stored, f"{row['class']} sets no {set(row['names']) - stored}"
-
-
-@pytest.mark.parametrize(("row", "version"), wheel_rows("constant"))
-def test_strings_of_vllm_ascend(wheels, row, version) -> None:
-    tree = wheels[version][0].tree(row["file"])
-    assert tree is not None, f"no {row['file']}"
-    strings = {n.value for n in ast.walk(tree) if isinstance(n, ast.Constant) and isinstance(n.value, str)}
-    assert set(row["values"]) <= strings, f"{row['file']} has no {set(row['values']) - strings}"
-
-
-@pytest.mark.parametrize(("row", "version"), wheel_rows("bare_call"))
-def test_calls_without_arguments(wheels, row, version) -> None:
-    calls = [n for n in ast.walk(wheels[version][0].tree(row["file"])) if isinstance(n, ast.Call)]
-    bare = [n for n in calls if ast.unparse(n.func) == row["name"] and not n.args and not n.keywords]
-    assert bare, f"{row['file']} passes arguments to {row['name']} now: see the row's comment"
-
-
-@pytest.mark.parametrize(("row", "version"), wheel_rows("environment"))
-def test_environment_of_vllm_ascend(wheels, row, version) -> None:
-    reads = set()
-    for node in ast.walk(wheels[version][0].tree(row["file"])):
-        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("os.getenv", "os.environ.get") and node.args:
-            reads.add(getattr(node.args[0], "value", None))
-    assert row["name"] in reads, f"{row['file']} reads no {row['name']}"
+@pytest.mark.parametrize(
+    "kind, row, version",
+    [
+        pytest.param(kind, row, version, id=f"{version}-{kind}-{row.get('class', '')}{row.get('name', '')}-{i}")
+        for kind, rows in TABLE.items()
+        for i, row in enumerate(rows)
+        for version in VERSIONS
+        if version in row.get("only", VERSIONS) and version not in row.get("except", ())
+    ],
+)
+def test_a_row_of_the_contract(wheels, kind, row, version) -> None:
+    ascend, npu = wheels[version]
+    if kind in ("function", "class"):
+        check_npu(npu, row)
+        return
+    tree = ascend.tree(row["file"])
+    calls = nodes(tree, ast.Call)
+    if kind in ("method", "attribute"):
+        found = next((n for n in nodes(tree, ast.ClassDef) if n.name == row["class"]), None)
+        assert found is not None, f"{row['file']} defines no class {row['class']}"
+    if kind == "method":
+        check_methods(found, row["methods"])
+    elif kind == "attribute":
+        stored = {ast.unparse(n) for n in nodes(found, ast.Attribute) if isinstance(n.ctx, ast.Store)}
+        assert {f"self.{name}" for name in row["names"]} <= stored, stored
+    elif kind == "constant":
+        strings = {n.value for n in nodes(tree, ast.Constant) if isinstance(n.value, str)}
+        assert set(row["values"]) <= strings, f"{row['file']} has no {set(row['values']) - strings}"
+    elif kind == "bare_call":
+        bare = {ast.unparse(n.func) for n in calls if not n.args and not n.keywords}
+        assert row["name"] in bare, f"{row['file']} passes arguments to {row['name']} now: see the row's comment"
+    else:
+        assert kind == "environment"
+        reads = [n.args[0] for n in calls if ast.unparse(n.func) in ("os.getenv", "os.environ.get") and n.args]
+        assert row["name"] in {getattr(n, "value", None) for n in reads}, f"{row['file']} reads no {row['name']}"
 
 
 def used_names() -> dict[str, set[str]]:
