@@ -32,13 +32,6 @@ class Tree:
     line: int
     diff: str
 
-    def render(self) -> str:
-        """The zero-context diff. The anchor stands after the @@, where git ignores it and a reader finds it."""
-        return (
-            f"diff --git a/{SCRIPT} b/{SCRIPT}\n--- a/{SCRIPT}\n+++ b/{SCRIPT}\n"
-            f"@@ -{self.line},0 +{self.line + 1} @@ {self.anchor}\n+{IMPORT_LINE}"
-        )
-
 
 _TORCH, _ADAPTOR = "import torch", "from mindspeed_llm import megatron_adaptor"
 TREES: tuple[Tree, ...] = (

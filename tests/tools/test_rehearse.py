@@ -147,53 +147,35 @@ def test_a_missing_dependency_is_one_line(tmp_path, importer, owner):
     )
 
 
-def rehearse(script: Path, *names: str) -> tuple[int, str]:
-    """Run it with these of the CHECKOUTS, and without MindSpeed-LLM where its launch script looks for it."""
-    if absent := [name for name in names if name not in os.environ]:
+UPSTREAM = [pytest.mark.slow, pytest.mark.upstream, pytest.mark.timeout(600)]
+SAID = ("not exercised:", "vLLM-Ascend", "folders that the script names", "HCCL_CONNECT_TIMEOUT", "ratio 1.000")
+
+
+@pytest.mark.parametrize(
+    "script, checkouts, platform, ranks, layers",
+    [
+        pytest.param(DENSE, (), "plain Megatron, Megatron Core 0.19", 8, 28, marks=[UPSTREAM[0], UPSTREAM[2]]),
+        pytest.param(DENSE, CHECKOUTS[:2], "MindSpeed, Megatron Core 0.12", 8, 28, marks=UPSTREAM),
+        pytest.param(DENSE, CHECKOUTS, "MindSpeed-LLM, Megatron Core 0.12", 8, 28, marks=UPSTREAM),
+        pytest.param(EXPERTS, CHECKOUTS, "MindSpeed-LLM, Megatron Core 0.12", 16, 48, marks=UPSTREAM),
+    ],
+)
+def test_rehearse(script, checkouts, platform, ranks, layers):
+    """With these of the CHECKOUTS, and without MindSpeed-LLM where the launch script looks for it."""
+    if absent := [name for name in checkouts if name not in os.environ]:
         pytest.skip(f"not set: {' '.join(absent)}")
-    if "MINDSPEED_PATH" in names and importlib.util.find_spec("scipy") is None:
+    if checkouts and importlib.util.find_spec("scipy") is None:
         pytest.fail("MindSpeed needs scipy, which is not here: install it, or put a folder that holds it on PYTHONPATH")
     paths = dict.fromkeys(("LOAD", "SAVE", "HF_MODEL", "PROMPTS", "MINDSPEED_LLM"), "/nowhere")
-    env = {k: v for k, v in os.environ.items() if k not in CHECKOUTS or k in names} | paths
-    command = [sys.executable, "-W", "ignore", "-m", "mindspeed_rl_plugin", "rehearse", str(script), "--timeout", "250"]
+    env = {k: v for k, v in os.environ.items() if k not in CHECKOUTS or k in checkouts} | paths
     env["PYTHONPATH"] = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), str(ROOT))))
+    command = [sys.executable, "-W", "ignore", "-m", "mindspeed_rl_plugin", "rehearse", str(script), "--timeout", "250"]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
-    return done.returncode, done.stdout + done.stderr
-
-
-def check_trained(code: int, out: str, layers: int = 28) -> None:
-    assert code == 0, out
-    assert "one RL iteration (grpo) on 2 ranks: ok" in out
-    line = next(line for line in out.splitlines() if re.search(r"rl 1/1 \|", line))
-    assert "ratio 1.000" in line
+    out = done.stdout + done.stderr
+    assert done.returncode == 0, out
+    for said in (*SAID, f" on {platform}\n", f"arguments as written, for {ranks} ranks: ok"):
+        assert said in out, out
+    assert re.search(r"one RL iteration \(grpo\) on 2 ranks: ok .*\n(.*\n)*.*rl 1/1 \|", out)
+    assert re.search(rf"--num-layers +{layers} +2 +smaller model", out)
     norm = re.search(r"iteration 1/ 1 \|.*grad norm: ([\d.]+)", out)
     assert float(norm[1]) > 1e-3, "the rewards differ, so there is a gradient"
-    assert re.search(rf"--num-layers +{layers} +2 +smaller model", out)
-    for said in ("not exercised:", "vLLM-Ascend", "folders that the script names", "HCCL_CONNECT_TIMEOUT"):
-        assert said in out
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_rehearse_on_the_installed_megatron():
-    code, out = rehearse(DENSE)
-    check_trained(code, out)
-    assert "rehearsed on plain Megatron instead, with" in out and "plain Megatron, Megatron Core 0.19" in out
-
-
-@pytest.mark.slow
-@pytest.mark.upstream
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("llm", [(), ("MINDSPEED_LLM_PATH",)], ids=["mindspeed", "mindspeed-llm"])
-def test_rehearse_under_mindspeed(llm):
-    code, out = rehearse(DENSE, "MEGATRON_LM_PATH", "MINDSPEED_PATH", *llm)
-    check_trained(code, out)
-    assert f"on {'MindSpeed-LLM' if llm else 'MindSpeed'}, Megatron Core 0.12" in out
-
-
-@pytest.mark.slow
-@pytest.mark.upstream
-def test_rehearse_experts_under_mindspeed_llm():
-    code, out = rehearse(EXPERTS, *CHECKOUTS)
-    check_trained(code, out, layers=48)
-    assert "arguments as written, for 16 ranks: ok" in out
