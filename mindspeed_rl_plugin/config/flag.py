@@ -26,7 +26,6 @@ def flag(
     *,
     unit: str = "",
     choices: tuple[str, ...] | None = None,
-    gone: tuple[tuple[str, str], ...] = (),
     least: float | None = None,
     above: float | None = None,
     most: float | None = None,
@@ -36,11 +35,10 @@ def flag(
 ) -> Any:
     """A config field that is also a flag. A tuple as default makes it take several values, False makes it a switch.
 
-    gone: former choices, each with what to do instead; least, most: limits that a value may reach; above, below:
-    limits that it may not reach; reader: None where all algorithms that sample responses read it; pairs: whether an
-    algorithm that learns from given pairs reads it.
+    least, most: limits that a value may reach; above, below: limits that it may not reach; reader: None where all
+    algorithms that sample responses read it; pairs: whether an algorithm that learns from given pairs reads it.
     """
-    metadata = {"help": help, "unit": unit, "choices": choices, "gone": dict(gone), "reader": reader, "pairs": pairs}
+    metadata = {"help": help, "unit": unit, "choices": choices, "reader": reader, "pairs": pairs}
     limits = {"least": least, "above": above, "most": most, "below": below}
     return field(default=default, metadata={**metadata, "limits": {k: v for k, v in limits.items() if v is not None}})
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import typing
-from collections.abc import Callable
 from types import UnionType
 from typing import Any
 
@@ -70,18 +69,4 @@ def _argparse_kwargs(group: type, f: dataclasses.Field) -> dict[str, Any]:
     hint = typing.get_type_hints(group)[f.name]
     if typing.get_origin(hint) in (UnionType, tuple):  # `int | None`, `tuple[int, ...]`
         hint = typing.get_args(hint)[0]
-    kwargs["type"] = _refusing(hint, f.metadata["gone"])
-    return kwargs | ({"nargs": "*"} if several else {"choices": f.metadata["choices"]})
-
-
-def _refusing(kind: Callable[[str], Any], gone: dict[str, str]) -> Callable[[str], Any]:
-    """`kind`, but that it refuses former choices and says what to do instead."""
-    if not gone:
-        return kind
-
-    def convert(text: str) -> Any:
-        if text in gone:
-            raise argparse.ArgumentTypeError(f"{text} is gone: {gone[text]}")
-        return kind(text)
-
-    return convert
+    return kwargs | {"type": hint} | ({"nargs": "*"} if several else {"choices": f.metadata["choices"]})

@@ -158,7 +158,6 @@ class ReshardConfig:
         "how weights come to the engine: stream (what a rank lacks, bucket by bucket) or allgather (all shards into a "
         "temporary buffer, as in the paper)",
         choices=("stream", "allgather"),
-        gone=(("naive", "it is an arm of benchmarks/reshard.py; give allgather"),),
     )
     swap: tuple[str, ...] = flag(
         ("params", "grads", "optimizer"),

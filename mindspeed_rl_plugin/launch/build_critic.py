@@ -18,7 +18,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.nn import Module
 
+from mindspeed_rl_plugin.config import RLConfig
 from mindspeed_rl_plugin.critic.critic import Critic
 from mindspeed_rl_plugin.critic.value_head import give_value_head
 from mindspeed_rl_plugin.device import get_device
@@ -38,24 +40,17 @@ _RATES = ("min_lr", "lr_warmup_init", "decoupled_lr", "decoupled_min_lr")
 
 
 def build(
-    setup: Callable,
-    positional: tuple,
-    named: Mapping[str, Any],
-    args: Any,
-    *,
-    start: Start,
-    load: str | None,
-    lr: float | None,
-    policy: Sequence[torch.nn.Module],
+    setup: Callable, positional: tuple, named: Mapping[str, Any], args: Any, start: Start, policy: Sequence[Module]
 ) -> tuple[Critic, str]:
     """The critic, loaded, and where its weights are from, for the console. Collective over all ranks.
 
     setup, positional, named: Megatron's `setup_model_and_optimizer` and the arguments of its call for the policy;
-    load: `--rl-critic-load`; lr: `--rl-critic-lr`; policy: its loaded chunks. Random generators and counters of the
-    run are as before. Raises ValueError where a model of the critic's kind cannot be made.
+    policy: its loaded chunks. Random generators and counters of the run are as before. Raises ValueError where a model
+    of the critic's kind cannot be made.
     """
-    arguments, source, has_head = _source(start, load)
-    values = arguments | learning_rate(args, lr) | dict.fromkeys(_COUNTERS, 0)
+    config = RLConfig.from_args(args).algorithm
+    arguments, source, has_head = _source(start, config.critic_load)
+    values = arguments | learning_rate(args, config.critic_lr) | dict.fromkeys(_COUNTERS, 0)
     with overridden(args, {**values, "untie_embeddings_and_output_weights": True}), _same_random_state():
         call = _with_value_head(setup, positional, named)
         model, optimizer, scheduler = setup(*call.args, **call.kwargs)[:3]
@@ -114,7 +109,7 @@ def _with_value_head(setup: Callable, positional: tuple, named: Mapping[str, Any
     return call
 
 
-def _prepared(model: Sequence[torch.nn.Module], optimizer: Any, args: Any) -> Any:
+def _prepared(model: Sequence[Module], optimizer: Any, args: Any) -> Any:
     """The model's config with what Megatron's `train` puts into the policy's.
 
     Source: train of megatron/training/training.py, alike in core 0.12.1, 0.16.1 and 0.19.

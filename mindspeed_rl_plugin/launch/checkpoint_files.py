@@ -1,4 +1,4 @@
-"""A Megatron checkpoint directory as files: tracker, iteration folders, the RL state, the digest.
+"""A Megatron checkpoint directory as files: tracker, iteration folders, the RL state.
 
 DIR/latest_checkpointed_iteration.txt     "500", or "release"
 DIR/iter_0000500/...                      Megatron's own files, and ours: rl_state.pt
@@ -6,10 +6,8 @@ DIR/iter_0000500/...                      Megatron's own files, and ours: rl_sta
 
 from __future__ import annotations
 
-import hashlib
 import os
 import pickle
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,9 +16,6 @@ TRACKER = "latest_checkpointed_iteration.txt"
 STATE_FILE = "rl_state.pt"
 STATE_FORMAT, _APART = 1, 2  # the second had the rows of its dock in a file beside it
 CRITIC = "critic"  # folder of PPO's critic inside an iteration folder
-# Never read when weights are loaded; ours is written after the fact. A user may delete all of these.
-_NOT_WEIGHTS = (STATE_FILE, "rl_dock", "distrib_optim", "layer_wise_optimizer")
-_CHUNK = 16 << 20  # bytes
 
 
 def read_tracker(directory: str | None) -> int | str | None:
@@ -115,47 +110,3 @@ def outline(dock: dict[str, Any]) -> dict[str, Any]:
         for epoch in dock["epochs"]
     ]
     return {**dock, "epochs": epochs}
-
-
-def weight_files(folder: str) -> dict[str, int]:
-    """Size in bytes of each file that a weights-only load may read, by path relative to `folder`, sorted.
-
-    The state of the distributed optimizer lies in files of its own and is left out, as it may be deleted.
-    """
-    sizes = {}
-    for root, inner, names in os.walk(folder):
-        if root == folder and CRITIC in inner:
-            inner.remove(CRITIC)
-        for name in names:
-            if not name.startswith(_NOT_WEIGHTS):
-                path = os.path.join(root, name)
-                sizes[os.path.relpath(path, folder)] = os.path.getsize(path)
-    return dict(sorted(sizes.items()))
-
-
-def assign_files(listings: Sequence[dict[str, int]]) -> list[list[str]]:
-    """Which rank hashes which file, from what each rank can see: the largest first, to the least loaded rank.
-
-    Nodes without shared storage see only their own ranks' files; so a file goes to a rank that lists it.
-    """
-    sizes = {path: size for listing in listings for path, size in listing.items()}
-    load = [0] * len(listings)
-    mine: list[list[str]] = [[] for _ in listings]
-    for path in sorted(sizes, key=lambda p: (-sizes[p], p)):
-        rank = min((r for r, listing in enumerate(listings) if path in listing), key=lambda r: (load[r], r))
-        load[rank] += sizes[path]
-        mine[rank].append(path)
-    return mine
-
-
-def hash_files(folder: str, paths: Sequence[str]) -> dict[str, str]:
-    """SHA-256 of each file's whole content, streamed."""
-    return {path: _hash_file(os.path.join(folder, path)) for path in paths}
-
-
-def _hash_file(path: str) -> str:
-    digest = hashlib.sha256()
-    with open(path, "rb", buffering=0) as file:
-        while chunk := file.read(_CHUNK):
-            digest.update(chunk)
-    return digest.hexdigest()

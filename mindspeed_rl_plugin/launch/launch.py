@@ -179,17 +179,7 @@ def _decide(args: Any, loop: Any) -> tuple[Start, dict[str, Any] | None]:
 def _build_critic(original: Callable, positional: tuple, named: Mapping[str, Any], at: _Launch, model: Any) -> Any:
     from mindspeed_rl_plugin.launch import build_critic as critic
 
-    config = RLConfig.from_args(at.args).algorithm
-    built, source = critic.build(
-        original,
-        positional,
-        named,
-        at.args,
-        start=at.start,
-        load=config.critic_load,
-        lr=config.critic_lr,
-        policy=model,
-    )
+    built, source = critic.build(original, positional, named, at.args, at.start, model)
     if ranks.is_rank_0():
         print(f"[rl] the critic starts from {source}", flush=True)
     at.loop.on_critic_built(built)

@@ -78,25 +78,23 @@ def weights_arguments(path: str) -> dict[str, Any]:
 
 
 def _source(args: Any) -> tuple[str | None, int | str]:
-    for name in ("load", "pretrained_checkpoint"):
-        directory = getattr(args, name, None)
+    names = ("load", "pretrained_checkpoint")
+    given = {_flag(name): path for name in names if (path := getattr(args, name, None))}
+    for directory in given.values():
         tracked = files.read_tracker(directory)
         if tracked is not None:
             step = getattr(args, "ckpt_step", None)
             return directory, step if step and tracked != "release" else tracked
-    names = ("load", "pretrained_checkpoint")
-    given = [f"{_flag(name)} {getattr(args, name)}" for name in names if getattr(args, name, None)]
-    for name in names:
-        directory = getattr(args, name, None)
-        if directory and os.path.isfile(os.path.join(directory, "config.json")):
+    for flag, directory in given.items():
+        if os.path.isfile(os.path.join(directory, "config.json")):
             raise ValueError(
-                f"{_flag(name)} {directory} is a Hugging Face folder: run `python -m mindspeed_rl_plugin import` first "
+                f"{flag} {directory} is a Hugging Face folder: run `python -m mindspeed_rl_plugin import` first "
                 "(--help says how), and load what it writes"
             )
     if given:
         raise ValueError(
-            f"{' and '.join(given)} holds no checkpoint ({files.TRACKER} is missing); point --load at the model "
-            "to train, or leave it out to train from random weights"
+            f"{' and '.join(map(' '.join, given.items()))} holds no checkpoint ({files.TRACKER} is missing); point "
+            "--load at the model to train, or leave it out to train from random weights"
         )
     return None, 0
 

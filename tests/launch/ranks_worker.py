@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from mindspeed_rl_plugin import ranks
-from mindspeed_rl_plugin.launch import checkpoint_files as files
+from mindspeed_rl_plugin.launch import reference_digest
 from mindspeed_rl_plugin.launch.reference_digest import CheckpointDigest
 
 folder, out = sys.argv[1:]
@@ -30,12 +30,12 @@ def fails():
 
 def unreadable():
     """A digest when one file, of one rank's share, cannot be read."""
-    whole = files.hash_files
-    files.hash_files = lambda at, paths: whole(at, ["gone" if path == "file4" else path for path in paths])
+    whole = reference_digest.hash_file
+    reference_digest.hash_file = lambda path: whole(path.replace("file4", "gone"))
     try:
         CheckpointDigest(folder).result(60)
     finally:
-        files.hash_files = whole
+        reference_digest.hash_file = whole
 
 
 def weights(name, value):

@@ -1,4 +1,4 @@
-"""Checkpoints as files: tracker, RL state written whole or not at all, and the digest of the weights."""
+"""Checkpoints as files: tracker, and RL state written whole or not at all."""
 
 import os
 
@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from mindspeed_rl_plugin.launch import checkpoint_files as files
-from mindspeed_rl_plugin.ranks import combine_hashes
 
 
 def test_tracker(tmp_path):
@@ -85,55 +84,3 @@ def test_what_cannot_be_read_is_named(tmp_path):
     path.write_bytes(path.read_bytes()[:-300])
     with pytest.raises(ValueError, match=f"{files.STATE_FILE} cannot be read"):
         files.read_state(str(tmp_path), 3)
-
-
-def digest(folder, ranks=1):
-    """As the ranks do it, one after the other."""
-    listing = files.weight_files(str(folder))
-    hashes = {}
-    for mine in files.assign_files([listing] * ranks):
-        hashes.update(files.hash_files(str(folder), mine))
-    return combine_hashes(hashes)
-
-
-@pytest.fixture
-def checkpoint(tmp_path):
-    folder = tmp_path / "iter_0000010"
-    for number in range(5):
-        (folder / f"mp_rank_{number:02d}").mkdir(parents=True)
-        (folder / f"mp_rank_{number:02d}" / "model_optim_rng.pt").write_bytes(bytes([number]) * (10 * number + 1))
-    return folder
-
-
-def test_the_digest_covers_every_byte_name_and_file_of_the_weights_whoever_reads(checkpoint, monkeypatch):
-    before = digest(checkpoint)
-    assert digest(checkpoint, 2) == digest(checkpoint, 7) == before
-    with monkeypatch.context() as patch:
-        patch.setattr(files, "_CHUNK", 7)
-        assert digest(checkpoint) == before
-    (checkpoint / files.STATE_FILE).write_bytes(b"later")
-    (checkpoint / "rl_dock-0.pt").write_bytes(b"later")
-    (checkpoint / "mp_rank_00" / "distrib_optim.pt").write_bytes(b"optimizer")
-    (checkpoint / files.CRITIC).mkdir()
-    (checkpoint / files.CRITIC / "model.pt").write_bytes(b"critic")
-    assert digest(checkpoint) == before, "what weights do not need"
-    path = checkpoint / "mp_rank_03" / "model_optim_rng.pt"
-    content = path.read_bytes()
-    path.write_bytes(bytes([*content[:17], content[17] ^ 1, *content[18:]]))
-    assert digest(checkpoint) != before
-    path.write_bytes(content)
-    assert digest(checkpoint) == before
-    path = path.rename(path.with_name("renamed.pt"))
-    renamed = digest(checkpoint)
-    path.unlink()
-    assert len({before, renamed, digest(checkpoint)}) == 3
-
-
-def test_files_are_shared_evenly_and_only_with_ranks_that_see_them():
-    sizes = {f"{n}": 100 for n in range(8)} | {"large": 800}
-    shares = files.assign_files([sizes, sizes])
-    assert sorted(sum(sizes[p] for p in share) for share in shares) == [800, 800]
-    here, there = {"a": 5, "both": 1}, {"b": 5, "both": 1}
-    shares = files.assign_files([here, there])
-    assert "a" in shares[0] and "b" in shares[1]
-    assert sorted(shares[0] + shares[1]) == ["a", "b", "both"]

@@ -43,7 +43,7 @@ CASES = [
     ([*GOOD, "--no-save-optim"], "--no-save-optim: "),
     ([*GOOD, "--yaml-cfg", "x.yaml"], "ValueError: --yaml-cfg"),
     ([*GOOD, "--rl-kl-estimator", "k4"], "  - argument --rl-kl-estimator: invalid choice: 'k4'"),
-    ([*GOOD, "--rl-reshard", "naive"], "  - argument --rl-reshard: naive is gone: "),
+    ([*GOOD, "--rl-reshard", "naive"], "  - argument --rl-reshard: invalid choice: 'naive'"),
     ([*GOOD, "--rl-rollout-promts", "4"], "  - --rl-rollout-promts is unknown; did you mean --rl-rollout-prompts"),
     ([*MODEL, "--rl-xyzzy=1"], "  - --rl-xyzzy is unknown"),
 ]

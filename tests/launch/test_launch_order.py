@@ -11,7 +11,7 @@ import torch
 
 from mindspeed_rl_plugin.config import add_flags
 from mindspeed_rl_plugin.launch import checkpoint_files as files
-from mindspeed_rl_plugin.launch import flag_checks, launch
+from mindspeed_rl_plugin.launch import flag_checks, launch, reference_digest
 from mindspeed_rl_plugin.launch.reference_digest import CheckpointDigest
 
 
@@ -110,8 +110,8 @@ def job(tmp_path, monkeypatch):
     return run
 
 
-def unreadable(folder, paths):
-    raise FileNotFoundError(2, "No such file", paths[0])
+def unreadable(path):
+    raise FileNotFoundError(2, "No such file", path)
 
 
 WEIGHTS_ONLY = (True, True, True)
@@ -172,15 +172,6 @@ def test_resume_loads_the_reference_then_the_actor_whole(job):
     assert ("reference", 1.5) in third.events
 
 
-def test_a_reference_out_of_megatrons_reach_is_an_error(job):
-    """One that changed or is gone: the next test."""
-    write_checkpoint("base", 500, 1.5)
-    job(load="base").megatron.save(4, 2.5)
-    write_checkpoint("base", "release", 1.5)
-    with pytest.raises(ValueError, match="holds 'release', so Megatron cannot load"):
-        job(load="base")
-
-
 @pytest.mark.parametrize(
     ("algorithm", "advice"),
     [
@@ -208,7 +199,7 @@ def test_the_advice_is_what_helps_this_algorithm(job, monkeypatch, capsys, algor
     shutil.rmtree("out")
     write_checkpoint("base", 500, 1.5)
     with monkeypatch.context() as patch:
-        patch.setattr(files, "hash_files", unreadable)
+        patch.setattr(reference_digest, "hash_file", unreadable)
         job(load="base", **named).megatron.save(4, 2.5)
     said = capsys.readouterr().out
     with pytest.raises(ValueError, match="could not be read when its digest was to be recorded") as unknown:
@@ -285,8 +276,8 @@ def test_saving_before_the_start_is_refused(monkeypatch):
 def test_training_does_not_wait_for_the_digest(job, monkeypatch):
     """Hashing may take minutes: it ends before the first checkpoint that records it, not before the first step."""
     write_checkpoint("base", 500, 1.5)
-    gate, hash_files = threading.Event(), files.hash_files
-    monkeypatch.setattr(files, "hash_files", lambda *given: gate.wait(20) and hash_files(*given))
+    gate, hash_file = threading.Event(), reference_digest.hash_file
+    monkeypatch.setattr(reference_digest, "hash_file", lambda path: gate.wait(20) and hash_file(path))
     done = job(load="base")
     assert done.events[-1] == ("actor", 1.5, "optimizer", "pretrained") and not gate.is_set()
     gate.set()
@@ -296,30 +287,20 @@ def test_training_does_not_wait_for_the_digest(job, monkeypatch):
     assert state["reference"]["digest"] == expected and len(expected) == 64
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
+def test_another_schedule_is_refused_before_the_model_is_built_but_where_a_flag_says_which(job, monkeypatch):
+    """Every change that Megatron refuses: test_lr_schedule.py."""
+    job().megatron.save(4, 2.5)
+    assert job(lr_warmup_fraction=0.0).start.kind == "resume", "the same schedule in other words"
+    for flag in ("override_opt_param_scheduler", "use_checkpoint_opt_param_scheduler"):
+        assert job(train_iters=12, **{flag: True}).start.kind == "resume"
+    monkeypatch.setattr(Megatron, "setup_model_and_optimizer", lambda *a, **k: pytest.fail("the model is being built"))
+    for changes, message in (
         ({"train_iters": 12}, "iter_0000004 was .*: --train-iters was 8, now 12; --lr-decay-iters was 8, now 12. Give"),
         ({"lr": 2e-3}, "--lr was 0.001, now 0.002. Give --override-opt_param-scheduler to go on with the new values"),
         ({"global_batch_size": 8}, "--global-batch-size was 4, now 8.*--use-checkpoint-opt_param-scheduler to keep"),
-    ],
-)
-def test_another_schedule_is_refused_before_the_model_is_built(job, monkeypatch, changes, message):
-    job().megatron.save(4, 2.5)
-
-    def build(self, model_type, model_provider_func=None):
-        raise AssertionError("the model is being built")
-
-    monkeypatch.setattr(Megatron, "setup_model_and_optimizer", build)
-    with pytest.raises(ValueError, match=message):
-        job(**changes)
-
-
-@pytest.mark.parametrize("flag", ["override_opt_param_scheduler", "use_checkpoint_opt_param_scheduler"])
-def test_another_schedule_is_fine_where_a_flag_says_which(job, flag):
-    job().megatron.save(4, 2.5)
-    assert job(train_iters=12, **{flag: True}).start.kind == "resume"
-    assert job(lr_warmup_fraction=0.0).start.kind == "resume", "the same schedule in other words"
+    ):
+        with pytest.raises(ValueError, match=message):
+            job(**changes)
 
 
 def test_the_critic_is_built_after_the_policy_and_saved_before_it(job, monkeypatch):
@@ -328,14 +309,14 @@ def test_the_critic_is_built_after_the_policy_and_saved_before_it(job, monkeypat
 
     heard = []
 
-    def build(setup, positional, named, args, *, start, load, lr, policy):
-        heard.append((start.kind, load, lr, policy[0].weight[0, 0].item(), positional, named))
+    def build(setup, positional, named, args, start, policy):
+        heard.append((start.kind, policy[0].weight[0, 0].item(), positional, named))
         return ("critic",), "somewhere"
 
     monkeypatch.setattr(critic, "build", build)
     monkeypatch.setattr(critic, "save", lambda *_: heard.append("saved"))
     monkeypatch.setattr(Loop, "state_dict", lambda self: {"cursor": 1, launch.TRAINED: False})
-    ppo = ("--rl-advantage", "gae", "--rl-critic-lr", "0.5")
+    ppo = ("--rl-advantage", "gae")
     done = job(more=ppo)
     actor = ("actor", 0.5, "optimizer", "fresh")
     assert done.events == ["before_model", "build", ("reference", 0.5), ("critic",), actor]
@@ -343,6 +324,6 @@ def test_the_critic_is_built_after_the_policy_and_saved_before_it(job, monkeypat
     write_checkpoint("out", 3, 2.5)
     again = job(more=ppo, kl=0)
     assert again.events[3:5] == [("load", 3, "optimizer", False, True, False), ("step", 12)]
-    assert heard[-1] == ("resume", None, 0.5, 2.5, ("gpt",), {"model_provider_func": len})
+    assert heard[-1] == ("resume", 2.5, ("gpt",), {"model_provider_func": len})
     monkeypatch.setattr(Loop, "state_dict", lambda self: {"cursor": 1, launch.TRAINED: True})
     assert launch.save_rl_state(again.args, 4, len) == {}

@@ -9,21 +9,10 @@ import pytest
 
 from mindspeed_rl_plugin.launch import lr_schedule as schedule
 
-BASE = {
-    "train_iters": 100,
-    "lr_decay_iters": None,
-    "lr_warmup_iters": 10,
-    "lr_warmup_fraction": None,
-    "global_batch_size": 4,
-    "lr": 1e-3,
-    "min_lr": 1e-5,
-    "lr_decay_style": "cosine",
-    "start_weight_decay": 0.01,
-    "end_weight_decay": 0.01,
-    "weight_decay_incr_style": "constant",
-    "override_opt_param_scheduler": False,
-    "use_checkpoint_opt_param_scheduler": False,
-}
+BASE = dict(train_iters=100, lr_decay_iters=None, lr_warmup_iters=10, lr_warmup_fraction=None, global_batch_size=4)
+BASE |= dict(lr=1e-3, min_lr=1e-5, lr_decay_style="cosine", weight_decay_incr_style="constant")
+BASE |= dict(start_weight_decay=0.01, end_weight_decay=0.01)
+BASE |= dict(override_opt_param_scheduler=False, use_checkpoint_opt_param_scheduler=False)
 
 CHANGES = [
     {},

@@ -30,6 +30,12 @@ SPREAD = {"--rl-generate-tp": "4", "--rl-generate-ep": "4"}
 PACKED = {"--rl-max-tokens-per-microbatch": "64", "--rl-pack-sequences": ""}
 CP2 = {"context_parallel_size": 2, "data_parallel_size": 1, "transformer_impl": "transformer_engine"}
 MINDSPEED = CP2 | {"pre_tockens": 65536, "attention_mask_type": "causal", "context_parallel_algo": "megatron_cp_algo"}
+PADDED = dict(sequence_parallel=True, seq_length=72)
+PADDED |= {"--rl-max-tokens-per-microbatch": "67", "--rl-max-response-length": "33"}
+ALLTOALL = dict(moe_tp_extend_ep=True, moe_token_dispatcher_type="alltoall", expert_tensor_parallel_size=2)
+TP4 = {"--rl-generate-tp": "4"}
+PPO = {"--rl-algorithm": "ppo"}
+SINGLE = {"--rl-samples-per-prompt": "1"}
 DPO = {"--rl-algorithm": "dpo", "--rl-reward": None, "--rl-samples-per-prompt": None}
 
 GOOD = [
@@ -58,38 +64,21 @@ GOOD = [
 # changes -> what the message names: flags and values, with `...` between
 BAD = [
     # several of upstream's arguments, or values of them (single flags: below)
-    (
-        CP2 | {"seq_length": 68, "sequence_parallel": True},
-        "--seq-length 68 ... multiple of 8 ... --context-parallel-size 2",
-    ),
+    (CP2 | dict(seq_length=68, sequence_parallel=True), "--seq-length 68 ... multiple of 8 ... -parallel-size 2"),
     (CP2 | {"seq_length": 66}, "--seq-length 66 ... multiple of 4"),
     (CP2 | PACKED, "--rl-pack-sequences: --context-parallel-size 2"),
-    (
-        MINDSPEED | {"context_parallel_algo": "adaptive_cp_algo"},
-        "--context-parallel-algo adaptive_cp_algo ... ulysses_cp",
-    ),
-    (
-        MINDSPEED | {"context_parallel_algo": "hybrid_adaptive_cp_algo"},
-        "--context-parallel-algo hybrid_adaptive_cp_algo",
-    ),
+    (MINDSPEED | dict(context_parallel_algo="adaptive_cp_algo"), "--context-parallel-algo adaptive_cp_ ... ulysses_cp"),
+    (MINDSPEED | dict(context_parallel_algo="hybrid_adaptive_cp_algo"), "--context-parallel-algo hybrid_adaptive_cp_"),
     (MINDSPEED | {"attention_mask_type": "general"}, "--attention-mask-type general with --context-parallel-size 2"),
     (DEEPSEEK | MINDSPEED, "--context-parallel-size 2 with --multi-latent-attention"),
     (CP2 | {"hybrid_context_parallel": True}, "--hybrid-context-parallel"),
     ({"context_parallel_size": 2}, "--context-parallel-size 2 ... --transformer-impl transformer_engine"),
-    (
-        CP2
-        | {"sequence_parallel": True, "seq_length": 72, "--rl-max-tokens-per-microbatch": "67"}
-        | {"--rl-max-response-length": "33"},
-        "--rl-max-tokens-per-microbatch 67 ... = 65 tokens, padded to 72",
-    ),
-    (
-        {"recompute_in_bubble": True, "calculate_per_token_loss": True},
-        "--recompute-in-bubble ... --calculate-per-token-",
-    ),
+    (CP2 | PADDED, "--rl-max-tokens-per-microbatch 67 ... = 65 tokens, padded to 72"),
+    (dict(recompute_in_bubble=True, calculate_per_token_loss=True), "--recompute-in-bubble ... --calculate-per-token-"),
     ({"virtual_optimizer": "all"}, "--virtual-optimizer ... --rl-swap params grads"),
     ({"use_nccl_ub": True}, "--use-nccl-ub ... --rl-swap none"),
     (
-        {"mtp_num_layers": 1, "pipeline_model_parallel_size": 2, "overlap_grad_reduce": True},
+        dict(mtp_num_layers=1, pipeline_model_parallel_size=2, overlap_grad_reduce=True),
         "--overlap-grad-reduce with --mtp-num-layers 1 and 2 pipeline stages",
     ),
     ({"num_experts": 8}, "add_qkv_bias=True with qk_layernorm=False, experts"),
@@ -106,10 +95,7 @@ BAD = [
     ({"pipeline_model_parallel_size": 2, "num_layers": 3}, "3 layers ... 2 pipeline stages"),
     ({"schedules_method": "dualpipev"}, "'dualpipev'"),
     ({"moe_tp_extend_ep": True, "expert_tensor_parallel_size": 1}, "--moe-tp-extend-ep ... -parallel-size 1 ... 2"),
-    (
-        {"moe_tp_extend_ep": True, "moe_token_dispatcher_type": "alltoall", "expert_tensor_parallel_size": 2},
-        "--moe-tp-extend-ep with --moe-token-dispatcher-type alltoall",
-    ),
+    (ALLTOALL, "--moe-tp-extend-ep with --moe-token-dispatcher-type alltoall"),
     # data and tokenizer
     ({"--rl-prompt-data": None}, "--rl-prompt-data is missing"),
     ({"--rl-prompt-data": "nowhere.jsonl"}, "--rl-prompt-data nowhere.jsonl"),
@@ -134,39 +120,24 @@ BAD = [
     ({"--rl-swap": "none params"}, "--rl-swap none params"),
     # numbers that only other arguments limit (limits of a flag alone: below)
     ({"--rl-samples-per-prompt": "1"}, "--rl-samples-per-prompt 1 ... 'group-norm'"),
-    (
-        {"--rl-algorithm": "ppo", "--rl-critic-load": "nowhere"},
-        "--rl-critic-load ... latest_checkpointed_iteration.txt",
-    ),
-    ({"--rl-algorithm": "ppo", "--rl-critic-warmup": "10"}, "--rl-critic-warmup 10 ... --train-iters 10"),
-    (
-        {"--rl-filtration": "pow", "--rl-samples-per-prompt": "1"},
-        "--rl-filtration pow ... --rl-samples-per-prompt 1 ... --rl-filtration-whole-batch",
-    ),
+    (PPO | {"--rl-critic-load": "nowhere"}, "--rl-critic-load ... latest_checkpointed_iteration.txt"),
+    (PPO | {"--rl-critic-warmup": "10"}, "--rl-critic-warmup 10 ... --train-iters 10"),
+    (SINGLE | {"--rl-filtration": "pow"}, "--rl-filtration pow ... -prompt 1 ... --rl-filtration-whole-batch"),
     (
         {"--rl-filtration": "best-random", "--rl-samples-per-prompt": "6", "--rl-rollout-prompts": "8"},
         "--rl-filtration best-random ... --global-batch-size 16 ... --rl-samples-per-prompt 6",
     ),
     (
-        {"--rl-samples-per-prompt": "1", "--rl-advantage": "reinforce++", "--rl-dynamic-sampling": ""},
+        SINGLE | {"--rl-advantage": "reinforce++", "--rl-dynamic-sampling": ""},
         "--rl-samples-per-prompt 1 ... --no-rl-dynamic-sampling",
     ),
-    (
-        {"--rl-max-tokens-per-microbatch": "63"},
-        "--rl-max-tokens-per-microbatch 63 ... --rl-max-prompt-length 32 ... --rl-max-response-length 32 ... 64",
-    ),
+    ({"--rl-max-tokens-per-microbatch": "63"}, "-microbatch 63 ... -prompt-length 32 ... -response-length 32 ... 64"),
     ({"--rl-pack-sequences": ""}, "--rl-pack-sequences ... --rl-max-tokens-per-microbatch"),
     (PACKED | {"masked_softmax_fusion": True}, "--no-masked-softmax-fusion"),
     (PACKED | {"use_flash_attn": True}, "--use-flash-attn"),
     (PACKED | {"transformer_impl": "inference_optimized"}, "--transformer-impl inference_optimized"),
-    (
-        PACKED | {"use_flash_attn": True, "pre_tockens": 65536, "shape_order": "SBH"},
-        "MindSpeed-LLM ... --use-flash-attn",
-    ),
-    (
-        PACKED | {"position_embedding_type": "mrope"},
-        "--rl-pack-sequences does not know --position-embedding-type mrope",
-    ),
+    (PACKED | dict(use_flash_attn=True, pre_tockens=65536, shape_order="SBH"), "MindSpeed-LLM ... --use-flash-attn"),
+    (PACKED | {"position_embedding_type": "mrope"}, "--rl-pack-sequences ... --position-embedding-type mrope"),
     (DPO | {"micro_batch_size": 1}, "--micro-batch-size 1 cuts a pair"),
     (DPO | {"micro_batch_size": 6}, "--global-batch-size 16 ... --micro-batch-size 6 x 2"),
     ({"--rl-overlong-buffer": "33"}, "--rl-overlong-buffer 33 ... --rl-max-response-length 32"),
@@ -177,19 +148,13 @@ BAD = [
     ({"--rl-max-response-length": "33"}, "32 + --rl-max-response-length 33 = 65 tokens ... --seq-length 64"),
     ({"max_position_embeddings": 63}, "64 tokens ... --max-position-embeddings 63"),
     ({"--rl-generate-tp": "3"}, "--rl-generate-tp 3 ... 4 ranks"),
-    (
-        {"--rl-generate-tp": "4", "num_attention_heads": 6, "num_query_groups": 2},
-        "--rl-generate-tp 4 does not divide --num-attention-heads 6",
-    ),
-    ({"--rl-generate-tp": "4", "ffn_hidden_size": 514}, "--rl-generate-tp 4 does not divide --ffn-hidden-size 514"),
-    (
-        {"--rl-generate-tp": "4", "num_attention_heads": 12, "num_query_groups": 6},
-        "--rl-generate-tp 4 ... 6 query groups",
-    ),
+    (TP4 | dict(num_attention_heads=6, num_query_groups=2), "--rl-generate-tp 4 ... --num-attention-heads 6"),
+    (TP4 | {"ffn_hidden_size": 514}, "--rl-generate-tp 4 does not divide --ffn-hidden-size 514"),
+    (TP4 | dict(num_attention_heads=12, num_query_groups=6), "--rl-generate-tp 4 ... 6 query groups"),
     ({"--rl-generate-ep": "2"}, "--rl-generate-ep 2 ... no experts"),
     (MOE | {"--rl-generate-ep": "2"}, "--rl-generate-ep 2 with --rl-generate-tp 1"),
     (MOE | SPREAD | {"num_experts": 2}, "--rl-generate-ep 4 ... 2 experts"),
-    (MOE | {"--rl-generate-tp": "4"}, "--rl-generate-tp 4 does not divide --moe-ffn-hidden-size 126"),
+    (MOE | TP4, "--rl-generate-tp 4 does not divide --moe-ffn-hidden-size 126"),
     # Qwen2, whose engine takes no head size, and Llama, whose engine takes one.
     ({"kv_channels": 16}, "attention head size 16 ... no --kv-channels"),
     ({"kv_channels": 16, "add_qkv_bias": False}, "attention head size 16 ... or --kv-channels 32"),

@@ -6,8 +6,6 @@ import subprocess
 import sys
 import types
 
-import pytest
-
 from mindspeed_rl_plugin import __main__ as runner
 
 
@@ -19,12 +17,9 @@ def test_help_lists_the_commands(capsys):
         assert f"  {command} " in text
 
 
-def test_nothing_at_all_is_a_usage_error(capsys):
+def test_nothing_at_all_and_a_missing_script_are_errors(capsys):
     assert runner.main([]) == 2
     assert "usage:" in capsys.readouterr().out
-
-
-def test_a_missing_script_is_named(capsys):
     assert runner.main(["nowhere.py", "--flag"]) == 2
     error = capsys.readouterr().err
     assert "no script 'nowhere.py' here, and no such command (algorithms, " in error
@@ -60,33 +55,18 @@ sys.exit(7)
 """
 
 
-@pytest.fixture(scope="module")
-def seen(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("run")
-    (folder / "inner").mkdir()
-    (folder / "inner" / "script.py").write_text(SCRIPT)
-    (folder / "inner" / "helper_beside_the_script.py").write_text("")
-    done = subprocess.run(
-        [sys.executable, "-m", "mindspeed_rl_plugin", "inner/script.py", "--x", "1", "patch"],
-        cwd=folder,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
+def test_a_script_runs_as_it_would_alone_and_attaching_imports_no_megatron(tmp_path):
+    """MindSpeed must come first; so importing Megatron is left to the script."""
+    (tmp_path / "inner").mkdir()
+    (tmp_path / "inner" / "script.py").write_text(SCRIPT)
+    (tmp_path / "inner" / "helper_beside_the_script.py").write_text("")
+    command = [sys.executable, "-m", "mindspeed_rl_plugin", "inner/script.py", "--x", "1", "patch"]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=100)
     assert done.returncode == 7, done.stderr
-    return folder, json.loads(done.stdout.rpartition("SEEN ")[2])
-
-
-def test_a_script_runs_as_it_would_alone(seen):
-    folder, values = seen
+    values = json.loads(done.stdout.rpartition("SEEN ")[2])
     assert values["name"] == "__main__"
     assert values["argv"] == ["inner/script.py", "--x", "1", "patch"]
     assert values["file"] == values["main"] == "inner/script.py"
-    assert os.path.realpath(values["path"]) == os.path.realpath(folder / "inner")
-
-
-def test_attaching_imports_no_megatron(seen):
-    """MindSpeed must come first; so importing Megatron is left to the script."""
-    _, values = seen
+    assert os.path.realpath(values["path"]) == os.path.realpath(tmp_path / "inner")
     assert values["attached"] and not values["megatron"]
