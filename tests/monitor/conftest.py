@@ -1,4 +1,4 @@
-"""A small run directory that looks like a real one, written by the monitor's own code."""
+"""A small run directory that looks like a real one, written by the monitor's own code; a clock and a meter to set."""
 
 from __future__ import annotations
 
@@ -10,43 +10,39 @@ from pathlib import Path
 import pytest
 import torch
 
+from mindspeed_rl_plugin.algorithms import spread
 from mindspeed_rl_plugin.monitor.dump import dump_rollout
 from mindspeed_rl_plugin.monitor.monitor import Monitor
 from mindspeed_rl_plugin.monitor.rollout_metrics import rollout_metrics, throughput
 from mindspeed_rl_plugin.rows import Ragged, Rows, SampleId, pack_json
 
 HOSTILE = "</script><script>document.title='taken'</script><!-- <b>bold</b> & \u2028"
-STAGES = {  # seconds, share of the memory
-    "reshard": (0.12, 0.62),
-    "generate": (2.1, 0.85),
-    "reward": (0.15, 0.30),
-    "swap_back": (0.1, 0.55),
-    "logp_old": (0.5, 0.7),
-    "logp_ref": (0.45, 0.72),
-    "advantage": (0.02, 0.5),
-    "update": (1.3, 1.0),
-}
+STAGES = {"reshard": (0.12, 0.62), "generate": (2.1, 0.85), "reward": (0.15, 0.3), "update": (1.3, 1.0)}  # s, of 3 GiB
 
 
-class FakeMeter:
-    """A memory meter whose peak the builder sets."""
+class Meter:
+    """Counts up to what the test allocates; knows only one peak, as a device does."""
 
     measures = "memory of the builder"
 
     def __init__(self) -> None:
-        self.value = 0
+        self.now = self.top = 0
+
+    def use(self, level: int) -> None:
+        """Allocate, or free, up to `level`."""
+        self.now, self.top = level, max(self.top, level)
 
     def peak(self) -> int:
-        return self.value
+        return self.top
 
     def reset_peak(self) -> None:
-        self.value = 0
+        self.top = self.now
 
 
 class Clock:
-    """Wall time that only moves when told."""
+    """Time that a test sets."""
 
-    def __init__(self, at: float = 1.7e9) -> None:
+    def __init__(self, at: float) -> None:
         self.at = at
 
     def __call__(self) -> float:
@@ -58,143 +54,117 @@ def decode(tokens) -> str:
     return "".join(map(chr, tokens))
 
 
-def encode(text: str) -> torch.Tensor:
-    """Inverse of decode, `[L]` int32."""
-    return torch.tensor([ord(c) for c in text], dtype=torch.int32)
-
-
-def make_rows(
-    epoch: int, skill: float, *, groups: int = 8, members: int = 4, seed: int = 0, hostile: bool = False
-) -> Rows:
+def make_rows(epoch: int, skill: float, *, groups: int = 8, members: int = 4, hostile: bool = False) -> Rows:
     """Rows of one arithmetic rollout: each response is right with the chance `skill`."""
-    draw = random.Random(seed * 1000 + epoch)
-    ids, texts, meta, rewards = [], [], [], []
-    for g in range(groups):
-        a, b = draw.randint(10, 99), draw.randint(10, 99)
-        for m in range(members):
-            right = draw.random() < skill
-            answer = a + b if right else a + b + draw.choice([-10, -1, 1, 10])
-            work = f"Let me add: {a} + {b}.\nTens: {a // 10 * 10 + b // 10 * 10}. Ones: {a % 10 + b % 10}.\n"
-            response = work * draw.randint(1, 3) + f"Answer: {answer}"
-            if hostile and (g, m) == (0, 0):
-                response = HOSTILE
-            ids.append(SampleId(epoch, g, m))
-            texts.append((f"What is {a}+{b}?", response))
-            meta.append({"text": f"What is {a}+{b}?", "answer": str(a + b)})
-            rewards.append(float(right))
-    prompts, responses = ([encode(t[k]) for t in texts] for k in (0, 1))
-    mask = [torch.cat([torch.zeros(len(p)), torch.ones(len(r))]) for p, r in zip(prompts, responses, strict=True)]
+    draw = random.Random(epoch)
+    ids = tuple(SampleId(epoch, g, m) for g in range(groups) for m in range(members))
+    reward = torch.tensor([float(draw.random() < skill) for _ in ids])
+    meta = [{"text": f"What is {i.group}+{epoch}?", "answer": str(i.group + epoch)} for i in ids]
+    answers = [int(m["answer"]) + int(not right) for m, right in zip(meta, reward.tolist(), strict=True)]
+    texts = [f"Let me add: {'one by one, ' * draw.randint(1, 15)}done.\nAnswer: {answer}" for answer in answers]
+    texts[0] = HOSTILE if hostile else texts[0]
+    prompts, responses = (
+        [torch.tensor(list(map(ord, text)), dtype=torch.int32) for text in column]
+        for column in ([m["text"] for m in meta], texts)
+    )
+    pairs = list(zip(prompts, responses, strict=True))
+    mask = Ragged.from_rows([torch.cat([torch.zeros(len(p)), torch.ones(len(r))]) for p, r in pairs], torch.uint8)
     generator = torch.Generator().manual_seed(epoch)
-    old = [-torch.rand(len(m), generator=generator) * m for m in mask]
-    noise = [torch.randn(len(m), generator=generator) * 1e-6 * m for m in mask]
-    reward = torch.tensor(rewards)
+    old = -torch.rand(len(mask.values), generator=generator) * mask.values
+    noise = torch.randn(len(mask.values), generator=generator) * 1e-6 * mask.values
     grouped = reward.view(groups, members)
-    std = grouped.std(1, keepdim=True) if members > 1 else torch.zeros(groups, 1)
-    advantage = ((grouped - grouped.mean(1, keepdim=True)) / (std + 1e-6)).flatten()
+    advantage = (grouped - grouped.mean(1, keepdim=True)).flatten()
     columns = {
         "prompt": Ragged.from_rows(prompts),
         "meta": pack_json(meta),
-        "tokens": Ragged.from_rows([torch.cat(pair) for pair in zip(prompts, responses, strict=True)]),
-        "loss_mask": Ragged.from_rows(mask, torch.uint8),
+        "tokens": Ragged.from_rows([torch.cat(pair) for pair in pairs]),
+        "loss_mask": mask,
         "reward": reward,
         "reward_parts": torch.stack([reward, torch.ones_like(reward)], 1),
-        "advantages": Ragged.from_rows([a * m for a, m in zip(advantage, mask, strict=True)]),
-        "length": torch.tensor([len(m) for m in mask]),
+        "advantages": spread(advantage, mask),
+        "length": mask.lengths,
         "response_length": torch.tensor([len(r) for r in responses]),
         "finish": torch.tensor([int(len(r) > 150) for r in responses], dtype=torch.int8),
         "version": torch.full((len(ids),), epoch),
-        "logp_rollout": Ragged.from_rows([o + n for o, n in zip(old, noise, strict=True)]),
-        "logp_old": Ragged.from_rows(old),
+        "logp_rollout": Ragged(old + noise, mask.offsets),
+        "logp_old": Ragged(old, mask.offsets),
     }
-    return Rows(tuple(ids), columns)
+    return Rows(ids, columns)
+
+
+class Builder:
+    """A run in the making: its monitors, one a rank, and their meters, by one clock."""
+
+    def __init__(self, run_dir: Path, iterations: int, ranks: int, dumps: bool) -> None:
+        self.wall, self.draw = Clock(1.7e9), random.Random(7)
+        info = {"algorithm": "grpo", "model": "qwen2 2 layers", "dump_dir": str(run_dir / "dump") if dumps else None}
+        more = dict(is_terminal=False, total_iterations=iterations, info=info, stream=io.StringIO())
+        self.meters = [Meter() for _ in range(ranks)]
+        self.monitors = [Monitor(run_dir, rank, ranks, meter=m, **more) for rank, m in enumerate(self.meters)]
+        for monitor in self.monitors:
+            monitor.clock._now = monitor.clock._tick = self.wall
+
+    def run_stages(self, iteration: int) -> None:
+        """Every rank's stages from the same time on; the clock goes to the last one's end."""
+        start = finish = self.wall.at
+        for monitor, meter in zip(self.monitors, self.meters, strict=True):
+            self.wall.at = start
+            monitor.begin(iteration)
+            for stage, (seconds, memory) in STAGES.items():
+                with monitor.stage(stage):
+                    self.wall.at += seconds * (1 + 0.25 * self.draw.random())
+                    meter.use(int(memory * (1 + 0.02 * self.draw.random()) * 3 * 2**30))
+                self.wall.at += 0.02
+            finish = max(finish, self.wall.at)
+        self.wall.at = finish
+
+    def evaluate(self, iteration: int, accuracy: float) -> None:
+        """An evaluation of 0.8 s on every rank."""
+        start = self.wall.at
+        for monitor in self.monitors:
+            self.wall.at = start
+            with monitor.stage("evaluate"):
+                self.wall.at += 0.8
+        result = {"accuracy": accuracy, "reward_mean": accuracy - 0.1, "pass@8": min(1, accuracy + 0.2)}
+        self.monitors[0].log_eval(iteration, result)
+
+    def update(self, progress: float) -> dict[str, float]:
+        """What an update measures after this share of the run."""
+        draw = self.draw
+        return {
+            "loss": draw.gauss(0, 0.01),
+            "kl/ref": 2e-3 * progress * (1 + 0.3 * draw.random()),
+            "clip_fraction": 0.02 * draw.random(),
+            "logp_diff/max": 1e-5 * draw.random(),
+            "entropy": 0.9 * math.exp(-progress) + 0.02 * draw.random(),
+        }
 
 
 def build_run(
-    run_dir: Path,
-    *,
-    iterations: int = 60,
-    ranks: int = 2,
-    evaluate: bool = True,
-    dumps: bool = True,
-    events: bool = True,
+    run_dir: Path, *, iterations: int, ranks: int = 2, evaluate: bool = True, dumps: bool = True, events: bool = True
 ) -> Path:
     """Write a whole run: metrics, stage events of every rank, dumps. Returns the directory."""
-    wall = Clock()
-    meters = [FakeMeter() for _ in range(ranks)]
-    monitors = []
-    for rank in range(ranks):
-        info = {"algorithm": "grpo", "model": "qwen2 2 layers", "dump_dir": str(run_dir / "dump") if dumps else None}
-        monitor = Monitor(
-            run_dir,
-            rank,
-            ranks,
-            is_terminal=False,
-            total_iterations=iterations,
-            meter=meters[rank],
-            info=info,
-            stream=io.StringIO(),
-        )
-        monitor.clock._now = monitor.clock._tick = wall
-        monitors.append(monitor)
-    draw = random.Random(7)
+    run = Builder(run_dir, iterations, ranks, dumps)
+    leader = run.monitors[0]
     if evaluate:
-        _evaluate(monitors, meters, wall, 0, 0.31)
+        run.evaluate(0, 0.31)
     for k in range(1, iterations + 1):
         skill = 0.31 + 0.62 * (1 - math.exp(-k / (iterations / 2.5)))
         rows = make_rows(k - 1, skill, hostile=k == 1)
-        _run_stages(monitors, meters, wall, draw, k)
-        update = {
-            "loss": draw.gauss(0, 0.01),
-            "grad_norm": 0.8 * math.exp(-k / iterations) + 0.1 * draw.random(),
-            "lr": 1e-4 * min(1, k / 10),
-            "kl/ref": 2e-3 * k / iterations * (1 + 0.3 * draw.random()),
-            "ratio/mean": 1.0,
-            "ratio/max": 1 + 0.4 * draw.random(),
-            "clip_fraction": 0.02 * draw.random(),
-            "logp_diff/mean": 1e-6 * draw.random(),
-            "logp_diff/max": 1e-5 * draw.random(),
-            "entropy": 0.9 * math.exp(-k / iterations) + 0.02 * draw.random(),
-        }
-        stages = monitors[0].stage_metrics()
+        run.run_stages(k)
+        stages = leader.stage_metrics()
         speed = throughput(int(rows["length"].sum()), devices=ranks, seconds=stages["seconds/iteration"])
-        monitors[0].log(k, rollout_metrics(rows, rows["reward"].bool().tolist()) | update | speed | stages)
+        measured = rollout_metrics(rows, rows["reward"].bool().tolist())
+        leader.log(k, measured | run.update(k / iterations) | speed | stages)
         if dumps:
             dump_rollout(run_dir / "dump", rows, decode, iteration=k, graders=("math", "format"))
         if evaluate and k % 10 == 0:
-            _evaluate(monitors, meters, wall, k, skill + draw.gauss(0, 0.01))
-    for monitor in monitors:
+            run.evaluate(k, skill + run.draw.gauss(0, 0.01))
+    for monitor in run.monitors:
         monitor.close()
-    if not events:
-        for path in run_dir.glob("events-rank*.jsonl"):
-            path.unlink()
+    for path in [] if events else list(run_dir.glob("events-rank*.jsonl")):
+        path.unlink()
     return run_dir
-
-
-def _run_stages(monitors, meters, wall, draw, iteration) -> None:
-    start = wall.at
-    finish = start
-    for monitor, meter in zip(monitors, meters, strict=True):
-        wall.at = start
-        monitor.begin(iteration)
-        for stage, (seconds, memory) in STAGES.items():
-            with monitor.stage(stage):
-                wall.at += seconds * (1 + 0.25 * draw.random())
-                meter.value = int(memory * (1 + 0.02 * draw.random()) * 3 * 2**30)
-            wall.at += 0.02
-        finish = max(finish, wall.at)
-    wall.at = finish
-
-
-def _evaluate(monitors, meters, wall, iteration, accuracy) -> None:
-    start = wall.at
-    for monitor, meter in zip(monitors, meters, strict=True):
-        wall.at = start
-        with monitor.stage("evaluate"):
-            wall.at += 0.8
-            meter.value = 2 * 2**30
-    monitors[0].log_eval(
-        iteration, {"accuracy": accuracy, "reward_mean": accuracy - 0.1, "pass@8": min(1, accuracy + 0.2)}
-    )
 
 
 @pytest.fixture(scope="session")
@@ -207,3 +177,13 @@ def run_builder():
 def rows_builder():
     """The function that makes the rows of a rollout."""
     return make_rows
+
+
+@pytest.fixture
+def meter() -> Meter:
+    return Meter()
+
+
+@pytest.fixture
+def time() -> Clock:
+    return Clock(100.0)

@@ -18,27 +18,11 @@ from mindspeed_rl_plugin.monitor.run_files import JsonLines, read_jsonl, read_me
 from mindspeed_rl_plugin.monitor.run_summary import summarize
 from mindspeed_rl_plugin.tools.report.report_data import metric_series
 
-FULL = {
-    "reward/mean": 0.532,
-    "reward/std": 0.41,
-    "groups/solved": 0.25,
-    "groups/informative": 0.5,
-    "response/length_mean": 14.2,
-    "response/truncated": 0.0,
-    "kl/ref": 1.2e-4,
-    "ratio/mean": 1.0,
-    "clip_fraction": 0.0,
-    "entropy": 0.41,
-    "logp_diff/mean": 3e-6,
-    "logp_diff/max": 1.04e-5,
-    "tokens_per_second": 812.4,
-    "seconds/generate": 2.11,
-    "seconds/reward": 0.12,
-    "seconds/logp_old": 0.8,
-    "seconds/advantage": 0.001,
-    "seconds/update": 1.3,
-    "seconds/iteration": 4.5,
-}
+FULL = {"reward/mean": 0.532, "reward/std": 0.41, "groups/solved": 0.25, "groups/informative": 0.5}
+FULL |= {"response/length_mean": 14.2, "response/truncated": 0.0, "kl/ref": 1.2e-4, "ratio/mean": 1.0}
+FULL |= {"clip_fraction": 0.0, "entropy": 0.41, "logp_diff/mean": 3e-6, "logp_diff/max": 1.04e-5}
+FULL |= {"tokens_per_second": 812.4, "seconds/generate": 2.11, "seconds/reward": 0.12, "seconds/logp_old": 0.8}
+FULL |= {"seconds/advantage": 0.001, "seconds/update": 1.3, "seconds/iteration": 4.5}
 
 
 class Writer:
@@ -73,12 +57,22 @@ def test_lines_of_two_iterations_are_aligned():
     assert bars[0] == bars[1]
 
 
-def test_the_line_says_what_the_critic_and_pairs_do():
-    critic = {"critic/loss": 0.25, "critic/explained_variance": 0.4}
-    assert iteration_line(1, critic) == "rl 1 | critic 0.25 explains 0.40 alone"
-    assert iteration_line(1, critic | {"loss": 1.0}) == "rl 1 | critic 0.25 explains 0.40"
-    pairs = {"loss": 0.6931, "dpo/margin": 0.125, "dpo/accuracy": 0.75}
-    assert iteration_line(2, pairs) == "rl 2 | loss 0.6931 margin  0.125 right 0.75"
+CRITIC = {"critic/loss": 0.25, "critic/explained_variance": 0.4}
+
+
+@pytest.mark.parametrize(
+    ("metrics", "line"),
+    [
+        ({}, "rl 1"),
+        ({"reward/mean": math.nan}, "rl 1 | reward    nan"),
+        ({"reward/errors": 3}, "rl 1 | grader errors 3"),
+        (CRITIC, "rl 1 | critic 0.25 explains 0.40 alone"),
+        (CRITIC | {"loss": 1.0}, "rl 1 | critic 0.25 explains 0.40"),
+        ({"loss": 0.6931, "dpo/margin": 0.125, "dpo/accuracy": 0.75}, "rl 1 | loss 0.6931 margin  0.125 right 0.75"),
+    ],
+)
+def test_absent_metrics_leave_their_part_out(metrics, line):
+    assert iteration_line(1, metrics) == line
 
 
 def test_dynamic_sampling_says_how_many_groups_it_took_for_how_many():
@@ -93,10 +87,7 @@ def test_the_legend_explains_the_words_of_a_line():
     assert all(f"{word}:" in LEGEND and f" {word} " in line for word in ("differ", "ent", "Δlogp", "resh", "lp"))
 
 
-def test_absent_metrics_leave_their_part_out_and_nan_is_shown():
-    assert iteration_line(1, {"reward/mean": math.nan}) == "rl 1 | reward    nan"
-    assert iteration_line(1, {}) == "rl 1"
-    assert "grader errors 3" in iteration_line(1, {"reward/errors": 3})
+def test_the_line_of_an_evaluation():
     assert eval_line(10, {"eval/accuracy": 0.52341, "eval/pass@8": 0.75, "eval/prompts": 250}, 200) == (
         "rl  10/200 eval | accuracy 0.5234 | pass@8 0.75 | prompts 250"
     )
@@ -118,23 +109,26 @@ def test_a_stream_without_unicode_gets_ascii():
 
 
 def test_log_writes_a_line_of_json_and_both_writers(tmp_path):
+    """A text is in the file only: writers and curves are of numbers."""
     board, wandb, out = Writer(), Writer(), io.StringIO()
     monitor = monitor_in(tmp_path, tensorboard_writer=board, wandb=wandb, stream=out, total_iterations=9)
-    monitor.log(1, {"loss": torch.tensor([0.5]), "lr": np.float32(0.25), "kl/ref": math.nan, "version": 4})
+    first = {"loss": torch.tensor([0.5]), "lr": np.float32(0.25), "version": 4, "weights/digest": "0123"}
+    monitor.log(1, first | {"kl/ref": math.nan})
     monitor.log_eval(1, {"accuracy": 0.5})
     text = (tmp_path / "metrics.jsonl").read_text()
     assert "NaN" not in text
     rows = [json.loads(line) for line in text.splitlines()]
     assert [r.pop("time") > 0 for r in rows] == [True, True]
+    numbers = {"loss": 0.5, "lr": 0.25, "version": 4}
     assert rows == [
-        {"kind": "train", "iteration": 1, "loss": 0.5, "lr": 0.25, "kl/ref": None, "version": 4},
+        {"kind": "train", "iteration": 1, **numbers, "weights/digest": "0123", "kl/ref": None},
         {"kind": "eval", "iteration": 1, "eval/accuracy": 0.5},
     ]
-    assert [(t, v) for t, v, _ in board.seen if t != "rl/kl/ref"] == [
-        ("rl/loss", 0.5), ("rl/lr", 0.25), ("rl/version", 4), ("rl/eval/accuracy", 0.5),
-    ]  # fmt: skip
-    assert wandb.seen[1] == ({"rl/eval/accuracy": 0.5}, 1)
+    seen = [(t.removeprefix("rl/"), v) for t, v, _ in board.seen if t != "rl/kl/ref"]
+    assert seen == [*numbers.items(), ("eval/accuracy", 0.5)]
+    assert wandb.seen[1] == ({"rl/eval/accuracy": 0.5}, 1) and "rl/weights/digest" not in wandb.seen[0][0]
     assert out.getvalue().splitlines() == [LEGEND, "rl 1/9 | kl     nan", "rl 1/9 eval | accuracy 0.5"]
+    assert metric_series(read_metrics(tmp_path))["series"].keys() == {*numbers, "kl/ref", "eval/accuracy"}
 
 
 def test_other_ranks_only_feed_the_writers_they_have(tmp_path):
@@ -143,17 +137,6 @@ def test_other_ranks_only_feed_the_writers_they_have(tmp_path):
     monitor.log(1, {"loss": 1.0})
     assert board.seen == [("rl/loss", 1.0, 1)] and out.getvalue() == ""
     assert sorted(p.name for p in tmp_path.iterdir()) == ["dock-rank1.jsonl", "events-rank1.jsonl"]
-
-
-def test_a_text_is_written_and_kept_from_the_writers_and_the_curves(tmp_path):
-    board, wandb = Writer(), Writer()
-    monitor = monitor_in(tmp_path, tensorboard_writer=board, wandb=wandb)
-    monitor.log(1, {"loss": 0.5, "weights/digest": "0123456789abcdef", "version": 4})
-    (row,) = read_metrics(tmp_path)
-    assert (row["weights/digest"], row["version"]) == ("0123456789abcdef", 4)
-    assert board.seen == [("rl/loss", 0.5, 1), ("rl/version", 4, 1)]
-    assert wandb.seen == [({"rl/loss": 0.5, "rl/version": 4}, 1)]
-    assert "weights/digest" not in metric_series([row])["series"]
 
 
 def test_tensorboard_reads_back_what_was_logged(tmp_path):

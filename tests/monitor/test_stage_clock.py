@@ -6,42 +6,11 @@ from mindspeed_rl_plugin.monitor.run_files import event_files, read_events, read
 from mindspeed_rl_plugin.monitor.stage_clock import StageClock, drop_foreign_events
 
 
-class Meter:
-    """Counts up to what the test allocates; knows only one peak, as a device does."""
-
-    def __init__(self):
-        self.now = self.top = 0
-
-    def use(self, level):
-        self.now = level
-        self.top = max(self.top, level)
-
-    def peak(self):
-        return self.top
-
-    def reset_peak(self):
-        self.top = self.now
-
-
-class Time:
-    def __init__(self):
-        self.at = 100.0
-
-    def __call__(self):
-        return self.at
-
-
-@pytest.fixture
-def time():
-    return Time()
-
-
 def clock_at(tmp_path, time, **kwargs):
     return StageClock(tmp_path, kwargs.pop("rank", 0), now=time, tick=time, **kwargs)
 
 
-def test_a_stage_is_one_line_with_its_times_and_peak(tmp_path, time):
-    meter = Meter()
+def test_a_stage_is_one_line_with_its_times_and_peak(tmp_path, time, meter):
     clock = clock_at(tmp_path, time, meter=meter, rank=3)
     clock.begin(7)
     with clock.stage("generate"):
@@ -56,8 +25,7 @@ def test_a_stage_is_one_line_with_its_times_and_peak(tmp_path, time):
     ]
 
 
-def test_nested_stages_each_see_the_peak_of_their_own_span(tmp_path, time):
-    meter = Meter()
+def test_nested_stages_each_see_the_peak_of_their_own_span(tmp_path, time, meter):
     clock = clock_at(tmp_path, time, meter=meter)
     with clock.stage("outer"):
         meter.use(900)
@@ -71,8 +39,7 @@ def test_nested_stages_each_see_the_peak_of_their_own_span(tmp_path, time):
     assert peaks == {"inner": 300, "second": 60, "outer": 900}
 
 
-def test_metrics_add_repeated_stages_and_leave_evaluation_out_of_the_iteration(tmp_path, time):
-    meter = Meter()
+def test_metrics_add_repeated_stages_and_leave_evaluation_out_of_the_iteration(tmp_path, time, meter):
     clock = clock_at(tmp_path, time, meter=meter)
     clock.begin(1)
     for level in (10, 30, 20):
@@ -94,8 +61,7 @@ def test_metrics_add_repeated_stages_and_leave_evaluation_out_of_the_iteration(t
     assert clock.metrics() == {"seconds/iteration": 0.0}
 
 
-def test_what_is_done_for_an_evaluation_alone_is_evaluation_and_still_an_event(tmp_path, time):
-    meter = Meter()
+def test_what_is_done_for_an_evaluation_alone_is_evaluation_and_still_an_event(tmp_path, time, meter):
     clock = clock_at(tmp_path, time, meter=meter)
     clock.begin(1)
     with clock.stage("evaluate"):
