@@ -37,8 +37,8 @@ class Monitor:
 
     resume_iteration: the iteration that the checkpoint holds; later lines of an earlier attempt are
     dropped. At 0 the files of an earlier run are set aside as `.old`. total_iterations: planned
-    iterations. info: what the report shows about the run (JSON values; `dump_dir` tells it where the
-    dumps are). is_terminal: None asks the error stream, which has the bar.
+    iterations. info: what the report shows about the run (JSON values; `dump_dir`: where the dumps
+    are). is_terminal: None asks the error stream, which has the bar.
     """
 
     def __init__(

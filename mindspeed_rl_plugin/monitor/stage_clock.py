@@ -15,7 +15,7 @@ NOT_TRAINING = ("evaluate",)
 
 
 class MemoryMeter(Protocol):
-    """What the clock asks of a memory meter. measures: of what, in words: a device's memory, or the process's."""
+    """What the clock asks of a memory meter. measures: of what, for the report: a device's memory, or the process's."""
 
     measures: str
 

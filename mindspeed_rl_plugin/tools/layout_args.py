@@ -66,7 +66,7 @@ def engine_layout_of(text: str, world: int, **traits: bool) -> tuple[EngineParal
 
 
 def check_experts(shape: ModelShape, text: str, flag: str) -> None:
-    """Raise ValueError where a layout in words spreads experts of a model that has none."""
+    """Raise ValueError where a layout such as tp4,ep8 spreads experts of a model that has none."""
     spread = re.search(r"\bep([2-9]|[1-9]\d+)\b", text)
     if spread and not shape.experts:
         raise ValueError(f"{flag}: family {shape.family} has no experts that {spread[0]} could spread; leave it out")

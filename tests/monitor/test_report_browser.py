@@ -71,10 +71,10 @@ def vertices(path):
 
 def check_curve(page, rows, name):
     """The curve has one vertex a value, further right with every iteration, as high as the value (linear axes)."""
-    found = page.all("path", class_="line", data_series=name)
+    curves = page.all("path", class_="line", data_series=name)
     points = [(r["iteration"], r[name]) for r in rows if r.get(name) is not None]
-    assert len(found) == 1 and points, f"{name}: {len(found)} curves for {len(points)} values"
-    drawn = vertices(found[0][0]["d"])
+    assert len(curves) == 1 and points, f"{name}: {len(curves)} curves for {len(points)} values"
+    drawn = vertices(curves[0][0]["d"])
     assert len(drawn) == len(points), f"{name}: {len(drawn)} vertices for {len(points)} values"
     low, high = (f(range(len(points)), key=lambda k: points[k][1]) for f in (min, max))
     slope = (drawn[high][1] - drawn[low][1]) / ((points[high][1] - points[low][1]) or 1)

@@ -42,19 +42,19 @@ def run(model, train, generate, world=None, machine=MACHINE):
 
 def test_figure_10_of_the_paper():
     """Qwen2.5-32B, TP8DP2 to TP4DP4: 8 GB of training weights released a device."""
-    found = run("qwen2.5-32b", "tp8,dp2", "tp4,dp4")
-    f = found.footprint
+    planned = run("qwen2.5-32b", "tp8,dp2", "tp4,dp4")
+    f = planned.footprint
     held = f.policy.weights
     assert held / GB == pytest.approx(8.19, abs=0.005) and held / 2**30 == pytest.approx(7.63, abs=0.005)
-    assert found.redundant / found.gdp == pytest.approx(8.19 * GB, rel=1e-3)
+    assert planned.redundant / planned.gdp == pytest.approx(8.19 * GB, rel=1e-3)
     # FACTS: 57.3 GB received a rank by a whole allgather, 14.3 by what is lacking
-    received = {mode: cost.flow.received.mean() / GB for mode, cost in found.costs.items()}
+    received = {mode: cost.flow.received.mean() / GB for mode, cost in planned.costs.items()}
     assert received["allgather"] == pytest.approx(57.3, abs=0.05)
     assert received["stream"] == pytest.approx(14.3, abs=0.05)
     assert f.peak("stream") == held + f.generate + 2 * (256 << 20)
     assert f.peak("allgather") == held + f.generate + f.whole
     assert f.policy.optimizer == pytest.approx(12 * held / 2 / 2, rel=1e-3)  # a parameter's 12 bytes over two replicas
-    assert found.out_seconds == pytest.approx(0.164, abs=0.001)
+    assert planned.out_seconds == pytest.approx(0.164, abs=0.001)
     assert f.offloaded == held + f.policy.optimizer, "gradients are freed, not copied"
 
 
@@ -67,7 +67,7 @@ def test_a_critic_takes_what_its_parameters_take(train, tied):
     shape = ModelShape("qwen2", layers, hidden, 2, 2, 4, ffn, vocab, vocab, tied)
     parallel = train_layout(train, None)
     engine, engines = engine_layout_of("tp1", parallel.world)
-    plain, found = (
+    plain, planned = (
         estimate(Run(shape, parallel, critic=critic), engine, engines, MACHINE).footprint for critic in (False, True)
     )
     attention = hidden * (3 * hidden + hidden) // parallel.tp + 3 * hidden // parallel.tp
@@ -81,9 +81,9 @@ def test_a_critic_takes_what_its_parameters_take(train, tied):
     critic = body + rows + (2 * hidden if parallel.pp == 1 else 0)
     each = 2 + 4 + 12 // parallel.dp
     assert plain.update == each * alone and plain.critic.total == 0
-    assert found.critic.weights == 2 * critic and found.critic.total == each * critic
-    assert found.update == each * (policy + critic) == found.offloaded + 4 * (policy + critic)
-    assert found.generate == plain.generate
+    assert planned.critic.weights == 2 * critic and planned.critic.total == each * critic
+    assert planned.update == each * (policy + critic) == planned.offloaded + 4 * (policy + critic)
+    assert planned.generate == plain.generate
 
 
 @pytest.mark.parametrize(
@@ -122,16 +122,16 @@ def test_a_float32_weight_is_its_own_main_parameter():
     assert mixed.footprint.policy.weights == 4 * parameters
     assert mixed.footprint.generate == two.footprint.generate and mixed.footprint.whole == two.footprint.whole
     for mode in ("stream", "allgather"):
-        received = [found.costs[mode].flow.received.sum() for found in (two, four, mixed)]
+        received = [planned.costs[mode].flow.received.sum() for planned in (two, four, mixed)]
         assert received[2] == received[0] == received[1] / 2
 
 
 def test_equation_3_of_the_paper():
     """Qwen3-MoE-30B: more than 60 GB."""
-    found = run("qwen3-30b-a3b", "tp4,dp2,ep8,etp1", "tp1,ep8")
-    assert found.redundant / GB == pytest.approx(64.1, abs=0.05)
-    assert found.weights.sum() / 2 == pytest.approx(30.53e9, rel=1e-3)
-    stream, whole = found.costs["stream"], found.costs["allgather"]
+    planned = run("qwen3-30b-a3b", "tp4,dp2,ep8,etp1", "tp1,ep8")
+    assert planned.redundant / GB == pytest.approx(64.1, abs=0.05)
+    assert planned.weights.sum() / 2 == pytest.approx(30.53e9, rel=1e-3)
+    stream, whole = planned.costs["stream"], planned.costs["allgather"]
     assert whole.flow.received.sum() > 20 * stream.flow.received.sum()
 
 
@@ -140,11 +140,11 @@ def test_engines_on_ranks_of_their_own():
     parallel = train_layout("tp4,dp2", None)
     engine, engines = engine_layout_of("tp2", 8)
     run = Run(known_model("qwen3-8b"), parallel)
-    found = estimate(run, engine, engines, MACHINE, first=8)
-    f = found.footprint
+    planned = estimate(run, engine, engines, MACHINE, first=8)
+    f = planned.footprint
     assert not f.shared
     assert f.peak("stream") == f.generate + (256 << 20)  # they send nothing
-    received = found.costs["stream"].flow.received
+    received = planned.costs["stream"].flow.received
     assert not received[:8].any() and received[8:].min() > 0.999 * f.generate
     overlap = estimate(run, engine, engines, MACHINE, first=4).footprint
     assert overlap.peak("stream") == f.policy.weights + f.generate + overlap.in_flight
@@ -152,41 +152,53 @@ def test_engines_on_ranks_of_their_own():
 
 def test_671_b_parameters_in_seconds():
     begin = time.process_time()
-    found = run("deepseek-r1", "tp4,pp6,ep16,etp1,first11", "tp2,ep64,dp6", world=384)
+    planned = run("deepseek-r1", "tp4,pp6,ep16,etp1,first11", "tp2,ep64,dp6", world=384)
     assert time.process_time() - begin < 20
-    assert found.weights.sum() / 2 == pytest.approx(671.0e9, rel=1e-3)
-    stream, whole = found.costs["stream"], found.costs["allgather"]
+    assert planned.weights.sum() / 2 == pytest.approx(671.0e9, rel=1e-3)
+    stream, whole = planned.costs["stream"], planned.costs["allgather"]
     assert whole.flow.received.sum() > 20 * stream.flow.received.sum()
-    assert stream.flow.received.max() <= found.footprint.generate
+    assert stream.flow.received.max() <= planned.footprint.generate
     assert stream.far_seconds == max(stream.flow.node_in.max(), stream.flow.node_out.max()) / (0.3 * GB)
 
 
 @st.composite
-def pairs(draw):
-    moe = draw(st.booleans())
-    tp, pp, ep = (draw(st.sampled_from(s)) for s in ([1, 2, 4], [1, 2], [1, 2, 4] if moe else [1]))
-    etp = draw(st.sampled_from([None, 1])) if moe else None
-    need = pp * max(tp, ep * (tp if etp is None else etp))
-    more = dict(experts=4, expert_ffn=8) if moe else {}
-    shape = ModelShape("qwen3_moe" if moe else "qwen2", 2, 4, 4, 4, 2, 8, 30, 32, **more)
-    parallel = Parallel(need * draw(st.integers(1, 3)), tp=tp, pp=pp, ep=ep, etp=etp)
-    engine = EngineParallel(draw(st.sampled_from([1, 2])), draw(st.sampled_from([1, 2, 4])) if moe else 1)
-    if engine.ep % engine.tp and engine.ep > 1:
-        engine = EngineParallel(1, engine.ep)
-    first = draw(st.sampled_from([0, parallel.world // 2, parallel.world]))
-    return shape, parallel, engine, range(first, first + draw(st.integers(1, 3)) * engine.ranks)
+def reshards(draw, least):
+    """A tiny model of any family on some ranks from `least` on: sources, destinations and tensors of its reshard."""
+    large = least > 1
+    tp, pp = draw(st.sampled_from([1, 2, 4, 8] if large else [1, 2, 4])), draw(st.sampled_from([1, 2, 4][: 2 + large]))
+    vpp = draw(st.sampled_from([1, 2])) if pp > 1 else 1
+    family = draw(st.sampled_from(list(FAMILIES)))
+    moe = FAMILIES[family].experts
+    ep = draw(st.sampled_from([1, 4, 8, 16] if large else [1, 2, 4])) if moe else 1
+    etp = draw(st.sampled_from([None, 1, 2])) if moe and tp > 1 else None
+    need = pp * max(tp, ep * (etp or tp))
+    world = need * draw(st.integers(least // need + 1, 512 // need if large else 3))
+    more = dict(experts=16, expert_ffn=8) if moe else {}
+    if family == "deepseek_v3":
+        more |= dict(shared_ffn=8, dense_layers=(0,), q_lora=8, kv_lora=8, nope=2, rope=8, value=2)
+    groups = 8 if family == "deepseek_v3" else draw(st.sampled_from([1, 2, 8]))
+    vocab = draw(st.integers(3, 100))
+    sizes = (pp * vpp, 4, 8, groups, 4, 8, vocab, -(-vocab // 64) * 64, draw(st.booleans()))
+    shape = ModelShape(family, *sizes, **more)
+    parallel = Parallel(world, tp=tp, pp=pp, vpp=vpp, ep=ep, etp=etp)
+    engine = EngineParallel(draw(st.sampled_from([1, 2, 4, 8] if large else [1, 2])))
+    if moe and draw(st.booleans()):
+        engine = EngineParallel(engine.tp, engine.tp * draw(st.sampled_from([1, 2])))
+    first = draw(st.sampled_from([0, world // 2, world]))
+    engines = world // engine.ranks if large else draw(st.integers(1, 3))
+    sources = {r: megatron_layout(shape, parallel, r) for r in range(world)}
+    ranks = range(first, first + engines * engine.ranks)
+    destinations = {r: engine_layout(shape, engine, (r - first) % engine.ranks) for r in ranks}
+    return sources, destinations, canonical_tensors(shape)
 
 
 @settings(max_examples=40, deadline=None)
-@given(pairs(), st.sampled_from([1, 2, 4, 8]))
-def test_bytes_are_those_of_the_executors_plan(pair, node_size):
-    shape, parallel, engine, ranks = pair
-    sources = {r: megatron_layout(shape, parallel, r) for r in range(parallel.world)}
-    destinations = {r: engine_layout(shape, engine, i % engine.ranks) for i, r in enumerate(ranks)}
-    tensors = canonical_tensors(shape)
-    cells = Cells(sources, destinations, tensors, itemsize=2, node_size=node_size)
+@given(reshards(1), st.sampled_from([1, 2, 4, 8]))
+def test_bytes_are_those_of_the_executors_plan(sides, node_size):
+    sources, destinations, tensors = sides
+    cells = Cells(*sides, itemsize=2, node_size=node_size)
     flow = cells.flow()
-    made = make_plan(sources, destinations, tensors, itemsize=2, bucket_bytes=1 << 20, node_size=node_size)
+    made = make_plan(*sides, itemsize=2, bucket_bytes=1 << 20, node_size=node_size)
     for rank, traffic in made.traffic.items():
         assert (flow.received[rank], flow.received_far[rank]) == (traffic.received, traffic.off_node), rank
     assert flow.sent.sum() == pytest.approx(flow.received.sum())
@@ -194,48 +206,18 @@ def test_bytes_are_those_of_the_executors_plan(pair, node_size):
     assert flow.node_in.sum() == flow.received_far.sum() == pytest.approx(flow.node_out.sum())
     whole = cells.flow(everything=True)
     total = sum(t.slices * t.slice_bytes(2) for t in tensors.values())
-    for r in ranks:
+    for r in destinations:
         held = {(s.name, i) for x in sources.get(r, {}).values() for s in x for i in range(s.start, s.stop)}
         assert whole.received[r] == total - sum(tensors[name].slice_bytes(2) for name, _ in held)
-    assert not np.any(np.delete(whole.received, list(ranks)))
-
-
-@st.composite
-def large(draw):
-    """A tiny model of any family on hundreds of ranks."""
-    tp, pp, vpp = (draw(st.sampled_from(s)) for s in ([1, 2, 4, 8], [1, 2, 4], [1, 2]))
-    family = draw(st.sampled_from(list(FAMILIES)))
-    moe = FAMILIES[family].experts
-    ep = draw(st.sampled_from([1, 4, 8, 16])) if moe else 1
-    etp = draw(st.sampled_from([1, 2])) if moe else None
-    vpp = vpp if pp > 1 else 1
-    need = pp * max(tp, ep * (etp or tp))
-    more = dict(experts=16, expert_ffn=8) if moe else {}
-    if family == "deepseek_v3":
-        more |= dict(shared_ffn=8, dense_layers=(0,), q_lora=8, kv_lora=8, nope=2, rope=8, value=2)
-    groups = 8 if family == "deepseek_v3" else draw(st.sampled_from([1, 2, 8]))
-    vocab = draw(st.integers(3, 100))
-    sizes = (pp * vpp, 4, 8, groups, 4, 8, vocab, -(-vocab // 64) * 64, draw(st.booleans()))
-    world = need * draw(st.integers(64 // need + 1, 512 // need))
-    parallel = Parallel(world, tp=tp, pp=pp, vpp=vpp, ep=ep, etp=etp)
-    engine = EngineParallel(draw(st.sampled_from([1, 2, 4, 8])), 1)
-    if moe and draw(st.booleans()):
-        engine = EngineParallel(engine.tp, engine.tp * draw(st.sampled_from([1, 2])))
-    first = draw(st.sampled_from([0, world // 2, world]))
-    shape = ModelShape(family, *sizes, **more)
-    return shape, parallel, engine, range(first, first + world // engine.ranks * engine.ranks)
+    assert not np.any(np.delete(whole.received, list(destinations)))
 
 
 @settings(max_examples=10, deadline=None)
-@given(large())
-def test_hundreds_of_ranks(pair):
+@given(reshards(64))
+def test_hundreds_of_ranks(sides):
     """Every destination is covered exactly, with no byte above what it lacks."""
-    shape, parallel, engine, ranks = pair
-    sources = {r: megatron_layout(shape, parallel, r) for r in range(parallel.world)}
-    destinations = {r: engine_layout(shape, engine, i % engine.ranks) for i, r in enumerate(ranks)}
-    tensors = canonical_tensors(shape)
-    flow = Cells(sources, destinations, tensors, itemsize=2, node_size=8).flow()
-    made = make_plan(sources, destinations, tensors, itemsize=2, bucket_bytes=1 << 20, node_size=8, rank=ranks[0])
+    flow = Cells(*sides, itemsize=2, node_size=8).flow()
+    made = make_plan(*sides, itemsize=2, bucket_bytes=1 << 20, node_size=8, rank=min(sides[1]))
     assert made.unused == ()
     assert [t.received for t in made.traffic.values()] == [flow.received[r] for r in made.traffic]
     assert [t.off_node for t in made.traffic.values()] == [flow.received_far[r] for r in made.traffic]
@@ -302,8 +284,8 @@ def test_a_script_of_a_run_needs_no_more_words(tmp_path, capsys):
     out = capsys.readouterr().out
     assert "engines 8 x (tp1 ep1: 1 ranks), on ranks 0 to 7" in out and "a node of 4 (" in out
     assert "note: the script has no --rl-generate-tp: engines of one rank" in out
-    found = read_script(script)
-    assert (found.shape.vocab, found.shape.padded_vocab, found.node) == (3, 256, 4)
+    planned = read_script(script)
+    assert (planned.shape.vocab, planned.shape.padded_vocab, planned.node) == (3, 256, 4)
     # float32: four layers with attention, MLP, bias and norms; a tied embedding of 3 rows; the last norm
     weights = 4 * (4 * (64 * 64 * 4 + 3 * 64 * 96 + 192 + 128) + 3 * 64 + 64)
     assert f" {weights / 1e6:.2f} MB of weights" in out and "MB a device, fullest" in out and " GB of" not in out

@@ -19,7 +19,7 @@ from mindspeed_rl_plugin.stages.table import stage_table
 from mindspeed_rl_plugin.tools.text_table import aligned
 
 GIB = 2**30
-# Bytes with which a warehouse tells a controller of what was committed: a row number, once for all columns written
+# Bytes of what a warehouse reports to a controller of a commit: a row number, once for all columns written
 # together; offset and length of each cell; the number of a row that a state is done with.
 SLOT, CELL, ACK = 4, 8 + 4, 4
 # Table 1 of the paper: G, N, PL, SL, n, M.
@@ -117,7 +117,7 @@ def rollout_bytes(config: RLConfig, algorithm: Algorithm, global_batch_size: int
 def record_bytes(load: Load, columns: Sequence[ColumnSpec], states: Sequence[StateSpec]) -> int:
     """Bytes of the records of one rollout as each process that holds controllers gets them, without their heads.
 
-    A put tells of what no state writes, a commit of what its state writes and of the rows that it is done with.
+    A put reports what no state writes, a commit what its state writes and the rows that it is done with.
     """
     level = {c.name: c.level for c in columns}
     put = {name for s in states for name in s.reads}.difference(*(s.writes for s in states))

@@ -177,10 +177,10 @@ def _typed(text: str) -> bool | int | float | str:
 def _pattern(text: str) -> list[int]:
     """A `--moe-layer-freq` such as "[0]*3+[1]*58"."""
     terms = text.strip("'\"").replace(" ", "").split("+")
-    found = [re.fullmatch(r"(\[\d(?:,\d)*\])(?:\*(\d+))?", term) for term in terms]
-    if not all(found):
+    matches = [re.fullmatch(r"(\[\d(?:,\d)*\])(?:\*(\d+))?", term) for term in terms]
+    if not all(matches):
         raise ValueError(f"--moe-layer-freq {text}: give a number, or lists with factors, as in [0]*3+[1]*58")
-    return [layer for body, times in (term.groups() for term in found) for layer in json.loads(body) * int(times or 1)]
+    return [layer for body, times in (m.groups() for m in matches) for layer in json.loads(body) * int(times or 1)]
 
 
 def _vocabulary(flags: Flags, folder: Path) -> int | None:
