@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -41,8 +42,7 @@ def read_inputs(args: argparse.Namespace) -> Inputs:
         max_tokens=config.forward.max_tokens_per_microbatch,
         packed=config.forward.pack_sequences,
     )
-    stream = _pairs if algorithm.from_pairs else _prompts
-    seed = args.seed if config.data.data_seed is None else config.data.data_seed
+    stream = functools.partial(_stream, tokenizer, config, algorithm.from_pairs)
     inputs = Inputs(
         args=args,
         config=config,
@@ -53,8 +53,8 @@ def read_inputs(args: argparse.Namespace) -> Inputs:
         vocab=vocab,
         flags=given_flags(config),
         forward=forward,
-        data=stream(config.data.prompt_data, seed, tokenizer, config),
-        held_out=stream(config.monitor.eval_data, 0, tokenizer, config) if config.monitor.eval_data else None,
+        data=stream(config.data.prompt_data, args.seed if config.data.data_seed is None else config.data.data_seed),
+        held_out=stream(config.monitor.eval_data, 0) if config.monitor.eval_data else None,
     )
     return inputs if algorithm.from_pairs else _to_sample(inputs)
 
@@ -100,38 +100,21 @@ def _graders(inputs: Inputs) -> RewardPool:
     return graders
 
 
-def _prompts(paths: Sequence[str], seed: int, tokenizer: Any, config: RLConfig) -> PromptStream:
-    data = config.data
-    prompts = PromptStream(
-        paths,
-        tokenizer,
-        prompt_key=data.prompt_key,
-        answer_key=data.answer_key,
-        chat_template=data.apply_chat_template,
-        max_length=data.max_prompt_length,
-        seed=seed,
-    )
-    limit = f"longer than {data.max_prompt_length} tokens (--rl-max-prompt-length)"
-    _say(f"{len(prompts)} prompts from {' '.join(paths)}; dropped {prompts.dropped} {limit}")
-    return prompts
-
-
-def _pairs(paths: Sequence[str], seed: int, tokenizer: Any, config: RLConfig) -> PairStream:
-    data = config.data
-    pairs = PairStream(
-        paths,
-        tokenizer,
-        prompt_key=data.prompt_key,
-        chosen_key=data.chosen_key,
-        rejected_key=data.rejected_key,
-        chat_template=data.apply_chat_template,
-        max_length=data.max_prompt_length,
-        max_response=config.rollout.max_response_length,
-        seed=seed,
-    )
-    why = "too long (--rl-max-prompt-length, --rl-max-response-length) or with equal answers"
-    _say(f"{len(pairs)} pairs from {' '.join(paths)}; left out {pairs.dropped} {why}")
-    return pairs
+def _stream(
+    tokenizer: Any, config: RLConfig, pairs: bool, paths: Sequence[str], seed: int
+) -> PromptStream | PairStream:
+    """The prompts, or pairs, of some files, and a line on what was left out."""
+    data, limit = config.data, config.data.max_prompt_length
+    same = dict(prompt_key=data.prompt_key, chat_template=data.apply_chat_template, max_length=limit, seed=seed)
+    if pairs:
+        keys = {"chosen_key": data.chosen_key, "rejected_key": data.rejected_key}
+        stream = PairStream(paths, tokenizer, **same, **keys, max_response=config.rollout.max_response_length)
+        what, why = "pairs", "too long (--rl-max-prompt-length, --rl-max-response-length) or with equal answers"
+    else:
+        stream = PromptStream(paths, tokenizer, **same, answer_key=data.answer_key)
+        what, why = "prompts", f"longer than {limit} tokens (--rl-max-prompt-length)"
+    _say(f"{len(stream)} {what} from {' '.join(paths)}; dropped {stream.dropped} {why}")
+    return stream
 
 
 def _say(line: str) -> None:
