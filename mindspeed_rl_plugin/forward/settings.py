@@ -67,20 +67,8 @@ class ForwardSettings:
         packed: bool = False,
     ) -> ForwardSettings:
         """Settings of this job. `args`: Megatron's, after validation; chunk_tokens: None to choose; max_tokens, packed:
-        as the fields.
-
-        Raises ValueError for what cannot run.
+        as the fields. Raises ValueError for what cannot run; what flags exclude each other, `launch` has checked.
         """
-        cp = args.context_parallel_size
-        if cp > 1 and packed:
-            raise ValueError(
-                f"--context-parallel-size {cp} does not split packed rows; use 1, or remove --rl-pack-sequences"
-            )
-        if vocab_size > args.padded_vocab_size:
-            raise ValueError(
-                f"vocabulary of {vocab_size} tokens does not fit the model's {args.padded_vocab_size} rows; "
-                "check the tokenizer"
-            )
         return cls(
             micro_batch_size=args.micro_batch_size,
             seq_length=args.seq_length,
@@ -89,7 +77,8 @@ class ForwardSettings:
             multiple=length_multiple(args),
             fixed_length=args.pipeline_model_parallel_size > 1 and not args.variable_seq_lengths and not max_tokens,
             # Attention over context parallel ranks is causal by itself: no mask says where its positions stand.
-            causal_mask=cp == 1 and (args.create_attention_mask_in_dataloader or _own_mask_has_one_shape(args)),
+            causal_mask=args.context_parallel_size == 1
+            and (args.create_attention_mask_in_dataloader or _own_mask_has_one_shape(args)),
             chunk_tokens=_chunk_tokens(args, max_tokens) if chunk_tokens is None else chunk_tokens,
             max_tokens=max_tokens,
             packed=packed,

@@ -23,14 +23,11 @@ def keep(parser):
 
 
 arguments.add_megatron_arguments = keep
-text = io.StringIO()
-sys.argv = ["driver", "--help"]
-with contextlib.redirect_stdout(text), contextlib.suppress(SystemExit):
-    arguments.parse_args()
+sys.argv = ["driver"]
+arguments.parse_args(ignore_unknown_args=True)
 arguments.add_megatron_arguments = original
 
-mine = [a for a in parsers[0]._actions if getattr(a, "mindspeed_rl", False)]
-others = [a for a in parsers[0]._actions if not getattr(a, "mindspeed_rl", False)]
+errors = []
 errors = []
 for words in lists:
     sys.argv = ["driver", *words]
@@ -45,16 +42,12 @@ for words in lists:
     else:
         errors.append(None)
 
-print(
-    "\nRESULT "
-    + json.dumps(
-        {
-            "help": text.getvalue(),
-            "flags": [s for a in mine for s in a.option_strings],
-            "dests": [a.dest for a in mine],
-            "other_flags": [s for a in others for s in a.option_strings],
-            "other_dests": [a.dest for a in others],
-            "errors": errors,
-        }
-    )
-)
+mine = [a for a in parsers[0]._actions if getattr(a, "mindspeed_rl", False)]
+result = {
+    "help": parsers[0].format_help(),
+    "flags": [s for a in mine for s in a.option_strings],
+    "dests": [a.dest for a in mine],
+    "other_dests": [a.dest for a in parsers[0]._actions if a not in mine],
+    "errors": errors,
+}
+print("\nRESULT " + json.dumps(result))

@@ -85,9 +85,8 @@ def test_no_help_has_a_seam():
 
 def test_flags_are_ours_alone_in_the_installed_parser(parsed):
     assert sorted(parsed["flags"]) == sorted(flag_names())
-    assert not set(parsed["flags"]) & set(parsed["other_flags"])
-    assert not set(parsed["dests"]) & set(parsed["other_dests"])
-    assert len(parsed["other_flags"]) > 500, "that was Megatron's parser"
+    assert not set(parsed["dests"]) & set(parsed["other_dests"]), "argparse itself refuses the same flag twice"
+    assert len(parsed["other_dests"]) > 500, "that was Megatron's parser"
 
 
 @pytest.mark.parametrize(("number", "expected"), [(n, e) for n, (_, e) in enumerate(CASES)])

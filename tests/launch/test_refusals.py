@@ -1,15 +1,19 @@
 """What a start refuses, by flag and value: one table, and walks over the tables that refusals are made of."""
 
+import argparse
 import dataclasses
+import importlib.util
 import math
+import os
 import re
 import sys
 import types
+from pathlib import Path
 
 import pytest
 
 from mindspeed_rl_plugin.algorithms.estimators import ADVANTAGES
-from mindspeed_rl_plugin.config import RLConfig, config_problems, flag_name
+from mindspeed_rl_plugin.config import RLConfig, config_problems, flag_name, flag_names
 from mindspeed_rl_plugin.config.upstream import OWN_RL, ROUTING, RUN, UPSTREAM, WHOLE, model_refusals, refusals
 from mindspeed_rl_plugin.launch import flag_checks
 from mindspeed_rl_plugin.launch.read_inputs import read_inputs
@@ -229,6 +233,41 @@ def test_the_table_of_upstreams_flags_names_each_once_and_is_walked_whole(build)
     row = next(row for row in UPSTREAM if row.about == WHOLE)
     assert any(line.startswith(row.spelt) for line in problems_of(build, DPO | {row.name: True}))
     assert model_refusals(types.SimpleNamespace(moe_latent_size=1, enable_dsa_indexer=True)) == []
+
+
+def test_defaults_of_megatrons_own_rl_pass_together_and_what_is_named_instead_is_ours():
+    assert refusals(types.SimpleNamespace(**{row.name: row.fine[0] for row in OWN_RL}), RUN) == []
+    fixes = {row.name: row.why.rpartition("; ")[2] for row in OWN_RL}
+    assert fixes["grpo_group_size"] == "give --rl-samples-per-prompt instead"
+    assert fixes["rl_use_sequence_packing"] == "remove it"
+    assert {word for fix in fixes.values() for word in fix.split() if word.startswith("--")} <= set(flag_names())
+
+
+def megatrons_parsers():
+    """The installed Megatron's arguments.py, and those of the checkouts in MEGATRON_LM_PATH."""
+    installed = Path(importlib.util.find_spec("megatron.core").origin).parents[1] / "training" / "arguments.py"
+    checkouts = filter(None, os.environ.get("MEGATRON_LM_PATH", "").split(":"))
+    return [installed, *(Path(c) / "megatron" / "training" / "arguments.py" for c in checkouts)]
+
+
+def group_of(source):
+    """Attribute -> default of `_add_rl_args` in this file, executed alone; nothing where it has none."""
+    head, found, tail = source.read_text().partition("def _add_rl_args(parser):")
+    if not found:
+        return {}
+    body = tail.partition("\ndef ")[0]
+    space = {"argparse": argparse}
+    exec(found + body, space)
+    parser = space["_add_rl_args"](argparse.ArgumentParser())
+    return {a.dest: a.default for a in parser._actions if a.dest not in ("help", "perform_rl_step")}
+
+
+def test_the_table_of_megatrons_own_rl_holds_every_argument_with_its_default():
+    table = {row.name: row.fine[0] for row in OWN_RL}
+    groups = [group_of(source) for source in megatrons_parsers()]
+    assert any(groups), "no Megatron here has the group"
+    for group in groups:
+        assert {name: table.get(name, "missing") for name in group} == group
 
 
 def limited():
