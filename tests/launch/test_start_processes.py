@@ -1,11 +1,12 @@
 """Attaching, starting and resuming for real: Megatron, two ranks, its own checkpoints in format torch."""
 
-import io
+import pickle
 import re
 import shutil
 
 import pytest
 import torch
+from torch.utils._pytree import tree_flatten
 
 from mindspeed_rl_plugin.launch import checkpoint_files as files
 
@@ -87,8 +88,10 @@ def losses(job):
 
 
 def content(path):
-    """A file of a checkpoint as bytes, without the parsed arguments, which name different folders and flags."""
-    state, buffer = torch.load(path, weights_only=False), io.BytesIO()
+    """A file of a checkpoint without the parsed arguments, which name different folders and flags: structure, and each
+    value as bytes."""
+    state = torch.load(path, weights_only=False)
     state.pop("args", None)
-    torch.save(state, buffer)
-    return buffer.getvalue()
+    values, structure = tree_flatten(state)
+    tensors = (v.detach().reshape(-1).view(torch.uint8).numpy() if torch.is_tensor(v) else v for v in values)
+    return str(structure), [getattr(v, "dtype", None) for v in values], [pickle.dumps(v) for v in tensors]
