@@ -25,7 +25,7 @@ ONE_RANK = {
     "micro-batch 2": case(2),
     "micro-batch 4": case(4),
     "per token loss": case(2, "--calculate-per-token-loss"),
-    "replayed": case(2, mode="replay"),
+    "replayed": case(2, "--rerun-mode validate_results", mode="replay"),
     "dropped": case(2, mode="dropped"),
     "masked": case(2, mode="masked"),
     "filtered": case(2, mode="filtered"),
@@ -179,7 +179,10 @@ CHECKOUTS = [Path(p) for p in os.environ.get("MEGATRON_LM_PATH", "").split(os.pa
 @pytest.mark.parametrize("checkout", CHECKOUTS, ids=lambda path: path.name)
 def test_other_megatron_versions(assert_same, run_cases, one_rank, checkout):
     """Each checkout named by MEGATRON_LM_PATH (several, separated as in PATH) scales alike, old rules or new."""
-    for name, got in run_cases("invariance.py", 1, ONE_RANK, checkout).items():
+    # Core 0.12 ends a job after every replay, and replays only where it is asked to.
+    replays = "_reduce_any" in (checkout / "megatron/core/rerun_state_machine.py").read_text()
+    alone = {name: c for name, c in ONE_RANK.items() if replays or c.get("mode") != "replay"}
+    for name, got in run_cases("invariance.py", 1, alone, checkout).items():
         assert_same(got, one_rank[name])
     pipelines = {name: c for name, c in {**TWO_RANKS, **MORE_ON_TWO_RANKS}.items() if name.startswith("PP2")}
     rest = {**TWO_RANKS, **MORE_ON_TWO_RANKS}.items()
