@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +18,8 @@ class Arithmetic:
     prompts: G of one rollout; members: N responses of a prompt; global_batch: sequences of one optimizer
     step (--global-batch-size); epochs: passes over a rollout; micro_batch: sequences of one forward;
     data_parallel, engines: ranks; train_iters: optimizer steps of the whole run; max_tokens: of a micro-batch, where
-    they are cut by tokens.
+    they are cut by tokens. Preference pairs are prompts with two responses, and no engine; an optimizer step is a
+    rollout.
     """
 
     prompts: int
@@ -54,7 +54,11 @@ class Arithmetic:
 
     def table(self) -> str:
         """A small table for the console."""
-        rows = [
+        rows = self._of_rollouts() if self.engines else self._of_pairs()
+        return "\n".join(["[rl] batch arithmetic", *(f"[rl]   {n:<30}{v:>8}  {how}".rstrip() for n, v, how in rows)])
+
+    def _of_rollouts(self) -> list[tuple[str, int, str]]:
+        return [
             ("prompts a rollout", self.prompts, ""),
             ("samples a rollout", self.samples, f"{self.prompts} prompts x {self.members} responses"),
             ("sequences an optimizer step", self.global_batch, "--global-batch-size"),
@@ -63,7 +67,15 @@ class Arithmetic:
             ("rollouts", self.rollouts, f"{self.train_iters} optimizer steps / {self.steps}{self._last()}"),
             ("rollout engines", self.engines, ""),
         ]
-        return _table(rows)
+
+    def _of_pairs(self) -> list[tuple[str, int, str]]:
+        return [
+            ("sequences an optimizer step", self.global_batch, "--global-batch-size, two a pair"),
+            ("pairs an optimizer step", self.prompts, f"{self.global_batch} / 2"),
+            ("pairs a micro-batch", self.micro_batch // 2, f"--micro-batch-size {self.micro_batch} / 2"),
+            self._cut(),
+            ("pairs of the run", self.train_iters * self.prompts, f"{self.train_iters} optimizer steps"),
+        ]
 
     def _cut(self) -> tuple[str, int, str]:
         if self.max_tokens is not None:
@@ -75,44 +87,6 @@ class Arithmetic:
     def _last(self) -> str:
         left = self.train_iters % self.steps
         return f", the last serves {left}" if left else ""
-
-
-@dataclass(frozen=True)
-class PairArithmetic:
-    """How pairs are cut into optimizer steps: every pair is two sequences. Fields as in `Arithmetic`."""
-
-    global_batch: int
-    micro_batch: int
-    data_parallel: int
-    train_iters: int
-    members: int = 2
-    epochs: int = 1
-
-    @property
-    def prompts(self) -> int:
-        """Pairs of an optimizer step, which is a rollout."""
-        return self.global_batch // 2
-
-    @property
-    def steps(self) -> int:
-        """Optimizer steps of a rollout."""
-        return 1
-
-    def table(self) -> str:
-        """A small table for the console."""
-        across = self.micro_batch * self.data_parallel
-        rows = [
-            ("sequences an optimizer step", self.global_batch, "--global-batch-size, two a pair"),
-            ("pairs an optimizer step", self.global_batch // 2, f"{self.global_batch} / 2"),
-            ("pairs a micro-batch", self.micro_batch // 2, f"--micro-batch-size {self.micro_batch} / 2"),
-            (
-                "micro-batches a step and rank",
-                self.global_batch // across,
-                f"{self.global_batch} / ({self.micro_batch} x {self.data_parallel} data-parallel ranks)",
-            ),
-            ("pairs of the run", self.train_iters * self.global_batch // 2, f"{self.train_iters} optimizer steps"),
-        ]
-        return _table(rows)
 
 
 def check_batch(args: argparse.Namespace) -> None:
@@ -127,7 +101,7 @@ def check_batch(args: argparse.Namespace) -> None:
         _check_split(batch, micro, ranks)
 
 
-def derive_pairs(*, global_batch: int, micro_batch: int, data_parallel: int, train_iters: int) -> PairArithmetic:
+def derive_pairs(*, global_batch: int, micro_batch: int, data_parallel: int, train_iters: int) -> Arithmetic:
     """Check that everything divides and no pair is cut. Raises ValueError naming the value, the limit and the fix."""
     if micro_batch % 2:
         raise ValueError(
@@ -135,7 +109,7 @@ def derive_pairs(*, global_batch: int, micro_batch: int, data_parallel: int, tra
             "answer of a pair go through the model together; give an even number"
         )
     _check_split(global_batch, micro_batch, data_parallel)
-    return PairArithmetic(global_batch, micro_batch, data_parallel, train_iters)
+    return Arithmetic(global_batch // 2, 2, global_batch, 1, micro_batch, data_parallel, 0, train_iters)
 
 
 def derive(
@@ -172,7 +146,7 @@ def derive(
     return Arithmetic(*sizes, max_tokens)
 
 
-def arithmetic_of(args: Any) -> Arithmetic | PairArithmetic:
+def arithmetic_of(args: Any) -> Arithmetic:
     """The arithmetic of Megatron's validated arguments, whatever the algorithm. Raises ValueError as these do."""
     if not learns_from_pairs(args.rl_algorithm):
         return derive_from_args(args)
@@ -206,10 +180,6 @@ def _check_split(global_batch: int, micro_batch: int, data_parallel: int) -> Non
             f"--global-batch-size {global_batch} is not a multiple of --micro-batch-size {micro_batch} x "
             f"{data_parallel} data-parallel ranks = {micro_batch * data_parallel}; change one of them"
         )
-
-
-def _table(rows: Sequence[tuple[str, int, str]]) -> str:
-    return "\n".join(["[rl] batch arithmetic", *(f"[rl]   {n:<30}{v:>8}  {how}".rstrip() for n, v, how in rows)])
 
 
 def _near(prompts: int, members: int, global_batch: int) -> str:

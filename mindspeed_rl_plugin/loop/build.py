@@ -60,7 +60,7 @@ def build_loop(
     ranks = Collectives(config.monitor.wait_timeout)
     placement = place(topology, ranks.group)
     near = algorithm.dynamic_sampling
-    plan = RolloutPlan(inputs.sizes, topology.dp_size, placement, inputs.forward.budget, near)
+    plan = RolloutPlan(inputs.sizes, placement, inputs.forward.budget, near)
     table = table_of(inputs)
     dock_size(inputs, table).check_placed(plan.owners_of_round())
     docks = Docks.make(table, config, topology, ranks.group, plan)

@@ -68,7 +68,7 @@ def build_pair_loop(inputs: Inputs, model: Any, reference: Reference, start: Sta
     """model: this rank's chunks. Collective over all ranks."""
     args, config, algorithm = inputs.args, inputs.config.monitor, inputs.algorithm
     topology, ranks = Topology.from_megatron(1), Collectives(config.wait_timeout)
-    plan = RolloutPlan(inputs.sizes, topology.dp_size, place(topology, ranks.group))
+    plan = RolloutPlan(inputs.sizes, place(topology, ranks.group))
     docks = Docks.make(table_of(inputs), inputs.config, topology, ranks.group, plan)
     monitor = make_monitor(inputs, topology, start)
     place_of_rank = {"dp_rank": topology.dp_rank, "dp_size": topology.dp_size, "writer": topology.writer}

@@ -10,7 +10,7 @@ from typing import Any
 from mindspeed_rl_plugin.algorithms import Algorithm
 from mindspeed_rl_plugin.config import RLConfig
 from mindspeed_rl_plugin.forward import ForwardSettings
-from mindspeed_rl_plugin.loop.arithmetic import Arithmetic, PairArithmetic
+from mindspeed_rl_plugin.loop.arithmetic import Arithmetic
 from mindspeed_rl_plugin.prompts import PairStream, PromptStream
 from mindspeed_rl_plugin.reward import RewardPool
 from mindspeed_rl_plugin.rows import Prompt
@@ -28,7 +28,7 @@ class Inputs:
     args: argparse.Namespace
     config: RLConfig
     algorithm: Algorithm
-    sizes: Arithmetic | PairArithmetic
+    sizes: Arithmetic
     tokenizer: Any
     tokenizer_path: str | None
     vocab: int

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mindspeed_rl_plugin.algorithms import Algorithm
-from mindspeed_rl_plugin.loop.rollout_plan import Sizes, of_epoch
+from mindspeed_rl_plugin.loop.arithmetic import Arithmetic
+from mindspeed_rl_plugin.loop.rollout_plan import of_epoch
 from mindspeed_rl_plugin.rows import Group
 
 # Columns of checkpoints before November 2026, and what they are now.
@@ -23,7 +24,7 @@ _FLAGS = {
 }
 
 
-def cut(sizes: Sizes, algorithm: Algorithm, max_tokens: int | None) -> dict[str, int | str | None]:
+def cut(sizes: Arithmetic, algorithm: Algorithm, max_tokens: int | None) -> dict[str, int | str | None]:
     """What decides how a rollout is cut into optimizer steps and what its rows hold; a half-used rollout cannot change
     it."""
     return {

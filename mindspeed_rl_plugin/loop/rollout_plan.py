@@ -4,26 +4,17 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from mindspeed_rl_plugin.forward import Step, TokenBudget, plan_batches, plan_tokens
+from mindspeed_rl_plugin.loop.arithmetic import Arithmetic
 from mindspeed_rl_plugin.loop.placement import Placement
 from mindspeed_rl_plugin.rows import Group, SampleId
 
 Lengths = Mapping[Group, Sequence[int]]
 """Tokens of each sample of a group, by member."""
-
-
-class Sizes(Protocol):
-    """What a rollout is, of `arithmetic`: groups, samples of each, and how they are cut into optimizer steps."""
-
-    prompts: int
-    members: int
-    global_batch: int
-    micro_batch: int
-    epochs: int
 
 
 def of_epoch(epoch: int, groups: int) -> tuple[Group, ...]:
@@ -62,15 +53,15 @@ class RolloutPlan:
     epoch: rounds sampled, counted from 0, -1 before the first; groups: those of the rollout, in training order;
     deferred: sampled, graded and kept in the dock for the next rollout; lengths: of all these; steps: optimizer steps
     left; rounds: groups of epochs that a former start sampled.
-    sizes: of a rollout; dp_size: data parallel ranks; placement: who works on what; budget: tokens of a micro-batch,
+    sizes: of a rollout; placement: who works on what; budget: tokens of a micro-batch,
     None where it has a fixed number of rows; near: whether whole steps are dealt to ranks near their rows, as where
     groups of several rounds make a rollout.
     """
 
     def __init__(
-        self, sizes: Sizes, dp_size: int, placement: Placement, budget: TokenBudget | None = None, near: bool = False
+        self, sizes: Arithmetic, placement: Placement, budget: TokenBudget | None = None, near: bool = False
     ) -> None:
-        self.sizes, self.dp_size, self.placement, self.budget, self.near = sizes, dp_size, placement, budget, near
+        self.sizes, self.placement, self.budget, self.near = sizes, placement, budget, near
         self.epoch = -1
         self.groups: tuple[Group, ...] = ()
         self.deferred: tuple[Group, ...] = ()
@@ -151,7 +142,7 @@ class RolloutPlan:
 
     def _cut(self, groups: Sequence[Group]) -> list[Step]:
         batch = {"global_batch_size": self.sizes.global_batch, "micro_batch_size": self.sizes.micro_batch}
-        return plan_groups(groups, self.sizes.members, dp_size=self.dp_size, **batch)
+        return plan_groups(groups, self.sizes.members, dp_size=self.sizes.data_parallel, **batch)
 
     # checkpoint
 

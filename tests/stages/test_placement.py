@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mindspeed_rl_plugin.forward import Step, TokenBudget, plan_tokens
+from mindspeed_rl_plugin.loop.arithmetic import Arithmetic
 from mindspeed_rl_plugin.loop.placement import Placement, deal
 from mindspeed_rl_plugin.loop.rollout_plan import RolloutPlan, of_epoch, plan_groups, samples
 from mindspeed_rl_plugin.rows import SampleId
@@ -32,8 +32,9 @@ def planned(place: Placement, groups: list, global_batch: int) -> list[Step]:
 
 
 def owners_of(place: Placement, prompts: int, global_batch: int):
-    sizes = SimpleNamespace(prompts=prompts, members=MEMBERS, global_batch=global_batch, micro_batch=2, epochs=1)
-    return RolloutPlan(sizes, max(place.dp_rank) + 1, place).owners_of_round
+    ranks = max(place.dp_rank) + 1
+    sizes = Arithmetic(prompts, MEMBERS, global_batch, 1, 2, ranks, engines=ranks, train_iters=1)
+    return RolloutPlan(sizes, place).owners_of_round
 
 
 def away(place: Placement, plan: list[Step], owners) -> float:

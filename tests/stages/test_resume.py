@@ -50,7 +50,7 @@ def inputs(*flags: str, algorithm: str = "grpo", prompts: int = 4, world: int = 
 def job(given: Inputs, nodes: tuple[int, ...] = (0,)) -> Job:
     """nodes: machine of each rank; the dock itself is that of a lone rank."""
     place = Placement(nodes, tuple(range(len(nodes))), tuple(range(len(nodes))))
-    plan = RolloutPlan(given.sizes, len(nodes), place)
+    plan = RolloutPlan(given.sizes, place)
     table = table_of(given)
     homes = lambda epoch, groups: plan.owners_of_round(groups)  # noqa: E731
     (dock,) = make_docks(columns_of(table), states_of(table), [(0, 1)], homes=homes, deadline=5)
