@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from mindspeed_rl_plugin.reshard.allgather import AllgatherPlan, post_round
+from mindspeed_rl_plugin.reshard.allgather import AllgatherPlan, post_bucket
 from mindspeed_rl_plugin.reshard.p2p import Batch, P2PChannel
 from mindspeed_rl_plugin.reshard.transfer import copy_pieces
 
@@ -22,26 +22,28 @@ def naive(
     dtype: torch.dtype,
     device: torch.device,
 ) -> None:
-    """The plan without a buffer for the whole model: no more than two rounds of shards are held, one that is copied
+    """The plan without a buffer for the whole model: no more than two buckets of shards are held, one that is copied
     into the engine and one that arrives."""
     rank, flying = channel.rank, None
-    for numbers in (*plan.rounds, ()):
-        held = {}
-        for i in numbers:
-            shard = plan.shards[i]
-            if rank in shard.names:
-                held[i] = shard.stored(source, rank).to(shard.dtype(dtype)).contiguous()
-            elif rank in plan.destinations:
-                held[i] = torch.empty(shard.shape, dtype=shard.dtype(dtype), device=device)
-        batch = post_round(plan, numbers, held, channel) if numbers else None
+    for moves in (*plan.gather.buckets_of(rank), ()):
+        arriving = {
+            m.piece.destination.param: plan.shards[int(m.piece.destination.param)]
+            for m in moves
+            if m.destination == rank
+        }
+        held = {n: torch.empty(s.shape, dtype=s.dtype(dtype), device=device) for n, s in arriving.items()}
+        batch = post_bucket(plan, moves, source, held, channel, dtype) if moves else None
         if flying is not None:
-            _finish(plan, *flying, destination)  # before the round after the next one is posted
+            _finish(plan, *flying, destination)  # before the bucket after the next one is posted
         flying = batch, held
+    for number, shard in enumerate(plan.shards):
+        if rank in shard.names:
+            copy_pieces(plan.copies[number], {str(number): shard.stored(source, rank, dtype)}, destination)
 
 
-def _finish(plan: AllgatherPlan, batch: Batch, held: dict[int, Tensor], destination: Mapping[str, Tensor]) -> None:
-    """Wait for a round, copy what the engine needs out of it, and forget it."""
+def _finish(plan: AllgatherPlan, batch: Batch, held: dict[str, Tensor], destination: Mapping[str, Tensor]) -> None:
+    """Wait for a bucket, copy what the engine needs out of it, and forget it."""
     batch.wait()
-    for i, tensor in held.items():
-        copy_pieces(plan.copies[i], {str(i): tensor}, destination)
+    for number, tensor in held.items():
+        copy_pieces(plan.copies[int(number)], {number: tensor}, destination)
     held.clear()

@@ -76,9 +76,9 @@ class Rank:
             name: torch.zeros(size, dtype=DTYPE)
             for name, size in engine_shapes(shape, engine, self.rank % engine.ranks).items()
         }
-        plan = dict(itemsize=DTYPE.itemsize, rank=self.rank)
-        self.stream = make_plan(sources, wanted, self.tensors, bucket_bytes=bucket_bytes, **plan)
-        self.shards = make_allgather_plan(sources, shapes, wanted, self.tensors, round_bytes=bucket_bytes // 2, **plan)
+        plan = dict(itemsize=DTYPE.itemsize, rank=self.rank, bucket_bytes=bucket_bytes)
+        self.stream = make_plan(sources, wanted, self.tensors, **plan)
+        self.shards = make_allgather_plan(sources, shapes, wanted, self.tensors, **plan)
         cells = Cells(sources, wanted, self.tensors, itemsize=DTYPE.itemsize, node_size=world)
         self.least = cells.flow().received
         self.everything = cells.flow(everything=True).received

@@ -16,6 +16,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any, NamedTuple
 
 from mindspeed_rl_plugin.reshard.layout import Canonical, Layout, Segment
@@ -87,6 +88,11 @@ class Plan:
     unused: tuple[str, ...]
     fingerprint: int
 
+    def buckets_of(self, rank: int) -> list[list[Move]]:
+        """The moves in which a rank takes part, bucket by bucket."""
+        mine = (m for m in self.moves if rank in (m.source, m.destination))
+        return [list(moves) for _, moves in groupby(mine, key=lambda m: m.bucket)]
+
 
 def make_plan(
     sources: Mapping[int, Layout],
@@ -111,18 +117,19 @@ def make_plan(
     if not destinations:
         raise ValueError("the plan has no destination ranks")
     holders = _Holders(sources, tensors, node_size or 1 + max(*sources, *destinations))
-    wanted = [_Wanted(layout, ranks, tensors) for layout, ranks in _classes(destinations)]
+    wanted = [(_places(layout, ranks[0], tensors), ranks) for layout, ranks in _classes(destinations)]
     build = _Builder(holders.node_size, itemsize, bucket_bytes, rank, {*sources, *destinations})
-    missing = sorted({name for want in wanted for name in want.places} - set(holders.order))
+    missing = sorted({name for places, _ in wanted for name in places} - set(holders.order))
     for name in [*holders.order, *missing]:
-        for want in wanted:
-            for place in want.places.get(name, ()):
-                for start, stop, pool in holders.find(place, want.ranks[0]):
-                    want.cover(place, start, stop)
-                    build.add(start, stop, tensors[name].slice_bytes(itemsize), pool, place, want.ranks)
-    for want in wanted:
-        want.prove()
-    unused = tuple(name for name in holders.order if not any(name in want.places for want in wanted))
+        for places, ranks in wanted:
+            for place in places.get(name, ()):
+                at = place.segment.start
+                for start, stop, pool in holders.find(place, ranks[0]):
+                    assert start == at, f"{name}: [{at}, {start}) is not delivered to {place.param}"
+                    build.add(start, stop, tensors[name].slice_bytes(itemsize), pool, place, ranks)
+                    at = stop
+                assert at == place.segment.stop, f"{name}: not delivered to {place.param} from {at} on"
+    unused = tuple(name for name in holders.order if not any(name in places for places, _ in wanted))
     return build.plan(unused)
 
 
@@ -191,34 +198,15 @@ class _Holders:
             yield start, stop, _Pool(cover, self.node_size)
 
 
-class _Wanted:
-    """What the ranks of one destination layout want, and the proof that they get it."""
-
-    def __init__(self, layout: Layout, ranks: tuple[int, ...], tensors: Mapping[str, Canonical]) -> None:
-        self.ranks = ranks
-        self.places: dict[str, list[Place]] = {}
-        self._covered: dict[Place, list[tuple[int, int]]] = {}
-        for param, segments in layout.items():
-            for s in segments:
-                _check_bounds(s, tensors, f"engine rank {ranks[0]}")
-                self.places.setdefault(s.name, []).append(Place(param, s))
-            _check_disjoint(param, segments, ranks[0])
-
-    def cover(self, place: Place, start: int, stop: int) -> None:
-        """Note that `[start, stop)` of a place is delivered."""
-        self._covered.setdefault(place, []).append((start, stop))
-
-    def prove(self) -> None:
-        """Raise ValueError unless every wanted slice is delivered exactly once."""
-        for name, places in self.places.items():
-            for place in places:
-                at = place.segment.start
-                for start, stop in [*sorted(self._covered.get(place, ())), (place.segment.stop, place.segment.stop)]:
-                    if start != at:
-                        problem = "is delivered twice" if start < at else "is not delivered"
-                        where = f"[{min(start, at)}, {max(start, at)})"
-                        raise ValueError(f"{name}: {where} {problem} to {place.param} of engine rank {self.ranks[0]}")
-                    at = stop
+def _places(layout: Layout, rank: int, tensors: Mapping[str, Canonical]) -> dict[str, list[Place]]:
+    """Canonical tensor -> where an engine rank stores slices of it."""
+    places: dict[str, list[Place]] = {}
+    for param, segments in layout.items():
+        for s in segments:
+            _check_bounds(s, tensors, f"engine rank {rank}")
+            places.setdefault(s.name, []).append(Place(param, s))
+        _check_disjoint(param, segments, rank)
+    return places
 
 
 def _check_bounds(s: Segment, tensors: Mapping[str, Canonical], who: str) -> None:
@@ -256,7 +244,6 @@ class _Builder:
     def __post_init__(self) -> None:
         self.limit = self.bucket_bytes // 2
         self.traffic = {r: Traffic() for r in sorted(self.ranks)}
-        self.sent = dict.fromkeys(self.traffic, 0)
         self.node_sent = dict.fromkeys((r // self.node_size for r in self.traffic), 0)  # to other nodes
         # Bucket that a rank fills now and the bytes in it, as a sender and as a receiver.
         self.sending = {r: [0, 0] for r in self.traffic}
@@ -265,27 +252,29 @@ class _Builder:
     def add(self, start: int, stop: int, slice_bytes: int, pool: _Pool, want: Place, ranks: Sequence[int]) -> None:
         """Deliver `[start, stop)` of `want` to every one of `ranks`."""
         pieces: dict[Place, list[Piece]] = {}
-        place_of, near_of, node_size, sent = pool.place, pool.near, self.node_size, self.sent.__getitem__
         nbytes, tag = (stop - start) * slice_bytes, zlib.crc32(want.segment.name.encode())
         for rank in ranks:
-            own = place_of.get(rank)
+            own = pool.place.get(rank)
             if own is not None:
                 self.traffic[rank].copied += nbytes
                 self.fingerprint = hash((self.fingerprint, tag, start, nbytes, rank))
                 if self.rank is None or self.rank == rank:
                     self.copies.append(Copy(rank, Piece(start, stop - start, nbytes, own, want)))
                 continue
-            near = near_of.get(rank // node_size)
-            source = min(near, key=sent) if near else min(pool.ranks, key=self._far_load)
-            place = place_of[source]
+            near = pool.near.get(rank // self.node_size)
+            source = min(near, key=self._load) if near else min(pool.ranks, key=self._far_load)
+            place = pool.place[source]
             if place not in pieces:
                 pieces[place] = list(self._split(start, stop, slice_bytes, place, want))
             for piece in pieces[place]:
                 self._move(source, rank, piece, near is not None, tag)
 
+    def _load(self, rank: int) -> int:
+        return self.traffic[rank].sent
+
     def _far_load(self, rank: int) -> tuple[int, int]:
         """What a source's link to other nodes has sent, and the source itself."""
-        return self.node_sent[rank // self.node_size], self.sent[rank]
+        return self.node_sent[rank // self.node_size], self._load(rank)
 
     def _split(self, start: int, stop: int, slice_bytes: int, source: Place, want: Place) -> Iterator[Piece]:
         step = self.limit // slice_bytes
@@ -311,7 +300,6 @@ class _Builder:
                 queue[0], queue[1] = bucket, nbytes
             else:
                 queue[1] += nbytes
-        self.sent[source] += nbytes
         self.traffic[source].sent += nbytes
         arrived = self.traffic[destination]
         arrived.received += nbytes

@@ -235,7 +235,7 @@ class Resharder:
             self._destinations,
             self.tensors,
             itemsize=self.dtype.itemsize,
-            round_bytes=self.bucket_bytes // 2,
+            bucket_bytes=self.bucket_bytes,
             rank=self.rank,
             node_size=self.node_size,
         )

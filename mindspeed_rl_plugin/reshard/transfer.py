@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
+from operator import itemgetter
 
 import torch
 from torch import Tensor
 
-from mindspeed_rl_plugin.reshard.p2p import Batch, P2PChannel
+from mindspeed_rl_plugin.reshard.p2p import Batch, Message, P2PChannel
 from mindspeed_rl_plugin.reshard.plan import Copy, Move, Plan
 
 
@@ -37,12 +38,11 @@ def stream(
     assert plan.rank in (None, rank), f"a plan of rank {plan.rank} cannot run on rank {rank}"
     assert dtype.itemsize == plan.itemsize, f"{dtype} on a plan for {plan.itemsize} bytes an element"
     copy_pieces((copy for copy in plan.copies if copy.rank == rank), source, destination)
-    mine = [m for m in plan.moves if rank in (m.source, m.destination)]
-    buckets = [(number, list(moves)) for number, moves in groupby(mine, key=lambda m: m.bucket)]
+    buckets = plan.buckets_of(rank)
     buffers = [_Buffers(buckets[i::2], channel, source, destination, dtype, device) for i in (0, 1)]
     flying: _Buffers | None = None
-    for i, (number, moves) in enumerate(buckets):
-        buffers[i % 2].start(number, moves)
+    for i, moves in enumerate(buckets):
+        buffers[i % 2].start(moves)
         if flying is not None:
             flying.finish()
         flying = buffers[i % 2]
@@ -61,7 +61,7 @@ class _Buffers:
 
     def __init__(
         self,
-        buckets: Sequence[tuple[int, list[Move]]],
+        buckets: Sequence[list[Move]],
         channel: P2PChannel,
         source: Mapping[str, Tensor],
         destination: Mapping[str, Tensor],
@@ -69,31 +69,26 @@ class _Buffers:
         device: torch.device,
     ) -> None:
         self.channel, self.rank, self.source, self.destination = channel, channel.rank, source, destination
-        loads = [[sum(m.piece.nbytes for m in moves if m[end] == self.rank) for _, moves in buckets] for end in (1, 2)]
+        loads = [[sum(m.piece.nbytes for m in moves if m[end] == self.rank) for moves in buckets] for end in (1, 2)]
         self.outbox, self.inbox = (
             torch.empty(max(load, default=0) // dtype.itemsize, dtype=dtype, device=device) for load in loads
         )
         self.batch: Batch | None = None
         self.arrivals: list[tuple[Tensor, Tensor]] = []
 
-    def start(self, number: int, moves: Sequence[Move]) -> None:
+    def start(self, moves: Sequence[Move]) -> None:
         """Pack what this rank sends in the bucket and post all its messages."""
-        messages: tuple[list, list] = [], []
-        for inbound, box in ((False, self.outbox), (True, self.inbox)):
-            at = 0
-            for peer, theirs in self._by_peer(moves, inbound):
-                begin = at
-                for m in theirs:
-                    inside = self._inside(m, inbound)
-                    size = m.piece.nbytes // box.itemsize
-                    slot = box[at : at + size]
-                    at += size
-                    if inbound:
-                        self.arrivals.append((inside, slot))
-                    else:
-                        _pack(inside, slot)
-                messages[inbound].append((box[begin:at], peer, number))
-        self.batch = self.channel.post(f"bucket {number}", *messages)
+        number, out, into = moves[0].bucket, [], []
+        for m in moves:
+            if m.source == self.rank:
+                out.append((m.destination, m.piece.nbytes, m.piece.inside(self.source, m.piece.source)))
+            else:
+                into.append((m.source, m.piece.nbytes, m.piece.inside(self.destination, m.piece.destination)))
+        departures, sends = _slots(self.outbox, out, number)
+        self.arrivals, receives = _slots(self.inbox, into, number)
+        for inside, slot in departures:
+            _pack(inside, slot)
+        self.batch = self.channel.post(f"bucket {number}", sends, receives)
 
     def finish(self) -> None:
         """Wait for the bucket and write what arrived into the engine's parameters."""
@@ -102,17 +97,19 @@ class _Buffers:
             _unpack(slot, inside)
         self.batch, self.arrivals = None, []
 
-    def _by_peer(self, moves: Sequence[Move], inbound: bool) -> list[tuple[int, list[Move]]]:
-        mine = [m for m in moves if (m.destination if inbound else m.source) == self.rank]
-        peers: dict[int, list[Move]] = {}
-        for m in mine:
-            peers.setdefault(m.source if inbound else m.destination, []).append(m)
-        return sorted(peers.items())
 
-    def _inside(self, m: Move, inbound: bool) -> Tensor:
-        if inbound:
-            return m.piece.inside(self.destination, m.piece.destination)
-        return m.piece.inside(self.source, m.piece.source)
+def _slots(
+    buffer: Tensor, pieces: Sequence[tuple[int, int, Tensor]], tag: int
+) -> tuple[list[tuple[Tensor, Tensor]], list[Message]]:
+    """Every view of `(peer, bytes, view)` with its place in the buffer, and the messages: one a peer."""
+    slots, messages, at = [], [], 0
+    for peer, theirs in groupby(sorted(pieces, key=itemgetter(0)), key=itemgetter(0)):
+        begin = at
+        for _, nbytes, inside in theirs:
+            slots.append((inside, buffer[at : at + nbytes // buffer.itemsize]))
+            at += nbytes // buffer.itemsize
+        messages.append((buffer[begin:at], peer, tag))
+    return slots, messages
 
 
 def _pack(values: Tensor, slot: Tensor) -> None:

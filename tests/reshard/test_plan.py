@@ -189,21 +189,6 @@ def test_unused_tensors_are_named():
     assert make_plan(sources, {0: WHOLE}, tensors, itemsize=4, bucket_bytes=999).unused == ("b",)
 
 
-def test_the_proof_sees_what_is_missing_and_what_comes_twice():
-    from mindspeed_rl_plugin.reshard.plan import _Wanted
-
-    want = _Wanted(WHOLE, (5,), TENSORS)
-    (place,) = want.places["a"]
-    want.cover(place, 0, 4)
-    with pytest.raises(ValueError, match=r"a: \[4, 8\) is not delivered to p of engine rank 5"):
-        want.prove()
-    want.cover(place, 4, 8)
-    want.prove()
-    want.cover(place, 6, 8)
-    with pytest.raises(ValueError, match=r"a: \[6, 8\) is delivered twice to p of engine rank 5"):
-        want.prove()
-
-
 def test_a_tied_head_comes_from_the_embedding():
     shape = ModelShape("qwen2", 2, 6, 4, 2, 2, 8, 10, 16, tied=True)
     parallel = Parallel(2, pp=2)

@@ -2,6 +2,7 @@
 
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from math import prod
 from pathlib import Path
 from queue import Queue
 from types import SimpleNamespace
@@ -37,38 +38,29 @@ ITEM = 4
 
 def carried_out(plan, source, rank):
     """What `rank` holds of every shard after all messages, as the executor would place it."""
-    held = {}
-    for i, shard in enumerate(plan.shards):
-        giver = rank if rank in shard.names else plan.routes[i][rank]
-        stored = source[giver][shard.names[giver]]
-        held[str(i)] = stored[: shard.shape[0]]
-    return held
+    givers = {m.piece.destination.param: m.source for m in plan.gather.moves if m.destination == rank}
+    shards = [(str(i), givers.get(str(i), rank), shard) for i, shard in enumerate(plan.shards)]
+    return {number: source[giver][shard.names[giver]][: shard.shape[0]] for number, giver, shard in shards}
 
 
 @settings(max_examples=50, deadline=None)
-@given(cases(world_limit=8), st.sampled_from([1, 2, 8]), st.sampled_from([64, 4096]))
-def test_every_engine_gets_its_weights_out_of_all_shards(case, node_size, round_bytes):
+@given(cases(world_limit=8), st.sampled_from([1, 2, 8]), st.sampled_from([64, 8192]))
+def test_every_engine_gets_its_weights_out_of_all_shards(case, node_size, bucket_bytes):
     sources, wanted = case.sources(), case.destinations()
     tensors, weights = canonical_tensors(case.shape), random_weights(case.shape)
     live, expected = case.trainer(weights), case.engines(weights)
-    options = dict(itemsize=ITEM, round_bytes=round_bytes, node_size=node_size)
+    options = dict(itemsize=ITEM, bucket_bytes=bucket_bytes, node_size=node_size)
     plans = {r: make_allgather_plan(sources, case.stored(), wanted, tensors, rank=r, **options) for r in wanted}
     flow = Cells(sources, wanted, tensors, itemsize=ITEM, node_size=node_size).flow(everything=True)
     for rank, plan in plans.items():
         assert plan.traffic[rank].received == flow.received[rank]
         assert plan.traffic[rank].off_node == flow.received_far[rank]
-        assert plan.routes == plans[case.ranks[0]].routes  # every rank finds the same alone
-        for shard, route in zip(plan.shards, plan.routes, strict=True):
-            near = [r for r in shard.names if r // node_size == rank // node_size]
-            assert rank not in route or route[rank] in (near or shard.names)
+        assert plan.gather.fingerprint == plans[case.ranks[0]].gather.fingerprint  # every rank finds the same alone
         engine = {n: torch.zeros_like(t) for n, t in expected[rank].items()}
         for copies in plan.copies:
             copy_pieces(copies, carried_out(plan, live, rank), engine)
         for name, tensor in expected[rank].items():
             assert torch.equal(engine[name], tensor), name
-        assert [i for numbers in plan.rounds for i in numbers] == list(range(len(plan.shards)))
-        for numbers in plan.rounds:
-            assert len(numbers) == 1 or sum(plan.shards[i].nbytes for i in numbers) <= round_bytes
 
 
 class Channel:
@@ -113,7 +105,7 @@ def test_both_transfers_write_the_engines_weights(case, narrow):
         if transfer is stream:
             plan = make_plan(sources, wanted, tensors, bucket_bytes=1024, rank=rank, **sizes)
         else:
-            plan = make_allgather_plan(sources, case.stored(), wanted, tensors, round_bytes=512, rank=rank, **sizes)
+            plan = make_allgather_plan(sources, case.stored(), wanted, tensors, bucket_bytes=1024, rank=rank, **sizes)
         transfer(plan, live.get(rank, {}), engines.get(rank, {}), **options)
         assert channel.received == plan.traffic[rank].received
 
@@ -138,9 +130,9 @@ def test_what_is_wide_stays_float32_on_its_way():
     expected = engine_weights(shape, engine, 0, kept)
     found = {n: torch.zeros_like(t) for n, t in expected.items()}
     layouts = {0: megatron_layout(shape, one, 0)}, {0: megatron_shapes(shape, one, 0)}, {0: engine_layout(shape, 1, 0)}
-    plan = make_allgather_plan(*layouts, tensors, itemsize=2, round_bytes=512, rank=0)
+    plan = make_allgather_plan(*layouts, tensors, itemsize=2, bucket_bytes=1024, rank=0)
     options = dict(channel=P2PChannel(0), dtype=torch.bfloat16, device=torch.device("cpu"))
-    assert allgather(plan, source, found, **options).nbytes == plan.nbytes
+    allgather(plan, source, found, **options)
     for name, tensor in expected.items():
         assert torch.equal(found[name], tensor) and found[name].dtype == tensor.dtype, name
 
@@ -158,11 +150,11 @@ def test_experts_are_parcels_of_their_own_and_shared_weights_travel_once():
     shapes = {r: megatron_shapes(shape, parallel, r) for r in range(4)}
     wanted = {r: engine_layout(shape, engine, r) for r in range(4)}
     tensors = canonical_tensors(shape)
-    plan = make_allgather_plan(sources, shapes, wanted, tensors, itemsize=2, round_bytes=4096, rank=0)
+    plan = make_allgather_plan(sources, shapes, wanted, tensors, itemsize=2, bucket_bytes=8192, rank=0)
     flow = Cells(sources, wanted, tensors, itemsize=2, node_size=4).flow(everything=True)
     assert [plan.traffic[r].received for r in range(4)] == flow.received.tolist()
     whole = sum(t.slices * t.slice_bytes(2) for t in tensors.values())
-    assert sum(p.nbytes for p in plan.shards) == whole <= plan.nbytes
+    assert sum(2 * prod(shard.shape) for shard in plan.shards) == whole
     sent = [plan.traffic[r].sent for r in range(4)]
     assert max(sent) <= 1.1 * min(sent), sent
 
