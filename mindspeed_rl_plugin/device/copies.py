@@ -4,25 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from types import ModuleType
-from typing import Any, Protocol
 
 
-class Copying(Protocol):
-    """Copies that were started."""
+@dataclass(frozen=True)
+class Copying:
+    """Copies that were started. wait: later work on the current stream comes after them; synchronize: returns once
+    they are done."""
 
-    def wait(self) -> None:
-        """Later work on the current stream comes after the copies."""
-
-    def synchronize(self) -> None:
-        """Return once the copies are done."""
-
-
-class Copier(Protocol):
-    """Starts copies one batch after the other, each after all work that was queued before it."""
-
-    def start(self, copies: Callable[[], None]) -> Copying:
-        """Begin; `copies` must touch nothing that the caller changes before the wait."""
+    wait: Callable[[], None]
+    synchronize: Callable[[], None]
 
 
 class StreamCopier:
@@ -32,23 +24,14 @@ class StreamCopier:
         self.api, self._stream = api, api.Stream()
 
     def start(self, copies: Callable[[], None]) -> Copying:
+        """Begin one batch after the other, each after all work that was queued before it; `copies` must touch nothing
+        that the caller changes before the wait."""
         event = self.api.Event()
         self._stream.wait_stream(self.api.current_stream())
         with self.api.stream(self._stream):
             copies()
             event.record(self._stream)
-        return _StreamCopying(self.api, event)
-
-
-class _StreamCopying:
-    def __init__(self, api: ModuleType, event: Any) -> None:
-        self.api, self._event = api, event
-
-    def wait(self) -> None:
-        self.api.current_stream().wait_event(self._event)
-
-    def synchronize(self) -> None:
-        self._event.synchronize()
+        return Copying(lambda: self.api.current_stream().wait_event(event), event.synchronize)
 
 
 class ThreadCopier:
@@ -58,20 +41,11 @@ class ThreadCopier:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="copies")
 
     def start(self, copies: Callable[[], None]) -> Copying:
+        """See `StreamCopier`."""
         try:
             done = self._thread.submit(copies)
         except RuntimeError:  # the interpreter ends, and its threads take nothing more: what closes then copies here
             copies()
             done = Future()
             done.set_result(None)
-        return _ThreadCopying(done)
-
-
-class _ThreadCopying:
-    def __init__(self, done: Future[None]) -> None:
-        self._done = done
-
-    def wait(self) -> None:
-        self._done.result()
-
-    synchronize = wait
+        return Copying(done.result, done.result)

@@ -18,7 +18,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from mindspeed_rl_plugin.device.copies import Copier, StreamCopier, ThreadCopier
+from mindspeed_rl_plugin.device.copies import StreamCopier, ThreadCopier
 from mindspeed_rl_plugin.device.meters import (
     Meter,
     ProcessMeter,
@@ -45,9 +45,6 @@ class Device:
         self.kind = kind
         self.backend = BACKENDS[kind]
         self.memory: Meter = ProcessMeter() if kind == "cpu" else AcceleratorMeter(self)
-
-    def __repr__(self) -> str:
-        return f"Device({self.kind!r})"
 
     @property
     def is_cpu(self) -> bool:
@@ -83,7 +80,7 @@ class Device:
         if not self.is_cpu:
             self.api.empty_cache()
 
-    def copier(self) -> Copier:
+    def copier(self) -> StreamCopier | ThreadCopier:
         """Starts copies that pass beside other work: a side stream, or on CPU a thread."""
         return ThreadCopier() if self.is_cpu else StreamCopier(self.api)
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import resource
 import sys
 import threading
 import weakref
@@ -36,46 +34,33 @@ class Meter(Protocol):
 class ProcessMeter:
     """Resident bytes of this whole process: tensors, code, libraries and every other heap.
 
-    Cheap (one read of /proc), always on, and coarse: freed memory that malloc keeps still counts. The
-    peak is the kernel's high-water mark, reset through /proc/self/clear_refs; where /proc does not
-    allow that (other systems, some sandboxes), the peak is the largest value that a call of this
-    meter has seen since the reset. For exact bytes of tensors use `StorageMeter`.
+    Cheap (one read of /proc), always on, and coarse: freed memory that malloc keeps still counts. The peak is the
+    kernel's high-water mark; where it may not be reset (some sandboxes), the largest value that a call of this meter
+    has seen since. For exact bytes of tensors use `StorageMeter`.
     """
 
     measures = "resident memory of the process on the host, its code and libraries included"
 
     def __init__(self) -> None:
         self._seen = 0
-        self._kernel_peak = os.access("/proc/self/status", os.R_OK)
+        self._kernel_peak = True
 
     def allocated(self) -> int:
-        now = _proc_status("VmRSS") if os.access("/proc/self/status", os.R_OK) else _max_rss()
+        now = _number("/proc/self/status", "VmRSS:") * 1024
         self._seen = max(self._seen, now)
         return now
 
     def peak(self) -> int:
-        return max(self.allocated(), _proc_status("VmHWM") if self._kernel_peak else self._seen)
+        now = self.allocated()
+        return max(now, _number("/proc/self/status", "VmHWM:") * 1024 if self._kernel_peak else self._seen)
 
     def reset_peak(self) -> None:
         try:
-            with open("/proc/self/clear_refs", "w") as handle:
-                handle.write("5")
+            Path("/proc/self/clear_refs").write_text("5")
         except OSError:
             self._kernel_peak = False
         self._seen = 0
         self.allocated()
-
-
-def _proc_status(key: str) -> int:
-    with open("/proc/self/status") as handle:
-        for line in handle:
-            if line.startswith(key + ":"):
-                return int(line.split()[1]) * 1024
-    raise KeyError(f"/proc/self/status has no {key}")
-
-
-def _max_rss() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 _HOST_STORAGES: set[int] = set()

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from mindspeed_rl_plugin.reshard.shape import ModelShape
+
 CPU_LOWEST_HEAD_DIM = 32
 CPU_LATENT_SIZE = 576  # vllm/v1/attention/backends/mla/cpu_mla.py has this size only
 
@@ -16,53 +18,47 @@ CPU_LATENT_SIZE = 576  # vllm/v1/attention/backends/mla/cpu_mla.py has this size
 class EngineSizes:
     """Numbers of one engine and of its model.
 
-    kind: "npu" | "cuda" | "cpu"; world: ranks of the job; tensor_parallel: ranks of one engine; layers, heads,
-    groups, head_dim, ffn: of the model (`ModelShape`); max_positions: --max-position-embeddings; tokens: most of
-    prompt and response together; element: bytes of one number in the KV cache; kv_cache: bytes of it on a rank of
-    a host without accelerator. expert_parallel: ranks over which whole experts are spread; experts, expert_ffn: their
-    number and width (0: none); latent: numbers that multi-latent attention keeps of a token in a layer (0: it is none);
-    own_head_dim: whether the family's head size may be another than hidden size / heads (`family_table.HfConfig`).
+    shape: of the model; kind: "npu" | "cuda" | "cpu"; world: ranks of the job; tp: ranks of one engine; ep: ranks over
+    which whole experts are spread; max_positions: --max-position-embeddings; tokens: most of prompt and response
+    together; element: bytes of one number in the KV cache; kv_cache: bytes of it on a rank of a host without
+    accelerator.
     """
 
+    shape: ModelShape
     kind: str
     world: int
-    tensor_parallel: int
-    layers: int
-    heads: int
-    groups: int
-    head_dim: int
-    ffn: int
+    tp: int
+    ep: int
     max_positions: int
     tokens: int
     element: int
     kv_cache: int
-    expert_parallel: int = 1
-    experts: int = 0
-    expert_ffn: int = 0
-    latent: int = 0
-    own_head_dim: bool = True
+
+    @property
+    def latent(self) -> int:
+        """Numbers that multi-latent attention keeps of a token in a layer; 0: it is none."""
+        return self.shape.kv_lora + self.shape.rope
 
     @property
     def token_bytes(self) -> int:
         """Keys and values of one token on one rank; groups that do not divide, and what is latent, are repeated."""
-        if self.latent:
-            return self.layers * self.latent * self.element
-        return 2 * self.layers * max(1, self.groups // self.tensor_parallel) * self.head_dim * self.element
+        heads = max(1, self.shape.groups // self.tp)
+        return self.shape.layers * self.element * (self.latent or 2 * heads * self.shape.head_dim)
 
     def problems(self) -> Iterator[str]:
         """One message for each thing that vLLM refuses late, obscurely, or not at all."""
-        tp = self.tensor_parallel
+        tp, shape = self.tp, self.shape
         if tp < 1:
             yield f"--rl-generate-tp {tp}: give at least 1"
             return
         if self.world % tp:
             yield f"--rl-generate-tp {tp} does not divide the world of {self.world} ranks"
-        for size, flag in ((self.heads, "--num-attention-heads"), (self.ffn, "--ffn-hidden-size")):
+        for size, flag in ((shape.heads, "--num-attention-heads"), (shape.ffn, "--ffn-hidden-size")):
             if size % tp:
                 yield f"--rl-generate-tp {tp} does not divide {flag} {size}"
         yield from self._expert_problems()
-        if not self.latent and self.groups % tp and tp % self.groups:
-            yield f"--rl-generate-tp {tp} neither divides nor is a multiple of the {self.groups} query groups"
+        if not self.latent and shape.groups % tp and tp % shape.groups:
+            yield f"--rl-generate-tp {tp} neither divides nor is a multiple of the {shape.groups} query groups"
         if self.tokens > self.max_positions:
             yield (
                 f"prompt and response may have {self.tokens} tokens together, more than --max-position-embeddings "
@@ -72,18 +68,18 @@ class EngineSizes:
             yield from self._cpu_problems()
 
     def _expert_problems(self) -> Iterator[str]:
-        tp, ep = self.tensor_parallel, self.expert_parallel
+        tp, ep, experts = self.tp, self.ep, self.shape.experts
         flag = f"--rl-generate-ep {ep}"
         if ep < 1:
             yield f"{flag}: give at least 1"
-        elif ep > 1 and not self.experts:
+        elif ep > 1 and not experts:
             yield f"{flag}: the model has no experts to spread; leave it out"
         elif ep > 1 and ep != tp:
             yield f"{flag} with --rl-generate-tp {tp}: whole experts are spread over an engine's ranks; give {tp} or 1"
-        elif ep > self.experts > 0:
-            yield f"{flag}: there are {self.experts} experts only"
-        elif ep == 1 and self.expert_ffn % tp:
-            yield f"--rl-generate-tp {tp} does not divide --moe-ffn-hidden-size {self.expert_ffn}"
+        elif ep > experts > 0:
+            yield f"{flag}: there are {experts} experts only"
+        elif ep == 1 and self.shape.expert_ffn % tp:
+            yield f"--rl-generate-tp {tp} does not divide --moe-ffn-hidden-size {self.shape.expert_ffn}"
 
     def _cpu_problems(self) -> Iterator[str]:
         if self.latent not in (0, CPU_LATENT_SIZE):
@@ -91,15 +87,15 @@ class EngineSizes:
                 f"multi-latent attention that keeps {self.latent} numbers of a token: vLLM on CPU needs "
                 f"{CPU_LATENT_SIZE}, such as --kv-lora-rank 512 and --qk-pos-emb-head-dim 64"
             )
-        if not self.latent and self.head_dim < CPU_LOWEST_HEAD_DIM:
+        if not self.latent and self.shape.head_dim < CPU_LOWEST_HEAD_DIM:
             more = (
                 f" or --kv-channels {CPU_LOWEST_HEAD_DIM}"
-                if self.own_head_dim
+                if self.shape.table.hf.own_head_dim
                 else " and no --kv-channels: this family's head size is --hidden-size / --num-attention-heads"
             )
             yield (
-                f"attention head size {self.head_dim}: vLLM on CPU needs at least {CPU_LOWEST_HEAD_DIM}; use fewer "
-                f"heads{more}"
+                f"attention head size {self.shape.head_dim}: vLLM on CPU needs at least {CPU_LOWEST_HEAD_DIM}; use "
+                f"fewer heads{more}"
             )
         least = self.token_bytes * self.tokens
         if least > self.kv_cache:

@@ -17,15 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mindspeed_rl_plugin.engine.hf_moe import (
-    EXPERT_FIELDS,
-    expert_config,
-    latent_scaling,
-    same_names,
-)
+from mindspeed_rl_plugin.engine.hf_moe import EXPERT_FIELDS, expert_config, latent_scaling
 from mindspeed_rl_plugin.reshard.families import FAMILIES
 from mindspeed_rl_plugin.reshard.family_table import Family
-from mindspeed_rl_plugin.reshard.layout import ModelShape
+from mindspeed_rl_plugin.reshard.shape import ModelShape, same_names
 
 # What a config.json leaves out, and what all families then take.
 _COMMON = {"rms_norm_eps": 1e-6, "rope_theta": 10000.0, "tie_word_embeddings": False, "hidden_act": "silu"}
@@ -94,7 +89,7 @@ def derive_config(args: Namespace, *, vocab_size: int, eos_token_ids: Sequence[i
         "rope_scaling": latent_scaling(args) if shape.table.mla else _rope_scaling(args),
         "tie_word_embeddings": shape.tied,
         "hidden_act": "silu",
-        "attention_bias": shape.qkv_bias,
+        "attention_bias": shape.table.qkv_bias,
         "mlp_bias": False,
         "attention_dropout": 0.0,
         "use_sliding_window": False,
@@ -151,8 +146,8 @@ def check_against(derived: Mapping[str, Any], directory: str) -> None:
 
 def normalized(config: Mapping[str, Any]) -> dict[str, Any]:
     """A config in one spelling: defaults filled in, the rope fields of transformers 5 in those of 4."""
-    table, given = family_table(config), {k: v for k, v in config.items() if v is not None}
-    out = {**_COMMON, **table.hf.defaults, **table.hf.fixed, **same_names(table, given)}
+    table = family_table(config)
+    out = {**_COMMON, **table.hf.defaults, **table.hf.fixed, **same_names(table, config)}
     rope = {**(out.pop("rope_parameters", None) or {}), **(out.pop("rope_scaling", None) or {})}
     out["rope_theta"] = float(rope.pop("rope_theta", out.get("rope_theta", 10000.0)))
     kind = rope.pop("rope_type", rope.pop("type", "default"))

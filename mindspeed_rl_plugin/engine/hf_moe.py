@@ -9,12 +9,11 @@ modeling_qwen3_moe.py and modeling_deepseek_v3.py, vLLM's qwen3_moe.py and deeps
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from mindspeed_rl_plugin.config.upstream import ROUTING, refusals
-from mindspeed_rl_plugin.reshard.family_table import Family
-from mindspeed_rl_plugin.reshard.layout import ModelShape
+from mindspeed_rl_plugin.reshard.shape import LATENT_FIELDS, ModelShape
 
 # Fields that make two of them the same model, besides those of a dense one.
 EXPERT_FIELDS = (
@@ -29,11 +28,7 @@ EXPERT_FIELDS = (
     "n_group",
     "topk_group",
     "routed_scaling_factor",
-    "q_lora_rank",
-    "kv_lora_rank",
-    "qk_nope_head_dim",
-    "qk_rope_head_dim",
-    "v_head_dim",
+    *LATENT_FIELDS.values(),
 )
 
 
@@ -59,19 +54,10 @@ def expert_config(args: Namespace, shape: ModelShape) -> dict[str, Any]:
         out["topk_group"] = getattr(args, "moe_router_group_topk", None) or 1
     if router.scaled:
         out["routed_scaling_factor"] = float(_scaling(args))
-    return out | (_latent(shape) if shape.table.mla else {})
-
-
-def _latent(shape: ModelShape) -> dict[str, Any]:
-    return {
-        "q_lora_rank": shape.q_lora,
-        "kv_lora_rank": shape.kv_lora,
-        "qk_nope_head_dim": shape.nope,
-        "qk_rope_head_dim": shape.rope,
-        "v_head_dim": shape.value,
-        "head_dim": shape.rope,
-        "num_key_value_heads": shape.heads,
-    }
+    if shape.table.mla:
+        out |= {field: getattr(shape, size) for size, field in LATENT_FIELDS.items()}
+        out |= {"head_dim": shape.rope, "num_key_value_heads": shape.heads}
+    return out
 
 
 def routing_problems(args: Namespace, shape: ModelShape) -> Iterator[str]:
@@ -170,20 +156,3 @@ def latent_scaling(args: Namespace) -> dict[str, Any] | None:
         "mscale": float(getattr(args, "mscale", 1.0)),
         "mscale_all_dim": float(getattr(args, "mscale_all_dim", 0.0)),
     }
-
-
-def same_names(table: Family, config: Mapping[str, Any]) -> dict[str, Any]:
-    """The config with one name for each field, and the fields of published files that are the same model."""
-    out = dict(config)
-    for other, name in table.hf.synonyms.items():
-        if other in out:
-            out.setdefault(name, out.pop(other))
-    step = out.get("decoder_sparse_step", 1)
-    if table.experts and step > 1:  # layers between the sparse ones are dense
-        dense = {i for i in range(out.get("num_hidden_layers", 0)) if (i + 1) % step}
-        out["mlp_only_layers"] = sorted({*out.get("mlp_only_layers", ()), *dense})
-        out["decoder_sparse_step"] = 1
-    if table.mla:  # means nothing under latent attention
-        out["head_dim"] = out.get("qk_rope_head_dim")
-        out["num_key_value_heads"] = out.get("num_attention_heads")
-    return out

@@ -35,12 +35,17 @@ from mindspeed_rl_plugin.engine import vllm_api
 from mindspeed_rl_plugin.engine.engine_sizes import EngineSizes
 from mindspeed_rl_plugin.engine.hf_config import family_table, normalized, write_config
 from mindspeed_rl_plugin.engine.protocol import PARTS
-from mindspeed_rl_plugin.engine.vllm_memory import EngineMemory, HostMemory, PoolMemory, free_share
+from mindspeed_rl_plugin.engine.vllm_memory import HostMemory, free_share
+from mindspeed_rl_plugin.host import engine_env, vllm_live
+from mindspeed_rl_plugin.reshard.shape import ModelShape
 from mindspeed_rl_plugin.rows import Completion, GenerateRequest, SampleId
 
 # Steps between two agreements of an engine's ranks on whether the time is up.
 AGREE_EVERY = 16
 NO_TOKENIZER_NEEDED = (0, 10)
+# Keeps a copy of the weights on the host, which vllm-ascend gets right in every version; level 2 would drop the copy,
+# and buffers that no weight update rewrites with it.
+SLEEP_LEVEL = 1
 
 
 @dataclass(frozen=True)
@@ -105,7 +110,7 @@ class VllmEngine:
             self._engine = vllm_api.build(_arguments(options, self._device.kind, directory))
         vllm_api.demand_plain_experts(self._engine)
         self._processed = vllm_api.demand_processed_logprobs(self._engine)
-        self._memory: EngineMemory = HostMemory(self._engine) if self._device.is_cpu else PoolMemory(self._engine)
+        self._memory = HostMemory(self._engine) if self._device.is_cpu else self._engine
 
     def submit(self, requests: Sequence[GenerateRequest]) -> None:
         """Queue responses; see `Engine`."""
@@ -166,7 +171,7 @@ class VllmEngine:
         self._forget_prefixes()
         self._awake.clear()
         if self.options.sleep_mode:
-            self._memory.sleep()
+            self._memory.sleep(SLEEP_LEVEL)
 
     def wake(self, parts: Sequence[str] = PARTS) -> None:
         """Take memory again; see `Engine`. Parts that are awake are passed over."""
@@ -175,7 +180,7 @@ class VllmEngine:
             raise ValueError(f"wake: unknown parts {sorted(unknown)}; known: {', '.join(PARTS)}")
         asleep = [part for part in PARTS if part in parts and part not in self._awake]
         if asleep and self.options.sleep_mode:
-            self._memory.wake(asleep)
+            self._memory.wake_up(asleep)
         self._awake.update(asleep)
 
     def shutdown(self) -> None:
@@ -183,7 +188,7 @@ class VllmEngine:
         if self._engine is None:
             return
         if self.options.sleep_mode:
-            self._memory.wake([part for part in PARTS if part not in self._awake])
+            self._memory.wake_up([part for part in PARTS if part not in self._awake])
         vllm_api.teardown(self._engine)
         self._engine = self._memory = None
         self._running.clear()
@@ -274,45 +279,25 @@ class VllmEngine:
 
 def check_options(options: VllmOptions, kind: str, world_size: int) -> None:
     """Raises ValueError for sizes that cannot work, see `EngineSizes`."""
-    c = normalized(options.config)
+    config = normalized(options.config)
     sizes = EngineSizes(
+        shape=ModelShape.from_hf_config(config),
         kind=kind,
         world=world_size,
-        tensor_parallel=options.tensor_parallel,
-        layers=c["num_hidden_layers"],
-        heads=c["num_attention_heads"],
-        groups=c["num_key_value_heads"],
-        head_dim=c["head_dim"],
-        ffn=c["intermediate_size"],
-        max_positions=c["max_position_embeddings"],
+        tp=options.tensor_parallel,
+        ep=options.expert_parallel,
+        max_positions=config["max_position_embeddings"],
         tokens=options.max_model_len,
         element=getattr(torch, options.dtype).itemsize,
         kv_cache=options.kv_cache_bytes,
-        expert_parallel=options.expert_parallel,
-        experts=_experts(options.config),
-        expert_ffn=c.get("moe_intermediate_size") or 0,
-        latent=(c.get("kv_lora_rank") or 0) + (c["qk_rope_head_dim"] if c.get("kv_lora_rank") else 0),
-        own_head_dim=family_table(c).hf.own_head_dim,
     )
     problems = list(sizes.problems())
     if problems:
         raise ValueError("; ".join(problems))
 
 
-def prepare_environment(kind: str, *, sleep_mode: bool = True) -> None:
-    """Set the environment that vLLM wants, without importing it; for a start that fails early.
-
-    Raises ValueError for a setting of the user's with which the engine cannot work, and without any vLLM.
-    """
-    from mindspeed_rl_plugin.host import engine_env
-
-    engine_env.prepare_engine_env(kind, sleep_mode=sleep_mode)
-
-
 def needs_tokenizer(stop: Sequence[str]) -> bool:
     """Whether `VllmOptions.tokenizer` must be given: for stop strings, and to every vLLM before 0.10."""
-    from mindspeed_rl_plugin.host import engine_env
-
     return bool(stop) or engine_env.vllm_version() < NO_TOKENIZER_NEEDED
 
 
@@ -340,24 +325,17 @@ def _arguments(options: VllmOptions, kind: str, directory: str) -> dict[str, Any
         **({"kv_cache_memory_bytes": options.kv_cache_bytes} if on_cpu else {}),
         **({} if on_cpu else {"gpu_memory_utilization": options.memory_utilization}),
         # What vLLM takes by itself on sm100 permutes the weights of experts in place.
-        **({"moe_backend": "triton"} if kind == "cuda" and _experts(options.config) else {}),
+        **({"moe_backend": "triton"} if kind == "cuda" and family_table(options.config).experts else {}),
         # Where the CPU has AMX vLLM would repack the weight of latent attention, and drop it.
         **({"attention_backend": "CPU_MLA"} if on_cpu and options.config.get("kv_lora_rank") else {}),
     }
 
 
-def _experts(config: Mapping[str, Any]) -> int:
-    """Number of routed experts."""
-    return normalized(config).get(family_table(config).hf.experts) or 0
-
-
 def _prepare(kind: str, options: VllmOptions) -> None:
-    prepare_environment(kind, sleep_mode=options.sleep_mode)
+    engine_env.prepare_engine_env(kind, sleep_mode=options.sleep_mode)
     if options.tokenizer is None and needs_tokenizer(()):
         raise ValueError("vLLM before 0.10 does not start without a tokenizer; give --rl-tokenizer")
     if kind == "cpu":
-        from mindspeed_rl_plugin.host import vllm_live
-
         vllm_live.apply()
 
 

@@ -1,8 +1,8 @@
 """How much memory the engine gets, giving it back between rollouts, and taking it again.
 
-Two ways with one interface (`sleep`, `wake`): vLLM's own sleep mode on accelerators, and resizing storages to
-nothing on CPU, where vLLM has none. Both keep every tensor object and every view valid, so that the reshard's
-views of the parameters and what vLLM has bound to its KV cache survive.
+Two ways with one interface: vLLM's own sleep mode on accelerators, whose allocator unmaps device memory under tensors
+that keep their addresses, and resizing storages to nothing on CPU, where vLLM has none. Both keep every tensor object
+and every view valid, so that the reshard's views of the parameters and what vLLM has bound to its KV cache survive.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import math
 import mmap
 import sys
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -52,35 +52,9 @@ def free_share(device: Device) -> float:
     return int(least) / 1000
 
 
-class EngineMemory(Protocol):
-    """Memory of the engine's "weights" and "kv_cache"."""
-
-    def sleep(self) -> None:
-        """Give all of it back."""
-
-    def wake(self, parts: Sequence[str]) -> None:
-        """Take some of it again; what it holds is undefined."""
-
-
-class PoolMemory:
-    """vLLM's sleep mode, level 1: its allocator unmaps device memory under tensors that keep their addresses.
-
-    Level 1 keeps a copy of the weights on the host. It is what vllm-ascend gets right in every version; level 2
-    would drop the copy, and buffers that no weight update rewrites with it.
-    """
-
-    def __init__(self, engine: Any) -> None:
-        self._engine = engine
-
-    def sleep(self) -> None:
-        self._engine.sleep(1)
-
-    def wake(self, parts: Sequence[str]) -> None:
-        self._engine.wake_up(list(parts))
-
-
 class HostMemory:
-    """Storages of parameters and KV cache resized to 0 bytes and back. Buffers (rotary tables) stay.
+    """vLLM's sleep mode on CPU: storages of parameters and KV cache resized to 0 bytes and back. Buffers (rotary
+    tables) stay.
 
     The KV cache comes back as zeros: attention multiplies what lies beyond a sequence's end by 0, and garbage
     may be NaN.
@@ -93,13 +67,15 @@ class HostMemory:
         }
         self._bytes = {part: [s.nbytes() for s in storages] for part, storages in self._storages.items()}
 
-    def sleep(self) -> None:
+    def sleep(self, level: int) -> None:
+        """Give all of it back. level: as vLLM's, without a meaning here."""
         for storages in self._storages.values():
             for storage in storages:
                 storage.resize_(0)
 
-    def wake(self, parts: Sequence[str]) -> None:
-        for part in parts:
+    def wake_up(self, tags: Sequence[str]) -> None:
+        """Take parts again; what weights hold is undefined."""
+        for part in tags:
             for storage, size in zip(self._storages[part], self._bytes[part], strict=True):
                 storage.resize_(size)
                 if part == "kv_cache":

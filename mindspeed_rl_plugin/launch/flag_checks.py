@@ -215,23 +215,15 @@ def _model(args: Any, config: RLConfig) -> Iterator[str]:
     Parallel.from_megatron_args(args).chunk_sizes(shape.layers)
     rollout, dtype = config.rollout, config.rollout.engine_dtype
     yield from EngineSizes(
+        shape=shape,
         kind=get_device().kind,
         world=args.world_size,
-        tensor_parallel=rollout.generate_tp,
-        layers=shape.layers,
-        heads=shape.heads,
-        groups=shape.groups,
-        head_dim=shape.head_dim,
-        ffn=shape.ffn,
+        tp=rollout.generate_tp,
+        ep=rollout.generate_ep,
         max_positions=args.max_position_embeddings,
         tokens=config.data.max_prompt_length + rollout.max_response_length,
         element=(args.params_dtype if dtype == "auto" else getattr(torch, dtype)).itemsize,
         kv_cache=int(rollout.kv_cache_gb * 2**30),
-        expert_parallel=rollout.generate_ep,
-        experts=shape.experts,
-        expert_ffn=shape.expert_ffn,
-        latent=shape.kv_lora + shape.rope,
-        own_head_dim=shape.table.hf.own_head_dim,
     ).problems()
     if shape.table.experts:
         yield from routing_problems(args, shape)

@@ -12,9 +12,9 @@ from mindspeed_rl_plugin.algorithms import resolve
 from mindspeed_rl_plugin.config import RLConfig, given_flags
 from mindspeed_rl_plugin.device import get_device
 from mindspeed_rl_plugin.engine import hf_config
-from mindspeed_rl_plugin.engine.vllm_engine import prepare_environment
 from mindspeed_rl_plugin.environment import launch_env
 from mindspeed_rl_plugin.forward import ForwardSettings
+from mindspeed_rl_plugin.host.engine_env import prepare_engine_env
 from mindspeed_rl_plugin.loop.arithmetic import arithmetic_of
 from mindspeed_rl_plugin.loop.build import dock_size, table_of
 from mindspeed_rl_plugin.loop.inputs import Inputs
@@ -28,7 +28,7 @@ def read_inputs(args: argparse.Namespace) -> Inputs:
     config = RLConfig.from_args(args)
     algorithm, hf_model = resolve(config.algorithm), config.rollout.hf_model
     if not algorithm.from_pairs:
-        prepare_environment(get_device().kind)
+        prepare_engine_env(get_device().kind, sleep_mode=True)
     path = tokenizer_path(args)
     tokenizer = load_tokenizer(path)
     check_vocabulary(args, len(tokenizer))

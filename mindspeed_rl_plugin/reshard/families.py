@@ -261,18 +261,15 @@ def find_family(
     or several have.
     """
     wanted = (qkv_bias, qk_norm, experts, mla)
-    found = [n for n, f in FAMILIES.items() if (f.qkv_bias, f.qk_norm, f.experts, f.mla) == wanted]
-    if len(found) > 1:
-        alike, found = found, [n for n in found if FAMILIES[n].router.score == score]
-        if len(found) != 1:
-            traits = _traits(*wanted) + f" and moe_router_score_function={score!r}" * experts
-            raise ValueError(
-                f"the families {', '.join(found)} all have {traits}: give each a trait of its own"
-                if found
-                else f"of the families {', '.join(alike)} none has {traits}"
-            )
-    if found:
-        return found[0]
+    alike = [n for n, f in FAMILIES.items() if (f.qkv_bias, f.qk_norm, f.experts, f.mla) == wanted]
+    fitting = alike if len(alike) == 1 else [n for n in alike if FAMILIES[n].router.score == score]
+    if len(fitting) == 1:
+        return fitting[0]
+    if fitting:
+        raise ValueError(f"the families {', '.join(fitting)} all have {_traits(*wanted)}: give each a trait of its own")
+    if alike:
+        traits = _traits(*wanted) + f" and moe_router_score_function={score!r}"
+        raise ValueError(f"of the families {', '.join(alike)} none has {traits}")
     known = "; ".join(f"{n}: {_traits(f.qkv_bias, f.qk_norm, f.experts, f.mla)}" for n, f in FAMILIES.items())
     raise ValueError(
         f"no model family has {_traits(*wanted)}; known families: {known}. "

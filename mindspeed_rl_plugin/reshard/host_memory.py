@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -50,7 +50,7 @@ class HostMemoryBudget:
         finally:
             self._expected = before
 
-    def reserve(self, nbytes: int, what: str = "--rl-swap") -> None:
+    def reserve(self, nbytes: int, what: str) -> None:
         """Ask for bytes on this rank. Collective over the machine's ranks, so that all look at what is free before one
         of them takes any.
 
@@ -68,11 +68,22 @@ class HostMemoryBudget:
                 "run fewer ranks a machine"
             )
 
+    def places(
+        self, memories: Mapping[str, HostPieces], sizes: Mapping[str, Sequence[int]], what: str
+    ) -> dict[str, list[Place]]:
+        """Places in the memories for copies of these sizes: in what they have already, and in new memory only where
+        there is enough for all. Collective as `reserve`, and raises what it does."""
+        lacking = {name: memories[name].lacking(each) for name, each in sizes.items()}
+        self.reserve(sum(map(sum, lacking.values())), what)
+        for name, pieces in lacking.items():
+            memories[name].take(pieces)
+        return {name: memories[name].places(each) for name, each in sizes.items()}
+
 
 class HostPieces:
     """Host memory in pieces that are used as one, from the first byte of the first to the last of the last.
 
-    Each is a power of two of bytes, for to that torch rounds every request for pinned memory: a single buffer of
+    Each is a power of two of bytes, since torch rounds every request for pinned memory up to one: a single buffer of
     65 GiB would take 128.
     """
 
@@ -80,14 +91,9 @@ class HostPieces:
         self._device = device
         self._pieces: list[Tensor] = []
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all pieces."""
-        return sum(piece.numel() for piece in self._pieces)
-
     def lacking(self, sizes: Sequence[int]) -> list[int]:
         """Bytes of the pieces to take until copies of these sizes fit."""
-        return powers_of_two(sum(map(_aligned, sizes)) - self.nbytes)
+        return powers_of_two(sum(map(_aligned, sizes)) - sum(piece.numel() for piece in self._pieces))
 
     def take(self, pieces: Sequence[int]) -> None:
         """Take pieces of so many bytes. Raises MemoryError where there are none; what was taken by then is kept."""

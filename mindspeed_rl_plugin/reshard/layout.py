@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import lru_cache
 from types import MappingProxyType
 from typing import NamedTuple
@@ -12,28 +13,13 @@ from mindspeed_rl_plugin.reshard.cuts import (
     CUT_MEGATRON,
     Cut,
     Segment,
+    Stored,
     check_heads,
-    padded_engine_vocab,
     stack,
 )
 from mindspeed_rl_plugin.reshard.family_table import ENGINE, EXPERTS, IMPLS, LayerType, Row, Split
 from mindspeed_rl_plugin.reshard.parallel import EngineParallel, Parallel, chunk_prefix
 from mindspeed_rl_plugin.reshard.shape import Canonical, ModelShape
-
-__all__ = [
-    "Canonical",
-    "EngineParallel",
-    "Layout",
-    "ModelShape",
-    "Parallel",
-    "Segment",
-    "canonical_tensors",
-    "engine_layout",
-    "engine_shapes",
-    "megatron_layout",
-    "megatron_shapes",
-    "padded_engine_vocab",
-]
 
 Layout = Mapping[str, tuple[Segment, ...]]
 Shapes = Mapping[str, tuple[int, ...]]
@@ -81,27 +67,16 @@ def engine_shapes(shape: ModelShape, engine: int | EngineParallel, rank: int, ow
 def canonical_tensors(shape: ModelShape) -> Mapping[str, Canonical]:
     """Every canonical tensor of the model, in the order of its layers."""
     out: dict[str, Canonical] = {}
-
-    def put(row: Row, layer: int) -> None:
-        for part in row.parts:
-            canonical = Canonical(shape.shape_of(part), 1 if row.split is Split.COLUMNS else 0, part.wide)
-            for expert in range(shape.experts if row.layer_type is LayerType.EXPERT else 1):
-                out.setdefault(shape.canonical_name(part, layer, expert), canonical)
-
-    for row in shape.rows(LayerType.EMBEDDING):
-        put(row, 0)
-    for layer in range(shape.layers):
-        for row in shape.layer_rows(layer):
-            put(row, layer)
-    for row in shape.rows(LayerType.OUTPUT):
-        put(row, 0)
+    for row, layer in shape.rows_in_order():
+        axis = 1 if row.split is Split.COLUMNS else 0
+        for expert in range(shape.experts if row.layer_type is LayerType.EXPERT else 1):
+            for name, part in zip(shape.names_of(row, layer, expert), row.parts, strict=True):
+                out.setdefault(name, Canonical(shape.shape_of(part), axis, part.wide))
     return MappingProxyType(out)
 
 
 def _megatron_at(shape: ModelShape, parallel: Parallel, rank: int, impl: str, experts: str) -> _Stored:
-    for value, known, what in ((impl, IMPLS, "transformer implementation"), (experts, EXPERTS, "storage of experts")):
-        if value not in known:
-            raise ValueError(f"{what} {value!r} is unknown; known: {', '.join(known)}")
+    assert impl in IMPLS and experts in EXPERTS, f"unknown storage: {impl}, {experts}"
     at = parallel.coordinates(rank)
     etp, ep = (at.etp, at.ep) if shape.moe_layers else (0, 0)
     return _megatron(shape, parallel, (at.tp, at.pp, etp, ep), impl, experts)
@@ -117,7 +92,7 @@ def _megatron(
         raise ValueError(f"{shape.experts} experts do not divide over {parallel.ep} expert parallel ranks")
     mine = range(ep * shape.experts // parallel.ep, (ep + 1) * shape.experts // parallel.ep)
     chunks = parallel.stage_layers(shape.layers, pp)
-    out = _Stored({}, {})
+    out: dict[str, Stored] = {}
 
     def put(chunk: int, row: Row, layer: int, local: int) -> None:
         kind = experts if row.layer_type is LayerType.EXPERT else impl
@@ -126,15 +101,15 @@ def _megatron(
         name = chunk_prefix(chunk, parallel.vpp) + row.names[kind]
         if row.layer_type is not LayerType.EXPERT:
             cut = Cut(shape, row, shape.names_of(row, layer), parallel.tp, tp, impl)
-            _store(out, name.format(layer=local), CUT_MEGATRON[row.split](cut))
+            out[name.format(layer=local)] = CUT_MEGATRON[row.split](cut)
             return
         cuts = [Cut(shape, row, shape.names_of(row, layer, e), parallel.expert_tp, etp, impl) for e in mine]
         stored = [CUT_MEGATRON[row.split](cut) for cut in cuts]
         if kind == "grouped":
-            _store(out, name.format(layer=local), stack(stored, transposed=True, flat=row.split))
+            out[name.format(layer=local)] = stack(stored, transposed=True, flat=row.split)
             return
         for j, one in enumerate(stored):
-            _store(out, name.format(layer=local, expert=j), one)
+            out[name.format(layer=local, expert=j)] = one
 
     for chunk, layers in enumerate(chunks):
         if pp == 0 and chunk == 0:
@@ -162,39 +137,26 @@ def _engine_at(shape: ModelShape, engine: int | EngineParallel, rank: int, own_h
 @lru_cache(maxsize=1024)
 def _engine(shape: ModelShape, engine: EngineParallel, rank: int, own_head: bool) -> _Stored:
     check_heads(shape, engine.tp)
-    out = _Stored({}, {})
+    out: dict[str, Stored] = {}
     etp = engine.tp if engine.ep == 1 else 1
-
-    def put(row: Row, layer: int) -> None:
+    for row, layer in shape.rows_in_order():
         name = row.names.get(ENGINE)
+        if row.split is Split.VOCABULARY and row.layer_type is LayerType.OUTPUT and not own_head:
+            continue
         if row.layer_type is LayerType.EXPERT:
             mine = engine.experts(shape.experts, rank)
             cuts = [Cut(shape, row, shape.names_of(row, layer, e), etp, rank % etp, ENGINE) for e in mine]
             stored = stack([CUT_ENGINE[row.split](cut) for cut in cuts], transposed=engine.transposed)
-            _store(out, name.format(layer=layer, nested="routed_experts." if engine.nested else ""), stored)
-        elif name and (engine.fused_down or row.unfused is None):
-            cut = Cut(shape, row, shape.names_of(row, layer), engine.tp, rank % engine.tp, ENGINE)
-            _store(out, name.format(layer=layer), CUT_ENGINE[row.split](cut))
+            out[name.format(layer=layer, nested="routed_experts." if engine.nested else "")] = stored
         elif name:
-            for only, part in zip(row.unfused, row.parts, strict=True):
-                single = Row(row.layer_type, {ENGINE: only}, row.split, (part,))
-                cut = Cut(shape, single, shape.names_of(single, layer), engine.tp, rank % engine.tp, ENGINE)
-                _store(out, only.format(layer=layer), CUT_ENGINE[row.split](cut))
-
-    for row in shape.rows(LayerType.EMBEDDING):
-        put(row, 0)
-    for layer in range(shape.layers):
-        for row in shape.layer_rows(layer):
-            put(row, layer)
-    for row in shape.rows(LayerType.OUTPUT):
-        if row.split is not Split.VOCABULARY or own_head:
-            put(row, 0)
+            fused = engine.fused_down or row.unfused is None
+            singles = () if fused else zip(row.unfused, row.parts, strict=True)
+            for only in [row] if fused else [replace(row, names={ENGINE: n}, parts=(p,)) for n, p in singles]:
+                cut = Cut(shape, only, shape.names_of(only, layer), engine.tp, rank % engine.tp, ENGINE)
+                out[only.names[ENGINE].format(layer=layer)] = CUT_ENGINE[row.split](cut)
     return _frozen(out)
 
 
-def _store(out: _Stored, name: str, stored: tuple[tuple[Segment, ...], tuple[int, ...]]) -> None:
-    out.layout[name], out.shapes[name] = stored
-
-
-def _frozen(out: _Stored) -> _Stored:
-    return _Stored(MappingProxyType(out.layout), MappingProxyType(out.shapes))
+def _frozen(out: Mapping[str, Stored]) -> _Stored:
+    layout, shapes = ({name: stored[i] for name, stored in out.items()} for i in (0, 1))
+    return _Stored(MappingProxyType(layout), MappingProxyType(shapes))

@@ -14,7 +14,7 @@ inside `gathered`: enter it before exporting, offloading or scoring.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,18 +45,13 @@ class _Saved:
     digests: Tensor | None
 
 
-@dataclass
-class _InFlight:
-    """The storages of a category on their way, and the copies that carry them."""
-
-    parts: list[_Saved]
-    copies: Copying
+_InFlight = tuple[list[_Saved], Copying]  # the storages of a category on their way, and the copies that carry them
 
 
 class TrainState:
     """Everything a training rank keeps on its device: parameters, gradients, optimizer state.
 
-    Methods take names of CATEGORIES (or "none"): params are the parameters, buffers and Megatron's parameter buffers;
+    Methods take names of CATEGORIES: params are the parameters, buffers and Megatron's parameter buffers;
     optimizer are main parameters and moments that do not share memory with params; grads are freed without a copy and
     come back as zeros. Host memory is kept for the next time. budget: of the machine, asked before any memory is
     taken; then `start_offload` is collective over the machine's ranks. verify: compare what returns with what left, bit
@@ -102,42 +97,39 @@ class TrainState:
     def start_offload(self, what: Iterable[str] = CATEGORIES) -> None:
         """Begin to copy categories to the host. Where they are not to leave after all, `start_onload` keeps them.
 
-        Raises ValueError for an unknown category and for one that is out already, MemoryError where the host has no
-        memory for the copies; the training state is then as it was.
+        None of them may be out already. Raises MemoryError where the host has no memory for the copies; the training
+        state is then as it was.
         """
-        names = _categories(what)
-        for name in names:
-            if name in self._offloaded or name in self._offloading:
-                raise ValueError(f"{name} are offloaded already; call onload first")
+        names = _ordered(what)
+        assert not {*names} & {*self._offloaded, *self._offloading}, f"of {names} some are offloaded already"
         if not names:
             return
         self.wait(set(names) & set(self._onloading))
         if "grads" in names:
             storages.drop_grads(self.chunks, self.optimizer)
         found = {name: list(self._find(name).values()) for name in names}
-        hosts = self._take_hosts({n: [s.nbytes() for s in found[n]] for n in names if n != "grads"})
+        sizes = {n: [s.nbytes() for s in found[n]] for n in names if n != "grads"}
+        hosts = self.budget.places(self._host, sizes, "--rl-swap")
         for name in names:
             places = hosts.get(name, [None] * len(found[name]))
             parts = [self._part(s, host) for s, host in zip(found[name], places, strict=True)]
-            self._offloading[name] = _InFlight(parts, self._copier.start(lambda parts=parts: _to_host(parts)))
+            self._offloading[name] = parts, self._copier.start(lambda parts=parts: _to_host(parts))
 
     def finish_offload(self) -> int:
         """Free what `start_offload` began to copy. Returns its bytes."""
         total = 0
-        for name, flight in list(self._offloading.items()):
-            flight.copies.synchronize()
-            self._offloaded[name] = self._offloading.pop(name).parts
-            for part in flight.parts:
+        for name, (parts, copies) in self._offloading.items():
+            copies.synchronize()
+            self._offloaded[name] = parts
+            for part in parts:
                 _release(part.storage)
                 total += part.nbytes
+        self._offloading = {}
         self.device.empty_cache()
         return total
 
     def onload(self, what: Iterable[str] | None = None) -> int:
-        """Bring categories back and wait for them (None: all that are out). Returns the bytes that were away.
-
-        Raises ValueError for an unknown category and for one that is not out.
-        """
+        """Bring categories back and wait for them (None: all that are out). Returns the bytes that were away."""
         total = self.start_onload(what)
         self.wait(what)
         return total
@@ -146,24 +138,21 @@ class TrainState:
     def start_onload(self, what: Iterable[str] | None = None) -> int:
         """Begin to bring categories back (None: all that are away), parameters first. Returns their bytes.
 
-        What only began to leave stays. Raises ValueError for an unknown category and for one that is not away.
+        What only began to leave stays. All of them must be out.
         """
-        names = _categories([*self._offloaded, *self._offloading] if what is None else what)
-        for name in names:
-            if name not in self._offloaded and name not in self._offloading:
-                raise ValueError(
-                    f"{name} are not offloaded; offloaded are: {', '.join(sorted(self._offloaded)) or 'none'}"
-                )
-        total = 0
+        away, total = {*self._offloaded, *self._offloading}, 0
+        names = _ordered(away if what is None else what)
+        assert away >= {*names}, f"of {names} only {away} are offloaded"
         for name in names:
             if name in self._offloading:
-                self._offloading.pop(name).copies.synchronize()
+                _, copies = self._offloading.pop(name)
+                copies.synchronize()
                 continue
             parts = self._offloaded.pop(name)
             for part in parts:
                 _revive(part.storage, part.nbytes)
                 total += part.nbytes
-            self._onloading[name] = _InFlight(parts, self._copier.start(lambda parts=parts: _from_host(parts)))
+            self._onloading[name] = parts, self._copier.start(lambda parts=parts: _from_host(parts))
         return total
 
     def wait(self, what: Iterable[str] | None = None) -> None:
@@ -171,18 +160,18 @@ class TrainState:
 
         Raises WeightMismatch naming tensors, rank and range where it is verified and not what left.
         """
-        for name in _categories(self._onloading if what is None else what):
+        for name in _ordered(self._onloading if what is None else what):
             if name in self._onloading:
-                flight = self._onloading.pop(name)
-                flight.copies.wait()
-                for part in flight.parts:
+                parts, copies = self._onloading.pop(name)
+                copies.wait()
+                for part in parts:
                     if part.digests is not None:
                         self._compare(name, part)
 
     def discard(self) -> None:
         """Free the device memory of everything without a copy, at the end of a run: nothing of it comes back."""
-        for flight in (*self._offloading.values(), *self._onloading.values()):
-            flight.copies.synchronize()
+        for _, copies in (*self._offloading.values(), *self._onloading.values()):
+            copies.synchronize()
         self._offloading, self._onloading = {}, {}
         storages.drop_grads(self.chunks, self.optimizer)
         for name in CATEGORIES:
@@ -220,15 +209,6 @@ class TrainState:
         # Main parameters may be views of the parameter buffer, and gradients may share its storage. State
         # that an optimizer keeps on the host anyway (CPU offload) stays there.
         return {k: s for k, s in found.items() if k not in params and s.device.type == self.device.kind}
-
-    def _take_hosts(self, sizes: Mapping[str, Sequence[int]]) -> dict[str, list[Place]]:
-        """Places on the host for storages of these sizes, by category: on memory that is kept, and on new memory only
-        where the budget has all of it."""
-        lacking = {name: self._host[name].lacking(each) for name, each in sizes.items()}
-        self.budget.reserve(sum(map(sum, lacking.values())))
-        for name, pieces in lacking.items():
-            self._host[name].take(pieces)
-        return {name: self._host[name].places(each) for name, each in sizes.items()}
 
 
 def _to_host(parts: Sequence[_Saved]) -> None:
@@ -274,9 +254,8 @@ def gathered(model_chunks: Sequence[Module]) -> Iterator[None]:
             chunk.enable_forward_pre_hook()
 
 
-def _categories(what: Iterable[str]) -> list[str]:
+def _ordered(what: Iterable[str]) -> list[str]:
     """Names in the order of CATEGORIES: parameters come back before what the next stages do not need."""
-    asked = set(what) - {"none"}
-    if unknown := asked - set(CATEGORIES):
-        raise ValueError(f"cannot offload {', '.join(sorted(unknown))}; known: {', '.join(CATEGORIES)}, none")
+    asked = set(what)
+    assert asked <= {*CATEGORIES}, f"unknown categories: {asked}"
     return [name for name in CATEGORIES if name in asked]

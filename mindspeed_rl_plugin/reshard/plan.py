@@ -73,9 +73,9 @@ class Traffic:
 class Plan:
     """What `make_plan` found.
 
-    rank: whose copies and moves are listed (None: everyone's); copies, moves: in rising bucket order;
-    buckets: how many there are; traffic: bytes of every rank; unused: canonical tensors that trainer
-    ranks hold and no engine rank wants; fingerprint: equal on ranks that planned the same.
+    rank: whose copies and moves are listed (None: everyone's); copies, moves: in rising bucket order; traffic: bytes of
+    every rank; unused: canonical tensors that trainer ranks hold and no engine rank wants; fingerprint: equal on ranks
+    that planned the same.
     """
 
     rank: int | None
@@ -83,7 +83,6 @@ class Plan:
     bucket_bytes: int
     copies: tuple[Copy, ...]
     moves: tuple[Move, ...]
-    buckets: int
     traffic: Mapping[int, Traffic]
     unused: tuple[str, ...]
     fingerprint: int
@@ -244,6 +243,7 @@ class _Builder:
     def __post_init__(self) -> None:
         self.limit = self.bucket_bytes // 2
         self.traffic = {r: Traffic() for r in sorted(self.ranks)}
+        self.sent = dict.fromkeys(self.traffic, 0)
         self.node_sent = dict.fromkeys((r // self.node_size for r in self.traffic), 0)  # to other nodes
         # Bucket that a rank fills now and the bytes in it, as a sender and as a receiver.
         self.sending = {r: [0, 0] for r in self.traffic}
@@ -262,19 +262,16 @@ class _Builder:
                     self.copies.append(Copy(rank, Piece(start, stop - start, nbytes, own, want)))
                 continue
             near = pool.near.get(rank // self.node_size)
-            source = min(near, key=self._load) if near else min(pool.ranks, key=self._far_load)
+            source = min(near, key=self.sent.__getitem__) if near else min(pool.ranks, key=self._far_load)
             place = pool.place[source]
             if place not in pieces:
                 pieces[place] = list(self._split(start, stop, slice_bytes, place, want))
             for piece in pieces[place]:
                 self._move(source, rank, piece, near is not None, tag)
 
-    def _load(self, rank: int) -> int:
-        return self.traffic[rank].sent
-
     def _far_load(self, rank: int) -> tuple[int, int]:
         """What a source's link to other nodes has sent, and the source itself."""
-        return self.node_sent[rank // self.node_size], self._load(rank)
+        return self.node_sent[rank // self.node_size], self.sent[rank]
 
     def _split(self, start: int, stop: int, slice_bytes: int, source: Place, want: Place) -> Iterator[Piece]:
         step = self.limit // slice_bytes
@@ -300,7 +297,7 @@ class _Builder:
                 queue[0], queue[1] = bucket, nbytes
             else:
                 queue[1] += nbytes
-        self.traffic[source].sent += nbytes
+        self.sent[source] += nbytes
         arrived = self.traffic[destination]
         arrived.received += nbytes
         if not near:
@@ -312,16 +309,8 @@ class _Builder:
 
     def plan(self, unused: tuple[str, ...]) -> Plan:
         """Freeze what was added."""
-        moves = tuple(sorted(self.moves, key=lambda m: m.bucket))
-        buckets = 1 + max((q[0] for q in self.receiving.values() if q[1]), default=-1)
-        return Plan(
-            self.rank,
-            self.itemsize,
-            self.bucket_bytes,
-            tuple(self.copies),
-            moves,
-            buckets,
-            self.traffic,
-            unused,
-            self.fingerprint,
-        )
+        copies, moves = tuple(self.copies), tuple(sorted(self.moves, key=lambda m: m.bucket))
+        for rank, traffic in self.traffic.items():
+            traffic.sent = self.sent[rank]
+        sizes = self.rank, self.itemsize, self.bucket_bytes
+        return Plan(*sizes, copies, moves, self.traffic, unused, self.fingerprint)

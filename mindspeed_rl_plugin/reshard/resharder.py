@@ -96,12 +96,8 @@ class Resharder:
         verify: bool = False,
         deadline: float = 600.0,
     ) -> None:
-        if mode not in MODES:
-            raise ValueError(f"mode {mode!r} of the reshard is unknown; known: {', '.join(MODES)}")
         engine = EngineParallel(generate) if isinstance(generate, int) else generate
-        if train.world % engine.ranks:
-            flag = f"--rl-generate-tp {engine.tp}" if engine.ranks == engine.tp else f"--rl-generate-ep {engine.ep}"
-            raise ValueError(f"{flag} does not divide the world of {train.world} ranks; choose a divisor")
+        assert mode in MODES and train.world % engine.ranks == 0, f"{mode}: {engine.ranks} of {train.world} ranks"
         self.shape, self.train, self.engine, self.rank = shape, train, engine, rank
         self.dtype, self.bucket_bytes, self.node_size = engine_dtype, bucket_bytes, node_size
         self.group, self.verify, self.deadline = group, verify, deadline
@@ -136,8 +132,12 @@ class Resharder:
         exported = self._held(source, self._sources) if self.verify else None
         self._exported = self._as_stored(source) if self.verify else []
         channel = self._channel()
+        options = dict(channel=channel, dtype=self.dtype, device=self.device)
         with self._temporary.measured(*source.values(), *destination.values()):
-            self._move(plan, source, destination, channel)
+            if isinstance(plan, Plan):
+                stream(plan, source, destination, **options)
+            else:
+                self._buffer = allgather(plan, source, destination, **options)
         digest = None
         if exported is not None:
             arrived = self._held(destination, self._destinations)
@@ -177,25 +177,6 @@ class Resharder:
         self._bind_source(source)
         self._refuse_broken(source, "before a checkpoint")
 
-    def digest(self, model_chunks: Sequence[Module]) -> str:
-        """Digest of the trainer's weights in the engine's dtype; equal for equal weights in any layout."""
-        source = stored_parameters(model_chunks)
-        self._bind_source(source)
-        return weights_digest(compare(self._held(source, self._sources), [], self.tensors))
-
-    def _move(
-        self,
-        plan: Plan | AllgatherPlan,
-        source: Mapping[str, Tensor],
-        destination: Mapping[str, Tensor],
-        channel: P2PChannel,
-    ) -> None:
-        options = dict(channel=channel, dtype=self.dtype, device=self.device)
-        if isinstance(plan, Plan):
-            stream(plan, source, destination, **options)
-        else:
-            self._buffer = allgather(plan, source, destination, **options)
-
     def _bind(self, source: Mapping[str, Tensor], destination: Mapping[str, Tensor]) -> Plan | AllgatherPlan:
         self._bind_source(source)
         own_head = HEAD in destination if self.shape.tied else None
@@ -212,40 +193,24 @@ class Resharder:
         if self.plan is None:
             world = range(self.train.world)
             self._destinations = {w: engine_layout(self.shape, engine, w % size, own_head) for w in world}
-            plan = make_plan(
-                self._sources,
-                self._destinations,
-                self.tensors,
-                itemsize=self.dtype.itemsize,
-                bucket_bytes=self.bucket_bytes,
-                rank=self.rank,
-                node_size=self.node_size,
-            )
+            options = dict(itemsize=self.dtype.itemsize, bucket_bytes=self.bucket_bytes)
+            options |= dict(rank=self.rank, node_size=self.node_size)
+            plan = make_plan(self._sources, self._destinations, self.tensors, **options)
             assert not plan.unused, f"the engine has no place for {plan.unused[:SHOWN]}"
             narrow = {s.name for name in wide if destination[name].dtype != torch.float32 for s in layout[name]}
             self._compared = {**self.tensors, **{name: replace(self.tensors[name], wide=False) for name in narrow}}
             self._agree(plan.fingerprint, len(narrow))
-            self.plan = plan if self.mode == "stream" else self._allgather_plan()
+            if self.mode == "allgather":
+                shapes = {w: megatron_shapes(self.shape, self.train, w, *self._kinds) for w in world}
+                plan = make_allgather_plan(self._sources, shapes, self._destinations, self.tensors, **options)
+            self.plan = plan
         return self.plan
 
-    def _allgather_plan(self) -> AllgatherPlan:
-        return make_allgather_plan(
-            self._sources,
-            {r: megatron_shapes(self.shape, self.train, r, *self._kinds) for r in self._sources},
-            self._destinations,
-            self.tensors,
-            itemsize=self.dtype.itemsize,
-            bucket_bytes=self.bucket_bytes,
-            rank=self.rank,
-            node_size=self.node_size,
-        )
-
     def _bind_source(self, source: Mapping[str, Tensor]) -> None:
-        impl, experts = trainer_storage(self.shape, self.train, self.rank, source)
-        self._kinds = impl, experts
+        self._kinds = trainer_storage(self.shape, self.train, self.rank, source)
         if not self._sources:
             world = range(self.train.world)
-            self._sources = {w: megatron_layout(self.shape, self.train, w, impl, experts) for w in world}
+            self._sources = {w: megatron_layout(self.shape, self.train, w, *self._kinds) for w in world}
 
     def _agree(self, *plan: int) -> None:
         """All ranks compare their plans; on nccl and hccl this also opens the communicator for all of them."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from math import prod
@@ -12,6 +12,15 @@ from typing import Any
 from mindspeed_rl_plugin.config.upstream import model_refusals
 from mindspeed_rl_plugin.reshard.families import EMBEDDING, FAMILIES, HEAD, find_family
 from mindspeed_rl_plugin.reshard.family_table import Family, LayerType, Part, Row
+
+# Sizes of latent attention, and their names in a config.json.
+LATENT_FIELDS = {
+    "q_lora": "q_lora_rank",
+    "kv_lora": "kv_lora_rank",
+    "nope": "qk_nope_head_dim",
+    "rope": "qk_rope_head_dim",
+    "value": "v_head_dim",
+}
 
 
 @dataclass(frozen=True)
@@ -27,14 +36,9 @@ class Canonical:
         """Slices along `axis`."""
         return self.shape[self.axis]
 
-    @property
-    def slice_numel(self) -> int:
-        """Elements of one slice."""
-        return prod(self.shape) // self.slices
-
     def slice_bytes(self, itemsize: int) -> int:
         """Bytes of one slice where the model's elements have `itemsize`."""
-        return self.slice_numel * (4 if self.wide else itemsize)
+        return prod(self.shape) // self.slices * (4 if self.wide else itemsize)
 
 
 @dataclass(frozen=True)
@@ -86,7 +90,7 @@ class ModelShape:
             raise ValueError(f"dense layers {self.dense_layers} are not all among the {self.layers} layers")
         if self.moe_layers and not self.experts:
             raise ValueError(f"a model of family {self.family} has experts; their number is 0")
-        unknown = sorted(name for name in needed - {"ffn"} if self.size(name) < 1)
+        unknown = sorted(name for name in needed - {"ffn"} if self._sizes[name] < 1)
         if unknown:
             raise ValueError(f"a model of family {self.family} needs sizes that are not given: {', '.join(unknown)}")
 
@@ -95,20 +99,13 @@ class ModelShape:
         return FAMILIES[self.family]
 
     @property
-    def qkv_bias(self) -> bool:
-        return self.table.qkv_bias
-
-    @property
-    def qk_norm(self) -> bool:
-        return self.table.qk_norm
-
-    @property
     def moe_layers(self) -> int:
         """Layers with experts."""
         return self.layers - len(self.dense_layers) if self.table.experts else 0
 
     @cached_property
     def _sizes(self) -> dict[str, int]:
+        """The named sizes of `family_table.Part`."""
         return {
             "vocab": self.vocab,
             "hidden": self.hidden,
@@ -127,27 +124,24 @@ class ModelShape:
             "value": self.heads * self.value,
         }
 
-    def size(self, name: str) -> int:
-        """A named size of `family_table.Part` as a number."""
-        return self._sizes[name]
-
     def shape_of(self, part: Part) -> tuple[int, ...]:
         """Canonical shape of a part."""
-        return tuple(self.size(name) for name in part.shape)
-
-    def canonical_name(self, part: Part, layer: int, expert: int = 0) -> str:
-        """Canonical name of a part at a global layer and expert; a tied head is the embedding."""
-        if self.tied and part.name == HEAD:
-            return EMBEDDING
-        return part.name.format(layer=layer, expert=expert)
+        return tuple(self._sizes[name] for name in part.shape)
 
     def names_of(self, row: Row, layer: int, expert: int = 0) -> tuple[str, ...]:
-        """Canonical names of a row's parts."""
-        return tuple(self.canonical_name(part, layer, expert) for part in row.parts)
+        """Canonical names of a row's parts at a global layer and expert; a tied head is the embedding."""
+        names = (EMBEDDING if self.tied and part.name == HEAD else part.name for part in row.parts)
+        return tuple(name.format(layer=layer, expert=expert) for name in names)
 
     def rows(self, layer_type: LayerType) -> tuple[Row, ...]:
         """Rows of the family in layers of a type."""
         return _rows(self.family, layer_type)
+
+    def rows_in_order(self) -> Iterator[tuple[Row, int]]:
+        """All rows with the layer that they are in, from the embedding to the head; 0 for what is in no layer."""
+        yield from ((row, 0) for row in self.rows(LayerType.EMBEDDING))
+        yield from ((row, layer) for layer in range(self.layers) for row in self.layer_rows(layer))
+        yield from ((row, 0) for row in self.rows(LayerType.OUTPUT))
 
     def layer_rows(self, layer: int) -> tuple[Row, ...]:
         """Rows of a layer by its global number, those of one expert among them."""
@@ -203,31 +197,24 @@ class ModelShape:
         family = config.get("model_type")
         if family not in FAMILIES:
             raise ValueError(f"model_type {family!r} is of no known family; known: {', '.join(FAMILIES)}")
-        heads, hidden, layers = (config[k] for k in ("num_attention_heads", "hidden_size", "num_hidden_layers"))
-        more: dict[str, Any] = {}
+        config = same_names(FAMILIES[family], config)
+        heads, hidden, more = config["num_attention_heads"], config["hidden_size"], {}
         if FAMILIES[family].experts:
-            width = config["moe_intermediate_size"]
-            step = config.get("decoder_sparse_step") or 1
-            dense = {*range(config.get("first_k_dense_replace") or 0), *(config.get("mlp_only_layers") or ())}
-            dense |= {i for i in range(layers) if (i + 1) % step}
-            hf = FAMILIES[family].hf
-            names = (hf.experts, *(other for other, name in hf.synonyms.items() if name == hf.experts))
+            width, first = config["moe_intermediate_size"], range(config.get("first_k_dense_replace") or 0)
             more = dict(
-                experts=next((config[name] for name in names if config.get(name)), 0),
+                experts=config.get(FAMILIES[family].hf.experts) or 0,
                 expert_ffn=width,
                 shared_ffn=width * (config.get("n_shared_experts") or 0),
-                dense_layers=tuple(sorted(dense)),
+                dense_layers=tuple(sorted(config.get("mlp_only_layers") or first)),
             )
         if FAMILIES[family].mla:
-            sizes = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-            more |= zip(("q_lora", "kv_lora", "nope", "rope", "value"), (config[k] or 0 for k in sizes), strict=True)
-        groups = heads if FAMILIES[family].mla else config.get("num_key_value_heads") or heads
+            more |= {size: config.get(field) or 0 for size, field in LATENT_FIELDS.items()}
         return cls(
             family=family,
-            layers=layers,
+            layers=config["num_hidden_layers"],
             hidden=hidden,
             heads=heads,
-            groups=groups,
+            groups=config.get("num_key_value_heads") or heads,
             head_dim=more["nope"] + more["rope"] if "nope" in more else config.get("head_dim") or hidden // heads,
             ffn=config["intermediate_size"],
             vocab=config["vocab_size"],
@@ -235,6 +222,23 @@ class ModelShape:
             tied=bool(config.get("tie_word_embeddings", False)),
             **more,
         )
+
+
+def same_names(table: Family, config: Mapping[str, Any]) -> dict[str, Any]:
+    """A Hugging Face config with one name for each field, and the fields of published files that are the same model."""
+    out = {name: value for name, value in config.items() if value is not None}
+    for other, name in table.hf.synonyms.items():
+        if other in out:
+            out.setdefault(name, out.pop(other))
+    step = out.get("decoder_sparse_step", 1)
+    if table.experts and step > 1:  # layers between the sparse ones are dense
+        dense = {i for i in range(out.get("num_hidden_layers", 0)) if (i + 1) % step}
+        out["mlp_only_layers"] = sorted({*out.get("mlp_only_layers", ()), *dense})
+        out["decoder_sparse_step"] = 1
+    if table.mla:  # means nothing under latent attention
+        out["head_dim"] = out.get("qk_rope_head_dim")
+        out["num_key_value_heads"] = out.get("num_attention_heads")
+    return out
 
 
 @lru_cache(maxsize=64)

@@ -46,26 +46,10 @@ def weights(chunks: Sequence[Module]) -> Named:
             yield f"chunk {i} {name}", tensor.data
 
 
-def labelled(chunks: Sequence[Module]) -> tuple[tuple[tuple[str, int], ...], list[torch.UntypedStorage]]:
-    """The storages of `weights`, and for each the first name that it has and its bytes."""
-    labels, found, seen = [], [], set()
-    for label, tensor in weights(chunks):
-        storage = tensor.untyped_storage()
-        if storage._cdata not in seen and tensor.numel():
-            seen.add(storage._cdata)
-            labels.append((label, storage.nbytes()))
-            found.append(storage)
-    return tuple(labels), found
-
-
 def _ddp_buffers(chunk: Module) -> list[Any]:
     """Megatron's parameter and gradient buffers; a plain module's `buffers` is a method."""
-    found = []
-    for name in ("buffers", "expert_parallel_buffers"):
-        buffers = getattr(chunk, name, None)
-        if isinstance(buffers, list):
-            found += buffers
-    return found
+    each = (getattr(chunk, name, None) for name in ("buffers", "expert_parallel_buffers"))
+    return [buffer for buffers in each if isinstance(buffers, list) for buffer in buffers]
 
 
 def gradients(chunks: Sequence[Module]) -> Iterator[Tensor]:

@@ -15,15 +15,6 @@ from mindspeed_rl_plugin.engine import vllm_api, vllm_engine
 from mindspeed_rl_plugin.engine.vllm_engine import AGREE_EVERY, VllmOptions, check_options
 from mindspeed_rl_plugin.rows import SampleId
 
-CONFIG = {
-    "model_type": "qwen2",
-    "vocab_size": 50,
-    "hidden_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "max_position_embeddings": 64,
-}
-
 
 @pytest.fixture
 def engine(make_engine):
@@ -278,6 +269,7 @@ def test_generators_of_the_trainer_are_left_alone(make_engine, fake_vllm, reques
 
 CONFIG = {
     "model_type": "qwen3",
+    "vocab_size": 50,
     "hidden_size": 64,
     "intermediate_size": 96,
     "num_hidden_layers": 2,
@@ -333,16 +325,17 @@ def test_a_share_of_memory_that_is_given_stands_and_else_it_is_measured(make_eng
 
 
 @pytest.mark.parametrize(
-    "kind, experts, backend",
+    "kind, family, backend",
     [
-        ("cuda", {"num_experts": 8}, "triton"),
-        ("cuda", {"model_type": "deepseek_v3", "n_routed_experts": 8}, "triton"),
-        ("cuda", {}, None),
-    ]
-    + [(kind, {"num_experts": 8}, None) for kind in ("npu", "cpu")],
+        ("cuda", "qwen3_moe", "triton"),
+        ("cuda", "deepseek_v3", "triton"),
+        ("cuda", "qwen3", None),
+        ("npu", "qwen3_moe", None),
+        ("cpu", "qwen3_moe", None),
+    ],
 )
-def test_kernels_of_experts_are_chosen_on_cuda(kind, experts, backend) -> None:
-    options = VllmOptions({**CONFIG, **experts}, 32, memory_utilization=0.5)
+def test_kernels_of_experts_are_chosen_on_cuda(kind, family, backend) -> None:
+    options = VllmOptions({**CONFIG, "model_type": family}, 32, memory_utilization=0.5)
     assert vllm_engine._arguments(options, kind, "there").get("moe_backend") == backend
 
 

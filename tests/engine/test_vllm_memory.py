@@ -42,14 +42,14 @@ def test_sleep_and_wake(engine) -> None:
     runner = engine.model_executor.driver_worker.model_runner
     model, (first, second) = runner.get_model(), runner.kv_caches
     memory = HostMemory(engine)
-    memory.sleep()
+    memory.sleep(1)
     sizes = [t.untyped_storage().nbytes() for t in (model.embed, model.norm, first, model.rotary)]
     assert sizes == [0, 0, 0, 16]
-    memory.wake(["weights"])
+    memory.wake_up(["weights"])
     assert [t.untyped_storage().nbytes() for t in (model.embed, model.norm, first)] == [96, 16, 0]
     model.embed.data.fill_(2)
     assert model.head.sum() == 48
-    memory.wake(["kv_cache"])
+    memory.wake_up(["kv_cache"])
     assert first.tolist() == second.tolist() == [0.0] * 3000
     assert model.rotary.tolist() == [0, 1, 2, 3]
 
@@ -65,8 +65,8 @@ def test_a_reused_block_is_zeroed_too(engine, monkeypatch) -> None:
 
     monkeypatch.setattr(torch.UntypedStorage, "resize_", dirty)
     memory = HostMemory(engine)
-    memory.sleep()
-    memory.wake(["kv_cache"])
+    memory.sleep(1)
+    memory.wake_up(["kv_cache"])
     assert engine.model_executor.driver_worker.model_runner.kv_caches[1].tolist() == [0.0] * 3000
 
 

@@ -16,9 +16,10 @@ from mindspeed_rl_plugin.host import activate_if_needed
 
 activate_if_needed()
 
-from mindspeed_rl_plugin.engine.vllm_engine import VllmEngine, VllmOptions, prepare_environment  # noqa: E402
+from mindspeed_rl_plugin.engine.vllm_engine import VllmEngine, VllmOptions  # noqa: E402
+from mindspeed_rl_plugin.host.engine_env import prepare_engine_env  # noqa: E402
 
-prepare_environment("cpu")
+prepare_engine_env("cpu", sleep_mode=True)
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402

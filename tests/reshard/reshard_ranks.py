@@ -81,7 +81,7 @@ class Job:
         return Parallel(dist.get_world_size(), tp=self.case.tp, pp=self.case.pp, vpp=self.case.vpp)
 
     def _spec(self, stage):
-        return get_gpt_layer_local_spec(None, False, self.shape.qk_norm, normalization="RMSNorm")
+        return get_gpt_layer_local_spec(None, False, self.shape.table.qk_norm, normalization="RMSNorm")
 
     def _config(self):
         s, bf16 = self.shape, self.dtype == torch.bfloat16
@@ -99,8 +99,8 @@ class Job:
             gated_linear_unit=True,
             activation_func=torch.nn.functional.silu,
             add_bias_linear=False,
-            add_qkv_bias=s.qkv_bias,
-            qk_layernorm=s.qk_norm,
+            add_qkv_bias=s.table.qkv_bias,
+            qk_layernorm=s.table.qk_norm,
             hidden_dropout=0.0,
             attention_dropout=0.0,
             bias_activation_fusion=False,
@@ -239,7 +239,6 @@ def cycle(job, state, reference, first, resharder, engine, version):
                 low = dist.get_rank() % resharder.engine.tp * got.shape[0]
                 got, tensor = got[: max(0, rows - low)], tensor[: max(0, rows - low)]
             assert torch.equal(got, tensor), f"{name} differs in the engine"
-        assert done.digest == resharder.digest(job.chunks) if done.digest else True
         state.offload(["params"])
         check_empty(job)
         state.onload(["params"])

@@ -100,10 +100,10 @@ def test_what_someone_else_will_take_is_counted():
     device = Rank(Machine(10 * MB))
     budget = HostMemoryBudget(device)
     with budget.expecting(7 * MB):
-        budget.reserve(3 * MB)
+        budget.reserve(3 * MB, "")
         with pytest.raises(MemoryError, match=f"needs {11 * MB} more bytes of host memory on this rank"):
-            budget.reserve(4 * MB)
-    budget.reserve(10 * MB)
+            budget.reserve(4 * MB, "")
+    budget.reserve(10 * MB, "")
 
 
 def test_the_reference_is_asked_for_too():

@@ -124,25 +124,6 @@ def test_gradients_outside_buffers_and_chained_optimizers():
     assert not plain.weight.main_grad.any()
 
 
-@pytest.mark.parametrize(
-    "misuse, message",
-    [
-        (lambda s: (s.offload(["params"]), s.offload(["grads", "params"])), "params are offloaded already"),
-        (lambda s: s.onload(["params"]), "params are not offloaded; offloaded are: none"),
-        (lambda s: (s.offload(["grads"]), s.onload(["params"])), "offloaded are: grads"),
-        (lambda s: s.offload(["weights"]), "cannot offload weights; known: params, grads, optimizer, none"),
-    ],
-)
-def test_misuse_is_refused(misuse, message):
-    with pytest.raises(ValueError, match=message):
-        misuse(TrainState([FakeDDP()], None, CPU))
-
-
-def test_none_swaps_nothing():
-    state = TrainState([FakeDDP()], None, CPU)
-    assert state.offload(["none"]) == 0 == state.onload(["none"])
-
-
 def test_registered_buffers_are_refused():
     with pytest.raises(ValueError, match="--use-nccl-ub"):
         TrainState([FakeDDP(nccl_ub=True)], None, CPU)
@@ -186,11 +167,8 @@ def test_reference_weights_change_places_with_the_actors():
     for _ in range(2):
         with reference.swapped_into([model]):
             assert torch.equal(model(x), expected)
-            with pytest.raises(ValueError, match="in a model already"), reference.swapped_into([model]):
-                pass
         assert all(torch.equal(a, b) for a, b in zip(actor, (*model.module.parameters(), main), strict=True))
         assert torch.equal(model(x), mine)
-    assert reference.nbytes == 4 * (8192 + 100 + 10)
 
 
 def test_reference_weights_return_after_an_error():
@@ -206,20 +184,6 @@ def test_reference_weights_return_after_an_error():
 def test_an_exchange_in_several_parts(monkeypatch):
     monkeypatch.setattr("mindspeed_rl_plugin.reshard.host_weights._SCRATCH", 1000)
     test_reference_weights_change_places_with_the_actors()
-
-
-def test_reference_weights_refuse_another_model():
-    model = FakeDDP()
-    reference = HostWeights.capture([model], CPU)
-    state = TrainState([model], None, CPU)
-    state.offload(["params"])
-    with pytest.raises(ValueError, match=r"not those that were captured .*parameter buffer 0"):
-        with reference.swapped_into([model]):
-            pass
-    state.onload()
-    with pytest.raises(ValueError, match="not those that were captured"):
-        with reference.swapped_into([nn.Linear(2, 2)]):
-            pass
 
 
 def test_gathered_takes_the_hooks_off_and_puts_them_back():

@@ -60,7 +60,6 @@ def test_cover_bytes_and_buckets(case, node_size, bucket_bytes):
         for end in (("out", m.source), ("in", m.destination)):
             load[m.bucket, end] = load.get((m.bucket, end), 0) + m.piece.nbytes
     assert max(load.values(), default=0) <= bucket_bytes // 2
-    assert plan.buckets == 1 + max((m.bucket for m in plan.moves), default=-1)
     holders = {rank: slices(layout) for rank, layout in sources.items()}
     for rank, layout in destinations.items():
         wanted = [(p, s.name, i) for p, segments in layout.items() for s in segments for i in range(s.start, s.stop)]
@@ -92,7 +91,7 @@ def test_every_rank_finds_the_same_plan(case, first):
     everyone = sorted({*sources, *destinations})
     for rank in {everyone[0], everyone[-1], *everyone[first::5]}:
         mine = make_plan(sources, destinations, rank=rank, **options)
-        assert mine.fingerprint == whole.fingerprint and mine.buckets == whole.buckets
+        assert mine.fingerprint == whole.fingerprint
         assert mine.traffic == whole.traffic
         assert mine.moves == tuple(m for m in whole.moves if rank in (m.source, m.destination))
         assert mine.copies == tuple(c for c in whole.copies if c.rank == rank)

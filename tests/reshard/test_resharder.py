@@ -44,12 +44,7 @@ def test_weights_follow_the_trainer(impl):
     chunks[0].params["decoder.final_layernorm.weight"].add_(1)
     second = way.to_engine(chunks, live, 4)
     assert torch.equal(live["model.norm.weight"], expected["model.norm.weight"] + 1)
-    assert second.digest == way.digest(chunks) != first.digest
-
-
-def test_one_model_has_one_digest_in_both_specs():
-    assert resharder().digest(trainer()) == resharder().digest(trainer(impl="te"))
-    assert resharder().digest(trainer()) != resharder().digest(trainer(seed=1))
+    assert first.digest == resharder(verify=True).to_engine(trainer(), live, 0).digest != second.digest
 
 
 @pytest.mark.parametrize("own_head", [False, True])
@@ -89,24 +84,20 @@ def test_a_weight_that_is_no_number_never_reaches_the_engine(value):
 def test_a_bit_that_changed_during_generation_is_named():
     """Also one that the engine's narrower dtype, and so its digest, does not see."""
     chunks, live = trainer(), {name: t.bfloat16() for name, t in engine().items()}
-    way = Resharder(SHAPE, Parallel(1), 1, rank=0, engine_dtype=torch.bfloat16, verify=True)
+    options = dict(rank=0, engine_dtype=torch.bfloat16, verify=True)
+    way = Resharder(SHAPE, Parallel(1), 1, **options)
     way.check_return(chunks)  # nothing was exported yet
     before = way.to_engine(chunks, live, 0).digest
     way.check_return(chunks)
     weight = chunks[0].params["decoder.layers.0.mlp.linear_fc2.weight"]
     weight.view(torch.int32)[2, 5] ^= 1
-    assert way.digest(chunks) == before
+    assert Resharder(SHAPE, Parallel(1), 1, **options).to_engine(chunks, live, 0).digest == before
     with pytest.raises(WeightMismatch, match=r"fc2.weight of .* rank 0 \(.*0.mlp.down_proj.weight \[0, 48\)\) has"):
         way.check_return(chunks)
     way.verify = False
     way.to_engine(chunks, live, 1)
     weight[0, 0] += 1
     way.check_return(chunks)  # not asked for
-
-
-def test_an_unknown_mode_is_refused():
-    with pytest.raises(ValueError, match="mode 'copy' of the reshard is unknown; known: stream, allgather"):
-        resharder(mode="copy")
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -148,11 +139,6 @@ def test_another_dtype_in_the_engine_is_refused():
         resharder().to_engine(trainer(), live, 0)
 
 
-def test_a_generation_tp_that_does_not_divide_the_world_is_refused():
-    with pytest.raises(ValueError, match="--rl-generate-tp 4 does not divide the world of 6 ranks"):
-        Resharder(SHAPE, Parallel(6), 4, rank=0, engine_dtype=torch.float32)
-
-
 V3 = ModelShape("deepseek_v3", layers=3, vocab=60, padded_vocab=64, dense_layers=(0,), **TINY | LATENT)
 
 
@@ -171,7 +157,6 @@ def test_an_engine_that_keeps_the_routers_bias_in_its_own_dtype_gets_it_narrowed
     way = Resharder(V3, Parallel(1), 1, **options)
     done = way.to_engine(chunks, live, 0)
     assert all(live[name].dtype == t.dtype and torch.equal(live[name], t) for name, t in expected.items())
-    assert done.digest == way.digest(chunks)
     wide = {name: t.float() if name in biases else torch.zeros_like(t) for name, t in expected.items()}
     assert Resharder(V3, Parallel(1), 1, **options).to_engine(chunks, wide, 0).digest != done.digest
     with pytest.raises(ValueError, match="_bias is torch.float16, not torch.bfloat16 or torch.float32"):
