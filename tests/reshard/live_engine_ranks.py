@@ -1,4 +1,4 @@
-"""Run by test_reshard_live.py under torchrun: parameters of vLLM's models with experts against the layouts."""
+"""Run by test_reshard_pairs.py under torchrun: parameters of vLLM's models with experts against the layouts."""
 
 import json
 import sys

@@ -1,9 +1,10 @@
 """Run by test_reshard_pairs.py under torchrun: one vLLM engine, and trainers in several layouts, one after the other.
 
-Argument: JSON {"family", "generate": [tp, ep], "cases": [...]}. For each case a model is trained twice: without a swap,
-and with a whole rollout around each step. Weights in the engine are compared bitwise with a reference that shares
-nothing with the package, log-probs of its answers with the trainer's, training state with that of the first run.
-Rank 0 prints `passed NAME WORST` a case, the second in nats.
+Argument: JSON {"family", "generate": [tp, ep], "cases": [...], "limit"}; where generate is null only the names of what
+is stored are compared. Else for each case a model is trained twice: without a swap, and with a whole rollout around
+each step. Weights in the engine are compared bitwise with a reference that shares nothing with the package, log-probs
+of its answers with the trainer's, training state with that of the first run. Rank 0 prints `passed NAME WORST` a case,
+the second in nats.
 """
 
 import dataclasses
@@ -30,12 +31,12 @@ from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher  # noqa: E402
 from megatron.core.transformer.transformer_config import MLATransformerConfig  # noqa: E402
 from reshard_ranks import BUCKET, SEQ, Job, same  # noqa: E402
-from reshard_reference import E_BIAS, engine_weights, megatron_weights, random_weights  # noqa: E402
+from reshard_reference import E_BIAS, engine_weights, random_weights  # noqa: E402
 
 from mindspeed_rl_plugin.engine.protocol import generate  # noqa: E402
 from mindspeed_rl_plugin.host.streams import NullStream  # noqa: E402
 from mindspeed_rl_plugin.reshard.layout import EngineParallel, ModelShape, Parallel  # noqa: E402
-from mindspeed_rl_plugin.reshard.live import stored_parameters  # noqa: E402
+from mindspeed_rl_plugin.reshard.live import stored_parameters, trainer_storage  # noqa: E402
 from mindspeed_rl_plugin.reshard.offload import TrainState, gathered  # noqa: E402
 from mindspeed_rl_plugin.reshard.resharder import Resharder  # noqa: E402
 from mindspeed_rl_plugin.reshard.storages import unwrap  # noqa: E402
@@ -139,32 +140,6 @@ class PairJob(Job):
         if not self.shape.table.experts:
             return super()._spec(stage)
         return get_gpt_decoder_block_spec(self.config, False, normalization="RMSNorm", vp_stage=stage)
-
-    def stored(self, rank: int, weights):
-        """What a rank of this layout stores of a canonical model."""
-        return megatron_weights(self.shape, self.parallel, rank, weights)
-
-    def _load(self, weights):
-        mine, live = self.stored(dist.get_rank(), weights), stored_parameters(self.chunks)
-        assert set(mine) == set(live), set(mine) ^ set(live)
-        for name, value in mine.items():
-            live[name].copy_(value)
-
-    def canonical(self, like):
-        """The canonical model out of all ranks' live tensors: each stored number goes where its own index says."""
-        everywhere = [None] * dist.get_world_size()
-        # Copies: a view of a buffer is pickled with all of the buffer.
-        dist.all_gather_object(everywhere, {n: t.clone() for n, t in stored_parameters(self.chunks).items()})
-        total, index = 0, {}
-        for name, t in like.items():
-            index[name] = torch.arange(total, total + t.numel(), dtype=torch.float64).view(t.shape)
-            total += t.numel()
-        flat = torch.full((total,), torch.nan)
-        for rank, live in enumerate(everywhere):
-            for name, where in self.stored(rank, index).items():
-                flat[where.long().flatten()] = live[name].flatten().float()
-        assert not flat.isnan().any()
-        return {name: flat[i.long()] for name, i in index.items()}
 
     def logps(self, tokens):
         """Log-prob `[B, SEQ]` of each next token, on the last pipeline stage; None elsewhere."""
@@ -277,10 +252,22 @@ def distance(job, drawn) -> float:
     return float((scored[:, PROMPT - 1 : PROMPT + ANSWER - 1] - torch.tensor([logps for _, logps in rows])).abs().max())
 
 
-def check_case(case, engine, sizes, limit) -> None:
+def check_names(case) -> None:
+    """Live Megatron stores what the family's table says."""
+    initialize(case)
+    job = PairJob(case, start_weights(shape_of(case.family)))
+    trainer_storage(job.shape, job.parallel, dist.get_rank(), stored_parameters(job.chunks))
+    print("passed names", flush=True)
+
+
+def initialize(case) -> None:
     size = dict(expert_model_parallel_size=case.ep, expert_tensor_parallel_size=case.etp)
     mpu.initialize_model_parallel(case.tp, case.pp, case.vpp if case.vpp > 1 else None, **size)
     tensor_parallel.model_parallel_cuda_manual_seed(1)
+
+
+def check_case(case, engine, sizes, limit) -> None:
+    initialize(case)
     weights = start_weights(shape_of(case.family))
     plain = PairJob(case, weights)
     for step in range(STEPS - 1):
@@ -311,17 +298,21 @@ def check_case(case, engine, sizes, limit) -> None:
 def main() -> None:
     job = json.loads(sys.argv[1])
     dist.init_process_group("gloo")
-    tp, ep = job["generate"]
     # As in the loop, where it is made before the engine: vLLM on CPU replaces torch.cuda.Stream, which has events, by a
     # class without any. In ranks that start warm it has done so.
     MoEAlltoAllTokenDispatcher.cuda_dtoh_stream = NullStream()
+    defaults = dict(tp=1, pp=1, vpp=1, ep=1, etp=None, distributed=False, overlap=False, grouped=False, tied=False)
+    named = dict(family=job["family"], dtype="float32", **defaults)
+    cases = [SimpleNamespace(**named | case) for case in job["cases"]]
+    if job["generate"] is None:
+        check_names(*cases)
+        return
+    tp, ep = job["generate"]
     options = VllmOptions(config_of(shape_of(job["family"])), SEQ, tp, ep, kv_cache_bytes=64 << 20, max_running=4)
     engine = VllmEngine(options)
     engine.sleep()
-    defaults = dict(tp=1, pp=1, vpp=1, ep=1, etp=None, distributed=False, overlap=False, grouped=False, tied=False)
-    for case in job["cases"]:
-        named = dict(family=job["family"], dtype="float32", **defaults) | case
-        check_case(SimpleNamespace(**named), engine, EngineParallel(tp, ep), job["limit"])
+    for case in cases:
+        check_case(case, engine, EngineParallel(tp, ep), job["limit"])
     engine.wake()
     engine.shutdown()
     dist.destroy_process_group()

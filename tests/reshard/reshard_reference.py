@@ -1,4 +1,4 @@
-"""What Megatron and vLLM store, and its inverse, by torch.chunk, cat and stack; no table of the package is used."""
+"""What Megatron and vLLM store, by torch.chunk, cat and stack; no table of the package is used."""
 
 from __future__ import annotations
 
@@ -69,12 +69,6 @@ def pad_rows(t: Tensor, rows: int) -> Tensor:
 def fuse_groups(shape, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     g, rest = shape.groups, q.shape[1:]
     return torch.cat([x.view(g, -1, *rest) for x in (q, k, v)], dim=1).reshape(-1, *rest)
-
-
-def split_groups(shape, fused: Tensor) -> list[Tensor]:
-    per, rest = shape.heads // shape.groups * shape.head_dim, fused.shape[1:]
-    grouped = fused.view(shape.groups, -1, *rest)
-    return [x.reshape(-1, *rest) for x in grouped.split([per, shape.head_dim, shape.head_dim], dim=1)]
 
 
 def megatron_weights(
@@ -174,44 +168,6 @@ def _experts(shape, parallel, at, own, kind: str) -> dict[str, Tensor]:
     first = torch.stack([m["linear_fc1.weight"].t() for m in mine])
     second = torch.stack([m["linear_fc2.weight"].t() for m in mine])
     return {e + "weight1": first.reshape(shape.hidden, -1), e + "weight2": second.reshape(-1, shape.hidden)}
-
-
-def assemble(shape, parallel, ranks: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """The canonical model from what all trainer ranks store (local names): the inverse of `megatron_weights`."""
-    w = {}
-    for pp in range(parallel.pp):
-        peers = [None] * parallel.tp
-        for rank, params in enumerate(ranks):
-            at = parallel.coordinates(rank)
-            if at.pp == pp and peers[at.tp] is None:
-                peers[at.tp] = params
-        joined = lambda name, axis=0, peers=peers: torch.cat([p[name] for p in peers], axis)  # noqa: E731
-        for c, layers in enumerate(parallel.stage_layers(shape.layers, pp)):
-            pre = f"chunk{c}." if parallel.vpp > 1 else ""
-            for i, layer in enumerate(layers):
-                m, h = f"{pre}decoder.layers.{i}.", LAYER.format(layer)
-                w[h + "input_layernorm.weight"] = peers[0][m + "input_layernorm.weight"]
-                w[h + "post_attention_layernorm.weight"] = peers[0][m + "pre_mlp_layernorm.weight"]
-                for kind in ("weight", "bias") if shape.family == "qwen2" else ("weight",):
-                    parts = split_groups(shape, joined(f"{m}self_attention.linear_qkv.{kind}"))
-                    w |= {f"{h}self_attn.{x}_proj.{kind}": t for x, t in zip("qkv", parts, strict=True)}
-                if shape.family == "qwen3":
-                    for x in "qk":
-                        w[f"{h}self_attn.{x}_norm.weight"] = peers[0][f"{m}self_attention.{x}_layernorm.weight"]
-                w[h + "self_attn.o_proj.weight"] = joined(m + "self_attention.linear_proj.weight", 1)
-                halves = [p[m + "mlp.linear_fc1.weight"].chunk(2) for p in peers]
-                for j, x in enumerate(("gate", "up")):
-                    w[f"{h}mlp.{x}_proj.weight"] = torch.cat([half[j] for half in halves])
-                w[h + "mlp.down_proj.weight"] = joined(m + "mlp.linear_fc2.weight", 1)
-            for mine, name in (
-                ("embedding.word_embeddings.weight", "model.embed_tokens.weight"),
-                ("output_layer.weight", "lm_head.weight"),
-            ):
-                if pre + mine in peers[0] and not (shape.tied and name == "lm_head.weight"):
-                    w[name] = joined(pre + mine)[: shape.vocab]
-            if pre + "decoder.final_layernorm.weight" in peers[0]:
-                w["model.norm.weight"] = peers[0][pre + "decoder.final_layernorm.weight"]
-    return w
 
 
 def engine_weights(

@@ -42,6 +42,19 @@ def check(torchrun, ranks: int, family: str, generate, cases, limit: float = AGR
     assert [line.split()[1] for line in passed] == [case["name"] for case in cases]
 
 
+def test_megatron_stores_what_the_table_says(torchrun):
+    """Latent attention with a biased router, and experts that are cut. Other families: below."""
+    job = dict(family="deepseek_v3", generate=None, cases=EXPERTS_2[2:3])
+    assert torchrun(WORKER, json.dumps(job), ranks=2).stdout.count("passed names") == 2
+
+
+def test_vllm_stores_what_the_table_says(torchrun, tmp_path):
+    """Both families with experts, these cut and spread, fewer key heads than ranks."""
+    worker = WORKER.with_name("live_engine_ranks.py")
+    # vLLM names its shared memory by what its own worker, which is not built here, would set.
+    assert torchrun(worker, tmp_path, VLLM_DIST_IDENT="live").stdout.count("tensors agree") == 2
+
+
 @pytest.mark.slow
 def test_experts_on_two_ranks(torchrun):
     check(torchrun, 2, "qwen3_moe", (2, 2), EXPERTS_2[:2])

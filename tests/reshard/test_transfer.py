@@ -22,45 +22,15 @@ from mindspeed_rl_plugin.reshard.layout import (
     megatron_layout,
     megatron_shapes,
 )
-from mindspeed_rl_plugin.reshard.p2p import P2PChannel
 from mindspeed_rl_plugin.reshard.plan import make_plan
-from mindspeed_rl_plugin.reshard.transfer import copy_pieces, stream
+from mindspeed_rl_plugin.reshard.transfer import stream
 from mindspeed_rl_plugin.tools.layout_args import engine_layout_of, train_layout
 from mindspeed_rl_plugin.tools.plan.estimate import Machine, Run, estimate
 from mindspeed_rl_plugin.tools.plan.flow import Cells
 
 sys.path.insert(0, str(Path(__file__).parent))
-from plan_cases import LATENT, TINY, cases  # noqa: E402
-from reshard_reference import engine_weights, megatron_weights, random_weights  # noqa: E402
-
-ITEM = 4
-
-
-def carried_out(plan, source, rank):
-    """What `rank` holds of every shard after all messages, as the executor would place it."""
-    givers = {m.piece.destination.param: m.source for m in plan.gather.moves if m.destination == rank}
-    shards = [(str(i), givers.get(str(i), rank), shard) for i, shard in enumerate(plan.shards)]
-    return {number: source[giver][shard.names[giver]][: shard.shape[0]] for number, giver, shard in shards}
-
-
-@settings(max_examples=50, deadline=None)
-@given(cases(world_limit=8), st.sampled_from([1, 2, 8]), st.sampled_from([64, 8192]))
-def test_every_engine_gets_its_weights_out_of_all_shards(case, node_size, bucket_bytes):
-    sources, wanted = case.sources(), case.destinations()
-    tensors, weights = canonical_tensors(case.shape), random_weights(case.shape)
-    live, expected = case.trainer(weights), case.engines(weights)
-    options = dict(itemsize=ITEM, bucket_bytes=bucket_bytes, node_size=node_size)
-    plans = {r: make_allgather_plan(sources, case.stored(), wanted, tensors, rank=r, **options) for r in wanted}
-    flow = Cells(sources, wanted, tensors, itemsize=ITEM, node_size=node_size).flow(everything=True)
-    for rank, plan in plans.items():
-        assert plan.traffic[rank].received == flow.received[rank]
-        assert plan.traffic[rank].off_node == flow.received_far[rank]
-        assert plan.gather.fingerprint == plans[case.ranks[0]].gather.fingerprint  # every rank finds the same alone
-        engine = {n: torch.zeros_like(t) for n, t in expected[rank].items()}
-        for copies in plan.copies:
-            copy_pieces(copies, carried_out(plan, live, rank), engine)
-        for name, tensor in expected[rank].items():
-            assert torch.equal(engine[name], tensor), name
+from plan_cases import cases  # noqa: E402
+from reshard_reference import random_weights  # noqa: E402
 
 
 class Channel:
@@ -90,15 +60,17 @@ def together(work, ranks):
             done.result(timeout=120)
 
 
-@settings(max_examples=15, deadline=None)
-@given(cases(world_limit=8), st.booleans())
-def test_both_transfers_write_the_engines_weights(case, narrow):
-    """narrow: the engine's dtype is half as wide as the trainer's, in which weights then travel."""
+@settings(max_examples=25, deadline=None)
+@given(cases(world_limit=8), st.booleans(), st.sampled_from([1, 2, 8]))
+def test_both_transfers_write_the_engines_weights(case, narrow, node_size):
+    """narrow: the engine's dtype is half as wide as the trainer's, in which weights then travel. What is wide stays."""
     sources, wanted, tensors = case.sources(), case.destinations(), canonical_tensors(case.shape)
     weights = random_weights(case.shape)
     live, dtype = case.trainer(weights), torch.bfloat16 if narrow else torch.float32
     kept = {n: t if tensors[n].wide else t.to(dtype) for n, t in weights.items()}
-    sizes = dict(itemsize=dtype.itemsize, node_size=2)
+    sizes = dict(itemsize=dtype.itemsize, node_size=node_size)
+    flow = Cells(sources, wanted, tensors, **sizes).flow(everything=True)
+    plans = {}
 
     def run(rank, channel):
         options = dict(channel=channel, dtype=dtype, device=torch.device("cpu"))
@@ -108,6 +80,7 @@ def test_both_transfers_write_the_engines_weights(case, narrow):
             plan = make_allgather_plan(sources, case.stored(), wanted, tensors, bucket_bytes=1024, rank=rank, **sizes)
         transfer(plan, live.get(rank, {}), engines.get(rank, {}), **options)
         assert channel.received == plan.traffic[rank].received
+        plans[rank] = plan
 
     for transfer in (stream, allgather):
         expected = case.engines(kept)
@@ -116,47 +89,13 @@ def test_both_transfers_write_the_engines_weights(case, narrow):
         for r, params in expected.items():
             for name, tensor in params.items():
                 assert torch.equal(engines[r][name], tensor), (transfer.__name__, r, name)
-
-
-def test_what_is_wide_stays_float32_on_its_way():
-    """The router's expert bias of a bfloat16 model, on one rank."""
-    shape = ModelShape("deepseek_v3", 2, vocab=60, padded_vocab=64, tied=False, dense_layers=(0,), **TINY, **LATENT)
-    one, tensors = train_layout("tp1", 1), canonical_tensors(shape)
-    weights = random_weights(shape)
-    kept = {n: t if tensors[n].wide else t.bfloat16() for n, t in weights.items()}
-    assert any(tensors[n].wide and not torch.equal(t, t.bfloat16().float()) for n, t in kept.items())
-    source = megatron_weights(shape, one, 0, kept, "local", "sequential")
-    engine, _ = engine_layout_of("tp1", 1)
-    expected = engine_weights(shape, engine, 0, kept)
-    found = {n: torch.zeros_like(t) for n, t in expected.items()}
-    layouts = {0: megatron_layout(shape, one, 0)}, {0: megatron_shapes(shape, one, 0)}, {0: engine_layout(shape, 1, 0)}
-    plan = make_allgather_plan(*layouts, tensors, itemsize=2, bucket_bytes=1024, rank=0)
-    options = dict(channel=P2PChannel(0), dtype=torch.bfloat16, device=torch.device("cpu"))
-    allgather(plan, source, found, **options)
-    for name, tensor in expected.items():
-        assert torch.equal(found[name], tensor) and found[name].dtype == tensor.dtype, name
-
-
-def test_experts_are_parcels_of_their_own_and_shared_weights_travel_once():
-    shape = ModelShape.from_hf_config(
-        dict(model_type="qwen3_moe", vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4)
-        | dict(num_key_value_heads=2, head_dim=8, intermediate_size=48, num_experts=8, moe_intermediate_size=16)
-        | dict(num_experts_per_tok=2, decoder_sparse_step=1, mlp_only_layers=[], tie_word_embeddings=False),
-        64,
-    )
-    parallel = train_layout("tp2,ep4,etp1", 4)
-    engine, _ = engine_layout_of("tp2,ep4", 4)
-    sources = {r: megatron_layout(shape, parallel, r) for r in range(4)}
-    shapes = {r: megatron_shapes(shape, parallel, r) for r in range(4)}
-    wanted = {r: engine_layout(shape, engine, r) for r in range(4)}
-    tensors = canonical_tensors(shape)
-    plan = make_allgather_plan(sources, shapes, wanted, tensors, itemsize=2, bucket_bytes=8192, rank=0)
-    flow = Cells(sources, wanted, tensors, itemsize=2, node_size=4).flow(everything=True)
-    assert [plan.traffic[r].received for r in range(4)] == flow.received.tolist()
-    whole = sum(t.slices * t.slice_bytes(2) for t in tensors.values())
-    assert sum(2 * prod(shard.shape) for shard in plan.shards) == whole
-    sent = [plan.traffic[r].sent for r in range(4)]
-    assert max(sent) <= 1.1 * min(sent), sent
+    assert len({plan.gather.fingerprint for plan in plans.values()}) == 1  # every rank finds the same alone
+    for rank in wanted:
+        assert plans[rank].traffic[rank].received == flow.received[rank]
+        assert plans[rank].traffic[rank].off_node == flow.received_far[rank]
+    # Every expert is a shard of its own, and what ranks have alike travels once.
+    shards = sum(prod(s.shape) * s.dtype(dtype).itemsize for s in plans[case.ranks[0]].shards)
+    assert shards == sum(t.slices * t.slice_bytes(dtype.itemsize) for t in tensors.values())
 
 
 def test_far_sources_balance_the_links_of_their_nodes():
