@@ -1,6 +1,6 @@
 """The accelerator of this process behind one small class, its copies, and meters of its memory."""
 
 from mindspeed_rl_plugin.device.device import Device, detect, get_device
-from mindspeed_rl_plugin.device.meters import Meter, ProcessMeter, StorageMeter
+from mindspeed_rl_plugin.device.meters import ProcessMeter, StorageMeter
 
-__all__ = ["Device", "Meter", "ProcessMeter", "StorageMeter", "detect", "get_device"]
+__all__ = ["Device", "ProcessMeter", "StorageMeter", "detect", "get_device"]

@@ -20,7 +20,6 @@ from torch import Tensor
 
 from mindspeed_rl_plugin.device.copies import StreamCopier, ThreadCopier
 from mindspeed_rl_plugin.device.meters import (
-    Meter,
     ProcessMeter,
     StorageMeter,
     Temporary,
@@ -36,7 +35,7 @@ class Device:
     """What the package asks of an accelerator. Get the one of this process from `get_device`.
 
     kind: "npu" | "cuda" | "cpu"; backend: its torch.distributed backend, "hccl" | "nccl" | "gloo";
-    memory: a `Meter` of the current device (of this process, on CPU).
+    memory: the meter of the current device (of this process, on CPU).
     """
 
     def __init__(self, kind: str) -> None:
@@ -44,7 +43,7 @@ class Device:
             raise ValueError(f"device kind {kind!r} is unknown; known: {', '.join(BACKENDS)}")
         self.kind = kind
         self.backend = BACKENDS[kind]
-        self.memory: Meter = ProcessMeter() if kind == "cpu" else AcceleratorMeter(self)
+        self.memory = ProcessMeter() if kind == "cpu" else AcceleratorMeter(self)
 
     @property
     def is_cpu(self) -> bool:

@@ -8,27 +8,12 @@ import threading
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-
-
-class Meter(Protocol):
-    """Bytes in use. measures: in words, what counts as a byte in use."""
-
-    measures: str
-
-    def allocated(self) -> int:
-        """Bytes in use now."""
-
-    def peak(self) -> int:
-        """Most bytes in use at once since the last `reset_peak`."""
-
-    def reset_peak(self) -> None:
-        """Start a new peak at the present use."""
 
 
 class ProcessMeter:
@@ -153,11 +138,12 @@ def _metered_resize(storage: torch.UntypedStorage, size: int) -> Any:
 class Temporary:
     """How much memory a piece of work takes besides what was there before it, by one meter.
 
-    peak: bytes that the last measured block took at most, beyond those at its start. Measuring starts a new peak of the
-    meter; a stage of the monitor around the block keeps the peaks of other stages right.
+    meter: `StorageMeter`, or one that is always on; peak: bytes that the last measured block took at most, beyond those
+    at its start. Measuring starts a new peak of the meter; a stage of the monitor around the block keeps the peaks of
+    other stages right.
     """
 
-    def __init__(self, meter: Meter) -> None:
+    def __init__(self, meter: Any) -> None:
         self._meter = meter
         self.peak = 0
 

@@ -81,28 +81,18 @@ def routing_problems(args: Namespace, shape: ModelShape) -> Iterator[str]:
         yield "moe_router_topk is 1: with one expert a token, trainer and engine weigh it differently"
     if not router.scaled and _scaling(args) != 1.0:
         yield f"moe_router_topk_scaling_factor is {_scaling(args)}: family {family} does not scale"
-    if router.grouped:
-        yield from _group_problems(args)
-    elif (getattr(args, "moe_router_num_groups", None) or 1) > 1:
-        yield f"moe_router_num_groups is {args.moe_router_num_groups}: family {family} has no groups of experts"
-    if shape.table.mla:
-        yield from _latent_problems(args)
-    yield from _layer_problems(shape)
-
-
-def _group_problems(args: Namespace) -> Iterator[str]:
     groups = getattr(args, "moe_router_group_topk", None)
-    if groups and args.moe_router_topk // groups != 2:
+    if router.grouped and groups and args.moe_router_topk // groups != 2:
         yield (
             f"moe_router_group_topk is {groups}: the engine ranks groups by their two best experts, Megatron by"
             f" {args.moe_router_topk} // {groups}; give half of --moe-router-topk"
         )
-
-
-def _latent_problems(args: Namespace) -> Iterator[str]:
+    if not router.grouped and (getattr(args, "moe_router_num_groups", None) or 1) > 1:
+        yield f"moe_router_num_groups is {args.moe_router_num_groups}: family {family} has no groups of experts"
     rope, scale = getattr(args, "rope_type", None), getattr(args, "rotary_scaling_factor", 1.0)
-    if rope == "rope" and scale != 1.0 and getattr(args, "mscale_all_dim", 0.0):
+    if shape.table.mla and rope == "rope" and scale != 1.0 and getattr(args, "mscale_all_dim", 0.0):
         yield f"rotary_scaling_factor is {scale}: with --rope-type rope it scales attention only; leave it out"
+    yield from _layer_problems(shape)
 
 
 def _layer_problems(shape: ModelShape) -> Iterator[str]:

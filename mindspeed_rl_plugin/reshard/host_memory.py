@@ -59,8 +59,8 @@ class HostMemoryBudget:
         need, free = nbytes + self._expected, self._device.host_available()
         total = need
         if self._channel is not None:
-            said = self._channel.share("host memory for the offload", torch.tensor([need, free]))
-            total, free = sum(int(n) for n, _ in said), min(int(f) for _, f in said)
+            each = self._channel.share("host memory for the offload", (need, free), 2, torch.device("cpu"))
+            total, free = sum(n for n, _ in each), min(f for _, f in each)
         if total > free:
             raise MemoryError(
                 f"{what} needs {need} more bytes of host memory on this rank, {total} on the {self.ranks} ranks of "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from torch import Tensor
@@ -44,16 +44,14 @@ def stored_parameters(model_chunks: Sequence[Module]) -> dict[str, Tensor]:
     tokens are left out, and so is the last pipeline stage's copy of the embedding for them: no engine generates with
     them.
     """
-    return {
-        chunk_prefix(i, len(model_chunks)) + name: tensor.data
-        for i, chunk in enumerate(model_chunks)
-        for name, tensor in _weights(unwrap(chunk))
-        if not name.startswith(_left_out(unwrap(chunk)))
-    }
-
-
-def _left_out(model: Module) -> tuple[str, ...]:
-    return predicting_only(getattr(model, "mtp", None) is not None, getattr(model, "pre_process", True))
+    out = {}
+    for i, chunk in enumerate(model_chunks):
+        model, prefix = unwrap(chunk), chunk_prefix(i, len(model_chunks))
+        skipped = predicting_only(getattr(model, "mtp", None) is not None, getattr(model, "pre_process", True))
+        buffers = ((name, t) for name, t in model.named_buffers() if name.endswith(_BUFFERS))
+        named = (*model.named_parameters(), *buffers)
+        out |= {prefix + name: tensor.data for name, tensor in named if not name.startswith(skipped)}
+    return out
 
 
 def predicting_only(predicts: bool, embeds: bool) -> tuple[str, ...]:
@@ -62,11 +60,6 @@ def predicting_only(predicts: bool, embeds: bool) -> tuple[str, ...]:
     predicts: whether it has some; embeds: whether it is the first chunk, whose embedding serves all layers.
     """
     return ("mtp.", "embedding.") if predicts and not embeds else ("mtp.",)
-
-
-def _weights(model: Module) -> Iterator[tuple[str, Tensor]]:
-    yield from model.named_parameters()
-    yield from ((name, t) for name, t in model.named_buffers() if name.endswith(_BUFFERS))
 
 
 def trainer_storage(shape: ModelShape, parallel: Parallel, rank: int, live: Mapping[str, Tensor]) -> tuple[str, str]:

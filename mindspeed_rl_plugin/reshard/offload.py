@@ -112,7 +112,11 @@ class TrainState:
         hosts = self.budget.places(self._host, sizes, "--rl-swap")
         for name in names:
             places = hosts.get(name, [None] * len(found[name]))
-            parts = [self._part(s, host) for s, host in zip(found[name], places, strict=True)]
+            checked = self.verify and name != "grads"
+            parts = [
+                _Saved(s, s.nbytes(), host, storage_digests(s) if checked else None)
+                for s, host in zip(found[name], places, strict=True)
+            ]
             self._offloading[name] = parts, self._copier.start(lambda parts=parts: _to_host(parts))
 
     def finish_offload(self) -> int:
@@ -178,10 +182,6 @@ class TrainState:
             for storage in self._find(name).values():
                 _release(storage)
         self.device.empty_cache()
-
-    def _part(self, storage: torch.UntypedStorage, host: Place | None) -> _Saved:
-        kept = self.verify and host is not None
-        return _Saved(storage, storage.nbytes(), host, storage_digests(storage) if kept else None)
 
     def _compare(self, name: str, part: _Saved) -> None:
         """What came back of a storage is what left."""

@@ -38,19 +38,16 @@ class P2PChannel:
         start = partial(dist.batch_isend_irecv, ops) if ops else list
         return Batch(self, what, {op.peer for op in ops}, start, [op.tensor for op in ops])
 
-    def share(self, what: str, row: Tensor) -> list[Tensor]:
-        """Every rank's row, in the group's rank order; not counted. Collective. Raises what `Batch.wait` does."""
+    def share(self, what: str, mine: Sequence[int], length: int, device: torch.device) -> list[list[int]]:
+        """Every rank's row of at most `length` 64-bit integers, padded with 0, in the group's rank order; not counted.
+        Collective. Raises what `Batch.wait` does."""
+        row = torch.zeros(length, dtype=torch.int64, device=device)
+        row[: len(mine)] = torch.tensor(list(mine), dtype=torch.int64)
         ranks = dist.get_process_group_ranks(self.group or dist.group.WORLD)
         rows = [torch.empty_like(row) for _ in ranks]
         start = partial(dist.all_gather, rows, row, group=self.group, async_op=True)
         Batch(self, what, {*ranks} - {self.rank}, lambda: [start()], [row, *rows]).wait()
-        return rows
-
-    def share_ints(self, what: str, mine: Sequence[int], length: int, device: torch.device) -> list[list[int]]:
-        """Every rank's row of at most `length` 64-bit integers, padded with 0, as `share` does."""
-        row = torch.zeros(length, dtype=torch.int64, device=device)
-        row[: len(mine)] = torch.tensor(list(mine), dtype=torch.int64)
-        return [r.tolist() for r in self.share(what, row)]
+        return [r.tolist() for r in rows]
 
 
 class Batch:

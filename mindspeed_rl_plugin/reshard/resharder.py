@@ -244,7 +244,7 @@ class Resharder:
         return P2PChannel(self.rank, group=self.group, deadline=self.deadline)
 
     def _share(self, mine: Sequence[int], length: int, what: str) -> list[list[int]]:
-        return self._channel().share_ints(what, mine, length, self.device)
+        return self._channel().share(what, mine, length, self.device)
 
     def _held(self, params: Mapping[str, Tensor], layouts: Mapping[int, Layout]) -> list[Held]:
         mine = layout_digests(params, layouts[self.rank], self._compared, self.dtype)

@@ -53,7 +53,8 @@ def segment_digest(values: Tensor, segment: Segment, tensor: Canonical, dtype: t
     grid = values if values.dim() == 2 else values[:, None]
     across = torch.arange(column0, column0 + grid.shape[1], device=grid.device)
     total = torch.zeros((), dtype=torch.int64, device=grid.device)
-    for low, rows in _chunks(grid):
+    step = max(1, _CHUNK // max(1, grid.shape[1]))
+    for low, rows in zip(range(0, grid.shape[0], step), grid.split(step), strict=True):
         bits = rows.to(dtype).contiguous().view(_BITS[dtype.itemsize]).to(torch.int64)
         down = torch.arange(row0 + low, row0 + low + rows.shape[0], device=grid.device)
         weight = (down[:, None] * columns + across + 1) * _ODD
@@ -83,11 +84,6 @@ def layout_digests(
             kind = params[name].dtype if dtype is None else torch.float32 if tensor.wide else dtype
             out.append(segment_digest(s.view(params[name], s.start, s.size), s, tensor, kind))
     return torch.stack(out).tolist() if out else []
-
-
-def _chunks(grid: Tensor) -> list[tuple[int, Tensor]]:
-    step = max(1, _CHUNK // max(1, grid.shape[1]))
-    return [(low, grid[low : low + step]) for low in range(0, grid.shape[0], step)]
 
 
 def compare(sources: Sequence[Held], destinations: Sequence[Held], tensors: Mapping[str, Canonical]) -> dict[str, int]:

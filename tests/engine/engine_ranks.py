@@ -14,14 +14,10 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from mindspeed_rl_plugin.device import Device
-from mindspeed_rl_plugin.dock import make_docks
 from mindspeed_rl_plugin.engine import vllm_api
 from mindspeed_rl_plugin.engine.protocol import generate
 from mindspeed_rl_plugin.engine.vllm_engine import VllmEngine, VllmOptions
-from mindspeed_rl_plugin.rows import GenerateRequest, Ragged, Rows, SampleId, Sampling
-from mindspeed_rl_plugin.stages import generate as stage
-from mindspeed_rl_plugin.stages import prompts
-from mindspeed_rl_plugin.stages.stage import columns_of, states_of
+from mindspeed_rl_plugin.rows import GenerateRequest, SampleId, Sampling
 
 VOCAB, EOS, LENGTH = 50, 2, 24
 CONFIG = {
@@ -145,26 +141,6 @@ def check_sleep(engine: VllmEngine) -> None:
     assert [c.tokens for c in run(engine, ask(4))] != [c.tokens for c in before]
 
 
-def check_dock(engine: VllmEngine) -> None:
-    """Rows through a shared dock whose consumers are the engines: the same responses as asked for directly."""
-    table = [prompts.SPEC, stage.SPEC]
-    division = (engine.replica, engine.replicas)
-    (dock,) = make_docks(columns_of(table), states_of(table), [division], group=dist.group.WORLD, deadline=60)
-    dock.open(0, 3, 2)
-    given = Ragged.from_rows([torch.tensor(p, dtype=torch.int32) for p in ([4, 5], [6], [7, 8, 9])])
-    dock.put(Rows(tuple(SampleId(0, g, 0) for g in range(3)), {"prompt": given}) if dist.get_rank() == 0 else None)
-    sampling = Sampling(max_tokens=6, ignore_eos=True)
-    ids = [SampleId(0, g, m) for g in range(3) for m in range(2)]
-    mine = ids[engine.replica :: engine.replicas]
-    done = stage.Generate(dock, 60, engine, sampling, 9).run(mine)
-    assert len(done) == 6 // engine.replicas
-    dist.barrier()
-    rows = dock.read(ids, ("tokens", "version"))
-    assert rows["version"].tolist() == [engine.version] * 6
-    tokens = [tuple(r.tolist()) for r in rows["tokens"].rows()]
-    assert [t[:-6] for t in tokens] == [(4, 5)] * 2 + [(6,)] * 2 + [(7, 8, 9)] * 2 and len(set(tokens)) == 6
-
-
 def main() -> None:
     dist.init_process_group("gloo")
     world = dist.get_world_size()
@@ -187,7 +163,6 @@ def main() -> None:
     write_weights(engine, 0)
     check_responses(engine)
     check_sleep(engine)
-    check_dock(engine)
     assert torch.equal(rng, torch.get_rng_state())
     engine.shutdown()
     total = torch.ones(1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from argparse import Namespace
 
@@ -311,9 +310,3 @@ def test_a_directory_without_config(tmp_path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "clip"}')
     with pytest.raises(ValueError, match="vocab_size"):
         check_against({}, str(tmp_path))
-
-
-def test_written_config_is_json(tmp_path) -> None:
-    config = derive_config(megatron(), vocab_size=250)
-    write_config(config, tmp_path)
-    assert json.loads((tmp_path / "config.json").read_text()) == config

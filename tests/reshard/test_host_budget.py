@@ -43,7 +43,7 @@ class Table:
     def __init__(self, ranks):
         self.rows, self.all = {}, threading.Barrier(ranks, timeout=20)
 
-    def share(self, what, row):
+    def share(self, what, row, length, device):
         self.rows[threading.get_ident()] = row
         self.all.wait()
         found = list(self.rows.values())

@@ -65,24 +65,6 @@ def test_canonical_tensors_are_those_of_transformers(family, tied, tmp_path):
     assert (shape.padded_vocab, shape.tied) == (256, tied)
 
 
-@pytest.mark.parametrize("order", ["tp-cp-ep-dp-pp", "tp-cp-ep-pp-dp"])
-def test_context_parallel_ranks_hold_what_data_parallel_ranks_hold(order):
-    """They stand between tensor and data parallel ranks in the order, and store the same weights as these."""
-    parallel = Parallel(16, tp=2, cp=2, pp=2, order=order)
-    assert parallel.dp == 2
-    stored = {}
-    for rank in range(parallel.world):
-        at = parallel.coordinates(rank)
-        assert (at.tp, at.cp) == (rank % 2, rank // 2 % 2)
-        stored.setdefault((at.tp, at.pp), []).append(megatron_layout(SHAPE, parallel, rank))
-    assert {place: len(same) for place, same in stored.items()} == dict.fromkeys(stored, 4) and len(stored) == 4
-    assert all(layout is same[0] for same in stored.values() for layout in same)
-    without = Parallel(16, tp=2, pp=2, order=order)
-    for (tp, pp), same in stored.items():
-        twin = next(r for r in range(16) if (without.coordinates(r).tp, without.coordinates(r).pp) == (tp, pp))
-        assert same[0] == megatron_layout(SHAPE, without, twin)
-
-
 def test_engine_experts_are_dealt_as_vllm_does():
     """The remainder goes to the first ranks, as determine_expert_map has it."""
     from vllm.model_executor.layers.fused_moe.expert_map_manager import determine_expert_map
@@ -92,14 +74,6 @@ def test_engine_experts_are_dealt_as_vllm_does():
             count, places, _ = determine_expert_map(ep, rank, total)
             mine = range(total) if places is None else (places >= 0).nonzero().flatten().tolist()
             assert list(EngineParallel(1, ep).experts(total, rank)) == list(mine) and len(mine) == count
-
-
-def test_wide_tensors_keep_their_bytes():
-    tensors = canonical_tensors(V3)
-    bias = tensors["model.layers.1.mlp.gate.e_score_correction_bias"]
-    assert bias.wide and bias.slice_bytes(2) == 4
-    assert tensors["model.layers.1.mlp.gate.weight"].slice_bytes(2) == 2 * V3.hidden
-    assert sum(t.wide for t in tensors.values()) == V3.moe_layers == 2
 
 
 def test_ranks_that_store_the_same_share_one_layout():

@@ -6,6 +6,8 @@ router's score alone.
 
 import argparse
 import json
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -30,6 +32,9 @@ from mindspeed_rl_plugin.tools.convert.arguments import flags, megatron_argument
 from mindspeed_rl_plugin.tools.plan import plan
 from mindspeed_rl_plugin.tools.plan.script_args import read_arguments
 from mindspeed_rl_plugin.tools.rehearse.command_line import Flags
+
+sys.path.insert(0, str(Path(__file__).parent))
+from reshard_reference import deliver  # noqa: E402
 
 ROWS = families._PLAIN + families._QK_NORM + families._DENSE_MLP
 ROWS += families._ROUTED + families._ROUTER_BIAS + families._SHARED_EXPERTS
@@ -133,10 +138,7 @@ def test_its_weights_reach_the_engine(files):
     source = {r: place(sources[r], shapes[r], tensors) for r in sources}
     live = {r: {n: torch.zeros(s) for n, s in engine_shapes(shape, engine, r % 4).items()} for r in wanted}
     found = make_plan(sources, wanted, canonical_tensors(shape), itemsize=4, bucket_bytes=4096)
-    pieces = [(c.rank, c.rank, c.piece) for c in found.copies]
-    pieces += [(m.source, m.destination, m.piece) for m in found.moves]
-    for giver, taker, piece in pieces:
-        piece.inside(live[taker], piece.destination).copy_(piece.inside(source[giver], piece.source))
+    deliver(found, source, live)
     for rank, layout in wanted.items():
         expected = place(layout, engine_shapes(shape, engine, rank % 4), tensors)
         assert all(torch.equal(live[rank][name], tensor) for name, tensor in expected.items())

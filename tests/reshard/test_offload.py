@@ -89,18 +89,6 @@ def test_everything_leaves_and_returns_bitwise(dtype):
     assert not model.buffers[0].grad_data.any()
 
 
-def test_parameters_come_back_alone():
-    model = FakeDDP()
-    optimizer = distributed_adam(model, torch.bfloat16)
-    state = TrainState([model], optimizer, CPU)
-    state.offload()
-    state.onload(["params"])
-    assert state.off_device == {"grads", "optimizer"}
-    assert model(torch.randn(2, 64)).shape == (2, 64)
-    assert optimizer.optimizer.param_groups[0]["params"][0].untyped_storage().nbytes() == 0
-    state.onload(("optimizer", "grads"))
-
-
 def test_gradients_that_share_the_parameters_storage_stay_with_them():
     model = FakeDDP(shared=True)
     state = TrainState([model], None, CPU)

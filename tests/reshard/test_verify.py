@@ -14,45 +14,23 @@ from mindspeed_rl_plugin.reshard.verify import (
     weights_digest,
 )
 
-MASK = (1 << 64) - 1
-
-
-def slow_digest(values, dtype):
-    """The definition, element by element, in Python integers."""
-    bits = values.to(dtype).view(module._BITS[dtype.itemsize]).flatten().tolist()
-    total = 0
-    for i, b in enumerate(bits):
-        w = ((i + 1) * module._ODD) & MASK
-        signed = w - (1 << 64) if w >> 63 else w
-        w = ((signed ^ (signed >> module._SHIFT)) * module._MIX) & MASK
-        total += (b + module._ODD) * w
-    return total & MASK
-
 
 def whole(name, values, axis=0):
     return Segment(name, axis, 0, values.shape[axis], 0)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
-@pytest.mark.parametrize("size", [(7,), (5, 6)])
-def test_definition(dtype, size):
-    values = torch.randn(size, generator=torch.Generator().manual_seed(1)) * 50
-    tensor = Canonical(size, 0)
-    assert int(segment_digest(values, whole("a", values), tensor, dtype)) & MASK == slow_digest(values, dtype)
 
 
 @pytest.mark.parametrize("axis", [0, 1])
 def test_any_split_adds_up(axis, monkeypatch):
     monkeypatch.setattr(module, "_CHUNK", 10)  # several chunks
     values, tensor = torch.randn(12, 8), Canonical((12, 8), axis)
-    total = int(segment_digest(values, whole("a", values, axis), tensor, torch.float32)) & MASK
+    total = int(segment_digest(values, whole("a", values, axis), tensor, torch.float32))
     for sizes in ([4, 4, tensor.slices - 8], [1, tensor.slices - 1]):
         at, parts = 0, 0
         for size in sizes:
             segment = Segment("a", axis, at, size, 0)
             parts += int(segment_digest(values.narrow(axis, at, size), segment, tensor, torch.float32))
             at += size
-        assert parts & MASK == total
+        assert (parts - total) % (1 << 64) == 0
 
 
 def test_every_change_shows():
