@@ -104,7 +104,7 @@ class Rank:
         begin = time.perf_counter()
         with self.temporary.measured(*source.values(), *self.engine.values()):
             plan = self.stream if mode == "stream" else self.shards
-            buffer = ARMS[mode](plan, source, self.engine, **options)
+            ARMS[mode](plan, source, self.engine, **options)
         transferred = time.perf_counter() - begin
         dist.barrier()
         done = time.perf_counter() - begin
@@ -120,7 +120,6 @@ class Rank:
         if mode != "naive":
             begin = time.perf_counter()
             self.state.offload(["params"])
-            del buffer
             found["offload_seconds"] = time.perf_counter() - begin
             begin = time.perf_counter()
             self.state.onload()

@@ -89,8 +89,6 @@ class Colocation:
             with self.stage("transfer"):
                 transfer = self.resharder.to_engine(self.model, self.engine.parameters(), version)
             self.engine.update_weights(version, transfer.digest)
-            # Before the cache of torch's allocator is emptied: the KV cache takes its memory beside it.
-            self.resharder.release()
             self.state.finish_offload()
         self.engine.wake(("kv_cache",))
         return transfer

@@ -59,8 +59,8 @@ class AllgatherPlan:
         """Bytes of every rank."""
         return self.gather.traffic
 
-    def places(self, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, dict[str, Tensor]]:
-        """A new buffer for all shards, uint8, and the place of each in it, by number."""
+    def places(self, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
+        """The place of each shard, by number, in a new buffer for all of them."""
         spans, end = [], 0
         for shard in self.shards:
             nbytes = prod(shard.shape) * shard.dtype(dtype).itemsize
@@ -68,7 +68,7 @@ class AllgatherPlan:
             end += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
         buffer = torch.empty(end, dtype=torch.uint8, device=device)
         views = (buffer[span].view(s.dtype(dtype)).view(s.shape) for span, s in zip(spans, self.shards, strict=True))
-        return buffer, {str(i): view for i, view in enumerate(views)}
+        return {str(i): view for i, view in enumerate(views)}
 
 
 def make_allgather_plan(
@@ -141,14 +141,13 @@ def allgather(
     channel: P2PChannel,
     dtype: torch.dtype,
     device: torch.device,
-) -> Tensor | None:
+) -> None:
     """Bring the plan about on this rank. Collective over all ranks that it names.
 
-    dtype: what travels. Returns the temporary buffer, for the caller to free; None on a rank without an engine. Raises
-    what `Batch.wait` does.
+    dtype: what travels. Raises what `Batch.wait` does.
     """
     rank, flying = channel.rank, None
-    buffer, places = plan.places(device, dtype) if rank in plan.destinations else (None, {})
+    places = plan.places(device, dtype) if rank in plan.destinations else {}
     for moves in plan.gather.buckets_of(rank):
         posted = post_bucket(plan, moves, source, places, channel, dtype)
         if flying is not None:
@@ -162,7 +161,6 @@ def allgather(
         flying.wait()
     for copies in plan.copies:
         copy_pieces(copies, places, destination)
-    return buffer
 
 
 def post_bucket(

@@ -75,8 +75,18 @@ def _only(row: Row, *sides: str) -> Row:
     return Row(row.layer_type, names, row.split, row.parts, row.buffer, unfused)
 
 
-def _norm(name: str, engine: str, size: str = "hidden", **more: str | LayerType) -> Row:
-    return _layer(name, engine, Split.REPLICATED, (engine, size), **more)
+def _whole(megatron: str, canonical: str, *sizes: str, **more: str | bool | LayerType) -> Row:
+    return _layer(megatron, canonical, Split.REPLICATED, (canonical, *sizes), **more)
+
+
+def _norm(megatron: str, canonical: str, size: str = "hidden", **more: str | LayerType) -> Row:
+    return _whole(megatron, canonical, size, **more)
+
+
+def _qkv(kind: str, *sizes: str) -> Row:
+    """kind: "weight" or "bias"; sizes: behind the rows."""
+    parts = ((f"self_attn.{x}_proj.{kind}", "query" if x == "q" else "key", *sizes) for x in "qkv")
+    return _layer(f"{_ATTENTION}linear_qkv.{kind}", f"self_attn.qkv_proj.{kind}", Split.QUERY_GROUPS, *parts)
 
 
 def _gate_up(megatron: str, canonical: str, size: str, layer_type: LayerType) -> Row:
@@ -107,65 +117,33 @@ _OUTER = (
 )
 
 _FUSED_NORM = f"{_ATTENTION}linear_qkv.layer_norm_weight"
-_PROJECTIONS = tuple((f"self_attn.{x}_proj", "query" if x == "q" else "key") for x in "qkv")
 _OUT = f"{_ATTENTION}linear_proj.weight"
 
 _GROUPED_ATTENTION = (
     _norm("input_layernorm.weight", "input_layernorm.weight", te=_FUSED_NORM),
-    _layer(
-        f"{_ATTENTION}linear_qkv.weight",
-        "self_attn.qkv_proj.weight",
-        Split.QUERY_GROUPS,
-        *((f"{name}.weight", size, "hidden") for name, size in _PROJECTIONS),
-    ),
+    _qkv("weight", "hidden"),
     _layer(_OUT, "self_attn.o_proj.weight", Split.COLUMNS, ("self_attn.o_proj.weight", "hidden", "query")),
 )
-_QKV_BIAS = (
-    _layer(
-        f"{_ATTENTION}linear_qkv.bias",
-        "self_attn.qkv_proj.bias",
-        Split.QUERY_GROUPS,
-        *((f"{name}.bias", size) for name, size in _PROJECTIONS),
-    ),
-)
+_QKV_BIAS = (_qkv("bias"),)
 _QK_NORM = tuple(_norm(f"{_ATTENTION}{x}_layernorm.weight", f"self_attn.{x}_norm.weight", "head") for x in "qk")
 
+_MLP_NORM, _AFTER_ATTENTION = "pre_mlp_layernorm.weight", "post_attention_layernorm.weight"
+_FUSED_MLP_NORM = "mlp.linear_fc1.layer_norm_weight"
 _DENSE_MLP = (
-    _norm(
-        "pre_mlp_layernorm.weight",
-        "post_attention_layernorm.weight",
-        te="mlp.linear_fc1.layer_norm_weight",
-        mindspeed="pre_mlp_layernorm.weight",
-        layer_type=LayerType.DENSE,
-    ),
+    _norm(_MLP_NORM, _AFTER_ATTENTION, te=_FUSED_MLP_NORM, mindspeed=_MLP_NORM, layer_type=LayerType.DENSE),
     _gate_up("mlp", "mlp", "ffn", LayerType.DENSE),
     _down("mlp", "mlp", "ffn", LayerType.DENSE),
 )
 
 _ROUTED = (
-    _norm("pre_mlp_layernorm.weight", "post_attention_layernorm.weight", layer_type=LayerType.MOE),
-    _layer(
-        "mlp.router.weight",
-        "mlp.gate.weight",
-        Split.REPLICATED,
-        ("mlp.gate.weight", "experts", "hidden"),
-        layer_type=LayerType.MOE,
-    ),
+    _norm(_MLP_NORM, _AFTER_ATTENTION, layer_type=LayerType.MOE),
+    _whole("mlp.router.weight", "mlp.gate.weight", "experts", "hidden", layer_type=LayerType.MOE),
     _experts(("gate", "up"), 1, "w13_weight", Split.GATE_UP, "expert_ffn", "hidden"),
     _experts(("down",), 2, "w2_weight", Split.COLUMNS, "hidden", "expert_ffn"),
 )
 # Updated after every step from the load of the experts, so it travels with the weights although no gradient reaches it.
-_ROUTER_BIAS = (
-    _layer(
-        "mlp.router.expert_bias",
-        "mlp.gate.e_score_correction_bias",
-        Split.REPLICATED,
-        ("mlp.gate.e_score_correction_bias", "experts"),
-        layer_type=LayerType.MOE,
-        wide=True,
-        buffer=True,
-    ),
-)
+_BIAS = dict(layer_type=LayerType.MOE, wide=True, buffer=True)
+_ROUTER_BIAS = (_whole("mlp.router.expert_bias", "mlp.gate.e_score_correction_bias", "experts", **_BIAS),)
 _SHARED_EXPERTS = (
     _gate_up("mlp.shared_experts", "mlp.shared_experts", "shared_ffn", LayerType.MOE),
     _down("mlp.shared_experts", "mlp.shared_experts", "shared_ffn", LayerType.MOE),

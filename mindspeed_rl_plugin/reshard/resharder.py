@@ -62,7 +62,6 @@ class Transfer:
     memory that the transfer took besides the weights of both sides, by a meter.
     """
 
-    version: int
     copied: int
     sent: int
     received: int
@@ -105,7 +104,6 @@ class Resharder:
         self.tensors = canonical_tensors(shape)
         self.mode = mode
         self.plan: Plan | AllgatherPlan | None = None
-        self._buffer: Tensor | None = None
         self._exported: list[int] = []
         self._compared = self.tensors  # as both sides are compared: wide where the engine has them wide
         self._temporary = get_device().temporary()
@@ -134,21 +132,15 @@ class Resharder:
         channel = self._channel()
         options = dict(channel=channel, dtype=self.dtype, device=self.device)
         with self._temporary.measured(*source.values(), *destination.values()):
-            if isinstance(plan, Plan):
-                stream(plan, source, destination, **options)
-            else:
-                self._buffer = allgather(plan, source, destination, **options)
+            transfer = stream if isinstance(plan, Plan) else allgather
+            transfer(plan, source, destination, **options)
         digest = None
         if exported is not None:
             arrived = self._held(destination, self._destinations)
             digest = weights_digest(compare(exported, arrived, self.tensors))
         get_device().synchronize_stream()
         copied, seconds = plan.traffic[self.rank].copied, time.perf_counter() - begin
-        return Transfer(version, copied, channel.sent, channel.received, self._temporary.peak, seconds, digest)
-
-    def release(self) -> None:
-        """Step 4 of `allgather`: free the temporary buffer. `stream` has none."""
-        self._buffer = None
+        return Transfer(copied, channel.sent, channel.received, self._temporary.peak, seconds, digest)
 
     def engine_copy_bytes(self) -> int:
         """Host memory that vLLM's sleep takes on this rank for a copy of the engine's weights: pinned, and so rounded

@@ -34,9 +34,6 @@ def check_modes(job, engines):
             assert done.received == cells.flow(everything=True).received[stream.rank]
             whole = weights_by_layer(job.shape, itemsize).sum()
             assert whole <= done.temporary <= 1.02 * whole, (done.temporary, whole)
-            assert way._buffer.nbytes >= whole
-            way.release()
-            assert way._buffer is None
 
 
 def training_state(job):

@@ -39,7 +39,7 @@ def test_weights_follow_the_trainer(impl):
     first = way.to_engine(chunks, live, 3)
     expected = engine_weights(SHAPE, 1, 0, random_weights(SHAPE))
     assert all(torch.equal(live[name], t) for name, t in expected.items())
-    assert (first.version, first.sent, first.received) == (3, 0, 0)
+    assert (first.sent, first.received) == (0, 0)
     assert first.copied == 4 * sum(t.numel() for t in random_weights(SHAPE).values())  # not the padding
     chunks[0].params["decoder.final_layernorm.weight"].add_(1)
     second = way.to_engine(chunks, live, 4)

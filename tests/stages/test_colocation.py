@@ -62,7 +62,6 @@ def test_waits_come_in_the_order_of_need(make):
         "state.start_offload params",
         "reshard.to_engine",
         "engine.update_weights",
-        "reshard.release",  # before the cache of the allocator is emptied in finish_offload
         "state.finish_offload",
         "engine.wake kv_cache",
         "generate",

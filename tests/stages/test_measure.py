@@ -24,7 +24,7 @@ from mindspeed_rl_plugin.stages.reward import FailureLog
 
 RESULT = ({}, 0, False, 0, 0, 2.0)  # of Megatron's train_step: the gradient norm is used
 WEIGHTS = (1.0, -0.5)  # a grader of the answer, and a penalty
-PLAIN = Transfer(6, 0, 0, 0, 0, 0.0, None)
+PLAIN = Transfer(0, 0, 0, 0, 0.0, None)
 
 
 class Ranks:
@@ -109,8 +109,8 @@ def test_the_first_failure_of_each_grader_is_said_once(capsys):
 
 
 def test_what_a_reshard_moved_is_summed_over_ranks():
-    others = [[Transfer(6, 10, 20, 30, 50, 0.5, "d1")]]
-    got = measured([[1.0, 0.0]] * 2, Transfer(6, 1, 2, 3, 60, 0.25, "d1"), others)
+    others = [[Transfer(10, 20, 30, 50, 0.5, "d1")]]
+    got = measured([[1.0, 0.0]] * 2, Transfer(1, 2, 3, 60, 0.25, "d1"), others)
     assert {k: v for k, v in got.items() if k.startswith(("reshard/", "weights/", "version"))} == {
         "reshard/bytes_copied": 11,
         "reshard/bytes_sent": 22,
@@ -125,7 +125,7 @@ def test_what_a_reshard_moved_is_summed_over_ranks():
 
 
 def test_rows_that_other_weights_sampled_are_refused():
-    verified = Transfer(6, 0, 0, 0, 0, 0.0, "d1")
+    verified = Transfer(0, 0, 0, 0, 0.0, "d1")
     measured([[1.0, 0.0]] * 2, verified)
     with pytest.raises(RuntimeError, match="of weight version 6 .* verified, digest d1"):
         measured([[1.0, 0.0]] * 2, verified, digest=0xD2)
