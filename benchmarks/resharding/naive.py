@@ -38,7 +38,9 @@ def naive(
         flying = batch, held
     for number, shard in enumerate(plan.shards):
         if rank in shard.names:
-            copy_pieces(plan.copies[number], {str(number): shard.stored(source, rank, dtype)}, destination)
+            copy_pieces(
+                plan.copies[number], {str(number): shard.stored(source, rank).to(shard.dtype(dtype))}, destination
+            )
 
 
 def _finish(plan: AllgatherPlan, batch: Batch, held: dict[str, Tensor], destination: Mapping[str, Tensor]) -> None:

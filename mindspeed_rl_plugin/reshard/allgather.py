@@ -39,9 +39,9 @@ class Shard(NamedTuple):
         """As what the shard of a model of `dtype` travels."""
         return torch.float32 if self.wide else dtype
 
-    def stored(self, source: Mapping[str, Tensor], rank: int, dtype: torch.dtype) -> Tensor:
-        """What a rank that stores it sends of it; its own memory where dtype and order allow."""
-        return source[self.names[rank]][: self.shape[0]].to(self.dtype(dtype)).contiguous()
+    def stored(self, source: Mapping[str, Tensor], rank: int) -> Tensor:
+        """The view of it on a rank that stores it, as it is stored."""
+        return source[self.names[rank]][: self.shape[0]]
 
 
 @dataclass(frozen=True)
@@ -148,15 +148,16 @@ def allgather(
     """
     rank, flying = channel.rank, None
     places = plan.places(device, dtype) if rank in plan.destinations else {}
+    own = {str(i): shard.stored(source, rank) for i, shard in enumerate(plan.shards) if places and rank in shard.names}
     for moves in plan.gather.buckets_of(rank):
+        for number in own.keys() & {m.piece.destination.param for m in moves}:  # from where they are sent
+            places[number].copy_(own.pop(number))
         posted = post_bucket(plan, moves, source, places, channel, dtype)
         if flying is not None:
             flying.wait()
         flying = posted
-    for number, place in places.items():
-        shard = plan.shards[int(number)]
-        if rank in shard.names:
-            place.copy_(shard.stored(source, rank, dtype))
+    for number, stored in own.items():
+        places[number].copy_(stored)
     if flying is not None:
         flying.wait()
     for copies in plan.copies:
@@ -171,13 +172,16 @@ def post_bucket(
     channel: P2PChannel,
     dtype: torch.dtype,
 ) -> Batch:
-    """Post the messages of a bucket: shards out of `source`, and into the places of those that arrive."""
-    sends, receives = [], []
+    """Post the messages of a bucket: shards into the places of those that arrive, and out of the places of those that
+    are sent, or out of `source` where these have none."""
+    rank, sends, receives = channel.rank, [], []
     for m in moves:
         number = m.piece.destination.param
-        if m.source == channel.rank:
-            own = plan.shards[int(number)].stored(source, channel.rank, dtype)
-            sends.append((own, m.destination, int(number)))
+        if m.source == rank and number not in places:
+            shard = plan.shards[int(number)]
+            sends.append((shard.stored(source, rank).to(shard.dtype(dtype)).contiguous(), m.destination, int(number)))
+        elif m.source == rank:
+            sends.append((places[number], m.destination, int(number)))
         else:
             receives.append((places[number], m.source, int(number)))
     return channel.post(f"bucket {moves[0].bucket} of shards", sends, receives)

@@ -6,6 +6,7 @@ import torch
 from hypothesis import strategies as st
 from reshard_reference import engine_weights, megatron_weights
 
+from mindspeed_rl_plugin.reshard.families import FAMILIES
 from mindspeed_rl_plugin.reshard.family_table import EXPERTS, IMPLS
 from mindspeed_rl_plugin.reshard.layout import (
     EngineParallel,
@@ -77,69 +78,44 @@ def slices(layout):
 
 
 @st.composite
-def dense(draw, world_limit=16):
-    tp, pp = draw(st.sampled_from([1, 2, 4])), draw(st.sampled_from([1, 2, 3]))
-    vpp = draw(st.sampled_from([1, 2])) if pp > 1 else 1
-    dp = draw(st.integers(1, max(1, world_limit // (tp * pp))))
-    shape = ModelShape(
-        family=draw(st.sampled_from(["llama", "qwen2", "qwen3"])),
-        layers=pp * vpp * draw(st.sampled_from([1, 2])),
-        hidden=6,
-        heads=8,
-        groups=draw(st.sampled_from([1, 2, 4, 8])),  # fewer than tp too: newer Megatron then cuts inside a group
-        head_dim=2,
-        ffn=8 * draw(st.sampled_from([1, 3])),
-        vocab=(vocab := draw(st.integers(3, 70))),
-        padded_vocab=-(-vocab // (8 * tp)) * 8 * tp,
-        tied=draw(st.booleans()),
-    )
-    order = draw(st.sampled_from(["tp-cp-ep-dp-pp", "tp-cp-ep-pp-dp"]))
-    cp = draw(st.sampled_from([1, 2])) if dp % 2 == 0 else 1
-    parallel = Parallel(tp * pp * dp, tp=tp, pp=pp, vpp=vpp, cp=cp, order=order)
-    engine = EngineParallel(draw(st.sampled_from([1, 2, 4, 8])))
-    ranks = draw(places(parallel.world, engine, replicas=3))
-    return Case(shape, parallel, engine, ranks, draw(st.sampled_from(IMPLS)), own_head=draw(st.booleans()) or None)
-
-
-@st.composite
-def experts(draw, world_limit=16):
-    tp, pp, ep = (draw(st.sampled_from(sizes)) for sizes in ([1, 2, 4], [1, 2], [1, 2, 4, 8]))
-    etp = draw(st.sampled_from([None, 1, 2]))
+def cases(draw, world_limit=16):
+    one_of = lambda *values: draw(st.sampled_from(values))  # noqa: E731
+    family = one_of(*FAMILIES)
+    moe, mla = FAMILIES[family].experts, FAMILIES[family].mla
+    tp, pp = one_of(1, 2, 4), one_of(1, 2, 3)
+    ep, etp = (one_of(*(e for e in (1, 2, 4, 8) if e * tp * pp <= 32)), one_of(None, 1, 2)) if moe else (1, None)
     need = pp * max(tp, ep * (tp if etp is None else etp))
     world = need * draw(st.integers(1, max(1, world_limit // need)))
-    vpp = draw(st.sampled_from([1, 2])) if pp > 1 else 1
-    family = draw(st.sampled_from(["qwen3_moe", "deepseek_v3"]))
-    layers = pp * vpp + (uneven := draw(st.integers(0, 1)) if vpp == 1 and pp > 1 else 0)
-    vocab = draw(st.integers(3, 70))
+    vpp = one_of(1, 2) if pp > 1 else 1
+    uneven = one_of(0, 1) if vpp == 1 and pp > 1 else 0
+    layers, vocab = pp * vpp * one_of(1, 2) + uneven, draw(st.integers(3, 70))
+    # Fewer groups than ranks too: newer Megatron then cuts inside a group.
+    sizes = TINY | dict(heads=8, groups=8 if mla else one_of(1, 2, 4, 8), ffn=one_of(8, 24)) | (LATENT if mla else {})
     shape = ModelShape(
         family,
         layers=layers,
         vocab=vocab,
         padded_vocab=-(-vocab // (8 * tp)) * 8 * tp,
-        tied=draw(st.booleans()),
-        dense_layers=tuple(range(draw(st.integers(0, layers)))),
-        **TINY | (LATENT if family == "deepseek_v3" else {"groups": draw(st.sampled_from([1, 2, 4]))}),
+        tied=one_of(False, True),
+        dense_layers=tuple(range(draw(st.integers(0, layers)))) if moe else (),
+        **sizes,
     )
-    first = layers // pp + uneven if pp > 1 and uneven else None
-    parallel = Parallel(world, tp=tp, pp=pp, vpp=vpp, ep=ep, etp=etp, first_layers=first)
-    engine_tp = draw(st.sampled_from([1, 2, 4]))
-    engine = EngineParallel(
-        engine_tp,
-        draw(st.sampled_from([e for e in (1, 2, 4, 8) if e % engine_tp == 0 or e == 1])),
-        nested=draw(st.booleans()),
-        fused_down=draw(st.booleans()),
-        transposed=draw(st.booleans()),
+    parallel = Parallel(
+        world,
+        tp=tp,
+        pp=pp,
+        vpp=vpp,
+        cp=1 if moe or world // (tp * pp) % 2 else one_of(1, 2),
+        ep=ep,
+        etp=etp,
+        order=one_of("tp-cp-ep-dp-pp", "tp-cp-ep-pp-dp"),
+        first_layers=(layers - uneven) // pp + uneven if uneven else None,
     )
-    ranks = draw(places(world, engine, replicas=2))
-    return Case(shape, parallel, engine, ranks, draw(st.sampled_from(IMPLS)), draw(st.sampled_from(EXPERTS)))
-
-
-@st.composite
-def places(draw, world, engine, replicas):
-    """Ranks of some engines: those of the trainer, some of them and others, or others."""
-    first = draw(st.sampled_from([0, world // 2, world]))
-    return range(first, first + draw(st.integers(1, replicas)) * engine.ranks)
-
-
-def cases(world_limit=16):
-    return st.one_of(dense(world_limit), experts(world_limit))
+    engine_tp = one_of(1, 2, 4, 8)
+    engine_ep = one_of(*(e for e in (1, 2, 4, 8) if e % engine_tp == 0 or e == 1)) if moe else 1
+    stored = dict(nested=one_of(False, True), fused_down=one_of(False, True), transposed=one_of(False, True))
+    engine = EngineParallel(engine_tp, engine_ep, **stored)
+    # Engines on ranks of the trainer, on some of them and others, or on others.
+    first = one_of(0, world // 2, world)
+    ranks = range(first, first + draw(st.integers(1, 3)) * engine.ranks)
+    return Case(shape, parallel, engine, ranks, one_of(*IMPLS), one_of(*EXPERTS), one_of(None, True))
