@@ -91,6 +91,7 @@ def cases(draw, world_limit=16):
     layers, vocab = pp * vpp * one_of(1, 2) + uneven, draw(st.integers(3, 70))
     # Fewer groups than ranks too: newer Megatron then cuts inside a group.
     sizes = TINY | dict(heads=8, groups=8 if mla else one_of(1, 2, 4, 8), ffn=one_of(8, 24)) | (LATENT if mla else {})
+    sizes |= {} if moe else dict(experts=0)
     shape = ModelShape(
         family,
         layers=layers,
@@ -108,7 +109,7 @@ def cases(draw, world_limit=16):
         cp=1 if moe or world // (tp * pp) % 2 else one_of(1, 2),
         ep=ep,
         etp=etp,
-        order=one_of("tp-cp-ep-dp-pp", "tp-cp-ep-pp-dp"),
+        order="tp-cp-ep-dp-pp" if moe else one_of("tp-cp-ep-dp-pp", "tp-cp-ep-pp-dp"),
         first_layers=(layers - uneven) // pp + uneven if uneven else None,
     )
     engine_tp = one_of(1, 2, 4, 8)
