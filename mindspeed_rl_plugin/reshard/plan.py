@@ -16,7 +16,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import Any, NamedTuple
 
 from mindspeed_rl_plugin.reshard.layout import Canonical, Layout, Segment
@@ -176,25 +176,21 @@ class _Holders:
     def find(self, want: Place, who: int) -> list[tuple[int, int, _Pool]]:
         """`(start, stop, holders)` that tile what `want` asks for."""
         s = want.segment
-        key = (s.name, s.start, s.size)
-        if key not in self._found:
-            self._found[key] = list(self._tile(want, who))
-        return self._found[key]
-
-    def _tile(self, want: Place, who: int) -> Iterator[tuple[int, int, _Pool]]:
-        s = want.segment
+        tiles = self._found.setdefault((s.name, s.start, s.size), [])
+        if tiles:
+            return tiles
         everyone = self._held.get(s.name, {}).items()
         held = [(p, ranks) for p, ranks in everyone if p.segment.start < s.stop and s.start < p.segment.stop]
         inner = {edge for p, _ in held for edge in (p.segment.start, p.segment.stop) if s.start < edge < s.stop}
-        edges = [s.start, *sorted(inner), s.stop]
-        for start, stop in zip(edges, edges[1:], strict=False):
+        for start, stop in pairwise([s.start, *sorted(inner), s.stop]):
             cover = [(p, r) for p, r in held if p.segment.start <= start and stop <= p.segment.stop]
             if not cover:
                 raise ValueError(
                     f"{s.name}: no trainer rank holds slices [{start}, {stop}) of axis {s.axis}, "
                     f"which engine rank {who} needs for {want.param}"
                 )
-            yield start, stop, _Pool(cover, self.node_size)
+            tiles.append((start, stop, _Pool(cover, self.node_size)))
+        return tiles
 
 
 def _places(layout: Layout, rank: int, tensors: Mapping[str, Canonical]) -> dict[str, list[Place]]:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from mindspeed_rl_plugin.device import Device
 from mindspeed_rl_plugin.reshard import host_memory
-from mindspeed_rl_plugin.reshard.host_memory import GRANULE, HostMemoryBudget, HostPieces, powers_of_two
+from mindspeed_rl_plugin.reshard.host_memory import HostMemoryBudget, HostPieces
 from mindspeed_rl_plugin.reshard.host_weights import HostWeights
 from mindspeed_rl_plugin.reshard.offload import TrainState
 
@@ -113,23 +113,6 @@ def test_the_reference_is_asked_for_too():
     assert device.machine.used == 0
 
 
-@pytest.mark.parametrize(
-    "nbytes, pieces",
-    [
-        (0, []),
-        (-5, []),
-        (1, [1]),
-        (700, [1024]),
-        (GRANULE, [GRANULE]),
-        (GRANULE + 1, [2 * GRANULE]),
-        (65 << 30, [64 << 30, 1 << 30]),
-        ((13 * GRANULE) - 3, [8 * GRANULE, 4 * GRANULE, GRANULE]),
-    ],
-)
-def test_powers_of_two(nbytes, pieces):
-    assert powers_of_two(nbytes) == pieces
-
-
 @settings(deadline=None, max_examples=50)
 @given(st.lists(st.lists(st.integers(1, 5000), max_size=6), min_size=1, max_size=3))
 def test_places_hold_what_is_written_into_them(swaps):
@@ -149,20 +132,3 @@ def test_places_hold_what_is_written_into_them(swaps):
                 assert all((part == number).all() for part in place)
     finally:
         host_memory.GRANULE = before
-
-
-def test_a_swap_over_several_pieces_and_growth_is_bitwise(monkeypatch):
-    monkeypatch.setattr(host_memory, "GRANULE", 512)
-    model = torch.nn.Sequential(*(torch.nn.Linear(9, 100) for _ in range(5)))
-    optimizer = torch.optim.AdamW(model.parameters())
-    state = TrainState([model], type("Megatrons", (), {"optimizer": optimizer}), Device("cpu"))
-    for _ in range(2):  # the second time there are moments too
-        tensors = [*model.parameters(), *(t for s in optimizer.state.values() for t in s.values())]
-        before = [t.detach().clone() for t in tensors]
-        state.offload()
-        assert len(state._host["params"]._pieces) > 2
-        state.onload()
-        assert all(torch.equal(a, b) for a, b in zip(before, tensors, strict=True))
-        for p in model.parameters():
-            p.grad = torch.ones_like(p)
-        optimizer.step()
