@@ -110,11 +110,9 @@ def make_plan(
     A rank that holds a slice copies it from itself; else it comes from a holder on its node where
     there is one, among equals from the one that has sent the least; from another node's, on the one whose link to
     other nodes has sent the least.
-    Raises ValueError naming tensor, range and rank when a destination slice has no holder, lies
-    outside its tensor or is stored twice, or when a bucket cannot hold one slice.
+    Raises ValueError naming tensor, range and rank when a destination slice has no holder or a bucket cannot hold one
+    slice; AssertionError when a layout stores what the model has not, or twice at one place.
     """
-    if not destinations:
-        raise ValueError("the plan has no destination ranks")
     holders = _Holders(sources, tensors, node_size or 1 + max(*sources, *destinations))
     wanted = [(_places(layout, ranks[0], tensors), ranks) for layout, ranks in _classes(destinations)]
     build = _Builder(holders.node_size, itemsize, bucket_bytes, rank, {*sources, *destinations})
@@ -206,21 +204,13 @@ def _places(layout: Layout, rank: int, tensors: Mapping[str, Canonical]) -> dict
 
 def _check_bounds(s: Segment, tensors: Mapping[str, Canonical], who: str) -> None:
     tensor = tensors.get(s.name)
-    if tensor is None:
-        raise ValueError(f"{s.name}: {who} stores it, but the model has no such tensor")
-    if s.axis != tensor.axis or s.start < 0 or s.size < 1 or s.stop > tensor.slices:
-        raise ValueError(
-            f"{s.name}: {who} stores slices [{s.start}, {s.stop}) of axis {s.axis}; "
-            f"the tensor is cut along axis {tensor.axis} and has {tensor.slices}"
-        )
+    inside = tensor is not None and s.axis == tensor.axis and 0 <= s.start < s.stop <= tensor.slices
+    assert inside, f"{who} stores {s}; the tensor is {tensor}"
 
 
 def _check_disjoint(param: str, segments: Iterable[Segment], rank: int) -> None:
-    end, last, slot = 0, None, -1
-    for s in sorted(segments, key=lambda s: (s.slot, s.offset)):
-        if s.slot == slot and s.offset < end:
-            raise ValueError(f"{param} of engine rank {rank}: {s.name} overlaps {last} at slice {s.offset}")
-        end, last, slot = s.offset + s.size, s.name, s.slot
+    for a, b in pairwise(sorted(segments, key=lambda s: (s.slot, s.offset))):
+        assert a.slot < b.slot or a.offset + a.size <= b.offset, f"{param} of engine rank {rank}: {b} overlaps {a}"
 
 
 @dataclass
