@@ -10,7 +10,6 @@ import json
 import math
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -46,18 +45,6 @@ COMPARED = (
     "use_sliding_window",
     *EXPERT_FIELDS,
 )
-
-
-@dataclass(frozen=True)
-class Difference:
-    """One field in which Megatron's arguments and a Hugging Face config disagree."""
-
-    field: str
-    megatron: Any
-    hf: Any
-
-    def __str__(self) -> str:
-        return f"{self.field}: Megatron {self.megatron!r}, Hugging Face {self.hf!r}"
 
 
 def derive_config(args: Namespace, *, vocab_size: int, eos_token_ids: Sequence[int] = ()) -> dict[str, Any]:
@@ -128,19 +115,20 @@ def load_reference(directory: str) -> dict[str, Any]:
     return config
 
 
-def compare_configs(derived: Mapping[str, Any], reference: Mapping[str, Any]) -> list[Difference]:
-    """Fields in which two configs describe different models; [] when they are the same one."""
+def compare_configs(derived: Mapping[str, Any], reference: Mapping[str, Any]) -> list[str]:
+    """A line for each field in which two configs describe different models; [] when they are the same one."""
     ours, theirs = normalized(derived), normalized(reference)
     hf = family_table(derived).hf
     fields = dict.fromkeys((*COMPARED, *hf.defaults, *hf.fixed, *hf.code))
-    return [Difference(f, ours.get(f), theirs.get(f)) for f in fields if ours.get(f) != theirs.get(f)]
+    differ = [f for f in fields if ours.get(f) != theirs.get(f)]
+    return [f"{f}: Megatron {ours.get(f)!r}, Hugging Face {theirs.get(f)!r}" for f in differ]
 
 
 def check_against(derived: Mapping[str, Any], directory: str) -> None:
     """Compare with the config of `--rl-hf-model`. Raises ValueError that lists every difference."""
     differences = compare_configs(derived, load_reference(directory))
     if differences:
-        listed = "\n  ".join(map(str, differences))
+        listed = "\n  ".join(differences)
         raise ValueError(f"Megatron's arguments and --rl-hf-model {directory} describe different models:\n  {listed}")
 
 

@@ -52,7 +52,7 @@ def import_(options: argparse.Namespace) -> str:
     args = megatron_arguments(shape, parallel, config)
     args.hf_tokens = tokens.of_model(options.load)
     if wrong := compare_configs(derive_config(args, vocab_size=config["vocab_size"]), config):
-        described = listed([*map(str, wrong)])
+        described = listed(wrong)
         raise ValueError(f"Megatron's arguments cannot express the model of config.json:{described}")
     ranks = rank_folders(shape, parallel)
     source = HfTensors(options.load)
