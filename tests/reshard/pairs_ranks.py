@@ -27,7 +27,6 @@ import torch.distributed as dist  # noqa: E402
 from megatron.core import parallel_state as mpu  # noqa: E402
 from megatron.core import tensor_parallel  # noqa: E402
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec  # noqa: E402
-from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E402
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher  # noqa: E402
 from megatron.core.transformer.transformer_config import MLATransformerConfig  # noqa: E402
 from reshard_ranks import BUCKET, SEQ, Job, same  # noqa: E402
@@ -145,29 +144,12 @@ class PairJob(Job):
         """Log-prob `[B, SEQ]` of each next token, on the last pipeline stage; None elsewhere."""
         kept = []
 
-        def step(iterator, model):
-            batch = next(iterator)
-            mask = torch.ones(1, 1, SEQ, SEQ).triu(1).bool()
-            out = model(batch, torch.arange(SEQ)[None].expand_as(batch), mask, labels=batch.roll(-1, 1))
+        def keep(loss):
+            kept.append(-loss.float())
+            return loss.float().mean(), {}
 
-            def keep(loss):
-                kept.append(-loss.float())
-                return loss.float().mean(), {}
-
-            return out, keep
-
-        halves = tokens.chunk(2)
-        iterators = [iter(halves) for _ in self.chunks]
         with torch.no_grad():
-            get_forward_backward_func()(
-                forward_step_func=step,
-                data_iterator=iterators if len(iterators) > 1 else iterators[0],
-                model=self.chunks,
-                num_microbatches=2,
-                seq_length=SEQ,
-                micro_batch_size=len(halves[0]),
-                forward_only=True,
-            )
+            self.forward(tokens.chunk(2), keep, forward_only=True)
         return torch.cat(kept) if kept else None
 
 

@@ -170,26 +170,30 @@ class Job:
         assert not flat[1:].isnan().any()
         return {name: flat[i.long()] for name, i in index.items()}
 
-    def forward_step(self, iterator, model):
-        tokens = next(iterator)
-        position = torch.arange(SEQ)[None].expand_as(tokens)
-        mask = torch.ones(1, 1, SEQ, SEQ).triu(1).bool()
-        out = model(tokens, position, mask, labels=tokens.roll(-1, 1))
-        return out, lambda loss: (loss.float().mean(), {})
+    def forward(self, batches, result, forward_only):
+        """Both halves of a pass; result: of the token losses, on the last pipeline stage."""
+
+        def step(iterator, model):
+            tokens = next(iterator)
+            mask = torch.ones(1, 1, SEQ, SEQ).triu(1).bool()
+            position = torch.arange(SEQ)[None].expand_as(tokens)
+            return model(tokens, position, mask, labels=tokens.roll(-1, 1)), result
+
+        iterators = [iter(batches) for _ in self.chunks]
+        get_forward_backward_func()(
+            forward_step_func=step,
+            data_iterator=iterators if len(iterators) > 1 else iterators[0],
+            model=self.chunks,
+            num_microbatches=len(batches),
+            seq_length=SEQ,
+            micro_batch_size=len(batches[0]),
+            forward_only=forward_only,
+        )
 
     def _run(self, step, forward_only):
         make = torch.Generator().manual_seed(100 * step + mpu.get_data_parallel_rank())
         batches = [torch.randint(0, 250, (2, SEQ), generator=make) for _ in range(MICRO_BATCHES)]
-        iterators = [iter(batches) for _ in self.chunks]
-        get_forward_backward_func()(
-            forward_step_func=self.forward_step,
-            data_iterator=iterators if len(iterators) > 1 else iterators[0],
-            model=self.chunks,
-            num_microbatches=MICRO_BATCHES,
-            seq_length=SEQ,
-            micro_batch_size=2,
-            forward_only=forward_only,
-        )
+        self.forward(batches, lambda loss: (loss.float().mean(), {}), forward_only)
 
     def train_step(self, step):
         for chunk in self.chunks:
