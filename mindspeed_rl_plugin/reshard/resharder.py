@@ -206,8 +206,6 @@ class Resharder:
 
     def _agree(self, *plan: int) -> None:
         """All ranks compare their plans; on nccl and hccl this also opens the communicator for all of them."""
-        if self.train.world == 1:
-            return
         prints = self._share(plan, len(plan), "the comparison of plans")
         if any(row != prints[0] for row in prints):
             raise RuntimeError(f"ranks planned differently, by fingerprint: {dict(enumerate(prints))}")
@@ -215,8 +213,7 @@ class Resharder:
     def _refuse_broken(self, source: Mapping[str, Tensor], when: str) -> None:
         """Raises BrokenWeights on every rank when any rank's weights hold NaN or infinity."""
         first = first_broken(source[name] for name in self._sources[self.rank])
-        everyone = [[first]] if self.train.world == 1 else self._share([first], 1, "the check of the weights")
-        for rank, (broken,) in enumerate(everyone):
+        for rank, (broken,) in enumerate(self._share([first], 1, "the check of the weights")):
             if broken:
                 name = list(self._sources[rank])[broken - 1]
                 raise BrokenWeights(
@@ -236,10 +233,10 @@ class Resharder:
         return P2PChannel(self.rank, group=self.group, deadline=self.deadline)
 
     def _share(self, mine: Sequence[int], length: int, what: str) -> list[list[int]]:
-        return self._channel().share(what, mine, length, self.device)
+        return [[*mine]] if self.train.world == 1 else self._channel().share(what, mine, length, self.device)
 
     def _held(self, params: Mapping[str, Tensor], layouts: Mapping[int, Layout]) -> list[Held]:
         mine = layout_digests(params, layouts[self.rank], self._compared, self.dtype)
         counts = {r: sum(len(segments) for segments in layout.values()) for r, layout in layouts.items()}
-        rows = [mine] if len(layouts) == 1 else self._share(mine, max(counts.values()), "digests")
+        rows = self._share(mine, max(counts.values()), "digests")
         return [Held(r, layouts[r], rows[i][: counts[r]]) for i, r in enumerate(sorted(layouts))]
