@@ -59,6 +59,14 @@ def distributed_adam(model, dtype):
     return adam([v if dtype == torch.float32 else v.detach().clone().float() for v in views])
 
 
+def trainer(device=CPU, dtype=torch.bfloat16, **options):
+    """A model, its optimizer, and the training state of both."""
+    torch.manual_seed(0)
+    model = FakeDDP()
+    optimizer = distributed_adam(model, dtype)
+    return model, optimizer, TrainState([model], optimizer, device, **options)
+
+
 def state_of(model, optimizer):
     inner = optimizer.optimizer
     tensors = [p.data for p in model.module.parameters()] + [model.module.counter]
@@ -68,11 +76,9 @@ def state_of(model, optimizer):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_everything_leaves_and_returns_bitwise(dtype):
-    model = FakeDDP()
-    optimizer = distributed_adam(model, dtype)
+    model, optimizer, state = trainer(dtype=dtype)
     model.module[0].weight.grad = torch.ones(64, 64)
     optimizer.optimizer.param_groups[0]["params"][0].grad = torch.ones(4096)
-    state = TrainState([model], optimizer, CPU)
     tensors = state_of(model, optimizer)
     before = [t.clone() for t in tensors]
     big = [t for t in tensors if t.numel() > 1] + [model.module[0].weight.main_grad]
@@ -119,9 +125,7 @@ def test_registered_buffers_are_refused():
 
 def test_host_buffers_are_allocated_once_and_memory_returns():
     with StorageMeter() as meter:
-        model = FakeDDP()
-        optimizer = distributed_adam(model, torch.bfloat16)
-        state = TrainState([model], optimizer, CPU)
+        _, _, state = trainer()
         base, buffers = meter.allocated(), None
         for _ in range(20):
             state.offload()
@@ -224,9 +228,7 @@ def test_a_bias_that_the_first_forward_pass_widens_stays_the_tensor_that_was_cap
 )
 def test_one_bit_that_changed_on_the_host_is_named(category, what, message):
     """In whatever leaves, be it narrower in the engine or never there."""
-    model = FakeDDP()
-    optimizer = distributed_adam(model, torch.bfloat16)
-    state = TrainState([model], optimizer, CPU, verify=True)
+    model, optimizer, state = trainer(verify=True)
     state.offload()
     state.onload()
     state.offload()
@@ -242,9 +244,7 @@ def test_one_bit_that_changed_on_the_host_is_named(category, what, message):
 
 
 def test_what_stayed_and_changed_is_compared_with_what_leaves_later():
-    model = FakeDDP()
-    optimizer = distributed_adam(model, torch.bfloat16)
-    state = TrainState([model], optimizer, CPU, verify=True)
+    model, optimizer, state = trainer(verify=True)
     state.start_offload(["optimizer"])
     state.start_onload()
     optimizer.optimizer.param_groups[0]["params"][0].add_(1)

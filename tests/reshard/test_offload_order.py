@@ -17,24 +17,16 @@ from mindspeed_rl_plugin.device.copies import ThreadCopier
 from mindspeed_rl_plugin.loop import build
 from mindspeed_rl_plugin.loop.start import Start
 from mindspeed_rl_plugin.reshard import offload
-from mindspeed_rl_plugin.reshard.offload import TrainState
 
 sys.path.insert(0, str(Path(__file__).parent))
 from hostile import DeferringDevice, SlowCopier, poisoned_release, poisoned_revive  # noqa: E402
-from test_offload import FakeDDP, distributed_adam, state_of  # noqa: E402
+from test_offload import state_of, trainer  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
 def poison(monkeypatch):
     monkeypatch.setattr(offload, "_revive", poisoned_revive)
     monkeypatch.setattr(offload, "_release", poisoned_release)
-
-
-def trainer(device):
-    torch.manual_seed(0)
-    model = FakeDDP()
-    optimizer = distributed_adam(model, torch.bfloat16)
-    return model, optimizer, TrainState([model], optimizer, device)
 
 
 def step(model, optimizer):
