@@ -1,10 +1,11 @@
 """How ranks and layers are divided: against Megatron and MindSpeed-LLM, and what is refused."""
 
 import argparse
-import subprocess
-from pathlib import Path
 
 import pytest
+from megatron.core.parallel_state import RankGenerator
+from megatron.core.transformer.transformer_block import get_num_layers_to_build
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from mindspeed_rl_plugin.reshard.parallel import Parallel, count_layers, listed_layers
 
@@ -150,9 +151,55 @@ def test_experts_that_mindspeed_cannot_spread():
     assert (alone.ep, alone.tp_in_ep) == (2, False)  # nothing to spread over
 
 
-def test_ranks_and_layers_are_megatrons(warm_python):
-    """Every rank's coordinates and layers, over many layouts, as Megatron's own functions give them."""
-    worker = Path(__file__).parent / "megatron_placement.py"
-    done = subprocess.run([warm_python, str(worker)], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "placements agree" in done.stdout
+def place(groups, rank):
+    """Position of a rank in the group that holds it."""
+    return next(group.index(rank) for group in groups if rank in group)
+
+
+@pytest.mark.parametrize("order", ["tp-cp-ep-dp-pp", "tp-cp-ep-pp-dp"])
+@pytest.mark.parametrize(
+    "tp, pp, cp, dp, ep, etp", [(2, 3, 2, 2, 1, 2), (1, 2, 1, 4, 2, 1), (4, 1, 1, 2, 2, 2), (2, 2, 1, 4, 4, 1)]
+)
+def test_ranks_are_megatrons(order, tp, pp, cp, dp, ep, etp):
+    parallel = Parallel(tp * pp * cp * dp, tp=tp, pp=pp, cp=cp, ep=ep, etp=etp, order=order)
+    dense = RankGenerator(tp=tp, ep=1, dp=dp, pp=pp, cp=cp, order=order)
+    experts = RankGenerator(tp=etp, ep=ep, dp=parallel.edp, pp=pp, cp=1, order=order)
+    for rank in range(parallel.world):
+        expected = [place(dense.get_ranks(axis), rank) for axis in ("tp", "cp", "dp", "pp")]
+        expected += [place(experts.get_ranks(axis), rank) for axis in ("tp", "ep", "dp")]
+        assert list(parallel.coordinates(rank)) == expected, rank
+
+
+@pytest.mark.parametrize(
+    "layers, pp, vpp, first, last, embedding, loss",
+    [
+        (8, 2, 1, None, None, False, False),
+        (8, 2, 2, None, None, False, False),
+        (12, 3, 2, None, None, False, False),
+        (10, 4, 1, 1, None, False, False),
+        (10, 4, 1, None, 1, False, False),
+        (9, 4, 1, 2, 1, False, False),
+        (61, 6, 1, 11, None, False, False),
+        (16, 4, 2, 2, 2, False, False),
+        (7, 2, 1, None, None, True, False),
+        (6, 2, 2, None, None, True, True),
+        (5, 1, 1, None, None, False, False),
+    ],
+)
+def test_layers_are_megatrons(layers, pp, vpp, first, last, embedding, loss):
+    sizes = dict(first_layers=first, last_layers=last, embedding_counts=embedding, loss_counts=loss)
+    config = argparse.Namespace(
+        num_layers=layers,
+        pipeline_model_parallel_size=pp,
+        virtual_pipeline_model_parallel_size=vpp if vpp > 1 else None,
+        num_layers_in_first_pipeline_stage=first,
+        num_layers_in_last_pipeline_stage=last,
+        account_for_embedding_in_pipeline_split=embedding,
+        account_for_loss_in_pipeline_split=loss,
+        pipeline_model_parallel_layout=None,
+    )
+    for p in range(pp):
+        for v, mine in enumerate(Parallel(pp, pp=pp, vpp=vpp, **sizes).stage_layers(layers, p)):
+            at = dict(vp_stage=v if vpp > 1 else None, pp_rank=p)
+            start = get_transformer_layer_offset(config, **at)
+            assert mine == range(start, start + get_num_layers_to_build(config, **at))
