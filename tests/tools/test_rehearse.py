@@ -15,11 +15,10 @@ from pathlib import Path
 import pytest
 
 from mindspeed_rl_plugin.tools.rehearse import outcome, unavailable
-from mindspeed_rl_plugin.tools.rehearse.capture import Launch
+from mindspeed_rl_plugin.tools.rehearse.capture import Done, Launch
 from mindspeed_rl_plugin.tools.rehearse.command_line import Flags
 from mindspeed_rl_plugin.tools.rehearse.entry_script import Entry, find_entry
 from mindspeed_rl_plugin.tools.rehearse.outcome import tail
-from mindspeed_rl_plugin.tools.rehearse.passes import Done
 from mindspeed_rl_plugin.tools.rehearse.shrink import shrink
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -72,6 +72,24 @@ class Launch:
         return shlex.join(["torchrun", f"--nproc-per-node={self.nproc}", f"--nnodes={self.nnodes}", self.script])
 
 
+@dataclass
+class Done:
+    """One finished process (or torchrun). code: exit status, None when it was ended at its deadline; lines: its log."""
+
+    name: str
+    code: int | None
+    seconds: float
+    lines: list[str]
+
+    @property
+    def ok(self) -> bool:
+        return self.code == 0
+
+    @property
+    def verdict(self) -> str:
+        return f"{'ok' if self.ok else 'FAILED'} ({self.seconds:.0f} s)"
+
+
 def capture(script: Path, scratch: Path, timeout: float) -> Launch:
     """Run `script` with the stand-ins. Raises ValueError when it is not there, fails, hangs or starts no training."""
     if not script.is_file():
@@ -81,12 +99,11 @@ def capture(script: Path, scratch: Path, timeout: float) -> Launch:
     environment = _stand_ins(record, own, confined)
     if confined:
         command = [sys.executable, "-IS", confine.__file__, str(record), str(own), "--", *command]
-    log = record / "output"
-    code = run(command, log, timeout, env=environment, until=(record / "launches").exists)
+    done = run(command, record / "output", timeout, env=environment, until=(record / "launches").exists)
     launches = [json.loads(line) for line in _lines(record / "launches")]
     skipped = _lines(record / "skipped")
     if not launches:
-        raise ValueError(_no_launch(script, code, log.read_text(errors="replace"), skipped, timeout))
+        raise ValueError(_no_launch(script, done, skipped))
     args = _torchrun_arguments(launches[0]["argv"], script)
     words = [args.training_script, *args.training_script_args][1 if args.module else 0 :]
     env = {k: v for k, v in launches[0]["env"].items() if k not in _OURS}
@@ -114,10 +131,10 @@ def run(
     env: Mapping[str, str],
     cwd: Path | None = None,
     until: Callable[[], bool] = lambda: True,
-) -> int | None:
-    """Run a command into a log. Returns its exit status, None past the deadline [seconds]; nothing of it is alive
+) -> Done:
+    """Run a command into a log, which names it; past the deadline [seconds] it is ended, and nothing of it is alive
     afterwards. until: what it may have left to the background, waited for a little after its good end."""
-    streams = {"stdin": subprocess.DEVNULL, "stderr": subprocess.STDOUT}
+    streams, began = {"stdin": subprocess.DEVNULL, "stderr": subprocess.STDOUT}, time.monotonic()
     with open(log, "wb") as out:
         process = subprocess.Popen(command, env=env, cwd=cwd, stdout=out, start_new_session=True, **streams)
         try:
@@ -131,7 +148,7 @@ def run(
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-    return code
+    return Done(log.stem, code, time.monotonic() - began, log.read_text(errors="replace").splitlines())
 
 
 def _stand_ins(record: Path, own: Path, confined: bool) -> dict[str, str]:
@@ -156,18 +173,19 @@ def _lines(path: Path) -> tuple[str, ...]:
     return tuple(dict.fromkeys(path.read_text(errors="replace").splitlines())) if path.exists() else ()
 
 
-def _no_launch(script: Path, code: int | None, output: str, skipped: Sequence[str], timeout: float) -> str:
-    if code is None:
-        return f"{script} came to no torchrun within {timeout:.0f} s; does it wait for something?"
+def _no_launch(script: Path, done: Done, skipped: Sequence[str]) -> str:
+    if done.code is None:
+        return f"{script} came to no torchrun within {done.seconds:.0f} s; does it wait for something?"
     if away := [line for line in skipped if line.split()[0] in ELSEWHERE.split()]:
         return (
             f"{script} leaves its launch to {away[0].split()[0]} ({away[0][:200]}), which is not run here; give the "
             "script that calls torchrun on one node"
         )
+    output = "\n".join(done.lines)
     rules = "; it may write in no folder but the rehearsal's" if "Permission denied" in output else ""
     return (
-        f"{script} ended with status {code} without starting torchrun or python -m torch.distributed.launch{rules}; "
-        f"its last words: {output[-500:]!r}"
+        f"{script} ended with status {done.code} without starting torchrun or python -m "
+        f"torch.distributed.launch{rules}; its last words: {output[-500:]!r}"
     )
 
 

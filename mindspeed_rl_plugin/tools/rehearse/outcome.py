@@ -6,10 +6,9 @@ import itertools
 import re
 from pathlib import Path
 
-from mindspeed_rl_plugin.tools.rehearse.capture import Launch
+from mindspeed_rl_plugin.tools.rehearse.capture import Done, Launch
 from mindspeed_rl_plugin.tools.rehearse.command_line import Flags
 from mindspeed_rl_plugin.tools.rehearse.entry_script import Entry
-from mindspeed_rl_plugin.tools.rehearse.passes import Done
 from mindspeed_rl_plugin.tools.rehearse.unavailable import NOT_HERE
 from mindspeed_rl_plugin.tools.text_table import aligned
 
@@ -55,7 +54,8 @@ def tail(done: Done, count: int = 25) -> str:
 
 def _missing_module(module: str, traceback: list[str]) -> str:
     """One line: which module, who imports it, what to do."""
-    file, number = [match.groups() for line in traceback if (match := _FRAME.match(line))][-1]
+    frames = [match.groups() for line in traceback if (match := _FRAME.match(line))]
+    file, number = frames[-1] if frames else ("its log does not say where", "?")
     owner = next((name for part, name in _OWNERS.items() if part in Path(file).parts), "the script")
     return (
         f"the Python module {module} is not installed, and {owner} needs it ({file}, line {number}): "

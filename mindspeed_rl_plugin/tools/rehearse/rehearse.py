@@ -13,18 +13,21 @@ reason, and everything that was not exercised. Everything after -- is added to t
 from __future__ import annotations
 
 import argparse
+import os
 import shutil
 import sys
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 
-from mindspeed_rl_plugin.tools.rehearse import outcome, unavailable
-from mindspeed_rl_plugin.tools.rehearse.capture import capture
+from mindspeed_rl_plugin.tools.rehearse import accept, outcome, unavailable
+from mindspeed_rl_plugin.tools.rehearse.capture import Done, Launch, capture, run
 from mindspeed_rl_plugin.tools.rehearse.command_line import Flags
-from mindspeed_rl_plugin.tools.rehearse.entry_script import find_entry
-from mindspeed_rl_plugin.tools.rehearse.passes import Passes
+from mindspeed_rl_plugin.tools.rehearse.entry_script import ROOT, Entry, find_entry
 from mindspeed_rl_plugin.tools.rehearse.shrink import shrink
 from mindspeed_rl_plugin.tools.rehearse.substitutes import substitute
+
+_LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK")
 
 
 def main(argv: list[str]) -> int:
@@ -35,7 +38,7 @@ def main(argv: list[str]) -> int:
     try:
         if options.ranks < 1 or options.ranks & (options.ranks - 1):
             raise ValueError(f"--ranks {options.ranks}: give a power of two")
-        return _rehearse(options, argv[at + 1 :], scratch)
+        return 0 if _rehearse(options, argv[at + 1 :], scratch) else 1
     except ValueError as error:
         print(f"rehearse: {error}", file=sys.stderr)
         return 1
@@ -55,63 +58,98 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _rehearse(options: argparse.Namespace, added: list[str], scratch: Path) -> int:
+def _rehearse(options: argparse.Namespace, added: list[str], scratch: Path) -> bool:
     launch = capture(options.script.resolve(), scratch, options.timeout)
     entry = find_entry(launch, options.script, scratch)
     _say(f"{options.script} starts {launch} with {len(launch.arguments)} words of arguments")
     for note in filter(None, (entry.note, f"running {entry.script} on {entry.platform}")):
         _say(note)
-
-    passes = Passes(launch, entry, scratch, options.timeout)
     flags = Flags.parse([*launch.arguments, *added])
-    substitute(flags, scratch, entry.mindspeed_llm)
-    world = launch.world
-    if not entry.mindspeed_llm:
-        unavailable.of_mindspeed_llm(flags)
-    if not entry.mindspeed:
-        # Without context parallelism on as many fewer ranks: what a batch is divided by stays the script's.
-        world //= flags.number("--context-parallel-size", 1)
-        unavailable.remove(flags, mindspeed=False)
-    accepted, unknown = passes.accept(flags.argv(), world)
-    flags.drop(unknown, f"no flag of {entry.platform}")
-    _say(f"arguments as written, for {launch.world} ranks: {accepted.verdict}")
-    if not accepted.ok:
-        print(f"{outcome.tail(accepted)}\n\n{outcome.changes('replaced before', flags, scratch)}")
-        return 1
-
+    rehearsal = _Rehearsal(options, scratch, launch, entry, flags)
+    if not rehearsal.accepted():
+        print(outcome.changes("\nreplaced before", flags, scratch))
+        return False
     if entry.mindspeed:
         unavailable.remove(flags, mindspeed=True)
     shrink(flags, options.ranks)
-    done = _train(passes, flags, options.ranks)
+    trained = rehearsal.trained()
     print(outcome.changes("\nchanged arguments", flags, scratch), "\nnot exercised:", sep="\n")
     print("\n".join(f"  - {line}" for line in outcome.not_exercised(launch, entry, flags, options.ranks)))
-    return 0 if done else 1
+    return trained
 
 
-def _train(passes: Passes, flags: Flags, ranks: int) -> bool:
-    """One iteration; before it, where the script loads a checkpoint, one that makes that checkpoint."""
-    rl = "--rl-algorithm" in flags
-    if "--save" in flags:
-        flags.set("--save-interval", 1, why="so that saving is rehearsed")
-    if "--load" in flags:
-        if not rl:  # goes on after the checkpoint's iteration, so its one iteration is the second
-            name = "--train-samples" if "--train-samples" in flags else "--train-iters"
-            flags.set(name, 2 * flags.number(name, 1), why="one iteration after the checkpoint's")
-        first = Flags({f: values for f, values in flags.values.items() if not f.startswith("--rl-") and f != "--load"})
-        for flag, value in (("--save", flags.get("--load")), ("--save-interval", 1), ("--exit-interval", 1)):
-            first.set(flag, value, why="")
-        made = passes.train("checkpoint", ranks, first.argv())
-        _say(f"a checkpoint to load, made by the same script{' without RL' if rl else ''}: {made.verdict}")
-        if not made.ok:
-            print(outcome.tail(made))
-            return False
-    done = passes.train("training", ranks, flags.argv())
-    if done.ok and not outcome.trained(done, rl):
-        done.code = 1
-    what = f"one RL iteration ({flags.get('--rl-algorithm')})" if rl else "one pretraining iteration"
-    _say(f"{what} on {ranks} ranks: {done.verdict}")
-    print("\n".join(f"  {line}" for line in outcome.iteration_lines(done)) if done.ok else outcome.tail(done))
-    return done.ok
+@dataclass(frozen=True)
+class _Rehearsal:
+    """The processes of a rehearsal, each with a deadline and a log file of its own in `scratch`."""
+
+    options: argparse.Namespace
+    scratch: Path
+    launch: Launch
+    entry: Entry
+    flags: Flags
+
+    def accepted(self) -> bool:
+        """The arguments as written through parsers and validation, as rank 0 of the world as written."""
+        flags, entry, world = self.flags, self.entry, self.launch.world
+        substitute(flags, self.scratch, entry.mindspeed_llm)
+        if not entry.mindspeed_llm:
+            unavailable.of_mindspeed_llm(flags)
+        if not entry.mindspeed:
+            # Without context parallelism on as many fewer ranks: what a batch is divided by stays the script's.
+            world //= flags.number("--context-parallel-size", 1)
+            unavailable.remove(flags, mindspeed=False)
+        ranks = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": self.launch.nproc}
+        ranks |= {"MASTER_ADDR": "localhost", "MASTER_PORT": 1}
+        # The size of a cache that only a host without accelerator has must not speak against the script's lengths.
+        cache = ["--rl-kv-cache-gb", "1e6"] if "--rl-algorithm" in flags else []
+        command = ["-m", accept.__name__, *([] if entry.mindspeed_llm else ["--any-flag"]), str(entry.script)]
+        done = self._run("arguments", [*command, *flags.argv(), *cache], **ranks)
+        unknown = (line.removeprefix(accept.UNKNOWN) for line in done.lines if line.startswith(accept.UNKNOWN))
+        flags.drop(next(unknown, ""), f"no flag of {entry.platform}")
+        return self._show(f"arguments as written, for {self.launch.world} ranks", done, accept.ACCEPTED in done.lines)
+
+    def trained(self) -> bool:
+        """One iteration; before it, where the script loads a checkpoint, one that makes that checkpoint."""
+        flags, rl = self.flags, "--rl-algorithm" in self.flags
+        if "--save" in flags:
+            flags.set("--save-interval", 1, why="so that saving is rehearsed")
+        if "--load" in flags:
+            if not rl:  # goes on after the checkpoint's iteration, so its one iteration is the second
+                name = "--train-samples" if "--train-samples" in flags else "--train-iters"
+                flags.set(name, 2 * flags.number(name, 1), why="one iteration after the checkpoint's")
+            first = Flags({f: v for f, v in flags.values.items() if not f.startswith("--rl-") and f != "--load"})
+            for flag, value in (("--save", flags.get("--load")), ("--save-interval", 1), ("--exit-interval", 1)):
+                first.set(flag, value, why="")
+            what = f"a checkpoint to load, made by the same script{' without RL' if rl else ''}"
+            if not self._show(what, self._train("checkpoint", first), True):
+                return False
+        done = self._train("training", flags)
+        what = f"one RL iteration ({flags.get('--rl-algorithm')})" if rl else "one pretraining iteration"
+        trained = self._show(f"{what} on {self.options.ranks} ranks", done, outcome.trained(done, rl))
+        print("\n".join(f"  {line}" for line in outcome.iteration_lines(done) if trained))
+        return trained
+
+    def _show(self, what: str, done: Done, reached: bool) -> bool:
+        """Say how it went, with the end of the log where it failed. reached: whether a good end is believed."""
+        if done.ok and not reached:
+            done.code = 1
+        _say(f"{what}: {done.verdict}")
+        if not done.ok:
+            print(outcome.tail(done))
+        return done.ok
+
+    def _train(self, name: str, flags: Flags) -> Done:
+        """The entry script on a few processes, through the runner."""
+        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={self.options.ranks}"]
+        return self._run(name, [*torchrun, "-m", "mindspeed_rl_plugin", str(self.entry.script), *flags.argv()])
+
+    def _run(self, name: str, arguments: list[str], **more: object) -> Done:
+        env = {"OMP_NUM_THREADS": "1"} | {k: v for k, v in self.launch.env.items() if k not in _LAUNCHER}
+        path = os.pathsep.join(map(str, (*self.entry.path, ROOT)))
+        env |= {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
+        env |= {k: str(v) for k, v in more.items()}
+        command, log = [sys.executable, *arguments], self.scratch / f"{name}.log"
+        return run(command, log, self.options.timeout, env=env, cwd=self.launch.cwd)
 
 
 def _say(text: str) -> None:
