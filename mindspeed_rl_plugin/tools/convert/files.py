@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
@@ -21,41 +20,24 @@ INDEX = "model.safetensors.index.json"
 _TOKENIZER = ("tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt", "added_tokens.json", "chat_template*")
 
 
-class HfTensors:
-    """The tensors of a directory by name. Raises ValueError when it has no safetensors, or one that is damaged, or not
-    all that its index names."""
+def open_tensors(directory: Path) -> dict[str, Any]:
+    """Name -> safetensors' slice of every tensor of a directory: it has `get_shape()`, and reads what it is indexed by.
 
-    def __init__(self, directory: Path) -> None:
-        files = sorted(directory.glob("*.safetensors"))
-        if not files:
-            raise ValueError(f"{directory} holds no *.safetensors; pickled weights are not read")
-        if (index := directory / INDEX).is_file():
-            _check_index(index, {file.name for file in files})
-        self._where: dict[str, Any] = {}
-        for file in files:
-            try:
-                handle = safe_open(file, "pt")
-            except (SafetensorError, OSError) as error:
-                raise ValueError(f"{file} is no safetensors file, or is cut short ({error}); copy it again") from None
-            self._where |= dict.fromkeys(handle.keys(), handle)
-
-    @property
-    def names(self) -> set[str]:
-        """All names."""
-        return set(self._where)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of a tensor, without reading it."""
-        return tuple(self._where[name].get_slice(name).get_shape())
-
-    def dtype(self, name: str) -> torch.dtype:
-        """Dtype of a tensor."""
-        return self.read(name, 0, 0, 1).dtype
-
-    def read(self, name: str, axis: int, start: int, size: int) -> Tensor:
-        """Slices `[start, start + size)` along an axis; only these are read."""
-        whole = self._where[name].get_slice(name)
-        return whole[start : start + size] if axis == 0 else whole[:, start : start + size]
+    Raises ValueError when there are no safetensors, one is damaged, or one is missing that the index names.
+    """
+    files = sorted(directory.glob("*.safetensors"))
+    if not files:
+        raise ValueError(f"{directory} holds no *.safetensors; pickled weights are not read")
+    if (index := directory / INDEX).is_file():
+        _check_index(index, {file.name for file in files})
+    tensors: dict[str, Any] = {}
+    for file in files:
+        try:
+            handle = safe_open(file, "pt")
+        except (SafetensorError, OSError) as error:
+            raise ValueError(f"{file} is no safetensors file, or is cut short ({error}); copy it again") from None
+        tensors |= {name: handle.get_slice(name) for name in handle.keys()}  # noqa: SIM118
+    return tensors
 
 
 def _check_index(index: Path, files: set[str]) -> None:

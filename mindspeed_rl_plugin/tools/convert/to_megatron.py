@@ -11,6 +11,7 @@ import re
 import shlex
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -24,7 +25,7 @@ from mindspeed_rl_plugin.tools.convert import tokens
 from mindspeed_rl_plugin.tools.convert.arguments import flags, megatron_arguments
 from mindspeed_rl_plugin.tools.convert.checkpoint import rank_folders, write_checkpoint
 from mindspeed_rl_plugin.tools.convert.cli import DTYPES, SHOWN, listed, make_parser, run
-from mindspeed_rl_plugin.tools.convert.files import HfTensors
+from mindspeed_rl_plugin.tools.convert.files import open_tensors
 from mindspeed_rl_plugin.tools.layout_args import check_train, parse_sizes, read_config, shape_of
 
 # Beside the weights: layers that predict further tokens, numbered after the others; frequencies that old files keep.
@@ -54,19 +55,17 @@ def import_(options: argparse.Namespace) -> str:
     if wrong := compare_configs(derive_config(args, vocab_size=config["vocab_size"]), config):
         described = listed(wrong)
         raise ValueError(f"Megatron's arguments cannot express the model of config.json:{described}")
-    ranks = rank_folders(shape, parallel)
-    source = HfTensors(options.load)
+    source = open_tensors(options.load)
     left = _left_out(source, shape, config.get(shape.table.hf.predicting) or 0)
-    notes = [f"left out: {name}" for name in left]
+    notes = [f"note: left out: {name}" for name in left]
     if shape.groups % parallel.tp:
         notes.append(
-            f"{shape.groups} query groups are fewer than tp{parallel.tp}: Megatron core 0.12 and MindSpeed refuse "
-            f"that (their limit is tp{shape.groups}); core 0.16 and later take it"
+            f"note: {shape.groups} query groups are fewer than tp{parallel.tp}: Megatron core 0.12 and MindSpeed "
+            f"refuse that (their limit is tp{shape.groups}); core 0.16 and later take it"
         )
-    count = write_checkpoint(options.out, args, _states(shape, parallel, ranks, source, options))
-    words = shlex.join(flags(args))
+    count = write_checkpoint(options.out, args, _states(shape, parallel, source, options))
     done = f"imported {options.load} to {options.out}, files: {count}; load it with"
-    return "\n".join([*(f"note: {note}" for note in notes), done, words])
+    return "\n".join([*notes, done, shlex.join(flags(args))])
 
 
 def _layout(text: str) -> Parallel:
@@ -80,33 +79,34 @@ def _layout(text: str) -> Parallel:
     return Parallel(world, first_layers=first, last_layers=last, **sizes)
 
 
-def _left_out(source: HfTensors, shape: ModelShape, predicting: int) -> list[str]:
+def _left_out(source: Mapping[str, Any], shape: ModelShape, predicting: int) -> list[str]:
     """What the files hold besides the model and without changing it. predicting: layers after the others that predict
     further tokens, as config.json declares them.
 
     Raises ValueError unless the files hold the model's tensors, in their shapes and unquantised, and no others.
     """
-    if quantised := [name for name in source.names if name.endswith(("_scale_inv", "_scale", "qweight"))]:
+    if quantised := [name for name in source if name.endswith(("_scale_inv", "_scale", "qweight"))]:
         raise ValueError(f"the weights are quantised ({quantised[0]}); convert them to bf16 first")
     wrong = []
     for name, tensor in canonical_tensors(shape).items():
-        if name not in source.names:
+        shape_there = tuple(source[name].get_shape()) if name in source else None
+        if shape_there is None:
             wrong.append(f"{name} {tensor.shape} is missing")
-        elif source.shape(name) != tensor.shape:
-            wrong.append(f"{name} has shape {source.shape(name)}, not {tensor.shape}")
+        elif shape_there != tensor.shape:
+            wrong.append(f"{name} has shape {shape_there}, not {tensor.shape}")
     left, ahead = [], Counter()
-    for name in sorted(source.names - canonical_tensors(shape).keys()):
+    for name in sorted(source.keys() - canonical_tensors(shape).keys()):
         match = _LAYER.match(name)
         layer = int(match[1]) if match else -1
         if name.endswith(_FREQUENCIES):
             left.append(name)
-        elif shape.layers <= layer < shape.layers + predicting and _PREDICTS.format(layer) in source.names:
+        elif shape.layers <= layer < shape.layers + predicting and _PREDICTS.format(layer) in source:
             ahead[layer] += 1
         elif layer >= shape.layers:
             declared = f" and no such layer in {field}" if (field := shape.table.hf.predicting) else ""
             has = f"num_hidden_layers is {shape.layers}{declared}"
             wrong.append(f"{name} is of a layer that config.json has not: {has}")
-        elif name != HEAD or not shape.tied or EMBEDDING not in source.names:
+        elif name != HEAD or not shape.tied or EMBEDDING not in source:
             wrong.append(f"{name} is not of this model")
         elif _same(source, shape.vocab):
             left.append(f"{name}, which repeats {EMBEDDING}")
@@ -119,26 +119,27 @@ def _left_out(source: HfTensors, shape: ModelShape, predicting: int) -> list[str
     return left + [f"model.layers.{n}, which predicts further tokens: {ahead[n]} tensors" for n in sorted(ahead)]
 
 
-def _same(source: HfTensors, vocab: int) -> bool:
-    head, embedding = (source.read(name, 0, 0, vocab) for name in (HEAD, EMBEDDING))
+def _same(source: Mapping[str, Any], vocab: int) -> bool:
+    head, embedding = (source[name][:vocab] for name in (HEAD, EMBEDDING))
     return head.dtype == embedding.dtype and torch.equal(head, embedding)
 
 
 def _states(
-    shape: ModelShape, parallel: Parallel, ranks: Mapping[str, int], source: HfTensors, options: argparse.Namespace
+    shape: ModelShape, parallel: Parallel, source: Mapping[str, Any], options: argparse.Namespace
 ) -> Iterator[tuple[str, list[dict]]]:
     """Folder and states of the model chunks of every rank that has a file; padding of the vocabulary is 0."""
     tensors, given = canonical_tensors(shape), DTYPES.get(options.dtype)
 
     def stored(segments: Sequence[Segment], size: torch.Size) -> torch.Tensor:
         name = segments[0].name if segments else next(iter(tensors))
-        dtype = torch.float32 if segments and tensors[name].wide else given or source.dtype(name)
+        dtype = torch.float32 if segments and tensors[name].wide else given or source[name][:1].dtype
         param = torch.zeros(size, dtype=dtype)
         for s in segments:
-            s.view(param, s.start, s.size).copy_(source.read(s.name, s.axis, s.start, s.size))
+            at = (slice(None),) * s.axis + (slice(s.start, s.start + s.size),)
+            s.view(param, s.start, s.size).copy_(source[s.name][at])
         return param
 
-    for folder, rank in ranks.items():
+    for folder, rank in rank_folders(shape, parallel).items():
         layout = megatron_layout(shape, parallel, rank, options.impl, options.experts)
         shapes = megatron_shapes(shape, parallel, rank, options.impl, options.experts)
         chunks: list[dict] = [{} for _ in range(parallel.vpp)]
