@@ -1,0 +1,208 @@
+"""What a plan reads of a launch script: layout, vocabulary, RL flags; what a run refuses of it."""
+
+import json
+import re
+
+import pytest
+
+from mindspeed_rl_plugin.reshard.layout import ModelShape
+from mindspeed_rl_plugin.tools.plan import plan
+from mindspeed_rl_plugin.tools.plan.script_args import read_arguments, read_script
+from mindspeed_rl_plugin.tools.rehearse.command_line import Flags
+
+PLAIN = (
+    "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --ffn-hidden-size 96 --swiglu --normalization RMSNorm "
+    "--disable-bias-linear --position-embedding-type rope"
+)
+DENSE = PLAIN + " --add-qkv-bias --vocab-size 250"
+LATENT = (
+    f"{PLAIN} --untie-embeddings-and-output-weights --qk-layernorm --vocab-size 250 --multi-latent-attention "
+    "--q-lora-rank 24 --kv-lora-rank 16 --qk-head-dim 16 --qk-pos-emb-head-dim 8 --v-head-dim 16 --num-experts 8 "
+    "--moe-ffn-hidden-size 32 --n-shared-experts 2 --moe-layer-freq [0]+[1]*3 --mtp-num-layers 1"
+)
+SCRIPT = """#!/bin/bash
+TP=2; PP=4
+GPT_ARGS="--tensor-model-parallel-size ${TP} --pipeline-model-parallel-size ${PP} --num-layers 8
+ --hidden-size 64 --num-attention-heads 4 --group-query-attention --num-query-groups 2 --kv-channels 16 --bf16
+ --ffn-hidden-size 96 --swiglu --normalization RMSNorm --disable-bias-linear --position-embedding-type rope
+ --untie-embeddings-and-output-weights --qk-layernorm --num-experts 8 --moe-ffn-hidden-size 32 --moe-layer-freq -1
+ --expert-model-parallel-size 2 --moe-tp-extend-ep --moe-token-dispatcher-type alltoall_seq
+ --first-k-dense-replace 1 --use-distributed-optimizer
+ --padded-vocab-size 256 --rl-generate-tp 2 --rl-reshard-bucket-mb 8"
+torchrun --nproc_per_node 8 --nnodes 2 pretrain_gpt.py $GPT_ARGS
+"""
+
+
+def read(words, world=4, **more):
+    return read_arguments(Flags.parse(words.split()), world, **more)
+
+
+@pytest.fixture
+def planned(tmp_path, capsys):
+    """Writes a script, or its arguments on two nodes of four, and prints its plan; None: the one before."""
+    script = tmp_path / "train.sh"
+
+    def run(text, *more):
+        if text and not text.startswith("#!"):
+            text = f'cd "$(dirname "$0")"\ntorchrun --nproc_per_node 4 --nnodes 2 pretrain_gpt.py {text}\n'
+        script.write_text(text or script.read_text())
+        assert plan.main([str(script), *more]) == 0
+        return capsys.readouterr().out
+
+    return run
+
+
+def test_a_launch_script_is_read(planned, tmp_path, capsys):
+    out = planned(SCRIPT)
+    assert "tp2 pp4 vpp1 cp1 dp2, experts etp1 ep4 dp1: 16 ranks, layers a stage 2" in out
+    assert "engines 8 x (tp2 ep1: 2 ranks), on ranks 0 to 15" in out
+    assert read_script(tmp_path / "train.sh").shape.dense_layers == (0,)
+    assert "engines 4 x (tp2 ep4: 4 ranks)" in planned(None, "--generate", "tp2,ep4")
+    assert plan.main([str(tmp_path / "train.sh"), "--model", "qwen3-8b"]) == 1
+    assert "a script says model, layout and world itself" in capsys.readouterr().err
+
+
+def tokenizers(folder):
+    """One of three entries, one of four of another kind, and a model's config.json."""
+    added = [{"content": "b", "id": 1}, {"content": "<eos>", "id": 2}]
+    contents = {
+        "tokenizer/tokenizer.json": {"model": {"vocab": {"a": 0, "b": 1}}, "added_tokens": added},
+        "pairs/tokenizer.json": {"model": {"vocab": [[c, 0.0] for c in "abcd"]}},
+        "hf/config.json": {"vocab_size": 7},
+    }
+    for path, content in contents.items():
+        (folder / path).parent.mkdir()
+        (folder / path).write_text(json.dumps(content))
+
+
+def test_a_script_of_a_run_needs_no_more_words(planned, tmp_path):
+    """The engines, the vocabulary and the node are those of a run with the same script."""
+    tokenizers(tmp_path)
+    out = planned(f"{PLAIN} --add-qkv-bias --tensor-model-parallel-size 2 --tokenizer-name-or-path tokenizer")
+    assert "engines 8 x (tp1 ep1: 1 ranks), on ranks 0 to 7" in out and "a node of 4 (" in out
+    assert "note: the script has no --rl-generate-tp: engines of one rank" in out
+    run = read_script(tmp_path / "train.sh")
+    assert (run.shape.vocab, run.shape.padded_vocab, run.node) == (3, 256, 4)
+    # float32: four layers with attention, MLP, bias and norms; a tied embedding of 3 rows; the last norm
+    weights = 4 * (4 * (64 * 64 * 4 + 3 * 64 * 96 + 192 + 128) + 3 * 64 + 64)
+    assert f" {weights / 1e6:.2f} MB of weights" in out and "MB a device, fullest" in out and " GB of" not in out
+    out = planned(None, "--node", "8", "--generate", "tp2", "--vocab", "5")
+    assert "a node of 8 (" in out and "engines 4 x (tp2" in out and "note:" not in out
+
+
+@pytest.mark.parametrize(
+    "flags, size",
+    [
+        ("--tokenizer-model tokenizer", 3),
+        ("--tokenizer-model tokenizer/tokenizer.json --rl-tokenizer pairs", 4),
+        ("--rl-tokenizer nowhere --tokenizer-name-or-path tokenizer", 3),
+        ("--rl-hf-model hf --rl-tokenizer tokenizer", 7),
+        ("--vocab-size 9 --tokenizer-model tokenizer", 9),
+        ("--padded-vocab-size 256 --tokenizer-model tokenizer", 3),
+        ("--padded-vocab-size 256", 256),
+    ],
+)
+def test_the_vocabulary_of_a_script(tmp_path, flags, size):
+    tokenizers(tmp_path)
+    assert read(f"{PLAIN} --add-qkv-bias {flags}", folder=tmp_path).shape.vocab == size
+
+
+@pytest.mark.parametrize(
+    ("flags", "critic", "reference"),
+    [
+        ("--rl-algorithm ppo", True, True),
+        ("--rl-algorithm grpo --rl-advantage gae", True, True),
+        ("--rl-algorithm ppo --rl-advantage group-norm", False, True),
+        ("--rl-algorithm dapo", False, False),
+        ("--rl-algorithm dpo", False, True),
+        ("", False, None),
+    ],
+)
+def test_the_algorithm_says_whether_there_is_a_critic_and_a_reference(flags, critic, reference):
+    run = read(f"{DENSE} {flags}")
+    assert (run.critic, run.reference) == (critic, reference)
+
+
+@pytest.mark.parametrize(("algorithm", "reference"), [("grpo", True), ("dapo", False)])
+def test_the_host_memory_of_a_script(algorithm, reference, planned):
+    """Its algorithm says whether there is a reference, its lengths what the dock holds."""
+    lengths = "--rl-max-prompt-length 100 --rl-max-response-length 900 --rl-samples-per-prompt 4 --global-batch-size 64"
+    out = planned(f"{DENSE} --rl-algorithm {algorithm} {lengths}", "--node", "8")
+    line = next(x for x in out.splitlines() if x.startswith("host memory"))
+    assert ("reference" in line) is reference and "`plan --dock`" not in line
+    if reference:  # of 1000 tokens: ids, a mask, three log-probs; the prompts' own, and a few numbers a row
+        dock = float(re.search(r"dock (\d+\.\d+)", line)[1])
+        assert dock == pytest.approx(64 * 1000 * (4 + 1 + 4 + 4 + 4) / 1e6, rel=0.05)
+
+
+def test_the_rl_flags_of_a_script():
+    """How its engines are cut, and in which dtype their weights travel."""
+    moe = LATENT + " --rl-generate-tp 2 --rl-generate-ep 2 --rl-engine-dtype bfloat16"
+    run = read(moe)
+    assert (run.generate, run.itemsize, run.engine_itemsize) == ("tp2,ep2", 4, 2)
+    assert read(moe + " --bf16").itemsize == 2
+    assert read(f"{DENSE} --rl-swap params").notes[0].startswith("--rl-swap par")
+
+
+def test_layers_by_stage():
+    """--num-layer-list; another spelling of rotary embeddings."""
+    words = DENSE.replace("--position-embedding-type rope", "--use-rotary-position-embeddings")
+    words += " --pipeline-model-parallel-size 2 --num-layer-list 1,3"
+    assert read(words, 2).train.chunk_sizes(4) == (1, 3)
+
+
+def test_latent_attention_from_arguments():
+    run = read(LATENT)
+    experts = dict(experts=8, expert_ffn=32, shared_ffn=64, dense_layers=(0,))
+    latent = dict(q_lora=24, kv_lora=16, nope=16, rope=8, value=16)
+    assert run.shape == ModelShape("deepseek_v3", 4, 64, 4, 4, 24, 96, 250, 256, **experts, **latent)
+    assert (run.itemsize, run.engine_itemsize, run.distributed, run.generate) == (4, 4, False, None)
+    assert run.notes == ("--mtp-num-layers 1: these layers are not generated with, not counted",)
+
+
+@pytest.mark.parametrize(
+    ("flags", "start"),
+    [
+        ("--reuse-fp32-param", "--reuse-fp32-param: weights and fp32 copies then share memory"),
+        ("--hidden-dropout 0.1", "--hidden-dropout 0.1: dropout makes"),
+        ("--fp8-format e4m3", "--fp8-format e4m3: trainer and engine"),
+        ("--rl-reshard-bucket-mb -5", "--rl-reshard-bucket-mb is -5; give"),
+        ("--rl-swap params,foo", "--rl-swap foo is unknown"),
+        ("--rl-reshard all", "argument --rl-reshard: invalid choice: 'all'"),
+        ("--rl-engine-dtype int8", "argument --rl-engine-dtype: invalid choice: 'int8'"),
+    ],
+)
+def test_what_a_run_refuses_is_said(flags, start):
+    assert read(f"{DENSE} {flags}").refused[0].startswith(start)
+
+
+def test_a_plan_of_what_a_run_refuses(planned):
+    assert read(DENSE).refused == read(f"{DENSE} --rl-algorithm grpo --hidden-dropout 0.0 --rl-swap none").refused == ()
+    out = planned(f"{DENSE} --rl-reshard-bucket-mb 0")
+    assert "a run refuses: --rl-reshard-bucket-mb is 0; give a number at least 1" in out
+    assert "two buckets of 256 MiB" in out
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        ("--swiglu", "gives no --num-layers, --hidden-size"),
+        ("--num-layers two", "--num-layers two: the plan needs a whole"),
+        ("--hidden-size --swiglu", "--hidden-size has no value; is a variable of the shell empty"),
+        ("--num-layers 0", "--num-layers 0: give at least 1"),
+        (f"{DENSE} --noop-layers 3", "--noop-layers 3: layers that do nothing are not supported"),
+        (f"{DENSE} --schedules-method dualpipev", "schedules_method is 'dualpipev'"),
+        (f"{DENSE} --rotary-percent 0.5", "--rotary-percent 0.5"),
+        (f"{DENSE} --use-megatron-fsdp", "--use-megatron-fsdp"),
+        (f"{DENSE} --window-size (128,0)", r"--window-size \(128,0\)"),
+        (f"{DENSE} --tensor-parallel-num-weight-shards 2", "--tensor-parallel-num-weight-shards 2"),
+        (f"{DENSE} --num-layer-list 1,3", "--num-layer-list 1,3: 2 stages with 4 layers do not fit"),
+        (f"{DENSE} --num-layers-in-first-pipeline-stage 1", "no such flag; write --decoder-first-pipeline-num-layers"),
+        (f"{PLAIN} --tokenizer-model x", r"a tokenizer whose tokenizer.json is not here \(x\); .* with --vocab$"),
+        (LATENT.replace("[0]+[1]*3", "[0]+x"), r"--moe-layer-freq \[0\]\+x: .* as in \[0\]\*3\+\[1\]\*58"),
+        (LATENT.replace("[0]+[1]*3", "[0]+[1]*4"), "--moe-layer-freq describes 5 layers, the model has 4"),
+    ],
+)
+def test_refused(words, message):
+    with pytest.raises(ValueError, match=message):
+        read(words, 1)
