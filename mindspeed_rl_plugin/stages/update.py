@@ -19,40 +19,6 @@ if TYPE_CHECKING:  # they import Megatron, which the stage table does without
     from mindspeed_rl_plugin.update.step import PolicyStep
     from mindspeed_rl_plugin.update.value_step import ValueStep
 
-# Names that the update uses, and the register's.
-METRIC_NAMES = {
-    "loss": "loss",
-    "pg_loss": "loss/policy",
-    "kl_loss": "loss/kl",
-    "ratio_mean": "ratio/mean",
-    "ratio_max": "ratio/max",
-    "clip_fraction": "clip_fraction",
-    "entropy_loss": "loss/entropy",
-    "ratio_min": "ratio/min",
-    "entropy": "entropy",
-    "trained_tokens": "trained/tokens",
-    "trained_sequences": "trained/sequences",
-    "kl": "kl/ref",
-    "kl_old": "kl/old",
-    "logp_diff_mean": "logp_diff/mean",
-    "logp_diff_max": "logp_diff/max",
-    "grad_norm": "grad_norm",
-    "value_loss": "critic/loss",
-    "value_clip_fraction": "critic/clip_fraction",
-    "value_mean": "critic/value_mean",
-    "return_mean": "critic/return_mean",
-    "explained_variance": "critic/explained_variance",
-    "critic_grad_norm": "critic/grad_norm",
-    "critic_lr": "critic/lr",
-    "lr": "lr",
-    "rollout_kl": "rollout/kl",
-    "rollout_weight_mean": "rollout/weight_mean",
-    "rollout_weight_max": "rollout/weight_max",
-    "rollout_stale": "rollout/stale",
-    "rollout_weight_outside": "rollout/weight_outside",
-    "rollout_sequence_weight_mean": "rollout/sequence_weight_mean",
-    "rollout_sequence_weight_outside": "rollout/sequence_weight_outside",
-}
 GRAD_NORM = 5  # place in what Megatron's train_step returns, the same in 0.12.1, 0.16.1 and 0.19
 OPTIMIZER, SCHEDULER, CONFIG = 3, 4, 5  # places among its arguments; from 2, the model, on they are passed through
 
@@ -121,7 +87,7 @@ class Update(Stage):
         metrics = {"lr": learning_rate(call.args[OPTIMIZER])}  # the step ends with the rate of the next
         self.step.prepare(parts, measured=self.spec.reads, version=version)
         result = self.step.run(call.function, call.args[2:], call.kwargs)
-        return result, registered(metrics | grad_norm(result) | self.step.metrics())
+        return result, metrics | grad_norm(result) | self.step.metrics()
 
 
 class CriticUpdate(Update):
@@ -137,16 +103,16 @@ class CriticUpdate(Update):
     ) -> tuple[tuple, dict[str, float]]:
         """Megatron's step of the critic, and of the policy unless the critic warms up alone."""
         critic = self.critic
-        metrics = {"lr": learning_rate(call.args[OPTIMIZER]), "critic_lr": learning_rate(critic.optimizer)}
+        metrics = {"lr": learning_rate(call.args[OPTIMIZER]), "critic/lr": learning_rate(critic.optimizer)}
         self.value_step.prepare(parts)
         mine = (critic.model, critic.optimizer, critic.scheduler, critic.config)
         result = self.value_step.run(call.function, (*mine, *call.args[CONFIG + 1 :]), call.kwargs)
-        metrics |= self.value_step.metrics() | grad_norm(result, "critic_")
+        metrics |= self.value_step.metrics() | grad_norm(result, "critic/")
         if done < self.warmup:
             call.args[SCHEDULER].step(increment=self.global_batch)  # the policy's learning rate goes by the iteration
-            return result, registered(metrics)
+            return result, metrics
         result, policy = super().optimize(parts, call, done, version)
-        return result, registered(metrics) | policy
+        return result, metrics | policy
 
 
 class PairUpdate(Update):
@@ -166,16 +132,11 @@ class PairUpdate(Update):
         return result, metrics | grad_norm(result)
 
 
-def registered(metrics: Mapping[str, float]) -> dict[str, float]:
-    """The metrics that have a name in the register, under it."""
-    return {METRIC_NAMES[name]: value for name, value in metrics.items() if name in METRIC_NAMES}
-
-
 def learning_rate(optimizer: Any) -> float:
     """Learning rate of the first parameter group."""
     return float(optimizer.param_groups[0]["lr"])
 
 
 def grad_norm(result: Sequence[Any], whose: str = "") -> dict[str, float]:
-    """What Megatron's step measured itself; whose: "critic_", or the policy's."""
+    """What Megatron's step measured itself; whose: "critic/", or the policy's."""
     return {} if result[GRAD_NORM] is None else {f"{whose}grad_norm": float(result[GRAD_NORM])}

@@ -11,14 +11,15 @@ from mindspeed_rl_plugin.algorithms.kl import k3
 from mindspeed_rl_plugin.forward import MicroBatch
 
 # Sums weighted as the loss is; sums over trained tokens, to be divided by their number; over sequences with a
-# trained token, to be divided by theirs; maxima. Names in rollout_ and logp_diff_ need the engine's log-probs.
-WEIGHTED = ("loss", "pg_loss", "kl_loss", "entropy_loss")
+# trained token, to be divided by theirs; maxima. By the register's names (`monitor.names`); those in rollout/ and
+# logp_diff/ need the engine's log-probs.
+WEIGHTED = ("loss", "loss/policy", "loss/kl", "loss/entropy")
 PER_TOKEN = (
-    *("ratio", "clip_fraction", "entropy", "kl", "kl_old", "logp_diff_mean"),
-    *("rollout_weight", "rollout_weight_outside", "rollout_kl", "rollout_stale"),
+    *("ratio/mean", "clip_fraction", "entropy", "kl/ref", "kl/old", "logp_diff/mean"),
+    *("rollout/weight_mean", "rollout/weight_outside", "rollout/kl", "rollout/stale"),
 )
-PER_SEQUENCE = ("rollout_sequence_weight", "rollout_sequence_weight_outside")
-MAXIMA = ("ratio_max", "ratio_min", "logp_diff_max", "rollout_weight_max")
+PER_SEQUENCE = ("rollout/sequence_weight_mean", "rollout/sequence_weight_outside")
+MAXIMA = ("ratio/max", "ratio/min", "logp_diff/max", "rollout/weight_max")
 
 
 def objective(
@@ -39,7 +40,7 @@ def objective(
     Returns the scalar `sum_t w_t * (c_t * policy + kl_coef * KL - entropy_coef * H)` with its gradient, c_t the
     off-policy correction where one is on, and a detached vector laid out as `WEIGHTED + PER_TOKEN + PER_SEQUENCE +
     MAXIMA`. Ratio and importance weights are tallied less 1, so that the mean of ratios of 1 is 1 to the last bit;
-    `ratio_min` as a maximum of its negative.
+    `ratio/min` as a maximum of its negative.
     """
     mask = batch.mask
     sequence = batch.sequence
@@ -65,16 +66,16 @@ def objective(
     entropy_loss = -algorithm.entropy_coef * (weight * entropy).sum()
     tally = {
         "loss": pg_loss + kl_loss + entropy_loss,
-        "pg_loss": pg_loss,
-        "kl_loss": kl_loss,
-        "entropy_loss": entropy_loss,
-        "ratio": (counted * (terms.ratio - 1.0)).sum(),
+        "loss/policy": pg_loss,
+        "loss/kl": kl_loss,
+        "loss/entropy": entropy_loss,
+        "ratio/mean": (counted * (terms.ratio - 1.0)).sum(),
         "clip_fraction": (counted * terms.clipped).sum(),
         "entropy": (counted * entropy).sum(),
-        "kl": (counted * kl).sum(),
-        "kl_old": (counted * k3(tokens.logp_old, tokens.logp.detach())).sum(),
-        "ratio_max": _maximum(terms.ratio),
-        "ratio_min": _maximum(-terms.ratio),
+        "kl/ref": (counted * kl).sum(),
+        "kl/old": (counted * k3(tokens.logp_old, tokens.logp.detach())).sum(),
+        "ratio/max": _maximum(terms.ratio),
+        "ratio/min": _maximum(-terms.ratio),
         **gap,
     }
     names = WEIGHTED + PER_TOKEN + PER_SEQUENCE + MAXIMA
@@ -93,15 +94,15 @@ def _engine_gap(
     outside = {level: algorithm.out_of_bounds(weights).float() for level, weights in by_level.items()}
     difference = (old - rollout).abs()
     return algorithm.corrected(by_level[algorithm.correction_level]), {
-        "logp_diff_mean": (counted * difference)[fresh].sum(),
-        "logp_diff_max": _maximum(difference[fresh]),
-        "rollout_weight": (counted * (token - 1.0)).sum(),
-        "rollout_weight_outside": (counted * outside["token"]).sum(),
-        "rollout_weight_max": _maximum(token),
-        "rollout_kl": (counted * k3(rollout, old)).sum(),
-        "rollout_stale": counted[~fresh].sum(),
-        "rollout_sequence_weight": (once * (whole - 1.0)).sum(),
-        "rollout_sequence_weight_outside": (once * outside["sequence"]).sum(),
+        "logp_diff/mean": (counted * difference)[fresh].sum(),
+        "logp_diff/max": _maximum(difference[fresh]),
+        "rollout/weight_mean": (counted * (token - 1.0)).sum(),
+        "rollout/weight_outside": (counted * outside["token"]).sum(),
+        "rollout/weight_max": _maximum(token),
+        "rollout/kl": (counted * k3(rollout, old)).sum(),
+        "rollout/stale": counted[~fresh].sum(),
+        "rollout/sequence_weight_mean": (once * (whole - 1.0)).sum(),
+        "rollout/sequence_weight_outside": (once * outside["sequence"]).sum(),
     }
 
 

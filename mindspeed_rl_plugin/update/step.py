@@ -160,9 +160,9 @@ class PolicyStep(MegatronStep):
         if self._metrics is None:
             self._metrics = to_metrics(self._reduced(), self._totals)
             if "logp_rollout" not in self._measured:
-                self._metrics = {k: v for k, v in self._metrics.items() if not k.startswith(("logp_diff", "rollout_"))}
+                self._metrics = {k: v for k, v in self._metrics.items() if not k.startswith(("logp_diff/", "rollout/"))}
             if "logp_ref" not in self._measured:
-                self._metrics.pop("kl")
+                self._metrics.pop("kl/ref")
         return dict(self._metrics)
 
     def _weigh(self, counts: Tensor, totals: Totals) -> Tensor:

@@ -39,34 +39,29 @@ def reduce_tallies(tallies: Iterable[Tensor], device: torch.device, *, width: in
 
 
 def to_metrics(tally: Tensor, totals: Totals) -> dict[str, float]:
-    """Name the numbers of a reduced tally.
+    """The metrics of a reduced tally, by the register's names (`monitor.names` says what they are).
 
-    `loss`, `pg_loss`, `kl_loss`, `entropy_loss` are aggregated as the loss is; `ratio_mean`, `clip_fraction`,
-    `entropy`, `kl` (to the reference), `kl_old` (to the policy the step started from) are means over the trained
-    tokens, in nats where they have a unit; `logp_diff_mean` and `_max` (engine to trainer) are of those that this
-    rollout's weights sampled, and `rollout_stale` is the share of the others. `rollout_weight_mean` and
-    `rollout_weight_outside` are over tokens the mean importance weight of the engine's samples and the share outside
-    the correction's bounds, `rollout_sequence_weight_mean` and `_outside` the same of whole responses, and
-    `rollout_kl` the KL of the engine's policy to the trainer's. Without any trained token the means are 0 (ratio and
+    `loss` and `loss/*` are aggregated as the loss is, the others are over the trained tokens or sequences;
+    `logp_diff/*` over tokens that this rollout's weights sampled. Without any trained token the means are 0 (ratio and
     weights 1) and the extremes are left out, without any of this rollout's weights those of `logp_diff`.
     """
     named = dict(zip(WEIGHTED + PER_TOKEN + PER_SEQUENCE + MAXIMA, tally.tolist(), strict=True))
     metrics = {name: named[name] for name in WEIGHTED}
     metrics.update({name: named[name] / max(totals.tokens, 1) for name in PER_TOKEN})
     metrics.update({name: named[name] / max(totals.sequences, 1) for name in PER_SEQUENCE})
-    for name in ("ratio", "rollout_weight", "rollout_sequence_weight"):
-        metrics[f"{name}_mean"] = 1.0 + metrics.pop(name)
-    fresh = totals.tokens - named["rollout_stale"]
+    for name in ("ratio/mean", "rollout/weight_mean", "rollout/sequence_weight_mean"):
+        metrics[name] += 1.0
+    fresh = totals.tokens - named["rollout/stale"]
     if fresh:
-        metrics["logp_diff_mean"] = named["logp_diff_mean"] / fresh
+        metrics["logp_diff/mean"] = named["logp_diff/mean"] / fresh
     elif totals.tokens:
-        del metrics["logp_diff_mean"]
+        del metrics["logp_diff/mean"]
     if totals.tokens:
         metrics.update({name: named[name] for name in MAXIMA})
-        metrics["ratio_min"] = -metrics["ratio_min"]
+        metrics["ratio/min"] = -metrics["ratio/min"]
         if not fresh:
-            del metrics["logp_diff_max"]
-    return {**metrics, "trained_tokens": float(totals.tokens), "trained_sequences": float(totals.sequences)}
+            del metrics["logp_diff/max"]
+    return {**metrics, "trained/tokens": float(totals.tokens), "trained/sequences": float(totals.sequences)}
 
 
 def _combine(tallies: Tensor, sums: int) -> Tensor:

@@ -17,7 +17,8 @@ from mindspeed_rl_plugin.rows import Rows
 from mindspeed_rl_plugin.update.step import PolicyStep
 
 # Sums over the trained tokens. Errors are those of the values from before the update.
-SUMS = ("value_loss", "value_clip_fraction", "value_mean", "return_mean", "return_square", "error", "error_square")
+MEANS = ("critic/loss", "critic/clip_fraction", "critic/value_mean", "critic/return_mean")  # by the register's names
+SUMS = (*MEANS, "return_square", "error", "error_square")
 
 
 class ValueStep(PolicyStep):
@@ -72,10 +73,10 @@ def value_objective(
     counted = torch.ones_like(old) if multiplicity is None else multiplicity[sequence].to(old)
     error = returns - old
     tally = {
-        "value_loss": (counted * terms.loss).sum(),
-        "value_clip_fraction": (counted * terms.clipped).sum(),
-        "value_mean": (counted * old).sum(),
-        "return_mean": (counted * returns).sum(),
+        "critic/loss": (counted * terms.loss).sum(),
+        "critic/clip_fraction": (counted * terms.clipped).sum(),
+        "critic/value_mean": (counted * old).sum(),
+        "critic/return_mean": (counted * returns).sum(),
         "return_square": (counted * returns.square()).sum(),
         "error": (counted * error).sum(),
         "error_square": (counted * error.square()).sum(),
@@ -84,17 +85,17 @@ def value_objective(
 
 
 def value_metrics(sums: Mapping[str, float], tokens: int) -> dict[str, float]:
-    """Name the sums over `tokens` trained tokens.
+    """The metrics of sums over `tokens` trained tokens, by the register's names (`monitor.names`).
 
-    `value_loss`, `value_clip_fraction` (share where the clip gave the loss), `value_mean` and `return_mean` are means;
-    `explained_variance` is `1 - Var(return - value) / Var(return)` with the values from before the update: 1 for a
-    critic that knows all, 0 for one that says the same everywhere; left out where the returns do not differ.
+    All are means but `critic/explained_variance`, which is `1 - Var(return - value) / Var(return)` with the values from
+    before the update: 1 for a critic that knows all, 0 for one that says the same everywhere; left out where the
+    returns do not differ.
     """
     n = max(tokens, 1)
     mean = {name: value / n for name, value in sums.items()}
-    named = {name: mean[name] for name in ("value_loss", "value_clip_fraction", "value_mean", "return_mean")}
-    spread = mean["return_square"] - mean["return_mean"] ** 2
+    named = {name: mean[name] for name in MEANS}
+    spread = mean["return_square"] - mean["critic/return_mean"] ** 2
     # Below that, the difference of the two sums is their rounding error in float32.
     if spread > 1e-6 * mean["return_square"]:
-        named["explained_variance"] = 1.0 - (mean["error_square"] - mean["error"] ** 2) / spread
+        named["critic/explained_variance"] = 1.0 - (mean["error_square"] - mean["error"] ** 2) / spread
     return named

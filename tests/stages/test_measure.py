@@ -21,6 +21,7 @@ from mindspeed_rl_plugin.rows import Completion, Prompt, Rows, SampleId, Samplin
 from mindspeed_rl_plugin.stages import evaluate, measure, update
 from mindspeed_rl_plugin.stages.generate import digest_number
 from mindspeed_rl_plugin.stages.reward import FailureLog
+from mindspeed_rl_plugin.update import objective, value_step
 
 RESULT = ({}, 0, False, 0, 0, 2.0)  # of Megatron's train_step: the gradient norm is used
 WEIGHTS = (1.0, -0.5)  # a grader of the answer, and a penalty
@@ -186,11 +187,14 @@ def test_stages_and_throughput_are_those_of_the_slowest_rank(tmp_path):
 
 def test_the_gradient_norms_of_policy_and_critic_are_told_apart():
     assert update.grad_norm(RESULT) == {"grad_norm": 2.0} and update.grad_norm((*RESULT[:5], None)) == {}
-    assert update.grad_norm(RESULT, "critic_") == {"critic_grad_norm": 2.0}
+    assert update.grad_norm(RESULT, "critic/") == {"critic/grad_norm": 2.0}
 
 
 def test_every_metric_of_the_update_has_its_line_in_the_register():
-    assert all(meaning(name).text for name in update.METRIC_NAMES.values())
+    critic = value_step.value_metrics(dict(dict.fromkeys(value_step.SUMS, 1.0), return_square=2.0), 1)
+    sums = (*objective.WEIGHTED, *objective.PER_TOKEN, *objective.PER_SEQUENCE, *objective.MAXIMA)
+    for name in (*sums, *critic, "trained/tokens", "trained/sequences", "lr", "critic/lr", "critic/grad_norm"):
+        assert meaning(name).text, name
 
 
 def test_dumps_carry_the_name_of_their_run_and_an_earlier_start_is_set_aside(tmp_path):

@@ -22,12 +22,12 @@ def runs(run_cases):
 @pytest.mark.parametrize("name", [*ONE_RANK, *TWO_RANKS])
 def test_first_ratio_is_exactly_one(runs, name):
     first, second = runs[name]["metrics"]
-    assert first["ratio_mean"] == first["ratio_min"] == first["ratio_max"] == 1.0
+    assert first["ratio/mean"] == first["ratio/min"] == first["ratio/max"] == 1.0
     assert first["clip_fraction"] == 0.0
-    assert first["kl_old"] == 0.0 and abs(first["kl"]) < 1e-8
-    assert first["trained_tokens"] == 38 and first["trained_sequences"] == 7
+    assert first["kl/old"] == 0.0 and abs(first["kl/ref"]) < 1e-8
+    assert first["trained/tokens"] == 38 and first["trained/sequences"] == 7
     # The same rows after one step: had the step done nothing, the above would prove nothing.
-    assert second["ratio_max"] > 1.01 and second["ratio_min"] < 0.99 and second["kl"] > 1e-4
+    assert second["ratio/max"] > 1.01 and second["ratio/min"] < 0.99 and second["kl/ref"] > 1e-4
 
 
 @pytest.mark.parametrize("name", TWO_RANKS)

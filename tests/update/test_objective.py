@@ -83,18 +83,18 @@ def test_objective_is_the_loop(correction, level):
 
     assert tally.shape == (WIDTH,)
     metrics = to_metrics(tally, Totals(sum(COUNTS), 3))
-    assert metrics["pg_loss"] == pytest.approx(policy_part, rel=1e-5)
+    assert metrics["loss/policy"] == pytest.approx(policy_part, rel=1e-5)
     token = list(importance["token"].values())
-    assert metrics["rollout_weight_mean"] == pytest.approx(sum(token) / 8, rel=1e-5)
-    assert metrics["rollout_weight_max"] == pytest.approx(max(token), rel=1e-5)
+    assert metrics["rollout/weight_mean"] == pytest.approx(sum(token) / 8, rel=1e-5)
+    assert metrics["rollout/weight_max"] == pytest.approx(max(token), rel=1e-5)
     out = sum(not bounds["low"] <= w <= bounds["high"] for w in token)
-    assert metrics["rollout_weight_outside"] == pytest.approx(out / 8) and 0 < out < 8
+    assert metrics["rollout/weight_outside"] == pytest.approx(out / 8) and 0 < out < 8
     whole = [next(w for (r, _), w in importance["sequence"].items() if r == row) for row in (0, 2, 3)]
-    assert metrics["rollout_sequence_weight_mean"] == pytest.approx(sum(whole) / 3, rel=1e-5)
+    assert metrics["rollout/sequence_weight_mean"] == pytest.approx(sum(whole) / 3, rel=1e-5)
     out = sum(not 0.7 <= w <= 1.3 for w in whole)
-    assert metrics["rollout_sequence_weight_outside"] == pytest.approx(out / 3) and out > 0
+    assert metrics["rollout/sequence_weight_outside"] == pytest.approx(out / 3) and out > 0
     gaps = [math.log(w) for w in token]
-    assert metrics["rollout_kl"] == pytest.approx(sum(math.exp(g) - g - 1 for g in gaps) / 8, rel=1e-5)
+    assert metrics["rollout/kl"] == pytest.approx(sum(math.exp(g) - g - 1 for g in gaps) / 8, rel=1e-5)
 
 
 @pytest.mark.parametrize("stale", [(), (2,), (0, 3), (0, 2, 3)])
@@ -110,13 +110,13 @@ def test_rows_of_older_weights_tell_nothing_of_engine_and_trainer(stale):
     )
     gap = (batch.columns["logp_old"] - batch.columns["logp_rollout"]).abs()
     gaps = [float(gap[row, at]) for row, at in batch.mask.nonzero().tolist() if fresh[row]]
-    assert got["rollout_stale"] == pytest.approx(1 - len(gaps) / sum(COUNTS))
+    assert got["rollout/stale"] == pytest.approx(1 - len(gaps) / sum(COUNTS))
     if gaps:
-        assert got["logp_diff_mean"] == pytest.approx(sum(gaps) / len(gaps), rel=1e-5)
-        assert got["logp_diff_max"] == pytest.approx(max(gaps), rel=1e-5)
+        assert got["logp_diff/mean"] == pytest.approx(sum(gaps) / len(gaps), rel=1e-5)
+        assert got["logp_diff/max"] == pytest.approx(max(gaps), rel=1e-5)
     else:
-        assert not {"logp_diff_mean", "logp_diff_max"} & got.keys()
-    ours = {"logp_diff_mean", "logp_diff_max", "rollout_stale"}
+        assert not {"logp_diff/mean", "logp_diff/max"} & got.keys()
+    ours = {"logp_diff/mean", "logp_diff/max", "rollout/stale"}
     assert {k: v for k, v in got.items() if k not in ours} == {k: v for k, v in all_fresh.items() if k not in ours}
 
 
@@ -129,7 +129,7 @@ def test_a_micro_batch_without_a_trained_token_adds_nothing(algorithm):
     loss.backward()
     assert float(loss) == 0.0 and not logp.grad.any()
     metrics = to_metrics(tally, Totals(0, 0))
-    assert metrics["ratio_mean"] == metrics["rollout_weight_mean"] == 1.0 and "ratio_max" not in metrics
+    assert metrics["ratio/mean"] == metrics["rollout/weight_mean"] == 1.0 and "ratio/max" not in metrics
 
 
 @pytest.mark.parametrize("correction", ["off", "truncate"])
@@ -154,4 +154,4 @@ def test_without_the_engines_logps_the_weights_are_one():
     del batch.columns["logp_rollout"]
     _, tally = objective(resolve(AlgorithmConfig(algorithm="grpo")), batch, torch.ones(4), logp, entropy)
     metrics = to_metrics(tally, Totals(sum(COUNTS), 3))
-    assert metrics["rollout_weight_mean"] == metrics["rollout_sequence_weight_mean"] == 1.0
+    assert metrics["rollout/weight_mean"] == metrics["rollout/sequence_weight_mean"] == 1.0

@@ -110,7 +110,7 @@ def test_every_preset_by_tokens_and_packed(assert_same, run_cases, layouts):
 def test_a_preset_takes_the_same_step_in_every_layout(assert_same, layouts, variant):
     want = layouts["micro-batch 1"][variant]
     tokens = 21 if variant == "pf-ppo" else 38
-    assert want["grad_norm"] > 1e-3 and want["metrics"]["trained_tokens"] == tokens
+    assert want["grad_norm"] > 1e-3 and want["metrics"]["trained/tokens"] == tokens
     for layout, found in layouts.items():
         assert_same(found[variant], want, layout)
 
@@ -122,4 +122,4 @@ def test_the_variants_differ_from_each_other(layouts):
     assert len({round(norm, 6) for norm in norms}) == len(norms)
     measured = {name: found["metrics"] for name, found in layouts["micro-batch 1"].items()}
     assert 0 < measured["gspo"]["clip_fraction"] < 1 and 0 < measured["dapo"]["clip_fraction"] < 1
-    assert 0 < measured["masked sequences"]["rollout_sequence_weight_outside"] < 1
+    assert 0 < measured["masked sequences"]["rollout/sequence_weight_outside"] < 1

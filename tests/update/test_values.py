@@ -41,9 +41,9 @@ def test_value_objective_is_the_loop():
     found = value_metrics(sums, sum(COUNTS))
     trained_old, trained = old[batch.mask], returns[batch.mask]
     explained = 1 - (trained - trained_old).var(unbiased=False) / trained.var(unbiased=False)
-    assert found["explained_variance"] == pytest.approx(float(explained), rel=1e-5)
-    assert found["value_clip_fraction"] == pytest.approx(clipped / sum(COUNTS))
-    assert found["value_mean"] == pytest.approx(float(trained_old.mean()), rel=1e-5)
+    assert found["critic/explained_variance"] == pytest.approx(float(explained), rel=1e-5)
+    assert found["critic/clip_fraction"] == pytest.approx(clipped / sum(COUNTS))
+    assert found["critic/value_mean"] == pytest.approx(float(trained_old.mean()), rel=1e-5)
 
 
 def test_a_perfect_critic_a_constant_one_and_equal_returns():
@@ -53,11 +53,11 @@ def test_a_perfect_critic_a_constant_one_and_equal_returns():
         return value_metrics(dict(zip(SUMS, map(float, sums), strict=True)), len(returns))
 
     returns = torch.tensor([0.0, 1.0, 1.0, 3.0])
-    assert measured(returns, returns)["explained_variance"] == pytest.approx(1.0)
-    assert measured(torch.full((4,), 7.0), returns)["explained_variance"] == pytest.approx(0.0)
-    assert measured(-returns, returns)["explained_variance"] == pytest.approx(-3.0)
-    assert "explained_variance" not in measured(returns, torch.full((4,), 0.3))
-    assert "explained_variance" not in value_metrics(dict.fromkeys(SUMS, 0.0), 0)
+    assert measured(returns, returns)["critic/explained_variance"] == pytest.approx(1.0)
+    assert measured(torch.full((4,), 7.0), returns)["critic/explained_variance"] == pytest.approx(0.0)
+    assert measured(-returns, returns)["critic/explained_variance"] == pytest.approx(-3.0)
+    assert "critic/explained_variance" not in measured(returns, torch.full((4,), 0.3))
+    assert "critic/explained_variance" not in value_metrics(dict.fromkeys(SUMS, 0.0), 0)
 
 
 ONE_RANK = {f"micro-batch {n}": f"--micro-batch-size {n}" for n in (1, 4)}
@@ -99,7 +99,7 @@ def test_a_row_that_counts_twice_teaches_the_critic_as_two_copies_of_it(assert_s
     for layout, got in layouts.items():
         assert_same(got, want, layout)
     assert want["grad_norm"] > 1e-3 and abs(want["grad_norm"] / plain["grad_norm"] - 1) > 1e-2
-    assert 0 < want["metrics"]["value_clip_fraction"] != plain["metrics"]["value_clip_fraction"]
+    assert 0 < want["metrics"]["critic/clip_fraction"] != plain["metrics"]["critic/clip_fraction"]
 
 
 @pytest.mark.slow
@@ -113,7 +113,7 @@ def test_a_filtered_rollout_teaches_the_critic_alike_in_every_layout(assert_same
 def test_the_critic_takes_the_same_step_in_every_layout(assert_same, run_cases):
     layouts = {**run_cases("values.py", 1, {**ONE_RANK, **PACKED}), **run_cases("values.py", 2, TWO_RANKS)}
     want = layouts["micro-batch 1"]
-    assert want["grad_norm"] > 1e-3 and 0 < want["metrics"]["value_clip_fraction"] < 1
+    assert want["grad_norm"] > 1e-3 and 0 < want["metrics"]["critic/clip_fraction"] < 1
     assert want["values"].abs().max() > 0.5 and want["gradients"]["output_layer.weight"].abs().max() > 1e-3
     for layout, got in layouts.items():
         torch.testing.assert_close(got["values"], want["values"], rtol=1e-4, atol=1e-5, msg=lambda m, n=layout: n + m)
