@@ -174,10 +174,12 @@ def test_resume_drops_later_lines_and_no_iteration_comes_twice(tmp_path):
 def test_a_new_run_in_an_old_directory_sets_the_old_lines_aside(tmp_path):
     for loss in (1, 2):
         monitor = monitor_in(tmp_path)
-        monitor.log(1, {"loss": loss})
+        with monitor.stage("update"):
+            monitor.log(loss, {"loss": loss})
         monitor.close()
     assert [r["loss"] for r in read_metrics(tmp_path)] == [2]
     assert [r["loss"] for r in read_jsonl(tmp_path / "metrics.jsonl.old")] == [1]
+    assert [len(read_jsonl(tmp_path / f"events-rank0.jsonl{x}")) for x in ("", ".old")] == [1, 1]
 
 
 def test_lines_written_before_a_kill_are_whole(tmp_path):
