@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import html
 import json
-import os
 import re
 import sys
 from collections.abc import Sequence
@@ -19,13 +18,6 @@ from typing import Any
 
 from mindspeed_rl_plugin.monitor.run_files import write_text
 from mindspeed_rl_plugin.tools.report.report_data import collect
-
-PARTS = {
-    "css": "report.css",
-    "curves_js": "report.js",
-    "stages_js": "report_stages.js",
-    "samples_js": "report_samples.js",
-}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -39,7 +31,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     out = Path(args.out) if args.out else Path(args.run_dir) / "report.html"
     try:
         data = collect(args.run_dir, dump_dir=args.dump_dir, samples=args.samples)
-        write_report(data, out)
+        out.parent.mkdir(parents=True, exist_ok=True)
+        write_text(out, render(data))
     except (ValueError, OSError) as error:
         print(f"report: {error}", file=sys.stderr)
         return 1
@@ -52,21 +45,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def write_report(data: dict[str, Any], out: str | os.PathLike[str]) -> None:
-    """Write the page for the data of `collect`, atomically."""
-    Path(out).parent.mkdir(parents=True, exist_ok=True)
-    write_text(out, render(data))
-
-
 def render(data: dict[str, Any]) -> str:
-    """The page as text."""
+    """The page for the data of `collect` as text."""
     folder = resources.files(__package__)
-    parts = {name: folder.joinpath(file).read_text(encoding="utf-8") for name, file in PARTS.items()}
-    parts["title"] = html.escape(data["title"])
-    parts["data"] = embed(data)
-    frame = folder.joinpath("report.html.in").read_text(encoding="utf-8")
+    parts = {"title": html.escape(data["title"]), "data": embed(data)}
+
+    def part(marker: re.Match[str]) -> str:
+        return parts.get(marker[1]) or folder.joinpath(marker[1]).read_text(encoding="utf-8")
+
     # One pass, so that a marker inside the data or a script is left alone.
-    return re.sub(r"\{\{(\w+)\}\}", lambda m: parts[m[1]], frame)
+    return re.sub(r"\{\{([\w.]+)\}\}", part, folder.joinpath("report.html.in").read_text(encoding="utf-8"))
 
 
 def embed(data: Any) -> str:

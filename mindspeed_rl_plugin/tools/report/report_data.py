@@ -11,7 +11,7 @@ from typing import Any
 from mindspeed_rl_plugin.monitor.names import meaning
 from mindspeed_rl_plugin.monitor.run_files import event_files, json_safe, read_events, read_metrics, read_run
 from mindspeed_rl_plugin.monitor.run_summary import column, is_training, summarize
-from mindspeed_rl_plugin.tools.report.report_samples import dump_places, find_dumps, sample_data
+from mindspeed_rl_plugin.tools.report.report_samples import find_dumps, sample_data
 from mindspeed_rl_plugin.tools.report.report_stages import stage_data, timeline_data
 
 Row = dict[str, Any]
@@ -27,8 +27,7 @@ def collect(
     run = read_run(run_dir)
     events = read_events(run_dir)
     stages = stage_data(events)
-    places = dump_places(run_dir, run, dump_dir)
-    dumps = find_dumps(places)
+    dumps, places = find_dumps(run_dir, run, dump_dir)
     return json_safe(
         {
             "title": run.get("name") or _name(Path(run_dir).resolve()),
@@ -40,7 +39,7 @@ def collect(
             "metrics": metric_series(rows),
             "stages": stages,
             "timeline": timeline_data(events, stages["names"]),
-            "samples": sample_data(dumps, limit=samples) | {"places": [dumps[min(dumps)].parent] if dumps else places},
+            "samples": sample_data(dumps, limit=samples) | {"places": places},
         }
     )
 

@@ -16,24 +16,19 @@ COLUMNS = (
 )  # fmt: skip
 
 
-def dump_places(
+def find_dumps(
     run_dir: str | os.PathLike[str], run: dict[str, Any], dump_dir: str | os.PathLike[str] | None
-) -> list[Path]:
-    """Where dumps may be: `dump_dir` where given, else where run.json says, then in or under the run directory.
-
-    Raises ValueError where the given directory does not exist.
-    """
-    if dump_dir is not None:
-        if not Path(dump_dir).is_dir():
-            raise ValueError(f"--dump-dir {dump_dir} is not a directory; give the --rl-dump-dir of the run")
-        return [Path(dump_dir)]
+) -> tuple[dict[int, Path], list[Path]]:
+    """Epoch -> dump, and their folder, or the folders where none is: `dump_dir` where given, else where run.json says,
+    then in or under the run directory. Raises ValueError where the given directory does not exist."""
+    if dump_dir is not None and not Path(dump_dir).is_dir():
+        raise ValueError(f"--dump-dir {dump_dir} is not a directory; give the --rl-dump-dir of the run")
     recorded = [Path(run["dump_dir"])] if run.get("dump_dir") else []
-    return list(dict.fromkeys([*recorded, Path(run_dir) / "dump", Path(run_dir)]))
-
-
-def find_dumps(places: Sequence[Path]) -> dict[int, Path]:
-    """Epoch -> dump, of the first of the directories that holds any."""
-    return next(filter(None, map(dump_files, places)), {})
+    places = [Path(dump_dir)] if dump_dir is not None else [*recorded, Path(run_dir) / "dump", Path(run_dir)]
+    for place in places:
+        if dumps := dump_files(place):
+            return dumps, [place]
+    return {}, list(dict.fromkeys(places))
 
 
 def sample_data(dumps: dict[int, Path], *, limit: int, text_limit: int = 20_000) -> dict[str, Any]:
