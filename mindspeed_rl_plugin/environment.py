@@ -18,6 +18,12 @@ def launch_env() -> dict[str, int]:
     }
 
 
+def say(line: str) -> None:
+    """Print a line on the job's first rank."""
+    if launch_env()["rank"] == 0:
+        print(f"[rl] {line}", flush=True)
+
+
 def master_address() -> tuple[str, int]:
     """MASTER_ADDR and MASTER_PORT of the job; an empty name outside torchrun."""
     return os.environ.get("MASTER_ADDR", ""), int(os.environ.get("MASTER_PORT", 0))

@@ -41,7 +41,7 @@ def small_disk(args: Any, parameters: int) -> str | None:
     if free >= need:
         return None
     return (
-        f"[rl] warning: --save {args.save} has {free / 1e9:.1f} GB free, and a checkpoint of {parameters / 1e6:.0f} M "
+        f"warning: --save {args.save} has {free / 1e9:.1f} GB free, and a checkpoint of {parameters / 1e6:.0f} M "
         f"parameters takes about {need / 1e9:.1f} GB"
     )
 

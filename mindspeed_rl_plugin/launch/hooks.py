@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from mindspeed_rl_plugin.config import RLConfig, add_flags, given_flags, rl_enabled
-from mindspeed_rl_plugin.environment import launch_env, leave_to_first_rank
+from mindspeed_rl_plugin.environment import leave_to_first_rank, say
 from mindspeed_rl_plugin.launch import endings
 
 
@@ -106,12 +106,11 @@ def train_step(args: Any, original: Callable, positional: tuple, named: Mapping[
 
 
 def _warn_of_unused(args: Any) -> None:
-    if (flags := given_flags(RLConfig.from_args(args))) and launch_env()["rank"] == 0:
-        print(
-            "[rl] WARNING: this run is ordinary pretraining, no reinforcement learning: --rl-algorithm is missing, and "
+    if flags := given_flags(RLConfig.from_args(args)):
+        say(
+            "WARNING: this run is ordinary pretraining, no reinforcement learning: --rl-algorithm is missing, and "
             f"without it these have no effect: {' '.join(flags)}. Give --rl-algorithm NAME (`python -m "
-            "mindspeed_rl_plugin algorithms` lists them), or remove these flags to pretrain",
-            flush=True,
+            "mindspeed_rl_plugin algorithms` lists them), or remove these flags to pretrain"
         )
 
 

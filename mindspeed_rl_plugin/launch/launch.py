@@ -14,6 +14,7 @@ from mindspeed_rl_plugin import ranks
 from mindspeed_rl_plugin.algorithms import Algorithm, resolve
 from mindspeed_rl_plugin.algorithms.describe import describe as describe_algorithm
 from mindspeed_rl_plugin.config import RLConfig
+from mindspeed_rl_plugin.environment import say
 from mindspeed_rl_plugin.launch import checkpoint_files as files
 from mindspeed_rl_plugin.launch import flag_checks, lr_schedule, megatron_setup
 from mindspeed_rl_plugin.launch.disk import small_disk
@@ -87,10 +88,11 @@ def launch(original: Callable, positional: tuple, named: Mapping[str, Any], args
 
 
 def _announce(args: Any, algorithm: Algorithm) -> None:
+    say(describe_algorithm(algorithm))
     if ranks.is_rank_0():
-        notes = [f"[rl] note: {line}" for line in flag_checks.warnings(args)]
-        lines = [f"[rl] {describe_algorithm(algorithm)}", arithmetic.arithmetic_of(args).table(), *notes]
-        print("\n".join(lines), flush=True)
+        print(arithmetic.arithmetic_of(args).table(), flush=True)
+    for line in flag_checks.warnings(args):
+        say(f"note: {line}")
 
 
 def _check_loaded(model: Any, start: Start, args: Any) -> None:
@@ -101,10 +103,9 @@ def _check_loaded(model: Any, start: Start, args: Any) -> None:
             f"Megatron loaded iteration {args.iteration} from {start.load_dir}, expected {start.iteration}; "
             f"is {files.TRACKER} or a file of that checkpoint damaged?"
         )
-    if ranks.is_rank_0():
-        split = getattr(args, "tensor_model_parallel_size", 1) * getattr(args, "pipeline_model_parallel_size", 1)
-        if warning := small_disk(args, split * sum(p.numel() for _, p in _parameters(model))):
-            print(warning, flush=True)
+    split = getattr(args, "tensor_model_parallel_size", 1) * getattr(args, "pipeline_model_parallel_size", 1)
+    if warning := small_disk(args, split * sum(p.numel() for _, p in _parameters(model))):
+        say(warning)
 
 
 def load(original: Callable, positional: tuple, named: Mapping[str, Any]) -> Any:
@@ -153,8 +154,7 @@ def _decide(args: Any, loop: Any) -> tuple[Start, dict[str, Any] | None]:
     """The start, and for a resume the RL state, with the reference that it names filled in; the rows of its dock on
     rank 0 alone."""
     start = ranks.on_rank_0(lambda: decide(args))
-    if ranks.is_rank_0():
-        print(describe(start, args), flush=True)
+    say(describe(start, args))
     if start.kind != "resume":
         return start, None
     folder = files.iteration_dir(start.load_dir, start.iteration)
@@ -168,8 +168,8 @@ def _decide(args: Any, loop: Any) -> tuple[Start, dict[str, Any] | None]:
     state = ranks.on_rank_0(read)
     loop.check_state(state["loop"], start.iteration)
     lr_schedule.check(state.get("schedule"), args, folder)
-    if ranks.is_rank_0() and (note := lr_schedule.remark(state.get("schedule"), args, start.iteration)):
-        print(note, flush=True)
+    if note := lr_schedule.remark(state.get("schedule"), args, start.iteration):
+        say(note)
     if rows and rows[0] is not None:  # on rank 0, which puts them back into the dock for all
         state["loop"]["rows"] = rows[0]
     reference = state["reference"]
@@ -180,8 +180,7 @@ def _build_critic(original: Callable, positional: tuple, named: Mapping[str, Any
     from mindspeed_rl_plugin.launch import build_critic as critic
 
     built, source = critic.build(original, positional, named, at.args, at.start, model)
-    if ranks.is_rank_0():
-        print(f"[rl] the critic starts from {source}", flush=True)
+    say(f"the critic starts from {source}")
     at.loop.on_critic_built(built)
     return built
 
@@ -208,9 +207,7 @@ def _load_reference(original: Callable, model: Any, at: _Launch) -> None:
     arguments = ranks.on_rank_0(lambda: weights_arguments(start.reference_path))
     with overridden(at.args, arguments):
         original(model, None, None)
-    if ranks.is_rank_0():
-        short = start.reference_digest[:12]
-        print(f"[rl] reference weights loaded from {start.reference_path} (SHA-256 {short})", flush=True)
+    say(f"reference weights loaded from {start.reference_path} (SHA-256 {start.reference_digest[:12]})")
 
 
 def _or_without(algorithm: Algorithm) -> str:
@@ -232,8 +229,8 @@ def _digest(at: _Launch) -> str:
             f"{error}: it is the reference that RL began from; restore it{_or_without(at.algorithm)}"
         ) from error
     seconds = time.monotonic() - began
-    if seconds > 5 and ranks.is_rank_0():
-        print(f"[rl] digest of {at.start.reference_path} took {seconds:.0f} s", flush=True)
+    if seconds > 5:
+        say(f"digest of {at.start.reference_path} took {seconds:.0f} s")
     return digest
 
 
@@ -242,12 +239,10 @@ def _first_digest(at: _Launch) -> str | None:
     try:
         return at.digest.result(_deadline(at.args))
     except ValueError as error:
-        if ranks.is_rank_0():
-            print(
-                f"[rl] warning: no digest of the reference is recorded ({error}), so that no resume of this checkpoint "
-                f"can use it: start a new run from it{_or_without(at.algorithm)}",
-                flush=True,
-            )
+        say(
+            f"warning: no digest of the reference is recorded ({error}), so that no resume of this checkpoint can use "
+            f"it: start a new run from it{_or_without(at.algorithm)}"
+        )
         return None
 
 

@@ -17,7 +17,7 @@ from types import FunctionType, ModuleType
 from typing import Any
 
 from mindspeed_rl_plugin.config import add_flags
-from mindspeed_rl_plugin.environment import launch_env
+from mindspeed_rl_plugin.environment import say
 
 # First and last Megatron Core whose `megatron.training` was read and run with the table of patches.
 OLDEST, NEWEST = (0, 12, 1), (0, 19)
@@ -130,9 +130,9 @@ def assert_in_force() -> None:
                 f"patch {patch.target} is not in force in {module.__name__}: its {name!r} is still the original; "
                 "import mindspeed_rl_plugin.adaptor after that module, or let the module look the name up when it calls"
             )
-    if not _announced and launch_env()["rank"] == 0:
+    if not _announced:
         where = "MindSpeed's feature manager" if under_mindspeed() else "Megatron"
-        print(f"[rl] patches in force through {where}: {', '.join(p.name for p in _applied)}", flush=True)
+        say(f"patches in force through {where}: {', '.join(p.name for p in _applied)}")
     _announced = True
 
 

@@ -12,7 +12,7 @@ from mindspeed_rl_plugin.algorithms import resolve
 from mindspeed_rl_plugin.config import RLConfig, given_flags
 from mindspeed_rl_plugin.device import get_device
 from mindspeed_rl_plugin.engine import hf_config
-from mindspeed_rl_plugin.environment import launch_env
+from mindspeed_rl_plugin.environment import say
 from mindspeed_rl_plugin.forward import ForwardSettings
 from mindspeed_rl_plugin.host.engine_env import prepare_engine_env
 from mindspeed_rl_plugin.loop.arithmetic import arithmetic_of
@@ -96,7 +96,7 @@ def _graders(inputs: Inputs) -> RewardPool:
     for rows in filter(None, (prompts, inputs.held_out)):
         graders.check_fields(rows.kinds_of_rows())
     for failure in graders.try_once(prompts.at(0), prompts.where(0), inputs.config.rollout.samples_per_prompt):
-        _say(f"warning: {failure}")
+        say(f"warning: {failure}")
     return graders
 
 
@@ -113,10 +113,5 @@ def _stream(
     else:
         stream = PromptStream(paths, tokenizer, **same, answer_key=data.answer_key)
         what, why = "prompts", f"longer than {limit} tokens (--rl-max-prompt-length)"
-    _say(f"{len(stream)} {what} from {' '.join(paths)}; dropped {stream.dropped} {why}")
+    say(f"{len(stream)} {what} from {' '.join(paths)}; dropped {stream.dropped} {why}")
     return stream
-
-
-def _say(line: str) -> None:
-    if launch_env()["rank"] == 0:
-        print(f"[rl] {line}", flush=True)

@@ -38,10 +38,10 @@ def decide(args: Any) -> Start:
 def describe(start: Start, args: Any) -> str:
     """The one line that rank 0 prints."""
     if start.kind == "fresh":
-        return "[rl] training starts from random weights: no --load was given"
+        return "training starts from random weights: no --load was given"
     if start.kind == "pretrained":
         return (
-            f"[rl] training starts from the weights of {start.reference_path} at iteration 0; its optimizer, "
+            f"training starts from the weights of {start.reference_path} at iteration 0; its optimizer, "
             "iteration, samples and learning-rate state are not loaded"
         )
     names = [name for name in WHOLE if getattr(args, name, False)]
@@ -49,7 +49,7 @@ def describe(start: Start, args: Any) -> str:
     aside = ", ".join(_flag(name) for name in names)
     note = f" ({aside} set aside, as of the first start)" if aside else ""
     where = f"{start.load_dir} at iteration {start.iteration}"
-    return f"[rl] training resumes from {where}, optimizer and RL state included{note}"
+    return f"training resumes from {where}, optimizer and RL state included{note}"
 
 
 def load_arguments(start: Start, args: Any) -> dict[str, Any]:

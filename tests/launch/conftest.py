@@ -34,6 +34,13 @@ RL = (
 )
 
 
+@pytest.fixture(scope="session")
+def start_flags():
+    """`start_flags(rl)`: the flags of the tiny model, and those of an RL run of it."""
+    data = ["--rl-tokenizer", "tokenizer", "--rl-prompt-data", "prompts.jsonl"]
+    return lambda rl: [*MODEL.split(), *([*RL.split(), *data] if rl else [])]
+
+
 @dataclass
 class Job:
     """A finished job: its output, and the events that the watching loop wrote."""
@@ -50,12 +57,12 @@ class Job:
 def run_job(
     python: str, folder: Path, *args: str, env: dict | None = None, script: Path = SCRIPT, mode: str = ""
 ) -> Job:
-    """Run `script` on two ranks for the tiny model; mode: a switch of fake_loop.py. Raises after four minutes."""
+    """Run `script` on two ranks; mode: a switch of fake_loop.py. Raises after four minutes."""
     events = folder / "events.jsonl"
     events.unlink(missing_ok=True)
     command = [python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command += [str(HERE / "fake_loop.py"), str(events), *([mode] if mode else [])]
-    command += [str(script), *MODEL.split(), *args]
+    command += [str(script), *args]
     done = subprocess.run(
         command,
         cwd=folder,
@@ -70,7 +77,7 @@ def run_job(
 
 
 @pytest.fixture(scope="module")
-def megatron(tmp_path_factory, request):
+def megatron(tmp_path_factory, request, start_flags):
     """`megatron("--flag", ...)` runs a job in one folder of the module; a failed job fails the test with its log. One
     with RL on the installed Megatron starts warm: what is to be seen of a start without RL needs all of it."""
     folder = tmp_path_factory.mktemp("megatron")
@@ -78,9 +85,8 @@ def megatron(tmp_path_factory, request):
     (folder / "prompts.jsonl").write_text('{"prompt": "1", "answer": "1"}\n')
 
     def run(*args: str, rl: bool = False, code: int | None = 0, **options) -> Job:
-        extra = [*RL.split(), "--rl-tokenizer", "tokenizer", "--rl-prompt-data", "prompts.jsonl"] if rl else []
         python = request.getfixturevalue("warm_python") if rl and not options else sys.executable
-        job = run_job(python, folder, *args, *extra, **options)
+        job = run_job(python, folder, *start_flags(rl), *args, **options)
         assert code is None or job.code == code, job.log[-6000:]
         return job
 

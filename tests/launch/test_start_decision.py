@@ -37,7 +37,7 @@ def test_fresh(disk):
     args = disk.args()
     start = decide(args)
     assert start == Start("fresh", None, 0, None, None)
-    assert describe(start, args) == "[rl] training starts from random weights: no --load was given"
+    assert describe(start, args) == "training starts from random weights: no --load was given"
     assert load_arguments(start, args) == {"load": None, "pretrained_checkpoint": None}
 
 
