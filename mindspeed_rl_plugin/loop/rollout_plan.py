@@ -13,9 +13,6 @@ from mindspeed_rl_plugin.loop.arithmetic import Arithmetic
 from mindspeed_rl_plugin.loop.placement import Placement
 from mindspeed_rl_plugin.rows import Group, SampleId
 
-Lengths = Mapping[Group, Sequence[int]]
-"""Tokens of each sample of a group, by member."""
-
 
 def of_epoch(epoch: int, groups: int) -> tuple[Group, ...]:
     """All groups of one round."""

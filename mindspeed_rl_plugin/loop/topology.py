@@ -11,8 +11,7 @@ class Topology:
 
     rank, world: of the job; dp_rank, dp_size: data parallel place in training; last_stage: of the pipeline;
     writer: whether this rank writes what the last stage computed for its data parallel rank (first tensor and
-    context parallel rank of it); engine, engines: rollout engine that it belongs to, of how many; engine
-    leader: the first rank of its engine.
+    context parallel rank of it); engine, engines: rollout engine that it belongs to, of how many.
     """
 
     rank: int
@@ -23,7 +22,6 @@ class Topology:
     writer: bool
     engine: int
     engines: int
-    engine_leader: bool
 
     @property
     def leader(self) -> bool:
@@ -48,5 +46,4 @@ class Topology:
             writer=first and last,
             engine=rank // generate_tp,
             engines=world // generate_tp,
-            engine_leader=rank % generate_tp == 0,
         )

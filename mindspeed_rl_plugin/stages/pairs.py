@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from mindspeed_rl_plugin.dock import ColumnSpec, Dock
-from mindspeed_rl_plugin.forward import plan_batches
 from mindspeed_rl_plugin.prompts import Pair, PairStream
 from mindspeed_rl_plugin.rows import Ragged, Rows, SampleId
 from mindspeed_rl_plugin.stages.prompts import Prompts
@@ -56,12 +55,6 @@ def pair_rows(pairs: Sequence[Pair], reference: Tensor | None = None, epoch: int
             ids.append(SampleId(epoch, place, member))
     columns = {"tokens": Ragged.from_rows(tokens, torch.int32), "loss_mask": Ragged.from_rows(masks, torch.uint8)}
     return Rows(tuple(ids), columns | ({} if reference is None else {"reference": reference.flatten()}))
-
-
-def batches_of_step(rows: Rows, micro_batch_size: int, dp_rank: int, dp_size: int) -> list[Rows]:
-    """This data parallel rank's micro-batches of one optimizer step; the size is even, so no pair is cut."""
-    (step,) = plan_batches(rows.ids, global_batch_size=len(rows), micro_batch_size=micro_batch_size, dp_size=dp_size)
-    return [rows.select(ids) for ids in step.of_rank(dp_rank)]
 
 
 def share_of_rank(count: int, in_batch: int, dp_rank: int, dp_size: int) -> list[list[int]]:

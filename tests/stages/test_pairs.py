@@ -10,11 +10,11 @@ from transformers import PreTrainedTokenizerFast
 
 from mindspeed_rl_plugin.algorithms import resolve
 from mindspeed_rl_plugin.config import AlgorithmConfig
-from mindspeed_rl_plugin.forward import ForwardSettings
+from mindspeed_rl_plugin.forward import ForwardSettings, plan_batches
 from mindspeed_rl_plugin.loop.arithmetic import derive_pairs
 from mindspeed_rl_plugin.prompts import PairStream
 from mindspeed_rl_plugin.stages import references as reference
-from mindspeed_rl_plugin.stages.pairs import batches_of_step, pair_rows, share_of_rank
+from mindspeed_rl_plugin.stages.pairs import pair_rows, share_of_rank
 from mindspeed_rl_plugin.update.pair_step import TALLY, pair_objective
 
 CHARACTERS = [chr(c) for c in range(32, 127)]
@@ -134,7 +134,8 @@ def test_pairs_are_rows_beside_each_other_and_never_cut(stream):
     pairs = some_pairs(stream, 12)
     scores = torch.arange(24.0).view(12, 2)
     rows = pair_rows(pairs, scores)
-    ranks = [batches_of_step(rows, 4, rank, 3) for rank in range(3)]
+    (step,) = plan_batches(rows.ids, global_batch_size=24, micro_batch_size=4, dp_size=3)
+    ranks = [[rows.select(ids) for ids in step.of_rank(rank)] for rank in range(3)]
     seen = []
     for batches in ranks:
         assert [len(b) for b in batches] == [4, 4]

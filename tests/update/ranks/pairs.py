@@ -8,14 +8,13 @@ Megatron's, "variants": {variant: fields of AlgorithmConfig}, and where they dif
 import math
 
 import torch
-from tiny_megatron import VOCAB, agreed, parallel_state, refuses, run
+from tiny_megatron import VOCAB, agreed, only_step, parallel_state, refuses, run
 
 from mindspeed_rl_plugin.algorithms import resolve
 from mindspeed_rl_plugin.config import AlgorithmConfig
 from mindspeed_rl_plugin.forward import ForwardSettings
 from mindspeed_rl_plugin.forward.schedule import is_last_stage
 from mindspeed_rl_plugin.rows import Rows, SampleId
-from mindspeed_rl_plugin.stages.pairs import batches_of_step
 from mindspeed_rl_plugin.update.pair_step import PairStep
 
 TEMPERATURE = 0.8
@@ -35,7 +34,7 @@ def through_train_step(job, rows, case, chosen):
     )
     update = PairStep(resolve(chosen), settings, job.model, len(rows) // 2)
     dp_rank, dp_size = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
-    mine = batches_of_step(rows, job.args.micro_batch_size, dp_rank, dp_size)
+    mine = [rows.select(ids) for ids in only_step(job, rows).of_rank(dp_rank)]
     refuses_bad_input(update, mine)
     update.prepare(mine)
     if case.get("mode") == "forgotten ranks":  # the fault that the test must catch
