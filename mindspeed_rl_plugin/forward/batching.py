@@ -79,11 +79,13 @@ class TokenBudget:
     def cost(self, lengths: Sequence[int]) -> int:
         """Tokens that the model runs through for rows of these lengths."""
         if self.packed:
-            return self._padded(sum(lengths))
-        return len(lengths) * self._padded(max(lengths))
+            return padded(sum(lengths), self.multiple)
+        return len(lengths) * padded(max(lengths), self.multiple)
 
-    def _padded(self, length: int) -> int:
-        return -(-max(length, 1) // self.multiple) * self.multiple
+
+def padded(length: int, multiple: int) -> int:
+    """The least multiple of `multiple` that holds `length` tokens, and at least one."""
+    return -(-max(length, 1) // multiple) * multiple
 
 
 def plan_tokens(

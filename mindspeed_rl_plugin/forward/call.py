@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import contextlib
 from itertools import pairwise
 from typing import Any
 
@@ -12,6 +11,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from mindspeed_rl_plugin.forward.collate import MicroBatch
+from mindspeed_rl_plugin.forward.swapped import swapped
 from mindspeed_rl_plugin.reshard.storages import unwrap
 
 
@@ -23,8 +23,7 @@ def call_model(model: torch.nn.Module, batch: MicroBatch) -> Tensor:
         return model(batch.tokens, batch.position_ids, batch.attention_mask)
 
 
-@contextmanager
-def own_positions(model: torch.nn.Module, batch: MicroBatch) -> Iterator[None]:
+def own_positions(model: torch.nn.Module, batch: MicroBatch) -> contextlib.AbstractContextManager[None]:
     """Inside, rotary embeddings of packed rows restart with each row, as the engine's do.
 
     Megatron's run on over the whole micro-batch. To exact numbers that is the same, for attention sees differences of
@@ -33,24 +32,16 @@ def own_positions(model: torch.nn.Module, batch: MicroBatch) -> Iterator[None]:
     """
     rotary = getattr(unwrap(model), "rotary_pos_emb", None)
     if batch.segments is None or rotary is None:
-        yield
-        return
-    forward, own = rotary.forward, "forward" in vars(rotary)
+        return contextlib.nullcontext()
+    forward = rotary.forward
 
     def restarted(*positional: Any, **named: Any) -> Any:
-        found = forward(*positional, **named)
-        if isinstance(found, tuple):  # YaRN's factor beside it
-            return found[0][batch.position_ids[0]], *found[1:]
-        return found[batch.position_ids[0]]
+        embeddings = forward(*positional, **named)
+        if isinstance(embeddings, tuple):  # YaRN's factor beside it
+            return embeddings[0][batch.position_ids[0]], *embeddings[1:]
+        return embeddings[batch.position_ids[0]]
 
-    rotary.forward = restarted
-    try:
-        yield
-    finally:
-        if own:
-            rotary.forward = forward
-        else:
-            del rotary.forward
+    return swapped(vars(rotary), forward=restarted)
 
 
 def packed_seq_params(batch: MicroBatch) -> PackedSeqParams:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from mindspeed_rl_plugin.forward.batching import padded
 from mindspeed_rl_plugin.forward.settings import ForwardSettings
 from mindspeed_rl_plugin.rows import Ragged, Rows
 
@@ -79,32 +80,30 @@ def collate(rows: Rows, settings: ForwardSettings, *, index: int = 0, columns: S
     Raises ValueError for a wrong number of rows, a row longer than the sequence length, or a column
     that is not aligned with the tokens.
     """
+    mask = rows.columns.get("loss_mask", Ragged(torch.ones_like(rows["tokens"].values), rows["tokens"].offsets))
     if settings.packed:
-        return _packed(rows, settings, index, columns)
+        return _packed(rows, mask, settings, index, columns)
     if settings.max_tokens is None and len(rows) != settings.micro_batch_size:
         raise ValueError(f"micro-batch of {len(rows)} rows where --micro-batch-size is {settings.micro_batch_size}")
     tokens = rows["tokens"]
     length = settings.padded_length(int(tokens.lengths.max()))
-    mask = rows.columns.get("loss_mask")
-    trained = _shift(mask, tokens, length, "loss_mask") if mask is not None else _real(tokens.lengths - 1, length)
     return MicroBatch(
         index=index,
         tokens=tokens.padded(length).long(),
         labels=_shift(tokens, tokens, length, "tokens").long(),
         position_ids=torch.arange(length).repeat(len(rows), 1),
         explicit_mask=settings.causal_mask,
-        mask=trained.bool(),
+        mask=_shift(mask, tokens, length, "loss_mask").bool(),
         lengths=tokens.lengths,
         columns={name: _shift(rows[name], tokens, length, name) for name in columns},
     )
 
 
-def _packed(rows: Rows, settings: ForwardSettings, index: int, columns: Sequence[str]) -> MicroBatch:
+def _packed(rows: Rows, mask: Ragged, settings: ForwardSettings, index: int, columns: Sequence[str]) -> MicroBatch:
     """All rows behind each other; the last position of each predicts nothing."""
     tokens = rows["tokens"]
     lengths, total = tokens.lengths, int(tokens.lengths.sum())
-    length = settings.packed_length(total)
-    mask = rows.columns.get("loss_mask")
+    length = padded(total, settings.multiple)
     one = Ragged(tokens.values, torch.tensor([0, total]))
     first = tokens.offsets[:-1].repeat_interleave(lengths)
     segments = torch.full((1, length), len(rows))
@@ -119,14 +118,13 @@ def _packed(rows: Rows, settings: ForwardSettings, index: int, columns: Sequence
         out[0, last] = 0
         return out
 
-    trained = shifted(mask, "loss_mask") if mask is not None else shifted(_ones(tokens), "loss_mask")
     return MicroBatch(
         index=index,
         tokens=one.padded(length).long(),
         labels=shifted(tokens, "tokens").long(),
         position_ids=positions,
         explicit_mask=not settings.bounded,
-        mask=trained.bool(),
+        mask=shifted(mask, "loss_mask").bool(),
         lengths=lengths,
         columns={name: shifted(rows[name], name) for name in columns},
         segments=segments,
@@ -151,10 +149,6 @@ def causal_mask(length: int, device: torch.device | str = "cpu") -> Tensor:
     return torch.ones(length, length, dtype=torch.bool, device=device).triu_(1)[None, None]
 
 
-def _ones(tokens: Ragged) -> Ragged:
-    return Ragged(torch.ones_like(tokens.values), tokens.offsets)
-
-
 def _shift(column: Ragged, tokens: Ragged, length: int, name: str) -> Tensor:
     _check_aligned(column, tokens, name)
     out = column.values.new_zeros(len(column), length)
@@ -170,6 +164,3 @@ def _check_aligned(column: Ragged, tokens: Ragged, name: str) -> None:
             "per-token columns are aligned with the tokens"
         )
 
-
-def _real(lengths: Tensor, length: int) -> Tensor:
-    return torch.arange(length)[None] < lengths[:, None]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -14,6 +12,8 @@ from mindspeed_rl_plugin.forward.call import call_model
 from mindspeed_rl_plugin.forward.chunked import chunked_token_logps
 from mindspeed_rl_plugin.forward.collate import MicroBatch
 from mindspeed_rl_plugin.forward.settings import ForwardSettings
+from mindspeed_rl_plugin.forward.swapped import swapped
+from mindspeed_rl_plugin.reshard.storages import unwrap
 
 
 def forward_scored(
@@ -29,12 +29,19 @@ def forward_scored(
     (`startup/predicting.py`), so the layer is called once. Raises ValueError for a model whose output layer this cannot
     stand for.
     """
-    inner = _unwrapped(model)
+    inner = unwrap(model)
     layer = getattr(inner, "output_layer", None)
     if layer is None:
         return call_model(model, batch)
     _check(layer)
-    with _scoring(layer, batch, settings, entropy_grad) as scored:
+    scored: list[Tensor] = []
+
+    def forward(input_: Tensor, weight: Tensor | None = None, *_: Any, **__: Any) -> tuple[Tensor, None]:
+        weight = layer.weight if weight is None else weight
+        scored.append(score(input_, weight, layer, batch, settings, entropy_grad=entropy_grad))
+        return scored[-1], None
+
+    with swapped(vars(layer), forward=forward):
         output = call_model(model, batch)
     if not scored or not _same(output.detach(), scored[-1].detach().transpose(0, 1)):
         raise ValueError(
@@ -52,29 +59,6 @@ def _same(output: Tensor, given: Tensor) -> bool:
     if (output.shape, output.dtype) != (given.shape, given.dtype):
         return False
     return bool(((output == given) | (output.isnan() & given.isnan())).all())
-
-
-@contextlib.contextmanager
-def _scoring(
-    layer: torch.nn.Module, batch: MicroBatch, settings: ForwardSettings, entropy_grad: bool
-) -> Iterator[list[Tensor]]:
-    """The layer scores the labels meanwhile. Yields the list that what it answers is appended to."""
-    scored: list[Tensor] = []
-
-    def forward(input_: Tensor, weight: Tensor | None = None, *_: Any, **__: Any) -> tuple[Tensor, None]:
-        weight = layer.weight if weight is None else weight
-        scored.append(score(input_, weight, layer, batch, settings, entropy_grad=entropy_grad))
-        return scored[-1], None
-
-    replaced = vars(layer).get("forward")
-    layer.forward = forward
-    try:
-        yield scored
-    finally:
-        if replaced is None:
-            del layer.forward
-        else:
-            layer.forward = replaced
 
 
 def score(
@@ -132,9 +116,3 @@ def _check(layer: torch.nn.Module) -> None:
             f"the output layer {type(layer).__name__} has {', '.join(found)}, which log-probs in chunks do not know; "
             "pass --rl-logprob-chunk-tokens 0"
         )
-
-
-def _unwrapped(model: torch.nn.Module) -> torch.nn.Module:
-    while hasattr(model, "module"):
-        model = model.module
-    return model

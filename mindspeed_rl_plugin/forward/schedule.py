@@ -22,6 +22,7 @@ from mindspeed_rl_plugin.forward.context_parallel import of_all_ranks, of_this_r
 from mindspeed_rl_plugin.forward.head import token_logps
 from mindspeed_rl_plugin.forward.output_layer import forward_scored
 from mindspeed_rl_plugin.forward.settings import ForwardSettings
+from mindspeed_rl_plugin.forward.swapped import swapped
 
 Model = Sequence[torch.nn.Module]
 
@@ -59,14 +60,10 @@ def micro_batch_count(
     elif name in kwargs:
         kwargs = {**kwargs, name: counted(kwargs[name])}
     module = inspect.unwrap(train_step).__globals__
-    looked_up = module.get("get_forward_backward_func")
-    if looked_up is not None:
-        module["get_forward_backward_func"] = lambda *a, **k: counted(looked_up(*a, **k))
-    try:
+    look_up = module.get("get_forward_backward_func")
+    ours = {"get_forward_backward_func": lambda *a, **k: counted(look_up(*a, **k))} if look_up else {}
+    with swapped(module, **ours):
         yield args, dict(kwargs)
-    finally:
-        if looked_up is not None:
-            module["get_forward_backward_func"] = looked_up
 
 
 def run_model(
@@ -137,7 +134,10 @@ def run_forward_only(
         output = run_model(chunk, batch, settings if scored else None)
         return output, lambda output, non_loss_data=True: collect(output, batch)
 
-    with torch.no_grad(), _evaluating(model), _plain_config(model), _routed_as_in_training():
+    # Without timers (their names belong to the training step) and without the parameter gather that the interleaved
+    # schedule would start on its own.
+    plain = swapped(vars(get_model_config(model[0])), timers=None, param_sync_func=None)
+    with torch.no_grad(), _evaluating(model), plain, _routed_as_in_training():
         results = schedules.get_forward_backward_func()(
             forward_step_func=forward_step,
             data_iterator=data_iterators(batches, len(model)),
@@ -163,8 +163,7 @@ def _evaluating(model: Model) -> Iterator[None]:
             chunk.train(training)
 
 
-@contextlib.contextmanager
-def _routed_as_in_training() -> Iterator[None]:
+def _routed_as_in_training() -> contextlib.AbstractContextManager[None]:
     """Core 0.19 sorts a token's experts only where gradients are taken, and sums their weights in that order.
 
     Without it log-probs of models with more than two experts a token would differ from the update's own by rounding,
@@ -174,23 +173,5 @@ def _routed_as_in_training() -> Iterator[None]:
     name = "topk_routing_with_score_function"
     original = getattr(router, name, None)
     if original is None:  # a dense model, or a core that sorts alike
-        yield
-        return
-    setattr(router, name, torch.enable_grad()(original))
-    try:
-        yield
-    finally:
-        setattr(router, name, original)
-
-
-@contextlib.contextmanager
-def _plain_config(model: Model) -> Iterator[None]:
-    """Without timers (their names belong to the training step) and without the parameter gather that the
-    interleaved schedule would start on its own."""
-    config = get_model_config(model[0])
-    saved = config.timers, config.param_sync_func
-    config.timers, config.param_sync_func = None, None
-    try:
-        yield
-    finally:
-        config.timers, config.param_sync_func = saved
+        return contextlib.nullcontext()
+    return swapped(vars(router), **{name: torch.enable_grad()(original)})

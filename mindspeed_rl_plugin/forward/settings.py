@@ -6,7 +6,7 @@ import argparse
 from dataclasses import dataclass
 
 from mindspeed_rl_plugin.device import get_device
-from mindspeed_rl_plugin.forward.batching import TokenBudget
+from mindspeed_rl_plugin.forward.batching import TokenBudget, padded
 
 # fp32 logits of one chunk: on an accelerator as many as matrix products need to run at full speed, on a host what its
 # caches hold, but so many columns for every token that its matrix products are not the slower for it
@@ -93,10 +93,6 @@ class ForwardSettings:
             return None
         return TokenBudget(self.max_tokens, self.packed, self.multiple, self.rounds_of)
 
-    def packed_length(self, total: int) -> int:
-        """Padded length S of a packed micro-batch of `total` tokens."""
-        return -(-max(total, 1) // self.multiple) * self.multiple
-
     def padded_length(self, longest: int) -> int:
         """Padded length S of a micro-batch whose longest row has `longest` tokens.
 
@@ -107,7 +103,7 @@ class ForwardSettings:
                 f"a row of {longest} tokens is longer than --seq-length {self.seq_length}; lower "
                 "--rl-max-prompt-length or --rl-max-response-length, or raise --seq-length"
             )
-        return self.seq_length if self.fixed_length else -(-max(longest, 1) // self.multiple) * self.multiple
+        return self.seq_length if self.fixed_length else padded(longest, self.multiple)
 
 
 def length_multiple(args: argparse.Namespace) -> int:

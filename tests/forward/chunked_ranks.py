@@ -1,7 +1,8 @@
-"""Run by test_chunked.py under torchrun: log-probs in chunks over a vocabulary split between two ranks of Megatron.
+"""Run by test_chunked.py under torchrun: log-probs over a vocabulary split between two ranks of Megatron.
 
-Gradients against numerical ones, tied and untied, with and without sequence parallel; then Megatron's own output
-layer as it is, followed by the head over all logits, against the same layer scoring in chunks.
+The head over all logits, then in chunks, tied and untied, with and without sequence parallel: gradients against
+numerical ones; then Megatron's own output layer as it is, followed by the head over all logits, against the same layer
+scoring in chunks.
 """
 
 import datetime
@@ -41,6 +42,21 @@ def same_everywhere(value):
     both = [torch.empty_like(value) for _ in range(2)]
     dist.all_gather(both, value.detach().contiguous())
     assert torch.equal(*both)
+
+
+def check_head(vocab):
+    g = torch.Generator().manual_seed(1)
+    logits = torch.randn(PADDED, 2, 3, dtype=torch.float64, generator=g, requires_grad=True)
+    labels = torch.randint(0, vocab, (2, 3), generator=g)
+    settings = {"vocab_size": vocab, "temperature": 0.7, "entropy_grad": True}
+
+    def split(full):
+        return token_logps(Part.apply(full).movedim(0, -1), labels, tp_group=dist.group.WORLD, **settings)
+
+    assert torch.autograd.gradcheck(split, (logits,))
+    for got, want in zip(split(logits), token_logps(logits.movedim(0, -1), labels, **settings), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+        same_everywhere(got)
 
 
 def check_gradients(vocab, sequence_parallel):
@@ -114,6 +130,7 @@ def check_layer(sequence_parallel, tied, mask):
 def main():
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
+    check_head(vocab=11)
     check_gradients(vocab=11, sequence_parallel=False)
     check_gradients(vocab=11, sequence_parallel=True)
     check_gradients(vocab=7, sequence_parallel=True)  # the second rank has padding only

@@ -1,6 +1,4 @@
-"""Log-probs and entropy against torch's own log_softmax; gradients against numerical ones, TP 1 and 2."""
-
-from pathlib import Path
+"""Log-probs and entropy against torch's own log_softmax; gradients against numerical ones."""
 
 import pytest
 import torch
@@ -69,7 +67,3 @@ def test_certain_tokens_have_no_nan():
 def test_a_vocabulary_wider_than_the_logits_is_refused():
     with pytest.raises(ValueError, match="17.*16 x 1"):
         token_logps(torch.zeros(1, 1, 16), torch.zeros(1, 1, dtype=torch.int64), vocab_size=17)
-
-
-def test_two_ranks(torchrun):
-    torchrun(Path(__file__).with_name("head_ranks.py"))

@@ -60,3 +60,32 @@ def pretrain(torchrun, tmp_path):
         return [json.loads(line) for line in record.read_text().splitlines()]
 
     return run
+
+
+@pytest.fixture
+def resumed(pretrain, tmp_path):
+    """Four iterations, and the last two again from the checkpoint in the middle: bitwise the same. Returns all four."""
+
+    def run(script: Path, *flags: object, **env: str) -> list[list[float]]:
+        folder = tmp_path / "ckpt"
+        whole = pretrain(script, *flags, "--save", folder, "--save-interval", 2, iterations=4, **env)
+        assert len(whole) == 4 and len({loss for loss, _ in whole}) == 4
+        assert all(8.3 < loss < 8.7 for loss, _ in whole)  # ln 5000 = 8.52
+        (folder / "latest_checkpointed_iteration.txt").write_text("2")
+        assert pretrain(script, *flags, "--load", folder, iterations=4, **env) == whole[2:]
+        return whole
+
+    return run
+
+
+SPLITS = {
+    "tp2": ("--tensor-model-parallel-size", 2),
+    "pp2": ("--pipeline-model-parallel-size", 2),
+    "dp2": ("--use-distributed-optimizer",),
+}
+
+
+@pytest.fixture(params=SPLITS)
+def split(request):
+    """Flags of each way to split the model over two ranks."""
+    return SPLITS[request.param]

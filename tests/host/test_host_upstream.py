@@ -11,13 +11,6 @@ import pytest
 
 pytestmark = pytest.mark.upstream
 
-SPLITS = {
-    "tp2": ("--tensor-model-parallel-size", 2),
-    "pp2": ("--pipeline-model-parallel-size", 2),
-    "dp2": ("--use-distributed-optimizer",),
-}
-
-
 def checkouts() -> dict[str, Path]:
     """Core version (major.minor) -> checkout."""
     found = {}
@@ -28,35 +21,22 @@ def checkouts() -> dict[str, Path]:
     return found
 
 
-def train_and_resume(pretrain, tmp_path, checkout, split, **env):
-    """Four iterations, and the last two again from the checkpoint in the middle: bitwise the same."""
-    flags = [*SPLITS[split], "--ckpt-format", "torch"]
-    env = {"PYTHONPATH": str(checkout), **env}
-    script, folder = checkout / "pretrain_gpt.py", tmp_path / "ckpt"
-    whole = pretrain(script, *flags, "--save", folder, "--save-interval", 2, iterations=4, **env)
-    assert len(whole) == 4 and all(8.3 < loss < 8.7 for loss, _ in whole)
-    (folder / "latest_checkpointed_iteration.txt").write_text("2")
-    assert pretrain(script, *flags, "--load", folder, iterations=4, **env) == whole[2:]
-    return whole
-
-
-@pytest.mark.parametrize("split", SPLITS)
 @pytest.mark.parametrize("version", ["0.12", "0.16", "0.19"])
-def test_megatron(pretrain, tmp_path, version, split):
+def test_megatron(resumed, version, split):
     if version not in checkouts():
         pytest.skip(f"no checkout of core {version} in MEGATRON_LM_PATH")
-    train_and_resume(pretrain, tmp_path, checkouts()[version], split)
+    checkout = checkouts()[version]
+    resumed(checkout / "pretrain_gpt.py", *split, "--ckpt-format", "torch", PYTHONPATH=str(checkout))
 
 
-@pytest.mark.parametrize("split", SPLITS)
-def test_mindspeed(pretrain, tmp_path, split):
+def test_mindspeed(pretrain, resumed, split):
     """MindSpeed's adaptor imports, patches, and what it patched trains to the same losses as Megatron alone."""
     if "0.12" not in checkouts() or "MINDSPEED_PATH" not in os.environ:
         pytest.skip("no checkout of core 0.12 in MEGATRON_LM_PATH, or no MINDSPEED_PATH")
     checkout = checkouts()["0.12"]
-    paths = f"{checkout}:{os.environ['MINDSPEED_PATH']}"
-    with_it = train_and_resume(pretrain, tmp_path, checkout, split, PYTHONPATH=paths, MINDSPEED="1")
-    alone = pretrain(checkout / "pretrain_gpt.py", *SPLITS[split], iterations=4, PYTHONPATH=str(checkout))
+    script, paths = checkout / "pretrain_gpt.py", f"{checkout}:{os.environ['MINDSPEED_PATH']}"
+    with_it = resumed(script, *split, "--ckpt-format", "torch", PYTHONPATH=paths, MINDSPEED="1")
+    alone = pretrain(script, *split, iterations=4, PYTHONPATH=str(checkout))
     assert [loss for loss, _ in with_it] == pytest.approx([loss for loss, _ in alone], rel=1e-5)
 
 

@@ -28,21 +28,17 @@ def modules(tmp_path, monkeypatch):
 
 
 def test_order_of_events(modules):
-    events = []
-    modules("watched_one", "import sys; sys.modules['builtins'].__dict__['EVENTS'].append('body'); VALUE = 1")
-    import builtins
+    modules("watched_events", "EVENTS = []")
+    modules("watched_one", "from watched_events import EVENTS\nEVENTS.append('body')\nVALUE = 1")
+    from watched_events import EVENTS
 
-    builtins.EVENTS = events
-    try:
-        on_import.before_import("watched_one", lambda: events.append("before"))
-        on_import.after_import("watched_one", lambda module: events.append(("after", module.VALUE)))
-        assert "watched_one" not in sys.modules
-        import watched_one
+    on_import.before_import("watched_one", lambda: EVENTS.append("before"))
+    on_import.after_import("watched_one", lambda module: EVENTS.append(("after", module.VALUE)))
+    assert "watched_one" not in sys.modules
+    import watched_one
 
-        assert watched_one.VALUE == 1
-        assert events == ["before", "body", ("after", 1)]
-    finally:
-        del builtins.EVENTS
+    assert watched_one.VALUE == 1
+    assert EVENTS == ["before", "body", ("after", 1)]
 
 
 def test_submodules_and_changes(modules):
