@@ -1,4 +1,4 @@
-"""Log-probs and entropy without the logits: against the head over all logits, and gradients against numerical ones."""
+"""Log-probs and entropy over all logits, against torch's log_softmax, and in chunks, against those over all logits."""
 
 from pathlib import Path
 
@@ -26,11 +26,36 @@ def over_all_logits(hidden, weight, labels, **settings):
     return token_logps(hidden @ weight.t(), labels, **settings)
 
 
+def in_chunks(hidden, weight, labels, **settings):
+    return chunked_token_logps(hidden, weight, labels, chunk_tokens=2, **settings)
+
+
+both_ways = pytest.mark.parametrize("head", [over_all_logits, in_chunks])
+
+
 def gradients(both, hidden, weight):
     """Of an uneven mixture of log-probs and entropies."""
     g = torch.Generator().manual_seed(1)
     factors = torch.randn(2, len(hidden), generator=g, dtype=torch.float64).to(both[0].dtype)
     return torch.autograd.grad((factors * torch.stack(both)).sum(), (hidden, weight))
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6, 2.0])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 2e-6), (torch.bfloat16, 2e-6)]
+)
+def test_over_all_logits_they_are_those_of_log_softmax(dtype, tolerance, temperature):
+    g = torch.Generator().manual_seed(0)
+    logits = (torch.randn(3, 5, 16, generator=g, dtype=torch.float64) * 3.0).to(dtype)
+    logits[..., 11:] += 9  # the padded columns must not be able to hide
+    before, labels = logits.clone(), torch.randint(0, 11, (3, 5), generator=g)
+    real = (logits[..., :11].double() / temperature).log_softmax(-1)
+    logp, entropy = token_logps(logits, labels, vocab_size=11, temperature=temperature)
+    want = real.gather(-1, labels[..., None])[..., 0], -(real.exp() * real).sum(-1)
+    for got, value in zip((logp, entropy), want, strict=True):
+        torch.testing.assert_close(got.double(), value, rtol=tolerance, atol=tolerance)
+        assert got.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    assert torch.equal(logits, before)
 
 
 @pytest.mark.parametrize("chunk", CHUNKS)
@@ -43,7 +68,7 @@ def test_same_as_over_all_logits(chunk, temperature, entropy_grad):
     want = over_all_logits(hidden, weight, labels, **settings)
     for a, b in zip(got, want, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
-    assert got[1].requires_grad == entropy_grad
+    assert got[1].requires_grad == want[1].requires_grad == entropy_grad
     for a, b in zip(gradients(got, hidden, weight), gradients(want, hidden, weight), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4 * float(b.abs().max()))
     with torch.no_grad():
@@ -64,13 +89,12 @@ def test_bfloat16_rounds_the_logits_as_a_linear_layer_does():
         assert float((a - b).float().norm() / b.float().norm()) < 1e-2
 
 
-@pytest.mark.parametrize("chunk", [2, 5])
-def test_gradcheck(chunk):
+@both_ways
+def test_gradcheck(head):
     hidden, weight, labels = random_case(torch.float64, vocab=71, padded=80, tokens=4)
 
     def both(h, w):
-        settings = {"vocab_size": 71, "chunk_tokens": chunk, "temperature": 0.7, "entropy_grad": True}
-        return chunked_token_logps(h, w, labels, **settings)
+        return head(h, w, labels, vocab_size=71, temperature=0.7, entropy_grad=True)
 
     assert torch.autograd.gradcheck(both, (hidden, weight))
 
@@ -85,23 +109,23 @@ def test_gradcheck_with_a_weight_tied_to_the_embedding():
     assert torch.autograd.gradcheck(both, (weight,))
 
 
-def test_padded_rows_have_no_probability_and_no_gradient():
+@both_ways
+def test_padded_rows_have_no_probability_and_no_gradient(head):
     hidden, weight, labels = random_case()
-    both = chunked_token_logps(hidden, weight, labels, vocab_size=VOCAB, chunk_tokens=5, entropy_grad=True)
+    both = head(hidden, weight, labels, vocab_size=VOCAB, entropy_grad=True)
     _, grad = gradients(both, hidden, weight)
     assert grad[:VOCAB].abs().sum() > 0 and grad[VOCAB:].abs().sum() == 0
     with torch.no_grad():
         weight[VOCAB:] = torch.nan
-    again = chunked_token_logps(hidden, weight, labels, vocab_size=VOCAB, chunk_tokens=5)
-    assert torch.equal(again[0], both[0])
+    assert torch.equal(head(hidden, weight, labels, vocab_size=VOCAB)[0], both[0])
 
 
-def test_certain_tokens_have_no_nan():
+@both_ways
+def test_certain_tokens_have_no_nan(head):
     hidden = torch.full((2, 1), 1e4, requires_grad=True)
     weight = torch.full((200, 1), -1.0)
     weight[150] = 1.0
-    settings = {"vocab_size": 200, "chunk_tokens": 1, "entropy_grad": True}
-    logp, entropy = chunked_token_logps(hidden, weight, torch.tensor([150, 150]), **settings)
+    logp, entropy = head(hidden, weight, torch.tensor([150, 150]), vocab_size=200, entropy_grad=True)
     (logp + entropy).sum().backward()
     assert (logp == 0).all() and (entropy == 0).all() and torch.isfinite(hidden.grad).all()
 
@@ -145,12 +169,15 @@ def test_accumulates_into_main_grad(dtype, zeroed):
         assert not zeroed or (weight.grad == 0).all()
 
 
-def test_refuses_what_does_not_fit():
-    hidden, weight, labels = random_case()
+@both_ways
+def test_a_vocabulary_wider_than_the_weight_is_refused(head):
     with pytest.raises(ValueError, match="321.*320 x 1"):
-        chunked_token_logps(hidden, weight, labels, vocab_size=321, chunk_tokens=5)
+        head(*random_case(), vocab_size=321)
+
+
+def test_chunks_below_one_token_are_refused():
     with pytest.raises(ValueError, match="chunks of 0 tokens"):
-        chunked_token_logps(hidden, weight, labels, vocab_size=VOCAB, chunk_tokens=0)
+        chunked_token_logps(*random_case(), vocab_size=VOCAB, chunk_tokens=0)
 
 
 class Meter(TorchDispatchMode):

@@ -1,9 +1,12 @@
 """When host mode starts and when it must not, and that other libraries do not suffer from it."""
 
 import json
+import sys
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
+from mindspeed_rl_plugin import host
 from mindspeed_rl_plugin.host.megatron_gaps import GAPS
 
 ACTIVATE = "from mindspeed_rl_plugin import host; host.activate_if_needed()\n"
@@ -31,33 +34,21 @@ def test_never_with_an_accelerator(snippet, kind):
 
 
 @pytest.mark.parametrize("rank, lines", [("0", 1), ("1", 0)])
-def test_rank_0_says_it_once(snippet, rank, lines):
-    out = snippet(ACTIVATE * 2 + "assert host.active()", RANK=rank, WORLD_SIZE="2", MINDSPEED_RL_DEVICE="cpu")
-    assert out.count("\n") == out.count("host mode: ") == lines
+def test_rank_0_says_it_once_and_the_users_environment_wins(snippet, rank, lines):
+    code = ACTIVATE * 2 + "assert host.active(); import os, json; print(json.dumps(dict(os.environ)))"
+    out = snippet(code, RANK=rank, WORLD_SIZE="2", MINDSPEED_RL_DEVICE="cpu", TORCHDYNAMO_DISABLE="0")
+    *said, environment = out.splitlines()
+    assert len(said) == out.count("host mode: ") == lines
+    names = ("TORCHDYNAMO_DISABLE", "CUDA_DEVICE_MAX_CONNECTIONS", "OMP_NUM_THREADS")
+    assert [json.loads(environment)[name] for name in names] == ["0", "1", "1"]
 
 
-def test_too_late_is_an_error(snippet):
-    out = snippet(
-        """
-        import sys, types
-        sys.modules["megatron.core"] = types.ModuleType("megatron.core")
-        from mindspeed_rl_plugin import host
-        try:
-            host.activate_if_needed()
-        except ValueError as error:
-            print(error)
-        """
-    )
-    assert "host mode must start before megatron.core is imported" in out
-    assert "python -m mindspeed_rl_plugin SCRIPT" in out
-
-
-def test_the_users_environment_wins(snippet):
-    code = ACTIVATE + "import os, json; print(json.dumps(dict(os.environ)))"
-    mine = json.loads(snippet(code, TORCHDYNAMO_DISABLE="0").splitlines()[-1])
-    assert mine["TORCHDYNAMO_DISABLE"] == "0"
-    assert mine["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
-    assert mine["OMP_NUM_THREADS"] == "1"
+def test_too_late_is_an_error(monkeypatch):
+    monkeypatch.setattr(host, "_active", False)
+    monkeypatch.setattr(host, "get_device", lambda: SimpleNamespace(is_cpu=True))
+    monkeypatch.setitem(sys.modules, "megatron.core", ModuleType("megatron.core"))
+    with pytest.raises(ValueError, match="before megatron.core is imported; .* `python -m mindspeed_rl_plugin SCRIPT`"):
+        host.activate_if_needed()
 
 
 def test_tensors_asked_of_an_accelerator_are_on_the_cpu(snippet):
