@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mindspeed_rl_plugin.algorithms.rewards import row_sums, token_rewards
+from mindspeed_rl_plugin.algorithms.rewards import row_sums, rows_of, token_rewards
 from mindspeed_rl_plugin.rows import Ragged, SampleId
 
 
@@ -131,7 +131,7 @@ def gae(batch: RewardBatch, settings: Settings) -> Ragged:
     if batch.values is None:
         raise ValueError("advantage 'gae' needs the critic's values of every token, and there are none")
     trained = batch.loss_mask.values.bool()
-    rows = _rows(batch.loss_mask)[trained]
+    rows = rows_of(batch.loss_mask)[trained]
     values = batch.values.values.double()[trained]
     follows = torch.zeros_like(values)
     follows[:-1] = torch.where(rows[1:] == rows[:-1], values[1:], 0.0)
@@ -209,11 +209,6 @@ def all_equal(values: Tensor, member: Tensor, groups: int) -> Tensor:
     low = values.new_empty(groups).scatter_reduce_(0, member, values, "amin", include_self=False)
     high = values.new_empty(groups).scatter_reduce_(0, member, values, "amax", include_self=False)
     return low == high
-
-
-def _rows(column: Ragged) -> Tensor:
-    """`[T]` int64, row of each entry."""
-    return torch.arange(len(column)).repeat_interleave(column.lengths.cpu()).to(column.values.device)
 
 
 def _backwards(column: Ragged, loss_mask: Ragged, factor: float) -> Ragged:

@@ -40,8 +40,12 @@ def token_rewards(rewards: Tensor, loss_mask: Ragged, kl_cost: Ragged | None = N
     return Ragged(out, loss_mask.offsets)
 
 
+def rows_of(column: Ragged) -> Tensor:
+    """`[T]` int64, row of each entry."""
+    return torch.arange(len(column)).repeat_interleave(column.lengths.cpu()).to(column.values.device)
+
+
 def row_sums(column: Ragged) -> Tensor:
     """`[B]` float64, sum of each row of a ragged column; 0 for an empty row."""
-    rows = torch.arange(len(column)).repeat_interleave(column.lengths.cpu()).to(column.values.device)
     out = torch.zeros(len(column), dtype=torch.float64, device=column.values.device)
-    return out.index_add_(0, rows, column.values.double())
+    return out.index_add_(0, rows_of(column), column.values.double())

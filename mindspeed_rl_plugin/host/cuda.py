@@ -92,7 +92,7 @@ def _namespace() -> dict[str, Any]:
         get_rng_state=lambda *a, **k: torch.get_rng_state(),
         set_rng_state=lambda state, *a, **k: torch.set_rng_state(state),
         manual_seed=lambda seed: torch.default_generator.manual_seed(int(seed)),  # torch.manual_seed calls torch.cuda's
-        default_generators=_Generators(),
+        default_generators=(torch.default_generator,) * launch_env()["local_world_size"],
         _lazy_call=lambda callback, **k: callback(),
     )
     return names
@@ -108,16 +108,6 @@ class _DeviceContext(contextlib.nullcontext):
 
     def __init__(self, device: Any = None) -> None:
         super().__init__(device)
-
-
-class _Generators:
-    """`torch.cuda.default_generators`: the CPU's generator under every index."""
-
-    def __getitem__(self, index: Any) -> torch.Generator:
-        return torch.default_generator
-
-    def __len__(self) -> int:
-        return launch_env()["local_world_size"]
 
 
 def _memory_of_machine(*args: Any, **kwargs: Any) -> tuple[int, int]:

@@ -6,6 +6,7 @@ and closes it. Rows say why, for which versions, and when they can go.
 
 from __future__ import annotations
 
+import collections
 import copy
 import functools
 import importlib.util
@@ -230,17 +231,14 @@ def _compile_helpers(module: ModuleType) -> None:
     module.compile_helpers = compile_helpers
 
 
-class _PatchableModules:
+class _PatchableModules(collections.UserDict):
     """sys.modules, but a copy of it leaves out modules that import more when they are asked for a name."""
+
+    def __init__(self) -> None:
+        self.data = sys.modules
 
     def copy(self) -> dict[str, ModuleType]:
         return {name: module for name, module in sys.modules.items() if _patchable(name, module)}
-
-    def __getitem__(self, name: str) -> ModuleType:
-        return sys.modules[name]
-
-    def __setitem__(self, name: str, module: ModuleType) -> None:
-        sys.modules[name] = module
 
 
 def _patchable(name: str, module: ModuleType) -> bool:

@@ -82,16 +82,11 @@ class PromptStream:
 
     def where(self, place: int) -> str:
         """File and line of that prompt."""
-        source, index = self._place(self.rows[place])
-        return source.where(index)
+        return self._where(self.rows[place])
 
     def kinds_of_rows(self) -> dict[str, frozenset[str]]:
         """Place of a kept row -> fields of its record, for the first row of each kind."""
-        places = {}
-        for fields, row in self._kinds.items():
-            source, index = self._place(row)
-            places[source.where(index)] = fields
-        return places
+        return {self._where(row): fields for fields, row in self._kinds.items()}
 
     def state(self) -> dict[str, Any]:
         """The cursor, and what it is a cursor into; ints and strings."""
@@ -121,6 +116,10 @@ class PromptStream:
         """The source of a row, and its index there."""
         which = bisect.bisect_right(self._starts, row) - 1
         return self._sources[which], row - self._starts[which]
+
+    def _where(self, row: int) -> str:
+        source, index = self._place(row)
+        return source.where(index)
 
     def _prompt(self, row: int) -> Prompt:
         return self._renderer.prompt(*self._place(row), row)

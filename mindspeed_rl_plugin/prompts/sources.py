@@ -28,7 +28,7 @@ class Source:
         """Fields of row i. Raises ValueError when it is not a JSON object."""
         value = self._get(i)
         if not isinstance(value, dict):
-            raise ValueError(f"{self.where(i)} is {_short(value)}, not an object with a field for the prompt")
+            raise ValueError(f"{self.where(i)} is {value!r:.80}, not an object with a field for the prompt")
         return value
 
     def where(self, i: int) -> str:
@@ -68,7 +68,7 @@ def _lines(path: str) -> Source:
         try:
             return json.loads(line.lstrip("\ufeff"))
         except ValueError as error:
-            raise ValueError(f"{path} line {number} is not JSON: {error}; {_short(line)}") from error
+            raise ValueError(f"{path} line {number} is not JSON: {error}; {line!r:.80}") from error
 
     return Source(path, len(lines), get, lambda i: f"line {lines[i][0]}")
 
@@ -85,7 +85,7 @@ def _document(path: str) -> Source:
         hint = f"; its field {lists[0]!r} is a list: save that alone" if lists else ""
         raise ValueError(f"{path} holds one object; expected a list of objects{hint}")
     if not isinstance(document, list):
-        raise ValueError(f"{path} holds {_short(document)}; expected a list of objects")
+        raise ValueError(f"{path} holds {document!r:.80}; expected a list of objects")
     return Source(path, len(document), document.__getitem__, lambda i: f"entry {i}")
 
 
@@ -123,8 +123,3 @@ def _text(path: str) -> list[str]:
             except UnicodeDecodeError as error:
                 raise ValueError(f"{path} line {number} is not UTF-8: {error}; convert the file") from error
     return lines
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."

@@ -116,7 +116,7 @@ def load_function(file: str, function: str) -> Callable[..., Any]:
 def number(value: Any) -> float:
     """A grader's result as a finite float. Raises ValueError for anything else, strings included."""
     if isinstance(value, (str, bytes)) or not hasattr(value, "__float__"):
-        raise ValueError(f"it returned {_short(value)} of type {type(value).__name__}, not a number")
+        raise ValueError(f"it returned {value!r:.80} of type {type(value).__name__}, not a number")
     result = float(value)
     if not math.isfinite(result):
         raise ValueError(f"it returned {result}, not a finite number")
@@ -125,8 +125,3 @@ def number(value: Any) -> float:
 
 def _module_name(file: str) -> str:
     return "rl_reward_" + file.encode().hex()
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."
