@@ -188,14 +188,6 @@ def test_loss_and_gradient_of_the_step_are_the_loops_however_the_batch_is_cut(na
     check()
 
 
-def test_a_sequence_without_trained_tokens_counts_nowhere():
-    counts = torch.tensor([4, 0, 2])
-    for name in AGGREGATIONS:
-        with_empty = sequence_weights(name, counts, Totals(6, 2, norm_length=8))
-        without = sequence_weights(name, counts[[0, 2]], Totals(6, 2, norm_length=8))
-        assert with_empty[1] == 0.0 and torch.equal(with_empty[[0, 2]], without)
-
-
 def test_token_sum_norm_needs_its_length():
     with pytest.raises(ValueError, match="give the response limit"):
         sequence_weights("token-sum-norm", torch.tensor([1]), Totals(1, 1))

@@ -102,6 +102,7 @@ def test_values_come_through_verbatim(stream) -> None:
     assert [p.answer for p in prompts] == answers
     assert prompts[0].text == "2020-01-01" and prompts[0].record == {"r": None}
     assert prompts[5].record == {"x": {"y": [1, {"z": "ä"}]}}
+    assert stream({"a.jsonl": '{"prompt": "a", "x": 1}'}, answer_key="").all()[0].answer == "", "data without answers"
 
 
 def test_long_prompts_are_dropped_and_counted(stream) -> None:
@@ -114,11 +115,9 @@ def test_long_prompts_are_dropped_and_counted(stream) -> None:
 
 def test_each_epoch_is_a_permutation_of_its_own(stream) -> None:
     made = stream({"a.jsonl": lines(*ROWS)})
-    first, crossing, rest = made.next(5), made.next(5), made.next(4)
-    rows = [p.row for p in first + crossing + rest]
-    assert sorted(rows[:7]) == sorted(rows[7:]) == list(range(7)) and rows[:7] != rows[7:]
-    many = Counter(p.row for p in stream({"a.jsonl": lines(*ROWS)}).next(7 * 30))
-    assert set(many.values()) == {30}
+    rows = [p.row for n in (5, 5, 4, 7 * 28) for p in made.next(n)]
+    assert sorted(rows[:7]) == sorted(rows[7:14]) == list(range(7)) and rows[:7] != rows[7:14]
+    assert set(Counter(rows).values()) == {30}
 
 
 def test_order_depends_on_the_seed_alone(stream) -> None:
@@ -132,12 +131,10 @@ def test_order_depends_on_the_seed_alone(stream) -> None:
 
 @pytest.mark.parametrize("cut", [0, 3, 7, 12])
 def test_a_cursor_continues_exactly(stream, cut: int) -> None:
-    whole = stream({"a.jsonl": lines(*ROWS)})
+    whole, before, after = (stream({"a.jsonl": lines(*ROWS)}) for _ in range(3))
     expected = served(whole.next(30))[cut:]
-    before = stream({"a.jsonl": lines(*ROWS)})
     if cut:
         before.next(cut)
-    after = stream({"a.jsonl": lines(*ROWS)})
     after.load_state(json.loads(json.dumps(before.state())))
     assert served(after.next(30 - cut)) == expected
     assert after.state() == whole.state()
@@ -208,18 +205,10 @@ def test_names_with_dots_are_inside_objects(stream) -> None:
     kinds = {where.rpartition("/")[2]: fields for where, fields in found.kinds_of_rows().items()}
     assert kinds == {"a.jsonl line 1": {"reward_model", "x"}, "a.jsonl line 2": frozenset()}
     for row in (inside, {"prompt": "a", "reward_model": "b"}):
-        with pytest.raises(
-            ValueError, match="line 1 has no field 'reward_model.truth'; it has 'prompt', 'reward_model"
-        ):
+        with pytest.raises(ValueError, match="no field 'reward_model.truth'; it has 'prompt', 'reward_model"):
             stream({"a.jsonl": lines(row)}, answer_key="reward_model.truth")
-    with pytest.raises(
-        ValueError, match="it has 'prompt', 'reward_model.style', 'reward_model.ground_truth', 'x'; set"
-    ):
+    with pytest.raises(ValueError, match="it has 'prompt', 'reward_model.style', 'reward_model.ground_truth', 'x'"):
         stream({"a.jsonl": lines(inside)})
-
-
-def test_data_without_answers(stream) -> None:
-    assert stream({"a.jsonl": '{"prompt": "a", "x": 1}'}, answer_key="").all()[0].answer == ""
 
 
 def test_chat_template(stream, tokenizer_file: Path, tokenizer, tmp_path: Path) -> None:
