@@ -46,7 +46,10 @@ def megatron_arguments(shape: ModelShape, parallel: Parallel, config: Mapping[st
         position_embedding_type="rope",
         rotary_base=int(c["rope_theta"]),
     )
-    model |= _latent(shape, c) if shape.table.mla else _scaling(c["rope_scaling"])
+    # Llama 3's scaling is the only one that Megatron has beside latent attention's.
+    scaling = None if shape.table.mla else c["rope_scaling"]
+    model |= dict(use_rope_scaling=True, rope_scaling_factor=scaling.get("factor", 1.0)) if scaling else {}
+    model |= _latent(shape, c) if shape.table.mla else {}
     model |= _experts(shape, c) if shape.experts else {}
     layout = dict(
         world_size=parallel.world,
@@ -79,12 +82,6 @@ def flags(args: argparse.Namespace) -> list[str]:
             elif value is not True:
                 out.append(str(value))
     return out
-
-
-def _scaling(scaling: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Llama 3's, the only one that Megatron has beside latent attention's."""
-    factor = {} if scaling is None else {"rope_scaling_factor": scaling.get("factor", 1.0)}
-    return {"use_rope_scaling": scaling is not None, **factor}
 
 
 def _experts(shape: ModelShape, config: Mapping[str, Any]) -> dict[str, Any]:

@@ -63,20 +63,13 @@ def _missing_module(module: str, traceback: list[str]) -> str:
     )
 
 
-def trained(done: Done, rl: bool) -> bool:
-    """Whether an iteration was really logged, of RL or of pretraining."""
-    return done.ok and any((_RL_ITERATION.match if rl else _ITERATION.search)(line) for line in done.lines)
-
-
-def iteration_lines(done: Done) -> list[str]:
-    """Megatron's lines of its iterations, and the plugin's own lines."""
-    lines = []
-    for line in done.lines:
-        if _ITERATION.search(line):
-            lines.append(re.sub(r"\s+", " ", line[line.index("iteration") :]))
-        elif line.startswith("[rl]") and "patches in force" not in line or _RL_ITERATION.match(line):
-            lines.append(line)
-    return lines
+def iterations(done: Done, rl: bool) -> list[str]:
+    """Megatron's lines of its iterations, and the plugin's own lines; empty where no iteration was logged, of RL or of
+    pretraining."""
+    lines = [line for line in done.lines if line.startswith("[rl]") and "patches in force" not in line]
+    rounds = [line for line in done.lines if _RL_ITERATION.match(line)]
+    logged = [re.sub(r"\s+", " ", line[line.index("iteration") :]) for line in done.lines if _ITERATION.search(line)]
+    return [*lines, *rounds, *logged] if done.ok and (rounds if rl else logged) else []
 
 
 def not_exercised(launch: Launch, entry: Entry, flags: Flags, ranks: int) -> list[str]:

@@ -125,8 +125,9 @@ class _Rehearsal:
                 return False
         done = self._train("training", flags)
         what = f"one RL iteration ({flags.get('--rl-algorithm')})" if rl else "one pretraining iteration"
-        trained = self._show(f"{what} on {self.options.ranks} ranks", done, outcome.trained(done, rl))
-        print("\n".join(f"  {line}" for line in outcome.iteration_lines(done) if trained))
+        lines = outcome.iterations(done, rl)
+        trained = self._show(f"{what} on {self.options.ranks} ranks", done, bool(lines))
+        print("\n".join(f"  {line}" for line in lines))
         return trained
 
     def _show(self, what: str, done: Done, reached: bool) -> bool:
