@@ -62,8 +62,10 @@ def predicting_only(predicts: bool, embeds: bool) -> tuple[str, ...]:
     return ("mtp.", "embedding.") if predicts and not embeds else ("mtp.",)
 
 
-def trainer_storage(shape: ModelShape, parallel: Parallel, rank: int, live: Mapping[str, Tensor]) -> tuple[str, str]:
-    """How a trainer rank stores the model: an entry of IMPLS and one of EXPERTS.
+def trainer_storage(
+    shape: ModelShape, parallel: Parallel, rank: int, live: Mapping[str, Tensor], file: str = ""
+) -> tuple[str, str]:
+    """How a trainer rank stores the model: an entry of IMPLS and one of EXPERTS. file: where its tensors were read.
 
     Raises ValueError that lists what differs from the nearest one when none fits.
     """
@@ -71,7 +73,8 @@ def trainer_storage(shape: ModelShape, parallel: Parallel, rank: int, live: Mapp
     known = [(impl, kind) for impl in IMPLS for kind in kinds]
     found = {k: differences(megatron_shapes(shape, parallel, rank, *k), live) for k in known}
     best = min(known, key=lambda k: len(found[k]))
-    raise_if(found[best], f"Megatron's parameters on rank {rank} are not those of {shape}")
+    ours = f"Megatron's parameters on rank {rank} are not those of {shape}"
+    raise_if(found[best], f"{file} is not what its arguments say" if file else ours)
     return best
 
 

@@ -12,11 +12,9 @@ from torch import Tensor
 
 from mindspeed_rl_plugin.launch.checkpoint_files import TRACKER, iteration_dir, read_tracker
 from mindspeed_rl_plugin.launch.pickles import load
-from mindspeed_rl_plugin.reshard.family_table import EXPERTS, IMPLS
-from mindspeed_rl_plugin.reshard.layout import Canonical, Layout, ModelShape, Parallel, megatron_layout, megatron_shapes
-from mindspeed_rl_plugin.reshard.live import differences, predicting_only
+from mindspeed_rl_plugin.reshard.layout import Canonical, Layout, ModelShape, Parallel, megatron_layout
+from mindspeed_rl_plugin.reshard.live import predicting_only, trainer_storage
 from mindspeed_rl_plugin.reshard.parallel import chunk_prefix
-from mindspeed_rl_plugin.tools.convert.cli import listed
 
 FILE = "model_optim_rng.pt"
 # In the state of a model, but not of its weights: states of single modules, counters.
@@ -85,8 +83,8 @@ class Checkpoint:
         out = []
         for name, rank in rank_folders(shape, self.parallel).items():
             tensors = self._tensors(self.folder / name / FILE, self.parallel.coordinates(rank).pp == 0)
-            impl, experts = self._storage(shape, rank, tensors, name)
-            out.append((name, megatron_layout(shape, self.parallel, rank, impl, experts), tensors))
+            storage = trainer_storage(shape, self.parallel, rank, tensors, str(self.folder / name))
+            out.append((name, megatron_layout(shape, self.parallel, rank, *storage), tensors))
         return out
 
     def _tensors(self, path: Path, first_stage: bool) -> dict[str, Tensor]:
@@ -102,18 +100,6 @@ class Checkpoint:
                 if isinstance(value, Tensor) and not _OTHER.match(name) and not name.startswith(left):
                     out[chunk_prefix(i, vpp) + name] = value
         return out
-
-    def _storage(self, shape: ModelShape, rank: int, tensors: Mapping[str, Tensor], name: str) -> tuple[str, str]:
-        kinds = EXPERTS if shape.moe_layers else EXPERTS[:1]
-        wrong = {
-            (impl, kind): differences(megatron_shapes(shape, self.parallel, rank, impl, kind), tensors)
-            for impl in IMPLS
-            for kind in kinds
-        }
-        best = min(wrong, key=lambda k: len(wrong[k]))
-        if wrong[best]:
-            raise ValueError(f"{self.folder / name} is not what its arguments say:{listed(wrong[best])}")
-        return best
 
 
 class Assembled:

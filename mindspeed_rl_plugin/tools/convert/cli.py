@@ -4,19 +4,12 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-SHOWN = 8  # differences that an error lists
-
-
-def listed(lines: Sequence[str]) -> str:
-    """The first differences, a line each, and how many more there are."""
-    more = [f"and {len(lines) - SHOWN} more"] if len(lines) > SHOWN else []
-    return "\n  " + "\n  ".join([*lines[:SHOWN], *more])
 
 
 def make_parser(name: str, load: str, out: str) -> argparse.ArgumentParser:

@@ -16,9 +16,10 @@ import torch
 
 from mindspeed_rl_plugin.engine.hf_config import derive_config, write_config
 from mindspeed_rl_plugin.reshard.layout import ModelShape, canonical_tensors
+from mindspeed_rl_plugin.reshard.live import raise_if
 from mindspeed_rl_plugin.tools.convert import tokens
 from mindspeed_rl_plugin.tools.convert.checkpoint import Assembled, Checkpoint
-from mindspeed_rl_plugin.tools.convert.cli import DTYPES, listed, make_parser, run, size
+from mindspeed_rl_plugin.tools.convert.cli import DTYPES, make_parser, run, size
 from mindspeed_rl_plugin.tools.convert.files import tokenizer_files, write_shards
 from mindspeed_rl_plugin.tools.layout_args import read_config, shape_of
 
@@ -115,8 +116,7 @@ def _config(args: argparse.Namespace, options: argparse.Namespace) -> tuple[dict
     if config is None:
         return derive_config(args, vocab_size=vocab), shape, note
     described = replace(shape_of(config, 1, "--config"), padded_vocab=shape.padded_vocab)
-    if described != shape:
-        pairs = ((f.name, getattr(described, f.name), getattr(shape, f.name)) for f in fields(shape))
-        wrong = [f"{name}: config.json {theirs}, checkpoint {ours}" for name, theirs, ours in pairs if theirs != ours]
-        raise ValueError(f"--config {options.config} describes another model:{listed(wrong)}")
+    pairs = ((f.name, getattr(described, f.name), getattr(shape, f.name)) for f in fields(shape))
+    wrong = [f"{name}: config.json {theirs}, checkpoint {ours}" for name, theirs, ours in pairs if theirs != ours]
+    raise_if(wrong, f"--config {options.config} describes another model")
     return config, shape, note

@@ -20,11 +20,12 @@ from mindspeed_rl_plugin.reshard.cuts import Segment
 from mindspeed_rl_plugin.reshard.families import EMBEDDING, HEAD
 from mindspeed_rl_plugin.reshard.family_table import EXPERTS, IMPLS
 from mindspeed_rl_plugin.reshard.layout import ModelShape, Parallel, canonical_tensors, megatron_layout, megatron_shapes
+from mindspeed_rl_plugin.reshard.live import SHOWN, raise_if
 from mindspeed_rl_plugin.reshard.parallel import chunk_prefix
 from mindspeed_rl_plugin.tools.convert import tokens
 from mindspeed_rl_plugin.tools.convert.arguments import flags, megatron_arguments
 from mindspeed_rl_plugin.tools.convert.checkpoint import rank_folders, write_checkpoint
-from mindspeed_rl_plugin.tools.convert.cli import DTYPES, SHOWN, listed, make_parser, run
+from mindspeed_rl_plugin.tools.convert.cli import DTYPES, make_parser, run
 from mindspeed_rl_plugin.tools.convert.files import open_tensors
 from mindspeed_rl_plugin.tools.layout_args import check_train, parse_sizes, read_config, shape_of
 
@@ -52,9 +53,8 @@ def import_(options: argparse.Namespace) -> str:
     check_train(shape, parallel, f"--train {options.train}")
     args = megatron_arguments(shape, parallel, config)
     args.hf_tokens = tokens.of_model(options.load)
-    if wrong := compare_configs(derive_config(args, vocab_size=config["vocab_size"]), config):
-        described = listed(wrong)
-        raise ValueError(f"Megatron's arguments cannot express the model of config.json:{described}")
+    wrong = compare_configs(derive_config(args, vocab_size=config["vocab_size"]), config)
+    raise_if(wrong, "Megatron's arguments cannot express the model of config.json")
     source = open_tensors(options.load)
     left = _left_out(source, shape, config.get(shape.table.hf.predicting) or 0)
     notes = [f"note: left out: {name}" for name in left]
@@ -112,8 +112,7 @@ def _left_out(source: Mapping[str, Any], shape: ModelShape, predicting: int) -> 
             left.append(f"{name}, which repeats {EMBEDDING}")
         else:
             wrong.append(f"{HEAD} is not {EMBEDDING}, to which tie_word_embeddings ties it")
-    if wrong:
-        raise ValueError("the files do not hold the model of config.json:" + listed(wrong))
+    raise_if(wrong, "the files do not hold the model of config.json")
     if len(left) > SHOWN:
         left[SHOWN:] = [f"{len(left) - SHOWN} more of their kind"]
     return left + [f"model.layers.{n}, which predicts further tokens: {ahead[n]} tensors" for n in sorted(ahead)]
