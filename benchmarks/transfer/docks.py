@@ -11,6 +11,7 @@ import work
 from mindspeed_rl_plugin.dock import ColumnSpec, Lease, Ragged, Rows, SampleId, StateSpec, rpc
 from mindspeed_rl_plugin.dock.cells import Buffers
 from mindspeed_rl_plugin.dock.factory import Member
+from mindspeed_rl_plugin.dock.peers import Peers
 
 SECONDS = 120.0
 
@@ -28,6 +29,13 @@ class Messages:
         return buffers
 
 
+class Ranks(Peers):
+    """The ranks of an arm, over the driver's pipes."""
+
+    def __init__(self, rank: int, size: int, exchange: Callable[[Any], list[Any]]) -> None:
+        self.rank, self.size, self.gather = rank, size, exchange
+
+
 class Dock:
     """`dock-shm`: both ranks on one machine; `dock-tcp`: each rank on a machine of its own."""
 
@@ -40,10 +48,10 @@ class Dock:
         states += [StateSpec("probe", work.PROBE, ())]
         near = {} if name == "dock-shm" else {"node": f"node-{rank}", "host": "127.0.0.1"}
         states += [StateSpec("far", tuple(work.COLUMNS), ())] if near else []
-        self._member = Member(columns, states, rank=rank, world=world, exchange=exchange, **near)
+        self._member = Member(columns, states, Ranks(rank, world, exchange), **near)
         self._dock = self._member.dock(deadline=SECONDS)
         self._buffers = Buffers()
-        self._epoch = -1
+        self._epoch, self._local = -1, 0
 
     def begin(self, epoch: int, samples: int) -> None:
         """Open an epoch."""
@@ -98,9 +106,8 @@ class Dock:
 
     def moved(self) -> int:
         """Bytes that left this process, and those it copied through shared memory."""
-        traffic = self._dock.traffic
-        local = (n for part in (traffic.read, traffic.written) for (*_, where), n in part.items() if where == "local")
-        return self._messages.nbytes + sum(local)
+        self._local += sum(moved.nbytes for moved in self._dock.traffic.take() if moved.where == "local")
+        return self._messages.nbytes + self._local
 
     def close(self) -> None:
         """Leave; the last one takes the memory along."""

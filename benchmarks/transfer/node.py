@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 import work
+from docks import Ranks
 from limiter import Link
 from worker import Pipe
 
@@ -69,9 +70,7 @@ def flow(
     member = Member(
         columns,
         states,
-        rank=rank,
-        world=nodes,
-        exchange=exchange,
+        Ranks(rank, nodes, exchange),
         node=f"node-{rank}",
         host=address,
         limits=LIMITS,

@@ -8,7 +8,7 @@ each ready row is delivered to the state exactly once: `lease`, then `commit` (w
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -123,9 +123,11 @@ class Declared:
             raise ValueError(f"lease: state {state!r} reads {list(reads)}, not {foreign}")
         return reads if columns is None else tuple(columns)
 
-    def check_writes(self, lease: Lease, rows: Rows) -> None:
+    def check_writes(self, lease: Lease, rows: Rows | None) -> None:
         """Raise ValueError where a commit brings columns or rows that are not its lease's."""
         self.check_state(lease.state)
+        if rows is None:
+            return
         writes = self.states[lease.state].writes
         foreign = [c for c in rows.columns if c not in writes]
         if foreign:
@@ -152,28 +154,3 @@ def listed(items: Iterable[object]) -> str:
         return "none"
     shown = ", ".join(str(i) for i in items[:SHOWN])
     return shown if len(items) <= SHOWN else f"{shown}, ... ({len(items)} in all)"
-
-
-def explain_wait(
-    states: Mapping[str, StateSpec],
-    state: str,
-    asked: str,
-    deadline: float,
-    missing: Mapping[str, Sequence[SampleId]],
-    held: Mapping[int, Sequence[SampleId]],
-    ready: int,
-) -> str:
-    """Why `state` did not get what it asked within `deadline` seconds.
-
-    missing: ids that lack a column, by column; held: ids under a live lease, by its token; ready: rows that the state
-    could have taken.
-    """
-    reasons = []
-    for column, ids in missing.items():
-        names = " or ".join(repr(s.name) for s in states.values() if column in s.writes)
-        writer = f"state {names}" if names else "a producer's put"
-        reasons += [f"column {column!r} (written by {writer}) is missing for {listed(ids)}"] if ids else []
-    reasons += [f"lease {token} holds {listed(ids)}" for token, ids in held.items() if ids]
-    whole = " (whole groups)" if states[state].whole_groups else ""
-    why = "; ".join(reasons) or "no more rows are open"
-    return f"state {state!r} waited {deadline:g} s for {asked}{whole}, {ready} are ready: {why}"

@@ -5,13 +5,25 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from mindspeed_rl_plugin.dock.api import listed
-from mindspeed_rl_plugin.dock.messages import Address, Committed, Extent, Failed, Fetch, Hello, Map, Message, Shape
+from mindspeed_rl_plugin.dock.messages import (
+    Address,
+    Directory,
+    Extent,
+    Failed,
+    Grant,
+    Hello,
+    Located,
+    Map,
+    Message,
+    Ok,
+    Shape,
+)
 from mindspeed_rl_plugin.dock.rpc import Channel
 from mindspeed_rl_plugin.dock.server import Server
 from mindspeed_rl_plugin.dock.slabs import Segments
@@ -26,73 +38,72 @@ def contiguous_owners(warehouses: int) -> Owners:
 
 
 @dataclass
-class Directory:
-    """Where everything of a dock answers: warehouses by number, controllers by state."""
+class Epoch:
+    """owner: `[groups]` warehouse of each group, -1 where that is not known; alive: `[groups]` bool, not cleared."""
 
-    warehouses: list[Address]
-    controllers: dict[str, Address]
+    shape: Shape
+    owner: np.ndarray
+    alive: np.ndarray
 
 
-@dataclass
 class Epochs:
-    """Epochs that this process knows. shapes: of the open ones; cleared: `[groups]` bool of those of which groups are
-    cleared; last: highest number ever opened; owner: `[groups]` warehouse of each group."""
+    """Epochs that this process knows. known: the open ones; last: highest number ever opened; owners: where groups lie,
+    None where only leases tell."""
 
-    owners: Owners | None
-    shapes: dict[int, Shape] = field(default_factory=dict)
-    cleared: dict[int, np.ndarray] = field(default_factory=dict)
-    last: int = -1
-    _owner: dict[int, np.ndarray] = field(default_factory=dict)
+    def __init__(self, owners: Owners | None) -> None:
+        self.owners, self.known, self.last = owners, dict[int, Epoch](), -1
 
-    def owner(self, epoch: int) -> np.ndarray:
-        """`[groups]` warehouse of each group of an open epoch."""
-        if epoch not in self._owner:
-            groups = self.shapes[epoch].groups
-            self._owner[epoch] = np.full(groups, -1) if self.owners is None else np.asarray(self.owners(epoch, groups))
-        return self._owner[epoch]
+    def add(self, number: int, shape: Shape) -> None:
+        """It is open."""
+        groups = shape.groups
+        owner = np.full(groups, -1) if self.owners is None else np.asarray(self.owners(number, groups))
+        self.known[number], self.last = Epoch(shape, owner, np.ones(groups, bool)), max(self.last, number)
 
-    def learn(self, shapes: Sequence[tuple[int, int, int]], ids: np.ndarray, owner: np.ndarray) -> None:
+    def learn(self, grant: Grant) -> None:
         """What a lease says about epochs, to a process that opened none."""
-        for epoch, *shape in shapes:
-            self.shapes[epoch], self.last = Shape(*shape), max(self.last, epoch)
-            mine = ids[:, 0] == epoch
-            self.owner(epoch)[ids[mine, 1]] = owner[mine]
+        for number, *shape in grant.shapes:
+            if number not in self.known:
+                self.add(number, Shape(*shape))
+            mine = grant.ids[:, 0] == number
+            self.known[number].owner[grant.ids[mine, 1]] = grant.owner[mine]
 
-    def forget(self, epoch: int, groups: np.ndarray) -> None:
+    def forget(self, number: int, groups: np.ndarray) -> None:
         """Groups of an open epoch are cleared."""
-        gone = self.cleared.setdefault(epoch, np.zeros(self.shapes[epoch].groups, bool))
-        gone[groups] = True
-        if gone.all():
-            for known in (self.shapes, self.cleared, self._owner):
-                known.pop(epoch, None)
+        alive = self.known[number].alive
+        alive[groups] = False
+        if not alive.any():
+            del self.known[number]
 
     def open_groups(self) -> int:
         """Groups that are opened and not cleared."""
-        return sum(s.groups - int(self.cleared[n].sum() if n in self.cleared else 0) for n, s in self.shapes.items())
+        return sum(int(epoch.alive.sum()) for epoch in self.known.values())
 
     def listed(self) -> list[tuple[int, int, int]]:
         """(epoch, groups, members) of the open ones."""
-        return [(number, *shape) for number, shape in self.shapes.items()]
+        return [(number, *epoch.shape) for number, epoch in self.known.items()]
 
-    def check_opened(self, call: str, epoch: int) -> None:
-        """Raise ValueError for an epoch that was never opened."""
-        if epoch not in self.shapes and not 0 <= epoch <= self.last:
-            raise ValueError(f"{call}: epoch {epoch} was not opened; open: {listed(sorted(self.shapes))}")
+    def opened(self, call: str, number: int) -> Epoch | None:
+        """An epoch, None where all of it is cleared. Raises ValueError for one that was never opened."""
+        if number not in self.known and not 0 <= number <= self.last:
+            raise ValueError(f"{call}: epoch {number} was not opened; open: {listed(sorted(self.known))}")
+        return self.known.get(number)
 
-    def check(self, call: str, ids: np.ndarray) -> None:
-        """Raise ValueError for ids that were never opened."""
-        for epoch, index in by_value(ids[:, 0]):
-            self.check_opened(call, epoch)
-            shape, part = self.shapes.get(epoch), ids[index]
-            if shape is None:
+    def cleared(self, call: str, ids: np.ndarray) -> np.ndarray:
+        """`[B]` bool: whose cells are gone. Raises ValueError for ids that were never opened."""
+        gone = np.ones(len(ids), bool)
+        for number, index in by_value(ids[:, 0]):
+            epoch, part = self.opened(call, number), ids[index, 1:]
+            if epoch is None:
                 continue
-            _, group, member = part.max(0).tolist()
-            if part.min() < 0 or group >= shape.groups or member >= shape.members:
-                bad = (part[:, 1:] < 0).any(1) | (part[:, 1] >= shape.groups) | (part[:, 2] >= shape.members)
+            bad = ((part < 0) | (part >= epoch.shape)).any(1)
+            if bad.any():
+                groups, members = epoch.shape
                 raise ValueError(
-                    f"id {tuple(part[bad.argmax()].tolist())} was not opened: epoch {epoch} has groups "
-                    f"0..{shape.groups - 1} of members 0..{shape.members - 1}"
+                    f"id {(number, *part[bad.argmax()].tolist())} was not opened: epoch {number} has groups "
+                    f"0..{groups - 1} of members 0..{members - 1}"
                 )
+            gone[index] = ~epoch.alive[part[:, 0]]
+        return gone
 
 
 class Calls:
@@ -130,25 +141,28 @@ class Calls:
         self._local = threading.local()
         self._every: weakref.WeakSet[Channel] = weakref.WeakSet()
 
-    def ask_controller(self, state: str, message: Message, seconds: float = 0.0) -> Any:
-        """Ask the controller of a state. seconds: how long it may wait."""
-        return self._ask(self.directory.controllers[state], message, None, seconds)
+    def ask_controller(self, state: str, message: Message) -> Any:
+        """Ask the controller of a state."""
+        return self._ask(self.directory.controllers[state], message, None)
 
-    def ask_warehouse(self, index: int, message: Message, bulk: np.ndarray | None = None, seconds: float = 0.0) -> Any:
-        """Ask a warehouse. The numbers of its records are remembered."""
-        answer = self._ask(self.directory.warehouses[index], message, bulk, seconds)
-        if isinstance(answer, Committed):
-            self.after[index] = max(self.after.get(index, 0), answer.seq)
+    def ask_warehouse(
+        self, index: int, message: Message, bulk: np.ndarray | None = None, scatter: Sequence[np.ndarray] = ()
+    ) -> Any:
+        """Ask a warehouse. The numbers of its records are remembered. scatter: uint8 arrays for the answer's bulk."""
+        answer = self._ask(self.directory.warehouses[index], message, bulk, scatter)
+        if isinstance(answer, (Ok, Located)):
+            self.hear({index: answer.seq})
         return answer
 
-    def fetch(self, index: int, spans: Sequence[tuple[int, ...]], outs: Sequence[np.ndarray]) -> None:
-        """Bytes of another machine's warehouse, (segment, offset, bytes) one after the other, into uint8 arrays."""
-        self._ask(self.directory.warehouses[index], Fetch(np.array(spans, np.int64).reshape(-1, 3)), None, 0.0, outs)
+    def hear(self, after: Mapping[int, int]) -> None:
+        """Remember the newest records that this process, or a peer, has caused."""
+        for warehouse, seq in after.items():
+            self.after[warehouse] = max(self.after.get(warehouse, 0), seq)
 
     def end_leases(self) -> None:
         """Leases of epochs that are over end by themselves."""
         for lease, ids in list(self.held.items()):
-            if not np.isin(ids[:, 0], list(self.epochs.shapes)).any():
+            if not np.isin(ids[:, 0], list(self.epochs.known)).any():
                 self.held.pop(lease, None)
 
     def close(self) -> None:
@@ -157,12 +171,7 @@ class Calls:
             channel.close()
 
     def _ask(
-        self,
-        address: Address,
-        message: Message,
-        bulk: np.ndarray | None,
-        seconds: float,
-        scatter: Sequence[np.ndarray] = (),
+        self, address: Address, message: Message, bulk: np.ndarray | None, scatter: Sequence[np.ndarray] = ()
     ) -> Message:
         if self.server is not None and address.rank == self.rank:
             answer = self.server.call(self.name, message, bulk)[0]
@@ -175,11 +184,11 @@ class Calls:
             hello = Hello(self.name, self.rank)
             channel = channels[address] = Channel(address, self._secret, self.node, hello, self.patience, self._lost)
             self._every.add(channel)
-        return channel.ask(message, () if bulk is None else (bulk,), seconds, scatter)
+        return channel.ask(message, bulk, scatter)
 
     def _find(self, segment: int) -> tuple[str, int]:
-        found = self.ask_warehouse(self.warehouse, Map(segment))
-        return found.path, found.nbytes
+        answer = self.ask_warehouse(self.warehouse, Map(segment))
+        return answer.path, answer.nbytes
 
 
 def by_value(values: np.ndarray) -> list[tuple[int, np.ndarray]]:
@@ -187,9 +196,3 @@ def by_value(values: np.ndarray) -> list[tuple[int, np.ndarray]]:
     if len(values) and (values == values[0]).all():
         return [(int(values[0]), np.arange(len(values)))]
     return [(value, (values == value).nonzero()[0]) for value in np.unique(values).tolist()]
-
-
-def merge(after: dict[int, int], other: Mapping[int, int]) -> None:
-    """Take the newer numbers of `other` into `after`."""
-    for warehouse, seq in other.items():
-        after[warehouse] = max(after.get(warehouse, 0), seq)

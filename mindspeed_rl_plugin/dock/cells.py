@@ -78,20 +78,8 @@ def as_column(
     return Ragged(values, packed[key])
 
 
-def empty(spec: ColumnSpec) -> Column:
-    """A column without rows."""
-    return as_column(spec, np.empty(0, np.uint8), np.empty(0, np.int32))
-
-
-def named(ids: Sequence[SampleId] | Tensor) -> Sequence[SampleId]:
-    """Ids as they are, or of plain triples or a `[B, 3]` tensor."""
-    if isinstance(ids, Tensor):
-        ids = ids.tolist()
-    return ids if all(type(i) is SampleId for i in ids) else [SampleId(*i) for i in ids]
-
-
-def ids_array(ids: Sequence[SampleId]) -> np.ndarray:
-    """`[B, 3]` int64."""
+def ids_array(ids: Sequence[SampleId] | Tensor) -> np.ndarray:
+    """`[B, 3]` int64 of ids, plain triples, or a `[B, 3]` tensor."""
     return np.array(ids, np.int64).reshape(-1, 3)
 
 

@@ -9,21 +9,23 @@ from __future__ import annotations
 
 import contextlib
 import os
-import stat
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from mindspeed_rl_plugin.dock import messages as m
-from mindspeed_rl_plugin.dock import reading, snapshot
+from mindspeed_rl_plugin.dock import outside, reading, snapshot
 from mindspeed_rl_plugin.dock.api import Declared, Lease, listed
-from mindspeed_rl_plugin.dock.calls import Calls, by_value, merge
-from mindspeed_rl_plugin.dock.cells import Buffers, empty, fresh, ids_array, ids_tuple, named
+from mindspeed_rl_plugin.dock.calls import Calls
+from mindspeed_rl_plugin.dock.cells import Buffers, fresh, ids_array, ids_tuple
 from mindspeed_rl_plugin.dock.peers import Peers
 from mindspeed_rl_plugin.dock.traffic import Traffic
 from mindspeed_rl_plugin.dock.writing import Writer
 from mindspeed_rl_plugin.rows import Rows, SampleId
+
+if TYPE_CHECKING:
+    from mindspeed_rl_plugin.dock.factory import Member
 
 
 class Dock:
@@ -32,9 +34,9 @@ class Dock:
     Whatever a user can cause raises ValueError with the names; a wait that ends raises TimeoutError that names the
     state, the missing columns and ids, and the state that should have written them.
 
-    peers: the ranks of this view's consumer, which make all calls of `lease`, `commit` and `release` alike; leader:
-    whether this rank speaks for the job in `clear`, `snapshot` and `restore`; deadline: seconds for what waits on
-    others; barrier: returns once every rank has called it; invite, on_close: of the whole dock.
+    member: the process of the job that this view belongs to, None outside of it; peers: the ranks of this view's
+    consumer, which make all calls of `lease`, `commit` and `release` alike; leader: whether this rank speaks for the
+    job in `clear`, `snapshot` and `restore`; deadline: seconds for what waits on others.
     """
 
     def __init__(
@@ -42,17 +44,14 @@ class Dock:
         declared: Declared,
         calls: Calls,
         *,
+        member: Member | None = None,
         peers: Peers | None = None,
         leader: bool = True,
         deadline: float = 600.0,
-        barrier: Callable[[], object] = lambda: None,
-        invite: Callable[[str | os.PathLike[str], str], str] | None = None,
-        on_close: Callable[[], None] = lambda: None,
     ) -> None:
         self.columns, self.states = declared.columns, declared.states
-        self._declared, self._calls, self._peers = declared, calls, peers or Peers()
+        self._declared, self._calls, self._member, self._peers = declared, calls, member, peers or Peers()
         self._leader, self._deadline = leader, deadline
-        self._barrier, self._invite, self._on_close = barrier, invite, on_close
         self._writer = Writer(declared, calls, deadline)
 
     @property
@@ -81,13 +80,13 @@ class Dock:
         if groups < 1 or members < 1 or epoch < 0:
             raise ValueError(f"open({epoch=}, {groups=}, {members=}): the sizes must be at least 1, the epoch 0")
         epochs, shape = self._calls.epochs, m.Shape(groups, members)
-        if epochs.shapes.get(epoch) == shape:
+        if epoch in epochs.known and epochs.known[epoch].shape == shape:
             return True
         if epoch <= epochs.last:
             raise ValueError(f"epoch {epoch} cannot be opened after epoch {epochs.last}: ids are never reused")
         if most is not None and epochs.open_groups() + groups > most:
             return False
-        epochs.shapes[epoch], epochs.last = shape, epoch
+        epochs.add(epoch, shape)
         return True
 
     def clear(self, epoch: int, groups: Iterable[int] | None = None) -> None:
@@ -95,24 +94,21 @@ class Dock:
 
         First no state gives the groups out any more, and live leases of them end (waits for that); then the cells go.
         """
-        epochs = self._calls.epochs
-        epochs.check_opened("clear", epoch)
-        if epoch not in epochs.shapes:
+        calls = self._calls
+        if (known := calls.epochs.opened("clear", epoch)) is None:
             return
-        shape = epochs.shapes[epoch]
+        shape = known.shape
         chosen = np.arange(shape.groups) if groups is None else np.array(list(groups), np.int64)
         if len(chosen) and (chosen.min() < 0 or chosen.max() >= shape.groups):
             raise ValueError(f"clear: epoch {epoch} has groups 0..{shape.groups - 1}, not {chosen.tolist()[:4]}")
         if self._leader and len(chosen):
-            after, deadline = self._calls.after, self._deadline
             for state in self.states:
-                message = m.Clear(epoch, shape, chosen, state, after, deadline)
-                self._calls.ask_controller(state, message, deadline)
-            for warehouse in range(len(self._calls.directory.warehouses)):
+                calls.ask_controller(state, m.Clear(epoch, shape, chosen, state, calls.after, self._deadline))
+            for warehouse in range(len(calls.directory.warehouses)):
                 # All of them, whosever groups they are: each must know when an epoch is over.
-                self._calls.ask_warehouse(warehouse, m.Clear(epoch, shape, chosen))
-        epochs.forget(epoch, chosen)
-        self._calls.end_leases()
+                calls.ask_warehouse(warehouse, m.Clear(epoch, shape, chosen))
+        calls.epochs.forget(epoch, chosen)
+        calls.end_leases()
 
     # cells
 
@@ -124,27 +120,26 @@ class Dock:
         cleared groups are ignored: a late repeat is harmless.
         """
         if rows is not None and len(rows):
-            self._writer.write(rows, ids_array(rows.ids), None)
+            self._writer.write(rows, None)
 
     def read(self, ids: Sequence[SampleId], columns: Sequence[str]) -> Rows:
         """Look at committed cells without a lease and without waiting, while nobody clears them. Raises ValueError
         naming the columns and ids that are not there."""
         self._declared.check_columns("read", columns)
-        ids, calls = named(ids), self._calls
+        calls, columns = self._calls, tuple(columns)
         wanted = ids_array(ids)
-        calls.epochs.check("read", wanted)
-        parts, missing = [], []
-        for epoch, index in by_value(wanted[:, 0]):
-            gone = self._cleared(epoch, wanted[index])
-            if gone.any():
-                raise ValueError(f"read: cleared, their cells are gone: {listed(ids[i] for i in index[gone])}")
-            for warehouse, where in by_value(calls.epochs.owner(epoch)[wanted[index, 1]]):
-                parts.append(self._read(warehouse, epoch, [ids[i] for i in index[where]], columns, missing))
+        gone = calls.epochs.cleared("read", wanted)
+        if gone.any():
+            raise ValueError(f"read: cleared, their cells are gone: {listed(ids_tuple(wanted[gone]))}")
+        owner, places = reading.locate(calls, columns, wanted)
+        missing = [
+            f"column {name!r} of {listed(ids_tuple(wanted[segment < 0]))}"
+            for name, segment in zip(columns, places[0], strict=True)
+            if (segment < 0).any()
+        ]
         if missing:
             raise ValueError(f"read: not committed: {'; '.join(missing)}")
-        if not parts:
-            return Rows((), {c: empty(self.columns[c]) for c in columns})
-        return parts[0] if len(parts) == 1 else Rows.concat(parts).select(ids)
+        return Rows(ids_tuple(wanted), reading.gather(calls, self.columns, "read", columns, owner, places, fresh))
 
     # work
 
@@ -177,31 +172,27 @@ class Dock:
             raise ValueError(f"lease of state {state!r}: need 1 <= min_rows <= max_rows, got {min_rows} and {max_rows}")
         wanted = None
         if ids is not None:
-            ids = named(ids)
             wanted = ids_array(ids)
-            calls.epochs.check(f"lease of state {state!r}", wanted)
-            if len(set(ids)) != len(ids):
-                raise ValueError(f"lease of state {state!r}: an id occurs twice among {listed(ids)}")
-            if not len(ids):
-                return Lease(0, state, Rows((), {c: empty(self.columns[c]) for c in names}))
+            calls.epochs.cleared(f"lease of state {state!r}", wanted)
+            if len(set(ids_tuple(wanted))) != len(wanted):
+                raise ValueError(f"lease of state {state!r}: an id occurs twice among {listed(ids_tuple(wanted))}")
         # Ranks of one consumer may read different columns, as pipeline stages do, of the one grant that they share.
         every = names if self._peers.size == 1 else self._declared.reads(state, None)
         ask = m.Ask(state, every, wanted, calls.epochs.listed(), calls.after, deadline, calls.lease_seconds)
         ask.max_rows, ask.min_rows, ask.max_tokens, ask.linger = max_rows, min_rows, max_tokens, linger
         ask.near = calls.warehouse
         grant = self._granted(ask)
+        places, take = [grant.segment, grant.offset, grant.length], fresh if into is None else into.take
+        if names != every:
+            places = [place[[every.index(name) for name in names]] for place in places]
         try:
-            places = [grant.segment, grant.offset, grant.length]
-            if names != every:
-                places = [place[[every.index(name) for name in names]] for place in places]
-            take = fresh if into is None else into.take
-            found = reading.gather(calls, self.columns, state, names, grant.owner, places, take)
+            got = reading.gather(calls, self.columns, state, names, grant.owner, places, take)
         except BaseException:
             self._return(state, grant.token)
             raise
         if grant.token:
             calls.held[state, grant.token] = grant.ids
-        return Lease(grant.token, state, Rows(ids_tuple(grant.ids), found))
+        return Lease(grant.token, state, Rows(ids_tuple(grant.ids), got))
 
     def commit(self, lease: Lease, rows: Rows | None = None) -> None:
         """Write `rows` back and acknowledge the lease, for all its peers when all have written. Afterwards all columns
@@ -213,22 +204,27 @@ class Dock:
         """
         if not len(lease):
             return
-        if (lease.state, lease.token) not in self._calls.held:
-            self._declared.check_state(lease.state)
-            if rows is not None:
-                self._declared.check_writes(lease, rows)
-            return self._check_done(lease)
-        if self._peers.size == 1:
-            self._write_back(lease, rows)
-        else:
-            self._commit_together(lease, rows)
-        self._calls.held.pop((lease.state, lease.token), None)
+        held = self._calls.held.get((lease.state, lease.token))
+        if held is None:
+            return self._check_done(lease, rows)
+        calls, peers = self._calls, self._peers
+        failed = self._write_back(lease, rows, None) if peers.rank and rows is not None and len(rows) else None
+        for after, error in peers.gather((calls.after, failed)):
+            calls.hear(after)
+            failed = failed or error
+        if failed is None:  # all the others have written
+            failed = None if peers.rank else self._write_back(lease, rows, held)
+            after, failed = peers.share((calls.after, failed))
+            calls.hear(after)
+        if failed is not None:
+            raise failed
+        calls.held.pop((lease.state, lease.token), None)
         return None
 
     def release(self, lease: Lease) -> None:
         """Hand the rows back undone; they are delivered again. Nothing happens for a lease that is not live."""
         if (lease.state, lease.token) in self._calls.held:
-            self._peers.gather(b"")  # all have read
+            self._peers.gather(None)  # all have read
             if not self._peers.rank:
                 self._calls.ask_controller(lease.state, m.Release(lease.state, lease.token))
             self._calls.held.pop((lease.state, lease.token), None)
@@ -236,8 +232,7 @@ class Dock:
     def remaining(self, state: str) -> int:
         """Rows of all open epochs that the state has not acknowledged, leased ones included."""
         self._declared.check_state(state)
-        message = m.Remaining(state, self._calls.epochs.listed(), self._calls.after)
-        return self._calls.ask_controller(state, message).rows
+        return len(self._undone(state, None))
 
     # the whole dock
 
@@ -250,7 +245,7 @@ class Dock:
         """Become what a snapshot saw; the leader writes, all ranks call with the same state. Only into a new dock."""
         snapshot.check(state, self.columns)
         epochs = self._calls.epochs
-        if epochs.shapes or epochs.last >= 0:
+        if epochs.last >= 0:
             raise ValueError(f"restore into a dock that has opened epoch {epochs.last}; start a new one")
         for saved in state["epochs"]:
             self.open(saved["number"], saved["groups"], saved["members"])
@@ -263,15 +258,16 @@ class Dock:
         if self._leader:
             for name in self.states:  # answers when its controller knows all that was written here
                 self.remaining(name)
-        self._barrier()
+        if self._member is not None:
+            self._member.peers.gather(None)
 
     def invite(self, secret_file: str | os.PathLike[str], host: str = "") -> str:
         """Let processes outside of the job join: writes the job's secret into a file of mode 600, and returns the
         address for `join`. Collective over the job. host: address of a network interface, where processes of other
         machines are to join a job of one machine."""
-        if self._invite is None:
+        if self._member is None:
             raise ValueError("only a rank of the job can invite others to its dock")
-        return self._invite(secret_file, host)
+        return self._member.invite(secret_file, host)
 
     @staticmethod
     def join(address: str, secret_file: str | os.PathLike[str], *, lease_seconds: float = 600.0) -> Dock:
@@ -279,113 +275,60 @@ class Dock:
         commits, releases. Its leases run out after `lease_seconds`, or end with its connection; their rows are given
         out again then, and the first commit of a cell wins. Raises ConnectionError where nobody answers, and
         PermissionError for a wrong secret or one that others can read."""
-        from mindspeed_rl_plugin.dock import outside
-
-        mode = os.stat(secret_file).st_mode
-        if stat.S_IMODE(mode) & 0o077:
-            raise PermissionError(f"{secret_file} has mode {stat.filemode(mode)}: others can read it; chmod 600")
-        with open(secret_file, encoding="ascii") as file:
-            secret = bytes.fromhex(file.read())
-        declared, calls = outside.join(address, secret, lease_seconds)
-        return Dock(declared, calls, leader=False, on_close=calls.close)
+        declared, calls = outside.join(address, secret_file, lease_seconds)
+        return Dock(declared, calls, leader=False)
 
     def close(self) -> None:
         """Leave the dock and free what this process holds of it. Its memory on a machine goes with the lowest rank
         there, so all of a job leave together, after the last call of any. Idempotent."""
-        self._on_close()
+        (self._member or self._calls).close()
 
     # inside
 
     def _granted(self, ask: m.Ask) -> m.Grant:
         """What the consumer's first rank gets from the controller, the same on all its ranks."""
-        answer: m.Message = m.Ok()
+        answer: m.Grant | Exception | None = None
         if not self._peers.rank:
             try:
-                answer = self._calls.ask_controller(ask.state, ask, ask.deadline)
+                answer = self._calls.ask_controller(ask.state, ask)
             except (ValueError, TimeoutError) as error:
-                if self._peers.size == 1:
-                    raise
-                answer = m.Failed.of(error)
-        if self._peers.size > 1:
-            answer = m.unpack(self._peers.share(m.pack(answer)))
-        if isinstance(answer, m.Failed):
-            raise answer.raised()
+                answer = error
+        answer = self._peers.share(answer)
+        if isinstance(answer, Exception):
+            raise answer
         if ask.ids is not None and not np.array_equal(ask.ids, answer.ids):
-            theirs, wanted = (listed(map(tuple, x.tolist())) for x in (answer.ids, ask.ids))
+            theirs, wanted = (listed(ids_tuple(x)) for x in (answer.ids, ask.ids))
             raise ValueError(
                 f"lease of state {ask.state!r}: this rank asks for ids {wanted}, the first rank of its consumer for "
                 f"{theirs}; ranks of one consumer must lease alike"
             )
         if self._calls.epochs.owners is None:
-            self._calls.epochs.learn(answer.shapes, answer.ids, answer.owner)
+            self._calls.epochs.learn(answer)
         return answer
 
-    def _write_back(self, lease: Lease, rows: Rows | None, acknowledge: bool = True) -> None:
-        held = self._calls.held[lease.state, lease.token]
-        wanted = held[:0]
-        if rows is not None:
-            self._declared.check_writes(lease, rows)
-            wanted = held if rows.ids is lease.rows.ids else ids_array(rows.ids)
-        self._writer.write(rows, wanted, lease.state, held if acknowledge else None)
-
-    def _commit_together(self, lease: Lease, rows: Rows | None) -> None:
-        """All but the first rank write; it writes and acknowledges when they have; all learn how that went."""
-        calls, peers, failed = self._calls, self._peers, None
+    def _write_back(self, lease: Lease, rows: Rows | None, held: np.ndarray | None) -> Exception | None:
+        """Write, and acknowledge what is held; what went wrong."""
         try:
-            if peers.rank and rows is not None and len(rows):
-                self._write_back(lease, rows, acknowledge=False)
+            self._declared.check_writes(lease, rows)
+            self._writer.write(rows, lease.state, held)
         except (ValueError, TimeoutError) as error:
-            failed = m.Failed.of(error)
-        for data in peers.gather(m.pack(m.Written(calls.after, failed))):
-            other = m.unpack(data)
-            merge(calls.after, other.after)
-            failed = failed or other.failed
-        if failed is None:
-            try:
-                if not peers.rank:
-                    self._write_back(lease, rows)
-            except (ValueError, TimeoutError) as error:
-                failed = m.Failed.of(error)
-            done = m.unpack(peers.share(m.pack(m.Written(calls.after, failed))))
-            merge(calls.after, done.after)
-            failed = done.failed
-        if failed is not None:
-            raise failed.raised()
+            return error
+        return None
 
-    def _check_done(self, lease: Lease) -> None:
+    def _check_done(self, lease: Lease, rows: Rows | None) -> None:
         """A lease that is not live here may be committed again only if its rows are done or cleared."""
-        ids, calls = ids_array(lease.rows.ids), self._calls
-        calls.epochs.check(f"commit of state {lease.state!r}", ids)
-        message = m.Remaining(lease.state, calls.epochs.listed(), calls.after, ids)
-        undone = calls.ask_controller(lease.state, message).ids
+        self._declared.check_writes(lease, rows)
+        undone = self._undone(lease.state, ids_array(lease.rows.ids))
         if len(undone):
             raise ValueError(
                 f"commit: lease {lease.token} of state {lease.state!r} is void (released, or the dock was restored); "
                 f"lease its undone rows again: {listed(ids_tuple(undone))}"
             )
 
-    def _cleared(self, epoch: int, ids: np.ndarray) -> np.ndarray:
-        """`[B]` bool: ids of an epoch whose cells are gone."""
-        epochs = self._calls.epochs
-        if epoch not in epochs.shapes:
-            return np.ones(len(ids), bool)
-        gone = epochs.cleared.get(epoch)
-        return np.zeros(len(ids), bool) if gone is None else gone[ids[:, 1]]
-
-    def _read(
-        self, warehouse: int, epoch: int, ids: Sequence[SampleId], columns: Sequence[str], missing: list[str]
-    ) -> Rows:
+    def _undone(self, state: str, ids: np.ndarray | None) -> np.ndarray:
+        """`[n, 3]` rows of all open epochs, or of `ids`, that are not acknowledged."""
         calls = self._calls
-        members = calls.epochs.shapes[epoch].members
-        slots = np.array([i.group * members + i.member for i in ids], np.int32)
-        found = calls.ask_warehouse(warehouse, m.Locate(epoch, tuple(columns), slots))
-        for name, segment in zip(columns, found.segment, strict=True):
-            if (segment < 0).any():
-                missing.append(f"column {name!r} of {listed(ids[i] for i in (segment < 0).nonzero()[0])}")
-        if missing:
-            return Rows(tuple(ids), {})
-        owner, places = np.full(len(ids), warehouse), (found.segment, found.offset, found.length)
-        return Rows(tuple(ids), reading.gather(calls, self.columns, "read", columns, owner, places, fresh))
+        return calls.ask_controller(state, m.Remaining(state, calls.epochs.listed(), calls.after, ids)).ids
 
     def _return(self, state: str, token: int) -> None:
         """Hand back what could not be read."""

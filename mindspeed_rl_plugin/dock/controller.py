@@ -13,13 +13,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mindspeed_rl_plugin.dock.api import ColumnSpec, StateSpec, explain_wait
+from mindspeed_rl_plugin.dock.api import ColumnSpec, StateSpec, listed
 from mindspeed_rl_plugin.dock.cells import ids_tuple
 from mindspeed_rl_plugin.dock.messages import Ask, Grant, Record, Shape
-from mindspeed_rl_plugin.dock.pick import Picked, pick
+from mindspeed_rl_plugin.dock.pick import Picked, pick, rows_of
 from mindspeed_rl_plugin.dock.places import rows_of_groups
-from mindspeed_rl_plugin.dock.views import FREE, LEASED, EpochView
-from mindspeed_rl_plugin.rows import SampleId
+from mindspeed_rl_plugin.dock.views import DONE, FREE, LEASED, EpochView
 
 
 @dataclass
@@ -62,9 +61,9 @@ class Controller:
         view = self._epochs.get(record.epoch)
         if view is None:  # cleared everywhere
             return False
-        view.enter(record)
+        view.learn(record)
         if mine or record.cleared is not None:
-            self._end(lambda h: all(n not in self._epochs or self._epochs[n].settled(rows) for n, rows in h.rows))
+            self._end(self._settled)
         if not view.alive.any():
             del self._epochs[record.epoch]
             self._gone.add(record.epoch)
@@ -95,11 +94,11 @@ class Controller:
     def grant(self, token: int, rows: Picked, columns: tuple[str, ...]) -> Grant:
         """What the holder must know: ids, and where the cells of `columns` lie."""
         parts = [(number, self._epochs[number], part) for number, part in rows]
-        places = [view.places.cells(columns, part) for _, view, part in parts]
+        places = [view.cells(columns, part) for _, view, part in parts]
         empty = [np.empty((len(columns), 0), t) for t in (np.int32, np.int64, np.int32)]
         return Grant(
             token,
-            _joined([view.ids(number, part) for number, view, part in parts], np.empty((0, 3), np.int64)),
+            self._ids(rows),
             _joined([view.owner[part // view.shape.members] for _, view, part in parts], np.empty(0, np.int32)),
             *(_joined([p[i] for p in places], empty[i]) for i in range(3)),
             [(number, *view.shape) for number, view, _ in parts],
@@ -129,32 +128,34 @@ class Controller:
 
     # looking
 
-    def remaining(self) -> int:
-        """Rows not acknowledged, leased ones included."""
-        return sum(int(e.undone().sum()) for e in self._epochs.values())
-
-    def undone(self, ids: np.ndarray) -> np.ndarray:
-        """Those of `ids` `[B, 3]` that are not acknowledged; cleared ones are left out."""
-        kept = np.zeros(len(ids), bool)
-        for number in np.unique(ids[:, 0]).tolist():
-            if number in self._epochs:
-                view, mine = self._epochs[number], ids[:, 0] == number
-                kept[mine] = view.undone()[ids[mine, 1] * view.shape.members + ids[mine, 2]]
-        return ids[kept]
+    def undone(self, ids: np.ndarray | None) -> np.ndarray:
+        """`[n, 3]` what is not acknowledged, leased rows included, of `ids` or of all; cleared rows are left out."""
+        if ids is None:
+            parts = [(number, view.undone().nonzero()[0]) for number, view in sorted(self._epochs.items())]
+        else:
+            asked = rows_of(self._epochs, ids)
+            parts = [(number, rows[self._epochs[number].undone()[rows]]) for number, rows in asked]
+        return self._ids(parts)
 
     def explain(self, ask: Ask) -> str:
-        """Why an ask was not served within its deadline."""
-        views = sorted(self._epochs.items())
-        if ask.ids is not None:
-            wanted, asked = ask.ids, f"{len(ask.ids)} rows asked by id"
-        else:
-            parts = [view.ids(number, view.undone().nonzero()[0]) for number, view in views]
-            wanted, asked = _joined(parts, np.empty((0, 3), np.int64)), f"at least {ask.min_rows} rows"
-        samples = dict.fromkeys(ids_tuple(wanted))
-        missing = {name: [s for s in samples if not self._has(name, s)] for name in self.spec.reads}
-        held = {token: [i for i in self._ids(h.rows) if i in samples] for token, h in self._leases.items()}
-        ready = sum(int(view.available().sum()) for _, view in views)
-        return explain_wait(self.states, self.spec.name, asked, ask.deadline, missing, held, ready)
+        """Why an ask was not served within its deadline: who should have written what, and who holds what."""
+        wanted, reasons = self.undone(ask.ids), list[str]()
+        for name in self.spec.reads:
+            parts = [(n, self._epochs[n], rows) for n, rows in rows_of(self._epochs, wanted)]
+            missing = self._ids([(n, rows[view.absent((name,), rows)[0]]) for n, view, rows in parts])
+            writers = " or ".join(repr(s.name) for s in self.states.values() if name in s.writes)
+            writer = f"state {writers}" if writers else "a producer's put"
+            if len(missing):
+                reasons.append(f"column {name!r} (written by {writer}) is missing for {listed(ids_tuple(missing))}")
+        asked = set(ids_tuple(wanted))
+        for token, held in self._leases.items():
+            ids = [i for i in ids_tuple(self._ids(held.rows)) if i in asked]
+            reasons += [f"lease {token} holds {listed(ids)}"] if ids else []
+        rows = f"at least {ask.min_rows} rows" if ask.ids is None else f"{len(ask.ids)} rows asked by id"
+        whole = " (whole groups)" if self.spec.whole_groups else ""
+        ready = sum(int(view.available().sum()) for view in self._epochs.values())
+        why = "; ".join(reasons) or "no more rows are open"
+        return f"state {self.spec.name!r} waited {ask.deadline:g} s for {rows}{whole}, {ready} are ready: {why}"
 
     # inside
 
@@ -168,14 +169,15 @@ class Controller:
                     view.status[rows[view.status[rows] == LEASED]] = FREE
         return bool(ended)
 
-    def _ids(self, rows: Picked) -> list[SampleId]:
-        parts = [(n, part) for n, part in rows if n in self._epochs]
-        return [i for n, part in parts for i in ids_tuple(self._epochs[n].ids(n, part))]
+    def _settled(self, held: Held) -> bool:
+        """Whether nothing is left to be done with the rows of a lease."""
+        views = ((self._epochs[number], rows) for number, rows in held.rows if number in self._epochs)
+        return all(((v.status[rows] == DONE) | ~v.alive[rows // v.shape.members]).all() for v, rows in views)
 
-    def _has(self, name: str, sample: SampleId) -> bool:
-        view = self._epochs.get(sample.epoch)
-        row = -1 if view is None else sample.group * view.shape.members + sample.member
-        return view is not None and row < len(view.status) and view.places.segment[view.places.row[name], row] >= 0
+    def _ids(self, rows: Picked) -> np.ndarray:
+        """`[n, 3]` ids of rows of epochs that are still there."""
+        parts = [self._epochs[number].ids(number, part) for number, part in rows if number in self._epochs]
+        return _joined(parts, np.empty((0, 3), np.int64))
 
 
 def _joined(parts: list[np.ndarray], empty: np.ndarray) -> np.ndarray:

@@ -25,7 +25,7 @@ class Core:
     """Serves `warehouse` and `controllers` (both optional), one call at a time.
 
     tell: sends a record to the controllers of other processes; wake: those who wait for something (a state, `AFTER`,
-    `MEMORY`) try again; describe: answers a process that joins from outside the job; clock: seconds. served: messages,
+    `MEMORY`) try again; directory: answers a process that joins from outside the job; clock: seconds. served: messages,
     and bytes of cells that went through this process, to show that none sees them all; refused: what was turned away,
     by reason.
     """
@@ -34,7 +34,7 @@ class Core:
         self.warehouse, self.controllers = warehouse, dict(controllers or {})
         self.tell: Callable[[m.Record], None] = lambda record: None
         self.wake: Callable[[str], None] = lambda key: None
-        self.describe: Callable[[], m.Message] = m.Ok
+        self.directory: m.Message = m.Ok()
         self.clock = time.monotonic
         self.served = {"messages": 0, "bytes": 0}
         self.refused = {"stranger": 0, "malformed": 0}
@@ -95,10 +95,7 @@ class Core:
         controller = self._controller(message.state, message.epochs)
         if late := self._behind(controller, message.after, waited):
             return late
-        if message.ids is None:
-            return m.Left(controller.remaining())
-        left = controller.undone(message.ids)
-        return m.Left(len(left), left)
+        return m.Left(controller.undone(message.ids))
 
     def _retire(self, message: m.Clear, waited: float) -> m.Message | str:
         controller = self._controller(message.state, [(message.epoch, *message.shape)])
@@ -150,25 +147,26 @@ class Core:
             if reason is not None:
                 return MEMORY
         if put.reserve:
-            return m.Committed(house.seq, house.reserve(peer, put.parts))
+            return m.Ok(house.seq, house.reserve(peer, put.parts))
         if bulk is not None:
-            extent = house.store(peer, put.parts, bulk)
+            extent = house.store(peer, bulk)
             self.served["bytes"] += len(bulk)
         record, left = house.commit(peer, put, extent)
-        self._told(record)
+        self._tell(record)
         house.forget(peer, put.back)
-        return m.Committed(house.seq, house.lend(peer, left, put.want))
+        return m.Ok(house.seq, house.lend(peer, left, put.want))
 
     def _on_clear(self, peer: str, message: m.Clear, bulk: object, waited: float) -> m.Message | str:
         if message.state is not None:
             return self._retire(message, waited)
         house = self._house()
-        self._told(house.clear(message.epoch, message.shape, message.groups))
+        self._tell(house.clear(message.epoch, message.shape, message.groups))
         self.wake(MEMORY)
-        return m.Committed(house.seq)
+        return m.Ok(house.seq)
 
     def _on_locate(self, peer: str, message: m.Locate, bulk: object, waited: float) -> m.Message:
-        return self._house().locate(message.epoch, message.columns, message.slots)
+        house = self._house()
+        return m.Located(house.seq, *house.locate(message.epoch, message.columns, message.rows))
 
     def _on_fetch(self, peer: str, message: m.Fetch, bulk: object, waited: float) -> Answer:
         parts = [self._house().slabs.view(*span) for span in message.spans.tolist()]
@@ -178,18 +176,15 @@ class Core:
     def _on_map(self, peer: str, message: m.Map, bulk: object, waited: float) -> m.Message:
         return m.Mapped(*self._house().slabs.place(message.segment))
 
-    def _on_manifest(self, peer: str, message: m.Manifest, bulk: object, waited: float) -> m.Message:
-        return m.Held(self._house().manifest())
-
     def _on_join(self, peer: str, message: m.Join, bulk: object, waited: float) -> m.Message:
-        return self.describe()
+        return self.directory
 
     def _house(self) -> Warehouse:
         if self.warehouse is None:
             raise m.FrameError("no warehouse is here")
         return self.warehouse
 
-    def _told(self, record: m.Record | None) -> None:
+    def _tell(self, record: m.Record | None) -> None:
         if record is not None:
             self.apply(record)
             self.tell(record)

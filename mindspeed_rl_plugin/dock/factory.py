@@ -3,44 +3,30 @@
 from __future__ import annotations
 
 import atexit
-import ipaddress
 import os
 import secrets
-import socket
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch.distributed as dist
 
+from mindspeed_rl_plugin.dock.addresses import check_addresses, machine, own_address
 from mindspeed_rl_plugin.dock.api import ColumnSpec, Declared, StateSpec
-from mindspeed_rl_plugin.dock.calls import Calls, Directory, Owners, contiguous_owners
+from mindspeed_rl_plugin.dock.calls import Calls, Owners, contiguous_owners
 from mindspeed_rl_plugin.dock.client import Dock
 from mindspeed_rl_plugin.dock.controller import Controller
 from mindspeed_rl_plugin.dock.core import Core
 from mindspeed_rl_plugin.dock.limits import Limits
-from mindspeed_rl_plugin.dock.messages import Address
-from mindspeed_rl_plugin.dock.outside import describe, write_secret
-from mindspeed_rl_plugin.dock.peers import make_peers
+from mindspeed_rl_plugin.dock.messages import Address, Directory
+from mindspeed_rl_plugin.dock.outside import write_secret
+from mindspeed_rl_plugin.dock.peers import GroupPeers, Peers, make_peers
 from mindspeed_rl_plugin.dock.server import Server
 from mindspeed_rl_plugin.dock.storage import Warehouse
 from mindspeed_rl_plugin.dock.watch import Watch
-from mindspeed_rl_plugin.environment import master_address
 
 HEARTBEATS = 10  # of which ranks wait for each other
 HEARTBEAT = 30.0  # seconds, at least: one that is only busy is not given up
 ANSWER = 120.0  # seconds; nothing that need not wait takes so long, on the busiest machine
-
-Exchange = Callable[[Any], list[Any]]  # every rank's value, in rank order
-
-
-def make_dock(
-    columns: Sequence[ColumnSpec],
-    states: Sequence[StateSpec],
-    division: tuple[int, int] | None = None,
-    **more: Any,
-) -> Dock:
-    """A dock with these columns and states, seen by one division of the ranks; see `make_docks`."""
-    return make_docks(columns, states, [division], **more)[0]
 
 
 def make_docks(
@@ -65,24 +51,13 @@ def make_docks(
     as gone and the job ends; by default a tenth of the deadline, 30 s at least. Raises ValueError, on every rank, for
     a machine of several that has no address that the others can reach.
     """
-    rank, world = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
-
-    def exchange(value: Any) -> list[Any]:
-        if world == 1:
-            return [value]
-        found: list[Any] = [None] * world
-        dist.all_gather_object(found, value, group=group)
-        return found
-
-    host = own_address()
+    job, host = Peers() if group is None else GroupPeers(group), own_address()
     if not node:
-        check_addresses(exchange((machine(), host)))
+        check_addresses(job.gather((machine(), host)))
     member = Member(
         columns,
         states,
-        rank=rank,
-        world=world,
-        exchange=exchange,
+        job,
         node=node,
         host=host,
         limits=limits,
@@ -90,30 +65,24 @@ def make_docks(
         patience=deadline,
         heartbeat=max(HEARTBEAT, deadline / HEARTBEATS) if heartbeat is None else heartbeat,
     )
-    everybody = exchange([None if d is None else tuple(d) for d in divisions])
-    docks = []
-    for number in range(len(divisions)):
-        peers = make_peers(group, [theirs[number] for theirs in everybody], rank, deadline)
-        docks.append(member.dock(peers=peers, deadline=deadline))
-    return docks
+    every = [make_peers(job, division, group, deadline) for division in divisions]
+    return [member.dock(peers=peers, deadline=deadline) for peers in every]
 
 
 class Member:
     """One process of a dock: what it serves, and its calls to the others.
 
-    rank, world: of the job; exchange: all-gather of a small value over the job; node: this machine; host: address on
-    the job's interface, "" where all ranks share one machine. The lowest rank of each machine holds its warehouse; the
-    controllers are spread over the ranks. end: ends this process, called where a rank is gone.
+    peers: the ranks of the job; node: this machine; host: address on the job's interface, "" where all ranks share one
+    machine. The lowest rank of each machine holds its warehouse; the controllers are spread over the ranks. end: ends
+    this process, called where a rank is gone.
     """
 
     def __init__(
         self,
         columns: Sequence[ColumnSpec],
         states: Sequence[StateSpec],
+        peers: Peers | None = None,
         *,
-        rank: int = 0,
-        world: int = 1,
-        exchange: Exchange = lambda value: [value],
         node: str = "",
         host: str = "",
         limits: Limits | None = None,
@@ -122,51 +91,47 @@ class Member:
         heartbeat: float = HEARTBEAT,
         end: Callable[[int], object] = os._exit,
     ) -> None:
-        self.declared, self._exchange, self._rank = Declared(columns, states), exchange, rank
+        self.declared, self.peers = Declared(columns, states), peers or Peers()
+        gather, rank, many = self.peers.gather, self.peers.rank, self.peers.size > 1
         node = node or machine()
-        nodes = exchange(node)
-        self._machines = list(dict.fromkeys(nodes))  # by their lowest rank
-        secret = bytes.fromhex(exchange(secrets.token_hex(32) if rank == 0 else "")[0])
-        given = owners if len(self._machines) > 1 else None
-        self._owners = given or contiguous_owners(len(self._machines))
-        self._held_by = {s.name: controller_rank(i, len(states), world) for i, s in enumerate(states)}
-        self._leads = [nodes.index(name) for name in self._machines]
-        self._watch = Watch(rank, nodes, heartbeat, end) if world > 1 else None
+        nodes = gather(node)
+        machines = list(dict.fromkeys(nodes))  # by their lowest rank
+        self._leads = [nodes.index(name) for name in machines]
+        self._held_by = {s.name: controller_rank(i, len(states), len(nodes)) for i, s in enumerate(states)}
+        self._secret = bytes.fromhex(gather(secrets.token_hex(32))[0])
+        self._watch = Watch(rank, nodes, heartbeat, end) if many else None
         self.core = self._core(limits or Limits())
-        self.server = Server(self.core, node, secret, self._watch, rank)
-        self.directory = Directory([], {})
-        bound = host if len(self._machines) > 1 else ""
-        self._meet(exchange(self.server.start(bound) if world > 1 else Address(node, "", rank=rank)))
-        self.core.describe = lambda: describe(self.declared, self.directory)
-        if world > 1:
+        self.server = Server(self.core, node, self._secret, self._watch, rank)
+        self.directory = self.core.directory = Directory(list(columns), list(states), [], {})
+        self._publish(self.server.start(host if len(machines) > 1 else "") if many else Address(node, "", rank=rank))
+        if many:
             self._link(nodes)
-            exchange(None)  # nobody asks before everybody answers
+            gather(None)  # nobody asks before everybody answers
         self.calls = Calls(
             self.directory,
             name=f"rank {rank}",
             rank=rank,
             node=node,
-            secret=secret,
+            secret=self._secret,
             server=self.server,
-            warehouse=self._machines.index(node),
-            owners=self._owners,
+            warehouse=machines.index(node),
+            owners=owners if owners and len(machines) > 1 else contiguous_owners(len(machines)),
             patience=min(patience, ANSWER),
             lost=self._lost,
         )
-        self._secret, self._closed = secret, False
+        self._closed = False
         atexit.register(self.close)  # in order, or the others would stop for this rank
 
     def dock(self, **more: Any) -> Dock:
         """A view of the dock."""
-        hooks = {"barrier": lambda: self._exchange(None), "invite": self.invite, "on_close": self.close}
-        return Dock(self.declared, self.calls, leader=self._rank == 0, **hooks, **more)
+        return Dock(self.declared, self.calls, member=self, leader=self.peers.rank == 0, **more)
 
     def invite(self, secret_file: str | os.PathLike[str], host: str = "") -> str:
         """See `Dock.invite`."""
-        self._meet(self._exchange(self.server.start(host)))
-        if self._rank == 0:
+        self._publish(self.server.start(host))
+        if self.peers.rank == 0:
             write_secret(secret_file, self._secret)
-        self._exchange(None)
+        self.peers.gather(None)
         first = self.directory.warehouses[0]
         return f"{first.host}:{first.port}" if first.port else f"unix:{first.unix}"
 
@@ -182,32 +147,30 @@ class Member:
             self.core.warehouse.slabs.close()
 
     def _core(self, limits: Limits) -> Core:
-        columns, states = self.declared.columns, self.declared.states
-        house = None
-        if self._rank in self._leads:
-            house = Warehouse(self._leads.index(self._rank), self.declared, limits)
-        here = [states[name] for name, rank in self._held_by.items() if rank == self._rank]
-        return Core(house, {spec.name: Controller(spec, columns, states) for spec in here})
+        columns, states, rank = self.declared.columns, self.declared.states, self.peers.rank
+        house = Warehouse(self._leads.index(rank), self.declared, limits) if rank in self._leads else None
+        here = [name for name, holder in self._held_by.items() if holder == rank]
+        return Core(house, {name: Controller(states[name], columns, states) for name in here})
 
-    def _meet(self, addresses: Sequence[Address]) -> None:
-        """Learn where every rank answers."""
-        self._addresses = addresses = [Address(*address) for address in addresses]
-        self.directory.warehouses[:] = [addresses[rank] for rank in self._leads]
-        self.directory.controllers.update({name: addresses[rank] for name, rank in self._held_by.items()})
+    def _publish(self, address: Address) -> None:
+        """Every rank learns where every rank answers."""
+        self._addresses = [Address(*address) for address in self.peers.gather(address)]
+        self.directory.warehouses[:] = [self._addresses[rank] for rank in self._leads]
+        self.directory.controllers.update({name: self._addresses[rank] for name, rank in self._held_by.items()})
 
     def _link(self, nodes: Sequence[str]) -> None:
         """To the lowest rank of this machine, or to rank 0; from a warehouse to all controllers."""
-        links = {}
-        if self._rank:
-            lead = nodes.index(nodes[self._rank])
-            first = self._addresses[0 if lead == self._rank else lead]
+        links, rank = {}, self.peers.rank
+        if rank:
+            lead = nodes.index(nodes[rank])
+            first = self._addresses[0 if lead == rank else lead]
             links[first.rank] = self.server.link(first)
         if self.core.warehouse is None:
             return
-        told = sorted(set(self._held_by.values()) - {self._rank})
-        for rank in told:
-            links[rank] = links.get(rank) or self.server.link(self._addresses[rank])
-        self.core.tell = lambda record: self.server.tell([links[rank] for rank in told], record)
+        told = sorted(set(self._held_by.values()) - {rank})
+        for other in told:
+            links[other] = links.get(other) or self.server.link(self._addresses[other])
+        self.core.tell = lambda record: self.server.tell([links[other] for other in told], record)
 
     def _lost(self, address: Address, why: str) -> None:
         if self._watch is not None and not self._closed:
@@ -219,40 +182,3 @@ def controller_rank(index: int, controllers: int, world: int) -> int:
     spread evenly; else as many for each rank, to one, from the second on: the first, which holds a warehouse
     already, has no more than any other."""
     return (index * world // controllers if world >= controllers else index + 1) % world
-
-
-def machine() -> str:
-    """Name of what shares memory through one /proc: containers of one machine may differ, agents do not."""
-    with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
-        boot = file.read().strip()
-    spaces = ":".join(str(os.stat(f"/proc/self/ns/{name}").st_ino) for name in ("pid", "net"))
-    return f"{socket.gethostname()} {boot[:8]} {spaces}"
-
-
-def own_address() -> str:
-    """This machine's address on the job's interface: the one from which it reaches the job's master."""
-    host, port = master_address()
-    if not host:
-        return ""
-    family, _, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect(target)  # chooses the route, sends nothing
-        return probe.getsockname()[0]
-
-
-def check_addresses(places: Sequence[tuple[str, str]]) -> None:
-    """Raise ValueError where the ranks of several machines, by (machine, own address), cannot reach each other."""
-    if len({name for name, _ in places}) == 1:
-        return
-    named = master_address()[0]
-    for rank, (name, host) in enumerate(places):
-        if not host:
-            raise ValueError(
-                f"rank {rank} on {name} has no MASTER_ADDR: the dock of several machines takes the interface of the "
-                "job from it; give the network address of the first machine"
-            )
-        if ipaddress.ip_address(host.partition("%")[0]).is_loopback:
-            raise ValueError(
-                f"MASTER_ADDR {named} resolves to {host} on {name} (rank {rank}), where no other machine reaches it; "
-                "give the network address of the first machine, or correct /etc/hosts there"
-            )

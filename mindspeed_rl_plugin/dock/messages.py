@@ -9,7 +9,11 @@ from typing import Any, NamedTuple, Union
 
 import msgspec
 import numpy as np
+import torch
 
+from mindspeed_rl_plugin.dock.api import ColumnSpec, StateSpec
+
+DTYPES = {str(t).removeprefix("torch."): t for t in vars(torch).values() if isinstance(t, torch.dtype)}
 TYPES = {np.dtype(t).str: np.dtype(t) for t in (np.uint8, np.int32, np.int64)}
 
 # What garbage inside a well-formed message raises where it is served.
@@ -59,7 +63,7 @@ class Part(msgspec.Struct, array_like=True, gc=False):
     length: np.ndarray
 
 
-class Cells(Message):
+class Cells(msgspec.Struct, array_like=True, gc=False):
     """Where cells lie. names: C columns; slots: `[n]` int32; segment: `[C, n]` or `[1, 1]` int32, -1 for a cell that is
     not there; offset: `[C, n]` int64 bytes; length: `[C, n]` int32 entries."""
 
@@ -122,10 +126,9 @@ class Remaining(Message):
 
 
 class Left(Message):
-    """Rows that are not acknowledged: how many, and which, where ids were given."""
+    """Rows that are not acknowledged. ids: `[n, 3]`."""
 
-    rows: int
-    ids: np.ndarray | None = None
+    ids: np.ndarray
 
 
 # To a warehouse.
@@ -163,19 +166,22 @@ class Clear(Message):
     deadline: float = 0.0
 
 
-class Committed(Message):
-    """seq: number of the warehouse's newest record; extent: memory that only the asker may fill."""
-
-    seq: int
-    extent: Extent | None = None
-
-
 class Locate(Message):
-    """Where the cells of rows `slots` lie."""
+    """Where the cells of rows lie."""
 
     epoch: int
     columns: tuple[str, ...]
-    slots: np.ndarray
+    rows: np.ndarray
+
+
+class Located(Message):
+    """seq: number of the warehouse's newest record; segment (-1 for a cell that is not there), offset, length:
+    `[C, n]`."""
+
+    seq: int
+    segment: np.ndarray
+    offset: np.ndarray
+    length: np.ndarray
 
 
 class Fetch(Message):
@@ -195,16 +201,6 @@ class Mapped(Message):
 
     path: str
     nbytes: int
-
-
-class Manifest(Message):
-    """All that a warehouse holds."""
-
-
-class Held(Message):
-    """Records that say as much."""
-
-    records: list[Record]
 
 
 # Between processes.
@@ -251,57 +247,58 @@ class Join(Message):
     """A process outside of the job asks what there is."""
 
 
-class Description(Message):
-    """What it must know. columns: (name, dtype, level, ragged, trailing, longest); states: (name, reads, writes, whole
-    groups)."""
+class Directory(Message):
+    """What a dock's processes know of it: its columns and states, and where warehouses, by number, and controllers, by
+    state, answer."""
 
-    columns: list[tuple[str, str, str, bool, tuple[int, ...], int | None]]
-    states: list[tuple[str, tuple[str, ...], tuple[str, ...], bool]]
+    columns: list[ColumnSpec]
+    states: list[StateSpec]
     warehouses: list[Address]
     controllers: dict[str, Address]
 
 
 class Ok(Message):
-    """Done; what was fetched follows as bulk."""
+    """Done; what was fetched follows as bulk. Of a warehouse, seq: number of its newest record; extent: memory that
+    only the asker may fill."""
+
+    seq: int = 0
+    extent: Extent | None = None
 
 
 class Failed(Message):
-    """kind: name of the exception to raise."""
+    """What the asker raises: a TimeoutError, else a ValueError."""
 
-    kind: str
     text: str
+    late: bool
 
     @classmethod
     def of(cls, error: Exception) -> Failed:
-        """What the asker raises."""
-        return cls("TimeoutError" if isinstance(error, TimeoutError) else "ValueError", str(error))
+        """What it says of an error."""
+        return cls(str(error), isinstance(error, TimeoutError))
 
     def raised(self) -> Exception:
         """What went wrong."""
-        return (TimeoutError if self.kind == "TimeoutError" else ValueError)(self.text)
+        return (TimeoutError if self.late else ValueError)(self.text)
 
 
-class Written(Message):
-    """Among the ranks of a consumer: how a rank's part of a commit went, and the records that it caused."""
-
-    after: dict[int, int]
-    failed: Failed | None = None
-
-
-def _encode_array(value: Any) -> Any:
+def _encode(value: Any) -> Any:
+    if isinstance(value, torch.dtype):
+        return str(value).removeprefix("torch.")
     if not isinstance(value, np.ndarray):
         raise TypeError(f"{type(value).__name__} is no part of a message")
     return value.dtype.str, value.shape, np.ascontiguousarray(value).data
 
 
-def _decode_array(kind: type, value: Any) -> np.ndarray:
+def _decode(kind: type, value: Any) -> Any:
+    if kind is torch.dtype:
+        return DTYPES[value]
     dtype, shape, data = value
     return np.frombuffer(data, TYPES[dtype]).reshape(shape)
 
 
-_ENCODER = msgspec.msgpack.Encoder(enc_hook=_encode_array)
+_ENCODER = msgspec.msgpack.Encoder(enc_hook=_encode)
 _EVERY = Union[tuple(Message.__subclasses__())]  # noqa: UP007
-_DECODER = msgspec.msgpack.Decoder(_EVERY, dec_hook=_decode_array)
+_DECODER = msgspec.msgpack.Decoder(_EVERY, dec_hook=_decode)
 pack = _ENCODER.encode
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 
@@ -15,13 +15,13 @@ class Peers:
 
     rank, size = 0, 1
 
-    def share(self, data: bytes) -> bytes:
+    def share(self, value: Any) -> Any:
         """What the first rank gives."""
-        return data
+        return value
 
-    def gather(self, data: bytes) -> list[bytes]:
+    def gather(self, value: Any) -> list[Any]:
         """What every rank gives, by rank."""
-        return [data]
+        return [value]
 
 
 class GroupPeers(Peers):
@@ -30,40 +30,29 @@ class GroupPeers(Peers):
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
-        self._first = dist.get_global_rank(group, 0)
 
-    def share(self, data: bytes) -> bytes:
-        """Two broadcasts: the size, then the bytes."""
-        size = torch.tensor([len(data)])
-        dist.broadcast(size, self._first, group=self._group)
-        out = torch.empty(int(size), dtype=torch.uint8) if self.rank else _tensor(data)
-        dist.broadcast(out, self._first, group=self._group)
-        return out.numpy().tobytes()
+    def share(self, value: Any) -> Any:
+        """A broadcast."""
+        box = [value]
+        dist.broadcast_object_list(box, dist.get_global_rank(self._group, 0), self._group)
+        return box[0]
 
-    def gather(self, data: bytes) -> list[bytes]:
-        """Two all-gathers: the sizes, then the bytes, padded to the longest."""
-        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
-        dist.all_gather(sizes, torch.tensor([len(data)]), group=self._group)
-        longest = max(int(size) for size in sizes)
-        mine = _tensor(data.ljust(longest, b"\0"))
-        out = [torch.empty(longest, dtype=torch.uint8) for _ in sizes]
-        dist.all_gather(out, mine, group=self._group)
-        return [part.numpy().tobytes()[: int(size)] for part, size in zip(out, sizes, strict=True)]
+    def gather(self, value: Any) -> list[Any]:
+        """An all-gather."""
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, self._group)
+        return values
 
 
-def make_peers(group: dist.ProcessGroup | None, divisions: list[Any], rank: int, seconds: float) -> Peers:
-    """Those of `divisions`, one a rank, that are equal to this rank's make one consumer; None is a consumer of its own.
-    Collective over `group`. seconds: the longest wait of a lease."""
-    limit, mine = timedelta(seconds=2 * seconds + 60), None
+def make_peers(job: Peers, division: Any, group: dist.ProcessGroup | None, seconds: float) -> Peers:
+    """The ranks of `job` that give an equal division make one consumer; None is a consumer of its own. Collective over
+    `group`, that of the job. seconds: the longest wait of a lease."""
+    every: Sequence[Any] = job.gather(None if division is None else tuple(division))
+    limit, mine = timedelta(seconds=2 * seconds + 60), Peers()
     # Every rank makes every group: torch names one that its members make alone by how many groups each of them has.
-    for division in dict.fromkeys(d for d in divisions if d is not None):
-        same = [r for r, theirs in enumerate(divisions) if theirs == division]
+    for one in dict.fromkeys(d for d in every if d is not None):
+        same = [r for r, theirs in enumerate(every) if theirs == one]
         if len(same) > 1:
-            ranks = [dist.get_global_rank(group, r) for r in same]
-            made = dist.new_group(ranks, timeout=limit, backend="gloo")
-            mine = made if rank in same else mine
-    return Peers() if mine is None else GroupPeers(mine)
-
-
-def _tensor(data: bytes) -> torch.Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+            made = dist.new_group([dist.get_global_rank(group, r) for r in same], timeout=limit, backend="gloo")
+            mine = GroupPeers(made) if job.rank in same else mine
+    return mine

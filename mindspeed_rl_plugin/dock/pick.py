@@ -15,11 +15,14 @@ Picked = list[tuple[int, np.ndarray]]  # epoch -> row numbers, in delivery order
 def pick(epochs: Mapping[int, EpochView], ask: Ask, waited: float) -> Picked | None:
     """The rows to give out; [] where every row is acknowledged; None to wait for more. waited: seconds so far.
 
-    Raises ValueError for ids that are not open, cleared, done, or a part of a group where groups are whole, and for
-    bounds below one group.
+    Raises ValueError for ids that are cleared, done, or a part of a group where groups are whole, and for bounds below
+    one group.
     """
     if ask.ids is not None:
-        return _those(epochs, ask.ids)
+        asked = rows_of(epochs, ask.ids)
+        for number, rows in asked:
+            _check(epochs[number], number, rows)
+        return asked if all(epochs[number].available()[rows].all() for number, rows in asked) else None
     unit = max((epoch.unit for epoch in epochs.values()), default=1)
     if ask.max_rows is not None and ask.max_rows < unit:
         name = next(iter(epochs.values())).spec.name
@@ -37,19 +40,11 @@ def pick(epochs: Mapping[int, EpochView], ask: Ask, waited: float) -> Picked | N
     return None if more else batch
 
 
-def _those(epochs: Mapping[int, EpochView], ids: np.ndarray) -> Picked | None:
-    """Rows `ids` in that order, once all of them are ready."""
-    out: Picked = []
-    ready = True
-    for part in np.split(ids, np.flatnonzero(np.diff(ids[:, 0])) + 1):
-        if not len(part):
-            continue
-        epoch = epochs[int(part[0, 0])]
-        rows = part[:, 1] * epoch.shape.members + part[:, 2]
-        _check(epoch, part, rows)
-        ready &= bool(epoch.available()[rows].all())
-        out.append((int(part[0, 0]), rows))
-    return out if ready else None
+def rows_of(epochs: Mapping[int, EpochView], ids: np.ndarray) -> Picked:
+    """Row numbers of ids `[B, 3]` in that order; those of other epochs are left out."""
+    parts = np.split(ids, np.flatnonzero(np.diff(ids[:, 0])) + 1)
+    known = [(int(part[0, 0]), part) for part in parts if len(part) and int(part[0, 0]) in epochs]
+    return [(number, part[:, 1] * epochs[number].shape.members + part[:, 2]) for number, part in known]
 
 
 def _ready(epochs: Mapping[int, EpochView], near: int | None) -> Picked:
@@ -85,26 +80,24 @@ def _bounded(epochs: Mapping[int, EpochView], ready: Picked, ask: Ask) -> Picked
     return out
 
 
-def _check(epoch: EpochView, ids: np.ndarray, rows: np.ndarray) -> None:
-    name, (groups, members) = epoch.spec.name, epoch.shape
-    outside = (ids[:, 1:] < 0).any(1) | (ids[:, 1] >= groups) | (ids[:, 2] >= members)
-    if outside.any():
-        raise ValueError(f"state {name!r}: {_first(ids, outside)} was not opened: {groups} groups of {members}")
-    gone = ~(epoch.alive & ~epoch.retired)[ids[:, 1]]
+def _check(epoch: EpochView, number: int, rows: np.ndarray) -> None:
+    """Raise ValueError for rows that will never be ready."""
+    name, members = epoch.spec.name, epoch.shape.members
+    group, member = np.divmod(rows, members)
+    gone = ~(epoch.alive & ~epoch.retired)[group]
     if gone.any():
-        raise ValueError(f"state {name!r}: {_first(ids, gone)} is cleared, its cells are gone")
+        raise ValueError(f"state {name!r}: {_first(epoch, number, rows[gone])} is cleared, its cells are gone")
     done = epoch.status[rows] == DONE
     if done.any():
-        raise ValueError(f"state {name!r}: already acknowledged: {_first(ids, done)}; each row is delivered once")
-    if epoch.spec.whole_groups:
-        count = np.bincount(ids[:, 1], minlength=groups)
-        for group in ((count > 0) & (count < members)).nonzero()[0].tolist():
-            lacking = np.setdiff1d(np.arange(members), ids[ids[:, 1] == group, 2]).tolist()
-            raise ValueError(
-                f"state {name!r} takes whole groups: group {group} of epoch {ids[0, 0]} is asked without members "
-                f"{lacking}"
-            )
+        asked = _first(epoch, number, rows[done])
+        raise ValueError(f"state {name!r}: already acknowledged: {asked}; each row is delivered once")
+    count = np.bincount(group) if epoch.spec.whole_groups else group[:0]
+    for part in ((count > 0) & (count < members)).nonzero()[0].tolist():
+        lacking = sorted({*range(members)} - {*member[group == part].tolist()})
+        raise ValueError(
+            f"state {name!r} takes whole groups: group {part} of epoch {number} is asked without members {lacking}"
+        )
 
 
-def _first(ids: np.ndarray, mask: np.ndarray) -> str:
-    return str(tuple(ids[mask.argmax()].tolist()))
+def _first(epoch: EpochView, number: int, rows: np.ndarray) -> tuple[int, ...]:
+    return tuple(epoch.ids(number, rows[:1])[0].tolist())

@@ -2,50 +2,77 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 
-from mindspeed_rl_plugin.dock.messages import Cells
+from mindspeed_rl_plugin.dock.api import ColumnSpec
+from mindspeed_rl_plugin.dock.messages import Cells, Part, Shape
 
 Index = slice | np.ndarray | list[int]
 EVERY = slice(None)  # numpy takes all of them much faster than a list of them
 
 
 class Places:
-    """segment, offset, length: `[columns, rows]` of one epoch, segment -1 where there is no cell. The cell of a group
-    is that of all its rows."""
+    """Of the columns `names`, among all that are declared.
 
-    def __init__(self, names: Iterable[str], rows: int) -> None:
+    segment, offset, length: `[columns, rows]`, segment -1 where there is no cell; the cell of a group is that of all
+    its rows. Rows are numbered group * members + member. alive: `[groups]` bool, those that are not cleared.
+    """
+
+    def __init__(self, shape: Shape, names: Iterable[str], columns: Mapping[str, ColumnSpec]) -> None:
+        self.shape, rows = shape, shape.groups * shape.members
         self.row = {name: i for i, name in enumerate(names)}
         self.segment = np.full((len(self.row), rows), -1, np.int32)
         self.offset = np.zeros((len(self.row), rows), np.int64)
         self.length = np.zeros((len(self.row), rows), np.int32)
+        self.alive = np.ones(shape.groups, bool)
+        self._grouped = frozenset(name for name, c in columns.items() if c.level == "group")
         self._known: dict[tuple[str, ...], tuple[Index, Index]] = {}
+
+    def repeat(self, names: tuple[str, ...]) -> int:
+        """Rows of one cell of these columns, which are all of groups or all of rows."""
+        return self.shape.members if names[0] in self._grouped else 1
+
+    def groups_of(self, cells: Cells | Part) -> np.ndarray:
+        """`[n]` group of each slot."""
+        return cells.slots // (self.shape.members // self.repeat(cells.names))
 
     def absent(self, names: tuple[str, ...], at: Index) -> np.ndarray:
         """`[C, n]` bool: which cells are not there."""
         return self.segment[_grid(self._among(names)[0], at)] < 0
 
-    def enter(self, cells: Cells, at: Index, live: np.ndarray | None = None) -> np.ndarray:
-        """Take in those of some cells that are there and not known yet; `[n]` how many of each row. at: their slots as
-        an index; live: `[n]` bool, the others are left out."""
-        mine, theirs = self._among(cells.names)
-        where = _grid(mine, at)
+    def enter(self, cells: Cells) -> tuple[Index, np.ndarray]:
+        """Take in what is there, not known yet and not cleared. Returns the rows as an index, and `[C, rows]` bool:
+        what was new, of the columns that are kept here."""
+        rows, repeat = cells.slots, self.repeat(cells.names)
+        if repeat > 1:
+            rows = rows_of_groups(rows, repeat)
+        at, (mine, theirs) = indexed(rows), self._among(cells.names)
         segment = cells.segment if len(cells.segment) == 1 else cells.segment[theirs]
-        new = (self.segment[where] < 0) & (segment >= 0)
-        if live is not None:
-            new &= live
-        every = bool(new.all())
         parts = segment, cells.offset[theirs], cells.length[theirs]
+        if repeat > 1:
+            parts = [part if part.shape[1] == 1 else np.repeat(part, repeat, 1) for part in parts]
+        where = _grid(mine, at)
+        new = (self.segment[where] < 0) & (parts[0] >= 0)
+        if not self.alive.all():
+            new &= self.alive[rows // self.shape.members]
+        every = bool(new.all())
         for table, part in zip((self.segment, self.offset, self.length), parts, strict=True):
             table[where] = part if every else np.where(new, part, table[where])
-        return new.sum(0)
+        return at, new
 
     def cells(self, names: tuple[str, ...], rows: np.ndarray) -> list[np.ndarray]:
         """Segment, offset and length `[C, n]` of cells."""
         where = _grid(self._among(names)[0], rows)
         return [table[where] for table in (self.segment, self.offset, self.length)]
+
+    def ids(self, epoch: int, rows: np.ndarray) -> np.ndarray:
+        """`[n, 3]` int64 sample ids."""
+        out = np.empty((len(rows), 3), np.int64)
+        out[:, 0] = epoch
+        np.divmod(rows, self.shape.members, out=(out[:, 1], out[:, 2]))
+        return out
 
     def _among(self, names: tuple[str, ...]) -> tuple[Index, Index]:
         """Rows of these tables for those of `names` that are here, and which of `names` they are."""
@@ -71,13 +98,6 @@ def indexed(slots: np.ndarray) -> Index:
 def rows_of_groups(groups: np.ndarray, members: int) -> np.ndarray:
     """Row numbers of whole groups, in order."""
     return (np.asarray(groups, np.int64)[:, None] * members + np.arange(members)).reshape(-1).astype(np.int32)
-
-
-def by_row(cells: Cells, members: int) -> Cells:
-    """Cells of groups as those of all their rows."""
-    segment = cells.segment if cells.segment.shape == (1, 1) else np.repeat(cells.segment, members, 1)
-    parts = (np.repeat(part, members, 1) for part in (cells.offset, cells.length))
-    return Cells(cells.names, rows_of_groups(cells.slots, members), segment, *parts)
 
 
 def runs(nbytes: np.ndarray, same: np.ndarray, *begins: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

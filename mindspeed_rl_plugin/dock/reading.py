@@ -9,8 +9,9 @@ from torch import Tensor
 
 from mindspeed_rl_plugin.dock.api import ColumnSpec
 from mindspeed_rl_plugin.dock.calls import Calls, by_value
-from mindspeed_rl_plugin.dock.cells import as_column, empty
+from mindspeed_rl_plugin.dock.cells import as_column
 from mindspeed_rl_plugin.dock.limits import entry_bytes
+from mindspeed_rl_plugin.dock.messages import Fetch, Locate
 from mindspeed_rl_plugin.dock.places import runs
 from mindspeed_rl_plugin.rows import Column
 
@@ -20,32 +21,47 @@ Take = Callable[[str, int], np.ndarray]
 def gather(
     calls: Calls,
     specs: Mapping[str, ColumnSpec],
-    state: str,
+    state: str | None,
     names: Sequence[str],
     owner: np.ndarray,
     places: Sequence[np.ndarray],
     take: Take,
 ) -> dict[str, Column]:
     """Columns of B rows, packed in their order. owner: `[B]` warehouses; places: segment, offset and length `[C, B]`;
-    take: (column, bytes) -> memory for it; state: for whom the bytes count."""
+    take: (column, bytes) -> memory for it; state: for whom the bytes count, None for nobody."""
     segment, offset, length = places
-    if not len(owner) or not names:
-        return {name: empty(specs[name]) for name in names}
     nbytes = length * np.array([entry_bytes(specs[name]) for name in names], np.int64)[:, None]
     begin = np.cumsum(nbytes, 1) - nbytes
     packed: dict[bytes, Tensor] = {}  # token columns share their offsets
     outs = [take(name, total) for name, total in zip(names, nbytes.sum(1).tolist(), strict=True)]
     columns = {name: as_column(specs[name], outs[i], length[i], packed) for i, name in enumerate(names)}
-    for warehouse, index in by_value(owner):
+    for warehouse, index in by_value(owner) if names else ():
         whole, here = len(index) == len(owner), warehouse == calls.warehouse
         cells = [x if whole else x[:, index] for x in (segment, offset, begin, nbytes)]
         if here:
             for column, *place, to, size in _runs(*cells):
                 outs[column][to : to + size] = calls.segments.view(*place, size)
         moved = cells[3].sum(1).tolist() if here else _fetch(calls, warehouse, cells, outs, whole)
-        for name, size in zip(names, moved, strict=True):
-            calls.traffic.read[state, name, "local" if here else "remote"] += size
+        for name, size in zip(names, moved, strict=True) if state is not None else ():
+            calls.traffic["read", state, name, "local" if here else "remote"] += size
     return columns
+
+
+def locate(calls: Calls, columns: tuple[str, ...], ids: np.ndarray) -> tuple[np.ndarray, list[np.ndarray]]:
+    """`[B]` warehouse of each of `ids` `[B, 3]`, and segment (-1 for a cell that is not there), offset and length
+    `[C, B]` of their cells."""
+    owner = np.empty(len(ids), np.int64)
+    places = [np.full((len(columns), len(ids)), x, t) for x, t in ((-1, np.int32), (0, np.int64), (0, np.int32))]
+    for number, index in by_value(ids[:, 0]):
+        epoch = calls.epochs.known[number]
+        owner[index] = epoch.owner[ids[index, 1]]
+        for warehouse, part in by_value(owner[index]):
+            at = index[part]
+            rows = ids[at, 1] * epoch.shape.members + ids[at, 2]
+            found = calls.ask_warehouse(warehouse, Locate(number, columns, rows))
+            for table, values in zip(places, (found.segment, found.offset, found.length), strict=True):
+                table[:, at] = values
+    return owner, places
 
 
 def _fetch(
@@ -60,11 +76,12 @@ def _fetch(
     sent = np.where(fresh, nbytes, 0)
     ends = np.cumsum(sent.reshape(-1)).reshape(sent.shape)
     spans = [run[1:3] + run[4:] for run in _runs(segment, offset, ends - sent, sent) if run[4]]
+    fetch = Fetch(np.array(spans, np.int64).reshape(-1, 3))
     if whole and fresh.all():
-        calls.fetch(warehouse, spans, outs)
+        calls.ask_warehouse(warehouse, fetch, scatter=outs)
     else:
         got = np.empty(int(ends[-1, -1]), np.uint8)
-        calls.fetch(warehouse, spans, [got])
+        calls.ask_warehouse(warehouse, fetch, scatter=[got])
         for column, _, at, to, size in _runs(np.zeros_like(segment), ends - nbytes, begin, nbytes):
             outs[column][to : to + size] = got[at : at + size]
     return sent.sum(1).tolist()

@@ -37,10 +37,6 @@ CONNECT_SECONDS = 20.0
 MARGIN = 15.0  # seconds the caller waits longer than the other side, whose error knows more
 
 
-class Left(ConnectionError):
-    """The other side has left the dock in order."""
-
-
 class Stream:
     """Messages over a connected socket; several threads may send."""
 
@@ -201,20 +197,19 @@ class Channel:
         self.address, self._patience, self._lost, self._limit = address, patience, lost, 0.0
         self.stream = connect(address, secret, node, hello)
 
-    def ask(
-        self, message: Message, bulk: Sequence[Any] = (), seconds: float = 0.0, scatter: Sequence[np.ndarray] = ()
-    ) -> Message:
-        """Send a request and wait for its answer. seconds: how long the other side itself may wait; scatter: uint8
-        arrays that the answer's bulk goes to, one after the other.
+    def ask(self, message: Message, bulk: np.ndarray | None = None, scatter: Sequence[np.ndarray] = ()) -> Message:
+        """Send a request and wait for its answer, longer by the message's own deadline. scatter: uint8 arrays that the
+        answer's bulk goes to, one after the other.
 
         Raises what the other side raised, TimeoutError when it does not answer, ConnectionError when it is gone.
         """
-        kind, begin, limit = type(message).__name__, time.monotonic(), seconds + self._patience + MARGIN
+        kind, begin = type(message).__name__, time.monotonic()
+        limit = getattr(message, "deadline", 0.0) + self._patience + MARGIN
         if limit != self._limit:  # a system call, and deadlines seldom change
             self._limit = limit
             self.stream.socket.settimeout(limit)
         try:
-            self.stream.send(message, bulk)
+            self.stream.send(message, () if bulk is None else (bulk,))
             answer, _ = self.stream.receive(scatter)
         except TimeoutError as error:
             self.close()  # a late answer would be taken for that of the next request
@@ -229,7 +224,7 @@ class Channel:
             raise
         if isinstance(answer, Bye):
             self.close()
-            raise Left(f"rank {self.address.rank} at {self.address} has left the dock")
+            raise ConnectionError(f"rank {self.address.rank} at {self.address} has left the dock")
         if isinstance(answer, Failed):
             raise answer.raised()
         return answer

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import collections
-from dataclasses import dataclass, field
 from typing import NamedTuple
-
-Key = tuple[str, str, str]
 
 
 class Moved(NamedTuple):
@@ -20,18 +17,9 @@ class Moved(NamedTuple):
     nbytes: int
 
 
-@dataclass
-class Traffic:
-    """Bytes so far by (state, column, "local" or "remote"), reads and writes apart."""
-
-    read: collections.Counter[Key] = field(default_factory=collections.Counter)
-    written: collections.Counter[Key] = field(default_factory=collections.Counter)
-    _taken: collections.Counter[tuple[str, Key]] = field(default_factory=collections.Counter)
+class Traffic(collections.Counter[tuple[str, str, str, str]]):
+    """Bytes by (way, state, column, where) since the last `take`."""
 
     def take(self) -> list[Moved]:
         """What was moved since the last call, or since the start."""
-        now = collections.Counter({("read", k): n for k, n in self.read.items()})
-        now.update({("written", k): n for k, n in self.written.items()})
-        new = [Moved(way, *key, nbytes - self._taken[way, key]) for (way, key), nbytes in sorted(now.items())]
-        self._taken = now
-        return [moved for moved in new if moved.nbytes]
+        return [Moved(*key, nbytes) for key in sorted(self) if (nbytes := self.pop(key))]

@@ -5,12 +5,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
-import numpy as np
 import torch
 
 from mindspeed_rl_plugin.dock import ColumnSpec, Dock, Limits, Ragged, Rows, SampleId, StateSpec
 from mindspeed_rl_plugin.dock.factory import Member
+from mindspeed_rl_plugin.dock.peers import Peers
 
 COLUMNS = [
     ColumnSpec("prompt", torch.int32, "group", ragged=True),
@@ -59,28 +60,31 @@ class Exchange:
     def __init__(self, world: int) -> None:
         self.values, self.barrier = [None] * world, threading.Barrier(world)
 
-    def of(self, rank: int) -> Callable:
-        def exchange(value: object) -> list:
-            self.values[rank] = value
-            self.barrier.wait(20)
-            found = list(self.values)
-            self.barrier.wait(20)
-            return found
-
-        return exchange
+    def of(self, rank: int, value: object) -> list:
+        self.values[rank] = value
+        self.barrier.wait(20)
+        values = list(self.values)
+        self.barrier.wait(20)
+        return values
 
 
-class Peers:
-    """Ranks of one consumer that are threads. rank, size: of this one."""
+class Gathered(Peers):
+    """Ranks of one consumer, or of a job. exchange: value -> that of every rank."""
 
-    def __init__(self, exchange: Exchange, rank: int) -> None:
-        self.rank, self.size, self._exchange = rank, len(exchange.values), exchange.of(rank)
+    def __init__(self, rank: int, size: int, exchange: Callable[[object], list]) -> None:
+        self.rank, self.size, self._exchange = rank, size, exchange
 
-    def share(self, data: bytes) -> bytes:
-        return self._exchange(data)[0]
+    def share(self, value: object) -> object:
+        return self._exchange(value)[0]
 
-    def gather(self, data: bytes) -> list[bytes]:
-        return self._exchange(data)
+    def gather(self, value: object) -> list:
+        return self._exchange(value)
+
+
+def threads(size: int) -> list[Peers]:
+    """Ranks that are threads."""
+    exchange = Exchange(size)
+    return [Gathered(rank, size, partial(exchange.of, rank)) for rank in range(size)]
 
 
 def together(count: int, work: Callable[[int], object]) -> list:
@@ -91,12 +95,9 @@ def together(count: int, work: Callable[[int], object]) -> list:
 
 def make_members(columns, states, nodes: Sequence[str], **more) -> list[Member]:
     """One member for each rank; `nodes`: machine of each."""
-    exchange, world = Exchange(len(nodes)), len(nodes)
-    how = {"world": world, "host": "127.0.0.1", "patience": 10, "end": lambda status: None, **more}
-    return together(
-        world,
-        lambda rank: Member(columns, states, rank=rank, exchange=exchange.of(rank), node=nodes[rank], **how),
-    )
+    peers = threads(len(nodes))
+    how = {"host": "127.0.0.1", "patience": 10, "end": lambda status: None, **more}
+    return together(len(nodes), lambda rank: Member(columns, states, peers[rank], node=nodes[rank], **how))
 
 
 class Maker:
@@ -117,8 +118,3 @@ class Maker:
     def end(self) -> None:
         for member in self.members:
             member.close()
-
-
-def all_in(warehouse: int):
-    """Owners: every group in one warehouse."""
-    return lambda epoch, groups: np.full(groups, warehouse)

@@ -10,7 +10,7 @@ import traceback
 from multiprocessing.connection import Connection
 
 import torch
-from dock_help import COLUMNS, SMALL, STATES, prompts
+from dock_help import COLUMNS, SMALL, STATES, Gathered, prompts
 
 from mindspeed_rl_plugin.dock import Dock, Ragged, Rows, SampleId, client, outside
 from mindspeed_rl_plugin.dock.factory import Member
@@ -26,8 +26,9 @@ def rank_main(pipe: Connection, log: str, rank: int, nodes: list[str], heartbeat
         pipe.send(("exchange", value))
         return pipe.recv()
 
-    how = {"rank": rank, "world": len(nodes), "exchange": exchange, "node": nodes[rank], "host": "127.0.0.1"}
-    member = Member(COLUMNS, STATES, limits=SMALL, patience=10, heartbeat=heartbeat, **how)
+    peers = Gathered(rank, len(nodes), exchange) if len(nodes) > 1 else None
+    how = {"node": nodes[rank], "host": "127.0.0.1", "patience": 10, "heartbeat": heartbeat}
+    member = Member(COLUMNS, STATES, peers, limits=SMALL, **how)
     obey(pipe, Commands(member.dock(deadline=10), member))
 
 

@@ -10,6 +10,7 @@ import threading
 import msgspec
 import numpy as np
 import pytest
+from dock_help import COLUMNS, STATES
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -20,9 +21,9 @@ SAMPLES = [
     m.Ask("generate", ("prompt",), np.arange(6).reshape(2, 3), [(0, 2, 1)], {0: 5}, 1.5, max_rows=3),
     m.Ask("generate", (), None, [], {}, 0.0),
     m.Put(3, m.Shape(2, 2), [m.Part(("a", "b"), np.arange(2, dtype=np.int32), np.ones((2, 2), np.int32))], True, 9.0),
-    m.Held([m.Record(1, 7, 3, m.Shape(2, 2), cleared=np.empty(0, np.int32))]),
-    m.Description([("a", "int32", "token", True, (2,), None)], [("s", ("a",), (), False)], [m.Address("n", "u")], {}),
-    m.Written({1: 2}, m.Failed("ValueError", "no")),
+    m.Record(1, 7, 3, m.Shape(2, 2), cleared=np.empty(0, np.int32)),
+    m.Directory(COLUMNS, STATES, [m.Address("n", "u")], {"generate": m.Address("n", "v")}),
+    m.Failed("no", late=True),
     m.Ping(),
 ]
 

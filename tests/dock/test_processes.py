@@ -217,9 +217,7 @@ def test_strangers_and_garbage_are_refused_and_counted(start, tmp_path: Path) ->
 
 
 def secret_of(rank: Process, folder: Path) -> str:
-    rank.send("invite", str(folder / "secret"))
-    while (found := rank.pipe.recv())[0] == "exchange":
-        rank.pipe.send([found[1]])
+    rank.call("invite", str(folder / "secret"))
     assert stat.S_IMODE(os.stat(folder / "secret").st_mode) == 0o600
     return (folder / "secret").read_text()
 

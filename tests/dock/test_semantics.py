@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from dock_help import COLUMNS, STATES, Exchange, Peers, ids, prompts, ragged, sid, together, tokens
+from dock_help import COLUMNS, STATES, ids, prompts, ragged, sid, threads, together, tokens
 
 from mindspeed_rl_plugin.dock import ColumnSpec, Limits, Ragged, Rows, SampleId, StateSpec
 
@@ -336,8 +336,8 @@ def test_a_snapshot_of_another_algorithm_is_refused_and_new_columns_are_not(make
 @pytest.mark.parametrize("nodes", [["a", "a", "a"], ["a", "b", "b"]], ids=["one machine", "two machines"])
 def test_peers_share_one_lease_and_its_end(members, nodes: list[str]) -> None:
     """Each reads the cells itself; the first acknowledges when all have written, and all hear what went wrong."""
-    made, shared = members(COLUMNS, STATES, nodes), Exchange(3)
-    docks = [m.dock(peers=Peers(shared, rank), deadline=5) for rank, m in enumerate(made)]
+    made, peers = members(COLUMNS, STATES, nodes), threads(3)
+    docks = [m.dock(peers=peers[rank], deadline=5) for rank, m in enumerate(made)]
     for dock in docks:
         dock.open(0, 2, 2)
     docks[1].put(prompts(2))
@@ -366,8 +366,8 @@ def test_peers_share_one_lease_and_its_end(members, nodes: list[str]) -> None:
 
 def test_peers_may_read_different_columns_of_one_lease(members) -> None:
     """As pipeline stages do: the first feeds the model, the last knows all."""
-    made, shared = members(COLUMNS, STATES, ["a", "b", "b"]), Exchange(3)
-    docks = [m.dock(peers=Peers(shared, rank), deadline=5) for rank, m in enumerate(made)]
+    made, peers = members(COLUMNS, STATES, ["a", "b", "b"]), threads(3)
+    docks = [m.dock(peers=peers[rank], deadline=5) for rank, m in enumerate(made)]
     for dock in docks:
         dock.open(0, 2, 1)
     docks[0].put(prompts(2))

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from mindspeed_rl_plugin.dock import factory, make_dock
+from mindspeed_rl_plugin.dock import addresses, factory, make_docks
 from mindspeed_rl_plugin.dock.messages import Ping, Stopped
 from mindspeed_rl_plugin.dock.watch import Watch
 
@@ -79,7 +79,7 @@ def test_the_heartbeat_is_a_part_of_the_deadline(
 ) -> None:
     seen, member = [], factory.Member
     monkeypatch.setattr(factory, "Member", lambda *args, **how: seen.append(how["heartbeat"]) or member(*args, **how))
-    make_dock([], [], deadline=deadline, heartbeat=given).close()
+    make_docks([], [], [None], deadline=deadline, heartbeat=given)[0].close()
     assert seen == [beat]
 
 
@@ -94,7 +94,7 @@ def test_the_heartbeat_is_a_part_of_the_deadline(
 )
 def test_machines_that_cannot_reach_each_other_are_refused(places, named: str | None) -> None:
     if named is None:
-        return factory.check_addresses(places)
+        return addresses.check_addresses(places)
     with pytest.raises(ValueError, match=named):
-        factory.check_addresses(places)
+        addresses.check_addresses(places)
     return None

@@ -162,8 +162,8 @@ def test_stages_and_throughput_are_those_of_the_slowest_rank(tmp_path):
     slow = {"seconds/update": 7.0, "peak_bytes/update": 900, "seconds/iteration": 8.0}
     moved = [dict.fromkeys(("read", "written", "remote"), 0), {"read": 5, "written": 7, "remote": 3}]
     dock = SimpleNamespace(traffic=Traffic(), served={"states": ["a"], "messages": 1})
-    dock.traffic.read["update", "tokens", "local"] = 30
-    dock.traffic.written["generate", "tokens", "remote"] = 200
+    dock.traffic["read", "update", "tokens", "local"] = 30
+    dock.traffic["written", "generate", "tokens", "remote"] = 200
     seen = monitor(tmp_path)
     seen.stage_metrics = lambda: {"seconds/update": 3.0, "seconds/reward": 2.0, "seconds/iteration": 5.0}
     log = measure.IterationLog(seen, Ranks([[({"loss": 99.0}, slow, each)] for each in moved]), dock)
