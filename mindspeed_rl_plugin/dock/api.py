@@ -1,4 +1,4 @@
-"""What a dock's users declare and get: columns, worker states, leases.
+"""What a dock's users declare and get: columns, worker states, leases, and how many bytes were moved.
 
 A dock knows nothing about algorithms: who uses a column declares it, and a worker state is a name with the
 columns it reads and writes. A row is *ready* for a state when all columns that the state reads are committed;
@@ -8,8 +8,10 @@ each ready row is delivered to the state exactly once: `lease`, then `commit` (w
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -87,6 +89,26 @@ class Lease:
 
     def __len__(self) -> int:
         return len(self.rows)
+
+
+class Moved(NamedTuple):
+    """Bytes of cells that a process moved. way: "read" or "written"; state: worker state, "put" for a producer, "read"
+    for a look without a lease; where: "local" for the memory of this machine's warehouse, "remote" for what travels in
+    messages."""
+
+    way: str
+    state: str
+    column: str
+    where: str
+    nbytes: int
+
+
+class Traffic(collections.Counter[tuple[str, str, str, str]]):
+    """Bytes by (way, state, column, where) since the last `take`."""
+
+    def take(self) -> list[Moved]:
+        """What was moved since the last call, or since the start."""
+        return [Moved(*key, nbytes) for key in sorted(self) if (nbytes := self.pop(key))]
 
 
 class Declared:

@@ -1,16 +1,15 @@
-"""What a process keeps towards a dock: connections by thread, mapped segments, known epochs, counted bytes."""
+"""What a process keeps towards a dock: connections, mapped segments, known epochs, counted bytes."""
 
 from __future__ import annotations
 
-import threading
-import weakref
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from mindspeed_rl_plugin.dock.api import listed
+from mindspeed_rl_plugin.dock.api import Traffic, listed
 from mindspeed_rl_plugin.dock.messages import (
     Address,
     Directory,
@@ -22,19 +21,14 @@ from mindspeed_rl_plugin.dock.messages import (
     Map,
     Message,
     Ok,
+    Query,
     Shape,
 )
 from mindspeed_rl_plugin.dock.rpc import Channel
 from mindspeed_rl_plugin.dock.server import Server
 from mindspeed_rl_plugin.dock.slabs import Segments
-from mindspeed_rl_plugin.dock.traffic import Traffic
 
 Owners = Callable[[int, int], np.ndarray]  # (epoch, groups) -> `[groups]` warehouse of each group
-
-
-def contiguous_owners(warehouses: int) -> Owners:
-    """Group g of G lies in warehouse g * S // G."""
-    return lambda epoch, groups: np.arange(groups) * warehouses // groups
 
 
 @dataclass
@@ -138,11 +132,12 @@ class Calls:
         self.segments = Segments(self._find)
         self.cached: list[Extent] = []  # memory that this machine's warehouse lent for the next puts
         self._secret, self._lost = secret, lost
-        self._local = threading.local()
-        self._every: weakref.WeakSet[Channel] = weakref.WeakSet()
+        self._idle: defaultdict[Address, list[Channel]] = defaultdict(list)
+        self._closed = False
 
-    def ask_controller(self, state: str, message: Message) -> Any:
-        """Ask the controller of a state."""
+    def query(self, kind: type[Query], state: str, *what: Any) -> Any:
+        """Ask the controller of a state, which first knows what this process has caused."""
+        message = kind(state, self.epochs.listed(), self.after, *what)
         return self._ask(self.directory.controllers[state], message, None)
 
     def ask_warehouse(
@@ -159,16 +154,12 @@ class Calls:
         for warehouse, seq in after.items():
             self.after[warehouse] = max(self.after.get(warehouse, 0), seq)
 
-    def end_leases(self) -> None:
-        """Leases of epochs that are over end by themselves."""
-        for lease, ids in list(self.held.items()):
-            if not np.isin(ids[:, 0], list(self.epochs.known)).any():
-                self.held.pop(lease, None)
-
     def close(self) -> None:
         """End all connections. Idempotent."""
-        for channel in list(self._every):
-            channel.close()
+        self._closed = True
+        for idle in self._idle.values():
+            while idle:
+                idle.pop().close()
 
     def _ask(
         self, address: Address, message: Message, bulk: np.ndarray | None, scatter: Sequence[np.ndarray] = ()
@@ -178,13 +169,19 @@ class Calls:
             if isinstance(answer, Failed):
                 raise answer.raised()
             return answer
-        channels: dict[Address, Channel] = self._local.__dict__.setdefault("channels", {})
-        channel = channels.get(address)
-        if channel is None or channel.closed:
+        idle = self._idle[address]  # a connection serves one thread at a time
+        try:
+            channel = idle.pop()
+        except IndexError:
             hello = Hello(self.name, self.rank)
-            channel = channels[address] = Channel(address, self._secret, self.node, hello, self.patience, self._lost)
-            self._every.add(channel)
-        return channel.ask(message, bulk, scatter)
+            channel = Channel(address, self._secret, self.node, hello, self.patience, self._lost)
+        try:
+            return channel.ask(message, bulk, scatter)
+        finally:
+            if not channel.closed:
+                idle.append(channel)
+            if self._closed:
+                self.close()
 
     def _find(self, segment: int) -> tuple[str, int]:
         answer = self.ask_warehouse(self.warehouse, Map(segment))

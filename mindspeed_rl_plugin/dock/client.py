@@ -9,18 +9,18 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from mindspeed_rl_plugin.dock import messages as m
 from mindspeed_rl_plugin.dock import outside, reading, snapshot
-from mindspeed_rl_plugin.dock.api import Declared, Lease, listed
+from mindspeed_rl_plugin.dock.api import Declared, Lease, Traffic, listed
 from mindspeed_rl_plugin.dock.calls import Calls
 from mindspeed_rl_plugin.dock.cells import Buffers, fresh, ids_array, ids_tuple
 from mindspeed_rl_plugin.dock.peers import Peers
-from mindspeed_rl_plugin.dock.traffic import Traffic
 from mindspeed_rl_plugin.dock.writing import Writer
 from mindspeed_rl_plugin.rows import Rows, SampleId
 
@@ -103,12 +103,11 @@ class Dock:
             raise ValueError(f"clear: epoch {epoch} has groups 0..{shape.groups - 1}, not {chosen.tolist()[:4]}")
         if self._leader and len(chosen):
             for state in self.states:
-                calls.ask_controller(state, m.Clear(epoch, shape, chosen, state, calls.after, self._deadline))
+                calls.query(m.Retire, state, epoch, chosen, self._deadline)
             for warehouse in range(len(calls.directory.warehouses)):
                 # All of them, whosever groups they are: each must know when an epoch is over.
                 calls.ask_warehouse(warehouse, m.Clear(epoch, shape, chosen))
         calls.epochs.forget(epoch, chosen)
-        calls.end_leases()
 
     # cells
 
@@ -178,10 +177,9 @@ class Dock:
                 raise ValueError(f"lease of state {state!r}: an id occurs twice among {listed(ids_tuple(wanted))}")
         # Ranks of one consumer may read different columns, as pipeline stages do, of the one grant that they share.
         every = names if self._peers.size == 1 else self._declared.reads(state, None)
-        ask = m.Ask(state, every, wanted, calls.epochs.listed(), calls.after, deadline, calls.lease_seconds)
-        ask.max_rows, ask.min_rows, ask.max_tokens, ask.linger = max_rows, min_rows, max_tokens, linger
-        ask.near = calls.warehouse
-        grant = self._granted(ask)
+        bounds = (max_rows, min_rows, max_tokens, linger, calls.warehouse)
+        ask = partial(calls.query, m.Ask, state, every, wanted, deadline, calls.lease_seconds, *bounds)
+        grant = self._granted(ask, state, wanted)
         places, take = [grant.segment, grant.offset, grant.length], fresh if into is None else into.take
         if names != every:
             places = [place[[every.index(name) for name in names]] for place in places]
@@ -226,7 +224,7 @@ class Dock:
         if (lease.state, lease.token) in self._calls.held:
             self._peers.gather(None)  # all have read
             if not self._peers.rank:
-                self._calls.ask_controller(lease.state, m.Release(lease.state, lease.token))
+                self._calls.query(m.Release, lease.state, lease.token)
             self._calls.held.pop((lease.state, lease.token), None)
 
     def remaining(self, state: str) -> int:
@@ -285,21 +283,21 @@ class Dock:
 
     # inside
 
-    def _granted(self, ask: m.Ask) -> m.Grant:
+    def _granted(self, ask: Callable[[], m.Grant], state: str, wanted: np.ndarray | None) -> m.Grant:
         """What the consumer's first rank gets from the controller, the same on all its ranks."""
         answer: m.Grant | Exception | None = None
         if not self._peers.rank:
             try:
-                answer = self._calls.ask_controller(ask.state, ask)
+                answer = ask()
             except (ValueError, TimeoutError) as error:
                 answer = error
         answer = self._peers.share(answer)
         if isinstance(answer, Exception):
             raise answer
-        if ask.ids is not None and not np.array_equal(ask.ids, answer.ids):
-            theirs, wanted = (listed(ids_tuple(x)) for x in (answer.ids, ask.ids))
+        if wanted is not None and not np.array_equal(wanted, answer.ids):
+            mine, theirs = (listed(ids_tuple(x)) for x in (wanted, answer.ids))
             raise ValueError(
-                f"lease of state {ask.state!r}: this rank asks for ids {wanted}, the first rank of its consumer for "
+                f"lease of state {state!r}: this rank asks for ids {mine}, the first rank of its consumer for "
                 f"{theirs}; ranks of one consumer must lease alike"
             )
         if self._calls.epochs.owners is None:
@@ -327,11 +325,10 @@ class Dock:
 
     def _undone(self, state: str, ids: np.ndarray | None) -> np.ndarray:
         """`[n, 3]` rows of all open epochs, or of `ids`, that are not acknowledged."""
-        calls = self._calls
-        return calls.ask_controller(state, m.Remaining(state, calls.epochs.listed(), calls.after, ids)).ids
+        return self._calls.query(m.Remaining, state, ids).ids
 
     def _return(self, state: str, token: int) -> None:
         """Hand back what could not be read."""
         with contextlib.suppress(ValueError, OSError):
             if token and not self._peers.rank:
-                self._calls.ask_controller(state, m.Release(state, token))
+                self._calls.query(m.Release, state, token)

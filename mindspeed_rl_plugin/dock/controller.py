@@ -17,8 +17,7 @@ from mindspeed_rl_plugin.dock.api import ColumnSpec, StateSpec, listed
 from mindspeed_rl_plugin.dock.cells import ids_tuple
 from mindspeed_rl_plugin.dock.messages import Ask, Grant, Record, Shape
 from mindspeed_rl_plugin.dock.pick import Picked, pick, rows_of
-from mindspeed_rl_plugin.dock.places import rows_of_groups
-from mindspeed_rl_plugin.dock.views import DONE, FREE, LEASED, EpochView
+from mindspeed_rl_plugin.dock.places import DONE, FREE, LEASED, EpochView, rows_of_groups
 
 
 @dataclass

@@ -7,7 +7,7 @@ A commit goes to the warehouse, which describes it to every controller before it
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -47,6 +47,8 @@ class Core:
         try:
             if serve is None:
                 raise m.FrameError(f"{type(message).__name__} is no request")
+            if isinstance(message, m.Query) and self._behind(message, waited):
+                return AFTER
             answer = serve(peer, message, bulk, waited)
             return answer if isinstance(answer, (str, tuple)) else (answer, ())
         except m.FrameError as error:
@@ -69,12 +71,8 @@ class Core:
     # controllers
 
     def _on_ask(self, peer: str, ask: m.Ask, bulk: object, waited: float) -> m.Message | str:
-        controller = self._controller(ask.state, ask.epochs)
-        if foreign := set(ask.columns) - set(controller.spec.reads):
-            raise m.FrameError(f"state {ask.state!r} does not read {sorted(foreign)}")
-        if late := self._behind(controller, ask.after, waited):
-            return late
-        now, over = self.clock(), waited >= ask.deadline  # which ends a linger, too
+        controller, now = self.controllers[ask.state], self.clock()
+        over = waited >= ask.deadline  # which ends a linger, too
         controller.expire(now)
         expires = float("inf") if ask.seconds is None else now + ask.seconds
         grant = controller.take(ask, peer, expires, float("inf") if over else waited)
@@ -86,21 +84,16 @@ class Core:
             return controller.grant(0, [], ask.columns)
         raise TimeoutError(controller.explain(ask))
 
-    def _on_release(self, peer: str, message: m.Release, bulk: object, waited: float) -> m.Message:
-        self._controller(message.state).release(message.token)
+    def _on_release(self, peer: str, message: m.Release, *_: object) -> m.Message:
+        self.controllers[message.state].release(message.token)
         self.wake(message.state)
         return m.Ok()
 
-    def _on_remaining(self, peer: str, message: m.Remaining, bulk: object, waited: float) -> m.Message | str:
-        controller = self._controller(message.state, message.epochs)
-        if late := self._behind(controller, message.after, waited):
-            return late
-        return m.Left(controller.undone(message.ids))
+    def _on_remaining(self, peer: str, message: m.Remaining, *_: object) -> m.Message:
+        return m.Left(self.controllers[message.state].undone(message.ids))
 
-    def _retire(self, message: m.Clear, waited: float) -> m.Message | str:
-        controller = self._controller(message.state, [(message.epoch, *message.shape)])
-        if late := self._behind(controller, message.after, waited):
-            return late
+    def _on_retire(self, peer: str, message: m.Retire, bulk: object, waited: float) -> m.Message | str:
+        controller = self.controllers[message.state]
         controller.expire(self.clock())
         holders = controller.retire(message.epoch, message.groups)
         if not holders:
@@ -119,27 +112,22 @@ class Core:
                 self.wake(state)
         self.wake(AFTER)
 
-    def _controller(self, state: str, epochs: Iterable[tuple[int, int, int]] = ()) -> Controller:
-        """The controller of a state, which then knows the epochs of its asker."""
-        if state not in self.controllers:
-            raise m.FrameError(f"state {state!r} is not controlled here")
-        for number, *shape in epochs:
-            self.controllers[state].open(number, m.Shape(*shape))
-        return self.controllers[state]
-
-    def _behind(self, controller: Controller, after: Mapping[int, int], waited: float) -> str:
-        """What to wait for while records that the asker has caused are on their way."""
-        late = {w: seq for w, seq in after.items() if controller.applied.get(w, 0) < seq}
+    def _behind(self, query: m.Query, waited: float) -> bool:
+        """Whether records that the asker has caused are still on their way to the controller that it asks."""
+        controller = self.controllers[query.state]
+        for number, *shape in query.epochs:
+            controller.open(number, m.Shape(*shape))
+        late = {w: seq for w, seq in query.after.items() if controller.applied.get(w, 0) < seq}
         if late and waited >= BEHIND_SECONDS:
             raise TimeoutError(
-                f"state {controller.spec.name!r} did not hear of commits {late} of its warehouses for {waited:.0f} s"
+                f"state {query.state!r} did not hear of commits {late} of its warehouses for {waited:.0f} s"
             )
-        return AFTER if late else ""
+        return bool(late)
 
     # the warehouse
 
     def _on_put(self, peer: str, put: m.Put, bulk: np.ndarray | None, waited: float) -> m.Message | str:
-        house, extent = self._house(), put.extent
+        house, extent = self.warehouse, put.extent
         if put.producer and (put.reserve or bulk is not None):
             reason = house.admit(put)
             if reason is not None and waited >= put.deadline:
@@ -156,33 +144,25 @@ class Core:
         house.forget(peer, put.back)
         return m.Ok(house.seq, house.lend(peer, left, put.want))
 
-    def _on_clear(self, peer: str, message: m.Clear, bulk: object, waited: float) -> m.Message | str:
-        if message.state is not None:
-            return self._retire(message, waited)
-        house = self._house()
-        self._tell(house.clear(message.epoch, message.shape, message.groups))
+    def _on_clear(self, peer: str, message: m.Clear, *_: object) -> m.Message:
+        self._tell(self.warehouse.clear(message.epoch, message.shape, message.groups))
         self.wake(MEMORY)
-        return m.Ok(house.seq)
+        return m.Ok(self.warehouse.seq)
 
-    def _on_locate(self, peer: str, message: m.Locate, bulk: object, waited: float) -> m.Message:
-        house = self._house()
-        return m.Located(house.seq, *house.locate(message.epoch, message.columns, message.rows))
+    def _on_locate(self, peer: str, message: m.Locate, *_: object) -> m.Message:
+        places = self.warehouse.locate(message.epoch, message.columns, message.rows)
+        return m.Located(self.warehouse.seq, *places)
 
-    def _on_fetch(self, peer: str, message: m.Fetch, bulk: object, waited: float) -> Answer:
-        parts = [self._house().slabs.view(*span) for span in message.spans.tolist()]
+    def _on_fetch(self, peer: str, message: m.Fetch, *_: object) -> Answer:
+        parts = [self.warehouse.slabs.view(*span) for span in message.spans.tolist()]
         self.served["bytes"] += sum(len(part) for part in parts)
         return m.Ok(), parts
 
-    def _on_map(self, peer: str, message: m.Map, bulk: object, waited: float) -> m.Message:
-        return m.Mapped(*self._house().slabs.place(message.segment))
+    def _on_map(self, peer: str, message: m.Map, *_: object) -> m.Message:
+        return m.Mapped(*self.warehouse.slabs.place(message.segment))
 
-    def _on_join(self, peer: str, message: m.Join, bulk: object, waited: float) -> m.Message:
+    def _on_join(self, *_: object) -> m.Message:
         return self.directory
-
-    def _house(self) -> Warehouse:
-        if self.warehouse is None:
-            raise m.FrameError("no warehouse is here")
-        return self.warehouse
 
     def _tell(self, record: m.Record | None) -> None:
         if record is not None:

@@ -6,13 +6,15 @@ import atexit
 import os
 import secrets
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
+import numpy as np
 import torch.distributed as dist
 
 from mindspeed_rl_plugin.dock.addresses import check_addresses, machine, own_address
 from mindspeed_rl_plugin.dock.api import ColumnSpec, Declared, StateSpec
-from mindspeed_rl_plugin.dock.calls import Calls, Owners, contiguous_owners
+from mindspeed_rl_plugin.dock.calls import Calls, Owners
 from mindspeed_rl_plugin.dock.client import Dock
 from mindspeed_rl_plugin.dock.controller import Controller
 from mindspeed_rl_plugin.dock.core import Core
@@ -38,32 +40,27 @@ def make_docks(
     deadline: float = 600.0,
     limits: Limits | None = None,
     homes: Owners | None = None,
-    node: str = "",
-    heartbeat: float | None = None,
 ) -> list[Dock]:
     """One dock, seen by several divisions of the ranks into consumers: a `Dock` for each. Collective over `group`.
 
     divisions: (consumer that this rank belongs to, number of consumers), such as its data parallel rank or its
     rollout engine; the ranks of one consumer make equal calls and get equal rows. None: each rank is one. group: all
     ranks, with host memory (gloo); None for a job of one process. deadline: seconds that the ranks wait for each
-    other; limits: of a warehouse; homes: (epoch, groups) -> `[groups]` machine of each group, numbered by lowest rank;
-    node: another name for this machine, in tests; heartbeat: seconds without a sign of life after which a rank counts
-    as gone and the job ends; by default a tenth of the deadline, 30 s at least. Raises ValueError, on every rank, for
-    a machine of several that has no address that the others can reach.
+    other; a rank without a sign of life for a tenth of them, 30 s at least, counts as gone and the job ends; limits: of
+    a warehouse; homes: (epoch, groups) -> `[groups]` machine of each group, numbered by lowest rank. Raises ValueError,
+    on every rank, for a machine of several that has no address that the others can reach.
     """
     job, host = Peers() if group is None else GroupPeers(group), own_address()
-    if not node:
-        check_addresses(job.gather((machine(), host)))
+    check_addresses(job.gather((machine(), host)))
     member = Member(
         columns,
         states,
         job,
-        node=node,
         host=host,
         limits=limits,
         owners=homes,
         patience=deadline,
-        heartbeat=max(HEARTBEAT, deadline / HEARTBEATS) if heartbeat is None else heartbeat,
+        heartbeat=max(HEARTBEAT, deadline / HEARTBEATS),
     )
     every = [make_peers(job, division, group, deadline) for division in divisions]
     return [member.dock(peers=peers, deadline=deadline) for peers in every]
@@ -115,7 +112,7 @@ class Member:
             secret=self._secret,
             server=self.server,
             warehouse=machines.index(node),
-            owners=owners if owners and len(machines) > 1 else contiguous_owners(len(machines)),
+            owners=owners if owners and len(machines) > 1 else partial(contiguous, len(machines)),
             patience=min(patience, ANSWER),
             lost=self._lost,
         )
@@ -175,6 +172,11 @@ class Member:
     def _lost(self, address: Address, why: str) -> None:
         if self._watch is not None and not self._closed:
             self._watch.stop(address.rank, why)
+
+
+def contiguous(machines: int, epoch: int, groups: int) -> np.ndarray:
+    """Group g of G lies in warehouse g * S // G, where nobody says otherwise."""
+    return np.arange(groups) * machines // groups
 
 
 def controller_rank(index: int, controllers: int, world: int) -> int:

@@ -21,15 +21,11 @@ def entry_bytes(spec: ColumnSpec) -> int:
     return spec.dtype.itemsize * math.prod(spec.trailing)
 
 
-def write_back_bytes(nbytes: int, cells: int = 1) -> int:
-    """Memory for `cells` written back, of `nbytes` together. Two lines more each: extents are whole lines, and of a
-    cell that is cleared before its neighbours only the lines inside it are freed."""
-    return nbytes + 2 * LINE * cells
-
-
 def row_reserve(write_backs: Mapping[str, int]) -> int:
-    """Bytes that an admitted row keeps free. write_backs: most bytes that states write into one row, by column."""
-    return sum(write_back_bytes(nbytes) for nbytes in write_backs.values())
+    """Bytes that an admitted row keeps free. write_backs: most bytes that states write into one row, by column. Two
+    lines more a cell: extents are whole lines, and of a cell that is cleared before its neighbours only the lines
+    inside it are freed."""
+    return sum(nbytes + 2 * LINE for nbytes in write_backs.values())
 
 
 def put_bytes(blocks: Iterable[int]) -> int:

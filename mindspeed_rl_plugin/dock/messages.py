@@ -74,19 +74,21 @@ class Cells(msgspec.Struct, array_like=True, gc=False):
     length: np.ndarray
 
 
-# To a controller. epochs: (epoch, groups, members) that the asker knows open; after: warehouse -> number of its newest
-# record that the asker has caused, which the controller must know before it answers.
+class Query(Message):
+    """To the controller of a state. epochs: (epoch, groups, members) that the asker knows open; after: warehouse ->
+    number of its newest record that the asker has caused, which the controller must know before it answers."""
+
+    state: str
+    epochs: list[tuple[int, int, int]]
+    after: dict[int, int]
 
 
-class Ask(Message):
+class Ask(Query):
     """A lease. ids: `[B, 3]` exactly these, in this order; None: what is ready, by rising id, rows of warehouse `near`
     first. The bounds are those of `Dock.lease`; deadline: seconds to wait; seconds: life of the lease."""
 
-    state: str
     columns: tuple[str, ...]
     ids: np.ndarray | None
-    epochs: list[tuple[int, int, int]]
-    after: dict[int, int]
     deadline: float
     seconds: float | None = None
     max_rows: int | None = None
@@ -109,19 +111,23 @@ class Grant(Message):
     shapes: list[tuple[int, int, int]]
 
 
-class Release(Message):
+class Release(Query):
     """Rows of a lease are handed back."""
 
-    state: str
     token: int
 
 
-class Remaining(Message):
+class Retire(Query):
+    """First half of clearing: give these groups out no more; answered when no live lease holds any."""
+
+    epoch: int
+    groups: np.ndarray
+    deadline: float
+
+
+class Remaining(Query):
     """Which rows are not acknowledged, of `ids` `[B, 3]` or of all."""
 
-    state: str
-    epochs: list[tuple[int, int, int]]
-    after: dict[int, int]
     ids: np.ndarray | None = None
 
 
@@ -155,15 +161,11 @@ class Put(Message):
 
 
 class Clear(Message):
-    """To the controllers first: give these groups out no more; answered when no live lease holds any. Then, without a
-    state, to the warehouses: free their cells."""
+    """Second half of clearing: free the cells of groups."""
 
     epoch: int
     shape: Shape
     groups: np.ndarray
-    state: str | None = None
-    after: dict[int, int] = {}
-    deadline: float = 0.0
 
 
 class Locate(Message):
@@ -297,7 +299,7 @@ def _decode(kind: type, value: Any) -> Any:
 
 
 _ENCODER = msgspec.msgpack.Encoder(enc_hook=_encode)
-_EVERY = Union[tuple(Message.__subclasses__())]  # noqa: UP007
+_EVERY = Union[(*Message.__subclasses__(), *Query.__subclasses__())]  # noqa: UP007
 _DECODER = msgspec.msgpack.Decoder(_EVERY, dec_hook=_decode)
 pack = _ENCODER.encode
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from mindspeed_rl_plugin.dock.messages import Ask
-from mindspeed_rl_plugin.dock.views import DONE, FREE, EpochView
+from mindspeed_rl_plugin.dock.places import DONE, FREE, EpochView
 
 Picked = list[tuple[int, np.ndarray]]  # epoch -> row numbers, in delivery order
 

@@ -30,7 +30,6 @@ PREFIX = struct.Struct("<4sB3xIQ")
 MAX_HEAD = 256 << 20  # bytes
 MAX_BULK = 1 << 40  # bytes
 JOIN = 64 << 10  # bytes; what is smaller is copied together, because a system call costs more than the copy
-GATHERED = 256  # buffers of one system call
 NONCE = 32  # bytes
 REFUSED = bytes(NONCE)  # in the place of a server's proof: the client has not shown the secret
 CONNECT_SECONDS = 20.0
@@ -48,17 +47,10 @@ class Stream:
 
     def send(self, message: Message, bulk: Sequence[Any] = ()) -> None:
         """Send all of it. Raises FrameError above the limits."""
-        left = frame(message, bulk)
+        buffers = frame(message, bulk)
         with self._sending:
-            if len(left) == 1:
-                return self.socket.sendall(left[0])
-            while left:
-                sent = self.socket.sendmsg(left[:GATHERED])
-                while left and sent >= len(left[0]):
-                    sent -= len(left.pop(0))
-                if sent:
-                    left[0] = memoryview(left[0])[sent:]
-        return None
+            for buffer in buffers:
+                self.socket.sendall(buffer)
 
     def receive(self, scatter: Sequence[np.ndarray] = ()) -> tuple[Message, np.ndarray | None]:
         """The next message and its bulk. scatter: uint8 arrays that bulk of just so many bytes goes to; it is None
@@ -194,7 +186,7 @@ class Channel:
         patience: float,
         lost: Callable[[Address, str], None] = lambda address, why: None,
     ) -> None:
-        self.address, self._patience, self._lost, self._limit = address, patience, lost, 0.0
+        self.address, self._patience, self._lost, self._limit, self.closed = address, patience, lost, 0.0, False
         self.stream = connect(address, secret, node, hello)
 
     def ask(self, message: Message, bulk: np.ndarray | None = None, scatter: Sequence[np.ndarray] = ()) -> Message:
@@ -233,9 +225,3 @@ class Channel:
         """End it. Idempotent."""
         self.closed = True
         self.stream.close()
-
-    closed = False
-
-    def __del__(self) -> None:
-        if "stream" in self.__dict__:  # its thread has ended, or nothing is asked there any more
-            self.stream.close()

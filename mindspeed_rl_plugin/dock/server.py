@@ -21,7 +21,6 @@ from mindspeed_rl_plugin.dock.core import Answer, Core
 from mindspeed_rl_plugin.dock.rpc import Stream, admit, connect, frame
 from mindspeed_rl_plugin.dock.watch import Watch
 
-UNADMITTED = 256  # connections that have not shown the secret yet; more are closed at once
 EXHAUSTED_SECONDS = 0.1  # until the next try to accept, where descriptors or memory have run out
 LOOK_SECONDS = 1.0  # a request that waits looks at the time, and at its asker, so often
 
@@ -71,7 +70,6 @@ class Server:
         self._changed = defaultdict(lambda: threading.Condition(self._lock))
         self._streams: dict[Stream, str] = {}  # -> name of its other side
         self._listeners: list[socket.socket] = []
-        self._strangers = 0
         self._closed = threading.Event()
         core.wake = self._wake
 
@@ -147,11 +145,6 @@ class Server:
             except OSError:  # of this one connection, or of a process that has too much open; or the end
                 self._closed.wait(EXHAUSTED_SECONDS)
                 continue
-            if self._strangers >= UNADMITTED:
-                self.core.refused["stranger"] += 1
-                connection.close()
-                continue
-            self._strangers += 1
             thread(self._attend, connection)
 
     def _attend(self, connection: socket.socket) -> None:
@@ -166,8 +159,6 @@ class Server:
             if isinstance(error, (PermissionError, m.FrameError)):
                 self.core.refused[refused] += 1
             return connection.close()
-        finally:
-            self._strangers -= 1
         self._streams[stream] = hello.name
         self._converse(stream, hello.name)
         if hello.rank < 0 and hello.name not in list(self._streams.values()):

@@ -12,8 +12,8 @@ from mindspeed_rl_plugin.dock.api import ColumnSpec, Declared
 from mindspeed_rl_plugin.dock.calls import Calls
 from mindspeed_rl_plugin.dock.cells import fresh, ids_tuple
 from mindspeed_rl_plugin.dock.messages import Remaining
+from mindspeed_rl_plugin.dock.places import DONE
 from mindspeed_rl_plugin.dock.reading import gather, locate
-from mindspeed_rl_plugin.dock.views import DONE
 from mindspeed_rl_plugin.dock.writing import Writer
 from mindspeed_rl_plugin.rows import Ragged, Rows
 
@@ -61,7 +61,7 @@ def _epoch(calls: Calls, declared: Declared, number: int) -> dict[str, Any]:
         packed = {"values": column.values, "offsets": column.offsets} if spec.ragged else {"values": column}
         columns[name] = {"slots": torch.from_numpy(slots), **packed}
     for state in declared.states:
-        left = calls.ask_controller(state, Remaining(state, calls.epochs.listed(), calls.after, ids)).ids
+        left = calls.query(Remaining, state, ids).ids
         done = alive.copy()
         done[left[:, 1] * members + left[:, 2]] = False
         status[state] = torch.from_numpy(np.where(done, DONE, 0).astype(np.uint8))

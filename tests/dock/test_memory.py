@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from mindspeed_rl_plugin.dock import Limits, Rows, slabs
 from mindspeed_rl_plugin.dock.api import Declared
-from mindspeed_rl_plugin.dock.messages import Clear, Part, Put, Shape
+from mindspeed_rl_plugin.dock.messages import Part, Put, Shape
 from mindspeed_rl_plugin.dock.slabs import LINE, Segments, Slabs, cut, insert
 from mindspeed_rl_plugin.dock.storage import Warehouse
 
@@ -133,5 +133,5 @@ def test_lent_memory_is_its_writers_and_comes_back_with_it() -> None:
     house.forget("a")
     house.forget("b")
     assert house.slabs.used == used == house.used > 0
-    house.clear(0, Clear(0, Shape(1, 1), np.array([0])).shape, np.array([0]))
+    house.clear(0, Shape(1, 1), np.array([0]))
     assert house.slabs.used == 0
