@@ -9,6 +9,8 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from mindspeed_rl_plugin.dock.api import ColumnSpec, StateSpec
 from mindspeed_rl_plugin.dock.slabs import LINE, rounded
 
@@ -19,6 +21,11 @@ FLAGS = {"bytes": "--rl-dock-gb", "rows": "--rl-dock-rows"}
 def entry_bytes(spec: ColumnSpec) -> int:
     """Bytes of one entry of a column."""
     return spec.dtype.itemsize * math.prod(spec.trailing)
+
+
+def items(columns: Mapping[str, ColumnSpec], names: Sequence[str]) -> np.ndarray:
+    """`[C, 1]` int64 bytes of an entry of each column."""
+    return np.array([entry_bytes(columns[name]) for name in names], np.int64)[:, None]
 
 
 def row_reserve(write_backs: Mapping[str, int]) -> int:

@@ -144,7 +144,7 @@ class Put(Message):
     """Commit cells that lie in `extent`, or that come as bulk; acknowledge `rows` of `state`, which must have all
     columns that it writes then, where `checked`. reserve: only memory for it is asked for, in the answer's extent; a
     producer waits until its groups may come in. want: bytes of memory that the writer would like for its next put;
-    back: memory that it needs no more."""
+    back: memory lent ahead that was too small."""
 
     epoch: int
     shape: Shape

@@ -10,7 +10,7 @@ from torch import Tensor
 from mindspeed_rl_plugin.dock.api import ColumnSpec
 from mindspeed_rl_plugin.dock.calls import Calls, by_value
 from mindspeed_rl_plugin.dock.cells import as_column
-from mindspeed_rl_plugin.dock.limits import entry_bytes
+from mindspeed_rl_plugin.dock.limits import items
 from mindspeed_rl_plugin.dock.messages import Fetch, Locate
 from mindspeed_rl_plugin.dock.places import runs
 from mindspeed_rl_plugin.rows import Column
@@ -30,7 +30,7 @@ def gather(
     """Columns of B rows, packed in their order. owner: `[B]` warehouses; places: segment, offset and length `[C, B]`;
     take: (column, bytes) -> memory for it; state: for whom the bytes count, None for nobody."""
     segment, offset, length = places
-    nbytes = length * np.array([entry_bytes(specs[name]) for name in names], np.int64)[:, None]
+    nbytes = length * items(specs, names)
     begin = np.cumsum(nbytes, 1) - nbytes
     packed: dict[bytes, Tensor] = {}  # token columns share their offsets
     outs = [take(name, total) for name, total in zip(names, nbytes.sum(1).tolist(), strict=True)]

@@ -7,19 +7,18 @@ a byte of it. Of a commit the columns lie one after the other, each from the beg
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from mindspeed_rl_plugin.dock.api import Declared, listed
-from mindspeed_rl_plugin.dock.limits import Limits, entry_bytes, put_bytes, row_reserve
+from mindspeed_rl_plugin.dock.api import ColumnSpec, Declared, listed
+from mindspeed_rl_plugin.dock.limits import Limits, entry_bytes, items, put_bytes, row_reserve
 from mindspeed_rl_plugin.dock.messages import Cells, Extent, Part, Put, Record, Shape
 from mindspeed_rl_plugin.dock.places import Places, indexed, rows_of_groups, runs
 from mindspeed_rl_plugin.dock.slabs import LINE, Range, Slabs, cut, rounded
 
 MOST = 16 << 20  # bytes of memory that a writer is lent ahead
-SEVERAL = 8  # commits that it is lent for
 
 
 @dataclass
@@ -44,28 +43,16 @@ class EpochTables(Places):
         self.blocks: list[Block] = []
 
 
-class Layout:
-    """Where the columns of a put lie in its extent."""
-
-    def __init__(self, declared: Declared) -> None:
-        self._bytes = {name: entry_bytes(spec) for name, spec in declared.columns.items()}
-        self._items: dict[tuple[str, ...], np.ndarray] = {}
-
-    def items(self, names: tuple[str, ...]) -> np.ndarray:
-        """`[C, 1]` int64 bytes of an entry."""
-        if names not in self._items:
-            self._items[names] = np.array([self._bytes[name] for name in names], np.int64)[:, None]
-        return self._items[names]
-
-    def __call__(self, parts: Sequence[Part]) -> tuple[list[tuple[np.ndarray, np.ndarray]], int]:
-        """`[C]` int64 begin and bytes of each column, by part, and the bytes of all, whole lines."""
-        at, places = 0, []
-        for part in parts:
-            sizes = part.length.sum(1, dtype=np.int64) * self.items(part.names)[:, 0]
-            whole = -(-sizes // LINE) * LINE
-            places.append((at + np.cumsum(whole) - whole, sizes))
-            at += int(whole.sum())
-        return places, at
+def layout(columns: Mapping[str, ColumnSpec], parts: Sequence[Part]) -> tuple[list[tuple[np.ndarray, np.ndarray]], int]:
+    """Where the columns of a put lie in its extent: `[C]` int64 begin and bytes of each, by part; and the bytes of all,
+    whole lines."""
+    at, places = 0, []
+    for part in parts:
+        sizes = part.length.sum(1, dtype=np.int64) * items(columns, part.names)[:, 0]
+        whole = -(-sizes // LINE) * LINE
+        places.append((at + np.cumsum(whole) - whole, sizes))
+        at += int(whole.sum())
+    return places, at
 
 
 class Warehouse:
@@ -79,9 +66,8 @@ class Warehouse:
         self.seq = 0
         self._gone: set[int] = set()
         self._epochs: dict[int, EpochTables] = {}
-        self._lent: dict[Extent, Hashable] = {}
+        self._lent: set[tuple[Hashable, Extent]] = set()
         self._reserve = row_reserve(self.write_backs)
-        self._layout = Layout(declared)
 
     # memory for writers
 
@@ -96,7 +82,7 @@ class Warehouse:
             touched[tables.groups_of(part)] = True
         new = touched & tables.alive & ~tables.admitted
         rows = int(new.sum()) * put.shape.members
-        sizes = zip(put.parts, self._layout(put.parts)[0], strict=True)
+        sizes = zip(put.parts, layout(self.columns, put.parts)[0], strict=True)
         columns = (one for part, (_, each) in sizes for one in zip(part.names, each.tolist(), strict=True))
         produced = put_bytes(nbytes for name, nbytes in columns if name not in self.write_backs)
         wanted = {"bytes": produced + rows * self._reserve, "rows": rows}
@@ -115,7 +101,7 @@ class Warehouse:
 
     def reserve(self, writer: Hashable, parts: Sequence[Part]) -> Extent:
         """Memory that only `writer` fills, for a put of `parts`."""
-        return self._lend(writer, self._layout(parts)[1])
+        return self._lend(writer, layout(self.columns, parts)[1])
 
     def store(self, writer: Hashable, bulk: np.ndarray) -> Extent:
         """Bytes that came with a message, in memory lent to its writer."""
@@ -123,53 +109,50 @@ class Warehouse:
         self.slabs.view(extent.segment, extent.offset, len(bulk))[:] = bulk
         return extent
 
-    def lend(self, writer: Hashable, left: Extent | None, want: int) -> Extent | None:
-        """Memory for the writer's next put of `want` bytes: what is left of the last, or new; None where memory that
-        lies ready would count against a limit."""
-        if left is not None and 0 < want <= left.nbytes:
-            return left
-        if left is not None:
-            self.forget(writer, left)
-        return None if self.limits.bounded or not 0 < want <= MOST else self._lend(writer, min(SEVERAL * want, MOST))
+    def lend(self, writer: Hashable, want: int) -> Extent | None:
+        """Memory for the writer's next put, of `want` bytes or somewhat more; None where memory that lies ready would
+        count against a limit."""
+        return None if self.limits.bounded or not 0 < want <= MOST else self._lend(writer, 2 * want)
 
-    def forget(self, writer: Hashable, *extents: Extent | None) -> None:
-        """Take back what was lent to a writer, all of it where no extents are named."""
-        for extent in [e for e, w in self._lent.items() if w == writer and (not extents or e in extents)]:
-            del self._lent[extent]
-            self.slabs.free(*extent)
+    def forget(self, writer: Hashable, extent: Extent | None = None) -> None:
+        """Take back what was lent to a writer, all of it where no extent is named."""
+        for lent in [(w, e) for w, e in self._lent if w == writer and extent in (None, e)]:
+            self._return(lent)
 
     def _lend(self, writer: Hashable, nbytes: int) -> Extent:
         extent = self.slabs.allocate(nbytes)
-        self._lent[extent] = writer
+        self._lent.add((writer, extent))
         return extent
+
+    def _return(self, lent: tuple[Hashable, Extent], used: int = 0) -> None:
+        """It is lent no more; what was not used of it is free."""
+        self._lent.remove(lent)
+        segment, offset, nbytes = lent[1]
+        if used < nbytes:
+            self.slabs.free(segment, offset + used, nbytes - used)
 
     # commits
 
-    def commit(self, writer: Hashable, put: Put, extent: Extent | None) -> tuple[Record | None, Extent | None]:
-        """Make cells visible that lie in `extent`, lent to `writer`, and note that a state is done with rows; what is
-        left of the extent stays lent. None for a late repeat: all of it is cleared.
+    def commit(self, writer: Hashable, put: Put, extent: Extent | None) -> Record | None:
+        """Make cells visible that lie in `extent`, lent to `writer`, and note that a state is done with rows. None for
+        a late repeat: all of it is cleared.
 
         Raises ValueError, and changes nothing but that the extent goes back, for memory that was not lent, rows outside
         the epoch, token columns of unequal length, and rows that lack a column that the state writes.
         """
-        if extent is not None and self._lent.get(extent) != writer:
+        if extent is not None and (writer, extent) not in self._lent:
             raise ValueError(f"{extent} was not lent to this writer")
+        used = 0
         try:
             record, used = self._commit(put, extent or Extent(0, 0, 0))
-        except BaseException:
-            self.forget(writer, extent)
-            raise
-        if extent is None or not used:
-            return record, extent
-        del self._lent[extent]
-        left = Extent(extent.segment, extent.offset + used, extent.nbytes - used)
-        if left.nbytes:
-            self._lent[left] = writer
-        return record, left if left.nbytes else None
+        finally:
+            if extent is not None:
+                self._return((writer, extent), used)
+        return record
 
     def _commit(self, put: Put, extent: Extent) -> tuple[Record | None, int]:
         """The record of a commit, and how many bytes of `extent` it takes."""
-        places, used = self._layout(put.parts)
+        places, used = layout(self.columns, put.parts)
         if used > extent.nbytes:
             raise ValueError(f"cells of {used} bytes in {extent}")
         if put.epoch in self._gone:  # a late repeat is harmless
@@ -196,7 +179,7 @@ class Warehouse:
 
     def _enter(self, tables: EpochTables, part: Part, extent: Extent, begins: np.ndarray) -> tuple[Cells, np.ndarray]:
         """Enter those cells of a part that are new; which, and their groups. begins: `[C]` bytes of the extent."""
-        nbytes = part.length * self._layout.items(part.names)
+        nbytes = part.length * items(self.columns, part.names)
         offset = extent.offset + begins[:, None] + np.cumsum(nbytes, 1) - nbytes
         cells = Cells(part.names, part.slots, np.full((1, 1), extent.segment, np.int32), offset, part.length)
         _, new = tables.enter(cells)
@@ -264,12 +247,7 @@ class Warehouse:
     @property
     def used(self) -> int:
         """Bytes of cells, without what is only lent."""
-        return self.slabs.used - sum(extent.nbytes for extent in self._lent)
-
-    @property
-    def epochs(self) -> list[int]:
-        """Epochs of which something lies here."""
-        return sorted(self._epochs)
+        return self.slabs.used - sum(extent.nbytes for _, extent in self._lent)
 
     # clearing
 
@@ -307,7 +285,7 @@ class Warehouse:
         """(offset, bytes) of the cells of groups that lie in a block, neighbours together."""
         rows, names = rows_of_groups(groups, tables.shape.members), tuple(self.columns)
         segment, offset, length = tables.cells(names, rows)
-        nbytes = length * self._layout.items(names)
+        nbytes = length * items(self.columns, names)
         (low, _), (last, size) = block.rest[0], block.rest[-1]
         mine = (segment == block.segment) & (offset >= low) & (offset < last + size) & (nbytes > 0)
         begin, first = np.unique(offset[mine], return_index=True)

@@ -10,7 +10,7 @@ from mindspeed_rl_plugin.dock.api import Declared
 from mindspeed_rl_plugin.dock.calls import Calls, by_value
 from mindspeed_rl_plugin.dock.cells import copy_rows, ids_array, lengths_of
 from mindspeed_rl_plugin.dock.messages import Extent, Part, Put
-from mindspeed_rl_plugin.dock.storage import MOST, Layout
+from mindspeed_rl_plugin.dock.storage import MOST, layout
 from mindspeed_rl_plugin.rows import Column, Rows
 
 INLINE = 128 << 10  # bytes; a smaller put travels with its message, a larger one is written into lent memory
@@ -24,7 +24,6 @@ class Writer:
 
     def __init__(self, declared: Declared, calls: Calls, deadline: float) -> None:
         self._declared, self._calls, self._deadline = declared, calls, deadline
-        self._layout = Layout(declared)
 
     def write(
         self, rows: Rows | None, state: str | None, acked: np.ndarray | None = None, *, checked: bool = True
@@ -76,7 +75,7 @@ class Writer:
 
     def _send(self, warehouse: int, put: Put, state: str, cells: Picked) -> None:
         """The cells as bytes, into memory that this machine's warehouse lends, or with the message."""
-        calls, (places, total) = self._calls, self._layout(put.parts)
+        calls, (places, total) = self._calls, layout(self._declared.columns, put.parts)
         here = warehouse == calls.warehouse
         spans = [span for begins, sizes in places for span in zip(begins.tolist(), sizes.tolist(), strict=True)]
         for name, (_, nbytes) in zip((n for part in put.parts for n in part.names), spans, strict=True):
@@ -102,6 +101,6 @@ class Writer:
             extent = None
         if extent is not None and extent.nbytes >= total:
             return extent
-        put.back = extent  # too small
-        wish = Put(put.epoch, put.shape, put.parts, put.producer, put.deadline, reserve=True)
+        # Else it is too small, and goes back.
+        wish = Put(put.epoch, put.shape, put.parts, put.producer, put.deadline, reserve=True, back=extent)
         return calls.ask_warehouse(calls.warehouse, wish).extent

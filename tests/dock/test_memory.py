@@ -107,7 +107,7 @@ def test_rollouts_that_grow_leave_memory_flat(make_one, limits: Limits) -> None:
         if epoch % 3 == 1:
             dock.clear(epoch - 1)
         if epoch % 3:
-            assert house.used == house.taken()["rows"] == 0 and not house.epochs
+            assert house.used == house.taken()["rows"] == 0 and not house._epochs
             assert limits.capacity is None or not house.taken()["bytes"]
         segments.append(house.slabs._next)
         most = 3 * house.slabs._most if limits.capacity is None else limits.capacity
@@ -127,7 +127,7 @@ def test_lent_memory_is_its_writers_and_comes_back_with_it() -> None:
     house.commit("a", put, extent)
     with pytest.raises(ValueError, match="not lent"):
         house.commit("a", put, extent)
-    house.lend("a", None, 100)
+    house.lend("a", 100)
     house.reserve("b", [part])
     used = house.used
     house.forget("a")

@@ -191,7 +191,7 @@ def test_clearing_waits_for_leases_and_a_late_write_is_harmless(make) -> None:
             call()
     dock.clear(0)
     dock.put(prompts(2))
-    assert dock.remaining("logp") == 0 and all(house.used == 0 and not house.epochs for house in make.houses)
+    assert dock.remaining("logp") == 0 and all(house.used == 0 and not house._epochs for house in make.houses)
 
 
 def test_clearing_a_part_frees_its_bytes(make_one) -> None:
