@@ -15,12 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from mindspeed_rl_plugin.dock import joining, reading, snapshot
 from mindspeed_rl_plugin.dock import messages as m
-from mindspeed_rl_plugin.dock import outside, reading, snapshot
 from mindspeed_rl_plugin.dock.api import Declared, Lease, Traffic, listed
 from mindspeed_rl_plugin.dock.calls import Calls
-from mindspeed_rl_plugin.dock.cells import Buffers, fresh, ids_array, ids_tuple
 from mindspeed_rl_plugin.dock.peers import Peers
+from mindspeed_rl_plugin.dock.places import ids_array, ids_tuple
+from mindspeed_rl_plugin.dock.reading import Buffers, fresh
 from mindspeed_rl_plugin.dock.writing import Writer
 from mindspeed_rl_plugin.rows import Rows, SampleId
 
@@ -150,7 +151,6 @@ class Dock:
         max_rows: int | None = None,
         min_rows: int = 1,
         max_tokens: int | None = None,
-        linger: float = 0.0,
         deadline: float,
         columns: Sequence[str] | None = None,
         into: Buffers | None = None,
@@ -160,9 +160,8 @@ class Dock:
 
         ids: exactly these, in this order, once all are ready (plain triples or a `[B, 3]` tensor will do). None:
         whatever is ready, in the order of ids, rows of this machine first; at least `min_rows` (fewer where no more are
-        left), at most `max_rows` and `max_tokens`, but one row (or whole group) at least; linger: seconds to wait for a
-        full batch once min_rows are there. The empty lease says that every row is acknowledged; with deadline 0, which
-        only tries, also that there is nothing to be had now.
+        left), at most `max_rows` and `max_tokens`, but one row (or whole group) at least. The empty lease says that
+        every row is acknowledged; with deadline 0, which only tries, also that there is nothing to be had now.
 
         into: memory to read into; what is read stays valid until the next lease into it.
         """
@@ -177,7 +176,7 @@ class Dock:
                 raise ValueError(f"lease of state {state!r}: an id occurs twice among {listed(ids_tuple(wanted))}")
         # Ranks of one consumer may read different columns, as pipeline stages do, of the one grant that they share.
         every = names if self._peers.size == 1 else self._declared.reads(state, None)
-        bounds = (max_rows, min_rows, max_tokens, linger, calls.warehouse)
+        bounds = (max_rows, min_rows, max_tokens, calls.warehouse)
         ask = partial(calls.query, m.Ask, state, every, wanted, deadline, calls.lease_seconds, *bounds)
         grant = self._granted(ask, state, wanted)
         places, take = [grant.segment, grant.offset, grant.length], fresh if into is None else into.take
@@ -273,7 +272,7 @@ class Dock:
         commits, releases. Its leases run out after `lease_seconds`, or end with its connection; their rows are given
         out again then, and the first commit of a cell wins. Raises ConnectionError where nobody answers, and
         PermissionError for a wrong secret or one that others can read."""
-        declared, calls = outside.join(address, secret_file, lease_seconds)
+        declared, calls = joining.join(address, secret_file, lease_seconds)
         return Dock(declared, calls, leader=False)
 
     def close(self) -> None:

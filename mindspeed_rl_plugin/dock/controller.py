@@ -14,10 +14,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from mindspeed_rl_plugin.dock.api import ColumnSpec, StateSpec, listed
-from mindspeed_rl_plugin.dock.cells import ids_tuple
 from mindspeed_rl_plugin.dock.messages import Ask, Grant, Record, Shape
 from mindspeed_rl_plugin.dock.pick import Picked, pick, rows_of
-from mindspeed_rl_plugin.dock.places import DONE, FREE, LEASED, EpochView, rows_of_groups
+from mindspeed_rl_plugin.dock.places import DONE, FREE, LEASED, EpochView, ids_tuple, rows_of_groups
 
 
 @dataclass
@@ -70,18 +69,16 @@ class Controller:
 
     # giving out
 
-    def take(self, ask: Ask, holder: Hashable, expires: float, waited: float) -> Grant | None:
-        """Rows under a lease, with token 0 where every row is acknowledged; None: not ready.
-
-        waited: seconds that this ask has waited so far. Raises ValueError for ids that cannot be had.
-        """
+    def take(self, ask: Ask, holder: Hashable, expires: float) -> Grant | None:
+        """Rows under a lease, with token 0 where every row is acknowledged; None: not ready. Raises ValueError for ids
+        that cannot be had."""
         if ask.ids is not None:
             numbers = set(ask.ids[:, 0].tolist())
             if gone := numbers & self._gone:
                 raise ValueError(f"state {self.spec.name!r}: epoch {min(gone)} is cleared, its cells are gone")
             if not numbers <= self._epochs.keys():
                 return None  # its first record is on the way
-        rows = pick(self._epochs, ask, waited)
+        rows = pick(self._epochs, ask)
         if not rows:
             return None if rows is None else self.grant(0, [], ask.columns)
         token, self._next = self._next, self._next + 1

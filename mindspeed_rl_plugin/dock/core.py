@@ -72,13 +72,12 @@ class Core:
 
     def _on_ask(self, peer: str, ask: m.Ask, bulk: object, waited: float) -> m.Message | str:
         controller, now = self.controllers[ask.state], self.clock()
-        over = waited >= ask.deadline  # which ends a linger, too
         controller.expire(now)
         expires = float("inf") if ask.seconds is None else now + ask.seconds
-        grant = controller.take(ask, peer, expires, float("inf") if over else waited)
+        grant = controller.take(ask, peer, expires)
         if grant is not None:
             return grant
-        if not over:
+        if waited < ask.deadline:
             return ask.state
         if not ask.deadline and ask.ids is None:  # it only tried
             return controller.grant(0, [], ask.columns)

@@ -12,15 +12,14 @@ from typing import Any
 import numpy as np
 import torch.distributed as dist
 
-from mindspeed_rl_plugin.dock.addresses import check_addresses, machine, own_address
 from mindspeed_rl_plugin.dock.api import ColumnSpec, Declared, StateSpec
 from mindspeed_rl_plugin.dock.calls import Calls, Owners
 from mindspeed_rl_plugin.dock.client import Dock
 from mindspeed_rl_plugin.dock.controller import Controller
 from mindspeed_rl_plugin.dock.core import Core
+from mindspeed_rl_plugin.dock.joining import check_addresses, machine, own_address, write_secret
 from mindspeed_rl_plugin.dock.limits import Limits
 from mindspeed_rl_plugin.dock.messages import Address, Directory
-from mindspeed_rl_plugin.dock.outside import write_secret
 from mindspeed_rl_plugin.dock.peers import GroupPeers, Peers, make_peers
 from mindspeed_rl_plugin.dock.server import Server
 from mindspeed_rl_plugin.dock.storage import Warehouse

@@ -94,7 +94,6 @@ class Ask(Query):
     max_rows: int | None = None
     min_rows: int = 1
     max_tokens: int | None = None
-    linger: float = 0.0
     near: int | None = None
 
 

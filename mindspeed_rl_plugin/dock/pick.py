@@ -12,8 +12,8 @@ from mindspeed_rl_plugin.dock.places import DONE, FREE, EpochView
 Picked = list[tuple[int, np.ndarray]]  # epoch -> row numbers, in delivery order
 
 
-def pick(epochs: Mapping[int, EpochView], ask: Ask, waited: float) -> Picked | None:
-    """The rows to give out; [] where every row is acknowledged; None to wait for more. waited: seconds so far.
+def pick(epochs: Mapping[int, EpochView], ask: Ask) -> Picked | None:
+    """The rows to give out; [] where every row is acknowledged; None to wait for more.
 
     Raises ValueError for ids that are cleared, done, or a part of a group where groups are whole, and for bounds below
     one group.
@@ -34,7 +34,7 @@ def pick(epochs: Mapping[int, EpochView], ask: Ask, waited: float) -> Picked | N
         return None if any(epoch.undone().any() for epoch in epochs.values()) else batch
     if total < most or (ask.max_rows is not None and total + unit > ask.max_rows):
         return batch
-    if total >= ask.min_rows and waited >= ask.linger:
+    if total >= ask.min_rows:
         return batch
     more = any((e.undone() & (e.status == FREE) & ~e.available()).any() for e in epochs.values())
     return None if more else batch

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
+from torch import Tensor
 
 from mindspeed_rl_plugin.dock.api import ColumnSpec, StateSpec
 from mindspeed_rl_plugin.dock.messages import Cells, Part, Record, Shape
+from mindspeed_rl_plugin.rows import SampleId
 
 Index = slice | np.ndarray | list[int]
 FREE, LEASED, DONE = 0, 1, 2
@@ -155,3 +157,13 @@ def runs(nbytes: np.ndarray, same: np.ndarray, *begins: np.ndarray) -> tuple[np.
         breaks[:, 1:] |= begin[:, 1:] != begin[:, :-1] + nbytes[:, :-1]
     flat = breaks.reshape(-1).nonzero()[0]
     return flat, np.add.reduceat(nbytes.reshape(-1), flat) if len(flat) else flat
+
+
+def ids_array(ids: Sequence[SampleId] | Tensor) -> np.ndarray:
+    """`[B, 3]` int64 of ids, plain triples, or a `[B, 3]` tensor."""
+    return np.array(ids, np.int64).reshape(-1, 3)
+
+
+def ids_tuple(ids: np.ndarray) -> tuple[SampleId, ...]:
+    """Inverse of `ids_array`."""
+    return tuple(map(SampleId._make, ids.tolist()))

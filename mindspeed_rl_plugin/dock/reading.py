@@ -5,17 +5,39 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from mindspeed_rl_plugin.dock.api import ColumnSpec
 from mindspeed_rl_plugin.dock.calls import Calls, by_value
-from mindspeed_rl_plugin.dock.cells import as_column
 from mindspeed_rl_plugin.dock.limits import items
 from mindspeed_rl_plugin.dock.messages import Fetch, Locate
 from mindspeed_rl_plugin.dock.places import runs
-from mindspeed_rl_plugin.rows import Column
+from mindspeed_rl_plugin.rows import Column, Ragged
 
 Take = Callable[[str, int], np.ndarray]
+
+
+class Buffers:
+    """Memory that a reader keeps for what it reads: a column read into it stays valid until the next read.
+
+    Fresh pages cost several times the copy itself, so whoever reads often and drops what it read passes one.
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[str, np.ndarray] = {}
+
+    def take(self, name: str, nbytes: int) -> np.ndarray:
+        """`[nbytes]` uint8."""
+        kept = self._kept.get(name)
+        if kept is None or len(kept) < nbytes:
+            kept = self._kept[name] = np.empty(nbytes + nbytes // 4, np.uint8)
+        return kept[:nbytes]
+
+
+def fresh(name: str, nbytes: int) -> np.ndarray:
+    """`[nbytes]` uint8 of its own."""
+    return np.empty(nbytes, np.uint8)
 
 
 def gather(
@@ -94,3 +116,18 @@ def _runs(
     flat, sizes = runs(nbytes, segment, offset, begin)
     parts = (flat // segment.shape[1], *(x.reshape(-1)[flat] for x in (segment, offset, begin)), sizes)
     return zip(*(part.tolist() for part in parts), strict=True)
+
+
+def as_column(
+    spec: ColumnSpec, data: np.ndarray, lengths: np.ndarray, packed: dict[bytes, Tensor] | None = None
+) -> Column:
+    """`[bytes]` uint8 as a column of B rows. packed: offsets by lengths, of columns that may share them."""
+    values = torch.frombuffer(data, dtype=spec.dtype) if len(data) else torch.empty(0, dtype=spec.dtype)
+    if spec.trailing:
+        values = values.reshape(-1, *spec.trailing)
+    if not spec.ragged:
+        return values
+    packed, key = {} if packed is None else packed, lengths.tobytes()
+    if key not in packed:
+        packed[key] = torch.from_numpy(np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]))
+    return Ragged(values, packed[key])

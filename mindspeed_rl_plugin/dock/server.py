@@ -83,8 +83,8 @@ class Server:
                 answer = self.core.serve(peer, message, bulk, waited)
                 if not isinstance(answer, str):
                     return answer
-                ends = (getattr(message, name, 0.0) - waited for name in ("deadline", "linger"))
-                self._changed[answer].wait(min([LOOK_SECONDS, *(left for left in ends if left > 0)]))
+                left = getattr(message, "deadline", 0.0) - waited
+                self._changed[answer].wait(min(LOOK_SECONDS, left) if left > 0 else LOOK_SECONDS)
                 waited = clock() - begin
                 if ended is not None and ended():
                     raise EOFError("the asker is gone")

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import numpy as np
+import torch
 
 from mindspeed_rl_plugin.dock.api import Declared
 from mindspeed_rl_plugin.dock.calls import Calls, by_value
-from mindspeed_rl_plugin.dock.cells import copy_rows, ids_array, lengths_of
 from mindspeed_rl_plugin.dock.messages import Extent, Part, Put
+from mindspeed_rl_plugin.dock.places import ids_array
 from mindspeed_rl_plugin.dock.storage import MOST, layout
-from mindspeed_rl_plugin.rows import Column, Rows
+from mindspeed_rl_plugin.rows import Column, Ragged, Rows
 
 INLINE = 128 << 10  # bytes; a smaller put travels with its message, a larger one is written into lent memory
 NONE = np.empty(0, np.int64)
@@ -104,3 +105,32 @@ class Writer:
         # Else it is too small, and goes back.
         wish = Put(put.epoch, put.shape, put.parts, put.producer, put.deadline, reserve=True, back=extent)
         return calls.ask_warehouse(calls.warehouse, wish).extent
+
+
+def lengths_of(column: Column) -> np.ndarray:
+    """`[B]` int32 entries a row; a dense row is one entry."""
+    if isinstance(column, Ragged):
+        return np.diff(column.offsets.cpu().numpy()).astype(np.int32)
+    return np.ones(len(column), np.int32)
+
+
+def copy_rows(column: Column, index: np.ndarray | None, out: np.ndarray) -> None:
+    """Write rows `index` (None: all) of a column into `out`, a uint8 array of their bytes, one after the other."""
+    values = (column.values if isinstance(column, Ragged) else column).detach()
+    target = torch.from_numpy(out).view(values.dtype) if out.nbytes else torch.empty(0, dtype=values.dtype)
+    if index is not None:
+        parts = [values[begin:end] for begin, end in _spans(column, index)]
+        values = torch.cat(parts) if parts else values[:0]
+    # copy_, not .numpy(): that would make the caller's storage unresizable for good.
+    target.copy_(values.reshape(-1))
+
+
+def _spans(column: Column, index: np.ndarray) -> Iterator[tuple[int, int]]:
+    """Begin and end of rows in the values of a column, neighbours joined."""
+    offsets = column.offsets.cpu().numpy() if isinstance(column, Ragged) else np.arange(len(column) + 1)
+    if not len(index):
+        return
+    begins, ends = offsets[index], offsets[index + 1]
+    cuts = np.flatnonzero(begins[1:] != ends[:-1]) + 1
+    for low, high in zip([0, *cuts.tolist()], [*cuts.tolist(), len(index)], strict=True):
+        yield int(begins[low]), int(ends[high - 1])

@@ -12,7 +12,7 @@ from multiprocessing.connection import Connection
 import torch
 from dock_help import COLUMNS, SMALL, STATES, Gathered, prompts
 
-from mindspeed_rl_plugin.dock import Dock, Ragged, Rows, SampleId, client, outside
+from mindspeed_rl_plugin.dock import Dock, Ragged, Rows, SampleId, joining
 from mindspeed_rl_plugin.dock.factory import Member
 
 LENGTH = 50_000  # tokens: such puts go through lent memory
@@ -36,9 +36,8 @@ def outside_main(pipe: Connection, log: str, address: str, secret_file: str, nod
     """A consumer outside of the job. node: another name for this machine, "" for its own."""
     speak_to(log)
     if node:
-        client.outside = outside
-        join = outside.join
-        outside.join = lambda *args: join(*args, node=node)
+        join = joining.join
+        joining.join = lambda *args: join(*args, node=node)
     obey(pipe, Commands(Dock.join(address, secret_file, lease_seconds=seconds), None))
 
 

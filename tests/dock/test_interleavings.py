@@ -274,7 +274,7 @@ def test_threads_of_all_ranks_share_the_work_exactly_once(make) -> None:
     lock = threading.Lock()
 
     def consume(dock: Dock, state: str) -> None:
-        while lease := dock.lease(state, max_rows=5, linger=0.001, deadline=20):
+        while lease := dock.lease(state, max_rows=5, deadline=20):
             count = len(lease)
             if state == "generate":
                 rows = Rows(lease.rows.ids, {"tokens": pack([[i.group] * (i.group * 3000) for i in lease.rows.ids])})

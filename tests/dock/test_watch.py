@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from mindspeed_rl_plugin.dock import addresses, factory, make_docks
+from mindspeed_rl_plugin.dock import factory, joining, make_docks
 from mindspeed_rl_plugin.dock.messages import Ping, Stopped
 from mindspeed_rl_plugin.dock.watch import Watch
 
@@ -92,7 +92,7 @@ def test_the_heartbeat_is_a_part_of_the_deadline(monkeypatch, deadline: float, b
 )
 def test_machines_that_cannot_reach_each_other_are_refused(places, named: str | None) -> None:
     if named is None:
-        return addresses.check_addresses(places)
+        return joining.check_addresses(places)
     with pytest.raises(ValueError, match=named):
-        addresses.check_addresses(places)
+        joining.check_addresses(places)
     return None
