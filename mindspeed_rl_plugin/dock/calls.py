@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 
 from mindspeed_rl_plugin.dock.api import Traffic, listed
+from mindspeed_rl_plugin.dock.core import Core
 from mindspeed_rl_plugin.dock.messages import (
     Address,
     Directory,
     Extent,
     Failed,
     Grant,
-    Hello,
     Located,
     Map,
     Message,
@@ -24,8 +24,7 @@ from mindspeed_rl_plugin.dock.messages import (
     Query,
     Shape,
 )
-from mindspeed_rl_plugin.dock.rpc import Channel
-from mindspeed_rl_plugin.dock.server import Server
+from mindspeed_rl_plugin.dock.rpc import Channel, Process
 from mindspeed_rl_plugin.dock.slabs import Segments
 
 Owners = Callable[[int, int], np.ndarray]  # (epoch, groups) -> `[groups]` warehouse of each group
@@ -103,35 +102,31 @@ class Epochs:
 class Calls:
     """Shared by all views of the dock in a process.
 
-    name: unique in the job; rank: of it, -1 outside; node: machine; server: of this process, which is called directly;
-    warehouse: number of the one whose memory is mapped here, None without; owners: where groups lie, None where only
-    leases tell; patience: seconds for an answer that need not wait; lease_seconds: life of a lease, None for as long as
-    the job lives; lost: called where a connection breaks.
+    me: this process; core: what it serves itself, which is called directly; warehouse: number of the one whose memory
+    is mapped here, None without; owners: where groups lie, None where only leases tell; patience: seconds for an answer
+    that need not wait; lease_seconds: life of a lease, None for as long as the job lives; lost: called where a
+    connection breaks.
     """
 
     def __init__(
         self,
         directory: Directory,
+        me: Process,
         *,
-        name: str,
-        rank: int,
-        node: str,
-        secret: bytes,
-        server: Server | None = None,
+        core: Core | None = None,
         warehouse: int | None = None,
         owners: Owners | None = None,
         patience: float = 60.0,
         lease_seconds: float | None = None,
         lost: Callable[[Address, str], None] = lambda address, why: None,
     ) -> None:
-        self.directory, self.name, self.rank, self.node = directory, name, rank, node
-        self.server, self.warehouse, self.patience, self.lease_seconds = server, warehouse, patience, lease_seconds
+        self.directory, self.me, self.core, self.warehouse = directory, me, core, warehouse
+        self.lease_seconds, self._patience, self._lost = lease_seconds, patience, lost
         self.epochs, self.traffic = Epochs(owners), Traffic()
         self.after: dict[int, int] = {}  # warehouse -> number of the newest record that this process caused
         self.held: dict[tuple[str, int], np.ndarray] = {}  # ids of live leases of this process, by state and token
         self.segments = Segments(self._find)
         self.cached: list[Extent] = []  # memory that this machine's warehouse lent for the next puts
-        self._secret, self._lost = secret, lost
         self._idle: defaultdict[Address, list[Channel]] = defaultdict(list)
         self._closed = False
 
@@ -164,8 +159,8 @@ class Calls:
     def _ask(
         self, address: Address, message: Message, bulk: np.ndarray | None, scatter: Sequence[np.ndarray] = ()
     ) -> Message:
-        if self.server is not None and address.rank == self.rank:
-            answer = self.server.call(self.name, message, bulk)[0]
+        if self.core is not None and address.rank == self.me.rank:
+            answer = self.core.call(self.me.name, message, bulk)[0]
             if isinstance(answer, Failed):
                 raise answer.raised()
             return answer
@@ -173,8 +168,7 @@ class Calls:
         try:
             channel = idle.pop()
         except IndexError:
-            hello = Hello(self.name, self.rank)
-            channel = Channel(address, self._secret, self.node, hello, self.patience, self._lost)
+            channel = Channel(address, self.me, self._patience, self._lost)
         try:
             return channel.ask(message, bulk, scatter)
         finally:

@@ -64,10 +64,9 @@ class Dock:
     def served(self) -> dict[str, Any]:
         """states: whose controllers this process holds; messages, bytes: what it did for all ranks' requests; refused:
         how many connections and messages it turned away, by reason."""
-        server = self._calls.server
-        if server is None:
+        core = self._calls.core
+        if core is None:
             return {"states": []}
-        core = server.core
         return {"states": sorted(core.controllers), **core.served, "refused": dict(core.refused)}
 
     # ids

@@ -1,12 +1,14 @@
 """What one process serves of the dock, without sockets or threads of its own: its machine's warehouse, the controllers
-of some states, or both.
+of some states, or both. All requests happen under one lock.
 
 A commit goes to the warehouse, which describes it to every controller before it answers.
 """
 
 from __future__ import annotations
 
+import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -17,31 +19,48 @@ from mindspeed_rl_plugin.dock.controller import Controller
 from mindspeed_rl_plugin.dock.storage import Warehouse
 
 BEHIND_SECONDS = 60.0  # that a controller may take to learn of a commit that its asker has made
+LOOK_SECONDS = 1.0  # a request that waits looks at the time, and at its asker, so often
 AFTER, MEMORY = "(records)", "(memory)"  # what a request waits for, where that is no state
 Answer = tuple[m.Message, Sequence[Any]]  # and its bulk
 
 
 class Core:
-    """Serves `warehouse` and `controllers` (both optional), one call at a time.
+    """Serves `warehouse` and `controllers` (both optional).
 
-    tell: sends a record to the controllers of other processes; wake: those who wait for something (a state, `AFTER`,
-    `MEMORY`) try again; directory: answers a process that joins from outside the job; clock: seconds. served: messages,
-    and bytes of cells that went through this process, to show that none sees them all; refused: what was turned away,
-    by reason.
+    tell: sends a record to the controllers of other processes; directory: answers a process that joins from outside the
+    job; clock: seconds. served: messages, and bytes of cells that went through this process, to show that none sees
+    them all; refused: what was turned away, by reason.
     """
 
     def __init__(self, warehouse: Warehouse | None = None, controllers: Mapping[str, Controller] | None = None) -> None:
         self.warehouse, self.controllers = warehouse, dict(controllers or {})
         self.tell: Callable[[m.Record], None] = lambda record: None
-        self.wake: Callable[[str], None] = lambda key: None
         self.directory: m.Message = m.Ok()
         self.clock = time.monotonic
         self.served = {"messages": 0, "bytes": 0}
         self.refused = {"stranger": 0, "malformed": 0}
+        self._lock = threading.RLock()
+        self._changed = defaultdict(lambda: threading.Condition(self._lock))  # by what is waited for
 
-    def serve(self, peer: str, message: m.Message, bulk: np.ndarray | None, waited: float) -> Answer | str:
-        """The answer to one message, an error too; or what to wait for before it is served again, with the seconds
-        that it has waited then."""
+    def call(
+        self, peer: str, message: m.Message, bulk: np.ndarray | None = None, ended: Callable[[], bool] | None = None
+    ) -> Answer:
+        """The answer to a request and its bulk, once there is one. ended: whether the asker is gone."""
+        begin, clock, waited = self.clock(), self.clock, 0.0  # 0 says that it is served for the first time
+        with self._lock:
+            while True:
+                answer = self._serve(peer, message, bulk, waited)
+                if not isinstance(answer, str):
+                    return answer
+                left = getattr(message, "deadline", 0.0) - waited
+                self._changed[answer].wait(min(LOOK_SECONDS, left) if left > 0 else LOOK_SECONDS)
+                waited = clock() - begin
+                if ended is not None and ended():
+                    raise EOFError("the asker is gone")
+
+    def _serve(self, peer: str, message: m.Message, bulk: np.ndarray | None, waited: float) -> Answer | str:
+        """The answer, an error too; or what to wait for before it is served again, with the seconds that it has waited
+        then: a state, `AFTER` or `MEMORY`."""
         self.served["messages"] += not waited
         serve = getattr(self, f"_on_{type(message).__name__.lower()}", None)
         try:
@@ -62,11 +81,12 @@ class Core:
 
     def gone(self, peer: str) -> None:
         """A process outside of the job has ended: what was lent to it returns, its leases are given out again."""
-        if self.warehouse is not None:
-            self.warehouse.forget(peer)
-        for state, controller in self.controllers.items():
-            if controller.forget(peer):
-                self.wake(state)
+        with self._lock:
+            if self.warehouse is not None:
+                self.warehouse.forget(peer)
+            for state, controller in self.controllers.items():
+                if controller.forget(peer):
+                    self._wake(state)
 
     # controllers
 
@@ -85,7 +105,7 @@ class Core:
 
     def _on_release(self, peer: str, message: m.Release, *_: object) -> m.Message:
         self.controllers[message.state].release(message.token)
-        self.wake(message.state)
+        self._wake(message.state)
         return m.Ok()
 
     def _on_remaining(self, peer: str, message: m.Remaining, *_: object) -> m.Message:
@@ -106,10 +126,15 @@ class Core:
 
     def apply(self, record: m.Record) -> None:
         """The controllers here learn of a commit."""
-        for state, controller in self.controllers.items():
-            if controller.apply(record):
-                self.wake(state)
-        self.wake(AFTER)
+        with self._lock:
+            for state, controller in self.controllers.items():
+                if controller.apply(record):
+                    self._wake(state)
+            self._wake(AFTER)
+
+    def _wake(self, key: str) -> None:
+        if key in self._changed:
+            self._changed[key].notify_all()
 
     def _behind(self, query: m.Query, waited: float) -> bool:
         """Whether records that the asker has caused are still on their way to the controller that it asks."""
@@ -145,7 +170,7 @@ class Core:
 
     def _on_clear(self, peer: str, message: m.Clear, *_: object) -> m.Message:
         self._tell(self.warehouse.clear(message.epoch, message.shape, message.groups))
-        self.wake(MEMORY)
+        self._wake(MEMORY)
         return m.Ok(self.warehouse.seq)
 
     def _on_locate(self, peer: str, message: m.Locate, *_: object) -> m.Message:

@@ -19,8 +19,9 @@ from mindspeed_rl_plugin.dock.controller import Controller
 from mindspeed_rl_plugin.dock.core import Core
 from mindspeed_rl_plugin.dock.joining import check_addresses, machine, own_address, write_secret
 from mindspeed_rl_plugin.dock.limits import Limits
-from mindspeed_rl_plugin.dock.messages import Address, Directory
+from mindspeed_rl_plugin.dock.messages import Address, Directory, Record
 from mindspeed_rl_plugin.dock.peers import GroupPeers, Peers, make_peers
+from mindspeed_rl_plugin.dock.rpc import Process
 from mindspeed_rl_plugin.dock.server import Server
 from mindspeed_rl_plugin.dock.storage import Warehouse
 from mindspeed_rl_plugin.dock.watch import Watch
@@ -89,28 +90,26 @@ class Member:
     ) -> None:
         self.declared, self.peers = Declared(columns, states), peers or Peers()
         gather, rank, many = self.peers.gather, self.peers.rank, self.peers.size > 1
-        node = node or machine()
-        nodes = gather(node)
+        nodes = gather(node or machine())
         machines = list(dict.fromkeys(nodes))  # by their lowest rank
+        secret = bytes.fromhex(gather(secrets.token_hex(32))[0])
+        self.me = Process(f"rank {rank}", rank, nodes[rank], secret)
         self._leads = [nodes.index(name) for name in machines]
         self._held_by = {s.name: controller_rank(i, len(states), len(nodes)) for i, s in enumerate(states)}
-        self._secret = bytes.fromhex(gather(secrets.token_hex(32))[0])
         self._watch = Watch(rank, nodes, heartbeat, end) if many else None
         self.core = self._core(limits or Limits())
-        self.server = Server(self.core, node, self._secret, self._watch, rank)
+        self.server = Server(self.core, self.me, self._watch)
         self.directory = self.core.directory = Directory(list(columns), list(states), [], {})
-        self._publish(self.server.start(host if len(machines) > 1 else "") if many else Address(node, "", rank=rank))
+        here = self.server.start(host if len(machines) > 1 else "") if many else Address(nodes[rank], "", rank=rank)
+        self._publish(here)
         if many:
             self._link(nodes)
             gather(None)  # nobody asks before everybody answers
         self.calls = Calls(
             self.directory,
-            name=f"rank {rank}",
-            rank=rank,
-            node=node,
-            secret=self._secret,
-            server=self.server,
-            warehouse=machines.index(node),
+            self.me,
+            core=self.core,
+            warehouse=machines.index(nodes[rank]),
             owners=owners if owners and len(machines) > 1 else partial(contiguous, len(machines)),
             patience=min(patience, ANSWER),
             lost=self._lost,
@@ -126,7 +125,7 @@ class Member:
         """See `Dock.invite`."""
         self._publish(self.server.start(host))
         if self.peers.rank == 0:
-            write_secret(secret_file, self._secret)
+            write_secret(secret_file, self.me.secret)
         self.peers.gather(None)
         first = self.directory.warehouses[0]
         return f"{first.host}:{first.port}" if first.port else f"unix:{first.unix}"
@@ -166,7 +165,12 @@ class Member:
         told = sorted(set(self._held_by.values()) - {rank})
         for other in told:
             links[other] = links.get(other) or self.server.link(self._addresses[other])
-        self.core.tell = lambda record: self.server.tell([links[other] for other in told], record)
+
+        def tell(record: Record) -> None:  # with the core's lock held, so in order
+            for other in told:
+                links[other].note(record)
+
+        self.core.tell = tell
 
     def _lost(self, address: Address, why: str) -> None:
         if self._watch is not None and not self._closed:

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 
 from mindspeed_rl_plugin.dock.api import Declared
 from mindspeed_rl_plugin.dock.calls import Calls
-from mindspeed_rl_plugin.dock.messages import Address, Hello, Join
-from mindspeed_rl_plugin.dock.rpc import Channel
+from mindspeed_rl_plugin.dock.messages import Address, Join
+from mindspeed_rl_plugin.dock.rpc import Channel, Process
 from mindspeed_rl_plugin.environment import master_address
 
 
@@ -58,14 +58,14 @@ def join(
 ) -> tuple[Declared, Calls]:
     """The declarations of a dock, and the calls of a process outside of its job. node: another name for this machine,
     in tests. See `Dock.join`."""
-    node, secret = node or machine(), read_secret(secret_file)
     name = f"outside {os.getpid()} {secrets.token_hex(4)}"
-    channel = Channel(_parsed(address, node), secret, node, Hello(name, -1), patience=60.0)
+    me = Process(name, -1, node or machine(), read_secret(secret_file))
+    channel = Channel(_parsed(address, me.node), me, patience=60.0)
     directory = channel.ask(Join())
     channel.close()
-    here = [i for i, place in enumerate(directory.warehouses) if place.node == node]
-    how = {"name": name, "rank": -1, "node": node, "secret": secret, "lease_seconds": lease_seconds}
-    return Declared(directory.columns, directory.states), Calls(directory, warehouse=here[0] if here else None, **how)
+    here = [i for i, place in enumerate(directory.warehouses) if place.node == me.node]
+    calls = Calls(directory, me, warehouse=here[0] if here else None, lease_seconds=lease_seconds)
+    return Declared(directory.columns, directory.states), calls
 
 
 def write_secret(path: str | os.PathLike[str], secret: bytes) -> None:

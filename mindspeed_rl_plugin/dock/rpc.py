@@ -19,13 +19,13 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from mindspeed_rl_plugin.dock.messages import Address, Bye, Failed, FrameError, Hello, Message, pack, unpack
 
-MAGIC, VERSION = b"MSTD", 4
+MAGIC, VERSION = b"MSTD", 5
 PREFIX = struct.Struct("<4sB3xIQ")
 MAX_HEAD = 256 << 20  # bytes
 MAX_BULK = 1 << 40  # bytes
@@ -34,6 +34,15 @@ NONCE = 32  # bytes
 REFUSED = bytes(NONCE)  # in the place of a server's proof: the client has not shown the secret
 CONNECT_SECONDS = 20.0
 MARGIN = 15.0  # seconds the caller waits longer than the other side, whose error knows more
+
+
+class Process(NamedTuple):
+    """One that takes part. name: unique in the job; rank: of it, -1 outside; node: its machine; secret: of the job."""
+
+    name: str
+    rank: int
+    node: str
+    secret: bytes
 
 
 class Stream:
@@ -121,12 +130,12 @@ def proof(secret: bytes, side: bytes, nonces: bytes) -> bytes:
     return hmac.new(secret, side + nonces, hashlib.sha256).digest()
 
 
-def connect(address: Address, secret: bytes, node: str, hello: Hello) -> Stream:
-    """A connection past the handshake, made by a process of `node`. Raises ConnectionError when nobody answers there,
+def connect(address: Address, me: Process, *, watch: bool = False) -> Stream:
+    """A connection past the handshake. Raises ConnectionError when nobody answers there,
     PermissionError when it is another job's."""
-    unix = address.node == node
+    unix, secret = address.node == me.node, me.secret
     if not unix and not address.port:
-        raise ConnectionError(f"the dock on {address.node} listens on its own machine only; {node} cannot reach it")
+        raise ConnectionError(f"the dock on {address.node} listens on its own machine only; {me.node} cannot reach it")
     family = socket.AF_UNIX if unix else socket.AF_INET6 if ":" in address.host else socket.AF_INET
     stream = Stream(socket.socket(family))
     try:
@@ -138,7 +147,7 @@ def connect(address: Address, secret: bytes, node: str, hello: Hello) -> Stream:
         if not hmac.compare_digest(shown, proof(secret, b"server", mine + theirs)):
             what = "refuses this process: it is another job's" if shown == REFUSED else "is not that of this job"
             raise PermissionError(f"the dock at {address} {what}")
-        stream.send(hello)
+        stream.send(Hello(me.name, me.rank, watch))
         stream.socket.settimeout(None)
         return stream
     except PermissionError:
@@ -180,14 +189,12 @@ class Channel:
     def __init__(
         self,
         address: Address,
-        secret: bytes,
-        node: str,
-        hello: Hello,
+        me: Process,
         patience: float,
         lost: Callable[[Address, str], None] = lambda address, why: None,
     ) -> None:
         self.address, self._patience, self._lost, self._limit, self.closed = address, patience, lost, 0.0, False
-        self.stream = connect(address, secret, node, hello)
+        self.stream = connect(address, me)
 
     def ask(self, message: Message, bulk: np.ndarray | None = None, scatter: Sequence[np.ndarray] = ()) -> Message:
         """Send a request and wait for its answer, longer by the message's own deadline. scatter: uint8 arrays that the

@@ -1,7 +1,7 @@
-"""The answering side: a thread for each connection of a process, which serves its `Core`.
+"""The answering side: a thread for each connection of a process, which asks its `Core`.
 
-The process's own requests are calls of the same function. All of them happen under one lock; answers are sent outside
-of it, so that nobody waits for a slow reader. A dock of one process has no thread until somebody outside is invited.
+Answers are sent outside of the core's lock, so that nobody waits for a slow reader. A dock of one process has no thread
+until somebody outside is invited.
 """
 
 from __future__ import annotations
@@ -11,18 +11,15 @@ import secrets
 import socket
 import threading
 import time
-from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
-
-import numpy as np
+from collections import deque
+from collections.abc import Callable
 
 from mindspeed_rl_plugin.dock import messages as m
-from mindspeed_rl_plugin.dock.core import Answer, Core
-from mindspeed_rl_plugin.dock.rpc import Stream, admit, connect, frame
+from mindspeed_rl_plugin.dock.core import Core
+from mindspeed_rl_plugin.dock.rpc import Process, Stream, admit, connect, frame
 from mindspeed_rl_plugin.dock.watch import Watch
 
 EXHAUSTED_SECONDS = 0.1  # until the next try to accept, where descriptors or memory have run out
-LOOK_SECONDS = 1.0  # a request that waits looks at the time, and at its asker, so often
 
 
 class Link(Stream):
@@ -60,40 +57,20 @@ class Link(Stream):
 
 
 class Server:
-    """Serves `core` to this process, and after `start` to others. node: name of this machine; secret: what others must
-    prove to know; watch: of the rank that this process is, None outside of a job."""
+    """Serves `core`, after `start`. me: this rank; watch: of a job of several."""
 
-    def __init__(self, core: Core, node: str, secret: bytes, watch: Watch | None = None, rank: int = 0) -> None:
-        self.core, self.node, self.secret, self.watch, self.rank = core, node, secret, watch, rank
+    def __init__(self, core: Core, me: Process, watch: Watch | None = None) -> None:
+        self.core, self.me, self.watch = core, me, watch
         self.address: m.Address | None = None
-        self._lock = threading.RLock()
-        self._changed = defaultdict(lambda: threading.Condition(self._lock))
         self._streams: dict[Stream, str] = {}  # -> name of its other side
         self._listeners: list[socket.socket] = []
         self._closed = threading.Event()
-        core.wake = self._wake
-
-    def call(
-        self, peer: str, message: m.Message, bulk: np.ndarray | None = None, ended: Callable[[], bool] | None = None
-    ) -> Answer:
-        """The answer to a request and its bulk, once there is one. ended: whether the asker is gone."""
-        begin, clock, waited = self.core.clock(), self.core.clock, 0.0  # 0 says that it is served for the first time
-        with self._lock:
-            while True:
-                answer = self.core.serve(peer, message, bulk, waited)
-                if not isinstance(answer, str):
-                    return answer
-                left = getattr(message, "deadline", 0.0) - waited
-                self._changed[answer].wait(min(LOOK_SECONDS, left) if left > 0 else LOOK_SECONDS)
-                waited = clock() - begin
-                if ended is not None and ended():
-                    raise EOFError("the asker is gone")
 
     def start(self, host: str = "") -> m.Address:
         """Listen, on the address of a network interface too where one is given; where. Raises OSError where the
         sockets cannot be made."""
         if self.address is None:
-            self.address = m.Address(self.node, f"rl-dock-{secrets.token_hex(16)}", rank=self.rank)
+            self.address = m.Address(self.me.node, f"rl-dock-{secrets.token_hex(16)}", rank=self.me.rank)
             self._listen(socket.AF_UNIX, "\0" + self.address.unix)
             if self.watch is not None:
                 thread(self._tick)
@@ -104,17 +81,11 @@ class Server:
 
     def link(self, address: m.Address) -> Link:
         """A connection to another rank's server that stands as long as both."""
-        made = connect(address, self.secret, self.node, m.Hello(f"rank {self.rank}", self.rank, watch=True))
-        link = Link(made.socket, address.rank)
+        link = Link(connect(address, self.me, watch=True).socket, address.rank)
         self._streams[link] = f"rank {address.rank}"
         self.watch.add(link)
         thread(self._converse, link, f"rank {address.rank}")
         return link
-
-    def tell(self, links: Sequence[Link], record: m.Record) -> None:
-        """Send a record. With the lock held, so in order."""
-        for link in links:
-            link.note(record)
 
     def close(self) -> None:
         """Say that this process leaves, and stop listening. Idempotent."""
@@ -125,10 +96,6 @@ class Server:
             listener.close()
         for stream in list(self._streams):
             stream.leave()
-
-    def _wake(self, key: str) -> None:
-        if key in self._changed:
-            self._changed[key].notify_all()
 
     def _listen(self, family: int, where: object) -> socket.socket:
         listener = socket.socket(family)
@@ -150,7 +117,7 @@ class Server:
     def _attend(self, connection: socket.socket) -> None:
         """One connection that another process has made."""
         try:
-            stream, hello = admit(connection, self.secret)
+            stream, hello = admit(connection, self.me.secret)
             if hello.watch and self.watch is not None:
                 stream = Link(connection, hello.rank)
                 self.watch.add(stream)
@@ -162,8 +129,7 @@ class Server:
         self._streams[stream] = hello.name
         self._converse(stream, hello.name)
         if hello.rank < 0 and hello.name not in list(self._streams.values()):
-            with self._lock:
-                self.core.gone(hello.name)
+            self.core.gone(hello.name)
         return None
 
     def _converse(self, stream: Stream, peer: str) -> None:
@@ -174,7 +140,7 @@ class Server:
                 if isinstance(stream, Link):
                     self._heard(stream, message)
                 else:
-                    answer = self.call(peer, message, bulk, stream.ended)
+                    answer = self.core.call(peer, message, bulk, stream.ended)
                     try:
                         stream.send(*answer)
                     except m.FrameError as error:
@@ -192,8 +158,7 @@ class Server:
     def _heard(self, link: Link, message: m.Message) -> None:
         link.heard = time.monotonic()
         if isinstance(message, m.Record):
-            with self._lock:
-                self.core.apply(message)
+            self.core.apply(message)
         elif isinstance(message, m.Bye):
             self.watch.remove(link)
         elif isinstance(message, m.Stopped):

@@ -81,7 +81,7 @@ class Writer:
         spans = [span for begins, sizes in places for span in zip(begins.tolist(), sizes.tolist(), strict=True)]
         for name, (_, nbytes) in zip((n for part in put.parts for n in part.names), spans, strict=True):
             calls.traffic["written", state, name, "local" if here else "remote"] += nbytes
-        lent = here and total > INLINE and calls.rank >= 0
+        lent = here and total > INLINE and calls.me.rank >= 0
         if lent:
             put.extent, put.want = self._lend(put, total), total if total <= MOST else 0
             data = calls.segments.view(put.extent.segment, put.extent.offset, total)

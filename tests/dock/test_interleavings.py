@@ -15,6 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from mindspeed_rl_plugin.dock import ColumnSpec, Dock, Lease, Limits, Ragged, Rows, StateSpec
 from mindspeed_rl_plugin.dock.calls import Calls
 from mindspeed_rl_plugin.dock.factory import Member
+from mindspeed_rl_plugin.dock.rpc import Process
 
 COLUMNS = [
     ColumnSpec("prompt", torch.int32, "group", ragged=True),
@@ -77,8 +78,8 @@ class DockMachine(RuleBasedStateMachine):
     def enter(self) -> None:
         """A new process outside joins."""
         self.outsiders += 1
-        how = {"name": f"outside {self.outsiders}", "rank": 0, "node": "here", "secret": b""}
-        calls = Calls(self.member.directory, server=self.member.server, lease_seconds=LEASE_SECONDS, warehouse=0, **how)
+        me = Process(f"outside {self.outsiders}", 0, "here", b"")
+        calls = Calls(self.member.directory, me, core=self.member.core, lease_seconds=LEASE_SECONDS, warehouse=0)
         self.outside = Dock(self.member.declared, calls, leader=False)
 
     def teardown(self) -> None:
@@ -206,7 +207,7 @@ class DockMachine(RuleBasedStateMachine):
 
     @rule()
     def outsider_dies(self) -> None:
-        self.member.core.gone(self.outside._calls.name)
+        self.member.core.gone(self.outside._calls.me.name)
         self.model.leases = [x for x in self.model.leases if self.holder[x.token] is not self.outside]
         self.slow = [(dock, lease) for dock, lease in self.slow if dock is not self.outside]
         self.enter()

@@ -198,14 +198,14 @@ def test_strangers_and_garbage_are_refused_and_counted(start, tmp_path: Path) ->
     secret = bytes.fromhex(secret_of(rank, tmp_path))
     address = m.Address(*rank.call("address"))
     with pytest.raises(PermissionError):
-        rpc.connect(address, b"another", "one", m.Hello("thief", -1))
+        rpc.connect(address, rpc.Process("thief", -1, "one", b"another"))
     for head in (b"\x00" * 40, rpc.PREFIX.pack(rpc.MAGIC, rpc.VERSION, 5, 0) + b"hello"):
-        stream = rpc.connect(address, secret, "one", m.Hello("garbage", -1))
+        stream = rpc.connect(address, rpc.Process("garbage", -1, "one", secret))
         stream.socket.sendall(head)
         stream.socket.settimeout(10)
         with pytest.raises((EOFError, ConnectionResetError)):  # a reset, where bytes were left unread
             stream.receive()
-    channel = rpc.Channel(address, secret, "one", m.Hello("odd", -1), 5)
+    channel = rpc.Channel(address, rpc.Process("odd", -1, "one", secret), 5)
     for odd in (m.Ok(), m.Remaining("nope", [], {}), m.Fetch(np.zeros((1, 2), np.int64))):
         with pytest.raises(ValueError):
             channel.ask(odd)

@@ -30,7 +30,7 @@ def test_the_records_of_a_rollout_weigh_what_the_plan_says(members, nodes: list[
     sent, records = [0], [0]
     houses = [m for m in made if m.core.warehouse is not None]
     for member in houses:
-        away = {a for a in member.directory.controllers.values() if a.node != member.server.node}
+        away = {a for a in member.directory.controllers.values() if a.node != member.me.node}
 
         def told(record, tell=member.core.tell, away=away) -> None:
             sent[0] += len(pack(record)) * len(away)
