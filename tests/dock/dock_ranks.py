@@ -60,13 +60,13 @@ def obey(pipe: Connection, commands: Commands) -> None:
         if name == "end":  # what an interpreter does that ends by itself
             return atexit._run_exitfuncs()
         try:
-            pipe.send(("done", getattr(commands, name)(*arguments)))
+            pipe.send(("done", getattr(commands, name, getattr(commands.dock, name, None))(*arguments)))
         except (ValueError, OSError):
             pipe.send(("failed", traceback.format_exc()))
 
 
 class Commands:
-    """What a test may ask of a process."""
+    """What a test may ask of a process, beside the methods of its dock."""
 
     def __init__(self, dock: Dock, member: Member | None) -> None:
         self.dock, self.member, self.leases = dock, member, {}
@@ -100,16 +100,10 @@ class Commands:
             self.dock.commit(lease, result(state, lease.rows.ids))
         return seen
 
-    def remaining(self, state: str) -> int:
-        return self.dock.remaining(state)
-
     def read(self, rows: list[SampleId]) -> bool:
         """Whether tokens are those that belong to the ids."""
         found = self.dock.read(rows, ["tokens"])["tokens"].rows()
         return all(row.equal(cell(SampleId(*i))) for i, row in zip(rows, found, strict=True))
-
-    def clear(self) -> None:
-        self.dock.clear(0)
 
     def used(self) -> int:
         house = None if self.member is None else self.member.core.warehouse
@@ -126,12 +120,6 @@ class Commands:
 
     def name(self) -> str:
         return self.member.server.address.unix
-
-    def invite(self, path: str) -> str:
-        return self.dock.invite(path)
-
-    def close(self) -> None:
-        self.dock.close()
 
     def hang(self) -> None:
         """As in a collective: SIGTERM does not help."""

@@ -1,6 +1,7 @@
 """How much a dock must hold: the longest rollout there may be, refused before anything runs."""
 
 import bisect
+import threading
 from typing import NamedTuple
 
 import pytest
@@ -98,24 +99,24 @@ def full(column: ColumnSpec, rows: int) -> torch.Tensor | Ragged:
     return Ragged.from_rows([cell] * rows, column.dtype)
 
 
-def test_rows_are_limited_too() -> None:
+def test_a_put_waits_for_rows_and_for_bytes_until_groups_are_cleared(make_one) -> None:
+    """Space for two groups: a third waits until one is cleared, and says so when none is."""
     Limits(rows=10).check(COLUMNS, STATES, 5, 2)
     with pytest.raises(ValueError, match="--rl-dock-rows 9: 5 groups of 2 samples on one machine are 10 rows"):
         Limits(rows=9).check(COLUMNS, STATES, 5, 2)
-
-
-@pytest.mark.parametrize(
-    ("wanted", "said"),
-    [
-        ({"bytes": 60, "rows": 2}, None),
-        ({"bytes": 61, "rows": 2}, "40 of 100 bytes are taken or promised, the put needs 61 more"),
-        ({"bytes": 1, "rows": 3}, "8 of 10 rows are taken or promised, the put needs 3 more"),
-    ],
-)
-def test_a_put_waits_for_bytes_and_for_rows(wanted: dict, said: str | None) -> None:
-    taken = {"bytes": 40, "rows": 8}
-    assert Limits(100, rows=10).missing(wanted, taken, 1) == said
-    assert Limits().missing(wanted, taken, 1) is None
+    for limits, unit in ((Limits(rows=4), "rows"), (Limits(2 * (2 * ROW + GROUP), max_tokens=100), "bytes")):
+        dock = make_one(COLUMNS, STATES, limits=limits)
+        dock.open(0, 3, 2)
+        put = [Rows((SampleId(0, group, 0),), {"prompt": full(COLUMNS[0], 1)}) for group in range(3)]
+        for rows in put[:2]:
+            dock.put(rows)
+        with pytest.raises(TimeoutError, match=rf"(\d+) of \1 {unit} are taken or promised, the put needs \d+ more"):
+            dock.put(put[2])
+        timer = threading.Timer(0.05, lambda dock=dock: dock.clear(0, [0]))
+        timer.start()
+        dock.put(put[2])
+        timer.join()
+        assert dock.remaining("generate") == 4
 
 
 def test_what_an_empty_dock_does_not_hold_is_refused() -> None:

@@ -139,7 +139,7 @@ def test_a_rollout_and_its_end_in_order(start, nodes: list[str]) -> None:
     assert job[2].call("read", list(ids(8, 2)))
     wanted = {"local"} if len(set(nodes)) == 1 else {"local", "remote"}
     assert set.union(*job.all("where")) == wanted
-    job.all("clear")
+    job.all("clear", 0)
     assert job.all("used") == [0] * 3
     assert sorted(sum((s["states"] for s in job.all("served")), [])) == ["generate", "logp", "reward", "update"]
     job[1].call("close")

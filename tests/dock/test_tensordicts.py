@@ -8,16 +8,13 @@ from mindspeed_rl_plugin.rows import Ragged, Rows, SampleId
 
 
 def rows_of(lengths: list[int]) -> Rows:
-    generator = torch.Generator().manual_seed(1)
-    total = sum(lengths)
-    offsets = torch.tensor([0, *lengths]).cumsum(0)
+    total, offsets = sum(lengths), torch.tensor([0, *lengths]).cumsum(0)
     columns = {
-        "tokens": Ragged(torch.randint(0, 99, (total,), generator=generator, dtype=torch.int32), offsets),
-        "mask": Ragged(torch.randint(0, 2, (total,), generator=generator).bool(), offsets),
-        "vectors": Ragged(torch.randn(total, 3, generator=generator).to(torch.bfloat16), offsets),
-        "reward": torch.randn(len(lengths), generator=generator),
-        "finish": torch.arange(len(lengths), dtype=torch.int8),
-        "parts": torch.randn(len(lengths), 2, generator=generator, dtype=torch.float64),
+        "tokens": Ragged(torch.arange(total, dtype=torch.int32), offsets),
+        "mask": Ragged(torch.arange(total) % 2 == 0, offsets),
+        "vectors": Ragged(torch.arange(3 * total).reshape(-1, 3).to(torch.bfloat16), offsets),
+        "reward": torch.arange(len(lengths)) / 7,
+        "parts": torch.ones(len(lengths), 2, dtype=torch.float64),
     }
     return Rows(tuple(SampleId(7, i, i % 2) for i in range(len(lengths))), columns)
 
@@ -32,10 +29,7 @@ def assert_same(a: Rows, b: Rows) -> None:
             assert p.dtype == q.dtype and torch.equal(p, q), name
 
 
-CASES = [[3, 0, 5], [1], [], [0, 0]]
-
-
-@pytest.mark.parametrize("lengths", [c for c in CASES if c])
+@pytest.mark.parametrize("lengths", [[3, 0, 5], [1], [0, 0]])
 def test_tensordict_round_trip(lengths: list[int]) -> None:
     rows = rows_of(lengths)
     td = to_tensordict(rows)
