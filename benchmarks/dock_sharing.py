@@ -30,7 +30,7 @@ import docks
 import work
 
 from mindspeed_rl_plugin.dock import ColumnSpec, StateSpec, make_docks
-from mindspeed_rl_plugin.dock.reading import Buffers
+from mindspeed_rl_plugin.dock.cells import Buffers
 from mindspeed_rl_plugin.rows import Ragged, Rows, SampleId
 
 ARMS = ("all-map", "read-and-share")

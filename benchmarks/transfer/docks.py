@@ -9,9 +9,9 @@ import torch
 import work
 
 from mindspeed_rl_plugin.dock import ColumnSpec, Lease, Ragged, Rows, SampleId, StateSpec, rpc
+from mindspeed_rl_plugin.dock.cells import Buffers
 from mindspeed_rl_plugin.dock.factory import Member
 from mindspeed_rl_plugin.dock.peers import Peers
-from mindspeed_rl_plugin.dock.reading import Buffers
 
 SECONDS = 120.0
 

@@ -24,8 +24,8 @@ from limiter import Link
 from worker import Pipe
 
 from mindspeed_rl_plugin.dock import ColumnSpec, Limits, Ragged, Rows, SampleId, StateSpec
+from mindspeed_rl_plugin.dock.cells import Buffers
 from mindspeed_rl_plugin.dock.factory import Member
-from mindspeed_rl_plugin.dock.reading import Buffers
 
 SECONDS = 300.0
 BATCH = 64

@@ -4,7 +4,7 @@ from mindspeed_rl_plugin.dock.api import ColumnSpec, Lease, Moved, StateSpec, Tr
 from mindspeed_rl_plugin.dock.client import Dock
 from mindspeed_rl_plugin.dock.factory import make_docks
 from mindspeed_rl_plugin.dock.joining import machine
-from mindspeed_rl_plugin.dock.limits import Limits
+from mindspeed_rl_plugin.dock.memory import Limits
 from mindspeed_rl_plugin.dock.tensordicts import from_tensordict, to_tensordict
 from mindspeed_rl_plugin.rows import Ragged, Rows, SampleId
 

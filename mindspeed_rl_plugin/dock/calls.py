@@ -11,6 +11,7 @@ import numpy as np
 
 from mindspeed_rl_plugin.dock.api import Traffic, listed
 from mindspeed_rl_plugin.dock.core import Core
+from mindspeed_rl_plugin.dock.memory import Segments
 from mindspeed_rl_plugin.dock.messages import (
     Address,
     Directory,
@@ -25,7 +26,6 @@ from mindspeed_rl_plugin.dock.messages import (
     Shape,
 )
 from mindspeed_rl_plugin.dock.rpc import Channel, Process
-from mindspeed_rl_plugin.dock.slabs import Segments
 
 Owners = Callable[[int, int], np.ndarray]  # (epoch, groups) -> `[groups]` warehouse of each group
 

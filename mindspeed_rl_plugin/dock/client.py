@@ -15,14 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mindspeed_rl_plugin.dock import joining, reading, snapshot
+from mindspeed_rl_plugin.dock import cells, joining, snapshot
 from mindspeed_rl_plugin.dock import messages as m
 from mindspeed_rl_plugin.dock.api import Declared, Lease, Traffic, listed
 from mindspeed_rl_plugin.dock.calls import Calls
+from mindspeed_rl_plugin.dock.cells import Buffers, Writer, fresh
 from mindspeed_rl_plugin.dock.peers import Peers
 from mindspeed_rl_plugin.dock.places import ids_array, ids_tuple
-from mindspeed_rl_plugin.dock.reading import Buffers, fresh
-from mindspeed_rl_plugin.dock.writing import Writer
 from mindspeed_rl_plugin.rows import Rows, SampleId
 
 if TYPE_CHECKING:
@@ -130,7 +129,7 @@ class Dock:
         gone = calls.epochs.cleared("read", wanted)
         if gone.any():
             raise ValueError(f"read: cleared, their cells are gone: {listed(ids_tuple(wanted[gone]))}")
-        owner, places = reading.locate(calls, columns, wanted)
+        owner, places = cells.locate(calls, columns, wanted)
         missing = [
             f"column {name!r} of {listed(ids_tuple(wanted[segment < 0]))}"
             for name, segment in zip(columns, places[0], strict=True)
@@ -138,7 +137,7 @@ class Dock:
         ]
         if missing:
             raise ValueError(f"read: not committed: {'; '.join(missing)}")
-        return Rows(ids_tuple(wanted), reading.gather(calls, self.columns, "read", columns, owner, places, fresh))
+        return Rows(ids_tuple(wanted), cells.gather(calls, self.columns, "read", columns, owner, places, fresh))
 
     # work
 
@@ -182,7 +181,7 @@ class Dock:
         if names != every:
             places = [place[[every.index(name) for name in names]] for place in places]
         try:
-            got = reading.gather(calls, self.columns, state, names, grant.owner, places, take)
+            got = cells.gather(calls, self.columns, state, names, grant.owner, places, take)
         except BaseException:
             self._return(state, grant.token)
             raise

@@ -18,7 +18,7 @@ from mindspeed_rl_plugin.dock.client import Dock
 from mindspeed_rl_plugin.dock.controller import Controller
 from mindspeed_rl_plugin.dock.core import Core
 from mindspeed_rl_plugin.dock.joining import check_addresses, machine, own_address, write_secret
-from mindspeed_rl_plugin.dock.limits import Limits
+from mindspeed_rl_plugin.dock.memory import Limits
 from mindspeed_rl_plugin.dock.messages import Address, Directory, Record
 from mindspeed_rl_plugin.dock.peers import GroupPeers, Peers, make_peers
 from mindspeed_rl_plugin.dock.rpc import Process

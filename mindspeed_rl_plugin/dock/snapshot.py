@@ -10,10 +10,9 @@ import torch
 
 from mindspeed_rl_plugin.dock.api import ColumnSpec, Declared
 from mindspeed_rl_plugin.dock.calls import Calls
+from mindspeed_rl_plugin.dock.cells import Writer, fresh, gather, locate
 from mindspeed_rl_plugin.dock.messages import Remaining
 from mindspeed_rl_plugin.dock.places import DONE, ids_tuple
-from mindspeed_rl_plugin.dock.reading import fresh, gather, locate
-from mindspeed_rl_plugin.dock.writing import Writer
 from mindspeed_rl_plugin.rows import Ragged, Rows
 
 FORMAT = 1

@@ -13,10 +13,20 @@ from dataclasses import dataclass
 import numpy as np
 
 from mindspeed_rl_plugin.dock.api import ColumnSpec, Declared, listed
-from mindspeed_rl_plugin.dock.limits import Limits, entry_bytes, items, put_bytes, row_reserve
+from mindspeed_rl_plugin.dock.memory import (
+    LINE,
+    Limits,
+    Range,
+    Slabs,
+    cut,
+    entry_bytes,
+    items,
+    put_bytes,
+    rounded,
+    row_reserve,
+)
 from mindspeed_rl_plugin.dock.messages import Cells, Extent, Part, Put, Record, Shape
 from mindspeed_rl_plugin.dock.places import Places, indexed, rows_of_groups, runs
-from mindspeed_rl_plugin.dock.slabs import LINE, Range, Slabs, cut, rounded
 
 MOST = 16 << 20  # bytes of memory that a writer is lent ahead
 

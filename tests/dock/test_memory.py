@@ -8,10 +8,10 @@ from dock_help import COLUMNS, STATES, ids, prompts, ragged, sid, tokens
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mindspeed_rl_plugin.dock import Limits, Rows, slabs
+from mindspeed_rl_plugin.dock import Limits, Rows
 from mindspeed_rl_plugin.dock.api import Declared
+from mindspeed_rl_plugin.dock.memory import LINE, Segments, Slabs
 from mindspeed_rl_plugin.dock.messages import Part, Put, Shape
-from mindspeed_rl_plugin.dock.slabs import LINE, Segments, Slabs
 from mindspeed_rl_plugin.dock.storage import Warehouse
 
 SEGMENT = 64 << 10
@@ -60,7 +60,7 @@ def test_memory_of_a_removed_segment_goes_back_although_a_reader_maps_it() -> No
 def test_a_machine_without_memory_is_named(make_one, monkeypatch: pytest.MonkeyPatch) -> None:
     dock = make_one()
     dock.open(0, 1, 1)
-    monkeypatch.setattr(slabs, "_available", lambda: 1000)
+    monkeypatch.setattr("mindspeed_rl_plugin.dock.memory._available", lambda: 1000)
     with pytest.raises(ValueError, match="1000 are free.*--rl-dock-gb"):
         dock.put(tokens([sid(0, 0)], 100_000))
     monkeypatch.undo()
