@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,6 @@ from mindspeed_rl_plugin.dock.memory import Segments
 from mindspeed_rl_plugin.dock.messages import (
     Address,
     Directory,
-    Extent,
     Failed,
     Grant,
     Located,
@@ -126,23 +125,20 @@ class Calls:
         self.after: dict[int, int] = {}  # warehouse -> number of the newest record that this process caused
         self.held: dict[tuple[str, int], np.ndarray] = {}  # ids of live leases of this process, by state and token
         self.segments = Segments(self._find)
-        self.cached: list[Extent] = []  # memory that this machine's warehouse lent for the next puts
         self._idle: defaultdict[Address, list[Channel]] = defaultdict(list)
         self._closed = False
 
     def query(self, kind: type[Query], state: str, *what: Any) -> Any:
         """Ask the controller of a state, which first knows what this process has caused."""
         message = kind(state, self.epochs.listed(), self.after, *what)
-        return self._ask(self.directory.controllers[state], message, None)
+        return self._ask(self.directory.controllers[state], message, None)[0]
 
-    def ask_warehouse(
-        self, index: int, message: Message, bulk: np.ndarray | None = None, scatter: Sequence[np.ndarray] = ()
-    ) -> Any:
-        """Ask a warehouse. The numbers of its records are remembered. scatter: uint8 arrays for the answer's bulk."""
-        answer = self._ask(self.directory.warehouses[index], message, bulk, scatter)
+    def ask_warehouse(self, index: int, message: Message, bulk: np.ndarray | None = None) -> Any:
+        """Ask a warehouse; its answer, or of a `Fetch` the bytes. The numbers of its records are remembered."""
+        answer, got = self._ask(self.directory.warehouses[index], message, bulk)
         if isinstance(answer, (Ok, Located)):
             self.hear({index: answer.seq})
-        return answer
+        return answer if got is None else got
 
     def hear(self, after: Mapping[int, int]) -> None:
         """Remember the newest records that this process, or a peer, has caused."""
@@ -156,21 +152,19 @@ class Calls:
             while idle:
                 idle.pop().close()
 
-    def _ask(
-        self, address: Address, message: Message, bulk: np.ndarray | None, scatter: Sequence[np.ndarray] = ()
-    ) -> Message:
+    def _ask(self, address: Address, message: Message, bulk: np.ndarray | None) -> tuple[Message, Any]:
         if self.core is not None and address.rank == self.me.rank:
             answer = self.core.call(self.me.name, message, bulk)[0]
             if isinstance(answer, Failed):
                 raise answer.raised()
-            return answer
+            return answer, None
         idle = self._idle[address]  # a connection serves one thread at a time
         try:
             channel = idle.pop()
         except IndexError:
             channel = Channel(address, self.me, self._patience, self._lost)
         try:
-            return channel.ask(message, bulk, scatter)
+            return channel.ask(message, bulk)
         finally:
             if not channel.closed:
                 idle.append(channel)

@@ -14,9 +14,9 @@ from torch import Tensor
 from mindspeed_rl_plugin.dock.api import ColumnSpec, Declared
 from mindspeed_rl_plugin.dock.calls import Calls, by_value
 from mindspeed_rl_plugin.dock.memory import items
-from mindspeed_rl_plugin.dock.messages import Extent, Fetch, Locate, Part, Put
+from mindspeed_rl_plugin.dock.messages import Fetch, Locate, Part, Put
 from mindspeed_rl_plugin.dock.places import ids_array, runs
-from mindspeed_rl_plugin.dock.storage import MOST, layout
+from mindspeed_rl_plugin.dock.storage import layout
 from mindspeed_rl_plugin.rows import Column, Ragged, Rows
 
 Take = Callable[[str, int], np.ndarray]
@@ -89,28 +89,14 @@ class Writer:
             calls.traffic["written", state, name, "local" if here else "remote"] += nbytes
         lent = here and total > INLINE and calls.me.rank >= 0
         if lent:
-            put.extent, put.want = self._lend(put, total), total if total <= MOST else 0
+            wish = Put(put.epoch, put.shape, put.parts, put.producer, put.deadline, reserve=True)
+            put.extent = calls.ask_warehouse(warehouse, wish).extent
             data = calls.segments.view(put.extent.segment, put.extent.offset, total)
         else:
             data = np.empty(total, np.uint8)
         for (column, pick), (begin, nbytes) in zip(cells, spans, strict=True):
             copy_rows(column, pick, data[begin : begin + nbytes])
-        answer = calls.ask_warehouse(warehouse, put, None if lent or not put.parts else data)
-        if answer.extent is not None:
-            calls.cached.append(answer.extent)
-
-    def _lend(self, put: Put, total: int) -> Extent:
-        """Memory that this machine's warehouse has lent ahead or lends now."""
-        calls = self._calls
-        try:
-            extent = calls.cached.pop()
-        except IndexError:
-            extent = None
-        if extent is not None and extent.nbytes >= total:
-            return extent
-        # Else it is too small, and goes back.
-        wish = Put(put.epoch, put.shape, put.parts, put.producer, put.deadline, reserve=True, back=extent)
-        return calls.ask_warehouse(calls.warehouse, wish).extent
+        calls.ask_warehouse(warehouse, put, None if lent or not put.parts else data)
 
 
 def lengths_of(column: Column) -> np.ndarray:
@@ -187,7 +173,7 @@ def gather(
         if here:
             for column, *place, to, size in _runs(*cells):
                 outs[column][to : to + size] = calls.segments.view(*place, size)
-        moved = cells[3].sum(1).tolist() if here else _fetch(calls, warehouse, cells, outs, whole)
+        moved = cells[3].sum(1).tolist() if here else _fetch(calls, warehouse, cells, outs)
         for name, size in zip(names, moved, strict=True) if state is not None else ():
             calls.traffic["read", state, name, "local" if here else "remote"] += size
     return columns
@@ -210,11 +196,9 @@ def locate(calls: Calls, columns: tuple[str, ...], ids: np.ndarray) -> tuple[np.
     return owner, places
 
 
-def _fetch(
-    calls: Calls, warehouse: int, cells: Sequence[np.ndarray], outs: Sequence[np.ndarray], whole: bool
-) -> list[int]:
+def _fetch(calls: Calls, warehouse: int, cells: Sequence[np.ndarray], outs: Sequence[np.ndarray]) -> list[int]:
     """Cells from another machine, neighbours that are the same one (a group's, for its members) once; bytes of each
-    column that crossed the wire. whole: they fill all of `outs`."""
+    column that crossed the wire."""
     segment, offset, begin, nbytes = cells
     fresh = np.ones(segment.shape, bool)
     fresh[:, 1:] = (segment[:, 1:] != segment[:, :-1]) | (offset[:, 1:] != offset[:, :-1])
@@ -222,12 +206,8 @@ def _fetch(
     sent = np.where(fresh, nbytes, 0)
     ends = np.cumsum(sent.reshape(-1)).reshape(sent.shape)
     spans = [run[1:3] + run[4:] for run in _runs(segment, offset, ends - sent, sent) if run[4]]
-    fetch = Fetch(np.array(spans, np.int64).reshape(-1, 3))
-    if whole and fresh.all():
-        calls.ask_warehouse(warehouse, fetch, scatter=outs)
-    else:
-        got = np.empty(int(ends[-1, -1]), np.uint8)
-        calls.ask_warehouse(warehouse, fetch, scatter=[got])
+    if spans:
+        got = calls.ask_warehouse(warehouse, Fetch(np.array(spans, np.int64)))
         for column, _, at, to, size in _runs(np.zeros_like(segment), ends - nbytes, begin, nbytes):
             outs[column][to : to + size] = got[at : at + size]
     return sent.sum(1).tolist()

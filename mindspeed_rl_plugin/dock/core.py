@@ -158,15 +158,13 @@ class Core:
                 raise TimeoutError(f"put waited {put.deadline:g} s for memory in the dock of this machine: {reason}")
             if reason is not None:
                 return MEMORY
-        if put.back is not None:
-            house.forget(peer, put.back)
         if put.reserve:
             return m.Ok(house.seq, house.reserve(peer, put.parts))
         if bulk is not None:
-            extent = house.store(peer, bulk)
+            extent = house.store(peer, put.parts, bulk)
             self.served["bytes"] += len(bulk)
         self._tell(house.commit(peer, put, extent))
-        return m.Ok(house.seq, house.lend(peer, put.want))
+        return m.Ok(house.seq)
 
     def _on_clear(self, peer: str, message: m.Clear, *_: object) -> m.Message:
         self._tell(self.warehouse.clear(message.epoch, message.shape, message.groups))

@@ -61,7 +61,7 @@ def join(
     name = f"outside {os.getpid()} {secrets.token_hex(4)}"
     me = Process(name, -1, node or machine(), read_secret(secret_file))
     channel = Channel(_parsed(address, me.node), me, patience=60.0)
-    directory = channel.ask(Join())
+    directory, _ = channel.ask(Join())
     channel.close()
     here = [i for i, place in enumerate(directory.warehouses) if place.node == me.node]
     calls = Calls(directory, me, warehouse=here[0] if here else None, lease_seconds=lease_seconds)

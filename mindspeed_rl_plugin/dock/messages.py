@@ -142,8 +142,7 @@ class Left(Message):
 class Put(Message):
     """Commit cells that lie in `extent`, or that come as bulk; acknowledge `rows` of `state`, which must have all
     columns that it writes then, where `checked`. reserve: only memory for it is asked for, in the answer's extent; a
-    producer waits until its groups may come in. want: bytes of memory that the writer would like for its next put;
-    back: memory lent ahead that was too small."""
+    producer waits until its groups may come in."""
 
     epoch: int
     shape: Shape
@@ -152,8 +151,6 @@ class Put(Message):
     deadline: float
     extent: Extent | None = None
     reserve: bool = False
-    want: int = 0
-    back: Extent | None = None
     state: str | None = None
     rows: np.ndarray | None = None
     checked: bool = True

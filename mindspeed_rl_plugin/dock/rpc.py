@@ -61,19 +61,15 @@ class Stream:
             for buffer in buffers:
                 self.socket.sendall(buffer)
 
-    def receive(self, scatter: Sequence[np.ndarray] = ()) -> tuple[Message, np.ndarray | None]:
-        """The next message and its bulk. scatter: uint8 arrays that bulk of just so many bytes goes to; it is None
-        then. Raises EOFError at the end, FrameError for what is no message."""
+    def receive(self) -> tuple[Message, np.ndarray | None]:
+        """The next message and its bulk, `[bytes]` uint8. Raises EOFError at the end, FrameError for what is no
+        message."""
         magic, version, head, bulk = PREFIX.unpack(self.exactly(PREFIX.size))
         if magic != MAGIC or version != VERSION or head > MAX_HEAD or bulk > MAX_BULK:
             raise FrameError(f"a message begins with {magic!r} {version}, and announces {head} + {bulk} bytes")
-        message, out = unpack(self.exactly(head)), None
-        if bulk and sum(len(piece) for piece in scatter) != bulk:
-            out = np.empty(bulk, np.uint8)
-            scatter = [out]
-        for piece in scatter if bulk else ():
-            self._fill(memoryview(piece))
-        return message, out
+        message, out = unpack(self.exactly(head)), np.empty(bulk, np.uint8)
+        self._fill(memoryview(out))
+        return message, out if bulk else None
 
     def exactly(self, nbytes: int) -> bytearray:
         """So many bytes. Raises EOFError when the connection ends before."""
@@ -196,9 +192,8 @@ class Channel:
         self.address, self._patience, self._lost, self._limit, self.closed = address, patience, lost, 0.0, False
         self.stream = connect(address, me)
 
-    def ask(self, message: Message, bulk: np.ndarray | None = None, scatter: Sequence[np.ndarray] = ()) -> Message:
-        """Send a request and wait for its answer, longer by the message's own deadline. scatter: uint8 arrays that the
-        answer's bulk goes to, one after the other.
+    def ask(self, message: Message, bulk: np.ndarray | None = None) -> tuple[Message, np.ndarray | None]:
+        """Send a request and wait for its answer and the bulk of it, longer by the message's own deadline.
 
         Raises what the other side raised, TimeoutError when it does not answer, ConnectionError when it is gone.
         """
@@ -209,7 +204,7 @@ class Channel:
             self.stream.socket.settimeout(limit)
         try:
             self.stream.send(message, () if bulk is None else (bulk,))
-            answer, _ = self.stream.receive(scatter)
+            answer, got = self.stream.receive()
         except TimeoutError as error:
             self.close()  # a late answer would be taken for that of the next request
             spent = time.monotonic() - begin
@@ -226,7 +221,7 @@ class Channel:
             raise ConnectionError(f"rank {self.address.rank} at {self.address} has left the dock")
         if isinstance(answer, Failed):
             raise answer.raised()
-        return answer
+        return answer, got
 
     def close(self) -> None:
         """End it. Idempotent."""

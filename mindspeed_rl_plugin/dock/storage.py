@@ -28,8 +28,6 @@ from mindspeed_rl_plugin.dock.memory import (
 from mindspeed_rl_plugin.dock.messages import Cells, Extent, Part, Put, Record, Shape
 from mindspeed_rl_plugin.dock.places import Places, indexed, rows_of_groups, runs
 
-MOST = 16 << 20  # bytes of memory that a writer is lent ahead
-
 
 @dataclass
 class Block:
@@ -111,35 +109,21 @@ class Warehouse:
 
     def reserve(self, writer: Hashable, parts: Sequence[Part]) -> Extent:
         """Memory that only `writer` fills, for a put of `parts`."""
-        return self._lend(writer, layout(self.columns, parts)[1])
-
-    def store(self, writer: Hashable, bulk: np.ndarray) -> Extent:
-        """Bytes that came with a message, in memory lent to its writer."""
-        extent = self._lend(writer, len(bulk))
-        self.slabs.view(extent.segment, extent.offset, len(bulk))[:] = bulk
+        extent = self.slabs.allocate(layout(self.columns, parts)[1])
+        self._lent.add((writer, extent))
         return extent
 
-    def lend(self, writer: Hashable, want: int) -> Extent | None:
-        """Memory for the writer's next put, of `want` bytes or somewhat more; None where memory that lies ready would
-        count against a limit."""
-        return None if self.limits.bounded or not 0 < want <= MOST else self._lend(writer, 2 * want)
+    def store(self, writer: Hashable, parts: Sequence[Part], bulk: np.ndarray) -> Extent:
+        """Bytes that came with a message, in memory lent to its writer."""
+        extent = self.reserve(writer, parts)
+        self.slabs.view(extent.segment, extent.offset, len(bulk))[:] = bulk
+        return extent
 
     def forget(self, writer: Hashable, extent: Extent | None = None) -> None:
         """Take back what was lent to a writer, all of it where no extent is named."""
         for lent in [(w, e) for w, e in self._lent if w == writer and extent in (None, e)]:
-            self._return(lent)
-
-    def _lend(self, writer: Hashable, nbytes: int) -> Extent:
-        extent = self.slabs.allocate(nbytes)
-        self._lent.add((writer, extent))
-        return extent
-
-    def _return(self, lent: tuple[Hashable, Extent], used: int = 0) -> None:
-        """It is lent no more; what was not used of it is free."""
-        self._lent.remove(lent)
-        segment, offset, nbytes = lent[1]
-        if used < nbytes:
-            self.slabs.free(segment, offset + used, nbytes - used)
+            self._lent.remove(lent)
+            self.slabs.free(*lent[1])
 
     # commits
 
@@ -152,12 +136,13 @@ class Warehouse:
         """
         if extent is not None and (writer, extent) not in self._lent:
             raise ValueError(f"{extent} was not lent to this writer")
-        used = 0
+        record = None
         try:
             record, used = self._commit(put, extent or Extent(0, 0, 0))
         finally:
-            if extent is not None:
-                self._return((writer, extent), used)
+            if extent is not None and not (record and used):
+                self.forget(writer, extent)
+        self._lent.discard((writer, extent))
         return record
 
     def _commit(self, put: Put, extent: Extent) -> tuple[Record | None, int]:
