@@ -90,15 +90,15 @@ class Controller:
 
     def grant(self, token: int, rows: Picked, columns: tuple[str, ...]) -> Grant:
         """What the holder must know: ids, and where the cells of `columns` lie."""
-        parts = [(number, self._epochs[number], part) for number, part in rows]
-        places = [view.cells(columns, part) for _, view, part in parts]
+        views = [(number, self._epochs[number], part) for number, part in rows]
+        places = [view.cells(columns, part) for _, view, part in views]
         empty = [np.empty((len(columns), 0), t) for t in (np.int32, np.int64, np.int32)]
         return Grant(
             token,
             self._ids(rows),
-            _joined([view.owner[part // view.shape.members] for _, view, part in parts], np.empty(0, np.int32)),
-            *(_joined([p[i] for p in places], empty[i]) for i in range(3)),
-            [(number, *view.shape) for number, view, _ in parts],
+            np.concatenate([np.empty(0, np.int32), *(v.owner[part // v.shape.members] for _, v, part in views)]),
+            *(np.concatenate(tables, 1) for tables in zip(empty, *places, strict=True)),
+            [(number, *view.shape) for number, view, _ in views],
         )
 
     def release(self, token: int) -> None:
@@ -174,13 +174,7 @@ class Controller:
     def _ids(self, rows: Picked) -> np.ndarray:
         """`[n, 3]` ids of rows of epochs that are still there."""
         parts = [self._epochs[number].ids(number, part) for number, part in rows if number in self._epochs]
-        return _joined(parts, np.empty((0, 3), np.int64))
-
-
-def _joined(parts: list[np.ndarray], empty: np.ndarray) -> np.ndarray:
-    if len(parts) == 1:
-        return parts[0]
-    return np.concatenate(parts, empty.ndim - 1 if empty.shape[-1] == 0 else 0) if parts else empty
+        return np.concatenate([np.empty((0, 3), np.int64), *parts])
 
 
 def pick(epochs: Mapping[int, EpochView], ask: Ask) -> Picked | None:

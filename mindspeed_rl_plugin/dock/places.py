@@ -11,9 +11,7 @@ from mindspeed_rl_plugin.dock.api import ColumnSpec, StateSpec
 from mindspeed_rl_plugin.dock.messages import Cells, Part, Record, Shape
 from mindspeed_rl_plugin.rows import SampleId
 
-Index = slice | np.ndarray | list[int]
 FREE, LEASED, DONE = 0, 1, 2
-EVERY = slice(None)  # numpy takes all of them much faster than a list of them
 
 
 class Places:
@@ -31,7 +29,6 @@ class Places:
         self.length = np.zeros((len(self.row), rows), np.int32)
         self.alive = np.ones(shape.groups, bool)
         self._grouped = frozenset(name for name, c in columns.items() if c.level == "group")
-        self._known: dict[tuple[str, ...], tuple[Index, Index]] = {}
 
     def repeat(self, names: tuple[str, ...]) -> int:
         """Rows of one cell of these columns, which are all of groups or all of rows."""
@@ -41,33 +38,30 @@ class Places:
         """`[n]` group of each slot."""
         return cells.slots // (self.shape.members // self.repeat(cells.names))
 
-    def absent(self, names: tuple[str, ...], at: Index) -> np.ndarray:
+    def absent(self, names: tuple[str, ...], rows: np.ndarray) -> np.ndarray:
         """`[C, n]` bool: which cells are not there."""
-        return self.segment[_grid(self._among(names)[0], at)] < 0
+        return self.cells(names, rows)[0] < 0
 
-    def enter(self, cells: Cells) -> tuple[Index, np.ndarray]:
-        """Take in what is there, not known yet and not cleared. Returns the rows as an index, and `[C, rows]` bool:
-        what was new, of the columns that are kept here."""
+    def enter(self, cells: Cells) -> tuple[np.ndarray, np.ndarray]:
+        """Take in what is there, not known yet and not cleared. Returns the rows, and `[C, rows]` bool: what was new,
+        of the columns that are kept here."""
         rows, repeat = cells.slots, self.repeat(cells.names)
         if repeat > 1:
             rows = rows_of_groups(rows, repeat)
-        at, (mine, theirs) = indexed(rows), self._among(cells.names)
+        theirs = [i for i, name in enumerate(cells.names) if name in self.row]
+        where = np.ix_([self.row[cells.names[i]] for i in theirs], rows)
         segment = cells.segment if len(cells.segment) == 1 else cells.segment[theirs]
         parts = segment, cells.offset[theirs], cells.length[theirs]
         if repeat > 1:
             parts = [part if part.shape[1] == 1 else np.repeat(part, repeat, 1) for part in parts]
-        where = _grid(mine, at)
-        new = (self.segment[where] < 0) & (parts[0] >= 0)
-        if not self.alive.all():
-            new &= self.alive[rows // self.shape.members]
-        every = bool(new.all())
+        new = (self.segment[where] < 0) & (parts[0] >= 0) & self.alive[rows // self.shape.members]
         for table, part in zip((self.segment, self.offset, self.length), parts, strict=True):
-            table[where] = part if every else np.where(new, part, table[where])
-        return at, new
+            table[where] = np.where(new, part, table[where])
+        return rows, new
 
     def cells(self, names: tuple[str, ...], rows: np.ndarray) -> list[np.ndarray]:
         """Segment, offset and length `[C, n]` of cells."""
-        where = _grid(self._among(names)[0], rows)
+        where = np.ix_([self.row[name] for name in names], rows)
         return [table[where] for table in (self.segment, self.offset, self.length)]
 
     def ids(self, epoch: int, rows: np.ndarray) -> np.ndarray:
@@ -76,15 +70,6 @@ class Places:
         out[:, 0] = epoch
         np.divmod(rows, self.shape.members, out=(out[:, 1], out[:, 2]))
         return out
-
-    def _among(self, names: tuple[str, ...]) -> tuple[Index, Index]:
-        """Rows of these tables for those of `names` that are here, and which of `names` they are."""
-        if names not in self._known:
-            theirs = [i for i, name in enumerate(names) if name in self.row]
-            mine = [self.row[names[i]] for i in theirs]
-            every = EVERY if mine == list(range(len(self.row))) else mine
-            self._known[names] = every, EVERY if len(theirs) == len(names) else theirs
-        return self._known[names]
 
 
 class EpochView(Places):
@@ -105,8 +90,8 @@ class EpochView(Places):
         """Take in new cells and acknowledgements; cleared groups stay cleared."""
         for cells in record.cells:
             self.owner[self.groups_of(cells)] = record.warehouse
-            at, new = self.enter(cells)
-            self.lacking[at] -= new.sum(0).astype(np.int16)
+            rows, new = self.enter(cells)
+            self.lacking[rows] -= new.sum(0).astype(np.int16)
         if record.state == self.spec.name:
             self.status[record.rows] = DONE
             self.owner[record.rows // self.shape.members] = record.warehouse
@@ -130,17 +115,6 @@ class EpochView(Places):
         if self.alive.all() and not self.retired.any():
             return True
         return np.repeat(self.alive & ~self.retired, self.shape.members)
-
-
-def _grid(mine: Index, at: Index) -> tuple[Index, Index]:
-    return (mine, at) if isinstance(mine, slice) or isinstance(at, slice) else np.ix_(mine, at)
-
-
-def indexed(slots: np.ndarray) -> Index:
-    """`slots` as an index: a slice where they follow each other, which numpy takes ten times faster."""
-    if len(slots) and int(slots[-1]) - int(slots[0]) == len(slots) - 1 and (slots[1:] > slots[:-1]).all():
-        return slice(int(slots[0]), int(slots[-1]) + 1)
-    return slots
 
 
 def rows_of_groups(groups: np.ndarray, members: int) -> np.ndarray:

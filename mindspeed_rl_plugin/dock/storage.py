@@ -26,7 +26,7 @@ from mindspeed_rl_plugin.dock.memory import (
     row_reserve,
 )
 from mindspeed_rl_plugin.dock.messages import Cells, Extent, Part, Put, Record, Shape
-from mindspeed_rl_plugin.dock.places import Places, indexed, rows_of_groups, runs
+from mindspeed_rl_plugin.dock.places import Places, rows_of_groups, runs
 
 
 @dataclass
@@ -202,7 +202,7 @@ class Warehouse:
             tokens = [i for i, n in enumerate(part.names) if self.columns[n].level == "token"]
             alike = bool(tokens) and (part.length[tokens] == part.length[tokens[0]]).all()
             for i in tokens[:1] if alike else tokens:
-                at, got = indexed(part.slots), part.length[i]
+                at, got = part.slots, part.length[i]
                 absent = tables.absent((part.names[i],), at)[0]
                 wrong = absent & (known[at] >= 0) & (known[at] != got)
                 if wrong.any():
