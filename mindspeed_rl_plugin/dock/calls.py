@@ -24,7 +24,7 @@ from mindspeed_rl_plugin.dock.messages import (
     Query,
     Shape,
 )
-from mindspeed_rl_plugin.dock.rpc import Channel, Process
+from mindspeed_rl_plugin.dock.rpc import Lost, Process, Stream, ask, connect
 
 Owners = Callable[[int, int], np.ndarray]  # (epoch, groups) -> `[groups]` warehouse of each group
 
@@ -125,7 +125,7 @@ class Calls:
         self.after: dict[int, int] = {}  # warehouse -> number of the newest record that this process caused
         self.held: dict[tuple[str, int], np.ndarray] = {}  # ids of live leases of this process, by state and token
         self.segments = Segments(self._find)
-        self._idle: defaultdict[Address, list[Channel]] = defaultdict(list)
+        self._idle: defaultdict[Address, list[Stream]] = defaultdict(list)
         self._closed = False
 
     def query(self, kind: type[Query], state: str, *what: Any) -> Any:
@@ -154,22 +154,30 @@ class Calls:
 
     def _ask(self, address: Address, message: Message, bulk: np.ndarray | None) -> tuple[Message, Any]:
         if self.core is not None and address.rank == self.me.rank:
-            answer = self.core.call(self.me.name, message, bulk)[0]
-            if isinstance(answer, Failed):
-                raise answer.raised()
-            return answer, None
+            answer, got = self.core.call(self.me.name, message, bulk)[0], None
+        else:
+            answer, got = self._send(address, message, bulk)
+        if isinstance(answer, Failed):
+            raise answer.raised()
+        return answer, got
+
+    def _send(self, address: Address, message: Message, bulk: np.ndarray | None) -> tuple[Message, Any]:
         idle = self._idle[address]  # a connection serves one thread at a time
         try:
-            channel = idle.pop()
+            stream = idle.pop()
         except IndexError:
-            channel = Channel(address, self.me, self._patience, self._lost)
+            stream = connect(address, self.me)
         try:
-            return channel.ask(message, bulk)
-        finally:
-            if not channel.closed:
-                idle.append(channel)
-            if self._closed:
-                self.close()
+            answer = ask(stream, address, message, bulk, self._patience)
+        except BaseException as error:
+            stream.close()
+            if isinstance(error, Lost):
+                self._lost(address, "connection broke")
+            raise
+        idle.append(stream)
+        if self._closed:
+            self.close()
+        return answer
 
     def _find(self, segment: int) -> tuple[str, int]:
         answer = self.ask_warehouse(self.warehouse, Map(segment))

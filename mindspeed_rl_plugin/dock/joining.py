@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from mindspeed_rl_plugin.dock.api import Declared
 from mindspeed_rl_plugin.dock.calls import Calls
 from mindspeed_rl_plugin.dock.messages import Address, Join
-from mindspeed_rl_plugin.dock.rpc import Channel, Process
+from mindspeed_rl_plugin.dock.rpc import Process, ask, connect
 from mindspeed_rl_plugin.environment import master_address
 
 
@@ -60,9 +60,10 @@ def join(
     in tests. See `Dock.join`."""
     name = f"outside {os.getpid()} {secrets.token_hex(4)}"
     me = Process(name, -1, node or machine(), read_secret(secret_file))
-    channel = Channel(_parsed(address, me.node), me, patience=60.0)
-    directory, _ = channel.ask(Join())
-    channel.close()
+    place = _parsed(address, me.node)
+    stream = connect(place, me)
+    directory, _ = ask(stream, place, Join())
+    stream.close()
     here = [i for i, place in enumerate(directory.warehouses) if place.node == me.node]
     calls = Calls(directory, me, warehouse=here[0] if here else None, lease_seconds=lease_seconds)
     return Declared(directory.columns, directory.states), calls

@@ -18,12 +18,12 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from mindspeed_rl_plugin.dock.messages import Address, Bye, Failed, FrameError, Hello, Message, pack, unpack
+from mindspeed_rl_plugin.dock.messages import Address, Bye, FrameError, Hello, Message, pack, unpack
 
 MAGIC, VERSION = b"MSTD", 5
 PREFIX = struct.Struct("<4sB3xIQ")
@@ -146,11 +146,10 @@ def connect(address: Address, me: Process, *, watch: bool = False) -> Stream:
         stream.send(Hello(me.name, me.rank, watch))
         stream.socket.settimeout(None)
         return stream
-    except PermissionError:
-        stream.close()
-        raise
     except (EOFError, OSError) as error:
         stream.close()
+        if isinstance(error, PermissionError):
+            raise
         raise ConnectionError(f"no dock answers at {address}: {error}") from error
 
 
@@ -178,52 +177,28 @@ def admit(connection: socket.socket, secret: bytes) -> tuple[Stream, Hello]:
     return stream, hello
 
 
-class Channel:
-    """A connection for requests to a server, made now. patience: seconds for an ordinary answer; lost: called where it
-    breaks."""
+class Lost(ConnectionError):
+    """A connection broke, and nobody said that it would."""
 
-    def __init__(
-        self,
-        address: Address,
-        me: Process,
-        patience: float,
-        lost: Callable[[Address, str], None] = lambda address, why: None,
-    ) -> None:
-        self.address, self._patience, self._lost, self._limit, self.closed = address, patience, lost, 0.0, False
-        self.stream = connect(address, me)
 
-    def ask(self, message: Message, bulk: np.ndarray | None = None) -> tuple[Message, np.ndarray | None]:
-        """Send a request and wait for its answer and the bulk of it, longer by the message's own deadline.
+def ask(
+    stream: Stream, address: Address, message: Message, bulk: np.ndarray | None = None, patience: float = 60.0
+) -> tuple[Message, np.ndarray | None]:
+    """Send a request and wait for its answer and the bulk of it. patience: seconds beside the message's own deadline.
 
-        Raises what the other side raised, TimeoutError when it does not answer, ConnectionError when it is gone.
-        """
-        kind, begin = type(message).__name__, time.monotonic()
-        limit = getattr(message, "deadline", 0.0) + self._patience + MARGIN
-        if limit != self._limit:  # a system call, and deadlines seldom change
-            self._limit = limit
-            self.stream.socket.settimeout(limit)
-        try:
-            self.stream.send(message, () if bulk is None else (bulk,))
-            answer, got = self.stream.receive()
-        except TimeoutError as error:
-            self.close()  # a late answer would be taken for that of the next request
-            spent = time.monotonic() - begin
-            raise TimeoutError(f"{self.address} gave no answer to {kind} for {spent:.0f} s") from error
-        except (EOFError, OSError) as error:
-            self.close()
-            self._lost(self.address, "connection broke")
-            raise ConnectionError(f"lost the dock at {self.address} during {kind}: {error}") from error
-        except BaseException:
-            self.close()
-            raise
-        if isinstance(answer, Bye):
-            self.close()
-            raise ConnectionError(f"rank {self.address.rank} at {self.address} has left the dock")
-        if isinstance(answer, Failed):
-            raise answer.raised()
-        return answer, got
-
-    def close(self) -> None:
-        """End it. Idempotent."""
-        self.closed = True
-        self.stream.close()
+    Raises TimeoutError when no answer comes, ConnectionError when the other side has left, `Lost` when it is gone; a
+    late answer would be taken for that of the next request then.
+    """
+    kind, begin = type(message).__name__, time.monotonic()
+    stream.socket.settimeout(getattr(message, "deadline", 0.0) + patience + MARGIN)
+    try:
+        stream.send(message, () if bulk is None else (bulk,))
+        answer, got = stream.receive()
+    except TimeoutError as error:
+        spent = time.monotonic() - begin
+        raise TimeoutError(f"{address} gave no answer to {kind} for {spent:.0f} s") from error
+    except (EOFError, OSError) as error:
+        raise Lost(f"lost the dock at {address} during {kind}: {error}") from error
+    if isinstance(answer, Bye):
+        raise ConnectionError(f"rank {address.rank} at {address} has left the dock")
+    return answer, got
