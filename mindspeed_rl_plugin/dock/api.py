@@ -119,30 +119,21 @@ class Declared:
         if len(self.columns) != len(columns) or len(self.states) != len(states):
             raise ValueError("a column or a state is declared twice: each name is declared once")
         for state in states:
-            unknown = [c for c in (*state.reads, *state.writes) if c not in self.columns]
-            if unknown:
-                raise ValueError(
-                    f"state {state.name!r} uses undeclared columns {unknown}; declared: {listed(self.columns)}"
-                )
+            refuse(f"state {state.name!r} uses undeclared columns", (*state.reads, *state.writes), self.columns)
 
     def check_state(self, state: str) -> None:
         """Raise ValueError for a state that nobody declared."""
-        if state not in self.states:
-            raise ValueError(f"state {state!r} is not declared; declared: {listed(self.states)}")
+        refuse("undeclared state", [state], self.states)
 
     def check_columns(self, call: str, columns: Iterable[str]) -> None:
         """Raise ValueError for columns that nobody declared."""
-        unknown = [c for c in columns if c not in self.columns]
-        if unknown:
-            raise ValueError(f"{call}: columns {unknown} are not declared; declared: {listed(self.columns)}")
+        refuse(f"{call}: undeclared columns", columns, self.columns)
 
     def reads(self, state: str, columns: Sequence[str] | None) -> tuple[str, ...]:
         """What a lease fetches: `columns` of those that the state reads, all of them by default."""
         self.check_state(state)
         reads = self.states[state].reads
-        foreign = [c for c in columns or () if c not in reads]
-        if foreign:
-            raise ValueError(f"lease: state {state!r} reads {list(reads)}, not {foreign}")
+        refuse(f"lease: state {state!r} does not read", columns or (), reads)
         return reads if columns is None else tuple(columns)
 
     def check_writes(self, lease: Lease, rows: Rows | None) -> None:
@@ -150,10 +141,7 @@ class Declared:
         self.check_state(lease.state)
         if rows is None:
             return
-        writes = self.states[lease.state].writes
-        foreign = [c for c in rows.columns if c not in writes]
-        if foreign:
-            raise ValueError(f"commit: state {lease.state!r} writes {list(writes)}, not {foreign}")
+        refuse(f"commit: state {lease.state!r} does not write", rows.columns, self.states[lease.state].writes)
         strange = () if rows.ids is lease.rows.ids else set(rows.ids) - set(lease.rows.ids)
         if strange:
             raise ValueError(
@@ -167,6 +155,12 @@ class Declared:
             self.columns[name].check(column)
         if len(set(rows.ids)) != len(rows.ids):
             raise ValueError(f"{call}: an id occurs twice among {listed(rows.ids)}")
+
+
+def refuse(what: str, names: Iterable[str], declared: Iterable[str]) -> None:
+    """Raise ValueError for names that are not declared. what: the text before them."""
+    if foreign := [name for name in names if name not in declared]:
+        raise ValueError(f"{what} {foreign}; declared: {listed(declared)}")
 
 
 def listed(items: Iterable[object]) -> str:

@@ -172,14 +172,13 @@ class Dock:
             calls.epochs.cleared(f"lease of state {state!r}", wanted)
             if len(set(ids_tuple(wanted))) != len(wanted):
                 raise ValueError(f"lease of state {state!r}: an id occurs twice among {listed(ids_tuple(wanted))}")
-        # Ranks of one consumer may read different columns, as pipeline stages do, of the one grant that they share.
-        every = names if self._peers.size == 1 else self._declared.reads(state, None)
         bounds = (max_rows, min_rows, max_tokens, calls.warehouse)
-        ask = partial(calls.query, m.Ask, state, every, wanted, deadline, calls.lease_seconds, *bounds)
+        ask = partial(calls.query, m.Ask, state, wanted, deadline, calls.lease_seconds, *bounds)
         grant = self._granted(ask, state, wanted)
-        places, take = [grant.segment, grant.offset, grant.length], fresh if into is None else into.take
-        if names != every:
-            places = [place[[every.index(name) for name in names]] for place in places]
+        take, reads = fresh if into is None else into.take, self.states[state].reads
+        # Ranks of one consumer may read different columns, as pipeline stages do, of the one grant that they share.
+        mine = [reads.index(name) for name in names]
+        places = [place[mine] for place in (grant.segment, grant.offset, grant.length)]
         try:
             got = cells.gather(calls, self.columns, state, names, grant.owner, places, take)
         except BaseException:

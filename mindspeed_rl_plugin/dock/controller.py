@@ -81,18 +81,18 @@ class Controller:
                 return None  # its first record is on the way
         rows = pick(self._epochs, ask)
         if not rows:
-            return None if rows is None else self.grant(0, [], ask.columns)
+            return None if rows is None else self.grant(0, [])
         token, self._next = self._next, self._next + 1
         self._leases[token] = Held(rows, holder, expires)
         for epoch, part in rows:
             self._epochs[epoch].status[part] = LEASED
-        return self.grant(token, rows, ask.columns)
+        return self.grant(token, rows)
 
-    def grant(self, token: int, rows: Picked, columns: tuple[str, ...]) -> Grant:
-        """What the holder must know: ids, and where the cells of `columns` lie."""
+    def grant(self, token: int, rows: Picked) -> Grant:
+        """What the holder must know: ids, and where the cells lie."""
         views = [(number, self._epochs[number], part) for number, part in rows]
-        places = [view.cells(columns, part) for _, view, part in views]
-        empty = [np.empty((len(columns), 0), t) for t in (np.int32, np.int64, np.int32)]
+        places = [view.cells(self.spec.reads, part) for _, view, part in views]
+        empty = [np.empty((len(self.spec.reads), 0), t) for t in (np.int32, np.int64, np.int32)]
         return Grant(
             token,
             self._ids(rows),

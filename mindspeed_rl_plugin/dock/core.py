@@ -100,7 +100,7 @@ class Core:
         if waited < ask.deadline:
             return ask.state
         if not ask.deadline and ask.ids is None:  # it only tried
-            return controller.grant(0, [], ask.columns)
+            return controller.grant(0, [])
         raise TimeoutError(controller.explain(ask))
 
     def _on_release(self, peer: str, message: m.Release, *_: object) -> m.Message:

@@ -87,7 +87,6 @@ class Ask(Query):
     """A lease. ids: `[B, 3]` exactly these, in this order; None: what is ready, by rising id, rows of warehouse `near`
     first. The bounds are those of `Dock.lease`; deadline: seconds to wait; seconds: life of the lease."""
 
-    columns: tuple[str, ...]
     ids: np.ndarray | None
     deadline: float
     seconds: float | None = None
@@ -99,7 +98,7 @@ class Ask(Query):
 
 class Grant(Message):
     """Rows under a lease. ids: `[B, 3]`; owner: `[B]` int32 warehouse of each; segment, offset, length: `[C, B]` of
-    their cells; shapes: of their epochs."""
+    their cells, of all columns that the state reads; shapes: of their epochs."""
 
     token: int
     ids: np.ndarray

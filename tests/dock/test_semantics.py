@@ -234,7 +234,7 @@ def test_a_commit_writes_what_its_state_writes_or_nothing(make) -> None:
     for rows, message in [
         (None, "must write column 'tokens'"),
         (tokens([sid(0, 0)]), r"missing for \(0, 0, 1\)"),
-        (Rows(lease.rows.ids, {"reward": torch.ones(2)}), r"\['tokens'\], not \['reward'\]"),
+        (Rows(lease.rows.ids, {"reward": torch.ones(2)}), r"does not write \['reward'\]; declared: tokens"),
         (tokens([sid(0, 0), sid(0, 1), sid(0, 2)]), r"does not hold \(0, 0, 2\)"),
     ]:
         with pytest.raises(ValueError, match=message):
