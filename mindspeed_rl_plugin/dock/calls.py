@@ -102,9 +102,8 @@ class Calls:
     """Shared by all views of the dock in a process.
 
     me: this process; core: what it serves itself, which is called directly; warehouse: number of the one whose memory
-    is mapped here, None without; owners: where groups lie, None where only leases tell; patience: seconds for an answer
-    that need not wait; lease_seconds: life of a lease, None for as long as the job lives; lost: called where a
-    connection breaks.
+    is mapped here, None without; owners: where groups lie, None where only leases tell; lease_seconds: life of a lease,
+    None for as long as the job lives; lost: called where a connection breaks.
     """
 
     def __init__(
@@ -115,12 +114,11 @@ class Calls:
         core: Core | None = None,
         warehouse: int | None = None,
         owners: Owners | None = None,
-        patience: float = 60.0,
         lease_seconds: float | None = None,
         lost: Callable[[Address, str], None] = lambda address, why: None,
     ) -> None:
         self.directory, self.me, self.core, self.warehouse = directory, me, core, warehouse
-        self.lease_seconds, self._patience, self._lost = lease_seconds, patience, lost
+        self.lease_seconds, self._lost = lease_seconds, lost
         self.epochs, self.traffic = Epochs(owners), Traffic()
         self.after: dict[int, int] = {}  # warehouse -> number of the newest record that this process caused
         self.held: dict[tuple[str, int], np.ndarray] = {}  # ids of live leases of this process, by state and token
@@ -168,7 +166,7 @@ class Calls:
         except IndexError:
             stream = connect(address, self.me)
         try:
-            answer = ask(stream, address, message, bulk, self._patience)
+            answer = ask(stream, address, message, bulk)
         except BaseException as error:
             stream.close()
             if isinstance(error, Lost):

@@ -182,7 +182,9 @@ class Dock:
         try:
             got = cells.gather(calls, self.columns, state, names, grant.owner, places, take)
         except BaseException:
-            self._return(state, grant.token)
+            with contextlib.suppress(ValueError, OSError):
+                if grant.token and not self._peers.rank:
+                    calls.query(m.Release, state, grant.token)
             raise
         if grant.token:
             calls.held[state, grant.token] = grant.ids
@@ -322,9 +324,3 @@ class Dock:
     def _undone(self, state: str, ids: np.ndarray | None) -> np.ndarray:
         """`[n, 3]` rows of all open epochs, or of `ids`, that are not acknowledged."""
         return self._calls.query(m.Remaining, state, ids).ids
-
-    def _return(self, state: str, token: int) -> None:
-        """Hand back what could not be read."""
-        with contextlib.suppress(ValueError, OSError):
-            if token and not self._peers.rank:
-                self._calls.query(m.Release, state, token)

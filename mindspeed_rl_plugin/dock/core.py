@@ -80,10 +80,8 @@ class Core:
         return m.Failed.of(failed), ()
 
     def gone(self, peer: str) -> None:
-        """A process outside of the job has ended: what was lent to it returns, its leases are given out again."""
+        """A process outside of the job has ended: its leases are given out again."""
         with self._lock:
-            if self.warehouse is not None:
-                self.warehouse.forget(peer)
             for state, controller in self.controllers.items():
                 if controller.forget(peer):
                     self._wake(state)
@@ -159,11 +157,11 @@ class Core:
             if reason is not None:
                 return MEMORY
         if put.reserve:
-            return m.Ok(house.seq, house.reserve(peer, put.parts))
+            return m.Ok(house.seq, house.reserve(put.parts))
         if bulk is not None:
-            extent = house.store(peer, put.parts, bulk)
+            extent = house.store(put.parts, bulk)
             self.served["bytes"] += len(bulk)
-        self._tell(house.commit(peer, put, extent))
+        self._tell(house.commit(put, extent))
         return m.Ok(house.seq)
 
     def _on_clear(self, peer: str, message: m.Clear, *_: object) -> m.Message:

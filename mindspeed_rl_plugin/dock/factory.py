@@ -28,7 +28,6 @@ from mindspeed_rl_plugin.dock.watch import Watch
 
 HEARTBEATS = 10  # of which ranks wait for each other
 HEARTBEAT = 30.0  # seconds, at least: one that is only busy is not given up
-ANSWER = 120.0  # seconds; nothing that need not wait takes so long, on the busiest machine
 
 
 def make_docks(
@@ -59,7 +58,6 @@ def make_docks(
         host=host,
         limits=limits,
         owners=homes,
-        patience=deadline,
         heartbeat=max(HEARTBEAT, deadline / HEARTBEATS),
     )
     every = [make_peers(job, division, group, deadline) for division in divisions]
@@ -84,7 +82,6 @@ class Member:
         host: str = "",
         limits: Limits | None = None,
         owners: Owners | None = None,
-        patience: float = 60.0,
         heartbeat: float = HEARTBEAT,
         end: Callable[[int], object] = os._exit,
     ) -> None:
@@ -111,7 +108,6 @@ class Member:
             core=self.core,
             warehouse=machines.index(nodes[rank]),
             owners=owners if owners and len(machines) > 1 else partial(contiguous, len(machines)),
-            patience=min(patience, ANSWER),
             lost=self._lost,
         )
         self._closed = False

@@ -33,7 +33,7 @@ JOIN = 64 << 10  # bytes; what is smaller is copied together, because a system c
 NONCE = 32  # bytes
 REFUSED = bytes(NONCE)  # in the place of a server's proof: the client has not shown the secret
 CONNECT_SECONDS = 20.0
-MARGIN = 15.0  # seconds the caller waits longer than the other side, whose error knows more
+PATIENCE = 120.0  # seconds for an answer beside the request's own deadline, on the busiest machine
 
 
 class Process(NamedTuple):
@@ -182,15 +182,15 @@ class Lost(ConnectionError):
 
 
 def ask(
-    stream: Stream, address: Address, message: Message, bulk: np.ndarray | None = None, patience: float = 60.0
+    stream: Stream, address: Address, message: Message, bulk: np.ndarray | None = None
 ) -> tuple[Message, np.ndarray | None]:
-    """Send a request and wait for its answer and the bulk of it. patience: seconds beside the message's own deadline.
+    """Send a request and wait for its answer and the bulk of it.
 
     Raises TimeoutError when no answer comes, ConnectionError when the other side has left, `Lost` when it is gone; a
     late answer would be taken for that of the next request then.
     """
     kind, begin = type(message).__name__, time.monotonic()
-    stream.socket.settimeout(getattr(message, "deadline", 0.0) + patience + MARGIN)
+    stream.socket.settimeout(getattr(message, "deadline", 0.0) + PATIENCE)
     try:
         stream.send(message, () if bulk is None else (bulk,))
         answer, got = stream.receive()

@@ -7,7 +7,7 @@ a byte of it. Of a commit the columns lie one after the other, each from the beg
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -74,7 +74,6 @@ class Warehouse:
         self.seq = 0
         self._gone: set[int] = set()
         self._epochs: dict[int, EpochTables] = {}
-        self._lent: set[tuple[Hashable, Extent]] = set()
         self._reserve = row_reserve(self.write_backs)
 
     # memory for writers
@@ -85,18 +84,16 @@ class Warehouse:
         if not self.limits.bounded or put.epoch in self._gone:  # of a late repeat nothing is kept
             return None
         tables = self._tables(put.epoch, put.shape)
-        touched = np.zeros(put.shape.groups, bool)
-        for part in put.parts:
-            touched[tables.groups_of(part)] = True
-        new = touched & tables.alive & ~tables.admitted
-        rows = int(new.sum()) * put.shape.members
+        touched = np.unique(np.concatenate([tables.groups_of(part) for part in put.parts]))
+        new = touched[tables.alive[touched] & ~tables.admitted[touched]]
+        rows = len(new) * put.shape.members
         sizes = zip(put.parts, layout(self.columns, put.parts)[0], strict=True)
         columns = (one for part, (_, each) in sizes for one in zip(part.names, each.tolist(), strict=True))
         produced = put_bytes(nbytes for name, nbytes in columns if name not in self.write_backs)
         wanted = {"bytes": produced + rows * self._reserve, "rows": rows}
-        reason = self.limits.missing(wanted, self.taken(), int(new.sum()))
+        reason = self.limits.missing(wanted, self.taken(), len(new))
         if reason is None:
-            tables.admitted |= new
+            tables.admitted[new] = True
         return reason
 
     def taken(self) -> dict[str, int]:
@@ -107,42 +104,31 @@ class Warehouse:
         back = sum(nbytes for t in tables for block in t.blocks if block.promised for _, nbytes in block.rest)
         return {"bytes": self.slabs.used - back + rows * self._reserve, "rows": rows}
 
-    def reserve(self, writer: Hashable, parts: Sequence[Part]) -> Extent:
-        """Memory that only `writer` fills, for a put of `parts`."""
-        extent = self.slabs.allocate(layout(self.columns, parts)[1])
-        self._lent.add((writer, extent))
-        return extent
+    def reserve(self, parts: Sequence[Part]) -> Extent:
+        """Memory for a put of `parts`, which its writer fills and commits."""
+        return self.slabs.allocate(layout(self.columns, parts)[1])
 
-    def store(self, writer: Hashable, parts: Sequence[Part], bulk: np.ndarray) -> Extent:
-        """Bytes that came with a message, in memory lent to its writer."""
-        extent = self.reserve(writer, parts)
+    def store(self, parts: Sequence[Part], bulk: np.ndarray) -> Extent:
+        """Memory for cells that came with a message, with them in it."""
+        extent = self.reserve(parts)
         self.slabs.view(extent.segment, extent.offset, len(bulk))[:] = bulk
         return extent
 
-    def forget(self, writer: Hashable, extent: Extent | None = None) -> None:
-        """Take back what was lent to a writer, all of it where no extent is named."""
-        for lent in [(w, e) for w, e in self._lent if w == writer and extent in (None, e)]:
-            self._lent.remove(lent)
-            self.slabs.free(*lent[1])
-
     # commits
 
-    def commit(self, writer: Hashable, put: Put, extent: Extent | None) -> Record | None:
-        """Make cells visible that lie in `extent`, lent to `writer`, and note that a state is done with rows. None for
-        a late repeat: all of it is cleared.
+    def commit(self, put: Put, extent: Extent | None) -> Record | None:
+        """Make cells visible that lie in `extent`, and note that a state is done with rows. None for a late repeat: all
+        of it is cleared.
 
-        Raises ValueError, and changes nothing but that the extent goes back, for memory that was not lent, rows outside
-        the epoch, token columns of unequal length, and rows that lack a column that the state writes.
+        Raises ValueError, and changes nothing but that the extent goes back, for token columns of unequal length, and
+        rows that lack a column that the state writes.
         """
-        if extent is not None and (writer, extent) not in self._lent:
-            raise ValueError(f"{extent} was not lent to this writer")
-        record = None
+        used = 0
         try:
             record, used = self._commit(put, extent or Extent(0, 0, 0))
         finally:
-            if extent is not None and not (record and used):
-                self.forget(writer, extent)
-        self._lent.discard((writer, extent))
+            if extent is not None and not used:
+                self.slabs.free(*extent)
         return record
 
     def _commit(self, put: Put, extent: Extent) -> tuple[Record | None, int]:
@@ -238,11 +224,6 @@ class Warehouse:
         if tables is None:
             return [np.full((len(columns), len(rows)), x, t) for x, t in ((-1, "i4"), (0, "i8"), (0, "i4"))]
         return tables.cells(columns, rows)
-
-    @property
-    def used(self) -> int:
-        """Bytes of cells, without what is only lent."""
-        return self.slabs.used - sum(extent.nbytes for _, extent in self._lent)
 
     # clearing
 

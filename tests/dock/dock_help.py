@@ -96,7 +96,7 @@ def together(count: int, work: Callable[[int], object]) -> list:
 def make_members(columns, states, nodes: Sequence[str], **more) -> list[Member]:
     """One member for each rank; `nodes`: machine of each."""
     peers = threads(len(nodes))
-    how = {"host": "127.0.0.1", "patience": 10, "end": lambda status: None, **more}
+    how = {"host": "127.0.0.1", "end": lambda status: None, **more}
     return together(len(nodes), lambda rank: Member(columns, states, peers[rank], node=nodes[rank], **how))
 
 

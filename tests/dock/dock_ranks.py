@@ -27,7 +27,7 @@ def rank_main(pipe: Connection, log: str, rank: int, nodes: list[str], heartbeat
         return pipe.recv()
 
     peers = Gathered(rank, len(nodes), exchange) if len(nodes) > 1 else None
-    how = {"node": nodes[rank], "host": "127.0.0.1", "patience": 10, "heartbeat": heartbeat}
+    how = {"node": nodes[rank], "host": "127.0.0.1", "heartbeat": heartbeat}
     member = Member(COLUMNS, STATES, peers, limits=SMALL, **how)
     obey(pipe, Commands(member.dock(deadline=10), member))
 
@@ -107,7 +107,7 @@ class Commands:
 
     def used(self) -> int:
         house = None if self.member is None else self.member.core.warehouse
-        return 0 if house is None else house.used
+        return 0 if house is None else house.slabs.used
 
     def where(self) -> set[str]:
         return {m.where for m in self.dock.traffic.take()}

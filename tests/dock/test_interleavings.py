@@ -247,7 +247,7 @@ class DockMachine(RuleBasedStateMachine):
             rows = sorted(i for c, i in self.model.cells if c == column)
             assert unpack(self.dock.read(rows, [column])[column]) == [self.model.cells[column, i] for i in rows]
         if not self.model.alive:
-            assert self.member.core.warehouse.used == 0
+            assert self.member.core.warehouse.slabs.used == 0
 
 
 def pack(values: list[list[int]]) -> Ragged:
@@ -295,7 +295,7 @@ def test_threads_of_all_ranks_share_the_work_exactly_once(make) -> None:
     together(len(jobs), lambda i: jobs[i][0](*jobs[i][1:]))
     assert all(sorted(rows) == list(ids(groups, size)) for rows in seen.values())
     docks[0].clear(0)
-    assert all(house.used == 0 for house in make.houses)
+    assert all(house.slabs.used == 0 for house in make.houses)
 
 
 def rows_of(lease: Lease) -> list:

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from dock_help import COLUMNS, STATES, ids, prompts, ragged, sid, tokens
+from dock_help import COLUMNS, ids, prompts, ragged, sid, tokens
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mindspeed_rl_plugin.dock import Limits, Rows
-from mindspeed_rl_plugin.dock.api import Declared
 from mindspeed_rl_plugin.dock.memory import LINE, Segments, Slabs
-from mindspeed_rl_plugin.dock.messages import Part, Put, Shape
-from mindspeed_rl_plugin.dock.storage import Warehouse
 
 SEGMENT = 64 << 10
 STEPS = st.lists(st.tuples(st.integers(0, 3), st.integers(1, 3 * SEGMENT)), max_size=60)
@@ -88,13 +85,13 @@ def test_rollouts_that_grow_leave_memory_flat(make_one, limits: Limits) -> None:
             elif state == "reward":
                 rows = Rows(lease.rows.ids, {"reward": lease.rows["prompt"].lengths.float()})
             dock.commit(lease, None if state == "update" else rows)
-        before = house.used
+        before = house.slabs.used
         dock.clear(epoch, range(0, groups, 2) if epoch % 3 == 0 else None)
-        assert house.used < 0.9 * before, "half of the groups, half of the bytes"
+        assert house.slabs.used < 0.9 * before, "half of the groups, half of the bytes"
         if epoch % 3 == 1:
             dock.clear(epoch - 1)
         if epoch % 3:
-            assert house.used == house.taken()["rows"] == 0 and not house._epochs
+            assert house.slabs.used == house.taken()["rows"] == 0 and not house._epochs
             assert limits.capacity is None or not house.taken()["bytes"]
         segments.append(house.slabs._next)
         most = 3 * house.slabs._most if limits.capacity is None else limits.capacity
@@ -102,23 +99,3 @@ def test_rollouts_that_grow_leave_memory_flat(make_one, limits: Limits) -> None:
     assert len(dock._calls.epochs.known) <= 1 and not dock._calls.held
     assert segments[-1] - segments[50] <= 40, "rollouts alike find their memory again"
     assert all(len(c._epochs) <= 1 and not c._leases for c in make_one.members[0].core.controllers.values())
-
-
-def test_lent_memory_is_its_writers_and_comes_back_with_it() -> None:
-    house = Warehouse(0, Declared(COLUMNS, STATES), Limits(segment_bytes=SEGMENT))
-    part = Part(("tokens",), np.array([0], np.int32), np.array([[10]], np.int32))
-    put = Put(0, Shape(1, 1), [part], True, 0.0)
-    extent = house.reserve("a", [part])
-    with pytest.raises(ValueError, match="not lent"):
-        house.commit("b", put, extent)
-    house.commit("a", put, extent)
-    with pytest.raises(ValueError, match="not lent"):
-        house.commit("a", put, extent)
-    house.reserve("a", [part])
-    house.reserve("b", [part])
-    used = house.used
-    house.forget("a")
-    house.forget("b")
-    assert house.slabs.used == used == house.used > 0
-    house.clear(0, Shape(1, 1), np.array([0]))
-    assert house.slabs.used == 0

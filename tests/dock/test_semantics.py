@@ -167,7 +167,7 @@ def test_clearing_waits_for_leases_and_a_late_write_is_harmless(make) -> None:
             call()
     dock.clear(0)
     dock.put(prompts(2))
-    assert dock.remaining("logp") == 0 and all(house.used == 0 and not house._epochs for house in make.houses)
+    assert dock.remaining("logp") == 0 and all(house.slabs.used == 0 and not house._epochs for house in make.houses)
 
 
 BAD_PUTS = [
@@ -190,7 +190,7 @@ def test_bad_cells_are_refused_whole(make_one, columns: dict, message: str) -> N
         dock.put(Rows((sid(0, 0),), {"prompt": ragged(1), **columns}))
     with pytest.raises(ValueError, match="not committed"):
         dock.read([sid(0, 0)], ["prompt"])
-    assert make_one.houses[0].used == 0
+    assert make_one.houses[0].slabs.used == 0
 
 
 def test_bad_calls_are_refused(make) -> None:
