@@ -70,14 +70,11 @@ class Core:
                 return AFTER
             answer = serve(peer, message, bulk, waited)
             return answer if isinstance(answer, (str, tuple)) else (answer, ())
-        except m.FrameError as error:
-            failed = error
-        except m.MALFORMED as error:
-            failed = m.FrameError(f"malformed {type(message).__name__}: {error!r}")
+        except (m.FrameError, *m.MALFORMED) as error:
+            self.refused["malformed"] += 1
+            return m.Failed.of(m.FrameError(f"malformed {type(message).__name__}: {error!r}")), ()
         except (ValueError, OSError) as error:
             return m.Failed.of(error), ()
-        self.refused["malformed"] += 1
-        return m.Failed.of(failed), ()
 
     def gone(self, peer: str) -> None:
         """A process outside of the job has ended: its leases are given out again."""

@@ -41,13 +41,11 @@ class Block:
 
 
 class EpochTables(Places):
-    """All that a warehouse keeps of one epoch. admitted: `[groups]` bool, what counts against the limits; tokens:
-    `[rows]` entries of the token columns, -1 unknown."""
+    """All that a warehouse keeps of one epoch. admitted: `[groups]` bool, what counts against the limits."""
 
     def __init__(self, shape: Shape, declared: Declared) -> None:
         super().__init__(shape, declared.columns, declared.columns)
         self.admitted = np.zeros(shape.groups, bool)
-        self.tokens = np.full(shape.groups * shape.members, -1, np.int32)
         self.blocks: list[Block] = []
 
 
@@ -139,11 +137,10 @@ class Warehouse:
         if put.epoch in self._gone:  # a late repeat is harmless
             return None, 0
         tables = self._tables(put.epoch, put.shape)
-        tokens = self._token_lengths(put, tables)
+        self._check_tokens(put, tables)
         self._check_promise(put)
         if put.state is not None:
             self._check_complete(put, tables)
-        tables.tokens = tokens
         cells, groups = list[Cells](), np.zeros(put.shape.groups, bool)
         for part, (begins, _) in zip(put.parts, places, strict=True):
             entered, new = self._enter(tables, part, extent, begins)
@@ -180,27 +177,25 @@ class Warehouse:
                         "it; raise the length limit that it was made with"
                     )
 
-    def _token_lengths(self, put: Put, tables: EpochTables) -> np.ndarray:
-        """`[rows]` entries of the token columns after a put. Raises ValueError where new token cells are not as long as
-        the other token cells of their row."""
-        known = tables.tokens
+    def _check_tokens(self, put: Put, tables: EpochTables) -> None:
+        """Raise ValueError where new token cells are not as long as the other token cells of their row."""
+        every = tuple(name for name, column in self.columns.items() if column.level == "token")
         for part in put.parts:
-            tokens = [i for i, n in enumerate(part.names) if self.columns[n].level == "token"]
-            alike = bool(tokens) and (part.length[tokens] == part.length[tokens[0]]).all()
-            for i in tokens[:1] if alike else tokens:
-                at, got = part.slots, part.length[i]
-                absent = tables.absent((part.names[i],), at)[0]
-                wrong = absent & (known[at] >= 0) & (known[at] != got)
-                if wrong.any():
-                    row, length = int(part.slots[wrong.argmax()]), int(got[wrong.argmax()])
-                    raise ValueError(
-                        f"column {part.names[i]!r} has {length} entries for id "
-                        f"{(put.epoch, *divmod(row, tables.shape.members))}, the other token columns of that row have "
-                        f"{known[row]}; {int(wrong.sum())} rows disagree"
-                    )
-                known = known.copy() if known is tables.tokens else known
-                known[at] = np.where(absent, got, known[at])
-        return known
+            mine = [i for i, name in enumerate(part.names) if name in every]
+            if not mine:
+                continue
+            names, length = tuple(part.names[i] for i in mine), part.length[mine]
+            segment, _, there = tables.cells(every, part.slots)
+            known = np.where(segment < 0, -1, there).max(0)
+            known = np.where(known < 0, length.max(0), known)
+            wrong = tables.absent(names, part.slots) & (length != known)
+            if wrong.any():
+                column, at = np.argwhere(wrong)[0].tolist()
+                raise ValueError(
+                    f"column {names[column]!r} has {length[column, at]} entries for id "
+                    f"{(put.epoch, *divmod(int(part.slots[at]), tables.shape.members))}, the other token columns of "
+                    f"that row have {known[at]}; {int(wrong.any(0).sum())} rows disagree"
+                )
 
     def _check_complete(self, put: Put, tables: EpochTables) -> None:
         """Raise ValueError where a state is done with rows that lack a column that it writes, also after this put."""
