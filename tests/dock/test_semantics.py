@@ -53,22 +53,6 @@ def test_ids_come_in_the_order_asked_and_across_epochs(make) -> None:
     assert not dock.lease("generate", ids=[], deadline=5)
 
 
-def test_whole_groups_only(make_one) -> None:
-    dock = make_one()
-    dock.open(0, 3, 2)
-    rows = [sid(0, 0), *ids(3, 2)[2:]]
-    done = {"tokens": ragged(*[1] * 5), "logp": ragged(*[1] * 5, dtype=torch.float32), "reward": torch.ones(5)}
-    dock.put(Rows(tuple(rows), done))
-    lease = dock.lease("update", max_rows=3, min_rows=3, deadline=0)
-    assert lease.rows.ids == (sid(1, 0), sid(1, 1)), "cut to whole groups"
-    dock.release(lease)
-    assert len(dock.lease("update", max_tokens=1, deadline=0)) == 2, "one group at least"
-    with pytest.raises(ValueError, match=r"without members \[1\]"):
-        dock.lease("update", ids=[sid(0, 0)], deadline=0)
-    with pytest.raises(ValueError, match="max_rows 1"):
-        dock.lease("update", max_rows=1, deadline=0)
-
-
 def test_released_rows_come_again_and_their_old_lease_is_void(make) -> None:
     dock = make()
     dock.open(0, 1, 2)
@@ -211,6 +195,8 @@ def test_bad_calls_are_refused(make) -> None:
         (lambda: dock.lease("generate", ids=[sid(0, 0)] * 2, deadline=0), "twice"),
         (lambda: dock.lease("logp", columns=["prompt"], deadline=0), r"\['prompt'\]"),
         (lambda: dock.read([sid(0, 0)], ["prompt"]), r"'prompt' of \(0, 0, 0\)"),
+        (lambda: dock.lease("update", ids=[sid(0, 0)], deadline=0), r"without members \[1\]"),
+        (lambda: dock.lease("update", max_rows=1, deadline=0), "max_rows 1"),
     ]
     for call, message in cases:
         with pytest.raises(ValueError, match=message):

@@ -4,9 +4,7 @@ import importlib.util
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
-import torch
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
@@ -43,23 +41,6 @@ def test_targets_are_medians_of_ratios_of_the_same_repeat(bench) -> None:
     }
     text = bench.target_table(bench.targets(seen))
     assert text.count("| yes |") == 2 and text.count("| NO |") == 2
-
-
-def test_nothing_is_asked_of_what_was_not_measured(bench) -> None:
-    assert bench.targets({("dock-shm", "short/64", "get_mb_s"): [1.0]}) == []
-    asked = {(peer, *key) for peer, wanted in bench.PEER_TARGETS.items() for key in wanted}
-    assert {case for _, case, _ in asked} == set(bench.CASES) and len(asked) == 4 + 3 * len(bench.CASES)
-
-
-@pytest.mark.parametrize("layout", ["jagged", "strided"])
-def test_columns_of_transferqueue_hold_what_was_packed(bench, layout: str) -> None:
-    import peers
-
-    arm = object.__new__(peers.TransferQueue)
-    arm._layout = getattr(torch, layout)
-    offsets = np.array([0, 3, 4, 9])
-    values, found = arm._packed(arm._nested(torch.arange(9), offsets))
-    assert values.tolist() == list(range(9)) and found.tolist() == offsets.tolist()
 
 
 def test_a_tree_is_compared_with_the_one_before_it(bench) -> None:
