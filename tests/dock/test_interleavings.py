@@ -6,27 +6,19 @@ from __future__ import annotations
 import random
 import threading
 
+import dock_help
 import torch
-from dock_help import SampleId, ids, sid, together
+from dock_help import COLUMNS, SampleId, ids, sid, together
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from mindspeed_rl_plugin.dock import ColumnSpec, Dock, Lease, Limits, Ragged, Rows, StateSpec
+from mindspeed_rl_plugin.dock import Dock, Lease, Limits, Ragged, Rows, StateSpec
 from mindspeed_rl_plugin.dock.calls import Calls
 from mindspeed_rl_plugin.dock.factory import Member
 from mindspeed_rl_plugin.dock.rpc import Process
 
-COLUMNS = [
-    ColumnSpec("prompt", torch.int32, "group", ragged=True),
-    ColumnSpec("tokens", torch.int32, "token", ragged=True),
-    ColumnSpec("score", torch.float32, "sample", ragged=False),
-]
-STATES = [
-    StateSpec("generate", ("prompt",), ("tokens",)),
-    StateSpec("grade", ("tokens", "prompt"), ("score",)),
-    StateSpec("train", ("tokens", "score"), (), whole_groups=True),
-]
+STATES = [dock_help.STATES[0], dock_help.STATES[2], StateSpec("train", ("tokens", "reward"), (), whole_groups=True)]
 READS = {s.name: s.reads for s in STATES}
 NAMES = list(READS)
 LEASE_SECONDS = 10.0
@@ -105,9 +97,9 @@ class DockMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.model.alive)
     @rule(data=st.data())
-    def put_score(self, data: st.DataObject) -> None:
+    def put_reward(self, data: st.DataObject) -> None:
         rows = data.draw(st.lists(st.sampled_from(sorted(self.model.alive)), unique=True, min_size=1, max_size=4))
-        self.dock.put(self.rows("grade", rows))
+        self.dock.put(self.rows("reward", rows))
 
     @rule(state=st.sampled_from(NAMES), max_rows=st.integers(3, 8), outside=st.booleans())
     def lease(self, state: str, max_rows: int, outside: bool) -> None:
@@ -134,7 +126,7 @@ class DockMachine(RuleBasedStateMachine):
             assert sum(length[: len(got)]) <= most or len(got) == unit
         self.took(self.dock, lease)
 
-    @rule(state=st.sampled_from(["generate", "grade"]), data=st.data())
+    @rule(state=st.sampled_from(["generate", "reward"]), data=st.data())
     def lease_ids(self, state: str, data: st.DataObject) -> None:
         if ready := self.model.ready(state):
             rows = data.draw(st.lists(st.sampled_from(ready), unique=True, min_size=1, max_size=4))
@@ -158,7 +150,7 @@ class DockMachine(RuleBasedStateMachine):
             column, packed = "tokens", pack(values)
         else:
             values = [float(self.random.randrange(99)) for _ in rows]
-            column, packed = "score", torch.tensor(values)
+            column, packed = "reward", torch.tensor(values)
         for sample, value in zip(rows, values, strict=True):
             self.model.write(column, sample, value)
         return Rows(tuple(rows), {column: packed})
@@ -185,7 +177,7 @@ class DockMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def commit_again(self, data: st.DataObject) -> None:
         lease = data.draw(st.sampled_from(self.closed))
-        column = {"generate": ("tokens", pack([[-1] * 5] * len(lease))), "grade": ("score", -torch.ones(len(lease)))}
+        column = {"generate": ("tokens", pack([[-1] * 5] * len(lease))), "reward": ("reward", -torch.ones(len(lease)))}
         foul = [column[lease.state]] if lease.state in column else []
         self.dock.commit(lease, Rows(lease.rows.ids, dict(foul)) if foul else None)
 
@@ -243,7 +235,7 @@ class DockMachine(RuleBasedStateMachine):
             views = self.member.core.controllers[state]._epochs
             rows = [(n, row) for n, view in sorted(views.items()) for row in view.available().nonzero()[0].tolist()]
             assert [SampleId(n, *divmod(row, self.model.shapes[n][1])) for n, row in rows] == self.model.ready(state)
-        for column in ("prompt", "tokens", "score"):
+        for column in ("prompt", "tokens", "reward"):
             rows = sorted(i for c, i in self.model.cells if c == column)
             assert unpack(self.dock.read(rows, [column])[column]) == [self.model.cells[column, i] for i in rows]
         if not self.model.alive:
@@ -281,7 +273,7 @@ def test_threads_of_all_ranks_share_the_work_exactly_once(make) -> None:
                 rows = Rows(lease.rows.ids, {"tokens": pack([[i.group] * (i.group * 3000) for i in lease.rows.ids])})
             else:
                 assert all(row.tolist() == [i.group] * (i.group * 3000) for i, row in rows_of(lease))
-                rows = Rows(lease.rows.ids, {"score": torch.ones(count)}) if state == "grade" else None
+                rows = Rows(lease.rows.ids, {"reward": torch.ones(count)}) if state == "reward" else None
             with lock:
                 seen[state] += lease.rows.ids
             dock.commit(lease, rows)

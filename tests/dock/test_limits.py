@@ -21,18 +21,12 @@ ROW = (100 * 4 + 128) + (3 * 16 + 128) + (4 + 128)  # tokens, parts, reward, and
 GROUP = 7 * 64  # 100 * 4 bytes in whole lines
 
 
-def test_write_backs_are_the_longest_cells() -> None:
-    limits = Limits(capacity=1, max_tokens=100)
-    assert limits.write_backs(COLUMNS, STATES) == {"tokens": 400, "parts": 48, "reward": 4}
-    assert Limits().write_backs(COLUMNS, STATES) == {}
-    with pytest.raises(ValueError, match="must know the longest sample"):
-        Limits(capacity=1).write_backs(COLUMNS, STATES)
-
-
 def test_a_dock_below_one_rollout_is_refused() -> None:
     need = 5 * (2 * ROW + GROUP)
     Limits(capacity=need, max_tokens=100).check(COLUMNS, STATES, 5, 2)
     Limits().check(COLUMNS, STATES, 5, 2)
+    with pytest.raises(ValueError, match="must know the longest sample"):
+        Limits(capacity=need).check(COLUMNS, STATES, 5, 2)
     said = rf"5 groups of 2 samples on one machine may need {need} bytes .* with 100 entries a cell of prompt;"
     with pytest.raises(ValueError, match=said):
         Limits(capacity=need - 1, max_tokens=100).check(COLUMNS, STATES, 5, 2)
