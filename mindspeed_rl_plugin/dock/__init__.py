@@ -1,11 +1,10 @@
 """Transfer dock: where the stages of the loop leave rows for each other, exactly once per state."""
 
-from mindspeed_rl_plugin.dock.api import ColumnSpec, Lease, Moved, StateSpec, Traffic
+from mindspeed_rl_plugin.dock.api import ColumnSpec, Lease, Moved, StateSpec, Traffic, from_tensordict, to_tensordict
 from mindspeed_rl_plugin.dock.client import Dock
 from mindspeed_rl_plugin.dock.factory import make_docks
 from mindspeed_rl_plugin.dock.joining import machine
 from mindspeed_rl_plugin.dock.memory import Limits
-from mindspeed_rl_plugin.dock.tensordicts import from_tensordict, to_tensordict
 from mindspeed_rl_plugin.rows import Ragged, Rows, SampleId
 
 __all__ = [

@@ -3,7 +3,8 @@
 A dock knows nothing about algorithms: who uses a column declares it, and a worker state is a name with the
 columns it reads and writes. A row is *ready* for a state when all columns that the state reads are committed;
 each ready row is delivered to the state exactly once: `lease`, then `commit` (write back and acknowledge) or
-`release` (hand back undone, to be delivered again). The first commit of a cell wins; repeats change nothing.
+`release` (hand back undone, to be delivered again). The first commit of a cell wins; repeats change nothing. Rows can
+be turned into a TensorDict, and back.
 """
 
 from __future__ import annotations
@@ -11,14 +12,18 @@ from __future__ import annotations
 import collections
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from mindspeed_rl_plugin.rows import Column, Ragged, Rows, SampleId
 
+if TYPE_CHECKING:
+    from tensordict import TensorDict  # takes seconds to import
+
 LEVELS = ("token", "sample", "group")
 SHOWN = 4  # items of a list in a message
+IDS = "ids"  # their name in a TensorDict
 
 
 @dataclass(frozen=True)
@@ -155,6 +160,43 @@ class Declared:
             self.columns[name].check(column)
         if len(set(rows.ids)) != len(rows.ids):
             raise ValueError(f"{call}: an id occurs twice among {listed(rows.ids)}")
+
+
+def to_tensordict(rows: Rows) -> TensorDict:
+    """A TensorDict of batch size `[B]`: "ids" is `[B, 3]` int64, ragged columns are jagged nested tensors.
+
+    The tensors share memory with `rows`. Raises ValueError for a column named "ids".
+    """
+    from tensordict import TensorDict
+
+    if IDS in rows.columns:
+        raise ValueError(f"a column named {IDS!r} collides with the ids of the rows; rename it")
+    entries = {IDS: torch.tensor(rows.ids, dtype=torch.int64).reshape(-1, 3)}
+    for name, column in rows.columns.items():
+        ragged = isinstance(column, Ragged)
+        entries[name] = torch.nested.nested_tensor_from_jagged(column.values, column.offsets) if ragged else column
+    return TensorDict(entries, batch_size=[len(rows)])
+
+
+def from_tensordict(td: TensorDict) -> Rows:
+    """Inverse of `to_tensordict`. Raises ValueError without "ids", or for a nested tensor that is not packed."""
+    names = sorted(td.keys())
+    if IDS not in names:
+        raise ValueError(f"the TensorDict has no {IDS!r} of shape [B, 3]; it holds {names}")
+    columns: dict[str, Column] = {}
+    for name, value in td.items():
+        if name == IDS:
+            continue
+        if value.is_nested and value.layout != torch.jagged:
+            raise ValueError(f"column {name!r} is a strided nested tensor; make it with layout=torch.jagged")
+        columns[name] = _pack(value) if value.is_nested else value
+    return Rows(tuple(SampleId(*i) for i in td[IDS].tolist()), columns)
+
+
+def _pack(value: torch.Tensor) -> Ragged:
+    if value.lengths() is None:
+        return Ragged(value.values(), value.offsets())
+    return Ragged.from_rows(list(value.unbind()), dtype=value.dtype)  # a view with holes between its rows
 
 
 def refuse(what: str, names: Iterable[str], declared: Iterable[str]) -> None:

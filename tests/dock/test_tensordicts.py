@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mindspeed_rl_plugin.dock.tensordicts import from_tensordict, to_tensordict
+from mindspeed_rl_plugin.dock import from_tensordict, to_tensordict
 from mindspeed_rl_plugin.rows import Ragged, Rows, SampleId
 
 
