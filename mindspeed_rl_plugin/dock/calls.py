@@ -146,7 +146,7 @@ class Calls:
     def close(self) -> None:
         """End all connections. Idempotent."""
         self._closed = True
-        for idle in self._idle.values():
+        for idle in list(self._idle.values()):
             while idle:
                 idle.pop().close()
 
