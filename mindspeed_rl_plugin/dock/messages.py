@@ -63,15 +63,12 @@ class Part(msgspec.Struct, array_like=True, gc=False):
     length: np.ndarray
 
 
-class Cells(msgspec.Struct, array_like=True, gc=False):
-    """Where cells lie. names: C columns; slots: `[n]` int32; segment: `[C, n]` or `[1, 1]` int32, -1 for a cell that is
-    not there; offset: `[C, n]` int64 bytes; length: `[C, n]` int32 entries."""
+class Cells(Part, array_like=True, gc=False):
+    """And where they lie. segment: `[C, n]` or `[1, 1]` int32, -1 for a cell that is not there; offset: `[C, n]` int64
+    bytes."""
 
-    names: tuple[str, ...]
-    slots: np.ndarray
     segment: np.ndarray
     offset: np.ndarray
-    length: np.ndarray
 
 
 class Query(Message):

@@ -159,7 +159,7 @@ class Warehouse:
         """Enter those cells of a part that are new; which, and their groups. begins: `[C]` bytes of the extent."""
         nbytes = part.length * items(self.columns, part.names)
         offset = extent.offset + begins[:, None] + np.cumsum(nbytes, 1) - nbytes
-        cells = Cells(part.names, part.slots, np.full((1, 1), extent.segment, np.int32), offset, part.length)
+        cells = Cells(part.names, part.slots, part.length, np.full((1, 1), extent.segment, np.int32), offset)
         _, new = tables.enter(cells)
         new = new[:, :: tables.repeat(part.names)]
         if not new.all():
