@@ -16,10 +16,8 @@ from mindspeed_rl_plugin.config.rl_config import (
     rl_enabled,
     unread_flags,
 )
-from mindspeed_rl_plugin.config.run_flags import LOWEST_TEMPERATURE
 
 __all__ = [
-    "LOWEST_TEMPERATURE",
     "AlgorithmConfig",
     "RLConfig",
     "add_flags",

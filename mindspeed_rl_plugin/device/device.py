@@ -39,8 +39,6 @@ class Device:
     """
 
     def __init__(self, kind: str) -> None:
-        if kind not in BACKENDS:
-            raise ValueError(f"device kind {kind!r} is unknown; known: {', '.join(BACKENDS)}")
         self.kind = kind
         self.backend = BACKENDS[kind]
         self.memory = ProcessMeter() if kind == "cpu" else AcceleratorMeter(self)

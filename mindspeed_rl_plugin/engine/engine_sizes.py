@@ -1,6 +1,6 @@
 """What an engine can be built from: pure rules on numbers, known before any model exists.
 
-The start-up asks them of Megatron's arguments, the engine once more of its own options.
+The start-up asks them of Megatron's arguments.
 """
 
 from __future__ import annotations
@@ -48,9 +48,6 @@ class EngineSizes:
     def problems(self) -> Iterator[str]:
         """One message for each thing that vLLM refuses late, obscurely, or not at all."""
         tp, shape = self.tp, self.shape
-        if tp < 1:
-            yield f"--rl-generate-tp {tp}: give at least 1"
-            return
         if self.world % tp:
             yield f"--rl-generate-tp {tp} does not divide the world of {self.world} ranks"
         for size, flag in ((shape.heads, "--num-attention-heads"), (shape.ffn, "--ffn-hidden-size")):
@@ -70,9 +67,7 @@ class EngineSizes:
     def _expert_problems(self) -> Iterator[str]:
         tp, ep, experts = self.tp, self.ep, self.shape.experts
         flag = f"--rl-generate-ep {ep}"
-        if ep < 1:
-            yield f"{flag}: give at least 1"
-        elif ep > 1 and not experts:
+        if ep > 1 and not experts:
             yield f"{flag}: the model has no experts to spread; leave it out"
         elif ep > 1 and ep != tp:
             yield f"{flag} with --rl-generate-tp {tp}: whole experts are spread over an engine's ranks; give {tp} or 1"

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mindspeed_rl_plugin.engine.hf_moe import EXPERT_FIELDS, expert_config, latent_scaling
+from mindspeed_rl_plugin.engine.hf_moe import expert_config, latent_scaling
 from mindspeed_rl_plugin.reshard.families import FAMILIES
 from mindspeed_rl_plugin.reshard.family_table import Family
-from mindspeed_rl_plugin.reshard.shape import ModelShape, same_names
+from mindspeed_rl_plugin.reshard.shape import LATENT_FIELDS, ModelShape, same_names
 
 # What a config.json leaves out, and what all families then take.
 _COMMON = {"rms_norm_eps": 1e-6, "rope_theta": 10000.0, "tie_word_embeddings": False, "hidden_act": "silu"}
@@ -43,7 +43,10 @@ COMPARED = (
     "attention_bias",
     "mlp_bias",
     "use_sliding_window",
-    *EXPERT_FIELDS,
+    "num_experts_per_tok",
+    "moe_intermediate_size",
+    "n_shared_experts",
+    *LATENT_FIELDS.values(),
 )
 
 
@@ -87,19 +90,14 @@ def derive_config(args: Namespace, *, vocab_size: int, eos_token_ids: Sequence[i
     return config | (expert_config(args, shape) if shape.table.experts else {}) | hf.fixed | hf.code | hf.written
 
 
-def model_vocab_size(tokenizer_size: int, padded_vocab_size: int, reference: Mapping[str, Any] | None = None) -> int:
+def model_vocab_size(tokenizer_size: int, reference: Mapping[str, Any] | None = None) -> int:
     """Rows of the embedding that are really tokens: the given Hugging Face config's, else the tokenizer's.
 
-    Raises ValueError when Megatron's padded embedding is too small for them.
+    Raises ValueError where that config has fewer than the tokenizer.
     """
     size = tokenizer_size if reference is None else reference["vocab_size"]
     if size < tokenizer_size:
         raise ValueError(f"--rl-hf-model has vocab_size {size}, but the tokenizer has {tokenizer_size} entries")
-    if size > padded_vocab_size:
-        raise ValueError(
-            f"the vocabulary has {size} entries, but Megatron's embedding only {padded_vocab_size} rows"
-            " (--padded-vocab-size or the pretraining tokenizer): tokenizer and checkpoint do not belong together"
-        )
     return size
 
 
@@ -119,7 +117,7 @@ def compare_configs(derived: Mapping[str, Any], reference: Mapping[str, Any]) ->
     """A line for each field in which two configs describe different models; [] when they are the same one."""
     ours, theirs = normalized(derived), normalized(reference)
     hf = family_table(derived).hf
-    fields = dict.fromkeys((*COMPARED, *hf.defaults, *hf.fixed, *hf.code))
+    fields = dict.fromkeys((*COMPARED, hf.experts, hf.dense, *hf.defaults, *hf.fixed, *hf.code))
     differ = [f for f in fields if ours.get(f) != theirs.get(f)]
     return [f"{f}: Megatron {ours.get(f)!r}, Hugging Face {theirs.get(f)!r}" for f in differ]
 

@@ -15,22 +15,6 @@ from typing import Any
 from mindspeed_rl_plugin.config.upstream import ROUTING, refusals
 from mindspeed_rl_plugin.reshard.shape import LATENT_FIELDS, ModelShape
 
-# Fields that make two of them the same model, besides those of a dense one.
-EXPERT_FIELDS = (
-    "num_experts",
-    "num_experts_per_tok",
-    "moe_intermediate_size",
-    "norm_topk_prob",
-    "mlp_only_layers",
-    "n_routed_experts",
-    "n_shared_experts",
-    "first_k_dense_replace",
-    "n_group",
-    "topk_group",
-    "routed_scaling_factor",
-    *LATENT_FIELDS.values(),
-)
-
 
 def expert_config(args: Namespace, shape: ModelShape) -> dict[str, Any]:
     """Fields of a family with experts. Raises ValueError that lists what the engine would route otherwise."""

@@ -29,15 +29,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mindspeed_rl_plugin.config import LOWEST_TEMPERATURE
 from mindspeed_rl_plugin.device import Device, get_device
 from mindspeed_rl_plugin.engine import vllm_api
-from mindspeed_rl_plugin.engine.engine_sizes import EngineSizes
-from mindspeed_rl_plugin.engine.hf_config import family_table, normalized, write_config
+from mindspeed_rl_plugin.engine.hf_config import family_table, write_config
 from mindspeed_rl_plugin.engine.protocol import PARTS
 from mindspeed_rl_plugin.engine.vllm_memory import HostMemory, free_share
 from mindspeed_rl_plugin.host import engine_env, vllm_live
-from mindspeed_rl_plugin.reshard.shape import ModelShape
 from mindspeed_rl_plugin.rows import Completion, GenerateRequest, SampleId
 
 # Steps between two agreements of an engine's ranks on whether the time is up.
@@ -90,7 +87,6 @@ class VllmEngine:
 
     def __init__(self, options: VllmOptions, device: Device | None = None) -> None:
         self._device = device or get_device()
-        check_options(options, self._device.kind, dist.get_world_size())
         _prepare(self._device.kind, options)
         if options.memory_utilization is None and not self._device.is_cpu:
             options = replace(options, memory_utilization=free_share(self._device))
@@ -155,8 +151,6 @@ class VllmEngine:
         """Weights of `version` are in place: drop cached prefixes of older ones; see `Engine`."""
         if "weights" not in self._awake:
             raise ValueError(f"update_weights({version}): the weights sleep; wake(('weights',)) first")
-        if version < 0:
-            raise ValueError(f"update_weights({version}): a version is at least 0")
         self._must_be_idle("update_weights")
         vllm_api.refresh_derived(self._engine)
         self._forget_prefixes()
@@ -175,9 +169,6 @@ class VllmEngine:
 
     def wake(self, parts: Sequence[str] = PARTS) -> None:
         """Take memory again; see `Engine`. Parts that are awake are passed over."""
-        unknown = set(parts) - set(PARTS)
-        if unknown:
-            raise ValueError(f"wake: unknown parts {sorted(unknown)}; known: {', '.join(PARTS)}")
         asleep = [part for part in PARTS if part in parts and part not in self._awake]
         if asleep and self.options.sleep_mode:
             self._memory.wake_up(asleep)
@@ -206,12 +197,6 @@ class VllmEngine:
         if min(prompt) < 0 or max(prompt) >= vocabulary:
             ids = f"{min(prompt)}..{max(prompt)}"
             raise ValueError(f"{request.id}: prompt ids {ids} must lie in 0..{vocabulary - 1}, the vocabulary")
-        if sampling.stop and not sampling.ignore_eos and self.options.tokenizer is None:
-            raise ValueError(f"{request.id}: stop strings {sampling.stop} need a tokenizer; give --rl-tokenizer")
-        if 0 < sampling.temperature < LOWEST_TEMPERATURE or sampling.temperature < 0:
-            raise ValueError(
-                f"{request.id}: temperature {sampling.temperature} must be 0 (greedy) or at least {LOWEST_TEMPERATURE}"
-            )
         plain = sampling.temperature in (0.0, 1.0) and sampling.top_p == 1.0 and sampling.top_k <= 0
         if not (plain or self._processed):
             raise ValueError(
@@ -275,25 +260,6 @@ class VllmEngine:
             self._engine.step()  # what was aborted may still hold blocks of a step in flight
             if self._engine.reset_prefix_cache() is False:
                 raise RuntimeError("vLLM did not reset its prefix cache although no response is queued")
-
-
-def check_options(options: VllmOptions, kind: str, world_size: int) -> None:
-    """Raises ValueError for sizes that cannot work, see `EngineSizes`."""
-    config = normalized(options.config)
-    sizes = EngineSizes(
-        shape=ModelShape.from_hf_config(config),
-        kind=kind,
-        world=world_size,
-        tp=options.tensor_parallel,
-        ep=options.expert_parallel,
-        max_positions=config["max_position_embeddings"],
-        tokens=options.max_model_len,
-        element=getattr(torch, options.dtype).itemsize,
-        kv_cache=options.kv_cache_bytes,
-    )
-    problems = list(sizes.problems())
-    if problems:
-        raise ValueError("; ".join(problems))
 
 
 def needs_tokenizer(stop: Sequence[str]) -> bool:

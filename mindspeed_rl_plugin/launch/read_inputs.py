@@ -33,7 +33,7 @@ def read_inputs(args: argparse.Namespace) -> Inputs:
     tokenizer = load_tokenizer(path)
     check_vocabulary(args, len(tokenizer))
     reference = hf_config.load_reference(hf_model) if hf_model else None
-    vocab = hf_config.model_vocab_size(len(tokenizer), args.padded_vocab_size, reference)
+    vocab = hf_config.model_vocab_size(len(tokenizer), reference)
     forward = ForwardSettings.from_args(
         args,
         vocab_size=vocab,

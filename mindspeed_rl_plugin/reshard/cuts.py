@@ -66,11 +66,6 @@ class Cut(NamedTuple):
         return total // self.tp
 
 
-def padded_engine_vocab(shape: ModelShape) -> int:
-    """Rows of the engine's embedding, all its ranks together."""
-    return -(-shape.vocab // ENGINE_VOCAB_MULTIPLE) * ENGINE_VOCAB_MULTIPLE
-
-
 def check_heads(shape: ModelShape, tp: int) -> None:
     """Raise ValueError unless attention divides over tensor parallel ranks: whole heads, and query groups whole or
     repeated evenly.
@@ -196,6 +191,6 @@ CUT_MEGATRON: dict[Split, Callable[[Cut], Stored]] = {
 }
 
 CUT_ENGINE = CUT_MEGATRON | {
-    Split.VOCABULARY: _vocabulary(padded_engine_vocab),
+    Split.VOCABULARY: _vocabulary(lambda shape: -(-shape.vocab // ENGINE_VOCAB_MULTIPLE) * ENGINE_VOCAB_MULTIPLE),
     Split.QUERY_GROUPS: _stacked_qkv,
 }

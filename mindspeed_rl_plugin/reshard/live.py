@@ -11,9 +11,7 @@ from torch.nn import Module
 from mindspeed_rl_plugin.reshard.families import FAMILIES
 from mindspeed_rl_plugin.reshard.family_table import ENGINE, EXPERTS, IMPLS
 from mindspeed_rl_plugin.reshard.layout import (
-    Canonical,
     EngineParallel,
-    Layout,
     ModelShape,
     Parallel,
     Shapes,
@@ -94,11 +92,6 @@ def engine_storage(
     best = min(range(len(ways)), key=lambda i: len(found[i]))
     raise_if(found[best], f"the engine's parameters on rank {rank} of it are not those of {shape}")
     return ways[best]
-
-
-def wide_names(layout: Layout, tensors: Mapping[str, Canonical]) -> frozenset[str]:
-    """Stored tensors that are float32 whatever the dtype of the model."""
-    return frozenset(name for name, segments in layout.items() if any(tensors[s.name].wide for s in segments))
 
 
 def differences(expected: Shapes, live: Mapping[str, Tensor]) -> list[str]:

@@ -75,9 +75,6 @@ class TrainState:
         self._offloaded: dict[str, list[_Saved]] = {}
         self._onloading: dict[str, _InFlight] = {}
         self._host = {name: HostPieces(self.device) for name in CATEGORIES}
-        for chunk in self.chunks:
-            if getattr(getattr(chunk, "ddp_config", None), "nccl_ub", False):
-                raise ValueError("--use-nccl-ub registers Megatron's buffers for good; drop it, or give --rl-swap none")
 
     @property
     def off_device(self) -> frozenset[str]:

@@ -248,16 +248,15 @@ class _Builder:
                     self.copies.append(Copy(rank, Piece(start, stop - start, nbytes, own, want)))
                 continue
             near = pool.near.get(rank // self.node_size)
-            source = min(near, key=self.sent.__getitem__) if near else min(pool.ranks, key=self._far_load)
+            if near:
+                source = min(near, key=self.sent.__getitem__)
+            else:  # where the link to other nodes has sent least
+                source = min(pool.ranks, key=lambda r: (self.node_sent[r // self.node_size], self.sent[r]))
             place = pool.place[source]
             if place not in pieces:
                 pieces[place] = list(self._split(start, stop, slice_bytes, place, want))
             for piece in pieces[place]:
                 self._move(source, rank, piece, near is not None, tag)
-
-    def _far_load(self, rank: int) -> tuple[int, int]:
-        """What a source's link to other nodes has sent, and the source itself."""
-        return self.node_sent[rank // self.node_size], self.sent[rank]
 
     def _split(self, start: int, stop: int, slice_bytes: int, source: Place, want: Place) -> Iterator[Piece]:
         step = self.limit // slice_bytes

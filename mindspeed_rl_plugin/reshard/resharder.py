@@ -36,7 +36,6 @@ from mindspeed_rl_plugin.reshard.live import (
     raise_if,
     stored_parameters,
     trainer_storage,
-    wide_names,
 )
 from mindspeed_rl_plugin.reshard.p2p import P2PChannel
 from mindspeed_rl_plugin.reshard.plan import Plan, make_plan
@@ -76,8 +75,7 @@ class Resharder:
     shape, train: the model and its training layout; generate: sizes of the engine, or its tensor parallel size;
     engine_dtype: dtype of its weights, in which they travel; mode: one of MODES; node_size: consecutive ranks on one
     node; verify: compare digests of both sides after each transfer; deadline: seconds one bucket may take.
-    Every method is collective over `group` (None: the world). Raises ValueError when the layouts
-    cannot be built.
+    Every method is collective over `group` (None: the world), and raises ValueError when the layouts cannot be built.
     """
 
     def __init__(
@@ -109,8 +107,6 @@ class Resharder:
         self._temporary = get_device().temporary()
         self._sources: dict[int, Layout] = {}
         self._destinations: dict[int, Layout] = {}
-        for r in range(engine.ranks):
-            engine_layout(shape, engine, r)
 
     def to_engine(
         self, model_chunks: Sequence[Module], engine_parameters: Mapping[str, Tensor], version: int
@@ -175,7 +171,7 @@ class Resharder:
         size, here = self.engine.ranks, self.rank % self.engine.ranks
         engine = engine_storage(self.shape, self.engine, here, own_head, destination)
         layout = engine_layout(self.shape, engine, here, own_head)
-        wide = wide_names(layout, self.tensors)
+        wide = {name for name, segments in layout.items() if any(self.tensors[s.name].wide for s in segments)}
         problems = [
             f"{name} is {tensor.dtype}, not {self.dtype}" + (" or torch.float32" if name in wide else "")
             for name, tensor in destination.items()

@@ -88,8 +88,6 @@ class ModelShape:
         needed = {part_size for row in self.table.rows for part in row.parts for part_size in part.shape}
         if set(self.dense_layers) - set(range(self.layers)):
             raise ValueError(f"dense layers {self.dense_layers} are not all among the {self.layers} layers")
-        if self.moe_layers and not self.experts:
-            raise ValueError(f"a model of family {self.family} has experts; their number is 0")
         unknown = sorted(name for name in needed - {"ffn"} if self._sizes[name] < 1)
         if unknown:
             raise ValueError(f"a model of family {self.family} needs sizes that are not given: {', '.join(unknown)}")
@@ -105,19 +103,11 @@ class ModelShape:
 
     @cached_property
     def _sizes(self) -> dict[str, int]:
-        """The named sizes of `family_table.Part`."""
-        return {
-            "vocab": self.vocab,
-            "hidden": self.hidden,
+        """The named sizes of `family_table.Part`: fields, and these."""
+        return vars(self) | {
             "query": self.heads * self.head_dim,
             "key": self.groups * self.head_dim,
             "head": self.head_dim,
-            "ffn": self.ffn,
-            "experts": self.experts,
-            "expert_ffn": self.expert_ffn,
-            "shared_ffn": self.shared_ffn,
-            "q_lora": self.q_lora,
-            "kv_lora": self.kv_lora,
             "kv_down": self.kv_lora + self.rope,
             "q_up": self.heads * (self.nope + self.rope),
             "kv_up": self.heads * (self.nope + self.value),

@@ -13,17 +13,7 @@ from mindspeed_rl_plugin.engine import vllm_api, vllm_engine
 from mindspeed_rl_plugin.engine.vllm_engine import VllmEngine, VllmOptions
 from mindspeed_rl_plugin.rows import Completion, GenerateRequest, SampleId, Sampling
 
-CONFIG = {
-    "model_type": "qwen2",
-    "vocab_size": 50,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "max_position_embeddings": 64,
-}
+VOCABULARY = 50
 
 
 class FakeEngine:
@@ -150,7 +140,7 @@ def make_engine(fake_vllm: FakeVllm, monkeypatch: pytest.MonkeyPatch) -> Callabl
         states = fake_vllm.device_states
         generators = SimpleNamespace(get_rng_state=lambda: len(states), set_rng_state=states.append)
         monkeypatch.setattr(Device, "api", property(lambda self: generators))
-        given = {"config": CONFIG, "max_model_len": 32, "memory_utilization": 0.6, **options}
+        given = {"config": {"vocab_size": VOCABULARY}, "max_model_len": 32, "memory_utilization": 0.6, **options}
         return VllmEngine(VllmOptions(**given), device)
 
     return build

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from mindspeed_rl_plugin.engine import vllm_api, vllm_engine
-from mindspeed_rl_plugin.engine.vllm_engine import AGREE_EVERY, VllmOptions, check_options
+from mindspeed_rl_plugin.engine.vllm_engine import AGREE_EVERY, VllmOptions
 from mindspeed_rl_plugin.rows import SampleId
 
 
@@ -70,9 +70,6 @@ def test_a_poll_makes_progress_and_ends_in_time(engine, fake_vllm, request_of) -
         ({"max_tokens": 0}, "0 response tokens"),
         ({"prompt": (5, 50)}, r"5\.\.50.*0\.\.49"),
         ({"prompt": (-1,)}, r"-1\.\.-1.*0\.\.49"),
-        ({"temperature": 0.001}, "temperature 0.001"),
-        ({"temperature": -1.0}, "temperature -1.0"),
-        ({"stop": ("\n",)}, "--rl-tokenizer"),
     ],
 )
 def test_requests_that_vllm_would_not_answer_as_asked(engine, fake_vllm, request_of, change, message) -> None:
@@ -152,10 +149,6 @@ def test_weights_come_before_responses(make_engine, fake_vllm, request_of) -> No
     for verb in (engine.sleep, lambda: engine.update_weights(2)):
         with pytest.raises(ValueError, match="1 responses are queued"):
             verb()
-    with pytest.raises(ValueError, match="unknown parts"):
-        engine.wake(("optimizer",))
-    with pytest.raises(ValueError, match="at least 0"):
-        engine.update_weights(-1)
 
 
 def test_sleep_and_wake_reach_vllm_once(engine, fake_vllm) -> None:
@@ -269,55 +262,12 @@ def test_generators_of_the_trainer_are_left_alone(make_engine, fake_vllm, reques
     assert fake_vllm.device_states == [0, 1, 2]  # two builds and a poll each restored what they had found
 
 
-CONFIG = {
-    "model_type": "qwen3",
-    "vocab_size": 50,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "max_position_embeddings": 64,
-}
-
-
-@pytest.mark.parametrize(
-    ("change", "kind", "world", "message"),
-    [
-        ({"tensor_parallel": 2}, "cpu", 3, "--rl-generate-tp 2 .* 3 ranks"),
-        ({"tensor_parallel": 0}, "cpu", 2, "--rl-generate-tp 0"),
-        ({"tensor_parallel": 16}, "npu", 16, "16 .* --num-attention-heads 8"),
-        ({"tensor_parallel": 3}, "npu", 3, "3 .* --num-attention-heads 8"),
-        ({"max_model_len": 65}, "cpu", 1, "65 .* --max-position-embeddings 64"),
-        ({"config": {**CONFIG, "head_dim": 16}}, "cpu", 1, "16: .* 32"),
-        ({"config": {**CONFIG, "head_dim": 16, "model_type": "qwen2"}}, "cpu", 1, "--kv-channels"),
-        (
-            {"config": {**CONFIG, "num_key_value_heads": 8, "num_attention_heads": 24}, "tensor_parallel": 6},
-            "npu",
-            6,
-            "6 .* 8 query groups",
-        ),
-        (
-            {"tensor_parallel": 4, "config": {**CONFIG, "intermediate_size": 98}},
-            "npu",
-            4,
-            "4 .* --ffn-hidden-size 98",
-        ),
-        ({"kv_cache_bytes": 65535}, "cpu", 1, "64 tokens .* 6.1e-05 GiB"),
-    ],
-)
-def test_options_that_cannot_work(change, kind, world, message) -> None:
-    with pytest.raises(ValueError, match=message):
-        check_options(VllmOptions(**{"config": CONFIG, "max_model_len": 64, **change}), kind, world)
-
-
 @pytest.mark.parametrize("given, used", [(0.35, 0.35), (None, 0.81)])
 def test_a_share_of_memory_that_is_given_stands_and_else_it_is_measured(make_engine, monkeypatch, given, used) -> None:
     monkeypatch.setattr(vllm_engine, "free_share", lambda device: 0.81)
     engine = make_engine(memory_utilization=given)
     assert vllm_engine._arguments(engine.options, "cuda", "there")["gpu_memory_utilization"] == used
-    on_cpu = vllm_engine._arguments(VllmOptions(CONFIG, 32), "cpu", "there")
+    on_cpu = vllm_engine._arguments(VllmOptions({}, 32), "cpu", "there")
     assert "gpu_memory_utilization" not in on_cpu and on_cpu["kv_cache_memory_bytes"] == 1 << 30
 
 
@@ -332,7 +282,7 @@ def test_a_share_of_memory_that_is_given_stands_and_else_it_is_measured(make_eng
     ],
 )
 def test_kernels_of_experts_are_chosen_on_cuda(kind, family, backend) -> None:
-    options = VllmOptions({**CONFIG, "model_type": family}, 32, memory_utilization=0.5)
+    options = VllmOptions({"model_type": family}, 32, memory_utilization=0.5)
     assert vllm_engine._arguments(options, kind, "there").get("moe_backend") == backend
 
 

@@ -17,7 +17,7 @@ CPU = Device("cpu")
 class FakeDDP(nn.Module):
     """Megatron's wrapper in small: parameters and gradients are views of two buffers, or of one shared storage."""
 
-    def __init__(self, shared=False, **config):
+    def __init__(self, shared=False):
         super().__init__()
         self.module = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False))
         self.module.register_parameter("frozen", nn.Parameter(torch.randn(100), requires_grad=False))
@@ -36,7 +36,6 @@ class FakeDDP(nn.Module):
             w.data = param_data[piece].view(w.shape)
             w.main_grad = grad_data[piece].view(w.shape)
             at += w.numel()
-        self.ddp_config = SimpleNamespace(**config)
         self.buffers = [SimpleNamespace(param_data=param_data, grad_data=grad_data)]
         self.expert_parallel_buffers = []
         self.remove_forward_pre_hook_handles = {}
@@ -116,11 +115,6 @@ def test_gradients_outside_buffers_and_chained_optimizers():
     assert plain.weight.main_grad.untyped_storage().nbytes() == 0 == moment.untyped_storage().nbytes()
     state.onload()
     assert not plain.weight.main_grad.any()
-
-
-def test_registered_buffers_are_refused():
-    with pytest.raises(ValueError, match="--use-nccl-ub"):
-        TrainState([FakeDDP(nccl_ub=True)], None, CPU)
 
 
 def test_host_buffers_are_allocated_once_and_memory_returns():
