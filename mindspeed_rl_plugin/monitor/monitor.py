@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import Any, TextIO
 
 from mindspeed_rl_plugin.monitor.console import LEGEND, ProgressBar, eval_line, iteration_line, write_line
 from mindspeed_rl_plugin.monitor.names import Metric
@@ -18,13 +18,6 @@ from mindspeed_rl_plugin.monitor.stage_clock import MemoryMeter, StageClock, dro
 
 TAG = "rl/"
 DOCK_FILE = "dock-rank{rank}.jsonl"
-
-
-class ScalarWriter(Protocol):
-    """The part of TensorBoard's SummaryWriter that is used."""
-
-    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> None:
-        """Record one number."""
 
 
 class Monitor:
@@ -47,7 +40,7 @@ class Monitor:
         rank: int,
         world_size: int,
         *,
-        tensorboard_writer: ScalarWriter | None = None,
+        tensorboard_writer: Any = None,
         wandb: Any = None,
         is_terminal: bool | None = None,
         total_iterations: int | None = None,

@@ -1,15 +1,15 @@
 """The plan of a reshard: the paper's numbers, and bytes as the executor's plan has them."""
 
+import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mindspeed_rl_plugin.reshard.families import FAMILIES
 from mindspeed_rl_plugin.reshard.layout import (
-    EngineParallel,
     ModelShape,
     Parallel,
     canonical_tensors,
@@ -21,6 +21,9 @@ from mindspeed_rl_plugin.tools.layout_args import engine_layout_of, model_shape,
 from mindspeed_rl_plugin.tools.plan.estimate import Machine, Run, estimate
 from mindspeed_rl_plugin.tools.plan.flow import Cells
 from mindspeed_rl_plugin.tools.plan.known_models import known_model
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "reshard"))
+from plan_cases import cases, slices  # noqa: E402
 
 GB = 1e9
 MACHINE = Machine(8, 50 * GB, 0.3 * GB, 50 * GB, int(64 * GB))
@@ -130,44 +133,14 @@ def test_671_b_parameters_in_seconds():
     assert stream.far_seconds == max(stream.flow.node_in.max(), stream.flow.node_out.max()) / (0.3 * GB)
 
 
-@st.composite
-def reshards(draw, least):
-    """A tiny model of any family on some ranks from `least` on: sources, destinations and tensors of its reshard."""
-    large = least > 1
-    tp, pp = draw(st.sampled_from([1, 2, 4, 8] if large else [1, 2, 4])), draw(st.sampled_from([1, 2, 4][: 2 + large]))
-    vpp = draw(st.sampled_from([1, 2])) if pp > 1 else 1
-    family = draw(st.sampled_from(list(FAMILIES)))
-    moe = FAMILIES[family].experts
-    ep = draw(st.sampled_from([1, 4, 8, 16] if large else [1, 2, 4])) if moe else 1
-    etp = draw(st.sampled_from([None, 1, 2])) if moe and tp > 1 else None
-    need = pp * max(tp, ep * (etp or tp))
-    world = need * draw(st.integers(least // need + 1, 512 // need if large else 3))
-    more = dict(experts=16, expert_ffn=8) if moe else {}
-    if family == "deepseek_v3":
-        more |= dict(shared_ffn=8, dense_layers=(0,), q_lora=8, kv_lora=8, nope=2, rope=8, value=2)
-    groups = 8 if family == "deepseek_v3" else draw(st.sampled_from([1, 2, 8]))
-    vocab = draw(st.integers(3, 100))
-    sizes = (pp * vpp, 4, 8, groups, 4, 8, vocab, -(-vocab // 64) * 64, draw(st.booleans()))
-    shape = ModelShape(family, *sizes, **more)
-    parallel = Parallel(world, tp=tp, pp=pp, vpp=vpp, ep=ep, etp=etp)
-    engine = EngineParallel(draw(st.sampled_from([1, 2, 4, 8] if large else [1, 2])))
-    if moe and draw(st.booleans()):
-        engine = EngineParallel(engine.tp, engine.tp * draw(st.sampled_from([1, 2])))
-    first = draw(st.sampled_from([0, world // 2, world]))
-    engines = world // engine.ranks if large else draw(st.integers(1, 3))
-    sources = {r: megatron_layout(shape, parallel, r) for r in range(world)}
-    ranks = range(first, first + engines * engine.ranks)
-    destinations = {r: engine_layout(shape, engine, (r - first) % engine.ranks) for r in ranks}
-    return sources, destinations, canonical_tensors(shape)
-
-
 @settings(max_examples=40, deadline=None)
-@given(reshards(1), st.sampled_from([1, 2, 4, 8]))
-def test_bytes_are_those_of_the_executors_plan(sides, node_size):
-    sources, destinations, tensors = sides
-    cells = Cells(*sides, itemsize=2, node_size=node_size)
+@given(cases(world_limit=256), st.sampled_from([1, 2, 4, 8]))
+def test_bytes_are_those_of_the_executors_plan(case, node_size):
+    case = case._replace(own_head=None)  # a plan takes the engine's default
+    sources, destinations, tensors = case.sources(), case.destinations(), canonical_tensors(case.shape)
+    cells = Cells(sources, destinations, tensors, itemsize=2, node_size=node_size)
     flow = cells.flow()
-    made = make_plan(*sides, itemsize=2, bucket_bytes=1 << 20, node_size=node_size)
+    made = make_plan(sources, destinations, tensors, itemsize=2, bucket_bytes=1 << 20, node_size=node_size)
     for rank, traffic in made.traffic.items():
         assert (flow.received[rank], flow.received_far[rank]) == (traffic.received, traffic.off_node), rank
     assert flow.sent.sum() == pytest.approx(flow.received.sum())
@@ -175,21 +148,10 @@ def test_bytes_are_those_of_the_executors_plan(sides, node_size):
     assert flow.node_in.sum() == flow.received_far.sum() == pytest.approx(flow.node_out.sum())
     whole = cells.flow(everything=True)
     total = sum(t.slices * t.slice_bytes(2) for t in tensors.values())
-    for r in destinations:
-        held = {(s.name, i) for x in sources.get(r, {}).values() for s in x for i in range(s.start, s.stop)}
-        assert whole.received[r] == total - sum(tensors[name].slice_bytes(2) for name, _ in held)
+    for rank in destinations:
+        held = slices(sources.get(rank, {}))
+        assert whole.received[rank] == total - sum(tensors[name].slice_bytes(2) for name, _ in held)
     assert not np.any(np.delete(whole.received, list(destinations)))
-
-
-@settings(max_examples=10, deadline=None)
-@given(reshards(64))
-def test_hundreds_of_ranks(sides):
-    """Every destination is covered exactly, with no byte above what it lacks."""
-    flow = Cells(*sides, itemsize=2, node_size=8).flow()
-    made = make_plan(*sides, itemsize=2, bucket_bytes=1 << 20, node_size=8, rank=min(sides[1]))
-    assert made.unused == ()
-    assert [t.received for t in made.traffic.values()] == [flow.received[r] for r in made.traffic]
-    assert [t.off_node for t in made.traffic.values()] == [flow.received_far[r] for r in made.traffic]
 
 
 def test_cells_name_what_nobody_holds():
