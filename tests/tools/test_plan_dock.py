@@ -5,7 +5,7 @@ import torch
 
 from mindspeed_rl_plugin.dock import ColumnSpec, StateSpec
 from mindspeed_rl_plugin.tools.plan import plan
-from mindspeed_rl_plugin.tools.plan.dock_volume import Load, central_gib, packed_gib, warehouse_gib
+from mindspeed_rl_plugin.tools.plan.dock_volume import Load, packed_gib, padded_gib
 
 # Table 1 of the paper as printed: G, N, PL, n, SL, M, then TCV in GB and seconds at 100 MB/s and 1 GB/s.
 TABLE_1 = """
@@ -47,10 +47,10 @@ def test_a_load_of_ones_own(capsys):
     row = capsys.readouterr().out.splitlines()[2].split()
     assert row[:6] == ["64", "4", "100", "6", "900", "2"]
     load, entries = Load(64, 4, 100, 900, 6, 2), 2 * 100 + 3 * 6 * 900
-    assert central_gib(load) == pytest.approx(64 * 4 * 4 * (entries + 8 * 2) / 1024**3)
-    assert warehouse_gib(load, 4, 6) == pytest.approx(64 * 4 * 4 * (entries + 8 * 7 * 2) / 4 / 1024**3)
-    assert float(row[6]) == pytest.approx(central_gib(load), abs=0.005)
-    assert float(row[9]) == pytest.approx(warehouse_gib(load, 4, 6), abs=5e-4)
+    assert padded_gib(load) == pytest.approx(64 * 4 * 4 * (entries + 8 * 2) / 1024**3)
+    assert padded_gib(load, 4, 6) == pytest.approx(64 * 4 * 4 * (entries + 8 * 7 * 2) / 4 / 1024**3)
+    assert float(row[6]) == pytest.approx(padded_gib(load), abs=0.005)
+    assert float(row[9]) == pytest.approx(padded_gib(load, 4, 6), abs=5e-4)
 
 
 def test_one_machine_tells_no_other(capsys):
@@ -70,8 +70,8 @@ def test_the_docks_own_volume_is_what_its_columns_hold() -> None:
     columns.append(ColumnSpec("prompt", torch.int32, "group", ragged=True))
     columns.append(ColumnSpec("score", torch.float32, "sample", ragged=False))
     states = [StateSpec("work", ("prompt", "tokens"), ("score",)), StateSpec("log", ("score",), ())]
-    moved = packed_gib(Load(4, 2, 100, 300, fill=0.5), 4, columns, states, anywhere="log")
+    written, read, between = packed_gib(Load(4, 2, 100, 300, fill=0.5), 4, columns, states, anywhere="log")
     tokens, score, prompt = 8 * 4 * 200, 8 * 4, 4 * 4 * 50
-    assert moved.written * 2**30 == pytest.approx(tokens + score + prompt)
-    assert moved.read * 2**30 == pytest.approx(tokens + prompt + score)
-    assert moved.remote * 2**30 == pytest.approx(0.75 * (prompt + score))
+    assert written * 2**30 == pytest.approx(tokens + score + prompt)
+    assert read * 2**30 == pytest.approx(tokens + prompt + score)
+    assert between * 2**30 == pytest.approx(0.75 * (prompt + score))

@@ -66,31 +66,18 @@ class Load:
         return self.groups * self.members
 
 
-def central_gib(load: Load, controllers: int = 0) -> float:
-    """Eq. 2: total volume of a replay buffer in one place, padded, 4 bytes an entry; with `controllers`, of metadata
-    that goes to each of them too."""
+def padded_gib(load: Load, warehouses: int = 1, controllers: int = 0) -> float:
+    """Eq. 2: total volume of a replay buffer in one place, padded, 4 bytes an entry. With both, Eq. 4: volume of each
+    of S warehouses, metadata sent to C controllers."""
     metadata = 8 * (controllers + 1) * load.scalars
-    return load.rows * 4 * (2 * load.prompt + 3 * load.items * load.response + metadata) / GIB
-
-
-def warehouse_gib(load: Load, warehouses: int, controllers: int) -> float:
-    """Eq. 4: volume of each of S warehouses, padded, metadata sent to C controllers."""
-    return central_gib(load, controllers) / warehouses
-
-
-@dataclass(frozen=True)
-class Moved:
-    """GiB of the cells of one rollout, over all machines. remote: of written and read, what is between machines."""
-
-    written: float
-    read: float
-    remote: float
+    return load.rows * 4 * (2 * load.prompt + 3 * load.items * load.response + metadata) / warehouses / GIB
 
 
 def packed_gib(
     load: Load, warehouses: int, columns: Sequence[ColumnSpec], states: Sequence[StateSpec], anywhere: str = "measure"
-) -> Moved:
-    """What this dock moves: every cell is written once and read once by each state that declares it, unpadded.
+) -> tuple[float, float, float]:
+    """What this dock moves over all machines, written, read, and of both between machines: every cell is written once
+    and read once by each state that declares it, unpadded.
 
     anywhere: the state whose reader is not where a row lies; all others read and write in their own machine's shared
     memory. What is known of a group comes from one producer. A column that no state reads or writes is not there.
@@ -100,7 +87,7 @@ def packed_gib(
     by_state = {s.name: sum(size[c] for c in s.reads) for s in states}
     produced = sum(size[c.name] for c in columns if c.level == "group" and c.name in used)
     remote = (warehouses - 1) / warehouses * (produced + by_state.get(anywhere, 0))
-    return Moved(sum(size.values()), sum(by_state.values()), remote)
+    return sum(size.values()), sum(by_state.values()), remote
 
 
 def rollout_bytes(config: RLConfig, algorithm: Algorithm, global_batch_size: int | None) -> float:
@@ -111,7 +98,7 @@ def rollout_bytes(config: RLConfig, algorithm: Algorithm, global_batch_size: int
         return 0
     load = Load(groups, members, config.data.max_prompt_length, rollout.max_response_length)
     table = stage_table(algorithm, 1)
-    return GIB * packed_gib(load, 1, columns_of(table), states_of(table)).written
+    return GIB * packed_gib(load, 1, columns_of(table), states_of(table))[0]
 
 
 def record_bytes(load: Load, columns: Sequence[ColumnSpec], states: Sequence[StateSpec]) -> int:
@@ -170,14 +157,15 @@ def main(argv: list[str]) -> int:
 def _row(load: Load, nodes: int, ranks: int, controllers: int) -> tuple[str, ...]:
     table = stage_table(resolve(AlgorithmConfig(algorithm="grpo")), 1)
     columns, states = columns_of(table), states_of(table)
-    moved, central = packed_gib(load, nodes, columns, states), central_gib(load)
+    written, read, between = packed_gib(load, nodes, columns, states)
+    central = padded_gib(load)
     listeners = listeners_elsewhere(len(states), [rank // ranks for rank in range(nodes * ranks)])
     records = listeners * record_bytes(load, columns, states) / GIB
     sizes = (load.groups, load.members, load.prompt, load.items, load.response, load.scalars)
     return (
         *(f"{n // 1024}K" if n >= 1024 and n % 1024 == 0 else str(n) for n in sizes),
         *(f"{central:.2f}", f"{central * 1024 / 100:.1f}", f"{central:.2f}"),
-        f"{warehouse_gib(load, nodes, controllers):.3f}",
-        f"{moved.written + moved.read:.2f}",
-        *(f"{gib:.4f}" for gib in (moved.remote, records, moved.remote + records)),
+        f"{padded_gib(load, nodes, controllers):.3f}",
+        f"{written + read:.2f}",
+        *(f"{gib:.4f}" for gib in (between, records, between + records)),
     )
