@@ -61,8 +61,6 @@ class PromptStream:
 
     def next(self, n: int) -> list[Prompt]:
         """The next n prompts; where an epoch ends, the next one begins."""
-        if n < 1:
-            raise ValueError(f"next({n}): at least one prompt")
         served = []
         while len(served) < n:
             if self._position == len(self.rows):

@@ -113,12 +113,12 @@ def test_chat_messages_keep_their_turns(pool, decoder, encoder, tmp_path):
     policy = save_tokenizer(tmp_path / "policy", template="{{ messages[-1]['content'] }}")
     keys = {"prompt_key": "prompt", "answer_key": "answer", "chat_template": True, "max_length": 9, "seed": 0}
     prompts = PromptStream([str(tmp_path / "a.jsonl")], policy, **keys).all()
-    columns = prompts_stage.compute(0, prompts)
+    meta = prompts_stage.prompt_rows(0, prompts)["meta"]
     replies = {
         "tokens": Ragged.from_rows([torch.tensor(policy.encode(r), dtype=torch.int32) for r in ("7", "42")]),
         "loss_mask": Ragged.from_rows([torch.ones(n, dtype=torch.uint8) for n in (1, 2)]),
     }
-    rows = Rows((SampleId(0, 0, 0), SampleId(0, 1, 0)), {"meta": columns["meta"], **replies})
+    rows = Rows((SampleId(0, 0, 0), SampleId(0, 1, 0)), {"meta": meta, **replies})
     parts = reward_stage.grade(rows, pool, lambda ids: "".join(policy.convert_ids_to_tokens(ids)))["reward_parts"]
     want = [alone(decoder, "<s>be<u>hi<a>7"), 1.0, alone(encoder, "system: be\n\nuser: hi7")]
     assert parts[0].tolist() == pytest.approx(want, abs=1e-5)
