@@ -185,21 +185,3 @@ def test_the_table_has_every_name_that_we_use() -> None:
 def test_the_table_has_every_variable_that_we_set_or_refuse() -> None:
     known = {row["name"] for row in TABLE["environment"]}
     assert {*engine_env.REQUIRED_NPU, *engine_env.ALLOCATOR_SETTINGS["npu"]} == known
-
-
-@pytest.mark.parametrize(
-    ("source", "positional", "bound", "expected"),
-    [
-        ("def f(): pass", 0, False, True),
-        ("def f(): pass", 1, False, False),
-        ("def f(a, b=1): pass", 1, False, True),
-        ("def f(a, b): pass", 1, False, False),
-        ("def f(self, level=1): pass", 1, True, True),
-        ("def f(self): pass", 1, True, False),
-        ("def f(*a): pass", 3, False, True),
-        ("def f(*, key): pass", 0, False, False),
-        ("def f(*, key=1): pass", 0, False, True),
-    ],
-)
-def test_the_check_of_signatures(source, positional, bound, expected) -> None:
-    assert accepts(ast.parse(source).body[0], positional, bound) is expected
