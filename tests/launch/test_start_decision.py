@@ -115,14 +115,6 @@ def test_a_load_without_checkpoint_is_refused(disk, flags):
         decide(disk.args(**flags))
 
 
-@pytest.mark.parametrize("name", ["load", "pretrained_checkpoint"])
-def test_a_hugging_face_folder_is_to_be_imported_first(disk, name):
-    (disk.path / "model").mkdir()
-    (disk.path / "model" / "config.json").touch()
-    with pytest.raises(ValueError, match=f"--{name.replace('_', '-')} model .*mindspeed_rl_plugin import.* first"):
-        decide(disk.args(**{name: "model"}))
-
-
 def test_reference_after_its_run_went_on(disk):
     """The pretraining run may save later iterations; the reference stays reachable by its own number."""
     disk.make("base", 500, 900)
