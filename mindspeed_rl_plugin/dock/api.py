@@ -126,24 +126,16 @@ class Declared:
         for state in states:
             refuse(f"state {state.name!r} uses undeclared columns", (*state.reads, *state.writes), self.columns)
 
-    def check_state(self, state: str) -> None:
-        """Raise ValueError for a state that nobody declared."""
-        refuse("undeclared state", [state], self.states)
-
-    def check_columns(self, call: str, columns: Iterable[str]) -> None:
-        """Raise ValueError for columns that nobody declared."""
-        refuse(f"{call}: undeclared columns", columns, self.columns)
-
     def reads(self, state: str, columns: Sequence[str] | None) -> tuple[str, ...]:
         """What a lease fetches: `columns` of those that the state reads, all of them by default."""
-        self.check_state(state)
+        refuse("undeclared state", [state], self.states)
         reads = self.states[state].reads
         refuse(f"lease: state {state!r} does not read", columns or (), reads)
         return reads if columns is None else tuple(columns)
 
     def check_writes(self, lease: Lease, rows: Rows | None) -> None:
         """Raise ValueError where a commit brings columns or rows that are not its lease's."""
-        self.check_state(lease.state)
+        refuse("undeclared state", [lease.state], self.states)
         if rows is None:
             return
         refuse(f"commit: state {lease.state!r} does not write", rows.columns, self.states[lease.state].writes)
@@ -155,7 +147,7 @@ class Declared:
 
     def check_rows(self, call: str, rows: Rows) -> None:
         """Raise ValueError for columns that are not as declared, and for an id that occurs twice."""
-        self.check_columns(call, rows.columns)
+        refuse(f"{call}: undeclared columns", rows.columns, self.columns)
         for name, column in rows.columns.items():
             self.columns[name].check(column)
         if len(set(rows.ids)) != len(rows.ids):

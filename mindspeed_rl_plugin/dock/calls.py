@@ -66,14 +66,6 @@ class Epochs:
         if not alive.any():
             del self.known[number]
 
-    def open_groups(self) -> int:
-        """Groups that are opened and not cleared."""
-        return sum(int(epoch.alive.sum()) for epoch in self.known.values())
-
-    def listed(self) -> list[tuple[int, int, int]]:
-        """(epoch, groups, members) of the open ones."""
-        return [(number, *epoch.shape) for number, epoch in self.known.items()]
-
     def opened(self, call: str, number: int) -> Epoch | None:
         """An epoch, None where all of it is cleared. Raises ValueError for one that was never opened."""
         if number not in self.known and not 0 <= number <= self.last:
@@ -128,7 +120,8 @@ class Calls:
 
     def query(self, kind: type[Query], state: str, *what: Any) -> Any:
         """Ask the controller of a state, which first knows what this process has caused."""
-        message = kind(state, self.epochs.listed(), self.after, *what)
+        opened = [(number, *epoch.shape) for number, epoch in self.epochs.known.items()]
+        message = kind(state, opened, self.after, *what)
         return self._ask(self.directory.controllers[state], message, None)[0]
 
     def ask_warehouse(self, index: int, message: Message, bulk: np.ndarray | None = None) -> Any:

@@ -5,7 +5,7 @@ Cells of this machine are copied through shared memory; those of another one tra
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -19,7 +19,6 @@ from mindspeed_rl_plugin.dock.places import ids_array, runs
 from mindspeed_rl_plugin.dock.storage import layout
 from mindspeed_rl_plugin.rows import Column, Ragged, Rows
 
-Take = Callable[[str, int], np.ndarray]
 INLINE = 128 << 10  # bytes; a smaller put travels with its message, a larger one is written into lent memory
 NONE = np.empty(0, np.int64)
 
@@ -145,11 +144,6 @@ class Buffers:
         return kept[:nbytes]
 
 
-def fresh(name: str, nbytes: int) -> np.ndarray:
-    """`[nbytes]` uint8 of its own."""
-    return np.empty(nbytes, np.uint8)
-
-
 def gather(
     calls: Calls,
     specs: Mapping[str, ColumnSpec],
@@ -157,10 +151,11 @@ def gather(
     names: Sequence[str],
     owner: np.ndarray,
     places: Sequence[np.ndarray],
-    take: Take,
+    into: Buffers | None = None,
 ) -> dict[str, Column]:
     """Columns of B rows, packed in their order. owner: `[B]` warehouses; places: segment, offset and length `[C, B]`;
-    take: (column, bytes) -> memory for it; state: for whom the bytes count, None for nobody."""
+    into: memory for them, None for their own; state: for whom the bytes count, None for nobody."""
+    take = (into or Buffers()).take
     segment, offset, length = places
     nbytes = length * items(specs, names)
     begin = np.cumsum(nbytes, 1) - nbytes

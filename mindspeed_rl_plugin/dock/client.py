@@ -17,9 +17,9 @@ import numpy as np
 
 from mindspeed_rl_plugin.dock import cells, joining, snapshot
 from mindspeed_rl_plugin.dock import messages as m
-from mindspeed_rl_plugin.dock.api import Declared, Lease, Traffic, listed
+from mindspeed_rl_plugin.dock.api import Declared, Lease, listed, refuse
 from mindspeed_rl_plugin.dock.calls import Calls
-from mindspeed_rl_plugin.dock.cells import Buffers, Writer, fresh
+from mindspeed_rl_plugin.dock.cells import Buffers, Writer
 from mindspeed_rl_plugin.dock.peers import Peers
 from mindspeed_rl_plugin.dock.places import ids_array, ids_tuple
 from mindspeed_rl_plugin.rows import Rows, SampleId
@@ -52,12 +52,8 @@ class Dock:
         self.columns, self.states = declared.columns, declared.states
         self._declared, self._calls, self._member, self._peers = declared, calls, member, peers or Peers()
         self._leader, self._deadline = leader, deadline
+        self.traffic = calls.traffic  # whichever view of the dock this process uses
         self._writer = Writer(declared, calls, deadline)
-
-    @property
-    def traffic(self) -> Traffic:
-        """Bytes of cells that this process moved so far, whichever view of the dock it used."""
-        return self._calls.traffic
 
     @property
     def served(self) -> dict[str, Any]:
@@ -83,7 +79,7 @@ class Dock:
             return True
         if epoch <= epochs.last:
             raise ValueError(f"epoch {epoch} cannot be opened after epoch {epochs.last}: ids are never reused")
-        if most is not None and epochs.open_groups() + groups > most:
+        if most is not None and sum(int(e.alive.sum()) for e in epochs.known.values()) + groups > most:
             return False
         epochs.add(epoch, shape)
         return True
@@ -123,7 +119,7 @@ class Dock:
     def read(self, ids: Sequence[SampleId], columns: Sequence[str]) -> Rows:
         """Look at committed cells without a lease and without waiting, while nobody clears them. Raises ValueError
         naming the columns and ids that are not there."""
-        self._declared.check_columns("read", columns)
+        refuse("read: undeclared columns", columns, self.columns)
         calls, columns = self._calls, tuple(columns)
         wanted = ids_array(ids)
         gone = calls.epochs.cleared("read", wanted)
@@ -137,7 +133,7 @@ class Dock:
         ]
         if missing:
             raise ValueError(f"read: not committed: {'; '.join(missing)}")
-        return Rows(ids_tuple(wanted), cells.gather(calls, self.columns, "read", columns, owner, places, fresh))
+        return Rows(ids_tuple(wanted), cells.gather(calls, self.columns, "read", columns, owner, places))
 
     # work
 
@@ -175,12 +171,12 @@ class Dock:
         bounds = (max_rows, min_rows, max_tokens, calls.warehouse)
         ask = partial(calls.query, m.Ask, state, wanted, deadline, calls.lease_seconds, *bounds)
         grant = self._granted(ask, state, wanted)
-        take, reads = fresh if into is None else into.take, self.states[state].reads
+        reads = self.states[state].reads
         # Ranks of one consumer may read different columns, as pipeline stages do, of the one grant that they share.
         mine = [reads.index(name) for name in names]
         places = [place[mine] for place in (grant.segment, grant.offset, grant.length)]
         try:
-            got = cells.gather(calls, self.columns, state, names, grant.owner, places, take)
+            got = cells.gather(calls, self.columns, state, names, grant.owner, places, into)
         except BaseException:
             with contextlib.suppress(ValueError, OSError):
                 if grant.token and not self._peers.rank:
@@ -227,7 +223,7 @@ class Dock:
 
     def remaining(self, state: str) -> int:
         """Rows of all open epochs that the state has not acknowledged, leased ones included."""
-        self._declared.check_state(state)
+        refuse("undeclared state", [state], self.states)
         return len(self._undone(state, None))
 
     # the whole dock
@@ -246,9 +242,7 @@ class Dock:
         for saved in state["epochs"]:
             self.open(saved["number"], saved["groups"], saved["members"])
             if self._leader:
-                gone = snapshot.cleared(saved)
-                if gone:
-                    self.clear(saved["number"], gone)
+                self.clear(saved["number"], snapshot.cleared(saved))
                 snapshot.write(saved, self._declared, self._writer)
         epochs.last = state["last_epoch"]
         if self._leader:

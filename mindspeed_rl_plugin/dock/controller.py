@@ -24,6 +24,7 @@ Picked = list[tuple[int, np.ndarray]]  # epoch -> row numbers, in delivery order
 class Held:
     """A live lease: epoch -> row numbers, who has it, and until when."""
 
+    token: int
     rows: Picked
     holder: Hashable
     expires: float
@@ -62,7 +63,7 @@ class Controller:
             return False
         view.learn(record)
         if mine or record.cleared is not None:
-            self._end(self._settled)
+            self.end(self._settled)
         if not view.alive.any():
             del self._epochs[record.epoch]
             self._gone.add(record.epoch)
@@ -83,7 +84,7 @@ class Controller:
         if not rows:
             return None if rows is None else self.grant(0, [])
         token, self._next = self._next, self._next + 1
-        self._leases[token] = Held(rows, holder, expires)
+        self._leases[token] = Held(token, rows, holder, expires)
         for epoch, part in rows:
             self._epochs[epoch].status[part] = LEASED
         return self.grant(token, rows)
@@ -101,17 +102,16 @@ class Controller:
             [(number, *view.shape) for number, view, _ in views],
         )
 
-    def release(self, token: int) -> None:
-        """End a lease; rows that are not acknowledged are free again."""
-        self._end(lambda held: held is self._leases.get(token))
-
-    def forget(self, holder: Hashable) -> bool:
-        """A holder is gone; whether it had leases."""
-        return self._end(lambda held: held.holder == holder)
-
-    def expire(self, now: float) -> None:
-        """End the leases whose time is over."""
-        self._end(lambda held: held.expires <= now)
+    def end(self, over: Callable[[Held], bool]) -> bool:
+        """End the leases that are over; rows that are not acknowledged are free again. Whether there were any."""
+        ended = [held for held in self._leases.values() if over(held)]
+        for held in ended:
+            del self._leases[held.token]
+            for number, rows in held.rows:
+                view = self._epochs.get(number)
+                if view is not None:
+                    view.status[rows[view.status[rows] == LEASED]] = FREE
+        return bool(ended)
 
     def retire(self, epoch: int, groups: np.ndarray) -> list[str]:
         """First half of clearing: give groups out no more. Returns who holds any of them under a live lease."""
@@ -155,16 +155,6 @@ class Controller:
         return f"state {self.spec.name!r} waited {ask.deadline:g} s for {rows}{whole}, {ready} are ready: {why}"
 
     # inside
-
-    def _end(self, over: Callable[[Held], bool]) -> bool:
-        """End the leases that are over; whether there were any."""
-        ended = [token for token, held in self._leases.items() if over(held)]
-        for token in ended:
-            for number, rows in self._leases.pop(token).rows:
-                view = self._epochs.get(number)
-                if view is not None:
-                    view.status[rows[view.status[rows] == LEASED]] = FREE
-        return bool(ended)
 
     def _settled(self, held: Held) -> bool:
         """Whether nothing is left to be done with the rows of a lease."""

@@ -80,14 +80,13 @@ class Core:
         """A process outside of the job has ended: its leases are given out again."""
         with self._lock:
             for state, controller in self.controllers.items():
-                if controller.forget(peer):
+                if controller.end(lambda held: held.holder == peer):
                     self._wake(state)
 
     # controllers
 
     def _on_ask(self, peer: str, ask: m.Ask, bulk: object, waited: float) -> m.Message | str:
-        controller, now = self.controllers[ask.state], self.clock()
-        controller.expire(now)
+        controller, now = self._current(ask.state), self.clock()
         expires = float("inf") if ask.seconds is None else now + ask.seconds
         grant = controller.take(ask, peer, expires)
         if grant is not None:
@@ -98,8 +97,14 @@ class Core:
             return controller.grant(0, [])
         raise TimeoutError(controller.explain(ask))
 
+    def _current(self, state: str) -> Controller:
+        """The controller of a state, without leases whose time is over."""
+        now = self.clock()
+        self.controllers[state].end(lambda held: held.expires <= now)
+        return self.controllers[state]
+
     def _on_release(self, peer: str, message: m.Release, *_: object) -> m.Message:
-        self.controllers[message.state].release(message.token)
+        self.controllers[message.state].end(lambda held: held.token == message.token)
         self._wake(message.state)
         return m.Ok()
 
@@ -107,8 +112,7 @@ class Core:
         return m.Left(self.controllers[message.state].undone(message.ids))
 
     def _on_retire(self, peer: str, message: m.Retire, bulk: object, waited: float) -> m.Message | str:
-        controller = self.controllers[message.state]
-        controller.expire(self.clock())
+        controller = self._current(message.state)
         holders = controller.retire(message.epoch, message.groups)
         if not holders:
             return m.Ok()

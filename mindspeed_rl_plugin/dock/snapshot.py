@@ -10,7 +10,7 @@ import torch
 
 from mindspeed_rl_plugin.dock.api import ColumnSpec, Declared
 from mindspeed_rl_plugin.dock.calls import Calls
-from mindspeed_rl_plugin.dock.cells import Writer, fresh, gather, locate
+from mindspeed_rl_plugin.dock.cells import Writer, gather, locate
 from mindspeed_rl_plugin.dock.messages import Remaining
 from mindspeed_rl_plugin.dock.places import DONE, ids_tuple
 from mindspeed_rl_plugin.rows import Ragged, Rows
@@ -55,7 +55,7 @@ def _epoch(calls: Calls, declared: Declared, number: int) -> dict[str, Any]:
         step = members if spec.level == "group" else 1
         slots = (places[0][i, ::step] >= 0).nonzero()[0]
         cells = [place[i : i + 1, slots * step] for place in places]
-        column = gather(calls, declared.columns, None, [name], owner[slots * step], cells, fresh)[name]
+        column = gather(calls, declared.columns, None, [name], owner[slots * step], cells)[name]
         packed = {"values": column.values, "offsets": column.offsets} if spec.ragged else {"values": column}
         columns[name] = {"slots": torch.from_numpy(slots), **packed}
     for state in declared.states:

@@ -192,7 +192,7 @@ class DockMachine(RuleBasedStateMachine):
         """Those of the process outside: it does not know."""
         self.now += LEASE_SECONDS + 1
         for controller in self.member.core.controllers.values():
-            controller.expire(self.now)
+            controller.end(lambda held: held.expires <= self.now)
         late = [lease for lease in self.model.leases if self.holder[lease.token] is not self.dock]
         self.slow += [(self.holder[lease.token], lease) for lease in late]
         self.model.leases = [lease for lease in self.model.leases if lease not in late]
