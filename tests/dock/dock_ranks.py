@@ -71,9 +71,6 @@ class Commands:
     def __init__(self, dock: Dock, member: Member | None) -> None:
         self.dock, self.member, self.leases = dock, member, {}
 
-    def open(self, groups: int, members: int) -> None:
-        self.dock.open(0, groups, members)
-
     def put(self, groups: int) -> None:
         self.dock.put(prompts(groups))
 
@@ -117,9 +114,6 @@ class Commands:
 
     def address(self) -> tuple:
         return tuple(self.member.server.address)
-
-    def name(self) -> str:
-        return self.member.server.address.unix
 
     def hang(self) -> None:
         """As in a collective: SIGTERM does not help."""

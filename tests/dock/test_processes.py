@@ -129,9 +129,9 @@ def start(context, tmp_path: Path) -> Iterator:
 def test_a_rollout_and_its_end_in_order(start, nodes: list[str]) -> None:
     """Every row once a state; who leaves in order, sooner or later, stops nobody, and no name is left."""
     job = start(nodes, 30.0)
-    names = job.all("name")
+    names = [m.Address(*address).unix for address in job.all("address")]
     assert all(f"@{name}" in sockets() for name in names)
-    job.all("open", 8, 2)
+    job.all("open", 0, 8, 2)
     job[0].call("put", 8)
     for state in ("generate", "logp", "reward", "update"):
         seen = sorted(sum(job.all("work", state, 4), []))
@@ -166,8 +166,8 @@ def sockets() -> set[str]:
 def test_a_killed_rank_ends_the_others_and_is_named(start, nodes: list[str], victim: int) -> None:
     """Also those whose main thread hangs, or waits in the dock."""
     job = start(nodes, 30.0)
-    names = job.all("name")
-    job.all("open", 2, 1)
+    names = [m.Address(*address).unix for address in job.all("address")]
+    job.all("open", 0, 2, 1)
     hangs, waits = (r for r in range(3) if r != victim)
     job[hangs].send("hang")
     job[waits].send("lease", "generate", None, 100.0)
@@ -229,7 +229,7 @@ def test_rows_of_a_consumer_outside_come_again_when_it_is_killed(
     job = start(["left", "right"], 30.0)
     secret = tmp_path / "secret"
     address = job.all("invite", str(secret))[0]
-    job.all("open", 6, 1)
+    job.all("open", 0, 6, 1)
     job[0].call("put", 6)
     first = start.outside(address, secret, node)
     assert first.call("served") == {"states": []}
@@ -256,7 +256,7 @@ def test_a_lease_of_a_slow_consumer_runs_out_and_its_late_commit_is_harmless(sta
     job = start(["one"] * ranks, 30.0)
     secret = tmp_path / "secret"
     address = job.all("invite", str(secret))[0]
-    job.all("open", 2, 1)
+    job.all("open", 0, 2, 1)
     job[0].call("put", 2)
     slow = start.outside(address, secret, "one", 0.5)
     token, held = slow.call("lease", "generate", None, 10.0)
