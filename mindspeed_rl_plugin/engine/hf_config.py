@@ -74,7 +74,8 @@ def derive_config(args: Namespace, *, vocab_size: int, eos_token_ids: Sequence[i
         "head_dim": shape.head_dim,
         "vocab_size": vocab_size,
         "max_position_embeddings": args.max_position_embeddings,
-        "rms_norm_eps": _norm_epsilon(args),
+        # Core 0.16 and later keep --norm-epsilon under the name of their config.
+        "rms_norm_eps": args.norm_epsilon if hasattr(args, "norm_epsilon") else args.layernorm_epsilon,
         "rope_theta": float(args.rotary_base),
         "rope_scaling": latent_scaling(args) if shape.table.mla else _rope_scaling(args),
         "tie_word_embeddings": shape.tied,
@@ -196,11 +197,6 @@ def write_config(config: Mapping[str, Any], directory: str | Path) -> None:
 def family_table(config: Mapping[str, Any]) -> Family:
     """The table of a config's family; an empty one where that is unknown."""
     return FAMILIES.get(str(config.get("model_type", "")), Family("", ()))
-
-
-def _norm_epsilon(args: Namespace) -> float:
-    """`--norm-epsilon`, which core 0.16 and later keep under the name of their config."""
-    return args.norm_epsilon if hasattr(args, "norm_epsilon") else args.layernorm_epsilon
 
 
 def _rope_scaling(args: Namespace) -> dict[str, Any] | None:

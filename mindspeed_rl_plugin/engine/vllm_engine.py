@@ -129,7 +129,7 @@ class VllmEngine:
     def poll(self, timeout: float) -> list[Completion]:
         """Step until some response ends; see `Engine`."""
         end = time.monotonic() + timeout
-        with _preserved_rng(self._device, everything=False):
+        with _preserved_rng(self._device):
             while self._running:
                 finished = self._step()
                 if finished or self._expired(end):
@@ -306,23 +306,18 @@ def _prepare(kind: str, options: VllmOptions) -> None:
 
 
 @contextlib.contextmanager
-def _preserved_rng(device: Device, *, everything: bool = True) -> Iterator[None]:
-    """Leave the trainer's generators as they were: vLLM seeds them when it is built and samples from torch's.
-
-    everything: also those of `random` and numpy, which only building touches.
-    """
-    host = torch.get_rng_state()
+def _preserved_rng(device: Device) -> Iterator[None]:
+    """Leave the trainer's generators as they were: vLLM seeds them when it is built and samples from torch's."""
+    host, python, arrays = torch.get_rng_state(), random.getstate(), np.random.get_state()
     accelerator = None if device.is_cpu else device.api.get_rng_state()
-    python, arrays = (random.getstate(), np.random.get_state()) if everything else (None, None)
     try:
         yield
     finally:
         torch.set_rng_state(host)
+        random.setstate(python)
+        np.random.set_state(arrays)
         if accelerator is not None:
             device.api.set_rng_state(accelerator)
-        if everything:
-            random.setstate(python)
-            np.random.set_state(arrays)
 
 
 def _name(sample: SampleId) -> str:

@@ -73,14 +73,10 @@ class Traffic:
 class Plan:
     """What `make_plan` found.
 
-    rank: whose copies and moves are listed (None: everyone's); copies, moves: in rising bucket order; traffic: bytes of
-    every rank; unused: canonical tensors that trainer ranks hold and no engine rank wants; fingerprint: equal on ranks
-    that planned the same.
+    copies, moves: everyone's, or one rank's, in rising bucket order; traffic: bytes of every rank; unused: canonical
+    tensors that trainer ranks hold and no engine rank wants; fingerprint: equal on ranks that planned the same.
     """
 
-    rank: int | None
-    itemsize: int
-    bucket_bytes: int
     copies: tuple[Copy, ...]
     moves: tuple[Move, ...]
     traffic: Mapping[int, Traffic]
@@ -115,7 +111,7 @@ def make_plan(
     """
     holders = _Holders(sources, tensors, node_size or 1 + max(*sources, *destinations))
     wanted = [(_places(layout, ranks[0], tensors), ranks) for layout, ranks in _classes(destinations)]
-    build = _Builder(holders.node_size, itemsize, bucket_bytes, rank, {*sources, *destinations})
+    build = _Builder(holders.node_size, bucket_bytes, rank, {*sources, *destinations})
     missing = sorted({name for places, _ in wanted for name in places} - set(holders.order))
     for name in [*holders.order, *missing]:
         for places, ranks in wanted:
@@ -218,7 +214,6 @@ class _Builder:
     """Chooses sources and buckets, move by move, alike on every rank."""
 
     node_size: int
-    itemsize: int
     bucket_bytes: int
     rank: int | None
     ranks: Iterable[int]
@@ -297,5 +292,4 @@ class _Builder:
         copies, moves = tuple(self.copies), tuple(sorted(self.moves, key=lambda m: m.bucket))
         for rank, traffic in self.traffic.items():
             traffic.sent = self.sent[rank]
-        sizes = self.rank, self.itemsize, self.bucket_bytes
-        return Plan(*sizes, copies, moves, self.traffic, unused, self.fingerprint)
+        return Plan(copies, moves, self.traffic, unused, self.fingerprint)

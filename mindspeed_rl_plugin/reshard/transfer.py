@@ -29,14 +29,11 @@ def stream(
 ) -> None:
     """Bring this rank's share of the plan about. Collective over all ranks that the plan names.
 
-    source, destination: stored parameters of this rank by name, either may be empty; dtype: what
-    travels (values are converted before they are sent, and on arrival where the engine's differs).
-    Temporary memory: four buffers of at most half of `plan.bucket_bytes`, the plan's `Flow.in_flight`. Raises what
-    `Batch.wait` does.
+    source, destination: stored parameters of this rank by name, either may be empty; dtype: what travels, of the plan's
+    itemsize (values are converted before they are sent, and on arrival where the engine's differs). Temporary memory:
+    four buffers of at most half of the plan's `bucket_bytes`. Raises what `Batch.wait` does.
     """
     rank = channel.rank
-    assert plan.rank in (None, rank), f"a plan of rank {plan.rank} cannot run on rank {rank}"
-    assert dtype.itemsize == plan.itemsize, f"{dtype} on a plan for {plan.itemsize} bytes an element"
     copy_pieces((copy for copy in plan.copies if copy.rank == rank), source, destination)
     buckets = plan.buckets_of(rank)
     buffers = [_Buffers(buckets[i::2], channel, source, destination, dtype, device) for i in (0, 1)]
