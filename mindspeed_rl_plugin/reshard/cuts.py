@@ -108,9 +108,11 @@ def _replicated(cut: Cut) -> Stored:
 
 
 def _rows(cut: Cut) -> Stored:
+    """An even share of the rows of every part, stacked."""
     rows, *rest = cut.part()
     size = cut.share(rows, f"rows of {cut.names[0]}")
-    return (Segment(cut.names[0], 0, cut.rank * size, size, 0),), (size, *rest)
+    stacked = tuple(Segment(name, 0, cut.rank * size, size, i * size) for i, name in enumerate(cut.names))
+    return stacked, (len(stacked) * size, *rest)
 
 
 def _down(cut: Cut) -> Stored:
@@ -121,13 +123,6 @@ def _columns(cut: Cut) -> Stored:
     rows, columns = cut.part()
     size = cut.share(columns, f"columns of {cut.names[0]}")
     return (Segment(cut.names[0], 1, cut.rank * size, size, 0),), (rows, size)
-
-
-def _gate_up(cut: Cut) -> Stored:
-    rows, columns = cut.part()
-    size = cut.share(rows, f"rows of {cut.names[0]}")
-    stacked = tuple(Segment(name, 0, cut.rank * size, size, i * size) for i, name in enumerate(cut.names))
-    return stacked, (len(stacked) * size, columns)
 
 
 def _vocabulary(padded: Callable[[ModelShape], int]) -> Callable[[Cut], Stored]:
@@ -185,7 +180,7 @@ CUT_MEGATRON: dict[Split, Callable[[Cut], Stored]] = {
     Split.VOCABULARY: _vocabulary(lambda shape: shape.padded_vocab),
     Split.ROWS: _rows,
     Split.COLUMNS: _columns,
-    Split.GATE_UP: _gate_up,
+    Split.GATE_UP: _rows,
     Split.QUERY_GROUPS: _interleaved_groups,
     Split.DOWN: _down,
 }

@@ -51,31 +51,20 @@ class Parallel:
     tp_in_ep: bool = False
 
     def __post_init__(self) -> None:
-        for what, size in (("tp x pp x cp", self.tp * self.pp * self.cp), ("etp x ep x pp", self._experts * self.pp)):
+        experts = self.expert_tp * self.ep * self.pp
+        for what, size in (("tp x pp x cp", self.tp * self.pp * self.cp), ("etp x ep x pp", experts)):
             if self.world % size:
                 raise ValueError(f"{what} = {size} does not divide the world of {self.world} ranks")
-        if sorted(self.order.split("-")) != ["cp", "dp", "ep", "pp", "tp"]:
-            raise ValueError(f"rank order {self.order!r} must name tp, cp, ep, dp and pp once each, joined by '-'")
         if self.vpp > 1 and self.pp == 1:
             raise ValueError(f"{self.vpp} virtual stages need more than one pipeline stage")
-
-    @property
-    def _experts(self) -> int:
-        return self.expert_tp * self.ep
 
     @property
     def expert_tp(self) -> int:
         """Tensor parallel size of the experts."""
         return self.tp if self.etp is None else self.etp
 
-    @property
-    def megatron_ep(self) -> int:
-        """Expert parallel size as Megatron's own groups have it."""
-        return self.ep // self.tp if self.tp_in_ep else self.ep
-
-    def megatron_ep_rank(self, rank: int) -> int:
-        """A rank's place in Megatron's own expert parallel group."""
-        ep = self.coordinates(rank).ep
+    def in_megatron(self, ep: int) -> int:
+        """An expert parallel size, or rank, as Megatron's own groups have it."""
         return ep // self.tp if self.tp_in_ep else ep
 
     @property
@@ -86,7 +75,7 @@ class Parallel:
     @property
     def edp(self) -> int:
         """Data parallel size of the experts."""
-        return self.world // (self._experts * self.pp)
+        return self.world // (self.expert_tp * self.ep * self.pp)
 
     def coordinates(self, rank: int) -> Coordinates:
         """Place of a rank. Raises ValueError outside the world."""

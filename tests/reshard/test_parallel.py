@@ -16,7 +16,6 @@ from mindspeed_rl_plugin.reshard.parallel import Parallel, count_layers, listed_
         (lambda: Parallel(6, tp=4), "tp x pp x cp = 4 does not divide the world of 6"),
         (lambda: Parallel(8, tp=2, ep=8, etp=2), "etp x ep x pp = 16 does not divide the world of 8"),
         (lambda: Parallel(2, vpp=2), "2 virtual stages need more than one pipeline stage"),
-        (lambda: Parallel(2, order="tp-dp-pp"), "rank order 'tp-dp-pp' must name"),
         (lambda: Parallel(2).coordinates(2), "rank 2 is outside the world of 2"),
         (lambda: Parallel(3, pp=3).chunk_sizes(4), "4 layers do not divide over 3 pipeline stages"),
         (lambda: Parallel(2, pp=2, vpp=2).chunk_sizes(6), "do not divide into 2 virtual stages"),
@@ -124,11 +123,11 @@ def test_experts_over_tensor_parallel_ranks_are_mindspeeds(etp):
     """--moe-tp-extend-ep: first expert of a rank as MindSpeed's MSBaseMoELayer has it, from Megatron's own ranks."""
     ours = Parallel.from_megatron_args(spread_args(expert_tensor_parallel_size=etp))
     megatron = Parallel.from_megatron_args(spread_args(expert_tensor_parallel_size=etp, moe_tp_extend_ep=False))
-    assert (ours.ep, ours.expert_tp, ours.megatron_ep, megatron.megatron_ep) == (4, 1, 2, 2)
+    assert (ours.ep, ours.expert_tp, ours.in_megatron(4), megatron.in_megatron(2)) == (4, 1, 2, 2)
     each = 8 // 4  # of 8 experts
     for rank in range(16):
         at = megatron.coordinates(rank)
-        assert ours.megatron_ep_rank(rank) == megatron.megatron_ep_rank(rank) == at.ep
+        assert ours.in_megatron(ours.coordinates(rank).ep) == megatron.in_megatron(at.ep) == at.ep
         assert ours.coordinates(rank).ep * each == at.ep * each * 2 + at.tp * each
 
 

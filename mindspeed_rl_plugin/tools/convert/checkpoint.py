@@ -25,7 +25,7 @@ def rank_folder(parallel: Parallel, rank: int) -> str:
     """Folder of a rank's file. Source: get_checkpoint_name of megatron/training/checkpointing.py."""
     at = parallel.coordinates(rank)
     stage = f"_{at.pp:03d}" if parallel.pp > 1 else ""
-    expert = f"_{parallel.megatron_ep_rank(rank):03d}" if parallel.megatron_ep > 1 else ""
+    expert = f"_{parallel.in_megatron(at.ep):03d}" if parallel.in_megatron(parallel.ep) > 1 else ""
     return f"mp_rank_{at.tp:02d}{stage}{expert}"
 
 
