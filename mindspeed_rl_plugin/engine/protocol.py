@@ -43,8 +43,8 @@ class Engine(Protocol):
     def submit(self, requests: Sequence[GenerateRequest]) -> None:
         """Queue responses. Returns at once.
 
-        Raises ValueError for an id that is already queued, a prompt that is empty, has ids outside of the
-        vocabulary, or leaves too few tokens for `max_tokens`, and for sampling that the engine cannot do exactly.
+        Ids are new. Raises ValueError for a prompt that is empty or leaves too few tokens for `max_tokens`, and for
+        sampling that the engine cannot do exactly.
         """
 
     def poll(self, timeout: float) -> list[Completion]:

@@ -163,11 +163,6 @@ def _refresh_latent(holder: Any) -> None:
             tensor.copy_(new)
 
 
-def kv_caches(engine: Any) -> list[torch.Tensor]:
-    """KV cache tensors of this rank."""
-    return list(worker(engine).model_runner.kv_caches)
-
-
 def tp_group() -> Any:
     """vLLM's coordinator of the ranks of this engine: `cpu_group`, `rank_in_group`, `world_size`."""
     from vllm.distributed.parallel_state import get_tp_group

@@ -115,12 +115,10 @@ class VllmEngine:
         if self.version < 0:
             raise ValueError("submit: the engine has no weights; write into parameters() and call update_weights()")
         names = [_name(r.id) for r in requests]
-        for name, request in zip(names, requests, strict=True):
-            if name in self._running:
-                raise ValueError(f"submit: {request.id} is already queued")
+        queued = {*names, *self._running}
+        assert len(queued) == len(names) + len(self._running), f"submit: of {names} some are queued, or given twice"
+        for request in requests:
             self._check(request)
-        if len(set(names)) != len(names):
-            raise ValueError(f"submit: {len(names) - len(set(names))} ids are given twice")
         for name, request in zip(names, requests, strict=True):
             params = vllm_api.sampling_params(request.sampling, self.options.eos_token_ids, request.seed)
             self._engine.add_request(name, {"prompt_token_ids": list(request.prompt_tokens)}, params)
@@ -193,10 +191,6 @@ class VllmEngine:
                 f"{request.id}: {len(prompt)} prompt tokens and up to {sampling.max_tokens} response tokens;"
                 f" both must be at least 1 and together at most {self.options.max_model_len}"
             )
-        vocabulary = self.options.config["vocab_size"]
-        if min(prompt) < 0 or max(prompt) >= vocabulary:
-            ids = f"{min(prompt)}..{max(prompt)}"
-            raise ValueError(f"{request.id}: prompt ids {ids} must lie in 0..{vocabulary - 1}, the vocabulary")
         plain = sampling.temperature in (0.0, 1.0) and sampling.top_p == 1.0 and sampling.top_k <= 0
         if not (plain or self._processed):
             raise ValueError(

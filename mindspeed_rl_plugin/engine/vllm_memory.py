@@ -63,7 +63,7 @@ class HostMemory:
     def __init__(self, engine: Any) -> None:
         self._storages = {
             "weights": list(distinct(vllm_api.model(engine).parameters()).values()),
-            "kv_cache": list(distinct(vllm_api.kv_caches(engine)).values()),
+            "kv_cache": list(distinct(vllm_api.worker(engine).model_runner.kv_caches).values()),
         }
         self._bytes = {part: [s.nbytes() for s in storages] for part, storages in self._storages.items()}
 

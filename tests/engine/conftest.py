@@ -13,8 +13,6 @@ from mindspeed_rl_plugin.engine import vllm_api, vllm_engine
 from mindspeed_rl_plugin.engine.vllm_engine import VllmEngine, VllmOptions
 from mindspeed_rl_plugin.rows import Completion, GenerateRequest, SampleId, Sampling
 
-VOCABULARY = 50
-
 
 class FakeEngine:
     """Draws token `seed % 40` of responses whose length is the last prompt token; later requests finish first.
@@ -140,7 +138,7 @@ def make_engine(fake_vllm: FakeVllm, monkeypatch: pytest.MonkeyPatch) -> Callabl
         states = fake_vllm.device_states
         generators = SimpleNamespace(get_rng_state=lambda: len(states), set_rng_state=states.append)
         monkeypatch.setattr(Device, "api", property(lambda self: generators))
-        given = {"config": {"vocab_size": VOCABULARY}, "max_model_len": 32, "memory_utilization": 0.6, **options}
+        given = {"config": {}, "max_model_len": 32, "memory_utilization": 0.6, **options}
         return VllmEngine(VllmOptions(**given), device)
 
     return build

@@ -68,8 +68,6 @@ def test_a_poll_makes_progress_and_ends_in_time(engine, fake_vllm, request_of) -
         ({"prompt": ()}, "0 prompt tokens"),
         ({"prompt": (1,) * 25}, "25 prompt.*8 response.*32"),
         ({"max_tokens": 0}, "0 response tokens"),
-        ({"prompt": (5, 50)}, r"5\.\.50.*0\.\.49"),
-        ({"prompt": (-1,)}, r"-1\.\.-1.*0\.\.49"),
     ],
 )
 def test_requests_that_vllm_would_not_answer_as_asked(engine, fake_vllm, request_of, change, message) -> None:
@@ -79,10 +77,10 @@ def test_requests_that_vllm_would_not_answer_as_asked(engine, fake_vllm, request
 
 
 def test_ids_are_unique(engine, request_of) -> None:
-    with pytest.raises(ValueError, match="1 ids"):
+    with pytest.raises(AssertionError, match="given twice"):
         engine.submit([request_of(0), request_of(0)])
     engine.submit([request_of(0)])
-    with pytest.raises(ValueError, match=r"group=0"):
+    with pytest.raises(AssertionError, match="0-0-0.* queued"):
         engine.submit([request_of(0)])
 
 
