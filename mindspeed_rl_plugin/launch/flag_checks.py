@@ -63,7 +63,8 @@ def _messages(check: Check, args: Any, config: RLConfig) -> Iterator[str]:
         yield from check(args, config) or ()
     except ValueError as error:
         head, *lines = str(error).splitlines()
-        yield from (f"{head} {line.strip()}" for line in lines) if head.endswith(":") else (head, *lines)
+        listed = lines and head.endswith(":")
+        yield from (f"{head} {line.strip()}" for line in lines) if listed else (head, *lines)
 
 
 def _refusal(problems: Iterable[str]) -> Refusal:
