@@ -55,9 +55,16 @@ def problems(directory: str, args: Any) -> Iterator[str]:
     file = ranks[0] if ranks else folder / "common.pt"
     saved = pickles.load(file).get("args") if file.is_file() else None
     for name in _SIZES + (_LAYOUT if ranks else ()):
-        theirs, ours = getattr(saved, name, None), getattr(args, name, None)
+        theirs, ours = _value(saved, name), _value(args, name)
         if theirs is not None and ours is not None and theirs != ours:
             yield (
                 f"--rl-critic-load {directory}: --{name.replace('_', '-')} is {theirs} there and {ours} here; a critic "
                 "has the policy's own architecture: give a checkpoint of this model, or leave the flag out"
             )
+
+
+def _value(args: Any, name: str) -> Any:
+    """None where it is not known, and for groups without grouped attention, which Megatron sets while it builds."""
+    if name == "num_query_groups" and not getattr(args, "group_query_attention", False):
+        return None
+    return getattr(args, name, None)

@@ -42,6 +42,11 @@ def test_another_size_is_refused(tmp_path, name):
     assert lines == ([] if name in LAYOUT else [line]), "the layout of a distributed checkpoint is free"
 
 
+def test_groups_without_grouped_attention_are_not_compared(tmp_path, monkeypatch):
+    monkeypatch.setitem(MODEL, "group_query_attention", False)
+    assert problems(tmp_path, num_query_groups=1) == []
+
+
 def test_no_checkpoint(tmp_path):
     with pytest.raises(ValueError, match=r"holds no checkpoint \(latest_checkpointed_iteration.txt is missing\)"):
         list(critic_files.problems(str(tmp_path), None))
