@@ -36,20 +36,22 @@ def main(argv: list[str]) -> int:
 
 
 def plain(word: str = "") -> str:
-    """The flags with a word in their name or text, for a terminal; empty where there is none."""
-    blocks = []
-    for title, fields in _groups():
-        lines = [_entry(f) for f in fields if word.lower() in f"{flag_name(f.name)} {help_text(f)}".lower()]
-        if lines:
-            blocks.append("\n".join([title, *lines]))
+    """The flags with a word in their name, choices or text, for a terminal; empty where there is none."""
+    blocks, indent = [], " " * 8
+    for title, flags in _groups():
+        lines = [title]
+        for flag, text in flags:
+            if word.lower() in f"{flag} {text}".lower():
+                lines += [f"  {flag}", *textwrap.wrap(text, WIDTH, initial_indent=indent, subsequent_indent=indent)]
+        blocks += ["\n".join(lines)] if len(lines) > 1 else []
     return "\n\n".join(blocks)
 
 
 def markdown() -> str:
     """The page docs/flags.md."""
     parts = [_HEAD]
-    for title, fields in _groups():
-        rows = [f"| `{_spelt(f)}` | {_escaped(help_text(f))} |" for f in fields]
+    for title, flags in _groups():
+        rows = [f"| `{flag}` | {_escaped(text)} |" for flag, text in flags]
         parts.append("\n".join([f"## {title}", "| flag | meaning |", "|---|---|", *rows, ""]))
     return "\n".join(parts)
 
@@ -60,14 +62,10 @@ def _escaped(text: str) -> str:
     return text
 
 
-def _groups() -> Iterator[tuple[str, tuple[dataclasses.Field, ...]]]:
+def _groups() -> Iterator[tuple[str, list[tuple[str, str]]]]:
+    """Title of each group, and its flags with their texts."""
     for group in group_types().values():
-        yield (group.__doc__ or "").strip(), dataclasses.fields(group)
-
-
-def _entry(f: dataclasses.Field) -> str:
-    text = help_text(f)
-    return "\n".join([f"  {_spelt(f)}", *textwrap.wrap(text, WIDTH, initial_indent=" " * 8, subsequent_indent=" " * 8)])
+        yield (group.__doc__ or "").strip(), [(_spelt(f), help_text(f)) for f in dataclasses.fields(group)]
 
 
 def _spelt(f: dataclasses.Field) -> str:
