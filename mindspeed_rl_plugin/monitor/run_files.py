@@ -17,12 +17,13 @@ from __future__ import annotations
 
 import itertools
 import json
-import math
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 METRICS_FILE = "metrics.jsonl"
 RUN_FILE = "run.json"
@@ -101,8 +102,8 @@ def atomic_write(path: str | os.PathLike[str], write: Callable[[Path], object]) 
 
 
 def write_json(path: str | os.PathLike[str], value: Mapping[str, Any]) -> None:
-    """Write one JSON object atomically; numbers that are not finite become null."""
-    write_text(path, json.dumps(json_safe(value), indent=1, ensure_ascii=False) + "\n")
+    """Write one JSON object atomically, as `to_json` has it."""
+    write_text(path, to_json(value, indent=1))
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:
@@ -110,18 +111,14 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
     atomic_write(path, lambda p: p.write_text(text, encoding="utf-8"))
 
 
-def json_safe(value: Any) -> Any:
-    """The value as JSON can hold it: NaN and infinities become None, one-element tensors and numpy scalars numbers."""
-    if value is None or isinstance(value, (str, bool, int)):
-        return value
-    if isinstance(value, Mapping):
-        return {str(k): json_safe(v) for k, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [json_safe(v) for v in value]
-    if isinstance(value, os.PathLike):
-        return os.fspath(value)
-    number = float(value)
-    return number if math.isfinite(number) else None
+def to_json(value: Mapping[str, Any], indent: int = 0) -> str:
+    """One JSON object and a line's end: NaN and infinities are null, one-element tensors and numpy scalars numbers,
+    paths texts. indent: 0 for one line."""
+
+    def plain(other: Any) -> str | float:
+        return os.fspath(other) if isinstance(other, os.PathLike) else float(other)
+
+    return msgspec.json.format(msgspec.json.encode(value, enc_hook=plain), indent=indent).decode() + "\n"
 
 
 class JsonLines:
@@ -143,7 +140,7 @@ class JsonLines:
 
     def append(self, record: Mapping[str, Any]) -> None:
         """Write one object as one line."""
-        self._file.write(_line(record))
+        self._file.write(to_json(record))
         self._file.flush()
 
     def replace(self, record: Mapping[str, Any], same: Callable[[dict[str, Any]], bool]) -> None:
@@ -157,7 +154,7 @@ class JsonLines:
         self._file.close()
 
     def _rewrite(self, records: Iterable[Mapping[str, Any]]) -> None:
-        write_text(self.path, "".join(map(_line, records)))
+        write_text(self.path, "".join(map(to_json, records)))
 
 
 def set_aside(path: str | os.PathLike[str]) -> None:
@@ -225,7 +222,3 @@ def read_events(run_dir: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """Stage events of every rank, ordered by rank and start."""
     events = [e for path in event_files(run_dir).values() for e in read_jsonl(path)]
     return sorted(events, key=lambda e: (e["rank"], e["start"]))
-
-
-def _line(record: Mapping[str, Any]) -> str:
-    return json.dumps(json_safe(record), ensure_ascii=False, allow_nan=False) + "\n"

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_rl_plugin.monitor.names import meaning
-from mindspeed_rl_plugin.monitor.run_files import event_files, json_safe, read_events, read_metrics, read_run
+from mindspeed_rl_plugin.monitor.run_files import event_files, read_events, read_metrics, read_run
 from mindspeed_rl_plugin.monitor.run_summary import column, is_training, summarize
 from mindspeed_rl_plugin.tools.report.report_samples import find_dumps, sample_data
 from mindspeed_rl_plugin.tools.report.report_stages import stage_data, timeline_data
@@ -28,20 +28,18 @@ def collect(
     events = read_events(run_dir)
     stages = stage_data(events)
     dumps, places = find_dumps(run_dir, run, dump_dir)
-    return json_safe(
-        {
-            "title": run.get("name") or _name(Path(run_dir).resolve()),
-            "place": os.fspath(run_dir),
-            "run": run,
-            "made": time.time(),
-            "tiles": headline(rows, run, summarize(run_dir)),
-            "remarks": remarks(rows, run, sorted(event_files(run_dir))),
-            "metrics": metric_series(rows),
-            "stages": stages,
-            "timeline": timeline_data(events, stages["names"]),
-            "samples": sample_data(dumps, limit=samples) | {"places": places},
-        }
-    )
+    return {
+        "title": run.get("name") or _name(Path(run_dir).resolve()),
+        "place": os.fspath(run_dir),
+        "run": run,
+        "made": time.time(),
+        "tiles": headline(rows, run, summarize(run_dir)),
+        "remarks": remarks(rows, run, sorted(event_files(run_dir))),
+        "metrics": metric_series(rows),
+        "stages": stages,
+        "timeline": timeline_data(events, stages["names"]),
+        "samples": sample_data(dumps, limit=samples) | {"places": list(map(os.fspath, places))},
+    }
 
 
 def metric_series(rows: list[Row]) -> dict[str, Any]:

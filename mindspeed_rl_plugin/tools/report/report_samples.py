@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -112,4 +113,5 @@ def _clip(text: str, limit: int) -> str:
 
 
 def _short(value: float | None) -> float | None:
-    return None if value is None else float(f"{value:.6g}")
+    """None for what is not finite, which JSON has no word for."""
+    return None if value is None or not math.isfinite(value) else float(f"{value:.6g}")
