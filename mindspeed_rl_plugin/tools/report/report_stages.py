@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -68,11 +68,9 @@ def timeline_data(events: Sequence[dict[str, Any]], names: Sequence[str], *, lim
         shown = sorted({ranks[round(k * (len(ranks) - 1) / 15)] for k in range(16)})
         kept = [e for e in kept if e["rank"] in set(shown)]
     iterations = sorted({e["iteration"] for e in kept})
-    if len(kept) > limit:
-        recent = iterations[-max(1, limit * len(iterations) // len(kept)) :]
-        kept = [e for e in kept if e["iteration"] >= recent[0]]
-    else:
-        recent = iterations
+    share = min(1.0, limit / max(1, len(kept)))
+    recent = iterations[-max(1, int(share * len(iterations))) :]
+    kept = [e for e in kept if e["iteration"] >= recent[0]]
     origin = min((e["start"] for e in kept), default=0.0)
     index = {name: k for k, name in enumerate(names)}
     rows = [
@@ -111,11 +109,10 @@ def _stage_order(events: Sequence[dict[str, Any]]) -> list[str]:
 def _table_row(
     name: str, own: dict[int, dict[int, dict[str, float]]], seconds: dict[str, list[float]], peak: dict[str, list]
 ) -> dict[str, Any]:
-    by_rank: dict[int, float] = defaultdict(float)
+    by_rank: Counter[int] = Counter()
     for ranks in own.values():
-        for rank, spent in ranks.items():
-            by_rank[rank] += spent.get(name, 0.0)
-    slowest = max(by_rank, key=lambda r: by_rank[r])
+        by_rank.update({rank: spent.get(name, 0.0) for rank, spent in ranks.items()})
+    slowest = max(by_rank, key=by_rank.__getitem__)
     total, everything = sum(seconds[name]), sum(map(sum, seconds.values()))
     ran = [s for s in seconds[name] if s > 0]
     return {
