@@ -11,7 +11,7 @@ import contextlib
 import os
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -24,8 +24,17 @@ from mindspeed_rl_plugin.dock.peers import Peers
 from mindspeed_rl_plugin.dock.places import ids_array, ids_tuple
 from mindspeed_rl_plugin.rows import Rows, SampleId
 
-if TYPE_CHECKING:
-    from mindspeed_rl_plugin.dock.factory import Member
+
+class Member(Protocol):
+    """A process of the job (`factory`). peers: the job's ranks."""
+
+    peers: Peers
+
+    def invite(self, secret_file: str | os.PathLike[str], host: str = "") -> str:
+        """See `Dock.invite`."""
+
+    def close(self) -> None:
+        """See `Dock.close`."""
 
 
 class Dock:

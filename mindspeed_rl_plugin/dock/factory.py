@@ -38,7 +38,7 @@ def make_docks(
     group: dist.ProcessGroup | None = None,
     deadline: float = 600.0,
     limits: Limits | None = None,
-    homes: Owners | None = None,
+    owners: Owners | None = None,
 ) -> list[Dock]:
     """One dock, seen by several divisions of the ranks into consumers: a `Dock` for each. Collective over `group`.
 
@@ -46,8 +46,8 @@ def make_docks(
     rollout engine; the ranks of one consumer make equal calls and get equal rows. None: each rank is one. group: all
     ranks, with host memory (gloo); None for a job of one process. deadline: seconds that the ranks wait for each
     other; a rank without a sign of life for a tenth of them, 30 s at least, counts as gone and the job ends; limits: of
-    a warehouse; homes: (epoch, groups) -> `[groups]` machine of each group, numbered by lowest rank. Raises ValueError,
-    on every rank, for a machine of several that has no address that the others can reach.
+    a warehouse; owners: (epoch, groups) -> `[groups]` machine of each group, numbered by lowest rank.
+    Raises ValueError, on every rank, for a machine of several that has no address that the others can reach.
     """
     job, host = Peers() if group is None else GroupPeers(group), own_address()
     check_addresses(job.gather((machine(), host)))
@@ -57,7 +57,7 @@ def make_docks(
         job,
         host=host,
         limits=limits,
-        owners=homes,
+        owners=owners,
         heartbeat=max(HEARTBEAT, deadline / HEARTBEATS),
     )
     every = [make_peers(job, division, group, deadline) for division in divisions]

@@ -18,7 +18,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -202,3 +202,10 @@ def ask(
     if isinstance(answer, Bye):
         raise ConnectionError(f"rank {address.rank} at {address} has left the dock")
     return answer, got
+
+
+def thread(work: Callable[..., object], *arguments: object) -> threading.Thread:
+    """Run it beside everything else."""
+    made = threading.Thread(target=work, args=arguments, name="rl-dock", daemon=True)
+    made.start()
+    return made

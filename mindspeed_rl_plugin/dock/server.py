@@ -11,49 +11,13 @@ import secrets
 import socket
 import threading
 import time
-from collections import deque
-from collections.abc import Callable
 
 from mindspeed_rl_plugin.dock import messages as m
 from mindspeed_rl_plugin.dock.core import Core
-from mindspeed_rl_plugin.dock.rpc import Process, Stream, admit, connect, frame
-from mindspeed_rl_plugin.dock.watch import Watch
+from mindspeed_rl_plugin.dock.rpc import Process, Stream, admit, connect, thread
+from mindspeed_rl_plugin.dock.watch import Link, Watch
 
 EXHAUSTED_SECONDS = 0.1  # until the next try to accept, where descriptors or memory have run out
-
-
-class Link(Stream):
-    """A connection between two ranks over which notes go both ways, without waiting for the other side. rank: the other
-    one; heard: when something came over it last."""
-
-    def __init__(self, connection: socket.socket, rank: int) -> None:
-        super().__init__(connection)
-        self.rank, self.heard = rank, time.monotonic()
-        self._left: deque[bytes] = deque()
-        self._more = threading.Condition()
-        self._writer: threading.Thread | None = None
-
-    def note(self, message: m.Message) -> None:
-        """Send in order: now what the socket takes, the rest soon."""
-        data = frame(message)[0]
-        with self._more:
-            if not self._left:
-                with contextlib.suppress(OSError):  # the end shows when it is read
-                    data = data[self.socket.send(data, socket.MSG_DONTWAIT) :]
-            if data:
-                self._left.append(data)
-                self._more.notify()
-                if self._writer is None:
-                    self._writer = thread(self._write)
-
-    def _write(self) -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                with self._more:
-                    self._more.wait_for(lambda: self._left)
-                self.socket.sendall(self._left[0])
-                with self._more:
-                    self._left.popleft()
 
 
 class Server:
@@ -167,10 +131,3 @@ class Server:
     def _tick(self) -> None:
         while not self._closed.wait(self.watch.pause()):
             self.watch.tick()
-
-
-def thread(work: Callable[..., object], *arguments: object) -> threading.Thread:
-    """Run it beside everything else."""
-    made = threading.Thread(target=work, args=arguments, name="rl-dock", daemon=True)
-    made.start()
-    return made

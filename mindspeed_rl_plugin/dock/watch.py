@@ -11,20 +11,53 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
-from mindspeed_rl_plugin.dock.messages import Ping, Stopped
-
-if TYPE_CHECKING:
-    from mindspeed_rl_plugin.dock.server import Link
+from mindspeed_rl_plugin.dock.messages import Message, Ping, Stopped
+from mindspeed_rl_plugin.dock.rpc import Stream, frame, thread
 
 SIGNS = 4  # of life, that are sent in one heartbeat
 FLUSH_SECONDS = 1.0
 STATUS = 1  # exit status of a rank that stops
+
+
+class Link(Stream):
+    """A connection between two ranks over which notes go both ways, without waiting for the other side. rank: the other
+    one; heard: when something came over it last."""
+
+    def __init__(self, connection: socket.socket, rank: int) -> None:
+        super().__init__(connection)
+        self.rank, self.heard = rank, time.monotonic()
+        self._left: deque[bytes] = deque()
+        self._more = threading.Condition()
+        self._writer: threading.Thread | None = None
+
+    def note(self, message: Message) -> None:
+        """Send in order: now what the socket takes, the rest soon."""
+        data = frame(message)[0]
+        with self._more:
+            if not self._left:
+                with contextlib.suppress(OSError):  # the end shows when it is read
+                    data = data[self.socket.send(data, socket.MSG_DONTWAIT) :]
+            if data:
+                self._left.append(data)
+                self._more.notify()
+                if self._writer is None:
+                    self._writer = thread(self._write)
+
+    def _write(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                with self._more:
+                    self._more.wait_for(lambda: self._left)
+                self.socket.sendall(self._left[0])
+                with self._more:
+                    self._left.popleft()
 
 
 class Watch:
@@ -86,9 +119,7 @@ class Watch:
             os.write(2, line.encode())  # not sys.stderr: the main thread may hang with its lock held
         for link in list(self._links):
             link.note(Stopped(rank, why))
-        flush = threading.Thread(target=_flush, daemon=True)
-        flush.start()
-        flush.join(FLUSH_SECONDS)
+        thread(_flush).join(FLUSH_SECONDS)
         self._end(STATUS)
         return None
 

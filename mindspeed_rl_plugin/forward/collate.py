@@ -163,4 +163,3 @@ def _check_aligned(column: Ragged, tokens: Ragged, name: str) -> None:
             f"column {name!r} has rows of {column.lengths.tolist()} entries for {tokens.lengths.tolist()} tokens; "
             "per-token columns are aligned with the tokens"
         )
-

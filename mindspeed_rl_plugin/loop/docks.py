@@ -57,7 +57,7 @@ class Docks:
             divisions,
             group=group,
             deadline=config.monitor.wait_timeout,
-            homes=lambda epoch, groups: plan.owners_of_round(groups),
+            owners=lambda epoch, groups: plan.owners_of_round(groups),
             limits=limits(config),
         )
         return cls(*docks)

@@ -11,6 +11,7 @@ import pytest
 
 pytestmark = pytest.mark.upstream
 
+
 def checkouts() -> dict[str, Path]:
     """Core version (major.minor) -> checkout."""
     found = {}

@@ -52,8 +52,8 @@ def job(given: Inputs, nodes: tuple[int, ...] = (0,)) -> Job:
     place = Placement(nodes, tuple(range(len(nodes))), tuple(range(len(nodes))))
     plan = RolloutPlan(given.sizes, place)
     table = table_of(given)
-    homes = lambda epoch, groups: plan.owners_of_round(groups)  # noqa: E731
-    (dock,) = make_docks(columns_of(table), states_of(table), [(0, 1)], homes=homes, deadline=5)
+    owners = lambda epoch, groups: plan.owners_of_round(groups)  # noqa: E731
+    (dock,) = make_docks(columns_of(table), states_of(table), [(0, 1)], owners=owners, deadline=5)
     return Job(plan, None, None, None, dock, None, None)
 
 
