@@ -114,7 +114,7 @@ class Watch:
         if not self._stopping.acquire(blocking=False):
             return None if self._end is not os._exit else threading.Event().wait()  # another thread is about to
         machine = self.machines[rank].split()[0] if 0 <= rank < len(self.machines) else "?"
-        line = f"[rl] rank {self.rank} stops: rank {rank} on {machine} is gone ({why})\n"
+        line = f"\n[rl] rank {self.rank} stops: rank {rank} on {machine} is gone ({why})\n"
         with contextlib.suppress(OSError):
             os.write(2, line.encode())  # not sys.stderr: the main thread may hang with its lock held
         for link in list(self._links):

@@ -86,7 +86,7 @@ def interrupted(args: Any) -> str:
 def _uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     if isinstance(error, KeyboardInterrupt):
         if launch_env()["rank"] == 0:
-            _say(interrupted(_args))
+            _say(f"\n{interrupted(_args)}")  # other libraries leave lines without an end
         return
     if isinstance(error, Refusal):
         _say(f"[rl] {error}")

@@ -47,7 +47,7 @@ def describe(start: Start, args: Any) -> str:
     names = [name for name in WHOLE if getattr(args, name, False)]
     names += [name for name in ("load", "pretrained_checkpoint", "ckpt_step") if _differs(args, name)]
     aside = ", ".join(_flag(name) for name in names)
-    note = f" ({aside} set aside, as of the first start)" if aside else ""
+    note = f" ({aside} of the command line only applied to the first start)" if aside else ""
     where = f"{start.load_dir} at iteration {start.iteration}"
     return f"training resumes from {where}, optimizer and RL state included{note}"
 

@@ -48,7 +48,7 @@ def test_a_link_that_breaks_ends_the_rank_once_and_the_others_learn_why(case, ca
     case.watch.broke(case.links[1])
     case.watch.broke(case.links[0])
     assert case.ended == [1]
-    assert capfd.readouterr().err == "[rl] rank 1 stops: rank 2 on b is gone (connection broke)\n"
+    assert capfd.readouterr().err == "\n[rl] rank 1 stops: rank 2 on b is gone (connection broke)\n"
     assert [(x.rank, x.why) for x in case.links[0].sent if isinstance(x, Stopped)] == [(2, "connection broke")]
 
 

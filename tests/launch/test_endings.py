@@ -62,8 +62,8 @@ def test_a_refusal_is_its_message_alone_an_error_keeps_its_traceback_and_torchru
 
 def test_an_interrupted_run_is_one_line_of_the_first_rank(ending, tmp_path, monkeypatch, capsys):
     done = ending("interrupted")
-    assert done.code != 0 and done.err.startswith("[rl] interrupted in iteration 7; no checkpoint was saved")
-    assert done.err.count("\n") == 1 and done.reason is None
+    assert done.code != 0 and done.err.startswith("\n[rl] interrupted in iteration 7; no checkpoint was saved")
+    assert len(done.err.split("\n")) == 3 and done.reason is None
     (tmp_path / checkpoint_files.TRACKER).write_text("5")
     line = endings.interrupted(SimpleNamespace(save=str(tmp_path), curr_iteration=6))
     assert f"the last checkpoint is of iteration 5 in {tmp_path}" in line
