@@ -256,11 +256,11 @@ Numbers = dict[tuple[str, int, str], str]
 
 
 def read(metrics: Path) -> Numbers:
-    """Each compared value, as it is written, by kind of line, iteration and name. Raises ValueError where a line is
-    written twice."""
+    """Each compared value by kind of line, iteration and name; 1e-06 and 1e-6 are one. Raises ValueError where a line
+    is written twice."""
     out: Numbers = {}
     for text in metrics.read_text().splitlines():
-        line = json.loads(text, parse_float=str, parse_int=str, parse_constant=str)
+        line = json.loads(text, parse_float=lambda digits: repr(float(digits)), parse_int=str, parse_constant=str)
         kind, iteration = line.pop("kind"), int(line.pop("iteration"))
         found = {(kind, iteration, name): value for name, value in line.items() if not IGNORED.fullmatch(name)}
         if found.keys() & out.keys():

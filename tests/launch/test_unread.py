@@ -75,8 +75,9 @@ def test_what_a_preset_has_of_itself_is_accepted_when_it_is_given(name):
     assert unread(chosen(name)) == []
     preset = resolve(AlgorithmConfig(algorithm=name))
     for field in dataclasses.fields(AlgorithmConfig):
-        if hasattr(preset, field.name):
-            assert unread(chosen(name, **{field.name: getattr(preset, field.name)})) == [], field.name
+        value = getattr(preset, field.name)
+        if field.name != "algorithm" and value != field.default:
+            assert unread(chosen(name, **{field.name: value})) == [], field.name
 
 
 def other_than(field, hint):
