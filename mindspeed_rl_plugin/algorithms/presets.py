@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
-from mindspeed_rl_plugin.algorithms.aggregate import AGGREGATIONS
 from mindspeed_rl_plugin.algorithms.algorithm import Algorithm
-from mindspeed_rl_plugin.algorithms.corrections import CORRECTIONS, LEVELS
-from mindspeed_rl_plugin.algorithms.estimators import ADVANTAGES
-from mindspeed_rl_plugin.algorithms.kl import KL_ESTIMATORS
+from mindspeed_rl_plugin.algorithms.corrections import CORRECTIONS
 from mindspeed_rl_plugin.algorithms.losses import LOSSES, Bounds
-from mindspeed_rl_plugin.algorithms.pair_losses import PAIR_LOSSES
-from mindspeed_rl_plugin.algorithms.selection import FILTRATIONS
 from mindspeed_rl_plugin.config import AlgorithmConfig, RLConfig, flag_name, limit_problems, unread_flags
 
 PAIRS = "pairs"  # stands for the advantage and the aggregation of DPO, which has pairs instead
@@ -90,28 +85,15 @@ def unread(config: RLConfig) -> list[str]:
     return list(unread_flags(config, algorithm, preset))
 
 
-CHOICES = {
-    "loss": LOSSES,
-    "advantage": ADVANTAGES,
-    "aggregation": AGGREGATIONS,
-    "kl_estimator": KL_ESTIMATORS,
-    "kl_reward_estimator": KL_ESTIMATORS,
-    "filtration": ("none", *FILTRATIONS),
-    "correction": CORRECTIONS,
-    "correction_level": LEVELS,
-    "dpo_loss": PAIR_LOSSES,
-}
-
-
 def assemble(config: AlgorithmConfig) -> Algorithm:
     """The parts alone, whatever the numbers say. Raises ValueError for an unknown name."""
     preset = ALGORITHMS[_known("algorithm", config.algorithm, ALGORITHMS)]
     parts = vars(config) | {n: _given(getattr(config, n), v) for n, v in vars(preset).items() if hasattr(config, n)}
     fixed = ("loss", "advantage", "aggregation") if preset.advantage == PAIRS else ()  # no row of exchangeable parts
     parts |= {name: getattr(preset, name) for name in fixed}
-    for name, known in CHOICES.items():
-        if name not in fixed:
-            _known(name, parts[name], known)
+    for field in fields(config):
+        if field.metadata["choices"] and field.name not in fixed:
+            _known(field.name, parts[field.name], field.metadata["choices"])
     correction = CORRECTIONS[config.correction]
     parts["correction_low"] = _given(config.correction_low, correction.low)
     parts["correction_high"] = _given(config.correction_high, correction.high)

@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 from mindspeed_rl_plugin.config.flag import Reader, flag
 
+_ADVANTAGES = ("group-norm", "group-mean", "rloo", "reinforce++", "reinforce++-baseline", "gae")
+_LOSSES = ("clip", "clip-higher", "gspo", "cispo", "sapo", "reinforce")
+_AGGREGATIONS = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "token-sum-norm")
 _KL = ("k1", "k2", "k3", "k3-unbiased")
 _REFERENCE = Reader("a KL to the reference, --rl-kl-loss-coef or --rl-kl-reward-coef,", lambda a: a.needs_reference)
 _KL_REWARD = Reader("--rl-kl-reward-coef above 0", lambda a: a.kl_reward_coef != 0)
@@ -35,9 +38,11 @@ class AlgorithmConfig:
         "turns RL on: the preset to train with; `python -m mindspeed_rl_plugin algorithms` prints all of them",
         pairs=True,
     )
-    advantage: str | None = flag(None, "advantage estimator (default: the preset's)")
-    loss: str | None = flag(None, "policy loss (default: the preset's)")
-    aggregation: str | None = flag(None, "how token losses become one number (default: the preset's)")
+    advantage: str | None = flag(None, "advantage estimator (default: the preset's)", choices=_ADVANTAGES)
+    loss: str | None = flag(None, "policy loss (default: the preset's)", choices=_LOSSES)
+    aggregation: str | None = flag(
+        None, "how token losses become one number (default: the preset's)", choices=_AGGREGATIONS
+    )
     clip_low: float | None = flag(
         None, "lower bound of the ratio, 1 - clip_low (default: the loss's)", least=0, reader=_CLIP_LOW
     )

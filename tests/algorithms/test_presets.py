@@ -1,5 +1,6 @@
 """Presets as rows, how flags override them, what is refused, and the command that prints it all."""
 
+import dataclasses
 import math
 import re
 
@@ -7,8 +8,13 @@ import pytest
 import torch
 
 from mindspeed_rl_plugin.algorithms import ALGORITHMS, LOSSES, resolve
+from mindspeed_rl_plugin.algorithms.aggregate import AGGREGATIONS
+from mindspeed_rl_plugin.algorithms.corrections import CORRECTIONS
 from mindspeed_rl_plugin.algorithms.describe import describe
+from mindspeed_rl_plugin.algorithms.estimators import ADVANTAGES
 from mindspeed_rl_plugin.algorithms.kl import KL_ESTIMATORS
+from mindspeed_rl_plugin.algorithms.pair_losses import PAIR_LOSSES
+from mindspeed_rl_plugin.algorithms.selection import FILTRATIONS
 from mindspeed_rl_plugin.config import AlgorithmConfig
 from mindspeed_rl_plugin.tools import algorithms as command
 
@@ -64,6 +70,14 @@ def test_the_buffer_follows_the_response_limit_unless_given():
     assert chosen(algorithm="dapo", overlong_buffer=10).buffer(100) == 10
     assert chosen(algorithm="dapo", overlong_buffer=0).buffer(100) == 0
     assert chosen().buffer(100) == 0 and chosen(overlong_buffer=10).buffer(100) == 10
+
+
+def test_the_choices_of_the_flags_are_the_parts_that_there_are():
+    tables = {"advantage": ADVANTAGES, "loss": LOSSES, "aggregation": AGGREGATIONS, "dpo_loss": PAIR_LOSSES}
+    tables |= {"kl_estimator": KL_ESTIMATORS, "kl_reward_estimator": KL_ESTIMATORS, "correction": CORRECTIONS}
+    tables |= {"filtration": ("none", *FILTRATIONS), "correction_level": ("token", "sequence")}
+    given = {f.name: f.metadata["choices"] for f in dataclasses.fields(AlgorithmConfig) if f.metadata["choices"]}
+    assert given == {name: tuple(table) for name, table in tables.items()}
 
 
 @pytest.mark.parametrize(
