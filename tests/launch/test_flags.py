@@ -26,6 +26,7 @@ CASES = [
     (True, ["--rl-rollout-prompts", "3"], "6 samples (--rl-rollout-prompts 3 x"),
     (True, ["--no-save-optim"], "--no-save-optim: "),
     (True, ["--yaml-cfg", "x.yaml"], "ValueError: --yaml-cfg"),
+    (True, ["--rl-advantage", "best"], "  - argument --rl-advantage: invalid choice: 'best'"),
     (True, ["--rl-kl-estimator", "k4"], "  - argument --rl-kl-estimator: invalid choice: 'k4'"),
     (True, ["--rl-reshard", "naive"], "  - argument --rl-reshard: invalid choice: 'naive'"),
     (True, ["--rl-rollout-promts", "4"], "  - --rl-rollout-promts is unknown; did you mean --rl-rollout-prompts"),

@@ -112,9 +112,6 @@ BAD = [
     ({"--rl-hf-model": "nowhere"}, "--rl-hf-model nowhere ... config.json"),
     # names
     ({"--rl-algorithm": "ppo2"}, "--rl-algorithm 'ppo2' ... ppo, grpo"),
-    ({"--rl-advantage": "best"}, "--rl-advantage 'best' ... group-norm"),
-    ({"--rl-loss": "square"}, "--rl-loss 'square' ... clip"),
-    ({"--rl-aggregation": "mean"}, "--rl-aggregation 'mean' ... token-mean"),
     ({"--rl-reward": "mathematics"}, "reward 'mathematics' ... math"),
     ({"--rl-reward": "nowhere.py:grade"}, "no file 'nowhere.py'"),
     ({"--rl-reward": "regex"}, "--rl-reward-regex"),
