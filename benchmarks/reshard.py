@@ -102,23 +102,22 @@ def plan_rows() -> list[dict]:
     import published
 
     from mindspeed_rl_plugin.tools.layout_args import engine_layout_of, model_shape, train_layout
-    from mindspeed_rl_plugin.tools.plan.estimate import Machine, Run, estimate, weights_by_layer
+    from mindspeed_rl_plugin.tools.plan.estimate import Run, estimate, weights_by_layer
 
     rows = []
     for case, (model, train, world, generate, _) in PLANS.items():
         parallel = train_layout(train, world)
         engine, engines = engine_layout_of(generate, parallel.world)
-        machine = Machine(8, 50e9, 0.3e9, 50e9, 64_000_000_000)
         shape = model_shape(model, parallel.tp)
-        found = estimate(Run(shape, parallel), engine, engines, machine)
-        for mode, cost in found.costs.items():
+        found = estimate(Run(shape, parallel, far=0.3e9, host=50e9), engine, engines)
+        for mode, flow in found.flows.items():
             values = {
-                "received_bytes": (float(cost.flow.received.max()), "B"),
-                "received_bytes_all_ranks": (float(cost.flow.received.sum()), "B"),
-                "received_far_bytes": (float(cost.flow.received_far.max()), "B"),
-                "peak_bytes": (float(found.footprint.peak(mode)), "B"),
-                "generate_bytes": (float(found.footprint.generate), "B"),
-                "seconds": (cost.seconds, "s"),
+                "received_bytes": (float(flow.received.max()), "B"),
+                "received_bytes_all_ranks": (float(flow.received.sum()), "B"),
+                "received_far_bytes": (float(flow.received_far.max()), "B"),
+                "peak_bytes": (float(found.peak(mode)), "B"),
+                "generate_bytes": (float(found.generate), "B"),
+                "seconds": (max(found.seconds(mode)), "s"),
             }
             rows += [
                 {"arm": f"plan {mode}", "case": case, "metric": metric, "value": value, "unit": unit}

@@ -25,7 +25,7 @@ from mindspeed_rl_plugin.reshard.layout import (
 from mindspeed_rl_plugin.reshard.plan import make_plan
 from mindspeed_rl_plugin.reshard.transfer import stream
 from mindspeed_rl_plugin.tools.layout_args import engine_layout_of, train_layout
-from mindspeed_rl_plugin.tools.plan.estimate import Machine, Run, estimate
+from mindspeed_rl_plugin.tools.plan.estimate import Run, estimate
 from mindspeed_rl_plugin.tools.plan.flow import Cells
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -127,10 +127,9 @@ def test_the_plan_counts_what_stream_has_in_flight(train, generate, first, bucke
     shape = ModelShape("qwen2", 4, 32, 4, 2, 8, 48, 60, 64)
     parallel, tensors = train_layout(train, 2), canonical_tensors(shape)
     engine, engines = engine_layout_of(generate, 2)
-    machine = Machine(8, 1, 1, 1, 1)
     sizes = dict(itemsize=4, bucket_bytes=bucket)
     run = Run(shape, parallel, itemsize=4, engine_itemsize=4, bucket_bytes=bucket)
-    planned = estimate(run, engine, engines, machine, first).footprint
+    planned = estimate(run, engine, engines, first)
     sources = {r: megatron_layout(shape, parallel, r) for r in range(2)}
     wanted = {first + r: engine_layout(shape, engine, r % engine.ranks) for r in range(2)}
     taken = []

@@ -58,6 +58,7 @@ def test_columns_and_equation_3_are_explained(capsys):
     assert links.startswith("links   assumed, give your own: 50 GB/s") and "100 GB/s a node to others (--far)" in links
     assert "= 7.62 GB of redundant weights in all, R / GDP = 3.81 GB" in out
     assert "GDP: data parallel ranks in generation, each 4 devices (tp4); UTP: tensor parallel ranks in the up" in out
+    assert "weights to the host: 0.15 s, and back again" in out  # 3.81 GB at 25 GB/s
     assert "stream receives nothing" in out and "times" not in out
     assert "critic" not in out and "critic's weights 3.54" in printed(capsys, *SEVEN, "--critic")
     assert "2 GB/s a node to others (--far)" in printed(capsys, *SEVEN, "--far", "2")

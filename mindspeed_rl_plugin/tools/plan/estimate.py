@@ -31,18 +31,6 @@ TENSOR, EXPERT, COMMON = range(3)  # kinds of weights: TW, EW and CW of the pape
 
 
 @dataclass(frozen=True)
-class Machine:
-    """A cluster. node_size: ranks a node; near, far, host: bytes a second from rank to rank in a node, over a node's
-    link to others each way, and between a device and its host each way; device_bytes: memory of a device."""
-
-    node_size: int
-    near: float
-    far: float
-    host: float
-    device_bytes: int
-
-
-@dataclass(frozen=True)
 class Run:
     """What is planned; its defaults are those of a model and a layout alone.
 
@@ -50,8 +38,10 @@ class Run:
     a gradient; distributed: whether the optimizer's state is spread over the data parallel ranks; generate: the
     engines as `layout_args.engine_layout_of` reads them; bucket_bytes: of `--rl-reshard-bucket-mb`; critic: whether
     the trainer has one beside the policy; reference: whether the run has one, None where nothing says so; dock_bytes:
-    of a rollout's samples on all machines, at their longest; node: ranks a node. Of a script, notes: what the plan
-    takes otherwise than it says; refused: what a run refuses of its arguments, though the plan does not need them.
+    of a rollout's samples on all machines, at their longest; node: ranks a node; near, far, host: bytes a second from
+    rank to rank in a node, over a node's link to others each way, and between a device and its host each way;
+    device_bytes: memory of a device. Of a script, notes: what the plan takes otherwise than it says; refused: what a
+    run refuses of its arguments, though the plan does not need them.
     """
 
     shape: ModelShape
@@ -66,22 +56,12 @@ class Run:
     reference: bool | None = None
     dock_bytes: float = 0
     node: int = 8
+    near: float = 50e9
+    far: float = 100e9
+    host: float = 25e9
+    device_bytes: float = 64e9
     notes: tuple[str, ...] = ()
     refused: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class Cost:
-    """A mode's bytes and seconds. near_seconds: of the busiest rank inside its node; far_seconds: of the busiest link
-    between nodes; both pass at once, so that the transfer takes the longer."""
-
-    flow: Flow
-    near_seconds: float
-    far_seconds: float
-
-    @property
-    def seconds(self) -> float:
-        return max(self.near_seconds, self.far_seconds)
 
 
 @dataclass(frozen=True)
@@ -98,21 +78,30 @@ class Held:
 
 
 @dataclass(frozen=True)
-class Footprint:
-    """Bytes on the fullest device. policy, critic: of the trainer (critic: 0 without one); generate: the engine's
-    weights; whole: the model, as it travels; in_flight: what `stream` takes besides the weights of both sides
-    (`Flow.in_flight`); shared: whether a device has both trainer and engine."""
+class Estimate:
+    """Figures of a run; bytes on a device are those of the fullest one.
 
+    weights: `[3]` bytes of the model as the trainer has them, by kind; flows: of each mode; policy, critic: of the
+    trainer (critic: 0 without one); generate: the engine's weights; whole: the model, as it travels; in_flight: what
+    `stream` takes besides the weights of both sides (`Flow.in_flight`); shared: whether a device has both trainer and
+    engine; gdp, gep: of Eq. 3.
+    """
+
+    run: Run
+    weights: np.ndarray
+    flows: dict[str, Flow]
     policy: Held
     critic: Held
     generate: int
     whole: int
     in_flight: int
     shared: bool
+    gdp: int
+    gep: int
 
     @property
     def update(self) -> int:
-        """Bytes in the update."""
+        """Bytes on a device in the update."""
         return self.policy.total + self.critic.total
 
     def peak(self, mode: str) -> int:
@@ -124,27 +113,20 @@ class Footprint:
         """Bytes of training state that are on the host during generation; gradients are freed, not copied."""
         return self.update - self.policy.gradients - self.critic.gradients
 
-
-@dataclass(frozen=True)
-class Estimate:
-    """What `estimate` computes. weights: `[3]` bytes of the model as the trainer has them, by kind; out_seconds:
-    training weights to the host, and as long back; gdp, utp, gep: of Eq. 3."""
-
-    weights: np.ndarray
-    footprint: Footprint
-    costs: dict[str, Cost]
-    out_seconds: float
-    gdp: int
-    utp: int
-    gep: int
-
     @property
     def redundant(self) -> float:
         """R of the paper's Eq. 3: redundant bytes on all devices of the generation together."""
-        return float(self.gdp * (self.weights[TENSOR] / self.utp + self.weights[EXPERT] / self.gep))
+        return float(self.gdp * (self.weights[TENSOR] / self.run.train.tp + self.weights[EXPERT] / self.gep))
+
+    def seconds(self, mode: str) -> tuple[float, float]:
+        """Of the busiest rank inside its node, and of the busiest link between nodes; both pass at once, so that the
+        transfer takes the longer."""
+        flow = self.flows[mode]
+        near = max((flow.received - flow.received_far).max(), (flow.sent - flow.sent_far).max())
+        return float(near) / self.run.near, float(max(flow.node_in.max(), flow.node_out.max())) / self.run.far
 
 
-def estimate(run: Run, engine: EngineParallel, engines: int, machine: Machine, first: int = 0) -> Estimate:
+def estimate(run: Run, engine: EngineParallel, engines: int, first: int = 0) -> Estimate:
     """Figures of all modes. The engines live on ranks [first, first + engines x engine.ranks).
 
     In `allgather` every engine rank receives the whole model but what it holds; in `stream` only what it lacks.
@@ -154,19 +136,18 @@ def estimate(run: Run, engine: EngineParallel, engines: int, machine: Machine, f
     ranks = range(first, first + engines * engine.ranks)
     sources = {r: megatron_layout(shape, train, r) for r in range(train.world)}
     destinations = {r: engine_layout(shape, engine, (r - first) % engine.ranks) for r in ranks}
-    cells = Cells(sources, destinations, canonical_tensors(shape), itemsize=itemsize, node_size=machine.node_size)
-    costs = {mode: _cost(cells.flow(everything=mode == "allgather"), machine) for mode in MODES}
-    policy, critic = _fullest(run)
-    own = max(sum(map(prod, engine_shapes(shape, engine, r).values())) for r in range(engine.ranks)) * itemsize
-    in_flight = costs["stream"].flow.in_flight(list(ranks), run.bucket_bytes)
-    whole = int(weights_by_layer(shape, itemsize).sum())
+    cells = Cells(sources, destinations, canonical_tensors(shape), itemsize=itemsize, node_size=run.node)
+    flows = {mode: cells.flow(everything=mode == "allgather") for mode in MODES}
     return Estimate(
+        run,
         weights_by_layer(shape, run.itemsize).sum(0),
-        Footprint(policy, critic, own, whole, in_flight, shared=first < train.world),
-        costs,
-        policy.weights / machine.host,
+        flows,
+        *_fullest(run),
+        generate=max(sum(map(prod, engine_shapes(shape, engine, r).values())) for r in range(engine.ranks)) * itemsize,
+        whole=int(weights_by_layer(shape, itemsize).sum()),
+        in_flight=flows["stream"].in_flight(list(ranks), run.bucket_bytes),
+        shared=first < train.world,
         gdp=len(ranks) // engine.tp,
-        utp=train.tp,
         gep=engine.ep,
     )
 
@@ -185,12 +166,6 @@ def weights_by_layer(shape: ModelShape, itemsize: int) -> np.ndarray:
                 nbytes = tensors[name].slices * tensors[name].slice_bytes(itemsize)
                 out[place, kind] += nbytes * (shape.experts if kind == EXPERT else 1)
     return out
-
-
-def _cost(flow: Flow, machine: Machine) -> Cost:
-    near = max((flow.received - flow.received_far).max(), (flow.sent - flow.sent_far).max())
-    far = max(flow.node_in.max(), flow.node_out.max())
-    return Cost(flow, float(near) / machine.near, float(far) / machine.far)
 
 
 def _fullest(run: Run) -> tuple[Held, Held]:

@@ -27,7 +27,7 @@ from mindspeed_rl_plugin.tools.layout_args import (
     train_layout,
 )
 from mindspeed_rl_plugin.tools.plan import dock_volume
-from mindspeed_rl_plugin.tools.plan.estimate import COMMON, EXPERT, MODES, TENSOR, Estimate, Machine, Run, estimate
+from mindspeed_rl_plugin.tools.plan.estimate import COMMON, EXPERT, MODES, TENSOR, Estimate, Run, estimate
 from mindspeed_rl_plugin.tools.plan.script_args import read_script
 from mindspeed_rl_plugin.tools.text_table import aligned
 
@@ -80,12 +80,9 @@ def report(options: argparse.Namespace) -> list[str]:
     """Lines of the plan. Raises ValueError where the layouts do not fit together."""
     _check_numbers(options)
     run = _run(options)
-    speeds = (speed * GB for speed in (options.near, options.far, options.host))
-    machine = Machine(run.node, *speeds, device_bytes=int(options.device_gb * GB))
     engine, engines, notes = _engines(options, run)
     first = options.generate_first
-    plan = estimate(run, engine, engines, machine, first)
-    shown = _Shown(plan, run, machine)
+    shown = _Shown(estimate(run, engine, engines, first))
     return [
         f"links   assumed, give your own: {options.near:g} GB/s between ranks of a node of {run.node} "
         f"(--near, --node), {options.far:g} GB/s a node to others (--far), {options.host:g} GB/s a device to its host "
@@ -118,6 +115,10 @@ def _run(options: argparse.Namespace) -> Run:
     return replace(
         run,
         node=options.node or run.node,
+        near=options.near * GB,
+        far=options.far * GB,
+        host=options.host * GB,
+        device_bytes=options.device_gb * GB,
         itemsize=options.weight_bytes or run.itemsize,
         engine_itemsize=options.weight_bytes or run.engine_itemsize,
         grad_bytes=options.grad_bytes,
@@ -163,8 +164,6 @@ class _Shown:
     """The figures as lines; in MB where the whole model is below one GB."""
 
     plan: Estimate
-    run: Run
-    machine: Machine
 
     @property
     def name(self) -> str:
@@ -174,7 +173,7 @@ class _Shown:
         return f"{nbytes / (GB if self.name == 'GB' else 1e6):.2f}"
 
     def trainer(self, source: str | Path) -> list[str]:
-        shape, t, weights = self.run.shape, self.run.train, self.plan.weights
+        shape, t, weights = self.plan.run.shape, self.plan.run.train, self.plan.weights
         tw, ew, cw = (self.unit(weights[kind]) for kind in (TENSOR, EXPERT, COMMON))
         counts = [str(sum(map(len, t.stage_layers(shape.layers, p)))) for p in range(t.pp)]
         experts = f", experts etp{t.expert_tp} ep{t.ep} dp{t.edp}" if shape.moe_layers else ""
@@ -186,7 +185,7 @@ class _Shown:
         ]
 
     def memory(self) -> list[str]:
-        f, unit, most = self.plan.footprint, self.unit, self.machine.device_bytes
+        f, unit, most = self.plan, self.unit, self.plan.run.device_bytes
         p, c = f.policy, f.critic
 
         def marked(nbytes: float) -> str:
@@ -202,7 +201,7 @@ class _Shown:
             + (critic if c.total else ""),
             "reshard peak: " + (f"weights {unit(p.weights)}, " if f.shared else "") + f"engine's weights "
             f"{unit(f.generate)}, and in allgather the whole model {unit(f.whole)}; in stream what is in flight "
-            f"{unit(f.in_flight)} (at most two buckets of {self.run.bucket_bytes >> 20} MiB)",
+            f"{unit(f.in_flight)} (at most two buckets of {f.run.bucket_bytes >> 20} MiB)",
             f"generate: engine's weights {unit(f.generate)}; left is for the KV cache and the engine's working memory",
             "activations, of the update as of the engine, are in no column",
             f"swapping releases {unit(p.weights)} {self.name} ({p.weights / 2**30:.2f} GiB) of training weights a "
@@ -213,31 +212,33 @@ class _Shown:
 
     def host(self) -> str:
         """Host memory of a machine that is full of the fullest ranks."""
-        f, ranks, held = self.plan.footprint, self.machine.node_size, {}
+        f, run, held = self.plan, self.plan.run, {}
         held["training state that is swapped out"] = f.offloaded if f.shared else 0
-        if self.run.reference is not False:
+        if run.reference is not False:
             held["copy of the reference (with a KL term, or DPO)"] = f.policy.weights
         held["engine's weights while it sleeps (on an accelerator)"] = f.generate
-        if self.run.dock_bytes:
-            held["dock"] = self.run.dock_bytes / self.run.train.world
-        parts = ", ".join(f"{what} {self.unit(ranks * each)}" for what, each in held.items())
-        more = "; and the dock, by `plan --dock` or of a script with RL flags" if self.run.reference is None else ""
-        total = self.unit(ranks * sum(held.values()))
-        return f"host memory a machine of {ranks} ranks, at most {total} {self.name}: {parts}{more}"
+        if run.dock_bytes:
+            held["dock"] = run.dock_bytes / run.train.world
+        parts = ", ".join(f"{what} {self.unit(run.node * each)}" for what, each in held.items())
+        more = "; and the dock, by `plan --dock` or of a script with RL flags" if run.reference is None else ""
+        total = self.unit(run.node * sum(held.values()))
+        return f"host memory a machine of {run.node} ranks, at most {total} {self.name}: {parts}{more}"
 
     def traffic(self) -> list[str]:
         head = (f"{self.name} moved", "received, mean", "most", "from other nodes", "sent, most", "node in", "node out")
         rows = [(*head, "s in node", "s between", "s")]
-        for mode, cost in self.plan.costs.items():
-            flow, seconds = cost.flow, (cost.near_seconds, cost.far_seconds, cost.seconds)
+        for mode, flow in self.plan.flows.items():
+            seconds = self.plan.seconds(mode)
             most = (flow.received, flow.received_far, flow.sent, flow.node_in, flow.node_out)
             mean = flow.received.sum() / max(1, np.count_nonzero(flow.received))
-            rows.append((mode, *map(self.unit, (mean, *map(np.max, most))), *(f"{s:.2f}" for s in seconds)))
-        whole, stream = (self.plan.costs[mode].flow.received.sum() for mode in MODES)
+            rows.append(
+                (mode, *map(self.unit, (mean, *map(np.max, most))), *(f"{s:.2f}" for s in (*seconds, max(seconds))))
+            )
+        whole, stream = (self.plan.flows[mode].received.sum() for mode in MODES)
         return [
             *aligned(rows, 1),
             "received and sent: of one rank; node in and out: all ranks of the busiest node together",
-            f"weights to the host: {self.plan.out_seconds:.2f} s, and back again",
+            f"weights to the host: {self.plan.policy.weights / self.plan.run.host:.2f} s, and back again",
             f"stream receives {whole / stream:.1f} times fewer bytes than allgather"
             if stream
             else "stream receives nothing: every rank has what its engine needs",
@@ -248,7 +249,7 @@ class _Shown:
         devices = "one device" if engine.tp == 1 else f"{engine.tp} devices (tp{engine.tp})"
         return [
             f"Eq. 3 of the paper: R = GDP x (TW / UTP + EW / GEP) = {plan.gdp} x ({unit(plan.weights[TENSOR])} / "
-            f"{plan.utp} + {unit(plan.weights[EXPERT])} / {plan.gep}) = {unit(plan.redundant)} {self.name} of "
+            f"{plan.run.train.tp} + {unit(plan.weights[EXPERT])} / {plan.gep}) = {unit(plan.redundant)} {self.name} of "
             f"redundant weights in all, R / GDP = {unit(plan.redundant / plan.gdp)} {self.name}",
             f"GDP: data parallel ranks in generation, each {devices}; UTP: tensor parallel ranks in the update; GEP: "
             "expert parallel ranks in generation",
