@@ -8,8 +8,8 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from mindspeed_rl_plugin.launch.patching import NEWEST, OLDEST
 from mindspeed_rl_plugin.monitor.run_files import atomic_write
@@ -18,8 +18,7 @@ IMPORT_LINE = "import mindspeed_rl_plugin.adaptor  # attaches RL; inert without 
 SCRIPT = "pretrain_gpt.py"
 
 
-@dataclass(frozen=True)
-class Tree:
+class Tree(NamedTuple):
     """One upstream release whose entry script can carry the line.
 
     kind: "Megatron-LM" or "MindSpeed-LLM"; release: its branch or tag; anchor: the line of
@@ -43,16 +42,6 @@ TREES: tuple[Tree, ...] = (
 )
 
 
-@dataclass(frozen=True)
-class State:
-    """What `inspect` saw. applied: whether our line is there; text: the whole sentence; line: number of the line, from
-    1, that ours follows, or is where it is applied."""
-
-    applied: bool
-    text: str
-    line: int
-
-
 def main(argv: list[str]) -> int:
     """Returns 0 when the tree ends as asked (for --check: when applied), 1 not applied, 2 does not match."""
     parser = argparse.ArgumentParser(
@@ -64,36 +53,40 @@ def main(argv: list[str]) -> int:
     what.add_argument("--apply", metavar="DIR", help="add the line")
     what.add_argument("--revert", metavar="DIR", help="take the line out")
     options = parser.parse_args(argv)
+    directory = options.check or options.apply or options.revert
     try:
-        state = inspect(options.check) if options.check else apply_to(options.apply or options.revert, options.revert)
+        if not options.check:
+            apply_to(directory, revert=bool(options.revert))
+        applied, text, _ = inspect(directory)
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
-    print(state.text)
-    return 1 if options.check and not state.applied else 0
+    print(text)
+    return 1 if options.check and not applied else 0
 
 
-def apply_to(directory: str, revert: object = False) -> State:
-    """Add the line unless it is there, or take it out if it is. Raises ValueError when the tree does not match; returns
-    the new state."""
-    at = inspect(directory)
-    if at.applied == bool(revert):
-        script = Path(directory, SCRIPT)
-        lines = script.read_bytes().splitlines(keepends=True)
-        if revert:
-            del lines[at.line - 1]
-        else:
-            ending = b"\r\n" if lines[at.line - 1].endswith(b"\r\n") else b"\n"
-            lines.insert(at.line, IMPORT_LINE.rstrip("\n").encode() + ending)
-        mode = script.stat().st_mode
-        atomic_write(script, lambda path: path.write_bytes(b"".join(lines)) and path.chmod(mode))
-    return inspect(directory)
+def apply_to(directory: str, revert: bool = False) -> None:
+    """Add the line unless it is there, or take it out if it is. Raises ValueError when the tree does not match."""
+    applied, _, at = inspect(directory)
+    if applied != revert:
+        return
+    script = Path(directory, SCRIPT)
+    lines = script.read_bytes().splitlines(keepends=True)
+    if revert:
+        del lines[at - 1]
+    else:
+        ending = b"\r\n" if lines[at - 1].endswith(b"\r\n") else b"\n"
+        lines.insert(at, IMPORT_LINE.rstrip("\n").encode() + ending)
+    mode = script.stat().st_mode
+    atomic_write(script, lambda path: path.write_bytes(b"".join(lines)) and path.chmod(mode))
 
 
-def inspect(directory: str) -> State:
+def inspect(directory: str) -> tuple[bool, str, int]:
     """Recognise the tree in `directory` and look for the line. Reads files only; no git needed.
 
-    Raises ValueError for a tree that the plugin does not know, and for a script without the line that ours follows.
+    Returns whether the line is there, the sentence that says so, and the number, from 1, of the line, or of the one
+    that it would follow. Raises ValueError for a tree that the plugin does not know, and for a script without the line
+    that ours follows.
     """
     kind, version = _release(Path(directory))
     script = Path(directory, SCRIPT)
@@ -102,7 +95,7 @@ def inspect(directory: str) -> State:
     lines = dict(enumerate(script.read_text(encoding="utf-8").splitlines(), 1))
     for number, line in lines.items():
         if re.match(r"import mindspeed_rl_plugin\.adaptor\b", line):
-            return State(True, f"{kind} {version}: applied, line {number} of {script}", number)
+            return True, f"{kind} {version}: applied, line {number} of {script}", number
     rows = [tree for tree in TREES if tree.kind == kind]
     at = [number for number, line in lines.items() if line == rows[0].anchor]
     if len(at) != 1:
@@ -113,27 +106,30 @@ def inspect(directory: str) -> State:
         )
     known = any(tree.line == at[0] for tree in rows)
     note = "" if known else f" (at line {at[0]}; no diff in patches/ has it there)"
-    return State(False, f"{kind} {version}: not applied; {script} matches{note}", at[0])
+    return False, f"{kind} {version}: not applied; {script} matches{note}", at[0]
 
 
 def _release(folder: Path) -> tuple[str, str]:
     """Which upstream a tree is, and its version."""
-    info = folder / "megatron" / "core" / "package_info.py"
     if (folder / "mindspeed_llm").is_dir():
-        return "MindSpeed-LLM", _first(folder / "setup.py", r"__version__ = ['\"]([^'\"]+)") or "(no version)"
-    if not info.is_file():
+        setup = folder / "setup.py"
+        text = setup.read_text(encoding="utf-8") if setup.is_file() else ""
+        return "MindSpeed-LLM", next(iter(re.findall(r"__version__ = ['\"]([^'\"]+)", text)), "(no version)")
+    if (core := core_version(folder)) is None:
         raise ValueError(
             f"{folder} is no tree that the plugin knows: expected megatron/core/package_info.py (Megatron-LM) or "
             "mindspeed_llm/ (MindSpeed-LLM)"
         )
-    version = ".".join(_first(info, rf"^{name} = (\d+)") or "?" for name in ("MAJOR", "MINOR", "PATCH"))
-    numbers = tuple(int(part) for part in version.split(".") if part.isdigit())
-    if not (len(numbers) == 3 and numbers >= OLDEST and numbers[:2] <= NEWEST):
-        low, high = ".".join(map(str, OLDEST)), ".".join(map(str, NEWEST))
+    version, low, high = (".".join(map(str, numbers)) for numbers in (core, OLDEST, NEWEST))
+    if core < OLDEST or core[:2] > NEWEST:
         raise ValueError(f"{folder} is Megatron-LM core {version}; expected core {low} to {high}.x")
     return "Megatron-LM", version
 
 
-def _first(path: Path, pattern: str) -> str | None:
-    match = re.search(pattern, path.read_text(encoding="utf-8"), re.MULTILINE) if path.is_file() else None
-    return match.group(1) if match else None
+def core_version(folder: Path) -> tuple[int, ...] | None:
+    """Version of the Megatron Core in a folder, None without one."""
+    info = folder / "megatron" / "core" / "package_info.py"
+    if not info.is_file():
+        return None
+    text = info.read_text(encoding="utf-8")
+    return tuple(map(int, re.findall(r"^(?:MAJOR|MINOR|PATCH) = (\d+)", text, re.MULTILINE)))

@@ -29,12 +29,17 @@ def memory(text):
     return rows
 
 
-def test_a_plan_needs_no_megatron():
-    """Of a reshard and of the dock, whose columns are those of the stages."""
-    code = f"import sys; from mindspeed_rl_plugin.tools.plan import plan; plan.main({SEVEN!r}), plan.main(['--dock'])"
+def test_a_plan_needs_no_megatron(tmp_path):
+    """Of a reshard, of a script with RL flags, and of the dock, whose columns are those of the stages; nothing but the
+    plan is printed, such as a warning of what Megatron misses."""
+    script = tmp_path / "train.sh"
+    script.write_text(f"bash {ROOT}/examples/launch.sh --rl-algorithm ppo")
+    plans = (SEVEN, [str(script), "--vocab", "250"], ["--dock"])
+    plans = "; ".join(f"assert plan.main({argv!r}) == 0" for argv in plans)
+    code = f"import sys; from mindspeed_rl_plugin.tools.plan import plan; {plans}"
     check = "; sys.exit(sorted({'megatron', 'vllm', 'tensordict'} & sys.modules.keys()) or None)"
     done = subprocess.run([sys.executable, "-c", code + check], capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_what_does_not_fit_is_marked_in_every_phase(capsys):

@@ -70,6 +70,16 @@ def test_which_entry_script_runs_on_what(there, script, platform, note, tmp_path
         assert text.index("import mindspeed.megatron_adaptor") < text.index(str(tmp_path / "core" / SCRIPT))
 
 
+@pytest.mark.parametrize("name", CHECKOUTS)
+def test_a_checkout_that_is_not_there_is_refused(name, tmp_path, monkeypatch):
+    """Also beside one that is: what runs would else be another library than the one asked for."""
+    for other in CHECKOUTS:
+        monkeypatch.delenv(other, raising=False)
+    monkeypatch.setenv(name, f"{tmp_path}{os.pathsep}{tmp_path / 'gone'}")
+    with pytest.raises(ValueError, match=f"{name}={tmp_path / 'gone'} is no directory"):
+        find_entry(Launch(SCRIPT, (), 8, 1, tmp_path, {}, {}, (), 1), DENSE, tmp_path)
+
+
 def test_skipped_commands_are_shown(tmp_path):
     launch = Launch("a.py", (), 8, 1, tmp_path, {}, {}, (), 1, ("rm -rf /data/run", "ray stop"), False)
     lines = outcome.not_exercised(launch, Entry(tmp_path / "a.py", ()), Flags.parse([]), 2)

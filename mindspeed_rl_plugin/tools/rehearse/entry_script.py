@@ -5,14 +5,15 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.machinery import PathFinder
 from pathlib import Path
 
+from mindspeed_rl_plugin.tools.patch import core_version
 from mindspeed_rl_plugin.tools.rehearse.capture import Launch
 
-MINDSPEED_CORE = "0.12"  # the core that MindSpeed 2.x patches
+MINDSPEED_CORE = (0, 12)  # the core that MindSpeed 2.x patches
 ROOT = Path(__file__).resolve().parents[3]
 _PLAIN = "pretrain_gpt.py"
 _UNDER_MINDSPEED = """import runpy
@@ -42,24 +43,25 @@ class Entry:
     @property
     def platform(self) -> str:
         """What it runs on, for messages. Raises ValueError where there is no Megatron."""
-        cores = filter(None, map(_core, (*self.path, *map(Path, sys.path))))
+        cores = filter(None, map(core_version, (*self.path, *map(Path, sys.path))))
         if not (core := next(cores, None)):
             raise ValueError("Megatron is not installed: set MEGATRON_LM_PATH to a Megatron-LM checkout")
         on = "MindSpeed-LLM" if self.mindspeed_llm else "MindSpeed" if self.mindspeed else "plain Megatron"
-        other = f" (MindSpeed 2.x patches {MINDSPEED_CORE}; set MEGATRON_LM_PATH to a checkout of it)"
-        return f"{on}, Megatron Core {core}{other if self.mindspeed and core != MINDSPEED_CORE else ''}"
+        wrong = self.mindspeed and core[:2] != MINDSPEED_CORE
+        other = " (MindSpeed 2.x patches 0.12; set MEGATRON_LM_PATH to a checkout of it)" if wrong else ""
+        return f"{on}, Megatron Core {core[0]}.{core[1]}{other}"
 
 
 def find_entry(launch: Launch, launch_script: Path, scratch: Path) -> Entry:
-    """Find the entry script and its libraries. Raises ValueError when there is nothing to run.
+    """Find the entry script and its libraries. Raises ValueError when there is nothing to run, or a checkout is absent.
 
     MEGATRON_LM_PATH (one or several checkouts, colon separated), MINDSPEED_PATH, MINDSPEED_LLM_PATH and the
     script's own PYTHONPATH are looked into before what is installed. Where the script's own entry cannot run,
     a plain one of Megatron does, under MindSpeed if that is here. scratch: folder for what has to be made.
     """
-    megatrons, llm = _folders("MEGATRON_LM_PATH", os.environ), _folders("MINDSPEED_LLM_PATH", os.environ)
-    patched = [folder for folder in megatrons if _core(folder) == MINDSPEED_CORE]
-    extra = [*_folders("PYTHONPATH", launch.env), *_folders("MINDSPEED_PATH", os.environ)]
+    megatrons, mindspeed, llm = map(_checkouts, ("MEGATRON_LM_PATH", "MINDSPEED_PATH", "MINDSPEED_LLM_PATH"))
+    patched = [folder for folder in megatrons if (core_version(folder) or ())[:2] == MINDSPEED_CORE]
+    extra = [*_folders(launch.env.get("PYTHONPATH", "")), *mindspeed]
     # MindSpeed-LLM's may be where this says, or above the launch script, which is one of its examples.
     own, *others = (folder / launch.script for folder in (launch.cwd, *llm, *launch_script.resolve().parents))
     there = [own] if own.is_file() else [path for path in others if path.is_file() and _imports(path)]
@@ -87,16 +89,18 @@ def _importable(package: str, folders: Sequence[Path]) -> bool:
     return PathFinder.find_spec(package, [*map(str, folders), *sys.path]) is not None
 
 
-def _folders(name: str, env: Mapping[str, str]) -> list[Path]:
-    return [Path(p) for p in env.get(name, "").split(os.pathsep) if p]
+def _folders(text: str) -> list[Path]:
+    return [Path(p) for p in text.split(os.pathsep) if p]
+
+
+def _checkouts(name: str) -> list[Path]:
+    """Folders that a variable names. Raises ValueError where one is not there."""
+    folders = _folders(os.environ.get(name, ""))
+    if absent := [folder for folder in folders if not folder.is_dir()]:
+        raise ValueError(f"{name}={absent[0]} is no directory; set it to a checkout, or unset it")
+    return folders
 
 
 def _imports(script: Path) -> set[str]:
     """Those of MindSpeed's packages that a script imports, also inside functions."""
     return set(re.findall(r"^\s*(?:from|import) (mindspeed(?:_llm)?)\b", script.read_text(), re.M))
-
-
-def _core(folder: Path) -> str | None:
-    """Major and minor version of the Megatron Core in a folder, or None."""
-    info = folder / "megatron" / "core" / "package_info.py"
-    return ".".join(re.findall(r"^(?:MAJOR|MINOR) = (\d+)", info.read_text(), re.M)) if info.is_file() else None
