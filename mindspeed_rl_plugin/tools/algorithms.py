@@ -79,32 +79,25 @@ def preset_row(name: str) -> tuple[str, ...]:
 def parts() -> Iterable[tuple[str, Mapping[str, tuple[Callable, str]]]]:
     """(title with its flag, name -> (function, default settings)) of every kind of part."""
     c = AlgorithmConfig()
-
-    def with_settings(functions: Mapping[str, Callable], **settings: str) -> dict[str, tuple[Callable, str]]:
-        return {name: (function, settings.get(name, "")) for name, function in functions.items()}
-
     settings = {"group-norm": f"eps {c.advantage_eps:g}", "reinforce++": f"gamma {c.gamma:g}"}
-    settings["gae"] = f"gamma {c.gamma:g}, lambda {c.gae_lambda:g}"
-    advantages = {name: spec.function for name, spec in ADVANTAGES.items()}
-    yield "advantages, --rl-advantage", with_settings(advantages, **settings)
-    yield "policy losses, --rl-loss", {name: (s.function, _bounds(name)) for name, s in LOSSES.items()}
-    yield "aggregations, --rl-aggregation", with_settings(AGGREGATIONS)
-    title = "KL to the reference, --rl-kl-estimator, --rl-kl-reward-estimator"
-    yield title, with_settings(KL_ESTIMATORS)
-    title = "off-policy corrections, --rl-correction, --rl-correction-level token or sequence"
-    known = {name: s for name, s in CORRECTIONS.items() if s.function}
-    yield title, {name: (s.function, f"low {s.low:g}, high {s.high:g}") for name, s in known.items()}
-    yield "filtrations, --rl-filtration", with_settings(FILTRATIONS, pow=f"p {c.filtration_power:g}")
-    beta = f"beta {c.dpo_beta:g}"
-    yield "DPO losses, --rl-dpo-loss", {name: (loss, beta) for name, loss in PAIR_LOSSES.items()}
-    yield (
-        "others, --rl-overlong-buffer, --rl-dynamic-sampling, --rl-value-clip",
-        {
-            "overlong penalty": (overlong_penalty, f"f {c.overlong_penalty:g}"),
-            "dynamic sampling": (carries_signal, ""),
-            "value loss": (value_loss, f"c {c.value_clip:g}"),
-        },
-    )
+    settings |= {"gae": f"gamma {c.gamma:g}, lambda {c.gae_lambda:g}", "pow": f"p {c.filtration_power:g}"}
+    settings |= {"overlong penalty": f"f {c.overlong_penalty:g}", "value loss": f"c {c.value_clip:g}"}
+    settings |= {name: f"low {s.low:g}, high {s.high:g}" for name, s in CORRECTIONS.items() if s.function}
+    settings |= dict.fromkeys(PAIR_LOSSES, f"beta {c.dpo_beta:g}") | {name: _bounds(name) for name in LOSSES}
+    others = {"overlong penalty": overlong_penalty, "dynamic sampling": carries_signal, "value loss": value_loss}
+    kinds: dict[str, Mapping[str, Any]] = {
+        "advantages, --rl-advantage": ADVANTAGES,
+        "policy losses, --rl-loss": LOSSES,
+        "aggregations, --rl-aggregation": AGGREGATIONS,
+        "KL to the reference, --rl-kl-estimator, --rl-kl-reward-estimator": KL_ESTIMATORS,
+        "off-policy corrections, --rl-correction, --rl-correction-level token or sequence": CORRECTIONS,
+        "filtrations, --rl-filtration": FILTRATIONS,
+        "DPO losses, --rl-dpo-loss": PAIR_LOSSES,
+        "others, --rl-overlong-buffer, --rl-dynamic-sampling, --rl-value-clip": others,
+    }
+    for title, known in kinds.items():
+        functions = {name: getattr(part, "function", part) for name, part in known.items()}
+        yield title, {name: (function, settings.get(name, "")) for name, function in functions.items() if function}
 
 
 def described(function: Callable) -> tuple[str, str]:

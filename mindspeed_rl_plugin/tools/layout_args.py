@@ -16,7 +16,7 @@ from mindspeed_rl_plugin.reshard.families import FAMILIES
 from mindspeed_rl_plugin.reshard.layout import EngineParallel, ModelShape, Parallel, engine_layout, megatron_layout
 from mindspeed_rl_plugin.tools.plan.known_models import MODELS, known_model
 
-_TRAIN = ("tp", "pp", "vpp", "cp", "ep", "etp", "dp", "first", "last")
+TRAIN = ("tp", "pp", "vpp", "cp", "ep", "etp", "dp", "first", "last")
 _GENERATE = ("tp", "ep", "dp")
 # What every config.json must have.
 _SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
@@ -40,7 +40,7 @@ def train_layout(text: str, world: int | None) -> Parallel:
 
     Raises ValueError when dp and the world disagree, or sizes do not divide.
     """
-    sizes = parse_sizes(text, _TRAIN, "--train")
+    sizes = parse_sizes(text, TRAIN, "--train")
     dp, first, last = (sizes.pop(name, None) for name in ("dp", "first", "last"))
     replica = sizes.get("tp", 1) * sizes.get("pp", 1) * sizes.get("cp", 1)
     if world is None:

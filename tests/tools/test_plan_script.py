@@ -68,7 +68,7 @@ def tokenizers(folder):
     contents = {
         "tokenizer/tokenizer.json": {"model": {"vocab": {"a": 0, "b": 1}}, "added_tokens": added},
         "pairs/tokenizer.json": {"model": {"vocab": [[c, 0.0] for c in "abcd"]}},
-        "hf/config.json": {"vocab_size": 7},
+        "hf/config.json": {"model_type": "qwen2", "vocab_size": 7},
     }
     for path, content in contents.items():
         (folder / path).parent.mkdir()

@@ -103,10 +103,8 @@ class Checkpoint:
 
 
 class Assembled:
-    """Canonical tensors out of the stored ones of all ranks, one by one.
-
-    held: (who, layout, tensors) of every rank. Raises ValueError naming tensor and range that nobody holds.
-    """
+    """Canonical tensors out of the stored ones of all ranks, one by one. held: (who, layout, tensors) of every rank,
+    whose layouts cover each tensor."""
 
     def __init__(
         self, tensors: Mapping[str, Canonical], held: Sequence[tuple[str, Layout, Mapping[str, Tensor]]]
@@ -116,10 +114,6 @@ class Assembled:
         for who, layout, stored in held:
             for s, param in ((s, stored[name]) for name, segments in layout.items() for s in segments):
                 self._parts[s.name].setdefault((s.start, s.stop), []).append((who, s.view(param, s.start, s.size)))
-        for name, parts in self._parts.items():
-            ends = [0, *(edge for part in sorted(parts) for edge in part), tensors[name].slices]
-            if ends[::2] != ends[1::2]:
-                raise ValueError(f"{name}: not each of {tensors[name].slices} slices is there once: {sorted(parts)}")
 
     def dtype(self, name: str) -> torch.dtype:
         """Dtype in which a tensor is stored."""

@@ -27,7 +27,7 @@ from mindspeed_rl_plugin.tools.convert.arguments import flags, megatron_argument
 from mindspeed_rl_plugin.tools.convert.checkpoint import rank_folders, write_checkpoint
 from mindspeed_rl_plugin.tools.convert.cli import DTYPES, make_parser, run
 from mindspeed_rl_plugin.tools.convert.files import open_tensors
-from mindspeed_rl_plugin.tools.layout_args import check_train, parse_sizes, read_config, shape_of
+from mindspeed_rl_plugin.tools.layout_args import TRAIN, check_train, parse_sizes, read_config, shape_of, train_layout
 
 # Beside the weights: layers that predict further tokens, numbered after the others; frequencies that old files keep.
 _LAYER, _FREQUENCIES = re.compile(r"model\.layers\.(\d+)\."), "rotary_emb.inv_freq"
@@ -72,11 +72,9 @@ def _layout(text: str) -> Parallel:
     """Layout with the smallest world that has it."""
     if dp := re.search(r"\bdp\d+", text):
         raise ValueError(f"--train {text}: leave {dp[0]} out; data parallel ranks load the same files")
-    sizes = parse_sizes(text, ("tp", "pp", "vpp", "cp", "ep", "etp", "first", "last"), "--train")
-    first, last = sizes.pop("first", None), sizes.pop("last", None)
+    sizes = parse_sizes(text, TRAIN, "--train")
     tp, pp = sizes.get("tp", 1), sizes.get("pp", 1)
-    world = pp * math.lcm(tp * sizes.get("cp", 1), sizes.get("etp", tp) * sizes.get("ep", 1))
-    return Parallel(world, first_layers=first, last_layers=last, **sizes)
+    return train_layout(text, pp * math.lcm(tp * sizes.get("cp", 1), sizes.get("etp", tp) * sizes.get("ep", 1)))
 
 
 def _left_out(source: Mapping[str, Any], shape: ModelShape, predicting: int) -> list[str]:

@@ -13,6 +13,7 @@ from pathlib import Path
 from mindspeed_rl_plugin.algorithms import Algorithm, resolve
 from mindspeed_rl_plugin.config import RLConfig, add_flags, config_problems
 from mindspeed_rl_plugin.config.upstream import RUN, UPSTREAM, refusals
+from mindspeed_rl_plugin.engine.hf_config import load_reference
 from mindspeed_rl_plugin.reshard.layout import ModelShape, Parallel
 from mindspeed_rl_plugin.tools.convert import tokens
 from mindspeed_rl_plugin.tools.plan.dock_volume import rollout_bytes
@@ -20,12 +21,8 @@ from mindspeed_rl_plugin.tools.plan.estimate import Run
 from mindspeed_rl_plugin.tools.rehearse.capture import capture
 from mindspeed_rl_plugin.tools.rehearse.command_line import Flags
 
-# What is read of a script: sizes from 1 on, other numbers, switches, words; with Megatron's defaults.
-_SIZES = {
-    "num_layers": None,
-    "hidden_size": None,
-    "num_attention_heads": None,
-    "global_batch_size": None,
+# What is read of a script, with Megatron's defaults: sizes from 1 on, other numbers, switches, words.
+_SIZES = dict.fromkeys(("num_layers", "hidden_size", "num_attention_heads", "global_batch_size")) | {
     "tensor_model_parallel_size": 1,
     "pipeline_model_parallel_size": 1,
     "context_parallel_size": 1,
@@ -186,12 +183,9 @@ def _pattern(text: str) -> list[int]:
 def _vocabulary(flags: Flags, folder: Path) -> int | None:
     """Entries of the vocabulary that a script leaves to its tokenizer, None where no file of one is here: that of
     --rl-hf-model's config.json, as in a run, else of the first tokenizer. Raises ValueError for a file without one."""
-    model = flags.get("--rl-hf-model")
-    config = folder / model / "config.json" if model else None
-    if config and config.is_file():
-        if size := json.loads(config.read_text()).get("vocab_size"):
-            return size
-        raise ValueError(f"--rl-hf-model {config}: no vocab_size there")
+    model = folder / (flags.get("--rl-hf-model") or "")
+    if "--rl-hf-model" in flags and (model / "config.json").is_file():
+        return load_reference(str(model))["vocab_size"]
     for path in (folder / text for text in map(flags.get, _TOKENIZERS) if text):
         path = path.parent if path.name == "tokenizer.json" else path
         if (path / "tokenizer.json").is_file():

@@ -76,8 +76,8 @@ def _plan(dumps: dict[int, Path], limit: int) -> dict[int, int]:
     groups = pq.read_table(dumps[epochs[-1]], columns=names)
     size = max(1, len(groups) // max(1, len(groups.group_by(names).aggregate([]))))
     count = min(len(epochs), max(1, limit // size))
-    chosen = sorted({epochs[round(k * (len(epochs) - 1) / max(1, count - 1))] for k in range(count)} | {epochs[-1]})
-    chosen = chosen[-count:] if count == 1 else chosen
+    spread = (epochs[round(k * (len(epochs) - 1) / (count - 1))] for k in range(count))
+    chosen = list(spread) if count > 1 else epochs[-1:]
     take = max(1, limit // len(chosen) // size) * size
     return {epoch: min(take, limit) for epoch in chosen}
 
