@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import fnmatch
+import re
 from collections.abc import Iterable
 from typing import NamedTuple
+
+_RULE = re.compile(r"([^=~<]+)(=|~|<=|)(.*)")
 
 
 class Change(NamedTuple):
@@ -62,24 +65,22 @@ class Flags:
         if self.values.get(flag) != (new := tuple(map(str, values))):
             self.values[flag], self._why[flag] = new, why
 
-    def replace(self, flags: str, value: object, why: str) -> None:
-        """Give the value to those of the flags that are there. flags, here and below: `--a --b --c-*`."""
-        for flag in self._there(flags):
-            self.set(flag, value, why=why)
+    def apply(self, why: str, rules: str, *values: object) -> None:
+        """Change flags by rules, a word each, which hold for flags that are there; `{0}` is the first of the values.
 
-    def at_most(self, flags: str, limit: int, why: str) -> None:
-        """Lower the values of the flags that are there and greater."""
-        for flag in self._there(flags):
-            self.set(flag, min(limit, self.number(flag, 0)), why=why)
-
-    def drop(self, flags: str, why: str) -> None:
-        """Take the flags out."""
-        for flag in self._there(flags):
-            del self.values[flag]
-            self._why[flag] = why
-
-    def _there(self, flags: str) -> list[str]:
-        return [flag for pattern in flags.split() for flag in fnmatch.filter(self.values, pattern)]
+        FLAG takes it out, FLAG~VALUE gives it another value, FLAG<=N lowers what is greater; FLAG=VALUE holds where
+        the flag is not there, too. `*` in a flag stands for anything.
+        """
+        for pattern, sign, value in (_RULE.fullmatch(rule).groups() for rule in rules.split()):
+            value = value.format(*values)
+            for flag in [pattern] if sign == "=" else fnmatch.filter(self.values, pattern):
+                if not sign:
+                    del self.values[flag]
+                    self._why[flag] = why
+                elif sign == "<=":
+                    self.set(flag, min(int(value), self.number(flag, 0)), why=why)
+                else:
+                    self.set(flag, *filter(None, [value]), why=why)
 
     @property
     def changes(self) -> list[Change]:

@@ -106,21 +106,20 @@ class _Rehearsal:
         command = ["-m", accept.__name__, *([] if entry.mindspeed_llm else ["--any-flag"]), str(entry.script)]
         done = self._run("arguments", [*command, *flags.argv(), *cache], **ranks)
         unknown = (line.removeprefix(accept.UNKNOWN) for line in done.lines if line.startswith(accept.UNKNOWN))
-        flags.drop(next(unknown, ""), f"no flag of {entry.platform}")
+        flags.apply(f"no flag of {entry.platform}", next(unknown, ""))
         return self._show(f"arguments as written, for {self.launch.world} ranks", done, accept.ACCEPTED in done.lines)
 
     def trained(self) -> bool:
         """One iteration; before it, where the script loads a checkpoint, one that makes that checkpoint."""
         flags, rl = self.flags, "--rl-algorithm" in self.flags
         if "--save" in flags:
-            flags.set("--save-interval", 1, why="so that saving is rehearsed")
+            flags.apply("so that saving is rehearsed", "--save-interval=1")
         if "--load" in flags:
             if not rl:  # goes on after the checkpoint's iteration, so its one iteration is the second
                 name = "--train-samples" if "--train-samples" in flags else "--train-iters"
                 flags.set(name, 2 * flags.number(name, 1), why="one iteration after the checkpoint's")
             first = Flags({f: v for f, v in flags.values.items() if not f.startswith("--rl-") and f != "--load"})
-            for flag, value in (("--save", flags.get("--load")), ("--save-interval", 1), ("--exit-interval", 1)):
-                first.set(flag, value, why="")
+            first.apply("", "--save={0} --save-interval=1 --exit-interval=1", flags.get("--load"))
             what = f"a checkpoint to load, made by the same script{' without RL' if rl else ''}"
             if not self._show(what, self._train("checkpoint", first), True):
                 return False

@@ -4,22 +4,20 @@ from __future__ import annotations
 
 from mindspeed_rl_plugin.tools.rehearse.command_line import Flags
 
-HEADS, HEAD_SIZE, SEQUENCE, VOCABULARY = 4, 32, 64, 5120
-MEMBERS, PROMPT, RESPONSE = 4, 16, 8
+HEADS, HEAD_SIZE, VOCABULARY = 4, 32, 5120
+MEMBERS = 4
 _SMALL, _FEWER, _ONE, _BATCHES = "smaller model", "fewer ranks", "one iteration", "smaller batches"
 _SHORT, _NO_EVALUATION = "shorter sequences", "no evaluation set"
-# Of the model, where the script gives them: largest value in the rehearsal -> flags.
-LIMITS = {
-    256: "--ffn-hidden-size",
-    64: "--moe-ffn-hidden-size --moe-shared-expert-intermediate-size --q-lora-rank",
-    32: "--kv-lora-rank --qk-head-dim --v-head-dim --kv-channels",
-    16: "--qk-pos-emb-head-dim",
-    4: "--num-experts",
-    2: "--moe-router-topk --moe-router-num-groups --num-virtual-stages-per-pipeline-rank",
-    1: """
-        --moe-router-group-topk --first-k-dense-replace --recompute-num-layers --num-layers-per-virtual-pipeline-stage
-    """,
-}
+_VIRTUAL = "--num-layers-per-virtual-pipeline-stage --num-virtual-stages-per-pipeline-rank"
+# Rules of `Flags.apply`: layers {0}, key heads {1}, heads {2}, hidden size {3}.
+MODEL = """
+    --num-layers={0} --num-query-groups<={1} --num-attention-heads={2} --hidden-size={3} --ffn-hidden-size<=256
+    --moe-ffn-hidden-size<=64 --moe-shared-expert-intermediate-size<=64 --q-lora-rank<=64
+    --kv-lora-rank<=32 --qk-head-dim<=32 --v-head-dim<=32 --kv-channels<=32 --qk-pos-emb-head-dim<=16
+    --num-experts<=4 --moe-router-topk<=2 --moe-router-num-groups<=2 --moe-router-group-topk<=1
+    --first-k-dense-replace<=1 --recompute-num-layers<=1
+    --num-virtual-stages-per-pipeline-rank<=2 --num-layers-per-virtual-pipeline-stage<=1
+"""
 # Flags that lay out the original's number of layers or batches.
 LAID_OUT = """
     --num-layer-list --noop-layers --decoder-first-pipeline-num-layers --decoder-last-pipeline-num-layers
@@ -33,50 +31,37 @@ def shrink(flags: Flags, ranks: int) -> None:
     """Make everything smaller, and say what. ranks: processes to run on, a power of two."""
     tp = 2 if flags.number("--tensor-model-parallel-size", 1) > 1 and ranks >= 2 else 1
     pp = 2 if flags.number("--pipeline-model-parallel-size", 1) > 1 and ranks // tp >= 2 else 1
-    flags.replace("--tensor-model-parallel-size", tp, _FEWER)
-    flags.replace("--pipeline-model-parallel-size", pp, _FEWER)
-    flags.at_most("--context-parallel-size", 1, "attention across ranks is done by TransformerEngine or NPU kernels")
-    flags.at_most("--expert-tensor-parallel-size", tp, _FEWER)
+    sizes = "--tensor-model-parallel-size~{0} --pipeline-model-parallel-size~{1} --expert-tensor-parallel-size<={0}"
+    flags.apply(_FEWER, sizes, tp, pp)
+    flags.apply("attention across ranks is done by TransformerEngine or NPU kernels", "--context-parallel-size<=1")
     expert_tp = flags.number("--expert-tensor-parallel-size", tp)
-    flags.at_most("--expert-model-parallel-size", max(1, ranks // (pp * expert_tp)), _FEWER)
+    flags.apply(_FEWER, "--expert-model-parallel-size<={0}", max(1, ranks // (pp * expert_tp)))
     if pp == 1:
-        virtual = "--num-layers-per-virtual-pipeline-stage --num-virtual-stages-per-pipeline-rank"
-        flags.drop(virtual, f"{_FEWER}: no pipeline is left")
+        flags.apply(f"{_FEWER}: no pipeline is left", _VIRTUAL)
     _model(flags, pp)
-    _batch(flags, ranks, ranks // (tp * pp))
+    _batch(flags, ranks, ranks // (tp * pp) * 4)
 
 
 def _model(flags: Flags, pp: int) -> None:
     virtual = any("virtual" in flag for flag in flags.values)
-    flags.set("--num-layers", pp * 2 if virtual or pp == 1 else pp, why=_SMALL)
-    flags.drop(LAID_OUT, "lays out the original's layers or batches")
     every_head = flags.get("--num-query-groups") == flags.get("--num-attention-heads")
-    flags.at_most("--num-query-groups", HEADS if every_head else 2, _SMALL)
-    flags.set("--num-attention-heads", HEADS, why=_SMALL)
-    flags.set("--hidden-size", HEADS * HEAD_SIZE, why=_SMALL)
-    for limit, names in LIMITS.items():
-        flags.at_most(names, limit, _SMALL)
-    for flag in ("--seq-length", "--max-position-embeddings"):
-        flags.set(flag, SEQUENCE, why=_SHORT)
-    flags.replace("--vocab-size --padded-vocab-size", VOCABULARY, "vocabulary of the generated tokenizer")
+    flags.apply("lays out the original's layers or batches", LAID_OUT)
+    layers = pp * 2 if virtual or pp == 1 else pp
+    flags.apply(_SMALL, MODEL, layers, HEADS if every_head else 2, HEADS, HEADS * HEAD_SIZE)
+    flags.apply(_SHORT, "--seq-length=64 --max-position-embeddings=64")
+    vocabulary = "--vocab-size~{0} --padded-vocab-size~{0}"
+    flags.apply("vocabulary of the generated tokenizer", vocabulary, VOCABULARY)
 
 
-def _batch(flags: Flags, ranks: int, dp: int) -> None:
-    batch = dp * 4
-    flags.set("--micro-batch-size", 1, why=_BATCHES)
-    flags.set("--global-batch-size", batch, why=_BATCHES)
-    samples = "--train-samples" in flags
-    flags.set("--train-samples" if samples else "--train-iters", batch if samples else 1, why=_ONE)
-    flags.at_most("--lr-warmup-iters --lr-warmup-samples", 0, _ONE)
-    flags.set("--log-interval", 1, why=_ONE)
-    flags.set("--eval-iters", 0, why=_NO_EVALUATION)
+def _batch(flags: Flags, ranks: int, batch: int) -> None:
+    length = f"--train-samples={batch}" if "--train-samples" in flags else "--train-iters=1"
+    flags.apply(_BATCHES, "--micro-batch-size=1 --global-batch-size={0}", batch)
+    flags.apply(_ONE, f"{length} --lr-warmup-iters<=0 --lr-warmup-samples<=0 --log-interval=1")
+    flags.apply(_NO_EVALUATION, "--eval-iters=0")
     if "--rl-algorithm" in flags:
-        flags.set("--rl-samples-per-prompt", MEMBERS, why=_BATCHES)
-        flags.replace("--rl-rollout-prompts", batch // MEMBERS, _BATCHES)
-        flags.at_most("--rl-ppo-epochs", 1, _ONE)
-        flags.set("--rl-max-prompt-length", PROMPT, why=_SHORT)
-        flags.set("--rl-max-response-length", RESPONSE, why=_SHORT)
-        flags.at_most("--rl-generate-tp", min(2, ranks), _FEWER)
-        flags.set("--rl-kv-cache-gb", 0.05, why=_SMALL)
-        flags.at_most("--rl-reward-workers", 1, _FEWER)
-        flags.at_most("--rl-eval-pass-k", 0, _NO_EVALUATION)
+        flags.apply(_BATCHES, "--rl-samples-per-prompt={0} --rl-rollout-prompts~{1}", MEMBERS, batch // MEMBERS)
+        flags.apply(_ONE, "--rl-ppo-epochs<=1")
+        flags.apply(_SHORT, "--rl-max-prompt-length=16 --rl-max-response-length=8")
+        flags.apply(_SMALL, "--rl-kv-cache-gb=0.05")
+        flags.apply(_FEWER, "--rl-generate-tp<={0} --rl-reward-workers<=1", min(2, ranks))
+        flags.apply(_NO_EVALUATION, "--rl-eval-pass-k<=0")

@@ -13,6 +13,7 @@ from mindspeed_rl_plugin.tools.rehearse.shrink import VOCABULARY
 
 _DATA = """
     --data-path --train-data-path --valid-data-path --test-data-path --data-args-path --per-split-data-args-path
+    --mock-data=
 """
 _FOLDERS = "--save --tensorboard-dir --data-cache-path --rl-run-dir --rl-dump-dir"
 _TRACKERS = "--wandb-project --wandb-exp-name --wandb-entity --wandb-save-dir --one-logger-project"
@@ -26,24 +27,20 @@ def grade(response):
 def substitute(flags: Flags, scratch: Path, mindspeed_llm: bool) -> None:
     """Replace what is not here. scratch: where the replacements are made; mindspeed_llm: whose tokenizer flags."""
     tokenizer = make_tokenizer(scratch / "tokenizer")
-    flags.drop("--vocab-file --merge-file --tiktoken-pattern --tokenizer-not-use-fast", _TOKENIZER)
-    ours, other = "--tokenizer-model", "--tokenizer-name-or-path"
-    if mindspeed_llm:
-        ours, other = other, ours
-    flags.set("--tokenizer-type", "PretrainedFromHF" if mindspeed_llm else "HuggingFaceTokenizer", why=_TOKENIZER)
-    flags.set(ours, tokenizer, why=_TOKENIZER)
-    flags.drop(other, _TOKENIZER)
-    flags.drop(_DATA, "here: a mock data set")
-    flags.set("--mock-data", why="here: a mock data set")
+    flags.apply(_TOKENIZER, "--vocab-file --merge-file --tiktoken-pattern --tokenizer-not-use-fast")
+    megatrons = "--tokenizer-type=HuggingFaceTokenizer --tokenizer-model={0} --tokenizer-name-or-path"
+    theirs = "--tokenizer-type=PretrainedFromHF --tokenizer-name-or-path={0} --tokenizer-model"
+    flags.apply(_TOKENIZER, theirs if mindspeed_llm else megatrons, tokenizer)
+    flags.apply("here: a mock data set", _DATA)
     for flag in _FOLDERS.split():
-        flags.replace(flag, scratch / flag.strip("-"), "here: a folder that the rehearsal removes")
+        flags.apply("here: a folder that the rehearsal removes", flag + "~{0}", scratch / flag.strip("-"))
     made = "here: a checkpoint that the rehearsal makes"
-    flags.replace("--load --pretrained-checkpoint", scratch / "pretrained", made)
-    flags.drop(_TRACKERS, "nothing is reported to outside")
+    flags.apply(made, "--load~{0} --pretrained-checkpoint~{0}", scratch / "pretrained")
+    flags.apply("nothing is reported to outside", _TRACKERS)
     if "--rl-algorithm" in flags:
         _prompts(flags, scratch)
-        flags.replace("--rl-tokenizer", tokenizer, _TOKENIZER)
-        flags.drop("--rl-hf-model", "its config describes the model at its real size")
+        flags.apply(_TOKENIZER, "--rl-tokenizer~{0}", tokenizer)
+        flags.apply("its config describes the model at its real size", "--rl-hf-model")
         _graders(flags, scratch / "varied.py")
 
 
@@ -69,8 +66,8 @@ def _prompts(flags: Flags, scratch: Path) -> None:
     prompt, answer = flags.get("--rl-prompt-key") or "prompt", flags.get("--rl-answer-key") or "answer"
     rows = [json.dumps({prompt: f"{a}+{b}=", answer: str(a + b)}) for a in range(8) for b in range(4)]
     (scratch / "prompts.jsonl").write_text("\n".join(rows))
-    flags.set("--rl-prompt-data", scratch / "prompts.jsonl", why="here: 32 generated sums")
-    flags.drop("--rl-eval-data", "no evaluation set")
+    flags.apply("here: 32 generated sums", "--rl-prompt-data={0}", scratch / "prompts.jsonl")
+    flags.apply("no evaluation set", "--rl-eval-data")
 
 
 def _graders(flags: Flags, varied: Path) -> None:

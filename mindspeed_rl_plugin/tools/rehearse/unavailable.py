@@ -5,7 +5,7 @@ from __future__ import annotations
 from mindspeed_rl_plugin.tools.rehearse.command_line import Flags
 
 NOT_HERE = "not on a host: "  # how the reasons begin
-# Reason -> flags. With and without MindSpeed.
+# Reason -> rules of `Flags.apply`. With and without MindSpeed; the last are Megatron's fusions, which these switch off.
 EVERYWHERE = {
     "its kernel is compiled for the accelerator": "--moe-grouped-gemm --moe-permute-fusion",
     "shards by NPU or GPU streams": "--use-torch-fsdp2",
@@ -14,6 +14,7 @@ EVERYWHERE = {
     "captures a graph on the device": "--optimizer-cuda-graph --cuda-graph-impl --enable-cuda-graph",
     "registers buffers with NCCL": "--use-nccl-ub",
     "profiles the NPU": "--profile --profile-*",
+    "the fusion is a compiled kernel": "--no-gradient-accumulation-fusion= --no-masked-softmax-fusion=",
 }
 # Under MindSpeed, whose other switches run here: its fused operators have stand-ins (`host.npu_ops`).
 MINDSPEED = {
@@ -29,36 +30,37 @@ MINDSPEED = {
     """,
     "sets the NPU's deterministic mode": "--npu-deterministic",
 }
-# Megatron's own fusions, on unless these switch them off; those of the libraries on plain Megatron only.
-COMPILED = {"the fusion is a compiled kernel": "--no-gradient-accumulation-fusion --no-masked-softmax-fusion"}
-OF_LIBRARIES = {
-    "the fusion is TransformerEngine's": "--no-rope-fusion",
-    "the fusion is Apex's": "--no-persist-layer-norm",
+# On plain Megatron.
+PLAIN = {
+    "the fusion is TransformerEngine's": "--no-rope-fusion=",
+    "the fusion is Apex's": "--no-persist-layer-norm=",
+    "flash attention is a GPU kernel": "--use-flash-attn",
+    "TransformerEngine's attention splits sequences": "--context-parallel-size<=1",
+    "TransformerEngine is not installed": "--transformer-impl=local",
+}
+# Reason -> how a flag of MindSpeed-LLM's begins, and the rule.
+OF_MINDSPEED_LLM = {
+    "a layer spec of MindSpeed-LLM": ("--spec mindspeed", "--spec"),
+    "alltoall_seq is MindSpeed's": ("--moe-token-dispatcher-type alltoall_seq", "--moe-token-dispatcher-type=alltoall"),
+    "-1 has a meaning in MindSpeed-LLM only": ("--moe-layer-freq -1", "--moe-layer-freq"),
+    "hccl is no choice of plain Megatron; here it is gloo anyway": (
+        "--distributed-backend hccl",
+        "--distributed-backend=nccl",
+    ),
 }
 
 
 def remove(flags: Flags, *, mindspeed: bool) -> None:
     """Take out what no host can run, with MindSpeed or on plain Megatron."""
-    for why, names in (EVERYWHERE | MINDSPEED if mindspeed else EVERYWHERE).items():
-        flags.drop(names, NOT_HERE + why)
-    for why, names in (COMPILED if mindspeed else COMPILED | OF_LIBRARIES).items():
-        for flag in names.split():
-            flags.set(flag, why=NOT_HERE + why)
-    if not mindspeed:
-        flags.drop("--use-flash-attn", NOT_HERE + "flash attention is a GPU kernel")
-        flags.at_most("--context-parallel-size", 1, NOT_HERE + "TransformerEngine's attention splits sequences")
-        flags.set("--transformer-impl", "local", why=NOT_HERE + "TransformerEngine is not installed")
+    for why, rules in (EVERYWHERE | (MINDSPEED if mindspeed else PLAIN)).items():
+        flags.apply(NOT_HERE + why, rules)
 
 
 def of_mindspeed_llm(flags: Flags) -> None:
     """Without MindSpeed-LLM: put Megatron's own values for its. Flags that only it has, the parser names later."""
-    if (flags.get("--spec") or "").startswith("mindspeed"):
-        flags.drop("--spec", "a layer spec of MindSpeed-LLM")
-    if flags.get("--moe-token-dispatcher-type") == "alltoall_seq":
-        flags.set("--moe-token-dispatcher-type", "alltoall", why="alltoall_seq is MindSpeed's")
-    if flags.get("--moe-layer-freq") == "-1":
-        flags.drop("--moe-layer-freq", "-1 has a meaning in MindSpeed-LLM only")
-    if flags.get("--distributed-backend") == "hccl":
-        flags.set("--distributed-backend", "nccl", why="hccl is no choice of plain Megatron; here it is gloo anyway")
+    for why, (words, rule) in OF_MINDSPEED_LLM.items():
+        flag = words.split()[0]
+        if f"{flag} {flags.get(flag)}".startswith(words):
+            flags.apply(why, rule)
     if "--eval-interval" not in flags:
-        flags.set("--eval-interval", 1000, why="Megatron Core 0.19 wants it, evaluation or not")
+        flags.apply("Megatron Core 0.19 wants it, evaluation or not", "--eval-interval=1000")
