@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
@@ -23,6 +23,17 @@ LINES = 8  # of an error, beside its first
 
 class Refusal(ValueError):
     """What the user gave cannot work; its text says all, so it is shown without a traceback."""
+
+    @classmethod
+    def of_arguments(cls, problems: Iterable[str]) -> Refusal:
+        """All that is wrong with the arguments, one line each."""
+        return cls("RL cannot run with these arguments:\n  - " + "\n  - ".join(dict.fromkeys(problems)))
+
+
+def lines_of(error: ValueError) -> list[str]:
+    """The lines of an error's text, as a list of problems shows them. A heading takes a single line behind it up."""
+    head, *more = [line.strip() for line in str(error).splitlines()] or [repr(error)]
+    return [f"{head} {more[0]}"] if len(more) == 1 and head.endswith(":") else [head, *more]
 
 
 _args: Any = None
@@ -46,7 +57,7 @@ def refusing() -> Iterator[None]:
         leave_to_first_rank()
         if isinstance(error, Refusal):
             raise
-        raise Refusal(f"RL cannot run:\n  - {error}") from error
+        raise Refusal("\n  - ".join(["RL cannot run:", *lines_of(error)])) from error
 
 
 @contextmanager

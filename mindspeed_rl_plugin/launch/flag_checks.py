@@ -9,7 +9,7 @@ them. All are reported at once.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
@@ -21,10 +21,12 @@ from mindspeed_rl_plugin.config.upstream import RUN, WHOLE, refusals
 from mindspeed_rl_plugin.device import get_device
 from mindspeed_rl_plugin.engine.engine_sizes import EngineSizes
 from mindspeed_rl_plugin.engine.hf_moe import routing_problems
+from mindspeed_rl_plugin.environment import launch_env
 from mindspeed_rl_plugin.forward.settings import length_multiple, takes_boundaries
 from mindspeed_rl_plugin.launch import checkpoint_files as files
 from mindspeed_rl_plugin.launch import critic_files, disk, upstream_checks
-from mindspeed_rl_plugin.launch.endings import Refusal
+from mindspeed_rl_plugin.launch.endings import Refusal, lines_of
+from mindspeed_rl_plugin.launch.start_decision import decide
 from mindspeed_rl_plugin.loop import arithmetic
 from mindspeed_rl_plugin.monitor.run_files import check_dumps
 from mindspeed_rl_plugin.prompts import chosen_tokenizer, tokenizer_path
@@ -39,36 +41,30 @@ Check = Callable[[Any, RLConfig], Iterator[str] | None]
 
 def check_args(args: Any) -> None:
     """Check validated arguments under RL. Raises ValueError that lists every problem found."""
-    config = RLConfig.from_args(args)
-    pairs = learns_from_pairs(config.algorithm.algorithm)
-    problems = refusals(args, RUN, WHOLE) if pairs else refusals(args, RUN)
-    problems += config_problems(config)
-    for check in CHECKS if pairs else (*CHECKS, *GENERATION_CHECKS):
-        problems += _messages(check, args, config)
-    problems += unread(config)
-    if problems:
-        raise _refusal(dict.fromkeys(problems))
+    if problems := list(_problems(args, RLConfig.from_args(args))):
+        raise Refusal.of_arguments(problems)
 
 
 def check_batch(args: Any) -> None:
-    """The one check that comes before Megatron's validation: whether a batch divides. Raises ValueError."""
+    """The one check that comes before Megatron's validation: whether a batch divides. Raises ValueError, which lists
+    whatever else can be said of arguments that are not validated yet."""
     try:
         arithmetic.check_batch(args)
     except ValueError as error:
-        raise _refusal([str(error)]) from None
+        raise Refusal.of_arguments([str(error), *_problems(args, RLConfig.from_args(args), VALIDATED)]) from None
 
 
-def _messages(check: Check, args: Any, config: RLConfig) -> Iterator[str]:
-    try:
-        yield from check(args, config) or ()
-    except ValueError as error:
-        head, *lines = str(error).splitlines()
-        listed = lines and head.endswith(":")
-        yield from (f"{head} {line.strip()}" for line in lines) if listed else (head, *lines)
-
-
-def _refusal(problems: Iterable[str]) -> Refusal:
-    return Refusal("RL cannot run with these arguments:\n" + "\n".join(f"  - {p}" for p in problems))
+def _problems(args: Any, config: RLConfig, without: Collection[Check] = ()) -> Iterator[str]:
+    pairs = learns_from_pairs(config.algorithm.algorithm)
+    yield from refusals(args, RUN, WHOLE) if pairs else refusals(args, RUN)
+    yield from config_problems(config)
+    checks = CHECKS if pairs else (*CHECKS, *GENERATION_CHECKS)
+    for check in (c for c in checks if c not in without):
+        try:
+            yield from check(args, config) or ()
+        except ValueError as error:
+            yield from lines_of(error)
+    yield from unread(config)
 
 
 def warnings(args: Any) -> list[str]:
@@ -120,6 +116,11 @@ def _run_length(args: Any, config: RLConfig) -> Iterator[str]:
         yield "--train-iters is missing: give the number of optimizer steps"
     if not args.save:
         yield "--save is missing: RL keeps its state, its metrics and the way back to the reference there"
+
+
+def _start(args: Any, config: RLConfig) -> None:
+    if launch_env()["rank"] == 0:  # which decides for all; other machines may not have the files
+        decide(args)
 
 
 def _algorithm(args: Any, config: RLConfig) -> Iterator[str]:
@@ -266,6 +267,7 @@ def _dumps(args: Any, config: RLConfig) -> None:
 
 CHECKS: tuple[Check, ...] = (
     _run_length,
+    _start,
     disk.problems,
     _algorithm,
     _critic,
@@ -279,3 +281,5 @@ CHECKS: tuple[Check, ...] = (
 )
 # Of algorithms that sample and grade responses.
 GENERATION_CHECKS: tuple[Check, ...] = (_rewards, _model, upstream_checks.swapped_memory, _dumps)
+# What reads arguments that Megatron's validation sets.
+VALIDATED: tuple[Check, ...] = (_batch_arithmetic, _model)

@@ -9,7 +9,7 @@ import argparse
 import difflib
 import functools
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from mindspeed_rl_plugin.config import RLConfig, add_flags, given_flags, rl_enabled
@@ -134,21 +134,25 @@ def _refuse_misspelt(parser: argparse.ArgumentParser) -> argparse.ArgumentParser
     """End with the nearest flag for a `--rl-*` that nobody knows; scripts that ignore unknown flags would lose it."""
     parse, refuse = parser.parse_known_args, parser.error
 
+    def stop(problems: Iterable[str]) -> None:
+        leave_to_first_rank()
+        # Without the usage of some 800 lines that argparse prints first.
+        text = endings.Refusal.of_arguments(f"{p} `python -m mindspeed_rl_plugin flags` lists them" for p in problems)
+        endings.record(str(text))
+        parser.exit(2, f"[rl] {text}\n")
+
     def error(message: str) -> None:
         if "--rl-" not in message:
             refuse(message)
-        leave_to_first_rank()
-        # Without the usage of some 800 lines that argparse prints first.
-        text = f"RL cannot run with these arguments:\n  - {message}; `python -m mindspeed_rl_plugin flags` lists them"
-        endings.record(text)
-        parser.exit(2, f"[rl] {text}\n")
+        stop([f"{message};"])
 
     def parse_known_args(*positional: Any, **named: Any) -> Any:
         parsed, rest = parse(*positional, **named)
-        for flag in (word.partition("=")[0] for word in rest if word.startswith("--rl-")):
+        unknown = [word.partition("=")[0] for word in rest if word.startswith("--rl-")]
+        if unknown:
             known = [option for option in parser._option_string_actions if option.startswith("--rl-")]
-            near = " or ".join(difflib.get_close_matches(flag, known, n=2)) or "another one"
-            parser.error(f"{flag} is unknown; did you mean {near}?")
+            near = {flag: difflib.get_close_matches(flag, known, n=1) for flag in unknown}
+            stop(f"{flag} is unknown;{f' did you mean {n[0]}?' if n else ''}" for flag, n in near.items())
         return parsed, rest
 
     parser.parse_known_args, parser.error = parse_known_args, error

@@ -83,6 +83,16 @@ def test_a_refusal_is_said_once_a_machine_and_marked_once(monkeypatch):
         assert str(error.value) == "RL cannot run:\n  - too much" and waited == expected
 
 
+def test_every_line_of_a_refusal_is_found_by_its_beginning():
+    for text, expected in (
+        ("different models:\n  theta: 1, 2", "  - different models: theta: 1, 2"),
+        ("different models:\n  theta: 1, 2\n  heads: 3, 4", "  - different models:\n  - theta: 1, 2\n  - heads: 3, 4"),
+    ):
+        with pytest.raises(endings.Refusal) as error, endings.refusing():
+            raise ValueError(text)
+        assert str(error.value) == f"RL cannot run:\n{expected}"
+
+
 @pytest.mark.parametrize(
     ("error", "free", "full"),
     [

@@ -88,6 +88,8 @@ def test_yaml_arguments_are_refused_only_with_rl(monkeypatch, words):
 def test_validation_comes_after_megatrons_but_for_the_batch(monkeypatch, world):
     seen = []
     monkeypatch.setattr(flag_checks, "check_args", lambda args: seen.append("ours"))
+    monkeypatch.setattr(flag_checks, "CHECKS", ())
+    monkeypatch.setattr(flag_checks, "GENERATION_CHECKS", ())
     wrapped = hooked("validate_args", lambda args, defaults=None: seen.append("megatron") or args)
     assert wrapped(world.args, {"a": 1}) is world.args and seen == ["megatron", "ours"]
     world.args.world_size, world.args.global_batch_size, world.args.micro_batch_size = 2, 60, 8
