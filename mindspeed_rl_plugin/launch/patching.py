@@ -1,7 +1,7 @@
 """Putting patches in force, and proving at the start of training that they still are.
 
-On plain Megatron every module that holds the original function is rebound. Under MindSpeed the patches
-are registered as a feature of its manager, so that its own re-patching keeps them.
+Every module that holds the original function is rebound. Under MindSpeed the patches are also a feature of its
+manager, so that its own re-patching keeps them.
 """
 
 from __future__ import annotations
@@ -63,7 +63,9 @@ class Patch:
         return getattr(sys.modules[self.module], self.name)
 
     def wrapper(self, original: Callable) -> Callable:
-        """What the target becomes. MindSpeed's patch manager takes only functions of such a name for decorators."""
+        """What the target becomes, once. MindSpeed's manager takes only functions of such a name for decorators."""
+        if wraps(original, self):
+            return original
         hook = self.hook
 
         @functools.wraps(original)
@@ -90,14 +92,13 @@ def apply(patches: tuple[Patch, ...]) -> None:
         _check_target(patch)
     check_version()
     _applied = patches
-    if under_mindspeed():
-        _apply_through_mindspeed(patches)
-        return
     for patch in patches:
         current = patch.current
         if not wraps(current, patch):
             _originals.setdefault(patch.target, []).append(current)
             _rebind(current, patch.wrapper(current))
+    if under_mindspeed():
+        _register_with_mindspeed(patches)
 
 
 def revert() -> None:
@@ -173,10 +174,10 @@ def wraps(function: Any, patch: Patch) -> bool:
     return False
 
 
-def _apply_through_mindspeed(patches: tuple[Patch, ...]) -> None:
+def _register_with_mindspeed(patches: tuple[Patch, ...]) -> None:
+    """MindSpeed's `repatch` takes all patches off and then asks its features for theirs."""
     from mindspeed.features_manager.feature import MindSpeedFeature
     from mindspeed.features_manager.features_manager import MindSpeedFeaturesManager
-    from mindspeed.patch_utils import MindSpeedPatchesManager
 
     class ReinforcementLearningFeature(MindSpeedFeature):
         """Level 0: applied whatever --optimization-level says; the hooks themselves look at the flag."""
@@ -189,20 +190,11 @@ def _apply_through_mindspeed(patches: tuple[Patch, ...]) -> None:
 
         def register_patches(self, patch_manager: Any, args: Any) -> None:
             for patch in patches:
-                if not wraps(patch.current, patch):
-                    patch_manager.register_patch(patch.target, patch.wrapper)
+                patch_manager.register_patch(patch.target, patch.wrapper)
 
     features = MindSpeedFeaturesManager.FEATURES_LIST
     if not any(type(f).__name__ == ReinforcementLearningFeature.__name__ for f in features):
         features.append(ReinforcementLearningFeature())
-    before = {patch.target: patch.current for patch in patches}
-    ReinforcementLearningFeature().register_patches(MindSpeedPatchesManager, None)
-    MindSpeedPatchesManager.apply_patches()
-    for patch in patches:
-        if not wraps(before[patch.target], patch):
-            _originals.setdefault(patch.target, []).append(before[patch.target])
-        # MindSpeed rebinds importers that use the same name; an `import ... as` elsewhere is ours to find.
-        _rebind(before[patch.target], patch.current)
 
 
 def _check_target(patch: Patch) -> None:
