@@ -18,7 +18,15 @@ from mindspeed_rl_plugin.host.engine_env import prepare_engine_env
 from mindspeed_rl_plugin.loop.arithmetic import arithmetic_of
 from mindspeed_rl_plugin.loop.build import dock_size, table_of
 from mindspeed_rl_plugin.loop.inputs import Inputs
-from mindspeed_rl_plugin.prompts import PairStream, PromptStream, check_vocabulary, load_tokenizer, tokenizer_path
+from mindspeed_rl_plugin.prompts import (
+    PairRenderer,
+    PairStream,
+    PromptStream,
+    Renderer,
+    check_vocabulary,
+    load_tokenizer,
+    tokenizer_path,
+)
 from mindspeed_rl_plugin.reward import RewardPool
 from mindspeed_rl_plugin.stages.user import load_stages
 
@@ -104,14 +112,15 @@ def _stream(
     tokenizer: Any, config: RLConfig, pairs: bool, paths: Sequence[str], seed: int
 ) -> PromptStream | PairStream:
     """The prompts, or pairs, of some files, and a line on what was left out."""
-    data, limit = config.data, config.data.max_prompt_length
-    same = dict(prompt_key=data.prompt_key, chat_template=data.apply_chat_template, max_length=limit, seed=seed)
+    data, limit, response = config.data, config.data.max_prompt_length, config.rollout.max_response_length
     if pairs:
-        keys = {"chosen_key": data.chosen_key, "rejected_key": data.rejected_key}
-        stream = PairStream(paths, tokenizer, **same, **keys, max_response=config.rollout.max_response_length)
+        keys = {"chosen": data.chosen_key, "rejected": data.rejected_key}
+        renderer = PairRenderer(tokenizer, data.prompt_key, keys, data.apply_chat_template)
+        stream = PairStream(paths, renderer, max_length=limit, max_response=response, seed=seed)
         what, why = "pairs", "too long (--rl-max-prompt-length, --rl-max-response-length) or with equal answers"
     else:
-        stream = PromptStream(paths, tokenizer, **same, answer_key=data.answer_key)
+        renderer = Renderer(tokenizer, data.prompt_key, data.answer_key, data.apply_chat_template)
+        stream = PromptStream(paths, renderer, max_length=limit, seed=seed)
         what, why = "prompts", f"longer than {limit} tokens (--rl-max-prompt-length)"
     say(f"{len(stream)} {what} from {' '.join(paths)}; dropped {stream.dropped} {why}")
     return stream

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -40,7 +39,7 @@ class PairRenderer(Renderer):
         if not chat_template and tokenizer.eos_token_id is None:
             raise ValueError(f"tokenizer {tokenizer.name_or_path!r} has no end-of-text token, which ends a response")
 
-    def pair(self, source: Source, index: int, row: int) -> Pair:
+    def read(self, source: Source, index: int, row: int) -> Pair:
         """The pair of row `index` of `source`; `row` numbers it over all sources."""
         fields, where = source.row(index), source.where(index)
         asked = find(fields, self._prompt_key)
@@ -49,7 +48,7 @@ class PairRenderer(Renderer):
                 f"{where} has both answers and no prompt in {self._prompt_key!r} (--rl-prompt-key): where they hold "
                 "the prompt themselves, as TRL's implicit prompts do, split it off into a field of its own"
             )
-        prompt = self.prompt(source, index, row)
+        prompt = super().read(source, index, row)
         return Pair(prompt.tokens, *(self._answer(fields, asked, name, where) for name in ("chosen", "rejected")), row)
 
     def _answer(self, fields: Mapping[str, Any], prompt: Any, name: str, where: str) -> tuple[int, ...]:
@@ -91,40 +90,22 @@ class PairStream(PromptStream):
 
     Pairs whose prompt or a response is too long, and those whose two responses are the same tokens, which teach
     nothing, are left out; `dropped` counts both. Raises ValueError as `PromptStream` does, and for a row that is no
-    pair. max_response: [tokens]; common: prompt_key, chat_template, max_length and seed, as `PromptStream` takes them.
+    pair. max_length, max_response: [tokens].
     """
 
     def __init__(
-        self,
-        paths: Sequence[str],
-        tokenizer: PreTrainedTokenizerBase,
-        *,
-        chosen_key: str,
-        rejected_key: str,
-        max_response: int,
-        **common: Any,
+        self, paths: Sequence[str], renderer: PairRenderer, *, max_length: int, max_response: int, seed: int
     ) -> None:
-        keys = {"chosen": chosen_key, "rejected": rejected_key}
-        self._pairs = PairRenderer(tokenizer, common["prompt_key"], keys, common["chat_template"])
         self._max_response = max_response
-        super().__init__(paths, tokenizer, answer_key="", **common)
+        super().__init__(paths, renderer, max_length=max_length, seed=seed)
 
-    def _prompt(self, row: int) -> Pair:
-        return self._pairs.pair(*self._place(row), row)
+    def _content(self, pair: Pair) -> tuple | None:
+        too_long = len(pair.prompt) > self._max_length or max(len(pair.chosen), len(pair.rejected)) > self._max_response
+        return None if too_long or pair.chosen == pair.rejected else (pair.prompt, pair.chosen, pair.rejected)
 
-    def _scan(self, max_length: int) -> tuple[list[int], str, int]:
-        kept, digest, longest, same = [], hashlib.sha256(), 0, 0
-        for row in range(self._starts[-1]):
-            pair = self._prompt(row)
-            longest = max(longest, len(pair.prompt))
-            if pair.chosen == pair.rejected:
-                same += 1
-            elif len(pair.prompt) <= max_length and max(map(len, (pair.chosen, pair.rejected))) <= self._max_response:
-                kept.append(row)
-                digest.update(repr((pair.prompt, pair.chosen, pair.rejected)).encode())
-        if not kept:
-            raise ValueError(
-                f"no pair is left of {self._starts[-1]}: in {same} both answers are the same, the others are longer "
-                f"than --rl-max-prompt-length {max_length} or --rl-max-response-length {self._max_response}"
-            )
-        return kept, digest.hexdigest()[:16], longest
+    def _none_left(self, pairs: Sequence[Pair]) -> str:
+        same = sum(pair.chosen == pair.rejected for pair in pairs)
+        return (
+            f"no pair is left of {len(pairs)}: in {same} both answers are the same, the others are longer than "
+            f"--rl-max-prompt-length {self._max_length} or --rl-max-response-length {self._max_response}"
+        )

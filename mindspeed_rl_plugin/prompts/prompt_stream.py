@@ -7,14 +7,11 @@ import hashlib
 import itertools
 import random
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mindspeed_rl_plugin.prompts.render import Renderer
 from mindspeed_rl_plugin.prompts.sources import Source, open_source
 from mindspeed_rl_plugin.rows import Prompt
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 
 class PromptStream:
@@ -22,37 +19,21 @@ class PromptStream:
 
     The order depends on the seed and the number of prompts alone, so every rank sees the same. All rows are read
     and tokenized once at the start, to count what is longer than `max_length` tokens: those are dropped.
-    answer_key "" is data without ground truth. `dropped` counts the rows left out, `len()` those kept,
-    `rows` are their places in the data, rising, `fingerprint` a digest of their tokens.
+    `dropped` counts the rows left out, `len()` those kept, `rows` are their places in the data, rising, `fingerprint`
+    a digest of their tokens.
 
-    Raises ValueError as `open_source` and `Renderer` do, and when no prompt is left.
+    Raises ValueError as `open_source` and the renderer do, and when no prompt is left.
     """
 
-    def __init__(
-        self,
-        paths: Sequence[str],
-        tokenizer: PreTrainedTokenizerBase,
-        *,
-        prompt_key: str,
-        answer_key: str,
-        chat_template: bool,
-        max_length: int,
-        seed: int,
-    ) -> None:
-        if not paths:
-            raise ValueError("no prompt data: give one or several paths")
-        self._renderer = Renderer(tokenizer, prompt_key, answer_key, chat_template)
+    def __init__(self, paths: Sequence[str], renderer: Renderer, *, max_length: int, seed: int) -> None:
+        self._renderer, self._max_length, self._seed = renderer, max_length, seed
         self._sources = [open_source(path) for path in paths]
         self._starts = [0, *itertools.accumulate(len(s) for s in self._sources)]
         self._kinds: dict[frozenset[str], int] = {}  # fields of a record -> first kept row that has just these
-        self.rows, self.fingerprint, longest = self._scan(max_length)
+        self.rows, self.fingerprint = self._scan()
         self.dropped = self._starts[-1] - len(self.rows)
         if not self.rows:
-            raise ValueError(
-                f"all {self.dropped} prompts are longer than {max_length} tokens (longest {longest}); "
-                "raise --rl-max-prompt-length"
-            )
-        self._seed = seed
+            raise ValueError(self._none_left([self._prompt(row) for row in range(self.dropped)]))
         self._epoch = self._position = 0
         self._order = self._permutation(0)
 
@@ -120,16 +101,27 @@ class PromptStream:
         return source.where(index)
 
     def _prompt(self, row: int) -> Prompt:
-        return self._renderer.prompt(*self._place(row), row)
+        return self._renderer.read(*self._place(row), row)
 
-    def _scan(self, max_length: int) -> tuple[list[int], str, int]:
-        """Rows to keep, a digest of their tokens and answers, and the longest length seen."""
-        kept, digest, longest = [], hashlib.sha256(), 0
+    def _scan(self) -> tuple[list[int], str]:
+        """Rows to keep, and a digest of their tokens and answers."""
+        kept, digest = [], hashlib.sha256()
         for row in range(self._starts[-1]):
-            prompt = self._prompt(row)
-            longest = max(longest, len(prompt.tokens))
-            if len(prompt.tokens) <= max_length:
+            if (content := self._content(self._prompt(row))) is not None:
                 kept.append(row)
-                self._kinds.setdefault(frozenset(prompt.record), row)
-                digest.update(repr((prompt.tokens, prompt.answer)).encode())
-        return kept, digest.hexdigest()[:16], longest
+                digest.update(repr(content).encode())
+        return kept, digest.hexdigest()[:16]
+
+    def _content(self, prompt: Prompt) -> tuple | None:
+        """What the fingerprint reads of a row; None for one to leave out."""
+        if len(prompt.tokens) > self._max_length:
+            return None
+        self._kinds.setdefault(frozenset(prompt.record), prompt.row)
+        return prompt.tokens, prompt.answer
+
+    def _none_left(self, prompts: Sequence[Prompt]) -> str:
+        longest = max(len(prompt.tokens) for prompt in prompts)
+        return (
+            f"all {len(prompts)} prompts are longer than {self._max_length} tokens (longest {longest}); "
+            "raise --rl-max-prompt-length"
+        )

@@ -20,6 +20,7 @@ class Renderer:
     Keys may name a field inside an object, `reward_model.ground_truth`, which stays in the record too. A prompt is a
     string or a list of chat messages `{"role", "content", ...}`. With `chat_template` a string becomes
     one user message; a list without it is an error, since any plain join would be a format no model was taught.
+    answer_key "" is data without ground truth.
     """
 
     def __init__(
@@ -33,7 +34,7 @@ class Renderer:
         self._tokenizer, self._prompt_key, self._answer_key = tokenizer, prompt_key, answer_key
         self._chat_template = chat_template
 
-    def prompt(self, source: Source, index: int, row: int) -> Prompt:
+    def read(self, source: Source, index: int, row: int) -> Prompt:
         """The prompt of row `index` of `source`; `row` numbers it over all sources."""
         fields, where = source.row(index), source.where(index)
         value = _field(fields, self._prompt_key, where, "--rl-prompt-key")

@@ -39,12 +39,9 @@ class Source:
 def open_source(path: str) -> Source:
     """Open a JSONL, JSON or Parquet file or a saved dataset directory.
 
-    Raises ValueError, naming the file and where possible the line: missing, of an unknown kind, empty, not UTF-8,
-    not JSON.
+    Raises ValueError, naming the file and where possible the line: of an unknown kind, empty, not UTF-8, not JSON.
     """
     place = Path(path)
-    if not place.exists():
-        raise ValueError(f"prompt data {path!r} is not there")
     if place.is_dir():
         source = _saved(path)
     elif place.suffix not in SUFFIXES:

@@ -11,21 +11,10 @@ if TYPE_CHECKING:
 
 
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
-    """The tokenizer of a Hugging Face directory, or of a bare `tokenizer.json` file. Never asks the network.
-
-    Raises ValueError when nothing is there, or what is there is no tokenizer.
-    """
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+    """The tokenizer of a Hugging Face directory. Never asks the network. Raises ValueError when it holds none."""
+    from transformers import AutoTokenizer
 
     place = Path(path)
-    if not place.exists():
-        raise ValueError(
-            f"tokenizer {path!r} is not there; give a Hugging Face directory (tokenizer.json, "
-            "tokenizer_config.json) or a tokenizer.json file"
-        )
-    if place.is_file():
-        _check_json(place)
-        return PreTrainedTokenizerFast(tokenizer_file=str(place))
     if (place / "tokenizer.json").exists():
         _check_json(place / "tokenizer.json")
     try:

@@ -12,7 +12,7 @@ from datasets import Dataset, DatasetDict
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from mindspeed_rl_plugin.prompts import PromptStream, load_tokenizer
+from mindspeed_rl_plugin.prompts import PromptStream, Renderer, load_tokenizer
 
 LETTERS = [chr(c) for c in range(32, 127)] + ["\n", "ä"]
 TEMPLATE = (
@@ -32,7 +32,7 @@ def tokenizer_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def tokenizer(tokenizer_file: Path) -> PreTrainedTokenizerFast:
-    return load_tokenizer(str(tokenizer_file))
+    return load_tokenizer(str(tokenizer_file.parent))
 
 
 @pytest.fixture
@@ -47,9 +47,9 @@ def stream(tmp_path: Path, tokenizer):
                 data = content if isinstance(content, bytes) else content.encode()
                 (tmp_path / name).write_bytes(data)
                 paths.append(str(tmp_path / name))
-        chosen = {"prompt_key": "prompt", "answer_key": "answer", "chat_template": False, "max_length": 50, "seed": 1}
-        used = options.pop("tokenizer", tokenizer)
-        return PromptStream(paths, used, **{**chosen, **options})
+        limits = {"max_length": 50, "seed": 1} | {k: options.pop(k) for k in ("max_length", "seed") if k in options}
+        keys = {"tokenizer": tokenizer, "prompt_key": "prompt", "answer_key": "answer", "chat_template": False}
+        return PromptStream(paths, Renderer(**{**keys, **options}), **limits)
 
     return make
 
@@ -167,8 +167,6 @@ BAD_DATA = [
     ({"a.jsonl": GOOD.encode() + '{"prompt": "é"}'.encode("latin-1")}, "a.jsonl line 2 is not UTF-8"),
     ({"a.parquet": "nope"}, "a.parquet is not a Parquet file"),
     ({"a.csv": "a,b"}, "ends in '.csv'; known: .jsonl, .json, .parquet"),
-    (["/nowhere/a.jsonl"], "prompt data '/nowhere/a.jsonl' is not there"),
-    ([], "no prompt data"),
     ({"a.jsonl": GOOD + '{"text": "a", "answer": "1"}'}, "line 2 has no field 'prompt'; it has 'text', 'answer'"),
     ({"a.jsonl": '{"prompt": "a", "solution": "1"}'}, "line 1 has no field 'answer'; .*set --rl-answer-key"),
     ({"a.jsonl": '{"prompt": "", "answer": "1"}'}, "line 1: field 'prompt' gives no tokens"),
@@ -212,7 +210,7 @@ def test_names_with_dots_are_inside_objects(stream) -> None:
 
 
 def test_chat_template(stream, tokenizer_file: Path, tokenizer, tmp_path: Path) -> None:
-    chat = load_tokenizer(str(tokenizer_file))
+    chat = load_tokenizer(str(tokenizer_file.parent))
     chat.chat_template = TEMPLATE
     messages = [{"role": "system", "content": "be"}, {"role": "user", "content": "hi", "name": "z"}]
     rows = [{"prompt": "hi", "answer": ""}, {"prompt": messages, "answer": ""}]
@@ -228,23 +226,19 @@ def test_chat_template(stream, tokenizer_file: Path, tokenizer, tmp_path: Path) 
         stream({"a.jsonl": lines(*rows)}, chat_template=True)
 
 
-def test_tokenizer_forms_and_errors(tokenizer_file: Path, tokenizer, tmp_path: Path) -> None:
-    assert load_tokenizer(str(tokenizer_file.parent)).encode("ab") == tokenizer.encode("ab")
+def test_tokenizer_forms_and_errors(tokenizer, tmp_path: Path) -> None:
     tokenizer.save_pretrained(tmp_path / "saved")
     assert load_tokenizer(str(tmp_path / "saved")).encode("ab") == tokenizer.encode("ab")
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "broken").mkdir()
-    (tmp_path / "broken" / "tokenizer.json").write_text("{")
-    (tmp_path / "other.json").write_text("{}")
-    bad = {
-        "nowhere": "tokenizer 'nowhere' is not there",
-        str(tmp_path / "empty"): "no tokenizer can be loaded from .* which holds nothing",
-        str(tmp_path / "broken"): "tokenizer.json' is not JSON",
-        str(tmp_path / "other.json"): "no tokenizer.json: it has no field 'model'",
-    }
-    for path, message in bad.items():
+    for name, content, message in (
+        ("empty", None, "no tokenizer can be loaded from .* which holds nothing"),
+        ("broken", "{", "tokenizer.json' is not JSON"),
+        ("other", "{}", "no tokenizer.json: it has no field 'model'"),
+    ):
+        (tmp_path / name).mkdir()
+        if content:
+            (tmp_path / name / "tokenizer.json").write_text(content)
         with pytest.raises(ValueError, match=message):
-            load_tokenizer(path)
+            load_tokenizer(str(tmp_path / name))
 
 
 def test_nothing_is_written_to_the_home_directory(tokenizer_file: Path, tmp_path: Path) -> None:
@@ -253,13 +247,14 @@ def test_nothing_is_written_to_the_home_directory(tokenizer_file: Path, tmp_path
     (tmp_path / "a.jsonl").write_text(lines(*ROWS))
     Dataset.from_list(ROWS).to_parquet(str(tmp_path / "a.parquet"))
     code = (
-        "import sys; from mindspeed_rl_plugin.prompts import PromptStream, load_tokenizer\n"
+        "import sys; from mindspeed_rl_plugin.prompts import PromptStream, Renderer, load_tokenizer\n"
         "assert not {'datasets', 'transformers'} & set(sys.modules)\n"
-        "s = PromptStream(sys.argv[2:], load_tokenizer(sys.argv[1]), prompt_key='prompt', answer_key='answer',\n"
-        "                 chat_template=False, max_length=9, seed=0)\n"
+        "renderer = Renderer(load_tokenizer(sys.argv[1]), 'prompt', 'answer', False)\n"
+        "s = PromptStream(sys.argv[2:], renderer, max_length=9, seed=0)\n"
         "assert len(s) == 14 and s.next(20)\n"
     )
-    command = [sys.executable, "-c", code, str(tokenizer_file), str(tmp_path / "a.jsonl"), str(tmp_path / "a.parquet")]
+    paths = map(str, (tokenizer_file.parent, tmp_path / "a.jsonl", tmp_path / "a.parquet"))
+    command = [sys.executable, "-c", code, *paths]
     env = {k: v for k, v in os.environ.items() if not k.startswith(("HF_", "XDG_"))}
     subprocess.run(command, env={**env, "HOME": str(tmp_path / "home")}, check=True, timeout=120)
     assert list((tmp_path / "home").rglob("*")) == []

@@ -21,7 +21,7 @@ from transformers import (
 
 from mindspeed_rl_plugin.config import RLConfig
 from mindspeed_rl_plugin.launch import flag_checks
-from mindspeed_rl_plugin.prompts import PromptStream
+from mindspeed_rl_plugin.prompts import PromptStream, Renderer
 from mindspeed_rl_plugin.reward import GradeItem, RewardError, RewardPool
 from mindspeed_rl_plugin.reward import reward_model as model_module
 from mindspeed_rl_plugin.reward.reward_model import RewardModel, same_tokenizer
@@ -111,8 +111,8 @@ def test_chat_messages_keep_their_turns(pool, decoder, encoder, tmp_path):
     asked = [{"role": "system", "content": "be"}, {"role": "user", "content": "hi"}]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"prompt": p, "answer": "7"}) + "\n" for p in (asked, "hi")))
     policy = save_tokenizer(tmp_path / "policy", template="{{ messages[-1]['content'] }}")
-    keys = {"prompt_key": "prompt", "answer_key": "answer", "chat_template": True, "max_length": 9, "seed": 0}
-    prompts = PromptStream([str(tmp_path / "a.jsonl")], policy, **keys).all()
+    renderer = Renderer(policy, "prompt", "answer", chat_template=True)
+    prompts = PromptStream([str(tmp_path / "a.jsonl")], renderer, max_length=9, seed=0).all()
     meta = prompts_stage.prompt_rows(0, prompts)["meta"]
     replies = {
         "tokens": Ragged.from_rows([torch.tensor(policy.encode(r), dtype=torch.int32) for r in ("7", "42")]),

@@ -12,7 +12,7 @@ from mindspeed_rl_plugin.algorithms import resolve
 from mindspeed_rl_plugin.config import AlgorithmConfig
 from mindspeed_rl_plugin.forward import ForwardSettings, plan_batches
 from mindspeed_rl_plugin.loop.arithmetic import derive_pairs
-from mindspeed_rl_plugin.prompts import PairStream
+from mindspeed_rl_plugin.prompts import PairRenderer, PairStream
 from mindspeed_rl_plugin.stages import references as reference
 from mindspeed_rl_plugin.stages.pairs import pair_rows, share_of_rank
 from mindspeed_rl_plugin.update.pair_step import TALLY, pair_objective
@@ -39,9 +39,9 @@ def stream(tmp_path, tokenizer):
     def make(*rows, **changes):
         path = tmp_path / "pairs.jsonl"
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        flags = {"prompt_key": "prompt", "chosen_key": "chosen", "rejected_key": "rejected", "chat_template": False}
-        flags |= {"max_length": 16, "max_response": 16, "seed": 0} | changes
-        return PairStream([str(path)], tokenizer, **flags)
+        keys = {name: changes.pop(f"{name}_key", name) for name in ("prompt", "chosen", "rejected")}
+        renderer = PairRenderer(tokenizer, keys.pop("prompt"), keys, changes.pop("chat_template", False))
+        return PairStream([str(path)], renderer, **{"max_length": 16, "max_response": 16, "seed": 0, **changes})
 
     return make
 
