@@ -14,9 +14,10 @@ from mindspeed_rl_plugin import ranks
 from mindspeed_rl_plugin.algorithms import Algorithm, resolve
 from mindspeed_rl_plugin.algorithms.describe import describe as describe_algorithm
 from mindspeed_rl_plugin.config import RLConfig
+from mindspeed_rl_plugin.critic import value_head
 from mindspeed_rl_plugin.environment import say
+from mindspeed_rl_plugin.launch import build_critic, flag_checks, lr_schedule, megatron_setup
 from mindspeed_rl_plugin.launch import checkpoint_files as files
-from mindspeed_rl_plugin.launch import flag_checks, lr_schedule, megatron_setup
 from mindspeed_rl_plugin.launch.disk import small_disk
 from mindspeed_rl_plugin.launch.endings import refusing
 from mindspeed_rl_plugin.launch.megatron_setup import overridden
@@ -80,7 +81,9 @@ def launch(original: Callable, positional: tuple, named: Mapping[str, Any], args
         loop.on_reference_loaded(model)
     if algorithm.needs_critic:
         with overridden(args, settled):
-            _launch.critic = _build_critic(original, positional, named, _launch, model)
+            _launch.critic, source = build_critic.build(original, positional, named, args, start, model)
+        say(f"the critic starts from {source}")
+        loop.on_critic_built(_launch.critic)
     if start.kind == "resume":
         loop.load_state_dict(state["loop"])
     loop.on_checkpoint_loaded(model, optimizer, start)
@@ -110,15 +113,14 @@ def _check_loaded(model: Any, start: Start, args: Any) -> None:
 
 def load(original: Callable, positional: tuple, named: Mapping[str, Any]) -> Any:
     """Megatron's `load_checkpoint`, with the reference's weights loaded before a resumed actor's."""
-    from mindspeed_rl_plugin.critic.value_head import NAME
-
     at = _launch
     model = positional[0] if positional else named["ddp_model"]
     if at.loading and at.start.kind == "resume" and at.algorithm.needs_reference:
         with refusing(), must_fit(model, str(at.start.reference_path)):
             _load_reference(original, model, at)
         at.loop.on_reference_loaded(model)
-    free = {} if at.loading else {"free": f"{NAME}.weight"}  # of the critic: a language model's file has no value head
+    # What loads after the policy is the critic, and a language model's file has no value head.
+    free = {} if at.loading else {"free": f"{value_head.NAME}.weight"}
     with refusing(), must_fit(model, f"the checkpoint of {at.args.load}", **free):
         return original(*positional, **named)
 
@@ -143,9 +145,7 @@ def save_rl_state(args: Any, iteration: int, save_checkpoint: Callable | None = 
     if ranks.is_rank_0():
         files.write_state(args.save, iteration, state)
     if _launch.critic is not None:
-        from mindspeed_rl_plugin.launch import build_critic as critic
-
-        critic.save(save_checkpoint, _launch.critic, args, iteration)
+        build_critic.save(save_checkpoint, _launch.critic, args, iteration)
     # Megatron cannot save the state of an optimizer that has none yet.
     return {} if state["loop"].get(TRAINED, True) else {"no_save_optim": True}
 
@@ -174,15 +174,6 @@ def _decide(args: Any, loop: Any) -> tuple[Start, dict[str, Any] | None]:
         state["loop"]["rows"] = rows[0]
     reference = state["reference"]
     return dataclasses.replace(start, reference_path=reference["path"], reference_digest=reference["digest"]), state
-
-
-def _build_critic(original: Callable, positional: tuple, named: Mapping[str, Any], at: _Launch, model: Any) -> Any:
-    from mindspeed_rl_plugin.launch import build_critic as critic
-
-    built, source = critic.build(original, positional, named, at.args, at.start, model)
-    say(f"the critic starts from {source}")
-    at.loop.on_critic_built(built)
-    return built
 
 
 def _load_reference(original: Callable, model: Any, at: _Launch) -> None:

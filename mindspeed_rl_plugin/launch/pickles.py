@@ -25,28 +25,18 @@ _ALLOWED = {
 
 
 class Inert:
-    """Stands for an object whose class is not read. It takes any arguments and state and does nothing with them."""
-
-    def __init__(self, *args: Any, **named: Any) -> None:
-        pass
+    """Stands for an object whose class is not read. It takes any arguments, state and items, and keeps none."""
 
     def __new__(cls, *args: Any, **named: Any) -> Inert:
         return super().__new__(cls)
 
+    def __init__(self, *args: Any, **named: Any) -> None:
+        pass
+
     def __call__(self, *args: Any, **named: Any) -> Inert:
         return self
 
-    def __setstate__(self, state: Any) -> None:
-        pass
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        pass
-
-    def append(self, value: Any) -> None:
-        """A pickle may append to it."""
-
-    def extend(self, values: Any) -> None:
-        """A pickle may extend it."""
+    __setstate__ = __setitem__ = append = extend = __call__  # what else a pickle may do to an object
 
 
 class _Unpickler(pickle.Unpickler):
