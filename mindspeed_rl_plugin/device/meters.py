@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import sys
-import threading
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -48,20 +47,20 @@ class ProcessMeter:
         self.allocated()
 
 
-_HOST_STORAGES: set[int] = set()
+# Of `Device.host_empty`, on CPU: what on an accelerator would lie in host memory. By identity, since addresses come again.
+_HOST_STORAGES: weakref.WeakValueDictionary[int, torch.UntypedStorage] = weakref.WeakValueDictionary()
 
 
 def mark_host(storage: torch.UntypedStorage) -> None:
-    _HOST_STORAGES.add(storage._cdata)
-    weakref.finalize(storage, _HOST_STORAGES.discard, storage._cdata)
+    """Let every `StorageMeter` leave the storage out."""
+    _HOST_STORAGES[storage._cdata] = storage
 
 
 class StorageMeter(TorchDispatchMode):
     """Exact bytes of the CPU tensor storages made while the context is entered, and of those tracked.
 
-    Opt-in: every torch operation inside the context costs some microseconds more. Counts each storage
-    once however many views it has; sees `UntypedStorage.resize_`; leaves out buffers of
-    `Device.host_empty`, which on an accelerator would lie in host memory. Storages made before the
+    Opt-in: every torch operation inside the context costs some microseconds more. Counts each storage once however
+    many views it has, by the size that it has now; leaves out buffers of `Device.host_empty`. Storages made before the
     context are unknown to it until `track` names them. Same interface as the other meters.
     """
 
@@ -69,70 +68,30 @@ class StorageMeter(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._live: dict[int, int] = {}
-        self._bytes = 0
+        self._live: weakref.WeakValueDictionary[int, torch.UntypedStorage] = weakref.WeakValueDictionary()
         self._top = 0
-        self._lock = threading.RLock()
 
     def allocated(self) -> int:
-        return self._bytes
+        return sum(storage.nbytes() for storage in self._live.values())
 
     def peak(self) -> int:
-        return self._top
+        return max(self._top, self.allocated())
 
     def reset_peak(self) -> None:
-        self._top = self._bytes
+        self._top = self.allocated()
 
     def track(self, *tensors: Tensor) -> None:
         """Count tensors that were made before the context was entered."""
-        for tensor in tensors:
-            self._set(tensor.untyped_storage())
-
-    def _set(self, storage: torch.UntypedStorage) -> None:
-        key = storage._cdata
-        with self._lock:
-            known = key in self._live
-            size = 0 if key in _HOST_STORAGES else storage.nbytes()
-            self._bytes += size - self._live.get(key, 0)
-            self._live[key] = size
-            self._top = max(self._top, self._bytes)
-        if not known:
-            weakref.finalize(storage, self._drop, key)
-
-    def _drop(self, key: int) -> None:
-        with self._lock:
-            self._bytes -= self._live.pop(key, 0)
+        each = {storage._cdata: storage for storage in (tensor.untyped_storage() for tensor in tensors)}
+        if new := {key: s for key, s in each.items() if key not in self._live and key not in _HOST_STORAGES}:
+            self._live.update(new)
+            self._top = self.peak()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(out):
-            plain = isinstance(leaf, Tensor) and type(leaf) in (Tensor, torch.nn.Parameter)
-            if plain and leaf.device.type == "cpu" and leaf.layout == torch.strided:
-                self._set(leaf.untyped_storage())
+        plain = (t for t in tree_leaves(out) if type(t) in (Tensor, torch.nn.Parameter))
+        self.track(*(t for t in plain if t.device.type == "cpu" and t.layout == torch.strided))
         return out
-
-    def __enter__(self) -> StorageMeter:
-        _METERS.append(self)
-        if len(_METERS) == 1:
-            torch.UntypedStorage.resize_ = _metered_resize
-        return super().__enter__()
-
-    def __exit__(self, *exc: Any) -> None:
-        super().__exit__(*exc)
-        _METERS.remove(self)
-        if not _METERS:
-            del torch.UntypedStorage.resize_
-
-
-_METERS: list[StorageMeter] = []
-
-
-def _metered_resize(storage: torch.UntypedStorage, size: int) -> Any:
-    # resize_ is a method of the storage, no operator: the dispatcher never sees it.
-    out = torch._C.StorageBase.resize_(storage, size)
-    for meter in _METERS:
-        meter._set(storage)
-    return out
 
 
 class Temporary:
