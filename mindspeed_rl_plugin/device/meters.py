@@ -47,7 +47,7 @@ class ProcessMeter:
         self.allocated()
 
 
-# Of `Device.host_empty`, on CPU: what on an accelerator would lie in host memory. By identity, since addresses come again.
+# Of `Device.host_empty`, on CPU: what on an accelerator would lie in host memory.
 _HOST_STORAGES: weakref.WeakValueDictionary[int, torch.UntypedStorage] = weakref.WeakValueDictionary()
 
 

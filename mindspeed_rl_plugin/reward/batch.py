@@ -9,24 +9,19 @@ from mindspeed_rl_plugin.reward.items import Grade, GradeItem, RewardError
 
 class Batch:
     """Items, and the results so far. names: of the graders, as errors show them; where: what errors say of an item's
-    place, None for its sample. texts: what workers get of each item; failures: the first of each grader; stopped:
-    nothing more is graded or recorded."""
+    place, None for its sample. texts: what workers get of each item; failures: the first of each grader."""
 
     def __init__(
         self, items: Sequence[GradeItem], names: Sequence[str], on_error: str, where: str | None = None
     ) -> None:
         self._items, self._names, self._on_error, self._where = items, names, on_error, where
-        fields = ("prompt", "response", "answer", "messages")
-        self.texts = [{name: getattr(i, name) for name in fields} | {"record": dict(i.record)} for i in items]
+        self.texts = [vars(item) | {"record": dict(item.record), "id": None} for item in items]
         self._parts = [[0.0] * len(names) for _ in items]
         self._errors: list[list[str]] = [[] for _ in items]
         self.failures: dict[str, str] = {}
-        self.stopped = False
 
     def record(self, index: int, grader: int, value: float | None, error: str | None) -> None:
         """One grade, or why there is none. Raises RewardError for an error that stops the run."""
-        if self.stopped:
-            return
         if error is None:
             self._parts[index][grader] = value
             return
@@ -39,10 +34,9 @@ class Batch:
     def place(self, index: int) -> str:
         """Which item, with its texts."""
         item = self._items[index]
-        return (
-            f"{self._where or f'on sample {tuple(item.id)}'}, prompt {_shortened(item.prompt)}, "
-            f"response {_shortened(item.response)}, answer {_shortened(item.answer)}"
-        )
+        where = self._where or f"on rollout {item.id.epoch}, prompt {item.id.group}, response {item.id.member}"
+        texts = (f"{name} {_shortened(getattr(item, name))}" for name in ("prompt", "response", "answer"))
+        return f"{where}: {', '.join(texts)}"
 
     def grades(self, weights: Sequence[float]) -> list[Grade]:
         """The results, parts weighted into totals."""

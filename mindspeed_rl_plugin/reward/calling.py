@@ -14,6 +14,7 @@ import inspect
 import math
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -81,14 +82,18 @@ def hint(names: Iterable[str]) -> str:
 
 
 def lacking(fields: Sequence[str], rows: Mapping[str, Set[str]]) -> str | None:
-    """What a grader asks for and some rows have not, in words; rows: place in the data -> fields of the record."""
+    """Why a grader that cannot do without `fields` cannot be called on some row, None where it can; rows: place in the
+    data -> fields of the record."""
     for where, there in rows.items():
-        if missing := [name for name in fields if name not in there]:
-            return (
-                f"asks for {', '.join(map(repr, missing))}, which {where} has not; beside prompt and answer that has "
-                f"{', '.join(map(repr, sorted(there))) or 'nothing'}: name one of these, or give the parameter a "
-                f"default{hint(missing)}"
-            )
+        for name in fields:
+            if name not in there:
+                known = ("prompt", "answer", *sorted(there))
+                close = [FOREIGN[name]] if name in FOREIGN else get_close_matches(name, {*SINGLE, *known}, 1)
+                meant = f"; did you mean {close[0]}?" if close else "."
+                return (
+                    f"has a parameter {name!r}, but {where} has no such field (its fields: {', '.join(known)}){meant} "
+                    f"Allowed: {', '.join(SINGLE)}, a field of the row, or a parameter with a default"
+                )
     return None
 
 

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import queue
+import time
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from concurrent import futures
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mindspeed_rl_plugin.reward.batch import Batch
 from mindspeed_rl_plugin.reward.calling import lacking
 from mindspeed_rl_plugin.reward.items import Grade, GradeItem, RewardError
-from mindspeed_rl_plugin.reward.process import Worker
+from mindspeed_rl_plugin.reward.process import Worker, wait_for
 from mindspeed_rl_plugin.reward.specs import SHARE_OF_WAIT, parse_specs, time_limits
 
 if TYPE_CHECKING:
+    from mindspeed_rl_plugin.reward.worker import Outcome
     from mindspeed_rl_plugin.rows import Prompt
 
 GRACE = 1.0  # seconds beyond which an asynchronous call that should have been cancelled is stuck
@@ -22,7 +23,7 @@ Call = tuple[int, Sequence[int]]  # number of the grader, and of the items
 
 
 class RewardPool:
-    """Graders by spec, run by `workers` processes, each driven by a thread while a batch is graded.
+    """Graders by spec, run by `workers` processes, one call at a time in each.
 
     specs: as `specs.parse_specs` takes them; how a function is called says `calling.py`. device: where reward models
     run. regex: pattern of the regex grader. timeout: seconds of one grading call, one for all graders or one for each.
@@ -53,14 +54,12 @@ class RewardPool:
         self._failures: dict[str, str] = {}
         self._closed = False
         self._workers = [Worker((self._specs, self._timeouts, regex, device)) for _ in range(workers)]
-        self._idle: queue.SimpleQueue[Worker] = queue.SimpleQueue()
         try:
-            for worker in self._workers:
-                self._kinds = worker.load(self._limit)
-                self._idle.put(worker)
+            self._load()
         except BaseException:
             self.close()
             raise
+        self._kinds = self._workers[0].kinds
 
     def check_fields(self, rows: Mapping[str, Set[str]]) -> None:
         """Raises ValueError where a grader cannot be called on some row; rows: place in the data -> its fields."""
@@ -117,6 +116,16 @@ class RewardPool:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def _load(self) -> None:
+        end = time.monotonic() + self._limit
+        while not all([worker.ready() for worker in self._workers]):
+            if not wait_for(self._workers, end):
+                raise RewardError(
+                    f"a reward worker needs more than {self._limit:g} s to load {', '.join(self.names)}; let their "
+                    "files do less when they are imported, or raise --rl-wait-timeout "
+                    f"{self._wait_timeout:g}, of which the limit is {SHARE_OF_WAIT}"
+                )
+
     def _calls(self, items: Sequence[GradeItem]) -> Iterator[Call]:
         """A batch grader is called with whole groups, an asynchronous one with many items, others with one."""
         every = range(len(items))
@@ -130,50 +139,41 @@ class RewardPool:
             yield from ((grader, cut) for cut in cuts)
 
     def _run(self, batch: Batch, calls: Iterable[Call]) -> None:
-        """Make all calls, one thread a worker. Raises RewardError for the first failure that stops the run, and where
-        all of it takes too long."""
+        """Make all calls. Raises RewardError for the first failure that stops the run, and where all of it takes too
+        long; no call is left in a worker."""
         if self._closed:
             raise RewardError("the reward pool is closed")
-        with futures.ThreadPoolExecutor(len(self._workers)) as threads:
-            running = {threads.submit(self._call, batch, *call): call for call in calls}
-            try:
-                done, late = futures.wait(running, self._limit, futures.FIRST_EXCEPTION)
-                for call in done:
-                    call.result()
-                if late:
-                    raise RewardError(self._too_late(batch, [running[call] for call in running if call in late]))
-            finally:
-                batch.stopped = True
-                for call in running:
-                    call.cancel()
-                while futures.wait(running, 0.1).not_done:
-                    for worker in self._workers:
-                        worker.kill()
-
-    def _call(self, batch: Batch, grader: int, indices: Sequence[int]) -> None:
-        worker = self._idle.get()
+        end, waiting = time.monotonic() + self._limit, deque(calls)
+        running: dict[Worker, Call] = {}
         try:
-            outcomes = self._outcomes(worker, batch, grader, [batch.texts[index] for index in indices])
+            while waiting or running:
+                for worker in self._workers:
+                    if worker.ready() and waiting:
+                        running[worker] = grader, indices = waiting.popleft()
+                        grace = GRACE if self._kinds[grader].asynchronous else 0.0
+                        worker.call(grader, [batch.texts[i] for i in indices], self._timeouts[grader], grace)
+                if not wait_for(self._workers, end):
+                    raise RewardError(self._too_late(batch, [*running.values(), *waiting]))
+                for worker, call in [*running.items()]:
+                    if (outcomes := worker.answer()) is not None:
+                        del running[worker]
+                        waiting.extendleft(self._record(batch, *call, outcomes))
         finally:
-            self._idle.put(worker)
+            for worker in running:
+                worker.close()
+
+    def _record(
+        self, batch: Batch, grader: int, indices: Sequence[int], outcomes: Sequence[Outcome] | str
+    ) -> Iterable[Call]:
+        """Note what came of a call. Returns those to make in its place, where one of its items blocked the others."""
+        if isinstance(outcomes, str):
+            kind = self._kinds[grader]
+            if kind.asynchronous and not kind.batch and len(indices) > 1:
+                return [(grader, [index]) for index in indices]
+            outcomes = [(None, outcomes)] * len(indices)
         for index, outcome in zip(indices, outcomes, strict=True):
             batch.record(index, grader, *outcome)
-
-    def _outcomes(self, worker: Worker, batch: Batch, grader: int, texts: list[dict[str, Any]]) -> Sequence[tuple]:
-        """(value, error) of each item; none once the batch is stopped. Where the worker is stuck or dies, those who
-        were graded by the call are to blame."""
-        kind, seconds = self._kinds[grader], self._timeouts[grader]
-        if batch.stopped:
-            return [(None, None)] * len(texts)
-        try:
-            return worker.call(grader, texts, seconds + (GRACE if kind.asynchronous else 0.0))
-        except TimeoutError:
-            error = f"ran longer than {seconds:g} s and was killed"
-        except EOFError as end:
-            error = f"ended its process, which {end}"
-        if kind.asynchronous and not kind.batch and len(texts) > 1:  # any of them may have blocked the others
-            return [outcome for text in texts for outcome in self._outcomes(worker, batch, grader, [text])]
-        return [(None, error)] * len(texts)
+        return ()
 
     def _too_late(self, batch: Batch, calls: Sequence[Call]) -> str:
         left = {index for _, indices in calls for index in indices}

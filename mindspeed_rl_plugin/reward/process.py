@@ -10,15 +10,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from multiprocessing.connection import Pipe
+from collections.abc import Iterable, Mapping, Sequence
+from multiprocessing.connection import Pipe, wait
 from typing import TYPE_CHECKING, Any
 
 from mindspeed_rl_plugin.reward.items import RewardError
-from mindspeed_rl_plugin.reward.specs import SHARE_OF_WAIT
 
 if TYPE_CHECKING:
-    from mindspeed_rl_plugin.reward.worker import Kind, Outcome
+    from mindspeed_rl_plugin.reward.worker import Kind
 
 BOOT = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
@@ -35,6 +34,8 @@ class Worker:
     started itself; it dies with this process, since only this process holds the other end of its lifeline.
     """
 
+    kinds: Sequence[Kind] = ()  # what its graders are, once it is ready
+
     def __init__(self, setup: tuple) -> None:
         self._setup = setup  # its first message, the specs before others
         self._start()
@@ -43,52 +44,55 @@ class Worker:
     def pid(self) -> int:
         return self._process.pid
 
-    def load(self, seconds: float) -> list[Kind]:
-        """What its graders are. Raises RewardError when it cannot load them, or not within `seconds`."""
-        names = ", ".join(spec.name for spec in self._setup[0])
-        try:
-            kinds, error = self._receive(seconds)
-        except EOFError as end:
-            error = f"a reward worker {end} while it loaded {names}"
-        except TimeoutError:
-            error = (
-                f"a reward worker needs more than {seconds:g} s to load {names}; let their files do less when they are "
-                f"imported, or raise --rl-wait-timeout {seconds / SHARE_OF_WAIT:g}, of which the limit is "
-                f"{SHARE_OF_WAIT}"
-            )
-        if error:
-            raise RewardError(error)
-        return kinds
-
-    def call(self, grader: int, items: Sequence[Mapping[str, Any]], seconds: float) -> list[Outcome]:
-        """The grades of `items`. Raises TimeoutError when that takes longer than `seconds`, and EOFError, which says
-        how, when the process ends; RewardError where its successor cannot load its graders."""
-        if self._process.poll() is not None:
+    def ready(self) -> bool:
+        """Whether it can take a call; one that ended is started again. Raises RewardError when it cannot load its
+        graders."""
+        if self._connection.closed or (self.until is None and self._process.poll() is not None):
             self.close()
             self._start()
-            self.load(math.inf)
-        try:
-            self._connection.send((grader, items))
-            return self._receive(seconds)
-        except TimeoutError:
-            self.close()
-            raise
-        except ConnectionError:
-            raise EOFError(self._end()) from None
+        if self._loading and (answer := self.answer()):
+            self._loading = False
+            names = ", ".join(spec.name for spec in self._setup[0])
+            error = f"a reward worker {answer} while it loaded {names}"
+            self.kinds, error = ((), error) if isinstance(answer, str) else answer
+            if error:
+                self.close()
+                raise RewardError(error)
+        return self.until is None
 
-    def kill(self) -> None:
-        """End the process group at once; `close` is still to come."""
+    def call(self, grader: int, items: Sequence[Mapping[str, Any]], seconds: float, grace: float = 0.0) -> None:
+        """Let it grade `items` within `seconds`; grace: seconds beyond, which an error does not name."""
+        self._limit, self.until = seconds, time.monotonic() + seconds + grace
+        with contextlib.suppress(ConnectionError):  # dead already: `answer` says so
+            self._connection.send((grader, items))
+
+    def answer(self) -> Any:
+        """What it is busy with: the outcomes of a call, or a text where it took too long or the process ended, which
+        is gone then; None as long as there is nothing."""
+        ended = self._process.poll() is not None  # before the look for a last message
+        answer = None
+        try:
+            if self._connection.poll():
+                answer = self._connection.recv()
+        except (EOFError, OSError):  # it was killed between two messages, or within one
+            ended = True
+        if answer is None and ended:
+            answer = self._end()
+        elif answer is None and time.monotonic() >= self.until:
+            answer = f"ran longer than {self._limit:g} s and was killed"
+            self.close()
+        if answer is not None:
+            self.until = None
+        return answer
+
+    def close(self) -> None:
+        """Kill the process group, and let go of everything. Idempotent."""
         if not self._connection.closed:
             with contextlib.suppress(ProcessLookupError):  # gone already, its children too
                 os.killpg(self.pid, signal.SIGKILL)
-
-    def close(self) -> None:
-        """Kill, and let go of everything. Idempotent."""
-        self.kill()
-        self._process.wait()
-        if not self._connection.closed:
             self._connection.close()
             os.close(self._lifeline)
+        self._process.wait()
 
     def _start(self) -> None:
         self._connection, theirs = Pipe()
@@ -96,23 +100,11 @@ class Worker:
         ends = (theirs.fileno(), lifeline)
         command = [sys.executable, "-c", BOOT, json.dumps([str(p) for p in sys.path]), *map(str, ends)]
         self._process = subprocess.Popen(command, pass_fds=ends, stdin=subprocess.DEVNULL, start_new_session=True)
+        self._loading, self.until = True, math.inf  # on the monotonic clock, of what it is busy with; None: idle
         theirs.close()
         os.close(lifeline)
-        with contextlib.suppress(OSError):  # dead already: `_receive` says so
+        with contextlib.suppress(OSError):  # dead already: `answer` says so
             self._connection.send(self._setup)
-
-    def _receive(self, seconds: float) -> Any:
-        """Its next message. Raises TimeoutError when none comes within `seconds`, EOFError when the process ended."""
-        end = time.monotonic() + seconds
-        while not self._connection.poll(max(0.0, min(end - time.monotonic(), TICK))):
-            if self._process.poll() is not None and not self._connection.poll(0):
-                raise EOFError(self._end())
-            if time.monotonic() >= end:
-                raise TimeoutError
-        try:
-            return self._connection.recv()
-        except (EOFError, ConnectionError):
-            raise EOFError(self._end()) from None
 
     def _end(self) -> str:
         """How the process ended, whose pipe closed."""
@@ -120,6 +112,15 @@ class Worker:
             self._process.wait(1.0)
         code = self._process.poll()
         self.close()
-        if code is None:
-            return "was killed"
-        return f"died of signal {-code} ({signal.Signals(-code).name})" if code < 0 else f"exited with code {code}"
+        how = "was killed" if code is None else f"exited with code {code}"
+        if code is not None and code < 0:
+            how = f"died of signal {-code} ({signal.Signals(-code).name})"
+        return f"ended its process, which {how}"
+
+
+def wait_for(workers: Iterable[Worker], end: float) -> bool:
+    """Until an answer, TICK at most. Returns whether that is before `end`, on the monotonic clock."""
+    busy = [worker for worker in workers if worker.until is not None]
+    seconds = min([end, *(worker.until for worker in busy)]) - time.monotonic()
+    wait([worker._connection for worker in busy], max(0.0, min(seconds, TICK)))
+    return time.monotonic() < end

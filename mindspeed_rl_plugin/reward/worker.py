@@ -1,7 +1,7 @@
 """The process in which graders run: it takes calls from a connection, and answers each with the outcome of every item.
 
 First message in: (specs, seconds of one call of each, regex of the regex grader, device of reward models); first out:
-(what its graders are, None) or (None, error). Then calls `(grader, items)`. The time limit is the parent's: it kills
+(what its graders are, None) or ((), error). Then calls `(grader, items)`. The time limit is the parent's: it kills
 this process group. Imports no torch, so that it starts in a moment.
 """
 
@@ -14,7 +14,7 @@ import os
 import select
 import sys
 import traceback
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
@@ -45,7 +45,10 @@ def main(connection: int, lifeline: int) -> None:
     for spec in specs:
         loaded, error = _outcome(_load, spec, regex, device)
         if error:
-            parent.send((None, f"reward {spec.given!r} cannot be loaded: it {error}"))
+            why = f"it {error}"
+            if "\n" not in error:  # raised here, not on a line of the user's file or of a library
+                why = why.removeprefix("it raised ValueError: ")
+            parent.send(((), f"reward {spec.given!r} cannot be loaded: {why}"))
             return
         graders.append(loaded)
     parent.send(([Kind(g.batch, g.asynchronous, g.fields) for g in graders], None))
@@ -85,10 +88,7 @@ async def _together(grader: Grader, items: Items, timeout: float) -> list[Outcom
 
 
 def _settled(value: Any, timeout: float) -> Any:
-    async def within(awaitable: Awaitable[Any]) -> Any:
-        return await asyncio.wait_for(awaitable, timeout)
-
-    return asyncio.run(within(value)) if inspect.isawaitable(value) else value
+    return asyncio.run(asyncio.wait_for(value, timeout)) if inspect.isawaitable(value) else value
 
 
 def _outcome(function: Callable[..., Any], *arguments: Any) -> Outcome:

@@ -76,7 +76,7 @@ def test_a_failing_grader_ends_the_job_with_its_prompt(job, nothing_left, arithm
     failing.start()
     log = wait_for_the_end(failing, mark).log
     assert "reward 'grade' raised RuntimeError: no such unit" in log
-    assert set(re.findall(r"on sample \(0, \d+, \d+\), prompt '([^']*)', response '", log)) == {prompt}
+    assert set(re.findall(r"on rollout 0, prompt \d+, response \d+: prompt '([^']*)', response '", log)) == {prompt}
     assert len(set(re.findall(r"\[rank(\d)\].*no such unit", log))) == 1, "torch names the rank in its traceback"
     nothing_left()
 

@@ -140,7 +140,7 @@ def test_missing_weights_are_not_drawn_at_random(decoder, tmp_path):
     config = json.loads((tmp_path / "config.json").read_text())
     config["architectures"] = ["LlamaForSequenceClassification"]
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match=r"cannot be loaded: it raised ValueError: .* has no weights for score.weight"):
+    with pytest.raises(ValueError, match=r"cannot be loaded: /.* has no weights for score.weight"):
         grade([f"model:{tmp_path}"], [])
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from mindspeed_rl_plugin.reward import GradeItem, RewardError, RewardPool
+from mindspeed_rl_plugin.reward.calling import lacking
 from mindspeed_rl_plugin.reward.specs import parse_specs
 from mindspeed_rl_plugin.rows import Prompt, SampleId
 
@@ -111,7 +112,8 @@ def test_each_failure_is_counted_and_hits_only_its_sample() -> None:
     assert [g.parts for g in result] == [(float(at != 2),) * len(names) for at in range(5)]
     assert [(g.dropped, g.error is not None) for g in result] == [(at == 2,) * 2 for at in range(5)]
     for name, message in zip(names, messages, strict=True):
-        for part in (f"reward '{name}'", message, "on sample (0, 2, 0)", "prompt 'the prompt'", "response 'bad'"):
+        where = "on rollout 0, prompt 2, response 0: prompt 'the prompt', response 'bad'"
+        for part in (f"reward '{name}'", message, where):
             assert part in failures[name], failures[name]
         assert failures[name] in result[2].error
 
@@ -140,7 +142,7 @@ def test_all_grading_together_has_a_limit_that_names_what_is_left() -> None:
         assert 1.8 <= time.monotonic() - begin < 6
         message = str(caught.value)
         for part in (
-            "grading took longer than 1.8 s, with ", " of 40 responses left", "reward 'dawdle' was on sample (0, ",
+            "grading took longer than 1.8 s, with ", " of 40 responses left", "reward 'dawdle' was on rollout 0, ",
             "prompt 'slow one'", "0.9 of --rl-wait-timeout 2", "add --rl-reward-workers", "--rl-reward-timeout 1",
         ):  # fmt: skip
             assert part in message, message
@@ -251,7 +253,7 @@ BAD = [
     (["regex"], {}, "needs a pattern: --rl-reward-regex"),
     (["regex"], {"regex": "("}, r"--rl-reward-regex '\(' is no regular expression"),
     (["/nowhere/f.py:g"], {}, "there is no file '/nowhere/f.py'"),
-    ([own("nope")], {}, "has no function 'nope'; it has .*length"),
+    ([own("nope")], {}, r"loaded: /\S*py has no function 'nope'; it has .*length"),
     ([own("NOT_CALLABLE")], {}, "has no function 'NOT_CALLABLE'"),
     ([str(FILE)], {}, "reward '.*graders_for_tests.py' names no function: give .*py:NAME; it has .*length"),
     ([own("a b")], {}, "'a b' is no name of a function"),
@@ -277,11 +279,12 @@ def test_a_grader_that_asks_for_a_field_of_no_row_is_refused_before_anything_is_
     """Whatever row lacks it; what has a default, or a batch grader, asks for none."""
     rows = {"a.jsonl line 1": frozenset({"level", "x"}), "a.jsonl line 4": frozenset({"x"})}
     with RewardPool([own("whole_record"), own("field"), own("batch_rank"), own("verls_with_rest")], workers=1) as pool:
-        with pytest.raises(ValueError, match="py:field' asks for 'level', which a.jsonl line 4 has not; .* has 'x': "):
+        with pytest.raises(ValueError, match=r"'level', but a.jsonl line 4 .* fields: prompt, answer, x\). Allowed: "):
             pool.check_fields(rows)
-        with pytest.raises(ValueError, match="verls_with_rest' asks for 'solution_str', .* is response here"):
+        with pytest.raises(ValueError, match="'solution_str', but .* did you mean response\\?"):
             pool.check_fields({"a.jsonl line 1": rows["a.jsonl line 1"]})
         pool.check_fields({"a.jsonl line 1": frozenset({"level", "solution_str"})})
+    assert "did you mean response? Allowed: prompt, response" in lacking(("respones",), {"a.jsonl line 1": frozenset()})
 
 
 TRIED = [
@@ -303,7 +306,7 @@ def test_each_grader_is_tried_on_a_data_row() -> None:
             assert all(part in said for part in (message, "a.jsonl line 1", "response 'bad'")), said
         assert [f"{FILE}:batch_short" in said for said in pool.try_once(fine, "a.jsonl line 2", 4)] == [True]
         pool._on_error = "stop"
-        with pytest.raises(ValueError, match="on a.jsonl line 1, .*(?s:.)*--rl-reward-on-error"):
+        with pytest.raises(ValueError, match="on a.jsonl line 1: .*(?s:.)*--rl-reward-on-error"):
             pool.try_once(bad, "a.jsonl line 1", 4)
 
 
@@ -320,7 +323,7 @@ def test_a_file_that_does_not_load_is_reported_with_its_line(tmp_path: Path) -> 
     for name, message in {
         "broken": r"(?s)/broken.py:f' cannot be loaded: it raised ModuleNotFoundError: .*broken.py\", line 1",
         "syntax": rf"SyntaxError: .* in {tmp_path}/syntax.py, line 1: def f\(:$",
-        "dies": "worker exited with code 9 while it loaded f",
+        "dies": "which exited with code 9 while it loaded f",
     }.items():
         with pytest.raises(ValueError, match=message):
             RewardPool([f"{tmp_path / name}.py:f"], workers=1)
