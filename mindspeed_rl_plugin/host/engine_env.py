@@ -47,7 +47,10 @@ def prepare_engine_env(kind: str, *, sleep_mode: bool) -> None:
                 )
     if vllm_version() < V1_SWITCH_GONE:
         os.environ.setdefault("VLLM_USE_V1", "1")
-    _name_ranks()
+    if dist.is_initialized():  # vLLM's external launcher reads torchrun's variables, which are there without it too
+        os.environ.setdefault("RANK", str(dist.get_rank()))
+        os.environ.setdefault("WORLD_SIZE", str(dist.get_world_size()))
+        os.environ.setdefault("LOCAL_RANK", os.environ["RANK"])
 
 
 def vllm_version() -> tuple[int, int]:
@@ -60,11 +63,3 @@ def vllm_version() -> tuple[int, int]:
         major, minor = version.split(".")[:2]
         return int(major), int(minor)
     raise ValueError("vLLM is not installed: pip install vllm (CUDA), vllm-ascend (Ascend) or run setup.sh (CPU)")
-
-
-def _name_ranks() -> None:
-    """vLLM's external launcher reads torchrun's variables; a process group made without torchrun lacks them."""
-    if dist.is_initialized():
-        os.environ.setdefault("RANK", str(dist.get_rank()))
-        os.environ.setdefault("WORLD_SIZE", str(dist.get_world_size()))
-        os.environ.setdefault("LOCAL_RANK", os.environ["RANK"])

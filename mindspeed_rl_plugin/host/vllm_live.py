@@ -13,7 +13,6 @@ import functools
 import os
 import time
 import zlib
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -110,46 +109,31 @@ def _rotary_by_heads() -> None:
 
 
 def _own_shared_memory() -> None:
-    from vllm.distributed.device_communicators import cpu_communicator
+    """A segment's name is the same in every job of stock vLLM: two jobs collide, and so do a job and what a killed one
+    left. Here it is this job's own, and goes as soon as every rank has mapped it: no end of a process leaves it behind.
+    """
+    from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed as Shm
 
-    shm = cpu_communicator._CPUSHMDistributed
-    shm.make_group_name = staticmethod(_job_name(shm.make_group_name))
-    shm._init_cpu_shm = _nameless(shm._init_cpu_shm)
+    group_name, init = Shm.make_group_name, Shm._init_cpu_shm
+    parts = [os.environ.get(k, "") for k in ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT")]
+    job = f"{zlib.crc32('|'.join(parts).encode()):08x}"  # the same in all its ranks
 
+    def segment(name: str, communicator: Any) -> Path:
+        return SHARED_MEMORY / f"{name[1:]}_{communicator.rank}"
 
-def _job_name(original: Callable[[Any], str]) -> Callable[[Any], str]:
-    """vLLM's name is the same in every job: two jobs collide, and so do a job and what a killed one left."""
-
-    @functools.wraps(original)
     def make_group_name(communicator: Any) -> str:
-        name = f"/{PREFIX}{job_id()}-{original(communicator).replace('/', '')}"
+        name = f"/{PREFIX}{job}-{group_name(communicator).replace('/', '')}"
         # Each rank creates, and so removes, only its own segment: a peer's may be in use already.
-        _segment(name, communicator).unlink(missing_ok=True)
+        segment(name, communicator).unlink(missing_ok=True)
         return name
 
-    return make_group_name
-
-
-def _nameless(original: Callable[[Any], int]) -> Callable[[Any], int]:
-    """Remove the segment's name as soon as every rank has mapped it: then no end of a process leaves it behind."""
-
-    @functools.wraps(original)
     def init_cpu_shm(self: Any) -> int:
-        handle = original(self)  # ends with a barrier
-        _segment(self.group_name, self.communicator).unlink(missing_ok=True)
+        handle = init(self)  # ends with a barrier
+        segment(self.group_name, self.communicator).unlink(missing_ok=True)
         return handle
 
-    return init_cpu_shm
-
-
-def _segment(group: str, communicator: Any) -> Path:
-    return SHARED_MEMORY / f"{group[1:]}_{communicator.rank}"
-
-
-def job_id() -> str:
-    """A short name of this job, the same in all its ranks and different from other jobs on the machine."""
-    parts = [os.environ.get(k, "") for k in ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT")]
-    return f"{zlib.crc32('|'.join(parts).encode()):08x}"
+    Shm.make_group_name = staticmethod(make_group_name)
+    Shm._init_cpu_shm = init_cpu_shm
 
 
 def remove_leftovers(folder: Path = SHARED_MEMORY) -> None:

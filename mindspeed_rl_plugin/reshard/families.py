@@ -79,10 +79,6 @@ def _whole(megatron: str, canonical: str, *sizes: str, **more: str | bool | Laye
     return _layer(megatron, canonical, Split.REPLICATED, (canonical, *sizes), **more)
 
 
-def _norm(megatron: str, canonical: str, size: str = "hidden", **more: str | LayerType) -> Row:
-    return _whole(megatron, canonical, size, **more)
-
-
 def _qkv(kind: str, *sizes: str) -> Row:
     """kind: "weight" or "bias"; sizes: behind the rows."""
     parts = ((f"self_attn.{x}_proj.{kind}", "query" if x == "q" else "key", *sizes) for x in "qkv")
@@ -120,23 +116,23 @@ _FUSED_NORM = f"{_ATTENTION}linear_qkv.layer_norm_weight"
 _OUT = f"{_ATTENTION}linear_proj.weight"
 
 _GROUPED_ATTENTION = (
-    _norm("input_layernorm.weight", "input_layernorm.weight", te=_FUSED_NORM),
+    _whole("input_layernorm.weight", "input_layernorm.weight", "hidden", te=_FUSED_NORM),
     _qkv("weight", "hidden"),
     _layer(_OUT, "self_attn.o_proj.weight", Split.COLUMNS, ("self_attn.o_proj.weight", "hidden", "query")),
 )
 _QKV_BIAS = (_qkv("bias"),)
-_QK_NORM = tuple(_norm(f"{_ATTENTION}{x}_layernorm.weight", f"self_attn.{x}_norm.weight", "head") for x in "qk")
+_QK_NORM = tuple(_whole(f"{_ATTENTION}{x}_layernorm.weight", f"self_attn.{x}_norm.weight", "head") for x in "qk")
 
 _MLP_NORM, _AFTER_ATTENTION = "pre_mlp_layernorm.weight", "post_attention_layernorm.weight"
 _FUSED_MLP_NORM = "mlp.linear_fc1.layer_norm_weight"
 _DENSE_MLP = (
-    _norm(_MLP_NORM, _AFTER_ATTENTION, te=_FUSED_MLP_NORM, mindspeed=_MLP_NORM, layer_type=LayerType.DENSE),
+    _whole(_MLP_NORM, _AFTER_ATTENTION, "hidden", te=_FUSED_MLP_NORM, mindspeed=_MLP_NORM, layer_type=LayerType.DENSE),
     _gate_up("mlp", "mlp", "ffn", LayerType.DENSE),
     _down("mlp", "mlp", "ffn", LayerType.DENSE),
 )
 
 _ROUTED = (
-    _norm(_MLP_NORM, _AFTER_ATTENTION, layer_type=LayerType.MOE),
+    _whole(_MLP_NORM, _AFTER_ATTENTION, "hidden", layer_type=LayerType.MOE),
     _whole("mlp.router.weight", "mlp.gate.weight", "experts", "hidden", layer_type=LayerType.MOE),
     _experts(("gate", "up"), 1, "w13_weight", Split.GATE_UP, "expert_ffn", "hidden"),
     _experts(("down",), 2, "w2_weight", Split.COLUMNS, "hidden", "expert_ffn"),
@@ -152,7 +148,7 @@ _SHARED_EXPERTS = (
 _Q_DOWN = ("self_attn.q_a_proj.weight", "q_lora", "hidden")
 _KV_DOWN = ("self_attn.kv_a_proj_with_mqa.weight", "kv_down", "hidden")
 _LATENT_ATTENTION = (
-    _norm("input_layernorm.weight", "input_layernorm.weight"),
+    _whole("input_layernorm.weight", "input_layernorm.weight", "hidden"),
     _only(_layer(f"{_ATTENTION}linear_q_down_proj.weight", None, Split.DOWN, _Q_DOWN), *IMPLS[:3]),
     _only(_layer(f"{_ATTENTION}linear_kv_down_proj.weight", None, Split.DOWN, _KV_DOWN), *IMPLS[:3]),
     _only(
@@ -163,7 +159,7 @@ _LATENT_ATTENTION = (
         ENGINE,
     ),
     *(
-        _norm(
+        _whole(
             f"{_ATTENTION}{x}_layernorm.weight",
             f"self_attn.{x}_a_layernorm.weight",
             f"{x}_lora",

@@ -17,7 +17,7 @@ from mindspeed_rl_plugin.reshard.cuts import (
     check_heads,
     stack,
 )
-from mindspeed_rl_plugin.reshard.family_table import ENGINE, EXPERTS, IMPLS, LayerType, Row, Split
+from mindspeed_rl_plugin.reshard.family_table import ENGINE, EXPERTS, IMPLS, LayerType, Split
 from mindspeed_rl_plugin.reshard.parallel import EngineParallel, Parallel, chunk_prefix
 from mindspeed_rl_plugin.reshard.shape import Canonical, ModelShape
 
@@ -92,37 +92,29 @@ def _megatron(
         raise ValueError(f"{shape.experts} experts do not divide over {parallel.ep} expert parallel ranks")
     mine = range(ep * shape.experts // parallel.ep, (ep + 1) * shape.experts // parallel.ep)
     chunks = parallel.stage_layers(shape.layers, pp)
+    places = {layer: (chunk, i) for chunk, layers in enumerate(chunks) for i, layer in enumerate(layers)}
     out: dict[str, Stored] = {}
-
-    def put(chunk: int, row: Row, layer: int, local: int) -> None:
-        kind = experts if row.layer_type is LayerType.EXPERT else impl
-        if kind not in row.names:
-            return
+    for row, layer in shape.rows_in_order():
+        if row.layer_type is LayerType.EMBEDDING:
+            place = (0, 0) if pp == 0 else None
+        elif row.layer_type is LayerType.OUTPUT:
+            # A tied head shares the embedding's storage when both are on one stage, else it is a copy.
+            shared = row.split is Split.VOCABULARY and shape.tied and parallel.pp == 1
+            place = (len(chunks) - 1, 0) if pp == parallel.pp - 1 and not shared else None
+        else:
+            place = places.get(layer)
+        routed = row.layer_type is LayerType.EXPERT
+        kind = experts if routed else impl
+        if place is None or kind not in row.names:
+            continue
+        chunk, local = place
         name = chunk_prefix(chunk, parallel.vpp) + row.names[kind]
-        if row.layer_type is not LayerType.EXPERT:
-            cut = Cut(shape, row, shape.names_of(row, layer), parallel.tp, tp, impl)
-            out[name.format(layer=local)] = CUT_MEGATRON[row.split](cut)
-            return
-        cuts = [Cut(shape, row, shape.names_of(row, layer, e), parallel.expert_tp, etp, impl) for e in mine]
+        size, rank, which = (parallel.expert_tp, etp, mine) if routed else (parallel.tp, tp, (0,))
+        cuts = [Cut(shape, row, shape.names_of(row, layer, e), size, rank, impl) for e in which]
         stored = [CUT_MEGATRON[row.split](cut) for cut in cuts]
         if kind == "grouped":
-            out[name.format(layer=local)] = stack(stored, transposed=True, flat=row.split)
-            return
-        for j, one in enumerate(stored):
-            out[name.format(layer=local, expert=j)] = one
-
-    for chunk, layers in enumerate(chunks):
-        if pp == 0 and chunk == 0:
-            for row in shape.rows(LayerType.EMBEDDING):
-                put(chunk, row, 0, 0)
-        for local, layer in enumerate(layers):
-            for row in shape.layer_rows(layer):
-                put(chunk, row, layer, local)
-        if pp == parallel.pp - 1 and chunk == len(chunks) - 1:
-            for row in shape.rows(LayerType.OUTPUT):
-                # A tied head shares the embedding's storage when both are on one stage, else it is a copy.
-                if row.split is not Split.VOCABULARY or not shape.tied or parallel.pp > 1:
-                    put(chunk, row, 0, 0)
+            stored = [stack(stored, transposed=True, flat=row.split)]
+        out |= {name.format(layer=local, expert=j): one for j, one in enumerate(stored)}
     return _frozen(out)
 
 
