@@ -1,7 +1,8 @@
-"""What the launcher put into the environment: the one room that reads it beside device.py and host/."""
+"""What the launcher put into the environment: read here, in device/, host/ and tools/ only."""
 
 from __future__ import annotations
 
+import json
 import os
 import time
 
@@ -29,9 +30,12 @@ def master_address() -> tuple[str, int]:
     return os.environ.get("MASTER_ADDR", ""), int(os.environ.get("MASTER_PORT", 0))
 
 
-def error_file() -> str:
-    """File from which torchrun reads why a rank failed, for its summary; empty outside torchrun."""
-    return os.environ.get("TORCHELASTIC_ERROR_FILE", "")
+def record_failure(reason: str) -> None:
+    """Leave the reason of this rank's end to torchrun, for its summary, the last lines of a job."""
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        extra = {"py_callstack": reason, "timestamp": str(int(time.time()))}
+        with open(path, "w", encoding="utf-8") as file:
+            json.dump({"message": {"message": reason, "extraInfo": extra}}, file)
 
 
 def leave_to_first_rank() -> None:

@@ -1,4 +1,4 @@
-"""What flows between the rooms: ids, ragged columns, rows, prompts, requests and completions.
+"""What flows between the folders: ids, ragged columns, rows, prompts, requests and completions.
 
 Shape legend, used in every docstring of the package:
 
@@ -10,7 +10,7 @@ Shape legend, used in every docstring of the package:
 **Alignment.** Every per-token column of a sample has length L and is aligned with `tokens`: entry t
 belongs to the event "tokens[t] was produced after tokens[:t]". `loss_mask[t]` is 1 where that event
 is trained, and 0 on prompt tokens; entry 0 is always masked. The shift between logits and tokens
-happens in one room, `forward/`, and nowhere else.
+happens in one folder, `forward/`, and nowhere else.
 """
 
 from __future__ import annotations

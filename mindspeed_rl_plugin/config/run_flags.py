@@ -164,7 +164,7 @@ class ReshardConfig:
         "what leaves the device during generation: params, grads, optimizer (with commas or spaces), or none",
         choices=("params", "grads", "optimizer", "none"),
     )
-    reshard_bucket_mb: int = flag(256, "bucket of the streaming reshard, and round of the others", unit="MiB", least=1)
+    reshard_bucket_mb: int = flag(256, "bucket of the reshard", unit="MiB", least=1)
     verify_weights: bool = flag(False, "compare digests of every tensor in trainer and engine after each reshard")
 
     @property

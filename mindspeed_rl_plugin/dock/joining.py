@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from mindspeed_rl_plugin.dock.api import Declared
 from mindspeed_rl_plugin.dock.calls import Calls
-from mindspeed_rl_plugin.dock.messages import Address, Join
+from mindspeed_rl_plugin.dock.messages import Address, Failed, Join
 from mindspeed_rl_plugin.dock.rpc import Process, ask, connect
 from mindspeed_rl_plugin.environment import master_address
 
@@ -64,6 +64,8 @@ def join(
     stream = connect(place, me)
     directory, _ = ask(stream, place, Join())
     stream.close()
+    if isinstance(directory, Failed):
+        raise directory.raised()
     here = [i for i, place in enumerate(directory.warehouses) if place.node == me.node]
     calls = Calls(directory, me, warehouse=here[0] if here else None, lease_seconds=lease_seconds)
     return Declared(directory.columns, directory.states), calls

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from mindspeed_rl_plugin.device.meters import host_available
 from mindspeed_rl_plugin.dock.api import ColumnSpec, StateSpec
 from mindspeed_rl_plugin.dock.messages import Extent
 
@@ -228,12 +229,16 @@ class Slabs(Segments):
             return self._make(size)
 
     def _make(self, space: int) -> int:
-        left = _available()
-        if left is not None and space > left:
+        left = host_available()
+        if space > left:
             raise OSError(f"no memory for {space} bytes of rows: {left} are free here; lower --rl-rollout-prompts or "
                           "set --rl-dock-gb, with which producers wait")  # fmt: skip
         handle = os.memfd_create("rl-dock", os.MFD_CLOEXEC)
-        os.posix_fallocate(handle, 0, space)
+        try:
+            os.posix_fallocate(handle, 0, space)
+        except OSError:
+            os.close(handle)
+            raise
         segment, self._next = self._next, self._next + 1
         self._arrays[segment] = _mapped(handle, space)
         self._files[segment], self._free[segment] = (handle, space), [(0, space)]
@@ -251,13 +256,6 @@ class Slabs(Segments):
 def _mapped(handle: int, size: int) -> np.ndarray:
     flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
     return np.frombuffer(mmap.mmap(handle, size, flags=flags), np.uint8)
-
-
-def _available() -> int | None:
-    """Bytes of memory that this machine could still hand out; None where it does not say."""
-    with open("/proc/meminfo", encoding="ascii") as file:
-        found = next((line for line in file if line.startswith("MemAvailable:")), None)
-    return None if found is None else int(found.split()[1]) << 10
 
 
 def insert(ranges: list[Range], begin: int, end: int) -> None:

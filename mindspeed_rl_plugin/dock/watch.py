@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 
 from mindspeed_rl_plugin.dock.messages import Message, Ping, Stopped
 from mindspeed_rl_plugin.dock.rpc import Stream, frame, thread
+from mindspeed_rl_plugin.environment import record_failure
 
 SIGNS = 4  # of life, that are sent in one heartbeat
 FLUSH_SECONDS = 1.0
@@ -114,9 +115,10 @@ class Watch:
         if not self._stopping.acquire(blocking=False):
             return None if self._end is not os._exit else threading.Event().wait()  # another thread is about to
         machine = self.machines[rank].split()[0] if 0 <= rank < len(self.machines) else "?"
-        line = f"\n[rl] rank {self.rank} stops: rank {rank} on {machine} is gone ({why})\n"
+        line = f"rank {self.rank} stops: rank {rank} on {machine} is gone ({why})"
         with contextlib.suppress(OSError):
-            os.write(2, line.encode())  # not sys.stderr: the main thread may hang with its lock held
+            os.write(2, f"\n[rl] {line}\n".encode())  # not sys.stderr: the main thread may hang with its lock held
+            record_failure(line)
         for link in list(self._links):
             link.note(Stopped(rank, why))
         thread(_flush).join(FLUSH_SECONDS)

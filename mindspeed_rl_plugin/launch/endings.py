@@ -6,15 +6,13 @@ torchrun's own summary, the last lines of a job.
 
 from __future__ import annotations
 
-import json
 import sys
-import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
 
-from mindspeed_rl_plugin.environment import error_file, launch_env, leave_to_first_rank
+from mindspeed_rl_plugin.environment import launch_env, leave_to_first_rank, record_failure
 from mindspeed_rl_plugin.launch import checkpoint_files as files
 from mindspeed_rl_plugin.launch.disk import full_disk
 
@@ -74,14 +72,6 @@ def stopping() -> Iterator[None]:
         raise
 
 
-def record(reason: str) -> None:
-    """Leave the reason of a failure to torchrun."""
-    if error_file():
-        extra = {"py_callstack": reason, "timestamp": str(int(time.time()))}
-        with open(error_file(), "w", encoding="utf-8") as file:
-            json.dump({"message": {"message": reason, "extraInfo": extra}}, file)
-
-
 def interrupted(args: Any) -> str:
     """The one line of a run that was stopped from the keyboard."""
     saved = files.read_tracker(getattr(args, "save", None))
@@ -101,10 +91,10 @@ def _uncaught(kind: type[BaseException], error: BaseException, trace: TracebackT
         return
     if isinstance(error, Refusal):
         _say(f"[rl] {error}")
-        record(str(error))
+        record_failure(str(error))
         return
     _show(kind, error, trace)
-    record(_reason or f"{kind.__name__}: {error}")
+    record_failure(_reason or f"{kind.__name__}: {error}")
 
 
 def _say(text: str) -> None:

@@ -88,7 +88,7 @@ def save_checkpoint(args: Any, original: Callable, positional: tuple, named: Map
 
 @under_rl
 def build_train_valid_test_data_iterators(args: Any, original: Callable, positional: tuple, named: Mapping) -> Any:
-    """Return the dock's iterator in place of the pretraining data, which is never opened."""
+    """No pretraining data is opened: the rows of a step come with `train_step`."""
     from mindspeed_rl_plugin.loop import run
 
     # Megatron sets these three while it builds its data loaders, and its train loop reads them.

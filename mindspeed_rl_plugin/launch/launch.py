@@ -114,6 +114,8 @@ def _check_loaded(model: Any, start: Start, args: Any) -> None:
 def load(original: Callable, positional: tuple, named: Mapping[str, Any]) -> Any:
     """Megatron's `load_checkpoint`, with the reference's weights loaded before a resumed actor's."""
     at = _launch
+    if at is None:  # somebody loads before training is set up
+        return original(*positional, **named)
     model = positional[0] if positional else named["ddp_model"]
     if at.loading and at.start.kind == "resume" and at.algorithm.needs_reference:
         with refusing(), must_fit(model, str(at.start.reference_path)):

@@ -51,7 +51,7 @@ PATCHES: tuple[Patch, ...] = (
         target="megatron.training.training.build_train_valid_test_data_iterators",
         hook=hooks.build_train_valid_test_data_iterators,
         leading=("build_train_valid_test_datasets_provider",),
-        why="returns the dock's iterator in place of the pretraining data",
+        why="opens no pretraining data: the rows of a step come with train_step",
         versions="0.12.1 training.py:2405, 0.16.1 :3422, 0.19.0 :4601",
         remove_when="pretrain() accepts ready iterators (dataloader_type external covers only some scripts)",
     ),

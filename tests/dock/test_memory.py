@@ -57,7 +57,7 @@ def test_memory_of_a_removed_segment_goes_back_although_a_reader_maps_it() -> No
 def test_a_machine_without_memory_is_named(make_one, monkeypatch: pytest.MonkeyPatch) -> None:
     dock = make_one()
     dock.open(0, 1, 1)
-    monkeypatch.setattr("mindspeed_rl_plugin.dock.memory._available", lambda: 1000)
+    monkeypatch.setattr("mindspeed_rl_plugin.dock.memory.host_available", lambda: 1000)
     with pytest.raises(ValueError, match="1000 are free.*--rl-dock-gb"):
         dock.put(tokens([sid(0, 0)], 100_000))
     monkeypatch.undo()

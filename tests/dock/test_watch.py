@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
 
 import pytest
@@ -44,11 +45,14 @@ def case() -> Case:
     return Case()
 
 
-def test_a_link_that_breaks_ends_the_rank_once_and_the_others_learn_why(case, capfd) -> None:
+def test_a_link_that_breaks_ends_the_rank_once_and_the_others_learn_why(case, capfd, tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
     case.watch.broke(case.links[1])
     case.watch.broke(case.links[0])
     assert case.ended == [1]
     assert capfd.readouterr().err == "\n[rl] rank 1 stops: rank 2 on b is gone (connection broke)\n"
+    reason = json.loads((tmp_path / "error.json").read_text())["message"]["message"]
+    assert reason == "rank 1 stops: rank 2 on b is gone (connection broke)", "torchrun's summary says it"
     assert [(x.rank, x.why) for x in case.links[0].sent if isinstance(x, Stopped)] == [(2, "connection broke")]
 
 
