@@ -6,8 +6,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from mindspeed_rl_plugin.tools.convert import tokens
 from mindspeed_rl_plugin.tools.convert.cli import size
+from mindspeed_rl_plugin.tools.convert.files import model_tokens, vocabulary_size
 
 FIRST, INDEX = "model-00001-of-00002.safetensors", "model.safetensors.index.json"
 
@@ -119,12 +119,12 @@ def test_a_vocabulary_in_other_files(tmp_path):
     (tmp_path / "vocab.json").write_text('{"a": 0, "b": 1}')
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "b", "bos_token": "c", "pad_token": "d"}')
     (tmp_path / "added_tokens.json").write_text('{"c": 2}')
-    assert tokens.of_model(tmp_path) == {"bos_token_id": 2, "eos_token_id": 1}
-    assert tokens.entries(tmp_path) == 3 and tokens.entries(tmp_path / "none") == 0
+    assert model_tokens(tmp_path) == {"bos_token_id": 2, "eos_token_id": 1}
+    assert vocabulary_size(tmp_path) == 3 and vocabulary_size(tmp_path / "none") == 0
     (tmp_path / "tokenizer.json").write_text(json.dumps({"model": {"vocab": [["x", 0.0], ["b", -1.0]]}}))
     decoder = {"eos_token": "d", "added_tokens_decoder": {"9": {"content": "d"}}}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(decoder))
-    assert tokens.of_model(tmp_path) == {"eos_token_id": 9}
+    assert model_tokens(tmp_path) == {"eos_token_id": 9}
 
 
 def test_small_sizes_are_in_mb():

@@ -6,6 +6,7 @@ python -m mindspeed_rl_plugin export --load CKPT --out DIR [--tokenizer DIR]
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import shutil
 from dataclasses import fields, replace
@@ -17,10 +18,16 @@ import torch
 from mindspeed_rl_plugin.engine.hf_config import derive_config, write_config
 from mindspeed_rl_plugin.reshard.layout import ModelShape, canonical_tensors
 from mindspeed_rl_plugin.reshard.live import raise_if
-from mindspeed_rl_plugin.tools.convert import tokens
 from mindspeed_rl_plugin.tools.convert.checkpoint import Assembled, Checkpoint
 from mindspeed_rl_plugin.tools.convert.cli import DTYPES, make_parser, run, size
-from mindspeed_rl_plugin.tools.convert.files import tokenizer_files, write_shards
+from mindspeed_rl_plugin.tools.convert.files import (
+    GENERATION,
+    config_tokens,
+    model_tokens,
+    tokenizer_files,
+    vocabulary_size,
+    write_shards,
+)
 from mindspeed_rl_plugin.tools.layout_args import read_config, shape_of
 
 
@@ -59,7 +66,10 @@ def export(options: argparse.Namespace) -> str:
     write_config(config | ids | written, options.out)
     for file in tokenizer:
         shutil.copyfile(file, options.out / file.name)
-    tokens.write_generation(ids, _folders(options), options.out)
+    if given := [file for folder in _folders(options) if (file := folder / GENERATION).is_file()]:
+        shutil.copyfile(given[0], options.out / GENERATION)
+    elif ids:
+        (options.out / GENERATION).write_text(json.dumps(ids, indent=1))
     done = f"{len(tensors)} tensors, {size(total)}, files: {files}"
     return f"exported {checkpoint.folder} to {options.out}: {done}\n{padding}{note}"
 
@@ -72,8 +82,8 @@ def _folders(options: argparse.Namespace) -> list[Path]:
 
 def _tokens(args: argparse.Namespace, options: argparse.Namespace, vocab: int) -> tuple[dict[str, Any], str]:
     """Ids of special tokens for config.json, and a line on where the end of a response comes from."""
-    sources = [(str(options.config), tokens.of_file(options.config))] if options.config else []
-    sources += [(str(folder), tokens.of_model(folder)) for folder in _folders(options)]
+    sources = [(str(options.config), config_tokens(options.config))] if options.config else []
+    sources += [(str(folder), model_tokens(folder)) for folder in _folders(options)]
     sources.append(("the imported model", getattr(args, "hf_tokens", None) or {}))
     ids: dict[str, Any] = {}
     for _, named in reversed(sources):
@@ -98,7 +108,7 @@ def _vocabulary(args: argparse.Namespace, options: argparse.Namespace, described
     padded = args.padded_vocab_size
     if known := options.vocab or described or args.vocab_size:
         return known, ""
-    entries = tokens.entries(options.tokenizer) if options.tokenizer else 0
+    entries = vocabulary_size(options.tokenizer) if options.tokenizer else 0
     if 0 < entries <= padded:
         return entries, ""
     source = f"--tokenizer {options.tokenizer} has {entries} tokens, not those" if entries else "nothing says how many"

@@ -22,11 +22,10 @@ from mindspeed_rl_plugin.reshard.family_table import EXPERTS, IMPLS
 from mindspeed_rl_plugin.reshard.layout import ModelShape, Parallel, canonical_tensors, megatron_layout, megatron_shapes
 from mindspeed_rl_plugin.reshard.live import SHOWN, raise_if
 from mindspeed_rl_plugin.reshard.parallel import chunk_prefix
-from mindspeed_rl_plugin.tools.convert import tokens
 from mindspeed_rl_plugin.tools.convert.arguments import flags, megatron_arguments
 from mindspeed_rl_plugin.tools.convert.checkpoint import rank_folders, write_checkpoint
 from mindspeed_rl_plugin.tools.convert.cli import DTYPES, make_parser, run
-from mindspeed_rl_plugin.tools.convert.files import open_tensors
+from mindspeed_rl_plugin.tools.convert.files import model_tokens, open_tensors
 from mindspeed_rl_plugin.tools.layout_args import TRAIN, check_train, parse_sizes, read_config, shape_of, train_layout
 
 # Beside the weights: layers that predict further tokens, numbered after the others; frequencies that old files keep.
@@ -52,7 +51,7 @@ def import_(options: argparse.Namespace) -> str:
     shape = shape_of(config, options.pad * parallel.tp, flag)
     check_train(shape, parallel, f"--train {options.train}")
     args = megatron_arguments(shape, parallel, config)
-    args.hf_tokens = tokens.of_model(options.load)
+    args.hf_tokens = model_tokens(options.load)
     wrong = compare_configs(derive_config(args, vocab_size=config["vocab_size"]), config)
     raise_if(wrong, "Megatron's arguments cannot express the model of config.json")
     source = open_tensors(options.load)

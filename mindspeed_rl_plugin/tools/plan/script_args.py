@@ -15,7 +15,7 @@ from mindspeed_rl_plugin.config import RLConfig, add_flags, config_problems
 from mindspeed_rl_plugin.config.upstream import RUN, UPSTREAM, refusals
 from mindspeed_rl_plugin.engine.hf_config import load_reference
 from mindspeed_rl_plugin.reshard.layout import ModelShape, Parallel
-from mindspeed_rl_plugin.tools.convert import tokens
+from mindspeed_rl_plugin.tools.convert.files import vocabulary_size
 from mindspeed_rl_plugin.tools.plan.dock_volume import rollout_bytes
 from mindspeed_rl_plugin.tools.plan.estimate import Run
 from mindspeed_rl_plugin.tools.rehearse.capture import capture
@@ -189,7 +189,7 @@ def _vocabulary(flags: Flags, folder: Path) -> int | None:
     for path in (folder / text for text in map(flags.get, _TOKENIZERS) if text):
         path = path.parent if path.name == "tokenizer.json" else path
         if (path / "tokenizer.json").is_file():
-            if size := tokens.entries(path):
+            if size := vocabulary_size(path):
                 return size
             raise ValueError(f"{path / 'tokenizer.json'} holds no vocabulary; give its size with --vocab")
     return None
