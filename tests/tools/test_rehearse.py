@@ -14,12 +14,12 @@ from pathlib import Path
 
 import pytest
 
-from mindspeed_rl_plugin.tools.rehearse import outcome, unavailable
+from mindspeed_rl_plugin.tools.rehearse import outcome
 from mindspeed_rl_plugin.tools.rehearse.capture import Done, Launch
 from mindspeed_rl_plugin.tools.rehearse.command_line import Flags
 from mindspeed_rl_plugin.tools.rehearse.entry_script import Entry, find_entry
 from mindspeed_rl_plugin.tools.rehearse.outcome import tail
-from mindspeed_rl_plugin.tools.rehearse.shrink import shrink
+from mindspeed_rl_plugin.tools.rehearse.shrink import remove_unavailable, replace_mindspeed_llm, shrink
 
 ROOT = Path(__file__).resolve().parents[2]
 DENSE, EXPERTS = (ROOT / "examples" / "ascend" / f"{name}.sh" for name in ("grpo_qwen2.5_7b", "grpo_qwen3_30b_a3b"))
@@ -94,7 +94,7 @@ def test_changed_flags_are_recorded_and_the_rest_stays():
     flags.set("--tp", 8, why="the same")
     flags.set("--tp", 2, why="fewer")
     flags.apply("less already", "--tp<=4 --absent<=4 --absent~1 --absent")
-    unavailable.remove(flags, mindspeed=True)
+    remove_unavailable(flags, mindspeed=True)
     kept = "--tp 2 --bf16 --lr 1e-6 --no-gradient-accumulation-fusion --no-masked-softmax-fusion"
     assert flags.argv() == kept.split()
     assert flags.changes[0] == ("--tp", "8", "2", "fewer")
@@ -105,7 +105,7 @@ def test_changed_flags_are_recorded_and_the_rest_stays():
 def test_values_of_mindspeed_llm_are_replaced_without_it():
     words = "--spec mindspeed_llm.a b --moe-token-dispatcher-type alltoall_seq --moe-layer-freq -1"
     flags = Flags.parse(f"{words} --distributed-backend hccl".split())
-    unavailable.of_mindspeed_llm(flags)
+    replace_mindspeed_llm(flags)
     expected = "--moe-token-dispatcher-type alltoall --distributed-backend nccl --eval-interval 1000"
     assert flags.argv() == expected.split()
 
@@ -114,7 +114,7 @@ def test_values_of_mindspeed_llm_are_replaced_without_it():
 def test_rows_are_not_split_where_no_attention_can(mindspeed, size):
     """MindSpeed's own attention is there on a host, TransformerEngine's is not."""
     flags = Flags.parse(["--context-parallel-size", "4", "--transformer-impl", "transformer_engine"])
-    unavailable.remove(flags, mindspeed=mindspeed)
+    remove_unavailable(flags, mindspeed=mindspeed)
     assert flags.number("--context-parallel-size", 0) == size
     assert flags.get("--transformer-impl") == ("transformer_engine" if mindspeed else "local")
 

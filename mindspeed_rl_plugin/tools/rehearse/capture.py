@@ -68,9 +68,6 @@ class Launch:
     def world(self) -> int:
         return self.nproc * self.nnodes
 
-    def __str__(self) -> str:
-        return shlex.join(["torchrun", f"--nproc-per-node={self.nproc}", f"--nnodes={self.nnodes}", self.script])
-
 
 @dataclass
 class Done:
@@ -84,10 +81,6 @@ class Done:
     @property
     def ok(self) -> bool:
         return self.code == 0
-
-    @property
-    def verdict(self) -> str:
-        return f"{'ok' if self.ok else 'FAILED'} ({self.seconds:.0f} s)"
 
 
 def capture(script: Path, scratch: Path, timeout: float) -> Launch:

@@ -9,7 +9,7 @@ from pathlib import Path
 from mindspeed_rl_plugin.tools.rehearse.capture import Done, Launch
 from mindspeed_rl_plugin.tools.rehearse.command_line import Flags
 from mindspeed_rl_plugin.tools.rehearse.entry_script import Entry
-from mindspeed_rl_plugin.tools.rehearse.unavailable import NOT_HERE
+from mindspeed_rl_plugin.tools.rehearse.shrink import NOT_HERE
 from mindspeed_rl_plugin.tools.text_table import aligned
 
 REFUSED = "[rl] RL cannot run"  # how a refusal of the plugin begins (launch.endings)

@@ -21,11 +21,11 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from mindspeed_rl_plugin.tools.rehearse import accept, outcome, unavailable
+from mindspeed_rl_plugin.tools.rehearse import accept, outcome
 from mindspeed_rl_plugin.tools.rehearse.capture import Done, Launch, capture, run
 from mindspeed_rl_plugin.tools.rehearse.command_line import Flags
 from mindspeed_rl_plugin.tools.rehearse.entry_script import ROOT, Entry, find_entry
-from mindspeed_rl_plugin.tools.rehearse.shrink import shrink
+from mindspeed_rl_plugin.tools.rehearse.shrink import remove_unavailable, replace_mindspeed_llm, shrink
 from mindspeed_rl_plugin.tools.rehearse.substitutes import substitute
 
 _LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK")
@@ -62,7 +62,8 @@ def _parser() -> argparse.ArgumentParser:
 def _rehearse(options: argparse.Namespace, added: list[str], scratch: Path) -> bool:
     launch = capture(options.script.resolve(), scratch, options.timeout)
     entry = find_entry(launch, options.script, scratch)
-    _say(f"{options.script} starts {launch} with {len(launch.arguments)} words of arguments")
+    sizes = f"--nproc-per-node={launch.nproc} --nnodes={launch.nnodes}"
+    _say(f"{options.script} starts torchrun {sizes} {launch.script} with {len(launch.arguments)} words of arguments")
     for note in filter(None, (entry.note, f"running {entry.script} on {entry.platform}")):
         _say(note)
     flags = Flags.parse([*launch.arguments, *added])
@@ -71,7 +72,7 @@ def _rehearse(options: argparse.Namespace, added: list[str], scratch: Path) -> b
         print(outcome.changes("\nreplaced before", flags, scratch))
         return False
     if entry.mindspeed:
-        unavailable.remove(flags, mindspeed=True)
+        remove_unavailable(flags, mindspeed=True)
     shrink(flags, options.ranks)
     trained = rehearsal.trained()
     print(outcome.changes("\nchanged arguments", flags, scratch), "\nnot exercised:", sep="\n")
@@ -94,11 +95,11 @@ class _Rehearsal:
         flags, entry, world = self.flags, self.entry, self.launch.world
         substitute(flags, self.scratch, entry.mindspeed_llm)
         if not entry.mindspeed_llm:
-            unavailable.of_mindspeed_llm(flags)
+            replace_mindspeed_llm(flags)
         if not entry.mindspeed:
             # Without context parallelism on as many fewer ranks: what a batch is divided by stays the script's.
             world //= flags.number("--context-parallel-size", 1)
-            unavailable.remove(flags, mindspeed=False)
+            remove_unavailable(flags, mindspeed=False)
         ranks = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": self.launch.nproc}
         ranks |= {"MASTER_ADDR": "localhost", "MASTER_PORT": 1}
         # The size of a cache that only a host without accelerator has must not speak against the script's lengths.
@@ -134,7 +135,7 @@ class _Rehearsal:
         """Say how it went, with the end of the log where it failed. reached: whether a good end is believed."""
         if done.ok and not reached:
             done.code = 1
-        _say(f"{what}: {done.verdict}")
+        _say(f"{what}: {'ok' if done.ok else 'FAILED'} ({done.seconds:.0f} s)")
         if not done.ok:
             print(outcome.tail(done))
         return done.ok
