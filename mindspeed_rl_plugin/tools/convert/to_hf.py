@@ -9,6 +9,7 @@ import argparse
 import json
 import math
 import shutil
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -56,7 +57,8 @@ def export(options: argparse.Namespace) -> str:
         return torch.float32 if tensors[name].wide else given or whole.dtype(name)
 
     # What can be refused comes before what takes long.
-    ids, note = _tokens(checkpoint.args, options, shape.vocab)
+    folders = [folder for folder in (options.config, options.tokenizer) if folder and folder.is_dir()]
+    ids, note = _tokens(checkpoint.args, options.config, folders, shape.vocab)
     tokenizer = tokenizer_files(options.tokenizer) if options.tokenizer else []
     sizes = {name: math.prod(t.shape) * dtype(name).itemsize for name, t in tensors.items()}
     files, total = write_shards(
@@ -66,7 +68,7 @@ def export(options: argparse.Namespace) -> str:
     write_config(config | ids | written, options.out)
     for file in tokenizer:
         shutil.copyfile(file, options.out / file.name)
-    if given := [file for folder in _folders(options) if (file := folder / GENERATION).is_file()]:
+    if given := [file for folder in folders if (file := folder / GENERATION).is_file()]:
         shutil.copyfile(given[0], options.out / GENERATION)
     elif ids:
         (options.out / GENERATION).write_text(json.dumps(ids, indent=1))
@@ -74,16 +76,13 @@ def export(options: argparse.Namespace) -> str:
     return f"exported {checkpoint.folder} to {options.out}: {done}\n{padding}{note}"
 
 
-def _folders(options: argparse.Namespace) -> list[Path]:
-    """Where special tokens may be named, the first before the others."""
-    given = [options.config if options.config and options.config.is_dir() else None, options.tokenizer]
-    return [folder for folder in given if folder]
-
-
-def _tokens(args: argparse.Namespace, options: argparse.Namespace, vocab: int) -> tuple[dict[str, Any], str]:
-    """Ids of special tokens for config.json, and a line on where the end of a response comes from."""
-    sources = [(str(options.config), config_tokens(options.config))] if options.config else []
-    sources += [(str(folder), model_tokens(folder)) for folder in _folders(options)]
+def _tokens(
+    args: argparse.Namespace, config: Path | None, folders: Sequence[Path], vocab: int
+) -> tuple[dict[str, Any], str]:
+    """Ids of special tokens for config.json, and a line on where the end of a response comes from. config: --config;
+    folders: where else they may be named, the first before the others."""
+    sources = [(str(config), config_tokens(config))] if config else []
+    sources += [(str(folder), model_tokens(folder)) for folder in folders]
     sources.append(("the imported model", getattr(args, "hf_tokens", None) or {}))
     ids: dict[str, Any] = {}
     for _, named in reversed(sources):

@@ -40,7 +40,7 @@ def stage_data(events: Sequence[dict[str, Any]]) -> dict[str, Any]:
             at[e["stage"]] = max(at.get(e["stage"], 0), e["peak_bytes"])
     own = {i: {rank: own_seconds(s) for rank, s in ranks.items()} for i, ranks in spans.items()}
     iterations = sorted(own)
-    names = _stage_order(events)
+    names = _stage_order(of_rank for ranks in spans.values() for of_rank in ranks.values())
     if any(BETWEEN in s for ranks in own.values() for s in ranks.values()):
         names.append(BETWEEN)
     seconds = {
@@ -94,15 +94,14 @@ def timeline_data(events: Sequence[dict[str, Any]], names: Sequence[str], *, lim
     }
 
 
-def _stage_order(events: Sequence[dict[str, Any]]) -> list[str]:
-    """Stage names by the median of their start within the iteration, so that the legend reads like the loop."""
-    begin: dict[tuple[int, int], float] = {}
-    for e in events:
-        key = (e["rank"], e["iteration"])
-        begin[key] = min(begin.get(key, e["start"]), e["start"])
+def _stage_order(spans: Iterable[Sequence[Span]]) -> list[str]:
+    """Stage names by the median of their start within the iteration, so that the legend reads like the loop. spans:
+    those of every rank and iteration."""
     offsets: dict[str, list[float]] = defaultdict(list)
-    for e in events:
-        offsets[e["stage"]].append(e["start"] - begin[e["rank"], e["iteration"]])
+    for events in spans:
+        begin = min(events)[0]
+        for start, _, stage in events:
+            offsets[stage].append(start - begin)
     return sorted(offsets, key=lambda name: (statistics.median(offsets[name]), name))
 
 
