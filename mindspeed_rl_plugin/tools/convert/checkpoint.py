@@ -1,10 +1,9 @@
-"""A Megatron checkpoint of `--ckpt-format torch` as tensors of every rank, read and written."""
+"""A Megatron checkpoint of `--ckpt-format torch`: the files of its ranks, and their tensors."""
 
 from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor
 
 from mindspeed_rl_plugin.launch.checkpoint_files import TRACKER, iteration_dir, read_tracker
 from mindspeed_rl_plugin.launch.pickles import load
-from mindspeed_rl_plugin.reshard.layout import Canonical, Layout, ModelShape, Parallel, megatron_layout
+from mindspeed_rl_plugin.reshard.layout import ModelShape, Parallel, canonical_tensors, megatron_layout
 from mindspeed_rl_plugin.reshard.live import predicting_only, trainer_storage
 from mindspeed_rl_plugin.reshard.parallel import chunk_prefix
 
@@ -75,19 +74,9 @@ class Checkpoint:
         self.args = args
         self.parallel = Parallel.from_megatron_args(args)
 
-    def held(self, shape: ModelShape) -> list[tuple[str, Layout, Mapping[str, Tensor]]]:
-        """(file, layout, tensors by name) of every rank that saved one.
-
-        Raises ValueError listing what names or shapes differ from those of `shape`.
-        """
-        out = []
-        for name, rank in rank_folders(shape, self.parallel).items():
-            tensors = self._tensors(self.folder / name / FILE, self.parallel.coordinates(rank).pp == 0)
-            storage = trainer_storage(shape, self.parallel, rank, tensors, str(self.folder / name))
-            out.append((name, megatron_layout(shape, self.parallel, rank, *storage), tensors))
-        return out
-
-    def _tensors(self, path: Path, first_stage: bool) -> dict[str, Tensor]:
+    def tensors(self, folder: str, first_stage: bool) -> dict[str, Tensor]:
+        """The model's tensors in the file of some ranks, which are those of the first pipeline stage or not."""
+        path = self.folder / folder / FILE
         if not path.is_file():
             raise ValueError(f"{path} is missing; the checkpoint was saved by {self.parallel.world} ranks")
         state, vpp, out = load(path), self.parallel.vpp, {}
@@ -103,17 +92,21 @@ class Checkpoint:
 
 
 class Assembled:
-    """Canonical tensors out of the stored ones of all ranks, one by one. held: (who, layout, tensors) of every rank,
-    whose layouts cover each tensor."""
+    """Canonical tensors out of those that all ranks of a checkpoint stored, one by one.
 
-    def __init__(
-        self, tensors: Mapping[str, Canonical], held: Sequence[tuple[str, Layout, Mapping[str, Tensor]]]
-    ) -> None:
-        self._tensors = tensors
-        self._parts: dict[str, dict[tuple[int, int], list[tuple[str, Tensor]]]] = {name: {} for name in tensors}
-        for who, layout, stored in held:
-            for s, param in ((s, stored[name]) for name, segments in layout.items() for s in segments):
-                self._parts[s.name].setdefault((s.start, s.stop), []).append((who, s.view(param, s.start, s.size)))
+    Raises ValueError listing what names or shapes differ from those of `shape`.
+    """
+
+    def __init__(self, shape: ModelShape, checkpoint: Checkpoint) -> None:
+        self._tensors, parallel = canonical_tensors(shape), checkpoint.parallel
+        self._parts: dict[str, dict[tuple[int, int], list[tuple[str, Tensor]]]] = {name: {} for name in self._tensors}
+        for folder, rank in rank_folders(shape, parallel).items():
+            stored = checkpoint.tensors(folder, parallel.coordinates(rank).pp == 0)
+            storage = trainer_storage(shape, parallel, rank, stored, str(checkpoint.folder / folder))
+            for name, segments in megatron_layout(shape, parallel, rank, *storage).items():
+                for s in segments:
+                    part = folder, s.view(stored[name], s.start, s.size)
+                    self._parts[s.name].setdefault((s.start, s.stop), []).append(part)
 
     def dtype(self, name: str) -> torch.dtype:
         """Dtype in which a tensor is stored."""
@@ -133,19 +126,3 @@ class Assembled:
                     raise ValueError(f"{name} [{low}, {high}): {who} and {other} store different values")
             out.narrow(tensor.axis, low, high - low).copy_(values)
         return out
-
-
-def write_checkpoint(directory: Path, args: argparse.Namespace, ranks: Iterator[tuple[str, list[dict]]]) -> int:
-    """Write a checkpoint that Megatron loads as a release: weights only, iteration 0. Returns the number of files.
-
-    ranks: (folder, state of each model chunk), one after the other. The tracker file is written last.
-    """
-    count = 0
-    for folder, chunks in ranks:
-        path = directory / "release" / folder / FILE
-        path.parent.mkdir(parents=True, exist_ok=True)
-        models = {f"model{i if len(chunks) > 1 else ''}": chunk for i, chunk in enumerate(chunks)}
-        torch.save({"args": args, "checkpoint_version": 3.0, "iteration": 0, **models}, path)
-        count += 1
-    (directory / TRACKER).write_text("release")
-    return count

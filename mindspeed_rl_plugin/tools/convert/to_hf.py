@@ -50,7 +50,7 @@ def export(options: argparse.Namespace) -> str:
     checkpoint = Checkpoint(options.load, options.iteration)
     config, shape, padding = _config(checkpoint.args, options)
     tensors = canonical_tensors(shape)
-    whole = Assembled(tensors, checkpoint.held(shape))
+    whole = Assembled(shape, checkpoint)
     given = DTYPES.get(options.dtype)
 
     def dtype(name: str) -> torch.dtype:

@@ -10,12 +10,13 @@ import math
 import re
 import shlex
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from mindspeed_rl_plugin.engine.hf_config import compare_configs, derive_config
+from mindspeed_rl_plugin.launch.checkpoint_files import TRACKER
 from mindspeed_rl_plugin.reshard.cuts import Segment
 from mindspeed_rl_plugin.reshard.families import EMBEDDING, HEAD
 from mindspeed_rl_plugin.reshard.family_table import EXPERTS, IMPLS
@@ -23,7 +24,7 @@ from mindspeed_rl_plugin.reshard.layout import ModelShape, Parallel, canonical_t
 from mindspeed_rl_plugin.reshard.live import SHOWN, raise_if
 from mindspeed_rl_plugin.reshard.parallel import chunk_prefix
 from mindspeed_rl_plugin.tools.convert.arguments import flags, megatron_arguments
-from mindspeed_rl_plugin.tools.convert.checkpoint import rank_folders, write_checkpoint
+from mindspeed_rl_plugin.tools.convert.checkpoint import FILE, rank_folders
 from mindspeed_rl_plugin.tools.convert.cli import DTYPES, make_parser, run
 from mindspeed_rl_plugin.tools.convert.files import model_tokens, open_tensors
 from mindspeed_rl_plugin.tools.layout_args import TRAIN, check_train, parse_sizes, read_config, shape_of, train_layout
@@ -62,7 +63,7 @@ def import_(options: argparse.Namespace) -> str:
             f"note: {shape.groups} query groups are fewer than tp{parallel.tp}: Megatron core 0.12 and MindSpeed "
             f"refuse that (their limit is tp{shape.groups}); core 0.16 and later take it"
         )
-    count = write_checkpoint(options.out, args, _states(shape, parallel, source, options))
+    count = _write(shape, parallel, source, args, options)
     done = f"imported {options.load} to {options.out}, files: {count}; load it with"
     return "\n".join([*notes, done, shlex.join(flags(args))])
 
@@ -120,10 +121,15 @@ def _same(source: Mapping[str, Any], vocab: int) -> bool:
     return head.dtype == embedding.dtype and torch.equal(head, embedding)
 
 
-def _states(
-    shape: ModelShape, parallel: Parallel, source: Mapping[str, Any], options: argparse.Namespace
-) -> Iterator[tuple[str, list[dict]]]:
-    """Folder and states of the model chunks of every rank that has a file; padding of the vocabulary is 0."""
+def _write(
+    shape: ModelShape,
+    parallel: Parallel,
+    source: Mapping[str, Any],
+    args: argparse.Namespace,
+    options: argparse.Namespace,
+) -> int:
+    """Write a checkpoint that Megatron loads as a release: weights only, iteration 0, padding of the vocabulary 0.
+    Returns the number of files; the tracker file is written last."""
     tensors, given = canonical_tensors(shape), DTYPES.get(options.dtype)
 
     def stored(segments: Sequence[Segment], size: torch.Size) -> torch.Tensor:
@@ -135,12 +141,18 @@ def _states(
             s.view(param, s.start, s.size).copy_(source[s.name][at])
         return param
 
-    for folder, rank in rank_folders(shape, parallel).items():
+    folders = rank_folders(shape, parallel)
+    for folder, rank in folders.items():
         layout = megatron_layout(shape, parallel, rank, options.impl, options.experts)
         shapes = megatron_shapes(shape, parallel, rank, options.impl, options.experts)
-        chunks: list[dict] = [{} for _ in range(parallel.vpp)]
-        for i, chunk in enumerate(chunks):
+        state: dict[str, Any] = {"args": args, "checkpoint_version": 3.0, "iteration": 0}
+        for i in range(parallel.vpp):
             prefix = chunk_prefix(i, parallel.vpp)
             names = [name for name in layout if name.startswith(prefix)]
-            chunk |= {name.removeprefix(prefix): stored(layout[name], shapes[name]) for name in names}
-        yield folder, chunks
+            chunk = {name.removeprefix(prefix): stored(layout[name], shapes[name]) for name in names}
+            state[f"model{i}" if parallel.vpp > 1 else "model"] = chunk
+        path = options.out / "release" / folder / FILE
+        path.parent.mkdir(parents=True)
+        torch.save(state, path)
+    (options.out / TRACKER).write_text("release")
+    return len(folders)
