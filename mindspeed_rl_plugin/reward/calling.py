@@ -98,7 +98,7 @@ def lacking(fields: Sequence[str], rows: Mapping[str, Set[str]]) -> str | None:
 
 
 def load_function(file: str, function: str) -> Callable[..., Any]:
-    """The object `function` of a user's file, executed as a module beside which its neighbours can be imported.
+    """A function or class of a user's file, executed as a module beside which its neighbours can be imported.
 
     Raises ValueError when the file has no such name; what the file itself raises comes through.
     """
@@ -113,8 +113,8 @@ def load_function(file: str, function: str) -> Callable[..., Any]:
         spec.loader.exec_module(module)
     member = getattr(module, function, None)
     if not callable(member):
-        functions = [n for n, v in vars(module).items() if inspect.isfunction(v) and not n.startswith("_")]
-        raise ValueError(f"{file} has no function {function!r}; it has {', '.join(functions) or 'none'}")
+        own = [n for n, v in vars(module).items() if getattr(v, "__module__", None) == module.__name__]
+        raise ValueError(f"{file} has no {function!r}; it has {', '.join(n for n in own if n[0] != '_') or 'nothing'}")
     return member
 
 

@@ -15,7 +15,6 @@ Later stages and the dumps see what it wrote.
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,6 +23,7 @@ from typing import Any
 import torch
 
 from mindspeed_rl_plugin.dock import ColumnSpec, Dock, from_tensordict, to_tensordict
+from mindspeed_rl_plugin.reward.calling import load_function
 from mindspeed_rl_plugin.rows import Ragged, Rows
 from mindspeed_rl_plugin.stages import generate, prompts, reward
 from mindspeed_rl_plugin.stages.stage import Stage, StageSpec
@@ -61,12 +61,10 @@ def _load(word: str) -> tuple[StageSpec, Any]:
     path, _, name = word.rpartition(":")
     if not path or not Path(path).is_file():
         raise ValueError(f"--rl-stage {word}: wants path/to/file.py:Class, and {path or word!r} is no file")
-    module_spec = importlib.util.spec_from_file_location(f"rl_stage_{Path(path).stem}", path)
-    module = importlib.util.module_from_spec(module_spec)
-    module_spec.loader.exec_module(module)
-    if not hasattr(module, name):
-        raise ValueError(f"--rl-stage {word}: {path} has no {name}")
-    instance = getattr(module, name)()
+    try:
+        instance = load_function(str(Path(path).resolve()), name)()
+    except (ValueError, SyntaxError, ImportError, TypeError, NameError, AttributeError) as error:
+        raise ValueError(f"--rl-stage {word}: {type(error).__name__}: {error}") from error
     lacking = [a for a in ("reads", "writes", "compute") if not hasattr(instance, a)]
     if lacking:
         raise ValueError(f"--rl-stage {word}: {name} has no {', '.join(lacking)}")

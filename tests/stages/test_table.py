@@ -99,11 +99,24 @@ def test_a_users_stages_see_and_change_the_reward_and_later_stages_see_it(file):
     assert dock.read(ids, ["bonus", "reward"])["bonus"].tolist() == [1.0, 1.5]
 
 
+def test_a_stage_may_be_a_dataclass_and_import_its_neighbours(tmp_path):
+    (tmp_path / "neighbour.py").write_text("READS = ('reward',)")
+    (tmp_path / "own.py").write_text(
+        "from __future__ import annotations\nfrom dataclasses import dataclass\nfrom neighbour import READS\n"
+        "@dataclass\nclass A:\n    size: int = 1\n    reads = READS\n    writes = ('reward',)\n    compute = print\n"
+    )
+    ((spec, _),) = load_stages([f"{tmp_path / 'own.py'}:A"], 1)
+    assert spec.reads == ("reward",)
+
+
 @pytest.mark.parametrize(
     ("source", "word", "words"),
     [
         ("", "nowhere.py:X", ("nowhere.py", "no file")),
-        ("", "{file}:Missing", ("Missing",)),
+        ("class A:\n    pass", "{file}:Missing", ("Missing", "it has A")),
+        ("class A(", "{file}:A", ("SyntaxError", "a.py")),
+        ("import nowhere_to_be", "{file}:A", ("nowhere_to_be",)),
+        ("class A:\n    def __init__(self, n):\n        pass", "{file}:A", ("TypeError", "'n'")),
         ("class A:\n    pass", "{file}:A", ("reads", "writes", "compute")),
         ("class A:\n    reads = ('x',)\n    writes = ('reward',)\n    compute = print", "{file}:A", ("['x']",)),
         ("class A:\n    reads = ('reward',)\n    writes = ('bonus',)\n    compute = print", "{file}:A", ("bonus",)),
