@@ -59,8 +59,7 @@ class Device:
 
     def memory_info(self) -> tuple[int, int]:
         """Free bytes of the current device, and all that it has; other processes' use counts."""
-        free, total = self.api.mem_get_info()
-        return free, total
+        return self.api.mem_get_info()
 
     def synchronize(self) -> None:
         """Wait for all work queued on the current device."""

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from mindspeed_rl_plugin.monitor.run_files import atomic_write, dump_file, dump_files
 from mindspeed_rl_plugin.rows import FINISH, Column, Ragged, Rows, SampleId, unpack_json
@@ -76,8 +75,8 @@ def discard_dumps_after(dump_dir: str | os.PathLike[str], epoch: int) -> int:
 def _table(rows: Rows, decode: Callable[[Sequence[int]], str], iteration: int, graders: Sequence[str]) -> Any:
     import pyarrow as pa
 
-    columns, prompt_lengths = rows.columns, rows["prompt"].lengths
-    prompt, response = _cut(rows["tokens"], prompt_lengths)
+    columns, prompt = rows.columns, rows["prompt"]
+    response = _behind(prompt, rows["tokens"])
     meta = unpack_json(rows["meta"])
     prompts = [m["text"] if "text" in m else decode(p.tolist()) for m, p in zip(meta, prompt.rows(), strict=True)]
     data = {name: pa.array([getattr(i, name) for i in rows.ids]) for name in SampleId._fields}
@@ -95,18 +94,14 @@ def _table(rows: Rows, decode: Callable[[Sequence[int]], str], iteration: int, g
         "prompt_tokens": _list(prompt),
         "response_tokens": _list(response),
     }
-    data |= {name: _list(_cut(columns[name], prompt_lengths)[1]) for name in TOKEN_COLUMNS if name in columns}
+    data |= {name: _list(_behind(prompt, columns[name])) for name in TOKEN_COLUMNS if name in columns}
     return pa.table(data).replace_schema_metadata({"graders": json.dumps(list(graders))})
 
 
-def _cut(column: Ragged, prompt_lengths: Tensor) -> tuple[Ragged, Ragged]:
-    """The prompt part and the response part of every row."""
-    position = torch.arange(column.values.shape[0]) - column.offsets[:-1].repeat_interleave(column.lengths)
-    in_prompt = position < prompt_lengths.repeat_interleave(column.lengths)
-    zero = torch.zeros(1, dtype=torch.int64)
-    head = torch.cat([zero, prompt_lengths.cumsum(0)])
-    tail = torch.cat([zero, (column.lengths - prompt_lengths).cumsum(0)])
-    return Ragged(column.values[in_prompt], head), Ragged(column.values[~in_prompt], tail)
+def _behind(prompt: Ragged, column: Ragged) -> Ragged:
+    """The response part of every row."""
+    pairs = zip(column.rows(), prompt.lengths.tolist(), strict=True)
+    return Ragged.from_rows([row[length:] for row, length in pairs])
 
 
 def _trained_mean(column: Ragged, mask: Ragged) -> list[float]:

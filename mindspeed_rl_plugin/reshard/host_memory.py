@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import accumulate
 
 import torch
 import torch.distributed as dist
@@ -102,19 +103,12 @@ class HostPieces:
 
     def places(self, sizes: Sequence[int]) -> list[Place]:
         """A place for each copy, in order: its bytes, on as many pieces as it lies on."""
-        found: list[Place] = []
-        number = at = 0
-        for size in sizes:
-            parts, end = [], _aligned(size)
-            while end > 0:
-                part = self._pieces[number][at : at + end]
-                if size > 0:
-                    parts.append(part[:size])
-                size, end, at = size - part.numel(), end - part.numel(), at + part.numel()
-                if at == self._pieces[number].numel():
-                    number, at = number + 1, 0
-            found.append(parts)
-        return found
+        copies = zip(accumulate(map(_aligned, sizes), initial=0), sizes, strict=False)
+        pieces = list(zip(accumulate((p.numel() for p in self._pieces), initial=0), self._pieces, strict=False))
+        return [
+            [piece[max(at - low, 0) : at + size - low] for low, piece in pieces if low - size < at < low + len(piece)]
+            for at, size in copies
+        ]
 
 
 def beside(host: Place, storage: torch.UntypedStorage) -> Iterator[tuple[Tensor, Tensor]]:
