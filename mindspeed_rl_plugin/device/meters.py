@@ -61,10 +61,8 @@ class StorageMeter(TorchDispatchMode):
 
     Opt-in: every torch operation inside the context costs some microseconds more. Counts each storage once however
     many views it has, by the size that it has now; leaves out buffers of `Device.host_empty`. Storages made before the
-    context are unknown to it until `track` names them. Same interface as the other meters.
+    context are unknown to it until `track` names them.
     """
-
-    measures = "host memory of tensors"
 
     def __init__(self) -> None:
         super().__init__()

@@ -21,6 +21,7 @@ import torch
 from mindspeed_rl_plugin.device import get_device
 from mindspeed_rl_plugin.environment import launch_env
 from mindspeed_rl_plugin.host import collectives, cuda, megatron_gaps, npu, spawn, vllm_live
+from mindspeed_rl_plugin.host.on_import import after_import
 
 __all__ = ["activate_if_needed", "active", "vllm_live"]
 
@@ -53,7 +54,8 @@ def activate_if_needed(announce: bool = True) -> bool:
     threads = _set_environment()
     cuda.install()
     collectives.install()
-    megatron_gaps.close_gaps()
+    for gap in megatron_gaps.GAPS:
+        after_import(gap.module, gap.close)
     npu.install_with_mindspeed()
     spawn.install()
     if announce and launch_env()["rank"] == 0:

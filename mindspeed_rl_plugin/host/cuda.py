@@ -80,7 +80,7 @@ def _namespace() -> dict[str, Any]:
         current_stream=lambda *a, **k: NullStream(),
         default_stream=lambda *a, **k: NullStream(),
         stream=contextlib.nullcontext,
-        device=_DeviceContext,
+        device=type("device", (contextlib.nullcontext,), {}),
         mem_get_info=_memory_of_machine,
         memory_allocated=lambda *a, **k: memory.allocated(),
         memory_reserved=lambda *a, **k: memory.allocated(),
@@ -101,13 +101,6 @@ def _namespace() -> dict[str, Any]:
 def _returning(value: Any) -> Callable[..., Any]:
     """A new function each time: torch.compile's tables refuse one object under two names."""
     return lambda *args, **kwargs: value
-
-
-class _DeviceContext(contextlib.nullcontext):
-    """`with torch.cuda.device(i):` of a machine whose only device is the CPU."""
-
-    def __init__(self, device: Any = None) -> None:
-        super().__init__(device)
 
 
 def _memory_of_machine(*args: Any, **kwargs: Any) -> tuple[int, int]:

@@ -1,6 +1,6 @@
 """What Megatron itself lacks on a machine with no accelerator, one row a gap.
 
-Each row acts on one module right after it is imported (`on_import`), tests whether the gap is there,
+Each row acts on one module right after it is imported (`host.activate_if_needed`), tests whether the gap is there,
 and closes it. Rows say why, for which versions, and when they can go.
 """
 
@@ -24,7 +24,6 @@ import torch
 import typing_extensions
 from packaging.version import Version
 
-from mindspeed_rl_plugin.host.on_import import after_import
 from mindspeed_rl_plugin.host.optimizer import HostAdam
 
 
@@ -66,12 +65,6 @@ def _around(owner: Any, name: str) -> Callable[[Callable], None]:
         setattr(owner, name, call)
 
     return replace
-
-
-def close_gaps() -> None:
-    """Arrange that every gap is closed as soon as its module is imported. Imports nothing of Megatron."""
-    for gap in GAPS:
-        after_import(gap.module, gap.close)
 
 
 @_gap("typing", "override", "core >= 0.17 on Python < 3.12", "Python 3.12 is the oldest supported")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from typing import Any
 
@@ -29,17 +30,12 @@ class NullEvent:
     wait = synchronize = _nothing
 
 
-class NullStream:
+class NullStream(contextlib.nullcontext):
     """A stream has nothing to wait for."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Takes and ignores what a real stream takes: device, priority."""
-
-    def __enter__(self) -> NullStream:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        """Nothing to restore."""
+        super().__init__(self)
 
     def record_event(self, event: Any = None) -> Any:
         event = event if event is not None else NullEvent()

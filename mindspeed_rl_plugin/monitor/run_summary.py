@@ -6,7 +6,7 @@ import os
 import statistics
 from typing import Any
 
-from mindspeed_rl_plugin.monitor.run_files import event_files, read_jsonl, read_metrics
+from mindspeed_rl_plugin.monitor.run_files import read_events, read_metrics
 
 
 def summarize(run_dir: str | os.PathLike[str]) -> dict[str, Any]:
@@ -23,6 +23,7 @@ def summarize(run_dir: str | os.PathLike[str]) -> dict[str, Any]:
     speed = column(rows, "tokens_per_second")
     seconds = column(rows, "seconds/iteration")
     differences = column(rows, "logp_diff/max")
+    evaluations = [e for e in read_events(run_dir) if e["rank"] == 0 and e["stage"] == "evaluate"]
     trained = [r["iteration"] for r in rows if any(is_training(k) for k in r)]
     return {
         "accuracy_before": accuracy[0] if accuracy else None,
@@ -30,7 +31,7 @@ def summarize(run_dir: str | os.PathLike[str]) -> dict[str, Any]:
         "iterations": max(trained, default=0),
         "tokens_per_second": statistics.median(speed) if speed else None,
         "logprob_diff_max": max(differences, default=None),
-        "seconds": sum(seconds) + evaluation_seconds(run_dir) if seconds else None,
+        "seconds": sum(seconds) + sum(e["end"] - e["start"] for e in evaluations) if seconds else None,
     }
 
 
@@ -42,10 +43,3 @@ def column(rows: list[dict[str, Any]], name: str) -> list[float]:
 def is_training(name: str) -> bool:
     """Whether a field of a metrics row comes from training, not from an evaluation or the line itself."""
     return name not in ("iteration", "time") and not name.startswith("eval/")
-
-
-def evaluation_seconds(run_dir: str | os.PathLike[str]) -> float:
-    """Seconds that rank 0 spent in the stage evaluate, moving weights for nothing else included."""
-    path = event_files(run_dir).get(0)
-    events = read_jsonl(path) if path else []
-    return sum(e["end"] - e["start"] for e in events if e["stage"] == "evaluate")

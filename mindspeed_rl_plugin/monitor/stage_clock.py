@@ -83,7 +83,9 @@ class StageClock:
             self._running.pop()
             self._file.append(event | {"end": event["start"] + seconds})
             if event["iteration"] == self.iteration and not inside:
-                self._count(name, seconds, event["peak_bytes"])
+                self._seconds[name] = self._seconds.get(name, 0.0) + seconds
+                if event["peak_bytes"] is not None:
+                    self._peaks[name] = max(self._peaks.get(name, 0), event["peak_bytes"])
 
     def metrics(self) -> dict[str, float]:
         """seconds/<stage> and peak_bytes/<stage> of the current iteration on this rank, and seconds/iteration.
@@ -109,11 +111,6 @@ class StageClock:
         for event in self._running:
             event["peak_bytes"] = max(event["peak_bytes"] or 0, peak)
         self._meter.reset_peak()
-
-    def _count(self, name: str, seconds: float, peak: int | None) -> None:
-        self._seconds[name] = self._seconds.get(name, 0.0) + seconds
-        if peak is not None:
-            self._peaks[name] = max(self._peaks.get(name, 0), peak)
 
 
 def drop_foreign_events(run_dir: str | os.PathLike[str], world_size: int, resume_iteration: int) -> None:

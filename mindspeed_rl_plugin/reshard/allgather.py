@@ -47,12 +47,11 @@ class Shard(NamedTuple):
 @dataclass(frozen=True)
 class AllgatherPlan:
     """gather: brings every shard, by its number, to every engine rank; copies: per shard, what this rank's engine takes
-    out of it; destinations: the engine ranks."""
+    out of it, nothing where it has none."""
 
     shards: tuple[Shard, ...]
     gather: Plan
     copies: tuple[tuple[Copy, ...], ...]
-    destinations: frozenset[int]
 
     @property
     def traffic(self) -> Mapping[int, Traffic]:
@@ -108,7 +107,7 @@ def make_allgather_plan(
         wanted = {rank: destinations[rank]}
         for copy in make_plan(buffer, wanted, tensors, itemsize=itemsize, bucket_bytes=bucket_bytes).copies:
             copies[int(copy.piece.source.param)].append(copy)
-    return AllgatherPlan(shards, gather, tuple(map(tuple, copies)), frozenset(destinations))
+    return AllgatherPlan(shards, gather, tuple(map(tuple, copies)))
 
 
 def _make_shards(
@@ -147,7 +146,7 @@ def allgather(
     dtype: what travels. Raises what `Batch.wait` does.
     """
     rank, flying = channel.rank, None
-    places = plan.places(device, dtype) if rank in plan.destinations else {}
+    places = plan.places(device, dtype) if any(plan.copies) else {}
     own = {str(i): shard.stored(source, rank) for i, shard in enumerate(plan.shards) if places and rank in shard.names}
     for moves in plan.gather.buckets_of(rank):
         for number in own.keys() & {m.piece.destination.param for m in moves}:  # from where they are sent

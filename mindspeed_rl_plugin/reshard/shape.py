@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from math import prod
 from typing import Any
 
@@ -125,7 +125,7 @@ class ModelShape:
 
     def rows(self, layer_type: LayerType) -> tuple[Row, ...]:
         """Rows of the family in layers of a type."""
-        return _rows(self.family, layer_type)
+        return tuple(row for row in self.table.rows if row.layer_type is layer_type)
 
     def rows_in_order(self) -> Iterator[tuple[Row, int]]:
         """All rows with the layer that they are in, from the embedding to the head; 0 for what is in no layer."""
@@ -229,11 +229,6 @@ def same_names(table: Family, config: Mapping[str, Any]) -> dict[str, Any]:
         out["head_dim"] = out.get("qk_rope_head_dim")
         out["num_key_value_heads"] = out.get("num_attention_heads")
     return out
-
-
-@lru_cache(maxsize=64)
-def _rows(family: str, layer_type: LayerType) -> tuple[Row, ...]:
-    return tuple(row for row in FAMILIES[family].rows if row.layer_type is layer_type)
 
 
 def _expert_sizes(args: argparse.Namespace) -> dict[str, Any]:

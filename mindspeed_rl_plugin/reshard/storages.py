@@ -109,13 +109,9 @@ def optimizer_state(chunks: Sequence[Module], optimizer: Any) -> Named:
 
 def names_within(named: Named, storage: torch.UntypedStorage, low: int, high: int) -> list[str]:
     """Those of the tensors that have bytes in `[low, high)` of a storage, the smallest first."""
-    found = []
-    for name, tensor in named:
-        if tensor.untyped_storage()._cdata == storage._cdata:
-            start, nbytes = tensor.storage_offset() * tensor.element_size(), tensor.numel() * tensor.element_size()
-            if start < high and start + nbytes > low:
-                found.append((nbytes, name))
-    return [name for _, name in sorted(found)]
+    inside = (pair for pair in named if pair[1].untyped_storage()._cdata == storage._cdata)
+    spans = ((t.storage_offset() * t.element_size(), t.numel() * t.element_size(), name) for name, t in inside)
+    return [name for _, name in sorted((size, name) for at, size, name in spans if at < high and at + size > low)]
 
 
 def keep_wide(chunks: Iterable[Module]) -> None:

@@ -40,10 +40,6 @@ class Worker:
         self._setup = setup  # its first message, the specs before others
         self._start()
 
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
     def ready(self) -> bool:
         """Whether it can take a call; one that ended is started again. Raises RewardError when it cannot load its
         graders."""
@@ -100,6 +96,7 @@ class Worker:
         ends = (theirs.fileno(), lifeline)
         command = [sys.executable, "-c", BOOT, json.dumps([str(p) for p in sys.path]), *map(str, ends)]
         self._process = subprocess.Popen(command, pass_fds=ends, stdin=subprocess.DEVNULL, start_new_session=True)
+        self.pid = self._process.pid
         self._loading, self.until = True, math.inf  # on the monotonic clock, of what it is busy with; None: idle
         theirs.close()
         os.close(lifeline)
@@ -112,9 +109,9 @@ class Worker:
             self._process.wait(1.0)
         code = self._process.poll()
         self.close()
-        how = "was killed" if code is None else f"exited with code {code}"
-        if code is not None and code < 0:
-            how = f"died of signal {-code} ({signal.Signals(-code).name})"
+        if code is None:
+            return "ended its process, which was killed"
+        how = f"died of signal {-code} ({signal.Signals(-code).name})" if code < 0 else f"exited with code {code}"
         return f"ended its process, which {how}"
 
 

@@ -49,7 +49,12 @@ def parse_specs(texts: Sequence[str], regex: str | None) -> list[Spec]:
             "response is solved; give one grader a weight > 0 (let a penalty return negative values instead)"
         )
     if "regex" in names:
-        _check_pattern(regex)
+        if not regex:
+            raise ValueError("reward 'regex' needs a pattern: --rl-reward-regex")
+        try:
+            re.compile(regex)
+        except re.error as error:
+            raise ValueError(f"--rl-reward-regex {regex!r} is no regular expression: {error}") from error
     return specs
 
 
@@ -108,15 +113,6 @@ def _parse(text: str) -> Spec:
     if not function.isidentifier():
         raise ValueError(f"reward {name!r}: {function!r} is no name of a function")
     return Spec(function, name, weight, str(Path(file).resolve()), function)
-
-
-def _check_pattern(regex: str | None) -> None:
-    if not regex:
-        raise ValueError("reward 'regex' needs a pattern: --rl-reward-regex")
-    try:
-        re.compile(regex)
-    except re.error as error:
-        raise ValueError(f"--rl-reward-regex {regex!r} is no regular expression: {error}") from error
 
 
 def _known() -> str:
