@@ -11,10 +11,7 @@ from hypothesis import strategies as st
 
 from mindspeed_rl_plugin.reshard.layout import (
     ModelShape,
-    Parallel,
     canonical_tensors,
-    engine_layout,
-    megatron_layout,
 )
 from mindspeed_rl_plugin.reshard.plan import make_plan
 from mindspeed_rl_plugin.tools.layout_args import engine_layout_of, model_shape, train_layout
@@ -147,10 +144,3 @@ def test_bytes_are_those_of_the_executors_plan(case, node_size):
         held = slices(sources.get(rank, {}))
         assert whole.received[rank] == total - sum(tensors[name].slice_bytes(2) for name, _ in held)
     assert not np.any(np.delete(whole.received, list(destinations)))
-
-
-def test_cells_name_what_nobody_holds():
-    shape = ModelShape("qwen2", 2, 4, 4, 4, 2, 8, 30, 32)
-    half = {0: megatron_layout(shape, Parallel(2, pp=2), 0)}
-    with pytest.raises(ValueError, match=r"model.layers.1\..*: no trainer rank holds slices \[0, "):
-        Cells(half, {0: engine_layout(shape, 1, 0)}, canonical_tensors(shape), itemsize=2, node_size=8)

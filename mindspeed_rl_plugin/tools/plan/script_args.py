@@ -137,8 +137,13 @@ def _namespace(flags: Flags) -> argparse.Namespace:
         args.position_embedding_type = "rope"  # as Megatron does
     if isinstance(pattern := getattr(args, "moe_layer_freq", None), str):
         args.moe_layer_freq = _pattern(pattern)
-    for name in (*_SIZES, *numbers):
-        _check_number(_flag(name), getattr(args, name), least=1 if name in _SIZES else None)
+    for flag, value, size in ((_flag(name), getattr(args, name), name in _SIZES) for name in (*_SIZES, *numbers)):
+        if value is True:
+            raise ValueError(f"{flag} has no value; is a variable of the shell empty?")
+        if not isinstance(value, int | None):
+            raise ValueError(f"{flag} {value}: the plan needs a whole number")
+        if size and value is not None and value < 1:
+            raise ValueError(f"{flag} {value}: give at least 1")
     missing = [_flag(n) for n in ("num_layers", "hidden_size", "num_attention_heads") if getattr(args, n) is None]
     if missing:
         raise ValueError(f"the script gives no {', '.join(missing)}; is the model described in another file?")
@@ -147,16 +152,6 @@ def _namespace(flags: Flags) -> argparse.Namespace:
     stage = args.num_layers // args.pipeline_model_parallel_size
     args.virtual_pipeline_model_parallel_size = chunks or (stage // each if each else None)
     return args
-
-
-def _check_number(flag: str, value: object, least: int | None) -> None:
-    """Raise ValueError unless a value is absent or a whole number, of at least `least`."""
-    if value is True:
-        raise ValueError(f"{flag} has no value; is a variable of the shell empty?")
-    if not isinstance(value, int | None):
-        raise ValueError(f"{flag} {value}: the plan needs a whole number")
-    if value is not None and least is not None and value < least:
-        raise ValueError(f"{flag} {value}: give at least {least}")
 
 
 def _flag(name: str) -> str:
