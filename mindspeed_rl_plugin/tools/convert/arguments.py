@@ -110,6 +110,7 @@ def _experts(shape: ModelShape, config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _latent(shape: ModelShape, config: Mapping[str, Any]) -> dict[str, Any]:
+    scaling = config["rope_scaling"] or {}
     out = dict(
         multi_latent_attention=True,
         q_lora_rank=shape.q_lora,
@@ -117,13 +118,9 @@ def _latent(shape: ModelShape, config: Mapping[str, Any]) -> dict[str, Any]:
         qk_head_dim=shape.nope,
         qk_pos_emb_head_dim=shape.rope,
         v_head_dim=shape.value,
-    )
-    scaling = config["rope_scaling"]
-    if scaling is None:
-        return out | {"rope_type": "rope", "rotary_scaling_factor": 1.0}
-    return out | dict(
-        rope_type="yarn",
+        rope_type="yarn" if scaling else "rope",
         rotary_scaling_factor=scaling.get("factor", 1.0),
-        mscale=scaling.get("mscale", 1.0),
-        mscale_all_dim=scaling.get("mscale_all_dim", 0.0),
     )
+    if scaling:
+        out |= dict(mscale=scaling.get("mscale", 1.0), mscale_all_dim=scaling.get("mscale_all_dim", 0.0))
+    return out

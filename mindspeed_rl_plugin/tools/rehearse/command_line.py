@@ -50,7 +50,8 @@ class Flags:
 
     def get(self, flag: str) -> str | None:
         """The flag's values as written, "" for a switch, None when it is not there."""
-        return _shown(self.values.get(flag))
+        values = self.values.get(flag)
+        return None if values is None else " ".join(values)
 
     def number(self, flag: str, default: int) -> int:
         """The flag's value as an integer. Raises ValueError for another value."""
@@ -85,9 +86,6 @@ class Flags:
     @property
     def changes(self) -> list[Change]:
         """What differs from the start, one row a flag, with the last reason."""
-        rows = [Change(f, _shown(self._before.get(f)), self.get(f), why) for f, why in self._why.items()]
+        before = Flags(self._before)
+        rows = [Change(f, before.get(f), self.get(f), why) for f, why in self._why.items()]
         return [row for row in rows if row.old != row.new]
-
-
-def _shown(values: tuple[str, ...] | None) -> str | None:
-    return None if values is None else " ".join(values)
