@@ -14,7 +14,7 @@ from typing import Any
 
 from mindspeed_rl_plugin.reshard.families import FAMILIES
 from mindspeed_rl_plugin.reshard.layout import EngineParallel, ModelShape, Parallel, engine_layout, megatron_layout
-from mindspeed_rl_plugin.tools.plan.known_models import MODELS, known_model
+from mindspeed_rl_plugin.tools.plan.known_models import MODELS
 
 TRAIN = ("tp", "pp", "vpp", "cp", "ep", "etp", "dp", "first", "last")
 _GENERATE = ("tp", "ep", "dp")
@@ -78,7 +78,7 @@ def check_train(shape: ModelShape, train: Parallel, flag: str) -> None:
 
     def cut(tp: int) -> None:
         parallel = Parallel(lcm(tp, train.etp or tp), tp=tp, etp=train.etp)
-        megatron_layout(replace(shape, padded_vocab=-(-shape.vocab // tp) * tp), parallel, 0)
+        megatron_layout(replace(shape, padded_vocab=_padded(shape.vocab, tp)), parallel, 0)
 
     with _explained(flag, shape, train.tp, cut):
         train.chunk_sizes(shape.layers)
@@ -117,7 +117,12 @@ def model_shape(text: str, multiple: int) -> ModelShape:
         return shape_of(read_config(path, flag), multiple, flag)
     if text.lower() not in MODELS:
         raise ValueError(f"{flag}: neither a config.json, nor a folder with one, nor one of {', '.join(MODELS)}")
-    return known_model(text.lower(), multiple)
+    family, sizes, more = MODELS[text.lower()]
+    return ModelShape(family, *sizes, padded_vocab=_padded(sizes[-1], multiple), **more)
+
+
+def _padded(vocab: int, multiple: int) -> int:
+    return -(-vocab // multiple) * multiple
 
 
 def read_config(path: Path, flag: str) -> dict[str, Any]:
@@ -150,7 +155,7 @@ def shape_of(config: Mapping[str, Any], multiple: int, flag: str) -> ModelShape:
         if not isinstance(config[name], int) or config[name] < 1:
             raise ValueError(f"{flag}: {name} of config.json is {config[name]!r}; it must be a number from 1 on")
     try:
-        return ModelShape.from_hf_config(config, -(-config.get("vocab_size", 1) // multiple) * multiple)
+        return ModelShape.from_hf_config(config, _padded(config.get("vocab_size", 1), multiple))
     except KeyError as error:
         raise ValueError(f"{flag}: config.json has no {error.args[0]}; is it that of this family?") from None
     except (TypeError, ZeroDivisionError) as error:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from mindspeed_rl_plugin.reshard.layout import EngineParallel, ModelShape, Parallel
-from mindspeed_rl_plugin.tools.layout_args import engine_layout_of, known_model, train_layout
+from mindspeed_rl_plugin.tools.layout_args import engine_layout_of, model_shape, train_layout
 from mindspeed_rl_plugin.tools.plan.estimate import weights_by_layer
 
 DENSE = ModelShape("qwen2", 4, 8, 4, 4, 2, 16, 32, 32)
@@ -83,7 +83,7 @@ def test_bytes_of_its_collectives(shape, train, engine):
 def test_published_models(model, train, generate, mean):
     parallel = train_layout(train, None)
     engine, _ = engine_layout_of(generate, parallel.world)
-    found = received(known_model(model), parallel, engine, range(parallel.world))
+    found = received(model_shape(model, 1), parallel, engine, range(parallel.world))
     assert found.mean() / 1e9 == pytest.approx(mean, rel=2e-3)
 
 

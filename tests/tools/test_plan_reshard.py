@@ -17,7 +17,6 @@ from mindspeed_rl_plugin.reshard.plan import make_plan
 from mindspeed_rl_plugin.tools.layout_args import engine_layout_of, model_shape, train_layout
 from mindspeed_rl_plugin.tools.plan.estimate import Run, estimate
 from mindspeed_rl_plugin.tools.plan.flow import Cells
-from mindspeed_rl_plugin.tools.plan.known_models import known_model
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "reshard"))
 from plan_cases import cases, slices  # noqa: E402
@@ -76,7 +75,7 @@ def test_a_critic_takes_what_its_parameters_take(train, tied):
 
 def test_a_float32_weight_is_its_own_main_parameter():
     """Adam's two moments beside it, and no third copy; half the trainer's bytes where the engine has bfloat16."""
-    shape, parallel = known_model("qwen2.5-0.5b", 2), train_layout("tp2,dp1", None)
+    shape, parallel = model_shape("qwen2.5-0.5b", 2), train_layout("tp2,dp1", None)
     engine, engines = engine_layout_of("tp1", 2)
     two, four, mixed = (
         estimate(Run(shape, parallel, itemsize=n, engine_itemsize=m), engine, engines)
@@ -104,7 +103,7 @@ def test_engines_on_ranks_of_their_own():
     """Nothing is released where nothing is shared, and every byte of the engine's weights travels."""
     parallel = train_layout("tp4,dp2", None)
     engine, engines = engine_layout_of("tp2", 8)
-    run = Run(known_model("qwen3-8b"), parallel)
+    run = Run(model_shape("qwen3-8b", 1), parallel)
     planned = f = estimate(run, engine, engines, first=8)
     assert not f.shared
     assert f.peak("stream") == f.generate + (256 << 20)  # they send nothing

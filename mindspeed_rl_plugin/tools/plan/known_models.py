@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from mindspeed_rl_plugin.reshard.shape import ModelShape
-
 _TIED = {"tied": True}
 _QWEN3_MOE = {"experts": 128, "expert_ffn": 768}
 _DEEPSEEK = {"experts": 256, "expert_ffn": 2048, "shared_ffn": 2048, "dense_layers": (0, 1, 2)}
@@ -25,9 +23,3 @@ MODELS = {
     "deepseek-v3": ("deepseek_v3", (61, 7168, 128, 128, 192, 18432, 129280), _DEEPSEEK),
     "deepseek-r1": ("deepseek_v3", (61, 7168, 128, 128, 192, 18432, 129280), _DEEPSEEK),
 }
-
-
-def known_model(name: str, pad_to: int = 1) -> ModelShape:
-    """Shape of one of `MODELS`, Megatron's embedding padded to a multiple of `pad_to` rows."""
-    family, sizes, more = MODELS[name]
-    return ModelShape(family, *sizes, padded_vocab=-(-sizes[-1] // pad_to) * pad_to, **more)
