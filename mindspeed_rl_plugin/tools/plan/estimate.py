@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import prod
+from typing import NamedTuple
 
 import numpy as np
 
@@ -64,17 +65,12 @@ class Run:
     refused: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
-class Held:
+class Held(NamedTuple):
     """Bytes of a model on a trainer's device."""
 
     weights: int = 0
     gradients: int = 0
     optimizer: int = 0
-
-    @property
-    def total(self) -> int:
-        return self.weights + self.gradients + self.optimizer
 
 
 @dataclass(frozen=True)
@@ -102,7 +98,7 @@ class Estimate:
     @property
     def update(self) -> int:
         """Bytes on a device in the update."""
-        return self.policy.total + self.critic.total
+        return sum(self.policy) + sum(self.critic)
 
     def peak(self, mode: str) -> int:
         """Most bytes on a device with an engine during the reshard, all but the policy's weights having left it."""
@@ -186,4 +182,4 @@ def _fullest(run: Run) -> tuple[Held, Held]:
         head = prod(shapes.get("output_layer.weight", (0,)))
         value_head = run.shape.hidden if "decoder.final_layernorm.weight" in shapes else 0
         devices.append((held(numel, experts), held(numel - head + value_head, experts) if run.critic else Held()))
-    return max(devices, key=lambda pair: pair[0].total + pair[1].total)
+    return max(devices, key=lambda pair: sum(pair[0]) + sum(pair[1]))

@@ -194,11 +194,11 @@ class _Shown:
         head = (f"{self.name} a device, fullest", "update", "reshard peak", "generate", f"left of {unit(most)}")
         left = unit(most - f.generate)
         modes = [(mode, *map(marked, (f.update, f.peak(mode), f.generate)), left) for mode in MODES]
-        critic = f"; critic's weights {unit(c.weights)}, gradients and optimizer {unit(c.total - c.weights)}"
+        critic = f"; critic's weights {unit(c.weights)}, gradients and optimizer {unit(sum(c) - c.weights)}"
         return [
             *aligned([head, *modes], 1),
             f"update: weights {unit(p.weights)}, gradients {unit(p.gradients)}, optimizer {unit(p.optimizer)}"
-            + (critic if c.total else ""),
+            + (critic if sum(c) else ""),
             "reshard peak: " + (f"weights {unit(p.weights)}, " if f.shared else "") + f"engine's weights "
             f"{unit(f.generate)}, and in allgather the whole model {unit(f.whole)}; in stream what is in flight "
             f"{unit(f.in_flight)} (at most two buckets of {f.run.bucket_bytes >> 20} MiB)",
