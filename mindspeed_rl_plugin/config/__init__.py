@@ -10,7 +10,6 @@ from mindspeed_rl_plugin.config.flag import as_given, flag_name
 from mindspeed_rl_plugin.config.parser import add_flags, flag_names
 from mindspeed_rl_plugin.config.rl_config import (
     RLConfig,
-    config_problems,
     given_flags,
     limit_problems,
     rl_enabled,
@@ -22,7 +21,6 @@ __all__ = [
     "RLConfig",
     "add_flags",
     "as_given",
-    "config_problems",
     "flag_name",
     "flag_names",
     "given_flags",

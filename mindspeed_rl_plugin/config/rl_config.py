@@ -76,11 +76,6 @@ def limit_problems(*groups: Any) -> list[str]:
     return [text for g in groups for f in dataclasses.fields(g) for text in value_problems(f, getattr(g, f.name))]
 
 
-def config_problems(config: RLConfig) -> list[str]:
-    """`limit_problems` of all groups."""
-    return limit_problems(*vars(config).values())
-
-
 def unread_flags(config: RLConfig, algorithm: Any, preset: Any) -> Iterator[str]:
     """One message for each flag that nothing in this run would read: it must not be ignored without a word.
 

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from mindspeed_rl_plugin.monitor.run_files import atomic_write
+
 TRACKER = "latest_checkpointed_iteration.txt"
 STATE_FILE = "rl_state.pt"
 STATE_FORMAT, _APART = 1, 2  # the second had the rows of its dock in a file beside it
@@ -58,12 +60,8 @@ def write_state(directory: str, iteration: int, state: dict[str, Any]) -> None:
     """Write the RL state of one checkpoint: all of it or nothing, on disk when this returns."""
     folder = iteration_dir(directory, iteration)
     os.makedirs(folder, exist_ok=True)
-    path = os.path.join(folder, STATE_FILE)
-    with open(path + ".partial", "wb") as file:
-        torch.save({"format": STATE_FORMAT, **state}, file)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(path + ".partial", path)
+    content = {"format": STATE_FORMAT, **state}
+    atomic_write(os.path.join(folder, STATE_FILE), lambda path: torch.save(content, path))
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)  # the rename itself

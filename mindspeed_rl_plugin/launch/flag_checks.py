@@ -16,7 +16,7 @@ import torch
 
 from mindspeed_rl_plugin.algorithms import Algorithm, resolve
 from mindspeed_rl_plugin.algorithms.presets import learns_from_pairs, unread
-from mindspeed_rl_plugin.config import RLConfig, config_problems
+from mindspeed_rl_plugin.config import RLConfig, limit_problems
 from mindspeed_rl_plugin.config.upstream import RUN, WHOLE, refusals
 from mindspeed_rl_plugin.device import get_device
 from mindspeed_rl_plugin.engine.engine_sizes import EngineSizes
@@ -29,8 +29,7 @@ from mindspeed_rl_plugin.launch.endings import Refusal, lines_of
 from mindspeed_rl_plugin.launch.start_decision import decide
 from mindspeed_rl_plugin.loop import arithmetic
 from mindspeed_rl_plugin.monitor.run_files import check_dumps
-from mindspeed_rl_plugin.prompts import chosen_tokenizer, tokenizer_path
-from mindspeed_rl_plugin.prompts.tokenizer import same_vocabulary
+from mindspeed_rl_plugin.prompts.tokenizer import chosen_tokenizer, same_vocabulary, tokenizer_path
 from mindspeed_rl_plugin.reshard.parallel import Parallel
 from mindspeed_rl_plugin.reshard.shape import ModelShape
 from mindspeed_rl_plugin.reward.reward_model import same_tokenizer
@@ -57,7 +56,7 @@ def check_batch(args: Any) -> None:
 def _problems(args: Any, config: RLConfig, without: Collection[Check] = ()) -> Iterator[str]:
     pairs = learns_from_pairs(config.algorithm.algorithm)
     yield from refusals(args, RUN, WHOLE) if pairs else refusals(args, RUN)
-    yield from config_problems(config)
+    yield from limit_problems(*vars(config).values())
     checks = CHECKS if pairs else (*CHECKS, *GENERATION_CHECKS)
     for check in (c for c in checks if c not in without):
         try:

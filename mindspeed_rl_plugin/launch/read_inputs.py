@@ -18,15 +18,8 @@ from mindspeed_rl_plugin.host.engine_env import prepare_engine_env
 from mindspeed_rl_plugin.loop.arithmetic import arithmetic_of
 from mindspeed_rl_plugin.loop.build import dock_size, table_of
 from mindspeed_rl_plugin.loop.inputs import Inputs
-from mindspeed_rl_plugin.prompts import (
-    PairRenderer,
-    PairStream,
-    PromptStream,
-    Renderer,
-    check_vocabulary,
-    load_tokenizer,
-    tokenizer_path,
-)
+from mindspeed_rl_plugin.prompts import PairRenderer, PairStream, PromptStream, Renderer
+from mindspeed_rl_plugin.prompts.tokenizer import check_vocabulary, load_tokenizer, tokenizer_path
 from mindspeed_rl_plugin.reward import RewardPool
 from mindspeed_rl_plugin.stages.user import load_stages
 

@@ -6,6 +6,7 @@ import hashlib
 import os
 import threading
 from collections.abc import Sequence
+from pathlib import Path
 
 from mindspeed_rl_plugin.launch.checkpoint_files import CRITIC, STATE_FILE
 from mindspeed_rl_plugin.ranks import combine_hashes, gather_all, rank_of_job
@@ -55,15 +56,9 @@ def weight_files(folder: str) -> dict[str, int]:
 
     The state of the distributed optimizer lies in files of its own and is left out, as it may be deleted.
     """
-    sizes = {}
-    for root, inner, names in os.walk(folder):
-        if root == folder and CRITIC in inner:
-            inner.remove(CRITIC)
-        for name in names:
-            if not name.startswith(_NOT_WEIGHTS):
-                path = os.path.join(root, name)
-                sizes[os.path.relpath(path, folder)] = os.path.getsize(path)
-    return dict(sorted(sizes.items()))
+    files = (path for path in Path(folder).rglob("*") if path.is_file() and not path.name.startswith(_NOT_WEIGHTS))
+    sizes = {path.relative_to(folder): path.stat().st_size for path in files}
+    return dict(sorted((str(path), size) for path, size in sizes.items() if path.parts[0] != CRITIC))
 
 
 def assign_files(listings: Sequence[dict[str, int]]) -> list[list[str]]:

@@ -3,16 +3,5 @@
 from mindspeed_rl_plugin.prompts.pair_stream import Pair, PairRenderer, PairStream
 from mindspeed_rl_plugin.prompts.prompt_stream import PromptStream
 from mindspeed_rl_plugin.prompts.render import Renderer
-from mindspeed_rl_plugin.prompts.tokenizer import check_vocabulary, chosen_tokenizer, load_tokenizer, tokenizer_path
 
-__all__ = [
-    "Pair",
-    "PairRenderer",
-    "PairStream",
-    "PromptStream",
-    "Renderer",
-    "check_vocabulary",
-    "chosen_tokenizer",
-    "load_tokenizer",
-    "tokenizer_path",
-]
+__all__ = ["Pair", "PairRenderer", "PairStream", "PromptStream", "Renderer"]

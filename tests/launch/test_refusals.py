@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from mindspeed_rl_plugin.algorithms.estimators import ADVANTAGES
-from mindspeed_rl_plugin.config import RLConfig, config_problems, flag_name, flag_names
+from mindspeed_rl_plugin.config import RLConfig, flag_name, flag_names, limit_problems
 from mindspeed_rl_plugin.config.upstream import OWN_RL, ROUTING, RUN, UPSTREAM, WHOLE, model_refusals, refusals
 from mindspeed_rl_plugin.launch import flag_checks
 from mindspeed_rl_plugin.launch.read_inputs import read_inputs
@@ -277,8 +277,7 @@ def limited():
 @pytest.mark.parametrize(("group", "field"), limited(), ids=lambda value: getattr(value, "name", value))
 def test_numbers_of_our_flags_have_limits(group, field):
     def problems(value):
-        values = dataclasses.replace(getattr(RLConfig(), group), **{field.name: value})
-        return config_problems(dataclasses.replace(RLConfig(), **{group: values}))
+        return limit_problems(dataclasses.replace(getattr(RLConfig(), group), **{field.name: value}))
 
     limits = field.metadata["limits"]
     for kind, limit in limits.items():

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
-from mindspeed_rl_plugin.prompts import load_tokenizer
+from mindspeed_rl_plugin.prompts.tokenizer import load_tokenizer
 
 LAYERS, HEADS, HEAD_DIM = 2, 2, 32
 EPSILON, ROTARY_BASE, LARGE = 1e-5, 10000, "0.4"

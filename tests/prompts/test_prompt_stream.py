@@ -12,7 +12,8 @@ from datasets import Dataset, DatasetDict
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from mindspeed_rl_plugin.prompts import PromptStream, Renderer, load_tokenizer
+from mindspeed_rl_plugin.prompts import PromptStream, Renderer
+from mindspeed_rl_plugin.prompts.tokenizer import load_tokenizer
 
 LETTERS = [chr(c) for c in range(32, 127)] + ["\n", "ä"]
 TEMPLATE = (
@@ -247,7 +248,8 @@ def test_nothing_is_written_to_the_home_directory(tokenizer_file: Path, tmp_path
     (tmp_path / "a.jsonl").write_text(lines(*ROWS))
     Dataset.from_list(ROWS).to_parquet(str(tmp_path / "a.parquet"))
     code = (
-        "import sys; from mindspeed_rl_plugin.prompts import PromptStream, Renderer, load_tokenizer\n"
+        "import sys; from mindspeed_rl_plugin.prompts import PromptStream, Renderer\n"
+        "from mindspeed_rl_plugin.prompts.tokenizer import load_tokenizer\n"
         "assert not {'datasets', 'transformers'} & set(sys.modules)\n"
         "renderer = Renderer(load_tokenizer(sys.argv[1]), 'prompt', 'answer', False)\n"
         "s = PromptStream(sys.argv[2:], renderer, max_length=9, seed=0)\n"

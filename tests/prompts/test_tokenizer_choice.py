@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from mindspeed_rl_plugin.prompts import check_vocabulary, chosen_tokenizer, tokenizer_path
+from mindspeed_rl_plugin.prompts.tokenizer import check_vocabulary, chosen_tokenizer, tokenizer_path
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from mindspeed_rl_plugin.algorithms import Algorithm, resolve
-from mindspeed_rl_plugin.config import RLConfig, add_flags, config_problems
+from mindspeed_rl_plugin.config import RLConfig, add_flags, limit_problems
 from mindspeed_rl_plugin.config.upstream import RUN, UPSTREAM, refusals
 from mindspeed_rl_plugin.engine.hf_config import load_reference
 from mindspeed_rl_plugin.reshard.layout import ModelShape, Parallel
@@ -120,7 +120,7 @@ def _rl_flags(flags: Flags) -> tuple[RLConfig, Algorithm | None, list[str]]:
     algorithm = None
     with contextlib.suppress(ValueError):
         algorithm = resolve(config.algorithm) if config.algorithm.algorithm else None
-    return config, algorithm, config_problems(config)
+    return config, algorithm, limit_problems(*vars(config).values())
 
 
 def _namespace(flags: Flags) -> argparse.Namespace:
