@@ -1,15 +1,15 @@
 """What is called in the place of Megatron's functions: the hooks of the patch table, each with the original first.
 
-Without `--rl-algorithm` each one only calls the original. They stay thin: what RL does lives in `launch/` and `loop/`.
+Without `--rl-algorithm` each one only calls the original. They stay thin: what RL does is in `launch.launch`.
 """
 
 from __future__ import annotations
 
 import argparse
 import difflib
-import functools
+import importlib
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from mindspeed_rl_plugin.config import RLConfig, add_flags, given_flags, rl_enabled
@@ -42,67 +42,21 @@ def validate_args(original: Callable, args: Any, *rest: Any, **named: Any) -> An
     return result
 
 
-def under_rl(hook: Callable[[Any, Callable, tuple, Mapping[str, Any]], Any]) -> Callable:
-    """A hook that calls `hook(args, original, positional, named)` under RL, with Megatron's arguments, else only the
-    original."""
+def under_rl(name: str) -> Callable:
+    """The hook that under RL calls the function of this name in `launch.launch`, which is imported only then, with
+    Megatron's arguments, the original, and what it was called with; else only the original."""
 
-    @functools.wraps(hook)
-    def called(original: Callable, *positional: Any, **named: Any) -> Any:
+    def hook(original: Callable, *positional: Any, **named: Any) -> Any:
         from megatron.training import get_args
 
         args = get_args()
-        return hook(args, original, positional, named) if rl_enabled(args) else original(*positional, **named)
+        if not rl_enabled(args):
+            return original(*positional, **named)
+        ours = getattr(importlib.import_module("mindspeed_rl_plugin.launch.launch"), name)
+        return ours(args, original, positional, named)
 
-    return called
-
-
-@under_rl
-def setup_model_and_optimizer(args: Any, original: Callable, positional: tuple, named: Mapping[str, Any]) -> Any:
-    """Decide where training starts, then let Megatron build and load accordingly."""
-    from mindspeed_rl_plugin.launch.launch import launch
-    from mindspeed_rl_plugin.launch.patching import assert_in_force
-    from mindspeed_rl_plugin.loop import run
-
-    assert_in_force()
-    return launch(original, positional, named, args, run.current())
-
-
-@under_rl
-def load_checkpoint(args: Any, original: Callable, positional: tuple, named: Mapping[str, Any]) -> Any:
-    """On a resume, load the reference's weights first; then what `launch` decided."""
-    from mindspeed_rl_plugin.launch.launch import load
-
-    return load(original, positional, named)
-
-
-@under_rl
-def save_checkpoint(args: Any, original: Callable, positional: tuple, named: Mapping[str, Any]) -> Any:
-    """Write the RL state into the checkpoint's directory before Megatron updates the tracker file."""
-    from mindspeed_rl_plugin.launch.launch import save_rl_state
-    from mindspeed_rl_plugin.launch.megatron_setup import overridden
-
-    iteration = positional[0] if positional else named["iteration"]
-    with endings.stopping(), overridden(args, save_rl_state(args, iteration, original)):
-        return original(*positional, **named)
-
-
-@under_rl
-def build_train_valid_test_data_iterators(args: Any, original: Callable, positional: tuple, named: Mapping) -> Any:
-    """No pretraining data is opened: the rows of a step come with `train_step`."""
-    from mindspeed_rl_plugin.loop import run
-
-    # Megatron sets these three while it builds its data loaders, and its train loop reads them.
-    args.do_train, args.do_valid, args.do_test = True, False, False
-    return run.current().train_iterator(), None, None
-
-
-@under_rl
-def train_step(args: Any, original: Callable, positional: tuple, named: Mapping[str, Any]) -> Any:
-    """Run the rollout steps when they are due, then Megatron's own step on the dock's batch."""
-    from mindspeed_rl_plugin.loop import run
-
-    with endings.stopping():
-        return run.current().train_step(original, positional, named)
+    hook.__name__ = name
+    return hook
 
 
 def _warn_of_unused(args: Any) -> None:

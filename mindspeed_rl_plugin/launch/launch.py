@@ -16,17 +16,17 @@ from mindspeed_rl_plugin.algorithms.describe import describe as describe_algorit
 from mindspeed_rl_plugin.config import RLConfig
 from mindspeed_rl_plugin.critic import value_head
 from mindspeed_rl_plugin.environment import say
-from mindspeed_rl_plugin.launch import build_critic, flag_checks, lr_schedule, megatron_setup
+from mindspeed_rl_plugin.launch import build_critic, flag_checks, lr_schedule, megatron_setup, patching
 from mindspeed_rl_plugin.launch import checkpoint_files as files
 from mindspeed_rl_plugin.launch.disk import small_disk
-from mindspeed_rl_plugin.launch.endings import refusing
+from mindspeed_rl_plugin.launch.endings import refusing, stopping
 from mindspeed_rl_plugin.launch.megatron_setup import overridden
 from mindspeed_rl_plugin.launch.mtp import freeze_mtp
 from mindspeed_rl_plugin.launch.read_inputs import read_inputs
 from mindspeed_rl_plugin.launch.reference_digest import CheckpointDigest
 from mindspeed_rl_plugin.launch.start_decision import decide, describe, load_arguments, weights_arguments
 from mindspeed_rl_plugin.launch.weights_fit import must_fit
-from mindspeed_rl_plugin.loop import arithmetic
+from mindspeed_rl_plugin.loop import arithmetic, run
 from mindspeed_rl_plugin.loop.start import TRAINED, Start
 
 
@@ -46,12 +46,14 @@ class _Launch:
 _launch: _Launch | None = None
 
 
-def launch(original: Callable, positional: tuple, named: Mapping[str, Any], args: Any, loop: Any) -> Any:
-    """Run Megatron's `setup_model_and_optimizer` so that it loads what RL starts from; returns its result.
+def setup_model_and_optimizer(args: Any, original: Callable, positional: tuple, named: Mapping[str, Any]) -> Any:
+    """Run Megatron's function so that it loads what RL starts from; returns its result.
 
     Collective over all ranks. Raises ValueError on every rank when the start or the reference is not usable.
     """
     global _launch
+    patching.assert_in_force()
+    loop = run.current()
     algorithm = resolve(RLConfig.from_args(args).algorithm)
     _announce(args, algorithm)
     with refusing():
@@ -111,8 +113,8 @@ def _check_loaded(model: Any, start: Start, args: Any) -> None:
         say(warning)
 
 
-def load(original: Callable, positional: tuple, named: Mapping[str, Any]) -> Any:
-    """Megatron's `load_checkpoint`, with the reference's weights loaded before a resumed actor's."""
+def load_checkpoint(args: Any, original: Callable, positional: tuple, named: Mapping[str, Any]) -> Any:
+    """Megatron's function for what was decided, with the reference's weights loaded before a resumed actor's."""
     at = _launch
     if at is None:  # somebody loads before training is set up
         return original(*positional, **named)
@@ -123,16 +125,35 @@ def load(original: Callable, positional: tuple, named: Mapping[str, Any]) -> Any
         at.loop.on_reference_loaded(model)
     # What loads after the policy is the critic, and a language model's file has no value head.
     free = {} if at.loading else {"free": f"{value_head.NAME}.weight"}
-    with refusing(), must_fit(model, f"the checkpoint of {at.args.load}", **free):
+    with refusing(), must_fit(model, f"the checkpoint of {args.load}", **free):
         return original(*positional, **named)
 
 
-def save_rl_state(args: Any, iteration: int, save_checkpoint: Callable | None = None) -> dict[str, Any]:
-    """Write the RL state of `iteration` under --save, and the critic where there is one.
+def save_checkpoint(args: Any, original: Callable, positional: tuple, named: Mapping[str, Any]) -> Any:
+    """Write the RL state, then run Megatron's function, which updates the tracker file: a tracked checkpoint always has
+    its state."""
+    iteration = positional[0] if positional else named["iteration"]
+    with stopping(), overridden(args, _save_state(args, iteration, original)):
+        return original(*positional, **named)
+
+
+def build_train_valid_test_data_iterators(args: Any, original: Callable, positional: tuple, named: Mapping) -> Any:
+    """No pretraining data is opened: the rows of a step come with `train_step`."""
+    # Megatron sets these three while it builds its data loaders, and its train loop reads them.
+    args.do_train, args.do_valid, args.do_test = True, False, False
+    return run.current().train_iterator(), None, None
+
+
+def train_step(args: Any, original: Callable, positional: tuple, named: Mapping[str, Any]) -> Any:
+    """Run the rollout steps when they are due, then Megatron's own step on the dock's batch."""
+    with stopping():
+        return run.current().train_step(original, positional, named)
+
+
+def _save_state(args: Any, iteration: int, save: Callable) -> dict[str, Any]:
+    """Write the RL state of `iteration` under --save, by rank 0, and by `save`, Megatron's own, the critic.
 
     Returns arguments that must be in force while Megatron saves the policy.
-    Every rank calls it; rank 0 writes the state. save_checkpoint: Megatron's own, for the critic. Megatron updates
-    its tracker file later, on the same rank: a tracked checkpoint always has its state.
     """
     if _launch is None:
         raise ValueError("a checkpoint is being saved before training has started; RL cannot describe it")
@@ -147,7 +168,7 @@ def save_rl_state(args: Any, iteration: int, save_checkpoint: Callable | None = 
     if ranks.is_rank_0():
         files.write_state(args.save, iteration, state)
     if _launch.critic is not None:
-        build_critic.save(save_checkpoint, _launch.critic, args, iteration)
+        build_critic.save(save, _launch.critic, args, iteration)
     # Megatron cannot save the state of an optimizer that has none yet.
     return {} if state["loop"].get(TRAINED, True) else {"no_save_optim": True}
 

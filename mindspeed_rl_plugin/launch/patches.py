@@ -24,7 +24,7 @@ PATCHES: tuple[Patch, ...] = (
     ),
     Patch(
         target="megatron.training.training.setup_model_and_optimizer",
-        hook=hooks.setup_model_and_optimizer,
+        hook=hooks.under_rl("setup_model_and_optimizer"),
         leading=(),
         why="decides where training starts: it is the one caller of load_checkpoint before the first step, "
         "and the one place that sees the model provider (core <= 0.16) or the model config (0.19)",
@@ -33,7 +33,7 @@ PATCHES: tuple[Patch, ...] = (
     ),
     Patch(
         target="megatron.training.training.load_checkpoint",
-        hook=hooks.load_checkpoint,
+        hook=hooks.under_rl("load_checkpoint"),
         leading=("ddp_model", "optimizer", "opt_param_scheduler"),
         why="loads the reference's weights into the built model before the actor's",
         versions="0.12.1 checkpointing.py:1167, 0.16.1 :1479, 0.19.0 :2066",
@@ -41,7 +41,7 @@ PATCHES: tuple[Patch, ...] = (
     ),
     Patch(
         target="megatron.training.checkpointing.save_checkpoint",
-        hook=hooks.save_checkpoint,
+        hook=hooks.under_rl("save_checkpoint"),
         leading=("iteration", "model", "optimizer", "opt_param_scheduler"),
         why="puts the RL state into the checkpoint before the tracker file points at it",
         versions="0.12.1 checkpointing.py:306, 0.16.1 :471, 0.19.0 :552",
@@ -49,7 +49,7 @@ PATCHES: tuple[Patch, ...] = (
     ),
     Patch(
         target="megatron.training.training.build_train_valid_test_data_iterators",
-        hook=hooks.build_train_valid_test_data_iterators,
+        hook=hooks.under_rl("build_train_valid_test_data_iterators"),
         leading=("build_train_valid_test_datasets_provider",),
         why="opens no pretraining data: the rows of a step come with train_step",
         versions="0.12.1 training.py:2405, 0.16.1 :3422, 0.19.0 :4601",
@@ -57,7 +57,7 @@ PATCHES: tuple[Patch, ...] = (
     ),
     Patch(
         target="megatron.training.training.train_step",
-        hook=hooks.train_step,
+        hook=hooks.under_rl("train_step"),
         leading=("forward_step_func", "data_iterator", "model", "optimizer", "opt_param_scheduler", "config"),
         why="runs rollout, rewards and log-probs when due, then the original with our forward step and iterator",
         versions="0.12.1 training.py:1213, 0.16.1 :1603, 0.19.0 :2336",

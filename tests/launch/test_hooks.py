@@ -6,7 +6,6 @@ import types
 
 import pytest
 
-import mindspeed_rl_plugin.loop
 from mindspeed_rl_plugin.config import add_flags
 from mindspeed_rl_plugin.launch import endings, flag_checks, launch
 from mindspeed_rl_plugin.launch import patching as applying
@@ -34,13 +33,8 @@ def world(monkeypatch):
         train_iterator=lambda: "dock",
         train_step=lambda original, args, kwargs: ("stepped", original(*args, **kwargs)),
     )
-    run = types.ModuleType("mindspeed_rl_plugin.loop.run")
-    run.current = lambda: loop
-    monkeypatch.setitem(sys.modules, "mindspeed_rl_plugin.loop.run", run)
-    monkeypatch.setattr(mindspeed_rl_plugin.loop, "run", run, raising=False)
-    monkeypatch.setattr(applying, "assert_in_force", lambda: w.events.append("in force"))
+    monkeypatch.setattr(launch.run, "current", lambda: loop)
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
-    w.loop = loop
     return w
 
 
@@ -116,14 +110,13 @@ def test_rl_flags_without_an_algorithm_are_warned_of(world, capsys, monkeypatch)
 
 
 def test_setup_proves_the_patches_first(world, monkeypatch):
-    def fake_launch(original, positional, named, args, loop):
-        world.events.append(("launch", positional, named, args is world.args, loop is world.loop))
-        return original(*positional, **named)
+    def lost():
+        raise RuntimeError("a patch is not in force")
 
-    monkeypatch.setattr(launch, "launch", fake_launch)
-    wrapped = hooked("setup_model_and_optimizer", lambda *a, **k: "model")
-    assert wrapped("provider", checkpointing_context={}) == "model"
-    assert world.events == ["in force", ("launch", ("provider",), {"checkpointing_context": {}}, True, True)]
+    monkeypatch.setattr(applying, "assert_in_force", lost)
+    with pytest.raises(RuntimeError, match="a patch is not in force"):
+        hooked("setup_model_and_optimizer", lambda *a, **k: world.events.append("built"))("provider")
+    assert world.events == []
 
 
 @pytest.mark.parametrize(("positional", "named"), [((7, "model"), {}), ((), {"iteration": 7, "model": "model"})])
@@ -136,14 +129,14 @@ def test_state_is_written_before_megatron_saves_or_nothing_is(world, monkeypatch
         return {"no_save_optim": True}
 
     world.args.no_save_optim = False
-    monkeypatch.setattr(launch, "save_rl_state", save)
+    monkeypatch.setattr(launch, "_save_state", save)
     hooked("save_checkpoint", megatron)(*positional, **named)
     assert world.events == [("state", 7, True), ("megatron", True)] and world.args.no_save_optim is False
 
     def full(args, iteration, original):
         raise OSError("no space left on device")
 
-    monkeypatch.setattr(launch, "save_rl_state", full)
+    monkeypatch.setattr(launch, "_save_state", full)
     with pytest.raises(OSError, match="no space"):
         hooked("save_checkpoint", megatron)(*positional, **named)
     assert len(world.events) == 2
@@ -160,6 +153,7 @@ def test_the_iterator_is_the_docks_and_no_data_is_opened(world):
 def test_the_step_is_the_loops_and_loading_is_the_launchs(world, monkeypatch):
     wrapped = hooked("train_step", lambda *a, **k: (a, k))
     assert wrapped(1, 2, iteration=3) == ("stepped", ((1, 2), {"iteration": 3}))
-    monkeypatch.setattr(launch, "load", lambda original, positional, named: ("loaded", original(*positional, **named)))
+    loaded = lambda args, original, positional, named: ("loaded", original(*positional, **named))  # noqa: E731
+    monkeypatch.setattr(launch, "load_checkpoint", loaded)
     wrapped = hooked("load_checkpoint", lambda *a, **k: (a, k))
     assert wrapped(1, strict=True) == ("loaded", ((1,), {"strict": True}))

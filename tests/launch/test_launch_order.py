@@ -56,7 +56,9 @@ class Megatron:
                 p.fill_(self.initial)
         self.args.iteration = 0
         if self.args.load is not None:
-            self.args.iteration, _ = launch.load(self.load_checkpoint, (model, "optimizer", "scheduler"), {})
+            self.args.iteration, _ = launch.load_checkpoint(
+                self.args, self.load_checkpoint, (model, "optimizer", "scheduler"), {}
+            )
         return model, "optimizer", types.SimpleNamespace(step=lambda increment: self.events.append(("step", increment)))
 
     def load_checkpoint(self, model, optimizer, scheduler):
@@ -68,8 +70,8 @@ class Megatron:
         return 0 if a.finetune else iteration, 0
 
     def save(self, iteration, value):
-        launch.save_rl_state(self.args, iteration)
-        write_checkpoint(self.args.save, iteration, value)
+        write = lambda *_: write_checkpoint(self.args.save, iteration, value)  # noqa: E731
+        launch.save_checkpoint(self.args, write, (iteration,), {})
 
 
 def write_checkpoint(directory, iteration, value):
@@ -94,6 +96,7 @@ def job(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(flag_checks, "check_model", lambda model: None)
     monkeypatch.setattr(launch, "read_inputs", lambda args: args)
+    monkeypatch.setattr(launch.patching, "assert_in_force", lambda: None)
 
     def run(*, load=None, kl=0.001, initial=0.5, more=(), **values):
         monkeypatch.setattr(launch, "_launch", None)
@@ -103,7 +106,9 @@ def job(tmp_path, monkeypatch):
         before = dict(vars(args))
         events = []
         loop, megatron = Loop(events), Megatron(args, events, initial)
-        launch.launch(megatron.setup_model_and_optimizer, ("gpt",), {"model_provider_func": len}, args, loop)
+        monkeypatch.setattr(launch.run, "current", lambda: loop)
+        named = {"model_provider_func": len}
+        launch.setup_model_and_optimizer(args, megatron.setup_model_and_optimizer, ("gpt",), named)
         assert {k: v for k, v in vars(args).items() if k != "iteration"} == before, "arguments are put back"
         return types.SimpleNamespace(events=events, start=loop.start, megatron=megatron, args=args)
 
@@ -244,10 +249,12 @@ def test_state_is_on_disk_before_the_tracker_and_rank_0_writes_it(job, monkeypat
     done = job(load="base")
     with monkeypatch.context() as patch:
         patch.setattr(launch.ranks, "is_rank_0", lambda: False)
-        launch.save_rl_state(done.args, 4)
+        launch.save_checkpoint(done.args, lambda *_: None, (4,), {})
     assert not files.has_state("out", 4)
-    launch.save_rl_state(done.args, 4)
-    assert files.has_state("out", 4) and files.read_tracker("out") is None
+    launch.save_checkpoint(
+        done.args, lambda iteration: files.has_state("out", iteration) or 1 / 0, (), {"iteration": 4}
+    )
+    assert files.read_tracker("out") is None
 
 
 def test_only_rank_0_gets_the_rows(job, monkeypatch):
@@ -270,7 +277,7 @@ def test_only_rank_0_gets_the_rows(job, monkeypatch):
 def test_saving_before_the_start_is_refused(monkeypatch):
     monkeypatch.setattr(launch, "_launch", None)
     with pytest.raises(ValueError, match="before training has started"):
-        launch.save_rl_state(None, 1)
+        launch.save_checkpoint(None, len, (1,), {})
 
 
 def test_training_does_not_wait_for_the_digest(job, monkeypatch):
@@ -320,10 +327,15 @@ def test_the_critic_is_built_after_the_policy_and_saved_before_it(job, monkeypat
     done = job(more=ppo)
     actor = ("actor", 0.5, "optimizer", "fresh")
     assert done.events == ["before_model", "build", ("reference", 0.5), ("critic",), actor]
-    assert launch.save_rl_state(done.args, 3, len) == {"no_save_optim": True} and heard[-1] == "saved"
+    done.args.no_save_optim = False
+    policy = lambda *_: heard.append(done.args.no_save_optim)  # noqa: E731
+    launch.save_checkpoint(done.args, policy, (3,), {})
+    assert heard[-2:] == ["saved", True] and done.args.no_save_optim is False
     write_checkpoint("out", 3, 2.5)
     again = job(more=ppo, kl=0)
     assert again.events[3:5] == [("load", 3, "optimizer", False, True, False), ("step", 12)]
     assert heard[-1] == ("resume", 2.5, ("gpt",), {"model_provider_func": len})
     monkeypatch.setattr(Loop, "state_dict", lambda self: {"cursor": 1, launch.TRAINED: True})
-    assert launch.save_rl_state(again.args, 4, len) == {}
+    again.args.no_save_optim = False
+    launch.save_checkpoint(again.args, lambda *_: heard.append(again.args.no_save_optim), (4,), {})
+    assert heard[-2:] == ["saved", False]
