@@ -14,6 +14,7 @@ import inspect
 import os
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,7 @@ from mindspeed_rl_plugin.critic.critic import Critic
 from mindspeed_rl_plugin.critic.value_head import give_value_head
 from mindspeed_rl_plugin.device import get_device
 from mindspeed_rl_plugin.launch import checkpoint_files as files
-from mindspeed_rl_plugin.launch.critic_files import mark, source_folder, starts_with_head
+from mindspeed_rl_plugin.launch.critic_files import MARK, source_folder
 from mindspeed_rl_plugin.launch.megatron_setup import on_each_chunk, overridden
 from mindspeed_rl_plugin.launch.start_decision import WHOLE, weights_arguments
 from mindspeed_rl_plugin.loop.start import Start
@@ -67,7 +68,7 @@ def save(save_checkpoint: Callable, critic: Critic, args: Any, iteration: int) -
     folder = os.path.join(files.iteration_dir(args.save, iteration), files.CRITIC)
     with overridden(args, {"save": folder, "async_save": False, "save_retain_interval": None}), gathered(critic.model):
         save_checkpoint(iteration, critic.model, critic.optimizer, critic.scheduler, 0)
-    mark(folder, iteration)
+    Path(files.iteration_dir(folder, iteration), MARK).touch()
 
 
 def learning_rate(args: Any, lr: float | None) -> dict[str, Any]:
@@ -88,7 +89,7 @@ def _source(start: Start, load: str | None) -> tuple[dict[str, Any], str, bool]:
     if load is None:
         return nothing, "the policy's weights, with a fresh value head", False
     path = source_folder(load)
-    has_head = starts_with_head(path)
+    has_head = Path(path, MARK).is_file()
     source = f"the weights of {path}" + ("" if has_head else ", with a fresh value head")
     return weights_arguments(path), source, has_head
 

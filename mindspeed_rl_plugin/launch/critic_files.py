@@ -10,7 +10,7 @@ from typing import Any
 from mindspeed_rl_plugin.launch import checkpoint_files as files
 from mindspeed_rl_plugin.launch import pickles
 
-MARK = "rl_value_head"  # empty file beside Megatron's: the output layer in this checkpoint is a value head
+MARK = "rl_value_head"  # empty file beside Megatron's in a critic's checkpoint: its output layer is a value head
 # What must be equal, if both sides know it; the layout where each rank reads a file of its own.
 _SIZES = (
     *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels"),
@@ -32,16 +32,6 @@ def source_folder(directory: str) -> str:
     if not os.path.isdir(folder):
         raise ValueError(f"--rl-critic-load {directory}: {files.TRACKER} names {tracked}, but there is no {folder}")
     return folder
-
-
-def starts_with_head(folder: str) -> bool:
-    """Whether the iteration folder of a checkpoint is a critic's, with a value head of its own."""
-    return os.path.isfile(os.path.join(folder, MARK))
-
-
-def mark(directory: str, iteration: int) -> None:
-    """Say that a checkpoint is a critic's. Every rank may call it."""
-    Path(files.iteration_dir(directory, iteration), MARK).touch()
 
 
 def problems(directory: str, args: Any) -> Iterator[str]:

@@ -32,6 +32,7 @@ from mindspeed_rl_plugin.monitor.run_files import check_dumps
 from mindspeed_rl_plugin.prompts.tokenizer import chosen_tokenizer, same_vocabulary, tokenizer_path
 from mindspeed_rl_plugin.reshard.parallel import Parallel
 from mindspeed_rl_plugin.reshard.shape import ModelShape
+from mindspeed_rl_plugin.reshard.storages import unwrap
 from mindspeed_rl_plugin.reward.reward_model import same_tokenizer
 from mindspeed_rl_plugin.reward.specs import model_specs, parse_specs, time_limits
 
@@ -100,9 +101,7 @@ def check_model(model: Any) -> None:
     """Check that every chunk of the built model is Megatron's GPT decoder. Raises ValueError."""
     from megatron.core.models.gpt import GPTModel
 
-    for chunk in model:
-        while hasattr(chunk, "module"):  # DDP, Float16Module
-            chunk = chunk.module
+    for chunk in map(unwrap, model):
         if not isinstance(chunk, GPTModel):
             raise ValueError(
                 f"the script built a {type(chunk).__name__}; RL generates from GPT decoders only: use the script that "

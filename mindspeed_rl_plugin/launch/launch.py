@@ -237,7 +237,7 @@ def _digest(at: _Launch) -> str:
     """Digest of the reference, with a line for one that took long to read; a missing one is a ValueError."""
     began = time.monotonic()
     try:
-        digest = CheckpointDigest(at.start.reference_path).result(_deadline(at.args))
+        digest = CheckpointDigest(at.start.reference_path).result(at.args.rl_wait_timeout)
     except ValueError as error:
         raise ValueError(
             f"{error}: it is the reference that RL began from; restore it{_or_without(at.algorithm)}"
@@ -251,7 +251,7 @@ def _digest(at: _Launch) -> str:
 def _first_digest(at: _Launch) -> str | None:
     """The digest that was begun at the start. None, and a line, where it cannot be had: training has gone on since."""
     try:
-        return at.digest.result(_deadline(at.args))
+        return at.digest.result(at.args.rl_wait_timeout)
     except ValueError as error:
         say(
             f"warning: no digest of the reference is recorded ({error}), so that no resume of this checkpoint can use "
@@ -260,10 +260,6 @@ def _first_digest(at: _Launch) -> str | None:
         return None
 
 
-def _deadline(args: Any) -> float:
-    return RLConfig.from_args(args).monitor.wait_timeout
-
-
 def _parameters(model: Any) -> Iterator[tuple[str, Any]]:
-    for chunk in model if isinstance(model, list) else [model]:
+    for chunk in model:
         yield from chunk.named_parameters()

@@ -6,9 +6,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from mindspeed_rl_plugin.launch import build_critic, critic_files
 from mindspeed_rl_plugin.launch import checkpoint_files as files
-from mindspeed_rl_plugin.launch import critic_files
 from mindspeed_rl_plugin.launch.build_critic import learning_rate
+from mindspeed_rl_plugin.loop.start import Start
 
 SIZES = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels", "num_query_groups")
 LAYOUT = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
@@ -26,10 +27,12 @@ def problems(folder, file="mp_rank_00/model_optim_rng.pt", **changes):
 
 def test_a_checkpoint_of_the_same_model_is_good_and_a_critic_is_marked(tmp_path):
     assert problems(tmp_path, padded_vocab_size=7) == [], "not known here yet"
-    folder = critic_files.source_folder(str(tmp_path))
-    assert folder.endswith("iter_0000005") and not critic_files.starts_with_head(folder)
-    critic_files.mark(str(tmp_path), 5)
-    assert critic_files.starts_with_head(folder)
+    start = Start("fresh", None, 0, None, None)
+    for has_head in (False, True):
+        arguments, source, answer = build_critic._source(start, str(tmp_path))
+        assert arguments["ckpt_step"] == 5 and "iter_0000005" in source and answer is has_head
+        assert ("with a fresh value head" in source) != has_head
+        (tmp_path / "iter_0000005" / critic_files.MARK).touch()
 
 
 @pytest.mark.parametrize("name", [*SIZES, *LAYOUT, "group_query_attention"])
