@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from mindspeed_rl_plugin.config import RLConfig, add_flags, given_flags, rl_enabled
-from mindspeed_rl_plugin.environment import leave_to_first_rank, say
+from mindspeed_rl_plugin.environment import leave_to_first_rank, record_failure, say
 from mindspeed_rl_plugin.launch import endings
 
 
@@ -92,7 +92,7 @@ def _refuse_misspelt(parser: argparse.ArgumentParser) -> argparse.ArgumentParser
         leave_to_first_rank()
         # Without the usage of some 800 lines that argparse prints first.
         text = endings.Refusal.of_arguments(f"{p} `python -m mindspeed_rl_plugin flags` lists them" for p in problems)
-        endings.record(str(text))
+        record_failure(str(text))
         parser.exit(2, f"[rl] {text}\n")
 
     def error(message: str) -> None:
