@@ -53,11 +53,12 @@ def check(
     algorithm: Algorithm,
     reads: Sequence[str],
     iteration: int,
+    own: Sequence[str] = (),
 ) -> None:
     """Refuse a state of `Run.state_dict`, with the dock's outline in it, that these flags cannot go on with.
 
-    now: `cut` of the flags; reads: columns of the update; iteration: that the checkpoint holds. Raises ValueError, on
-    every rank alike.
+    now: `cut` of the flags; reads: columns of the update; iteration: that the checkpoint holds; own: columns that a
+    user's stages write. Raises ValueError, on every rank alike.
     """
     left, before = state.get("steps_left", 0), state.get("cut", {})
     until = iteration + left
@@ -72,6 +73,8 @@ def check(
         held = [{RENAMED.get(c, c) for c in r["held"]} for r in state["dock"]["epochs"] if r["number"] in used]
         check_columns(algorithm, reads, held, state.get("choices", {}), left, until)
     _check_deferred(state.get("carried", ()), before, now)
+    if algorithm.dynamic_sampling:
+        _check_own(state, own)
 
 
 def check_columns(
@@ -103,6 +106,18 @@ def _check_deferred(deferred: Sequence, before: Mapping[str, object], now: Mappi
         raise ValueError(
             f"the checkpoint holds {len(deferred)} groups of {before[flag]} responses that dynamic sampling carried "
             f"over, {flag} is {now[flag]}: resume with {before[flag]}"
+        )
+
+
+def _check_own(state: Mapping[str, Any], own: Sequence[str]) -> None:
+    """Deferred groups are past the stages of a user's own."""
+    epochs = {epoch for epoch, _ in state.get("carried", ())}
+    held = [epoch["held"] for epoch in state["dock"]["epochs"] if epoch["number"] in epochs] if epochs else []
+    if lacking := [column for column in own if not all(column in have for have in held)]:
+        raise ValueError(
+            f"the checkpoint holds {len(state['carried'])} groups that dynamic sampling carried over, which lack "
+            f"{', '.join(lacking)} of --rl-stage: resume without the stage that was added, or with "
+            "--no-rl-dynamic-sampling, which drops these groups"
         )
 
 

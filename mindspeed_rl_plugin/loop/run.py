@@ -29,6 +29,7 @@ from mindspeed_rl_plugin.reshard.host_weights import HostWeights
 from mindspeed_rl_plugin.rows import Group
 from mindspeed_rl_plugin.stages import update
 from mindspeed_rl_plugin.stages.measure import Rollout, prepare_dumps
+from mindspeed_rl_plugin.stages.stage import columns_of
 from mindspeed_rl_plugin.stages.update import TrainStep
 
 _run: Run | None = None
@@ -71,7 +72,9 @@ class Run:
         """Raise ValueError for the RL state of the checkpoint of `iteration` that these flags cannot go on with."""
         algorithm = self.inputs.algorithm
         if not algorithm.from_pairs:
-            resume.check(state, self._cut(), algorithm, update.spec(algorithm).reads, iteration)
+            names = {spec.name for spec, _ in self.inputs.own_stages}
+            own = [c.name for c in columns_of([spec for spec in table_of(self.inputs) if spec.name in names])]
+            resume.check(state, self._cut(), algorithm, update.spec(algorithm).reads, iteration, own)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take the RL state of a checkpoint, checked before; applied once the loop is built.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from types import SimpleNamespace
 
 import numpy as np
@@ -23,7 +24,8 @@ from mindspeed_rl_plugin.loop.rollout_plan import RolloutPlan, of_epoch
 from mindspeed_rl_plugin.loop.run import Run
 from mindspeed_rl_plugin.loop.schedules import Job
 from mindspeed_rl_plugin.rows import Ragged, Rows, SampleId
-from mindspeed_rl_plugin.stages.stage import columns_of, states_of
+from mindspeed_rl_plugin.stages.stage import StageSpec, columns_of, states_of
+from mindspeed_rl_plugin.stages.user import WRITABLE
 
 
 def inputs(*flags: str, algorithm: str = "grpo", prompts: int = 4, world: int = 1, **values) -> Inputs:
@@ -237,3 +239,13 @@ def test_deferred_groups_keep_their_size() -> None:
     state = saved(inputs(algorithm="dapo", prompts=6), deferred=(5,))
     with pytest.raises(ValueError, match="1 groups of 2 responses .* --rl-samples-per-prompt is 4: resume with 2"):
         resumed(inputs("--rl-samples-per-prompt", "4", algorithm="dapo", prompts=2), state)
+
+
+def test_a_stage_that_deferred_groups_have_not_passed_is_refused() -> None:
+    state = saved(inputs(algorithm="dapo"), deferred=(1,))
+    spec = StageSpec("bonus", ("reward",), (WRITABLE["valid"],), "row", "cpu")
+    added = dataclasses.replace(inputs(algorithm="dapo"), own_stages=((spec, None),))
+    with pytest.raises(ValueError, match="1 groups .* lack valid@bonus of --rl-stage"):
+        resumed(added, state)
+    plain = inputs("--no-rl-dynamic-sampling", algorithm="dapo")
+    resumed(dataclasses.replace(plain, own_stages=((spec, None),)), state)
