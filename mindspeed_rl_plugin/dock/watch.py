@@ -24,6 +24,7 @@ from mindspeed_rl_plugin.environment import record_failure
 
 SIGNS = 4  # of life, that are sent in one heartbeat
 FLUSH_SECONDS = 1.0
+LEAVE_SECONDS = 5.0  # for a reader that is slow
 STATUS = 1  # exit status of a rank that stops
 
 
@@ -47,9 +48,15 @@ class Link(Stream):
                     data = data[self.socket.send(data, socket.MSG_DONTWAIT) :]
             if data:
                 self._left.append(data)
-                self._more.notify()
+                self._more.notify_all()
                 if self._writer is None:
                     self._writer = thread(self._write)
+
+    def leave(self) -> None:
+        """As `Stream.leave`, once the notes before are sent, for which it waits a little."""
+        with self._more:
+            sent = self._more.wait_for(lambda: not self._left, LEAVE_SECONDS)
+            super().leave() if sent else self.close()
 
     def _write(self) -> None:
         with contextlib.suppress(OSError):
@@ -59,6 +66,7 @@ class Link(Stream):
                 self.socket.sendall(self._left[0])
                 with self._more:
                     self._left.popleft()
+                    self._more.notify_all()
 
 
 class Watch:

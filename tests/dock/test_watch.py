@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import socket
 from dataclasses import dataclass, field
 
 import pytest
 
-from mindspeed_rl_plugin.dock import factory, joining, make_docks
-from mindspeed_rl_plugin.dock.messages import Ping, Stopped
+from mindspeed_rl_plugin.dock import factory, joining, make_docks, watch
+from mindspeed_rl_plugin.dock.messages import Bye, Ping, Stopped
+from mindspeed_rl_plugin.dock.rpc import Stream, thread
 from mindspeed_rl_plugin.dock.watch import Watch
 
 
@@ -100,3 +102,19 @@ def test_machines_that_cannot_reach_each_other_are_refused(places, named: str | 
     with pytest.raises(ValueError, match=named):
         joining.check_addresses(places)
     return None
+
+
+def test_who_leaves_sends_its_notes_first_and_then_says_so() -> None:
+    mine, theirs = socket.socketpair()
+    link, reader, got = watch.Link(mine, 1), Stream(theirs), []
+    for rank in range(3):
+        link.note(Stopped(rank, "x" * (1 << 20)))  # more than the socket takes at once
+
+    def read() -> None:
+        while not got or not isinstance(got[-1], Bye):
+            got.append(reader.receive()[0])
+
+    reading = thread(read)
+    link.leave()
+    reading.join(10)
+    assert [getattr(message, "rank", None) for message in got] == [0, 1, 2, None]
