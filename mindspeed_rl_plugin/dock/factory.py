@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import secrets
+import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -111,7 +112,7 @@ class Member:
             lost=self._lost,
         )
         self._closed = False
-        atexit.register(self.close)  # in order, or the others would stop for this rank
+        atexit.register(self._end)
 
     def dock(self, **more: Any) -> Dock:
         """A view of the dock."""
@@ -131,11 +132,17 @@ class Member:
         if self._closed:
             return
         self._closed = True
-        atexit.unregister(self.close)
+        atexit.unregister(self._end)
         self.calls.close()
         self.server.close()
         if self.core.warehouse is not None:
             self.core.warehouse.slabs.close()
+
+    def _end(self) -> None:
+        """The interpreter ends: in order, or the others would stop for this rank, unless it is by an error."""
+        if self._watch is not None and hasattr(sys, "last_value"):
+            self._watch.tell(self.me.rank, "ended by an error")
+        self.close()
 
     def _core(self, limits: Limits) -> Core:
         columns, states, rank = self.declared.columns, self.declared.states, self.peers.rank

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import signal
+import sys
 import time
 import traceback
 from multiprocessing.connection import Connection
@@ -57,7 +58,9 @@ def obey(pipe: Connection, commands: Commands) -> None:
             name, *arguments = pipe.recv()
         except EOFError:
             return
-        if name == "end":  # what an interpreter does that ends by itself
+        if name in ("end", "fail"):  # what an interpreter does that ends by itself, or by an exception
+            if name == "fail":
+                sys.last_value = ValueError("of the user's code")
             return atexit._run_exitfuncs()
         try:
             pipe.send(("done", getattr(commands, name, getattr(commands.dock, name, None))(*arguments)))

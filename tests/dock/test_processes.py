@@ -181,6 +181,16 @@ def test_a_killed_rank_ends_the_others_and_is_named(start, nodes: list[str], vic
 
 
 @pytest.mark.parametrize("victim", [0, 2])
+def test_an_exception_on_one_rank_ends_the_others(start, victim: int) -> None:
+    job = start(NODES["two machines"], 30.0)
+    job[victim].send("fail")
+    for rank in {0, 1, 2} - {victim}:
+        assert job[rank].status() == 1
+        said = f"[rl] rank {rank} stops: rank {victim} on {NODES['two machines'][victim]} is gone (ended by an error)"
+        assert said in job[rank].said().splitlines()
+
+
+@pytest.mark.parametrize("victim", [0, 2])
 def test_a_silent_rank_ends_the_others_within_the_heartbeat(start, victim: int) -> None:
     job = start(NODES["two machines"])
     time.sleep(HEARTBEAT)
