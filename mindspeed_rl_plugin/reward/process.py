@@ -7,22 +7,27 @@ import json
 import math
 import os
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from multiprocessing.connection import Pipe, wait
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import msgspec
 
 from mindspeed_rl_plugin.reward.items import RewardError
-
-if TYPE_CHECKING:
-    from mindspeed_rl_plugin.reward.worker import Kind
+from mindspeed_rl_plugin.reward.worker import Kind
 
 BOOT = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
     "from mindspeed_rl_plugin.reward.worker import main; main(*map(int, sys.argv[2:]))"
 )
+# What a worker answers: its graders or why they cannot be loaded; then values, or why there are none.
+LOADED, OUTCOMES = tuple[tuple[Kind, ...], str | None], list[tuple[float | None, str | None]]
+STALLED = 60  # seconds without a byte within a message
 TICK = 1.0  # seconds between looks at a silent process: what it started may hold its pipe open
 
 
@@ -59,7 +64,7 @@ class Worker:
     def call(self, grader: int, items: Sequence[Mapping[str, Any]], seconds: float, grace: float = 0.0) -> None:
         """Let it grade `items` within `seconds`; grace: seconds beyond, which an error does not name."""
         self._limit, self.until = seconds, time.monotonic() + seconds + grace
-        with contextlib.suppress(ConnectionError):  # dead already: `answer` says so
+        with contextlib.suppress(OSError):  # dead already, or it does not read: `answer` says so
             self._connection.send((grader, items))
 
     def answer(self) -> Any:
@@ -69,9 +74,14 @@ class Worker:
         answer = None
         try:
             if self._connection.poll():
-                answer = self._connection.recv()
+                answer = msgspec.msgpack.decode(
+                    self._connection.recv_bytes(), type=LOADED if self._loading else OUTCOMES
+                )
         except (EOFError, OSError):  # it was killed between two messages, or within one
             ended = True
+        except msgspec.DecodeError:  # never unpickled: graders may run code that a model wrote
+            self.close()
+            answer = "wrote into the pipe of its worker, which was killed"
         if answer is None and ended:
             answer = self._end()
         elif answer is None and time.monotonic() >= self.until:
@@ -100,6 +110,9 @@ class Worker:
         self._loading, self.until = True, math.inf  # on the monotonic clock, of what it is busy with; None: idle
         theirs.close()
         os.close(lifeline)
+        with socket.socket(fileno=os.dup(self._connection.fileno())) as end:
+            for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):  # within a message
+                end.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", STALLED, 0))
         with contextlib.suppress(OSError):  # dead already: `answer` says so
             self._connection.send(self._setup)
 

@@ -14,9 +14,11 @@ import os
 import select
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
+
+import msgspec
 
 from mindspeed_rl_plugin.reward.builtin import make_builtin
 from mindspeed_rl_plugin.reward.calling import Grader, load_function, number
@@ -33,7 +35,7 @@ class Kind(NamedTuple):
 
     batch: bool
     asynchronous: bool
-    fields: Sequence[str]
+    fields: tuple[str, ...]
 
 
 def main(connection: int, lifeline: int) -> None:
@@ -48,16 +50,21 @@ def main(connection: int, lifeline: int) -> None:
             why = f"it {error}"
             if "\n" not in error:  # raised here, not on a line of the user's file or of a library
                 why = why.removeprefix("it raised ValueError: ")
-            parent.send(((), f"reward {spec.given!r} cannot be loaded: {why}"))
+            send(parent, ((), f"reward {spec.given!r} cannot be loaded: {why}"))
             return
         graders.append(loaded)
-    parent.send(([Kind(g.batch, g.asynchronous, g.fields) for g in graders], None))
+    send(parent, ([Kind(g.batch, g.asynchronous, g.fields) for g in graders], None))
     while True:
         try:
             grader, items = parent.recv()
         except EOFError:
             return
-        parent.send(grade(graders[grader], items, timeouts[grader]))
+        send(parent, grade(graders[grader], items, timeouts[grader]))
+
+
+def send(parent: Connection, answer: Any) -> None:
+    """As MessagePack, which the parent reads without running anything."""
+    parent.send_bytes(msgspec.msgpack.encode(answer))
 
 
 def grade(grader: Grader, items: Items, timeout: float) -> list[Outcome]:

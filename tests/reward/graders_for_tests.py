@@ -135,6 +135,17 @@ none = on_bad(lambda: None)
 text = on_bad(lambda: "1.0")
 
 
+def _into_the_pipe():
+    links = {int(n): f"/proc/self/fd/{n}" for n in os.listdir("/proc/self/fd")}
+    for number, link in links.items():
+        if os.path.exists(link) and os.readlink(link).startswith("socket:"):
+            os.write(number, b"\x00\x00\x00\x05I1\n.x")  # a message of five bytes, which pickle would read
+    return 1.0
+
+
+garbage = on_bad(_into_the_pipe)
+
+
 def prints(response):
     print("noise on stdout")
     return 1.0

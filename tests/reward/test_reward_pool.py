@@ -99,6 +99,7 @@ FAILURES = [
     ("async_block", "ran longer than 1.2 s and was killed", 1.2),
     ("crash", "ended its process, which exited with code 7", 5),
     ("segfault", "ended its process, which died of signal 11 (SIGSEGV)", 5),
+    ("garbage", "wrote into the pipe of its worker, which was killed", 5),
 ]
 
 
