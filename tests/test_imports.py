@@ -181,7 +181,7 @@ def test_every_room_is_in_the_table():
         ("rows", "dock.api", False),
         ("launch.launch", "loop.loop", True),
         ("loop.loop", "launch.launch", False),
-        ("launch.wrappers", "loop.loop", True),
+        ("launch.hooks", "loop.loop", True),
         ("update.step", "stages.logprobs", False),
         ("update.step", "forward.head", True),
         ("forward.head", "host", False),
@@ -196,13 +196,13 @@ def test_relative_imports_and_type_checking_are_understood():
     source = (
         "from typing import TYPE_CHECKING\nfrom . import api\nfrom ..reward import pool\n"
         "if TYPE_CHECKING:\n    from mindspeed_rl_plugin.update import step\n"
-        "def f():\n    from mindspeed_rl_plugin import iteration\n    import vllm\n"
+        "def f():\n    from mindspeed_rl_plugin import loop\n    import vllm\n"
     )
     found = dict(imports(ast.parse(source), "dock.client"))
     assert found == {
         "typing": True,
         f"{NAME}.dock.api": True,
         f"{NAME}.reward.pool": True,
-        f"{NAME}.iteration": False,
+        f"{NAME}.loop": False,
         "vllm": False,
     }
