@@ -194,7 +194,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--nodes", default="1,2,4,8,16", help="emulated nodes, default %(default)s")
     parser.add_argument("--mbit", type=int, default=50, help="of each link and direction, default %(default)s")
-    parser.add_argument("--groups", type=int, default=8, help="groups of 8 responses a node, default %(default)s")
+    parser.add_argument("--groups", type=int, default=8, help="groups of 8 responses per node, default %(default)s")
     parser.add_argument("--repeats", type=int, default=3, help="of each arm and size, for medians; default %(default)s")
     help_ = "of the links: the kernel's, or one in the transport; default: the first where that is allowed"
     parser.add_argument("--limiter", choices=("auto", "netns", "bucket"), default="auto", help=help_)
@@ -206,7 +206,7 @@ def main() -> None:
     with links(args.limiter, max(sizes), args.mbit) as (limiter, names):
         now, load = datetime.datetime.now(), os.getloadavg()[0]
         print(f"EMULATION on {os.cpu_count()} cores, links of {args.mbit} Mbit/s ({limiter})")
-        print(f"{args.groups} groups of 8 a node, medians of {args.repeats}, load {load:.1f}, {now:%Y-%m-%d %H:%M}")
+        print(f"{args.groups} groups of 8 per node, medians of {args.repeats}, load {load:.1f}, {now:%Y-%m-%d %H:%M}")
         print(f"{'arm':16s} {'S':>3s} {'T(S) s':>8s} {'wire':>7s} {'CPU':>7s} {'wait':>7s} {'MB between nodes':>17s}")
         nodes = Nodes(names, args.mbit)
         try:

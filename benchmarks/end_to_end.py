@@ -1,4 +1,4 @@
-"""One GRPO iteration of this project beside TRL's GRPOTrainer: tokens a second, stage by stage, and peak memory.
+"""One GRPO iteration of this project beside TRL's GRPOTrainer: tokens per second, stage by stage, and peak memory.
 
     python benchmarks/end_to_end.py --json OUT.json [--cases short] [--arms ours,trl,trl-vllm] [--iterations 6]
 
@@ -155,7 +155,7 @@ def _measured(case: workload.Case, steps: Sequence[dict[str, float]], peak: floa
 
 def _same_work(case: workload.Case, drawn: set[float]) -> None:
     if any(abs(n - workload.tokens(case)) > 1 for n in drawn):
-        raise RuntimeError(f"an arm drew {sorted(drawn)} tokens an iteration, {workload.tokens(case)} were imposed")
+        raise RuntimeError(f"an arm drew {sorted(drawn)} tokens per iteration, {workload.tokens(case)} were imposed")
 
 
 def torchrun(python: str) -> list[str]:
@@ -243,7 +243,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
             )
             if all(speed):
                 faster, larger = speed[0] / speed[1], memory[0] / memory[1]
-                ratios.append(f"{case}: {faster:.2f}x the tokens a second of {other}, {larger:.2f}x its memory")
+                ratios.append(f"{case}: {faster:.2f}x the tokens per second of {other}, {larger:.2f}x its memory")
     return "\n".join([*lines, *ratios])
 
 

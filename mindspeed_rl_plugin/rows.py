@@ -63,7 +63,7 @@ class Ragged:
 
     @property
     def lengths(self) -> Tensor:
-        """`[B]` int64, entries a row."""
+        """`[B]` int64, entries per row."""
         return self.offsets.diff()
 
     def row(self, i: int) -> Tensor:

@@ -4,7 +4,7 @@ Source: MegatronStyleVllmWeightContainer of MindSpeed-RL (mindspeed_rl/workers/r
 commit 05a90d7): each rank, for the layers of its pipeline stage,
 
 1. gathers every tensor parallel weight over all its tensor parallel ranks, where the sizes of the two sides differ;
-2. broadcasts its part of the engine's weights to the other stages (a buffer a stage, experts included);
+2. broadcasts its part of the engine's weights to the other stages (a buffer per stage, experts included);
 3. with spread experts broadcasts the trainer's experts to the other stages, a second time, whence each rank picks;
 4. and sends what it picked to the rank that the engine wants it on.
 

@@ -17,7 +17,7 @@ PIECE = 32 << 10  # bytes that pass at a time, so that both ends of a link are b
 
 
 class TokenBucket:
-    """One direction of a link. rate: bytes a second; burst: bytes that pass at once after a pause; total: so far."""
+    """One direction of a link. rate: bytes per second; burst: bytes that pass at once after a pause; total: so far."""
 
     def __init__(self, rate: float, burst: float) -> None:
         self.rate, self.burst, self.total = rate, burst, 0

@@ -72,7 +72,7 @@ class RayBatches:
         """Nothing to acknowledge."""
 
     def begin_probe(self, rows: list[work.Packed]) -> None:
-        """Make one object a row."""
+        """Make one object per row."""
         self._ray.get(self._directory.add_small.remote([self._ray.put(r) for r in rows]))
 
     def end(self, epoch: int) -> None:

@@ -1,4 +1,4 @@
-"""One of the processes that put and get in an arm: obeys the driver, one JSON line a command, one a reply.
+"""One of the processes that put and get in an arm: obeys the driver, one JSON line per command, one per reply.
 
     python worker.py ARM RANK WORLD [SETTINGS]
 

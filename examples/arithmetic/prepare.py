@@ -28,7 +28,7 @@ NUMBERS = range(1000, 10000)
 
 
 def build_tokenizer() -> Tokenizer:
-    """One token a printable ASCII character, then `<pad>` and `<eos>`: 97 ids."""
+    """One token per printable ASCII character, then `<pad>` and `<eos>`: 97 ids."""
     vocabulary = {token: i for i, token in enumerate([*CHARACTERS, PAD, EOS])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=PAD))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")

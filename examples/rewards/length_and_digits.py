@@ -18,7 +18,7 @@ def brevity(response: str, record: dict) -> float:
 
 
 async def shortest(responses: list[str], answers: list[str]) -> list[float]:
-    """One call a group: 1 for its shortest right responses, 0 for all others. `async` may await a judge here."""
+    """One call per group: 1 for its shortest right responses, 0 for all others. `async` may await a judge here."""
     right = [len(r) for r, a in zip(responses, answers, strict=True) if r.strip() == a]
     best = min(right, default=-1)
     return [float(r.strip() == a and len(r) == best) for r, a in zip(responses, answers, strict=True)]

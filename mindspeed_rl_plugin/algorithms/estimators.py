@@ -1,4 +1,4 @@
-"""Advantage estimators: from the rewards of whole groups to one number a sample or a token.
+"""Advantage estimators: from the rewards of whole groups to one number per sample or per token.
 
 Every estimator takes a `RewardBatch` and `Settings` and returns `[B]` (the same advantage on every trained
 token of the sample) or a `Ragged` aligned with the tokens. Groups are told apart by their id and

@@ -1,4 +1,4 @@
-"""Policy losses: one number a trained token, to be minimised.
+"""Policy losses: one number per trained token, to be minimised.
 
 A loss takes `TrainedTokens` and `Bounds` and returns `PolicyTerms`. It never averages over tokens:
 weights come from `aggregate`. `sg` in formulas stops the gradient; `r = exp(logp - logp_old)`.

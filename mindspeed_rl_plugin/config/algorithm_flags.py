@@ -70,7 +70,7 @@ class AlgorithmConfig:
     )
     entropy_coef: float = flag(0.0, "weight of the entropy bonus", least=0)
     advantage_eps: float = flag(1e-6, "added to the group's standard deviation", least=0, reader=_GROUP_NORM)
-    gamma: float = flag(1.0, "discount of the reward a token, for reinforce++ and gae", least=0, most=1, reader=_GAMMA)
+    gamma: float = flag(1.0, "discount of the reward per token (reinforce++ and gae)", least=0, most=1, reader=_GAMMA)
     gae_lambda: float = flag(1.0, "lambda of gae", least=0, most=1, reader=_GAE)
     value_clip: float = flag(
         0.2, "how far a value may move from the rollout's in the critic's loss", above=0, reader=_GAE

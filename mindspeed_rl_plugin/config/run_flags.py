@@ -206,7 +206,7 @@ class MonitorConfig:
         pairs=True,
     )
     eval_prompts: int = flag(0, "evaluate on the first n held-out prompts; 0 means all", unit="prompts", least=0)
-    eval_pass_k: int = flag(0, "also sample k responses a prompt and report pass@k; 0 means greedy only", least=0)
+    eval_pass_k: int = flag(0, "also sample k responses per prompt and report pass@k; 0 means greedy only", least=0)
     wait_timeout: float = flag(
         1800.0,
         "deadline of every wait of ours for another rank, its stage included, and for the engine's next response; nine "

@@ -103,7 +103,7 @@ class Device:
         except RuntimeError as error:  # torch has no type of its own for it
             raise MemoryError(
                 f"the host has no {nbytes} bytes more for training state ({str(error).splitlines()[0][:200]}); swap "
-                "less (for example --rl-swap grads,optimizer), or run fewer ranks a machine"
+                "less (for example --rl-swap grads,optimizer), or run fewer ranks per machine"
             ) from error
         mark_host(storage)
         return torch.empty(0, dtype=dtype, device="cpu").set_(storage, 0, torch.Size(shape))

@@ -30,8 +30,8 @@ IDS = "ids"  # their name in a TensorDict
 class ColumnSpec:
     """One column: what its cells are.
 
-    level: "token" (ragged, all token columns of one row have the same length), "sample" (one cell a sample) or
-    "group" (one cell a group, repeated for each sample on read). ragged: cells are `[L_i, *trailing]`, packed;
+    level: "token" (ragged, all token columns of one row have the same length), "sample" (one cell per sample) or
+    "group" (one cell per group, repeated for each sample on read). ragged: cells are `[L_i, *trailing]`, packed;
     otherwise `[*trailing]`. longest: entries of the longest ragged cell, where it is not the longest sample.
     """
 
@@ -46,7 +46,7 @@ class ColumnSpec:
         if self.level not in LEVELS:
             raise ValueError(f"column {self.name!r}: level {self.level!r} is unknown; known: {', '.join(LEVELS)}")
         if self.level == "token" and not self.ragged:
-            raise ValueError(f"column {self.name!r}: a token column has one entry a token; declare it ragged=True")
+            raise ValueError(f"column {self.name!r}: a token column has one entry per token; declare it ragged=True")
 
     def describe(self) -> str:
         """One line that two declarations share only if their cells are interchangeable."""

@@ -99,7 +99,7 @@ class Writer:
 
 
 def lengths_of(column: Column) -> np.ndarray:
-    """`[B]` int32 entries a row; a dense row is one entry."""
+    """`[B]` int32 entries per row; a dense row is one entry."""
     if isinstance(column, Ragged):
         return np.diff(column.offsets.cpu().numpy()).astype(np.int32)
     return np.ones(len(column), np.int32)

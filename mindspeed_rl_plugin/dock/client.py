@@ -119,7 +119,7 @@ class Dock:
         """Commit cells as a producer; waits where the dock is full. None writes nothing. The cells of a group become
         visible at once; those of groups on different machines one machine after the other.
 
-        Cells already committed keep their value. A group column needs one row a group, of any member. Rows of
+        Cells already committed keep their value. A group column needs one row per group, of any member. Rows of
         cleared groups are ignored: a late repeat is harmless.
         """
         if rows is not None and len(rows):

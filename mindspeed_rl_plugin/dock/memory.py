@@ -25,7 +25,7 @@ from mindspeed_rl_plugin.dock.api import ColumnSpec, StateSpec
 from mindspeed_rl_plugin.dock.messages import Extent
 
 LINE = 64  # bytes, granularity of extents
-LEAST = 64  # parts of the limit: what a new segment has at least, so that a full warehouse does not make one a commit
+LEAST = 64  # parts of the limit: what a new segment has at least, so that a full warehouse does not make one per commit
 
 Range = tuple[int, int]  # offset, bytes
 SEGMENT_BYTES = 64 << 20
@@ -123,7 +123,7 @@ class Limits:
 
     def _uncounted(self, produced: Sequence[ColumnSpec]) -> str:
         open_ended = [c.name for c in produced if c.ragged and c.level != "token" and c.longest is None]
-        return f", with {self.max_tokens} entries a cell of {', '.join(open_ended)}" if open_ended else ""
+        return f", with {self.max_tokens} entries per cell of {', '.join(open_ended)}" if open_ended else ""
 
     def _cell_bytes(self, column: ColumnSpec) -> int:
         return entry_bytes(column) * ((column.longest or self.max_tokens) if column.ragged else 1)

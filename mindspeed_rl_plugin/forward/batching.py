@@ -120,7 +120,7 @@ def _dealt(step: Step, lengths: Mapping[SampleId, int], budget: TokenBudget, nea
 def _balanced(
     rows: Sequence[SampleId], lengths: Mapping[SampleId, int], parts: int, near: Near | None = None
 ) -> list[list[SampleId]]:
-    """Equally many rows a part. Rows come by falling length; each goes to the part with the fewest tokens that is not
+    """Equally many rows per part. Rows come by falling length; each goes to the part with the fewest tokens that is not
     full, and near it where there is one."""
     limit = len(rows) // parts
     dealt: list[list[SampleId]] = [[] for _ in range(parts)]

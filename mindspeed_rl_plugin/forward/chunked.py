@@ -192,7 +192,7 @@ class _Slices:
         self._spare: Tensor | None = None
 
     def column(self, value: float) -> Tensor:
-        """One number a token."""
+        """One number per token."""
         return self.hidden.new_full((len(self.hidden),), value, dtype=self.wide)
 
     def spare(self, like: Tensor) -> Tensor:

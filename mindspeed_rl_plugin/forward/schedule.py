@@ -28,7 +28,7 @@ Model = Sequence[torch.nn.Module]
 
 
 def data_iterators(batches: Sequence[MicroBatch], chunks: int) -> Any:
-    """An iterator over the micro-batches as Megatron's train_step wants it: one, or a list of one a virtual stage.
+    """An iterator over the micro-batches as Megatron's train_step wants it: one, or a list of one per virtual stage.
 
     They are `RerunDataIterator`s, for Megatron may replay a step from them.
     """
@@ -166,7 +166,7 @@ def _evaluating(model: Model) -> Iterator[None]:
 def _routed_as_in_training() -> contextlib.AbstractContextManager[None]:
     """Core 0.19 sorts a token's experts only where gradients are taken, and sums their weights in that order.
 
-    Without it log-probs of models with more than two experts a token would differ from the update's own by rounding,
+    Without it log-probs of models with more than two experts per token would differ from the update's own by rounding,
     and its first ratio from 1. The function gets no tensor that requires a gradient, so no graph is made.
     """
     router = sys.modules.get("megatron.core.transformer.moe.router")

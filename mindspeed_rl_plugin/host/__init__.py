@@ -60,14 +60,14 @@ def activate_if_needed(announce: bool = True) -> bool:
     spawn.install()
     if announce and launch_env()["rank"] == 0:
         print(
-            f"host mode: neither NPU nor CUDA found, Megatron runs on CPU over gloo, {threads} thread(s) a rank",
+            f"host mode: neither NPU nor CUDA found, Megatron runs on CPU over gloo, {threads} thread(s) per rank",
             flush=True,
         )
     return True
 
 
 def _set_environment() -> int:
-    """Defaults that the user's own environment overrides. Returns the threads a rank computes with."""
+    """Defaults that the user's own environment overrides. Returns the threads that a rank computes with."""
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # compiling costs minutes and gains nothing here
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # Megatron insists on it with TP
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # ranks share the cores; forked workers warn

@@ -14,7 +14,7 @@ REQUIRED = {
 REQUIRED_NPU = {
     "VLLM_ASCEND_ENABLE_NZ": ("0", "weights in FRACTAL_NZ format cannot be rewritten after a wake"),
 }
-# name -> value; the user's own value wins. On CPU vLLM warns some twenty times a rank of what nobody can change.
+# name -> value; the user's own value wins. On CPU vLLM warns some twenty times per rank of what nobody can change.
 DEFAULTS = {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1"}
 DEFAULTS_CPU = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 # The sleep mode's memory pools and expandable segments exclude each other: vllm-ascend asserts that they are

@@ -1,4 +1,4 @@
-"""What Megatron itself lacks on a machine with no accelerator, one row a gap.
+"""What Megatron itself lacks on a machine with no accelerator, one row per gap.
 
 Each row acts on one module right after it is imported (`host.activate_if_needed`), tests whether the gap is there,
 and closes it. Rows say why, for which versions, and when they can go.

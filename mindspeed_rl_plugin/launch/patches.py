@@ -1,4 +1,4 @@
-"""Every function of Megatron that the plugin wraps: one row a patch, as data."""
+"""Every function of Megatron that the plugin wraps: one row per patch, as data."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ def context_parallel(args: Any, config: RLConfig) -> Iterator[str]:
     given, multiple = f"--context-parallel-size {size}", length_multiple(args)
     if args.seq_length % multiple:
         yield (
-            f"--seq-length {args.seq_length} is not a multiple of {multiple}, which {given} asks for (2 pieces a rank, "
+            f"--seq-length {args.seq_length} is not a multiple of {multiple}, which {given} needs (2 pieces per rank, "
             "each split over --tensor-model-parallel-size under --sequence-parallel); change it"
         )
     if config.forward.pack_sequences:

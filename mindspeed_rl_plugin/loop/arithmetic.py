@@ -55,14 +55,14 @@ class Arithmetic:
     def table(self) -> str:
         """A small table for the console."""
         rows = self._of_rollouts() if self.engines else self._of_pairs()
-        return "\n".join(["[rl] batch arithmetic", *(f"[rl]   {n:<30}{v:>8}  {how}".rstrip() for n, v, how in rows)])
+        return "\n".join(["[rl] batch arithmetic", *(f"[rl]   {n:<32}{v:>8}  {how}".rstrip() for n, v, how in rows)])
 
     def _of_rollouts(self) -> list[tuple[str, int, str]]:
         return [
-            ("prompts a rollout", self.prompts, ""),
-            ("samples a rollout", self.samples, f"{self.prompts} prompts x {self.members} responses"),
-            ("sequences an optimizer step", self.global_batch, "--global-batch-size"),
-            ("optimizer steps a rollout", self.steps, f"{self.samples} / {self.global_batch} x {self.epochs} epochs"),
+            ("prompts per rollout", self.prompts, ""),
+            ("samples per rollout", self.samples, f"{self.prompts} prompts x {self.members} responses"),
+            ("sequences per optimizer step", self.global_batch, "--global-batch-size"),
+            ("optimizer steps per rollout", self.steps, f"{self.samples} / {self.global_batch} x {self.epochs} epochs"),
             self._cut(),
             ("rollouts", self.rollouts, f"{self.train_iters} optimizer steps / {self.steps}{self._last()}"),
             ("rollout engines", self.engines, ""),
@@ -70,9 +70,9 @@ class Arithmetic:
 
     def _of_pairs(self) -> list[tuple[str, int, str]]:
         return [
-            ("sequences an optimizer step", self.global_batch, "--global-batch-size, two a pair"),
-            ("pairs an optimizer step", self.prompts, f"{self.global_batch} / 2"),
-            ("pairs a micro-batch", self.micro_batch // 2, f"--micro-batch-size {self.micro_batch} / 2"),
+            ("sequences per optimizer step", self.global_batch, "--global-batch-size, two per pair"),
+            ("pairs per optimizer step", self.prompts, f"{self.global_batch} / 2"),
+            ("pairs per micro-batch", self.micro_batch // 2, f"--micro-batch-size {self.micro_batch} / 2"),
             self._cut(),
             ("pairs of the run", self.train_iters * self.prompts, f"{self.train_iters} optimizer steps"),
         ]
@@ -80,9 +80,9 @@ class Arithmetic:
     def _cut(self) -> tuple[str, int, str]:
         if self.max_tokens is not None:
             share = self.global_batch // self.data_parallel
-            return "tokens a micro-batch, at most", self.max_tokens, f"out of {share} rows a step and rank"
+            return "tokens per micro-batch, at most", self.max_tokens, f"out of {share} rows per step and rank"
         across = f"({self.micro_batch} x {self.data_parallel} data-parallel ranks)"
-        return "micro-batches a step and rank", self.micro_batches, f"{self.global_batch} / {across}"
+        return "micro-batches per step and rank", self.micro_batches, f"{self.global_batch} / {across}"
 
     def _last(self) -> str:
         left = self.train_iters % self.steps

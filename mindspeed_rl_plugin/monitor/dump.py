@@ -1,6 +1,6 @@
 """Dumps: every rollout as one Parquet file, written atomically, and read back into rows.
 
-One row a sample. Per-token lists cover the response only (P..L of the dock's columns), since entries
+One row per sample. Per-token lists cover the response only (P..L of the dock's columns), since entries
 on prompt tokens are masked; the prompt's token ids have a column of their own.
 """
 

@@ -54,7 +54,7 @@ def filtration_metrics(multiplicity: Tensor, reward: Tensor) -> dict[str, float]
 
 
 def throughput(tokens: int, *, devices: int, seconds: float) -> dict[str, float]:
-    """Tokens a second, per device and of all devices, of one rollout whose iterations took `seconds` end to end.
+    """Tokens per second, per device and of all devices, of one rollout whose iterations took `seconds` end to end.
 
     tokens: prompt and response tokens of the rollout, T. Equation 5 of the paper, T = G*N*(PL + SL) / ND / ETE, with
     one difference: the paper counts G*N samples at a fixed prompt and response length, this counts the tokens that

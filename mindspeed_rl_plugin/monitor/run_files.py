@@ -4,9 +4,9 @@ A run directory holds
 
     run.json               what the run is: world size, planned iterations, dump directory, free-form info; "memory":
                            of what the peaks below are, for the report
-    metrics.jsonl          one object a line: {"kind": "train" | "eval", "iteration": k, "time": ..., metric: value}
+    metrics.jsonl          one object per line: {"kind": "train" | "eval", "iteration": k, "time": ..., metric: value}
                            (names.py says which; a number, null where it was not finite, or a text)
-    events-rank{r}.jsonl   one object a line: {"iteration", "stage", "rank", "start", "end", "peak_bytes"}, and
+    events-rank{r}.jsonl   one object per line: {"iteration", "stage", "rank", "start", "end", "peak_bytes"}, and
                            "failed": the error's name where the stage raised
 
 and, where a dump directory is set, `rollout-{epoch:06d}.parquet` (see dump.py) and `dumps-of.json`, which names the run

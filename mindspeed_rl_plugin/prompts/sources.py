@@ -74,7 +74,7 @@ def _document(path: str) -> Source:
     try:
         document = json.loads("".join(_text(path)).lstrip("\ufeff"))
     except json.JSONDecodeError as error:
-        if error.msg == "Extra data":  # one object a line, under the name .json
+        if error.msg == "Extra data":  # one object per line, under the name .json
             return _lines(path)
         raise ValueError(f"{path} is not JSON: {error}") from error
     if isinstance(document, dict):

@@ -66,7 +66,7 @@ class HostMemoryBudget:
             raise MemoryError(
                 f"{what} needs {need} more bytes of host memory on this rank, {total} on the {self.ranks} ranks of "
                 f"this machine together, and {free} are free; swap less (for example --rl-swap grads,optimizer), or "
-                "run fewer ranks a machine"
+                "run fewer ranks per machine"
             )
 
     def places(

@@ -25,7 +25,7 @@ class Coordinates(NamedTuple):
 class Parallel:
     """Sizes of every parallel axis. Data parallel sizes follow from the world; they are never given.
 
-    vpp: model chunks a rank (1: no interleaving); etp: tensor parallel size of experts (None: tp).
+    vpp: model chunks per rank (1: no interleaving); etp: tensor parallel size of experts (None: tp).
     order: Megatron's rank order, fastest axis first.
     first_layers, last_layers: layers of the first and last stage where they differ from the others;
     embedding_counts, loss_counts: the embedding or the loss takes the place of one layer;
@@ -113,7 +113,7 @@ class Parallel:
             raise ValueError(f"{left} layers do not divide over {stages} pipeline stages")
         counts = [given[p] if p in given else left // stages for p in range(self.pp)]
         if any(count % self.vpp for count in counts):
-            raise ValueError(f"layers a pipeline stage {counts} do not divide into {self.vpp} virtual stages")
+            raise ValueError(f"layers per pipeline stage {counts} do not divide into {self.vpp} virtual stages")
         sizes = [counts[p] // self.vpp for _ in range(self.vpp) for p in range(self.pp)]
         sizes[0] -= self.embedding_counts
         sizes[-1] -= self.loss_counts

@@ -98,7 +98,7 @@ class _Buffers:
 def _slots(
     buffer: Tensor, pieces: Sequence[tuple[int, int, Tensor]], tag: int
 ) -> tuple[list[tuple[Tensor, Tensor]], list[Message]]:
-    """Every view of `(peer, bytes, view)` with its place in the buffer, and the messages: one a peer."""
+    """Every view of `(peer, bytes, view)` with its place in the buffer, and the messages: one per peer."""
     slots, messages, at = [], [], 0
     for peer, theirs in groupby(sorted(pieces, key=itemgetter(0)), key=itemgetter(0)):
         begin = at

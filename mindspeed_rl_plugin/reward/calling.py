@@ -1,7 +1,7 @@
 """How a user's grader is called, decided from its signature when it is loaded.
 
 - `f(prompt, response, answer)` with any subset of these names, in any order. It may also name `record` (all other
-  fields of the data row, a dictionary), single fields of the record, or take `**record`. One call a sample.
+  fields of the data row, a dictionary), single fields of the record, or take `**record`. One call per sample.
 - Naming any of `prompts, responses, answers, records` makes it a batch grader: lists in, one number each out. One
   call holds the samples of one group, so results do not depend on how the work is cut.
 - Either may be `async def`; single ones are then awaited concurrently.

@@ -17,7 +17,7 @@ from mindspeed_rl_plugin.stages.stage import Stage, StageSpec
 
 
 def column_name(algorithm: Algorithm) -> str:
-    """Column of the advantages: one number a sample, or one a token."""
+    """Column of the advantages: one number per sample, or one per token."""
     return "advantages" if algorithm.per_token else "advantage"
 
 

@@ -37,13 +37,13 @@ class Pairs(Prompts):
         self._place_of = {row: place for place, row in enumerate(data.rows)}
 
     def compute(self, epoch: int, groups: int) -> Rows:
-        """Two rows a pair, with the log-probs of the reference."""
+        """Two rows per pair, with the log-probs of the reference."""
         pairs = self.data.next(groups)
         return pair_rows(pairs, self.reference[[self._place_of[pair.row] for pair in pairs]], epoch)
 
 
 def pair_rows(pairs: Sequence[Pair], reference: Tensor | None = None, epoch: int = 0) -> Rows:
-    """Two rows a pair, chosen first, with `tokens` and `loss_mask`; group is the pair's place among these.
+    """Two rows per pair, chosen first, with `tokens` and `loss_mask`; group is the pair's place among these.
 
     reference: `[len(pairs), 2]`, which becomes the column `reference` `[2 * len(pairs)]`.
     """

@@ -43,7 +43,7 @@ class Prompts:
 
 
 def prompt_rows(epoch: int, prompts: Sequence[Prompt]) -> Rows:
-    """One row a group: the first member of groups 0, 1, ... of the epoch."""
+    """One row per group: the first member of groups 0, 1, ... of the epoch."""
     tokens = [torch.tensor(p.tokens, dtype=torch.int32) for p in prompts]
     meta = [
         {"text": p.text, "answer": p.answer, "row": p.row, "record": dict(p.record), "messages": p.messages}

@@ -23,7 +23,7 @@ from mindspeed_rl_plugin.config import AlgorithmConfig
 from mindspeed_rl_plugin.tools.text_table import aligned
 
 LEGEND = """\
-[T], [P]: one number a trained token, a pair.
+[T], [P]: one number per trained token, per pair.
 R: reward of a response. mean_g, std_g, N: over the N responses of its prompt.
 rho_t: reward of token t, which is R at the last one, less the KL there.
 V_t: the critic's value before token t. v, v_old: that value now, and in the rollout.

@@ -124,7 +124,7 @@ class PolicyStep(MegatronStep):
 
         micro_batches: this data parallel rank's, in order, each of `micro_batch_size` rows (of any number where the
         settings have `max_tokens`: then as many micro-batches on every rank, run by `run`) with the columns
-        `tokens`, `loss_mask`, `logp_old`, and `advantages` (ragged `[L]`) or `advantage` (`[B]`, one a sample);
+        `tokens`, `loss_mask`, `logp_old`, and `advantages` (ragged `[L]`) or `advantage` (`[B]`, one per sample);
         `logp_ref` where the algorithm needs it; `logp_rollout` where the engine's gap is to be measured;
         `valid` (`[B]`, 0: the row is trained nowhere) where rows were dropped; `multiplicity` (`[B]`, how often a row
         counts) where they were filtered. Ranks that are not on the last pipeline stage need `tokens`, `loss_mask`,

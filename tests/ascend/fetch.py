@@ -15,7 +15,7 @@ CACHE = ROOT / ".cache" / "ascend"
 # Sources are the same in all wheels of a version; every version has one for these.
 PYTHON = "3.11"
 PLATFORMS = tuple(f"manylinux_2_{minor}_x86_64" for minor in (17, 24, 28, 34)) + ("manylinux2014_x86_64",)
-TIMEOUT = 600  # seconds a wheel
+TIMEOUT = 600  # seconds per wheel
 
 
 def pins() -> list[tuple[str, str]]:

@@ -253,7 +253,7 @@ TestDockModel.settings = settings(
 
 
 def test_threads_of_all_ranks_share_the_work_exactly_once(make) -> None:
-    """Two consumers a rank and state, while producers put and groups that are done are cleared."""
+    """Two consumers per rank and state, while producers put and groups that are done are cleared."""
     make(COLUMNS, STATES)
     groups, size, ranks = 24, 3, len(make.members)
     docks = [m.dock(deadline=20) for m in make.members]

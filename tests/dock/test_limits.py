@@ -27,7 +27,7 @@ def test_a_dock_below_one_rollout_is_refused() -> None:
     Limits().check(COLUMNS, STATES, 5, 2)
     with pytest.raises(ValueError, match="must know the longest sample"):
         Limits(capacity=need).check(COLUMNS, STATES, 5, 2)
-    said = rf"5 groups of 2 samples on one machine may need {need} bytes .* with 100 entries a cell of prompt;"
+    said = rf"5 groups of 2 samples on one machine may need {need} bytes .* with 100 entries per cell of prompt;"
     with pytest.raises(ValueError, match=said):
         Limits(capacity=need - 1, max_tokens=100).check(COLUMNS, STATES, 5, 2)
 

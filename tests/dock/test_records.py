@@ -54,4 +54,4 @@ def test_the_records_of_a_rollout_weigh_what_the_plan_says(members, nodes: list[
     machines = [sorted(set(nodes)).index(node) for node in nodes]
     listeners = listeners_elsewhere(len(states), machines)
     planned = listeners * record_bytes(Load(GROUPS, MEMBERS, 100, 900), specs, states)
-    assert planned < sent[0] < planned + 600 * records[0], "what is left out is some hundred bytes a commit"
+    assert planned < sent[0] < planned + 600 * records[0], "what is left out is some hundred bytes per commit"

@@ -57,7 +57,7 @@ class FakeEngine:
 
 
 class FakeVllm:
-    """vLLM's LLMEngine as far as VllmEngine uses it: `script` says what each request draws, one token a step.
+    """vLLM's LLMEngine as far as VllmEngine uses it: `script` says what each request draws, one token per step.
 
     script: request id -> (tokens, finish reason); None as a token is a step without output.
     """

@@ -49,8 +49,8 @@ def test_trl_with_vllm_is_an_arm_of_its_own(monkeypatch: pytest.MonkeyPatch) -> 
     ]
     told = bench.table(rows)
     assert "| short | trl-vllm | 600 " in told
-    assert "short: 3.00x the tokens a second of trl, 1.00x its memory" in told
-    assert "short: 1.50x the tokens a second of trl-vllm, 1.00x its memory" in told
+    assert "short: 3.00x the tokens per second of trl, 1.00x its memory" in told
+    assert "short: 1.50x the tokens per second of trl-vllm, 1.00x its memory" in told
     assert [r["value"] for r in bench.targets(rows)] == [3.0], "the target of the issue is over TRL as it comes"
 
 

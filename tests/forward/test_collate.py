@@ -80,7 +80,7 @@ def test_settings_follow_megatrons_arguments():
     )
     assert piped.fixed_length and piped.padded_length(3) == 64
     split = make(megatron_args(context_parallel_size=3, seq_length=60), vocab_size=250, temperature=1.0)
-    assert split.padded_length(3) == 12 and split.padded_length(13) == 24, "two pieces a rank, in two parts each"
+    assert split.padded_length(3) == 12 and split.padded_length(13) == 24, "two pieces per rank, in two parts each"
     assert not split.causal_mask, "attention over context parallel ranks is handed no mask"
 
 

@@ -1,4 +1,4 @@
-"""Log-probs route tokens to experts as the update does, bit for bit, for many experts a token."""
+"""Log-probs route tokens to experts as the update does, bit for bit, for many experts per token."""
 
 import pytest
 import torch

@@ -105,5 +105,5 @@ def test_table():
     ):
         assert part in text, text
     cut = derive(**BASE, max_tokens=4096).table()
-    assert "tokens a micro-batch, at most     4096  out of 8 rows a step and rank" in cut
-    assert "micro-batches a step" not in cut
+    assert "tokens per micro-batch, at most 4096 out of 8 rows" in " ".join(cut.split())
+    assert "micro-batches per step" not in cut

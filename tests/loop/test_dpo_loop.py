@@ -41,7 +41,7 @@ def test_the_margin_rises_and_the_reference_is_read_from_disk_on_a_resume(dpo):
     """64 pairs, eight a step: twelve steps go through the data one and a half times."""
     run = dpo("--train-iters", "12", "--save-interval", "6", "--exit-interval", "6", "--rl-eval-every", "6")
     first = run.run()
-    assert "log-probs of the reference are kept in" in first.log and "pairs an optimizer step" in first.log
+    assert "log-probs of the reference are kept in" in first.log and "pairs per optimizer step" in first.log
     run.extra = tuple(w for w in run.extra if w not in ("--exit-interval",))
     at = run.extra.index("--rl-eval-every")
     run.extra = (*run.extra[: at - 1], *run.extra[at:])
@@ -68,7 +68,7 @@ def test_the_margin_rises_and_the_reference_is_read_from_disk_on_a_resume(dpo):
     ],
 )
 def test_other_losses_and_layouts(dpo, kind, layout):
-    """The margin of the held-out pairs rises; eight new pairs a step say less than chance."""
+    """The margin of the held-out pairs rises; eight new pairs per step say less than chance."""
     result = dpo("--train-iters", "6", "--rl-dpo-loss", kind, *layout).run()
     start = {"hinge": 1.0, "ipo": 25.0}[kind]
     assert result.metrics[0]["loss"] == pytest.approx(start, rel=1e-3)

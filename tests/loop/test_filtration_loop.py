@@ -14,7 +14,7 @@ CASES = {
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_what_was_drawn_is_trained_and_nothing_else(job, case):
-    """Two optimizer steps a rollout: each trains as many responses as it has, some of them more than once."""
+    """Two optimizer steps per rollout: each trains as many responses as it has, some of them more than once."""
     lines = job(*CASES[case], "--train-iters", "2", "--rl-rollout-prompts", "8", "--lr", "3e-3").run().metrics
     first, second = lines
     assert first["trained/sequences"] == second["trained/sequences"] == 16

@@ -95,7 +95,7 @@ def test_resume_in_the_second_pass_of_a_rollout_under_bf16(job):
     common = ("--bf16", "--train-iters", "6", "--rl-rollout-prompts", "8", "--rl-ppo-epochs", "2", "--lr", "3e-3")
     whole = job(*common, name="whole").dumping()
     expected = whole.run()
-    # Four steps a rollout: the third opens the second pass.
+    # Four steps per rollout: the third opens the second pass.
     cut = job("--exit-interval", "3", *common, "--save-interval", "3", name="cut").dumping()
     cut.run()
     cut.extra = cut.extra[2:]
@@ -111,7 +111,7 @@ def test_resume_in_the_second_pass_of_a_rollout_under_bf16(job):
 @pytest.mark.slow
 @pytest.mark.parametrize("preset", ["grpo", "dapo", "ppo --rl-kl-reward-coef 0"])
 def test_old_logprobs_of_the_update_itself_train_the_same(job, preset):
-    """One optimizer step a rollout: a pass for them changes nothing but the time; where they are read it is taken."""
+    """One optimizer step per rollout: a pass for them changes nothing but the time; where they are read it is taken."""
     more = ("--rl-algorithm", *preset.split(), "--train-iters", "3", "--lr", "3e-3", "--rl-kl-loss-coef", "0.1")
     runs = {
         how: job(*more, "--rl-old-logprobs", how, name=how, ranks=1).run(timeout=400).metrics

@@ -1,6 +1,6 @@
 """Runs that stop and go on: by a kill, in the middle of a rollout, inside a checkpoint or an evaluation.
 
-One DAPO job is read by most tests: two optimizer steps a pass, two passes a rollout, groups carried over from the
+One DAPO job is read by most tests: two optimizer steps per pass, two passes per rollout, groups carried over from the
 first rollout to the second, evaluation, and a reference that was loaded. Another is the same, killed and restarted.
 """
 

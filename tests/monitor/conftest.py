@@ -93,7 +93,7 @@ def make_rows(epoch: int, skill: float, *, groups: int = 8, members: int = 4, ho
 
 
 class Builder:
-    """A run in the making: its monitors, one a rank, and their meters, by one clock."""
+    """A run in the making: its monitors, one per rank, and their meters, by one clock."""
 
     def __init__(self, run_dir: Path, iterations: int, ranks: int, dumps: bool) -> None:
         self.wall, self.draw = Clock(1.7e9), random.Random(7)

@@ -52,7 +52,7 @@ class Table:
 
 
 def together(machine, nbytes):
-    """One thread a rank, whose weights have so many bytes: what the swap of each raised, None where it went well."""
+    """One thread per rank, whose weights have so many bytes: what the swap of each raised, None where it went well."""
     table, said = Table(len(nbytes)), [None] * len(nbytes)
 
     def run(rank):

@@ -128,7 +128,7 @@ def test_arguments_and_config_say_the_same(files):
 
 
 def test_its_weights_reach_the_engine(files):
-    """Two ranks a stage to two engines with spread experts: every element of every parameter, by the plan."""
+    """Two ranks per stage to two engines with spread experts: every element of every parameter, by the plan."""
     directory, tensors = files
     shape = ModelShape.from_hf_config(config_of(directory), 256)
     parallel, engine = Parallel(8, tp=2, pp=2, ep=2, etp=1, first_layers=2), EngineParallel(2, 4)

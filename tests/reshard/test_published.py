@@ -75,7 +75,7 @@ def test_bytes_of_its_collectives(shape, train, engine):
 
 @pytest.mark.parametrize(
     "model, train, generate, mean",
-    [  # GB a rank
+    [  # GB per rank
         ("qwen2.5-32b", "tp8,dp2", "tp4,dp4", 65.53 * 7 / 8),
         ("qwen3-30b-a3b", "tp4,ep8,etp1,dp2", "tp1,ep8", 3.06 * 3 / 4),
     ],

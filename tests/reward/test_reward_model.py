@@ -50,7 +50,7 @@ def grade(specs, batch):
 
 
 def save_tokenizer(folder, letters=LETTERS, template=None, pad=False):
-    """One token a letter; without `pad` the end is what a text may end with too."""
+    """One token per letter; without `pad` the end is what a text may end with too."""
     raw = Tokenizer(models.WordLevel({c: i for i, c in enumerate([*letters, "[UNK]", "[PAD]"])}, unk_token="[UNK]"))
     raw.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     own = PreTrainedTokenizerFast(tokenizer_object=raw, unk_token="[UNK]", eos_token=">")

@@ -225,5 +225,5 @@ def test_the_table_counts_two_sequences_a_pair():
     table = derive_pairs(global_batch=16, micro_batch=4, data_parallel=2, train_iters=5).table()
     rows = [line.split("]", 1)[1].split() for line in table.splitlines()[1:]]
     numbers = {" ".join(w for w in row if not w[0].isdigit())[:20]: row for row in rows}
-    assert "pairs an optimizer step" in table and "16 / 2" in table and "--global-batch-size, two a pair" in table
+    assert "pairs per optimizer step" in table and "16 / 2" in table and "--global-batch-size, two per pair" in table
     assert [next(int(w) for w in row if w.isdigit()) for row in numbers.values()] == [16, 8, 2, 2, 40]

@@ -75,7 +75,7 @@ def test_the_last_stage_comes_first_and_one_machine_stays_one() -> None:
 @pytest.mark.parametrize("pipeline", [1, 2])
 @pytest.mark.parametrize("machines", [2, 4])
 def test_rows_are_balanced_by_tokens_and_trained_at_home(machines: int, pipeline: int) -> None:
-    """A few rows a step change machines to level it: no rank is more than a hundredth fuller than by lengths alone."""
+    """A few rows per step change machines to level it; no rank is over a hundredth fuller than by lengths alone."""
     place, prompts, rng = layout(machines, 4, pipeline), 64, random.Random(machines)
     owners, groups = owners_of(place, prompts, 512)(prompts), list(of_epoch(0, prompts))
     plan = planned(place, groups, 512)

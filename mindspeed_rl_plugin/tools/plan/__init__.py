@@ -1,1 +1,1 @@
-"""Plans of a reshard without any accelerator: memory a device, bytes a rank and link, seconds."""
+"""Plans of a reshard without any accelerator: memory per device, bytes per rank and link, seconds."""

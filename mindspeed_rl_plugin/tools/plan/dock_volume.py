@@ -42,7 +42,7 @@ than the equations' three times, in the memory of the machine where a row is sam
 between: prompts, which one rank puts, and the numbers that one rank logs, where pipelines lie within machines and
 batches are not chosen or balanced by tokens (docs/dock.md says what those add).
 records: what controllers on other machines learn of every cell and of every row that is done; the seconds are of both,
-over all machines. Not counted: heads of messages, and the places in a lease's answer (28 bytes a row, 16 a cell)."""
+over all machines. Not counted: heads of messages, places in the answer to a lease (28 bytes per row, 16 per cell)."""
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ def main(argv: list[str]) -> int:
     numbers = "G N PL SL, and n M if they differ from 5 3; without numbers: the rows of the paper's Table 1"
     parser.add_argument("--dock", nargs="*", type=int, metavar="N", required=True, help=numbers)
     parser.add_argument("--nodes", type=int, default=16, help="machines S, one warehouse each (default 16)")
-    parser.add_argument("--ranks", type=int, default=8, help="ranks a machine, among which controllers lie (default 8)")
+    parser.add_argument("--ranks", type=int, default=8, help="ranks per machine (default 8)")
     parser.add_argument("--controllers", type=int, default=6, help="worker states C of Eq. 4 (default 6)")
     parser.add_argument("--fill", type=float, default=1.0, help="mean length over the longest (default 1: no padding)")
     args = parser.parse_args(argv)

@@ -39,8 +39,8 @@ class Run:
     a gradient; distributed: whether the optimizer's state is spread over the data parallel ranks; generate: the
     engines as `layout_args.engine_layout_of` reads them; bucket_bytes: of `--rl-reshard-bucket-mb`; critic: whether
     the trainer has one beside the policy; reference: whether the run has one, None where nothing says so; dock_bytes:
-    of a rollout's samples on all machines, at their longest; node: ranks a node; near, far, host: bytes a second from
-    rank to rank in a node, over a node's link to others each way, and between a device and its host each way;
+    of a rollout's samples on all machines, at their longest; node: ranks per node; near, far, host: bytes per second
+    from rank to rank in a node, over a node's link to others each way, and between a device and its host each way;
     device_bytes: memory of a device. Of a script, notes: what the plan takes otherwise than it says; refused: what a
     run refuses of its arguments, though the plan does not need them.
     """

@@ -39,7 +39,7 @@ class Flow:
 
 
 class Cells:
-    """Both sides of a reshard as booleans `[nodes, ranks a node, cells]`.
+    """Both sides of a reshard as booleans `[nodes, ranks per node, cells]`.
 
     sources, destinations: rank -> layout, of all ranks, so that every cell has a source; itemsize: bytes of an element;
     node_size: consecutive ranks on one node.

@@ -51,7 +51,7 @@ def main(argv: list[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m mindspeed_rl_plugin plan",
-        description="Memory a device and machine, bytes a rank and link, and seconds of a reshard. "
+        description="Memory per device and machine, bytes per rank and link, and seconds of a reshard. "
         "`plan --dock --help` has the plan of the sample flow.",
     )
     add = parser.add_argument
@@ -63,7 +63,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--vocab", type=int, help="vocabulary (default: the script's, or its tokenizer's)")
     add("--generate-world", type=int, help="ranks of all engines (default: the trainer's)")
     add("--generate-first", type=int, default=0, help="first rank with an engine (default: 0)")
-    add("--node", type=int, help="ranks a node (default: the script's, else 8)")
+    add("--node", type=int, help="ranks per node (default: the script's, else 8)")
     add("--near", type=float, default=50.0, help="GB/s between ranks of a node (default: 50)")
     add("--far", type=float, default=100.0, help="GB/s of a node's links each way (default: 100; the paper's: 0.3)")
     add("--host", type=float, default=25.0, help="GB/s of device and host (default: 25; the paper's: 50)")
@@ -84,9 +84,9 @@ def report(options: argparse.Namespace) -> list[str]:
     first = options.generate_first
     shown = _Shown(estimate(run, engine, engines, first))
     return [
-        f"links   assumed, give your own: {options.near:g} GB/s between ranks of a node of {run.node} "
-        f"(--near, --node), {options.far:g} GB/s a node to others (--far), {options.host:g} GB/s a device to its host "
-        "(--host)",
+        f"links   assumed, give your own: {options.near:g} GB/s between two of the {run.node} ranks of a node (--near, "
+        f"--node), {options.far:g} GB/s from a node to all others (--far), {options.host:g} GB/s between a device and "
+        "its host (--host)",
         *shown.trainer(options.model or options.script),
         f"engines {engines} x (tp{engine.tp} ep{engine.ep}: {engine.ranks} ranks), on ranks {first} "
         f"to {first + engines * engine.ranks - 1}",
@@ -180,7 +180,7 @@ class _Shown:
         return [
             f"model   {source}: {shape.family}, {self.unit(weights.sum())} {self.name} of weights (TW, cut by tensor "
             f"parallelism, {tw}; EW, routed experts, {ew}; common, whole on every rank, {cw})",
-            f"train   tp{t.tp} pp{t.pp} vpp{t.vpp} cp{t.cp} dp{t.dp}{experts}: {t.world} ranks, layers a stage "
+            f"train   tp{t.tp} pp{t.pp} vpp{t.vpp} cp{t.cp} dp{t.dp}{experts}: {t.world} ranks, layers per stage "
             f"{counts[0] if len(set(counts)) == 1 else ','.join(counts)}",
         ]
 
@@ -191,7 +191,7 @@ class _Shown:
         def marked(nbytes: float) -> str:
             return unit(nbytes) + (" (does not fit)" if nbytes > most else "")
 
-        head = (f"{self.name} a device, fullest", "update", "reshard peak", "generate", f"left of {unit(most)}")
+        head = (f"{self.name} per device, fullest", "update", "reshard peak", "generate", f"left of {unit(most)}")
         left = unit(most - f.generate)
         modes = [(mode, *map(marked, (f.update, f.peak(mode), f.generate)), left) for mode in MODES]
         critic = f"; critic's weights {unit(c.weights)}, gradients and optimizer {unit(sum(c) - c.weights)}"
@@ -203,26 +203,26 @@ class _Shown:
             f"{unit(f.generate)}, and in allgather the whole model {unit(f.whole)}; in stream what is in flight "
             f"{unit(f.in_flight)} (at most two buckets of {f.run.bucket_bytes >> 20} MiB)",
             f"generate: engine's weights {unit(f.generate)}; left is for the KV cache and the engine's working memory",
-            "activations, of the update as of the engine, are in no column",
-            f"swapping releases {unit(p.weights)} {self.name} ({p.weights / 2**30:.2f} GiB) of training weights a "
-            "device to the KV cache"
+            "not counted: activations, neither the update's nor the engine's",
+            f"offloading the training weights (--rl-swap) frees {unit(p.weights)} {self.name} "
+            f"({p.weights / 2**30:.2f} GiB) per device for the KV cache"
             if f.shared
-            else "no device has both trainer and engine: nothing needs to be swapped",
+            else "no device has both trainer and engine: nothing needs to be offloaded",
         ]
 
     def host(self) -> str:
         """Host memory of a machine that is full of the fullest ranks."""
         f, run, held = self.plan, self.plan.run, {}
-        held["training state that is swapped out"] = f.offloaded if f.shared else 0
+        held["offloaded training state"] = f.offloaded if f.shared else 0
         if run.reference is not False:
             held["copy of the reference (with a KL term, or DPO)"] = f.policy.weights
-        held["engine's weights while it sleeps (on an accelerator)"] = f.generate
+        held["the engine's weights while it sleeps (on an accelerator)"] = f.generate
         if run.dock_bytes:
             held["dock"] = run.dock_bytes / run.train.world
         parts = ", ".join(f"{what} {self.unit(run.node * each)}" for what, each in held.items())
-        more = "; and the dock, by `plan --dock` or of a script with RL flags" if run.reference is None else ""
+        more = "; not counted: the dock (plan a script with RL flags)" if run.reference is None else ""
         total = self.unit(run.node * sum(held.values()))
-        return f"host memory a machine of {run.node} ranks, at most {total} {self.name}: {parts}{more}"
+        return f"host memory per machine of {run.node} ranks, at most {total} {self.name}: {parts}{more}"
 
     def traffic(self) -> list[str]:
         head = (f"{self.name} moved", "received, mean", "most", "from other nodes", "sent, most", "node in", "node out")
@@ -237,7 +237,7 @@ class _Shown:
         whole, stream = (self.plan.flows[mode].received.sum() for mode in MODES)
         return [
             *aligned(rows, 1),
-            "received and sent: of one rank; node in and out: all ranks of the busiest node together",
+            "received, sent: one rank's; node in, out: the busiest node's; s: the longer of s in node and s between",
             f"weights to the host: {self.plan.policy.weights / self.plan.run.host:.2f} s, and back again",
             f"stream receives {whole / stream:.1f} times fewer bytes than allgather"
             if stream

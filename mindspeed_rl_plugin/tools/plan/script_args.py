@@ -147,7 +147,7 @@ def _namespace(flags: Flags) -> argparse.Namespace:
     missing = [_flag(n) for n in ("num_layers", "hidden_size", "num_attention_heads") if getattr(args, n) is None]
     if missing:
         raise ValueError(f"the script gives no {', '.join(missing)}; is the model described in another file?")
-    # Model chunks a rank, from either of Megatron's flags.
+    # Model chunks per rank, from either of Megatron's flags.
     each, chunks = args.num_layers_per_virtual_pipeline_stage, args.num_virtual_stages_per_pipeline_rank
     stage = args.num_layers // args.pipeline_model_parallel_size
     args.virtual_pipeline_model_parallel_size = chunks or (stage // each if each else None)

@@ -46,7 +46,7 @@ _OURS = ("_", "SHLVL", "PWD", "OLDPWD", "PATH", "BASH_ENV", "TMPDIR")
 class Launch:
     """What a script would have started on this node.
 
-    script: entry script as written, arguments: its own; nproc: ranks a node, nnodes: nodes; cwd, env: where
+    script: entry script as written, arguments: its own; nproc: ranks per node, nnodes: nodes; cwd, env: where
     and with which environment; exported: variables that the script set or changed; missing: files that it
     sources and folders that it enters, and that are not here; started: how many launches it made (this is the first);
     skipped: commands that it called and that were not run; confined: whether it could write only in scratch.

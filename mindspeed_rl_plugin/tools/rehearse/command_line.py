@@ -85,7 +85,7 @@ class Flags:
 
     @property
     def changes(self) -> list[Change]:
-        """What differs from the start, one row a flag, with the last reason."""
+        """What differs from the start, one row per flag, with the last reason."""
         before = Flags(self._before)
         rows = [Change(f, before.get(f), self.get(f), why) for f, why in self._why.items()]
         return [row for row in rows if row.old != row.new]

@@ -88,7 +88,7 @@ def headline(rows: list[Row], run: Row, summary: Row) -> list[dict[str, str]]:
         each = statistics.median(column(rows, "seconds/iteration"))
         tile("Time", duration(summary["seconds"]), f"median iteration {duration(each)}")
     if summary["tokens_per_second"] is not None:
-        tile("Throughput", f"{summary['tokens_per_second']:,.0f}", "tokens a second and device, median")
+        tile("Throughput", f"{summary['tokens_per_second']:,.0f}", "tokens per second and device, median")
     if summary["logprob_diff_max"] is not None:
         tile("Engine vs trainer", f"{summary['logprob_diff_max']:.2g}", "largest log-prob difference, nats")
     return tiles
@@ -98,7 +98,7 @@ def headline(rows: list[Row], run: Row, summary: Row) -> list[dict[str, str]]:
 _LIMITS = (
     ("response/truncated", 1, 0.1, "{:.0%} of the latest responses are cut at the length limit (more than 10%)."),
     ("groups/informative", -1, 0.1, "Only {:.0%} of the latest groups have rewards that differ (under 10%)."),
-    ("logp_diff/mean", 1, 0.05, "Engine and trainer differ by {:.2g} nats a token on average (more than 0.05)."),
+    ("logp_diff/mean", 1, 0.05, "Engine and trainer differ by {:.2g} nats per token on average (more than 0.05)."),
     ("clip_fraction", 1, 0.3, "{:.0%} of the latest tokens are clipped (more than 30%): the steps are large."),
 )
 

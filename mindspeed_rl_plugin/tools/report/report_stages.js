@@ -175,7 +175,7 @@ class StageBars {
     } }, "as share");
     parent.append(element("div", { class: "card" }, element("div", { class: "head" }, element("h3", {}, "Time of each stage"),
       element("div", { class: "controls" }, toggle)),
-    element("p", { class: "about" }, "Seconds an iteration, mean over ranks; where stages overlap, the one that started last counts."),
+    element("p", { class: "about" }, "Seconds per iteration, mean over ranks; where stages overlap, the one that started last counts."),
     this.legend, this.holder));
     this.readout(null);
     redrawOnResize(this.holder, (width) => this.draw((this.width = width)));
