@@ -24,7 +24,7 @@ from mindspeed_rl_plugin.dock.messages import (
     Query,
     Shape,
 )
-from mindspeed_rl_plugin.dock.rpc import Lost, Process, Stream, ask, connect
+from mindspeed_rl_plugin.dock.rpc import Left, Lost, Process, Stream, ask, connect
 
 Owners = Callable[[int, int], np.ndarray]  # (epoch, groups) -> `[groups]` warehouse of each group
 
@@ -95,7 +95,8 @@ class Calls:
 
     me: this process; core: what it serves itself, which is called directly; warehouse: number of the one whose memory
     is mapped here, None without; owners: where groups lie, None where only leases tell; lease_seconds: life of a lease,
-    None for as long as the job lives; lost: called where a connection breaks.
+    None for as long as the job lives, in a process of it; lost: called where a connection breaks; ended: whether the
+    job has left, in a process outside of it.
     """
 
     def __init__(
@@ -116,11 +117,12 @@ class Calls:
         self.held: dict[tuple[str, int], np.ndarray] = {}  # ids of live leases of this process, by state and token
         self.segments = Segments(self._find)
         self._idle: defaultdict[Address, list[Stream]] = defaultdict(list)
-        self._closed = False
+        self._closed = self.ended = False
 
     def query(self, kind: type[Query], state: str, *what: Any) -> Any:
         """Ask the controller of a state, which first knows what this process has caused."""
-        opened = [(number, *epoch.shape) for number, epoch in self.epochs.known.items()]
+        epochs = self.epochs
+        opened = [(n, *epoch.shape) for n, epoch in epochs.known.items()] if epochs.owners is not None else []
         message = kind(state, opened, self.after, *what)
         return self._ask(self.directory.controllers[state], message, None)[0]
 
@@ -164,6 +166,7 @@ class Calls:
             stream.close()
             if isinstance(error, Lost):
                 self._lost(address, "connection broke")
+            self.ended |= isinstance(error, Left) and self.lease_seconds is not None
             raise
         idle.append(stream)
         if self._closed:

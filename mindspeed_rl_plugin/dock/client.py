@@ -73,6 +73,11 @@ class Dock:
             return {"states": []}
         return {"states": sorted(core.controllers), **core.served, "refused": dict(core.refused)}
 
+    @property
+    def ended(self) -> bool:
+        """Of a process outside of the job: whether the job has left the dock, as its last call has seen."""
+        return self._calls.ended
+
     # ids
 
     def open(self, epoch: int, groups: int, members: int, *, most: int | None = None) -> bool:
@@ -164,7 +169,8 @@ class Dock:
         ids: exactly these, in this order, once all are ready (plain triples or a `[B, 3]` tensor will do). None:
         whatever is ready, in the order of ids, rows of this machine first; at least `min_rows` (fewer where no more are
         left), at most `max_rows` and `max_tokens`, but one row (or whole group) at least. The empty lease says that
-        every row is acknowledged; with deadline 0, which only tries, also that there is nothing to be had now.
+        every row is acknowledged, to a process outside of the job that the job has left (`ended`); with deadline 0,
+        which only tries, also that there is nothing to be had now.
 
         into: memory to read into; what is read stays valid until the next lease into it.
         """
@@ -179,21 +185,17 @@ class Dock:
                 raise ValueError(f"lease of state {state!r}: an id occurs twice among {listed(ids_tuple(wanted))}")
         bounds = (max_rows, min_rows, max_tokens, calls.warehouse)
         ask = partial(calls.query, m.Ask, state, wanted, deadline, calls.lease_seconds, *bounds)
-        grant = self._granted(ask, state, wanted)
-        reads = self.states[state].reads
-        # Ranks of one consumer may read different columns, as pipeline stages do, of the one grant that they share.
-        mine = [reads.index(name) for name in names]
-        places = [place[mine] for place in (grant.segment, grant.offset, grant.length)]
         try:
-            got = cells.gather(calls, self.columns, state, names, grant.owner, places, into)
-        except BaseException:
-            with contextlib.suppress(ValueError, OSError):
-                if grant.token and not self._peers.rank:
-                    calls.query(m.Release, state, grant.token)
-            raise
+            grant = self._granted(ask, state, wanted)
+            rows = self._rows_of(grant, state, names, into)
+        except ConnectionError:
+            if not calls.ended:
+                raise
+            grant = m.Grant.empty(len(self.states[state].reads))
+            rows = self._rows_of(grant, state, names, into)
         if grant.token:
             calls.held[state, grant.token] = grant.ids
-        return Lease(grant.token, state, Rows(ids_tuple(grant.ids), got))
+        return Lease(grant.token, state, rows)
 
     def commit(self, lease: Lease, rows: Rows | None = None) -> None:
         """Write `rows` back and acknowledge the lease, for all its peers when all have written. Afterwards all columns
@@ -304,6 +306,21 @@ class Dock:
         if self._calls.epochs.owners is None:
             self._calls.epochs.learn(answer)
         return answer
+
+    def _rows_of(self, grant: m.Grant, state: str, names: Sequence[str], into: Buffers | None) -> Rows:
+        """The columns that this rank reads of a grant, which is handed back where they cannot be read: pipeline stages
+        read different ones of the one grant that they share."""
+        reads = self.states[state].reads
+        mine = [reads.index(name) for name in names]
+        places = [place[mine] for place in (grant.segment, grant.offset, grant.length)]
+        try:
+            got = cells.gather(self._calls, self.columns, state, names, grant.owner, places, into)
+        except BaseException:
+            with contextlib.suppress(ValueError, OSError):
+                if grant.token and not self._peers.rank:
+                    self._calls.query(m.Release, state, grant.token)
+            raise
+        return Rows(ids_tuple(grant.ids), got)
 
     def _write_back(self, lease: Lease, rows: Rows | None, held: np.ndarray | None) -> Exception | None:
         """Write, and acknowledge what is held; what went wrong."""

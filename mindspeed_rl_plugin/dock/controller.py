@@ -72,8 +72,8 @@ class Controller:
     # giving out
 
     def take(self, ask: Ask, holder: Hashable, expires: float) -> Grant | None:
-        """Rows under a lease, with token 0 where every row is acknowledged; None: not ready. Raises ValueError for ids
-        that cannot be had."""
+        """Rows under a lease, with token 0 where every row is acknowledged; None: not ready, which to a process outside
+        of the job an empty dock is, too. Raises ValueError for ids that cannot be had."""
         if ask.ids is not None:
             numbers = set(ask.ids[:, 0].tolist())
             if gone := numbers & self._gone:
@@ -82,7 +82,8 @@ class Controller:
                 return None  # its first record is on the way
         rows = pick(self._epochs, ask)
         if not rows:
-            return None if rows is None else self.grant(0, [])
+            more = ask.ids is None and ask.seconds is not None
+            return None if rows is None or more else Grant.empty(len(self.spec.reads))
         token, self._next = self._next, self._next + 1
         self._leases[token] = Held(token, rows, holder, expires)
         for epoch, part in rows:
@@ -93,12 +94,11 @@ class Controller:
         """What the holder must know: ids, and where the cells lie."""
         views = [(number, self._epochs[number], part) for number, part in rows]
         places = [view.cells(self.spec.reads, part) for _, view, part in views]
-        empty = [np.empty((len(self.spec.reads), 0), t) for t in (np.int32, np.int64, np.int32)]
         return Grant(
             token,
             self._ids(rows),
-            np.concatenate([np.empty(0, np.int32), *(v.owner[part // v.shape.members] for _, v, part in views)]),
-            *(np.concatenate(tables, 1) for tables in zip(empty, *places, strict=True)),
+            np.concatenate([view.owner[part // view.shape.members] for _, view, part in views]),
+            *(np.concatenate(tables, 1) for tables in zip(*places, strict=True)),
             [(number, *view.shape) for number, view, _ in views],
         )
 

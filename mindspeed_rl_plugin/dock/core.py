@@ -94,7 +94,7 @@ class Core:
         if waited < ask.deadline:
             return ask.state
         if not ask.deadline and ask.ids is None:  # it only tried
-            return controller.grant(0, [])
+            return m.Grant.empty(len(controller.spec.reads))
         raise TimeoutError(controller.explain(ask))
 
     def _current(self, state: str) -> Controller:

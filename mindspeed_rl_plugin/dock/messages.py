@@ -82,7 +82,8 @@ class Query(Message):
 
 class Ask(Query):
     """A lease. ids: `[B, 3]` exactly these, in this order; None: what is ready, by rising id, rows of warehouse `near`
-    first. The bounds are those of `Dock.lease`; deadline: seconds to wait; seconds: life of the lease."""
+    first. The bounds are those of `Dock.lease`; deadline: seconds to wait; seconds: life of the lease, of a process
+    outside of the job."""
 
     ids: np.ndarray | None
     deadline: float
@@ -104,6 +105,12 @@ class Grant(Message):
     offset: np.ndarray
     length: np.ndarray
     shapes: list[tuple[int, int, int]]
+
+    @classmethod
+    def empty(cls, columns: int) -> Grant:
+        """Nothing, for a state that reads so many columns."""
+        tables = (np.empty((columns, 0), t) for t in (np.int32, np.int64, np.int32))
+        return cls(0, np.empty((0, 3), np.int64), np.empty(0, np.int32), *tables, [])
 
 
 class Release(Query):

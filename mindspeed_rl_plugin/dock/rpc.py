@@ -88,10 +88,13 @@ class Stream:
 
     def leave(self) -> None:
         """Say that this process leaves in order, if the other side takes it, and close."""
-        if self._sending.acquire(timeout=1.0):
+        sending = self._sending.acquire(timeout=1.0)
+        if sending:
             with contextlib.suppress(OSError):
                 self.socket.send(frame(Bye())[0], socket.MSG_DONTWAIT)
         self.close()
+        if sending:
+            self._sending.release()
 
     def close(self) -> None:
         """End it, also for a thread that waits in it. Idempotent."""
@@ -181,18 +184,23 @@ class Lost(ConnectionError):
     """A connection broke, and nobody said that it would."""
 
 
+class Left(ConnectionError):
+    """The other side has left in order."""
+
+
 def ask(
     stream: Stream, address: Address, message: Message, bulk: np.ndarray | None = None
 ) -> tuple[Message, np.ndarray | None]:
     """Send a request and wait for its answer and the bulk of it.
 
-    Raises TimeoutError when no answer comes, ConnectionError when the other side has left, `Lost` when it is gone; a
+    Raises TimeoutError when no answer comes, `Left` when the other side has left, `Lost` when it is gone; a
     late answer would be taken for that of the next request then.
     """
     kind, begin = type(message).__name__, time.monotonic()
     stream.socket.settimeout(getattr(message, "deadline", 0.0) + PATIENCE)
     try:
-        stream.send(message, () if bulk is None else (bulk,))
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # what it said before shows now
+            stream.send(message, () if bulk is None else (bulk,))
         answer, got = stream.receive()
     except TimeoutError as error:
         spent = time.monotonic() - begin
@@ -200,7 +208,7 @@ def ask(
     except (EOFError, OSError) as error:
         raise Lost(f"lost the dock at {address} during {kind}: {error}") from error
     if isinstance(answer, Bye):
-        raise ConnectionError(f"rank {address.rank} at {address} has left the dock")
+        raise Left(f"rank {address.rank} at {address} has left the dock")
     return answer, got
 
 

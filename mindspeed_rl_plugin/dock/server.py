@@ -91,6 +91,8 @@ class Server:
                 self.core.refused[refused] += 1
             return connection.close()
         self._streams[stream] = hello.name
+        if self._closed.is_set():  # since it was accepted
+            stream.leave()
         self._converse(stream, hello.name)
         if hello.rank < 0 and hello.name not in list(self._streams.values()):
             self.core.gone(hello.name)

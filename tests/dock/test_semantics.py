@@ -5,13 +5,14 @@ from __future__ import annotations
 import io
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 from dock_help import COLUMNS, STATES, ids, prompts, ragged, sid, threads, together, tokens
 
-from mindspeed_rl_plugin.dock import ColumnSpec, Ragged, Rows, StateSpec
+from mindspeed_rl_plugin.dock import ColumnSpec, Dock, Ragged, Rows, StateSpec, joining, machine
 
 
 def test_a_rollout_is_delivered_once_as_it_was_written(make) -> None:
@@ -120,6 +121,51 @@ def test_rows_of_this_machine_come_first(members) -> None:
     assert moved == {("local", 7 * 4)}
     assert docks[1].lease("generate", deadline=5).rows.ids == ids(4, 1)[:2]
     assert {m.where for m in docks[1].traffic.take()} == {"remote"}
+
+
+@pytest.mark.parametrize(("ranks", "node"), [(1, ""), (2, ""), (1, "elsewhere")])
+def test_an_empty_dock_is_no_end_to_a_consumer_outside_but_the_jobs_leaving_is(
+    members, tmp_path: Path, ranks: int, node: str
+) -> None:
+    """It joins before the first row, waits between rollouts, and its loop ends with the job, also where it works then;
+    a job that dies is an error."""
+    made, secret, seen = members(COLUMNS, STATES, [machine()] * ranks), tmp_path / "secret", []
+    docks = [m.dock(deadline=5) for m in made]
+    address = together(ranks, lambda r: docks[r].invite(secret, "127.0.0.1" if node else ""))[0]
+    waits, works, orphan = (Dock(*joining.join(address, secret, 60.0, node), leader=False) for _ in range(3))
+    for dock in (waits, works, orphan):
+        assert not dock.lease("generate", deadline=0) and not dock.ended, "it only tries"
+        with pytest.raises(TimeoutError, match="'generate' waited 0.05 s"):
+            dock.lease("generate", deadline=0.05)
+
+    def consume() -> None:
+        while lease := waits.lease("generate", deadline=20):
+            seen.extend(lease.rows.ids)
+            waits.commit(lease, tokens(lease.rows.ids))
+
+    with ThreadPoolExecutor(1) as pool:
+        loop = pool.submit(consume)
+        for epoch in range(2):
+            for dock in docks:
+                dock.open(epoch, 2, 2)
+            docks[0].put(prompts(2, epoch))
+            docks[0].release(docks[0].lease("logp", ids=ids(2, 2, epoch), deadline=20))
+            for dock in docks:
+                dock.clear(epoch)
+        for member in made:
+            for stream in [s for s, name in member.server._streams.items() if name == orphan._calls.me.name]:
+                stream.close()
+        for member in made:
+            member.close()
+        loop.result(10)
+    assert seen == [*ids(2, 2, 0), *ids(2, 2, 1)] and waits.ended
+    for dock in (waits, works):
+        ended = dock.lease("generate", deadline=5)
+        assert not ended and dock.ended and ended.rows["prompt"].lengths.tolist() == []
+        with pytest.raises(ConnectionError):
+            dock.remaining("generate")
+    with pytest.raises(ConnectionError):
+        orphan.lease("generate", deadline=5)
 
 
 def test_admission_counts_open_groups(make) -> None:
