@@ -45,11 +45,12 @@ class Core:
     def call(
         self, peer: str, message: m.Message, bulk: np.ndarray | None = None, ended: Callable[[], bool] | None = None
     ) -> Answer:
-        """The answer to a request and its bulk, once there is one. ended: whether the asker is gone."""
+        """The answer to a request and its bulk, once there is one. ended: whether the asker is gone; None: it is this
+        process itself, to which a mistake in the code is no malformed message."""
         begin, clock, waited = self.clock(), self.clock, 0.0  # 0 says that it is served for the first time
         with self._lock:
             while True:
-                answer = self._serve(peer, message, bulk, waited)
+                answer = self._serve(peer, message, bulk, waited, ended is None)
                 if not isinstance(answer, str):
                     return answer
                 left = getattr(message, "deadline", 0.0) - waited
@@ -58,7 +59,7 @@ class Core:
                 if ended is not None and ended():
                     raise EOFError("the asker is gone")
 
-    def _serve(self, peer: str, message: m.Message, bulk: np.ndarray | None, waited: float) -> Answer | str:
+    def _serve(self, peer: str, message: m.Message, bulk: np.ndarray | None, waited: float, own: bool) -> Answer | str:
         """The answer, an error too; or what to wait for before it is served again, with the seconds that it has waited
         then: a state, `AFTER` or `MEMORY`."""
         self.served["messages"] += not waited
@@ -71,6 +72,8 @@ class Core:
             answer = serve(peer, message, bulk, waited)
             return answer if isinstance(answer, (str, tuple)) else (answer, ())
         except (m.FrameError, *m.MALFORMED) as error:
+            if own:
+                raise
             self.refused["malformed"] += 1
             return m.Failed.of(m.FrameError(f"malformed {type(message).__name__}: {error!r}")), ()
         except (ValueError, OSError) as error:

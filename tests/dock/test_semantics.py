@@ -382,6 +382,14 @@ def test_a_grant_that_cannot_be_read_is_handed_back(make_one, monkeypatch: pytes
     assert len(dock.lease("generate", deadline=0)) == 2
 
 
+def test_a_mistake_of_the_code_in_this_process_surfaces_as_itself(make_one, monkeypatch: pytest.MonkeyPatch) -> None:
+    dock = make_one()
+    monkeypatch.setattr(make_one.members[0].core, "controllers", {})
+    with pytest.raises(KeyError, match="generate"):
+        dock.remaining("generate")
+    assert dock.served["refused"]["malformed"] == 0
+
+
 def test_a_snapshot_of_the_docks_before_this_one_is_restored(make) -> None:
     """Written at commit bca148e by its dock in shared memory: four groups, of which one was cleared and one leased."""
     dock = make()
