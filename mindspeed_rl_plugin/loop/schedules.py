@@ -19,16 +19,7 @@ from mindspeed_rl_plugin.stages.logprobs import TokenPass
 from mindspeed_rl_plugin.stages.measure import Measure, Rollout
 from mindspeed_rl_plugin.stages.prompts import Prompts
 from mindspeed_rl_plugin.stages.reward import FailureLog, Reward
-from mindspeed_rl_plugin.stages.select import (
-    PLAIN_ROUNDS,
-    GroupStats,
-    SamplingStats,
-    Select,
-    choose,
-    group_stats,
-    idle_steps,
-    useless,
-)
+from mindspeed_rl_plugin.stages.select import GroupStats, Rounds, Select, group_stats
 from mindspeed_rl_plugin.stages.user import UserStage
 
 
@@ -116,8 +107,7 @@ class SyncSchedule:
                 forward.run(plan.batches(job.topology.dp_rank))
         with clock("advantage"):
             mine = plan.graded_by(job.topology.rank, plan.groups)
-            stages.select.steps = {i: n for n, step in enumerate(plan.one_pass) for i in step.ids}
-            stages.select.run(mine)
+            stages.select.run(mine, plan.one_pass)
             stages.advantages.run(mine)
         return stages.measure.run(plan.ids(plan.groups), done, transfer, sampling)
 
@@ -129,34 +119,26 @@ class SyncSchedule:
             self.colocation.onload()
 
     def _sample(self) -> dict[str, float]:
-        """Generate and grade, in as many rounds as it takes: with dynamic sampling until enough groups carry signal,
-        else until no optimizer step is left without a row that could be graded. Returns metrics of that."""
+        """Generate and grade, in as many rounds as selection asks for. Returns metrics of that."""
         job, plan, clock = self.job, self.job.plan, self.job.monitor.stage
-        dynamic, prompts = bool(self.rounds), plan.sizes.prompts
-        stats, failures = SamplingStats(resumed=len(plan.deferred)), FailureLog()
-        rounds = self.rounds or PLAIN_ROUNDS
-        for attempt in range(1, rounds + 1):
+        rounds, failures = Rounds(plan.deferred, plan.sizes.prompts, self.rounds, plan.plan), FailureLog()
+        while True:
             with clock("generate"):
                 self.stages.generate.run(plan.generated_by(job.topology.engine))
             with clock("reward"):
                 graded = self._grade(failures)
-            stats.add(graded)
-            selection = choose(plan.deferred, graded, prompts, dynamic=dynamic, last=dynamic and attempt == rounds)
+            plan.lengths |= {group: of_group.lengths for group, of_group in graded.items()}
+            whole, selection = rounds.add(graded), rounds.selection
             job.forget(selection.dropped)
             plan.deferred = selection.deferred
-            plan.lengths |= {group: of_group.lengths for group, of_group in graded.items()}
-            steps = plan.plan(selection.trained) if selection.trained else []
-            empty = idle_steps(steps, selection.idle)
-            if steps and not empty:
-                plan.use(selection.trained, steps)
-                return stats.metrics(selection, dynamic)
-            if not dynamic and job.topology.leader:
-                print(f"[rl] rollout {plan.epoch} is dropped: {useless(graded, empty)}", flush=True)
-            if attempt < rounds:
-                with clock("prompts"):
-                    job.forget(selection.trained)
-                    job.admit()
-        raise stats.exhausted(empty, graded, dynamic)
+            if whole:
+                plan.use(selection.trained, rounds.steps)
+                return rounds.metrics()
+            if rounds.dropped and job.topology.leader:
+                print(f"[rl] rollout {plan.epoch} is dropped: {rounds.dropped}", flush=True)
+            with clock("prompts"):
+                job.forget(selection.trained)
+                job.admit()
 
     def _grade(self, failures: FailureLog) -> Mapping[Group, GroupStats]:
         """Every rank grades its share of the round, then a user's stages see it. The statistics of the whole round."""

@@ -186,6 +186,44 @@ def useless(round_: Mapping[Group, GroupStats], empty: int) -> str:
     return f"{why}, so {empty} optimizer steps would train on nothing"
 
 
+class Rounds:
+    """Selection over the rounds that a rollout is sampled in: with dynamic sampling until enough groups carry signal,
+    else until no optimizer step is left without a row that could be graded.
+
+    deferred: groups with signal from before, oldest first; wanted: groups of a rollout; limit: rounds that dynamic
+    sampling may take, 0 without it; plan: the optimizer steps of groups. selection: of the last round; steps: of its
+    `trained`; dropped: why what the last round made is no rollout, where it is sampled again.
+    """
+
+    def __init__(
+        self, deferred: Sequence[Group], wanted: int, limit: int, plan: Callable[[Sequence[Group]], list[Step]]
+    ) -> None:
+        self.wanted, self.dynamic, self.limit, self.plan = wanted, bool(limit), limit or PLAIN_ROUNDS, plan
+        self.stats, self.selection = SamplingStats(resumed=len(deferred)), Selection(deferred=tuple(deferred))
+        self.steps: list[Step] = []
+        self.dropped: str | None = None
+
+    def add(self, graded: Mapping[Group, GroupStats]) -> bool:
+        """Decide after a round. Returns whether the rollout is whole. Raises ValueError where it is not and no further
+        round may follow."""
+        self.stats.add(graded)
+        last = self.stats.rounds == self.limit
+        deferred, dynamic = self.selection.deferred, self.dynamic
+        self.selection = chosen = choose(deferred, graded, self.wanted, dynamic=dynamic, last=dynamic and last)
+        self.steps = self.plan(chosen.trained) if chosen.trained else []
+        empty = idle_steps(self.steps, chosen.idle)
+        if self.steps and not empty:
+            return True
+        if last:
+            raise self.stats.exhausted(empty, graded, dynamic)
+        self.dropped = None if dynamic else useless(graded, empty)
+        return False
+
+    def metrics(self) -> dict[str, float]:
+        """What sampling the rollout took."""
+        return self.stats.metrics(self.selection, self.dynamic)
+
+
 class Select(Stage):
     """Which rows of a rollout count, and under filtration how often. gather: every rank's value, collective; seed: of
     the draws of filtration."""
@@ -201,17 +239,21 @@ class Select(Stage):
     ) -> None:
         super().__init__(spec, dock, deadline)
         self.algorithm, self.gather, self.seed = algorithm, gather, seed
-        self.steps: Mapping[SampleId, int] = {}  # optimizer step of every row of the rollout
 
-    def compute(self, rows: Rows) -> Rows | None:
+    def run(self, ids: Sequence[SampleId], steps: Sequence[Step]) -> None:
+        """Fill the columns of this rank's rows. steps: of one pass over the rollout. Collective as `compute` is."""
+        lease = self.lease(ids)
+        self.commit(lease, self.compute(lease.rows, steps))
+
+    def compute(self, rows: Rows, steps: Sequence[Step] = ()) -> Rows | None:
         """Columns of whole groups, those of this rank, maybe none. Collective where whole batches are filtered."""
         valid = valid_rows(rows, self.algorithm.dynamic_sampling) if len(rows) else torch.empty(0, dtype=torch.bool)
         columns = {"valid": valid.to(torch.int8)}
         if self.algorithm.filters:
-            columns["multiplicity"] = self._multiplicity(rows, valid)
+            columns["multiplicity"] = self._multiplicity(rows, valid, steps)
         return Rows(rows.ids, columns) if len(rows) else None
 
-    def _multiplicity(self, rows: Rows, valid: Tensor) -> Tensor:
+    def _multiplicity(self, rows: Rows, valid: Tensor, steps: Sequence[Step]) -> Tensor:
         """`[B]` int32, how often each row is trained; rows that do not count neither resample nor are taken."""
         kept = valid.nonzero().flatten().tolist()
         ids, reward = [rows.ids[i] for i in kept], rows["reward"][kept] if kept else torch.empty(0)
@@ -220,7 +262,8 @@ class Select(Stage):
             parts = list(self.gather((ids, reward.tolist())))
             ids = [i for theirs, _ in parts for i in theirs]
             reward = torch.tensor([r for _, theirs in parts for r in theirs], dtype=torch.float32)
-            pools = torch.tensor([self.steps[i] for i in ids], dtype=torch.int64)
+            step_of = {i: number for number, step in enumerate(steps) for i in step.ids}
+            pools = torch.tensor([step_of[i] for i in ids], dtype=torch.int64)
         taken = dict(zip(ids, self.algorithm.multiplicity(reward, pools, ids, self.seed).tolist(), strict=True))
         return torch.tensor([taken.get(i, 0) for i in rows.ids], dtype=torch.int32)
 

@@ -5,6 +5,7 @@ import torch
 
 from mindspeed_rl_plugin.algorithms import resolve
 from mindspeed_rl_plugin.config import AlgorithmConfig
+from mindspeed_rl_plugin.forward import plan_batches
 from mindspeed_rl_plugin.rows import Ragged, Rows, SampleId
 from mindspeed_rl_plugin.stages import advantages, measure, select, update
 
@@ -35,23 +36,21 @@ def rollout(dropped=()):
     )
 
 
-def collective(stages, parts):
+def collective(stages, parts, *more):
     """What every rank writes; ranks with no rows take part in what is collective. And what each of them shared."""
     shared = []
     for stage, part in zip(stages, parts, strict=True):  # first each gives its own, then each sees all
         stage.gather = lambda mine: shared.append(mine) or [mine]
-        stage.compute(part)
+        stage.compute(part, *more)
     for stage in stages:
         stage.gather = lambda mine: shared
-    return [stage.compute(part) for stage, part in zip(stages, parts, strict=True)], shared
+    return [stage.compute(part, *more) for stage, part in zip(stages, parts, strict=True)], shared
 
 
 def selected(parts, algorithm, seed=3, steps=()):
     """The columns of select on every rank, and what was shared."""
     stages = [select.Select(select.spec(algorithm), None, 1, algorithm, None, seed) for _ in parts]
-    for stage in stages:
-        stage.steps = dict(steps)
-    return collective(stages, parts)
+    return collective(stages, parts, steps)
 
 
 def on_ranks(parts, algorithm):
@@ -94,7 +93,7 @@ def test_filtration_does_not_depend_on_who_holds_which_group(rule, whole):
     algorithm = resolve(AlgorithmConfig(algorithm="grpo", filtration=rule, filtration_whole_batch=whole))
     rows = rollout(dropped=(4,))
     rows = rows.with_columns(reward=torch.tensor([0.2, 0.5, 0.9, 1, 1, 1, 0.1, 0.1, 0.4, 2.0, 0.0, 1.0]))
-    steps = {i: i.group // 2 for i in rows.ids}
+    steps = plan_batches(rows.ids, global_batch_size=6, micro_batch_size=3, dp_size=2)
 
     def on(parts, seed=3):
         written, shared = selected(parts, algorithm, seed, steps)

@@ -10,6 +10,7 @@ from mindspeed_rl_plugin.loop.rollout_plan import by_epoch, of_epoch, plan_group
 from mindspeed_rl_plugin.rows import Rows, SampleId
 from mindspeed_rl_plugin.stages.select import (
     GroupStats,
+    Rounds,
     SamplingStats,
     Selection,
     choose,
@@ -122,15 +123,33 @@ def test_failed_grades_count_wherever_their_group_goes():
     assert stats.metrics(Selection(), True)["reward/errors"] == 10.0
 
 
+def sampled_in(rounds, *found):
+    """Rounds of two groups each, until the rollout is whole; a plan has steps of one group."""
+    cut = lambda groups: plan_groups(groups, 2, global_batch_size=2, micro_batch_size=2, dp_size=1)  # noqa: E731
+    selecting = Rounds(((9, 9),) if rounds else (), 2, rounds, cut)
+    return selecting, [selecting.add(round_(epoch, *groups)) for epoch, groups in enumerate(found)]
+
+
+def test_a_rollout_is_sampled_again_where_a_step_has_nothing_to_train_on():
+    selecting, whole = sampled_in(0, (YES, BROKEN), (NO, YES))
+    assert whole == [False, True] and selecting.selection.trained == ((1, 0), (1, 1))
+    assert selecting.dropped == "graders failed in 1 of 2 groups, so 1 optimizer steps would train on nothing"
+    assert [step.ids[0].group for step in selecting.steps] == [0, 1] and selecting.metrics() == {"reward/errors": 0.0}
+
+
+def test_dynamic_sampling_goes_on_until_the_groups_at_hand_carry_signal():
+    selecting, whole = sampled_in(5, (NO, NO), (YES, YES))
+    assert whole == [False, True] and selecting.dropped is None
+    assert selecting.selection.trained == ((9, 9), (1, 0)) and selecting.selection.deferred == ((1, 1),)
+    assert selecting.metrics()["sampling/rounds"] == 2 and selecting.metrics()["sampling/brought"] == 1
+
+
 def test_rounds_that_found_nothing_end_in_numbers_and_a_fix():
-    stats = SamplingStats()
-    for epoch in range(3):
-        stats.add(round_(epoch, NO, NO))
-    failed = str(stats.exhausted(2, round_(2, BROKEN, BROKEN), dynamic=False))
-    assert "graders failed in 2 of 2 groups" in failed and "3 rollouts" in failed
-    said = str(stats.exhausted(2, round_(2, NO, NO), dynamic=True))
-    assert said.startswith("--rl-dynamic-sampling-rounds 3: rewards differ in 0 of the 6 groups")
-    assert "2 optimizer steps" in said and "--no-rl-dynamic-sampling" in said
+    with pytest.raises(ValueError, match="5 rollouts .* graders failed in 2 of 2 groups"):
+        sampled_in(0, *[(BROKEN, BROKEN)] * 6)
+    match = "^--rl-dynamic-sampling-rounds 3: rewards differ in 0 of the 6 .* 1 optimizer steps .* --no-rl-dynamic"
+    with pytest.raises(ValueError, match=match):
+        sampled_in(3, *[(NO, NO)] * 4)
 
 
 def test_what_counts_is_whole_groups_but_for_a_users_own_say():
