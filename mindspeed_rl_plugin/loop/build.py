@@ -12,6 +12,7 @@ from mindspeed_rl_plugin.algorithms import Algorithm
 from mindspeed_rl_plugin.algorithms.describe import describe
 from mindspeed_rl_plugin.critic.critic import Critic
 from mindspeed_rl_plugin.device import get_device
+from mindspeed_rl_plugin.dock import Dock
 from mindspeed_rl_plugin.engine import hf_config
 from mindspeed_rl_plugin.engine.vllm_engine import VllmEngine
 from mindspeed_rl_plugin.environment import launch_env
@@ -184,21 +185,23 @@ def _stages(
         "values": (functools.partial(critic.values, settings=inputs.forward),) if critic else (),
     }
     writer = topology.writer
+
+    def at(name: str) -> tuple[StageSpec, Dock, float]:
+        return specs[name], docks.of(specs[name]), deadline
+
     dump = Dump(config.monitor.dump_dir, inputs.decode) if config.monitor.dump_dir else None
     return Stages(
-        generate=Generate(docks.engines, deadline, engine, sampling_of(inputs), seed, monitor.progress),
-        reward=Reward(specs["reward"], docks.ranks, deadline, inputs.graders, inputs.decode),
-        own=[UserStage(specs[spec.name], docks.ranks, deadline, instance) for spec, instance in inputs.own_stages],
-        select=Select(specs["select"], docks.ranks, deadline, algorithm, ranks.gather, seed),
+        generate=Generate(*at("generate")[1:], engine, sampling_of(inputs), seed, monitor.progress),
+        reward=Reward(*at("reward"), inputs.graders, inputs.decode),
+        own=[UserStage(*at(spec.name), instance) for spec, instance in inputs.own_stages],
+        select=Select(*at("select"), algorithm, ranks.gather, seed),
         passes=[
-            TokenPass(specs[name], docks.trainers, deadline, forward, writer, *weights)
+            TokenPass(*at(name), forward, writer, *weights)
             for name, (forward, *weights) in ((n, p) for n, p in passes.items() if n in specs)
         ],
-        advantages=Advantages(specs["advantage"], docks.ranks, deadline, algorithm, limit, ranks.gather),
+        advantages=Advantages(*at("advantage"), algorithm, limit, ranks.gather),
         measure=Measure(
-            specs["measure"],
-            docks.ranks,
-            deadline,
+            *at("measure"),
             ranks=ranks,
             algorithm=algorithm,
             limit=limit,
@@ -225,7 +228,7 @@ def _update(
     config, algorithm = inputs.config, inputs.algorithm
     step = PolicyStep(algorithm, inputs.forward, model, norm_length=config.rollout.max_response_length)
     spec = next(spec for spec in table if spec.name == "update")
-    given = spec, docks.trainers, config.monitor.wait_timeout, step, topology.last_stage
+    given = spec, docks.of(spec), config.monitor.wait_timeout, step, topology.last_stage
     if critic is None:
         return Update(*given)
     value_step = ValueStep(algorithm, inputs.forward, critic.model)

@@ -36,6 +36,10 @@ class Docks:
     engines: Dock
     ranks: Dock
 
+    def of(self, spec: StageSpec) -> Dock:
+        """The dock as those ranks see it that share a stage's leases: those of its resource."""
+        return {"trainer": self.trainers, "engine": self.engines}.get(spec.resource, self.ranks)
+
     @classmethod
     def make(
         cls,

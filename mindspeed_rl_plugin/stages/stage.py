@@ -8,17 +8,18 @@ from dataclasses import dataclass, field, replace
 from mindspeed_rl_plugin.dock import ColumnSpec, Dock, Lease, StateSpec
 from mindspeed_rl_plugin.rows import Rows, SampleId
 
-UNITS = ("row", "group", "micro-batch", "step")
-RESOURCES = ("leader", "engine", "cpu", "trainer")
+# What a stage occupies, and what it may take at once there.
+UNITS = {"leader": ("row", "group"), "engine": ("row",), "cpu": ("row", "group"), "trainer": ("micro-batch", "step")}
 
 
 @dataclass(frozen=True)
 class StageSpec:
     """The declaration of a stage.
 
-    name: of the stage, and of its worker state in the dock; reads: columns by name; writes: columns; unit: what it
-    takes at once, of `UNITS`; resource: what it occupies, of `RESOURCES`; stored, stored_writes: names in the dock of
-    columns that it reads and writes, where several stages write them (`resolved`).
+    name: of the stage, and of its worker state in the dock; reads: columns by name; writes: columns; resource: what it
+    occupies, by which `loop.docks` knows which ranks share its leases; unit: what it takes at once, of the resource's
+    `UNITS`: a "group" is only leased whole; stored, stored_writes: names in the dock of columns that it reads and
+    writes, where several stages write them (`resolved`). Raises ValueError for an unknown resource or unit.
     """
 
     name: str
@@ -28,6 +29,15 @@ class StageSpec:
     resource: str
     stored: Mapping[str, str] = field(default_factory=dict)
     stored_writes: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.resource not in UNITS:
+            raise ValueError(f"stage {self.name}: resource {self.resource!r} is unknown; known: {', '.join(UNITS)}")
+        if self.unit not in (units := UNITS[self.resource]):
+            raise ValueError(
+                f"stage {self.name}: unit {self.unit!r} is unknown on resource {self.resource!r}; "
+                f"known: {', '.join(units)}"
+            )
 
     @property
     def written(self) -> tuple[str, ...]:

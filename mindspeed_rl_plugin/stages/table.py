@@ -1,19 +1,7 @@
 """The stage table: which stages an algorithm has, in the order in which a row passes them.
 
-| stage | reads -> writes | unit | resource |
-|---|---|---|---|
-| prompts | - -> prompt, meta | group | leader |
-| generate | prompt -> tokens, loss_mask, logp_rollout, lengths, version, ... | row | engine |
-| reward | tokens, loss_mask, meta -> reward, reward_parts, graded, grader_error | group | CPU |
-| a user's own | as declared | row or group | CPU |
-| select | reward, graded, ... -> valid, multiplicity | group | CPU |
-| logp_old, logp_ref, values | tokens, loss_mask -> a column of that name | micro-batch | trainer |
-| advantages | valid, reward, ... -> advantage or advantages, returns | group | CPU |
-| measure | single numbers of every row, more where rollouts are dumped -> - | row | leader |
-| update | tokens, loss_mask, advantages, ... -> - | step | trainer |
-
-Pairs (DPO) have two stages: pairs, which writes tokens, loss_mask and the reference's log-probs, and update. The dock's
-columns and worker states are derived from this table.
+docs/stages.md shows it. Pairs (DPO) have two stages: pairs, which writes tokens, loss_mask and the reference's
+log-probs, and update. The dock's columns, worker states and consumers are derived from this table.
 """
 
 from __future__ import annotations

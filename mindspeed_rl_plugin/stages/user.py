@@ -32,7 +32,6 @@ WRITABLE = {
     "reward": ColumnSpec("reward", torch.float32, "sample", ragged=False),
     "valid": ColumnSpec("valid", torch.int8, "sample", ragged=False),
 }
-UNITS = ("row", "group")
 
 
 def load_stages(words: Sequence[str], graders: int) -> list[tuple[StageSpec, Any]]:
@@ -68,9 +67,6 @@ def _load(word: str) -> tuple[StageSpec, Any]:
     lacking = [a for a in ("reads", "writes", "compute") if not hasattr(instance, a)]
     if lacking:
         raise ValueError(f"--rl-stage {word}: {name} has no {', '.join(lacking)}")
-    unit = getattr(instance, "unit", "row")
-    if unit not in UNITS:
-        raise ValueError(f"--rl-stage {word}: unit {unit!r} is unknown; known: {', '.join(UNITS)}")
     given = [column for column in instance.writes if not isinstance(column, ColumnSpec)]
     unknown = [column for column in given if column not in WRITABLE]
     if unknown:
@@ -79,7 +75,10 @@ def _load(word: str) -> tuple[StageSpec, Any]:
     if not instance.reads or not writes:
         raise ValueError(f"--rl-stage {word}: a stage reads at least one column and writes at least one")
     stage_name = getattr(instance, "name", re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower())
-    return StageSpec(stage_name, tuple(instance.reads), writes, unit, "cpu"), instance
+    try:
+        return StageSpec(stage_name, tuple(instance.reads), writes, getattr(instance, "unit", "row"), "cpu"), instance
+    except ValueError as error:
+        raise ValueError(f"--rl-stage {word}: {error}") from error
 
 
 class UserStage(Stage):

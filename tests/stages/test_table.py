@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ from mindspeed_rl_plugin.config import AlgorithmConfig
 from mindspeed_rl_plugin.dock import make_docks
 from mindspeed_rl_plugin.rows import Ragged, Rows, SampleId
 from mindspeed_rl_plugin.stages import prompts
-from mindspeed_rl_plugin.stages.stage import RESOURCES, UNITS, Stage, columns_of, states_of
+from mindspeed_rl_plugin.stages.stage import Stage, StageSpec, columns_of, states_of
 from mindspeed_rl_plugin.stages.table import stage_table
 from mindspeed_rl_plugin.stages.user import UserStage, load_stages
 
@@ -50,7 +52,6 @@ def test_every_column_that_is_read_is_written_before(name, dump):
     written = set()
     for spec in stage_table(algorithm(name), 2, dump=dump):
         assert set(spec.reads) <= written, spec.name
-        assert spec.unit in UNITS and spec.resource in RESOURCES
         assert not written & set(spec.written), "each column has one writer"
         written |= set(spec.written)
 
@@ -68,6 +69,21 @@ def test_states_and_columns_are_the_tables():
     parts = next(c for c in columns_of(table) if c.name == "reward_parts")
     assert parts.trailing == (3,)
     assert [s.name for s in stage_table(algorithm("dpo"), 0)] == ["pairs", "update"]
+
+
+def test_the_page_shows_the_table():
+    page = (Path(__file__).parents[2] / "docs" / "stages.md").read_text(encoding="utf-8")
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in page.splitlines() if line[:3] == "| `"]
+    shown = {name: row[3:5] for row in rows for name in re.findall("`(.+?)`", row[0])}
+    specs = stage_table(algorithm("ppo", kl_reward_coef=0.1), 3)
+    names = {"leader": "first rank", "cpu": "CPU"}
+    assert {s.name: [s.unit, names.get(s.resource, s.resource)] for s in specs}.items() <= shown.items()
+
+
+@pytest.mark.parametrize(("unit", "resource"), [("batch", "cpu"), ("step", "cpu"), ("row", "gpu")])
+def test_a_unit_or_resource_that_is_none_is_refused(unit, resource):
+    with pytest.raises(ValueError, match=f"stage a: .*{resource if resource == 'gpu' else unit}.* known: "):
+        StageSpec("a", (), (), unit, resource)
 
 
 @pytest.fixture
