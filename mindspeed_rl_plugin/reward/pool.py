@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from mindspeed_rl_plugin.rows import Prompt
 
 GRACE = 1.0  # seconds beyond which an asynchronous call that should have been cancelled is stuck
+RESTARTS = 2  # of a worker that ends before it reads its call
 TOGETHER = 64  # most samples of which an asynchronous grader is called at once
 Call = tuple[int, Sequence[int]]  # number of the grader, and of the items
 
@@ -157,10 +158,21 @@ class RewardPool:
                 for worker, call in [*running.items()]:
                     if (outcomes := worker.answer()) is not None:
                         del running[worker]
-                        waiting.extendleft(self._record(batch, *call, outcomes))
+                        again = [call] if self._unread(worker, outcomes) else self._record(batch, *call, outcomes)
+                        waiting.extendleft(again)
         finally:
             for worker in running:
                 worker.close()
+
+    def _unread(self, worker: Worker, outcomes: Sequence[Outcome] | str) -> bool:
+        """Whether the worker ended before it read its call, which is no sample's fault. Raises RewardError where it
+        goes on doing so."""
+        if worker.unread > RESTARTS:
+            raise RewardError(
+                f"a reward worker {outcomes} before it read its call, {worker.unread} times in a row; look at what the "
+                f"files of {', '.join(self.names)} start when they are imported, and at the machine's free memory"
+            )
+        return worker.unread > 0
 
     def _record(
         self, batch: Batch, grader: int, indices: Sequence[int], outcomes: Sequence[Outcome] | str

@@ -40,6 +40,7 @@ class Worker:
     """
 
     kinds: Sequence[Kind] = ()  # what its graders are, once it is ready
+    unread = 0  # calls in a row before whose reading the process ended
 
     def __init__(self, setup: tuple) -> None:
         self._setup = setup  # its first message, the specs before others
@@ -63,13 +64,15 @@ class Worker:
 
     def call(self, grader: int, items: Sequence[Mapping[str, Any]], seconds: float, grace: float = 0.0) -> None:
         """Let it grade `items` within `seconds`; grace: seconds beyond, which an error does not name."""
-        self._limit, self.until = seconds, time.monotonic() + seconds + grace
-        with contextlib.suppress(OSError):  # dead already, or it does not read: `answer` says so
+        self._limit, self.until, self._taken = seconds, time.monotonic() + seconds + grace, True
+        try:
             self._connection.send((grader, items))
+        except OSError:  # dead already, or it does not read: `answer` says so
+            self._taken = False
 
     def answer(self) -> Any:
         """What it is busy with: the outcomes of a call, or a text where it took too long or the process ended, which
-        is gone then; None as long as there is nothing."""
+        is gone then; None as long as there is nothing. `unread` counts on where it had not read the call."""
         ended = self._process.poll() is not None  # before the look for a last message
         answer = None
         try:
@@ -77,8 +80,9 @@ class Worker:
                 answer = msgspec.msgpack.decode(
                     self._connection.recv_bytes(), type=LOADED if self._loading else OUTCOMES
                 )
-        except (EOFError, OSError):  # it was killed between two messages, or within one
+        except (EOFError, OSError) as error:  # it was killed between two messages, or within one
             ended = True
+            self._taken &= not isinstance(error, ConnectionResetError)  # so Linux says that it left bytes unread
         except msgspec.DecodeError:  # never unpickled: graders may run code that a model wrote
             self.close()
             answer = "wrote into the pipe of its worker, which was killed"
@@ -89,6 +93,8 @@ class Worker:
             self.close()
         if answer is not None:
             self.until = None
+            if not self._loading:
+                self.unread = 0 if self._taken else self.unread + 1
         return answer
 
     def close(self) -> None:
@@ -107,7 +113,8 @@ class Worker:
         command = [sys.executable, "-c", BOOT, json.dumps([str(p) for p in sys.path]), *map(str, ends)]
         self._process = subprocess.Popen(command, pass_fds=ends, stdin=subprocess.DEVNULL, start_new_session=True)
         self.pid = self._process.pid
-        self._loading, self.until = True, math.inf  # on the monotonic clock, of what it is busy with; None: idle
+        self._loading = self._taken = True
+        self.until = math.inf  # on the monotonic clock, of what it is busy with; None: idle
         theirs.close()
         os.close(lifeline)
         with socket.socket(fileno=os.dup(self._connection.fileno())) as end:
