@@ -173,9 +173,9 @@ class Calls:
             self.close()
         return answer
 
-    def _find(self, segment: int) -> tuple[str, int]:
+    def _find(self, segment: int) -> tuple[str, int, list[int]]:
         answer = self.ask_warehouse(self.warehouse, Map(segment))
-        return answer.path, answer.nbytes
+        return answer.path, answer.nbytes, answer.segments
 
 
 def by_value(values: np.ndarray) -> list[tuple[int, np.ndarray]]:

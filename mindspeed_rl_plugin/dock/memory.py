@@ -135,9 +135,10 @@ def rounded(nbytes: int) -> int:
 
 
 class Segments:
-    """Segments of a warehouse as uint8 arrays, mapped when first used. find: number -> file and bytes of a segment."""
+    """Segments of a warehouse as uint8 arrays, mapped when first used. find: number -> file and bytes of a segment, and
+    the numbers of all that there are: the others are unmapped then, as one is removed only where another is made."""
 
-    def __init__(self, find: Callable[[int], tuple[str, int]]) -> None:
+    def __init__(self, find: Callable[[int], tuple[str, int, list[int]]]) -> None:
         self._find = find
         self._arrays: dict[int, np.ndarray] = {}
 
@@ -147,7 +148,9 @@ class Segments:
             return np.empty(0, np.uint8)
         array = self._arrays.get(segment)
         if array is None:
-            path, size = self._find(segment)
+            path, size, there = self._find(segment)
+            for gone in {*self._arrays}.difference(there):
+                self._arrays.pop(gone, None)  # another thread may be at it, too
             with open(path, "r+b") as file:
                 array = self._arrays[segment] = _mapped(file.fileno(), size)
         if not 0 <= offset <= offset + nbytes <= array.nbytes:
@@ -177,12 +180,13 @@ class Slabs(Segments):
         """Bytes of all segments."""
         return sum(size for _, size in self._files.values())
 
-    def place(self, segment: int) -> tuple[str, int]:
-        """Where processes of this machine open a segment, and its bytes. Raises ValueError for one that is gone."""
+    def place(self, segment: int) -> tuple[str, int, list[int]]:
+        """Where processes of this machine open a segment, its bytes, and all segments. Raises ValueError for one that
+        is gone."""
         if segment not in self._files:
             raise ValueError(f"segment {segment} of this warehouse is gone")
         handle, size = self._files[segment]
-        return f"/proc/{os.getpid()}/fd/{handle}", size
+        return f"/proc/{os.getpid()}/fd/{handle}", size, [*self._files]
 
     def allocate(self, nbytes: int) -> Extent:
         """An extent of at least `nbytes`. Raises OSError when the machine has no memory left."""

@@ -198,10 +198,11 @@ class Map(Message):
 
 
 class Mapped(Message):
-    """A file of this machine, and its bytes."""
+    """A file of this machine, its bytes, and the numbers of all segments of the warehouse."""
 
     path: str
     nbytes: int
+    segments: list[int]
 
 
 # Between processes.

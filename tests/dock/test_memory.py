@@ -47,8 +47,10 @@ def test_memory_of_a_removed_segment_goes_back_although_a_reader_maps_it() -> No
     memory.view(*first)[:] = 7
     seen = reader.view(*first)
     memory.free(*first)
-    memory.allocate(2 * SEGMENT)
+    second = memory.allocate(2 * SEGMENT)
     assert memory.reserved == 2 * SEGMENT and not seen.any(), "its pages are gone, and nobody crashes"
+    reader.view(*second)
+    assert list(reader._arrays) == [second.segment], "what it maps of it goes with the next segment that it maps"
     with pytest.raises(ValueError, match="segment 0"):
         Segments(memory.place).view(*first)
     memory.close()
