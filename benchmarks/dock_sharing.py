@@ -60,7 +60,7 @@ def rank_of_the_group(rank: int, folder: str, world: int, repeats: int) -> None:
     """One rank: a pass of each arm over all rows in turn."""
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=world, timeout=timedelta(seconds=120)
+        "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world, timeout=timedelta(seconds=120)
     )
     data = work.load(Path(folder, "rows"))
     columns = [ColumnSpec(c, docks._dtype(t), "token", True) for c, t in work.RAGGED.items()]

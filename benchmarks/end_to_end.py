@@ -94,14 +94,14 @@ def run_ours(case: workload.Case, folder: Path, iterations: int) -> dict[str, fl
     checkpoint = folder / "checkpoint"
     if not checkpoint.exists():
         command = [sys.executable, "-m", "mindspeed_rl_plugin", "import", "--load", str(folder / "model")]
-        told = subprocess.run(
+        asked = subprocess.run(
             [*command, "--out", str(checkpoint), "--train", "tp1"],
             check=True,
             capture_output=True,
             text=True,
             env=_environment(),
         ).stdout
-        (folder / "flags").write_text(told.splitlines()[-1])
+        (folder / "flags").write_text(asked.splitlines()[-1])
     save = Path(tempfile.mkdtemp(dir=folder))
     longest = workload.PROMPT_TOKENS + case.limit
     command = [
@@ -122,8 +122,8 @@ def run_ours(case: workload.Case, folder: Path, iterations: int) -> dict[str, fl
     peak = _run(command, folder / "ours.log")
     lines = [json.loads(line) for line in (save / "rl" / "metrics.jsonl").read_text().splitlines()]
     lines = [line for line in lines if line["kind"] == "train"][WARM_UP:]
-    drawn = {line["response/length_mean"] * case.samples + case.samples * workload.PROMPT_TOKENS for line in lines}
-    _same_work(case, drawn)
+    lengths = {line["response/length_mean"] * case.samples + case.samples * workload.PROMPT_TOKENS for line in lines}
+    _same_work(case, lengths)
     steps = [{k.removeprefix("seconds/"): v for k, v in line.items() if k.startswith("seconds/")} for line in lines]
     return _measured(case, steps, peak)
 
@@ -153,9 +153,9 @@ def _measured(case: workload.Case, steps: Sequence[dict[str, float]], peak: floa
     return {"tokens_per_second": workload.tokens(case) / median["iteration"], "peak_memory": peak, **median}
 
 
-def _same_work(case: workload.Case, drawn: set[float]) -> None:
-    if any(abs(n - workload.tokens(case)) > 1 for n in drawn):
-        raise RuntimeError(f"an arm drew {sorted(drawn)} tokens per iteration, {workload.tokens(case)} were imposed")
+def _same_work(case: workload.Case, lengths: set[float]) -> None:
+    if any(abs(n - workload.tokens(case)) > 1 for n in lengths):
+        raise RuntimeError(f"an arm made {sorted(lengths)} tokens per iteration, not {workload.tokens(case)}")
 
 
 def torchrun(python: str) -> list[str]:
@@ -279,8 +279,8 @@ def main() -> None:
         args.json.write_text(json.dumps(rows + targets(rows), indent=1) + "\n")
     print(table(rows))
     for row in targets(rows):
-        told = "reached" if row["reached"] else "NOT reached"
-        print(f"{row['case']} {row['metric']}: {row['value']:.2f}x TRL's, asked {row['target']}: {told}")
+        result = "reached" if row["reached"] else "NOT reached"
+        print(f"{row['case']} {row['metric']}: {row['value']:.2f}x TRL's, asked {row['target']}: {result}")
     load = f"load {before:.1f} before and {os.getloadavg()[0]:.1f} after"
     now = datetime.datetime.now().strftime("%Y-%m-%d %H:%M")
     print(f"{now}, {os.cpu_count()} cores, {load}, median of {args.repeats} x {args.iterations - WARM_UP} iterations")

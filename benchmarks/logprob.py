@@ -144,8 +144,8 @@ def targets(rows: list[dict]) -> list[dict]:
         most = TARGETS.get((row["case"], row["arm"], row["metric"]))
         if most is not None:
             found.append({**row, "target": f"<= {most}", "reached": row["value"] <= most})
-            told = f"{row['value']:.3f}, asked <= {most}: {'reached' if found[-1]['reached'] else 'NOT reached'}"
-            print(f"target {row['arm']} {row['metric']} at {row['case']}: {told}")
+            result = f"{row['value']:.3f}, asked <= {most}: {'reached' if found[-1]['reached'] else 'NOT reached'}"
+            print(f"target {row['arm']} {row['metric']} at {row['case']}: {result}")
     return found
 
 

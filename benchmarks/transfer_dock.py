@@ -238,7 +238,7 @@ def interpreter(name: str) -> Path:
 
 @contextmanager
 def cases(names: Sequence[str], scale: float) -> Iterator[dict[str, Path]]:
-    """Directories with the rows of each kind of case, in memory where there is room for such files."""
+    """Directories with the rows of each kind of case, in memory where there is space for such files."""
     root = "/dev/shm" if os.path.isdir("/dev/shm") else None
     with tempfile.TemporaryDirectory(prefix="transfer-dock-", dir=root) as directory:
         found = {}

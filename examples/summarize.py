@@ -2,7 +2,7 @@
 
     python examples/summarize.py runs/quickstart/tuned/rl --out runs/quickstart/summary.json
 
-Exits 1 when a bound is given and not met.
+Exits 1 when a bound is given and not reached.
 """
 
 import argparse

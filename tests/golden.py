@@ -303,8 +303,8 @@ def report(name: str, act: Callable[[], Differences | None]) -> bool:
     if found is None:
         print(f"{name}: recorded, {took}", flush=True)
         return True
-    verdict = f"{len(found.lines)} DIFFER" if found.lines else "equal"
-    print(f"{name}: {found.values} values of {found.iterations} iterations, {verdict}, {took}", flush=True)
+    outcome = f"{len(found.lines)} DIFFER" if found.lines else "equal"
+    print(f"{name}: {found.values} values of {found.iterations} iterations, {outcome}, {took}", flush=True)
     for line in found.lines[:SHOWN] + ([f"new here: {', '.join(found.added)}"] if found.added else []):
         print(f"  {line}", flush=True)
     return not found.lines

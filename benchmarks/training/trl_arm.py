@@ -156,12 +156,12 @@ def main() -> None:
     trainer._calculate_rewards = timed(clock, "reward", trainer._calculate_rewards)
     trainer._generate_and_score_completions = timed(clock, "rollout", trainer._generate_and_score_completions)
     trainer.train()
-    drawn: list[list[int]] = [[] for _ in range(ranks)]
-    torch.distributed.all_gather_object(drawn, seen)
+    counts: list[list[int]] = [[] for _ in range(ranks)]
+    torch.distributed.all_gather_object(counts, seen)
     if trainer.accelerator.is_main_process:
-        tokens = [sum(both) for both in zip(*drawn, strict=True)]
-        told = {"steps": clock.steps, "tokens": tokens, "drift": clock.drift, "version": trl.__version__}
-        out.write_text(json.dumps(told))
+        tokens = [sum(both) for both in zip(*counts, strict=True)]
+        measured = {"steps": clock.steps, "tokens": tokens, "drift": clock.drift, "version": trl.__version__}
+        out.write_text(json.dumps(measured))
 
 
 main()

@@ -50,13 +50,13 @@ CASES = {
 
 def lengths(case: Case, seed: int = 0) -> list[list[int]]:
     """`[prompt][member]` tokens of each response."""
-    draw = random.Random(seed)
+    rng = random.Random(seed)
 
     def one() -> int:
         if not case.tailed:
             return case.limit
         # exp(0.8^2 / 2) = 1.38, and what is cut at the limit: a mean of 40% of it
-        return min(max(round(draw.lognormvariate(0.0, 0.8) * MEDIAN * case.limit), 4), case.limit)
+        return min(max(round(rng.lognormvariate(0.0, 0.8) * MEDIAN * case.limit), 4), case.limit)
 
     return [[one() for _ in range(case.members)] for _ in range(case.prompts)]
 

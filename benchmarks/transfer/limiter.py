@@ -78,7 +78,7 @@ class LimitedSocket(socket.socket):
             left = left[self.send(left, *flags) :]
 
     def sendmsg(self, buffers: Any, *more: Any) -> int:
-        """Send a piece of the first buffer that is not empty, as a kernel may that has little room."""
+        """Send a piece of the first buffer that is not empty, as a kernel may that has little free space."""
         if self.family == socket.AF_UNIX:
             return super().sendmsg(buffers, *more)
         return self.send(next((b for b in buffers if len(b)), b""))
@@ -92,6 +92,6 @@ class LimitedSocket(socket.socket):
         """Receive a piece, once the link allows."""
         if self.family == socket.AF_UNIX:
             return super().recv_into(buffer, nbytes, *flags)
-        receive, room = super().recv_into, memoryview(buffer).cast("B")
-        room = room[: min(nbytes or len(room), PIECE)]
-        return self.on.received.pass_on(lambda: receive(room, 0, *flags))
+        receive, view = super().recv_into, memoryview(buffer).cast("B")
+        view = view[: min(nbytes or len(view), PIECE)]
+        return self.on.received.pass_on(lambda: receive(view, 0, *flags))

@@ -45,9 +45,9 @@ def owners(arm: str, nodes: int) -> Any:
 
 def lengths_of(groups: int) -> np.ndarray:
     """`[groups * members]` tokens, the same on every node."""
-    draw = np.random.default_rng(7)
-    prompts = np.repeat(draw.integers(64, 513, groups), work.MEMBERS)
-    return prompts + np.clip(draw.lognormal(np.log(650), 0.75, len(prompts)), 16, 2048).astype(np.int64)
+    rng = np.random.default_rng(7)
+    prompts = np.repeat(rng.integers(64, 513, groups), work.MEMBERS)
+    return prompts + np.clip(rng.lognormal(np.log(650), 0.75, len(prompts)), 16, 2048).astype(np.int64)
 
 
 def link_bytes() -> int:

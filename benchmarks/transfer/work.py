@@ -1,6 +1,6 @@
 """The rows that every arm moves: ragged samples of variable length, made once, and the checksum of every cell.
 
-Lengths are drawn like those of a rollout: prompts of 64 to 512 tokens, responses lognormal around 650 up to 2048;
+Lengths are sampled like those of a rollout: prompts of 64 to 512 tokens, responses lognormal around 650 up to 2048;
 the long case has all of them times eight.
 """
 
@@ -70,16 +70,16 @@ def nbytes(packed: Packed) -> int:
 
 def make(directory: Path, samples: int, factor: int) -> int:
     """Write the rows of a case into a directory; returns their bytes."""
-    draw = np.random.default_rng(7)
-    prompts = draw.integers(64, 513, samples) * factor
-    responses = np.clip(draw.lognormal(np.log(650), 0.75, samples), 16, 2048).astype(np.int64) * factor
+    rng = np.random.default_rng(7)
+    prompts = rng.integers(64, 513, samples) * factor
+    responses = np.clip(rng.lognormal(np.log(650), 0.75, samples), 16, 2048).astype(np.int64) * factor
     offsets = np.concatenate([[0], np.cumsum(prompts + responses)])
     values = {
-        "tokens": draw.integers(0, 150_000, offsets[-1], np.int32),
-        "loss_mask": draw.integers(0, 2, offsets[-1], np.uint8),
+        "tokens": rng.integers(0, 150_000, offsets[-1], np.int32),
+        "loss_mask": rng.integers(0, 2, offsets[-1], np.uint8),
         "row": np.arange(samples),
-        "reward": draw.random(samples, np.float32),
-        **{c: draw.random(offsets[-1], np.float32) for c in ("logp_rollout", "logp_old", "logp_ref")},
+        "reward": rng.random(samples, np.float32),
+        **{c: rng.random(offsets[-1], np.float32) for c in ("logp_rollout", "logp_old", "logp_ref")},
     }
     directory.mkdir(parents=True)
     np.save(directory / "offsets.npy", offsets)

@@ -1,7 +1,7 @@
 """Advantage estimators: from the rewards of whole groups to one number per sample or per token.
 
 Every estimator takes a `RewardBatch` and `Settings` and returns `[B]` (the same advantage on every trained
-token of the sample) or a `Ragged` aligned with the tokens. Groups are told apart by their id and
+token of the sample) or a `Ragged` aligned with the tokens. Groups are distinguished by their id and
 never by position: rows may be filtered, balanced, or arrive in any order. Sums are taken in float64, so
 that the order of the rows cannot be seen in a float32 result.
 """

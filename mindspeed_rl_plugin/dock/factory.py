@@ -165,12 +165,12 @@ class Member:
             links[first.rank] = self.server.link(first)
         if self.core.warehouse is None:
             return
-        told = sorted(set(self._held_by.values()) - {rank})
-        for other in told:
+        others = sorted(set(self._held_by.values()) - {rank})
+        for other in others:
             links[other] = links.get(other) or self.server.link(self._addresses[other])
 
         def tell(record: Record) -> None:  # with the core's lock held, so in order
-            for other in told:
+            for other in others:
                 links[other].note(record)
 
         self.core.tell = tell

@@ -202,11 +202,11 @@ class Warehouse:
         rows, members = put.rows if put.checked else put.rows[:0], tables.shape.members
         for name in self.states[put.state].writes:
             at = rows // tables.repeat((name,))
-            brought = [part.slots for part in put.parts if name in part.names]
-            if any(np.array_equal(slots, at) for slots in brought):
+            written = [part.slots for part in put.parts if name in part.names]
+            if any(np.array_equal(slots, at) for slots in written):
                 continue
             lacking = tables.absent((name,), rows)[0] & tables.alive[rows // members]
-            lacking &= ~np.isin(at, np.concatenate([np.empty(0, np.int32), *brought]))
+            lacking &= ~np.isin(at, np.concatenate([np.empty(0, np.int32), *written]))
             if lacking.any():
                 missing = listed((put.epoch, *divmod(row, members)) for row in rows[lacking].tolist())
                 raise ValueError(f"commit: state {put.state!r} must write column {name!r}; it is missing for {missing}")

@@ -53,7 +53,7 @@ COMPARED = (
 def derive_config(args: Namespace, *, vocab_size: int, eos_token_ids: Sequence[int] = ()) -> dict[str, Any]:
     """config.json of the model that Megatron's parsed and validated `args` describe.
 
-    vocab_size: the true one, without Megatron's padding (see `model_vocab_size`): the engine then never draws a
+    vocab_size: the true one, without Megatron's padding (see `model_vocab_size`): the engine then never samples a
     padded id. Raises ValueError naming the flag for a model that is not one of the families.
     """
     shape = ModelShape.from_megatron_args(args, vocab_size)

@@ -66,7 +66,7 @@ def _drop_message_queues() -> None:
 
 
 def demand_processed_logprobs(engine: Any) -> bool:
-    """Make the sampler report log-probs of what it draws from; False where this vLLM has no such mode (0.9).
+    """Make the sampler report log-probs of the distribution that it samples; False: this vLLM cannot (0.9).
 
     The engine argument alone does not do it: vllm-ascend 0.18 and 0.23 build their sampler without it
     (worker/model_runner_v1.py, `AscendSampler()`), and then report those of temperature 1 without a word.
@@ -102,7 +102,7 @@ def sampling_params(sampling: Sampling, eos: Sequence[int], seed: int) -> Any:
     """vLLM's form of one request. End tokens are always explicit: without a tokenizer vLLM knows none.
 
     DELTA output: each step hands over its new tokens only, so long responses cost linear time, and what an
-    aborted response has drawn is known here.
+    aborted response has sampled is known here.
     """
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind

@@ -144,7 +144,7 @@ def _sums(slices: _Slices) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         total, spread = _moved(total, spread, peak - highest)
         peak = highest
         shifted = scaled.sub_(peak[:, None])
-        powers = torch.exp(shifted, out=slices.spare(shifted))
+        powers = torch.exp(shifted, out=slices.scratch(shifted))
         total += powers.sum(1)
         spread += powers.mul_(shifted).sum(1)
     return peak, total, spread, picked
@@ -167,7 +167,7 @@ def _gradients(
         if slope is None:
             part = shifted.exp_().mul_(factor)
         else:
-            slanted = torch.mul(shifted, slope, out=slices.spare(shifted)).add_(factor)
+            slanted = torch.mul(shifted, slope, out=slices.scratch(shifted)).add_(factor)
             part = shifted.exp_().mul_(slanted)
         part.scatter_add_(1, label, at_label * here[:, None])
         yield part.to(slices.hidden.dtype), rows
@@ -189,17 +189,17 @@ class _Slices:
         self.owned = (self.labels >= 0) & (self.labels < self.real)
         step = max(min(chunk_tokens * width // max(tokens, 1), self.real), 1)
         self.step = step - step % 64 if step > 64 else step
-        self._spare: Tensor | None = None
+        self._scratch: Tensor | None = None
 
     def column(self, value: float) -> Tensor:
         """One number per token."""
         return self.hidden.new_full((len(self.hidden),), value, dtype=self.wide)
 
-    def spare(self, like: Tensor) -> Tensor:
+    def scratch(self, like: Tensor) -> Tensor:
         """A second buffer of the shape of a slice. Allocated once: fresh pages cost more than the arithmetic."""
-        if self._spare is None:
-            self._spare = torch.empty(len(self.hidden) * self.step, dtype=self.wide, device=self.hidden.device)
-        return self._spare[: like.numel()].view_as(like)
+        if self._scratch is None:
+            self._scratch = torch.empty(len(self.hidden) * self.step, dtype=self.wide, device=self.hidden.device)
+        return self._scratch[: like.numel()].view_as(like)
 
     def products(self) -> Iterator[tuple[Tensor, slice, Tensor]]:
         tokens, like = len(self.hidden), self.hidden

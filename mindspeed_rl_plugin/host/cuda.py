@@ -3,7 +3,7 @@
 Every name is replaced explicitly; what is not listed still fails, which is how a new need shows.
 Streams and events do nothing, since CPU work is finished when it returns. Memory figures are those of
 the process (`device.ProcessMeter`). The "device" random generator is the CPU's default one, because
-that is what random operators on CPU tensors draw from.
+that is what random operators on CPU tensors use.
 """
 
 from __future__ import annotations

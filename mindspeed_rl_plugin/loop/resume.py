@@ -104,8 +104,8 @@ def _check_deferred(deferred: Sequence, before: Mapping[str, object], now: Mappi
     flag = "--rl-samples-per-prompt"
     if deferred and before[flag] != now[flag]:
         raise ValueError(
-            f"the checkpoint holds {len(deferred)} groups of {before[flag]} responses that dynamic sampling carried "
-            f"over, {flag} is {now[flag]}: resume with {before[flag]}"
+            f"the checkpoint holds {len(deferred)} groups of {before[flag]} responses that dynamic sampling "
+            f"deferred, {flag} is {now[flag]}: resume with {before[flag]}"
         )
 
 
@@ -115,7 +115,7 @@ def _check_own(state: Mapping[str, Any], own: Sequence[str]) -> None:
     held = [epoch["held"] for epoch in state["dock"]["epochs"] if epoch["number"] in epochs] if epochs else []
     if lacking := [column for column in own if not all(column in have for have in held)]:
         raise ValueError(
-            f"the checkpoint holds {len(state['carried'])} groups that dynamic sampling carried over, which lack "
+            f"the checkpoint holds {len(state['carried'])} groups that dynamic sampling deferred, which lack "
             f"{', '.join(lacking)} of --rl-stage: resume without the stage that was added, or with "
             "--no-rl-dynamic-sampling, which drops these groups"
         )

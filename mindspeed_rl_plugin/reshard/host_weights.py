@@ -65,10 +65,10 @@ class HostWeights:
         for place, storage in zip(self._host, storages, strict=True):
             for host, inside in beside(place, storage):
                 for mine, live in zip(host.split(_SCRATCH), inside.split(_SCRATCH), strict=True):
-                    spare = scratch[: live.numel()]
-                    spare.copy_(live)
+                    copy = scratch[: live.numel()]
+                    copy.copy_(live)
                     live.copy_(mine, non_blocking=True)
-                    mine.copy_(spare, non_blocking=True)
+                    mine.copy_(copy, non_blocking=True)
         self._device.synchronize_stream()
 
 

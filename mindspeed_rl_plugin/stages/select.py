@@ -226,7 +226,7 @@ class Rounds:
 
 class Select(Stage):
     """Which rows of a rollout count, and under filtration how often. gather: every rank's value, collective; seed: of
-    the draws of filtration."""
+    filtration's random numbers."""
 
     def __init__(
         self,

@@ -89,10 +89,10 @@ class MegatronStep:
 
 
 class PolicyStep(MegatronStep):
-    """The policy's step. norm_length: constant of the aggregation `token-sum-norm` [tokens]; carried: columns that the
+    """The policy's step. norm_length: constant of the aggregation `token-sum-norm` [tokens]; inputs: columns that the
     loss may read, beside the tokens."""
 
-    carried = ("logp_old", "advantages", "logp_ref", "logp_rollout", "scored")
+    inputs = ("logp_old", "advantages", "logp_ref", "logp_rollout", "scored")
 
     def __init__(
         self,
@@ -200,7 +200,7 @@ class PolicyStep(MegatronStep):
         return rows
 
     def _collate(self, index: int, rows: Rows) -> MicroBatch:
-        return collate(rows, self.settings, index=index, columns=[n for n in self.carried if n in rows.columns])
+        return collate(rows, self.settings, index=index, columns=[n for n in self.inputs if n in rows.columns])
 
     def _count(self, counts: Sequence[Tensor], multiplicity: Sequence[Tensor]) -> Totals:
         every, often = torch.cat(list(counts)), torch.cat(list(multiplicity)).long()

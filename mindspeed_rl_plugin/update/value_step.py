@@ -27,7 +27,7 @@ class ValueStep(PolicyStep):
     The loss is the mean over the trained tokens of the global batch, whatever the policy's aggregation.
     """
 
-    carried = ("values", "returns", "scored")
+    inputs = ("values", "returns", "scored")
 
     def metrics(self) -> dict[str, float]:
         """Metrics of the step, exact over the global batch and the same on all ranks (see `value_metrics`).

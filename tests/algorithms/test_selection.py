@@ -101,7 +101,7 @@ def test_resampling_inverts_the_distribution_of_each_prompt(rule):
 
 
 def test_resampling_keeps_to_its_weights():
-    """3,000 draws of a group with rewards 0, 1, 2: shares within four standard deviations of the paper's."""
+    """3,000 samples of a group with rewards 0, 1, 2: shares within four standard deviations of the paper's."""
     rewards, n = torch.tensor([0.0, 1.0, 2.0]), 3000
     shares = {"best-worst": (0.5, 0, 0.5), "best-random": (1 / 6, 1 / 6, 4 / 6), "pow": (0, 0.2, 0.8)}
     draws = uniform_draws(5, [SampleId(0, i, m) for i in range(n // 3) for m in range(3)])

@@ -20,7 +20,7 @@ LENGTH = 50_000  # tokens: such puts go through lent memory
 
 
 def rank_main(pipe: Connection, log: str, rank: int, nodes: list[str], heartbeat: float) -> None:
-    """A rank of the job: obeys until it is told to end."""
+    """A rank of the job: obeys until it is asked to end."""
     speak_to(log)
 
     def exchange(value: object) -> list:

@@ -71,7 +71,7 @@ def test_rollouts_that_grow_leave_memory_flat(make_one, limits: Limits) -> None:
     """A hundred, half of every third deferred to the next: what is free is used again."""
     dock = make_one(limits=limits, deadline=5)
     (house,) = make_one.houses
-    draw, groups, size = np.random.default_rng(0), 8, 4
+    rng, groups, size = np.random.default_rng(0), 8, 4
     segments = []
     for epoch in range(100):
         dock.open(epoch, groups, size)
@@ -80,7 +80,7 @@ def test_rollouts_that_grow_leave_memory_flat(make_one, limits: Limits) -> None:
             lease = dock.lease(state, ids=ids(groups, size, epoch), deadline=5)
             if state == "generate":
                 longest = 1000 + 30 * epoch
-                rows = tokens(lease.rows.ids, *draw.integers(1, longest, len(lease)).tolist())
+                rows = tokens(lease.rows.ids, *rng.integers(1, longest, len(lease)).tolist())
             elif state == "logp":
                 lengths = lease.rows["tokens"].lengths.tolist()
                 rows = Rows(lease.rows.ids, {"logp": ragged(*lengths, dtype=COLUMNS[2].dtype)})

@@ -32,12 +32,12 @@ def test_the_records_of_a_rollout_weigh_what_the_plan_says(members, nodes: list[
     for member in houses:
         away = {a for a in member.directory.controllers.values() if a.node != member.me.node}
 
-        def told(record, tell=member.core.tell, away=away) -> None:
+        def counted(record, tell=member.core.tell, away=away) -> None:
             sent[0] += len(pack(record)) * len(away)
             records[0] += len(away)
             tell(record)
 
-        member.core.tell = told
+        member.core.tell = counted
     docks = [m.dock(deadline=20) for m in houses]
     for dock in docks:
         dock.open(0, GROUPS, MEMBERS)

@@ -24,7 +24,7 @@ def bench():
 def test_targets_are_medians_of_ratios_of_the_same_repeat(bench) -> None:
     seen = {
         ("dock-shm", "short/64", "get_mb_s"): [2100.0, 400.0, 2000.0],
-        # A load in the second repeat that both met: 21, 20, 19, but 2000 / 100 = 20 of the medians by chance alone.
+        # A load in the second repeat that slowed both: 21, 20, 19, but 2000 / 100 = 20 of the medians by chance alone.
         ("transferqueue", "short/64", "get_mb_s"): [100.0, 20.0, 2000 / 19],
         ("dock-shm", "long/512", "put_mb_s"): [500.0, 900.0, 700.0],
         ("ray", "long/512", "put_mb_s"): [1000.0, 1000.0, 1000.0],

@@ -15,9 +15,9 @@ from mindspeed_rl_plugin.rows import Completion, GenerateRequest, SampleId, Samp
 
 
 class FakeEngine:
-    """Draws token `seed % 40` of responses whose length is the last prompt token; later requests finish first.
+    """Samples token `seed % 40` of responses whose length is the last prompt token; later requests finish first.
 
-    Each poll draws one token of every response. It never ends requests whose prompt begins with token 13.
+    Each poll samples one token of every response. It never ends requests whose prompt begins with token 13.
     """
 
     def __init__(self, replica: int = 0, replicas: int = 1, leader: bool = True) -> None:
@@ -57,7 +57,7 @@ class FakeEngine:
 
 
 class FakeVllm:
-    """vLLM's LLMEngine as far as VllmEngine uses it: `script` says what each request draws, one token per step.
+    """vLLM's LLMEngine as far as VllmEngine uses it: `script` says what each request samples, one token per step.
 
     script: request id -> (tokens, finish reason); None as a token is a step without output.
     """
@@ -85,10 +85,10 @@ class FakeVllm:
             finished = at + 1 == len(tokens)
             if finished:
                 del self.waiting[name]
-            drawn = [] if token is None else [token]
+            sampled = [] if token is None else [token]
             history = [{t: SimpleNamespace(logprob=self.logprob)} for t in tokens[: at + 1] if t is not None]
             output = SimpleNamespace(
-                token_ids=drawn, logprobs=history[-len(drawn) :], finish_reason=finish if finished else None
+                token_ids=sampled, logprobs=history[-len(sampled) :], finish_reason=finish if finished else None
             )
             outputs.append(SimpleNamespace(request_id=name, outputs=[output], finished=finished))
         return outputs

@@ -59,8 +59,8 @@ def write_weights(engine: VllmEngine, version: int) -> None:
 
 def ask(count: int, **sampling) -> list[GenerateRequest]:
     """Requests of prompts of 3 to 7 tokens."""
-    drawn = Sampling(**{"max_tokens": LENGTH, "temperature": 0.8, **sampling})
-    return [GenerateRequest(SampleId(0, i, 0), (5, 6, *range(i % 5), 7), drawn, 2**62 + i) for i in range(count)]
+    shared = Sampling(**{"max_tokens": LENGTH, "temperature": 0.8, **sampling})
+    return [GenerateRequest(SampleId(0, i, 0), (5, 6, *range(i % 5), 7), shared, 2**62 + i) for i in range(count)]
 
 
 def run(engine: VllmEngine, requests) -> list:
@@ -113,7 +113,7 @@ def check_responses(engine: VllmEngine) -> None:
 
 
 def check_sleep(engine: VllmEngine) -> None:
-    """Memory goes and comes back under the same tensors; new weights draw other responses."""
+    """Memory goes and comes back under the same tensors; new weights sample other responses."""
     before = run(engine, ask(4))
     parameters, caches = engine.parameters(), vllm_api.worker(engine._engine).model_runner.kv_caches
     sizes = [t.untyped_storage().nbytes() for t in (*parameters.values(), *caches)]

@@ -82,8 +82,8 @@ def test_rows_are_aligned_and_complete(fake_engine, calls) -> None:
     rows = dock.read(ids, WRITES)
     for i, sample in enumerate(ids):
         prompt = [[7, 2], [8, 9, 3]][sample.group]
-        drawn = response_seed(11, *sample) % 40
-        assert rows["tokens"].row(i).tolist() == prompt + [drawn] * prompt[-1]
+        token = response_seed(11, *sample) % 40
+        assert rows["tokens"].row(i).tolist() == prompt + [token] * prompt[-1]
         assert rows["loss_mask"].row(i).tolist() == [0] * len(prompt) + [1] * prompt[-1]
         assert rows["logp_rollout"].row(i).tolist() == [0.0] * len(prompt) + [-0.5] * prompt[-1]
     assert rows["response_length"].tolist() == [2, 2, 3, 3]

@@ -13,7 +13,7 @@ int64 = st.integers(-(2**63), 2**63 - 1)
 
 
 def test_values_never_change() -> None:
-    # A change here would make every saved run draw other responses after a resume.
+    # A change here would make every saved run sample other responses after a resume.
     assert response_seed(0, 0, 0, 0) == 7099512655766331600
     assert response_seed(1234, 7, 3, 15) == 5320631273384437274
     assert response_seed(1234, -1, 3, 15) == 8065633560909812581

@@ -190,7 +190,7 @@ def test_replicas_are_consecutive_ranks(make_engine, rank, replica, leader) -> N
 
 
 class Peers:
-    """all_reduce with a peer that says `late` and has drawn the same, or other, tokens."""
+    """all_reduce with a peer that says `late` and has sampled the same, or other, tokens."""
 
     def __init__(self, monkeypatch, late: bool = False, shift: int = 0) -> None:
         self.late, self.shift, self.count = late, shift, 0
@@ -239,7 +239,7 @@ def test_ranks_that_sampled_other_tokens(pair) -> None:
 
 
 def test_generators_of_the_trainer_are_left_alone(make_engine, fake_vllm, request_of, monkeypatch) -> None:
-    def draw(*unused):
+    def use_generator(*unused):
         random.random(), np.random.rand(), torch.rand(1)
 
     torch.manual_seed(1), random.seed(1), np.random.seed(1)
@@ -248,7 +248,7 @@ def test_generators_of_the_trainer_are_left_alone(make_engine, fake_vllm, reques
     monkeypatch.setattr(fake_vllm, "reset_prefix_cache", lambda: None)
     engine = make_engine()
     build = vllm_api.build
-    monkeypatch.setattr(vllm_api, "build", lambda a: (draw(), build(a))[1])
+    monkeypatch.setattr(vllm_api, "build", lambda a: (use_generator(), build(a))[1])
     engine = type(engine)(engine.options, engine._device)
     engine.update_weights(0)
     fake_vllm.script = {"0-0-0": ([7], "stop")}

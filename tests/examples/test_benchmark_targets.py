@@ -47,10 +47,10 @@ def test_trl_with_vllm_is_an_arm_of_its_own(monkeypatch: pytest.MonkeyPatch) -> 
         for arm, speed in speeds.items()
         for metric, value in (("tokens_per_second", speed), ("iteration", 1 / speed), ("peak_memory", 5.0))
     ]
-    told = bench.table(rows)
-    assert "| short | trl-vllm | 600 " in told
-    assert "short: 3.00x the tokens per second of trl, 1.00x its memory" in told
-    assert "short: 1.50x the tokens per second of trl-vllm, 1.00x its memory" in told
+    text = bench.table(rows)
+    assert "| short | trl-vllm | 600 " in text
+    assert "short: 3.00x the tokens per second of trl, 1.00x its memory" in text
+    assert "short: 1.50x the tokens per second of trl-vllm, 1.00x its memory" in text
     assert [r["value"] for r in bench.targets(rows)] == [3.0], "the target of the issue is over TRL as it comes"
 
 
@@ -60,8 +60,8 @@ def test_each_response_of_vllm_has_its_imposed_length(monkeypatch: pytest.Monkey
 
     def generate(prompts, sampling_params, use_tqdm):
         assert not use_tqdm, "what else TRL gives arrives"
-        drawn = [[9] * params.max_tokens for params in sampling_params]
-        return [SimpleNamespace(outputs=[SimpleNamespace(token_ids=tokens)]) for tokens in drawn]
+        responses = [[9] * params.max_tokens for params in sampling_params]
+        return [SimpleNamespace(outputs=[SimpleNamespace(token_ids=tokens)]) for tokens in responses]
 
     class Params(SimpleNamespace):
         def clone(self):

@@ -74,7 +74,7 @@ def check_gradients(vocab, sequence_parallel):
         group = parallel_state.get_tensor_model_parallel_group()
         return chunked_token_logps(h, Part.apply(w), labels, chunk_tokens=2, tp_group=group, **settings)
 
-    # Both ranks perturb the same entry in the same order, so the collectives meet.
+    # Both ranks perturb the same entry in the same order, so the collectives match.
     assert torch.autograd.gradcheck(split, (hidden, weight))
     assert torch.autograd.gradcheck(lambda w: split(torch.tanh(w[labels.flip(0)]), w), (weight,))
     want = token_logps(hidden @ weight.t(), labels, **settings)

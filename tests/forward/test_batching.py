@@ -69,10 +69,10 @@ few = settings(max_examples=60, deadline=None)
     st.booleans(),
     st.sampled_from([1, 2]),
 )
-def test_micro_batches_by_tokens_are_within_the_budget_and_balanced(drawn, dp_size, tokens, packed, multiple):
-    drawn = drawn[: len(drawn) // dp_size * dp_size] or [1] * dp_size
-    ids = [SampleId(0, i, 0) for i in range(len(drawn))]
-    lengths = dict(zip(ids, drawn, strict=True))
+def test_micro_batches_by_tokens_are_within_the_budget_and_balanced(sizes, dp_size, tokens, packed, multiple):
+    sizes = sizes[: len(sizes) // dp_size * dp_size] or [1] * dp_size
+    ids = [SampleId(0, i, 0) for i in range(len(sizes))]
+    lengths = dict(zip(ids, sizes, strict=True))
     plain = plan_batches(ids, global_batch_size=len(ids), micro_batch_size=1, dp_size=dp_size)
     budget = TokenBudget(tokens, packed, multiple)
     (step,) = plan_tokens(plain, lengths, budget)
@@ -86,7 +86,7 @@ def test_micro_batches_by_tokens_are_within_the_budget_and_balanced(drawn, dp_si
         padded = [-(-n // multiple) * multiple for n in ([sum(rows)] if packed else [max(rows)] * len(rows))]
         assert rows and sum(padded) <= tokens
     loads = [sum(lengths[i] for batch in batches for i in batch) for batches in ranks]
-    assert max(loads) - min(loads) <= max(drawn), "by no more than one row"
+    assert max(loads) - min(loads) <= max(sizes), "by no more than one row"
     # No rank could do with fewer micro-batches everywhere: packed, the tokens of the fullest one say so.
     if packed and multiple == 1:
         assert len(ranks[0]) <= max(2 * -(-load // tokens) for load in loads)

@@ -1,4 +1,4 @@
-"""Checkpoints for --rl-critic-load: told from a language model's and measured before anything is built."""
+"""Checkpoints for --rl-critic-load: distinguished from a language model's and measured before anything is built."""
 
 import argparse
 from types import SimpleNamespace

@@ -187,10 +187,10 @@ def test_resume_loads_the_reference_then_the_actor_whole(job):
     ],
 )
 def test_the_advice_is_what_helps_this_algorithm(job, monkeypatch, capsys, algorithm, advice):
-    """A reference that changed, is gone, was never digested, or was drawn at random: what reads it can be left out."""
+    """A reference that changed, is gone, was never digested, or has random weights: what reads it can be left out."""
     named = {"more": ("--rl-algorithm", *algorithm), "micro_batch_size": 2}
     job(**named).megatron.save(4, 2.5)
-    with pytest.raises(ValueError, match="initialises other weights") as drawn:
+    with pytest.raises(ValueError, match="initialises other weights") as other:
         job(initial=0.25, **named)
     shutil.rmtree("out")
     write_checkpoint("base", 500, 1.5)
@@ -215,7 +215,7 @@ def test_the_advice_is_what_helps_this_algorithm(job, monkeypatch, capsys, algor
         done = job(**{**named, "more": (*named["more"], *kl)})
         assert done.start.reference_path.endswith("base/iter_0000500"), "it is not touched"
         assert [e[1] for e in done.events if e[0] == "load"] == [4]
-    assert str(drawn.value).endswith(f"resume with the same --seed and parallel sizes{advice}")
+    assert str(other.value).endswith(f"resume with the same --seed and parallel sizes{advice}")
     assert str(changed.value).endswith(f"; restore it{advice}") and str(gone.value).endswith(f"; restore it{advice}")
     assert str(unknown.value).endswith(f"; start a new run from it{advice}")
     assert f"can use it: start a new run from it{advice}\n" in said

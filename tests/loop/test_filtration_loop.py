@@ -21,4 +21,4 @@ def test_what_was_drawn_is_trained_and_nothing_else(job, case):
     assert 0 < first["filtration/distinct"] < 1 and first["ratio/mean"] == first["ratio/max"] == 1.0
     assert second["ratio/max"] > 1.0 and all(line["grad_norm"] > 1e-3 for line in lines)
     if case == "grpo-pow":
-        assert first["filtration/reward_mean"] > first["reward/mean"], "large rewards are drawn more often"
+        assert first["filtration/reward_mean"] > first["reward/mean"], "large rewards are sampled more often"

@@ -3,7 +3,7 @@
 data/ holds their RL files only. They were made on that commit by one rank with the flags MODEL, DENSE, TRAIN and
 ROLLOUT of tests/golden.py, `--rl-rollout-prompts 4 --global-batch-size 8 --save-interval 1`, and for
   old-dapo    --rl-algorithm dapo --rl-reward graders.py:odd_only --rl-kl-loss-coef 0.05 --rl-verify-weights \
-              --train-iters 8, iteration 3: one of two steps of the second rollout is left, and one group carried over
+              --train-iters 8, iteration 3: one of two steps of the second rollout is left, and one group deferred
   old-pf-ppo  --rl-algorithm pf-ppo --train-iters 4, iteration 1: one of two steps of the first rollout is left
 Whole runs that go on from such a checkpoint: the case old-resume of tests/golden.py.
 """
@@ -27,7 +27,7 @@ from mindspeed_rl_plugin.stages.table import stage_table
 DATA = Path(__file__).with_name("data")
 ITERATION = {"dapo": 3, "pf-ppo": 1}
 TRAINED = {"dapo": [(4, 1), (4, 2), (4, 3), (5, 2)], "pf-ppo": [(0, 0), (0, 1), (0, 2), (0, 3)]}
-CARRIED = {"dapo": [(5, 3)], "pf-ppo": []}
+DEFERRED = {"dapo": [(5, 3)], "pf-ppo": []}
 
 
 def algorithm(name: str):
@@ -61,7 +61,7 @@ def test_every_rank_reads_where_the_rollout_stands(name):
     state, _ = read(name)
     assert state["steps_left"] == 1
     assert [tuple(g) for g in state["groups"]] == TRAINED[name]
-    assert [tuple(g) for g in state["carried"]] == CARRIED[name]
+    assert [tuple(g) for g in state["carried"]] == DEFERRED[name]
     held = {epoch["number"]: set(epoch["held"]) for epoch in state["dock"]["epochs"]}
     held = [{RENAMED.get(column, column) for column in held[epoch]} for epoch, _ in TRAINED[name]]
     this = algorithm(name)
@@ -99,7 +99,7 @@ def test_cells_are_those_that_were_saved(name, group, column, expected):
     ],
 )
 def test_each_state_goes_on_where_it_was(name, left):
-    """In samples: what was trained is done, what is carried over has no log-probs yet."""
+    """In samples: what was trained is done, what is deferred has no log-probs yet."""
     dock = restored(name)
     assert {state: dock.remaining(state) for state in left} == left
     ids = [SampleId(*group, member) for group in TRAINED[name][2:] for member in range(4)]

@@ -33,10 +33,10 @@ def test_a_preset_runs_end_to_end(job, preset):
     first, second, third, _ = result.metrics
     assert first["ratio/mean"] == first["ratio/max"] == 1.0 and third["ratio/max"] == 1.0
     assert second["ratio/max"] > 1.0
-    # DAPO's second rollout begins with the groups that the first carried over, which older weights drew.
-    brought = [line.get("sampling/brought", 0.0) for line in (first, third)]
+    # DAPO's second rollout begins with the groups that the first deferred, which older weights sampled.
+    resumed = [line.get("sampling/brought", 0.0) for line in (first, third)]
     stale = [line["rollout/stale"] for line in result.metrics]
-    assert stale[:2] == [0.0, 0.0] and (max(stale[2:]) > 0) == (brought[1] > 0) == (preset == "dapo")
+    assert stale[:2] == [0.0, 0.0] and (max(stale[2:]) > 0) == (resumed[1] > 0) == (preset == "dapo")
     assert ("kl/ref" in first) == (preset in ("rloo", "reinforce++"))
     assert ("seconds/logp_ref" in first) == (preset in ("rloo", "reinforce++"))
 

@@ -69,8 +69,8 @@ def test_a_weight_that_is_no_number_ends_the_run_before_the_engine_and_before_a_
     result = broken.wait(240)
     assert result.code != 0
     when = "after 3 updates" if saves == "2" else "before a checkpoint"
-    told = f"decoder.layers.1.mlp.linear_fc2.weight of trainer rank 1 holds NaN or infinity {when}"
-    assert told in result.log and "model.layers.1.mlp.down_proj.weight [64, 128)" in result.log
+    message = f"decoder.layers.1.mlp.linear_fc2.weight of trainer rank 1 holds NaN or infinity {when}"
+    assert message in result.log and "model.layers.1.mlp.down_proj.weight [64, 128)" in result.log
     tracker = broken.save / "latest_checkpointed_iteration.txt"
     assert (tracker.read_text().strip() if tracker.exists() else None) == ("2" if saves == "2" else None)
     assert not os.path.exists(broken.save / "iter_0000004")

@@ -1,6 +1,6 @@
 """Runs that stop and go on: by a kill, in the middle of a rollout, inside a checkpoint or an evaluation.
 
-One DAPO job is read by most tests: two optimizer steps per pass, two passes per rollout, groups carried over from the
+One DAPO job is read by most tests: two optimizer steps per pass, two passes per rollout, groups deferred from the
 first rollout to the second, evaluation, and a reference that was loaded. Another is the same, killed and restarted.
 """
 
@@ -70,14 +70,14 @@ def whole(shared_job, options, tmp_path_factory):
 def check_rollouts(run, result, epochs: int) -> list[dict]:
     """From metrics and dumps: groups without signal are trained nowhere, the others exactly once; none is lost."""
     rollouts = [line for line in result.metrics if "sampling/rounds" in line]
-    brought, trained = 0.0, []
+    resumed, trained = 0.0, []
     for line in rollouts:
         signal = round(line["sampling/informative"] * line["sampling/groups_drawn"])
         assert line["sampling/groups_drawn"] == ROLLOUT * line["sampling/rounds"]
-        assert line["sampling/brought"] == brought and line["sampling/filled"] == line["groups/dropped"] == 0.0
-        assert brought + signal == ROLLOUT + line["sampling/carried"]
+        assert line["sampling/brought"] == resumed and line["sampling/filled"] == line["groups/dropped"] == 0.0
+        assert resumed + signal == ROLLOUT + line["sampling/carried"]
         assert line["groups/informative"] == 1.0 > line["sampling/informative"] > 0.0
-        brought = line["sampling/carried"]
+        resumed = line["sampling/carried"]
     dumps = sorted((run.save / "dump").glob("*.parquet"))
     assert len(dumps) == len(rollouts) == epochs
     for path in dumps:
@@ -119,7 +119,7 @@ def test_surplus_groups_are_trained_in_the_next_rollout(whole):
     run, result = whole
     first, second = check_rollouts(run, result, epochs=2)
     assert first["sampling/rounds"] > 1, "one round cannot fill a rollout here"
-    assert second["sampling/brought"] > 0, "choose other prompts: nothing was carried over"
+    assert second["sampling/brought"] > 0, "choose other prompts: nothing was deferred"
 
 
 def test_a_rollout_serves_several_steps_and_passes(whole):
@@ -173,7 +173,7 @@ def test_a_killed_rank_ends_the_job_and_a_restart_equals_the_uninterrupted_run(s
 
 @pytest.mark.slow
 def test_resume_at_the_end_of_a_rollout(shared_job, options, whole):
-    """With carried groups in the dock and nothing else."""
+    """With deferred groups in the dock and nothing else."""
     cut = shared_job(*options, name="cut").dumping()
     again, cut.extra = cut.extra, (*cut.extra, "--exit-interval", "4")
     cut.run()

@@ -1,4 +1,4 @@
-"""The metrics of a job in the trackers that Megatron itself was told to use, read back from what they stored."""
+"""The metrics of a job in the trackers that Megatron itself was set to use, read back from what they stored."""
 
 from __future__ import annotations
 

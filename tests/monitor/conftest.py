@@ -56,12 +56,12 @@ def decode(tokens) -> str:
 
 def make_rows(epoch: int, skill: float, *, groups: int = 8, members: int = 4, hostile: bool = False) -> Rows:
     """Rows of one arithmetic rollout: each response is right with the chance `skill`."""
-    draw = random.Random(epoch)
+    rng = random.Random(epoch)
     ids = tuple(SampleId(epoch, g, m) for g in range(groups) for m in range(members))
-    reward = torch.tensor([float(draw.random() < skill) for _ in ids])
+    reward = torch.tensor([float(rng.random() < skill) for _ in ids])
     meta = [{"text": f"What is {i.group}+{epoch}?", "answer": str(i.group + epoch)} for i in ids]
     answers = [int(m["answer"]) + int(not right) for m, right in zip(meta, reward.tolist(), strict=True)]
-    texts = [f"Let me add: {'one by one, ' * draw.randint(1, 15)}done.\nAnswer: {answer}" for answer in answers]
+    texts = [f"Let me add: {'one by one, ' * rng.randint(1, 15)}done.\nAnswer: {answer}" for answer in answers]
     texts[0] = HOSTILE if hostile else texts[0]
     prompts, responses = (
         [torch.tensor(list(map(ord, text)), dtype=torch.int32) for text in column]
@@ -96,7 +96,7 @@ class Builder:
     """A run in the making: its monitors, one per rank, and their meters, by one clock."""
 
     def __init__(self, run_dir: Path, iterations: int, ranks: int, dumps: bool) -> None:
-        self.wall, self.draw = Clock(1.7e9), random.Random(7)
+        self.wall, self.rng = Clock(1.7e9), random.Random(7)
         info = {"algorithm": "grpo", "model": "qwen2 2 layers", "dump_dir": str(run_dir / "dump") if dumps else None}
         more = dict(is_terminal=False, total_iterations=iterations, info=info, stream=io.StringIO())
         self.meters = [Meter() for _ in range(ranks)]
@@ -112,8 +112,8 @@ class Builder:
             monitor.begin(iteration)
             for stage, (seconds, memory) in STAGES.items():
                 with monitor.stage(stage):
-                    self.wall.at += seconds * (1 + 0.25 * self.draw.random())
-                    meter.use(int(memory * (1 + 0.02 * self.draw.random()) * 3 * 2**30))
+                    self.wall.at += seconds * (1 + 0.25 * self.rng.random())
+                    meter.use(int(memory * (1 + 0.02 * self.rng.random()) * 3 * 2**30))
                 self.wall.at += 0.02
             finish = max(finish, self.wall.at)
         self.wall.at = finish
@@ -130,13 +130,13 @@ class Builder:
 
     def update(self, progress: float) -> dict[str, float]:
         """What an update measures after this share of the run."""
-        draw = self.draw
+        rng = self.rng
         return {
-            "loss": draw.gauss(0, 0.01),
-            "kl/ref": 2e-3 * progress * (1 + 0.3 * draw.random()),
-            "clip_fraction": 0.02 * draw.random(),
-            "logp_diff/max": 1e-5 * draw.random(),
-            "entropy": 0.9 * math.exp(-progress) + 0.02 * draw.random(),
+            "loss": rng.gauss(0, 0.01),
+            "kl/ref": 2e-3 * progress * (1 + 0.3 * rng.random()),
+            "clip_fraction": 0.02 * rng.random(),
+            "logp_diff/max": 1e-5 * rng.random(),
+            "entropy": 0.9 * math.exp(-progress) + 0.02 * rng.random(),
         }
 
 
@@ -159,7 +159,7 @@ def build_run(
         if dumps:
             dump_rollout(run_dir / "dump", rows, decode, iteration=k, graders=("math", "format"))
         if evaluate and k % 10 == 0:
-            run.evaluate(k, skill + run.draw.gauss(0, 0.01))
+            run.evaluate(k, skill + run.rng.gauss(0, 0.01))
     for monitor in run.monitors:
         monitor.close()
     for path in [] if events else list(run_dir.glob("events-rank*.jsonl")):

@@ -1,4 +1,4 @@
-"""The report in a real browser: headless Chromium runs its scripts, the drawn page is checked against the run."""
+"""The report in a real browser: headless Chromium runs its scripts, the page is checked against the run."""
 
 import json
 import re
@@ -70,18 +70,18 @@ def vertices(path):
 
 
 def check_curve(page, rows, name):
-    """The curve has one vertex a value, further right with every iteration, as high as the value (linear axes)."""
+    """The curve has one vertex per value, further right with every iteration, as high as the value (linear axes)."""
     curves = page.all("path", class_="line", data_series=name)
     points = [(r["iteration"], r[name]) for r in rows if r.get(name) is not None]
     assert len(curves) == 1 and points, f"{name}: {len(curves)} curves for {len(points)} values"
-    drawn = vertices(curves[0][0]["d"])
-    assert len(drawn) == len(points), f"{name}: {len(drawn)} vertices for {len(points)} values"
+    shown = vertices(curves[0][0]["d"])
+    assert len(shown) == len(points), f"{name}: {len(shown)} vertices for {len(points)} values"
     low, high = (f(range(len(points)), key=lambda k: points[k][1]) for f in (min, max))
-    slope = (drawn[high][1] - drawn[low][1]) / ((points[high][1] - points[low][1]) or 1)
+    slope = (shown[high][1] - shown[low][1]) / ((points[high][1] - points[low][1]) or 1)
     assert slope < 0 or points[high][1] == points[low][1], f"{name} is upside down"
-    for (x, y), (iteration, value), left in zip(drawn, points, [(-1, 0), *drawn], strict=False):
+    for (x, y), (iteration, value), left in zip(shown, points, [(-1, 0), *shown], strict=False):
         assert x > left[0], f"{name}: iteration {iteration} is not right of the one before"
-        assert abs(drawn[low][1] + slope * (value - points[low][1]) - y) < 0.05, f"{name} at {iteration}"
+        assert abs(shown[low][1] + slope * (value - points[low][1]) - y) < 0.05, f"{name} at {iteration}"
 
 
 @pytest.fixture(scope="module")

@@ -243,7 +243,7 @@ def test_tokenizer_forms_and_errors(tokenizer, tmp_path: Path) -> None:
 
 
 def test_nothing_is_written_to_the_home_directory(tokenizer_file: Path, tmp_path: Path) -> None:
-    """And no library that MindSpeed's patching must precede is imported with the room."""
+    """And no library that MindSpeed's patching must precede is imported with `prompts`."""
     (tmp_path / "home").mkdir()
     (tmp_path / "a.jsonl").write_text(lines(*ROWS))
     Dataset.from_list(ROWS).to_parquet(str(tmp_path / "a.parquet"))

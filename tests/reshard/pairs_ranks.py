@@ -212,17 +212,17 @@ def rollout(job, state, engine, way, like, version) -> list:
         engine.update_weights(version)
         state.offload(["params"])
         engine.wake(("kv_cache",))
-        drawn = answers(engine)
+        responses = answers(engine)
         engine.sleep()
         state.onload()
         assert same(before, job.snapshot()), "a swap changed training state"
-    return drawn
+    return responses
 
 
-def distance(job, drawn) -> float:
+def distance(job, responses) -> float:
     """Largest difference between the log-probs of all engines and the trainer's, nats; 0 where no rank scores."""
     everyone = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, drawn)
+    dist.all_gather_object(everyone, responses)
     rows = [row for each in everyone for row in each]
     tokens = torch.zeros(len(rows), SEQ, dtype=torch.long)
     for i, (row, _) in enumerate(rows):
@@ -260,9 +260,9 @@ def check_case(case, engine, sizes, limit) -> None:
     way = Resharder(job.shape, job.parallel, sizes, rank=dist.get_rank(), **options)
     worst, seen = 0.0, []
     for step in range(STEPS):
-        drawn = rollout(job, state, engine, way, weights, step)
-        worst = max(worst, distance(job, drawn))
-        seen.append(json.dumps([logps for _, logps in drawn]))
+        responses = rollout(job, state, engine, way, weights, step)
+        worst = max(worst, distance(job, responses))
+        seen.append(json.dumps([logps for _, logps in responses]))
         if step < STEPS - 1:
             job.train_step(step)
     assert len(set(seen)) == STEPS, "an update changed no log-prob"

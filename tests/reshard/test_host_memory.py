@@ -30,7 +30,7 @@ unlimited = resource.getrlimit(resource.RLIMIT_AS)
 size = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
 
 def refused(work):
-    resource.setrlimit(resource.RLIMIT_AS, (size + (68 << 20), unlimited[1]))  # room for the first of two pieces
+    resource.setrlimit(resource.RLIMIT_AS, (size + (68 << 20), unlimited[1]))  # enough for the first of two pieces
     try:
         work()
     except MemoryError as error:

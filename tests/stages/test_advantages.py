@@ -89,7 +89,7 @@ def test_advantages_do_not_depend_on_who_holds_which_group(name, dropped):
 @pytest.mark.parametrize("whole", [False, True])
 @pytest.mark.parametrize("rule", ["best-worst", "best-random", "pow"])
 def test_filtration_does_not_depend_on_who_holds_which_group(rule, whole):
-    """Two steps of two groups; a dropped group neither draws nor is drawn."""
+    """Two steps of two groups; a dropped group is neither sampled nor counted."""
     algorithm = resolve(AlgorithmConfig(algorithm="grpo", filtration=rule, filtration_whole_batch=whole))
     rows = rollout(dropped=(4,))
     rows = rows.with_columns(reward=torch.tensor([0.2, 0.5, 0.9, 1, 1, 1, 0.1, 0.1, 0.4, 2.0, 0.0, 1.0]))
@@ -115,7 +115,7 @@ def test_filtration_does_not_depend_on_who_holds_which_group(rule, whole):
         for i, r in zip(pool, reward, strict=True):
             assert times[i] == 0 or rule == "best-random" or r in (max(reward), min(reward)) or rule == "pow" and r
     assert any(on([rows], seed)[0]["multiplicity"].tolist() != times for seed in range(4, 9)), (
-        "draws depend on the seed"
+        "the sample depends on the seed"
     )
     assert set(one.columns) == set(select.spec(algorithm).written)
     assert "multiplicity" in update.spec(algorithm).reads and "multiplicity" in measure.spec(algorithm).reads

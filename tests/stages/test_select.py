@@ -32,7 +32,7 @@ def test_without_dynamic_sampling_a_round_is_the_rollout():
     assert got.idle == {(3, 2)}, "groups without signal count, as in plain GRPO"
 
 
-def test_rounds_follow_until_the_batch_is_full_and_the_surplus_is_carried():
+def test_rounds_follow_until_the_batch_is_full_and_the_surplus_is_deferred():
     first = choose((), round_(0, NO, YES, NO), 3, dynamic=True, last=False)
     assert first == Selection(deferred=((0, 1),), dropped=((0, 0), (0, 2)))
     second = choose(first.deferred, round_(1, YES, YES, YES), 3, dynamic=True, last=False)

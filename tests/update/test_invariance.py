@@ -115,7 +115,7 @@ def test_a_dropped_sample_is_trained_nowhere_and_counts_nowhere(assert_same, one
 
 
 def test_filtration_is_a_batch_of_what_was_drawn(assert_same, one_rank, two_ranks):
-    """A row that counts three times is trained as three copies of it; one that was never drawn as no row at all."""
+    """A row that counts three times is trained as three copies of it; one that was never sampled as no row at all."""
     repeated = one_rank["repeated"]
     assert repeated["metrics"]["trained/sequences"] == 7 and repeated["metrics"]["trained/tokens"] == 21
     assert_same(one_rank["filtered"], repeated)

@@ -22,14 +22,14 @@ def micro_batch(seed=0, **columns):
     mask = torch.zeros(len(COUNTS), WIDE, dtype=torch.bool)
     for row, count in enumerate(COUNTS):
         mask[row, 5 - count : 5] = True
-    drawn = {
+    values = {
         name: torch.randn(len(COUNTS), WIDE, generator=g, dtype=torch.float64)
         for name in ("logp_old", "advantages", "logp_ref", "logp_rollout")
     }
-    drawn["logp_rollout"] = drawn["logp_old"] + 0.4 * drawn["logp_rollout"]
+    values["logp_rollout"] = values["logp_old"] + 0.4 * values["logp_rollout"]
     shape = torch.zeros(len(COUNTS), WIDE, dtype=torch.int64)
-    batch = MicroBatch(0, shape, shape, shape, False, mask, shape[:, 0], {**drawn, **columns})
-    logp = (drawn["logp_old"] + 0.3 * torch.randn(mask.shape, generator=g, dtype=torch.float64)).requires_grad_()
+    batch = MicroBatch(0, shape, shape, shape, False, mask, shape[:, 0], {**values, **columns})
+    logp = (values["logp_old"] + 0.3 * torch.randn(mask.shape, generator=g, dtype=torch.float64)).requires_grad_()
     return batch, logp, torch.rand(mask.shape, generator=g, dtype=torch.float64).requires_grad_()
 
 

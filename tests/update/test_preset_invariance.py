@@ -51,7 +51,7 @@ VARIANTS = {
     "gspo": {"algorithm": "gspo", "clip_low": 0.2, "clip_high": 0.3},
     "cispo": {"algorithm": "cispo"},
     "sapo": {"algorithm": "grpo", "loss": "sapo"},
-    "pf-ppo": {"algorithm": "pf-ppo", "times": (2, 0, 0, 1, 0, 2, 2, 1)},  # rows of each group, drawn four times
+    "pf-ppo": {"algorithm": "pf-ppo", "times": (2, 0, 0, 1, 0, 2, 2, 1)},  # rows of each group, sampled four times
     "truncated": {"algorithm": "gspo", "clip_low": 0.2, "clip_high": 0.3, "correction": "truncate"},
     "masked sequences": {
         "algorithm": "cispo",

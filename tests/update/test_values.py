@@ -92,7 +92,7 @@ FILTERED_ON_TWO = {
 
 
 def test_a_row_that_counts_twice_teaches_the_critic_as_two_copies_of_it(assert_same, run_cases):
-    """PF-PPO's critic; a row that was never drawn teaches it nothing."""
+    """PF-PPO's critic; a row that was never sampled teaches it nothing."""
     plain = {"plain": "--micro-batch-size 4"}
     layouts = run_cases("values.py", 1, {**plain, **FILTERED})
     want, plain = layouts.pop("repeated"), layouts.pop("plain")

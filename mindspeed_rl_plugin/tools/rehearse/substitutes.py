@@ -47,7 +47,7 @@ def substitute(flags: Flags, scratch: Path, mindspeed_llm: bool) -> None:
 def make_tokenizer(folder: Path) -> Path:
     """A Hugging Face tokenizer directory of `VOCABULARY` tokens: ASCII characters, special tokens, fillers.
 
-    The fillers are there because Megatron's mock data set draws ids up to 4096.
+    The fillers are there because Megatron's mock data set samples ids up to 4096.
     """
     from transformers import PreTrainedTokenizerFast
 

@@ -178,9 +178,9 @@ class LineChart {
     }
     let [low, high] = all.length ? minmax(all) : [0, 1];
     if (low === 0 && high === 0) return [0, 1];
-    const room = (high - low) * 0.06 || Math.abs(high) * 0.1 || 0.5;
+    const margin = (high - low) * 0.06 || Math.abs(high) * 0.1 || 0.5;
     const grounded = low >= 0 && low < (high - low) * 0.6;
-    return [grounded ? 0 : low - room, high + room];
+    return [grounded ? 0 : low - margin, high + margin];
   }
 
   drawAxes(root, frame, low, high, first, last, width) {
@@ -279,7 +279,7 @@ const CURVES = [
     absent: "This run was not evaluated. --rl-eval-data turns evaluation on." },
   { title: "Groups", series: ["groups/solved", "groups/informative", "groups/unsolved"], range: [0, 1],
     about: "Share of prompts whose responses are all solved, earn rewards that differ, are all unsolved. Only rewards that differ teach." },
-  { title: "KL", series: ["kl/ref", "kl/old"], about: "KL of the policy to the reference, and to the policy that drew the rollout, nats per token.",
+  { title: "KL", series: ["kl/ref", "kl/old"], about: "KL of the policy to the reference, and to the policy that sampled the rollout, nats per token.",
     absent: "No KL was measured: the loss has no KL term and no reference was kept." },
   { title: "Entropy", series: ["entropy"] },
   { title: "Response length", series: ["response/length_mean", "response/length_max"], about: "Trained tokens of a response." },

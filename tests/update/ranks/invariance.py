@@ -23,7 +23,7 @@ KL_COEF, ENTROPY_COEF, TEMPERATURE = 0.1, 0.05, 0.8
 
 
 def through_train_step(job, rows, case):
-    """Loss and gradients by the update room and Megatron's own train_step."""
+    """Loss and gradients by `update/` and Megatron's own train_step."""
     chosen = AlgorithmConfig(
         algorithm="grpo",
         aggregation=case.get("aggregation"),
@@ -129,7 +129,7 @@ def make_megatron_replay(update):
 
 
 def by_loops(job, rows, case):
-    """The same loss as loops over rows and tokens in float64, one unpadded row at a time, without the update room."""
+    """The same loss as loops over rows and tokens in float64, one unpadded row at a time, without `update/`."""
     model = job.model[0]
     model.zero_grad_buffer()
     counts = [int(mask.sum()) for mask in rows["loss_mask"].rows()]

@@ -28,7 +28,7 @@ def as_pairs(rows):
 
 
 def through_train_step(job, rows, case, chosen):
-    """By the update room and Megatron's own train_step."""
+    """By `update/` and Megatron's own train_step."""
     settings = ForwardSettings.from_args(
         job.args, vocab_size=VOCAB, temperature=TEMPERATURE, chunk_tokens=case.get("chunk", 0)
     )

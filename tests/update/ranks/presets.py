@@ -1,7 +1,7 @@
 """Run by test_preset_invariance.py: one saved rollout through one optimizer step of each preset, in several layouts.
 
 Argument: a folder with `rollout.pt` and `cases.json`, {layout: {"flags": Megatron's, "variants": {variant: fields of
-AlgorithmConfig, and "times": how often each row was drawn}, and for micro-batches by tokens "budget" and "packed";
+AlgorithmConfig, and "times": how often each row was sampled}, and for micro-batches by tokens "budget" and "packed";
 "bounded": attention takes packed rows by their boundaries}}. Writes `LAYOUT.pt`: {variant: grad norm, metrics, full
 gradient of each parameter, rows of each micro-batch}. Weights stay as they are (learning rate 0), so all variants share
 one model.
