@@ -71,6 +71,7 @@ class Run:
     def check_state(self, state: Mapping[str, Any], iteration: int) -> None:
         """Raise ValueError for the RL state of the checkpoint of `iteration` that these flags cannot go on with."""
         algorithm = self.inputs.algorithm
+        self.inputs.data.check_state(state["cursor"])
         if not algorithm.from_pairs:
             names = {spec.name for spec, _ in self.inputs.own_stages}
             own = [c.name for c in columns_of([spec for spec in table_of(self.inputs) if spec.name in names])]

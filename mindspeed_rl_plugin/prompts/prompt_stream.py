@@ -71,8 +71,8 @@ class PromptStream:
         """The cursor, and what it is a cursor into; ints and strings."""
         return {"epoch": self._epoch, "position": self._position, **self._identity()}
 
-    def load_state(self, state: dict[str, Any]) -> None:
-        """Continue exactly where `state` was taken. Raises ValueError when the data or the seed is another."""
+    def check_state(self, state: dict[str, Any]) -> None:
+        """Raises ValueError when the data or the seed is another than where `state` was taken."""
         here = self._identity()
         changed = [f"{k} was {state.get(k)!r}, now {v!r}" for k, v in here.items() if state.get(k) != v]
         if changed:
@@ -80,6 +80,10 @@ class PromptStream:
                 f"the saved prompt cursor belongs to other prompts: {'; '.join(changed)}. Resume with the same data, "
                 "tokenizer, length limit and seed, or start a new run"
             )
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Continue exactly where `state` was taken. Raises ValueError as `check_state` does."""
+        self.check_state(state)
         self._epoch, self._position = int(state["epoch"]), int(state["position"])
         self._order = self._permutation(self._epoch)
 

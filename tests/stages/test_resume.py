@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from mindspeed_rl_plugin.algorithms import resolve
-from mindspeed_rl_plugin.config import RLConfig, add_flags
+from mindspeed_rl_plugin.config import AlgorithmConfig, RLConfig, add_flags
 from mindspeed_rl_plugin.dock import make_docks
 from mindspeed_rl_plugin.launch.checkpoint_files import outline
 from mindspeed_rl_plugin.loop import docks
@@ -44,7 +44,7 @@ def inputs(*flags: str, algorithm: str = "grpo", prompts: int = 4, world: int = 
         vocab=0,
         flags={},
         forward=SimpleNamespace(max_tokens=None, budget=None),
-        data=SimpleNamespace(load_state=lambda state: None),
+        data=SimpleNamespace(load_state=lambda state: None, check_state=lambda cursor: None),
         graders=SimpleNamespace(names=("a",), close=lambda: None),
     )
 
@@ -139,6 +139,18 @@ def test_columns_that_nobody_will_write_are_refused_in_the_middle_of_a_rollout(b
     del state["choices"]  # of a version that did not keep them
     with pytest.raises(ValueError, match=message.split(": --")[0]):
         resumed(inputs(*off, *now), state)
+
+
+@pytest.mark.parametrize("name", ["grpo", "dpo"])
+def test_another_datas_cursor_is_refused_before_a_model_is_built(name: str) -> None:
+    def refuse(cursor: dict) -> None:
+        raise ValueError(f"cursor {cursor['position']}")
+
+    run, state = Run(), {**saved(inputs()), "cursor": {"position": 7}}
+    algorithm, data = resolve(AlgorithmConfig(algorithm=name)), SimpleNamespace(check_state=refuse)
+    run.inputs = dataclasses.replace(inputs(), algorithm=algorithm, data=data)
+    with pytest.raises(ValueError, match="cursor 7"):
+        run.check_state(state, 3)
 
 
 def steps_of(run: Run) -> list:
