@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 import sys
 import time
 from pathlib import Path
@@ -46,11 +47,13 @@ def running(job, machines, tmp_path, *more: str):
     return both
 
 
-def check_stops(both, agent: int, line: str, seconds: float) -> None:
-    """The agent of one machine ends with an error within this time, and a line in its log says why."""
-    assert both.processes[agent].wait(seconds) != 0
+def check_stops(both, agent: int, reason: str, seconds: float) -> None:
+    """The agent of a machine ends with an error within this time, and the line of its rank names the other and why."""
+    assert both.processes[agent].wait(seconds) > 0, "it ends by itself"
     log = both.log_file(agent).read_text()
-    assert re.search(rf"^\[rl\] {line}", log, re.M), log[-6000:]
+    said = re.findall(r"^\[rl\] (rank \d stops: rank \d on \S+ is gone .*)$", log, re.M)
+    other = f"rank {1 - agent} on machine-{'ba'[agent]}"
+    assert said == [f"rank {agent} stops: {other} is gone ({reason})"], log[-6000:]
 
 
 def test_it_trains_as_on_one_machine_until_the_cable_is_cut(job, machines, tmp_path):
@@ -64,11 +67,13 @@ def test_it_trains_as_on_one_machine_until_the_cable_is_cut(job, machines, tmp_p
     lines = [json.loads(line) for line in (both.run_dir / "metrics.jsonl").read_text().splitlines()]
     for line in lines[:ITERATIONS]:
         assert line["dock/bytes_remote"] > 0 and line["reshard/bytes_sent"] > 0, "rows and weights cross"
-    check_stops(both, 0, "rank 0 stops: rank 1 on machine-b .*silent", HEARTBEAT + ENDING)
-    check_stops(both, 1, "rank 1 stops: rank 0 on machine-a .*silent", HEARTBEAT + ENDING - (time.monotonic() - begin))
+    for agent in range(2):
+        check_stops(both, agent, f"silent for {HEARTBEAT} s", HEARTBEAT + ENDING - (time.monotonic() - begin))
 
 
 def test_a_machine_that_is_killed_is_named_by_the_other(job, machines, tmp_path):
     both = running(job, machines, tmp_path)
     machines[1].kill()
-    check_stops(both, 0, "rank 0 stops: rank 1 on machine-b ", ENDING)
+    check_stops(both, 0, "connection broke", ENDING)
+    assert both.processes[1].wait(ENDING) == -signal.SIGKILL
+    assert "stops:" not in both.log_file(1).read_text(), "it had no time to say anything"
