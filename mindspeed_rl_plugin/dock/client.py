@@ -166,11 +166,11 @@ class Dock:
         """Wait for ready rows and take them; their rows hold the columns that the state reads, or those of them that
         are asked for.
 
-        ids: exactly these, in this order, once all are ready (plain triples or a `[B, 3]` tensor will do). None:
-        whatever is ready, in the order of ids, rows of this machine first; at least `min_rows` (fewer where no more are
-        left), at most `max_rows` and `max_tokens`, but one row (or whole group) at least. The empty lease says that
-        every row is acknowledged, to a process outside of the job that the job has left (`ended`); with deadline 0,
-        which only tries, also that there is nothing to be had now.
+        ids: exactly these, in this order, once all are ready (plain triples or a `[B, 3]` tensor will do): the design's
+        `order=id`. None, its `order=ready`: whatever is ready, in the order of ids, rows of this machine first; at
+        least `min_rows` (fewer where no more are left), at most `max_rows` and `max_tokens`, but one row (or whole
+        group) at least. The empty lease says that every row is acknowledged, to a process outside of the job that the
+        job has left (`ended`); with deadline 0, which only tries, also that there is nothing to be had now.
 
         into: memory to read into; what is read stays valid until the next lease into it.
         """
