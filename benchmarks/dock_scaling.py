@@ -134,10 +134,10 @@ class Nodes:
             lines = [file.readline() for file in self._from[:nodes]]
             if not all(lines):
                 raise RuntimeError("a node ended; see its message above")
-            found = [json.loads(line) for line in lines]
-            if "exchange" not in found[0]:
-                return found
-            self._send(nodes, {"gathered": [f["exchange"] for f in found]})
+            answers = [json.loads(line) for line in lines]
+            if "exchange" not in answers[0]:
+                return answers
+            self._send(nodes, {"gathered": [f["exchange"] for f in answers]})
 
 
 def split(replies: list[dict[str, Any]], mbit: int) -> dict[str, float]:
@@ -154,33 +154,33 @@ def split(replies: list[dict[str, Any]], mbit: int) -> dict[str, float]:
     }
 
 
-def linearity(found: Mapping[str, Mapping[int, Mapping[str, float]]]) -> tuple[float, dict[str, dict[int, float]]]:
+def linearity(measured: Mapping[str, Mapping[int, Mapping[str, float]]]) -> tuple[float, dict[str, dict[int, float]]]:
     """C, and (C + T(S of the first)) / (C + T(S)) by arm and S.
 
     C: seconds of work between the transfers that gives the central arm the paper's linearity at the largest S.
     """
-    sizes = sorted(found[ARMS[0]])
-    base, most = (found[ARMS[0]][s]["seconds"] for s in (sizes[0], sizes[-1]))
+    sizes = sorted(measured[ARMS[0]])
+    base, most = (measured[ARMS[0]][s]["seconds"] for s in (sizes[0], sizes[-1]))
     work = max((PAPER * most - base) / (1 - PAPER), 0.0)
-    seconds = {arm: {s: work + found[arm][s]["seconds"] for s in sizes} for arm in ARMS}
+    seconds = {arm: {s: work + measured[arm][s]["seconds"] for s in sizes} for arm in ARMS}
     return work, {arm: {s: t[sizes[0]] / t[s] for s in sizes} for arm, t in seconds.items()}
 
 
-def rows_of(found: Mapping[str, Mapping[int, Mapping[str, float]]]) -> list[dict[str, Any]]:
+def rows_of(measured: Mapping[str, Mapping[int, Mapping[str, float]]]) -> list[dict[str, Any]]:
     """The figures as rows {arm, case, metric, value, unit}."""
     rows = []
-    for arm, by_size in found.items():
+    for arm, by_size in measured.items():
         for size, one in by_size.items():
             rows += [(arm, f"S={size}", metric, value, UNITS[metric]) for metric, value in one.items()]
-    for arm, by_size in linearity(found)[1].items():
+    for arm, by_size in linearity(measured)[1].items():
         rows += [(arm, f"S={size}", "linearity", value, "of 1") for size, value in by_size.items()]
     return [dict(zip(("arm", "case", "metric", "value", "unit"), row, strict=True)) for row in rows]
 
 
-def report(found: Mapping[str, Mapping[int, Mapping[str, float]]]) -> None:
+def report(measured: Mapping[str, Mapping[int, Mapping[str, float]]]) -> None:
     """Print the linearity of all arms."""
-    work, lines = linearity(found)
-    sizes = sorted(found[ARMS[0]])
+    work, lines = linearity(measured)
+    sizes = sorted(measured[ARMS[0]])
     print(f"\nLinearity as in Fig. 9, (C + T({sizes[0]})) / (C + T(S)). The emulation does no training:")
     print(f"C = {work:.1f} s is the work between: it gives the central arm the paper's {PAPER:.1%} at S={sizes[-1]}.")
     print("(The paper, 24 nodes of 8 NPUs: central replay buffer 61.9%, its transfer dock 81.1%, VeRL 40.4%.)")
@@ -201,7 +201,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="file for the figures")
     args = parser.parse_args()
     sizes = [int(n) for n in args.nodes.split(",")]
-    found: dict[str, dict[int, dict[str, float]]] = {arm: {} for arm in ARMS}
+    measured: dict[str, dict[int, dict[str, float]]] = {arm: {} for arm in ARMS}
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # or the namespaces would stay
     with links(args.limiter, max(sizes), args.mbit) as (limiter, names):
         now, load = datetime.datetime.now(), os.getloadavg()[0]
@@ -214,14 +214,14 @@ def main() -> None:
                 many = [[split(nodes.flow(a, size, args.groups), args.mbit) for a in ARMS] for _ in range(args.repeats)]
                 for arm, repeats in zip(ARMS, zip(*many, strict=True), strict=True):
                     one = {m: statistics.median(each[m] for each in repeats) for m in UNITS}
-                    found[arm][size] = one
+                    measured[arm][size] = one
                     print(f"{arm:16s} {size:3d} {one['seconds']:8.2f} {one['wire']:7.2f} {one['cpu']:7.2f} "
                           f"{one['wait']:7.2f} {one['remote_mb']:17.1f}", flush=True)  # fmt: skip
         finally:
             nodes.close()
-    report(found)
+    report(measured)
     if args.json:
-        args.json.write_text(json.dumps(rows_of(found), indent=1) + "\n")
+        args.json.write_text(json.dumps(rows_of(measured), indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -49,7 +49,7 @@ def main() -> None:
         samples = max(int(work.SAMPLES * args.scale) // work.MEMBERS, 1) * work.MEMBERS
         work.make(Path(folder, "rows"), samples, work.FACTORS["short"])
         multiprocessing.spawn(rank_of_the_group, (folder, args.ranks, args.repeats), nprocs=args.ranks)
-        rows = json.loads(Path(folder, "found.json").read_text())
+        rows = json.loads(Path(folder, "times.json").read_text())
     for row in rows:
         print(f"{row['case']:10} {row['arm']:15} {row['metric']:9} {row['value']:10.1f} {row['unit']}")
     if args.json:
@@ -68,7 +68,7 @@ def rank_of_the_group(rank: int, folder: str, world: int, repeats: int) -> None:
     states = [StateSpec(arm, tuple(work.COLUMNS), ()) for arm in ARMS]
     # For the first arm all ranks are one consumer, for the second each is one of its own.
     together, alone = make_docks(columns, states, [(0, 1), (rank, world)], group=dist.group.WORLD)
-    found: dict[tuple[str, int], list[float]] = {}
+    times: dict[tuple[str, int], list[float]] = {}
     epoch = 0
     for batch in BATCHES:
         for repeat in range(repeats + 1):
@@ -78,21 +78,21 @@ def rank_of_the_group(rank: int, folder: str, world: int, repeats: int) -> None:
                 read = mapped(together) if arm == "all-map" else shared(alone, rank)
                 seconds = passed(read, arm, data, epoch, batch)
                 if repeat:  # the first warms up
-                    found.setdefault((arm, batch), []).append(seconds)
+                    times.setdefault((arm, batch), []).append(seconds)
             together.clear(epoch)
             dist.barrier()
     together.close()
     if rank == 0:
         nbytes = sum(v.nbytes for v in data.values.values())
         rows = []
-        for (arm, batch), seconds in found.items():
+        for (arm, batch), seconds in times.items():
             rate = nbytes / statistics.median(seconds) / 1e6
             rows.append(dict(arm=arm, case=f"short/{batch}", metric="get_mb_s", value=rate, unit="MB/s a rank"))
         for batch in BATCHES:
-            ratios = [b / a for a, b in zip(found[ARMS[0], batch], found[ARMS[1], batch], strict=True)]
+            ratios = [b / a for a, b in zip(times[ARMS[0], batch], times[ARMS[1], batch], strict=True)]
             ratio = statistics.median(ratios)
             rows.append(dict(arm=ARMS[0], case=f"short/{batch}", metric="faster", value=ratio, unit="times"))
-        Path(folder, "found.json").write_text(json.dumps(rows))
+        Path(folder, "times.json").write_text(json.dumps(rows))
     dist.destroy_process_group()
 
 

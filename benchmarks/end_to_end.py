@@ -137,11 +137,11 @@ def run_trl(case: workload.Case, folder: Path, iterations: int, *engine: str) ->
     command = [*torchrun(str(interpreter())), str(HERE / "training" / "trl_arm.py")]
     command += [str(folder), str(iterations), str(out), *engine]
     peak = _run(command, folder / "trl.log")
-    found = json.loads(out.read_text())
-    _same_work(case, set(found["tokens"]))
-    if not found["drift"] <= DRIFT:
-        raise RuntimeError(f"log-probs of TRL's engine differ by {found['drift']} from its trainer's, bound {DRIFT}")
-    steps = found["steps"][WARM_UP:]
+    measured = json.loads(out.read_text())
+    _same_work(case, set(measured["tokens"]))
+    if not measured["drift"] <= DRIFT:
+        raise RuntimeError(f"log-probs of TRL's engine differ by {measured['drift']} from its trainer's, bound {DRIFT}")
+    steps = measured["steps"][WARM_UP:]
     for step in steps:  # what is no rollout is the update
         step["update"] = step["iteration"] - step.pop("rollout")
     return _measured(case, steps, peak)
@@ -212,10 +212,10 @@ def run(arms: Sequence[str], cases: Sequence[str], iterations: int, repeats: int
             for name in cases:
                 for arm in arms if repeat % 2 == 0 else arms[::-1]:
                     begin = time.monotonic()
-                    found = runner[arm](workload.CASES[name], Path(directory) / name, iterations)
-                    for metric, value in found.items():
+                    metrics = runner[arm](workload.CASES[name], Path(directory) / name, iterations)
+                    for metric, value in metrics.items():
                         seen.setdefault((arm, name, metric), []).append(value)
-                    shown = {k: round(v, 3) for k, v in found.items()}
+                    shown = {k: round(v, 3) for k, v in metrics.items()}
                     took = f"{time.monotonic() - begin:.0f} s"
                     print(f"{repeat + 1}/{repeats} {arm} {name} {took} {shown}", file=sys.stderr, flush=True)
                     yield [
@@ -250,13 +250,13 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 def targets(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Rows of arm "ours/trl" for each target of the issue that the rows can tell of."""
     value = {(r["arm"], r["case"], r["metric"]): r["value"] for r in rows}
-    found = []
+    reached = []
     for (case, metric), (sign, bound) in TARGETS.items():
         ours, theirs = (value.get((arm, case, metric)) for arm in ARMS)
         if ours is not None and theirs is not None:
             ratio = {"arm": "ours/trl", "case": case, "metric": metric, "value": ours / theirs, "unit": "ratio"}
-            found.append({**ratio, "target": f"{sign} {bound:g}", "reached": HOLDS[sign](ours / theirs, bound)})
-    return found
+            reached.append({**ratio, "target": f"{sign} {bound:g}", "reached": HOLDS[sign](ours / theirs, bound)})
+    return reached
 
 
 def main() -> None:

@@ -139,14 +139,14 @@ def rounds(cases: list[str], arms: list[str], repeats: int, more: list[str], thr
 
 def targets(rows: list[dict]) -> list[dict]:
     """Of each target whose ratio is among the rows: the same row with `target` and `reached`."""
-    found = []
+    compared = []
     for row in rows:
         most = TARGETS.get((row["case"], row["arm"], row["metric"]))
         if most is not None:
-            found.append({**row, "target": f"<= {most}", "reached": row["value"] <= most})
-            result = f"{row['value']:.3f}, asked <= {most}: {'reached' if found[-1]['reached'] else 'NOT reached'}"
+            compared.append({**row, "target": f"<= {most}", "reached": row["value"] <= most})
+            result = f"{row['value']:.3f}, asked <= {most}: {'reached' if compared[-1]['reached'] else 'NOT reached'}"
             print(f"target {row['arm']} {row['metric']} at {row['case']}: {result}")
-    return found
+    return compared
 
 
 def in_process(arm: str, case: str, more: list[str], threads: int) -> dict[str, float]:

@@ -109,21 +109,21 @@ def plan_rows() -> list[dict]:
         parallel = train_layout(train, world)
         engine, engines = engine_layout_of(generate, parallel.world)
         shape = model_shape(model, parallel.tp)
-        found = estimate(Run(shape, parallel, far=0.3e9, host=50e9), engine, engines)
-        for mode, flow in found.flows.items():
+        planned = estimate(Run(shape, parallel, far=0.3e9, host=50e9), engine, engines)
+        for mode, flow in planned.flows.items():
             values = {
                 "received_bytes": (float(flow.received.max()), "B"),
                 "received_bytes_all_ranks": (float(flow.received.sum()), "B"),
                 "received_far_bytes": (float(flow.received_far.max()), "B"),
-                "peak_bytes": (float(found.peak(mode)), "B"),
-                "generate_bytes": (float(found.generate), "B"),
-                "seconds": (max(found.seconds(mode)), "s"),
+                "peak_bytes": (float(planned.peak(mode)), "B"),
+                "generate_bytes": (float(planned.generate), "B"),
+                "seconds": (max(planned.seconds(mode)), "s"),
             }
             rows += [
                 {"arm": f"plan {mode}", "case": case, "metric": metric, "value": value, "unit": unit}
                 for metric, (value, unit) in values.items()
             ]
-        rows.append({"arm": "plan", "case": case, "metric": "eq3_bytes", "value": found.redundant, "unit": "B"})
+        rows.append({"arm": "plan", "case": case, "metric": "eq3_bytes", "value": planned.redundant, "unit": "B"})
         with contextlib.suppress(ValueError):  # a pair that MindSpeed-RL refuses
             moved = published.received(weights_by_layer(shape, 2), shape, parallel, engine, range(parallel.world))
             theirs = {"received_bytes": moved.max(), "received_bytes_all_ranks": moved.sum()}
@@ -185,9 +185,9 @@ def main() -> None:
     rows: list[dict] = []
     with tempfile.TemporaryDirectory(prefix="reshard-") as scratch:
         for name in options.cases:
-            found = run_case(name, options, Path(scratch))
-            show(found)
-            rows += found
+            measured = run_case(name, options, Path(scratch))
+            show(measured)
+            rows += measured
             save(rows, options.json)
     if not options.no_plan:
         planned = plan_rows()

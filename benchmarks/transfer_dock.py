@@ -147,10 +147,10 @@ class Arm:
             lines = [w.stdout.readline() for w in self._workers]
             if not all(lines):
                 raise RuntimeError(f"arm {self.name}: a worker ended, or took too long; see its message above")
-            found = [json.loads(line) for line in lines]
-            if not all("exchange" in f for f in found):
-                return found
-            self._send([{"gathered": [f["exchange"] for f in found]}] * WORLD)
+            answers = [json.loads(line) for line in lines]
+            if not all("exchange" in f for f in answers):
+                return answers
+            self._send([{"gathered": [f["exchange"] for f in answers]}] * WORLD)
 
 
 def cpu_seconds(pid: int) -> float:
@@ -241,14 +241,14 @@ def cases(names: Sequence[str], scale: float) -> Iterator[dict[str, Path]]:
     """Directories with the rows of each kind of case, in memory where there is space for such files."""
     root = "/dev/shm" if os.path.isdir("/dev/shm") else None
     with tempfile.TemporaryDirectory(prefix="transfer-dock-", dir=root) as directory:
-        found = {}
+        folders = {}
         unit = WORLD * max(int(name.split("/")[1]) for name in names)  # TransferQueue gives out whole batches alone
         samples = max(int(work.SAMPLES * scale) // unit, 1) * unit
         for kind in dict.fromkeys(name.split("/")[0] for name in names):
-            found[kind] = Path(directory) / kind
-            nbytes = work.make(found[kind], samples, work.FACTORS[kind])
+            folders[kind] = Path(directory) / kind
+            nbytes = work.make(folders[kind], samples, work.FACTORS[kind])
             print(f"{kind}: {samples} samples, {nbytes / 1e6:.1f} MB", file=sys.stderr)
-        yield found
+        yield folders
 
 
 def run(

@@ -63,19 +63,19 @@ def main() -> None:
         for repeat in range(args.repeats):
             for name in (n for n in chosen if n not in failed):
                 try:
-                    found = measured(python, TRIED[name], directories[kind], int(batch), samples)
+                    speeds = measured(python, TRIED[name], directories[kind], int(batch), samples)
                 except RuntimeError as error:
                     failed[name] = str(error)
                     print(f"{name}: {error}", file=sys.stderr, flush=True)
                     continue
-                seen.setdefault(name, []).append(found)
-                print(f"{repeat + 1}/{args.repeats} {name}: {found}", file=sys.stderr, flush=True)
+                seen.setdefault(name, []).append(speeds)
+                print(f"{repeat + 1}/{args.repeats} {name}: {speeds}", file=sys.stderr, flush=True)
     print(f"| setting | {' | '.join(METRICS)} |\n|---|{'---|' * len(METRICS)}")
     for name in failed:
         seen.pop(name, None)
         print(f"| {name} | {' | '.join(['fails'] * len(METRICS))} |")
-    for name, found in seen.items():
-        values = [statistics.median(f[m] for f in found) for m in METRICS]
+    for name, speeds in seen.items():
+        values = [statistics.median(f[m] for f in speeds) for m in METRICS]
         print(f"| {name} | {' | '.join(f'{v:.4g}' for v in values)} |")
 
 

@@ -262,10 +262,10 @@ def read(metrics: Path) -> Numbers:
     for text in metrics.read_text().splitlines():
         line = json.loads(text, parse_float=lambda digits: repr(float(digits)), parse_int=str, parse_constant=str)
         kind, iteration = line.pop("kind"), int(line.pop("iteration"))
-        found = {(kind, iteration, name): value for name, value in line.items() if not IGNORED.fullmatch(name)}
-        if found.keys() & out.keys():
+        numbers = {(kind, iteration, name): value for name, value in line.items() if not IGNORED.fullmatch(name)}
+        if numbers.keys() & out.keys():
             raise ValueError(f"{metrics} has two lines of kind {kind} for iteration {iteration}")
-        out |= found
+        out |= numbers
     return out
 
 
@@ -295,19 +295,19 @@ def report(name: str, act: Callable[[], Differences | None]) -> bool:
     """Do one case, say what came of it in a line or a few; whether it is as it should be."""
     begin = time.monotonic()
     try:
-        found = act()
+        result = act()
     except (RuntimeError, ValueError, OSError, subprocess.TimeoutExpired) as error:
         print(f"{name}: FAILS: {error}", flush=True)
         return False
     took = f"{time.monotonic() - begin:.0f} s"
-    if found is None:
+    if result is None:
         print(f"{name}: recorded, {took}", flush=True)
         return True
-    outcome = f"{len(found.lines)} DIFFER" if found.lines else "equal"
-    print(f"{name}: {found.values} values of {found.iterations} iterations, {outcome}, {took}", flush=True)
-    for line in found.lines[:SHOWN] + ([f"new here: {', '.join(found.added)}"] if found.added else []):
+    outcome = f"{len(result.lines)} DIFFER" if result.lines else "equal"
+    print(f"{name}: {result.values} values of {result.iterations} iterations, {outcome}, {took}", flush=True)
+    for line in result.lines[:SHOWN] + ([f"new here: {', '.join(result.added)}"] if result.added else []):
         print(f"  {line}", flush=True)
-    return not found.lines
+    return not result.lines
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:

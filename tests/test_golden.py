@@ -41,6 +41,6 @@ def test_all_but_times_rates_and_the_dock_is_compared():
 def test_a_difference_is_any_other_number(tmp_path, was, now, lines, added):
     for name, text in (("former", FORMER), ("current", FORMER.replace(was, now))):
         (tmp_path / name).write_text(text)
-    found = golden.Differences.of(golden.read(tmp_path / "former"), golden.read(tmp_path / "current"))
-    assert (found.lines, found.added) == (lines, added)
-    assert (found.values, found.iterations) == (4, 1)
+    result = golden.Differences.of(golden.read(tmp_path / "former"), golden.read(tmp_path / "current"))
+    assert (result.lines, result.added) == (lines, added)
+    assert (result.values, result.iterations) == (4, 1)

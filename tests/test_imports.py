@@ -123,7 +123,7 @@ def allowed(name, imported):
 
 
 def violations():
-    found = []
+    problems = []
     for name, path in modules():
         tree = ast.parse(path.read_text(), filename=str(path))
         room, two = name.split(".")[0], ".".join(name.split(".")[:2])
@@ -132,13 +132,13 @@ def violations():
             if first == NAME:
                 inside = target.removeprefix(NAME).lstrip(".")
                 if inside and not allowed(name, inside):
-                    found.append(f"{name} imports {inside}")
+                    problems.append(f"{name} imports {inside}")
             elif first in LIBRARIES and not {room, two} & LIBRARIES[first]:
-                found.append(f"{name} imports {target}")
+                problems.append(f"{name} imports {target}")
             if first in LAZY and top:
-                found.append(f"{name} imports {target} at its top level")
-        found += [f"{name} {use}" for use in environment_uses(tree) if room not in ENVIRONMENT]
-    return found
+                problems.append(f"{name} imports {target} at its top level")
+        problems += [f"{name} {use}" for use in environment_uses(tree) if room not in ENVIRONMENT]
+    return problems
 
 
 def environment_uses(tree):
@@ -198,8 +198,8 @@ def test_relative_imports_and_type_checking_are_understood():
         "if TYPE_CHECKING:\n    from mindspeed_rl_plugin.update import step\n"
         "def f():\n    from mindspeed_rl_plugin import loop\n    import vllm\n"
     )
-    found = dict(imports(ast.parse(source), "dock.client"))
-    assert found == {
+    lines = dict(imports(ast.parse(source), "dock.client"))
+    assert lines == {
         "typing": True,
         f"{NAME}.dock.api": True,
         f"{NAME}.reward.pool": True,

@@ -109,7 +109,7 @@ class Rank:
         dist.barrier()
         done = time.perf_counter() - begin
         held = sum(t.nbytes for t in source.values()), sum(t.nbytes for t in self.engine.values())
-        found = {
+        measured = {
             "seconds": done,
             "own_seconds": transferred,
             "received_bytes": channel.received,
@@ -120,11 +120,11 @@ class Rank:
         if mode != "naive":
             begin = time.perf_counter()
             self.state.offload(["params"])
-            found["offload_seconds"] = time.perf_counter() - begin
+            measured["offload_seconds"] = time.perf_counter() - begin
             begin = time.perf_counter()
             self.state.onload()
-            found["onload_seconds"] = time.perf_counter() - begin
-        return found
+            measured["onload_seconds"] = time.perf_counter() - begin
+        return measured
 
     def fingerprint(self) -> int:
         """A sum over the engine's bytes."""
@@ -142,12 +142,12 @@ def measure(job: dict) -> list[dict]:
     prints = set()
     for repeat in range(1 + job["repeats"]):
         for mode in ARMS:
-            found = rank.run(mode)
+            measured = rank.run(mode)
             prints.add(rank.fingerprint())
             everyone: list = [None] * dist.get_world_size()
-            dist.all_gather_object(everyone, found)
+            dist.all_gather_object(everyone, measured)
             if repeat:
-                worst = {k: max(each[k] for each in everyone) for k in found}
+                worst = {k: max(each[k] for each in everyone) for k in measured}
                 worst |= {f"{k}_all_ranks": sum(each[k] for each in everyone) for k in SUMS}
                 runs[mode].append(worst)
     assert len(prints) == 1, "the arms gave the engine different weights"

@@ -44,17 +44,17 @@ class RayBatches:
 
     def get(self, state: str, batch: int) -> tuple[int, work.Packed] | None:
         """The next object of a state, as views of Ray's memory."""
-        found = self._ray.get(self._directory.next.remote(state))
-        if found is None:
+        entry = self._ray.get(self._directory.next.remote(state))
+        if entry is None:
             return None
-        number, (reference,) = found
+        number, (reference,) = entry
         return number, self._ray.get(reference)
 
-    def own(self, found: tuple[int, work.Packed]) -> tuple[int, work.Packed]:
+    def own(self, entry: tuple[int, work.Packed]) -> tuple[int, work.Packed]:
         """A copy in this process's own memory."""
-        got = {c: (self._buffers.fill(c, v), o) for c, (v, o) in found[1].items()}
+        got = {c: (self._buffers.fill(c, v), o) for c, (v, o) in entry[1].items()}
         self._moved += work.nbytes(got) + sum(o.nbytes for _, o in got.values())
-        return found[0], got
+        return entry[0], got
 
     def write_back(self, number: int, state: str, values: torch.Tensor, offsets: torch.Tensor) -> None:
         """One object for the column of a batch."""
@@ -64,9 +64,9 @@ class RayBatches:
 
     def get_one(self) -> work.Packed:
         """One row: an object of its own, or there would be no such read."""
-        found = self.get("probe", 1)
-        assert found is not None
-        return self.own(found)[1]
+        entry = self.get("probe", 1)
+        assert entry is not None
+        return self.own(entry)[1]
 
     def done_one(self) -> None:
         """Nothing to acknowledge."""
@@ -184,9 +184,9 @@ class TransferQueue:
             return None
         return meta, self._client.get_data(meta)
 
-    def own(self, found: Any) -> tuple[Any, work.Packed]:
+    def own(self, entry: Any) -> tuple[Any, work.Packed]:
         """Columns of the TensorDict as they lie."""
-        return found[0], {c: self._packed(found[1][c]) for c in found[1].keys()}  # noqa: SIM118
+        return entry[0], {c: self._packed(entry[1][c]) for c in entry[1].keys()}  # noqa: SIM118
 
     def write_back(self, meta: Any, state: str, values: torch.Tensor, offsets: torch.Tensor) -> None:
         """Put the column by the batch's metadata."""
@@ -261,10 +261,10 @@ class Memcpy:
         self._at[state] = at + 1
         return (state, at), self._batches[at]
 
-    def own(self, found: Any) -> tuple[Any, work.Packed]:
+    def own(self, entry: Any) -> tuple[Any, work.Packed]:
         """One copy."""
-        self._moved += work.nbytes(found[1])
-        return found[0], {c: (self._buffers.fill(c, v), o) for c, (v, o) in found[1].items()}
+        self._moved += work.nbytes(entry[1])
+        return entry[0], {c: (self._buffers.fill(c, v), o) for c, (v, o) in entry[1].items()}
 
     def write_back(self, handle: Any, state: str, values: torch.Tensor, offsets: torch.Tensor) -> None:
         """One copy."""

@@ -88,11 +88,11 @@ class Worker:
         rows, moved = 0, self.arm.moved()
         while True:
             begin = time.perf_counter()
-            found = self.arm.get(name, self.batch)
-            if found is None:
+            batch = self.arm.get(name, self.batch)
+            if batch is None:
                 break
             view = time.perf_counter()
-            handle, got = self.arm.own(found)
+            handle, got = self.arm.own(batch)
             end = time.perf_counter()
             get_seconds, view_seconds = get_seconds + end - begin, view_seconds + view - begin
             cpu = time.thread_time()

@@ -46,12 +46,12 @@ class Writer:
         of_rows, of_acks = self._owners(call, wanted), self._owners(call, done)
         for number, warehouse in sorted({*of_rows, *of_acks}):
             shape, index = epochs.known[number].shape, of_rows.get((number, warehouse), NONE)
-            found = [] if rows is None else list(self._parts(shape.members, rows, wanted, index))
-            put = Put(number, shape, [part for part, _ in found], state is None, self._deadline)
+            parts = [] if rows is None else list(self._parts(shape.members, rows, wanted, index))
+            put = Put(number, shape, [part for part, _ in parts], state is None, self._deadline)
             if acked is not None:
                 _, group, member = done[of_acks.get((number, warehouse), NONE)].T
                 put.state, put.rows, put.checked = state, (group * shape.members + member).astype(np.int32), checked
-            self._send(warehouse, put, state or "put", [cell for _, picked in found for cell in picked])
+            self._send(warehouse, put, state or "put", [cell for _, picked in parts for cell in picked])
 
     def _owners(self, call: str, ids: np.ndarray) -> dict[tuple[int, int], np.ndarray]:
         """(epoch, warehouse) -> which of `ids` lie there. Cleared epochs are left out: a late repeat is harmless."""
@@ -185,8 +185,8 @@ def locate(calls: Calls, columns: tuple[str, ...], ids: np.ndarray) -> tuple[np.
         for warehouse, part in by_value(owner[index]):
             at = index[part]
             rows = ids[at, 1] * epoch.shape.members + ids[at, 2]
-            found = calls.ask_warehouse(warehouse, Locate(number, columns, rows))
-            for table, values in zip(places, (found.segment, found.offset, found.length), strict=True):
+            located = calls.ask_warehouse(warehouse, Locate(number, columns, rows))
+            for table, values in zip(places, (located.segment, located.offset, located.length), strict=True):
                 table[:, at] = values
     return owner, places
 

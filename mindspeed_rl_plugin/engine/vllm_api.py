@@ -89,10 +89,10 @@ def demand_plain_experts(engine: Any) -> None:
         method = getattr(module, "quant_method", None)
         backend = getattr(getattr(method, "unquantized_backend", None), "name", PLAIN_EXPERTS[0])
         flags = vars(method) if method is not None else {}
-        found = [flag for flag, on in flags.items() if on is True and _CHOSEN.fullmatch(flag)]
-        if found or backend not in PLAIN_EXPERTS:
+        named = [flag for flag, on in flags.items() if on is True and _CHOSEN.fullmatch(flag)]
+        if named or backend not in PLAIN_EXPERTS:
             raise ValueError(
-                f"vLLM runs the experts of {name} by {found[0] if found else backend}, which keeps their weights in an "
+                f"vLLM runs the experts of {name} by {named[0] if named else backend}, which keeps their weights in an "
                 "order of its own; unset VLLM_USE_FLASHINFER_MOE_FP16 and VLLM_ROCM_USE_AITER, or take a vLLM whose "
                 "engine arguments have moe_backend"
             )

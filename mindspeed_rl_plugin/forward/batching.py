@@ -146,17 +146,17 @@ def _nearer(plain: list[list[SampleId]], lengths: Mapping[SampleId, int], near: 
     rows, limit = sorted((i for part in plain for i in part), key=order), max(map(tokens, plain)) * (1 + SLACK)
     if all(len(near[i]) == len(plain) for i in rows):
         return plain
-    found = _balanced(rows, lengths, len(plain), near)
-    loads = list(map(tokens, found))
+    parts = _balanced(rows, lengths, len(plain), near)
+    loads = list(map(tokens, parts))
     while max(loads) > limit:
         full, empty = loads.index(max(loads)), loads.index(min(loads))
-        pair = _levelling(found[full], found[empty], lengths, loads[full] - loads[empty])
+        pair = _levelling(parts[full], parts[empty], lengths, loads[full] - loads[empty])
         if pair is None:
             return plain
         for part, out, into in ((full, *pair), (empty, *reversed(pair))):
-            found[part][found[part].index(out)] = into
+            parts[part][parts[part].index(out)] = into
             loads[part] += lengths[into] - lengths[out]
-    return [sorted(part, key=order) for part in found]
+    return [sorted(part, key=order) for part in parts]
 
 
 def _levelling(

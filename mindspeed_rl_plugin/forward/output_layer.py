@@ -104,15 +104,15 @@ def _check(layer: torch.nn.Module) -> None:
         "bias": "a bias",
         "embedding_activation_buffer": "--defer-embedding-wgrad-compute",
     }
-    found = [what for name, what in off.items() if getattr(layer, name, None) is not None]
+    unknown = [what for name, what in off.items() if getattr(layer, name, None) is not None]
     if getattr(layer, "explicit_expert_comm", False):
-        found.append("expert communication")
+        unknown.append("expert communication")
     if getattr(layer, "gtp_remat_size", 1) > 1:
-        found.append("a weight split for rematerialisation")
+        unknown.append("a weight split for rematerialisation")
     if not hasattr(layer, "sequence_parallel") or not hasattr(layer, "gradient_accumulation_fusion"):
-        found.append("no column parallel linear")
-    if found:
+        unknown.append("no column parallel linear")
+    if unknown:
         raise ValueError(
-            f"the output layer {type(layer).__name__} has {', '.join(found)}, which log-probs in chunks do not know; "
+            f"the output layer {type(layer).__name__} has {', '.join(unknown)}, which log-probs in chunks do not know; "
             "pass --rl-logprob-chunk-tokens 0"
         )

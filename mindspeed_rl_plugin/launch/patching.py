@@ -132,8 +132,8 @@ def assert_in_force() -> None:
                 "import mindspeed_rl_plugin.adaptor after that module, or let the module look the name up when it calls"
             )
     if not _announced:
-        where = "MindSpeed's feature manager" if under_mindspeed() else "Megatron"
-        say(f"patches in force through {where}: {', '.join(p.name for p in _applied)}")
+        how = ", through MindSpeed's feature manager" if under_mindspeed() else ""
+        say(f"RL is attached to Megatron{how}; wrapped functions: {', '.join(p.name for p in _applied)}")
     _announced = True
 
 

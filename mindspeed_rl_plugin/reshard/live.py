@@ -69,10 +69,10 @@ def trainer_storage(
     """
     kinds = EXPERTS if shape.moe_layers else EXPERTS[:1]
     known = [(impl, kind) for impl in IMPLS for kind in kinds]
-    found = {k: differences(megatron_shapes(shape, parallel, rank, *k), live) for k in known}
-    best = min(known, key=lambda k: len(found[k]))
+    wrong = {k: differences(megatron_shapes(shape, parallel, rank, *k), live) for k in known}
+    best = min(known, key=lambda k: len(wrong[k]))
     ours = f"Megatron's parameters on rank {rank} are not those of {shape}"
-    raise_if(found[best], f"{file} is not what its arguments say" if file else ours)
+    raise_if(wrong[best], f"{file} is not what its arguments say" if file else ours)
     return best
 
 
@@ -88,9 +88,9 @@ def engine_storage(
     if shape.table.mla:
         engine = replace(engine, fused_down=any("fused_qkv_a_proj" in name for name in live))
     ways = [replace(engine, transposed=t) for t in ((False, True) if shape.moe_layers else (False,))]
-    found = [differences(engine_shapes(shape, way, rank, own_head), live) for way in ways]
-    best = min(range(len(ways)), key=lambda i: len(found[i]))
-    raise_if(found[best], f"the engine's parameters on rank {rank} of it are not those of {shape}")
+    wrong = [differences(engine_shapes(shape, way, rank, own_head), live) for way in ways]
+    best = min(range(len(ways)), key=lambda i: len(wrong[i]))
+    raise_if(wrong[best], f"the engine's parameters on rank {rank} of it are not those of {shape}")
     return ways[best]
 
 

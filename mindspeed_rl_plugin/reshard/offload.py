@@ -104,15 +104,15 @@ class TrainState:
         self.wait(set(names) & set(self._onloading))
         if "grads" in names:
             storages.drop_grads(self.chunks, self.optimizer)
-        found = {name: list(self._find(name).values()) for name in names}
-        sizes = {n: [s.nbytes() for s in found[n]] for n in names if n != "grads"}
+        by_name = {name: list(self._find(name).values()) for name in names}
+        sizes = {n: [s.nbytes() for s in by_name[n]] for n in names if n != "grads"}
         hosts = self.budget.places(self._host, sizes, "--rl-swap")
         for name in names:
-            places = hosts.get(name, [None] * len(found[name]))
+            places = hosts.get(name, [None] * len(by_name[name]))
             checked = self.verify and name != "grads"
             parts = [
                 _Saved(s, s.nbytes(), host, storage_digests(s) if checked else None)
-                for s, host in zip(found[name], places, strict=True)
+                for s, host in zip(by_name[name], places, strict=True)
             ]
             self._offloading[name] = parts, self._copier.start(lambda parts=parts: _to_host(parts))
 
@@ -200,12 +200,12 @@ class TrainState:
         if name == "params":
             return params
         if name == "grads":
-            found = storages.distinct(storages.gradients(self.chunks))
+            state = storages.distinct(storages.gradients(self.chunks))
         else:
-            found = storages.distinct(tensor for _, tensor in storages.optimizer_state(self.chunks, self.optimizer))
+            state = storages.distinct(tensor for _, tensor in storages.optimizer_state(self.chunks, self.optimizer))
         # Main parameters may be views of the parameter buffer, and gradients may share its storage. State
         # that an optimizer keeps on the host anyway (CPU offload) stays there.
-        return {k: s for k, s in found.items() if k not in params and s.device.type == self.device.kind}
+        return {k: s for k, s in state.items() if k not in params and s.device.type == self.device.kind}
 
 
 def _to_host(parts: Sequence[_Saved]) -> None:

@@ -39,23 +39,23 @@ def chosen(**flags):
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_rows(name):
-    found = chosen(algorithm=name)
-    bounds = found.bounds
+    algorithm = chosen(algorithm=name)
+    bounds = algorithm.bounds
     assert ROWS[name] == (
-        *(found.advantage, found.loss, bounds.low, bounds.high, found.aggregation),
-        *(found.kl_loss_coef, found.kl_reward_coef),
+        *(algorithm.advantage, algorithm.loss, bounds.low, bounds.high, algorithm.aggregation),
+        *(algorithm.kl_loss_coef, algorithm.kl_reward_coef),
     )
-    assert found.needs_reference == (name in ("ppo", "grpo", "pf-ppo", "rloo", "reinforce++", "dpo"))
-    assert found.correction == "off" and found.bounds.dual is None and found.kl_estimator == "k3"
-    assert found.dynamic_sampling == (name == "dapo")
-    assert found.filtration == ("best-worst" if name == "pf-ppo" else "none")
+    assert algorithm.needs_reference == (name in ("ppo", "grpo", "pf-ppo", "rloo", "reinforce++", "dpo"))
+    assert algorithm.correction == "off" and algorithm.bounds.dual is None and algorithm.kl_estimator == "k3"
+    assert algorithm.dynamic_sampling == (name == "dapo")
+    assert algorithm.filtration == ("best-worst" if name == "pf-ppo" else "none")
 
 
 def test_explicit_flags_win():
     flags = {"loss": "clip-higher", "aggregation": "token-mean", "clip_low": 0.1, "kl_estimator": "k1"}
-    found = chosen(**flags, kl_loss_coef=0.0)
-    assert (found.bounds.low, found.bounds.high, found.aggregation) == (0.1, 0.28, "token-mean")
-    assert found.kl_estimator == "k1" and not found.needs_reference
+    algorithm = chosen(**flags, kl_loss_coef=0.0)
+    assert (algorithm.bounds.low, algorithm.bounds.high, algorithm.aggregation) == (0.1, 0.28, "token-mean")
+    assert algorithm.kl_estimator == "k1" and not algorithm.needs_reference
     assert chosen(kl_reward_coef=0.1).needs_reference
     assert chosen(algorithm="ppo", advantage="reinforce++").needs_critic is False
     assert chosen(algorithm="dapo", dynamic_sampling=False).dynamic_sampling is False

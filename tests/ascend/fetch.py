@@ -31,20 +31,20 @@ def cached(package: str, version: str) -> Path | None:
 
 def download(package: str, version: str) -> Path:
     """The wheel, downloaded when the cache lacks it."""
-    if found := cached(package, version):
-        return found
+    if wheel := cached(package, version):
+        return wheel
     CACHE.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
     command += ["--only-binary=:all:", "--python-version", PYTHON, "--dest", str(CACHE)]
     command += [word for platform in PLATFORMS for word in ("--platform", platform)]
     done = subprocess.run([*command, f"{package}=={version}"], capture_output=True, text=True, timeout=TIMEOUT)
-    found = cached(package, version)
-    if done.returncode or found is None:
+    wheel = cached(package, version)
+    if done.returncode or wheel is None:
         sys.exit(
             f"{package}=={version} could not be downloaded into {CACHE}; with no network, put the wheel there"
             f" by hand. pip said:\n{done.stderr.strip()[-2000:]}"
         )
-    return found
+    return wheel
 
 
 if __name__ == "__main__":

@@ -61,8 +61,8 @@ class Wheel:
                     if alias.name == "*" or (alias.asname or alias.name) == name:
                         wanted = name if alias.name == "*" else alias.name
                         for target in self._targets(file, node):
-                            if found := self.find(target, wanted, seen | {file}):
-                                return found
+                            if definition := self.find(target, wanted, seen | {file}):
+                                return definition
         return None
 
     def _targets(self, file: str, node: ast.ImportFrom) -> Iterator[str]:
@@ -110,12 +110,12 @@ def check_methods(node: ast.ClassDef, methods: dict[str, int]) -> None:
 
 def check_npu(npu: Wheel, row: dict) -> None:
     """A name of torch_npu.npu: a class with methods, or a function."""
-    found = npu.find("torch_npu/npu/__init__.py", row["name"])
-    assert isinstance(found, ast.ClassDef if "methods" in row else Function), f"{row['name']} is {found}"
+    node = npu.find("torch_npu/npu/__init__.py", row["name"])
+    assert isinstance(node, ast.ClassDef if "methods" in row else Function), f"{row['name']} is {node}"
     if "methods" in row:
-        check_methods(found, row["methods"])
+        check_methods(node, row["methods"])
     else:
-        assert accepts(found, row["arguments"], bound=False), f"torch_npu.npu.{row['name']} takes other arguments"
+        assert accepts(node, row["arguments"], bound=False), f"torch_npu.npu.{row['name']} takes other arguments"
 
 
 def test_pairs_belong_together(wheels) -> None:
@@ -143,12 +143,12 @@ def test_a_row_of_the_contract(wheels, kind, row, version) -> None:
     tree = ascend.tree(row["file"])
     calls = nodes(tree, ast.Call)
     if kind in ("method", "attribute"):
-        found = next((n for n in nodes(tree, ast.ClassDef) if n.name == row["class"]), None)
-        assert found is not None, f"{row['file']} defines no class {row['class']}"
+        node = next((n for n in nodes(tree, ast.ClassDef) if n.name == row["class"]), None)
+        assert node is not None, f"{row['file']} defines no class {row['class']}"
     if kind == "method":
-        check_methods(found, row["methods"])
+        check_methods(node, row["methods"])
     elif kind == "attribute":
-        stored = {ast.unparse(n) for n in nodes(found, ast.Attribute) if isinstance(n.ctx, ast.Store)}
+        stored = {ast.unparse(n) for n in nodes(node, ast.Attribute) if isinstance(n.ctx, ast.Store)}
         assert {f"self.{name}" for name in row["names"]} <= stored, stored
     elif kind == "constant":
         strings = {n.value for n in nodes(tree, ast.Constant) if isinstance(n.value, str)}

@@ -152,8 +152,8 @@ def last():
 
 atexit.register(last)
 """
-    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
-    assert (found.stdout.split(), found.stderr) == (["before", "after"], "")
+    process = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert (process.stdout.split(), process.stderr) == (["before", "after"], "")
 
 
 def test_copies_on_a_side_stream_pass_between_what_was_queued_and_what_waits():

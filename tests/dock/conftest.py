@@ -37,9 +37,9 @@ def members() -> Iterator[Callable[..., list[Member]]]:
     made: list[Member] = []
 
     def make(*args, **more) -> list[Member]:
-        found = make_members(*args, **more)
-        made.extend(found)
-        return found
+        members = make_members(*args, **more)
+        made.extend(members)
+        return members
 
     yield make
     for member in made:

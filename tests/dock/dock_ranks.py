@@ -102,8 +102,8 @@ class Commands:
 
     def read(self, rows: list[SampleId]) -> bool:
         """Whether tokens are those that belong to the ids."""
-        found = self.dock.read(rows, ["tokens"])["tokens"].rows()
-        return all(row.equal(cell(SampleId(*i))) for i, row in zip(rows, found, strict=True))
+        cells = self.dock.read(rows, ["tokens"])["tokens"].rows()
+        return all(row.equal(cell(SampleId(*i))) for i, row in zip(rows, cells, strict=True))
 
     def used(self) -> int:
         house = None if self.member is None else self.member.core.warehouse

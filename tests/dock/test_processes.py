@@ -95,9 +95,9 @@ class Job:
 
 @pytest.fixture(scope="module")
 def context():
-    found = multiprocessing.get_context("forkserver")
-    found.set_forkserver_preload(["dock_ranks"])
-    return found
+    forkserver = multiprocessing.get_context("forkserver")
+    forkserver.set_forkserver_preload(["dock_ranks"])
+    return forkserver
 
 
 @pytest.fixture

@@ -63,11 +63,11 @@ def test_linearity_is_that_of_the_papers_figure() -> None:
     """The central arm has the paper's value at the largest S; the others follow from the same C."""
     seconds = {"central-padded": {1: 1.0, 4: 9.0}, "hash-padded": {1: 1.0, 4: 3.0}, "local-packed": {1: 1.0, 4: 1.0}}
     empty = dict.fromkeys(("wire", "cpu", "wait", "remote_mb"), 0.0)
-    found = {arm: {s: {"seconds": t, **empty} for s, t in line.items()} for arm, line in seconds.items()}
-    work, lines = dock_scaling.linearity(found)
+    measured = {arm: {s: {"seconds": t, **empty} for s, t in line.items()} for arm, line in seconds.items()}
+    work, lines = dock_scaling.linearity(measured)
     assert lines["central-padded"][4] == pytest.approx(0.619) and work == pytest.approx((0.619 * 9 - 1) / 0.381)
     assert lines["hash-padded"][4] == pytest.approx((work + 1) / (work + 3)) and lines["local-packed"][4] == 1.0
-    rows = dock_scaling.rows_of(found)
+    rows = dock_scaling.rows_of(measured)
     assert len(rows) == 3 * 2 * 6 and all(list(r) == ["arm", "case", "metric", "value", "unit"] for r in rows)
     wanted = {"arm": "hash-padded", "case": "S=4", "metric": "seconds", "value": 3.0, "unit": "s"}
     assert wanted in rows

@@ -37,9 +37,9 @@ def test_a_rollout_is_delivered_once_as_it_was_written(make) -> None:
     dock.commit(first, tokens(first.rows.ids, 5, 5, 5, start=9))
     dock.put(tokens(first.rows.ids, 7, 7, 7, start=9))
     for _ in range(2):
-        found = dock.read(first.rows.ids, ["tokens"])["tokens"]
-        assert [row.tolist() for row in found.rows()] == [[0, 1], [0, 1, 2], [0, 1, 2, 3]]
-        found.values.fill_(7)  # a copy
+        tokens_read = dock.read(first.rows.ids, ["tokens"])["tokens"]
+        assert [row.tolist() for row in tokens_read.rows()] == [[0, 1], [0, 1, 2], [0, 1, 2, 3]]
+        tokens_read.values.fill_(7)  # a copy
 
 
 def test_ids_come_in_the_order_asked_and_across_epochs(make) -> None:
@@ -396,9 +396,9 @@ def test_a_snapshot_of_the_docks_before_this_one_is_restored(make) -> None:
     saved = torch.load(Path(__file__).parent / "data" / "snapshot_format_1.pt", weights_only=True)
     dock.restore(saved)
     rows = [sid(0, 0, 3), sid(0, 1, 3), sid(3, 1, 3)]
-    found = dock.read(rows, ["tokens", "prompt"])
-    assert [r.tolist() for r in found["tokens"].rows()] == [list(range(n)) for n in (2, 3, 5)]
-    assert [len(r) for r in found["prompt"].rows()] == [1, 1, 4]
+    columns = dock.read(rows, ["tokens", "prompt"])
+    assert [r.tolist() for r in columns["tokens"].rows()] == [list(range(n)) for n in (2, 3, 5)]
+    assert [len(r) for r in columns["prompt"].rows()] == [1, 1, 4]
     assert dock.read(rows[:2], ["logp"])["logp"].values.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]
     assert dock.read([sid(1, 1, 3)], ["parts"])["parts"].tolist() == [[1.0, 2.0]]
     assert {name: dock.remaining(name) for name in ("generate", "logp", "update")} == {

@@ -32,8 +32,8 @@ def test_targets_are_medians_of_ratios_of_the_same_repeat(bench) -> None:
         ("dock-tcp", "short/64", "bytes_ratio"): [1.03, 1.03, 1.01],
         ("memcpy", "short/64", "bytes_ratio"): [9.0],
     }
-    found = {(r["arm"], r["case"], r["metric"]): (r["value"], r["target"], r["reached"]) for r in bench.targets(seen)}
-    assert found == {
+    results = {(r["arm"], r["case"], r["metric"]): (r["value"], r["target"], r["reached"]) for r in bench.targets(seen)}
+    assert results == {
         ("dock-shm", "short/64", "get_mb_s over transferqueue"): (pytest.approx(20), ">= 20", True),
         ("dock-shm", "long/512", "put_mb_s over ray"): (pytest.approx(0.7), ">= 1", False),
         ("dock-shm", "short/64", "small_get_p50_ms"): (0.45, "<= 0.5", True),
@@ -54,8 +54,8 @@ def test_a_tree_is_compared_with_the_one_before_it(bench) -> None:
         ("dock-shm before", "short/64", "cpu_s_per_gb"): [1.0],
         ("dock-tcp", "short/64", "get_mb_s"): [1.0],
     }
-    found = {r["metric"]: (r["value"], r["target"], r["reached"]) for r in bench.compared(seen)}
-    assert found == {
+    results = {r["metric"]: (r["value"], r["target"], r["reached"]) for r in bench.compared(seen)}
+    assert results == {
         "get_mb_s after over before": (pytest.approx(0.8), ">= 0.9", False),
         "alone_small_get_p50_ms after over before": (pytest.approx(1.5), "<= 1.15", False),
     }

@@ -29,9 +29,9 @@ def out(tmp_path_factory):
 def test_a_preset_learns(out, preset, seed):
     """The first run of a seed pretrains, the others take the same checkpoint."""
     base = learning.pretrained(out, seed)
-    found = learning.run(preset, seed, base, out / f"seed{seed}" / preset, learning.ITERATIONS)
-    assert found.iterations == learning.ITERATIONS and found.learned, found
-    assert abs(found.before) < 1e-4 if preset == "dpo" else 0.4 < found.before < 0.6, "the start is the careless pupil"
+    row = learning.run(preset, seed, base, out / f"seed{seed}" / preset, learning.ITERATIONS)
+    assert row.iterations == learning.ITERATIONS and row.learned, row
+    assert abs(row.before) < 1e-4 if preset == "dpo" else 0.4 < row.before < 0.6, "the start is the careless pupil"
 
 
 def test_every_preset_has_its_run():

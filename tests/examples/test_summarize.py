@@ -29,9 +29,9 @@ def summarize():
 )
 def test_claims(summarize, before, after, broken):
     summary = {"accuracy_before": before, "accuracy_after": after, "logprob_diff_max": None}
-    found = summarize.broken_claims(summary, 0.60, 0.80)
-    assert len(found) == len(broken)
-    assert all(text in line for text, line in zip(broken, found, strict=True))
+    claims = summarize.broken_claims(summary, 0.60, 0.80)
+    assert len(claims) == len(broken)
+    assert all(text in line for text, line in zip(broken, claims, strict=True))
 
 
 def test_no_bound_asks_nothing(summarize):
@@ -42,5 +42,5 @@ def test_no_bound_asks_nothing(summarize):
 @pytest.mark.parametrize(("difference", "broken"), [(2e-4, 0), (2.1e-4, 1), (None, 1)])
 def test_engine_and_trainer_may_not_part(summarize, difference, broken):
     summary = {"accuracy_before": 0.5, "accuracy_after": 1.0, "logprob_diff_max": difference}
-    found = summarize.broken_claims(summary, 0.60, 0.80, 2e-4)
-    assert len(found) == broken and all(f"differ by {difference} nats, the limit is 0.0002" in line for line in found)
+    claims = summarize.broken_claims(summary, 0.60, 0.80, 2e-4)
+    assert len(claims) == broken and all(f"differ by {difference} nats, the limit is 0.0002" in line for line in claims)

@@ -96,9 +96,9 @@ def test_steps_keep_their_rows_and_interleaved_pipelines_get_whole_rounds():
     ids = [SampleId(0, i, 0) for i in range(16)]
     lengths = {i: 10 + i.group for i in ids}
     plain = plan_batches(ids, global_batch_size=8, micro_batch_size=2, dp_size=2)
-    found = plan_tokens(plain, lengths, TokenBudget(200, packed=True, rounds_of=2))
-    assert [s.ids for s in found] == [s.ids for s in plain]
-    assert [len(s.of_rank(0)) for s in found] == [2, 2], "one would do"
+    steps = plan_tokens(plain, lengths, TokenBudget(200, packed=True, rounds_of=2))
+    assert [s.ids for s in steps] == [s.ids for s in plain]
+    assert [len(s.of_rank(0)) for s in steps] == [2, 2], "one would do"
     with pytest.raises(ValueError, match="1 rows"):
         few = plan_batches(ids[:2], global_batch_size=2, micro_batch_size=1, dp_size=2)
         plan_tokens(few, lengths, TokenBudget(200, rounds_of=2))

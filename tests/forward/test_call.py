@@ -50,12 +50,12 @@ def test_each_packed_row_has_the_rotary_embeddings_of_a_row_of_its_own(factor):
     model = Wrapper(Wrapper(Chunk(factor)))
     before = vars(model.module.module.rotary_pos_emb).copy()
     plain = Rotary()(9)
-    found = call_model(model, micro_batch([3, 9, 2], packed=True))
+    hidden = call_model(model, micro_batch([3, 9, 2], packed=True))
     if factor:
-        found, kept = found
+        hidden, kept = hidden
         assert kept == 1.5
-    assert found.shape[0] == 16, "padded to a multiple of 4"
-    assert torch.equal(found[:14], torch.cat([plain[:3], plain, plain[:2]]))
+    assert hidden.shape[0] == 16, "padded to a multiple of 4"
+    assert torch.equal(hidden[:14], torch.cat([plain[:3], plain, plain[:2]]))
     assert vars(model.module.module.rotary_pos_emb) == before
     rows = call_model(model, micro_batch([9, 3], packed=False))
     assert torch.equal((rows[0] if factor else rows)[:9], plain)

@@ -14,12 +14,12 @@ pytestmark = pytest.mark.upstream
 
 def checkouts() -> dict[str, Path]:
     """Core version (major.minor) -> checkout."""
-    found = {}
+    paths = {}
     for path in filter(None, os.environ.get("MEGATRON_LM_PATH", "").split(":")):
         info = (Path(path) / "megatron/core/package_info.py").read_text()
         numbers = [re.search(rf"^{name} = (\d+)", info, re.MULTILINE).group(1) for name in ("MAJOR", "MINOR")]
-        found[".".join(numbers)] = Path(path)
-    return found
+        paths[".".join(numbers)] = Path(path)
+    return paths
 
 
 @pytest.mark.parametrize("version", ["0.12", "0.16", "0.19"])

@@ -38,8 +38,8 @@ def test_slices_of_heads_one_by_one(rotary, positions):
     row = torch.randn(len(positions), LORA + SIZE, generator=make)
     query, key = heads[..., NOPE:], row[:, LORA:].unsqueeze(1)
     wanted = rotated(positions, query), rotated(positions, key)
-    found = rotary.forward_cpu(positions, query, key)
-    for ours, theirs in zip(found, wanted, strict=True):
+    results = rotary.forward_cpu(positions, query, key)
+    for ours, theirs in zip(results, wanted, strict=True):
         torch.testing.assert_close(ours.double(), theirs, rtol=0, atol=2e-6)
 
 

@@ -129,11 +129,11 @@ def scan(root):
 
 @pytest.mark.upstream
 def test_the_record_is_what_the_checkouts_hold():
-    found = []
+    paths = []
     for variable in ("MEGATRON_LM_PATH", "MINDSPEED_PATH", "MINDSPEED_LLM_PATH"):
-        found += [(variable, p) for p in os.environ.get(variable, "").split(":") if p]
-    assert found, "MEGATRON_LM_PATH is empty"
-    for variable, path in found:
+        paths += [(variable, p) for p in os.environ.get(variable, "").split(":") if p]
+    assert paths, "MEGATRON_LM_PATH is empty"
+    for variable, path in paths:
         result = scan(path)
         assert result in RECORD.values(), f"{variable} {path}: {result}"
         assert not set(flag_names()) & set(result["flags"]) and not dests() & set(result["names"])

@@ -262,15 +262,15 @@ def test_only_rank_0_gets_the_rows(job, monkeypatch):
     epoch = {"number": 4, "groups": 1, "members": 1, "columns": {"a": slots}}
     monkeypatch.setattr(Loop, "state_dict", lambda self: {"dock": {"last_epoch": 4, "epochs": [epoch]}})
     job().megatron.save(4, 2.5)
-    (found,) = [e[1] for e in job().events if e[0] == "state"]
-    assert torch.equal(found["rows"]["epochs"][0]["columns"]["a"]["values"], torch.ones(1, 9))
+    (state,) = [e[1] for e in job().events if e[0] == "state"]
+    assert torch.equal(state["rows"]["epochs"][0]["columns"]["a"]["values"], torch.ones(1, 9))
 
     read = files.read_state
     with monkeypatch.context() as patch:  # as on another rank, which hears the state and reads nothing itself
         patch.setattr(files, "read_state", lambda *where: (read(*where)[0], None))
-        (found,) = [e[1] for e in job().events if e[0] == "state"]
+        (state,) = [e[1] for e in job().events if e[0] == "state"]
     outline = {"number": 4, "groups": 1, "members": 1, "held": ["a"]}
-    assert "rows" not in found and found["dock"]["epochs"] == [outline]
+    assert "rows" not in state and state["dock"]["epochs"] == [outline]
 
 
 def test_saving_before_the_start_is_refused(monkeypatch):

@@ -81,7 +81,7 @@ def test_revert_puts_the_original_back_everywhere(tiny):
 
 def test_a_line_is_printed_once_and_on_rank_0_only(tiny, capsys, monkeypatch):
     applying.apply((tiny.row,))
-    for rank, line in (("1", ""), ("0", "[rl] patches in force through Megatron: step\n"), ("0", "")):
+    for rank, line in (("1", ""), ("0", "[rl] RL is attached to Megatron; wrapped functions: step\n"), ("0", "")):
         monkeypatch.setenv("RANK", rank)
         if line:
             monkeypatch.setattr(applying, "_announced", False)

@@ -249,12 +249,12 @@ def megatrons_parsers():
 
 def group_of(source):
     """Attribute -> default of `_add_rl_args` in this file, executed alone; nothing where it has none."""
-    head, found, tail = source.read_text().partition("def _add_rl_args(parser):")
-    if not found:
+    head, separator, tail = source.read_text().partition("def _add_rl_args(parser):")
+    if not separator:
         return {}
     body = tail.partition("\ndef ")[0]
     space = {"argparse": argparse}
-    exec(found + body, space)
+    exec(separator + body, space)
     parser = space["_add_rl_args"](argparse.ArgumentParser())
     return {a.dest: a.default for a in parser._actions if a.dest not in ("help", "perform_rl_step")}
 

@@ -51,7 +51,7 @@ def test_resume_equals_the_uninterrupted_run(megatron, layout, pretrained):
     assert (start["kind"], start["iteration"]) == ("pretrained", 0)
     assert whole.of("reference")[0]["weights"] == start["weights"]
     assert [e["cursor"] for e in whole.of("step")] == [1, 2, 3, 4]
-    assert whole.log.count("[rl] patches in force through Megatron: add_megatron_arguments, ") == 1
+    assert whole.log.count("[rl] RL is attached to Megatron; wrapped functions: add_megatron_arguments, ") == 1
     assert whole.log.count("[rl] training starts from the weights of") == 1
     for iteration in (2, 4):
         assert files.has_state(str(folder / out), iteration)

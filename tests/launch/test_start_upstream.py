@@ -18,12 +18,12 @@ FLAGS = ["--tensor-model-parallel-size", "2", "--no-create-attention-mask-in-dat
 
 def checkouts():
     """Core version -> checkout."""
-    found = {}
+    paths = {}
     for path in filter(None, os.environ.get("MEGATRON_LM_PATH", "").split(":")):
         info = (Path(path) / "megatron/core/package_info.py").read_text()
         numbers = [re.search(rf"^{name} = (\d+)", info, re.MULTILINE).group(1) for name in ("MAJOR", "MINOR")]
-        found[".".join(numbers)] = Path(path)
-    return found
+        paths[".".join(numbers)] = Path(path)
+    return paths
 
 
 def start_and_resume(megatron, name, script, env, mode=""):
@@ -33,7 +33,7 @@ def start_and_resume(megatron, name, script, env, mode=""):
     flags = [*FLAGS, "--load", f"base-{name}", "--save", f"out-{name}", "--save-interval", "2", "--no-load-optim"]
     whole = megatron(*flags, rl=True, mode=mode, **common)
     assert [e["event"] for e in whole.events] == ["before_model", "reference", "start"] + ["step"] * 4
-    assert whole.log.count("[rl] patches in force") == 1
+    assert whole.log.count("[rl] RL is attached to Megatron") == 1
     out = megatron.folder / f"out-{name}"
     shutil.rmtree(out / "iter_0000004")
     (out / "latest_checkpointed_iteration.txt").write_text("2")
@@ -63,7 +63,7 @@ def test_under_mindspeed(megatron, order):
     script.write_text(text.replace("import torch\n", "import torch\n" + lines, 1))
     env = {"PYTHONPATH": f"{checkout}:{os.environ['MINDSPEED_PATH']}"}
     done = start_and_resume(megatron, script.stem, script, env)
-    assert done.log.count("[rl] patches in force through MindSpeed's feature manager") == 1
+    assert done.log.count("[rl] RL is attached to Megatron, through MindSpeed's feature manager") == 1
 
 
 @pytest.mark.upstream

@@ -290,12 +290,12 @@ def nothing_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[]
 
 def working_in(private: Path) -> list[str]:
     """Command lines of the processes whose temporary files go to a folder."""
-    found = []
+    commands = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
             if process.environ().get("TMPDIR") == str(private) and process.pid != os.getpid():
-                found.append(" ".join(process.cmdline())[:200])
-    return found
+                commands.append(" ".join(process.cmdline())[:200])
+    return commands
 
 
 def held_by(pid: int) -> str:

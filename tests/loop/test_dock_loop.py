@@ -54,11 +54,11 @@ def check_rollout(lines: list[dict], metrics: dict, states: list, tensor: int, p
     stage_of = [rank // (world // pipeline) for rank in range(world)]
     moved = [Counter({tuple(m[:3]): m[4] for m in line["moved"]}) for line in lines]
     assert {m[3] for line in lines for m in line["moved"]} == {"local"}, "all ranks map one machine's memory"
-    for rank, found in enumerate(moved):
+    for rank, moves in enumerate(moved):
         for state in ("logp_old", "logp_ref", "update"):
             reads = set(next(s.reads for s in states if s.name == state))
             wanted = reads if stage_of[rank] == pipeline - 1 else reads & FIRST_STAGE
-            assert {c for way, s, c in found if (way, s) == ("read", state)} == wanted, (rank, state)
+            assert {c for way, s, c in moves if (way, s) == ("read", state)} == wanted, (rank, state)
     generated = sum(m["written", "generate", "tokens"] for m in moved)
     # A data parallel rank reads its own rows; each of its tensor and pipeline ranks maps them itself.
     read = [m["read", "update", "tokens"] for m in moved]

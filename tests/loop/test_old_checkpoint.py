@@ -52,8 +52,8 @@ def restored(name: str):
 def cells(dock, group: tuple[int, int], old: str) -> list:
     """A column of the four samples of a group."""
     column = RENAMED.get(old, old)
-    found = dock.read([SampleId(*group, member) for member in range(4)], [column])[column]
-    return [row.tolist() for row in found.rows()] if isinstance(found, Ragged) else found.tolist()
+    values = dock.read([SampleId(*group, member) for member in range(4)], [column])[column]
+    return [row.tolist() for row in values.rows()] if isinstance(values, Ragged) else values.tolist()
 
 
 @pytest.mark.parametrize("name", ITERATION)

@@ -42,15 +42,15 @@ def history(file: Path) -> list[dict]:
 
 def records(data: bytes) -> list[bytes]:
     """Payloads of a log in LevelDB's format: blocks of 32 KiB, each piece behind its checksum, length and kind."""
-    found, at = [], 7  # wandb's own header comes first
+    values, at = [], 7  # wandb's own header comes first
     while at + 7 <= len(data):
         if (left := -at % BLOCK) and left < 7:  # a header is never split
             at += left
         size, kind = struct.unpack_from("<HB", data, at + 4)
         piece = data[at + 7 : at + 7 + size]
         if kind in (1, 2):  # whole, or the first piece
-            found.append(piece)
+            values.append(piece)
         elif kind in (3, 4):
-            found[-1] += piece
+            values[-1] += piece
         at += 7 + size
-    return found
+    return values

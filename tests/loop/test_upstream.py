@@ -47,7 +47,7 @@ def mindspeed_entry(folder: Path, checkout: Path) -> Path:
 def test_plain_megatron(job, checkout):
     result = job(*LAYOUT, script=checkout / "pretrain_gpt.py", path=[checkout]).run(400)
     check(result)
-    assert "patches in force through Megatron" in result.log
+    assert "RL is attached to Megatron;" in result.log
 
 
 @pytest.mark.skipif(MINDSPEED is None, reason="MINDSPEED_PATH is not set")
@@ -58,7 +58,7 @@ def test_megatron_under_mindspeed(job, tmp_path, more):
     checkout = next(c for c in CHECKOUTS if core_version(c)[:2] == (0, 12))
     result = job(*LAYOUT, *more, script=mindspeed_entry(tmp_path, checkout), path=[Path(MINDSPEED), checkout]).run(400)
     check(result)
-    assert "patches in force through MindSpeed" in result.log
+    assert "RL is attached to Megatron, through MindSpeed" in result.log
 
 
 @pytest.mark.skipif(MINDSPEED is None, reason="MINDSPEED_PATH is not set")

@@ -149,12 +149,12 @@ def test_the_command_says_what_is_wrong(tmp_path, capsys):
 
 def test_the_report_says_where_it_looked_for_dumps(run_builder, tmp_path, capsys):
     run = run_builder(tmp_path / "run", iterations=3)
-    assert main([str(run)]) == 0 and f"samples from {run / 'dump'})" in capsys.readouterr().out
+    assert main([str(run)]) == 0 and f"responses in {run / 'dump'}\n" in capsys.readouterr().out
     assert main([str(run), "--samples", "1"]) == 0
-    said = re.search(r"(\d+) of (\d+) samples, --samples 1, from", capsys.readouterr().out)
+    said = re.search(r"(\d+) of the (\d+) responses .*--samples \2 ", capsys.readouterr().out)
     assert int(said[1]) < int(said[2])
     bare = run_builder(tmp_path / "bare", iterations=3, dumps=False)
     assert main([str(bare)]) == 0
-    assert f"0 samples - looked for dumps in {bare / 'dump'}, {bare})" in capsys.readouterr().out
+    assert f"no dumps in {bare / 'dump'}, {bare}\n" in capsys.readouterr().out
     assert main([str(run), "--dump-dir", str(tmp_path / "nowhere")]) == 1
     assert "nowhere is not a directory; give the --rl-dump-dir of the run" in capsys.readouterr().err

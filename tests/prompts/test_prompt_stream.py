@@ -198,10 +198,10 @@ def test_names_with_dots_are_inside_objects(stream) -> None:
     """As verl's rows have it; a field whose name has the dot goes first."""
     inside = {"prompt": "a", "reward_model": {"style": "rule", "ground_truth": 7}, "x": 1}
     flat = {"prompt": "a", "reward_model.ground_truth": "8"}
-    found = stream({"a.jsonl": lines(inside, flat)}, answer_key="reward_model.ground_truth")
-    first, second = found.all()
+    prompts = stream({"a.jsonl": lines(inside, flat)}, answer_key="reward_model.ground_truth")
+    first, second = prompts.all()
     assert (first.answer, second.answer) == ("7", "8") and first.record["reward_model"]["ground_truth"] == 7
-    kinds = {where.rpartition("/")[2]: fields for where, fields in found.kinds_of_rows().items()}
+    kinds = {where.rpartition("/")[2]: fields for where, fields in prompts.kinds_of_rows().items()}
     assert kinds == {"a.jsonl line 1": {"reward_model", "x"}, "a.jsonl line 2": frozenset()}
     for row in (inside, {"prompt": "a", "reward_model": "b"}):
         with pytest.raises(ValueError, match="no field 'reward_model.truth'; it has 'prompt', 'reward_model"):

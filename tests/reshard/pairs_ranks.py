@@ -163,9 +163,9 @@ class Grouped:
     def named_parameters(self):
         stacks = {}
         for name, t in self.model.named_parameters():
-            found = re.fullmatch(r"(.*mlp\.experts\.)local_experts\.\d+\.linear_fc(\d)\.weight", name)
-            if found:
-                stacks.setdefault((found[1], found[2]), []).append(t.data.t())
+            match = re.fullmatch(r"(.*mlp\.experts\.)local_experts\.\d+\.linear_fc(\d)\.weight", name)
+            if match:
+                stacks.setdefault((match[1], match[2]), []).append(t.data.t())
             else:
                 yield name, t
         for (where, number), parts in stacks.items():

@@ -38,12 +38,12 @@ def check_modes(job, engines):
 
 def training_state(job):
     """One tensor of every storage that the trainer keeps on its device; Adam's counters of steps live on the host."""
-    found = [t for t in job.optimizer_tensors() if t.numel() > 1]
+    tensors = [t for t in job.optimizer_tensors() if t.numel() > 1]
     for chunk in job.chunks:
-        found += [t for b in chunk.buffers for t in (b.grad_data, b.param_data) if t is not None]
-        found += [t for p in unwrap(chunk).parameters() for t in (p.data, p.grad, p.main_grad) if t is not None]
-        found += unwrap(chunk).buffers()
-    return list({t.untyped_storage()._cdata: t for t in found}.values())
+        tensors += [t for b in chunk.buffers for t in (b.grad_data, b.param_data) if t is not None]
+        tensors += [t for p in unwrap(chunk).parameters() for t in (p.data, p.grad, p.main_grad) if t is not None]
+        tensors += unwrap(chunk).buffers()
+    return list({t.untyped_storage()._cdata: t for t in tensors}.values())
 
 
 def check_memory(job, state, resharder, engine):

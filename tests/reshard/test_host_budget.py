@@ -46,9 +46,9 @@ class Table:
     def share(self, what, row, length, device):
         self.rows[threading.get_ident()] = row
         self.all.wait()
-        found = list(self.rows.values())
+        rows = list(self.rows.values())
         self.all.wait()
-        return found
+        return rows
 
 
 def together(machine, nbytes):

@@ -137,8 +137,8 @@ def test_its_weights_reach_the_engine(files):
     wanted = {r: engine_layout(shape, engine, r % 4) for r in range(8)}
     source = {r: place(sources[r], shapes[r], tensors) for r in sources}
     live = {r: {n: torch.zeros(s) for n, s in engine_shapes(shape, engine, r % 4).items()} for r in wanted}
-    found = make_plan(sources, wanted, canonical_tensors(shape), itemsize=4, bucket_bytes=4096)
-    deliver(found, source, live)
+    plan = make_plan(sources, wanted, canonical_tensors(shape), itemsize=4, bucket_bytes=4096)
+    deliver(plan, source, live)
     for rank, layout in wanted.items():
         expected = place(layout, engine_shapes(shape, engine, rank % 4), tensors)
         assert all(torch.equal(live[rank][name], tensor) for name, tensor in expected.items())
@@ -161,8 +161,8 @@ def test_import_export_and_plan(files, tmp_path, capsys):
     train = ["--train", "tp2,pp2,ep2,first1", "--experts", "grouped"]
     assert to_megatron.main(["--load", str(directory), "--out", str(ckpt), *train]) == 0
     assert to_hf.main(["--load", str(ckpt), "--out", str(back)]) == 0, capsys.readouterr()
-    found = load_file(back / "model.safetensors")
-    assert found.keys() == tensors.keys() and all(torch.equal(found[n], t) for n, t in tensors.items())
+    exported = load_file(back / "model.safetensors")
+    assert exported.keys() == tensors.keys() and all(torch.equal(exported[n], t) for n, t in tensors.items())
     assert compare_configs(config_of(back), config_of(directory)) == []
     model = str(directory / "config.json")
     assert plan.main(["--model", model, "--train", "tp2,pp2,ep2,first1", "--generate", "tp2,ep4", "--world", "8"]) == 0

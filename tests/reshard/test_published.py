@@ -69,8 +69,8 @@ def played(shape, train, engine):
     ],
 )
 def test_bytes_of_its_collectives(shape, train, engine):
-    found = received(shape, train, engine, range(train.world))
-    np.testing.assert_array_equal(found, 2 * np.array(played(shape, train, engine)))
+    nbytes = received(shape, train, engine, range(train.world))
+    np.testing.assert_array_equal(nbytes, 2 * np.array(played(shape, train, engine)))
 
 
 @pytest.mark.parametrize(
@@ -83,8 +83,8 @@ def test_bytes_of_its_collectives(shape, train, engine):
 def test_published_models(model, train, generate, mean):
     parallel = train_layout(train, None)
     engine, _ = engine_layout_of(generate, parallel.world)
-    found = received(model_shape(model, 1), parallel, engine, range(parallel.world))
-    assert found.mean() / 1e9 == pytest.approx(mean, rel=2e-3)
+    nbytes = received(model_shape(model, 1), parallel, engine, range(parallel.world))
+    assert nbytes.mean() / 1e9 == pytest.approx(mean, rel=2e-3)
 
 
 @pytest.mark.parametrize(

@@ -99,10 +99,10 @@ def test_scores_of_two_models_beside_a_rule(pool, decoder, encoder):
     """Groups of unlike lengths, one text that ends like padding; each model reads text by a tokenizer of its own."""
     responses = ["a1", "the answer is 7", "b>", "0"]
     got = pool.grade(items(*responses, prompt="x", answer="0"))
-    for response, found in zip(responses, got, strict=True):
+    for response, grade in zip(responses, got, strict=True):
         want = [alone(decoder, f"<u>x<a>{response}"), float(response == "0"), alone(encoder, f"x{response}")]
-        assert found.parts == pytest.approx(want, abs=1e-5) and found.error is None
-        assert found.total == pytest.approx(0.5 * want[0] + 2 * want[1] + want[2], abs=1e-5)
+        assert grade.parts == pytest.approx(want, abs=1e-5) and grade.error is None
+        assert grade.total == pytest.approx(0.5 * want[0] + 2 * want[1] + want[2], abs=1e-5)
     assert len({round(g.parts[0], 4) for g in got}) == 4 and len({round(g.parts[2], 4) for g in got}) == 4
 
 

@@ -58,8 +58,8 @@ def test_weights_sum_and_parts_stay_raw() -> None:
 def test_calling_conventions() -> None:
     names = ("all_names", "field", "whole_record", "from_import", "none", "prints")
     with RewardPool([own(name) for name in names], workers=1) as pool:
-        (found,) = pool.grade(items("rr", prompt="p", answer="aaa", level=4))
-        assert found.parts == (1 + 20 + 300 + 4000, 4.5, 1.0, 4.0, 1.0, 1.0)
+        (grade,) = pool.grade(items("rr", prompt="p", answer="aaa", level=4))
+        assert grade.parts == (1 + 20 + 300 + 4000, 4.5, 1.0, 4.0, 1.0, 1.0)
         with pytest.raises(RewardError, match=r"field asks for \['level'\]; the record of this row has \['depth'\]"):
             pool.grade(items("r", depth=1))
 
@@ -67,8 +67,8 @@ def test_calling_conventions() -> None:
 @pytest.mark.parametrize("workers", [1, 3])
 def test_a_batch_grader_gets_whole_groups_however_many_workers(workers: int) -> None:
     batch = items("a", "aaa", "aa", "b", "bb", members=3)
-    found = grade([own("batch_rank"), own("async_batch")], [batch[i] for i in (4, 0, 2, 1, 3)], workers=workers)
-    assert [g.parts for g in found] == [(21.0, 2.0), (30.0, 1.0), (31.0, 2.0), (32.0, 3.0), (20.0, 1.0)]
+    grades = grade([own("batch_rank"), own("async_batch")], [batch[i] for i in (4, 0, 2, 1, 3)], workers=workers)
+    assert [g.parts for g in grades] == [(21.0, 2.0), (30.0, 1.0), (31.0, 2.0), (32.0, 3.0), (20.0, 1.0)]
 
 
 def test_asynchronous_calls_overlap() -> None:

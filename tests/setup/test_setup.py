@@ -119,17 +119,17 @@ def check():
 
 
 def test_the_check_imports_what_the_package_imports():
-    found = set()
+    names = set()
     for path in (ROOT / "mindspeed_rl_plugin").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Import):
-                found |= {alias.name for alias in node.names}
+                names |= {alias.name for alias in node.names}
             elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-                found.add(node.module)
+                names.add(node.module)
     modules = set(check().MODULES)
-    roots = {name.split(".")[0] for name in found} - sys.stdlib_module_names - set(ON_A_MACHINE)
+    roots = {name.split(".")[0] for name in names} - sys.stdlib_module_names - set(ON_A_MACHINE)
     assert roots <= {name.split(".")[0] for name in modules}
-    assert {".".join(name.split(".")[:2]) for name in found if name.startswith("megatron.")} <= modules
+    assert {".".join(name.split(".")[:2]) for name in names if name.startswith("megatron.")} <= modules
 
 
 def test_a_module_that_does_not_import_is_named(capsys):

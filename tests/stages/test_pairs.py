@@ -81,8 +81,8 @@ def test_a_chat_template_ends_the_answers_itself(stream, tokenizer):
 
 def test_what_is_too_long_or_teaches_nothing_is_left_out_and_counted(stream):
     same = {**GOOD, "rejected": "4"}
-    found = stream(GOOD, same, {**GOOD, "prompt": "1" * 17}, {**GOOD, "rejected": "1" * 16}, {**GOOD, "chosen": "4."})
-    assert len(found) == 2 and found.dropped == 3 and found.rows == [0, 4] and found.at(1).row == 4
+    pairs = stream(GOOD, same, {**GOOD, "prompt": "1" * 17}, {**GOOD, "rejected": "1" * 16}, {**GOOD, "chosen": "4."})
+    assert len(pairs) == 2 and pairs.dropped == 3 and pairs.rows == [0, 4] and pairs.at(1).row == 4
     with pytest.raises(ValueError, match="no pair is left of 2: in 1 both answers are the same, the others are longer"):
         stream(same, {**GOOD, "prompt": "1" * 17})
 

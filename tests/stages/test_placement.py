@@ -82,15 +82,15 @@ def test_rows_are_balanced_by_tokens_and_trained_at_home(machines: int, pipeline
     lengths = {i: min(4096, int(rng.lognormvariate(6, 1)) + 20) for i in samples(groups, MEMBERS)}
     budget = TokenBudget(8192, packed=True)
     near = {i: place.trainers[owners[i.group]] for i in lengths}
-    plain, found = plan_tokens(plan, lengths, budget), plan_tokens(plan, lengths, budget, near)
-    assert [s.ids for s in found] == [s.ids for s in plan], "the steps keep their rows"
-    for one, other in zip(plain, found, strict=True):
+    plain, moved = plan_tokens(plan, lengths, budget), plan_tokens(plan, lengths, budget, near)
+    assert [s.ids for s in moved] == [s.ids for s in plan], "the steps keep their rows"
+    for one, other in zip(plain, moved, strict=True):
         full, fullest = ([sum(lengths[i] for b in rank for i in b) for rank in s.micro_batches] for s in (one, other))
         assert max(fullest) <= max(full) * 1.01 and {sum(map(len, r)) for r in other.micro_batches} == {
             512 // len(full)
         }
     assert away(place, plain, lambda g: owners[g[1]]) >= 0.4 * (1 - pipeline / machines)
-    assert away(place, found, lambda g: owners[g[1]]) < 0.05
+    assert away(place, moved, lambda g: owners[g[1]]) < 0.05
 
 
 @given(st.lists(st.integers(1, 50), min_size=4, max_size=24), st.integers(1, 4), st.integers(0, 99))
@@ -101,9 +101,9 @@ def test_balance_comes_before_places(lengths_given: list[int], parts: int, seed:
     lengths = dict(zip(ids, lengths_given, strict=True))
     near = {i: {rng.randrange(parts)} for i in ids}
     plan = [Step(tuple((tuple(ids[p::parts]),) for p in range(parts)))]
-    (plain,), (found,) = (plan_tokens(plan, lengths, TokenBudget(200), n) for n in (None, near))
-    full, fullest = ([sum(lengths[i] for b in rank for i in b) for rank in s.micro_batches] for s in (plain, found))
-    assert found.ids == plain.ids and max(fullest) <= 1.01 * max(full)
+    (plain,), (moved,) = (plan_tokens(plan, lengths, TokenBudget(200), n) for n in (None, near))
+    full, fullest = ([sum(lengths[i] for b in rank for i in b) for rank in s.micro_batches] for s in (plain, moved))
+    assert moved.ids == plain.ids and max(fullest) <= 1.01 * max(full)
     assert plan_tokens(plan, lengths, TokenBudget(200), {i: set(range(parts)) for i in ids}) == [plain]
 
 
@@ -119,17 +119,17 @@ def test_a_choice_of_groups_is_trained_where_they_lie(machines: int) -> None:
 
     chosen = [(e, g) for e in range(3) for g in range(prompts) if rng.random() < 0.5][:prompts]
     plain = planned(place, chosen, 512)
-    found = place.near(plain, owner)
-    assert [s.ids for s in found] == [s.ids for s in plain]
-    batches = [sorted(b for rank in s.micro_batches for b in rank) for s in found]
+    moved = place.near(plain, owner)
+    assert [s.ids for s in moved] == [s.ids for s in plain]
+    batches = [sorted(b for rank in s.micro_batches for b in rank) for s in moved]
     assert batches == [sorted(b for rank in s.micro_batches for b in rank) for s in plain], "micro-batches stay"
-    assert all(len({len(rank) for rank in s.micro_batches}) == 1 for s in found)
+    assert all(len({len(rank) for rank in s.micro_batches}) == 1 for s in moved)
     surplus = 0.0
-    for step in found:
+    for step in moved:
         here = np.bincount([owner(b[0][:2]) for rank in step.micro_batches for b in rank], minlength=machines)
-        surplus += np.maximum(here / here.sum() - 1 / machines, 0).sum() / len(found)
-    assert away(place, found, owner) == pytest.approx(surplus), "no more than do not fit"
-    assert away(place, found, owner) < 0.5 * away(place, plain, owner)
+        surplus += np.maximum(here / here.sum() - 1 / machines, 0).sum() / len(moved)
+    assert away(place, moved, owner) == pytest.approx(surplus), "no more than do not fit"
+    assert away(place, moved, owner) < 0.5 * away(place, plain, owner)
     one = layout(1, 4)
     assert one.near(planned(one, chosen, 512), lambda g: 0) == planned(one, chosen, 512)
 
@@ -154,11 +154,11 @@ def test_grading_is_spread_where_machines_own_no_group() -> None:
 )
 @settings(max_examples=100, deadline=None)
 def test_shares_are_equal_and_at_home_as_far_as_that_allows(owners: list[int], places: list[set[int]]) -> None:
-    found = deal(owners, places)
-    counts = np.bincount(found, minlength=len(places)).tolist()
-    assert len(found) == len(owners) and sum(counts) == len(owners) and max(counts) - min(counts) <= 1
+    dealt = deal(owners, places)
+    counts = np.bincount(dealt, minlength=len(places)).tolist()
+    assert len(dealt) == len(owners) and sum(counts) == len(owners) and max(counts) - min(counts) <= 1
     few = len(owners) // len(places)
-    for item, part in enumerate(found):
+    for item, part in enumerate(dealt):
         if owners[item] not in places[part]:
             own = [p for p, machines in enumerate(places) if owners[item] in machines]
             assert all(counts[p] >= few for p in own)

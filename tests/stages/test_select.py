@@ -22,8 +22,8 @@ from mindspeed_rl_plugin.stages.select import (
 YES, NO, BROKEN = GroupStats(False, True, 0.5), GroupStats(False, False, 1.0), GroupStats(True, False, 0.0)
 
 
-def round_(epoch, *found):
-    return {(epoch, g): v for g, v in enumerate(found)}
+def round_(epoch, *groups):
+    return {(epoch, g): v for g, v in enumerate(groups)}
 
 
 def test_without_dynamic_sampling_a_round_is_the_rollout():
@@ -77,8 +77,8 @@ def test_group_statistics_are_of_task_rewards_and_by_id():
     order = [3, 0, 5, 1, 4, 2]
     reward, graded = torch.tensor([1.0, 0.0, 1.0, 1.0, 0.0, 1.0]), torch.tensor([1, 1, 1, 1, 0, 1])
     failed = torch.tensor([0, 0, 0, 1, 1, 1])
-    found = {"reward": reward, "graded": graded, "grader_error": failed}
-    rows = Rows(tuple(ids[i] for i in order), {name: column[order] for name, column in found.items()})
+    columns = {"reward": reward, "graded": graded, "grader_error": failed}
+    rows = Rows(tuple(ids[i] for i in order), {name: column[order] for name, column in columns.items()})
     assert group_stats(rows) == {
         (4, 1): GroupStats(False, True, 0.5),
         (5, 0): GroupStats(False, False, 1.0, errors=1),
@@ -123,11 +123,11 @@ def test_failed_grades_count_wherever_their_group_goes():
     assert stats.metrics(Selection(), True)["reward/errors"] == 10.0
 
 
-def sampled_in(rounds, *found):
+def sampled_in(rounds, *epochs):
     """Rounds of two groups each, until the rollout is whole; a plan has steps of one group."""
     cut = lambda groups: plan_groups(groups, 2, global_batch_size=2, micro_batch_size=2, dp_size=1)  # noqa: E731
     selecting = Rounds(((9, 9),) if rounds else (), 2, rounds, cut)
-    return selecting, [selecting.add(round_(epoch, *groups)) for epoch, groups in enumerate(found)]
+    return selecting, [selecting.add(round_(epoch, *groups)) for epoch, groups in enumerate(epochs)]
 
 
 def test_a_rollout_is_sampled_again_where_a_step_has_nothing_to_train_on():

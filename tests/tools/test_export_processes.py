@@ -130,7 +130,7 @@ def test_chain(round_trip, family, train, generate):
         flags += ["--moe-router-bias-update-rate", "0", "--attention-backend", "unfused"]
     ranks = 4 if "pp2" in train and "tp2" in train else 2
     hf, back, *_ = round_trip(family, train, STILL, *flags, ranks=ranks, generate=generate)
-    weights, found = tensors(hf), tensors(back)
-    assert found.keys() == weights.keys()
+    weights, exported = tensors(hf), tensors(back)
+    assert exported.keys() == weights.keys()
     for name, tensor in weights.items():
-        assert torch.equal(found[name], tensor), name
+        assert torch.equal(exported[name], tensor), name

@@ -16,10 +16,10 @@ from mindspeed_rl_plugin.tools.convert.checkpoint import FILE, Checkpoint, rank_
 from mindspeed_rl_plugin.tools.convert.files import write_shards
 
 
-def same(found, weights):
+def same(tensors, weights):
     """Whether all tensors are bitwise equal."""
-    equal = (found[name].dtype == t.dtype and torch.equal(found[name], t) for name, t in weights.items())
-    return found.keys() == weights.keys() and all(equal)
+    equal = (tensors[name].dtype == t.dtype and torch.equal(tensors[name], t) for name, t in weights.items())
+    return tensors.keys() == weights.keys() and all(equal)
 
 
 @pytest.mark.parametrize(
@@ -53,10 +53,10 @@ def test_round_trip(family, train, more, convert):
 def test_dtypes_and_a_single_file(convert):
     weights = convert.make("deepseek_v3", torch.float32)
     convert.imported("tp2", "--dtype", "bf16")
-    found = convert.exported("--config", convert.hf, "--dtype", "fp32")
+    exported = convert.exported("--config", convert.hf, "--dtype", "fp32")
     assert [file.name for file in convert.back.glob("*.safetensors")] == ["model.safetensors"]
     wide = "e_score_correction_bias"  # stays float32 all the way
-    assert same(found, {n: t if n.endswith(wide) else t.bfloat16().float() for n, t in weights.items()})
+    assert same(exported, {n: t if n.endswith(wide) else t.bfloat16().float() for n, t in weights.items()})
 
 
 def test_only_what_was_asked_for_is_unpickled(tmp_path):
@@ -65,10 +65,10 @@ def test_only_what_was_asked_for_is_unpickled(tmp_path):
             return (Path.touch, (tmp_path / "went-off",))
 
     torch.save({"args": argparse.Namespace(x=Bomb(), y=torch.float16), "t": torch.ones(2)}, tmp_path / "x.pt")
-    found = pickles.load(tmp_path / "x.pt")
+    content = pickles.load(tmp_path / "x.pt")
     assert not (tmp_path / "went-off").exists()
-    assert isinstance(found["args"].x, pickles.Inert) and found["args"].y == torch.float16
-    assert torch.equal(found["t"], torch.ones(2))
+    assert isinstance(content["args"].x, pickles.Inert) and content["args"].y == torch.float16
+    assert torch.equal(content["t"], torch.ones(2))
     (tmp_path / "cut.pt").write_bytes((tmp_path / "x.pt").read_bytes()[:200])
     (tmp_path / "old.pt").write_bytes(pickle.dumps({"model": 1}))
     for name in ("cut.pt", "old.pt"):
@@ -101,7 +101,7 @@ def test_damaged_checkpoints_are_named(convert, tmp_path):
     assert not convert.back.exists(), "what is refused leaves no folder"
     convert.back.mkdir()
     (convert.back / "x").touch()
-    convert.exported(refused="is not empty; nothing is overwritten")
+    convert.exported(refused="is not empty; remove it")
 
 
 def test_damaged_models_are_named(convert):

@@ -36,11 +36,11 @@ def micro_batch(seed=0, **columns):
 def weights_by_loops(batch, level):
     """Importance weight of each trained token, {(row, position): weight}."""
     gap = batch.columns["logp_old"] - batch.columns["logp_rollout"]
-    found = {}
+    weights = {}
     for row, at in batch.mask.nonzero().tolist():
         mine = [float(gap[row, t]) for t in range(WIDE) if batch.mask[row, t]]
-        found[row, at] = math.exp(sum(mine) if level == "sequence" else float(gap[row, at]))
-    return found
+        weights[row, at] = math.exp(sum(mine) if level == "sequence" else float(gap[row, at]))
+    return weights
 
 
 @pytest.mark.parametrize("level", ["token", "sequence"])

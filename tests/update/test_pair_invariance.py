@@ -65,7 +65,7 @@ def test_two_data_parallel_ranks_take_the_step_of_the_loops(assert_same, data_pa
 
 
 def test_the_losses_differ(data_parallel):
-    norms = [found["grad_norm"] for found in data_parallel["loops"].values()]
+    norms = [step["grad_norm"] for step in data_parallel["loops"].values()]
     assert len({round(norm, 4) for norm in norms}) == len(norms), "were the flags lost on the way, all would agree"
 
 
@@ -73,7 +73,7 @@ def test_the_losses_differ(data_parallel):
 def test_every_layout_takes_the_same_step(assert_same, run_cases):
     layouts = run_cases("pairs.py", 1, ONE_RANK)
     wanted = layouts["loops"]
-    for layout, found in {**layouts, **run_cases("pairs.py", 2, TWO_RANKS)}.items():
-        assert set(found) == set(VARIANTS)
-        for variant, got in found.items():
+    for layout, steps in {**layouts, **run_cases("pairs.py", 2, TWO_RANKS)}.items():
+        assert set(steps) == set(VARIANTS)
+        for variant, got in steps.items():
             assert_same(got, wanted[variant], (layout, variant))

@@ -73,12 +73,12 @@ def layouts(run_cases):
 
 def by_tokens(run_cases, names, variants):
     """{layout: {variant: what it did}}; pipelines first, for core 0.12 leaves groups of them behind."""
-    found = {}
+    results = {}
     for ranks in (1, 2):
         cases = {n: {"flags": f, "variants": variants, **how} for n, (r, f, how) in BY_TOKENS.items() if r == ranks}
         order = sorted((n for n in cases if n in names), key=lambda n: not n.startswith("PP"))
-        found |= run_cases("presets.py", ranks, {n: cases[n] for n in order}) if order else {}
-    return found
+        results |= run_cases("presets.py", ranks, {n: cases[n] for n in order}) if order else {}
+    return results
 
 
 def test_micro_batches_by_tokens_and_packed_take_the_same_step(assert_same, run_cases):
@@ -88,20 +88,20 @@ def test_micro_batches_by_tokens_and_packed_take_the_same_step(assert_same, run_
     cases = {name: {"flags": BY_TOKENS[name][1], "variants": few, **BY_TOKENS[name][2]} for name in FEW}
     layouts = run_cases("presets.py", 1, one | cases)
     want = layouts.pop("plain")
-    assert all(sum(found["dapo"]["sizes"]) == 8 for found in layouts.values())
+    assert all(sum(steps["dapo"]["sizes"]) == 8 for steps in layouts.values())
     assert [len(layouts[name]["dapo"]["sizes"]) for name in FEW[1:]] == [2, 1, 2], "as the tokens allow"
     handed = layouts[FEW[-1]]["dapo"]["boundaries"]
     assert len(handed) == 2 * 4 and all(ends[0] == 0 and ends[-1] == length for ends, length in handed)
     assert sorted({len(ends) - 1 for ends, _ in handed}) == sorted(set(layouts[FEW[-1]]["dapo"]["sizes"]))
-    for layout, found in layouts.items():
-        for variant, got in found.items():
+    for layout, steps in layouts.items():
+        for variant, got in steps.items():
             assert_same(got, want[variant], (layout, variant))
 
 
 @pytest.mark.slow
 def test_every_preset_by_tokens_and_packed(assert_same, run_cases, layouts):
-    for layout, found in by_tokens(run_cases, BY_TOKENS, VARIANTS).items():
-        for variant, got in found.items():
+    for layout, steps in by_tokens(run_cases, BY_TOKENS, VARIANTS).items():
+        for variant, got in steps.items():
             assert_same(got, layouts["micro-batch 1"][variant], (layout, variant))
 
 
@@ -111,15 +111,15 @@ def test_a_preset_takes_the_same_step_in_every_layout(assert_same, layouts, vari
     want = layouts["micro-batch 1"][variant]
     tokens = 21 if variant == "pf-ppo" else 38
     assert want["grad_norm"] > 1e-3 and want["metrics"]["trained/tokens"] == tokens
-    for layout, found in layouts.items():
-        assert_same(found[variant], want, layout)
+    for layout, steps in layouts.items():
+        assert_same(steps[variant], want, layout)
 
 
 @pytest.mark.slow
 def test_the_variants_differ_from_each_other(layouts):
     """Were the flags lost on the way, all would agree."""
-    norms = [found["grad_norm"] for found in layouts["micro-batch 1"].values()]
+    norms = [step["grad_norm"] for step in layouts["micro-batch 1"].values()]
     assert len({round(norm, 6) for norm in norms}) == len(norms)
-    measured = {name: found["metrics"] for name, found in layouts["micro-batch 1"].items()}
+    measured = {name: step["metrics"] for name, step in layouts["micro-batch 1"].items()}
     assert 0 < measured["gspo"]["clip_fraction"] < 1 and 0 < measured["dapo"]["clip_fraction"] < 1
     assert 0 < measured["masked sequences"]["rollout/sequence_weight_outside"] < 1

@@ -38,12 +38,12 @@ def test_value_objective_is_the_loop():
     assert float(loss) == pytest.approx(want) and 0 < clipped < sum(COUNTS)
     torch.testing.assert_close(values.grad, grad)
     sums = dict(zip(SUMS, tally.tolist(), strict=True))
-    found = value_metrics(sums, sum(COUNTS))
+    metrics = value_metrics(sums, sum(COUNTS))
     trained_old, trained = old[batch.mask], returns[batch.mask]
     explained = 1 - (trained - trained_old).var(unbiased=False) / trained.var(unbiased=False)
-    assert found["critic/explained_variance"] == pytest.approx(float(explained), rel=1e-5)
-    assert found["critic/clip_fraction"] == pytest.approx(clipped / sum(COUNTS))
-    assert found["critic/value_mean"] == pytest.approx(float(trained_old.mean()), rel=1e-5)
+    assert metrics["critic/explained_variance"] == pytest.approx(float(explained), rel=1e-5)
+    assert metrics["critic/clip_fraction"] == pytest.approx(clipped / sum(COUNTS))
+    assert metrics["critic/value_mean"] == pytest.approx(float(trained_old.mean()), rel=1e-5)
 
 
 def test_a_perfect_critic_a_constant_one_and_equal_returns():

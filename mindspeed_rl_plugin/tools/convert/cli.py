@@ -36,7 +36,7 @@ def run(parser: argparse.ArgumentParser, argv: list[str], work: Callable[[argpar
         if not made and not out.is_dir():
             raise ValueError(f"--out {out} is a file; give a directory that is empty or new")
         if not made and any(out.iterdir()):
-            raise ValueError(f"--out {out} is not empty; nothing is overwritten")
+            raise ValueError(f"--out {out} is not empty; remove it, or name another directory")
         out.mkdir(parents=True, exist_ok=True)
         print(work(options))
     except (ValueError, OSError) as error:

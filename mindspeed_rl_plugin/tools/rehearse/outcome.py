@@ -66,7 +66,7 @@ def _missing_module(module: str, traceback: list[str]) -> str:
 def iterations(done: Done, rl: bool) -> list[str]:
     """Megatron's lines of its iterations, and the plugin's own lines; empty where no iteration was logged, of RL or of
     pretraining."""
-    lines = [line for line in done.lines if line.startswith("[rl]") and "patches in force" not in line]
+    lines = [line for line in done.lines if line.startswith("[rl]") and "RL is attached" not in line]
     rounds = [line for line in done.lines if _RL_ITERATION.match(line)]
     logged = [re.sub(r"\s+", " ", line[line.index("iteration") :]) for line in done.lines if _ITERATION.search(line)]
     return [*lines, *rounds, *logged] if done.ok and (rounds if rl else logged) else []

@@ -37,11 +37,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"report: {error}", file=sys.stderr)
         return 1
     rows, ranks = len(data["samples"]["rows"]), data["timeline"]["ranks_total"]
-    places = ("from " if rows else "- looked for dumps in ") + ", ".join(data["samples"]["places"])
     trained = sum(i > 0 for i in data["metrics"]["iterations"])  # at 0 there is an evaluation
     total = data["samples"]["total"]
-    shown = f"{rows} samples" if rows == total else f"{rows} of {total} samples, --samples {args.samples},"
-    print(f"report: {out} ({trained} iterations, {ranks} ranks, {shown} {places})")
+    shown = f"{rows} of the {total} responses" if total else "no responses (--rl-dump-dir writes them): no dumps"
+    places = ", ".join(data["samples"]["places"]) + (f"; --samples {total} shows all" if rows < total else "")
+    print(f"report: {out} shows {trained} iterations of {ranks} ranks, and {shown} in {places}")
     return 0
 
 

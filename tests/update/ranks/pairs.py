@@ -91,11 +91,11 @@ def by_loops(job, rows, case, chosen):
 
 def steps_of(job, rows, case):
     how = by_loops if case.get("mode") == "loops" else through_train_step
-    found = {}
+    steps = {}
     for variant, fields in case["variants"].items():
         metrics, grad_norm = how(job, rows, case, AlgorithmConfig(algorithm="dpo", **fields))
-        found[variant] = {"grad_norm": grad_norm, "metrics": agreed(metrics), "gradients": job.gradients()}
-    return found
+        steps[variant] = {"grad_norm": grad_norm, "metrics": agreed(metrics), "gradients": job.gradients()}
+    return steps
 
 
 run(steps_of, as_pairs)

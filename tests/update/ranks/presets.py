@@ -71,8 +71,8 @@ def bounded_step(job, rows, chosen, **how):
     BOUNDARIES.clear()
     implementation = mock.patch.object(job.args, "transformer_impl", "transformer_engine")
     with implementation, mock.patch(f"{ATTENTION}.forward", by_boundaries):
-        found = step_of(job, rows, chosen, **how)
-    return found | {"boundaries": list(BOUNDARIES)}
+        step = step_of(job, rows, chosen, **how)
+    return step | {"boundaries": list(BOUNDARIES)}
 
 
 def steps_of(job, rows, case):

@@ -256,9 +256,9 @@ def run(step, arrange=lambda rows: rows, lr: float | None = 0.0, critic: bool = 
         case = case if isinstance(case, dict) else {"flags": case}
         flags = f"{case['flags']} --global-batch-size {len(rows)}"
         with Job(flags, lr=lr, tied=case.get("tied", False), critic=critic) as job:
-            found = step(job, rows, case)
+            results = step(job, rows, case)
             if dist.get_rank() == 0:
-                torch.save(found, folder / f"{name}.pt")
+                torch.save(results, folder / f"{name}.pt")
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()

@@ -33,9 +33,9 @@ def step_of(job, rows, case):
         lengths = dict(zip(rows.ids, rows["tokens"].lengths.tolist(), strict=True))
         (step,) = plan_tokens([step], lengths, settings.budget)
     batches = [rows.select(ids) for ids in step.of_rank(dp_rank)]
-    found = critic.values(batches, settings)
-    assert (found is not None) == is_last_stage()
-    mine = (dp_rank, [row for part in found for row in part.rows()]) if found is not None else None
+    before = critic.values(batches, settings)
+    assert (before is not None) == is_last_stage()
+    mine = (dp_rank, [row for part in before for row in part.rows()]) if before is not None else None
     ranks = [None] * dist.get_world_size()
     dist.all_gather_object(ranks, mine)
     parts = dict(part for part in ranks if part is not None)
