@@ -21,7 +21,8 @@ from mindspeed_rl_plugin.loop.inputs import Inputs
 from mindspeed_rl_plugin.prompts import PairRenderer, PairStream, PromptStream, Renderer
 from mindspeed_rl_plugin.prompts.tokenizer import check_vocabulary, load_tokenizer, tokenizer_path
 from mindspeed_rl_plugin.reward import RewardPool
-from mindspeed_rl_plugin.stages.user import load_stages
+from mindspeed_rl_plugin.stages.stage import StageSpec
+from mindspeed_rl_plugin.stages.user import load_stages, try_once
 
 
 def read_inputs(args: argparse.Namespace) -> Inputs:
@@ -75,7 +76,7 @@ def _to_sample(inputs: Inputs) -> Inputs:
         engine_config=engine_config,
         end_tokens=end_tokens,
         graders=graders,
-        own_stages=tuple(load_stages(config.reward.stage, len(graders.names))),
+        own_stages=_own_stages(inputs, len(graders.names), end_tokens),
     )
     dock_size(inputs, table_of(inputs)).check_early()
     return inputs
@@ -99,6 +100,15 @@ def _graders(inputs: Inputs) -> RewardPool:
     for failure in graders.try_once(prompts.at(0), prompts.where(0), inputs.config.rollout.samples_per_prompt):
         say(f"warning: {failure}")
     return graders
+
+
+def _own_stages(inputs: Inputs, graders: int, end_tokens: Sequence[int]) -> tuple[tuple[StageSpec, Any], ...]:
+    """A user's stages; instances of their own were tried on the first row, its answer as every response."""
+    rollout, words, row = inputs.config.rollout, inputs.config.reward.stage, inputs.data.at(0)
+    response = [*inputs.tokenizer.encode(row.answer, add_special_tokens=False), *end_tokens] or [0]
+    response, where = response[: rollout.max_response_length], inputs.data.where(0)
+    try_once(load_stages(words, graders), row, response, rollout.samples_per_prompt, graders, where)
+    return tuple(load_stages(words, graders))
 
 
 def _stream(

@@ -89,7 +89,7 @@ async def _together(grader: Grader, items: Items, timeout: float) -> list[Outcom
         try:
             return number(await asyncio.wait_for(grader.single(item), timeout)), None
         except BaseException as error:  # noqa: BLE001 - whatever user code raises is reported to the parent
-            return None, _describe(error)
+            return None, describe(error)
 
     return await asyncio.gather(*map(one, items))
 
@@ -102,10 +102,11 @@ def _outcome(function: Callable[..., Any], *arguments: Any) -> Outcome:
     try:
         return function(*arguments), None
     except BaseException as error:  # noqa: BLE001 - whatever user code raises is reported to the parent
-        return None, _describe(error)
+        return None, describe(error)
 
 
-def _describe(error: BaseException) -> str:
+def describe(error: BaseException) -> str:
+    """What a user's code raised, and the innermost frames outside of this folder."""
     if isinstance(error, asyncio.TimeoutError):
         return "ran out of time"
     own = os.path.dirname(__file__)

@@ -24,7 +24,8 @@ import torch
 
 from mindspeed_rl_plugin.dock import ColumnSpec, Dock, from_tensordict, to_tensordict
 from mindspeed_rl_plugin.reward.calling import load_function
-from mindspeed_rl_plugin.rows import Ragged, Rows
+from mindspeed_rl_plugin.reward.worker import describe
+from mindspeed_rl_plugin.rows import Completion, GenerateRequest, Prompt, Ragged, Rows, SampleId, Sampling
 from mindspeed_rl_plugin.stages import generate, prompts, reward
 from mindspeed_rl_plugin.stages.stage import Stage, StageSpec
 
@@ -32,6 +33,13 @@ WRITABLE = {
     "reward": ColumnSpec("reward", torch.float32, "sample", ragged=False),
     "valid": ColumnSpec("valid", torch.int8, "sample", ragged=False),
 }
+
+
+# What a user's code may raise at the start.
+RAISED = (
+    ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, NameError, OSError, RuntimeError,
+    SyntaxError, TypeError, ValueError,
+)  # fmt: skip
 
 
 def load_stages(words: Sequence[str], graders: int) -> list[tuple[StageSpec, Any]]:
@@ -62,7 +70,7 @@ def _load(word: str) -> tuple[StageSpec, Any]:
         raise ValueError(f"--rl-stage {word}: wants path/to/file.py:Class, and {path or word!r} is no file")
     try:
         instance = load_function(str(Path(path).resolve()), name)()
-    except (ValueError, SyntaxError, ImportError, TypeError, NameError, AttributeError) as error:
+    except RAISED as error:
         raise ValueError(f"--rl-stage {word}: {type(error).__name__}: {error}") from error
     lacking = [a for a in ("reads", "writes", "compute") if not hasattr(instance, a)]
     if lacking:
@@ -79,6 +87,44 @@ def _load(word: str) -> tuple[StageSpec, Any]:
         return StageSpec(stage_name, tuple(instance.reads), writes, getattr(instance, "unit", "row"), "cpu"), instance
     except ValueError as error:
         raise ValueError(f"--rl-stage {word}: {error}") from error
+
+
+def try_once(
+    stages: Sequence[tuple[StageSpec, Any]],
+    prompt: Prompt,
+    response: Sequence[int],
+    members: int,
+    graders: int,
+    where: str,
+) -> None:
+    """Call each stage on the group that a data row would make, rewarded with 1 and 0 in turns.
+
+    stages: not those of the run, for they may keep state; response: token ids of every response; graders: number of
+    rewards; where: the row's place in the data. Raises ValueError for what a stage raises or returns wrongly.
+    """
+    rows = _as_sampled(prompt, response, members, graders)
+    for spec, instance in stages:
+        try:
+            with torch.random.fork_rng(devices=()):
+                given = Rows(rows.ids, {name: rows[name] for name in spec.reads})
+                written = UserStage(spec, None, 0.0, instance).compute(given)
+            for column in spec.writes:
+                column.check(written[column.name])
+        except RAISED as error:
+            raise ValueError(f"--rl-stage {spec.name} {describe(error)}\n  when it was tried on {where}") from error
+        rows = rows.with_columns(**written.columns)
+
+
+def _as_sampled(prompt: Prompt, response: Sequence[int], members: int, graders: int) -> Rows:
+    """The columns that a stage may read, of one group."""
+    ids = [SampleId(0, 0, member) for member in range(members)]
+    requests = [GenerateRequest(i, prompt.tokens, Sampling(len(response)), 0) for i in ids]
+    answers = [Completion(i, tuple(response), (-1.0,) * len(response), "stop", 0) for i in ids]
+    right = (torch.arange(members) + 1) % 2
+    graded = {"reward": right, "reward_parts": right[:, None].expand(-1, graders), "graded": right | 1}
+    columns = {c.name: graded.get(c.name, right * 0).to(c.dtype) for c in reward.spec(graders).writes}
+    columns |= prompts.prompt_rows(0, [prompt]).take([0] * members).columns
+    return generate.completion_rows(requests, answers).with_columns(**columns)
 
 
 class UserStage(Stage):
