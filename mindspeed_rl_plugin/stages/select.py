@@ -124,46 +124,45 @@ def idle_steps(plan: Sequence[Step], idle: Iterable[Group]) -> int:
     return sum(all((s.epoch, s.group) in idle for s in step.ids) for step in plan)
 
 
-@dataclass
-class SamplingStats:
-    """What sampling one rollout took. resumed: groups deferred from before it."""
+class Rounds:
+    """Selection over the rounds that a rollout is sampled in: with dynamic sampling until enough groups carry signal,
+    else until no optimizer step is left without a row that could be graded.
 
-    resumed: int = 0
-    rounds: int = 0
-    sampled: int = 0
-    signal: int = 0
-    reward: float = 0.0
-    errors: int = 0
+    deferred: groups with signal from before, oldest first; wanted: groups of a rollout; limit: rounds that dynamic
+    sampling may take, 0 without it; plan: the optimizer steps of groups. selection: of the last round; steps: of its
+    `trained`; dropped: why the last round's groups are no rollout, where all of them are sampled again.
+    """
 
-    def add(self, round_: Mapping[Group, GroupStats]) -> None:
-        """Count one round."""
-        graded = [stats for stats in round_.values() if not stats.broken]
-        self.rounds += 1
-        self.sampled += len(round_)
-        self.errors += sum(stats.errors for stats in round_.values())
-        self.signal += sum(stats.signal for stats in round_.values())
-        self.reward += sum(stats.reward for stats in graded) * len(round_) / max(len(graded), 1)
+    def __init__(
+        self, deferred: Sequence[Group], wanted: int, limit: int, plan: Callable[[Sequence[Group]], list[Step]]
+    ) -> None:
+        self.wanted, self.dynamic, self.limit, self.plan = wanted, bool(limit), limit or PLAIN_ROUNDS, plan
+        self.selection, self.resumed = Selection(deferred=tuple(deferred)), len(deferred)
+        self.steps: list[Step] = []
+        self.dropped: str | None = None
+        self.rounds = self.sampled = self.signal = self.errors = 0  # rounds; groups, of these with signal; samples
+        self.reward = 0.0
 
-    def exhausted(self, empty: int, last: Mapping[Group, GroupStats], dynamic: bool) -> ValueError:
-        """No round may follow, and `empty` optimizer steps have no group to train on; last: the last round; dynamic:
-        whether groups were dropped for want of signal too."""
-        if not dynamic:
-            return ValueError(
-                f"{self.rounds} rollouts one after the other were dropped; in the last one {useless(last, empty)}; "
-                "repair that and resume from the last checkpoint"
-            )
-        broken = sum(stats.broken for stats in last.values())
-        return ValueError(
-            f"--rl-dynamic-sampling-rounds {self.rounds}: rewards differ in {self.signal} of the {self.sampled} groups "
-            f"sampled (mean reward {self.reward / self.sampled:g}; graders failed in {broken} groups of the last "
-            f"round), so {empty} optimizer steps would train on nothing: the prompts are too easy or too hard for the "
-            "policy; resume with others, with more rounds, or with --no-rl-dynamic-sampling"
-        )
+    def add(self, graded: Mapping[Group, GroupStats]) -> bool:
+        """Decide after a round. Returns whether the rollout is whole. Raises ValueError where it is not and no further
+        round may follow."""
+        self._count(graded)
+        last = self.rounds == self.limit
+        deferred, dynamic = self.selection.deferred, self.dynamic
+        self.selection = chosen = choose(deferred, graded, self.wanted, dynamic=dynamic, last=dynamic and last)
+        self.steps = self.plan(chosen.trained) if chosen.trained else []
+        empty = idle_steps(self.steps, chosen.idle)
+        if self.steps and not empty:
+            return True
+        self.dropped = None if dynamic else _useless(graded, empty)
+        if last:
+            raise ValueError(self._exhausted(graded, empty))
+        return False
 
-    def metrics(self, selection: Selection, dynamic: bool) -> dict[str, float]:
-        """Metrics of a rollout, named as in `monitor.names`; those of selection only under dynamic sampling."""
+    def metrics(self) -> dict[str, float]:
+        """What sampling the rollout took, named as in `monitor.names`; of selection only under dynamic sampling."""
         errors = {"reward/errors": float(self.errors)}  # also of groups that are trained nowhere
-        if not dynamic:
+        if not self.dynamic:
             return errors
         return {
             **errors,
@@ -172,56 +171,40 @@ class SamplingStats:
             "sampling/informative": self.signal / max(self.sampled, 1),
             "sampling/reward_mean": self.reward / max(self.sampled, 1),
             "sampling/brought": float(self.resumed),
-            "sampling/carried": float(len(selection.deferred)),
-            "sampling/filled": float(len(selection.idle)),
+            "sampling/carried": float(len(self.selection.deferred)),
+            "sampling/filled": float(len(self.selection.idle)),
         }
 
+    def _count(self, graded: Mapping[Group, GroupStats]) -> None:
+        of_groups = graded.values()
+        rewards = [stats.reward for stats in of_groups if not stats.broken]
+        self.rounds += 1
+        self.sampled += len(graded)
+        self.errors += sum(stats.errors for stats in of_groups)
+        self.signal += sum(stats.signal for stats in of_groups)
+        self.reward += sum(rewards) * len(graded) / max(len(rewards), 1)
 
-def useless(round_: Mapping[Group, GroupStats], empty: int) -> str:
-    """Why a rollout is dropped."""
-    broken = sum(stats.broken for stats in round_.values())
-    invalid = sum(stats.empty and not stats.broken for stats in round_.values())
-    why = f"graders failed in {broken} of {len(round_)} groups"
+    def _exhausted(self, graded: Mapping[Group, GroupStats], empty: int) -> str:
+        if self.dropped:
+            return (
+                f"{self.rounds} rollouts one after the other were dropped; in the last one {self.dropped}; repair that "
+                "and resume from the last checkpoint"
+            )
+        broken = sum(stats.broken for stats in graded.values())
+        return (
+            f"--rl-dynamic-sampling-rounds {self.rounds}: rewards differ in {self.signal} of the {self.sampled} groups "
+            f"sampled (mean reward {self.reward / self.sampled:g}; graders failed in {broken} groups of the last "
+            f"round), so {empty} optimizer steps would train on nothing: the prompts are too easy or too hard for the "
+            "policy; resume with others, with more rounds, or with --no-rl-dynamic-sampling"
+        )
+
+
+def _useless(graded: Mapping[Group, GroupStats], empty: int) -> str:
+    broken = sum(stats.broken for stats in graded.values())
+    invalid = sum(stats.empty and not stats.broken for stats in graded.values())
+    why = f"graders failed in {broken} of {len(graded)} groups"
     why += f", --rl-stage left no valid row in {invalid}" if invalid else ""
     return f"{why}, so {empty} optimizer steps would train on nothing"
-
-
-class Rounds:
-    """Selection over the rounds that a rollout is sampled in: with dynamic sampling until enough groups carry signal,
-    else until no optimizer step is left without a row that could be graded.
-
-    deferred: groups with signal from before, oldest first; wanted: groups of a rollout; limit: rounds that dynamic
-    sampling may take, 0 without it; plan: the optimizer steps of groups. selection: of the last round; steps: of its
-    `trained`; dropped: why what the last round made is no rollout, where it is sampled again.
-    """
-
-    def __init__(
-        self, deferred: Sequence[Group], wanted: int, limit: int, plan: Callable[[Sequence[Group]], list[Step]]
-    ) -> None:
-        self.wanted, self.dynamic, self.limit, self.plan = wanted, bool(limit), limit or PLAIN_ROUNDS, plan
-        self.stats, self.selection = SamplingStats(resumed=len(deferred)), Selection(deferred=tuple(deferred))
-        self.steps: list[Step] = []
-        self.dropped: str | None = None
-
-    def add(self, graded: Mapping[Group, GroupStats]) -> bool:
-        """Decide after a round. Returns whether the rollout is whole. Raises ValueError where it is not and no further
-        round may follow."""
-        self.stats.add(graded)
-        last = self.stats.rounds == self.limit
-        deferred, dynamic = self.selection.deferred, self.dynamic
-        self.selection = chosen = choose(deferred, graded, self.wanted, dynamic=dynamic, last=dynamic and last)
-        self.steps = self.plan(chosen.trained) if chosen.trained else []
-        empty = idle_steps(self.steps, chosen.idle)
-        if self.steps and not empty:
-            return True
-        if last:
-            raise self.stats.exhausted(empty, graded, dynamic)
-        self.dropped = None if dynamic else useless(graded, empty)
-        return False
-
-    def metrics(self) -> dict[str, float]:
-        """What sampling the rollout took."""
-        return self.stats.metrics(self.selection, self.dynamic)
 
 
 class Select(Stage):

@@ -1,6 +1,7 @@
 """Which groups a rollout trains on: rounds of generation played through by hand and against simulation."""
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,7 +12,6 @@ from mindspeed_rl_plugin.rows import Rows, SampleId
 from mindspeed_rl_plugin.stages.select import (
     GroupStats,
     Rounds,
-    SamplingStats,
     Selection,
     choose,
     group_stats,
@@ -102,27 +102,6 @@ def test_one_round_in_order_is_planned_as_ever_and_others_in_the_given_order():
     assert by_epoch(mixed) == {2: [3], 4: [1], 5: [0, 1]}
 
 
-def test_the_tally_counts_every_round():
-    stats = SamplingStats(resumed=1)
-    for epoch in range(2):
-        sampled = round_(epoch, YES, NO, BROKEN)
-        stats.add(sampled)
-    got = stats.metrics(choose(((9, 9),), sampled, 2, dynamic=True, last=True), True)
-    assert got["sampling/rounds"] == 2 and got["sampling/groups_drawn"] == 6 and got["sampling/brought"] == 1
-    assert got["sampling/informative"] == pytest.approx(1 / 3)
-    assert got["sampling/reward_mean"] == pytest.approx(0.75), "failed grades are no rewards"
-    assert got["sampling/carried"] == 0 and got["sampling/filled"] == 0
-
-
-def test_failed_grades_count_wherever_their_group_goes():
-    """Dropped for want of signal, broken, deferred over, or of a round that was sampled again."""
-    stats = SamplingStats()
-    for epoch in range(2):
-        stats.add(round_(epoch, GroupStats(False, False, 0.0, errors=4), GroupStats(True, False, 0.0, errors=1), YES))
-    assert stats.metrics(Selection(), False) == {"reward/errors": 10.0}
-    assert stats.metrics(Selection(), True)["reward/errors"] == 10.0
-
-
 def sampled_in(rounds, *epochs):
     """Rounds of two groups each, until the rollout is whole; a plan has steps of one group."""
     cut = lambda groups: plan_groups(groups, 2, global_batch_size=2, micro_batch_size=2, dp_size=1)  # noqa: E731
@@ -131,17 +110,22 @@ def sampled_in(rounds, *epochs):
 
 
 def test_a_rollout_is_sampled_again_where_a_step_has_nothing_to_train_on():
-    selecting, whole = sampled_in(0, (YES, BROKEN), (NO, YES))
+    selecting, whole = sampled_in(0, (YES, replace(BROKEN, errors=2)), (NO, YES))
     assert whole == [False, True] and selecting.selection.trained == ((1, 0), (1, 1))
     assert selecting.dropped == "graders failed in 1 of 2 groups, so 1 optimizer steps would train on nothing"
-    assert [step.ids[0].group for step in selecting.steps] == [0, 1] and selecting.metrics() == {"reward/errors": 0.0}
+    assert [step.ids[0].group for step in selecting.steps] == [0, 1] and selecting.metrics() == {"reward/errors": 2.0}
 
 
 def test_dynamic_sampling_goes_on_until_the_groups_at_hand_carry_signal():
-    selecting, whole = sampled_in(5, (NO, NO), (YES, YES))
-    assert whole == [False, True] and selecting.dropped is None
-    assert selecting.selection.trained == ((9, 9), (1, 0)) and selecting.selection.deferred == ((1, 1),)
-    assert selecting.metrics()["sampling/rounds"] == 2 and selecting.metrics()["sampling/brought"] == 1
+    """Every round is counted, and failed grades wherever their group goes: they are no rewards."""
+    failed = GroupStats(False, False, 1.0, errors=4), GroupStats(True, False, 0.0, errors=1)
+    selecting, whole = sampled_in(5, failed, failed, (YES, YES))
+    assert whole == [False, False, True] and selecting.dropped is None
+    assert selecting.selection.trained == ((9, 9), (2, 0)) and selecting.selection.deferred == ((2, 1),)
+    got = {name.removeprefix("sampling/"): value for name, value in selecting.metrics().items()}
+    assert got.pop("informative") == pytest.approx(1 / 3) and got.pop("reward_mean") == pytest.approx(5 / 6)
+    counts = {"rounds": 3, "groups_drawn": 6, "brought": 1, "carried": 1, "filled": 0, "reward/errors": 10}
+    assert got == counts
 
 
 def test_rounds_that_found_nothing_end_in_numbers_and_a_fix():
