@@ -24,7 +24,7 @@ from mindspeed_rl_plugin.dock.messages import (
     Query,
     Shape,
 )
-from mindspeed_rl_plugin.dock.rpc import Left, Lost, Process, Stream, ask, connect
+from mindspeed_rl_plugin.dock.rpc import Closed, Lost, Process, Stream, ask, connect
 
 Owners = Callable[[int, int], np.ndarray]  # (epoch, groups) -> `[groups]` warehouse of each group
 
@@ -166,7 +166,7 @@ class Calls:
             stream.close()
             if isinstance(error, Lost):
                 self._lost(address, "connection broke")
-            self.ended |= isinstance(error, Left) and self.lease_seconds is not None
+            self.ended |= isinstance(error, Closed) and self.lease_seconds is not None
             raise
         idle.append(stream)
         if self._closed:

@@ -20,7 +20,7 @@ from mindspeed_rl_plugin.dock.controller import Controller
 from mindspeed_rl_plugin.dock.core import Core
 from mindspeed_rl_plugin.dock.joining import check_addresses, machine, own_address, write_secret
 from mindspeed_rl_plugin.dock.memory import Limits
-from mindspeed_rl_plugin.dock.messages import Address, Directory, Record
+from mindspeed_rl_plugin.dock.messages import Address, Bye, Directory, Message, Record, Stopped
 from mindspeed_rl_plugin.dock.peers import GroupPeers, Peers, make_peers
 from mindspeed_rl_plugin.dock.rpc import Process
 from mindspeed_rl_plugin.dock.server import Server
@@ -129,20 +129,21 @@ class Member:
 
     def close(self) -> None:
         """Leave the dock. Idempotent."""
+        self._close(Bye())
+
+    def _end(self) -> None:
+        """The interpreter ends: in order, or the others would stop for this rank, unless it is by an error."""
+        self._close(Stopped(self.me.rank, "ended by an error") if hasattr(sys, "last_value") else Bye())
+
+    def _close(self, last: Message) -> None:
         if self._closed:
             return
         self._closed = True
         atexit.unregister(self._end)
         self.calls.close()
-        self.server.close()
+        self.server.close(last)
         if self.core.warehouse is not None:
             self.core.warehouse.slabs.close()
-
-    def _end(self) -> None:
-        """The interpreter ends: in order, or the others would stop for this rank, unless it is by an error."""
-        if self._watch is not None and hasattr(sys, "last_value"):
-            self._watch.tell(self.me.rank, "ended by an error")
-        self.close()
 
     def _core(self, limits: Limits) -> Core:
         columns, states, rank = self.declared.columns, self.declared.states, self.peers.rank

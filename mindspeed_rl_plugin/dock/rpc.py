@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mindspeed_rl_plugin.dock.messages import Address, Bye, FrameError, Hello, Message, pack, unpack
+from mindspeed_rl_plugin.dock.messages import Address, Bye, FrameError, Hello, Message, Stopped, pack, unpack
 
 MAGIC, VERSION = b"MSTD", 5
 PREFIX = struct.Struct("<4sB3xIQ")
@@ -86,12 +86,12 @@ class Stream:
         except OSError:
             return True
 
-    def leave(self) -> None:
-        """Say that this process leaves in order, if the other side takes it, and close."""
+    def leave(self, last: Message) -> None:
+        """Say that this process leaves in order, or that it stops, if the other side takes it, and close."""
         sending = self._sending.acquire(timeout=1.0)
         if sending:
             with contextlib.suppress(OSError):
-                self.socket.send(frame(Bye())[0], socket.MSG_DONTWAIT)
+                self.socket.send(frame(last)[0], socket.MSG_DONTWAIT)
         self.close()
         if sending:
             self._sending.release()
@@ -184,7 +184,7 @@ class Lost(ConnectionError):
     """A connection broke, and nobody said that it would."""
 
 
-class Left(ConnectionError):
+class Closed(ConnectionError):
     """The other side has left in order."""
 
 
@@ -193,8 +193,8 @@ def ask(
 ) -> tuple[Message, np.ndarray | None]:
     """Send a request and wait for its answer and the bulk of it.
 
-    Raises TimeoutError when no answer comes, `Left` when the other side has left, `Lost` when it is gone; a
-    late answer would be taken for that of the next request then.
+    Raises TimeoutError when no answer comes, `Closed` when the other side has left, `Lost` when it is gone, and
+    ConnectionError when it stops; a late answer would be taken for that of the next request then.
     """
     kind, begin = type(message).__name__, time.monotonic()
     stream.socket.settimeout(getattr(message, "deadline", 0.0) + PATIENCE)
@@ -208,7 +208,9 @@ def ask(
     except (EOFError, OSError) as error:
         raise Lost(f"lost the dock at {address} during {kind}: {error}") from error
     if isinstance(answer, Bye):
-        raise Left(f"rank {address.rank} at {address} has left the dock")
+        raise Closed(f"rank {address.rank} at {address} has left the dock")
+    if isinstance(answer, Stopped):
+        raise ConnectionError(f"rank {answer.rank} at {address} {answer.why}")
     return answer, got
 
 

@@ -51,15 +51,15 @@ class Server:
         thread(self._converse, link, f"rank {address.rank}")
         return link
 
-    def close(self) -> None:
-        """Say that this process leaves, and stop listening. Idempotent."""
+    def close(self, last: m.Message) -> None:
+        """Say that this process leaves, or stops, and stop listening. Idempotent."""
         self._closed.set()
         for listener in self._listeners:
             with contextlib.suppress(OSError):
                 listener.shutdown(socket.SHUT_RDWR)
             listener.close()
         for stream in list(self._streams):
-            stream.leave()
+            stream.leave(last)
 
     def _listen(self, family: int, where: object) -> socket.socket:
         listener = socket.socket(family)
@@ -92,7 +92,7 @@ class Server:
             return connection.close()
         self._streams[stream] = hello.name
         if self._closed.is_set():  # since it was accepted
-            stream.leave()
+            stream.leave(m.Bye())
         self._converse(stream, hello.name)
         if hello.rank < 0 and hello.name not in list(self._streams.values()):
             self.core.gone(hello.name)

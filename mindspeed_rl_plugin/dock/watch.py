@@ -52,11 +52,11 @@ class Link(Stream):
                 if self._writer is None:
                     self._writer = thread(self._write)
 
-    def leave(self) -> None:
+    def leave(self, last: Message) -> None:
         """As `Stream.leave`, once the notes before are sent, for which it waits a little."""
         with self._more:
             sent = self._more.wait_for(lambda: not self._left, LEAVE_SECONDS)
-            super().leave() if sent else self.close()
+            super().leave(last) if sent else self.close()
 
     def _write(self) -> None:
         with contextlib.suppress(OSError):

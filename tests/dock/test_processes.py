@@ -180,10 +180,16 @@ def test_a_killed_rank_ends_the_others_and_is_named(start, nodes: list[str], vic
     assert not any(f"@{name}" in sockets() for name in names)
 
 
-@pytest.mark.parametrize("victim", [0, 2])
-def test_an_exception_on_one_rank_ends_the_others(start, victim: int) -> None:
+@pytest.mark.parametrize(("victim", "state"), [(0, "reward"), (2, "logp")])
+def test_an_exception_on_one_rank_ends_the_others(start, tmp_path: Path, victim: int, state: str) -> None:
+    """To a consumer outside, too, that is no end in order. state: one that the rank controls."""
     job = start(NODES["two machines"], 30.0)
+    outside = start.outside(job.all("invite", str(tmp_path / "secret"))[0], tmp_path / "secret")
+    outside.send("lease", state, None, 30.0)
+    time.sleep(0.3)
     job[victim].send("fail")
+    with pytest.raises(RuntimeError, match=f"ConnectionError: rank {victim} .* ended by an error"):
+        outside.answer()
     for rank in {0, 1, 2} - {victim}:
         assert job[rank].status() == 1
         said = f"[rl] rank {rank} stops: rank {victim} on {NODES['two machines'][victim]} is gone (ended by an error)"

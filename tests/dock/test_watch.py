@@ -115,6 +115,6 @@ def test_who_leaves_sends_its_notes_first_and_then_says_so() -> None:
             got.append(reader.receive()[0])
 
     reading = thread(read)
-    link.leave()
+    link.leave(Bye())
     reading.join(10)
     assert [getattr(message, "rank", None) for message in got] == [0, 1, 2, None]
