@@ -72,6 +72,18 @@ class Epochs:
             raise ValueError(f"{call}: epoch {number} was not opened; open: {listed(sorted(self.known))}")
         return self.known.get(number)
 
+    def owned(self, call: str, ids: np.ndarray) -> dict[tuple[int, int], np.ndarray]:
+        """(epoch, warehouse) -> which of `ids` lie there; those of cleared epochs are left out. Raises ValueError for
+        rows that this process, outside of the job, has not leased."""
+        out = {}
+        for number, index in by_value(ids[:, 0]):
+            epoch = self.opened(call, number)
+            for warehouse, part in by_value(epoch.owner[ids[index, 1]]) if epoch is not None else ():
+                if warehouse < 0:
+                    raise ValueError(f"{call}: a process outside of the job knows only the rows of its leases")
+                out[number, warehouse] = index[part]
+        return out
+
     def cleared(self, call: str, ids: np.ndarray) -> np.ndarray:
         """`[B]` bool: whose cells are gone. Raises ValueError for ids that were never opened."""
         gone = np.ones(len(ids), bool)
@@ -121,8 +133,7 @@ class Calls:
 
     def query(self, kind: type[Query], state: str, *what: Any) -> Any:
         """Ask the controller of a state, which first knows what this process has caused."""
-        epochs = self.epochs
-        opened = [(n, *epoch.shape) for n, epoch in epochs.known.items()] if epochs.owners is not None else []
+        opened = [(n, *e.shape) for n, e in list(self.epochs.known.items()) if self.epochs.owners is not None]
         message = kind(state, opened, self.after, *what)
         return self._ask(self.directory.controllers[state], message, None)[0]
 

@@ -43,7 +43,7 @@ class Writer:
         epochs.cleared(call, wanted)
         if rows is not None:
             self._declared.check_rows(call, rows)
-        of_rows, of_acks = self._owners(call, wanted), self._owners(call, done)
+        of_rows, of_acks = epochs.owned(call, wanted), epochs.owned(call, done)  # a late repeat is harmless
         for number, warehouse in sorted({*of_rows, *of_acks}):
             shape, index = epochs.known[number].shape, of_rows.get((number, warehouse), NONE)
             parts = [] if rows is None else list(self._parts(shape.members, rows, wanted, index))
@@ -52,17 +52,6 @@ class Writer:
                 _, group, member = done[of_acks.get((number, warehouse), NONE)].T
                 put.state, put.rows, put.checked = state, (group * shape.members + member).astype(np.int32), checked
             self._send(warehouse, put, state or "put", [cell for _, picked in parts for cell in picked])
-
-    def _owners(self, call: str, ids: np.ndarray) -> dict[tuple[int, int], np.ndarray]:
-        """(epoch, warehouse) -> which of `ids` lie there. Cleared epochs are left out: a late repeat is harmless."""
-        out = {}
-        for number, index in by_value(ids[:, 0]):
-            epoch = self._calls.epochs.opened(call, number)
-            for warehouse, part in by_value(epoch.owner[ids[index, 1]]) if epoch is not None else ():
-                if warehouse < 0:
-                    raise ValueError(f"{call}: only rows of a lease can be written from outside of the job")
-                out[number, warehouse] = index[part]
-        return out
 
     def _parts(self, members: int, rows: Rows, ids: np.ndarray, index: np.ndarray) -> Iterator[tuple[Part, Picked]]:
         """What rows `index` of `rows` bring: a part of what is numbered by row, one of what is numbered by group."""
@@ -179,15 +168,11 @@ def locate(calls: Calls, columns: tuple[str, ...], ids: np.ndarray) -> tuple[np.
     `[C, B]` of their cells."""
     owner = np.empty(len(ids), np.int64)
     places = [np.full((len(columns), len(ids)), x, t) for x, t in ((-1, np.int32), (0, np.int64), (0, np.int32))]
-    for number, index in by_value(ids[:, 0]):
-        epoch = calls.epochs.known[number]
-        owner[index] = epoch.owner[ids[index, 1]]
-        for warehouse, part in by_value(owner[index]):
-            at = index[part]
-            rows = ids[at, 1] * epoch.shape.members + ids[at, 2]
-            located = calls.ask_warehouse(warehouse, Locate(number, columns, rows))
-            for table, values in zip(places, (located.segment, located.offset, located.length), strict=True):
-                table[:, at] = values
+    for (number, warehouse), at in calls.epochs.owned("read", ids).items():
+        owner[at], rows = warehouse, ids[at, 1] * calls.epochs.known[number].shape.members + ids[at, 2]
+        located = calls.ask_warehouse(warehouse, Locate(number, columns, rows))
+        for table, values in zip(places, (located.segment, located.offset, located.length), strict=True):
+            table[:, at] = values
     return owner, places
 
 
@@ -217,16 +202,13 @@ def _runs(
     return zip(*(part.tolist() for part in parts), strict=True)
 
 
-def as_column(
-    spec: ColumnSpec, data: np.ndarray, lengths: np.ndarray, packed: dict[bytes, Tensor] | None = None
-) -> Column:
+def as_column(spec: ColumnSpec, data: np.ndarray, lengths: np.ndarray, packed: dict[bytes, Tensor]) -> Column:
     """`[bytes]` uint8 as a column of B rows. packed: offsets by lengths, of columns that may share them."""
     values = torch.frombuffer(data, dtype=spec.dtype) if len(data) else torch.empty(0, dtype=spec.dtype)
     if spec.trailing:
         values = values.reshape(-1, *spec.trailing)
     if not spec.ragged:
         return values
-    packed, key = {} if packed is None else packed, lengths.tobytes()
-    if key not in packed:
+    if (key := lengths.tobytes()) not in packed:
         packed[key] = torch.from_numpy(np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]))
     return Ragged(values, packed[key])

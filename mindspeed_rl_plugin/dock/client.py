@@ -11,7 +11,7 @@ import contextlib
 import os
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -25,27 +25,15 @@ from mindspeed_rl_plugin.dock.places import ids_array, ids_tuple
 from mindspeed_rl_plugin.rows import Rows, SampleId
 
 
-class Member(Protocol):
-    """A process of the job (`factory`). peers: the job's ranks."""
-
-    peers: Peers
-
-    def invite(self, secret_file: str | os.PathLike[str], host: str = "") -> str:
-        """See `Dock.invite`."""
-
-    def close(self) -> None:
-        """See `Dock.close`."""
-
-
 class Dock:
     """One view of the dock. Deadlines are seconds from the call.
 
     Whatever a user can cause raises ValueError with the names; a wait that ends raises TimeoutError that names the
     state, the missing columns and ids, and the state that should have written them.
 
-    member: the process of the job that this view belongs to, None outside of it; peers: the ranks of this view's
-    consumer, which make all calls of `lease`, `commit` and `release` alike; leader: whether this rank speaks for the
-    job in `clear`, `snapshot` and `restore`; deadline: seconds for what waits on others.
+    member: the process of the job that this view belongs to (`factory.Member`), None outside of it; peers: the ranks of
+    this view's consumer, which make all calls of `lease`, `commit` and `release` alike; leader: whether this rank
+    speaks for the job in `clear`, `snapshot` and `restore`; deadline: seconds for what waits on others.
     """
 
     def __init__(
@@ -53,7 +41,7 @@ class Dock:
         declared: Declared,
         calls: Calls,
         *,
-        member: Member | None = None,
+        member: Any = None,
         peers: Peers | None = None,
         leader: bool = True,
         deadline: float = 600.0,
@@ -93,7 +81,7 @@ class Dock:
             return True
         if epoch <= epochs.last:
             raise ValueError(f"epoch {epoch} cannot be opened after epoch {epochs.last}: ids are never reused")
-        if most is not None and sum(int(e.alive.sum()) for e in epochs.known.values()) + groups > most:
+        if most is not None and sum(int(e.alive.sum()) for e in list(epochs.known.values())) + groups > most:
             return False
         epochs.add(epoch, shape)
         return True

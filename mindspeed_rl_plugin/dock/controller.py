@@ -15,7 +15,7 @@ import numpy as np
 
 from mindspeed_rl_plugin.dock.api import ColumnSpec, StateSpec, listed
 from mindspeed_rl_plugin.dock.messages import Ask, Grant, Record, Shape
-from mindspeed_rl_plugin.dock.places import DONE, FREE, LEASED, EpochView, ids_tuple, rows_of_groups
+from mindspeed_rl_plugin.dock.places import DONE, FREE, LEASED, EpochView, ids_tuple, row_ids, rows_of_groups
 
 Picked = list[tuple[int, np.ndarray]]  # epoch -> row numbers, in delivery order
 
@@ -163,7 +163,8 @@ class Controller:
 
     def _ids(self, rows: Picked) -> np.ndarray:
         """`[n, 3]` ids of rows of epochs that are still there."""
-        parts = [self._epochs[number].ids(number, part) for number, part in rows if number in self._epochs]
+        known = [(number, self._epochs[number].shape, part) for number, part in rows if number in self._epochs]
+        parts = [row_ids(number, shape.members, part) for number, shape, part in known]
         return np.concatenate([np.empty((0, 3), np.int64), *parts])
 
 
@@ -255,4 +256,4 @@ def _check(epoch: EpochView, number: int, rows: np.ndarray) -> None:
 
 
 def _first(epoch: EpochView, number: int, rows: np.ndarray) -> tuple[int, ...]:
-    return tuple(epoch.ids(number, rows[:1])[0].tolist())
+    return tuple(row_ids(number, epoch.shape.members, rows[:1])[0].tolist())

@@ -64,13 +64,6 @@ class Places:
         where = np.ix_([self.row[name] for name in names], rows)
         return [table[where] for table in (self.segment, self.offset, self.length)]
 
-    def ids(self, epoch: int, rows: np.ndarray) -> np.ndarray:
-        """`[n, 3]` int64 sample ids."""
-        out = np.empty((len(rows), 3), np.int64)
-        out[:, 0] = epoch
-        np.divmod(rows, self.shape.members, out=(out[:, 1], out[:, 2]))
-        return out
-
 
 class EpochView(Places):
     """What a controller knows: what is ready, leased, done. spec: the state; columns: all that are declared."""
@@ -115,6 +108,14 @@ class EpochView(Places):
         if self.alive.all() and not self.retired.any():
             return True
         return np.repeat(self.alive & ~self.retired, self.shape.members)
+
+
+def row_ids(epoch: int, members: int, rows: np.ndarray) -> np.ndarray:
+    """`[n, 3]` int64 sample ids."""
+    out = np.empty((len(rows), 3), np.int64)
+    out[:, 0] = epoch
+    np.divmod(rows, members, out=(out[:, 1], out[:, 2]))
+    return out
 
 
 def rows_of_groups(groups: np.ndarray, members: int) -> np.ndarray:

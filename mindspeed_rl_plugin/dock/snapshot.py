@@ -12,7 +12,7 @@ from mindspeed_rl_plugin.dock.api import ColumnSpec, Declared
 from mindspeed_rl_plugin.dock.calls import Calls
 from mindspeed_rl_plugin.dock.cells import Writer, gather, locate
 from mindspeed_rl_plugin.dock.messages import Remaining
-from mindspeed_rl_plugin.dock.places import DONE, ids_tuple
+from mindspeed_rl_plugin.dock.places import DONE, ids_tuple, row_ids
 from mindspeed_rl_plugin.rows import Ragged, Rows
 
 FORMAT = 1
@@ -48,7 +48,7 @@ def _epoch(calls: Calls, declared: Declared, number: int) -> dict[str, Any]:
     epoch, names = calls.epochs.known[number], tuple(declared.columns)
     groups, members = epoch.shape
     alive = np.repeat(epoch.alive, members)
-    ids = _ids(number, members, np.arange(groups * members))
+    ids = row_ids(number, members, np.arange(groups * members))
     owner, places = locate(calls, names, ids)
     columns, status = {}, {}
     for i, (name, spec) in enumerate(declared.columns.items()):
@@ -67,10 +67,6 @@ def _epoch(calls: Calls, declared: Declared, number: int) -> dict[str, Any]:
     return {**sizes, "alive": torch.from_numpy(alive), "columns": columns, "status": status}
 
 
-def _ids(number: int, members: int, rows: np.ndarray) -> np.ndarray:
-    return np.stack([np.full(len(rows), number), rows // members, rows % members], 1)
-
-
 def cleared(saved: Mapping[str, Any]) -> list[int]:
     """Groups of a saved epoch whose cells are gone."""
     return ((~saved["alive"]).nonzero().flatten()[:: saved["members"]] // saved["members"]).tolist()
@@ -81,10 +77,10 @@ def write(saved: Mapping[str, Any], declared: Declared, writer: Writer) -> None:
     for name in declared.columns.keys() & saved["columns"].keys():
         column = saved["columns"][name]
         members = 1 if declared.columns[name].level == "group" else saved["members"]
-        wanted = _ids(saved["number"], members, column["slots"].numpy())
+        wanted = row_ids(saved["number"], members, column["slots"].numpy())
         data = Ragged(column["values"], column["offsets"]) if "offsets" in column else column["values"]
         writer.write(Rows(ids_tuple(wanted), {name: data}), None)
     for state in declared.states.keys() & saved["status"].keys():
         rows = (saved["status"][state] == DONE).nonzero().flatten().numpy()
-        done = _ids(saved["number"], saved["members"], rows)
+        done = row_ids(saved["number"], saved["members"], rows)
         writer.write(None, state, done, checked=False)
