@@ -50,20 +50,20 @@ class AlgorithmConfig:
         None, "upper bound of the ratio, 1 + clip_high (default: the loss's)", least=0, reader=_CLIP_HIGH
     )
     dual_clip: float | None = flag(
-        None, "bound c of dual clip for negative advantages, usually 3; off unless set", above=1, reader=_DUAL
+        None, "bound c of dual clip, for negative advantages; usually 3 (default: off)", above=1, reader=_DUAL
     )
     sapo_tau_positive: float | None = flag(
         None, "temperature of the gate of sapo for advantages above 0 (default: 1)", above=0, reader=_SAPO
     )
     sapo_tau_negative: float | None = flag(
-        None, "temperature of the gate of sapo for the others (default: 1.05)", above=0, reader=_SAPO
+        None, "temperature of the gate of sapo for other advantages (default: 1.05)", above=0, reader=_SAPO
     )
     kl_loss_coef: float | None = flag(
         None, "weight of the KL to the reference in the loss (default: the preset's)", least=0
     )
     kl_estimator: str | None = flag(None, "KL estimator (default: the preset's)", choices=_KL, reader=_REFERENCE)
     kl_reward_coef: float | None = flag(
-        None, "weight of the KL to the reference that is subtracted from the reward (default: the preset's)", least=0
+        None, "weight of the KL to the reference in the reward, subtracted from it (default: the preset's)", least=0
     )
     kl_reward_estimator: str | None = flag(
         None, "KL estimator in the reward (default: the preset's)", choices=_KL, reader=_KL_REWARD
@@ -77,13 +77,13 @@ class AlgorithmConfig:
     )
     critic_load: str | None = flag(
         None,
-        "checkpoint of the policy's architecture that the critic starts from: a critic's (SAVE/iter_*/critic), or "
-        "a language model's, with a fresh value head (default: the policy's weights and a fresh head)",
+        "checkpoint, of the policy's architecture, from which the critic starts: a critic's (SAVE/iter_*/critic), or a "
+        "language model's, which gets a new value head (default: the policy's weights and a new head)",
         reader=_CRITIC,
     )
     critic_lr: float | None = flag(
         None,
-        "peak learning rate of the critic, whose schedule is the policy's scaled to it (default: --lr)",
+        "peak learning rate of the critic; its schedule is the policy's, scaled (default: --lr)",
         above=0,
         reader=_CRITIC,
     )
@@ -92,12 +92,12 @@ class AlgorithmConfig:
     )
     correction: str = flag(
         "off",
-        "weights for the gap between the policy that sampled a token and the one that the update starts from; their "
-        "metrics are logged in any case",
+        "importance weights for the difference between the policy that sampled a token and the one from which the "
+        "update starts; their metrics are always logged",
         choices=("off", "truncate", "mask", "decoupled"),
     )
     correction_level: str = flag(
-        "token", "unit that a correction weighs", choices=("token", "sequence"), reader=_CORRECTION
+        "token", "one importance weight per token or per response", choices=("token", "sequence"), reader=_CORRECTION
     )
     correction_low: float | None = flag(
         None, "least weight of the correction (default: the correction's)", reader=_CORRECTION
@@ -107,24 +107,24 @@ class AlgorithmConfig:
     )
     overlong_buffer: int | None = flag(
         None,
-        "length below --rl-max-response-length over which the penalty on long responses rises, 0: none (default: the "
-        "preset's)",
+        "the penalty on long responses rises over the last N tokens before --rl-max-response-length; 0: no penalty "
+        "(default: the preset's)",
         unit="tokens",
         least=0,
     )
     overlong_penalty: float = flag(
         1.0,
-        "penalty of a response as long as the limit, subtracted from its reward",
+        "penalty of the longest response, subtracted from its reward",
         least=0,
         reader=_OVERLONG,
     )
     dynamic_sampling: bool | None = flag(
-        None, "replace groups whose rewards are all equal by further ones (default: the preset's)"
+        None, "replace groups whose rewards are all equal by new groups (default: the preset's)"
     )
     dynamic_sampling_rounds: int = flag(
         10,
         "most rounds of --rl-rollout-prompts prompts that dynamic sampling samples for one rollout; surplus groups "
-        "wait for the next one, and after the last round groups that no loss counts fill the batch up",
+        "wait for the next rollout; after the last round, groups that count in no loss fill the batch up",
         unit="rounds",
         least=1,
         reader=_DYNAMIC,
@@ -141,10 +141,10 @@ class AlgorithmConfig:
         reader=_FILTRATION,
     )
     dpo_loss: str = flag("sigmoid", "loss of a pair", choices=("sigmoid", "hinge", "ipo"), reader=_PAIRS, pairs=True)
-    dpo_beta: float = flag(0.1, "beta of dpo: how strongly the reference holds", above=0, reader=_PAIRS, pairs=True)
+    dpo_beta: float = flag(0.1, "beta of dpo: larger is closer to the reference", above=0, reader=_PAIRS, pairs=True)
     dpo_label_smoothing: float = flag(
         0.0,
-        "chance that a pair is labelled the wrong way round, sigmoid only",
+        "probability that a pair is labelled the wrong way round; for sigmoid only",
         least=0,
         below=0.5,
         reader=_PAIRS,
@@ -155,8 +155,8 @@ class AlgorithmConfig:
     )
     dpo_reference_cache: str | None = flag(
         None,
-        "directory for the reference's log-probs of all pairs, taken once (default: SAVE/rl/reference)",
+        "directory for the reference's log-probs of all pairs, computed once (default: SAVE/rl/reference)",
         reader=_PAIRS,
         pairs=True,
     )
-    ppo_epochs: int = flag(1, "passes over one rollout batch", unit="epochs", least=1)
+    ppo_epochs: int = flag(1, "passes over the responses of one rollout", unit="epochs", least=1)

@@ -16,7 +16,7 @@ class DataConfig:
     """Prompts: where they come from and how they become tokens."""
 
     prompt_data: tuple[str, ...] = flag(
-        (), "prompts: JSONL, JSON or Parquet files or saved dataset directories, one or several", pairs=True
+        (), "prompts: one or several JSONL, JSON or Parquet files, or saved dataset directories", pairs=True
     )
     prompt_key: str = flag("prompt", "field that holds the prompt: a string, or a list of chat messages", pairs=True)
     chosen_key: str = flag(
@@ -25,10 +25,10 @@ class DataConfig:
     rejected_key: str = flag(
         "rejected", "field that holds the worse answer of a preference pair", reader=_PAIRS, pairs=True
     )
-    answer_key: str = flag("answer", "field that holds the ground truth for the reward; dots reach into nested ones")
+    answer_key: str = flag("answer", "field that holds the right answer for the reward; a.b is field b inside object a")
     apply_chat_template: bool = flag(False, "render every prompt with the tokenizer's chat template", pairs=True)
     max_prompt_length: int = flag(
-        1024, "longest prompt kept; longer ones are dropped and counted", unit="tokens", least=1, pairs=True
+        1024, "longest prompt; longer ones are left out and counted", unit="tokens", least=1, pairs=True
     )
     tokenizer: str | None = flag(
         None, "Hugging Face tokenizer directory (default: --rl-hf-model, then --tokenizer-model)", pairs=True
@@ -49,18 +49,18 @@ class RolloutConfig:
     samples_per_prompt: int = flag(8, "responses sampled for each prompt, the group size N", unit="responses", least=1)
     max_response_length: int = flag(1024, "longest response; longer ones are cut", unit="tokens", least=1, pairs=True)
     temperature: float = flag(
-        1.0, "sampling temperature; log-probs everywhere are taken at it", least=LOWEST_TEMPERATURE, pairs=True
+        1.0, "sampling temperature; all log-probs are computed at it", least=LOWEST_TEMPERATURE, pairs=True
     )
     top_p: float = flag(1.0, "nucleus sampling bound; below 1 the ratio of the update is biased", above=0, most=1)
     top_k: int = flag(0, "sample among the k likeliest tokens; 0 means all", least=0)
     stop: tuple[str, ...] = flag((), "strings that end a response")
     stop_token_ids: tuple[int, ...] = flag((), "token ids that end a response, besides the tokenizer's eos")
-    ignore_eos: bool = flag(False, "sample --rl-max-response-length tokens whatever comes (benchmarks)")
+    ignore_eos: bool = flag(False, "always sample --rl-max-response-length tokens (for benchmarks)")
     rollout_seed: int | None = flag(None, "seed of the responses (default: --seed)")
     generate_tp: int = flag(1, "tensor parallel size of the rollout engine", unit="ranks", least=1)
     generate_ep: int = flag(
         1,
-        "over how many ranks the rollout engine spreads whole experts; 1: it cuts each over its ranks",
+        "number of ranks over which the engine spreads whole experts; 1: it cuts each expert over its ranks",
         unit="ranks",
         least=1,
     )
@@ -104,17 +104,17 @@ class RewardConfig:
     )
     reward_timeout: tuple[float, ...] = flag(
         (10.0,),
-        "limit of one grading call, one for all graders or one for each --rl-reward; the worker is killed beyond it",
+        "limit of one grading call: one for all graders, or one for each --rl-reward; then the worker is killed",
         unit="seconds",
     )
     reward_workers: int = flag(2, "grader processes on each rank that grades", unit="processes", least=1)
     reward_on_error: str = flag(
         "stop",
-        "what a failing grader does: stop the run, count as zero, or drop its group",
+        "if a grader fails: stop the run, count the grade as zero, or drop the group",
         choices=("stop", "zero", "drop"),
     )
     stage: tuple[str, ...] = flag(
-        (), "stages of your own after the rewards, path/to/file.py:Class each (docs/stages.md)"
+        (), "your own stages, each path/to/file.py:Class, run after the rewards (docs/stages.md)"
     )
 
 
@@ -124,27 +124,26 @@ class ForwardConfig:
 
     max_tokens_per_microbatch: int | None = flag(
         None,
-        "micro-batches of rows with at most so many tokens, padding included, over a group of context parallel ranks, "
-        "in the place of --micro-batch-size rows; data parallel ranks are balanced by tokens (default: off)",
+        "micro-batches of at most N tokens instead of --micro-batch-size rows: padding included, and over all context "
+        "parallel ranks; data parallel ranks are balanced by tokens (default: off)",
         unit="tokens",
     )
     pack_sequences: bool = flag(
-        False, "put the rows of a micro-batch one after the other without padding (with --rl-max-tokens-per-microbatch)"
+        False, "no padding between the rows of a micro-batch (needs --rl-max-tokens-per-microbatch)"
     )
     logprob_chunk_tokens: int | None = flag(
         None,
-        "take log-probs from the hidden states, with the logits of so many tokens at once and computed again in "
-        "backward; 0: from all logits of a micro-batch (default: so many that their fp32 logits fill 128 MiB on a "
-        "rank, 4 MiB without accelerator, or 1024 columns of every token; 0 where those of a whole micro-batch fill at "
-        "most twice that)",
+        "compute log-probs from the hidden states, with the logits of N tokens at a time, also in backward; 0: of "
+        "the whole micro-batch at once (default: as many tokens as have 128 MiB of fp32 logits on a rank, 4 MiB "
+        "without accelerator, or 1024 columns of every token; 0 where the micro-batch has at most twice that)",
         unit="tokens",
         least=0,
         pairs=True,
     )
     old_logprobs: str = flag(
         "auto",
-        "log-probs of the policy before the update, the ratio's denominator: pass, by a forward pass of their own; "
-        "auto, the update's own where a rollout makes one optimizer step and neither reward nor dump reads them",
+        "where the log-probs of the policy before the update come from: pass, a forward pass of their own; auto, the "
+        "update itself if a rollout serves one optimizer step and neither reward nor dump reads them",
         choices=("auto", "pass"),
     )
 
@@ -155,8 +154,8 @@ class ReshardConfig:
 
     reshard: str = flag(
         "stream",
-        "how weights come to the engine: stream (what a rank lacks, bucket by bucket) or allgather (all shards into a "
-        "temporary buffer, as in the paper)",
+        "how weights come to the engine: stream (only what a rank lacks, in buckets) or allgather (all shards into a "
+        "temporary buffer, as in the paper MindSpeed RL)",
         choices=("stream", "allgather"),
     )
     swap: tuple[str, ...] = flag(
@@ -164,7 +163,7 @@ class ReshardConfig:
         "what leaves the device during generation: params, grads, optimizer (with commas or spaces), or none",
         choices=("params", "grads", "optimizer", "none"),
     )
-    reshard_bucket_mb: int = flag(256, "bucket of the reshard", unit="MiB", least=1)
+    reshard_bucket_mb: int = flag(256, "size of a bucket of the reshard", unit="MiB", least=1)
     verify_weights: bool = flag(False, "compare digests of every tensor in trainer and engine after each reshard")
 
     @property
@@ -184,19 +183,19 @@ class DockConfig:
 
     dock: str | None = flag(
         None,
-        "ignored, whatever its value: rows are in shared memory on each machine, and cross machines by TCP",
+        "ignored: rows are in shared memory on each machine, and cross machines by TCP",
         pairs=True,
     )
-    dock_gb: float = flag(0.0, "most that the rows of one machine may take; 0 means no limit", unit="GiB", least=0)
-    dock_rows: int = flag(0, "most rows that one machine may hold; 0 means no limit", unit="rows", least=0)
+    dock_gb: float = flag(0.0, "most memory of the rows on one machine; 0 means no limit", unit="GiB", least=0)
+    dock_rows: int = flag(0, "most rows on one machine; 0 means no limit", unit="rows", least=0)
 
 
 @dataclass(frozen=True)
 class MonitorConfig:
     """What is measured, where it is written, and how often the model is evaluated."""
 
-    run_dir: str | None = flag(None, "metrics, stage events and dumps go here (default: SAVE/rl)", pairs=True)
-    dump_dir: str | None = flag(None, "write every rollout here as Parquet (default: off)")
+    run_dir: str | None = flag(None, "directory of metrics and stage events (default: SAVE/rl)", pairs=True)
+    dump_dir: str | None = flag(None, "directory into which every rollout is written as Parquet (default: none)")
     eval_data: tuple[str, ...] = flag((), "held-out prompts, in the forms of --rl-prompt-data", pairs=True)
     eval_every: int = flag(
         10,
@@ -209,9 +208,9 @@ class MonitorConfig:
     eval_pass_k: int = flag(0, "also sample k responses per prompt and report pass@k; 0 means greedy only", least=0)
     wait_timeout: float = flag(
         1800.0,
-        "deadline of every wait of ours for another rank, its stage included, and for the engine's next response; nine "
-        "tenths of it for all grading of one rank, and for loading its graders. Collectives inside Megatron's forward "
-        "and backward have --distributed-timeout-minutes",
+        "deadline of every wait for another rank, its stage included, and for the engine's next response; nine tenths "
+        "of it for all grading on one rank, and for loading its graders. Collectives inside Megatron's forward and "
+        "backward have --distributed-timeout-minutes",
         unit="seconds",
         above=0,
         pairs=True,
