@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import math
 from argparse import Namespace
 
 import pytest
 import torch
+from safetensors import safe_open
 
 from mindspeed_rl_plugin.engine.hf_config import (
     check_against,
@@ -17,6 +19,7 @@ from mindspeed_rl_plugin.engine.hf_config import (
     rope_frequencies,
     write_config,
 )
+from mindspeed_rl_plugin.reshard.layout import ModelShape, canonical_tensors
 
 
 def megatron(**changes) -> Namespace:
@@ -57,10 +60,11 @@ MOE = {
     "num_experts": 8,
     "moe_ffn_hidden_size": 48,
     "moe_router_topk": 2,
-    "moe_layer_freq": [0, 1],
+    "moe_layer_freq": [1, 0],
     "moe_router_load_balancing_type": "aux_loss",
 }
 DEEPSEEK = MOE | {
+    "moe_layer_freq": [0, 1],
     "multi_latent_attention": True,
     "group_query_attention": False,
     "q_lora_rank": 24,
@@ -83,65 +87,50 @@ FAMILIES = {
     "llama": {},
     "llama-scaled": LLAMA3,
     "qwen2": {"add_qkv_bias": True, "rotary_base": 1000000, "norm_epsilon": 1e-6},
-    "qwen2-tied": {"add_qkv_bias": True, "untie_embeddings_and_output_weights": False},
     "qwen3": {"qk_layernorm": True, "kv_channels": 64, "rotary_base": 1000000},
     "qwen3_moe": MOE | {"kv_channels": 64, "rotary_base": 1000000},
     "qwen3_moe-plain-sum": MOE | {"moe_router_pre_softmax": True},
     "mha": {"group_query_attention": False, "num_query_groups": 1},
 }
+LATENT = {"deepseek_v3": DEEPSEEK, "deepseek_v3-yarn": DEEPSEEK | YARN}
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_transformers_reads_the_same_model(name, tmp_path) -> None:
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("name", FAMILIES | LATENT)
+def test_transformers_reads_the_same_model(name, tied, tmp_path) -> None:
+    """The same fields, and the same tensors in the checkpoint that it writes (its modules may stack experts)."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    args = megatron(**FAMILIES[name])
+    args = megatron(**(FAMILIES | LATENT)[name], untie_embeddings_and_output_weights=not tied)
     config = derive_config(args, vocab_size=250, eos_token_ids=(2, 3))
     write_config(config, tmp_path)
     hf = AutoConfig.from_pretrained(tmp_path)
-    assert compare_configs(config, hf.to_dict()) == []
-    assert compare_configs(hf.to_dict(), config) == []
+    assert compare_configs(config, hf.to_dict()) == [] == compare_configs(hf.to_dict(), config)
     assert hf.eos_token_id == [2, 3]
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(hf)
-    state = {n: tuple(t.shape) for n, t in model.named_parameters()}
-    groups = 2 if args.group_query_attention else 4
-    attention = "model.layers.1.self_attn."
-    assert state["model.embed_tokens.weight"] == (250, 128)
-    assert state[attention + "k_proj.weight"] == (groups * args.kv_channels, 128)
-    assert state[attention + "o_proj.weight"] == (128, 4 * args.kv_channels)
-    assert (attention + "k_proj.bias" in state) == args.add_qkv_bias
-    assert attention + "o_proj.bias" not in state
-    assert (attention + "k_norm.weight" in state) == args.qk_layernorm
-    assert ("lm_head.weight" in state) == args.untie_embeddings_and_output_weights
+    model = AutoModelForCausalLM.from_config(hf)
+    model.save_pretrained(tmp_path)
+    shape = ModelShape.from_hf_config(json.loads((tmp_path / "config.json").read_text()), padded_vocab=256)
+    assert shape == ModelShape.from_megatron_args(args, 250) and type(model).__name__ == shape.table.architecture
+    with safe_open(tmp_path / "model.safetensors", "pt") as file:
+        theirs = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    assert {name: t.shape for name, t in canonical_tensors(shape).items()} == theirs
     if args.num_experts:
         assert hf.norm_topk_prob != getattr(args, "moe_router_pre_softmax", False) and hf.num_experts_per_tok == 2
-        sizes = {n.split("layers.")[1]: s for n, s in state.items() if "mlp" in n}
-        assert sizes["0.mlp.up_proj.weight"] == (192, 128) and sizes["1.mlp.gate.weight"] == (8, 128)
-        assert sizes["1.mlp.experts.down_proj"] == (8, 128, 48)
+    if shape.table.mla:
+        assert (hf.n_group, hf.topk_group, hf.routed_scaling_factor) == (4, 1, 2.5)
+        # softmax scale as Megatron's latent attention has it: (0.1 mscale_all_dim ln factor + 1)^2 / sqrt(nope + rope)
+        grown = 0.1 * math.log(40.0) + 1 if name == "deepseek_v3-yarn" else 1.0
+        assert model.model.layers[0].self_attn.scaling == pytest.approx(grown**2 / math.sqrt(24))
 
 
-@pytest.mark.parametrize("rope", [{}, YARN], ids=["plain", "yarn"])
-def test_transformers_reads_the_same_deepseek(rope, tmp_path) -> None:
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    config = derive_config(megatron(**DEEPSEEK | rope), vocab_size=250)
-    write_config(config, tmp_path)
-    hf = AutoConfig.from_pretrained(tmp_path)
-    assert compare_configs(config, hf.to_dict()) == [] == compare_configs(hf.to_dict(), config)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(hf)
-    state = {n: tuple(t.shape) for n, t in (*model.named_parameters(), *model.named_buffers())}
-    layer = "model.layers.1."
-    assert state[layer + "self_attn.kv_b_proj.weight"] == (4 * (16 + 20), 32)
-    assert state[layer + "self_attn.kv_a_proj_with_mqa.weight"] == (32 + 8, 128)
-    assert state[layer + "mlp.shared_experts.up_proj.weight"] == (96, 128)
-    assert state[layer + "mlp.gate.e_score_correction_bias"] == (8,)
-    assert (hf.n_group, hf.topk_group, hf.routed_scaling_factor) == (4, 1, 2.5) and hf.norm_topk_prob
-    assert state["model.layers.0.mlp.up_proj.weight"] == (192, 128)
-    # softmax scale as Megatron's latent attention has it: (0.1 mscale_all_dim ln factor + 1)^2 / sqrt(nope + rope)
-    grown = 0.1 * math.log(40.0) + 1 if rope else 1.0
-    assert model.model.layers[0].self_attn.scaling == pytest.approx(grown**2 / math.sqrt(24))
+def test_shape_from_arguments() -> None:
+    assert ModelShape.from_megatron_args(megatron(vocab_size=250)).vocab == 250
+    with pytest.raises(ValueError, match="vocabulary's size is unknown"):
+        ModelShape.from_megatron_args(megatron(vocab_size=None))
+    unsaid = dict.fromkeys(("kv_channels", "ffn_hidden_size", "padded_vocab_size"))
+    args = megatron(**unsaid, group_query_attention=False, num_query_groups=1, tensor_model_parallel_size=2)
+    shape = ModelShape.from_megatron_args(args, 257)
+    assert (shape.head_dim, shape.ffn, shape.groups, shape.vocab, shape.padded_vocab) == (32, 320, 4, 257, 512)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -209,6 +198,9 @@ def test_mindspeed_llm_scaling() -> None:
         ({**DEEPSEEK, "moe_router_topk": 9}, "moe_router_topk is 9: there are 8 experts"),
         ({**DEEPSEEK, "rotary_scaling_factor": 40.0, "mscale_all_dim": 1.0}, "with --rope-type rope it scales"),
         ({"squared_relu": True}, "--squared-relu"),
+        ({"apply_layernorm_1p": True}, "--apply-layernorm-1p"),
+        ({"use_torch_fsdp2": True}, "use --use-distributed-optimizer instead"),
+        ({"noop_layers": {3}}, "--noop-layers"),
         ({"rotary_percent": 0.5}, "--rotary-percent 0.5"),
         ({"rotary_interleaved": True}, "--rotary-interleaved"),
         ({"window_size": (128, 0)}, "--window-size"),
@@ -223,6 +215,12 @@ def test_mindspeed_llm_scaling() -> None:
 def test_models_that_the_engine_does_not_have(change, message) -> None:
     with pytest.raises(ValueError, match=message):
         derive_config(megatron(**change), vocab_size=250)
+
+
+def test_all_problems_come_at_once() -> None:
+    with pytest.raises(ValueError) as caught:
+        derive_config(megatron(normalization="LayerNorm", swiglu=False, squared_relu=True), vocab_size=250)
+    assert len(str(caught.value).splitlines()) == 4
 
 
 def test_true_vocabulary() -> None:

@@ -1,7 +1,5 @@
-"""Shapes, parallel layouts and tables against transformers and Megatron themselves, and what they refuse."""
+"""Layouts of both sides against vLLM, and what they refuse. Shapes: tests/engine/test_hf_config.py."""
 
-import argparse
-import json
 import sys
 from pathlib import Path
 
@@ -12,7 +10,6 @@ from mindspeed_rl_plugin.reshard.layout import (
     EngineParallel,
     ModelShape,
     Parallel,
-    canonical_tensors,
     engine_layout,
     megatron_layout,
 )
@@ -23,46 +20,6 @@ from plan_cases import LATENT, TINY  # noqa: E402
 SHAPE = ModelShape("qwen2", 4, 64, 8, 4, 8, 96, 250, 256)
 MOE = ModelShape("qwen3_moe", layers=2, vocab=60, padded_vocab=64, **TINY)
 V3 = ModelShape("deepseek_v3", layers=3, vocab=60, padded_vocab=64, dense_layers=(0,), **TINY | LATENT)
-
-
-EXPERTS = dict(moe_intermediate_size=48, num_experts_per_tok=2)
-CONFIGS = {
-    "llama": {},
-    "qwen2": {},
-    "qwen3": {},
-    "qwen3_moe": EXPERTS | dict(num_experts=4, decoder_sparse_step=1, mlp_only_layers=[1]),
-    "deepseek_v3": EXPERTS
-    | dict(n_routed_experts=4, n_shared_experts=2, first_k_dense_replace=1, n_group=1, topk_group=1)
-    | dict(q_lora_rank=12, kv_lora_rank=10, qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=8),
-}
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("tied", [False, True])
-def test_canonical_tensors_are_those_of_transformers(family, tied, tmp_path):
-    """Names and shapes as in the checkpoint that transformers writes (its modules may stack experts)."""
-    from safetensors import safe_open
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    config = AutoConfig.for_model(
-        family,
-        vocab_size=250,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=3,
-        num_attention_heads=8,
-        num_key_value_heads=8 if family == "deepseek_v3" else 4,
-        tie_word_embeddings=tied,
-        **CONFIGS[family] | ({} if family == "deepseek_v3" else {"head_dim": 8}),
-    )
-    model = AutoModelForCausalLM.from_config(config)
-    model.save_pretrained(tmp_path)
-    with safe_open(tmp_path / "model.safetensors", "pt") as file:
-        theirs = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-    shape = ModelShape.from_hf_config(json.loads((tmp_path / "config.json").read_text()), padded_vocab=256)
-    assert {name: t.shape for name, t in canonical_tensors(shape).items()} == theirs
-    assert model.__class__.__name__ == shape.table.architecture
-    assert (shape.padded_vocab, shape.tied) == (256, tied)
 
 
 def test_engine_experts_are_dealt_as_vllm_does():
@@ -118,65 +75,6 @@ def test_ranks_that_store_the_same_share_one_layout():
 def test_refused(make, message):
     with pytest.raises(ValueError, match=message):
         make()
-
-
-def megatron_args(**changes):
-    base = dict(
-        num_layers=4,
-        hidden_size=128,
-        num_attention_heads=4,
-        group_query_attention=True,
-        num_query_groups=2,
-        kv_channels=32,
-        ffn_hidden_size=256,
-        vocab_size=250,
-        padded_vocab_size=256,
-        make_vocab_size_divisible_by=128,
-        tensor_model_parallel_size=2,
-        normalization="RMSNorm",
-        swiglu=True,
-        add_bias_linear=False,
-        add_qkv_bias=True,
-        qk_layernorm=False,
-        position_embedding_type="rope",
-        untie_embeddings_and_output_weights=True,
-        num_experts=None,
-    )
-    return argparse.Namespace(**base | changes)
-
-
-def test_shape_from_arguments():
-    expected = ModelShape("qwen2", 4, 128, 4, 2, 32, 256, 250, 256)
-    assert ModelShape.from_megatron_args(megatron_args()) == expected
-    derived = megatron_args(
-        kv_channels=None, ffn_hidden_size=None, padded_vocab_size=None, group_query_attention=False, num_query_groups=1
-    )
-    shape = ModelShape.from_megatron_args(derived, vocab=257)
-    assert (shape.head_dim, shape.ffn, shape.groups, shape.vocab, shape.padded_vocab) == (32, 320, 4, 257, 512)
-    assert ModelShape.from_megatron_args(megatron_args(add_qkv_bias=False)).family == "llama"
-    qwen3 = megatron_args(add_qkv_bias=False, qk_layernorm=True, untie_embeddings_and_output_weights=False)
-    assert ModelShape.from_megatron_args(qwen3) == ModelShape("qwen3", 4, 128, 4, 2, 32, 256, 250, 256, tied=True)
-
-
-@pytest.mark.parametrize(
-    "changes, message",
-    [
-        (dict(apply_layernorm_1p=True), "--apply-layernorm-1p"),
-        (dict(use_torch_fsdp2=True), "use --use-distributed-optimizer instead"),
-        (dict(noop_layers={3}), "--noop-layers"),
-        (dict(vocab_size=None), "vocabulary's size is unknown"),
-    ],
-)
-def test_arguments_refused(changes, message):
-    """And those in tests/engine/test_hf_config.py."""
-    with pytest.raises(ValueError, match=message):
-        ModelShape.from_megatron_args(megatron_args(**changes))
-
-
-def test_all_problems_come_at_once():
-    with pytest.raises(ValueError) as caught:
-        ModelShape.from_megatron_args(megatron_args(normalization="LayerNorm", swiglu=False, squared_relu=True))
-    assert len(str(caught.value).splitlines()) == 4
 
 
 def test_families_have_traits_of_their_own(monkeypatch):
