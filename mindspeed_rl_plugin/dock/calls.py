@@ -9,21 +9,10 @@ from typing import Any
 
 import numpy as np
 
+from mindspeed_rl_plugin.dock import messages as m
 from mindspeed_rl_plugin.dock.api import Traffic, listed
 from mindspeed_rl_plugin.dock.core import Core
 from mindspeed_rl_plugin.dock.memory import Segments
-from mindspeed_rl_plugin.dock.messages import (
-    Address,
-    Directory,
-    Failed,
-    Grant,
-    Located,
-    Map,
-    Message,
-    Ok,
-    Query,
-    Shape,
-)
 from mindspeed_rl_plugin.dock.rpc import Closed, Lost, Process, Stream, ask, connect
 
 Owners = Callable[[int, int], np.ndarray]  # (epoch, groups) -> `[groups]` warehouse of each group
@@ -33,7 +22,7 @@ Owners = Callable[[int, int], np.ndarray]  # (epoch, groups) -> `[groups]` wareh
 class Epoch:
     """owner: `[groups]` warehouse of each group, -1 where that is not known; alive: `[groups]` bool, not cleared."""
 
-    shape: Shape
+    shape: m.Shape
     owner: np.ndarray
     alive: np.ndarray
 
@@ -45,17 +34,17 @@ class Epochs:
     def __init__(self, owners: Owners | None) -> None:
         self.owners, self.known, self.last = owners, dict[int, Epoch](), -1
 
-    def add(self, number: int, shape: Shape) -> None:
+    def add(self, number: int, shape: m.Shape) -> None:
         """It is open."""
         groups = shape.groups
         owner = np.full(groups, -1) if self.owners is None else np.asarray(self.owners(number, groups))
         self.known[number], self.last = Epoch(shape, owner, np.ones(groups, bool)), max(self.last, number)
 
-    def learn(self, grant: Grant) -> None:
+    def learn(self, grant: m.Grant) -> None:
         """What a lease says about epochs, to a process that opened none."""
         for number, *shape in grant.shapes:
             if number not in self.known:
-                self.add(number, Shape(*shape))
+                self.add(number, m.Shape(*shape))
             mine = grant.ids[:, 0] == number
             self.known[number].owner[grant.ids[mine, 1]] = grant.owner[mine]
 
@@ -113,14 +102,14 @@ class Calls:
 
     def __init__(
         self,
-        directory: Directory,
+        directory: m.Directory,
         me: Process,
         *,
         core: Core | None = None,
         warehouse: int | None = None,
         owners: Owners | None = None,
         lease_seconds: float | None = None,
-        lost: Callable[[Address, str], None] = lambda address, why: None,
+        lost: Callable[[m.Address, str], None] = lambda address, why: None,
     ) -> None:
         self.directory, self.me, self.core, self.warehouse = directory, me, core, warehouse
         self.lease_seconds, self._lost = lease_seconds, lost
@@ -128,19 +117,19 @@ class Calls:
         self.after: dict[int, int] = {}  # warehouse -> number of the newest record that this process caused
         self.held: dict[tuple[str, int], np.ndarray] = {}  # ids of live leases of this process, by state and token
         self.segments = Segments(self._find)
-        self._idle: defaultdict[Address, list[Stream]] = defaultdict(list)
+        self._idle: defaultdict[m.Address, list[Stream]] = defaultdict(list)
         self._closed = self.ended = False
 
-    def query(self, kind: type[Query], state: str, *what: Any) -> Any:
+    def query(self, kind: type[m.Query], state: str, *what: Any) -> Any:
         """Ask the controller of a state, which first knows what this process has caused."""
         opened = [(n, *e.shape) for n, e in list(self.epochs.known.items()) if self.epochs.owners is not None]
         message = kind(state, opened, self.after, *what)
         return self._ask(self.directory.controllers[state], message, None)[0]
 
-    def ask_warehouse(self, index: int, message: Message, bulk: np.ndarray | None = None) -> Any:
+    def ask_warehouse(self, index: int, message: m.Message, bulk: np.ndarray | None = None) -> Any:
         """Ask a warehouse; its answer, or of a `Fetch` the bytes. The numbers of its records are remembered."""
         answer, got = self._ask(self.directory.warehouses[index], message, bulk)
-        if isinstance(answer, (Ok, Located)):
+        if isinstance(answer, (m.Ok, m.Located)):
             self.hear({index: answer.seq})
         return answer if got is None else got
 
@@ -156,16 +145,16 @@ class Calls:
             while idle:
                 idle.pop().close()
 
-    def _ask(self, address: Address, message: Message, bulk: np.ndarray | None) -> tuple[Message, Any]:
+    def _ask(self, address: m.Address, message: m.Message, bulk: np.ndarray | None) -> tuple[m.Message, Any]:
         if self.core is not None and address.rank == self.me.rank:
             answer, got = self.core.call(self.me.name, message, bulk)[0], None
         else:
             answer, got = self._send(address, message, bulk)
-        if isinstance(answer, Failed):
+        if isinstance(answer, m.Failed):
             raise answer.raised()
         return answer, got
 
-    def _send(self, address: Address, message: Message, bulk: np.ndarray | None) -> tuple[Message, Any]:
+    def _send(self, address: m.Address, message: m.Message, bulk: np.ndarray | None) -> tuple[m.Message, Any]:
         idle = self._idle[address]  # a connection serves one thread at a time
         try:
             stream = idle.pop()
@@ -185,7 +174,7 @@ class Calls:
         return answer
 
     def _find(self, segment: int) -> tuple[str, int, list[int]]:
-        answer = self.ask_warehouse(self.warehouse, Map(segment))
+        answer = self.ask_warehouse(self.warehouse, m.Map(segment))
         return answer.path, answer.nbytes, answer.segments
 
 

@@ -52,15 +52,8 @@ def make_docks(
     """
     job, host = Peers() if group is None else GroupPeers(group), own_address()
     check_addresses(job.gather((machine(), host)))
-    member = Member(
-        columns,
-        states,
-        job,
-        host=host,
-        limits=limits,
-        owners=owners,
-        heartbeat=max(HEARTBEAT, deadline / HEARTBEATS),
-    )
+    heartbeat = max(HEARTBEAT, deadline / HEARTBEATS)
+    member = Member(columns, states, job, host=host, limits=limits, owners=owners, heartbeat=heartbeat)
     every = [make_peers(job, division, group, deadline) for division in divisions]
     return [member.dock(peers=peers, deadline=deadline) for peers in every]
 

@@ -64,11 +64,6 @@ class Limits:
     segment_bytes: int = SEGMENT_BYTES
     rows: int | None = None
 
-    @property
-    def bounded(self) -> bool:
-        """Whether producers may have to wait."""
-        return self.capacity is not None or self.rows is not None
-
     def write_backs(self, columns: Sequence[ColumnSpec], states: Sequence[StateSpec]) -> dict[str, int]:
         """Most bytes that states write into one row, by column. Raises ValueError for a capacity without max_tokens."""
         if self.capacity is None:

@@ -79,7 +79,8 @@ class Warehouse:
     def admit(self, put: Put) -> str | None:
         """Book a producer's groups, or say why it must wait. Raises ValueError when an empty warehouse would be too
         small."""
-        if not self.limits.bounded or put.epoch in self._gone:  # of a late repeat nothing is kept
+        unlimited = self.limits.capacity is None and self.limits.rows is None
+        if unlimited or put.epoch in self._gone:  # of a late repeat nothing is kept
             return None
         tables = self._tables(put.epoch, put.shape)
         touched = np.unique(np.concatenate([tables.groups_of(part) for part in put.parts]))

@@ -118,11 +118,6 @@ class Watch:
             elif now - link.heard > self.heartbeat:
                 self.stop(link.rank, f"silent for {self.heartbeat:g} s")
 
-    def tell(self, rank: int, why: str) -> None:
-        """Let the others stop because of a rank."""
-        for link in list(self._links):
-            link.note(Stopped(rank, why))
-
     def stop(self, rank: int, why: str) -> None:
         """End this process because of a rank. Does not return, but where `end` does."""
         if not self._stopping.acquire(blocking=False):
@@ -132,7 +127,8 @@ class Watch:
         with contextlib.suppress(OSError):
             os.write(2, f"\n[rl] {line}\n".encode())  # not sys.stderr: the main thread may hang with its lock held
             record_failure(line)
-        self.tell(rank, why)
+        for link in list(self._links):
+            link.note(Stopped(rank, why))
         thread(_flush).join(FLUSH_SECONDS)
         self._end(STATUS)
         return None

@@ -33,13 +33,10 @@ def rank_main(pipe: Connection, log: str, rank: int, nodes: list[str], heartbeat
     obey(pipe, Commands(member.dock(deadline=10), member))
 
 
-def outside_main(pipe: Connection, log: str, address: str, secret_file: str, node: str, seconds: float) -> None:
+def outside_main(pipe: Connection, log: str, address: str, secret_file: str, node: str) -> None:
     """A consumer outside of the job. node: another name for this machine, "" for its own."""
     speak_to(log)
-    if node:
-        join = joining.join
-        joining.join = lambda *args: join(*args, node=node)
-    obey(pipe, Commands(Dock.join(address, secret_file, lease_seconds=seconds), None))
+    obey(pipe, Commands(Dock(*joining.join(address, secret_file, 60.0, node), leader=False), None))
 
 
 def speak_to(log: str) -> None:
@@ -85,9 +82,6 @@ class Commands:
     def commit(self, token: int) -> None:
         lease = self.leases[token]
         self.dock.commit(lease, result(lease.state, lease.rows.ids))
-
-    def release(self, token: int) -> None:
-        self.dock.release(self.leases[token])
 
     def work(self, state: str, most: int) -> list[SampleId]:
         """Take batches until every row is done."""

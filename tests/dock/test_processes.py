@@ -110,10 +110,9 @@ def start(context, tmp_path: Path) -> Iterator:
         every.extend(job.ranks)
         return job
 
-    def outside(address: str, secret: Path, node: str = "", seconds: float = 60.0) -> Process:
-        made = Process(
-            context, dock_ranks.outside_main, tmp_path / f"outside{len(every)}", address, str(secret), node, seconds
-        )
+    def outside(address: str, secret: Path, node: str = "") -> Process:
+        log = tmp_path / f"outside{len(every)}"
+        made = Process(context, dock_ranks.outside_main, log, address, str(secret), node)
         every.append(made)
         made.answer()
         return made
@@ -267,25 +266,3 @@ def test_rows_of_a_consumer_outside_come_again_when_it_is_killed(
     assert second.call("read", again) and job[0].call("read", [*done, *again])
     assert second.call("where") | first_read == where
     assert all(rank.process.is_alive() for rank in job.ranks), "the job goes on"
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_lease_of_a_slow_consumer_runs_out_and_its_late_commit_is_harmless(start, tmp_path: Path, ranks: int) -> None:
-    job = start(["one"] * ranks, 30.0)
-    secret = tmp_path / "secret"
-    address = job.all("invite", str(secret))[0]
-    job.all("open", 0, 2, 1)
-    job[0].call("put", 2)
-    slow = start.outside(address, secret, "one", 0.5)
-    token, held = slow.call("lease", "generate", None, 10.0)
-    mine, again = job[-1].call("lease", "generate", None, 20.0)
-    assert again == held == list(ids(2, 1))
-    job[-1].call("commit", mine)
-    slow.call("commit", token)
-    assert job[0].call("read", again) and job[0].call("remaining", "generate") == 0
-    token, held = slow.call("lease", "logp", None, 10.0)
-    slow.call("release", token)
-    assert job[-1].call("lease", "logp", None, 0.0)[1] == held, "given back"
-    os.chmod(secret, 0o644)
-    with pytest.raises(AssertionError, match="others can read it"):
-        start.outside(address, secret, "one")

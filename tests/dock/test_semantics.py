@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -127,13 +128,13 @@ def test_rows_of_this_machine_come_first(members) -> None:
 def test_an_empty_dock_is_no_end_to_a_consumer_outside_but_the_jobs_leaving_is(
     members, tmp_path: Path, ranks: int, node: str
 ) -> None:
-    """It joins before the first row, waits between rollouts, and its loop ends with the job, also where it works then;
-    a job that dies is an error."""
+    """It joins before the first row, waits between rollouts, and its loop ends with the job, also where it only comes
+    back then; what a slow one holds runs out and is given to another; a job that dies is an error."""
     made, secret, seen = members(COLUMNS, STATES, [machine()] * ranks), tmp_path / "secret", []
     docks = [m.dock(deadline=5) for m in made]
     address = together(ranks, lambda r: docks[r].invite(secret, "127.0.0.1" if node else ""))[0]
-    waits, works, orphan = (Dock(*joining.join(address, secret, 60.0, node), leader=False) for _ in range(3))
-    for dock in (waits, works, orphan):
+    waits, slow, orphan = (Dock(*joining.join(address, secret, s, node), leader=False) for s in (60.0, 0.5, 60.0))
+    for dock in (waits, slow, orphan):
         assert not dock.lease("generate", deadline=0) and not dock.ended, "it only tries"
         with pytest.raises(TimeoutError, match="'generate' waited 0.05 s"):
             dock.lease("generate", deadline=0.05)
@@ -144,12 +145,17 @@ def test_an_empty_dock_is_no_end_to_a_consumer_outside_but_the_jobs_leaving_is(
             waits.commit(lease, tokens(lease.rows.ids))
 
     with ThreadPoolExecutor(1) as pool:
-        loop = pool.submit(consume)
         for epoch in range(2):
             for dock in docks:
                 dock.open(epoch, 2, 2)
             docks[0].put(prompts(2, epoch))
+            if epoch == 0:
+                held = slow.lease("generate", deadline=20)
+                loop = pool.submit(consume)
             docks[0].release(docks[0].lease("logp", ids=ids(2, 2, epoch), deadline=20))
+            if epoch == 0:
+                slow.commit(held, tokens(held.rows.ids, start=7))
+                assert docks[0].read([sid(1, 1)], ["tokens"])["tokens"].values.tolist() == [0, 1], "the first stays"
             for dock in docks:
                 dock.clear(epoch)
         for member in made:
@@ -159,13 +165,16 @@ def test_an_empty_dock_is_no_end_to_a_consumer_outside_but_the_jobs_leaving_is(
             member.close()
         loop.result(10)
     assert seen == [*ids(2, 2, 0), *ids(2, 2, 1)] and waits.ended
-    for dock in (waits, works):
+    for dock in (waits, slow):
         ended = dock.lease("generate", deadline=5)
         assert not ended and dock.ended and ended.rows["prompt"].lengths.tolist() == []
         with pytest.raises(ConnectionError):
             dock.remaining("generate")
     with pytest.raises(ConnectionError):
         orphan.lease("generate", deadline=5)
+    os.chmod(secret, 0o644)
+    with pytest.raises(PermissionError, match="others can read it"):
+        Dock.join(address, secret)
 
 
 def test_admission_counts_open_groups(make) -> None:
