@@ -16,7 +16,7 @@ from mindspeed_rl_plugin.dock import Dock
 from mindspeed_rl_plugin.engine import hf_config
 from mindspeed_rl_plugin.engine.vllm_engine import VllmEngine
 from mindspeed_rl_plugin.environment import launch_env
-from mindspeed_rl_plugin.loop import engine_options, megatron_globals
+from mindspeed_rl_plugin.loop import engine_options
 from mindspeed_rl_plugin.loop.colocation import Colocation
 from mindspeed_rl_plugin.loop.docks import Docks, DockSize, place
 from mindspeed_rl_plugin.loop.inputs import Inputs
@@ -99,13 +99,15 @@ def dock_size(inputs: Inputs, table: Sequence[StageSpec]) -> DockSize:
 
 def make_monitor(inputs: Inputs, topology: Topology, start: Start) -> Monitor:
     """The monitor of a run."""
+    from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
+
     config, device = inputs.config.monitor, get_device()
     return Monitor(
         config.run_dir or str(Path(inputs.args.save) / "rl"),
         topology.rank,
         topology.world,
-        tensorboard_writer=megatron_globals.tensorboard_writer(),
-        wandb=megatron_globals.wandb_writer(),
+        tensorboard_writer=get_tensorboard_writer(),
+        wandb=get_wandb_writer() or None,
         is_terminal=None if config.progress else False,
         total_iterations=inputs.args.train_iters,
         resume_iteration=start.iteration,

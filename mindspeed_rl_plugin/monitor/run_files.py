@@ -122,7 +122,7 @@ def to_json(value: Mapping[str, Any], indent: int = 0) -> str:
 
 
 class JsonLines:
-    """An append-only file of JSON objects that survives a kill: one write and one flush a line.
+    """An append-only file of JSON objects that survives a kill: one write and one flush a line. For one thread.
 
     resume_iteration: that of the checkpoint. At 0 the file of an earlier run is set aside as `.old`; else its lines up
     to that iteration stay, `lines_kept`, and a last line that a crash left incomplete is cut.

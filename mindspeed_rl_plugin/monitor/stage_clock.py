@@ -31,7 +31,8 @@ class StageClock:
 
     Stages may nest: each gets the peak of its whole span, although the meter has only one counter, because every
     boundary folds the counter into all stages that are running. synchronize: called at both ends of a stage, so that
-    work queued on a device is booked where it was launched. resume_iteration: as of `JsonLines`.
+    work queued on a device is booked where it was launched. resume_iteration: as of `JsonLines`. For the one thread
+    that drives the stages: there is no lock.
     """
 
     def __init__(

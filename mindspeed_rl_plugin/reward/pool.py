@@ -24,7 +24,7 @@ Call = tuple[int, Sequence[int]]  # number of the grader, and of the items
 
 
 class RewardPool:
-    """Graders by spec, run by `workers` processes, one call at a time in each.
+    """Graders by spec, run by `workers` processes, one call at a time in each; one thread grades.
 
     specs: as `specs.parse_specs` takes them; how a function is called says `calling.py`. device: where reward models
     run. regex: pattern of the regex grader. timeout: seconds of one grading call, one for all graders or one for each.

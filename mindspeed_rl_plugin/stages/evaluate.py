@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mindspeed_rl_plugin.algorithms import Algorithm
-from mindspeed_rl_plugin.engine.protocol import Engine, Progress, generate
+from mindspeed_rl_plugin.engine.protocol import Engine, generate
 from mindspeed_rl_plugin.engine.seeds import response_seed
 from mindspeed_rl_plugin.monitor.monitor import Monitor
 from mindspeed_rl_plugin.ranks import Collectives
@@ -125,7 +125,6 @@ def evaluate(
     samples: int = 0,
     seed_base: int,
     deadline: float,
-    on_progress: Progress | None = None,
 ) -> Tensor:
     """Answer this replica's share of `prompts` greedily, and `samples` times by `sampling`, and score.
 
@@ -144,7 +143,7 @@ def evaluate(
         for index in range(engine.replica, len(prompts), engine.replicas)
         for attempt in range(samples + 1)
     ]
-    completions = generate(engine, requests, deadline=deadline, on_progress=on_progress)
+    completions = generate(engine, requests, deadline=deadline)
     if not engine.leader or not completions:
         return torch.zeros(len(SUMS), dtype=torch.float64)
     scores = score([(prompts[c.id.group], c) for c in completions])

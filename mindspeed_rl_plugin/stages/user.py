@@ -1,16 +1,7 @@
 """A user's own stages (`--rl-stage path.py:Class`): after reward, before select, on TensorDicts.
 
-    class LengthBonus:
-        reads = ("reward", "response_length")
-        writes = ("reward",)
-        unit = "row"                     # or "group": whole groups at once
-
-        def compute(self, rows):         # TensorDict of batch size [B]; ragged columns are jagged nested tensors
-            bonus = 0.1 * (rows["response_length"] < 100)
-            return TensorDict({"reward": rows["reward"] + bonus}, batch_size=rows.batch_size)
-
-It may write `reward`, `valid` (int8, 0: the row is trained nowhere) and columns of its own, declared as `ColumnSpec`.
-Later stages and the dumps see what it wrote.
+docs/stages.md has an example. A stage may write `reward`, `valid` (int8, 0: the row is trained nowhere) and columns of
+its own, declared as `ColumnSpec`. Later stages and the dumps see what it wrote.
 """
 
 from __future__ import annotations
@@ -75,9 +66,7 @@ def _load(word: str) -> tuple[StageSpec, Any]:
     lacking = [a for a in ("reads", "writes", "compute") if not hasattr(instance, a)]
     if lacking:
         raise ValueError(f"--rl-stage {word}: {name} has no {', '.join(lacking)}")
-    given = [column for column in instance.writes if not isinstance(column, ColumnSpec)]
-    unknown = [column for column in given if column not in WRITABLE]
-    if unknown:
+    if unknown := [c for c in instance.writes if not isinstance(c, ColumnSpec) and c not in WRITABLE]:
         raise ValueError(f"--rl-stage {word}: declare columns of its own as ColumnSpec, not {unknown}")
     writes = tuple(c if isinstance(c, ColumnSpec) else WRITABLE[c] for c in instance.writes)
     if not instance.reads or not writes:

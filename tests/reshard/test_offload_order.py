@@ -162,8 +162,8 @@ def test_copies_go_on_beside_a_stage(tmp_path, monkeypatch):
                 copies.synchronize()
 
     monkeypatch.setattr(build, "get_device", lambda: Wide("cpu"))
-    for name in ("tensorboard_writer", "wandb_writer"):
-        monkeypatch.setattr(build.megatron_globals, name, lambda: None)
+    writers = dict.fromkeys(("get_tensorboard_writer", "get_wandb_writer"), lambda: None)
+    monkeypatch.setitem(sys.modules, "megatron.training.global_vars", SimpleNamespace(**writers))
     args = add_flags(ArgumentParser()).parse_args(["--rl-algorithm", "grpo"])
     args.save, args.train_iters = str(tmp_path), 1
     config = RLConfig.from_args(args)

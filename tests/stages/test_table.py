@@ -5,13 +5,15 @@ from __future__ import annotations
 import re
 import textwrap
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from tensordict import TensorDict
 
 from mindspeed_rl_plugin.algorithms import ALGORITHMS, resolve
 from mindspeed_rl_plugin.config import AlgorithmConfig
-from mindspeed_rl_plugin.dock import from_tensordict, make_docks
+from mindspeed_rl_plugin.dock import ColumnSpec, from_tensordict, make_docks
 from mindspeed_rl_plugin.rows import Prompt, Ragged, Rows, SampleId
 from mindspeed_rl_plugin.stages import prompts
 from mindspeed_rl_plugin.stages.stage import Stage, StageSpec, columns_of, states_of
@@ -39,36 +41,6 @@ BONUS = """
 
         def compute(self, rows):
             return TensorDict({"reward": rows["reward"] - rows["bonus"]}, batch_size=rows.batch_size)
-"""
-
-
-TRIED = """
-    import torch
-    from tensordict import TensorDict
-    from mindspeed_rl_plugin.dock import ColumnSpec
-    from mindspeed_rl_plugin.stages import generate, prompts, reward
-
-    class Sees:
-        reads = [c.name for s in (prompts.SPEC, generate.SPEC, reward.spec(2)) for c in s.writes]
-        writes = (ColumnSpec("mine", torch.float32, "sample", ragged=False),)
-
-        def compute(self, rows):
-            self.rows = rows
-            return TensorDict({"mine": torch.rand(len(rows))}, batch_size=rows.batch_size)
-
-    class Second(Sees):
-        reads = ("mine",)
-        writes = ("reward",)
-        compute = lambda self, rows: TensorDict({"reward": rows["mine"]}, batch_size=rows.batch_size)
-
-    class Raises(Sees):
-        compute = lambda self, rows: {}["here"]
-
-    class Half(Sees):
-        compute = lambda self, rows: TensorDict({}, batch_size=rows.batch_size)
-
-    class Wide(Sees):
-        compute = lambda self, rows: TensorDict({"mine": rows["reward_parts"]}, batch_size=rows.batch_size)
 """
 
 
@@ -193,27 +165,32 @@ def test_what_a_stage_returns_must_fit_its_declaration(file):
         stage.compute(rows)
 
 
-def test_a_stage_is_tried_on_the_group_that_a_data_row_would_make(tmp_path):
+def test_a_stage_is_tried_on_the_group_that_a_data_row_would_make():
     """Every column that it may read is there, as real rows have it; what is wrong with it is said with its line."""
-    (tmp_path / "own.py").write_text(textwrap.dedent(TRIED))
     every = {column.name: column for spec in stage_table(algorithm("grpo"), 2)[:3] for column in spec.writes}
-    state = torch.get_rng_state()
+    own, seen, state = ColumnSpec("own", torch.float32, "sample", ragged=False), [], torch.get_rng_state()
 
-    def tried(*names):
-        stages = load_stages([f"{tmp_path / 'own.py'}:{name}" for name in names], 2)
+    def tried(*computes):
+        specs = [StageSpec(name, reads, (own,), "row", "cpu") for name, reads in (("a", tuple(every)), ("b", ("own",)))]
+        stages = [(spec, SimpleNamespace(compute=compute)) for spec, compute in zip(specs, computes, strict=False)]
         try_once(stages, Prompt((1, 2), "a", "b", 0), (5, 6, 7), 4, 2, "a.jsonl line 1")
-        return stages
 
-    (_, seen), _ = tried("Sees", "Second")
-    rows = from_tensordict(seen.rows)
+    def written(values):
+        return TensorDict({} if values is None else {"own": values}, batch_size=[4])
+
+    tried(lambda rows: seen.append(rows) or written(torch.rand(4)), lambda rows: written(rows["own"]))
+    rows = from_tensordict(seen[0])
     for name, column in every.items():
         column.check(rows[name])
     assert rows["tokens"].row(3).tolist() == [1, 2, 5, 6, 7] and rows["reward"].tolist() == [1, 0, 1, 0]
     assert torch.equal(torch.get_rng_state(), state)
-    wrong = {"Raises": ("KeyError: 'here'", "own.py"), "Wide": ("'mine'", "[2]"), "Half": ("mine", "returned []")}
-    for name, words in wrong.items():
-        with pytest.raises(ValueError, match="(?s)^--rl-stage .* tried on a.jsonl line 1") as error:
-            tried(name)
+    for compute, *words in (
+        (lambda rows: {}["here"], "KeyError: 'here'", "test_table.py"),
+        (lambda rows: written(rows["reward_parts"]), "'own'", "[2]"),
+        (lambda rows: written(None), "own", "returned []"),
+    ):
+        with pytest.raises(ValueError, match="(?s)^--rl-stage a .* tried on a.jsonl line 1") as error:
+            tried(compute)
         assert all(word in str(error.value) for word in words)
 
 
