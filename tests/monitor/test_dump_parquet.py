@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mindspeed_rl_plugin.monitor.dump import discard_dumps_after, dump_rollout, read_rollout
-from mindspeed_rl_plugin.monitor.run_files import atomic_write, check_dumps, claim_dumps, dump_files, write_json
+from mindspeed_rl_plugin.monitor.run_files import check_dumps, claim_dumps, dump_files, write_json
 from mindspeed_rl_plugin.rows import Ragged, Rows, SampleId, pack_json
 
 
@@ -61,19 +61,6 @@ def test_a_rollout_of_several_epochs_is_named_by_the_last(rows_builder, tmp_path
     mixed = Rows((SampleId(1, 9, 9), *rows.ids[1:]), rows.columns)
     path = dump_rollout(tmp_path, mixed, decode, iteration=3)
     assert path.name == "rollout-000002.parquet" and read_rollout(path).ids == mixed.ids
-
-
-def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(tmp_path):
-    path = tmp_path / "rollout-000000.parquet"
-    path.write_text("old")
-
-    def half(target):
-        target.write_text("ne")
-        raise OSError("disk full")
-
-    with pytest.raises(OSError, match="disk full"):
-        atomic_write(path, half)
-    assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
 
 
 def test_dumps_later_than_the_resumed_rollout_go(rows_builder, tmp_path):

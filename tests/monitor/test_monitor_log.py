@@ -139,18 +139,6 @@ def test_other_ranks_only_feed_the_writers_they_have(tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["dock-rank1.jsonl", "events-rank1.jsonl"]
 
 
-def test_tensorboard_reads_back_what_was_logged(tmp_path):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-    from torch.utils.tensorboard import SummaryWriter
-
-    with SummaryWriter(str(tmp_path / "tb")) as writer:
-        monitor = monitor_in(tmp_path / "run", tensorboard_writer=writer)
-        for k in (1, 2):
-            monitor.log(k, {"reward/mean": k / 4, "kl/ref": math.nan})
-    events = EventAccumulator(str(tmp_path / "tb")).Reload()
-    assert [(e.step, e.value) for e in events.Scalars("rl/reward/mean")] == [(1, 0.25), (2, 0.5)]
-
-
 def test_resume_drops_later_lines_and_no_iteration_comes_twice(tmp_path):
     first = monitor_in(tmp_path)
     first.log_eval(0, {"accuracy": 0.1})
