@@ -34,7 +34,8 @@ class Batch:
     def place(self, index: int) -> str:
         """Which item, with its texts."""
         item = self._items[index]
-        where = self._where or f"on rollout {item.id.epoch}, prompt {item.id.group}, response {item.id.member}"
+        rollout = "the evaluation" if item.id.epoch < 0 else f"rollout {item.id.epoch}"  # as `stages.evaluate` numbers
+        where = self._where or f"on {rollout}, prompt {item.id.group}, response {item.id.member}"
         texts = (f"{name} {_shortened(getattr(item, name))}" for name in ("prompt", "response", "answer"))
         return f"{where}: {', '.join(texts)}"
 

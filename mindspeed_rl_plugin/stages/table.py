@@ -11,13 +11,14 @@ from collections.abc import Sequence
 from mindspeed_rl_plugin.algorithms import Algorithm
 from mindspeed_rl_plugin.stages import advantages, generate, logprobs, measure, pairs, prompts, reward, select, update
 from mindspeed_rl_plugin.stages.stage import StageSpec, resolved
+from mindspeed_rl_plugin.stages.user import WRITABLE
 
 
 def stage_table(
     algorithm: Algorithm, graders: int, *, dump: bool = False, own: Sequence[StageSpec] = ()
 ) -> list[StageSpec]:
     """The stages of an algorithm. graders: number of rewards; dump: whether rollouts are written to files; own: a
-    user's stages, which come after reward and before select."""
+    user's stages, which come after reward and before select. Raises ValueError for names that others have."""
     if algorithm.from_pairs:
         return resolved([pairs.SPEC, update.pair_spec()])
     added = tuple(name for spec in own for name in spec.written)
@@ -32,4 +33,13 @@ def stage_table(
         measure.spec(algorithm, dump, added),
         update.spec(algorithm),
     ]
+    for spec in own:
+        others = [other for other in specs if other is not spec]
+        if spec.name in {other.name for other in others}:
+            raise ValueError(f"--rl-stage: two stages are named {spec.name!r}; give yours another `name`")
+        if taken := {name for other in others for name in other.written}.intersection(spec.written) - WRITABLE.keys():
+            raise ValueError(
+                f"--rl-stage {spec.name} writes {', '.join(sorted(taken))}, as another stage does; it may write "
+                "reward, valid and columns of its own"
+            )
     return resolved(specs)

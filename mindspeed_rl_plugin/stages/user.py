@@ -42,14 +42,9 @@ def load_stages(words: Sequence[str], graders: int) -> list[tuple[StageSpec, Any
     stages: list[tuple[StageSpec, Any]] = []
     for word in words:
         spec, instance = _load(word)
-        if spec.name in {other.name for other, _ in stages}:
-            raise ValueError(f"--rl-stage {word}: two stages are named {spec.name!r}; give one another `name`")
         unknown = [name for name in spec.reads if name not in known]
         if unknown:
             raise ValueError(f"--rl-stage {word} reads {unknown}; a stage there may read {', '.join(sorted(known))}")
-        taken = [name for name in spec.written if name in known and name not in WRITABLE]
-        if taken:
-            raise ValueError(f"--rl-stage {word} writes {taken}; it may write reward, valid and columns of its own")
         known |= set(spec.written)
         stages.append((spec, instance))
     return stages

@@ -153,6 +153,19 @@ def test_a_stage_that_cannot_be_is_refused_by_name(tmp_path, source, word, words
     assert all(each in str(refusal.value) for each in words)
 
 
+@pytest.mark.parametrize(
+    ("name", "column", "message"),
+    [("update", "own", "two stages are named 'update'"), ("mine", "advantage", "mine writes advantage, as another")],
+)
+def test_a_stage_has_names_that_no_other_has(name, column, message):
+    own = StageSpec(name, ("reward",), (ColumnSpec(column, torch.float32, "sample", ragged=False),), "row", "cpu")
+    with pytest.raises(ValueError, match=f"--rl-stage.* {message}"):
+        stage_table(algorithm("grpo"), 1, own=[own])
+    twice = [StageSpec(name, ("reward",), (own.writes[0],), "row", "cpu") for name in ("a", "b")]
+    with pytest.raises(ValueError, match=f"--rl-stage a writes {column}"):
+        stage_table(algorithm("grpo"), 1, own=twice)
+
+
 def test_what_a_stage_returns_must_fit_its_declaration(file):
     ((spec, instance),) = load_stages([f"{file}:LengthBonus"], 1)
     stage = UserStage(spec, None, 5, instance)
