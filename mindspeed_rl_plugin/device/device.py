@@ -102,7 +102,7 @@ class Device:
             storage = torch.UntypedStorage(nbytes)
         except RuntimeError as error:  # torch has no type of its own for it
             raise MemoryError(
-                f"the host has no {nbytes} bytes more for training state ({str(error).splitlines()[0][:200]}); swap "
+                f"the host has no {nbytes} bytes more for training state ({str(error).splitlines()[0][:200]}); offload "
                 "less (for example --rl-swap grads,optimizer), or run fewer ranks per machine"
             ) from error
         mark_host(storage)

@@ -62,7 +62,7 @@ def routing_problems(args: Namespace, shape: ModelShape) -> Iterator[str]:
         verb = "needs" if router.bias else "has no bias of the router; drop"
         yield f"family {family} {verb} --moe-router-enable-expert-bias"
     if router.score == "sigmoid" and args.moe_router_topk == 1:
-        yield "moe_router_topk is 1: with one expert a token, trainer and engine weigh it differently"
+        yield "moe_router_topk is 1: with one expert per token, trainer and engine weigh it differently"
     if not router.scaled and _scaling(args) != 1.0:
         yield f"moe_router_topk_scaling_factor is {_scaling(args)}: family {family} does not scale"
     groups = getattr(args, "moe_router_group_topk", None)

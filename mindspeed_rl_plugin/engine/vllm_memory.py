@@ -46,8 +46,8 @@ def free_share(device: Device) -> float:
     if least <= 0:
         raise ValueError(
             f"no memory is left for the rollout engine: {free / 2**30:.3g} of {total / 2**30:.3g} GiB are free here "
-            f"while the trainer is offloaded, {RESERVE:.0%} (at least {LEAST_RESERVE / 2**30:g} GiB) of it are kept; "
-            "swap more (--rl-swap params,grads,optimizer), or give --rl-device-memory-utilization"
+            f"while the trainer is offloaded, {RESERVE:.0%} (at least {LEAST_RESERVE / 2**30:g} GiB) are reserved; "
+            "offload more (--rl-swap params,grads,optimizer), or give --rl-device-memory-utilization"
         )
     return int(least) / 1000
 

@@ -75,17 +75,17 @@ def warnings(args: Any) -> list[str]:
     megatrons = getattr(args, "tokenizer_model", None)
     if config.data.tokenizer and megatrons and not same_vocabulary(config.data.tokenizer, megatrons):
         lines.append(
-            f"--rl-tokenizer {config.data.tokenizer} and --tokenizer-model {megatrons} have other vocabularies; "
-            "prompts are tokenized with the first: give the one that the model was trained with"
+            f"--rl-tokenizer {config.data.tokenizer} and --tokenizer-model {megatrons} have different vocabularies; "
+            "prompts are tokenized with the first: give the tokenizer with which the model was trained"
         )
     for spec in model_specs(config.reward.reward):
         if not same_tokenizer(spec.file, policy):
             lines.append(
-                f"reward {spec.name!r} has a tokenizer of its own: it is given prompts and responses as text, and "
-                "tokenizes them again"
+                f"reward {spec.name!r} has another tokenizer than the policy: it gets prompts and responses as text, "
+                "and tokenizes them itself"
             )
     if config.dock.dock is not None:
-        lines.append(f"--rl-dock {config.dock.dock} is ignored: there is one dock for all numbers of machines")
+        lines.append(f"--rl-dock {config.dock.dock} is ignored: there is only one kind of dock")
     cut = "responses are sampled from a cut distribution, so the ratio of the update is biased"
     if rollout.top_p < 1:
         lines.append(f"--rl-top-p {rollout.top_p}: {cut}")
@@ -113,7 +113,7 @@ def _run_length(args: Any, config: RLConfig) -> Iterator[str]:
     if not args.train_iters:
         yield "--train-iters is missing: give the number of optimizer steps"
     if not args.save:
-        yield "--save is missing: RL keeps its state, its metrics and the way back to the reference there"
+        yield "--save is missing: RL stores its state, its metrics and the reference's path there; give a directory"
 
 
 def _start(args: Any, config: RLConfig) -> None:
@@ -150,8 +150,8 @@ def _group_size(algorithm: Algorithm, config: RLConfig) -> Iterator[str]:
         )
     elif members == 1 and algorithm.dynamic_sampling:
         yield (
-            "--rl-samples-per-prompt 1: dynamic sampling keeps prompts whose responses earn different rewards, and one "
-            "response has none to differ from; sample at least 2, or give --no-rl-dynamic-sampling"
+            "--rl-samples-per-prompt 1: dynamic sampling keeps only prompts whose responses get different rewards; "
+            "sample at least 2, or give --no-rl-dynamic-sampling"
         )
 
 
@@ -248,7 +248,7 @@ def _token_budget(args: Any, config: RLConfig) -> Iterator[str]:
     if budget is not None and budget < longest:
         padded = f", padded to {longest}" if longest > prompt + response else ""
         yield (
-            f"--rl-max-tokens-per-microbatch {budget} is less than one row may have, --rl-max-prompt-length {prompt} + "
+            f"--rl-max-tokens-per-microbatch {budget} is less than the longest row, --rl-max-prompt-length {prompt} + "
             f"--rl-max-response-length {response} = {prompt + response} tokens{padded}; raise it"
         )
     if packed and getattr(args, "position_embedding_type", "rope") not in ("rope", "none", "learned_absolute"):

@@ -210,8 +210,8 @@ def _load_reference(original: Callable, model: Any, at: _Launch) -> None:
         return
     if start.reference_digest is None:
         raise ValueError(
-            f"the reference {start.reference_path} could not be read when its digest was to be recorded, so nothing "
-            f"tells whether it is still the same; start a new run from it{_or_without(at.algorithm)}"
+            f"the reference {start.reference_path} could not be read when its digest was to be recorded, so it is "
+            f"unknown whether it has changed; start a new run from it{_or_without(at.algorithm)}"
         )
     if _digest(at) != start.reference_digest:
         raise ValueError(

@@ -67,8 +67,8 @@ def remark(recorded: Mapping[str, Any] | None, args: Any, done: int) -> str | No
         return None
     before, now = recorded["global_batch_size"], args.global_batch_size
     return (
-        f"note: --global-batch-size was {before}, now {now}. The learning-rate schedule counts sequences: the "
-        f"{done} iterations so far are to it {done * before / now:g} of the {now} sequences that one has now"
+        f"note: --global-batch-size was {before}, now {now}. The learning-rate schedule counts sequences: for "
+        f"it the {done} iterations so far are {done * before / now:g} iterations of {now} sequences"
     )
 
 

@@ -69,7 +69,7 @@ def swapped_memory(args: Any, config: RLConfig) -> Iterator[str]:
     """Memory that cannot leave the device as --rl-swap says."""
     names = config.reshard.swap_names
     if "none" in names and len(names) > 1:
-        yield f"--rl-swap {' '.join(names)}: 'none' stands alone"
+        yield f"--rl-swap {' '.join(names)}: 'none' cannot be combined with others; remove one"
     if "optimizer" in names and getattr(args, "virtual_optimizer", None):
         yield "--virtual-optimizer keeps the moments in host memory of its own; give --rl-swap params grads"
     if "none" not in names and getattr(args, "use_nccl_ub", False):

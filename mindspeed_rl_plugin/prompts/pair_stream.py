@@ -57,7 +57,7 @@ class PairRenderer(Renderer):
         if value in (None, "", []):
             raise ValueError(
                 f"{where}: a pair has a {name} answer, and the field {key!r} is empty or not there; it has "
-                f"{names(fields)}; set --rl-{name}-key, or mend or drop the row"
+                f"{names(fields)}; set --rl-{name}-key, or correct or remove the row"
             )
         if isinstance(value, list) and [isinstance(m, dict) and m.get("role") for m in value] == ["assistant"]:
             answer = value[0].get("content")

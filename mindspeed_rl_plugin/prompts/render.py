@@ -29,7 +29,7 @@ class Renderer:
         if chat_template and not tokenizer.chat_template:
             raise ValueError(
                 f"tokenizer {tokenizer.name_or_path!r} has no chat template; "
-                "drop --rl-apply-chat-template or give a tokenizer with one"
+                "remove --rl-apply-chat-template or give a tokenizer with one"
             )
         self._tokenizer, self._prompt_key, self._answer_key = tokenizer, prompt_key, answer_key
         self._chat_template = chat_template

@@ -65,7 +65,7 @@ class HostMemoryBudget:
         if total > free:
             raise MemoryError(
                 f"{what} needs {need} more bytes of host memory on this rank, {total} on the {self.ranks} ranks of "
-                f"this machine together, and {free} are free; swap less (for example --rl-swap grads,optimizer), or "
+                f"this machine together, and {free} are free; offload less (for example --rl-swap grads,optimizer), or "
                 "run fewer ranks per machine"
             )
 

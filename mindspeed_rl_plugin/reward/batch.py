@@ -29,7 +29,7 @@ class Batch:
         self.failures.setdefault(self._names[grader], text)
         self._errors[index].append(text)
         if self._on_error == "stop":
-            raise RewardError(f"{text}\n  (--rl-reward-on-error zero or drop goes on and counts such samples)")
+            raise RewardError(f"{text}\n  (--rl-reward-on-error zero or drop: the run goes on and counts such samples)")
 
     def place(self, index: int) -> str:
         """Which item, with its texts."""

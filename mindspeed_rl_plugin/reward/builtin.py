@@ -54,7 +54,7 @@ def _make_math() -> Callable[[str, str], float]:
         truth = parse(_boxed(answer), parsing_timeout=None, raise_on_error=True)
         if all(isinstance(t, str) for t in truth):
             raise ValueError(
-                f"the ground truth {answer!r} cannot be parsed as mathematics; mend the data or grade it with exact"
+                f"the answer {answer!r} cannot be parsed as mathematics; correct the data, or use the grader exact"
             )
         try:
             parsed = parse(response, parsing_timeout=None, raise_on_error=True)

@@ -100,9 +100,9 @@ def read_cache(folder: str, key: str, count: int) -> Tensor | None:
         saved = torch.load(path, weights_only=True)
         fits = saved["key"] == key and tuple(saved["logps"].shape) == (count, 2)
     except (pickle.UnpicklingError, RuntimeError, EOFError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} holds no log-probs of a reference; remove it, they are taken anew") from error
+        raise ValueError(f"{path} holds no log-probs of a reference; remove it, they are computed again") from error
     if not fits:
-        raise ValueError(f"{path} belongs to other pairs or weights; remove it, its log-probs are taken anew")
+        raise ValueError(f"{path} belongs to other pairs or weights; remove it, they are computed again")
     return saved["logps"]
 
 

@@ -53,7 +53,7 @@ def load_stages(words: Sequence[str], graders: int) -> list[tuple[StageSpec, Any
 def _load(word: str) -> tuple[StageSpec, Any]:
     path, _, name = word.rpartition(":")
     if not path or not Path(path).is_file():
-        raise ValueError(f"--rl-stage {word}: wants path/to/file.py:Class, and {path or word!r} is no file")
+        raise ValueError(f"--rl-stage {word}: give path/to/file.py:Class; {path or word!r} is no file")
     try:
         instance = load_function(str(Path(path).resolve()), name)()
     except RAISED as error:

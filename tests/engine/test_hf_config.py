@@ -193,7 +193,7 @@ def test_mindspeed_llm_scaling() -> None:
         ({**MOE, "moe_shared_expert_intermediate_size": 48}, "is 48: family qwen3_moe has no shared experts"),
         ({**MOE, "moe_router_num_groups": 2}, "moe_router_num_groups is 2: family qwen3_moe has no groups"),
         ({**MOE, "moe_router_topk_scaling_factor": 2.5}, "is 2.5: family qwen3_moe does not scale"),
-        ({**DEEPSEEK, "moe_router_topk": 1}, "moe_router_topk is 1: with one expert a token"),
+        ({**DEEPSEEK, "moe_router_topk": 1}, "moe_router_topk is 1: with one expert per token"),
         ({**DEEPSEEK, "moe_router_group_topk": 2}, "by their two best experts, Megatron by 2 // 2"),
         ({**DEEPSEEK, "moe_router_topk": 9}, "moe_router_topk is 9: there are 8 experts"),
         ({**DEEPSEEK, "rotary_scaling_factor": 40.0, "mscale_all_dim": 1.0}, "with --rope-type rope it scales"),

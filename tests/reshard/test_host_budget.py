@@ -86,7 +86,7 @@ def test_ranks_that_do_not_fit_are_refused_alike_and_take_nothing():
     for text, own in zip(said, [8 * MB, 4 * MB, 19 * MB], strict=True):
         assert text.startswith(
             f"--rl-swap needs {own} more bytes of host memory on this rank, {31 * MB} on the 3 ranks of this machine "
-            f"together, and {30 * MB} are free; swap less"
+            f"together, and {30 * MB} are free; offload less"
         )
 
 

@@ -92,7 +92,7 @@ def test_what_is_too_long_or_teaches_nothing_is_left_out_and_counted(stream):
     [
         ({"prompt": "1", "chosen": "2"}, "a pair has a rejected answer, and the field 'rejected' is empty or not"),
         ({**GOOD, "rejected": ""}, "a pair has a rejected answer, and the field 'rejected' is empty or not there"),
-        ({**GOOD, "rejected": None}, "--rl-rejected-key, or mend or drop the row"),
+        ({**GOOD, "rejected": None}, "--rl-rejected-key, or correct or remove the row"),
         ({**GOOD, "chosen": []}, "a pair has a chosen answer, and the field 'chosen' is empty or not there; it has"),
         ({**GOOD, "chosen": ""}, "and the field 'chosen' is empty or not there; it has"),
         ({**GOOD, "chosen": 4}, "field 'chosen' is neither a string nor a list of one assistant message, but '4'"),

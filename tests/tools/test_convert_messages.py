@@ -17,7 +17,7 @@ FIRST, INDEX = "model-00001-of-00002.safetensors", "model.safetensors.index.json
     [
         (FIRST, lambda old: old[:-100], f"{FIRST} is no safetensors file, or is cut short ("),
         (FIRST, lambda old: bytes(range(256)) * 8, f"{FIRST} is no safetensors file, or is cut short ("),
-        (INDEX, {"weight_map": {"a": FIRST, "b": "c.safetensors"}}, f"c.safetensors is missing, as {INDEX} names it"),
+        (INDEX, {"weight_map": {"a": FIRST, "b": "c.safetensors"}}, f"c.safetensors is missing, but {INDEX} names it"),
         (INDEX, {}, f"{INDEX} is no index of safetensors"),
         ("config.json", None, "config.json is missing; give the folder of a Hugging Face model"),
         ("config.json", b"\x93\xfa", "config.json is no JSON file that can be read"),

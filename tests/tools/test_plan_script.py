@@ -59,7 +59,7 @@ def test_a_launch_script_is_read(planned, tmp_path, capsys):
     assert read_script(tmp_path / "train.sh").shape.dense_layers == (0,)
     assert "engines 4 x (tp2 ep4: 4 ranks)" in planned(None, "--generate", "tp2,ep4")
     assert plan.main([str(tmp_path / "train.sh"), "--model", "qwen3-8b"]) == 1
-    assert "a script says model, layout and world itself" in capsys.readouterr().err
+    assert "leave out --model" in capsys.readouterr().err
 
 
 def tokenizers(folder):
@@ -157,7 +157,7 @@ def test_latent_attention_from_arguments():
     latent = dict(q_lora=24, kv_lora=16, nope=16, rope=8, value=16)
     assert run.shape == ModelShape("deepseek_v3", 4, 64, 4, 4, 24, 96, 250, 256, **experts, **latent)
     assert (run.itemsize, run.engine_itemsize, run.distributed, run.generate) == (4, 4, False, None)
-    assert run.notes == ("--mtp-num-layers 1: these layers are not generated with, not counted",)
+    assert run.notes == ("--mtp-num-layers 1: the engine has no such layers; not counted",)
 
 
 @pytest.mark.parametrize(

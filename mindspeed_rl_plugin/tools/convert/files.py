@@ -47,7 +47,7 @@ def _check_index(index: Path, files: set[str]) -> None:
     if not isinstance(named, dict):
         raise ValueError(f"{index} is no index of safetensors: it has no weight_map; copy it again")
     if missing := sorted(set(named.values()) - files):
-        raise ValueError(f"{index.parent / missing[0]} is missing, as {INDEX} names it; copy it too")
+        raise ValueError(f"{index.parent / missing[0]} is missing, but {INDEX} names it; copy it too")
 
 
 def write_shards(

@@ -36,10 +36,10 @@ _PREDICTS = "model.layers.{}.eh_proj.weight"  # what a predicting layer has and 
 
 def main(argv: list[str]) -> int:
     """Run `import`. Returns 0, or 1 with a message."""
-    parser = make_parser("import", "directory of a Hugging Face model", "Megatron checkpoint, loaded as a release")
-    parser.add_argument("--train", required=True, help="layout, such as tp2,pp2: tp pp vpp cp ep etp first last")
-    parser.add_argument("--impl", choices=IMPLS, default="local", help="names of the model (default: local)")
-    parser.add_argument("--experts", choices=EXPERTS, default="sequential", help="storage (default: sequential)")
+    parser = make_parser("import", "directory of a Hugging Face model", "Megatron checkpoint of weights, iteration 0")
+    parser.add_argument("--train", required=True, help="trainer's layout, as tp2,pp2: tp pp vpp cp ep etp first last")
+    parser.add_argument("--impl", choices=IMPLS, default="local", help="how parameters are named (default: local)")
+    parser.add_argument("--experts", choices=EXPERTS, default="sequential", help="for experts (default: sequential)")
     parser.add_argument("--pad", type=int, default=128, help="--make-vocab-size-divisible-by (default: 128)")
     return run(parser, argv, import_)
 

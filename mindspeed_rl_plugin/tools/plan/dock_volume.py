@@ -140,7 +140,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--nodes", type=int, default=16, help="machines S, one warehouse each (default 16)")
     parser.add_argument("--ranks", type=int, default=8, help="ranks per machine (default 8)")
     parser.add_argument("--controllers", type=int, default=6, help="worker states C of Eq. 4 (default 6)")
-    parser.add_argument("--fill", type=float, default=1.0, help="mean length over the longest (default 1: no padding)")
+    parser.add_argument("--fill", type=float, default=1.0, help="mean length / longest length (default 1: no padding)")
     args = parser.parse_args(argv)
     if args.dock and (len(args.dock) not in (4, 6) or min(args.dock) < 1):
         parser.error(f"--dock {' '.join(map(str, args.dock))}: give G N PL SL [n M], each at least 1")

@@ -65,14 +65,14 @@ def _parser() -> argparse.ArgumentParser:
     add("--generate-first", type=int, default=0, help="first rank with an engine (default: 0)")
     add("--node", type=int, help="ranks per node (default: the script's, else 8)")
     add("--near", type=float, default=50.0, help="GB/s between ranks of a node (default: 50)")
-    add("--far", type=float, default=100.0, help="GB/s of a node's links each way (default: 100; the paper's: 0.3)")
-    add("--host", type=float, default=25.0, help="GB/s of device and host (default: 25; the paper's: 50)")
-    add("--device-gb", type=float, default=64.0, help="memory of a device (default: 64)")
+    add("--far", type=float, default=100.0, help="GB/s from a node to all others (default: 100; the paper: 0.3)")
+    add("--host", type=float, default=25.0, help="GB/s between a device and its host (default: 25; the paper: 50)")
+    add("--device-gb", type=float, default=64.0, help="GB of memory per device (default: 64)")
     add("--bucket-mb", type=int, help="--rl-reshard-bucket-mb, in MiB (default: the script's, else 256)")
-    add("--weight-bytes", type=int, choices=(2, 4), help="of a weight (default: the script's, else 2)")
-    add("--grad-bytes", type=int, choices=(2, 4), default=4, help="of a gradient (default: 4)")
+    add("--weight-bytes", type=int, choices=(2, 4), help="bytes of a weight (default: the script's, else 2)")
+    add("--grad-bytes", type=int, choices=(2, 4), default=4, help="bytes of a gradient (default: 4)")
     add("--critic", action="store_true", help="count PPO's critic (default: where the script's algorithm has one)")
-    add("--no-distributed-optimizer", action="store_true", help="optimizer state whole on every rank")
+    add("--no-distributed-optimizer", action="store_true", help="the whole optimizer state on every rank")
     return parser
 
 
@@ -109,7 +109,7 @@ def _check_numbers(options: argparse.Namespace) -> None:
 def _run(options: argparse.Namespace) -> Run:
     """What is planned: the script's run, or one of a model and a layout, with what other options say."""
     if options.script and (options.model or options.train or options.world):
-        raise ValueError("a script says model, layout and world itself; leave out --model, --train and --world")
+        raise ValueError("a script has its own model, layout and world; leave out --model, --train and --world")
     run = read_script(options.script, options.vocab) if options.script else _run_of_model(options)
     check_train(run.shape, run.train, f"--train {options.train}" if options.train else f"{options.script}, trainer")
     return replace(
@@ -135,7 +135,7 @@ def _run_of_model(options: argparse.Namespace) -> Run:
     if not options.train:
         raise ValueError(f"--model {options.model}: give the trainer too, for example --train tp8,dp2")
     if options.vocab:
-        raise ValueError("--vocab is for a launch script; the model says its vocabulary itself")
+        raise ValueError("--vocab is for a launch script; a model has its own")
     check_experts(shape, options.train, f"--train {options.train}")
     train = train_layout(options.train, options.world)
     return Run(model_shape(options.model, train.tp), train)

@@ -80,7 +80,7 @@ def read_arguments(flags: Flags, world: int, vocab: int | None = None, folder: P
     config, algorithm, refused = _rl_flags(flags)
     notes: list[str] = []
     if args.mtp_num_layers:
-        notes.append(f"--mtp-num-layers {args.mtp_num_layers}: these layers are not generated with, not counted")
+        notes.append(f"--mtp-num-layers {args.mtp_num_layers}: the engine has no such layers; not counted")
     if "--rl-swap" in flags and set(config.reshard.swap_names) != {"params", "grads", "optimizer"}:
         notes.append(f"--rl-swap {flags.get('--rl-swap')}: planned as if params, grads and optimizer leave the device")
     itemsize, bucket_mb = 2 if args.bf16 or args.fp16 else 4, config.reshard.reshard_bucket_mb

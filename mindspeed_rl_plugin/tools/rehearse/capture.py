@@ -168,7 +168,7 @@ def _lines(path: Path) -> tuple[str, ...]:
 
 def _no_launch(script: Path, done: Done, skipped: Sequence[str]) -> str:
     if done.code is None:
-        return f"{script} came to no torchrun within {done.seconds:.0f} s; does it wait for something?"
+        return f"{script} did not reach torchrun within {done.seconds:.0f} s (--timeout); does it wait for something?"
     if away := [line for line in skipped if line.split()[0] in ELSEWHERE.split()]:
         return (
             f"{script} leaves its launch to {away[0].split()[0]} ({away[0][:200]}), which is not run here; give the "

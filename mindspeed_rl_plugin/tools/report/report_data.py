@@ -114,7 +114,7 @@ def remarks(rows: list[Row], run: Row, ranks: list[int]) -> list[str]:
             out.append(text.format(recent[name]))
     entropy = column(rows, "entropy")
     if "entropy" in recent and entropy[0] > 0 and recent["entropy"] < 0.1 * entropy[0]:
-        out.append(f"Entropy fell from {entropy[0]:.2g} to {recent['entropy']:.2g} nats (to less than a tenth).")
+        out.append(f"Entropy fell from {entropy[0]:.2g} to {recent['entropy']:.2g} nats, to less than a tenth.")
     if errors := sum(column(rows, "reward/errors")):
         out.append(f"Graders failed on {errors:.0f} samples in this run.")
     broken = [r["iteration"] for r in rows if any(r.get(k, 0) is None for k in ("loss", "grad_norm", "reward/mean"))]
