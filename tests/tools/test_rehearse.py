@@ -5,6 +5,7 @@ imports scipy, which is not in this project's environment: the upstream cases ne
 PYTHONPATH (`pip install --no-deps --target FOLDER scipy`).
 """
 
+import argparse
 import importlib.util
 import os
 import re
@@ -14,12 +15,14 @@ from pathlib import Path
 
 import pytest
 
+from mindspeed_rl_plugin.launch.start_decision import decide
 from mindspeed_rl_plugin.tools.rehearse import outcome
 from mindspeed_rl_plugin.tools.rehearse.capture import Done, Launch
 from mindspeed_rl_plugin.tools.rehearse.command_line import Flags
 from mindspeed_rl_plugin.tools.rehearse.entry_script import Entry, find_entry
 from mindspeed_rl_plugin.tools.rehearse.outcome import tail
 from mindspeed_rl_plugin.tools.rehearse.shrink import remove_unavailable, replace_mindspeed_llm, shrink
+from mindspeed_rl_plugin.tools.rehearse.substitutes import substitute
 
 ROOT = Path(__file__).resolve().parents[2]
 DENSE, EXPERTS = (ROOT / "examples" / "ascend" / f"{name}.sh" for name in ("grpo_qwen2.5_7b", "grpo_qwen3_30b_a3b"))
@@ -154,6 +157,14 @@ def test_a_missing_dependency_is_one_line(tmp_path, importer, owner):
         f"the Python module no_such_module is not installed, and {owner} needs it ({tmp_path / importer}, line 1): "
         "install it here, or put a folder that holds it on PYTHONPATH"
     )
+
+
+def test_a_replaced_checkpoint_passes_the_check_of_the_start(tmp_path):
+    """Which comes with the other checks of the arguments, before the rehearsal has made the checkpoint."""
+    flags = Flags.parse(["--load", "/nowhere"])
+    substitute(flags, tmp_path, mindspeed_llm=False)
+    args = argparse.Namespace(save=str(tmp_path / "save"), load=flags.get("--load"))
+    assert decide(args).kind == "pretrained"
 
 
 UPSTREAM = [pytest.mark.slow, pytest.mark.upstream, pytest.mark.timeout(600)]

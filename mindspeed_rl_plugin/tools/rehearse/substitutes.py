@@ -8,6 +8,7 @@ from pathlib import Path
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
+from mindspeed_rl_plugin.launch.checkpoint_files import TRACKER
 from mindspeed_rl_plugin.tools.rehearse.command_line import Flags
 from mindspeed_rl_plugin.tools.rehearse.shrink import VOCABULARY
 
@@ -35,7 +36,7 @@ def substitute(flags: Flags, scratch: Path, mindspeed_llm: bool) -> None:
     for flag in _FOLDERS.split():
         flags.apply("here: a folder that the rehearsal removes", flag + "~{0}", scratch / flag.strip("-"))
     made = "here: a checkpoint that the rehearsal makes"
-    flags.apply(made, "--load~{0} --pretrained-checkpoint~{0}", scratch / "pretrained")
+    flags.apply(made, "--load~{0} --pretrained-checkpoint~{0}", _checkpoint_to_be(scratch / "pretrained"))
     flags.apply("nothing is reported to outside", _TRACKERS)
     if "--rl-algorithm" in flags:
         _prompts(flags, scratch)
@@ -59,6 +60,13 @@ def make_tokenizer(folder: Path) -> Path:
     template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
     named = {"pad_token": "<pad>", "eos_token": "<eos>", "chat_template": template}
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, **named).save_pretrained(folder)
+    return folder
+
+
+def _checkpoint_to_be(folder: Path) -> Path:
+    """A folder that says to hold a checkpoint, as the check of the arguments asks; its files come later."""
+    folder.mkdir()
+    (folder / TRACKER).write_text("1")
     return folder
 
 
