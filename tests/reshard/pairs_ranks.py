@@ -32,6 +32,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig  #
 from reshard_ranks import BUCKET, SEQ, Job, same  # noqa: E402
 from reshard_reference import E_BIAS, engine_weights, random_weights  # noqa: E402
 
+from mindspeed_rl_plugin.engine.hf_config import derive_config  # noqa: E402
 from mindspeed_rl_plugin.engine.protocol import generate  # noqa: E402
 from mindspeed_rl_plugin.host.streams import NullStream  # noqa: E402
 from mindspeed_rl_plugin.reshard.layout import EngineParallel, ModelShape, Parallel  # noqa: E402
@@ -40,6 +41,7 @@ from mindspeed_rl_plugin.reshard.offload import TrainState, gathered  # noqa: E4
 from mindspeed_rl_plugin.reshard.resharder import Resharder  # noqa: E402
 from mindspeed_rl_plugin.reshard.storages import unwrap  # noqa: E402
 from mindspeed_rl_plugin.rows import GenerateRequest, SampleId, Sampling  # noqa: E402
+from mindspeed_rl_plugin.tools.convert.arguments import megatron_arguments  # noqa: E402
 
 VOCAB, PROMPT, ANSWER, STEPS = 256, 5, 8, 3  # a vocabulary that nobody pads
 LATENT = dict(q_lora=24, kv_lora=512, nope=128, rope=64, value=128)
@@ -54,33 +56,10 @@ def shape_of(family: str) -> ModelShape:
 
 
 def config_of(shape: ModelShape) -> dict:
-    """config.json of the shape, written down by hand."""
-    out = dict(
-        architectures=[shape.table.architecture],
-        model_type=shape.family,
-        vocab_size=VOCAB,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=shape.groups,
-        head_dim=64 if shape.table.mla else 32,
-        max_position_embeddings=SEQ,
-        rms_norm_eps=1e-5,
-        rope_theta=10000.0,
-        hidden_act="silu",
-        tie_word_embeddings=False,
-        attention_bias=False,
-    )
-    if shape.table.experts:
-        out |= dict(moe_intermediate_size=48, num_experts_per_tok=2, norm_topk_prob=True)
-    if shape.family == "qwen3_moe":
-        out |= dict(num_experts=4, decoder_sparse_step=1, mlp_only_layers=[0])
-    if shape.table.mla:
-        out |= dict(n_routed_experts=4, n_shared_experts=2, first_k_dense_replace=1, n_group=1, topk_group=1)
-        out |= dict(topk_method="noaux_tc", scoring_func="sigmoid", routed_scaling_factor=1.0, moe_layer_freq=1)
-        out |= dict(q_lora_rank=24, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
-    return out
+    """config.json of the shape, as it follows from Megatron's arguments."""
+    fields = dict(model_type=shape.family, max_position_embeddings=SEQ, rms_norm_eps=1e-5, rope_theta=10000.0)
+    experts = dict(num_experts_per_tok=2, norm_topk_prob=True) if shape.table.experts else {}
+    return derive_config(megatron_arguments(shape, Parallel(1), fields | experts), vocab_size=VOCAB)
 
 
 def start_weights(shape: ModelShape) -> dict[str, torch.Tensor]:

@@ -238,15 +238,3 @@ def _engine_experts(shape, engine, rank: int, own, cut) -> dict[str, Tensor]:
         w13, w2 = w13.transpose(1, 2).contiguous(), w2.transpose(1, 2).contiguous()
     prefix = "mlp.experts.routed_experts." if engine.nested else "mlp.experts."
     return {prefix + "w13_weight": w13, prefix + "w2_weight": w2}
-
-
-def deliver(plan, source, destination) -> None:
-    """Carry a plan out in one process; source and destination: rank -> name -> tensor."""
-    for rank, piece in plan.copies:
-        _give(piece, source[rank], destination[rank])
-    for move in plan.moves:
-        _give(move.piece, source[move.source], destination[move.destination])
-
-
-def _give(piece, source, destination) -> None:
-    piece.inside(destination, piece.destination).copy_(piece.inside(source, piece.source))

@@ -27,6 +27,7 @@ from mindspeed_rl_plugin.reshard.layout import (
     megatron_shapes,
 )
 from mindspeed_rl_plugin.reshard.plan import make_plan
+from mindspeed_rl_plugin.reshard.transfer import stream
 from mindspeed_rl_plugin.tools.convert import to_hf, to_megatron
 from mindspeed_rl_plugin.tools.convert.arguments import flags, megatron_arguments
 from mindspeed_rl_plugin.tools.plan import plan
@@ -34,7 +35,7 @@ from mindspeed_rl_plugin.tools.plan.script_args import read_arguments
 from mindspeed_rl_plugin.tools.rehearse.command_line import Flags
 
 sys.path.insert(0, str(Path(__file__).parent))
-from reshard_reference import deliver  # noqa: E402
+from test_transfer import together  # noqa: E402
 
 ROWS = families._PLAIN + families._QK_NORM + families._DENSE_MLP
 ROWS += families._ROUTED + families._ROUTER_BIAS + families._SHARED_EXPERTS
@@ -137,8 +138,12 @@ def test_its_weights_reach_the_engine(files):
     wanted = {r: engine_layout(shape, engine, r % 4) for r in range(8)}
     source = {r: place(sources[r], shapes[r], tensors) for r in sources}
     live = {r: {n: torch.zeros(s) for n, s in engine_shapes(shape, engine, r % 4).items()} for r in wanted}
-    plan = make_plan(sources, wanted, canonical_tensors(shape), itemsize=4, bucket_bytes=4096)
-    deliver(plan, source, live)
+
+    def run(rank, channel):
+        plan = make_plan(sources, wanted, canonical_tensors(shape), itemsize=4, bucket_bytes=4096, rank=rank)
+        stream(plan, source[rank], live[rank], channel=channel, dtype=torch.float32, device=torch.device("cpu"))
+
+    together(run, range(8))
     for rank, layout in wanted.items():
         expected = place(layout, engine_shapes(shape, engine, rank % 4), tensors)
         assert all(torch.equal(live[rank][name], tensor) for name, tensor in expected.items())

@@ -60,7 +60,7 @@ def together(work, ranks):
             done.result(timeout=120)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(cases(world_limit=8), st.booleans(), st.sampled_from([1, 2, 8]))
 def test_both_transfers_write_the_engines_weights(case, narrow, node_size):
     """narrow: the engine's dtype is half as wide as the trainer's, in which weights then travel. What is wide stays."""
