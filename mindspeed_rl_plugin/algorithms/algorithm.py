@@ -10,10 +10,9 @@ from torch import Tensor
 
 from mindspeed_rl_plugin.algorithms.aggregate import Totals, sequence_weights
 from mindspeed_rl_plugin.algorithms.corrections import CORRECTIONS
-from mindspeed_rl_plugin.algorithms.estimators import ADVANTAGES, RewardBatch, Settings
+from mindspeed_rl_plugin.algorithms.estimators import ADVANTAGES, RewardBatch
 from mindspeed_rl_plugin.algorithms.kl import KL_ESTIMATORS
 from mindspeed_rl_plugin.algorithms.losses import LOSSES, Bounds, LossSpec, PolicyTerms, TrainedTokens
-from mindspeed_rl_plugin.algorithms.pair_losses import PairOptions
 from mindspeed_rl_plugin.algorithms.rewards import overlong_penalty
 from mindspeed_rl_plugin.algorithms.selection import resample, uniform_draws
 from mindspeed_rl_plugin.config import AlgorithmConfig
@@ -34,11 +33,6 @@ class Algorithm(AlgorithmConfig):
     bounds: Bounds = Bounds()
     overlong_share: float = 0.0
     old_logps: bool = True
-
-    @property
-    def pairs(self) -> PairOptions:
-        """Options of DPO's loss."""
-        return PairOptions(self.dpo_beta, self.dpo_label_smoothing, self.dpo_length_norm)
 
     @property
     def from_pairs(self) -> bool:
@@ -97,8 +91,7 @@ class Algorithm(AlgorithmConfig):
 
     def advantages(self, batch: RewardBatch) -> Tensor | Ragged:
         """Advantages of whole groups, before whitening: `[B]`, or ragged `[L]` where `per_token`."""
-        settings = Settings(self.advantage_eps, self.gamma, self.gae_lambda)
-        return ADVANTAGES[self.advantage].function(batch, settings)
+        return ADVANTAGES[self.advantage].function(batch, self)
 
     def multiplicity(self, rewards: Tensor, pools: Tensor, ids: Sequence[SampleId], seed: int) -> Tensor:
         """`[B]` int32, how often each row is trained: as often as resampling its pool with replacement chose it.

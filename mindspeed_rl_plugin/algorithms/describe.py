@@ -38,7 +38,7 @@ def further_parts(algorithm: Algorithm) -> Iterable[str]:
     if a.filtration != "none":
         yield f"filtration {a.filtration}"
     if a.from_pairs:
-        yield f"{a.dpo_loss}, beta {a.pairs.beta:g}"
+        yield f"{a.dpo_loss}, beta {a.dpo_beta:g}"
 
 
 def coefficient(value: float, estimator: str) -> str:

@@ -1,6 +1,6 @@
 """Advantage estimators: from the rewards of whole groups to one number per sample or per token.
 
-Every estimator takes a `RewardBatch` and `Settings` and returns `[B]` (the same advantage on every trained
+Every estimator takes a `RewardBatch` and the flags, and returns `[B]` (the same advantage on every trained
 token of the sample) or a `Ragged` aligned with the tokens. Groups are distinguished by their id and
 never by position: rows may be filtered, balanced, or arrive in any order. Sums are taken in float64, so
 that the order of the rows cannot be seen in a float32 result.
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from mindspeed_rl_plugin.algorithms.rewards import row_sums, rows_of, token_rewards
+from mindspeed_rl_plugin.config import AlgorithmConfig
 from mindspeed_rl_plugin.rows import Ragged, SampleId
 
 
@@ -57,16 +58,7 @@ class RewardBatch:
         return token_rewards(self.rewards, self.loss_mask, self.kl_cost)
 
 
-@dataclass(frozen=True)
-class Settings:
-    """eps: added to a group's standard deviation; gamma: discount a token; lam: lambda of GAE."""
-
-    eps: float = 1e-6
-    gamma: float = 1.0
-    lam: float = 1.0
-
-
-def group_norm(batch: RewardBatch, settings: Settings) -> Tensor:
+def group_norm(batch: RewardBatch, config: AlgorithmConfig) -> Tensor:
     """GRPO: `(R - mean_g) / (std_g + eps)`, sample standard deviation over the group.
 
     Returns `[B]` float32. A group of one response, or one whose rewards are all equal, gives exactly 0.
@@ -76,11 +68,11 @@ def group_norm(batch: RewardBatch, settings: Settings) -> Tensor:
     variance = groups.sum(groups.centred.square()) / (groups.count - 1).clamp(min=1)
     # Not 0 / 0 where the rewards are equal and eps is 0.
     return torch.where(
-        groups.centred == 0, 0.0, groups.centred / (variance.sqrt()[groups.member] + settings.eps)
+        groups.centred == 0, 0.0, groups.centred / (variance.sqrt()[groups.member] + config.advantage_eps)
     ).float()
 
 
-def group_mean(batch: RewardBatch, settings: Settings) -> Tensor:
+def group_mean(batch: RewardBatch, config: AlgorithmConfig) -> Tensor:
     """Dr.GRPO: `R - mean_g`, no division by the standard deviation.
 
     Returns `[B]` float32, exactly 0 for a group of one response or of equal rewards.
@@ -89,7 +81,7 @@ def group_mean(batch: RewardBatch, settings: Settings) -> Tensor:
     return _Groups(batch).centred.float()
 
 
-def rloo(batch: RewardBatch, settings: Settings) -> Tensor:
+def rloo(batch: RewardBatch, config: AlgorithmConfig) -> Tensor:
     """RLOO: R less the mean of the other responses of the prompt, `(R - mean_g) * N / (N - 1)`.
 
     Returns `[B]` float32. Raises ValueError for a group of one response, which has no others.
@@ -104,16 +96,16 @@ def rloo(batch: RewardBatch, settings: Settings) -> Tensor:
     return (groups.centred * (groups.count / (groups.count - 1))[groups.member]).float()
 
 
-def reinforce_plus_plus(batch: RewardBatch, settings: Settings) -> Ragged:
+def reinforce_plus_plus(batch: RewardBatch, config: AlgorithmConfig) -> Ragged:
     """REINFORCE++: discounted sum of the token rewards from a token on, `A_t = rho_t + gamma * A_{t+1}`.
 
     Needs `loss_mask`. Masked tokens take no step of the discount. Returns ragged `[L]` float64, 0 where the
     mask is 0; to be whitened over the rollout (`whiten`). Source: arXiv 2501.03262.
     """
-    return _backwards(batch.token_rewards(), batch.loss_mask, settings.gamma)
+    return _backwards(batch.token_rewards(), batch.loss_mask, config.gamma)
 
 
-def reinforce_baseline(batch: RewardBatch, settings: Settings) -> Tensor:
+def reinforce_baseline(batch: RewardBatch, config: AlgorithmConfig) -> Tensor:
     """REINFORCE++-baseline: `R - mean_g`, to be whitened over the trained tokens of the rollout.
 
     Returns `[B]` float64. Source: arXiv 2501.03262.
@@ -121,7 +113,7 @@ def reinforce_baseline(batch: RewardBatch, settings: Settings) -> Tensor:
     return _Groups(batch).centred
 
 
-def gae(batch: RewardBatch, settings: Settings) -> Ragged:
+def gae(batch: RewardBatch, config: AlgorithmConfig) -> Ragged:
     """PPO: `delta_t = rho_t + gamma * V_{t+1} - V_t`, `A_t = delta_t + gamma * lambda * A_{t+1}`.
 
     Needs `loss_mask` and `values`. Between two trained tokens masked ones carry V and A across; after the last V is
@@ -136,8 +128,8 @@ def gae(batch: RewardBatch, settings: Settings) -> Ragged:
     follows = torch.zeros_like(values)
     follows[:-1] = torch.where(rows[1:] == rows[:-1], values[1:], 0.0)
     delta = torch.zeros_like(batch.loss_mask.values, dtype=torch.float64)
-    delta[trained] = batch.token_rewards().values[trained] + settings.gamma * follows - values
-    return _backwards(Ragged(delta, batch.loss_mask.offsets), batch.loss_mask, settings.gamma * settings.lam)
+    delta[trained] = batch.token_rewards().values[trained] + config.gamma * follows - values
+    return _backwards(Ragged(delta, batch.loss_mask.offsets), batch.loss_mask, config.gamma * config.gae_lambda)
 
 
 def returns(advantages: Ragged, values: Ragged, loss_mask: Ragged) -> Ragged:
@@ -153,7 +145,7 @@ class AdvantageSpec:
     """An estimator. per_token: it returns a `Ragged`; whitened: its result is whitened over the rollout;
     members: fewest responses of a prompt that it can compare; critic: it needs values."""
 
-    function: Callable[[RewardBatch, Settings], Tensor | Ragged]
+    function: Callable[[RewardBatch, AlgorithmConfig], Tensor | Ragged]
     per_token: bool = False
     whitened: bool = False
     members: int = 2

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
+from mindspeed_rl_plugin.config import AlgorithmConfig
+
 
 @dataclass(frozen=True)
 class Pairs:
@@ -26,15 +28,6 @@ class Pairs:
 
 
 @dataclass(frozen=True)
-class PairOptions:
-    """beta: strength of the reference; smoothing: chance of a wrong label; length_norm: mean log-probs, not sums."""
-
-    beta: float = 0.1
-    smoothing: float = 0.0
-    length_norm: bool = False
-
-
-@dataclass(frozen=True)
 class PairTerms:
     """loss: `[P]`; margin: `[P]`, detached, `beta * h`: the implicit reward of chosen over rejected."""
 
@@ -42,36 +35,36 @@ class PairTerms:
     margin: Tensor
 
 
-def sigmoid(h: Tensor, options: PairOptions) -> Tensor:
+def sigmoid(h: Tensor, config: AlgorithmConfig) -> Tensor:
     """`-(1 - ls) * log sigmoid(beta*h) - ls * log sigmoid(-beta*h)`, `[P]`.
 
     Source: DPO, arXiv 2305.18290, Eq. 7; label smoothing: E. Mitchell, "A note on DPO with noisy preferences", 2023.
     """
-    pull = options.beta * h
-    return -(1.0 - options.smoothing) * logsigmoid(pull) - options.smoothing * logsigmoid(-pull)
+    pull = config.dpo_beta * h
+    return -(1.0 - config.dpo_label_smoothing) * logsigmoid(pull) - config.dpo_label_smoothing * logsigmoid(-pull)
 
 
-def hinge(h: Tensor, options: PairOptions) -> Tensor:
+def hinge(h: Tensor, config: AlgorithmConfig) -> Tensor:
     """`relu(1 - beta*h)`, `[P]`. Source: SLiC-HF, arXiv 2305.10425; RSO, arXiv 2309.06657."""
-    return torch.relu(1.0 - options.beta * h)
+    return torch.relu(1.0 - config.dpo_beta * h)
 
 
-def ipo(h: Tensor, options: PairOptions) -> Tensor:
-    """`(h - 1 / (2*beta))^2`, `[P]`, of summed log-probs unless `length_norm`. Source: arXiv 2310.12036, Eq. 17."""
-    return (h - 1.0 / (2.0 * options.beta)).square()
+def ipo(h: Tensor, config: AlgorithmConfig) -> Tensor:
+    """`(h - 1 / (2*beta))^2`, `[P]`, of summed log-probs unless `dpo_length_norm`. Source: arXiv 2310.12036, Eq. 17."""
+    return (h - 1.0 / (2.0 * config.dpo_beta)).square()
 
 
-PAIR_LOSSES: dict[str, Callable[[Tensor, PairOptions], Tensor]] = {"sigmoid": sigmoid, "hinge": hinge, "ipo": ipo}
+PAIR_LOSSES: dict[str, Callable[[Tensor, AlgorithmConfig], Tensor]] = {"sigmoid": sigmoid, "hinge": hinge, "ipo": ipo}
 
 
-def pair_terms(kind: str, pairs: Pairs, options: PairOptions) -> PairTerms:
-    """Loss `kind` of each pair, from `h = (chosen - rejected) - (ref_chosen - ref_rejected)`.
+def pair_terms(pairs: Pairs, config: AlgorithmConfig) -> PairTerms:
+    """The loss `dpo_loss` of each pair, from `h = (chosen - rejected) - (ref_chosen - ref_rejected)`.
 
-    With `length_norm` every log-prob is divided by its response's trained tokens (0 for a response with none).
+    With `dpo_length_norm` every log-prob is divided by its response's trained tokens (0 for a response with none).
     The loss of a step is the mean over the pairs of the global batch. Source: arXiv 2305.18290, Eq. 7.
     """
     chosen, rejected = pairs.chosen - pairs.ref_chosen, pairs.rejected - pairs.ref_rejected
-    if options.length_norm:
+    if config.dpo_length_norm:
         chosen, rejected = chosen / pairs.tokens_chosen.clamp(min=1), rejected / pairs.tokens_rejected.clamp(min=1)
     h = chosen - rejected
-    return PairTerms(PAIR_LOSSES[kind](h, options), (options.beta * h).detach())
+    return PairTerms(PAIR_LOSSES[config.dpo_loss](h, config), (config.dpo_beta * h).detach())

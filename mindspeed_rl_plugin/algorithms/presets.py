@@ -120,7 +120,7 @@ def _check_together(algorithm: Algorithm) -> None:
             f"--rl-correction-low {algorithm.correction_low} and --rl-correction-high {algorithm.correction_high}: "
             "give bounds with 0 <= low < high"
         )
-    if algorithm.pairs.smoothing and algorithm.dpo_loss != "sigmoid":
+    if algorithm.dpo_label_smoothing and algorithm.dpo_loss != "sigmoid":
         raise ValueError(f"--rl-dpo-label-smoothing has no meaning for --rl-dpo-loss {algorithm.dpo_loss}; remove it")
 
 

@@ -101,12 +101,11 @@ class EvaluatePairs:
 
     def run(self, done: int) -> None:
         """Evaluate the model's weights after `done` iterations, and log it. Collective."""
-        options = self.algorithm.pairs
         gain = self.scorer.score(self.places, "evaluate") - self.reference[self.places]
-        if options.length_norm:
+        if self.algorithm.dpo_length_norm:
             pairs = [self.scorer.pair(place) for place in self.places]
             gain = gain / torch.tensor([[len(p.chosen), len(p.rejected)] for p in pairs])
-        margin = options.beta * (gain[:, 0] - gain[:, 1])
+        margin = self.algorithm.dpo_beta * (gain[:, 0] - gain[:, 1])
         accuracy = float((margin > 0).double().mean())
         self.monitor.log_eval(done, {"dpo_margin": float(margin.mean()), "dpo_accuracy": accuracy})
 

@@ -30,9 +30,9 @@ def pair_objective(algorithm: Algorithm, logp: Tensor, mask: Tensor, reference: 
     sums = torch.where(mask, logp, 0.0).sum(1)
     counts = mask.sum(1).to(sums)
     pairs = Pairs(sums[0::2], sums[1::2], reference[0::2], reference[1::2], counts[0::2], counts[1::2])
-    terms = pair_terms(algorithm.dpo_loss, pairs, algorithm.pairs)
-    gains = algorithm.pairs.beta * (sums - reference).detach()
-    if algorithm.pairs.length_norm:
+    terms = pair_terms(pairs, algorithm)
+    gains = algorithm.dpo_beta * (sums - reference).detach()
+    if algorithm.dpo_length_norm:
         gains = gains / counts.clamp(min=1)
     tally = {
         "loss": terms.loss,

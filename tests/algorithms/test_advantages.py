@@ -8,12 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mindspeed_rl_plugin.algorithms import ADVANTAGES, Moments, RewardBatch, group_index, spread, whiten
-from mindspeed_rl_plugin.algorithms.estimators import Settings, returns
+from mindspeed_rl_plugin.algorithms.estimators import returns
 from mindspeed_rl_plugin.algorithms.rewards import overlong_penalty
+from mindspeed_rl_plugin.config import AlgorithmConfig
 from mindspeed_rl_plugin.rows import Ragged, SampleId
 
 few = settings(max_examples=60, deadline=None)
-DEFAULT = Settings()
+DEFAULT = AlgorithmConfig()
 
 # Rewards of one group: often 0 or 1, sometimes all equal, down to a single response.
 rewards_of_group = st.one_of(
@@ -72,7 +73,7 @@ def test_group_estimators_are_the_loops_in_any_row_order(name):
 def test_equal_rewards_and_single_responses_give_exactly_zero(name, eps):
     rewards = torch.tensor([0.1, 0.1, 0.1, 7.0, 1e-30, 1e-30])
     batch = RewardBatch(rewards, torch.tensor([0, 0, 0, 1, 2, 2]))
-    assert ADVANTAGES[name].function(batch, Settings(eps=eps)).tolist() == [0.0] * 6
+    assert ADVANTAGES[name].function(batch, AlgorithmConfig(advantage_eps=eps)).tolist() == [0.0] * 6
 
 
 def test_rloo_needs_two_responses():
@@ -117,7 +118,7 @@ def test_token_estimators_are_the_loops(masks, seed, gamma, lam, kl):
     batch = RewardBatch(
         torch.tensor(rewards), torch.arange(len(masks)), mask, ragged(costs) if kl else None, ragged(values)
     )
-    known = Settings(gamma=gamma, lam=lam)
+    known = AlgorithmConfig(gamma=gamma, gae_lambda=lam)
     cost = costs if kl else zero
     for name, value, factor in (("reinforce++", zero, 1.0), ("gae", values, lam)):
         got = ADVANTAGES[name].function(batch, known)

@@ -11,8 +11,9 @@ from mindspeed_rl_plugin.algorithms import AGGREGATIONS, LOSSES, Totals, Trained
 from mindspeed_rl_plugin.algorithms.aggregate import sequence_weights
 from mindspeed_rl_plugin.algorithms.kl import KL_ESTIMATORS
 from mindspeed_rl_plugin.algorithms.losses import Bounds
-from mindspeed_rl_plugin.algorithms.pair_losses import PAIR_LOSSES, PairOptions, Pairs, pair_terms
+from mindspeed_rl_plugin.algorithms.pair_losses import PAIR_LOSSES, Pairs, pair_terms
 from mindspeed_rl_plugin.algorithms.value_loss import value_loss
+from mindspeed_rl_plugin.config import AlgorithmConfig
 
 few = settings(max_examples=60, deadline=None)
 seeds = st.integers(0, 2**31 - 1)
@@ -257,8 +258,8 @@ def test_pair_losses_are_the_loops(kind, length_norm):
         sums = torch.randn(4, count, generator=g, dtype=torch.float64) * 5
         tokens = torch.randint(0, 9, (2, count), generator=g)
         chosen, rejected = (row.clone().requires_grad_() for row in sums[:2])
-        options = PairOptions(beta, smoothing, length_norm)
-        terms = pair_terms(kind, Pairs(chosen, rejected, *sums[2:], *tokens), options)
+        flags = dict(dpo_beta=beta, dpo_label_smoothing=smoothing, dpo_length_norm=length_norm)
+        terms = pair_terms(Pairs(chosen, rejected, *sums[2:], *tokens), AlgorithmConfig(dpo_loss=kind, **flags))
         terms.loss.sum().backward()
         for p in range(count):
             per = [max(int(n), 1) if length_norm else 1 for n in tokens[:, p]]
