@@ -19,7 +19,7 @@ from mindspeed_rl_plugin.algorithms.presets import learns_from_pairs, unread
 from mindspeed_rl_plugin.config import RLConfig, limit_problems
 from mindspeed_rl_plugin.config.upstream import RUN, WHOLE, refusals
 from mindspeed_rl_plugin.device import get_device
-from mindspeed_rl_plugin.engine.engine_sizes import EngineSizes
+from mindspeed_rl_plugin.engine.engine_sizes import engine_problems
 from mindspeed_rl_plugin.engine.hf_moe import routing_problems
 from mindspeed_rl_plugin.environment import launch_env
 from mindspeed_rl_plugin.forward.settings import length_multiple, takes_boundaries
@@ -213,18 +213,10 @@ def _model(args: Any, config: RLConfig) -> Iterator[str]:
         return  # reported by the limits of these flags
     shape = ModelShape.from_megatron_args(args, vocab=1)  # the tokenizer's size is checked when it has been read
     Parallel.from_megatron_args(args).chunk_sizes(shape.layers)
-    rollout, dtype = config.rollout, config.rollout.engine_dtype
-    yield from EngineSizes(
-        shape=shape,
-        kind=get_device().kind,
-        world=args.world_size,
-        tp=rollout.generate_tp,
-        ep=rollout.generate_ep,
-        max_positions=args.max_position_embeddings,
-        tokens=config.data.max_prompt_length + rollout.max_response_length,
-        element=(args.params_dtype if dtype == "auto" else getattr(torch, dtype)).itemsize,
-        kv_cache=int(rollout.kv_cache_gb * 2**30),
-    ).problems()
+    dtype = config.rollout.engine_dtype
+    itemsize = (args.params_dtype if dtype == "auto" else getattr(torch, dtype)).itemsize
+    sizes = dict(world=args.world_size, max_positions=args.max_position_embeddings, itemsize=itemsize)
+    yield from engine_problems(shape, config, kind=get_device().kind, **sizes)
     if shape.table.experts:
         yield from routing_problems(args, shape)
 
