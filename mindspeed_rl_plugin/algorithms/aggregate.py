@@ -44,11 +44,6 @@ def seq_mean_token_sum(counts: Tensor, totals: Totals) -> Tensor:
 
 def token_sum_norm(counts: Tensor, totals: Totals) -> Tensor:
     """Sum / (sequences x a constant length). Source: Dr.GRPO, arXiv 2503.20783, section 3.2."""
-    if not totals.norm_length:
-        raise ValueError(
-            f"aggregation 'token-sum-norm' divides by a constant length; got norm_length={totals.norm_length}, "
-            "give the response limit"
-        )
     return torch.full_like(counts, 1.0 / (max(totals.sequences, 1) * totals.norm_length))
 
 

@@ -84,15 +84,10 @@ def group_mean(batch: RewardBatch, config: AlgorithmConfig) -> Tensor:
 def rloo(batch: RewardBatch, config: AlgorithmConfig) -> Tensor:
     """RLOO: R less the mean of the other responses of the prompt, `(R - mean_g) * N / (N - 1)`.
 
-    Returns `[B]` float32. Raises ValueError for a group of one response, which has no others.
+    Returns `[B]` float32. Groups have at least two responses (`AdvantageSpec.members`).
     Source: arXiv 2402.14740.
     """
     groups = _Groups(batch)
-    if bool((groups.count < 2).any()):
-        raise ValueError(
-            "advantage 'rloo' compares a response with the others of its prompt; a group has one response; sample at "
-            "least 2 (--rl-samples-per-prompt)"
-        )
     return (groups.centred * (groups.count / (groups.count - 1))[groups.member]).float()
 
 
@@ -120,8 +115,6 @@ def gae(batch: RewardBatch, config: AlgorithmConfig) -> Ragged:
     0. Returns ragged `[L]` float64, 0 where the mask is 0, to be whitened over the rollout; the critic
     learns `returns` of them as they are here. Source: GAE, arXiv 1506.02438, Eq. 16; PPO, arXiv 1707.06347, Eq. 11.
     """
-    if batch.values is None:
-        raise ValueError("advantage 'gae' needs the critic's values of every token, and there are none")
     trained = batch.loss_mask.values.bool()
     rows = rows_of(batch.loss_mask)[trained]
     values = batch.values.values.double()[trained]

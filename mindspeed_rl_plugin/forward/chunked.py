@@ -29,7 +29,7 @@ def chunked_token_logps(
     vocabulary; labels: `[T]` int64; chunk_tokens: no more numbers are held at once than the logits of so many tokens
     have, in one or two buffers; accumulate: add the gradient of the weight to its `main_grad`, as Megatron's gradient
     accumulation fusion does, instead of returning it. Returns logp and entropy, `[T]`, float32 (float64 for float64
-    hidden states). Raises ValueError when the vocabulary does not fit the weight or a chunk is below one token.
+    hidden states).
 
     The gradient of `hidden` is this rank's part: what comes before must sum it over the group in backward, as
     Megatron's `copy_to_tensor_model_parallel_region` and `gather_from_sequence_parallel_region` do.
@@ -38,14 +38,7 @@ def chunked_token_logps(
     is written once. A running maximum keeps the sums of a token; two all-reduces at the end join those of the ranks.
     The entropy comes from the same sums: H = log Z - sum_j e^(x_j) x_j / Z. Backward computes each slice again.
     """
-    shards = dist.get_world_size(tp_group) if tp_group is not None else 1
-    if vocab_size > weight.shape[0] * shards:
-        raise ValueError(
-            f"vocabulary of {vocab_size} tokens is wider than the output weight: {weight.shape[0]} x {shards} ranks"
-        )
-    if chunk_tokens < 1:
-        raise ValueError(f"chunks of {chunk_tokens} tokens; take at least 1")
-    group = tp_group if shards > 1 else None
+    group = tp_group if tp_group is not None and dist.get_world_size(tp_group) > 1 else None
     both = _ChunkedLogps.apply(
         hidden, weight, labels, vocab_size, temperature, group, chunk_tokens, entropy_grad, accumulate
     )

@@ -22,18 +22,12 @@ def token_logps(
     ids; vocab_size: real tokens, columns beyond it have probability 0; tp_group: ranks that share the
     vocabulary, None for one rank. Returns logp `[...]` and entropy `[...]`, float32 (float64 for float64 logits),
     equal on every rank of the group. The entropy carries a gradient only with `entropy_grad`.
-    Raises ValueError when the vocabulary does not fit the logits.
 
     Every rank of the group must call backward with the same incoming gradient; each gets its own slice.
     Same maths as Megatron's vocab-parallel cross entropy (core/tensor_parallel/cross_entropy.py), which
     leaves the padded rows inside the softmax.
     """
-    shards = dist.get_world_size(tp_group) if tp_group is not None else 1
-    if vocab_size > logits.shape[-1] * shards:
-        raise ValueError(
-            f"vocabulary of {vocab_size} tokens is wider than the logits: {logits.shape[-1]} x {shards} ranks"
-        )
-    if tp_group is not None and shards == 1:
+    if tp_group is not None and dist.get_world_size(tp_group) == 1:
         tp_group = None
     return _TokenLogps.apply(logits, labels, vocab_size, temperature, tp_group, entropy_grad)
 

@@ -45,10 +45,6 @@ class ForwardSettings:
     rounds_of: int = 1
 
     def __post_init__(self) -> None:
-        if not self.temperature > 0:
-            raise ValueError(f"temperature is {self.temperature}; log-probs are taken at it, so it must be > 0")
-        if self.chunk_tokens < 0:
-            raise ValueError(f"--rl-logprob-chunk-tokens {self.chunk_tokens}: give a number of tokens, or 0 for off")
         if self.seq_length % self.multiple:
             raise ValueError(
                 f"sequence length {self.seq_length} is not a multiple of {self.multiple}, which the parallel sizes "

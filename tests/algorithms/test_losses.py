@@ -189,11 +189,6 @@ def test_loss_and_gradient_of_the_step_are_the_loops_however_the_batch_is_cut(na
     check()
 
 
-def test_token_sum_norm_needs_its_length():
-    with pytest.raises(ValueError, match="give the response limit"):
-        sequence_weights("token-sum-norm", torch.tensor([1]), Totals(1, 1))
-
-
 @few
 @given(st.integers(0, 20), seeds)
 def test_kl_estimators_are_the_loops(count, seed):

@@ -169,17 +169,6 @@ def test_accumulates_into_main_grad(dtype, zeroed):
         assert not zeroed or (weight.grad == 0).all()
 
 
-@both_ways
-def test_a_vocabulary_wider_than_the_weight_is_refused(head):
-    with pytest.raises(ValueError, match="321.*320 x 1"):
-        head(*random_case(), vocab_size=321)
-
-
-def test_chunks_below_one_token_are_refused():
-    with pytest.raises(ValueError, match="chunks of 0 tokens"):
-        chunked_token_logps(*random_case(), vocab_size=VOCAB, chunk_tokens=0)
-
-
 class Meter(TorchDispatchMode):
     """Most bytes that the tensors made under it held at once, besides those given."""
 

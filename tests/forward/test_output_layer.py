@@ -182,8 +182,3 @@ def test_chosen_by_the_size_of_the_logits_unless_given(monkeypatch, kind, more, 
     monkeypatch.setattr(settings_module, "get_device", lambda: SimpleNamespace(kind=kind))
     settings = ForwardSettings.from_args(arguments(**more), vocab_size=250, temperature=1.0, chunk_tokens=given)
     assert settings.chunk_tokens == chunk
-
-
-def test_a_negative_chunk_is_refused():
-    with pytest.raises(ValueError, match="--rl-logprob-chunk-tokens -1"):
-        ForwardSettings(micro_batch_size=1, seq_length=8, vocab_size=5, chunk_tokens=-1)
