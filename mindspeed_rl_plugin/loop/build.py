@@ -59,11 +59,10 @@ def build_loop(
     args, config, algorithm = inputs.args, inputs.config, inputs.algorithm
     topology = Topology.from_megatron(config.rollout.generate_tp)
     ranks = Collectives(config.monitor.wait_timeout)
-    placement = place(topology, ranks.group)
-    near = algorithm.dynamic_sampling
-    plan = RolloutPlan(inputs.sizes, placement, inputs.forward.budget, near)
+    plan = RolloutPlan(inputs.sizes, place(topology, ranks.group), inputs.forward.budget, algorithm.dynamic_sampling)
     table = table_of(inputs)
-    dock_size(inputs, table).check_placed(plan.owners_of_round())
+    size = dock_size(inputs, table)
+    size.check_placed(plan.owners_of_round())
     docks = Docks.make(table, config, topology, ranks.group, plan)
     monitor = make_monitor(inputs, topology, start)
     colocation = _colocation(inputs, model, optimizer, critic, topology, monitor)
@@ -71,11 +70,10 @@ def build_loop(
     due = Due(bool(inputs.held_out), config.monitor.eval_every, args.train_iters)
     prompts = Prompts(docks.trainers, inputs.data, inputs.sizes.members, topology.leader)
     job = Job(plan, topology, ranks, monitor, docks.trainers, prompts, due)
-    rounds = config.algorithm.dynamic_sampling_rounds if algorithm.dynamic_sampling else 0
     return Loop(
         args,
         job,
-        SyncSchedule(job, stages, colocation, rounds),
+        SyncSchedule(job, stages, colocation, size.rounds),
         _update(inputs, model, critic, topology, docks, table),
         IterationLog(monitor, ranks, docks.trainers),
         colocation,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -52,41 +51,32 @@ class Advantages(Stage):
 
     def compute(self, rows: Rows) -> Rows | None:
         """Advantages of this rank's groups, maybe none: then None. Collective where advantages are whitened."""
-        algorithm = self.algorithm
-        estimate = _estimated(rows, algorithm, self.limit) if len(rows) else None
-        columns: dict[str, Ragged] = {}
-        if estimate is not None and algorithm.needs_critic:
-            mask = rows["loss_mask"]
-            returns = value_targets(Ragged(estimate.values, mask.offsets), rows["values"], mask)
-            columns["returns"] = Ragged(returns.values.float(), returns.offsets)
-        if algorithm.whitened:
-            # Over the whole rollout, of which this rank sees a part.
-            mine = Moments.of(estimate.values, estimate.counts) if estimate else Moments()
-            moments = Moments.merged(self.gather(mine))
-            if estimate is not None:
-                estimate = dataclasses.replace(estimate, values=whiten(estimate.values, moments))
-        if estimate is None:
+        algorithm, values, moments = self.algorithm, None, None
+        if len(rows):
+            values, counts = _estimated(rows, algorithm, self.limit)
+        if algorithm.whitened:  # over the whole rollout, of which this rank sees a part
+            moments = Moments.merged(self.gather(Moments() if values is None else Moments.of(values, counts)))
+        if values is None:
             return None
-        values = torch.where(estimate.counts > 0, estimate.values, 0.0).float()
+        columns: dict[str, Ragged] = {}
+        if algorithm.needs_critic:
+            mask = rows["loss_mask"]
+            returns = value_targets(Ragged(values, mask.offsets), rows["values"], mask)
+            columns["returns"] = Ragged(returns.values.float(), returns.offsets)
+        if moments is not None:
+            values = whiten(values, moments)
+        values = torch.where(counts > 0, values, 0.0).float()
         advantages = Ragged(values, rows["loss_mask"].offsets) if algorithm.per_token else values
         return Rows(rows.ids, {column_name(algorithm): advantages, **columns})
 
 
-@dataclasses.dataclass(frozen=True)
-class _Estimate:
-    """values: `[B]` a sample or `[T]` a token, float64; counts: of the same shape, trained tokens that have the
-    value."""
-
-    values: Tensor
-    counts: Tensor
-
-
-def _estimated(rows: Rows, algorithm: Algorithm, limit: int) -> _Estimate:
+def _estimated(rows: Rows, algorithm: Algorithm, limit: int) -> tuple[Tensor, Tensor]:
+    """Advantages, `[B]` a sample or `[T]` a token, float64; and of the same shape, trained tokens that have each."""
     valid, mask = rows["valid"].bool(), rows.columns.get("loss_mask")
     cost = algorithm.kl_cost(rows["logp_old"], rows["logp_ref"], mask) if algorithm.kl_reward_coef else None
     rewards = algorithm.shaped(rows["reward"], rows["response_length"], limit)
     batch = RewardBatch(rewards, group_index(rows.ids), mask, cost, rows.columns.get("values"))
     advantages = algorithm.advantages(batch)
     if isinstance(advantages, Ragged):
-        return _Estimate(advantages.values, mask.values * valid.repeat_interleave(mask.lengths))
-    return _Estimate(advantages.double(), torch.where(valid, rows["response_length"], 0))
+        return advantages.values, mask.values * valid.repeat_interleave(mask.lengths)
+    return advantages.double(), torch.where(valid, rows["response_length"], 0)
