@@ -18,7 +18,7 @@ from mindspeed_rl_plugin.algorithms import Algorithm, group_index
 from mindspeed_rl_plugin.algorithms.selection import carries_signal
 from mindspeed_rl_plugin.dock import ColumnSpec, Dock
 from mindspeed_rl_plugin.forward import Step
-from mindspeed_rl_plugin.rows import Group, Rows, SampleId
+from mindspeed_rl_plugin.rows import Group, Rows
 from mindspeed_rl_plugin.stages.stage import Stage, StageSpec
 
 PLAIN_ROUNDS = 5  # rounds without dynamic sampling: a further one only where graders leave a step nothing to train on
@@ -223,13 +223,10 @@ class Select(Stage):
         super().__init__(spec, dock, deadline)
         self.algorithm, self.gather, self.seed = algorithm, gather, seed
 
-    def run(self, ids: Sequence[SampleId], steps: Sequence[Step]) -> None:
-        """Fill the columns of this rank's rows. steps: of one pass over the rollout. Collective as `compute` is."""
-        lease = self.lease(ids)
-        self.commit(lease, self.compute(lease.rows, steps))
+    def compute(self, rows: Rows, steps: Sequence[Step]) -> Rows | None:
+        """Columns of whole groups, those of this rank, maybe none. Collective where whole batches are filtered.
 
-    def compute(self, rows: Rows, steps: Sequence[Step] = ()) -> Rows | None:
-        """Columns of whole groups, those of this rank, maybe none. Collective where whole batches are filtered."""
+        steps: of one pass over the rollout."""
         valid = valid_rows(rows, self.algorithm.dynamic_sampling) if len(rows) else torch.empty(0, dtype=torch.bool)
         columns = {"valid": valid.to(torch.int8)}
         if self.algorithm.filters:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from mindspeed_rl_plugin.dock import ColumnSpec, Dock, Lease, StateSpec
 from mindspeed_rl_plugin.rows import Rows, SampleId
@@ -88,14 +89,15 @@ class Stage:
     def __init__(self, spec: StageSpec, dock: Dock, deadline: float) -> None:
         self.spec, self.dock, self.deadline = spec, dock, deadline
 
-    def compute(self, rows: Rows) -> Rows | None:
+    def compute(self, rows: Rows, *more: Any) -> Rows | None:
         """What the stage writes for these rows; None: this rank writes nothing."""
         raise NotImplementedError
 
-    def run(self, ids: Sequence[SampleId]) -> Rows:
-        """Wait for exactly these rows, compute, write back and acknowledge. Returns what was read and written."""
+    def run(self, ids: Sequence[SampleId], *more: Any) -> Rows:
+        """Wait for exactly these rows, compute, with `more` that this stage's `compute` takes, write back and
+        acknowledge. Returns what was read and written."""
         lease = self.lease(ids)
-        written = self.compute(lease.rows)
+        written = self.compute(lease.rows, *more)
         self.commit(lease, written)
         return lease.rows if written is None else lease.rows.with_columns(**written.columns)
 
