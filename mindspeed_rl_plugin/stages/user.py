@@ -24,8 +24,6 @@ WRITABLE = {
     "reward": ColumnSpec("reward", torch.float32, "sample", ragged=False),
     "valid": ColumnSpec("valid", torch.int8, "sample", ragged=False),
 }
-
-
 # What a user's code may raise at the start.
 RAISED = (
     ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, NameError, OSError, RuntimeError,
@@ -41,10 +39,13 @@ def load_stages(words: Sequence[str], graders: int) -> list[tuple[StageSpec, Any
     known = {c.name for spec in (prompts.SPEC, generate.SPEC, reward.spec(graders)) for c in spec.writes}
     stages: list[tuple[StageSpec, Any]] = []
     for word in words:
-        spec, instance = _load(word)
-        unknown = [name for name in spec.reads if name not in known]
-        if unknown:
-            raise ValueError(f"--rl-stage {word} reads {unknown}; a stage there may read {', '.join(sorted(known))}")
+        try:
+            spec, instance = _load(word)
+            if unknown := [name for name in spec.reads if name not in known]:
+                raise ValueError(f"it reads {unknown}; a stage there may read {', '.join(sorted(known))}")
+        except RAISED as error:
+            text = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+            raise ValueError(f"--rl-stage {word}: {text}") from error
         known |= set(spec.written)
         stages.append((spec, instance))
     return stages
@@ -53,24 +54,17 @@ def load_stages(words: Sequence[str], graders: int) -> list[tuple[StageSpec, Any
 def _load(word: str) -> tuple[StageSpec, Any]:
     path, _, name = word.rpartition(":")
     if not path or not Path(path).is_file():
-        raise ValueError(f"--rl-stage {word}: give path/to/file.py:Class; {path or word!r} is no file")
-    try:
-        instance = load_function(str(Path(path).resolve()), name)()
-    except RAISED as error:
-        raise ValueError(f"--rl-stage {word}: {type(error).__name__}: {error}") from error
-    lacking = [a for a in ("reads", "writes", "compute") if not hasattr(instance, a)]
-    if lacking:
-        raise ValueError(f"--rl-stage {word}: {name} has no {', '.join(lacking)}")
+        raise ValueError(f"give path/to/file.py:Class; {path or word!r} is no file")
+    instance = load_function(str(Path(path).resolve()), name)()
+    if lacking := [a for a in ("reads", "writes", "compute") if not hasattr(instance, a)]:
+        raise ValueError(f"{name} has no {', '.join(lacking)}")
     if unknown := [c for c in instance.writes if not isinstance(c, ColumnSpec) and c not in WRITABLE]:
-        raise ValueError(f"--rl-stage {word}: declare columns of its own as ColumnSpec, not {unknown}")
+        raise ValueError(f"declare columns of its own as ColumnSpec, not {unknown}")
     writes = tuple(c if isinstance(c, ColumnSpec) else WRITABLE[c] for c in instance.writes)
     if not instance.reads or not writes:
-        raise ValueError(f"--rl-stage {word}: a stage reads at least one column and writes at least one")
+        raise ValueError("a stage reads at least one column and writes at least one")
     stage_name = getattr(instance, "name", re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower())
-    try:
-        return StageSpec(stage_name, tuple(instance.reads), writes, getattr(instance, "unit", "row"), "cpu"), instance
-    except ValueError as error:
-        raise ValueError(f"--rl-stage {word}: {error}") from error
+    return StageSpec(stage_name, tuple(instance.reads), writes, getattr(instance, "unit", "row"), "cpu"), instance
 
 
 def try_once(
