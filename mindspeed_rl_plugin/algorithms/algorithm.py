@@ -75,13 +75,13 @@ class Algorithm(AlgorithmConfig):
         return ADVANTAGES[self.advantage].whitened
 
     def buffer(self, limit: int) -> int:
-        """Tokens over which the penalty on length rises up to `limit`, the longest response; 0: no penalty."""
+        """Tokens over which the length penalty rises up to `limit`, the longest response; 0: no penalty."""
         if self.overlong_buffer is not None:
             return self.overlong_buffer
         return max(1, round(self.overlong_share * limit)) if self.overlong_share else 0
 
     def shaped(self, rewards: Tensor, lengths: Tensor, limit: int) -> Tensor:
-        """`[B]` rewards with the penalty on length; lengths: `[B]` response tokens; limit: the longest response."""
+        """`[B]` rewards with the length penalty; lengths: `[B]` response tokens; limit: the longest response."""
         return rewards.double() + overlong_penalty(lengths, limit, self.buffer(limit), self.overlong_penalty)
 
     def kl_cost(self, logp_old: Ragged, logp_ref: Ragged, loss_mask: Ragged) -> Ragged:

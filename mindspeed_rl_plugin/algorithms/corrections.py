@@ -1,7 +1,7 @@
 """Off-policy corrections: weights for what an older policy, or an engine that rounds differently, has sampled.
 
 The rollout engine sampled tokens under `logp_rollout`; the update starts from `logp_old`, which the trainer
-computed. The weight `exp(logp_old - logp_rollout)` is multiplied onto the policy loss, without gradient.
+computed. The policy loss is multiplied by the weight `exp(logp_old - logp_rollout)`, which has no gradient.
 A token of weight 0 still counts in the denominators: they are fixed before the first micro-batch runs.
 """
 

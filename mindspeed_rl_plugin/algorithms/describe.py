@@ -1,4 +1,4 @@
-"""A resolved algorithm in words: for the line at a run's start, run.json, and the command `algorithms`."""
+"""A resolved algorithm as text: for the line at a run's start, run.json, and the command `algorithms`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def describe(algorithm: Algorithm) -> str:
 
 
 def further_parts(algorithm: Algorithm) -> Iterable[str]:
-    """Parts that only some algorithms have: critic, penalty on length, selection, pairs."""
+    """Parts that only some algorithms have: critic, length penalty, selection, pairs."""
     a = algorithm
     if a.needs_critic:
         yield f"critic, value clip {a.value_clip:g}"

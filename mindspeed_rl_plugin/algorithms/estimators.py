@@ -24,7 +24,7 @@ class RewardBatch:
     """What an estimator may read. Every group in it must be whole.
 
     rewards: `[B]` outcome reward of each response; groups: `[B]` int64, equal for the responses of
-    one prompt; loss_mask: ragged `[L]` uint8 a sample, or None where an estimator does not need it;
+    one prompt; loss_mask: ragged `[L]` uint8 per sample, or None where an estimator does not need it;
     kl_cost: ragged `[L]`, reward taken from each trained token for its KL to the reference, None where it is
     no part of the reward; values: ragged `[L]`, the critic's value before each token, None without one.
     """
@@ -163,7 +163,7 @@ def group_index(ids: Sequence[SampleId]) -> Tensor:
 
 
 def spread(advantages: Tensor, loss_mask: Ragged) -> Ragged:
-    """Put one advantage a sample on each of its trained tokens.
+    """Put the one advantage of a sample on each of its trained tokens.
 
     advantages: `[B]`; loss_mask: ragged `[L]`. Returns ragged `[L]` float32, 0.0 where the mask is 0.
     """

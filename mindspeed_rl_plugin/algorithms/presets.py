@@ -17,7 +17,7 @@ PAIRS = "pairs"  # stands for the advantage and the aggregation of DPO, which ha
 class Preset:
     """One row: names of the parts, the weights of the KL to the reference, and where each choice is from.
 
-    overlong: share of the response limit over which DAPO's penalty on length rises, 0: none; filtration:
+    overlong: share of the response limit over which DAPO's length penalty rises, 0: none; filtration:
     a name in `FILTRATIONS`, or none.
     """
 

@@ -1,4 +1,4 @@
-"""What shapes the reward before the estimator sees it: KL to the reference, and DAPO's penalty on length."""
+"""What shapes the reward before the estimator sees it: KL to the reference, and DAPO's length penalty."""
 
 from __future__ import annotations
 

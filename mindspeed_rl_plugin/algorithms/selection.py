@@ -15,7 +15,7 @@ from mindspeed_rl_plugin.rows import SampleId
 def carries_signal(rewards: Tensor, groups: Tensor) -> Tensor:
     """Dynamic sampling: a group is kept unless its rewards are all equal, where every advantage would be 0.
 
-    rewards: `[B]` *task* rewards, before any penalty on length; groups: `[B]` int64. Returns `[B]` bool, the same for
+    rewards: `[B]` *task* rewards, before any length penalty; groups: `[B]` int64. Returns `[B]` bool, the same for
     all rows of a group. Source: DAPO, arXiv 2503.14476, Eq. 11.
     """
     names, member = groups.unique(return_inverse=True)

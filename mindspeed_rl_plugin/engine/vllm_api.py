@@ -139,7 +139,7 @@ def model(engine: Any) -> torch.nn.Module:
 
 @torch.no_grad()
 def refresh_derived(engine: Any) -> int:
-    """Make what is derived from weights (`DERIVED`) anew, in place. Returns how many layers have such tensors.
+    """Make what is derived from weights (`DERIVED`) again, in place. Returns how many layers have such tensors.
 
     Prompts use the weight itself, decoding these: an engine with stale ones scores a prompt right and answers wrong.
     In place, since captured graphs and vLLM's sleep mode know their addresses.

@@ -78,7 +78,7 @@ def interrupted(args: Any) -> str:
     then = (
         f"the last checkpoint is of iteration {saved} in {args.save}: the same command goes on from there"
         if saved is not None
-        else "no checkpoint was saved, so the same command starts anew"
+        else "no checkpoint was saved, so the same command starts again"
     )
     at = getattr(args, "curr_iteration", 0) + 1
     return f"[rl] interrupted in iteration {at}; {then} (--exit-signal-handler: SIGTERM saves before it ends)"

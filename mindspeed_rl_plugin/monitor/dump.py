@@ -117,7 +117,7 @@ def _list(column: Ragged) -> Any:
 
 
 def _plain(column: Column) -> Any:
-    """A column as it is: one value or list a sample."""
+    """A column as it is: one value or list per sample."""
     import pyarrow as pa
 
     return pa.array([row.tolist() for row in (column.rows() if isinstance(column, Ragged) else column)])

@@ -76,7 +76,7 @@ def find(fields: Mapping[str, Any], key: str, absent: Any = None) -> Any:
 
 
 def names(fields: Mapping[str, Any]) -> str:
-    """The fields of a row in words, those inside objects by their dotted names."""
+    """The fields of a row as text, those inside objects by their dotted names."""
     inside = ((f"{k}.{name}" for name in v) if isinstance(v, dict) else (k,) for k, v in fields.items())
     return ", ".join(map(repr, itertools.chain.from_iterable(inside)))
 

@@ -65,7 +65,7 @@ def gradients(chunks: Sequence[Module]) -> Iterator[Tensor]:
 
 
 def drop_grads(chunks: Sequence[Module], optimizer: Any) -> None:
-    """Megatron sets every `.grad` anew in each step; those outside its buffers own memory meanwhile."""
+    """Megatron sets every `.grad` again in each step; those outside its buffers own memory meanwhile."""
     for chunk in chunks:
         for param in chunk.parameters():
             param.grad = None

@@ -108,7 +108,7 @@ class Measure(Stage):
         return result | {"groups/dropped": 1.0 - len(valid) / len(rows)}
 
     def _overlong(self, rows: Rows) -> dict[str, Metric]:
-        """What DAPO's penalty on length takes from the rewards, where it is on."""
+        """What DAPO's length penalty takes from the rewards, where it is on."""
         if not self.algorithm.buffer(self.limit):
             return {}
         penalty = self.algorithm.shaped(torch.zeros(len(rows)), rows["response_length"], self.limit)

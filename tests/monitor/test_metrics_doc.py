@@ -1,6 +1,6 @@
 """docs/metrics.md holds the register of names, the console's words and the summary's keys.
 
-python tests/monitor/test_metrics_doc.py        writes its table of names anew, from monitor/names.py
+python tests/monitor/test_metrics_doc.py        writes its table of names again, from monitor/names.py
 """
 
 import re

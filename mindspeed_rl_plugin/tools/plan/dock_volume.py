@@ -67,7 +67,7 @@ class Load:
 
 
 def padded_gib(load: Load, warehouses: int = 1, controllers: int = 0) -> float:
-    """Eq. 2: total volume of a replay buffer in one place, padded, 4 bytes an entry. With both, Eq. 4: volume of each
+    """Eq. 2: total volume of a replay buffer in one place, padded, 4 bytes per entry. With both, Eq. 4: volume of each
     of S warehouses, metadata sent to C controllers."""
     metadata = 8 * (controllers + 1) * load.scalars
     return load.rows * 4 * (2 * load.prompt + 3 * load.items * load.response + metadata) / warehouses / GIB

@@ -7,8 +7,8 @@ only paths of files that are not here are replaced. Then world, model and batche
 trained on CPU: of RL where --rl-algorithm is among the arguments, else of pretraining. Where the script loads a
 checkpoint, one is made first, by the same script without RL. Every argument that was changed is printed with the
 reason, and everything that was not exercised. Everything after -- is added to the training arguments, for example the
---rl-* flags that the script shall get. MEGATRON_LM_PATH (colons between several), MINDSPEED_PATH and MINDSPEED_LLM_PATH
-name checkouts that are not installed.
+--rl-* flags that the script should get. MEGATRON_LM_PATH (colons between several), MINDSPEED_PATH and
+MINDSPEED_LLM_PATH name checkouts that are not installed.
 """
 
 from __future__ import annotations
