@@ -60,10 +60,10 @@ def test_columns_and_equation_3_are_explained(capsys):
     assert "left is for the KV cache" in out and "not counted: activations" in out
     assert "received, sent: one rank" in out
     links = out.splitlines()[0]
-    assert all(f" {link}" in links for link in ("50 GB/s", "(--near, --node)", "100 GB/s", "(--far)", "(--host)"))
+    assert all(f" {link}" in links for link in ("50 GB/s", "(--near;", "100 GB/s", "(--far)", "(--host)"))
     assert "= 7.62 GB of redundant weights in all, R / GDP = 3.81 GB" in out
     assert "GDP: data parallel ranks in generation, each 4 devices (tp4); UTP: tensor parallel ranks in the up" in out
-    assert "weights to the host: 0.15 s, and back again" in out  # 3.81 GB at 25 GB/s
+    assert "offload of the weights: 0.15 s" in out  # 3.81 GB at 25 GB/s
     assert "stream receives nothing" in out and "times" not in out
     assert "critic" not in out and "critic's weights 3.54" in printed(capsys, *SEVEN, "--critic")
     assert " 2 GB/s from a node" in printed(capsys, *SEVEN, "--far", "2")

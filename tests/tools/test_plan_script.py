@@ -79,7 +79,7 @@ def test_a_script_of_a_run_needs_no_more_words(planned, tmp_path):
     """The engines, the vocabulary and the node are those of a run with the same script."""
     tokenizers(tmp_path)
     out = planned(f"{PLAIN} --add-qkv-bias --tensor-model-parallel-size 2 --tokenizer-name-or-path tokenizer")
-    assert "engines 8 x (tp1 ep1: 1 ranks), on ranks 0 to 7" in out and "the 4 ranks of a node (" in out
+    assert "engines 8 x (tp1 ep1: 1 ranks), on ranks 0 to 7" in out and "4 ranks per node" in out
     assert "note: the script has no --rl-generate-tp: engines of one rank" in out
     run = read_script(tmp_path / "train.sh")
     assert (run.shape.vocab, run.shape.padded_vocab, run.node) == (3, 256, 4)
@@ -87,7 +87,7 @@ def test_a_script_of_a_run_needs_no_more_words(planned, tmp_path):
     weights = 4 * (4 * (64 * 64 * 4 + 3 * 64 * 96 + 192 + 128) + 3 * 64 + 64)
     assert f" {weights / 1e6:.2f} MB of weights" in out and "MB per device, fullest" in out and " GB of" not in out
     out = planned(None, "--node", "8", "--generate", "tp2", "--vocab", "5")
-    assert "the 8 ranks of a node (" in out and "engines 4 x (tp2" in out and "note:" not in out
+    assert "8 ranks per node" in out and "engines 4 x (tp2" in out and "note:" not in out
 
 
 @pytest.mark.parametrize(

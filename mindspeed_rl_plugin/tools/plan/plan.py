@@ -84,9 +84,9 @@ def report(options: argparse.Namespace) -> list[str]:
     first = options.generate_first
     shown = _Shown(estimate(run, engine, engines, first))
     return [
-        f"links   assumed, give your own: {options.near:g} GB/s between two of the {run.node} ranks of a node (--near, "
-        f"--node), {options.far:g} GB/s from a node to all others (--far), {options.host:g} GB/s between a device and "
-        "its host (--host)",
+        f"links   assumed, give yours: {options.near:g} GB/s between ranks of a node (--near; {run.node} ranks per "
+        f"node, --node), {options.far:g} GB/s from a node to all others (--far), {options.host:g} GB/s between a "
+        "device and its host (--host)",
         *shown.trainer(options.model or options.script),
         f"engines {engines} x (tp{engine.tp} ep{engine.ep}: {engine.ranks} ranks), on ranks {first} "
         f"to {first + engines * engine.ranks - 1}",
@@ -203,7 +203,7 @@ class _Shown:
             f"{unit(f.generate)}, and in allgather the whole model {unit(f.whole)}; in stream what is in flight "
             f"{unit(f.in_flight)} (at most two buckets of {f.run.bucket_bytes >> 20} MiB)",
             f"generate: engine's weights {unit(f.generate)}; left is for the KV cache and the engine's working memory",
-            "not counted: activations, neither the update's nor the engine's",
+            "not counted: activations of the update and of the engine",
             f"offloading the training weights (--rl-swap) frees {unit(p.weights)} {self.name} "
             f"({p.weights / 2**30:.2f} GiB) per device for the KV cache"
             if f.shared
@@ -238,7 +238,7 @@ class _Shown:
         return [
             *aligned(rows, 1),
             "received, sent: one rank's; node in, out: the busiest node's; s: the longer of s in node and s between",
-            f"weights to the host: {self.plan.policy.weights / self.plan.run.host:.2f} s, and back again",
+            f"offload of the weights: {self.plan.policy.weights / self.plan.run.host:.2f} s, and as long back again",
             f"stream receives {whole / stream:.1f} times fewer bytes than allgather"
             if stream
             else "stream receives nothing: every rank has what its engine needs",
@@ -248,9 +248,10 @@ class _Shown:
         plan, unit = self.plan, self.unit
         devices = "one device" if engine.tp == 1 else f"{engine.tp} devices (tp{engine.tp})"
         return [
-            f"Eq. 3 of the paper: R = GDP x (TW / UTP + EW / GEP) = {plan.gdp} x ({unit(plan.weights[TENSOR])} / "
-            f"{plan.run.train.tp} + {unit(plan.weights[EXPERT])} / {plan.gep}) = {unit(plan.redundant)} {self.name} of "
-            f"redundant weights in all, R / GDP = {unit(plan.redundant / plan.gdp)} {self.name}",
+            f"Eq. 3 of MindSpeed RL (arXiv 2507.19017): R = GDP x (TW / UTP + EW / GEP) = {plan.gdp} x "
+            f"({unit(plan.weights[TENSOR])} / {plan.run.train.tp} + {unit(plan.weights[EXPERT])} / {plan.gep}) = "
+            f"{unit(plan.redundant)} {self.name} of redundant weights in all, R / GDP = "
+            f"{unit(plan.redundant / plan.gdp)} {self.name}",
             f"GDP: data parallel ranks in generation, each {devices}; UTP: tensor parallel ranks in the update; GEP: "
             "expert parallel ranks in generation",
         ]
