@@ -25,9 +25,9 @@ def forward_scored(
     For the length of the call, `forward` of the module `output_layer` is another one, which has the hidden states, the
     weight (tied or not) and this micro-batch's labels at hand. It is still called as a module, so that its hooks run
     (Megatron's DDP awaits the gather of its parameters in one), and whatever surrounds it is the user's own model:
-    pipeline stages, virtual stages, 16-bit wrappers and schedules need not know. Layers of multi-token prediction rest
-    (`startup/predicting.py`), so the layer is called once. Raises ValueError for a model whose output layer this cannot
-    stand for.
+    pipeline stages, virtual stages, 16-bit wrappers and schedules need not know. Layers of multi-token prediction are
+    left out (`launch/mtp.py`), so the layer is called once. Raises ValueError for a model whose output layer this
+    cannot stand for.
     """
     inner = unwrap(model)
     layer = getattr(inner, "output_layer", None)

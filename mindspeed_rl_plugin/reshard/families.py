@@ -190,7 +190,7 @@ _DEEPSEEK_CONFIG = HfConfig(
     synonyms={"num_local_experts": "n_routed_experts"},
     experts="n_routed_experts",
     dense="first_k_dense_replace",
-    predicting="num_nextn_predict_layers",
+    mtp="num_nextn_predict_layers",
 )
 
 FAMILIES = {

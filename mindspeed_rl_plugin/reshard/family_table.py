@@ -104,7 +104,7 @@ class HfConfig:
     besides, and another's may have otherwise; synonyms: other name of a field -> its name.
     experts: the field with the number of routed experts; dense: that of the layers without experts, a list of their
     numbers (`mlp_only_layers`) or how many come first (`first_k_dense_replace`); own_head_dim: whether the head's size
-    may be another than hidden size / heads; predicting: that of the layers that predict further tokens, "" where the
+    may be another than hidden size / heads; mtp: that of the layers for multi-token prediction, "" where the
     family has none.
     """
 
@@ -116,7 +116,7 @@ class HfConfig:
     experts: str = "num_experts"
     dense: str = "mlp_only_layers"
     own_head_dim: bool = True
-    predicting: str = ""
+    mtp: str = ""
 
 
 @dataclass(frozen=True)

@@ -45,15 +45,15 @@ def stored_parameters(model_chunks: Sequence[Module]) -> dict[str, Tensor]:
     out = {}
     for i, chunk in enumerate(model_chunks):
         model, prefix = unwrap(chunk), chunk_prefix(i, len(model_chunks))
-        skipped = predicting_only(getattr(model, "mtp", None) is not None, getattr(model, "pre_process", True))
+        skipped = mtp_only(getattr(model, "mtp", None) is not None, getattr(model, "pre_process", True))
         buffers = ((name, t) for name, t in model.named_buffers() if name.endswith(_BUFFERS))
         named = (*model.named_parameters(), *buffers)
         out |= {prefix + name: tensor.data for name, tensor in named if not name.startswith(skipped)}
     return out
 
 
-def predicting_only(predicts: bool, embeds: bool) -> tuple[str, ...]:
-    """Beginnings of a chunk's names that serve predicting layers only.
+def mtp_only(predicts: bool, embeds: bool) -> tuple[str, ...]:
+    """Beginnings of a chunk's names that serve layers for multi-token prediction only.
 
     predicts: whether it has some; embeds: whether it is the first chunk, whose embedding serves all layers.
     """

@@ -71,16 +71,16 @@ def test_latent_attention(job, latent_model, train, generate, ranks):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("train", [EP2, PP2], ids=["EP2", "PP2"])
-def test_predicting_layers_rest(job, latent_model, train, tmp_path):
+def test_mtp_layers_are_frozen(job, latent_model, train, tmp_path):
     """With layers for multi-token prediction: neither generated with nor trained, kept in the checkpoints, and not
     exported, nor is the last stage's copy of the embedding for them."""
     options = ("--mtp-num-layers", "1", "--train-iters", "2", "--save-interval", "1", "--rl-verify-weights")
     done = job(*options, *train, *SPREAD2, model=latent_model).run(400)
     done.check_agreement(2, MOVED)
     first, second = (weights(done.run_dir.parent / f"iter_000000{i}") for i in (1, 2))
-    resting = [name for name in first if ".mtp." in f".{name}"]
-    assert resting and all(torch.equal(first[name], second[name]) for name in resting)
-    assert not all(torch.equal(first[name], second[name]) for name in first.keys() - set(resting))
+    frozen = [name for name in first if ".mtp." in f".{name}"]
+    assert frozen and all(torch.equal(first[name], second[name]) for name in frozen)
+    assert not all(torch.equal(first[name], second[name]) for name in first.keys() - set(frozen))
     assert to_hf.main(["--load", str(done.run_dir.parent), "--out", str(tmp_path / "hf")]) == 0
     exported = load_file(tmp_path / "hf" / "model.safetensors")
     assert not any("mtp" in name for name in exported)

@@ -1,4 +1,4 @@
-"""Where rows lie and who works on them: tables of layouts, and the share of rows that is trained away from home."""
+"""Where rows lie and who works on them: tables of layouts, and the share of rows that change machines."""
 
 from __future__ import annotations
 
@@ -109,8 +109,8 @@ def test_balance_comes_before_places(lengths_given: list[int], parts: int, seed:
 
 @pytest.mark.parametrize("machines", [2, 4])
 def test_a_choice_of_groups_is_trained_where_they_lie(machines: int) -> None:
-    """Dynamic sampling: half of all groups carry signal. A step's rows are chosen by ids alone; within it they go home
-    as far as all ranks train equally many."""
+    """Dynamic sampling: half of all groups carry signal. A step's rows are chosen by ids alone; within it they
+    go to their owner as far as all ranks train equally many."""
     place, prompts, rng = layout(machines, 4), 64, random.Random(0)
     owners = owners_of(place, prompts, 512)(prompts)
 
@@ -146,7 +146,7 @@ def test_grading_is_spread_where_machines_own_no_group() -> None:
     groups, owners = [(0, g) for g in range(8)], [1] * 8
     graded = [place.graded_by(r, groups, lambda g: owners[g[1]]) for r in range(4)]
     assert [len(part) for part in graded] == [2] * 4
-    assert place.graded_by(2, [(0, 0)], lambda g: 1) == [(0, 0)], "a lone group is graded at home"
+    assert place.graded_by(2, [(0, 0)], lambda g: 1) == [(0, 0)], "a lone group is graded by its owner"
 
 
 @given(

@@ -148,14 +148,14 @@ def test_another_model_is_not_imported(family, changes, extra, message, convert)
 
 @pytest.mark.parametrize("family, more", [("qwen3", {}), ("deepseek_v3", {"num_nextn_predict_layers": 1})])
 def test_fewer_layers_than_the_files_hold_are_refused(convert, family, more):
-    """A plain layer does not pass for a predicting one either."""
+    """A plain layer does not pass for one of multi-token prediction."""
     convert.make(family, **more)
     convert.config(num_hidden_layers=2)
     convert.imported("tp1", refused="model.layers.2.input_layernorm.weight is of a layer that config.json has not")
 
 
 def test_what_is_left_out_is_said(convert):
-    """Predicting layers that config.json declares, and frequencies that old files keep."""
+    """Layers for multi-token prediction that config.json declares, and frequencies that old files keep."""
     convert.make("deepseek_v3", num_nextn_predict_layers=1)
     names = ("model.layers.3.eh_proj.weight", "model.layers.3.enorm.weight", "model.layers.0.rotary_emb.inv_freq")
     save_file({name: torch.ones(2) for name in names}, convert.hf / "more.safetensors")
@@ -198,7 +198,7 @@ def test_a_head_that_repeats_the_tied_embedding_is_imported(convert):
 
 
 @pytest.mark.parametrize("train, last", [("pp3", "mp_rank_00_002"), ("tp1", "mp_rank_00")])
-def test_predicting_layers_are_not_exported(train, last, convert):
+def test_mtp_layers_are_not_exported(train, last, convert):
     """They stand on the last stage, which has a copy of the embedding for them; the first stage's is the model's."""
     weights = convert.make("deepseek_v3")
     convert.imported(train)

@@ -31,7 +31,7 @@ from mindspeed_rl_plugin.tools.layout_args import TRAIN, check_train, parse_size
 
 # Beside the weights: layers that predict further tokens, numbered after the others; frequencies that old files keep.
 _LAYER, _FREQUENCIES = re.compile(r"model\.layers\.(\d+)\."), "rotary_emb.inv_freq"
-_PREDICTS = "model.layers.{}.eh_proj.weight"  # what a predicting layer has and no other
+_MTP = "model.layers.{}.eh_proj.weight"  # what only a layer for multi-token prediction has
 
 
 def main(argv: list[str]) -> int:
@@ -56,7 +56,7 @@ def import_(options: argparse.Namespace) -> str:
     wrong = compare_configs(derive_config(args, vocab_size=config["vocab_size"]), config)
     raise_if(wrong, "Megatron's arguments cannot express the model of config.json")
     source = open_tensors(options.load)
-    left = _left_out(source, shape, config.get(shape.table.hf.predicting) or 0)
+    left = _left_out(source, shape, config.get(shape.table.hf.mtp) or 0)
     notes = [f"note: left out: {name}" for name in left]
     if shape.groups % parallel.tp:
         notes.append(
@@ -77,8 +77,8 @@ def _layout(text: str) -> Parallel:
     return train_layout(text, pp * math.lcm(tp * sizes.get("cp", 1), sizes.get("etp", tp) * sizes.get("ep", 1)))
 
 
-def _left_out(source: Mapping[str, Any], shape: ModelShape, predicting: int) -> list[str]:
-    """What the files hold besides the model and without changing it. predicting: layers after the others that predict
+def _left_out(source: Mapping[str, Any], shape: ModelShape, mtp: int) -> list[str]:
+    """What the files hold besides the model and without changing it. mtp: layers after the others that predict
     further tokens, as config.json declares them.
 
     Raises ValueError unless the files hold the model's tensors, in their shapes and unquantised, and no others.
@@ -98,10 +98,10 @@ def _left_out(source: Mapping[str, Any], shape: ModelShape, predicting: int) -> 
         layer = int(match[1]) if match else -1
         if name.endswith(_FREQUENCIES):
             left.append(name)
-        elif shape.layers <= layer < shape.layers + predicting and _PREDICTS.format(layer) in source:
+        elif shape.layers <= layer < shape.layers + mtp and _MTP.format(layer) in source:
             ahead[layer] += 1
         elif layer >= shape.layers:
-            declared = f" and no such layer in {field}" if (field := shape.table.hf.predicting) else ""
+            declared = f" and no such layer in {field}" if (field := shape.table.hf.mtp) else ""
             has = f"num_hidden_layers is {shape.layers}{declared}"
             wrong.append(f"{name} is of a layer that config.json has not: {has}")
         elif name != HEAD or not shape.tied or EMBEDDING not in source:
