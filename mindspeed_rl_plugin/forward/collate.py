@@ -80,53 +80,34 @@ def collate(rows: Rows, settings: ForwardSettings, *, index: int = 0, columns: S
     Raises ValueError for a wrong number of rows, a row longer than the sequence length, or a column
     that is not aligned with the tokens.
     """
-    mask = rows.columns.get("loss_mask", Ragged(torch.ones_like(rows["tokens"].values), rows["tokens"].offsets))
-    if settings.packed:
-        return _packed(rows, mask, settings, index, columns)
-    if settings.max_tokens is None and len(rows) != settings.micro_batch_size:
+    tokens, packed = rows["tokens"], settings.packed
+    lengths, total = tokens.lengths, len(tokens.values)
+    if packed:
+        length = padded(total, settings.multiple)
+    elif settings.max_tokens is None and len(rows) != settings.micro_batch_size:
         raise ValueError(f"micro-batch of {len(rows)} rows where --micro-batch-size is {settings.micro_batch_size}")
-    tokens = rows["tokens"]
-    length = settings.padded_length(int(tokens.lengths.max()))
+    else:
+        length = settings.padded_length(int(lengths.max()))
+
+    def laid_out(column: Ragged) -> Tensor:
+        return (Ragged(column.values, torch.tensor([0, total])) if packed else column).padded(length)
+
+    positions, segments = torch.arange(length).repeat(len(rows), 1), None
+    if packed:
+        first = tokens.offsets[:-1].repeat_interleave(lengths)
+        positions = laid_out(Ragged(torch.arange(total) - first, tokens.offsets))
+        segments = torch.full((1, length), len(rows))
+        segments[0, :total] = torch.arange(len(rows)).repeat_interleave(lengths)
+    mask = rows.columns.get("loss_mask", Ragged(torch.ones_like(tokens.values), tokens.offsets))
     return MicroBatch(
         index=index,
-        tokens=tokens.padded(length).long(),
-        labels=_shift(tokens, tokens, length, "tokens").long(),
-        position_ids=torch.arange(length).repeat(len(rows), 1),
-        explicit_mask=settings.causal_mask,
-        mask=_shift(mask, tokens, length, "loss_mask").bool(),
-        lengths=tokens.lengths,
-        columns={name: _shift(rows[name], tokens, length, name) for name in columns},
-    )
-
-
-def _packed(rows: Rows, mask: Ragged, settings: ForwardSettings, index: int, columns: Sequence[str]) -> MicroBatch:
-    """All rows behind each other; the last position of each predicts nothing."""
-    tokens = rows["tokens"]
-    lengths, total = tokens.lengths, int(tokens.lengths.sum())
-    length = padded(total, settings.multiple)
-    one = Ragged(tokens.values, torch.tensor([0, total]))
-    first = tokens.offsets[:-1].repeat_interleave(lengths)
-    segments = torch.full((1, length), len(rows))
-    segments[0, :total] = torch.arange(len(rows)).repeat_interleave(lengths)
-    positions = torch.zeros(1, length, dtype=torch.int64)
-    positions[0, :total] = torch.arange(total) - first
-    last = tokens.offsets[1:][lengths > 0] - 1
-
-    def shifted(column: Ragged, name: str) -> Tensor:
-        _check_aligned(column, tokens, name)
-        out = _shift(Ragged(column.values, one.offsets), one, length, name)
-        out[0, last] = 0
-        return out
-
-    return MicroBatch(
-        index=index,
-        tokens=one.padded(length).long(),
-        labels=shifted(tokens, "tokens").long(),
+        tokens=laid_out(tokens).long(),
+        labels=laid_out(_shifted(tokens, tokens, "tokens")).long(),
         position_ids=positions,
-        explicit_mask=not settings.bounded,
-        mask=shifted(mask, "loss_mask").bool(),
+        explicit_mask=not settings.bounded if packed else settings.causal_mask,
+        mask=laid_out(_shifted(mask, tokens, "loss_mask")).bool(),
         lengths=lengths,
-        columns={name: shifted(rows[name], name) for name in columns},
+        columns={name: laid_out(_shifted(rows[name], tokens, name)) for name in columns},
         segments=segments,
         bounded=settings.bounded,
     )
@@ -149,17 +130,13 @@ def causal_mask(length: int, device: torch.device | str = "cpu") -> Tensor:
     return torch.ones(length, length, dtype=torch.bool, device=device).triu_(1)[None, None]
 
 
-def _shift(column: Ragged, tokens: Ragged, length: int, name: str) -> Tensor:
-    _check_aligned(column, tokens, name)
-    out = column.values.new_zeros(len(column), length)
-    for i, row in enumerate(column.rows()):
-        out[i, : max(row.shape[0] - 1, 0)] = row[1:]
-    return out
-
-
-def _check_aligned(column: Ragged, tokens: Ragged, name: str) -> None:
+def _shifted(column: Ragged, tokens: Ragged, name: str) -> Ragged:
+    """Entry t + 1 of each row in the place of entry t; the last one predicts nothing and is 0."""
     if not torch.equal(column.lengths, tokens.lengths):
         raise ValueError(
             f"column {name!r} has rows of {column.lengths.tolist()} entries for {tokens.lengths.tolist()} tokens; "
             "per-token columns are aligned with the tokens"
         )
+    values = column.values.roll(-1)
+    values[column.offsets[1:][column.lengths > 0] - 1] = 0
+    return Ragged(values, column.offsets)

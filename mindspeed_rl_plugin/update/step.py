@@ -115,11 +115,10 @@ class PolicyStep(MegatronStep):
     def prepare(
         self,
         micro_batches: Sequence[Rows],
-        totals: Totals | None = None,
         *,
         measured: Collection[str] | None = None,
         version: int | None = None,
-    ) -> Totals:
+    ) -> None:
         """Take the rows of the next optimizer step.
 
         micro_batches: this data parallel rank's, in order, each of `micro_batch_size` rows (of any number where the
@@ -128,17 +127,17 @@ class PolicyStep(MegatronStep):
         `logp_ref` where the algorithm needs it; `logp_rollout` where the engine's gap is to be measured;
         `valid` (`[B]`, 0: the row is trained nowhere) where rows were dropped; `multiplicity` (`[B]`, how often a row
         counts) where they were filtered. Ranks that are not on the last pipeline stage need `tokens`, `loss_mask`,
-        `valid` and `multiplicity` only. totals: counts of the global batch, None to count them here,
-        which is collective over the data parallel ranks; measured: columns that the last stage holds, None: those of
-        this rank; version: of the weights that `logp_old` is of, where rows with a lower `version` (`[B]`) may be among
-        them; None: those weights sampled all.
-        Returns the totals. Raises ValueError for a missing column or a wrong number of micro-batches.
+        `valid` and `multiplicity` only. measured: columns that the last stage holds, None: those of this rank; version:
+        of the weights that `logp_old` is of, where rows with a lower `version` (`[B]`) may be among them; None: those
+        weights sampled all.
+        Collective over the data parallel ranks. Raises ValueError for a missing column or a wrong number of
+        micro-batches.
         """
         self._expect(micro_batches)
         rows = [self._checked(part) for part in micro_batches]
         counts = [_trained(part) for part in rows]
         often = [part.columns.get("multiplicity", torch.ones_like(n)) for part, n in zip(rows, counts, strict=True)]
-        totals = totals or self._count(counts, often)
+        totals = self._count(counts, often)
         # As if each row stood in the batch as often as filtration took it, at the cost of one pass over it.
         self._weights = [
             (self._weigh(n, totals) * k).float().to(self._device) for n, k in zip(counts, often, strict=True)
@@ -150,7 +149,6 @@ class PolicyStep(MegatronStep):
         self._totals = totals
         self._measured = set(rows[0].columns if measured is None else measured)
         self._tallies, self._metrics = {}, None
-        return totals
 
     def metrics(self) -> dict[str, float]:
         """Metrics of the step, exact over the global batch and the same on all ranks (see `to_metrics`).
