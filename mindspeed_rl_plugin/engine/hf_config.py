@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from mindspeed_rl_plugin.engine.hf_moe import expert_config, latent_scaling
+from mindspeed_rl_plugin.prompts.tokenizer import read_json
 from mindspeed_rl_plugin.reshard.families import FAMILIES
 from mindspeed_rl_plugin.reshard.family_table import Family
 from mindspeed_rl_plugin.reshard.shape import LATENT_FIELDS, ModelShape, same_names
@@ -107,7 +108,7 @@ def load_reference(directory: str) -> dict[str, Any]:
     path = Path(directory) / "config.json"
     if not path.is_file():
         raise ValueError(f"--rl-hf-model {directory}: no config.json there; give a Hugging Face model directory")
-    config = json.loads(path.read_text())
+    config = read_json(path)
     missing = {"model_type", "vocab_size"} - set(config)
     if missing:
         raise ValueError(f"--rl-hf-model {path}: no {sorted(missing)} there; it must describe a plain language model")

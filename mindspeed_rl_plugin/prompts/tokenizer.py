@@ -9,14 +9,17 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+TOKENIZER_FLAGS = ("--rl-tokenizer", "--rl-hf-model", "--tokenizer-model", "--tokenizer-name-or-path")
+
 
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     """The tokenizer of a Hugging Face directory. Never asks the network. Raises ValueError when it holds none."""
     from transformers import AutoTokenizer
 
     place = Path(path)
-    if (place / "tokenizer.json").exists():
-        _check_json(place / "tokenizer.json")
+    file = place / "tokenizer.json"
+    if file.exists() and "model" not in read_json(file):
+        raise ValueError(f"{str(file)!r} is no tokenizer.json: it has no field 'model'")
     try:
         return AutoTokenizer.from_pretrained(str(place), local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
@@ -24,20 +27,27 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
         raise ValueError(f"no tokenizer can be loaded from {path!r}, which holds {holds}: {error}") from error
 
 
-def _check_json(file: Path) -> None:
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object. Raises ValueError for a file that is none."""
     try:
-        content = json.loads(file.read_bytes())
-    except ValueError as error:
-        raise ValueError(f"tokenizer file {str(file)!r} is not JSON: {error}") from error
-    if not isinstance(content, dict) or "model" not in content:
-        raise ValueError(f"{str(file)!r} is no tokenizer.json: it has no field 'model'")
+        content = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} is no JSON file that can be read ({error}); copy it again") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} holds a {type(content).__name__}, not an object of fields")
+    return content
+
+
+def read_if_there(path: Path) -> dict[str, Any]:
+    """The same; empty where there is no file."""
+    return read_json(path) if path.is_file() else {}
 
 
 def chosen_tokenizer(args: Any) -> tuple[str, str] | None:
     """Flag and path of the prompts' tokenizer: --rl-tokenizer, else --rl-hf-model, else --tokenizer-model; None where
     none is given. MindSpeed-LLM names the directory of a Hugging Face tokenizer with --tokenizer-name-or-path."""
-    names = ("rl_tokenizer", "rl_hf_model", "tokenizer_model", "tokenizer_name_or_path")
-    return next((("--" + n.replace("_", "-"), path) for n in names if (path := getattr(args, n, None))), None)
+    given = ((flag, getattr(args, flag[2:].replace("-", "_"), None)) for flag in TOKENIZER_FLAGS)
+    return next(((flag, path) for flag, path in given if path), None)
 
 
 def tokenizer_path(args: Any) -> str | None:
@@ -65,18 +75,22 @@ def check_vocabulary(args: Any, tokenizer_size: int) -> None:
         )
 
 
-def vocabulary(path: str) -> dict[str, int] | None:
-    """Token -> id as the tokenizer.json at, or in, `path` says; None where there is none, or it has no such table."""
-    file = Path(path) if Path(path).is_file() else Path(path, "tokenizer.json")
-    if not file.is_file() or file.suffix != ".json":
-        return None
-    content = json.loads(file.read_bytes())
-    vocab = content.get("model", {}).get("vocab")
-    added = {token["content"]: token["id"] for token in content.get("added_tokens", ())}
-    return {**vocab, **added} if isinstance(vocab, dict) else None
+def vocabulary(path: str | Path) -> dict[str, int]:
+    """Token -> id as the files of a tokenizer say, those added to it included; empty without files that say.
+
+    path: their folder, or its tokenizer.json.
+    """
+    folder = Path(path).parent if Path(path).name == "tokenizer.json" else Path(path)
+    whole = read_if_there(folder / "tokenizer.json")
+    listed = (whole.get("model") or {}).get("vocab") or read_if_there(folder / "vocab.json")
+    known = dict(listed) if isinstance(listed, dict) else {word: i for i, (word, _) in enumerate(listed)}
+    known |= {token["content"]: token["id"] for token in whole.get("added_tokens") or () if "id" in token}
+    known |= read_if_there(folder / "added_tokens.json")
+    added = read_if_there(folder / "tokenizer_config.json").get("added_tokens_decoder") or {}
+    return known | {token["content"]: int(number) for number, token in added.items()}
 
 
 def same_vocabulary(one: str, other: str) -> bool:
     """Whether two tokenizers map the same tokens to the same ids; True where their files do not say."""
-    tables = [vocabulary(path) for path in (one, other)]
-    return None in tables or tables[0] == tables[1]
+    first, second = vocabulary(one), vocabulary(other)
+    return not first or not second or first == second

@@ -69,7 +69,8 @@ def trainer_storage(
     """
     kinds = EXPERTS if shape.moe_layers else EXPERTS[:1]
     known = [(impl, kind) for impl in IMPLS for kind in kinds]
-    wrong = {k: differences(megatron_shapes(shape, parallel, rank, *k), live) for k in known}
+    sizes = sizes_of(live)
+    wrong = {k: differences(megatron_shapes(shape, parallel, rank, *k), sizes) for k in known}
     best = min(known, key=lambda k: len(wrong[k]))
     ours = f"Megatron's parameters on rank {rank} are not those of {shape}"
     raise_if(wrong[best], f"{file} is not what its arguments say" if file else ours)
@@ -88,20 +89,23 @@ def engine_storage(
     if shape.table.mla:
         engine = replace(engine, fused_down=any("fused_qkv_a_proj" in name for name in live))
     ways = [replace(engine, transposed=t) for t in ((False, True) if shape.moe_layers else (False,))]
-    wrong = [differences(engine_shapes(shape, way, rank, own_head), live) for way in ways]
+    wrong = [differences(engine_shapes(shape, way, rank, own_head), sizes_of(live)) for way in ways]
     best = min(range(len(ways)), key=lambda i: len(wrong[i]))
     raise_if(wrong[best], f"the engine's parameters on rank {rank} of it are not those of {shape}")
     return ways[best]
 
 
-def differences(expected: Shapes, live: Mapping[str, Tensor]) -> list[str]:
+def sizes_of(live: Mapping[str, Tensor]) -> Shapes:
+    """Shapes of tensors."""
+    return {name: tuple(tensor.shape) for name, tensor in live.items()}
+
+
+def differences(expected: Shapes, live: Shapes) -> list[str]:
     """What of names and shapes is not as expected, one line each; empty when all is."""
-    out = [f"{name} {tuple(shape)} is missing" for name, shape in expected.items() if name not in live]
-    out += [f"{name} {tuple(tensor.shape)} is unknown" for name, tensor in live.items() if name not in expected]
-    for name, shape in expected.items():
-        if name in live and tuple(live[name].shape) != tuple(shape):
-            out.append(f"{name} has shape {tuple(live[name].shape)}, not {tuple(shape)}")
-    return out
+    out = [f"{name} {shape} is missing" for name, shape in expected.items() if name not in live]
+    out += [f"{name} {shape} is unknown" for name, shape in live.items() if name not in expected]
+    both = ((name, shape) for name, shape in expected.items() if name in live and live[name] != shape)
+    return out + [f"{name} has shape {live[name]}, not {shape}" for name, shape in both]
 
 
 def raise_if(problems: Sequence[str], what: str) -> None:

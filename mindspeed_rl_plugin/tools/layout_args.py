@@ -3,7 +3,6 @@ models by name or config.json."""
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -12,6 +11,7 @@ from math import lcm
 from pathlib import Path
 from typing import Any
 
+from mindspeed_rl_plugin.prompts.tokenizer import read_json
 from mindspeed_rl_plugin.reshard.families import FAMILIES
 from mindspeed_rl_plugin.reshard.layout import EngineParallel, ModelShape, Parallel, engine_layout, megatron_layout
 from mindspeed_rl_plugin.tools.plan.known_models import MODELS
@@ -131,17 +131,6 @@ def read_config(path: Path, flag: str) -> dict[str, Any]:
     if not path.exists():
         raise ValueError(f"{flag}: {path} is missing; give the folder of a Hugging Face model")
     return read_json(path)
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object. Raises ValueError for a file that is none."""
-    try:
-        content = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path} is no JSON file that can be read ({error}); copy it again") from None
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} holds a {type(content).__name__}, not an object of fields")
-    return content
 
 
 def shape_of(config: Mapping[str, Any], multiple: int, flag: str) -> ModelShape:

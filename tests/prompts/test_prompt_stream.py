@@ -232,7 +232,7 @@ def test_tokenizer_forms_and_errors(tokenizer, tmp_path: Path) -> None:
     assert load_tokenizer(str(tmp_path / "saved")).encode("ab") == tokenizer.encode("ab")
     for name, content, message in (
         ("empty", None, "no tokenizer can be loaded from .* which holds nothing"),
-        ("broken", "{", "tokenizer.json' is not JSON"),
+        ("broken", "{", "tokenizer.json is no JSON file that can be read"),
         ("other", "{}", "no tokenizer.json: it has no field 'model'"),
     ):
         (tmp_path / name).mkdir()

@@ -16,7 +16,7 @@ from vllm.engine.arg_utils import EngineArgs  # noqa: E402
 from vllm.model_executor.models import ModelRegistry  # noqa: E402
 
 from mindspeed_rl_plugin.reshard.layout import EngineParallel, ModelShape, engine_shapes  # noqa: E402
-from mindspeed_rl_plugin.reshard.live import differences  # noqa: E402
+from mindspeed_rl_plugin.reshard.live import differences, sizes_of  # noqa: E402
 
 SIZES = dict(vocab_size=250, hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=8)
 EXPERTS = dict(moe_intermediate_size=48, num_experts_per_tok=2, max_position_embeddings=64, tie_word_embeddings=False)
@@ -54,7 +54,7 @@ def main(scratch: Path) -> None:
                     initialize_model_parallel(tp)
                     started = True
                 model_class, _ = ModelRegistry.resolve_model_cls(config["architectures"], settings.model_config)
-                live = dict(model_class(vllm_config=settings).named_parameters())
+                live = sizes_of(dict(model_class(vllm_config=settings).named_parameters()))
             wrong = differences(engine_shapes(shape, EngineParallel(tp, tp if spread else 1), rank), live)
             assert not wrong, f"{family}, experts {'spread' if spread else 'cut'}:\n" + "\n".join(wrong)
             count += len(live)

@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from mindspeed_rl_plugin.tools.layout_args import read_json
+from mindspeed_rl_plugin.prompts.tokenizer import read_if_there, read_json, vocabulary
 
 INDEX = "model.safetensors.index.json"
 FIELDS, GENERATION = ("bos_token_id", "eos_token_id", "pad_token_id"), "generation_config.json"
@@ -98,32 +98,18 @@ def model_tokens(folder: Path) -> dict[str, Any]:
 
 def vocabulary_size(folder: Path) -> int:
     """Size of a tokenizer's vocabulary: its highest id and 1, tokens added to it included; 0 without files that say."""
-    return 1 + max(_vocabulary(folder).values(), default=-1)
+    return 1 + max(vocabulary(folder).values(), default=-1)
 
 
 def config_tokens(path: Path) -> dict[str, Any]:
     """Ids in a config.json, or that of a folder, or in a generation_config.json."""
-    named = _read(path / "config.json" if path.is_dir() else path)
+    named = read_if_there(path / "config.json" if path.is_dir() else path)
     return {name: named[name] for name in FIELDS if named.get(name) is not None}
 
 
 def _tokenizer_tokens(folder: Path) -> dict[str, Any]:
-    named = _read(folder / "special_tokens_map.json") | _read(folder / "tokenizer_config.json")
+    named = read_if_there(folder / "special_tokens_map.json") | read_if_there(folder / "tokenizer_config.json")
     words = {field: named.get(field.removesuffix("_id")) for field in FIELDS}
     words = {field: word["content"] if isinstance(word, dict) else word for field, word in words.items() if word}
-    known = _vocabulary(folder) if words else {}
+    known = vocabulary(folder) if words else {}
     return {field: known[word] for field, word in words.items() if word in known}
-
-
-def _vocabulary(folder: Path) -> dict[str, int]:
-    whole = _read(folder / "tokenizer.json")
-    listed = (whole.get("model") or {}).get("vocab") or _read(folder / "vocab.json")
-    known = dict(listed) if isinstance(listed, dict) else {word: i for i, (word, _) in enumerate(listed)}
-    known |= {token["content"]: token["id"] for token in whole.get("added_tokens") or () if "id" in token}
-    known |= _read(folder / "added_tokens.json")
-    added = _read(folder / "tokenizer_config.json").get("added_tokens_decoder") or {}
-    return known | {token["content"]: int(number) for number, token in added.items()}
-
-
-def _read(path: Path) -> dict[str, Any]:
-    return read_json(path) if path.is_file() else {}

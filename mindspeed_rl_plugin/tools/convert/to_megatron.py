@@ -21,7 +21,7 @@ from mindspeed_rl_plugin.reshard.cuts import Segment
 from mindspeed_rl_plugin.reshard.families import EMBEDDING, HEAD
 from mindspeed_rl_plugin.reshard.family_table import EXPERTS, IMPLS
 from mindspeed_rl_plugin.reshard.layout import ModelShape, Parallel, canonical_tensors, megatron_layout, megatron_shapes
-from mindspeed_rl_plugin.reshard.live import SHOWN, raise_if
+from mindspeed_rl_plugin.reshard.live import SHOWN, differences, raise_if
 from mindspeed_rl_plugin.reshard.parallel import chunk_prefix
 from mindspeed_rl_plugin.tools.convert.arguments import flags, megatron_arguments
 from mindspeed_rl_plugin.tools.convert.checkpoint import FILE, rank_folders
@@ -85,15 +85,10 @@ def _left_out(source: Mapping[str, Any], shape: ModelShape, mtp: int) -> list[st
     """
     if quantised := [name for name in source if name.endswith(("_scale_inv", "_scale", "qweight"))]:
         raise ValueError(f"the weights are quantised ({quantised[0]}); convert them to bf16 first")
-    wrong = []
-    for name, tensor in canonical_tensors(shape).items():
-        shape_there = tuple(source[name].get_shape()) if name in source else None
-        if shape_there is None:
-            wrong.append(f"{name} {tensor.shape} is missing")
-        elif shape_there != tensor.shape:
-            wrong.append(f"{name} has shape {shape_there}, not {tensor.shape}")
+    expected = {name: tensor.shape for name, tensor in canonical_tensors(shape).items()}
+    wrong = differences(expected, {n: tuple(source[n].get_shape()) for n in source.keys() & expected.keys()})
     left, ahead = [], Counter()
-    for name in sorted(source.keys() - canonical_tensors(shape).keys()):
+    for name in sorted(source.keys() - expected.keys()):
         match = _LAYER.match(name)
         layer = int(match[1]) if match else -1
         if name.endswith(_FREQUENCIES):

@@ -14,6 +14,7 @@ from mindspeed_rl_plugin.algorithms import Algorithm, resolve
 from mindspeed_rl_plugin.config import RLConfig, add_flags, limit_problems
 from mindspeed_rl_plugin.config.upstream import RUN, UPSTREAM, refusals
 from mindspeed_rl_plugin.engine.hf_config import load_reference
+from mindspeed_rl_plugin.prompts.tokenizer import TOKENIZER_FLAGS
 from mindspeed_rl_plugin.reshard.layout import ModelShape, Parallel
 from mindspeed_rl_plugin.tools.convert.files import vocabulary_size
 from mindspeed_rl_plugin.tools.plan.dock_volume import rollout_bytes
@@ -54,8 +55,6 @@ _NO_FLAGS = {
     "--num-layers-in-last-pipeline-stage": "--decoder-last-pipeline-num-layers",
 }
 _ENGINE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}  # else the trainer's
-# In the order in which a run looks for the prompts' tokenizer.
-_TOKENIZERS = ("--rl-tokenizer", "--rl-hf-model", "--tokenizer-model", "--tokenizer-name-or-path")
 
 
 def read_script(path: Path, vocab: int | None = None, timeout: float = 60.0) -> Run:
@@ -181,7 +180,7 @@ def _vocabulary(flags: Flags, folder: Path) -> int | None:
     model = folder / (flags.get("--rl-hf-model") or "")
     if "--rl-hf-model" in flags and (model / "config.json").is_file():
         return load_reference(str(model))["vocab_size"]
-    for path in (folder / text for text in map(flags.get, _TOKENIZERS) if text):
+    for path in (folder / text for text in map(flags.get, TOKENIZER_FLAGS) if text):
         path = path.parent if path.name == "tokenizer.json" else path
         if (path / "tokenizer.json").is_file():
             if size := vocabulary_size(path):
