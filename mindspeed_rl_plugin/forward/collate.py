@@ -92,12 +92,14 @@ def collate(rows: Rows, settings: ForwardSettings, *, index: int = 0, columns: S
     def laid_out(column: Ragged) -> Tensor:
         return (Ragged(column.values, torch.tensor([0, total])) if packed else column).padded(length)
 
-    positions, segments = torch.arange(length).repeat(len(rows), 1), None
+    segments = None
     if packed:
         first = tokens.offsets[:-1].repeat_interleave(lengths)
         positions = laid_out(Ragged(torch.arange(total) - first, tokens.offsets))
         segments = torch.full((1, length), len(rows))
         segments[0, :total] = torch.arange(len(rows)).repeat_interleave(lengths)
+    else:
+        positions = torch.arange(length).repeat(len(rows), 1)
     mask = rows.columns.get("loss_mask", Ragged(torch.ones_like(tokens.values), tokens.offsets))
     return MicroBatch(
         index=index,

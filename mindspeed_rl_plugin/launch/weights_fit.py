@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mindspeed_rl_plugin.reshard.live import differences, raise_if
+from mindspeed_rl_plugin.reshard.live import differences, raise_if, sizes_of
 
 _EXTRA = "_extra_state"  # TransformerEngine's, which versions add and leave out
 
@@ -46,9 +46,9 @@ def _checked(chunk: torch.nn.Module, where: str, free: tuple[str, ...]) -> Any:
         return {name: t for name, t in state.items() if isinstance(t, Tensor) and not name.endswith(free)}
 
     def load_state_dict(state: Mapping[str, Any], *positional: Any, **named: Any) -> Any:
-        expected = {name: tuple(tensor.shape) for name, tensor in tensors(chunk.state_dict()).items()}
+        expected = sizes_of(tensors(chunk.state_dict()))
         raise_if(
-            differences(expected, tensors(state)),
+            differences(expected, sizes_of(tensors(state))),
             f"{where} does not fit the model that the arguments describe: give the sizes and the layout that it was "
             "saved with (tensor, pipeline and expert parallel sizes, layers of each stage, padding of the vocabulary), "
             "or bring it into this one: `python -m mindspeed_rl_plugin export`, then `import`, whose last line is the "

@@ -30,7 +30,7 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object. Raises ValueError for a file that is none."""
     try:
-        content = json.loads(path.read_text())
+        content = json.loads(path.read_bytes())
     except (OSError, ValueError) as error:
         raise ValueError(f"{path} is no JSON file that can be read ({error}); copy it again") from None
     if not isinstance(content, dict):
@@ -80,7 +80,7 @@ def vocabulary(path: str | Path) -> dict[str, int]:
 
     path: their folder, or its tokenizer.json.
     """
-    folder = Path(path).parent if Path(path).name == "tokenizer.json" else Path(path)
+    folder = _folder(path)
     whole = read_if_there(folder / "tokenizer.json")
     listed = (whole.get("model") or {}).get("vocab") or read_if_there(folder / "vocab.json")
     known = dict(listed) if isinstance(listed, dict) else {word: i for i, (word, _) in enumerate(listed)}
@@ -91,6 +91,10 @@ def vocabulary(path: str | Path) -> dict[str, int]:
 
 
 def same_vocabulary(one: str, other: str) -> bool:
-    """Whether two tokenizers map the same tokens to the same ids; True where their files do not say."""
-    first, second = vocabulary(one), vocabulary(other)
-    return not first or not second or first == second
+    """Whether two tokenizers map the same tokens to the same ids; True where one of them has no tokenizer.json."""
+    comparable = all((_folder(path) / "tokenizer.json").is_file() for path in (one, other))
+    return not comparable or vocabulary(one) == vocabulary(other)
+
+
+def _folder(path: str | Path) -> Path:
+    return Path(path).parent if Path(path).name == "tokenizer.json" else Path(path)
