@@ -58,7 +58,7 @@ def check(
     """Refuse a state of `Run.state_dict`, with the dock's outline in it, that these flags cannot go on with.
 
     now: `cut` of the flags; reads: columns of the update; iteration: that the checkpoint holds; own: columns that a
-    user's stages write. Raises ValueError, on every rank alike.
+    user's stages write, and those that other stages write before them. Raises ValueError, on every rank alike.
     """
     left, before = state.get("steps_left", 0), state.get("cut", {})
     until = iteration + left
@@ -118,6 +118,12 @@ def _check_own(state: Mapping[str, Any], own: Sequence[str]) -> None:
             f"the checkpoint holds {len(state['carried'])} groups that dynamic sampling deferred, which lack "
             f"{', '.join(lacking)} of --rl-stage: resume without the stage that was added, or with "
             "--no-rl-dynamic-sampling, which drops these groups"
+        )
+    if changed := sorted({column for have in held for column in have if "@" in column} - set(own)):
+        raise ValueError(
+            f"the checkpoint holds {len(state['carried'])} groups that dynamic sampling deferred, with {changed[0]}: a "
+            "stage of --rl-stage that is not given now has changed them; give it, or --no-rl-dynamic-sampling, which "
+            "drops these groups"
         )
 
 

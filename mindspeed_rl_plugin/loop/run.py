@@ -74,7 +74,9 @@ class Run:
         self.inputs.data.check_state(state["cursor"])
         if not algorithm.from_pairs:
             names = {spec.name for spec, _ in self.inputs.own_stages}
-            own = [c.name for c in columns_of([spec for spec in table_of(self.inputs) if spec.name in names])]
+            # What these stages write, and under other names what the stages before them wrote.
+            written = ((spec.name in names, c.name) for spec in table_of(self.inputs) for c in columns_of([spec]))
+            own = [column for theirs, column in written if theirs or "@" in column]
             resume.check(state, self._cut(), algorithm, update.spec(algorithm).reads, iteration, own)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

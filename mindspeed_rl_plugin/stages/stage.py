@@ -19,8 +19,9 @@ class StageSpec:
 
     name: of the stage, and of its worker state in the dock; reads: columns by name; writes: columns; resource: what it
     occupies, by which `loop.docks` knows which ranks share its leases; unit: what it takes at once, of the resource's
-    `UNITS`: a "group" is only leased whole; stored, stored_writes: names in the dock of columns that it reads and
-    writes, where several stages write them (`resolved`). Raises ValueError for an unknown resource or unit.
+    `UNITS` ("group": rows are only leased as whole groups; the others only tell the reader); stored, stored_writes:
+    names in the dock of columns that it reads and writes, where several stages write them (`resolved`). Raises
+    ValueError for an unknown resource or unit.
     """
 
     name: str

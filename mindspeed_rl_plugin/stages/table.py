@@ -13,6 +13,9 @@ from mindspeed_rl_plugin.stages import advantages, generate, logprobs, measure, 
 from mindspeed_rl_plugin.stages.stage import StageSpec, resolved
 from mindspeed_rl_plugin.stages.user import WRITABLE
 
+# What the stages behind a user's write under some algorithm; dumps and metrics know these columns by name.
+LATER = {"multiplicity", "logp_old", "logp_ref", "values", "advantage", "advantages", "returns"}
+
 
 def stage_table(
     algorithm: Algorithm, graders: int, *, dump: bool = False, own: Sequence[StageSpec] = ()
@@ -37,7 +40,8 @@ def stage_table(
         others = [other for other in specs if other is not spec]
         if spec.name in {other.name for other in others}:
             raise ValueError(f"--rl-stage: two stages are named {spec.name!r}; give yours another `name`")
-        if taken := {name for other in others for name in other.written}.intersection(spec.written) - WRITABLE.keys():
+        theirs = LATER.union(*(other.written for other in others)) - WRITABLE.keys()
+        if taken := theirs.intersection(spec.written):
             raise ValueError(
                 f"--rl-stage {spec.name} writes {', '.join(sorted(taken))}, as another stage does; it may write "
                 "reward, valid and columns of its own"

@@ -61,6 +61,8 @@ def _load(word: str) -> tuple[StageSpec, Any]:
     if unknown := [c for c in instance.writes if not isinstance(c, ColumnSpec) and c not in WRITABLE]:
         raise ValueError(f"declare columns of its own as ColumnSpec, not {unknown}")
     writes = tuple(c if isinstance(c, ColumnSpec) else WRITABLE[c] for c in instance.writes)
+    if differ := [c.name for c in writes if WRITABLE.get(c.name, c) != c]:
+        raise ValueError(f"declare {', '.join(differ)} by name alone, as it is the plugin's column")
     if not instance.reads or not writes:
         raise ValueError("a stage reads at least one column and writes at least one")
     stage_name = getattr(instance, "name", re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower())

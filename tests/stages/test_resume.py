@@ -77,7 +77,7 @@ def saved(given: Inputs, *, deferred: tuple[int, ...] = (), left: int = 0, more:
     groups = of_epoch(5, prompts) if left else ()
     kept = groups or tuple((5, g) for g in deferred)
     ids = tuple(at.plan.ids(kept))
-    names = ("reward", "graded", "valid", "version", "advantage", *more) if left else ("reward", "graded")
+    names = ("reward", "graded", "valid", "version", "advantage", *more) if left else ("reward", "graded", *more)
     ragged = ("tokens", "loss_mask", "logp_rollout", *(("logp_old",) if left else ()))
     cells = {}
     for column in columns_of(table_of(given)):
@@ -237,11 +237,16 @@ def test_deferred_groups_keep_their_size() -> None:
         resumed(inputs("--rl-samples-per-prompt", "4", algorithm="dapo", prompts=2), state)
 
 
-def test_a_stage_that_deferred_groups_have_not_passed_is_refused() -> None:
-    state = saved(inputs(algorithm="dapo"), deferred=(1,))
-    spec = StageSpec("bonus", ("reward",), (WRITABLE["valid"],), "row", "cpu")
-    added = dataclasses.replace(inputs(algorithm="dapo"), own_stages=((spec, None),))
-    with pytest.raises(ValueError, match="1 groups .* lack valid@bonus of --rl-stage"):
+@pytest.mark.parametrize(("column", "stored"), [("valid", "valid@bonus"), ("reward", "reward@reward")])
+def test_a_stage_that_deferred_groups_have_not_passed_is_refused_and_one_that_they_have(column, stored) -> None:
+    plain, dropping = inputs(algorithm="dapo"), inputs("--no-rl-dynamic-sampling", algorithm="dapo")
+    spec = StageSpec("bonus", ("graded",), (WRITABLE[column],), "row", "cpu")
+    added, both = (dataclasses.replace(each, own_stages=((spec, None),)) for each in (plain, dropping))
+    state = saved(plain, deferred=(1,))
+    with pytest.raises(ValueError, match=f"1 groups .* lack {stored} of --rl-stage"):
         resumed(added, state)
-    plain = inputs("--no-rl-dynamic-sampling", algorithm="dapo")
-    resumed(dataclasses.replace(plain, own_stages=((spec, None),)), state)
+    resumed(both, state)
+    passed = saved(added, deferred=(1,), more=(stored,))
+    resumed(added, passed)
+    with pytest.raises(ValueError, match=f"1 groups .* {stored}: .* --rl-stage"):
+        resumed(plain, passed)

@@ -17,7 +17,7 @@ from mindspeed_rl_plugin.dock import ColumnSpec, from_tensordict, make_docks
 from mindspeed_rl_plugin.rows import Prompt, Ragged, Rows, SampleId
 from mindspeed_rl_plugin.stages import prompts
 from mindspeed_rl_plugin.stages.stage import Stage, StageSpec, columns_of, states_of
-from mindspeed_rl_plugin.stages.table import stage_table
+from mindspeed_rl_plugin.stages.table import LATER, stage_table
 from mindspeed_rl_plugin.stages.user import UserStage, load_stages, try_once
 
 BONUS = """
@@ -56,6 +56,8 @@ def test_every_column_that_is_read_is_written_before(name, dump):
         assert set(spec.reads) <= written, spec.name
         assert not written & set(spec.written), "each column has one writer"
         written |= set(spec.written)
+        if spec.name in ("logp_old", "logp_ref", "values", "advantage"):
+            assert set(spec.written) <= LATER
 
 
 def test_states_and_columns_are_the_tables():
@@ -76,10 +78,15 @@ def test_states_and_columns_are_the_tables():
 def test_the_page_shows_the_table():
     page = (Path(__file__).parents[2] / "docs" / "stages.md").read_text(encoding="utf-8")
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in page.splitlines() if line[:3] == "| `"]
-    shown = {name: row[3:5] for row in rows for name in re.findall("`(.+?)`", row[0])}
-    specs = stage_table(algorithm("ppo", kl_reward_coef=0.1), 3)
+    shown = {name: row for row in rows for name in re.findall("`(.+?)`", row[0])}
     names = {"leader": "first rank", "cpu": "CPU"}
-    assert {s.name: [s.unit, names.get(s.resource, s.resource)] for s in specs}.items() <= shown.items()
+    for spec in stage_table(algorithm("ppo", kl_reward_coef=0.1), 3):
+        _, reads, writes, *rest = shown[spec.name]
+        assert rest[:2] == [spec.unit, names.get(spec.resource, spec.resource)]
+        for columns, cell in ((spec.reads, reads), (spec.written, writes)):
+            listed = set(re.findall("`(.+?)`", cell))
+            assert listed <= set(columns) | {"valid", "multiplicity", "returns", "advantage"}, spec.name
+            assert "..." in cell or "of that name" in cell or "numbers" in cell or set(columns) <= listed, spec.name
 
 
 @pytest.mark.parametrize(("unit", "resource"), [("batch", "cpu"), ("step", "cpu"), ("row", "gpu")])
@@ -139,6 +146,12 @@ def test_a_stage_may_be_a_dataclass_and_import_its_neighbours(tmp_path):
         ("class A:\n    reads = ('x',)\n    writes = ('reward',)\n    compute = print", "{file}:A", ("['x']",)),
         ("class A:\n    reads = ('reward',)\n    writes = ('bonus',)\n    compute = print", "{file}:A", ("bonus",)),
         (
+            "from mindspeed_rl_plugin.dock import ColumnSpec\nimport torch\nclass A:\n    reads = ('graded',)\n"
+            "    writes = (ColumnSpec('reward', torch.float64, 'sample', ragged=False),)\n    compute = print",
+            "{file}:A",
+            ("reward", "by name"),
+        ),
+        (
             "class A:\n    unit = 'batch'\n    reads = ('reward',)\n    writes = ('reward',)\n    compute = print",
             "{file}:A",
             ("'batch'", "row, group"),
@@ -155,7 +168,11 @@ def test_a_stage_that_cannot_be_is_refused_by_name(tmp_path, source, word, words
 
 @pytest.mark.parametrize(
     ("name", "column", "message"),
-    [("update", "own", "two stages are named 'update'"), ("mine", "advantage", "mine writes advantage, as another")],
+    [
+        ("update", "own", "two stages are named 'update'"),
+        ("mine", "advantage", "mine writes advantage, as another"),
+        ("mine", "advantages", "mine writes advantages, as another"),
+    ],
 )
 def test_a_stage_has_names_that_no_other_has(name, column, message):
     own = StageSpec(name, ("reward",), (ColumnSpec(column, torch.float32, "sample", ragged=False),), "row", "cpu")
