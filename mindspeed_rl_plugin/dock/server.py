@@ -29,6 +29,7 @@ class Server:
         self._streams: dict[Stream, str] = {}  # -> name of its other side
         self._listeners: list[socket.socket] = []
         self._closed = threading.Event()
+        self._last: m.Message = m.Bye()
 
     def start(self, host: str = "") -> m.Address:
         """Listen, on the address of a network interface too where one is given; where. Raises OSError where the
@@ -53,6 +54,7 @@ class Server:
 
     def close(self, last: m.Message) -> None:
         """Say that this process leaves, or stops, and stop listening. Idempotent."""
+        self._last = last
         self._closed.set()
         for listener in self._listeners:
             with contextlib.suppress(OSError):
@@ -92,7 +94,7 @@ class Server:
             return connection.close()
         self._streams[stream] = hello.name
         if self._closed.is_set():  # since it was accepted
-            stream.leave(m.Bye())
+            stream.leave(self._last)
         self._converse(stream, hello.name)
         if hello.rank < 0 and hello.name not in list(self._streams.values()):
             self.core.gone(hello.name)

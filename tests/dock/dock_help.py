@@ -42,6 +42,13 @@ def ragged(*lengths: int, dtype: torch.dtype = torch.int32, start: int = 0) -> R
     return Ragged.from_rows([torch.arange(start, start + n).to(dtype) for n in lengths], dtype=dtype)
 
 
+def plain(value: object) -> object:
+    """A snapshot with lists in the place of tensors, to compare every number."""
+    if isinstance(value, dict):
+        return {k: plain(v) for k, v in value.items()}
+    return [plain(v) for v in value] if isinstance(value, list) else getattr(value, "tolist", lambda: value)()
+
+
 def prompts(groups: int, epoch: int = 0) -> Rows:
     """Prompt g has g + 1 tokens."""
     return Rows(tuple(sid(g, 0, epoch) for g in range(groups)), {"prompt": ragged(*(g + 1 for g in range(groups)))})

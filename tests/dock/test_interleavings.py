@@ -8,7 +8,7 @@ import threading
 
 import dock_help
 import torch
-from dock_help import COLUMNS, SampleId, ids, sid, together
+from dock_help import COLUMNS, SampleId, ids, plain, sid, together
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -221,7 +221,7 @@ class DockMachine(RuleBasedStateMachine):
         self.member.close()
         self.make()
         self.dock.restore(saved)
-        assert str(self.dock.snapshot()) == str(saved)
+        assert plain(self.dock.snapshot()) == plain(saved)
         self.model.leases, self.slow = [], []
 
     @invariant()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 import threading
 import time
@@ -13,7 +12,7 @@ import pytest
 import torch
 from dock_help import COLUMNS, STATES, ids, prompts, ragged, sid, threads, together, tokens
 
-from mindspeed_rl_plugin.dock import ColumnSpec, Dock, Ragged, Rows, StateSpec, joining, machine
+from mindspeed_rl_plugin.dock import Dock, Ragged, Rows, StateSpec, joining, machine
 
 
 def test_a_rollout_is_delivered_once_as_it_was_written(make) -> None:
@@ -288,47 +287,6 @@ def test_a_commit_writes_what_its_state_writes_or_nothing(make) -> None:
         dock.lease("generate", ids=[sid(0, 1)], deadline=5)
 
 
-def test_snapshot_and_restore(make) -> None:
-    dock = make()
-    dock.open(0, 4, 2)
-    dock.put(prompts(4))
-    lease = dock.lease("generate", ids=[sid(0, 0), sid(3, 1)], deadline=5)
-    dock.commit(lease, tokens(lease.rows.ids, 2, 3))
-    dock.put(Rows((sid(1, 1),), {"parts": torch.tensor([[1.0, 2.0]])}))
-    dock.clear(0, [2])
-    dock.lease("generate", ids=[sid(1, 0)], deadline=5)
-    file = io.BytesIO()
-    torch.save(dock.snapshot(), file)
-    file.seek(0)
-    saved = torch.load(file, weights_only=True)
-    other = make()
-    other.restore(saved)
-    assert other.remaining("generate") == 4, "leased rows count as undone"
-    assert [len(r) for r in other.read([sid(3, 1), sid(0, 0)], ["tokens"])["tokens"].rows()] == [3, 2]
-    assert other.read([sid(1, 1)], ["parts"])["parts"].tolist() == [[1.0, 2.0]]
-    with pytest.raises(ValueError, match="epoch 0"):
-        other.open(0, 2, 2)
-    with pytest.raises(ValueError, match="start a new one"):
-        other.restore(saved)
-    assert str(other.snapshot()) == str(saved)
-    assert not dock.traffic.take() or "read" not in {m.state for m in dock.traffic.take()}
-
-
-def test_a_snapshot_of_another_algorithm_is_refused_and_new_columns_are_not(make_one) -> None:
-    dock = make_one()
-    dock.open(0, 1, 1)
-    dock.put(Rows(ids(1, 1), {"reward": torch.ones(1)}))
-    changed = [ColumnSpec("reward", torch.float64, "sample", ragged=False), *(c for c in COLUMNS if c.name != "reward")]
-    with pytest.raises(ValueError, match="'reward' .* float32 .* float64"):
-        make_one(changed).restore(dock.snapshot())
-    fewer = make_one(COLUMNS, STATES[:-1])
-    fewer.restore(dock.snapshot())
-    assert fewer.remaining("generate") == 1
-    dock.clear(0)
-    make_one(changed).restore(dock.snapshot())  # without rows any declaration will do
-    make_one([*COLUMNS, ColumnSpec("new", torch.int8, "sample", ragged=False)]).restore(dock.snapshot())
-
-
 @pytest.mark.parametrize("nodes", [["a", "a", "a"], ["a", "b", "b"]], ids=["one machine", "two machines"])
 def test_peers_share_one_lease_and_its_end(members, nodes: list[str]) -> None:
     """Each reads the cells itself; the first acknowledges when all have written, and all hear what went wrong."""
@@ -389,23 +347,3 @@ def test_a_mistake_of_the_code_in_this_process_surfaces_as_itself(make_one, monk
     with pytest.raises(KeyError, match="generate"):
         dock.remaining("generate")
     assert dock.served["refused"]["malformed"] == 0
-
-
-def test_a_snapshot_of_the_docks_before_this_one_is_restored(make) -> None:
-    """Written at commit bca148e by its dock in shared memory: four groups, of which one was cleared and one leased."""
-    dock = make()
-    saved = torch.load(Path(__file__).parent / "data" / "snapshot_format_1.pt", weights_only=True)
-    dock.restore(saved)
-    rows = [sid(0, 0, 3), sid(0, 1, 3), sid(3, 1, 3)]
-    columns = dock.read(rows, ["tokens", "prompt"])
-    assert [r.tolist() for r in columns["tokens"].rows()] == [list(range(n)) for n in (2, 3, 5)]
-    assert [len(r) for r in columns["prompt"].rows()] == [1, 1, 4]
-    assert dock.read(rows[:2], ["logp"])["logp"].values.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]
-    assert dock.read([sid(1, 1, 3)], ["parts"])["parts"].tolist() == [[1.0, 2.0]]
-    assert {name: dock.remaining(name) for name in ("generate", "logp", "update")} == {
-        "generate": 3,
-        "logp": 4,
-        "update": 6,
-    }
-    assert dock.lease("logp", deadline=5).rows.ids == (sid(3, 1, 3),)
-    assert str(dock.snapshot()) == str(saved)
