@@ -1,10 +1,17 @@
 """Which tokenizer the prompts have, and whether its vocabulary is the model's."""
 
+import json
 from types import SimpleNamespace
 
 import pytest
 
-from mindspeed_rl_plugin.prompts.tokenizer import check_vocabulary, chosen_tokenizer, tokenizer_path
+from mindspeed_rl_plugin.prompts.tokenizer import (
+    check_vocabulary,
+    chosen_tokenizer,
+    same_vocabulary,
+    tokenizer_path,
+    vocabulary,
+)
 
 
 @pytest.mark.parametrize(
@@ -34,3 +41,16 @@ def test_flags_in_their_order():
         args = SimpleNamespace(**{flag[2:].replace("-", "_"): path for flag, path in given.items()})
         assert chosen_tokenizer(args) == next(iter(given.items())) and tokenizer_path(args) == "abcd"[first]
     assert chosen_tokenizer(SimpleNamespace()) is None and tokenizer_path(SimpleNamespace()) is None
+
+
+def test_the_files_of_a_tokenizer_are_utf_8_and_compared_where_both_are_whole(tmp_path):
+    """With a byte order mark too, in any locale; what vocab.json lists beside merges.txt lacks the added tokens."""
+    texts = {"one/tokenizer.json": {"é": 0}, "other/tokenizer.json": {"é": 1}, "old/vocab.json": {}}
+    for name, words in texts.items():
+        path = tmp_path / name
+        path.parent.mkdir()
+        text = json.dumps({"model": {"vocab": words}, "added_tokens": []}, ensure_ascii=False)
+        path.write_bytes(b"\xef\xbb\xbf" + text.encode() if "one" in name else text.encode())
+    one, other, old = (str(tmp_path / name) for name in ("one", "other", "old"))
+    assert vocabulary(one) == {"é": 0}
+    assert same_vocabulary(one, one) and not same_vocabulary(one, other) and same_vocabulary(one, old)
