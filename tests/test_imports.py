@@ -162,6 +162,12 @@ def test_no_file_imports_itself_over_others():
     graphlib.TopologicalSorter(graph).prepare()  # raises CycleError with the files in its way
 
 
+def test_the_page_draws_the_table():
+    rows = [[entry for entry in row if "." not in entry and entry != "__init__"] for row in reversed(ORDER)]
+    drawing = "\n".join("   ".join(row) for row in rows)
+    assert f"```text\n{drawing}\n```" in (PACKAGE.parent / "docs" / "development.md").read_text(), drawing
+
+
 def test_every_room_is_in_the_table():
     known = {entry.split(".")[0] for row in ORDER for entry in row} | {"host"}
     assert {name.split(".")[0] for name, _ in modules()} <= known
