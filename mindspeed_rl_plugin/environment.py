@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import time
@@ -30,11 +31,14 @@ def master_address() -> tuple[str, int]:
     return os.environ.get("MASTER_ADDR", ""), int(os.environ.get("MASTER_PORT", 0))
 
 
-def record_failure(reason: str) -> None:
-    """Leave the reason of this rank's end to torchrun, for its summary, the last lines of a job."""
+def record_failure(reason: str, later: int = 0) -> None:
+    """Leave the reason of this rank's end to torchrun, for its summary, the last lines of a job; the first one stays.
+
+    later: seconds after now, for an end that only follows another rank's: torchrun takes the earliest for the cause.
+    """
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        extra = {"py_callstack": reason, "timestamp": str(int(time.time()))}
-        with open(path, "w", encoding="utf-8") as file:
+        extra = {"py_callstack": reason, "timestamp": str(int(time.time()) + later)}
+        with contextlib.suppress(FileExistsError), open(path, "x", encoding="utf-8") as file:
             json.dump({"message": {"message": reason, "extraInfo": extra}}, file)
 
 

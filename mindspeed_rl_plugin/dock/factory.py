@@ -125,8 +125,10 @@ class Member:
         self._close(Bye())
 
     def _end(self) -> None:
-        """The interpreter ends: in order, or the others would stop for this rank, unless it is by an error."""
-        self._close(Stopped(self.me.rank, "ended by an error") if hasattr(sys, "last_value") else Bye())
+        """The interpreter ends: in order, or the others would stop for this rank, unless it is by an error. Who is
+        interrupted leaves in order too: each rank has a signal of its own, and a line to say."""
+        failed = isinstance(getattr(sys, "last_value", None), Exception)
+        self._close(Stopped(self.me.rank, "ended by an error") if failed else Bye())
 
     def _close(self, last: Message) -> None:
         if self._closed:

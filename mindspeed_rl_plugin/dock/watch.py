@@ -119,14 +119,16 @@ class Watch:
                 self.stop(link.rank, f"silent for {self.heartbeat:g} s")
 
     def stop(self, rank: int, why: str) -> None:
-        """End this process because of a rank. Does not return, but where `end` does."""
+        """End this process because of another rank. Does not return then, but where `end` does."""
+        if rank == self.rank:  # it told the others, and one of them tells all
+            return None
         if not self._stopping.acquire(blocking=False):
             return None if self._end is not os._exit else threading.Event().wait()  # another thread is about to
         machine = self.machines[rank].split()[0] if 0 <= rank < len(self.machines) else "?"
         line = f"rank {self.rank} stops: rank {rank} on {machine} is gone ({why})"
         with contextlib.suppress(OSError):
             os.write(2, f"\n[rl] {line}\n".encode())  # not sys.stderr: the main thread may hang with its lock held
-            record_failure(line)
+            record_failure(line, later=1)
         for link in list(self._links):
             link.note(Stopped(rank, why))
         thread(_flush).join(FLUSH_SECONDS)

@@ -81,7 +81,7 @@ def interrupted(args: Any) -> str:
         else "no checkpoint was saved, so the same command starts again"
     )
     at = getattr(args, "curr_iteration", 0) + 1
-    return f"[rl] interrupted in iteration {at}; {then} (--exit-signal-handler: SIGTERM saves before it ends)"
+    return f"[rl] interrupted in iteration {at}; {then} (to save at a stop: --exit-signal-handler, and send SIGTERM)"
 
 
 def _uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -93,8 +93,8 @@ def _uncaught(kind: type[BaseException], error: BaseException, trace: TracebackT
         _say(f"[rl] {error}")
         record_failure(str(error))
         return
+    record_failure(_reason or f"{kind.__name__}: {error}")  # before others hear of it and record their own end
     _show(kind, error, trace)
-    record_failure(_reason or f"{kind.__name__}: {error}")
 
 
 def _say(text: str) -> None:

@@ -47,9 +47,11 @@ def describe(start: Start, args: Any) -> str:
     names = [name for name in WHOLE if getattr(args, name, False)]
     names += [name for name in ("load", "pretrained_checkpoint", "ckpt_step") if _differs(args, name)]
     aside = ", ".join(_flag(name) for name in names)
-    note = f" ({aside} of the command line only applied to the first start)" if aside else ""
+    note = f" ({aside} of the command line: ignored, only the first start takes it)" if aside else ""
     where = f"{start.load_dir} at iteration {start.iteration}"
-    return f"training resumes from {where}, optimizer and RL state included{note}"
+    last = getattr(args, "train_iters", None)
+    done = f"; all {last} iterations are done, raise --train-iters to go on" if last and start.iteration >= last else ""
+    return f"training resumes from {where}, optimizer and RL state included{note}{done}"
 
 
 def load_arguments(start: Start, args: Any) -> dict[str, Any]:

@@ -52,6 +52,8 @@ def test_a_link_that_breaks_ends_the_rank_once_and_the_others_learn_why(case, ca
     case.watch.broke(case.links[1])
     case.watch.broke(case.links[0])
     assert case.ended == [1]
+    case.watch.stop(1, "ended by an error")  # what another rank says of this one
+    assert case.ended == [1]
     assert capfd.readouterr().err == "\n[rl] rank 1 stops: rank 2 on b is gone (connection broke)\n"
     reason = json.loads((tmp_path / "error.json").read_text())["message"]["message"]
     assert reason == "rank 1 stops: rank 2 on b is gone (connection broke)", "torchrun's summary says it"

@@ -50,14 +50,16 @@ def ending(tmp_path):
     return run
 
 
-def test_a_refusal_is_its_message_alone_an_error_keeps_its_traceback_and_torchrun_hears_of_both(ending):
+def test_a_refusal_is_its_message_alone_an_error_keeps_its_traceback_and_torchrun_hears_of_both(ending, tmp_path):
     done = ending("refused")
     assert done.code == 1 and done.err == "[rl] RL cannot run:\n  - --flag 3: too much\n"
     assert done.reason == "RL cannot run:\n  - --flag 3: too much"
+    (tmp_path / "error.json").unlink()
     done = ending("error", rank=3)
     assert done.code == 1 and "Traceback" in done.err
     assert done.out == "[rl] rank 3 stops: OfTheUser: the grader\n[rl] returned nan\n"
     assert done.reason == "rank 3 stops: OfTheUser: the grader\nreturned nan"
+    assert ending("refused").reason == done.reason, "the first reason stays"
 
 
 def test_an_interrupted_run_is_one_line_of_the_first_rank(ending, tmp_path, monkeypatch, capsys):

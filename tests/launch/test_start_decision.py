@@ -86,6 +86,8 @@ def test_rl_state_in_save_is_resumed_whole_whatever_the_script_says(disk, flags)
     for name in flags:
         mentioned = f"--{name.replace('_', '-')}" in line
         assert mentioned == (flags[name] != "out"), line
+    args.train_iters = 8
+    assert "all 8 iterations are done, raise --train-iters" in describe(start, args)
 
 
 def test_the_tracker_decides_not_the_newest_folder(disk):
