@@ -37,10 +37,12 @@ class Renderer:
     def read(self, source: Source, index: int, row: int) -> Prompt:
         """The prompt of row `index` of `source`; `row` numbers it over all sources."""
         fields, where = source.row(index), source.where(index)
-        value = _field(fields, self._prompt_key, where, "--rl-prompt-key")
-        answer = ""
-        if self._answer_key:
-            answer = _answer(_field(fields, self._answer_key, where, "--rl-answer-key ('' for data without answers)"))
+        flags = {self._prompt_key: "--rl-prompt-key", self._answer_key: "--rl-answer-key ('' for data without answers)"}
+        if absent := {key: flag for key, flag in flags.items() if key and find(fields, key, ...) is ...}:
+            keys, set_them = " and no ".join(map(repr, absent)), " and ".join(absent.values())
+            raise ValueError(f"{where} has no field {keys}; it has {names(fields)}; set {set_them}")
+        value = find(fields, self._prompt_key)
+        answer = _answer(find(fields, self._answer_key)) if self._answer_key else ""
         messages = None if isinstance(value, str) else _messages(value, self._prompt_key, where)
         # What a grader sees: the string of the data, or one `role: content` paragraph a message.
         text = "\n\n".join(f"{m['role']}: {m['content']}" for m in messages) if messages else value
@@ -79,13 +81,6 @@ def names(fields: Mapping[str, Any]) -> str:
     """The fields of a row as text, those inside objects by their dotted names."""
     inside = ((f"{k}.{name}" for name in v) if isinstance(v, dict) else (k,) for k, v in fields.items())
     return ", ".join(map(repr, itertools.chain.from_iterable(inside)))
-
-
-def _field(fields: dict[str, Any], key: str, where: str, flag: str) -> Any:
-    value = find(fields, key, ...)
-    if value is ...:
-        raise ValueError(f"{where} has no field {key!r}; it has {names(fields)}; set {flag}")
-    return value
 
 
 def _answer(value: Any) -> str:

@@ -25,7 +25,7 @@ def test_a_dock_below_one_rollout_is_refused() -> None:
     need = 5 * (2 * ROW + GROUP)
     Limits(capacity=need, max_tokens=100).check(COLUMNS, STATES, 5, 2)
     Limits().check(COLUMNS, STATES, 5, 2)
-    with pytest.raises(ValueError, match="must know the longest sample"):
+    with pytest.raises(ValueError, match="longest sample"):
         Limits(capacity=need).check(COLUMNS, STATES, 5, 2)
     said = rf"5 groups of 2 samples on one machine may need {need} bytes .* with 100 entries per cell of prompt;"
     with pytest.raises(ValueError, match=said):
@@ -87,7 +87,7 @@ def full(column: ColumnSpec, rows: int) -> torch.Tensor | Ragged:
 def test_a_put_waits_for_rows_and_for_bytes_until_groups_are_cleared(make_one) -> None:
     """Space for two groups: a third waits until one is cleared, and says so when none is."""
     Limits(rows=10).check(COLUMNS, STATES, 5, 2)
-    with pytest.raises(ValueError, match="--rl-dock-rows 9: 5 groups of 2 samples on one machine are 10 rows"):
+    with pytest.raises(ValueError, match="--rl-dock-rows 9: 5 groups of 2 .* 10 rows"):
         Limits(rows=9).check(COLUMNS, STATES, 5, 2)
     for limits, unit in ((Limits(rows=4), "rows"), (Limits(2 * (2 * ROW + GROUP), max_tokens=100), "bytes")):
         dock = make_one(COLUMNS, STATES, limits=limits)
@@ -95,7 +95,7 @@ def test_a_put_waits_for_rows_and_for_bytes_until_groups_are_cleared(make_one) -
         put = [Rows((SampleId(0, group, 0),), {"prompt": full(COLUMNS[0], 1)}) for group in range(3)]
         for rows in put[:2]:
             dock.put(rows)
-        with pytest.raises(TimeoutError, match=rf"(\d+) of \1 {unit} are taken or promised, the put needs \d+ more"):
+        with pytest.raises(TimeoutError, match=rf"(\d+) of \1 {unit} .* \d+ more"):
             dock.put(put[2])
         timer = threading.Timer(0.05, lambda dock=dock: dock.clear(0, [0]))
         timer.start()
@@ -105,5 +105,5 @@ def test_a_put_waits_for_rows_and_for_bytes_until_groups_are_cleared(make_one) -
 
 
 def test_what_an_empty_dock_does_not_hold_is_refused() -> None:
-    with pytest.raises(ValueError, match="11 rows.*10; lower --rl-rollout-prompts or raise --rl-dock-rows"):
+    with pytest.raises(ValueError, match="11 rows.*10; .*--rl-rollout-prompts .*--rl-dock-rows"):
         Limits(100, rows=10).missing({"bytes": 1, "rows": 11}, {"bytes": 100, "rows": 0}, 11)

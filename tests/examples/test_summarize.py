@@ -20,8 +20,8 @@ def summarize():
     ("before", "after", "broken"),
     [
         (0.60, 0.80, []),
-        (0.61, 0.99, ["before RL is 0.61, the claim is at most 0.6"]),
-        (0.50, 0.79, ["after RL is 0.79, the claim is at least 0.8"]),
+        (0.61, 0.99, ["before RL is 0.61"]),
+        (0.50, 0.79, ["after RL is 0.79"]),
         (0.70, 0.70, ["before RL is 0.7,", "after RL is 0.7,"]),
         (None, 0.90, ["before RL is None"]),
         (0.50, None, ["after RL is None"]),

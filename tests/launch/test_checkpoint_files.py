@@ -15,7 +15,7 @@ def test_tracker(tmp_path):
         (tmp_path / files.TRACKER).write_text(text)
         assert files.read_tracker(str(tmp_path)) == value
     (tmp_path / files.TRACKER).write_text("5o0")
-    with pytest.raises(ValueError, match="holds '5o0'; expected an iteration number or 'release'"):
+    with pytest.raises(ValueError, match="'5o0'; .* 'release'"):
         files.read_tracker(str(tmp_path))
 
 
@@ -75,7 +75,7 @@ def test_a_state_with_its_rows_in_a_file_beside_it_is_read(tmp_path):
 
 def test_what_cannot_be_read_is_named(tmp_path):
     files.write_state(str(tmp_path), 3, {"format": 99})
-    with pytest.raises(ValueError, match="has format 99; this version reads 1 and 2"):
+    with pytest.raises(ValueError, match="format 99; .* 1 and 2"):
         files.read_state(str(tmp_path), 3)
     files.write_state(str(tmp_path), 3, {"evil": os.system})
     with pytest.raises(ValueError, match="Weights only load failed"):

@@ -51,10 +51,10 @@ def test_groups_without_grouped_attention_are_not_compared(tmp_path, monkeypatch
 
 
 def test_no_checkpoint(tmp_path):
-    with pytest.raises(ValueError, match=r"holds no checkpoint \(latest_checkpointed_iteration.txt is missing\)"):
+    with pytest.raises(ValueError, match="holds no checkpoint"):
         list(critic_files.problems(str(tmp_path), None))
     (tmp_path / files.TRACKER).write_text("6")
-    with pytest.raises(ValueError, match="latest_checkpointed_iteration.txt names 6, but there is no"):
+    with pytest.raises(ValueError, match="latest_checkpointed_iteration.txt names 6"):
         list(critic_files.problems(str(tmp_path), None))
 
 

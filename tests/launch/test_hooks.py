@@ -75,7 +75,7 @@ def test_yaml_arguments_are_refused_only_with_rl(monkeypatch, words):
     monkeypatch.setattr(sys, "argv", ["script", *words])
     wrapped(argparse.ArgumentParser())
     monkeypatch.setattr(sys, "argv", ["script", *words, "--rl-algorithm", "grpo"])
-    with pytest.raises(ValueError, match="--yaml-cfg drops every other argument"):
+    with pytest.raises(ValueError, match="--yaml-cfg"):
         wrapped(argparse.ArgumentParser())
 
 
@@ -87,7 +87,7 @@ def test_validation_comes_after_megatrons_but_for_the_batch(monkeypatch, world):
     wrapped = hooked("validate_args", lambda args, defaults=None: seen.append("megatron") or args)
     assert wrapped(world.args, {"a": 1}) is world.args and seen == ["megatron", "ours"]
     world.args.world_size, world.args.global_batch_size, world.args.micro_batch_size = 2, 60, 8
-    with pytest.raises(endings.Refusal, match="RL cannot run with these arguments:\n  - --global-batch-size 60 is not"):
+    with pytest.raises(endings.Refusal, match="\n  - --global-batch-size 60 "):
         wrapped(world.args, {})
     assert seen == ["megatron", "ours"]
     world.args.global_batch_size = 64
@@ -111,10 +111,10 @@ def test_rl_flags_without_an_algorithm_are_warned_of(world, capsys, monkeypatch)
 
 def test_setup_proves_the_patches_first(world, monkeypatch):
     def lost():
-        raise RuntimeError("a patch is not in force")
+        raise RuntimeError("not in force")
 
     monkeypatch.setattr(applying, "assert_in_force", lost)
-    with pytest.raises(RuntimeError, match="a patch is not in force"):
+    with pytest.raises(RuntimeError, match="not in force"):
         hooked("setup_model_and_optimizer", lambda *a, **k: world.events.append("built"))("provider")
     assert world.events == []
 

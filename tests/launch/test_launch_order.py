@@ -190,16 +190,16 @@ def test_the_advice_is_what_helps_this_algorithm(job, monkeypatch, capsys, algor
     """A reference that changed, is gone, was never digested, or has random weights: what reads it can be left out."""
     named = {"more": ("--rl-algorithm", *algorithm), "micro_batch_size": 2}
     job(**named).megatron.save(4, 2.5)
-    with pytest.raises(ValueError, match="initialises other weights") as other:
+    with pytest.raises(ValueError, match="other weights") as other:
         job(initial=0.25, **named)
     shutil.rmtree("out")
     write_checkpoint("base", 500, 1.5)
     job(load="base", **named).megatron.save(4, 2.5)
     write_checkpoint("base", 500, 1.6)
-    with pytest.raises(ValueError, match="has changed since RL began from it") as changed:
+    with pytest.raises(ValueError, match="has changed") as changed:
         job(**named)
     shutil.rmtree("base")
-    with pytest.raises(ValueError, match="holds no checkpoint files: it is the reference") as gone:
+    with pytest.raises(ValueError, match="no checkpoint files") as gone:
         job(**named)
     shutil.rmtree("out")
     write_checkpoint("base", 500, 1.5)
@@ -207,7 +207,7 @@ def test_the_advice_is_what_helps_this_algorithm(job, monkeypatch, capsys, algor
         patch.setattr(reference_digest, "hash_file", unreadable)
         job(load="base", **named).megatron.save(4, 2.5)
     said = capsys.readouterr().out
-    with pytest.raises(ValueError, match="could not be read when its digest was to be recorded") as unknown:
+    with pytest.raises(ValueError, match="could not be read .* digest") as unknown:
         job(**named)
     if "--rl-kl" in advice:
         kl = [word for pair in advice.split("resume with ")[1:] for word in pair.split()]
@@ -232,7 +232,7 @@ def test_megatron_loading_something_else_is_noticed(job, monkeypatch):
     write_checkpoint("base", 500, 1.5)
     job(load="base").megatron.save(4, 2.5)
     monkeypatch.setattr(Megatron, "load_checkpoint", lambda self, *rest: (3, 0))
-    with pytest.raises(ValueError, match="Megatron loaded iteration 3 from .*out, expected 4"):
+    with pytest.raises(ValueError, match="iteration 3 from .*out, expected 4"):
         job(kl=0)
 
 

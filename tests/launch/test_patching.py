@@ -132,7 +132,7 @@ def test_versions_outside_the_range_are_an_error(tiny, version, supported):
     if supported:
         applying.apply((tiny.row,))
         return
-    with pytest.raises(RuntimeError, match=r"is not supported: expected 0\.12\.1 to 0\.19\.x"):
+    with pytest.raises(RuntimeError, match=r"0\.12\.1 to 0\.19\.x"):
         applying.apply((tiny.row,))
     assert tiny.training.step is tiny.original
 

@@ -103,17 +103,17 @@ def test_the_tracker_decides_not_the_newest_folder(disk):
 def test_a_pretraining_checkpoint_in_save_is_not_overwritten(disk, iteration):
     disk.make("out", iteration)
     for flags in ({}, {"load": "out"}):
-        with pytest.raises(ValueError, match="that has no RL state: RL would write over it; give --save"):
+        with pytest.raises(ValueError, match="no RL state: .*--save"):
             decide(disk.args(**flags))
 
 
 @pytest.mark.parametrize("flags", [{"load": "nowhere"}, {"pretrained_checkpoint": "nowhere"}])
 def test_a_load_without_checkpoint_is_refused(disk, flags):
-    with pytest.raises(ValueError, match=r"nowhere holds no checkpoint \(latest_checkpointed_it.* is missing\)"):
+    with pytest.raises(ValueError, match=r"nowhere holds no checkpoint"):
         decide(disk.args(**flags))
     (disk.path / "nowhere").mkdir()
     (disk.path / "nowhere" / "config.json").write_text("{}")
-    with pytest.raises(ValueError, match="nowhere is a Hugging Face folder: .* import` first"):
+    with pytest.raises(ValueError, match="nowhere .* Hugging Face .* import`"):
         decide(disk.args(**flags))
 
 
@@ -122,5 +122,5 @@ def test_reference_after_its_run_went_on(disk):
     disk.make("base", 500, 900)
     assert weights_arguments(str(disk.path / "base/iter_0000500"))["ckpt_step"] == 500
     disk.make("base", "release")
-    with pytest.raises(ValueError, match="holds 'release', so Megatron cannot load .*iter_0000500; put 500 back"):
+    with pytest.raises(ValueError, match="'release', .*iter_0000500; .* 500"):
         weights_arguments(str(disk.path / "base/iter_0000500"))

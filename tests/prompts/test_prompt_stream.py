@@ -110,7 +110,7 @@ def test_long_prompts_are_dropped_and_counted(stream) -> None:
     rows = [{"prompt": "x" * n, "answer": ""} for n in (50, 51, 3, 99)]
     made = stream({"a.jsonl": lines(*rows)})
     assert made.dropped == 2 and [p.row for p in made.all()] == [0, 2]
-    with pytest.raises(ValueError, match=r"all 4 prompts are longer than 2 tokens \(longest 99\)"):
+    with pytest.raises(ValueError, match=r"all 4 prompts .* 2 tokens \(longest 99\)"):
         stream({"a.jsonl": lines(*rows)}, max_length=2)
 
 
@@ -170,6 +170,7 @@ BAD_DATA = [
     ({"a.csv": "a,b"}, "ends in '.csv'; known: .jsonl, .json, .parquet"),
     ({"a.jsonl": GOOD + '{"text": "a", "answer": "1"}'}, "line 2 has no field 'prompt'; it has 'text', 'answer'"),
     ({"a.jsonl": '{"prompt": "a", "solution": "1"}'}, "line 1 has no field 'answer'; .*set --rl-answer-key"),
+    ({"a.jsonl": '{"q": "a"}'}, "'prompt' and no 'answer'; it has 'q'; set --rl-prompt-key and --rl-answer-key"),
     ({"a.jsonl": '{"prompt": "", "answer": "1"}'}, "line 1: field 'prompt' gives no tokens"),
     ({"a.jsonl": '{"prompt": 3, "answer": "1"}'}, "neither a string nor a list of messages .* but '3'"),
     ({"a.jsonl": '{"prompt": null, "answer": "1"}'}, "neither a string nor a list"),
@@ -189,7 +190,7 @@ def test_directories_that_are_no_data(stream, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="is no saved dataset"):
         stream([str(tmp_path / "plain")])
     DatasetDict(train=Dataset.from_list(ROWS), test=Dataset.from_list(ROWS)).save_to_disk(str(tmp_path / "splits"))
-    with pytest.raises(ValueError, match="holds the splits test, train; name one of them"):
+    with pytest.raises(ValueError, match="splits test, train"):
         stream([str(tmp_path / "splits")])
     assert len(stream([str(tmp_path / "splits" / "train")])) == 7
 
@@ -204,9 +205,9 @@ def test_names_with_dots_are_inside_objects(stream) -> None:
     kinds = {where.rpartition("/")[2]: fields for where, fields in prompts.kinds_of_rows().items()}
     assert kinds == {"a.jsonl line 1": {"reward_model", "x"}, "a.jsonl line 2": frozenset()}
     for row in (inside, {"prompt": "a", "reward_model": "b"}):
-        with pytest.raises(ValueError, match="no field 'reward_model.truth'; it has 'prompt', 'reward_model"):
+        with pytest.raises(ValueError, match="'reward_model.truth'; .* 'prompt', 'reward_model"):
             stream({"a.jsonl": lines(row)}, answer_key="reward_model.truth")
-    with pytest.raises(ValueError, match="it has 'prompt', 'reward_model.style', 'reward_model.ground_truth', 'x'"):
+    with pytest.raises(ValueError, match="'prompt', 'reward_model.style', 'reward_model.ground_truth', 'x'"):
         stream({"a.jsonl": lines(inside)})
 
 
@@ -232,7 +233,7 @@ def test_tokenizer_forms_and_errors(tokenizer, tmp_path: Path) -> None:
     assert load_tokenizer(str(tmp_path / "saved")).encode("ab") == tokenizer.encode("ab")
     for name, content, message in (
         ("empty", None, "no tokenizer can be loaded from .* which holds nothing"),
-        ("broken", "{", "tokenizer.json is no JSON file that can be read"),
+        ("broken", "{", "tokenizer.json is no JSON"),
         ("other", "{}", "no tokenizer.json: it has no field 'model'"),
     ):
         (tmp_path / name).mkdir()

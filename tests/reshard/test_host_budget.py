@@ -101,14 +101,14 @@ def test_what_someone_else_will_take_is_counted():
     budget = HostMemoryBudget(device)
     with budget.expecting(7 * MB):
         budget.reserve(3 * MB, "")
-        with pytest.raises(MemoryError, match=f"needs {11 * MB} more bytes of host memory on this rank"):
+        with pytest.raises(MemoryError, match=f"{11 * MB} more bytes"):
             budget.reserve(4 * MB, "")
     budget.reserve(10 * MB, "")
 
 
 def test_the_reference_is_asked_for_too():
     layer, device = torch.nn.Linear(1024, 1024, bias=False), Rank(Machine(3 * MB))
-    with pytest.raises(MemoryError, match=f"copy of the reference's weights needs {4 * MB} more bytes"):
+    with pytest.raises(MemoryError, match=f"reference's weights .*{4 * MB} more bytes"):
         HostWeights.capture([layer], device)
     assert device.machine.used == 0
 

@@ -49,13 +49,13 @@ def test_ranks_that_store_the_same_share_one_layout():
     [
         (lambda: megatron_layout(SHAPE, Parallel(3, tp=3), 0), "do not divide over 3 tensor parallel ranks"),
         (lambda: engine_layout(SHAPE, 3, 0), "do not divide over 3 tensor parallel ranks"),
-        (lambda: engine_layout(SHAPE, 2, 2), "engine rank 2 is outside its tensor parallel group of 2"),
+        (lambda: engine_layout(SHAPE, 2, 2), "engine rank 2 "),
         (lambda: ModelShape("gpt2", 1, 8, 2, 1, 4, 8, 8, 8), "model family 'gpt2' is unknown; known: llama"),
         (lambda: ModelShape("llama", 1, 8, 3, 2, 4, 8, 8, 8), "3 attention heads do not divide into 2 query groups"),
         (lambda: ModelShape("llama", 1, 8, 2, 1, 4, 8, 9, 8), "vocabulary of 9 exceeds Megatron's padded 8"),
-        (lambda: EngineParallel(4, 2), "engine with tp=4 cannot spread experts over ep=2 ranks"),
-        (lambda: EngineParallel(0), "engine sizes must be at least 1, got tp=0 ep=1"),
-        (lambda: engine_layout(MOE, EngineParallel(2, 4), 4), "engine rank 4 is outside an engine of 4"),
+        (lambda: EngineParallel(4, 2), "tp=4 .* ep=2"),
+        (lambda: EngineParallel(0), "tp=0 ep=1"),
+        (lambda: engine_layout(MOE, EngineParallel(2, 4), 4), "engine rank 4 "),
         (lambda: megatron_layout(MOE, Parallel(3, ep=3), 0), "8 experts do not divide over 3 expert parallel ranks"),
         (lambda: megatron_layout(MOE, Parallel(16, tp=16), 0), "do not divide over 16 tensor parallel ranks"),
         (
@@ -83,5 +83,5 @@ def test_families_have_traits_of_their_own(monkeypatch):
         traits = dict(qkv_bias=family.qkv_bias, qk_norm=family.qk_norm, experts=family.experts, mla=family.mla)
         assert find_family(**traits, score=family.router.score) == name
     monkeypatch.setitem(FAMILIES, "other", FAMILIES["llama"])
-    with pytest.raises(ValueError, match="the families llama, other all have add_qkv_bias=False"):
+    with pytest.raises(ValueError, match="llama, other .* add_qkv_bias=False"):
         find_family(qkv_bias=False, qk_norm=False)

