@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from mindspeed_rl_plugin.algorithms import Algorithm
@@ -73,8 +72,8 @@ class Evaluate:
             seed_base=self.seed,
             deadline=self.ranks.deadline,
         )
-        total = torch.cat([sums, torch.tensor([self._failed], dtype=torch.float64)])
-        dist.all_reduce(total, group=self.ranks.group)
+        # Gathered and summed here: MindSpeed's all_reduce forgets the sum of float64 tensors, HCCL has none.
+        total = torch.tensor(self.ranks.gather([*sums.tolist(), float(self._failed)]), dtype=torch.float64).sum(0)
         failures = self.ranks.gather(self.graders.take_failures())
         FailureLog("the evaluation").add(failures, show=self.ranks.rank == 0)
         result = eval_metrics(total[:-1], self.samples)

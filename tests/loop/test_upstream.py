@@ -52,12 +52,15 @@ def test_plain_megatron(job, checkout):
 
 @pytest.mark.skipif(MINDSPEED is None, reason="MINDSPEED_PATH is not set")
 @pytest.mark.parametrize("more", [(), PACKED], ids=["rows", "packed"])
-def test_megatron_under_mindspeed(job, tmp_path, more):
+def test_megatron_under_mindspeed(job, arithmetic, tmp_path, more):
     """The script is unmodified; the file that runs it holds MindSpeed's own import line. Packed: the boundaries of the
-    rows go to its flash attention, in whose place on a host the same is computed by torch."""
+    rows go to its flash attention, in whose place on a host the same is computed by torch. The evaluation counts the
+    answers of the engine's first rank on both: MindSpeed's all_reduce would leave the second with none."""
     checkout = next(c for c in CHECKOUTS if core_version(c)[:2] == (0, 12))
+    more += ("--rl-eval-data", str(arithmetic / "heldout.jsonl"), "--rl-eval-every", "3", "--rl-eval-prompts", "4")
     result = job(*LAYOUT, *more, script=mindspeed_entry(tmp_path, checkout), path=[Path(MINDSPEED), checkout]).run(400)
     check(result)
+    assert [line["iteration"] for line in result.evaluations] == [0, 3]
     assert "RL is attached to Megatron, through MindSpeed" in result.log
 
 

@@ -133,10 +133,12 @@ def test_rows_that_other_weights_sampled_are_refused():
 
 
 def test_an_evaluation_asks_for_solved_and_tells_the_mean_reward(tmp_path, monkeypatch):
-    """Greedy answers: three right but long, one wrong but short."""
+    """Greedy answers: three right but long, one wrong but short. Another engine adds four wrong ones, and that a grader
+    failed; its second rank nothing. No collective of tensors adds them: MindSpeed's forgets sums of float64."""
     graded = [Grade(-1.0, (1.0, 4.0))] * 3 + [Grade(2.0, (0.0, -4.0))]
     graders = SimpleNamespace(weights=WEIGHTS, grade=lambda items: graded, take_failures=dict)
-    monkeypatch.setattr(evaluate.dist, "all_reduce", lambda tensor, group: None)
+    sums = dict.fromkeys(evaluate.SUMS, 0.0) | {"prompts": 4.0, "reward": -7.0}
+    others = [[*sums.values(), 1.0], [0.0] * (len(sums) + 1)]
     monkeypatch.setattr(evaluate, "generate", answers)
     stage = evaluate.Evaluate(
         SimpleNamespace(replica=0, replicas=1, leader=True),
@@ -144,14 +146,14 @@ def test_an_evaluation_asks_for_solved_and_tells_the_mean_reward(tmp_path, monke
         graders,
         str,
         Sampling(max_tokens=4),
-        Ranks(),
+        Ranks([others]),
         monitor(tmp_path),
         samples=0,
         seed=0,
     )
     stage.run(3)
     (line,) = read_metrics(tmp_path)
-    assert line["eval/accuracy"] == 0.75 and line["eval/reward_mean"] == -0.25 and "eval/errors" not in line
+    assert line["eval/accuracy"] == 3 / 8 and line["eval/reward_mean"] == -1.0 and line["eval/errors"] == 1
 
 
 def answers(engine, requests, **_):
