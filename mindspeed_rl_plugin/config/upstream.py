@@ -218,7 +218,7 @@ UPSTREAM: tuple[UpstreamFlag, ...] = (
     ),
     *_rows(
         EXPERTS,
-        ("shared experts have no gate; leave it out", "moe_shared_expert_gate use_shared_expert_gate"),
+        ("shared experts have no gate; leave it out", "moe_shared_expert_gate shared_expert_gate"),
         ("experts work on the whole hidden state; leave it out", "moe_latent_size"),
     ),
     *_rows(
@@ -233,6 +233,7 @@ UPSTREAM: tuple[UpstreamFlag, ...] = (
         ("the engine routes without noise; leave it out", "moe_input_jitter_eps", (None, 0.0)),
         ("routing is random with it; leave it out", "moe_router_force_load_balancing", (False, None)),
         ("routing is random with it; leave it out", "moe_router_force_biased", (None,)),
+        ("routing ignores the router with it; leave it out", "fix_router"),
         ("the engine weighs the outputs of experts; leave it out", "moe_apply_probs_on_input", (False, None)),
     ),
 )

@@ -7,16 +7,13 @@ What changes the model and that no family has is refused by `ModelShape.from_meg
 from __future__ import annotations
 
 import json
-import math
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from mindspeed_rl_plugin.engine.hf_moe import expert_config, latent_scaling
+from mindspeed_rl_plugin.engine.hf_moe import expert_config
+from mindspeed_rl_plugin.engine.hf_rope import YARN_TURNS, rope_scaling
 from mindspeed_rl_plugin.prompts.tokenizer import read_json
 from mindspeed_rl_plugin.reshard.families import FAMILIES
 from mindspeed_rl_plugin.reshard.family_table import Family
@@ -78,7 +75,7 @@ def derive_config(args: Namespace, *, vocab_size: int, eos_token_ids: Sequence[i
         # Core 0.16 and later keep --norm-epsilon under the name of their config.
         "rms_norm_eps": args.norm_epsilon if hasattr(args, "norm_epsilon") else args.layernorm_epsilon,
         "rope_theta": float(args.rotary_base),
-        "rope_scaling": latent_scaling(args) if shape.table.mla else _rope_scaling(args),
+        "rope_scaling": rope_scaling(args),
         "tie_word_embeddings": shape.tied,
         "hidden_act": "silu",
         "attention_bias": shape.table.qkv_bias,
@@ -141,7 +138,8 @@ def normalized(config: Mapping[str, Any]) -> dict[str, Any]:
     kind = rope.pop("rope_type", rope.pop("type", "default"))
     rope.pop("type", None)
     scaling = {k: float(v) if isinstance(v, int | float) else v for k, v in rope.items()}
-    out["rope_scaling"] = None if kind == "default" else {"rope_type": kind, **scaling}
+    usual = YARN_TURNS if kind == "yarn" else {}
+    out["rope_scaling"] = None if kind == "default" else {"rope_type": kind, **usual, **scaling}
     heads = out.get("num_attention_heads", 1)
     out.setdefault("num_key_value_heads", heads)
     out.setdefault("head_dim", out.get("hidden_size", 0) // heads)
@@ -149,45 +147,6 @@ def normalized(config: Mapping[str, Any]) -> dict[str, Any]:
     out.setdefault("use_sliding_window", False)
     out["attention_bias"] = bool(out.get("attention_bias", False))
     return {**out, **table.hf.code}
-
-
-def rope_frequencies(config: Mapping[str, Any]) -> Tensor:
-    """`[head_dim / 2]` float32, the inverse frequencies that the engine computes from `config`.
-
-    With YaRN those that it starts from, which is what Megatron's `inv_freq` holds. Llama-3 scaling as in
-    "rope_type": "llama3" of transformers: long wave lengths are divided by `factor`, short ones kept, those between
-    blended linearly.
-    """
-    c = normalized(config)
-    dim = c["head_dim"]
-    inverse = 1.0 / c["rope_theta"] ** (torch.arange(0, dim, 2, dtype=torch.int64).float() / dim)
-    scaling = c["rope_scaling"]
-    if scaling is None or scaling["rope_type"] == "yarn":
-        return inverse
-    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
-    turns = scaling["original_max_position_embeddings"] * inverse / (2 * math.pi)
-    keep = ((turns - low) / (high - low)).clamp(0, 1)
-    return inverse * keep + inverse / scaling["factor"] * (1 - keep)
-
-
-def check_rotary(config: Mapping[str, Any], inverse: Tensor) -> None:
-    """Compare with the frequencies of the built Megatron model (`rotary_pos_emb.inv_freq`, `[head_dim / 2]`).
-
-    They are what training really uses: core's pretrain_gpt.py, say, never hands `--rope-scaling-factor` on.
-    Raises ValueError naming the first frequency that differs by more than 1e-5 of its size.
-    """
-    ours, theirs = rope_frequencies(config), inverse.detach().float().cpu().flatten()
-    if ours.shape != theirs.shape:
-        sizes = f"{theirs.numel()} frequencies, the engine {ours.numel()}"
-        raise ValueError(f"rotary embedding: Megatron's model has {sizes}")
-    wrong = ((ours - theirs).abs() > 1e-5 * theirs.abs()).nonzero().flatten().tolist()
-    if wrong:
-        i = wrong[0]
-        raise ValueError(
-            f"rotary embedding: frequency {i} is {theirs[i]:.6g} in Megatron's model and {ours[i]:.6g} in the engine"
-            f" ({len(wrong)} of {ours.numel()} differ); the launch script and its arguments disagree on"
-            " --rotary-base, --use-rope-scaling or --rope-scaling-factor (pretrain_gpt.py always scales by 8)"
-        )
 
 
 def write_config(config: Mapping[str, Any], directory: str | Path) -> None:
@@ -198,20 +157,3 @@ def write_config(config: Mapping[str, Any], directory: str | Path) -> None:
 def family_table(config: Mapping[str, Any]) -> Family:
     """The table of a config's family; an empty one where that is unknown."""
     return FAMILIES.get(str(config.get("model_type", "")), Family("", ()))
-
-
-def _rope_scaling(args: Namespace) -> dict[str, Any] | None:
-    kind = getattr(args, "rope_scaling_type", None)  # MindSpeed-LLM
-    if kind not in (None, "llama3"):
-        raise ValueError(f"--rope-scaling-type {kind}: the rollout engine supports llama3 only")
-    if kind is None and not getattr(args, "use_rope_scaling", False):
-        return None
-    # Core fixes the last three (rotary_pos_embedding.py, _apply_scaling); MindSpeed-LLM has flags for them.
-    ours = kind == "llama3"
-    return {
-        "rope_type": "llama3",
-        "factor": float(args.rope_scaling_factor),
-        "low_freq_factor": float(args.low_freq_factor) if ours else 1.0,
-        "high_freq_factor": float(args.high_freq_factor) if ours else 4.0,
-        "original_max_position_embeddings": int(args.original_max_position_embeddings) if ours else 8192,
-    }

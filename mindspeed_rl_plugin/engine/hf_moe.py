@@ -29,15 +29,15 @@ def expert_config(args: Namespace, shape: ModelShape) -> dict[str, Any]:
         hf.dense: list(dense) if hf.dense == "mlp_only_layers" else len(dense),
         "num_experts_per_tok": args.moe_router_topk,
         "moe_intermediate_size": shape.expert_ffn,
-        "norm_topk_prob": _normalized(args),
     }
+    routing = _routing(args)
+    out["norm_topk_prob"] = routing["norm_topk_prob"]
     if shape.table.shared_experts:
         out["n_shared_experts"] = shape.shared_ffn // shape.expert_ffn
     if router.grouped:
-        out["n_group"] = getattr(args, "moe_router_num_groups", None) or 1
-        out["topk_group"] = getattr(args, "moe_router_group_topk", None) or 1
+        out |= {name: routing[name] for name in ("n_group", "topk_group")}
     if router.scaled:
-        out["routed_scaling_factor"] = float(_scaling(args))
+        out["routed_scaling_factor"] = routing["routed_scaling_factor"]
     if shape.table.mla:
         out |= {field: getattr(shape, size) for size, field in LATENT_FIELDS.items()}
         out |= {"head_dim": shape.rope, "num_key_value_heads": shape.heads}
@@ -47,15 +47,16 @@ def expert_config(args: Namespace, shape: ModelShape) -> dict[str, Any]:
 def routing_problems(args: Namespace, shape: ModelShape) -> Iterator[str]:
     """One line for each argument with which trainer and engine would send tokens to different experts."""
     yield from refusals(args, ROUTING)
-    kinds = getattr(args, "moe_router_load_balancing_type", None) or "aux_loss"
-    for kind in [kinds] if isinstance(kinds, str) else kinds:
+    score = getattr(args, "moe_router_score_function", None) or "softmax"
+    for kind in _balancing(args):
         if kind not in _BALANCING:
             known = ", ".join(_BALANCING)
             yield f"moe_router_load_balancing_type is {kind!r}: the engine takes the top k; known: {known}"
+        elif kind in _SOFTMAX_ONLY and score != "softmax":
+            yield f"moe_router_load_balancing_type is {kind!r}: it ignores moe_router_score_function {score!r}"
     if (getattr(args, "num_experts", 0) or 0) < (getattr(args, "moe_router_topk", None) or 1):
         yield f"moe_router_topk is {args.moe_router_topk}: there are {args.num_experts} experts"
-    score = getattr(args, "moe_router_score_function", None) or "softmax"
-    router, family = shape.table.router, shape.family
+    router, family, routing = shape.table.router, shape.family, _routing(args)
     if score != router.score:
         yield f"moe_router_score_function is {score!r}: family {family} has {router.score}"
     if bool(getattr(args, "moe_router_enable_expert_bias", False)) != router.bias:
@@ -63,16 +64,16 @@ def routing_problems(args: Namespace, shape: ModelShape) -> Iterator[str]:
         yield f"family {family} {verb} --moe-router-enable-expert-bias"
     if router.score == "sigmoid" and args.moe_router_topk == 1:
         yield "moe_router_topk is 1: with one expert per token, trainer and engine weigh it differently"
-    if not router.scaled and _scaling(args) != 1.0:
-        yield f"moe_router_topk_scaling_factor is {_scaling(args)}: family {family} does not scale"
-    groups = getattr(args, "moe_router_group_topk", None)
-    if router.grouped and groups and args.moe_router_topk // groups != 2:
+    if not router.scaled and (scaling := routing["routed_scaling_factor"]) != 1.0:
+        yield f"moe_router_topk_scaling_factor is {scaling}: family {family} does not scale"
+    n, groups = routing["n_group"], routing["topk_group"]
+    if router.grouped and n > 1 and args.moe_router_topk // groups != 2:
         yield (
             f"moe_router_group_topk is {groups}: the engine ranks groups by their two best experts, Megatron by"
             f" {args.moe_router_topk} // {groups}; give half of --moe-router-topk"
         )
-    if not router.grouped and (getattr(args, "moe_router_num_groups", None) or 1) > 1:
-        yield f"moe_router_num_groups is {args.moe_router_num_groups}: family {family} has no groups of experts"
+    if not router.grouped and n > 1:
+        yield f"moe_router_num_groups is {n}: family {family} has no groups of experts"
     rope, scale = getattr(args, "rope_type", None), getattr(args, "rotary_scaling_factor", 1.0)
     if shape.table.mla and rope == "rope" and scale != 1.0 and getattr(args, "mscale_all_dim", 0.0):
         yield f"rotary_scaling_factor is {scale}: with --rope-type rope it scales attention only; leave it out"
@@ -96,37 +97,36 @@ def _layer_problems(shape: ModelShape) -> Iterator[str]:
         )
 
 
-_BALANCING = ("aux_loss", "seq_aux_loss", "global_aux_loss", "none", "noaux_tc")
+_SOFTMAX_ONLY = ("pai_megatron_aux_loss", "softmax_topk")  # of MindSpeed-LLM
+_BALANCING = ("aux_loss", "seq_aux_loss", "global_aux_loss", "none", "noaux_tc", *_SOFTMAX_ONLY)
 
 
-def _normalized(args: Namespace) -> bool:
-    """Whether the weights of a token's experts add up to 1. MindSpeed-LLM has a flag for it."""
-    if getattr(args, "moe_router_score_function", None) == "sigmoid":
-        return args.moe_router_topk > 1
-    own = getattr(args, "norm_topk_prob", None)
-    return not getattr(args, "moe_router_pre_softmax", False) if own is None else bool(own)
+def _balancing(args: Namespace) -> list[str]:
+    kinds = getattr(args, "moe_router_load_balancing_type", None) or "aux_loss"
+    return [kinds] if isinstance(kinds, str) else list(kinds)
 
 
-def _scaling(args: Namespace) -> float:
-    return getattr(args, "moe_router_topk_scaling_factor", None) or 1.0
+def _routing(args: Namespace) -> dict[str, Any]:
+    """Fields of a config.json by what the trainer does with a token's experts.
 
-
-def latent_scaling(args: Namespace) -> dict[str, Any] | None:
-    """rope_scaling of multi-latent attention: None for plain rope, else DeepSeek's YaRN.
-
-    Raises ValueError for what it cannot say.
+    In MindSpeed-LLM the way of balancing has a say. Sources: topk_softmax_with_capacity of Megatron's moe_utils.py;
+    topk_router_routing of MindSpeed-LLM's router.py, and its pai_megatron.py.
     """
-    kind = getattr(args, "rope_type", None) or "yarn"
-    if kind == "rope" or float(args.rotary_scaling_factor) == 1.0:
-        return None
-    low, high = (float(getattr(args, n, d)) for n, d in (("beta_slow", 1.0), ("beta_fast", 32.0)))
-    length = getattr(args, "original_max_position_embeddings", None) or 4096
-    return {
-        "rope_type": "yarn",
-        "factor": float(args.rotary_scaling_factor),
-        "original_max_position_embeddings": int(length),
-        "beta_fast": high,
-        "beta_slow": low,
-        "mscale": float(getattr(args, "mscale", 1.0)),
-        "mscale_all_dim": float(getattr(args, "mscale_all_dim", 0.0)),
+    kinds, normalize = _balancing(args), getattr(args, "norm_topk_prob", False)
+    out = {
+        "norm_topk_prob": not getattr(args, "moe_router_pre_softmax", False),
+        "routed_scaling_factor": float(getattr(args, "moe_router_topk_scaling_factor", None) or 1.0),
+        "n_group": getattr(args, "moe_router_num_groups", None) or 1,
+        "topk_group": getattr(args, "moe_router_group_topk", None) or 1,
     }
+    if getattr(args, "moe_router_score_function", None) == "sigmoid":
+        out["norm_topk_prob"] = args.moe_router_topk > 1
+    if out["n_group"] == 1:
+        out["topk_group"] = 1
+    if kinds == ["aux_loss"] and normalize:  # after the scaling, which goes
+        out |= {"norm_topk_prob": True, "routed_scaling_factor": 1.0}
+    if kinds == ["softmax_topk"]:
+        out |= {"norm_topk_prob": normalize, "n_group": 1, "topk_group": 1}
+    if kinds == ["pai_megatron_aux_loss"]:
+        out |= {"norm_topk_prob": False, "routed_scaling_factor": 1.0, "n_group": 1, "topk_group": 1}
+    return out

@@ -21,6 +21,7 @@ from mindspeed_rl_plugin.config.upstream import RUN, WHOLE, refusals
 from mindspeed_rl_plugin.device import get_device
 from mindspeed_rl_plugin.engine.engine_sizes import engine_problems
 from mindspeed_rl_plugin.engine.hf_moe import routing_problems
+from mindspeed_rl_plugin.engine.hf_rope import rope_scaling
 from mindspeed_rl_plugin.environment import launch_env
 from mindspeed_rl_plugin.forward.settings import length_multiple, takes_boundaries
 from mindspeed_rl_plugin.launch import checkpoint_files as files
@@ -213,6 +214,7 @@ def _model(args: Any, config: RLConfig) -> Iterator[str]:
         return  # reported by the limits of these flags
     shape = ModelShape.from_megatron_args(args, vocab=1)  # the tokenizer's size is checked when it has been read
     Parallel.from_megatron_args(args).chunk_sizes(shape.layers)
+    rope_scaling(args)
     dtype = config.rollout.engine_dtype
     itemsize = (args.params_dtype if dtype == "auto" else getattr(torch, dtype)).itemsize
     sizes = dict(world=args.world_size, max_positions=args.max_position_embeddings, itemsize=itemsize)
@@ -268,6 +270,7 @@ CHECKS: tuple[Check, ...] = (
     _token_budget,
     upstream_checks.context_parallel,
     upstream_checks.gradients,
+    upstream_checks.sequence_balance,
 )
 # Of algorithms that sample and grade responses.
 GENERATION_CHECKS: tuple[Check, ...] = (_rewards, _model, upstream_checks.swapped_memory, _dumps)

@@ -65,6 +65,20 @@ def gradients(args: Any, config: RLConfig) -> Iterator[str]:
         )
 
 
+def sequence_balance(args: Any, config: RLConfig) -> Iterator[str]:
+    """MindSpeed-LLM's balance of experts by sequence, which takes every micro-batch for `--micro-batch-size` rows.
+
+    Source: apply_seq_aux_loss of mindspeed_llm/core/transformer/moe/router.py.
+    """
+    budget, coefficient = config.forward.max_tokens_per_microbatch, getattr(args, "moe_aux_loss_coeff", 0.0)
+    if budget is not None and getattr(args, "seq_aux", False) and coefficient:
+        yield (
+            f"--rl-max-tokens-per-microbatch {budget} with --seq-aux --moe-aux-loss-coeff {coefficient}: MindSpeed-LLM "
+            "balances experts over micro-batches of --micro-batch-size rows, and these have another number; remove "
+            "--rl-max-tokens-per-microbatch, or give --moe-aux-loss-coeff 0"
+        )
+
+
 def swapped_memory(args: Any, config: RLConfig) -> Iterator[str]:
     """Memory that cannot leave the device as --rl-swap says."""
     names = config.reshard.swap_names

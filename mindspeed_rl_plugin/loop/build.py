@@ -14,6 +14,7 @@ from mindspeed_rl_plugin.critic.critic import Critic
 from mindspeed_rl_plugin.device import get_device
 from mindspeed_rl_plugin.dock import Dock
 from mindspeed_rl_plugin.engine import hf_config
+from mindspeed_rl_plugin.engine.hf_rope import check_rotary
 from mindspeed_rl_plugin.engine.vllm_engine import VllmEngine
 from mindspeed_rl_plugin.environment import launch_env
 from mindspeed_rl_plugin.loop import engine_options
@@ -265,4 +266,4 @@ def _check_rotary(inputs: Inputs, model: Any) -> None:
         for module in unwrap(chunk).modules():  # with latent attention every layer has one of its own
             rotary = getattr(module, "rotary_pos_emb", None)
             if rotary is not None:
-                hf_config.check_rotary(inputs.engine_config, rotary.inv_freq)
+                check_rotary(hf_config.normalized(inputs.engine_config), rotary)

@@ -12,13 +12,13 @@ from safetensors import safe_open
 
 from mindspeed_rl_plugin.engine.hf_config import (
     check_against,
-    check_rotary,
     compare_configs,
     derive_config,
     model_vocab_size,
-    rope_frequencies,
+    normalized,
     write_config,
 )
+from mindspeed_rl_plugin.engine.hf_rope import check_rotary, rope_frequencies
 from mindspeed_rl_plugin.reshard.layout import ModelShape, canonical_tensors
 
 
@@ -82,17 +82,36 @@ DEEPSEEK = MOE | {
     "moe_router_group_topk": 1,
 }
 YARN = {"rope_type": None, "rotary_scaling_factor": 40.0, "mscale": 1.0, "mscale_all_dim": 1.0}
+# As MindSpeed-LLM's parser leaves them: Megatron's own factor is there too, and says nothing.
+MINDSPEED_YARN = {
+    "rope_scaling_type": "yarn",
+    "rope_type": None,
+    "rotary_scaling_factor": 1.0,
+    "rope_scaling_factor": 40.0,
+    "rope_scaling_mscale": 1.0,
+    "rope_scaling_mscale_all_dim": 1.0,
+    "rope_scaling_original_max_position_embeddings": 128,
+    "beta_fast": 32,
+    "beta_slow": 1,
+}
+DENSE_YARN = MINDSPEED_YARN | {"rope_scaling_factor": None, "rope_scaling_mscale_all_dim": 0.0}
 LLAMA3 = {"use_rope_scaling": True, "rotary_base": 500000}
 FAMILIES = {
     "llama": {},
     "llama-scaled": LLAMA3,
+    "llama-yarn": DENSE_YARN,
     "qwen2": {"add_qkv_bias": True, "rotary_base": 1000000, "norm_epsilon": 1e-6},
     "qwen3": {"qk_layernorm": True, "kv_channels": 64, "rotary_base": 1000000},
     "qwen3_moe": MOE | {"kv_channels": 64, "rotary_base": 1000000},
     "qwen3_moe-plain-sum": MOE | {"moe_router_pre_softmax": True},
     "mha": {"group_query_attention": False, "num_query_groups": 1},
 }
-LATENT = {"deepseek_v3": DEEPSEEK, "deepseek_v3-yarn": DEEPSEEK | YARN}
+LATENT = {
+    "deepseek_v3": DEEPSEEK,
+    "deepseek_v3-yarn": DEEPSEEK | YARN,
+    "deepseek_v3-mindspeed-yarn": DEEPSEEK | MINDSPEED_YARN,
+    "deepseek_v3-kimi-yarn": DEEPSEEK | MINDSPEED_YARN | {"beta_fast": 1, "rotary_base": 50000},
+}
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -119,7 +138,7 @@ def test_transformers_reads_the_same_model(name, tied, tmp_path) -> None:
     if shape.table.mla:
         assert (hf.n_group, hf.topk_group, hf.routed_scaling_factor) == (4, 1, 2.5)
         # softmax scale as Megatron's latent attention has it: (0.1 mscale_all_dim ln factor + 1)^2 / sqrt(nope + rope)
-        grown = 0.1 * math.log(40.0) + 1 if name == "deepseek_v3-yarn" else 1.0
+        grown = 0.1 * math.log(40.0) + 1 if name.endswith("yarn") else 1.0
         assert model.model.layers[0].self_attn.scaling == pytest.approx(grown**2 / math.sqrt(24))
 
 
@@ -133,25 +152,47 @@ def test_shape_from_arguments() -> None:
     assert (shape.head_dim, shape.ffn, shape.groups, shape.vocab, shape.padded_vocab) == (32, 320, 4, 257, 512)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", FAMILIES | LATENT)
 def test_frequencies_are_those_of_transformers(name, tmp_path) -> None:
     from transformers import AutoConfig
+    from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3RotaryEmbedding
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-    config = derive_config(megatron(**FAMILIES[name]), vocab_size=250)
+    config = derive_config(megatron(**(FAMILIES | LATENT)[name]), vocab_size=250)
     write_config(config, tmp_path)
-    theirs = LlamaRotaryEmbedding(AutoConfig.from_pretrained(tmp_path)).inv_freq
-    torch.testing.assert_close(rope_frequencies(config), theirs, rtol=1e-6, atol=0)
-    check_rotary(config, theirs)
+    hf = AutoConfig.from_pretrained(tmp_path)
+    theirs = (DeepseekV3RotaryEmbedding if name in LATENT else LlamaRotaryEmbedding)(hf)
+    torch.testing.assert_close(rope_frequencies(normalized(config)), theirs.inv_freq, rtol=1e-6, atol=0)
+    check_rotary(normalized(config), theirs)
+    # Cosine and sine are multiplied as MindSpeed-LLM does: by the ratio of two growths with the length.
+    grown = 0.1 * math.log(4.0) + 1 if name == "llama-yarn" else 1.0
+    assert theirs.attention_scaling == pytest.approx(grown)
+
+
+def rotary(frequencies, **more) -> torch.nn.Module:
+    module = torch.nn.Module()
+    module.inv_freq = frequencies
+    for name, value in more.items():
+        setattr(module, name, value)
+    return module
 
 
 def test_a_built_model_that_scales_otherwise() -> None:
-    asked = derive_config(megatron(**LLAMA3, rope_scaling_factor=32.0), vocab_size=250)
-    built = derive_config(megatron(**LLAMA3), vocab_size=250)
+    asked = normalized(derive_config(megatron(**LLAMA3, rope_scaling_factor=32.0), vocab_size=250))
+    built = normalized(derive_config(megatron(**LLAMA3), vocab_size=250))
     with pytest.raises(ValueError, match=r"frequency \d+ .* 8"):
-        check_rotary(asked, rope_frequencies(built))
+        check_rotary(asked, rotary(rope_frequencies(built)))
     with pytest.raises(ValueError, match="8 .* 16"):
-        check_rotary(asked, torch.ones(8))
+        check_rotary(asked, rotary(torch.ones(8)))
+
+
+def test_megatrons_own_yarn_keeps_what_it_starts_from() -> None:
+    """MindSpeed-LLM's keeps the result: a built model of plain rope passes for the first only."""
+    config = normalized(derive_config(megatron(**DEEPSEEK | MINDSPEED_YARN), vocab_size=250))
+    plain = rope_frequencies(config, scaled=False)
+    check_rotary(config, rotary(plain, inv_freq_extra=plain))
+    with pytest.raises(ValueError, match="rotary embedding: frequency"):
+        check_rotary(config, rotary(plain))
 
 
 def test_mindspeed_llm_scaling() -> None:
@@ -169,8 +210,45 @@ def test_mindspeed_llm_scaling() -> None:
         "high_freq_factor": 8.0,
         "original_max_position_embeddings": 4096,
     }
-    with pytest.raises(ValueError, match="--rope-scaling-type yarn"):
-        derive_config(megatron(rope_scaling_type="yarn"), vocab_size=250)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rope_scaling_type": "longrope"}, "--rope-scaling-type longrope: .* Phi"),
+        ({"rope_scaling_type": "plm"}, "--rope-scaling-type plm: .* PLM"),
+        (DENSE_YARN | {"rope_scaling_original_max_position_embeddings": None}, "rope-scaling-original-max-position"),
+        (DENSE_YARN | {"rope_scaling_mscale": 0.7}, "--rope-scaling-mscale 0.7"),
+        (DEEPSEEK | MINDSPEED_YARN | {"rope_scaling_factor": None}, "needs --rope-scaling-factor"),
+    ],
+)
+def test_scaling_that_the_engine_has_not(changes, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        derive_config(megatron(**changes), vocab_size=250)
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, True),
+        ({"moe_router_pre_softmax": True}, False),
+        # MindSpeed-LLM has the flag, which only balancing with a loss per batch reads.
+        ({"norm_topk_prob": False}, True),
+        ({"norm_topk_prob": False, "moe_router_pre_softmax": True}, False),
+        ({"norm_topk_prob": True, "moe_router_pre_softmax": True}, True),
+        (
+            {"norm_topk_prob": True, "moe_router_pre_softmax": True, "moe_router_load_balancing_type": "seq_aux_loss"},
+            False,
+        ),
+        ({"norm_topk_prob": True, "moe_router_load_balancing_type": "pai_megatron_aux_loss"}, False),
+        ({"moe_router_load_balancing_type": "pai_megatron_aux_loss", "moe_router_num_groups": 8}, False),
+        ({"norm_topk_prob": True, "moe_router_load_balancing_type": "softmax_topk"}, True),
+        ({"norm_topk_prob": False, "moe_router_load_balancing_type": "softmax_topk"}, False),
+        ({"norm_topk_prob": True, "moe_router_topk_scaling_factor": 2.5}, True),  # what is scaled first adds up to 1
+    ],
+)
+def test_weights_of_experts_add_up_as_in_the_trainer(changes, expected) -> None:
+    assert derive_config(megatron(**MOE | changes), vocab_size=250)["norm_topk_prob"] is expected
 
 
 @pytest.mark.parametrize(
@@ -184,6 +262,9 @@ def test_mindspeed_llm_scaling() -> None:
         ({**MOE, "moe_expert_capacity_factor": 1.0}, "--moe-expert-capacity-factor 1.0"),
         ({**MOE, "moe_router_load_balancing_type": ["aux_loss", "sinkhorn"]}, "is 'sinkhorn': the engine takes"),
         ({**MOE, "moe_shared_expert_gate": True}, "shared experts have no gate"),
+        ({**MOE, "shared_expert_gate": True}, "--shared-expert-gate: shared experts have no gate"),
+        ({**MOE, "fix_router": True}, "--fix-router"),
+        ({**DEEPSEEK, "moe_router_load_balancing_type": "pai_megatron_aux_loss"}, "ignores moe_router_score_function"),
         ({"multi_latent_attention": True, "q_lora_rank": None}, "--q-lora-rank is not given"),
         ({**DEEPSEEK, "num_experts": None}, "no model family has .*, multi-latent attention"),
         ({**DEEPSEEK, "moe_router_enable_expert_bias": False}, "family deepseek_v3 needs --moe-router-enable-expert-"),

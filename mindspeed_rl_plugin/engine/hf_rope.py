@@ -1,0 +1,130 @@
+"""Rotary embeddings: `rope_scaling` of the engine's config, and its frequencies against those of the built model.
+
+Sources: rotary_pos_embedding.py and yarn_rotary_pos_embedding.py of Megatron core, rotary_pos_embedding.py and
+mla_dot_product_attention.py of MindSpeed-LLM, modeling_rope_utils.py of transformers.
+"""
+
+from __future__ import annotations
+
+import math
+from argparse import Namespace
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+YARN_TURNS = {"beta_fast": 32.0, "beta_slow": 1.0}  # what a config.json leaves out
+
+
+def rope_scaling(args: Namespace) -> dict[str, Any] | None:
+    """`rope_scaling` of the model that Megatron's arguments describe; None for plain rope.
+
+    Raises ValueError for a kind that the engine cannot compute.
+    """
+    kind = getattr(args, "rope_scaling_type", None)  # MindSpeed-LLM
+    if kind not in (None, "llama3", "yarn"):
+        raise ValueError(
+            f"--rope-scaling-type {kind}: no model family of the engine has these frequencies (known: llama3, yarn); "
+            "the families that do (longrope: Phi-3.5, plm: PLM) are not supported"
+        )
+    if kind == "yarn":
+        return _mindspeeds_yarn(args)
+    if kind is None and getattr(args, "multi_latent_attention", False):
+        return _megatrons_yarn(args)
+    if kind is None and not getattr(args, "use_rope_scaling", False):
+        return None
+    # Core fixes the last three (rotary_pos_embedding.py, _apply_scaling); MindSpeed-LLM has flags for them.
+    ours = kind == "llama3"
+    return {
+        "rope_type": "llama3",
+        "factor": float(args.rope_scaling_factor),
+        "low_freq_factor": float(args.low_freq_factor) if ours else 1.0,
+        "high_freq_factor": float(args.high_freq_factor) if ours else 4.0,
+        "original_max_position_embeddings": int(args.original_max_position_embeddings) if ours else 8192,
+    }
+
+
+def _megatrons_yarn(args: Namespace) -> dict[str, Any] | None:
+    """Of latent attention: DeepSeek's YaRN, or None for plain rope."""
+    kind = getattr(args, "rope_type", None) or "yarn"
+    if kind == "rope" or float(args.rotary_scaling_factor) == 1.0:
+        return None
+    return _yarn(
+        args,
+        float(args.rotary_scaling_factor),
+        getattr(args, "original_max_position_embeddings", None) or 4096,
+        float(getattr(args, "mscale", 1.0)),
+        float(getattr(args, "mscale_all_dim", 0.0)),
+    )
+
+
+def _mindspeeds_yarn(args: Namespace) -> dict[str, Any]:
+    """Of `--rope-scaling-type yarn`. Without latent attention MindSpeed-LLM derives the factor itself, and multiplies
+    cosine and sine as transformers does where a config has no mscale."""
+    original = args.rope_scaling_original_max_position_embeddings
+    if not original:
+        raise ValueError("--rope-scaling-type yarn needs --rope-scaling-original-max-position-embeddings")
+    mscale, all_dim = float(args.rope_scaling_mscale), float(args.rope_scaling_mscale_all_dim or 0.0)
+    if getattr(args, "multi_latent_attention", False):
+        if not args.rope_scaling_factor:
+            raise ValueError("--rope-scaling-type yarn with --multi-latent-attention needs --rope-scaling-factor")
+        return _yarn(args, float(args.rope_scaling_factor), original, mscale, all_dim)
+    if (mscale, all_dim) != (1.0, 0.0):
+        raise ValueError(
+            f"--rope-scaling-mscale {mscale} --rope-scaling-mscale-all-dim {all_dim}: only multi-latent attention has "
+            "these in the engine; leave them out"
+        )
+    scaling = _yarn(args, args.max_position_embeddings / original, original, mscale, all_dim)
+    return {name: value for name, value in scaling.items() if not name.startswith("mscale")}
+
+
+def _yarn(args: Namespace, factor: float, original: float, mscale: float, mscale_all_dim: float) -> dict[str, Any]:
+    turns = {name: float(getattr(args, name, usual)) for name, usual in YARN_TURNS.items()}
+    names = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": int(original)}
+    return names | turns | {"mscale": mscale, "mscale_all_dim": mscale_all_dim}
+
+
+def rope_frequencies(config: Mapping[str, Any], *, scaled: bool = True) -> Tensor:
+    """`[head_dim / 2]` float32, the inverse frequencies that the engine computes from a normalized config.
+
+    scaled: False for those that YaRN starts from. Llama 3's scaling divides long wave lengths by `factor`, keeps short
+    ones, and blends those between linearly; YaRN blends between two numbers of turns in the original length.
+    """
+    dim, base, scaling = config["head_dim"], config["rope_theta"], config["rope_scaling"]
+    inverse = 1.0 / base ** (torch.arange(0, dim, 2, dtype=torch.int64).float() / dim)
+    if scaling is None or not scaled:
+        return inverse
+    original = scaling["original_max_position_embeddings"]
+    if scaling["rope_type"] == "yarn":
+        fast, slow = (
+            dim * math.log(original / (scaling[name] * 2 * math.pi)) / (2 * math.log(base)) for name in YARN_TURNS
+        )
+        first, last = max(math.floor(fast), 0), min(math.ceil(slow), dim - 1)
+        keep = 1 - ((torch.arange(dim // 2) - first) / max(last - first, 0.001)).clamp(0, 1)
+    else:
+        low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+        keep = ((original * inverse / (2 * math.pi) - low) / (high - low)).clamp(0, 1)
+    return inverse * keep + inverse / scaling["factor"] * (1 - keep)
+
+
+def check_rotary(config: Mapping[str, Any], rotary: torch.nn.Module) -> None:
+    """Compare a normalized config with the built Megatron model's rotary embedding, by its `inv_freq`.
+
+    That is what training really uses: core's pretrain_gpt.py, say, never hands `--rope-scaling-factor` on. Megatron's
+    own YaRN keeps there what it starts from, MindSpeed-LLM the result.
+    Raises ValueError naming the first frequency that differs by more than 1e-5 of its size.
+    """
+    ours = rope_frequencies(config, scaled=not hasattr(rotary, "inv_freq_extra"))
+    theirs = rotary.inv_freq.detach().float().cpu().flatten()
+    if ours.shape != theirs.shape:
+        sizes = f"{theirs.numel()} frequencies, the engine {ours.numel()}"
+        raise ValueError(f"rotary embedding: Megatron's model has {sizes}")
+    wrong = ((ours - theirs).abs() > 1e-5 * theirs.abs()).nonzero().flatten().tolist()
+    if wrong:
+        i = wrong[0]
+        raise ValueError(
+            f"rotary embedding: frequency {i} is {theirs[i]:.6g} in Megatron's model and {ours[i]:.6g} in the engine"
+            f" ({len(wrong)} of {ours.numel()} differ); the launch script and its arguments disagree on"
+            " --rotary-base, --use-rope-scaling or --rope-scaling-factor (pretrain_gpt.py always scales by 8)"
+        )
