@@ -144,13 +144,39 @@ def refresh_derived(engine: Any) -> int:
     Prompts use the weight itself, decoding these: an engine with stale ones scores a prompt right and answers wrong.
     In place, since captured graphs and vLLM's sleep mode know their addresses.
     """
-    layers = 0
-    for module in model(engine).modules():
-        for holder in (module, getattr(module, "impl", None)):
-            if all(isinstance(getattr(holder, name, None), torch.Tensor) for name in DERIVED):
-                _refresh_latent(holder)
-                layers += 1
-    return layers
+    holders = _latent(engine)
+    for holder in holders:
+        _refresh_latent(holder)
+    return len(holders)
+
+
+def derived(engine: Any) -> list[torch.Tensor]:
+    """The tensors that `refresh_derived` makes again."""
+    return [getattr(holder, name) for holder in _latent(engine) for name in DERIVED]
+
+
+def _latent(engine: Any) -> list[Any]:
+    """What has derived tensors: layers, or their implementations."""
+    both = ((module, getattr(module, "impl", None)) for module in model(engine).modules())
+    return [
+        holder
+        for pair in both
+        for holder in pair
+        if all(isinstance(getattr(holder, name, None), torch.Tensor) for name in DERIVED)
+    ]
+
+
+def weights_pool(kind: str) -> list[range]:
+    """Addresses of the memory that vLLM's sleep mode takes from under the weights. kind: "npu" | "cuda".
+
+    The allocator's table has, for each piece, its handle (device, bytes, address, memory) and its tag.
+    """
+    if kind == "npu":
+        from vllm_ascend.device_allocator.camem import CaMemAllocator as Allocator
+    else:
+        from vllm.device_allocator.cumem import CuMemAllocator as Allocator
+    pieces = Allocator.get_instance().pointer_to_data.items()
+    return [range(address, address + data.handle[1]) for address, data in pieces if data.tag == "weights"]
 
 
 def _refresh_latent(holder: Any) -> None:

@@ -33,16 +33,13 @@ from mindspeed_rl_plugin.device import Device, get_device
 from mindspeed_rl_plugin.engine import vllm_api
 from mindspeed_rl_plugin.engine.hf_config import family_table, write_config
 from mindspeed_rl_plugin.engine.protocol import PARTS
-from mindspeed_rl_plugin.engine.vllm_memory import HostMemory, free_share
+from mindspeed_rl_plugin.engine.vllm_memory import HostMemory, PoolMemory, free_share
 from mindspeed_rl_plugin.host import engine_env, vllm_live
 from mindspeed_rl_plugin.rows import Completion, GenerateRequest, SampleId
 
 # Steps between two agreements of an engine's ranks on whether the time is up.
 AGREE_EVERY = 16
 NO_TOKENIZER_NEEDED = (0, 10)
-# Keeps a copy of the weights on the host, which vllm-ascend gets right in every version; level 2 would drop the copy,
-# and buffers that no weight update rewrites with it.
-SLEEP_LEVEL = 1
 
 
 @dataclass(frozen=True)
@@ -106,7 +103,7 @@ class VllmEngine:
             self._engine = vllm_api.build(_arguments(options, self._device.kind, directory))
         vllm_api.demand_plain_experts(self._engine)
         self._processed = vllm_api.demand_processed_logprobs(self._engine)
-        self._memory = HostMemory(self._engine) if self._device.is_cpu else self._engine
+        self._memory = _memory(self._engine, self._device.kind) if options.sleep_mode else None
 
     def submit(self, requests: Sequence[GenerateRequest]) -> None:
         """Queue responses; see `Engine`."""
@@ -162,13 +159,13 @@ class VllmEngine:
         self.version, self.digest = -1, None
         self._forget_prefixes()
         self._awake.clear()
-        if self.options.sleep_mode:
-            self._memory.sleep(SLEEP_LEVEL)
+        if self._memory is not None:
+            self._memory.sleep()
 
     def wake(self, parts: Sequence[str] = PARTS) -> None:
         """Take memory again; see `Engine`. Parts that are awake are passed over."""
         asleep = [part for part in PARTS if part in parts and part not in self._awake]
-        if asleep and self.options.sleep_mode:
+        if asleep and self._memory is not None:
             self._memory.wake_up(asleep)
         self._awake.update(asleep)
 
@@ -176,7 +173,7 @@ class VllmEngine:
         """Free the engine; see `Engine`. Calling it twice changes nothing."""
         if self._engine is None:
             return
-        if self.options.sleep_mode:
+        if self._memory is not None:
             self._memory.wake_up([part for part in PARTS if part not in self._awake])
         vllm_api.teardown(self._engine)
         self._engine = self._memory = None
@@ -254,6 +251,11 @@ class VllmEngine:
             self._engine.step()  # what was aborted may still hold blocks of a step in flight
             if self._engine.reset_prefix_cache() is False:
                 raise RuntimeError("vLLM did not reset its prefix cache although no response is queued")
+
+
+def _memory(engine: Any, kind: str) -> HostMemory | PoolMemory:
+    """What gives the engine's memory back and takes it again."""
+    return HostMemory(engine) if kind == "cpu" else PoolMemory(engine, vllm_api.weights_pool(kind))
 
 
 def needs_tokenizer(stop: Sequence[str]) -> bool:

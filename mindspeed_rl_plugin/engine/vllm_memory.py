@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from mindspeed_rl_plugin.device import Device
 from mindspeed_rl_plugin.engine import vllm_api
-from mindspeed_rl_plugin.reshard.storages import distinct
+from mindspeed_rl_plugin.reshard.storages import bytes_of, distinct
 
 # Of the device's memory, and at least so many bytes: for what vLLM's profile of its first steps does not see, graphs
 # that it captures later, communicators and workspaces that the trainer makes in its first update and keeps.
@@ -52,6 +52,59 @@ def free_share(device: Device) -> float:
     return int(least) / 1000
 
 
+class PoolMemory:
+    """vLLM's sleep mode on an accelerator at level 2: no copy of weights that the next reshard overwrites.
+
+    What level 2 loses besides comes back from here. Everything else in the pool of the weights (rotary tables, expert
+    maps, scales) is copied to the host and back: vLLM saves the model's buffers at most, vllm-ascend 0.9 not even
+    those. And parameters become the objects that they were, which captured graphs know: waking in vllm-ascend 0.18 to
+    0.23 puts transposed views in the place of experts (worker/worker.py, `wake_up`), for a loader of checkpoints; its
+    forward multiplies by them as they were. What is derived from weights is made again by `refresh_derived`.
+    """
+
+    def __init__(self, engine: Any, pool: Sequence[range]) -> None:
+        """pool: addresses of the pool of the weights."""
+        assert pool, "vLLM's sleep mode took no memory for weights"
+        modules = list(vllm_api.model(engine).modules())
+        self._engine = engine
+        self._parameters = [(m, name, p) for m in modules for name, p in m._parameters.items() if p is not None]
+        written = distinct([*(p for _, _, p in self._parameters), *vllm_api.derived(engine)])
+        self._kept = [s for key, s in distinct(_tensors_in(pool)).items() if key not in written]
+        self._copies: list[torch.Tensor] = []
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes that go to the host at `sleep`, and come back at `wake_up`."""
+        return sum(storage.nbytes() for storage in self._kept)
+
+    def sleep(self) -> None:
+        """Give the memory of weights and KV cache back."""
+        self._copies = [bytes_of(storage).to("cpu", copy=True) for storage in self._kept]
+        self._engine.sleep(2)
+
+    @torch.no_grad()
+    def wake_up(self, tags: Sequence[str]) -> None:
+        """Take parts again; what weights hold is undefined."""
+        self._engine.wake_up(list(tags))
+        if "weights" in tags:
+            for module, name, parameter in self._parameters:
+                module._parameters[name] = parameter
+            for storage, copy in zip(self._kept, self._copies, strict=False):
+                bytes_of(storage).copy_(copy)
+            self._copies = []
+
+
+def _tensors_in(pool: Sequence[range]) -> list[torch.Tensor]:
+    """Every tensor of this process that lies in the pool, whoever holds it. vLLM freezes its objects, and frozen ones
+    are not listed."""
+    frozen = gc.get_freeze_count()
+    gc.unfreeze()
+    known = [o for o in gc.get_objects() if type(o) is torch.Tensor or issubclass(type(o), torch.nn.Parameter)]
+    if frozen:
+        gc.freeze()
+    return [t for t in known if t.layout == torch.strided and any(t.data_ptr() in piece for piece in pool)]
+
+
 class HostMemory:
     """vLLM's sleep mode on CPU: storages of parameters and KV cache resized to 0 bytes and back. Buffers (rotary
     tables) stay.
@@ -67,8 +120,8 @@ class HostMemory:
         }
         self._bytes = {part: [s.nbytes() for s in storages] for part, storages in self._storages.items()}
 
-    def sleep(self, level: int) -> None:
-        """Give all of it back. level: as vLLM's, without a meaning here."""
+    def sleep(self) -> None:
+        """Give all of it back."""
         for storages in self._storages.values():
             for storage in storages:
                 storage.resize_(0)

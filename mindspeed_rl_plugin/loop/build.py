@@ -152,10 +152,9 @@ def _colocation(
     if critic is not None:
         critic.state.budget, critic.state.verify = budget, config.reshard.verify_weights
     # The engine measures the free memory when it starts: the training state must not be in its way.
-    with budget.expecting(0 if get_device().is_cpu else resharder.engine_copy_bytes()):
-        state.offload(config.reshard.offloaded)
-        if critic is not None:
-            critic.offload(config.reshard.offloaded)
+    state.offload(config.reshard.offloaded)
+    if critic is not None:
+        critic.offload(config.reshard.offloaded)
     engine = VllmEngine(engine_options.options(inputs, dtype))
     engine.sleep()
     state.onload()

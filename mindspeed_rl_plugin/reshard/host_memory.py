@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from itertools import accumulate
 
 import torch
@@ -28,7 +27,6 @@ class HostMemoryBudget:
 
     def __init__(self, device: Device | None = None, channel: P2PChannel | None = None, ranks: int = 1) -> None:
         self._device, self._channel, self.ranks = device or get_device(), channel, ranks
-        self._expected = 0
 
     @classmethod
     def of_machine(cls, ranks: int, deadline: float, device: Device | None = None) -> HostMemoryBudget:
@@ -42,29 +40,19 @@ class HostMemoryBudget:
         group, _ = dist.new_subgroups(ranks, backend="gloo")
         return cls(device, P2PChannel(dist.get_rank(), group=group, deadline=deadline), ranks)
 
-    @contextmanager
-    def expecting(self, nbytes: int) -> Iterator[None]:
-        """Within the context someone else will take so many bytes on this rank: every reservation counts them."""
-        self._expected, before = nbytes, self._expected
-        try:
-            yield
-        finally:
-            self._expected = before
-
     def reserve(self, nbytes: int, what: str) -> None:
         """Ask for bytes on this rank. Collective over the machine's ranks, so that all look at what is free before one
         of them takes any.
 
         Raises MemoryError, on all of them alike, where less is free than they ask for together.
         """
-        need, free = nbytes + self._expected, self._device.host_available()
-        total = need
+        total, free = nbytes, self._device.host_available()
         if self._channel is not None:
-            each = self._channel.share("host memory for the offload", (need, free), 2, torch.device("cpu"))
+            each = self._channel.share("host memory for the offload", (nbytes, free), 2, torch.device("cpu"))
             total, free = sum(n for n, _ in each), min(f for _, f in each)
         if total > free:
             raise MemoryError(
-                f"{what} needs {need} more bytes of host memory on this rank, {total} on the {self.ranks} ranks of "
+                f"{what} needs {nbytes} more bytes of host memory on this rank, {total} on the {self.ranks} ranks of "
                 f"this machine together, and {free} are free; offload less (for example --rl-swap grads,optimizer), or "
                 "run fewer ranks per machine"
             )

@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import prod
 
 import torch
 import torch.distributed as dist
@@ -26,7 +25,6 @@ from mindspeed_rl_plugin.reshard.layout import (
     Parallel,
     canonical_tensors,
     engine_layout,
-    engine_shapes,
     megatron_layout,
     megatron_shapes,
 )
@@ -137,12 +135,6 @@ class Resharder:
         get_device().synchronize_stream()
         copied, seconds = plan.traffic[self.rank].copied, time.perf_counter() - begin
         return Transfer(copied, channel.sent, channel.received, self._temporary.peak, seconds, digest)
-
-    def engine_copy_bytes(self) -> int:
-        """Host memory that vLLM's sleep takes on this rank for a copy of the engine's weights: pinned, and so rounded
-        up to a power of two for each tensor."""
-        sizes = engine_shapes(self.shape, self.engine, self.rank % self.engine.ranks).values()
-        return sum(1 << (prod(size) * self.dtype.itemsize - 1).bit_length() for size in sizes)
 
     def check_return(self, model_chunks: Sequence[Module]) -> None:
         """After generation: the trainer has the weights that it exported, bit by bit as it stores them, whether or not

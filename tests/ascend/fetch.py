@@ -1,4 +1,4 @@
-"""Download the wheels of requirements/ascend.txt into .cache/ascend (150 MB, once) and print one path a line.
+"""Download the wheels of requirements/ascend.txt into .cache/ascend (200 MB, once) and print one path a line.
 
 Wheels that are there are not asked for again. Exits with what pip said when one cannot be had.
 """

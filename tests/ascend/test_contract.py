@@ -7,6 +7,7 @@ table; a second group of tests finds what our own code uses and demands that the
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import subprocess
 import sys
@@ -23,7 +24,7 @@ from mindspeed_rl_plugin.host import engine_env
 HERE = Path(__file__).resolve().parent
 PACKAGE = HERE.parents[1] / "mindspeed_rl_plugin"
 TABLE = tomllib.loads((HERE / "contract.toml").read_text())
-VERSIONS = ("0.9.1", "0.18.0", "0.23.0")
+VERSIONS = ("0.9.1", "0.11.0", "0.18.0", "0.23.0", "0.26.0rc1")
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -34,18 +35,19 @@ class Wheel:
     path: Path
     trees: dict[str, ast.Module | None] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        self.archive = zipfile.ZipFile(self.path)
+        self.files = frozenset(self.archive.namelist())
+
     def tree(self, file: str) -> ast.Module | None:
         """Parsed source, or None where the wheel has no such file."""
         if file not in self.trees:
-            with zipfile.ZipFile(self.path) as archive:
-                there = file in archive.namelist()
-                self.trees[file] = ast.parse(archive.read(file)) if there else None
+            self.trees[file] = ast.parse(self.archive.read(file)) if file in self.files else None
         return self.trees[file]
 
     def metadata(self) -> str:
-        with zipfile.ZipFile(self.path) as archive:
-            name = next(n for n in archive.namelist() if n.endswith(".dist-info/METADATA"))
-            return archive.read(name).decode()
+        name = next(n for n in self.files if n.endswith(".dist-info/METADATA"))
+        return self.archive.read(name).decode()
 
     def find(self, file: str, name: str, seen: frozenset[str] = frozenset()) -> ast.AST | None:
         """The definition of a module's public name, through its imports, star imports too."""
@@ -82,7 +84,8 @@ def wheels() -> dict[str, tuple[Wheel, Wheel]]:
     done = subprocess.run([sys.executable, str(HERE / "fetch.py")], capture_output=True, text=True)
     if done.returncode:
         pytest.fail(f"the contract cannot be checked without the wheels: {done.stderr}", pytrace=False)
-    paths = [Wheel(Path(line)) for line in done.stdout.split("\n") if line]
+    wheel = functools.cache(Wheel)  # two pairs may share a torch-npu
+    paths = [wheel(Path(line)) for line in done.stdout.split("\n") if line]
     pairs = zip(paths[::2], paths[1::2], strict=True)
     return {ascend.path.name.split("-")[1]: (ascend, npu) for ascend, npu in pairs}
 
@@ -106,6 +109,17 @@ def check_methods(node: ast.ClassDef, methods: dict[str, int]) -> None:
     assert methods.keys() <= defined.keys(), f"{node.name} has no {methods.keys() - defined.keys()}"
     for name, arguments in methods.items():
         assert accepts(defined[name], arguments, bound=True), f"{node.name}.{name} takes other arguments"
+
+
+def check_body(tree: ast.Module | None, row: dict) -> None:
+    """What a function does, as far as our fakes do it too: its source holds some words, and lacks others."""
+    names = [n for n in nodes(tree, Function) if n.name == row["name"]]
+    within = [n for c in nodes(tree, ast.ClassDef) if c.name == row.get("class") for n in c.body if n in names]
+    (function,) = within if "class" in row else names[:1]
+    source = ast.unparse(function)
+    lost = [words for words in row.get("holds", ()) if words not in source]
+    new = [words for words in row.get("lacks", ()) if words in source]
+    assert not lost and not new, f"{row['file']} {row['name']}: without {lost}, with {new}; see the row's comment"
 
 
 def check_npu(npu: Wheel, row: dict) -> None:
@@ -142,6 +156,9 @@ def test_a_row_of_the_contract(wheels, kind, row, version) -> None:
         return
     tree = ascend.tree(row["file"])
     calls = nodes(tree, ast.Call)
+    if kind == "body":
+        check_body(tree, row)
+        return
     if kind in ("method", "attribute"):
         node = next((n for n in nodes(tree, ast.ClassDef) if n.name == row["class"]), None)
         assert node is not None, f"{row['file']} defines no class {row['class']}"

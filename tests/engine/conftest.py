@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from mindspeed_rl_plugin.device import Device
 from mindspeed_rl_plugin.engine import vllm_api, vllm_engine
@@ -133,6 +134,8 @@ def make_engine(fake_vllm: FakeVllm, monkeypatch: pytest.MonkeyPatch) -> Callabl
         monkeypatch.setattr(vllm_api, "demand_processed_logprobs", lambda engine: processed)
         monkeypatch.setattr(vllm_api, "sampling_params", lambda sampling, eos, seed: (sampling, eos, seed))
         monkeypatch.setattr(vllm_api, "refresh_derived", lambda engine: fake_vllm.refreshed.append(engine))
+        monkeypatch.setattr(vllm_api, "model", lambda engine: torch.nn.Module())
+        monkeypatch.setattr(vllm_api, "weights_pool", lambda kind: [range(1)])
         monkeypatch.setattr(vllm_api, "teardown", lambda engine: fake_vllm.calls.append("teardown"))
         device = Device("cuda")
         states = fake_vllm.device_states

@@ -156,7 +156,7 @@ def test_sleep_and_wake_reach_vllm_once(engine, fake_vllm) -> None:
     engine.wake(("weights",))
     engine.wake(("weights",))
     engine.wake()
-    assert fake_vllm.calls == ["reset_prefix_cache", ("sleep", 1), ("wake_up", ["weights"]), ("wake_up", ["kv_cache"])]
+    assert fake_vllm.calls == ["reset_prefix_cache", ("sleep", 2), ("wake_up", ["weights"]), ("wake_up", ["kv_cache"])]
 
 
 def test_without_sleep_mode_memory_stays(make_engine, fake_vllm) -> None:

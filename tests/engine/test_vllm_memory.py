@@ -1,4 +1,5 @@
-"""The share of memory an engine gets; HostMemory: storages come back under the same tensors, a KV cache as zeros."""
+"""The share of memory an engine gets. PoolMemory over a pool that loses what sleeps. HostMemory: storages come back
+under the same tensors, a KV cache as zeros."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ import torch
 
 from mindspeed_rl_plugin.device import Device
 from mindspeed_rl_plugin.engine import vllm_memory
-from mindspeed_rl_plugin.engine.vllm_memory import HostMemory, fill_with_zeros, free_share
+from mindspeed_rl_plugin.engine.vllm_memory import HostMemory, PoolMemory, fill_with_zeros, free_share
 
 
 @pytest.mark.parametrize("bytes_", [1, 64, 4096, 5000, 3 << 20, 40 << 20])
@@ -42,7 +43,7 @@ def test_sleep_and_wake(engine) -> None:
     runner = engine.model_executor.driver_worker.model_runner
     model, (first, second) = runner.get_model(), runner.kv_caches
     memory = HostMemory(engine)
-    memory.sleep(1)
+    memory.sleep()
     sizes = [t.untyped_storage().nbytes() for t in (model.embed, model.norm, first, model.rotary)]
     assert sizes == [0, 0, 0, 16]
     memory.wake_up(["weights"])
@@ -65,9 +66,124 @@ def test_a_reused_block_is_zeroed_too(engine, monkeypatch) -> None:
 
     monkeypatch.setattr(torch.UntypedStorage, "resize_", dirty)
     memory = HostMemory(engine)
-    memory.sleep(1)
+    memory.sleep()
     memory.wake_up(["kv_cache"])
     assert engine.model_executor.driver_worker.model_runner.kv_caches[1].tolist() == [0.0] * 3000
+
+
+class Pool:
+    """vllm-ascend's CaMemAllocator on host memory: pieces by address, with a handle and a tag. Memory that sleeps holds
+    NaN, also when it is taken again; moved: bytes that went over the bus."""
+
+    def __init__(self) -> None:
+        self.pointer_to_data, self.moved, self._memory = {}, 0, []
+
+    def piece(self, tag: str, *tensors: torch.Tensor) -> list[torch.Tensor]:
+        """Copies of tensors beside each other in a new piece."""
+        memory = bytearray(4096)
+        whole = torch.frombuffer(memory, dtype=torch.uint8)
+        handle = (0, len(memory), whole.data_ptr(), 0)
+        self.pointer_to_data[whole.data_ptr()] = SimpleNamespace(handle=handle, tag=tag, copy=None, memory=memory)
+        copies = [
+            torch.frombuffer(memory, dtype=t.dtype, count=t.numel(), offset=512 * i).view(t.shape)
+            for i, t in enumerate(tensors)
+        ]
+        return [copy.copy_(tensor) for copy, tensor in zip(copies, tensors, strict=True)]
+
+    def sleep(self, offload_tags: tuple[str, ...]) -> None:
+        for data in self.pointer_to_data.values():
+            if data.tag in offload_tags:
+                data.copy = bytes(data.memory)
+                self.moved += len(data.copy)
+            data.memory[:] = b"\xff" * len(data.memory)
+
+    def wake_up(self, tags: list[str]) -> None:
+        for data in self.pointer_to_data.values():
+            if data.tag in tags and data.copy is not None:
+                data.memory[:] = data.copy
+                self.moved += len(data.copy)
+                data.copy = None
+
+
+class Worker:
+    """vllm-ascend's NPUWorker, as far as tests/ascend compares these bodies: 0.9.1 saves no buffers, 0.18 and 0.23
+    replace experts by transposed views."""
+
+    def __init__(self, model, pool, saves: bool, transposes: bool) -> None:
+        self.model, self.pool, self.saves, self.transposes, self.saved = model, pool, saves, transposes, {}
+        self.model_executor = SimpleNamespace(
+            driver_worker=SimpleNamespace(model_runner=SimpleNamespace(get_model=lambda: model))
+        )
+
+    def sleep(self, level: int = 1) -> None:
+        if level == 2 and self.saves:
+            self.saved = {name: buffer.cpu().clone() for name, buffer in self.model.named_buffers()}
+        self.pool.sleep(offload_tags=("weights",) if level == 1 else ())
+
+    def wake_up(self, tags: list[str]) -> None:
+        self.pool.wake_up(tags=tags)
+        if self.transposes and "weights" in tags:
+            for name, param in list(self.model.named_parameters()):
+                if (
+                    "w2_weight" in name
+                    and param.shape[2] == HIDDEN
+                    or "w13_weight" in name
+                    and param.shape[1] == HIDDEN
+                ):
+                    setattr(self.model, name, torch.nn.Parameter(param.transpose(1, 2), requires_grad=False))
+        for name, buffer in self.model.named_buffers():
+            if name in self.saved:
+                buffer.copy_(self.saved[name])
+
+
+HIDDEN, INNER = 6, 4
+TABLE = []  # as vllm-ascend's rotary_embedding module holds its tables, in no module of the model
+
+
+@pytest.fixture
+def experts():
+    """One layer of two experts and what lies beside them in the pool; its forward is need_trans=False's."""
+    pool, model = Pool(), torch.nn.Module()
+    w13, w2, table, expert_map = pool.piece(
+        "weights",
+        torch.randn(2, HIDDEN, 2 * INNER),
+        torch.randn(2, INNER, HIDDEN),
+        torch.arange(5.0),
+        torch.tensor([1, 0]),
+    )
+    model.w13_weight, model.w2_weight = (torch.nn.Parameter(w, requires_grad=False) for w in (w13, w2))
+    model.register_buffer("rotary", table)
+    TABLE[:] = pool.piece("weights", torch.arange(3.0))
+    model.impl = SimpleNamespace(expert_map=expert_map)
+    (model.cache,) = pool.piece("kv_cache", torch.ones(3))
+    return pool, model
+
+
+def forward(model, x):
+    gate, up = torch.einsum("eth,ehf->etf", x, model.w13_weight).chunk(2, -1)
+    return torch.einsum("etf,efh->eth", gate.sigmoid() * up, model.w2_weight) * model.rotary[1] + TABLE[0][2]
+
+
+@pytest.mark.parametrize("saves, transposes", [(False, False), (True, False), (True, True)])
+def test_a_rollout_moves_no_weights_and_leaves_the_layer_as_it_was(experts, saves, transposes) -> None:
+    pool, model = experts
+    ranges = [range(p, p + d.handle[1]) for p, d in pool.pointer_to_data.items() if d.tag == "weights"]
+    memory = PoolMemory(Worker(model, pool, saves, transposes), ranges)
+    x = torch.randn(2, 3, HIDDEN)
+    weights = {name: p.clone() for name, p in model.named_parameters()}
+    known = {name: (p.data_ptr(), p.shape, p) for name, p in model.named_parameters()}
+    before = forward(model, x)
+    for _ in range(2):
+        memory.sleep()
+        assert model.w2_weight.isnan().all() and model.rotary.isnan().all()
+        memory.wake_up(["weights"])
+        memory.wake_up(["kv_cache"])
+        for name, p in model.named_parameters():
+            address, shape, parameter = known[name]
+            assert p is parameter and p.is_contiguous() and (p.data_ptr(), p.shape) == (address, shape)
+            p.data.copy_(weights[name])
+        assert torch.equal(forward(model, x), before) and model.impl.expert_map.tolist() == [1, 0]
+    assert (pool.moved, memory.kept_bytes) == (0, 5 * 4 + 3 * 4 + 2 * 8)
 
 
 class Accelerator(Device):

@@ -96,16 +96,6 @@ def test_what_is_asked_for_is_what_a_rounding_allocator_takes():
     assert machine.used == 67 * MB
 
 
-def test_what_someone_else_will_take_is_counted():
-    device = Rank(Machine(10 * MB))
-    budget = HostMemoryBudget(device)
-    with budget.expecting(7 * MB):
-        budget.reserve(3 * MB, "")
-        with pytest.raises(MemoryError, match=f"{11 * MB} more bytes"):
-            budget.reserve(4 * MB, "")
-    budget.reserve(10 * MB, "")
-
-
 def test_the_reference_is_asked_for_too():
     layer, device = torch.nn.Linear(1024, 1024, bias=False), Rank(Machine(3 * MB))
     with pytest.raises(MemoryError, match=f"reference's weights .*{4 * MB} more bytes"):

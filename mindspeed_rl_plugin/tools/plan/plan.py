@@ -216,7 +216,6 @@ class _Shown:
         held["offloaded training state"] = f.offloaded if f.shared else 0
         if run.reference is not False:
             held["copy of the reference (with a KL term, or DPO)"] = f.policy.weights
-        held["the engine's weights while it sleeps (on an accelerator)"] = f.generate
         if run.dock_bytes:
             held["dock"] = run.dock_bytes / run.train.world
         parts = ", ".join(f"{what} {self.unit(run.node * each)}" for what, each in held.items())
