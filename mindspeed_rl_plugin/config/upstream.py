@@ -207,7 +207,6 @@ UPSTREAM: tuple[UpstreamFlag, ...] = (
         (_NONE, "activation_func_clamp_value fc_type", (None,)),
         (_NONE, "rotary_seq_len_interpolation_factor", (None, 1)),
         # The same, of MindSpeed and MindSpeed-LLM.
-        ("layers that do nothing are not supported; leave it out", "noop_layers"),
         ("N-D matmul is not supported; leave it out", "use_nd_matmul"),
         (_NONE, "post_norm no_post_layer_norm add_dense_bias add_output_layer_bias input_embeds_norm"),
         (_NONE, "output_logit_softcapping scale_depth dim_model_base add_rmsnorm_offset share_kvstates"),

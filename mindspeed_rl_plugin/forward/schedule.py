@@ -108,8 +108,8 @@ def is_last_stage() -> bool:
 
 
 def device_of(model: Model) -> torch.device:
-    """Device of the model's weights."""
-    return next(model[0].parameters()).device
+    """Device of the model's weights; a chunk of layers that do nothing has none."""
+    return next(param for chunk in model for param in chunk.parameters()).device
 
 
 def run_forward_only(

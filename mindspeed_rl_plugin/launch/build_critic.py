@@ -28,6 +28,7 @@ from mindspeed_rl_plugin.device import get_device
 from mindspeed_rl_plugin.launch import checkpoint_files as files
 from mindspeed_rl_plugin.launch.critic_files import MARK, source_folder
 from mindspeed_rl_plugin.launch.megatron_setup import on_each_chunk, overridden
+from mindspeed_rl_plugin.launch.mtp import report_unused_embeddings
 from mindspeed_rl_plugin.launch.start_decision import WHOLE, weights_arguments
 from mindspeed_rl_plugin.loop.start import Start
 from mindspeed_rl_plugin.reshard.offload import gathered
@@ -55,6 +56,7 @@ def build(
     with overridden(args, {**values, "untie_embeddings_and_output_weights": True}), _same_random_state():
         call = _with_value_head(setup, positional, named)
         model, optimizer, scheduler = setup(*call.args, **call.kwargs)[:3]
+    report_unused_embeddings(model)
     critic = Critic(model, optimizer, scheduler, _prepared(model, optimizer, args))
     if arguments["load"] is None:
         critic.copy_backbone(policy)

@@ -21,7 +21,7 @@ from mindspeed_rl_plugin.launch import checkpoint_files as files
 from mindspeed_rl_plugin.launch.disk import small_disk
 from mindspeed_rl_plugin.launch.endings import refusing, stopping
 from mindspeed_rl_plugin.launch.megatron_setup import overridden
-from mindspeed_rl_plugin.launch.mtp import freeze_mtp
+from mindspeed_rl_plugin.launch.mtp import freeze_mtp, report_unused_embeddings
 from mindspeed_rl_plugin.launch.read_inputs import read_inputs
 from mindspeed_rl_plugin.launch.reference_digest import CheckpointDigest
 from mindspeed_rl_plugin.launch.start_decision import decide, describe, load_arguments, weights_arguments
@@ -72,6 +72,7 @@ def setup_model_and_optimizer(args: Any, original: Callable, positional: tuple, 
     with overridden(args, load_arguments(start, args) | settled | alone):
         result = original(*positional, **named)
     model, optimizer, scheduler = result[:3]
+    report_unused_embeddings(model)
     if untrained:
         scheduler.step(increment=start.iteration * args.global_batch_size)
     _launch.loading = False

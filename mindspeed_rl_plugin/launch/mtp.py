@@ -7,9 +7,12 @@ state. Megatron itself would score them against labels, which an RL step does no
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 from typing import Any
 
 import torch
+
+from mindspeed_rl_plugin.reshard.storages import unwrap
 
 
 def freeze_mtp(chunk: torch.nn.Module) -> torch.nn.Module:
@@ -35,3 +38,32 @@ def freeze_mtp(chunk: torch.nn.Module) -> torch.nn.Module:
 
     chunk.forward = forward
     return chunk
+
+
+def report_unused_embeddings(chunks: Iterable[torch.nn.Module]) -> None:
+    """Under `--overlap-grad-reduce`: report a gradient for embeddings that serve frozen MTP layers only.
+
+    That is the last pipeline stage's copy. Megatron's DDP sends gradients once those of all parameters are there, and
+    would wait for this one for ever; it is zero, and becomes the first stage's when these are added. chunks: as
+    Megatron wrapped them.
+    """
+    for chunk in chunks:
+        model, groups = unwrap(chunk), getattr(chunk, "param_to_bucket_group", {})
+        if getattr(model, "mtp", None) is None or model.pre_process:
+            continue
+        for param in model.embedding.parameters():
+            if param in groups and groups[param].ddp_config.overlap_grad_reduce:
+                _report_before_waiting(groups[param], param)
+
+
+def _report_before_waiting(group: Any, param: torch.nn.Parameter) -> None:
+    """group: `_ParamAndGradBucketGroup` of megatron/core/distributed/param_and_grad_buffer.py."""
+    wait = group.finish_grad_sync
+
+    @functools.wraps(wait)
+    def finish_grad_sync(*positional: Any, **named: Any) -> Any:
+        if group.grad_reduce_handle is None:  # --align-grad-reduce starts all groups, whatever is there
+            group.register_grad_ready(param)
+        return wait(*positional, **named)
+
+    group.finish_grad_sync = finish_grad_sync

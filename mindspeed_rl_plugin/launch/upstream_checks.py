@@ -56,12 +56,12 @@ def gradients(args: Any, config: RLConfig) -> Iterator[str]:
     for name in ("recompute_in_bubble", "recompute_in_advance"):
         if getattr(args, name, False) and getattr(args, "calculate_per_token_loss", False):
             yield f"--{name.replace('_', '-')} with --calculate-per-token-loss scales gradients wrongly; remove one"
-    stages = getattr(args, "pipeline_model_parallel_size", 1)
-    if getattr(args, "mtp_num_layers", None) and stages > 1 and getattr(args, "overlap_grad_reduce", False):
+    stages, tied = getattr(args, "pipeline_model_parallel_size", 1), not args.untie_embeddings_and_output_weights
+    if getattr(args, "mtp_num_layers", None) and stages > 1 and tied:
         yield (
-            f"--overlap-grad-reduce with --mtp-num-layers {args.mtp_num_layers} and {stages} pipeline stages: the last "
-            "stage's copy of the embedding serves the frozen MTP layers only, and Megatron would wait for its "
-            "gradient; remove --overlap-grad-reduce"
+            f"--mtp-num-layers {args.mtp_num_layers} with {stages} pipeline stages and tied embeddings: the last stage "
+            "would score with a copy of the embedding that only the frozen MTP layers have; give "
+            "--untie-embeddings-and-output-weights, or one stage"
         )
 
 

@@ -92,7 +92,7 @@ def _megatron(
         raise ValueError(f"{shape.experts} experts do not divide over {parallel.ep} expert parallel ranks")
     mine = range(ep * shape.experts // parallel.ep, (ep + 1) * shape.experts // parallel.ep)
     chunks = parallel.stage_layers(shape.layers, pp)
-    places = {layer: (chunk, i) for chunk, layers in enumerate(chunks) for i, layer in enumerate(layers)}
+    places = {layer: (chunk, at) for chunk, layers in enumerate(chunks) for layer, at in layers.items()}
     out: dict[str, Stored] = {}
     for row, layer in shape.rows_in_order():
         if row.layer_type is LayerType.EMBEDDING:

@@ -33,6 +33,8 @@ _BUFFERS = tuple(
         if side != ENGINE
     }
 )
+# MindSpeed-LLM moves the last norm out of the decoder where layers for multi-token prediction follow it.
+_MOVED = {"final_layernorm.weight": "decoder.final_layernorm.weight"}
 
 
 def stored_parameters(model_chunks: Sequence[Module]) -> dict[str, Tensor]:
@@ -48,8 +50,13 @@ def stored_parameters(model_chunks: Sequence[Module]) -> dict[str, Tensor]:
         skipped = mtp_only(getattr(model, "mtp", None) is not None, getattr(model, "pre_process", True))
         buffers = ((name, t) for name, t in model.named_buffers() if name.endswith(_BUFFERS))
         named = (*model.named_parameters(), *buffers)
-        out |= {prefix + name: tensor.data for name, tensor in named if not name.startswith(skipped)}
+        out |= {prefix + table_name(name): tensor.data for name, tensor in named if not name.startswith(skipped)}
     return out
+
+
+def table_name(name: str) -> str:
+    """The name that a family's table has for a tensor of a Megatron chunk or of its file."""
+    return _MOVED.get(name, name)
 
 
 def mtp_only(predicts: bool, embeds: bool) -> tuple[str, ...]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, count
 from typing import NamedTuple
 
 
@@ -30,6 +31,7 @@ class Parallel:
     first_layers, last_layers: layers of the first and last stage where they differ from the others;
     embedding_counts, loss_counts: the embedding or the loss takes the place of one layer;
     chunk_layers: layers of every chunk in execution order, when given outright.
+    noop: numbers of MindSpeed's layers that do nothing, which stages count and the model has not.
     tp_in_ep: `ep` counts the tensor parallel ranks too, over which MindSpeed's --moe-tp-extend-ep spreads experts.
     Raises ValueError when the sizes do not divide the world.
     Source: RankGenerator of megatron/core/parallel_state.py, alike in core 0.12.1, 0.16.1 and 0.19.
@@ -48,6 +50,7 @@ class Parallel:
     embedding_counts: bool = False
     loss_counts: bool = False
     chunk_layers: tuple[int, ...] | None = None
+    noop: tuple[int, ...] = ()
     tp_in_ep: bool = False
 
     def __post_init__(self) -> None:
@@ -92,11 +95,13 @@ class Parallel:
         return place
 
     def chunk_sizes(self, layers: int) -> tuple[int, ...]:
-        """Layers of each chunk in execution order: chunk v of stage p is entry `v * pp + p`.
+        """Layers of each chunk in execution order, those that do nothing among them: chunk v of stage p is entry
+        `v * pp + p`. layers: of the model.
 
         Raises ValueError when the layers do not divide. Source: get_num_layers_to_build of
         megatron/core/transformer/transformer_block.py.
         """
+        layers += len(self.noop)
         sizes = self.chunk_layers or self._derived_sizes(layers)
         if len(sizes) != self.pp * self.vpp or sum(sizes) != layers or min(sizes) < 0:
             raise ValueError(f"{layers} layers do not fit pp={self.pp} vpp={self.vpp} as chunks of {list(sizes)}")
@@ -119,12 +124,17 @@ class Parallel:
         sizes[-1] -= self.loss_counts
         return sizes
 
-    def stage_layers(self, layers: int, pp_rank: int) -> tuple[range, ...]:
-        """Global layer numbers of each chunk of a pipeline stage."""
-        sizes = self.chunk_sizes(layers)
-        starts = [sum(sizes[:i]) for i in range(len(sizes))]
+    def stage_layers(self, layers: int, pp_rank: int) -> tuple[dict[int, int], ...]:
+        """Of each chunk of a pipeline stage: the model's layer -> its number within the chunk, where all layers count.
+
+        layers: of the model.
+        """
+        sizes, numbers = self.chunk_sizes(layers), count()
+        model = [None if i in self.noop else next(numbers) for i in range(sum(sizes))]
+        ends = list(accumulate(sizes))
         mine = range(pp_rank, len(sizes), self.pp)
-        return tuple(range(starts[i], starts[i] + sizes[i]) for i in mine)
+        chunks = (model[ends[i] - sizes[i] : ends[i]] for i in mine)
+        return tuple({layer: at for at, layer in enumerate(chunk) if layer is not None} for chunk in chunks)
 
     @classmethod
     def from_megatron_args(cls, args: argparse.Namespace) -> Parallel:
@@ -149,8 +159,23 @@ class Parallel:
             embedding_counts=args.account_for_embedding_in_pipeline_split,
             loss_counts=args.account_for_loss_in_pipeline_split,
             chunk_layers=listed_layers(listed, args) if listed else count_layers(str(layout)) if layout else None,
+            noop=noop_layers(args),
             tp_in_ep=spread > 1,
         )
+
+
+def noop_layers(args: argparse.Namespace) -> tuple[int, ...]:
+    """Numbers of MindSpeed's `--noop-layers`: a text such as "61,62", and a set after its validation.
+
+    Raises ValueError for what is no list of layers of the model.
+    """
+    given = getattr(args, "noop_layers", None) or ()
+    words = given.split(",") if isinstance(given, str) else given if isinstance(given, Collection) else (given,)
+    layers = sorted({int(word) if str(word).isdigit() else -1 for word in words})
+    if layers and not 0 <= layers[0] <= layers[-1] < args.num_layers:
+        shown = ",".join(map(str, words))
+        raise ValueError(f"--noop-layers {shown}: give numbers from 0 to {args.num_layers - 1}, as in 61,62")
+    return tuple(layers)
 
 
 def spread_experts(args: argparse.Namespace) -> int:

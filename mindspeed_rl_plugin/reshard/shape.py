@@ -12,6 +12,7 @@ from typing import Any
 from mindspeed_rl_plugin.config.upstream import model_refusals
 from mindspeed_rl_plugin.reshard.families import EMBEDDING, FAMILIES, HEAD, find_family
 from mindspeed_rl_plugin.reshard.family_table import Family, LayerType, Part, Row
+from mindspeed_rl_plugin.reshard.parallel import noop_layers
 
 # Sizes of latent attention, and their names in a config.json.
 LATENT_FIELDS = {
@@ -165,7 +166,7 @@ class ModelShape:
                 mla=mla,
                 score=getattr(args, "moe_router_score_function", None) or "softmax",
             ),
-            layers=args.num_layers,
+            layers=args.num_layers - len(noop_layers(args)),
             hidden=hidden,
             heads=heads,
             groups=args.num_query_groups if grouped else heads,
@@ -246,13 +247,17 @@ def _expert_sizes(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _dense_layers(args: argparse.Namespace) -> tuple[int, ...]:
-    """Layers without experts. Source: get_gpt_decoder_block_spec; `--first-k-dense-replace` of MindSpeed-LLM."""
+    """Layers without experts, by their numbers without those that do nothing; Megatron's flags count these too.
+
+    Source: get_gpt_decoder_block_spec; `--first-k-dense-replace` of MindSpeed-LLM.
+    """
     every, layers = getattr(args, "moe_layer_freq", None) or 1, args.num_layers
     pattern = every if isinstance(every, list | tuple) else [int(i % every == 0) for i in range(layers)]
     if len(pattern) != layers:
         raise ValueError(f"--moe-layer-freq describes {len(pattern)} layers, the model has {layers}")
-    first = getattr(args, "first_k_dense_replace", None) or 0
-    return tuple(i for i in range(layers) if not pattern[i] or i < first)
+    first, noop = getattr(args, "first_k_dense_replace", None) or 0, noop_layers(args)
+    built = [i for i in range(layers) if i not in noop]
+    return tuple(number for number, i in enumerate(built) if not pattern[i] or i < first)
 
 
 def _latent_sizes(args: argparse.Namespace) -> dict[str, Any]:

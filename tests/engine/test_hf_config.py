@@ -146,6 +146,16 @@ def test_shape_from_arguments() -> None:
     assert ModelShape.from_megatron_args(megatron(vocab_size=250)).vocab == 250
     with pytest.raises(ValueError, match="vocabulary's size is unknown"):
         ModelShape.from_megatron_args(megatron(vocab_size=None))
+    # Flags count layers that do nothing, the model does not.
+    for noop, first, layers, dense in (
+        ({1, 7}, 1, 6, (0,)),
+        ("0,1", 3, 6, (0,)),
+        ({2}, 3, 7, (0, 1)),
+        (None, 3, 8, (0, 1, 2)),
+    ):
+        more = dict(num_layers=8, moe_layer_freq=1, first_k_dense_replace=first, noop_layers=noop)
+        shape = ModelShape.from_megatron_args(megatron(**DEEPSEEK | more), 250)
+        assert (shape.layers, shape.dense_layers) == (layers, dense)
     unsaid = dict.fromkeys(("kv_channels", "ffn_hidden_size", "padded_vocab_size"))
     args = megatron(**unsaid, group_query_attention=False, num_query_groups=1, tensor_model_parallel_size=2)
     shape = ModelShape.from_megatron_args(args, 257)
@@ -281,7 +291,6 @@ def test_weights_of_experts_add_up_as_in_the_trainer(changes, expected) -> None:
         ({"squared_relu": True}, "--squared-relu"),
         ({"apply_layernorm_1p": True}, "--apply-layernorm-1p"),
         ({"use_torch_fsdp2": True}, "use --use-distributed-optimizer instead"),
-        ({"noop_layers": {3}}, "--noop-layers"),
         ({"rotary_percent": 0.5}, "--rotary-percent 0.5"),
         ({"rotary_interleaved": True}, "--rotary-interleaved"),
         ({"window_size": (128, 0)}, "--window-size"),

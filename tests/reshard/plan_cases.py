@@ -88,7 +88,9 @@ def cases(draw, world_limit=16):
     world = need * draw(st.integers(1, max(1, world_limit // need)))
     vpp = one_of(1, 2) if pp > 1 else 1
     uneven = one_of(0, 1) if vpp == 1 and pp > 1 else 0
-    layers, vocab = pp * vpp * one_of(1, 2) + uneven, draw(st.integers(3, 70))
+    built, vocab = pp * vpp * one_of(1, 2) + uneven, draw(st.integers(3, 70))
+    noop = tuple(sorted(draw(st.sets(st.integers(0, built - 1), max_size=built - 1))))
+    layers = built - len(noop)
     # Fewer groups than ranks too: newer Megatron then cuts inside a group.
     sizes = TINY | dict(heads=8, groups=8 if mla else one_of(1, 2, 4, 8), ffn=one_of(8, 24)) | (LATENT if mla else {})
     sizes |= {} if moe else dict(experts=0)
@@ -110,7 +112,8 @@ def cases(draw, world_limit=16):
         ep=ep,
         etp=etp,
         order="tp-cp-ep-dp-pp" if moe else one_of("tp-cp-ep-dp-pp", "tp-cp-ep-pp-dp"),
-        first_layers=(layers - uneven) // pp + uneven if uneven else None,
+        first_layers=(built - uneven) // pp + uneven if uneven else None,
+        noop=noop,
     )
     engine_tp = one_of(1, 2, 4, 8)
     engine_ep = one_of(*(e for e in (1, 2, 4, 8) if e % engine_tp == 0 or e == 1)) if moe else 1

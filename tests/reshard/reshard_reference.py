@@ -83,7 +83,7 @@ def megatron_weights(
         if at.pp == 0 and c == 0:
             embedding = pad_rows(w["model.embed_tokens.weight"], shape.padded_vocab)
             out[pre + "embedding.word_embeddings.weight"] = cut(embedding)
-        for i, layer in enumerate(layers):
+        for layer, i in layers.items():
             own = layer_of(w, layer)
             stored = _latent(own, cut, impl) if shape.family == "deepseek_v3" else _grouped(shape, own, cut, impl)
             after = own["post_attention_layernorm.weight"].clone()

@@ -7,7 +7,7 @@ from megatron.core.parallel_state import RankGenerator
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-from mindspeed_rl_plugin.reshard.parallel import Parallel, count_layers, listed_layers
+from mindspeed_rl_plugin.reshard.parallel import Parallel, count_layers, listed_layers, noop_layers
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ def test_listed_layers_are_where_mindspeed_llm_builds_them(words, dense, every):
     parallel, offset = Parallel(stages, pp=stages, chunk_layers=tuple(sizes)), 0
     for stage in range(stages):
         (mine,) = parallel.stage_layers(layers, stage)
-        assert mine == range(offset, offset + sizes[stage])
+        assert list(mine) == list(range(offset, offset + sizes[stage]))
         for local, layer in enumerate(mine, 1):
             number = stage * (layers // stages) + local
             has_experts = number - 1 >= dense and (number - 1) % every == 0
@@ -201,4 +201,31 @@ def test_layers_are_megatrons(layers, pp, vpp, first, last, embedding, loss):
         for v, mine in enumerate(Parallel(pp, pp=pp, vpp=vpp, **sizes).stage_layers(layers, p)):
             at = dict(vp_stage=v if vpp > 1 else None, pp_rank=p)
             start = get_transformer_layer_offset(config, **at)
-            assert mine == range(start, start + get_num_layers_to_build(config, **at))
+            assert list(mine) == list(range(start, start + get_num_layers_to_build(config, **at)))
+            assert list(mine.values()) == list(range(len(mine)))
+
+
+@pytest.mark.parametrize(
+    "given, pp, vpp, expected",
+    [
+        ("1,3", 2, 1, [({0: 0, 1: 2},), ({2: 0, 3: 1, 4: 2, 5: 3},)]),
+        ({0, 7}, 2, 1, [({0: 1, 1: 2, 2: 3},), ({3: 0, 4: 1, 5: 2},)]),
+        ("1,3", 2, 2, [({0: 0}, {2: 0, 3: 1}), ({1: 0}, {4: 0, 5: 1})]),
+        ({0, 7}, 2, 2, [({0: 1}, {3: 0, 4: 1}), ({1: 0, 2: 1}, {5: 0})]),
+        ("6,7", 2, 2, [({0: 0, 1: 1}, {4: 0, 5: 1}), ({2: 0, 3: 1}, {})]),  # the last chunk does nothing
+        (5, 1, 1, [({0: 0, 1: 1, 2: 2, 3: 3, 4: 4, 5: 6, 6: 7},)]),  # as `plan` reads a single number
+        (None, 1, 1, [(dict(enumerate(range(8))),)]),
+    ],
+)
+def test_layers_that_do_nothing_keep_their_places(given, pp, vpp, expected):
+    """Source: build_layers of MindSpeed's noop_layers and of MindSpeed-LLM's transformer_block.py: all 8 are built."""
+    virtual = dict(virtual_pipeline_model_parallel_size=vpp if vpp > 1 else None)
+    args = megatron_args(pipeline_model_parallel_size=pp, num_layers=8, noop_layers=given, **virtual)
+    parallel = Parallel.from_megatron_args(args)
+    assert [parallel.stage_layers(8 - len(parallel.noop), p) for p in range(pp)] == expected
+
+
+@pytest.mark.parametrize("given", ["8", "1,-2", "1;2", {8}, -1])
+def test_layers_that_do_nothing_and_are_not_there(given):
+    with pytest.raises(ValueError, match="--noop-layers .* numbers from 0 to 7"):
+        noop_layers(argparse.Namespace(num_layers=8, noop_layers=given))

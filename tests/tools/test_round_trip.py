@@ -197,17 +197,35 @@ def test_a_head_that_repeats_the_tied_embedding_is_imported(convert):
     convert.imported("tp1")
 
 
-@pytest.mark.parametrize("train, last", [("pp3", "mp_rank_00_002"), ("tp1", "mp_rank_00")])
-def test_mtp_layers_are_not_exported(train, last, convert):
+@pytest.mark.parametrize("train, last, moved", [("pp3", "mp_rank_00_002", True), ("tp1", "mp_rank_00", False)])
+def test_mtp_layers_are_not_exported(train, last, moved, convert):
     """They stand on the last stage, which has a copy of the embedding for them; the first stage's is the model's."""
     weights = convert.make("deepseek_v3")
     convert.imported(train)
 
     def predict(state):
         state["model"]["mtp.layers.0.enorm.weight"] = torch.ones(32)
+        if moved:  # as MindSpeed-LLM stores the last norm then
+            state["model"]["final_layernorm.weight"] = state["model"].pop("decoder.final_layernorm.weight")
         state["model"].setdefault("embedding.word_embeddings.weight", torch.ones(256, 32))
 
     convert.change(last, predict)
+    assert same(convert.exported(), weights)
+
+
+def test_layers_that_do_nothing_are_left_out(convert):
+    """A checkpoint of a run with --noop-layers 1: layers behind it have one number more than in the model."""
+    weights = convert.make("qwen3")
+    convert.imported("tp1")
+
+    def spread(state):
+        args, model = state["args"], state["model"]
+        args.noop_layers, args.num_layers = {1}, 4
+        for at in (2, 1):
+            for name in [n for n in model if n.startswith(f"decoder.layers.{at}.")]:
+                model[name.replace(f"layers.{at}.", f"layers.{at + 1}.")] = model.pop(name)
+
+    convert.change("mp_rank_00", spread)
     assert same(convert.exported(), weights)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from mindspeed_rl_plugin.launch.checkpoint_files import TRACKER, iteration_dir, read_tracker
 from mindspeed_rl_plugin.launch.pickles import load
 from mindspeed_rl_plugin.reshard.layout import ModelShape, Parallel, canonical_tensors, megatron_layout
-from mindspeed_rl_plugin.reshard.live import mtp_only, trainer_storage
+from mindspeed_rl_plugin.reshard.live import mtp_only, table_name, trainer_storage
 from mindspeed_rl_plugin.reshard.parallel import chunk_prefix
 
 FILE = "model_optim_rng.pt"
@@ -87,7 +87,7 @@ class Checkpoint:
             left = mtp_only(any(name.startswith("mtp.") for name in chunk), first_stage and i == 0)
             for name, value in chunk.items():
                 if isinstance(value, Tensor) and not _OTHER.match(name) and not name.startswith(left):
-                    out[chunk_prefix(i, vpp) + name] = value
+                    out[chunk_prefix(i, vpp) + table_name(name)] = value
         return out
 
 
