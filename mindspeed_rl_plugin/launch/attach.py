@@ -13,6 +13,7 @@ from types import ModuleType
 from mindspeed_rl_plugin.host.on_import import after_import, before_import
 from mindspeed_rl_plugin.launch.patches import PATCHES
 from mindspeed_rl_plugin.launch.patching import MINDSPEED_ADAPTORS, apply, revert
+from mindspeed_rl_plugin.launch.taken_over import from_command_line
 
 MEGATRON = "megatron.training"
 
@@ -29,12 +30,15 @@ def attach() -> None:
     for name in MINDSPEED_ADAPTORS:
         if name not in sys.modules:
             before_import(name, revert)
+            before_import(name, from_command_line)
         after_import(name, _mindspeed_imported)
     after_import(MEGATRON, _megatron_imported)
 
 
 def _mindspeed_imported(module: ModuleType) -> None:
     _finished.add(module.__name__)
+    if changed := from_command_line():  # the import line comes after the adaptor's
+        module.repatch(changed)
     apply(PATCHES)
 
 

@@ -14,12 +14,13 @@ from typing import Any
 
 from mindspeed_rl_plugin.config import RLConfig, add_flags, given_flags, rl_enabled
 from mindspeed_rl_plugin.environment import leave_to_first_rank, record_failure, say
-from mindspeed_rl_plugin.launch import endings
+from mindspeed_rl_plugin.launch import endings, taken_over
 
 
 def add_megatron_arguments(original: Callable, parser: Any) -> Any:
     """Add the `--rl-*` flags to Megatron's parser."""
     _refuse_yaml(sys.argv[1:])
+    taken_over.from_command_line()
     return _refuse_misspelt(_repair_help(add_flags(original(parser))))
 
 

@@ -16,7 +16,7 @@ from mindspeed_rl_plugin.algorithms.describe import describe as describe_algorit
 from mindspeed_rl_plugin.config import RLConfig
 from mindspeed_rl_plugin.critic import value_head
 from mindspeed_rl_plugin.environment import say
-from mindspeed_rl_plugin.launch import build_critic, flag_checks, lr_schedule, megatron_setup, patching
+from mindspeed_rl_plugin.launch import build_critic, flag_checks, lr_schedule, megatron_setup, patching, taken_over
 from mindspeed_rl_plugin.launch import checkpoint_files as files
 from mindspeed_rl_plugin.launch.disk import small_disk
 from mindspeed_rl_plugin.launch.endings import refusing, stopping
@@ -97,7 +97,7 @@ def _announce(args: Any, algorithm: Algorithm) -> None:
     say(describe_algorithm(algorithm))
     if ranks.is_rank_0():
         print(arithmetic.arithmetic_of(args).table(), flush=True)
-    for line in flag_checks.warnings(args):
+    for line in (*taken_over.lines(), *flag_checks.warnings(args)):
         say(f"note: {line}")
 
 
