@@ -83,7 +83,6 @@ def _own(default: Any, names: str, ours: str = "") -> list[UpstreamFlag]:
 _DROPOUT = "dropout makes old and new log-probs differ before any update, so the ratio is not 1; give 0"
 _GPT = "only GPT decoders can be generated from; use the plain pretrain_gpt.py entry script"
 _LOOP = "this is another training mode of the script, with its own batches or loss; remove it to use RL"
-_RESUME = "a run could not be resumed from its own checkpoints; remove it"
 _COARSE = "trainer and engine would round differently and disagree on log-probs; use --bf16"
 _NONE = "the model families of the engine have no such thing; leave it out"
 _GATED = "the model families of the engine have a gated SiLU MLP; leave it out"
@@ -168,7 +167,6 @@ UPSTREAM: tuple[UpstreamFlag, ...] = (
         ("vision and multimodal models are not supported; " + _GPT, "vision_pretraining"),
         ("LoRA is not supported yet; train the whole model", "lora_target_modules"),
         # Checkpoints.
-        (_RESUME, "no_save_optim no_save_rng"),
         ("RL state is kept in persistent checkpoints only; remove it", "non_persistent_save_interval"),
         ("convert checkpoints before RL, in a run without --rl-algorithm", "ckpt_convert_format"),
         ("upcycle before RL, in a run without --rl-algorithm", "moe_use_upcycling"),

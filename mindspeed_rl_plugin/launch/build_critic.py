@@ -42,21 +42,30 @@ _RATES = ("min_lr", "lr_warmup_init", "decoupled_lr", "decoupled_min_lr")
 
 
 def build(
-    setup: Callable, positional: tuple, named: Mapping[str, Any], args: Any, start: Start, policy: Sequence[Module]
+    setup: Callable,
+    positional: tuple,
+    named: Mapping[str, Any],
+    args: Any,
+    start: Start,
+    policy: Sequence[Module],
+    absent: Mapping[str, Any],
 ) -> tuple[Critic, str]:
     """The critic, loaded, and where its weights are from, for the console. Collective over all ranks.
 
     setup, positional, named: Megatron's `setup_model_and_optimizer` and the arguments of its call for the policy;
-    policy: its loaded chunks. Random generators and counters of the run are as before. Raises ValueError where a model
-    of the critic's kind cannot be made.
+    policy: its loaded chunks; absent: arguments with which Megatron does not look for what a resumed checkpoint lacks.
+    Random generators and counters of the run are as before. Raises ValueError where a model of the critic's kind cannot
+    be made.
     """
     config = RLConfig.from_args(args).algorithm
-    arguments, source, has_head = _source(start, config.critic_load)
+    arguments, source, has_head = _source(start, config.critic_load, absent)
     values = arguments | learning_rate(args, config.critic_lr) | dict.fromkeys(_COUNTERS, 0)
     with overridden(args, {**values, "untie_embeddings_and_output_weights": True}), _same_random_state():
         call = _with_value_head(setup, positional, named)
         model, optimizer, scheduler = setup(*call.args, **call.kwargs)[:3]
     report_unused_embeddings(model)
+    if arguments.get("finetune") is False and arguments["no_load_optim"]:
+        scheduler.step(increment=args.consumed_train_samples)
     critic = Critic(model, optimizer, scheduler, _prepared(model, optimizer, args))
     if arguments["load"] is None:
         critic.copy_backbone(policy)
@@ -81,13 +90,14 @@ def learning_rate(args: Any, lr: float | None) -> dict[str, Any]:
     return {"lr": lr, **{n: getattr(args, n) * scale for n in _RATES if getattr(args, n, None) is not None}}
 
 
-def _source(start: Start, load: str | None) -> tuple[dict[str, Any], str, bool]:
+def _source(start: Start, load: str | None, absent: Mapping[str, Any]) -> tuple[dict[str, Any], str, bool]:
     """Arguments that load the critic's weights (load None: none are), their source, whether it has a head."""
     nothing = {"load": None, "pretrained_checkpoint": None, "ckpt_step": None}
     if start.kind == "resume":
         folder = os.path.join(files.iteration_dir(start.load_dir, start.iteration), files.CRITIC)
         if files.read_tracker(folder) is not None:
-            return {**nothing, "load": folder, **WHOLE}, f"{folder}, its optimizer included", True
+            optimizer = "" if "no_load_optim" in absent else ", its optimizer included"
+            return {**nothing, "load": folder, **WHOLE, **absent}, folder + optimizer, True
     if load is None:
         return nothing, "the policy's weights, with a fresh value head", False
     path = source_folder(load)

@@ -27,7 +27,7 @@ from mindspeed_rl_plugin.forward.settings import length_multiple, takes_boundari
 from mindspeed_rl_plugin.launch import checkpoint_files as files
 from mindspeed_rl_plugin.launch import critic_files, disk, upstream_checks
 from mindspeed_rl_plugin.launch.endings import Refusal, lines_of
-from mindspeed_rl_plugin.launch.start_decision import decide
+from mindspeed_rl_plugin.launch.start_decision import LEFT_OUT, decide
 from mindspeed_rl_plugin.loop import arithmetic
 from mindspeed_rl_plugin.monitor.run_files import check_dumps
 from mindspeed_rl_plugin.prompts.tokenizer import chosen_tokenizer, same_vocabulary, tokenizer_path
@@ -85,6 +85,10 @@ def warnings(args: Any) -> list[str]:
                 f"reward {spec.name!r} has another tokenizer than the policy: it gets prompts and responses as text, "
                 "and tokenizes them itself"
             )
+    for name, (_, then) in LEFT_OUT.items():
+        if getattr(args, name, None):
+            flag = "--" + name.replace("_", "-")
+            lines.append(f"{flag}: RL state, iteration and schedule resume from this run's checkpoints; {then}")
     if config.dock.dock is not None:
         lines.append(f"--rl-dock {config.dock.dock} is ignored: there is only one kind of dock")
     cut = "responses are sampled from a cut distribution, so the ratio of the update is biased"

@@ -24,7 +24,14 @@ from mindspeed_rl_plugin.launch.megatron_setup import overridden
 from mindspeed_rl_plugin.launch.mtp import freeze_mtp, report_unused_embeddings
 from mindspeed_rl_plugin.launch.read_inputs import read_inputs
 from mindspeed_rl_plugin.launch.reference_digest import CheckpointDigest
-from mindspeed_rl_plugin.launch.start_decision import decide, describe, load_arguments, weights_arguments
+from mindspeed_rl_plugin.launch.start_decision import (
+    LEFT_OUT,
+    decide,
+    describe,
+    left_out,
+    load_arguments,
+    weights_arguments,
+)
 from mindspeed_rl_plugin.launch.weights_fit import must_fit
 from mindspeed_rl_plugin.loop import arithmetic, run
 from mindspeed_rl_plugin.loop.start import TRAINED, Start
@@ -66,15 +73,15 @@ def setup_model_and_optimizer(args: Any, original: Callable, positional: tuple, 
     digest = CheckpointDigest(start.reference_path) if start.kind == "pretrained" else None
     _launch = _Launch(start, loop, args, algorithm, digest)
     settled = lr_schedule.settled(state.get("schedule"), args) if state else {}
+    absent = left_out(state)
     # A policy whose optimizer never stepped, for the critic warmed up alone, was saved without one.
-    untrained = state is not None and not state["loop"].get(TRAINED, True)
-    alone = {"no_load_optim": True} if untrained else {}
-    with overridden(args, load_arguments(start, args) | settled | alone):
+    untrained = {"no_load_optim": True} if state is not None and not state["loop"].get(TRAINED, True) else {}
+    with overridden(args, load_arguments(start, args) | settled | absent | untrained):
         result = original(*positional, **named)
     model, optimizer, scheduler = result[:3]
     report_unused_embeddings(model)
-    if untrained:
-        scheduler.step(increment=start.iteration * args.global_batch_size)
+    if "no_load_optim" in absent | untrained:
+        scheduler.step(increment=args.consumed_train_samples)
     _launch.loading = False
     _check_loaded(model, start, args)
     if start.kind == "fresh":
@@ -84,7 +91,7 @@ def setup_model_and_optimizer(args: Any, original: Callable, positional: tuple, 
         loop.on_reference_loaded(model)
     if algorithm.needs_critic:
         with overridden(args, settled):
-            _launch.critic, source = build_critic.build(original, positional, named, args, start, model)
+            _launch.critic, source = build_critic.build(original, positional, named, args, start, model, absent)
         say(f"the critic starts from {source}")
         loop.on_critic_built(_launch.critic)
     if start.kind == "resume":
@@ -164,6 +171,7 @@ def _save_state(args: Any, iteration: int, save: Callable) -> dict[str, Any]:
     state = {
         "reference": {"path": _launch.start.reference_path, "digest": _launch.start.reference_digest},
         "schedule": lr_schedule.record(args),
+        "left_out": [name for name in LEFT_OUT if getattr(args, name, None)],
         "loop": _launch.loop.state_dict(),
     }
     if ranks.is_rank_0():
@@ -178,8 +186,8 @@ def _decide(args: Any, loop: Any) -> tuple[Start, dict[str, Any] | None]:
     """The start, and for a resume the RL state, with the reference that it names filled in; the rows of its dock on
     rank 0 alone."""
     start = ranks.on_rank_0(lambda: decide(args))
-    say(describe(start, args))
     if start.kind != "resume":
+        say(describe(start, args))
         return start, None
     folder = files.iteration_dir(start.load_dir, start.iteration)
     rows: list[Any] = []
@@ -190,6 +198,7 @@ def _decide(args: Any, loop: Any) -> tuple[Start, dict[str, Any] | None]:
         return state
 
     state = ranks.on_rank_0(read)
+    say(describe(start, args, left_out(state)))
     loop.check_state(state["loop"], start.iteration)
     lr_schedule.check(state.get("schedule"), args, folder)
     if note := lr_schedule.remark(state.get("schedule"), args, start.iteration):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from mindspeed_rl_plugin.launch import checkpoint_files as files
@@ -11,6 +12,12 @@ from mindspeed_rl_plugin.loop.start import Start
 # Megatron's names of the arguments that govern a load, with the value that makes it weights only.
 WEIGHTS_ONLY = {"finetune": True, "no_load_optim": True, "no_load_rng": True}
 WHOLE = {"finetune": False, "no_load_optim": False, "no_load_rng": False}
+# Flags that leave parts out of a checkpoint -> the argument without which Megatron would look for that part, and what a
+# resume does instead.
+LEFT_OUT = {
+    "no_save_optim": ("no_load_optim", "Adam's moments start at zero, the main parameters at the saved weights"),
+    "no_save_rng": ("no_load_rng", "Megatron's random generators start at --seed, which RL does not draw from"),
+}
 
 
 def decide(args: Any) -> Start:
@@ -35,8 +42,13 @@ def decide(args: Any) -> Start:
     return Start("pretrained", source, 0, files.iteration_dir(source, iteration), None)
 
 
-def describe(start: Start, args: Any) -> str:
-    """The one line that rank 0 prints."""
+def left_out(state: Mapping[str, Any] | None) -> dict[str, bool]:
+    """Arguments with which Megatron does not look for what was left out of the checkpoint of this RL state."""
+    return {LEFT_OUT[name][0]: True for name in (state or {}).get("left_out", ())}
+
+
+def describe(start: Start, args: Any, absent: Collection[str] = ()) -> str:
+    """The one line that rank 0 prints. absent: of a resume, the arguments of `left_out`."""
     if start.kind == "fresh":
         return "training starts from random weights: no --load was given"
     if start.kind == "pretrained":
@@ -51,7 +63,9 @@ def describe(start: Start, args: Any) -> str:
     where = f"{start.load_dir} at iteration {start.iteration}"
     last = getattr(args, "train_iters", None)
     done = f"; all {last} iterations are done, raise --train-iters to go on" if last and start.iteration >= last else ""
-    return f"training resumes from {where}, optimizer and RL state included{note}{done}"
+    kept = "RL state included" if "no_load_optim" in absent else "optimizer and RL state included"
+    without = [f"; {_flag(name)} left a part out: {then}" for name, (load, then) in LEFT_OUT.items() if load in absent]
+    return f"training resumes from {where}, {kept}{note}{''.join(without)}{done}"
 
 
 def load_arguments(start: Start, args: Any) -> dict[str, Any]:

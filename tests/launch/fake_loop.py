@@ -29,6 +29,10 @@ def checksum(model):
     return sum(p.detach().double().abs().sum().item() for chunk in model for p in chunk.parameters())
 
 
+def moments_of(optimizer):
+    return [state for state in optimizer.optimizer.state.values() if "exp_avg" in state]
+
+
 class Loop:
     def __init__(self):
         self.cursor = 0
@@ -47,7 +51,10 @@ class Loop:
         record("state", cursor=self.cursor)
 
     def on_checkpoint_loaded(self, model, optimizer, start):
-        record("start", weights=checksum(model), kind=start.kind, iteration=start.iteration)
+        states = (state for part in getattr(optimizer, "chained_optimizers", [optimizer]) for state in moments_of(part))
+        moments = sum(state["exp_avg"].double().abs().sum().item() for state in states)
+        values = dict(weights=checksum(model), kind=start.kind, iteration=start.iteration, moments=moments)
+        record("start", **values, lr=optimizer.param_groups[0]["lr"])
 
     def state_dict(self):
         return {"cursor": self.cursor, "rows": torch.arange(3)}

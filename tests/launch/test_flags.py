@@ -24,7 +24,7 @@ CASES = [
     (True, ["--rl-temperature", "0"], "  - --rl-temperature is 0.0"),
     (True, ["--rl-reward", "guess"], "reward 'guess'"),
     (True, ["--rl-rollout-prompts", "3"], "6 samples (--rl-rollout-prompts 3 x"),
-    (True, ["--no-save-optim"], "--no-save-optim: "),
+    (True, ["--no-save-optim", "--no-save-rng"], None),
     (True, ["--yaml-cfg", "x.yaml"], "ValueError: --yaml-cfg"),
     (True, ["--rl-advantage", "best"], "  - argument --rl-advantage: invalid choice: 'best'"),
     (True, ["--rl-kl-estimator", "k4"], "  - argument --rl-kl-estimator: invalid choice: 'k4'"),

@@ -85,6 +85,7 @@ def write_checkpoint(directory, iteration, value):
 
 ARGS = dict(save="out", save_interval=1, pretrained_checkpoint=None, ckpt_step=None, train_iters=8)
 ARGS |= dict(finetune=False, no_load_optim=False, no_load_rng=False, params_dtype=torch.float32, global_batch_size=4)
+ARGS |= dict(consumed_train_samples=16)
 ARGS |= dict(lr=1e-3, min_lr=0.0, lr_decay_iters=None, lr_warmup_iters=0, lr_decay_style="linear")
 ARGS |= dict(start_weight_decay=0.1, end_weight_decay=0.1, weight_decay_incr_style="constant")
 ARGS |= dict(micro_batch_size=1, data_parallel_size=1, world_size=1)
@@ -175,6 +176,25 @@ def test_resume_loads_the_reference_then_the_actor_whole(job):
     third = job()
     assert third.start.reference_path == first.start.reference_path
     assert ("reference", 1.5) in third.events
+
+
+@pytest.mark.parametrize("flags", [("no_save_optim",), ("no_save_rng",), ("no_save_optim", "no_save_rng")])
+def test_a_resume_does_not_look_for_what_was_not_saved(job, capsys, flags):
+    """Also where the flags are gone by then; Megatron leaves the schedule out with the optimizer, so it is moved on."""
+    first = job(kl=0, **dict.fromkeys(flags, True))
+    started = capsys.readouterr().out
+    first.megatron.save(4, 2.5)
+    second = job(kl=0)
+    resumed = next(line for line in capsys.readouterr().out.splitlines() if "resumes from" in line)
+    optimizer, generators = "no_save_optim" in flags, "no_save_rng" in flags
+    assert [e for e in second.events if e[0] == "load"] == [("load", 4, "optimizer", False, optimizer, generators)]
+    assert [e for e in second.events if e[0] == "step"] == [("step", 16)] * optimizer
+    assert second.args.iteration == 4 and ("optimizer and RL state included" in resumed) != optimizer
+    for flag, given in (("--no-save-optim", optimizer), ("--no-save-rng", generators)):
+        assert (f"note: {flag}:" in started) == (flag in resumed) == given
+    assert second.megatron.save(8, 3.5) is None and [e[-2:] for e in job(kl=0).events if e[0] == "load"] == [
+        (False, False)
+    ]
 
 
 @pytest.mark.parametrize(

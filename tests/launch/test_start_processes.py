@@ -72,6 +72,23 @@ def test_resume_equals_the_uninterrupted_run(megatron, layout, pretrained):
         assert content(folder / out / name) == content(folder / again / name), name
 
 
+@pytest.mark.slow
+def test_without_saved_optimizer_the_schedule_goes_on_and_moments_start_at_zero(megatron, layout):
+    """Without the arguments that launch.py adds, Megatron itself ends here."""
+    out = f"lean-{layout}"
+    script = [*LAYOUTS[layout], "--save", out, "--save-interval", "2", "--no-save-optim", "--no-save-rng"]
+    whole = megatron(*script, rl=True)
+    shutil.rmtree(megatron.folder / out / "iter_0000004")
+    (megatron.folder / out / files.TRACKER).write_text("2")
+    resumed = megatron(*script, rl=True)
+    (start,) = resumed.of("start")
+    assert (start["kind"], start["iteration"], start["moments"]) == ("resume", 2, 0)
+    assert [e["cursor"] for e in resumed.of("step")] == [3, 4]
+    rates = re.compile(r"iteration +(\d+)/.*?learning rate: ([\d.E+-]+)")
+    assert rates.findall(resumed.log) == rates.findall(whole.log)[2:] and len(rates.findall(whole.log)) == 4
+    assert resumed.of("step")[0]["losses"] == whole.of("step")[2]["losses"], "weights and rows are those that were"
+
+
 def test_bad_arguments_end_the_job_before_anything_is_built(megatron):
     job = megatron("--save", "bad", "--save-interval", "2", "--attention-dropout", "0.1", rl=True, code=None)
     assert job.code != 0
