@@ -94,6 +94,7 @@ _DOCUMENT = "one RL sequence is one document, there is nothing to reset at an en
 _BUFFERS = "weights move to the engine through Megatron's DDP buffers; use --use-distributed-optimizer instead"
 _GRAPH = "a captured graph keeps addresses that the swap to host memory frees; remove it"
 _WHOLE_HEAD = "the model families of the engine rotate the whole head; leave it out"
+_STAGE = ("stage", (None, "sft"))
 _ALIKE = "all layers must be alike; leave it out"
 
 OWN_RL = (
@@ -151,7 +152,9 @@ UPSTREAM: tuple[UpstreamFlag, ...] = (
         ("the engine does not survive it; let torchrun restart the job", "inprocess_restart"),
         ("this is Megatron's own RL; use either that or --rl-algorithm", "perform_rl_step"),
         ("RL is training; remove it", "skip_train"),
-        (_LOOP, "sft stage enable_high_availability"),
+        (_LOOP, "sft enable_high_availability layerwise_disaggregated_training"),
+        ("it trains in a loop of its own; give --rl-algorithm (dpo for --stage dpo) and --stage sft or none", *_STAGE),
+        ("the loss is RL's own and takes no chunks; leave it out", "loss_compute_mode", ("default", None)),
         # Batch sizes and lengths of the run.
         ("RL counts optimizer steps; give --train-iters instead", "train_samples"),
         (_BATCH, "rampup_batch_size decrease_batch_size_if_needed"),
@@ -195,6 +198,10 @@ UPSTREAM: tuple[UpstreamFlag, ...] = (
         ("norm weights are stored minus one; leave it out", "apply_layernorm_1p layernorm_zero_centered_gamma"),
         (_GATED, "squared_relu quick_geglu openai_gelu geglu gelu_tanh"),
         (_PLAIN, "qk_l2_norm attention_output_gate experimental_attention_variant full_attention_interval"),
+        (
+            "the engine keeps norms in the model's dtype; leave it out",
+            "rmsnorm_weight_in_fp32 init_norm_weight_in_fp32",
+        ),
         (_PLAIN, "attn_logit_softcapping"),
         (_PLAIN, "sliding_window interleave_sliding_window window_size softmax_scale query_pre_attn_scalar", (None,)),
         (_PLAIN, "softmax_type", ("vanilla", None)),

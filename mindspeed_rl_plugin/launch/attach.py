@@ -37,8 +37,7 @@ def attach() -> None:
 
 def _mindspeed_imported(module: ModuleType) -> None:
     _finished.add(module.__name__)
-    if changed := from_command_line():  # the import line comes after the adaptor's
-        module.repatch(changed)
+    from_command_line(read_by=module.__name__)
     apply(PATCHES)
 
 

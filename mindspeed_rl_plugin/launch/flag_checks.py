@@ -17,6 +17,7 @@ import torch
 from mindspeed_rl_plugin.algorithms import Algorithm, resolve
 from mindspeed_rl_plugin.algorithms.presets import learns_from_pairs, unread
 from mindspeed_rl_plugin.config import RLConfig, limit_problems
+from mindspeed_rl_plugin.config.unbuilt import unbuilt_family
 from mindspeed_rl_plugin.config.upstream import RUN, WHOLE, refusals
 from mindspeed_rl_plugin.device import get_device
 from mindspeed_rl_plugin.engine.engine_sizes import engine_problems
@@ -25,7 +26,7 @@ from mindspeed_rl_plugin.engine.hf_rope import rope_scaling
 from mindspeed_rl_plugin.environment import launch_env
 from mindspeed_rl_plugin.forward.settings import length_multiple, takes_boundaries
 from mindspeed_rl_plugin.launch import checkpoint_files as files
-from mindspeed_rl_plugin.launch import critic_files, disk, upstream_checks
+from mindspeed_rl_plugin.launch import critic_files, disk, taken_over, upstream_checks
 from mindspeed_rl_plugin.launch.endings import Refusal, lines_of
 from mindspeed_rl_plugin.launch.start_decision import LEFT_OUT, decide
 from mindspeed_rl_plugin.loop import arithmetic
@@ -46,9 +47,14 @@ def check_args(args: Any) -> None:
         raise Refusal.of_arguments(problems)
 
 
-def check_batch(args: Any) -> None:
-    """The one check that comes before Megatron's validation: whether a batch divides. Raises ValueError, which lists
-    whatever else can be said of arguments that are not validated yet."""
+def check_unvalidated(args: Any) -> None:
+    """The checks that come before Megatron's validation: the model's family, and whether a batch divides. Raises
+    ValueError; for a batch it lists whatever else can be said of arguments that are not validated yet."""
+    pairs = learns_from_pairs(RLConfig.from_args(args).algorithm.algorithm)
+    if not pairs and (problem := unbuilt_family(args)):
+        raise Refusal.of_arguments([problem])
+    if late := taken_over.problems():
+        raise Refusal.of_arguments(late)
     try:
         arithmetic.check_batch(args)
     except ValueError as error:

@@ -27,16 +27,17 @@ def add_megatron_arguments(original: Callable, parser: Any) -> Any:
 def validate_args(original: Callable, args: Any, *rest: Any, **named: Any) -> Any:
     """Check the arguments under RL right after Megatron's own validation, before anything is built.
 
-    The split of the batch is checked before it, for Megatron refuses that in the name of flags that nobody gave.
+    The model's family and the split of the batch are checked before it, for Megatron and MindSpeed refuse these in the
+    name of flags that nobody gave.
     """
     if not rl_enabled(args):
         _warn_of_unused(args)
         return original(args, *rest, **named)
-    from mindspeed_rl_plugin.launch.flag_checks import check_args, check_batch
+    from mindspeed_rl_plugin.launch.flag_checks import check_args, check_unvalidated
 
     endings.watch(args)
     with endings.refusing():
-        check_batch(args)
+        check_unvalidated(args)
     result = original(args, *rest, **named)
     with endings.refusing():
         check_args(args)

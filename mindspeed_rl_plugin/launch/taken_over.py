@@ -11,37 +11,14 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-# What RL does with them -> flags; FLAG=VALUE: with this value only.
-TAKEN_OVER = {
-    "a row is one response with its prompt, which has its own positions and a causal mask": """
-        --reset-attention-mask --reset-position-ids --fix-sub-seq-length --neat-pack --pack
-        --attention-mask-type=general --cp-attention-mask-type=general
-    """,
-    "no pretraining or fine-tuning data is read, prompts are those of --rl-prompt-data": """
-        --data-path --train-data-path --valid-data-path --test-data-path --data-args-path --per-split-data-args-path
-        --data-cache-path --mock-data --split --eod-mask-loss --dataloader-type --num-workers --no-shared-storage
-        --is-instruction-dataset --is-pairwise-dataset --handler-name --no-shuffle --full-shuffle-instruction-dataset
-        --dataset-additional-keys --no-cut-token --cut-max-seqlen --pad-to-multiple-of --tokenizer-padding-side
-        --padded-samples --workers --streaming --hf-datasets-params --datasets --json-keys --split-sentences
-        --keep-newlines --interleave-probs --mix-strategy --dataset-dir --overwrite-cache --max-samples --cache-dir
-        --map-keys --script-data-dir --append-eod --reward-tokens --output-prefix --dataset-impl --n-subs
-        --merge-group-keys
-    """,
-    "prompts are rendered by the tokenizer's own template under --rl-apply-chat-template, else taken as they are": """
-        --prompt-type --prompt-type-path --enable-thinking --reasoning-effort --drop-thinking
-    """,
-    "off: the engine and RL's own messages need groups over the CPU; checkpoints stay the same": """
-        --disable-gloo-group --hccl-slice-size
-    """,
-    "off: its schedule takes the loss out of the model's own layers; the update gives the same numbers, slower": """
-        --moe-fb-overlap --moe-unperm2-mem-optim-swap
-    """,
-}
-# By which MindSpeed chooses patches.
-_PATCHED = {"reset_attention_mask": False, "disable_gloo_group": False, "moe_fb_overlap": False}
-_SAMPLES = ("--train-samples", "--lr-decay-samples", "--lr-warmup-samples", "--lr-wsd-decay-samples")
+from mindspeed_rl_plugin.config.verdicts import IN_SAMPLES, TAKEN_OVER
+
+# By which MindSpeed chooses patches. Its own `repatch` does not bring back what it found: names that its modules hold
+# by value keep another patch's function.
+_PATCHING = ("--reset-attention-mask", "--disable-gloo-group", "--moe-fb-overlap")
 
 _lines: list[str] = []
+_late: list[str] = []
 
 
 def lines() -> list[str]:
@@ -49,13 +26,22 @@ def lines() -> list[str]:
     return list(_lines)
 
 
-def from_command_line() -> dict[str, bool]:
-    """Take over what `sys.argv` holds. Returns the attributes that MindSpeed must be given anew if it has read it."""
+def problems() -> list[str]:
+    """What could not be taken over, because MindSpeed had read it."""
+    return list(_late)
+
+
+def from_command_line(read_by: str = "") -> None:
+    """Take over what `sys.argv` holds. read_by: module of MindSpeed that has been imported, and has read it."""
     before = _names(sys.argv)
     sys.argv[1:], said = take_over(sys.argv[1:])
     _lines.extend(said)
-    gone = before - _names(sys.argv)
-    return {name: value for name, value in _PATCHED.items() if "--" + name.replace("_", "-") in gone}
+    for flag in _PATCHING if read_by else ():
+        if flag in before - _names(sys.argv):
+            _late.append(
+                f"{flag}: {read_by} has patched Megatron for it; import mindspeed_rl_plugin.adaptor before it, start "
+                "with -m mindspeed_rl_plugin, or remove the flag"
+            )
 
 
 def take_over(argv: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -101,7 +87,7 @@ def _in_iterations(words: list[_Word]) -> tuple[list[_Word], list[str]]:
         return words, []
     said, changed = [], []
     for word in words:
-        if word.flag in _SAMPLES and word.values and word.values[0].isdigit():
+        if word.flag in IN_SAMPLES and word.values and word.values[0].isdigit():
             flag, value = word.flag.replace("samples", "iters"), str(int(word.values[0]) // int(batch))
             said.append(f"{word.flag} {word.values[0]}: RL counts optimizer steps, so it is {flag} {value}")
             word = _Word(flag, (value,), (flag, value))

@@ -1,24 +1,42 @@
 """The real parser of one platform, as a JSON list of [flags, attribute, title of the group].
 
-    parser_walk.py [ADAPTOR]     ADAPTOR: module of MindSpeed that is imported first
+Its argument, where it has one, is the adaptor of MindSpeed that is imported first.
 """
 
 import argparse
 import importlib
+import importlib.abc
+import importlib.machinery
 import json
 import os
 import sys
+import types
 
 from mindspeed_rl_plugin import host
 
-os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
-host.activate_if_needed(announce=False)
-adaptor = sys.argv[1:]
-sys.argv[1:] = []
-for name in adaptor:
-    importlib.import_module(name)
+# What MindSpeed-LLM imports for features that no parser needs, and this environment may lack.
+ABSENT = {"accelerate", "bitsandbytes", "deepspeed", "evaluate", "nltk", "peft", "sklearn", "sqlalchemy", "trl"}
 
-from megatron.training import arguments  # noqa: E402
+
+class Anything(type):
+    def __getattr__(cls, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return cls
+
+
+class StandIn(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    def find_spec(self, name, path=None, target=None):
+        absent = name.partition(".")[0] in ABSENT
+        return importlib.machinery.ModuleSpec(name, self, is_package=True) if absent else None
+
+    def create_module(self, spec):
+        module = types.ModuleType(spec.name)
+        module.__getattr__ = lambda name: Anything(name, (), {})
+        return module
+
+    def exec_module(self, module):
+        module.__path__ = []
 
 
 def show(parser, *args, **kwargs):
@@ -26,6 +44,16 @@ def show(parser, *args, **kwargs):
     print("\nRESULT " + json.dumps(rows), flush=True)
     os._exit(0)
 
+
+os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
+host.activate_if_needed(announce=False)
+sys.meta_path.append(StandIn())
+adaptor = sys.argv[1:]
+sys.argv[1:] = []
+for name in adaptor:
+    importlib.import_module(name)
+
+from megatron.training import arguments  # noqa: E402
 
 argparse.ArgumentParser.parse_args = show
 arguments.parse_args()

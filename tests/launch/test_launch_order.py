@@ -67,6 +67,7 @@ class Megatron:
         self.events.append(("load", iteration, optimizer, a.finetune, a.no_load_optim, a.no_load_rng))
         with open(f"{files.iteration_dir(a.load, iteration)}/weight") as file, torch.no_grad():
             model[0].weight.fill_(float(file.read()))
+        a.consumed_train_samples = 0 if a.finetune else iteration * a.global_batch_size
         return 0 if a.finetune else iteration, 0
 
     def save(self, iteration, value):
@@ -85,7 +86,7 @@ def write_checkpoint(directory, iteration, value):
 
 ARGS = dict(save="out", save_interval=1, pretrained_checkpoint=None, ckpt_step=None, train_iters=8)
 ARGS |= dict(finetune=False, no_load_optim=False, no_load_rng=False, params_dtype=torch.float32, global_batch_size=4)
-ARGS |= dict(consumed_train_samples=16)
+ARGS |= dict(consumed_train_samples=0)
 ARGS |= dict(lr=1e-3, min_lr=0.0, lr_decay_iters=None, lr_warmup_iters=0, lr_decay_style="linear")
 ARGS |= dict(start_weight_decay=0.1, end_weight_decay=0.1, weight_decay_incr_style="constant")
 ARGS |= dict(micro_batch_size=1, data_parallel_size=1, world_size=1)
@@ -110,7 +111,8 @@ def job(tmp_path, monkeypatch):
         monkeypatch.setattr(launch.run, "current", lambda: loop)
         named = {"model_provider_func": len}
         launch.setup_model_and_optimizer(args, megatron.setup_model_and_optimizer, ("gpt",), named)
-        assert {k: v for k, v in vars(args).items() if k != "iteration"} == before, "arguments are put back"
+        progress = {"iteration": args.iteration, "consumed_train_samples": args.consumed_train_samples}
+        assert vars(args) == before | progress, "arguments are put back"
         return types.SimpleNamespace(events=events, start=loop.start, megatron=megatron, args=args)
 
     return run
@@ -335,7 +337,7 @@ def test_the_critic_is_built_after_the_policy_and_saved_before_it(job, monkeypat
 
     heard = []
 
-    def build(setup, positional, named, args, start, policy):
+    def build(setup, positional, named, args, start, policy, absent):
         heard.append((start.kind, policy[0].weight[0, 0].item(), positional, named))
         return ("critic",), "somewhere"
 

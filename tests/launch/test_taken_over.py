@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from mindspeed_rl_plugin.launch import taken_over
+from mindspeed_rl_plugin.launch import flag_checks, taken_over
 from mindspeed_rl_plugin.launch.taken_over import take_over
 
 RL = ["--rl-algorithm", "grpo"]
@@ -47,9 +47,18 @@ def test_only_with_rl(rl):
     assert argv == (["script.py", rl] if rl else ["script.py", "--mock-data"]) and bool(lines) == bool(rl)
 
 
-def test_what_mindspeed_must_be_given_anew_where_it_read_the_command_line_before(monkeypatch):
+def test_what_mindspeed_read_before_is_refused(build, monkeypatch):
+    """Flags by which it patches Megatron; others can still be taken over."""
     monkeypatch.setattr(sys, "argv", ["a.py", "--moe-fb-overlap", "--reset-attention-mask", "--mock-data", *RL])
     monkeypatch.setattr(taken_over, "_lines", [])
-    assert taken_over.from_command_line() == {"reset_attention_mask": False, "moe_fb_overlap": False}
+    monkeypatch.setattr(taken_over, "_late", [])
+    taken_over.from_command_line(read_by="mindspeed.megatron_adaptor")
     assert sys.argv == ["a.py", *RL] and len(taken_over.lines()) == 3
-    assert taken_over.from_command_line() == {} and len(taken_over.lines()) == 3
+    taken_over.from_command_line()
+    assert len(taken_over.lines()) == 3
+    with pytest.raises(ValueError) as error:
+        flag_checks.check_unvalidated(build({}))
+    flags = [line.removeprefix("  - ").partition(":")[0] for line in str(error.value).splitlines()[1:]]
+    assert flags == ["--reset-attention-mask", "--moe-fb-overlap"]
+    monkeypatch.setattr(taken_over, "_late", [])
+    flag_checks.check_unvalidated(build({}))

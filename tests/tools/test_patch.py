@@ -128,8 +128,6 @@ def test_real_checkouts(tmp_path):
         original = (root / SCRIPT).read_bytes()
         assert command.main(["--check", str(root)]) == 1, checkout
         line = original.decode().splitlines().index("import torch") + 1
-        if (root / "mindspeed_llm").is_dir():
-            line += 1
         (tree,) = [t for t in TREES if t.line == line]
         git_apply(root, tree.diff)
         by_git = (root / SCRIPT).read_bytes()

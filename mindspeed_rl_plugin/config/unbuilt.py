@@ -1,0 +1,61 @@
+"""Families of models that upstream trains and RL does not know: by which argument one is recognised, and what it has.
+
+They are refused by name before Megatron and MindSpeed validate anything, whose own words are about single flags.
+What each would take: docs/bring-your-model.md.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+# Name -> what the families of the engine's table do not have.
+_GEMMA = "norms that are stored minus one and stand behind its blocks too, GELU, capped logits, windows of attention"
+_DELTA = "gated delta nets instead of attention in most layers"
+_SPARSE = "an indexer that chooses the keys of each query"
+_HYBRID = "state space layers instead of attention"
+_SPECS = {
+    "gemma2_spec": ("Gemma 2", _GEMMA),
+    "phi35_moe_spec": ("Phi-3.5-MoE", "LayerNorm, biases in attention, a router with noise"),
+    "plm_spec": ("PLM", "multi-latent attention without experts, squared ReLU"),
+    "longcat_spec": ("LongCat-Flash", "two attentions in a layer, experts that do nothing"),
+    "qwen3_next_spec": ("Qwen3-Next", _DELTA),
+    "deepseek4_spec": ("DeepSeek-V4", "compressed keys, several residual streams, experts chosen by token id"),
+    "grok_spec": ("Grok 1", "four norms in a layer, GELU, scaled embeddings"),
+    "hunyuan_spec": ("Hunyuan-Large", "keys that layers share"),
+    "minicpm_spec": ("MiniCPM", "scaled embeddings, residuals and logits"),
+    "mamba_spec": ("Mamba 2", _HYBRID),
+}
+_FLAGS: dict[str, dict[Any, tuple[str, str]]] = {
+    "enable_dsa_indexer": {True: ("DeepSeek-V3.2 or GLM-5", _SPARSE)},
+    "experimental_attention_variant": {"dsa": ("DeepSeek-V3.2", _SPARSE), "gated_delta_net": ("Qwen3-Next", _DELTA)},
+    "rope_scaling_type": {
+        "longrope": ("Phi-3.5", "rotary embeddings whose frequencies depend on the length"),
+        "plm": ("PLM", "a rotary scaling of its own"),
+    },
+}
+_GPT3 = ("GPT-3", "learned positions, LayerNorm and an MLP without gate")
+_GPT3_FLAGS = {"position_embedding_type": "learned_absolute", "normalization": "LayerNorm", "swiglu": False}
+
+
+def unbuilt_family(args: Any) -> str | None:
+    """The refusal of a family that RL does not know; None for all others. args: Megatron's, validated or not."""
+    for name, families in _FLAGS.items():
+        value = getattr(args, name, None)
+        if value in families:
+            flag = "--" + name.replace("_", "-")
+            return _refusal(flag if value is True else f"{flag} {value}", *families[value])
+    spec = getattr(args, "spec", None) or ()
+    for module, family in _SPECS.items():
+        if any(part.rpartition(".")[2] == module for part in spec):
+            return _refusal(f"--spec {' '.join(spec)}", *family)
+    if all(getattr(args, name, None) == value for name, value in _GPT3_FLAGS.items()):
+        given = "without --position-embedding-type rope, --normalization RMSNorm and --swiglu"
+        return _refusal(given, *_GPT3)
+    return None
+
+
+def _refusal(given: str, name: str, has: str) -> str:
+    return (
+        f"{given}: {name} is no family that RL knows ({has}); train one of docs/bring-your-model.md, which also says "
+        "what this one would take"
+    )
