@@ -1,8 +1,8 @@
 """The import line: `import mindspeed_rl_plugin.adaptor` attaches RL to a Megatron entry script.
 
 Put it before `import mindspeed.megatron_adaptor` where that is used, which reads flags that RL takes
-over. It registers the flags and applies the patch table; without `--rl-algorithm` on the command line nothing changes. Harmless when
-the runner or a patch from `patches/` has attached already.
+over. It registers the flags and applies the patch table; without `--rl-algorithm` on the command line
+nothing changes. Harmless when the runner or a patch from `patches/` has attached already.
 """
 
 from mindspeed_rl_plugin import host
