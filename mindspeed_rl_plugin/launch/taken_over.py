@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from mindspeed_rl_plugin.config.verdicts import IN_SAMPLES, TAKEN_OVER
+from mindspeed_rl_plugin.config.verdicts import IN_SAMPLES, TAKEN_OVER, untested
 
 # By which MindSpeed chooses patches. Its own `repatch` does not bring back what it found: names that its modules hold
 # by value keep another patch's function.
@@ -45,7 +45,8 @@ def from_command_line(read_by: str = "") -> None:
 
 
 def take_over(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The command line without what RL takes over, and a line for each reason. Without --rl-algorithm: as it is."""
+    """The command line without what RL takes over, and a line for each reason, and for flags that nothing shows.
+    Without --rl-algorithm: as it is."""
     if "--rl-algorithm" not in _names(argv):
         return list(argv), []
     words, said = _in_iterations(_words(argv))
@@ -54,6 +55,8 @@ def take_over(argv: Sequence[str]) -> tuple[list[str], list[str]]:
         if taken:
             words = [word for word in words if word not in taken]
             said.append(f"{' '.join(dict.fromkeys(word.flag for word in taken))}: {reason}")
+    if unshown := untested(word.flag for word in words):
+        said.append(f"{' '.join(unshown)}: untested, no test or script of RL's uses it; compare a short run without it")
     return [token for word in words for token in word.tokens], said
 
 

@@ -47,6 +47,9 @@ result = {
     "help": parsers[0].format_help(),
     "flags": [s for a in mine for s in a.option_strings],
     "dests": [a.dest for a in mine],
+    "actions": [
+        [a.option_strings, a.dest, getattr(a.container, "title", None)] for a in parsers[0]._actions if a not in mine
+    ],
     "other_dests": [a.dest for a in parsers[0]._actions if a not in mine],
     "errors": errors,
 }

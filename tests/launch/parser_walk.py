@@ -25,15 +25,20 @@ class Anything(type):
         return cls
 
 
+class Module(types.ModuleType):
+    def __getattr__(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return Anything(name, (), {})
+
+
 class StandIn(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def find_spec(self, name, path=None, target=None):
         absent = name.partition(".")[0] in ABSENT
         return importlib.machinery.ModuleSpec(name, self, is_package=True) if absent else None
 
     def create_module(self, spec):
-        module = types.ModuleType(spec.name)
-        module.__getattr__ = lambda name: Anything(name, (), {})
-        return module
+        return Module(spec.name)
 
     def exec_module(self, module):
         module.__path__ = []

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from mindspeed_rl_plugin.config import RLConfig, flag_names
+from mindspeed_rl_plugin.config.verdicts import verdict
 
 HERE = Path(__file__).parent
 RECORD = json.loads((HERE / "upstream_rl_names.json").read_text())["trees"]
@@ -66,6 +67,11 @@ def test_help_shows_the_groups(parsed):
         assert flag in parsed["help"], flag
     text = " ".join(parsed["help"].split())
     assert "responses sampled for each prompt, the group size N [responses]; at least 1 (default: 8)" in text
+
+
+def test_every_flag_of_the_installed_megatron_has_a_verdict(parsed):
+    """Other versions, MindSpeed and MindSpeed-LLM: test_verdicts.py."""
+    assert len(parsed["actions"]) > 500 and [row for row in parsed["actions"] if verdict(*row) is None] == []
 
 
 def test_no_help_has_a_seam():

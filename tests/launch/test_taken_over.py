@@ -23,6 +23,7 @@ SAMPLES = "--train-samples 1000 --lr-decay-samples 900 --lr-warmup-samples 39"
         ("--prompt-type qwen3 --enable-thinking true", "", "--prompt-type --enable-thinking: prompts are rendered"),
         ("--disable-gloo-group", "", "--disable-gloo-group: off"),
         ("--moe-fb-overlap --moe-grouped-gemm", "--moe-grouped-gemm", "--moe-fb-overlap: off"),
+        ("--ema-decay 0.9 --lr 1", "--ema-decay 0.9 --lr 1", "--ema-decay: untested"),
         (SAMPLES, SAMPLES, ""),  # how many samples a step has is not known
         (f"{SAMPLES} --train-iters 3 --global-batch-size 4", f"{SAMPLES} --train-iters 3 --global-batch-size 4", ""),
         (

@@ -1,0 +1,100 @@
+"""The table of verdicts against the real parsers: every flag has one, and no verdict names a flag that nobody has.
+
+The checkouts come from MEGATRON_LM_PATH, MINDSPEED_PATH and MINDSPEED_LLM_PATH, each with colons between several; the
+first MindSpeed goes with the first MindSpeed-LLM. The installed Megatron's parser is walked by test_flags.py.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+import pytest
+
+from mindspeed_rl_plugin.config import verdicts
+from mindspeed_rl_plugin.config.upstream import UPSTREAM
+from mindspeed_rl_plugin.config.verdicts import verdict
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+ADAPTORS = ("mindspeed.megatron_adaptor", "mindspeed_llm.tasks.megatron_adaptor_v2")
+
+
+@pytest.mark.parametrize(("where", "flags"), verdicts.SUPPORTED.items())
+def test_what_is_supported_is_used_where_the_table_says(where, flags):
+    text = (ROOT / where).read_text()
+    names = {flag: flag.removeprefix("--").replace("-", "_") for flag in flags.split()}
+    assert [flag for flag, name in names.items() if flag not in text and f"{name}=" not in text] == []
+
+
+def test_no_flag_has_two_verdicts_of_one_table():
+    taken = " ".join(verdicts.TAKEN_OVER.values()).split()
+    supported = " ".join(verdicts.SUPPORTED.values()).split()
+    for flags in (taken, supported, verdicts.UNTESTED.split(), " ".join(verdicts.NEUTRAL.values()).split()):
+        assert [flag for flag, times in Counter(flags).items() if times > 1] == []
+    assert not set(taken) & set(supported)
+
+
+@pytest.mark.parametrize(
+    ("argument", "expected"),
+    [
+        ((["--fp16"], "fp16", "mixed precision"), "refused"),
+        ((["--mock-data"], "mock_data", "data and dataloader"), "taken over"),
+        ((["--num-layers"], "num_layers", "network size"), "supported"),
+        ((["--recompute-activations"], "recompute_activations", "training"), "neutral"),
+        ((["--dino-freeze-last-layer"], "dino_freeze_last_layer", "vision"), "neutral"),
+        ((["--ema-decay"], "ema_decay", "optimizer_selection"), "untested"),
+        ((["--brand-new"], "brand_new", "training"), None),
+        ((["--brand-new"], "brand_new", None), None),
+    ],
+)
+def test_which_table_answers(argument, expected):
+    assert (verdict(*argument) or (None,))[0] == expected
+
+
+def platforms():
+    """Name -> folders and adaptor of every platform that the checkouts make."""
+    megatrons, *mindspeeds = (
+        list(filter(None, os.environ.get(name, "").split(":")))
+        for name in ("MEGATRON_LM_PATH", "MINDSPEED_PATH", "MINDSPEED_LLM_PATH")
+    )
+    old = next((m for m in megatrons if "MINOR = 12" in Path(m, "megatron/core/package_info.py").read_text()), None)
+    for megatron in megatrons:
+        yield [megatron]
+    for mindspeed, llm in zip(*mindspeeds, strict=True):
+        yield [mindspeed, old, ADAPTORS[0]]
+        yield [llm, mindspeed, old, ADAPTORS[1]]
+
+
+def walk(folders):
+    """Rows of the parser of a platform, without ours."""
+    path = [str(ROOT), *(f for f in folders if f not in ADAPTORS), os.environ.get("PYTHONPATH", "")]
+    done = subprocess.run(
+        [sys.executable, str(HERE / "parser_walk.py"), *(f for f in folders if f in ADAPTORS)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert "\nRESULT " in done.stdout, done.stderr[-4000:]
+    rows = json.loads(done.stdout.rpartition("RESULT ")[2])
+    return [row for row in rows if not (row[2] or "").startswith("reinforcement learning")]
+
+
+@pytest.mark.upstream
+@pytest.mark.slow
+def test_every_flag_has_a_verdict_and_every_verdict_a_flag():
+    rows = {" ".join(folders): walk(folders) for folders in platforms()}
+    assert len(rows) >= 5, "fewer checkouts than versions that the table is about"
+    for platform, flags in rows.items():
+        assert len(flags) > 500 and [row for row in flags if verdict(*row) is None] == [], platform
+    flags = {flag for platform in rows.values() for names, *_ in platform for flag in names}
+    attributes = {attribute for platform in rows.values() for _, attribute, _ in platform}
+    groups = {group for platform in rows.values() for *_, group in platform}
+    named = (row for row in verdicts.rows() if not any(fnmatchcase(flag, row) for flag in flags))
+    assert list(named) == []
+    assert [row.name for row in UPSTREAM if row.name not in attributes] == []
+    assert [group for titles in verdicts.NEUTRAL_GROUPS.values() for group in titles if group not in groups] == []
