@@ -16,6 +16,7 @@ pytestmark = [pytest.mark.upstream, pytest.mark.slow]
 
 CHECKOUTS = [Path(p) for p in os.environ.get("MEGATRON_LM_PATH", "").split(os.pathsep) if p]
 MINDSPEED = os.environ.get("MINDSPEED_PATH")
+MINDSPEED_LLM = os.environ.get("MINDSPEED_LLM_PATH")
 PACKED = ("--use-flash-attn", "--rl-pack-sequences", "--rl-max-tokens-per-microbatch", "48")
 ULYSSES = ("--use-flash-attn", "--context-parallel-size", "2", "--context-parallel-algo", "ulysses_cp_algo")
 LAYOUT = ("--train-iters", "3", "--tensor-model-parallel-size", "2", "--rl-generate-tp", "2", "--mock-data")
@@ -77,6 +78,28 @@ def test_mindspeeds_ulysses_agrees_with_the_engine(job, tmp_path):
     assert {name: two[name] for name in ("loss", "grad_norm", "entropy", "trained/tokens")} == pytest.approx(
         {name: one[name] for name in ("loss", "grad_norm", "entropy", "trained/tokens")}, rel=1e-4, abs=1e-7
     )
+
+
+@pytest.mark.skipif(None in (MINDSPEED, MINDSPEED_LLM), reason="MINDSPEED_PATH or MINDSPEED_LLM_PATH is not set")
+def test_fine_tuning_of_mindspeed_llm(job, arithmetic):
+    """Its `posttrain_gpt.py --stage sft` with a trainer and a data set of its own, which RL replaces; cut and resumed.
+    Flags that only its data set reads stand in the command line as its launch scripts have them."""
+    checkout = next(c for c in CHECKOUTS if core_version(c)[:2] == (0, 12))
+    llm, mindspeed = (path.split(os.pathsep)[0] for path in (MINDSPEED_LLM, MINDSPEED))
+    flags = ("--stage", "sft", "--finetune", "--is-instruction-dataset", "--prompt-type", "qwen", "--no-shared-storage")
+    flags += ("--reset-attention-mask", "--neat-pack", "--padded-samples", "--data-path", "nowhere", "--split", "1,0,0")
+    flags += ("--tokenizer-type", "PretrainedFromHF", "--tokenizer-name-or-path", str(arithmetic / "tokenizer"))
+    flags += ("--use-mcore-models", "--make-vocab-size-divisible-by", "1", "--use-flash-attn")
+    layout = [word for word in LAYOUT if word != "--mock-data"]
+    end = ("--save-interval", "1", "--exit-interval", "2")
+    run = job(*layout, *flags, *end, script=Path(llm, "posttrain_gpt.py"), path=[Path(llm), Path(mindspeed), checkout])
+    first = run.run(400)
+    for taken in ("--reset-attention-mask --neat-pack: a row", "--prompt-type: prompts are", "no pretraining or fine-"):
+        assert first.log.count(taken) == 1
+    run.extra = run.extra[:-2]
+    result = run.run(400)
+    check(result)
+    assert "training resumes from" in result.log and "at iteration 2, optimizer and RL state included" in result.log
 
 
 @pytest.mark.parametrize("checkout", CHECKOUTS, ids=lambda p: p.name)

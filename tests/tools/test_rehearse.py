@@ -19,7 +19,7 @@ from mindspeed_rl_plugin.launch.start_decision import decide
 from mindspeed_rl_plugin.tools.rehearse import outcome
 from mindspeed_rl_plugin.tools.rehearse.capture import Done, Launch
 from mindspeed_rl_plugin.tools.rehearse.command_line import Flags
-from mindspeed_rl_plugin.tools.rehearse.entry_script import Entry, find_entry
+from mindspeed_rl_plugin.tools.rehearse.entry_script import Entry, find_entry, pretraining
 from mindspeed_rl_plugin.tools.rehearse.outcome import tail
 from mindspeed_rl_plugin.tools.rehearse.shrink import remove_unavailable, replace_mindspeed_llm, shrink
 from mindspeed_rl_plugin.tools.rehearse.substitutes import substitute
@@ -81,6 +81,15 @@ def test_a_checkout_that_is_not_there_is_refused(name, tmp_path, monkeypatch):
     monkeypatch.setenv(name, f"{tmp_path}{os.pathsep}{tmp_path / 'gone'}")
     with pytest.raises(ValueError, match=f"{name}={tmp_path / 'gone'} "):
         find_entry(Launch(SCRIPT, (), 8, 1, tmp_path, {}, {}, (), 1), DENSE, tmp_path)
+
+
+def test_the_checkpoint_that_fine_tuning_loads_is_made_by_pretraining(tmp_path):
+    tuning, plain = (written(tmp_path / name, "") for name in ("posttrain_gpt.py", SCRIPT))
+    words = "--stage sft --neat-pack --reset-attention-mask --prompt-type qwen3 --mock-data --lr 1"
+    for script, kept in ((tuning, "--mock-data --lr 1"), (plain, words), (tmp_path / "own.py", words)):
+        flags = Flags.parse(words.split())
+        assert pretraining(script, flags) == (plain if script == tuning else script)
+        assert " ".join(flags.argv()) == kept
 
 
 def test_skipped_commands_are_shown(tmp_path):

@@ -10,12 +10,14 @@ from dataclasses import dataclass
 from importlib.machinery import PathFinder
 from pathlib import Path
 
+from mindspeed_rl_plugin.config.verdicts import TAKEN_OVER
 from mindspeed_rl_plugin.tools.patch import core_version
 from mindspeed_rl_plugin.tools.rehearse.capture import Launch
+from mindspeed_rl_plugin.tools.rehearse.command_line import Flags
 
 MINDSPEED_CORE = (0, 12)  # the core that MindSpeed 2.x patches
 ROOT = Path(__file__).resolve().parents[3]
-_PLAIN = "pretrain_gpt.py"
+_PLAIN, _FINE_TUNING = "pretrain_gpt.py", "posttrain_gpt.py"
 _UNDER_MINDSPEED = """import runpy
 import sys
 
@@ -83,6 +85,16 @@ def find_entry(launch: Launch, launch_script: Path, scratch: Path) -> Entry:
     if not script.is_file():
         raise ValueError(f"{why}, nor is {script}; set MEGATRON_LM_PATH to a Megatron-LM checkout")
     return Entry(script, [*megatrons[:1], *extra], f"{why}: rehearsed on plain Megatron instead, with {script}")
+
+
+def pretraining(script: Path, flags: Flags) -> Path:
+    """The script that pretrains where this one fine-tunes, whose own flags are taken out; else this one."""
+    beside = script.with_name(_PLAIN)
+    if script.name != _FINE_TUNING or not beside.is_file():
+        return script
+    theirs = {flag for row in TAKEN_OVER.values() for flag in row.split()} - {"--mock-data", "--split"}
+    flags.apply("of fine-tuning", " ".join(("--stage", *(flag for flag in theirs if "=" not in flag))))
+    return beside
 
 
 def _importable(package: str, folders: Sequence[Path]) -> bool:

@@ -24,7 +24,7 @@ from pathlib import Path
 from mindspeed_rl_plugin.tools.rehearse import accept, outcome
 from mindspeed_rl_plugin.tools.rehearse.capture import Done, Launch, capture, run
 from mindspeed_rl_plugin.tools.rehearse.command_line import Flags
-from mindspeed_rl_plugin.tools.rehearse.entry_script import ROOT, Entry, find_entry
+from mindspeed_rl_plugin.tools.rehearse.entry_script import ROOT, Entry, find_entry, pretraining
 from mindspeed_rl_plugin.tools.rehearse.shrink import remove_unavailable, replace_mindspeed_llm, shrink
 from mindspeed_rl_plugin.tools.rehearse.substitutes import substitute
 
@@ -121,8 +121,9 @@ class _Rehearsal:
                 flags.set(name, 2 * flags.number(name, 1), why="one iteration after the checkpoint's")
             first = Flags({f: v for f, v in flags.values.items() if not f.startswith("--rl-") and f != "--load"})
             first.apply("", "--save={0} --save-interval=1 --exit-interval=1", flags.get("--load"))
-            what = f"a checkpoint to load, made by the same script{' without RL' if rl else ''}"
-            if not self._show(what, self._train("checkpoint", first), True):
+            script = pretraining(self.entry.script, first)
+            what = f"a checkpoint to load, made by {script.name}{' without RL' if rl else ''}"
+            if not self._show(what, self._train("checkpoint", first, script), True):
                 return False
         done = self._train("training", flags)
         what = f"one RL iteration ({flags.get('--rl-algorithm')})" if rl else "one pretraining iteration"
@@ -140,10 +141,12 @@ class _Rehearsal:
             print(outcome.tail(done))
         return done.ok
 
-    def _train(self, name: str, flags: Flags) -> Done:
-        """The entry script on a few processes, through the runner."""
+    def _train(self, name: str, flags: Flags, script: Path | None = None) -> Done:
+        """The entry script, or another, on a few processes, through the runner."""
         torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={self.options.ranks}"]
-        return self._run(name, [*torchrun, "-m", "mindspeed_rl_plugin", str(self.entry.script), *flags.argv()])
+        return self._run(
+            name, [*torchrun, "-m", "mindspeed_rl_plugin", str(script or self.entry.script), *flags.argv()]
+        )
 
     def _run(self, name: str, arguments: list[str], **more: object) -> Done:
         env = {"OMP_NUM_THREADS": "1"} | {k: v for k, v in self.launch.env.items() if k not in _LAUNCHER}
