@@ -39,15 +39,15 @@ _GPT3_FLAGS = {"position_embedding_type": "learned_absolute", "normalization": "
 
 def unbuilt_family(args: Any) -> str | None:
     """The refusal of a family that RL does not know; None for all others. args: Megatron's, validated or not."""
+    spec = getattr(args, "spec", None) or ()
+    for module, family in _SPECS.items():
+        if any(part.rpartition(".")[2] == module for part in spec):
+            return _refusal(f"--spec {' '.join(spec)}", *family)
     for name, families in _FLAGS.items():
         value = getattr(args, name, None)
         if value in families:
             flag = "--" + name.replace("_", "-")
             return _refusal(flag if value is True else f"{flag} {value}", *families[value])
-    spec = getattr(args, "spec", None) or ()
-    for module, family in _SPECS.items():
-        if any(part.rpartition(".")[2] == module for part in spec):
-            return _refusal(f"--spec {' '.join(spec)}", *family)
     if all(getattr(args, name, None) == value for name, value in _GPT3_FLAGS.items()):
         given = "without --position-embedding-type rope, --normalization RMSNorm and --swiglu"
         return _refusal(given, *_GPT3)

@@ -74,7 +74,7 @@ SUPPORTED = {
     """,
     "tests/loop/test_resume_loop.py": "--save-interval --tensorboard-dir",
     "tests/loop/test_trackers.py": "--wandb-project --wandb-exp-name --wandb-save-dir",
-    "tests/loop/test_upstream.py": "--context-parallel-algo --use-flash-attn",
+    "tests/loop/test_upstream.py": "--context-parallel-algo --use-flash-attn --stage",
     "tests/launch/test_start_processes.py": "--train-iters --tensor-model-parallel-size",
     "tests/launch/test_start_decision.py": "--ckpt-step",
     "tests/launch/test_launch_order.py": "--override-opt_param-scheduler --use-checkpoint-opt_param-scheduler",
@@ -254,14 +254,14 @@ def rows() -> dict[str, tuple[str, str]]:
 def verdict(flags: Sequence[str], attribute: str, group: str | None) -> tuple[str, str] | None:
     """Verdict and reason of an argument of upstream's parser; None where the table has none.
 
-    flags: how it is spelt; group: title of its group. Values decide whether a refused one is refused.
+    flags: how it is spelt; group: title of its group. What is supported or taken over may be refused with other values.
     """
-    if row := next((row for row in UPSTREAM if row.name == attribute), None):
-        return "refused", row.why
-    table = rows()
-    for pattern in (*flags, *table):
-        if pattern in table and any(fnmatchcase(flag, pattern) for flag in flags):
-            return table[pattern]
+    table, refused = rows(), next((row for row in UPSTREAM if row.name == attribute), None)
+    pattern = next((p for p in (*flags, *table) if p in table and any(fnmatchcase(flag, p) for flag in flags)), None)
+    if refused and (pattern is None or table[pattern][0] not in ("taken over", "supported")):
+        return "refused", refused.why
+    if pattern:
+        return table[pattern]
     return next((("neutral", why) for why, titles in NEUTRAL_GROUPS.items() if group in titles), None)
 
 

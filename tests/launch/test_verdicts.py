@@ -45,6 +45,7 @@ def test_no_flag_has_two_verdicts_of_one_table():
         ((["--fp16"], "fp16", "mixed precision"), "refused"),
         ((["--mock-data"], "mock_data", "data and dataloader"), "taken over"),
         ((["--num-layers"], "num_layers", "network size"), "supported"),
+        ((["--stage"], "stage", "megatron_basic"), "supported"),
         ((["--recompute-activations"], "recompute_activations", "training"), "neutral"),
         ((["--dino-freeze-last-layer"], "dino_freeze_last_layer", "vision"), "neutral"),
         ((["--ema-decay"], "ema_decay", "optimizer_selection"), "untested"),
