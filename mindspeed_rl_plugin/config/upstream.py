@@ -143,7 +143,7 @@ OWN_RL = (
 UPSTREAM: tuple[UpstreamFlag, ...] = (
     *_rows(
         RUN,
-        (_DROPOUT, "hidden_dropout attention_dropout lora_dropout"),
+        (_DROPOUT, "hidden_dropout attention_dropout"),
         # What replaces parts of the training loop that the plugin relies on.
         ("MindSpeed then replaces train_step by one of its own; remove it", "async_log_allreduce"),
         ("weights and fp32 copies then share memory, swap cannot follow; remove it", "reuse_fp32_param"),
@@ -203,7 +203,7 @@ UPSTREAM: tuple[UpstreamFlag, ...] = (
             "rmsnorm_weight_in_fp32 init_norm_weight_in_fp32",
         ),
         (_PLAIN, "attn_logit_softcapping"),
-        (_PLAIN, "sliding_window interleave_sliding_window window_size softmax_scale query_pre_attn_scalar", (None,)),
+        (_PLAIN, "sliding_window interleave_sliding_window window_size query_pre_attn_scalar", (None,)),
         (_PLAIN, "softmax_type", ("vanilla", None)),
         (_HYBRID, "is_hybrid_model hybrid_layer_pattern"),
         (_ALIKE, "heterogeneous_layers_config_path heterogeneous_layers_config_encoded_json"),

@@ -209,7 +209,7 @@ NEUTRAL_GROUPS = {
         *("biencoder", "vision", "retro", "mamba", "mhc", "dsa_indexer", "DeepSeek-V4 CSA/HCA attention"),
         *("qwen3 next attention", "module_feature", "tp_2d", "experimental_attention_variant"),
     ),
-    "another spelling, which upstream itself maps or refuses": ("deprecated_args", "options", "optional arguments"),
+    "another spelling, which upstream itself maps or refuses": ("deprecated_args", "options"),
 }
 # With values that a check refuses, beside those of `config.upstream`.
 _CHECKED = {

@@ -98,5 +98,6 @@ def test_every_flag_has_a_verdict_and_every_verdict_a_flag():
     groups = {group for platform in rows.values() for *_, group in platform}
     named = (row for row in verdicts.rows() if not any(fnmatchcase(flag, row) for flag in flags))
     assert list(named) == []
+    attributes |= {"gtp_weight_remat_size"}  # made of --tensor-parallel-num-weight-shards while that is validated
     assert [row.name for row in UPSTREAM if row.name not in attributes] == []
     assert [group for titles in verdicts.NEUTRAL_GROUPS.values() for group in titles if group not in groups] == []
