@@ -94,6 +94,7 @@ _DOCUMENT = "one RL sequence is one document, there is nothing to reset at an en
 _BUFFERS = "weights move to the engine through Megatron's DDP buffers; use --use-distributed-optimizer instead"
 _GRAPH = "a captured graph keeps addresses that the swap to host memory frees; remove it"
 _WHOLE_HEAD = "the model families of the engine rotate the whole head; leave it out"
+_MOVING = ("enable_expert_placement balanced_moe_experts",)
 _STAGE = ("stage", (None, "sft"))
 _ALIKE = "all layers must be alike; leave it out"
 
@@ -152,7 +153,9 @@ UPSTREAM: tuple[UpstreamFlag, ...] = (
         ("the engine does not survive it; let torchrun restart the job", "inprocess_restart"),
         ("this is Megatron's own RL; use either that or --rl-algorithm", "perform_rl_step"),
         ("RL is training; remove it", "skip_train"),
-        (_LOOP, "sft enable_high_availability layerwise_disaggregated_training"),
+        (_LOOP, "sft enable_high_availability layerwise_disaggregated_training auto_settings dist_train"),
+        ("what it saves at a failure has no RL state; remove it", "ttp_enabled"),
+        ("experts then change ranks, and the engine would get others; remove it", *_MOVING),
         ("it trains in a loop of its own; give --rl-algorithm (dpo for --stage dpo) and --stage sft or none", *_STAGE),
         ("the loss is RL's own and takes no chunks; leave it out", "loss_compute_mode", ("default", None)),
         # Batch sizes and lengths of the run.
@@ -212,7 +215,6 @@ UPSTREAM: tuple[UpstreamFlag, ...] = (
         (_NONE, "activation_func_clamp_value fc_type", (None,)),
         (_NONE, "rotary_seq_len_interpolation_factor", (None, 1)),
         # The same, of MindSpeed and MindSpeed-LLM.
-        ("N-D matmul is not supported; leave it out", "use_nd_matmul"),
         (_NONE, "post_norm no_post_layer_norm add_dense_bias add_output_layer_bias input_embeds_norm"),
         (_NONE, "output_logit_softcapping scale_depth dim_model_base add_rmsnorm_offset share_kvstates"),
         (_NONE, "embedding_multiplier_scale output_multiplier_scale", (1.0, None)),

@@ -114,7 +114,7 @@ NEUTRAL = {
         --disable-jit-fuser --attention-softmax-in-fp32 --flash-attention-version --megatron-cp-in-bnsd
         --use-fused-ring-attention-update --use-cp-send-recv-overlap --cp-window-size --ulysses-degree-in-cp
         --kv-head-repeat-before-uly-alltoall --cp-comm-type --hierarchical-context-parallel-sizes
-        --use-fused-moe-token-permute-and-unpermute --use-ascend-* --coc-* --tp-comm-* --disable-tp-comm-*
+        --use-fused-moe-token-permute-and-unpermute --use-ascend-* --coc-* --tp-comm-* --disable-tp-comm-* --aiqos*
         --no-overlap-p2p-communication --overlap-p2p-communication-warmup-flush
         --microbatch-group-size-per-virtual-pipeline-stage --no-scatter-gather-tensors-in-pipeline
         --use-ring-exchange-p2p --pipeline-model-parallel-comm-backend --use-tp-pp-dp-mapping
@@ -173,18 +173,21 @@ NEUTRAL = {
         --onnx-safe --retriever-seq-length --mask-prob --short-seq-prob --mrope-section --window-attn-skip-freq
         --alibi-* --square-alibi-mask --fill-neg-inf --linear-* --dsa-* --disable-dsa-* --mamba-* --disable-mamba-*
         --hybrid-* --mup-* --long-* --short-* --longrope-freqs-type --low-freq-factor --high-freq-factor
-        --swiglu-limit --enable-mla-* --use-sparse-flash-attn --num-zero-experts --n-hash-layers
-        --no-enable-linear-qkv --shared-expert-gate-output-dimension
+        --swiglu-limit --enable-mla-* --use-sparse-flash-attn --num-zero-experts --n-hash-layers --use-dsa-absorb
+        --use-fused-lightning-indexer* --use-fused-sparse-flash-attention --no-enable-linear-qkv
+        --shared-expert-gate-output-dimension
     """,
     "Megatron's own inference, which RL does not use": """
         --inference-* --flash-decode --nccl-all-reduce-for-prefill --mlp-chunks-for-prefill
     """,
     "read only with a flag that is refused": """
-        --fp8-* --fp4-* --no-fp8-wgrad --disable-fp8-wgrad --first-last-layers-bf16 --num-layers-at-*-in-bf16
-        --keep-fp8-* --fsdp* --megatron-fsdp-* --torch-fsdp2-* --data-parallel-sharding-strategy
-        --outer-dp-sharding-strategy --enable-full-sharding-in-hsdp --init-model-with-meta-device --cuda-graph-*
-        --moe-upcycling-granularity --moe-token-drop-policy --moe-pad-expert-input-to-capacity --ckpt-convert-*
-        --non-persistent-* --symmetric-ar-type --disable-symmetric-registration --tensor-parallel-num-weight-shards
+        --adaptive-cp-* --attention-mask-on-cpu --*balanced-moe-* --*hot-expert-* --*expert-placement*
+        --print-expert-load --ttp-* --layerzero-config --fp8-* --fp4-* --no-fp8-wgrad --disable-fp8-wgrad
+        --first-last-layers-bf16 --num-layers-at-*-in-bf16 --keep-fp8-* --fsdp* --megatron-fsdp-* --torch-fsdp2-*
+        --data-parallel-sharding-strategy --outer-dp-sharding-strategy --enable-full-sharding-in-hsdp
+        --init-model-with-meta-device --cuda-graph-* --moe-upcycling-granularity --moe-token-drop-policy
+        --moe-pad-expert-input-to-capacity --ckpt-convert-* --non-persistent-* --symmetric-ar-type
+        --disable-symmetric-registration --tensor-parallel-num-weight-shards
         --expert-tensor-parallel-num-weight-shards --optimizer-cuda-graph --disable-strict-fsdp-* --moe-paged-stash*
         --reuse-grad-buf-for-mxfp8-param-ag
     """,
@@ -201,15 +204,27 @@ NEUTRAL_GROUPS = {
     "names the tokenizer, or is of Megatron's own": ("tokenizer", "tokenizer_type"),
     "logs, profiles or watches": (
         *("logging", "profiling", "straggler", "workload inspector", "one logger", "ft_package", "autoresume"),
-        *("config logger", "npu_datadump", "fault injector", "msc"),
+        *("config logger", "npu_datadump", "fault injector", "msc", "op_cal_tflops"),
     ),
     "Megatron's own inference, which RL does not use": ("inference",),
-    "another training mode": ("dpo", "lora", "lulora", "In-process restart", "high_availability", "u_shaped_split"),
+    "another training mode": (
+        "dpo",
+        "lora",
+        "lulora",
+        "In-process restart",
+        "high_availability",
+        "u_shaped_split",
+        "auto_settings",
+    ),
     _FAMILIES: (
         *("biencoder", "vision", "retro", "mamba", "mhc", "dsa_indexer", "DeepSeek-V4 CSA/HCA attention"),
         *("qwen3 next attention", "module_feature", "tp_2d", "experimental_attention_variant"),
     ),
-    "another spelling, which upstream itself maps or refuses": ("deprecated_args", "options"),
+    "another spelling, which upstream itself maps or refuses": (
+        "deprecated_args",
+        "options",
+        "multi head latent attention",
+    ),
 }
 # With values that a check refuses, beside those of `config.upstream`.
 _CHECKED = {
@@ -219,6 +234,8 @@ _CHECKED = {
 }
 # Nothing in the tests or scripts uses them under RL.
 UNTESTED = """
+    --unaligned-linear --use-multiparameter-pipeline-model-parallel --param-and-grad-buffer-pad
+    --reset-bucket-group-order --swap-layer-input --compress-dense --compress-activation --compress-optimizer
     --swap-optimizer --swap-optimizer-times --smart-swap --ema-decay --virtual-optimizer --quant-* --qat-scheme
     --optimizer-*offload* --use-torch-optimizer-for-cpu-offload --overlap-cpu-optimizer-d2h-h2d --no-pin-cpu-*
     --use-precision-aware-optimizer --main-*-dtype --exp-avg-*dtype --no-use-layer-wise-param-layout
