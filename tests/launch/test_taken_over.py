@@ -1,6 +1,10 @@
 """What RL takes over from a command line of pretraining: before and after, and under MindSpeed its patches."""
 
+import json
+import os
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -63,3 +67,42 @@ def test_what_mindspeed_read_before_is_refused(build, monkeypatch):
     assert flags == ["--reset-attention-mask", "--moe-fb-overlap"]
     monkeypatch.setattr(taken_over, "_late", [])
     flag_checks.check_unvalidated(build({}))
+
+
+ADAPTOR = """
+import json, os, sys
+from mindspeed_rl_plugin import host
+os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
+host.activate_if_needed(announce=False)
+order = sys.argv.pop(1)
+if order == "before":
+    import mindspeed_rl_plugin.adaptor
+from mindspeed_llm import megatron_adaptor
+if order == "after":
+    import mindspeed_rl_plugin.adaptor
+from mindspeed.patch_utils import MindSpeedPatchesManager
+from mindspeed_rl_plugin.launch import taken_over
+patches = MindSpeedPatchesManager.patches_info.items()
+functions = [(name, f) for name, patch in patches for f in (patch.patch_func, *patch.wrappers)]
+of_it = [name for name, f in functions if "reset_attention_mask" in str(getattr(f, "__module__", ""))]
+print("\\nRESULT " + json.dumps([len(of_it), taken_over.problems()]), flush=True)
+os._exit(0)
+"""
+
+
+@pytest.mark.upstream
+@pytest.mark.slow
+@pytest.mark.parametrize("order", ["never", "before", "after"])
+def test_mindspeed_patches_nothing_for_what_was_taken_over(order):
+    """Its adaptor reads the command line while it is imported; what came too late is refused."""
+    first = (os.environ.get(name, "").split(":")[0] for name in ("MINDSPEED_LLM_PATH", "MINDSPEED_PATH"))
+    megatrons = os.environ["MEGATRON_LM_PATH"].split(":")
+    old = next(m for m in megatrons if "MINOR = 12" in Path(m, "megatron/core/package_info.py").read_text())
+    path = os.pathsep.join((*first, old, str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")))
+    command = [sys.executable, "-c", ADAPTOR, order, "--reset-attention-mask", "--transformer-impl", "local", *RL]
+    env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
+    assert "\nRESULT " in done.stdout, done.stderr[-4000:]
+    patches, problems = json.loads(done.stdout.rpartition("RESULT ")[2])
+    assert (patches > 0) == (order != "before")
+    assert [line.partition(":")[0] for line in problems] == ["--reset-attention-mask"] * (order == "after")
