@@ -32,10 +32,13 @@ def problems() -> list[str]:
 
 
 def from_command_line(read_by: str = "") -> None:
-    """Take over what `sys.argv` holds. read_by: module of MindSpeed that has been imported, and has read it."""
+    """Take over what `sys.argv` holds; again where it was done before, for another may have changed it.
+
+    read_by: module of MindSpeed that has been imported, and has read it.
+    """
     before = _names(sys.argv)
     sys.argv[1:], said = take_over(sys.argv[1:])
-    _lines.extend(said)
+    _lines.extend(line for line in said if line not in _lines)
     for flag in _PATCHING if read_by else ():
         if flag in before - _names(sys.argv):
             _late.append(

@@ -54,11 +54,11 @@ def test_only_with_rl(rl):
 
 def test_what_mindspeed_read_before_is_refused(build, monkeypatch):
     """Flags by which it patches Megatron; others can still be taken over."""
-    monkeypatch.setattr(sys, "argv", ["a.py", "--moe-fb-overlap", "--reset-attention-mask", "--mock-data", *RL])
+    monkeypatch.setattr(sys, "argv", ["a.py", "--moe-fb-overlap", "--reset-attention-mask", "--ema-decay", "1", *RL])
     monkeypatch.setattr(taken_over, "_lines", [])
     monkeypatch.setattr(taken_over, "_late", [])
     taken_over.from_command_line(read_by="mindspeed.megatron_adaptor")
-    assert sys.argv == ["a.py", *RL] and len(taken_over.lines()) == 3
+    assert sys.argv == ["a.py", "--ema-decay", "1", *RL] and len(taken_over.lines()) == 3
     taken_over.from_command_line()
     assert len(taken_over.lines()) == 3
     with pytest.raises(ValueError) as error:
