@@ -147,7 +147,6 @@ UPSTREAM: tuple[UpstreamFlag, ...] = (
         (_DROPOUT, "hidden_dropout attention_dropout"),
         # What replaces parts of the training loop that the plugin relies on.
         ("MindSpeed then replaces train_step by one of its own; remove it", "async_log_allreduce"),
-        ("weights and fp32 copies then share memory, swap cannot follow; remove it", "reuse_fp32_param"),
         ("it keeps the first pass's number of micro-batches for all; remove it", "optimize_send_recv_comm"),
         ("a skipped iteration would throw rollouts away; remove it", "iterations_to_skip"),
         ("the engine does not survive it; let torchrun restart the job", "inprocess_restart"),

@@ -10,13 +10,14 @@ from __future__ import annotations
 import contextlib
 import sys
 from importlib.machinery import ModuleSpec
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
 
 from mindspeed_rl_plugin.host.npu_ops import OPERATORS
-from mindspeed_rl_plugin.host.on_import import before_import
+from mindspeed_rl_plugin.host.on_import import after_import, before_import
+from mindspeed_rl_plugin.host.reuse import reuse_data_ptr
 from mindspeed_rl_plugin.host.streams import NullEvent, NullStream
 
 _SAME = """
@@ -25,12 +26,30 @@ _SAME = """
     memory_reserved max_memory_reserved memory_stats reset_peak_memory_stats mem_get_info
 """
 MINDSPEED = ("mindspeed", "mindspeed_llm")
+# What MindSpeed compiles for the NPU: name of its builder -> functions of the module that it loads.
+COMPILED = {"algorithm": {"reuse_data_ptr": reuse_data_ptr}}
 
 
 def install_with_mindspeed() -> None:
     """Arrange that the stand-in appears when MindSpeed is first imported."""
     for name in MINDSPEED:
         before_import(name, install)
+    after_import("mindspeed.op_builder.builder", _replace_compiled)
+
+
+def _replace_compiled(builder: ModuleType) -> None:
+    """Let MindSpeed's builders load stand-ins."""
+    builder.MindSpeedOpBuilder.load = _load
+
+
+def _load(builder: Any, verbose: bool = True) -> SimpleNamespace:
+    """What a builder's module holds. Raises NotImplementedError, with its name, where there is no stand-in."""
+    if builder.name not in COMPILED:
+        raise NotImplementedError(
+            f"MindSpeed's operator {builder.name} is compiled for the NPU and has no stand-in on a host; remove the "
+            "flag that uses it"
+        )
+    return SimpleNamespace(**COMPILED[builder.name])
 
 
 def install() -> None:

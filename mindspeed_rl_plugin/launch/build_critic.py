@@ -27,7 +27,7 @@ from mindspeed_rl_plugin.critic.value_head import give_value_head
 from mindspeed_rl_plugin.device import get_device
 from mindspeed_rl_plugin.launch import checkpoint_files as files
 from mindspeed_rl_plugin.launch.critic_files import MARK, source_folder
-from mindspeed_rl_plugin.launch.megatron_setup import on_each_chunk, overridden
+from mindspeed_rl_plugin.launch.megatron_setup import on_each_chunk, overridden, recording
 from mindspeed_rl_plugin.launch.mtp import report_unused_embeddings
 from mindspeed_rl_plugin.launch.start_decision import WHOLE, weights_arguments
 from mindspeed_rl_plugin.loop.start import Start
@@ -60,7 +60,8 @@ def build(
     config = RLConfig.from_args(args).algorithm
     arguments, source, has_head = _source(start, config.critic_load, absent)
     values = arguments | learning_rate(args, config.critic_lr) | dict.fromkeys(_COUNTERS, 0)
-    with overridden(args, {**values, "untie_embeddings_and_output_weights": True}), _same_random_state():
+    values["untie_embeddings_and_output_weights"] = True
+    with overridden(args, values), _same_random_state(), recording(args):
         call = _with_value_head(setup, positional, named)
         model, optimizer, scheduler = setup(*call.args, **call.kwargs)[:3]
     report_unused_embeddings(model)

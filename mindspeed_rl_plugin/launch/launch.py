@@ -76,7 +76,8 @@ def setup_model_and_optimizer(args: Any, original: Callable, positional: tuple, 
     absent = left_out(state)
     # A policy whose optimizer never stepped, for the critic warmed up alone, was saved without one.
     untrained = {"no_load_optim": True} if state is not None and not state["loop"].get(TRAINED, True) else {}
-    with overridden(args, load_arguments(start, args) | settled | absent | untrained):
+    values = load_arguments(start, args) | settled | absent | untrained
+    with overridden(args, values), megatron_setup.recording(args):
         result = original(*positional, **named)
     model, optimizer, scheduler = result[:3]
     report_unused_embeddings(model)

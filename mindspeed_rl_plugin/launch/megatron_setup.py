@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from mindspeed_rl_plugin.reshard import aliases
+
 
 @contextlib.contextmanager
 def overridden(args: Any, values: Mapping[str, Any]) -> Iterator[None]:
@@ -25,6 +27,11 @@ def overridden(args: Any, values: Mapping[str, Any]) -> Iterator[None]:
     finally:
         for name, value in before.items():
             setattr(args, name, value)
+
+
+def recording(args: Any) -> contextlib.AbstractContextManager[None]:
+    """For the time in which optimizers are built: what MindSpeed then lets share memory, `reshard.aliases` keeps."""
+    return aliases.recording() if getattr(args, "reuse_fp32_param", False) else contextlib.nullcontext()
 
 
 def on_each_chunk(

@@ -25,7 +25,7 @@ from torch.nn import Module
 
 from mindspeed_rl_plugin.device import Device, get_device
 from mindspeed_rl_plugin.device.copies import Copying
-from mindspeed_rl_plugin.reshard import storages
+from mindspeed_rl_plugin.reshard import aliases, storages
 from mindspeed_rl_plugin.reshard.host_memory import HostMemoryBudget, HostPieces, Place, beside
 from mindspeed_rl_plugin.reshard.storages import bytes_of, keep_wide
 from mindspeed_rl_plugin.reshard.verify import BLOCK_BYTES, WeightMismatch, storage_digests
@@ -153,6 +153,7 @@ class TrainState:
             for part in parts:
                 _revive(part.storage, part.nbytes)
                 total += part.nbytes
+            aliases.repoint(part.storage for part in parts)
             self._onloading[name] = parts, self._copier.start(lambda parts=parts: _from_host(parts))
         return total
 

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
+from mindspeed_rl_plugin.reshard.aliases import places
+
 Storages = dict[int, torch.UntypedStorage]
 Named = Iterator[tuple[str, Tensor]]
 
@@ -26,10 +28,12 @@ def bytes_of(storage: torch.UntypedStorage) -> Tensor:
 
 
 def distinct(tensors: Iterable[Tensor]) -> Storages:
-    """The different storages that are not empty, by identity: an address says nothing once memory is freed."""
-    out: Storages = {}
+    """The different storages that are not empty, by identity: an address says nothing once memory is freed. In the place
+    of an alias its owner."""
+    out, owners = Storages(), places()
     for tensor in tensors:
         storage = tensor.untyped_storage()
+        storage, _ = owners.get(storage._cdata, (storage, 0))
         if storage.nbytes():
             out.setdefault(storage._cdata, storage)
     return out
@@ -76,19 +80,28 @@ def drop_grads(chunks: Sequence[Module], optimizer: Any) -> None:
 
 
 def _inner_optimizers(optimizer: Any) -> Iterator[Any]:
-    """The torch optimizers inside Megatron's: chained, distributed, mixed precision or fp32."""
-    if optimizer is None:
-        return
+    """The torch optimizers inside Megatron's: distributed, mixed precision or fp32."""
+    for part in _parts(optimizer):
+        if getattr(part, "optimizer", None) is not None and not getattr(part, "is_stub_optimizer", False):
+            yield part.optimizer
+
+
+def _parts(optimizer: Any) -> Iterator[Any]:
+    """Megatron's optimizers in a chain of them, which may hold chains, or the one without a chain."""
     chained = getattr(optimizer, "chained_optimizers", None)
-    if chained is not None:
+    if chained is None:
+        yield optimizer
+    else:
         for part in chained:
-            yield from _inner_optimizers(part)
-    elif getattr(optimizer, "optimizer", None) is not None and not getattr(optimizer, "is_stub_optimizer", False):
-        yield optimizer.optimizer
+            yield from _parts(part)
 
 
 def optimizer_state(chunks: Sequence[Module], optimizer: Any) -> Named:
-    """Main parameters and moments. Parameters of an optimizer are shards without a name: they have numbers."""
+    """Main parameters, what --reuse-fp32-param keeps of them beside the weights, and moments. Parameters of an optimizer
+    are shards without a name: they have numbers."""
+    for part in _parts(optimizer):
+        for i, residual in enumerate(getattr(part, "shard_main_param_res_buffers", ())):
+            yield f"residual {i} of main parameters", residual
     for i, inner in enumerate(_inner_optimizers(optimizer)):
         numbers = {}
         for group in inner.param_groups:
@@ -109,9 +122,14 @@ def optimizer_state(chunks: Sequence[Module], optimizer: Any) -> Named:
 
 def names_within(named: Named, storage: torch.UntypedStorage, low: int, high: int) -> list[str]:
     """Those of the tensors that have bytes in `[low, high)` of a storage, the smallest first."""
-    inside = (pair for pair in named if pair[1].untyped_storage()._cdata == storage._cdata)
-    spans = ((t.storage_offset() * t.element_size(), t.numel() * t.element_size(), name) for name, t in inside)
-    return [name for _, name in sorted((size, name) for at, size, name in spans if at < high and at + size > low)]
+    spans, owners = [], places()
+    for name, t in named:
+        mine = t.untyped_storage()
+        owner, at = owners.get(mine._cdata, (mine, 0))
+        at, size = at + t.storage_offset() * t.element_size(), t.numel() * t.element_size()
+        if owner._cdata == storage._cdata and at < high and at + size > low:
+            spans.append((size, name))
+    return [name for _, name in sorted(spans)]
 
 
 def keep_wide(chunks: Iterable[Module]) -> None:

@@ -163,7 +163,6 @@ def test_latent_attention_from_arguments():
 @pytest.mark.parametrize(
     ("flags", "start"),
     [
-        ("--reuse-fp32-param", "--reuse-fp32-param: weights and fp32 copies then share memory"),
         ("--hidden-dropout 0.1", "--hidden-dropout 0.1: dropout makes"),
         ("--fp8-format e4m3", "--fp8-format e4m3: trainer and engine"),
         ("--rl-reshard-bucket-mb -5", "--rl-reshard-bucket-mb is -5; give"),

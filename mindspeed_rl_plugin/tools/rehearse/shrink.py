@@ -45,7 +45,6 @@ MINDSPEED = {
         --use-fused-moe-token-permute-and-unpermute --use-fused-ring-attention-update --use-fused-mlp
         --use-fused-rotary-pos-emb --use-fused-lmhead-loss --mla-mm-split --mla-fa-without-pad
     """,
-    "casts in place by an NPU operator": "--reuse-fp32-param",
     "needs streams of the NPU": """
         --moe-alltoall-overlap-comm --moe-allgather-overlap-comm --moe-permutation-async-comm --moe-fb-overlap
         --schedules-method --swap-* --adaptive-memory-optimization --adaptive-recompute-device-swap --smart-swap

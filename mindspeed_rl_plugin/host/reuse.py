@@ -1,0 +1,72 @@
+"""MindSpeed's `reuse_data_ptr` on a host: a storage points into another one, which it does not own.
+
+No operator of torch does this, and `Tensor.set_` gives the tensor another storage, which its views do not follow. So a
+function of a few lines is compiled, in seconds, and kept in torch's folder of extensions.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import subprocess
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+_SOURCE = """
+#include <c10/core/StorageImpl.h>
+extern "C" void point_into(c10::StorageImpl* alias, c10::StorageImpl* source, int64_t bytes) {
+  alias->set_data_ptr_noswap(c10::DataPtr(static_cast<char*>(source->mutable_data()) + bytes, alias->device()));
+}
+"""
+_SECONDS = 120  # of the compiler
+
+
+def reuse_data_ptr(alias: Tensor, source: Tensor, offset: int) -> None:
+    """Let alias' storage begin `offset` elements of alias behind the start of source's.
+
+    Raises ValueError where alias would reach beyond source, as the operator does.
+    """
+    size = alias.element_size()
+    have = source.numel() * source.element_size()
+    if offset < 0 or (offset + alias.numel()) * size > have:
+        raise ValueError(f"reuse_data_ptr: {alias.numel()} elements of {size} bytes at {offset} in {have} bytes")
+    _point_into()(alias.untyped_storage()._cdata, source.untyped_storage()._cdata, offset * size)
+
+
+@functools.cache
+def _point_into() -> ctypes._CFuncPtr:
+    function = ctypes.CDLL(str(_library())).point_into
+    function.argtypes, function.restype = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64), None
+    return function
+
+
+def _library() -> Path:
+    """The compiled function for this torch. Every process that lacks it makes it, and the last one's stays."""
+    from torch.utils import cpp_extension  # slow to import, and seldom wanted
+
+    digest = hashlib.blake2b(f"{torch.__version__} {_SOURCE}".encode(), digest_size=8).hexdigest()
+    folder = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or cpp_extension.get_default_build_root())
+    library = folder / f"mindspeed_rl_plugin_{digest}.so"
+    if not library.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        made = library.with_suffix(f".{os.getpid()}")
+        _compile(made)
+        made.replace(library)
+    return library
+
+
+def _compile(made: Path) -> None:
+    from torch.utils import cpp_extension
+
+    flags = [*(f"-I{path}" for path in cpp_extension.include_paths()), f"-L{cpp_extension.TORCH_LIB_PATH}", "-lc10"]
+    command = [cpp_extension.get_cxx_compiler(), "-shared", "-fPIC", "-O1", "-std=c++20", "-x", "c++", "-", *flags]
+    try:
+        done = subprocess.run([*command, "-o", made], input=_SOURCE, capture_output=True, text=True, timeout=_SECONDS)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise RuntimeError(f"--reuse-fp32-param on a host needs a C++ compiler (variable CXX): {error}") from error
+    if done.returncode:
+        raise RuntimeError(f"--reuse-fp32-param on a host: {' '.join(command)} fails: {done.stderr[-2000:]}")

@@ -1,0 +1,78 @@
+"""Storages that point into another's memory without owning it, as MindSpeed's `--reuse-fp32-param` makes them.
+
+Its operator `reuse_data_ptr(alias, source, offset)` (mindspeed/ops/csrc/algorithm/algorithm.cpp, alike in 2.3.0 and
+26.1.0) gives the storage of `alias` a raw pointer into that of `source`. When the owner at the end of such a chain is
+resized, its aliases dangle: they are pointed anew, by the same calls in the same order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_OPERATOR = "reuse_data_ptr"
+
+
+@dataclass(frozen=True)
+class _Call:
+    """One call of the operator. offset: from the start of source's storage, in elements of alias."""
+
+    operator: Callable[[Tensor, Tensor, int], None]
+    alias: Tensor
+    source: Tensor
+    offset: int
+
+
+_calls: list[_Call] = []  # of this process, in order
+
+
+@contextlib.contextmanager
+def recording() -> Iterator[None]:
+    """Within the context, in which MindSpeed builds an optimizer, every call of its operator is kept."""
+    builder = importlib.import_module("mindspeed.op_builder.builder").MindSpeedOpBuilder
+    original = builder.load
+
+    def load(self: Any, *args: Any, **kwargs: Any) -> Any:
+        operators = original(self, *args, **kwargs)
+        return _Recorded(operators) if hasattr(operators, _OPERATOR) else operators
+
+    builder.load = load
+    try:
+        yield
+    finally:
+        builder.load = original
+
+
+class _Recorded:
+    """A module of operators, of which `reuse_data_ptr` is kept in `_calls`."""
+
+    def __init__(self, operators: Any) -> None:
+        self._operator = getattr(operators, _OPERATOR)
+
+    def reuse_data_ptr(self, alias: Tensor, source: Tensor, offset: int) -> None:
+        self._operator(alias, source, offset)
+        _calls.append(_Call(self._operator, alias, source, offset))
+
+
+def repoint(revived: Iterable[torch.UntypedStorage]) -> None:
+    """Point the aliases of owners anew, which have memory again at another address."""
+    alive, where = {storage._cdata for storage in revived}, places()
+    for call in _calls:
+        if where[call.alias.untyped_storage()._cdata][0]._cdata in alive:
+            call.operator(call.alias, call.source, call.offset)
+
+
+def places() -> dict[int, tuple[torch.UntypedStorage, int]]:
+    """Alias, by identity -> the storage that owns its bytes, chains followed, and where in it they begin."""
+    out: dict[int, tuple[torch.UntypedStorage, int]] = {}
+    for call in _calls:
+        source = call.source.untyped_storage()
+        owner, before = out.get(source._cdata, (source, 0))
+        out[call.alias.untyped_storage()._cdata] = owner, before + call.offset * call.alias.element_size()
+    return out
