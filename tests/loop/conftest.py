@@ -112,7 +112,8 @@ def free_port() -> int:
 @dataclass
 class Job:
     """One launch command. agents: torchrun processes, each with `ranks` ranks; script: what the runner runs;
-    path: entries of PYTHONPATH; model: flags of the model; python: what runs launcher and ranks."""
+    path: entries of PYTHONPATH; model, train: flags of the model and of its training; python: what runs launcher and
+    ranks."""
 
     data: Path
     save: Path
@@ -122,6 +123,7 @@ class Job:
     script: Path = ROOT / "examples" / "pretrain_gpt.py"
     path: Sequence[Path] = ()
     model: str = MODEL
+    train: str = TRAIN
     python: str = sys.executable
     processes: list[subprocess.Popen] = field(default_factory=list)
 
@@ -135,7 +137,7 @@ class Job:
         torchrun += ["--master-addr", "127.0.0.1", "--master-port", str(port)]
         script = ["-m", "mindspeed_rl_plugin", str(self.script)]
         data = ["--tokenizer-model", str(self.data / "tokenizer"), "--rl-prompt-data", str(self.data / "prompts.jsonl")]
-        fixed = [*self.model.split(), *TRAIN.split(), *RL.split(), *data, "--save", str(self.save)]
+        fixed = [*self.model.split(), *self.train.split(), *RL.split(), *data, "--save", str(self.save)]
         return [*torchrun, *script, *fixed, *self.extra]
 
     def dumping(self) -> Job:
@@ -237,6 +239,12 @@ def moe_model() -> str:
 def latent_model() -> str:
     """Flags of a model with latent attention, for `Job.model`."""
     return LATENT_MODEL
+
+
+@pytest.fixture(scope="session")
+def training_flags() -> str:
+    """Flags of training of most jobs, to make others of for `Job.train`."""
+    return TRAIN
 
 
 def factory(request: pytest.FixtureRequest, data: Path, folder: Path) -> Iterator:
