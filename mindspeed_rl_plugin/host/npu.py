@@ -15,9 +15,8 @@ from typing import Any
 
 import torch
 
-from mindspeed_rl_plugin.host.npu_ops import OPERATORS
+from mindspeed_rl_plugin.host.npu_ops import COMPILED, OPERATORS
 from mindspeed_rl_plugin.host.on_import import after_import, before_import
-from mindspeed_rl_plugin.host.reuse import reuse_data_ptr
 from mindspeed_rl_plugin.host.streams import NullEvent, NullStream
 
 _SAME = """
@@ -26,8 +25,6 @@ _SAME = """
     memory_reserved max_memory_reserved memory_stats reset_peak_memory_stats mem_get_info
 """
 MINDSPEED = ("mindspeed", "mindspeed_llm")
-# What MindSpeed compiles for the NPU: name of its builder -> functions of the module that it loads.
-COMPILED = {"algorithm": {"reuse_data_ptr": reuse_data_ptr}}
 
 
 def install_with_mindspeed() -> None:

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention, silu
 
+from mindspeed_rl_plugin.host.reuse import reuse_data_ptr
+
 
 def npu_rms_norm(x: Tensor, gamma: Tensor, epsilon: float = 1e-6) -> tuple[Tensor, Tensor]:
     """(x / rms(x) * gamma, 1 / rms(x)) over the last dimension, computed in fp32."""
@@ -52,26 +54,117 @@ def npu_fusion_attention(
 ) -> tuple[Any, ...]:
     """Attention in the layouts SBH, BSND, BNSD and TND; causal wherever a mask is given.
 
-    Returns seven values like the operator, of which only the first, the output, is real. Raises
-    ValueError for another layout and for dropout.
+    Returns seven values like the operator: the output; maximum and sum of each row's softmax, `[B, N, S, 8]` fp32 with
+    eight equal columns, for callers that compute the gradient themselves, so not where autograd does, nor for TND; four
+    that nobody reads. Raises ValueError for another layout and for dropout.
     """
-    if keep_prob != 1.0:
-        raise ValueError(f"npu_fusion_attention on a host: keep_prob={keep_prob}; attention dropout must be 0")
+    _no_dropout(keep_prob)
     causal = atten_mask is not None
     if input_layout == "TND":
         out = _packed(query, key, value, actual_seq_qlen or (), actual_seq_kvlen or (), causal, scale)
-    elif input_layout == "SBH":
-        s, b, h = query.shape
-        q, k, v = (t.reshape(t.shape[0], b, -1, h // head_num).permute(1, 2, 0, 3) for t in (query, key, value))
-        out = _attend(q, k, v, causal, scale).permute(2, 0, 1, 3).reshape(s, b, -1)
-    elif input_layout == "BSND":
-        q, k, v = (t.transpose(1, 2) for t in (query, key, value))
-        out = _attend(q, k, v, causal, scale).transpose(1, 2)
-    elif input_layout == "BNSD":
-        out = _attend(query, key, value, causal, scale)
-    else:
-        raise ValueError(f"npu_fusion_attention on a host: layout {input_layout!r}; known: SBH, BSND, BNSD, TND")
-    return out, None, None, None, 0, 0, 0
+        return out, None, None, None, 0, 0, 0
+    q, k, v = (_to_heads(t, input_layout, query.shape[-1] // head_num) for t in (query, key, value))
+    out = _from_heads(_attend(q, k, v, causal, scale), input_layout)
+    differentiated = torch.is_grad_enabled() and out.requires_grad
+    return out, *((None, None) if differentiated else _maximum_and_sum(q, k, causal, scale)), None, 0, 0, 0
+
+
+def npu_fusion_attention_grad(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    dy: Tensor,
+    head_num: int,
+    input_layout: str,
+    *,
+    atten_mask: Tensor | None = None,
+    softmax_max: Tensor,
+    softmax_sum: Tensor,
+    attention_in: Tensor,
+    scale_value: float = 1.0,
+    keep_prob: float = 1.0,
+    **unused: Any,
+) -> tuple[Any, ...]:
+    """Gradients (dq, dk, dv, None) of attention over some of the keys, whose softmax went over more of them.
+
+    softmax_max, softmax_sum: of all keys, and attention_in their output. Raises as `npu_fusion_attention`, for TND too.
+    """
+    _no_dropout(keep_prob)
+    given = (query, key, value, dy, attention_in)
+    q, k, v, dy, out = (_to_heads(t, input_layout, query.shape[-1] // head_num) for t in given)
+    groups = k.shape[1]
+    k, v = (t.repeat_interleave(q.shape[1] // groups, 1).float() for t in (k, v))
+    q, dy, out = q.float(), dy.float(), out.float()
+    p = torch.exp(_scores(q, k, atten_mask is not None, scale_value) - softmax_max[..., :1]) / softmax_sum[..., :1]
+    ds = p * (dy @ v.mT - (dy * out).sum(-1, keepdim=True)) * scale_value
+    grads = ds @ k, *(t.unflatten(1, (groups, -1)).sum(2) for t in (ds.mT @ q, p.mT @ dy))
+    return *(_from_heads(grad, input_layout).type_as(query) for grad in grads), None
+
+
+def _attention_v2(*args: Any) -> tuple[Any, ...]:
+    """The forward pass of `mindspeed.ops.fusion_attention_v2`, which gives everything by its place."""
+    query, key, value, head_num, layout, pse, _, mask, scale, keep_prob, *_ = args
+    _no_bias(pse)
+    names = ("actual_seq_qlen", "actual_seq_kvlen")
+    ends = dict(zip(names, args[14:16], strict=True))
+    return npu_fusion_attention(
+        query, key, value, head_num, layout, atten_mask=mask, scale=scale, keep_prob=keep_prob, **ends
+    )
+
+
+def _attention_grad_v2(*args: Any) -> tuple[Any, ...]:
+    """Its backward pass."""
+    query, key, value, dy, head_num, layout, pse, _, mask, maximum, total, _, out, scale, keep_prob, *_ = args
+    _no_bias(pse)
+    softmax = {"softmax_max": maximum, "softmax_sum": total, "attention_in": out}
+    return npu_fusion_attention_grad(
+        query, key, value, dy, head_num, layout, atten_mask=mask, scale_value=scale, keep_prob=keep_prob, **softmax
+    )
+
+
+def _no_bias(pse: Tensor | None) -> None:
+    if pse is not None:
+        raise ValueError("npu_fusion_attention on a host: pse, a bias of the scores, is not computed; RL has rope only")
+
+
+def _no_dropout(keep_prob: float) -> None:
+    if keep_prob != 1.0:
+        raise ValueError(f"npu_fusion_attention on a host: keep_prob={keep_prob}; attention dropout must be 0")
+
+
+def _to_heads(t: Tensor, layout: str, head_dim: int) -> Tensor:
+    """`[B, heads, S, D]` of a layout; SBH has its heads of `head_dim` side by side."""
+    if layout == "SBH":
+        return t.unflatten(-1, (-1, head_dim)).permute(1, 2, 0, 3)
+    if layout not in ("BSND", "BNSD"):
+        raise ValueError(f"npu_fusion_attention on a host: layout {layout!r}; known: SBH, BSND, BNSD, TND (forward)")
+    return t.transpose(1, 2) if layout == "BSND" else t
+
+
+def _from_heads(t: Tensor, layout: str) -> Tensor:
+    """A layout of `[B, heads, S, D]`."""
+    if layout == "SBH":
+        return t.permute(2, 0, 1, 3).flatten(2)
+    return t.transpose(1, 2) if layout == "BSND" else t
+
+
+def _scores(q: Tensor, k: Tensor, causal: bool, scale: float) -> Tensor:
+    """q, k `[..., S, D]`, `[..., K, D]` to `[..., S, K]`, -inf where a row does not look."""
+    scores = q @ k.mT * scale
+    return scores.masked_fill_(torch.ones_like(scores, dtype=torch.bool).triu_(1), -torch.inf) if causal else scores
+
+
+def _maximum_and_sum(q: Tensor, k: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    """Of the softmax of each row, twice `[B, heads, S, 8]`; one head's scores exist at a time."""
+    b, heads, rows, _ = q.shape
+    each = torch.empty(2, b, heads, rows, 1, device=q.device)
+    for i in range(b):
+        for n in range(heads):
+            scores = _scores(q[i, n].float(), k[i, n * k.shape[1] // heads].float(), causal, scale)
+            highest = scores.amax(-1, keepdim=True)
+            each[0, i, n], each[1, i, n] = highest, (scores - highest).exp_().sum(-1, keepdim=True)
+    maximum, total = each.expand(*each.shape[:-1], 8).contiguous()
+    return maximum, total
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Tensor:
@@ -97,4 +190,13 @@ OPERATORS = {
     "npu_swiglu": npu_swiglu,
     "npu_rotary_mul": npu_rotary_mul,
     "npu_fusion_attention": npu_fusion_attention,
+    "npu_fusion_attention_grad": npu_fusion_attention_grad,
+}
+# What MindSpeed compiles for the NPU: name of its builder -> functions of the module that it loads.
+COMPILED = {
+    "algorithm": {"reuse_data_ptr": reuse_data_ptr},
+    "fusion_attention_v2": {
+        "npu_fusion_attention_v2": _attention_v2,
+        "npu_fusion_attention_grad_v2": _attention_grad_v2,
+    },
 }

@@ -5,7 +5,14 @@ import math
 import pytest
 import torch
 
-from mindspeed_rl_plugin.host.npu_ops import npu_fusion_attention, npu_rms_norm, npu_rotary_mul, npu_swiglu
+from mindspeed_rl_plugin.host.npu_ops import (
+    COMPILED,
+    npu_fusion_attention,
+    npu_fusion_attention_grad,
+    npu_rms_norm,
+    npu_rotary_mul,
+    npu_swiglu,
+)
 
 B, S, HEADS, GROUPS, DIM = 2, 5, 4, 2, 8
 SCALE = 1 / math.sqrt(DIM)
@@ -49,6 +56,71 @@ def test_attention(layout, causal):
     out = npu_fusion_attention(*map(there, (q, k, v)), HEADS, layout, atten_mask=mask, scale=SCALE)
     assert len(out) == 7
     torch.testing.assert_close(back(out[0]), attention(q, k, v, causal))
+
+
+def merged(first, second):
+    """(output, maximum, sum) of attention over two pieces of the keys, as over both; BNSD."""
+    highest = torch.maximum(first[1], second[1])
+    parts = [(out, total * (most - highest).exp()) for out, most, total, *_ in (first, second)]
+    total = parts[0][1] + parts[1][1]
+    return sum(out * (part / total)[..., :1] for out, part in parts), highest, total
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_row_of_keys_in_two_pieces(layout):
+    """A block of queries sees an earlier block of keys and its own, as in a ring: output, gradients are of both."""
+    there, back = LAYOUTS[layout]
+    (_, *before), (q, *own) = tensors(1), tensors(2)
+    keys, values = (torch.cat(pair, 2).requires_grad_() for pair in zip(before, own, strict=True))
+    q.requires_grad_()
+    scores = q @ keys.repeat_interleave(2, 1).mT * SCALE
+    scores[..., S:] += torch.full((S, S), -math.inf).triu(1)
+    expected = scores.softmax(-1) @ values.repeat_interleave(2, 1)
+    dy = torch.randn(expected.shape, generator=torch.Generator().manual_seed(3))
+    wanted = torch.autograd.grad(expected, (q, keys, values), dy)
+    masks = (None, torch.ones(2048, 2048))
+
+    with torch.no_grad():
+        blocks = [(k, v, m) for (k, v), m in zip((before, own), masks, strict=True)]
+        outs = []
+        for k, v, mask in blocks:
+            out, *rest = npu_fusion_attention(*map(there, (q, k, v)), HEADS, layout, atten_mask=mask, scale=SCALE)
+            outs.append((back(out), *rest))
+        assert outs[0][1].shape == outs[0][2].shape == (B, HEADS, S, 8)
+        torch.testing.assert_close(outs[0][1][..., 3], scores[..., :S].amax(-1))
+        out, highest, total = merged(*outs)
+        torch.testing.assert_close(out, expected)
+        softmax = {"softmax_max": highest, "softmax_sum": total, "attention_in": there(out)}
+        grads = []
+        for k, v, mask in blocks:
+            given = map(there, (q, k, v, dy))
+            each = npu_fusion_attention_grad(*given, HEADS, layout, atten_mask=mask, scale_value=SCALE, **softmax)
+            grads.append([back_of(t, layout) for t in each[:3]])
+    dq = grads[0][0] + grads[1][0]
+    dk, dv = (torch.cat((grads[0][i], grads[1][i]), 2) for i in (1, 2))
+    for got, want in zip((dq, dk, dv), wanted, strict=True):
+        torch.testing.assert_close(got, want)
+
+
+def back_of(t, layout):
+    """`[B, heads, S, D]` of a gradient, however many heads it has."""
+    return t.unflatten(2, (-1, DIM)).permute(1, 2, 0, 3) if layout == "SBH" else LAYOUTS[layout][1](t)
+
+
+def test_the_operator_that_mindspeed_compiles():
+    """fusion_attention_v2 gives everything by its place, at the 22 and 30 places of MindSpeed's call."""
+    q, k, v = tensors()
+    forward, backward = COMPILED["fusion_attention_v2"].values()
+    out = forward(q, k, v, HEADS, "BNSD", None, None, torch.ones(1), SCALE, 1.0, *[None] * 12)
+    torch.testing.assert_close(out[0], attention(q, k, v, True))
+    dy = torch.randn_like(q)
+    given = (q, k, v, dy, HEADS, "BNSD", None, None, torch.ones(1), out[1], out[2], None, out[0], SCALE, 1.0)
+    leaves = [t.clone().requires_grad_() for t in (q, k, v)]
+    wanted = torch.autograd.grad(attention(*leaves, True), leaves, dy)
+    for got, want in zip(backward(*given, *[None] * 15)[:3], wanted, strict=True):
+        torch.testing.assert_close(got, want)
+    with pytest.raises(ValueError, match="pse"):
+        forward(q, k, v, HEADS, "BNSD", torch.ones(1), *[None] * 16)
 
 
 def test_packed_sequences_do_not_see_each_other():
