@@ -28,8 +28,10 @@ def bytes_of(storage: torch.UntypedStorage) -> Tensor:
 
 
 def distinct(tensors: Iterable[Tensor]) -> Storages:
-    """The different storages that are not empty, by identity: an address says nothing once memory is freed. In the place
-    of an alias its owner."""
+    """The different storages that are not empty, in the place of an alias its owner.
+
+    By identity: an address says nothing once memory is freed.
+    """
     out, owners = Storages(), places()
     for tensor in tensors:
         storage = tensor.untyped_storage()
@@ -97,8 +99,10 @@ def _parts(optimizer: Any) -> Iterator[Any]:
 
 
 def optimizer_state(chunks: Sequence[Module], optimizer: Any) -> Named:
-    """Main parameters, what --reuse-fp32-param keeps of them beside the weights, and moments. Parameters of an optimizer
-    are shards without a name: they have numbers."""
+    """Main parameters, what --reuse-fp32-param keeps of them beside the weights, and moments.
+
+    Parameters of an optimizer are shards without a name: they have numbers.
+    """
     for part in _parts(optimizer):
         for i, residual in enumerate(getattr(part, "shard_main_param_res_buffers", ())):
             yield f"residual {i} of main parameters", residual

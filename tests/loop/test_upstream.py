@@ -18,12 +18,19 @@ CHECKOUTS = [Path(p) for p in os.environ.get("MEGATRON_LM_PATH", "").split(os.pa
 MINDSPEED = os.environ.get("MINDSPEED_PATH")
 MINDSPEED_LLM = os.environ.get("MINDSPEED_LLM_PATH")
 PACKED = ("--use-flash-attn", "--rl-pack-sequences", "--rl-max-tokens-per-microbatch", "48")
-ULYSSES = ("--use-flash-attn", "--context-parallel-size", "2", "--context-parallel-algo", "ulysses_cp_algo")
+# MindSpeed's context parallelism: ranks, and flags.
+CONTEXT = {
+    "ulysses": (2, "--context-parallel-algo ulysses_cp_algo"),
+    "ring": (2, "--context-parallel-algo megatron_cp_algo"),
+    "ring, sends overlapped": (2, "--context-parallel-algo megatron_cp_algo --use-cp-send-recv-overlap"),
+    "double ring": (4, "--context-parallel-algo megatron_cp_algo --cp-window-size 2 --megatron-cp-in-bnsd"),
+    "hybrid": (4, "--context-parallel-algo hybrid_cp_algo --ulysses-degree-in-cp 2"),
+}
 LAYOUT = ("--train-iters", "3", "--tensor-model-parallel-size", "2", "--rl-generate-tp", "2", "--mock-data")
 
 
-# A file that runs upstream's with MindSpeed's import line, where a copy of training state comes late and memory that was
-# given back or is not filled yet reads as NaN.
+# The first lines of an entry: a copy of training state comes late, and memory that was given back or is not filled yet
+# reads as NaN.
 HOSTILE = """
 import sys
 sys.path.insert(0, {folder!r})
@@ -42,6 +49,11 @@ def check(result) -> None:
     for line in result.metrics:
         assert line["logp_diff/max"] < 2e-5 and line["ratio/max"] == 1.0 and line["grad_norm"] > 1e-3
     assert result.metrics[0]["kl/ref"] < 1e-8 < result.metrics[-1]["kl/ref"]
+
+
+def measured(result) -> list[list[float]]:
+    """What two equal runs have bitwise in common."""
+    return [[line[name] for name in SAME] for line in result.metrics]
 
 
 def mindspeed_entry(folder: Path, checkout: Path, first: str = "") -> Path:
@@ -75,17 +87,28 @@ def test_megatron_under_mindspeed(job, arithmetic, tmp_path, more):
     assert "RL is attached to Megatron, through MindSpeed" in result.log
 
 
-@pytest.mark.skipif(MINDSPEED is None, reason="MINDSPEED_PATH is not set")
-def test_mindspeeds_ulysses_agrees_with_the_engine(job, tmp_path):
-    """MindSpeed's own split of the rows, rotary embeddings and exchange of heads between two context parallel ranks."""
+@pytest.fixture(scope="module")
+def one_rank(shared_job, tmp_path_factory):
+    """Three iterations of one rank under MindSpeed, with its flash attention."""
     checkout = next(c for c in CHECKOUTS if core_version(c)[:2] == (0, 12))
+    script = mindspeed_entry(tmp_path_factory.mktemp("alone"), checkout)
+    flags = ("--train-iters", "3", "--mock-data", "--use-flash-attn")
+    return shared_job(*flags, script=script, path=[Path(MINDSPEED), checkout], ranks=1, name="alone").run(400)
+
+
+@pytest.mark.skipif(MINDSPEED is None, reason="MINDSPEED_PATH is not set")
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("algorithm", CONTEXT)
+def test_mindspeeds_context_parallelism_agrees_with_the_engine(job, one_rank, tmp_path, algorithm):
+    """MindSpeed's own split of the rows, rotary embeddings and exchange of heads, or keys and values, between ranks."""
+    checkout = next(c for c in CHECKOUTS if core_version(c)[:2] == (0, 12))
+    ranks, flags = CONTEXT[algorithm]
+    given = ("--train-iters", "3", "--mock-data", "--use-flash-attn", "--context-parallel-size", str(ranks))
     script = mindspeed_entry(tmp_path, checkout)
-    common = ("--train-iters", "3", "--mock-data")
-    result = job(*common, *ULYSSES, script=script, path=[Path(MINDSPEED), checkout]).run(400)
+    result = job(*given, *flags.split(), script=script, path=[Path(MINDSPEED), checkout], ranks=ranks).run(400)
     check(result)
-    alone = job(*common, "--use-flash-attn", script=script, path=[Path(MINDSPEED), checkout], ranks=1, name="alone")
-    one, two = alone.run(400).metrics[0], result.metrics[0]
-    assert {name: two[name] for name in ("loss", "grad_norm", "entropy", "trained/tokens")} == pytest.approx(
+    one, several = one_rank.metrics[0], result.metrics[0]
+    assert {name: several[name] for name in ("loss", "grad_norm", "entropy", "trained/tokens")} == pytest.approx(
         {name: one[name] for name in ("loss", "grad_norm", "entropy", "trained/tokens")}, rel=1e-4, abs=1e-7
     )
 
@@ -118,33 +141,30 @@ REUSE = {
     "sharded": (2, "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"),
     "plain": (2, ""),
 }
-SAME = ("iteration", "loss", "grad_norm", "entropy", "ratio/max", "kl/ref", "logp_diff/max", "weights/digest")
+SAME = ("loss", "grad_norm", "entropy", "ratio/max", "kl/ref", "logp_diff/max", "weights/digest")
 
 
 @pytest.mark.skipif(MINDSPEED is None, reason="MINDSPEED_PATH is not set")
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("layout", REUSE)
 def test_weights_that_share_memory_with_their_main_parameters(job, training_flags, tmp_path, layout):
-    """Three iterations with everything offloaded, cut and resumed, are bitwise those with nothing offloaded."""
+    """Three iterations with everything offloaded, and a fourth after a resume, are bitwise those without an offload."""
     checkout = next(c for c in CHECKOUTS if core_version(c)[:2] == (0, 12))
     ranks, optimizer = REUSE[layout]
     common = dict(ranks=ranks, path=[Path(MINDSPEED), checkout])
     common["train"] = training_flags.replace("--use-distributed-optimizer", f"{optimizer} --bf16 --reuse-fp32-param")
-    iterations = ("--train-iters", "3", "--mock-data", "--rl-verify-weights", "--lr", "3e-3")
+    iterations = ("--train-iters", "4", "--mock-data", "--rl-verify-weights", "--lr", "3e-3")
     quiet = job(*iterations, "--rl-swap", "none", name="quiet", script=mindspeed_entry(tmp_path, checkout), **common)
     expected = quiet.run(400)
     hostile = HOSTILE.format(folder=str(Path(__file__).resolve().parents[1] / "reshard"))
     script = mindspeed_entry(tmp_path, checkout, hostile)
-    swap = ("--rl-swap", "params,grads,optimizer")
-    whole = job(*iterations, *swap, name="whole", script=script, **common).run(400)
-    cut = job(*iterations, *swap, "--save-interval", "2", "--exit-interval", "2", name="cut", script=script, **common)
+    swap = ("--rl-swap", "params,grads,optimizer", "--exit-interval", "3", "--save-interval", "3")
+    cut = job(*iterations, *swap, name="swapped", script=script, **common)
     cut.run(400)
-    cut.extra = cut.extra[:-2]
+    cut.extra = cut.extra[:-4]
     resumed = cut.run(400)
-    wanted = [[line[name] for name in SAME] for line in expected.metrics]
-    assert len({line["weights/digest"] for line in expected.metrics}) == 3
-    for result in (whole, resumed):
-        assert [[line[name] for name in SAME] for line in result.metrics] == wanted
+    assert len({line["weights/digest"] for line in expected.metrics}) == 4
+    assert measured(resumed) == measured(expected)
 
 
 @pytest.mark.parametrize("checkout", CHECKOUTS, ids=lambda p: p.name)

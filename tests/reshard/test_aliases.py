@@ -1,4 +1,4 @@
-"""Swap of training state in which storages point into others: MindSpeed's three layouts of --reuse-fp32-param, in small."""
+"""Swap of training state whose storages point into others: MindSpeed's three layouts of --reuse-fp32-param, in small."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def optimizer(mains, **more):
 
 
 def alone(reuse):
-    """A distributed optimizer of one data parallel rank (reuse_buffer_single): residuals beside weights in the owner."""
+    """A distributed optimizer of one rank (reuse_buffer_single): residuals beside weights in the owner."""
     chunk = Chunk(in_buffer=True)
     (buffer,), params = chunk.buffers, list(chunk.module.parameters())
     owner, integers = torch.randn(2 * TOTAL).bfloat16(), torch.empty(TOTAL, dtype=torch.int32)
