@@ -38,6 +38,56 @@ def npu_rotary_mul(x: Tensor, cos: Tensor, sin: Tensor, rotary_mode: str = "half
     return x * cos + rotated * sin
 
 
+def npu_apply_adam_w(
+    beta1_power: float,
+    beta2_power: float,
+    lr: float,
+    weight_decay: float,
+    beta1: float,
+    beta2: float,
+    epsilon: float,
+    grad: Tensor,
+    max_grad_norm: Tensor | None,
+    amsgrad: bool,
+    maximize: bool,
+    *,
+    out: tuple[Tensor, Tensor, Tensor],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """AdamW's step on out: (parameter, mean of gradients, of their squares), which are returned.
+
+    beta1_power, beta2_power: of the steps before. Raises ValueError with amsgrad.
+    """
+    if amsgrad:
+        raise ValueError("npu_apply_adam_w on a host: amsgrad is not computed")
+    grad, (param, average, square) = -grad if maximize else grad, out
+    average.lerp_(grad.to(average.dtype), 1 - beta1)
+    square.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+    root = (square / (1 - beta2_power * beta2)).sqrt_() + epsilon
+    param.mul_(1 - lr * weight_decay).addcdiv_(average, root, value=-lr / (1 - beta1_power * beta1))
+    return out
+
+
+def _fused_adamw_v2(
+    param: Tensor,
+    grad: Tensor,
+    average: Tensor,
+    square: Tensor,
+    highest: Tensor,
+    step: Tensor,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    weight_decay: float,
+    eps: float,
+    amsgrad: bool,
+    maximize: bool,
+) -> None:
+    """`npu_apply_fused_adamw_v2` of MindSpeed: AdamW's step in place, by the function that its AdamW calls too."""
+    rates = dict(lr=lr, beta1=beta1, beta2=beta2, weight_decay=weight_decay, eps=eps)
+    most = [highest] if amsgrad else []
+    torch._fused_adamw_([param], [grad], [average], [square], most, [step], amsgrad=amsgrad, maximize=maximize, **rates)
+
+
 def npu_fusion_attention(
     query: Tensor,
     key: Tensor,
@@ -189,12 +239,14 @@ OPERATORS = {
     "npu_rms_norm": npu_rms_norm,
     "npu_swiglu": npu_swiglu,
     "npu_rotary_mul": npu_rotary_mul,
+    "npu_apply_adam_w": npu_apply_adam_w,
     "npu_fusion_attention": npu_fusion_attention,
     "npu_fusion_attention_grad": npu_fusion_attention_grad,
 }
 # What MindSpeed compiles for the NPU: name of its builder -> functions of the module that it loads.
 COMPILED = {
     "algorithm": {"reuse_data_ptr": reuse_data_ptr},
+    "npu_apply_fused_adamw_v2": {"npu_apply_fused_adamw_v2": _fused_adamw_v2},
     "fusion_attention_v2": {
         "npu_fusion_attention_v2": _attention_v2,
         "npu_fusion_attention_grad_v2": _attention_grad_v2,

@@ -7,6 +7,7 @@ import torch
 
 from mindspeed_rl_plugin.host.npu_ops import (
     COMPILED,
+    npu_apply_adam_w,
     npu_fusion_attention,
     npu_fusion_attention_grad,
     npu_rms_norm,
@@ -165,3 +166,24 @@ def test_rotary_is_a_rotation_of_pairs(mode):
         expected[:, i] = x[:, i] * angle.cos() - x[:, j] * angle.sin()
         expected[:, j] = x[:, j] * angle.cos() + x[:, i] * angle.sin()
     torch.testing.assert_close(npu_rotary_mul(x, cos, sin, mode), expected)
+
+
+@pytest.mark.parametrize("name", ["npu_apply_adam_w", "npu_apply_fused_adamw_v2"])
+@pytest.mark.parametrize("maximize", [False, True])
+def test_adamw(name, maximize):
+    """Three steps of torch's."""
+    rates = dict(lr=0.1, weight_decay=0.05, betas=(0.8, 0.9), eps=1e-3)
+    theirs = torch.randn(7, generator=torch.Generator().manual_seed(1))
+    mine, average, square = theirs.clone(), torch.zeros(7), torch.zeros(7)
+    optimizer = torch.optim.AdamW([theirs], maximize=maximize, **rates)
+    for step in range(1, 4):
+        theirs.grad = torch.randn(7, generator=torch.Generator().manual_seed(10 + step))
+        optimizer.step()
+        if name == "npu_apply_adam_w":
+            powers, out = [beta ** (step - 1) for beta in rates["betas"]], (mine, average, square)
+            args = (*powers, 0.1, 0.05, *rates["betas"], 1e-3, theirs.grad, None, False, maximize)
+            assert npu_apply_adam_w(*args, out=out) is out
+        else:
+            args = (mine, theirs.grad, average, square, torch.ones(1), torch.tensor(step), 0.1)
+            COMPILED[name][name](*args, *rates["betas"], 0.05, 1e-3, False, maximize)
+        torch.testing.assert_close(mine, theirs)

@@ -1,4 +1,4 @@
-"""Swap of training state whose storages point into others: MindSpeed's three layouts of --reuse-fp32-param, in small."""
+"""Swap of training state whose storages point into others, as in the three layouts of --reuse-fp32-param, in small."""
 
 from __future__ import annotations
 

@@ -41,12 +41,18 @@ _NUMBERS = """
 _SWITCHES = """
     group_query_attention add_qkv_bias qk_layernorm multi_latent_attention untie_embeddings_and_output_weights
     use_tp_pp_dp_mapping account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split
-    use_distributed_optimizer bf16 fp16 swiglu
+    use_distributed_optimizer bf16 fp16 swiglu reuse_fp32_param swap_optimizer
 """
 _WORDS = {
     "normalization": "LayerNorm",
     "position_embedding_type": "learned_absolute",
     "moe_token_dispatcher_type": "allgather",
+}
+# MindSpeed's flags that take less memory than is planned.
+_LESS_MEMORY = {
+    "reuse_fp32_param": "--reuse-fp32-param: the trainer takes 2 bytes a parameter of the optimizer less than planned",
+    "swap_optimizer": "--swap-optimizer: planned as if the optimizer's state were on the device between its steps too; "
+    "MindSpeed keeps it in pinned host memory, which takes the place of the offloaded copy",
 }
 _NAMES = {row.spelt: row.name for row in UPSTREAM}  # some flags are not spelt like their attribute
 # Names that Megatron's config has and its command line has not.
@@ -82,6 +88,7 @@ def read_arguments(flags: Flags, world: int, vocab: int | None = None, folder: P
         notes.append(f"--mtp-num-layers {args.mtp_num_layers}: the engine has no such layers; not counted")
     if "--rl-swap" in flags and set(config.reshard.swap_names) != {"params", "grads", "optimizer"}:
         notes.append(f"--rl-swap {flags.get('--rl-swap')}: planned as if params, grads and optimizer leave the device")
+    notes += [note for name, note in _LESS_MEMORY.items() if getattr(args, name)]
     itemsize, bucket_mb = 2 if args.bf16 or args.fp16 else 4, config.reshard.reshard_bucket_mb
     engines = "--rl-generate-tp" in flags or "--rl-generate-ep" in flags
     vocab = vocab or args.vocab_size or _vocabulary(flags, folder) or args.padded_vocab_size
