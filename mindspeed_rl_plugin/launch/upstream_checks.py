@@ -9,8 +9,13 @@ from typing import Any
 from mindspeed_rl_plugin.config import RLConfig
 from mindspeed_rl_plugin.forward.settings import length_multiple
 
-# MindSpeed's ways whose split follows from a position alone; the adaptive ones deal positions out by the mask.
+# MindSpeed's ways to split rows, and why RL has no more of them.
 CONTEXT_ALGORITHMS = ("megatron_cp_algo", "ulysses_cp_algo", "hybrid_cp_algo")
+_NO_CONTEXT_ALGORITHMS = {
+    "kvallgather_cp_algo": "gathers keys and values in an attention of its own, which was not tried",
+    "adaptive_cp_algo": "deals positions out by the attention mask, and RL hands over none",
+    "hybrid_adaptive_cp_algo": "deals positions out by the attention mask, and RL hands over none",
+}
 _ATTENTION = "megatron.core.transformer.dot_product_attention"
 
 
@@ -29,7 +34,8 @@ def context_parallel(args: Any, config: RLConfig) -> Iterator[str]:
         yield f"--rl-pack-sequences: {given} splits no packed rows; remove one of them"
     algorithm = getattr(args, "context_parallel_algo", None)
     if algorithm not in (None, *CONTEXT_ALGORITHMS):
-        yield f"--context-parallel-algo {algorithm} is not known under RL; give one of {', '.join(CONTEXT_ALGORITHMS)}"
+        why = _NO_CONTEXT_ALGORITHMS.get(algorithm, "is not known under RL")
+        yield f"--context-parallel-algo {algorithm} {why}; give one of {', '.join(CONTEXT_ALGORITHMS)}"
     if getattr(args, "attention_mask_type", "causal") != "causal":
         yield f"--attention-mask-type {args.attention_mask_type} with {given}: RL hands over no masks; give causal"
     if getattr(args, "hybrid_context_parallel", False):
@@ -88,3 +94,9 @@ def swapped_memory(args: Any, config: RLConfig) -> Iterator[str]:
         yield "--virtual-optimizer keeps the moments in host memory of its own; give --rl-swap params grads"
     if "none" not in names and getattr(args, "use_nccl_ub", False):
         yield "--use-nccl-ub registers Megatron's buffers for good; remove it, or give --rl-swap none"
+
+
+def remarks(args: Any, config: RLConfig) -> Iterator[str]:
+    """What works but should be known."""
+    if getattr(args, "swap_optimizer", False) and "optimizer" in config.reshard.swap_names:
+        yield "--swap-optimizer keeps the optimizer's state on the host already: --rl-swap optimizer moves nothing"

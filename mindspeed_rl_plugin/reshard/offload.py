@@ -119,6 +119,8 @@ class TrainState:
     def finish_offload(self) -> int:
         """Free what `start_offload` began to copy. Returns its bytes."""
         total = 0
+        if self._offloading:
+            self.device.synchronize()  # MindSpeed's --swap-optimizer copies on streams of its own
         for name, (parts, copies) in self._offloading.items():
             copies.synchronize()
             self._offloaded[name] = parts

@@ -75,6 +75,7 @@ BAD = [
     (CP2 | PACKED, "--rl-pack-sequences: --context-parallel-size 2"),
     (MINDSPEED | dict(context_parallel_algo="adaptive_cp_algo"), "--context-parallel-algo adaptive_cp_ ... ulysses_cp"),
     (MINDSPEED | dict(context_parallel_algo="hybrid_adaptive_cp_algo"), "--context-parallel-algo hybrid_adaptive_cp_"),
+    (MINDSPEED | dict(context_parallel_algo="kvallgather_cp_algo"), "--context-parallel-algo kvallgather_ ... ulys"),
     (MINDSPEED | {"attention_mask_type": "general"}, "--attention-mask-type general with --context-parallel-size 2"),
     (DEEPSEEK | MINDSPEED, "--context-parallel-size 2 with --multi-latent-attention"),
     (CP2 | {"hybrid_context_parallel": True}, "--hybrid-context-parallel"),
@@ -393,6 +394,9 @@ def test_warnings(build, tmp_path):
         )
         flag_checks.check_args(args)
         assert [line.split(":")[0] for line in flag_checks.warnings(args)] == ["--rl-dock anything is ignored"]
+    (line,) = flag_checks.warnings(build({"swap_optimizer": True}))
+    assert names(line, "--swap-optimizer ... --rl-swap optimizer")
+    assert flag_checks.warnings(build({"swap_optimizer": True, "--rl-swap": ["params,grads"]})) == []
     # Two tokenizers of one size.
     for name, vocab in (("tokenizer", '{"a": 0, "b": 1}'), ("same", '{"a": 0, "b": 1}'), ("other", '{"b": 0, "a": 1}')):
         (tmp_path / name).mkdir(exist_ok=True)

@@ -142,6 +142,33 @@ def test_what_was_split_stays_split_while_there_are_ranks(ranks, sizes):
     assert flags.number("--rl-rollout-prompts", 0) * flags.number("--rl-samples-per-prompt", 0) == batch
 
 
+@pytest.mark.parametrize(
+    "words, sizes",
+    [
+        ("--tensor-model-parallel-size 2", (2, 2, 1)),
+        ("--pipeline-model-parallel-size 2", (1, 2, 2)),
+        ("--context-parallel-algo hybrid_cp_algo --ulysses-degree-in-cp 4 --tensor-model-parallel-size 2", (2, 1, 1)),
+        ("--context-parallel-algo hybrid_cp_algo --ulysses-degree-in-cp 4", (1, 4, 1)),
+    ],
+)
+def test_rows_stay_split_while_there_are_ranks(words, sizes):
+    """A hybrid takes four."""
+    flags = Flags.parse(f"--num-layers 8 --global-batch-size 64 --context-parallel-size 8 {words}".split())
+    shrink(flags, 4)
+    names = ("tensor-model-parallel-size", "context-parallel-size", "pipeline-model-parallel-size")
+    tp, cp, pp = (flags.number(f"--{name}", 1) for name in names)
+    assert (tp, cp, pp) == sizes and flags.number("--global-batch-size", 0) == 4 * 4 // (tp * cp * pp)
+    assert flags.number("--ulysses-degree-in-cp", 2) == 2
+
+
+def test_memory_of_the_optimizer_is_rehearsed_as_written():
+    words = "--reuse-fp32-param --swap-optimizer --swap-optimizer-times 4"
+    flags = Flags.parse(f"{words} --swap-attention --swap-modules mlp".split())
+    remove_unavailable(flags, mindspeed=True)
+    shrink(flags, 2)
+    assert " ".join(flags.argv()).startswith(words) and "--swap-attention" not in flags
+
+
 def test_a_refusal_is_shown_without_its_traceback():
     lines = ["Traceback (most recent call last):", '  File "x.py", line 3, in <module>']
     refusal = ["[rl] RL cannot run with these arguments:", "  - experts", "  - dropout"]

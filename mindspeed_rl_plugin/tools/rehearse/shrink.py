@@ -47,7 +47,8 @@ MINDSPEED = {
     """,
     "needs streams of the NPU": """
         --moe-alltoall-overlap-comm --moe-allgather-overlap-comm --moe-permutation-async-comm --moe-fb-overlap
-        --schedules-method --swap-* --adaptive-memory-optimization --adaptive-recompute-device-swap --smart-swap
+        --schedules-method --swap-attention --swap-modules --smart-swap --adaptive-memory-optimization
+        --adaptive-recompute-device-swap
     """,
     "sets the NPU's deterministic mode": "--npu-deterministic",
 }
@@ -90,16 +91,18 @@ def replace_mindspeed_llm(flags: Flags) -> None:
 def shrink(flags: Flags, ranks: int) -> None:
     """Make everything smaller, and say what. ranks: processes to run on, a power of two."""
     tp = 2 if flags.number("--tensor-model-parallel-size", 1) > 1 and ranks >= 2 else 1
-    pp = 2 if flags.number("--pipeline-model-parallel-size", 1) > 1 and ranks // tp >= 2 else 1
+    least = 4 if flags.get("--context-parallel-algo") == "hybrid_cp_algo" else 2
+    cp = least if flags.number("--context-parallel-size", 1) > 1 and ranks // tp >= least else 1
+    pp = 2 if flags.number("--pipeline-model-parallel-size", 1) > 1 and ranks // (tp * cp) >= 2 else 1
     sizes = "--tensor-model-parallel-size~{0} --pipeline-model-parallel-size~{1} --expert-tensor-parallel-size<={0}"
     flags.apply(_FEWER, sizes, tp, pp)
-    flags.apply("attention across ranks is done by TransformerEngine or NPU kernels", "--context-parallel-size<=1")
+    flags.apply(_FEWER, "--context-parallel-size<={0} --ulysses-degree-in-cp<=2 --cp-window-size<=1", cp)
     expert_tp = flags.number("--expert-tensor-parallel-size", tp)
     flags.apply(_FEWER, "--expert-model-parallel-size<={0}", max(1, ranks // (pp * expert_tp)))
     if pp == 1:
         flags.apply(f"{_FEWER}: no pipeline is left", _VIRTUAL)
     _model(flags, pp)
-    _batch(flags, ranks, ranks // (tp * pp) * 4)
+    _batch(flags, ranks, ranks // (tp * cp * pp) * 4)
 
 
 def _model(flags: Flags, pp: int) -> None:
