@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
 pytestmark = pytest.mark.upstream
 
@@ -39,6 +40,38 @@ def test_mindspeed(pretrain, resumed, split):
     with_it = resumed(script, *split, "--ckpt-format", "torch", PYTHONPATH=paths, MINDSPEED="1")
     alone = pretrain(script, *split, iterations=4, PYTHONPATH=str(checkout))
     assert [loss for loss, _ in with_it] == pytest.approx([loss for loss, _ in alone], rel=1e-5)
+
+
+# MindSpeed's context parallelism: ranks, and flags.
+CONTEXT = {
+    "ring, sends overlapped": (2, "megatron_cp_algo --use-cp-send-recv-overlap"),
+    "double ring": (4, "megatron_cp_algo --cp-window-size 2 --megatron-cp-in-bnsd"),
+    "hybrid": (4, "hybrid_cp_algo --ulysses-degree-in-cp 2"),
+}
+
+
+@pytest.mark.parametrize("algorithm", CONTEXT)
+def test_mindspeeds_context_parallelism(pretrain, algorithm):
+    """Its own exchange of keys and values between ranks trains as one rank does."""
+    if "0.12" not in checkouts() or "MINDSPEED_PATH" not in os.environ:
+        pytest.skip("no checkout of core 0.12 in MEGATRON_LM_PATH, or no MINDSPEED_PATH")
+    ranks, flags = CONTEXT[algorithm]
+    script, paths = checkouts()["0.12"] / "pretrain_gpt.py", f"{checkouts()['0.12']}:{os.environ['MINDSPEED_PATH']}"
+    grouped = ("--use-flash-attn", "--group-query-attention", "--num-query-groups", 2)
+    split = ("--context-parallel-size", ranks, "--context-parallel-algo", *flags.split())
+    several = pretrain(script, *grouped, *split, ranks=ranks, PYTHONPATH=paths, MINDSPEED="1")
+    one = pretrain(script, *grouped, ranks=1, PYTHONPATH=paths, MINDSPEED="1")
+    torch.testing.assert_close(torch.tensor(several), torch.tensor(one), rtol=1e-5, atol=0)
+
+
+def test_mindspeeds_optimizer_state_on_the_host(pretrain, resumed):
+    """--swap-optimizer takes bitwise the steps of MindSpeed without it, and a resume goes on."""
+    if "0.12" not in checkouts() or "MINDSPEED_PATH" not in os.environ:
+        pytest.skip("no checkout of core 0.12 in MEGATRON_LM_PATH, or no MINDSPEED_PATH")
+    script, paths = checkouts()["0.12"] / "pretrain_gpt.py", f"{checkouts()['0.12']}:{os.environ['MINDSPEED_PATH']}"
+    common = ("--use-distributed-optimizer", "--bf16", "--ckpt-format", "torch")
+    swapped = resumed(script, *common, "--swap-optimizer", PYTHONPATH=paths, MINDSPEED="1")
+    assert swapped == pretrain(script, *common, iterations=4, PYTHONPATH=paths, MINDSPEED="1")
 
 
 def test_mindspeed_patches_after_transformers(snippet):
