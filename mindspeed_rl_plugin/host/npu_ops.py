@@ -194,7 +194,7 @@ def _to_heads(t: Tensor, layout: str, head_dim: int) -> Tensor:
 def _from_heads(t: Tensor, layout: str) -> Tensor:
     """A layout of `[B, heads, S, D]`."""
     if layout == "SBH":
-        return t.permute(2, 0, 1, 3).flatten(2)
+        return t.permute(2, 0, 1, 3).flatten(2).contiguous()
     return t.transpose(1, 2) if layout == "BSND" else t
 
 

@@ -280,6 +280,7 @@ CHECKS: tuple[Check, ...] = (
     _token_budget,
     upstream_checks.context_parallel,
     upstream_checks.gradients,
+    upstream_checks.shared_memory,
     upstream_checks.sequence_balance,
 )
 # Of algorithms that sample and grade responses.

@@ -96,6 +96,16 @@ def swapped_memory(args: Any, config: RLConfig) -> Iterator[str]:
         yield "--use-nccl-ub registers Megatron's buffers for good; remove it, or give --rl-swap none"
 
 
+def shared_memory(args: Any, config: RLConfig) -> Iterator[str]:
+    """Checkpoints in which MindSpeed leaves out what --reuse-fp32-param keeps beside the weights."""
+    ckpt_format = getattr(args, "ckpt_format", "torch")
+    if getattr(args, "reuse_fp32_param", False) and ckpt_format != "torch":
+        yield (
+            f"--ckpt-format {ckpt_format} with --reuse-fp32-param: MindSpeed saves the lower halves of main parameters "
+            "in the format torch only; give --ckpt-format torch"
+        )
+
+
 def remarks(args: Any, config: RLConfig) -> Iterator[str]:
     """What works but should be known."""
     if getattr(args, "swap_optimizer", False) and "optimizer" in config.reshard.swap_names:

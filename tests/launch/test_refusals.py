@@ -65,6 +65,7 @@ GOOD = [
     DEEPSEEK | {"mtp_num_layers": 1, "pipeline_model_parallel_size": 2},
     DEEPSEEK | {"mtp_num_layers": 1, "overlap_grad_reduce": True, "pipeline_model_parallel_size": 2},
     {"pipeline_model_parallel_size": 2, "overlap_grad_reduce": True},
+    {"reuse_fp32_param": True, "ckpt_format": "torch"},
 ]
 
 # changes -> what the message names: flags and values, with `...` between
@@ -82,6 +83,7 @@ BAD = [
     ({"context_parallel_size": 2}, "--context-parallel-size 2 ... --transformer-impl transformer_engine"),
     (CP2 | PADDED, "--rl-max-tokens-per-microbatch 67 ... = 65 tokens, padded to 72"),
     (dict(recompute_in_bubble=True, calculate_per_token_loss=True), "--recompute-in-bubble ... --calculate-per-token-"),
+    ({"reuse_fp32_param": True, "ckpt_format": "torch_dist"}, "--ckpt-format torch_dist with --reuse-fp32-param"),
     ({"virtual_optimizer": "all"}, "--virtual-optimizer ... --rl-swap params grads"),
     ({"use_nccl_ub": True}, "--use-nccl-ub ... --rl-swap none"),
     (
