@@ -38,6 +38,11 @@ def npu_rotary_mul(x: Tensor, cos: Tensor, sin: Tensor, rotary_mode: str = "half
     return x * cos + rotated * sin
 
 
+def _rotary_position_embedding(x: Tensor, cos: Tensor, sin: Tensor, mode: int) -> Tensor:
+    """`npu_rotary_position_embedding` of MindSpeed, for --use-fused-rotary-pos-emb."""
+    return npu_rotary_mul(x, cos, sin, "interleave" if mode else "half")
+
+
 def npu_apply_adam_w(
     beta1_power: float,
     beta2_power: float,
@@ -246,6 +251,7 @@ OPERATORS = {
 # What MindSpeed compiles for the NPU: name of its builder -> functions of the module that it loads.
 COMPILED = {
     "algorithm": {"reuse_data_ptr": reuse_data_ptr},
+    "npu_rotary_position_embedding": {"npu_rotary_position_embedding": _rotary_position_embedding},
     "npu_apply_fused_adamw_v2": {"npu_apply_fused_adamw_v2": _fused_adamw_v2},
     "fusion_attention_v2": {
         "npu_fusion_attention_v2": _attention_v2,

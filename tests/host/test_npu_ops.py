@@ -166,6 +166,8 @@ def test_rotary_is_a_rotation_of_pairs(mode):
         expected[:, i] = x[:, i] * angle.cos() - x[:, j] * angle.sin()
         expected[:, j] = x[:, j] * angle.cos() + x[:, i] * angle.sin()
     torch.testing.assert_close(npu_rotary_mul(x, cos, sin, mode), expected)
+    compiled = COMPILED["npu_rotary_position_embedding"]["npu_rotary_position_embedding"]
+    torch.testing.assert_close(compiled(x, cos, sin, int(mode == "interleave")), expected)
 
 
 @pytest.mark.parametrize("name", ["npu_apply_adam_w", "npu_apply_fused_adamw_v2"])

@@ -43,7 +43,7 @@ MINDSPEED = {
     "its kernel is compiled for the NPU": """
         --use-ascend-coc --use-ascend-mc2 --coc-fused-kernel --coc-parallel-num --gemm-gradient-accumulation-fusion
         --use-fused-moe-token-permute-and-unpermute --use-fused-ring-attention-update --use-fused-mlp
-        --use-fused-rotary-pos-emb --use-fused-lmhead-loss --mla-mm-split --mla-fa-without-pad
+        --use-fused-lmhead-loss --mla-mm-split --mla-fa-without-pad
     """,
     "needs streams of the NPU": """
         --moe-alltoall-overlap-comm --moe-allgather-overlap-comm --moe-permutation-async-comm --moe-fb-overlap
