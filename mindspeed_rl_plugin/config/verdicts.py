@@ -74,7 +74,10 @@ SUPPORTED = {
     """,
     "tests/loop/test_resume_loop.py": "--save-interval --tensorboard-dir",
     "tests/loop/test_trackers.py": "--wandb-project --wandb-exp-name --wandb-save-dir",
-    "tests/loop/test_upstream.py": "--context-parallel-algo --use-flash-attn --stage",
+    "tests/loop/test_upstream.py": """
+        --context-parallel-algo --use-cp-send-recv-overlap --cp-window-size --megatron-cp-in-bnsd --ulysses-degree-in-cp
+        --use-flash-attn --reuse-fp32-param --swap-optimizer --swap-optimizer-times --stage
+    """,
     "tests/launch/test_start_processes.py": "--train-iters --tensor-model-parallel-size",
     "tests/launch/test_start_decision.py": "--ckpt-step",
     "tests/launch/test_launch_order.py": "--override-opt_param-scheduler --use-checkpoint-opt_param-scheduler",
@@ -111,8 +114,7 @@ NEUTRAL = {
         --moe-permutation-async-comm --moe-alltoall-overlap-comm --moe-allgather-overlap-comm --moe-alltoall-mc2
         --gemm-gradient-accumulation-fusion --mla-fa-without-pad --mla-fa-divide-qk --mla-up-proj-tp-overlap
         --mla-down-proj-fusion --padded-base-length --shape-order --use-fusion-attn-v2 --jit-compile
-        --disable-jit-fuser --attention-softmax-in-fp32 --flash-attention-version --megatron-cp-in-bnsd
-        --use-fused-ring-attention-update --use-cp-send-recv-overlap --cp-window-size --ulysses-degree-in-cp
+        --disable-jit-fuser --attention-softmax-in-fp32 --flash-attention-version --use-fused-ring-attention-update
         --kv-head-repeat-before-uly-alltoall --cp-comm-type --hierarchical-context-parallel-sizes
         --use-fused-moe-token-permute-and-unpermute --use-ascend-* --coc-* --tp-comm-* --disable-tp-comm-* --aiqos*
         --no-overlap-p2p-communication --overlap-p2p-communication-warmup-flush
@@ -236,7 +238,7 @@ _CHECKED = {
 UNTESTED = """
     --unaligned-linear --use-multiparameter-pipeline-model-parallel --param-and-grad-buffer-pad
     --reset-bucket-group-order --swap-layer-input --compress-dense --compress-activation --compress-optimizer
-    --swap-optimizer --swap-optimizer-times --smart-swap --ema-decay --virtual-optimizer --quant-* --qat-scheme
+    --smart-swap --ema-decay --virtual-optimizer --quant-* --qat-scheme
     --optimizer-*offload* --use-torch-optimizer-for-cpu-offload --overlap-cpu-optimizer-d2h-h2d --no-pin-cpu-*
     --use-precision-aware-optimizer --main-*-dtype --exp-avg-*dtype --no-use-layer-wise-param-layout
     --fp32-residual-connection --qk-clip* --moe-enable-* --moe-flex-* --moe-*deepep* --moe-*hybridep* --moe-ncclep-*

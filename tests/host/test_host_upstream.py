@@ -64,16 +64,6 @@ def test_mindspeeds_context_parallelism(pretrain, algorithm):
     torch.testing.assert_close(torch.tensor(several), torch.tensor(one), rtol=1e-5, atol=0)
 
 
-def test_mindspeeds_optimizer_state_on_the_host(pretrain, resumed):
-    """--swap-optimizer takes bitwise the steps of MindSpeed without it, and a resume goes on."""
-    if "0.12" not in checkouts() or "MINDSPEED_PATH" not in os.environ:
-        pytest.skip("no checkout of core 0.12 in MEGATRON_LM_PATH, or no MINDSPEED_PATH")
-    script, paths = checkouts()["0.12"] / "pretrain_gpt.py", f"{checkouts()['0.12']}:{os.environ['MINDSPEED_PATH']}"
-    common = ("--use-distributed-optimizer", "--bf16", "--ckpt-format", "torch")
-    swapped = resumed(script, *common, "--swap-optimizer", PYTHONPATH=paths, MINDSPEED="1")
-    assert swapped == pretrain(script, *common, iterations=4, PYTHONPATH=paths, MINDSPEED="1")
-
-
 def test_mindspeed_patches_after_transformers(snippet):
     """Its search through all modules passes over those that import more when they are asked for a name."""
     if "0.12" not in checkouts() or "MINDSPEED_PATH" not in os.environ:

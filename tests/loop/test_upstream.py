@@ -135,34 +135,37 @@ def test_fine_tuning_of_mindspeed_llm(job, arithmetic):
     assert "training resumes from" in result.log and "at iteration 2, optimizer and RL state included" in result.log
 
 
-# Layouts of --reuse-fp32-param: ranks, and flags in the place of --use-distributed-optimizer.
-REUSE = {
-    "alone": (1, "--use-distributed-optimizer"),
-    "sharded": (2, "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"),
-    "plain": (2, ""),
+# Where MindSpeed keeps main parameters and moments: ranks, flags in the place of --use-distributed-optimizer, and
+# more of them for the run that offloads.
+DISTRIBUTED = "--use-distributed-optimizer --bf16"
+OPTIMIZERS = {
+    "shared, one rank": (1, f"{DISTRIBUTED} --reuse-fp32-param", ""),
+    "shared, sharded": (2, f"{DISTRIBUTED} --reuse-fp32-param --overlap-grad-reduce --overlap-param-gather", ""),
+    "shared, whole": (2, "--bf16 --reuse-fp32-param", ""),
+    "on the host": (2, DISTRIBUTED, " --swap-optimizer --swap-optimizer-times 4"),
 }
 SAME = ("loss", "grad_norm", "entropy", "ratio/max", "kl/ref", "logp_diff/max", "weights/digest")
 
 
 @pytest.mark.skipif(MINDSPEED is None, reason="MINDSPEED_PATH is not set")
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("layout", REUSE)
-def test_weights_that_share_memory_with_their_main_parameters(job, training_flags, tmp_path, layout):
+@pytest.mark.parametrize("layout", OPTIMIZERS)
+def test_mindspeeds_layouts_of_the_optimizer(job, training_flags, tmp_path, layout):
     """Three iterations with everything offloaded, and a fourth after a resume, are bitwise those without an offload."""
     checkout = next(c for c in CHECKOUTS if core_version(c)[:2] == (0, 12))
-    ranks, optimizer = REUSE[layout]
-    common = dict(ranks=ranks, path=[Path(MINDSPEED), checkout])
-    common["train"] = training_flags.replace("--use-distributed-optimizer", f"{optimizer} --bf16 --reuse-fp32-param")
+    ranks, optimizer, more = OPTIMIZERS[layout]
+    common = {"ranks": ranks, "path": [Path(MINDSPEED), checkout]}
+    train = training_flags.replace("--use-distributed-optimizer", optimizer)
     iterations = ("--train-iters", "4", "--mock-data", "--rl-verify-weights", "--lr", "3e-3")
-    quiet = job(*iterations, "--rl-swap", "none", name="quiet", script=mindspeed_entry(tmp_path, checkout), **common)
-    expected = quiet.run(400)
+    script = mindspeed_entry(tmp_path, checkout)
+    expected = job(*iterations, "--rl-swap", "none", name="kept", script=script, train=train, **common).run(400)
     hostile = HOSTILE.format(folder=str(Path(__file__).resolve().parents[1] / "reshard"))
     script = mindspeed_entry(tmp_path, checkout, hostile)
     swap = ("--rl-swap", "params,grads,optimizer", "--exit-interval", "3", "--save-interval", "3")
-    cut = job(*iterations, *swap, name="swapped", script=script, **common)
-    cut.run(400)
-    cut.extra = cut.extra[:-4]
-    resumed = cut.run(400)
+    offloaded = job(*iterations, *swap, name="offloaded", script=script, train=train + more, **common)
+    offloaded.run(400)
+    offloaded.extra = offloaded.extra[:-4]
+    resumed = offloaded.run(400)
     assert len({line["weights/digest"] for line in expected.metrics}) == 4
     assert measured(resumed) == measured(expected)
 
