@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from mindspeed_rl_plugin.device import Device, StorageMeter
+from mindspeed_rl_plugin.host import reuse
 from mindspeed_rl_plugin.host.reuse import reuse_data_ptr
 from mindspeed_rl_plugin.reshard import aliases, offload
 from mindspeed_rl_plugin.reshard.host_weights import HostWeights
@@ -190,3 +191,14 @@ def test_outside_of_the_context_nothing_is_recorded(builder):
     assert b.tolist() == [1, 2] and aliases.places() == {}
     with pytest.raises(ValueError, match="2 elements of 4 bytes at 3 in 16"):
         reuse_data_ptr(b, a, 3)
+
+
+def test_without_a_compiler_its_variable_is_named(monkeypatch, tmp_path):
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    monkeypatch.setenv("CXX", "/nowhere/c++")
+    with pytest.raises(RuntimeError, match="--reuse-fp32-param .* CXX.*/nowhere/c"):
+        reuse._library()
+    monkeypatch.setenv("CXX", "false")
+    with pytest.raises(RuntimeError, match="--reuse-fp32-param .* false"):
+        reuse._library()
+    assert list(tmp_path.iterdir()) == []
