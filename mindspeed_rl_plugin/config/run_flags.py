@@ -83,6 +83,12 @@ class RolloutConfig:
         most=1,
     )
     max_running: int = flag(256, "most sequences that an engine decodes at once", unit="sequences", least=1)
+    request_seeds: bool = flag(
+        False,
+        "on an accelerator too each response has a random generator of its own, and so does not depend on what is "
+        "sampled beside it; costs three kernel launches a sequence and step, where vLLM has no batched form of it "
+        "(default: one generator for an engine; on a CPU each response has its own)",
+    )
 
 
 @dataclass(frozen=True)

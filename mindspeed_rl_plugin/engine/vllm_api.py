@@ -21,7 +21,14 @@ PROCESSED = "processed_logprobs"
 # parameters, some as attributes of the layer or of its implementation, some as views of the weight itself.
 DERIVED = ("W_UV", "W_UK_T")
 # Engine arguments that older versions lack, and without which the engine still works.
-OPTIONAL_ARGUMENTS = ("logprobs_mode", "kv_cache_memory_bytes", "attention_backend", "moe_backend")
+OPTIONAL_ARGUMENTS = (
+    "logprobs_mode",
+    "kv_cache_memory_bytes",
+    "attention_backend",
+    "moe_backend",
+    "async_scheduling",
+    "additional_config",
+)
 # Kernels that read expert weights as vLLM declares them; vllm-ascend's are "OOT", and show their order by their shapes.
 PLAIN_EXPERTS = ("TRITON", "BATCHED_TRITON", "CPU", "OOT")
 _CHOSEN = re.compile(r"\w*(flashinfer|aiter)\w*_enabled")  # how versions before 0.14 say which they took
@@ -33,8 +40,11 @@ def build(arguments: dict[str, Any]) -> Any:
     Collective over the whole world: vLLM makes its process groups here.
     """
     from vllm import EngineArgs
+    from vllm.v1.engine.core import EngineCore
     from vllm.v1.engine.llm_engine import LLMEngine
 
+    if "async_scheduling" in arguments and steps_look_at_the_clock(EngineCore):
+        arguments = {**arguments, "async_scheduling": False}
     known = {f.name for f in dataclasses.fields(EngineArgs)}
     usable = {k: v for k, v in arguments.items() if k in known or k not in OPTIONAL_ARGUMENTS}
     engine = LLMEngine.from_engine_args(EngineArgs(**usable))
@@ -44,6 +54,14 @@ def build(arguments: dict[str, Any]) -> Any:
         finalizer.detach()
     _drop_message_queues()
     return engine
+
+
+def steps_look_at_the_clock(core: type) -> bool:
+    """Whether a step of the engine core asks if the device is done (`future.done()`, 0.10 to 0.18): with asynchronous
+    scheduling the ranks of an engine, each of which schedules its own steps, could then take different ones, and wait
+    for each other for ever."""
+    step = getattr(core, "step_with_batch_queue", None)
+    return step is not None and "done" in step.__code__.co_names
 
 
 def _drop_message_queues() -> None:
@@ -78,6 +96,15 @@ def demand_processed_logprobs(engine: Any) -> bool:
     return bool(modes)
 
 
+def has_batched_seeds(engine: Any) -> bool:
+    """Whether the sampler draws for all requests, each by its own seed, in one kernel, as the sampler of vLLM's second
+    model runner does (v1/worker/gpu/sample). Others call `exponential_` once for each request with a generator
+    (`random_sample` of v1/sample/ops/topk_topp_sampler.py, and vllm-ascend's of sample/sampler.py): with 256 running at
+    least 768 launches a step."""
+    states = getattr(getattr(worker(engine).model_runner, "sampler", None), "sampling_states", None)
+    return hasattr(states, "seeds")
+
+
 def demand_plain_experts(engine: Any) -> None:
     """Refuse kernels that permute the expert weights in place, under unchanged names and shapes: whoever writes the
     canonical weights afterwards, as a reshard does, would leave other experts than he thinks.
@@ -98,8 +125,10 @@ def demand_plain_experts(engine: Any) -> None:
             )
 
 
-def sampling_params(sampling: Sampling, eos: Sequence[int], seed: int) -> Any:
+def sampling_params(sampling: Sampling, eos: Sequence[int], seed: int | None) -> Any:
     """vLLM's form of one request. End tokens are always explicit: without a tokenizer vLLM knows none.
+
+    seed: None where the request has no generator of its own.
 
     DELTA output: each step hands over its new tokens only, so long responses cost linear time, and what an
     aborted response has sampled is known here.

@@ -7,24 +7,22 @@ is built (its groups are made by the whole world) and not afterwards: each steps
 **Log-probs** are vLLM's processed ones: of the distribution from which the token was really sampled, after
 temperature, top-p and top-k; at temperature 0 (greedy) those of temperature 1.
 
-**Determinism.** A response depends on its prompt, sampling, seed and the weights, not on its neighbours: every
-request has a generator of its own. What remains is floating point: the shapes of a batch choose the order of
-sums, and a log-prob may move by some 1e-6 (fp32; 1e-2 in bf16), which once in a long while flips a token. The
-same requests submitted in the same order after `update_weights` make the same batches, hence the same bits.
+**Determinism.** The same requests submitted in the same order to an idle engine after `update_weights` make the same
+batches, hence the same bits. Where requests have seeds of their own (`VllmOptions.request_seeds`), a response depends
+on its prompt, sampling, seed and the weights, not on its neighbours. What remains is floating point: the shapes of a
+batch choose the order of sums, and a log-prob may move by some 1e-6 (fp32; 1e-2 in bf16), which once in a long while
+flips a token. Elsewhere all requests share the engine's own generator, which starts anew from the first one's seed.
 """
 
 from __future__ import annotations
 
-import contextlib
 import math
-import random
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -32,6 +30,7 @@ from torch import Tensor
 from mindspeed_rl_plugin.device import Device, get_device
 from mindspeed_rl_plugin.engine import vllm_api
 from mindspeed_rl_plugin.engine.hf_config import family_table, write_config
+from mindspeed_rl_plugin.engine.process_state import ProcessState
 from mindspeed_rl_plugin.engine.protocol import PARTS
 from mindspeed_rl_plugin.engine.vllm_memory import HostMemory, PoolMemory, free_share
 from mindspeed_rl_plugin.host import engine_env, vllm_live
@@ -40,6 +39,9 @@ from mindspeed_rl_plugin.rows import Completion, GenerateRequest, SampleId
 # Steps between two agreements of an engine's ranks on whether the time is up.
 AGREE_EVERY = 16
 NO_TOKENIZER_NEEDED = (0, 10)
+# vllm-ascend would bind all threads of the trainer to a few cores, and may stop the machine's irqbalance. The other two
+# say from 0.23 on what the variables of `engine_env.REQUIRED_NPU` say: weights stay in the format of the checkpoint.
+ASCEND_CONFIG = {"enable_cpu_binding": False, "weight_nz_mode": 0, "enable_fused_mc2": 0}
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,9 @@ class VllmOptions:
     "float16"; max_model_len: most tokens of prompt and response together; max_running: most sequences decoded at
     once; kv_cache_bytes: KV cache of a rank on CPU; memory_utilization: share of the device's memory elsewhere
     (None: `free_share` when the engine is built); eos_token_ids: end every response that does not ignore them;
-    tokenizer: directory, see `needs_tokenizer`; sleep_mode: whether `sleep` gives memory back on an accelerator.
+    tokenizer: directory, see `needs_tokenizer`; sleep_mode: whether `sleep` gives memory back on an accelerator;
+    request_seeds: whether each request has a generator of its own also where that costs a kernel a request and step
+    (on a CPU, and where vLLM samples all of them by one kernel, each has).
     """
 
     config: Mapping[str, Any]
@@ -65,6 +69,7 @@ class VllmOptions:
     eos_token_ids: tuple[int, ...] = ()
     tokenizer: str | None = None
     sleep_mode: bool = True
+    request_seeds: bool = False
 
 
 @dataclass
@@ -97,12 +102,14 @@ class VllmEngine:
         self._running: dict[str, _Running] = {}
         self._steps = 0
         self._checksum = 0  # of all tokens sampled
+        self._process = ProcessState(self._device)
         # vLLM reads the directory only here: with it gone at once, no end of the process can leave it behind.
-        with tempfile.TemporaryDirectory(prefix="mindspeed-rl-engine-") as directory, _preserved_rng(self._device):
+        with tempfile.TemporaryDirectory(prefix="mindspeed-rl-engine-") as directory, self._process.lent():
             write_config(options.config, directory)
             self._engine = vllm_api.build(_arguments(options, self._device.kind, directory))
         vllm_api.demand_plain_experts(self._engine)
         self._processed = vllm_api.demand_processed_logprobs(self._engine)
+        self._request_seeds = self._device.is_cpu or options.request_seeds or vllm_api.has_batched_seeds(self._engine)
         self._memory = _memory(self._engine, self._device.kind) if options.sleep_mode else None
 
     def submit(self, requests: Sequence[GenerateRequest]) -> None:
@@ -116,15 +123,18 @@ class VllmEngine:
         assert len(queued) == len(names) + len(self._running), f"submit: of {names} some are queued, or given twice"
         for request in requests:
             self._check(request)
+        if requests and not self._running and not self._request_seeds:
+            self._process.reseed(requests[0].seed)
         for name, request in zip(names, requests, strict=True):
-            params = vllm_api.sampling_params(request.sampling, self.options.eos_token_ids, request.seed)
+            seed = request.seed if self._request_seeds else None
+            params = vllm_api.sampling_params(request.sampling, self.options.eos_token_ids, seed)
             self._engine.add_request(name, {"prompt_token_ids": list(request.prompt_tokens)}, params)
             self._running[name] = _Running(request)
 
     def poll(self, timeout: float) -> list[Completion]:
         """Step until some response ends; see `Engine`."""
         end = time.monotonic() + timeout
-        with _preserved_rng(self._device):
+        with self._process.lent():
             while self._running:
                 finished = self._step()
                 if finished or self._expired(end):
@@ -248,7 +258,8 @@ class VllmEngine:
 
     def _forget_prefixes(self) -> None:
         if self._engine.reset_prefix_cache() is False:
-            self._engine.step()  # what was aborted may still hold blocks of a step in flight
+            with self._process.lent():
+                self._engine.step()  # what was aborted may still hold blocks of a step in flight
             if self._engine.reset_prefix_cache() is False:
                 raise RuntimeError("vLLM did not reset its prefix cache although no response is queued")
 
@@ -285,7 +296,8 @@ def _arguments(options: VllmOptions, kind: str, directory: str) -> dict[str, Any
         "enable_sleep_mode": options.sleep_mode and not on_cpu,
         "logprobs_mode": vllm_api.PROCESSED,
         **({"kv_cache_memory_bytes": options.kv_cache_bytes} if on_cpu else {}),
-        **({} if on_cpu else {"gpu_memory_utilization": options.memory_utilization}),
+        **({} if on_cpu else {"gpu_memory_utilization": options.memory_utilization, "async_scheduling": True}),
+        **({"additional_config": dict(ASCEND_CONFIG)} if kind == "npu" else {}),
         # What vLLM takes by itself on sm100 permutes the weights of experts in place.
         **({"moe_backend": "triton"} if kind == "cuda" and family_table(options.config).experts else {}),
         # Where the CPU has AMX vLLM would repack the weight of latent attention, and drop it.
@@ -299,21 +311,6 @@ def _prepare(kind: str, options: VllmOptions) -> None:
         raise ValueError("vLLM before 0.10 does not start without a tokenizer; give --rl-tokenizer")
     if kind == "cpu":
         vllm_live.apply()
-
-
-@contextlib.contextmanager
-def _preserved_rng(device: Device) -> Iterator[None]:
-    """Leave the trainer's generators as they were: vLLM seeds them when it is built and samples from torch's."""
-    host, python, arrays = torch.get_rng_state(), random.getstate(), np.random.get_state()
-    accelerator = None if device.is_cpu else device.api.get_rng_state()
-    try:
-        yield
-    finally:
-        torch.set_rng_state(host)
-        random.setstate(python)
-        np.random.set_state(arrays)
-        if accelerator is not None:
-            device.api.set_rng_state(accelerator)
 
 
 def _name(sample: SampleId) -> str:

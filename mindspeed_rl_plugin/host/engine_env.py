@@ -13,6 +13,7 @@ REQUIRED = {
 }
 REQUIRED_NPU = {
     "VLLM_ASCEND_ENABLE_NZ": ("0", "weights in FRACTAL_NZ format cannot be rewritten after a wake"),
+    "VLLM_ASCEND_ENABLE_FUSED_MC2": ("0", "it casts the weights of experts to FRACTAL_NZ whatever the former says"),
 }
 # name -> value; the user's own value wins. On CPU vLLM warns some twenty times per rank of what nobody can change.
 DEFAULTS = {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1"}

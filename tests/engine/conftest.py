@@ -57,6 +57,45 @@ class FakeEngine:
         return Completion(sample, tuple(tokens), (-0.5,) * len(tokens), finish, self.version)
 
 
+class FakeStream:
+    """A stream by name; log: which stream waited for which."""
+
+    def __init__(self, name: str, log: list[Any]) -> None:
+        self.name, self.log = name, log
+
+    def wait_stream(self, other: FakeStream) -> None:
+        self.log.append((self.name, other.name))
+
+
+class FakeApi:
+    """torch.cuda, as far as an engine changes it. state: (whose numbers, how many were drawn); log: waits."""
+
+    def __init__(self) -> None:
+        self.log: list[Any] = []
+        self.state: tuple[Any, int] = ("trainer", 7)
+        self.stream = FakeStream("trainer", self.log)
+
+    def get_rng_state(self) -> tuple[Any, int]:
+        return self.state
+
+    def set_rng_state(self, state: tuple[Any, int]) -> None:
+        self.state = state
+
+    def manual_seed(self, seed: int) -> None:
+        self.state = (seed, 0)
+
+    def current_stream(self) -> FakeStream:
+        return self.stream
+
+    def set_stream(self, stream: FakeStream) -> None:
+        self.stream = stream
+
+    def draw(self) -> tuple[Any, int]:
+        """The next number."""
+        self.state = (self.state[0], self.state[1] + 1)
+        return self.state
+
+
 class FakeVllm:
     """vLLM's LLMEngine as far as VllmEngine uses it: `script` says what each request samples, one token per step.
 
@@ -69,8 +108,8 @@ class FakeVllm:
         self.calls: list[Any] = []
         self.logprob = -0.25
         self.stuck_prefixes = 0
-        self.device_states: list[int] = []
         self.refreshed: list[Any] = []
+        self.api = FakeApi()
 
     def add_request(self, name: str, prompt: dict[str, Any], params: Any) -> None:
         self.calls.append(("add", name, prompt["prompt_token_ids"], params))
@@ -125,12 +164,15 @@ def fake_vllm() -> FakeVllm:
 def make_engine(fake_vllm: FakeVllm, monkeypatch: pytest.MonkeyPatch) -> Callable[..., VllmEngine]:
     """Builds a VllmEngine over `fake_vllm`, as rank `rank` of `world`, on an accelerator that only has a name."""
 
-    def build(rank: int = 0, world: int = 1, processed: bool = True, **options: Any) -> VllmEngine:
+    def build(
+        rank: int = 0, world: int = 1, processed: bool = True, batched: bool = True, **options: Any
+    ) -> VllmEngine:
         monkeypatch.setattr(vllm_engine.dist, "get_rank", lambda: rank)
         monkeypatch.setattr(vllm_engine.dist, "get_world_size", lambda: world)
         monkeypatch.setattr(vllm_engine, "_prepare", lambda *args: None)
         monkeypatch.setattr(vllm_api, "build", lambda arguments: fake_vllm)
         monkeypatch.setattr(vllm_api, "demand_plain_experts", lambda engine: None)
+        monkeypatch.setattr(vllm_api, "has_batched_seeds", lambda engine: batched)
         monkeypatch.setattr(vllm_api, "demand_processed_logprobs", lambda engine: processed)
         monkeypatch.setattr(vllm_api, "sampling_params", lambda sampling, eos, seed: (sampling, eos, seed))
         monkeypatch.setattr(vllm_api, "refresh_derived", lambda engine: fake_vllm.refreshed.append(engine))
@@ -138,9 +180,7 @@ def make_engine(fake_vllm: FakeVllm, monkeypatch: pytest.MonkeyPatch) -> Callabl
         monkeypatch.setattr(vllm_api, "weights_pool", lambda kind: [range(1)])
         monkeypatch.setattr(vllm_api, "teardown", lambda engine: fake_vllm.calls.append("teardown"))
         device = Device("cuda")
-        states = fake_vllm.device_states
-        generators = SimpleNamespace(get_rng_state=lambda: len(states), set_rng_state=states.append)
-        monkeypatch.setattr(Device, "api", property(lambda self: generators))
+        monkeypatch.setattr(Device, "api", property(lambda self: fake_vllm.api))
         given = {"config": {}, "max_model_len": 32, "memory_utilization": 0.6, **options}
         return VllmEngine(VllmOptions(**given), device)
 

@@ -252,12 +252,12 @@ def test_generators_of_the_trainer_are_left_alone(make_engine, fake_vllm, reques
     engine = type(engine)(engine.options, engine._device)
     engine.update_weights(0)
     fake_vllm.script = {"0-0-0": ([7], "stop")}
-    step = fake_vllm.step
-    monkeypatch.setattr(fake_vllm, "step", lambda: (torch.rand(2), step())[1])
+    step, api = fake_vllm.step, fake_vllm.api
+    monkeypatch.setattr(fake_vllm, "step", lambda: (torch.rand(2), api.draw(), step())[2])
     engine.submit([request_of(0)])
     engine.poll(5)
     assert (torch.rand(3).tolist(), random.random(), np.random.rand()) == before
-    assert fake_vllm.device_states == [0, 1, 2]  # two builds and a poll each restored what they had found
+    assert api.state == ("trainer", 7) and api.stream.name == "trainer"
 
 
 @pytest.mark.parametrize("given, used", [(0.35, 0.35), (None, 0.81)])

@@ -1,0 +1,81 @@
+"""What the engine has to itself while it works: random generators, the current stream, functions of torch."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mindspeed_rl_plugin.device import Device
+from mindspeed_rl_plugin.host.torch_originals import torch_originals
+
+
+class ProcessState:
+    """Lends the process to the engine, and gives the trainer back what it had.
+
+    vLLM seeds all generators when it is built, and samples from torch's. On CUDA it makes a stream of its own the
+    current one, for good (0.18 to 0.32: `current_stream` of its torch_utils), on which the trainer would then run.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._stream: object = None  # the engine's, from the first turn on
+        self._seed: int | None = None
+        self._generator: Tensor | None = None  # state of the device's generator in the engine's last turn
+        self._own_numbers = False
+
+    def reseed(self, seed: int) -> None:
+        """From the next turn on the engine has its own random numbers on the device: the same ones on each rank that
+        is given this seed."""
+        self._seed, self._own_numbers = seed, True
+
+    @contextlib.contextmanager
+    def lent(self) -> Iterator[None]:
+        """The engine works within this context."""
+        with torch_originals(), _host_generators_kept(), self._on_device():
+            yield
+
+    @contextlib.contextmanager
+    def _on_device(self) -> Iterator[None]:
+        if self._device.is_cpu:
+            yield
+            return
+        api = self._device.api
+        stream, numbers = api.current_stream(), api.get_rng_state()
+        self._enter(stream)
+        try:
+            yield
+        finally:
+            self._generator = api.get_rng_state() if self._own_numbers else None
+            api.set_rng_state(numbers)
+            self._stream = api.current_stream()
+            if self._stream != stream:
+                stream.wait_stream(self._stream)
+                api.set_stream(stream)
+
+    def _enter(self, stream: object) -> None:
+        """The engine's stream, after what the trainer queued on its own, and its numbers where they stopped."""
+        api = self._device.api
+        if self._stream is not None and self._stream != stream:
+            self._stream.wait_stream(stream)
+            api.set_stream(self._stream)
+        if self._seed is not None:
+            api.manual_seed(self._seed)
+            self._seed = None
+        elif self._generator is not None:
+            api.set_rng_state(self._generator)
+
+
+@contextlib.contextmanager
+def _host_generators_kept() -> Iterator[None]:
+    host, python, arrays = torch.get_rng_state(), random.getstate(), np.random.get_state()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(host)
+        random.setstate(python)
+        np.random.set_state(arrays)

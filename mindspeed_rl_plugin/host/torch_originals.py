@@ -1,0 +1,44 @@
+"""What MindSpeed puts in the place of torch's functions, taken back while the engine works.
+
+MindSpeed keeps a record of what it replaced. It is read each time, because MindSpeed's adaptor may be imported, and
+its patches may be applied, after this package. Without MindSpeed nothing is done.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+# name -> why the engine needs torch's own. tests/host/test_torch_originals.py lists what else MindSpeed replaces in
+# torch, and why it may stay.
+RESTORED = {
+    "torch.compile": "MindSpeed's returns the function as it is: the engine would decode without graphs, silently, or "
+    "with torch 2.10 not start",
+    "torch.jit.script": "MindSpeed's returns the function as it is",
+    "torch.Tensor.view": "MindSpeed's is a view of a copy where the tensor is not contiguous: writes into it are lost",
+}
+
+
+@contextlib.contextmanager
+def torch_originals() -> Iterator[None]:
+    """Within the context the names of `RESTORED` are torch's own, or those of torch_npu that MindSpeed came upon."""
+    replaced = [
+        (patch.orig_module, patch.orig_func_name, getattr(patch.orig_module, patch.orig_func_name), patch.orig_func)
+        for patch in map(_record().get, RESTORED)
+        if patch is not None and patch.orig_module is not None
+    ]
+    try:
+        for module, name, _, original in replaced:
+            setattr(module, name, original)
+        yield
+    finally:
+        for module, name, replacement, _ in replaced:
+            setattr(module, name, replacement)
+
+
+def _record() -> dict[str, Any]:
+    """MindSpeed's patches by the name of what they replace; empty where it is not imported."""
+    manager = getattr(sys.modules.get("mindspeed.patch_utils"), "MindSpeedPatchesManager", None)
+    return getattr(manager, "patches_info", {})

@@ -1,0 +1,91 @@
+"""What MindSpeed and MindSpeed-LLM replace in torch: each name is restored for the engine, or stays for a reason."""
+
+from __future__ import annotations
+
+import ast
+import os
+from pathlib import Path
+
+import pytest
+
+from mindspeed_rl_plugin.host.torch_originals import RESTORED
+
+pytestmark = pytest.mark.upstream
+
+_COLLECTIVES = "wraps torch's own, for --enable-high-availability and for disaggregated training"
+# Names that stay as MindSpeed has them while the engine works, and why.
+STAY = {
+    "torch.nn.parameter.Parameter.type": "the name of a type, cuda's in the place of npu's: vLLM asks for none",
+    "torch.Tensor.type": "the same",
+    "torch.distributed._all_gather_base": "its public name does the same",
+    "torch.distributed._reduce_scatter_base": "its public name does the same",
+    "torch.distributed.all_reduce": "differs for float64 alone, which neither vLLM nor this package reduces so",
+    "torch._C._jit_set_nvfuser_enabled": "turns off a fuser that torch no longer has",
+    "torch.cuda.get_device_capability": "a constant for grouped matmuls; vLLM asks its platform",
+    "torch.distributed.new_group": "with --disable-gloo-group, which is taken over before it acts",
+    "torch.utils.data._utils.collate.default_collate": "pretraining data",
+    "torch.nn.Module._load_from_state_dict": "loading of checkpoints",
+    "torch.distributed.checkpoint.default_planner._validate_global_plan": "writing of checkpoints",
+    "torch.distributed._shard.sharding_spec._internals.": "writing of checkpoints",
+    "torch.ops.mindspeed.npu_gmm": "with MindSpore",
+    "torch.ops.mindspeed.npu_gmm_v2": "with MindSpore",
+    "torch.distributed.barrier": _COLLECTIVES,
+    "torch.distributed.all_to_all_single": _COLLECTIVES,
+    "torch.distributed.all_gather_into_tensor": _COLLECTIVES,
+    "torch.distributed.distributed_c10d.new_group": _COLLECTIVES,
+    "torch.distributed.distributed_c10d.": _COLLECTIVES,  # and more of their names
+    "torch.distributed.": _COLLECTIVES,
+}
+
+
+def replaced(checkout: Path) -> set[str]:
+    """Names in torch that a checkout registers patches of; of a name that is put together, its beginning."""
+    names = set()
+    for path in checkout.rglob("*.py"):
+        text = path.read_text(errors="replace")
+        if "register_patch" not in text or "tests" in path.parts:
+            continue
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "register_patch" and node.args:
+                first = node.args[0]
+                while isinstance(first, ast.BinOp):
+                    first = first.left
+                if isinstance(first, ast.Constant) and str(first.value).startswith("torch."):
+                    names.add(first.value)
+    return names
+
+
+@pytest.mark.parametrize(
+    "variable, package", [("MINDSPEED_PATH", "mindspeed"), ("MINDSPEED_LLM_PATH", "mindspeed_llm")]
+)
+def test_every_name_has_a_verdict(variable, package) -> None:
+    if variable not in os.environ:
+        pytest.skip(f"{variable} is not set")
+    names = replaced(Path(os.environ[variable]) / package)
+    assert names and not names - {*RESTORED, *STAY}
+    if package == "mindspeed":
+        assert set(RESTORED) <= names  # else the row can go
+
+
+def test_the_engine_finds_torchs_own_under_mindspeed(snippet) -> None:
+    paths = [p for p in os.environ.get("MEGATRON_LM_PATH", "").split(":") if "0.12" in p]
+    if not paths or "MINDSPEED_PATH" not in os.environ:
+        pytest.skip("no checkout of core 0.12 in MEGATRON_LM_PATH, or no MINDSPEED_PATH")
+    snippet(
+        """
+        from mindspeed_rl_plugin import host
+        host.activate_if_needed()
+        import torch
+        own = torch.compile, torch.jit.script, torch.Tensor.view
+        import mindspeed.megatron_adaptor
+        from mindspeed_rl_plugin.host.torch_originals import torch_originals
+        names = lambda: (torch.compile, torch.jit.script, torch.Tensor.view)
+        theirs = names()
+        assert not set(own) & set(theirs)
+        with torch_originals():
+            assert names() == own
+        assert names() == theirs
+        """,
+        PYTHONPATH=f"{paths[0]}:{os.environ['MINDSPEED_PATH']}",
+        timeout=240,
+    )
