@@ -67,9 +67,9 @@ class Batch:
     def wait(self) -> None:
         """Until all messages have arrived. Raises TimeoutError past the deadline, ConnectionError where a peer is lost;
         both name the batch and its peers."""
-        limit = timedelta(seconds=self._channel.deadline)
+        here = all(tensor.is_cpu for tensor in self._tensors)
         for work in self._works:
-            if self._guard(partial(work.wait, limit)) is False:
+            if self._guard(partial(_arrive if here else _arrive_on_device, work, self._channel.deadline)) is False:
                 raise TimeoutError(self._late())
         self._works, self._tensors = [], []
 
@@ -92,3 +92,20 @@ class Batch:
             f"reshard: rank {self._channel.rank} waited {self._channel.deadline:.0f} s for {self._what} "
             f"from or to ranks {self._peers}"
         )
+
+
+def _arrive(work: dist.Work, seconds: float) -> bool:
+    return work.wait(timedelta(seconds=seconds))
+
+
+def _arrive_on_device(work: dist.Work, seconds: float) -> bool:
+    """Whether the work is done within the time. nccl and hccl ignore the limit of `wait`, which only lets the current
+    stream wait (ProcessGroupNCCL.cpp and ProcessGroupHCCL.cpp, `synchronizeInternal` without blocking wait)."""
+    end, pause = time.monotonic() + seconds, 2e-5
+    while not work.is_completed():
+        if time.monotonic() > end:
+            return False
+        time.sleep(pause)
+        pause = min(2 * pause, 2e-3)
+    work.wait()
+    return True
