@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import os
 import re
 import subprocess
 import sys
@@ -22,6 +23,9 @@ import tomllib
 from mindspeed_rl_plugin.host import engine_env
 
 HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE))
+import fetch  # noqa: E402
+
 PACKAGE = HERE.parents[1] / "mindspeed_rl_plugin"
 TABLE = tomllib.loads((HERE / "contract.toml").read_text())
 VERSIONS = ("0.9.1", "0.11.0", "0.18.0", "0.23.0", "0.26.0rc1")
@@ -177,6 +181,30 @@ def test_a_row_of_the_contract(wheels, kind, row, version) -> None:
         assert kind == "environment"
         reads = [n.args[0] for n in calls if ast.unparse(n.func) in ("os.getenv", "os.environ.get") and n.args]
         assert row["name"] in {getattr(n, "value", None) for n in reads}, f"{row['file']} reads no {row['name']}"
+
+
+def documented() -> list[str]:
+    """Rows of the README that name a pair of the contract."""
+    pairs = fetch.pins()
+    rows = (HERE.parents[1] / "README.md").read_text().splitlines()
+    both = zip(pairs[::2], pairs[1::2], strict=True)
+    return [next((r for r in rows if r.startswith(f"| {a} | {t} |")), f"none with {a}, {t}") for (_, a), (_, t) in both]
+
+
+def test_the_readme_names_the_pairs_of_the_contract() -> None:
+    assert not [row for row in documented() if not row.startswith("|")]
+
+
+@pytest.mark.upstream
+def test_mindspeeds_torch_has_a_pair() -> None:
+    """What MindSpeed's own README names as its torch is that of a torch-npu in the contract."""
+    if "MINDSPEED_PATH" not in os.environ:
+        pytest.skip("MINDSPEED_PATH is not set")
+    text = (Path(os.environ["MINDSPEED_PATH"]) / "README.md").read_text()
+    named = re.findall(r"\d+\.\d+\.\d+", next(line for line in text.splitlines() if line.startswith("| PyTorch ")))
+    pairs = dict(zip(fetch.pins()[1::2], documented(), strict=True))
+    with_mindspeed = {npu for (_, npu), row in pairs.items() if not row.split("|")[4].strip().startswith("none")}
+    assert with_mindspeed and with_mindspeed <= set(named)
 
 
 def used_names() -> dict[str, set[str]]:
