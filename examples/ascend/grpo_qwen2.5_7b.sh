@@ -105,7 +105,6 @@ RL_ARGS=(
     --rl-max-prompt-length 1024
     --rl-max-response-length 3072
     --rl-generate-tp 2
-    --rl-device-memory-utilization 0.6
     --rl-kl-loss-coef 0.001
     --rl-dump-dir "$SAVE/rollouts"
 )

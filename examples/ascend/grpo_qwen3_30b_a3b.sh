@@ -110,6 +110,7 @@ OUTPUT_ARGS=(
     --distributed-backend nccl
 )
 
+# 128 sequences of 4096 tokens take 24 GiB of KV cache a rank, beside 28 GiB of the engine's weights.
 RL_ARGS=(
     --rl-algorithm grpo
     --rl-hf-model "$HF_MODEL"
@@ -121,7 +122,7 @@ RL_ARGS=(
     --rl-max-prompt-length 1024
     --rl-max-response-length 3072
     --rl-generate-tp 2
-    --rl-device-memory-utilization 0.6
+    --rl-max-running 128
     --rl-kl-loss-coef 0.001
     --rl-dump-dir "$SAVE/rollouts"
 )

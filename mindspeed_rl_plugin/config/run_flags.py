@@ -83,6 +83,12 @@ class RolloutConfig:
         most=1,
     )
     max_running: int = flag(256, "most sequences that an engine decodes at once", unit="sequences", least=1)
+    graph_sizes: tuple[int, ...] = flag(
+        (),
+        "batch sizes for which the engine captures graphs on an accelerator (default: vLLM's own)",
+        unit="sequences",
+        least=1,
+    )
     request_seeds: bool = flag(
         False,
         "on an accelerator too each response has a random generator of its own, and so does not depend on what is "

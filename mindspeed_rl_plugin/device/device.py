@@ -41,7 +41,7 @@ class Device:
     def __init__(self, kind: str) -> None:
         self.kind = kind
         self.backend = BACKENDS[kind]
-        self.memory = ProcessMeter() if kind == "cpu" else AcceleratorMeter(self)
+        self.memory = ProcessMeter() if kind == "cpu" else DeviceMeter(self)
 
     @property
     def is_cpu(self) -> bool:
@@ -82,7 +82,7 @@ class Device:
 
     def temporary(self) -> Temporary:
         """Measures what a block of work takes: by the allocator, on CPU by the storages of tensors."""
-        return Temporary(StorageMeter() if self.is_cpu else self.memory)
+        return Temporary(StorageMeter() if self.is_cpu else AllocatorMeter(self))
 
     def host_available(self) -> int:
         """Bytes that this machine, or the control group of this process, can still give as host memory."""
@@ -135,11 +135,35 @@ def _torch_npu() -> ModuleType:
     return importlib.import_module("torch_npu")
 
 
-class AcceleratorMeter:
-    """Bytes that live tensors hold in the caching allocator of the current device (reserved but free
-    blocks are not counted)."""
+class DeviceMeter:
+    """Bytes in use on the current device, by whomever: tensors, blocks that torch keeps for reuse, graphs, buffers of
+    communicators. torch's own counters know neither of the last two, and count what a sleeping engine has given back.
 
-    measures = "device memory allocated by tensors"
+    The peak is the largest value that a call of this meter has seen: torch keeps what a stage took at most.
+    """
+
+    measures = "device memory in use"
+
+    def __init__(self, device: Device) -> None:
+        self._device, self._seen = device, 0
+
+    def allocated(self) -> int:
+        free, total = self._device.memory_info()
+        self._seen = max(self._seen, total - free)
+        return total - free
+
+    def peak(self) -> int:
+        self.allocated()
+        return self._seen
+
+    def reset_peak(self) -> None:
+        self._seen = 0
+        self.allocated()
+
+
+class AllocatorMeter:
+    """Bytes that live tensors hold in the caching allocator of the current device (reserved but free blocks are not
+    counted)."""
 
     def __init__(self, device: Device) -> None:
         self._device = device

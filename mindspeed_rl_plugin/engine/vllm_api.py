@@ -96,6 +96,13 @@ def demand_processed_logprobs(engine: Any) -> bool:
     return bool(modes)
 
 
+def captured_graphs() -> int:
+    """How many graphs this process has captured."""
+    from vllm.compilation.counter import compilation_counter
+
+    return compilation_counter.num_cudagraph_captured
+
+
 def has_batched_seeds(engine: Any) -> bool:
     """Whether the sampler draws for all requests, each by its own seed, in one kernel, as the sampler of vLLM's second
     model runner does (v1/worker/gpu/sample). Others call `exponential_` once for each request with a generator

@@ -33,6 +33,7 @@ from mindspeed_rl_plugin.engine.hf_config import family_table, write_config
 from mindspeed_rl_plugin.engine.process_state import ProcessState
 from mindspeed_rl_plugin.engine.protocol import PARTS
 from mindspeed_rl_plugin.engine.vllm_memory import HostMemory, PoolMemory, free_share
+from mindspeed_rl_plugin.environment import say
 from mindspeed_rl_plugin.host import engine_env, vllm_live
 from mindspeed_rl_plugin.rows import Completion, GenerateRequest, SampleId
 
@@ -54,8 +55,9 @@ class VllmOptions:
     once; kv_cache_bytes: KV cache of a rank on CPU; memory_utilization: share of the device's memory elsewhere
     (None: `free_share` when the engine is built); eos_token_ids: end every response that does not ignore them;
     tokenizer: directory, see `needs_tokenizer`; sleep_mode: whether `sleep` gives memory back on an accelerator;
-    request_seeds: whether each request has a generator of its own also where that costs a kernel a request and step
-    (on a CPU, and where vLLM samples all of them by one kernel, each has).
+    graph_sizes: batch sizes of the graphs on an accelerator, vLLM's own where empty; request_seeds: whether each
+    request has a generator of its own also where that costs kernels for each request and step (on a CPU, and where
+    vLLM draws for all of them in one kernel, each has).
     """
 
     config: Mapping[str, Any]
@@ -69,6 +71,7 @@ class VllmOptions:
     eos_token_ids: tuple[int, ...] = ()
     tokenizer: str | None = None
     sleep_mode: bool = True
+    graph_sizes: tuple[int, ...] = ()
     request_seeds: bool = False
 
 
@@ -108,6 +111,8 @@ class VllmEngine:
             write_config(options.config, directory)
             self._engine = vllm_api.build(_arguments(options, self._device.kind, directory))
         vllm_api.demand_plain_experts(self._engine)
+        if not self._device.is_cpu:
+            _say_graphs(vllm_api.captured_graphs())
         self._processed = vllm_api.demand_processed_logprobs(self._engine)
         self._request_seeds = self._device.is_cpu or options.request_seeds or vllm_api.has_batched_seeds(self._engine)
         self._memory = _memory(self._engine, self._device.kind) if options.sleep_mode else None
@@ -297,12 +302,23 @@ def _arguments(options: VllmOptions, kind: str, directory: str) -> dict[str, Any
         "logprobs_mode": vllm_api.PROCESSED,
         **({"kv_cache_memory_bytes": options.kv_cache_bytes} if on_cpu else {}),
         **({} if on_cpu else {"gpu_memory_utilization": options.memory_utilization, "async_scheduling": True}),
+        **({} if on_cpu or not options.graph_sizes else {"compilation_config": _graphs(options.graph_sizes)}),
         **({"additional_config": dict(ASCEND_CONFIG)} if kind == "npu" else {}),
         # What vLLM takes by itself on sm100 permutes the weights of experts in place.
         **({"moe_backend": "triton"} if kind == "cuda" and family_table(options.config).experts else {}),
         # Where the CPU has AMX vLLM would repack the weight of latent attention, and drop it.
         **({"attention_backend": "CPU_MLA"} if on_cpu and options.config.get("kv_lora_rank") else {}),
     }
+
+
+def _graphs(sizes: Sequence[int]) -> dict[str, Any]:
+    return {"cudagraph_capture_sizes": sorted(set(sizes))}
+
+
+def _say_graphs(count: int) -> None:
+    """How many graphs were captured: one a size and piece of the model. None is a fault that only speed would show."""
+    none = "no graphs: it decodes step by step, several times slower; look for warnings of vLLM above"
+    say(f"the engine captured {f'{count} graphs' if count else none}")
 
 
 def _prepare(kind: str, options: VllmOptions) -> None:

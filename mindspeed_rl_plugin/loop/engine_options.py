@@ -27,6 +27,7 @@ def options(inputs: Inputs, dtype: torch.dtype) -> VllmOptions:
         kv_cache_bytes=int(rollout.kv_cache_gb * 2**30),
         memory_utilization=rollout.device_memory_utilization or (BESIDE_REWARD_MODELS if graded_beside else None),
         eos_token_ids=inputs.end_tokens,
+        graph_sizes=rollout.graph_sizes,
         request_seeds=rollout.request_seeds,
         tokenizer=inputs.tokenizer_path if needs_tokenizer(rollout.stop) else None,
     )

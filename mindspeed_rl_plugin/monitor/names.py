@@ -15,7 +15,7 @@ class Meaning(NamedTuple):
     text: str
 
 
-PEAK = "most memory during the stage on any rank: of tensors on the device, without one of the whole process (run.json)"
+PEAK = "most memory during the stage on any rank: in use on the device, without one of the whole process (run.json)"
 NAMES: dict[str, Meaning] = {
     "reward/mean": Meaning("", "mean reward of the rollout's samples, weighted sum of the graders"),
     "reward/std": Meaning("", "sample standard deviation of the rewards over the whole rollout"),

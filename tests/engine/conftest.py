@@ -165,13 +165,14 @@ def make_engine(fake_vllm: FakeVllm, monkeypatch: pytest.MonkeyPatch) -> Callabl
     """Builds a VllmEngine over `fake_vllm`, as rank `rank` of `world`, on an accelerator that only has a name."""
 
     def build(
-        rank: int = 0, world: int = 1, processed: bool = True, batched: bool = True, **options: Any
+        rank: int = 0, world: int = 1, processed: bool = True, batched: bool = True, graphs: int = 1, **options: Any
     ) -> VllmEngine:
         monkeypatch.setattr(vllm_engine.dist, "get_rank", lambda: rank)
         monkeypatch.setattr(vllm_engine.dist, "get_world_size", lambda: world)
         monkeypatch.setattr(vllm_engine, "_prepare", lambda *args: None)
         monkeypatch.setattr(vllm_api, "build", lambda arguments: fake_vllm)
         monkeypatch.setattr(vllm_api, "demand_plain_experts", lambda engine: None)
+        monkeypatch.setattr(vllm_api, "captured_graphs", lambda: graphs)
         monkeypatch.setattr(vllm_api, "has_batched_seeds", lambda engine: batched)
         monkeypatch.setattr(vllm_api, "demand_processed_logprobs", lambda engine: processed)
         monkeypatch.setattr(vllm_api, "sampling_params", lambda sampling, eos, seed: (sampling, eos, seed))

@@ -151,3 +151,17 @@ def test_what_only_an_accelerator_is_given(kind, config) -> None:
     assert given.get("async_scheduling") == (None if kind == "cpu" else True)
     assert (given.get("additional_config") or {}).items() >= (config or {}).items()
     assert ("additional_config" in given) == (kind == "npu")
+
+
+@pytest.mark.parametrize("count, said", [(72, "captured 72 graphs"), (0, "captured no graphs")])
+def test_graphs_are_counted(make_engine, capsys, count, said) -> None:
+    """An engine whose compiler does nothing decodes without them, and says nothing itself."""
+    make_engine(graphs=count)
+    assert said in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("kind, given", [("npu", {"cudagraph_capture_sizes": [1, 8]}), ("cpu", None)])
+def test_sizes_of_graphs_are_the_users(kind, given) -> None:
+    options = VllmOptions({}, 32, memory_utilization=0.5, graph_sizes=(8, 1, 8))
+    assert vllm_engine._arguments(options, kind, "there").get("compilation_config") == given
+    assert "compilation_config" not in vllm_engine._arguments(VllmOptions({}, 32), "npu", "there")
