@@ -65,9 +65,10 @@ def value_problems(f: dataclasses.Field, value: Any) -> Iterator[str]:
                 yield f"{flag_name(f.name)} {word} is unknown; known: {', '.join(choices)}"
     if not limits or value is None:
         return
-    # NaN fails every comparison.
-    if not (math.isfinite(value) and all(_SIGNS[kind][1](value, limit) for kind, limit in limits.items())):
-        yield f"{flag_name(f.name)} is {value}; give a number {limits_text(f)}"
+    for number in value if isinstance(value, tuple) else (value,):
+        # NaN fails every comparison.
+        if not (math.isfinite(number) and all(_SIGNS[kind][1](number, limit) for kind, limit in limits.items())):
+            yield f"{flag_name(f.name)} is {number}; give a number {limits_text(f)}"
 
 
 def split_words(values: tuple[str, ...]) -> tuple[str, ...]:

@@ -23,6 +23,7 @@ CASES = [
     (True, ["--rl-dock", "whatever"], None),
     (True, ["--hidden-dropout", "0.1"], "ValueError: RL cannot run with these arguments:\n  - --hidden-dropout 0.1: "),
     (True, ["--rl-temperature", "0"], "  - --rl-temperature is 0.0"),
+    (True, ["--rl-graph-sizes", "8", "0"], "  - --rl-graph-sizes is 0;"),
     (True, ["--rl-reward", "guess"], "reward 'guess'"),
     (True, ["--rl-rollout-prompts", "3"], "6 samples (--rl-rollout-prompts 3 x"),
     (True, ["--no-save-optim", "--no-save-rng"], None),
