@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,7 +28,9 @@ from mindspeed_rl_plugin.environment import launch_env
 from mindspeed_rl_plugin.forward.settings import length_multiple, takes_boundaries
 from mindspeed_rl_plugin.launch import checkpoint_files as files
 from mindspeed_rl_plugin.launch import critic_files, disk, taken_over, upstream_checks
+from mindspeed_rl_plugin.launch.dist_files import DistFiles
 from mindspeed_rl_plugin.launch.endings import Refusal, lines_of
+from mindspeed_rl_plugin.launch.saved_args import other_sizes
 from mindspeed_rl_plugin.launch.start_decision import LEFT_OUT, decide
 from mindspeed_rl_plugin.loop import arithmetic
 from mindspeed_rl_plugin.monitor.run_files import check_dumps
@@ -127,9 +130,14 @@ def _run_length(args: Any, config: RLConfig) -> Iterator[str]:
         yield "--save is missing: RL stores its state, its metrics and the reference's path there; give a directory"
 
 
-def _start(args: Any, config: RLConfig) -> None:
-    if launch_env()["rank"] == 0:  # which decides for all; other machines may not have the files
-        decide(args)
+def _start(args: Any, config: RLConfig) -> Iterator[str]:
+    if launch_env()["rank"] != 0:  # which decides for all; other machines may not have the files
+        return
+    start = decide(args)
+    # Megatron loads of a distributed checkpoint what the model asks for, whatever else is in it.
+    if start.kind == "pretrained" and DistFiles.are_in(folder := Path(start.reference_path)):
+        for line in other_sizes(folder, args):
+            yield f"{folder}: {line}; give the flags of the model that it was saved with"
 
 
 def _algorithm(args: Any, config: RLConfig) -> Iterator[str]:

@@ -24,6 +24,7 @@ from mindspeed_rl_plugin.launch.megatron_setup import overridden
 from mindspeed_rl_plugin.launch.mtp import freeze_mtp, report_unused_embeddings
 from mindspeed_rl_plugin.launch.read_inputs import read_inputs
 from mindspeed_rl_plugin.launch.reference_digest import CheckpointDigest
+from mindspeed_rl_plugin.launch.saved_args import check_rows
 from mindspeed_rl_plugin.launch.start_decision import (
     LEFT_OUT,
     decide,
@@ -64,12 +65,13 @@ def setup_model_and_optimizer(args: Any, original: Callable, positional: tuple, 
     algorithm = resolve(RLConfig.from_args(args).algorithm)
     _announce(args, algorithm)
     with refusing():
-        loop.before_model(read_inputs(args))
+        inputs = read_inputs(args)
+        loop.before_model(inputs)
     if getattr(args, "mtp_num_layers", None):
         call = megatron_setup.on_each_chunk(original, positional, named, freeze_mtp)
         positional, named = call.args, call.kwargs
     with refusing():
-        start, state = _decide(args, loop)
+        start, state = _decide(args, loop, inputs.vocab)
     digest = CheckpointDigest(start.reference_path) if start.kind == "pretrained" else None
     _launch = _Launch(start, loop, args, algorithm, digest)
     settled = lr_schedule.settled(state.get("schedule"), args) if state else {}
@@ -183,10 +185,17 @@ def _save_state(args: Any, iteration: int, save: Callable) -> dict[str, Any]:
     return {} if state["loop"].get(TRAINED, True) else {"no_save_optim": True}
 
 
-def _decide(args: Any, loop: Any) -> tuple[Start, dict[str, Any] | None]:
+def _decide(args: Any, loop: Any, vocab: int) -> tuple[Start, dict[str, Any] | None]:
     """The start, and for a resume the RL state, with the reference that it names filled in; the rows of its dock on
-    rank 0 alone."""
-    start = ranks.on_rank_0(lambda: decide(args))
+    rank 0 alone. vocab: tokens of the tokenizer."""
+
+    def decided() -> Start:
+        start = decide(args)
+        if start.kind == "pretrained":
+            check_rows(start.reference_path, vocab)
+        return start
+
+    start = ranks.on_rank_0(decided)
     if start.kind != "resume":
         say(describe(start, args))
         return start, None

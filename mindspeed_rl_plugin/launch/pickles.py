@@ -11,7 +11,7 @@ import pickle
 from collections import OrderedDict
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import IO, Any
 
 import torch
 
@@ -22,6 +22,12 @@ _ALLOWED = {
     ("torch._utils", "_rebuild_parameter"),
     ("torch", "Size"),
     ("__builtin__", "set"),  # Megatron's arguments hold some, as protocol 2 names them
+}
+_METADATA = "torch.distributed.checkpoint.metadata"
+_INDEX = {
+    *((_METADATA, name) for name in ("Metadata", "TensorStorageMetadata", "ChunkStorageMetadata")),
+    *((_METADATA, name) for name in ("TensorProperties", "MetadataIndex")),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
 }
 
 
@@ -40,24 +46,52 @@ class Inert:
     __setstate__ = __setitem__ = append = extend = __call__  # what else a pickle may do to an object
 
 
+class Kept:
+    """Stands for a record of an index of torch's distributed checkpoints: the fields that its pickle holds."""
+
+    def __setstate__(self, state: Any) -> None:
+        self.__dict__.update(state if isinstance(state, dict) else {"state": state})
+
+
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
         if (module, name) in _ALLOWED:
             return super().find_class(module, name)
-        return Inert
+        return Kept if (module, name) in _INDEX else Inert
 
 
 _MODULE = SimpleNamespace(Unpickler=_Unpickler, __name__=__name__)
+_DAMAGED = (RuntimeError, pickle.UnpicklingError, EOFError)
 
 
 def load(path: Path) -> dict[str, Any]:
     """What torch.save wrote, its tensors mapped from the file. Raises ValueError when it is no such file."""
-    try:
-        content = torch.load(str(path), map_location="cpu", pickle_module=_MODULE, weights_only=False, mmap=True)
-    except (RuntimeError, pickle.UnpicklingError, EOFError) as error:
-        raise ValueError(f"{path} is no file of torch.save, or is cut short: {error}") from error
+    content = load_content(str(path), path, mmap=True)
     if not isinstance(content, dict | OrderedDict):
         raise ValueError(f"{path} holds a {type(content).__name__}; a Megatron checkpoint holds a dict")
     return content
+
+
+def load_content(source: str | IO[bytes], path: Path, mmap: bool = False) -> Any:
+    """What torch.save wrote to a file, or to bytes that `path` holds. Raises ValueError when that is something else."""
+    try:
+        return torch.load(source, map_location="cpu", pickle_module=_MODULE, weights_only=False, mmap=mmap)
+    except _DAMAGED as error:
+        raise ValueError(f"{path} is no file of torch.save, or is cut short: {error}") from error
+
+
+def load_index(path: Path) -> Kept:
+    """The index of a distributed checkpoint: the Metadata of torch.distributed.checkpoint, as `Kept` records.
+
+    Raises ValueError when it is something else.
+    """
+    try:
+        with open(path, "rb") as file:
+            index = _Unpickler(file).load()
+    except _DAMAGED as error:
+        raise ValueError(f"{path} is no index of a distributed checkpoint, or is cut short: {error}") from error
+    if not isinstance(index, Kept) or not hasattr(index, "storage_data"):
+        raise ValueError(f"{path} is no index of a distributed checkpoint, but a {type(index).__name__}")
+    return index

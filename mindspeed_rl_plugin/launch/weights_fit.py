@@ -7,6 +7,7 @@ be left out, and one that is not in the file stay as it was initialised.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -17,13 +18,19 @@ from torch import Tensor
 from mindspeed_rl_plugin.reshard.live import differences, raise_if, sizes_of
 
 _EXTRA = "_extra_state"  # TransformerEngine's, which versions add and leave out
+_MEND = (
+    "give the sizes and the layout that it was saved with (tensor, pipeline and expert parallel sizes, layers of each "
+    "stage, padding of the vocabulary), or bring it into this one: `python -m mindspeed_rl_plugin export`, then "
+    "`import`, whose last line is the flags"
+)
 
 
 @contextmanager
 def must_fit(chunks: Sequence[torch.nn.Module], where: str, free: str = _EXTRA) -> Iterator[None]:
     """Inside, `load_state_dict` of these chunks raises ValueError for weights that are not exactly the model's.
 
-    So does an end of the process with status 0, with which Megatron leaves a file that it cannot read. where: what is
+    So does an end of the process with status 0, with which Megatron leaves a file that it cannot read, and what it
+    raises for a distributed checkpoint of another model. where: what is
     loaded, as messages name it; free: end of the names that need not fit, besides those of extra states.
     """
     for chunk in chunks:
@@ -34,6 +41,8 @@ def must_fit(chunks: Sequence[torch.nn.Module], where: str, free: str = _EXTRA) 
         raise ValueError(
             f"Megatron could not load {where}, and says why on standard output; give the layout that it was saved with"
         ) from None
+    except _of_distributed_files() as error:
+        raise ValueError(f"Megatron could not load {where}: {error}; {_MEND}") from error
     finally:
         for chunk in chunks:
             del chunk.load_state_dict
@@ -49,11 +58,13 @@ def _checked(chunk: torch.nn.Module, where: str, free: tuple[str, ...]) -> Any:
         expected = sizes_of(tensors(chunk.state_dict()))
         raise_if(
             differences(expected, sizes_of(tensors(state))),
-            f"{where} does not fit the model that the arguments describe: give the sizes and the layout that it was "
-            "saved with (tensor, pipeline and expert parallel sizes, layers of each stage, padding of the vocabulary), "
-            "or bring it into this one: `python -m mindspeed_rl_plugin export`, then `import`, whose last line is the "
-            "flags",
+            f"{where} does not fit the model that the arguments describe: {_MEND}",
         )
         return load(state, *positional, **named)
 
     return load_state_dict
+
+
+def _of_distributed_files() -> type[BaseException] | tuple[()]:
+    """Megatron's error of distributed checkpoints, where its module is in use."""
+    return getattr(sys.modules.get("megatron.core.dist_checkpointing.core"), "CheckpointingException", ())

@@ -99,7 +99,7 @@ def install():
 
     mindspeed_rl_plugin.loop.run = module
     inputs = types.ModuleType("mindspeed_rl_plugin.launch.read_inputs")
-    inputs.read_inputs = lambda args: args
+    inputs.read_inputs = lambda args: types.SimpleNamespace(vocab=1)
     sys.modules[inputs.__name__] = inputs
 
 

@@ -97,7 +97,7 @@ def job(tmp_path, monkeypatch):
     """`job(load=..., kl=...)` runs one start; returns what happened."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(flag_checks, "check_model", lambda model: None)
-    monkeypatch.setattr(launch, "read_inputs", lambda args: args)
+    monkeypatch.setattr(launch, "read_inputs", lambda args: types.SimpleNamespace(vocab=1))
     monkeypatch.setattr(launch.patching, "assert_in_force", lambda: None)
 
     def run(*, load=None, kl=0.001, initial=0.5, more=(), **values):

@@ -26,11 +26,12 @@ def checkouts():
     return paths
 
 
-def start_and_resume(megatron, name, script, env, mode=""):
-    """Pretrain, RL from its weights, and RL from the middle: the last equals the one before."""
+def start_and_resume(megatron, name, script, env, mode="", stored="torch"):
+    """Pretrain, RL from its weights, and RL from the middle: the last equals the one before. stored: format."""
     common = {"script": script, "env": env}
-    megatron(*FLAGS, "--save", f"base-{name}", "--save-interval", "4", **common)
-    flags = [*FLAGS, "--load", f"base-{name}", "--save", f"out-{name}", "--save-interval", "2", "--no-load-optim"]
+    split = [*FLAGS, "--ckpt-format", stored]
+    megatron(*split, "--save", f"base-{name}", "--save-interval", "4", **common)
+    flags = [*split, "--load", f"base-{name}", "--save", f"out-{name}", "--save-interval", "2", "--no-load-optim"]
     whole = megatron(*flags, rl=True, mode=mode, **common)
     assert [e["event"] for e in whole.events] == ["before_model", "reference", "start"] + ["step"] * 4
     assert whole.log.count("[rl] RL is attached to Megatron") == 1
@@ -46,9 +47,10 @@ def start_and_resume(megatron, name, script, env, mode=""):
 
 @pytest.mark.upstream
 @pytest.mark.parametrize("version", ["0.12", "0.16", "0.19"])
-def test_unmodified_script(megatron, version):
+@pytest.mark.parametrize("stored", ["torch", "torch_dist"])
+def test_unmodified_script(megatron, version, stored):
     checkout = checkouts()[version]
-    start_and_resume(megatron, version, checkout / SCRIPT, {"PYTHONPATH": str(checkout)})
+    start_and_resume(megatron, f"{version}-{stored}", checkout / SCRIPT, {"PYTHONPATH": str(checkout)}, stored=stored)
 
 
 @pytest.mark.upstream

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
+from shutil import rmtree
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 
 from mindspeed_rl_plugin.reshard.layout import ModelShape, canonical_tensors
@@ -70,12 +73,35 @@ class Convert:
         assert refused in printed.err
         return printed.out + printed.err
 
+    def distributed(self, numbered: bool) -> Path:
+        """Make the imported checkpoint, of one rank and TransformerEngine's names, one of torch_dist: experts stacked,
+        and layers too unless they are numbered, as Megatron numbers them where they are not all alike. Returns its
+        folder."""
+        (file,) = self.ckpt.glob(f"release/*/{FILE}")
+        state = torch.load(file, weights_only=False)
+        entries = {name: tensor for name, tensor in state.pop("model").items()}
+        for what, axis in ((r"(?<=mlp\.experts\.)local_experts\.(\d+)", "experts"), (r"(?<=layers)\.(\d+)", "")):
+            if axis or not numbered:
+                entries = _stacked(entries, what, axis)
+        rmtree(file.parent)
+        dcp.save(entries, storage_writer=dcp.FileSystemWriter(file.parents[1]), no_dist=True)
+        torch.save(state, file.parents[1] / "common.pt")
+        return file.parents[1]
+
     def change(self, folder: str, edit) -> None:
         """Edit one file of the checkpoint."""
         path = self.ckpt / "release" / folder / FILE
         state = torch.load(path, weights_only=False)
         edit(state)
         torch.save(state, path)
+
+
+def _stacked(entries: dict[str, torch.Tensor], pattern: str, name: str) -> dict[str, torch.Tensor]:
+    """Entries whose names differ only in a number that follows a pattern, as one entry."""
+    groups: dict[str, list[torch.Tensor]] = {}
+    for old in sorted(entries, key=lambda n: [int(number) for number in re.findall(pattern, n)]):
+        groups.setdefault(re.sub(pattern, name, old), []).append(entries[old])
+    return {new: torch.stack(g) if re.search(pattern, new) or len(g) > 1 else g[0] for new, g in groups.items()}
 
 
 @pytest.fixture

@@ -91,10 +91,11 @@ def round_trip(torchrun, tmp_path, capsys):
         assert plugin(["import", "--load", str(hf), "--out", str(ckpt), "--train", train]) == 0
         words = shlex.split(capsys.readouterr().out.strip().splitlines()[-1])
         worker, script = Path(__file__).parent / "export_ranks.py", ROOT / "examples" / "pretrain_gpt.py"
-        more = (*words, *flags, *run.split(), "--load", ckpt, "--save", save)
+        more = (*words, *run.split(), *flags, "--load", ckpt, "--save", save)
         job = json.dumps(dict(out=str(out), hf=str(hf), limit=LIMIT, **job))
         log = torchrun(worker, job, script, *more, ranks=ranks, cwd=ROOT).stdout
         print(*(line for line in log.splitlines() if line.startswith("engine and trainer differ by")))
+        assert any(save.glob("iter_*/.metadata")) == ("torch_dist" in flags)
         assert plugin(["export", "--load", str(save), "--out", str(back)]) == 0
         before, after = torch.load(out)
         assert worst(before, transformers_logps(hf)) < LIMIT
@@ -114,18 +115,18 @@ def test_megatron_and_transformers_agree(round_trip, family):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "family, train, generate",
+    "family, train, generate, stored",
     [
-        ("qwen2", "tp2", (2, 1)),
-        ("qwen3", "pp2,first1", (1, 1)),
-        ("qwen3_moe", "tp2,ep2,etp1", (2, 2)),
-        ("qwen3_moe", "tp2,pp2,ep2,etp1,first1", (4, 1)),
-        ("deepseek_v3", "ep2", (2, 2)),
-        ("deepseek_v3", "tp2,pp2,first1", (2, 1)),
+        ("qwen2", "tp2", (2, 1), "torch_dist"),
+        ("qwen3", "pp2,first1", (1, 1), "torch"),
+        ("qwen3_moe", "tp2,ep2,etp1", (2, 2), "torch"),
+        ("qwen3_moe", "tp2,pp2,ep2,etp1,first1", (4, 1), "torch_dist"),
+        ("deepseek_v3", "ep2", (2, 2), "torch_dist"),
+        ("deepseek_v3", "tp2,pp2,first1", (2, 1), "torch"),
     ],
 )
-def test_chain(round_trip, family, train, generate):
-    flags = ["--sequence-parallel"] * ("tp2" in train)
+def test_chain(round_trip, family, train, generate, stored):
+    flags = ["--sequence-parallel"] * ("tp2" in train) + ["--ckpt-format", stored]
     if family == "deepseek_v3":
         flags += ["--moe-router-bias-update-rate", "0", "--attention-backend", "unfused"]
     ranks = 4 if "pp2" in train and "tp2" in train else 2

@@ -4,6 +4,7 @@ import argparse
 import json
 import pickle
 from pathlib import Path
+from shutil import rmtree
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from mindspeed_rl_plugin.engine.hf_config import compare_configs
 from mindspeed_rl_plugin.launch import pickles
+from mindspeed_rl_plugin.launch.dist_files import DistFiles, Stored
 from mindspeed_rl_plugin.reshard.layout import ModelShape, Parallel
 from mindspeed_rl_plugin.tools.convert.checkpoint import FILE, Checkpoint, rank_folder
 from mindspeed_rl_plugin.tools.convert.files import write_shards
@@ -48,6 +50,38 @@ def test_round_trip(family, train, more, convert):
     assert ModelShape.from_hf_config(derived) == ModelShape.from_hf_config(given)
     assert compare_configs(derived, given) == []
     assert derived.get("rope_scaling") == given.get("rope_scaling")
+
+
+@pytest.mark.parametrize(
+    "family, numbered", [("qwen2", False), ("qwen3", True), ("qwen3_moe", True), ("deepseek_v3", True)]
+)
+def test_distributed_checkpoints_are_exported(family, numbered, convert):
+    weights = convert.make(family)
+    convert.imported("tp1", "--impl", "te")
+    folder = convert.distributed(numbered)
+    assert same(convert.exported(), weights)
+    rmtree(convert.back)
+    part = sorted(folder.glob("*.distcp"))[0]
+    part.write_bytes(part.read_bytes()[:-200])
+    convert.exported(refused=f"{part} is missing or cut short")
+    (folder / ".metadata").write_bytes(b"x")
+    convert.exported(refused=f"{folder / '.metadata'} is no index")
+
+
+def test_a_tensor_is_read_out_of_the_boxes_that_hold_it(tmp_path):
+    """Stored in two files of two tensor parallel ranks, one layer each: asked for a layer, both have a part of it."""
+    whole = torch.arange(2 * 4 * 3).view(2, 4, 3)
+    boxes = {
+        (layer, 2 * rank, 0): whole[layer : layer + 1, 2 * rank : 2 * rank + 2] for rank in (0, 1) for layer in (0, 1)
+    }
+    files = DistFiles(tmp_path)
+    files.boxes = lambda name: ((at, (at, (1, 2, 3))) for at in boxes)
+    files.load = lambda at: boxes[at].clone()
+    stored = Stored(files, "w", ((1, 2), (0, 4), (0, 3)), (4, 3), whole.dtype)
+    assert torch.equal(stored.read(), whole[1])
+    del boxes[1, 2, 0]
+    with pytest.raises(ValueError, match="w: 6 numbers are missing"):
+        stored.read()
 
 
 def test_dtypes_and_a_single_file(convert):
@@ -94,7 +128,7 @@ def test_damaged_checkpoints_are_named(convert, tmp_path):
     convert.change("mp_rank_00_001", lambda s: s.pop("args"))
     convert.exported(refused="was saved without Megatron's arguments")
     (convert.ckpt / "iter_0000007").mkdir()
-    convert.exported("--iteration", 7, refused="--ckpt-format torch")
+    convert.exported("--iteration", 7, refused=".metadata: checkpoints of --ckpt-format")
     convert.exported("--iteration", 3, refused=f"iter_0000003; iterations in {convert.ckpt}: release")
     convert.exported("--load", convert.hf, refused="there is no latest_checkpointed_iteration.txt")
     convert.exported("--load", tmp_path / "no", refused="is no directory")

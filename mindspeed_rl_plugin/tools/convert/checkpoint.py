@@ -1,19 +1,23 @@
-"""A Megatron checkpoint of `--ckpt-format torch`: the files of its ranks, and their tensors."""
+"""A Megatron checkpoint of `--ckpt-format torch` or `torch_dist`: its files, and the tensors in them."""
 
 from __future__ import annotations
 
 import argparse
 import re
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from mindspeed_rl_plugin.launch.checkpoint_files import TRACKER, iteration_dir, read_tracker
+from mindspeed_rl_plugin.launch.dist_files import INDEX, DistFiles, Stored
 from mindspeed_rl_plugin.launch.pickles import load
+from mindspeed_rl_plugin.reshard.cuts import Segment
 from mindspeed_rl_plugin.reshard.layout import ModelShape, Parallel, canonical_tensors, megatron_layout
 from mindspeed_rl_plugin.reshard.live import mtp_only, table_name, trainer_storage
 from mindspeed_rl_plugin.reshard.parallel import chunk_prefix
+from mindspeed_rl_plugin.tools.convert.dist_tensors import whole_model
 
 FILE = "model_optim_rng.pt"
 # In the state of a model, but not of its weights: states of single modules, counters.
@@ -60,22 +64,26 @@ class Checkpoint:
             raise ValueError(f"no Megatron checkpoint in {directory}: there is no {TRACKER}")
         self.folder = Path(iteration_dir(str(directory), iteration))
         if not self.folder.is_dir():
-            there = ", ".join(sorted(p.name for p in directory.iterdir() if any(p.glob("mp_rank_*")))) or "none"
+            there = ", ".join(sorted(p.name for p in directory.iterdir() if _holds_weights(p))) or "none"
             raise ValueError(f"there is no {self.folder}; iterations in {directory}: {there}")
+        self._whole = DistFiles(self.folder) if DistFiles.are_in(self.folder) else None
         files = sorted(self.folder.glob(f"mp_rank_*/{FILE}"))
-        if not files:
+        if self._whole is None and not files:
             raise ValueError(
-                f"{self.folder} holds no mp_rank_*/{FILE}: only checkpoints of --ckpt-format torch can be exported; "
-                "save one more time with that format"
+                f"{self.folder} holds neither mp_rank_*/{FILE} nor {INDEX}: checkpoints of --ckpt-format torch and "
+                "torch_dist can be exported; save one more time with one of these"
             )
-        args = load(files[0]).get("args")
+        args = (self._whole.common() if self._whole else load(files[0])).get("args")
         if not isinstance(args, argparse.Namespace):
-            raise ValueError(f"{files[0]} was saved without Megatron's arguments, which say how it is laid out")
+            where = self.folder if self._whole else files[0]
+            raise ValueError(f"{where} was saved without Megatron's arguments, which say how it is laid out")
         self.args = args
-        self.parallel = Parallel.from_megatron_args(args)
+        self.parallel = Parallel(1) if self._whole else Parallel.from_megatron_args(args)
 
-    def tensors(self, folder: str, first_stage: bool) -> dict[str, Tensor]:
+    def tensors(self, folder: str, first_stage: bool) -> Mapping[str, Tensor | Stored]:
         """The model's tensors in the file of some ranks, which are those of the first pipeline stage or not."""
+        if self._whole:
+            return {name: t for name, t in whole_model(self._whole).items() if not _OTHER.match(name)}
         path = self.folder / folder / FILE
         if not path.is_file():
             raise ValueError(f"{path} is missing; the checkpoint was saved by {self.parallel.world} ranks")
@@ -91,6 +99,9 @@ class Checkpoint:
         return out
 
 
+_Part = tuple[str, Tensor | Stored, Segment]  # folder, stored parameter, the segment in it
+
+
 class Assembled:
     """Canonical tensors out of those that all ranks of a checkpoint stored, one by one.
 
@@ -99,13 +110,13 @@ class Assembled:
 
     def __init__(self, shape: ModelShape, checkpoint: Checkpoint) -> None:
         self._tensors, parallel = canonical_tensors(shape), checkpoint.parallel
-        self._parts: dict[str, dict[tuple[int, int], list[tuple[str, Tensor]]]] = {name: {} for name in self._tensors}
+        self._parts: dict[str, dict[tuple[int, int], list[_Part]]] = {name: {} for name in self._tensors}
         for folder, rank in rank_folders(shape, parallel).items():
             stored = checkpoint.tensors(folder, parallel.coordinates(rank).pp == 0)
             storage = trainer_storage(shape, parallel, rank, stored, str(checkpoint.folder / folder))
             for name, segments in megatron_layout(shape, parallel, rank, *storage).items():
                 for s in segments:
-                    part = folder, s.view(stored[name], s.start, s.size)
+                    part = folder, stored[name], s
                     self._parts[s.name].setdefault((s.start, s.stop), []).append(part)
 
     def dtype(self, name: str) -> torch.dtype:
@@ -120,9 +131,18 @@ class Assembled:
         tensor = self._tensors[name]
         out = torch.empty(tensor.shape, dtype=dtype or self.dtype(name))
         for (low, high), copies in self._parts[name].items():
-            who, values = copies[0]
-            for other, again in copies[1:]:
-                if not torch.equal(values, again):
-                    raise ValueError(f"{name} [{low}, {high}): {who} and {other} store different values")
+            who, values = copies[0][0], _values(copies[0])
+            for again in copies[1:]:
+                if not torch.equal(values, _values(again)):
+                    raise ValueError(f"{name} [{low}, {high}): {who} and {again[0]} store different values")
             out.narrow(tensor.axis, low, high - low).copy_(values)
         return out
+
+
+def _values(part: _Part) -> Tensor:
+    _, stored, segment = part
+    return segment.view(stored.read() if isinstance(stored, Stored) else stored, segment.start, segment.size)
+
+
+def _holds_weights(folder: Path) -> bool:
+    return any(folder.glob("mp_rank_*")) or DistFiles.are_in(folder)

@@ -1,0 +1,47 @@
+"""What a checkpoint says of the model in it, by Megatron's arguments that it was saved with, before one is built."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from mindspeed_rl_plugin.launch import pickles
+from mindspeed_rl_plugin.launch.dist_files import DistFiles
+
+# What must be equal, if both sides know it; the layout where each rank reads a file of its own.
+_SIZES = (
+    *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels"),
+    *("group_query_attention", "num_query_groups", "num_experts"),
+)
+_LAYOUT = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
+
+
+def other_sizes(folder: Path, args: Any) -> Iterator[str]:
+    """Each argument by which the model in an iteration folder is another than this run's, with both values."""
+    ranks = sorted(folder.glob("mp_rank_*/model_optim_rng.pt"))
+    saved = (pickles.load(ranks[0]) if ranks else DistFiles(folder).common()).get("args")
+    for name in _SIZES + (_LAYOUT if ranks else ()):
+        theirs, ours = _value(saved, name), _value(args, name)
+        if theirs is not None and ours is not None and theirs != ours:
+            yield f"--{name.replace('_', '-')} is {theirs} there and {ours} here"
+
+
+def check_rows(folder: str, vocab: int) -> None:
+    """Raises ValueError where a distributed checkpoint has fewer rows of the embedding than the tokenizer has tokens.
+
+    Megatron fills what such a checkpoint has not with zeros, so that the padding of the vocabulary may change.
+    """
+    rows = getattr(DistFiles(Path(folder)).common().get("args"), "padded_vocab_size", None)
+    if rows is not None and rows < vocab:
+        raise ValueError(
+            f"{folder} has {rows} rows of the embedding (--padded-vocab-size), fewer than the {vocab} tokens of the "
+            "tokenizer; give the tokenizer of that model"
+        )
+
+
+def _value(saved: Any, name: str) -> Any:
+    """None where it is not known, and for groups without grouped attention, which Megatron sets while it builds."""
+    if name == "num_query_groups" and not getattr(saved, "group_query_attention", False):
+        return None
+    return getattr(saved, name, None)

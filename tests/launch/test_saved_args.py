@@ -1,0 +1,58 @@
+"""A distributed checkpoint of another model is refused before one is built; Megatron would load what fits."""
+
+from argparse import Namespace
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from mindspeed_rl_plugin.launch import flag_checks
+from mindspeed_rl_plugin.launch.checkpoint_files import TRACKER
+from mindspeed_rl_plugin.launch.saved_args import check_rows
+from mindspeed_rl_plugin.launch.weights_fit import must_fit
+
+
+@pytest.fixture(params=["common.pt", "entry"])
+def saved(request, tmp_path):
+    """`saved(args)`: a checkpoint with these arguments, where core up to 0.16 has them and where 0.19 has; its
+    iteration folder."""
+
+    def save(**args):
+        folder = tmp_path / "load" / "iter_0000003"
+        content, entries = {"args": Namespace(**args)}, {"w": torch.zeros(2)}
+        if request.param == "entry":
+            entries["common_state/shard_0_1"] = [content]
+        as_they_are = dcp.DefaultSavePlanner(flatten_state_dict=False)
+        dcp.save(entries, storage_writer=dcp.FileSystemWriter(folder), planner=as_they_are, no_dist=True)
+        if request.param != "entry":
+            torch.save(content, folder / "common.pt")
+        (folder.parent / TRACKER).write_text("3")
+        return folder
+
+    return save
+
+
+@pytest.mark.parametrize("more", [{}, {"num_layers": 4}, {"hidden_size": 128, "num_experts": 8}])
+def test_each_other_size_is_named_with_both_values(saved, build, more):
+    args = build({"num_experts": 2})
+    folder = saved(num_layers=2, hidden_size=256, num_experts=2) if not more else saved(**more)
+    args.load, args.save = str(folder.parent), None
+    lines = list(flag_checks._start(args, None))
+    assert len(lines) == len(more) and all(str(folder) in line for line in lines)
+    for line, (name, value) in zip(lines, more.items(), strict=True):
+        assert f"--{name.replace('_', '-')} is {value} there and {getattr(args, name)} here" in line
+
+
+def test_an_embedding_with_too_few_rows_is_refused(saved):
+    folder = saved(padded_vocab_size=128)
+    check_rows(str(folder), 128)
+    with pytest.raises(ValueError, match="128 rows of the embedding.*129 tokens"):
+        check_rows(str(folder), 129)
+
+
+def test_what_megatron_refuses_of_a_distributed_checkpoint_is_refused_in_our_words():
+    from megatron.core.dist_checkpointing.core import CheckpointingException
+
+    with pytest.raises(ValueError, match="could not load the checkpoint: missing keys.*export"):
+        with must_fit([], "the checkpoint"):
+            raise CheckpointingException("missing keys")

@@ -1,0 +1,64 @@
+"""`--ckpt-format torch_dist`, Megatron's default: a run starts from it, saves it and resumes from it, bitwise."""
+
+from __future__ import annotations
+
+import pytest
+
+from mindspeed_rl_plugin.launch.checkpoint_files import TRACKER
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+STEPS = ("--ckpt-format", "torch_dist", "--train-iters", "4", "--save-interval", "1", "--rl-rollout-prompts", "8")
+TP2, PP2 = ("--tensor-model-parallel-size", "2"), ("--pipeline-model-parallel-size", "2")
+EP2 = ("--expert-model-parallel-size", "2")
+PPO = ("--rl-algorithm", "ppo", "--rl-critic-lr", "3e-3", "--rl-critic-warmup", "2", "--rl-kl-reward-coef", "0.05")
+# Times, rates, sizes of processes, and what one process alone sees.
+_OF_THE_MACHINE = ("seconds", "tokens_per", "bytes", "memory", "dock/", "mfu", "reshard/temporary")
+
+
+def numbers(result) -> list[dict]:
+    return [{k: v for k, v in line.items() if not k.startswith(_OF_THE_MACHINE)} for line in result.metrics]
+
+
+def check_resumes(job, *split: str, at: tuple[int, ...], more: tuple[str, ...] = (), **model):
+    """The job's result: it starts from a checkpoint, and resumed `at` each iteration it goes on as it did.
+
+    The checkpoint is that of a former run's second iteration. Returns the former run, the job and its first result.
+    """
+    first = job(*STEPS[:2], "--train-iters", "2", "--save-interval", "2", *split, name="first", **model)
+    first.run(600)
+    loads = ("--load", str(first.save), "--lr", "3e-3", "--rl-kl-loss-coef", "0.05")
+    again = job(*STEPS, *split, *more, *loads, name="again", **model)
+    whole = again.run(600)
+    expected = numbers(whole)
+    assert len({line["kl/ref"] for line in expected}) > 1, "nothing is trained"
+    for iteration in at:
+        (again.save / TRACKER).write_text(str(iteration))
+        resumed = again.run(600)
+        assert f"at iteration {iteration}, optimizer and RL state included" in resumed.log
+        assert "reference weights loaded from" in resumed.log
+        assert numbers(resumed) == expected
+    return first, again, whole
+
+
+@pytest.mark.parametrize(
+    "split, model, change",
+    [
+        pytest.param(EP2, "moe_model", ("", ""), id="MoE-EP2"),
+        pytest.param(PP2, "dense_model", ("--untie-embeddings-and-output-weights", ""), id="PP2-tied"),
+    ],
+)
+def test_a_resume_is_the_uninterrupted_run(job, request, split, model, change):
+    check_resumes(job, *split, at=(3,), model=request.getfixturevalue(model).replace(*change))
+
+
+def test_a_critic_too_is_saved_resumed_and_loaded(job):
+    """Resumed while the critic warms up, when the policy's optimizer has no state, and after it has."""
+    first, again, whole = check_resumes(job, *TP2, at=(1, 3), more=PPO)
+    assert whole.metrics[0]["critic/value_mean"] == 0.0
+    more = (*STEPS[:2], *PPO[:2], *TP2, "--train-iters", "1")
+    former = again.save / "iter_0000004" / "critic"
+    result = job(*more, "--rl-critic-load", str(former), name="critic").run(600)
+    assert f"the critic starts from the weights of {former / 'iter_0000004'}\n" in result.log
+    assert result.metrics[0]["critic/value_mean"] != 0.0
+    result = job(*more, "--rl-critic-load", str(first.save), "--ckpt-format", "torch", name="fresh").run(600)
+    assert "with a fresh value head" in result.log and result.metrics[0]["critic/value_mean"] == 0.0
