@@ -11,7 +11,7 @@ import sys
 from types import ModuleType
 
 from mindspeed_rl_plugin.host.on_import import after_import, before_import
-from mindspeed_rl_plugin.launch.patches import PATCHES
+from mindspeed_rl_plugin.launch.patches import OF_MINDSPEED_LLM, PATCHES
 from mindspeed_rl_plugin.launch.patching import MINDSPEED_ADAPTORS, apply, revert
 from mindspeed_rl_plugin.launch.taken_over import from_command_line
 
@@ -38,7 +38,7 @@ def attach() -> None:
 def _mindspeed_imported(module: ModuleType) -> None:
     _finished.add(module.__name__)
     from_command_line(read_by=module.__name__)
-    apply(PATCHES)
+    apply((*PATCHES, *(patch for patch in OF_MINDSPEED_LLM if patch.module in sys.modules)))
 
 
 def _megatron_imported(module: ModuleType) -> None:

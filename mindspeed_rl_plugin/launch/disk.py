@@ -23,10 +23,15 @@ def free_bytes(directory: str) -> int:
     return shutil.disk_usage(_existing(directory)).free
 
 
+def writable(directory: str) -> bool:
+    """Whether this process may write in a directory, which need not exist yet."""
+    return os.access(_existing(directory), os.W_OK)
+
+
 def problems(args: Any, config: Any) -> Iterator[str]:
     """One message for each directory that cannot be written."""
     for flag, directory in places(args).items():
-        if not os.access(_existing(directory), os.W_OK):
+        if not writable(directory):
             yield f"{flag} {directory} may not be written: change its permissions, or give another directory"
         elif (free := free_bytes(directory)) < LEAST:
             yield f"{flag} {directory}: {free} bytes free; free some, or give a directory on another disk"
@@ -36,7 +41,9 @@ def small_disk(args: Any, parameters: int) -> str | None:
     """A warning where the next checkpoint may not fit. parameters: of the whole model; the estimate is rough."""
     if not getattr(args, "save", None):
         return None
-    need = parameters * (args.params_dtype.itemsize + (0 if getattr(args, "no_save_optim", False) else _OPTIMIZER))
+    copies = 1 + (getattr(args, "enable_mg2hf_convert", False) and not getattr(args, "hf_save_dir", None))
+    optimizer = 0 if getattr(args, "no_save_optim", False) else _OPTIMIZER
+    need = parameters * (copies * args.params_dtype.itemsize + optimizer)
     free = free_bytes(args.save)
     if free >= need:
         return None

@@ -27,7 +27,7 @@ from mindspeed_rl_plugin.engine.hf_rope import rope_scaling
 from mindspeed_rl_plugin.environment import launch_env
 from mindspeed_rl_plugin.forward.settings import length_multiple, takes_boundaries
 from mindspeed_rl_plugin.launch import checkpoint_files as files
-from mindspeed_rl_plugin.launch import critic_files, disk, taken_over, upstream_checks
+from mindspeed_rl_plugin.launch import conversion, critic_files, disk, taken_over, upstream_checks
 from mindspeed_rl_plugin.launch.dist_files import DistFiles
 from mindspeed_rl_plugin.launch.endings import Refusal, lines_of
 from mindspeed_rl_plugin.launch.saved_args import other_sizes
@@ -51,13 +51,14 @@ def check_args(args: Any) -> None:
 
 
 def check_unvalidated(args: Any) -> None:
-    """The checks that come before Megatron's validation: the model's family, and whether a batch divides. Raises
-    ValueError; for a batch it lists whatever else can be said of arguments that are not validated yet."""
+    """The checks that come before Megatron's validation: the model's family, what MindSpeed-LLM's conversion of weights
+    needs, and whether a batch divides. Raises ValueError; for a batch it lists whatever else can be said of arguments
+    that are not validated yet."""
     pairs = learns_from_pairs(RLConfig.from_args(args).algorithm.algorithm)
     if not pairs and (problem := unbuilt_family(args)):
         raise Refusal.of_arguments([problem])
-    if late := taken_over.problems():
-        raise Refusal.of_arguments(late)
+    if problems := [*taken_over.problems(), *conversion.problems(args)]:
+        raise Refusal.of_arguments(problems)
     try:
         arithmetic.check_batch(args)
     except ValueError as error:
@@ -81,7 +82,7 @@ def warnings(args: Any) -> list[str]:
     """What works but should be known, one line each."""
     config = RLConfig.from_args(args)
     rollout, policy = config.rollout, tokenizer_path(args)
-    lines = []
+    lines = list(conversion.notes(args))
     megatrons = getattr(args, "tokenizer_model", None)
     if config.data.tokenizer and megatrons and not same_vocabulary(config.data.tokenizer, megatrons):
         lines.append(

@@ -16,7 +16,15 @@ from mindspeed_rl_plugin.algorithms.describe import describe as describe_algorit
 from mindspeed_rl_plugin.config import RLConfig
 from mindspeed_rl_plugin.critic import value_head
 from mindspeed_rl_plugin.environment import say
-from mindspeed_rl_plugin.launch import build_critic, flag_checks, lr_schedule, megatron_setup, patching, taken_over
+from mindspeed_rl_plugin.launch import (
+    build_critic,
+    conversion,
+    flag_checks,
+    lr_schedule,
+    megatron_setup,
+    patching,
+    taken_over,
+)
 from mindspeed_rl_plugin.launch import checkpoint_files as files
 from mindspeed_rl_plugin.launch.disk import small_disk
 from mindspeed_rl_plugin.launch.endings import refusing, stopping
@@ -122,6 +130,22 @@ def _check_loaded(model: Any, start: Start, args: Any) -> None:
     split = getattr(args, "tensor_model_parallel_size", 1) * getattr(args, "pipeline_model_parallel_size", 1)
     if warning := small_disk(args, split * sum(p.numel() for _, p in _parameters(model))):
         say(warning)
+
+
+def convert_weights(args: Any, original: Callable, positional: tuple, named: Mapping[str, Any]) -> Any:
+    """MindSpeed-LLM's conversion of --load, where this start needs it. Collective over all ranks."""
+    with refusing():
+        if reason := ranks.on_rank_0(lambda: conversion.needless(args)):
+            say(reason)
+            return None
+        say(f"MindSpeed-LLM converts --load {args.load} to {conversion.converted_to(args)}")
+        try:
+            return original(*positional, **named)
+        except (ValueError, KeyError, AttributeError, OSError, RuntimeError) as error:
+            raise ValueError(
+                f"MindSpeed-LLM could not convert --load {args.load}: {type(error).__name__}: {error}; are "
+                "--model-type-hf and the sizes those of this model?"
+            ) from error
 
 
 def load_checkpoint(args: Any, original: Callable, positional: tuple, named: Mapping[str, Any]) -> Any:

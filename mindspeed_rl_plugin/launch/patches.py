@@ -1,4 +1,4 @@
-"""Every function of Megatron that the plugin wraps: one row per patch, as data."""
+"""Every function of Megatron, and of MindSpeed-LLM, that the plugin wraps: one row per patch, as data."""
 
 from __future__ import annotations
 
@@ -62,5 +62,16 @@ PATCHES: tuple[Patch, ...] = (
         why="runs rollout, rewards and log-probs when due, then the original with our forward step and iterator",
         versions="0.12.1 training.py:1213, 0.16.1 :1603, 0.19.0 :2336",
         remove_when="Megatron calls a user function before each step",
+    ),
+)
+# Where MindSpeed-LLM has patched Megatron.
+OF_MINDSPEED_LLM: tuple[Patch, ...] = (
+    Patch(
+        target="mindspeed_llm.training.initialize._convert_weights_if_needed",
+        hook=hooks.under_rl("convert_weights"),
+        leading=("args", "shared"),
+        why="a resume needs no weights of --load, which it would convert again; and what it raises names no flag",
+        versions="MindSpeed-LLM 2.3.0 training/checkpointing.py:310, 26.1.0 :464",
+        remove_when="it converts only what is not converted yet",
     ),
 )

@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from mindspeed_rl_plugin.launch import checkpoint_files as files
+from mindspeed_rl_plugin.launch import conversion
 from mindspeed_rl_plugin.loop.start import Start
 
 # Megatron's names of the arguments that govern a load, with the value that makes it weights only.
@@ -23,6 +24,7 @@ LEFT_OUT = {
 def decide(args: Any) -> Start:
     """Look at `--save`, `--load` and `--pretrained-checkpoint`, and say where to start. Reads files, changes nothing.
 
+    Where MindSpeed-LLM converts --load, it is the checkpoint that will be there when it has.
     The digest is still None for "pretrained" and "fresh"; for "resume" both reference fields are None
     until the RL state has been read. Raises ValueError when --save holds a checkpoint without RL state,
     and when a given --load holds no checkpoint.
@@ -94,6 +96,8 @@ def weights_arguments(path: str) -> dict[str, Any]:
 
 
 def _source(args: Any) -> tuple[str | None, int | str]:
+    if conversion.converts(args):
+        return conversion.converted_to(args), conversion.ITERATION
     names = ("load", "pretrained_checkpoint")
     given = {_flag(name): path for name in names if (path := getattr(args, name, None))}
     for directory in given.values():

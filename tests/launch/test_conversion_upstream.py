@@ -1,0 +1,81 @@
+"""MindSpeed-LLM converts Hugging Face weights at a start, and checkpoints after a save; RL starts and resumes there.
+
+The checkouts come from MEGATRON_LM_PATH, MINDSPEED_PATH and MINDSPEED_LLM_PATH; the last two may name several, in the
+same order. What MindSpeed-LLM imports and this environment lacks gets the rehearsal's stand-ins.
+"""
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from mindspeed_rl_plugin.tools.patch import SCRIPT, core_version
+
+SIZES = dict(vocab_size=4200, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2)
+SIZES |= dict(num_key_value_heads=2, head_dim=32, max_position_embeddings=32, tie_word_embeddings=False)
+FLAGS = "--qk-layernorm --kv-channels 32 --group-query-attention --num-query-groups 2 --tensor-model-parallel-size 2"
+FLAGS += " --no-create-attention-mask-in-dataloader --use-mcore-models --save-interval 2"
+HF2MG = "--enable-hf2mg-convert --model-type-hf qwen3"
+
+
+def checkouts(name):
+    return [Path(path) for path in os.environ.get(name, "").split(os.pathsep) if path]
+
+
+def has_mg2hf(llm):
+    return (
+        "enable-mg2hf" in (llm / "mindspeed_llm/features_manager/convert_checkpoint/convert_checkpoint.py").read_text()
+    )
+
+
+@pytest.fixture
+def hugging_face(megatron):
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(3)
+    folder = megatron.folder / "hf"
+    shutil.rmtree(folder, ignore_errors=True)
+    AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3", **SIZES)).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.upstream
+@pytest.mark.timeout(1500)
+@pytest.mark.parametrize("i", range(max(1, len(checkouts("MINDSPEED_LLM_PATH")))))
+def test_weights_are_converted_at_a_start_and_for_a_resume_only_where_its_reference_is_gone(megatron, hugging_face, i):
+    mindspeed, llm = (checkouts(name)[i] for name in ("MINDSPEED_PATH", "MINDSPEED_LLM_PATH"))
+    core = next(path for path in checkouts("MEGATRON_LM_PATH") if core_version(path)[:2] == (0, 12))
+    path = os.pathsep.join(map(str, (core, mindspeed, llm, *filter(None, [os.environ.get("PYTHONPATH")]))))
+    save = megatron.folder / f"out-{i}"
+    back = ["--enable-mg2hf-convert"] * has_mg2hf(llm)
+    flags = [*FLAGS.split(), *HF2MG.split(), *back, "--load", str(hugging_face), "--save", str(save)]
+
+    def run():
+        return megatron(*flags, rl=True, script=llm / SCRIPT, env={"PYTHONPATH": path})
+
+    whole = run()
+    assert [e["event"] for e in whole.events] == ["before_model", "reference", "start"] + ["step"] * 4
+    cache = hugging_face / "megatron_cache_tp2pp1ep1"
+    assert f"converts --load {hugging_face} to {cache}" in whole.log
+    weights = load_file(hugging_face / "model.safetensors")
+    for rank in (0, 1):
+        file = cache / "iter_0000001" / f"mp_rank_{rank:02d}" / "model_optim_rng.pt"
+        state = torch.load(file, weights_only=False)["model"]
+        down = weights["model.layers.1.mlp.down_proj.weight"].chunk(2, dim=1)[rank]
+        assert torch.equal(state["decoder.layers.1.mlp.linear_fc2.weight"].float(), down)
+    for iteration in (2, 4) if back else ():
+        (file,) = (save / f"mg2hf_iteration{iteration}").glob("*.safetensors")
+        assert load_file(file).keys() == weights.keys()
+
+    for gone in (False, True):
+        shutil.rmtree(save / "iter_0000004")
+        (save / "latest_checkpointed_iteration.txt").write_text("2")
+        if gone:
+            shutil.rmtree(cache)
+        resumed = run()
+        assert (f"--load {hugging_face} is not converted" in resumed.log) != gone
+        assert [e["event"] for e in resumed.events] == ["before_model", "reference", "state", "start", "step", "step"]
+        assert resumed.of("reference") == whole.of("reference") and resumed.of("step") == whole.of("step")[2:]
