@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from itertools import product
 
 from mindspeed_rl_plugin.launch.dist_files import DistFiles, Stored
+from mindspeed_rl_plugin.reshard.live import table_name
 
 _LAYERS, _EXPERTS = "decoder.layers.", ".mlp.experts.experts."
 _NUMBERED = re.compile(re.escape(_LAYERS) + r"\d+\.")
@@ -47,4 +48,4 @@ def _plain(name: str, at: list[int], layered: bool) -> str:
         name = name.replace(_EXPERTS, f".mlp.experts.local_experts.{at.pop(0)}.")
     for fused, plain in _NORMS.items():
         name = name.replace(fused, plain)
-    return name
+    return table_name(name)
