@@ -128,6 +128,11 @@ def _other_model(args: Any, config: dict[str, Any]) -> Iterator[str]:
     known = _MODEL_TYPES.get(config.get("model_type", ""))
     if known and args.model_type_hf and args.model_type_hf not in known:
         wrong.append(f"--model-type-hf {args.model_type_hf}, there {config['model_type']}: give {' or '.join(known)}")
+    if "torch_dtype" not in config and "dtype" in config:
+        yield (
+            f"--load {args.load}: config.json has dtype, as transformers 5 writes it, and MindSpeed-LLM reads "
+            f"torch_dtype; add that to it with the same value, {config['dtype']}"
+        )
     if wrong:
         yield f"--load {args.load} is another model than the flags describe: {'; '.join(wrong)}"
 

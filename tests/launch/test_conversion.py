@@ -70,6 +70,12 @@ def test_what_cannot_be_converted_is_refused_by_flag_and_value(args, changes, sa
     assert said in line
 
 
+def test_a_config_of_transformers_5_is_answered_with_the_field_to_add(args, tmp_path):
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(CONFIG | {"dtype": "bfloat16"}))
+    (line,) = conversion.problems(args)
+    assert args.load in line and "torch_dtype" in line and "bfloat16" in line
+
+
 def test_a_folder_that_may_not_be_written_or_is_full_is_answered_with_another(args, monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr(disk.os, "access", lambda path, mode: False)

@@ -4,6 +4,7 @@ The checkouts come from MEGATRON_LM_PATH, MINDSPEED_PATH and MINDSPEED_LLM_PATH;
 same order. What MindSpeed-LLM imports and this environment lacks gets the rehearsal's stand-ins.
 """
 
+import json
 import os
 import shutil
 from pathlib import Path
@@ -39,6 +40,8 @@ def hugging_face(megatron):
     folder = megatron.folder / "hf"
     shutil.rmtree(folder, ignore_errors=True)
     AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3", **SIZES)).save_pretrained(folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"torch_dtype": "float32"}))
     return folder
 
 
