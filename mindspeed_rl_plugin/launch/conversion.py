@@ -7,6 +7,7 @@ training/checkpointing.py of MindSpeed-LLM 2.3.0 and 26.1.0.
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -128,10 +129,11 @@ def _other_model(args: Any, config: dict[str, Any]) -> Iterator[str]:
     known = _MODEL_TYPES.get(config.get("model_type", ""))
     if known and args.model_type_hf and args.model_type_hf not in known:
         wrong.append(f"--model-type-hf {args.model_type_hf}, there {config['model_type']}: give {' or '.join(known)}")
-    if "torch_dtype" not in config and "dtype" in config:
+    newer = {"torch_dtype": config.get("dtype"), "rope_theta": (config.get("rope_parameters") or {}).get("rope_theta")}
+    if lacks := {name: value for name, value in newer.items() if value is not None and name not in config}:
         yield (
-            f"--load {args.load}: config.json has dtype, as transformers 5 writes it, and MindSpeed-LLM reads "
-            f"torch_dtype; add that to it with the same value, {config['dtype']}"
+            f"--load {args.load}: config.json is as transformers 5 writes it, and MindSpeed-LLM reads the fields of "
+            f"before; add {json.dumps(lacks)[1:-1]}"
         )
     if wrong:
         yield f"--load {args.load} is another model than the flags describe: {'; '.join(wrong)}"

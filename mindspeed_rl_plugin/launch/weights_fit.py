@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from mindspeed_rl_plugin.reshard.live import differences, raise_if, sizes_of
+from mindspeed_rl_plugin.reshard.storages import unwrap
 
 _EXTRA = "_extra_state"  # TransformerEngine's, which versions add and leave out
 _MEND = (
@@ -33,8 +34,10 @@ def must_fit(chunks: Sequence[torch.nn.Module], where: str, free: str = _EXTRA) 
     raises for a distributed checkpoint of another model. where: what is
     loaded, as messages name it; free: end of the names that need not fit, besides those of extra states.
     """
-    for chunk in chunks:
-        chunk.load_state_dict = _checked(chunk, where, (_EXTRA, free))
+    # Core 0.12 loads into the model itself, the later ones into what it is wrapped in.
+    modules = list({id(module): module for chunk in chunks for module in (chunk, unwrap(chunk))}.values())
+    for module in modules:
+        module.load_state_dict = _checked(module, where, (_EXTRA, free))
     try:
         yield
     except SystemExit:
@@ -44,8 +47,8 @@ def must_fit(chunks: Sequence[torch.nn.Module], where: str, free: str = _EXTRA) 
     except _of_distributed_files() as error:
         raise ValueError(f"Megatron could not load {where}: {error}; {_MEND}") from error
     finally:
-        for chunk in chunks:
-            del chunk.load_state_dict
+        for module in modules:
+            del module.load_state_dict
 
 
 def _checked(chunk: torch.nn.Module, where: str, free: tuple[str, ...]) -> Any:

@@ -71,9 +71,10 @@ def test_what_cannot_be_converted_is_refused_by_flag_and_value(args, changes, sa
 
 
 def test_a_config_of_transformers_5_is_answered_with_the_field_to_add(args, tmp_path):
-    (tmp_path / "hf" / "config.json").write_text(json.dumps(CONFIG | {"dtype": "bfloat16"}))
+    newer = {"dtype": "bfloat16", "rope_parameters": {"rope_theta": 1e6}}
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(CONFIG | newer))
     (line,) = conversion.problems(args)
-    assert args.load in line and "torch_dtype" in line and "bfloat16" in line
+    assert args.load in line and '"torch_dtype": "bfloat16", "rope_theta": 1000000.0' in line
 
 
 def test_a_folder_that_may_not_be_written_or_is_full_is_answered_with_another(args, monkeypatch):

@@ -15,9 +15,10 @@ from safetensors.torch import load_file
 
 from mindspeed_rl_plugin.tools.patch import SCRIPT, core_version
 
-SIZES = dict(vocab_size=4200, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2)
+SIZES = dict(vocab_size=4224, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2)
 SIZES |= dict(num_key_value_heads=2, head_dim=32, max_position_embeddings=32, tie_word_embeddings=False)
 FLAGS = "--qk-layernorm --kv-channels 32 --group-query-attention --num-query-groups 2 --tensor-model-parallel-size 2"
+FLAGS += " --spec mindspeed_llm.tasks.models.spec.qwen3_spec layer_spec"
 FLAGS += " --no-create-attention-mask-in-dataloader --use-mcore-models --save-interval 2"
 HF2MG = "--enable-hf2mg-convert --model-type-hf qwen3"
 
@@ -41,7 +42,7 @@ def hugging_face(megatron):
     shutil.rmtree(folder, ignore_errors=True)
     AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3", **SIZES)).save_pretrained(folder)
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"torch_dtype": "float32"}))
+    (folder / "config.json").write_text(json.dumps(config | {"torch_dtype": "float32", "rope_theta": 10000.0}))
     return folder
 
 
