@@ -80,6 +80,7 @@ SUPPORTED = {
     """,
     "tests/launch/test_start_processes.py": "--train-iters --tensor-model-parallel-size",
     "tests/launch/test_start_decision.py": "--ckpt-step",
+    "tests/launch/test_conversion_upstream.py": "--enable-hf2mg-convert --enable-mg2hf-convert --model-type-hf",
     "tests/launch/test_launch_order.py": "--override-opt_param-scheduler --use-checkpoint-opt_param-scheduler",
     "tests/update/test_invariance.py": "--calculate-per-token-loss",
     "tests/reshard/test_parallel.py": "--num-layer-list --noop-layers --moe-tp-extend-ep",
@@ -252,7 +253,7 @@ UNTESTED = """
     --fake-process-group --te-* --no-use-gmm-fp8 --enable-experimental --logits-* --context-parallel-kv-*
     --context-parallel-cache-* --use-ulysses-allgather-kv --dualpipev-dw-detach --ai-framework --async-*
     --replication* --load-main-params-from-ckpt --override-ckpt-iteration --distrib-optim-*
-    --ckpt-fully-parallel-*-* --save-*-interval --dump-param-to-* --model-type-hf --enable-*-convert
+    --ckpt-fully-parallel-*-* --save-*-interval --dump-param-to-*
     --only-convert-last-checkpoint --mg-save-dir --hf-* --save-layer-by-layer --save-lora-to-hf
 """
 

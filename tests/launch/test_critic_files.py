@@ -29,7 +29,7 @@ def test_a_checkpoint_of_the_same_model_is_good_and_a_critic_is_marked(tmp_path)
     assert problems(tmp_path, padded_vocab_size=7) == [], "not known here yet"
     start = Start("fresh", None, 0, None, None)
     for has_head in (False, True):
-        arguments, source, answer = build_critic._source(start, str(tmp_path))
+        arguments, source, answer = build_critic._source(start, str(tmp_path), {})
         assert arguments["ckpt_step"] == 5 and "iter_0000005" in source and answer is has_head
         assert ("with a fresh value head" in source) != has_head
         (tmp_path / "iter_0000005" / critic_files.MARK).touch()
