@@ -29,6 +29,7 @@ from mindspeed_rl_plugin.device.meters import (
 
 BACKENDS = {"npu": "hccl", "cuda": "nccl", "cpu": "gloo"}
 OVERRIDE = "MINDSPEED_RL_DEVICE"
+BASE_FORMATS = (0, 1, 2, 30)  # NCHW, NHWC, ND, NCDHW: aclFormat of CANN
 
 
 class Device:
@@ -83,6 +84,11 @@ class Device:
     def temporary(self) -> Temporary:
         """Measures what a block of work takes: by the allocator, on CPU by the storages of tensors."""
         return Temporary(StorageMeter() if self.is_cpu else AllocatorMeter(self))
+
+    def in_base_format(self, tensor: Tensor) -> bool:
+        """Whether the bytes of a tensor lie as its shape and strides say. An NPU also has formats of its own, such as
+        FRACTAL_NZ, whose bytes nobody may write one by one."""
+        return self.kind != "npu" or int(_torch_npu().get_npu_format(tensor)) in BASE_FORMATS
 
     def host_available(self) -> int:
         """Bytes that this machine, or the control group of this process, can still give as host memory."""

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from mindspeed_rl_plugin.device import Device
 from mindspeed_rl_plugin.rows import Sampling
 
 PROCESSED = "processed_logprobs"
@@ -94,6 +95,17 @@ def demand_processed_logprobs(engine: Any) -> bool:
     for part in modes:
         part.logprobs_mode = PROCESSED
     return bool(modes)
+
+
+def demand_base_format(engine: Any, device: Device) -> None:
+    """Refuse weights in a format of the NPU's own: a reshard writes bytes into views of them. Raises ValueError naming
+    the first one."""
+    for name, parameter in model(engine).named_parameters():
+        if not device.in_base_format(parameter):
+            raise ValueError(
+                f"vLLM stores {name} in a format of the NPU's own, into which no reshard can write; take a version of "
+                "vllm-ascend that README names, for VLLM_ASCEND_ENABLE_NZ=0 does not keep this one from it"
+            )
 
 
 def captured_graphs() -> int:

@@ -111,6 +111,7 @@ class VllmEngine:
             write_config(options.config, directory)
             self._engine = vllm_api.build(_arguments(options, self._device.kind, directory))
         vllm_api.demand_plain_experts(self._engine)
+        vllm_api.demand_base_format(self._engine, self._device)
         if not self._device.is_cpu:
             _say_graphs(vllm_api.captured_graphs())
         self._processed = vllm_api.demand_processed_logprobs(self._engine)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import sys
 import time
 from types import SimpleNamespace
 
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from mindspeed_rl_plugin.device import Device
 from mindspeed_rl_plugin.engine import vllm_api, vllm_engine
 from mindspeed_rl_plugin.engine.vllm_engine import AGREE_EVERY, VllmOptions
 from mindspeed_rl_plugin.rows import SampleId
@@ -313,6 +315,26 @@ def test_kernels_that_permute_experts_in_place_are_refused(layer, named) -> None
     vllm_api.demand_plain_experts(engine_of(*plain))
     with pytest.raises(ValueError, match=named):
         vllm_api.demand_plain_experts(engine_of(*plain[:2], layer))
+
+
+class Formatted(torch.Tensor):
+    """A weight in a format of the NPU's own, whose elements lie elsewhere than its shape says."""
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        assert function.__name__ not in ("copy_", "view", "resize_", "set_"), function
+        return super().__torch_function__(function, types, args, kwargs or {})
+
+
+def test_weights_in_a_format_of_the_npus_own_are_refused(monkeypatch) -> None:
+    npu = SimpleNamespace(get_npu_format=lambda t: 29 if isinstance(t, Formatted) else 2)
+    monkeypatch.setitem(sys.modules, "torch_npu", npu)
+    layer = torch.nn.Linear(2, 2)
+    vllm_api.demand_base_format(engine_of(layer), Device("npu"))
+    layer._parameters["weight"] = torch.ones(2, 2).as_subclass(Formatted)
+    vllm_api.demand_base_format(engine_of(layer), Device("cuda"))
+    with pytest.raises(ValueError, match="stores 0.weight in a format"):
+        vllm_api.demand_base_format(engine_of(layer), Device("npu"))
 
 
 def test_the_names_of_kernels_are_vllms() -> None:
