@@ -40,9 +40,9 @@ from mindspeed_rl_plugin.rows import Completion, GenerateRequest, SampleId
 # Steps between two agreements of an engine's ranks on whether the time is up.
 AGREE_EVERY = 16
 NO_TOKENIZER_NEEDED = (0, 10)
-# vllm-ascend would bind all threads of the trainer to a few cores, and may stop the machine's irqbalance. The other two
+# vllm-ascend would bind all threads of the trainer to a few cores, and may stop the machine's irqbalance. The others
 # say from 0.23 on what the variables of `engine_env.REQUIRED_NPU` say: weights stay in the format of the checkpoint.
-ASCEND_CONFIG = {"enable_cpu_binding": False, "weight_nz_mode": 0, "enable_fused_mc2": 0}
+ASCEND_CONFIG = {"enable_cpu_binding": False, "weight_nz_mode": 0, "enable_fused_mc2": 0, "enable_mlapo": False}
 
 
 @dataclass(frozen=True)

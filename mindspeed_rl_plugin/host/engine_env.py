@@ -14,6 +14,8 @@ REQUIRED = {
 REQUIRED_NPU = {
     "VLLM_ASCEND_ENABLE_NZ": ("0", "weights in FRACTAL_NZ format cannot be rewritten after a wake"),
     "VLLM_ASCEND_ENABLE_FUSED_MC2": ("0", "it casts the weights of experts to FRACTAL_NZ whatever the former says"),
+    # On A5 0.26 does so with unquantized weights too.
+    "VLLM_ASCEND_ENABLE_MLAPO": ("0", "latent attention would decode with rearranged copies that no reshard reaches"),
 }
 # name -> value; the user's own value wins. On CPU vLLM warns some twenty times per rank of what nobody can change.
 DEFAULTS = {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1"}

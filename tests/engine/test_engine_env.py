@@ -54,6 +54,7 @@ def test_the_users_defaults_win(monkeypatch) -> None:
         ("cpu", "VLLM_ENABLE_V1_MULTIPROCESSING", "1"),
         ("npu", "VLLM_ASCEND_ENABLE_NZ", "1"),
         ("npu", "VLLM_ASCEND_ENABLE_FUSED_MC2", "1"),
+        ("npu", "VLLM_ASCEND_ENABLE_MLAPO", "1"),
         ("npu", "PYTORCH_NPU_ALLOC_CONF", "page_size:1g, expandable_segments: True"),
     ],
 )
