@@ -57,7 +57,8 @@ class VllmOptions:
     tokenizer: directory, see `needs_tokenizer`; sleep_mode: whether `sleep` gives memory back on an accelerator;
     graph_sizes: batch sizes of the graphs on an accelerator, vLLM's own where empty; request_seeds: whether each
     request has a generator of its own also where that costs kernels for each request and step (on a CPU, and where
-    vLLM draws for all of them in one kernel, each has).
+    vLLM draws for all of them in one kernel, each has); deadline: seconds that ranks wait for each other while the
+    engine is built, before vLLM waits by its own limits.
     """
 
     config: Mapping[str, Any]
@@ -73,6 +74,7 @@ class VllmOptions:
     sleep_mode: bool = True
     graph_sizes: tuple[int, ...] = ()
     request_seeds: bool = False
+    deadline: float = 1800.0
 
 
 @dataclass
@@ -94,7 +96,7 @@ class VllmEngine:
         self._device = device or get_device()
         _prepare(self._device.kind, options)
         if options.memory_utilization is None and not self._device.is_cpu:
-            options = replace(options, memory_utilization=free_share(self._device))
+            options = replace(options, memory_utilization=free_share(self._device, options.deadline))
         self.options = options
         self.version = -1
         self.digest: str | None = None

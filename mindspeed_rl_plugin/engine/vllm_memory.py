@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from mindspeed_rl_plugin.device import Device
 from mindspeed_rl_plugin.engine import vllm_api
+from mindspeed_rl_plugin.reshard.p2p import P2PChannel
 from mindspeed_rl_plugin.reshard.storages import bytes_of, distinct
 
 # Of the device's memory, and at least so many bytes: for what vLLM's profile of its first steps does not see, graphs
@@ -27,29 +28,32 @@ from mindspeed_rl_plugin.reshard.storages import bytes_of, distinct
 RESERVE, LEAST_RESERVE = 0.1, 2 << 30
 
 
-def free_share(device: Device) -> float:
+def free_share(device: Device, deadline: float) -> float:
     """Share of a device's memory that an engine may use: what is free now, less a reserve; the least of all ranks.
 
-    Collective over the world; for a device whose trainer is offloaded. vLLM asks its device for no more than this
-    share of the total, and gives its KV cache what its weights and its largest step leave of it (0.32:
-    v1/worker/utils.py, `request_memory`, and v1/worker/gpu_worker.py, `determine_available_memory`; vllm-ascend:
-    worker/worker.py, alike). Raises ValueError on every rank where nothing is left.
+    Collective over the world, for a device whose trainer is offloaded; deadline: seconds that ranks wait for each
+    other. vLLM asks its device for no more than this share of the total, and gives its KV cache what its weights and
+    its largest step leave of it (0.32: v1/worker/utils.py, `request_memory`, and v1/worker/gpu_worker.py,
+    `determine_available_memory`; vllm-ascend: worker/worker.py, alike). Raises ValueError on every rank where nothing
+    is left, and what `Batch.wait` does.
     """
     gc.collect()
     device.synchronize()
     device.empty_cache()
     free, total = device.memory_info()
     thousandths = math.floor((free - max(RESERVE * total, LEAST_RESERVE)) / total * 1000)
-    least = torch.tensor(thousandths, dtype=torch.int32, device=device.current())
+    least = thousandths
     if dist.get_world_size() > 1:
-        dist.all_reduce(least, op=dist.ReduceOp.MIN)
+        channel = P2PChannel(dist.get_rank(), deadline=deadline)
+        each = channel.share("the engine's share of the device", [thousandths], 1, device.current())
+        least = min(own for (own,) in each)
     if least <= 0:
         raise ValueError(
             f"no memory is left for the rollout engine: {free / 2**30:.3g} of {total / 2**30:.3g} GiB are free here "
             f"while the trainer is offloaded, {RESERVE:.0%} (at least {LEAST_RESERVE / 2**30:g} GiB) are reserved; "
             "offload more (--rl-swap params,grads,optimizer), or give --rl-device-memory-utilization"
         )
-    return int(least) / 1000
+    return least / 1000
 
 
 class PoolMemory:

@@ -29,6 +29,7 @@ def options(inputs: Inputs, dtype: torch.dtype) -> VllmOptions:
         eos_token_ids=inputs.end_tokens,
         graph_sizes=rollout.graph_sizes,
         request_seeds=rollout.request_seeds,
+        deadline=inputs.config.monitor.wait_timeout,
         tokenizer=inputs.tokenizer_path if needs_tokenizer(rollout.stop) else None,
     )
 

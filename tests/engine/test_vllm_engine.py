@@ -264,7 +264,7 @@ def test_generators_of_the_trainer_are_left_alone(make_engine, fake_vllm, reques
 
 @pytest.mark.parametrize("given, used", [(0.35, 0.35), (None, 0.81)])
 def test_a_share_of_memory_that_is_given_stands_and_else_it_is_measured(make_engine, monkeypatch, given, used) -> None:
-    monkeypatch.setattr(vllm_engine, "free_share", lambda device: 0.81)
+    monkeypatch.setattr(vllm_engine, "free_share", lambda device, deadline: 0.81)
     engine = make_engine(memory_utilization=given)
     assert vllm_engine._arguments(engine.options, "cuda", "there")["gpu_memory_utilization"] == used
     on_cpu = vllm_engine._arguments(VllmOptions({}, 32), "cpu", "there")

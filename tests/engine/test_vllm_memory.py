@@ -213,12 +213,13 @@ GIB = 1 << 30
 def ranks(monkeypatch, *others):
     """The world has these shares besides this rank's."""
 
-    def all_reduce(least, op):
-        assert op == torch.distributed.ReduceOp.MIN
-        least.fill_(min([int(least), *(int(1000 * other) for other in others)]))
+    def share(channel, what, mine, length, device):
+        assert channel.deadline == 9.0
+        return [[*mine], *([int(1000 * other)] for other in others)]
 
     monkeypatch.setattr(vllm_memory.dist, "get_world_size", lambda: 1 + len(others))
-    monkeypatch.setattr(vllm_memory.dist, "all_reduce", all_reduce)
+    monkeypatch.setattr(vllm_memory.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(vllm_memory.P2PChannel, "share", share)
 
 
 @pytest.mark.parametrize(
@@ -233,7 +234,7 @@ def ranks(monkeypatch, *others):
 def test_the_engine_gets_what_is_free_less_a_reserve(monkeypatch, free, total, others, expected):
     ranks(monkeypatch, *others)
     device = Accelerator(free * GIB, total * GIB)
-    share = free_share(device)
+    share = free_share(device, 9.0)
     assert share == expected and share * total + max(0.1 * total, 2) <= free
     assert device.events == ["synchronize", "empty_cache", "measure"]  # what torch keeps is free too
 
@@ -242,4 +243,4 @@ def test_the_engine_gets_what_is_free_less_a_reserve(monkeypatch, free, total, o
 def test_no_memory_for_an_engine_is_refused_on_every_rank(monkeypatch, free, others):
     ranks(monkeypatch, *others)
     with pytest.raises(ValueError, match=f"{free} of 64 GiB .*--rl-device-memory-utilization"):
-        free_share(Accelerator(free * GIB, 64 * GIB))
+        free_share(Accelerator(free * GIB, 64 * GIB), 9.0)
