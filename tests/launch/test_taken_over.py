@@ -101,7 +101,7 @@ def test_mindspeed_patches_nothing_for_what_was_taken_over(order):
     path = os.pathsep.join((*first, old, str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")))
     command = [sys.executable, "-c", ADAPTOR, order, "--reset-attention-mask", "--transformer-impl", "local", *RL]
     env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=280)
     assert "\nRESULT " in done.stdout, done.stderr[-4000:]
     patches, problems = json.loads(done.stdout.rpartition("RESULT ")[2])
     assert (patches > 0) == (order != "before")

@@ -79,7 +79,7 @@ def walk(folders):
         env={**os.environ, "PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=580,
     )
     assert "\nRESULT " in done.stdout, done.stderr[-4000:]
     rows = json.loads(done.stdout.rpartition("RESULT ")[2])
@@ -88,6 +88,7 @@ def walk(folders):
 
 @pytest.mark.upstream
 @pytest.mark.slow
+@pytest.mark.timeout(2400)
 def test_every_flag_has_a_verdict_and_every_verdict_a_flag():
     rows = {" ".join(folders): walk(folders) for folders in platforms()}
     assert len(rows) >= 5, "fewer checkouts than versions that the table is about"
