@@ -93,7 +93,7 @@ def test_every_flag_has_a_verdict_and_every_verdict_a_flag():
     rows = {" ".join(folders): walk(folders) for folders in platforms()}
     assert len(rows) >= 5, "fewer checkouts than versions that the table is about"
     for platform, flags in rows.items():
-        assert len(flags) > 500 and [row for row in flags if verdict(*row) is None] == [], platform
+        assert len(flags) > 400 and [row for row in flags if verdict(*row) is None] == [], platform
     flags = {flag for platform in rows.values() for names, *_ in platform for flag in names}
     attributes = {attribute for platform in rows.values() for _, attribute, _ in platform}
     groups = {group for platform in rows.values() for *_, group in platform}
