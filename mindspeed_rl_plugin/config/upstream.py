@@ -93,7 +93,6 @@ _BATCH = "--global-batch-size must stay sequences per optimizer step; remove it"
 _DOCUMENT = "one RL sequence is one document, there is nothing to reset at an end-of-document token; remove it"
 _BUFFERS = "weights move to the engine through Megatron's DDP buffers; use --use-distributed-optimizer instead"
 _GRAPH = "a captured graph keeps addresses that the swap to host memory frees; remove it"
-_WHOLE_HEAD = "the model families of the engine rotate the whole head; leave it out"
 _MOVING = ("enable_expert_placement balanced_moe_experts",)
 _STAGE = ("stage", (None, "sft"))
 _ALIKE = "all layers must be alike; leave it out"
@@ -194,8 +193,6 @@ UPSTREAM: tuple[UpstreamFlag, ...] = (
         ("give it", "add_bias_linear", (False,)),
         ("give --position-embedding-type rope", "position_embedding_type", ("rope",)),
         ("the model families of the engine rotate halves; leave it out", "rotary_interleaved use_glm_rope"),
-        (_WHOLE_HEAD, "rotary_percent", (1.0,)),
-        (_WHOLE_HEAD, "partial_rotary_factor", (0.0,)),
         ("the model families of the engine rotate in every layer; leave it out", "no_rope_freq"),
         ("norm weights are stored minus one; leave it out", "apply_layernorm_1p layernorm_zero_centered_gamma"),
         (_GATED, "squared_relu quick_geglu openai_gelu geglu gelu_tanh"),
@@ -223,12 +220,10 @@ UPSTREAM: tuple[UpstreamFlag, ...] = (
     ),
     *_rows(
         EXPERTS,
-        ("shared experts have no gate; leave it out", "moe_shared_expert_gate shared_expert_gate"),
         ("experts work on the whole hidden state; leave it out", "moe_latent_size"),
     ),
     *_rows(
         LATENT,
-        ("up projections that are split are not supported; leave it out", "mla_mm_split"),
         (_PLAIN, "enable_dsa_indexer"),
     ),
     # With which trainer and engine would send tokens to different experts, or weigh them differently.

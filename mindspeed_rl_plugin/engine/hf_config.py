@@ -17,7 +17,7 @@ from mindspeed_rl_plugin.engine.hf_rope import YARN_TURNS, rope_scaling
 from mindspeed_rl_plugin.prompts.tokenizer import read_json
 from mindspeed_rl_plugin.reshard.families import FAMILIES
 from mindspeed_rl_plugin.reshard.family_table import Family
-from mindspeed_rl_plugin.reshard.shape import LATENT_FIELDS, ModelShape, same_names
+from mindspeed_rl_plugin.reshard.shape import LATENT_FIELDS, ModelShape, rotated_share, same_names
 
 # What a config.json leaves out, and what all families then take.
 _COMMON = {"rms_norm_eps": 1e-6, "rope_theta": 10000.0, "tie_word_embeddings": False, "hidden_act": "silu"}
@@ -42,8 +42,7 @@ COMPARED = (
     "mlp_bias",
     "use_sliding_window",
     "num_experts_per_tok",
-    "moe_intermediate_size",
-    "n_shared_experts",
+    "partial_rotary_factor",
     *LATENT_FIELDS.values(),
 )
 
@@ -86,6 +85,7 @@ def derive_config(args: Namespace, *, vocab_size: int, eos_token_ids: Sequence[i
         "eos_token_id": list(eos_token_ids) or None,
     }
     hf = shape.table.hf
+    config |= {"partial_rotary_factor": rotated_share(args)} if hf.partial else {}
     return config | (expert_config(args, shape) if shape.table.experts else {}) | hf.fixed | hf.code | hf.written
 
 
@@ -116,7 +116,8 @@ def compare_configs(derived: Mapping[str, Any], reference: Mapping[str, Any]) ->
     """A line for each field in which two configs describe different models; [] when they are the same one."""
     ours, theirs = normalized(derived), normalized(reference)
     hf = family_table(derived).hf
-    fields = dict.fromkeys((*COMPARED, hf.experts, hf.dense, *hf.defaults, *hf.fixed, *hf.code))
+    names = (hf.experts, hf.expert_ffn, hf.shared, hf.dense, *hf.defaults, *hf.fixed, *hf.code)
+    fields = dict.fromkeys(filter(None, (*COMPARED, *names)))
     differ = [f for f in fields if ours.get(f) != theirs.get(f)]
     return [f"{f}: Megatron {ours.get(f)!r}, Hugging Face {theirs.get(f)!r}" for f in differ]
 
@@ -135,6 +136,7 @@ def normalized(config: Mapping[str, Any]) -> dict[str, Any]:
     out = {**_COMMON, **table.hf.defaults, **table.hf.fixed, **same_names(table, config)}
     rope = {**(out.pop("rope_parameters", None) or {}), **(out.pop("rope_scaling", None) or {})}
     out["rope_theta"] = float(rope.pop("rope_theta", out.get("rope_theta", 10000.0)))
+    out["partial_rotary_factor"] = float(rope.pop("partial_rotary_factor", out.get("partial_rotary_factor", 1.0)))
     kind = rope.pop("rope_type", rope.pop("type", "default"))
     rope.pop("type", None)
     scaling = {k: float(v) if isinstance(v, int | float) else v for k, v in rope.items()}
@@ -146,7 +148,14 @@ def normalized(config: Mapping[str, Any]) -> dict[str, Any]:
     out.setdefault("mlp_bias", False)
     out.setdefault("use_sliding_window", False)
     out["attention_bias"] = bool(out.get("attention_bias", False))
+    if table.twin:
+        out["model_type"] = table.twin
     return {**out, **table.hf.code}
+
+
+def for_engine(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The config.json of the engine's own, which may compute the family by the code of another."""
+    return {**config, **family_table(config).hf.engine}
 
 
 def write_config(config: Mapping[str, Any], directory: str | Path) -> None:

@@ -26,20 +26,21 @@ def expert_config(args: Namespace, shape: ModelShape) -> dict[str, Any]:
     hf, router, dense = shape.table.hf, shape.table.router, shape.dense_layers
     out = {
         hf.experts: shape.experts,
-        hf.dense: list(dense) if hf.dense == "mlp_only_layers" else len(dense),
+        hf.expert_ffn: shape.expert_ffn,
         "num_experts_per_tok": args.moe_router_topk,
-        "moe_intermediate_size": shape.expert_ffn,
     }
+    if hf.dense:
+        out[hf.dense] = list(dense) if hf.dense == "mlp_only_layers" else len(dense)
     routing = _routing(args)
     out["norm_topk_prob"] = routing["norm_topk_prob"]
     if shape.table.shared_experts:
-        out["n_shared_experts"] = shape.shared_ffn // shape.expert_ffn
+        out[hf.shared] = shape.shared_ffn // (1 if hf.shared.endswith("size") else shape.expert_ffn)
     if router.grouped:
         out |= {name: routing[name] for name in ("n_group", "topk_group")}
     if router.scaled:
         out["routed_scaling_factor"] = routing["routed_scaling_factor"]
     if shape.table.mla:
-        out |= {field: getattr(shape, size) for size, field in LATENT_FIELDS.items()}
+        out |= {field: getattr(shape, size) or None for size, field in LATENT_FIELDS.items()}
         out |= {"head_dim": shape.rope, "num_key_value_heads": shape.heads}
     return out
 
@@ -77,15 +78,33 @@ def routing_problems(args: Namespace, shape: ModelShape) -> Iterator[str]:
     rope, scale = getattr(args, "rope_type", None), getattr(args, "rotary_scaling_factor", 1.0)
     if shape.table.mla and rope == "rope" and scale != 1.0 and getattr(args, "mscale_all_dim", 0.0):
         yield f"rotary_scaling_factor is {scale}: with --rope-type rope it scales attention only; leave it out"
+    for name, value in (shape.table.hf.fixed | shape.table.hf.code).items():
+        if routing.get(name, value) != value:
+            yield (
+                f"the weights of a token's experts would {'' if routing[name] else 'not '}add up to 1, those of family "
+                f"{family} do {'' if value else 'not'}: change --moe-router-pre-softmax or --norm-topk-prob"
+            )
+    gate = any(getattr(args, name, False) for name in ("moe_shared_expert_gate", "shared_expert_gate"))
+    if gate != shape.table.shared_gate:
+        yield f"family {family} {'needs' if shape.table.shared_gate else 'has no gate of shared experts; drop'} {_GATE}"
+    width = getattr(args, "shared_expert_gate_output_dimension", 1)
+    if gate and width != 1:
+        yield f"--shared-expert-gate-output-dimension {width}: family {family} has one number; give 1"
     yield from _layer_problems(shape)
+
+
+_GATE = "--moe-shared-expert-gate (MindSpeed-LLM: --shared-expert-gate)"
 
 
 def _layer_problems(shape: ModelShape) -> Iterator[str]:
     """Layers without experts, and shared experts, that the family's config.json has no words for."""
     dense, table = shape.dense_layers, shape.table
+    if dense and not table.hf.dense:
+        yield f"dense layers {list(dense)}: family {shape.family} has experts in every layer"
     if table.hf.dense == "first_k_dense_replace" and dense != tuple(range(len(dense))):
         yield f"dense layers {list(dense)}: family {shape.family} has them before all others"
-    if table.shared_experts and (not shape.shared_ffn or shape.shared_ffn % shape.expert_ffn):
+    counted = not table.hf.shared.endswith("size")
+    if table.shared_experts and (not shape.shared_ffn or counted and shape.shared_ffn % shape.expert_ffn):
         yield (
             f"moe_shared_expert_intermediate_size is {shape.shared_ffn}: family {shape.family} has whole shared experts"
             f" of --moe-ffn-hidden-size {shape.expert_ffn}; give a multiple of it"

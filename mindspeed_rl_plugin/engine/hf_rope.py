@@ -86,12 +86,13 @@ def _yarn(args: Namespace, factor: float, original: float, mscale: float, mscale
 
 
 def rope_frequencies(config: Mapping[str, Any], *, scaled: bool = True) -> Tensor:
-    """`[head_dim / 2]` float32, the inverse frequencies that the engine computes from a normalized config.
+    """Inverse frequencies that the engine computes from a normalized config: float32 `[D / 2]`, D of a head rotated.
 
     scaled: False for those that YaRN starts from. Llama 3's scaling divides long wave lengths by `factor`, keeps short
     ones, and blends those between linearly; YaRN blends between two numbers of turns in the original length.
     """
-    dim, base, scaling = config["head_dim"], config["rope_theta"], config["rope_scaling"]
+    dim = int(config["head_dim"] * config["partial_rotary_factor"])
+    base, scaling = config["rope_theta"], config["rope_scaling"]
     inverse = 1.0 / base ** (torch.arange(0, dim, 2, dtype=torch.int64).float() / dim)
     if scaling is None or not scaled:
         return inverse

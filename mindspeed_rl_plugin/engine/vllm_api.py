@@ -65,6 +65,15 @@ def steps_look_at_the_clock(core: type) -> bool:
     return step is not None and "done" in step.__code__.co_names
 
 
+def know_config(model_type: str) -> None:
+    """Let transformers read a config.json whose model vLLM has and transformers has not (Ling's)."""
+    from transformers import AutoConfig, PretrainedConfig
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    if model_type not in CONFIG_MAPPING:
+        AutoConfig.register(model_type, type("EngineConfig", (PretrainedConfig,), {"model_type": model_type}))
+
+
 def _drop_message_queues() -> None:
     """Give back vLLM's message queues between the ranks of an engine, with their shared memory and sockets.
 

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from mindspeed_rl_plugin.device import Device, get_device
 from mindspeed_rl_plugin.engine import vllm_api
-from mindspeed_rl_plugin.engine.hf_config import family_table, write_config
+from mindspeed_rl_plugin.engine.hf_config import family_table, for_engine, write_config
 from mindspeed_rl_plugin.engine.process_state import ProcessState
 from mindspeed_rl_plugin.engine.protocol import PARTS
 from mindspeed_rl_plugin.engine.vllm_memory import HostMemory, PoolMemory, free_share
@@ -110,7 +110,9 @@ class VllmEngine:
         self._process = ProcessState(self._device)
         # vLLM reads the directory only here: with it gone at once, no end of the process can leave it behind.
         with tempfile.TemporaryDirectory(prefix="mindspeed-rl-engine-") as directory, self._process.lent():
-            write_config(options.config, directory)
+            config = for_engine(options.config)
+            write_config(config, directory)
+            vllm_api.know_config(config["model_type"])
             self._engine = vllm_api.build(_arguments(options, self._device.kind, directory))
         vllm_api.demand_plain_experts(self._engine)
         vllm_api.demand_base_format(self._engine, self._device)

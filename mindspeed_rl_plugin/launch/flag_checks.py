@@ -290,6 +290,7 @@ CHECKS: tuple[Check, ...] = (
     upstream_checks.context_parallel,
     upstream_checks.gradients,
     upstream_checks.shared_memory,
+    upstream_checks.latent_attention,
     upstream_checks.sequence_balance,
 )
 # Of algorithms that sample and grade responses.

@@ -71,6 +71,19 @@ def gradients(args: Any, config: RLConfig) -> Iterator[str]:
         )
 
 
+def latent_attention(args: Any, config: RLConfig) -> Iterator[str]:
+    """What MindSpeed-LLM's latent attention does not go with.
+
+    Source: CustomMLASelfAttention of mindspeed_llm/tasks/models/transformer/multi_latent_attention.py.
+    """
+    tp, latent = args.tensor_model_parallel_size, getattr(args, "multi_latent_attention", False)
+    if latent and tp > 1 and getattr(args, "spec", None) and not args.q_lora_rank:
+        yield (
+            f"--tensor-model-parallel-size {tp} without --q-lora-rank: MindSpeed-LLM keeps queries that are not "
+            "compressed whole on every rank, and cannot split them; give 1"
+        )
+
+
 def sequence_balance(args: Any, config: RLConfig) -> Iterator[str]:
     """MindSpeed-LLM's balance of experts by sequence, which takes every micro-batch for `--micro-batch-size` rows.
 

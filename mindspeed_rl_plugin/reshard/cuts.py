@@ -134,23 +134,40 @@ def _vocabulary(padded: Callable[[ModelShape], int]) -> Callable[[Cut], Stored]:
     return cut_rows
 
 
+def _head_part(cut: Cut) -> Stored:
+    """The rows of a rank's heads that the row is about, head after head."""
+    before, size = (getattr(cut.shape, name) if name else 0 for name in cut.row.of_head)
+    heads, each = cut.share(cut.shape.heads, "attention heads"), cut.part()[0] // cut.shape.heads
+    first = cut.rank * heads
+    rows = tuple(Segment(cut.names[0], 0, (first + i) * each + before, size, i * size) for i in range(heads))
+    return rows, (heads * size, *cut.part()[1:])
+
+
+def _qkv_parts(cut: Cut) -> list[tuple[str, int]]:
+    """Canonical name and first row of all queries, all keys and all values."""
+    if len(cut.names) == 3:
+        return [(name, 0) for name in cut.names]
+    queries, keys = cut.shape.heads * cut.shape.head_dim, cut.shape.groups * cut.shape.head_dim
+    return [(cut.names[0], first) for first in (0, queries, queries + keys)]
+
+
 def _interleaved_groups(cut: Cut) -> Stored:
     """Megatron's rows: for each query group its queries, its key, its value; cut evenly (Attention.linear_qkv)."""
-    shape, (q, k, v) = cut.shape, cut.names
+    shape, ((q, at_q), (k, at_k), (v, at_v)) = cut.shape, _qkv_parts(cut)
     head, queries = shape.head_dim, shape.heads // shape.groups * shape.head_dim
     rows: list[Segment] = []
     for g in range(shape.groups):
         offset = g * (queries + 2 * head)
-        rows.append(Segment(q, 0, g * queries, queries, offset))
-        rows.append(Segment(k, 0, g * head, head, offset + queries))
-        rows.append(Segment(v, 0, g * head, head, offset + queries + head))
+        rows.append(Segment(q, 0, at_q + g * queries, queries, offset))
+        rows.append(Segment(k, 0, at_k + g * head, head, offset + queries))
+        rows.append(Segment(v, 0, at_v + g * head, head, offset + queries + head))
     size = cut.share(shape.groups * (queries + 2 * head), f"rows of {q}, k and v")
     return _window(rows, cut.rank * size, size), (size, *cut.part()[1:])
 
 
 def _stacked_qkv(cut: Cut) -> Stored:
     """vLLM's rows: a share of the queries, of the keys, of the values (QKVParallelLinear)."""
-    shape, (q, k, v) = cut.shape, cut.names
+    shape, ((q, at_q), (k, at_k), (v, at_v)) = cut.shape, _qkv_parts(cut)
     queries = cut.share(shape.heads, "attention heads") * shape.head_dim
     if shape.groups >= cut.tp:
         keys = shape.groups // cut.tp * shape.head_dim
@@ -158,9 +175,9 @@ def _stacked_qkv(cut: Cut) -> Stored:
     else:
         keys, start = shape.head_dim, cut.rank // (cut.tp // shape.groups) * shape.head_dim
     stacked = (
-        Segment(q, 0, cut.rank * queries, queries, 0),
-        Segment(k, 0, start, keys, queries),
-        Segment(v, 0, start, keys, queries + keys),
+        Segment(q, 0, at_q + cut.rank * queries, queries, 0),
+        Segment(k, 0, at_k + start, keys, queries),
+        Segment(v, 0, at_v + start, keys, queries + keys),
     )
     return stacked, (queries + 2 * keys, *cut.part()[1:])
 
@@ -182,6 +199,7 @@ CUT_MEGATRON: dict[Split, Callable[[Cut], Stored]] = {
     Split.COLUMNS: _columns,
     Split.GATE_UP: _rows,
     Split.QUERY_GROUPS: _interleaved_groups,
+    Split.HEAD_PART: _head_part,
     Split.DOWN: _down,
 }
 

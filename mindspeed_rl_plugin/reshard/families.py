@@ -8,18 +8,22 @@ otherwise. Nothing else in the package knows a family by name, but for sizes of 
 
 Megatron's flags tell families apart:
 
-    Llama        none of these              Qwen2, Qwen2.5   --add-qkv-bias
-    Qwen3        --qk-layernorm             Qwen3-MoE        --qk-layernorm --num-experts
-    DeepSeek-V3  --qk-layernorm --num-experts --multi-latent-attention
+    Llama, Mistral   none of these          Qwen2, Qwen2.5, Seed-OSS   --add-qkv-bias
+    Qwen3            --qk-layernorm         Qwen2-MoE, GLM-4.5 Air     --add-qkv-bias --num-experts
+    Mixtral          --num-experts          Qwen3-MoE, Ling            --qk-layernorm --num-experts
+    DeepSeek-V2, DeepSeek-V3, Kimi K2       --qk-layernorm --num-experts --multi-latent-attention
 
-and where these are alike, --moe-router-score-function.
+and where these are alike, --moe-router-score-function, --rotary-percent (Ling) and --kv-channels (Seed-OSS).
 
 Sources: Megatron core 0.12.1, 0.16.1 and 0.19 (models/gpt/gpt_layer_specs.py, transformer/moe/experts.py,
-multi_latent_attention.py), MindSpeed-LLM 2.3.0 (tasks/models/spec), vLLM 0.32 (models/llama.py, qwen2.py,
-qwen3.py, qwen3_moe.py, deepseek_v2.py). vllm-ascend loads these models under the same names.
+shared_experts.py, multi_latent_attention.py), MindSpeed-LLM 2.3.0 and 26.1.0 (tasks/models/spec), vLLM 0.32
+(models/llama.py, qwen2.py, qwen3.py, mixtral.py, qwen2_moe.py, qwen3_moe.py, glm4_moe.py, bailing_moe.py,
+deepseek_v2.py). vllm-ascend loads these models under the same names.
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 from mindspeed_rl_plugin.reshard.family_table import (
     ENGINE,
@@ -34,7 +38,6 @@ from mindspeed_rl_plugin.reshard.family_table import (
     Split,
 )
 
-EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
 
 _H = "model.layers.{layer}."
@@ -43,7 +46,8 @@ _ATTENTION = "self_attention."
 
 
 def _names(local: str, te: str | None, engine: str | None, mindspeed: str | None) -> dict[str, str]:
-    names = dict(zip(IMPLS, (local, te or local, te or local, mindspeed or local), strict=True)) | {ENGINE: engine}
+    te, mindspeed = te or local, mindspeed or local
+    names = dict(zip(IMPLS, (local, te, te, mindspeed, mindspeed), strict=True)) | {ENGINE: engine}
     return {side: name for side, name in names.items() if name}
 
 
@@ -68,11 +72,9 @@ def _layer(
     return Row(layer_type, names, split, tuple(Part(_H + name, tuple(sizes), wide) for name, *sizes in parts), buffer)
 
 
-def _only(row: Row, *sides: str) -> Row:
-    """The row as it is on these sides only; there the engine may store its parts one by one."""
-    names = {side: name for side, name in row.names.items() if side in sides}
-    unfused = tuple(part.name for part in row.parts) if ENGINE in sides else None
-    return Row(row.layer_type, names, row.split, row.parts, row.buffer, unfused)
+def _only(row: Row, *sides: str, **more: str | tuple[str, ...]) -> Row:
+    """The row as it is on these sides only."""
+    return replace(row, names={side: name for side, name in row.names.items() if side in sides}, **more)
 
 
 def _whole(megatron: str, canonical: str, *sizes: str, **more: str | bool | LayerType) -> Row:
@@ -97,20 +99,45 @@ def _down(megatron: str, canonical: str, size: str, layer_type: LayerType) -> Ro
     return _layer(f"{megatron}.linear_fc2.weight", name, Split.COLUMNS, (name, "hidden", size), layer_type=layer_type)
 
 
-def _experts(canonical: tuple[str, ...], number: int, engine: str, split: Split, *shape: str) -> Row:
+def _experts(block: str, canonical: tuple[str, ...], number: int, engine: str, split: Split, *shape: str) -> Row:
     """linear_fc{number} of one routed expert. The engine, and Megatron's grouped GEMM, stack those of a rank."""
     stored = (f"local_experts.{{expert}}.linear_fc{number}.weight", f"linear_fc{number}.weight{{expert}}")
     names = {kind: f"{_M}mlp.experts.{n}" for kind, n in zip(EXPERTS, (*stored, f"weight{number}"), strict=True)}
-    parts = tuple(Part(f"{_H}mlp.experts.{{expert}}.{x}_proj.weight", shape) for x in canonical)
-    return Row(LayerType.EXPERT, names | {ENGINE: f"{_H}mlp.experts.{{nested}}{engine}"}, split, parts)
+    parts = tuple(Part(f"{_H}{block}.experts.{{expert}}.{x}.weight", shape) for x in canonical)
+    return Row(LayerType.EXPERT, names | {ENGINE: f"{_H}{block}.experts.{{nested}}{engine}"}, split, parts)
 
 
-# With tied embeddings the head's row holds the canonical embedding, and exists only where layout.py says so.
-_OUTER = (
-    _outer(LayerType.EMBEDDING, "embedding.word_embeddings.weight", EMBEDDING, Split.VOCABULARY, "vocab", "hidden"),
-    _outer(LayerType.OUTPUT, "decoder.final_layernorm.weight", "model.norm.weight", Split.REPLICATED, "hidden"),
-    _outer(LayerType.OUTPUT, "output_layer.weight", HEAD, Split.VOCABULARY, "vocab", "hidden"),
-)
+def _routed(block: str = "mlp", gate_up: tuple[str, str] = ("gate_proj", "up_proj"), down: str = "down_proj"):
+    """Norm, router and routed experts of a layer; block: its MLP's canonical name, gate_up, down: those of a matrix."""
+    return (
+        _whole(_MLP_NORM, _AFTER_ATTENTION, "hidden", layer_type=LayerType.MOE),
+        _whole("mlp.router.weight", f"{block}.gate.weight", "experts", "hidden", layer_type=LayerType.MOE),
+        _experts(block, gate_up, 1, "w13_weight", Split.GATE_UP, "expert_ffn", "hidden"),
+        _experts(block, (down,), 2, "w2_weight", Split.COLUMNS, "hidden", "expert_ffn"),
+    )
+
+
+def _shared(canonical: str) -> tuple[Row, Row]:
+    """The experts to which all tokens go."""
+    at = "mlp.shared_experts"
+    return (
+        _gate_up(at, canonical, "shared_ffn", LayerType.MOE),
+        _down(at, canonical, "shared_ffn", LayerType.MOE),
+    )
+
+
+def _outer_rows(embedding: str) -> tuple[Row, ...]:
+    """Before the first layer and after the last. With tied embeddings the head's row holds the canonical embedding, and
+    exists only where layout.py says so."""
+    first = "embedding.word_embeddings.weight"
+    return (
+        _outer(LayerType.EMBEDDING, first, embedding, Split.VOCABULARY, "vocab", "hidden"),
+        _outer(LayerType.OUTPUT, "decoder.final_layernorm.weight", "model.norm.weight", Split.REPLICATED, "hidden"),
+        _outer(LayerType.OUTPUT, "output_layer.weight", HEAD, Split.VOCABULARY, "vocab", "hidden"),
+    )
+
+
+_OUTER = _outer_rows("model.embed_tokens.weight")
 
 _FUSED_NORM = f"{_ATTENTION}linear_qkv.layer_norm_weight"
 _OUT = f"{_ATTENTION}linear_proj.weight"
@@ -121,6 +148,21 @@ _GROUPED_ATTENTION = (
     _layer(_OUT, "self_attn.o_proj.weight", Split.COLUMNS, ("self_attn.o_proj.weight", "hidden", "query")),
 )
 _QKV_BIAS = (_qkv("bias"),)
+# One tensor of queries, keys and values.
+_STACKED_ATTENTION = (
+    _GROUPED_ATTENTION[0],
+    _layer(
+        f"{_ATTENTION}linear_qkv.weight",
+        "attention.query_key_value.weight",
+        Split.QUERY_GROUPS,
+        ("attention.query_key_value.weight", "qkv", "hidden"),
+    ),
+    _layer(_OUT, "attention.dense.weight", Split.COLUMNS, ("attention.dense.weight", "hidden", "query")),
+    *(
+        _whole(f"{_ATTENTION}{x[0]}_layernorm.weight", f"attention.{x}_layernorm.weight", "head")
+        for x in ("query", "key")
+    ),
+)
 _QK_NORM = tuple(_whole(f"{_ATTENTION}{x}_layernorm.weight", f"self_attn.{x}_norm.weight", "head") for x in "qk")
 
 _MLP_NORM, _AFTER_ATTENTION = "pre_mlp_layernorm.weight", "post_attention_layernorm.weight"
@@ -131,32 +173,44 @@ _DENSE_MLP = (
     _down("mlp", "mlp", "ffn", LayerType.DENSE),
 )
 
-_ROUTED = (
-    _whole(_MLP_NORM, _AFTER_ATTENTION, "hidden", layer_type=LayerType.MOE),
-    _whole("mlp.router.weight", "mlp.gate.weight", "experts", "hidden", layer_type=LayerType.MOE),
-    _experts(("gate", "up"), 1, "w13_weight", Split.GATE_UP, "expert_ffn", "hidden"),
-    _experts(("down",), 2, "w2_weight", Split.COLUMNS, "hidden", "expert_ffn"),
-)
 # Updated after every step from the load of the experts, so it travels with the weights although no gradient reaches it.
 _BIAS = dict(layer_type=LayerType.MOE, wide=True, buffer=True)
 _ROUTER_BIAS = (_whole("mlp.router.expert_bias", "mlp.gate.e_score_correction_bias", "experts", **_BIAS),)
-_SHARED_EXPERTS = (
-    _gate_up("mlp.shared_experts", "mlp.shared_experts", "shared_ffn", LayerType.MOE),
-    _down("mlp.shared_experts", "mlp.shared_experts", "shared_ffn", LayerType.MOE),
+_BAILING_BIAS = (_whole("mlp.router.expert_bias", "mlp.gate.expert_bias", "experts", **_BIAS),)
+_ROUTED, _SHARED_EXPERTS = _routed(), _shared("mlp.shared_experts")
+_GATED_EXPERT = (
+    *_shared("mlp.shared_expert"),
+    _whole(
+        "mlp.shared_experts.gate_weight", "mlp.shared_expert_gate.weight", "one", "hidden", layer_type=LayerType.MOE
+    ),
 )
 
+_Q = ("self_attn.q_proj.weight", "q_up", "hidden")
 _Q_DOWN = ("self_attn.q_a_proj.weight", "q_lora", "hidden")
 _KV_DOWN = ("self_attn.kv_a_proj_with_mqa.weight", "kv_down", "hidden")
+_UP = {x: (f"self_attn.{x}_b_proj.weight", f"{x}_up", f"{x}_lora") for x in ("q", "kv")}
+_CORE, _MINDSPEED = IMPLS[:3], IMPLS[3:]
+_QKV_DOWN = _layer(
+    f"{_ATTENTION}linear_qkv.weight", "self_attn.fused_qkv_a_proj.weight", Split.REPLICATED, _Q_DOWN, _KV_DOWN
+)
+
+
+def _split_up(name: str, part: tuple[str, ...], *of_head: str) -> Row:
+    """One of MindSpeed-LLM's split up projections (--mla-mm-split): a part of every head."""
+    row = _layer(f"{_ATTENTION}{name}.weight", None, Split.HEAD_PART, part)
+    return _only(row, "mindspeed_split", of_head=of_head)
+
+
 _LATENT_ATTENTION = (
     _whole("input_layernorm.weight", "input_layernorm.weight", "hidden"),
-    _only(_layer(f"{_ATTENTION}linear_q_down_proj.weight", None, Split.DOWN, _Q_DOWN), *IMPLS[:3]),
-    _only(_layer(f"{_ATTENTION}linear_kv_down_proj.weight", None, Split.DOWN, _KV_DOWN), *IMPLS[:3]),
+    _only(_layer(f"{_ATTENTION}linear_q_down_proj.weight", None, Split.DOWN, _Q_DOWN), *_CORE),
+    _only(_layer(f"{_ATTENTION}linear_kv_down_proj.weight", None, Split.DOWN, _KV_DOWN), *_CORE),
+    _only(_QKV_DOWN, *_MINDSPEED, ENGINE, unfused=tuple(part.name for part in _QKV_DOWN.parts)),
+    # Without --q-lora-rank queries are not compressed; MindSpeed-LLM keeps them whole beside the keys and values.
+    _only(_layer(f"{_ATTENTION}linear_q_proj.weight", _Q[0], Split.ROWS, _Q), *_CORE, ENGINE, without="q_lora"),
+    _only(_whole(f"{_ATTENTION}linear_kv_down_proj.weight", *_KV_DOWN), ENGINE, without="q_lora"),
     _only(
-        _layer(
-            f"{_ATTENTION}linear_qkv.weight", "self_attn.fused_qkv_a_proj.weight", Split.REPLICATED, _Q_DOWN, _KV_DOWN
-        ),
-        "mindspeed",
-        ENGINE,
+        _layer(f"{_ATTENTION}linear_qkv.weight", None, Split.REPLICATED, _Q, _KV_DOWN), *_MINDSPEED, without="q_lora"
     ),
     *(
         _whole(
@@ -169,23 +223,25 @@ _LATENT_ATTENTION = (
         for x in ("q", "kv")
     ),
     *(
-        _layer(
-            f"{_ATTENTION}linear_{x}_up_proj.weight",
-            f"self_attn.{x}_b_proj.weight",
-            Split.ROWS,
-            (f"self_attn.{x}_b_proj.weight", f"{x}_up", f"{x}_lora"),
-        )
-        for x in ("q", "kv")
+        _only(_layer(f"{_ATTENTION}linear_{x}_up_proj.weight", part[0], Split.ROWS, part), *_CORE, "mindspeed", ENGINE)
+        for x, part in _UP.items()
     ),
+    _split_up("linear_qk_nope", _UP["q"], "", "nope"),
+    _split_up("linear_qk_rope", _UP["q"], "nope", "rope"),
+    _split_up("linear_kv_nope", _UP["kv"], "", "nope"),
+    _split_up("linear_v", _UP["kv"], "nope", "value"),
     _layer(_OUT, "self_attn.o_proj.weight", Split.COLUMNS, ("self_attn.o_proj.weight", "hidden", "value")),
 )
 
 _PLAIN = _OUTER + _GROUPED_ATTENTION
-_DEEPSEEK = _OUTER + _LATENT_ATTENTION + _DENSE_MLP + _ROUTED + _ROUTER_BIAS + _SHARED_EXPERTS
+_DEEPSEEK = _OUTER + _LATENT_ATTENTION + _DENSE_MLP + _ROUTED + _SHARED_EXPERTS
+_BAILING = _outer_rows("model.word_embeddings.weight") + _STACKED_ATTENTION + _DENSE_MLP + _ROUTED
 
-_DEEPSEEK_CONFIG = HfConfig(
-    defaults={"norm_topk_prob": True, "routed_scaling_factor": 1.0, "n_group": 1, "topk_group": 1},
-    fixed={"topk_method": "noaux_tc", "scoring_func": "sigmoid", "rope_interleave": True, "moe_layer_freq": 1},
+_GROUPS = {"norm_topk_prob": True, "routed_scaling_factor": 1.0, "n_group": 1, "topk_group": 1}
+_BIASED_ROUTER = Router("sigmoid", bias=True, grouped=True, scaled=True)
+# What GLM, Ling and DeepSeek call alike.
+_OF_DEEPSEEK = HfConfig(
+    defaults=_GROUPS,
     written={"num_nextn_predict_layers": 0},
     synonyms={"num_local_experts": "n_routed_experts"},
     experts="n_routed_experts",
@@ -202,7 +258,45 @@ FAMILIES = {
         # Its bias is part of its code: its config has no field for it, or one that nobody reads.
         hf=HfConfig(code={"attention_bias": True}, own_head_dim=False),
     ),
+    "seed_oss": Family(
+        "SeedOssForCausalLM",
+        _PLAIN + _QKV_BIAS + _DENSE_MLP,
+        qkv_bias=True,
+        hf=HfConfig(
+            fixed={"attention_bias": True, "attention_out_bias": False},
+            written={"residual_dropout": 0.0},
+            # Its code came and went in vLLM, whose Llama has the same bias under a name of InternLM's.
+            engine={"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+            | {"attention_bias": False, "qkv_bias": True},
+        ),
+    ),
     "qwen3": Family("Qwen3ForCausalLM", _PLAIN + _QK_NORM + _DENSE_MLP, qk_norm=True),
+    "mixtral": Family(
+        "MixtralForCausalLM",
+        _PLAIN + _routed("block_sparse_moe", ("w1", "w3"), "w2"),
+        experts=True,
+        hf=HfConfig(
+            code={"norm_topk_prob": True},
+            experts="num_local_experts",
+            expert_ffn="intermediate_size",
+            dense="",
+            window=True,
+        ),
+    ),
+    "qwen2_moe": Family(
+        "Qwen2MoeForCausalLM",
+        _PLAIN + _QKV_BIAS + _DENSE_MLP + _ROUTED + _GATED_EXPERT,
+        qkv_bias=True,
+        experts=True,
+        hf=HfConfig(
+            defaults={"norm_topk_prob": False, "mlp_only_layers": []},
+            fixed={"decoder_sparse_step": 1, "qkv_bias": True},
+            code={"attention_bias": True},
+            synonyms={"num_local_experts": "num_experts"},
+            shared="shared_expert_intermediate_size",
+            own_head_dim=False,
+        ),
+    ),
     "qwen3_moe": Family(
         "Qwen3MoeForCausalLM",
         _PLAIN + _QK_NORM + _DENSE_MLP + _ROUTED,
@@ -214,29 +308,91 @@ FAMILIES = {
             synonyms={"num_local_experts": "num_experts"},
         ),
     ),
-    "deepseek_v3": Family(
-        "DeepseekV3ForCausalLM",
+    "glm4_moe": Family(
+        "Glm4MoeForCausalLM",
+        _PLAIN + _QKV_BIAS + _DENSE_MLP + _ROUTED + _ROUTER_BIAS + _SHARED_EXPERTS,
+        qkv_bias=True,
+        experts=True,
+        router=_BIASED_ROUTER,
+        hf=replace(
+            _OF_DEEPSEEK,
+            defaults=_GROUPS | {"partial_rotary_factor": 0.5},
+            fixed={"use_qk_norm": False},
+            partial=True,
+        ),
+    ),
+    "bailing_moe": Family(  # Ling 2.0
+        "BailingMoeV2ForCausalLM",
+        _BAILING + _BAILING_BIAS + _SHARED_EXPERTS,
+        qk_norm=True,
+        experts=True,
+        router=_BIASED_ROUTER,
+        hf=replace(
+            _OF_DEEPSEEK,
+            fixed={"score_function": "sigmoid", "moe_router_enable_expert_bias": True, "use_qk_norm": True}
+            | {"use_bias": False, "use_qkv_bias": False},
+            written={"num_nextn_predict_layers": 0, "use_rmsnorm": True, "norm_head": False}
+            | {"embedding_dropout": 0.0, "output_dropout": 0.0},
+            synonyms={},
+            experts="num_experts",
+            shared="num_shared_experts",
+            partial=True,
+        ),
+    ),
+    "deepseek_v2": Family(
+        "DeepseekV2ForCausalLM",
         _DEEPSEEK,
         qk_norm=True,
         experts=True,
         mla=True,
-        router=Router("sigmoid", bias=True, grouped=True, scaled=True),
-        hf=_DEEPSEEK_CONFIG,
+        router=Router(scaled=True),
+        hf=replace(
+            _OF_DEEPSEEK,
+            defaults={"routed_scaling_factor": 1.0},
+            fixed={"topk_method": "greedy", "scoring_func": "softmax", "norm_topk_prob": False, "moe_layer_freq": 1},
+            written={"n_group": 1, "topk_group": 1},
+            mtp="",
+        ),
+    ),
+    "deepseek_v3": Family(
+        "DeepseekV3ForCausalLM",
+        _DEEPSEEK + _ROUTER_BIAS,
+        qk_norm=True,
+        experts=True,
+        mla=True,
+        router=_BIASED_ROUTER,
+        hf=replace(
+            _OF_DEEPSEEK,
+            fixed={"topk_method": "noaux_tc", "scoring_func": "sigmoid", "rope_interleave": True, "moe_layer_freq": 1},
+        ),
     ),
 }
+# The same models in every number under names of their own.
+FAMILIES["mistral"] = replace(FAMILIES["llama"], hf=HfConfig(window=True), twin="llama")
+FAMILIES["kimi_k2"] = replace(FAMILIES["deepseek_v3"], twin="deepseek_v3")
 
 
 def find_family(
-    *, qkv_bias: bool, qk_norm: bool, experts: bool = False, mla: bool = False, score: str = "softmax"
+    *,
+    qkv_bias: bool,
+    qk_norm: bool,
+    experts: bool = False,
+    mla: bool = False,
+    score: str = "softmax",
+    partial: bool = False,
+    own_head_dim: bool = False,
 ) -> str:
     """Name of the one family with these traits.
 
-    score: of the router, which decides between families that are else alike. Raises ValueError when no table has them,
-    or several have.
+    score: of the router; partial: whether only a part of a head is rotated; own_head_dim: whether the head's size is
+    another than hidden size / heads. These decide between families that are else alike. Raises ValueError when no table
+    has them, or several have.
     """
     wanted = (qkv_bias, qk_norm, experts, mla)
-    alike = [n for n, f in FAMILIES.items() if (f.qkv_bias, f.qk_norm, f.experts, f.mla) == wanted]
+    alike = [n for n, f in FAMILIES.items() if (f.qkv_bias, f.qk_norm, f.experts, f.mla) == wanted and not f.twin]
     fitting = alike if len(alike) == 1 else [n for n in alike if FAMILIES[n].router.score == score]
+    for trait, value in (("partial", partial), ("own_head_dim", own_head_dim)):
+        fitting = [n for n in fitting if getattr(FAMILIES[n].hf, trait) == value] or fitting
     if len(fitting) == 1:
         return fitting[0]
     if fitting:

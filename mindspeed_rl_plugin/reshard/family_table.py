@@ -8,8 +8,9 @@ from enum import Enum
 from typing import Any
 
 # Names that a trainer can have, by who built the model. te_sharded: TransformerEngine up to core 0.12, which
-# cuts MLA's down projections over tensor parallel ranks; mindspeed: the layer specs of MindSpeed-LLM.
-IMPLS = ("local", "te", "te_sharded", "mindspeed")
+# cuts MLA's down projections over tensor parallel ranks; mindspeed: the layer specs of MindSpeed-LLM, which with
+# --mla-mm-split also split MLA's up projections.
+IMPLS = ("local", "te", "te_sharded", "mindspeed", "mindspeed_split")
 # How a trainer stores its experts: one module each; TransformerEngine's grouped GEMM, one parameter each;
 # Megatron's grouped GEMM (core up to 0.16, MindSpeed), one flat parameter with all experts of the rank.
 EXPERTS = ("sequential", "te_grouped", "grouped")
@@ -25,7 +26,9 @@ class Split(Enum):
     COLUMNS       even shares of axis 1
     GATE_UP       every rank stacks its share of gate on its share of up
     QUERY_GROUPS  Megatron interleaves q, k and v per query group and cuts the rows evenly; the engine
-                  stacks its shares of q, k and v, and repeats key heads when it has more ranks than groups
+                  stacks its shares of q, k and v, and repeats key heads when it has more ranks than groups;
+                  one part has q, k and v stacked
+    HEAD_PART     of the rows of each of a rank's heads only those that `Row.of_head` names
     DOWN          MLA's down projections: even rows in "local" and "te_sharded", whole elsewhere
     """
 
@@ -35,6 +38,7 @@ class Split(Enum):
     COLUMNS = "columns"
     GATE_UP = "gate_up"
     QUERY_GROUPS = "query_groups"
+    HEAD_PART = "head_part"
     DOWN = "down"
 
 
@@ -70,7 +74,8 @@ class Row:
     In names "{layer}" is the global layer number, but in Megatron's the one within its chunk; "{expert}" is the
     number within the rank, and in canonical names the global one. parts: the canonical tensors inside, in the order
     in which the split stacks them. buffer: in Megatron it is no parameter; unfused: the engine's names of the single
-    parts where its version does not fuse them.
+    parts where its version does not fuse them. of_head: sizes of what comes before in a head ("": nothing), and of what
+    is meant; without: a size of which a model has none where it has this row.
     """
 
     layer_type: LayerType
@@ -79,6 +84,8 @@ class Row:
     parts: tuple[Part, ...]
     buffer: bool = False
     unfused: tuple[str, ...] | None = None
+    of_head: tuple[str, str] = ("", "")
+    without: str = ""
 
 
 @dataclass(frozen=True)
@@ -102,10 +109,14 @@ class HfConfig:
     defaults: what they are where a file leaves them out; fixed: the one value with which the model is this family's
     (another is refused); code: what the engine's code takes whatever a file says; written: what the engine's file has
     besides, and another's may have otherwise; synonyms: other name of a field -> its name.
-    experts: the field with the number of routed experts; dense: that of the layers without experts, a list of their
-    numbers (`mlp_only_layers`) or how many come first (`first_k_dense_replace`); own_head_dim: whether the head's size
-    may be another than hidden size / heads; mtp: that of the layers for multi-token prediction, "" where the
-    family has none.
+    engine: what the engine's file has instead, where the engine computes the family by the code of another.
+    experts: the field with the number of routed experts; expert_ffn: that with their width; shared: that with the
+    number of shared experts, or with their width (`shared_expert_intermediate_size`); dense: that of the layers without
+    experts, a list of their numbers (`mlp_only_layers`) or how many come first (`first_k_dense_replace`), "" where all
+    have experts; own_head_dim: whether the head's size may be another than hidden size / heads; partial: whether
+    `partial_rotary_factor` says which share of a head is rotated; window: whether a `sliding_window` that is there is
+    one, and not only where `use_sliding_window` says so; mtp: the field of the layers for multi-token prediction, ""
+    where the family has none.
     """
 
     defaults: Mapping[str, Any] = field(default_factory=dict)
@@ -113,9 +124,14 @@ class HfConfig:
     code: Mapping[str, Any] = field(default_factory=dict)
     written: Mapping[str, Any] = field(default_factory=dict)
     synonyms: Mapping[str, str] = field(default_factory=dict)
+    engine: Mapping[str, Any] = field(default_factory=dict)
     experts: str = "num_experts"
+    expert_ffn: str = "moe_intermediate_size"
+    shared: str = "n_shared_experts"
     dense: str = "mlp_only_layers"
     own_head_dim: bool = True
+    partial: bool = False
+    window: bool = False
     mtp: str = ""
 
 
@@ -125,6 +141,7 @@ class Family:
 
     architecture: what a Hugging Face config calls it; qkv_bias, qk_norm, experts, mla: what its rows hold, by which
     Megatron's flags tell families apart, and the router's score where these do not; hf: its config.json.
+    twin: the family that it is in every number, so that its files are read as that one's.
     """
 
     architecture: str
@@ -135,8 +152,22 @@ class Family:
     mla: bool = False
     router: Router = Router()
     hf: HfConfig = HfConfig()
+    twin: str = ""
+
+    @property
+    def embedding(self) -> str:
+        """Canonical name of the embedding."""
+        return next(row.parts[0].name for row in self.rows if row.layer_type is LayerType.EMBEDDING)
 
     @property
     def shared_experts(self) -> bool:
         """Whether it has experts to which all tokens go."""
-        return any("shared_ffn" in part.shape for row in self.rows for part in row.parts)
+        return self._has("shared_ffn")
+
+    @property
+    def shared_gate(self) -> bool:
+        """Whether a gate weighs what the shared experts say."""
+        return self._has("one")
+
+    def _has(self, size: str) -> bool:
+        return any(size in part.shape for row in self.rows for part in row.parts)

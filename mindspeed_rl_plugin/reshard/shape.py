@@ -10,7 +10,7 @@ from math import prod
 from typing import Any
 
 from mindspeed_rl_plugin.config.upstream import model_refusals
-from mindspeed_rl_plugin.reshard.families import EMBEDDING, FAMILIES, HEAD, find_family
+from mindspeed_rl_plugin.reshard.families import FAMILIES, HEAD, find_family
 from mindspeed_rl_plugin.reshard.family_table import Family, LayerType, Part, Row
 from mindspeed_rl_plugin.reshard.parallel import noop_layers
 
@@ -51,8 +51,8 @@ class ModelShape:
     ranks together; tied: the head shares the embedding's weight.
     experts: routed experts of a layer, each of width expert_ffn; shared_ffn: width of the shared experts together;
     dense_layers: numbers of the layers without experts.
-    q_lora, kv_lora: ranks of latent attention; nope, rope: sizes of a head without and with position; value: of
-    its value.
+    q_lora, kv_lora: ranks of latent attention (q_lora 0: queries are not compressed); nope, rope: sizes of a head
+    without and with position; value: of its value.
     Raises ValueError for an unknown family or sizes that do not fit together.
     """
 
@@ -86,7 +86,7 @@ class ModelShape:
                 f"vocabulary of {self.vocab} exceeds Megatron's padded {self.padded_vocab}; "
                 "tokenizer and checkpoint belong to different models, or --vocab-size is wrong"
             )
-        needed = {part_size for row in self.table.rows for part in row.parts for part_size in part.shape}
+        needed = {size for row in self.table.rows if self._has(row) for part in row.parts for size in part.shape}
         if set(self.dense_layers) - set(range(self.layers)):
             raise ValueError(f"dense layers {self.dense_layers} are not all among the {self.layers} layers")
         unknown = sorted(name for name in needed - {"ffn"} if self._sizes[name] < 1)
@@ -109,6 +109,8 @@ class ModelShape:
             "query": self.heads * self.head_dim,
             "key": self.groups * self.head_dim,
             "head": self.head_dim,
+            "qkv": (self.heads + 2 * self.groups) * self.head_dim,
+            "one": 1,
             "kv_down": self.kv_lora + self.rope,
             "q_up": self.heads * (self.nope + self.rope),
             "kv_up": self.heads * (self.nope + self.value),
@@ -121,12 +123,17 @@ class ModelShape:
 
     def names_of(self, row: Row, layer: int, expert: int = 0) -> tuple[str, ...]:
         """Canonical names of a row's parts at a global layer and expert; a tied head is the embedding."""
-        names = (EMBEDDING if self.tied and part.name == HEAD else part.name for part in row.parts)
+        names = (self.table.embedding if self.tied and part.name == HEAD else part.name for part in row.parts)
         return tuple(name.format(layer=layer, expert=expert) for name in names)
 
     def rows(self, layer_type: LayerType) -> tuple[Row, ...]:
-        """Rows of the family in layers of a type."""
-        return tuple(row for row in self.table.rows if row.layer_type is layer_type)
+        """Rows of the model in layers of a type."""
+        return tuple(row for row in self.table.rows if row.layer_type is layer_type and self._has(row))
+
+    def _has(self, row: Row) -> bool:
+        """Whether the model has a row that depends on the compression of queries."""
+        compressed = any("q_lora" in part.shape for part in row.parts)
+        return not (compressed and not self.q_lora) and not (row.without and self._sizes[row.without])
 
     def rows_in_order(self) -> Iterator[tuple[Row, int]]:
         """All rows with the layer that they are in, from the embedding to the head; 0 for what is in no layer."""
@@ -158,19 +165,25 @@ class ModelShape:
         experts, mla = getattr(args, "num_experts", None) or 0, bool(getattr(args, "multi_latent_attention", False))
         more = (_expert_sizes(args) if experts else {}) | (_latent_sizes(args) if mla else {})
         grouped = args.group_query_attention and not mla
+        head_dim = more["nope"] + more["rope"] if mla else args.kv_channels or hidden // heads
+        family = find_family(
+            qkv_bias=bool(args.add_qkv_bias),
+            qk_norm=bool(args.qk_layernorm),
+            experts=bool(experts),
+            mla=mla,
+            score=getattr(args, "moe_router_score_function", None) or "softmax",
+            partial=(share := rotated_share(args)) != 1.0,
+            own_head_dim=head_dim * heads != hidden,
+        )
+        if share != 1.0 and not FAMILIES[family].hf.partial:
+            raise ValueError(f"--rotary-percent {share}: family {family} rotates the whole head; leave it out")
         return cls(
-            family=find_family(
-                qkv_bias=bool(args.add_qkv_bias),
-                qk_norm=bool(args.qk_layernorm),
-                experts=bool(experts),
-                mla=mla,
-                score=getattr(args, "moe_router_score_function", None) or "softmax",
-            ),
+            family=family,
             layers=args.num_layers - len(noop_layers(args)),
             hidden=hidden,
             heads=heads,
             groups=args.num_query_groups if grouped else heads,
-            head_dim=more["nope"] + more["rope"] if mla else args.kv_channels or hidden // heads,
+            head_dim=head_dim,
             # Megatron's own default for gated units: 8/3 of the hidden size, down to a multiple of 64.
             ffn=args.ffn_hidden_size or int(4 * hidden * 2 / 3 / 64) * 64,
             vocab=vocab,
@@ -188,20 +201,22 @@ class ModelShape:
         family = config.get("model_type")
         if family not in FAMILIES:
             raise ValueError(f"model_type {family!r} is of no known family; known: {', '.join(FAMILIES)}")
-        config = same_names(FAMILIES[family], config)
+        table = FAMILIES[family]
+        config, hf = same_names(table, config), table.hf
         heads, hidden, more = config["num_attention_heads"], config["hidden_size"], {}
-        if FAMILIES[family].experts:
-            width, first = config["moe_intermediate_size"], range(config.get("first_k_dense_replace") or 0)
+        if table.experts:
+            width, first = config[hf.expert_ffn], range(config.get("first_k_dense_replace") or 0)
+            shared = (config.get(hf.shared) or 0) * (1 if hf.shared.endswith("size") else width)
             more = dict(
-                experts=config.get(FAMILIES[family].hf.experts) or 0,
+                experts=config.get(hf.experts) or 0,
                 expert_ffn=width,
-                shared_ffn=width * (config.get("n_shared_experts") or 0),
-                dense_layers=tuple(sorted(config.get("mlp_only_layers") or first)),
+                shared_ffn=shared if table.shared_experts else 0,
+                dense_layers=tuple(sorted(config.get("mlp_only_layers") or first)) if hf.dense else (),
             )
-        if FAMILIES[family].mla:
+        if table.mla:
             more |= {size: config.get(field) or 0 for size, field in LATENT_FIELDS.items()}
         return cls(
-            family=family,
+            family=table.twin or family,
             layers=config["num_hidden_layers"],
             hidden=hidden,
             heads=heads,
@@ -221,6 +236,8 @@ def same_names(table: Family, config: Mapping[str, Any]) -> dict[str, Any]:
     for other, name in table.hf.synonyms.items():
         if other in out:
             out.setdefault(name, out.pop(other))
+    if table.hf.window:
+        out["use_sliding_window"] = "sliding_window" in out
     step = out.get("decoder_sparse_step", 1)
     if table.experts and step > 1:  # layers between the sparse ones are dense
         dense = {i for i in range(out.get("num_hidden_layers", 0)) if (i + 1) % step}
@@ -230,6 +247,11 @@ def same_names(table: Family, config: Mapping[str, Any]) -> dict[str, Any]:
         out["head_dim"] = out.get("qk_rope_head_dim")
         out["num_key_value_heads"] = out.get("num_attention_heads")
     return out
+
+
+def rotated_share(args: argparse.Namespace) -> float:
+    """Share of a head that is rotated: Megatron's --rotary-percent, and MindSpeed-LLM's --partial-rotary-factor."""
+    return (getattr(args, "rotary_percent", None) or 1.0) * (getattr(args, "partial_rotary_factor", None) or 1.0)
 
 
 def _expert_sizes(args: argparse.Namespace) -> dict[str, Any]:
@@ -261,8 +283,6 @@ def _dense_layers(args: argparse.Namespace) -> tuple[int, ...]:
 
 
 def _latent_sizes(args: argparse.Namespace) -> dict[str, Any]:
-    if not args.q_lora_rank:
-        raise ValueError("--q-lora-rank is not given: the families with multi-latent attention compress the query")
     nope = getattr(args, "qk_head_dim", None) or args.qk_nope_head_dim
     rope = getattr(args, "qk_pos_emb_head_dim", None) or args.qk_rope_head_dim
-    return dict(q_lora=args.q_lora_rank, kv_lora=args.kv_lora_rank, nope=nope, rope=rope, value=args.v_head_dim)
+    return dict(q_lora=args.q_lora_rank or 0, kv_lora=args.kv_lora_rank, nope=nope, rope=rope, value=args.v_head_dim)

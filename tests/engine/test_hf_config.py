@@ -81,6 +81,25 @@ DEEPSEEK = MOE | {
     "moe_router_num_groups": 4,
     "moe_router_group_topk": 1,
 }
+# Without query compression, weighed without adding up to 1.
+LITE = DEEPSEEK | {
+    "q_lora_rank": None,
+    "moe_router_score_function": None,
+    "moe_router_enable_expert_bias": False,
+    "moe_router_pre_softmax": True,
+    "moe_router_num_groups": None,
+    "moe_router_group_topk": None,
+}
+GLM = {name: value for name, value in DEEPSEEK.items() if name in MOE or "router" in name or "shared" in name}
+GLM |= {"add_qkv_bias": True, "qk_layernorm": False, "kv_channels": 64, "rotary_percent": 0.5, "rotary_base": 1000000}
+MIXTRAL = MOE | {"qk_layernorm": False, "moe_ffn_hidden_size": None, "moe_layer_freq": 1}
+QWEN2_MOE = MOE | {
+    "add_qkv_bias": True,
+    "qk_layernorm": False,
+    "moe_router_pre_softmax": True,
+    "moe_shared_expert_intermediate_size": 80,
+    "moe_shared_expert_gate": True,
+}
 YARN = {"rope_type": None, "rotary_scaling_factor": 40.0, "mscale": 1.0, "mscale_all_dim": 1.0}
 # As MindSpeed-LLM's parser leaves them: Megatron's own factor is there too, and says nothing.
 MINDSPEED_YARN = {
@@ -104,9 +123,15 @@ FAMILIES = {
     "qwen3": {"qk_layernorm": True, "kv_channels": 64, "rotary_base": 1000000},
     "qwen3_moe": MOE | {"kv_channels": 64, "rotary_base": 1000000},
     "qwen3_moe-plain-sum": MOE | {"moe_router_pre_softmax": True},
+    "seed_oss": {"add_qkv_bias": True, "kv_channels": 64},
+    "mixtral": MIXTRAL,
+    "qwen2_moe": QWEN2_MOE,
+    "glm4_moe": GLM,
     "mha": {"group_query_attention": False, "num_query_groups": 1},
 }
 LATENT = {
+    "deepseek_v2": LITE | {"q_lora_rank": 24},
+    "deepseek_v2-lite": LITE,
     "deepseek_v3": DEEPSEEK,
     "deepseek_v3-yarn": DEEPSEEK | YARN,
     "deepseek_v3-mindspeed-yarn": DEEPSEEK | MINDSPEED_YARN,
@@ -136,7 +161,8 @@ def test_transformers_reads_the_same_model(name, tied, tmp_path) -> None:
     if args.num_experts:
         assert hf.norm_topk_prob != getattr(args, "moe_router_pre_softmax", False) and hf.num_experts_per_tok == 2
     if shape.table.mla:
-        assert (hf.n_group, hf.topk_group, hf.routed_scaling_factor) == (4, 1, 2.5)
+        groups = (getattr(args, "moe_router_num_groups", None) or 1, 1, 2.5)
+        assert (hf.n_group, hf.topk_group, hf.routed_scaling_factor) == groups
         # softmax scale as Megatron's latent attention has it: (0.1 mscale_all_dim ln factor + 1)^2 / sqrt(nope + rope)
         grown = 0.1 * math.log(40.0) + 1 if name.endswith("yarn") else 1.0
         assert model.model.layers[0].self_attn.scaling == pytest.approx(grown**2 / math.sqrt(24))
@@ -268,17 +294,24 @@ def test_weights_of_experts_add_up_as_in_the_trainer(changes, expected) -> None:
         ({"swiglu": False}, "without --swiglu"),
         ({"position_embedding_type": "learned_absolute"}, "give --position-embedding-type rope"),
         ({"add_bias_linear": True}, "without --disable-bias-linear"),
-        ({"num_experts": 8}, "no model family has .*, experts; known families"),
+        ({**MOE, "add_qkv_bias": True}, "no model family has .*, experts; known families"),
         ({**MOE, "moe_expert_capacity_factor": 1.0}, "--moe-expert-capacity-factor 1.0"),
         ({**MOE, "moe_router_load_balancing_type": ["aux_loss", "sinkhorn"]}, "is 'sinkhorn': the engine takes"),
-        ({**MOE, "moe_shared_expert_gate": True}, "shared experts have no gate"),
-        ({**MOE, "shared_expert_gate": True}, "--shared-expert-gate: shared experts have no gate"),
+        (
+            {**MOE, "moe_shared_expert_gate": True},
+            "qwen3_moe has no gate of shared experts; drop --moe-shared-expert-gate",
+        ),
+        ({**MOE, "shared_expert_gate": True}, "qwen3_moe has no gate of shared experts; .*: --shared-expert-gate"),
+        ({**QWEN2_MOE, "moe_shared_expert_gate": False}, "family qwen2_moe needs --moe-shared-expert-gate"),
+        ({**QWEN2_MOE, "shared_expert_gate_output_dimension": 128}, "--shared-expert-gate-output-dimension 128"),
+        ({**MIXTRAL, "moe_layer_freq": [1, 0]}, r"dense layers \[1\]: family mixtral has experts in every layer"),
+        ({**MIXTRAL, "moe_router_pre_softmax": True}, "not add up to 1, those of family mixtral do"),
+        ({**LITE, "moe_router_pre_softmax": False}, "would add up to 1, those of family deepseek_v2 do not"),
         ({**MOE, "fix_router": True}, "--fix-router"),
         ({**DEEPSEEK, "moe_router_load_balancing_type": "pai_megatron_aux_loss"}, "ignores moe_router_score_function"),
-        ({"multi_latent_attention": True, "q_lora_rank": None}, "--q-lora-rank is not given"),
         ({**DEEPSEEK, "num_experts": None}, "no model family has .*, multi-latent attention"),
         ({**DEEPSEEK, "moe_router_enable_expert_bias": False}, "family deepseek_v3 needs --moe-router-enable-expert-"),
-        ({**DEEPSEEK, "moe_router_score_function": "softmax"}, "family deepseek_v3 has sigmoid"),
+        ({**DEEPSEEK, "moe_router_score_function": "softmax"}, "family deepseek_v2 has no bias of the router"),
         ({**DEEPSEEK, "moe_layer_freq": [1, 0]}, r"dense layers \[1\]: family deepseek_v3 has them before all others"),
         ({**DEEPSEEK, "moe_shared_expert_intermediate_size": 50}, "whole shared experts of --moe-ffn-hidden-size 48"),
         ({**MOE, "moe_shared_expert_intermediate_size": 48}, "is 48: family qwen3_moe has no shared experts"),
@@ -291,14 +324,18 @@ def test_weights_of_experts_add_up_as_in_the_trainer(changes, expected) -> None:
         ({"squared_relu": True}, "--squared-relu"),
         ({"apply_layernorm_1p": True}, "--apply-layernorm-1p"),
         ({"use_torch_fsdp2": True}, "use --use-distributed-optimizer instead"),
-        ({"rotary_percent": 0.5}, "--rotary-percent 0.5"),
+        ({"rotary_percent": 0.5}, "--rotary-percent 0.5: family llama rotates the whole head"),
+        (
+            {"partial_rotary_factor": 0.25, "qk_layernorm": True},
+            "--rotary-percent 0.25: family qwen3 rotates the whole",
+        ),
         ({"rotary_interleaved": True}, "--rotary-interleaved"),
         ({"window_size": (128, 0)}, "--window-size"),
         ({"softmax_type": "learnable"}, "--softmax-type learnable"),
         ({"scale_emb": 12.0}, "--scale-emb 12.0"),
         ({"post_norm": True}, "--post-norm"),
         ({"qk_layernorm": True, "add_qkv_bias": True}, "no model family has add_qkv_bias=True with qk_layernorm=True"),
-        ({"add_qkv_bias": True, "kv_channels": 64}, "--kv-channels 64: vLLM's Qwen2ForCausalLM takes --hidden-size"),
+        ({**QWEN2_MOE, "kv_channels": 64}, "--kv-channels 64: vLLM's Qwen2MoeForCausalLM takes --hidden-size"),
         ({"padded_vocab_size": 128}, "vocabulary of 250 exceeds Megatron's padded 128"),
     ],
 )

@@ -15,16 +15,30 @@ from vllm.distributed.parallel_state import init_distributed_environment, initia
 from vllm.engine.arg_utils import EngineArgs  # noqa: E402
 from vllm.model_executor.models import ModelRegistry  # noqa: E402
 
+from mindspeed_rl_plugin.engine.hf_config import for_engine  # noqa: E402
+from mindspeed_rl_plugin.engine.vllm_api import know_config  # noqa: E402
+from mindspeed_rl_plugin.reshard.families import FAMILIES  # noqa: E402
 from mindspeed_rl_plugin.reshard.layout import EngineParallel, ModelShape, engine_shapes  # noqa: E402
 from mindspeed_rl_plugin.reshard.live import differences, sizes_of  # noqa: E402
 
 SIZES = dict(vocab_size=250, hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=8)
 EXPERTS = dict(moe_intermediate_size=48, num_experts_per_tok=2, max_position_embeddings=64, tie_word_embeddings=False)
+AS_DEEPSEEK = dict(n_routed_experts=4, n_shared_experts=2, first_k_dense_replace=1, n_group=1, topk_group=1)
+LATENT = dict(kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128, num_key_value_heads=8)
+GROUPED = dict(num_key_value_heads=1, head_dim=32)
+SPARSE = dict(num_experts=4, decoder_sparse_step=1, mlp_only_layers=[1])
 CONFIGS = {
-    "qwen3_moe": dict(num_key_value_heads=1, head_dim=32, num_experts=4, decoder_sparse_step=1, mlp_only_layers=[1]),
-    "deepseek_v3": dict(num_key_value_heads=8, n_routed_experts=4, n_shared_experts=2, first_k_dense_replace=1)
-    | dict(n_group=1, topk_group=1, q_lora_rank=12, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64)
-    | dict(v_head_dim=128, topk_method="noaux_tc", scoring_func="sigmoid"),
+    "qwen3_moe": GROUPED | SPARSE,
+    "qwen2_moe": SPARSE | dict(num_key_value_heads=1, shared_expert_intermediate_size=40),
+    "mixtral": GROUPED | dict(num_local_experts=4),
+    "glm4_moe": GROUPED | AS_DEEPSEEK | dict(attention_bias=True),
+    "bailing_moe": GROUPED
+    | dict(num_experts=4, num_shared_experts=2, first_k_dense_replace=1, n_group=1, topk_group=1, norm_topk_prob=True)
+    | FAMILIES["bailing_moe"].hf.fixed
+    | FAMILIES["bailing_moe"].hf.written,
+    "seed_oss": GROUPED | dict(attention_bias=True),
+    "deepseek_v2": AS_DEEPSEEK | LATENT | dict(q_lora_rank=None, topk_method="greedy"),
+    "deepseek_v3": AS_DEEPSEEK | LATENT | dict(q_lora_rank=12, topk_method="noaux_tc", scoring_func="sigmoid"),
 }
 
 
@@ -33,12 +47,13 @@ def main(scratch: Path) -> None:
     rank, tp, started, count = dist.get_rank(), dist.get_world_size(), False, 0
     for family, sizes in CONFIGS.items():
         where = scratch / f"{family}-{rank}"
+        know_config(family)
         AutoConfig.for_model(family, **SIZES, **EXPERTS, **sizes).save_pretrained(where)
         config = json.loads((where / "config.json").read_text())
         shape = ModelShape.from_hf_config(config)
-        config["architectures"] = [shape.table.architecture]
+        config = for_engine(config | {"architectures": [shape.table.architecture]})
         (where / "config.json").write_text(json.dumps(config))
-        for spread in (False, True):
+        for spread in (False, True) if shape.experts else (False,):
             settings = EngineArgs(
                 model=str(where),
                 skip_tokenizer_init=True,

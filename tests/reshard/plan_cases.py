@@ -19,7 +19,7 @@ from mindspeed_rl_plugin.reshard.layout import (
 )
 
 TINY = dict(hidden=4, heads=4, ffn=8, expert_ffn=8, experts=8, groups=4, head_dim=2)
-LATENT = dict(q_lora=8, kv_lora=6, nope=4, rope=2, value=2, shared_ffn=16)
+LATENT = dict(q_lora=8, kv_lora=6, nope=4, rope=2, value=2)
 
 
 class Case(NamedTuple):
@@ -93,6 +93,8 @@ def cases(draw, world_limit=16):
     layers = built - len(noop)
     # Fewer groups than ranks too: newer Megatron then cuts inside a group.
     sizes = TINY | dict(heads=8, groups=8 if mla else one_of(1, 2, 4, 8), ffn=one_of(8, 24)) | (LATENT if mla else {})
+    sizes |= dict(q_lora=one_of(0, 8)) if mla else {}
+    sizes |= dict(shared_ffn=16) if FAMILIES[family].shared_experts else {}
     sizes |= {} if moe else dict(experts=0)
     shape = ModelShape(
         family,
@@ -100,7 +102,7 @@ def cases(draw, world_limit=16):
         vocab=vocab,
         padded_vocab=-(-vocab // (8 * tp)) * 8 * tp,
         tied=one_of(False, True),
-        dense_layers=tuple(range(draw(st.integers(0, layers)))) if moe else (),
+        dense_layers=tuple(range(draw(st.integers(0, layers)))) if FAMILIES[family].hf.dense and moe else (),
         **sizes,
     )
     parallel = Parallel(

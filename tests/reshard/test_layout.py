@@ -19,7 +19,7 @@ from plan_cases import LATENT, TINY  # noqa: E402
 
 SHAPE = ModelShape("qwen2", 4, 64, 8, 4, 8, 96, 250, 256)
 MOE = ModelShape("qwen3_moe", layers=2, vocab=60, padded_vocab=64, **TINY)
-V3 = ModelShape("deepseek_v3", layers=3, vocab=60, padded_vocab=64, dense_layers=(0,), **TINY | LATENT)
+V3 = ModelShape("deepseek_v3", layers=3, vocab=60, padded_vocab=64, dense_layers=(0,), shared_ffn=16, **TINY | LATENT)
 
 
 def test_engine_experts_are_dealt_as_vllm_does():
@@ -81,7 +81,8 @@ def test_families_have_traits_of_their_own(monkeypatch):
     """Megatron's flags must tell them apart; a second family with the traits of one is an error, not the first."""
     for name, family in FAMILIES.items():
         traits = dict(qkv_bias=family.qkv_bias, qk_norm=family.qk_norm, experts=family.experts, mla=family.mla)
-        assert find_family(**traits, score=family.router.score) == name
+        finer = dict(score=family.router.score, partial=family.hf.partial, own_head_dim=family.hf.own_head_dim)
+        assert find_family(**traits, **finer) == (family.twin or name)
     monkeypatch.setitem(FAMILIES, "other", FAMILIES["llama"])
     with pytest.raises(ValueError, match="llama, other .* add_qkv_bias=False"):
         find_family(qkv_bias=False, qk_norm=False)

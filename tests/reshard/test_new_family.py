@@ -118,7 +118,11 @@ def test_arguments_and_config_say_the_same(files):
     other = argparse.Namespace(**vars(args) | {"moe_router_score_function": "softmax"})
     assert ModelShape.from_megatron_args(other).family == "qwen3_moe"
     for name, value, message in (
-        ("moe_router_score_function", "tanh", "of the families qwen3_moe, dots1 none has .*function='tanh'"),
+        (
+            "moe_router_score_function",
+            "tanh",
+            "of the families qwen3_moe, bailing_moe, dots1 none has .*function='tanh'",
+        ),
         ("moe_router_enable_expert_bias", False, "family dots1 needs --moe-router-enable-expert-bias"),
         ("moe_layer_freq", [1, 0, 1], r"dense layers \[1\]: family dots1 has them before all others"),
         ("moe_shared_expert_intermediate_size", 25, "family dots1 has whole shared experts"),

@@ -49,7 +49,7 @@ def test_megatron_stores_what_the_table_says(torchrun):
 
 
 def test_vllm_stores_what_the_table_says(torchrun, tmp_path):
-    """Both families with experts, these cut and spread, fewer key heads than ranks."""
+    """All families with experts, cut and spread, fewer key heads than ranks; and Seed-OSS by the code of Llama."""
     worker = WORKER.with_name("live_engine_ranks.py")
     # vLLM names its shared memory by what its own worker, which is not built here, would set.
     assert torchrun(worker, tmp_path, VLLM_DIST_IDENT="live").stdout.count("tensors agree") == 2

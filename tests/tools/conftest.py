@@ -26,11 +26,26 @@ CONFIGS = {
     "qwen2": DENSE | dict(tie_word_embeddings=True),
     "qwen3": DENSE | dict(tie_word_embeddings=False, head_dim=16),
     "qwen3_moe": DENSE | MOE | dict(num_experts=4, mlp_only_layers=[1]),
+    "mistral": DENSE | dict(sliding_window=None, head_dim=16),
+    "seed_oss": DENSE | dict(attention_bias=True, head_dim=16),
+    "mixtral": DENSE | dict(num_local_experts=4, num_experts_per_tok=2),
+    "qwen2_moe": DENSE | MOE | dict(num_experts=4, mlp_only_layers=[1], shared_expert_intermediate_size=40),
+    "glm4_moe": DENSE
+    | MOE
+    | dict(n_routed_experts=4, n_shared_experts=1, first_k_dense_replace=1, attention_bias=True),
+    "bailing_moe": DENSE
+    | MOE
+    | dict(num_experts=4, num_shared_experts=1, first_k_dense_replace=1, partial_rotary_factor=0.5),
+    "deepseek_v2": SIZES
+    | MOE
+    | dict(n_routed_experts=4, n_shared_experts=2, first_k_dense_replace=1, q_lora_rank=None, kv_lora_rank=10)
+    | dict(qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=8),
     "deepseek_v3": SIZES
     | MOE
     | dict(n_routed_experts=4, n_shared_experts=2, first_k_dense_replace=1, q_lora_rank=12, kv_lora_rank=10)
     | dict(qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=8),
 }
+CONFIGS["kimi_k2"] = CONFIGS["deepseek_v3"]
 
 
 class Convert:

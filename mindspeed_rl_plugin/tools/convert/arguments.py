@@ -46,6 +46,7 @@ def megatron_arguments(shape: ModelShape, parallel: Parallel, config: Mapping[st
         position_embedding_type="rope",
         rotary_base=int(c["rope_theta"]),
     )
+    model |= dict(rotary_percent=c["partial_rotary_factor"]) if shape.table.hf.partial else {}
     # Llama 3's scaling is the only one that Megatron has beside latent attention's.
     scaling = None if shape.table.mla else c["rope_scaling"]
     model |= dict(use_rope_scaling=True, rope_scaling_factor=scaling.get("factor", 1.0)) if scaling else {}
@@ -95,6 +96,8 @@ def _experts(shape: ModelShape, config: Mapping[str, Any]) -> dict[str, Any]:
         moe_router_load_balancing_type="none",
         moe_token_dispatcher_type="alltoall",
     )
+    if shape.table.shared_gate:
+        out["moe_shared_expert_gate"] = True
     router = shape.table.router
     if router.score == "softmax":
         out["moe_router_pre_softmax"] = not config["norm_topk_prob"]
@@ -113,7 +116,7 @@ def _latent(shape: ModelShape, config: Mapping[str, Any]) -> dict[str, Any]:
     scaling = config["rope_scaling"] or {}
     out = dict(
         multi_latent_attention=True,
-        q_lora_rank=shape.q_lora,
+        q_lora_rank=shape.q_lora or None,
         kv_lora_rank=shape.kv_lora,
         qk_head_dim=shape.nope,
         qk_pos_emb_head_dim=shape.rope,

@@ -18,7 +18,7 @@ import torch
 from mindspeed_rl_plugin.engine.hf_config import compare_configs, derive_config
 from mindspeed_rl_plugin.launch.checkpoint_files import TRACKER
 from mindspeed_rl_plugin.reshard.cuts import Segment
-from mindspeed_rl_plugin.reshard.families import EMBEDDING, HEAD
+from mindspeed_rl_plugin.reshard.families import HEAD
 from mindspeed_rl_plugin.reshard.family_table import EXPERTS, IMPLS
 from mindspeed_rl_plugin.reshard.layout import ModelShape, Parallel, canonical_tensors, megatron_layout, megatron_shapes
 from mindspeed_rl_plugin.reshard.live import SHOWN, differences, raise_if
@@ -87,7 +87,7 @@ def _left_out(source: Mapping[str, Any], shape: ModelShape, mtp: int) -> list[st
         raise ValueError(f"the weights are quantised ({quantised[0]}); convert them to bf16 first")
     expected = {name: tensor.shape for name, tensor in canonical_tensors(shape).items()}
     wrong = differences(expected, {n: tuple(source[n].get_shape()) for n in source.keys() & expected.keys()})
-    left, ahead = [], Counter()
+    left, ahead, embedding = [], Counter(), shape.table.embedding
     for name in sorted(source.keys() - expected.keys()):
         match = _LAYER.match(name)
         layer = int(match[1]) if match else -1
@@ -99,21 +99,21 @@ def _left_out(source: Mapping[str, Any], shape: ModelShape, mtp: int) -> list[st
             declared = f" and no such layer in {field}" if (field := shape.table.hf.mtp) else ""
             has = f"num_hidden_layers is {shape.layers}{declared}"
             wrong.append(f"{name} is of a layer that config.json has not: {has}")
-        elif name != HEAD or not shape.tied or EMBEDDING not in source:
+        elif name != HEAD or not shape.tied or embedding not in source:
             wrong.append(f"{name} is not of this model")
-        elif _same(source, shape.vocab):
-            left.append(f"{name}, which repeats {EMBEDDING}")
+        elif _same(source, embedding, shape.vocab):
+            left.append(f"{name}, which repeats {embedding}")
         else:
-            wrong.append(f"{HEAD} is not {EMBEDDING}, to which tie_word_embeddings ties it")
+            wrong.append(f"{HEAD} is not {embedding}, to which tie_word_embeddings ties it")
     raise_if(wrong, "the files do not hold the model of config.json")
     if len(left) > SHOWN:
         left[SHOWN:] = [f"{len(left) - SHOWN} more of their kind"]
     return left + [f"model.layers.{n}, which predicts further tokens: {ahead[n]} tensors" for n in sorted(ahead)]
 
 
-def _same(source: Mapping[str, Any], vocab: int) -> bool:
-    head, embedding = (source[name][:vocab] for name in (HEAD, EMBEDDING))
-    return head.dtype == embedding.dtype and torch.equal(head, embedding)
+def _same(source: Mapping[str, Any], embedding: str, vocab: int) -> bool:
+    head, repeated = (source[name][:vocab] for name in (HEAD, embedding))
+    return head.dtype == repeated.dtype and torch.equal(head, repeated)
 
 
 def _write(
