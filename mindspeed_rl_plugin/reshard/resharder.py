@@ -17,7 +17,7 @@ from torch.nn import Module
 
 from mindspeed_rl_plugin.device import get_device
 from mindspeed_rl_plugin.reshard.allgather import AllgatherPlan, allgather, make_allgather_plan
-from mindspeed_rl_plugin.reshard.families import HEAD
+from mindspeed_rl_plugin.reshard.family_rows import HEAD
 from mindspeed_rl_plugin.reshard.layout import (
     EngineParallel,
     Layout,

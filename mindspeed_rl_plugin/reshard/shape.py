@@ -10,7 +10,8 @@ from math import prod
 from typing import Any
 
 from mindspeed_rl_plugin.config.upstream import model_refusals
-from mindspeed_rl_plugin.reshard.families import FAMILIES, HEAD, find_family
+from mindspeed_rl_plugin.reshard.families import FAMILIES, find_family
+from mindspeed_rl_plugin.reshard.family_rows import HEAD
 from mindspeed_rl_plugin.reshard.family_table import Family, LayerType, Part, Row
 from mindspeed_rl_plugin.reshard.parallel import noop_layers
 

@@ -192,12 +192,14 @@ def test_shape_from_arguments() -> None:
 def test_frequencies_are_those_of_transformers(name, tmp_path) -> None:
     from transformers import AutoConfig
     from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3RotaryEmbedding
+    from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeRotaryEmbedding
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
     config = derive_config(megatron(**(FAMILIES | LATENT)[name]), vocab_size=250)
     write_config(config, tmp_path)
     hf = AutoConfig.from_pretrained(tmp_path)
-    theirs = (DeepseekV3RotaryEmbedding if name in LATENT else LlamaRotaryEmbedding)(hf)
+    kinds = {"deepseek": DeepseekV3RotaryEmbedding, "glm4": Glm4MoeRotaryEmbedding}
+    theirs = next((kind for family, kind in kinds.items() if name.startswith(family)), LlamaRotaryEmbedding)(hf)
     torch.testing.assert_close(rope_frequencies(normalized(config)), theirs.inv_freq, rtol=1e-6, atol=0)
     check_rotary(normalized(config), theirs)
     # Cosine and sine are multiplied as MindSpeed-LLM does: by the ratio of two growths with the length.

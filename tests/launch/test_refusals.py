@@ -101,7 +101,7 @@ BAD = [
     ),
     ({"rope_scaling_type": "longrope"}, "--rope-scaling-type longrope ... Phi"),
     ({"rope_scaling_type": "plm"}, "--rope-scaling-type plm ... PLM"),
-    (MOE | {"moe_router_score_function": "sigmoid"}, "bailing_moe needs --moe-router-enable-expert-bias"),
+    (MOE | {"moe_router_score_function": "sigmoid"}, "bailing_moe needs sizes ... shared_ffn"),
     (MOE | {"moe_router_enable_expert_bias": True}, "qwen3_moe ... --moe-router-enable-expert-bias"),
     (MOE | {"moe_router_topk_scaling_factor": 2.5}, "moe_router_topk_scaling_factor is 2.5"),
     (MOE | {"moe_router_num_groups": 4}, "moe_router_num_groups is 4"),
@@ -183,7 +183,7 @@ BAD = [
     (MOE | SPREAD | {"num_experts": 2}, "--rl-generate-ep 4 ... 2 experts"),
     (MOE | TP4, "--rl-generate-tp 4 does not divide --moe-ffn-hidden-size 126"),
     # Qwen2, whose engine takes no head size, and Llama, whose engine takes one.
-    ({"kv_channels": 16}, "attention head size 16 ... no --kv-channels"),
+    ({"kv_channels": 16, "hidden_size": 128}, "attention head size 16 ... no --kv-channels"),
     ({"kv_channels": 16, "add_qkv_bias": False}, "attention head size 16 ... or --kv-channels 32"),
     # 2 layers x keys and values x 4 groups x 32 x 4 bytes = 2 KiB a token: 64 tokens need 128 KiB.
     ({"--rl-kv-cache-gb": "0.0001"}, "64 tokens ... 0.000122 GiB ... --rl-kv-cache-gb 0.0001"),

@@ -1,149 +1,31 @@
 """Families of models from Hugging Face's files to Hugging Face's files: import, GRPO with an engine, export.
 
 Log-probs of the first rollout, the engine's and the trainer's, are those of transformers' model, or where it has none
-of the float64 model below; what is exported has the fields and the tensors of what was imported.
+of a float64 model of our own; what is exported has the fields and the tensors of what was imported.
 """
 
 from __future__ import annotations
 
 import json
-import math
-import shlex
+import sys
+from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from mindspeed_rl_plugin.engine.hf_config import compare_configs
 from mindspeed_rl_plugin.monitor.dump import read_rollout
 from mindspeed_rl_plugin.prompts.tokenizer import vocabulary
-from mindspeed_rl_plugin.reshard.layout import ModelShape, canonical_tensors
 from mindspeed_rl_plugin.tools.convert import to_hf, to_megatron
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "reshard"))
+from family_models import FAMILIES, HOST, random_model  # noqa: E402
 
 pytestmark = pytest.mark.slow
 
 AGREEMENT = 2e-5  # nats, fp32
 MOVED = 1e-5  # nats, least KL to the reference after an update
-# How Megatron's own pretrain_gpt.py runs on a host, whatever the model.
-HOST = (
-    "--seq-length 32 --attention-dropout 0 --hidden-dropout 0 --transformer-impl local --no-persist-layer-norm "
-    "--no-gradient-accumulation-fusion --no-masked-softmax-fusion --no-bias-swiglu-fusion --no-rope-fusion "
-    "--no-bias-dropout-fusion --attention-backend unfused"
-)
-SIZES = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2)
-SIZES |= dict(max_position_embeddings=32, tie_word_embeddings=False, initializer_range=0.1, rms_norm_eps=1e-5)
-EXPERTS = dict(moe_intermediate_size=48, num_experts_per_tok=2)
-NAMED_AS_DEEPSEEK = dict(n_routed_experts=4, n_shared_experts=1, first_k_dense_replace=1)
-# vLLM on CPU has latent attention of these sizes only.
-LATENT = dict(kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
-YARN = dict(rope_type="yarn", rope_theta=10000.0, factor=4.0, original_max_position_embeddings=8)
-YARN |= dict(beta_fast=1.0, beta_slow=1.0, mscale=1.0, mscale_all_dim=1.0)
-FAMILIES = {
-    "mistral": dict(head_dim=48, sliding_window=None),
-    "seed_oss": dict(head_dim=48, attention_bias=True, attention_dropout=0.0, residual_dropout=0.0),
-    "mixtral": dict(num_local_experts=4, num_experts_per_tok=2, sliding_window=None),
-    "qwen2_moe": EXPERTS | dict(num_experts=4, shared_expert_intermediate_size=80, use_sliding_window=False),
-    "glm4_moe": EXPERTS
-    | NAMED_AS_DEEPSEEK
-    | dict(head_dim=64, attention_bias=True, partial_rotary_factor=0.5, routed_scaling_factor=1.5),
-    "bailing_moe": EXPERTS
-    | dict(head_dim=64, num_experts=4, num_shared_experts=1, first_k_dense_replace=1, n_group=2, topk_group=1)
-    | dict(partial_rotary_factor=0.5, routed_scaling_factor=2.5, norm_topk_prob=True, score_function="sigmoid")
-    | dict(moe_router_enable_expert_bias=True, use_qk_norm=True, use_bias=False, use_qkv_bias=False),
-    "deepseek_v2": EXPERTS | NAMED_AS_DEEPSEEK | LATENT | dict(q_lora_rank=None, topk_method="greedy"),
-    "kimi_k2": EXPERTS
-    | NAMED_AS_DEEPSEEK
-    | LATENT
-    | dict(q_lora_rank=24, n_group=1, topk_group=1, routed_scaling_factor=2.8, rope_parameters=YARN),
-}
-
-
-def random_model(family, folder, vocab):
-    """A model as its makers would publish it; returns what gives log-probs `[L, V]` of tokens `[L]`."""
-    config = dict(vocab_size=vocab, **SIZES | FAMILIES[family])
-    if family == "bailing_moe":
-        return random_ling(config, folder)
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    kind = {"kimi_k2": "deepseek_v3"}.get(family, family)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **config)).float().eval()
-    with torch.no_grad():
-        for name, t in (*model.named_parameters(), *model.named_buffers()):
-            if name.endswith(("bias", "gate.weight")):
-                t.normal_(std=0.3)
-    model.save_pretrained(folder)
-    path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"model_type": family}))
-
-    def logps(tokens):
-        with torch.no_grad():
-            return model(tokens[None]).logits[0].double().log_softmax(-1)
-
-    return logps
-
-
-def random_ling(config, folder):
-    """Ling's files, and its forward pass by their names. Source: modeling_bailing_moe_v2.py of its published files."""
-    folder.mkdir()
-    config |= {"model_type": "bailing_moe", "architectures": ["BailingMoeV2ForCausalLM"], "rope_theta": 10000.0}
-    (folder / "config.json").write_text(json.dumps(config))
-    shapes = {name: t.shape for name, t in canonical_tensors(ModelShape.from_hf_config(config)).items()}
-    w = {name: torch.randn(size) * 0.1 + ("norm" in name) for name, size in shapes.items()}
-    save_file(w, folder / "model.safetensors", {"format": "pt"})
-    w = {name: t.double() for name, t in w.items()}
-    heads, size, eps, k = (
-        config[n] for n in ("num_attention_heads", "head_dim", "rms_norm_eps", "num_experts_per_tok")
-    )
-
-    def norm(x, name):
-        return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * w[name]
-
-    def rotate(x):  # [L, heads, size]: the first half of a head
-        dim = int(size * config["partial_rotary_factor"])
-        inverse = config["rope_theta"] ** (-torch.arange(0, dim, 2).double() / dim)
-        angle = torch.outer(torch.arange(len(x)).double(), inverse).repeat(1, 2)[:, None]
-        a, b = x[..., : dim // 2], x[..., dim // 2 : dim]
-        turned = x[..., :dim] * angle.cos() + torch.cat([-b, a], -1) * angle.sin()
-        return torch.cat([turned, x[..., dim:]], -1)
-
-    def attention(x, at):
-        q, key, v = (w[f"{at}query_key_value.weight"] @ x.T).T.view(len(x), 3 * heads, size).chunk(3, 1)
-        q, key = (rotate(norm(t, f"{at}{n}_layernorm.weight")) for t, n in ((q, "query"), (key, "key")))
-        scores = torch.einsum("ihd,jhd->hij", q, key) / math.sqrt(size)
-        scores = scores.masked_fill(torch.ones(len(x), len(x)).triu(1).bool(), -math.inf)
-        return torch.einsum("hij,jhd->ihd", scores.softmax(-1), v).flatten(1) @ w[f"{at}dense.weight"].T
-
-    def mlp(x, at):
-        gate, up, down = (w[f"{at}{n}_proj.weight"].T for n in ("gate", "up", "down"))
-        return (torch.nn.functional.silu(x @ gate) * (x @ up)) @ down
-
-    def routed(x, at):
-        scores = (x @ w[f"{at}gate.weight"].T).sigmoid()
-        choice = (scores + w[f"{at}gate.expert_bias"]).view(len(x), config["n_group"], -1)
-        groups = choice.topk(2, -1).values.sum(-1).topk(config["topk_group"], -1).indices
-        masked = torch.full_like(choice, -math.inf).scatter(
-            1,
-            groups[..., None].expand(-1, -1, choice.shape[-1]),
-            choice.gather(1, groups[..., None].expand(-1, -1, choice.shape[-1])),
-        )
-        chosen = masked.flatten(1).topk(k, -1).indices
-        weights = scores.gather(1, chosen)
-        weights = weights / weights.sum(-1, keepdim=True) * config["routed_scaling_factor"]
-        out = mlp(x, f"{at}shared_experts.")
-        for i, j in torch.cartesian_prod(torch.arange(len(x)), torch.arange(k)):
-            out[i] += weights[i, j] * mlp(x[i], f"{at}experts.{chosen[i, j]}.")
-        return out
-
-    def logps(tokens):
-        x = w["model.word_embeddings.weight"][tokens]
-        for layer in range(config["num_hidden_layers"]):
-            at = f"model.layers.{layer}."
-            x = x + attention(norm(x, f"{at}input_layernorm.weight"), f"{at}attention.")
-            feed = mlp if layer < config["first_k_dense_replace"] else routed
-            x = x + feed(norm(x, f"{at}post_attention_layernorm.weight"), f"{at}mlp.")
-        return (norm(x, "model.norm.weight") @ w["lm_head.weight"].T).log_softmax(-1)
-
-    return logps
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -152,14 +34,14 @@ def test_from_its_files_through_rl_to_its_files(job, arithmetic, tmp_path, capsy
     torch.manual_seed(0)
     vocab = 1 + max(vocabulary(arithmetic / "tokenizer").values())
     logps = random_model(family, hf, vocab)
-    spread = "experts" in json.loads((hf / "config.json").read_text()).__repr__()
+    spread = any("experts" in field for field in FAMILIES[family])
     train = "tp1,ep2" if spread else "tp2"
     assert to_megatron.main(["--load", str(hf), "--out", str(ckpt), "--train", train]) == 0, capsys.readouterr()
     model = f"{HOST} {capsys.readouterr().out.splitlines()[-1]}"
     generate = ("--rl-generate-tp", "2", *(("--rl-generate-ep", "2") if spread else ()))
     options = ("--train-iters", "2", "--rl-verify-weights", "--load", str(ckpt), "--rl-hf-model", str(hf), *generate)
     sequence = () if spread else ("--sequence-parallel",)
-    done = job(*options, *sequence, model=" ".join(shlex.split(model))).dumping().run(900)
+    done = job(*options, *sequence, model=model).dumping().run(900)
     done.check_agreement(2, MOVED)
     rows = read_rollout(sorted((done.run_dir.parent / "dump").glob("*.parquet"))[0])
     worst = {name: 0.0 for name in ("logp_rollout", "logp_old")}

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from mindspeed_rl_plugin.engine.hf_config import compare_configs, derive_config
-from mindspeed_rl_plugin.reshard import families
+from mindspeed_rl_plugin.reshard import families, family_rows
 from mindspeed_rl_plugin.reshard.family_table import Family, HfConfig, Router
 from mindspeed_rl_plugin.reshard.layout import (
     EngineParallel,
@@ -37,8 +37,8 @@ from mindspeed_rl_plugin.tools.rehearse.command_line import Flags
 sys.path.insert(0, str(Path(__file__).parent))
 from test_transfer import together  # noqa: E402
 
-ROWS = families._PLAIN + families._QK_NORM + families._DENSE_MLP
-ROWS += families._ROUTED + families._ROUTER_BIAS + families._SHARED_EXPERTS
+ROWS = family_rows.PLAIN + family_rows.QK_NORM + family_rows.DENSE_MLP
+ROWS += family_rows.ROUTED + family_rows.ROUTER_BIAS + family_rows.SHARED_EXPERTS
 DOTS = Family(
     "Dots1ForCausalLM",
     ROWS,

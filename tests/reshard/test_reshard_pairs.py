@@ -4,9 +4,13 @@ One launch has one engine and trains in several layouts, since starting costs mo
 """
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+from family_models import FAMILIES  # noqa: E402
 
 WORKER = Path(__file__).parent / "pairs_ranks.py"
 AGREEMENT = 2e-5  # nats, fp32
@@ -53,6 +57,13 @@ def test_vllm_stores_what_the_table_says(torchrun, tmp_path):
     worker = WORKER.with_name("live_engine_ranks.py")
     # vLLM names its shared memory by what its own worker, which is not built here, would set.
     assert torchrun(worker, tmp_path, VLLM_DIST_IDENT="live").stdout.count("tensors agree") == 2
+
+
+def test_megatron_computes_what_the_makers_of_a_family_publish(torchrun, tmp_path):
+    """From the files: imported flags, Megatron's own parser and model, log-probs."""
+    done = torchrun(WORKER.with_name("family_forward_ranks.py"), tmp_path, *FAMILIES, ranks=1)
+    worst = dict(line.split() for line in done.stdout.splitlines() if line.split()[:1] and line.split()[0] in FAMILIES)
+    assert worst.keys() == FAMILIES.keys() and max(map(float, worst.values())) < AGREEMENT, worst
 
 
 @pytest.mark.slow

@@ -18,7 +18,8 @@ DENSE = PLAIN + " --add-qkv-bias --vocab-size 250"
 LATENT = (
     f"{PLAIN} --untie-embeddings-and-output-weights --qk-layernorm --vocab-size 250 --multi-latent-attention "
     "--q-lora-rank 24 --kv-lora-rank 16 --qk-head-dim 16 --qk-pos-emb-head-dim 8 --v-head-dim 16 --num-experts 8 "
-    "--moe-ffn-hidden-size 32 --n-shared-experts 2 --moe-layer-freq [0]+[1]*3 --mtp-num-layers 1"
+    "--moe-ffn-hidden-size 32 --n-shared-experts 2 --moe-layer-freq [0]+[1]*3 --mtp-num-layers 1 "
+    "--moe-router-score-function sigmoid"
 )
 SCRIPT = """#!/bin/bash
 TP=2; PP=4

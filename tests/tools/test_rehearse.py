@@ -169,6 +169,19 @@ def test_memory_of_the_optimizer_is_rehearsed_as_written():
     assert " ".join(flags.argv()).startswith(words) and "--swap-attention" not in flags
 
 
+@pytest.mark.parametrize("virtual", ["", "--num-layers-per-virtual-pipeline-stage 4"])
+def test_layers_that_do_nothing_and_split_projections_stay(virtual):
+    """One such layer, in a chunk that has another."""
+    argv = f"--pipeline-model-parallel-size 8 --num-layers 64 --noop-layers 61,62,63 --mla-mm-split {virtual}"
+    flags = Flags.parse(argv.split())
+    shrink(flags, 4)
+    remove_unavailable(flags, mindspeed=True)
+    layers, pp = (flags.number(f"--{name}", 0) for name in ("num-layers", "pipeline-model-parallel-size"))
+    each = flags.number("--num-layers-per-virtual-pipeline-stage", layers // pp)
+    assert flags.number("--noop-layers", 0) == layers - 1 and each == 2 and layers % (pp * each) == 0
+    assert layers // (pp * each) == (2 if virtual else 1) and "--mla-mm-split" in flags
+
+
 def test_a_refusal_is_shown_without_its_traceback():
     lines = ["Traceback (most recent call last):", '  File "x.py", line 3, in <module>']
     refusal = ["[rl] RL cannot run with these arguments:", "  - experts", "  - dropout"]

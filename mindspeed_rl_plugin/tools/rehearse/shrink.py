@@ -21,7 +21,7 @@ MODEL = """
 """
 # Flags that lay out the original's number of layers or batches.
 LAID_OUT = """
-    --num-layer-list --noop-layers --decoder-first-pipeline-num-layers --decoder-last-pipeline-num-layers
+    --num-layer-list --decoder-first-pipeline-num-layers --decoder-last-pipeline-num-layers
     --pipeline-model-parallel-layout --pipeline-model-parallel-split-rank --account-for-embedding-in-pipeline-split
     --account-for-loss-in-pipeline-split --enable-recompute-layers-per-pp-rank --recompute-in-bubble
     --rampup-batch-size --step-batch-size-schedule
@@ -43,7 +43,7 @@ MINDSPEED = {
     "its kernel is compiled for the NPU": """
         --use-ascend-coc --use-ascend-mc2 --coc-fused-kernel --coc-parallel-num --gemm-gradient-accumulation-fusion
         --use-fused-moe-token-permute-and-unpermute --use-fused-ring-attention-update --use-fused-mlp
-        --use-fused-lmhead-loss --mla-mm-split --mla-fa-without-pad
+        --use-fused-lmhead-loss --mla-fa-without-pad
     """,
     "needs streams of the NPU": """
         --moe-alltoall-overlap-comm --moe-allgather-overlap-comm --moe-permutation-async-comm --moe-fb-overlap
@@ -110,7 +110,11 @@ def _model(flags: Flags, pp: int) -> None:
     every_head = flags.get("--num-query-groups") == flags.get("--num-attention-heads")
     flags.apply("lays out the original's layers or batches", LAID_OUT)
     layers = pp * 2 if virtual or pp == 1 else pp
+    noop = "--noop-layers" in flags  # one layer that does nothing stays, beside one in its chunk that does something
+    layers *= 2 if noop else 1
     flags.apply(_SMALL, MODEL, layers, HEADS if every_head else 2, HEADS, HEADS * HEAD_SIZE)
+    if noop:
+        flags.apply(_SMALL, "--noop-layers~{0} --num-layers-per-virtual-pipeline-stage~2", layers - 1)
     flags.apply(_SHORT, "--seq-length=64 --max-position-embeddings=64")
     vocabulary = "--vocab-size~{0} --padded-vocab-size~{0}"
     flags.apply("vocabulary of the generated tokenizer", vocabulary, VOCABULARY)
