@@ -114,7 +114,7 @@ FAMILIES = {
     ),
     "glm4_moe": Family(
         "Glm4MoeForCausalLM",
-        PLAIN + QKV_BIAS + DENSE_MLP + ROUTED + ROUTER_BIAS + SHARED_EXPERTS,
+        PLAIN + QKV_BIAS + DENSE_MLP + routed(wide=True) + ROUTER_BIAS + SHARED_EXPERTS,
         qkv_bias=True,
         experts=True,
         router=_BIASED_ROUTER,

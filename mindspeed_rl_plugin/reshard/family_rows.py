@@ -79,12 +79,16 @@ def _experts(block: str, canonical: tuple[str, ...], number: int, engine: str, s
 
 
 def routed(
-    block: str = "mlp", gate_up: tuple[str, str] = ("gate_proj", "up_proj"), down: str = "down_proj"
+    block: str = "mlp",
+    gate_up: tuple[str, str] = ("gate_proj", "up_proj"),
+    down: str = "down_proj",
+    wide: bool = False,
 ) -> tuple[Row, ...]:
-    """Norm, router and routed experts of a layer; block: its MLP's canonical name, gate_up, down: those of a matrix."""
+    """Norm, router and routed experts of a layer; block: its MLP's canonical name, gate_up, down: those of a matrix.
+    wide: the engine keeps the router in float32."""
     return (
         _whole(_MLP_NORM, _AFTER_ATTENTION, "hidden", layer_type=LayerType.MOE),
-        _whole("mlp.router.weight", f"{block}.gate.weight", "experts", "hidden", layer_type=LayerType.MOE),
+        _whole("mlp.router.weight", f"{block}.gate.weight", "experts", "hidden", layer_type=LayerType.MOE, wide=wide),
         _experts(block, gate_up, 1, "w13_weight", Split.GATE_UP, "expert_ffn", "hidden"),
         _experts(block, (down,), 2, "w2_weight", Split.COLUMNS, "hidden", "expert_ffn"),
     )

@@ -164,12 +164,10 @@ class Resharder:
         engine = engine_storage(self.shape, self.engine, here, own_head, destination)
         layout = engine_layout(self.shape, engine, here, own_head)
         wide = {name for name, segments in layout.items() if any(self.tensors[s.name].wide for s in segments)}
-        # Some models keep a router in float32, which holds every number of a narrower dtype.
-        holds = dict.fromkeys((self.dtype, torch.float32))
         problems = [
-            f"{name} is {tensor.dtype}, not {' or '.join(map(str, holds))}"
+            f"{name} is {tensor.dtype}, not {self.dtype}" + (" or torch.float32" if name in wide else "")
             for name, tensor in destination.items()
-            if tensor.dtype not in holds
+            if tensor.dtype != self.dtype and not (name in wide and tensor.dtype == torch.float32)
         ]
         raise_if(problems, f"the engine's parameters on rank {self.rank} are not those of {self.shape}")
         if self.plan is None:

@@ -17,6 +17,7 @@ from family_models import HOST, random_model  # noqa: E402
 from megatron.core import parallel_state, tensor_parallel  # noqa: E402
 from megatron.core.models.gpt import GPTModel  # noqa: E402
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec  # noqa: E402
+from megatron.core.transformer.identity_op import IdentityOp  # noqa: E402
 from megatron.training.arguments import core_transformer_config_from_args, parse_args, validate_args  # noqa: E402
 
 from mindspeed_rl_plugin.engine.hf_config import derive_config, normalized  # noqa: E402
@@ -35,9 +36,13 @@ RUN = "--micro-batch-size 1 --global-batch-size 1 --train-iters 1 --lr 1e-4 --di
 def built(args):
     """Megatron's model, as pretrain_gpt.py builds it on one rank."""
     config = core_transformer_config_from_args(args)
+    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization=args.normalization)
+    if args.multi_latent_attention and not args.q_lora_rank:  # core 0.19's own spec has a norm then, and refuses it
+        for layer in spec.layer_specs:
+            layer.submodules.self_attention.submodules.q_layernorm = IdentityOp
     return GPTModel(
         config,
-        get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization=args.normalization),
+        spec,
         vocab_size=args.padded_vocab_size,
         max_sequence_length=args.max_position_embeddings,
         share_embeddings_and_output_weights=False,

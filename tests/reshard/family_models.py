@@ -39,7 +39,8 @@ FAMILIES = {
     | dict(head_dim=64, num_experts=4, num_shared_experts=1, first_k_dense_replace=1, n_group=2, topk_group=1)
     | dict(partial_rotary_factor=0.5, routed_scaling_factor=2.5, norm_topk_prob=True, score_function="sigmoid")
     | dict(moe_router_enable_expert_bias=True, use_qk_norm=True, use_bias=False, use_qkv_bias=False),
-    "deepseek_v2": EXPERTS | NAMED_AS_DEEPSEEK | LATENT | dict(q_lora_rank=None, topk_method="greedy"),
+    "deepseek_v2": EXPERTS | NAMED_AS_DEEPSEEK | LATENT | dict(q_lora_rank=24, topk_method="greedy"),
+    "deepseek_v2-lite": EXPERTS | NAMED_AS_DEEPSEEK | LATENT | dict(q_lora_rank=None, topk_method="greedy"),
     "kimi_k2": EXPERTS
     | NAMED_AS_DEEPSEEK
     | LATENT
@@ -49,7 +50,7 @@ FAMILIES = {
 
 def random_model(family, folder, vocab):
     """A model as its makers would publish it; returns what gives log-probs `[L, V]` of tokens `[L]`."""
-    config = dict(vocab_size=vocab, **SIZES | FAMILIES[family])
+    config, family = dict(vocab_size=vocab, **SIZES | FAMILIES[family]), family.removesuffix("-lite")
     if family == "bailing_moe":
         return random_ling(config, folder)
     from transformers import AutoConfig, AutoModelForCausalLM

@@ -146,9 +146,5 @@ def test_an_engine_that_keeps_the_routers_bias_in_its_own_dtype_gets_it_narrowed
     assert all(live[name].dtype == t.dtype and torch.equal(live[name], t) for name, t in expected.items())
     wide = {name: t.float() if name in biases else torch.zeros_like(t) for name, t in expected.items()}
     assert Resharder(V3, Parallel(1), 1, **options).to_engine(chunks, wide, 0).digest != done.digest
-    # vLLM's GLM-4.5 has the router itself in float32, too.
-    gates = {name: torch.zeros(t.shape) for name, t in expected.items() if name.endswith("mlp.gate.weight")}
-    assert way.to_engine(chunks, live | gates, 0).digest == done.digest
-    assert gates and all(torch.equal(gate, expected[name].float()) for name, gate in gates.items())
     with pytest.raises(ValueError, match="_bias is torch.float16, not torch.bfloat16 or torch.float32"):
         way.to_engine(chunks, live | {biases[0]: live[biases[0]].half()}, 1)
