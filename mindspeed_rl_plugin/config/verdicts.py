@@ -84,12 +84,15 @@ SUPPORTED = {
     "tests/launch/test_launch_order.py": "--override-opt_param-scheduler --use-checkpoint-opt_param-scheduler",
     "tests/update/test_invariance.py": "--calculate-per-token-loss",
     "tests/reshard/test_parallel.py": "--num-layer-list --noop-layers --moe-tp-extend-ep",
+    "tests/reshard/reshard_reference.py": "--mla-mm-split",
     "tests/tools/test_plan_script.py": """
         --decoder-first-pipeline-num-layers --n-shared-experts --first-k-dense-replace --padded-vocab-size
         --vocab-size
     """,
     "tests/engine/test_hf_config.py": """
-        --rope-scaling-type --rope-scaling-factor --rope-scaling-mscale
+        --rope-scaling-type --rope-scaling-factor --rope-scaling-mscale --rotary-percent --partial-rotary-factor
+        --moe-router-pre-softmax --moe-shared-expert-gate --shared-expert-gate
+        --shared-expert-gate-output-dimension
     """,
     "examples/ascend/grpo_qwen2.5_7b.sh": """
         --use-fused-rmsnorm --use-fused-swiglu --use-fused-rotary-pos-emb --use-mcore-models
@@ -148,7 +151,7 @@ NEUTRAL = {
         --rope-scaling-* --*yarn-* --original-max-position-embeddings
     """,
     "the router's own numbers, in fp32 or not: ties may fall otherwise in the engine": """
-        --moe-router-dtype --moe-router-pre-softmax --topk-softmax-in-fp32 --router-gating-in-fp32 --seq-aux
+        --moe-router-dtype --topk-softmax-in-fp32 --router-gating-in-fp32
         --moe-z-loss-coeff --moe-device-level-aux-loss-coeff --moe-comm-aux-loss-coeff --use-global-aux-loss
         --moe-per-layer-logging
     """,
@@ -178,7 +181,6 @@ NEUTRAL = {
         --hybrid-* --mup-* --long-* --short-* --longrope-freqs-type --low-freq-factor --high-freq-factor
         --swiglu-limit --enable-mla-* --use-sparse-flash-attn --num-zero-experts --n-hash-layers --use-dsa-absorb
         --use-fused-lightning-indexer* --use-fused-sparse-flash-attention --no-enable-linear-qkv
-        --shared-expert-gate-output-dimension
     """,
     "Megatron's own inference, which RL does not use": """
         --inference-* --flash-decode --nccl-all-reduce-for-prefill --mlp-chunks-for-prefill
@@ -232,7 +234,9 @@ NEUTRAL_GROUPS = {
 # With values that a check refuses, beside those of `config.upstream`.
 _CHECKED = {
     "reshard.parallel": "--schedules-method",
-    "launch.upstream_checks": "--virtual-optimizer --use-nccl-ub --hybrid-context-parallel --context-parallel-algo",
+    "launch.upstream_checks": """
+        --virtual-optimizer --use-nccl-ub --hybrid-context-parallel --context-parallel-algo --seq-aux
+    """,
     "launch.hooks": "--yaml-cfg",
 }
 # Nothing in the tests or scripts uses them under RL.

@@ -18,6 +18,7 @@ from megatron.core import parallel_state, tensor_parallel  # noqa: E402
 from megatron.core.models.gpt import GPTModel  # noqa: E402
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec  # noqa: E402
 from megatron.core.transformer.identity_op import IdentityOp  # noqa: E402
+from megatron.core.transformer.mla_qk_norm_config import QKNormConfigResolver  # noqa: E402
 from megatron.training.arguments import core_transformer_config_from_args, parse_args, validate_args  # noqa: E402
 
 from mindspeed_rl_plugin.engine.hf_config import derive_config, normalized  # noqa: E402
@@ -33,13 +34,24 @@ VOCAB, LENGTH = 128, 24
 RUN = "--micro-batch-size 1 --global-batch-size 1 --train-iters 1 --lr 1e-4 --distributed-backend gloo"
 
 
+def whole_queries(self):
+    """Modules of latent attention without query compression, as core 0.12 has them; 0.19 wants a norm of its own."""
+    given = self.submodules
+    norms = dict(q_layernorm=IdentityOp, kv_layernorm=given.kv_layernorm)
+    return self._result(
+        linear_q_proj=given.linear_q_proj,
+        linear_q_up_proj=IdentityOp,
+        linear_kv_up_proj=given.linear_kv_up_proj,
+        **norms,
+    )
+
+
 def built(args):
     """Megatron's model, as pretrain_gpt.py builds it on one rank."""
     config = core_transformer_config_from_args(args)
     spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization=args.normalization)
-    if args.multi_latent_attention and not args.q_lora_rank:  # core 0.19's own spec has a norm then, and refuses it
-        for layer in spec.layer_specs:
-            layer.submodules.self_attention.submodules.q_layernorm = IdentityOp
+    if args.multi_latent_attention and not args.q_lora_rank:
+        QKNormConfigResolver.resolve = whole_queries
     return GPTModel(
         config,
         spec,
@@ -83,7 +95,9 @@ def main(scratch: Path, families: list[str]) -> None:
     dist.init_process_group("gloo")
     parallel_state.initialize_model_parallel()
     tensor_parallel.model_parallel_cuda_manual_seed(1)
+    own = QKNormConfigResolver.resolve
     for family in families:
+        QKNormConfigResolver.resolve = own
         (scratch / family).mkdir()
         print(family, check(family, scratch / family), flush=True)
 

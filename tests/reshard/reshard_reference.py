@@ -196,7 +196,7 @@ def _latent(shape, own, cut, impl: str) -> dict[str, Tensor]:
         if impl != "mindspeed_split":
             out[f"{a}linear_{x}_up_proj.weight"] = cut(get(f"{x}_b_proj"))
             continue
-        # Each head's rows apart: view, split, flatten, as MindSpeed-LLM's convert_hf2mg.py does.
+        # --mla-mm-split, each head's rows apart: view, split, flatten, as MindSpeed-LLM's convert_hf2mg.py does.
         names, last = {"q": ("qk_nope", "qk_rope"), "kv": ("kv_nope", "v")}[x], {"q": shape.rope, "kv": shape.value}[x]
         up = get(f"{x}_b_proj").view(shape.heads, shape.nope + last, -1)
         for name, part in zip(names, up.split([shape.nope, last], 1), strict=True):
