@@ -116,7 +116,13 @@ def check_rotary(config: Mapping[str, Any], rotary: torch.nn.Module) -> None:
     own YaRN keeps there what it starts from, MindSpeed-LLM the result.
     Raises ValueError naming the first frequency that differs by more than 1e-5 of its size.
     """
-    ours = rope_frequencies(config, scaled=not hasattr(rotary, "inv_freq_extra"))
+    megatrons = hasattr(rotary, "inv_freq_extra")
+    if megatrons and (scaling := config["rope_scaling"]):
+        named = {"factor": "scaling_factor"}
+        built = {name: getattr(rotary, named.get(name, name), value) for name, value in scaling.items()}
+        if built != scaling:
+            raise ValueError(f"rotary embedding: Megatron's model has YaRN of {built}, the engine of {scaling}")
+    ours = rope_frequencies(config, scaled=not megatrons)
     theirs = rotary.inv_freq.detach().float().cpu().flatten()
     if ours.shape != theirs.shape:
         sizes = f"{theirs.numel()} frequencies, the engine {ours.numel()}"

@@ -231,6 +231,9 @@ def test_megatrons_own_yarn_keeps_what_it_starts_from() -> None:
     check_rotary(config, rotary(plain, inv_freq_extra=plain))
     with pytest.raises(ValueError, match="rotary embedding: frequency"):
         check_rotary(config, rotary(plain))
+    # Core 0.12.1 takes --max-position-embeddings for the original length.
+    with pytest.raises(ValueError, match="YaRN of .*embeddings': 512"):
+        check_rotary(config, rotary(plain, inv_freq_extra=plain, original_max_position_embeddings=512))
 
 
 def test_mindspeed_llm_scaling() -> None:

@@ -26,8 +26,8 @@ NAMED_AS_DEEPSEEK = dict(n_routed_experts=4, n_shared_experts=1, first_k_dense_r
 # vLLM on CPU has latent attention of these sizes only.
 # transformers' latent norms have 1e-6 whatever the file says, as all published files do.
 LATENT = dict(rms_norm_eps=1e-6, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
-YARN = dict(rope_type="yarn", rope_theta=10000.0, factor=4.0, original_max_position_embeddings=8)
-YARN |= dict(beta_fast=1.0, beta_slow=1.0, mscale=1.0, mscale_all_dim=1.0)
+YARN = dict(rope_type="yarn", rope_theta=10000.0, factor=4.0, original_max_position_embeddings=4096)
+YARN |= dict(beta_fast=32.0, beta_slow=1.0, mscale=1.0, mscale_all_dim=1.0)
 FAMILIES = {
     "mistral": dict(head_dim=48, sliding_window=None),
     "seed_oss": dict(head_dim=48, attention_bias=True, attention_dropout=0.0, residual_dropout=0.0),

@@ -45,7 +45,8 @@ CONFIGS = {
     | dict(n_routed_experts=4, n_shared_experts=2, first_k_dense_replace=1, q_lora_rank=12, kv_lora_rank=10)
     | dict(qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=8),
 }
-CONFIGS["kimi_k2"] = CONFIGS["deepseek_v3"]
+KIMI = dict(rope_type="yarn", factor=32.0, beta_fast=1.0, beta_slow=1.0, mscale=1.0, mscale_all_dim=1.0)
+CONFIGS["kimi_k2"] = CONFIGS["deepseek_v3"] | dict(rope_scaling=KIMI | dict(original_max_position_embeddings=4096))
 
 
 class Convert:

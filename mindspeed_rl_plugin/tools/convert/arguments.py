@@ -121,9 +121,14 @@ def _latent(shape: ModelShape, config: Mapping[str, Any]) -> dict[str, Any]:
         qk_head_dim=shape.nope,
         qk_pos_emb_head_dim=shape.rope,
         v_head_dim=shape.value,
-        rope_type="yarn" if scaling else "rope",
-        rotary_scaling_factor=scaling.get("factor", 1.0),
     )
-    if scaling:
-        out |= dict(mscale=scaling.get("mscale", 1.0), mscale_all_dim=scaling.get("mscale_all_dim", 0.0))
-    return out
+    growth = dict(mscale=scaling.get("mscale", 1.0), mscale_all_dim=scaling.get("mscale_all_dim", 0.0))
+    turns = {name: int(scaling.get(name, 0)) for name in ("beta_fast", "beta_slow")}
+    original = int(scaling.get("original_max_position_embeddings", 0))
+    if not scaling:
+        return out | dict(rope_type="rope", rotary_scaling_factor=1.0)
+    if (*turns.values(), original) == (32, 1, 4096):
+        return out | dict(rope_type="yarn", rotary_scaling_factor=scaling["factor"]) | growth
+    # Megatron has no flags for other values, MindSpeed-LLM has (Kimi K2).
+    own = {"factor": scaling["factor"], "original_max_position_embeddings": original} | growth
+    return out | turns | {"rope_scaling_type": "yarn"} | {f"rope_scaling_{name}": value for name, value in own.items()}
