@@ -7,6 +7,7 @@ of a float64 model of our own; what is exported has the fields and the tensors o
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from pathlib import Path
 
@@ -37,7 +38,7 @@ def test_from_its_files_through_rl_to_its_files(job, arithmetic, tmp_path, capsy
     spread = any("experts" in field for field in FAMILIES[family])
     train = "tp1,ep2" if spread else "tp2"
     assert to_megatron.main(["--load", str(hf), "--out", str(ckpt), "--train", train]) == 0, capsys.readouterr()
-    model = f"{HOST} {capsys.readouterr().out.splitlines()[-1]}"
+    model = " ".join(shlex.split(f"{HOST} {capsys.readouterr().out.splitlines()[-1]}"))
     generate = ("--rl-generate-tp", "2", *(("--rl-generate-ep", "2") if spread else ()))
     options = ("--train-iters", "2", "--rl-verify-weights", "--load", str(ckpt), "--rl-hf-model", str(hf), *generate)
     sequence = () if spread else ("--sequence-parallel",)
