@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -46,6 +47,7 @@ def build(arguments: dict[str, Any]) -> Any:
 
     if "async_scheduling" in arguments and steps_look_at_the_clock(EngineCore):
         arguments = {**arguments, "async_scheduling": False}
+    know_config(json.loads((Path(arguments["model"]) / "config.json").read_text())["model_type"])
     known = {f.name for f in dataclasses.fields(EngineArgs)}
     usable = {k: v for k, v in arguments.items() if k in known or k not in OPTIONAL_ARGUMENTS}
     engine = LLMEngine.from_engine_args(EngineArgs(**usable))

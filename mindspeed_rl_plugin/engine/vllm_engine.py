@@ -110,9 +110,7 @@ class VllmEngine:
         self._process = ProcessState(self._device)
         # vLLM reads the directory only here: with it gone at once, no end of the process can leave it behind.
         with tempfile.TemporaryDirectory(prefix="mindspeed-rl-engine-") as directory, self._process.lent():
-            config = for_engine(options.config)
-            write_config(config, directory)
-            vllm_api.know_config(config["model_type"])
+            write_config(for_engine(options.config), directory)
             self._engine = vllm_api.build(_arguments(options, self._device.kind, directory))
         vllm_api.demand_plain_experts(self._engine)
         vllm_api.demand_base_format(self._engine, self._device)

@@ -41,6 +41,7 @@ def test_from_its_files_through_rl_to_its_files(job, arithmetic, tmp_path, capsy
     model = " ".join(shlex.split(f"{HOST} {capsys.readouterr().out.splitlines()[-1]}"))
     generate = ("--rl-generate-tp", "2", *(("--rl-generate-ep", "2") if spread else ()))
     options = ("--train-iters", "2", "--rl-verify-weights", "--load", str(ckpt), "--rl-hf-model", str(hf), *generate)
+    options += ("--rl-tokenizer", str(arithmetic / "tokenizer"))
     sequence = () if spread else ("--sequence-parallel",)
     done = job(*options, *sequence, model=model).dumping().run(900)
     done.check_agreement(2, MOVED)

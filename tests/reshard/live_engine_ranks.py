@@ -34,7 +34,7 @@ CONFIGS = {
     "glm4_moe": GROUPED | AS_DEEPSEEK | dict(attention_bias=True),
     "bailing_moe": GROUPED
     | dict(num_experts=4, num_shared_experts=2, first_k_dense_replace=1, n_group=1, topk_group=1, norm_topk_prob=True)
-    | dict(rms_norm_eps=1e-5)
+    | dict(rms_norm_eps=1e-5, rope_theta=10000.0)
     | FAMILIES["bailing_moe"].hf.fixed
     | FAMILIES["bailing_moe"].hf.written,
     "seed_oss": GROUPED | dict(attention_bias=True),
