@@ -1,4 +1,4 @@
-"""The fused NPU operators that MindSpeed calls in a plain training step, written with torch operators.
+"""The NPU operators that MindSpeed calls in a training step, of torch_npu and its own, written with torch operators.
 
 They compute the same thing; how fast, and how the fused kernels round, is not rehearsed by them.
 Signatures follow torch_npu's documentation.
