@@ -15,6 +15,7 @@ import runpy
 import sys
 
 from mindspeed_rl_plugin import host
+from mindspeed_rl_plugin.tools.rehearse import absent_modules
 
 ACCEPTED = "rehearse: arguments accepted"
 UNKNOWN = "rehearse: no flags here: "
@@ -28,6 +29,7 @@ def main(argv: list[str]) -> None:
     dist.init_process_group = _accept
     if argv[0] == "--any-flag":
         argparse.ArgumentParser.parse_args = _parse_known
+    absent_modules.install()
     sys.argv = ["mindspeed_rl_plugin", *argv[argv[0] == "--any-flag" :]]
     runpy.run_module("mindspeed_rl_plugin", run_name="__main__", alter_sys=True)
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import itertools
 import re
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
+from mindspeed_rl_plugin.tools.rehearse.absent_modules import STANDIN
 from mindspeed_rl_plugin.tools.rehearse.capture import Done, Launch
 from mindspeed_rl_plugin.tools.rehearse.command_line import Flags
 from mindspeed_rl_plugin.tools.rehearse.entry_script import Entry
@@ -15,6 +17,7 @@ from mindspeed_rl_plugin.tools.text_table import aligned
 REFUSED = "[rl] RL cannot run"  # how a refusal of the plugin begins (launch.endings)
 _ITERATION = re.compile(r"iteration\s+\d+/\s*\d+ \|")
 _RL_ITERATION = re.compile(r"rl \d+/\d+ \|")
+_EVALUATION = re.compile(r"rl \d+/\d+ eval \|")
 _VARIABLES = re.compile(r"(HCCL|ASCEND|NPU|ACL|CPU_AFFINITY|TASK_QUEUE|MULTI_STREAM|COMBINED|PYTORCH_NPU|ATB|LCCL)")
 _ERROR = re.compile(r"[\w.]*(Error|Exception)(:|$)|.*: error: ")
 _MISSING = re.compile(r"ModuleNotFoundError: No module named '([\w.]+)'")
@@ -64,16 +67,22 @@ def _missing_module(module: str, traceback: list[str]) -> str:
 
 
 def iterations(done: Done, rl: bool) -> list[str]:
-    """Megatron's lines of its iterations, and the plugin's own lines; empty where no iteration was logged, of RL or of
-    pretraining."""
+    """Megatron's lines of its iterations, and the plugin's own lines, those of evaluations too; empty where no
+    iteration was logged, of RL or of pretraining."""
     lines = [line for line in done.lines if line.startswith("[rl]") and "RL is attached" not in line]
     rounds = [line for line in done.lines if _RL_ITERATION.match(line)]
     logged = [re.sub(r"\s+", " ", line[line.index("iteration") :]) for line in done.lines if _ITERATION.search(line)]
-    return [*lines, *rounds, *logged] if done.ok and (rounds if rl else logged) else []
+    held_out = [line for line in done.lines if _EVALUATION.match(line)]
+    return [*lines, *held_out, *rounds, *logged] if done.ok and (rounds if rl else logged) else []
 
 
-def not_exercised(launch: Launch, entry: Entry, flags: Flags, ranks: int) -> list[str]:
-    """What may still go wrong on the real machine, because nothing of it was tried here."""
+def absent_modules(lines: Iterable[str]) -> set[str]:
+    """Python modules that got a stand-in, by what a process said."""
+    return {line.removeprefix(STANDIN).split()[0] for line in lines if line.startswith(STANDIN)}
+
+
+def not_exercised(launch: Launch, entry: Entry, flags: Flags, ranks: int, absent: Collection[str] = ()) -> list[str]:
+    """What may still go wrong on the real machine, because nothing of it was tried here. absent: Python modules."""
     kernels = [c.flag for c in flags.changes if c.why.startswith(NOT_HERE) and c.old is not None]
     variables = sorted(name for name in launch.exported if _VARIABLES.match(name))
     operators = "fused operators ran as plain torch operators on a CPU" if entry.mindspeed else "none"
@@ -91,6 +100,7 @@ def not_exercised(launch: Launch, entry: Entry, flags: Flags, ranks: int) -> lis
         (not launch.confined, "this kernel has no Landlock: what else the script called was free to write"),
         (launch.missing, f"files and folders that the script names and that are not here: {' '.join(launch.missing)}"),
         (variables, f"environment variables without effect here: {' '.join(variables)}"),
+        (absent, f"Python modules that are not here and that nothing called: {' '.join(sorted(absent))}"),
         (launch.started > 1, f"the script starts {launch.started} trainings; only the first was rehearsed"),
     ]
     return [line for applies, line in lines if applies]

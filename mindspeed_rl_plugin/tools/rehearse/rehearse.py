@@ -4,8 +4,10 @@ The script runs up to its torchrun: commands that delete, copy, kill, log in or 
 rest is run, and where the kernel has no Landlock (Linux 5.13) that may write where the script says. The arguments, as
 written and for the world as written, go through the parsers and the validation of MindSpeed, Megatron and the plugin;
 only paths of files that are not here are replaced. Then world, model and batches are made smaller and one iteration is
-trained on CPU: of RL where --rl-algorithm is among the arguments, else of pretraining. Where the script loads a
-checkpoint, one is made first, by the same script without RL. Every argument that was changed is printed with the
+trained on CPU: of RL where --rl-algorithm is among the arguments, else of pretraining. An RL iteration is evaluated,
+dumped and saved, and another one trained after a resume. Where the script loads a checkpoint, one is made first, by the
+same script without RL; a Hugging Face model, where MindSpeed-LLM is to convert one. Python modules that MindSpeed
+imports and that are not here get stand-ins, and are listed. Every argument that was changed is printed with the
 reason, and everything that was not exercised. Everything after -- is added to the training arguments, for example the
 --rl-* flags that the script should get. MEGATRON_LM_PATH (colons between several), MINDSPEED_PATH and
 MINDSPEED_LLM_PATH name checkouts that are not installed.
@@ -18,15 +20,15 @@ import os
 import shutil
 import sys
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from mindspeed_rl_plugin.tools.rehearse import accept, outcome
+from mindspeed_rl_plugin.tools.rehearse import absent_modules, accept, outcome
 from mindspeed_rl_plugin.tools.rehearse.capture import Done, Launch, capture, run
 from mindspeed_rl_plugin.tools.rehearse.command_line import Flags
 from mindspeed_rl_plugin.tools.rehearse.entry_script import ROOT, Entry, find_entry, pretraining
 from mindspeed_rl_plugin.tools.rehearse.shrink import remove_unavailable, replace_mindspeed_llm, shrink
-from mindspeed_rl_plugin.tools.rehearse.substitutes import substitute
+from mindspeed_rl_plugin.tools.rehearse.substitutes import converted, substitute
 
 _LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK")
 
@@ -76,7 +78,8 @@ def _rehearse(options: argparse.Namespace, added: list[str], scratch: Path) -> b
     shrink(flags, options.ranks)
     trained = rehearsal.trained()
     print(outcome.changes("\nchanged arguments", flags, scratch), "\nnot exercised:", sep="\n")
-    print("\n".join(f"  - {line}" for line in outcome.not_exercised(launch, entry, flags, options.ranks)))
+    missed = outcome.not_exercised(launch, entry, flags, options.ranks, rehearsal.absent)
+    print("\n".join(f"  - {line}" for line in missed))
     return trained
 
 
@@ -89,6 +92,7 @@ class _Rehearsal:
     launch: Launch
     entry: Entry
     flags: Flags
+    absent: set[str] = field(default_factory=set)  # Python modules that got a stand-in
 
     def accepted(self) -> bool:
         """The arguments as written through parsers and validation, as rank 0 of the world as written."""
@@ -119,18 +123,41 @@ class _Rehearsal:
             if not rl:  # goes on after the checkpoint's iteration, so its one iteration is the second
                 name = "--train-samples" if "--train-samples" in flags else "--train-iters"
                 flags.set(name, 2 * flags.number(name, 1), why="one iteration after the checkpoint's")
-            first = Flags({f: v for f, v in flags.values.items() if not f.startswith("--rl-") and f != "--load"})
-            first.apply("", "--save={0} --save-interval=1 --exit-interval=1", flags.get("--load"))
-            script = pretraining(self.entry.script, first)
-            what = f"a checkpoint to load, made by {script.name}{' without RL' if rl else ''}"
-            if not self._show(what, self._train("checkpoint", first, script), True):
+            if not self._checkpoint_made(rl):
                 return False
-        done = self._train("training", flags)
         what = f"one RL iteration ({flags.get('--rl-algorithm')})" if rl else "one pretraining iteration"
-        lines = outcome.iterations(done, rl)
+        if not rl or "--save" not in flags:
+            return self._iterated(what, "training", flags)
+        first = Flags(dict(flags.values))
+        first.set("--exit-interval", 1, why="")
+        return self._iterated(what, "training", first) and self._iterated("one more after a resume", "resume", flags)
+
+    def _iterated(self, what: str, name: str, flags: Flags) -> bool:
+        """A run that must log an iteration."""
+        done = self._train(name, flags)
+        lines = outcome.iterations(done, "--rl-algorithm" in flags)
         trained = self._show(f"{what} on {self.options.ranks} ranks", done, bool(lines))
         print("\n".join(f"  {line}" for line in lines))
         return trained
+
+    def _checkpoint_made(self, rl: bool) -> bool:
+        """What `--load` names, by a first run."""
+        flags, to_convert = self.flags, converted(self.flags)
+        load = Path(flags.get("--load") or "")
+        saved = self.scratch / "pretrained" if to_convert else load
+        first = Flags({f: v for f, v in flags.values.items() if not f.startswith("--rl-") and f != "--load"})
+        first.apply("", "--enable-hf2mg-convert --enable-mg2hf-convert")
+        first.apply("", "--save={0} --save-interval=1 --exit-interval=1", saved)
+        script = pretraining(self.entry.script, first)
+        what = f"a checkpoint to load, made by {script.name}{' without RL' if rl else ''}"
+        if not self._show(what, self._train("checkpoint", first, script), True):
+            return False
+        if not to_convert:
+            return True
+        shutil.rmtree(load)
+        tokenizer = ["--tokenizer", str(self.scratch / "tokenizer")]
+        export = ["-m", "mindspeed_rl_plugin", "export", "--load", str(saved), "--out", str(load), *tokenizer]
+        return self._show("the Hugging Face model to convert, exported from it", self._run("export", export), True)
 
     def _show(self, what: str, done: Done, reached: bool) -> bool:
         """Say how it went, with the end of the log where it failed. reached: whether a good end is believed."""
@@ -144,9 +171,8 @@ class _Rehearsal:
     def _train(self, name: str, flags: Flags, script: Path | None = None) -> Done:
         """The entry script, or another, on a few processes, through the runner."""
         torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={self.options.ranks}"]
-        return self._run(
-            name, [*torchrun, "-m", "mindspeed_rl_plugin", str(script or self.entry.script), *flags.argv()]
-        )
+        module = absent_modules.__name__ if self.entry.mindspeed else "mindspeed_rl_plugin"
+        return self._run(name, [*torchrun, "-m", module, str(script or self.entry.script), *flags.argv()])
 
     def _run(self, name: str, arguments: list[str], **more: object) -> Done:
         env = {"OMP_NUM_THREADS": "1"} | {k: v for k, v in self.launch.env.items() if k not in _LAUNCHER}
@@ -154,7 +180,9 @@ class _Rehearsal:
         env |= {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
         env |= {k: str(v) for k, v in more.items()}
         command, log = [sys.executable, *arguments], self.scratch / f"{name}.log"
-        return run(command, log, self.options.timeout, env=env, cwd=self.launch.cwd)
+        done = run(command, log, self.options.timeout, env=env, cwd=self.launch.cwd)
+        self.absent.update(outcome.absent_modules(done.lines))
+        return done
 
 
 def _say(text: str) -> None:

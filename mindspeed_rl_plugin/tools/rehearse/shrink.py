@@ -121,14 +121,16 @@ def _model(flags: Flags, pp: int) -> None:
 
 
 def _batch(flags: Flags, ranks: int, batch: int) -> None:
-    length = f"--train-samples={batch}" if "--train-samples" in flags else "--train-iters=1"
+    rl = "--rl-algorithm" in flags
+    steps, why = (2, "one iteration, and one after a resume") if rl else (1, _ONE)
+    length = f"--train-samples={steps * batch}" if "--train-samples" in flags else f"--train-iters={steps}"
     flags.apply(_BATCHES, "--micro-batch-size=1 --global-batch-size={0}", batch)
-    flags.apply(_ONE, f"{length} --lr-warmup-iters<=0 --lr-warmup-samples<=0 --log-interval=1")
+    flags.apply(why, f"{length} --lr-warmup-iters<=0 --lr-warmup-samples<=0 --log-interval=1")
     flags.apply(_NO_EVALUATION, "--eval-iters=0")
-    if "--rl-algorithm" in flags:
+    if rl:
         flags.apply(_BATCHES, "--rl-samples-per-prompt={0} --rl-rollout-prompts~{1}", MEMBERS, batch // MEMBERS)
         flags.apply(_ONE, "--rl-ppo-epochs<=1")
         flags.apply(_SHORT, "--rl-max-prompt-length=16 --rl-max-response-length=8")
         flags.apply(_SMALL, "--rl-kv-cache-gb=0.05")
         flags.apply(_FEWER, "--rl-generate-tp<={0} --rl-reward-workers<=1", min(2, ranks))
-        flags.apply(_NO_EVALUATION, "--rl-eval-pass-k<=0")
+        flags.apply(_BATCHES, "--rl-eval-prompts=4 --rl-eval-pass-k<=2")

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
+from mindspeed_rl_plugin.algorithms.presets import learns_from_pairs
 from mindspeed_rl_plugin.launch.checkpoint_files import TRACKER
 from mindspeed_rl_plugin.tools.rehearse.command_line import Flags
 from mindspeed_rl_plugin.tools.rehearse.shrink import VOCABULARY
@@ -16,7 +17,7 @@ _DATA = """
     --data-path --train-data-path --valid-data-path --test-data-path --data-args-path --per-split-data-args-path
     --mock-data=
 """
-_FOLDERS = "--save --tensorboard-dir --data-cache-path --rl-run-dir --rl-dump-dir"
+_FOLDERS = "--save --tensorboard-dir --data-cache-path --rl-run-dir --rl-dump-dir --mg-save-dir --hf-save-dir"
 _TRACKERS = "--wandb-project --wandb-exp-name --wandb-entity --wandb-save-dir --one-logger-project"
 _TOKENIZER = "here: a generated tokenizer of characters"
 _VARIED = """
@@ -35,14 +36,35 @@ def substitute(flags: Flags, scratch: Path, mindspeed_llm: bool) -> None:
     flags.apply("here: a mock data set", _DATA)
     for flag in _FOLDERS.split():
         flags.apply("here: a folder that the rehearsal removes", flag + "~{0}", scratch / flag.strip("-"))
-    made = "here: a checkpoint that the rehearsal makes"
-    flags.apply(made, "--load~{0} --pretrained-checkpoint~{0}", _checkpoint_to_be(scratch / "pretrained"))
+    _checkpoint(flags, scratch)
     flags.apply("nothing is reported to outside", _TRACKERS)
     if "--rl-algorithm" in flags:
         _prompts(flags, scratch)
         flags.apply(_TOKENIZER, "--rl-tokenizer~{0}", tokenizer)
         flags.apply("its config describes the model at its real size", "--rl-hf-model")
         _graders(flags, scratch / "varied.py")
+
+
+def converted(flags: Flags) -> bool:
+    """Whether MindSpeed-LLM converts `--load` from a Hugging Face model."""
+    return "--enable-hf2mg-convert" in flags and "--load" in flags
+
+
+def _checkpoint(flags: Flags, scratch: Path) -> None:
+    """Folders of what is loaded, which say to hold a checkpoint as the check of the arguments asks; their files come
+    later."""
+    if "--mtp-num-layers" in flags:
+        why = "`export`, which makes the model to convert, leaves out layers for multi-token prediction"
+        flags.apply(why, "--enable-hf2mg-convert --enable-mg2hf-convert")
+    folder = scratch / ("hugging-face" if converted(flags) else "pretrained")
+    folder.mkdir()
+    if converted(flags):
+        (folder / "config.json").write_text('{"transformers_version": ""}')
+        (folder / "model.safetensors").touch()
+        flags.apply("here: the model that the rehearsal makes", "--load~{0} --hf-cfg-dir~{0}", folder)
+    else:
+        (folder / TRACKER).write_text("1")
+    flags.apply("here: a checkpoint that the rehearsal makes", "--load~{0} --pretrained-checkpoint~{0}", folder)
 
 
 def make_tokenizer(folder: Path) -> Path:
@@ -63,19 +85,15 @@ def make_tokenizer(folder: Path) -> Path:
     return folder
 
 
-def _checkpoint_to_be(folder: Path) -> Path:
-    """A folder that says to hold a checkpoint, as the check of the arguments asks; its files come later."""
-    folder.mkdir()
-    (folder / TRACKER).write_text("1")
-    return folder
-
-
 def _prompts(flags: Flags, scratch: Path) -> None:
     prompt, answer = flags.get("--rl-prompt-key") or "prompt", flags.get("--rl-answer-key") or "answer"
     rows = [json.dumps({prompt: f"{a}+{b}=", answer: str(a + b)}) for a in range(8) for b in range(4)]
     (scratch / "prompts.jsonl").write_text("\n".join(rows))
     flags.apply("here: 32 generated sums", "--rl-prompt-data={0}", scratch / "prompts.jsonl")
-    flags.apply("no evaluation set", "--rl-eval-data")
+    if not learns_from_pairs(flags.get("--rl-algorithm") or ""):
+        every = "--rl-eval-data={0} --rl-eval-every=1 --rl-dump-dir={1} --save={2}"
+        folders = (scratch / "rl-dump-dir", scratch / "save")
+        flags.apply("so that evaluation, dump and a resume are rehearsed", every, scratch / "prompts.jsonl", *folders)
 
 
 def _graders(flags: Flags, varied: Path) -> None:

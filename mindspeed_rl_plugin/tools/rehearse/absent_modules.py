@@ -1,0 +1,114 @@
+"""Run the entry script where Python modules that MindSpeed imports are not installed: each gets a stand-in.
+
+    python -m mindspeed_rl_plugin.tools.rehearse.absent_modules SCRIPT.py ARGS
+
+MindSpeed and MindSpeed-LLM import libraries of all their features when they start (peft for LoRA, trl, nltk). A
+stand-in serves what happens at import: its names can be imported, inherited from and used as decorators. A later call
+of one is an error that says what to install. An import that its author guards against ImportError gets none.
+"""
+
+from __future__ import annotations
+
+import ast
+import runpy
+import sys
+from collections.abc import Sequence
+from functools import cache
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from inspect import CO_OPTIMIZED
+from pathlib import Path
+from types import FrameType, ModuleType
+from typing import Any
+
+STANDIN = "rehearse: stand-in for the Python module "
+_OWNERS = ("mindspeed", "mindspeed_llm")
+_GUARDS = {"ImportError", "ModuleNotFoundError", "Exception", "BaseException"}
+
+
+class _Name(type):
+    """A name of a module that is not there: a class, so that others can inherit from it."""
+
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _name(f"{cls.__module__}.{cls.__qualname__}", name)
+
+    def __call__(cls, *args: Any, **named: Any) -> Any:
+        in_a_function = sys._getframe(1).f_code.co_flags & CO_OPTIMIZED  # not in a module's or a class's own lines
+        if cls.__module__.partition(".")[0] in _Finder.modules and in_a_function:
+            raise RuntimeError(
+                f"{cls.__module__}.{cls.__qualname__} is called, and {cls.__module__.split('.')[0]} is not installed: "
+                "the rehearsal has a stand-in for its import only; install it"
+            )
+        return args[0] if len(args) == 1 and callable(args[0]) else super().__call__()
+
+
+def _name(module: str, name: str) -> _Name:
+    return _Name(name, (), {"__module__": module, "__init__": lambda self, *args, **named: None})
+
+
+class _StandIn(ModuleType):
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _name(self.__name__, name)
+
+
+class _Finder(MetaPathFinder, Loader):
+    """The last finder: whatever another finds is not asked for here."""
+
+    modules: set[str] = set()
+
+    def find_spec(self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> Any:
+        if name.partition(".")[0] not in self.modules:
+            frame = _importer()
+            if "." in name or frame is None or not _asks(frame):
+                return None
+            print(f"{STANDIN}{name} ({frame.f_code.co_filename}, line {frame.f_lineno})", flush=True)
+        self.modules.add(name)
+        return ModuleSpec(name, self, is_package=True)
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return _StandIn(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        pass
+
+
+def _importer() -> FrameType | None:
+    """The frame of the import statement; None where it is only asked whether there is such a module."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame and "importlib" in frame.f_code.co_filename:
+        if frame.f_code.co_filename.endswith("util.py"):
+            return None
+        frame = frame.f_back
+    return frame
+
+
+def _asks(frame: FrameType) -> bool:
+    """Whether MindSpeed imports, and not only tries to."""
+    owner = frame.f_globals.get("__name__", "").partition(".")[0]
+    return owner in _OWNERS and not any(a <= frame.f_lineno <= b for a, b in _guarded(frame.f_code.co_filename))
+
+
+@cache
+def _guarded(file: str) -> list[tuple[int, int]]:
+    """First and last lines of a file's `try` blocks that catch a failed import."""
+    blocks = (node for node in ast.walk(ast.parse(Path(file).read_text())) if isinstance(node, ast.Try))
+    return [(b.lineno, b.body[-1].end_lineno or b.lineno) for b in blocks if any(map(_catches, b.handlers))]
+
+
+def _catches(handler: ast.ExceptHandler) -> bool:
+    kinds = handler.type.elts if isinstance(handler.type, ast.Tuple) else [handler.type]
+    return any(kind is None or getattr(kind, "id", "") in _GUARDS for kind in kinds)
+
+
+def install() -> None:
+    """From now on an import of a module that is not here may get a stand-in."""
+    sys.meta_path.append(_Finder())
+
+
+if __name__ == "__main__":
+    install()
+    runpy.run_module("mindspeed_rl_plugin", run_name="__main__", alter_sys=True)
