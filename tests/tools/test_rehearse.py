@@ -15,8 +15,9 @@ from pathlib import Path
 
 import pytest
 
+from mindspeed_rl_plugin.launch import conversion
 from mindspeed_rl_plugin.launch.start_decision import decide
-from mindspeed_rl_plugin.tools.rehearse import outcome
+from mindspeed_rl_plugin.tools.rehearse import absent_modules, outcome
 from mindspeed_rl_plugin.tools.rehearse.capture import Done, Launch
 from mindspeed_rl_plugin.tools.rehearse.command_line import Flags
 from mindspeed_rl_plugin.tools.rehearse.entry_script import Entry, find_entry, pretraining
@@ -208,15 +209,75 @@ def test_a_missing_dependency_is_one_line(tmp_path, importer, owner):
     )
 
 
-def test_a_replaced_checkpoint_passes_the_check_of_the_start(tmp_path):
+@pytest.mark.parametrize("more, made", [([], "pretrained"), (["--enable-hf2mg-convert"], "hugging-face")])
+def test_a_replaced_checkpoint_passes_the_check_of_the_start(more, made, tmp_path):
     """Which comes with the other checks of the arguments, before the rehearsal has made the checkpoint."""
-    flags = Flags.parse(["--load", "/nowhere"])
+    flags = Flags.parse(["--load", "/nowhere", "--hf-cfg-dir", "/nowhere", *more])
+    substitute(flags, tmp_path, mindspeed_llm=True)
+    assert flags.get("--load") == str(tmp_path / made) and (flags.get("--hf-cfg-dir") == flags.get("--load")) == bool(
+        more
+    )
+    args = argparse.Namespace(save=str(tmp_path / "save"), load=flags.get("--load"), enable_hf2mg_convert=bool(more))
+    args.num_layers, args.model_type_hf = 28, "qwen3"
+    assert decide(args).kind == "pretrained" and list(conversion.problems(args)) == []
+
+
+def test_layers_for_multi_token_prediction_are_not_converted(tmp_path):
+    flags = Flags.parse(["--load", "/nowhere", "--enable-hf2mg-convert", "--mtp-num-layers", "1"])
+    substitute(flags, tmp_path, mindspeed_llm=True)
+    assert flags.get("--load") == str(tmp_path / "pretrained") and "--enable-hf2mg-convert" not in flags
+
+
+@pytest.mark.parametrize("algorithm, evaluated", [("grpo", True), ("dpo", False)])
+def test_evaluation_dump_save_and_resume_are_rehearsed(algorithm, evaluated, tmp_path):
+    flags = Flags.parse(["--rl-algorithm", algorithm, "--train-iters", "400"])
     substitute(flags, tmp_path, mindspeed_llm=False)
-    args = argparse.Namespace(save=str(tmp_path / "save"), load=flags.get("--load"))
-    assert decide(args).kind == "pretrained"
+    shrink(flags, 2)
+    assert flags.get("--train-iters") == "2"
+    for flag in ("--rl-eval-data", "--rl-eval-every", "--rl-dump-dir", "--save"):
+        assert (flag in flags) == evaluated, flag
 
 
-UPSTREAM = [pytest.mark.slow, pytest.mark.upstream, pytest.mark.timeout(600)]
+FEATURE = """
+import no_such_library.part
+from no_such_library import Base, register
+try:
+    import not_this_one
+except ImportError:
+    not_this_one = None
+class Own(Base):
+    @register
+    def method(self):
+        return 7
+def use():
+    return Base()
+"""
+
+
+def test_an_absent_module_serves_imports_and_nothing_else(tmp_path, monkeypatch, capsys):
+    written(tmp_path / "mindspeed_llm" / "feature.py", FEATURE)
+    written(tmp_path / "other_package.py", "import no_such_library_either")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
+    modules = set(sys.modules)
+    absent_modules.install()
+    try:
+        feature = importlib.import_module("mindspeed_llm.feature")
+        assert feature.not_this_one is None and feature.Own().method() == 7
+        assert importlib.util.find_spec("no_such_thing") is None
+        with pytest.raises(RuntimeError, match="no_such_library is not installed"):
+            feature.use()
+        with pytest.raises(ModuleNotFoundError):
+            importlib.import_module("other_package")
+    finally:
+        for name in set(sys.modules) - modules:
+            del sys.modules[name]
+    lines = capsys.readouterr().out.splitlines()
+    assert lines == [f"{absent_modules.STANDIN}no_such_library ({tmp_path}/mindspeed_llm/feature.py, line 2)"]
+    assert outcome.absent_modules(lines) == {"no_such_library"}
+
+
+UPSTREAM = [pytest.mark.slow, pytest.mark.upstream, pytest.mark.timeout(900)]
 SAID = ("not exercised:", "vLLM-Ascend", "folders that the script names", "HCCL_CONNECT_TIMEOUT", "ratio 1.000")
 
 
@@ -239,12 +300,13 @@ def test_rehearse(script, checkouts, platform, ranks, layers):
     env = {k: v for k, v in os.environ.items() if k not in CHECKOUTS or k in checkouts} | paths
     env["PYTHONPATH"] = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), str(ROOT))))
     command = [sys.executable, "-W", "ignore", "-m", "mindspeed_rl_plugin", "rehearse", str(script), "--timeout", "250"]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=900)
     out = done.stdout + done.stderr
     assert done.returncode == 0, out
     for said in (*SAID, f" on {platform}\n", f"arguments as written, for {ranks} ranks: ok"):
         assert said in out, out
-    assert re.search(r"one RL iteration \(grpo\) on 2 ranks: ok .*\n(.*\n)*.*rl 1/1 \|", out)
+    assert re.search(r"one RL iteration \(grpo\) on 2 ranks: ok .*\n(.*\n)*.*rl 1/2 eval \|(.*\n)*.*rl 1/2 \|", out)
+    assert re.search(r"one more after a resume on 2 ranks: ok .*\n(.*\n)*.*rl 2/2 \|", out)
     assert re.search(rf"--num-layers +{layers} +2 +smaller model", out)
-    norm = re.search(r"iteration 1/ 1 \|.*grad norm: ([\d.]+)", out)
+    norm = re.search(r"iteration 1/ 2 \|.*grad norm: ([\d.]+)", out)
     assert float(norm[1]) > 1e-3, "the rewards differ, so there is a gradient"

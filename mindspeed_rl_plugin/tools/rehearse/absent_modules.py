@@ -35,8 +35,9 @@ class _Name(type):
         return _name(f"{cls.__module__}.{cls.__qualname__}", name)
 
     def __call__(cls, *args: Any, **named: Any) -> Any:
-        in_a_function = sys._getframe(1).f_code.co_flags & CO_OPTIMIZED  # not in a module's or a class's own lines
-        if cls.__module__.partition(".")[0] in _Finder.modules and in_a_function:
+        if cls.__module__.partition(".")[0] not in _Finder.modules:  # another's, which inherits from one
+            return super().__call__(*args, **named)
+        if sys._getframe(1).f_code.co_flags & CO_OPTIMIZED:  # in a function, not in a module's or a class's own lines
             raise RuntimeError(
                 f"{cls.__module__}.{cls.__qualname__} is called, and {cls.__module__.split('.')[0]} is not installed: "
                 "the rehearsal has a stand-in for its import only; install it"
