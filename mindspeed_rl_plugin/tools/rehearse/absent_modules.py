@@ -88,7 +88,7 @@ def _importer() -> FrameType | None:
 
 
 def _asks(frame: FrameType) -> bool:
-    """Whether MindSpeed imports, and not only tries to, or makes a stand-in of its own (`parse_path` of its patches)."""
+    """Whether MindSpeed imports, and not only tries to, or makes one of its own (`parse_path` of its patches)."""
     owner = frame.f_globals.get("__name__", "").partition(".")[0]
     if owner in _OWNERS and frame.f_code.co_name == "parse_path":
         return not frame.f_locals.get("create_dummy", True)
