@@ -40,6 +40,26 @@ def test_what_does_not_fit_is_named_and_nothing_is_loaded(saved, expected):
     assert "load_state_dict" not in vars(model)
 
 
+class Wrapper(torch.nn.Module):
+    """As Megatron's wrappers are; core 0.12 loads into the model inside."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+
+    def load_state_dict(self, state, strict=True):
+        self.module.load_state_dict(state, strict=strict)
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_weights_are_compared_in_the_model_and_in_what_wraps_it(inside):
+    chunk = Wrapper(layers(2))
+    chunk.state_dict = chunk.module.state_dict
+    with pytest.raises(ValueError, match="1.bias .* is missing"), must_fit([chunk], "x"):
+        load_as_megatron_does(chunk.module if inside else chunk, layers(1).state_dict())
+    assert "load_state_dict" not in {*vars(chunk), *vars(chunk.module)}
+
+
 def test_what_fits_is_loaded_whatever_extra_states_there_are_and_what_is_free_need_not_fit():
     model, saved = layers(2), layers(2)
     state = saved.state_dict() | {"0._extra_state": torch.zeros(1), "1.bias": torch.zeros(7)}
