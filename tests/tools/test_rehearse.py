@@ -305,7 +305,7 @@ def test_rehearse(script, checkouts, platform, ranks, layers):
     assert done.returncode == 0, out
     for said in (*SAID, f" on {platform}\n", f"arguments as written, for {ranks} ranks: ok"):
         assert said in out, out
-    assert re.search(r"one RL iteration \(grpo\) on 2 ranks: ok .*\n(.*\n)*.*rl 1/2 eval \|(.*\n)*.*rl 1/2 \|", out)
+    assert re.search(r"one RL iteration \(grpo\) on 2 ranks: ok .*\n(.*\n)*.*rl 0/2 eval \|(.*\n)*.*rl 1/2 \|", out)
     assert re.search(r"one more after a resume on 2 ranks: ok .*\n(.*\n)*.*rl 2/2 \|", out)
     assert re.search(rf"--num-layers +{layers} +2 +smaller model", out)
     norm = re.search(r"iteration 1/ 2 \|.*grad norm: ([\d.]+)", out)
