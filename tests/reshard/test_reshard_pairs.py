@@ -67,6 +67,14 @@ def test_megatron_computes_what_the_makers_of_a_family_publish(torchrun, tmp_pat
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_engine_computes_what_the_makers_of_a_family_publish(torchrun, tmp_path, family):
+    done = torchrun(WORKER.with_name("family_engine_ranks.py"), tmp_path, family, ranks=1)
+    (worst,) = (float(line.split()[1]) for line in done.stdout.splitlines() if line.startswith(f"{family} "))
+    assert worst < AGREEMENT
+
+
+@pytest.mark.slow
 def test_experts_on_two_ranks(torchrun):
     check(torchrun, 2, "qwen3_moe", (2, 2), EXPERTS_2[:2])
 
