@@ -117,6 +117,9 @@ def main():
         runpy.run_path(argv[1], run_name="__main__")
         return
     install()
+    from mindspeed_rl_plugin.tools.rehearse import absent_modules
+
+    absent_modules.install()
     from mindspeed_rl_plugin.__main__ import main as run
 
     sys.exit(run(argv))

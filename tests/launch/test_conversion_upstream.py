@@ -1,7 +1,7 @@
 """MindSpeed-LLM converts Hugging Face weights at a start, and checkpoints after a save; RL starts and resumes there.
 
 The checkouts come from MEGATRON_LM_PATH, MINDSPEED_PATH and MINDSPEED_LLM_PATH; the last two may name several, in the
-same order. MindSpeed-LLM 26.1.0 imports peft, which is not in this environment.
+same order. What MindSpeed-LLM imports and this environment lacks (peft) gets the rehearsal's stand-ins.
 """
 
 import json
