@@ -71,8 +71,8 @@ def test_weights_are_converted_at_a_start_and_for_a_resume_only_where_its_refere
         down = weights["model.layers.1.mlp.down_proj.weight"].chunk(2, dim=1)[rank]
         assert torch.equal(state["decoder.layers.1.mlp.linear_fc2.weight"].float(), down)
     for iteration in (2, 4) if back else ():
-        (file,) = (save / f"mg2hf_iteration{iteration}").glob("*.safetensors")
-        assert load_file(file).keys() == weights.keys()
+        shards = (save / f"mg2hf_iteration{iteration}").glob("*.safetensors")
+        assert {name for file in shards for name in load_file(file)} == set(weights)
 
     for gone in (False, True):
         shutil.rmtree(save / "iter_0000004")
