@@ -97,8 +97,9 @@ def interrupted(args: Any) -> str:
 
 def _end_when_interrupted(heard: socket.socket) -> None:
     """A main thread that waits in a library, for a rank that has ended by the same signal, never comes to raise
-    KeyboardInterrupt: the line is said, and the process ended, from here. heard: gives the numbers of signals."""
-    while heard.recv(1)[0] != signal.SIGINT:
+    KeyboardInterrupt: the line is said, and the process ended, from here, unless the user's code handles the signal.
+    heard: gives the numbers of signals."""
+    while heard.recv(1)[0] != signal.SIGINT or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         pass
     time.sleep(INTERRUPT_SECONDS)
     _say_interrupted()
