@@ -10,8 +10,8 @@ that the wire, not the shared cores, decides. The work grows with the nodes (wea
 each puts `--groups` groups of 8 responses, and reads an equal contiguous share of every state. Arms, all of them the
 real dock:
 
-    central-padded   all rows in the warehouse of node 0, columns padded to the longest row
-    hash-padded      a warehouse a node, groups placed by hash, padded: the paper's transfer dock
+    central-padded   all rows in the warehouse of node 0, columns padded to the longest row: the paper's Eq. 2
+    hash-padded      a warehouse a node, groups placed by hash, padded: the paper's transfer dock, Eq. 4
     local-packed     a warehouse a node, packed, rows placed where they are read: this project's default
 
 Namespaces need root and iproute2; nothing of the machine's own network is touched.

@@ -1,4 +1,4 @@
-"""The import rule of the package, as a table: which room may import which, and which libraries a room may touch.
+"""The import rule of the package, as a table: which folder may import which, and which libraries.
 
 Walks the syntax trees: imports inside functions count too, imports under TYPE_CHECKING only for cycles.
 """
@@ -12,7 +12,7 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "mindspeed_rl_plugin"
 NAME = PACKAGE.name
 
-# Rooms from left to right; a room may import those to its left, never those in its own row or to the right.
+# Rows from the base up; a folder may import those in earlier rows, never those in its own row or a later one.
 # A module may stand in a row of its own (`reshard.plan`), else its folder's row counts.
 ORDER: tuple[tuple[str, ...], ...] = (
     ("__init__", "rows", "config", "environment", "device", "ranks"),
@@ -26,27 +26,14 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("adaptor",),
     ("__main__",),
 )
-# Rooms beside the row: who may import them, and what they may import.
+# Folders beside the row: who may import them, and what they may import.
 HOST_USERS = {"host", "launch", "adaptor", "__main__", "engine", "loop", "tools"}
 HOST_MAY = {"rows", "config", "environment", "device"}
 
-# library -> rooms that may import it (a module name narrows a room).
+# library -> folders that may import it (a module name narrows a folder).
 LIBRARIES: dict[str, set[str]] = {
-    "megatron": {
-        "launch",
-        "host",
-        "forward",
-        "stages",
-        "critic",
-        "update",
-        "reshard.layout",
-        "reshard.parallel",
-        "reshard.transfer",
-        "reshard.offload",
-        "adaptor",
-        "loop",
-        "tools",
-    },
+    "megatron": {"launch", "host", "forward", "stages", "critic", "update", "adaptor", "loop", "tools"}
+    | {f"reshard.{module}" for module in ("layout", "parallel", "transfer", "offload")},
     "mindspeed": {"launch", "host", "tools"},
     "mindspeed_llm": {"launch", "host", "tools"},
     "vllm": {"engine", "host"},
@@ -54,7 +41,7 @@ LIBRARIES: dict[str, set[str]] = {
     "ray": set(),
     "torch_npu": {"device", "host"},
 }
-# Rooms that may read or set the process environment.
+# Folders that may read or set the process environment.
 ENVIRONMENT = {"environment", "device", "host", "tools"}
 # Libraries that are slow or that patch things when imported: never at the top of a module.
 LAZY = {"vllm", "vllm_ascend", "mindspeed", "mindspeed_llm", "torch_npu"}
@@ -90,14 +77,14 @@ def imports(tree, name, types=False):
             if base == NAME:
                 yield from ((f"{NAME}.{alias.name}", id(node) in top) for alias in node.names)
             elif base.startswith(NAME + "."):
-                # `from room import module` names the module; a function's name is harmless here.
+                # `from folder import module` names the module; a function's name is harmless here.
                 yield from ((f"{base}.{alias.name}", id(node) in top) for alias in node.names)
             else:
                 yield base, id(node) in top
 
 
 def row_of(name):
-    """Row of a module: its own, else its room's; None for a room that the table lacks."""
+    """Row of a module: its own, else its folder's; None for a folder that the table lacks."""
     parts = name.split(".")
     for length in (2, 1):
         key = ".".join(parts[:length])
@@ -109,12 +96,12 @@ def row_of(name):
 
 def allowed(name, imported):
     """Whether module `name` may import `imported`, both dotted names inside the package."""
-    room, other = name.split(".")[0], imported.split(".")[0]
-    if room == other:
-        return row_of(imported) is None or row_of(name) is None or row_of(imported) <= row_of(name) or name == room
+    folder, other = name.split(".")[0], imported.split(".")[0]
+    if folder == other:
+        return row_of(imported) is None or row_of(name) is None or row_of(imported) <= row_of(name) or name == folder
     if other == "host":
-        return room in HOST_USERS
-    if room == "host":
+        return folder in HOST_USERS
+    if folder == "host":
         return other in HOST_MAY
     here, there = row_of(name), row_of(imported)
     if here == 0:
@@ -126,18 +113,18 @@ def violations():
     problems = []
     for name, path in modules():
         tree = ast.parse(path.read_text(), filename=str(path))
-        room, two = name.split(".")[0], ".".join(name.split(".")[:2])
+        folder, two = name.split(".")[0], ".".join(name.split(".")[:2])
         for target, top in imports(tree, name):
             first = target.split(".")[0]
             if first == NAME:
                 inside = target.removeprefix(NAME).lstrip(".")
                 if inside and not allowed(name, inside):
                     problems.append(f"{name} imports {inside}")
-            elif first in LIBRARIES and not {room, two} & LIBRARIES[first]:
+            elif first in LIBRARIES and not {folder, two} & LIBRARIES[first]:
                 problems.append(f"{name} imports {target}")
             if first in LAZY and top:
                 problems.append(f"{name} imports {target} at its top level")
-        problems += [f"{name} {use}" for use in environment_uses(tree) if room not in ENVIRONMENT]
+        problems += [f"{name} {use}" for use in environment_uses(tree) if folder not in ENVIRONMENT]
     return problems
 
 
@@ -168,7 +155,7 @@ def test_the_page_draws_the_table():
     assert f"```text\n{drawing}\n```" in (PACKAGE.parent / "docs" / "development.md").read_text(), drawing
 
 
-def test_every_room_is_in_the_table():
+def test_every_folder_is_in_the_table():
     known = {entry.split(".")[0] for row in ORDER for entry in row} | {"host"}
     assert {name.split(".")[0] for name, _ in modules()} <= known
 

@@ -52,32 +52,32 @@ def routing_problems(args: Namespace, shape: ModelShape) -> Iterator[str]:
     for kind in _balancing(args):
         if kind not in _BALANCING:
             known = ", ".join(_BALANCING)
-            yield f"moe_router_load_balancing_type is {kind!r}: the engine takes the top k; known: {known}"
+            yield f"--moe-router-load-balancing-type {kind}: the engine takes the top k; give {known}"
         elif kind in _SOFTMAX_ONLY and score != "softmax":
-            yield f"moe_router_load_balancing_type is {kind!r}: it ignores moe_router_score_function {score!r}"
+            yield f"--moe-router-load-balancing-type {kind}: --moe-router-score-function {score} is ignored; leave it out"
     if (getattr(args, "num_experts", 0) or 0) < (getattr(args, "moe_router_topk", None) or 1):
-        yield f"moe_router_topk is {args.moe_router_topk}: there are {args.num_experts} experts"
+        yield f"--moe-router-topk {args.moe_router_topk}: there are {args.num_experts} experts; give fewer"
     router, family, routing = shape.table.router, shape.family, _routing(args)
     if score != router.score:
-        yield f"moe_router_score_function is {score!r}: family {family} has {router.score}"
+        yield f"--moe-router-score-function {score}: family {family} has {router.score}; give it"
     if bool(getattr(args, "moe_router_enable_expert_bias", False)) != router.bias:
         verb = "needs" if router.bias else "has no bias of the router; drop"
         yield f"family {family} {verb} --moe-router-enable-expert-bias"
     if router.score == "sigmoid" and args.moe_router_topk == 1:
-        yield "moe_router_topk is 1: with one expert per token, trainer and engine weigh it differently"
+        yield "--moe-router-topk 1: with one expert per token, trainer and engine weigh it differently; give more"
     if not router.scaled and (scaling := routing["routed_scaling_factor"]) != 1.0:
-        yield f"moe_router_topk_scaling_factor is {scaling}: family {family} does not scale"
+        yield f"--moe-router-topk-scaling-factor {scaling}: family {family} does not scale; leave it out"
     n, groups = routing["n_group"], routing["topk_group"]
     if router.grouped and n > 1 and args.moe_router_topk // groups != 2:
         yield (
-            f"moe_router_group_topk is {groups}: the engine ranks groups by their two best experts, Megatron by"
+            f"--moe-router-group-topk {groups}: the engine ranks groups by their two best experts, Megatron by"
             f" {args.moe_router_topk} // {groups}; give half of --moe-router-topk"
         )
     if not router.grouped and n > 1:
-        yield f"moe_router_num_groups is {n}: family {family} has no groups of experts"
+        yield f"--moe-router-num-groups {n}: family {family} has no groups of experts; leave it out"
     rope, scale = getattr(args, "rope_type", None), getattr(args, "rotary_scaling_factor", 1.0)
     if shape.table.mla and rope == "rope" and scale != 1.0 and getattr(args, "mscale_all_dim", 0.0):
-        yield f"rotary_scaling_factor is {scale}: with --rope-type rope it scales attention only; leave it out"
+        yield f"--rotary-scaling-factor {scale}: with --rope-type rope it scales attention only; leave it out"
     for name, value in (shape.table.hf.fixed | shape.table.hf.code).items():
         if routing.get(name, value) != value:
             yield (
@@ -100,18 +100,18 @@ def _layer_problems(shape: ModelShape) -> Iterator[str]:
     """Layers without experts, and shared experts, that the family's config.json has no words for."""
     dense, table = shape.dense_layers, shape.table
     if dense and not table.hf.dense:
-        yield f"dense layers {list(dense)}: family {shape.family} has experts in every layer"
+        yield f"--moe-layer-freq with dense layers {list(dense)}: family {shape.family} has experts in every layer"
     if table.hf.dense == "first_k_dense_replace" and dense != tuple(range(len(dense))):
-        yield f"dense layers {list(dense)}: family {shape.family} has them before all others"
+        yield f"--moe-layer-freq with dense layers {list(dense)}: family {shape.family} has them before all others"
     counted = not table.hf.shared.endswith("size")
     if table.shared_experts and (not shape.shared_ffn or counted and shape.shared_ffn % shape.expert_ffn):
         yield (
-            f"moe_shared_expert_intermediate_size is {shape.shared_ffn}: family {shape.family} has whole shared experts"
+            f"--moe-shared-expert-intermediate-size {shape.shared_ffn}: family {shape.family} has whole shared experts"
             f" of --moe-ffn-hidden-size {shape.expert_ffn}; give a multiple of it"
         )
     if not table.shared_experts and shape.shared_ffn:
         yield (
-            f"moe_shared_expert_intermediate_size is {shape.shared_ffn}: family {shape.family} has no shared experts;"
+            f"--moe-shared-expert-intermediate-size {shape.shared_ffn}: family {shape.family} has no shared experts;"
             " leave it out"
         )
 

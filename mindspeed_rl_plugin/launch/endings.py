@@ -6,7 +6,12 @@ torchrun's own summary, the last lines of a job.
 
 from __future__ import annotations
 
+import os
+import signal
+import socket
 import sys
+import threading
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
@@ -17,6 +22,7 @@ from mindspeed_rl_plugin.launch import checkpoint_files as files
 from mindspeed_rl_plugin.launch.disk import full_disk
 
 LINES = 8  # of an error, beside its first
+INTERRUPT_SECONDS = 3.0  # that the main thread may take to hear of SIGINT; torchrun kills after 30
 
 
 class Refusal(ValueError):
@@ -36,6 +42,7 @@ def lines_of(error: ValueError) -> list[str]:
 
 _args: Any = None
 _reason = ""  # of an error that was reported already
+_interrupted = False  # whether that was said
 _show = sys.excepthook
 
 
@@ -44,6 +51,10 @@ def watch(args: Any) -> None:
     global _args
     _args = args
     sys.excepthook = _uncaught
+    heard, wakes = socket.socketpair()
+    wakes.setblocking(False)
+    signal.set_wakeup_fd(wakes.detach(), warn_on_full_buffer=False)
+    threading.Thread(target=_end_when_interrupted, args=(heard,), daemon=True).start()
 
 
 @contextmanager
@@ -84,11 +95,28 @@ def interrupted(args: Any) -> str:
     return f"[rl] interrupted in iteration {at}; {then} (to save at a stop: --exit-signal-handler, and send SIGTERM)"
 
 
+def _end_when_interrupted(heard: socket.socket) -> None:
+    """A main thread that waits in a library, for a rank that has ended by the same signal, never comes to raise
+    KeyboardInterrupt: the line is said, and the process ended, from here, unless the user's code handles the signal.
+    heard: gives the numbers of signals."""
+    while heard.recv(1)[0] != signal.SIGINT or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        pass
+    time.sleep(INTERRUPT_SECONDS)
+    _say_interrupted()
+    os._exit(128 + signal.SIGINT)
+
+
+def _say_interrupted() -> None:
+    """On the first rank, once."""
+    global _interrupted
+    if launch_env()["rank"] == 0 and not _interrupted:
+        _interrupted = True
+        _say(f"\n{interrupted(_args)}")  # other libraries leave lines without an end
+
+
 def _uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     if isinstance(error, KeyboardInterrupt):
-        if launch_env()["rank"] == 0:
-            _say(f"\n{interrupted(_args)}")  # other libraries leave lines without an end
-        return
+        return _say_interrupted()
     if isinstance(error, Refusal):
         _say(f"[rl] {error}")
         record_failure(str(error))

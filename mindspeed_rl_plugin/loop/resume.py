@@ -9,9 +9,7 @@ from mindspeed_rl_plugin.algorithms import Algorithm
 from mindspeed_rl_plugin.loop.arithmetic import Arithmetic
 from mindspeed_rl_plugin.loop.rollout_plan import of_epoch
 from mindspeed_rl_plugin.rows import Group
-
-# Columns of checkpoints before November 2026, and what they are now.
-RENAMED = {"kept": "valid", "times": "multiplicity", "weights": "weights_digest"}
+from mindspeed_rl_plugin.stages.table import RENAMED
 
 # Flags behind a column of the update that another algorithm may lack.
 _FLAGS = {

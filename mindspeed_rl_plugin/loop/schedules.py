@@ -102,9 +102,10 @@ class SyncSchedule:
                     stages.evaluation.run(done)
             sampling = self._sample()
         job.ranks.barrier("log-probs")
+        batches = plan.batches(job.topology.dp_rank)
         for forward in stages.passes:
             with clock(forward.spec.name):
-                forward.run(plan.batches(job.topology.dp_rank))
+                forward.run([i for ids in batches for i in ids], batches)
         with clock("advantage"):
             mine = plan.graded_by(job.topology.rank, plan.groups)
             stages.select.run(mine, plan.one_pass)

@@ -17,6 +17,10 @@ import torch
 from mindspeed_rl_plugin.monitor.run_files import atomic_write, dump_file, dump_files
 from mindspeed_rl_plugin.rows import FINISH, Column, Ragged, Rows, SampleId, unpack_json
 
+FIELDS = (
+    *SampleId._fields, "iteration", "prompt", "response", "answer", "reward", "reward_parts", "advantage",
+    "response_length", "finish", "version", "prompt_tokens", "response_tokens",
+)  # fmt: skip
 TOKEN_COLUMNS = ("loss_mask", "logp_rollout", "logp_old", "logp_ref", "advantages")
 
 

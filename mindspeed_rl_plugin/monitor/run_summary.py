@@ -10,16 +10,17 @@ from mindspeed_rl_plugin.monitor.run_files import read_events, read_metrics
 
 
 def summarize(run_dir: str | os.PathLike[str]) -> dict[str, Any]:
-    """accuracy_before, accuracy_after, iterations, tokens_per_second, logprob_diff_max and seconds of a run.
+    """accuracy_before, accuracy_after, reward_before, reward_after, iterations, tokens_per_second, logprob_diff_max
+    and seconds of a run.
 
     accuracy_*: greedy held-out accuracy of the first and the last evaluation; before is None without
-    any, after is None where there was only one. iterations: trained. tokens_per_second: median over
-    rollouts, per device. logprob_diff_max: largest |engine - trainer| log-prob of the run, nats.
-    seconds: spent in iterations and evaluations, start-up not counted. What was never measured is
-    None. Raises ValueError where the directory holds no metrics.
+    any, after is None where there was only one. reward_*: the mean reward there. iterations: trained.
+    tokens_per_second: median over rollouts, per device. logprob_diff_max: largest |engine - trainer|
+    log-prob of the run, nats. seconds: spent in iterations and evaluations, start-up not counted. What was
+    never measured is None. Raises ValueError where the directory holds no metrics.
     """
     rows = read_metrics(run_dir)
-    accuracy = column(rows, "eval/accuracy")
+    accuracy, reward = column(rows, "eval/accuracy"), column(rows, "eval/reward_mean")
     speed = column(rows, "tokens_per_second")
     seconds = column(rows, "seconds/iteration")
     differences = column(rows, "logp_diff/max")
@@ -28,6 +29,8 @@ def summarize(run_dir: str | os.PathLike[str]) -> dict[str, Any]:
     return {
         "accuracy_before": accuracy[0] if accuracy else None,
         "accuracy_after": accuracy[-1] if len(accuracy) > 1 else None,
+        "reward_before": reward[0] if reward else None,
+        "reward_after": reward[-1] if len(reward) > 1 else None,
         "iterations": max(trained, default=0),
         "tokens_per_second": statistics.median(speed) if speed else None,
         "logprob_diff_max": max(differences, default=None),

@@ -141,7 +141,7 @@ class Parallel:
         """The layout that Megatron's validated arguments describe. Raises ValueError for what it cannot express."""
         schedule = getattr(args, "schedules_method", None)
         if schedule:
-            raise ValueError(f"schedules_method is {schedule!r}: this placement of layers is not supported")
+            raise ValueError(f"--schedules-method {schedule}: its placement of layers is not supported; leave it out")
         layout = getattr(args, "pipeline_model_parallel_layout", None)
         listed = getattr(args, "num_layer_list", None)
         spread = spread_experts(args)

@@ -64,16 +64,13 @@ class TokenPass(Stage):
         super().__init__(spec, dock, deadline)
         self.forward, self.writer, self.weights = forward, writer, weights
 
-    def run(self, batches: Sequence[Sequence[SampleId]]) -> None:
-        """Fill the column for the rows of these micro-batches. Collective over the model parallel ranks."""
-        lease = self.lease([i for ids in batches for i in ids])
+    def compute(self, rows: Rows, batches: Sequence[Sequence[SampleId]]) -> Rows | None:
+        """The column for the rows of these micro-batches. Collective over the model parallel ranks."""
         with self.weights():
-            parts = self.forward([lease.rows.select(ids) for ids in batches])
-        rows = None
-        if self.writer:
-            column = Ragged.from_rows([row for part in parts for row in part.rows()])
-            rows = Rows(lease.rows.ids, {self.spec.name: column})
-        self.commit(lease, rows)
+            parts = self.forward([rows.select(ids) for ids in batches])
+        if not self.writer:
+            return None
+        return Rows(rows.ids, {self.spec.name: Ragged.from_rows([row for part in parts for row in part.rows()])})
 
 
 def compute_logps(

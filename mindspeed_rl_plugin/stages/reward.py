@@ -11,6 +11,8 @@ from mindspeed_rl_plugin.reward import GradeItem, RewardPool
 from mindspeed_rl_plugin.rows import Rows, unpack_json
 from mindspeed_rl_plugin.stages.stage import Stage, StageSpec
 
+REWARD = ColumnSpec("reward", torch.float32, "sample", ragged=False)
+
 
 def spec(graders: int) -> StageSpec:
     """graders: number of rewards, the width of `reward_parts`."""
@@ -18,7 +20,7 @@ def spec(graders: int) -> StageSpec:
         "reward",
         reads=("tokens", "loss_mask", "meta"),
         writes=(
-            ColumnSpec("reward", torch.float32, "sample", ragged=False),
+            REWARD,
             ColumnSpec("reward_parts", torch.float32, "sample", ragged=False, trailing=(graders,)),
             ColumnSpec("graded", torch.int8, "sample", ragged=False),  # 0: a grader failed and the sample is dropped
             ColumnSpec("grader_error", torch.int8, "sample", ragged=False),  # 1: a grader failed

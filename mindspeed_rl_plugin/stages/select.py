@@ -21,17 +21,17 @@ from mindspeed_rl_plugin.forward import Step
 from mindspeed_rl_plugin.rows import Group, Rows
 from mindspeed_rl_plugin.stages.stage import Stage, StageSpec
 
+VALID = ColumnSpec("valid", torch.int8, "sample", ragged=False)  # 0: trained nowhere, counted in no denominator
 PLAIN_ROUNDS = 5  # rounds without dynamic sampling: a further one only where graders leave a step nothing to train on
 
 
 def spec(algorithm: Algorithm, reads_valid: bool = False) -> StageSpec:
     """reads_valid: whether a user's stage before it has a say in what counts."""
-    valid = ColumnSpec("valid", torch.int8, "sample", ragged=False)  # 0: trained nowhere, counted in no denominator
     multiplicity = ColumnSpec("multiplicity", torch.int32, "sample", ragged=False)  # how often filtration took it
     return StageSpec(
         "select",
         reads=("reward", "graded", *(("valid",) if reads_valid else ())),
-        writes=(valid, multiplicity) if algorithm.filters else (valid,),
+        writes=(VALID, multiplicity) if algorithm.filters else (VALID,),
         unit="group",
         resource="cpu",
     )

@@ -9,12 +9,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from mindspeed_rl_plugin.algorithms import Algorithm
+from mindspeed_rl_plugin.monitor.dump import FIELDS
 from mindspeed_rl_plugin.stages import advantages, generate, logprobs, measure, pairs, prompts, reward, select, update
 from mindspeed_rl_plugin.stages.stage import StageSpec, resolved
 from mindspeed_rl_plugin.stages.user import WRITABLE
 
-# What the stages behind a user's write under some algorithm; dumps and metrics know these columns by name.
-LATER = {"multiplicity", "logp_old", "logp_ref", "values", "advantage", "advantages", "returns"}
+# Columns of checkpoints before November 2026 -> what they are now.
+RENAMED = {"kept": "valid", "times": "multiplicity", "weights": "weights_digest"}
+# What the stages behind a user's write under some algorithm, and what dumps and old checkpoints know by these names.
+TAKEN = {"multiplicity", "logp_old", "logp_ref", "values", "advantage", "advantages", "returns", *FIELDS, *RENAMED}
 
 
 def stage_table(
@@ -40,10 +43,10 @@ def stage_table(
         others = [other for other in specs if other is not spec]
         if spec.name in {other.name for other in others}:
             raise ValueError(f"--rl-stage: two stages are named {spec.name!r}; give yours another `name`")
-        theirs = LATER.union(*(other.written for other in others)) - WRITABLE.keys()
+        theirs = TAKEN.union(*(other.written for other in others)) - WRITABLE.keys()
         if taken := theirs.intersection(spec.written):
             raise ValueError(
-                f"--rl-stage {spec.name} writes {', '.join(sorted(taken))}, as another stage does; it may write "
-                "reward, valid and columns of its own"
+                f"--rl-stage {spec.name} writes {', '.join(sorted(taken))}, a name of the plugin or of another stage; "
+                "it may write reward, valid and columns of its own, under other names"
             )
     return resolved(specs)

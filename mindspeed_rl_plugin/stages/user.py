@@ -17,13 +17,10 @@ from mindspeed_rl_plugin.dock import ColumnSpec, Dock, from_tensordict, to_tenso
 from mindspeed_rl_plugin.reward.calling import load_function
 from mindspeed_rl_plugin.reward.worker import describe
 from mindspeed_rl_plugin.rows import Completion, GenerateRequest, Prompt, Ragged, Rows, SampleId, Sampling
-from mindspeed_rl_plugin.stages import generate, prompts, reward
+from mindspeed_rl_plugin.stages import generate, prompts, reward, select
 from mindspeed_rl_plugin.stages.stage import Stage, StageSpec
 
-WRITABLE = {
-    "reward": ColumnSpec("reward", torch.float32, "sample", ragged=False),
-    "valid": ColumnSpec("valid", torch.int8, "sample", ragged=False),
-}
+WRITABLE = {column.name: column for column in (reward.REWARD, select.VALID)}
 # What a user's code may raise at the start.
 RAISED = (
     ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, NameError, OSError, RuntimeError,
@@ -118,7 +115,8 @@ class UserStage(Stage):
         """What the user's `compute` gives for these rows. Raises ValueError where that does not fit its declaration."""
         if not len(rows):
             return None
-        given = self.instance.compute(to_tensordict(rows))
+        if (given := self.instance.compute(to_tensordict(rows))) is None:
+            raise ValueError(f"--rl-stage {self.spec.name}: compute returned None; return a TensorDict")
         given["ids"] = torch.tensor(rows.ids, dtype=torch.int64).reshape(-1, 3)
         written = from_tensordict(given)
         lacking = [c.name for c in self.spec.writes if c.name not in written.columns]

@@ -15,7 +15,7 @@ from mindspeed_rl_plugin import environment
 from mindspeed_rl_plugin.launch import checkpoint_files, disk, endings
 
 PROCESS = """
-import io, sys, types
+import hashlib, io, os, signal, sys, threading, types
 from mindspeed_rl_plugin.launch import endings
 
 class OfTheUser(Exception):
@@ -30,6 +30,10 @@ if kind == "refused":
         raise ValueError("--flag 3: too much")
 if kind == "interrupted":
     raise KeyboardInterrupt
+if kind == "stuck":  # in C, where no exception is raised
+    endings.INTERRUPT_SECONDS = 0.1
+    threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
+    hashlib.pbkdf2_hmac("sha256", b"", b"", 10**9)
 with endings.stopping():
     raise OfTheUser("the grader\\nreturned nan")
 """
@@ -63,9 +67,10 @@ def test_a_refusal_is_its_message_alone_an_error_keeps_its_traceback_and_torchru
 
 
 def test_an_interrupted_run_is_one_line_of_the_first_rank(ending, tmp_path, monkeypatch, capsys):
-    done = ending("interrupted")
-    assert done.code != 0 and done.err.startswith("\n[rl] interrupted in iteration 7; no checkpoint was saved")
-    assert len(done.err.split("\n")) == 3 and done.reason is None
+    for kind in ("interrupted", "stuck"):
+        done = ending(kind)
+        assert done.code != 0 and done.err.startswith("\n[rl] interrupted in iteration 7; no checkpoint was saved")
+        assert len(done.err.split("\n")) == 3 and done.reason is None
     (tmp_path / checkpoint_files.TRACKER).write_text("5")
     line = endings.interrupted(SimpleNamespace(save=str(tmp_path), curr_iteration=6))
     assert f"the last checkpoint is of iteration 5 in {tmp_path}" in line

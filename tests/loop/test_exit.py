@@ -94,9 +94,11 @@ def test_an_error_on_one_rank_ends_the_job_with_its_message(job, nothing_left, t
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("rank", "how"), [(None, signal.SIGTERM), (0, signal.SIGKILL)], ids=["SIGTERM", "SIGKILL"])
+@pytest.mark.parametrize(("rank", "how"), [(None, "SIGTERM"), (None, "SIGINT"), (0, "SIGKILL")])
 def test_a_job_that_is_killed_leaves_nothing_behind(job, nothing_left, rank, how):
-    """SIGTERM comes to the launcher, which passes it on."""
+    """SIGTERM and SIGINT come to the launcher, which passes them on."""
     killed = job("--train-iters", "50", "--rl-generate-tp", "2", cold=True)
-    killed.kill_after(2, "reshard", rank=rank, how=how)
+    log = killed.kill_after(2, "reshard", rank=rank, how=getattr(signal, how)).log
+    if how == "SIGINT":
+        assert log.count("[rl] interrupted in iteration 2") == 1 and "]: Traceback" not in log
     nothing_left()

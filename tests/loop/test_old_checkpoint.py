@@ -18,11 +18,11 @@ from mindspeed_rl_plugin.algorithms import resolve
 from mindspeed_rl_plugin.config import AlgorithmConfig
 from mindspeed_rl_plugin.dock import make_docks
 from mindspeed_rl_plugin.launch import checkpoint_files as files
-from mindspeed_rl_plugin.loop.resume import RENAMED, check_columns, choices, renamed
+from mindspeed_rl_plugin.loop.resume import check_columns, choices, renamed
 from mindspeed_rl_plugin.rows import Ragged, SampleId
 from mindspeed_rl_plugin.stages import update
 from mindspeed_rl_plugin.stages.stage import columns_of, states_of
-from mindspeed_rl_plugin.stages.table import stage_table
+from mindspeed_rl_plugin.stages.table import RENAMED, stage_table
 
 DATA = Path(__file__).with_name("data")
 ITERATION = {"dapo": 3, "pf-ppo": 1}

@@ -47,6 +47,8 @@ def test_modes_under_late_copies_and_poison(job, tmp_path, mode):
     script = tmp_path / "hostile.py"
     script.write_text(HOSTILE)
     layout = ("--tensor-model-parallel-size", "2", "--rl-generate-tp", "1", "--rl-swap", "params,grads,optimizer")
+    # Weights as large as a trained model's, where another rotary embedding shows.
+    layout += ("--init-method-std", "0.1", "--rotary-base", "1000000", "--norm-epsilon", "1e-6")
     more = ("--rl-verify-weights", "--rl-reshard", mode, "--rl-reshard-bucket-mb", "1", "--rl-old-logprobs", "auto")
     result = job("--train-iters", "4", "--rl-temperature", "0.8", *more, *layout, script=script).run()
     result.check_agreement(4)

@@ -222,8 +222,8 @@ def test_summary_of_a_run(run_builder, tmp_path):
 
 def test_summary_says_none_for_what_was_never_measured(tmp_path):
     monitor = monitor_in(tmp_path)
-    monitor.log_eval(0, {"accuracy": 0.5})
+    monitor.log_eval(0, {"accuracy": 0.5, "reward_mean": 0.25})
     assert summarize(tmp_path) == {
-        "accuracy_before": 0.5, "accuracy_after": None, "iterations": 0,
+        "accuracy_before": 0.5, "accuracy_after": None, "reward_before": 0.25, "reward_after": None, "iterations": 0,
         "tokens_per_second": None, "logprob_diff_max": None, "seconds": None,
     }  # fmt: skip

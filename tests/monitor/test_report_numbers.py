@@ -116,8 +116,15 @@ def test_headline_of_a_run(run_builder, tmp_path):
     tiles = {t["label"]: t["value"] for t in data["tiles"]}
     accuracy = [r["eval/accuracy"] for r in read_metrics(run) if "eval/accuracy" in r]
     assert tiles["Held-out accuracy"] == f"{accuracy[0]:.1%} → {accuracy[-1]:.1%}"
-    assert tiles["Iterations"] == "20"
-    one = {"accuracy_before": 0.5, "accuracy_after": None, "iterations": 0, "seconds": None}
+    assert tiles["Iterations"] == "20" and re.fullmatch(r"-?\d\.\d{3} → -?\d\.\d{3}", tiles["Held-out reward"])
+    one = {
+        "reward_before": None,
+        "reward_after": None,
+        "accuracy_before": 0.5,
+        "accuracy_after": None,
+        "iterations": 0,
+        "seconds": None,
+    }
     one |= {"tokens_per_second": None, "logprob_diff_max": None}
     assert headline([{"iteration": 0}], {}, one)[0]["value"] == "50.0%"
 

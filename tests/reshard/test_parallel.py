@@ -64,7 +64,7 @@ def test_parallel_from_arguments():
     args.pipeline_model_parallel_layout = "Et|tt|ttt|tttL"
     assert Parallel.from_megatron_args(args).chunk_sizes(9) == (1, 2, 3, 3)
     args.schedules_method = "dualpipev"
-    with pytest.raises(ValueError, match="schedules_method is 'dualpipev'"):
+    with pytest.raises(ValueError, match="--schedules-method dualpipev"):
         Parallel.from_megatron_args(args)
 
 

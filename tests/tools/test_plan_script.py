@@ -191,7 +191,7 @@ def test_a_plan_of_what_a_run_refuses(planned):
         ("--hidden-size --swiglu", "--hidden-size has no value; is a variable of the shell empty"),
         ("--num-layers 0", "--num-layers 0: give at least 1"),
         (f"{DENSE} --noop-layers 99", "--noop-layers 99: give numbers from 0 to"),
-        (f"{DENSE} --schedules-method dualpipev", "schedules_method is 'dualpipev'"),
+        (f"{DENSE} --schedules-method dualpipev", "--schedules-method dualpipev"),
         (f"{DENSE} --rotary-percent 0.5", "--rotary-percent 0.5"),
         (f"{DENSE} --use-megatron-fsdp", "--use-megatron-fsdp"),
         (f"{DENSE} --window-size (128,0)", r"--window-size \(128,0\)"),

@@ -74,6 +74,9 @@ def headline(rows: list[Row], run: Row, summary: Row) -> list[dict[str, str]]:
         tile("Held-out accuracy", f"{before:.1%} → {after:.1%}", "greedy, first and last evaluation")
     elif before is not None:
         tile("Held-out accuracy", f"{before:.1%}", "greedy, one evaluation so far")
+    if summary["reward_before"] is not None:
+        held_out = (summary[f"reward_{when}"] for when in ("before", "after"))
+        tile("Held-out reward", " → ".join(f"{r:.3f}" for r in held_out if r is not None), "mean of evaluations")
     rewards = column(rows, "reward/mean")
     if len(rewards) == 1:
         tile("Reward", f"{rewards[0]:.3f}", "mean of the one rollout so far")
