@@ -54,7 +54,7 @@ def routing_problems(args: Namespace, shape: ModelShape) -> Iterator[str]:
             known = ", ".join(_BALANCING)
             yield f"--moe-router-load-balancing-type {kind}: the engine takes the top k; give {known}"
         elif kind in _SOFTMAX_ONLY and score != "softmax":
-            yield f"--moe-router-load-balancing-type {kind}: --moe-router-score-function {score} is ignored; leave it out"
+            yield f"--moe-router-load-balancing-type {kind}: ignores --moe-router-score-function {score}; give softmax"
     if (getattr(args, "num_experts", 0) or 0) < (getattr(args, "moe_router_topk", None) or 1):
         yield f"--moe-router-topk {args.moe_router_topk}: there are {args.num_experts} experts; give fewer"
     router, family, routing = shape.table.router, shape.family, _routing(args)
