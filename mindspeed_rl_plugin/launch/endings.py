@@ -42,7 +42,7 @@ def lines_of(error: ValueError) -> list[str]:
 
 _args: Any = None
 _reason = ""  # of an error that was reported already
-_interrupted = False  # whether that was said
+_interrupted = False  # whether the main thread has heard of it
 _show = sys.excepthook
 
 
@@ -102,15 +102,16 @@ def _end_when_interrupted(heard: socket.socket) -> None:
     while heard.recv(1)[0] != signal.SIGINT or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         pass
     time.sleep(INTERRUPT_SECONDS)
-    _say_interrupted()
-    os._exit(128 + signal.SIGINT)
+    if not _interrupted:
+        _say_interrupted()
+        os._exit(128 + signal.SIGINT)
 
 
 def _say_interrupted() -> None:
-    """On the first rank, once."""
+    """On the first rank."""
     global _interrupted
-    if launch_env()["rank"] == 0 and not _interrupted:
-        _interrupted = True
+    _interrupted = True
+    if launch_env()["rank"] == 0:
         _say(f"\n{interrupted(_args)}")  # other libraries leave lines without an end
 
 

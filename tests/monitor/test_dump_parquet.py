@@ -7,7 +7,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from mindspeed_rl_plugin.monitor.dump import discard_dumps_after, dump_rollout, read_rollout
+from mindspeed_rl_plugin.monitor.dump import FIELDS, TOKEN_COLUMNS, discard_dumps_after, dump_rollout, read_rollout
 from mindspeed_rl_plugin.monitor.run_files import check_dumps, claim_dumps, dump_files, write_json
 from mindspeed_rl_plugin.rows import Ragged, Rows, SampleId, pack_json
 
@@ -39,10 +39,11 @@ def test_one_row_a_sample_in_words_and_numbers(rows_builder, tmp_path):
     assert (row["epoch"], row["group"], row["member"], row["iteration"]) == (0, 1, 1, 1)
     assert row["prompt"] + row["response"] == decode(tokens) and row["prompt"].startswith("What is")
     assert row["response_length"] == sum(mask) == len(row["logp_rollout"]) == len(row["advantages"])
-    assert row["reward"] == rows["reward"][5] and row["reward_parts"] == rows["reward_parts"][5].tolist()
+    assert (row["reward"], row["reward_parts"]) == (rows["reward"][5], rows["reward_parts"][5].tolist())
     assert row["advantage"] == pytest.approx(float(rows["advantages"].row(5)[-1]))
     assert row["finish"] == ("length" if rows["finish"][5] else "stop") and row["version"] == 0
-    assert json.loads(table.schema.metadata[b"graders"]) == ["math", "format"]
+    names, graders = {*table.column_names} - {*TOKEN_COLUMNS}, table.schema.metadata[b"graders"]
+    assert names == {*FIELDS} and json.loads(graders) == ["math", "format"]
 
 
 def test_half_a_surrogate_pair_and_no_response(rows_builder, tmp_path):
