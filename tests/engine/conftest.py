@@ -178,7 +178,7 @@ def make_engine(fake_vllm: FakeVllm, monkeypatch: pytest.MonkeyPatch) -> Callabl
         monkeypatch.setattr(vllm_api, "sampling_params", lambda sampling, eos, seed: (sampling, eos, seed))
         monkeypatch.setattr(vllm_api, "refresh_derived", lambda engine: fake_vllm.refreshed.append(engine))
         monkeypatch.setattr(vllm_api, "model", lambda engine: torch.nn.Module())
-        monkeypatch.setattr(vllm_api, "weights_pool", lambda kind: [range(1)])
+        monkeypatch.setattr(vllm_api, "weights_pool", lambda kind: [range(1, 2)])  # no tensor: those on meta lie at 0
         monkeypatch.setattr(vllm_api, "teardown", lambda engine: fake_vllm.calls.append("teardown"))
         device = Device("cuda")
         monkeypatch.setattr(Device, "api", property(lambda self: fake_vllm.api))
