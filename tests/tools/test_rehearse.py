@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from mindspeed_rl_plugin.engine.engine_sizes import CPU_LATENT_SIZE
 from mindspeed_rl_plugin.launch import conversion
 from mindspeed_rl_plugin.launch.start_decision import decide
 from mindspeed_rl_plugin.tools.rehearse import absent_modules, outcome
@@ -181,6 +182,14 @@ def test_layers_that_do_nothing_and_split_projections_stay(virtual):
     each = flags.number("--num-layers-per-virtual-pipeline-stage", layers // pp)
     assert flags.number("--noop-layers", 0) == layers - 1 and each == 2 and layers % (pp * each) == 0
     assert layers // (pp * each) == (2 if virtual else 1) and "--mla-mm-split" in flags
+
+
+def test_latent_attention_keeps_the_size_that_an_engine_on_a_cpu_has():
+    argv = "--q-lora-rank 1536 --kv-lora-rank 512 --qk-pos-emb-head-dim 64"
+    flags = Flags.parse(argv.split())
+    shrink(flags, 2)
+    kept = sum(flags.number(f"--{name}", 0) for name in ("kv-lora-rank", "qk-pos-emb-head-dim"))
+    assert kept == CPU_LATENT_SIZE and flags.number("--q-lora-rank", 0) == 64
 
 
 def test_a_refusal_is_shown_without_its_traceback():
