@@ -5,8 +5,10 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from mindspeed_rl_plugin.launch.checkpoint_files import TRACKER
 from mindspeed_rl_plugin.tools.rehearse.absent_modules import STANDIN
 from mindspeed_rl_plugin.tools.rehearse.capture import Done, Launch
 from mindspeed_rl_plugin.tools.rehearse.command_line import Flags
@@ -23,6 +25,36 @@ _ERROR = re.compile(r"[\w.]*(Error|Exception)(:|$)|.*: error: ")
 _MISSING = re.compile(r"ModuleNotFoundError: No module named '([\w.]+)'")
 _FRAME = re.compile(r'\s*File "([^<"][^"]*)", line (\d+)')
 _OWNERS = {"mindspeed_llm": "MindSpeed-LLM", "mindspeed": "MindSpeed", "megatron": "Megatron"}  # by package
+
+
+@dataclass
+class Facts:
+    """A rehearsal for a program. shown: what ran, of iteration, evaluation, dump, save, resume and conversion; removed:
+    flags that were taken out, so not shown; modules: Python modules with a stand-in; seconds: of each process; failed:
+    the lines that say why it ended early."""
+
+    shown: list[str] = field(default_factory=list)
+    removed: list[str] = field(default_factory=list)
+    modules: list[str] = field(default_factory=list)
+    seconds: dict[str, float] = field(default_factory=dict)
+    failed: list[str] = field(default_factory=list)
+
+
+def shown(name: str, lines: Iterable[str], flags: Flags) -> list[str]:
+    """What the process `name`, of `training` and `resume`, has done, by its lines and the files that it left."""
+    rounds, held_out = ([line for line in lines if kind.match(line)] for kind in (_RL_ITERATION, _EVALUATION))
+    if name == "resume":
+        return ["resume"] if any(line.startswith("rl 2/") for line in rounds) else []
+    files = {flag: Path(flags.get(flag) or "/nowhere") for flag in ("--rl-dump-dir", "--save")}
+    what = {"iteration": rounds, "evaluation": held_out, "dump": any(files["--rl-dump-dir"].glob("**/*.parquet"))}
+    return [each for each, seen in (what | {"save": (files["--save"] / TRACKER).exists()}).items() if seen]
+
+
+def removed(flags: Flags) -> list[str]:
+    """Flags of the script that are not rehearsed: taken out, with nothing generated in their place, or whose split is
+    left out for want of ranks."""
+    gone = [c for c in flags.changes if c.old is not None and not c.why.startswith(("here: ", "nothing is reported"))]
+    return [c.flag for c in gone if c.new is None or (c.new == "1" and "-parallel-size" in c.flag)]
 
 
 def changes(title: str, flags: Flags, scratch: Path) -> str:

@@ -16,11 +16,12 @@ MINDSPEED_LLM_PATH name checkouts that are not installed.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shutil
 import sys
 import tempfile
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from mindspeed_rl_plugin.tools.rehearse import absent_modules, accept, outcome
@@ -38,14 +39,18 @@ def main(argv: list[str]) -> int:
     at = argv.index("--") if "--" in argv else len(argv)
     options = _parser().parse_args(argv[:at])
     scratch = Path(tempfile.mkdtemp(prefix="rehearse-"))
+    facts = outcome.Facts()
     try:
         if options.ranks < 1 or options.ranks & (options.ranks - 1):
             raise ValueError(f"--ranks {options.ranks}: give a power of two")
-        return 0 if _rehearse(options, argv[at + 1 :], scratch) else 1
+        return 0 if _rehearse(options, argv[at + 1 :], scratch, facts) else 1
     except ValueError as error:
+        facts.failed = [str(error)]
         print(f"rehearse: {error}", file=sys.stderr)
         return 1
     finally:
+        if options.json:
+            options.json.write_text(json.dumps(asdict(facts)).replace(str(scratch), "SCRATCH"))
         if options.keep:
             _say(f"logs, checkpoints and generated files are in {scratch}")
         else:
@@ -57,11 +62,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("script", type=Path, help="launch script (bash)")
     parser.add_argument("--ranks", type=int, default=2, help="processes to train on, a power of two (default: 2)")
     parser.add_argument("--timeout", type=float, default=600.0, help="limit of each step [seconds] (default: 600)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write there what was shown, removed and refused")
     parser.add_argument("--keep", action="store_true", help="keep logs, checkpoints and generated files")
     return parser
 
 
-def _rehearse(options: argparse.Namespace, added: list[str], scratch: Path) -> bool:
+def _rehearse(options: argparse.Namespace, added: list[str], scratch: Path, facts: outcome.Facts) -> bool:
     launch = capture(options.script.resolve(), scratch, options.timeout)
     entry = find_entry(launch, options.script, scratch)
     sizes = f"--nproc-per-node={launch.nproc} --nnodes={launch.nnodes}"
@@ -69,16 +75,17 @@ def _rehearse(options: argparse.Namespace, added: list[str], scratch: Path) -> b
     for note in filter(None, (entry.note, f"running {entry.script} on {entry.platform}")):
         _say(note)
     flags = Flags.parse([*launch.arguments, *added])
-    rehearsal = _Rehearsal(options, scratch, launch, entry, flags)
+    rehearsal = _Rehearsal(options, scratch, launch, entry, flags, facts)
     if not rehearsal.accepted():
         print(outcome.changes("\nreplaced before", flags, scratch))
         return False
     if entry.mindspeed:
         remove_unavailable(flags, mindspeed=True)
     shrink(flags, options.ranks)
+    facts.removed = outcome.removed(flags)
     trained = rehearsal.trained()
     print(outcome.changes("\nchanged arguments", flags, scratch), "\nnot exercised:", sep="\n")
-    missed = outcome.not_exercised(launch, entry, flags, options.ranks, rehearsal.absent)
+    missed = outcome.not_exercised(launch, entry, flags, options.ranks, facts.modules)
     print("\n".join(f"  - {line}" for line in missed))
     return trained
 
@@ -92,7 +99,7 @@ class _Rehearsal:
     launch: Launch
     entry: Entry
     flags: Flags
-    absent: set[str] = field(default_factory=set)  # Python modules that got a stand-in
+    facts: outcome.Facts
 
     def accepted(self) -> bool:
         """The arguments as written through parsers and validation, as rank 0 of the world as written."""
@@ -137,6 +144,7 @@ class _Rehearsal:
         done = self._train(name, flags)
         lines = outcome.iterations(done, "--rl-algorithm" in flags)
         trained = self._show(f"{what} on {self.options.ranks} ranks", done, bool(lines))
+        self.facts.shown += outcome.shown(name, lines, flags)
         print("\n".join(f"  {line}" for line in lines))
         return trained
 
@@ -164,8 +172,10 @@ class _Rehearsal:
         if done.ok and not reached:
             done.code = 1
         _say(f"{what}: {'ok' if done.ok else 'FAILED'} ({done.seconds:.0f} s)")
+        self.facts.seconds[done.name] = round(done.seconds, 1)
         if not done.ok:
-            print(outcome.tail(done))
+            print(failed := outcome.tail(done))
+            self.facts.failed = failed.splitlines()
         return done.ok
 
     def _train(self, name: str, flags: Flags, script: Path | None = None) -> Done:
@@ -181,7 +191,7 @@ class _Rehearsal:
         env |= {k: str(v) for k, v in more.items()}
         command, log = [sys.executable, *arguments], self.scratch / f"{name}.log"
         done = run(command, log, self.options.timeout, env=env, cwd=self.launch.cwd)
-        self.absent.update(outcome.absent_modules(done.lines))
+        self.facts.modules = sorted({*self.facts.modules, *outcome.absent_modules(done.lines)})
         return done
 
 
