@@ -140,7 +140,7 @@ def _short(script: str) -> str:
 
 def _cells(row: Row) -> str:
     if row.end == "refused":
-        return " ".join(line.strip(" -") for line in row.said[1:]).replace("|", "\\|")
+        return " ".join(line.removeprefix("  - ") for line in row.said[1:]).replace("|", "\\|")
     flags = " ".join(f"`{flag}`" for flag in row.removed)
     return " | ".join((", ".join(each for each in row.shown if each not in ALL), flags, " ".join(row.modules)))
 

@@ -2,7 +2,7 @@
 
 Four fifths of a short job are imports. A test whose subject is not the start of a process gets its ranks from here,
 through the stand-in for `python` that `client.py` is; the plugin's own modules, all but host mode and the hooks, are
-imported by each fork. Argument: the address of the socket.
+imported by each fork. Arguments: the address of the socket; modules to import, in the place of `PRELOADED`.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ PRELOADED = """
 """  # not vLLM's worker on CPU, whose import replaces torch's streams: in a job Megatron's are made before it
 
 
-def preload() -> dict[str, str]:
-    """Import everything; returns the variables that this set, as each start of a job would."""
+def preload(modules: list[str]) -> dict[str, str]:
+    """Import them; returns the variables that this set, as each start of a job would."""
     before = dict(os.environ)
-    for name in PRELOADED.split():
+    for name in modules:
         if name.startswith("vllm"):
             from mindspeed_rl_plugin.host.engine_env import prepare_engine_env
 
@@ -151,7 +151,7 @@ def run(words: list[str]) -> None:
 if __name__ == "__main__":
     extra = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     path = [entry for entry in sys.path[1:] if entry not in extra]
-    variables = preload()
+    variables = preload(sys.argv[2:] or PRELOADED.split())
     gc.collect()
     gc.freeze()
     become(Server(sys.argv[1]).serve(), variables, path)

@@ -165,7 +165,9 @@ class _Rehearsal:
         shutil.rmtree(load)
         tokenizer = ["--tokenizer", str(self.scratch / "tokenizer")]
         export = ["-m", "mindspeed_rl_plugin", "export", "--load", str(saved), "--out", str(load), *tokenizer]
-        return self._show("the Hugging Face model to convert, exported from it", self._run("export", export), True)
+        made = self._show("the Hugging Face model to convert, exported from it", self._run("export", export), True)
+        self.facts.shown += ["conversion"] if made else []
+        return made
 
     def _show(self, what: str, done: Done, reached: bool) -> bool:
         """Say how it went, with the end of the log where it failed. reached: whether a good end is believed."""
@@ -189,7 +191,8 @@ class _Rehearsal:
         path = os.pathsep.join(map(str, (*self.entry.path, ROOT)))
         env |= {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
         env |= {k: str(v) for k, v in more.items()}
-        command, log = [sys.executable, *arguments], self.scratch / f"{name}.log"
+        python = os.environ.get("PYTHON_EXEC", sys.executable)  # as torchrun does for its ranks
+        command, log = [python, *arguments], self.scratch / f"{name}.log"
         done = run(command, log, self.options.timeout, env=env, cwd=self.launch.cwd)
         self.facts.modules = sorted({*self.facts.modules, *outcome.absent_modules(done.lines)})
         return done

@@ -1,0 +1,145 @@
+"""The table of upstream's launch scripts: what a row is, which scripts are rehearsed, and one of them for real."""
+
+import importlib.util
+import json
+import os
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from mindspeed_rl_plugin.config.unbuilt import unbuilt_family
+from mindspeed_rl_plugin.tools.rehearse import outcome
+from mindspeed_rl_plugin.tools.rehearse.command_line import Flags
+
+SPEC = importlib.util.spec_from_file_location("launch_scripts", Path(__file__).with_name("launch_scripts.py"))
+scripts = importlib.util.module_from_spec(SPEC)
+sys.modules[SPEC.name] = scripts  # dataclasses look their module up
+SPEC.loader.exec_module(scripts)
+REFUSAL = [
+    "[rl] RL cannot run with these arguments:",
+    "  - --spec g: Gemma 2 is no family that RL knows (a|b)",
+]
+TRAINED = scripts.Row("examples/mcore/a/b.sh", "M-1, N-2", "trained", scripts.ALL, ["--x"], ["peft"], 81.0, [])
+REFUSED = scripts.Row("examples/mcore/a/c.sh", "M-1, N-2", "refused", [], [], [], 20.0, REFUSAL)
+
+
+@pytest.mark.parametrize(
+    "shown, said, seconds, expected",
+    [
+        (scripts.ALL, [], 500, "trained"),
+        ([*scripts.ALL, "conversion"], [], 5, "trained"),
+        (scripts.ALL[:-1], [], 5, "failed"),
+        (scripts.ALL, ["KeyError: 'x'"], 5, "failed"),
+        ([], REFUSAL, 20, "refused"),
+        ([], REFUSAL, 61, "failed"),
+        ([], [REFUSAL[0], "  - --rl-rollout-prompts 3840 is too much"], 20, "failed"),
+        ([], ["Traceback", *REFUSAL], 20, "failed"),
+    ],
+)
+def test_there_are_two_good_ends(shown, said, seconds, expected):
+    assert scripts.end(shown, said, seconds) == expected
+
+
+def test_a_familys_refusal_is_known_by_its_words():
+    problem = unbuilt_family(type("Args", (), {"enable_dsa_indexer": True}))
+    assert scripts.end([], [REFUSAL[0], f"  - {problem}"], 1) == "refused"
+
+
+def test_rows_go_into_the_table_and_bad_ends_take_theirs_away(tmp_path):
+    table = tmp_path / "scripts.md"
+    table.write_text(f"above\n{scripts.BEGIN}\n{scripts.END}\nbelow\n")
+    for row in (REFUSED, TRAINED, replace(REFUSED, script="examples/gpt3/d.sh", end="failed")):
+        scripts.record(row, table)
+    assert scripts.known(table) == [TRAINED, REFUSED]
+    lines = [line for line in table.read_text().splitlines() if line.startswith(("| a/", "### "))]
+    assert lines == [
+        "### M-1, N-2: 1 scripts trained",
+        "| a/b.sh | 81 |  | `--x` | peft |",
+        "### M-1, N-2: 1 scripts refused",
+        "| a/c.sh | 20 | --spec g: Gemma 2 is no family that RL knows (a\\|b) |",
+    ]
+    scripts.record(replace(TRAINED, end="failed"), table)
+    assert scripts.known(table) == [REFUSED]
+    assert table.read_text().startswith("above\n") and table.read_text().endswith("\nbelow\n")
+    (tmp_path / "plain.md").write_text("no marks")
+    with pytest.raises(ValueError, match="lacks the marks"):
+        scripts.record(TRAINED, tmp_path / "plain.md")
+
+
+def test_finished_scripts_are_not_rehearsed_again(tmp_path, monkeypatch):
+    table, ran = tmp_path / "scripts.md", []
+    table.write_text(f"{scripts.BEGIN}\n{scripts.END}\n")
+    for path in (
+        "llm/examples/mcore/a/pretrain_a.sh",
+        "llm/examples/mcore/a/tune_a_full_b.sh",
+        "llm/examples/other.sh",
+    ):
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).touch()
+    for name, folders in zip(scripts.CHECKOUTS, (("core", "core_v0.19.0"), ("mind",), ("llm",)), strict=True):
+        monkeypatch.setenv(name, os.pathsep.join(str(tmp_path / folder) for folder in folders))
+    (tmp_path / "core_v0.19.0" / "examples" / "gpt3").mkdir(parents=True)
+    (tmp_path / "core_v0.19.0" / "examples" / "gpt3" / "train.sh").touch()
+
+    def rehearsed(script, together, home, out):
+        ran.append((script.name, *(folder.name for folder in together.values())))
+        platform = ", ".join(folder.name for folder in reversed(together.values()))
+        good = "tune" not in script.name
+        return replace(
+            TRAINED, script=str(script.relative_to(home)), platform=platform, shown=scripts.ALL if good else []
+        )
+
+    monkeypatch.setattr(scripts, "rehearse", rehearsed)
+    monkeypatch.setattr(sys, "argv", ["launch_scripts.py", "--table", str(table)])
+    assert scripts.main() == 1
+    llm = ("core", "mind", "llm")
+    tune = ("tune_a_full_b.sh", *llm)
+    assert ran == [("pretrain_a.sh", *llm), tune, ("train.sh", "core_v0.19.0")]
+    assert scripts.main() == 1 and ran[3:] == [tune], "only what did not end well"
+    monkeypatch.setattr(sys, "argv", [*sys.argv, "--only", "pretrain_*", "--again"])
+    assert scripts.main() == 0 and ran[4:] == ran[:1]
+
+
+def test_what_ran_is_known_by_lines_and_files(tmp_path):
+    flags = Flags.parse(["--rl-dump-dir", str(tmp_path / "dump"), "--save", str(tmp_path)])
+    rounds, held_out = "rl 1/2 | reward", "rl 0/2 eval | accuracy 0"
+    assert outcome.shown("training", [], flags) == []
+    assert outcome.shown("training", [rounds, held_out], flags) == ["iteration", "evaluation"]
+    (tmp_path / "dump").mkdir()
+    (tmp_path / "dump" / "rollout_000000.parquet").touch()
+    (tmp_path / "latest_checkpointed_iteration.txt").touch()
+    assert outcome.shown("training", [rounds, held_out], flags) == scripts.ALL[:4]
+    assert outcome.shown("resume", [rounds], flags) == []
+    assert outcome.shown("resume", ["rl 2/2 | reward"], flags) == ["resume"]
+
+
+def test_what_is_not_rehearsed_is_what_was_taken_out():
+    flags = Flags({"--data-path": ("x",), "--swap-attention": (), "--pipeline-model-parallel-size": ("8",)})
+    flags.apply("here: a mock data set", "--data-path --mock-data=")
+    flags.apply("not on a host", "--swap-attention")
+    flags.apply("smaller", "--num-layers~2 --pipeline-model-parallel-size~1")
+    assert outcome.removed(flags) == ["--swap-attention", "--pipeline-model-parallel-size"]
+
+
+def test_the_table_in_the_docs_is_made_of_its_rows_and_each_ended_well():
+    text, rows = scripts.TABLE.read_text(), scripts.known(scripts.TABLE)
+    assert text.split(scripts.BEGIN)[1].split(scripts.END)[0].strip() == scripts.render(rows).strip()
+    assert f"{scripts.RL_FLAGS}\n" in text
+    assert rows and all(row.good for row in rows)
+    assert not any(word in json.dumps([row.said for row in rows]) for word in ("/home/", "/root/", "/tmp/", "/work/"))
+
+
+@pytest.mark.slow
+@pytest.mark.upstream
+@pytest.mark.timeout(900)
+def test_a_script_of_upstream_is_rehearsed(tmp_path, monkeypatch):
+    if absent := [name for name in scripts.CHECKOUTS if name not in os.environ]:
+        pytest.skip(f"not set: {' '.join(absent)}")
+    table = tmp_path / "scripts.md"
+    table.write_text(f"{scripts.BEGIN}\n{scripts.END}\n")
+    words = ["--only", "qwen3/pretrain_qwen3_0point6b_4K_ptd.sh", "--table", str(table), "--out", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", ["launch_scripts.py", *words])
+    assert scripts.main() == 0, [log.read_text()[-3000:] for log in tmp_path.glob("*.log")]
+    assert [row.end for row in scripts.known(table)] == ["trained"]
