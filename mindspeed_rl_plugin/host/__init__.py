@@ -2,7 +2,7 @@
 
 cuda.py           the stand-in for torch.cuda
 collectives.py    gloo for code that asks for nccl or hccl
-optimizer.py      an Adam that the distributed optimizer can save and resume
+optimizer.py      an Adam that the distributed optimizer can save and resume; state that is loaded
 megatron_gaps.py  what Megatron lacks without TransformerEngine, Apex and a GPU, as data
 npu.py            the stand-in for torch_npu and torchair, so that MindSpeed's adaptor imports
 npu_ops.py        fused operators of the NPU, by torch's; reuse.py: one that is compiled
@@ -21,7 +21,7 @@ import torch
 
 from mindspeed_rl_plugin.device import get_device
 from mindspeed_rl_plugin.environment import launch_env
-from mindspeed_rl_plugin.host import collectives, cuda, megatron_gaps, npu, spawn, vllm_live
+from mindspeed_rl_plugin.host import collectives, cuda, megatron_gaps, npu, optimizer, spawn, vllm_live
 from mindspeed_rl_plugin.host.on_import import after_import
 
 __all__ = ["activate_if_needed", "active", "vllm_live"]
@@ -55,6 +55,7 @@ def activate_if_needed(announce: bool = True) -> bool:
     threads = _set_environment()
     cuda.install()
     collectives.install()
+    optimizer.own_loaded_state()
     for gap in megatron_gaps.GAPS:
         after_import(gap.module, gap.close)
     npu.install_with_mindspeed()

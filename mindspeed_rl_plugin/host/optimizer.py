@@ -2,11 +2,13 @@
 
 Megatron falls back to torch's AdamW, whose step counter lives in every parameter's state; the
 distributed optimizer saves a counter of the parameter *group*, and without one cannot resume
-(KeyError 'step'). This one keeps the counter where Apex's FusedAdam keeps it.
+(KeyError 'step'). This one keeps the counter where Apex's FusedAdam keeps it. And what any optimizer
+loads is made memory of its own.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -80,6 +82,22 @@ class HostAdam(torch.optim.Optimizer):
             eps=group["eps"],
             maximize=False,
         )
+
+
+def own_loaded_state() -> None:
+    """From now on every optimizer copies the state that it loads, as it does on its way to a device: memory that
+    `torch.load` made cannot be resized, so the swap could not give it back."""
+    load = torch.optim.Optimizer.load_state_dict
+
+    @functools.wraps(load)
+    def load_and_copy(self: torch.optim.Optimizer, *args: Any, **named: Any) -> None:
+        load(self, *args, **named)
+        for state in self.state.values():
+            for value in state.values():
+                if torch.is_tensor(value) and not value.untyped_storage().resizable():
+                    value.data = value.clone()
+
+    torch.optim.Optimizer.load_state_dict = load_and_copy  # type: ignore[method-assign]
 
 
 def _pieces(tensors: Iterable[tuple[torch.Tensor, ...]]) -> Iterator[tuple[torch.Tensor, ...]]:

@@ -57,6 +57,21 @@ def test_resumes_from_its_state_bitwise():
         assert torch.equal(ours, expected)
 
 
+def test_state_that_was_loaded_can_be_swapped(tmp_path, monkeypatch):
+    """A file's memory cannot be resized."""
+    monkeypatch.setattr(torch.optim.Optimizer, "load_state_dict", torch.optim.Optimizer.load_state_dict)
+    host_optimizer.own_loaded_state()
+    param = torch.nn.Parameter(torch.ones(2))
+    first, second = (torch.optim.AdamW([param]) for _ in range(2))
+    descend(first, [param], [[torch.ones(2)]])
+    torch.save(first.state_dict(), tmp_path / "state")
+    loaded = torch.load(tmp_path / "state")
+    assert not loaded["state"][0]["exp_avg"].untyped_storage().resizable()
+    second.load_state_dict(loaded)
+    for name, value in second.state[param].items():
+        assert value.untyped_storage().resizable() and torch.equal(value, first.state[param][name])
+
+
 def test_every_group_counts_its_steps():
     """Megatron asserts that the steps of all groups agree, also of those without parameters on this rank."""
     param = torch.nn.Parameter(torch.ones(2))
