@@ -23,7 +23,7 @@ from mindspeed_rl_plugin.tools.rehearse.capture import Done, Launch
 from mindspeed_rl_plugin.tools.rehearse.command_line import Flags
 from mindspeed_rl_plugin.tools.rehearse.entry_script import Entry, find_entry, pretraining
 from mindspeed_rl_plugin.tools.rehearse.outcome import tail
-from mindspeed_rl_plugin.tools.rehearse.shrink import remove_unavailable, replace_mindspeed_llm, shrink
+from mindspeed_rl_plugin.tools.rehearse.shrink import ranks_of_split, remove_unavailable, replace_mindspeed_llm, shrink
 from mindspeed_rl_plugin.tools.rehearse.substitutes import substitute
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -163,6 +163,27 @@ def test_rows_stay_split_while_there_are_ranks(words, sizes):
     assert flags.number("--ulysses-degree-in-cp", 2) == 2
 
 
+@pytest.mark.parametrize(
+    "words, ranks",
+    [
+        ("--data-parallel-size 8", 2),
+        ("--pipeline-model-parallel-size 4 --tensor-model-parallel-size 1", 2),
+        ("--pipeline-model-parallel-size 4 --expert-model-parallel-size 8", 4),
+        ("--tensor-model-parallel-size 8 --pipeline-model-parallel-size 4 --context-parallel-size 2", 4),
+    ],
+)
+def test_more_ranks_where_there_is_more_to_split(words, ranks):
+    assert ranks_of_split(Flags.parse(words.split())) == ranks
+
+
+@pytest.mark.parametrize("ranks, kept", [(1, None), (2, "2,1")])
+def test_stages_of_different_sizes_stay_different(ranks, kept):
+    words = "--num-layer-list 17,20,22,21 --pipeline-model-parallel-size 4 --num-layers 80"
+    flags = Flags.parse(words.split())
+    shrink(flags, ranks)
+    assert flags.get("--num-layer-list") == kept and flags.number("--num-layers", 0) == (3 if kept else 2)
+
+
 def test_memory_of_the_optimizer_is_rehearsed_as_written():
     words = "--reuse-fp32-param --swap-optimizer --swap-optimizer-times 4"
     flags = Flags.parse(f"{words} --swap-attention --swap-modules mlp".split())
@@ -291,15 +312,15 @@ SAID = ("not exercised:", "vLLM-Ascend", "folders that the script names", "HCCL_
 
 
 @pytest.mark.parametrize(
-    "script, checkouts, platform, ranks, layers",
+    "script, checkouts, platform, ranks, layers, here",
     [
-        pytest.param(DENSE, (), "plain Megatron, Megatron Core 0.19", 8, 28, marks=[UPSTREAM[0], UPSTREAM[2]]),
-        pytest.param(DENSE, CHECKOUTS[:2], "MindSpeed, Megatron Core 0.12", 8, 28, marks=UPSTREAM),
-        pytest.param(DENSE, CHECKOUTS, "MindSpeed-LLM, Megatron Core 0.12", 8, 28, marks=UPSTREAM),
-        pytest.param(EXPERTS, CHECKOUTS, "MindSpeed-LLM, Megatron Core 0.12", 16, 48, marks=UPSTREAM),
+        pytest.param(DENSE, (), "plain Megatron, Megatron Core 0.19", 8, 28, 2, marks=[UPSTREAM[0], UPSTREAM[2]]),
+        pytest.param(DENSE, CHECKOUTS[:2], "MindSpeed, Megatron Core 0.12", 8, 28, 2, marks=UPSTREAM),
+        pytest.param(DENSE, CHECKOUTS, "MindSpeed-LLM, Megatron Core 0.12", 8, 28, 2, marks=UPSTREAM),
+        pytest.param(EXPERTS, CHECKOUTS, "MindSpeed-LLM, Megatron Core 0.12", 16, 48, 4, marks=UPSTREAM),
     ],
 )
-def test_rehearse(script, checkouts, platform, ranks, layers):
+def test_rehearse(script, checkouts, platform, ranks, layers, here):
     """With these of the CHECKOUTS, and without MindSpeed-LLM where the launch script looks for it."""
     if absent := [name for name in checkouts if name not in os.environ]:
         pytest.skip(f"not set: {' '.join(absent)}")
@@ -314,8 +335,10 @@ def test_rehearse(script, checkouts, platform, ranks, layers):
     assert done.returncode == 0, out
     for said in (*SAID, f" on {platform}\n", f"arguments as written, for {ranks} ranks: ok"):
         assert said in out, out
-    assert re.search(r"one RL iteration \(grpo\) on 2 ranks: ok .*\n(.*\n)*.*rl 0/2 eval \|(.*\n)*.*rl 1/2 \|", out)
-    assert re.search(r"one more after a resume on 2 ranks: ok .*\n(.*\n)*.*rl 2/2 \|", out)
+    assert re.search(
+        rf"one RL iteration \(grpo\) on {here} ranks: ok .*\n(.*\n)*.*rl 0/2 eval \|(.*\n)*.*rl 1/2 \|", out
+    )
+    assert re.search(rf"one more after a resume on {here} ranks: ok .*\n(.*\n)*.*rl 2/2 \|", out)
     assert re.search(rf"--num-layers +{layers} +2 +smaller model", out)
     norm = re.search(r"iteration 1/ 2 \|.*grad norm: ([\d.]+)", out)
     assert float(norm[1]) > 1e-3, "the rewards differ, so there is a gradient"

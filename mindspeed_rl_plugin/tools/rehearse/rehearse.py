@@ -28,7 +28,7 @@ from mindspeed_rl_plugin.tools.rehearse import absent_modules, accept, outcome
 from mindspeed_rl_plugin.tools.rehearse.capture import Done, Launch, capture, run
 from mindspeed_rl_plugin.tools.rehearse.command_line import Flags
 from mindspeed_rl_plugin.tools.rehearse.entry_script import ROOT, Entry, find_entry, pretraining
-from mindspeed_rl_plugin.tools.rehearse.shrink import remove_unavailable, replace_mindspeed_llm, shrink
+from mindspeed_rl_plugin.tools.rehearse.shrink import ranks_of_split, remove_unavailable, replace_mindspeed_llm, shrink
 from mindspeed_rl_plugin.tools.rehearse.substitutes import converted, substitute
 
 _LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK")
@@ -41,7 +41,7 @@ def main(argv: list[str]) -> int:
     scratch = Path(tempfile.mkdtemp(prefix="rehearse-"))
     facts = outcome.Facts()
     try:
-        if options.ranks < 1 or options.ranks & (options.ranks - 1):
+        if options.ranks is not None and (options.ranks < 1 or options.ranks & (options.ranks - 1)):
             raise ValueError(f"--ranks {options.ranks}: give a power of two")
         return 0 if _rehearse(options, argv[at + 1 :], scratch, facts) else 1
     except ValueError as error:
@@ -60,7 +60,8 @@ def main(argv: list[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("python -m mindspeed_rl_plugin rehearse", description=__doc__)
     parser.add_argument("script", type=Path, help="launch script (bash)")
-    parser.add_argument("--ranks", type=int, default=2, help="processes to train on, a power of two (default: 2)")
+    ranks = "processes to train on, a power of two (default: 2; 4 where the script splits in more ways than one)"
+    parser.add_argument("--ranks", type=int, help=ranks)
     parser.add_argument("--timeout", type=float, default=600.0, help="limit of each step [seconds] (default: 600)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write there what was shown, removed and refused")
     parser.add_argument("--keep", action="store_true", help="keep logs, checkpoints and generated files")
@@ -81,6 +82,7 @@ def _rehearse(options: argparse.Namespace, added: list[str], scratch: Path, fact
         return False
     if entry.mindspeed:
         remove_unavailable(flags, mindspeed=True)
+    options.ranks = options.ranks or ranks_of_split(flags)
     shrink(flags, options.ranks)
     facts.removed = outcome.removed(flags)
     trained = rehearsal.trained()

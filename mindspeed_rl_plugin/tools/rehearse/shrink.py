@@ -19,9 +19,9 @@ MODEL = """
     --first-k-dense-replace<=1 --recompute-num-layers<=1
     --num-virtual-stages-per-pipeline-rank<=2 --num-layers-per-virtual-pipeline-stage<=1
 """
-# Flags that lay out the original's number of layers or batches.
+# Flags that lay out the original's number of layers or batches; --num-layer-list stays where a pipeline does.
 LAID_OUT = """
-    --num-layer-list --decoder-first-pipeline-num-layers --decoder-last-pipeline-num-layers
+    --decoder-first-pipeline-num-layers --decoder-last-pipeline-num-layers
     --pipeline-model-parallel-layout --pipeline-model-parallel-split-rank --account-for-embedding-in-pipeline-split
     --account-for-loss-in-pipeline-split --enable-recompute-layers-per-pp-rank --recompute-in-bubble
     --rampup-batch-size --step-batch-size-schedule
@@ -88,6 +88,12 @@ def replace_mindspeed_llm(flags: Flags) -> None:
         flags.apply("Megatron Core 0.19 wants it, evaluation or not", "--eval-interval=1000")
 
 
+def ranks_of_split(flags: Flags) -> int:
+    """Processes that keep what the script splits split by two: 2, or 4 where it splits in more ways than one."""
+    sizes = ("tensor-model", "context", "pipeline-model", "expert-model")
+    return 2 if sum(flags.number(f"--{size}-parallel-size", 1) > 1 for size in sizes) < 2 else 4
+
+
 def shrink(flags: Flags, ranks: int) -> None:
     """Make everything smaller, and say what. ranks: processes to run on, a power of two."""
     tp = 2 if flags.number("--tensor-model-parallel-size", 1) > 1 and ranks >= 2 else 1
@@ -100,7 +106,7 @@ def shrink(flags: Flags, ranks: int) -> None:
     expert_tp = flags.number("--expert-tensor-parallel-size", tp)
     flags.apply(_FEWER, "--expert-model-parallel-size<={0}", max(1, ranks // (pp * expert_tp)))
     if pp == 1:
-        flags.apply(f"{_FEWER}: no pipeline is left", _VIRTUAL)
+        flags.apply(f"{_FEWER}: no pipeline is left", f"{_VIRTUAL} --num-layer-list")
     _model(flags, pp)
     _batch(flags, ranks, ranks // (tp * cp * pp) * 4)
 
@@ -112,9 +118,11 @@ def _model(flags: Flags, pp: int) -> None:
     layers = pp * 2 if virtual or pp == 1 else pp
     noop = "--noop-layers" in flags  # one layer that does nothing stays, beside one in its chunk that does something
     layers *= 2 if noop else 1
+    layers += "--num-layer-list" in flags  # so that its stages differ
     flags.apply(_SMALL, MODEL, layers, HEADS if every_head else 2, HEADS, HEADS * HEAD_SIZE)
     if noop:
         flags.apply(_SMALL, "--noop-layers~{0} --num-layers-per-virtual-pipeline-stage~2", layers - 1)
+    flags.apply(_SMALL, "--num-layer-list~{0},1", layers - 1)
     flags.apply(_SHORT, "--seq-length=64 --max-position-embeddings=64")
     vocabulary = "--vocab-size~{0} --padded-vocab-size~{0}"
     flags.apply("vocabulary of the generated tokenizer", vocabulary, VOCABULARY)
