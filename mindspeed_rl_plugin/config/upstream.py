@@ -89,7 +89,7 @@ _GATED = "the model families of the engine have a gated SiLU MLP; leave it out"
 _PLAIN = "the model families of the engine have plain attention; leave it out"
 _HYBRID = "hybrid models are not supported; " + _GPT
 _WHOLE = "parameters must be whole on each rank; use --use-distributed-optimizer instead"
-_BATCH = "--global-batch-size must stay sequences per optimizer step; remove it"
+_BATCH = "each optimizer step has as many sequences as the others; give --global-batch-size instead"
 _DOCUMENT = "one RL sequence is one document, there is nothing to reset at an end-of-document token; remove it"
 _BUFFERS = "weights move to the engine through Megatron's DDP buffers; use --use-distributed-optimizer instead"
 _GRAPH = "a captured graph keeps addresses that the swap to host memory frees; remove it"
@@ -158,8 +158,7 @@ UPSTREAM: tuple[UpstreamFlag, ...] = (
         ("the loss is RL's own and takes no chunks; leave it out", "loss_compute_mode", ("default", None)),
         # Batch sizes and lengths of the run.
         ("RL counts optimizer steps; give --train-iters instead", "train_samples"),
-        (_BATCH, "rampup_batch_size decrease_batch_size_if_needed"),
-        (_BATCH, "step_batch_size_schedule phase_transition_iterations"),
+        (_BATCH, "rampup_batch_size step_batch_size_schedule decrease_batch_size_if_needed"),
         (_DOCUMENT, "reset_position_ids reset_attention_mask"),
         # Parallelism and precision.
         (_BUFFERS, "use_custom_fsdp layerzero"),

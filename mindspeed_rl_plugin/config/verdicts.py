@@ -29,7 +29,7 @@ TAKEN_OVER = {
         --pad-to-multiple-of --tokenizer-padding-side --padded-samples --workers --streaming --hf-datasets-params
         --datasets --json-keys --split-sentences --keep-newlines --interleave-probs --mix-strategy --dataset-dir
         --overwrite-cache --max-samples --cache-dir --map-keys --script-data-dir --append-eod --reward-tokens
-        --output-prefix --dataset-impl --n-subs --merge-group-keys
+        --output-prefix --dataset-impl --n-subs --merge-group-keys --phase-transition-iterations
     """,
     "prompts are rendered by the tokenizer's own template under --rl-apply-chat-template, else taken as they are": """
         --prompt-type --prompt-type-path --enable-thinking --reasoning-effort --drop-thinking
@@ -41,12 +41,14 @@ TAKEN_OVER = {
         --moe-fb-overlap --moe-unperm2-mem-optim-swap
     """,
 }
+BATCH_SCHEDULES = ("--step-batch-size-schedule", "--rampup-batch-size")
 IN_SAMPLES = ("--train-samples", "--lr-decay-samples", "--lr-warmup-samples", "--lr-wsd-decay-samples")
 # These have lines of their own, where the start is decided.
 _ANSWERED = {
     "decides where training starts, at the first start alone": "--finetune --no-load-optim --no-load-rng --load",
     "RL state, iteration and schedule resume without": "--no-save-optim --no-save-rng",
     "RL counts optimizer steps": " ".join(IN_SAMPLES),
+    "each optimizer step of RL has --global-batch-size sequences": " ".join(BATCH_SCHEDULES),
 }
 
 # Where it is used -> flags.

@@ -6,12 +6,13 @@ arguments are parsed: an attribute that is changed later comes too late for both
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from mindspeed_rl_plugin.config.verdicts import IN_SAMPLES, TAKEN_OVER, untested
+from mindspeed_rl_plugin.config.verdicts import BATCH_SCHEDULES, IN_SAMPLES, TAKEN_OVER, untested
 
 # By which MindSpeed chooses patches. Its own `repatch` does not bring back what it found: names that its modules hold
 # by value keep another patch's function.
@@ -52,7 +53,9 @@ def take_over(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     Without --rl-algorithm: as it is."""
     if "--rl-algorithm" not in _names(argv):
         return list(argv), []
-    words, said = _in_iterations(_words(argv))
+    words, said = _one_batch_size(_words(argv))
+    words, counted = _in_iterations(words)
+    said += counted
     for reason, flags in TAKEN_OVER.items():
         taken = [word for word in words if {word.flag, "=".join((word.flag, *word.values))} & set(flags.split())]
         if taken:
@@ -83,6 +86,22 @@ def _words(argv: Sequence[str]) -> list[_Word]:
 
 def _names(argv: Sequence[str]) -> set[str]:
     return {word.flag for word in _words(argv)}
+
+
+def _one_batch_size(words: list[_Word]) -> tuple[list[_Word], list[str]]:
+    """Schedules of the batch's size give way to --global-batch-size; where it is not given, to their last size."""
+    flag, kept, said = "--global-batch-size", [], []
+    sized = flag in {word.flag for word in words}
+    for word in words:
+        given = " ".join(word.values)
+        last = re.findall(r":(\d+)", given)[-1:]
+        if word.flag not in BATCH_SCHEDULES or not (sized or last):
+            kept.append(word)
+            continue
+        kept += [] if sized else [_Word(flag, tuple(last), (flag, *last))]
+        sized = True
+        said.append(f"{word.flag} {given}: each optimizer step of RL has --global-batch-size sequences")
+    return kept, said
 
 
 def _in_iterations(words: list[_Word]) -> tuple[list[_Word], list[str]]:

@@ -28,6 +28,19 @@ SAMPLES = "--train-samples 1000 --lr-decay-samples 900 --lr-warmup-samples 39"
         ("--disable-gloo-group", "", "--disable-gloo-group: off"),
         ("--moe-fb-overlap --moe-grouped-gemm", "--moe-grouped-gemm", "--moe-fb-overlap: off"),
         ("--ema-decay 0.9 --lr 1", "--ema-decay 0.9 --lr 1", "--ema-decay: untested"),
+        ("--rampup-batch-size 4 4 100", "--rampup-batch-size 4 4 100", ""),  # and no batch size: refused
+        ("--global-batch-size 8 --rampup-batch-size 4 4 100", "--global-batch-size 8", "--rampup-batch-size 4 4 100: "),
+        (
+            "--step-batch-size-schedule 0:16,2.4B:320 --lr 1",
+            "--global-batch-size 320 --lr 1",
+            "--step-batch-size-schedule 0:16,2.4B:320: each",
+        ),
+        (
+            f"{SAMPLES} --step-batch-size-schedule 0:2 8:4",
+            "--train-iters 250 --lr-decay-iters 225 --lr-warmup-iters 9 --global-batch-size 4",
+            "--step-batch-size-schedule 0:2 8:4: each ... --train-samples 1000: RL counts",
+        ),
+        ("--phase-transition-iterations 5,9", "", "--phase-transition-iterations: no pretraining"),
         (SAMPLES, SAMPLES, ""),  # how many samples a step has is not known
         (f"{SAMPLES} --train-iters 3 --global-batch-size 4", f"{SAMPLES} --train-iters 3 --global-batch-size 4", ""),
         (

@@ -31,7 +31,7 @@ NOT_HERE = "not on a host: "  # how the reasons begin
 EVERYWHERE = {
     "its kernel is compiled for the accelerator": "--moe-grouped-gemm --moe-permute-fusion",
     "shards by NPU or GPU streams": "--use-torch-fsdp2",
-    "no FP8 on a CPU": "--fp8-format --fp8-recipe",
+    "no FP8 on a CPU, and none under RL anywhere": "--fp8-*",
     "is TransformerEngine's optimizer": "--use-precision-aware-optimizer",
     "captures a graph on the device": "--optimizer-cuda-graph --cuda-graph-impl --enable-cuda-graph",
     "registers buffers with NCCL": "--use-nccl-ub",
@@ -59,6 +59,7 @@ PLAIN = {
     "flash attention is a GPU kernel": "--use-flash-attn",
     "TransformerEngine's attention splits sequences": "--context-parallel-size<=1",
     "TransformerEngine is not installed": "--transformer-impl=local",
+    "TransformerEngine's norm, which no engine has: RL refuses it": "--apply-layernorm-1p",
 }
 # Reason -> how a flag of MindSpeed-LLM's begins, and the rule.
 OF_MINDSPEED_LLM = {
