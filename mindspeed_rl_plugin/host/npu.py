@@ -32,11 +32,18 @@ def install_with_mindspeed() -> None:
     for name in MINDSPEED:
         before_import(name, install)
     after_import("mindspeed.op_builder.builder", _replace_compiled)
+    after_import("mindspeed.ops.gmm", _grouped_on_cpu)
 
 
 def _replace_compiled(builder: ModuleType) -> None:
     """Let MindSpeed's builders load stand-ins."""
     builder.MindSpeedOpBuilder.load = _load
+
+
+def _grouped_on_cpu(gmm: ModuleType) -> None:
+    """Let torch find MindSpeed's grouped product, which it registers for the NPU, for tensors of a CPU."""
+    for overload in ("npu_gmm.Tensor", "npu_gmm.List"):
+        torch.library.impl(gmm.AS_LIBRARY, overload, "CPU")(gmm._npu_gmm)
 
 
 def _load(builder: Any, verbose: bool = True) -> SimpleNamespace:

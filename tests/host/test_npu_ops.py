@@ -124,6 +124,22 @@ def test_the_operator_that_mindspeed_compiles():
         forward(q, k, v, HEADS, "BNSD", torch.ones(1), *[None] * 16)
 
 
+@pytest.mark.parametrize("groups, counted", [((2, 2, 7), 0), ((2, 0, 5), 1)])
+def test_experts_work_in_groups_of_rows(groups, counted):
+    """By the groups' ends or their sizes; one expert has no rows."""
+    forward, backward = COMPILED["grouped_matmul"].values()
+    x, weight, dy = torch.randn(7, 4), torch.randn(3, 4, 5), torch.randn(7, 5)
+    leaves = [t.clone().requires_grad_() for t in (x, weight)]
+    wanted = torch.cat([leaves[0][:2] @ leaves[1][0], leaves[0][2:] @ leaves[1][2]])
+    group_list = torch.tensor(groups)
+    torch.testing.assert_close(forward([x], [weight], [], group_list, 0, counted)[0], wanted)
+    to_x, to_weight, to_bias = backward([dy], [x], [weight], group_list, counted)
+    torch.testing.assert_close((to_x[0], to_weight[0]), torch.autograd.grad(wanted, leaves, dy))
+    assert to_bias == []
+    with pytest.raises(ValueError, match="bias"):
+        forward([x], [weight], [dy], group_list, 0, counted)
+
+
 def test_packed_sequences_do_not_see_each_other():
     lengths = (5, 3)
     parts = [[t[0] for t in tensors(seed, n)] for seed, n in enumerate(lengths)]

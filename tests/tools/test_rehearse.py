@@ -103,7 +103,7 @@ def test_skipped_commands_are_shown(tmp_path):
 
 
 def test_changed_flags_are_recorded_and_the_rest_stays():
-    argv = "--tp 4 --tp 8 --bf16 --lr=1e-6 --moe-grouped-gemm --use-fused-mlp --profile-x 3"
+    argv = "--tp 4 --tp 8 --bf16 --lr=1e-6 --moe-permute-fusion --use-fused-mlp --profile-x 3"
     flags = Flags.parse(argv.split())
     flags.set("--tp", 8, why="the same")
     flags.set("--tp", 2, why="fewer")
@@ -113,7 +113,7 @@ def test_changed_flags_are_recorded_and_the_rest_stays():
     assert flags.argv() == kept.split()
     assert flags.changes[0] == ("--tp", "8", "2", "fewer")
     removed = {c.flag: c.old for c in flags.changes if c.why.startswith("not on a host") and c.new is None}
-    assert removed == {"--moe-grouped-gemm": "", "--use-fused-mlp": "", "--profile-x": "3"}
+    assert removed == {"--moe-permute-fusion": "", "--use-fused-mlp": "", "--profile-x": "3"}
 
 
 def test_values_of_mindspeed_llm_are_replaced_without_it():
@@ -203,6 +203,19 @@ def test_layers_that_do_nothing_and_split_projections_stay(virtual):
     each = flags.number("--num-layers-per-virtual-pipeline-stage", layers // pp)
     assert flags.number("--noop-layers", 0) == layers - 1 and each == 2 and layers % (pp * each) == 0
     assert layers // (pp * each) == (2 if virtual else 1) and "--mla-mm-split" in flags
+
+
+def test_experts_are_stored_as_written_under_mindspeed():
+    """And each stage of MindSpeed-LLM has a layer with experts."""
+    argv = "--moe-grouped-gemm --moe-tp-extend-ep --moe-permutation-async-comm --pipeline-model-parallel-size 8"
+    flags = Flags.parse(f"{argv} --num-layers 61 --first-k-dense-replace 3".split())
+    remove_unavailable(flags, mindspeed=True)
+    shrink(flags, 2)
+    assert all(word in flags for word in argv.split()[:3])
+    layers, dense = (flags.number(f"--{name}", 0) for name in ("num-layers", "first-k-dense-replace"))
+    assert dense < layers // flags.number("--pipeline-model-parallel-size", 0)
+    remove_unavailable(flags, mindspeed=False)
+    assert "--moe-grouped-gemm" not in flags
 
 
 def test_latent_attention_keeps_the_size_that_an_engine_on_a_cpu_has():

@@ -29,7 +29,7 @@ LAID_OUT = """
 NOT_HERE = "not on a host: "  # how the reasons begin
 # Reason -> rules of `Flags.apply`. With and without MindSpeed; the last are Megatron's fusions, which these switch off.
 EVERYWHERE = {
-    "its kernel is compiled for the accelerator": "--moe-grouped-gemm --moe-permute-fusion",
+    "its kernel is compiled for the accelerator": "--moe-permute-fusion",
     "shards by NPU or GPU streams": "--use-torch-fsdp2",
     "no FP8 on a CPU, and none under RL anywhere": "--fp8-*",
     "is TransformerEngine's optimizer": "--use-precision-aware-optimizer",
@@ -46,7 +46,7 @@ MINDSPEED = {
         --use-fused-lmhead-loss --mla-fa-without-pad
     """,
     "needs streams of the NPU": """
-        --moe-alltoall-overlap-comm --moe-allgather-overlap-comm --moe-permutation-async-comm --moe-fb-overlap
+        --moe-alltoall-overlap-comm --moe-allgather-overlap-comm --moe-fb-overlap
         --schedules-method --swap-attention --swap-modules --smart-swap --adaptive-memory-optimization
         --adaptive-recompute-device-swap
     """,
@@ -57,6 +57,7 @@ PLAIN = {
     "the fusion is TransformerEngine's": "--no-rope-fusion=",
     "the fusion is Apex's": "--no-persist-layer-norm=",
     "flash attention is a GPU kernel": "--use-flash-attn",
+    "its kernel is compiled for the GPU": "--moe-grouped-gemm",
     "TransformerEngine's attention splits sequences": "--context-parallel-size<=1",
     "TransformerEngine is not installed": "--transformer-impl=local",
     "TransformerEngine's norm, which no engine has: RL refuses it": "--apply-layernorm-1p",
@@ -116,7 +117,8 @@ def _model(flags: Flags, pp: int) -> None:
     virtual = any("virtual" in flag for flag in flags.values)
     every_head = flags.get("--num-query-groups") == flags.get("--num-attention-heads")
     flags.apply("lays out the original's layers or batches", LAID_OUT)
-    layers = pp * 2 if virtual or pp == 1 else pp
+    dense = "--first-k-dense-replace" in flags  # MindSpeed-LLM wants a layer with experts in each stage
+    layers = pp * 2 if virtual or pp == 1 or dense else pp
     noop = "--noop-layers" in flags  # one layer that does nothing stays, beside one in its chunk that does something
     layers *= 2 if noop else 1
     layers += "--num-layer-list" in flags  # so that its stages differ
