@@ -224,6 +224,16 @@ def _compile_helpers(module: ModuleType) -> None:
     module.compile_helpers = compile_helpers
 
 
+@_gap("mindspeed_llm.core.transformer.moe.router", "torch.histc", "MindSpeed-LLM, --seq-aux", "torch counts integers")
+def _histc(module: ModuleType) -> None:
+    """Counts the tokens of each expert by torch.histc of integers, which torch has for accelerators only."""
+
+    @_around(module.torch, "histc")
+    def histc(original: Any, input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        exact = input if input.is_floating_point() else input.double()
+        return original(exact, *args, **kwargs).to(input.dtype)
+
+
 class _PatchableModules(collections.UserDict):
     """sys.modules, but a copy of it leaves out modules that import more when they are asked for a name."""
 

@@ -5,6 +5,7 @@ import sys
 from types import ModuleType, SimpleNamespace
 
 import pytest
+import torch
 
 from mindspeed_rl_plugin import host
 from mindspeed_rl_plugin.host.megatron_gaps import GAPS
@@ -178,6 +179,15 @@ def test_gaps_are_complete_rows():
         texts = (gap.module, gap.name, gap.versions, gap.remove_when, gap.close.__doc__)
         assert all(text and len(text) > 2 for text in texts), gap
     assert len({(g.module, g.name) for g in GAPS}) == len(GAPS)
+
+
+def test_experts_are_counted(monkeypatch):
+    """As MindSpeed-LLM's router calls it."""
+    monkeypatch.setattr(torch, "histc", torch.histc)
+    next(gap.close for gap in GAPS if gap.name == "torch.histc")(SimpleNamespace(torch=torch))
+    chosen = torch.tensor([0, 3, 1, 3], dtype=torch.int32)
+    counts = torch.histc(chosen, bins=4, min=0, max=4)
+    assert counts.tolist() == [1, 1, 0, 2] and counts.dtype == torch.int32
 
 
 def test_gaps_close_when_their_modules_are_imported(snippet):

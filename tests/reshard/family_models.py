@@ -9,7 +9,7 @@ import json
 import math
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from mindspeed_rl_plugin.reshard.layout import ModelShape, canonical_tensors
 
@@ -65,6 +65,11 @@ def random_model(family, folder, vocab):
     model.save_pretrained(folder)
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"model_type": family}))
+    return transformers_logps(model)
+
+
+def transformers_logps(model):
+    """What gives log-probs `[L, V]` of tokens `[L]`."""
 
     def logps(tokens):
         with torch.no_grad():
@@ -73,18 +78,32 @@ def random_model(family, folder, vocab):
     return logps
 
 
+def published_model(folder):
+    """What gives log-probs of the model in these files."""
+    config = json.loads((folder / "config.json").read_text())
+    if config["model_type"] == "bailing_moe":
+        return ling_logps(config, load_file(folder / "model.safetensors"))
+    from transformers import AutoModelForCausalLM
+
+    return transformers_logps(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval())
+
+
 def random_ling(config, folder):
-    """Ling's files, and its forward pass by their names. Source: modeling_bailing_moe_v2.py of its published files."""
+    """Ling's files, and their log-probs."""
     folder.mkdir()
     config |= {"model_type": "bailing_moe", "architectures": ["BailingMoeV2ForCausalLM"], "rope_theta": 10000.0}
     (folder / "config.json").write_text(json.dumps(config))
     shapes = {name: t.shape for name, t in canonical_tensors(ModelShape.from_hf_config(config)).items()}
     w = {name: torch.randn(size) * 0.1 + ("norm" in name) for name, size in shapes.items()}
     save_file(w, folder / "model.safetensors", {"format": "pt"})
+    return ling_logps(config, w)
+
+
+def ling_logps(config, w):
+    """Ling's forward pass by the names in its files. Source: modeling_bailing_moe_v2.py of its published files."""
     w = {name: t.double() for name, t in w.items()}
-    heads, size, eps, k = (
-        config[n] for n in ("num_attention_heads", "head_dim", "rms_norm_eps", "num_experts_per_tok")
-    )
+    heads, groups, size = (config[n] for n in ("num_attention_heads", "num_key_value_heads", "head_dim"))
+    eps, k = config["rms_norm_eps"], config["num_experts_per_tok"]
 
     def norm(x, name):
         return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * w[name]
@@ -98,8 +117,9 @@ def random_ling(config, folder):
         return torch.cat([turned, x[..., dim:]], -1)
 
     def attention(x, at):
-        q, key, v = (w[f"{at}query_key_value.weight"] @ x.T).T.view(len(x), 3 * heads, size).chunk(3, 1)
+        q, key, v = (x @ w[f"{at}query_key_value.weight"].T).unflatten(1, (-1, size)).split((heads, groups, groups), 1)
         q, key = (rotate(norm(t, f"{at}{n}_layernorm.weight")) for t, n in ((q, "query"), (key, "key")))
+        key, v = (t.repeat_interleave(heads // groups, 1) for t in (key, v))
         scores = torch.einsum("ihd,jhd->hij", q, key) / math.sqrt(size)
         scores = scores.masked_fill(torch.ones(len(x), len(x)).triu(1).bool(), -math.inf)
         return torch.einsum("hij,jhd->ihd", scores.softmax(-1), v).flatten(1) @ w[f"{at}dense.weight"].T

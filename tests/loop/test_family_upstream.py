@@ -1,0 +1,72 @@
+"""Models as MindSpeed-LLM's own specs build them, by its own launch scripts: log-probs of engine and trainer are those
+of the model that `export` publishes.
+
+The scripts are rehearsed in float32, which no kernel for experts knows, and with a learning rate of 0: the checkpoint
+has the weights that sampled.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from mindspeed_rl_plugin.monitor.dump import read_rollout
+from mindspeed_rl_plugin.tools.convert import to_hf
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "reshard"))
+from family_models import published_model  # noqa: E402
+
+pytestmark = [pytest.mark.slow, pytest.mark.upstream, pytest.mark.timeout(900)]
+
+ROOT = Path(__file__).resolve().parents[2]
+AGREEMENT = 2e-5  # nats, fp32
+SCRIPTS = {
+    "deepseek2_lite/pretrain_deepseek2_lite_16b_ptd_8p.sh": "YaRN, no query compression",
+    "deepseek3/tune_deepseek3_671b_4k_full_ptd.sh": "split up projections",
+    "glm45-air/pretrain_glm45_air_106b_4k_A3_ptd.sh": "half of a head rotated, MTP",
+    "kimi2/pretrain_kimi2_18b_4k_8p_ptd.sh": "YaRN, a biased router",
+    "ling_v2/pretrain_ling_mini_16b_4k_ptd.sh": "stacked queries, keys and values, MTP",
+    "magistral/pretrain_magistral_small_24b_A3_ptd.sh": "heads of a size of their own",
+    "seed_oss/pretrain_seed_oss_36b_ptd_2k_A3.sh": "biases of queries, keys and values",
+}
+OF_BF16 = "--bf16 --reuse-fp32-param --moe-grouped-gemm --moe-tp-extend-ep --moe-permutation-async-comm"
+RL = "--rl-algorithm grpo --rl-prompt-data P --rl-reward math --rl-samples-per-prompt 8 --rl-max-prompt-length 512"
+
+
+def rehearsed(script: Path, scratch: Path) -> Path:
+    """The folder of a rehearsal on one rank: checkpoints and dumps."""
+    text, copy = script.read_text(), scratch / script.name
+    for flag in OF_BF16.split():
+        text = text.replace(f"{flag} ", " ").replace(f"{flag}\n", "\n")
+    copy.write_text(text)
+    command = [sys.executable, "-W", "ignore", "-m", "mindspeed_rl_plugin", "rehearse", str(copy), "--ranks", "1"]
+    command += ["--keep", "--timeout", "250", "--", *RL.split(), "--lr", "0", "--min-lr", "0"]
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    env = os.environ | {"PYTHONPATH": path, "TMPDIR": str(scratch)}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=800)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return next(scratch.glob("rehearse-*"))
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_script_trains_the_model_that_its_makers_publish(script, tmp_path, capsys):
+    checkout = os.environ.get("MINDSPEED_LLM_PATH")
+    if not checkout or not (path := Path(checkout) / "examples" / "mcore" / script).is_file():
+        pytest.skip(f"no MINDSPEED_LLM_PATH with {script}")
+    folder, back = rehearsed(path, tmp_path), tmp_path / "hf"
+    assert to_hf.main(["--load", str(folder / "save"), "--out", str(back)]) == 0, capsys.readouterr()
+    logps = published_model(back)
+    worst = {name: 0.0 for name in ("logp_rollout", "logp_old")}
+    for dump in (folder / "rl-dump-dir").glob("*.parquet"):
+        rows = read_rollout(dump)
+        for i, tokens in enumerate(map(torch.Tensor.long, rows["tokens"].rows())):
+            theirs = logps(tokens)[:-1].gather(-1, tokens[1:, None])[:, 0]
+            mask = rows["loss_mask"].rows()[i].bool()[1:]
+            for name in worst:
+                ours = rows[name].rows()[i].double()[1:]
+                worst[name] = max(worst[name], (ours - theirs)[mask].abs().max().item())
+    print(f"{script}: engine and trainer differ from the published model by {worst}")
+    assert 0 < max(worst.values()) < AGREEMENT
