@@ -30,7 +30,7 @@ from mindspeed_rl_plugin.launch import checkpoint_files as files
 from mindspeed_rl_plugin.launch import conversion, critic_files, disk, taken_over, upstream_checks
 from mindspeed_rl_plugin.launch.dist_files import DistFiles
 from mindspeed_rl_plugin.launch.endings import Refusal, lines_of
-from mindspeed_rl_plugin.launch.saved_args import other_sizes
+from mindspeed_rl_plugin.launch.saved_args import other_layout, other_sizes
 from mindspeed_rl_plugin.launch.start_decision import LEFT_OUT, decide
 from mindspeed_rl_plugin.loop import arithmetic
 from mindspeed_rl_plugin.monitor.run_files import check_dumps
@@ -135,10 +135,18 @@ def _start(args: Any, config: RLConfig) -> Iterator[str]:
     if launch_env()["rank"] != 0:  # which decides for all; other machines may not have the files
         return
     start = decide(args)
+    resumes = start.kind == "resume"
+    folder = files.iteration_dir(start.load_dir, start.iteration) if resumes else start.reference_path
+    if folder is None or not DistFiles.are_in(folder := Path(folder)):
+        return
     # Megatron loads of a distributed checkpoint what the model asks for, whatever else is in it.
-    if start.kind == "pretrained" and DistFiles.are_in(folder := Path(start.reference_path)):
-        for line in other_sizes(folder, args):
-            yield f"{folder}: {line}; give the flags of the model that it was saved with"
+    for line in other_sizes(folder, args):
+        yield f"{folder}: {line}; give the flags of the model that it was saved with"
+    for line in other_layout(folder, args) if resumes else ():
+        yield (
+            f"{folder}: {line}, and its optimizer state is of that layout: resume in it, and save with "
+            "--dist-ckpt-optim-fully-reshardable before you change it"
+        )
 
 
 def _algorithm(args: Any, config: RLConfig) -> Iterator[str]:

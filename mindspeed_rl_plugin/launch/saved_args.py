@@ -27,6 +27,21 @@ def other_sizes(folder: Path, args: Any) -> Iterator[str]:
             yield f"--{name.replace('_', '-')} is {theirs} there and {ours} here"
 
 
+def other_layout(folder: Path, args: Any) -> Iterator[str]:
+    """Each argument by which a resume from a distributed checkpoint has another layout, where its optimizer's state
+    cannot change that.
+
+    Source: _build_sharded_state_dict_metadata of megatron/training/checkpointing.py; core 0.12 has no flag for it.
+    """
+    saved = DistFiles(folder).common().get("args")
+    changes = getattr(saved, "dist_ckpt_optim_fully_reshardable", getattr(saved, "ckpt_fully_parallel_save", True))
+    if changes or not getattr(saved, "use_distributed_optimizer", False) or getattr(saved, "no_save_optim", False):
+        return
+    for name in _LAYOUT:
+        if (theirs := getattr(saved, name, None)) not in (None, ours := getattr(args, name)):
+            yield f"--{name.replace('_', '-')} is {theirs} there and {ours} here"
+
+
 def check_rows(folder: str, vocab: int) -> None:
     """Raises ValueError where a distributed checkpoint has fewer rows of the embedding than the tokenizer has tokens.
 

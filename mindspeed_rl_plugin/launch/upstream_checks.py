@@ -16,6 +16,9 @@ _NO_CONTEXT_ALGORITHMS = {
     "adaptive_cp_algo": "deals positions out by the attention mask, and RL hands over none",
     "hybrid_adaptive_cp_algo": "deals positions out by the attention mask, and RL hands over none",
 }
+# Coefficients of losses beside the policy's, and ways of routing without a loss of balance.
+_AUXILIARY = ("moe_aux_loss_coeff", "moe_device_level_aux_loss_coeff", "moe_comm_aux_loss_coeff", "moe_z_loss_coeff")
+_NO_BALANCE = ("none", "noaux_tc", ["none"])
 _ATTENTION = "megatron.core.transformer.dot_product_attention"
 
 
@@ -123,3 +126,16 @@ def remarks(args: Any, config: RLConfig) -> Iterator[str]:
     """What works but should be known."""
     if getattr(args, "swap_optimizer", False) and "optimizer" in config.reshard.swap_names:
         yield "--swap-optimizer keeps the optimizer's state on the host already: --rl-swap optimizer moves nothing"
+    if added := " ".join(_auxiliary(args)):
+        yield f"{added}: added to the policy's loss, over prompts too, by each micro-batch; 0 leaves the policy's alone"
+
+
+def _auxiliary(args: Any) -> Iterator[str]:
+    """Flags of losses of a model with experts that Megatron adds by itself, where they are not 0."""
+    balances = getattr(args, "moe_router_load_balancing_type", None) not in _NO_BALANCE
+    balances |= getattr(args, "seq_aux", False)  # of MindSpeed-LLM, beside noaux_tc
+    for name in _AUXILIARY if getattr(args, "num_experts", None) else ():
+        value = getattr(args, name, None)
+        values = value if isinstance(value, list) else [value]
+        if any(values) and (balances or name == "moe_z_loss_coeff"):
+            yield f"--{name.replace('_', '-')} {' '.join(map(str, values))}"

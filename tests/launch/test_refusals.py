@@ -405,6 +405,12 @@ def test_warnings(build, tmp_path):
     (line,) = flag_checks.warnings(build({"swap_optimizer": True}))
     assert names(line, "--swap-optimizer ... --rl-swap optimizer")
     assert flag_checks.warnings(build({"swap_optimizer": True, "--rl-swap": ["params,grads"]})) == []
+    experts = {"num_experts": 8, "moe_aux_loss_coeff": [0.0, 0.01], "moe_z_loss_coeff": 1e-3}
+    (line,) = flag_checks.warnings(build(experts))
+    assert names(line, "--moe-aux-loss-coeff 0.0 0.01 --moe-z-loss-coeff 0.001")
+    (line,) = flag_checks.warnings(build(experts | {"moe_router_load_balancing_type": ["none"]}))
+    assert line.startswith("--moe-z-loss-coeff 0.001:")
+    assert flag_checks.warnings(build({"num_experts": 8, "moe_aux_loss_coeff": 0.0, "moe_z_loss_coeff": None})) == []
     # Two tokenizers of one size.
     for name, vocab in (("tokenizer", '{"a": 0, "b": 1}'), ("same", '{"a": 0, "b": 1}'), ("other", '{"b": 0, "a": 1}')):
         (tmp_path / name).mkdir(exist_ok=True)

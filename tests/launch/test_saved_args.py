@@ -7,7 +7,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from mindspeed_rl_plugin.launch import flag_checks
-from mindspeed_rl_plugin.launch.checkpoint_files import TRACKER
+from mindspeed_rl_plugin.launch.checkpoint_files import TRACKER, write_state
 from mindspeed_rl_plugin.launch.saved_args import check_rows
 from mindspeed_rl_plugin.launch.weights_fit import must_fit
 
@@ -41,6 +41,27 @@ def test_each_other_size_is_named_with_both_values(saved, build, more):
     assert len(lines) == len(more) and all(str(folder) in line for line in lines)
     for line, (name, value) in zip(lines, more.items(), strict=True):
         assert f"--{name.replace('_', '-')} is {value} there and {getattr(args, name)} here" in line
+
+
+@pytest.mark.parametrize(
+    "stored, refused",
+    [
+        ({"dist_ckpt_optim_fully_reshardable": False}, True),
+        ({"dist_ckpt_optim_fully_reshardable": True}, False),
+        ({"ckpt_fully_parallel_save": True}, False),  # core 0.12
+        ({"ckpt_fully_parallel_save": False}, True),
+        ({"dist_ckpt_optim_fully_reshardable": False, "use_distributed_optimizer": False}, False),
+    ],
+)
+def test_a_resume_in_a_layout_that_its_optimizer_state_cannot_take_is_refused(saved, build, stored, refused):
+    folder = saved(**{"tensor_model_parallel_size": 4, "use_distributed_optimizer": True, **stored})
+    write_state(str(folder.parent), 3, {})
+    lines = list(flag_checks._start(build({"save": str(folder.parent)}), None))
+    assert len(lines) == refused
+    for line in lines:
+        assert "--tensor-model-parallel-size is 4 there and 2 here" in line
+        assert "--dist-ckpt-optim-fully-reshardable" in line
+    assert not list(flag_checks._start(build({"save": str(folder.parent), "tensor_model_parallel_size": 4}), None))
 
 
 def test_an_embedding_with_too_few_rows_is_refused(saved):

@@ -145,6 +145,23 @@ def test_the_rl_flags_of_a_script():
     assert read(f"{DENSE} --rl-swap params").notes[0].startswith("--rl-swap par")
 
 
+def test_what_mindspeed_saves_of_the_optimizer(planned):
+    """Halves of main parameters that are the weights themselves; state that stays on the host."""
+    bf16 = f"{DENSE} --bf16 --tensor-model-parallel-size 2 --use-distributed-optimizer --rl-generate-tp 2"
+
+    def of(flags):
+        out = planned(f"{bf16} {flags}")
+        update = re.search(r"optimizer (\S+)", out)
+        host = re.search(r"training state (\S+?)(?:, optimizer state \(--swap-optimizer\) (\S+?))?, copy", out)
+        return float(update[1]), float(host[1]), float(host[2] or 0)
+
+    plain, offloaded, _ = of("")
+    assert of("--reuse-fp32-param") == pytest.approx((plain * 10 / 12, offloaded - 4 * plain * 2 / 12, 0), abs=0.02)
+    pieces, left, parked = of("--swap-optimizer --swap-optimizer-times 4")
+    assert (pieces, left, parked) == pytest.approx((plain / 4, offloaded - 4 * plain, 4 * plain), abs=0.03)
+    assert read(f"{bf16} --swap-optimizer", 2).pieces == 16
+
+
 def test_layers_by_stage():
     """--num-layer-list; another spelling of rotary embeddings."""
     words = DENSE.replace("--position-embedding-type rope", "--use-rotary-position-embeddings")

@@ -257,20 +257,20 @@ def test_mtp_layers_are_not_exported(train, last, moved, convert):
     assert same(convert.exported(), weights)
 
 
-def test_layers_that_do_nothing_are_left_out(convert):
-    """A checkpoint of a run with --noop-layers 1: layers behind it have one number more than in the model."""
-    weights = convert.make("qwen3")
-    convert.imported("tp1")
-
-    def spread(state):
-        args, model = state["args"], state["model"]
-        args.noop_layers, args.num_layers = {1}, 4
-        for at in (2, 1):
-            for name in [n for n in model if n.startswith(f"decoder.layers.{at}.")]:
-                model[name.replace(f"layers.{at}.", f"layers.{at + 1}.")] = model.pop(name)
-
-    convert.change("mp_rank_00", spread)
+def test_layers_that_do_nothing_are_counted_by_megatron_alone(convert):
+    """--noop-layers 0,3: the model's three layers, of which the second is dense, are Megatron's 1, 2 and 4."""
+    weights = convert.make("qwen3_moe")
+    said = convert.imported("pp2,last2", "--noop-layers", "0,3")
+    for flags in ("--num-layers 5 ", "--noop-layers 0,3 ", "--moe-layer-freq '[1,1,0,1,1]' "):
+        assert flags in said
+    names = torch.load(convert.ckpt / "release" / "mp_rank_00_001" / FILE, weights_only=False)["model"]
+    assert {name.split(".")[2] for name in names if name.startswith("decoder.layers")} == {"1"}, "of layers 3 and 4"
     assert same(convert.exported(), weights)
+
+
+def test_numbers_of_layers_that_do_nothing_are_checked(convert):
+    convert.make("qwen3")
+    convert.imported("tp1", "--noop-layers", "0,5", refused="--noop-layers 0,5: give numbers from 0 to 4")
 
 
 def test_files_of_experts_over_tensor_parallel_ranks_have_mindspeeds_names(convert):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from mindspeed_rl_plugin.engine.hf_config import normalized
@@ -24,7 +24,7 @@ def megatron_arguments(shape: ModelShape, parallel: Parallel, config: Mapping[st
     """
     c = normalized(config)
     model = dict(
-        num_layers=shape.layers,
+        num_layers=shape.layers + len(parallel.noop),
         hidden_size=shape.hidden,
         num_attention_heads=shape.heads,
         group_query_attention=shape.groups != shape.heads,
@@ -51,7 +51,7 @@ def megatron_arguments(shape: ModelShape, parallel: Parallel, config: Mapping[st
     scaling = None if shape.table.mla else c["rope_scaling"]
     model |= dict(use_rope_scaling=True, rope_scaling_factor=scaling.get("factor", 1.0)) if scaling else {}
     model |= _latent(shape, c) if shape.table.mla else {}
-    model |= _experts(shape, c) if shape.experts else {}
+    model |= _experts(shape, c, parallel.noop) if shape.experts else {}
     layout = dict(
         world_size=parallel.world,
         tensor_model_parallel_size=parallel.tp,
@@ -66,6 +66,7 @@ def megatron_arguments(shape: ModelShape, parallel: Parallel, config: Mapping[st
         account_for_embedding_in_pipeline_split=False,
         account_for_loss_in_pipeline_split=False,
     )
+    layout |= dict(noop_layers=",".join(map(str, parallel.noop))) if parallel.noop else {}
     return argparse.Namespace(**model, **layout)
 
 
@@ -85,8 +86,10 @@ def flags(args: argparse.Namespace) -> list[str]:
     return out
 
 
-def _experts(shape: ModelShape, config: Mapping[str, Any]) -> dict[str, Any]:
+def _experts(shape: ModelShape, config: Mapping[str, Any], noop: Collection[int]) -> dict[str, Any]:
     pattern = [int(i not in shape.dense_layers) for i in range(shape.layers)]
+    for at in sorted(noop):
+        pattern.insert(at, 1)
     out = dict(
         num_experts=shape.experts,
         moe_ffn_hidden_size=shape.expert_ffn,

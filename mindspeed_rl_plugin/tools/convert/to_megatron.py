@@ -11,6 +11,7 @@ import re
 import shlex
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from mindspeed_rl_plugin.reshard.family_rows import HEAD
 from mindspeed_rl_plugin.reshard.family_table import EXPERTS, IMPLS
 from mindspeed_rl_plugin.reshard.layout import ModelShape, Parallel, canonical_tensors, megatron_layout, megatron_shapes
 from mindspeed_rl_plugin.reshard.live import SHOWN, differences, raise_if
-from mindspeed_rl_plugin.reshard.parallel import chunk_prefix
+from mindspeed_rl_plugin.reshard.parallel import chunk_prefix, noop_layers
 from mindspeed_rl_plugin.tools.convert.arguments import flags, megatron_arguments
 from mindspeed_rl_plugin.tools.convert.checkpoint import FILE, rank_folders
 from mindspeed_rl_plugin.tools.convert.cli import DTYPES, make_parser, run
@@ -38,6 +39,7 @@ def main(argv: list[str]) -> int:
     """Run `import`. Returns 0, or 1 with a message."""
     parser = make_parser("import", "directory of a Hugging Face model", "Megatron checkpoint of weights, iteration 0")
     parser.add_argument("--train", required=True, help="trainer's layout, as tp2,pp2: tp pp vpp cp ep etp first last")
+    parser.add_argument("--noop-layers", metavar="61,62", help="numbers of layers that do nothing, as in MindSpeed")
     parser.add_argument("--impl", choices=IMPLS, default="local", help="how parameters are named (default: local)")
     parser.add_argument("--experts", choices=EXPERTS, default="sequential", help="for experts (default: sequential)")
     parser.add_argument("--pad", type=int, default=128, help="--make-vocab-size-divisible-by (default: 128)")
@@ -50,6 +52,7 @@ def import_(options: argparse.Namespace) -> str:
     config = read_config(options.load / "config.json", flag)
     parallel = _layout(options.train)
     shape = shape_of(config, options.pad * parallel.tp, flag)
+    parallel = replace(parallel, noop=_noop_layers(options.noop_layers, shape.layers))
     check_train(shape, parallel, f"--train {options.train}")
     args = megatron_arguments(shape, parallel, config)
     args.hf_tokens = model_tokens(options.load)
@@ -75,6 +78,12 @@ def _layout(text: str) -> Parallel:
     sizes = parse_sizes(text, TRAIN, "--train")
     tp, pp = sizes.get("tp", 1), sizes.get("pp", 1)
     return train_layout(text, pp * math.lcm(tp * sizes.get("cp", 1), sizes.get("etp", tp) * sizes.get("ep", 1)))
+
+
+def _noop_layers(text: str | None, layers: int) -> tuple[int, ...]:
+    """Numbers of the layers that stand between a model's and do nothing. layers: of the model."""
+    given = len(set(text.split(","))) if text else 0
+    return noop_layers(argparse.Namespace(noop_layers=text, num_layers=layers + given))
 
 
 def _left_out(source: Mapping[str, Any], shape: ModelShape, mtp: int) -> list[str]:

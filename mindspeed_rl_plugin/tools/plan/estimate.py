@@ -36,7 +36,9 @@ class Run:
     """What is planned; its defaults are those of a model and a layout alone.
 
     itemsize, engine_itemsize: bytes of a weight of the trainer, and of the engine, as which it travels; grad_bytes: of
-    a gradient; distributed: whether the optimizer's state is spread over the data parallel ranks; generate: the
+    a gradient; reused: of a parameter's optimizer state, that a 2-byte weight itself holds; distributed: whether that
+    state is spread over the data parallel ranks; pieces: in how many it visits the device from the host, None where it
+    stays there; generate: the
     engines as `layout_args.engine_layout_of` reads them; bucket_bytes: of `--rl-reshard-bucket-mb`; critic: whether
     the trainer has one beside the policy; reference: whether the run has one, None where nothing says so; dock_bytes:
     of a rollout's samples on all machines, at their longest; node: ranks per node; near, far, host: bytes per second
@@ -50,7 +52,9 @@ class Run:
     itemsize: int = 2
     engine_itemsize: int = 2
     grad_bytes: int = 4
+    reused: int = 0
     distributed: bool = True
+    pieces: int | None = None
     generate: str | None = None
     bucket_bytes: int = 256 << 20
     critic: bool = False
@@ -66,11 +70,22 @@ class Run:
 
 
 class Held(NamedTuple):
-    """Bytes of a model on a trainer's device."""
+    """Bytes of a model on a trainer's device, and of its optimizer's state that MindSpeed keeps on the host."""
 
     weights: int = 0
     gradients: int = 0
     optimizer: int = 0
+    parked: int = 0
+
+    @property
+    def device(self) -> int:
+        """Bytes on the device in the update."""
+        return self.weights + self.gradients + self.optimizer
+
+    @property
+    def leaves(self) -> int:
+        """Bytes that are copied to the host for the generation; gradients are freed, not copied."""
+        return self.weights + (0 if self.parked else self.optimizer)
 
 
 @dataclass(frozen=True)
@@ -98,7 +113,7 @@ class Estimate:
     @property
     def update(self) -> int:
         """Bytes on a device in the update."""
-        return sum(self.policy) + sum(self.critic)
+        return self.policy.device + self.critic.device
 
     def peak(self, mode: str) -> int:
         """Most bytes on a device with an engine during the reshard, all but the policy's weights having left it."""
@@ -106,8 +121,13 @@ class Estimate:
 
     @property
     def offloaded(self) -> int:
-        """Bytes of training state that are on the host during generation; gradients are freed, not copied."""
-        return self.update - self.policy.gradients - self.critic.gradients
+        """Bytes of training state that are copied to the host for the generation."""
+        return self.policy.leaves + self.critic.leaves
+
+    @property
+    def parked(self) -> int:
+        """Bytes of optimizer state that never leave the host."""
+        return self.policy.parked + self.critic.parked
 
     @property
     def redundant(self) -> float:
@@ -169,10 +189,12 @@ def _fullest(run: Run) -> tuple[Held, Held]:
     embedding, a critic has one row of it, whole on every rank."""
     train = run.train
     spread, expert_spread = (train.dp * train.cp, train.edp) if run.distributed else (1, 1)
+    state_bytes = STATE_BYTES[run.itemsize] - (run.reused if run.itemsize == 2 else 0)
 
     def held(numel: int, experts: int) -> Held:
-        state = STATE_BYTES[run.itemsize] * (-(-(numel - experts) // spread) + -(-experts // expert_spread))
-        return Held(numel * run.itemsize, numel * run.grad_bytes, state)
+        state = state_bytes * (-(-(numel - experts) // spread) + -(-experts // expert_spread))
+        parked = state if run.pieces else 0
+        return Held(numel * run.itemsize, numel * run.grad_bytes, -(-state // (run.pieces or 1)), parked)
 
     devices = []
     of_ranks = (megatron_shapes(run.shape, train, rank) for rank in range(train.world))
@@ -182,4 +204,4 @@ def _fullest(run: Run) -> tuple[Held, Held]:
         head = prod(shapes.get("output_layer.weight", (0,)))
         value_head = run.shape.hidden if "decoder.final_layernorm.weight" in shapes else 0
         devices.append((held(numel, experts), held(numel - head + value_head, experts) if run.critic else Held()))
-    return max(devices, key=lambda pair: sum(pair[0]) + sum(pair[1]))
+    return max(devices, key=lambda pair: pair[0].device + pair[1].device)

@@ -194,11 +194,11 @@ class _Shown:
         head = (f"{self.name} per device, fullest", "update", "reshard peak", "generate", f"left of {unit(most)}")
         left = unit(most - f.generate)
         modes = [(mode, *map(marked, (f.update, f.peak(mode), f.generate)), left) for mode in MODES]
-        critic = f"; critic's weights {unit(c.weights)}, gradients and optimizer {unit(sum(c) - c.weights)}"
+        critic = f"; critic's weights {unit(c.weights)}, gradients and optimizer {unit(c.device - c.weights)}"
         return [
             *aligned([head, *modes], 1),
             f"update: weights {unit(p.weights)}, gradients {unit(p.gradients)}, optimizer {unit(p.optimizer)}"
-            + (critic if sum(c) else ""),
+            + (critic if c.device else ""),
             "reshard peak: " + (f"weights {unit(p.weights)}, " if f.shared else "") + f"engine's weights "
             f"{unit(f.generate)}, and in allgather the whole model {unit(f.whole)}; in stream what is in flight "
             f"{unit(f.in_flight)} (at most two buckets of {f.run.bucket_bytes >> 20} MiB)",
@@ -214,6 +214,8 @@ class _Shown:
         """Host memory of a machine that is full of the fullest ranks."""
         f, run, held = self.plan, self.plan.run, {}
         held["offloaded training state"] = f.offloaded if f.shared else 0
+        if f.parked:
+            held["optimizer state (--swap-optimizer)"] = f.parked
         if run.reference is not False:
             held["copy of the reference (with a KL term, or DPO)"] = f.policy.weights
         if run.dock_bytes:

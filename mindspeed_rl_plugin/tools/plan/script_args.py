@@ -36,7 +36,7 @@ _NUMBERS = """
     decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers num_layers_per_virtual_pipeline_stage
     num_virtual_stages_per_pipeline_rank num_experts moe_ffn_hidden_size moe_intermediate_size
     moe_shared_expert_intermediate_size n_shared_experts first_k_dense_replace q_lora_rank kv_lora_rank qk_head_dim
-    qk_nope_head_dim qk_pos_emb_head_dim qk_rope_head_dim v_head_dim mtp_num_layers
+    qk_nope_head_dim qk_pos_emb_head_dim qk_rope_head_dim v_head_dim mtp_num_layers swap_optimizer_times
 """
 _SWITCHES = """
     group_query_attention add_qkv_bias qk_layernorm multi_latent_attention untie_embeddings_and_output_weights
@@ -48,12 +48,7 @@ _WORDS = {
     "position_embedding_type": "learned_absolute",
     "moe_token_dispatcher_type": "allgather",
 }
-# MindSpeed's flags that take less memory than is planned.
-_LESS_MEMORY = {
-    "reuse_fp32_param": "--reuse-fp32-param: the trainer takes 2 bytes a parameter of the optimizer less than planned",
-    "swap_optimizer": "--swap-optimizer: planned as if the optimizer's state were on the device between its steps too; "
-    "MindSpeed keeps it in pinned host memory, which takes the place of the offloaded copy",
-}
+_SWAP_TIMES = 16  # MindSpeed's --swap-optimizer-times
 _NAMES = {row.spelt: row.name for row in UPSTREAM}  # some flags are not spelt like their attribute
 # Names that Megatron's config has and its command line has not.
 _NO_FLAGS = {
@@ -88,7 +83,9 @@ def read_arguments(flags: Flags, world: int, vocab: int | None = None, folder: P
         notes.append(f"--mtp-num-layers {args.mtp_num_layers}: the engine has no such layers; not counted")
     if "--rl-swap" in flags and set(config.reshard.swap_names) != {"params", "grads", "optimizer"}:
         notes.append(f"--rl-swap {flags.get('--rl-swap')}: planned as if params, grads and optimizer leave the device")
-    notes += [note for name, note in _LESS_MEMORY.items() if getattr(args, name)]
+    pieces = (args.swap_optimizer_times or _SWAP_TIMES) if args.swap_optimizer else None
+    if pieces:
+        notes.append(f"--swap-optimizer: the optimizer's state is on the host, 1/{pieces} of it on a device")
     itemsize, bucket_mb = 2 if args.bf16 or args.fp16 else 4, config.reshard.reshard_bucket_mb
     engines = "--rl-generate-tp" in flags or "--rl-generate-ep" in flags
     vocab = vocab or args.vocab_size or _vocabulary(flags, folder) or args.padded_vocab_size
@@ -103,7 +100,9 @@ def read_arguments(flags: Flags, world: int, vocab: int | None = None, folder: P
         train=Parallel.from_megatron_args(args),
         itemsize=itemsize,
         engine_itemsize=_ENGINE_BYTES.get(config.rollout.engine_dtype, itemsize),
+        reused=2 * bool(args.reuse_fp32_param),  # half of a main parameter
         distributed=bool(args.use_distributed_optimizer),
+        pieces=pieces,
         generate=f"tp{config.rollout.generate_tp},ep{config.rollout.generate_ep}" if engines else None,
         bucket_bytes=bucket_mb << 20 if bucket_mb >= 1 else Run.bucket_bytes,
         critic=algorithm is not None and algorithm.needs_critic,
