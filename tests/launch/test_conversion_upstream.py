@@ -55,12 +55,12 @@ def test_weights_are_converted_at_a_start_and_for_a_resume_only_where_its_refere
     path = os.pathsep.join(map(str, (core, mindspeed, llm, *filter(None, [os.environ.get("PYTHONPATH")]))))
     save = megatron.folder / f"out-{i}"
     back = ["--enable-mg2hf-convert"] * has_mg2hf(llm)
-    flags = [*FLAGS.split(), *HF2MG.split(), *back, "--load", str(hugging_face), "--save", str(save)]
+    flags = [*FLAGS.split(), *HF2MG.split(), *back, "--save", str(save)]
 
-    def run():
-        return megatron(*flags, rl=True, script=llm / SCRIPT, env={"PYTHONPATH": path})
+    def run(*flags):
+        return megatron(*flags, "--load", str(hugging_face), rl=True, script=llm / SCRIPT, env={"PYTHONPATH": path})
 
-    whole = run()
+    whole = run(*flags)
     assert [e["event"] for e in whole.events] == ["before_model", "reference", "start"] + ["step"] * 4
     cache = hugging_face / "megatron_cache_tp2pp1ep1"
     assert f"converts --load {hugging_face} to {cache}" in whole.log
@@ -79,7 +79,17 @@ def test_weights_are_converted_at_a_start_and_for_a_resume_only_where_its_refere
         (save / "latest_checkpointed_iteration.txt").write_text("2")
         if gone:
             shutil.rmtree(cache)
-        resumed = run()
+        resumed = run(*flags)
         assert (f"--load {hugging_face} is not converted" in resumed.log) != gone
         assert [e["event"] for e in resumed.events] == ["before_model", "reference", "state", "start", "step", "step"]
         assert resumed.of("reference") == whole.of("reference") and resumed.of("step") == whole.of("step")[2:]
+    if not back:
+        return
+    # It turns both conversions on by itself where --load holds safetensors; that folder may be read-only.
+    other, last = megatron.folder / "elsewhere", megatron.folder / "last"
+    shutil.rmtree(cache)
+    flags = f"{FLAGS} --model-type-hf qwen3 --only-convert-last-checkpoint --mg-save-dir {other} --save {last}"
+    itself = run(*flags.split())
+    assert f"converts --load {hugging_face} to {other}" in itself.log and not cache.exists()
+    assert itself.of("reference") == whole.of("reference") and itself.of("step") == whole.of("step")
+    assert [folder.name for folder in last.glob("mg2hf_iteration*")] == ["mg2hf_iteration4"]

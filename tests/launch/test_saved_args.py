@@ -43,6 +43,14 @@ def test_each_other_size_is_named_with_both_values(saved, build, more):
         assert f"--{name.replace('_', '-')} is {value} there and {getattr(args, name)} here" in line
 
 
+def test_a_format_that_megatron_would_not_read_is_refused(saved, build):
+    args = build({"load": str(saved().parent), "save": None, "ckpt_format": "torch", "auto_detect_ckpt_format": False})
+    (line,) = flag_checks._start(args, None)
+    assert "--ckpt-format is torch_dist there and torch here" in line and "--auto-detect-ckpt-format" in line
+    args.auto_detect_ckpt_format = True
+    assert not list(flag_checks._start(args, None))
+
+
 @pytest.mark.parametrize(
     "stored, refused",
     [

@@ -10,6 +10,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 STEPS = ("--ckpt-format", "torch_dist", "--train-iters", "4", "--save-interval", "1", "--rl-rollout-prompts", "8")
 TP2, PP2 = ("--tensor-model-parallel-size", "2"), ("--pipeline-model-parallel-size", "2")
 EP2 = ("--expert-model-parallel-size", "2")
+READS_BOTH = ("--ckpt-format", "torch", "--auto-detect-ckpt-format")
 # Of core 0.16 and later: optimizer state that another tensor or pipeline layout can load.
 ANY_LAYOUT = ("--dist-ckpt-optim-fully-reshardable",)
 PPO = ("--rl-algorithm", "ppo", "--rl-critic-lr", "3e-3", "--rl-critic-warmup", "2", "--rl-kl-reward-coef", "0.05")
@@ -71,7 +72,7 @@ def test_a_critic_too_is_saved_resumed_and_loaded(job):
     result = job(*more, "--rl-critic-load", str(former), name="critic").run(600)
     assert f"the critic starts from the weights of {former / 'iter_0000004'}\n" in result.log
     assert result.metrics[0]["critic/value_mean"] != 0.0
-    result = job(*more, "--rl-critic-load", str(first.save), "--ckpt-format", "torch", name="fresh").run(600)
+    result = job(*more, "--rl-critic-load", str(first.save), *READS_BOTH, name="fresh").run(600)
     assert "with a fresh value head" in result.log and result.metrics[0]["critic/value_mean"] == 0.0
 
     expected = whole.metrics[3]
