@@ -133,7 +133,7 @@ def remarks(args: Any, config: RLConfig) -> Iterator[str]:
 def _auxiliary(args: Any) -> Iterator[str]:
     """Flags of losses of a model with experts that Megatron adds by itself, where they are not 0."""
     balances = getattr(args, "moe_router_load_balancing_type", None) not in _NO_BALANCE
-    balances |= getattr(args, "seq_aux", False)  # of MindSpeed-LLM, beside noaux_tc
+    balances = balances or getattr(args, "seq_aux", False)  # of MindSpeed-LLM, beside noaux_tc
     for name in _AUXILIARY if getattr(args, "num_experts", None) else ():
         value = getattr(args, name, None)
         values = value if isinstance(value, list) else [value]
