@@ -151,6 +151,9 @@ UPSTREAM: tuple[UpstreamFlag, ...] = (
         ("the engine does not survive it; let torchrun restart the job", "inprocess_restart"),
         ("this is Megatron's own RL; use either that or --rl-algorithm", "perform_rl_step"),
         ("RL is training; remove it", "skip_train"),
+        (_LOOP, "logits_save_dir logits_load_dir"),
+        ("no weight would be trained; remove it", "freeze_all_layers"),
+        ("ranks then send each other nothing; remove it", "fake_process_group"),
         (_LOOP, "sft enable_high_availability layerwise_disaggregated_training auto_settings dist_train"),
         ("what it saves at a failure has no RL state; remove it", "ttp_enabled"),
         ("experts then change ranks, and the engine would get others; remove it", *_MOVING),
@@ -165,10 +168,12 @@ UPSTREAM: tuple[UpstreamFlag, ...] = (
         (_GRAPH, "enable_cuda_graph external_cuda_graph cuda_graph_impl", (*OFF, "none")),
         ("too coarse for a ratio near 1, and loss scaling skips steps; use --bf16", "fp16"),
         (_COARSE, "fp8 fp4"),
+        ("the engine would not round weights as training does; leave it out", "qat_scheme", (None,)),
         # Models.
         ("retrieval models are not supported; " + _GPT, "retro_add_retriever"),
         ("vision and multimodal models are not supported; " + _GPT, "vision_pretraining"),
         ("LoRA is not supported yet; train the whole model", "lora_target_modules"),
+        ("LoRA is not supported yet; train the whole model", "lu_lora_final_layer_index", (None,)),
         # Checkpoints.
         ("RL state is kept in persistent checkpoints only; remove it", "non_persistent_save_interval"),
         ("convert checkpoints before RL, in a run without --rl-algorithm", "ckpt_convert_format"),
@@ -182,6 +187,7 @@ UPSTREAM: tuple[UpstreamFlag, ...] = (
         (_WHOLE, "use_megatron_fsdp use_torch_fsdp2"),
         (_WHOLE, "gtp_weight_remat_size", (1, None)),
         ("2-D tensor parallelism is not supported; leave it out", "tp_2d"),
+        ("ranks then have shares of different sizes, which are not supported; leave it out", "unaligned_linear"),
         (_HYBRID, "hybrid_override_pattern"),
     ),
     # What no model family of the engine expresses.
@@ -214,21 +220,39 @@ UPSTREAM: tuple[UpstreamFlag, ...] = (
         (_NONE, "output_logit_softcapping scale_depth dim_model_base add_rmsnorm_offset share_kvstates"),
         (_NONE, "embedding_multiplier_scale output_multiplier_scale", (1.0, None)),
         (_NONE, "scale_emb", (None,)),
+        (_NONE, "enable_mhc no_enable_linear_qkv"),
+        ("the engine does not limit what its MLP multiplies; leave it out", "swiglu_limit", (0, None)),
         (_NONE, "cla_share_factor", (1,)),
         (_NONE, "dynamic_factor", (1.0,)),
     ),
     *_rows(
         EXPERTS,
         ("experts work on the whole hidden state; leave it out", "moe_latent_size"),
+        ("the engine has no experts that do nothing; leave it out", "num_zero_experts"),
+        ("the engine sends tokens to experts by the router, not by their ids; leave it out", "n_hash_layers"),
+        (
+            "gates and their factors then lie in turns, and the engine wants one after the other; leave it out",
+            "moe_mlp_glu_interleave_size moe_shared_expert_glu_interleave_size",
+            (None,),
+        ),
     ),
     *_rows(
         LATENT,
         (_PLAIN, "enable_dsa_indexer"),
+        (
+            "the engine does not scale what was compressed; leave it out",
+            "enable_mla_scale_q_lora enable_mla_scale_kv_lora",
+        ),
+        ("the engine has the projections apart; leave it out", "mla_down_proj_fusion"),
     ),
     # With which trainer and engine would send tokens to different experts, or weigh them differently.
     *_rows(
         ROUTING,
-        ("the engine drops no tokens; leave it out", "moe_expert_capacity_factor", (None,)),
+        (
+            "the engine drops no tokens; leave it out",
+            "moe_expert_capacity_factor moe_expert_rank_capacity_factor",
+            (None,),
+        ),
         ("the engine routes without noise; leave it out", "moe_input_jitter_eps", (None, 0.0)),
         ("routing is random with it; leave it out", "moe_router_force_load_balancing", (False, None)),
         ("routing is random with it; leave it out", "moe_router_force_biased", (None,)),

@@ -38,7 +38,8 @@ TAKEN_OVER = {
         --disable-gloo-group --hccl-slice-size
     """,
     "off: its schedule takes the loss out of the model's own layers; the update gives the same numbers, slower": """
-        --moe-fb-overlap --moe-unperm2-mem-optim-swap
+        --moe-fb-overlap --moe-unperm2-mem-optim-swap --overlap-moe-expert-parallel-comm --delay-wgrad-compute
+        --ep-overlap-early-attn-memory-release
     """,
 }
 BATCH_SCHEDULES = ("--step-batch-size-schedule", "--rampup-batch-size")
@@ -85,11 +86,10 @@ SUPPORTED = {
     "tests/launch/test_conversion_upstream.py": "--enable-hf2mg-convert --enable-mg2hf-convert --model-type-hf",
     "tests/launch/test_launch_order.py": "--override-opt_param-scheduler --use-checkpoint-opt_param-scheduler",
     "tests/update/test_invariance.py": "--calculate-per-token-loss",
-    "tests/reshard/test_parallel.py": "--num-layer-list --noop-layers --moe-tp-extend-ep",
+    "tests/reshard/test_parallel.py": "--decoder-first-pipeline-num-layers --noop-layers --moe-tp-extend-ep",
     "tests/reshard/reshard_reference.py": "--mla-mm-split",
     "tests/tools/test_plan_script.py": """
-        --decoder-first-pipeline-num-layers --n-shared-experts --first-k-dense-replace --padded-vocab-size
-        --vocab-size
+        --num-layer-list --n-shared-experts --first-k-dense-replace --padded-vocab-size --vocab-size
     """,
     "tests/engine/test_hf_config.py": """
         --rope-scaling-type --rope-scaling-factor --rope-scaling-mscale --rotary-percent --partial-rotary-factor
@@ -119,7 +119,7 @@ NEUTRAL = {
         --moe-use-legacy-grouped-gemm --moe-permute-fusion --moe-router-fusion --moe-shared-expert-overlap
         --moe-permutation-async-comm --moe-alltoall-overlap-comm --moe-allgather-overlap-comm --moe-alltoall-mc2
         --gemm-gradient-accumulation-fusion --mla-fa-without-pad --mla-fa-divide-qk --mla-up-proj-tp-overlap
-        --mla-down-proj-fusion --padded-base-length --shape-order --use-fusion-attn-v2 --jit-compile
+        --padded-base-length --shape-order --use-fusion-attn-v2 --jit-compile
         --disable-jit-fuser --attention-softmax-in-fp32 --flash-attention-version --use-fused-ring-attention-update
         --kv-head-repeat-before-uly-alltoall --cp-comm-type --hierarchical-context-parallel-sizes
         --use-fused-moe-token-permute-and-unpermute --use-ascend-* --coc-* --tp-comm-* --disable-tp-comm-* --aiqos*
@@ -129,7 +129,7 @@ NEUTRAL = {
         --nccl-communicator-config-path --hccl-* --distributed-backend --distributed-timeout-* --ddp-num-buckets
         --ddp-bucket-size --ddp-pad-buckets-for-high-nccl-busbw --suggested-communication-unit-size --no-align-*-*
         --disable-align-grad-reduce --high-priority-stream-groups --create-all-gather-group --use-sharp
-        --sharp-enabled-group --defer-embedding-wgrad-compute --wgrad-deferral-limit --delay-wgrad-compute
+        --sharp-enabled-group --defer-embedding-wgrad-compute --wgrad-deferral-limit
         --use-cpu-initialization --npu-deterministic --deterministic-mode --sparse-mode --pre-tockens --next-tockens
     """,
     "part of how gradients are reduced and rounded, in Megatron's own step": """
@@ -181,8 +181,8 @@ NEUTRAL = {
         --onnx-safe --retriever-seq-length --mask-prob --short-seq-prob --mrope-section --window-attn-skip-freq
         --alibi-* --square-alibi-mask --fill-neg-inf --linear-* --dsa-* --disable-dsa-* --mamba-* --disable-mamba-*
         --hybrid-* --mup-* --long-* --short-* --longrope-freqs-type --low-freq-factor --high-freq-factor
-        --swiglu-limit --enable-mla-* --use-sparse-flash-attn --num-zero-experts --n-hash-layers --use-dsa-absorb
-        --use-fused-lightning-indexer* --use-fused-sparse-flash-attention --no-enable-linear-qkv
+        --enable-mla-absorb --use-sparse-flash-attn --use-dsa-absorb --use-fused-lightning-indexer*
+        --use-fused-sparse-flash-attention
     """,
     "Megatron's own inference, which RL does not use": """
         --inference-* --flash-decode --nccl-all-reduce-for-prefill --mlp-chunks-for-prefill
@@ -196,7 +196,7 @@ NEUTRAL = {
         --moe-pad-expert-input-to-capacity --ckpt-convert-* --non-persistent-* --symmetric-ar-type
         --disable-symmetric-registration --tensor-parallel-num-weight-shards
         --expert-tensor-parallel-num-weight-shards --optimizer-cuda-graph --disable-strict-fsdp-* --moe-paged-stash*
-        --reuse-grad-buf-for-mxfp8-param-ag
+        --reuse-grad-buf-for-mxfp8-param-ag --logits-*
     """,
 }
 # Groups whose flags are all neutral, but for those with a row above or in `config.upstream`.
@@ -243,20 +243,20 @@ _CHECKED = {
 }
 # Nothing in the tests or scripts uses them under RL.
 UNTESTED = """
-    --unaligned-linear --use-multiparameter-pipeline-model-parallel --param-and-grad-buffer-pad
+    --use-multiparameter-pipeline-model-parallel --param-and-grad-buffer-pad
     --reset-bucket-group-order --swap-layer-input --compress-dense --compress-activation --compress-optimizer
-    --smart-swap --ema-decay --virtual-optimizer --quant-* --qat-scheme
+    --smart-swap --ema-decay --virtual-optimizer --quant-*
     --optimizer-*offload* --use-torch-optimizer-for-cpu-offload --overlap-cpu-optimizer-d2h-h2d --no-pin-cpu-*
     --use-precision-aware-optimizer --main-*-dtype --exp-avg-*dtype --no-use-layer-wise-param-layout
     --fp32-residual-connection --qk-clip* --moe-enable-* --moe-flex-* --moe-*deepep* --moe-*hybridep* --moe-ncclep-*
-    --moe-revert-* --moe-router-padding-* --moe-router-quantile-* --moe-single-grouped-* --moe-*-glu-interleave-size
-    --moe-pad-experts-* --moe-expert-rank-* --use-grouped-gemm-for-* --overlap-moe-* --overlap-dispatch-*
-    --ep-overlap-* --high-priority-a2a-comm-stream --use-fused-weighted-squared-relu --fused-residual-rmsnorm
+    --moe-revert-* --moe-router-padding-* --moe-router-quantile-* --moe-single-grouped-*
+    --moe-pad-experts-* --use-grouped-gemm-for-* --overlap-dispatch-* --high-priority-a2a-comm-stream
+    --use-fused-weighted-squared-relu --fused-residual-rmsnorm
     --use-transformer-engine-op-fuser --use-te-activation-func --use-kitchen-attention --kitchen-attention-backend
     --mlp-chunks-* --batch-invariant-mode --cache-mla-latents --cpu-offloading-* --fine-grained-* --offload-modules
     --min-offloaded-* --delay-offload-* --delta-offload-* --activation-offload-* --max-seqlen-per-dp-cp-rank
     --disable-gloo-process-groups --overlap-param-gather-with-optimizer-step --ddp-param-name-patterns-*
-    --fake-process-group --te-* --no-use-gmm-fp8 --enable-experimental --logits-* --context-parallel-kv-*
+    --te-* --no-use-gmm-fp8 --enable-experimental --context-parallel-kv-*
     --context-parallel-cache-* --use-ulysses-allgather-kv --dualpipev-dw-detach --ai-framework --async-*
     --replication* --load-main-params-from-ckpt --override-ckpt-iteration --distrib-optim-*
     --ckpt-fully-parallel-*-* --save-*-interval --dump-param-to-*

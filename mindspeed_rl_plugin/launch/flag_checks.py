@@ -52,17 +52,20 @@ def check_args(args: Any) -> None:
 
 def check_unvalidated(args: Any) -> None:
     """The checks that come before Megatron's validation: the model's family, what MindSpeed-LLM's conversion of weights
-    needs, and whether a batch divides. Raises ValueError; for a batch it lists whatever else can be said of arguments
-    that are not validated yet."""
-    pairs = learns_from_pairs(RLConfig.from_args(args).algorithm.algorithm)
-    if not pairs and (problem := unbuilt_family(args)):
+    needs, and whether ranks, sizes and a batch divide. Raises ValueError; for these it lists whatever else can be said
+    of arguments that are not validated yet."""
+    config = RLConfig.from_args(args)
+    if not learns_from_pairs(config.algorithm.algorithm) and (problem := unbuilt_family(args)):
         raise Refusal.of_arguments([problem])
     if problems := [*taken_over.problems(), *conversion.problems(args)]:
         raise Refusal.of_arguments(problems)
+    problems = [*upstream_checks.ranks(args), *upstream_checks.multiples(args)]
     try:
         arithmetic.check_batch(args)
     except ValueError as error:
-        raise Refusal.of_arguments([str(error), *_problems(args, RLConfig.from_args(args), VALIDATED)]) from None
+        problems.append(str(error))
+    if problems:
+        raise Refusal.of_arguments([*problems, *_problems(args, config, VALIDATED)])
 
 
 def _problems(args: Any, config: RLConfig, without: Collection[Check] = ()) -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -20,6 +21,40 @@ _NO_CONTEXT_ALGORITHMS = {
 _AUXILIARY = ("moe_aux_loss_coeff", "moe_device_level_aux_loss_coeff", "moe_comm_aux_loss_coeff", "moe_z_loss_coeff")
 _NO_BALANCE = ("none", "noaux_tc", ["none"])
 _ATTENTION = "megatron.core.transformer.dot_product_attention"
+
+
+def ranks(args: Any) -> Iterator[str]:
+    """A world that sizes do not divide, which Megatron's validation refuses by products that nobody gave."""
+    kinds = ("tensor_model", "pipeline_model", "context", "expert_model", "expert_tensor")
+    sizes = {kind: getattr(args, f"{kind}_parallel_size", None) or 1 for kind in kinds}
+    if getattr(args, "expert_tensor_parallel_size", None) is None:
+        sizes["expert_tensor"] = sizes["tensor_model"]
+    for of in (kinds[:3], (*kinds[1:2], *kinds[3:]))[: 2 if getattr(args, "num_experts", None) else 1]:
+        product, world = math.prod(sizes[kind] for kind in of), getattr(args, "world_size", 0)
+        if world % product:
+            given = [f"--{kind.replace('_', '-')}-parallel-size {sizes[kind]}" for kind in of if sizes[kind] > 1]
+            made = f"{' x '.join(given)} = {product}" if len(given) > 1 else given[0]
+            yield (
+                f"{made} does not divide the {world} ranks of this job; start a multiple of {product} (nodes x ranks "
+                "of a node), or lower one of them"
+            )
+
+
+# Sizes that are multiples of others; Megatron says so of some of them when the model is built.
+_MULTIPLES = {
+    "num_attention_heads": ("tensor_model_parallel_size", "num_query_groups"),
+    "num_experts": ("expert_model_parallel_size", "moe_router_num_groups"),
+}
+
+
+def multiples(args: Any) -> Iterator[str]:
+    """Heads and experts that do not divide among ranks or groups."""
+    for name, divisors in _MULTIPLES.items():
+        total = getattr(args, name, None)
+        for divisor in divisors if total else ():
+            if total % (size := getattr(args, divisor, None) or 1):
+                flag, by = ("--" + each.replace("_", "-") for each in (name, divisor))
+                yield f"{flag} {total} is not a multiple of {by} {size}; change one of them"
 
 
 def context_parallel(args: Any, config: RLConfig) -> Iterator[str]:
