@@ -5,7 +5,7 @@ collectives.py    gloo for code that asks for nccl or hccl
 optimizer.py      an Adam that the distributed optimizer can save and resume; state that is loaded
 megatron_gaps.py  what Megatron lacks without TransformerEngine, Apex and a GPU, as data
 npu.py            the stand-in for torch_npu and torchair, so that MindSpeed's adaptor imports
-npu_ops.py        fused operators of the NPU, by torch's; reuse.py: one that is compiled
+npu_ops.py        fused operators of the NPU, by torch's; grouped_matmul.py, reuse.py: those that MindSpeed compiles
 vllm_live.py      vLLM on CPU with weights that can be updated in place
 on_import.py      acting on a module when it is imported
 streams.py        streams and events of the stand-in devices

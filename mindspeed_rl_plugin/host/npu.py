@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from mindspeed_rl_plugin.host import grouped_matmul
 from mindspeed_rl_plugin.host.npu_ops import COMPILED, OPERATORS
 from mindspeed_rl_plugin.host.on_import import after_import, before_import
 from mindspeed_rl_plugin.host.streams import NullEvent, NullStream
@@ -32,18 +33,12 @@ def install_with_mindspeed() -> None:
     for name in MINDSPEED:
         before_import(name, install)
     after_import("mindspeed.op_builder.builder", _replace_compiled)
-    after_import("mindspeed.ops.gmm", _grouped_on_cpu)
+    after_import("mindspeed.ops.gmm", grouped_matmul.register)
 
 
 def _replace_compiled(builder: ModuleType) -> None:
     """Let MindSpeed's builders load stand-ins."""
     builder.MindSpeedOpBuilder.load = _load
-
-
-def _grouped_on_cpu(gmm: ModuleType) -> None:
-    """Let torch find MindSpeed's grouped product, which it registers for the NPU, for tensors of a CPU."""
-    for overload in ("npu_gmm.Tensor", "npu_gmm.List"):
-        torch.library.impl(gmm.AS_LIBRARY, overload, "CPU")(gmm._npu_gmm)
 
 
 def _load(builder: Any, verbose: bool = True) -> SimpleNamespace:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention, silu
 
+from mindspeed_rl_plugin.host import grouped_matmul
 from mindspeed_rl_plugin.host.reuse import reuse_data_ptr
 
 
@@ -240,32 +241,6 @@ def _packed(
     return torch.cat(outputs)
 
 
-def _grouped(
-    x: list[Tensor], weight: list[Tensor], bias: list[Tensor], group_list: Any, group_type: int, group_list_type: int
-) -> list[Tensor]:
-    """`npu_gmm` of MindSpeed: row group i of x `[T, K]` times `weight[i]` of `[E, K, N]`, by which experts work.
-
-    With group_type 2 column group i of x `[K, T]` times row group i of weight `[T, N]`, their gradient `[E, K, N]`.
-    group_list: where groups end, or with group_list_type 1 their sizes. Raises ValueError with a bias.
-    """
-    if bias:
-        raise ValueError("npu_gmm on a host: a bias is not computed")
-    ends = torch.as_tensor(group_list)
-    sizes = (ends if group_list_type else ends.diff(prepend=ends.new_zeros(1))).tolist()
-    if group_type == 2:
-        pairs = zip(x[0].split(sizes, 1), weight[0].split(sizes), strict=True)
-        return [torch.stack([columns @ rows for columns, rows in pairs])]
-    return [torch.cat([rows @ matrix for rows, matrix in zip(x[0].split(sizes), weight[0], strict=True)])]
-
-
-def _grouped_grad(
-    grad: list[Tensor], x: list[Tensor], weight: list[Tensor], group_list: Any, group_list_type: int
-) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-    """`npu_gmm_backward` of MindSpeed: gradients of x, of weight, none of a bias."""
-    to_x = _grouped(grad, [weight[0].transpose(1, 2)], [], group_list, 0, group_list_type)
-    return to_x, _grouped([x[0].t()], grad, [], group_list, 2, group_list_type), []
-
-
 OPERATORS = {
     "npu_rms_norm": npu_rms_norm,
     "npu_swiglu": npu_swiglu,
@@ -279,9 +254,9 @@ COMPILED = {
     "algorithm": {"reuse_data_ptr": reuse_data_ptr},
     "npu_rotary_position_embedding": {"npu_rotary_position_embedding": _rotary_position_embedding},
     "npu_apply_fused_adamw_v2": {"npu_apply_fused_adamw_v2": _fused_adamw_v2},
+    **grouped_matmul.COMPILED,
     "fusion_attention_v2": {
         "npu_fusion_attention_v2": _attention_v2,
         "npu_fusion_attention_grad_v2": _attention_grad_v2,
     },
-    "grouped_matmul": {"npu_gmm": _grouped, "npu_gmm_backward": _grouped_grad},
 }

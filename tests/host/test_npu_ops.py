@@ -124,22 +124,6 @@ def test_the_operator_that_mindspeed_compiles():
         forward(q, k, v, HEADS, "BNSD", torch.ones(1), *[None] * 16)
 
 
-@pytest.mark.parametrize("groups, counted", [((2, 2, 7), 0), ((2, 0, 5), 1)])
-def test_experts_work_in_groups_of_rows(groups, counted):
-    """By the groups' ends or their sizes; one expert has no rows."""
-    forward, backward = COMPILED["grouped_matmul"].values()
-    x, weight, dy = torch.randn(7, 4), torch.randn(3, 4, 5), torch.randn(7, 5)
-    leaves = [t.clone().requires_grad_() for t in (x, weight)]
-    wanted = torch.cat([leaves[0][:2] @ leaves[1][0], leaves[0][2:] @ leaves[1][2]])
-    group_list = torch.tensor(groups)
-    torch.testing.assert_close(forward([x], [weight], [], group_list, 0, counted)[0], wanted)
-    to_x, to_weight, to_bias = backward([dy], [x], [weight], group_list, counted)
-    torch.testing.assert_close((to_x[0], to_weight[0]), torch.autograd.grad(wanted, leaves, dy))
-    assert to_bias == []
-    with pytest.raises(ValueError, match="bias"):
-        forward([x], [weight], [dy], group_list, 0, counted)
-
-
 def test_packed_sequences_do_not_see_each_other():
     lengths = (5, 3)
     parts = [[t[0] for t in tensors(seed, n)] for seed, n in enumerate(lengths)]
@@ -205,3 +189,33 @@ def test_adamw(name, maximize):
             args = (mine, theirs.grad, average, square, torch.ones(1), torch.tensor(step), 0.1)
             COMPILED[name][name](*args, *rates["betas"], 0.05, 1e-3, False, maximize)
         torch.testing.assert_close(mine, theirs)
+
+
+@pytest.mark.parametrize("counts", [0, 1])
+def test_grouped_matrix_products(counts):
+    """Forward and gradients of MindSpeed's operator against autograd, with an expert without tokens."""
+    generator = torch.Generator().manual_seed(0)
+    x, w, dy = (torch.randn(s, generator=generator, requires_grad=True) for s in ((6, 3), (3, 3, 4), (6, 4)))
+    groups = torch.tensor([2, 0, 4] if counts else [2, 2, 6])
+    expected = torch.cat([x[:2] @ w[0], x[2:] @ w[2]])
+    dx, dw = torch.autograd.grad(expected, (x, w), dy)
+    compiled = COMPILED["grouped_matmul_v2" if counts else "grouped_matmul"]
+    with torch.no_grad():
+        torch.testing.assert_close(compiled["npu_gmm"]([x], [w], [], groups, 0, counts), [expected])
+        torch.testing.assert_close(
+            compiled["npu_gmm_backward"]([dy], [x], [w], groups.tolist(), counts), ([dx], [dw], [])
+        )
+        assert torch.equal(compiled["npu_gmm_backward_fusion"]([dy], [w], groups, counts)[0][0], dx)
+        with pytest.raises(ValueError, match="bias"):
+            compiled["npu_gmm"]([x], [w], [dy], groups, 0, counts)
+
+
+def test_matrix_products_that_add_to_a_gradient():
+    generator = torch.Generator().manual_seed(0)
+    x, dy = (torch.randn(s, generator=generator) for s in ((6, 3), (6, 4)))
+    grad = torch.ones(4, 3)
+    COMPILED["npu_matmul_add_fp32"]["npu_matmul_add_fp32"](dy, x, grad)
+    torch.testing.assert_close(grad, 1 + dy.t() @ x)
+    grad = torch.ones(2 * 3, 4)
+    COMPILED["npu_groupmatmul_add_fp32"]["npu_groupmatmul_add_fp32"](x, dy, torch.tensor([2, 6]), grad)
+    torch.testing.assert_close(grad, 1 + torch.cat([x[:2].t() @ dy[:2], x[2:].t() @ dy[2:]]))

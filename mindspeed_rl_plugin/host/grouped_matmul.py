@@ -1,0 +1,80 @@
+"""MindSpeed's matrix products of experts side by side (--moe-grouped-gemm), and those that add to a gradient
+(--gemm-gradient-accumulation-fusion), with torch operators.
+
+Signatures are those of MindSpeed's C++ (ops/csrc), which gives everything by its place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def grouped_matmul(
+    xs: Sequence[Tensor], ws: Sequence[Tensor], bias: Sequence[Tensor], groups: Any, group_type: int, counts: int
+) -> list[Tensor]:
+    """x `[T, K]` and w `[experts, K, N]` to `[T, N]`: each expert's tokens by its matrix. group_type 2: x `[K, T]` and
+    w `[T, N]` to `[experts, K, N]`. groups: where each expert's tokens end; counts: how many they are."""
+    if bias:
+        raise ValueError("npu_gmm on a host: a bias is not computed; experts have none (--disable-bias-linear)")
+    x, w, spans = xs[0], ws[0], _spans(groups, counts)
+    if group_type == 2:
+        return [torch.stack([x[:, a:b] @ w[a:b] for a, b in spans])]
+    return [torch.cat([x[a:b] @ w[expert] for expert, (a, b) in enumerate(spans)])]
+
+
+def grouped_matmul_backward(
+    dys: Sequence[Tensor], xs: Sequence[Tensor], ws: Sequence[Tensor], groups: Any, counts: int
+) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    """Gradients of x, of w, and of no bias."""
+    dx = grouped_matmul(dys, [ws[0].mT], (), groups, 0, counts)
+    return dx, grouped_matmul([xs[0].t()], dys, (), groups, 2, counts), []
+
+
+def grouped_matmul_backward_fusion(
+    dys: Sequence[Tensor], ws: Sequence[Tensor], groups: Any, counts: int
+) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    """The gradient of x alone: `add_grouped_matmul` adds that of w to what the optimizer reads."""
+    return grouped_matmul(dys, [ws[0].mT], (), groups, 0, counts), [], []
+
+
+def add_grouped_matmul(x: Tensor, dy: Tensor, groups: Tensor, grad: Tensor) -> None:
+    (product,) = grouped_matmul([x.t()], [dy], (), groups, 2, 0)
+    grad.view(product.shape).add_(product)
+
+
+def add_matmul(dy: Tensor, x: Tensor, grad: Tensor) -> None:
+    grad.add_(dy.t() @ x)
+
+
+def _spans(groups: Any, counts: int) -> list[tuple[int, int]]:
+    """First token of each expert, and the one after its last."""
+    ends = torch.as_tensor(groups)
+    ends = (ends.cumsum(0) if counts else ends).tolist()
+    return list(zip([0, *ends[:-1]], ends, strict=True))
+
+
+_GROUPED = {
+    "npu_gmm": grouped_matmul,
+    "npu_gmm_backward": grouped_matmul_backward,
+    "npu_gmm_backward_fusion": grouped_matmul_backward_fusion,
+}
+# Name of MindSpeed's builder -> functions of the module that it loads.
+COMPILED = {
+    "grouped_matmul": _GROUPED,
+    "grouped_matmul_v2": _GROUPED,
+    "npu_groupmatmul_add_fp32": {"npu_groupmatmul_add_fp32": add_grouped_matmul},
+    "npu_matmul_add_fp32": {"npu_matmul_add_fp32": add_matmul},
+}
+
+
+def register(gmm: ModuleType) -> None:
+    """Let `torch.ops.mindspeed.npu_gmm`, registered for the NPU, be called with tensors on the CPU. gmm:
+    `mindspeed.ops.gmm`."""
+    for overload in ("npu_gmm.Tensor", "npu_gmm.List"):
+        torch.library.impl(gmm.AS_LIBRARY, overload, "CPU")(gmm._npu_gmm)
+    torch.library.impl(gmm.AS_LIBRARY, "npu_gmm_v2.Tensor", "CPU")(gmm._npu_gmm_v2)
