@@ -119,7 +119,8 @@ def npu_fusion_attention(
     if input_layout == "TND":
         out = _packed(query, key, value, actual_seq_qlen or (), actual_seq_kvlen or (), causal, scale)
         return out, None, None, None, 0, 0, 0
-    q, k, v = (_to_heads(t, input_layout, query.shape[-1] // head_num) for t in (query, key, value))
+    groups = _groups(query, key, head_num)
+    q, k, v = (_to_heads(t, input_layout, n) for t, n in ((query, head_num), (key, groups), (value, groups)))
     out = _from_heads(_attend(q, k, v, causal, scale), input_layout)
     differentiated = torch.is_grad_enabled() and out.requires_grad
     return out, *((None, None) if differentiated else _maximum_and_sum(q, k, causal, scale)), None, 0, 0, 0
@@ -146,8 +147,9 @@ def npu_fusion_attention_grad(
     softmax_max, softmax_sum: of all keys, and attention_in their output. Raises as `npu_fusion_attention`, for TND too.
     """
     _no_dropout(keep_prob)
-    given = (query, key, value, dy, attention_in)
-    q, k, v, dy, out = (_to_heads(t, input_layout, query.shape[-1] // head_num) for t in given)
+    groups = _groups(query, key, head_num)
+    k, v = (_to_heads(t, input_layout, groups) for t in (key, value))
+    q, dy, out = (_to_heads(t, input_layout, head_num) for t in (query, dy, attention_in))
     groups = k.shape[1]
     k, v = (t.repeat_interleave(q.shape[1] // groups, 1).float() for t in (k, v))
     q, dy, out = q.float(), dy.float(), out.float()
@@ -188,10 +190,15 @@ def _no_dropout(keep_prob: float) -> None:
         raise ValueError(f"npu_fusion_attention on a host: keep_prob={keep_prob}; attention dropout must be 0")
 
 
-def _to_heads(t: Tensor, layout: str, head_dim: int) -> Tensor:
-    """`[B, heads, S, D]` of a layout; SBH has its heads of `head_dim` side by side."""
+def _groups(query: Tensor, key: Tensor, heads: int) -> int:
+    """Heads of the keys and values of SBH, whose query's are as long as the keys'; values may be shorter."""
+    return heads * key.shape[-1] // query.shape[-1]
+
+
+def _to_heads(t: Tensor, layout: str, heads: int) -> Tensor:
+    """`[B, heads, S, D]` of a layout; SBH has its heads side by side."""
     if layout == "SBH":
-        return t.unflatten(-1, (-1, head_dim)).permute(1, 2, 0, 3)
+        return t.unflatten(-1, (heads, -1)).permute(1, 2, 0, 3)
     if layout not in ("BSND", "BNSD"):
         raise ValueError(f"npu_fusion_attention on a host: layout {layout!r}; known: SBH, BSND, BNSD, TND (forward)")
     return t.transpose(1, 2) if layout == "BSND" else t

@@ -59,6 +59,17 @@ def test_attention(layout, causal):
     torch.testing.assert_close(back(out[0]), attention(q, k, v, causal))
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_values_may_be_shorter_than_keys(layout):
+    """As multi-latent attention's are under --mla-fa-without-pad."""
+    there, _ = LAYOUTS[layout]
+    q, k, v = tensors()
+    whole = npu_fusion_attention(*map(there, (q, k, v)), HEADS, layout, scale=SCALE)[0]
+    part = npu_fusion_attention(*map(there, (q, k, v[..., :3])), HEADS, layout, scale=SCALE)[0]
+    heads = (S, B, HEADS) if layout == "SBH" else whole.shape[:3]
+    torch.testing.assert_close(part.reshape(*heads, 3), whole.reshape(*heads, DIM)[..., :3])
+
+
 def merged(first, second):
     """(output, maximum, sum) of attention over two pieces of the keys, as over both; BNSD."""
     highest = torch.maximum(first[1], second[1])

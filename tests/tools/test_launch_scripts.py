@@ -120,7 +120,11 @@ def test_what_is_not_rehearsed_is_what_was_taken_out():
     flags.apply("here: a mock data set", "--data-path --mock-data=")
     flags.apply("not on a host", "--swap-attention")
     flags.apply("smaller", "--num-layers~2 --pipeline-model-parallel-size~1")
-    assert outcome.removed(flags) == ["--swap-attention", "--pipeline-model-parallel-size"]
+    taken = ["--swap-attention", "--pipeline-model-parallel-size"]
+    assert outcome.removed(flags) == taken
+    flags = Flags({"--rl-algorithm": ("grpo",), "--moe-fb-overlap": ()})
+    flags.apply("not on a host", "--moe-fb-overlap")
+    assert outcome.removed(flags) == [], "RL takes it out on an NPU, too"
 
 
 def test_the_table_in_the_docs_is_made_of_its_rows_and_each_ended_well():

@@ -192,6 +192,16 @@ def test_memory_of_the_optimizer_is_rehearsed_as_written():
     assert " ".join(flags.argv()).startswith(words) and "--swap-attention" not in flags
 
 
+@pytest.mark.parametrize("ranks, kept", [(1, False), (2, True)])
+def test_experts_are_rehearsed_as_written(ranks, kept):
+    """Overlapped communication needs some."""
+    words = "--moe-grouped-gemm --gemm-gradient-accumulation-fusion --moe-permutation-async-comm"
+    flags = Flags.parse(f"{words} --moe-alltoall-overlap-comm --expert-model-parallel-size 8".split())
+    remove_unavailable(flags, mindspeed=True)
+    shrink(flags, ranks)
+    assert " ".join(flags.argv()).startswith(words) and ("--moe-alltoall-overlap-comm" in flags) == kept
+
+
 @pytest.mark.parametrize("virtual", ["", "--num-layers-per-virtual-pipeline-stage 4"])
 def test_layers_that_do_nothing_and_split_projections_stay(virtual):
     """One such layer, in a chunk that has another."""

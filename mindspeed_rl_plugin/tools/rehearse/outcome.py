@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from mindspeed_rl_plugin.config.verdicts import TAKEN_OVER
 from mindspeed_rl_plugin.launch.checkpoint_files import TRACKER
 from mindspeed_rl_plugin.tools.rehearse.absent_modules import STANDIN
 from mindspeed_rl_plugin.tools.rehearse.capture import Done, Launch
@@ -51,10 +52,11 @@ def shown(name: str, lines: Iterable[str], flags: Flags) -> list[str]:
 
 
 def removed(flags: Flags) -> list[str]:
-    """Flags of the script that are not rehearsed: taken out, with nothing generated in their place, or whose split is
-    left out for want of ranks."""
+    """Flags of the script that are not rehearsed: taken out by neither RL nor for something generated in their place,
+    or whose split is left out for want of ranks."""
+    ours = {flag for row in TAKEN_OVER.values() for flag in row.split()} if "--rl-algorithm" in flags else set()
     gone = [c for c in flags.changes if c.old is not None and not c.why.startswith(("here: ", "nothing is reported"))]
-    return [c.flag for c in gone if c.new is None or (c.new == "1" and "-parallel-size" in c.flag)]
+    return [c.flag for c in gone if c.new is None and c.flag not in ours or c.new == "1" and "-parallel-" in c.flag]
 
 
 def changes(title: str, flags: Flags, scratch: Path) -> str:

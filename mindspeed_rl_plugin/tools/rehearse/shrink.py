@@ -41,12 +41,12 @@ EVERYWHERE = {
 # Under MindSpeed, whose other switches run here: its fused operators have stand-ins (`host.npu_ops`).
 MINDSPEED = {
     "its kernel is compiled for the NPU": """
-        --use-ascend-coc --use-ascend-mc2 --coc-fused-kernel --coc-parallel-num --gemm-gradient-accumulation-fusion
+        --use-ascend-coc --use-ascend-mc2 --coc-fused-kernel --coc-parallel-num
         --use-fused-moe-token-permute-and-unpermute --use-fused-ring-attention-update --use-fused-mlp
-        --use-fused-lmhead-loss --mla-fa-without-pad
+        --use-fused-lmhead-loss
     """,
     "needs streams of the NPU": """
-        --moe-alltoall-overlap-comm --moe-allgather-overlap-comm --moe-fb-overlap
+        --moe-allgather-overlap-comm --moe-fb-overlap
         --schedules-method --swap-attention --swap-modules --smart-swap --adaptive-memory-optimization
         --adaptive-recompute-device-swap
     """,
@@ -107,6 +107,8 @@ def shrink(flags: Flags, ranks: int) -> None:
     flags.apply(_FEWER, "--context-parallel-size<={0} --ulysses-degree-in-cp<=2 --cp-window-size<=1", cp)
     expert_tp = flags.number("--expert-tensor-parallel-size", tp)
     flags.apply(_FEWER, "--expert-model-parallel-size<={0}", max(1, ranks // (pp * expert_tp)))
+    if flags.number("--expert-model-parallel-size", 1) == 1:
+        flags.apply(f"{_FEWER}: experts are not split", "--moe-alltoall-overlap-comm")
     if pp == 1:
         flags.apply(f"{_FEWER}: no pipeline is left", f"{_VIRTUAL} --num-layer-list")
     _model(flags, pp)
