@@ -88,13 +88,12 @@ def find_entry(launch: Launch, launch_script: Path, scratch: Path) -> Entry:
 
 
 def pretraining(script: Path, flags: Flags) -> Path:
-    """The script that pretrains where this one fine-tunes, whose own flags are taken out; else this one."""
-    beside = script.with_name(_PLAIN)
-    if script.name != _FINE_TUNING or not beside.is_file():
-        return script
+    """The script that makes a checkpoint for this one: itself, or the one that pretrains where it fine-tunes. What RL
+    takes over is taken out: how the data of either is packed and masked."""
     theirs = {flag for row in TAKEN_OVER.values() for flag in row.split()} - {"--mock-data", "--split"}
-    flags.apply("of fine-tuning", " ".join(("--stage", *(flag for flag in theirs if "=" not in flag))))
-    return beside
+    flags.apply("of training without RL", " ".join(("--stage", *(flag for flag in theirs if "=" not in flag))))
+    beside = script.with_name(_PLAIN)
+    return beside if script.name == _FINE_TUNING and beside.is_file() else script
 
 
 def _importable(package: str, folders: Sequence[Path]) -> bool:
