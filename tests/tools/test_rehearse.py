@@ -88,10 +88,11 @@ def test_a_checkout_that_is_not_there_is_refused(name, tmp_path, monkeypatch):
 def test_the_checkpoint_to_load_is_made_by_pretraining(tmp_path):
     tuning, plain = (written(tmp_path / name, "") for name in ("posttrain_gpt.py", SCRIPT))
     words = "--stage sft --neat-pack --reset-attention-mask --prompt-type qwen3 --mock-data --lr 1"
+    words += " --attention-mask-type general --cp-attention-mask-type causal"
     for script in (tuning, plain, tmp_path / "own.py"):
         flags = Flags.parse(words.split())
         assert pretraining(script, flags) == (plain if script == tuning else script)
-        assert " ".join(flags.argv()) == "--mock-data --lr 1"
+        assert " ".join(flags.argv()) == "--mock-data --lr 1 --cp-attention-mask-type causal"
 
 
 def test_skipped_commands_are_shown(tmp_path):
