@@ -32,13 +32,16 @@ def install_with_mindspeed() -> None:
     """Arrange that the stand-in appears when MindSpeed is first imported."""
     for name in MINDSPEED:
         before_import(name, install)
-    after_import("mindspeed.op_builder.builder", _replace_compiled)
+    for builder in ("builder", "atb_builder"):
+        after_import(f"mindspeed.op_builder.{builder}", _replace_compiled)
     after_import("mindspeed.ops.gmm", grouped_matmul.register)
 
 
 def _replace_compiled(builder: ModuleType) -> None:
     """Let MindSpeed's builders load stand-ins."""
-    builder.MindSpeedOpBuilder.load = _load
+    for name in ("MindSpeedOpBuilder", "AtbOpBuilder"):
+        if cls := vars(builder).get(name):
+            cls.load = _load
 
 
 def _load(builder: Any, verbose: bool = True) -> SimpleNamespace:

@@ -1,10 +1,12 @@
 """The stand-ins of fused NPU operators against references written out."""
 
 import math
+from types import ModuleType
 
 import pytest
 import torch
 
+from mindspeed_rl_plugin.host import npu
 from mindspeed_rl_plugin.host.npu_ops import (
     COMPILED,
     npu_apply_adam_w,
@@ -230,3 +232,16 @@ def test_matrix_products_that_add_to_a_gradient():
     grad = torch.ones(2 * 3, 4)
     COMPILED["npu_groupmatmul_add_fp32"]["npu_groupmatmul_add_fp32"](x, dy, torch.tensor([2, 6]), grad)
     torch.testing.assert_close(grad, 1 + torch.cat([x[:2].t() @ dy[:2], x[2:].t() @ dy[2:]]))
+
+
+@pytest.mark.parametrize("owner", ["MindSpeedOpBuilder", "AtbOpBuilder"])
+def test_what_mindspeed_would_compile_is_a_stand_in(owner):
+    """Each of its two kinds of builders has a `load` of its own."""
+    module = ModuleType("builder")
+    cls = type(owner, (), {"name": "npu_matmul_add_fp32", "load": None})
+    setattr(module, owner, cls)
+    npu._replace_compiled(module)
+    assert vars(cls().load()) == COMPILED["npu_matmul_add_fp32"]
+    cls.name = "npu_unknown"
+    with pytest.raises(NotImplementedError, match="npu_unknown"):
+        cls().load()
