@@ -79,7 +79,7 @@ SUPPORTED = {
     "tests/loop/test_trackers.py": "--wandb-project --wandb-exp-name --wandb-save-dir",
     "tests/loop/test_upstream.py": """
         --context-parallel-algo --use-cp-send-recv-overlap --cp-window-size --megatron-cp-in-bnsd --ulysses-degree-in-cp
-        --use-flash-attn --reuse-fp32-param --swap-optimizer --swap-optimizer-times --stage
+        --use-flash-attn --reuse-fp32-param --swap-optimizer --swap-optimizer-times --stage --schedules-method
     """,
     "tests/launch/test_start_processes.py": "--train-iters --tensor-model-parallel-size",
     "tests/launch/test_start_decision.py": "--ckpt-step",
@@ -235,7 +235,6 @@ NEUTRAL_GROUPS = {
 }
 # With values that a check refuses, beside those of `config.upstream`.
 _CHECKED = {
-    "reshard.parallel": "--schedules-method",
     "launch.upstream_checks": """
         --virtual-optimizer --use-nccl-ub --hybrid-context-parallel --context-parallel-algo --seq-aux
     """,

@@ -23,6 +23,7 @@ from mindspeed_rl_plugin.forward.head import token_logps
 from mindspeed_rl_plugin.forward.output_layer import forward_scored
 from mindspeed_rl_plugin.forward.settings import ForwardSettings
 from mindspeed_rl_plugin.forward.swapped import swapped
+from mindspeed_rl_plugin.reshard.storages import unwrap
 
 Model = Sequence[torch.nn.Module]
 
@@ -102,9 +103,17 @@ def head_of(
     return of_all_ranks(logp, batch), of_all_ranks(entropy, batch)
 
 
-def is_last_stage() -> bool:
-    """Whether this rank holds the end of the model, virtual stages or not."""
-    return parallel_state.is_pipeline_last_stage(ignore_virtual=True)
+def ends_here(model: Model) -> bool:
+    """Whether this rank holds the end of the model: the last pipeline stage, or the first one of a folded pipeline.
+
+    model: this rank's chunks.
+    """
+    return bool(unwrap(model[-1]).post_process)
+
+
+def is_folded(model: Model) -> bool:
+    """Whether the chunks are those of MindSpeed's dualpipev, which has two on each rank and no virtual stages."""
+    return len(model) > 1 and parallel_state.get_virtual_pipeline_model_parallel_world_size() is None
 
 
 def device_of(model: Model) -> torch.device:
@@ -129,10 +138,24 @@ def run_forward_only(
     """
     device = device_of(model)
 
+    folded, count = is_folded(model), len(batches)
+    if folded:  # its schedule fills the pipeline in both directions before it drains it
+        least = 2 * parallel_state.get_pipeline_model_parallel_world_size() - 1
+        batches = [*batches, *[batches[-1]] * (least - count)]
+
     def forward_step(data_iterator: Iterator[MicroBatch], chunk: torch.nn.Module) -> tuple[Tensor, Callable]:
         batch = next(data_iterator).to(device)
         output = run_model(chunk, batch, settings if scored else None)
-        return output, lambda output, non_loss_data=True: collect(output, batch)
+        if folded:
+            _free(unwrap(chunk).decoder.input_tensor)
+
+        def results(output: Tensor, non_loss_data: bool = True) -> Any:
+            collected = collect(output, batch)
+            if folded:
+                _free(output)
+            return collected
+
+        return output, results
 
     # Without timers (their names belong to the training step) and without the parameter gather that the interleaved
     # schedule would start on its own.
@@ -148,7 +171,13 @@ def run_forward_only(
             forward_only=True,
             collect_non_loss_data=True,
         )
-    return list(results) if is_last_stage() else None
+    return list(results)[:count] if ends_here(model) else None
+
+
+def _free(tensor: Tensor | None) -> None:
+    """Give up what the folded schedule would keep of every micro-batch up to its end, as if for a backward pass."""
+    if tensor is not None:
+        tensor.untyped_storage().resize_(0)
 
 
 @contextlib.contextmanager

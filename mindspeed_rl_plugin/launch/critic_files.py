@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_rl_plugin.launch import checkpoint_files as files
-from mindspeed_rl_plugin.launch.saved_args import other_sizes
+from mindspeed_rl_plugin.launch.saved_args import other_order, other_sizes
 
 MARK = "rl_value_head"  # empty file beside Megatron's in a critic's checkpoint: its output layer is a value head
 
@@ -34,7 +34,8 @@ def problems(directory: str, args: Any) -> Iterator[str]:
 
     Raises ValueError where there is no checkpoint.
     """
-    for line in other_sizes(Path(source_folder(directory)), args):
+    folder = Path(source_folder(directory))
+    for line in (*other_sizes(folder, args), *other_order(folder, args)):
         yield (
             f"--rl-critic-load {directory}: {line}; a critic has the policy's own architecture: give a checkpoint of "
             "this model, or leave the flag out"

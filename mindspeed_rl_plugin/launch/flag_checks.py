@@ -30,7 +30,7 @@ from mindspeed_rl_plugin.launch import checkpoint_files as files
 from mindspeed_rl_plugin.launch import conversion, critic_files, disk, taken_over, upstream_checks
 from mindspeed_rl_plugin.launch.dist_files import DistFiles
 from mindspeed_rl_plugin.launch.endings import Refusal, lines_of
-from mindspeed_rl_plugin.launch.saved_args import other_layout, other_sizes
+from mindspeed_rl_plugin.launch.saved_args import other_layout, other_order, other_sizes
 from mindspeed_rl_plugin.launch.start_decision import LEFT_OUT, decide
 from mindspeed_rl_plugin.loop import arithmetic
 from mindspeed_rl_plugin.monitor.run_files import check_dumps
@@ -140,7 +140,14 @@ def _start(args: Any, config: RLConfig) -> Iterator[str]:
     start = decide(args)
     resumes = start.kind == "resume"
     folder = files.iteration_dir(start.load_dir, start.iteration) if resumes else start.reference_path
-    if folder is None or not DistFiles.are_in(folder := Path(folder)):
+    if folder is None:
+        return
+    for line in other_order(folder := Path(folder), args):
+        yield (
+            f"{folder}: {line}, and with it ranks hold other layers; give the flag as it was saved with, or bring the "
+            "weights into this layout: `python -m mindspeed_rl_plugin export`, then `import`"
+        )
+    if not DistFiles.are_in(folder):
         return
     # Megatron loads of a distributed checkpoint what the model asks for, whatever else is in it.
     for line in other_sizes(folder, args):
@@ -301,6 +308,7 @@ CHECKS: tuple[Check, ...] = (
     upstream_checks.context_parallel,
     upstream_checks.gradients,
     upstream_checks.shared_memory,
+    upstream_checks.folded_pipeline,
     upstream_checks.latent_attention,
     upstream_checks.sequence_balance,
 )

@@ -14,6 +14,7 @@ _SIZES = (
     *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels"),
     *("group_query_attention", "num_query_groups", "num_experts"),
 )
+_ORDER = "schedules_method"
 _LAYOUT = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
 
 
@@ -43,6 +44,15 @@ def other_layout(folder: Path, args: Any) -> Iterator[str]:
     for name in _LAYOUT:
         if (theirs := getattr(saved, name, None)) not in (None, ours := getattr(args, name)):
             yield f"--{name.replace('_', '-')} is {theirs} there and {ours} here"
+
+
+def other_order(folder: Path, args: Any) -> Iterator[str]:
+    """The schedule of pipeline stages where the ranks' files in an iteration folder hold other layers for it than this
+    run asks of them: names and sizes of both may be the same."""
+    for file in sorted(folder.glob("mp_rank_*/model_optim_rng.pt"))[:1]:
+        theirs, ours = (getattr(a, _ORDER, None) for a in (pickles.load(file).get("args"), args))
+        if theirs != ours:
+            yield f"--schedules-method is {theirs or 'not given'} there and {ours or 'not given'} here"
 
 
 def check_rows(folder: str, vocab: int) -> None:

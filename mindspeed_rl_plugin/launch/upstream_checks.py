@@ -109,6 +109,26 @@ def gradients(args: Any, config: RLConfig) -> Iterator[str]:
         )
 
 
+def folded_pipeline(args: Any, config: RLConfig) -> Iterator[str]:
+    """What MindSpeed's dualpipev does not go with.
+
+    Source: core/pipeline_parallel/dualpipev of MindSpeed 26.1.0.
+    """
+    if getattr(args, "schedules_method", None) != "dualpipev":
+        return
+    given, budget = "--schedules-method dualpipev", config.forward.max_tokens_per_microbatch
+    if budget is not None:
+        yield (
+            f"--rl-max-tokens-per-microbatch {budget} with {given}: its stages hand on micro-batches of one length; "
+            "remove one of them"
+        )
+    if (ckpt_format := getattr(args, "ckpt_format", "torch")) != "torch":
+        yield (
+            f"--ckpt-format {ckpt_format} with {given}: MindSpeed numbers the layers of a stage's first chunk as if "
+            "they were its second's; give --ckpt-format torch"
+        )
+
+
 def latent_attention(args: Any, config: RLConfig) -> Iterator[str]:
     """What MindSpeed-LLM's latent attention does not go with.
 

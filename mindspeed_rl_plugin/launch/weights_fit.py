@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mindspeed_rl_plugin.reshard.live import differences, raise_if, sizes_of
+from mindspeed_rl_plugin.reshard.live import differences, mtp_only, raise_if, sizes_of
 from mindspeed_rl_plugin.reshard.storages import unwrap
 
 _EXTRA = "_extra_state"  # TransformerEngine's, which versions add and leave out
@@ -52,15 +52,18 @@ def must_fit(chunks: Sequence[torch.nn.Module], where: str, free: str = _EXTRA) 
 
 
 def _checked(chunk: torch.nn.Module, where: str, free: tuple[str, ...]) -> Any:
-    load = chunk.load_state_dict
+    load, model = chunk.load_state_dict, unwrap(chunk)
+    # Under dualpipev MTP layers share the embedding of their stage, and pretraining's files hold it once more.
+    again = mtp_only(getattr(model, "mtp", None) is not None, getattr(model, "pre_process", True))[1:]
 
     def tensors(state: Mapping[str, Any]) -> dict[str, Tensor]:
         return {name: t for name, t in state.items() if isinstance(t, Tensor) and not name.endswith(free)}
 
     def load_state_dict(state: Mapping[str, Any], *positional: Any, **named: Any) -> Any:
         expected = sizes_of(tensors(chunk.state_dict()))
+        saved = {name: t for name, t in tensors(state).items() if name in expected or not name.startswith(again)}
         raise_if(
-            differences(expected, sizes_of(tensors(state))),
+            differences(expected, sizes_of(saved)),
             f"{where} does not fit the model that the arguments describe: {_MEND}",
         )
         return load(state, *positional, **named)

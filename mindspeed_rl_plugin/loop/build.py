@@ -58,7 +58,7 @@ def build_loop(
     takes seconds to start."""
     inputs = dataclasses.replace(inputs, algorithm=_with_old_logps(inputs))
     args, config, algorithm = inputs.args, inputs.config, inputs.algorithm
-    topology = Topology.from_megatron(config.rollout.generate_tp)
+    topology = Topology.from_megatron(config.rollout.generate_tp, model)
     ranks = Collectives(config.monitor.wait_timeout)
     plan = RolloutPlan(inputs.sizes, place(topology, ranks.group), inputs.forward.budget, algorithm.dynamic_sampling)
     table = table_of(inputs)

@@ -67,7 +67,7 @@ class Reference:
 def build_pair_loop(inputs: Inputs, model: Any, reference: Reference, start: Start) -> Loop:
     """model: this rank's chunks. Collective over all ranks."""
     args, config, algorithm = inputs.args, inputs.config.monitor, inputs.algorithm
-    topology, ranks = Topology.from_megatron(1), Collectives(config.wait_timeout)
+    topology, ranks = Topology.from_megatron(1, model), Collectives(config.wait_timeout)
     plan = RolloutPlan(inputs.sizes, place(topology, ranks.group))
     docks = Docks.make(table_of(inputs), inputs.config, topology, ranks.group, plan)
     monitor = make_monitor(inputs, topology, start)

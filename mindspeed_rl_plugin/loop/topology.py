@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+from torch.nn import Module
 
 
 @dataclass(frozen=True)
 class Topology:
     """Places of one rank.
 
-    rank, world: of the job; dp_rank, dp_size: data parallel place in training; last_stage: of the pipeline;
+    rank, world: of the job; dp_rank, dp_size: data parallel place in training; last_stage: holds the end of the model;
     writer: whether this rank writes what the last stage computed for its data parallel rank (first tensor and
     context parallel rank of it); engine, engines: rollout engine that it belongs to, of how many.
     """
@@ -29,13 +32,16 @@ class Topology:
         return self.rank == 0
 
     @classmethod
-    def from_megatron(cls, generate_tp: int) -> Topology:
-        """Read Megatron's process groups. Engine e holds ranks e * generate_tp and the following."""
+    def from_megatron(cls, generate_tp: int, model: Sequence[Module]) -> Topology:
+        """Read Megatron's process groups. Engine e holds ranks e * generate_tp and the following; model: this rank's
+        chunks."""
         import torch.distributed as dist
         from megatron.core import parallel_state as mpu
 
+        from mindspeed_rl_plugin.forward.schedule import ends_here
+
         rank, world = dist.get_rank(), dist.get_world_size()
-        last = mpu.is_pipeline_last_stage(ignore_virtual=True)
+        last = ends_here(model)
         first = mpu.get_tensor_model_parallel_rank() == 0 and mpu.get_context_parallel_rank() == 0
         return cls(
             rank=rank,

@@ -100,7 +100,7 @@ def _megatron(
         elif row.layer_type is LayerType.OUTPUT:
             # A tied head shares the embedding's storage when both are on one stage, else it is a copy.
             shared = row.split is Split.VOCABULARY and shape.tied and parallel.pp == 1
-            place = (len(chunks) - 1, 0) if pp == parallel.pp - 1 and not shared else None
+            place = (len(chunks) - 1, 0) if pp == parallel.last_stage and not shared else None
         else:
             place = places.get(layer)
         routed = row.layer_type is LayerType.EXPERT

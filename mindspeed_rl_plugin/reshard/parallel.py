@@ -9,6 +9,13 @@ from dataclasses import dataclass
 from itertools import accumulate, count
 from typing import NamedTuple
 
+# Flags that lay out pipeline stages in another way than `--schedules-method dualpipev`.
+_PLACING = (
+    *("virtual_pipeline_model_parallel_size", "pipeline_model_parallel_layout", "num_layer_list"),
+    *("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"),
+    *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),
+)
+
 
 class Coordinates(NamedTuple):
     """Where a rank stands on each axis. etp, ep, edp: its place for experts, on the grid of their own."""
@@ -33,6 +40,8 @@ class Parallel:
     chunk_layers: layers of every chunk in execution order, when given outright.
     noop: numbers of MindSpeed's layers that do nothing, which stages count and the model has not.
     tp_in_ep: `ep` counts the tensor parallel ranks too, over which MindSpeed's --moe-tp-extend-ep spreads experts.
+    folded: MindSpeed's --schedules-method dualpipev: the order of chunks turns round at the last stage and ends on the
+    first, which has chunks 0 and 2 x pp - 1 (`vpp` is 2).
     Raises ValueError when the sizes do not divide the world.
     Source: RankGenerator of megatron/core/parallel_state.py, alike in core 0.12.1, 0.16.1 and 0.19.
     """
@@ -52,6 +61,7 @@ class Parallel:
     chunk_layers: tuple[int, ...] | None = None
     noop: tuple[int, ...] = ()
     tp_in_ep: bool = False
+    folded: bool = False
 
     def __post_init__(self) -> None:
         experts = self.expert_tp * self.ep * self.pp
@@ -60,6 +70,7 @@ class Parallel:
                 raise ValueError(f"{what} = {size} does not divide the world of {self.world} ranks")
         if self.vpp > 1 and self.pp == 1:
             raise ValueError(f"{self.vpp} virtual stages need more than one pipeline stage")
+        assert self.vpp == 2 or not self.folded, f"{self.vpp} chunks of a folded pipeline"
 
     @property
     def expert_tp(self) -> int:
@@ -94,9 +105,19 @@ class Parallel:
             rank, place[axis] = divmod(rank, sizes[axis])
         return place
 
+    @property
+    def last_stage(self) -> int:
+        """The stage that holds the end of the model."""
+        return 0 if self.folded else self.pp - 1
+
+    def _chunks(self, pp_rank: int) -> Sequence[int]:
+        """Chunks of a stage, by execution order."""
+        if self.folded:
+            return pp_rank, 2 * self.pp - 1 - pp_rank
+        return range(pp_rank, self.pp * self.vpp, self.pp)
+
     def chunk_sizes(self, layers: int) -> tuple[int, ...]:
-        """Layers of each chunk in execution order, those that do nothing among them: chunk v of stage p is entry
-        `v * pp + p`. layers: of the model.
+        """Layers of each chunk in execution order, those that do nothing among them. layers: of the model.
 
         Raises ValueError when the layers do not divide. Source: get_num_layers_to_build of
         megatron/core/transformer/transformer_block.py.
@@ -132,16 +153,13 @@ class Parallel:
         sizes, numbers = self.chunk_sizes(layers), count()
         model = [None if i in self.noop else next(numbers) for i in range(sum(sizes))]
         ends = list(accumulate(sizes))
-        mine = range(pp_rank, len(sizes), self.pp)
-        chunks = (model[ends[i] - sizes[i] : ends[i]] for i in mine)
+        chunks = (model[ends[i] - sizes[i] : ends[i]] for i in self._chunks(pp_rank))
         return tuple({layer: at for at, layer in enumerate(chunk) if layer is not None} for chunk in chunks)
 
     @classmethod
     def from_megatron_args(cls, args: argparse.Namespace) -> Parallel:
         """The layout that Megatron's validated arguments describe. Raises ValueError for what it cannot express."""
-        schedule = getattr(args, "schedules_method", None)
-        if schedule:
-            raise ValueError(f"--schedules-method {schedule}: its placement of layers is not supported; leave it out")
+        folded = folds(args)
         layout = getattr(args, "pipeline_model_parallel_layout", None)
         listed = getattr(args, "num_layer_list", None)
         spread = spread_experts(args)
@@ -149,7 +167,7 @@ class Parallel:
             world=args.world_size,
             tp=args.tensor_model_parallel_size,
             pp=args.pipeline_model_parallel_size,
-            vpp=getattr(args, "virtual_pipeline_model_parallel_size", None) or 1,
+            vpp=2 if folded else getattr(args, "virtual_pipeline_model_parallel_size", None) or 1,
             cp=args.context_parallel_size,
             ep=args.expert_model_parallel_size * spread,
             etp=1 if spread > 1 else args.expert_tensor_parallel_size,
@@ -161,7 +179,28 @@ class Parallel:
             chunk_layers=listed_layers(listed, args) if listed else count_layers(str(layout)) if layout else None,
             noop=noop_layers(args),
             tp_in_ep=spread > 1,
+            folded=folded,
         )
+
+
+def folds(args: argparse.Namespace) -> bool:
+    """Whether MindSpeed's `--schedules-method dualpipev` places the layers.
+
+    Raises ValueError for flags beside it that would place them otherwise, whatever MindSpeed says of them.
+    Source: features_manager/pipeline_parallel/dualpipev_feature.py and core/pipeline_parallel/dualpipev of MindSpeed
+    26.1.0.
+    """
+    given = getattr(args, "schedules_method", None)
+    if given is None:
+        return False
+    if given != "dualpipev":
+        raise ValueError(f"--schedules-method {given}: its placement of layers is unknown; give dualpipev, or none")
+    if beside := [name for name in _PLACING if getattr(args, name, None)]:
+        shown = " and ".join("--" + name.replace("_", "-") for name in beside)
+        raise ValueError(f"--schedules-method dualpipev gives every chunk equally many layers; remove {shown}")
+    if args.pipeline_model_parallel_size == 1:
+        raise ValueError("--schedules-method dualpipev needs --pipeline-model-parallel-size of at least 2; remove one")
+    return True
 
 
 def noop_layers(args: argparse.Namespace) -> tuple[int, ...]:

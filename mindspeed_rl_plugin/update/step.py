@@ -17,8 +17,8 @@ from mindspeed_rl_plugin.forward import ForwardSettings, MicroBatch, collate
 from mindspeed_rl_plugin.forward.schedule import (
     data_iterators,
     device_of,
+    ends_here,
     head_of,
-    is_last_stage,
     micro_batch_count,
     run_model,
 )
@@ -84,8 +84,9 @@ class MegatronStep:
 
     def _reduced(self, **sizes: int) -> Tensor:
         """The tally of the global batch, the same on all ranks. Collective."""
-        assert len(self._tallies) == (len(self._batches) if is_last_stage() else 0), "metrics before the step ran"
-        return reduce_tallies(self._tallies.values(), self._device, **sizes)
+        ends = ends_here(self.model)
+        assert len(self._tallies) == (len(self._batches) if ends else 0), "metrics before the step ran"
+        return reduce_tallies(self._tallies.values() if ends else None, self._device, **sizes)
 
 
 class PolicyStep(MegatronStep):
@@ -184,7 +185,7 @@ class PolicyStep(MegatronStep):
         return needed + ([] if "advantage" in rows.columns else ["advantages"])
 
     def _checked(self, rows: Rows) -> Rows:
-        needed = ["tokens", "loss_mask", *(self._needed(rows) if is_last_stage() else [])]
+        needed = ["tokens", "loss_mask", *(self._needed(rows) if ends_here(self.model) else [])]
         missing = [name for name in needed if name not in rows.columns]
         if missing:
             raise ValueError(f"the update lacks columns {missing}; it was given {sorted(rows.columns)}")

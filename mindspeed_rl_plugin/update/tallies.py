@@ -10,32 +10,30 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from mindspeed_rl_plugin.algorithms import Totals
-from mindspeed_rl_plugin.forward.schedule import is_last_stage
 from mindspeed_rl_plugin.update.objective import MAXIMA, PER_SEQUENCE, PER_TOKEN, WEIGHTED
 
 SUMS = len(WEIGHTED) + len(PER_TOKEN) + len(PER_SEQUENCE)
 WIDTH = SUMS + len(MAXIMA)
 
 
-def reduce_tallies(tallies: Iterable[Tensor], device: torch.device, *, width: int = WIDTH, sums: int = SUMS) -> Tensor:
+def reduce_tallies(
+    tallies: Iterable[Tensor] | None, device: torch.device, *, width: int = WIDTH, sums: int = SUMS
+) -> Tensor:
     """One tally of the global batch from those of this rank's micro-batches.
 
-    tallies: vectors `[width]`, sums before maxima, empty on ranks that are not on the last pipeline stage; device:
-    where the process groups communicate. Returns `[width]` float64 on the host, the same on all ranks.
-    Collective over DP on the last stage, then over each pipeline. Context parallel ranks hold the same tally each.
+    tallies: vectors `[width]`, sums before maxima, None on ranks without the end of the model; device: where the
+    process groups communicate. Returns `[width]` float64 on the host, the same on all ranks.
+    Collective over DP where the model ends, then over each pipeline. Context parallel ranks hold the same tally each.
     """
-    if is_last_stage():
+    whole = torch.zeros(width, dtype=torch.float64)
+    if tallies is not None:
         local = _combine(torch.stack([tally.double().cpu() for tally in tallies]), sums)
-        group = parallel_state.get_data_parallel_group()
-        parts = [_as_bits(local, device) for _ in range(dist.get_world_size(group))]
-        dist.all_gather(parts, _as_bits(local, device), group=group)
-        bits = _as_bits(_combine(torch.stack([_from_bits(part) for part in parts]), sums), device)
-    else:
-        bits = _as_bits(torch.zeros(width, dtype=torch.float64), device)
-    if parallel_state.get_pipeline_model_parallel_world_size() > 1:
-        source = parallel_state.get_pipeline_model_parallel_last_rank()
-        dist.broadcast(bits, src=source, group=parallel_state.get_pipeline_model_parallel_group())
-    return _from_bits(bits)
+        whole = _combine(_gather(local, parallel_state.get_data_parallel_group(), device), sums)
+    if parallel_state.get_pipeline_model_parallel_world_size() == 1:
+        return whole
+    ends = torch.full((1,), float(tallies is not None), dtype=torch.float64)
+    stages = _gather(torch.cat([ends, whole]), parallel_state.get_pipeline_model_parallel_group(), device)
+    return stages[stages[:, 0] == 1, 1:][0]
 
 
 def to_metrics(tally: Tensor, totals: Totals) -> dict[str, float]:
@@ -66,6 +64,13 @@ def to_metrics(tally: Tensor, totals: Totals) -> dict[str, float]:
 
 def _combine(tallies: Tensor, sums: int) -> Tensor:
     return torch.cat([tallies[:, :sums].sum(0), tallies[:, sums:].amax(0)])
+
+
+def _gather(tally: Tensor, group: dist.ProcessGroup, device: torch.device) -> Tensor:
+    """`[ranks, width]`, what each rank of the group has."""
+    parts = [_as_bits(tally, device) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, _as_bits(tally, device), group=group)
+    return torch.stack([_from_bits(part) for part in parts])
 
 
 # Bits travel as int32 and are summed on the host: HCCL neither reduces nor sends float64.

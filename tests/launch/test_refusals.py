@@ -41,6 +41,7 @@ ALLTOALL = dict(moe_tp_extend_ep=True, moe_token_dispatcher_type="alltoall", exp
 RANKS8, PP4 = {"world_size": 8, "pipeline_model_parallel_size": 4}, "--pipeline-model-parallel-size 4"
 RANKS8 |= {"tensor_model_parallel_size": 1}
 LISTED = {"pipeline_model_parallel_size": 2, "tensor_model_parallel_size": 1}
+FOLDED = {"schedules_method": "dualpipev", "pipeline_model_parallel_size": 2, "num_layers": 4}
 TP4 = {"--rl-generate-tp": "4"}
 PPO = {"--rl-algorithm": "ppo"}
 SINGLE = {"--rl-samples-per-prompt": "1"}
@@ -119,7 +120,11 @@ BAD = [
     ({"train_iters": None}, "--train-iters is missing"),
     ({"save": None}, "--save is missing"),
     ({"pipeline_model_parallel_size": 2, "num_layers": 3}, "3 layers ... 2 pipeline stages"),
-    ({"schedules_method": "dualpipev"}, "--schedules-method dualpipev"),
+    ({"schedules_method": "dualpipev"}, "--schedules-method dualpipev ... --pipeline-model-parallel-size"),
+    (FOLDED | {"num_layers": 6}, "[3, 3] ... 2 virtual stages"),
+    (FOLDED | {"num_layer_list": "3,1"}, "--schedules-method dualpipev ... --num-layer-list"),
+    (FOLDED | {"--rl-max-tokens-per-microbatch": "64"}, "--rl-max-tokens-per-microbatch 64 with --schedules-method"),
+    (FOLDED | {"ckpt_format": "torch_dist"}, "--ckpt-format torch_dist with --schedules-method"),
     ({"moe_tp_extend_ep": True, "expert_tensor_parallel_size": 1}, "--moe-tp-extend-ep ... -parallel-size 1 ... 2"),
     (ALLTOALL, "--moe-tp-extend-ep with --moe-token-dispatcher-type alltoall"),
     ({"stage": "dpo"}, "--stage dpo ... --rl-algorithm (dpo for --stage dpo)"),

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from mindspeed_rl_plugin.launch import flag_checks
+from mindspeed_rl_plugin.launch import critic_files, flag_checks
 from mindspeed_rl_plugin.launch.checkpoint_files import TRACKER, write_state
 from mindspeed_rl_plugin.launch.saved_args import check_rows
 from mindspeed_rl_plugin.launch.weights_fit import must_fit
@@ -70,6 +70,21 @@ def test_a_resume_in_a_layout_that_its_optimizer_state_cannot_take_is_refused(sa
         assert "--tensor-model-parallel-size is 4 there and 2 here" in line
         assert "--dist-ckpt-optim-fully-reshardable" in line
     assert not list(flag_checks._start(build({"save": str(folder.parent), "tensor_model_parallel_size": 4}), None))
+
+
+@pytest.mark.parametrize("theirs, ours", [("dualpipev", None), (None, "dualpipev"), ("dualpipev", "dualpipev")])
+def test_files_of_another_order_of_layers_are_refused(build, tmp_path, theirs, ours):
+    """Sizes and names are those of virtual stages, so that Megatron would load them."""
+    file = tmp_path / "iter_0000003" / "mp_rank_00_000" / "model_optim_rng.pt"
+    file.parent.mkdir(parents=True)
+    torch.save({"args": Namespace(**({"schedules_method": theirs} if theirs else {}))}, file)
+    (tmp_path / TRACKER).write_text("3")
+    args = build({"schedules_method": ours})
+    args.load, args.save = str(tmp_path), None
+    lines = list(flag_checks._start(args, None))
+    shown = f"--schedules-method is {theirs or 'not given'} there and {ours or 'not given'} here"
+    assert [shown in line for line in lines] == [True] * (theirs != ours)
+    assert len(list(critic_files.problems(str(tmp_path), args))) == (theirs != ours)
 
 
 def test_an_embedding_with_too_few_rows_is_refused(saved):

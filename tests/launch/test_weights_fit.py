@@ -70,6 +70,19 @@ def test_what_fits_is_loaded_whatever_extra_states_there_are_and_what_is_free_ne
         model.load_state_dict(state, strict=False)
 
 
+def test_an_embedding_that_layers_for_multi_token_prediction_share_may_be_there_twice():
+    """Under dualpipev MindSpeed-LLM gives their chunk the embedding of its stage when they run first."""
+    chunk, saved = layers(2), layers(2).state_dict()
+    again = {"embedding.word_embeddings.weight": torch.zeros(2)}
+    chunk.mtp, chunk.pre_process = None, False
+    with must_fit([chunk], "x"), pytest.raises(ValueError, match="embedding.* is unknown"):
+        chunk.load_state_dict(saved | again, strict=False)
+    chunk.mtp = torch.nn.Identity()
+    with must_fit([chunk], "x"):
+        chunk.load_state_dict(saved | again, strict=False)
+    assert torch.equal(chunk[1].weight, saved["1.weight"])
+
+
 def test_megatron_leaving_the_process_is_an_error():
     with pytest.raises(ValueError, match="could not load the checkpoint"):
         with must_fit([], "the checkpoint"):

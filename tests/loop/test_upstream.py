@@ -8,9 +8,17 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
+import sys
 from pathlib import Path
 
 import pytest
+
+from mindspeed_rl_plugin.prompts.tokenizer import vocabulary
+from mindspeed_rl_plugin.tools.convert import to_megatron
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "reshard"))
+import family_models  # noqa: E402
 
 pytestmark = [pytest.mark.upstream, pytest.mark.slow]
 
@@ -183,3 +191,36 @@ def test_ppo_on_plain_megatron(job, checkout):
     assert "iter_0000002/critic, its optimizer included" in result.log
     values = [line["critic/value_mean"] for line in result.metrics]
     assert values[0] == 0.0 and values[1] != 0.0 and abs(values[2] - values[1]) < 1.0
+
+
+@pytest.mark.skipif(MINDSPEED is None, reason="MINDSPEED_PATH is not set")
+@pytest.mark.timeout(900)
+def test_mindspeeds_dualpipev_agrees_with_one_stage(job, arithmetic, tmp_path, capsys, monkeypatch):
+    """The model ends on the first of two stages: log-probs, gradients and updates are those of one rank, the engine's
+    agree with them, and a resume goes on. The second run's weights are placed by `import --schedules-method`."""
+    checkout = next(c for c in CHECKOUTS if core_version(c)[:2] == (0, 12))
+    mindspeed, hf = Path(MINDSPEED.split(os.pathsep)[0]), tmp_path / "hf"
+    monkeypatch.setitem(family_models.SIZES, "num_hidden_layers", 4)
+    vocab = 1 + max(vocabulary(arithmetic / "tokenizer").values())
+    family_models.random_model("mistral", hf, vocab)
+
+    def run(name, ranks, *layout):
+        ckpt = tmp_path / f"{name}-weights"
+        assert to_megatron.main(["--load", str(hf), "--out", str(ckpt), *layout]) == 0, capsys.readouterr()
+        model = " ".join(shlex.split(f"{family_models.HOST} {capsys.readouterr().out.splitlines()[-1]}"))
+        given = ("--train-iters", "3", "--mock-data", "--load", str(ckpt), "--rl-hf-model", str(hf))
+        given += ("--rl-tokenizer", str(arithmetic / "tokenizer"), "--rl-verify-weights")
+        paths = {"script": mindspeed_entry(tmp_path, checkout), "path": [mindspeed, checkout]}
+        return job(*given, "--save-interval", "2", name=name, model=model, ranks=ranks, **paths)
+
+    one = run("one", 1, "--train", "tp1").run(400)
+    folded = run("folded", 2, "--train", "pp2", "--schedules-method", "dualpipev")
+    folded.extra += ("--exit-interval", "2")
+    folded.run(400)
+    folded.extra = folded.extra[:-2]
+    several = folded.run(400)
+    check(several)
+    assert "at iteration 2, optimizer and RL state included" in several.log
+    for name in ("loss", "grad_norm", "entropy", "kl/ref", "trained/tokens"):
+        expected, measured = ([line[name] for line in result.metrics] for result in (one, several))
+        assert measured == pytest.approx(expected, rel=1e-4, abs=1e-7), name

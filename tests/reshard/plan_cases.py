@@ -116,6 +116,7 @@ def cases(draw, world_limit=16):
         order="tp-cp-ep-dp-pp" if moe else one_of("tp-cp-ep-dp-pp", "tp-cp-ep-pp-dp"),
         first_layers=(built - uneven) // pp + uneven if uneven else None,
         noop=noop,
+        folded=vpp == 2 and one_of(False, True),
     )
     engine_tp = one_of(1, 2, 4, 8)
     engine_ep = one_of(*(e for e in (1, 2, 4, 8) if e % engine_tp == 0 or e == 1)) if moe else 1

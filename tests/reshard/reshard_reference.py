@@ -142,7 +142,7 @@ def megatron_weights(
                 stored["mlp.linear_fc1.layer_norm_weight" if fused else "pre_mlp_layernorm.weight"] = after
                 stored |= _mlp("mlp.", own, "mlp.", cut)
             out |= {f"{pre}decoder.layers.{i}.{name}": t for name, t in stored.items()}
-        if at.pp == parallel.pp - 1 and c == len(chunks) - 1:
+        if at.pp == (0 if parallel.folded else parallel.pp - 1) and c == len(chunks) - 1:
             out[pre + "decoder.final_layernorm.weight"] = w["model.norm.weight"].clone()
             if not shape.tied or parallel.pp > 1:
                 head = w["model.embed_tokens.weight" if shape.tied else "lm_head.weight"]

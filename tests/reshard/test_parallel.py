@@ -63,9 +63,6 @@ def test_parallel_from_arguments():
         Parallel.from_megatron_args(args)
     args.pipeline_model_parallel_layout = "Et|tt|ttt|tttL"
     assert Parallel.from_megatron_args(args).chunk_sizes(9) == (1, 2, 3, 3)
-    args.schedules_method = "dualpipev"
-    with pytest.raises(ValueError, match="--schedules-method dualpipev"):
-        Parallel.from_megatron_args(args)
 
 
 def listed(layers, stages, **more):
@@ -223,6 +220,39 @@ def test_layers_that_do_nothing_keep_their_places(given, pp, vpp, expected):
     args = megatron_args(pipeline_model_parallel_size=pp, num_layers=8, noop_layers=given, **virtual)
     parallel = Parallel.from_megatron_args(args)
     assert [parallel.stage_layers(8 - len(parallel.noop), p) for p in range(pp)] == expected
+
+
+@pytest.mark.parametrize(
+    "layers, pp, noop", [(4, 2, ""), (8, 2, "7"), (8, 2, "4,6,7"), (24, 3, "0,21,22,23"), (8, 4, "")]
+)
+def test_layers_of_dualpipev_are_where_mindspeed_builds_them(layers, pp, noop):
+    """Source: get_num_layers_to_build and get_transformer_layer_offset of MindSpeed's dualpipev_chunks.py, which count
+    layers that do nothing too."""
+    args = megatron_args(pipeline_model_parallel_size=pp, num_layers=layers, noop_layers=noop, world_size=2 * pp)
+    args.schedules_method = "dualpipev"
+    parallel, each = Parallel.from_megatron_args(args), layers // pp // 2
+    assert (parallel.vpp, parallel.last_stage) == (2, 0)
+    real = [layer for layer in range(layers) if str(layer) not in noop.split(",")]
+    for stage in range(pp):
+        offsets = stage * each, layers - (stage + 1) * each
+        built = [[(real.index(i), i - at) for i in range(at, at + each) if i in real] for at in offsets]
+        assert [list(chunk.items()) for chunk in parallel.stage_layers(len(real), stage)] == built
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"schedules_method": "other"}, "--schedules-method other"),
+        ({"decoder_first_pipeline_num_layers": 1}, "remove --decoder-first-pipeline-num-layers"),
+        ({"virtual_pipeline_model_parallel_size": 2}, "remove --virtual-pipeline-model-parallel-size"),
+        ({"pipeline_model_parallel_size": 1}, "--pipeline-model-parallel-size of at least 2"),
+    ],
+)
+def test_what_does_not_go_with_dualpipev(changes, message):
+    with pytest.raises(ValueError, match=message):
+        Parallel.from_megatron_args(megatron_args(**{"schedules_method": "dualpipev"} | changes))
+    with pytest.raises(ValueError, match="6 layers per|do not divide into 2"):
+        Parallel(2, pp=2, vpp=2, folded=True).chunk_sizes(6)
 
 
 @pytest.mark.parametrize("given", ["8", "1,-2", "1;2", {8}, -1])

@@ -62,6 +62,16 @@ def test_round_trip(family, train, more, convert):
     assert derived.get("rope_scaling") == given.get("rope_scaling")
 
 
+def test_round_trip_as_dualpipev_places_layers(convert):
+    """Layers from both ends of the model in each file, the head in the first."""
+    weights = convert.make("qwen3", num_hidden_layers=4)
+    convert.imported("tp2,pp2", "--schedules-method", "dualpipev")
+    first = torch.load(next(convert.ckpt.glob("release/mp_rank_00_000/*.pt")), weights_only=False)
+    assert first["args"].schedules_method == "dualpipev" and not first["args"].virtual_pipeline_model_parallel_size
+    assert "embedding.word_embeddings.weight" in first["model0"] and "output_layer.weight" in first["model1"]
+    assert same(convert.exported(), weights)
+
+
 @pytest.mark.parametrize(
     "family, numbered", [("qwen2", False), ("qwen3", True), ("qwen3_moe", True), ("deepseek_v3", True)]
 )

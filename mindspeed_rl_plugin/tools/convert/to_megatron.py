@@ -40,6 +40,8 @@ def main(argv: list[str]) -> int:
     parser = make_parser("import", "directory of a Hugging Face model", "Megatron checkpoint of weights, iteration 0")
     parser.add_argument("--train", required=True, help="trainer's layout, as tp2,pp2: tp pp vpp cp ep etp first last")
     parser.add_argument("--noop-layers", metavar="61,62", help="numbers of layers that do nothing, as in MindSpeed")
+    folded = "place layers as MindSpeed's dualpipev does, two chunks on each of pp stages"
+    parser.add_argument("--schedules-method", choices=("dualpipev",), help=folded)
     parser.add_argument("--impl", choices=IMPLS, default="local", help="how parameters are named (default: local)")
     parser.add_argument("--experts", choices=EXPERTS, default="sequential", help="for experts (default: sequential)")
     parser.add_argument("--pad", type=int, default=128, help="--make-vocab-size-divisible-by (default: 128)")
@@ -50,7 +52,7 @@ def import_(options: argparse.Namespace) -> str:
     """Write the Megatron checkpoint; returns what was done, and the flags to load it with. Raises ValueError."""
     flag = f"--load {options.load}"
     config = read_config(options.load / "config.json", flag)
-    parallel = _layout(options.train)
+    parallel = _layout(options.train, bool(options.schedules_method))
     shape = shape_of(config, options.pad * parallel.tp, flag)
     parallel = replace(parallel, noop=_noop_layers(options.noop_layers, shape.layers))
     check_train(shape, parallel, f"--train {options.train}")
@@ -71,13 +73,20 @@ def import_(options: argparse.Namespace) -> str:
     return "\n".join([*notes, done, shlex.join(flags(args))])
 
 
-def _layout(text: str) -> Parallel:
-    """Layout with the smallest world that has it."""
+def _layout(text: str, folded: bool) -> Parallel:
+    """Layout with the smallest world that has it. folded: as MindSpeed's dualpipev places layers."""
     if dp := re.search(r"\bdp\d+", text):
         raise ValueError(f"--train {text}: leave {dp[0]} out; data parallel ranks load the same files")
     sizes = parse_sizes(text, TRAIN, "--train")
     tp, pp = sizes.get("tp", 1), sizes.get("pp", 1)
-    return train_layout(text, pp * math.lcm(tp * sizes.get("cp", 1), sizes.get("etp", tp) * sizes.get("ep", 1)))
+    layout = train_layout(text, pp * math.lcm(tp * sizes.get("cp", 1), sizes.get("etp", tp) * sizes.get("ep", 1)))
+    if not folded:
+        return layout
+    if pp == 1 or {"vpp", "first", "last"} & sizes.keys():
+        raise ValueError(
+            f"--train {text}: --schedules-method dualpipev needs pp of at least 2, and no vpp, first, last"
+        )
+    return replace(layout, vpp=2, folded=True)
 
 
 def _noop_layers(text: str | None, layers: int) -> tuple[int, ...]:

@@ -46,9 +46,8 @@ MINDSPEED = {
         --use-fused-lmhead-loss
     """,
     "needs streams of the NPU": """
-        --moe-allgather-overlap-comm --moe-fb-overlap
-        --schedules-method --swap-attention --swap-modules --smart-swap --adaptive-memory-optimization
-        --adaptive-recompute-device-swap
+        --moe-allgather-overlap-comm --moe-fb-overlap --swap-attention --swap-modules --smart-swap
+        --adaptive-memory-optimization --adaptive-recompute-device-swap
     """,
     "sets the NPU's deterministic mode": "--npu-deterministic",
 }
@@ -110,13 +109,14 @@ def shrink(flags: Flags, ranks: int) -> None:
     if flags.number("--expert-model-parallel-size", 1) == 1:
         flags.apply(f"{_FEWER}: experts are not split", "--moe-alltoall-overlap-comm")
     if pp == 1:
-        flags.apply(f"{_FEWER}: no pipeline is left", f"{_VIRTUAL} --num-layer-list")
+        rules = f"{_VIRTUAL} --num-layer-list --schedules-method --dualpipev-dw-detach"
+        flags.apply(f"{_FEWER}: no pipeline is left", rules)
     _model(flags, pp)
     _batch(flags, ranks, ranks // (tp * cp * pp) * 4)
 
 
 def _model(flags: Flags, pp: int) -> None:
-    virtual = any("virtual" in flag for flag in flags.values)
+    virtual = "--schedules-method" in flags or any("virtual" in flag for flag in flags.values)
     every_head = flags.get("--num-query-groups") == flags.get("--num-attention-heads")
     flags.apply("lays out the original's layers or batches", LAID_OUT)
     dense = "--first-k-dense-replace" in flags  # MindSpeed-LLM wants a layer with experts in each stage

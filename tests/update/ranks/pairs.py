@@ -13,7 +13,7 @@ from tiny_megatron import VOCAB, agreed, only_step, parallel_state, refuses, run
 from mindspeed_rl_plugin.algorithms import resolve
 from mindspeed_rl_plugin.config import AlgorithmConfig
 from mindspeed_rl_plugin.forward import ForwardSettings
-from mindspeed_rl_plugin.forward.schedule import is_last_stage
+from mindspeed_rl_plugin.forward.schedule import ends_here
 from mindspeed_rl_plugin.rows import Rows, SampleId
 from mindspeed_rl_plugin.update.pair_step import PairStep
 
@@ -43,7 +43,7 @@ def through_train_step(job, rows, case, chosen):
     losses, grad_norm = job.train_step(update)
     assert job.samples == len(rows), "the learning rate and the samples count sequences"
     metrics = update.metrics()
-    if dp_size == 1 and is_last_stage():
+    if dp_size == 1 and ends_here(job.model):
         assert math.isclose(float(losses["loss"]), metrics["loss"], rel_tol=1e-4), "Megatron's line of the loss"
     return metrics, grad_norm
 

@@ -13,7 +13,7 @@ from mindspeed_rl_plugin.algorithms import resolve
 from mindspeed_rl_plugin.config import AlgorithmConfig
 from mindspeed_rl_plugin.critic.critic import Critic
 from mindspeed_rl_plugin.forward import ForwardSettings, plan_tokens
-from mindspeed_rl_plugin.forward.schedule import is_last_stage
+from mindspeed_rl_plugin.forward.schedule import ends_here
 from mindspeed_rl_plugin.rows import Ragged, Rows
 from mindspeed_rl_plugin.update.value_step import ValueStep
 
@@ -34,7 +34,7 @@ def step_of(job, rows, case):
         (step,) = plan_tokens([step], lengths, settings.budget)
     batches = [rows.select(ids) for ids in step.of_rank(dp_rank)]
     before = critic.values(batches, settings)
-    assert (before is not None) == is_last_stage()
+    assert (before is not None) == ends_here(job.model)
     mine = (dp_rank, [row for part in before for row in part.rows()]) if before is not None else None
     ranks = [None] * dist.get_world_size()
     dist.all_gather_object(ranks, mine)
