@@ -203,6 +203,19 @@ def test_experts_are_rehearsed_as_written(ranks, kept):
     assert " ".join(flags.argv()).startswith(words) and ("--moe-alltoall-overlap-comm" in flags) == kept
 
 
+@pytest.mark.parametrize("ranks, layers", [(2, None), (4, 4)])
+def test_dualpipev_stays_where_two_stages_are_left(ranks, layers):
+    """Two layers a stage, one for each of its chunks, and as many micro-batches as its schedule needs."""
+    argv = (
+        "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 8 --num-layers 64 --schedules-method dualpipev"
+    )
+    flags = Flags.parse(argv.split())
+    remove_unavailable(flags, mindspeed=True)
+    shrink(flags, ranks)
+    assert ("--schedules-method" in flags) == bool(layers)
+    assert layers is None or (flags.number("--num-layers", 0), flags.number("--global-batch-size", 0)) == (layers, 4)
+
+
 @pytest.mark.parametrize("virtual", ["", "--num-layers-per-virtual-pipeline-stage 4"])
 def test_layers_that_do_nothing_and_split_projections_stay(virtual):
     """One such layer, in a chunk that has another."""
