@@ -162,11 +162,13 @@ def test_what_mindspeed_saves_of_the_optimizer(planned):
     assert read(f"{bf16} --swap-optimizer", 2).pieces == 16
 
 
-def test_layers_by_stage():
-    """--num-layer-list; another spelling of rotary embeddings."""
+def test_layers_by_stage(planned):
+    """--num-layer-list; another spelling of rotary embeddings; dualpipev."""
     words = DENSE.replace("--position-embedding-type rope", "--use-rotary-position-embeddings")
     words += " --pipeline-model-parallel-size 2 --num-layer-list 1,3"
     assert read(words, 2).train.chunk_sizes(4) == (1, 3)
+    both = f"{DENSE} --schedules-method dualpipev --pipeline-model-parallel-size 2"
+    assert "tp1 pp2 dualpipev cp1 dp4: 8 ranks, layers per stage 2" in planned(both)
 
 
 def test_latent_attention_from_arguments():

@@ -176,11 +176,12 @@ class _Shown:
         shape, t, weights = self.plan.run.shape, self.plan.run.train, self.plan.weights
         tw, ew, cw = (self.unit(weights[kind]) for kind in (TENSOR, EXPERT, COMMON))
         counts = [str(sum(map(len, t.stage_layers(shape.layers, p)))) for p in range(t.pp)]
+        chunks = "dualpipev" if t.folded else f"vpp{t.vpp}"
         experts = f", experts etp{t.expert_tp} ep{t.ep} dp{t.edp}" if shape.moe_layers else ""
         return [
             f"model   {source}: {shape.family}, {self.unit(weights.sum())} {self.name} of weights (TW, cut by tensor "
             f"parallelism, {tw}; EW, routed experts, {ew}; common, whole on every rank, {cw})",
-            f"train   tp{t.tp} pp{t.pp} vpp{t.vpp} cp{t.cp} dp{t.dp}{experts}: {t.world} ranks, layers per stage "
+            f"train   tp{t.tp} pp{t.pp} {chunks} cp{t.cp} dp{t.dp}{experts}: {t.world} ranks, layers per stage "
             f"{counts[0] if len(set(counts)) == 1 else ','.join(counts)}",
         ]
 
