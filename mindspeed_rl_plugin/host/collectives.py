@@ -60,10 +60,17 @@ def _without_options(kwargs: dict[str, Any]) -> dict[str, Any]:
 def all_to_all_single(
     output: torch.Tensor, input: torch.Tensor, output_sizes: Any = None, input_sizes: Any = None, **kwargs: Any
 ) -> Any:
-    """Megatron turns split sizes into Python ints only when they lie on a GPU; gloo needs ints."""
+    """Megatron turns split sizes into Python ints only when they lie on a GPU; gloo needs ints.
+
+    One that is asynchronous is over when it returns: MindSpeed's overlapped experts free what is being sent, which the
+    order of a stream allows, and gloo, which reads it from a thread of its own, does not.
+    """
     sizes = (kwargs.pop("output_split_sizes", output_sizes), kwargs.pop("input_split_sizes", input_sizes))
     ints = (each.tolist() if hasattr(each, "tolist") else each for each in sizes)
-    return _torch["all_to_all_single"](output, input, *ints, **kwargs)
+    work = _torch["all_to_all_single"](output, input, *ints, **kwargs)
+    if work is not None:
+        work.wait()
+    return work
 
 
 def all_gather(outputs: list[torch.Tensor], tensor: torch.Tensor, group: Any = None, async_op: bool = False) -> Any:

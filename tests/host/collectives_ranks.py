@@ -37,6 +37,15 @@ dist.all_to_all_single(out, mine, output_split_sizes=received, input_split_sizes
 expected = [1.0, 2.0, 4.0] if rank == 0 else [2.0, 3.0, 4.0, 6.0, 8.0]
 assert out.tolist() == expected, out
 
+# What is exchanged may be freed before the work has been waited for.
+for size in (10, 1 << 20):
+    freed, arrived = torch.full((size,), float(rank)), torch.empty(size)
+    work = dist.all_to_all_single(arrived, freed, group=group, async_op=True)
+    freed.fill_(-1.0)
+    freed.untyped_storage().resize_(0)
+    work.wait()
+    assert arrived.sum() == size // 2, arrived
+
 # Tensors of different lengths.
 lengths, own = [3, 1], torch.arange(6.0).view(3, 2)[: 3 - 2 * rank] + 10 * rank
 gathered = [torch.empty(n, 2) for n in lengths]
