@@ -60,7 +60,8 @@ class RolloutConfig:
     generate_tp: int = flag(1, "tensor parallel size of the rollout engine", unit="ranks", least=1)
     generate_ep: int = flag(
         1,
-        "number of ranks over which the engine spreads whole experts; 1: it cuts each expert over its ranks",
+        "number of ranks over which engines spread whole experts, --rl-generate-tp or a multiple of it, which several "
+        "engines share; 1: each engine cuts each expert over its ranks",
         unit="ranks",
         least=1,
     )

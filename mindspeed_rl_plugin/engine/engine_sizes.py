@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from mindspeed_rl_plugin.config import RLConfig
+from mindspeed_rl_plugin.host.engine_env import engines_share_experts
 from mindspeed_rl_plugin.reshard.shape import ModelShape
 
 CPU_LOWEST_HEAD_DIM = 32
@@ -28,7 +29,7 @@ def engine_problems(
     for size, flag in ((shape.heads, "--num-attention-heads"), (shape.ffn, "--ffn-hidden-size")):
         if size % tp:
             yield f"--rl-generate-tp {tp} does not divide {flag} {size}"
-    yield from _expert_problems(shape, tp, config.rollout.generate_ep)
+    yield from _expert_problems(shape, tp, config.rollout.generate_ep, world)
     if not shape.table.mla and shape.groups % tp and tp % shape.groups:
         yield f"--rl-generate-tp {tp} neither divides nor is a multiple of the {shape.groups} query groups"
     if tokens > max_positions:
@@ -52,14 +53,23 @@ def _token_bytes(shape: ModelShape, tp: int, itemsize: int) -> int:
     return shape.layers * itemsize * (shape.kv_lora + shape.rope or 2 * heads * shape.head_dim)
 
 
-def _expert_problems(shape: ModelShape, tp: int, ep: int) -> Iterator[str]:
+def _expert_problems(shape: ModelShape, tp: int, ep: int, world: int) -> Iterator[str]:
     flag, experts = f"--rl-generate-ep {ep}", shape.experts
     if ep > 1 and not experts:
         yield f"{flag}: the model has no experts to spread; leave it out"
-    elif ep > 1 and ep != tp:
-        yield f"{flag} with --rl-generate-tp {tp}: whole experts are spread over an engine's ranks; give {tp} or 1"
+    elif ep > 1 and ep % tp:
+        yield (
+            f"{flag} with --rl-generate-tp {tp}: experts are spread over all ranks of one or several engines; give 1 or"
+            f" a multiple of {tp}"
+        )
     elif ep > experts > 0:
         yield f"{flag}: there are {experts} experts only"
+    elif ep > tp and experts % ep:
+        yield f"{flag} does not divide the {experts} experts that several engines share"
+    elif ep > tp and world % ep:
+        yield f"{flag} does not divide the world of {world} ranks"
+    elif ep > tp and not engines_share_experts():
+        yield f"{flag}: in this vLLM engines cannot share experts (0.11 has that); give {tp}, or 1"
     elif ep == 1 and shape.expert_ffn % tp:
         yield f"--rl-generate-tp {tp} does not divide --moe-ffn-hidden-size {shape.expert_ffn}"
 

@@ -3,8 +3,9 @@
 **Ranks of one engine (SPMD).** An engine of tensor parallel size n lives in n ranks at once. All of them make
 the same calls in the same order with the same arguments: the same requests, submitted in the same order, the
 same polls, the same aborts. Each rank then gets the same completions in the same order. Only the
-first rank of an engine (`engine.leader`) should write them anywhere. Engines of different replicas share
-nothing: each takes as many requests and as many steps as it likes.
+first rank of an engine (`engine.leader`) should write them anywhere. Each replica takes as many requests as it
+likes, and as many steps, unless it shares experts with others: these generate at the same times, also those without
+a request, and each ends with `keep_step`.
 
 **Life of a rollout.** `wake(("weights",))`, the reshard writes into `parameters()`, `update_weights(version)`,
 `wake(("kv_cache",))`, then `submit` / `poll` until all is done, then `sleep()`. A fresh engine is awake.
@@ -54,6 +55,13 @@ class Engine(Protocol):
         also with timeout 0. All ranks of the engine return at the same step, whatever their clocks say.
         """
 
+    def keep_step(self) -> None:
+        """Step along with the engines that share experts with this one until none of them has responses queued.
+
+        Returns at once where there are none. Raises ValueError while responses are queued here, TimeoutError where the
+        others do not step.
+        """
+
     def abort(self, ids: Iterable[SampleId] | None = None) -> list[Completion]:
         """Stop the given responses, or all, and return what they hold so far with finish "abort".
 
@@ -86,7 +94,9 @@ def generate(
     deadline: float,
     on_progress: Progress | None = None,
 ) -> list[Completion]:
-    """Generate all responses; the result is in the order of `requests`.
+    """Generate all responses, maybe none; the result is in the order of `requests`.
+
+    Collective over the engines that share experts.
 
     deadline: seconds in which at least one response must finish, again and again: long rollouts may take longer
     as long as they come along. Raises TimeoutError that says how many are missing; those are aborted, so that
@@ -107,6 +117,7 @@ def generate(
             tokens += len(completion.tokens)
         if on_progress is not None:
             on_progress(len(done), len(requests), tokens)
+    engine.keep_step()
     return [done[request.id] for request in requests]
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from mindspeed_rl_plugin.device import Device
+from mindspeed_rl_plugin.host.engine_env import in_group
 from mindspeed_rl_plugin.rows import Sampling
 
 PROCESSED = "processed_logprobs"
@@ -50,13 +51,34 @@ def build(arguments: dict[str, Any]) -> Any:
     know_config(json.loads((Path(arguments["model"]) / "config.json").read_text())["model_type"])
     known = {f.name for f in dataclasses.fields(EngineArgs)}
     usable = {k: v for k, v in arguments.items() if k in known or k not in OPTIONAL_ARGUMENTS}
-    engine = LLMEngine.from_engine_args(EngineArgs(**usable))
+    given = EngineArgs(**usable)
+    shared = arguments.get("data_parallel_size", 1) > 1
+    engine = _sharing_experts(LLMEngine, given) if shared else LLMEngine.from_engine_args(given)
     # From 0.2x on a collected engine destroys torch's default process group, which here is the trainer's.
     finalizer = getattr(engine.engine_core, "_finalizer", None)
     if finalizer is not None:
         finalizer.detach()
     _drop_message_queues()
     return engine
+
+
+def _sharing_experts(engine: type, given: Any) -> Any:
+    """The engine of these `EngineArgs`, one of several that share experts: a data parallel rank.
+
+    vLLM (0.11 to 0.32, config/parallel.py) takes its place from RANK, as if no engines but these were in the job, and
+    for an external launcher counts data parallel ranks twice in `world_size_across_dp`, by whose size vllm-ascend
+    chooses how tokens reach their experts (0.18: `select_moe_comm_method`).
+    """
+    size = given.tensor_parallel_size
+    with in_group(size * given.data_parallel_size):
+        config = given.create_engine_config()
+    config.parallel_config.world_size = size
+    return engine.from_vllm_config(config, disable_log_stats=True)
+
+
+def dummy_step(engine: Any) -> None:
+    """A step of an engine that has no requests, in which its experts serve the engines that it shares them with."""
+    engine.engine_core.execute_dummy_batch()
 
 
 def steps_look_at_the_clock(core: type) -> bool:

@@ -1,8 +1,9 @@
 """`VllmEngine`: vLLM inside the training ranks, as an `Engine`.
 
 vLLM's external launcher runs one engine core in every rank; ranks r*n .. r*n+n-1 form replica r of tensor
-parallel size n over vLLM's own process groups, beside Megatron's. Replicas are coupled only while the engine
-is built (its groups are made by the whole world) and not afterwards: each steps on its own.
+parallel size n over vLLM's own process groups, beside Megatron's. Replicas are coupled while the engine
+is built (its groups are made by the whole world); afterwards each steps on its own, except those that share experts
+(`expert_group`), which are data parallel ranks of vLLM: one that has no requests runs dummy steps beside the others.
 
 **Log-probs** are vLLM's processed ones: of the distribution from which the token was really sampled, after
 temperature, top-p and top-k; at temperature 0 (greedy) those of temperature 1.
@@ -29,6 +30,7 @@ from torch import Tensor
 
 from mindspeed_rl_plugin.device import Device, get_device
 from mindspeed_rl_plugin.engine import vllm_api
+from mindspeed_rl_plugin.engine.expert_group import ExpertGroup
 from mindspeed_rl_plugin.engine.hf_config import family_table, for_engine, write_config
 from mindspeed_rl_plugin.engine.process_state import ProcessState
 from mindspeed_rl_plugin.engine.protocol import PARTS
@@ -49,16 +51,17 @@ ASCEND_CONFIG = {"enable_cpu_binding": False, "weight_nz_mode": 0, "enable_fused
 class VllmOptions:
     """What an engine is built from.
 
-    config: config.json of the model (`hf_config.derive_config`); tensor_parallel: ranks of one engine;
-    expert_parallel: ranks over which whole experts are spread (1: each is cut); dtype: "float32" | "bfloat16" |
-    "float16"; max_model_len: most tokens of prompt and response together; max_running: most sequences decoded at
-    once; kv_cache_bytes: KV cache of a rank on CPU; memory_utilization: share of the device's memory elsewhere
-    (None: `free_share` when the engine is built); eos_token_ids: end every response that does not ignore them;
-    tokenizer: directory, see `needs_tokenizer`; sleep_mode: whether `sleep` gives memory back on an accelerator;
-    graph_sizes: batch sizes of the graphs on an accelerator, vLLM's own where empty; request_seeds: whether each
-    request has a generator of its own also where that costs kernels for each request and step (on a CPU, and where
-    vLLM draws for all of them in one kernel, each has); deadline: seconds that ranks wait for each other while the
-    engine is built, before vLLM waits by its own limits.
+    config: config.json of the model (`hf_config.derive_config`); tensor_parallel: ranks of one engine; expert_parallel:
+    ranks over which whole experts are spread (1: each is cut), those of several engines where they are more than
+    `tensor_parallel`; dtype: "float32" | "bfloat16" | "float16"; max_model_len: most tokens of prompt and response
+    together; max_running: most sequences decoded at once; kv_cache_bytes: KV cache of a rank on CPU;
+    memory_utilization: share of the device's memory elsewhere (None: `free_share` when the engine is built);
+    eos_token_ids: end every response that does not ignore them; tokenizer: directory, see `needs_tokenizer`;
+    sleep_mode: whether `sleep` gives memory back on an accelerator; graph_sizes: batch sizes of the graphs on an
+    accelerator, vLLM's own where empty; request_seeds: whether each request has a generator of its own also where that
+    costs kernels for each request and step (on a CPU, and where vLLM draws for all of them in one kernel, each has);
+    deadline: seconds that ranks wait for each other while the engine is built, before vLLM waits by its own limits, and
+    that engines which share experts wait before each step.
     """
 
     config: Mapping[str, Any]
@@ -75,6 +78,11 @@ class VllmOptions:
     graph_sizes: tuple[int, ...] = ()
     request_seeds: bool = False
     deadline: float = 1800.0
+
+    @property
+    def sharing(self) -> int:
+        """Engines that share experts; 1: each has all of them."""
+        return max(self.expert_parallel // self.tensor_parallel, 1)
 
 
 @dataclass
@@ -108,6 +116,7 @@ class VllmEngine:
         self._steps = 0
         self._checksum = 0  # of all tokens sampled
         self._process = ProcessState(self._device)
+        self._sharers = ExpertGroup(options.expert_parallel, options.deadline) if options.sharing > 1 else None
         # vLLM reads the directory only here: with it gone at once, no end of the process can leave it behind.
         with tempfile.TemporaryDirectory(prefix="mindspeed-rl-engine-") as directory, self._process.lent():
             write_config(for_engine(options.config), directory)
@@ -148,6 +157,14 @@ class VllmEngine:
                 if finished or self._expired(end):
                     return finished
         return []
+
+    def keep_step(self) -> None:
+        """Dummy steps until no engine that shares experts has requests; see `Engine`."""
+        self._must_be_idle("keep_step")
+        if self._sharers is not None:
+            with self._process.lent():
+                while self._sharers.any_works(False):
+                    vllm_api.dummy_step(self._engine)
 
     def abort(self, ids: Iterable[SampleId] | None = None) -> list[Completion]:
         """Stop responses and return what they hold; see `Engine`."""
@@ -215,6 +232,8 @@ class VllmEngine:
 
     def _step(self) -> list[Completion]:
         """One step of vLLM; the responses that it finished."""
+        if self._sharers is not None:
+            self._sharers.any_works(True)
         self._steps += 1
         finished = []
         for output in self._engine.step():
@@ -266,8 +285,9 @@ class VllmEngine:
 
     def _forget_prefixes(self) -> None:
         if self._engine.reset_prefix_cache() is False:
-            with self._process.lent():
-                self._engine.step()  # what was aborted may still hold blocks of a step in flight
+            if self._sharers is None:  # engines that share experts have no step in flight, and take none alone
+                with self._process.lent():
+                    self._engine.step()  # what was aborted may still hold blocks of a step in flight
             if self._engine.reset_prefix_cache() is False:
                 raise RuntimeError("vLLM did not reset its prefix cache although no response is queued")
 
@@ -294,6 +314,7 @@ def _arguments(options: VllmOptions, kind: str, directory: str) -> dict[str, Any
         "max_model_len": options.max_model_len,
         "tensor_parallel_size": options.tensor_parallel,
         "enable_expert_parallel": options.expert_parallel > 1,
+        "data_parallel_size": options.sharing,
         "distributed_executor_backend": "external_launcher",
         "enforce_eager": on_cpu,
         "enable_prefix_caching": True,
@@ -304,7 +325,9 @@ def _arguments(options: VllmOptions, kind: str, directory: str) -> dict[str, Any
         "enable_sleep_mode": options.sleep_mode and not on_cpu,
         "logprobs_mode": vllm_api.PROCESSED,
         **({"kv_cache_memory_bytes": options.kv_cache_bytes} if on_cpu else {}),
-        **({} if on_cpu else {"gpu_memory_utilization": options.memory_utilization, "async_scheduling": True}),
+        **({} if on_cpu else {"gpu_memory_utilization": options.memory_utilization}),
+        # A step ahead is one more than the others have, where engines share experts.
+        **({} if on_cpu else {"async_scheduling": options.sharing == 1}),
         **({} if on_cpu or not options.graph_sizes else {"compilation_config": _graphs(options.graph_sizes)}),
         **({"additional_config": dict(ASCEND_CONFIG)} if kind == "npu" else {}),
         # What vLLM takes by itself on sm100 permutes the weights of experts in place.

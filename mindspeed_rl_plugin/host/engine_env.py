@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib.util
 import os
+from collections.abc import Iterator
 from importlib import metadata
+from pathlib import Path
 
 import torch.distributed as dist
 
@@ -54,6 +58,27 @@ def prepare_engine_env(kind: str, *, sleep_mode: bool) -> None:
         os.environ.setdefault("RANK", str(dist.get_rank()))
         os.environ.setdefault("WORLD_SIZE", str(dist.get_world_size()))
         os.environ.setdefault("LOCAL_RANK", os.environ["RANK"])
+
+
+@contextlib.contextmanager
+def in_group(size: int) -> Iterator[None]:
+    """RANK is the rank within its group of so many consecutive ranks, for what reads it as if there were no others."""
+    rank = os.environ["RANK"]
+    os.environ["RANK"] = str(int(rank) % size)
+    try:
+        yield
+    finally:
+        os.environ["RANK"] = rank
+
+
+def engines_share_experts() -> bool:
+    """Whether vLLM's engine knows data parallel ranks of an external launcher. Read off its source: importing it takes
+    seconds, and variables that are set first."""
+    package = importlib.util.find_spec("vllm")
+    if package is None:
+        return True  # `vllm_version` says so
+    source = Path(package.origin).parent / "v1" / "engine" / "llm_engine.py"
+    return source.is_file() and "external_launcher_dp" in source.read_text()
 
 
 def vllm_version() -> tuple[int, int]:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.nn.functional import linear, silu
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -31,6 +32,7 @@ def apply() -> None:
     _live_experts()
     _rotary_by_heads()
     _own_shared_memory()
+    _unequal_collectives()
     remove_leftovers()
 
 
@@ -134,6 +136,37 @@ def _own_shared_memory() -> None:
 
     Shm.make_group_name = staticmethod(make_group_name)
     Shm._init_cpu_shm = init_cpu_shm
+
+
+def _unequal_collectives() -> None:
+    """The two collectives through which engines share experts, each with its own number of tokens: vLLM 0.32 asks its
+    communicator for them also on a CPU, where it has none."""
+    from vllm.distributed.device_communicators.base_device_communicator import DeviceCommunicatorBase as Base
+    from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
+
+    for collective in (all_gatherv, reduce_scatterv):
+        if getattr(CpuCommunicator, collective.__name__) is getattr(Base, collective.__name__, None):
+            setattr(CpuCommunicator, collective.__name__, collective)
+
+
+def all_gatherv(self: Any, input_: Any, dim: int = 0, sizes: list[int] | None = None) -> Any:
+    """Rows of all ranks, one after the other. input_: `[sizes[rank], ...]`, or a list of such; sizes: rows of every
+    rank, None where all have equally many."""
+    assert dim == 0, f"rows are gathered, not dimension {dim}"
+    if not isinstance(input_, torch.Tensor):
+        return [all_gatherv(self, part, dim, sizes) for part in input_]
+    parts = [input_.new_empty(n, *input_.shape[1:]) for n in sizes or [len(input_)] * self.world_size]
+    dist.all_gather(parts, input_.contiguous(), group=self.device_group)
+    return torch.cat(parts)
+
+
+def reduce_scatterv(self: Any, input_: torch.Tensor, dim: int = -1, sizes: list[int] | None = None) -> torch.Tensor:
+    """This rank's rows of the sum over ranks. input_: `[sum(sizes), ...]`; sizes: as in `all_gatherv`."""
+    assert dim == 0, f"rows are scattered, not dimension {dim}"
+    parts = input_.split(sizes or len(input_) // self.world_size)
+    output = torch.empty_like(parts[self.rank_in_group])
+    dist.reduce_scatter(output, [part.contiguous() for part in parts], group=self.device_group)
+    return output
 
 
 def remove_leftovers(folder: Path = SHARED_MEMORY) -> None:

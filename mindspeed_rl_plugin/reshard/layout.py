@@ -143,8 +143,9 @@ def _engine(shape: ModelShape, engine: EngineParallel, rank: int, own_head: bool
         elif name:
             fused = engine.fused_down or row.unfused is None
             singles = () if fused else zip(row.unfused, row.parts, strict=True)
+            tp = 1 if engine.whole_shared and "shared_ffn" in row.parts[0].shape else engine.tp
             for only in [row] if fused else [replace(row, names={ENGINE: n}, parts=(p,)) for n, p in singles]:
-                cut = Cut(shape, only, shape.names_of(only, layer), engine.tp, rank % engine.tp, ENGINE)
+                cut = Cut(shape, only, shape.names_of(only, layer), tp, rank % tp, ENGINE)
                 out[only.names[ENGINE].format(layer=layer)] = CUT_ENGINE[row.split](cut)
     return _frozen(out)
 

@@ -95,7 +95,9 @@ def engine_storage(
         engine = replace(engine, nested=any(".routed_experts." in name for name in live))
     if shape.table.mla:
         engine = replace(engine, fused_down=any("fused_qkv_a_proj" in name for name in live))
-    ways = [replace(engine, transposed=t) for t in ((False, True) if shape.moe_layers else (False,))]
+    transposed = (False, True) if shape.moe_layers else (False,)
+    whole = (False, True) if shape.shared_ffn and engine.ep > engine.tp > 1 else (False,)
+    ways = [replace(engine, transposed=t, whole_shared=w) for t in transposed for w in whole]
     wrong = [differences(engine_shapes(shape, way, rank, own_head), sizes_of(live)) for way in ways]
     best = min(range(len(ways)), key=lambda i: len(wrong[i]))
     raise_if(wrong[best], f"the engine's parameters on rank {rank} of it are not those of {shape}")

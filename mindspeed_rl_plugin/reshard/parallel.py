@@ -252,7 +252,8 @@ class EngineParallel:
     stores its share of every expert); an engine has `ranks` consecutive ranks, in `ranks / tp` data parallel groups.
     nested: parameters of experts sit in a module `routed_experts` (vLLM from 0.20 on); fused_down: the down
     projections of latent attention are one parameter (vLLM from 0.10 on); transposed: experts are stored
-    transposed (vllm-ascend).
+    transposed (vllm-ascend); whole_shared: each rank stores all of the shared experts (vLLM on CUDA and CPU where
+    tensor parallel engines share experts: its ranks then have other tokens, `use_sequence_parallel_moe`).
     Raises ValueError for sizes that vLLM cannot combine.
     """
 
@@ -261,6 +262,7 @@ class EngineParallel:
     nested: bool = True
     fused_down: bool = True
     transposed: bool = False
+    whole_shared: bool = False
 
     def __post_init__(self) -> None:
         if self.tp < 1 or self.ep < 1:

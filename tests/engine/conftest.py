@@ -52,6 +52,10 @@ class FakeEngine:
         self.log.append(f"abort {len(chosen)}")
         return [self._take(i, "abort") for i in chosen]
 
+    def keep_step(self) -> None:
+        assert not self.queue, "responses are queued"
+        self.log.append("keep step")
+
     def _take(self, sample: SampleId, finish: str) -> Completion:
         tokens = self.queue.pop(sample)[1]
         return Completion(sample, tuple(tokens), (-0.5,) * len(tokens), finish, self.version)
@@ -110,6 +114,7 @@ class FakeVllm:
         self.stuck_prefixes = 0
         self.refreshed: list[Any] = []
         self.api = FakeApi()
+        self.engine_core = SimpleNamespace(execute_dummy_batch=lambda: self.calls.append("dummy"))
 
     def add_request(self, name: str, prompt: dict[str, Any], params: Any) -> None:
         self.calls.append(("add", name, prompt["prompt_token_ids"], params))

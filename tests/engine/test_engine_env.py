@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from types import SimpleNamespace
 
 import pytest
 
@@ -85,3 +86,22 @@ def test_v1_switch(monkeypatch, version, expected) -> None:
 
 def test_version_of_the_installed_vllm() -> None:
     assert engine_env.vllm_version() >= (0, 9)
+
+
+@pytest.mark.parametrize("source, able", [("self.external_launcher_dp = True", True), ("", False), (None, False)])
+def test_whether_engines_can_share_experts_is_read_off_vllms_source(tmp_path, monkeypatch, source, able) -> None:
+    module = tmp_path / "vllm" / "v1" / "engine" / "llm_engine.py"
+    module.parent.mkdir(parents=True)
+    if source is not None:
+        module.write_text(source)
+    spec = SimpleNamespace(origin=str(tmp_path / "vllm" / "__init__.py"))
+    monkeypatch.setattr(engine_env.importlib.util, "find_spec", lambda name: spec)
+    assert engine_env.engines_share_experts() == able
+
+
+def test_a_rank_within_its_group(monkeypatch) -> None:
+    monkeypatch.setenv("RANK", "6")
+    with pytest.raises(KeyError), engine_env.in_group(4):
+        assert os.environ["RANK"] == "2"
+        raise KeyError
+    assert os.environ["RANK"] == "6"

@@ -29,6 +29,13 @@ def test_no_requests_need_no_engine_time(fake_engine) -> None:
     assert generate(fake_engine(), [], deadline=0) == []
 
 
+def test_the_end_of_own_responses_is_not_that_of_engines_that_share_experts(fake_engine, request_of) -> None:
+    engine, idle = fake_engine(), fake_engine()
+    generate(engine, [request_of(0, (5, 2))], deadline=5)
+    stage.Generate(filled_dock([[7, 2]], members=1), 5, idle, Sampling(5), 0).run([])
+    assert engine.log == ["submit 1", "keep step"] and idle.log == ["submit 0", "keep step"]
+
+
 def test_a_late_response_is_named_and_aborted(fake_engine, request_of) -> None:
     engine = fake_engine()
     requests = [request_of(0, (5, 1)), request_of(1, (13, 1)), request_of(2, (13, 1))]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import random
 import sys
 import time
@@ -238,6 +239,72 @@ def test_ranks_that_sampled_other_tokens(pair) -> None:
     engine, _ = pair(shift=1)
     with pytest.raises(RuntimeError, match="2 ranks.*engine 0.*step 16"):
         engine.poll(5)
+
+
+class Sharers:
+    """Engines that share experts, of which others have responses for so many more steps."""
+
+    def __init__(self, size, deadline) -> None:
+        self.size, self.deadline, self.left, self.asked = size, deadline, 0, []
+
+    def any_works(self, works) -> bool:
+        self.asked.append(works)
+        self.left -= 1
+        return works or self.left >= 0
+
+
+@pytest.fixture
+def sharing(make_engine, monkeypatch):
+    monkeypatch.setattr(vllm_engine, "ExpertGroup", Sharers)
+    engine = make_engine(world=8, tensor_parallel=2, expert_parallel=4, deadline=7.0)
+    engine.update_weights(0)
+    return engine
+
+
+def test_engines_that_share_experts_step_together(sharing, fake_vllm, request_of, monkeypatch) -> None:
+    Peers(monkeypatch)
+    group = sharing._sharers
+    assert (group.size, group.deadline, sharing.options.sharing) == (4, 7.0, 2)
+    fake_vllm.script, group.left = {"0-0-0": ([7] * 3, "length")}, 5
+    sharing.submit([request_of(0)])
+    with pytest.raises(ValueError, match="keep_step: 1 responses"):
+        sharing.keep_step()
+    assert len(sharing.poll(1e9)) == 1
+    sharing.keep_step()
+    assert [c for c in fake_vllm.calls if c in ("step", "dummy")] == ["step"] * 3 + ["dummy"] * 2
+    assert group.asked == [True] * 3 + [False] * 3
+    fake_vllm.stuck_prefixes = 1
+    sharing.sleep()
+    assert fake_vllm.calls.count("step") == 3  # none alone
+
+
+def test_vllm_takes_the_place_of_an_engine_from_its_rank_in_the_job(monkeypatch) -> None:
+    """And counts engines that share experts twice: `_sharing_experts` mends both."""
+    from vllm.config import ParallelConfig
+
+    class Given:
+        tensor_parallel_size = data_parallel_size = 2
+
+        def create_engine_config(self):
+            sizes = dict(tensor_parallel_size=2, data_parallel_size=2, enable_expert_parallel=True)
+            parallel = ParallelConfig(**sizes, distributed_executor_backend="external_launcher")
+            assert parallel.world_size_across_dp == 8
+            return SimpleNamespace(parallel_config=parallel)
+
+    monkeypatch.setenv("RANK", "7")
+    with pytest.raises(ValueError, match="data_parallel_rank"):
+        Given().create_engine_config()
+    engine = SimpleNamespace(from_vllm_config=lambda config, disable_log_stats: config)
+    parallel = vllm_api._sharing_experts(engine, Given()).parallel_config
+    assert (parallel.data_parallel_rank, parallel.world_size_across_dp, os.environ["RANK"]) == (1, 4, "7")
+
+
+def test_arguments_of_engines_that_share_experts() -> None:
+    for tp, ep, ranks in ((2, 1, 1), (2, 2, 1), (1, 4, 4), (2, 64, 32)):
+        options = VllmOptions({}, 32, tp, ep, memory_utilization=0.5)
+        arguments = vllm_engine._arguments(options, "npu", "there")
+        assert (arguments["data_parallel_size"], arguments["enable_expert_parallel"]) == (ranks, ep > 1)
+        assert arguments["async_scheduling"] == (ranks == 1)
 
 
 def test_generators_of_the_trainer_are_left_alone(make_engine, fake_vllm, request_of, monkeypatch) -> None:

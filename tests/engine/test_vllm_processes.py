@@ -1,4 +1,4 @@
-"""Real vLLM in real ranks: engines of tensor parallel size 1 and 2, alone and beside each other."""
+"""Real vLLM in real ranks: engines of tensor parallel size 1 and 2, alone, beside each other, and sharing experts."""
 
 from __future__ import annotations
 
@@ -11,3 +11,11 @@ import pytest
 def test_engines(torchrun, tp, ranks) -> None:
     done = torchrun(Path(__file__).with_name("engine_ranks.py"), tp, ranks=ranks)
     assert done.stdout.count("passed") == ranks
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("tp", "ep"), [(1, 4), (1, 2)])
+def test_engines_that_share_experts(torchrun, tp, ep) -> None:
+    """As engines of their own compute, on four ranks; (1, 2): in two groups."""
+    done = torchrun(Path(__file__).with_name("expert_ranks.py"), tp, ep, ranks=4)
+    assert done.stdout.count("passed") == 4

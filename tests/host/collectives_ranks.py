@@ -1,11 +1,15 @@
 """Two ranks on gloo behind code that asks for nccl. Asserts by itself; run by test_host_distributed.py."""
 
+from types import SimpleNamespace
+
 import torch
 
 from mindspeed_rl_plugin import host
 
 host.activate_if_needed()
 import torch.distributed as dist  # noqa: E402
+
+from mindspeed_rl_plugin.host.vllm_live import all_gatherv, reduce_scatterv  # noqa: E402
 
 dist.init_process_group("nccl", device_id=torch.device("cuda", 0))
 rank = dist.get_rank()
@@ -56,6 +60,14 @@ shard = torch.empty(lengths[rank], 2)
 dist.reduce_scatter(shard, parts, group=group)
 assert torch.equal(shard, torch.full((lengths[rank], 2), 3.0 + 2 * rank)), shard
 assert [float(p[0, 0]) for p in parts] == [rank + 1.0, rank + 2.0], "the inputs are not ours to change"
+
+# The same as vLLM asks for it, from experts that engines share.
+communicator = SimpleNamespace(device_group=group, world_size=2, rank_in_group=rank)
+whole, ids = all_gatherv(communicator, [own, own[:, 0].long()], sizes=lengths)
+assert torch.equal(whole, torch.cat(gathered)) and ids.tolist() == [0, 2, 4, 10]
+assert torch.equal(all_gatherv(communicator, own[:1]), torch.cat([gathered[0][:1], gathered[1]]))
+assert torch.equal(reduce_scatterv(communicator, whole, 0, lengths), 2 * own)
+assert torch.equal(reduce_scatterv(communicator, whole, 0), 2 * whole.chunk(2)[rank])
 
 # A tensor that is freed or overwritten while it is sent arrives as it was.
 for size in (10, 1 << 20):

@@ -15,8 +15,10 @@ from mindspeed_rl_plugin.tools.convert import to_hf
 
 TP2 = ("--tensor-model-parallel-size", "2", "--sequence-parallel")
 EP2, ETP1 = ("--expert-model-parallel-size", "2"), ("--expert-tensor-parallel-size", "1")
+EP4 = ("--expert-model-parallel-size", "4")
 PP2 = ("--pipeline-model-parallel-size", "2")
 CUT1, CUT2, SPREAD2 = (), ("--rl-generate-tp", "2"), ("--rl-generate-tp", "2", "--rl-generate-ep", "2")
+SHARED2, SHARED4 = ("--rl-generate-ep", "2"), ("--rl-generate-ep", "4")
 SPREAD4 = ("--rl-generate-tp", "4", "--rl-generate-ep", "4")
 FOUR_HEADS = ("--num-attention-heads", "4", "--num-layers", "4", "--moe-layer-freq", "[0,1]*2")
 # By Python's resource tracker: semaphores, shared memory. nanobind counts triton's own objects at every end.
@@ -49,11 +51,24 @@ def test_engine_and_trainer_agree(job, nothing_left, moe_model, train, generate)
         pytest.param((*TP2, *EP2, *PP2, *ETP1), SPREAD2, id="TP2EP2ETP1PP2-to-TP2EP2"),
         pytest.param((*TP2, *EP2), SPREAD4, id="TP2EP2ETP2DP2-to-TP4EP4"),
         pytest.param((*EP2, *PP2), CUT2, id="EP2PP2-to-TP2"),
+        pytest.param(EP4, SHARED4, id="EP4-to-EP4"),
+        pytest.param((*TP2, *EP2, *ETP1), SHARED2, id="TP2EP2ETP1DP2-to-two-EP2"),
     ],
 )
 def test_engine_and_trainer_agree_on_four_ranks(job, moe_model, train, generate):
     options = (*FOUR_HEADS, "--train-iters", "3", "--rl-verify-weights")
     job(*options, *train, *generate, model=moe_model, ranks=4).run(400).check_agreement(3, MOVED)
+
+
+@pytest.mark.slow
+def test_engines_that_share_experts_and_have_no_rows(job, arithmetic, moe_model):
+    """Of four, two have rows of the rollout, and one has a prompt of the evaluation."""
+    rows = ("--global-batch-size", "2", "--micro-batch-size", "1", "--rl-samples-per-prompt", "2")
+    held_out = ("--rl-eval-data", str(arithmetic / "heldout.jsonl"), "--rl-eval-every", "1", "--rl-eval-prompts", "1")
+    options = (*FOUR_HEADS, *TP2, *EP2, *ETP1, *SHARED4, *rows, *held_out, "--train-iters", "3")
+    done = job(*options, model=moe_model, ranks=4).run(400)
+    assert max(line["logp_diff/max"] for line in done.metrics) < 2e-5 and len(done.metrics) == 3
+    assert [line["iteration"] for line in done.evaluations] == [0, 1, 2, 3]
 
 
 @pytest.mark.slow

@@ -120,7 +120,7 @@ def cases(draw, world_limit=16):
     )
     engine_tp = one_of(1, 2, 4, 8)
     engine_ep = one_of(*(e for e in (1, 2, 4, 8) if e % engine_tp == 0 or e == 1)) if moe else 1
-    stored = dict(nested=one_of(False, True), fused_down=one_of(False, True), transposed=one_of(False, True))
+    stored = {way: one_of(False, True) for way in ("nested", "fused_down", "transposed", "whole_shared")}
     engine = EngineParallel(engine_tp, engine_ep, **stored)
     # Engines on ranks of the trainer, on some of them and others, or on others.
     first = one_of(0, world // 2, world)

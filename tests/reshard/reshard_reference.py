@@ -256,9 +256,10 @@ def engine_weights(
         stored |= attention(shape, engine, tp_rank, own, cut)
         for where in ("mlp.", "mlp.shared_experts."):
             if where + "gate_proj.weight" in own:
-                halves = [cut(own[f"{where}{x}_proj.weight"]) for x in ("gate", "up")]
+                share = (lambda t, axis=0: t) if engine.whole_shared and "shared" in where else cut
+                halves = [share(own[f"{where}{x}_proj.weight"]) for x in ("gate", "up")]
                 stored[where + "gate_up_proj.weight"] = torch.cat(halves)
-                stored[where + "down_proj.weight"] = cut(own[where + "down_proj.weight"], 1)
+                stored[where + "down_proj.weight"] = share(own[where + "down_proj.weight"], 1).clone()
         if "mlp.gate.weight" in own:
             stored |= _engine_experts(shape, engine, rank, own, cut)
         out |= {LAYER.format(i) + name: t for name, t in stored.items()}

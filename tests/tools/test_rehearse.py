@@ -137,8 +137,10 @@ def test_rows_are_not_split_where_no_attention_can(mindspeed, size):
 @pytest.mark.parametrize("ranks, sizes", [(1, (1, 1, 1)), (2, (2, 1, 1)), (4, (2, 2, 1)), (8, (2, 2, 2))])
 def test_what_was_split_stays_split_while_there_are_ranks(ranks, sizes):
     argv = "--tensor-model-parallel-size 4 --pipeline-model-parallel-size 4 --num-layers 28 --global-batch-size 256"
-    flags = Flags.parse(f"{argv} --rl-algorithm grpo --rl-rollout-prompts 64 --rl-generate-tp 4".split())
+    rl = "--rl-algorithm grpo --rl-rollout-prompts 64 --rl-generate-tp 4 --rl-generate-ep 64"
+    flags = Flags.parse(f"{argv} {rl}".split())
     shrink(flags, ranks)
+    assert flags.number("--rl-generate-ep", 0) == ranks
     names = ("tensor-model-parallel-size", "pipeline-model-parallel-size", "global-batch-size", "rl-generate-tp")
     tp, pp, batch, engine = (flags.number(f"--{name}", 0) for name in names)
     assert (tp, pp, batch // 4) == sizes and ranks % engine == 0 and flags.number("--num-layers", 0) % pp == 0

@@ -145,5 +145,6 @@ def _batch(flags: Flags, ranks: int, batch: int) -> None:
         flags.apply(_ONE, "--rl-ppo-epochs<=1")
         flags.apply(_SHORT, "--rl-max-prompt-length=16 --rl-max-response-length=8")
         flags.apply(_SMALL, "--rl-kv-cache-gb=0.05")
-        flags.apply(_FEWER, "--rl-generate-tp<={0} --rl-reward-workers<=1", min(2, ranks))
+        engines = "--rl-generate-tp<={0} --rl-generate-ep<={1} --rl-reward-workers<=1"
+        flags.apply(_FEWER, engines, min(2, ranks), ranks)
         flags.apply(_BATCHES, "--rl-eval-prompts=4 --rl-eval-pass-k<=2")

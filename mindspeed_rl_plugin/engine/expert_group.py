@@ -1,0 +1,41 @@
+"""Engines that share experts work step by step together: a layer's tokens go to ranks of all of them."""
+
+from __future__ import annotations
+
+import datetime
+
+import torch
+import torch.distributed as dist
+
+
+class ExpertGroup:
+    """The consecutive ranks over which the experts of this rank's engine are spread.
+
+    size: how many; deadline: seconds that a rank waits for the others before a step. Building is collective over the
+    world, which `size` divides.
+    """
+
+    def __init__(self, size: int, deadline: float) -> None:
+        self.deadline, self._steps = deadline, 0
+        limit, rank = datetime.timedelta(seconds=deadline), dist.get_rank()
+        groups = [range(first, first + size) for first in range(0, dist.get_world_size(), size)]
+        handles = [dist.new_group(ranks, timeout=limit, backend="gloo") for ranks in groups]
+        self.ranks, self._handle = groups[rank // size], handles[rank // size]
+
+    def any_works(self, works: bool) -> bool:
+        """Whether an engine of the group has responses in the making; every rank asks before every step.
+
+        works: whether this one has. Raises TimeoutError where a rank of the group does not ask in time, or is lost.
+        """
+        self._steps += 1
+        flag = torch.tensor([works], dtype=torch.int64)
+        try:
+            dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self._handle)
+        except RuntimeError as error:
+            raise TimeoutError(
+                f"rank {dist.get_rank()} waited at step {self._steps} of the engines for ranks {self.ranks[0]} to"
+                f" {self.ranks[-1]}, over which --rl-generate-ep spreads the experts, at most {self.deadline:g} s"
+                " (--rl-wait-timeout): a rank of them is lost, or did not come to this step:"
+                f" {str(error).splitlines()[0][:300]}"
+            ) from error
+        return bool(flag)

@@ -1,0 +1,45 @@
+"""Which ranks share experts, and what is said where one of them does not come."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mindspeed_rl_plugin.engine import expert_group
+from mindspeed_rl_plugin.engine.expert_group import ExpertGroup
+
+
+@pytest.fixture
+def group(monkeypatch):
+    """Rank 6 of 8, in groups of four."""
+    made = []
+
+    def new_group(ranks, timeout, backend):
+        made.append((list(ranks), timeout.total_seconds(), backend))
+        return f"group {len(made) - 1}"
+
+    monkeypatch.setattr(expert_group.dist, "get_rank", lambda: 6)
+    monkeypatch.setattr(expert_group.dist, "get_world_size", lambda: 8)
+    monkeypatch.setattr(expert_group.dist, "new_group", new_group)
+    group = ExpertGroup(4, 5.0)
+    assert made == [([0, 1, 2, 3], 5.0, "gloo"), ([4, 5, 6, 7], 5.0, "gloo")]
+    return group
+
+
+@pytest.mark.parametrize("mine, others, any_of_them", [(0, 0, False), (1, 0, True), (0, 1, True)])
+def test_any(group, monkeypatch, mine, others, any_of_them) -> None:
+    def all_reduce(flag, op, group):
+        assert (op, group) == (torch.distributed.ReduceOp.MAX, "group 1")
+        flag.fill_(max(int(flag), others))
+
+    monkeypatch.setattr(expert_group.dist, "all_reduce", all_reduce)
+    assert group.any_works(bool(mine)) is any_of_them
+
+
+def test_a_rank_that_does_not_come(group, monkeypatch) -> None:
+    def all_reduce(flag, op, group):
+        raise RuntimeError("Timed out waiting 5000ms for recv operation to complete\nmore")
+
+    monkeypatch.setattr(expert_group.dist, "all_reduce", all_reduce)
+    with pytest.raises(TimeoutError, match="rank 6 .* step 1 .* 4 to 7.* 5 s .*--rl-wait-timeout.*5000ms"):
+        group.any_works(False)
