@@ -196,8 +196,8 @@ def test_ppo_on_plain_megatron(job, checkout):
 @pytest.mark.skipif(MINDSPEED is None, reason="MINDSPEED_PATH is not set")
 @pytest.mark.timeout(900)
 def test_mindspeeds_dualpipev_agrees_with_one_stage(job, arithmetic, tmp_path, capsys, monkeypatch):
-    """The model ends on the first of two stages: log-probs, gradients and updates are those of one rank, the engine's
-    agree with them, and a resume goes on. The second run's weights are placed by `import --schedules-method`."""
+    """Policy and critic end on the first of two stages: log-probs, values, gradients and updates are those of one rank,
+    the engine agrees, and a resume goes on. The second run's weights are placed by `import --schedules-method`."""
     checkout = next(c for c in CHECKOUTS if core_version(c)[:2] == (0, 12))
     mindspeed, hf = Path(MINDSPEED.split(os.pathsep)[0]), tmp_path / "hf"
     monkeypatch.setitem(family_models.SIZES, "num_hidden_layers", 4)
@@ -210,6 +210,7 @@ def test_mindspeeds_dualpipev_agrees_with_one_stage(job, arithmetic, tmp_path, c
         model = " ".join(shlex.split(f"{family_models.HOST} {capsys.readouterr().out.splitlines()[-1]}"))
         given = ("--train-iters", "3", "--mock-data", "--load", str(ckpt), "--rl-hf-model", str(hf))
         given += ("--rl-tokenizer", str(arithmetic / "tokenizer"), "--rl-verify-weights")
+        given += ("--rl-algorithm", "ppo", "--rl-critic-lr", "1e-3")
         paths = {"script": mindspeed_entry(tmp_path, checkout), "path": [mindspeed, checkout]}
         return job(*given, "--save-interval", "2", name=name, model=model, ranks=ranks, **paths)
 
@@ -221,6 +222,7 @@ def test_mindspeeds_dualpipev_agrees_with_one_stage(job, arithmetic, tmp_path, c
     several = folded.run(400)
     check(several)
     assert "at iteration 2, optimizer and RL state included" in several.log
-    for name in ("loss", "grad_norm", "entropy", "kl/ref", "trained/tokens"):
+    of_critic = ("critic/loss", "critic/grad_norm", "critic/value_mean")
+    for name in ("loss", "grad_norm", "entropy", "kl/ref", "trained/tokens", *of_critic):
         expected, measured = ([line[name] for line in result.metrics] for result in (one, several))
         assert measured == pytest.approx(expected, rel=1e-4, abs=1e-7), name
