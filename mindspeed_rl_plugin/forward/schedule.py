@@ -160,7 +160,7 @@ def run_forward_only(
     # Without timers (their names belong to the training step) and without the parameter gather that the interleaved
     # schedule would start on its own.
     plain = swapped(vars(get_model_config(model[0])), timers=None, param_sync_func=None)
-    with torch.no_grad(), _evaluating(model), plain, _routed_as_in_training():
+    with torch.no_grad(), _evaluating(model), plain, _routed_as_in_training(), _uncounted(model):
         results = schedules.get_forward_backward_func()(
             forward_step_func=forward_step,
             data_iterator=data_iterators(batches, len(model)),
@@ -190,6 +190,23 @@ def _evaluating(model: Model) -> Iterator[None]:
     finally:
         for chunk, training in zip(model, was_training, strict=True):
             chunk.train(training)
+
+
+@contextlib.contextmanager
+def _uncounted(model: Model) -> Iterator[None]:
+    """Routers keep their counts of tokens, by which the update moves the expert bias.
+
+    They count where gradients are taken, and MindSpeed's layers with overlapped communication (a forward pass that
+    makes its own graph, moe_layer_overlap_all2all.py) run the router with gradients everywhere.
+    """
+    routers = (module for chunk in model for module in chunk.modules())
+    counts = [getattr(module, "local_tokens_per_expert", None) for module in routers]
+    before = [(count, count.clone()) for count in counts if count is not None]
+    try:
+        yield
+    finally:
+        for count, was in before:
+            count.copy_(was)
 
 
 def _routed_as_in_training() -> contextlib.AbstractContextManager[None]:
