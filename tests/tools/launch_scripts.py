@@ -128,7 +128,7 @@ def render(rows: Sequence[Row]) -> str:
         for ended, columns in head.items():
             chosen = [row for row in rows if (row.platform, row.end) == (platform, ended)]
             if chosen:
-                text += f"\n### {platform}: {len(chosen)} scripts {ended}\n\n"
+                text += f"\n### {ended.capitalize()} ({len(chosen)}): {platform}\n\n"
                 text += "| script | seconds | " + " | ".join(columns) + " |\n" + "|---" * (2 + len(columns)) + "|\n"
                 text += "".join(f"| {_short(row.script)} | {row.seconds:.0f} | {_cells(row)} |\n" for row in chosen)
     return text + "\n"

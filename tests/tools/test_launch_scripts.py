@@ -55,9 +55,9 @@ def test_rows_go_into_the_table_and_bad_ends_take_theirs_away(tmp_path):
     assert scripts.known(table) == [TRAINED, REFUSED]
     lines = [line for line in table.read_text().splitlines() if line.startswith(("| a/", "### "))]
     assert lines == [
-        "### M-1, N-2: 1 scripts trained",
+        "### Trained (1): M-1, N-2",
         "| a/b.sh | 81 |  | `--x` | peft |",
-        "### M-1, N-2: 1 scripts refused",
+        "### Refused (1): M-1, N-2",
         "| a/c.sh | 20 | --spec g: Gemma 2 is no family that RL knows (a\\|b) |",
     ]
     scripts.record(replace(TRAINED, end="failed"), table)
