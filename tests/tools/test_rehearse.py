@@ -281,11 +281,10 @@ def test_a_missing_dependency_is_one_line(tmp_path, importer, owner):
 @pytest.mark.parametrize("more, made", [([], "pretrained"), (["--enable-hf2mg-convert"], "hugging-face")])
 def test_a_replaced_checkpoint_passes_the_check_of_the_start(more, made, tmp_path):
     """Which comes with the other checks of the arguments, before the rehearsal has made the checkpoint."""
-    flags = Flags.parse(["--load", "/nowhere", "--hf-cfg-dir", "/nowhere", *more])
+    flags = Flags.parse(["--load", "/nowhere", "--hf-cfg-dir", "your", "config", "dir", *more])
     substitute(flags, tmp_path, mindspeed_llm=True)
-    assert flags.get("--load") == str(tmp_path / made) and (flags.get("--hf-cfg-dir") == flags.get("--load")) == bool(
-        more
-    )
+    assert flags.get("--load") == str(tmp_path / made)
+    assert flags.get("--hf-cfg-dir") == (flags.get("--load") if more else str(tmp_path / "hf-cfg-dir"))
     args = argparse.Namespace(save=str(tmp_path / "save"), load=flags.get("--load"), enable_hf2mg_convert=bool(more))
     args.num_layers, args.model_type_hf = 28, "qwen3"
     assert decide(args).kind == "pretrained" and list(conversion.problems(args)) == []

@@ -17,7 +17,9 @@ _DATA = """
     --data-path --train-data-path --valid-data-path --test-data-path --data-args-path --per-split-data-args-path
     --mock-data=
 """
-_FOLDERS = "--save --tensorboard-dir --data-cache-path --rl-run-dir --rl-dump-dir --mg-save-dir --hf-save-dir"
+_FOLDERS = (
+    "--save --tensorboard-dir --data-cache-path --rl-run-dir --rl-dump-dir --mg-save-dir --hf-save-dir --hf-cfg-dir"
+)
 _TRACKERS = "--wandb-project --wandb-exp-name --wandb-entity --wandb-save-dir --one-logger-project"
 _TOKENIZER = "here: a generated tokenizer of characters"
 _VARIED = """
