@@ -258,6 +258,8 @@ def test_a_refusal_is_shown_without_its_traceback():
     assert tail(Done("arguments", 1, 1.0, [*lines, *refusal, "", "more"])) == "\n".join(refusal)
     crash = [*lines, "KeyError: 'step'"]
     assert tail(Done("training", 1, 1.0, crash)) == "\n".join(crash)
+    launcher = ["W1 torch/distributed/elastic/multiprocessing/api.py:1028] closing", "ChildFailedError:"]
+    assert tail(Done("training", 1, 1.0, ["rank 2 stops: no memory", *launcher])) == "rank 2 stops: no memory"
     assert "ended at its deadline after 1 s; last line: b" in tail(Done("training", None, 1.0, ["a", "b"]))
 
 

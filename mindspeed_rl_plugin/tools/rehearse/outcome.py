@@ -23,6 +23,7 @@ _RL_ITERATION = re.compile(r"rl \d+/\d+ \|")
 _EVALUATION = re.compile(r"rl \d+/\d+ eval \|")
 _VARIABLES = re.compile(r"(HCCL|ASCEND|NPU|ACL|CPU_AFFINITY|TASK_QUEUE|MULTI_STREAM|COMBINED|PYTORCH_NPU|ATB|LCCL)")
 _ERROR = re.compile(r"[\w.]*(Error|Exception)(:|$)|.*: error: ")
+_LAUNCHER = re.compile(r"torch.distributed.elastic.multiprocessing")  # torchrun's own report of ranks that failed
 _MISSING = re.compile(r"ModuleNotFoundError: No module named '([\w.]+)'")
 _FRAME = re.compile(r'\s*File "([^<"][^"]*)", line (\d+)')
 _OWNERS = {"mindspeed_llm": "MindSpeed-LLM", "mindspeed": "MindSpeed", "megatron": "Megatron"}  # by package
@@ -75,7 +76,8 @@ def _cut(text: str, width: int) -> str:
 
 
 def tail(done: Done, count: int = 25) -> str:
-    """The lines that say why it failed: a refusal, a module that is missing, a traceback's end, else the log's."""
+    """The lines that say why it failed: a refusal, a module that is missing, a traceback's end, else what the ranks
+    said last."""
     if done.code is None:
         return f"{done.name}: ended at its deadline after {done.seconds:.0f} s; last line: {(done.lines or [''])[-1]}"
     lines = [re.sub(r"^\[rank.*?\]: ", "", line) for line in done.lines]
@@ -83,6 +85,7 @@ def tail(done: Done, count: int = 25) -> str:
     refused = list(itertools.dropwhile(lambda line: not line.startswith(REFUSED), lines))
     if refused:  # the plugin's own words say it all
         return "\n".join([refused[0], *itertools.takewhile(lambda line: line.startswith("  - "), refused[1:])])
+    lines = list(itertools.takewhile(lambda line: not _LAUNCHER.search(line), lines)) or lines
     error = next((i for i, line in enumerate(lines) if _ERROR.match(line)), len(lines))
     if missing := _MISSING.match(lines[error]) if error < len(lines) else None:
         return _missing_module(missing[1], lines[:error])
