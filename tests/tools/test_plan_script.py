@@ -152,13 +152,18 @@ def test_what_mindspeed_saves_of_the_optimizer(planned):
     def of(flags):
         out = planned(f"{bf16} {flags}")
         update = re.search(r"optimizer (\S+)", out)
-        host = re.search(r"training state (\S+?)(?:, optimizer state \(--swap-optimizer\) (\S+?))?, copy", out)
-        return float(update[1]), float(host[1]), float(host[2] or 0)
+        host = r"training state (\S+?)(?:, optimizer state \(--swap-optimizer\) (\S+?))?, copy of .* DPO\) (\d+\.\d+)"
+        return [float(found or 0) for found in (update[1], *re.search(host, out).groups())]
 
-    plain, offloaded, _ = of("")
-    assert of("--reuse-fp32-param") == pytest.approx((plain * 10 / 12, offloaded - 4 * plain * 2 / 12, 0), abs=0.02)
-    pieces, left, parked = of("--swap-optimizer --swap-optimizer-times 4")
-    assert (pieces, left, parked) == pytest.approx((plain / 4, offloaded - 4 * plain, 4 * plain), abs=0.03)
+    plain, offloaded, _, weights = of("")
+    reused = plain * 10 / 12, offloaded - 4 * plain * 2 / 12, 0, weights
+    assert of("--reuse-fp32-param") == pytest.approx(reused, abs=0.02)
+    pieces = plain / 4, offloaded - 4 * plain, 4 * plain, weights
+    assert of("--swap-optimizer --swap-optimizer-times 4") == pytest.approx(pieces, abs=0.03)
+    # One data parallel rank: weights lie in the memory of whole main parameters, and leave and are copied with it.
+    assert of("--pipeline-model-parallel-size 4 --reuse-fp32-param")[3] == pytest.approx(
+        2 * of("--pipeline-model-parallel-size 4")[3], abs=0.02
+    )
     assert read(f"{bf16} --swap-optimizer", 2).pieces == 16
 
 

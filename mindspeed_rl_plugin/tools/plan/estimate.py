@@ -130,6 +130,13 @@ class Estimate:
         return self.policy.parked + self.critic.parked
 
     @property
+    def reference(self) -> int:
+        """Bytes of a copy of the weights on the host, at most: with main parameters, where both are one memory."""
+        train = self.run.train
+        alone = train.dp * train.cp == 1 or (self.run.shape.experts and train.edp == 1)
+        return self.policy.weights * (2 if self.run.reused and (alone or not self.run.distributed) else 1)
+
+    @property
     def redundant(self) -> float:
         """R of the paper's Eq. 3: redundant bytes on all devices of the generation together."""
         return float(self.gdp * (self.weights[TENSOR] / self.run.train.tp + self.weights[EXPERT] / self.gep))

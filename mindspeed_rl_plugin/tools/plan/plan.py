@@ -218,7 +218,7 @@ class _Shown:
         if f.parked:
             held["optimizer state (--swap-optimizer)"] = f.parked
         if run.reference is not False:
-            held["copy of the reference (with a KL term, or DPO)"] = f.policy.weights
+            held["copy of the reference (with a KL term, or DPO)"] = f.reference
         if run.dock_bytes:
             held["dock"] = run.dock_bytes / run.train.world
         parts = ", ".join(f"{what} {self.unit(run.node * each)}" for what, each in held.items())
