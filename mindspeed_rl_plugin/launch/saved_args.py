@@ -22,8 +22,8 @@ def other_sizes(folder: Path, args: Any) -> Iterator[str]:
     """Each argument by which the model in an iteration folder, or its format, is another than this run's, with both
     values."""
     ranks = sorted(folder.glob("mp_rank_*/model_optim_rng.pt"))
-    if not ranks and getattr(args, "ckpt_format", None) == "torch" and not args.auto_detect_ckpt_format:
-        yield "--ckpt-format is torch_dist there and torch here, and --auto-detect-ckpt-format is not given"
+    if not ranks and getattr(args, "ckpt_format", None) == "torch":  # --auto-detect-ckpt-format is no help to Megatron
+        yield "--ckpt-format is torch_dist there and torch here"
     saved = (pickles.load(ranks[0]) if ranks else DistFiles(folder).common()).get("args")
     for name in _SIZES + (_LAYOUT if ranks else ()):
         theirs, ours = _value(saved, name), _value(args, name)

@@ -44,10 +44,10 @@ def test_each_other_size_is_named_with_both_values(saved, build, more):
 
 
 def test_a_format_that_megatron_would_not_read_is_refused(saved, build):
-    args = build({"load": str(saved().parent), "save": None, "ckpt_format": "torch", "auto_detect_ckpt_format": False})
+    args = build({"load": str(saved().parent), "save": None, "ckpt_format": "torch"})
     (line,) = flag_checks._start(args, None)
-    assert "--ckpt-format is torch_dist there and torch here" in line and "--auto-detect-ckpt-format" in line
-    args.auto_detect_ckpt_format = True
+    assert "--ckpt-format is torch_dist there and torch here" in line
+    args.ckpt_format = "torch_dist"
     assert not list(flag_checks._start(args, None))
 
 
