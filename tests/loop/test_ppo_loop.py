@@ -7,6 +7,8 @@ import math
 import pytest
 import torch
 
+from mindspeed_rl_plugin.launch.checkpoint_files import TRACKER
+
 PPO = ("--rl-algorithm", "ppo", "--rl-critic-lr", "3e-3")
 
 
@@ -70,6 +72,29 @@ def test_a_critic_is_saved_and_resumed_exactly(job):
     # The reference is the first policy: nothing moved before the third iteration.
     assert trained[0]["kl/ref"] < 1e-8 < trained[1]["kl/ref"]
     assert [line["loss/policy"] for line in actual.metrics[2:]] == [line["loss/policy"] for line in trained]
+
+
+@pytest.mark.slow
+def test_without_saved_optimizers_a_resume_goes_on_with_weights_schedule_and_critic(job):
+    """Each rank of TP2 x PP2 leaves them out. The first line after the resume shows what the weights, the rollout and
+    the schedule are; the one behind it, that Adam's moments are new."""
+    split = ("--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2")
+    decay = ("--lr-decay-style", "linear", "--lr-decay-iters", "10", "--no-save-optim", "--no-save-rng")
+    run = job(*PPO, *split, *decay, "--train-iters", "3", "--save-interval", "1", "--rl-rollout-prompts", "8", ranks=4)
+    expected = run.run(280).metrics
+    for folder in (run.save / "iter_0000001", run.save / "iter_0000001" / "critic" / "iter_0000001"):
+        saved = [torch.load(path, weights_only=False) for path in folder.glob("*/model_optim_rng.pt")]
+        assert len(saved) == 4 and not any({"optimizer", "rng_state"} & state.keys() for state in saved)
+        assert not list(folder.glob("*/distrib_optim.pt"))
+    (run.save / TRACKER).write_text("1")
+    resumed = run.run(280)
+    assert "at iteration 1, RL state included" in resumed.log
+    assert resumed.log.count("--no-save-optim left a part out") == resumed.log.count("--no-save-rng left a part") == 1
+    first, second, third = resumed.metrics
+    names = ("loss", "grad_norm", "critic/loss", "critic/grad_norm", "critic/value_mean", "kl/old", "lr")
+    assert [second[name] for name in names] == [expected[1][name] for name in names]
+    assert first["grad_norm"] != second["grad_norm"] and third["lr"] == expected[2]["lr"] < second["lr"]
+    assert third["grad_norm"] != expected[2]["grad_norm"] and third["logp_diff/max"] < 2e-5
 
 
 @pytest.mark.slow
