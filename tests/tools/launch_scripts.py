@@ -35,6 +35,7 @@ SCRIPTS = {
     "MEGATRON_LM_PATH": ("examples/gpt3/*.sh", "examples/llama/*.sh", "examples/mixtral/*.sh"),
 }
 MEGATRON = "core_v0.19.0"  # whose own scripts are rehearsed
+CLUSTER = {"SLURM_NNODES": "4"}  # what Mixtral's asks for the number of nodes; it splits over 32 ranks
 # The rollout is a multiple of every global batch size among the scripts.
 RL_FLAGS = "--rl-algorithm grpo --rl-reward exact --rl-prompt-data prompts.jsonl --rl-rollout-prompts 3840"
 ALL = ["iteration", "evaluation", "dump", "save", "resume"]
@@ -83,6 +84,7 @@ def rehearse(script: Path, together: dict[str, Path], home: Path, out: Path) -> 
     """Rehearse one script, in the root of its checkout; `out` keeps what was said where that is no row."""
     name, began = str(script.relative_to(home)), time.monotonic()
     env = {k: v for k, v in os.environ.items() if k not in CHECKOUTS} | {k: str(v) for k, v in together.items()}
+    env |= CLUSTER
     env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), env.get("PYTHONPATH"))))
     with tempfile.TemporaryDirectory() as scratch:
         facts_file = Path(scratch) / "facts.json"
