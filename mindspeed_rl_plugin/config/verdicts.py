@@ -83,7 +83,10 @@ SUPPORTED = {
     """,
     "tests/launch/test_start_processes.py": "--train-iters --tensor-model-parallel-size",
     "tests/launch/test_start_decision.py": "--ckpt-step",
-    "tests/launch/test_conversion_upstream.py": "--enable-hf2mg-convert --enable-mg2hf-convert --model-type-hf",
+    "tests/launch/test_conversion_upstream.py": """
+        --enable-hf2mg-convert --enable-mg2hf-convert --model-type-hf --hf-cfg-dir --mg-save-dir
+        --only-convert-last-checkpoint
+    """,
     "tests/launch/test_launch_order.py": "--override-opt_param-scheduler --use-checkpoint-opt_param-scheduler",
     "tests/update/test_invariance.py": "--calculate-per-token-loss",
     "tests/reshard/test_parallel.py": "--decoder-first-pipeline-num-layers --noop-layers --moe-tp-extend-ep",
@@ -259,7 +262,7 @@ UNTESTED = """
     --context-parallel-cache-* --use-ulysses-allgather-kv --dualpipev-dw-detach --ai-framework --async-*
     --replication* --load-main-params-from-ckpt --override-ckpt-iteration --distrib-optim-*
     --ckpt-fully-parallel-*-* --save-*-interval --dump-param-to-*
-    --only-convert-last-checkpoint --mg-save-dir --hf-* --save-layer-by-layer --save-lora-to-hf
+    --hf-chat-template --hf-save-dir --save-layer-by-layer --save-lora-to-hf
 """
 
 

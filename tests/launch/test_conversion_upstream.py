@@ -54,7 +54,7 @@ def test_weights_are_converted_at_a_start_and_for_a_resume_only_where_its_refere
     core = next(path for path in checkouts("MEGATRON_LM_PATH") if core_version(path)[:2] == (0, 12))
     path = os.pathsep.join(map(str, (core, mindspeed, llm, *filter(None, [os.environ.get("PYTHONPATH")]))))
     save = megatron.folder / f"out-{i}"
-    back = ["--enable-mg2hf-convert"] * has_mg2hf(llm)
+    back = ["--enable-mg2hf-convert", "--hf-cfg-dir", str(hugging_face)] if has_mg2hf(llm) else []
     flags = [*FLAGS.split(), *HF2MG.split(), *back, "--save", str(save)]
 
     def run(*flags):

@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 
 from mindspeed_rl_plugin.config.unbuilt import unbuilt_family
+from mindspeed_rl_plugin.config.verdicts import untested
 from mindspeed_rl_plugin.tools.rehearse import outcome
+from mindspeed_rl_plugin.tools.rehearse.capture import capture
 from mindspeed_rl_plugin.tools.rehearse.command_line import Flags
 
 SPEC = importlib.util.spec_from_file_location("launch_scripts", Path(__file__).with_name("launch_scripts.py"))
@@ -133,6 +135,21 @@ def test_the_table_in_the_docs_is_made_of_its_rows_and_each_ended_well():
     assert f"{scripts.RL_FLAGS}\n" in text
     assert rows and all(row.good for row in rows)
     assert not any(word in json.dumps([row.said for row in rows]) for word in ("/home/", "/root/", "/tmp/", "/work/"))
+
+
+@pytest.mark.upstream
+@pytest.mark.timeout(900)
+def test_what_upstreams_scripts_give_has_been_tried(tmp_path, monkeypatch):
+    """No script prints a line about an untested flag."""
+    captured, flags = 0, {}
+    for together, whose in scripts.checkouts():
+        monkeypatch.chdir(together[whose])
+        for script in (script for pattern in scripts.SCRIPTS[whose] for script in Path().glob(pattern)):
+            captured += 1
+            given = Flags.parse(capture(script, tmp_path / str(captured), 60).arguments)
+            if unshown := untested(given.values):
+                flags[str(script)] = unshown
+    assert captured >= 3 and flags == {}
 
 
 @pytest.mark.slow
