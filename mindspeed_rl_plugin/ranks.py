@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
+import functools
 import hashlib
-from collections.abc import Callable, Iterable, Mapping
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -22,10 +25,10 @@ def on_rank_0(function: Callable[[], Any]) -> Any:
             box[0] = function()
         except (ValueError, OSError) as error:
             box[1] = str(error)
-    dist.broadcast_object_list(box, src=0)
-    if box[1] is not None:
-        raise ValueError(box[1])
-    return box[0]
+    result, problem = _world().broadcast(box)
+    if problem is not None:
+        raise ValueError(problem)
+    return result
 
 
 def rank_of_job() -> int:
@@ -40,11 +43,12 @@ def is_rank_0() -> bool:
 
 def gather_all(value: Any) -> list[Any]:
     """Every rank's value, in rank order, on every rank."""
-    if not _many():
-        return [value]
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
+    return _world().gather(value) if _many() else [value]
+
+
+def wait_at_most(seconds: float) -> None:
+    """Limit of the waits of this module's functions, from now on; on every rank the same."""
+    _limit[0] = seconds
 
 
 def weights_digest(parameters: Iterable[tuple[str, Tensor]]) -> str:
@@ -65,7 +69,8 @@ def combine_hashes(hashes: Mapping[str, str]) -> str:
 
 
 class Collectives:
-    """The collectives of the loop, over gloo and with a deadline. group: all ranks; deadline: seconds of any wait."""
+    """Collectives of all ranks over gloo, which end by a deadline: nccl's by Megatron's own, hccl's by none that is
+    given. group: all ranks; deadline: seconds of any wait. Raise TimeoutError past it."""
 
     def __init__(self, deadline: float) -> None:
         self.deadline = deadline
@@ -76,14 +81,30 @@ class Collectives:
     def gather(self, value: Any) -> list[Any]:
         """Every rank's value, in rank order, on every rank."""
         box = [None] * self.world
-        dist.all_gather_object(box, value, group=self.group)
+        with self._waiting("the other ranks"):
+            dist.all_gather_object(box, value, group=self.group)
         return box
 
     def broadcast(self, value: Any) -> Any:
         """The first rank's value, on every rank."""
         box = [value]
-        dist.broadcast_object_list(box, src=0, group=self.group)
+        with self._waiting("rank 0"):
+            dist.broadcast_object_list(box, src=0, group=self.group)
         return box[0]
+
+    @contextlib.contextmanager
+    def _waiting(self, whom: str) -> Iterator[None]:
+        began = time.monotonic()
+        try:
+            yield
+        except RuntimeError as error:
+            # gloo reports a peer that closed its connection and one that is late by the same type.
+            if time.monotonic() - began < 0.99 * self.deadline:
+                raise
+            raise TimeoutError(
+                f"rank {self.rank} waited {self.deadline:g} s (--rl-wait-timeout) for {whom}: "
+                f"{str(error).splitlines()[0][:300]}"
+            ) from error
 
     def barrier(self, what: str) -> None:
         """Return once every rank has come here, for the collectives that follow wait by Megatron's own, shorter limit.
@@ -99,6 +120,19 @@ class Collectives:
                 f"rank {self.rank} waited for the others before {what}, at most {self.deadline:g} s "
                 f"(--rl-wait-timeout): {str(error).splitlines()[0][:300]}"
             ) from error
+
+
+_limit = [1800.0]
+
+
+def _world() -> Collectives:
+    return _collectives(dist.group.WORLD, _limit[0])
+
+
+@functools.lru_cache(maxsize=1)
+def _collectives(world: Any, seconds: float) -> Collectives:
+    """Made once in each world, by all ranks together."""
+    return Collectives(seconds)
 
 
 def _many() -> bool:

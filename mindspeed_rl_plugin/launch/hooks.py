@@ -34,6 +34,7 @@ def validate_args(original: Callable, args: Any, *rest: Any, **named: Any) -> An
         _warn_of_unused(args)
         return original(args, *rest, **named)
     from mindspeed_rl_plugin.launch.flag_checks import check_args, check_unvalidated
+    from mindspeed_rl_plugin.ranks import wait_at_most
 
     endings.watch(args)
     with endings.refusing():
@@ -41,6 +42,7 @@ def validate_args(original: Callable, args: Any, *rest: Any, **named: Any) -> An
     result = original(args, *rest, **named)
     with endings.refusing():
         check_args(args)
+    wait_at_most(args.rl_wait_timeout)
     return result
 
 

@@ -4,6 +4,7 @@ import datetime
 import json
 import os
 import sys
+import time
 
 import torch
 import torch.distributed as dist
@@ -54,6 +55,11 @@ values = {
     "swapped": weights("w", 1 - rank),
     "renamed": weights("v", rank),
 }
+ranks.wait_at_most(0.5)
+try:
+    ranks.on_rank_0(lambda: time.sleep(1.5))
+except (TimeoutError, RuntimeError) as late:  # the second: to rank 0, whom nobody waits for any more
+    values["late"] = str(late)
 with open(f"{out}.{rank}", "w") as file:
     json.dump(values, file)
 dist.destroy_process_group()

@@ -28,6 +28,7 @@ def test_everybody_hears_rank_0_and_its_errors(seen):
     assert (first["first"], second["first"]) == (True, False)
     assert first["error"] == second["error"] == "rank 0 says no"
     assert "No such file or directory" in first["missing"] and first["missing"] == second["missing"]
+    assert second["late"].startswith("rank 1 waited 0.5 s (--rl-wait-timeout) for rank 0: ")
 
 
 def test_digests_are_the_same_on_both_and_so_are_their_errors(seen):
