@@ -19,13 +19,13 @@ def on_rank_0(function: Callable[[], Any]) -> Any:
     """Result of `function`, run by rank 0 alone. Its ValueError or OSError is raised on every rank."""
     if not _many():
         return function()
-    box: list[Any] = [None, None]
-    if dist.get_rank() == 0:
+    world, box = _world(), [None, None]
+    if world.rank == 0:
         try:
             box[0] = function()
         except (ValueError, OSError) as error:
             box[1] = str(error)
-    result, problem = _world().broadcast(box)
+    result, problem = world.broadcast(box)
     if problem is not None:
         raise ValueError(problem)
     return result

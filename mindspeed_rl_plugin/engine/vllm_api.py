@@ -9,7 +9,7 @@ import dataclasses
 import gc
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,12 +46,9 @@ def build(arguments: dict[str, Any]) -> Any:
     from vllm.v1.engine.core import EngineCore
     from vllm.v1.engine.llm_engine import LLMEngine
 
-    if "async_scheduling" in arguments and steps_look_at_the_clock(EngineCore):
-        arguments = {**arguments, "async_scheduling": False}
     know_config(json.loads((Path(arguments["model"]) / "config.json").read_text())["model_type"])
     known = {f.name for f in dataclasses.fields(EngineArgs)}
-    usable = {k: v for k, v in arguments.items() if k in known or k not in OPTIONAL_ARGUMENTS}
-    given = EngineArgs(**usable)
+    given = EngineArgs(**usable(arguments, known, EngineCore))
     shared = arguments.get("data_parallel_size", 1) > 1
     engine = _sharing_experts(LLMEngine, given) if shared else LLMEngine.from_engine_args(given)
     # From 0.2x on a collected engine destroys torch's default process group, which here is the trainer's.
@@ -79,6 +76,14 @@ def _sharing_experts(engine: type, given: Any) -> Any:
 def dummy_step(engine: Any) -> None:
     """A step of an engine that has no requests, in which its experts serve the engines that it shares them with."""
     engine.engine_core.execute_dummy_batch()
+
+
+def usable(arguments: dict[str, Any], known: Collection[str], core: type) -> dict[str, Any]:
+    """These arguments, without optional ones that are not known; without asynchronous steps that look at the clock."""
+    given = {k: v for k, v in arguments.items() if k in known or k not in OPTIONAL_ARGUMENTS}
+    if "async_scheduling" in given and steps_look_at_the_clock(core):
+        given["async_scheduling"] = False
+    return given
 
 
 def steps_look_at_the_clock(core: type) -> bool:

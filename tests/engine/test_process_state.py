@@ -111,6 +111,9 @@ class Core:
 def test_asynchronous_steps_that_look_at_the_clock(step, looks) -> None:
     core = type("EngineCore", (), {"step_with_batch_queue": step} if step else {})
     assert vllm_api.steps_look_at_the_clock(core) == looks
+    given = {"model": "m", "async_scheduling": True}
+    assert vllm_api.usable(given, {"async_scheduling"}, core) == given | {"async_scheduling": not looks}
+    assert vllm_api.usable(given, (), core) == {"model": "m"}
 
 
 def test_the_steps_of_this_vllm_do_not_depend_on_the_clock() -> None:
