@@ -1,8 +1,8 @@
 """Models as MindSpeed-LLM's own specs build them, by its own launch scripts: log-probs of engine and trainer are those
 of the model that `export` publishes.
 
-The scripts are rehearsed in float32, which no kernel for experts knows, and with a learning rate of 0: the checkpoint
-has the weights that sampled.
+The scripts are rehearsed in float32, which Megatron's grouped experts do not have, and nothing is learned: the
+checkpoint has the weights that sampled.
 """
 
 import os
@@ -32,7 +32,8 @@ SCRIPTS = {
     "magistral/pretrain_magistral_small_24b_A3_ptd.sh": "heads of a size of their own",
     "seed_oss/pretrain_seed_oss_36b_ptd_2k_A3.sh": "biases of queries, keys and values",
 }
-OF_BF16 = "--bf16 --reuse-fp32-param --moe-grouped-gemm --moe-tp-extend-ep --moe-permutation-async-comm"
+OF_BF16 = "--bf16 --reuse-fp32-param --moe-grouped-gemm --moe-tp-extend-ep --router-gating-in-fp32"
+NOTHING_LEARNED = "--lr 0 --min-lr 0 --moe-router-bias-update-rate 0"
 RL = "--rl-algorithm grpo --rl-prompt-data P --rl-reward math --rl-samples-per-prompt 8 --rl-max-prompt-length 512"
 
 
@@ -43,7 +44,7 @@ def rehearsed(script: Path, scratch: Path) -> Path:
         text = text.replace(f"{flag} ", " ").replace(f"{flag}\n", "\n")
     copy.write_text(text)
     command = [sys.executable, "-W", "ignore", "-m", "mindspeed_rl_plugin", "rehearse", str(copy), "--ranks", "1"]
-    command += ["--keep", "--timeout", "250", "--", *RL.split(), "--lr", "0", "--min-lr", "0"]
+    command += ["--keep", "--timeout", "250", "--", *RL.split(), *NOTHING_LEARNED.split()]
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     env = os.environ | {"PYTHONPATH": path, "TMPDIR": str(scratch)}
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=800)
