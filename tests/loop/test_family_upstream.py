@@ -25,14 +25,16 @@ ROOT = Path(__file__).resolve().parents[2]
 AGREEMENT = 2e-5  # nats, fp32
 SCRIPTS = {
     "deepseek2_lite/pretrain_deepseek2_lite_16b_ptd_8p.sh": "YaRN, no query compression",
-    "deepseek3/tune_deepseek3_671b_4k_full_ptd.sh": "split up projections",
+    "deepseek3/pretrain_deepseek3_671b_4k_A3_ptd.sh": "split up projections, a layer that does nothing, MTP",
     "glm45-air/pretrain_glm45_air_106b_4k_A3_ptd.sh": "half of a head rotated, MTP",
     "kimi2/pretrain_kimi2_18b_4k_8p_ptd.sh": "YaRN, a biased router",
     "ling_v2/pretrain_ling_mini_16b_4k_ptd.sh": "stacked queries, keys and values, MTP",
     "magistral/pretrain_magistral_small_24b_A3_ptd.sh": "heads of a size of their own",
     "seed_oss/pretrain_seed_oss_36b_ptd_2k_A3.sh": "biases of queries, keys and values",
 }
-OF_BF16 = "--bf16 --reuse-fp32-param --moe-grouped-gemm --moe-tp-extend-ep --router-gating-in-fp32"
+OF_BF16 = """
+    --bf16 --reuse-fp32-param --router-gating-in-fp32 --moe-grouped-gemm --moe-tp-extend-ep --moe-alltoall-overlap-comm
+"""
 NOTHING_LEARNED = "--lr 0 --min-lr 0 --moe-router-bias-update-rate 0"
 RL = "--rl-algorithm grpo --rl-prompt-data P --rl-reward math --rl-samples-per-prompt 8 --rl-max-prompt-length 512"
 
