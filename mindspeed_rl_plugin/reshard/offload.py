@@ -242,11 +242,16 @@ def gathered(model_chunks: Sequence[Module]) -> Iterator[None]:
 
     Megatron's distributed optimizer with --overlap-param-gather leaves parameters stale until the next
     forward pass gathers them in a pre-hook. Here the hooks are taken off, which gathers at once, and
-    put back at the end. Collective over data parallel ranks.
+    put back at the end. In the first iteration of a process Megatron itself has taken them off: after its step
+    parameters are as stale. Collective over data parallel ranks.
     """
-    hooked = [chunk for chunk in model_chunks if getattr(chunk, "remove_forward_pre_hook_handles", None)]
-    for chunk in hooked:
-        chunk.disable_forward_pre_hook()
+    gathering = [chunk for chunk in model_chunks if getattr(chunk, "use_forward_hook", False)]
+    hooked = [chunk for chunk in gathering if chunk.remove_forward_pre_hook_handles]
+    for chunk in gathering:
+        if chunk.remove_forward_pre_hook_handles:
+            chunk.disable_forward_pre_hook()
+        else:
+            chunk.start_param_sync(force_sync=True)
     try:
         yield
     finally:

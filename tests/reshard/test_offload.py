@@ -173,15 +173,18 @@ def test_an_exchange_in_several_parts(monkeypatch):
 
 
 def test_gathered_takes_the_hooks_off_and_puts_them_back():
+    """Or gathers without them: Megatron takes them off for the first iteration of a process."""
     events = []
-    hooked, plain = nn.Linear(2, 2), nn.Linear(2, 2)
-    hooked.remove_forward_pre_hook_handles = {"m": 1}
+    hooked, first, plain = (nn.Linear(2, 2) for _ in range(3))
+    hooked.use_forward_hook = first.use_forward_hook = True
+    hooked.remove_forward_pre_hook_handles, first.remove_forward_pre_hook_handles = {"m": 1}, {}
     hooked.disable_forward_pre_hook = lambda: events.append("off")
     hooked.enable_forward_pre_hook = lambda: events.append("on")
-    with pytest.raises(RuntimeError), gathered([hooked, plain]):
+    first.start_param_sync = lambda force_sync: events.append(f"gather {force_sync}")
+    with pytest.raises(RuntimeError), gathered([hooked, first, plain]):
         events.append("inside")
         raise RuntimeError
-    assert events == ["off", "inside", "on"]
+    assert events == ["off", "gather True", "inside", "on"]
 
 
 class Router(nn.Module):
