@@ -117,6 +117,16 @@ def test_changed_flags_are_recorded_and_the_rest_stays():
     assert removed == {"--moe-permute-fusion": "", "--use-fused-mlp": "", "--profile-x": "3"}
 
 
+def test_what_rl_refuses_is_said_where_a_host_lacks_it():
+    """The rehearsal does not hide that the script could not run as it is."""
+    flags = Flags.parse(["--fp8-format", "hybrid", "--fp8-param-gather", "--apply-layernorm-1p", "--bf16"])
+    remove_unavailable(flags, mindspeed=False)
+    assert "--bf16" in flags
+    reasons = {change.flag: change.why for change in flags.changes if change.new is None}
+    assert set(reasons) == {"--fp8-format", "--fp8-param-gather", "--apply-layernorm-1p"}
+    assert all(" RL " in why for why in reasons.values())
+
+
 def test_values_of_mindspeed_llm_are_replaced_without_it():
     words = "--spec mindspeed_llm.a b --moe-token-dispatcher-type alltoall_seq --moe-layer-freq -1"
     flags = Flags.parse(f"{words} --distributed-backend hccl".split())
