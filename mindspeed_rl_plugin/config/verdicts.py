@@ -52,7 +52,7 @@ _ANSWERED = {
     "each optimizer step of RL has --global-batch-size sequences": " ".join(BATCH_SCHEDULES),
 }
 
-# Where it is used -> flags.
+# Where it is used -> flags. A name alone is upstream's launch script, which trained with them: docs/launch-scripts.md.
 SUPPORTED = {
     "tests/loop/conftest.py": """
         --num-layers --hidden-size --ffn-hidden-size --num-attention-heads --group-query-attention
@@ -89,14 +89,16 @@ SUPPORTED = {
     """,
     "tests/launch/test_launch_order.py": "--override-opt_param-scheduler --use-checkpoint-opt_param-scheduler",
     "tests/update/test_invariance.py": "--calculate-per-token-loss",
-    "tests/reshard/test_parallel.py": "--decoder-first-pipeline-num-layers --noop-layers --moe-tp-extend-ep",
-    "tests/reshard/reshard_reference.py": "--mla-mm-split",
-    "tests/tools/test_plan_script.py": """
-        --num-layer-list --n-shared-experts --first-k-dense-replace --padded-vocab-size --vocab-size
+    "tests/reshard/test_parallel.py": "--decoder-first-pipeline-num-layers --moe-tp-extend-ep",
+    "pretrain_deepseek3_671b_4k_A3_ptd.sh": """
+        --mla-mm-split --noop-layers --first-k-dense-replace --padded-vocab-size --vocab-size --rope-scaling-type
+        --rope-scaling-factor --rope-scaling-mscale
     """,
+    "pretrain_glm45_air_106b_4k_A3_ptd.sh": "--n-shared-experts --rotary-percent",
+    "pretrain_llama2_13b_pack_ptd_o2.sh": "--o2-optimizer",
+    "tests/tools/test_plan_script.py": "--num-layer-list",
     "tests/engine/test_hf_config.py": """
-        --rope-scaling-type --rope-scaling-factor --rope-scaling-mscale --rotary-percent --partial-rotary-factor
-        --moe-router-pre-softmax --moe-shared-expert-gate --shared-expert-gate
+        --partial-rotary-factor --moe-router-pre-softmax --moe-shared-expert-gate --shared-expert-gate
         --shared-expert-gate-output-dimension
     """,
     "examples/ascend/grpo_qwen2.5_7b.sh": """
@@ -139,7 +141,7 @@ NEUTRAL = {
         --accumulate-allreduce-grads-in-fp32 --grad-reduce-in-bf16 --ddp-average-in-collective
         --ddp-reduce-scatter-with-fp32-accumulation --no-gradient-reduce-div-fusion
         --num-distributed-optimizer-instances --disable-bf16-reduced-precision-matmul
-        --no-check-for-nan-in-loss-and-grad --check-for-* --o2-optimizer --o2-gradient --optimizer
+        --no-check-for-nan-in-loss-and-grad --check-for-* --o2-gradient --optimizer
         --optimizer-selection --optimization-level
     """,
     "read with --fp16 only, which is refused": """

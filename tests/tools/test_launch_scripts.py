@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from mindspeed_rl_plugin.config.unbuilt import unbuilt_family
-from mindspeed_rl_plugin.config.verdicts import untested
+from mindspeed_rl_plugin.config.verdicts import SUPPORTED, untested
 from mindspeed_rl_plugin.tools.rehearse import outcome
 from mindspeed_rl_plugin.tools.rehearse.capture import capture
 from mindspeed_rl_plugin.tools.rehearse.command_line import Flags
@@ -140,13 +140,14 @@ def test_the_table_in_the_docs_is_made_of_its_rows_and_each_ended_well():
 @pytest.mark.upstream
 @pytest.mark.timeout(900)
 def test_what_upstreams_scripts_give_has_been_tried(tmp_path, monkeypatch):
-    """No script prints a line about an untested flag."""
+    """No script prints a line about an untested flag; those that the table of verdicts names have its flags."""
     captured, flags = 0, {}
     for together, whose in scripts.checkouts():
         monkeypatch.chdir(together[whose])
         for script in (script for pattern in scripts.SCRIPTS[whose] for script in Path().glob(pattern)):
             captured += 1
             given = Flags.parse(capture(script, tmp_path / str(captured), 60).arguments)
+            assert {*SUPPORTED.get(script.name, "").split()} <= set(given.values)
             if unshown := untested(given.values):
                 flags[str(script)] = unshown
     assert captured >= 3 and flags == {}
