@@ -22,6 +22,7 @@ from family_models import published_model  # noqa: E402
 pytestmark = [pytest.mark.slow, pytest.mark.upstream, pytest.mark.timeout(900)]
 
 ROOT = Path(__file__).resolve().parents[2]
+CHECKOUTS, EXAMPLES = ("MINDSPEED_PATH", "MINDSPEED_LLM_PATH"), Path("examples", "mcore")
 AGREEMENT = 2e-5  # nats, fp32
 SCRIPTS = {
     "deepseek2_lite/pretrain_deepseek2_lite_16b_ptd_8p.sh": "YaRN, no query compression",
@@ -39,8 +40,17 @@ NOTHING_LEARNED = "--lr 0 --min-lr 0 --moe-router-bias-update-rate 0"
 RL = "--rl-algorithm grpo --rl-prompt-data P --rl-reward math --rl-samples-per-prompt 8 --rl-max-prompt-length 512"
 
 
-def rehearsed(script: Path, scratch: Path) -> Path:
-    """The folder of a rehearsal on one rank: checkpoints and dumps."""
+def checkouts(script: str) -> dict[str, str]:
+    """The last pair of MindSpeed and MindSpeed-LLM that has the script."""
+    mindspeed, llm = (os.environ.get(name, "").split(os.pathsep) for name in CHECKOUTS)
+    pairs = [pair for pair in zip(mindspeed, llm, strict=False) if (Path(pair[1]) / EXAMPLES / script).is_file()]
+    if not pairs:
+        pytest.skip(f"no pair of {' and '.join(CHECKOUTS)} with {script}")
+    return dict(zip(CHECKOUTS, pairs[-1], strict=True))
+
+
+def rehearsed(script: Path, scratch: Path, env: dict[str, str]) -> Path:
+    """The folder of a rehearsal on one rank: checkpoints and dumps. env: which checkouts."""
     text, copy = script.read_text(), scratch / script.name
     for flag in OF_BF16.split():
         text = text.replace(f"{flag} ", " ").replace(f"{flag}\n", "\n")
@@ -48,7 +58,7 @@ def rehearsed(script: Path, scratch: Path) -> Path:
     command = [sys.executable, "-W", "ignore", "-m", "mindspeed_rl_plugin", "rehearse", str(copy), "--ranks", "1"]
     command += ["--keep", "--timeout", "250", "--", *RL.split(), *NOTHING_LEARNED.split()]
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    env = os.environ | {"PYTHONPATH": path, "TMPDIR": str(scratch)}
+    env = os.environ | env | {"PYTHONPATH": path, "TMPDIR": str(scratch)}
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=800)
     assert done.returncode == 0, done.stdout + done.stderr
     return next(scratch.glob("rehearse-*"))
@@ -56,10 +66,9 @@ def rehearsed(script: Path, scratch: Path) -> Path:
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_a_script_trains_the_model_that_its_makers_publish(script, tmp_path, capsys):
-    checkout = os.environ.get("MINDSPEED_LLM_PATH")
-    if not checkout or not (path := Path(checkout) / "examples" / "mcore" / script).is_file():
-        pytest.skip(f"no MINDSPEED_LLM_PATH with {script}")
-    folder, back = rehearsed(path, tmp_path), tmp_path / "hf"
+    env = checkouts(script)
+    folder = rehearsed(Path(env[CHECKOUTS[1]]) / EXAMPLES / script, tmp_path, env)
+    back = tmp_path / "hf"
     assert to_hf.main(["--load", str(folder / "save"), "--out", str(back)]) == 0, capsys.readouterr()
     logps = published_model(back)
     worst = {name: 0.0 for name in ("logp_rollout", "logp_old")}
