@@ -154,6 +154,8 @@ def main() -> int:
     parser.add_argument("--table", type=Path, default=TABLE, help="Markdown file; its rows stand beside it")
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "launch-scripts", help="for outputs of failures")
     args = parser.parse_args()
+    if not any(checkouts()):
+        parser.error(f"no checkouts: set {' and '.join(CHECKOUTS)}, or MEGATRON_LM_PATH to a Megatron-LM-{MEGATRON}")
     failed = 0
     for together, whose in checkouts():
         home, platform = together[whose], ", ".join(each.name for each in reversed(together.values()))

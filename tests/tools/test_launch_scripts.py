@@ -102,6 +102,10 @@ def test_finished_scripts_are_not_rehearsed_again(tmp_path, monkeypatch):
     assert scripts.main() == 1 and ran[3:] == [tune], "only what did not end well"
     monkeypatch.setattr(sys, "argv", [*sys.argv, "--only", "pretrain_*", "--again"])
     assert scripts.main() == 0 and ran[4:] == ran[:1]
+    for name in scripts.CHECKOUTS:
+        monkeypatch.delenv(name)
+    with pytest.raises(SystemExit):
+        scripts.main()
 
 
 def test_what_ran_is_known_by_lines_and_files(tmp_path):
