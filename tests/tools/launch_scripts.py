@@ -13,6 +13,7 @@ where there was one.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import fnmatch
 import json
 import os
@@ -38,6 +39,12 @@ MEGATRON = "core_v0.19.0"  # whose own scripts are rehearsed
 CLUSTER = {"SLURM_NNODES": "4"}  # what Mixtral's asks for the number of nodes; it splits over 32 ranks
 # The rollout is a multiple of every global batch size among the scripts.
 RL_FLAGS = "--rl-algorithm grpo --rl-reward exact --rl-prompt-data prompts.jsonl --rl-rollout-prompts 3840"
+# What --warm imports once: third-party libraries that ranks import. Megatron, MindSpeed and vLLM are each rank's own.
+LIBRARIES = """
+    mindspeed_rl_plugin.adaptor torch.distributed.run torch._dynamo torch._inductor.compile_fx torch.distributed.tensor
+    transformers.modeling_utils transformers.processing_utils transformers.generation datasets pandas networkx openai
+    opentelemetry.sdk.trace.export opentelemetry.exporter.otlp.proto.grpc.trace_exporter ray fastapi xgrammar cv2
+"""
 ALL = ["iteration", "evaluation", "dump", "save", "resume"]
 REFUSAL_SECONDS = 60.0
 
@@ -89,7 +96,8 @@ def rehearse(script: Path, together: dict[str, Path], home: Path, out: Path) -> 
     with tempfile.TemporaryDirectory() as scratch:
         facts_file = Path(scratch) / "facts.json"
         words = [str(script), "--timeout", "600", "--json", str(facts_file), "--", *RL_FLAGS.split()]
-        command = [sys.executable, "-W", "ignore", "-m", "mindspeed_rl_plugin", "rehearse", *words]
+        python = os.environ.get("PYTHON_EXEC", sys.executable)
+        command = [python, "-m", "mindspeed_rl_plugin", "rehearse", *words]
         done = subprocess.run(command, env=env, cwd=home, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         facts = Facts(**json.loads(facts_file.read_text())) if facts_file.exists() else Facts(failed=["it crashed"])
     seconds = round(time.monotonic() - began)
@@ -149,20 +157,39 @@ def _cells(row: Row) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--only", default="*", metavar="PATTERN", help="scripts whose path ends so (* and ?)")
+    parser.add_argument("--only", nargs="+", default=["*"], metavar="PATTERN", help="scripts whose path ends so (* ?)")
     parser.add_argument("--again", action="store_true", help="those of finished rows, too")
+    parser.add_argument("--warm", action="store_true", help="import libraries once: half the time")
     parser.add_argument("--table", type=Path, default=TABLE, help="Markdown file; its rows stand beside it")
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "launch-scripts", help="for outputs of failures")
     args = parser.parse_args()
     if not any(checkouts()):
         parser.error(f"no checkouts: set {' and '.join(CHECKOUTS)}, or MEGATRON_LM_PATH to a Megatron-LM-{MEGATRON}")
+    with warm() if args.warm else contextlib.nullcontext():
+        return _run(args)
+
+
+@contextlib.contextmanager
+def warm() -> Iterator[None]:
+    """Inside, processes of rehearsals are forks of one with `LIBRARIES` imported."""
+    sys.path.append(str(ROOT / "tests" / "warm"))
+    from warm_start import started
+
+    paths = filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))
+    os.environ |= {"PYTHONPATH": os.pathsep.join(paths), "TOKENIZERS_PARALLELISM": "false"}
+    with tempfile.TemporaryDirectory() as folder, started(Path(folder), LIBRARIES.split()) as python:
+        os.environ["PYTHON_EXEC"] = python
+        yield
+
+
+def _run(args: argparse.Namespace) -> int:
     failed = 0
     for together, whose in checkouts():
         home, platform = together[whose], ", ".join(each.name for each in reversed(together.values()))
         for script in (script for pattern in SCRIPTS[whose] for script in sorted(home.glob(pattern))):
             name = str(script.relative_to(home))
             finished = not args.again and any((r.platform, r.script) == (platform, name) for r in known(args.table))
-            if not finished and fnmatch.fnmatch(name, f"*{args.only}"):
+            if not finished and any(fnmatch.fnmatch(name, f"*{pattern}") for pattern in args.only):
                 row = rehearse(script, together, home, args.out)
                 record(row, args.table)
                 failed += not row.good
