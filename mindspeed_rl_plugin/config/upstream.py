@@ -1,6 +1,6 @@
-"""What flags of Megatron-LM, MindSpeed and MindSpeed-LLM mean for RL: the one table of those that it refuses.
+"""The flags of Megatron-LM, MindSpeed and MindSpeed-LLM that RL refuses, with values or without.
 
-A flag that is not here is neutral as far as is known. Conditions over several flags are functions of
+What it does with all others says `config.verdicts`. Conditions over several flags are functions of
 `launch.upstream_checks`; how a model is laid out and routed is checked by `reshard.shape` and `engine.hf_moe`.
 """
 
@@ -95,6 +95,7 @@ _BUFFERS = "weights move to the engine through Megatron's DDP buffers; use --use
 _GRAPH = "a captured graph keeps addresses that the swap to host memory frees; remove it"
 _MOVING = ("enable_expert_placement balanced_moe_experts",)
 _STAGE = ("stage", (None, "sft"))
+_UNPACKED = ("SBH", "BSH", "BSND", "BNSD", None)
 _ALIKE = "all layers must be alike; leave it out"
 
 OWN_RL = (
@@ -163,6 +164,7 @@ UPSTREAM: tuple[UpstreamFlag, ...] = (
         ("RL counts optimizer steps; give --train-iters instead", "train_samples"),
         (_BATCH, "rampup_batch_size step_batch_size_schedule decrease_batch_size_if_needed"),
         (_DOCUMENT, "reset_position_ids reset_attention_mask"),
+        ("its kernel wants the ends of packed rows, which RL does not give; give SBH", "shape_order", _UNPACKED),
         # Parallelism and precision.
         (_BUFFERS, "use_custom_fsdp layerzero"),
         (_GRAPH, "enable_cuda_graph external_cuda_graph cuda_graph_impl", (*OFF, "none")),
@@ -207,6 +209,8 @@ UPSTREAM: tuple[UpstreamFlag, ...] = (
             "rmsnorm_weight_in_fp32 init_norm_weight_in_fp32",
         ),
         (_PLAIN, "attn_logit_softcapping"),
+        ("attention is then divided by the layer's number, and the engine's is not", "apply_query_key_layer_scaling"),
+        ("a token would attend to those after it; give 0", "next_tockens"),
         (_PLAIN, "sliding_window interleave_sliding_window window_size query_pre_attn_scalar", (None,)),
         (_PLAIN, "softmax_type", ("vanilla", None)),
         (_HYBRID, "is_hybrid_model hybrid_layer_pattern"),
@@ -238,6 +242,7 @@ UPSTREAM: tuple[UpstreamFlag, ...] = (
     ),
     *_rows(
         LATENT,
+        ("RL hands over a whole mask, which is mode 0; leave it out", "sparse_mode"),
         (_PLAIN, "enable_dsa_indexer"),
         (
             "the engine does not scale what was compressed; leave it out",

@@ -39,9 +39,11 @@ TAKEN_OVER = {
     """,
     "off: its schedule takes the loss out of the model's own layers; the update gives the same numbers, slower": """
         --moe-fb-overlap --moe-unperm2-mem-optim-swap --overlap-moe-expert-parallel-comm --delay-wgrad-compute
-        --ep-overlap-early-attn-memory-release
+        --ep-overlap-early-attn-memory-release --mla-swap-core-attn-out
     """,
 }
+# MindSpeed serves the second with either of the first two.
+BY_EXPERTS, OVERLAPPED, NEED_ONE = "--moe-fb-overlap", "--moe-alltoall-overlap-comm", "--moe-zero-memory"
 BATCH_SCHEDULES = ("--step-batch-size-schedule", "--rampup-batch-size")
 IN_SAMPLES = ("--train-samples", "--lr-decay-samples", "--lr-warmup-samples", "--lr-wsd-decay-samples")
 # These have lines of their own, where the start is decided.
@@ -115,7 +117,7 @@ SUPPORTED = {
 NEUTRAL = {
     "the same numbers, recomputed or kept elsewhere": """
         --recompute-* --checkpoint-activations --distribute-saved-activations --moe-layer-recompute
-        --enable-recompute-layers-per-pp-rank --mla-zero-memory --mla-swap-core-attn-out --swap-attention
+        --enable-recompute-layers-per-pp-rank --mla-zero-memory --swap-attention
         --swap-modules --no-clone-scatter-output-in-embedding --disable-clone-scatter-output-in-embedding
         --empty-unused-memory-level --moe-zero-memory --moe-zero-memory-num-layers
     """,
@@ -124,18 +126,18 @@ NEUTRAL = {
         --moe-use-legacy-grouped-gemm --moe-permute-fusion --moe-router-fusion --moe-shared-expert-overlap
         --moe-permutation-async-comm --moe-alltoall-overlap-comm --moe-allgather-overlap-comm --moe-alltoall-mc2
         --gemm-gradient-accumulation-fusion --mla-fa-without-pad --mla-fa-divide-qk --mla-up-proj-tp-overlap
-        --padded-base-length --shape-order --use-fusion-attn-v2 --jit-compile
+        --padded-base-length --use-fusion-attn-v2 --jit-compile
         --disable-jit-fuser --attention-softmax-in-fp32 --flash-attention-version --use-fused-ring-attention-update
         --kv-head-repeat-before-uly-alltoall --cp-comm-type --hierarchical-context-parallel-sizes
-        --use-fused-moe-token-permute-and-unpermute --use-ascend-* --coc-* --tp-comm-* --disable-tp-comm-* --aiqos*
+        --use-fused-moe-token-permute-and-unpermute --use-ascend-* --coc-* --disable-tp-comm-* --aiqos*
         --no-overlap-p2p-communication --overlap-p2p-communication-warmup-flush
         --microbatch-group-size-per-virtual-pipeline-stage --no-scatter-gather-tensors-in-pipeline
         --use-ring-exchange-p2p --pipeline-model-parallel-comm-backend --use-tp-pp-dp-mapping
         --nccl-communicator-config-path --hccl-* --distributed-backend --distributed-timeout-* --ddp-num-buckets
         --ddp-bucket-size --ddp-pad-buckets-for-high-nccl-busbw --suggested-communication-unit-size --no-align-*-*
         --disable-align-grad-reduce --high-priority-stream-groups --create-all-gather-group --use-sharp
-        --sharp-enabled-group --defer-embedding-wgrad-compute --wgrad-deferral-limit
-        --use-cpu-initialization --npu-deterministic --deterministic-mode --sparse-mode --pre-tockens --next-tockens
+        --sharp-enabled-group --wgrad-deferral-limit
+        --use-cpu-initialization --npu-deterministic --deterministic-mode
     """,
     "part of how gradients are reduced and rounded, in Megatron's own step": """
         --accumulate-allreduce-grads-in-fp32 --grad-reduce-in-bf16 --ddp-average-in-collective
@@ -146,7 +148,6 @@ NEUTRAL = {
     """,
     "read with --fp16 only, which is refused": """
         --loss-scale --initial-loss-scale --min-loss-scale --loss-scale-window --hysteresis --fp16-lm-cross-entropy
-        --apply-query-key-layer-scaling
     """,
     "the loss is RL's own": "--cross-entropy-loss-fusion --cross-entropy-fusion-impl --loss-chunk-size",
     "rows are padded to the longest of a micro-batch": "--no-pad-to-seq-lengths --variable-seq-lengths",
@@ -242,6 +243,7 @@ NEUTRAL_GROUPS = {
 _CHECKED = {
     "launch.upstream_checks": """
         --virtual-optimizer --use-nccl-ub --hybrid-context-parallel --context-parallel-algo --seq-aux
+        --pre-tockens --defer-embedding-wgrad-compute
     """,
     "launch.hooks": "--yaml-cfg",
 }
@@ -249,7 +251,7 @@ _CHECKED = {
 UNTESTED = """
     --use-multiparameter-pipeline-model-parallel --param-and-grad-buffer-pad
     --reset-bucket-group-order --swap-layer-input --compress-dense --compress-activation --compress-optimizer
-    --smart-swap --ema-decay --virtual-optimizer --quant-*
+    --smart-swap --ema-decay --virtual-optimizer --quant-* --tp-comm-*
     --optimizer-*offload* --use-torch-optimizer-for-cpu-offload --overlap-cpu-optimizer-d2h-h2d --no-pin-cpu-*
     --use-precision-aware-optimizer --main-*-dtype --exp-avg-*dtype --no-use-layer-wise-param-layout
     --fp32-residual-connection --qk-clip* --moe-enable-* --moe-flex-* --moe-*deepep* --moe-*hybridep* --moe-ncclep-*

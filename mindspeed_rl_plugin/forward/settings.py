@@ -71,7 +71,7 @@ class ForwardSettings:
             vocab_size=vocab_size,
             temperature=temperature,
             multiple=length_multiple(args),
-            fixed_length=args.pipeline_model_parallel_size > 1 and not args.variable_seq_lengths and not max_tokens,
+            fixed_length=_one_length(args) and not max_tokens,
             # Attention over context parallel ranks is causal by itself: no mask says where its positions stand.
             causal_mask=args.context_parallel_size == 1
             and (args.create_attention_mask_in_dataloader or _own_mask_has_one_shape(args)),
@@ -164,6 +164,12 @@ def takes_boundaries(args: argparse.Namespace) -> bool:
                 "remove it"
             )
     return False
+
+
+def _one_length(args: argparse.Namespace) -> bool:
+    """Whether pipeline stages hand on micro-batches of one length: MindSpeed's dualpipev does in any case."""
+    folded = getattr(args, "schedules_method", None) == "dualpipev"
+    return args.pipeline_model_parallel_size > 1 and (folded or not args.variable_seq_lengths)
 
 
 def _own_mask_has_one_shape(args: argparse.Namespace) -> bool:

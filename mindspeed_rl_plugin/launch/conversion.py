@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from mindspeed_rl_plugin.environment import launch_env
 from mindspeed_rl_plugin.launch import checkpoint_files as files
 from mindspeed_rl_plugin.launch import disk
 from mindspeed_rl_plugin.prompts.tokenizer import read_if_there
@@ -28,6 +29,9 @@ _MODEL_TYPES = {
     "deepseek_v3": ("deepseek3",),
     "glm4_moe": ("glm45-air", "glm45", "glm45-moe"),
     "seed_oss": ("seed-oss",),
+    "deepseek_v2": ("deepseek2-lite",),
+    "bailing_moe": ("bailing_mini",),
+    "mistral": ("magistral",),
 }
 
 
@@ -62,7 +66,7 @@ def problems(args: Any) -> Iterator[str]:
         yield "--enable-hf2mg-convert writes --ckpt-format torch, and that is torch_dist; give --ckpt-format torch"
     if getattr(args, "ckpt_step", None):
         yield f"--ckpt-step {args.ckpt_step}: what is converted from --load {folder} has no other steps; remove it"
-    if files.read_tracker(args.save) is None:
+    if launch_env()["rank"] == 0 and files.read_tracker(args.save) is None:  # which converts
         yield from _no_place(args)
         yield from _other_model(args, config)
 

@@ -42,7 +42,7 @@ class Stored:
         """The tensor. Raises ValueError where the files do not hold all of it."""
         out = torch.empty([stop - start for start, stop in self.box], dtype=self.dtype)
         missing = out.numel()
-        for entry, (offsets, sizes) in self.files.boxes(self.name):
+        for entry, (offsets, sizes) in self.files.boxes(self.name, self.box):
             low = [max(start, at) for (start, _), at in zip(self.box, offsets, strict=True)]
             high = [min(stop, at + n) for (_, stop), at, n in zip(self.box, offsets, sizes, strict=True)]
             if all(a < b for a, b in zip(low, high, strict=True)):
@@ -76,16 +76,30 @@ class DistFiles:
             out.setdefault(key.fqn, []).append((key, where))
         return out
 
+    @cached_property
+    def _boxes(self) -> dict[str, dict[tuple[int, int], list[Any]]]:
+        """Stored boxes of each tensor, by start and stop of the first axis. Of experts there are tens of thousands, of
+        which those of one layer are few."""
+        out: dict[str, dict[tuple[int, int], list[Any]]] = {}
+        for name in self.tensors():
+            sizes = {tuple(c.offsets): tuple(c.sizes) for c in self._index.state_dict_metadata[name].chunks}
+            for key, where in self._entries.get(name, []):
+                at, size = tuple(key.offset), sizes[tuple(key.offset)]
+                first = (at[0], at[0] + size[0]) if at else (0, 1)
+                out.setdefault(name, {}).setdefault(first, []).append((where, (at, size)))
+        return out
+
     def tensors(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Whole shape and dtype of each tensor, by name."""
         known = ((n, t) for n, t in self._index.state_dict_metadata.items() if hasattr(t, "chunks"))
         return {name: (tuple(t.size), t.properties.state[0]) for name, t in known}
 
-    def boxes(self, name: str) -> Iterator[tuple[Any, tuple[tuple[int, ...], tuple[int, ...]]]]:
-        """Where each stored box of a tensor lies, with its offsets and sizes."""
-        sizes = {tuple(c.offsets): tuple(c.sizes) for c in self._index.state_dict_metadata[name].chunks}
-        for key, where in self._entries.get(name, []):
-            yield where, (tuple(key.offset), sizes[tuple(key.offset)])
+    def boxes(self, name: str, box: Box) -> Iterator[tuple[Any, tuple[tuple[int, ...], tuple[int, ...]]]]:
+        """Where the stored boxes of a tensor lie that may share numbers with `box`, with their offsets and sizes."""
+        low, high = box[0] if box else (0, 1)
+        for (start, stop), stored in self._boxes.get(name, {}).items():
+            if start < high and low < stop:
+                yield from stored
 
     def load(self, where: Any) -> Any:
         """What an entry's bytes hold. Raises ValueError for a file that is missing or cut short."""

@@ -175,7 +175,7 @@ def _critic(args: Any, config: RLConfig) -> Iterator[str]:
             f"--rl-critic-warmup {warmup} leaves no iteration of --train-iters {iterations} to train the policy; "
             "lower it"
         )
-    if load:
+    if load and launch_env()["rank"] == 0:  # as in `_start`
         yield from critic_files.problems(load, args)
 
 
@@ -306,6 +306,7 @@ CHECKS: tuple[Check, ...] = (
     _lengths,
     _token_budget,
     upstream_checks.context_parallel,
+    upstream_checks.attention_window,
     upstream_checks.gradients,
     upstream_checks.shared_memory,
     upstream_checks.folded_pipeline,

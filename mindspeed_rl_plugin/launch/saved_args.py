@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ _SIZES = (
 )
 _ORDER = "schedules_method"
 _LAYOUT = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
+_EXPERT_LAYOUT = ("expert_model_parallel_size", "expert_tensor_parallel_size")
 
 
 def other_sizes(folder: Path, args: Any) -> Iterator[str]:
@@ -24,7 +26,7 @@ def other_sizes(folder: Path, args: Any) -> Iterator[str]:
     ranks = sorted(folder.glob("mp_rank_*/model_optim_rng.pt"))
     if not ranks and getattr(args, "ckpt_format", None) == "torch":  # --auto-detect-ckpt-format is no help to Megatron
         yield "--ckpt-format is torch_dist there and torch here"
-    saved = (pickles.load(ranks[0]) if ranks else DistFiles(folder).common()).get("args")
+    saved = pickles.load(ranks[0]).get("args") if ranks else _common_args(folder)
     for name in _SIZES + (_LAYOUT if ranks else ()):
         theirs, ours = _value(saved, name), _value(args, name)
         if theirs is not None and ours is not None and theirs != ours:
@@ -37,11 +39,11 @@ def other_layout(folder: Path, args: Any) -> Iterator[str]:
 
     Source: _build_sharded_state_dict_metadata of megatron/training/checkpointing.py; core 0.12 has no flag for it.
     """
-    saved = DistFiles(folder).common().get("args")
+    saved = _common_args(folder)
     changes = getattr(saved, "dist_ckpt_optim_fully_reshardable", getattr(saved, "ckpt_fully_parallel_save", True))
     if changes or not getattr(saved, "use_distributed_optimizer", False) or getattr(saved, "no_save_optim", False):
         return
-    for name in _LAYOUT:
+    for name in (*_LAYOUT, *_EXPERT_LAYOUT):
         if (theirs := getattr(saved, name, None)) not in (None, ours := getattr(args, name)):
             yield f"--{name.replace('_', '-')} is {theirs} there and {ours} here"
 
@@ -50,8 +52,9 @@ def other_order(folder: Path, args: Any) -> Iterator[str]:
     """The schedule of pipeline stages where the ranks' files in an iteration folder hold other layers for it than this
     run asks of them: names and sizes of both may be the same."""
     for file in sorted(folder.glob("mp_rank_*/model_optim_rng.pt"))[:1]:
-        theirs, ours = (getattr(a, _ORDER, None) for a in (pickles.load(file).get("args"), args))
-        if theirs != ours:
+        saved = pickles.load(file).get("args")  # MindSpeed-LLM's converter of DeepSeek-V3 writes none
+        theirs, ours = (getattr(a, _ORDER, None) for a in (saved, args))
+        if saved is not None and theirs != ours:
             yield f"--schedules-method is {theirs or 'not given'} there and {ours or 'not given'} here"
 
 
@@ -60,12 +63,18 @@ def check_rows(folder: str, vocab: int) -> None:
 
     Megatron fills what such a checkpoint has not with zeros, so that the padding of the vocabulary may change.
     """
-    rows = getattr(DistFiles(Path(folder)).common().get("args"), "padded_vocab_size", None)
+    rows = getattr(_common_args(Path(folder)), "padded_vocab_size", None)
     if rows is not None and rows < vocab:
         raise ValueError(
             f"{folder} has {rows} rows of the embedding (--padded-vocab-size), fewer than the {vocab} tokens of the "
             "tokenizer; give the tokenizer of that model"
         )
+
+
+@cache
+def _common_args(folder: Path) -> Any:
+    """Arguments in a distributed checkpoint, whose index names every tensor's every part: it is read once."""
+    return DistFiles(folder).common().get("args")
 
 
 def _value(saved: Any, name: str) -> Any:

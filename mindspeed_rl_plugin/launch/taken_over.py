@@ -12,7 +12,15 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from mindspeed_rl_plugin.config.verdicts import BATCH_SCHEDULES, IN_SAMPLES, TAKEN_OVER, untested
+from mindspeed_rl_plugin.config.verdicts import (
+    BATCH_SCHEDULES,
+    BY_EXPERTS,
+    IN_SAMPLES,
+    NEED_ONE,
+    OVERLAPPED,
+    TAKEN_OVER,
+    untested,
+)
 
 # By which MindSpeed chooses patches. Its own `repatch` does not bring back what it found: names that its modules hold
 # by value keep another patch's function.
@@ -57,13 +65,21 @@ def take_over(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     words, counted = _in_iterations(words)
     said += counted
     for reason, flags in TAKEN_OVER.items():
-        taken = [word for word in words if {word.flag, "=".join((word.flag, *word.values))} & set(flags.split())]
+        leaving = {*flags.split(), *_left_alone(flags, _names(argv))}
+        taken = [word for word in words if {word.flag, "=".join((word.flag, *word.values))} & leaving]
         if taken:
             words = [word for word in words if word not in taken]
             said.append(f"{' '.join(dict.fromkeys(word.flag for word in taken))}: {reason}")
     if unshown := untested(word.flag for word in words):
         said.append(f"{' '.join(unshown)}: untested, no test or script of RL's uses it; compare a short run without it")
     return [token for word in words for token in word.tokens], said
+
+
+def _left_alone(flags: str, given: set[str]) -> list[str]:
+    """Flags that MindSpeed refuses once these are taken over."""
+    if BY_EXPERTS not in given.intersection(flags.split()) or OVERLAPPED in given:
+        return []
+    return [flag for flag in given if flag.startswith(NEED_ONE)]
 
 
 class _Word(NamedTuple):

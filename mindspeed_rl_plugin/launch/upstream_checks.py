@@ -94,12 +94,27 @@ def _megatrons_own_attention() -> bool:
     return module is None or module.DotProductAttention.__init__.__module__ == _ATTENTION
 
 
+def attention_window(args: Any, config: RLConfig) -> Iterator[str]:
+    """How far back MindSpeed's flash attention looks, which is no sliding window unless it is less than a row."""
+    window = getattr(args, "pre_tockens", None)
+    if window is not None and window < args.seq_length:
+        yield (
+            f"--pre-tockens {window} with --seq-length {args.seq_length}: a token would attend to the last {window} "
+            "before it only, and in the engine to all; leave it out"
+        )
+
+
 def gradients(args: Any, config: RLConfig) -> Iterator[str]:
     """Schedules with which gradients would be wrong, or waited for for ever."""
     # MindSpeed's end without the number of tokens by which Megatron divides gradients.
     for name in ("recompute_in_bubble", "recompute_in_advance"):
         if getattr(args, name, False) and getattr(args, "calculate_per_token_loss", False):
             yield f"--{name.replace('_', '-')} with --calculate-per-token-loss scales gradients wrongly; remove one"
+    if getattr(args, "defer_embedding_wgrad_compute", False) and config.forward.logprob_chunk_tokens != 0:
+        yield (
+            "--defer-embedding-wgrad-compute keeps what the output layer is given, and RL scores in its place; remove "
+            "it, or give --rl-logprob-chunk-tokens 0"
+        )
     stages, tied = getattr(args, "pipeline_model_parallel_size", 1), not args.untie_embeddings_and_output_weights
     if getattr(args, "mtp_num_layers", None) and stages > 1 and tied:
         yield (

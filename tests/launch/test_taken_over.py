@@ -27,6 +27,13 @@ SAMPLES = "--train-samples 1000 --lr-decay-samples 900 --lr-warmup-samples 39"
         ("--prompt-type qwen3 --enable-thinking true", "", "--prompt-type --enable-thinking: prompts are rendered"),
         ("--disable-gloo-group", "", "--disable-gloo-group: off"),
         ("--moe-fb-overlap --moe-grouped-gemm", "--moe-grouped-gemm", "--moe-fb-overlap: off"),
+        ("--moe-fb-overlap --moe-zero-memory level1", "", "--moe-fb-overlap --moe-zero-memory: off"),
+        (
+            "--moe-fb-overlap --moe-zero-memory level1 --moe-alltoall-overlap-comm",
+            "--moe-zero-memory level1 --moe-alltoall-overlap-comm",
+            "--moe-fb-overlap: off",
+        ),
+        ("--moe-fb-overlap --mla-swap-core-attn-out", "", "--moe-fb-overlap --mla-swap-core-attn-out: off"),
         ("--ema-decay 0.9 --lr 1", "--ema-decay 0.9 --lr 1", "--ema-decay: untested"),
         ("--rampup-batch-size 4 4 100", "--rampup-batch-size 4 4 100", ""),  # and no batch size: refused
         ("--global-batch-size 8 --rampup-batch-size 4 4 100", "--global-batch-size 8", "--rampup-batch-size 4 4 100: "),
