@@ -106,16 +106,20 @@ def npu_fusion_attention(
     keep_prob: float = 1.0,
     actual_seq_qlen: Sequence[int] | None = None,
     actual_seq_kvlen: Sequence[int] | None = None,
+    sparse_mode: int = 0,
     **unused: Any,
 ) -> tuple[Any, ...]:
     """Attention in the layouts SBH, BSND, BNSD and TND; causal wherever a mask is given.
 
     Returns seven values like the operator: the output; maximum and sum of each row's softmax, `[B, N, S, 8]` fp32 with
     eight equal columns, for callers that compute the gradient themselves, so not where autograd does, nor for TND; four
-    that nobody reads. Raises ValueError for another layout and for dropout.
+    that nobody reads. Raises ValueError for another layout, for dropout, and for a mask of another size than
+    `sparse_mode` takes.
     """
     _no_dropout(keep_prob)
     causal = atten_mask is not None
+    if causal:
+        _right_size(atten_mask, sparse_mode, 0 if input_layout == "TND" else query.shape[input_layout.index("S")])
     if input_layout == "TND":
         out = _packed(query, key, value, actual_seq_qlen or (), actual_seq_kvlen or (), causal, scale)
         return out, None, None, None, 0, 0, 0
@@ -124,6 +128,15 @@ def npu_fusion_attention(
     out = _from_heads(_attend(q, k, v, causal, scale), input_layout)
     differentiated = torch.is_grad_enabled() and out.requires_grad
     return out, *((None, None) if differentiated else _maximum_and_sum(q, k, causal, scale)), None, 0, 0, 0
+
+
+def _right_size(mask: Tensor, sparse_mode: int, length: int) -> None:
+    """Modes 0 and 1 take a mask of every pair of a row's tokens, the others a compressed triangle of 2048."""
+    size = 2048 if sparse_mode > 1 else length
+    if mask.shape[-2:] != (size, size):
+        raise ValueError(
+            f"npu_fusion_attention: sparse_mode {sparse_mode} takes a mask [{size}, {size}], not {list(mask.shape)}"
+        )
 
 
 def npu_fusion_attention_grad(
@@ -163,8 +176,8 @@ def _attention_v2(*args: Any) -> tuple[Any, ...]:
     """The forward pass of `mindspeed.ops.fusion_attention_v2`, which gives everything by its place."""
     query, key, value, head_num, layout, pse, _, mask, scale, keep_prob, *_ = args
     _no_bias(pse)
-    names = ("actual_seq_qlen", "actual_seq_kvlen")
-    ends = dict(zip(names, args[14:16], strict=True))
+    names = ("actual_seq_qlen", "actual_seq_kvlen", "sparse_mode")
+    ends = dict(zip(names, args[14:17], strict=False))
     return npu_fusion_attention(
         query, key, value, head_num, layout, atten_mask=mask, scale=scale, keep_prob=keep_prob, **ends
     )

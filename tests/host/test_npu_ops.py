@@ -19,6 +19,7 @@ from mindspeed_rl_plugin.host.npu_ops import (
 
 B, S, HEADS, GROUPS, DIM = 2, 5, 4, 2, 8
 SCALE = 1 / math.sqrt(DIM)
+TRIANGLE = torch.ones(2048, 2048, dtype=torch.bool).triu(1)  # of sparse_mode 2 and 3
 
 
 def attention(q, k, v, causal):
@@ -55,8 +56,8 @@ LAYOUTS = {
 def test_attention(layout, causal):
     there, back = LAYOUTS[layout]
     q, k, v = tensors()
-    mask = torch.ones(1) if causal else None
-    out = npu_fusion_attention(*map(there, (q, k, v)), HEADS, layout, atten_mask=mask, scale=SCALE)
+    mask = TRIANGLE if causal else None
+    out = npu_fusion_attention(*map(there, (q, k, v)), HEADS, layout, atten_mask=mask, scale=SCALE, sparse_mode=2)
     assert len(out) == 7
     torch.testing.assert_close(back(out[0]), attention(q, k, v, causal))
 
@@ -92,13 +93,14 @@ def test_a_row_of_keys_in_two_pieces(layout):
     expected = scores.softmax(-1) @ values.repeat_interleave(2, 1)
     dy = torch.randn(expected.shape, generator=torch.Generator().manual_seed(3))
     wanted = torch.autograd.grad(expected, (q, keys, values), dy)
-    masks = (None, torch.ones(2048, 2048))
+    masks = (None, TRIANGLE)
 
     with torch.no_grad():
         blocks = [(k, v, m) for (k, v), m in zip((before, own), masks, strict=True)]
         outs = []
         for k, v, mask in blocks:
-            out, *rest = npu_fusion_attention(*map(there, (q, k, v)), HEADS, layout, atten_mask=mask, scale=SCALE)
+            masked = dict(atten_mask=mask, sparse_mode=3, scale=SCALE)
+            out, *rest = npu_fusion_attention(*map(there, (q, k, v)), HEADS, layout, **masked)
             outs.append((back(out), *rest))
         assert outs[0][1].shape == outs[0][2].shape == (B, HEADS, S, 8)
         torch.testing.assert_close(outs[0][1][..., 3], scores[..., :S].amax(-1))
@@ -125,7 +127,7 @@ def test_the_operator_that_mindspeed_compiles():
     """fusion_attention_v2 gives everything by its place, at the 22 and 30 places of MindSpeed's call."""
     q, k, v = tensors()
     forward, backward = COMPILED["fusion_attention_v2"].values()
-    out = forward(q, k, v, HEADS, "BNSD", None, None, torch.ones(1), SCALE, 1.0, *[None] * 12)
+    out = forward(q, k, v, HEADS, "BNSD", None, None, TRIANGLE, SCALE, 1.0, *[None] * 6, 2, *[None] * 5)
     torch.testing.assert_close(out[0], attention(q, k, v, True))
     dy = torch.randn_like(q)
     given = (q, k, v, dy, HEADS, "BNSD", None, None, torch.ones(1), out[1], out[2], None, out[0], SCALE, 1.0)
@@ -143,7 +145,8 @@ def test_packed_sequences_do_not_see_each_other():
     packed = [torch.cat([p[i].transpose(0, 1) for p in parts]) for i in range(3)]
     ends = [5, 8]
     out, *_ = npu_fusion_attention(
-        *packed, HEADS, "TND", atten_mask=torch.ones(1), scale=SCALE, actual_seq_qlen=ends, actual_seq_kvlen=ends
+        *(*packed, HEADS, "TND"),
+        **dict(atten_mask=TRIANGLE, scale=SCALE, sparse_mode=2, actual_seq_qlen=ends, actual_seq_kvlen=ends),
     )
     for (q, k, v), piece in zip(parts, out.split(lengths), strict=True):
         torch.testing.assert_close(piece.transpose(0, 1), attention(q[None], k[None], v[None], True)[0])
@@ -153,6 +156,10 @@ def test_attention_refuses_what_it_would_get_wrong():
     q, k, v = tensors()
     with pytest.raises(ValueError, match="'BSH'.*SBH, BSND, BNSD, TND"):
         npu_fusion_attention(q, k, v, HEADS, "BSH")
+    whole = torch.ones(S, S)
+    for mode, mask in ((0, TRIANGLE), (2, whole)):
+        with pytest.raises(ValueError, match=f"sparse_mode {mode} takes a mask"):
+            npu_fusion_attention(q, k, v, HEADS, "BNSD", atten_mask=mask, sparse_mode=mode)
     with pytest.raises(ValueError, match="keep_prob=0.9"):
         npu_fusion_attention(q, k, v, HEADS, "BNSD", keep_prob=0.9)
 
