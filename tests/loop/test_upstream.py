@@ -187,6 +187,21 @@ def test_mindspeeds_layouts_of_the_optimizer(job, training_flags, tmp_path, layo
     assert measured(resumed) == measured(expected)
 
 
+@pytest.mark.timeout(900)
+def test_gradients_of_a_model_with_mtp_layers_may_be_sent_early(job, dense_model):
+    """The last stage's copy of the embedding, for MTP layers that RL does not run, gets no gradient to wait for.
+
+    Core 0.12.1 wants sizes of which the distributed optimizer's buckets are multiples of 128 numbers."""
+    checkout = next(c for c in CHECKOUTS if core_version(c)[:2] == (0, 12))
+    flags = ("--train-iters", "3", "--mock-data", "--pipeline-model-parallel-size", "2", "--mtp-num-layers", "1")
+    model = dense_model.replace("--hidden-size 64", "--hidden-size 128")
+    common = {"script": checkout / "pretrain_gpt.py", "path": [checkout], "model": model}
+    late = job(*flags, name="late", **common).run(400)
+    early = job(*flags, "--overlap-grad-reduce", name="early", **common).run(400)
+    check(late)
+    assert measured(early) == measured(late)
+
+
 @pytest.mark.parametrize("checkout", CHECKOUTS, ids=lambda p: p.name)
 def test_ppo_on_plain_megatron(job, checkout):
     """The critic is built by the script's own model provider; cut and resumed, it goes on where it was."""
