@@ -7,6 +7,10 @@ import datetime
 import torch
 import torch.distributed as dist
 
+# An agreement takes milliseconds where ranks are many, a step tens of them. Engines that are done take up to so many
+# dummy steps more.
+STEPS_BETWEEN = 16
+
 
 class ExpertGroup:
     """The consecutive ranks over which the experts of this rank's engine are spread.
@@ -23,17 +27,22 @@ class ExpertGroup:
         self.ranks, self._handle = groups[rank // size], handles[rank // size]
 
     def any_works(self, works: bool) -> bool:
-        """Whether an engine of the group has responses in the making; every rank asks before every step.
+        """Whether an engine of the group has responses in the making, or had lately; every rank asks before every step.
 
-        works: whether this one has. Raises TimeoutError where a rank of the group does not ask in time, or is lost.
+        works: whether this one has. Where one has, all take `STEPS_BETWEEN` steps before they agree again. Raises
+        TimeoutError where a rank of the group does not come to an agreement in time, or is lost.
         """
-        self._steps += 1
+        agreed = self._steps % STEPS_BETWEEN != 0 or self._agree(works)
+        self._steps = self._steps + 1 if agreed else 0
+        return agreed
+
+    def _agree(self, works: bool) -> bool:
         flag = torch.tensor([works], dtype=torch.int64)
         try:
             dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self._handle)
         except RuntimeError as error:
             raise TimeoutError(
-                f"rank {dist.get_rank()} waited at step {self._steps} of the engines for ranks {self.ranks[0]} to"
+                f"rank {dist.get_rank()} waited at step {self._steps + 1} of the engines for ranks {self.ranks[0]} to"
                 f" {self.ranks[-1]}, over which --rl-generate-ep spreads the experts, at most {self.deadline:g} s"
                 " (--rl-wait-timeout): a rank of them is lost, or did not come to this step:"
                 f" {str(error).splitlines()[0][:300]}"

@@ -61,7 +61,7 @@ class VllmOptions:
     accelerator, vLLM's own where empty; request_seeds: whether each request has a generator of its own also where that
     costs kernels for each request and step (on a CPU, and where vLLM draws for all of them in one kernel, each has);
     deadline: seconds that ranks wait for each other while the engine is built, before vLLM waits by its own limits, and
-    that engines which share experts wait before each step.
+    that engines which share experts wait to agree on steps.
     """
 
     config: Mapping[str, Any]

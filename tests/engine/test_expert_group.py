@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mindspeed_rl_plugin.engine import expert_group
-from mindspeed_rl_plugin.engine.expert_group import ExpertGroup
+from mindspeed_rl_plugin.engine.expert_group import STEPS_BETWEEN, ExpertGroup
 
 
 @pytest.fixture
@@ -34,6 +34,20 @@ def test_any(group, monkeypatch, mine, others, any_of_them) -> None:
 
     monkeypatch.setattr(expert_group.dist, "all_reduce", all_reduce)
     assert group.any_works(bool(mine)) is any_of_them
+
+
+def test_ranks_agree_now_and_then(group, monkeypatch) -> None:
+    """Engines may be done in between, and start again: all have taken as many steps."""
+    asked, others = [], iter([1, 0, 1])
+
+    def all_reduce(flag, op, group):
+        asked.append(int(flag))
+        flag.fill_(max(int(flag), next(others)))
+
+    monkeypatch.setattr(expert_group.dist, "all_reduce", all_reduce)
+    steps = [group.any_works(False) for _ in range(STEPS_BETWEEN + 1)]
+    assert steps == [True] * STEPS_BETWEEN + [False] and asked == [0, 0]
+    assert [group.any_works(works) for works in (True, False)] == [True, True] and asked == [0, 0, 1]
 
 
 def test_a_rank_that_does_not_come(group, monkeypatch) -> None:
