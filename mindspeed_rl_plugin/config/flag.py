@@ -76,9 +76,14 @@ def split_words(values: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(word for value in values for word in value.split(","))
 
 
+def spelt(name: str) -> str:
+    """`seq_length` -> `--seq-length`."""
+    return "--" + name.replace("_", "-")
+
+
 def flag_name(field_name: str) -> str:
     """`samples_per_prompt` -> `--rl-samples-per-prompt`."""
-    return "--" + (PREFIX + field_name).replace("_", "-")
+    return spelt(PREFIX + field_name)
 
 
 def as_given(field_name: str, value: object) -> str:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from mindspeed_rl_plugin.config.flag import spelt
+
 # Name -> what the families of the engine's table do not have.
 _GEMMA = "norms that are stored minus one and stand behind its blocks too, GELU, capped logits, windows of attention"
 _DELTA = "gated delta nets instead of attention in most layers"
@@ -46,7 +48,7 @@ def unbuilt_family(args: Any) -> str | None:
     for name, families in _FLAGS.items():
         value = getattr(args, name, None)
         if value in families:
-            flag = "--" + name.replace("_", "-")
+            flag = spelt(name)
             return _refusal(flag if value is True else f"{flag} {value}", *families[value])
     if all(getattr(args, name, None) == value for name, value in _GPT3_FLAGS.items()):
         given = "without --position-embedding-type rope, --normalization RMSNorm and --swiglu"

@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from mindspeed_rl_plugin.config.flag import spelt
+
 # What a row is about: any RL run; what any model that RL trains or exports must be; what no model family of the engine
 # expresses, the same for models with experts and with multi-latent attention; where experts send a token.
 RUN, WHOLE, MODEL, EXPERTS, LATENT, ROUTING = "run", "whole", "model", "experts", "latent", "routing"
@@ -40,7 +42,7 @@ class UpstreamFlag:
     @property
     def spelt(self) -> str:
         """The flag as a user gives it."""
-        return _SPELT.get(self.name) or "--" + self.name.replace("_", "-")
+        return _SPELT.get(self.name) or spelt(self.name)
 
     def message(self, args: Any) -> str | None:
         """The error for these arguments, or None when they are fine."""
@@ -95,6 +97,7 @@ _BUFFERS = "weights move to the engine through Megatron's DDP buffers; use --use
 _GRAPH = "a captured graph keeps addresses that the swap to host memory frees; remove it"
 _MOVING = ("enable_expert_placement balanced_moe_experts",)
 _STAGE = ("stage", (None, "sft"))
+_SLICES = ("output_layer_slice_num", (1, None))
 _UNPACKED = ("SBH", "BSH", "BSND", "BNSD", None)
 _ALIKE = "all layers must be alike; leave it out"
 
@@ -228,6 +231,7 @@ UPSTREAM: tuple[UpstreamFlag, ...] = (
         ("the engine does not limit what its MLP multiplies; leave it out", "swiglu_limit", (0, None)),
         (_NONE, "cla_share_factor", (1,)),
         (_NONE, "dynamic_factor", (1.0,)),
+        ("RL scores in the place of the output layer, which is then in slices; leave it out", *_SLICES),
     ),
     *_rows(
         EXPERTS,

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from mindspeed_rl_plugin.config.flag import spelt
 from mindspeed_rl_plugin.environment import launch_env
 from mindspeed_rl_plugin.launch import checkpoint_files as files
 from mindspeed_rl_plugin.launch import disk
@@ -126,7 +127,7 @@ def _no_place(args: Any) -> Iterator[str]:
 def _other_model(args: Any, config: dict[str, Any]) -> Iterator[str]:
     """Where config.json describes another model than the flags."""
     pairs = [(name, config.get(name), getattr(args, name, None)) for name in _SIZES]
-    wrong = [f"--{n.replace('_', '-')} {ours}, there {theirs}" for n, theirs, ours in pairs if _differ(theirs, ours)]
+    wrong = [f"{spelt(n)} {ours}, there {theirs}" for n, theirs, ours in pairs if _differ(theirs, ours)]
     layers, there = _real_layers(args), config.get("num_hidden_layers")
     if there and layers > there:
         wrong.append(f"--num-layers {layers} without noop layers, there {there}")

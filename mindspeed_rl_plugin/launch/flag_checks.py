@@ -18,6 +18,7 @@ import torch
 from mindspeed_rl_plugin.algorithms import Algorithm, resolve
 from mindspeed_rl_plugin.algorithms.presets import learns_from_pairs, unread
 from mindspeed_rl_plugin.config import RLConfig, limit_problems
+from mindspeed_rl_plugin.config.flag import spelt
 from mindspeed_rl_plugin.config.unbuilt import unbuilt_family
 from mindspeed_rl_plugin.config.upstream import RUN, WHOLE, refusals
 from mindspeed_rl_plugin.device import get_device
@@ -100,7 +101,7 @@ def warnings(args: Any) -> list[str]:
             )
     for name, (_, then) in LEFT_OUT.items():
         if getattr(args, name, None):
-            flag = "--" + name.replace("_", "-")
+            flag = spelt(name)
             lines.append(f"{flag}: RL state, iteration and schedule resume from this run's checkpoints; {then}")
     if config.dock.dock is not None:
         lines.append(f"--rl-dock {config.dock.dock} is ignored: there is only one kind of dock")

@@ -10,10 +10,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from mindspeed_rl_plugin.config.flag import spelt
+
 # Arguments that the schedule is made of, and how a user gives them.
 _ALIKE = ("train_iters", "lr_decay_iters", "lr_warmup_iters", "lr_warmup_fraction", "global_batch_size")
 _ALIKE += ("lr", "min_lr", "lr_decay_style", "weight_decay_incr_style")
-FLAGS = {name: "--" + name.replace("_", "-") for name in _ALIKE} | {
+FLAGS = {name: spelt(name) for name in _ALIKE} | {
     "start_weight_decay": "--weight-decay or --start-weight-decay",
     "end_weight_decay": "--weight-decay or --end-weight-decay",
 }

@@ -7,6 +7,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from mindspeed_rl_plugin.config.flag import spelt
 from mindspeed_rl_plugin.launch import pickles
 from mindspeed_rl_plugin.launch.dist_files import DistFiles
 
@@ -30,7 +31,7 @@ def other_sizes(folder: Path, args: Any) -> Iterator[str]:
     for name in _SIZES + (_LAYOUT if ranks else ()):
         theirs, ours = _value(saved, name), _value(args, name)
         if theirs is not None and ours is not None and theirs != ours:
-            yield f"--{name.replace('_', '-')} is {theirs} there and {ours} here"
+            yield f"{spelt(name)} is {theirs} there and {ours} here"
 
 
 def other_layout(folder: Path, args: Any) -> Iterator[str]:
@@ -45,7 +46,7 @@ def other_layout(folder: Path, args: Any) -> Iterator[str]:
         return
     for name in (*_LAYOUT, *_EXPERT_LAYOUT):
         if (theirs := getattr(saved, name, None)) not in (None, ours := getattr(args, name)):
-            yield f"--{name.replace('_', '-')} is {theirs} there and {ours} here"
+            yield f"{spelt(name)} is {theirs} there and {ours} here"
 
 
 def other_order(folder: Path, args: Any) -> Iterator[str]:

@@ -6,6 +6,7 @@ import os
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from mindspeed_rl_plugin.config.flag import spelt
 from mindspeed_rl_plugin.launch import checkpoint_files as files
 from mindspeed_rl_plugin.launch import conversion
 from mindspeed_rl_plugin.loop.start import Start
@@ -60,13 +61,13 @@ def describe(start: Start, args: Any, absent: Collection[str] = ()) -> str:
         )
     names = [name for name in WHOLE if getattr(args, name, False)]
     names += [name for name in ("load", "pretrained_checkpoint", "ckpt_step") if _differs(args, name)]
-    aside = ", ".join(_flag(name) for name in names)
+    aside = ", ".join(spelt(name) for name in names)
     note = f" ({aside} of the command line: ignored, only the first start takes it)" if aside else ""
     where = f"{start.load_dir} at iteration {start.iteration}"
     last = getattr(args, "train_iters", None)
     done = f"; all {last} iterations are done, raise --train-iters to go on" if last and start.iteration >= last else ""
     kept = "RL state included" if "no_load_optim" in absent else "optimizer and RL state included"
-    without = [f"; {_flag(name)} left a part out: {then}" for name, (load, then) in LEFT_OUT.items() if load in absent]
+    without = [f"; {spelt(name)} left a part out: {then}" for name, (load, then) in LEFT_OUT.items() if load in absent]
     return f"training resumes from {where}, {kept}{note}{''.join(without)}{done}"
 
 
@@ -99,7 +100,7 @@ def _source(args: Any) -> tuple[str | None, int | str]:
     if conversion.converts(args):
         return conversion.converted_to(args), conversion.ITERATION
     names = ("load", "pretrained_checkpoint")
-    given = {_flag(name): path for name in names if (path := getattr(args, name, None))}
+    given = {spelt(name): path for name in names if (path := getattr(args, name, None))}
     for directory in given.values():
         tracked = files.read_tracker(directory)
         if tracked is not None:
@@ -117,10 +118,6 @@ def _source(args: Any) -> tuple[str | None, int | str]:
             "--load at the model to train, or leave it out to train from random weights"
         )
     return None, 0
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
 
 
 def _differs(args: Any, name: str) -> bool:

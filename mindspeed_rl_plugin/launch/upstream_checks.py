@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from mindspeed_rl_plugin.config import RLConfig
+from mindspeed_rl_plugin.config.flag import spelt
 from mindspeed_rl_plugin.forward.settings import length_multiple
 
 # MindSpeed's ways to split rows, and why RL has no more of them.
@@ -32,7 +33,7 @@ def ranks(args: Any) -> Iterator[str]:
     for of in (kinds[:3], (*kinds[1:2], *kinds[3:]))[: 2 if getattr(args, "num_experts", None) else 1]:
         product, world = math.prod(sizes[kind] for kind in of), getattr(args, "world_size", 0)
         if world % product:
-            given = [f"--{kind.replace('_', '-')}-parallel-size {sizes[kind]}" for kind in of if sizes[kind] > 1]
+            given = [f"{spelt(kind)}-parallel-size {sizes[kind]}" for kind in of if sizes[kind] > 1]
             made = f"{' x '.join(given)} = {product}" if len(given) > 1 else given[0]
             yield (
                 f"{made} does not divide the {world} ranks of this job; start a multiple of {product} (nodes x ranks "
@@ -53,7 +54,7 @@ def multiples(args: Any) -> Iterator[str]:
         total = getattr(args, name, None)
         for divisor in divisors if total else ():
             if total % (size := getattr(args, divisor, None) or 1):
-                flag, by = ("--" + each.replace("_", "-") for each in (name, divisor))
+                flag, by = (spelt(each) for each in (name, divisor))
                 yield f"{flag} {total} is not a multiple of {by} {size}; change one of them"
 
 
@@ -109,7 +110,7 @@ def gradients(args: Any, config: RLConfig) -> Iterator[str]:
     # MindSpeed's end without the number of tokens by which Megatron divides gradients.
     for name in ("recompute_in_bubble", "recompute_in_advance"):
         if getattr(args, name, False) and getattr(args, "calculate_per_token_loss", False):
-            yield f"--{name.replace('_', '-')} with --calculate-per-token-loss scales gradients wrongly; remove one"
+            yield f"{spelt(name)} with --calculate-per-token-loss scales gradients wrongly; remove one"
     if getattr(args, "defer_embedding_wgrad_compute", False) and config.forward.logprob_chunk_tokens != 0:
         yield (
             "--defer-embedding-wgrad-compute keeps what the output layer is given, and RL scores in its place; remove "
@@ -208,4 +209,4 @@ def _auxiliary(args: Any) -> Iterator[str]:
         value = getattr(args, name, None)
         values = value if isinstance(value, list) else [value]
         if any(values) and (balances or name == "moe_z_loss_coeff"):
-            yield f"--{name.replace('_', '-')} {' '.join(map(str, values))}"
+            yield f"{spelt(name)} {' '.join(map(str, values))}"

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from itertools import accumulate, count
 from typing import NamedTuple
 
+from mindspeed_rl_plugin.config.flag import spelt
+
 # Flags that lay out pipeline stages in another way than `--schedules-method dualpipev`.
 _PLACING = (
     *("virtual_pipeline_model_parallel_size", "pipeline_model_parallel_layout", "num_layer_list"),
@@ -196,7 +198,7 @@ def folds(args: argparse.Namespace) -> bool:
     if given != "dualpipev":
         raise ValueError(f"--schedules-method {given}: its placement of layers is unknown; give dualpipev, or none")
     if beside := [name for name in _PLACING if getattr(args, name, None)]:
-        shown = " and ".join("--" + name.replace("_", "-") for name in beside)
+        shown = " and ".join(spelt(name) for name in beside)
         raise ValueError(f"--schedules-method dualpipev gives every chunk equally many layers; remove {shown}")
     if args.pipeline_model_parallel_size == 1:
         raise ValueError("--schedules-method dualpipev needs --pipeline-model-parallel-size of at least 2; remove one")

@@ -158,6 +158,7 @@ BAD = [
     ({"qk_layernorm": True}, "no model family has add_qkv_bias=True with qk_layernorm=True"),
     ({"apply_query_key_layer_scaling": True}, "--apply-query-key-layer-scaling"),
     ({"next_tockens": 64}, "--next-tockens 64"),
+    ({"output_layer_slice_num": 2}, "--output-layer-slice-num 2"),
     (MINDSPEED | {"pre_tockens": 32}, "--pre-tockens 32 ... --seq-length 64"),
     ({"shape_order": "TND"}, "--shape-order TND ... SBH"),
     ({"defer_embedding_wgrad_compute": True}, "--defer-embedding-wgrad-compute ... --rl-logprob-chunk-tokens 0"),

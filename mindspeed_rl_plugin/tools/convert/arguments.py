@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from mindspeed_rl_plugin.config.flag import spelt
 from mindspeed_rl_plugin.engine.hf_config import normalized
 from mindspeed_rl_plugin.reshard.layout import ModelShape, Parallel
 
@@ -79,7 +80,7 @@ def flags(args: argparse.Namespace) -> list[str]:
         # The experts' own tensor parallel size is the model's by default, so that 1 must be said.
         default = value == 1 and name.endswith("parallel_size") and name != "expert_tensor_parallel_size"
         if value and not default and name not in _NO_FLAG:
-            out.append("--" + _SPELT.get(name, name).replace("_", "-"))
+            out.append(spelt(_SPELT.get(name, name)))
             if isinstance(value, list):
                 out.append("[" + ",".join(map(str, value)) + "]")
             elif value is not True:

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
+from mindspeed_rl_plugin.config.flag import spelt
 from mindspeed_rl_plugin.reshard.layout import EngineParallel
 from mindspeed_rl_plugin.tools.layout_args import (
     check_engine,
@@ -99,11 +100,11 @@ def report(options: argparse.Namespace) -> list[str]:
 def _check_numbers(options: argparse.Namespace) -> None:
     for name in ("near", "far", "host", "device_gb"):
         if getattr(options, name) <= 0:
-            raise ValueError(f"--{name.replace('_', '-')} must be greater than 0, got {getattr(options, name)}")
+            raise ValueError(f"{spelt(name)} must be greater than 0, got {getattr(options, name)}")
     for name in ("node", "bucket_mb", "world", "vocab", "generate_world", "generate_first"):
         value, least = getattr(options, name), 0 if name == "generate_first" else 1
         if value is not None and value < least:
-            raise ValueError(f"--{name.replace('_', '-')} must be at least {least}, got {value}")
+            raise ValueError(f"{spelt(name)} must be at least {least}, got {value}")
 
 
 def _run(options: argparse.Namespace) -> Run:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from mindspeed_rl_plugin.algorithms import Algorithm, resolve
 from mindspeed_rl_plugin.config import RLConfig, add_flags, limit_problems
+from mindspeed_rl_plugin.config.flag import spelt
 from mindspeed_rl_plugin.config.upstream import RUN, UPSTREAM, refusals
 from mindspeed_rl_plugin.engine.hf_config import load_reference
 from mindspeed_rl_plugin.prompts.tokenizer import TOKENIZER_FLAGS
@@ -142,14 +143,14 @@ def _namespace(flags: Flags) -> argparse.Namespace:
         args.position_embedding_type = "rope"  # as Megatron does
     if isinstance(pattern := getattr(args, "moe_layer_freq", None), str):
         args.moe_layer_freq = _pattern(pattern)
-    for flag, value, size in ((_flag(name), getattr(args, name), name in _SIZES) for name in (*_SIZES, *numbers)):
+    for flag, value, size in ((spelt(name), getattr(args, name), name in _SIZES) for name in (*_SIZES, *numbers)):
         if value is True:
             raise ValueError(f"{flag} has no value; is a variable of the shell empty?")
         if not isinstance(value, int | None):
             raise ValueError(f"{flag} {value}: the plan needs a whole number")
         if size and value is not None and value < 1:
             raise ValueError(f"{flag} {value}: give at least 1")
-    missing = [_flag(n) for n in ("num_layers", "hidden_size", "num_attention_heads") if getattr(args, n) is None]
+    missing = [spelt(n) for n in ("num_layers", "hidden_size", "num_attention_heads") if getattr(args, n) is None]
     if missing:
         raise ValueError(f"the script gives no {', '.join(missing)}; is the model described in another file?")
     # Model chunks per rank, from either of Megatron's flags.
@@ -157,10 +158,6 @@ def _namespace(flags: Flags) -> argparse.Namespace:
     stage = args.num_layers // args.pipeline_model_parallel_size
     args.virtual_pipeline_model_parallel_size = chunks or (stage // each if each else None)
     return args
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
 
 
 def _typed(text: str) -> bool | int | float | str:
