@@ -51,7 +51,7 @@ def test_only_an_update_counts_tokens_of_experts(monkeypatch):
         return []
 
     monkeypatch.setattr(schedule.schedules, "get_forward_backward_func", lambda: forward)
-    monkeypatch.setattr(schedule, "is_last_stage", lambda: True)
+    monkeypatch.setattr(schedule, "ends_here", lambda model: True)
     settings = SimpleNamespace(seq_length=1, micro_batch_size=1)
     assert schedule.run_forward_only([layer], [], settings, collect=lambda *_: None) == [] and passes == [None]
     assert layer.local_tokens_per_expert.tolist() == [3, 5]

@@ -36,9 +36,9 @@ def by_boundaries(self, query, key, value, attention_mask, packed_seq_params=Non
     ends = packed_seq_params.cu_seqlens_q.tolist()
     assert packed_seq_params.max_seqlen_q == max(b - a for a, b in zip(ends, ends[1:], strict=False))
     BOUNDARIES.append((ends, len(query)))
-    scale, causal = query.shape[-1] ** -0.5, torch.ones(1)
+    given = {"scale": query.shape[-1] ** -0.5, "atten_mask": torch.ones(2048, 2048).triu(1).bool(), "sparse_mode": 2}
     lengths = {"actual_seq_qlen": ends, "actual_seq_kvlen": packed_seq_params.cu_seqlens_kv.tolist()}
-    return npu_fusion_attention(query, key, value, 0, "TND", atten_mask=causal, scale=scale, **lengths)[0]
+    return npu_fusion_attention(query, key, value, 0, "TND", **given, **lengths)[0]
 
 
 def step_of(job, rows, chosen, budget=None, packed=False, chunk=None):
