@@ -7,8 +7,8 @@ import datetime
 import torch
 import torch.distributed as dist
 
-# An agreement takes milliseconds where ranks are many, a step tens of them. Engines that are done take up to so many
-# dummy steps more.
+# An agreement is a round over all ranks of the group, for which each step would wait. Engines that are done take up to
+# so many dummy steps more.
 STEPS_BETWEEN = 16
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from mindspeed_rl_plugin.device import get_device
 from mindspeed_rl_plugin.forward.batching import TokenBudget, padded
+from mindspeed_rl_plugin.reshard.parallel import folds
 
 # fp32 logits of one chunk: on an accelerator as many as matrix products need to run at full speed, on a host what its
 # caches hold, but so many columns for every token that its matrix products are not the slower for it
@@ -168,8 +169,7 @@ def takes_boundaries(args: argparse.Namespace) -> bool:
 
 def _one_length(args: argparse.Namespace) -> bool:
     """Whether pipeline stages hand on micro-batches of one length: MindSpeed's dualpipev does in any case."""
-    folded = getattr(args, "schedules_method", None) == "dualpipev"
-    return args.pipeline_model_parallel_size > 1 and (folded or not args.variable_seq_lengths)
+    return args.pipeline_model_parallel_size > 1 and (folds(args) or not args.variable_seq_lengths)
 
 
 def _own_mask_has_one_shape(args: argparse.Namespace) -> bool:

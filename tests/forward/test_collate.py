@@ -79,6 +79,10 @@ def test_settings_follow_megatrons_arguments():
         megatron_args(pipeline_model_parallel_size=2, sequence_parallel=False), vocab_size=250, temperature=1.0
     )
     assert piped.fixed_length and piped.padded_length(3) == 64
+    stages = {"pipeline_model_parallel_size": 2, "sequence_parallel": False, "variable_seq_lengths": True}
+    for schedule, fixed in ((None, False), ("dualpipev", True)):
+        args = megatron_args(**stages, schedules_method=schedule)
+        assert make(args, vocab_size=250, temperature=1.0).fixed_length == fixed
     split = make(megatron_args(context_parallel_size=3, seq_length=60), vocab_size=250, temperature=1.0)
     assert split.padded_length(3) == 12 and split.padded_length(13) == 24, "two pieces per rank, in two parts each"
     assert not split.causal_mask, "attention over context parallel ranks is handed no mask"
