@@ -13,7 +13,7 @@ from mindspeed_rl_plugin.config.upstream import model_refusals
 from mindspeed_rl_plugin.reshard.families import FAMILIES, find_family
 from mindspeed_rl_plugin.reshard.family_rows import HEAD
 from mindspeed_rl_plugin.reshard.family_table import Family, LayerType, Part, Row
-from mindspeed_rl_plugin.reshard.parallel import noop_layers
+from mindspeed_rl_plugin.reshard.placement_flags import noop_layers
 
 # Sizes of latent attention, and their names in a config.json.
 LATENT_FIELDS = {

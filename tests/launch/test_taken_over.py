@@ -1,5 +1,6 @@
 """What RL takes over from a command line of pretraining: before and after, and under MindSpeed its patches."""
 
+import ast
 import json
 import os
 import subprocess
@@ -8,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from mindspeed_rl_plugin.config.flag import spelt
+from mindspeed_rl_plugin.config.verdicts import TAKEN_OVER
 from mindspeed_rl_plugin.launch import flag_checks, taken_over
 from mindspeed_rl_plugin.launch.taken_over import take_over
 
@@ -126,3 +129,21 @@ def test_mindspeed_patches_nothing_for_what_was_taken_over(order):
     patches, problems = json.loads(done.stdout.rpartition("RESULT ")[2])
     assert (patches > 0) == (order != "before")
     assert [line.partition(":")[0] for line in problems] == ["--reset-attention-mask"] * (order == "after")
+
+
+@pytest.mark.upstream
+def test_what_mindspeed_patches_by_is_known():
+    """Of what is taken over, no other flag stands where features of MindSpeed and MindSpeed-LLM choose patches."""
+    taken = {flag.partition("=")[0] for flags in TAKEN_OVER.values() for flag in flags.split()}
+    files = [
+        file
+        for name in ("MINDSPEED_PATH", "MINDSPEED_LLM_PATH")
+        for checkout in os.environ.get(name, "").split(os.pathsep)
+        for file in Path(checkout).glob("mindspeed*/features_manager/**/*.py")
+    ]
+    words = set()
+    for feature in (node for file in files for node in ast.walk(ast.parse(file.read_text()))):
+        if isinstance(feature, ast.FunctionDef) and feature.name in ("__init__", "register_patches", "is_need_apply"):
+            words |= {node.attr for node in ast.walk(feature) if isinstance(node, ast.Attribute)}
+            words |= {str(node.value) for node in ast.walk(feature) if isinstance(node, ast.Constant)}
+    assert taken & {spelt(word) for word in words} == {*taken_over._PATCHING}

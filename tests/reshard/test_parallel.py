@@ -7,7 +7,8 @@ from megatron.core.parallel_state import RankGenerator
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-from mindspeed_rl_plugin.reshard.parallel import Parallel, count_layers, listed_layers, noop_layers
+from mindspeed_rl_plugin.reshard.parallel import Parallel
+from mindspeed_rl_plugin.reshard.placement_flags import count_layers, listed_layers, noop_layers
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,8 @@ from mindspeed_rl_plugin.reshard.family_rows import HEAD
 from mindspeed_rl_plugin.reshard.family_table import EXPERTS, IMPLS
 from mindspeed_rl_plugin.reshard.layout import ModelShape, Parallel, canonical_tensors, megatron_layout, megatron_shapes
 from mindspeed_rl_plugin.reshard.live import SHOWN, differences, raise_if
-from mindspeed_rl_plugin.reshard.parallel import chunk_prefix, noop_layers
+from mindspeed_rl_plugin.reshard.parallel import chunk_prefix
+from mindspeed_rl_plugin.reshard.placement_flags import noop_layers
 from mindspeed_rl_plugin.tools.convert.arguments import flags, megatron_arguments
 from mindspeed_rl_plugin.tools.convert.checkpoint import FILE, rank_folders
 from mindspeed_rl_plugin.tools.convert.cli import DTYPES, make_parser, run
