@@ -48,6 +48,14 @@ def expert_config(args: Namespace, shape: ModelShape) -> dict[str, Any]:
 def routing_problems(args: Namespace, shape: ModelShape) -> Iterator[str]:
     """One line for each argument with which trainer and engine would send tokens to different experts."""
     yield from refusals(args, ROUTING)
+    yield from _balancing_problems(args)
+    yield from _router_problems(args, shape)
+    yield from _weight_problems(args, shape)
+    yield from _gate_problems(args, shape)
+    yield from _layer_problems(shape)
+
+
+def _balancing_problems(args: Namespace) -> Iterator[str]:
     score = getattr(args, "moe_router_score_function", None) or "softmax"
     for kind in _balancing(args):
         if kind not in _BALANCING:
@@ -55,18 +63,19 @@ def routing_problems(args: Namespace, shape: ModelShape) -> Iterator[str]:
             yield f"--moe-router-load-balancing-type {kind}: the engine takes the top k; give {known}"
         elif kind in _SOFTMAX_ONLY and score != "softmax":
             yield f"--moe-router-load-balancing-type {kind}: ignores --moe-router-score-function {score}; give softmax"
+
+
+def _router_problems(args: Namespace, shape: ModelShape) -> Iterator[str]:
+    """How experts are chosen."""
+    router, family, routing = shape.table.router, shape.family, _routing(args)
     if (getattr(args, "num_experts", 0) or 0) < (getattr(args, "moe_router_topk", None) or 1):
         yield f"--moe-router-topk {args.moe_router_topk}: there are {args.num_experts} experts; give fewer"
-    router, family, routing = shape.table.router, shape.family, _routing(args)
+    score = getattr(args, "moe_router_score_function", None) or "softmax"
     if score != router.score:
         yield f"--moe-router-score-function {score}: family {family} has {router.score}; give it"
     if bool(getattr(args, "moe_router_enable_expert_bias", False)) != router.bias:
         verb = "needs" if router.bias else "has no bias of the router; drop"
         yield f"family {family} {verb} --moe-router-enable-expert-bias"
-    if router.score == "sigmoid" and args.moe_router_topk == 1:
-        yield "--moe-router-topk 1: with one expert per token, trainer and engine weigh it differently; give more"
-    if not router.scaled and (scaling := routing["routed_scaling_factor"]) != 1.0:
-        yield f"--moe-router-topk-scaling-factor {scaling}: family {family} does not scale; leave it out"
     n, groups = routing["n_group"], routing["topk_group"]
     if router.grouped and n > 1 and args.moe_router_topk // groups != 2:
         yield (
@@ -75,25 +84,36 @@ def routing_problems(args: Namespace, shape: ModelShape) -> Iterator[str]:
         )
     if not router.grouped and n > 1:
         yield f"--moe-router-num-groups {n}: family {family} has no groups of experts; leave it out"
-    rope, scale = getattr(args, "rope_type", None), getattr(args, "rotary_scaling_factor", 1.0)
-    if shape.table.mla and rope == "rope" and scale != 1.0 and getattr(args, "mscale_all_dim", 0.0):
-        yield f"--rotary-scaling-factor {scale}: with --rope-type rope it scales attention only; leave it out"
+
+
+def _weight_problems(args: Namespace, shape: ModelShape) -> Iterator[str]:
+    """By what the outputs of a token's experts are multiplied; and, of latent attention, its scores."""
+    router, family, routing = shape.table.router, shape.family, _routing(args)
+    if router.score == "sigmoid" and args.moe_router_topk == 1:
+        yield "--moe-router-topk 1: with one expert per token, trainer and engine weigh it differently; give more"
+    if not router.scaled and (scaling := routing["routed_scaling_factor"]) != 1.0:
+        yield f"--moe-router-topk-scaling-factor {scaling}: family {family} does not scale; leave it out"
     for name, value in (shape.table.hf.fixed | shape.table.hf.code).items():
         if routing.get(name, value) != value:
             yield (
                 f"the weights of a token's experts would {'' if routing[name] else 'not '}add up to 1, those of family "
                 f"{family} do {'' if value else 'not'}: change --moe-router-pre-softmax or --norm-topk-prob"
             )
+    rope, scale = getattr(args, "rope_type", None), getattr(args, "rotary_scaling_factor", 1.0)
+    if shape.table.mla and rope == "rope" and scale != 1.0 and getattr(args, "mscale_all_dim", 0.0):
+        yield f"--rotary-scaling-factor {scale}: with --rope-type rope it scales attention only; leave it out"
+
+
+def _gate_problems(args: Namespace, shape: ModelShape) -> Iterator[str]:
+    """The gate of shared experts."""
+    family, needed = shape.family, shape.table.shared_gate
     gate = any(getattr(args, name, False) for name in ("moe_shared_expert_gate", "shared_expert_gate"))
-    if gate != shape.table.shared_gate:
-        yield f"family {family} {'needs' if shape.table.shared_gate else 'has no gate of shared experts; drop'} {_GATE}"
+    if gate != needed:
+        flag = "--moe-shared-expert-gate (MindSpeed-LLM: --shared-expert-gate)"
+        yield f"family {family} {'needs' if needed else 'has no gate of shared experts; drop'} {flag}"
     width = getattr(args, "shared_expert_gate_output_dimension", 1)
     if gate and width != 1:
         yield f"--shared-expert-gate-output-dimension {width}: family {family} has one number; give 1"
-    yield from _layer_problems(shape)
-
-
-_GATE = "--moe-shared-expert-gate (MindSpeed-LLM: --shared-expert-gate)"
 
 
 def _layer_problems(shape: ModelShape) -> Iterator[str]:
