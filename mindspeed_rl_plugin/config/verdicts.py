@@ -275,12 +275,12 @@ def rows() -> dict[str, tuple[str, str]]:
     """Flag or pattern -> verdict and reason. A flag counts before a pattern, and of patterns the first that fits."""
     tables = {"taken over": TAKEN_OVER | _ANSWERED, "supported": SUPPORTED, "refused": _CHECKED, "neutral": NEUTRAL}
     tables["untested"] = {"nothing shows it under RL": UNTESTED}
-    found: dict[str, tuple[str, str]] = {}
+    out: dict[str, tuple[str, str]] = {}
     for kind, table in tables.items():
         for reason, flags in table.items():
             for flag in flags.split():
-                found.setdefault(flag.partition("=")[0], (kind, reason))
-    return found
+                out.setdefault(flag.partition("=")[0], (kind, reason))
+    return out
 
 
 def verdict(flags: Sequence[str], attribute: str, group: str | None) -> tuple[str, str] | None:

@@ -32,7 +32,7 @@ from mindspeed_rl_plugin.launch import conversion, critic_files, disk, taken_ove
 from mindspeed_rl_plugin.launch.dist_files import DistFiles
 from mindspeed_rl_plugin.launch.endings import Refusal, lines_of
 from mindspeed_rl_plugin.launch.saved_args import other_layout, other_order, other_sizes
-from mindspeed_rl_plugin.launch.start_decision import LEFT_OUT, decide
+from mindspeed_rl_plugin.launch.start_decision import NOT_SAVED, decide
 from mindspeed_rl_plugin.loop import arithmetic
 from mindspeed_rl_plugin.monitor.run_files import check_dumps
 from mindspeed_rl_plugin.prompts.tokenizer import chosen_tokenizer, same_vocabulary, tokenizer_path
@@ -99,7 +99,7 @@ def warnings(args: Any) -> list[str]:
                 f"reward {spec.name!r} has another tokenizer than the policy: it gets prompts and responses as text, "
                 "and tokenizes them itself"
             )
-    for name, (_, then) in LEFT_OUT.items():
+    for name, (_, then) in NOT_SAVED.items():
         if getattr(args, name, None):
             flag = spelt(name)
             lines.append(f"{flag}: RL state, iteration and schedule resume from this run's checkpoints; {then}")

@@ -34,11 +34,11 @@ from mindspeed_rl_plugin.launch.read_inputs import read_inputs
 from mindspeed_rl_plugin.launch.reference_digest import CheckpointDigest
 from mindspeed_rl_plugin.launch.saved_args import check_rows
 from mindspeed_rl_plugin.launch.start_decision import (
-    LEFT_OUT,
+    NOT_SAVED,
     decide,
     describe,
-    left_out,
     load_arguments,
+    not_saved,
     weights_arguments,
 )
 from mindspeed_rl_plugin.launch.weights_fit import must_fit
@@ -83,7 +83,7 @@ def setup_model_and_optimizer(args: Any, original: Callable, positional: tuple, 
     digest = CheckpointDigest(start.reference_path) if start.kind == "pretrained" else None
     _launch = _Launch(start, loop, args, algorithm, digest)
     settled = lr_schedule.settled(state.get("schedule"), args) if state else {}
-    absent = left_out(state)
+    absent = not_saved(state)
     # A policy whose optimizer never stepped, for the critic warmed up alone, was saved without one.
     untrained = {"no_load_optim": True} if state is not None and not state["loop"].get(TRAINED, True) else {}
     values = load_arguments(start, args) | settled | absent | untrained
@@ -198,7 +198,7 @@ def _save_state(args: Any, iteration: int, save: Callable) -> dict[str, Any]:
     state = {
         "reference": {"path": _launch.start.reference_path, "digest": _launch.start.reference_digest},
         "schedule": lr_schedule.record(args),
-        "left_out": [name for name in LEFT_OUT if getattr(args, name, None)],
+        "not_saved": [name for name in NOT_SAVED if getattr(args, name, None)],
         "loop": _launch.loop.state_dict(),
     }
     if ranks.is_rank_0():
@@ -232,7 +232,7 @@ def _decide(args: Any, loop: Any, vocab: int) -> tuple[Start, dict[str, Any] | N
         return state
 
     state = ranks.on_rank_0(read)
-    say(describe(start, args, left_out(state)))
+    say(describe(start, args, not_saved(state)))
     loop.check_state(state["loop"], start.iteration)
     lr_schedule.check(state.get("schedule"), args, folder)
     if note := lr_schedule.remark(state.get("schedule"), args, start.iteration):

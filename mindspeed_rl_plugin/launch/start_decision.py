@@ -16,7 +16,7 @@ WEIGHTS_ONLY = {"finetune": True, "no_load_optim": True, "no_load_rng": True}
 WHOLE = {"finetune": False, "no_load_optim": False, "no_load_rng": False}
 # Flags that leave parts out of a checkpoint -> the argument without which Megatron would look for that part, and what a
 # resume does instead.
-LEFT_OUT = {
+NOT_SAVED = {
     "no_save_optim": ("no_load_optim", "Adam's moments start at zero, the main parameters at the saved weights"),
     "no_save_rng": ("no_load_rng", "Megatron's random generators start at --seed, which RL does not draw from"),
 }
@@ -45,13 +45,13 @@ def decide(args: Any) -> Start:
     return Start("pretrained", source, 0, files.iteration_dir(source, iteration), None)
 
 
-def left_out(state: Mapping[str, Any] | None) -> dict[str, bool]:
+def not_saved(state: Mapping[str, Any] | None) -> dict[str, bool]:
     """Arguments with which Megatron does not look for what was left out of the checkpoint of this RL state."""
-    return {LEFT_OUT[name][0]: True for name in (state or {}).get("left_out", ())}
+    return {NOT_SAVED[name][0]: True for name in (state or {}).get("not_saved", ())}
 
 
 def describe(start: Start, args: Any, absent: Collection[str] = ()) -> str:
-    """The one line that rank 0 prints. absent: of a resume, the arguments of `left_out`."""
+    """The one line that rank 0 prints. absent: of a resume, the arguments of `not_saved`."""
     if start.kind == "fresh":
         return "training starts from random weights: no --load was given"
     if start.kind == "pretrained":
@@ -67,7 +67,7 @@ def describe(start: Start, args: Any, absent: Collection[str] = ()) -> str:
     last = getattr(args, "train_iters", None)
     done = f"; all {last} iterations are done, raise --train-iters to go on" if last and start.iteration >= last else ""
     kept = "RL state included" if "no_load_optim" in absent else "optimizer and RL state included"
-    without = [f"; {spelt(name)} left a part out: {then}" for name, (load, then) in LEFT_OUT.items() if load in absent]
+    without = [f"; {spelt(name)} left a part out: {then}" for name, (load, then) in NOT_SAVED.items() if load in absent]
     return f"training resumes from {where}, {kept}{note}{''.join(without)}{done}"
 
 

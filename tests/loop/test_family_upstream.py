@@ -22,16 +22,18 @@ from family_models import published_model  # noqa: E402
 pytestmark = [pytest.mark.slow, pytest.mark.upstream, pytest.mark.timeout(900)]
 
 ROOT = Path(__file__).resolve().parents[2]
-CHECKOUTS, EXAMPLES = ("MINDSPEED_PATH", "MINDSPEED_LLM_PATH"), Path("examples", "mcore")
+CHECKOUTS = ("MINDSPEED_PATH", "MINDSPEED_LLM_PATH")
 AGREEMENT = 2e-5  # nats, fp32
 SCRIPTS = {
-    "deepseek2_lite/pretrain_deepseek2_lite_16b_ptd_8p.sh": "YaRN, no query compression",
-    "deepseek3/pretrain_deepseek3_671b_4k_A3_ptd.sh": "split up projections, a layer that does nothing, MTP",
-    "glm45-air/pretrain_glm45_air_106b_4k_A3_ptd.sh": "half of a head rotated, MTP",
-    "kimi2/pretrain_kimi2_18b_4k_8p_ptd.sh": "YaRN, a biased router",
-    "ling_v2/pretrain_ling_mini_16b_4k_ptd.sh": "stacked queries, keys and values, MTP",
-    "magistral/pretrain_magistral_small_24b_A3_ptd.sh": "heads of a size of their own",
-    "seed_oss/pretrain_seed_oss_36b_ptd_2k_A3.sh": "biases of queries, keys and values",
+    "examples/mcore/deepseek2_lite/pretrain_deepseek2_lite_16b_ptd_8p.sh": "YaRN, no query compression",
+    "examples/mcore/deepseek3/pretrain_deepseek3_671b_4k_A3_ptd.sh": "split projections, a layer without effect, MTP",
+    "examples/mcore/glm45-air/pretrain_glm45_air_106b_4k_A3_ptd.sh": "half of a head rotated, MTP",
+    "examples/mcore/kimi2/pretrain_kimi2_18b_4k_8p_ptd.sh": "YaRN, a biased router",
+    "examples/mcore/ling_v2/pretrain_ling_mini_16b_4k_ptd.sh": "stacked queries, keys and values, MTP",
+    "examples/mcore/magistral/pretrain_magistral_small_24b_A3_ptd.sh": "heads of a size of their own",
+    "examples/mcore/seed_oss/pretrain_seed_oss_36b_ptd_2k_A3.sh": "biases of queries, keys and values",
+    "tests/poc/mixtral_8x7b/pretrain_mixtral_8x7b_4k_256die_A3_ptd.sh": "experts without shared ones",
+    "tests/poc/qwen2_moe/pretrain_qwen2_57b_a14b_4k_64die_A3.sh": "a gate of shared experts",
 }
 OF_BF16 = """
     --bf16 --reuse-fp32-param --router-gating-in-fp32 --moe-grouped-gemm --moe-tp-extend-ep --moe-alltoall-overlap-comm
@@ -43,7 +45,7 @@ RL = "--rl-algorithm grpo --rl-prompt-data P --rl-reward math --rl-samples-per-p
 def checkouts(script: str) -> dict[str, str]:
     """The last pair of MindSpeed and MindSpeed-LLM that has the script."""
     mindspeed, llm = (os.environ.get(name, "").split(os.pathsep) for name in CHECKOUTS)
-    pairs = [pair for pair in zip(mindspeed, llm, strict=False) if (Path(pair[1]) / EXAMPLES / script).is_file()]
+    pairs = [pair for pair in zip(mindspeed, llm, strict=False) if Path(pair[1], script).is_file()]
     if not pairs:
         pytest.skip(f"no pair of {' and '.join(CHECKOUTS)} with {script}")
     return dict(zip(CHECKOUTS, pairs[-1], strict=True))
@@ -67,7 +69,7 @@ def rehearsed(script: Path, scratch: Path, env: dict[str, str]) -> Path:
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_a_script_trains_the_model_that_its_makers_publish(script, tmp_path, capsys):
     env = checkouts(script)
-    folder = rehearsed(Path(env[CHECKOUTS[1]]) / EXAMPLES / script, tmp_path, env)
+    folder = rehearsed(Path(env[CHECKOUTS[1]], script), tmp_path, env)
     back = tmp_path / "hf"
     assert to_hf.main(["--load", str(folder / "save"), "--out", str(back)]) == 0, capsys.readouterr()
     logps = published_model(back)

@@ -152,14 +152,16 @@ def test_fine_tuning_of_mindspeed_llm(job, arithmetic, tmp_path):
     assert "training resumes from" in result.log and "at iteration 2, optimizer and RL state included" in result.log
 
 
-# Where MindSpeed keeps main parameters and moments: ranks, flags in the place of --use-distributed-optimizer, and
-# more of them for the run that offloads.
-DISTRIBUTED = "--use-distributed-optimizer --bf16"
+# Where MindSpeed keeps main parameters and moments: ranks, flags in the place of --use-distributed-optimizer, more of
+# them for the run that offloads, and for both.
+DISTRIBUTED, PPO = "--use-distributed-optimizer --bf16", "--rl-algorithm ppo --rl-critic-lr 1e-3"
 OPTIMIZERS = {
-    "shared, one rank": (1, f"{DISTRIBUTED} --reuse-fp32-param", ""),
-    "shared, sharded": (2, f"{DISTRIBUTED} --reuse-fp32-param --overlap-grad-reduce --overlap-param-gather", ""),
-    "shared, whole": (2, "--bf16 --reuse-fp32-param", ""),
-    "on the host": (2, DISTRIBUTED, " --swap-optimizer --swap-optimizer-times 4"),
+    "shared, one rank": (1, f"{DISTRIBUTED} --reuse-fp32-param", "", ""),
+    "shared, sharded": (2, f"{DISTRIBUTED} --reuse-fp32-param --overlap-grad-reduce --overlap-param-gather", "", ""),
+    "shared, whole": (2, "--bf16 --reuse-fp32-param", "", ""),
+    "on the host": (2, DISTRIBUTED, " --swap-optimizer --swap-optimizer-times 4", ""),
+    "shared, and a critic": (2, f"{DISTRIBUTED} --reuse-fp32-param", "", PPO),
+    "on the host, and a critic": (2, DISTRIBUTED, " --swap-optimizer", PPO),
 }
 SAME = ("loss", "grad_norm", "entropy", "ratio/max", "kl/ref", "logp_diff/max", "weights/digest")
 
@@ -170,10 +172,10 @@ SAME = ("loss", "grad_norm", "entropy", "ratio/max", "kl/ref", "logp_diff/max", 
 def test_mindspeeds_layouts_of_the_optimizer(job, training_flags, tmp_path, layout):
     """Three iterations with everything offloaded, and a fourth after a resume, are bitwise those without an offload."""
     checkout = next(c for c in CHECKOUTS if core_version(c)[:2] == (0, 12))
-    ranks, optimizer, more = OPTIMIZERS[layout]
+    ranks, optimizer, more, both = OPTIMIZERS[layout]
     common = {"ranks": ranks, "path": [Path(MINDSPEED), checkout]}
     train = training_flags.replace("--use-distributed-optimizer", optimizer)
-    iterations = ("--train-iters", "4", "--mock-data", "--rl-verify-weights", "--lr", "3e-3")
+    iterations = ("--train-iters", "4", "--mock-data", "--rl-verify-weights", "--lr", "3e-3", *both.split())
     script = mindspeed_entry(tmp_path, checkout)
     expected = job(*iterations, "--rl-swap", "none", name="kept", script=script, train=train, **common).run(400)
     hostile = HOSTILE.format(folder=str(Path(__file__).resolve().parents[1] / "reshard"))
@@ -205,7 +207,7 @@ def test_gradients_of_a_model_with_mtp_layers_may_be_sent_early(job, dense_model
 @pytest.mark.parametrize("checkout", CHECKOUTS, ids=lambda p: p.name)
 def test_ppo_on_plain_megatron(job, checkout):
     """The critic is built by the script's own model provider; cut and resumed, it goes on where it was."""
-    ppo = ("--rl-algorithm", "ppo", "--rl-critic-lr", "1e-3", "--save-interval", "1", "--exit-interval", "2")
+    ppo = (*PPO.split(), "--save-interval", "1", "--exit-interval", "2")
     run = job(*LAYOUT, *ppo, script=checkout / "pretrain_gpt.py", path=[checkout])
     first = run.run(400)
     assert "the critic starts from the policy's weights, with a fresh value head" in first.log

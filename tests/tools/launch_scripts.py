@@ -132,7 +132,7 @@ def record(row: Row, table: Path) -> None:
 
 def render(rows: Sequence[Row]) -> str:
     """The rows as tables in Markdown, one for each platform and end."""
-    head = {"trained": ("beside these", "not shown", "stand-ins for"), "refused": ("refusal",)}
+    head = {"trained": ("also shown", "not shown", "stand-ins for"), "refused": ("refusal",)}
     text = ""
     for platform in dict.fromkeys(row.platform for row in rows):
         for ended, columns in head.items():
