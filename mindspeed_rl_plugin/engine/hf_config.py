@@ -15,7 +15,7 @@ from typing import Any
 from mindspeed_rl_plugin.engine.hf_moe import expert_config
 from mindspeed_rl_plugin.engine.hf_rope import YARN_TURNS, rope_scaling
 from mindspeed_rl_plugin.prompts.tokenizer import read_json
-from mindspeed_rl_plugin.reshard.families import FAMILIES
+from mindspeed_rl_plugin.reshard.families import FAMILIES, family_of
 from mindspeed_rl_plugin.reshard.family_table import Family
 from mindspeed_rl_plugin.reshard.shape import LATENT_FIELDS, ModelShape, rotated_share, same_names
 
@@ -54,7 +54,7 @@ def derive_config(args: Namespace, *, vocab_size: int, eos_token_ids: Sequence[i
     padded id. Raises ValueError naming the flag for a model that is not one of the families.
     """
     shape = ModelShape.from_megatron_args(args, vocab_size)
-    family, heads, hidden = shape.family, shape.heads, shape.hidden
+    heads, hidden = shape.heads, shape.hidden
     if not shape.table.hf.own_head_dim and shape.head_dim * heads != hidden:
         raise ValueError(
             f"--kv-channels {shape.head_dim}: vLLM's {shape.table.architecture} takes --hidden-size /"
@@ -62,7 +62,7 @@ def derive_config(args: Namespace, *, vocab_size: int, eos_token_ids: Sequence[i
         )
     config = {
         "architectures": [shape.table.architecture],
-        "model_type": family,
+        "model_type": shape.table.model_type or shape.family,
         "hidden_size": hidden,
         "intermediate_size": shape.ffn,
         "num_hidden_layers": shape.layers,
@@ -165,4 +165,4 @@ def write_config(config: Mapping[str, Any], directory: str | Path) -> None:
 
 def family_table(config: Mapping[str, Any]) -> Family:
     """The table of a config's family; an empty one where that is unknown."""
-    return FAMILIES.get(str(config.get("model_type", "")), Family("", ()))
+    return FAMILIES.get(family_of(config), Family("", ()))

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from mindspeed_rl_plugin.config.upstream import ROUTING, refusals
+from mindspeed_rl_plugin.reshard.families import GROUP_LIMITED
 from mindspeed_rl_plugin.reshard.shape import LATENT_FIELDS, ModelShape
 
 
@@ -48,21 +49,35 @@ def expert_config(args: Namespace, shape: ModelShape) -> dict[str, Any]:
 def routing_problems(args: Namespace, shape: ModelShape) -> Iterator[str]:
     """One line for each argument with which trainer and engine would send tokens to different experts."""
     yield from refusals(args, ROUTING)
-    yield from _balancing_problems(args)
+    yield from _balancing_problems(args, shape)
     yield from _router_problems(args, shape)
     yield from _weight_problems(args, shape)
     yield from _gate_problems(args, shape)
     yield from _layer_problems(shape)
 
 
-def _balancing_problems(args: Namespace) -> Iterator[str]:
+def _balancing_problems(args: Namespace, shape: ModelShape) -> Iterator[str]:
     score = getattr(args, "moe_router_score_function", None) or "softmax"
     for kind in _balancing(args):
-        if kind not in _BALANCING:
+        if kind == GROUP_LIMITED and shape.table.router.by_best:
+            yield from _group_limited_problems(args)
+        elif kind not in _BALANCING:
             known = ", ".join(_BALANCING)
             yield f"--moe-router-load-balancing-type {kind}: the engine takes the top k; give {known}"
         elif kind in _SOFTMAX_ONLY and score != "softmax":
             yield f"--moe-router-load-balancing-type {kind}: ignores --moe-router-score-function {score}; give softmax"
+
+
+def _group_limited_problems(args: Namespace) -> Iterator[str]:
+    """What MindSpeed-LLM's code for it cannot do. Source: group_limited_greedy_topKgating and moe_layer_forward."""
+    rows = getattr(args, "micro_batch_size", 1)
+    if rows != 1:
+        yield f"--micro-batch-size {rows}: --moe-router-load-balancing-type {GROUP_LIMITED} takes 1; give 1"
+    if not getattr(args, "moe_aux_loss_coeff", 0.0):
+        yield (
+            f"--moe-aux-loss-coeff 0: --moe-router-load-balancing-type {GROUP_LIMITED} divides by it; give one above 0,"
+            " 1e-9 where balance should not count"
+        )
 
 
 def _router_problems(args: Namespace, shape: ModelShape) -> Iterator[str]:
@@ -77,7 +92,7 @@ def _router_problems(args: Namespace, shape: ModelShape) -> Iterator[str]:
         verb = "needs" if router.bias else "has no bias of the router; drop"
         yield f"family {family} {verb} --moe-router-enable-expert-bias"
     n, groups = routing["n_group"], routing["topk_group"]
-    if router.grouped and n > 1 and args.moe_router_topk // groups != 2:
+    if router.grouped and not router.by_best and n > 1 and args.moe_router_topk // groups != 2:
         yield (
             f"--moe-router-group-topk {groups}: the engine ranks groups by their two best experts, Megatron by"
             f" {args.moe_router_topk} // {groups}; give half of --moe-router-topk"
@@ -164,6 +179,11 @@ def _routing(args: Namespace) -> dict[str, Any]:
         out["topk_group"] = 1
     if kinds == ["aux_loss"] and normalize:  # after the scaling, which goes
         out |= {"norm_topk_prob": True, "routed_scaling_factor": 1.0}
+    if kinds == [GROUP_LIMITED]:  # scaled where they do not add up to 1
+        summed = bool(normalize and args.moe_router_topk > 1)
+        groups = args.moe_router_num_groups or args.expert_model_parallel_size
+        out |= {"norm_topk_prob": summed, "n_group": groups, "topk_group": args.moe_router_group_topk}
+        out |= {"routed_scaling_factor": 1.0} if summed else {}
     if kinds == ["softmax_topk"]:
         out |= {"norm_topk_prob": normalize, "n_group": 1, "topk_group": 1}
     if kinds == ["pai_megatron_aux_loss"]:

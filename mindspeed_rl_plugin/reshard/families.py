@@ -11,9 +11,11 @@ Megatron's flags tell families apart:
     Llama, Mistral   none of these          Qwen2, Qwen2.5, Seed-OSS   --add-qkv-bias
     Qwen3            --qk-layernorm         Qwen2-MoE, GLM-4.5 Air     --add-qkv-bias --num-experts
     Mixtral          --num-experts          Qwen3-MoE, Ling            --qk-layernorm --num-experts
+    GLM-4.5 (355B)                          --add-qkv-bias --qk-layernorm --num-experts
     DeepSeek-V2, DeepSeek-V3, Kimi K2       --qk-layernorm --num-experts --multi-latent-attention
 
-and where these are alike, --moe-router-score-function, --rotary-percent (Ling) and --kv-channels (Seed-OSS).
+and where these are alike, --moe-router-score-function, --rotary-percent (Ling), --kv-channels (Seed-OSS) and
+--moe-router-load-balancing-type (DeepSeek-V2 with groups of experts).
 
 Sources: Megatron core 0.12.1, 0.16.1 and 0.19 (models/gpt/gpt_layer_specs.py, transformer/moe/experts.py,
 shared_experts.py, multi_latent_attention.py), MindSpeed-LLM 2.3.0 and 26.1.0 (tasks/models/spec), vLLM 0.32
@@ -23,7 +25,9 @@ deepseek_v2.py). vllm-ascend loads these models under the same names.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from mindspeed_rl_plugin.reshard.family_rows import (
     BAILING,
@@ -41,6 +45,7 @@ from mindspeed_rl_plugin.reshard.family_rows import (
 )
 from mindspeed_rl_plugin.reshard.family_table import Family, HfConfig, Router
 
+GROUP_LIMITED = "group_limited_greedy"  # how DeepSeek and MindSpeed-LLM call it where the best expert ranks a group
 _GROUPS = {"norm_topk_prob": True, "routed_scaling_factor": 1.0, "n_group": 1, "topk_group": 1}
 _BIASED_ROUTER = Router("sigmoid", bias=True, grouped=True, scaled=True)
 # What GLM, Ling and DeepSeek call alike.
@@ -171,9 +176,35 @@ FAMILIES = {
         ),
     ),
 }
+# Other models under the same `model_type`: GLM-4.5 (355B), and DeepSeek-V2 (236B) in the trainer that ranks groups so.
+FAMILIES["glm4_moe_355b"] = replace(
+    FAMILIES["glm4_moe"],
+    rows=FAMILIES["glm4_moe"].rows + QK_NORM,
+    qk_norm=True,
+    hf=replace(FAMILIES["glm4_moe"].hf, fixed={"use_qk_norm": True}),
+    model_type="glm4_moe",
+)
+FAMILIES["deepseek_v2_236b"] = replace(
+    FAMILIES["deepseek_v2"],
+    router=Router(grouped=True, by_best=True, scaled=True),
+    hf=replace(
+        FAMILIES["deepseek_v2"].hf,
+        fixed=FAMILIES["deepseek_v2"].hf.fixed | {"topk_method": GROUP_LIMITED},
+        written={},
+    ),
+    model_type="deepseek_v2",
+)
 # The same models in every number under names of their own.
 FAMILIES["mistral"] = replace(FAMILIES["llama"], hf=HfConfig(window=True), twin="llama")
 FAMILIES["kimi_k2"] = replace(FAMILIES["deepseek_v3"], twin="deepseek_v3")
+
+
+def family_of(config: Mapping[str, Any]) -> str:
+    """Family of a config.json: of those with its `model_type` the first with its fixed fields, as far as it has them;
+    "" for a type of no family."""
+    named = [n for n, f in FAMILIES.items() if (f.model_type or n) == config.get("model_type")]
+    fitting = [n for n in named if all(config.get(k, v) == v for k, v in FAMILIES[n].hf.fixed.items())]
+    return (fitting or named or [""])[0]
 
 
 def find_family(
@@ -185,18 +216,20 @@ def find_family(
     score: str = "softmax",
     partial: bool = False,
     own_head_dim: bool = False,
+    by_best: bool = False,
 ) -> str:
     """Name of the one family with these traits.
 
     score: of the router; partial: whether only a part of a head is rotated; own_head_dim: whether the head's size is
-    another than hidden size / heads. These decide between families that are else alike. Raises ValueError when no table
-    has them, or several have.
+    another than hidden size / heads; by_best: as in `Router`. These decide between families that are else alike. Raises
+    ValueError when no table has them, or several have.
     """
     wanted = (qkv_bias, qk_norm, experts, mla)
     alike = [n for n, f in FAMILIES.items() if (f.qkv_bias, f.qk_norm, f.experts, f.mla) == wanted and not f.twin]
     fitting = alike if len(alike) == 1 else [n for n in alike if FAMILIES[n].router.score == score]
     for trait, value in (("partial", partial), ("own_head_dim", own_head_dim)):
         fitting = [n for n in fitting if getattr(FAMILIES[n].hf, trait) == value] or fitting
+    fitting = [n for n in fitting if FAMILIES[n].router.by_best == by_best] or fitting
     if len(fitting) == 1:
         return fitting[0]
     if fitting:

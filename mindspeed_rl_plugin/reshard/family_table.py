@@ -93,12 +93,14 @@ class Router:
     """How a family sends tokens to experts, as far as families differ.
 
     score: "softmax" or "sigmoid" of the logits; bias: a bias for each expert, updated from its load, counts in the
-    choice; grouped: groups of experts are chosen first; scaled: a factor multiplies the weights of a token's experts.
+    choice; grouped: groups of experts are chosen first; by_best: these are ranked by their best expert, not by the sum
+    of their best two; scaled: a factor multiplies the weights of a token's experts.
     """
 
     score: str = "softmax"
     bias: bool = False
     grouped: bool = False
+    by_best: bool = False
     scaled: bool = False
 
 
@@ -137,7 +139,7 @@ class HfConfig:
 
 @dataclass(frozen=True)
 class Family:
-    """A model family; its key in `families.FAMILIES` is the config's `model_type`.
+    """A model family; its key in `families.FAMILIES` is the config's `model_type`, where this field is empty.
 
     architecture: what a Hugging Face config calls it; qkv_bias, qk_norm, experts, mla: what its rows hold, by which
     Megatron's flags tell families apart, and the router's score where these do not; hf: its config.json.
@@ -153,6 +155,7 @@ class Family:
     router: Router = Router()
     hf: HfConfig = HfConfig()
     twin: str = ""
+    model_type: str = ""
 
     @property
     def embedding(self) -> str:

@@ -10,7 +10,7 @@ from math import prod
 from typing import Any
 
 from mindspeed_rl_plugin.config.upstream import model_refusals
-from mindspeed_rl_plugin.reshard.families import FAMILIES, find_family
+from mindspeed_rl_plugin.reshard.families import FAMILIES, GROUP_LIMITED, family_of, find_family
 from mindspeed_rl_plugin.reshard.family_rows import HEAD
 from mindspeed_rl_plugin.reshard.family_table import Family, LayerType, Part, Row
 from mindspeed_rl_plugin.reshard.placement_flags import noop_layers
@@ -175,6 +175,7 @@ class ModelShape:
             score=getattr(args, "moe_router_score_function", None) or "softmax",
             partial=(share := rotated_share(args)) != 1.0,
             own_head_dim=head_dim * heads != hidden,
+            by_best=GROUP_LIMITED in (getattr(args, "moe_router_load_balancing_type", None) or ()),
         )
         if share != 1.0 and not FAMILIES[family].hf.partial:
             raise ValueError(f"--rotary-percent {share}: family {family} rotates the whole head; leave it out")
@@ -199,9 +200,10 @@ class ModelShape:
 
         padded_vocab: rows of Megatron's embedding (None: unpadded). Raises ValueError for a model of no family.
         """
-        family = config.get("model_type")
-        if family not in FAMILIES:
-            raise ValueError(f"model_type {family!r} is of no known family; known: {', '.join(FAMILIES)}")
+        family = family_of(config)
+        if not family:
+            known = ", ".join(dict.fromkeys(f.model_type or name for name, f in FAMILIES.items()))
+            raise ValueError(f"model_type {config.get('model_type')!r} is of no known family; known: {known}")
         table = FAMILIES[family]
         config, hf = same_names(table, config), table.hf
         heads, hidden, more = config["num_attention_heads"], config["hidden_size"], {}

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_rl_plugin.prompts.tokenizer import read_json
-from mindspeed_rl_plugin.reshard.families import FAMILIES
+from mindspeed_rl_plugin.reshard.families import family_of
 from mindspeed_rl_plugin.reshard.layout import EngineParallel, ModelShape, Parallel, engine_layout, megatron_layout
 from mindspeed_rl_plugin.tools.plan.known_models import MODELS
 
@@ -138,7 +138,7 @@ def shape_of(config: Mapping[str, Any], multiple: int, flag: str) -> ModelShape:
 
     Raises ValueError naming a field that is missing, or a size that is none.
     """
-    for name in _SIZES if config.get("model_type") in FAMILIES else ():
+    for name in _SIZES if family_of(config) else ():
         if name not in config:
             raise ValueError(f"{flag}: config.json has no {name}; is it that of a plain language model?")
         if not isinstance(config[name], int) or config[name] < 1:

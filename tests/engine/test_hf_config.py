@@ -90,6 +90,15 @@ LITE = DEEPSEEK | {
     "moe_router_num_groups": None,
     "moe_router_group_topk": None,
 }
+# As MindSpeed-LLM chooses groups of experts: by their best one.
+GROUPS = {
+    "q_lora_rank": 24,
+    "moe_router_load_balancing_type": "group_limited_greedy",
+    "moe_router_num_groups": 4,
+    "moe_router_group_topk": 1,
+    "moe_aux_loss_coeff": 0.003,
+    "micro_batch_size": 1,
+}
 GLM = {name: value for name, value in DEEPSEEK.items() if name in MOE or "router" in name or "shared" in name}
 GLM |= {"add_qkv_bias": True, "qk_layernorm": False, "kv_channels": 64, "rotary_percent": 0.5, "rotary_base": 1000000}
 MIXTRAL = MOE | {"qk_layernorm": False, "moe_ffn_hidden_size": None, "moe_layer_freq": 1}
@@ -127,11 +136,13 @@ FAMILIES = {
     "mixtral": MIXTRAL,
     "qwen2_moe": QWEN2_MOE,
     "glm4_moe": GLM,
+    "glm4_moe-355b": GLM | {"qk_layernorm": True},
     "mha": {"group_query_attention": False, "num_query_groups": 1},
 }
 LATENT = {
     "deepseek_v2": LITE | {"q_lora_rank": 24},
     "deepseek_v2-lite": LITE,
+    "deepseek_v2-236b": LITE | GROUPS,
     "deepseek_v3": DEEPSEEK,
     "deepseek_v3-yarn": DEEPSEEK | YARN,
     "deepseek_v3-mindspeed-yarn": DEEPSEEK | MINDSPEED_YARN,
@@ -299,7 +310,7 @@ def test_weights_of_experts_add_up_as_in_the_trainer(changes, expected) -> None:
         ({"swiglu": False}, "without --swiglu"),
         ({"position_embedding_type": "learned_absolute"}, "give --position-embedding-type rope"),
         ({"add_bias_linear": True}, "without --disable-bias-linear"),
-        ({**MOE, "add_qkv_bias": True}, "no model family has .*, experts; known families"),
+        ({**DEEPSEEK, "add_qkv_bias": True}, "no model family has .*, experts, multi-latent attention; known families"),
         ({**MOE, "moe_expert_capacity_factor": 1.0}, "--moe-expert-capacity-factor 1.0"),
         ({**MOE, "moe_router_load_balancing_type": ["aux_loss", "sinkhorn"]}, "-load-balancing-type sinkhorn"),
         (

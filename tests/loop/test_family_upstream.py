@@ -33,10 +33,12 @@ SCRIPTS = {
     "examples/mcore/magistral/pretrain_magistral_small_24b_A3_ptd.sh": "heads of a size of their own",
     "examples/mcore/seed_oss/pretrain_seed_oss_36b_ptd_2k_A3.sh": "biases of queries, keys and values",
     "tests/poc/mixtral_8x7b/pretrain_mixtral_8x7b_4k_256die_A3_ptd.sh": "experts without shared ones",
+    "tests/pipeline/legacy/deepseek2/deepseek_v2_mcore_tp1_pp1_ep8.sh": "groups of experts, ranked by their best one",
     "tests/poc/qwen2_moe/pretrain_qwen2_57b_a14b_4k_64die_A3.sh": "a gate of shared experts",
 }
 OF_BF16 = """
     --bf16 --reuse-fp32-param --router-gating-in-fp32 --moe-grouped-gemm --moe-tp-extend-ep --moe-alltoall-overlap-comm
+    --gemm-gradient-accumulation-fusion
 """
 NOTHING_LEARNED = "--lr 0 --min-lr 0 --moe-router-bias-update-rate 0"
 RL = "--rl-algorithm grpo --rl-prompt-data P --rl-reward math --rl-samples-per-prompt 8 --rl-max-prompt-length 512"

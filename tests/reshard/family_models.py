@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -36,6 +37,9 @@ FAMILIES = {
     "glm4_moe": EXPERTS
     | NAMED_AS_DEEPSEEK
     | dict(head_dim=64, attention_bias=True, partial_rotary_factor=0.5, routed_scaling_factor=1.5),
+    "glm4_moe_355b": EXPERTS
+    | NAMED_AS_DEEPSEEK
+    | dict(head_dim=64, attention_bias=True, use_qk_norm=True, partial_rotary_factor=0.5, routed_scaling_factor=2.5),
     "bailing_moe": EXPERTS
     | dict(head_dim=64, num_experts=4, num_shared_experts=1, first_k_dense_replace=1, n_group=2, topk_group=1)
     | dict(partial_rotary_factor=0.5, routed_scaling_factor=2.5, norm_topk_prob=True, score_function="sigmoid")
@@ -51,7 +55,8 @@ FAMILIES = {
 
 def random_model(family, folder, vocab):
     """A model as its makers would publish it; returns what gives log-probs `[L, V]` of tokens `[L]`."""
-    config, family = dict(vocab_size=vocab, **SIZES | FAMILIES[family]), family.removesuffix("-lite")
+    config = dict(vocab_size=vocab, **SIZES | FAMILIES[family])
+    family = re.sub("(-lite|_355b)$", "", family)
     if family == "bailing_moe":
         return random_ling(config, folder)
     from transformers import AutoConfig, AutoModelForCausalLM

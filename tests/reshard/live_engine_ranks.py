@@ -37,8 +37,10 @@ CONFIGS = {
     | dict(rms_norm_eps=1e-5, rope_theta=10000.0)
     | FAMILIES["bailing_moe"].hf.fixed
     | FAMILIES["bailing_moe"].hf.written,
+    "glm4_moe_355b": GROUPED | AS_DEEPSEEK | dict(attention_bias=True, use_qk_norm=True),
     "seed_oss": GROUPED | dict(attention_bias=True),
     "deepseek_v2": AS_DEEPSEEK | LATENT | dict(q_lora_rank=None, topk_method="greedy"),
+    "deepseek_v2_236b": AS_DEEPSEEK | LATENT | dict(q_lora_rank=12, topk_method="group_limited_greedy"),
     "deepseek_v3": AS_DEEPSEEK | LATENT | dict(q_lora_rank=12, topk_method="noaux_tc", scoring_func="sigmoid"),
 }
 
@@ -48,8 +50,9 @@ def main(scratch: Path) -> None:
     rank, tp, started, count = dist.get_rank(), dist.get_world_size(), False, 0
     for family, sizes in CONFIGS.items():
         where = scratch / f"{family}-{rank}"
-        know_config(family)
-        AutoConfig.for_model(family, **SIZES, **EXPERTS, **sizes).save_pretrained(where)
+        kind = FAMILIES[family].model_type or family
+        know_config(kind)
+        AutoConfig.for_model(kind, **SIZES, **EXPERTS, **sizes).save_pretrained(where)
         config = json.loads((where / "config.json").read_text())
         shape = ModelShape.from_hf_config(config)
         config = for_engine(config | {"architectures": [shape.table.architecture]})

@@ -9,8 +9,9 @@ from mindspeed_rl_plugin.reshard.parallel import EngineParallel
 
 LAYER = "model.layers.{}."
 E_BIAS = "mlp.gate.e_score_correction_bias"
-LATENT = ("deepseek_v2", "deepseek_v3", "kimi_k2")
-QKV_BIAS = ("qwen2", "seed_oss", "qwen2_moe", "glm4_moe")
+LATENT = ("deepseek_v2", "deepseek_v2_236b", "deepseek_v3", "kimi_k2")
+QKV_BIAS = ("qwen2", "seed_oss", "qwen2_moe", "glm4_moe", "glm4_moe_355b")
+QK_NORM = ("qwen3", "qwen3_moe", "bailing_moe", "glm4_moe_355b")
 # Names of single families -> those that the functions below know.
 _ALIKE = {
     "bailing_moe": {
@@ -79,7 +80,7 @@ def _grouped_sizes(s) -> dict[str, tuple[int, ...]]:
         out[f"self_attn.{x}_proj.weight"] = (heads * s.head_dim, s.hidden)
         if s.family in QKV_BIAS:
             out[f"self_attn.{x}_proj.bias"] = (heads * s.head_dim,)
-    if s.family.startswith("qwen3") or s.family == "bailing_moe":
+    if s.family in QK_NORM:
         out |= {f"self_attn.{x}_norm.weight": (s.head_dim,) for x in "qk"}
     return out
 
@@ -89,7 +90,7 @@ def _mlp_sizes(s, layer: int) -> dict[str, tuple[int, ...]]:
     if s.experts and layer not in s.dense_layers:
         widths = {f"mlp.experts.{e}.": s.expert_ffn for e in range(s.experts)}
         out["mlp.gate.weight"] = (s.experts, s.hidden)
-        if s.family in ("deepseek_v3", "kimi_k2", "glm4_moe", "bailing_moe"):
+        if s.family in ("deepseek_v3", "kimi_k2", "glm4_moe", "glm4_moe_355b", "bailing_moe"):
             out[E_BIAS] = (s.experts,)
         if s.family == "qwen2_moe":
             out["mlp.shared_expert_gate.weight"] = (1, s.hidden)

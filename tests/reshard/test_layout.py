@@ -82,6 +82,7 @@ def test_families_have_traits_of_their_own(monkeypatch):
     for name, family in FAMILIES.items():
         traits = dict(qkv_bias=family.qkv_bias, qk_norm=family.qk_norm, experts=family.experts, mla=family.mla)
         finer = dict(score=family.router.score, partial=family.hf.partial, own_head_dim=family.hf.own_head_dim)
+        finer |= dict(by_best=family.router.by_best)
         assert find_family(**traits, **finer) == (family.twin or name)
     monkeypatch.setitem(FAMILIES, "other", FAMILIES["llama"])
     with pytest.raises(ValueError, match="llama, other .* add_qkv_bias=False"):

@@ -12,6 +12,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 
+from mindspeed_rl_plugin.reshard.families import FAMILIES
 from mindspeed_rl_plugin.reshard.layout import ModelShape, canonical_tensors
 from mindspeed_rl_plugin.tools.convert import to_hf, to_megatron
 from mindspeed_rl_plugin.tools.convert.checkpoint import FILE
@@ -33,6 +34,9 @@ CONFIGS = {
     "glm4_moe": DENSE
     | MOE
     | dict(n_routed_experts=4, n_shared_experts=1, first_k_dense_replace=1, attention_bias=True),
+    "glm4_moe_355b": DENSE
+    | MOE
+    | dict(n_routed_experts=4, n_shared_experts=1, first_k_dense_replace=1, attention_bias=True, use_qk_norm=True),
     "bailing_moe": DENSE
     | MOE
     | dict(num_experts=4, num_shared_experts=1, first_k_dense_replace=1, partial_rotary_factor=0.5),
@@ -40,6 +44,11 @@ CONFIGS = {
     | MOE
     | dict(n_routed_experts=4, n_shared_experts=2, first_k_dense_replace=1, q_lora_rank=None, kv_lora_rank=10)
     | dict(qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=8),
+    "deepseek_v2_236b": SIZES
+    | MOE
+    | dict(n_routed_experts=4, n_shared_experts=2, first_k_dense_replace=1, q_lora_rank=12, kv_lora_rank=10)
+    | dict(qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=8, topk_method="group_limited_greedy")
+    | dict(n_group=2, topk_group=1, routed_scaling_factor=16.0),
     "deepseek_v3": SIZES
     | MOE
     | dict(n_routed_experts=4, n_shared_experts=2, first_k_dense_replace=1, q_lora_rank=12, kv_lora_rank=10)
@@ -59,8 +68,9 @@ class Convert:
     def make(self, family: str, dtype=torch.bfloat16, **changes) -> dict[str, torch.Tensor]:
         """A random model of a family in two files; returns its tensors."""
         self.hf.mkdir(exist_ok=True)
-        self.config(model_type=family, **CONFIGS[family] | changes)
-        tensors = canonical_tensors(ModelShape.from_hf_config({"model_type": family, **CONFIGS[family], **changes}))
+        config = {"model_type": FAMILIES[family].model_type or family} | CONFIGS[family] | changes
+        self.config(**config)
+        tensors = canonical_tensors(ModelShape.from_hf_config(config))
         weights = {n: torch.randn(t.shape).to(torch.float32 if t.wide else dtype) for n, t in tensors.items()}
         for i in range(2):
             names = sorted(weights)[i::2]

@@ -41,11 +41,13 @@ def same(tensors, weights):
         ("kimi_k2", "tp2,ep2,etp1", ["--impl", "mindspeed_split"]),
         ("deepseek_v2", "tp2,ep2,etp1", []),
         ("deepseek_v2", "tp1,ep2", ["--impl", "mindspeed", "--experts", "grouped"]),
+        ("deepseek_v2_236b", "tp2,ep2,etp1", ["--impl", "mindspeed"]),
         ("mistral", "tp2,pp3", []),
         ("seed_oss", "tp2", ["--impl", "mindspeed"]),
         ("mixtral", "tp2,ep2", ["--experts", "te_grouped", "--impl", "te"]),
         ("qwen2_moe", "tp2,ep2,etp1", ["--experts", "grouped"]),
         ("glm4_moe", "tp2,pp3,ep2,etp2", ["--impl", "mindspeed"]),
+        ("glm4_moe_355b", "tp2,ep2,etp1", ["--impl", "mindspeed"]),
         ("bailing_moe", "tp4,ep4,etp1", ["--impl", "mindspeed", "--experts", "grouped"]),
     ],
 )

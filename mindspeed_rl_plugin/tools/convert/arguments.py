@@ -8,6 +8,7 @@ from typing import Any
 
 from mindspeed_rl_plugin.config.flag import spelt
 from mindspeed_rl_plugin.engine.hf_config import normalized
+from mindspeed_rl_plugin.reshard.families import GROUP_LIMITED
 from mindspeed_rl_plugin.reshard.layout import ModelShape, Parallel
 
 # What a run has without a flag, or from others; and attributes whose flag is spelt otherwise.
@@ -112,6 +113,8 @@ def _experts(shape: ModelShape, config: Mapping[str, Any], noop: Collection[int]
         out["moe_router_enable_expert_bias"] = True
     if router.scaled:
         out["moe_router_topk_scaling_factor"] = config["routed_scaling_factor"]
+    if router.by_best:
+        out["moe_router_load_balancing_type"] = GROUP_LIMITED
     if router.grouped and config["n_group"] > 1:
         out |= dict(moe_router_num_groups=config["n_group"], moe_router_group_topk=config["topk_group"])
     return out
