@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+import shlex
+import sys
+from pathlib import Path
+
 import pytest
 
 from mindspeed_rl_plugin.launch.checkpoint_files import TRACKER
+from mindspeed_rl_plugin.prompts.tokenizer import vocabulary
+from mindspeed_rl_plugin.tools.convert import to_megatron
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "reshard"))
+from family_models import HOST, random_model  # noqa: E402
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 STEPS = ("--ckpt-format", "torch_dist", "--train-iters", "4", "--rl-rollout-prompts", "8")
@@ -59,6 +68,24 @@ def check_resumes(job, *split: str, at: tuple[int, ...], more: tuple[str, ...] =
 )
 def test_a_resume_is_the_uninterrupted_run(job, request, split, model, change):
     check_resumes(job, *split, at=(3,), model=request.getfixturevalue(model).replace(*change))
+
+
+def test_a_run_starts_from_what_import_wrote(job, arithmetic, tmp_path, capsys):
+    """`import` writes `--ckpt-format torch`; the run saves torch_dist, and its resume still loads the reference."""
+    hf, imported = tmp_path / "hf", tmp_path / "imported"
+    random_model("mistral", hf, 1 + max(vocabulary(arithmetic / "tokenizer").values()))
+    assert to_megatron.main(["--load", str(hf), "--out", str(imported), "--train", "tp2"]) == 0, capsys.readouterr()
+    model = " ".join(shlex.split(f"{HOST} {capsys.readouterr().out.splitlines()[-1]}"))
+    given = ("--load", str(imported), "--rl-hf-model", str(hf), "--rl-tokenizer", str(arithmetic / "tokenizer"))
+    run = job(*STEPS, *given, "--rl-kl-loss-coef", "0.05", "--save-interval", "2", model=model)
+    whole = run.run(600)
+    assert f"training starts from the weights of {imported}" in whole.log
+    assert whole.metrics[0]["kl/ref"] < 1e-8 < whole.metrics[-1]["kl/ref"]
+    assert (run.save / "iter_0000002" / "metadata.json").is_file()
+    (run.save / TRACKER).write_text("2")
+    resumed = run.run(600)
+    assert "at iteration 2, optimizer and RL state included" in resumed.log
+    assert differing(resumed, numbers(whole)) == []
 
 
 def test_a_critic_too_is_saved_resumed_and_loaded(job):
