@@ -1,4 +1,10 @@
-"""The model's own forward on a micro-batch: a mask, none, or the boundaries of packed rows."""
+"""The model's own forward on a micro-batch: a mask, none, or the boundaries of packed rows.
+
+MindSpeed's ulysses (core/context_parallel/dot_product_attention.py, v2.3.0 and 26.1.0) takes boundaries where its ranks
+hold whole rows, but Megatron's layers around it would cut rotary embeddings by them as a ring does, and drop the
+dimension by which ulysses counts heads. So there the boundaries go through the layers in the place of the mask, which
+layers that run again in the backward pass are handed too, and a hook gives them to the attention.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +23,30 @@ from mindspeed_rl_plugin.reshard.storages import unwrap
 
 def call_model(model: torch.nn.Module, batch: MicroBatch) -> Tensor:
     """What one model chunk gives for a micro-batch: `[mb, S, V/tp]` logits of a language model, or hidden states."""
+    mask = batch.attention_mask
+    if batch.bounded and batch.ranks == 1:
+        apart = packed_seq_params(batch.boundaries, batch.tokens.device)
+        return model(batch.tokens, batch.position_ids, None, packed_seq_params=apart)
     if batch.bounded:
-        return model(batch.tokens, batch.position_ids, None, packed_seq_params=packed_seq_params(batch))
+        _take_boundaries(model)
+        mask = torch.tensor(batch.boundaries)
     with own_positions(model, batch):
-        return model(batch.tokens, batch.position_ids, batch.attention_mask)
+        return model(batch.tokens, batch.position_ids, mask)
+
+
+def _take_boundaries(model: torch.nn.Module) -> None:
+    """Let the attention of MindSpeed's ulysses read boundaries of packed rows in the place of a mask."""
+    for module in model.modules():
+        if hasattr(module, "ulysses_comm_para") and _mask_to_boundaries not in module._forward_pre_hooks.values():
+            module.register_forward_pre_hook(_mask_to_boundaries, with_kwargs=True)
+
+
+def _mask_to_boundaries(attention: torch.nn.Module, given: tuple, named: dict[str, Any]) -> tuple[tuple, dict] | None:
+    """What the attention is called with: query `[S, 1, heads, head_dim]`, key, value, mask, and further ones."""
+    query, key, value, mask, *more = given
+    if mask is None or mask.dim() != 1:
+        return None
+    return (query, key, value, None, *more), {**named, "packed_seq_params": packed_seq_params(mask.tolist(), "cpu")}
 
 
 def own_positions(model: torch.nn.Module, batch: MicroBatch) -> contextlib.AbstractContextManager[None]:
@@ -34,9 +60,10 @@ def own_positions(model: torch.nn.Module, batch: MicroBatch) -> contextlib.Abstr
     if batch.segments is None or rotary is None:
         return contextlib.nullcontext()
     forward = rotary.forward
+    whole = {"packed_seq": True} if batch.ranks > 1 else {}  # embeddings of all positions, not cut among ranks
 
     def restarted(*positional: Any, **named: Any) -> Any:
-        embeddings = forward(*positional, **named)
+        embeddings = forward(*positional, **named | whole)
         if isinstance(embeddings, tuple):  # YaRN's factor beside it
             return embeddings[0][batch.position_ids[0]], *embeddings[1:]
         return embeddings[batch.position_ids[0]]
@@ -44,16 +71,15 @@ def own_positions(model: torch.nn.Module, batch: MicroBatch) -> contextlib.Abstr
     return swapped(vars(rotary), forward=restarted)
 
 
-def packed_seq_params(batch: MicroBatch) -> PackedSeqParams:
+def packed_seq_params(boundaries: list[int], device: torch.device | str) -> PackedSeqParams:
     """Boundaries of the packed rows as Megatron's attention wants them (core 0.12.1 to 0.19 alike).
 
     Padding is a row of its own, so every position of the micro-batch is in one, and there is none between rows: the
     boundaries in memory are those of the tokens. MindSpeed hands them to the NPU's kernel with the 0 in front, where
     they read as one more row, of no token.
     """
-    boundaries = batch.boundaries
     longest = max(end - start for start, end in pairwise(boundaries))
-    each = torch.tensor(boundaries, dtype=torch.int32, device=batch.tokens.device)
+    each = torch.tensor(boundaries, dtype=torch.int32, device=device)
     return PackedSeqParams(
         qkv_format="thd", cu_seqlens_q=each, cu_seqlens_kv=each, max_seqlen_q=longest, max_seqlen_kv=longest
     )

@@ -27,7 +27,8 @@ class MicroBatch:
     the predicted token is trained; lengths: `[mb]` int64, tokens of each row, on the host; columns: further
     per-token columns `[mb, S]`, shifted like `labels`, 0 on padding; segments: where packed `[1, S]` int64, row that
     each position belongs to, and `len(lengths)` on padding; None where every row has one of its own; bounded: the
-    model is handed the boundaries of packed rows in the place of a mask.
+    model is handed the boundaries of packed rows in the place of a mask; ranks: over how many the positions are split,
+    whose S together make the whole one.
 
     Rows are padded on the right, so a causal mask alone keeps real tokens from seeing padding.
     """
@@ -42,6 +43,7 @@ class MicroBatch:
     columns: Mapping[str, Tensor]
     segments: Tensor | None = None
     bounded: bool = False
+    ranks: int = 1
 
     @property
     def sequence(self) -> Tensor:
@@ -60,9 +62,9 @@ class MicroBatch:
 
     @property
     def boundaries(self) -> list[int]:
-        """Where packed rows begin and end: `[0, L_1, L_1 + L_2, ..., S]`, padding as a row of its own."""
-        ends = [0, *self.lengths.cumsum(0).tolist()]
-        return ends if ends[-1] == self.tokens.shape[1] else [*ends, self.tokens.shape[1]]
+        """Where packed rows begin and end: `[0, L_1, L_1 + L_2, ..., S x ranks]`, padding as a row of its own."""
+        ends, total = [0, *self.lengths.cumsum(0).tolist()], self.tokens.shape[1] * self.ranks
+        return ends if ends[-1] == total else [*ends, total]
 
     def to(self, device: torch.device | str) -> MicroBatch:
         """The same micro-batch on a device; `lengths` stay on the host."""

@@ -43,10 +43,12 @@ def of_this_rank(batch: MicroBatch) -> MicroBatch:
     at = positions(batch.tokens.shape[1], batch.tokens.device)
     if at is None:
         return batch
-    assert batch.segments is None and not batch.explicit_mask, "packed rows and masks are not split"
-    names = ("tokens", "labels", "position_ids", "mask")
+    assert batch.bounded or (batch.segments is None and not batch.explicit_mask), "masks are not split"
+    names = ("tokens", "labels", "position_ids", "mask", *(["segments"] if batch.bounded else []))
     columns = {name: column.index_select(1, at) for name, column in batch.columns.items()}
-    return dataclasses.replace(batch, columns=columns, **{n: getattr(batch, n).index_select(1, at) for n in names})
+    ranks = parallel_state.get_context_parallel_world_size()
+    parts = {name: getattr(batch, name).index_select(1, at) for name in names}
+    return dataclasses.replace(batch, columns=columns, ranks=ranks, **parts)
 
 
 def of_all_ranks(values: Tensor, batch: MicroBatch) -> Tensor:

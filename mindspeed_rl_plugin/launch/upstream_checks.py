@@ -69,9 +69,14 @@ def context_parallel(args: Any, config: RLConfig) -> Iterator[str]:
             f"--seq-length {args.seq_length} is not a multiple of {multiple}, which {given} needs (2 pieces per rank, "
             "each split over --tensor-model-parallel-size under --sequence-parallel); change it"
         )
-    if config.forward.pack_sequences:
-        yield f"--rl-pack-sequences: {given} splits no packed rows; remove one of them"
     algorithm = getattr(args, "context_parallel_algo", None)
+    implementation = getattr(args, "transformer_impl", "local")
+    if config.forward.pack_sequences and (algorithm, implementation) != ("ulysses_cp_algo", "local"):
+        yield (
+            f"--rl-pack-sequences with {given}: a ring would cut each packed row in {2 * size} equal pieces, which is "
+            "not built; give MindSpeed's --context-parallel-algo ulysses_cp_algo and --transformer-impl local, or "
+            "remove one of them"
+        )
     if algorithm not in (None, *CONTEXT_ALGORITHMS):
         why = _NO_CONTEXT_ALGORITHMS.get(algorithm, "is not known under RL")
         yield f"--context-parallel-algo {algorithm} {why}; give one of {', '.join(CONTEXT_ALGORITHMS)}"
@@ -82,7 +87,7 @@ def context_parallel(args: Any, config: RLConfig) -> Iterator[str]:
     mindspeed = hasattr(args, "pre_tockens")
     if mindspeed and getattr(args, "multi_latent_attention", False):
         yield f"{given} with --multi-latent-attention was not tried with MindSpeed; use 1"
-    if getattr(args, "transformer_impl", "local") == "local" and _megatrons_own_attention():
+    if implementation == "local" and _megatrons_own_attention():
         yield (
             f"{given}: Megatron's own attention does not know it; give --transformer-impl transformer_engine, or run "
             "with MindSpeed"

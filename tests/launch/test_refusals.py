@@ -35,6 +35,8 @@ SPREAD = {"--rl-generate-tp": "4", "--rl-generate-ep": "4"}
 PACKED = {"--rl-max-tokens-per-microbatch": "64", "--rl-pack-sequences": ""}
 CP2 = {"context_parallel_size": 2, "data_parallel_size": 1, "transformer_impl": "transformer_engine"}
 MINDSPEED = CP2 | {"pre_tockens": 65536, "attention_mask_type": "causal", "context_parallel_algo": "megatron_cp_algo"}
+ULYSSES, LOCAL = MINDSPEED | {"context_parallel_algo": "ulysses_cp_algo"}, {"transformer_impl": "local"}
+LOCAL |= {"use_flash_attn": True}
 PADDED = dict(sequence_parallel=True, seq_length=72)
 PADDED |= {"--rl-max-tokens-per-microbatch": "67", "--rl-max-response-length": "33"}
 ALLTOALL = dict(moe_tp_extend_ep=True, moe_token_dispatcher_type="alltoall", expert_tensor_parallel_size=2)
@@ -79,7 +81,9 @@ BAD = [
     # several of upstream's arguments, or values of them (single flags: below)
     (CP2 | dict(seq_length=68, sequence_parallel=True), "--seq-length 68 ... multiple of 8 ... -parallel-size 2"),
     (CP2 | {"seq_length": 66}, "--seq-length 66 ... multiple of 4"),
-    (CP2 | PACKED, "--rl-pack-sequences: --context-parallel-size 2"),
+    (CP2 | PACKED, "--rl-pack-sequences with --context-parallel-size 2 ... ulysses_cp_algo"),
+    (MINDSPEED | PACKED | LOCAL, "--rl-pack-sequences with --context-parallel-size 2 ... ulysses_cp_algo"),
+    (ULYSSES | PACKED, "--rl-pack-sequences with --context-parallel-size 2 ... --transformer-impl local"),
     (MINDSPEED | dict(context_parallel_algo="adaptive_cp_algo"), "--context-parallel-algo adaptive_cp_ ... ulysses_cp"),
     (MINDSPEED | dict(context_parallel_algo="hybrid_adaptive_cp_algo"), "--context-parallel-algo hybrid_adaptive_cp_"),
     (MINDSPEED | dict(context_parallel_algo="kvallgather_cp_algo"), "--context-parallel-algo kvallgather_ ... ulys"),

@@ -26,9 +26,11 @@ CHECKOUTS = [Path(p) for p in os.environ.get("MEGATRON_LM_PATH", "").split(os.pa
 MINDSPEED = os.environ.get("MINDSPEED_PATH")
 MINDSPEED_LLM = os.environ.get("MINDSPEED_LLM_PATH")
 PACKED = ("--use-flash-attn", "--rl-pack-sequences", "--rl-max-tokens-per-microbatch", "48")
+RECOMPUTED = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 # MindSpeed's context parallelism: ranks, and flags.
 CONTEXT = {
     "ulysses": (2, "--context-parallel-algo ulysses_cp_algo"),
+    "ulysses, packed": (2, f"--context-parallel-algo ulysses_cp_algo {' '.join(PACKED[1:])} {RECOMPUTED}"),
     "ring": (2, "--context-parallel-algo megatron_cp_algo"),
     "ring, sends overlapped": (2, "--context-parallel-algo megatron_cp_algo --use-cp-send-recv-overlap"),
     "double ring": (4, "--context-parallel-algo megatron_cp_algo --cp-window-size 2 --megatron-cp-in-bnsd"),
