@@ -6,6 +6,7 @@ checkpoint has the weights that sampled.
 """
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -36,9 +37,10 @@ SCRIPTS = {
     "tests/pipeline/legacy/deepseek2/deepseek_v2_mcore_tp1_pp1_ep8.sh": "groups of experts, ranked by their best one",
     "tests/poc/qwen2_moe/pretrain_qwen2_57b_a14b_4k_64die_A3.sh": "a gate of shared experts",
 }
-OF_BF16 = """
+# Taken out: what needs bfloat16; of MindSpeed-LLM's tests, tokens spread evenly whatever the router says.
+WITHOUT = """
     --bf16 --reuse-fp32-param --router-gating-in-fp32 --moe-grouped-gemm --moe-tp-extend-ep --moe-alltoall-overlap-comm
-    --gemm-gradient-accumulation-fusion
+    --gemm-gradient-accumulation-fusion --fix-router
 """
 NOTHING_LEARNED = "--lr 0 --min-lr 0 --moe-router-bias-update-rate 0"
 RL = "--rl-algorithm grpo --rl-prompt-data P --rl-reward math --rl-samples-per-prompt 8 --rl-max-prompt-length 512"
@@ -56,9 +58,9 @@ def checkouts(script: str) -> dict[str, str]:
 def rehearsed(script: Path, scratch: Path, env: dict[str, str]) -> Path:
     """The folder of a rehearsal on one rank: checkpoints and dumps. env: which checkouts."""
     text, copy = script.read_text(), scratch / script.name
-    for flag in OF_BF16.split():
+    for flag in WITHOUT.split():
         text = text.replace(f"{flag} ", " ").replace(f"{flag}\n", "\n")
-    copy.write_text(text)
+    copy.write_text(re.sub(r"\S+/pretrain_gpt.py", "pretrain_gpt.py", text))
     command = [sys.executable, "-W", "ignore", "-m", "mindspeed_rl_plugin", "rehearse", str(copy), "--ranks", "1"]
     command += ["--keep", "--timeout", "250", "--", *RL.split(), *NOTHING_LEARNED.split()]
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))

@@ -10,12 +10,12 @@ MEMBERS = 4
 _SMALL, _FEWER, _ONE, _BATCHES = "smaller model", "fewer ranks", "one iteration", "smaller batches"
 _SHORT, _NO_EVALUATION = "shorter sequences", "no evaluation set"
 _VIRTUAL = "--num-layers-per-virtual-pipeline-stage --num-virtual-stages-per-pipeline-rank"
-# Rules of `Flags.apply`: layers {0}, key heads {1}, heads {2}, hidden size {3}. What latent attention keeps of a token
+# Rules of `Flags.apply`: layers {0}, key heads {1}, heads {2}, hidden size {3}, experts {4}. What latent attention keeps of a token
 # stays as it is: vLLM on a CPU has one size (`engine_sizes.CPU_LATENT_SIZE`), that of DeepSeek.
 MODEL = """
     --num-layers={0} --num-query-groups<={1} --num-attention-heads={2} --hidden-size={3} --ffn-hidden-size<=256
     --moe-ffn-hidden-size<=64 --moe-shared-expert-intermediate-size<=64 --q-lora-rank<=64 --kv-channels<=32
-    --num-experts<=4 --moe-router-topk<=2 --moe-router-num-groups<=2 --moe-router-group-topk<=1
+    --num-experts<={4} --moe-router-topk<=2 --moe-router-num-groups<=2 --moe-router-group-topk<=1
     --first-k-dense-replace<=1 --recompute-num-layers<=1
     --num-virtual-stages-per-pipeline-rank<=2 --num-layers-per-virtual-pipeline-stage<=1
 """
@@ -124,7 +124,10 @@ def _model(flags: Flags, pp: int) -> None:
     noop = "--noop-layers" in flags  # one layer that does nothing stays, beside one in its chunk that does something
     layers *= 2 if noop else 1
     layers += "--num-layer-list" in flags  # so that its stages differ
-    flags.apply(_SMALL, MODEL, layers, HEADS if every_head else 2, HEADS, HEADS * HEAD_SIZE)
+    # With one expert per rank MindSpeed's --moe-zero-memory frees tokens that no permutation has copied.
+    spread = flags.number("--tensor-model-parallel-size", 1) if "--moe-tp-extend-ep" in flags else 1
+    experts = max(4, 2 * spread * flags.number("--expert-model-parallel-size", 1))
+    flags.apply(_SMALL, MODEL, layers, HEADS if every_head else 2, HEADS, HEADS * HEAD_SIZE, experts)
     if noop:
         flags.apply(_SMALL, "--noop-layers~{0} --num-layers-per-virtual-pipeline-stage~2", layers - 1)
     flags.apply(_SMALL, "--num-layer-list~{0},1", layers - 1)
