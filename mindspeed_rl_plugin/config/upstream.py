@@ -97,7 +97,6 @@ _BUFFERS = "weights move to the engine through Megatron's DDP buffers; use --use
 _GRAPH = "a captured graph keeps addresses that the swap to host memory frees; remove it"
 _MOVING = ("enable_expert_placement balanced_moe_experts",)
 _STAGE = ("stage", (None, "sft"))
-_SLICES = ("output_layer_slice_num", (1, None))
 _UNPACKED = ("SBH", "BSH", "BSND", "BNSD", None)
 _ALIKE = "all layers must be alike; leave it out"
 
@@ -212,8 +211,6 @@ UPSTREAM: tuple[UpstreamFlag, ...] = (
             "rmsnorm_weight_in_fp32 init_norm_weight_in_fp32",
         ),
         (_PLAIN, "attn_logit_softcapping"),
-        ("attention is then divided by the layer's number, and the engine's is not", "apply_query_key_layer_scaling"),
-        ("a token would attend to those after it; give 0", "next_tockens"),
         (_PLAIN, "sliding_window interleave_sliding_window window_size query_pre_attn_scalar", (None,)),
         (_PLAIN, "softmax_type", ("vanilla", None)),
         (_HYBRID, "is_hybrid_model hybrid_layer_pattern"),
@@ -231,7 +228,6 @@ UPSTREAM: tuple[UpstreamFlag, ...] = (
         ("the engine does not limit what its MLP multiplies; leave it out", "swiglu_limit", (0, None)),
         (_NONE, "cla_share_factor", (1,)),
         (_NONE, "dynamic_factor", (1.0,)),
-        ("RL scores in the place of the output layer, which is then in slices; leave it out", *_SLICES),
     ),
     *_rows(
         EXPERTS,
@@ -246,7 +242,6 @@ UPSTREAM: tuple[UpstreamFlag, ...] = (
     ),
     *_rows(
         LATENT,
-        ("RL hands over a whole mask, which is mode 0; leave it out", "sparse_mode"),
         (_PLAIN, "enable_dsa_indexer"),
         (
             "the engine does not scale what was compressed; leave it out",

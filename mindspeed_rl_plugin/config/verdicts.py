@@ -37,7 +37,7 @@ TAKEN_OVER = {
     "off: the engine and RL's own messages need groups over the CPU; checkpoints stay the same": """
         --disable-gloo-group --hccl-slice-size
     """,
-    "off: its schedule takes the loss out of the model's own layers; the update gives the same numbers, slower": """
+    "off: its schedule takes the loss out of the model's own layers; without it the update is slower": """
         --moe-fb-overlap --moe-unperm2-mem-optim-swap --overlap-moe-expert-parallel-comm --delay-wgrad-compute
         --ep-overlap-early-attn-memory-release --mla-swap-core-attn-out
     """,
@@ -119,7 +119,7 @@ NEUTRAL = {
         --recompute-* --checkpoint-activations --distribute-saved-activations --moe-layer-recompute
         --enable-recompute-layers-per-pp-rank --mla-zero-memory --swap-attention
         --swap-modules --no-clone-scatter-output-in-embedding --disable-clone-scatter-output-in-embedding
-        --empty-unused-memory-level --moe-zero-memory --moe-zero-memory-num-layers
+        --empty-unused-memory-level --moe-zero-memory --moe-zero-memory-num-layers --output-layer-slice-num
     """,
     "the same numbers, by another kernel, stream or group": """
         --no-*-fusion --no-persist-layer-norm --no-async-tensor-model-parallel-allreduce
@@ -137,7 +137,7 @@ NEUTRAL = {
         --ddp-bucket-size --ddp-pad-buckets-for-high-nccl-busbw --suggested-communication-unit-size --no-align-*-*
         --disable-align-grad-reduce --high-priority-stream-groups --create-all-gather-group --use-sharp
         --sharp-enabled-group --wgrad-deferral-limit
-        --use-cpu-initialization --npu-deterministic --deterministic-mode
+        --next-tockens --use-cpu-initialization --npu-deterministic --deterministic-mode
     """,
     "part of how gradients are reduced and rounded, in Megatron's own step": """
         --accumulate-allreduce-grads-in-fp32 --grad-reduce-in-bf16 --ddp-average-in-collective
@@ -243,7 +243,7 @@ NEUTRAL_GROUPS = {
 _CHECKED = {
     "launch.upstream_checks": """
         --virtual-optimizer --use-nccl-ub --hybrid-context-parallel --context-parallel-algo --seq-aux
-        --pre-tockens --defer-embedding-wgrad-compute
+        --pre-tockens --sparse-mode --apply-query-key-layer-scaling --defer-embedding-wgrad-compute
     """,
     "launch.hooks": "--yaml-cfg",
 }

@@ -32,7 +32,7 @@ _MODEL_TYPES = {
     "seed_oss": ("seed-oss",),
     "deepseek_v2": ("deepseek2-lite",),
     "bailing_moe": ("bailing_mini",),
-    "mistral": ("magistral",),
+    "mistral": ("magistral", "llama2"),
 }
 
 

@@ -307,7 +307,7 @@ CHECKS: tuple[Check, ...] = (
     _lengths,
     _token_budget,
     upstream_checks.context_parallel,
-    upstream_checks.attention_window,
+    upstream_checks.flash_attention,
     upstream_checks.gradients,
     upstream_checks.shared_memory,
     upstream_checks.folded_pipeline,

@@ -100,14 +100,27 @@ def _megatrons_own_attention() -> bool:
     return module is None or module.DotProductAttention.__init__.__module__ == _ATTENTION
 
 
-def attention_window(args: Any, config: RLConfig) -> Iterator[str]:
-    """How far back MindSpeed's flash attention looks, which is no sliding window unless it is less than a row."""
-    window = getattr(args, "pre_tockens", None)
-    if window is not None and window < args.seq_length:
+def flash_attention(args: Any, config: RLConfig) -> Iterator[str]:
+    """What MindSpeed's flash attention would compute otherwise than the engine.
+
+    Under latent attention RL hands over whole masks, which is mode 0; else the kernel's mode is 2, and it looks at no
+    window. Source: custom_dot_product_attention.py of MindSpeed.
+    """
+    if not hasattr(args, "pre_tockens") or not getattr(args, "use_flash_attn", False):
+        return
+    if getattr(args, "apply_query_key_layer_scaling", False):
+        yield (
+            "--apply-query-key-layer-scaling with --use-flash-attn: scores are then divided by the layer's number, and "
+            "not multiplied back as in Megatron's own attention; leave it out"
+        )
+    latent, window = getattr(args, "multi_latent_attention", False), args.pre_tockens
+    if latent and window is not None and window < args.seq_length:
         yield (
             f"--pre-tockens {window} with --seq-length {args.seq_length}: a token would attend to the last {window} "
             "before it only, and in the engine to all; leave it out"
         )
+    if latent and (mode := getattr(args, "sparse_mode", 0)):
+        yield f"--sparse-mode {mode}: RL hands over a whole mask, which is mode 0; leave it out"
 
 
 def gradients(args: Any, config: RLConfig) -> Iterator[str]:
@@ -135,7 +148,7 @@ def folded_pipeline(args: Any, config: RLConfig) -> Iterator[str]:
 
     Source: core/pipeline_parallel/dualpipev of MindSpeed 26.1.0.
     """
-    if getattr(args, "schedules_method", None) != "dualpipev":
+    if not getattr(args, "schedules_method", None):
         return
     given, budget = "--schedules-method dualpipev", config.forward.max_tokens_per_microbatch
     if budget is not None:

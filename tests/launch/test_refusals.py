@@ -31,12 +31,14 @@ MOE = {
 LATENT = dict(multi_latent_attention=True, q_lora_rank=24, kv_lora_rank=512, qk_head_dim=128, qk_pos_emb_head_dim=64)
 DEEPSEEK = MOE | LATENT | dict(v_head_dim=128, rope_type="rope", moe_router_score_function="sigmoid")
 DEEPSEEK |= dict(moe_shared_expert_intermediate_size=252, moe_router_enable_expert_bias=True)
+DPO = {"--rl-algorithm": "dpo", "--rl-reward": None, "--rl-samples-per-prompt": None}
 SPREAD = {"--rl-generate-tp": "4", "--rl-generate-ep": "4"}
 PACKED = {"--rl-max-tokens-per-microbatch": "64", "--rl-pack-sequences": ""}
 CP2 = {"context_parallel_size": 2, "data_parallel_size": 1, "transformer_impl": "transformer_engine"}
 MINDSPEED = CP2 | {"pre_tockens": 65536, "attention_mask_type": "causal", "context_parallel_algo": "megatron_cp_algo"}
 ULYSSES, LOCAL = MINDSPEED | {"context_parallel_algo": "ulysses_cp_algo"}, {"transformer_impl": "local"}
 LOCAL |= {"use_flash_attn": True}
+FLASH = {"pre_tockens": 65536, "use_flash_attn": True}
 PADDED = dict(sequence_parallel=True, seq_length=72)
 PADDED |= {"--rl-max-tokens-per-microbatch": "67", "--rl-max-response-length": "33"}
 ALLTOALL = dict(moe_tp_extend_ep=True, moe_token_dispatcher_type="alltoall", expert_tensor_parallel_size=2)
@@ -47,7 +49,6 @@ FOLDED = {"schedules_method": "dualpipev", "pipeline_model_parallel_size": 2, "n
 TP4 = {"--rl-generate-tp": "4"}
 PPO = {"--rl-algorithm": "ppo"}
 SINGLE = {"--rl-samples-per-prompt": "1"}
-DPO = {"--rl-algorithm": "dpo", "--rl-reward": None, "--rl-samples-per-prompt": None}
 
 GOOD = [
     {},
@@ -100,7 +101,7 @@ BAD = [
         dict(mtp_num_layers=1, pipeline_model_parallel_size=2, untie_embeddings_and_output_weights=False),
         "--mtp-num-layers 1 with 2 pipeline stages ... --untie-embeddings-and-output-weights",
     ),
-    (MOE | {"add_qkv_bias": True}, "add_qkv_bias=True with qk_layernorm=True, experts"),
+    (DEEPSEEK | {"add_qkv_bias": True}, "add_qkv_bias=True with qk_layernorm=True, experts, multi-latent attention"),
     (MOE | {"moe_router_load_balancing_type": "sinkhorn"}, "sinkhorn ... aux_loss"),
     (MOE | {"moe_router_load_balancing_type": "sparsemixer_topk"}, "sparsemixer_topk ... aux_loss"),
     (DEEPSEEK | {"moe_router_load_balancing_type": "softmax_topk"}, "softmax_topk ... sigmoid"),
@@ -160,13 +161,12 @@ BAD = [
     (DEEPSEEK | {"num_zero_experts": 256}, "--num-zero-experts 256"),
     (DEEPSEEK | {"n_hash_layers": 3}, "--n-hash-layers 3"),
     ({"qk_layernorm": True}, "no model family has add_qkv_bias=True with qk_layernorm=True"),
-    ({"apply_query_key_layer_scaling": True}, "--apply-query-key-layer-scaling"),
-    ({"next_tockens": 64}, "--next-tockens 64"),
-    ({"output_layer_slice_num": 2}, "--output-layer-slice-num 2"),
-    (MINDSPEED | {"pre_tockens": 32}, "--pre-tockens 32 ... --seq-length 64"),
+    (FLASH | {"apply_query_key_layer_scaling": True}, "--apply-query-key-layer-scaling ... --use-flash-attn"),
+    (DEEPSEEK | FLASH | {"pre_tockens": 32}, "--pre-tockens 32 ... --seq-length 64"),
     ({"shape_order": "TND"}, "--shape-order TND ... SBH"),
     ({"defer_embedding_wgrad_compute": True}, "--defer-embedding-wgrad-compute ... --rl-logprob-chunk-tokens 0"),
-    (DEEPSEEK | {"sparse_mode": 2}, "--sparse-mode 2"),
+    (DEEPSEEK | FLASH | {"sparse_mode": 2}, "--sparse-mode 2"),
+    (DEEPSEEK | FLASH | DPO | {"sparse_mode": 2}, "--sparse-mode 2"),
     ({"position_embedding_type": "deepseek4"}, "--position-embedding-type deepseek4: give --position-embedding-type"),
     ({"rope_scaling_type": "dynamic"}, "--rope-scaling-type dynamic ... llama3, yarn"),
     (LISTED | {"num_layer_list": "1,2"}, "--num-layer-list 1,2 ... --num-layers 2"),

@@ -40,7 +40,7 @@ SCRIPTS = {
 # Taken out: what needs bfloat16; of MindSpeed-LLM's tests, tokens spread evenly whatever the router says.
 WITHOUT = """
     --bf16 --reuse-fp32-param --router-gating-in-fp32 --moe-grouped-gemm --moe-tp-extend-ep --moe-alltoall-overlap-comm
-    --gemm-gradient-accumulation-fusion --fix-router
+    --moe-allgather-overlap-comm --gemm-gradient-accumulation-fusion --fix-router
 """
 NOTHING_LEARNED = "--lr 0 --min-lr 0 --moe-router-bias-update-rate 0"
 RL = "--rl-algorithm grpo --rl-prompt-data P --rl-reward math --rl-samples-per-prompt 8 --rl-max-prompt-length 512"

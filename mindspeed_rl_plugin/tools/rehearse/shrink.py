@@ -10,8 +10,8 @@ MEMBERS = 4
 _SMALL, _FEWER, _ONE, _BATCHES = "smaller model", "fewer ranks", "one iteration", "smaller batches"
 _SHORT, _NO_EVALUATION = "shorter sequences", "no evaluation set"
 _VIRTUAL = "--num-layers-per-virtual-pipeline-stage --num-virtual-stages-per-pipeline-rank"
-# Rules of `Flags.apply`: layers {0}, key heads {1}, heads {2}, hidden size {3}, experts {4}. What latent attention keeps of a token
-# stays as it is: vLLM on a CPU has one size (`engine_sizes.CPU_LATENT_SIZE`), that of DeepSeek.
+# Rules of `Flags.apply`: layers {0}, key heads {1}, heads {2}, hidden size {3}, experts {4}. What latent attention
+# keeps of a token stays as it is: vLLM on a CPU has one size (`engine_sizes.CPU_LATENT_SIZE`), that of DeepSeek.
 MODEL = """
     --num-layers={0} --num-query-groups<={1} --num-attention-heads={2} --hidden-size={3} --ffn-hidden-size<=256
     --moe-ffn-hidden-size<=64 --moe-shared-expert-intermediate-size<=64 --q-lora-rank<=64 --kv-channels<=32
