@@ -56,7 +56,8 @@ def test_mindspeeds_context_parallelism(pretrain, algorithm):
     if "0.12" not in checkouts() or "MINDSPEED_PATH" not in os.environ:
         pytest.skip("no checkout of core 0.12 in MEGATRON_LM_PATH, or no MINDSPEED_PATH")
     ranks, flags = CONTEXT[algorithm]
-    script, paths = checkouts()["0.12"] / "pretrain_gpt.py", f"{checkouts()['0.12']}:{os.environ['MINDSPEED_PATH']}"
+    script = checkouts()["0.12"] / "pretrain_gpt.py"
+    paths = f"{checkouts()['0.12']}:{os.environ['MINDSPEED_PATH']}:{os.environ.get('PYTHONPATH', '')}"  # of scipy
     grouped = ("--use-flash-attn", "--group-query-attention", "--num-query-groups", 2)
     split = ("--context-parallel-size", ranks, "--context-parallel-algo", *flags.split())
     several = pretrain(script, *grouped, *split, ranks=ranks, PYTHONPATH=paths, MINDSPEED="1")
