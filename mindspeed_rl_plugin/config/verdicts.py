@@ -9,7 +9,7 @@ neutral       for the reason that stands beside it; by group of the parser where
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import cache
 
@@ -75,7 +75,7 @@ SUPPORTED = {
     "tests/loop/test_moe_loop.py": "--expert-model-parallel-size --expert-tensor-parallel-size --mtp-num-layers",
     "tests/loop/test_megatron_options.py": """
         --num-layers-per-virtual-pipeline-stage --overlap-grad-reduce --overlap-param-gather --bf16
-        --pipeline-model-parallel-size
+        --pipeline-model-parallel-size --decoder-first-pipeline-num-layers
     """,
     "tests/loop/test_resume_loop.py": "--save-interval --tensorboard-dir",
     "tests/loop/test_trackers.py": "--wandb-project --wandb-exp-name --wandb-save-dir",
@@ -91,18 +91,16 @@ SUPPORTED = {
     """,
     "tests/launch/test_launch_order.py": "--override-opt_param-scheduler --use-checkpoint-opt_param-scheduler",
     "tests/update/test_invariance.py": "--calculate-per-token-loss",
-    "tests/reshard/test_parallel.py": "--decoder-first-pipeline-num-layers --moe-tp-extend-ep",
     "pretrain_deepseek3_671b_4k_A3_ptd.sh": """
         --mla-mm-split --noop-layers --first-k-dense-replace --padded-vocab-size --vocab-size --rope-scaling-type
         --rope-scaling-factor --rope-scaling-mscale
     """,
     "pretrain_glm45_air_106b_4k_A3_ptd.sh": "--n-shared-experts --rotary-percent",
     "pretrain_llama2_13b_pack_ptd_o2.sh": "--o2-optimizer",
-    "tests/tools/test_plan_script.py": "--num-layer-list",
-    "tests/engine/test_hf_config.py": """
-        --partial-rotary-factor --moe-router-pre-softmax --moe-shared-expert-gate --shared-expert-gate
-        --shared-expert-gate-output-dimension
-    """,
+    "tune_qwen25_72b_16k_full_pack.sh": "--num-layer-list",
+    "pretrain_ling_flash_100b_4k_ptd_A3.sh": "--moe-tp-extend-ep",
+    "tests/loop/test_family_upstream.py": "--shared-expert-gate",
+    "tests/loop/test_family_loop.py": "--moe-router-pre-softmax --moe-shared-expert-gate",
     "examples/ascend/grpo_qwen2.5_7b.sh": """
         --use-fused-rmsnorm --use-fused-swiglu --use-fused-rotary-pos-emb --use-mcore-models
         --use-rotary-position-embeddings --tokenizer-name-or-path --make-vocab-size-divisible-by
@@ -246,14 +244,16 @@ _CHECKED = {
         --pre-tockens --sparse-mode --apply-query-key-layer-scaling --defer-embedding-wgrad-compute
     """,
     "launch.hooks": "--yaml-cfg",
+    "engine.hf_moe": "--shared-expert-gate-output-dimension",
 }
-# Nothing in the tests or scripts uses them under RL.
+# Nothing in the tests or scripts uses them under RL; FLAG=VALUE: with this value.
 UNTESTED = """
     --use-multiparameter-pipeline-model-parallel --param-and-grad-buffer-pad
     --reset-bucket-group-order --swap-layer-input --compress-dense --compress-activation --compress-optimizer
     --smart-swap --ema-decay --virtual-optimizer --quant-* --tp-comm-*
     --optimizer-*offload* --use-torch-optimizer-for-cpu-offload --overlap-cpu-optimizer-d2h-h2d --no-pin-cpu-*
     --use-precision-aware-optimizer --main-*-dtype --exp-avg-*dtype --no-use-layer-wise-param-layout
+    --partial-rotary-factor --optimizer=sgd --optimizer=*muon* --optimizer=lion
     --fp32-residual-connection --qk-clip* --moe-enable-* --moe-flex-* --moe-*deepep* --moe-*hybridep* --moe-ncclep-*
     --moe-revert-* --moe-router-padding-* --moe-router-quantile-* --moe-single-grouped-*
     --moe-pad-experts-* --use-grouped-gemm-for-* --overlap-dispatch-* --high-priority-a2a-comm-stream
@@ -297,6 +297,12 @@ def verdict(flags: Sequence[str], attribute: str, group: str | None) -> tuple[st
     return next((("neutral", why) for why, titles in NEUTRAL_GROUPS.items() if group in titles), None)
 
 
-def untested(flags: Iterable[str]) -> list[str]:
-    """Those of these flags that nothing shows under RL."""
-    return [flag for flag in dict.fromkeys(flags) if (verdict([flag], "", None) or ("",))[0] == "untested"]
+def untested(given: Mapping[str, Sequence[str]]) -> list[str]:
+    """Those of these flags, with their values, that nothing shows under RL."""
+    by_value = [row for row in UNTESTED.split() if "=" in row]
+    out = []
+    for flag, values in given.items():
+        kind, _ = verdict([flag], "", None) or ("", "")
+        if kind == "untested" or any(fnmatchcase("=".join((flag, *values)), row) for row in by_value):
+            out.append(flag)
+    return out

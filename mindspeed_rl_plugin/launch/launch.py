@@ -181,7 +181,8 @@ def build_train_valid_test_data_iterators(args: Any, original: Callable, positio
 
 def train_step(args: Any, original: Callable, positional: tuple, named: Mapping[str, Any]) -> Any:
     """Run the rollout steps when they are due, then Megatron's own step on the dock's batch."""
-    with stopping():
+    # While it is set, MindSpeed-LLM's group_limited_greedy logs a loss of balance, which passes without gradients lack.
+    with stopping(), overridden(args, {"do_train": False}):
         return run.current().train_step(original, positional, named)
 
 

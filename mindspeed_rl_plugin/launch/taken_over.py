@@ -70,7 +70,7 @@ def take_over(argv: Sequence[str]) -> tuple[list[str], list[str]]:
         if taken:
             words = [word for word in words if word not in taken]
             said.append(f"{' '.join(dict.fromkeys(word.flag for word in taken))}: {reason}")
-    if unshown := untested(word.flag for word in words):
+    if unshown := untested({word.flag: word.values for word in words}):
         said.append(f"{' '.join(unshown)}: untested, no test or script of RL's uses it; compare a short run without it")
     return [token for word in words for token in word.tokens], said
 

@@ -26,6 +26,7 @@ from family_models import FAMILIES, HOST, random_model  # noqa: E402
 pytestmark = pytest.mark.slow
 
 AGREEMENT = 2e-5  # nats, fp32
+GIVEN = {"qwen2_moe": "--moe-shared-expert-gate", "deepseek_v2": "--moe-router-pre-softmax"}
 MOVED = 1e-5  # nats, least KL to the reference after an update
 
 
@@ -39,6 +40,7 @@ def test_from_its_files_through_rl_to_its_files(job, arithmetic, tmp_path, capsy
     train = "tp1,ep2" if spread else "tp2"
     assert to_megatron.main(["--load", str(hf), "--out", str(ckpt), "--train", train]) == 0, capsys.readouterr()
     model = " ".join(shlex.split(f"{HOST} {capsys.readouterr().out.splitlines()[-1]}"))
+    assert GIVEN.get(family, "") in model
     generate = ("--rl-generate-tp", "2", *(("--rl-generate-ep", "2") if spread else ()))
     options = ("--train-iters", "2", "--rl-verify-weights", "--load", str(ckpt), "--rl-hf-model", str(hf), *generate)
     options += ("--rl-tokenizer", str(arithmetic / "tokenizer"))

@@ -36,7 +36,7 @@ SCRIPTS = {
     "examples/mcore/seed_oss/pretrain_seed_oss_36b_ptd_2k_A3.sh": "biases of queries, keys and values",
     "tests/poc/mixtral_8x7b/pretrain_mixtral_8x7b_4k_256die_A3_ptd.sh": "experts without shared ones",
     GROUPS: "groups of experts, ranked by their best one",
-    "tests/poc/qwen2_moe/pretrain_qwen2_57b_a14b_4k_64die_A3.sh": "a gate of shared experts",
+    "tests/poc/qwen2_moe/pretrain_qwen2_57b_a14b_4k_64die_A3.sh": "--shared-expert-gate",
 }
 # Taken out: what needs bfloat16; of MindSpeed-LLM's tests, tokens spread evenly whatever the router says.
 WITHOUT = """

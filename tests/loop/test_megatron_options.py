@@ -32,6 +32,11 @@ def measured(lines: list[dict]) -> list[list[float]]:
             id="virtual-pipeline",
             marks=pytest.mark.slow,
         ),
+        pytest.param(
+            ("--num-layers", "3", "--pipeline-model-parallel-size", "2", "--decoder-first-pipeline-num-layers", "1"),
+            id="uneven-pipeline",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_engine_gets_the_weights_of_every_update(job, options):

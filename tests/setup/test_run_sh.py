@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 ORDINARY = "not slow and not gpu and not upstream"
-CHECKOUTS = ("MEGATRON_LM_PATH", "MINDSPEED_PATH", "MINDSPEED_LLM_PATH")
+CHECKOUTS = ("MEGATRON_LM_PATH", "MINDSPEED_PATH", "MINDSPEED_NEXT_PATH", "MINDSPEED_LLM_PATH")
 
 
 @pytest.fixture
