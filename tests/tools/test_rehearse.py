@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from mindspeed_rl_plugin.config.verdicts import SUPPORTED
 from mindspeed_rl_plugin.engine.engine_sizes import CPU_LATENT_SIZE
 from mindspeed_rl_plugin.launch import conversion
 from mindspeed_rl_plugin.launch.start_decision import decide
@@ -250,6 +251,16 @@ def test_experts_are_stored_as_written_under_mindspeed():
     assert dense < layers // flags.number("--pipeline-model-parallel-size", 0)
     remove_unavailable(flags, mindspeed=False)
     assert "--moe-grouped-gemm" not in flags
+
+
+@pytest.mark.parametrize("flag", [flag for flags in SUPPORTED.values() for flag in flags.split()])
+def test_what_rl_supports_is_rehearsed(flag):
+    split = {f"--{kind}-model-parallel-size": ("8",) for kind in ("tensor", "pipeline")}
+    flags = Flags({"--num-layers": ("8",)} | split)
+    flags.values.setdefault(flag, ("3",))
+    remove_unavailable(flags, mindspeed=True)
+    shrink(flags, 4)
+    assert flag in flags
 
 
 def test_latent_attention_keeps_the_size_that_an_engine_on_a_cpu_has():

@@ -9,6 +9,14 @@ from shutil import rmtree
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
 from mindspeed_rl_plugin.engine.hf_config import compare_configs
 from mindspeed_rl_plugin.launch import pickles
@@ -96,13 +104,24 @@ def test_a_tensor_is_read_out_of_the_boxes_that_hold_it(tmp_path):
     boxes = {
         (layer, 2 * rank, 0): whole[layer : layer + 1, 2 * rank : 2 * rank + 2] for rank in (0, 1) for layer in (0, 1)
     }
+    sizes = {"w": ([2, 4, 3], [(at, (1, 2, 3)) for at in boxes]), "n": ([], [((), ())])}  # "n" is a scalar
+    tensors = {
+        name: TensorStorageMetadata(
+            TensorProperties(whole.dtype),
+            torch.Size(size),
+            [ChunkStorageMetadata(torch.Size(at), torch.Size(n)) for at, n in chunks],
+        )
+        for name, (size, chunks) in sizes.items()
+    }
+    entries = [MetadataIndex(name, torch.Size(at)) for name, (_, chunks) in sizes.items() for at, _ in chunks]
+    places = {entry: _StorageInfo(str(number), 0, 0) for number, entry in enumerate(entries)}
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(Metadata(tensors, storage_data=places)))
     files = DistFiles(tmp_path)
-    layers = {layer: [(at, (at, (1, 2, 3))) for at in boxes if at[0] == layer] for layer in (0, 1)}
-    vars(files)["_boxes"] = {"w": {(layer, layer + 1): stored for layer, stored in layers.items()}}
-    files.load = lambda at: boxes[at].clone()
+    assert [len([*files.boxes(name, box)]) for name, box in (("w", ((0, 2), (0, 4), (0, 3))), ("n", ()))] == [4, 1]
+    files.load = lambda at: boxes[tuple(entries[int(at.relative_path)].offset)].clone()
     stored = Stored(files, "w", ((1, 2), (0, 4), (0, 3)), (4, 3), whole.dtype)
     assert torch.equal(stored.read(), whole[1])
-    del layers[1][1]
+    files._boxes["w"][1, 2].pop()
     with pytest.raises(ValueError, match="w: 6 numbers are missing"):
         stored.read()
 

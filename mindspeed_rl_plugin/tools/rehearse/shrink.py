@@ -21,10 +21,9 @@ MODEL = """
 """
 # Flags that lay out the original's number of layers or batches; --num-layer-list stays where a pipeline does.
 LAID_OUT = """
-    --decoder-first-pipeline-num-layers --decoder-last-pipeline-num-layers
-    --pipeline-model-parallel-layout --pipeline-model-parallel-split-rank --account-for-embedding-in-pipeline-split
-    --account-for-loss-in-pipeline-split --enable-recompute-layers-per-pp-rank --recompute-in-bubble
-    --rampup-batch-size --step-batch-size-schedule
+    --decoder-last-pipeline-num-layers --pipeline-model-parallel-layout --pipeline-model-parallel-split-rank
+    --account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split
+    --enable-recompute-layers-per-pp-rank --recompute-in-bubble --rampup-batch-size --step-batch-size-schedule
 """
 NOT_HERE = "not on a host: "  # how the reasons begin
 # Reason -> rules of `Flags.apply`. With and without MindSpeed; the last are Megatron's fusions, which these switch off.
@@ -109,8 +108,8 @@ def shrink(flags: Flags, ranks: int) -> None:
     if flags.number("--expert-model-parallel-size", 1) == 1:
         flags.apply(f"{_FEWER}: experts are not split", "--moe-alltoall-overlap-comm")
     if pp == 1:
-        rules = f"{_VIRTUAL} --num-layer-list --schedules-method --dualpipev-dw-detach"
-        flags.apply(f"{_FEWER}: no pipeline is left", rules)
+        rules = "--num-layer-list --schedules-method --dualpipev-dw-detach --decoder-first-pipeline-num-layers"
+        flags.apply(f"{_FEWER}: no pipeline is left", f"{_VIRTUAL} {rules}")
     _model(flags, pp)
     _batch(flags, ranks, ranks // (tp * cp * pp) * 4)
 
@@ -130,7 +129,7 @@ def _model(flags: Flags, pp: int) -> None:
     flags.apply(_SMALL, MODEL, layers, HEADS if every_head else 2, HEADS, HEADS * HEAD_SIZE, experts)
     if noop:
         flags.apply(_SMALL, "--noop-layers~{0} --num-layers-per-virtual-pipeline-stage~2", layers - 1)
-    flags.apply(_SMALL, "--num-layer-list~{0},1", layers - 1)
+    flags.apply(_SMALL, "--num-layer-list~{0},1 --decoder-first-pipeline-num-layers~{1}", layers - 1, layers // pp)
     flags.apply(_SHORT, "--seq-length=64 --max-position-embeddings=64")
     vocabulary = "--vocab-size~{0} --padded-vocab-size~{0}"
     flags.apply("vocabulary of the generated tokenizer", vocabulary, VOCABULARY)
