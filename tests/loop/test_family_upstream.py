@@ -38,6 +38,14 @@ SCRIPTS = {
     GROUPS: "groups of experts, ranked by their best one",
     "tests/poc/qwen2_moe/pretrain_qwen2_57b_a14b_4k_64die_A3.sh": "--shared-expert-gate",
 }
+# Virtual pipelines in the place of a script's own schedule: what is taken out of it, and put in for two ranks.
+VIRTUAL = {
+    "examples/mcore/deepseek3/pretrain_deepseek3_671b_4k_A3_ptd.sh": (
+        ("--schedules-method dualpipev", "--moe-fb-overlap", "--q-lora-rank 1536"),
+        "--tensor-model-parallel-size 1 --overlap-grad-reduce",
+    ),
+    "examples/mcore/glm45-air/pretrain_glm45_air_106b_4k_A3_ptd.sh": ((), ""),
+}
 # Taken out: what needs bfloat16; of MindSpeed-LLM's tests, tokens spread evenly whatever the router says.
 WITHOUT = """
     --bf16 --reuse-fp32-param --router-gating-in-fp32 --moe-grouped-gemm --moe-tp-extend-ep --moe-alltoall-overlap-comm
@@ -56,14 +64,17 @@ def checkouts(script: str) -> dict[str, str]:
     return dict(zip(CHECKOUTS, pairs[-1], strict=True))
 
 
-def rehearsed(script: Path, scratch: Path, env: dict[str, str]) -> Path:
-    """The folder of a rehearsal, on one rank if that will do: checkpoints and dumps. env: which checkouts."""
-    text, copy, ranks = script.read_text(), scratch / script.name, "2" if script.match(GROUPS) else "1"
-    for flag in WITHOUT.split():
+def rehearsed(
+    script: Path, scratch: Path, env: dict[str, str], ranks: int = 1, without: tuple[str, ...] = (), more: str = ""
+) -> Path:
+    """The folder of a rehearsal: checkpoints and dumps. env: which checkouts; without, more: flags of the script."""
+    text, copy = script.read_text(), scratch / script.name
+    for flag in (*WITHOUT.split(), *without):
         text = text.replace(f"{flag} ", " ").replace(f"{flag}\n", "\n")
     copy.write_text(re.sub(r"\S+/pretrain_gpt.py", "pretrain_gpt.py", text))
-    command = [sys.executable, "-W", "ignore", "-m", "mindspeed_rl_plugin", "rehearse", str(copy), "--ranks", ranks]
-    command += ["--keep", "--timeout", "250", "--", *RL.split(), *NOTHING_LEARNED.split()]
+    command = [sys.executable, "-W", "ignore", "-m", "mindspeed_rl_plugin", "rehearse", str(copy)]
+    command += ["--ranks", str(ranks), "--keep", "--timeout", "250", "--"]
+    command += [*RL.split(), *NOTHING_LEARNED.split(), *more.split()]
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     env = os.environ | env | {"PYTHONPATH": path, "TMPDIR": str(scratch)}
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=800)
@@ -74,7 +85,22 @@ def rehearsed(script: Path, scratch: Path, env: dict[str, str]) -> Path:
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_a_script_trains_the_model_that_its_makers_publish(script, tmp_path, capsys):
     env = checkouts(script)
-    folder = rehearsed(Path(env[CHECKOUTS[1]], script), tmp_path, env)
+    ranks = 2 if script == GROUPS else 1
+    check(script, rehearsed(Path(env[CHECKOUTS[1]], script), tmp_path, env, ranks), tmp_path, capsys)
+
+
+@pytest.mark.parametrize("script", VIRTUAL)
+def test_a_script_with_a_virtual_pipeline_does_too(script, tmp_path, capsys):
+    """Split projections without query compression, a layer without effect, MTP with gradients that are sent early; half
+    of a head rotated."""
+    env, (without, more) = checkouts(script), VIRTUAL[script]
+    more += " --num-layers-per-virtual-pipeline-stage 1"
+    folder = rehearsed(Path(env[CHECKOUTS[1]], script), tmp_path, env, 2, without, more)
+    check(script, folder, tmp_path, capsys)
+
+
+def check(script: str, folder: Path, tmp_path: Path, capsys) -> None:
+    """Log-probs of a rehearsal's engine and trainer against those of the model that `export` publishes."""
     back = tmp_path / "hf"
     assert to_hf.main(["--load", str(folder / "save"), "--out", str(back)]) == 0, capsys.readouterr()
     logps = published_model(back)
