@@ -134,6 +134,8 @@ def _other_model(args: Any, config: dict[str, Any]) -> Iterator[str]:
     known = _MODEL_TYPES.get(config.get("model_type", ""))
     if known and args.model_type_hf and args.model_type_hf not in known:
         wrong.append(f"--model-type-hf {args.model_type_hf}, there {config['model_type']}: give {' or '.join(known)}")
+    if args.model_type_hf == "llama2" and _differ(config.get("head_dim"), args.hidden_size // args.num_attention_heads):
+        wrong.append(f"--model-type-hf llama2, there heads of {config['head_dim']}: give magistral")
     newer = {"torch_dtype": config.get("dtype"), "rope_theta": (config.get("rope_parameters") or {}).get("rope_theta")}
     if lacks := {name: value for name, value in newer.items() if value is not None and name not in config}:
         yield (

@@ -70,6 +70,14 @@ def test_what_cannot_be_converted_is_refused_by_flag_and_value(args, changes, sa
     assert said in line
 
 
+@pytest.mark.parametrize("head_dim, said", [(32, []), (48, ["--model-type-hf llama2, there heads of 48"])])
+def test_mistral_is_converted_as_llama_where_its_heads_are(args, tmp_path, head_dim, said):
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(CONFIG | {"model_type": "mistral", "head_dim": head_dim}))
+    args.model_type_hf = "llama2"
+    problems = list(conversion.problems(args))
+    assert len(problems) == len(said) and all(words in line for words, line in zip(said, problems, strict=True))
+
+
 def test_a_config_of_transformers_5_is_answered_with_the_field_to_add(args, tmp_path):
     newer = {"dtype": "bfloat16", "rope_parameters": {"rope_theta": 1e6}}
     (tmp_path / "hf" / "config.json").write_text(json.dumps(CONFIG | newer))
