@@ -5,9 +5,12 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import sys
+import threading
 import time
 
 SPEAK_SECONDS = 20.0  # that other ranks of a machine leave to the first one's message and the launcher
+FLUSH_SECONDS = 1.0
 
 
 def launch_env() -> dict[str, int]:
@@ -40,6 +43,27 @@ def record_failure(reason: str, later: int = 0) -> None:
         extra = {"py_callstack": reason, "timestamp": str(int(time.time()) + later)}
         with contextlib.suppress(FileExistsError), open(path, "x", encoding="utf-8") as file:
             json.dump({"message": {"message": reason, "extraInfo": extra}}, file)
+
+
+def last_words(line: str, later: int = 0) -> None:
+    """Say why this process ends, and leave it to torchrun as `record_failure` does: of use in any thread, for the main
+    one may hang with the lock of sys.stderr held."""
+    with contextlib.suppress(OSError):
+        os.write(2, f"\n[rl] {line}\n".encode())
+        record_failure(line, later)
+
+
+def flush_output() -> None:
+    """What was printed, in FLUSH_SECONDS at most: a thread that hangs may hold a lock here too."""
+
+    def flush() -> None:
+        with contextlib.suppress(OSError, ValueError):
+            sys.stdout.flush()
+            sys.stderr.flush()
+
+    flushing = threading.Thread(target=flush, daemon=True)
+    flushing.start()
+    flushing.join(FLUSH_SECONDS)
 
 
 def leave_to_first_rank() -> None:

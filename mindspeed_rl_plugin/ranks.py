@@ -6,6 +6,9 @@ import contextlib
 import datetime
 import functools
 import hashlib
+import math
+import os
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -13,6 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from mindspeed_rl_plugin.environment import flush_output, last_words
 
 
 def on_rank_0(function: Callable[[], Any]) -> Any:
@@ -120,6 +125,44 @@ class Collectives:
                 f"rank {self.rank} waited for the others before {what}, at most {self.deadline:g} s "
                 f"(--rl-wait-timeout): {str(error).splitlines()[0][:300]}"
             ) from error
+
+
+class HardDeadline:
+    """Ends this process where a wait inside a library, which no code of ours can interrupt, takes too long.
+
+    seconds: that it may take; end: ends the process. Not for waits inside of one another.
+    """
+
+    def __init__(self, seconds: float, end: Callable[[int], object] = os._exit) -> None:
+        self.seconds, self._end = seconds, end
+        self._until, self._what = math.inf, ""
+        self._thread: threading.Thread | None = None
+        self._closed = threading.Event()
+
+    @contextlib.contextmanager
+    def over(self, what: str) -> Iterator[None]:
+        """For what is done inside; what: completes "rank N waited in"."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._look, daemon=True)
+            self._thread.start()
+        self._what, self._until = what, time.monotonic() + self.seconds
+        try:
+            yield
+        finally:
+            self._until = math.inf
+
+    def close(self) -> None:
+        """There are no more waits."""
+        self._closed.set()
+
+    def _look(self) -> None:
+        while not self._closed.wait(min(1.0, self.seconds / 10)):
+            if time.monotonic() > self._until:
+                who = f"rank {rank_of_job()}"
+                last_words(f"{who} stops: {who} waited {self.seconds:g} s (--rl-wait-timeout) in {self._what}")
+                flush_output()
+                self._end(1)
+                return
 
 
 _limit = [1800.0]

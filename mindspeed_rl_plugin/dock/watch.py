@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-import sys
 import threading
 import time
 from collections import deque
@@ -20,10 +19,9 @@ from collections.abc import Callable, Sequence
 
 from mindspeed_rl_plugin.dock.messages import Message, Ping, Stopped
 from mindspeed_rl_plugin.dock.rpc import Stream, frame, thread
-from mindspeed_rl_plugin.environment import record_failure
+from mindspeed_rl_plugin.environment import flush_output, last_words
 
 SIGNS = 4  # of life, that are sent in one heartbeat
-FLUSH_SECONDS = 1.0
 LEAVE_SECONDS = 5.0  # for a reader that is slow
 STATUS = 1  # exit status of a rank that stops
 
@@ -126,17 +124,9 @@ class Watch:
             return None if self._end is not os._exit else threading.Event().wait()  # another thread is about to
         machine = self.machines[rank].split()[0] if 0 <= rank < len(self.machines) else "?"
         line = f"rank {self.rank} stops: rank {rank} on {machine} is gone ({why})"
-        with contextlib.suppress(OSError):
-            os.write(2, f"\n[rl] {line}\n".encode())  # not sys.stderr: the main thread may hang with its lock held
-            record_failure(line, later=1)
+        last_words(line, later=1)
         for link in list(self._links):
             link.note(Stopped(rank, why))
-        thread(_flush).join(FLUSH_SECONDS)
+        flush_output()
         self._end(STATUS)
         return None
-
-
-def _flush() -> None:
-    with contextlib.suppress(OSError, ValueError):
-        sys.stdout.flush()
-        sys.stderr.flush()

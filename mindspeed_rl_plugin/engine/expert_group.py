@@ -7,9 +7,9 @@ import datetime
 import torch
 import torch.distributed as dist
 
-# An agreement is a round over all ranks of the group, for which each step would wait. Engines that are done take up to
-# so many dummy steps more.
-STEPS_BETWEEN = 16
+# Steps from one agreement of ranks to the next: each is a round over all of them, for which every step would wait.
+# Engines that share experts and are done take up to so many dummy steps more.
+AGREE_EVERY = 16
 
 
 class ExpertGroup:
@@ -27,12 +27,13 @@ class ExpertGroup:
         self.ranks, self._handle = groups[rank // size], handles[rank // size]
 
     def any_works(self, works: bool) -> bool:
-        """Whether an engine of the group has responses in the making, or had lately; every rank asks before every step.
+        """Whether an engine of the group has responses in the making, or had at the last agreement.
 
-        works: whether this one has. Where one has, all take `STEPS_BETWEEN` steps before they agree again. Raises
-        TimeoutError where a rank of the group does not come to an agreement in time, or is lost.
+        Every rank asks before every step. works: whether this one has. Where one has, all take AGREE_EVERY steps before
+        they agree again. Raises TimeoutError where a rank of the group does not come to an agreement in time, or is
+        lost.
         """
-        agreed = self._steps % STEPS_BETWEEN != 0 or self._agree(works)
+        agreed = self._steps % AGREE_EVERY != 0 or self._agree(works)
         self._steps = self._steps + 1 if agreed else 0
         return agreed
 

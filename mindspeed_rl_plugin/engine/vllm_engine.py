@@ -17,6 +17,7 @@ flips a token. Elsewhere all requests share the engine's own generator, which st
 
 from __future__ import annotations
 
+import contextlib
 import math
 import tempfile
 import time
@@ -30,17 +31,16 @@ from torch import Tensor
 
 from mindspeed_rl_plugin.device import Device, get_device
 from mindspeed_rl_plugin.engine import vllm_api
-from mindspeed_rl_plugin.engine.expert_group import ExpertGroup
+from mindspeed_rl_plugin.engine.expert_group import AGREE_EVERY, ExpertGroup
 from mindspeed_rl_plugin.engine.hf_config import family_table, for_engine, write_config
 from mindspeed_rl_plugin.engine.process_state import ProcessState
 from mindspeed_rl_plugin.engine.protocol import PARTS
 from mindspeed_rl_plugin.engine.vllm_memory import HostMemory, PoolMemory, free_share
 from mindspeed_rl_plugin.environment import say
 from mindspeed_rl_plugin.host import engine_env, vllm_live
+from mindspeed_rl_plugin.ranks import HardDeadline
 from mindspeed_rl_plugin.rows import Completion, GenerateRequest, SampleId
 
-# Steps between two agreements of an engine's ranks on whether the time is up.
-AGREE_EVERY = 16
 NO_TOKENIZER_NEEDED = (0, 10)
 # vllm-ascend would bind all threads of the trainer to a few cores, and may stop the machine's irqbalance. The others
 # say from 0.23 on what the variables of `engine_env.REQUIRED_NPU` say: weights stay in the format of the checkpoint.
@@ -61,7 +61,7 @@ class VllmOptions:
     accelerator, vLLM's own where empty; request_seeds: whether each request has a generator of its own also where that
     costs kernels for each request and step (on a CPU, and where vLLM draws for all of them in one kernel, each has);
     deadline: seconds that ranks wait for each other while the engine is built, before vLLM waits by its own limits, and
-    that engines which share experts wait to agree on steps.
+    that they wait for each other in any step.
     """
 
     config: Mapping[str, Any]
@@ -117,6 +117,7 @@ class VllmEngine:
         self._checksum = 0  # of all tokens sampled
         self._process = ProcessState(self._device)
         self._sharers = ExpertGroup(options.expert_parallel, options.deadline) if options.sharing > 1 else None
+        self._limit, self._step_of = HardDeadline(options.deadline), _step_of(options)
         # vLLM reads the directory only here: with it gone at once, no end of the process can leave it behind.
         with tempfile.TemporaryDirectory(prefix="mindspeed-rl-engine-") as directory, self._process.lent():
             write_config(for_engine(options.config), directory)
@@ -164,7 +165,8 @@ class VllmEngine:
         if self._sharers is not None:
             with self._process.lent():
                 while self._sharers.any_works(False):
-                    vllm_api.dummy_step(self._engine)
+                    with self._in_time():
+                        vllm_api.dummy_step(self._engine)
 
     def abort(self, ids: Iterable[SampleId] | None = None) -> list[Completion]:
         """Stop responses and return what they hold; see `Engine`."""
@@ -211,6 +213,7 @@ class VllmEngine:
         if self._memory is not None:
             self._memory.wake_up([part for part in PARTS if part not in self._awake])
         vllm_api.teardown(self._engine)
+        self._limit.close()
         self._engine = self._memory = None
         self._running.clear()
 
@@ -235,8 +238,10 @@ class VllmEngine:
         if self._sharers is not None:
             self._sharers.any_works(True)
         self._steps += 1
+        with self._in_time():
+            outputs = self._engine.step()
         finished = []
-        for output in self._engine.step():
+        for output in outputs:
             name, sampled = output.request_id, output.outputs[0]
             if name not in self._running:  # aborted while a step was in flight
                 continue
@@ -271,13 +276,18 @@ class VllmEngine:
         if self._steps % AGREE_EVERY:
             return False
         seen = torch.tensor([late, self._checksum, -self._checksum], dtype=torch.int64)
-        dist.all_reduce(seen, op=dist.ReduceOp.MAX, group=vllm_api.tp_group().cpu_group)
+        with self._in_time():
+            dist.all_reduce(seen, op=dist.ReduceOp.MAX, group=vllm_api.tp_group().cpu_group)
         if seen[1] != -seen[2]:
             raise RuntimeError(
                 f"the {self.options.tensor_parallel} ranks of engine {self.replica} sampled different tokens by step"
                 f" {self._steps}: they must submit the same requests in the same order and hold parts of one model"
             )
         return bool(seen[0])
+
+    def _in_time(self) -> contextlib.AbstractContextManager[None]:
+        """For a step inside vLLM, which waits for other ranks by limits of its own."""
+        return self._limit.over(self._step_of) if self._step_of else contextlib.nullcontext()
 
     def _must_be_idle(self, what: str) -> None:
         if self._running:
@@ -286,7 +296,7 @@ class VllmEngine:
     def _forget_prefixes(self) -> None:
         if self._engine.reset_prefix_cache() is False:
             if self._sharers is None:  # engines that share experts have no step in flight, and take none alone
-                with self._process.lent():
+                with self._process.lent(), self._in_time():
                     self._engine.step()  # what was aborted may still hold blocks of a step in flight
             if self._engine.reset_prefix_cache() is False:
                 raise RuntimeError("vLLM did not reset its prefix cache although no response is queued")
@@ -353,6 +363,15 @@ def _prepare(kind: str, options: VllmOptions) -> None:
         raise ValueError("vLLM before 0.10 does not start without a tokenizer; give --rl-tokenizer")
     if kind == "cpu":
         vllm_live.apply()
+
+
+def _step_of(options: VllmOptions) -> str:
+    """What this rank takes steps of with others, for `HardDeadline`; empty where it takes them alone."""
+    ranks = max(options.tensor_parallel, options.expert_parallel)
+    first = dist.get_rank() // ranks * ranks
+    name = "--rl-generate-ep" if options.sharing > 1 else "--rl-generate-tp"
+    whose = f"a step inside vLLM, which ranks {first} to {first + ranks - 1} take together ({name} {ranks})"
+    return f"{whose}: one of them is lost, or did not come to it" if ranks > 1 else ""
 
 
 def _name(sample: SampleId) -> str:

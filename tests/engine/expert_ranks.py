@@ -5,7 +5,9 @@ Arguments: tensor parallel size of an engine, ranks over which experts are sprea
 
 from __future__ import annotations
 
+import os
 import sys
+import time
 from pathlib import Path
 
 from mindspeed_rl_plugin.host import activate_if_needed
@@ -19,9 +21,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "reshard"))
 from reshard_reference import engine_weights, random_weights  # noqa: E402
 
 from mindspeed_rl_plugin.device import Device  # noqa: E402
-from mindspeed_rl_plugin.engine.expert_group import ExpertGroup  # noqa: E402
+from mindspeed_rl_plugin.engine.expert_group import AGREE_EVERY, ExpertGroup  # noqa: E402
 from mindspeed_rl_plugin.engine.protocol import generate  # noqa: E402
 from mindspeed_rl_plugin.engine.vllm_engine import VllmEngine, VllmOptions  # noqa: E402
+from mindspeed_rl_plugin.ranks import HardDeadline  # noqa: E402
 from mindspeed_rl_plugin.reshard.layout import EngineParallel, ModelShape  # noqa: E402
 from mindspeed_rl_plugin.reshard.live import engine_storage  # noqa: E402
 from mindspeed_rl_plugin.rows import GenerateRequest, SampleId, Sampling  # noqa: E402
@@ -56,7 +59,14 @@ def build(tp: int, ep: int) -> VllmEngine:
     """An engine with the same model whatever its layout."""
     options = VllmOptions(CONFIG, 32, tp, ep, max_running=4, kv_cache_bytes=32 << 20, deadline=120.0)
     engine = VllmEngine(options, Device("cpu"))
-    shape, sizes, live = ModelShape.from_hf_config(CONFIG), EngineParallel(tp, ep), engine.parameters()
+    give_weights(engine)
+    return engine
+
+
+def give_weights(engine: VllmEngine) -> None:
+    """Version 0."""
+    sizes = EngineParallel(engine.options.tensor_parallel, engine.options.expert_parallel)
+    shape, live = ModelShape.from_hf_config(CONFIG), engine.parameters()
     here = dist.get_rank() % sizes.ranks
     weights = {n: t * 4 if "norm" not in n else t.abs() + 1 for n, t in random_weights(shape, 1).items()}
     stored = engine_weights(shape, engine_storage(shape, sizes, here, None, live), here, weights)
@@ -64,7 +74,6 @@ def build(tp: int, ep: int) -> VllmEngine:
     for name, tensor in live.items():
         tensor.copy_(stored[name])
     engine.update_weights(0)
-    return engine
 
 
 def ask(engine: VllmEngine, idle: int) -> list[GenerateRequest]:
@@ -121,6 +130,24 @@ def check_deadline(ep: int) -> None:
             late.any_works(True)
 
 
+def check_stall(engine: VllmEngine, ep: int) -> None:
+    """The first rank of all stands still between two agreements; those that wait for it inside vLLM end."""
+    store, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
+
+    def end(status: int) -> None:
+        assert status == 1
+        print(f"rank {rank} passed: ended", flush=True)
+        store.add("ended", 1)
+        os._exit(0)
+
+    engine._limit = HardDeadline(3.0, end)
+    engine.submit(ask(engine, -1))
+    for _ in range(3 if rank == 0 else AGREE_EVERY if rank < ep else 0):
+        engine._step()
+    while store.add("ended", 0) < ep - 1:
+        time.sleep(0.1)
+
+
 def main() -> None:
     dist.init_process_group("gloo")
     tp, ep = map(int, sys.argv[1:3])
@@ -131,9 +158,11 @@ def main() -> None:
     worst = check_same(rollouts(engine), own)
     check_abort(engine)
     engine.sleep()
-    engine.shutdown()
+    engine.wake()
+    give_weights(engine)
     check_deadline(ep)
     dist.barrier()
+    check_stall(engine, ep)
     print(f"rank {dist.get_rank()} passed: {worst:.1e} nats", flush=True)
     dist.destroy_process_group()
 

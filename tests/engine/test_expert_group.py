@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mindspeed_rl_plugin.engine import expert_group
-from mindspeed_rl_plugin.engine.expert_group import STEPS_BETWEEN, ExpertGroup
+from mindspeed_rl_plugin.engine.expert_group import AGREE_EVERY, ExpertGroup
 
 
 @pytest.fixture
@@ -45,8 +45,8 @@ def test_ranks_agree_now_and_then(group, monkeypatch) -> None:
         flag.fill_(max(int(flag), next(others)))
 
     monkeypatch.setattr(expert_group.dist, "all_reduce", all_reduce)
-    steps = [group.any_works(False) for _ in range(STEPS_BETWEEN + 1)]
-    assert steps == [True] * STEPS_BETWEEN + [False] and asked == [0, 0]
+    steps = [group.any_works(False) for _ in range(AGREE_EVERY + 1)]
+    assert steps == [True] * AGREE_EVERY + [False] and asked == [0, 0]
     assert [group.any_works(works) for works in (True, False)] == [True, True] and asked == [0, 0, 1]
 
 

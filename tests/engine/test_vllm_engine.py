@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import os
+import queue
 import random
+import re
 import sys
 import time
 from types import SimpleNamespace
@@ -15,7 +17,9 @@ import torch
 
 from mindspeed_rl_plugin.device import Device
 from mindspeed_rl_plugin.engine import vllm_api, vllm_engine
-from mindspeed_rl_plugin.engine.vllm_engine import AGREE_EVERY, VllmOptions
+from mindspeed_rl_plugin.engine.expert_group import AGREE_EVERY
+from mindspeed_rl_plugin.engine.vllm_engine import VllmOptions
+from mindspeed_rl_plugin.ranks import HardDeadline
 from mindspeed_rl_plugin.rows import SampleId
 
 
@@ -276,6 +280,42 @@ def test_engines_that_share_experts_step_together(sharing, fake_vllm, request_of
     fake_vllm.stuck_prefixes = 1
     sharing.sleep()
     assert fake_vllm.calls.count("step") == 3  # none alone
+
+
+@pytest.mark.parametrize("where", ["step", "dummy", "agreement", "prefixes"])
+def test_a_wait_inside_vllm_that_takes_too_long_ends_the_process(where, pair, sharing, fake_vllm, monkeypatch) -> None:
+    engine = sharing if where == "dummy" else pair()[0]
+    ended, said = queue.SimpleQueue(), []
+
+    def stuck(*unused, **kwargs) -> None:
+        raise InterruptedError(ended.get(timeout=30))  # the status that the thread ends the process with
+
+    monkeypatch.setattr("mindspeed_rl_plugin.ranks.last_words", lambda line, later=0: said.append(line))
+    engine._limit = HardDeadline(0.05, ended.put)
+    if where == "agreement":
+        monkeypatch.setattr(torch.distributed, "all_reduce", stuck)
+    else:
+        monkeypatch.setattr(fake_vllm, "step", stuck)
+        monkeypatch.setattr(vllm_api, "dummy_step", stuck)
+    sharing._sharers.left = 1
+    fake_vllm.stuck_prefixes = 1
+    do = {"dummy": engine.keep_step, "prefixes": engine._forget_prefixes}.get(where, lambda: engine.poll(1e9))
+    with pytest.raises(InterruptedError, match="1"):
+        do()
+    assert re.search(r"waited 0.05 s \(--rl-wait-timeout\) in .* ranks 0 to [13] .*--rl-generate-[te]p [24]\)", said[0])
+
+
+def test_a_wait_in_time_ends_nothing(make_engine) -> None:
+    ended = []
+    limit = HardDeadline(0.05, ended.append)
+    for _ in range(2):
+        with limit.over("a step"):
+            pass
+    time.sleep(0.2)
+    limit.close()
+    limit._thread.join(5)
+    assert not ended and not limit._thread.is_alive()
+    assert not make_engine(world=4)._step_of, "an engine of one rank waits for nobody"
 
 
 def test_vllm_takes_the_place_of_an_engine_from_its_rank_in_the_job(monkeypatch) -> None:

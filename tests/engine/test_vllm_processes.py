@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -14,8 +15,11 @@ def test_engines(torchrun, tp, ranks) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("tp", "ep"), [(1, 4), (1, 2)])
+@pytest.mark.parametrize(("tp", "ep"), [(1, 4), (1, 2), (2, 4)])
 def test_engines_that_share_experts(torchrun, tp, ep) -> None:
-    """As engines of their own compute, on four ranks; (1, 2): in two groups."""
-    done = torchrun(Path(__file__).with_name("expert_ranks.py"), tp, ep, ranks=4)
+    """As engines of their own compute, on four ranks; (1, 2): in two groups. A rank that stands still ends the others,
+    and the reason that torchrun shows names them."""
+    done = torchrun(Path(__file__).with_name("expert_ranks.py"), tp, ep, ranks=4, timeout=600)
     assert done.stdout.count("passed") == 4
+    late = rf"rank \d waited 3 s \(--rl-wait-timeout\) in .* ranks 0 to {ep - 1} .*--rl-generate-ep {ep}"
+    assert len(re.findall(late, done.stderr)) == ep - 1

@@ -52,6 +52,7 @@ def test_engine_and_trainer_agree(job, nothing_left, moe_model, train, generate)
         pytest.param((*TP2, *EP2), SPREAD4, id="TP2EP2ETP2DP2-to-TP4EP4"),
         pytest.param((*EP2, *PP2), CUT2, id="EP2PP2-to-TP2"),
         pytest.param(EP4, SHARED4, id="EP4-to-EP4"),
+        pytest.param(EP2, (*CUT2, *SHARED4), id="EP2-to-TP2EP4"),
         pytest.param((*TP2, *EP2, *ETP1), SHARED2, id="TP2EP2ETP1DP2-to-two-EP2"),
     ],
 )
@@ -77,6 +78,7 @@ def test_engines_that_share_experts_and_have_no_rows(job, arithmetic, moe_model)
     [
         pytest.param(EP2, SPREAD2, 2, id="EP2-to-TP2EP2"),
         pytest.param((*TP2, *EP2, *ETP1, *PP2), SPREAD2, 4, id="TP2EP2ETP1PP2-to-TP2EP2"),
+        pytest.param((*TP2, *EP2, *ETP1, *PP2), (*CUT2, *SHARED4), 4, id="TP2EP2ETP1PP2-to-TP2EP4"),
     ],
 )
 def test_latent_attention(job, latent_model, train, generate, ranks):
