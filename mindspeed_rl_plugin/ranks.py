@@ -74,8 +74,11 @@ def combine_hashes(hashes: Mapping[str, str]) -> str:
 
 
 class Collectives:
-    """Collectives of all ranks over gloo, which end by a deadline: nccl's by Megatron's own, hccl's by none that is
-    given. group: all ranks; deadline: seconds of any wait. Raise TimeoutError past it."""
+    """Collectives of all ranks over gloo, which end by a deadline of ours; those of nccl and hccl are ended by their
+    watchdogs, after the time that their group was made with (Megatron's --distributed-timeout-minutes).
+
+    group: all ranks; deadline: seconds of any wait. Raise TimeoutError past it.
+    """
 
     def __init__(self, deadline: float) -> None:
         self.deadline = deadline

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
-from megatron.core import parallel_state
 from torch import Tensor
 
 from mindspeed_rl_plugin.algorithms import Algorithm
@@ -16,6 +14,7 @@ from mindspeed_rl_plugin.forward.schedule import head_of
 from mindspeed_rl_plugin.rows import Rows
 from mindspeed_rl_plugin.update.megatron_loss import scaling_of_job
 from mindspeed_rl_plugin.update.step import MegatronStep
+from mindspeed_rl_plugin.update.tallies import summed
 
 # Sums over pairs; log-probs are summed over a response's trained tokens, in nats.
 TALLY = ("loss", "margin", "accuracy", "chosen_reward", "rejected_reward", "chosen_logp", "rejected_logp", "pairs")
@@ -63,8 +62,7 @@ class PairStep(MegatronStep):
 
         micro_batches: this data parallel rank's, each of `micro_batch_size` rows, the two of a pair beside each other,
         chosen first, with `tokens`, `loss_mask` (ragged `[L]`) and `reference` (`[B]`).
-        Collective over the data parallel ranks. Raises ValueError for a pair that is cut, and for a wrong number of
-        micro-batches.
+        Collective. Raises ValueError for a pair that is cut, and for a wrong number of micro-batches.
         """
         self._expect(micro_batches)
         for rows in micro_batches:
@@ -73,14 +71,13 @@ class PairStep(MegatronStep):
                 raise ValueError(f"a micro-batch cuts a pair: {[tuple(i) for i in ids[:4]]}")
         self._batches = [collate(rows, self.settings, index=i) for i, rows in enumerate(micro_batches)]
         self._references = [rows["reference"].float().to(self._device) for rows in micro_batches]
-        tokens = torch.stack([batch.mask.sum() for batch in self._batches]).sum().to(self._device)
-        dist.all_reduce(tokens, group=parallel_state.get_data_parallel_group())
-        self._scaling = scaling_of_job(len(self._batches), per_token=self._per_token, total_tokens=int(tokens))
+        (tokens,) = summed(torch.stack([batch.mask.sum() for batch in self._batches]).sum().view(1))
+        self._scaling = scaling_of_job(len(self._batches), per_token=self._per_token, total_tokens=tokens)
         self._tallies = {}
 
     def metrics(self) -> dict[str, float]:
         """Means over the pairs of the global batch by the names of `TALLY`, the same on all ranks. Collective."""
-        tally = self._reduced(width=len(TALLY), sums=len(TALLY))
+        tally = self._reduced(len(TALLY))
         sums = dict(zip(TALLY, tally.tolist(), strict=True))
         assert sums["pairs"] == self._pairs
         return {name: value / self._pairs for name, value in sums.items() if name != "pairs"}

@@ -7,8 +7,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from megatron.core import num_microbatches_calculator, parallel_state
+from megatron.core import num_microbatches_calculator
 from megatron.core.utils import get_model_config
 from torch import Tensor
 
@@ -25,7 +24,7 @@ from mindspeed_rl_plugin.forward.schedule import (
 from mindspeed_rl_plugin.rows import Ragged, Rows
 from mindspeed_rl_plugin.update.megatron_loss import scaling_of_job
 from mindspeed_rl_plugin.update.objective import objective
-from mindspeed_rl_plugin.update.tallies import reduce_tallies, to_metrics
+from mindspeed_rl_plugin.update.tallies import SUMS, reduce_tallies, summed, to_metrics
 
 
 class MegatronStep:
@@ -82,11 +81,11 @@ class MegatronStep:
         seen = (loss.detach() * (self._scaling.micro_batches * self._scaling.dp_size)).view(1)
         return self._scaling.result(loss, counted, {name: seen})
 
-    def _reduced(self, **sizes: int) -> Tensor:
-        """The tally of the global batch, the same on all ranks. Collective."""
+    def _reduced(self, sums: int = SUMS) -> Tensor:
+        """The tally of the global batch, the same on all ranks. Collective. sums: numbers of it that are no maxima."""
         ends = ends_here(self.model)
         assert len(self._tallies) == (len(self._batches) if ends else 0), "metrics before the step ran"
-        return reduce_tallies(self._tallies.values() if ends else None, self._device, **sizes)
+        return reduce_tallies(self._tallies.values() if ends else None, sums)
 
 
 class PolicyStep(MegatronStep):
@@ -131,8 +130,7 @@ class PolicyStep(MegatronStep):
         `valid` and `multiplicity` only. measured: columns that the last stage holds, None: those of this rank; version:
         of the weights that `logp_old` is of, where rows with a lower `version` (`[B]`) may be among them; None: those
         weights sampled all.
-        Collective over the data parallel ranks. Raises ValueError for a missing column or a wrong number of
-        micro-batches.
+        Collective. Raises ValueError for a missing column or a wrong number of micro-batches.
         """
         self._expect(micro_batches)
         rows = [self._checked(part) for part in micro_batches]
@@ -203,9 +201,7 @@ class PolicyStep(MegatronStep):
 
     def _count(self, counts: Sequence[Tensor], multiplicity: Sequence[Tensor]) -> Totals:
         every, often = torch.cat(list(counts)), torch.cat(list(multiplicity)).long()
-        both = torch.stack([(often * every).sum(), (often * (every > 0)).sum()]).to(self._device)
-        dist.all_reduce(both, group=parallel_state.get_data_parallel_group())
-        tokens, sequences = both.tolist()
+        tokens, sequences = summed(torch.stack([(often * every).sum(), (often * (every > 0)).sum()]))
         return Totals(tokens, sequences, self.norm_length)
 
 

@@ -1,39 +1,50 @@
-"""Reduce the tallies of a step over ranks, exactly once, on every rank alike."""
+"""Reduce what a step counts over ranks, exactly once, on every rank alike.
+
+Over gloo and on the host: it ends by --rl-wait-timeout (collectives of a device by --distributed-timeout-minutes), and
+HCCL neither reduces nor sends float64.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
 from mindspeed_rl_plugin.algorithms import Totals
+from mindspeed_rl_plugin.ranks import gather_all
 from mindspeed_rl_plugin.update.objective import MAXIMA, PER_SEQUENCE, PER_TOKEN, WEIGHTED
 
 SUMS = len(WEIGHTED) + len(PER_TOKEN) + len(PER_SEQUENCE)
-WIDTH = SUMS + len(MAXIMA)
 
 
-def reduce_tallies(
-    tallies: Iterable[Tensor] | None, device: torch.device, *, width: int = WIDTH, sums: int = SUMS
-) -> Tensor:
+def of_data_parallel_ranks(value: Any) -> list[Any]:
+    """The value of each data parallel rank, in their order, on every rank of the job. Collective.
+
+    value: the same on the model parallel ranks of a data parallel rank, None on those that have none.
+    """
+    every = gather_all((parallel_state.get_data_parallel_rank(), value))
+    first = {rank: value for rank, value in reversed(every) if value is not None}
+    return [first[rank] for rank in sorted(first)]
+
+
+def summed(counts: Tensor) -> list[int]:
+    """Sums of whole numbers `[N]` over the data parallel ranks. Collective."""
+    return torch.tensor(of_data_parallel_ranks(counts.tolist())).sum(0).tolist()
+
+
+def reduce_tallies(tallies: Iterable[Tensor] | None, sums: int = SUMS) -> Tensor:
     """One tally of the global batch from those of this rank's micro-batches.
 
-    tallies: vectors `[width]`, sums before maxima, None on ranks without the end of the model; device: where the
-    process groups communicate. Returns `[width]` float64 on the host, the same on all ranks.
-    Collective over DP where the model ends, then over each pipeline. Context parallel ranks hold the same tally each.
+    tallies: vectors `[width]`, `sums` sums before maxima, None on ranks without the end of the model. Returns `[width]`
+    float64 on the host. Collective. Tensor and context parallel ranks hold the same tally each.
     """
-    whole = torch.zeros(width, dtype=torch.float64)
+    local = None
     if tallies is not None:
-        local = _combine(torch.stack([tally.double().cpu() for tally in tallies]), sums)
-        whole = _combine(_gather(local, parallel_state.get_data_parallel_group(), device), sums)
-    if parallel_state.get_pipeline_model_parallel_world_size() == 1:
-        return whole
-    ends = torch.full((1,), float(tallies is not None), dtype=torch.float64)
-    stages = _gather(torch.cat([ends, whole]), parallel_state.get_pipeline_model_parallel_group(), device)
-    return stages[stages[:, 0] == 1, 1:][0]
+        local = _combine(torch.stack([tally.double().cpu() for tally in tallies]), sums).tolist()
+    return _combine(torch.tensor(of_data_parallel_ranks(local), dtype=torch.float64), sums)
 
 
 def to_metrics(tally: Tensor, totals: Totals) -> dict[str, float]:
@@ -64,19 +75,3 @@ def to_metrics(tally: Tensor, totals: Totals) -> dict[str, float]:
 
 def _combine(tallies: Tensor, sums: int) -> Tensor:
     return torch.cat([tallies[:, :sums].sum(0), tallies[:, sums:].amax(0)])
-
-
-def _gather(tally: Tensor, group: dist.ProcessGroup, device: torch.device) -> Tensor:
-    """`[ranks, width]`, what each rank of the group has."""
-    parts = [_as_bits(tally, device) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(parts, _as_bits(tally, device), group=group)
-    return torch.stack([_from_bits(part) for part in parts])
-
-
-# Bits travel as int32 and are summed on the host: HCCL neither reduces nor sends float64.
-def _as_bits(tally: Tensor, device: torch.device) -> Tensor:
-    return tally.view(torch.int32).to(device, copy=True)
-
-
-def _from_bits(bits: Tensor) -> Tensor:
-    return bits.cpu().view(torch.float64)

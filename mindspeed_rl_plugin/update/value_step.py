@@ -35,7 +35,7 @@ class ValueStep(PolicyStep):
         Collective on its first call after a step; later calls return the same numbers.
         """
         if self._metrics is None:
-            tally = self._reduced(width=len(SUMS), sums=len(SUMS))
+            tally = self._reduced(len(SUMS))
             self._metrics = value_metrics(dict(zip(SUMS, tally.tolist(), strict=True)), self._totals.tokens)
         return dict(self._metrics)
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,8 +10,9 @@ import torch
 from mindspeed_rl_plugin.algorithms import Totals, resolve
 from mindspeed_rl_plugin.config import AlgorithmConfig
 from mindspeed_rl_plugin.forward.collate import MicroBatch
-from mindspeed_rl_plugin.update.objective import objective
-from mindspeed_rl_plugin.update.tallies import WIDTH, to_metrics
+from mindspeed_rl_plugin.update import tallies
+from mindspeed_rl_plugin.update.objective import MAXIMA, objective
+from mindspeed_rl_plugin.update.tallies import SUMS, to_metrics
 
 COUNTS = (3, 0, 1, 4)  # trained tokens of each row
 WIDE = 6
@@ -81,7 +83,7 @@ def test_objective_is_the_loop(correction, level):
         want = torch.autograd.grad(total, leaf, retain_graph=True)[0]
         torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-12)
 
-    assert tally.shape == (WIDTH,)
+    assert tally.shape == (SUMS + len(MAXIMA),)
     metrics = to_metrics(tally, Totals(sum(COUNTS), 3))
     assert metrics["loss/policy"] == pytest.approx(policy_part, rel=1e-5)
     token = list(importance["token"].values())
@@ -155,3 +157,28 @@ def test_without_the_engines_logps_the_weights_are_one():
     _, tally = objective(resolve(AlgorithmConfig(algorithm="grpo")), batch, torch.ones(4), logp, entropy)
     metrics = to_metrics(tally, Totals(sum(COUNTS), 3))
     assert metrics["rollout/weight_mean"] == metrics["rollout/sequence_weight_mean"] == 1.0
+
+
+def test_what_a_step_counts_is_reduced_once_for_each_data_parallel_rank(monkeypatch) -> None:
+    """Eight ranks: TP2 PP2 DP2, of which the last four hold the end of the model."""
+    given = []
+
+    def gathered(others):
+        monkeypatch.setattr(tallies, "gather_all", lambda mine: given.append(mine) or others)
+
+    monkeypatch.setattr(tallies.parallel_state, "get_data_parallel_rank", lambda: 1)
+    dp = (0, 0, 1, 1) * 2
+    gathered([(rank, [10 * rank + 1, 2**40]) for rank in dp])
+    assert tallies.summed(torch.tensor([11, 2**40])) == [12, 2**41] and given == [(1, [11, 2**40])]
+    first, second = [0.1, 1e17, -3.0], [0.2, 1.0, -5.0]
+    gathered([*((rank, None) for rank in dp[:4]), *((rank, (first, second)[rank]) for rank in dp[4:])])
+    for mine in (None, [torch.tensor([0.5, 1.0, -9.0]), torch.tensor([-0.25, 0.0, -5.0])]):
+        whole = tallies.reduce_tallies(mine, 2)
+        assert whole.dtype == torch.float64 and whole.tolist() == [0.1 + 0.2, 1e17 + 1.0, -3.0]
+    assert given[1:] == [(1, None), (1, [0.25, 1.0, -5.0])]
+
+
+def test_an_update_waits_for_other_ranks_within_the_deadline_alone() -> None:
+    """Collectives of a device end by the limit of Megatron's groups: `ranks.gather_all` serves instead."""
+    for path in Path(tallies.__file__).parent.glob("*.py"):
+        assert "torch.distributed" not in path.read_text(), path.name
