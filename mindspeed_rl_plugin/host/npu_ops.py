@@ -1,7 +1,7 @@
 """The NPU operators that MindSpeed calls in a training step, of torch_npu and its own, written with torch operators.
 
 They compute the same thing; how fast, and how the fused kernels round, is not rehearsed by them.
-Signatures follow torch_npu's documentation.
+Signatures follow torch_npu's documentation; tests/ascend compares them, and what they return, with its wheels.
 """
 
 from __future__ import annotations
