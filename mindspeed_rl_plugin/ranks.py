@@ -6,7 +6,6 @@ import contextlib
 import datetime
 import functools
 import hashlib
-import math
 import os
 import threading
 import time
@@ -138,7 +137,7 @@ class HardDeadline:
 
     def __init__(self, seconds: float, end: Callable[[int], object] = os._exit) -> None:
         self.seconds, self._end = seconds, end
-        self._until, self._what = math.inf, ""
+        self._now: list[str] | None = None  # another object for each wait
         self._thread: threading.Thread | None = None
         self._closed = threading.Event()
 
@@ -148,24 +147,29 @@ class HardDeadline:
         if self._thread is None:
             self._thread = threading.Thread(target=self._look, daemon=True)
             self._thread.start()
-        self._what, self._until = what, time.monotonic() + self.seconds
+        self._now = [what]
         try:
             yield
         finally:
-            self._until = math.inf
+            self._now = None
 
     def close(self) -> None:
         """There are no more waits."""
         self._closed.set()
 
     def _look(self) -> None:
-        while not self._closed.wait(min(1.0, self.seconds / 10)):
-            if time.monotonic() > self._until:
-                who = f"rank {rank_of_job()}"
-                last_words(f"{who} stops: {who} waited {self.seconds:g} s (--rl-wait-timeout) in {self._what}")
-                flush_output()
-                self._end(1)
+        # Time is counted, for a clock would go on while the whole job is suspended.
+        pause, seen, waited = min(1.0, self.seconds / 10), None, 0.0
+        while waited <= self.seconds:
+            if self._closed.wait(pause):
                 return
+            now = self._now
+            waited = waited + pause if now is seen and now is not None else 0.0
+            seen = now
+        who = f"rank {rank_of_job()}"
+        last_words(f"{who} stops: {who} waited {self.seconds:g} s (--rl-wait-timeout) in {seen[0]}")
+        flush_output()
+        self._end(1)
 
 
 _limit = [1800.0]
