@@ -225,12 +225,13 @@ def test_ppo_on_plain_megatron(job, checkout):
 
 @pytest.mark.skipif(MINDSPEED is None, reason="MINDSPEED_PATH is not set")
 @pytest.mark.timeout(900)
-def test_mindspeeds_dualpipev_agrees_with_one_stage(job, arithmetic, tmp_path, capsys, monkeypatch):
-    """Policy and critic end on the first of two stages: log-probs, values, gradients and updates are those of one rank,
+@pytest.mark.parametrize("stages", [2, 4])
+def test_mindspeeds_dualpipev_agrees_with_one_stage(job, arithmetic, tmp_path, capsys, monkeypatch, stages):
+    """Policy and critic end on the first of the stages: log-probs, values, gradients and updates are those of one rank,
     the engine agrees, and a resume goes on. The second run's weights are placed by `import --schedules-method`."""
     checkout = next(c for c in CHECKOUTS if core_version(c)[:2] == (0, 12))
     mindspeed, hf = Path(MINDSPEED.split(os.pathsep)[0]), tmp_path / "hf"
-    monkeypatch.setitem(family_models.SIZES, "num_hidden_layers", 4)
+    monkeypatch.setitem(family_models.SIZES, "num_hidden_layers", 2 * stages)
     vocab = 1 + max(vocabulary(arithmetic / "tokenizer").values())
     family_models.random_model("mistral", hf, vocab)
 
@@ -245,7 +246,7 @@ def test_mindspeeds_dualpipev_agrees_with_one_stage(job, arithmetic, tmp_path, c
         return job(*given, "--save-interval", "2", name=name, model=model, ranks=ranks, **paths)
 
     one = run("one", 1, "--train", "tp1").run(400)
-    folded = run("folded", 2, "--train", "pp2", "--schedules-method", "dualpipev")
+    folded = run("folded", stages, "--train", f"pp{stages}", "--schedules-method", "dualpipev")
     folded.extra += ("--exit-interval", "2")
     folded.run(400)
     folded.extra = folded.extra[:-2]
