@@ -6,6 +6,7 @@ Signatures follow torch_npu's documentation; tests/ascend compares them, and wha
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +16,8 @@ from torch.nn.functional import scaled_dot_product_attention, silu
 
 from mindspeed_rl_plugin.host import grouped_matmul
 from mindspeed_rl_plugin.host.reuse import reuse_data_ptr
+
+MANY = 2**31 - 1  # tokens: all
 
 
 def npu_rms_norm(x: Tensor, gamma: Tensor, epsilon: float = 1e-6) -> tuple[Tensor, Tensor]:
@@ -106,22 +109,24 @@ def npu_fusion_attention(
     keep_prob: float = 1.0,
     actual_seq_qlen: Sequence[int] | None = None,
     actual_seq_kvlen: Sequence[int] | None = None,
+    pre_tockens: int = MANY,
+    next_tockens: int = MANY,
     sparse_mode: int = 0,
     **unused: Any,
 ) -> tuple[Any, ...]:
-    """Attention in the layouts SBH, BSND, BNSD and TND; causal wherever a mask is given.
+    """Attention in the layouts SBH, BSND, BNSD and TND; causal where a mask is given.
 
     Returns seven values like the operator: the output; maximum and sum of each row's softmax, `[B, N, S, 8]` fp32 with
     eight equal columns, for callers that compute the gradient themselves, so not where autograd does, nor for TND; four
-    that nobody reads. Raises ValueError for another layout, for dropout, and for a mask of another size than
-    `sparse_mode` takes.
+    that nobody reads. Raises ValueError for another layout, for dropout, and for a mask that is not causal or not as
+    `sparse_mode` takes it.
     """
     _no_dropout(keep_prob)
-    causal = atten_mask is not None
-    if causal:
-        _right_size(atten_mask, sparse_mode, 0 if input_layout == "TND" else query.shape[input_layout.index("S")])
+    ends = tuple(actual_seq_qlen or ()), tuple(actual_seq_kvlen or ())
+    lengths = ends if input_layout == "TND" else tuple(_length(t, input_layout) for t in (query, key))
+    causal = _causal(atten_mask, sparse_mode, lengths, pre_tockens, next_tockens)
     if input_layout == "TND":
-        out = _packed(query, key, value, actual_seq_qlen or (), actual_seq_kvlen or (), causal, scale)
+        out = _packed(query, key, value, *ends, causal, scale)
         return out, None, None, None, 0, 0, 0
     groups = _groups(query, key, head_num)
     q, k, v = (_to_heads(t, input_layout, n) for t, n in ((query, head_num), (key, groups), (value, groups)))
@@ -130,13 +135,39 @@ def npu_fusion_attention(
     return out, *((None, None) if differentiated else _maximum_and_sum(q, k, causal, scale)), None, 0, 0, 0
 
 
-def _right_size(mask: Tensor, sparse_mode: int, length: int) -> None:
-    """Modes 0 and 1 take a mask of every pair of a row's tokens, the others a compressed triangle of 2048."""
+def _causal(mask: Tensor | None, sparse_mode: int, lengths: tuple[Any, Any], before: int, after: int) -> bool:
+    """Whether the tokens behind a row's own are masked. Raises ValueError where others are, or not all of these.
+
+    Modes 0 and 1 take a mask of every pair of a row's tokens, 2 and 3 a compressed triangle of 2048. lengths: of
+    queries and keys, or in the layout TND, which takes modes 2 and 3 alone, where each sequence of them ends; before,
+    after: tokens around its own that a row sees under mode 0.
+    """
+    name = "npu_fusion_attention on a host"
+    if sparse_mode not in (0, 1, 2, 3):
+        raise ValueError(f"{name}: sparse_mode {sparse_mode}; known: 0 to 3, of causal attention")
+    if mask is None:
+        return False
+    length, keys = lengths
+    if sparse_mode < 2 and not isinstance(length, int):
+        raise ValueError(f"{name}: sparse_mode {sparse_mode} with the layout TND, which needs 2 or 3")
+    if length != keys:
+        raise ValueError(f"{name}: a mask over queries and keys of other lengths, {length} and {keys}")
+    if sparse_mode == 0 and (before < length - 1 or after < 0):
+        raise ValueError(
+            f"{name}: pre_tockens={before}, next_tockens={after} in rows of {length} tokens; causal attention sees all"
+            " of those before its own"
+        )
     size = 2048 if sparse_mode > 1 else length
     if mask.shape[-2:] != (size, size):
-        raise ValueError(
-            f"npu_fusion_attention: sparse_mode {sparse_mode} takes a mask [{size}, {size}], not {list(mask.shape)}"
-        )
+        raise ValueError(f"{name}: sparse_mode {sparse_mode} takes a mask [{size}, {size}], not {list(mask.shape)}")
+    if not (mask.bool() == _triangle(size)).all():
+        raise ValueError(f"{name}: the mask {list(mask.shape)} masks other pairs than the tokens behind a row's own")
+    return True
+
+
+@functools.lru_cache(maxsize=2)
+def _triangle(size: int) -> Tensor:
+    return torch.ones(size, size, dtype=torch.bool).triu_(1)
 
 
 def npu_fusion_attention_grad(
@@ -153,6 +184,9 @@ def npu_fusion_attention_grad(
     attention_in: Tensor,
     scale_value: float = 1.0,
     keep_prob: float = 1.0,
+    pre_tockens: int = MANY,
+    next_tockens: int = MANY,
+    sparse_mode: int = 0,
     **unused: Any,
 ) -> tuple[Any, ...]:
     """Gradients (dq, dk, dv, None) of attention over some of the keys, whose softmax went over more of them.
@@ -160,13 +194,15 @@ def npu_fusion_attention_grad(
     softmax_max, softmax_sum: of all keys, and attention_in their output. Raises as `npu_fusion_attention`, for TND too.
     """
     _no_dropout(keep_prob)
+    lengths = tuple(_length(t, input_layout) for t in (query, key))
+    causal = _causal(atten_mask, sparse_mode, lengths, pre_tockens, next_tockens)
     groups = _groups(query, key, head_num)
     k, v = (_to_heads(t, input_layout, groups) for t in (key, value))
     q, dy, out = (_to_heads(t, input_layout, head_num) for t in (query, dy, attention_in))
     groups = k.shape[1]
     k, v = (t.repeat_interleave(q.shape[1] // groups, 1).float() for t in (k, v))
     q, dy, out = q.float(), dy.float(), out.float()
-    p = torch.exp(_scores(q, k, atten_mask is not None, scale_value) - softmax_max[..., :1]) / softmax_sum[..., :1]
+    p = torch.exp(_scores(q, k, causal, scale_value) - softmax_max[..., :1]) / softmax_sum[..., :1]
     ds = p * (dy @ v.mT - (dy * out).sum(-1, keepdim=True)) * scale_value
     grads = ds @ k, *(t.unflatten(1, (groups, -1)).sum(2) for t in (ds.mT @ q, p.mT @ dy))
     return *(_from_heads(grad, input_layout).type_as(query) for grad in grads), None
@@ -176,10 +212,10 @@ def _attention_v2(*args: Any) -> tuple[Any, ...]:
     """The forward pass of `mindspeed.ops.fusion_attention_v2`, which gives everything by its place."""
     query, key, value, head_num, layout, pse, _, mask, scale, keep_prob, *_ = args
     _no_bias(pse)
-    names = ("actual_seq_qlen", "actual_seq_kvlen", "sparse_mode")
-    ends = dict(zip(names, args[14:17], strict=False))
+    places = {"pre_tockens": 10, "next_tockens": 11, "actual_seq_qlen": 14, "actual_seq_kvlen": 15, "sparse_mode": 16}
+    more = {name: args[place] for name, place in places.items()}
     return npu_fusion_attention(
-        query, key, value, head_num, layout, atten_mask=mask, scale=scale, keep_prob=keep_prob, **ends
+        query, key, value, head_num, layout, atten_mask=mask, scale=scale, keep_prob=keep_prob, **more
     )
 
 
@@ -187,9 +223,10 @@ def _attention_grad_v2(*args: Any) -> tuple[Any, ...]:
     """Its backward pass."""
     query, key, value, dy, head_num, layout, pse, _, mask, maximum, total, _, out, scale, keep_prob, *_ = args
     _no_bias(pse)
-    softmax = {"softmax_max": maximum, "softmax_sum": total, "attention_in": out}
+    more = {"softmax_max": maximum, "softmax_sum": total, "attention_in": out}
+    more |= {"pre_tockens": args[15], "next_tockens": args[16], "sparse_mode": args[24]}
     return npu_fusion_attention_grad(
-        query, key, value, dy, head_num, layout, atten_mask=mask, scale_value=scale, keep_prob=keep_prob, **softmax
+        query, key, value, dy, head_num, layout, atten_mask=mask, scale_value=scale, keep_prob=keep_prob, **more
     )
 
 
@@ -208,12 +245,16 @@ def _groups(query: Tensor, key: Tensor, heads: int) -> int:
     return heads * key.shape[-1] // query.shape[-1]
 
 
+def _length(t: Tensor, layout: str) -> int:
+    if layout not in ("SBH", "BSND", "BNSD"):
+        raise ValueError(f"npu_fusion_attention on a host: layout {layout!r}; known: SBH, BSND, BNSD, TND (forward)")
+    return t.shape[layout.index("S")]
+
+
 def _to_heads(t: Tensor, layout: str, heads: int) -> Tensor:
     """`[B, heads, S, D]` of a layout; SBH has its heads side by side."""
     if layout == "SBH":
         return t.unflatten(-1, (heads, -1)).permute(1, 2, 0, 3)
-    if layout not in ("BSND", "BNSD"):
-        raise ValueError(f"npu_fusion_attention on a host: layout {layout!r}; known: SBH, BSND, BNSD, TND (forward)")
     return t.transpose(1, 2) if layout == "BSND" else t
 
 

@@ -110,7 +110,8 @@ def test_a_row_of_keys_in_two_pieces(layout):
         grads = []
         for k, v, mask in blocks:
             given = map(there, (q, k, v, dy))
-            each = npu_fusion_attention_grad(*given, HEADS, layout, atten_mask=mask, scale_value=SCALE, **softmax)
+            masked = dict(atten_mask=mask, sparse_mode=3, scale_value=SCALE)
+            each = npu_fusion_attention_grad(*given, HEADS, layout, **masked, **softmax)
             grads.append([back_of(t, layout) for t in each[:3]])
     dq = grads[0][0] + grads[1][0]
     dk, dv = (torch.cat((grads[0][i], grads[1][i]), 2) for i in (1, 2))
@@ -127,13 +128,13 @@ def test_the_operator_that_mindspeed_compiles():
     """fusion_attention_v2 gives everything by its place, at the 22 and 30 places of MindSpeed's call."""
     q, k, v = tensors()
     forward, backward = COMPILED["fusion_attention_v2"].values()
-    out = forward(q, k, v, HEADS, "BNSD", None, None, TRIANGLE, SCALE, 1.0, *[None] * 6, 2, *[None] * 5)
+    out = forward(q, k, v, HEADS, "BNSD", None, None, TRIANGLE, SCALE, 1.0, S, 0, *[None] * 4, 2, *[None] * 5)
     torch.testing.assert_close(out[0], attention(q, k, v, True))
     dy = torch.randn_like(q)
-    given = (q, k, v, dy, HEADS, "BNSD", None, None, torch.ones(1), out[1], out[2], None, out[0], SCALE, 1.0)
+    given = (q, k, v, dy, HEADS, "BNSD", None, None, TRIANGLE, out[1], out[2], None, out[0], SCALE, 1.0)
     leaves = [t.clone().requires_grad_() for t in (q, k, v)]
     wanted = torch.autograd.grad(attention(*leaves, True), leaves, dy)
-    for got, want in zip(backward(*given, *[None] * 15)[:3], wanted, strict=True):
+    for got, want in zip(backward(*given, S, 0, *[None] * 7, 2, *[None] * 5)[:3], wanted, strict=True):
         torch.testing.assert_close(got, want)
     with pytest.raises(ValueError, match="pse"):
         forward(q, k, v, HEADS, "BNSD", torch.ones(1), *[None] * 16)
@@ -156,12 +157,57 @@ def test_attention_refuses_what_it_would_get_wrong():
     q, k, v = tensors()
     with pytest.raises(ValueError, match="'BSH'.*SBH, BSND, BNSD, TND"):
         npu_fusion_attention(q, k, v, HEADS, "BSH")
-    whole = torch.ones(S, S)
-    for mode, mask in ((0, TRIANGLE), (2, whole)):
-        with pytest.raises(ValueError, match=f"sparse_mode {mode} takes a mask"):
-            npu_fusion_attention(q, k, v, HEADS, "BNSD", atten_mask=mask, sparse_mode=mode)
     with pytest.raises(ValueError, match="keep_prob=0.9"):
         npu_fusion_attention(q, k, v, HEADS, "BNSD", keep_prob=0.9)
+
+
+WHOLE = TRIANGLE[:S, :S]
+
+
+@pytest.mark.parametrize(
+    ("refused", "given"),
+    [
+        ("sparse_mode 0 takes a mask", {"atten_mask": TRIANGLE}),
+        ("sparse_mode 2 takes a mask", {"atten_mask": WHOLE, "sparse_mode": 2}),
+        ("other pairs", {"atten_mask": torch.zeros(S, S)}),
+        ("other pairs", {"atten_mask": torch.stack([WHOLE, WHOLE.T])[:, None], "sparse_mode": 1}),
+        ("other pairs", {"atten_mask": ~TRIANGLE, "sparse_mode": 3}),
+        ("sparse_mode 4; known: 0 to 3", {"atten_mask": TRIANGLE, "sparse_mode": 4, "pre_tockens": 1}),
+        ("pre_tockens=3", {"atten_mask": WHOLE, "pre_tockens": S - 2, "next_tockens": 0}),
+        ("next_tockens=-1", {"atten_mask": WHOLE, "next_tockens": -1}),
+        ("TND, which needs 2 or 3", {"atten_mask": WHOLE, "input_layout": "TND"}),
+    ],
+)
+def test_attention_refuses_other_masks_than_causal_ones(refused, given):
+    q, k, v = tensors()
+    args = {"head_num": HEADS, "input_layout": "BNSD", **given}
+    with pytest.raises(ValueError, match=refused):
+        npu_fusion_attention(q, k, v, **args)
+    if args["input_layout"] != "TND":
+        softmax = dict(softmax_max=q, softmax_sum=q, attention_in=q)
+        with pytest.raises(ValueError, match=refused):
+            npu_fusion_attention_grad(q, k, v, q, **args, **softmax)
+
+
+@pytest.mark.parametrize("mask", [WHOLE, WHOLE.to(torch.uint8).expand(B, 1, S, S)])
+@pytest.mark.parametrize("given", [{"pre_tockens": S - 1, "next_tockens": 0}, {"sparse_mode": 1, "pre_tockens": 1}])
+def test_a_whole_mask_that_is_causal(mask, given):
+    q, k, v = tensors()
+    out = npu_fusion_attention(q, k, v, HEADS, "BNSD", atten_mask=mask, scale=SCALE, **given)[0]
+    torch.testing.assert_close(out, attention(q, k, v, True))
+
+
+def test_queries_and_keys_of_other_lengths_are_not_masked():
+    """Modes 2 and 3 differ then."""
+    q, k, v = (t.transpose(1, 2)[0] for t in tensors())
+    ends = dict(actual_seq_qlen=[2, S], actual_seq_kvlen=[3, S], scale=SCALE)
+    masked = dict(atten_mask=TRIANGLE, sparse_mode=3)
+    with pytest.raises(ValueError, match=r"other lengths, \(2, 5\) and \(3, 5\)"):
+        npu_fusion_attention(q, k, v, HEADS, "TND", **ends, **masked)
+    assert npu_fusion_attention(q, k, v, HEADS, "TND", **ends)[0].shape == q.shape
+    q, k, v = tensors()
+    with pytest.raises(ValueError, match="other lengths, 2 and 5"):
+        npu_fusion_attention(q[:, :, :2], k, v, HEADS, "BNSD", **masked)
 
 
 def test_norm_and_swiglu():
