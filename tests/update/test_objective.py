@@ -160,7 +160,7 @@ def test_without_the_engines_logps_the_weights_are_one():
 
 
 def test_what_a_step_counts_is_reduced_once_for_each_data_parallel_rank(monkeypatch) -> None:
-    """Eight ranks: TP2 PP2 DP2, of which the last four hold the end of the model."""
+    """Eight ranks: TP2 PP2 DP2, of which the last four hold the end of the model, or the first (a folded pipeline)."""
     given = []
 
     def gathered(others):
@@ -170,10 +170,12 @@ def test_what_a_step_counts_is_reduced_once_for_each_data_parallel_rank(monkeypa
     dp = (0, 0, 1, 1) * 2
     gathered([(rank, [10 * rank + 1, 2**40]) for rank in dp])
     assert tallies.summed(torch.tensor([11, 2**40])) == [12, 2**41] and given == [(1, [11, 2**40])]
-    first, second = [0.1, 1e17, -3.0], [0.2, 1.0, -5.0]
-    gathered([*((rank, None) for rank in dp[:4]), *((rank, (first, second)[rank]) for rank in dp[4:])])
-    for mine in (None, [torch.tensor([0.5, 1.0, -9.0]), torch.tensor([-0.25, 0.0, -5.0])]):
-        whole = tallies.reduce_tallies(mine, 2)
+    ends = [(0, [0.1, 1e17, -3.0]), (0, [0.1, 1e17, -3.5]), (1, [0.2, 1.0, -5.0]), (1, [0.2, 1.5, -5.0])]
+    others = [(rank, None) for rank in dp[:4]]
+    mine = [torch.tensor([0.5, 1.0, -9.0]), torch.tensor([-0.25, 0.0, -5.0])]
+    for every, tally in ((others + ends, None), (ends + others, mine)):  # the first one of tensor parallel ranks counts
+        gathered(every)
+        whole = tallies.reduce_tallies(tally, 2)
         assert whole.dtype == torch.float64 and whole.tolist() == [0.1 + 0.2, 1e17 + 1.0, -3.0]
     assert given[1:] == [(1, None), (1, [0.25, 1.0, -5.0])]
 
