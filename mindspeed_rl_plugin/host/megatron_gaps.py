@@ -199,8 +199,11 @@ def _attention_channels(module: ModuleType) -> None:
 def _yarn(module: ModuleType) -> None:
     """Enters `with torch.device(current_device())`, which torch refuses for an index without an accelerator.
 
-    Make it on the CPU, which it is asked for by a keyword. Its callers name all arguments.
+    Make it on the CPU, which it is asked for by a keyword. Its callers name all arguments. Core 0.12.1 enters nothing,
+    and would hand the keyword on in the place of Llama 3's scaling.
     """
+    if "cp_group" not in inspect.signature(module.YarnRotaryEmbedding.__init__).parameters:
+        return
 
     @_around(module.YarnRotaryEmbedding, "__init__")
     def init(original: Any, self: torch.nn.Module, *args: Any, **kwargs: Any) -> None:

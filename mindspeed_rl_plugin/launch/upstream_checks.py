@@ -22,6 +22,7 @@ _NO_CONTEXT_ALGORITHMS = {
 _AUXILIARY = ("moe_aux_loss_coeff", "moe_device_level_aux_loss_coeff", "moe_comm_aux_loss_coeff", "moe_z_loss_coeff")
 _NO_BALANCE = ("none", "noaux_tc", ["none"])
 _ATTENTION = "megatron.core.transformer.dot_product_attention"
+_ADAPTOR = "mindspeed.core.context_parallel.adaptor"  # of MindSpeed's ulysses
 
 
 def ranks(args: Any) -> Iterator[str]:
@@ -84,14 +85,27 @@ def context_parallel(args: Any, config: RLConfig) -> Iterator[str]:
         yield f"--attention-mask-type {args.attention_mask_type} with {given}: RL hands over no masks; give causal"
     if getattr(args, "hybrid_context_parallel", False):
         yield "--hybrid-context-parallel splits packed rows, each its own way; remove it"
-    mindspeed = hasattr(args, "pre_tockens")
-    if mindspeed and getattr(args, "multi_latent_attention", False):
-        yield f"{given} with --multi-latent-attention was not tried with MindSpeed; use 1"
+    if hasattr(args, "pre_tockens") and getattr(args, "multi_latent_attention", False):
+        yield from _latent_attention(args, given, algorithm)
     if implementation == "local" and _megatrons_own_attention():
         yield (
             f"{given}: Megatron's own attention does not know it; give --transformer-impl transformer_engine, or run "
             "with MindSpeed"
         )
+
+
+def _latent_attention(args: Any, given: str, algorithm: str) -> Iterator[str]:
+    """Why latent attention does not go with context parallelism under MindSpeed. Its 2.3.0 gives ulysses to an
+    attention that latent attention replaces right after."""
+    wrapped = hasattr(sys.modules.get(_ADAPTOR), "multi_latent_attention_init_wrapper")
+    exchanged = wrapped or hasattr(args, "shape_order")
+    if algorithm != "megatron_cp_algo" and not exchanged:
+        yield (
+            f"--context-parallel-algo {algorithm} with --multi-latent-attention: this MindSpeed exchanges no heads "
+            "there, so that a token would attend to those of its own rank only; give --context-parallel-size 1"
+        )
+    else:
+        yield f"{given} with --multi-latent-attention: gradients were not shown to be one rank's with MindSpeed; use 1"
 
 
 def _megatrons_own_attention() -> bool:

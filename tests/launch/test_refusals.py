@@ -90,6 +90,7 @@ BAD = [
     (MINDSPEED | dict(context_parallel_algo="kvallgather_cp_algo"), "--context-parallel-algo kvallgather_ ... ulys"),
     (MINDSPEED | {"attention_mask_type": "general"}, "--attention-mask-type general with --context-parallel-size 2"),
     (DEEPSEEK | MINDSPEED, "--context-parallel-size 2 with --multi-latent-attention"),
+    (DEEPSEEK | ULYSSES, "--context-parallel-algo ulysses_cp_algo with --multi-latent-attention ... -size 1"),
     (CP2 | {"hybrid_context_parallel": True}, "--hybrid-context-parallel"),
     ({"context_parallel_size": 2}, "--context-parallel-size 2 ... --transformer-impl transformer_engine"),
     (CP2 | PADDED, "--rl-max-tokens-per-microbatch 67 ... = 65 tokens, padded to 72"),
