@@ -130,6 +130,27 @@ def test_mindspeeds_context_parallelism_agrees_with_the_engine(job, one_rank, tm
     )
 
 
+@pytest.mark.skipif(MINDSPEED is None, reason="MINDSPEED_PATH is not set")
+@pytest.mark.timeout(900)
+def test_experts_with_mindspeeds_context_parallelism_take_the_step_of_one_rank(job, arithmetic, tmp_path, capsys):
+    """From one checkpoint: ranks would initialise experts otherwise."""
+    checkout = next(c for c in CHECKOUTS if core_version(c)[:2] == (0, 12))
+    hf, ckpt, vocab = tmp_path / "hf", tmp_path / "ckpt", 1 + max(vocabulary(arithmetic / "tokenizer").values())
+    family_models.random_model("mixtral", hf, vocab)
+    assert to_megatron.main(["--load", str(hf), "--out", str(ckpt), "--train", "tp1"]) == 0, capsys.readouterr()
+    model = " ".join(shlex.split(f"{family_models.HOST} {capsys.readouterr().out.splitlines()[-1]}"))
+    given = ("--train-iters", "3", "--mock-data", "--use-flash-attn", "--load", str(ckpt), "--rl-hf-model", str(hf))
+    given += ("--rl-tokenizer", str(arithmetic / "tokenizer"))
+    common = {"script": mindspeed_entry(tmp_path, checkout), "path": [Path(MINDSPEED), checkout], "model": model}
+    split = ("--context-parallel-size", "2", *CONTEXT["ring"][1].split())
+    one = job(*given, name="one", ranks=1, **common).run(400)
+    several = job(*given, *split, name="ring", ranks=2, **common).run(400)
+    check(several)
+    for name in ("loss", "grad_norm", "entropy", "kl/ref"):
+        expected, measured = ([line[name] for line in result.metrics] for result in (one, several))
+        assert measured == pytest.approx(expected, rel=1e-4, abs=1e-7), name
+
+
 @pytest.mark.skipif(None in (MINDSPEED, MINDSPEED_LLM), reason="MINDSPEED_PATH or MINDSPEED_LLM_PATH is not set")
 def test_fine_tuning_of_mindspeed_llm(job, arithmetic, tmp_path):
     """Its `posttrain_gpt.py --stage sft` with a trainer and a data set of its own, which RL replaces; cut and resumed.
