@@ -135,7 +135,7 @@ NEUTRAL = {
         --ddp-bucket-size --ddp-pad-buckets-for-high-nccl-busbw --suggested-communication-unit-size --no-align-*-*
         --disable-align-grad-reduce --high-priority-stream-groups --create-all-gather-group --use-sharp
         --sharp-enabled-group --wgrad-deferral-limit
-        --next-tockens --use-cpu-initialization --npu-deterministic --deterministic-mode
+        --use-cpu-initialization --npu-deterministic --deterministic-mode
     """,
     "part of how gradients are reduced and rounded, in Megatron's own step": """
         --accumulate-allreduce-grads-in-fp32 --grad-reduce-in-bf16 --ddp-average-in-collective
@@ -241,7 +241,7 @@ NEUTRAL_GROUPS = {
 _CHECKED = {
     "launch.upstream_checks": """
         --virtual-optimizer --use-nccl-ub --hybrid-context-parallel --context-parallel-algo --seq-aux
-        --pre-tockens --sparse-mode --apply-query-key-layer-scaling --defer-embedding-wgrad-compute
+        --pre-tockens --next-tockens --sparse-mode --apply-query-key-layer-scaling --defer-embedding-wgrad-compute
     """,
     "launch.hooks": "--yaml-cfg",
     "engine.hf_moe": "--shared-expert-gate-output-dimension",
@@ -253,7 +253,7 @@ UNTESTED = """
     --smart-swap --ema-decay --virtual-optimizer --quant-* --tp-comm-*
     --optimizer-*offload* --use-torch-optimizer-for-cpu-offload --overlap-cpu-optimizer-d2h-h2d --no-pin-cpu-*
     --use-precision-aware-optimizer --main-*-dtype --exp-avg-*dtype --no-use-layer-wise-param-layout
-    --partial-rotary-factor --optimizer=sgd --optimizer=*muon* --optimizer=lion
+    --partial-rotary-factor --optimizer=[!a]* --optimizer=adaptive_muon
     --fp32-residual-connection --qk-clip* --moe-enable-* --moe-flex-* --moe-*deepep* --moe-*hybridep* --moe-ncclep-*
     --moe-revert-* --moe-router-padding-* --moe-router-quantile-* --moe-single-grouped-*
     --moe-pad-experts-* --use-grouped-gemm-for-* --overlap-dispatch-* --high-priority-a2a-comm-stream

@@ -5,10 +5,12 @@ The start-up asks them of Megatron's arguments.
 
 from __future__ import annotations
 
+import importlib.metadata
 from collections.abc import Iterator
 
 from mindspeed_rl_plugin.config import RLConfig
 from mindspeed_rl_plugin.host.engine_env import engines_share_experts
+from mindspeed_rl_plugin.reshard.families import GROUP_LIMITED
 from mindspeed_rl_plugin.reshard.shape import ModelShape
 
 CPU_LOWEST_HEAD_DIM = 32
@@ -37,6 +39,11 @@ def engine_problems(
             f"prompt and response may have {tokens} tokens together, more than --max-position-embeddings "
             f"{max_positions}; lower --rl-max-prompt-length or --rl-max-response-length"
         )
+    if kind == "npu" and shape.table.router.by_best and _ranked_by_sums():
+        yield (
+            f"--moe-router-load-balancing-type {GROUP_LIMITED} on NPUs: this vllm-ascend ranks groups of experts by "
+            "the sum of their best two, and would send tokens to other experts than the trainer; take vllm-ascend 0.11"
+        )
     if kind == "cpu":
         yield from _cpu_problems(shape)
         least = tokens * _token_bytes(shape, tp, itemsize)
@@ -45,6 +52,15 @@ def engine_problems(
                 f"one response of {tokens} tokens with its prompt needs {least / 2**30:.3g} GiB of KV cache, more "
                 f"than --rl-kv-cache-gb {config.rollout.kv_cache_gb:.3g}; raise it or shorten the responses"
             )
+
+
+def _ranked_by_sums() -> bool:
+    """Whether the installed vllm-ascend has one kernel for all routers with groups, as from 0.18 on."""
+    try:
+        files = importlib.metadata.files("vllm-ascend") or ()
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return "vllm_ascend/ops/fused_moe/experts_selector.py" in map(str, files)
 
 
 def _token_bytes(shape: ModelShape, tp: int, itemsize: int) -> int:

@@ -75,8 +75,19 @@ def _group_limited_problems(args: Namespace) -> Iterator[str]:
         yield f"--micro-batch-size {rows}: --moe-router-load-balancing-type {GROUP_LIMITED} takes 1; give 1"
     if not getattr(args, "moe_aux_loss_coeff", 0.0):
         yield (
-            f"--moe-aux-loss-coeff 0: --moe-router-load-balancing-type {GROUP_LIMITED} divides by it; give one above 0,"
-            " 1e-9 where balance should not count"
+            f"--moe-aux-loss-coeff 0: with --moe-router-load-balancing-type {GROUP_LIMITED} a layer needs its loss of "
+            "balance; give one above 0, 1e-9 where balance should not count"
+        )
+    if getattr(args, "moe_alltoall_overlap_comm", False):
+        yield (
+            f"--moe-alltoall-overlap-comm with --moe-router-load-balancing-type {GROUP_LIMITED}: its layer wants a "
+            "loss of balance in passes without gradients, too; leave it out"
+        )
+    ranks, chosen = getattr(args, "expert_model_parallel_size", 1), getattr(args, "moe_router_group_topk", None)
+    if chosen is None or chosen >= ranks:
+        yield (
+            f"--moe-router-group-topk {chosen}: with {GROUP_LIMITED} MindSpeed-LLM wants it below "
+            f"--expert-model-parallel-size {ranks}; change one of them"
         )
 
 

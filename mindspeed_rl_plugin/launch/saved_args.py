@@ -18,7 +18,6 @@ _SIZES = (
 )
 _ORDER = "schedules_method"
 _LAYOUT = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
-_EXPERT_LAYOUT = ("expert_model_parallel_size", "expert_tensor_parallel_size")
 
 
 def other_sizes(folder: Path, args: Any) -> Iterator[str]:
@@ -44,10 +43,10 @@ def other_layout(folder: Path, args: Any) -> Iterator[str]:
     changes = getattr(saved, "dist_ckpt_optim_fully_reshardable", getattr(saved, "ckpt_fully_parallel_save", True))
     if changes or not getattr(saved, "use_distributed_optimizer", False) or getattr(saved, "no_save_optim", False):
         return
-    names = (*_LAYOUT, *_EXPERT_LAYOUT) if getattr(args, "num_experts", None) else _LAYOUT
+    names = [*_LAYOUT, "expert_model_parallel_size"] if getattr(args, "num_experts", None) else [*_LAYOUT]
     etp, tp = "expert_tensor_parallel_size", "tensor_model_parallel_size"
-    if all(getattr(each, etp, None) in (None, getattr(each, tp)) for each in (saved, args)):  # given to neither
-        names = names[:3]
+    if any(getattr(each, etp, None) not in (None, getattr(each, tp)) for each in (saved, args)):  # given to one of them
+        names.append(etp)
     for name in names:
         if (theirs := getattr(saved, name, None)) not in (None, ours := getattr(args, name)):
             yield f"{spelt(name)} is {theirs} there and {ours} here"

@@ -74,9 +74,9 @@ def context_parallel(args: Any, config: RLConfig) -> Iterator[str]:
     implementation = getattr(args, "transformer_impl", "local")
     if config.forward.pack_sequences and (algorithm, implementation) != ("ulysses_cp_algo", "local"):
         yield (
-            f"--rl-pack-sequences with {given}: a ring would cut each packed row in {2 * size} equal pieces, which is "
-            "not built; give MindSpeed's --context-parallel-algo ulysses_cp_algo and --transformer-impl local, or "
-            "remove one of them"
+            f"--rl-pack-sequences with {given}: only MindSpeed's ulysses in its local attention sees whole rows; "
+            "others would cut each packed row by itself, which is not built; give --context-parallel-algo "
+            "ulysses_cp_algo and --transformer-impl local, or remove one of them"
         )
     if algorithm not in (None, *CONTEXT_ALGORITHMS):
         why = _NO_CONTEXT_ALGORITHMS.get(algorithm, "is not known under RL")
@@ -118,7 +118,7 @@ def flash_attention(args: Any, config: RLConfig) -> Iterator[str]:
     """What MindSpeed's flash attention would compute otherwise than the engine.
 
     Under latent attention RL hands over whole masks, which is mode 0; else the kernel's mode is 2, and it looks at no
-    window. Source: custom_dot_product_attention.py of MindSpeed.
+    window. Sources: custom_dot_product_attention.py of MindSpeed-LLM, flash_attention/adaptor.py of MindSpeed.
     """
     if not hasattr(args, "pre_tockens") or not getattr(args, "use_flash_attn", False):
         return
@@ -128,6 +128,8 @@ def flash_attention(args: Any, config: RLConfig) -> Iterator[str]:
             "not multiplied back as in Megatron's own attention; leave it out"
         )
     latent, window = getattr(args, "multi_latent_attention", False), args.pre_tockens
+    if latent and getattr(args, "next_tockens", 0) < 0:
+        yield f"--next-tockens {args.next_tockens}: a token would not attend to itself; leave it out"
     if latent and window is not None and window < args.seq_length:
         yield (
             f"--pre-tockens {window} with --seq-length {args.seq_length}: a token would attend to the last {window} "

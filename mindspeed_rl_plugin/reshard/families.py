@@ -200,11 +200,14 @@ FAMILIES["kimi_k2"] = replace(FAMILIES["deepseek_v3"], twin="deepseek_v3")
 
 
 def family_of(config: Mapping[str, Any]) -> str:
-    """Family of a config.json: of those with its `model_type` the first with its fixed fields, as far as it has them;
-    "" for a type of no family."""
+    """Family of a config.json: of those with its `model_type` the one from whose fixed fields it differs least, as far
+    as it has them; "" for a type of no family."""
     named = [n for n, f in FAMILIES.items() if (f.model_type or n) == config.get("model_type")]
-    fitting = [n for n in named if all(config.get(k, v) == v for k, v in FAMILIES[n].hf.fixed.items())]
-    return (fitting or named or [""])[0]
+
+    def differ(name: str) -> int:
+        return sum(config.get(field, value) != value for field, value in FAMILIES[name].hf.fixed.items())
+
+    return min(named, key=differ, default="")
 
 
 def find_family(

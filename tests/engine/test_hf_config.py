@@ -97,6 +97,7 @@ GROUPS = {
     "moe_router_num_groups": 4,
     "moe_router_group_topk": 1,
     "moe_aux_loss_coeff": 0.003,
+    "expert_model_parallel_size": 2,
     "micro_batch_size": 1,
 }
 GLM = {name: value for name, value in DEEPSEEK.items() if name in MOE or "router" in name or "shared" in name}

@@ -308,14 +308,33 @@ def test_a_wait_inside_vllm_that_takes_too_long_ends_the_process(where, pair, sh
 def test_a_wait_in_time_ends_nothing(make_engine) -> None:
     ended = []
     limit = HardDeadline(0.5, ended.append)
-    for _ in range(2):
+    end = time.monotonic() + 1.2
+    while time.monotonic() < end:  # one step after the other
         with limit.over("a step"):
-            pass
-    time.sleep(0.7)
+            time.sleep(0.02)
     limit.close()
     limit._thread.join(5)
     assert not ended and not limit._thread.is_alive()
     assert not make_engine(world=4)._step_of, "an engine of one rank waits for nobody"
+
+
+def test_a_job_that_was_suspended_is_not_ended(monkeypatch) -> None:
+    """A clock goes on meanwhile."""
+    ended, clock = [], [0.0]
+
+    class Pauses:
+        count = 0
+
+        def wait(self, seconds: float) -> bool:
+            clock[0] += 1000.0
+            self.count += 1
+            return self.count > 3
+
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    limit = HardDeadline(0.5, ended.append)
+    limit._closed, limit._now = Pauses(), ["a step"]
+    limit._look()
+    assert not ended and limit._closed.count == 4
 
 
 def test_vllm_takes_the_place_of_an_engine_from_its_rank_in_the_job(monkeypatch) -> None:

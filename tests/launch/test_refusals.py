@@ -15,8 +15,10 @@ import pytest
 from mindspeed_rl_plugin.algorithms.estimators import ADVANTAGES
 from mindspeed_rl_plugin.config import RLConfig, flag_name, flag_names, limit_problems
 from mindspeed_rl_plugin.config.upstream import OWN_RL, ROUTING, RUN, UPSTREAM, WHOLE, model_refusals, refusals
+from mindspeed_rl_plugin.engine.engine_sizes import engine_problems
 from mindspeed_rl_plugin.launch import flag_checks
 from mindspeed_rl_plugin.launch.read_inputs import read_inputs
+from mindspeed_rl_plugin.reshard.shape import ModelShape
 
 MODELS = Path(__file__).parents[2] / "docs" / "bring-your-model.md"
 # A model with experts instead, and one with multi-latent attention besides.
@@ -32,6 +34,9 @@ LATENT = dict(multi_latent_attention=True, q_lora_rank=24, kv_lora_rank=512, qk_
 DEEPSEEK = MOE | LATENT | dict(v_head_dim=128, rope_type="rope", moe_router_score_function="sigmoid")
 DEEPSEEK |= dict(moe_shared_expert_intermediate_size=252, moe_router_enable_expert_bias=True)
 DPO = {"--rl-algorithm": "dpo", "--rl-reward": None, "--rl-samples-per-prompt": None}
+LIMITED = MOE | LATENT | dict(v_head_dim=128, rope_type="rope", moe_shared_expert_intermediate_size=252)
+LIMITED |= dict(moe_router_load_balancing_type="group_limited_greedy", moe_router_num_groups=2, moe_router_group_topk=1)
+LIMITED |= dict(moe_aux_loss_coeff=0.003, expert_model_parallel_size=2, moe_router_pre_softmax=True)
 SPREAD = {"--rl-generate-tp": "4", "--rl-generate-ep": "4"}
 PACKED = {"--rl-max-tokens-per-microbatch": "64", "--rl-pack-sequences": ""}
 CP2 = {"context_parallel_size": 2, "data_parallel_size": 1, "transformer_impl": "transformer_engine"}
@@ -168,6 +173,11 @@ BAD = [
     ({"defer_embedding_wgrad_compute": True}, "--defer-embedding-wgrad-compute ... --rl-logprob-chunk-tokens 0"),
     (DEEPSEEK | FLASH | {"sparse_mode": 2}, "--sparse-mode 2"),
     (DEEPSEEK | FLASH | DPO | {"sparse_mode": 2}, "--sparse-mode 2"),
+    (DEEPSEEK | FLASH | {"next_tockens": -1}, "--next-tockens -1"),
+    (LIMITED | {"moe_aux_loss_coeff": 0}, "--moe-aux-loss-coeff 0 ... group_limited_greedy"),
+    (LIMITED | {"micro_batch_size": 2}, "--micro-batch-size 2 ... group_limited_greedy"),
+    (LIMITED | {"moe_alltoall_overlap_comm": True}, "--moe-alltoall-overlap-comm ... group_limited_greedy"),
+    (LIMITED | {"expert_model_parallel_size": 1}, "--moe-router-group-topk 1 ... --expert-model-parallel-size 1"),
     ({"position_embedding_type": "deepseek4"}, "--position-embedding-type deepseek4: give --position-embedding-type"),
     ({"rope_scaling_type": "dynamic"}, "--rope-scaling-type dynamic ... llama3, yarn"),
     (LISTED | {"num_layer_list": "1,2"}, "--num-layer-list 1,2 ... --num-layers 2"),
@@ -482,3 +492,15 @@ def test_an_environment_that_vllm_cannot_use_is_refused_before_anything_is_read(
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
     with pytest.raises(ValueError, match="VLLM_ENABLE_V1_MULTIPROCESSING=1"):
         read_inputs(build({}))
+
+
+@pytest.mark.parametrize("folder, refused", [("ops/fused_moe", True), ("ops/moe", False)])
+def test_an_engine_that_ranks_groups_of_experts_otherwise_is_refused(build, monkeypatch, folder, refused):
+    files = [Path("vllm_ascend", folder, "experts_selector.py")]
+    monkeypatch.setattr("importlib.metadata.files", lambda name: files if name == "vllm-ascend" else None)
+    args = build(LIMITED)
+    sizes = dict(world=8, max_positions=64, itemsize=2)
+    shape, config = ModelShape.from_megatron_args(args, 100), RLConfig.from_args(args)
+    lines = [*engine_problems(shape, config, kind="npu", **sizes)]
+    assert [line for line in lines if "group_limited_greedy on NPUs" in line] == lines and bool(lines) == refused
+    assert not [*engine_problems(shape, config, kind="cuda", **sizes)]

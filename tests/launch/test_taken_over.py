@@ -37,6 +37,8 @@ SAMPLES = "--train-samples 1000 --lr-decay-samples 900 --lr-warmup-samples 39"
             "--moe-fb-overlap: off",
         ),
         ("--moe-fb-overlap --mla-swap-core-attn-out", "", "--moe-fb-overlap --mla-swap-core-attn-out: off"),
+        ("--optimizer adam", "--optimizer adam", ""),
+        ("--optimizer=soap --lr 1", "--optimizer=soap --lr 1", "--optimizer: untested"),
         ("--ema-decay 0.9 --lr 1", "--ema-decay 0.9 --lr 1", "--ema-decay: untested"),
         ("--rampup-batch-size 4 4 100", "--rampup-batch-size 4 4 100", ""),  # and no batch size: refused
         ("--global-batch-size 8 --rampup-batch-size 4 4 100", "--global-batch-size 8", "--rampup-batch-size 4 4 100: "),
