@@ -160,7 +160,7 @@ UPSTREAM: tuple[UpstreamFlag, ...] = (
         (_LOOP, "sft enable_high_availability layerwise_disaggregated_training auto_settings dist_train"),
         ("what it saves at a failure has no RL state; remove it", "ttp_enabled"),
         ("experts then change ranks, and the engine would get others; remove it", *_MOVING),
-        ("it trains in a loop of its own; give --rl-algorithm (dpo for --stage dpo) and --stage sft or none", *_STAGE),
+        ("a training of MindSpeed-LLM's own; give --stage sft, or none, and for its DPO --rl-algorithm dpo", *_STAGE),
         ("the loss is RL's own and takes no chunks; leave it out", "loss_compute_mode", ("default", None)),
         # Batch sizes and lengths of the run.
         ("RL counts optimizer steps; give --train-iters instead", "train_samples"),

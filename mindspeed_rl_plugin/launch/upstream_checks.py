@@ -86,7 +86,7 @@ def context_parallel(args: Any, config: RLConfig) -> Iterator[str]:
     if getattr(args, "hybrid_context_parallel", False):
         yield "--hybrid-context-parallel splits packed rows, each its own way; remove it"
     if hasattr(args, "pre_tockens") and getattr(args, "multi_latent_attention", False):
-        yield from _latent_attention(args, given, algorithm)
+        yield from _latent_attention(args, algorithm)
     if implementation == "local" and _megatrons_own_attention():
         yield (
             f"{given}: Megatron's own attention does not know it; give --transformer-impl transformer_engine, or run "
@@ -94,8 +94,8 @@ def context_parallel(args: Any, config: RLConfig) -> Iterator[str]:
         )
 
 
-def _latent_attention(args: Any, given: str, algorithm: str) -> Iterator[str]:
-    """Why latent attention does not go with context parallelism under MindSpeed. Its 2.3.0 gives ulysses to an
+def _latent_attention(args: Any, algorithm: str) -> Iterator[str]:
+    """Where latent attention does not go with context parallelism under MindSpeed. Its 2.3.0 gives ulysses to an
     attention that latent attention replaces right after."""
     wrapped = hasattr(sys.modules.get(_ADAPTOR), "multi_latent_attention_init_wrapper")
     exchanged = wrapped or hasattr(args, "shape_order")
@@ -104,8 +104,6 @@ def _latent_attention(args: Any, given: str, algorithm: str) -> Iterator[str]:
             f"--context-parallel-algo {algorithm} with --multi-latent-attention: this MindSpeed exchanges no heads "
             "there, so that a token would attend to those of its own rank only; give --context-parallel-size 1"
         )
-    else:
-        yield f"{given} with --multi-latent-attention: gradients were not shown to be one rank's with MindSpeed; use 1"
 
 
 def _megatrons_own_attention() -> bool:
@@ -231,6 +229,12 @@ def remarks(args: Any, config: RLConfig) -> Iterator[str]:
     """What works but should be known."""
     if getattr(args, "swap_optimizer", False) and "optimizer" in config.reshard.swap_names:
         yield "--swap-optimizer keeps the optimizer's state on the host already: --rl-swap optimizer moves nothing"
+    split = getattr(args, "context_parallel_size", 1) > 1
+    if split and hasattr(args, "shape_order") and getattr(args, "multi_latent_attention", False):
+        yield (
+            f"--context-parallel-size {args.context_parallel_size} with --multi-latent-attention of MindSpeed-LLM: "
+            "untested; compare a short run without it"
+        )
     if added := " ".join(_auxiliary(args)):
         yield f"{added}: added to the policy's loss, over prompts too, by each micro-batch; 0 leaves the policy's alone"
 

@@ -94,7 +94,6 @@ BAD = [
     (MINDSPEED | dict(context_parallel_algo="hybrid_adaptive_cp_algo"), "--context-parallel-algo hybrid_adaptive_cp_"),
     (MINDSPEED | dict(context_parallel_algo="kvallgather_cp_algo"), "--context-parallel-algo kvallgather_ ... ulys"),
     (MINDSPEED | {"attention_mask_type": "general"}, "--attention-mask-type general with --context-parallel-size 2"),
-    (DEEPSEEK | MINDSPEED, "--context-parallel-size 2 with --multi-latent-attention"),
     (DEEPSEEK | ULYSSES, "--context-parallel-algo ulysses_cp_algo with --multi-latent-attention ... -size 1"),
     (CP2 | {"hybrid_context_parallel": True}, "--hybrid-context-parallel"),
     ({"context_parallel_size": 2}, "--context-parallel-size 2 ... --transformer-impl transformer_engine"),
@@ -139,8 +138,8 @@ BAD = [
     (FOLDED | {"ckpt_format": "torch_dist"}, "--ckpt-format torch_dist with --schedules-method"),
     ({"moe_tp_extend_ep": True, "expert_tensor_parallel_size": 1}, "--moe-tp-extend-ep ... -parallel-size 1 ... 2"),
     (ALLTOALL, "--moe-tp-extend-ep with --moe-token-dispatcher-type alltoall"),
-    ({"stage": "dpo"}, "--stage dpo ... --rl-algorithm (dpo for --stage dpo)"),
-    ({"stage": "orm"}, "--stage orm ... --stage sft or none"),
+    ({"stage": "dpo"}, "--stage dpo ... --rl-algorithm dpo"),
+    ({"stage": "orm"}, "--stage orm ... --stage sft"),
     ({"loss_compute_mode": "chunk"}, "--loss-compute-mode chunk"),
     ({"rmsnorm_weight_in_fp32": True}, "--rmsnorm-weight-in-fp32"),
     # what upstream's scripts become on another machine, for another model, or with a value left empty

@@ -92,8 +92,8 @@ def report(options: argparse.Namespace) -> list[str]:
         f"engines {engines} x (tp{engine.tp} ep{engine.ep}: {engine.ranks} ranks), on ranks {first} "
         f"to {first + engines * engine.ranks - 1}",
         *(f"note: {note}" for note in (*run.notes, *notes)),
-        *(f"a run refuses: {line}" for line in run.refused),
         *("", *shown.memory(), shown.host(), "", *shown.traffic(), "", *shown.equation(engine)),
+        *(f"a run refuses: {line}" for line in run.refused),
     ]
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from mindspeed_rl_plugin.algorithms import Algorithm, resolve
 from mindspeed_rl_plugin.config import RLConfig, add_flags, limit_problems
 from mindspeed_rl_plugin.config.flag import spelt
+from mindspeed_rl_plugin.config.unbuilt import unbuilt_family
 from mindspeed_rl_plugin.config.upstream import RUN, UPSTREAM, refusals
 from mindspeed_rl_plugin.engine.hf_config import load_reference
 from mindspeed_rl_plugin.prompts.tokenizer import TOKENIZER_FLAGS
@@ -78,6 +79,8 @@ def read_arguments(flags: Flags, world: int, vocab: int | None = None, folder: P
     """The same from arguments that are at hand, for a world of ranks. folder: where their relative paths begin."""
     args = _namespace(flags)
     args.world_size = world
+    if problem := unbuilt_family(args):
+        raise ValueError(problem)
     config, algorithm, refused = _rl_flags(flags)
     notes: list[str] = []
     if args.mtp_num_layers:
@@ -120,13 +123,16 @@ def _rl_flags(flags: Flags) -> tuple[RLConfig, Algorithm | None, list[str]]:
     parser = add_flags(argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False))
     words = Flags({f: v for f, v in flags.values.items() if f.startswith(("--rl-", "--no-rl-"))}).argv()
     try:
-        config = RLConfig.from_args(parser.parse_known_args(words)[0])
+        parsed, rest = parser.parse_known_args(words)
+        config = RLConfig.from_args(parsed)
     except (ValueError, argparse.ArgumentError) as error:
         return RLConfig(), None, [str(error)]
     algorithm = None
     with contextlib.suppress(ValueError):
         algorithm = resolve(config.algorithm) if config.algorithm.algorithm else None
-    return config, algorithm, limit_problems(*vars(config).values())
+    unknown = (word for word in rest if word.startswith("--"))
+    problems = [f"{flag} is unknown; `python -m mindspeed_rl_plugin flags` lists them" for flag in unknown]
+    return config, algorithm, problems + limit_problems(*vars(config).values())
 
 
 def _namespace(flags: Flags) -> argparse.Namespace:
@@ -139,6 +145,7 @@ def _namespace(flags: Flags) -> argparse.Namespace:
     for flag in flags.values:
         setattr(args, _NAMES.get(flag) or flag[2:].replace("-", "_"), _typed(flags.get(flag) or ""))
     args.add_bias_linear = "--disable-bias-linear" not in flags
+    args.spec = flags.values.get("--spec")
     if "--use-rotary-position-embeddings" in flags:
         args.position_embedding_type = "rope"  # as Megatron does
     if isinstance(pattern := getattr(args, "moe_layer_freq", None), str):

@@ -49,7 +49,8 @@ class Launch:
     script: entry script as written, arguments: its own; nproc: ranks per node, nnodes: nodes; cwd, env: where
     and with which environment; exported: variables that the script set or changed; missing: files that it
     sources and folders that it enters, and that are not here; started: how many launches it made (this is the first);
-    skipped: commands that it called and that were not run; confined: whether it could write only in scratch.
+    skipped: commands that it called and that were not run; confined: whether it could write only in scratch; attached:
+    whether it names this plugin before its entry script.
     """
 
     script: str
@@ -63,6 +64,7 @@ class Launch:
     started: int
     skipped: tuple[str, ...] = ()
     confined: bool = True
+    attached: bool = False
 
     @property
     def world(self) -> int:
@@ -113,6 +115,7 @@ def capture(script: Path, scratch: Path, timeout: float) -> Launch:
         started=len(launches),
         skipped=skipped,
         confined=confined,
+        attached=bool(args.module),
     )
 
 

@@ -68,6 +68,12 @@ def find_entry(launch: Launch, launch_script: Path, scratch: Path) -> Entry:
     own, *others = (folder / launch.script for folder in (launch.cwd, *llm, *launch_script.resolve().parents))
     there = [own] if own.is_file() else [path for path in others if path.is_file() and _imports(path)]
     why = f"{launch.script} is not here"
+    theirs = next((f for f in ("--enable-hf2mg-convert", "--stage") if f in launch.arguments), None)
+    if not there and theirs:
+        raise ValueError(
+            f"{why}, and only MindSpeed-LLM has {theirs}: set MEGATRON_LM_PATH, MINDSPEED_PATH and MINDSPEED_LLM_PATH "
+            "to checkouts"
+        )
     if there:
         script = there[0].resolve()
         note = "" if there[0] is own else f"{why}: taken from {script.parent}"

@@ -73,6 +73,8 @@ def _rehearse(options: argparse.Namespace, added: list[str], scratch: Path, fact
     entry = find_entry(launch, options.script, scratch)
     sizes = f"--nproc-per-node={launch.nproc} --nnodes={launch.nnodes}"
     _say(f"{options.script} starts torchrun {sizes} {launch.script} with {len(launch.arguments)} words of arguments")
+    if "--rl-algorithm" in launch.arguments and not launch.attached and "mindspeed_rl" not in entry.script.read_text():
+        _say(f"note: a real run needs -m mindspeed_rl_plugin before {launch.script}")
     for note in filter(None, (entry.note, f"running {entry.script} on {entry.platform}")):
         _say(note)
     flags = Flags.parse([*launch.arguments, *added])
