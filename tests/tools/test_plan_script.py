@@ -193,6 +193,7 @@ def test_latent_attention_from_arguments():
         ("--rl-reshard-bucket-mb -5", "--rl-reshard-bucket-mb is -5; give"),
         ("--rl-swap params,foo", "--rl-swap foo is unknown"),
         ("--rl-reshard all", "argument --rl-reshard: invalid choice: 'all'"),
+        ("--rl-samples-per-promt 4", "--rl-samples-per-promt is unknown"),
         ("--rl-engine-dtype int8", "argument --rl-engine-dtype: invalid choice: 'int8'"),
     ],
 )
@@ -217,6 +218,7 @@ def test_a_plan_of_what_a_run_refuses(planned):
         (f"{DENSE} --noop-layers 99", "--noop-layers 99: give numbers from 0 to"),
         (f"{DENSE} --schedules-method dualpipev", "--schedules-method dualpipev"),
         (f"{DENSE} --rotary-percent 0.5", "--rotary-percent 0.5"),
+        (f"{DENSE} --spec mindspeed_llm.tasks.models.spec.gemma2_spec layer_spec", "Gemma 2 is no family"),
         (f"{DENSE} --use-megatron-fsdp", "--use-megatron-fsdp"),
         (f"{DENSE} --window-size (128,0)", r"--window-size \(128,0\)"),
         (f"{DENSE} --tensor-parallel-num-weight-shards 2", "--tensor-parallel-num-weight-shards 2"),

@@ -18,7 +18,7 @@ from mindspeed_rl_plugin.engine.engine_sizes import CPU_LATENT_SIZE
 from mindspeed_rl_plugin.launch import conversion
 from mindspeed_rl_plugin.launch.start_decision import decide
 from mindspeed_rl_plugin.tools.rehearse import absent_modules, outcome
-from mindspeed_rl_plugin.tools.rehearse.capture import Done, Launch
+from mindspeed_rl_plugin.tools.rehearse.capture import Done, Launch, capture
 from mindspeed_rl_plugin.tools.rehearse.command_line import Flags
 from mindspeed_rl_plugin.tools.rehearse.entry_script import Entry, find_entry, pretraining
 from mindspeed_rl_plugin.tools.rehearse.outcome import tail
@@ -82,6 +82,22 @@ def test_a_checkout_that_is_not_there_is_refused(name, tmp_path, monkeypatch):
     monkeypatch.setenv(name, f"{tmp_path}{os.pathsep}{tmp_path / 'gone'}")
     with pytest.raises(ValueError, match=f"{name}={tmp_path / 'gone'} "):
         find_entry(Launch(SCRIPT, (), 8, 1, tmp_path, {}, {}, (), 1), DENSE, tmp_path)
+
+
+@pytest.mark.parametrize("given", ["--enable-hf2mg-convert", "--stage"])
+def test_what_only_mindspeed_llm_has_is_not_rehearsed_on_another(given, tmp_path, monkeypatch):
+    for name in CHECKOUTS:
+        monkeypatch.delenv(name, raising=False)
+    launch = Launch("posttrain_gpt.py", (given, "sft"), 8, 1, tmp_path, {}, {}, (), 1)
+    with pytest.raises(ValueError, match=f"posttrain_gpt.py is not here, .* {given}: set .*MINDSPEED_LLM_PATH"):
+        find_entry(launch, DENSE, tmp_path)
+
+
+@pytest.mark.parametrize("module", ["-m mindspeed_rl_plugin ", ""])
+def test_a_script_that_does_not_name_the_plugin_is_known(module, tmp_path):
+    script = written(tmp_path / "a.sh", f"torchrun --nproc-per-node 2 {module}train.py --rl-algorithm grpo\n")
+    launch = capture(script, tmp_path / "scratch", 30)
+    assert launch.attached == bool(module) and launch.arguments == ("--rl-algorithm", "grpo")
 
 
 def test_the_checkpoint_to_load_is_made_by_pretraining(tmp_path):
