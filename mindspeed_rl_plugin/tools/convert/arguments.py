@@ -114,7 +114,7 @@ def _experts(shape: ModelShape, config: Mapping[str, Any], noop: Collection[int]
     if router.scaled:
         out["moe_router_topk_scaling_factor"] = config["routed_scaling_factor"]
     if router.by_best:
-        # MindSpeed-LLM divides by the coefficient of a loss that RL does not want.
+        # A layer of MindSpeed-LLM needs this loss of balance, which RL does not want.
         out |= dict(moe_router_load_balancing_type=GROUP_LIMITED, moe_aux_loss_coeff=1e-9)
     if router.grouped and config["n_group"] > 1:
         out |= dict(moe_router_num_groups=config["n_group"], moe_router_group_topk=config["topk_group"])
