@@ -20,6 +20,7 @@ from mindspeed_rl_plugin.config.run_flags import (
     RewardConfig,
     RolloutConfig,
 )
+from mindspeed_rl_plugin.config.schedule_flags import ScheduleConfig
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,7 @@ class RLConfig:
     data: DataConfig = field(default_factory=DataConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     forward: ForwardConfig = field(default_factory=ForwardConfig)
     reshard: ReshardConfig = field(default_factory=ReshardConfig)

@@ -211,6 +211,15 @@ def _filtration(args: Any, algorithm: Algorithm, config: RLConfig) -> Iterator[s
         )
 
 
+def _schedule(args: Any, config: RLConfig) -> Iterator[str]:
+    algorithm, schedule = resolve(config.algorithm), config.schedule.schedule
+    if schedule != "sync" and algorithm.filters and algorithm.filtration_whole_batch:
+        yield (
+            f"--rl-schedule {schedule} selects group by group, and --rl-filtration-whole-batch needs all responses of "
+            "an optimizer step; give --rl-schedule sync, or remove --rl-filtration-whole-batch"
+        )
+
+
 def _batch_arithmetic(args: Any, config: RLConfig) -> None:
     # Else another check reports it.
     if min(config.rollout.samples_per_prompt, config.rollout.generate_tp, args.train_iters or 0) >= 1:
@@ -315,6 +324,6 @@ CHECKS: tuple[Check, ...] = (
     upstream_checks.sequence_balance,
 )
 # Of algorithms that sample and grade responses.
-GENERATION_CHECKS: tuple[Check, ...] = (_rewards, _model, upstream_checks.swapped_memory, _dumps)
+GENERATION_CHECKS: tuple[Check, ...] = (_schedule, _rewards, _model, upstream_checks.swapped_memory, _dumps)
 # What reads arguments that Megatron's validation sets.
 VALIDATED: tuple[Check, ...] = (_batch_arithmetic, _model)

@@ -61,6 +61,7 @@ GOOD = [
     PACKED,
     DPO | {"--rl-dpo-loss": "ipo", "--rl-rejected-key": "worse", "kv_channels": 16},
     {"--rl-filtration": "best-worst"},
+    {"--rl-filtration": "best-worst", "--rl-schedule": "streamed"},
     {"--rl-algorithm": "reinforce++", "--rl-filtration": "pow", "--rl-filtration-whole-batch": ""}
     | {"--rl-samples-per-prompt": "1"},
     {"--rl-algorithm": "ppo", "--rl-advantage": "reinforce++"},
@@ -212,6 +213,11 @@ BAD = [
     ({"--rl-samples-per-prompt": "1"}, "--rl-samples-per-prompt 1 ... 'group-norm'"),
     (PPO | {"--rl-critic-load": "nowhere"}, "--rl-critic-load ... latest_checkpointed_iteration.txt"),
     (PPO | {"--rl-critic-warmup": "10"}, "--rl-critic-warmup 10 ... --train-iters 10"),
+    (
+        {"--rl-filtration": "pow", "--rl-filtration-whole-batch": "", "--rl-schedule": "streamed"},
+        "--rl-schedule streamed ... --rl-filtration-whole-batch ... --rl-schedule sync",
+    ),
+    (DPO | {"--rl-schedule": "streamed"}, "--rl-schedule streamed has no meaning ... dpo"),
     (SINGLE | {"--rl-filtration": "pow"}, "--rl-filtration pow ... -prompt 1 ... --rl-filtration-whole-batch"),
     (
         {"--rl-filtration": "best-random", "--rl-samples-per-prompt": "6", "--rl-rollout-prompts": "8"},
