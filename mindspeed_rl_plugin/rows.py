@@ -189,25 +189,33 @@ class Sampling:
 
 
 @dataclass(frozen=True)
-class GenerateRequest:
-    """One response asked of an engine. seed: full 63-bit seed of this very response."""
-
-    id: SampleId
-    prompt_tokens: tuple[int, ...]
-    sampling: Sampling
-    seed: int
-
-
-@dataclass(frozen=True)
 class Completion:
     """One response, whole or partial.
 
     tokens: R response ids, the stop token included where one was sampled; logps: R processed log-probs
-    at the sampling temperature; finish: "stop" | "length" | "abort"; version: weight version that sampled it.
+    at the sampling temperature; finish: "stop" | "length" | "abort"; segments: (first response token, version) of each
+    part that weights of another version sampled, by rising token, the first from token 0 on.
     """
 
     id: SampleId
     tokens: tuple[int, ...]
     logps: tuple[float, ...]
     finish: str
-    version: int
+    segments: tuple[tuple[int, int], ...]
+
+    @property
+    def version(self) -> int:
+        """Weight version that sampled its oldest token."""
+        return self.segments[0][1]
+
+
+@dataclass(frozen=True)
+class GenerateRequest:
+    """One response asked of an engine. seed: full 63-bit seed of this very response, or of the part that is to come;
+    begun: what was sampled of it before, with which it goes on."""
+
+    id: SampleId
+    prompt_tokens: tuple[int, ...]
+    sampling: Sampling
+    seed: int
+    begun: Completion | None = None

@@ -42,10 +42,10 @@ class Engine(Protocol):
     digest: str | None
 
     def submit(self, requests: Sequence[GenerateRequest]) -> None:
-        """Queue responses. Returns at once.
+        """Queue responses, those that have begun with what was sampled of them. Returns at once.
 
-        Ids are new. Raises ValueError for a prompt that is empty or leaves too few tokens for `max_tokens`, and for
-        sampling that the engine cannot do exactly.
+        Ids are new, or were aborted. Raises ValueError for a prompt that is empty or leaves too few tokens for
+        `max_tokens`, for sampling that the engine cannot do exactly, and for a response that has all its tokens.
         """
 
     def poll(self, timeout: float) -> list[Completion]:
@@ -71,10 +71,12 @@ class Engine(Protocol):
     def parameters(self) -> dict[str, Tensor]:
         """The live weights of this rank by the engine's names. Writing into them changes the next step."""
 
-    def update_weights(self, version: int, digest: str | None = None) -> None:
-        """Say that `parameters()` now hold `version`: whatever was computed with older weights is forgotten.
+    def update_weights(self, version: int, digest: str | None = None, *, in_flight: bool = False) -> None:
+        """Say that `parameters()` now hold `version`: what was computed with older weights serves no later request.
 
-        digest: recorded for who compares. Raises ValueError while responses are queued.
+        digest: recorded for who compares; in_flight: queued responses go on, with what older weights computed for their
+        tokens so far (KV cache); each records which version sampled which part. Without it raises ValueError while
+        responses are queued.
         """
 
     def sleep(self) -> None:

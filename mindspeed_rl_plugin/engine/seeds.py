@@ -6,12 +6,14 @@ import hashlib
 import struct
 
 
-def response_seed(base: int, epoch: int, group: int, member: int) -> int:
-    """63-bit seed of one response; the same four integers give the same seed on every machine and version.
+def response_seed(base: int, epoch: int, group: int, member: int, begun: int = 0) -> int:
+    """63-bit seed of one response; the same integers give the same seed on every machine and version.
 
-    base: the run's `--rl-rollout-seed`; epoch, group, member: the sample's id, each a signed 64-bit integer.
-    It is the first 63 bits of BLAKE2b over the four packed little-endian, so neighbouring ids share no
+    base: the run's `--rl-rollout-seed`; epoch, group, member: the sample's id, each a signed 64-bit integer; begun:
+    tokens sampled before, where it goes on after an interruption: with its first seed it would repeat its numbers.
+    It is the first 63 bits of BLAKE2b over these packed little-endian, so neighbouring ids share no
     structure that a weak generator could carry into its first numbers.
     """
-    digest = hashlib.blake2b(struct.pack("<4q", base, epoch, group, member), digest_size=8).digest()
+    parts = (base, epoch, group, member, *([begun] if begun else ()))
+    digest = hashlib.blake2b(struct.pack(f"<{len(parts)}q", *parts), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1

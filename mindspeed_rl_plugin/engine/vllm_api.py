@@ -73,6 +73,11 @@ def _sharing_experts(engine: type, given: Any) -> Any:
     return engine.from_vllm_config(config, disable_log_stats=True)
 
 
+def batches_in_flight(engine: Any) -> int:
+    """Steps whose tokens the engine has not given out yet, as there are with asynchronous scheduling."""
+    return len(getattr(engine.engine_core.engine_core, "batch_queue", None) or ())
+
+
 def dummy_step(engine: Any) -> None:
     """A step of an engine that has no requests, in which its experts serve the engines that it shares them with."""
     engine.engine_core.execute_dummy_batch()

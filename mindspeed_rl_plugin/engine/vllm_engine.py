@@ -87,11 +87,35 @@ class VllmOptions:
 
 @dataclass
 class _Running:
-    """A response in the making."""
+    """A response in the making. segments: as of `Completion`; late: how many of its next tokens older weights may have
+    sampled, in steps that were in flight when the newest ones came."""
 
     request: GenerateRequest
     tokens: list[int] = field(default_factory=list)
     logps: list[float] = field(default_factory=list)
+    segments: list[tuple[int, int]] = field(default_factory=list)
+    late: int = 0
+
+    @classmethod
+    def of(cls, request: GenerateRequest) -> _Running:
+        """With what was sampled of it before."""
+        begun = request.begun
+        return cls(request) if begun is None else cls(request, [*begun.tokens], [*begun.logps], [*begun.segments])
+
+    def expect_late(self, tokens: int, version: int) -> None:
+        """The next tokens may still come from weights of `version`: they count as theirs."""
+        if tokens and not self.segments:
+            self.segments.append((0, version))
+        self.late = tokens
+
+    def add(self, token: int, logp: float, version: int) -> None:
+        """One more token, by weights of `version` unless it is late."""
+        if self.late:
+            self.late -= 1
+        elif not self.segments or self.segments[-1][1] != version:
+            self.segments.append((len(self.tokens), version))
+        self.tokens.append(token)
+        self.logps.append(logp)
 
 
 class VllmEngine:
@@ -136,7 +160,7 @@ class VllmEngine:
             raise ValueError(f"submit: the engine's {sorted(set(PARTS) - self._awake)} sleep; wake() them first")
         if self.version < 0:
             raise ValueError("submit: the engine has no weights; write into parameters() and call update_weights()")
-        names = [_name(r.id) for r in requests]
+        names = [_name(r) for r in requests]
         queued = {*names, *self._running}
         assert len(queued) == len(names) + len(self._running), f"submit: of {names} some are queued, or given twice"
         for request in requests:
@@ -145,9 +169,13 @@ class VllmEngine:
             self._process.reseed(requests[0].seed)
         for name, request in zip(names, requests, strict=True):
             seed = request.seed if self._request_seeds else None
-            params = vllm_api.sampling_params(request.sampling, self.options.eos_token_ids, seed)
-            self._engine.add_request(name, {"prompt_token_ids": list(request.prompt_tokens)}, params)
-            self._running[name] = _Running(request)
+            running = _Running.of(request)
+            left = replace(request.sampling, max_tokens=request.sampling.max_tokens - len(running.tokens))
+            params = vllm_api.sampling_params(left, self.options.eos_token_ids, seed)
+            tokens = [*request.prompt_tokens, *running.tokens]
+            # What one version computed serves no request that comes under another one.
+            self._engine.add_request(name, {"prompt_token_ids": tokens, "cache_salt": str(self.version)}, params)
+            self._running[name] = running
 
     def poll(self, timeout: float) -> list[Completion]:
         """Step until some response ends; see `Engine`."""
@@ -170,7 +198,8 @@ class VllmEngine:
 
     def abort(self, ids: Iterable[SampleId] | None = None) -> list[Completion]:
         """Stop responses and return what they hold; see `Engine`."""
-        chosen = list(self._running) if ids is None else [n for n in map(_name, ids) if n in self._running]
+        names = {running.request.id: name for name, running in self._running.items()}
+        chosen = [*names.values()] if ids is None else [names[i] for i in ids if i in names]
         self._engine.abort_request(chosen)
         return [self._complete(name, "abort") for name in chosen]
 
@@ -179,13 +208,18 @@ class VllmEngine:
         live = vllm_api.model(self._engine).named_parameters()
         return {name: p.data for name, p in live if name.rpartition(".")[2] not in vllm_api.DERIVED}
 
-    def update_weights(self, version: int, digest: str | None = None) -> None:
-        """Weights of `version` are in place: drop cached prefixes of older ones; see `Engine`."""
+    def update_weights(self, version: int, digest: str | None = None, *, in_flight: bool = False) -> None:
+        """Weights of `version` are in place: cached prefixes of older ones serve no new request; see `Engine`."""
         if "weights" not in self._awake:
             raise ValueError(f"update_weights({version}): the weights sleep; wake(('weights',)) first")
-        self._must_be_idle("update_weights")
         vllm_api.refresh_derived(self._engine)
-        self._forget_prefixes()
+        if in_flight:
+            late = vllm_api.batches_in_flight(self._engine)
+            for running in self._running.values():
+                running.expect_late(late, self.version)
+        else:
+            self._must_be_idle("update_weights")
+            self._forget_prefixes()
         self.version, self.digest = version, digest
 
     def sleep(self) -> None:
@@ -219,13 +253,15 @@ class VllmEngine:
 
     def _check(self, request: GenerateRequest) -> None:
         """Refuse what vLLM would cut short, crash on, or answer with other log-probs than asked for."""
-        sampling, prompt = request.sampling, request.prompt_tokens
+        sampling, prompt, begun = request.sampling, request.prompt_tokens, request.begun
         most = self.options.max_model_len - len(prompt)
         if not prompt or sampling.max_tokens < 1 or sampling.max_tokens > most:
             raise ValueError(
                 f"{request.id}: {len(prompt)} prompt tokens and up to {sampling.max_tokens} response tokens;"
                 f" both must be at least 1 and together at most {self.options.max_model_len}"
             )
+        if begun is not None and len(begun.tokens) >= sampling.max_tokens:
+            raise ValueError(f"{request.id}: all {sampling.max_tokens} tokens of the response are sampled already")
         plain = sampling.temperature in (0.0, 1.0) and sampling.top_p == 1.0 and sampling.top_k <= 0
         if not (plain or self._processed):
             raise ValueError(
@@ -248,8 +284,7 @@ class VllmEngine:
             running = self._running[name]
             if sampled.token_ids:  # with none, older versions repeat all log-probs
                 for token, position in zip(sampled.token_ids, sampled.logprobs, strict=True):
-                    running.tokens.append(token)
-                    running.logps.append(position[token].logprob)
+                    running.add(token, position[token].logprob, self.version)
                     self._checksum = (self._checksum * 1000003 + token) % (1 << 61)
             if output.finished:
                 finished.append(self._complete(name, sampled.finish_reason))
@@ -262,7 +297,8 @@ class VllmEngine:
             raise RuntimeError(f"vLLM ended response {sample} with {finish!r}")
         if not all(map(math.isfinite, done.logps)):
             raise RuntimeError(f"response {sample} has a log-prob that is not finite; were weights written?")
-        return Completion(sample, tuple(done.tokens), tuple(done.logps), finish, self.version)
+        segments = tuple(done.segments) or ((0, self.version),)
+        return Completion(sample, tuple(done.tokens), tuple(done.logps), finish, segments)
 
     def _expired(self, end: float) -> bool:
         """Whether the time is up, agreed by all ranks of the engine every AGREE_EVERY steps.
@@ -374,5 +410,7 @@ def _step_of(options: VllmOptions) -> str:
     return f"{whose}: one of them is lost, or did not come to it" if ranks > 1 else ""
 
 
-def _name(sample: SampleId) -> str:
-    return "-".join(map(str, sample))
+def _name(request: GenerateRequest) -> str:
+    """Another one for each part of a response: a step in flight may still answer to the part before."""
+    parts = (*request.id, len(request.begun.tokens)) if request.begun else request.id
+    return "-".join(map(str, parts))

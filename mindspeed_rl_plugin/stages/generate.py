@@ -102,7 +102,10 @@ def completion_rows(
             "version": torch.tensor([c.version for c in completions], dtype=torch.int64),
             "weights_digest": torch.full((len(completions),), digest_number(digest), dtype=torch.int64),
             "segments": Ragged.from_rows(
-                [torch.tensor([[len(r.prompt_tokens), c.version]]) for r, c in zip(requests, completions, strict=True)],
+                [
+                    torch.tensor([(len(r.prompt_tokens) + first, version) for first, version in c.segments])
+                    for r, c in zip(requests, completions, strict=True)
+                ],
                 torch.int64,
             ),
         },

@@ -96,7 +96,7 @@ def _as_sampled(prompt: Prompt, response: Sequence[int], members: int, graders: 
     """The columns that a stage may read, of one group."""
     ids = [SampleId(0, 0, member) for member in range(members)]
     requests = [GenerateRequest(i, prompt.tokens, Sampling(len(response)), 0) for i in ids]
-    answers = [Completion(i, tuple(response), (-1.0,) * len(response), "stop", 0) for i in ids]
+    answers = [Completion(i, tuple(response), (-1.0,) * len(response), "stop", ((0, 0),)) for i in ids]
     right = (torch.arange(members) + 1) % 2
     graded = {"reward": right, "reward_parts": right[:, None].expand(-1, graders), "graded": right | 1}
     columns = {c.name: graded.get(c.name, right * 0).to(c.dtype) for c in reward.spec(graders).writes}

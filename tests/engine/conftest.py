@@ -58,7 +58,7 @@ class FakeEngine:
 
     def _take(self, sample: SampleId, finish: str) -> Completion:
         tokens = self.queue.pop(sample)[1]
-        return Completion(sample, tuple(tokens), (-0.5,) * len(tokens), finish, self.version)
+        return Completion(sample, tuple(tokens), (-0.5,) * len(tokens), finish, ((0, self.version),))
 
 
 class FakeStream:
@@ -114,10 +114,14 @@ class FakeVllm:
         self.stuck_prefixes = 0
         self.refreshed: list[Any] = []
         self.api = FakeApi()
-        self.engine_core = SimpleNamespace(execute_dummy_batch=lambda: self.calls.append("dummy"))
+        self.engine_core = SimpleNamespace(
+            execute_dummy_batch=lambda: self.calls.append("dummy"), engine_core=SimpleNamespace(batch_queue=[])
+        )
+        self.salts: dict[str, str] = {}
 
     def add_request(self, name: str, prompt: dict[str, Any], params: Any) -> None:
         self.calls.append(("add", name, prompt["prompt_token_ids"], params))
+        self.salts[name] = prompt["cache_salt"]
         self.waiting[name] = 0
 
     def step(self) -> list[Any]:

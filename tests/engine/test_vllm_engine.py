@@ -9,6 +9,7 @@ import random
 import re
 import sys
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -56,6 +57,50 @@ def test_abort_returns_what_was_drawn(engine, fake_vllm, request_of) -> None:
     assert [c.id.group for c in engine.abort()] == [0, 2]
     assert not fake_vllm.waiting
     assert engine.abort() == []
+
+
+def test_new_weights_in_flight_begin_a_segment(engine, fake_vllm, request_of) -> None:
+    fake_vllm.script = {"0-0-0": ([7, 7, 8, 8], "length"), "0-1-0": ([9, 9, 9], "length")}
+    engine.submit([request_of(0), request_of(1)])
+    engine.poll(0)
+    engine.poll(0)
+    with pytest.raises(ValueError, match="2 responses are queued"):
+        engine.update_weights(6)
+    engine.update_weights(6, in_flight=True)
+    engine.submit([request_of(2)])
+    assert "reset_prefix_cache" not in fake_vllm.calls[1:]
+    assert fake_vllm.salts == {"0-0-0": "5", "0-1-0": "5", "0-2-0": "6"}  # no prefix of 5 serves what comes under 6
+    fake_vllm.script["0-2-0"] = ([4, 4], "length")
+    done = {c.id.group: c for _ in range(3) for c in engine.poll(0)}
+    assert {group: c.segments for group, c in done.items()} == {0: ((0, 5), (2, 6)), 1: ((0, 5), (2, 6)), 2: ((0, 6),)}
+    assert [done[group].version for group in range(3)] == [5, 5, 6]
+
+
+def test_tokens_of_steps_in_flight_count_as_the_older_weights(engine, fake_vllm, request_of) -> None:
+    fake_vllm.script = {"0-0-0": ([7, 7, 7], "length"), "0-1-0": ([None, 9, 9], "length")}
+    engine.submit([request_of(0), request_of(1)])
+    engine.poll(0)
+    fake_vllm.engine_core.engine_core.batch_queue.append("a step")
+    engine.update_weights(6, in_flight=True)
+    done = {c.id.group: c.segments for _ in range(2) for c in engine.poll(0)}
+    assert done == {0: ((0, 5), (2, 6)), 1: ((0, 5), (1, 6))}
+
+
+def test_an_aborted_response_goes_on_with_its_tokens(engine, fake_vllm, request_of) -> None:
+    fake_vllm.script = {"0-0-0": ([7] * 5, "length"), "0-0-0-2": ([8, 2], "stop")}
+    engine.submit([request_of(0, (5, 6))])
+    engine.poll(0)
+    engine.poll(0)
+    (begun,) = engine.abort()
+    engine.update_weights(6)
+    request = replace(request_of(0, (5, 6)), begun=begun, seed=77)
+    engine.submit([request])
+    rest = replace(request.sampling, max_tokens=6)
+    assert fake_vllm.calls[-1] == ("add", "0-0-0-2", [5, 6, 7, 7], (rest, (2,), 77))
+    (done,) = engine.poll(5)
+    assert (done.id, done.tokens, done.segments) == (SampleId(0, 0, 0), (7, 7, 8, 2), ((0, 5), (2, 6)))
+    with pytest.raises(ValueError, match="all 2 tokens"):
+        engine.submit([replace(request_of(0, max_tokens=2), begun=begun)])
 
 
 def test_a_poll_makes_progress_and_ends_in_time(engine, fake_vllm, request_of) -> None:

@@ -157,7 +157,7 @@ def test_an_evaluation_asks_for_solved_and_tells_the_mean_reward(tmp_path, monke
 
 
 def answers(engine, requests, **_):
-    return [Completion(id=r.id, tokens=(3,), logps=(0.0,), finish="stop", version=0) for r in requests]
+    return [Completion(id=r.id, tokens=(3,), logps=(0.0,), finish="stop", segments=((0, 0),)) for r in requests]
 
 
 def test_stages_and_throughput_are_those_of_the_slowest_rank(tmp_path):
