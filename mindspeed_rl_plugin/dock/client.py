@@ -150,6 +150,8 @@ class Dock:
         deadline: float,
         columns: Sequence[str] | None = None,
         into: Buffers | None = None,
+        epoch: int | None = None,
+        share: tuple[int, int] | None = None,
     ) -> Lease:
         """Wait for ready rows and take them; their rows hold the columns that the state reads, or those of them that
         are asked for.
@@ -160,7 +162,8 @@ class Dock:
         group) at least. The empty lease says that every row is acknowledged, to a process outside of the job that the
         job has left (`ended`); with deadline 0, which only tries, also that there is nothing to be had now.
 
-        into: memory to read into; what is read stays valid until the next lease into it.
+        into: memory to read into; what is read stays valid until the next lease into it. epoch: of what is ready only
+        rows of this one; share: (i, n), only the i-th of n equal parts of each epoch's rows.
         """
         names, calls = self._declared.reads(state, columns), self._calls
         if min_rows < 1 or (max_rows is not None and max_rows < min_rows):
@@ -171,7 +174,7 @@ class Dock:
             calls.epochs.cleared(f"lease of state {state!r}", wanted)
             if len(set(ids_tuple(wanted))) != len(wanted):
                 raise ValueError(f"lease of state {state!r}: an id occurs twice among {listed(ids_tuple(wanted))}")
-        bounds = (max_rows, min_rows, max_tokens, calls.warehouse)
+        bounds = (max_rows, min_rows, max_tokens, calls.warehouse, epoch, share)
         ask = partial(calls.query, m.Ask, state, wanted, deadline, calls.lease_seconds, *bounds)
         try:
             grant = self._granted(ask, state, wanted)
@@ -250,13 +253,18 @@ class Dock:
         if self._member is not None:
             self._member.peers.gather(None)
 
-    def invite(self, secret_file: str | os.PathLike[str], host: str = "") -> str:
+    def invite(self, secret_file: str | os.PathLike[str], host: str = "", about: str = "") -> str:
         """Let processes outside of the job join: writes the job's secret into a file of mode 600, and returns the
         address for `join`. Collective over the job. host: address of a network interface, where processes of other
-        machines are to join a job of one machine."""
+        machines are to join a job of one machine; about: what they read of the job."""
         if self._member is None:
             raise ValueError("only a rank of the job can invite others to its dock")
-        return self._member.invite(secret_file, host)
+        return self._member.invite(secret_file, host, about)
+
+    @property
+    def about(self) -> str:
+        """What the job says of itself."""
+        return self._calls.directory.about
 
     @staticmethod
     def join(address: str, secret_file: str | os.PathLike[str], *, lease_seconds: float = 600.0) -> Dock:

@@ -183,7 +183,9 @@ def pick(epochs: Mapping[int, EpochView], ask: Ask) -> Picked | None:
     if ask.max_rows is not None and ask.max_rows < unit:
         name = next(iter(epochs.values())).spec.name
         raise ValueError(f"lease of state {name!r}: max_rows {ask.max_rows} is less than one group of {unit}")
-    ready = _ready(epochs, ask.near)
+    if ask.epoch is not None:
+        epochs = {ask.epoch: epochs[ask.epoch]} if ask.epoch in epochs else {}
+    ready = _ready(epochs, ask)
     batch = _bounded(epochs, ready, ask)
     total, most = (sum(len(rows) for _, rows in part) for part in (batch, ready))
     if not total:  # wait while others hold rows that may come back
@@ -203,12 +205,16 @@ def rows_of(epochs: Mapping[int, EpochView], ids: np.ndarray) -> Picked:
     return [(number, part[:, 1] * epochs[number].shape.members + part[:, 2]) for number, part in known]
 
 
-def _ready(epochs: Mapping[int, EpochView], near: int | None) -> Picked:
+def _ready(epochs: Mapping[int, EpochView], ask: Ask) -> Picked:
     out: Picked = []
     for number, epoch in sorted(epochs.items()):
         rows = epoch.available().nonzero()[0]
-        if near is not None and (epoch.owner != near).any():
-            far = epoch.owner[rows // epoch.shape.members] != near
+        if ask.share is not None:
+            part, parts = ask.share
+            first, end = (p * len(epoch.status) // parts for p in (part, part + 1))
+            rows = rows[(rows >= first) & (rows < end)]
+        if ask.near is not None and (epoch.owner != ask.near).any():
+            far = epoch.owner[rows // epoch.shape.members] != ask.near
             rows = np.concatenate([rows[~far], rows[far]])
         if len(rows):
             out.append((number, rows))

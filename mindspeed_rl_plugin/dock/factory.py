@@ -90,7 +90,7 @@ class Member:
         self._watch = Watch(rank, nodes, heartbeat, end) if many else None
         self.core = self._core(limits or Limits())
         self.server = Server(self.core, self.me, self._watch)
-        self.directory = self.core.directory = Directory(list(columns), list(states), [], {})
+        self.directory = self.core.directory = Directory(list(columns), list(states), [], {}, [])
         here = self.server.start(host if len(machines) > 1 else "") if many else Address(nodes[rank], "", rank=rank)
         self._publish(here)
         if many:
@@ -111,8 +111,9 @@ class Member:
         """A view of the dock."""
         return Dock(self.declared, self.calls, member=self, leader=self.peers.rank == 0, **more)
 
-    def invite(self, secret_file: str | os.PathLike[str], host: str = "") -> str:
+    def invite(self, secret_file: str | os.PathLike[str], host: str = "", about: str = "") -> str:
         """See `Dock.invite`."""
+        self.directory.about = about
         self._publish(self.server.start(host))
         if self.peers.rank == 0:
             write_secret(secret_file, self.me.secret)
@@ -149,6 +150,7 @@ class Member:
     def _publish(self, address: Address) -> None:
         """Every rank learns where every rank answers."""
         self._addresses = [Address(*address) for address in self.peers.gather(address)]
+        self.directory.ranks[:] = self._addresses
         self.directory.warehouses[:] = [self._addresses[rank] for rank in self._leads]
         self.directory.controllers.update({name: self._addresses[rank] for name, rank in self._held_by.items()})
 

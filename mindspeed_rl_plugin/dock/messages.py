@@ -83,7 +83,7 @@ class Query(Message):
 class Ask(Query):
     """A lease. ids: `[B, 3]` exactly these, in this order; None: what is ready, by rising id, rows of warehouse `near`
     first. The bounds are those of `Dock.lease`; deadline: seconds to wait; seconds: life of the lease, of a process
-    outside of the job."""
+    outside of the job; epoch: only rows of it; share: (i, n), only the i-th of n equal parts of each epoch's rows."""
 
     ids: np.ndarray | None
     deadline: float
@@ -92,6 +92,8 @@ class Ask(Query):
     min_rows: int = 1
     max_tokens: int | None = None
     near: int | None = None
+    epoch: int | None = None
+    share: tuple[int, int] | None = None
 
 
 class Grant(Message):
@@ -251,12 +253,14 @@ class Join(Message):
 
 class Directory(Message):
     """What a dock's processes know of it: its columns and states, and where warehouses, by number, and controllers, by
-    state, answer."""
+    state, answer. ranks: where every rank of the job answers; about: JSON, what the job says of itself to who joins."""
 
     columns: list[ColumnSpec]
     states: list[StateSpec]
     warehouses: list[Address]
     controllers: dict[str, Address]
+    ranks: list[Address] = []
+    about: str = ""
 
 
 class Ok(Message):

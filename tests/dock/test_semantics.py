@@ -54,6 +54,22 @@ def test_ids_come_in_the_order_asked_and_across_epochs(make) -> None:
     assert not dock.lease("generate", ids=[], deadline=5)
 
 
+def test_a_consumer_takes_one_epoch_or_its_share(make) -> None:
+    dock = make()
+    for epoch in (0, 1):
+        dock.open(epoch, 3, 2)
+        dock.put(prompts(3, epoch=epoch))
+    lease = dock.lease("generate", epoch=1, max_rows=2, deadline=5)
+    assert [i.epoch for i in lease.rows.ids] == [1, 1]
+    second = dock.lease("generate", share=(1, 2), deadline=5)
+    assert set(second.rows.ids) == {*ids(3, 2)[3:], *(i for i in ids(3, 2, 1)[3:] if i not in lease.rows.ids)}
+    assert set(dock.lease("generate", deadline=5).rows.ids) | set(second.rows.ids) | set(lease.rows.ids) == {
+        *ids(3, 2),
+        *ids(3, 2, 1),
+    }
+    assert not dock.lease("generate", epoch=1, deadline=0)
+
+
 def test_released_rows_come_again_and_their_old_lease_is_void(make) -> None:
     dock = make()
     dock.open(0, 1, 2)
