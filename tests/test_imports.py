@@ -14,10 +14,11 @@ NAME = PACKAGE.name
 
 # Rows from the base up; a folder may import those in earlier rows, never those in its own row or a later one.
 # A module may stand in a row of its own (`reshard.plan`), else its folder's row counts.
+UPPER = ("transfer", "allgather", "offload", "live", "resharder", "shares", "publish", "pull")
 ORDER: tuple[tuple[str, ...], ...] = (
     ("__init__", "rows", "config", "environment", "device", "ranks"),
     ("dock", "algorithms", "reward", "prompts", "monitor", "reshard"),
-    ("engine", "forward", *(f"reshard.{m}" for m in ("transfer", "allgather", "offload", "live", "resharder"))),
+    ("engine", "forward", *(f"reshard.{m}" for m in UPPER)),
     ("critic", "update"),
     ("stages",),
     ("loop",),

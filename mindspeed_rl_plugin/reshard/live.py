@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 from torch.nn import Module
 
 from mindspeed_rl_plugin.reshard.families import FAMILIES
 from mindspeed_rl_plugin.reshard.family_table import ENGINE, EXPERTS, IMPLS
 from mindspeed_rl_plugin.reshard.layout import (
+    Canonical,
     EngineParallel,
+    Layout,
     ModelShape,
     Parallel,
     Shapes,
@@ -102,6 +105,24 @@ def engine_storage(
     best = min(range(len(ways)), key=lambda i: len(wrong[i]))
     raise_if(wrong[best], f"the engine's parameters on rank {rank} of it are not those of {shape}")
     return ways[best]
+
+
+def narrowed(
+    layout: Layout, live: Mapping[str, Tensor], tensors: Mapping[str, Canonical], dtype: torch.dtype, whose: str
+) -> dict[str, Canonical]:
+    """Canonical tensors that are float32 in the trainer, and that an engine of `dtype` keeps in its own dtype.
+
+    layout, live: of an engine rank. Raises ValueError for parameters of another dtype; whose: ends its first line.
+    """
+    wide = {name for name, segments in layout.items() if any(tensors[s.name].wide for s in segments)}
+    problems = [
+        f"{name} is {tensor.dtype}, not {dtype}" + (" or torch.float32" if name in wide else "")
+        for name, tensor in live.items()
+        if tensor.dtype != dtype and not (name in wide and tensor.dtype == torch.float32)
+    ]
+    raise_if(problems, f"the engine's parameters on {whose}")
+    names = {s.name for name in wide if live[name].dtype != torch.float32 for s in layout[name]}
+    return {name: replace(tensors[name], wide=False) for name in names}
 
 
 def sizes_of(live: Mapping[str, Tensor]) -> Shapes:

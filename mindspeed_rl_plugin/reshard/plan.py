@@ -109,7 +109,7 @@ def make_plan(
     Raises ValueError naming tensor, range and rank when a destination slice has no holder or a bucket cannot hold one
     slice; AssertionError when a layout stores what the model has not, or twice at one place.
     """
-    holders = _Holders(sources, tensors, node_size or 1 + max(*sources, *destinations))
+    holders = Holders(sources, tensors, node_size or 1 + max(*sources, *destinations))
     wanted = [(_places(layout, ranks[0], tensors), ranks) for layout, ranks in _classes(destinations)]
     build = _Builder(holders.node_size, bucket_bytes, rank, {*sources, *destinations})
     missing = sorted({name for places, _ in wanted for name in places} - set(holders.order))
@@ -148,7 +148,7 @@ class _Pool:
         self.ranks = sorted(self.place)
 
 
-class _Holders:
+class Holders:
     """Who holds which slices of every canonical tensor on the source side."""
 
     def __init__(self, sources: Mapping[int, Layout], tensors: Mapping[str, Canonical], node_size: int) -> None:
@@ -168,7 +168,7 @@ class _Holders:
         self.order = sorted(self._held, key=lambda name: depth[name])
 
     def find(self, want: Place, who: int) -> list[tuple[int, int, _Pool]]:
-        """`(start, stop, holders)` that tile what `want` asks for."""
+        """`(start, stop, holders)` that tile what `want` asks for, of engine rank `who`."""
         s = want.segment
         tiles = self._found.setdefault((s.name, s.start, s.size), [])
         if tiles:

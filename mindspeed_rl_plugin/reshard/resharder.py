@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -31,7 +31,7 @@ from mindspeed_rl_plugin.reshard.layout import (
 from mindspeed_rl_plugin.reshard.live import (
     SHOWN,
     engine_storage,
-    raise_if,
+    narrowed,
     stored_parameters,
     trainer_storage,
 )
@@ -39,12 +39,13 @@ from mindspeed_rl_plugin.reshard.p2p import P2PChannel
 from mindspeed_rl_plugin.reshard.plan import Plan, make_plan
 from mindspeed_rl_plugin.reshard.transfer import stream
 from mindspeed_rl_plugin.reshard.verify import (
-    BrokenWeights,
     Held,
     WeightMismatch,
     compare,
     first_broken,
     layout_digests,
+    refuse_broken,
+    tensors_in,
     weights_digest,
 )
 
@@ -147,8 +148,8 @@ class Resharder:
         for name, before, after in zip(stored, self._exported, now, strict=True):
             if before != after:
                 raise WeightMismatch(
-                    f"{name} of trainer rank {self.rank} ({self._tensors_in(self.rank, name)}) has other values after "
-                    "generation than before it; resume from the last checkpoint"
+                    f"{name} of trainer rank {self.rank} ({tensors_in(self._sources[self.rank], name)}) has other "
+                    "values after generation than before it; resume from the last checkpoint"
                 )
 
     def refuse_broken(self, model_chunks: Sequence[Module]) -> None:
@@ -163,13 +164,8 @@ class Resharder:
         size, here = self.engine.ranks, self.rank % self.engine.ranks
         engine = engine_storage(self.shape, self.engine, here, own_head, destination)
         layout = engine_layout(self.shape, engine, here, own_head)
-        wide = {name for name, segments in layout.items() if any(self.tensors[s.name].wide for s in segments)}
-        problems = [
-            f"{name} is {tensor.dtype}, not {self.dtype}" + (" or torch.float32" if name in wide else "")
-            for name, tensor in destination.items()
-            if tensor.dtype != self.dtype and not (name in wide and tensor.dtype == torch.float32)
-        ]
-        raise_if(problems, f"the engine's parameters on rank {self.rank} are not those of {self.shape}")
+        whose = f"rank {self.rank} are not those of {self.shape}"
+        narrow = narrowed(layout, destination, self.tensors, self.dtype, whose)
         if self.plan is None:
             world = range(self.train.world)
             self._destinations = {w: engine_layout(self.shape, engine, w % size, own_head) for w in world}
@@ -177,8 +173,7 @@ class Resharder:
             options |= dict(rank=self.rank, node_size=self.node_size)
             plan = make_plan(self._sources, self._destinations, self.tensors, **options)
             assert not plan.unused, f"the engine has no place for {plan.unused[:SHOWN]}"
-            narrow = {s.name for name in wide if destination[name].dtype != torch.float32 for s in layout[name]}
-            self._compared = {**self.tensors, **{name: replace(self.tensors[name], wide=False) for name in narrow}}
+            self._compared = {**self.tensors, **narrow}
             self._agree(plan.fingerprint, len(narrow))
             if self.mode == "allgather":
                 shapes = {w: megatron_shapes(self.shape, self.train, w, *self._kinds) for w in world}
@@ -201,17 +196,8 @@ class Resharder:
     def _refuse_broken(self, source: Mapping[str, Tensor], when: str) -> None:
         """Raises BrokenWeights on every rank when any rank's weights hold NaN or infinity."""
         first = first_broken(source[name] for name in self._sources[self.rank])
-        for rank, (broken,) in enumerate(self._share([first], 1, "the check of the weights")):
-            if broken:
-                name = list(self._sources[rank])[broken - 1]
-                raise BrokenWeights(
-                    f"{name} of trainer rank {rank} holds NaN or infinity {when} ({self._tensors_in(rank, name)}); "
-                    "they go neither to the engine nor into a checkpoint; resume from the last one, with a smaller "
-                    "--lr or --clip-grad"
-                )
-
-    def _tensors_in(self, rank: int, name: str) -> str:
-        return ", ".join(f"{s.name} [{s.start}, {s.stop})" for s in self._sources[rank][name])
+        firsts = self._share([first], 1, "the check of the weights")
+        refuse_broken([broken for (broken,) in firsts], self._sources, when)
 
     def _as_stored(self, source: Mapping[str, Tensor]) -> list[int]:
         """Digests of this rank's weights in the dtype in which the trainer has them."""

@@ -43,8 +43,8 @@ class Held(NamedTuple):
 
 
 @torch.no_grad()
-def segment_digest(values: Tensor, segment: Segment, tensor: Canonical, dtype: torch.dtype) -> Tensor:
-    """Digest of what a rank stores for a segment, int64 scalar on the tensor's device.
+def slice_digests(values: Tensor, segment: Segment, tensor: Canonical, dtype: torch.dtype) -> Tensor:
+    """`[slices]` int64: digest of each slice of what a rank stores for a segment, on the tensor's device.
 
     values: the slices in canonical orientation, 1-D or 2-D; dtype: the dtype in which bits are compared.
     """
@@ -52,15 +52,22 @@ def segment_digest(values: Tensor, segment: Segment, tensor: Canonical, dtype: t
     row0, column0 = (segment.start, 0) if segment.axis == 0 else (0, segment.start)
     grid = values if values.dim() == 2 else values[:, None]
     across = torch.arange(column0, column0 + grid.shape[1], device=grid.device)
-    total = torch.zeros((), dtype=torch.int64, device=grid.device)
+    each = torch.zeros(grid.shape[segment.axis], dtype=torch.int64, device=grid.device)
     step = max(1, _CHUNK // max(1, grid.shape[1]))
     for low, rows in zip(range(0, grid.shape[0], step), grid.split(step), strict=True):
         bits = rows.to(dtype).contiguous().view(_BITS[dtype.itemsize]).to(torch.int64)
         down = torch.arange(row0 + low, row0 + low + rows.shape[0], device=grid.device)
         weight = (down[:, None] * columns + across + 1) * _ODD
         weight = (weight ^ (weight >> _SHIFT)) * _MIX
-        total += ((bits + _ODD) * weight).sum()
-    return total
+        mixed = ((bits + _ODD) * weight).sum(1 - segment.axis)
+        at = 0 if segment.axis else low
+        each[at : at + len(mixed)] += mixed
+    return each
+
+
+def segment_digest(values: Tensor, segment: Segment, tensor: Canonical, dtype: torch.dtype) -> Tensor:
+    """Digest of what a rank stores for a segment, int64 scalar: the sum over its slices. See `slice_digests`."""
+    return slice_digests(values, segment, tensor, dtype).sum()
 
 
 @torch.no_grad()
@@ -170,3 +177,21 @@ def first_broken(tensors: Iterable[Tensor]) -> int:
         return 0
     bad = ~torch.stack(ends).isfinite().all(1)
     return int(bad.nonzero()[0]) + 1 if bad.any() else 0
+
+
+def refuse_broken(firsts: Sequence[int], layouts: Mapping[int, Layout], when: str) -> None:
+    """Raises BrokenWeights where the weights of a trainer rank hold NaN or infinity. firsts: `first_broken` of each
+    rank's weights, in the order of its layout."""
+    for rank, broken in enumerate(firsts):
+        if broken:
+            name = list(layouts[rank])[broken - 1]
+            raise BrokenWeights(
+                f"{name} of trainer rank {rank} holds NaN or infinity {when} ({tensors_in(layouts[rank], name)}); they "
+                "go neither to the engine nor into a checkpoint; resume from the last one, with a smaller --lr or "
+                "--clip-grad"
+            )
+
+
+def tensors_in(layout: Layout, name: str) -> str:
+    """What of which canonical tensors a stored parameter holds."""
+    return ", ".join(f"{s.name} [{s.start}, {s.stop})" for s in layout[name])

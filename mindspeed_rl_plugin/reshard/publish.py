@@ -1,0 +1,126 @@
+"""The trainer's side of weights for engines apart from it: a copy of them on the host, under a version.
+
+Training stands still only while a rank copies its share. Who reads it, and when, is no concern of the trainer: a
+version goes when its memory is needed for a newer one.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from mindspeed_rl_plugin.device import get_device
+from mindspeed_rl_plugin.reshard.live import stored_parameters, trainer_storage
+from mindspeed_rl_plugin.reshard.offload import gathered
+from mindspeed_rl_plugin.reshard.shares import Gather, TrainerWeights
+from mindspeed_rl_plugin.reshard.verify import first_broken, refuse_broken, slice_digests
+
+
+class Store(Protocol):
+    """Host memory of a rank for some versions of its share, from which other processes read."""
+
+    def begin(self, version: int) -> np.ndarray:
+        """`[nbytes]` uint8 to write a version into; the oldest version is gone from now on. Raises ValueError for a
+        version that is not newer than the last one."""
+        ...
+
+    def commit(self, version: int, about: bytes) -> None:
+        """The version is whole: others may read it. about: what they hear of it beside."""
+        ...
+
+
+@dataclass(frozen=True)
+class Published:
+    """What one `publish` did on this rank: bytes of its share; seconds that training stood still for it."""
+
+    version: int
+    seconds: float
+    nbytes: int
+
+
+def alone(value: object) -> list[object]:
+    """What a job of one rank gathers."""
+    return [value]
+
+
+class Publisher:
+    """Publishes this rank's share of the weights.
+
+    weights: of the trainer; offer: (bytes, versions) -> a `Store` that holds so many versions of so many bytes;
+    versions: 2 at least, or there would be none to read while the next one is written; gather: of all trainer ranks.
+    """
+
+    def __init__(
+        self,
+        weights: TrainerWeights,
+        rank: int,
+        offer: Callable[[int, int], Store],
+        versions: int = 2,
+        *,
+        gather: Gather = alone,
+    ) -> None:
+        if versions < 2:
+            raise ValueError(f"a publisher of {versions} versions has none to read while it writes; keep at least 2")
+        self.weights, self.rank, self._gather = weights, rank, gather
+        self.share = weights.shares[rank]
+        self._store = offer(self.share.nbytes, versions)
+        self._locked: dict[int, Tensor] = {}
+
+    @torch.no_grad()
+    def publish(self, model_chunks: Sequence[Module], version: int) -> Published:
+        """Copy this rank's share under `version`. Collective over the trainer's ranks; the chunks are on the device.
+
+        Raises ValueError where the model is not what was described, and BrokenWeights, on all ranks, where a weight is
+        not finite; nothing is published then.
+        """
+        begin = time.perf_counter()
+        with gathered(model_chunks):
+            source = stored_parameters(model_chunks)
+            self._check(source, version)
+            memory = self._memory(version)
+            self._copy(source, memory)
+            get_device().synchronize_stream()
+        self._store.commit(version, self._about(memory))
+        return Published(version, time.perf_counter() - begin, self.share.nbytes)
+
+    def _check(self, source: dict[str, Tensor], version: int) -> None:
+        kinds = trainer_storage(self.weights.shape, self.weights.parallel, self.rank, source)
+        described = self.weights.kinds[self.rank]
+        if kinds != described:
+            raise ValueError(f"rank {self.rank} stores the model as {kinds}, and was described as {described}")
+        layouts = self.weights.layouts
+        firsts = self._gather(first_broken(source[name] for name in layouts[self.rank]))
+        refuse_broken(firsts, layouts, f"after {version} updates")
+
+    def _memory(self, version: int) -> Tensor:
+        memory = torch.from_numpy(self._store.begin(version))
+        if memory.data_ptr() not in self._locked:
+            self._locked[memory.data_ptr()] = memory
+            get_device().page_lock(memory)
+        return memory
+
+    def _copy(self, source: dict[str, Tensor], memory: Tensor) -> None:
+        for block, parts in zip(self.share.blocks, self.share.parts, strict=True):
+            values, axis = block.values(memory), block.segment.axis
+            for (param, segment), start, stop in parts:
+                live, at = segment.view(source[param], start, stop - start), start - block.segment.start
+                values.narrow(axis, at, stop - start).copy_(live, non_blocking=True)
+                if self.weights.verify:
+                    kinds = (torch.float32, self.weights.engine_dtype)[-block.tables :]
+                    here = segment._replace(start=start, size=stop - start)
+                    for row, kind in zip(block.table(memory), kinds, strict=True):
+                        digests = slice_digests(live, here, self.weights.tensors[segment.name], kind)
+                        row[at : at + stop - start].copy_(digests)
+
+    def _about(self, memory: Tensor) -> bytes:
+        """Digest of each block, int64; nothing without."""
+        if not self.weights.verify:
+            return b""
+        return np.array([int(block.table(memory)[0].sum()) for block in self.share.blocks], np.int64).tobytes()

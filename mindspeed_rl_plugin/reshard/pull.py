@@ -1,0 +1,298 @@
+"""The engine's side of published weights: pull what this machine's engine ranks need, and apply it between two steps.
+
+A pull is no collective. It reads only host memory, of trainer ranks into this machine's staging, and may pass beside
+the engine's steps; `apply` then copies the staging into the live parameters. Both sides plan alone, from the trainer's
+description.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import groupby
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mindspeed_rl_plugin.device import get_device
+from mindspeed_rl_plugin.reshard.family_rows import HEAD
+from mindspeed_rl_plugin.reshard.layout import EngineParallel, Segment, engine_layout
+from mindspeed_rl_plugin.reshard.live import engine_storage, narrowed
+from mindspeed_rl_plugin.reshard.plan import Piece, Plan, make_plan
+from mindspeed_rl_plugin.reshard.shares import Block, Packed, Span, TrainerWeights
+from mindspeed_rl_plugin.reshard.verify import WeightMismatch, segment_digest, weights_digest
+
+CHUNK = 32 << 20  # bytes of a read; between two of them the deadline is looked at
+THREADS = 8  # that read from as many trainer ranks at once
+_WRAP = 1 << 64
+
+
+class Source(Protocol):
+    """The versions of one trainer rank, from another process. Each raises TimeoutError after `seconds`, ConnectionError
+    where the rank is gone, and an error of its own where the version is."""
+
+    def seek(self, version: int | None, seconds: float) -> tuple[int, bytes]:
+        """Wait until the rank has published the version (None: any), and its newest then; its number, and what its
+        publisher says of it."""
+        ...
+
+    def read(self, version: int, spans: Sequence[Span], into: Sequence[np.ndarray], seconds: float) -> None:
+        """Copy spans into arrays `[rows, bytes]`. What is read may be torn unless a later `check` says it is whole."""
+        ...
+
+    def check(self, version: int, seconds: float) -> None:
+        """Raise where the version has been overwritten since `seek`."""
+        ...
+
+
+class Staging(Protocol):
+    """Host memory of this machine for one version of what its engine ranks need."""
+
+    def get(self, version: int, seconds: float) -> tuple[np.ndarray, bytes, int]:
+        """The version's bytes, unchanged until the next `get` or `close`; what `Fill` said; bytes that this process
+        itself read for it."""
+        ...
+
+    def close(self) -> None: ...
+
+
+Fill = Callable[[int, float, np.ndarray], bytes]  # (version, seconds, memory to fill) -> what is known of it
+
+
+class Alone:
+    """Staging of one process."""
+
+    def __init__(self, key: str, nbytes: int, fill: Fill) -> None:
+        self._memory, self._fill = np.empty(nbytes, np.uint8), fill
+
+    def get(self, version: int, seconds: float) -> tuple[np.ndarray, bytes, int]:
+        about = self._fill(version, seconds, self._memory)
+        return self._memory, about, self._memory.nbytes
+
+    def close(self) -> None:
+        self._memory = np.empty(0, np.uint8)
+
+
+class Pulled(NamedTuple):
+    """seconds: of this call; nbytes: that this process read from trainers, 0 where another of its machine did."""
+
+    version: int
+    seconds: float
+    nbytes: int
+
+
+class Applied(NamedTuple):
+    """seconds: that the engine stood still; digest: of the whole model, where weights are verified."""
+
+    version: int
+    seconds: float
+    digest: str | None
+
+
+class Puller:
+    """Brings published weights into the parameters of one engine rank.
+
+    weights: the trainer's description; engine: sizes of this engine; parameters: name -> live tensor, to see how this
+    version of the engine stores them; sources: of each trainer rank; rank: of this process within its engine; ranks:
+    those of the engine on this machine, None for all; deadline: seconds of a pull; sharing: makes the staging, which
+    processes of one machine that give the same key may share.
+    Raises ValueError where the parameters are not those of the model.
+    """
+
+    def __init__(
+        self,
+        weights: TrainerWeights,
+        engine: EngineParallel,
+        parameters: Mapping[str, Tensor],
+        sources: Sequence[Source],
+        *,
+        rank: int = 0,
+        ranks: Sequence[int] | None = None,
+        deadline: float = 600.0,
+        sharing: Callable[[str, int, Fill], Staging] = Alone,
+    ) -> None:
+        if len(sources) != weights.parallel.world:
+            raise ValueError(f"{len(sources)} sources for weights of {weights.parallel.world} trainer ranks")
+        self.weights, self.rank, self.deadline, self._sources = weights, rank, deadline, sources
+        live, shape = {name: t.data for name, t in parameters.items()}, weights.shape
+        own_head = HEAD in live if shape.tied else None
+        self.engine = engine_storage(shape, engine, rank, own_head, live)
+        self.layout = engine_layout(shape, self.engine, rank, own_head)
+        whose = f"rank {rank} of it are not those of {shape}"
+        self._narrow = narrowed(self.layout, live, weights.tensors, weights.engine_dtype, whose)
+        here = sorted({rank, *(range(self.engine.ranks) if ranks is None else ranks)})
+        wanted = [engine_layout(shape, self.engine, r, own_head) for r in here]
+        ranges = union(s for layout in wanted for segments in layout.values() for s in segments)
+        self.staging = Packed.of(ranges, weights.tensors, weights.engine_dtype, weights.verify)
+        grouped = groupby(self.staging.blocks, lambda block: block.segment.name)
+        self._blocks = {name: list(blocks) for name, blocks in grouped}
+        self.plan = plan_of(weights, self.staging)
+        key = hashlib.blake2b(f"{weights.text()} {self.engine} {own_head} {here}".encode(), digest_size=16).hexdigest()
+        self._shared = sharing(key, self.staging.nbytes, self._fill)
+        self._held: tuple[int, Tensor, bytes] | None = None
+        self._locked: dict[int, Tensor] = {}
+
+    def pull(self, version: int | None = None, deadline: float | None = None) -> Pulled:
+        """Bring a version (None: the newest that there is) into the staging; waits for one that is not published yet.
+
+        Raises what `Source` does; the staging is empty then. May run beside the engine's steps, not beside `apply`.
+        """
+        begin, deadline = time.perf_counter(), self.deadline if deadline is None else deadline
+        self._held = None
+        if version is None:
+            version, _ = self._sources[0].seek(None, deadline)
+        left = deadline - (time.perf_counter() - begin)
+        array, about, nbytes = self._shared.get(version, left)
+        memory = torch.from_numpy(array)
+        if memory.data_ptr() not in self._locked:
+            self._locked[memory.data_ptr()] = memory
+            get_device().page_lock(memory)
+        self._held = version, memory, about
+        return Pulled(version, time.perf_counter() - begin, nbytes)
+
+    @torch.no_grad()
+    def apply(self, parameters: Mapping[str, Tensor]) -> Applied:
+        """Write the version that was pulled last into the engine's parameters, in place; between two of its steps.
+
+        Raises ValueError where none was pulled, and WeightMismatch, naming the tensor, where the engine's weights are
+        then not those that were published.
+        """
+        if self._held is None:
+            raise ValueError("apply: no version is staged, or the last pull failed; pull one first")
+        begin, (version, memory, about) = time.perf_counter(), self._held
+        live = {name: t.data for name, t in parameters.items()}
+        for name, segments in self.layout.items():
+            for s in segments:
+                block, at = self._inside(s)
+                values = block.values(memory).narrow(s.axis, at, s.size)
+                s.view(live[name], s.start, s.size).copy_(values, non_blocking=True)
+        get_device().synchronize_stream()
+        if self.weights.verify:
+            self._verify(live, memory)
+        return Applied(version, time.perf_counter() - begin, about.decode() or None)
+
+    def close(self) -> None:
+        """Free the staging. Idempotent."""
+        self._held = None
+        self._shared.close()
+
+    def _verify(self, live: Mapping[str, Tensor], memory: Tensor) -> None:
+        for name, segments in self.layout.items():
+            for s in segments:
+                block, at = self._inside(s)
+                narrow = s.name in self._narrow
+                expected = int(block.table(memory)[-1 if narrow else 0, at : at + s.size].sum())
+                got = segment_digest(
+                    s.view(live[name], s.start, s.size), s, self.weights.tensors[s.name], self._kind(s)
+                )
+                if int(got) != expected:
+                    raise WeightMismatch(
+                        f"{s.name} [{s.start}, {s.stop}) of axis {s.axis}: {name} of engine rank {self.rank} differs "
+                        "from what the trainer published"
+                    )
+
+    def _inside(self, s: Segment) -> tuple[Block, int]:
+        """The staged block that a segment of the engine lies in, and the first of its slices there."""
+        each = self._blocks[s.name]
+        block = next(b for b in each if b.segment.start <= s.start and s.stop <= b.segment.stop)
+        return block, s.start - block.segment.start
+
+    def _kind(self, s: Segment) -> torch.dtype:
+        wide = self.weights.tensors[s.name].wide and s.name not in self._narrow
+        return torch.float32 if wide else self.weights.engine_dtype
+
+    def _fill(self, version: int, seconds: float, memory: np.ndarray) -> bytes:
+        """Read all that this machine needs; the digest of the whole model."""
+        until = time.monotonic() + seconds
+        moves: dict[int, list[Piece]] = {}
+        for move in self.plan.moves:
+            moves.setdefault(move.source, []).append(move.piece)
+        everyone = range(len(self._sources)) if self.weights.verify else moves
+        with ThreadPoolExecutor(min(THREADS, max(len(moves), 1)), "rl-pull") as pool:
+            work = [pool.submit(self._read, r, version, moves.get(r, ()), memory, until) for r in everyone]
+            try:
+                abouts = [done.result() for done in work]
+            finally:
+                pool.shutdown(cancel_futures=True)
+        return self._digest(abouts).encode() if self.weights.verify else b""
+
+    def _read(self, rank: int, version: int, pieces: Iterable[Piece], memory: np.ndarray, until: float) -> bytes:
+        """All pieces of one trainer rank."""
+        source, share = self._sources[rank], self.weights.shares[rank]
+
+        def left() -> float:
+            seconds = until - time.monotonic()
+            if seconds <= 0:
+                raise TimeoutError(f"the pull of version {version} was not done in time; it read from rank {rank}")
+            return seconds
+
+        _, about = source.seek(version, left())
+        for spans, into in _chunks(pieces, share.blocks, self.staging.blocks):
+            source.read(version, spans, [view(memory, span) for span in into], left())
+        source.check(version, left())
+        return about
+
+    def _digest(self, abouts: Sequence[bytes]) -> str:
+        totals: dict[str, int] = {}
+        for share, about in zip(self.weights.shares, abouts, strict=True):
+            for block, digest in zip(share.blocks, np.frombuffer(about, np.int64).tolist(), strict=True):
+                totals[block.segment.name] = (totals.get(block.segment.name, 0) + digest) % _WRAP
+        return weights_digest(totals)
+
+
+def union(segments: Iterable[Segment]) -> list[tuple[str, int, int]]:
+    """(name, start, stop) of all slices that the segments have, each once, those of a tensor by rising start."""
+    spans: dict[str, list[tuple[int, int]]] = {}
+    for s in segments:
+        spans.setdefault(s.name, []).append((s.start, s.stop))
+    out: list[tuple[str, int, int]] = []
+    for name, each in spans.items():
+        low, high = min(each)[0], min(each)[0]
+        for start, stop in sorted(each):
+            if start > high:
+                out.append((name, low, high))
+                low = start
+            high = max(high, stop)
+        out.append((name, low, high))
+    return out
+
+
+def plan_of(weights: TrainerWeights, staging: Packed) -> Plan:
+    """What comes from which trainer rank into which block of the staging, whose rank is the one after the trainer's."""
+    here = weights.parallel.world
+    return make_plan(
+        {rank: share.layout for rank, share in enumerate(weights.shares)},
+        {here: staging.layout},
+        weights.tensors,
+        itemsize=weights.engine_dtype.itemsize,
+        bucket_bytes=2 * CHUNK,
+        rank=here,
+    )
+
+
+def _chunks(
+    pieces: Iterable[Piece], theirs: Sequence[Block], mine: Sequence[Block]
+) -> Iterator[tuple[list[Span], list[Span]]]:
+    """Spans to read and where to, of about CHUNK bytes a time."""
+    spans: list[Span] = []
+    into: list[Span] = []
+    nbytes = 0
+    for piece in pieces:
+        spans += theirs[int(piece.source.param)].spans(piece.start, piece.size)
+        into += mine[int(piece.destination.param)].spans(piece.start, piece.size)
+        nbytes += piece.nbytes
+        if nbytes >= CHUNK:
+            yield spans, into
+            spans, into, nbytes = [], [], 0
+    if spans:
+        yield spans, into
+
+
+def view(memory: np.ndarray, span: Span) -> np.ndarray:
+    """`[rows, bytes]` of a span of memory."""
+    offset, rows, nbytes, stride = span
+    return np.lib.stride_tricks.as_strided(memory[offset:], (rows, nbytes), (stride, 1))

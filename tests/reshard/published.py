@@ -1,0 +1,74 @@
+"""Trainers that publish into plain memory, and engines that pull from it: all ranks in one process."""
+
+from types import SimpleNamespace
+
+import numpy as np
+
+from mindspeed_rl_plugin.reshard.publish import Publisher
+from mindspeed_rl_plugin.reshard.pull import view
+from mindspeed_rl_plugin.reshard.shares import TrainerWeights
+
+
+class Gone(RuntimeError):
+    """The version was overwritten."""
+
+
+class Memory:
+    """Store and source of one rank. reads: bytes that were read; meanwhile: called in each read."""
+
+    def __init__(self, nbytes, versions):
+        self.slots = [np.zeros(nbytes, np.uint8) for _ in range(versions)]
+        self.held, self.about, self.reads = [-1] * versions, {}, 0
+        self.meanwhile = lambda: None
+
+    def begin(self, version):
+        self.slot = self.held.index(min(self.held))
+        self.held[self.slot] = -1
+        return self.slots[self.slot]
+
+    def commit(self, version, about):
+        self.held[self.slot], self.about[version] = version, about
+
+    def seek(self, version, seconds):
+        version = max(self.held) if version is None else version
+        self.check(version, seconds)
+        return version, self.about[version]
+
+    def read(self, version, spans, into, seconds):
+        memory = self.slots[self.held.index(version)]
+        for span, there in zip(spans, into, strict=True):
+            part = view(memory, span)
+            there[...] = part
+            self.reads += part.size
+        self.meanwhile()
+
+    def check(self, version, seconds):
+        if version not in self.held:
+            raise Gone(version)
+
+
+def chunks_of(params, vpp=1):
+    """Something that looks like Megatron's chunks of one rank."""
+    each = [
+        {n.removeprefix(f"chunk{c}."): t for n, t in params.items() if n.startswith(f"chunk{c}.")} for c in range(vpp)
+    ]
+    each = each if vpp > 1 else [params]
+    return [SimpleNamespace(named_parameters=lambda own=own: list(own.items()), named_buffers=list) for own in each]
+
+
+def trainer_of(shape, parallel, params, dtype, verify=False, versions=2):
+    """The description, and (publisher, its memory, its chunks) of each rank. params: rank -> stored tensors."""
+    chunks = {rank: chunks_of(mine, parallel.vpp) for rank, mine in params.items()}
+    own = [
+        TrainerWeights.of(shape, parallel, r, c, dtype, lambda k: [k] * parallel.world).kinds[0]
+        for r, c in chunks.items()
+    ]
+    weights = TrainerWeights.of(shape, parallel, 0, chunks[0], dtype, lambda kind: own, verify)
+    weights = TrainerWeights.parse(weights.text())
+    ranks = []
+    for rank, mine in chunks.items():
+        made = []
+        offer = lambda nbytes, count, made=made: made.append(Memory(nbytes, count)) or made[0]  # noqa: E731
+        publisher = Publisher(weights, rank, offer, versions, gather=lambda first: [first] * parallel.world)
+        ranks.append((publisher, made[0], mine))
+    return weights, ranks

@@ -1,0 +1,174 @@
+"""Weights by publish and pull, without processes: every layout, the least bytes, versions that are gone."""
+
+import dataclasses
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mindspeed_rl_plugin.reshard.layout import EngineParallel, ModelShape, Parallel, canonical_tensors, engine_layout
+from mindspeed_rl_plugin.reshard.pull import Puller
+from mindspeed_rl_plugin.reshard.resharder import Resharder
+from mindspeed_rl_plugin.reshard.shares import TrainerWeights
+from mindspeed_rl_plugin.reshard.verify import BrokenWeights, WeightMismatch
+
+sys.path.insert(0, str(Path(__file__).parent))
+from plan_cases import cases, slices  # noqa: E402
+from published import Gone, chunks_of, trainer_of  # noqa: E402
+from reshard_reference import engine_weights, megatron_weights, random_weights  # noqa: E402
+
+SHAPE = ModelShape("qwen3", 2, 32, 4, 2, 8, 48, 60, 64)
+
+
+def publish(ranks, version):
+    return [publisher.publish(chunks, version) for publisher, _, chunks in ranks]
+
+
+def least(weights, layouts):
+    """Bytes of all slices that one of the layouts stores."""
+    tensors, item = weights.tensors, weights.engine_dtype.itemsize
+    return sum(tensors[name].slice_bytes(item) for name, _ in set().union(*map(slices, layouts)))
+
+
+@settings(max_examples=20, deadline=None)
+@given(cases(world_limit=8), st.booleans(), st.booleans())
+def test_every_engine_gets_its_weights_for_the_least_bytes(case, narrow, verify):
+    """Each trainer layout to each engine layout; what is published is one model over the whole job."""
+    canonical, dtype = random_weights(case.shape), torch.bfloat16 if narrow else torch.float32
+    tensors = canonical_tensors(case.shape)
+    weights, ranks = trainer_of(case.shape, case.parallel, case.trainer(canonical), dtype, verify)
+    published = publish(ranks, 3)
+    whole = sum(t.slices * t.slice_bytes(dtype.itemsize) for t in tensors.values())
+    blocks = [b for share in weights.shares for b in share.blocks]
+    assert sum(tensors[b.segment.name].slice_bytes(dtype.itemsize) * b.segment.size for b in blocks) == whole
+    assert [done.nbytes for done in published] == [share.nbytes for share in weights.shares]
+    kept = {n: t if tensors[n].wide else t.to(dtype) for n, t in canonical.items()}
+    digests = set()
+    spread = case.engine.ep > case.engine.tp > 1  # else no version of vLLM keeps the shared experts whole
+    case = case._replace(engine=dataclasses.replace(case.engine, whole_shared=case.engine.whole_shared and spread))
+    for at in range(case.engine.ranks):
+        expected = engine_weights(case.shape, case.engine, at, kept, case.own_head)
+        live = {name: torch.zeros_like(t) for name, t in expected.items()}
+        for _, memory, _ in ranks:
+            memory.reads = 0
+        puller = Puller(weights, case.engine, live, [m for _, m, _ in ranks], rank=at)
+        puller.pull()
+        digests.add(puller.apply(live).digest)
+        for name, tensor in expected.items():
+            assert torch.equal(live[name], tensor), (at, name)
+        layouts = [engine_layout(case.shape, puller.engine, r, case.own_head) for r in range(case.engine.ranks)]
+        if not verify:
+            assert sum(m.reads for _, m, _ in ranks) <= 1.02 * least(weights, layouts)
+    assert len(digests) == 1 and (digests == {None}) != verify
+
+
+def two_ranks(dtype=torch.float32, **options):
+    """TP2 trainers of SHAPE, one engine rank's parameters, and its puller."""
+    stored = {r: megatron_weights(SHAPE, Parallel(2, tp=2), r, random_weights(SHAPE)) for r in range(2)}
+    weights, ranks = trainer_of(SHAPE, Parallel(2, tp=2), stored, dtype, **options)
+    live = {n: torch.zeros_like(t) for n, t in engine_weights(SHAPE, 1, 0, random_weights(SHAPE, dtype=dtype)).items()}
+    return stored, ranks, live, Puller(weights, EngineParallel(1), live, [memory for _, memory, _ in ranks])
+
+
+def test_each_version_is_what_was_published_and_has_the_reshards_digest():
+    stored, ranks, live, puller = two_ranks(verify=True)
+    whole = megatron_weights(SHAPE, Parallel(1), 0, random_weights(SHAPE))
+    way = Resharder(SHAPE, Parallel(1), 1, rank=0, engine_dtype=torch.float32, verify=True)
+    publish(ranks, 0)
+    puller.pull(0)
+    first = puller.apply(live)
+    again = {n: torch.zeros_like(t) for n, t in live.items()}
+    assert first.digest == way.to_engine(chunks_of(whole), again, 0).digest
+    assert all(torch.equal(live[name], t) for name, t in again.items())
+    for params in (*stored.values(), whole):
+        params["decoder.final_layernorm.weight"].add_(1)
+    publish(ranks, 7)
+    pulled = puller.pull()
+    assert pulled.version == 7 and pulled.nbytes == puller.staging.nbytes
+    done = puller.apply(live)
+    assert done.digest == way.to_engine(chunks_of(whole), again, 1).digest != first.digest
+    assert done.version == 7 and torch.equal(live["model.norm.weight"], again["model.norm.weight"])
+
+
+def test_replicas_share_the_memory_of_one_model_evenly():
+    """Four data parallel replicas of two tensor parallel ranks: what they have alike is published once."""
+    parallel = Parallel(8, tp=2)
+    weights = TrainerWeights(SHAPE, parallel, (("local", "sequential"),) * 8, "bfloat16")
+    sizes = [share.nbytes for share in weights.shares]
+    whole = sum(t.slices * t.slice_bytes(2) for t in canonical_tensors(SHAPE).values())
+    assert whole <= sum(sizes) <= 1.02 * whole and max(sizes) <= 1.25 * whole / 8, sizes
+
+
+@pytest.mark.parametrize("when", ["before", "meanwhile"])
+def test_a_version_that_is_overwritten_is_gone_and_never_torn(when):
+    _, ranks, live, puller = two_ranks()
+    publish(ranks, 0)
+    before = {name: t.clone() for name, t in live.items()}
+    newer = lambda: [publish(ranks, 1 + max(ranks[0][1].about)) for _ in range(2)]  # noqa: E731
+    if when == "before":
+        newer()
+    else:
+        ranks[1][1].meanwhile = newer
+    with pytest.raises(Gone):
+        puller.pull(0)
+    with pytest.raises(ValueError, match="pull one first"):
+        puller.apply(live)
+    assert all(torch.equal(live[name], t) for name, t in before.items())
+    ranks[1][1].meanwhile = lambda: None
+    assert puller.pull().version == 2 and puller.apply(live).version == 2
+
+
+def test_a_value_that_differs_is_named():
+    _, ranks, live, puller = two_ranks(verify=True)
+    publish(ranks, 0)
+    name = "model.layers.1.self_attn.k_proj.weight"
+    at = next(b.at for b in ranks[0][0].share.blocks if b.segment.name == name)
+    ranks[0][1].slots[0][at] ^= 1
+    puller.pull()
+    with pytest.raises(
+        WeightMismatch, match=rf"{name} \[0, 16\) of axis 0: .*1.self_attn.qkv_proj.weight of engine rank 0"
+    ):
+        puller.apply(live)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_are_no_numbers_are_not_published(value):
+    stored, ranks, live, puller = two_ranks()
+    publish(ranks, 0)
+    stored[1]["decoder.layers.1.mlp.linear_fc1.weight"][40, 3] = value
+    publisher, memory, chunks = ranks[1]
+    publisher._gather = lambda first: [0, first]
+    with pytest.raises(BrokenWeights, match=r"layers.1.mlp.linear_fc1.weight of trainer rank 1 .* after 1 updates"):
+        publisher.publish(chunks, 1)
+    assert memory.held == [0, -1] and puller.pull().version == 0
+
+
+def test_what_does_not_fit_is_refused():
+    stored, ranks, live, puller = two_ranks()
+    publisher, memory, chunks = ranks[0]
+    del stored[0]["decoder.final_layernorm.weight"]
+    with pytest.raises(ValueError, match=r"final_layernorm.weight \(32,\) is missing"):
+        publisher.publish(chunks, 1)
+    wrong = {name: t.half() for name, t in live.items()}
+    with pytest.raises(ValueError, match="is torch.float16, not torch.float32"):
+        Puller(puller.weights, EngineParallel(1), wrong, [memory, memory])
+    with pytest.raises(ValueError, match="1 sources for weights of 2 trainer ranks"):
+        Puller(puller.weights, EngineParallel(1), live, [memory])
+    for text in (
+        "",
+        "{}",
+        puller.weights.text().replace("float32", "float31"),
+        puller.weights.text().replace('"tp":2', '"tp":3'),
+    ):
+        with pytest.raises(ValueError, match="malformed description|unknown"):
+            TrainerWeights.parse(text)
+
+
+def test_a_pull_ends_at_its_deadline():
+    _, ranks, live, puller = two_ranks()
+    publish(ranks, 0)
+    with pytest.raises(TimeoutError, match="version 0"):
+        puller.pull(0, deadline=0.0)
