@@ -13,7 +13,7 @@ from mindspeed_rl_plugin.dock import messages as m
 from mindspeed_rl_plugin.dock.api import Traffic, listed
 from mindspeed_rl_plugin.dock.core import Core
 from mindspeed_rl_plugin.dock.memory import Segments
-from mindspeed_rl_plugin.dock.rpc import Closed, Lost, Process, Stream, ask, connect
+from mindspeed_rl_plugin.dock.rpc import PATIENCE, Closed, Lost, Process, Stream, ask, connect
 
 Owners = Callable[[int, int], np.ndarray]  # (epoch, groups) -> `[groups]` warehouse of each group
 
@@ -133,6 +133,12 @@ class Calls:
             self.hear({index: answer.seq})
         return answer if got is None else got
 
+    def ask_rank(self, address: m.Address, message: m.Message, seconds: float) -> Any:
+        """Ask the rank at an address, which has so many seconds to answer; its answer, or the bytes that came with
+        it."""
+        answer, got = self._ask(address, message, None, seconds)
+        return answer if got is None else got
+
     def hear(self, after: Mapping[int, int]) -> None:
         """Remember the newest records that this process, or a peer, has caused."""
         for warehouse, seq in after.items():
@@ -145,23 +151,27 @@ class Calls:
             while idle:
                 idle.pop().close()
 
-    def _ask(self, address: m.Address, message: m.Message, bulk: np.ndarray | None) -> tuple[m.Message, Any]:
+    def _ask(
+        self, address: m.Address, message: m.Message, bulk: np.ndarray | None, patience: float = PATIENCE
+    ) -> tuple[m.Message, Any]:
         if self.core is not None and address.rank == self.me.rank:
             answer, got = self.core.call(self.me.name, message, bulk)[0], None
         else:
-            answer, got = self._send(address, message, bulk)
+            answer, got = self._send(address, message, bulk, patience)
         if isinstance(answer, m.Failed):
             raise answer.raised()
         return answer, got
 
-    def _send(self, address: m.Address, message: m.Message, bulk: np.ndarray | None) -> tuple[m.Message, Any]:
+    def _send(
+        self, address: m.Address, message: m.Message, bulk: np.ndarray | None, patience: float
+    ) -> tuple[m.Message, Any]:
         idle = self._idle[address]  # a connection serves one thread at a time
         try:
             stream = idle.pop()
         except IndexError:
-            stream = connect(address, self.me)
+            stream = connect(address, self.me, patience=patience)
         try:
-            answer = ask(stream, address, message, bulk)
+            answer = ask(stream, address, message, bulk, patience)
         except BaseException as error:
             stream.close()
             if isinstance(error, Lost):

@@ -22,6 +22,8 @@ from mindspeed_rl_plugin.dock.calls import Calls
 from mindspeed_rl_plugin.dock.cells import Buffers, Writer
 from mindspeed_rl_plugin.dock.peers import Peers
 from mindspeed_rl_plugin.dock.places import ids_array, ids_tuple
+from mindspeed_rl_plugin.dock.sources import VersionSource
+from mindspeed_rl_plugin.dock.versions import Versions
 from mindspeed_rl_plugin.rows import Rows, SampleId
 
 
@@ -265,6 +267,17 @@ class Dock:
     def about(self) -> str:
         """What the job says of itself."""
         return self._calls.directory.about
+
+    def offer(self, nbytes: int, versions: int) -> Versions:
+        """Memory of this rank for so many versions of so many bytes, which others read. In the place of what it offered
+        before."""
+        if self._member is None:
+            raise ValueError("only a rank of the job can offer versions of its weights")
+        return self._member.offer(nbytes, versions)
+
+    def sources(self) -> list[VersionSource]:
+        """What each rank of the job offers, for another process."""
+        return [VersionSource(self._calls, address) for address in self._calls.directory.ranks]
 
     @staticmethod
     def join(address: str, secret_file: str | os.PathLike[str], *, lease_seconds: float = 600.0) -> Dock:

@@ -1,5 +1,5 @@
 """What one process serves of the dock, without sockets or threads of its own: its machine's warehouse, the controllers
-of some states, or both. All requests happen under one lock.
+of some states, or both. All requests but those for weights happen under one lock.
 
 A commit goes to the warehouse, which describes it to every controller before it answers.
 """
@@ -17,6 +17,7 @@ import numpy as np
 from mindspeed_rl_plugin.dock import messages as m
 from mindspeed_rl_plugin.dock.controller import Controller
 from mindspeed_rl_plugin.dock.storage import Warehouse
+from mindspeed_rl_plugin.dock.versions import Versions
 
 BEHIND_SECONDS = 60.0  # that a controller may take to learn of a commit that its asker has made
 LOOK_SECONDS = 1.0  # a request that waits looks at the time, and at its asker, so often
@@ -28,8 +29,8 @@ class Core:
     """Serves `warehouse` and `controllers` (both optional).
 
     tell: sends a record to the controllers of other processes; directory: answers a process that joins from outside the
-    job; clock: seconds. served: messages, and bytes of cells that went through this process, to show that none sees
-    them all; refused: what was turned away, by reason.
+    job; clock: seconds; versions: of weights, which this process offers. served: messages, and bytes of cells and
+    weights that went through this process, to show that none sees them all; refused: what was turned away, by reason.
     """
 
     def __init__(self, warehouse: Warehouse | None = None, controllers: Mapping[str, Controller] | None = None) -> None:
@@ -37,6 +38,7 @@ class Core:
         self.tell: Callable[[m.Record], None] = lambda record: None
         self.directory: m.Message = m.Ok()
         self.clock = time.monotonic
+        self.versions: Versions | None = None
         self.served = {"messages": 0, "bytes": 0}
         self.refused = {"stranger": 0, "malformed": 0}
         self._lock = threading.RLock()
@@ -47,6 +49,8 @@ class Core:
     ) -> Answer:
         """The answer to a request and its bulk, once there is one. ended: whether the asker is gone; None: it is this
         process itself, to which a mistake in the code is no malformed message."""
+        if isinstance(message, (m.Seek, m.Take)):  # of weights: it waits and copies, and knows nothing of rows
+            return self._serve(peer, message, bulk, 0.0, ended is None)
         begin, clock, waited = self.clock(), self.clock, 0.0  # 0 says that it is served for the first time
         with self._lock:
             while True:
@@ -184,6 +188,21 @@ class Core:
 
     def _on_map(self, peer: str, message: m.Map, *_: object) -> m.Message:
         return m.Mapped(*self.warehouse.slabs.place(message.segment))
+
+    # weights
+
+    def _on_seek(self, peer: str, message: m.Seek, *_: object) -> m.Message:
+        return self._offered().seek(message)
+
+    def _on_take(self, peer: str, message: m.Take, *_: object) -> Answer:
+        answer, parts = self._offered().take(message)
+        self.served["bytes"] += sum(len(part) for part in parts)
+        return answer, parts
+
+    def _offered(self) -> Versions:
+        if self.versions is None:
+            raise ValueError("this rank publishes no weights")
+        return self.versions
 
     def _on_join(self, *_: object) -> m.Message:
         return self.directory

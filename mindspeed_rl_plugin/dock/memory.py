@@ -147,7 +147,7 @@ class Segments:
             for gone in {*self._arrays}.difference(there):
                 self._arrays.pop(gone, None)  # another thread may be at it, too
             with open(path, "r+b") as file:
-                array = self._arrays[segment] = _mapped(file.fileno(), size)
+                array = self._arrays[segment] = mapped(file.fileno(), size)
         if not 0 <= offset <= offset + nbytes <= array.nbytes:
             raise ValueError(f"segment {segment} has {array.nbytes} bytes; asked for {nbytes} at {offset}")
         return array[offset : offset + nbytes]
@@ -232,14 +232,9 @@ class Slabs(Segments):
         if space > left:
             raise OSError(f"no memory for {space} bytes of rows: {left} are free here; lower --rl-rollout-prompts or "
                           "set --rl-dock-gb, with which producers wait")  # fmt: skip
-        handle = os.memfd_create("rl-dock", os.MFD_CLOEXEC)
-        try:
-            os.posix_fallocate(handle, 0, space)
-        except OSError:
-            os.close(handle)
-            raise
+        handle = nameless_file(space)
         segment, self._next = self._next, self._next + 1
-        self._arrays[segment] = _mapped(handle, space)
+        self._arrays[segment] = mapped(handle, space)
         self._files[segment], self._free[segment] = (handle, space), [(0, space)]
         self._free = dict(sorted(self._free.items(), key=lambda item: self._files[item[0]][1]))  # smaller ones first
         return segment
@@ -252,9 +247,22 @@ class Slabs(Segments):
         del self._free[segment], self._arrays[segment]
 
 
-def _mapped(handle: int, size: int) -> np.ndarray:
+def nameless_file(nbytes: int) -> int:
+    """Descriptor of a file in memory that has all its pages. Raises OSError where the machine has no memory left."""
+    handle = os.memfd_create("rl-dock", os.MFD_CLOEXEC)
+    try:
+        os.posix_fallocate(handle, 0, nbytes)
+    except OSError:
+        os.close(handle)
+        raise
+    return handle
+
+
+def mapped(handle: int, size: int, write: bool = True) -> np.ndarray:
+    """`[size]` uint8, the memory of a file."""
     flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
-    return np.frombuffer(mmap.mmap(handle, size, flags=flags), np.uint8)
+    access = mmap.PROT_READ | (mmap.PROT_WRITE if write else 0)
+    return np.frombuffer(mmap.mmap(handle, size, flags=flags, prot=access), np.uint8)
 
 
 def insert(ranges: list[Range], begin: int, end: int) -> None:

@@ -25,7 +25,7 @@ import numpy as np
 
 from mindspeed_rl_plugin.dock.messages import Address, Bye, FrameError, Hello, Message, Stopped, pack, unpack
 
-MAGIC, VERSION = b"MSTD", 5
+MAGIC, VERSION = b"MSTD", 6
 PREFIX = struct.Struct("<4sB3xIQ")
 MAX_HEAD = 256 << 20  # bytes
 MAX_BULK = 1 << 40  # bytes
@@ -129,16 +129,16 @@ def proof(secret: bytes, side: bytes, nonces: bytes) -> bytes:
     return hmac.new(secret, side + nonces, hashlib.sha256).digest()
 
 
-def connect(address: Address, me: Process, *, watch: bool = False) -> Stream:
-    """A connection past the handshake. Raises ConnectionError when nobody answers there,
-    PermissionError when it is another job's."""
+def connect(address: Address, me: Process, *, watch: bool = False, patience: float = CONNECT_SECONDS) -> Stream:
+    """A connection past the handshake. patience: seconds of each step of it, at most CONNECT_SECONDS. Raises
+    ConnectionError when nobody answers there, PermissionError when it is another job's."""
     unix, secret = address.node == me.node, me.secret
     if not unix and not address.port:
         raise ConnectionError(f"the dock on {address.node} listens on its own machine only; {me.node} cannot reach it")
     family = socket.AF_UNIX if unix else socket.AF_INET6 if ":" in address.host else socket.AF_INET
     stream = Stream(socket.socket(family))
     try:
-        stream.socket.settimeout(CONNECT_SECONDS)
+        stream.socket.settimeout(min(patience, CONNECT_SECONDS))
         stream.socket.connect("\0" + address.unix if unix else (address.host, address.port))
         theirs, mine = bytes(stream.exactly(NONCE)), secrets.token_bytes(NONCE)
         stream.socket.sendall(mine + proof(secret, b"client", theirs + mine))
@@ -189,15 +189,16 @@ class Closed(ConnectionError):
 
 
 def ask(
-    stream: Stream, address: Address, message: Message, bulk: np.ndarray | None = None
+    stream: Stream, address: Address, message: Message, bulk: np.ndarray | None = None, patience: float = PATIENCE
 ) -> tuple[Message, np.ndarray | None]:
-    """Send a request and wait for its answer and the bulk of it.
+    """Send a request and wait for its answer and the bulk of it. patience: seconds beside the request's own deadline
+    in which nothing may come.
 
     Raises TimeoutError when no answer comes, `Closed` when the other side has left, `Lost` when it is gone, and
     ConnectionError when it stops; a late answer would be taken for that of the next request then.
     """
     kind, begin = type(message).__name__, time.monotonic()
-    stream.socket.settimeout(getattr(message, "deadline", 0.0) + PATIENCE)
+    stream.socket.settimeout(getattr(message, "deadline", 0.0) + patience)
     try:
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # what it said before shows now
             stream.send(message, () if bulk is None else (bulk,))

@@ -23,6 +23,8 @@ SAMPLES = [
     m.Put(3, m.Shape(2, 2), [m.Part(("a", "b"), np.arange(2, dtype=np.int32), np.ones((2, 2), np.int32))], True, 9.0),
     m.Record(1, 7, 3, m.Shape(2, 2), cleared=np.empty(0, np.int32)),
     m.Directory(COLUMNS, STATES, [m.Address("n", "u")], {"generate": m.Address("n", "v")}),
+    m.Found(3, b"digests", "/proc/1/fd/4", 1 << 40),
+    m.Take(3, np.arange(8).reshape(2, 4)),
     m.Failed("no", late=True),
     m.Ping(),
 ]

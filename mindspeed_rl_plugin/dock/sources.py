@@ -1,0 +1,68 @@
+"""The versions that other ranks offer, seen from another process."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import numpy as np
+
+from mindspeed_rl_plugin.dock import messages as m
+from mindspeed_rl_plugin.dock.calls import Calls
+from mindspeed_rl_plugin.dock.memory import mapped
+from mindspeed_rl_plugin.dock.versions import Gone, Span, view
+
+LEAST_SECONDS = 0.1  # for an answer
+
+
+class VersionSource:
+    """The versions of one rank, seen by another process: see `reshard.pull.Source`. Serves one thread at a time."""
+
+    def __init__(self, calls: Calls, address: m.Address) -> None:
+        self._calls, self.address = calls, address
+        self._mapped: np.ndarray | None = None
+
+    def seek(self, version: int | None, seconds: float) -> tuple[int, bytes]:
+        """Wait for a version, None: for any, and take the newest. Its number, and what its publisher says of it. Raises
+        Gone, TimeoutError, or ConnectionError where the rank is gone."""
+        until = time.monotonic() + seconds
+        while True:
+            left = until - time.monotonic()
+            answer = self._ask(m.Seek(-1 if version is None else version, max(left, 0.0)), left)
+            if isinstance(answer, m.Found):
+                break
+            if version is not None and answer.newest >= version:
+                raise Gone(version, answer.newest, self.address.rank)
+            if left <= 0:
+                what = "any version" if version is None else f"version {version}"
+                raise TimeoutError(
+                    f"rank {self.address.rank} has not published {what} of the weights within {seconds:g} s; its "
+                    f"newest is {answer.newest}"
+                )
+        if self.address.node == self._calls.me.node:
+            with open(answer.path, "rb") as file:
+                self._mapped = mapped(file.fileno(), max(answer.nbytes, 1), write=False)
+        return answer.version, answer.about
+
+    def read(self, version: int, spans: Sequence[Span], into: Sequence[np.ndarray], seconds: float) -> None:
+        """Copy spans into arrays `[rows, bytes]`."""
+        if self._mapped is not None:
+            for span, there in zip(spans, into, strict=True):
+                there[...] = view(self._mapped, span)
+            return
+        got = self._ask(m.Take(version, np.array(spans, np.int64).reshape(-1, 4)), seconds)
+        if isinstance(got, m.Missed):
+            raise Gone(version, got.newest, self.address.rank)
+        at = 0
+        for there in into:
+            there[...] = got[at : at + there.size].reshape(there.shape)
+            at += there.size
+
+    def check(self, version: int, seconds: float) -> None:
+        """Raise Gone where the version has been overwritten."""
+        answer = self._ask(m.Seek(version, 0.0), seconds)
+        if not isinstance(answer, m.Found):
+            raise Gone(version, answer.newest, self.address.rank)
+
+    def _ask(self, message: m.Message, seconds: float) -> m.Found | m.Missed | np.ndarray:
+        return self._calls.ask_rank(self.address, message, max(seconds, LEAST_SECONDS))

@@ -1,0 +1,113 @@
+"""Bytes under a version that a rank offers to processes outside of the job: its share of the weights.
+
+The rank writes the next version over its oldest one and waits for no reader. Readers (`sources.py`) of its
+machine map the memory, others ask for spans of it, and both ask at the end whether the version is still there: what was
+overwritten meanwhile is gone, never taken for whole. None of this takes the lock of the dock's rows.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Sequence
+
+import numpy as np
+
+from mindspeed_rl_plugin.device.meters import host_available
+from mindspeed_rl_plugin.dock import messages as m
+from mindspeed_rl_plugin.dock.memory import mapped, nameless_file
+
+WAIT_SECONDS = 1.0  # that a server keeps one question for a version that is not there yet
+TAKE_BYTES = 256 << 20  # of one answer
+
+Span = Sequence[int]  # byte offset, rows, bytes of a row, bytes from one row to the next
+
+
+class Gone(RuntimeError):
+    """A version has been overwritten: `newest` is the newest of its rank."""
+
+    def __init__(self, version: int, newest: int, rank: int) -> None:
+        super().__init__(f"version {version} of the weights of rank {rank} is gone; the newest is {newest}")
+        self.version, self.newest = version, newest
+
+
+class Versions:
+    """Memory of this rank for `count` versions of `nbytes`, in nameless files. Raises MemoryError where the machine has
+    too little."""
+
+    def __init__(self, nbytes: int, count: int) -> None:
+        left, self.nbytes = host_available(), nbytes
+        if count * nbytes > left:
+            raise MemoryError(
+                f"{count} versions of {nbytes} bytes of weights do not fit into the host memory of this machine, where "
+                f"{left} bytes are free; keep fewer versions or spread the trainer over more machines"
+            )
+        self._files = [nameless_file(max(nbytes, 1)) for _ in range(count)]
+        self._memory = [mapped(file, max(nbytes, 1))[:nbytes] for file in self._files]
+        self._held: list[tuple[int, bytes] | None] = [None] * count
+        self._changed = threading.Condition()
+        self._writing, self.newest = 0, -1
+
+    def begin(self, version: int) -> np.ndarray:
+        """`[nbytes]` uint8 to write a version into, in the place of the oldest. Raises ValueError for one that is not
+        newer than all before."""
+        with self._changed:
+            if version <= self.newest:
+                raise ValueError(f"version {version} of the weights cannot follow version {self.newest}")
+            self._writing = min(range(len(self._held)), key=lambda i: (self._held[i] or (-1,))[0])
+            self._held[self._writing] = None
+        return self._memory[self._writing]
+
+    def commit(self, version: int, about: bytes) -> None:
+        """What was written is whole, and there for others. about: they hear it too."""
+        with self._changed:
+            self._held[self._writing], self.newest = (version, about), version
+            self._changed.notify_all()
+
+    def seek(self, message: m.Seek) -> m.Message:
+        """Where a version lies, the newest for -1; waits a little for one that is not there yet."""
+        wanted = message.version
+        with self._changed:
+            self._changed.wait_for(lambda: self.newest >= max(wanted, 0), min(message.wait, WAIT_SECONDS))
+            slot = self._slot(self.newest if wanted < 0 else wanted)
+            if slot < 0:
+                return m.Missed(self.newest)
+            path = f"/proc/{os.getpid()}/fd/{self._files[slot]}"
+            return m.Found(*self._held[slot], path, self.nbytes)
+
+    def take(self, message: m.Take) -> tuple[m.Message, Sequence[np.ndarray]]:
+        """Spans of a version, one after the other. Raises ValueError for those that are outside of it or too many."""
+        with self._changed:
+            slot = self._slot(message.version)
+            if slot < 0:
+                return m.Missed(self.newest), ()
+        spans = message.spans.tolist()
+        for span in spans:
+            check_span(span, self.nbytes)
+        if sum(rows * size for _, rows, size, _ in spans) > TAKE_BYTES:
+            raise ValueError(f"more than {TAKE_BYTES} bytes of weights in one answer; ask for fewer spans")
+        return m.Ok(), [np.ascontiguousarray(view(self._memory[slot], span)).reshape(-1) for span in spans]
+
+    def close(self) -> None:
+        """Let go of the memory, which goes when nobody maps it any more. Idempotent."""
+        while self._files:
+            os.close(self._files.pop())
+        self._memory.clear()
+        self._held = []
+
+    def _slot(self, version: int) -> int:
+        return next((i for i, held in enumerate(self._held) if held and held[0] == version), -1)
+
+
+def view(memory: np.ndarray, span: Span) -> np.ndarray:
+    """`[rows, bytes]` of a span."""
+    offset, rows, nbytes, stride = span
+    return np.lib.stride_tricks.as_strided(memory[offset:], (rows, nbytes), (stride, 1))
+
+
+def check_span(span: Span, nbytes: int) -> None:
+    """Raise ValueError for a span that is not inside of `nbytes`, or whose rows overlap."""
+    offset, rows, size, stride = span
+    inside = offset >= 0 and rows > 0 and 0 < size <= stride and (rows - 1) * stride + size <= nbytes - offset
+    if not inside:
+        raise ValueError(f"span {list(span)} is not inside the {nbytes} bytes of a version")
