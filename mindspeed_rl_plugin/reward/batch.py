@@ -2,26 +2,38 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from mindspeed_rl_plugin.reward.items import Grade, GradeItem, RewardError
 
 
 class Batch:
-    """Items, and the results so far. names: of the graders, as errors show them; where: what errors say of an item's
-    place, None for its sample. texts: what workers get of each item; failures: the first of each grader."""
+    """Items, and the results so far. names: of the graders, as errors show them; weights: of the graders; failures:
+    where the first of each grader is noted; where: what errors say of an item's place, None for its sample.
+
+    texts: what workers get of each item; left: grades that are missing; end: until when all must be there, on the
+    monotonic clock.
+    """
 
     def __init__(
-        self, items: Sequence[GradeItem], names: Sequence[str], on_error: str, where: str | None = None
+        self,
+        items: Sequence[GradeItem],
+        names: Sequence[str],
+        weights: Sequence[float],
+        on_error: str,
+        failures: dict[str, str],
+        where: str | None = None,
     ) -> None:
-        self._items, self._names, self._on_error, self._where = items, names, on_error, where
+        self.items, self.failures, self.left, self.end = items, failures, 0, math.inf
+        self._names, self._weights, self._on_error, self._where = names, weights, on_error, where
         self.texts = [vars(item) | {"record": dict(item.record), "id": None} for item in items]
         self._parts = [[0.0] * len(names) for _ in items]
         self._errors: list[list[str]] = [[] for _ in items]
-        self.failures: dict[str, str] = {}
 
     def record(self, index: int, grader: int, value: float | None, error: str | None) -> None:
         """One grade, or why there is none. Raises RewardError for an error that stops the run."""
+        self.left -= 1
         if error is None:
             self._parts[index][grader] = value
             return
@@ -33,15 +45,15 @@ class Batch:
 
     def place(self, index: int) -> str:
         """Which item, with its texts."""
-        item = self._items[index]
+        item = self.items[index]
         rollout = "the evaluation" if item.id.epoch < 0 else f"rollout {item.id.epoch}"  # as `stages.evaluate` numbers
         where = self._where or f"on {rollout}, prompt {item.id.group}, response {item.id.member}"
         texts = (f"{name} {_shortened(getattr(item, name))}" for name in ("prompt", "response", "answer"))
         return f"{where}: {', '.join(texts)}"
 
-    def grades(self, weights: Sequence[float]) -> list[Grade]:
-        """The results, parts weighted into totals."""
-        totals = [sum(w * p for w, p in zip(weights, parts, strict=True)) for parts in self._parts]
+    def grades(self) -> list[Grade]:
+        """The results in the order of the items, parts weighted into totals."""
+        totals = [sum(w * p for w, p in zip(self._weights, parts, strict=True)) for parts in self._parts]
         return [
             Grade(total, tuple(parts), "\n".join(errors) or None, self._on_error == "drop" and bool(errors))
             for total, parts, errors in zip(totals, self._parts, self._errors, strict=True)

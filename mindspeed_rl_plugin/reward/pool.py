@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from mindspeed_rl_plugin.reward.batch import Batch
@@ -20,15 +22,26 @@ if TYPE_CHECKING:
 GRACE = 1.0  # seconds beyond which an asynchronous call that should have been cancelled is stuck
 RESTARTS = 2  # of a worker that ends before it reads its call
 TOGETHER = 64  # most samples of which an asynchronous grader is called at once
-Call = tuple[int, Sequence[int]]  # number of the grader, and of the items
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """A call of a grader. items: (batch, number of the item in it); alone: not to be joined with other calls."""
+
+    grader: int
+    items: Sequence[tuple[Batch, int]]
+    alone: bool = False
 
 
 class RewardPool:
-    """Graders by spec, run by `workers` processes, one call at a time in each; one thread grades.
+    """Graders by spec, run by `workers` processes, one call at a time in each. For one thread at a time.
+
+    `submit` takes a batch of responses and `poll` gives batches back as they are finished, so that many are graded at
+    once and a slow one holds nobody up; `grade` waits for a single one.
 
     specs: as `specs.parse_specs` takes them; how a function is called says `calling.py`. device: where reward models
     run. regex: pattern of the regex grader. timeout: seconds of one grading call, one for all graders or one for each.
-    wait_timeout: seconds that other ranks wait for this one; one `grade`, and loading the graders, may take
+    wait_timeout: seconds that other ranks wait for this one; one batch, and loading the graders, may take
     SHARE_OF_WAIT of it. on_error: "stop" raises RewardError; "zero" makes the failed part 0.0; "drop" also marks the
     sample dropped. `names` and `weights`: of the graders, in order of `Grade.parts`.
 
@@ -54,6 +67,10 @@ class RewardPool:
         self._device = device
         self._failures: dict[str, str] = {}
         self._closed = False
+        self._waiting: deque[Call] = deque()
+        self._running: dict[Worker, Call] = {}
+        self._batches: dict[Batch, None] = {}  # those with grades that are missing, by their ends
+        self._finished: list[Batch] = []
         self._workers = [Worker((self._specs, self._timeouts, regex, device)) for _ in range(workers)]
         try:
             self._load()
@@ -78,13 +95,13 @@ class RewardPool:
 
         item = GradeItem(prompt.text, prompt.answer, prompt.answer, prompt.record, SampleId(0, 0, 0), prompt.messages)
         names = [f"{s.file}:{s.function}" if s.function else s.given for s in self._specs]
-        batch = Batch([item] * members, names, self._on_error, f"when it was tried on {where}")
+        batch = Batch([item] * members, names, self.weights, self._on_error, {}, f"when it was tried on {where}")
         calls = [
-            (grader, range(members if kind.batch else 1))
+            Call(grader, [(batch, i) for i in range(members if kind.batch else 1)])
             for grader, kind in enumerate(self._kinds)
             if self._device == "cpu" or not self._specs[grader].is_model
         ]
-        self._run(batch, calls)
+        self._complete(batch, calls)
         return list(batch.failures.values())
 
     def grade(self, items: Sequence[GradeItem]) -> list[Grade]:
@@ -93,17 +110,38 @@ class RewardPool:
         Raises RewardError when a grader fails and `on_error` is "stop", and, whatever `on_error` says, when all of it
         takes longer than other ranks would wait.
         """
-        batch = Batch(items, self.names, self._on_error)
-        try:
-            self._run(batch, self._calls(items))
-        finally:
-            self._failures = batch.failures | self._failures
-        return batch.grades(self.weights)
+        batch = Batch(items, self.names, self.weights, self._on_error, self._failures)
+        self._complete(batch, self._calls(batch))
+        return batch.grades()
+
+    def submit(self, items: Sequence[GradeItem]) -> Batch:
+        """Take a batch, at least one item, for `poll` to work on."""
+        batch = Batch(items, self.names, self.weights, self._on_error, self._failures)
+        self._begin(batch, self._calls(batch))
+        return batch
+
+    def poll(self, seconds: float) -> list[Batch]:
+        """Batches of `submit` that are graded, each once. Waits for one as long as there are any, `seconds` at most.
+
+        Raises RewardError as `grade` does; then the other batches are given up, too.
+        """
+        end = time.monotonic() + seconds
+        while self._batches and not self._finished:
+            self._turn(end)
+            if time.monotonic() >= end:
+                break
+        finished, self._finished = self._finished, []
+        return finished
+
+    @property
+    def hungry(self) -> bool:
+        """Whether workers are idle, or soon will be: who shares responses with other pools takes no more before."""
+        sizes = [TOGETHER if k.asynchronous and not k.batch else 0 for k in self._kinds]
+        return sum(len(c.items) / (sizes[c.grader] or len(c.items)) for c in self._waiting) < len(self._workers)
 
     def take_failures(self) -> dict[str, str]:
         """Grader -> the first of its failures as a message, of those that failed since the last call."""
-        failures, self._failures = self._failures, {}
-        return failures
+        return {name: self._failures.pop(name) for name in list(self._failures)}
 
     def close(self) -> None:
         """End the workers. Idempotent."""
@@ -127,42 +165,83 @@ class RewardPool:
                     f"{self._wait_timeout:g}, of which the limit is {SHARE_OF_WAIT}"
                 )
 
-    def _calls(self, items: Sequence[GradeItem]) -> Iterator[Call]:
+    def _calls(self, batch: Batch) -> Iterator[Call]:
         """A batch grader is called with whole groups, an asynchronous one with many items, others with one."""
-        every = range(len(items))
+        every = range(len(batch.items))
         groups: dict[tuple[int, int], list[int]] = {}
-        for index, item in enumerate(items):
+        for index, item in enumerate(batch.items):
             groups.setdefault((item.id.epoch, item.id.group), []).append(index)
-        together = min(TOGETHER, max(1, -(-len(items) // len(self._workers))))
+        together = min(TOGETHER, max(1, -(-len(every) // len(self._workers))))
         for grader, kind in enumerate(self._kinds):
             size = together if kind.asynchronous else 1
             cuts = groups.values() if kind.batch else (every[i : i + size] for i in every[::size])
-            yield from ((grader, cut) for cut in cuts)
+            yield from (Call(grader, [(batch, i) for i in cut]) for cut in cuts)
 
-    def _run(self, batch: Batch, calls: Iterable[Call]) -> None:
-        """Make all calls. Raises RewardError for the first failure that stops the run, and where all of it takes too
-        long; no call is left in a worker."""
+    def _begin(self, batch: Batch, calls: Iterable[Call]) -> None:
         if self._closed:
             raise RewardError("the reward pool is closed")
-        end, waiting = time.monotonic() + self._limit, deque(calls)
-        running: dict[Worker, Call] = {}
+        calls = list(calls)
+        batch.left, batch.end = sum(len(call.items) for call in calls), time.monotonic() + self._limit
+        self._waiting.extend(calls)
+        self._batches[batch] = None
+
+    def _complete(self, batch: Batch, calls: Iterable[Call]) -> None:
+        """Wait for one batch. Raises RewardError for the first failure that stops the run, and where all of it takes
+        too long."""
+        self._begin(batch, calls)
+        while batch.left:
+            self._turn(math.inf)
+        self._batches.pop(batch, None)
+        self._finished = [other for other in self._finished if other is not batch]
+
+    def _turn(self, end: float) -> None:
+        """Give calls to idle workers, wait for an answer until `end` at most, and take what was answered. After an
+        error no call is left in a worker."""
+        if self._closed:
+            raise RewardError("the reward pool is closed")
+        first = next(iter(self._batches))  # all have the same time
         try:
-            while waiting or running:
-                for worker in self._workers:
-                    if worker.ready() and waiting:
-                        running[worker] = grader, indices = waiting.popleft()
-                        grace = GRACE if self._kinds[grader].asynchronous else 0.0
-                        worker.call(grader, [batch.texts[i] for i in indices], self._timeouts[grader], grace)
-                if not wait_for(self._workers, end):
-                    raise RewardError(self._too_late(batch, [*running.values(), *waiting]))
-                for worker, call in [*running.items()]:
-                    if (outcomes := worker.answer()) is not None:
-                        del running[worker]
-                        again = [call] if self._unread(worker, outcomes) else self._record(batch, *call, outcomes)
-                        waiting.extendleft(again)
-        finally:
-            for worker in running:
-                worker.close()
+            self._give()
+            wait_for(self._workers, min(end, first.end))
+            if time.monotonic() >= first.end:
+                raise RewardError(self._too_late(first))
+            for worker, call in [*self._running.items()]:
+                if (outcomes := worker.answer()) is not None:
+                    del self._running[worker]
+                    again = [call] if self._unread(worker, outcomes) else self._record(call, outcomes)
+                    self._waiting.extendleft(again)
+        except BaseException:
+            self._give_up()
+            raise
+
+    def _give(self) -> None:
+        for worker in self._workers:
+            if worker.ready() and self._waiting:
+                call = self._running[worker] = self._next()
+                grace = GRACE if self._kinds[call.grader].asynchronous else 0.0
+                texts = [batch.texts[i] for batch, i in call.items]
+                worker.call(call.grader, texts, self._timeouts[call.grader], grace)
+
+    def _next(self) -> Call:
+        """The next call; that of an asynchronous grader with its share of the items that wait for the same one."""
+        call = self._waiting.popleft()
+        kind = self._kinds[call.grader]
+        if call.alone or kind.batch or not kind.asynchronous:
+            return call
+        same = [other for other in self._waiting if other.grader == call.grader and not other.alone]
+        items = list(call.items)
+        for other in same[: len(same) // len(self._workers)]:
+            if len(items) + len(other.items) > TOGETHER:
+                break
+            items += other.items
+            self._waiting.remove(other)
+        return Call(call.grader, items)
+
+    def _give_up(self) -> None:
+        for worker in self._running:
+            worker.close()
+        for kept in (self._running, self._waiting, self._batches, self._finished):
+            kept.clear()
 
     def _unread(self, worker: Worker, outcomes: Sequence[Outcome] | str) -> bool:
         """Whether the worker ended before it read its call, which is no sample's fault. Raises RewardError where it
@@ -174,25 +253,28 @@ class RewardPool:
             )
         return worker.unread > 0
 
-    def _record(
-        self, batch: Batch, grader: int, indices: Sequence[int], outcomes: Sequence[Outcome] | str
-    ) -> Iterable[Call]:
+    def _record(self, call: Call, outcomes: Sequence[Outcome] | str) -> Iterable[Call]:
         """Note what came of a call. Returns those to make in its place, where one of its items blocked the others."""
         if isinstance(outcomes, str):
-            kind = self._kinds[grader]
-            if kind.asynchronous and not kind.batch and len(indices) > 1:
-                return [(grader, [index]) for index in indices]
-            outcomes = [(None, outcomes)] * len(indices)
-        for index, outcome in zip(indices, outcomes, strict=True):
-            batch.record(index, grader, *outcome)
+            kind = self._kinds[call.grader]
+            if kind.asynchronous and not kind.batch and len(call.items) > 1:
+                return [Call(call.grader, [item], alone=True) for item in call.items]
+            outcomes = [(None, outcomes)] * len(call.items)
+        for (batch, index), outcome in zip(call.items, outcomes, strict=True):
+            batch.record(index, call.grader, *outcome)
+        for batch in dict.fromkeys(batch for batch, _ in call.items):
+            if not batch.left:
+                del self._batches[batch]
+                self._finished.append(batch)
         return ()
 
-    def _too_late(self, batch: Batch, calls: Sequence[Call]) -> str:
-        left = {index for _, indices in calls for index in indices}
-        grader, indices = calls[0]
+    def _too_late(self, batch: Batch) -> str:
+        calls = (*self._running.values(), *self._waiting)
+        left = [(call.grader, index) for call in calls for whose, index in call.items if whose is batch]
+        grader, index = left[0]
         return (
-            f"grading took longer than {self._limit:g} s, with {len(left)} of {len(batch.texts)} responses left; "
-            f"reward {self.names[grader]!r} was {batch.place(indices[0])}\n"
+            f"grading took longer than {self._limit:g} s, with {len({i for _, i in left})} of {len(batch.items)} "
+            f"responses left; reward {self.names[grader]!r} was {batch.place(index)}\n"
             f"  (the limit is {SHARE_OF_WAIT} of --rl-wait-timeout {self._wait_timeout:g}, for which other ranks wait; "
             "raise it, add --rl-reward-workers, or lower --rl-reward-timeout "
             f"{' '.join(f'{t:g}' for t in dict.fromkeys(self._timeouts))})"
