@@ -10,6 +10,7 @@ be turned into a TensorDict, and back.
 from __future__ import annotations
 
 import collections
+import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
@@ -109,11 +110,21 @@ class Moved(NamedTuple):
 
 
 class Traffic(collections.Counter[tuple[str, str, str, str]]):
-    """Bytes by (way, state, column, where) since the last `take`."""
+    """Bytes by (way, state, column, where) since the last `take`, of all threads of a process."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._lock = threading.Lock()
+
+    def add(self, way: str, state: str, column: str, where: str, nbytes: int) -> None:
+        """Count bytes that were moved."""
+        with self._lock:
+            self[way, state, column, where] += nbytes
 
     def take(self) -> list[Moved]:
         """What was moved since the last call, or since the start."""
-        return [Moved(*key, nbytes) for key in sorted(self) if (nbytes := self.pop(key))]
+        with self._lock:
+            return [Moved(*key, nbytes) for key in sorted(self) if (nbytes := self.pop(key))]
 
 
 class Declared:

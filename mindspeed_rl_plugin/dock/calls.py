@@ -119,6 +119,22 @@ class Calls:
         self.segments = Segments(self._find)
         self._idle: defaultdict[m.Address, list[Stream]] = defaultdict(list)
         self._closed = self.ended = False
+        self._others: list[Calls] = []  # of other threads
+
+    def beside(self) -> Calls:
+        """Calls of another thread, with connections, leases and mapped segments of its own. It knows the epochs that
+        this one opens and clears, and their bytes count together."""
+        other = Calls(
+            self.directory,
+            self.me,
+            core=self.core,
+            warehouse=self.warehouse,
+            owners=self.epochs.owners,
+            lost=self._lost,
+        )
+        other.epochs, other.traffic = self.epochs, self.traffic
+        self._others.append(other)
+        return other
 
     def query(self, kind: type[m.Query], state: str, *what: Any) -> Any:
         """Ask the controller of a state, which first knows what this process has caused."""
@@ -145,8 +161,10 @@ class Calls:
             self.after[warehouse] = max(self.after.get(warehouse, 0), seq)
 
     def close(self) -> None:
-        """End all connections. Idempotent."""
+        """End all connections, those of other threads too. Idempotent."""
         self._closed = True
+        for other in self._others:
+            other.close()
         for idle in list(self._idle.values()):
             while idle:
                 idle.pop().close()

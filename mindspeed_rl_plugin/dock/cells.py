@@ -74,7 +74,7 @@ class Writer:
         here = warehouse == calls.warehouse
         spans = [span for begins, sizes in places for span in zip(begins.tolist(), sizes.tolist(), strict=True)]
         for name, (_, nbytes) in zip((n for part in put.parts for n in part.names), spans, strict=True):
-            calls.traffic["written", state, name, "local" if here else "remote"] += nbytes
+            calls.traffic.add("written", state, name, "local" if here else "remote", nbytes)
         lent = here and total > INLINE and calls.me.rank >= 0
         if lent:
             wish = Put(put.epoch, put.shape, put.parts, put.producer, put.deadline, reserve=True)
@@ -159,7 +159,7 @@ def gather(
                 outs[column][to : to + size] = calls.segments.view(*place, size)
         moved = cells[3].sum(1).tolist() if here else _fetch(calls, warehouse, cells, outs)
         for name, size in zip(names, moved, strict=True) if state is not None else ():
-            calls.traffic["read", state, name, "local" if here else "remote"] += size
+            calls.traffic.add("read", state, name, "local" if here else "remote", size)
     return columns
 
 

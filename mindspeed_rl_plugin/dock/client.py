@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -217,6 +218,24 @@ class Dock:
         calls.held.pop((lease.state, lease.token), None)
         return None
 
+    def commit_part(self, lease: Lease, rows: Rows) -> None:
+        """Write some rows of a live lease back and acknowledge them, each once; the others stay leased, and the lease
+        ends with the last of them.
+
+        The consumer's first rank writes, without waiting for the others, which call this with the same ids. Where the
+        lease is not live this is as for `commit`.
+        """
+        calls, key, part = self._calls, (lease.state, lease.token), ids_array(rows.ids)
+        held = calls.held.get(key)
+        if held is None:
+            return self._check_done(replace(lease, rows=rows), rows)
+        if not self._peers.rank and (failed := self._write_back(lease, rows, part)) is not None:
+            raise failed
+        calls.held[key] = left = held[~(held[:, None] == part).all(2).any(1)]
+        if not len(left):
+            del calls.held[key]
+        return None
+
     def release(self, lease: Lease) -> None:
         """Hand the rows back undone; they are delivered again. Nothing happens for a lease that is not live."""
         if (lease.state, lease.token) in self._calls.held:
@@ -287,6 +306,11 @@ class Dock:
         PermissionError for a wrong secret or one that others can read."""
         declared, calls = joining.join(address, secret_file, lease_seconds)
         return Dock(declared, calls, leader=False)
+
+    def beside(self) -> Dock:
+        """The same dock for another thread of this rank, which leases, writes and reads alone; this one opens epochs,
+        clears them, and closes both."""
+        return Dock(self._declared, self._calls.beside(), leader=False, deadline=self._deadline)
 
     def close(self) -> None:
         """Leave the dock and free what this process holds of it. Its memory on a machine goes with the lowest rank

@@ -13,8 +13,9 @@ a request, and each ends with `keep_step`.
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Protocol
 
 from torch import Tensor
@@ -96,44 +97,47 @@ def generate(
     deadline: float,
     on_progress: Progress | None = None,
 ) -> list[Completion]:
-    """Generate all responses, maybe none; the result is in the order of `requests`.
-
-    Collective over the engines that share experts.
-
-    deadline: seconds in which at least one response must finish, again and again: long rollouts may take longer
-    as long as they come along. Raises TimeoutError that says how many are missing; those are aborted, so that
-    the engine is left idle.
-    """
-    end = time.monotonic() + deadline
+    """Generate all responses, maybe none; the result is in the order of `requests`. The rest is as for `stream`."""
     done: dict[SampleId, Completion] = {}
     tokens = 0
-    engine.submit(requests)
-    while len(done) < len(requests):
-        finished = engine.poll(end - time.monotonic())
-        end = time.monotonic() + deadline
-        if not finished:
-            partial = engine.abort()
-            raise TimeoutError(_too_late(requests, done, partial, deadline))
-        for completion in finished:
-            done[completion.id] = completion
-            tokens += len(completion.tokens)
+    for finished in stream(engine, requests, deadline=deadline):
+        done |= {completion.id: completion for completion in finished}
+        tokens += sum(len(completion.tokens) for completion in finished)
         if on_progress is not None:
             on_progress(len(done), len(requests), tokens)
-    engine.keep_step()
     return [done[request.id] for request in requests]
 
 
-def _too_late(
-    requests: Sequence[GenerateRequest],
-    done: dict[SampleId, Completion],
-    partial: Sequence[Completion],
-    deadline: float,
-) -> str:
-    missing = [r for r in requests if r.id not in done]
+def stream(
+    engine: Engine, requests: Sequence[GenerateRequest], *, deadline: float, pause: float = math.inf
+) -> Iterator[list[Completion]]:
+    """Generate all responses, maybe none: those that are finished, as they finish. Collective over the engines that
+    share experts.
+
+    deadline: seconds in which at least one response must finish, again and again: long rollouts may take longer as long
+    as they come along; pause: after so many seconds without a response an empty list lets the caller look at something
+    else. Raises TimeoutError that says how many are missing; those are aborted, so that the engine is left idle.
+    """
+    missing, end = {r.id: r for r in requests}, time.monotonic() + deadline
+    engine.submit(requests)
+    while missing:
+        left = end - time.monotonic()
+        finished = engine.poll(min(pause, left))
+        if not finished and left <= pause:
+            raise TimeoutError(_too_late(list(missing.values()), len(requests), engine.abort(), deadline))
+        if finished:
+            end = time.monotonic() + deadline
+        for completion in finished:
+            del missing[completion.id]
+        yield finished
+    engine.keep_step()
+
+
+def _too_late(missing: Sequence[GenerateRequest], requests: int, partial: Sequence[Completion], deadline: float) -> str:
     tokens = sum(len(c.tokens) for c in partial)
     first = ", ".join(str(tuple(r.id)) for r in missing[:4])
     return (
-        f"generation: {len(missing)} of {len(requests)} responses are missing, and none has finished for {deadline:g} s"
+        f"generation: {len(missing)} of {requests} responses are missing, and none has finished for {deadline:g} s"
         f" (first: {first}; {tokens} tokens of them are sampled); raise --rl-wait-timeout or lower"
         " --rl-max-response-length"
     )

@@ -23,7 +23,7 @@ from mindspeed_rl_plugin.loop.docks import Docks, DockSize, place
 from mindspeed_rl_plugin.loop.inputs import Inputs
 from mindspeed_rl_plugin.loop.loop import Loop
 from mindspeed_rl_plugin.loop.rollout_plan import RolloutPlan
-from mindspeed_rl_plugin.loop.schedules import Job, Stages, SyncSchedule
+from mindspeed_rl_plugin.loop.schedules import SCHEDULES, Job, Stages
 from mindspeed_rl_plugin.loop.start import Start
 from mindspeed_rl_plugin.loop.topology import Topology
 from mindspeed_rl_plugin.monitor.monitor import Monitor
@@ -74,7 +74,7 @@ def build_loop(
     return Loop(
         args,
         job,
-        SyncSchedule(job, stages, colocation, size.rounds),
+        SCHEDULES[config.schedule.schedule](job, stages, colocation, size.rounds),
         _update(inputs, model, critic, topology, docks, table),
         IterationLog(monitor, ranks, docks.trainers),
         colocation,

@@ -1,8 +1,9 @@
-"""Schedules: in which order the stages work on a rollout. `sync`: one after the other."""
+"""Schedules: in which order the stages work on a rollout. `sync`: one after the other; `streamed`: grading beside
+generation."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from mindspeed_rl_plugin.dock import Dock
@@ -11,10 +12,11 @@ from mindspeed_rl_plugin.loop.rollout_plan import RolloutPlan, by_epoch
 from mindspeed_rl_plugin.loop.topology import Topology
 from mindspeed_rl_plugin.monitor.monitor import Monitor
 from mindspeed_rl_plugin.ranks import Collectives
-from mindspeed_rl_plugin.rows import Group, Rows
+from mindspeed_rl_plugin.rows import Group, Rows, SampleId
 from mindspeed_rl_plugin.stages.advantages import Advantages
 from mindspeed_rl_plugin.stages.evaluate import Due, Evaluate, EvaluatePairs
 from mindspeed_rl_plugin.stages.generate import Generate
+from mindspeed_rl_plugin.stages.grading import Grader
 from mindspeed_rl_plugin.stages.logprobs import TokenPass
 from mindspeed_rl_plugin.stages.measure import Measure, Rollout
 from mindspeed_rl_plugin.stages.prompts import Prompts
@@ -124,10 +126,7 @@ class SyncSchedule:
         job, plan, clock = self.job, self.job.plan, self.job.monitor.stage
         rounds, failures = Rounds(plan.deferred, plan.sizes.prompts, self.rounds, plan.plan), FailureLog()
         while True:
-            with clock("generate"):
-                self.stages.generate.run(plan.generated_by(job.topology.engine))
-            with clock("reward"):
-                graded = self._grade(failures)
+            graded = self._round(failures)
             plan.lengths |= {group: of_group.lengths for group, of_group in graded.items()}
             whole, selection = rounds.add(graded), rounds.selection
             job.forget(selection.dropped)
@@ -141,13 +140,46 @@ class SyncSchedule:
                 job.forget(selection.trained)
                 job.admit()
 
-    def _grade(self, failures: FailureLog) -> Mapping[Group, GroupStats]:
-        """Every rank grades its share of the round, then a user's stages see it. The statistics of the whole round."""
-        job, plan = self.job, self.job.plan
-        mine = plan.graded_by(job.topology.rank, plan.round)
-        rows = self.stages.reward.run(mine)
+    def _round(self, failures: FailureLog) -> Mapping[Group, GroupStats]:
+        """Generate and grade a round, the one after the other. Its statistics."""
+        stages, clock = self.stages, self.job.monitor.stage
+        with clock("generate"):
+            stages.generate.run(self.job.plan.generated_by(self.job.topology.engine))
+        with clock("reward"):
+            return self._compare(stages.reward.run, failures)
+
+    def _compare(
+        self, graded: Callable[[Sequence[SampleId]], Rows], failures: FailureLog
+    ) -> Mapping[Group, GroupStats]:
+        """A user's stages see each rank's share of a round, then the statistics of all of it. graded: the grades of
+        rows."""
+        job = self.job
+        mine = job.plan.graded_by(job.topology.rank, job.plan.round)
+        rows = graded(mine)
         for stage in self.stages.own:
             rows = rows.with_columns(**stage.run(mine).columns)
         parts = job.ranks.gather((group_stats(rows), self.stages.reward.graders.take_failures()))
         failures.add([failed for _, failed in parts], show=job.topology.leader)
         return {group: of_group for stats, _ in parts for group, of_group in stats.items()}
+
+
+class StreamedSchedule(SyncSchedule):
+    """The same, but each group is graded as soon as its responses are finished. What is submitted, and in which order,
+    does not depend on that, so all numbers are those of `SyncSchedule`."""
+
+    def __init__(self, job: Job, stages: Stages, colocation: Colocation, rounds: int) -> None:
+        super().__init__(job, stages, colocation, rounds)
+        self.grader = Grader(stages.reward, job.plan.sizes.members)
+
+    def _round(self, failures: FailureLog) -> Mapping[Group, GroupStats]:
+        """Generate a round, and grade what is finished meanwhile. Its statistics."""
+        stages, clock = self.stages, self.job.monitor.stage
+        with self.grader:
+            with clock("generate"):
+                stages.generate.stream(self.job.plan.generated_by(self.job.topology.engine), self.grader.check)
+            with clock("reward"):
+                self.grader.finish()
+                return self._compare(stages.reward.graded, failures)
+
+
+SCHEDULES = {"sync": SyncSchedule, "streamed": StreamedSchedule}

@@ -133,6 +133,13 @@ class RewardPool:
         finished, self._finished = self._finished, []
         return finished
 
+    def give_up(self) -> None:
+        """Drop all batches; no call of them is left in a worker."""
+        for worker in self._running:
+            worker.close()
+        for kept in (self._running, self._waiting, self._batches, self._finished):
+            kept.clear()
+
     @property
     def hungry(self) -> bool:
         """Whether workers are idle, or soon will be: who shares responses with other pools takes no more before."""
@@ -211,7 +218,7 @@ class RewardPool:
                     again = [call] if self._unread(worker, outcomes) else self._record(call, outcomes)
                     self._waiting.extendleft(again)
         except BaseException:
-            self._give_up()
+            self.give_up()
             raise
 
     def _give(self) -> None:
@@ -236,12 +243,6 @@ class RewardPool:
             items += other.items
             self._waiting.remove(other)
         return Call(call.grader, items)
-
-    def _give_up(self) -> None:
-        for worker in self._running:
-            worker.close()
-        for kept in (self._running, self._waiting, self._batches, self._finished):
-            kept.clear()
 
     def _unread(self, worker: Worker, outcomes: Sequence[Outcome] | str) -> bool:
         """Whether the worker ended before it read its call, which is no sample's fault. Raises RewardError where it

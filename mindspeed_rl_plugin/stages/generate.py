@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 import torch
 
 from mindspeed_rl_plugin.dock import ColumnSpec, Dock
-from mindspeed_rl_plugin.engine.protocol import Engine, generate
+from mindspeed_rl_plugin.engine.protocol import Engine, generate, stream
 from mindspeed_rl_plugin.engine.seeds import response_seed
 from mindspeed_rl_plugin.monitor.console import ProgressBar
 from mindspeed_rl_plugin.rows import FINISH, Completion, GenerateRequest, Ragged, Rows, SampleId, Sampling
@@ -34,6 +34,11 @@ SPEC = StageSpec(
 )
 
 Bar = Callable[[int], AbstractContextManager[ProgressBar]]
+LOOK_SECONDS = 0.5  # between looks at what works beside the engine
+
+
+def _hidden(responses: int) -> ProgressBar:
+    return ProgressBar(responses, "generate", shown=False)
 
 
 class Generate(Stage):
@@ -41,7 +46,7 @@ class Generate(Stage):
     progress over so many responses."""
 
     def __init__(
-        self, dock: Dock, deadline: float, engine: Engine, sampling: Sampling, seed: int, bar: Bar | None = None
+        self, dock: Dock, deadline: float, engine: Engine, sampling: Sampling, seed: int, bar: Bar = _hidden
     ) -> None:
         super().__init__(SPEC, dock, deadline)
         self.engine, self.sampling, self.seed, self.bar = engine, sampling, seed, bar
@@ -56,21 +61,34 @@ class Generate(Stage):
         generate(self.engine, (), deadline=self.deadline)  # engines that share its experts may have rows
         return Rows(())
 
+    def stream(self, ids: Sequence[SampleId], look: Callable[[], None]) -> None:
+        """The same, each row committed as soon as its response is finished. look: called every LOOK_SECONDS at least,
+        and may raise."""
+        lease = self.lease(ids)
+        requests = {request.id: request for request in self._requests(lease.rows)}
+        with self.bar(len(requests)) as bar:
+            for finished in stream(self.engine, [*requests.values()], deadline=self.deadline, pause=LOOK_SECONDS):
+                look()
+                rows = Rows(tuple(c.id for c in finished), {})
+                if self.engine.leader:
+                    rows = completion_rows([requests[i] for i in rows.ids], finished, self.engine.digest)
+                self.dock.commit_part(lease, rows)
+                bar.update(len(finished))
+
     def compute(self, rows: Rows) -> Rows | None:
         """Columns of the responses, on the first rank of the engine."""
-        requests = [
-            GenerateRequest(i, tuple(prompt.tolist()), self.sampling, response_seed(self.seed, *i))
-            for i, prompt in zip(rows.ids, rows["prompt"].rows(), strict=True)
-        ]
-        completions = self._generate(requests)
-        return completion_rows(requests, completions, self.engine.digest) if self.engine.leader else None
-
-    def _generate(self, requests: Sequence[GenerateRequest]) -> list[Completion]:
-        if self.bar is None:
-            return generate(self.engine, requests, deadline=self.deadline)
+        requests = self._requests(rows)
         with self.bar(len(requests)) as bar:
             show = lambda done, *_: bar.set(done)  # noqa: E731
-            return generate(self.engine, requests, deadline=self.deadline, on_progress=show)
+            completions = generate(self.engine, requests, deadline=self.deadline, on_progress=show)
+        return completion_rows(requests, completions, self.engine.digest) if self.engine.leader else None
+
+    def _requests(self, rows: Rows) -> list[GenerateRequest]:
+        prompts = rows["prompt"].rows() if len(rows) else ()
+        return [
+            GenerateRequest(i, tuple(prompt.tolist()), self.sampling, response_seed(self.seed, *i))
+            for i, prompt in zip(rows.ids, prompts, strict=True)
+        ]
 
 
 def digest_number(digest: str | None) -> int:

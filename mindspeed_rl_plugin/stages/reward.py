@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import torch
 
 from mindspeed_rl_plugin.dock import ColumnSpec, Dock
-from mindspeed_rl_plugin.reward import GradeItem, RewardPool
-from mindspeed_rl_plugin.rows import Rows, unpack_json
+from mindspeed_rl_plugin.reward import Grade, GradeItem, RewardPool
+from mindspeed_rl_plugin.rows import Rows, SampleId, unpack_json
 from mindspeed_rl_plugin.stages.stage import Stage, StageSpec
 
 REWARD = ColumnSpec("reward", torch.float32, "sample", ragged=False)
@@ -41,19 +41,29 @@ class Reward(Stage):
 
     def compute(self, rows: Rows) -> Rows | None:
         """Grades of B responses; None where there are none. Raises RewardError where a failure stops the run."""
-        return grade(rows, self.graders, self.decode) if len(rows) else None
+        return grade_rows(rows.ids, self.graders.grade(self.items(rows))) if len(rows) else None
+
+    def items(self, rows: Rows) -> list[GradeItem]:
+        """What graders get of B responses."""
+        items = []
+        for i, meta in enumerate(unpack_json(rows["meta"])):
+            text = self.decode(rows["tokens"].row(i)[rows["loss_mask"].row(i).bool()].tolist())
+            items.append(
+                GradeItem(meta["text"], text, meta["answer"], meta["record"], rows.ids[i], meta.get("messages"))
+            )
+        return items
+
+    def graded(self, ids: Sequence[SampleId]) -> Rows:
+        """What `select.group_stats` reads of rows that are graded, whoever did that."""
+        names = {self.spec.stored_writes.get(name, name): name for name in ("reward", "graded", "grader_error")}
+        rows = self.dock.read(ids, [*names, "length"])
+        return Rows(rows.ids, {names.get(name, name): column for name, column in rows.columns.items()})
 
 
-def grade(rows: Rows, graders: RewardPool, decode: Callable[[Sequence[int]], str]) -> Rows:
+def grade_rows(ids: Sequence[SampleId], grades: Sequence[Grade]) -> Rows:
     """The columns of `spec` for B >= 1 responses."""
-    items = []
-    for i, meta in enumerate(unpack_json(rows["meta"])):
-        response = rows["tokens"].row(i)[rows["loss_mask"].row(i).bool()]
-        text = decode(response.tolist())
-        items.append(GradeItem(meta["text"], text, meta["answer"], meta["record"], rows.ids[i], meta.get("messages")))
-    grades = graders.grade(items)
     return Rows(
-        rows.ids,
+        tuple(ids),
         {
             "reward": torch.tensor([g.total for g in grades], dtype=torch.float32),
             "reward_parts": torch.tensor([g.parts for g in grades], dtype=torch.float32).reshape(len(grades), -1),

@@ -102,11 +102,15 @@ class Stage:
         self.commit(lease, written)
         return lease.rows if written is None else lease.rows.with_columns(**written.columns)
 
-    def lease(self, ids: Sequence[SampleId], columns: Sequence[str] | None = None) -> Lease:
-        """These rows, with `columns` of what the stage reads, all by default. Raises TimeoutError."""
+    def lease(
+        self, ids: Sequence[SampleId] | None, columns: Sequence[str] | None = None, **bounds: float | None
+    ) -> Lease:
+        """These rows, or whatever is ready within bounds of `Dock.lease`, with `columns` of what the stage reads, all of
+        them by default. Raises TimeoutError."""
         stored = self.spec.stored
         wanted = None if columns is None else [stored.get(name, name) for name in columns]
-        lease = self.dock.lease(self.spec.name, ids=ids, deadline=self.deadline, columns=wanted)
+        bounds = {"deadline": self.deadline, **bounds}
+        lease = self.dock.lease(self.spec.name, ids=ids, columns=wanted, **bounds)
         return replace(lease, rows=_renamed(lease.rows, {v: k for k, v in stored.items()})) if stored else lease
 
     def commit(self, lease: Lease, rows: Rows | None = None) -> None:

@@ -91,6 +91,53 @@ def test_released_rows_come_again_and_their_old_lease_is_void(make) -> None:
     dock.commit(lease, foul)
 
 
+def test_rows_of_a_lease_are_committed_as_they_are_finished(make) -> None:
+    """Each is there at once, is delivered to nobody again, and the rest is handed back with the lease."""
+    dock = make()
+    dock.open(0, 2, 2)
+    dock.put(prompts(2))
+    lease = dock.lease("generate", deadline=5)
+    one, two, *others = lease.rows.ids
+    dock.commit_part(lease, tokens([two], 5))
+    assert dock.lease("logp", deadline=5).rows.ids == (two,) and dock.remaining("generate") == 3
+    dock.commit_part(lease, tokens([one], 4))
+    dock.commit_part(lease, tokens([one], 9, start=9))  # a repeat
+    dock.release(lease)
+    again = dock.lease("generate", min_rows=2, deadline=5)
+    assert list(again.rows.ids) == others, "what is acknowledged is not given out again"
+    with pytest.raises(ValueError, match="void"):
+        dock.commit_part(lease, tokens(others, 1, 1))
+    with pytest.raises(ValueError, match="does not hold"):
+        dock.commit_part(again, tokens([one], 1))
+    for row in others:
+        dock.commit_part(again, tokens([row], 1))
+    dock.commit(again, tokens(others, 9, 9))  # a repeat
+    assert dock.remaining("generate") == 0 and not dock.lease("generate", deadline=0)
+    assert dock.read((one, two, *others), ["tokens"])["tokens"].lengths.tolist() == [4, 5, 1, 1]
+
+
+def test_a_dock_for_another_thread_has_leases_of_its_own_and_the_same_epochs(make) -> None:
+    dock = make()
+    beside = dock.beside()
+    dock.open(0, 8, 2)
+    dock.put(prompts(8))
+
+    def work(row: int) -> None:
+        lease = beside.lease("generate", max_rows=1, deadline=5)
+        beside.commit(lease, tokens(lease.rows.ids, 3))
+
+    with ThreadPoolExecutor(1) as pool:
+        pool.map(work, range(8))
+        while len(lease := dock.lease("generate", max_rows=1, deadline=5)):
+            dock.commit(lease, tokens(lease.rows.ids, 3))
+    assert dock.remaining("generate") == beside.remaining("generate") == 0
+    written = [m for m in dock.traffic.take() if m.way == "written" and m.state == "generate"]
+    assert sum(m.nbytes for m in written) == 16 * 3 * 4, "the bytes of both count"
+    dock.clear(0)
+    with pytest.raises(ValueError, match="cleared"):
+        beside.read(ids(1, 1), ["tokens"])
+
+
 def test_a_wait_that_ends_names_state_columns_ids_writer_and_lease(make) -> None:
     dock = make()
     dock.open(0, 3, 2)
