@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 
 import torch
 
-from mindspeed_rl_plugin.dock import ColumnSpec, Dock
+from mindspeed_rl_plugin.dock import ColumnSpec, Dock, Lease
 from mindspeed_rl_plugin.engine.protocol import Engine, generate, stream
 from mindspeed_rl_plugin.engine.seeds import response_seed
 from mindspeed_rl_plugin.monitor.console import ProgressBar
@@ -69,11 +69,16 @@ class Generate(Stage):
         with self.bar(len(requests)) as bar:
             for finished in stream(self.engine, [*requests.values()], deadline=self.deadline, pause=LOOK_SECONDS):
                 look()
-                rows = Rows(tuple(c.id for c in finished), {})
-                if self.engine.leader:
-                    rows = completion_rows([requests[i] for i in rows.ids], finished, self.engine.digest)
-                self.dock.commit_part(lease, rows)
-                bar.update(len(finished))
+                if finished:
+                    self._commit(lease, [requests[c.id] for c in finished], finished)
+                    bar.update(len(finished))
+
+    def _commit(self, lease: Lease, requests: Sequence[GenerateRequest], finished: Sequence[Completion]) -> None:
+        """Rows of a lease, by the first rank of the engine."""
+        rows = Rows(tuple(r.id for r in requests), {})
+        if self.engine.leader:
+            rows = completion_rows(requests, finished, self.engine.digest)
+        self.dock.commit_part(lease, rows)
 
     def compute(self, rows: Rows) -> Rows | None:
         """Columns of the responses, on the first rank of the engine."""

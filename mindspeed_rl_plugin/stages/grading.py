@@ -27,13 +27,13 @@ class Grader:
     """Leases whole groups from the state of `stage`, whichever are ready, grades many at once, and commits each.
 
     stage: of this rank; its pool is the thread's from `start` to `finish` or `stop`. members: rows of a group.
-    graded: what was done so far.
+    done: what this rank graded so far.
     """
 
     def __init__(self, stage: Reward, members: int) -> None:
         dock = stage.dock.beside()
         self.stage = Reward(stage.spec, dock, stage.deadline, stage.graders, stage.decode)
-        self.members, self.graded = members, Graded()
+        self.members, self.done = members, Graded()
         self._leases: dict[Batch, Lease] = {}
         self._left, self._since = -1, 0.0  # rows that are not graded, and since when they are as many
         self._thread: threading.Thread | None = None
@@ -89,7 +89,7 @@ class Grader:
         pool, last = self.stage.graders, time.monotonic()
         while not self._stopping.is_set():
             busy, now = bool(self._leases), time.monotonic()
-            self.graded.seconds += now - last if busy else 0.0
+            self.done.seconds += now - last if busy else 0.0
             last, hungry = now, pool.hungry
             if hungry and not self._take() and not busy:  # every row is graded
                 if self._finishing.is_set():
@@ -98,7 +98,7 @@ class Grader:
             for batch in pool.poll(LOOK_SECONDS if hungry else IDLE_SECONDS):
                 lease = self._leases.pop(batch)
                 self.stage.commit(lease, grade_rows(lease.rows.ids, batch.grades()))
-                self.graded.groups += 1
+                self.done.groups += 1
 
     def _take(self) -> bool:
         """Begin with a group that is ready. Returns False where there is none; unless some are in grading here, that

@@ -105,8 +105,8 @@ class Stage:
     def lease(
         self, ids: Sequence[SampleId] | None, columns: Sequence[str] | None = None, **bounds: float | None
     ) -> Lease:
-        """These rows, or whatever is ready within bounds of `Dock.lease`, with `columns` of what the stage reads, all of
-        them by default. Raises TimeoutError."""
+        """These rows, or what is ready within bounds of `Dock.lease`, with `columns` of what the stage reads, all by
+        default. Raises TimeoutError."""
         stored = self.spec.stored
         wanted = None if columns is None else [stored.get(name, name) for name in columns]
         bounds = {"deadline": self.deadline, **bounds}

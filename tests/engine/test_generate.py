@@ -101,6 +101,38 @@ def test_rows_are_aligned_and_complete(fake_engine, calls) -> None:
     assert [r.tolist() for r in rows["segments"].rows()] == [[[2, 3]], [[2, 3]], [[3, 3]], [[3, 3]]]
 
 
+def test_a_stream_submits_the_same_and_commits_each_row_when_it_is_finished(fake_engine) -> None:
+    whole, dock = (filled_dock([[7, 1], [8, 9, 3], [4, 2]], members=1) for _ in range(2))
+    ids = [SampleId(4, g, 0) for g in (1, 0, 2)]
+    one, other = fake_engine(), fake_engine()
+    stage.Generate(whole, 5, one, Sampling(5), 11).run(ids)
+    left = []
+    stage.Generate(dock, 5, other, Sampling(5), 11).stream(ids, lambda: left.append(dock.remaining("generate")))
+    assert other.log == one.log == ["submit 3", "keep step"] and left == [3, 2, 1]
+    assert not dock.remaining("generate")
+    for name, column in whole.read(ids, WRITES).columns.items():
+        mine = dock.read(ids, WRITES)[name]
+        parts = ("values", "offsets") if isinstance(column, Ragged) else ("data",)
+        assert all(torch.equal(getattr(mine, p), getattr(column, p)) for p in parts), name
+
+
+def test_a_stream_lets_others_look_and_ends_with_what_they_raise(fake_engine, monkeypatch) -> None:
+    monkeypatch.setattr(stage, "LOOK_SECONDS", 0.01)
+    engine, looks = fake_engine(), []
+
+    def look() -> None:
+        looks.append(1)
+        if len(looks) == 3:
+            raise KeyError("of the graders")
+
+    with pytest.raises(KeyError):
+        stage.Generate(filled_dock([[13, 2]], members=1), 5, engine, Sampling(5), 0).stream([SampleId(4, 0, 0)], look)
+    with pytest.raises(TimeoutError, match=r"1 of 1 .* 0.05 s"):
+        stage.Generate(filled_dock([[13, 2]], members=1), 0.05, fake_engine(), Sampling(5), 0).stream(
+            [SampleId(4, 0, 0)], lambda: time.sleep(0.02)
+        )
+
+
 def test_only_the_leader_writes(fake_engine) -> None:
     dock = filled_dock([[7, 2]], members=1)
     with pytest.raises(ValueError, match="'tokens'"):

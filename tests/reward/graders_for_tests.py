@@ -51,6 +51,11 @@ def batch_loop(responses):
     return [1.0] * len(responses)
 
 
+def nap(response: str) -> float:
+    time.sleep(float(response))
+    return float(response)
+
+
 async def async_sleep(response: str) -> float:
     await asyncio.sleep(0.3)
     return float(len(response))

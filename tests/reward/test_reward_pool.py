@@ -138,6 +138,69 @@ def test_a_failure_stops_and_the_pool_is_usable_afterwards(name: str) -> None:
         assert [g.parts for g in pool.grade(batch[:2])] == [(1.0, 2.0), (1.0, 4.0)]
 
 
+def naps(*seconds: float, group: int = 0) -> list[GradeItem]:
+    """Responses on which the grader `nap` sleeps so long."""
+    return [GradeItem("p", str(s), "a", {}, SampleId(0, group, i)) for i, s in enumerate(seconds)]
+
+
+def test_a_slow_batch_holds_no_other_up() -> None:
+    """Both workers are at it; what was submitted later is given back first, each batch once."""
+    with RewardPool([own("nap")], workers=2) as pool:
+        slow, quick = pool.submit(naps(1.5, 0.0)), pool.submit(naps(0.1, 0.2, 0.0, group=1))
+        assert pool.poll(20) == [quick] and slow.left == 1
+        assert [g.total for g in quick.grades()] == [0.1, 0.2, 0.0]
+        assert [g.total for g in pool.grade(naps(0.3))] == [0.3], "beside what is submitted"
+        assert pool.poll(0.05) == [] and pool.poll(20) == [slow] and pool.poll(0) == []
+        assert [g.total for g in slow.grades()] == [1.5, 0.0]
+
+
+def test_who_shares_work_takes_no_more_than_keeps_workers_busy() -> None:
+    with RewardPool([own("nap"), own("batch_rank")], workers=2) as pool:
+        assert pool.hungry
+        pool.submit(naps(*[0.0] * 2))
+        assert not pool.hungry, "two calls of one response, and one of the group"
+        pool.poll(20)
+        assert pool.hungry
+    with RewardPool([own("async_sleep")], workers=1) as pool:
+        for group in range(8):
+            assert pool.hungry, "one call takes many items"
+            pool.submit(naps(*[0.0] * 4, group=group))
+
+
+def test_a_killed_worker_costs_its_call_and_no_batch_behind_it() -> None:
+    with RewardPool([own("nap")], workers=1, timeout=1, on_error="zero") as pool:
+        first, second = pool.submit(naps(30.0, 0.1)), pool.submit(naps(0.2, group=1))
+        pids = [worker.pid for worker in pool._workers]
+        assert [pool.poll(20), pool.poll(20)] == [[first], [second]]
+        assert [g.error is None for g in first.grades()] == [False, True] and second.grades()[0].total == 0.2
+        assert gone(pids[0]) and "ran longer than 1 s" in pool.take_failures()["nap"]
+
+
+def test_a_batch_that_takes_too_long_ends_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its time runs from when it was submitted, not that of the first."""
+    with RewardPool([own("nap")], workers=2, timeout=1, wait_timeout=2) as pool:
+        pids = {worker.pid for worker in pool._workers}
+        for group in range(3):
+            pool.submit(naps(0.65, 0.65, group=group))
+            assert pool.poll(20)
+        pool.submit(naps(*[0.9] * 12, group=3))
+        with pytest.raises(RewardError, match="grading took longer than 1.8 s, with .* of 12 .*prompt 3"):
+            while not pool.poll(1):
+                pass
+        assert any(map(gone, pids)) and pool.hungry and pool.poll(0) == []
+        assert [g.total for g in pool.grade(naps(0.1))] == [0.1]
+
+
+def test_asynchronous_calls_of_many_batches_are_made_together() -> None:
+    """The first takes what is there, the second all others, each of which takes 0.3 s."""
+    with RewardPool([own("async_sleep")], workers=1) as pool:
+        begin = time.monotonic()
+        left = {pool.submit(naps(*[0.0] * 4, group=group)) for group in range(12)}
+        while left:
+            left -= {*pool.poll(20)}
+        assert time.monotonic() - begin < 2
+
+
 def test_all_grading_together_has_a_limit_that_names_what_is_left() -> None:
     """Each call is in time, but there are too many for the other ranks to wait: also where failures only count."""
     batch = items(*["a"] * 40, prompt="slow one", members=4)

@@ -1,0 +1,54 @@
+"""`--rl-schedule streamed` in whole jobs: bit for bit what `sync` trains, selects and evaluates."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.append(str(Path(__file__).parents[1]))
+from golden import IGNORED  # noqa: E402
+
+STAGE = Path(__file__).parents[2] / "examples" / "stages" / "short_first.py"
+# Responses are graded in another order than they are sampled, and earn the same for even numbers.
+GRADER = """
+import asyncio, time
+def grade(prompt, response):
+    time.sleep(sum(map(ord, response)) % 7 / 20)
+    return sum(map(ord, response)) % 5 / 4 if int(prompt.split('*')[0]) % 2 else 1.0
+async def longest(responses):
+    await asyncio.sleep(0.1)
+    return [float(len(r) == max(map(len, responses))) for r in responses]
+"""
+DAPO = ("--rl-algorithm", "dapo", "--rl-rollout-prompts", "8", "--rl-overlong-buffer", "4", "--lr", "3e-3")
+EVALUATED = ("--rl-eval-every", "2", "--rl-eval-pass-k", "2")
+CASES = {
+    "one engine of two ranks, an own stage": (*DAPO, "--rl-generate-tp", "2", "--rl-stage", f"{STAGE}:ShortFirst"),
+    "two engines, filtration": ("--rl-filtration", "best-random", "--rl-rollout-prompts", "8", "--rl-ppo-epochs", "2"),
+}
+
+
+def numbers(result) -> list[dict]:
+    """Every metric, the digests of the weights among them, but times and bytes of the dock."""
+    lines = [*result.metrics, *result.evaluations]
+    return [{name: value for name, value in line.items() if not IGNORED.fullmatch(name)} for line in lines]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_all_numbers_are_those_of_sync(job, arithmetic, tmp_path, case: str) -> None:
+    """Also after a resume, which the streamed run makes in the middle."""
+    (tmp_path / "grader.py").write_text(GRADER)
+    graders = ("--rl-reward", f"{tmp_path}/grader.py:grade", f"{tmp_path}/grader.py:longest=0.5")
+    held_out = ("--rl-eval-data", str(arithmetic / "heldout.jsonl"), *EVALUATED)
+    flags = (*graders, *CASES[case], *held_out, "--rl-verify-weights", "--rl-reward-workers", "3")
+    sync = job(*flags, "--train-iters", "4", name="sync").run()
+    run = job(*flags, "--train-iters", "4", "--rl-schedule", "streamed", "--save-interval", "2", name="streamed")
+    run.extra += ("--exit-interval", "2")
+    run.run()
+    run.extra = run.extra[:-2]
+    streamed = run.run()
+    assert "training resumes from" in streamed.log
+    assert len({line["weights/digest"] for line in sync.metrics if "weights/digest" in line}) > 1
+    assert numbers(streamed) == numbers(sync)

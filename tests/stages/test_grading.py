@@ -1,0 +1,169 @@
+"""The grader thread over a real dock and real graders: what it grades meanwhile, and each way in which it ends."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from mindspeed_rl_plugin.dock import Dock, make_docks
+from mindspeed_rl_plugin.reward import RewardError, RewardPool
+from mindspeed_rl_plugin.rows import Completion, GenerateRequest, Prompt, SampleId, Sampling
+from mindspeed_rl_plugin.stages import generate, grading, prompts, reward
+from mindspeed_rl_plugin.stages.grading import Grader
+from mindspeed_rl_plugin.stages.reward import Reward
+from mindspeed_rl_plugin.stages.select import group_stats
+from mindspeed_rl_plugin.stages.stage import columns_of, states_of
+
+TABLE = [prompts.SPEC, generate.SPEC, reward.spec(1)]
+MEMBERS = 2
+# A response is one token: tenths of a second for which the grader sleeps, 99 fails, 98 hangs.
+GRADER = """
+import time
+def grade(response):
+    assert response != "99", "the response"
+    time.sleep(1000 if response == "98" else int(response) / 10)
+    return int(response)
+"""
+
+
+def filled(groups: int) -> Dock:
+    (dock,) = make_docks(columns_of(TABLE), states_of(TABLE), [(0, 1)])
+    dock.open(0, groups, MEMBERS)
+    dock.put(prompts.prompt_rows(0, [Prompt((5,), "p", "a", g) for g in range(groups)]))
+    return dock
+
+
+def answer(dock: Dock, group: int, *tokens: int, epoch: int = 0) -> None:
+    """What the engine does with a group."""
+    ids = [SampleId(epoch, group, m) for m in range(MEMBERS)]
+    lease = dock.lease("generate", ids=ids, deadline=1)
+    requests = [GenerateRequest(i, (5,), Sampling(1), 0) for i in ids]
+    answers = [Completion(i, (t,), (-1.0,), "stop", 0) for i, t in zip(ids, tokens, strict=True)]
+    dock.commit(lease, generate.completion_rows(requests, answers))
+
+
+@pytest.fixture
+def stage(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Reward]:
+    """Of three groups whose responses are not there yet."""
+    (tmp_path / "grader.py").write_text(GRADER)
+    options = {"workers": 2, "timeout": 1, **getattr(request, "param", {})}
+    with RewardPool([f"{tmp_path}/grader.py:grade"], **options) as pool:
+        yield Reward(TABLE[2], filled(3), 5.0, pool, lambda tokens: str(*tokens))
+    assert not [t for t in threading.enumerate() if t.name == "grader"], "nothing stays behind"
+
+
+def rewards(stage: Reward) -> dict[int, list[float]]:
+    """Group -> its rewards, of those that are graded."""
+    undone = stage.dock.remaining("reward") // MEMBERS
+    graded = {}
+    for group in range(3):
+        ids = [SampleId(0, group, m) for m in range(MEMBERS)]
+        try:
+            graded[group] = stage.graded(ids)["reward"].tolist()
+        except ValueError:
+            undone -= 1
+    assert not undone, "what is there is acknowledged"
+    return graded
+
+
+def until(condition, seconds: float = 5.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_groups_are_graded_as_they_are_finished_and_a_slow_one_holds_nobody_up(stage: Reward) -> None:
+    with Grader(stage, MEMBERS) as grader:
+        answer(stage.dock, 1, 8, 0)
+        answer(stage.dock, 2, 1, 2)
+        until(lambda: rewards(stage) == {2: [1.0, 2.0]})
+        answer(stage.dock, 0, 3, 4)
+        grader.check()
+        begin = time.monotonic()
+        grader.finish()
+        assert time.monotonic() - begin < 2
+        assert rewards(stage) == {0: [3.0, 4.0], 1: [8.0, 0.0], 2: [1.0, 2.0]}
+    assert grader.done.groups == 3 and 0.8 <= grader.done.seconds < 4
+    ids = [SampleId(0, g, m) for g in range(3) for m in range(MEMBERS)]
+    stats = group_stats(stage.graded(ids))
+    assert [(s.reward, s.signal, s.lengths) for s in stats.values()] == [
+        (3.5, True, (2, 2)), (4.0, True, (2, 2)), (1.5, True, (2, 2))
+    ]  # fmt: skip
+
+
+def test_it_goes_on_with_the_next_round(stage: Reward) -> None:
+    grader = Grader(stage, MEMBERS)
+    for epoch in range(2):
+        if epoch:
+            stage.dock.clear(0)
+            stage.dock.open(1, 3, MEMBERS)
+            stage.dock.put(prompts.prompt_rows(1, [Prompt((5,), "p", "a", g) for g in range(3)]))
+        with grader:
+            for group in range(3):
+                answer(stage.dock, group, 0, 0, epoch=epoch)
+            grader.finish()
+        assert grader.done.groups == 3 * (epoch + 1) and not stage.dock.remaining("reward")
+
+
+def test_a_failure_reaches_the_main_thread(stage: Reward) -> None:
+    with Grader(stage, MEMBERS) as grader:
+        answer(stage.dock, 0, 0, 99)
+        begin = time.monotonic()
+        with pytest.raises(RewardError, match="(?s)AssertionError: the response.*rollout 0, prompt 0, response 1"):
+            while time.monotonic() - begin < 5:
+                grader.check()
+        assert time.monotonic() - begin < 1
+        with pytest.raises(RewardError):
+            grader.finish()
+
+
+def test_a_grader_that_hangs_ends_by_its_limit(stage: Reward) -> None:
+    pids = {worker.pid for worker in stage.graders._workers}
+    with Grader(stage, MEMBERS) as grader:
+        answer(stage.dock, 0, 98, 0)
+        begin = time.monotonic()
+        with pytest.raises(RewardError, match="ran longer than 1 s"):
+            grader.finish()
+        assert time.monotonic() - begin < 3
+    assert not pids <= {worker.pid for worker in stage.graders._workers if worker._process.poll() is None}
+
+
+@pytest.mark.parametrize("stage", [{"on_error": "drop"}], indirect=True)
+def test_failures_that_do_not_stop_are_counted(stage: Reward) -> None:
+    with Grader(stage, MEMBERS) as grader:
+        for group in range(3):
+            answer(stage.dock, group, 0, 99 if group == 1 else 1)
+        grader.finish()
+    stats = group_stats(stage.graded([SampleId(0, g, m) for g in range(3) for m in range(MEMBERS)]))
+    assert [(s.broken, s.errors) for s in stats.values()] == [(False, 0), (True, 1), (False, 0)]
+    assert "prompt 1, response 1" in stage.graders.take_failures()["grade"]
+
+
+def test_responses_that_never_come_are_waited_for_as_long_as_the_deadline(stage: Reward, monkeypatch) -> None:
+    monkeypatch.setattr(grading, "IDLE_SECONDS", 0.1)
+    stage.deadline = 0.8
+    grader = Grader(stage, MEMBERS)
+    with grader:
+        answer(stage.dock, 0, 0, 0)
+        begin = time.monotonic()
+        with pytest.raises(
+            TimeoutError, match=r"no group was graded for 0.8 s .*'tokens' \(written by state 'generate'"
+        ):
+            grader.finish()
+        assert 0.8 <= time.monotonic() - begin < 3 and rewards(stage) == {0: [0.0, 0.0]}
+
+
+def test_a_stop_hands_back_what_is_in_grading(stage: Reward) -> None:
+    """As after an error of the engine."""
+    with pytest.raises(KeyError), Grader(stage, MEMBERS):
+        answer(stage.dock, 0, 9, 9)
+        time.sleep(0.1)
+        begin = time.monotonic()
+        raise KeyError("of the engine")
+    assert time.monotonic() - begin < 2
+    assert stage.run([SampleId(0, 0, m) for m in range(MEMBERS)])["reward"].tolist() == [9.0, 9.0]
