@@ -25,7 +25,7 @@ DAPO = ("--rl-algorithm", "dapo", "--rl-rollout-prompts", "8", "--rl-overlong-bu
 EVALUATED = ("--rl-eval-every", "2", "--rl-eval-pass-k", "2")
 CASES = {
     "one engine of two ranks, an own stage": (*DAPO, "--rl-generate-tp", "2", "--rl-stage", f"{STAGE}:ShortFirst"),
-    "two engines, filtration": ("--rl-filtration", "best-random", "--rl-rollout-prompts", "8", "--rl-ppo-epochs", "2"),
+    "two engines, filtration": ("--rl-filtration", "best-random"),
 }
 
 
