@@ -42,7 +42,7 @@ def answer(dock: Dock, group: int, *tokens: int, epoch: int = 0) -> None:
     ids = [SampleId(epoch, group, m) for m in range(MEMBERS)]
     lease = dock.lease("generate", ids=ids, deadline=1)
     requests = [GenerateRequest(i, (5,), Sampling(1), 0) for i in ids]
-    answers = [Completion(i, (t,), (-1.0,), "stop", 0) for i, t in zip(ids, tokens, strict=True)]
+    answers = [Completion(i, (t,), (-1.0,), "stop", ((0, 0),)) for i, t in zip(ids, tokens, strict=True)]
     dock.commit(lease, generate.completion_rows(requests, answers))
 
 
