@@ -23,6 +23,7 @@ from mindspeed_rl_plugin.dock.calls import Calls
 from mindspeed_rl_plugin.dock.cells import Buffers, Writer
 from mindspeed_rl_plugin.dock.peers import Peers
 from mindspeed_rl_plugin.dock.places import ids_array, ids_tuple
+from mindspeed_rl_plugin.dock.sharing import Fill, Shared
 from mindspeed_rl_plugin.dock.sources import VersionSource
 from mindspeed_rl_plugin.dock.versions import Versions
 from mindspeed_rl_plugin.rows import Rows, SampleId
@@ -297,6 +298,11 @@ class Dock:
     def sources(self) -> list[VersionSource]:
         """What each rank of the job offers, for another process."""
         return [VersionSource(self._calls, address) for address in self._calls.directory.ranks]
+
+    def once_a_machine(self, key: str, nbytes: int, fill: Fill) -> Shared:
+        """Bytes under a version that one process of this machine reads by `fill`, for all there that give the same
+        key."""
+        return Shared(self._calls.me, key, nbytes, fill)
 
     @staticmethod
     def join(address: str, secret_file: str | os.PathLike[str], *, lease_seconds: float = 600.0) -> Dock:

@@ -226,6 +226,16 @@ class Found(Message):
     nbytes: int
 
 
+class Staged(Message):
+    """A version in the memory of the process that reads for its machine. read: bytes that it read for this answer."""
+
+    version: int
+    about: bytes
+    path: str
+    nbytes: int
+    read: int
+
+
 class Missed(Message):
     """The version is not there. newest: of this rank, -1 before the first."""
 

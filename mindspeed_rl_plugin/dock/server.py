@@ -31,12 +31,13 @@ class Server:
         self._closed = threading.Event()
         self._last: m.Message = m.Bye()
 
-    def start(self, host: str = "") -> m.Address:
-        """Listen, on the address of a network interface too where one is given; where. Raises OSError where the
-        sockets cannot be made."""
+    def start(self, host: str = "", name: str = "") -> m.Address:
+        """Listen, on the address of a network interface too where one is given; where. name: of the abstract Unix
+        socket. Raises OSError where the sockets cannot be made."""
         if self.address is None:
-            self.address = m.Address(self.me.node, f"rl-dock-{secrets.token_hex(16)}", rank=self.me.rank)
-            self._listen(socket.AF_UNIX, "\0" + self.address.unix)
+            address = m.Address(self.me.node, name or f"rl-dock-{secrets.token_hex(16)}", rank=self.me.rank)
+            self._listen(socket.AF_UNIX, "\0" + address.unix)
+            self.address = address
             if self.watch is not None:
                 thread(self._tick)
         if host and not self.address.port:
@@ -65,8 +66,12 @@ class Server:
 
     def _listen(self, family: int, where: object) -> socket.socket:
         listener = socket.socket(family)
-        listener.bind(where)
-        listener.listen(1024)
+        try:
+            listener.bind(where)
+            listener.listen(1024)
+        except OSError:
+            listener.close()
+            raise
         self._listeners.append(listener)
         thread(self._accept, listener)
         return listener

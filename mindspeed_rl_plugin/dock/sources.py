@@ -12,7 +12,7 @@ from mindspeed_rl_plugin.dock.calls import Calls
 from mindspeed_rl_plugin.dock.memory import mapped
 from mindspeed_rl_plugin.dock.versions import Gone, Span, view
 
-LEAST_SECONDS = 0.1  # for an answer
+LEAST_SECONDS = 0.1  # for an answer; so much before its deadline a wait ends, to be answered in time
 
 
 class VersionSource:
@@ -28,12 +28,12 @@ class VersionSource:
         until = time.monotonic() + seconds
         while True:
             left = until - time.monotonic()
-            answer = self._ask(m.Seek(-1 if version is None else version, max(left, 0.0)), left)
+            answer = self._ask(m.Seek(-1 if version is None else version, max(left - LEAST_SECONDS, 0.0)), left)
             if isinstance(answer, m.Found):
                 break
             if version is not None and answer.newest >= version:
-                raise Gone(version, answer.newest, self.address.rank)
-            if left <= 0:
+                raise Gone(version, answer.newest)
+            if left <= LEAST_SECONDS:
                 what = "any version" if version is None else f"version {version}"
                 raise TimeoutError(
                     f"rank {self.address.rank} has not published {what} of the weights within {seconds:g} s; its "
@@ -52,7 +52,7 @@ class VersionSource:
             return
         got = self._ask(m.Take(version, np.array(spans, np.int64).reshape(-1, 4)), seconds)
         if isinstance(got, m.Missed):
-            raise Gone(version, got.newest, self.address.rank)
+            raise Gone(version, got.newest)
         at = 0
         for there in into:
             there[...] = got[at : at + there.size].reshape(there.shape)
@@ -62,7 +62,7 @@ class VersionSource:
         """Raise Gone where the version has been overwritten."""
         answer = self._ask(m.Seek(version, 0.0), seconds)
         if not isinstance(answer, m.Found):
-            raise Gone(version, answer.newest, self.address.rank)
+            raise Gone(version, answer.newest)
 
     def _ask(self, message: m.Message, seconds: float) -> m.Found | m.Missed | np.ndarray:
         return self._calls.ask_rank(self.address, message, max(seconds, LEAST_SECONDS))

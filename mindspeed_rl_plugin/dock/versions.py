@@ -24,10 +24,10 @@ Span = Sequence[int]  # byte offset, rows, bytes of a row, bytes from one row to
 
 
 class Gone(RuntimeError):
-    """A version has been overwritten: `newest` is the newest of its rank."""
+    """A version has been overwritten: `newest` is the newest of the rank that said so."""
 
-    def __init__(self, version: int, newest: int, rank: int) -> None:
-        super().__init__(f"version {version} of the weights of rank {rank} is gone; the newest is {newest}")
+    def __init__(self, version: int, newest: int) -> None:
+        super().__init__(f"version {version} of the weights is gone; the newest is {newest}")
         self.version, self.newest = version, newest
 
 

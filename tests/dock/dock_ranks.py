@@ -10,13 +10,17 @@ import time
 import traceback
 from multiprocessing.connection import Connection
 
+import numpy as np
 import torch
 from dock_help import COLUMNS, SMALL, STATES, Gathered, prompts
 
-from mindspeed_rl_plugin.dock import Dock, Ragged, Rows, SampleId, joining
+from mindspeed_rl_plugin.dock import Dock, Gone, Ragged, Rows, SampleId, joining
 from mindspeed_rl_plugin.dock.factory import Member
+from mindspeed_rl_plugin.dock.rpc import Process
+from mindspeed_rl_plugin.dock.sharing import Shared
 
 LENGTH = 50_000  # tokens: such puts go through lent memory
+VERSION_BYTES = 8 << 20
 
 
 def rank_main(pipe: Connection, log: str, rank: int, nodes: list[str], heartbeat: float) -> None:
@@ -70,6 +74,7 @@ class Commands:
 
     def __init__(self, dock: Dock, member: Member | None) -> None:
         self.dock, self.member, self.leases = dock, member, {}
+        self.store = None
 
     def put(self, groups: int) -> None:
         self.dock.put(prompts(groups))
@@ -112,10 +117,41 @@ class Commands:
     def address(self) -> tuple:
         return tuple(self.member.server.address)
 
+    def publish(self, version: int) -> None:
+        """A version of weights whose bytes are its number."""
+        self.store = self.store or self.dock.offer(VERSION_BYTES, 2)
+        self.store.begin(version)[:] = version
+        self.store.commit(version, b"")
+
+    def pull(self, rank: int, version: int, seconds: float) -> str:
+        """Read a version over and over; the error that ends that, which comes before what is torn is taken."""
+        source, into = self.dock.sources()[rank], [np.empty((1, VERSION_BYTES), np.uint8)]
+        source.seek(version, seconds)
+        until = time.monotonic() + seconds
+        try:
+            while True:
+                source.read(version, [(0, 1, VERSION_BYTES, VERSION_BYTES)], into, until - time.monotonic())
+                source.check(version, until - time.monotonic())
+                assert (into[0] == version).all()
+        except (Gone, OSError) as error:
+            return "lost" if isinstance(error, ConnectionError) else type(error).__name__
+
     def hang(self) -> None:
         """As in a collective: SIGTERM does not help."""
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         time.sleep(1000)
+
+
+def reader_main(pipe: Connection, log: str, secret: bytes) -> None:
+    """The process of a machine that reads weights for the others, and does not end."""
+
+    def fill(version: int, seconds: float, memory: np.ndarray) -> bytes:
+        pipe.send("reads")
+        time.sleep(100)
+        return b""
+
+    speak_to(log)
+    Shared(Process("other", -1, joining.machine(), secret), "key", 5000, fill).get(1, 100.0)
 
 
 def cell(sample: SampleId) -> torch.Tensor:

@@ -284,3 +284,37 @@ def test_a_consumer_outside_of_a_torchrun_job_is_killed(start, torchrun, tmp_pat
         first.kill()
         second = start.outside(address.read_text(), secret)
         assert len(held) == 2 and sorted(second.call("work", "generate", 1)) == list(ids(3, 1)) and job.result()
+
+
+def test_whoever_reads_weights_may_die_and_a_version_that_goes_is_gone(start, tmp_path: Path) -> None:
+    job = start(["left", "right"], 30.0)
+    address = job.all("invite", str(tmp_path / "secret"))[0]
+    job.all("publish", 0)
+    first, second = (start.outside(address, tmp_path / "secret", n) for n in ("elsewhere", "left"))
+    for reader in (first, second):
+        reader.send("pull", 0, 0, 30.0)
+    time.sleep(0.3)
+    first.kill()
+    time.sleep(0.1)
+    for version in (1, 2):
+        job.all("publish", version)
+    assert second.answer() == "Gone"
+    assert all(rank.process.is_alive() for rank in job.ranks)
+
+
+@pytest.mark.parametrize(
+    ("node", "number", "ends"), [("elsewhere", signal.SIGKILL, "lost"), ("left", signal.SIGSTOP, "TimeoutError")]
+)
+def test_a_reader_of_weights_ends_with_their_rank_within_its_deadline(
+    start, tmp_path: Path, node: str, number: int, ends: str
+) -> None:
+    job = start(["left"], 30.0)
+    address = job[0].call("invite", str(tmp_path / "secret"), "127.0.0.1")
+    job[0].call("publish", 0)
+    reader = start.outside(address, tmp_path / "secret", node)
+    reader.send("pull", 0, 0, 2.0)
+    time.sleep(0.2)
+    begin = time.monotonic()
+    job[0].kill(number)
+    assert reader.answer() == ends
+    assert time.monotonic() - begin < 5

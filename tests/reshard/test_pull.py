@@ -2,6 +2,8 @@
 
 import dataclasses
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -9,6 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mindspeed_rl_plugin.dock import machine
+from mindspeed_rl_plugin.dock.rpc import Process
+from mindspeed_rl_plugin.dock.sharing import Shared
 from mindspeed_rl_plugin.reshard.layout import EngineParallel, ModelShape, Parallel, canonical_tensors, engine_layout
 from mindspeed_rl_plugin.reshard.pull import Puller
 from mindspeed_rl_plugin.reshard.resharder import Resharder
@@ -100,6 +105,32 @@ def test_replicas_share_the_memory_of_one_model_evenly():
     sizes = [share.nbytes for share in weights.shares]
     whole = sum(t.slices * t.slice_bytes(2) for t in canonical_tensors(SHAPE).values())
     assert whole <= sum(sizes) <= 1.02 * whole and max(sizes) <= 1.25 * whole / 8, sizes
+
+
+@pytest.mark.parametrize("once", [True, False])
+def test_engine_ranks_of_one_machine_pull_what_they_need_once(once, request):
+    """Of experts spread over two ranks, each has its own, and both have all of the rest."""
+    shape = ModelShape("qwen3_moe", 2, 32, 4, 2, 8, 48, 60, 64, experts=4, expert_ffn=16)
+    canonical, sizes = random_weights(shape), EngineParallel(1, 2)
+    stored = {r: megatron_weights(shape, Parallel(2, ep=2), r, canonical) for r in range(2)}
+    weights, ranks = trainer_of(shape, Parallel(2, ep=2), stored, torch.float32)
+    publish(ranks, 0)
+    me = Process("outside", -1, machine(), request.node.name.encode())
+    more = dict(sharing=partial(Shared, me)) if once else {}
+    expected = [engine_weights(shape, sizes, r, canonical) for r in range(2)]
+    live = [{n: torch.zeros_like(t) for n, t in each.items()} for each in expected]
+    memories = [memory for _, memory, _ in ranks]
+    pullers = [Puller(weights, sizes, each, memories, rank=r, **more) for r, each in enumerate(live)]
+    with ThreadPoolExecutor(2) as pool:
+        pulled = [done.result() for done in [pool.submit(p.pull, 0) for p in pullers]]
+    need = least(weights, [engine_layout(shape, pullers[0].engine, r) for r in range(2)])
+    read = sum(m.reads for m in memories)
+    assert read <= 1.02 * need if once else read == 2 * need
+    assert sum(done.nbytes for done in pulled) == pullers[0].staging.nbytes * (1 if once else 2)
+    for puller, mine, all_of_it in zip(pullers, live, expected, strict=True):
+        puller.apply(mine)
+        assert all(torch.equal(mine[name], t) for name, t in all_of_it.items())
+        puller.close()
 
 
 @pytest.mark.parametrize("when", ["before", "meanwhile"])

@@ -1,0 +1,183 @@
+"""Once a machine: of the processes there that want the same bytes under a version, one reads them, and all map them.
+
+The one is whoever first binds the abstract Unix socket that stands for the key; the others ask it. The name goes with
+its process, whatever ends that, and the next one that asks takes its place. A buffer is not written while a process
+uses it: each uses what it asked for last, until it asks for another version or ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import os
+import secrets
+import threading
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+from mindspeed_rl_plugin.dock import messages as m
+from mindspeed_rl_plugin.dock.core import Answer
+from mindspeed_rl_plugin.dock.memory import mapped, nameless_file
+from mindspeed_rl_plugin.dock.rpc import Process, Stream, ask, connect
+from mindspeed_rl_plugin.dock.server import Server
+from mindspeed_rl_plugin.dock.sources import LEAST_SECONDS
+from mindspeed_rl_plugin.dock.versions import Gone
+
+RETRY_SECONDS = 0.05  # until it is tried again to take the place of a process that has just ended
+
+Fill = Callable[[int, float, np.ndarray], bytes]  # (version, seconds, memory to fill) -> what is known of it
+Got = tuple[np.ndarray, bytes, int]  # bytes of a version, what is known of it, bytes that were read for this call
+
+
+class _Buffer:
+    """A nameless file. version: that it holds, None while it is written; users: processes that use it."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.file = nameless_file(max(nbytes, 1))
+        self.memory = mapped(self.file, max(nbytes, 1))[:nbytes]
+        self.version: int | None = None
+        self.about = b""
+        self.users: set[str] = set()
+
+
+class _Reader:
+    """The side of the one that reads. Asked by its `Server`, as a core is."""
+
+    def __init__(self, nbytes: int, fill: Fill) -> None:
+        self.nbytes, self.refused = nbytes, {"stranger": 0, "malformed": 0}
+        self._fill, self._buffers = fill, list[_Buffer]()
+        self._reading = threading.Lock()
+
+    def give(self, user: str, version: int, seconds: float) -> tuple[_Buffer, int]:
+        """A buffer with the version, which the user holds from now on, and the bytes that were read for that."""
+        until = time.monotonic() + seconds
+        if not self._reading.acquire(timeout=max(seconds, 0.0)):
+            raise TimeoutError(f"version {version} of the weights: another pull of this machine took {seconds:.1f} s")
+        try:
+            self.gone(user)
+            buffer = next((b for b in self._buffers if b.version == version), None)
+            read = 0 if buffer else self.nbytes
+            buffer = buffer or self._read(version, until - time.monotonic())
+            buffer.users.add(user)
+            return buffer, read
+        finally:
+            self._reading.release()
+
+    def call(self, peer: str, message: m.Message, *_: object) -> Answer:
+        """The answer to another process."""
+        try:
+            if not isinstance(message, m.Seek):
+                raise ValueError(f"{type(message).__name__} is no request to the reader of a machine")
+            buffer, read = self.give(peer, message.version, message.wait)
+        except Gone as error:
+            return m.Missed(error.newest), ()
+        except (ValueError, OSError) as error:
+            return m.Failed.of(error), ()
+        path = f"/proc/{os.getpid()}/fd/{buffer.file}"
+        return m.Staged(message.version, buffer.about, path, self.nbytes, read), ()
+
+    def gone(self, peer: str) -> None:
+        """It uses no buffer any more."""
+        for buffer in self._buffers:
+            buffer.users.discard(peer)
+
+    def close(self) -> None:
+        """Let go of all memory, which stays with those that map it."""
+        with self._reading:
+            while self._buffers:
+                os.close(self._buffers.pop().file)
+
+    def _read(self, version: int, seconds: float) -> _Buffer:
+        buffer = next((b for b in self._buffers if not b.users), None)
+        if buffer is None:
+            buffer = _Buffer(self.nbytes)
+            self._buffers.append(buffer)
+        buffer.version = None
+        buffer.about = self._fill(version, seconds, buffer.memory)
+        buffer.version = version
+        return buffer
+
+
+class Shared:
+    """Bytes under a version for this process, which another one of its machine may have read.
+
+    me: this process; key: equal for processes that want the same `nbytes`; fill: reads a version.
+    """
+
+    def __init__(self, me: Process, key: str, nbytes: int, fill: Fill) -> None:
+        self._me = me._replace(name=f"{me.name} {secrets.token_hex(4)}", rank=-1)
+        name = hmac.new(me.secret, f"{me.node} {key}".encode(), "blake2b").hexdigest()[:32]
+        self._address = m.Address(me.node, f"rl-staging-{name}", rank=-1)
+        self._nbytes, self._fill = nbytes, fill
+        self._reader: _Reader | None = None
+        self._server: Server | None = None
+        self._stream: Stream | None = None
+        self._maps: dict[int, np.ndarray] = {}  # by inode
+
+    def get(self, version: int, seconds: float) -> Got:
+        """The version, which stays as it is until the next call or `close`. Raises Gone, TimeoutError, and
+        ConnectionError where it cannot be read."""
+        until = time.monotonic() + seconds
+        while True:
+            left = until - time.monotonic()
+            if self._reader is None and self._stream is None:
+                self._find(left)
+            if self._reader is not None:
+                buffer, read = self._reader.give(self._me.name, version, left)
+                return buffer.memory, buffer.about, read
+            got = self._asked(version, left)
+            if got is not None:
+                return got
+
+    def close(self) -> None:
+        """Hand it back. Where this process was the one that reads, another takes its place. Idempotent."""
+        if self._stream is not None:
+            self._stream.close()
+        if self._server is not None:
+            self._server.close(m.Bye())
+            self._reader.close()
+        self._stream = self._server = self._reader = None
+        self._maps.clear()
+
+    def _find(self, seconds: float) -> None:
+        """Become the one that reads, or connect to it."""
+        reader = _Reader(self._nbytes, self._fill)
+        server = Server(reader, self._me)
+        with contextlib.suppress(OSError):  # the name is taken
+            server.start(name=self._address.unix)
+            self._reader, self._server = reader, server
+            return
+        try:
+            self._stream = connect(self._address, self._me, patience=max(seconds, LEAST_SECONDS))
+        except ConnectionError:  # it has ended since
+            if seconds <= 0:
+                raise
+            time.sleep(RETRY_SECONDS)
+
+    def _asked(self, version: int, seconds: float) -> Got | None:
+        """What the one that reads says; None where there is none any more."""
+        if self._stream is None:
+            return None
+        try:
+            message = m.Seek(version, max(seconds - LEAST_SECONDS, 0.0))
+            answer, _ = ask(self._stream, self._address, message, patience=max(seconds, LEAST_SECONDS))
+        except (TimeoutError, ConnectionError) as error:
+            self._stream.close()
+            self._stream = None
+            if isinstance(error, TimeoutError) or seconds <= 0:
+                raise
+            return None
+        if isinstance(answer, m.Missed):
+            raise Gone(version, answer.newest)
+        if isinstance(answer, m.Failed):
+            raise answer.raised() if answer.late else ConnectionError(answer.text)
+        return self._map(answer), answer.about, answer.read
+
+    def _map(self, staged: m.Staged) -> np.ndarray:
+        with open(staged.path, "r+b") as file:
+            inode = os.fstat(file.fileno()).st_ino
+            if inode not in self._maps:
+                self._maps[inode] = mapped(file.fileno(), max(staged.nbytes, 1))[: staged.nbytes]
+        return self._maps[inode]

@@ -1,0 +1,126 @@
+"""Once a machine: one process reads, the others map; what is in use stays as it is; whoever is left goes on."""
+
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import dock_ranks
+import pytest
+
+from mindspeed_rl_plugin.dock import Gone, joining
+from mindspeed_rl_plugin.dock.rpc import Process
+from mindspeed_rl_plugin.dock.sharing import Shared
+
+NBYTES = 5000
+
+
+class Machine:
+    """Processes of one machine, which are threads here; counts what is read. slow: seconds of a read."""
+
+    def __init__(self, secret: bytes = b"of this job", slow: float = 0.0) -> None:
+        self.me = Process("outside", -1, joining.machine(), secret)
+        self.made, self.read, self.slow = [], [], slow
+        self.error: Exception | None = None
+
+    def process(self, key: str = "key") -> Shared:
+        self.made.append(Shared(self.me, key, NBYTES, self.fill))
+        return self.made[-1]
+
+    def fill(self, version, seconds, memory) -> bytes:
+        if self.error is not None:
+            raise self.error
+        time.sleep(self.slow)
+        memory[:] = version
+        self.read.append(version)
+        return b"about %d" % version
+
+
+@pytest.fixture
+def machine(request: pytest.FixtureRequest):
+    made = Machine(secret=request.node.name.encode())
+    yield made
+    for shared in made.made:
+        shared.close()
+
+
+def test_one_reads_and_all_have_it(machine) -> None:
+    machine.slow = 0.2
+    each = [machine.process() for _ in range(4)]
+    with ThreadPoolExecutor(4) as pool:
+        got = list(pool.map(lambda shared: shared.get(3, 20), each))
+    assert machine.read == [3] and sorted(read for *_, read in got) == [0, 0, 0, NBYTES]
+    assert all((memory == 3).all() and len(memory) == NBYTES and about == b"about 3" for memory, about, _ in got)
+    assert machine.process("another key").get(3, 20)[2] == NBYTES, "who wants other bytes reads for itself"
+
+
+@pytest.mark.parametrize("reader_is_first", [True, False])
+def test_what_a_process_uses_is_not_written(machine, reader_is_first: bool) -> None:
+    first, second = machine.process(), machine.process()
+    if not reader_is_first:
+        second.get(0, 20)
+    old = first.get(0, 20)[0]
+    for version in (1, 2):
+        assert (second.get(version, 20)[0] == version).all() and (old == 0).all()
+    assert (first.get(2, 20)[0] == 2).all() and machine.read == [0, 1, 2]
+    for version in range(3, 9):  # together, so that two buffers are enough
+        assert (first.get(version, 20)[0] == version).all() and (second.get(version, 20)[0] == version).all()
+    reader = next(shared for shared in machine.made if shared._reader)
+    assert len(reader._reader._buffers) <= 2
+
+
+def test_the_reader_leaves_and_another_takes_its_place(machine) -> None:
+    first, second, third = (machine.process() for _ in range(3))
+    kept = [shared.get(0, 20)[0] for shared in (first, second, third)][1]
+    first.close()
+    assert (kept == 0).all(), "what is mapped stays"
+    assert second.get(1, 20)[2] + third.get(1, 20)[2] == NBYTES and machine.read == [0, 1]
+
+
+@pytest.fixture
+def hanging(machine, tmp_path: Path):
+    """A process that reads and does not end."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["dock_ranks"])
+    ours, theirs = context.Pipe()
+    process = context.Process(target=dock_ranks.reader_main, args=(theirs, str(tmp_path / "log"), machine.me.secret))
+    process.start()
+    assert ours.poll(60) and ours.recv() == "reads"
+    yield process
+    process.kill()
+    process.join(10)
+
+
+def test_a_reader_that_is_killed_holds_nobody_up(machine, hanging) -> None:
+    shared = machine.process()
+    with ThreadPoolExecutor(1) as pool:
+        got = pool.submit(shared.get, 1, 30)
+        threading.Event().wait(0.3)
+        assert not got.done()
+        hanging.kill()
+        memory, _, read = got.result(timeout=10)
+    assert (memory == 1).all() and read == NBYTES
+
+
+def test_a_reader_that_hangs_ends_the_wait_at_the_deadline(machine, hanging) -> None:
+    os.kill(hanging.pid, signal.SIGSTOP)
+    begin = time.monotonic()
+    with pytest.raises((TimeoutError, ConnectionError)):
+        machine.process().get(1, 1.0)
+    assert time.monotonic() - begin < 3
+
+
+@pytest.mark.parametrize("error", [Gone(1, 5), TimeoutError("late"), ConnectionError("rank 1 is gone")])
+def test_an_error_of_the_read_reaches_all(machine, error) -> None:
+    first, second = machine.process(), machine.process()
+    first.get(0, 20)
+    second.get(0, 20)
+    machine.error = error
+    for shared in (first, second):
+        with pytest.raises(type(error), match=str(error)):
+            shared.get(1, 20)
+    machine.error = None
+    assert (second.get(2, 20)[0] == 2).all() and (first.get(2, 20)[0] == 2).all()
