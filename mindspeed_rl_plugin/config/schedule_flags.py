@@ -13,7 +13,7 @@ class ScheduleConfig:
 
     schedule: str = flag(
         "sync",
-        "sync: one stage after the other; streamed: each group is graded as soon as its responses are finished, while "
-        "the engine generates the others, with the same results bit for bit",
+        "sync: one stage after the other; streamed: each response is graded as soon as it is finished, while the "
+        "engine generates the others, with the same results bit for bit",
         choices=("sync", "streamed"),
     )

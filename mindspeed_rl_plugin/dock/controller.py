@@ -52,7 +52,7 @@ class Controller:
             self._epochs[epoch] = EpochView(shape, self.spec, self.columns)
 
     def apply(self, record: Record) -> bool:
-        """Take one record in, each of a warehouse in turn; whether it concerns this state."""
+        """Take one record in, each of a warehouse in turn; whether who waits for this state may go on."""
         self.applied[record.warehouse] = record.seq
         mine = record.state == self.spec.name
         if not (record.cells or mine or record.cleared is not None):
@@ -61,13 +61,13 @@ class Controller:
         view = self._epochs.get(record.epoch)
         if view is None:  # cleared everywhere
             return False
-        view.learn(record)
+        ready = view.learn(record)
         if mine or record.cleared is not None:
             self.end(self._settled)
         if not view.alive.any():
             del self._epochs[record.epoch]
             self._gone.add(record.epoch)
-        return True
+        return ready or mine or record.cleared is not None
 
     # giving out
 

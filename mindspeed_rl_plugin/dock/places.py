@@ -79,17 +79,23 @@ class EpochView(Places):
         self.unit = shape.members if spec.whole_groups else 1  # rows that are only given out together
         self._tokens = next((i for i, n in enumerate(spec.reads) if columns[n].level == "token"), None)
 
-    def learn(self, record: Record) -> None:
-        """Take in new cells and acknowledgements; cleared groups stay cleared."""
+    def learn(self, record: Record) -> bool:
+        """Take in new cells and acknowledgements; cleared groups stay cleared. Whether a row became ready, or a whole
+        group where groups are whole."""
+        ready = False
         for cells in record.cells:
             self.owner[self.groups_of(cells)] = record.warehouse
             rows, new = self.enter(cells)
             self.lacking[rows] -= new.sum(0).astype(np.int16)
+            rows = rows[new.any(0)]
+            units = self.lacking.reshape(-1, self.unit)[np.unique(rows // self.unit)]
+            ready |= bool((units == 0).all(1).any())
         if record.state == self.spec.name:
             self.status[record.rows] = DONE
             self.owner[record.rows // self.shape.members] = record.warehouse
         if record.cleared is not None:
             self.alive[record.cleared] = False
+        return ready
 
     def available(self) -> np.ndarray:
         """`[rows]` bool: can be given out now."""

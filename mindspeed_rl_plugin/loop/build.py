@@ -84,9 +84,9 @@ def build_loop(
 
 def table_of(inputs: Inputs) -> list[StageSpec]:
     """The stages of a run."""
-    graders = len(inputs.graders.names) if inputs.graders else 0
-    own = [spec for spec, _ in inputs.own_stages]
-    return stage_table(inputs.algorithm, graders, dump=inputs.config.monitor.dump_dir is not None, own=own)
+    graders, own = inputs.graders, [spec for spec, _ in inputs.own_stages]
+    rewards = {"graders": len(graders.names), "by_group": graders.by_group} if graders else {"graders": 0}
+    return stage_table(inputs.algorithm, **rewards, dump=inputs.config.monitor.dump_dir is not None, own=own)
 
 
 def dock_size(inputs: Inputs, table: Sequence[StageSpec]) -> DockSize:

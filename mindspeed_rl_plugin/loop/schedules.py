@@ -164,8 +164,8 @@ class SyncSchedule:
 
 
 class StreamedSchedule(SyncSchedule):
-    """The same, but each group is graded as soon as its responses are finished. What is submitted, and in which order,
-    does not depend on that, so all numbers are those of `SyncSchedule`."""
+    """The same, but each response is graded as soon as it is finished. What is submitted, and in which order, does not
+    depend on that, so all numbers are those of `SyncSchedule`."""
 
     def __init__(self, job: Job, stages: Stages, colocation: Colocation, rounds: int) -> None:
         super().__init__(job, stages, colocation, rounds)

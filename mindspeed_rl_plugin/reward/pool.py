@@ -141,10 +141,16 @@ class RewardPool:
             kept.clear()
 
     @property
-    def hungry(self) -> bool:
-        """Whether workers are idle, or soon will be: who shares responses with other pools takes no more before."""
-        sizes = [TOGETHER if k.asynchronous and not k.batch else 0 for k in self._kinds]
-        return sum(len(c.items) / (sizes[c.grader] or len(c.items)) for c in self._waiting) < len(self._workers)
+    def by_group(self) -> bool:
+        """Whether some grader is called with whole groups."""
+        return any(kind.batch for kind in self._kinds)
+
+    @property
+    def wanted(self) -> int:
+        """How many further responses keep the workers busy: who shares responses with other pools takes no more."""
+        together = [TOGETHER if k.asynchronous and not k.batch else 1 for k in self._kinds]
+        waiting = sum(1 if together[c.grader] == 1 else len(c.items) / TOGETHER for c in self._waiting)
+        return max(0, math.ceil((len(self._workers) - waiting) * max(together)))
 
     def take_failures(self) -> dict[str, str]:
         """Grader -> the first of its failures as a message, of those that failed since the last call."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 
@@ -35,6 +36,7 @@ SPEC = StageSpec(
 
 Bar = Callable[[int], AbstractContextManager[ProgressBar]]
 LOOK_SECONDS = 0.5  # between looks at what works beside the engine
+COMMIT_SECONDS = 0.05  # between commits: each costs the engine some of its time
 
 
 def _hidden(responses: int) -> ProgressBar:
@@ -62,22 +64,24 @@ class Generate(Stage):
         return Rows(())
 
     def stream(self, ids: Sequence[SampleId], look: Callable[[], None]) -> None:
-        """The same, each row committed as soon as its response is finished. look: called every LOOK_SECONDS at least,
+        """The same, each row committed soon after its response is finished. look: called every LOOK_SECONDS at least,
         and may raise."""
         lease = self.lease(ids)
-        requests = {request.id: request for request in self._requests(lease.rows)}
-        with self.bar(len(requests)) as bar:
-            for finished in stream(self.engine, [*requests.values()], deadline=self.deadline, pause=LOOK_SECONDS):
+        left, finished, last = {request.id: request for request in self._requests(lease.rows)}, [], time.monotonic()
+        with self.bar(len(left)) as bar:
+            for more in stream(self.engine, [*left.values()], deadline=self.deadline, pause=LOOK_SECONDS):
                 look()
-                if finished:
-                    self._commit(lease, [requests[c.id] for c in finished], finished)
-                    bar.update(len(finished))
+                bar.update(len(more))
+                finished += [(left.pop(completion.id), completion) for completion in more]
+                if finished and (not left or time.monotonic() - last >= COMMIT_SECONDS):
+                    self._commit(lease, *zip(*finished, strict=True))
+                    finished, last = [], time.monotonic()
 
-    def _commit(self, lease: Lease, requests: Sequence[GenerateRequest], finished: Sequence[Completion]) -> None:
+    def _commit(self, lease: Lease, requests: Sequence[GenerateRequest], completions: Sequence[Completion]) -> None:
         """Rows of a lease, by the first rank of the engine."""
         rows = Rows(tuple(r.id for r in requests), {})
         if self.engine.leader:
-            rows = completion_rows(requests, finished, self.engine.digest)
+            rows = completion_rows(requests, completions, self.engine.digest)
         self.dock.commit_part(lease, rows)
 
     def compute(self, rows: Rows) -> Rows | None:

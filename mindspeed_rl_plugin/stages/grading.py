@@ -1,4 +1,4 @@
-"""Grading beside other stages: a thread of each rank grades groups as they become ready."""
+"""Grading beside other stages: a thread of each rank grades responses as they become ready."""
 
 from __future__ import annotations
 
@@ -10,21 +10,22 @@ from mindspeed_rl_plugin.dock import Lease
 from mindspeed_rl_plugin.reward.batch import Batch
 from mindspeed_rl_plugin.stages.reward import Reward, grade_rows
 
-IDLE_SECONDS = 0.5  # a lease waits for a group, where nothing is in grading
-LOOK_SECONDS = 0.02  # between looks for further groups, where graders are idle
+IDLE_SECONDS = 0.5  # a lease waits for responses, where nothing is in grading
+PACE_SECONDS = 0.05  # between leases, at first: each costs the engine some of its time
 STOP_SECONDS = 10.0  # for the thread to end, beside a call of the dock
 
 
 @dataclass
 class Graded:
-    """groups: graded by this rank so far; seconds: with a group in grading."""
+    """responses: graded by this rank so far; seconds: with responses in grading."""
 
-    groups: int = 0
+    responses: int = 0
     seconds: float = 0.0
 
 
 class Grader:
-    """Leases whole groups from the state of `stage`, whichever are ready, grades many at once, and commits each.
+    """Leases responses from the state of `stage`, whichever are ready, as many as keep the graders busy, and commits
+    what is graded. One group at once where a grader is called with whole groups.
 
     stage: of this rank; its pool is the thread's from `start` to `finish` or `stop`. members: rows of a group.
     done: what this rank graded so far.
@@ -36,6 +37,7 @@ class Grader:
         self.members, self.done = members, Graded()
         self._leases: dict[Batch, Lease] = {}
         self._left, self._since = -1, 0.0  # rows that are not graded, and since when they are as many
+        self._again, self._pause = 0.0, PACE_SECONDS  # when to look for more, and seconds from that to the next look
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
         self._finishing, self._stopping = threading.Event(), threading.Event()
@@ -62,6 +64,7 @@ class Grader:
     def finish(self) -> None:
         """Wait until every row of all open epochs is graded, on whichever rank, and end. Raises as `check` does; and
         TimeoutError where no further row is graded anywhere within the stage's deadline."""
+        self._again = 0.0
         self._finishing.set()
         while self._thread is not None and self._thread.is_alive():
             self._thread.join(IDLE_SECONDS)
@@ -90,28 +93,33 @@ class Grader:
         while not self._stopping.is_set():
             busy, now = bool(self._leases), time.monotonic()
             self.done.seconds += now - last if busy else 0.0
-            last, hungry = now, pool.hungry
-            if hungry and not self._take() and not busy:  # every row is graded
-                if self._finishing.is_set():
-                    return
-                self._stopping.wait(LOOK_SECONDS)
-            for batch in pool.poll(LOOK_SECONDS if hungry else IDLE_SECONDS):
-                lease = self._leases.pop(batch)
-                self.stage.commit(lease, grade_rows(lease.rows.ids, batch.grades()))
-                self.done.groups += 1
+            last, wanted = now, pool.wanted if now >= self._again else 0
+            if wanted and not self._take(wanted) and not busy and self._finishing.is_set():
+                return  # every row is graded
+            if not self._leases:
+                self._stopping.wait(min(max(self._again - now, 0.0), PACE_SECONDS))
+            for batch in pool.poll(PACE_SECONDS):
+                self._commit(batch)
 
-    def _take(self) -> bool:
-        """Begin with a group that is ready. Returns False where there is none; unless some are in grading here, that
-        says that all are graded."""
+    def _take(self, wanted: int) -> bool:
+        """Begin with responses that are ready. False says that there are none; where none are in grading here either,
+        that all are graded."""
+        rows = self.members if self.stage.spec.unit == "group" else wanted
         try:
-            deadline = 0.0 if self._leases else IDLE_SECONDS
-            lease = self.stage.lease(None, max_rows=self.members, deadline=deadline)
+            lease = self.stage.lease(None, max_rows=rows, deadline=0.0 if self._leases else IDLE_SECONDS)
         except TimeoutError as error:
             self._check_progress(str(error))
             return True
+        self._pause = PACE_SECONDS if len(lease) else min(2 * self._pause, IDLE_SECONDS)
+        self._again = time.monotonic() + self._pause
         if len(lease):
             self._leases[self.stage.graders.submit(self.stage.items(lease.rows))] = lease
         return len(lease) > 0
+
+    def _commit(self, batch: Batch) -> None:
+        lease = self._leases.pop(batch)
+        self.stage.commit(lease, grade_rows(lease.rows.ids, batch.grades()))
+        self.done.responses += len(lease)
 
     def _check_progress(self, waiting: str) -> None:
         """Raise TimeoutError where this rank only waits, and nobody grades anything, for too long."""
@@ -119,4 +127,4 @@ class Grader:
         if not self._finishing.is_set() or left != self._left:
             self._left, self._since = left, now
         elif now - self._since > self.stage.deadline:
-            raise TimeoutError(f"no group was graded for {self.stage.deadline:g} s (--rl-wait-timeout): {waiting}")
+            raise TimeoutError(f"no response was graded for {self.stage.deadline:g} s (--rl-wait-timeout): {waiting}")

@@ -14,8 +14,8 @@ from mindspeed_rl_plugin.stages.stage import Stage, StageSpec
 REWARD = ColumnSpec("reward", torch.float32, "sample", ragged=False)
 
 
-def spec(graders: int) -> StageSpec:
-    """graders: number of rewards, the width of `reward_parts`."""
+def spec(graders: int, by_group: bool = True) -> StageSpec:
+    """graders: number of rewards, the width of `reward_parts`; by_group: whether one is called with whole groups."""
     return StageSpec(
         "reward",
         reads=("tokens", "loss_mask", "meta"),
@@ -25,7 +25,7 @@ def spec(graders: int) -> StageSpec:
             ColumnSpec("graded", torch.int8, "sample", ragged=False),  # 0: a grader failed and the sample is dropped
             ColumnSpec("grader_error", torch.int8, "sample", ragged=False),  # 1: a grader failed
         ),
-        unit="group",  # a batch grader sees all responses of a prompt in one call, on however many ranks
+        unit="group" if by_group else "row",
         resource="cpu",
     )
 

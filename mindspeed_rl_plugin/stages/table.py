@@ -21,17 +21,23 @@ TAKEN = {"multiplicity", "logp_old", "logp_ref", "values", "advantage", "advanta
 
 
 def stage_table(
-    algorithm: Algorithm, graders: int, *, dump: bool = False, own: Sequence[StageSpec] = ()
+    algorithm: Algorithm,
+    graders: int,
+    *,
+    by_group: bool = True,
+    dump: bool = False,
+    own: Sequence[StageSpec] = (),
 ) -> list[StageSpec]:
-    """The stages of an algorithm. graders: number of rewards; dump: whether rollouts are written to files; own: a
-    user's stages, which come after reward and before select. Raises ValueError for names that others have."""
+    """The stages of an algorithm. graders: number of rewards; by_group: whether one is called with whole groups; dump:
+    whether rollouts are written to files; own: a user's stages, which come after reward and before select. Raises
+    ValueError for names that others have."""
     if algorithm.from_pairs:
         return resolved([pairs.SPEC, update.pair_spec()])
     added = tuple(name for spec in own for name in spec.written)
     specs = [
         prompts.SPEC,
         generate.SPEC,
-        reward.spec(graders),
+        reward.spec(graders, by_group),
         *own,
         select.spec(algorithm, reads_valid="valid" in added),
         *logprobs.specs(algorithm),

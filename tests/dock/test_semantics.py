@@ -12,7 +12,8 @@ import pytest
 import torch
 from dock_help import COLUMNS, STATES, ids, prompts, ragged, sid, threads, together, tokens
 
-from mindspeed_rl_plugin.dock import Dock, Ragged, Rows, StateSpec, joining, machine
+from mindspeed_rl_plugin.dock import Dock, Ragged, Rows, StateSpec, core, joining, machine
+from mindspeed_rl_plugin.dock.controller import Controller
 
 
 def test_a_rollout_is_delivered_once_as_it_was_written(make) -> None:
@@ -160,6 +161,26 @@ def test_a_waiting_lease_wakes(make) -> None:
     timer.start()
     assert len(dock.lease("generate", min_rows=4, deadline=20)) == 4
     timer.join()
+
+
+def test_who_waits_is_woken_by_what_is_ready_and_nothing_else(make_one, monkeypatch) -> None:
+    """With many consumers that wait, waking them for each commit of every state would cost more than the commits."""
+    dock, looks, take = make_one(), [], Controller.take
+    monkeypatch.setattr(core, "LOOK_SECONDS", 20.0)
+    monkeypatch.setattr(Controller, "take", lambda self, *given: looks.append(self.spec.name) or take(self, *given))
+    dock.open(0, 2, 2)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(dock.beside().lease, "update", deadline=20)
+        dock.put(prompts(2))
+        dock.commit(dock.lease("generate", deadline=5), tokens(ids(2, 2)))
+        dock.commit(dock.lease("logp", deadline=5), Rows(ids(2, 2), {"logp": ragged(*[2] * 4, dtype=torch.float32)}))
+        lease = dock.lease("reward", deadline=5)
+        for row in (ids(2, 2)[0], ids(2, 2)[2]):
+            dock.commit_part(lease, Rows((row,), {"reward": torch.ones(1)}))
+        time.sleep(0.1)
+        assert looks.count("update") <= 2 and not waiting.done(), "no group is whole yet"
+        dock.commit_part(lease, Rows((ids(2, 2)[3],), {"reward": torch.ones(1)}))
+        assert waiting.result(5).rows.ids == ids(2, 2)[2:]
 
 
 def test_min_rows_is_not_waited_for_where_no_more_are_left(make_one) -> None:

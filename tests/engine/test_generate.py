@@ -101,14 +101,16 @@ def test_rows_are_aligned_and_complete(fake_engine, calls) -> None:
     assert [r.tolist() for r in rows["segments"].rows()] == [[[2, 3]], [[2, 3]], [[3, 3]], [[3, 3]]]
 
 
-def test_a_stream_submits_the_same_and_commits_each_row_when_it_is_finished(fake_engine) -> None:
+@pytest.mark.parametrize("pace", [0, 1000])
+def test_a_stream_submits_the_same_and_commits_rows_as_they_are_finished(fake_engine, monkeypatch, pace) -> None:
+    monkeypatch.setattr(stage, "COMMIT_SECONDS", pace)
     whole, dock = (filled_dock([[7, 1], [8, 9, 3], [4, 2]], members=1) for _ in range(2))
     ids = [SampleId(4, g, 0) for g in (1, 0, 2)]
     one, other = fake_engine(), fake_engine()
     stage.Generate(whole, 5, one, Sampling(5), 11).run(ids)
     left = []
     stage.Generate(dock, 5, other, Sampling(5), 11).stream(ids, lambda: left.append(dock.remaining("generate")))
-    assert other.log == one.log == ["submit 3", "keep step"] and left == [3, 2, 1]
+    assert other.log == one.log == ["submit 3", "keep step"] and left == ([3, 3, 3] if pace else [3, 2, 1])
     assert not dock.remaining("generate")
     for name, column in whole.read(ids, WRITES).columns.items():
         mine = dock.read(ids, WRITES)[name]

@@ -17,15 +17,19 @@ import asyncio, time
 def grade(prompt, response):
     time.sleep(sum(map(ord, response)) % 7 / 20)
     return sum(map(ord, response)) % 5 / 4 if int(prompt.split('*')[0]) % 2 else 1.0
+async def score(response):
+    await asyncio.sleep(0.1)
+    return len(response) % 3 / 2
 async def longest(responses):
     await asyncio.sleep(0.1)
     return [float(len(r) == max(map(len, responses))) for r in responses]
 """
 DAPO = ("--rl-algorithm", "dapo", "--rl-rollout-prompts", "8", "--rl-overlong-buffer", "4", "--lr", "3e-3")
 EVALUATED = ("--rl-eval-every", "2", "--rl-eval-pass-k", "2")
-CASES = {
-    "one engine of two ranks, an own stage": (*DAPO, "--rl-generate-tp", "2", "--rl-stage", f"{STAGE}:ShortFirst"),
-    "two engines, filtration": ("--rl-filtration", "best-random"),
+TWO_RANKS = (*DAPO, "--rl-generate-tp", "2", "--rl-stage", f"{STAGE}:ShortFirst")
+CASES = {  # graders, and flags
+    "groups are graded, one engine of two ranks, an own stage": (("grade", "longest=0.5"), TWO_RANKS),
+    "responses are graded, two engines, filtration": (("grade", "score=0.5"), ("--rl-filtration", "best-random")),
 }
 
 
@@ -40,9 +44,10 @@ def numbers(result) -> list[dict]:
 def test_all_numbers_are_those_of_sync(job, arithmetic, tmp_path, case: str) -> None:
     """Also after a resume, which the streamed run makes in the middle."""
     (tmp_path / "grader.py").write_text(GRADER)
-    graders = ("--rl-reward", f"{tmp_path}/grader.py:grade", f"{tmp_path}/grader.py:longest=0.5")
+    graders, flags = CASES[case]
+    graders = ("--rl-reward", *(f"{tmp_path}/grader.py:{grader}" for grader in graders))
     held_out = ("--rl-eval-data", str(arithmetic / "heldout.jsonl"), *EVALUATED)
-    flags = (*graders, *CASES[case], *held_out, "--rl-verify-weights", "--rl-reward-workers", "3")
+    flags = (*graders, *flags, *held_out, "--rl-verify-weights", "--rl-reward-workers", "3")
     sync = job(*flags, "--train-iters", "4", name="sync").run()
     run = job(*flags, "--train-iters", "4", "--rl-schedule", "streamed", "--save-interval", "2", name="streamed")
     run.extra += ("--exit-interval", "2")

@@ -156,14 +156,14 @@ def test_a_slow_batch_holds_no_other_up() -> None:
 
 def test_who_shares_work_takes_no_more_than_keeps_workers_busy() -> None:
     with RewardPool([own("nap"), own("batch_rank")], workers=2) as pool:
-        assert pool.hungry
-        pool.submit(naps(*[0.0] * 2))
-        assert not pool.hungry, "two calls of one response, and one of the group"
+        assert pool.wanted == 2 and pool.by_group
+        pool.submit(naps(0.0))
+        assert pool.wanted == 0, "a call of one response, and one of the group"
         pool.poll(20)
-        assert pool.hungry
+        assert pool.wanted == 2
     with RewardPool([own("async_sleep")], workers=1) as pool:
         for group in range(8):
-            assert pool.hungry, "one call takes many items"
+            assert pool.wanted == 64 - 4 * group and not pool.by_group, "one call takes many items"
             pool.submit(naps(*[0.0] * 4, group=group))
 
 
@@ -187,7 +187,7 @@ def test_a_batch_that_takes_too_long_ends_all(monkeypatch: pytest.MonkeyPatch) -
         with pytest.raises(RewardError, match="grading took longer than 1.8 s, with .* of 12 .*prompt 3"):
             while not pool.poll(1):
                 pass
-        assert any(map(gone, pids)) and pool.hungry and pool.poll(0) == []
+        assert any(map(gone, pids)) and pool.wanted == 2 and pool.poll(0) == []
         assert [g.total for g in pool.grade(naps(0.1))] == [0.1]
 
 

@@ -19,6 +19,7 @@ from mindspeed_rl_plugin.stages.select import group_stats
 from mindspeed_rl_plugin.stages.stage import columns_of, states_of
 
 TABLE = [prompts.SPEC, generate.SPEC, reward.spec(1)]
+ROWS = [prompts.SPEC, generate.SPEC, reward.spec(1, by_group=False)]
 MEMBERS = 2
 # A response is one token: tenths of a second for which the grader sleeps, 99 fails, 98 hangs.
 GRADER = """
@@ -88,12 +89,27 @@ def test_groups_are_graded_as_they_are_finished_and_a_slow_one_holds_nobody_up(s
         grader.finish()
         assert time.monotonic() - begin < 2
         assert rewards(stage) == {0: [3.0, 4.0], 1: [8.0, 0.0], 2: [1.0, 2.0]}
-    assert grader.done.groups == 3 and 0.8 <= grader.done.seconds < 4
+    assert grader.done.responses == 6 and 0.8 <= grader.done.seconds < 4
     ids = [SampleId(0, g, m) for g in range(3) for m in range(MEMBERS)]
     stats = group_stats(stage.graded(ids))
     assert [(s.reward, s.signal, s.lengths) for s in stats.values()] == [
         (3.5, True, (2, 2)), (4.0, True, (2, 2)), (1.5, True, (2, 2))
     ]  # fmt: skip
+
+
+def test_single_responses_are_graded_where_no_grader_wants_groups(stage: Reward) -> None:
+    (dock,) = make_docks(columns_of(ROWS), states_of(ROWS), [(0, 1)])
+    dock.open(0, 3, MEMBERS)
+    dock.put(prompts.prompt_rows(0, [Prompt((5,), "p", "a", g) for g in range(3)]))
+    by_row = Reward(ROWS[2], dock, 5.0, stage.graders, stage.decode)
+    with Grader(by_row, MEMBERS) as grader:
+        lease = dock.lease("generate", deadline=1)
+        requests = [GenerateRequest(i, (5,), Sampling(1), 0) for i in lease.rows.ids]
+        for request in requests[::2]:  # one of each group
+            answer = Completion(request.id, (1,), (-1.0,), "stop", ((0, 0),))
+            dock.commit_part(lease, generate.completion_rows([request], [answer]))
+        until(lambda: grader.done.responses == 3)
+        assert by_row.graded([r.id for r in requests[::2]])["reward"].tolist() == [1.0] * 3
 
 
 def test_it_goes_on_with_the_next_round(stage: Reward) -> None:
@@ -107,7 +123,7 @@ def test_it_goes_on_with_the_next_round(stage: Reward) -> None:
             for group in range(3):
                 answer(stage.dock, group, 0, 0, epoch=epoch)
             grader.finish()
-        assert grader.done.groups == 3 * (epoch + 1) and not stage.dock.remaining("reward")
+        assert grader.done.responses == 6 * (epoch + 1) and not stage.dock.remaining("reward")
 
 
 def test_a_failure_reaches_the_main_thread(stage: Reward) -> None:
@@ -152,7 +168,7 @@ def test_responses_that_never_come_are_waited_for_as_long_as_the_deadline(stage:
         answer(stage.dock, 0, 0, 0)
         begin = time.monotonic()
         with pytest.raises(
-            TimeoutError, match=r"no group was graded for 0.8 s .*'tokens' \(written by state 'generate'"
+            TimeoutError, match=r"no response was graded for 0.8 s .*'tokens' \(written by state 'generate'"
         ):
             grader.finish()
         assert 0.8 <= time.monotonic() - begin < 3 and rewards(stage) == {0: [0.0, 0.0]}

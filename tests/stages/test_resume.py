@@ -46,7 +46,7 @@ def inputs(*flags: str, algorithm: str = "grpo", prompts: int = 4, world: int = 
         flags={},
         forward=SimpleNamespace(max_tokens=None, budget=None),
         data=SimpleNamespace(load_state=lambda state: None, check_state=lambda cursor: None),
-        graders=SimpleNamespace(names=("a",), close=lambda: None),
+        graders=SimpleNamespace(names=("a",), by_group=True, close=lambda: None),
     )
 
 
