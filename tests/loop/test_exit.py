@@ -65,13 +65,15 @@ def wait_for_the_end(job, mark: Path):
     return result
 
 
-def test_a_failing_grader_ends_the_job_with_its_prompt(job, nothing_left, arithmetic, tmp_path):
+@pytest.mark.parametrize("schedule", ["sync", pytest.param("streamed", marks=pytest.mark.slow)])
+def test_a_failing_grader_ends_the_job_with_its_prompt(job, nothing_left, arithmetic, tmp_path, schedule):
     """It fails on one rank: the other, which waits for it, is ended by torchrun."""
     second = (arithmetic / "prompts.jsonl").read_text().splitlines()[1]  # the first row is tried at the start
     prompt = json.loads(second)["prompt"]
     grader, mark = tmp_path / "grader.py", tmp_path / "failed"
     grader.write_text(GRADER.format(prompt=prompt, mark=str(mark)))
     whole = ("--rl-rollout-prompts", "64", "--rl-samples-per-prompt", "2", "--rl-generate-tp", "2")  # all prompts
+    whole = (*whole, "--rl-schedule", schedule)
     failing = job("--train-iters", "8", "--rl-reward", f"{grader}:grade", "--rl-wait-timeout", "600", *whole, cold=True)
     failing.start()
     log = wait_for_the_end(failing, mark).log

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from pathlib import Path
 
@@ -57,3 +58,16 @@ def test_all_numbers_are_those_of_sync(job, arithmetic, tmp_path, case: str) -> 
     assert "training resumes from" in streamed.log
     assert len({line["weights/digest"] for line in sync.metrics if "weights/digest" in line}) > 1
     assert numbers(streamed) == numbers(sync)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("rank", "how"), [(None, "SIGINT"), (1, "SIGKILL")])
+def test_a_job_that_is_killed_while_threads_grade_leaves_nothing_behind(job, nothing_left, tmp_path, rank, how) -> None:
+    (tmp_path / "grader.py").write_text(
+        "import time\ndef grade(response, answer):\n    time.sleep(0 if response == answer else 9)\n    return 1.0\n"
+    )
+    flags = ("--rl-reward", f"{tmp_path}/grader.py:grade", "--rl-schedule", "streamed", "--rl-reward-workers", "2")
+    killed = job("--train-iters", "3", *flags, cold=True)
+    log = killed.kill_after(1, "generate", rank=rank, how=getattr(signal, how)).log
+    assert ("is gone" if rank else "[rl] interrupted in iteration 1") in log
+    nothing_left()
