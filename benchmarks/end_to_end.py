@@ -89,8 +89,8 @@ class Peak:
             self.mib = max(self.mib, total / 2**20)
 
 
-def run_ours(case: workload.Case, folder: Path, iterations: int) -> dict[str, float]:
-    """This project: metric -> value. Raises CalledProcessError when the job fails."""
+def run_ours(case: workload.Case, folder: Path, iterations: int, *more: str) -> dict[str, float]:
+    """This project: metric -> value. more: flags. Raises CalledProcessError when the job fails."""
     checkpoint = folder / "checkpoint"
     if not checkpoint.exists():
         command = [sys.executable, "-m", "mindspeed_rl_plugin", "import", "--load", str(folder / "model")]
@@ -117,7 +117,7 @@ def run_ours(case: workload.Case, folder: Path, iterations: int) -> dict[str, fl
         *("--rl-max-tokens-per-microbatch", str(case.micro_batch * longest)),
         *("--rl-prompt-data", str(folder / "prompts.jsonl"), "--rl-reward", f"{folder / 'grader.py'}:grade"),
         *("--rl-samples-per-prompt", str(case.members), "--rl-max-prompt-length", str(workload.PROMPT_TOKENS)),
-        *("--rl-max-response-length", str(case.limit)),
+        *("--rl-max-response-length", str(case.limit), *more),
     ]
     peak = _run(command, folder / "ours.log")
     lines = [json.loads(line) for line in (save / "rl" / "metrics.jsonl").read_text().splitlines()]

@@ -1,4 +1,4 @@
-"""The benchmarks of log-probs and of whole iterations say of each target of their issue whether it was reached."""
+"""Benchmarks say of each target of their issue whether it was reached."""
 
 import importlib.util
 import sys
@@ -37,6 +37,24 @@ def test_an_iteration_is_compared_with_trls(monkeypatch: pytest.MonkeyPatch) -> 
         ("vocabulary", "peak_memory"): (0.6, False),
     }
     assert bench.targets(rows[:1]) == [], "of one arm alone nothing is said"
+
+
+def test_schedules_are_compared_with_sync(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = load("schedules", monkeypatch)
+    seconds = {
+        ("sync", "slow-32"): 8.4,
+        ("streamed", "slow-32"): 8.1,
+        ("sync", "short"): 3.0,
+        ("streamed", "short"): 3.0,
+    }
+    rows = [
+        {"arm": arm, "case": case, "metric": metric, "value": value, "range": [value, value + 1]}
+        for (arm, case), value in seconds.items()
+        for metric in bench.METRICS
+    ]
+    compared = {r["case"]: (round(r["value"], 2), r["reached"]) for r in bench.ratios(rows)}
+    assert compared == {"slow-32": (1.04, False), "short": (1.0, True)} and bench.ratios(rows[:4]) == []
+    assert "| slow-32 | streamed | 8.10 | 8.10 | 8.10 | 8.10 | 8.10 to 9.10 |" in bench.table(rows)
 
 
 def test_trl_with_vllm_is_an_arm_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

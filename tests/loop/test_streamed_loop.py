@@ -31,6 +31,7 @@ TWO_RANKS = (*DAPO, "--rl-generate-tp", "2", "--rl-stage", f"{STAGE}:ShortFirst"
 CASES = {  # graders, and flags
     "groups are graded, one engine of two ranks, an own stage": (("grade", "longest=0.5"), TWO_RANKS),
     "responses are graded, two engines, filtration": (("grade", "score=0.5"), ("--rl-filtration", "best-random")),
+    "two engines that share experts": (("grade",), ("--expert-model-parallel-size", "2", "--rl-generate-ep", "2")),
 }
 
 
@@ -42,15 +43,16 @@ def numbers(result) -> list[dict]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
-def test_all_numbers_are_those_of_sync(job, arithmetic, tmp_path, case: str) -> None:
+def test_all_numbers_are_those_of_sync(job, arithmetic, tmp_path, dense_model, moe_model, case: str) -> None:
     """Also after a resume, which the streamed run makes in the middle."""
     (tmp_path / "grader.py").write_text(GRADER)
     graders, flags = CASES[case]
     graders = ("--rl-reward", *(f"{tmp_path}/grader.py:{grader}" for grader in graders))
     held_out = ("--rl-eval-data", str(arithmetic / "heldout.jsonl"), *EVALUATED)
     flags = (*graders, *flags, *held_out, "--rl-verify-weights", "--rl-reward-workers", "3")
-    sync = job(*flags, "--train-iters", "4", name="sync").run()
-    run = job(*flags, "--train-iters", "4", "--rl-schedule", "streamed", "--save-interval", "2", name="streamed")
+    flags, model = ("--train-iters", "4", *flags), moe_model if "experts" in case else dense_model
+    sync = job(*flags, name="sync", model=model).run()
+    run = job(*flags, "--rl-schedule", "streamed", "--save-interval", "2", name="streamed", model=model)
     run.extra += ("--exit-interval", "2")
     run.run()
     run.extra = run.extra[:-2]
