@@ -1,7 +1,8 @@
 """One rank of benchmarks/reshard.py: real weights, real messages between processes, no Megatron and no vLLM.
 
 The parameters are those that the layout tables say both sides store. Arms run in turn; each measured pass follows one
-that is not counted. Every arm must leave the engine with the same bytes. Rank 0 writes the rows.
+that is not counted. Every arm must leave the engine with the same bytes. Rank 0 writes the rows. In the arm `publish`
+each rank is a trainer, and a process that pulls from all of them through their dock.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import json
 import statistics
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -19,6 +21,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from naive import naive  # noqa: E402
 
 from mindspeed_rl_plugin.device import get_device  # noqa: E402
+from mindspeed_rl_plugin.dock import Dock, make_docks  # noqa: E402
+from mindspeed_rl_plugin.dock.peers import GroupPeers  # noqa: E402
 from mindspeed_rl_plugin.reshard.allgather import allgather, make_allgather_plan  # noqa: E402
 from mindspeed_rl_plugin.reshard.host_memory import HostMemoryBudget  # noqa: E402
 from mindspeed_rl_plugin.reshard.layout import (  # noqa: E402
@@ -32,13 +36,16 @@ from mindspeed_rl_plugin.reshard.layout import (  # noqa: E402
 from mindspeed_rl_plugin.reshard.offload import TrainState  # noqa: E402
 from mindspeed_rl_plugin.reshard.p2p import P2PChannel  # noqa: E402
 from mindspeed_rl_plugin.reshard.plan import make_plan  # noqa: E402
+from mindspeed_rl_plugin.reshard.publish import Publisher  # noqa: E402
+from mindspeed_rl_plugin.reshard.pull import Puller  # noqa: E402
+from mindspeed_rl_plugin.reshard.shares import TrainerWeights  # noqa: E402
 from mindspeed_rl_plugin.reshard.transfer import stream  # noqa: E402
 from mindspeed_rl_plugin.tools.layout_args import engine_layout_of, train_layout  # noqa: E402
 from mindspeed_rl_plugin.tools.plan.flow import Cells  # noqa: E402
 
 DTYPE = torch.bfloat16
 DEADLINE = 600.0
-ARMS = {"naive": naive, "allgather": allgather, "stream": stream}
+ARMS = {"naive": naive, "allgather": allgather, "stream": stream, "publish": None}
 
 
 class Weights(torch.nn.Module):
@@ -84,6 +91,7 @@ class Rank:
         self.everything = cells.flow(everything=True).received
         self.temporary = get_device().temporary()
         self.state = TrainState([self.source], budget=HostMemoryBudget.of_machine(world, DEADLINE))
+        self._pair(shape, parallel, engine)
 
     def _number(self, layout) -> None:
         """Values that depend on the place in the canonical model only, so that a wrong copy shows."""
@@ -93,6 +101,34 @@ class Rank:
                 across = torch.arange(s.start, s.stop).remainder(251).to(DTYPE)
                 salt = sum(map(ord, s.name)) % 97
                 inside.copy_((across + salt).view([-1 if a == s.axis else 1 for a in range(inside.dim())]))
+
+    def _pair(self, shape, parallel, engine) -> None:
+        """What publishes this rank's weights, and what pulls into its engine."""
+        self.version, peers = 0, GroupPeers(dist.group.WORLD)
+        (self.dock,) = make_docks([], [], [None], group=dist.group.WORLD, deadline=DEADLINE)
+        with tempfile.TemporaryDirectory() as folder:
+            secret = peers.share(f"{folder}/secret")
+            self.outside = Dock.join(self.dock.invite(secret), secret)
+            dist.barrier()
+        weights = TrainerWeights.of(shape, parallel, self.rank, [self.source], DTYPE, peers.gather)
+        self.publisher = Publisher(weights, self.rank, self.dock.offer, gather=peers.gather)
+        at = dict(rank=self.rank % engine.ranks, sharing=self.outside.once_a_machine)
+        self.puller = Puller(weights, engine, self.engine, self.outside.sources(), **at)
+
+    def publish(self) -> dict[str, float]:
+        """Weights through host memory, without any collective but the check of the weights."""
+        for tensor in self.engine.values():
+            tensor.zero_()
+        dist.barrier()
+        published = self.publisher.publish([self.source], self.version)
+        dist.barrier()
+        pulled = self.puller.pull(self.version, DEADLINE)
+        dist.barrier()
+        applied = self.puller.apply(self.engine)
+        self.version += 1
+        seconds = dict(publish=published.seconds, pull=pulled.seconds, apply=applied.seconds)
+        measured = {f"{name}_seconds": value for name, value in seconds.items()}
+        return measured | dict(seconds=sum(seconds.values()), received_bytes=pulled.nbytes)
 
     def run(self, mode: str) -> dict[str, float]:
         """One reshard with the offload of the training weights around it."""
@@ -135,14 +171,13 @@ class Rank:
 SUMS = ("received_bytes",)
 
 
-def measure(job: dict) -> list[dict]:
+def measure(job: dict, rank: Rank) -> list[dict]:
     """Rows of all arms: the slowest or fullest rank, medians over the repeats."""
-    rank = Rank(job["model"], job["train"], job["generate"], job["bucket_mb"] << 20)
     runs: dict[str, list[dict]] = {mode: [] for mode in ARMS}
     prints = set()
     for repeat in range(1 + job["repeats"]):
         for mode in ARMS:
-            measured = rank.run(mode)
+            measured = rank.publish() if mode == "publish" else rank.run(mode)
             prints.add(rank.fingerprint())
             everyone: list = [None] * dist.get_world_size()
             dist.all_gather_object(everyone, measured)
@@ -169,10 +204,15 @@ def measure(job: dict) -> list[dict]:
 def main() -> None:
     job = json.loads(sys.argv[1])
     dist.init_process_group("gloo")
-    rows = measure(job)
+    rank = Rank(job["model"], job["train"], job["generate"], job["bucket_mb"] << 20)
+    rows = measure(job, rank)
     if dist.get_rank() == 0:
         Path(job["out"]).write_text(json.dumps([{**row, "case": job["case"]} for row in rows]))
     dist.barrier()
+    rank.puller.close()
+    rank.outside.close()
+    dist.barrier()
+    rank.dock.close()
     dist.destroy_process_group()
 
 

@@ -5,6 +5,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from mindspeed_rl_plugin.dock import machine
 from mindspeed_rl_plugin.dock.rpc import Process
 from mindspeed_rl_plugin.dock.sharing import Shared
+from mindspeed_rl_plugin.reshard import pull
 from mindspeed_rl_plugin.reshard.layout import EngineParallel, ModelShape, Parallel, canonical_tensors, engine_layout
 from mindspeed_rl_plugin.reshard.pull import Puller
 from mindspeed_rl_plugin.reshard.resharder import Resharder
@@ -39,9 +41,10 @@ def least(weights, layouts):
 
 
 @settings(max_examples=20, deadline=None)
-@given(cases(world_limit=8), st.booleans(), st.booleans())
-def test_every_engine_gets_its_weights_for_the_least_bytes(case, narrow, verify):
-    """Each trainer layout to each engine layout; what is published is one model over the whole job."""
+@given(cases(world_limit=8), st.booleans(), st.booleans(), st.sampled_from([512, pull.CHUNK]))
+def test_every_engine_gets_its_weights_for_the_least_bytes(case, narrow, verify, chunk):
+    """Each trainer layout to each engine layout; what is published is one model over the whole job. chunk: bytes of a
+    read."""
     canonical, dtype = random_weights(case.shape), torch.bfloat16 if narrow else torch.float32
     tensors = canonical_tensors(case.shape)
     weights, ranks = trainer_of(case.shape, case.parallel, case.trainer(canonical), dtype, verify)
@@ -59,8 +62,9 @@ def test_every_engine_gets_its_weights_for_the_least_bytes(case, narrow, verify)
         live = {name: torch.zeros_like(t) for name, t in expected.items()}
         for _, memory, _ in ranks:
             memory.reads = 0
-        puller = Puller(weights, case.engine, live, [m for _, m, _ in ranks], rank=at)
-        puller.pull()
+        with patch.object(pull, "CHUNK", chunk):
+            puller = Puller(weights, case.engine, live, [m for _, m, _ in ranks], rank=at)
+            puller.pull()
         digests.add(puller.apply(live).digest)
         for name, tensor in expected.items():
             assert torch.equal(live[name], tensor), (at, name)
