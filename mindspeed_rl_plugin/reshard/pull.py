@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from itertools import groupby
 from typing import NamedTuple, Protocol
 
@@ -207,29 +207,25 @@ class Puller:
 
     def _fill(self, version: int, seconds: float, memory: np.ndarray) -> bytes:
         """Read all that this machine needs; the digest of the whole model."""
-        until = time.monotonic() + seconds
+        left = Countdown(version, seconds)
         moves: dict[int, list[Piece]] = {}
         for move in self.plan.moves:
             moves.setdefault(move.source, []).append(move.piece)
-        everyone = range(len(self._sources)) if self.weights.verify else moves
-        with ThreadPoolExecutor(min(THREADS, max(len(moves), 1)), "rl-pull") as pool:
-            work = [pool.submit(self._read, r, version, moves.get(r, ()), memory, until) for r in everyone]
-            try:
-                abouts = [done.result() for done in work]
-            finally:
-                pool.shutdown(cancel_futures=True)
-        return self._digest(abouts).encode() if self.weights.verify else b""
+        everyone = range(len(self._sources)) if self.weights.verify else list(moves)
+        with ThreadPoolExecutor(min(THREADS, max(len(everyone), 1)), "rl-pull") as pool:
+            work = [pool.submit(self._read, rank, version, moves.get(rank, ()), memory, left) for rank in everyone]
+            failed = [one for one in wait(work, return_when=FIRST_EXCEPTION).done if one.exception() is not None]
+            if failed:
+                left.end()
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise failed[0].exception()
+        return self._digest([one.result() for one in work]).encode() if self.weights.verify else b""
 
-    def _read(self, rank: int, version: int, pieces: Iterable[Piece], memory: np.ndarray, until: float) -> bytes:
+    def _read(
+        self, rank: int, version: int, pieces: Iterable[Piece], memory: np.ndarray, left: Callable[[], float]
+    ) -> bytes:
         """All pieces of one trainer rank."""
         source, share = self._sources[rank], self.weights.shares[rank]
-
-        def left() -> float:
-            seconds = until - time.monotonic()
-            if seconds <= 0:
-                raise TimeoutError(f"the pull of version {version} was not done in time; it read from rank {rank}")
-            return seconds
-
         _, about = source.seek(version, left())
         for spans, into in _chunks(pieces, share.blocks, self.staging.blocks):
             source.read(version, spans, [view(memory, span) for span in into], left())
@@ -242,6 +238,23 @@ class Puller:
             for block, digest in zip(share.blocks, np.frombuffer(about, np.int64).tolist(), strict=True):
                 totals[block.segment.name] = (totals.get(block.segment.name, 0) + digest) % _WRAP
         return weights_digest(totals)
+
+
+class Countdown:
+    """Seconds that a pull has left; raises TimeoutError where there are none, or where another rank has failed."""
+
+    def __init__(self, version: int, seconds: float) -> None:
+        self._version, self._seconds, self._until = version, seconds, time.monotonic() + seconds
+
+    def __call__(self) -> float:
+        left = self._until - time.monotonic()
+        if left <= 0:
+            raise TimeoutError(f"the pull of version {self._version} was not done within {self._seconds:g} s")
+        return left
+
+    def end(self) -> None:
+        """Nothing is left."""
+        self._until = 0.0
 
 
 def union(segments: Iterable[Segment]) -> list[tuple[str, int, int]]:

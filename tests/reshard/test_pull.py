@@ -2,9 +2,11 @@
 
 import dataclasses
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from threading import Event
 from unittest.mock import patch
 
 import pytest
@@ -207,3 +209,22 @@ def test_a_pull_ends_at_its_deadline():
     publish(ranks, 0)
     with pytest.raises(TimeoutError, match="version 0"):
         puller.pull(0, deadline=0.0)
+
+
+@pytest.mark.parametrize("dead", [0, 1])
+def test_a_rank_that_is_lost_ends_the_pull_while_another_is_slow(dead):
+    _, ranks, live, puller = two_ranks()
+    publish(ranks, 0)
+    memories, entered = [memory for _, memory, _ in ranks], Event()
+
+    def lost():
+        entered.wait(10)
+        raise ConnectionError(f"rank {dead} is gone")
+
+    memories[dead].meanwhile = lost
+    memories[1 - dead].meanwhile = lambda: (entered.set(), time.sleep(0.05))
+    begin = time.monotonic()
+    with patch.object(pull, "CHUNK", 64), pytest.raises(ConnectionError, match=f"rank {dead} is gone"):
+        puller.pull(0, deadline=30)
+    assert time.monotonic() - begin < 2, "the other has some hundred reads to go"
+    assert memories[1 - dead].reads < puller.staging.nbytes / 4
