@@ -22,7 +22,7 @@ from mindspeed_rl_plugin.dock.core import Answer
 from mindspeed_rl_plugin.dock.memory import mapped, nameless_file
 from mindspeed_rl_plugin.dock.rpc import Process, Stream, ask, connect
 from mindspeed_rl_plugin.dock.server import Server
-from mindspeed_rl_plugin.dock.sources import LEAST_SECONDS
+from mindspeed_rl_plugin.dock.sources import LEAST_SECONDS, Maps
 from mindspeed_rl_plugin.dock.versions import Gone
 
 RETRY_SECONDS = 0.05  # until it is tried again to take the place of a process that has just ended
@@ -114,7 +114,7 @@ class Shared:
         self._reader: _Reader | None = None
         self._server: Server | None = None
         self._stream: Stream | None = None
-        self._maps: dict[int, np.ndarray] = {}  # by inode
+        self._maps = Maps()
 
     def get(self, version: int, seconds: float) -> Got:
         """The version, which stays as it is until the next call or `close`. Raises Gone, TimeoutError, and
@@ -139,7 +139,7 @@ class Shared:
             self._server.close(m.Bye())
             self._reader.close()
         self._stream = self._server = self._reader = None
-        self._maps.clear()
+        self._maps = Maps()
 
     def _find(self, seconds: float) -> None:
         """Become the one that reads, or connect to it."""
@@ -173,11 +173,4 @@ class Shared:
             raise Gone(version, answer.newest)
         if isinstance(answer, m.Failed):
             raise answer.raised() if answer.late else ConnectionError(answer.text)
-        return self._map(answer), answer.about, answer.read
-
-    def _map(self, staged: m.Staged) -> np.ndarray:
-        with open(staged.path, "r+b") as file:
-            inode = os.fstat(file.fileno()).st_ino
-            if inode not in self._maps:
-                self._maps[inode] = mapped(file.fileno(), max(staged.nbytes, 1))[: staged.nbytes]
-        return self._maps[inode]
+        return self._maps.map(answer.path, answer.nbytes, write=True), answer.about, answer.read

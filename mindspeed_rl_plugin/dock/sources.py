@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Sequence
 
@@ -13,6 +14,25 @@ from mindspeed_rl_plugin.dock.memory import mapped
 from mindspeed_rl_plugin.dock.versions import Gone, Span, view
 
 LEAST_SECONDS = 0.1  # for an answer; so much before its deadline a wait ends, to be answered in time
+MAPS = 16  # files that a reader of one process keeps mapped
+
+
+class Maps:
+    """Files of another process of this machine, each mapped once: page tables take longer than a small read."""
+
+    def __init__(self) -> None:
+        self._arrays: dict[int, np.ndarray] = {}  # by inode, which no other file has while one maps it
+
+    def map(self, path: str, nbytes: int, write: bool = False) -> np.ndarray:
+        """`[nbytes]` uint8 of a file. write: as memory that torch takes, though nobody writes."""
+        with open(path, "r+b" if write else "rb") as file:
+            inode = os.fstat(file.fileno()).st_ino
+            array = self._arrays.get(inode)
+            if array is None:
+                while len(self._arrays) >= MAPS:
+                    del self._arrays[next(iter(self._arrays))]
+                array = self._arrays[inode] = mapped(file.fileno(), max(nbytes, 1), write)
+        return array[:nbytes]
 
 
 class VersionSource:
@@ -20,7 +40,7 @@ class VersionSource:
 
     def __init__(self, calls: Calls, address: m.Address) -> None:
         self._calls, self.address = calls, address
-        self._mapped: np.ndarray | None = None
+        self._maps, self._mapped = Maps(), None
 
     def seek(self, version: int | None, seconds: float) -> tuple[int, bytes]:
         """Wait for a version, None: for any, and take the newest. Its number, and what its publisher says of it. Raises
@@ -40,8 +60,7 @@ class VersionSource:
                     f"newest is {answer.newest}"
                 )
         if self.address.node == self._calls.me.node:
-            with open(answer.path, "rb") as file:
-                self._mapped = mapped(file.fileno(), max(answer.nbytes, 1), write=False)
+            self._mapped = self._maps.map(answer.path, answer.nbytes)
         return answer.version, answer.about
 
     def read(self, version: int, spans: Sequence[Span], into: Sequence[np.ndarray], seconds: float) -> None:
