@@ -23,7 +23,7 @@ TAKE_BYTES = 256 << 20  # of one answer
 Span = Sequence[int]  # byte offset, rows, bytes of a row, bytes from one row to the next
 
 
-class Gone(RuntimeError):
+class Gone(ValueError):
     """A version has been overwritten: `newest` is the newest of the rank that said so."""
 
     def __init__(self, version: int, newest: int) -> None:

@@ -9,7 +9,7 @@ from mindspeed_rl_plugin.reshard.pull import view
 from mindspeed_rl_plugin.reshard.shares import TrainerWeights
 
 
-class Gone(RuntimeError):
+class Gone(ValueError):
     """The version was overwritten."""
 
 

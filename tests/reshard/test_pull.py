@@ -14,6 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mindspeed_rl_plugin.device import get_device
 from mindspeed_rl_plugin.dock import machine
 from mindspeed_rl_plugin.dock.rpc import Process
 from mindspeed_rl_plugin.dock.sharing import Shared
@@ -228,3 +229,21 @@ def test_a_rank_that_is_lost_ends_the_pull_while_another_is_slow(dead):
         puller.pull(0, deadline=30)
     assert time.monotonic() - begin < 2, "the other has some hundred reads to go"
     assert memories[1 - dead].reads < puller.staging.nbytes / 4
+
+
+@pytest.mark.gpu
+def test_an_accelerators_weights_go_over_the_host():
+    """Both ends on the device, page-locked memory between them."""
+    device = get_device().current()
+    stored = {0: megatron_weights(SHAPE, Parallel(1), 0, random_weights(SHAPE))}
+    on_device = {0: {name: t.to(device) for name, t in stored[0].items()}}
+    weights, ranks = trainer_of(SHAPE, Parallel(1), on_device, torch.bfloat16, verify=True)
+    kept = {name: t.bfloat16() for name, t in random_weights(SHAPE).items()}
+    for rank in range(2):
+        expected = engine_weights(SHAPE, 2, rank, kept)
+        live = {name: torch.zeros_like(t, device=device) for name, t in expected.items()}
+        publish(ranks, rank)
+        puller = Puller(weights, EngineParallel(2), live, [memory for _, memory, _ in ranks], rank=rank)
+        puller.pull()
+        puller.apply(live)
+        assert all(torch.equal(live[name].cpu(), t) for name, t in expected.items())
