@@ -22,6 +22,7 @@ from mindspeed_rl_plugin.dock.versions import Versions
 BEHIND_SECONDS = 60.0  # that a controller may take to learn of a commit that its asker has made
 LOOK_SECONDS = 1.0  # a request that waits looks at the time, and at its asker, so often
 AFTER, MEMORY = "(records)", "(memory)"  # what a request waits for, where that is no state
+ANY = " (any rows)"  # behind a state: whatever is ready there
 Answer = tuple[m.Message, Sequence[Any]]  # and its bulk
 
 
@@ -96,10 +97,13 @@ class Core:
         controller, now = self._current(ask.state), self.clock()
         expires = float("inf") if ask.seconds is None else now + ask.seconds
         grant = controller.take(ask, peer, expires)
+        any_rows = ask.ids is None and ask.min_rows == 1 and ask.epoch is None and ask.share is None
         if grant is not None:
+            if any_rows:
+                self._wake_one(ask.state)  # there may be more
             return grant
         if waited < ask.deadline:
-            return ask.state
+            return ask.state + ANY if any_rows else ask.state
         if not ask.deadline and ask.ids is None:  # it only tried
             return m.Grant.empty(len(controller.spec.reads))
         raise TimeoutError(controller.explain(ask))
@@ -139,8 +143,15 @@ class Core:
             self._wake(AFTER)
 
     def _wake(self, key: str) -> None:
+        """Who waits for it. Of those for whom any rows will do only one, who wakes the next when it is served: else
+        each commit would wake all of many consumers."""
         if key in self._changed:
             self._changed[key].notify_all()
+        self._wake_one(key)
+
+    def _wake_one(self, state: str) -> None:
+        if state + ANY in self._changed:
+            self._changed[state + ANY].notify()
 
     def _behind(self, query: m.Query, waited: float) -> bool:
         """Whether records that the asker has caused are still on their way to the controller that it asks."""

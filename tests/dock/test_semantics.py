@@ -185,6 +185,30 @@ def test_who_waits_is_woken_by_what_is_ready_and_nothing_else(make_one, monkeypa
         assert waiting.result(5).rows.ids == ids(2, 2)[2:]
 
 
+def test_of_many_who_wait_for_any_rows_one_is_woken_for_each(make_one, monkeypatch) -> None:
+    """And all at the end, when every row is acknowledged."""
+    dock, looks, take = make_one(), [], Controller.take
+    monkeypatch.setattr(core, "LOOK_SECONDS", 20.0)
+    dock.open(0, 4, 2)
+
+    def consume(beside: Dock) -> int:
+        rows = 0
+        while len(lease := beside.lease("generate", max_rows=1, deadline=20)):
+            beside.commit(lease, tokens(lease.rows.ids, 3))
+            rows += 1
+        return rows
+
+    with ThreadPoolExecutor(12) as pool:
+        consumers = [pool.submit(consume, dock.beside()) for _ in range(12)]
+        time.sleep(0.3)
+        monkeypatch.setattr(Controller, "take", lambda self, *given: looks.append(self.spec.name) or take(self, *given))
+        for group in range(4):
+            dock.put(Rows((sid(group, 0),), {"prompt": ragged(1)}))
+            time.sleep(0.1)
+        assert sum(consumer.result(5) for consumer in consumers) == 8
+    assert len(looks) <= 4 * 2 * 4 + 12, "of each row who gets it, whom it wakes, and who is woken by its commit"
+
+
 def test_min_rows_is_not_waited_for_where_no_more_are_left(make_one) -> None:
     dock = make_one()
     dock.open(0, 2, 2)
