@@ -11,7 +11,7 @@ from mindspeed_rl_plugin.reward.batch import Batch
 from mindspeed_rl_plugin.stages.reward import Reward, grade_rows
 
 IDLE_SECONDS = 0.5  # a lease waits for responses, where nothing is in grading
-PACE_SECONDS = 0.05  # between leases, at first: each costs the engine some of its time
+PACE_SECONDS = 0.05  # between leases of what there is, at first: each costs the engine some of its time
 STOP_SECONDS = 10.0  # for the thread to end, beside a call of the dock
 
 
@@ -38,6 +38,7 @@ class Grader:
         self._leases: dict[Batch, Lease] = {}
         self._left, self._since = -1, 0.0  # rows that are not graded, and since when they are as many
         self._again, self._pause = 0.0, PACE_SECONDS  # when to look for more, and seconds from that to the next look
+        self._times, self._more = 1, False  # as many as keep the graders busy are taken; whether there may be more
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
         self._finishing, self._stopping = threading.Event(), threading.Event()
@@ -51,6 +52,7 @@ class Grader:
 
     def start(self) -> None:
         """Begin to grade."""
+        self._left, self._again, self._more = -1, 0.0, False
         self._finishing.clear()
         self._stopping.clear()
         self._thread = threading.Thread(target=self._run, name="grader", daemon=True)
@@ -93,27 +95,32 @@ class Grader:
         while not self._stopping.is_set():
             busy, now = bool(self._leases), time.monotonic()
             self.done.seconds += now - last if busy else 0.0
-            last, wanted = now, pool.wanted if now >= self._again else 0
-            if wanted and not self._take(wanted) and not busy and self._finishing.is_set():
+            last, finishing = now, self._finishing.is_set()
+            due = now >= self._again or (finishing and not busy)
+            if due and pool.wanted and not self._take() and not busy and finishing:
                 return  # every row is graded
             if not self._leases:
                 self._stopping.wait(min(max(self._again - now, 0.0), PACE_SECONDS))
             for batch in pool.poll(PACE_SECONDS):
                 self._commit(batch)
 
-    def _take(self, wanted: int) -> bool:
+    def _take(self) -> bool:
         """Begin with responses that are ready. False says that there are none; where none are in grading here either,
         that all are graded."""
-        rows = self.members if self.stage.spec.unit == "group" else wanted
+        # More at once, where graders were done before the look.
+        self._times = 2 * self._times if self._more and not self._leases else 1
+        rows = self._times * (self.members if self.stage.spec.unit == "group" else self.stage.graders.wanted)
         try:
             lease = self.stage.lease(None, max_rows=rows, deadline=0.0 if self._leases else IDLE_SECONDS)
         except TimeoutError as error:
             self._check_progress(str(error))
             return True
-        self._pause = PACE_SECONDS if len(lease) else min(2 * self._pause, IDLE_SECONDS)
-        self._again = time.monotonic() + self._pause
         if len(lease):
             self._leases[self.stage.graders.submit(self.stage.items(lease.rows))] = lease
+        self._more = len(lease) == rows
+        if not self._more:
+            self._pause = PACE_SECONDS if len(lease) else min(2 * self._pause, IDLE_SECONDS)
+            self._again = time.monotonic() + self._pause
         return len(lease) > 0
 
     def _commit(self, batch: Batch) -> None:

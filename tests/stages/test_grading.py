@@ -112,16 +112,36 @@ def test_single_responses_are_graded_where_no_grader_wants_groups(stage: Reward)
         assert by_row.graded([r.id for r in requests[::2]])["reward"].tolist() == [1.0] * 3
 
 
-def test_it_goes_on_with_the_next_round(stage: Reward) -> None:
+def test_quick_graders_wait_for_nothing(stage: Reward) -> None:
+    """One worker, and a hundred responses that are ready: in a few leases, without a pause between them."""
+    (dock,) = make_docks(columns_of(ROWS), states_of(ROWS), [(0, 1)])
+    dock.open(0, 50, MEMBERS)
+    dock.put(prompts.prompt_rows(0, [Prompt((5,), "p", "a", g) for g in range(50)]))
+    lease = dock.lease("generate", deadline=1)
+    requests = [GenerateRequest(i, (5,), Sampling(1), 0) for i in lease.rows.ids]
+    answers = [Completion(r.id, (0,), (-1.0,), "stop", ((0, 0),)) for r in requests]
+    dock.commit(lease, generate.completion_rows(requests, answers))
+    with Grader(Reward(ROWS[2], dock, 5.0, stage.graders, stage.decode), MEMBERS) as grader:
+        begin = time.monotonic()
+        grader.finish()
+        assert grader.done.responses == 100 and time.monotonic() - begin < 1.5  # alone on the machine 0.1 s
+
+
+def test_it_goes_on_with_the_next_round(stage: Reward, monkeypatch) -> None:
+    """In which it waits as in the first: the time between them is no wait."""
+    monkeypatch.setattr(grading, "IDLE_SECONDS", 0.05)
+    stage.deadline = 0.8
     grader = Grader(stage, MEMBERS)
     for epoch in range(2):
         if epoch:
             stage.dock.clear(0)
             stage.dock.open(1, 3, MEMBERS)
             stage.dock.put(prompts.prompt_rows(1, [Prompt((5,), "p", "a", g) for g in range(3)]))
+            time.sleep(stage.deadline)
         with grader:
-            for group in range(3):
+            for group in range(2):
                 answer(stage.dock, group, 0, 0, epoch=epoch)
+            threading.Timer(0.3, answer, (stage.dock, 2, 0, 0), {"epoch": epoch}).start()
             grader.finish()
         assert grader.done.responses == 6 * (epoch + 1) and not stage.dock.remaining("reward")
 
