@@ -15,6 +15,7 @@ SUBCOMMANDS: dict[str, tuple[str, str]] = {
     "algorithms": ("tools.algorithms", "presets of --rl-algorithm, their parts and sources"),
     "export": ("tools.convert.to_hf", "a Megatron checkpoint as a Hugging Face model"),
     "flags": ("tools.flags", "the flags of the plugin, all or those with a WORD in them"),
+    "generate": ("generators.join", "one more engine for a running job of --rl-schedule async"),
     "import": ("tools.convert.to_megatron", "a Hugging Face model as a Megatron checkpoint"),
     "patch": ("tools.patch", "check, apply or revert the one-line patch of a checkout"),
     "plan": ("tools.plan.plan", "memory, bytes, seconds of a reshard (--dock: of a rollout), on no machine"),
@@ -58,9 +59,11 @@ def run_script(script: str, arguments: list[str]) -> None:
 
     Exits with a message when Megatron cannot be imported.
     """
-    import mindspeed_rl_plugin.adaptor  # noqa: F401
-
     sys.argv = [script, *arguments]
+    import mindspeed_rl_plugin.adaptor  # noqa: F401
+    from mindspeed_rl_plugin.launch.generator_ranks import leave_if_generator
+
+    leave_if_generator()  # where the adaptor was imported before
     here = os.path.dirname(os.path.abspath(script))
     if getattr(sys.flags, "safe_path", False):  # Python 3.11
         sys.path.insert(0, here)

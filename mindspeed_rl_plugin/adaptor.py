@@ -2,11 +2,14 @@
 
 Put it before `import mindspeed.megatron_adaptor` where that is used, which reads flags that RL takes
 over. It registers the flags and applies the patch table; without `--rl-algorithm` on the command line
-nothing changes. Harmless when the runner or a patch from `patches/` has attached already.
+nothing changes. The last ranks of a job with `--rl-generators` work here until the job ends. Harmless when the runner
+or a patch from `patches/` has attached already.
 """
 
 from mindspeed_rl_plugin import host
 from mindspeed_rl_plugin.launch.attach import attach
+from mindspeed_rl_plugin.launch.generator_ranks import leave_if_generator
 
+leave_if_generator()
 host.activate_if_needed()
 attach()

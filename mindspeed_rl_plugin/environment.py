@@ -11,6 +11,7 @@ import time
 
 SPEAK_SECONDS = 20.0  # that other ranks of a machine leave to the first one's message and the launcher
 FLUSH_SECONDS = 1.0
+_PART = "MINDSPEED_RL_PART"
 
 
 def launch_env() -> dict[str, int]:
@@ -21,6 +22,22 @@ def launch_env() -> dict[str, int]:
         "local_rank": int(os.environ.get("LOCAL_RANK", 0)),
         "local_world_size": int(os.environ.get("LOCAL_WORLD_SIZE", 1)),
     }
+
+
+def become_part(first: int, ranks: int, local_ranks: int) -> None:
+    """From now on this process is one of a part of the launcher's ranks, which for the launch script are all there are.
+
+    first, ranks: of the part; local_ranks: of these on this machine. The local rank, by which devices are taken, stays.
+    """
+    os.environ["RANK"] = os.environ["ROLE_RANK"] = str(launch_env()["rank"] - first)
+    os.environ["WORLD_SIZE"] = os.environ["ROLE_WORLD_SIZE"] = str(ranks)
+    os.environ["LOCAL_WORLD_SIZE"] = str(local_ranks)
+    os.environ[_PART] = "1"
+
+
+def is_part() -> bool:
+    """Whether `become_part` was called, here or in a process that started this one."""
+    return _PART in os.environ
 
 
 def say(line: str) -> None:

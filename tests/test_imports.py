@@ -21,6 +21,7 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("engine", "forward", *(f"reshard.{m}" for m in UPPER)),
     ("critic", "update"),
     ("stages",),
+    ("generators",),
     ("loop",),
     ("launch",),
     ("tools",),

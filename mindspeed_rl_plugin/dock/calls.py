@@ -28,17 +28,18 @@ class Epoch:
 
 
 class Epochs:
-    """Epochs that this process knows. known: the open ones; last: highest number ever opened; owners: where groups lie,
-    None where only leases tell."""
+    """Epochs that this process knows. known: the open ones; first, last: lowest and highest number ever opened; owners:
+    where groups lie, None where only leases tell."""
 
     def __init__(self, owners: Owners | None) -> None:
-        self.owners, self.known, self.last = owners, dict[int, Epoch](), -1
+        self.owners, self.known, self.first, self.last = owners, dict[int, Epoch](), 0, -1
 
     def add(self, number: int, shape: m.Shape) -> None:
         """It is open."""
         groups = shape.groups
         owner = np.full(groups, -1) if self.owners is None else np.asarray(self.owners(number, groups))
-        self.known[number], self.last = Epoch(shape, owner, np.ones(groups, bool)), max(self.last, number)
+        self.known[number] = Epoch(shape, owner, np.ones(groups, bool))
+        self.first, self.last = min(self.first, number), max(self.last, number)
 
     def learn(self, grant: m.Grant) -> None:
         """What a lease says about epochs, to a process that opened none."""
@@ -57,7 +58,7 @@ class Epochs:
 
     def opened(self, call: str, number: int) -> Epoch | None:
         """An epoch, None where all of it is cleared. Raises ValueError for one that was never opened."""
-        if number not in self.known and not 0 <= number <= self.last:
+        if number not in self.known and not self.first <= number <= self.last:
             raise ValueError(f"{call}: epoch {number} was not opened; open: {listed(sorted(self.known))}")
         return self.known.get(number)
 

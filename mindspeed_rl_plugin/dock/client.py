@@ -23,6 +23,7 @@ from mindspeed_rl_plugin.dock.calls import Calls
 from mindspeed_rl_plugin.dock.cells import Buffers, Writer
 from mindspeed_rl_plugin.dock.peers import Peers
 from mindspeed_rl_plugin.dock.places import ids_array, ids_tuple
+from mindspeed_rl_plugin.dock.rpc import PATIENCE
 from mindspeed_rl_plugin.dock.sharing import Fill, Shared
 from mindspeed_rl_plugin.dock.sources import VersionSource
 from mindspeed_rl_plugin.dock.versions import Versions
@@ -73,17 +74,17 @@ class Dock:
     # ids
 
     def open(self, epoch: int, groups: int, members: int, *, most: int | None = None) -> bool:
-        """Declare the ids (epoch, 0..groups-1, 0..members-1) of one rollout, on every rank. Epochs rise and are never
-        reused; others hear of them with their first rows.
+        """Declare the ids (epoch, 0..groups-1, 0..members-1) of one rollout, on every rank. Epochs rise, or fall below 0,
+        and are never reused; others hear of them with their first rows.
 
         most: False, and nothing is opened, where more than so many groups would be open (opened, not cleared) then.
         """
-        if groups < 1 or members < 1 or epoch < 0:
-            raise ValueError(f"open({epoch=}, {groups=}, {members=}): the sizes must be at least 1, the epoch 0")
+        if groups < 1 or members < 1:
+            raise ValueError(f"open({epoch=}, {groups=}, {members=}): the sizes must be at least 1")
         epochs, shape = self._calls.epochs, m.Shape(groups, members)
         if epoch in epochs.known and epochs.known[epoch].shape == shape:
             return True
-        if epoch <= epochs.last:
+        if epochs.first <= epoch <= epochs.last:
             raise ValueError(f"epoch {epoch} cannot be opened after epoch {epochs.last}: ids are never reused")
         if most is not None and sum(int(e.alive.sum()) for e in list(epochs.known.values())) + groups > most:
             return False
@@ -245,10 +246,10 @@ class Dock:
                 self._calls.query(m.Release, lease.state, lease.token)
             self._calls.held.pop((lease.state, lease.token), None)
 
-    def remaining(self, state: str) -> int:
-        """Rows of all open epochs that the state has not acknowledged, leased ones included."""
+    def remaining(self, state: str, ids: Sequence[SampleId] | None = None) -> int:
+        """Rows of all open epochs, or of `ids`, that the state has not acknowledged, leased ones included."""
         refuse("undeclared state", [state], self.states)
-        return len(self._undone(state, None))
+        return len(self._undone(state, None if ids is None else ids_array(ids)))
 
     # the whole dock
 
@@ -304,13 +305,24 @@ class Dock:
         key."""
         return Shared(self._calls.me, key, nbytes, fill)
 
+    def announce(self, version: int) -> None:
+        """Say, on the leader, that weights of `version` can be had."""
+        if self._leader:
+            self._calls.core.announce(version)
+
+    def news(self, after: int, deadline: float) -> m.Announced:
+        """What the leader announced last; waits until its number is above `after`, at most `deadline` seconds."""
+        return self._calls.ask_rank(self._calls.directory.ranks[0], m.News(after, deadline), PATIENCE)
+
     @staticmethod
-    def join(address: str, secret_file: str | os.PathLike[str], *, lease_seconds: float = 600.0) -> Dock:
+    def join(address: str, secret: str | os.PathLike[str] | bytes, *, lease_seconds: float = 600.0) -> Dock:
         """The dock of a job, for a process outside of it, on this machine or another one: leases what is ready, reads,
-        commits, releases. Its leases run out after `lease_seconds`, or end with its connection; their rows are given
-        out again then, and the first commit of a cell wins. Raises ConnectionError where nobody answers, and
-        PermissionError for a wrong secret or one that others can read."""
-        declared, calls = joining.join(address, secret_file, lease_seconds)
+        commits, releases. secret: the job's, or the file that holds it.
+
+        Its leases run out after `lease_seconds`, or end with its connection; their rows are given out again then, and
+        the first commit of a cell wins. Raises ConnectionError where nobody answers, and PermissionError for a wrong
+        secret or one that others can read."""
+        declared, calls = joining.join(address, secret, lease_seconds)
         return Dock(declared, calls, leader=False)
 
     def beside(self) -> Dock:

@@ -21,7 +21,7 @@ from mindspeed_rl_plugin.dock.versions import Versions
 
 BEHIND_SECONDS = 60.0  # that a controller may take to learn of a commit that its asker has made
 LOOK_SECONDS = 1.0  # a request that waits looks at the time, and at its asker, so often
-AFTER, MEMORY = "(records)", "(memory)"  # what a request waits for, where that is no state
+AFTER, MEMORY, NEWS = "(records)", "(memory)", "(news)"  # what a request waits for, where that is no state
 ANY = " (any rows)"  # behind a state: whatever is ready there
 Answer = tuple[m.Message, Sequence[Any]]  # and its bulk
 
@@ -38,6 +38,7 @@ class Core:
         self.warehouse, self.controllers = warehouse, dict(controllers or {})
         self.tell: Callable[[m.Record], None] = lambda record: None
         self.directory: m.Message = m.Ok()
+        self.announced = m.Announced()
         self.clock = time.monotonic
         self.versions: Versions | None = None
         self.served = {"messages": 0, "bytes": 0}
@@ -66,7 +67,7 @@ class Core:
 
     def _serve(self, peer: str, message: m.Message, bulk: np.ndarray | None, waited: float, own: bool) -> Answer | str:
         """The answer, an error too; or what to wait for before it is served again, with the seconds that it has waited
-        then: a state, `AFTER` or `MEMORY`."""
+        then: a state, `AFTER`, `MEMORY` or `NEWS`."""
         self.served["messages"] += not waited
         serve = getattr(self, f"_on_{type(message).__name__.lower()}", None)
         try:
@@ -90,6 +91,15 @@ class Core:
             for state, controller in self.controllers.items():
                 if controller.end(lambda held: held.holder == peer):
                     self._wake(state)
+
+    def announce(self, version: int) -> None:
+        """New weights, for processes outside of the job."""
+        with self._lock:
+            self.announced = m.Announced(self.announced.number + 1, version)
+            self._wake(NEWS)
+
+    def _on_news(self, peer: str, news: m.News, bulk: object, waited: float) -> m.Message | str:
+        return NEWS if self.announced.number <= news.after and waited < news.deadline else self.announced
 
     # controllers
 

@@ -54,12 +54,12 @@ def check_addresses(places: Sequence[tuple[str, str]]) -> None:
 
 
 def join(
-    address: str, secret_file: str | os.PathLike[str], lease_seconds: float, node: str = ""
+    address: str, secret: str | os.PathLike[str] | bytes, lease_seconds: float, node: str = ""
 ) -> tuple[Declared, Calls]:
     """The declarations of a dock, and the calls of a process outside of its job. node: another name for this machine,
     in tests. See `Dock.join`."""
     name = f"outside {os.getpid()} {secrets.token_hex(4)}"
-    me = Process(name, -1, node or machine(), read_secret(secret_file))
+    me = Process(name, -1, node or machine(), secret if isinstance(secret, bytes) else read_secret(secret))
     place = _parsed(address, me.node)
     stream = connect(place, me)
     directory, _ = ask(stream, place, Join())

@@ -306,6 +306,21 @@ class Directory(Message):
     about: str = ""
 
 
+class News(Message):
+    """Asks for an announcement with a higher number than `after`, or for the last one when `deadline` seconds are
+    over."""
+
+    after: int
+    deadline: float
+
+
+class Announced(Message):
+    """number: running, from 1, 0 where nothing is announced yet; version: of the newest weights."""
+
+    number: int = 0
+    version: int = -1
+
+
 class Ok(Message):
     """Done; what was fetched follows as bulk. Of a warehouse, seq: number of its newest record; extent: memory that
     only the asker may fill."""

@@ -18,14 +18,16 @@ import torch
 from mindspeed_rl_plugin.algorithms import Algorithm, resolve
 from mindspeed_rl_plugin.algorithms.presets import learns_from_pairs, unread
 from mindspeed_rl_plugin.config import RLConfig, limit_problems
-from mindspeed_rl_plugin.config.flag import spelt
+from mindspeed_rl_plugin.config.flag import flag_name, spelt
+from mindspeed_rl_plugin.config.rl_config import given
+from mindspeed_rl_plugin.config.schedule_flags import OF_ASYNC
 from mindspeed_rl_plugin.config.unbuilt import unbuilt_family
 from mindspeed_rl_plugin.config.upstream import RUN, WHOLE, refusals
 from mindspeed_rl_plugin.device import get_device
 from mindspeed_rl_plugin.engine.engine_sizes import engine_problems
 from mindspeed_rl_plugin.engine.hf_moe import routing_problems
 from mindspeed_rl_plugin.engine.hf_rope import rope_scaling
-from mindspeed_rl_plugin.environment import launch_env
+from mindspeed_rl_plugin.environment import is_part, launch_env
 from mindspeed_rl_plugin.forward.settings import length_multiple, takes_boundaries
 from mindspeed_rl_plugin.launch import checkpoint_files as files
 from mindspeed_rl_plugin.launch import conversion, critic_files, disk, taken_over, upstream_checks
@@ -218,6 +220,46 @@ def _schedule(args: Any, config: RLConfig) -> Iterator[str]:
             f"--rl-schedule {schedule} selects group by group, and --rl-filtration-whole-batch needs all responses of "
             "an optimizer step; give --rl-schedule sync, or remove --rl-filtration-whole-batch"
         )
+    if config.schedule.apart:
+        yield from _apart(config)
+    else:
+        yield from (
+            f"{name} has no meaning for --rl-schedule {schedule}; give --rl-schedule async, or remove it"
+            for f, _ in given(config)
+            if (name := flag_name(f.name)) in OF_ASYNC
+        )
+
+
+def _apart(config: RLConfig) -> Iterator[str]:
+    schedule, rollout, correction = config.schedule, config.rollout, config.algorithm.correction
+    lag = f"--rl-max-staleness {schedule.max_staleness}"
+    if schedule.generators is None:
+        yield (
+            "--rl-schedule async: which ranks generate? Give --rl-generators N, of which the last N ranks of the job "
+            "do; or 0, where only engines generate that join it"
+        )
+    if schedule.generators and not is_part():
+        yield (
+            f"--rl-generators {schedule.generators}: these ranks did not leave the job of the trainers in time; start "
+            "with -m mindspeed_rl_plugin, or make mindspeed_rl_plugin.adaptor the first import of the script"
+        )
+    if schedule.max_staleness > 0 and correction == "off":
+        yield (
+            f"{lag}: responses of older weights need importance weights; give --rl-correction truncate, mask or "
+            "decoupled, or --rl-max-staleness 0"
+        )
+    if schedule.async_order == "strict" and schedule.generators == 0:
+        yield "--rl-async-order strict needs engines whose number is fixed; give --rl-generators N, or order free"
+    if rollout.generate_ep > rollout.generate_tp:
+        yield (
+            f"--rl-generate-ep {rollout.generate_ep}: with --rl-schedule async each engine has its experts to itself; "
+            f"give at most --rl-generate-tp {rollout.generate_tp}"
+        )
+    if config.reward.reward_model_device == "accelerator":
+        yield (
+            "--rl-reward-model-device accelerator: with --rl-schedule async reward models would run beside "
+            "training, in its memory; give host"
+        )
 
 
 def _batch_arithmetic(args: Any, config: RLConfig) -> None:
@@ -264,7 +306,9 @@ def _model(args: Any, config: RLConfig) -> Iterator[str]:
     rope_scaling(args)
     dtype = config.rollout.engine_dtype
     itemsize = (args.params_dtype if dtype == "auto" else getattr(torch, dtype)).itemsize
-    sizes = dict(world=args.world_size, max_positions=args.max_position_embeddings, itemsize=itemsize)
+    tp = config.rollout.generate_tp
+    world = (config.schedule.generators or tp) if config.schedule.apart else args.world_size
+    sizes = dict(world=world, max_positions=args.max_position_embeddings, itemsize=itemsize)
     yield from engine_problems(shape, config, kind=get_device().kind, **sizes)
     if shape.table.experts:
         yield from routing_problems(args, shape)

@@ -18,7 +18,7 @@ class Arithmetic:
     prompts: G of one rollout; members: N responses of a prompt; global_batch: sequences of one optimizer
     step (--global-batch-size); epochs: passes over a rollout; micro_batch: sequences of one forward;
     data_parallel, engines: ranks; train_iters: optimizer steps of the whole run; max_tokens: of a micro-batch, where
-    they are cut by tokens. Preference pairs are prompts with two responses, and no engine; an optimizer step is a
+    they are cut by tokens. Preference pairs are prompts with two responses, and engines None; an optimizer step is a
     rollout.
     """
 
@@ -28,7 +28,7 @@ class Arithmetic:
     epochs: int
     micro_batch: int
     data_parallel: int
-    engines: int
+    engines: int | None
     train_iters: int
     max_tokens: int | None = None
 
@@ -54,7 +54,7 @@ class Arithmetic:
 
     def table(self) -> str:
         """A small table for the console."""
-        rows = self._of_rollouts() if self.engines else self._of_pairs()
+        rows = self._of_pairs() if self.engines is None else self._of_rollouts()
         return "\n".join(["[rl] batch arithmetic", *(f"[rl]   {n:<32}{v:>8}  {how}".rstrip() for n, v, how in rows)])
 
     def _of_rollouts(self) -> list[tuple[str, int, str]]:
@@ -109,7 +109,7 @@ def derive_pairs(*, global_batch: int, micro_batch: int, data_parallel: int, tra
             "answer of a pair go through the model together; give an even number"
         )
     _check_split(global_batch, micro_batch, data_parallel)
-    return Arithmetic(global_batch // 2, 2, global_batch, 1, micro_batch, data_parallel, 0, train_iters)
+    return Arithmetic(global_batch // 2, 2, global_batch, 1, micro_batch, data_parallel, None, train_iters)
 
 
 def derive(
@@ -168,10 +168,16 @@ def derive_from_args(args: Any) -> Arithmetic:
         epochs=config.algorithm.ppo_epochs,
         micro_batch=args.micro_batch_size,
         data_parallel=args.data_parallel_size,
-        engines=args.world_size // config.rollout.generate_tp,
+        engines=engines_of(config, args.world_size),
         train_iters=args.train_iters,
         max_tokens=config.forward.max_tokens_per_microbatch,
     )
+
+
+def engines_of(config: RLConfig, world: int) -> int:
+    """Rollout engines of a job whose trainers have `world` ranks, at its start."""
+    ranks = config.schedule.generators or 0 if config.schedule.apart else world
+    return ranks // config.rollout.generate_tp
 
 
 def _check_split(global_batch: int, micro_batch: int, data_parallel: int) -> None:

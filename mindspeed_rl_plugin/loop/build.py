@@ -18,6 +18,7 @@ from mindspeed_rl_plugin.engine.hf_rope import check_rotary
 from mindspeed_rl_plugin.engine.vllm_engine import VllmEngine
 from mindspeed_rl_plugin.environment import launch_env
 from mindspeed_rl_plugin.loop import engine_options
+from mindspeed_rl_plugin.loop.build_async import build_schedule
 from mindspeed_rl_plugin.loop.colocation import Colocation
 from mindspeed_rl_plugin.loop.docks import Docks, DockSize, place
 from mindspeed_rl_plugin.loop.inputs import Inputs
@@ -58,7 +59,7 @@ def build_loop(
     takes seconds to start."""
     inputs = dataclasses.replace(inputs, algorithm=_with_old_logps(inputs))
     args, config, algorithm = inputs.args, inputs.config, inputs.algorithm
-    topology = Topology.from_megatron(config.rollout.generate_tp, model)
+    topology = Topology.from_megatron(1 if config.schedule.apart else config.rollout.generate_tp, model)
     ranks = Collectives(config.monitor.wait_timeout)
     plan = RolloutPlan(inputs.sizes, place(topology, ranks.group), inputs.forward.budget, algorithm.dynamic_sampling)
     table = table_of(inputs)
@@ -66,15 +67,21 @@ def build_loop(
     size.check_placed(plan.owners_of_round())
     docks = Docks.make(table, config, topology, ranks.group, plan)
     monitor = make_monitor(inputs, topology, start)
-    colocation = _colocation(inputs, model, optimizer, critic, topology, monitor)
-    stages = _stages(inputs, model, reference, critic, topology, ranks, docks, table, colocation.engine, monitor)
+    apart = config.schedule.apart
+    colocation = None if apart else _colocation(inputs, model, optimizer, critic, topology, monitor)
+    engine = None if colocation is None else colocation.engine
+    stages = _stages(inputs, model, reference, critic, topology, ranks, docks, table, engine, monitor)
     due = Due(bool(inputs.held_out), config.monitor.eval_every, args.train_iters)
     prompts = Prompts(docks.trainers, inputs.data, inputs.sizes.members, topology.leader)
     job = Job(plan, topology, ranks, monitor, docks.trainers, prompts, due)
+    if colocation is None:
+        schedule = build_schedule(inputs, job, stages, size.rounds, model, sampling_of(inputs))
+    else:
+        schedule = SCHEDULES[config.schedule.schedule](job, stages, colocation, size.rounds)
     return Loop(
         args,
         job,
-        SCHEDULES[config.schedule.schedule](job, stages, colocation, size.rounds),
+        schedule,
         _update(inputs, model, critic, topology, docks, table),
         IterationLog(monitor, ranks, docks.trainers),
         colocation,
@@ -86,14 +93,17 @@ def table_of(inputs: Inputs) -> list[StageSpec]:
     """The stages of a run."""
     graders, own = inputs.graders, [spec for spec, _ in inputs.own_stages]
     rewards = {"graders": len(graders.names), "by_group": graders.by_group} if graders else {"graders": 0}
-    return stage_table(inputs.algorithm, **rewards, dump=inputs.config.monitor.dump_dir is not None, own=own)
+    config = inputs.config
+    more = {"dump": config.monitor.dump_dir is not None, "own": own, "apart": config.schedule.apart}
+    return stage_table(inputs.algorithm, **rewards, **more)
 
 
 def dock_size(inputs: Inputs, table: Sequence[StageSpec]) -> DockSize:
     """How much the dock must hold under these flags."""
     config = inputs.config
     rounds = config.algorithm.dynamic_sampling_rounds if inputs.algorithm.dynamic_sampling else 0
-    return DockSize(config, table, inputs.sizes, rounds)
+    ahead = config.schedule.max_staleness + 1 if config.schedule.apart else 0
+    return DockSize(config, table, inputs.sizes, rounds, ahead)
 
 
 def make_monitor(inputs: Inputs, topology: Topology, start: Start) -> Monitor:
@@ -172,7 +182,7 @@ def _stages(
     ranks: Collectives,
     docks: Docks,
     table: Sequence[StageSpec],
-    engine: VllmEngine,
+    engine: VllmEngine | None,
     monitor: Monitor,
 ) -> Stages:
     config, algorithm, deadline = inputs.config, inputs.algorithm, ranks.deadline
@@ -191,7 +201,7 @@ def _stages(
 
     dump = Dump(config.monitor.dump_dir, inputs.decode) if config.monitor.dump_dir else None
     return Stages(
-        generate=Generate(*at("generate")[1:], engine, sampling_of(inputs), seed, monitor.progress),
+        generate=engine and Generate(*at("generate")[1:], engine, sampling_of(inputs), seed, monitor.progress),
         reward=Reward(*at("reward"), inputs.graders, inputs.decode),
         own=[UserStage(*at(spec.name), instance) for spec, instance in inputs.own_stages],
         select=Select(*at("select"), algorithm, ranks.gather, seed),
@@ -208,17 +218,21 @@ def _stages(
             graders=inputs.graders,
             dump=dump,
         ),
-        evaluation=Evaluate(
-            engine,
-            inputs.held_out,
-            inputs.graders,
-            inputs.decode,
-            sampling_of(inputs),
-            ranks,
-            monitor,
-            samples=config.monitor.eval_pass_k,
-            seed=seed,
-        ),
+        evaluation=engine and _evaluation(inputs, engine, ranks, monitor),
+    )
+
+
+def _evaluation(inputs: Inputs, engine: VllmEngine, ranks: Collectives, monitor: Monitor) -> Evaluate:
+    return Evaluate(
+        engine,
+        inputs.held_out,
+        inputs.graders,
+        inputs.decode,
+        sampling_of(inputs),
+        ranks,
+        monitor,
+        samples=inputs.config.monitor.eval_pass_k,
+        seed=inputs.response_seed,
     )
 
 
@@ -252,10 +266,10 @@ def sampling_of(inputs: Inputs) -> Sampling:
 
 def _with_old_logps(inputs: Inputs) -> Algorithm:
     """Without old log-probs where each rollout makes one optimizer step, so that they would be the update's own, and
-    nothing else reads them."""
+    nothing else reads them; older weights sampled what other ranks generate."""
     algorithm, config = inputs.algorithm, inputs.config
     read = algorithm.kl_reward_coef != 0 or config.monitor.dump_dir is not None
-    own = config.forward.old_logprobs == "auto" and inputs.sizes.steps == 1 and not read
+    own = config.forward.old_logprobs == "auto" and inputs.sizes.steps == 1 and not read and not config.schedule.apart
     return dataclasses.replace(algorithm, old_logps=not own)
 
 

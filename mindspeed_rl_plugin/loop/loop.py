@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 
 from mindspeed_rl_plugin.loop.colocation import Colocation
-from mindspeed_rl_plugin.loop.schedules import Job, PairSchedule, SyncSchedule
+from mindspeed_rl_plugin.loop.schedules import Job, Schedule
 from mindspeed_rl_plugin.stages.measure import IterationLog, Rollout
 from mindspeed_rl_plugin.stages.update import TrainStep, Update
 
@@ -26,7 +26,7 @@ class Loop:
         self,
         args: argparse.Namespace,
         job: Job,
-        schedule: SyncSchedule | PairSchedule,
+        schedule: Schedule,
         update: Update,
         log: IterationLog,
         colocation: Colocation | None = None,
@@ -63,7 +63,7 @@ class Loop:
             self.trained |= done >= self.warmup
             if not plan.steps:
                 self.job.forget(plan.groups)
-        if self.colocation is not None and not plan.steps and (done + 1 < last or self.job.due(done + 1)):
-            self.colocation.start_offload()  # while this iteration is logged and saved
+        if not plan.steps:
+            self.schedule.used_up(done + 1, last=done + 1 == last)
         self.log.write(done + 1, self.rollout, metrics, last_step=not plan.steps)
         return result

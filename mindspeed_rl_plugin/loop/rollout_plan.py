@@ -47,9 +47,10 @@ def plan_groups(groups: Sequence[Group], members: int, **sizes: int) -> list[Ste
 class RolloutPlan:
     """The rollout in use.
 
-    epoch: rounds sampled, counted from 0, -1 before the first; groups: those of the rollout, in training order;
-    deferred: sampled, graded and kept in the dock for the next rollout; lengths: of all these; steps: optimizer steps
-    left; rounds: groups of epochs that a former start sampled.
+    epoch: of the round that is being sampled, counted from 0, -1 before the first; opened: the last one that entered
+    the dock; queue: those that entered it ahead of their turn, with their groups; groups: those of the rollout, in
+    training order; deferred: sampled, graded and kept in the dock for the next rollout; lengths: of all these; steps:
+    optimizer steps left; rounds: groups of epochs of another size than a rollout, as a former start sampled them.
     sizes: of a rollout; placement: who works on what; budget: tokens of a micro-batch,
     None where it has a fixed number of rows; near: whether whole steps are dealt to ranks near their rows, as where
     groups of several rounds make a rollout.
@@ -59,7 +60,8 @@ class RolloutPlan:
         self, sizes: Arithmetic, placement: Placement, budget: TokenBudget | None = None, near: bool = False
     ) -> None:
         self.sizes, self.placement, self.budget, self.near = sizes, placement, budget, near
-        self.epoch = -1
+        self.epoch = self.opened = -1
+        self.queue: list[tuple[int, int]] = []
         self.groups: tuple[Group, ...] = ()
         self.deferred: tuple[Group, ...] = ()
         self.lengths: dict[Group, tuple[int, ...]] = {}
@@ -73,7 +75,18 @@ class RolloutPlan:
     @property
     def round(self) -> tuple[Group, ...]:
         """Its groups."""
-        return of_epoch(self.epoch, self.sizes.prompts)
+        return of_epoch(self.epoch, self.rounds.get(self.epoch, self.sizes.prompts))
+
+    def open_next(self, groups: int | None = None) -> int:
+        """Number of a new epoch, of so many groups, by default those of a rollout."""
+        self.opened += 1
+        if groups not in (None, self.sizes.prompts):
+            self.rounds[self.opened] = groups
+        return self.opened
+
+    def take_round(self) -> None:
+        """The first epoch of the queue is the round."""
+        self.epoch, _ = self.queue.pop(0)
 
     def ids(self, groups: Iterable[Group]) -> list[SampleId]:
         """All samples of some groups."""
@@ -147,6 +160,8 @@ class RolloutPlan:
         """What a checkpoint keeps of it."""
         return {
             "epoch": self.epoch,
+            "opened": self.opened,
+            "queue": list(map(list, self.queue)),
             "groups": list(map(list, self.groups)),
             "carried": list(map(list, self.deferred)),
             "lengths": [list(self.lengths.get(group, ())) for group in (*self.groups, *self.deferred)],
@@ -156,7 +171,8 @@ class RolloutPlan:
     def load(self, state: Mapping[str, Any], rounds: Mapping[int, int]) -> None:
         """Take `state` over; rounds: epoch of the dock -> groups it was sampled with."""
         self.rounds.update(rounds)
-        self.epoch = state["epoch"]
+        self.epoch, self.queue = state["epoch"], [(epoch, groups) for epoch, groups in state.get("queue", ())]
+        self.opened = state.get("opened", self.epoch)
         self.groups, self.deferred = (tuple(map(tuple, state[name])) for name in ("groups", "carried"))
         self.lengths = dict(zip((*self.groups, *self.deferred), map(tuple, state["lengths"]), strict=True))
 

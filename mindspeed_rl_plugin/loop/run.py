@@ -24,6 +24,7 @@ from mindspeed_rl_plugin.loop.build import build_loop, dock_size, host_memory_bu
 from mindspeed_rl_plugin.loop.build_pairs import Reference, build_pair_loop
 from mindspeed_rl_plugin.loop.inputs import Inputs
 from mindspeed_rl_plugin.loop.loop import Loop
+from mindspeed_rl_plugin.loop.rollout_plan import of_epoch
 from mindspeed_rl_plugin.loop.start import TRAINED, Start
 from mindspeed_rl_plugin.reshard.host_weights import HostWeights
 from mindspeed_rl_plugin.rows import Group
@@ -112,9 +113,9 @@ class Run:
         """RL state of a checkpoint: the data's cursor, the rollout in use and the deferred groups with their rows, and
         the metrics."""
         loop = self.loop
-        if loop.colocation is not None:
-            loop.colocation.refuse_save()
+        loop.schedule.settle()
         return {
+            **loop.schedule.state(),
             **loop.job.plan.state(),
             TRAINED: loop.trained,
             "cut": self._cut(),
@@ -135,8 +136,7 @@ class Run:
         if self.loop is not None:
             self.loop.job.monitor.close()
             if not hasattr(sys, "last_value"):  # of an exception that nobody caught
-                if self.loop.colocation is not None:
-                    self.loop.colocation.close()
+                self.loop.schedule.close()
                 self.loop.job.dock.close()
 
     def _cut(self) -> dict[str, Any]:
@@ -155,7 +155,9 @@ class Run:
         job.dock.restore(resume.renamed(state.get("rows", state["dock"])))
         if not self.inputs.algorithm.dynamic_sampling:  # nothing takes deferred groups up any more
             job.plan.deferred = ()
-        job.forget(resume.gone(rounds, (*used, *job.plan.deferred)))  # of which the rows tell the leader alone
+        ahead = [group for epoch, groups in job.plan.queue for group in of_epoch(epoch, groups)]
+        job.forget(resume.gone(rounds, (*used, *job.plan.deferred, *ahead)))  # of which the rows tell the leader alone
+        self.loop.schedule.load(state)
         job.plan.resume(left)
         if state["rollout"] is not None:
             self.loop.rollout = Rollout(**state["rollout"])

@@ -5,13 +5,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from mindspeed_rl_plugin.dock import Dock
 from mindspeed_rl_plugin.loop.colocation import Colocation
 from mindspeed_rl_plugin.loop.rollout_plan import RolloutPlan, by_epoch
 from mindspeed_rl_plugin.loop.topology import Topology
 from mindspeed_rl_plugin.monitor.monitor import Monitor
+from mindspeed_rl_plugin.monitor.names import Metric
 from mindspeed_rl_plugin.ranks import Collectives
+from mindspeed_rl_plugin.reshard.resharder import Transfer
 from mindspeed_rl_plugin.rows import Group, Rows, SampleId
 from mindspeed_rl_plugin.stages.advantages import Advantages
 from mindspeed_rl_plugin.stages.evaluate import Due, Evaluate, EvaluatePairs
@@ -39,7 +42,7 @@ class Job:
 
     def admit(self) -> Rows:
         """The next round of the plan enters the dock."""
-        self.plan.epoch += 1
+        self.plan.epoch = self.plan.open_next()
         return self.prompts.run(self.plan.epoch, self.plan.sizes.prompts)
 
     def forget(self, groups: Sequence[Group]) -> None:
@@ -48,7 +51,35 @@ class Job:
             self.dock.clear(epoch, part)
 
 
-class PairSchedule:
+class Schedule:
+    """In which order, and at the same time as what, the stages work. Every method is called by all ranks."""
+
+    def collect(self, done: int) -> Rollout:
+        """A rollout that is ready to train on, after `done` iterations, and an evaluation where one is due."""
+        raise NotImplementedError
+
+    def evaluate(self, done: int) -> None:
+        """An evaluation while no rollout is due."""
+        raise NotImplementedError
+
+    def used_up(self, done: int, last: bool) -> None:
+        """The last step of a rollout was taken, after `done` iterations. last: of the run."""
+
+    def settle(self) -> None:
+        """A checkpoint follows. Raises where it would not be whole."""
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps of the schedule."""
+        return {}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Take `state` over."""
+
+    def close(self) -> None:
+        """End what the schedule has beside this rank's training."""
+
+
+class PairSchedule(Schedule):
     """Pairs come whole: each round is a rollout."""
 
     def __init__(self, job: Job, evaluation: EvaluatePairs | None) -> None:
@@ -73,80 +104,54 @@ class PairSchedule:
 @dataclass(frozen=True)
 class Stages:
     """The stages of a rollout that is generated, in their order; own: a user's; passes: old and reference log-probs,
-    values."""
+    values; generate, evaluation: None where other processes generate."""
 
-    generate: Generate
+    generate: Generate | None
     reward: Reward
     own: Sequence[UserStage]
     select: Select
     passes: Sequence[TokenPass]
     advantages: Advantages
     measure: Measure
-    evaluation: Evaluate
+    evaluation: Evaluate | None
 
 
-class SyncSchedule:
-    """One stage after the other, the engine awake for those that need it. rounds: that dynamic sampling may take for
-    one rollout, 0 without it."""
+class RolloutSchedule(Schedule):
+    """Rollouts are sampled in rounds, of which groups are selected; then the passes of the trainer follow. rounds: that
+    dynamic sampling may take for one rollout, 0 without it."""
 
-    def __init__(self, job: Job, stages: Stages, colocation: Colocation, rounds: int) -> None:
-        self.job, self.stages, self.colocation, self.rounds = job, stages, colocation, rounds
+    def __init__(self, job: Job, stages: Stages, rounds: int) -> None:
+        self.job, self.stages, self.rounds = job, stages, rounds
 
-    def collect(self, done: int) -> Rollout:
-        """A rollout that is ready to train on, and an evaluation where one is due."""
-        job, plan, stages, clock = self.job, self.job.plan, self.stages, self.job.monitor.stage
-        self.colocation.start_offload()
-        with clock("prompts"):
-            job.admit()
-        with self.colocation.awake(done) as transfer:
-            if job.due(done):
-                with clock("evaluate"):
-                    stages.evaluation.run(done)
-            sampling = self._sample()
-        job.ranks.barrier("log-probs")
-        batches = plan.batches(job.topology.dp_rank)
-        for forward in stages.passes:
-            with clock(forward.spec.name):
-                forward.run([i for ids in batches for i in ids], batches)
-        with clock("advantage"):
-            mine = plan.graded_by(job.topology.rank, plan.groups)
-            stages.select.run(mine, plan.one_pass)
-            stages.advantages.run(mine)
-        return stages.measure.run(plan.ids(plan.groups), done, transfer, sampling)
+    def _round(self, failures: FailureLog) -> Mapping[Group, GroupStats]:
+        """Sample and grade a round. Its statistics."""
+        raise NotImplementedError
 
-    def evaluate(self, done: int) -> None:
-        """An evaluation while no rollout is due: the engine wakes for nothing else, so all of it is evaluation."""
-        with self.job.monitor.stage("evaluate"):
-            with self.colocation.awake(done):
-                self.stages.evaluation.run(done)
-            self.colocation.onload()
+    def _admit(self) -> None:
+        """The next round enters the dock."""
+        raise NotImplementedError
+
+    def _drop(self, groups: Sequence[Group]) -> None:
+        """Groups that will not be trained leave the dock."""
+        self.job.forget(groups)
 
     def _sample(self) -> dict[str, float]:
-        """Generate and grade, in as many rounds as selection asks for. Returns metrics of that."""
-        job, plan, clock = self.job, self.job.plan, self.job.monitor.stage
+        """Sample and grade, in as many rounds as selection asks for. Returns metrics of that."""
+        job, plan = self.job, self.job.plan
         rounds, failures = Rounds(plan.deferred, plan.sizes.prompts, self.rounds, plan.plan), FailureLog()
         while True:
             graded = self._round(failures)
             plan.lengths |= {group: of_group.lengths for group, of_group in graded.items()}
             whole, selection = rounds.add(graded), rounds.selection
-            job.forget(selection.dropped)
+            self._drop(selection.dropped)
             plan.deferred = selection.deferred
             if whole:
                 plan.use(selection.trained, rounds.steps)
                 return rounds.metrics()
             if rounds.dropped and job.topology.leader:
                 print(f"[rl] rollout {plan.epoch} is dropped: {rounds.dropped}", flush=True)
-            with clock("prompts"):
-                job.forget(selection.trained)
-                job.admit()
-
-    def _round(self, failures: FailureLog) -> Mapping[Group, GroupStats]:
-        """Generate and grade a round, the one after the other. Its statistics."""
-        stages, clock = self.stages, self.job.monitor.stage
-        with clock("generate"):
-            stages.generate.run(self.job.plan.generated_by(self.job.topology.engine))
-        with clock("reward"):
-            return self._compare(stages.reward.run, failures)
+            self._drop(selection.trained)
+            self._admit()
 
     def _compare(
         self, graded: Callable[[Sequence[SampleId]], Rows], failures: FailureLog
@@ -161,6 +166,71 @@ class SyncSchedule:
         parts = job.ranks.gather((group_stats(rows), self.stages.reward.graders.take_failures()))
         failures.add([failed for _, failed in parts], show=job.topology.leader)
         return {group: of_group for stats, _ in parts for group, of_group in stats.items()}
+
+    def _prepare(self, done: int, transfer: Transfer | None, sampling: Mapping[str, Metric]) -> Rollout:
+        """The passes over a rollout that is sampled and selected. transfer, sampling: as of `Measure.run`."""
+        job, plan, stages, clock = self.job, self.job.plan, self.stages, self.job.monitor.stage
+        job.ranks.barrier("log-probs")
+        batches = plan.batches(job.topology.dp_rank)
+        for forward in stages.passes:
+            with clock(forward.spec.name):
+                forward.run([i for ids in batches for i in ids], batches)
+        with clock("advantage"):
+            mine = plan.graded_by(job.topology.rank, plan.groups)
+            stages.select.run(mine, plan.one_pass)
+            stages.advantages.run(mine)
+        return stages.measure.run(plan.ids(plan.groups), done, transfer, sampling)
+
+
+class SyncSchedule(RolloutSchedule):
+    """One stage after the other, the engine awake for those that need it."""
+
+    def __init__(self, job: Job, stages: Stages, colocation: Colocation, rounds: int) -> None:
+        super().__init__(job, stages, rounds)
+        self.colocation = colocation
+
+    def collect(self, done: int) -> Rollout:
+        """A rollout that is ready to train on, and an evaluation where one is due."""
+        self.colocation.start_offload()
+        self._admit()
+        with self.colocation.awake(done) as transfer:
+            if self.job.due(done):
+                with self.job.monitor.stage("evaluate"):
+                    self.stages.evaluation.run(done)
+            sampling = self._sample()
+        return self._prepare(done, transfer, sampling)
+
+    def evaluate(self, done: int) -> None:
+        """An evaluation while no rollout is due: the engine wakes for nothing else, so all of it is evaluation."""
+        with self.job.monitor.stage("evaluate"):
+            with self.colocation.awake(done):
+                self.stages.evaluation.run(done)
+            self.colocation.onload()
+
+    def used_up(self, done: int, last: bool) -> None:
+        """What the next transfer does not read begins to leave, while this iteration is logged and saved."""
+        if not last or self.job.due(done):
+            self.colocation.start_offload()
+
+    def settle(self) -> None:
+        """A checkpoint follows."""
+        self.colocation.refuse_save()
+
+    def close(self) -> None:
+        """End the engine."""
+        self.colocation.close()
+
+    def _admit(self) -> None:
+        with self.job.monitor.stage("prompts"):
+            self.job.admit()
+
+    def _round(self, failures: FailureLog) -> Mapping[Group, GroupStats]:
+        """Generate and grade a round, the one after the other. Its statistics."""
+        stages, clock = self.stages, self.job.monitor.stage
+        with clock("generate"):
+            stages.generate.run(self.job.plan.generated_by(self.job.topology.engine))
+        with clock("reward"):
+            return self._compare(stages.reward.run, failures)
 
 
 class StreamedSchedule(SyncSchedule):

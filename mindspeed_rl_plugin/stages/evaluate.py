@@ -10,14 +10,16 @@ import torch
 from torch import Tensor
 
 from mindspeed_rl_plugin.algorithms import Algorithm
+from mindspeed_rl_plugin.dock import Dock
 from mindspeed_rl_plugin.engine.protocol import Engine, generate
 from mindspeed_rl_plugin.engine.seeds import response_seed
 from mindspeed_rl_plugin.monitor.monitor import Monitor
 from mindspeed_rl_plugin.ranks import Collectives
 from mindspeed_rl_plugin.reward import Grade, GradeItem, RewardPool, solved
-from mindspeed_rl_plugin.rows import Completion, GenerateRequest, Prompt, SampleId, Sampling
+from mindspeed_rl_plugin.rows import FINISH, Completion, GenerateRequest, Prompt, SampleId, Sampling
+from mindspeed_rl_plugin.stages.prompts import ordered, prompt_rows
 from mindspeed_rl_plugin.stages.references import PairScorer
-from mindspeed_rl_plugin.stages.reward import FailureLog
+from mindspeed_rl_plugin.stages.reward import FailureLog, Reward
 
 # Ids of evaluation: (EPOCH, index of the prompt, attempt); no rollout has a negative epoch.
 EPOCH = -1
@@ -88,6 +90,55 @@ class Evaluate:
         return [(solved(g.parts, self.graders.weights), g.total) for g in grades]
 
 
+class EvaluateApart:
+    """Evaluates where other processes than the trainers generate, beside training: held-out prompts are an epoch of the
+    dock that one version of the weights must answer, with a negative number, so that engines take it first.
+
+    dock: of all ranks; reward: the stage that grades, whose graders see these rows as all others; samples: as of
+    `Evaluate`. version: under evaluation, -1 where none is.
+    """
+
+    def __init__(
+        self, dock: Dock, reward: Reward, prompts: Sequence[Prompt], ranks: Collectives, monitor: Monitor, samples: int
+    ) -> None:
+        self.dock, self.reward, self.prompts, self.ranks = dock, reward, prompts, ranks
+        self.monitor, self.samples, self.version, self.epoch = monitor, samples, -1, 0
+
+    @property
+    def ids(self) -> list[SampleId]:
+        """Of the responses, the greedy one of each prompt first."""
+        members = range(self.samples + 1)
+        return [SampleId(self.epoch, group, member) for group in range(len(self.prompts)) for member in members]
+
+    def begin(self, version: int) -> None:
+        """Ask for an evaluation of a version. Every rank calls it."""
+        self.epoch, self.version, members = self.epoch - 1, version, self.samples + 1
+        self.dock.open(self.epoch, len(self.prompts), members)
+        rows = ordered(prompt_rows(self.epoch, self.prompts), (version, version), members)
+        self.dock.put(rows if self.ranks.rank == 0 else None)
+
+    def finish(self) -> None:
+        """Log it, when all its responses are graded, and clear them. Collective."""
+        sums, errors = self.ranks.broadcast(self._sums() if self.ranks.rank == 0 else None)
+        result = eval_metrics(torch.tensor(sums, dtype=torch.float64), self.samples)
+        self.monitor.log_eval(self.version, result | ({"eval/errors": errors} if errors else {}))
+        self.dock.clear(self.epoch)
+        self.version = -1
+
+    def _sums(self) -> tuple[list[float], int]:
+        rows = self.reward.graded(self.ids, ("reward_parts", "response_length", "finish"))
+        weights, lengths = self.reward.graders.weights, rows["response_length"].tolist()
+        scores = [
+            (solved(parts, weights), reward)
+            for parts, reward in zip(rows["reward_parts"].tolist(), rows["reward"].tolist(), strict=True)
+        ]
+        ends = [FINISH[i] for i in rows["finish"].tolist()]
+        firsts = range(0, len(scores), self.samples + 1)
+        of_prompts = [_of_prompt(lengths[i], ends[i], scores[i:], self.samples) for i in firsts]
+        sums = [sum(column) for column in zip(*of_prompts, strict=True)]
+        return sums, int(rows["grader_error"].sum())
+
+
 class EvaluatePairs:
     """Margin and accuracy on held-out pairs. places: of these in the scorer; reference: `[pairs, 2]` log-probs of all
     pairs under the reference."""
@@ -146,16 +197,17 @@ def evaluate(
         return torch.zeros(len(SUMS), dtype=torch.float64)
     scores = score([(prompts[c.id.group], c) for c in completions])
     firsts = range(0, len(scores), samples + 1)
-    of_prompts = [_of_prompt(completions[i:], scores[i:], samples) for i in firsts]
+    of_prompts = [_of_prompt(len(completions[i].tokens), completions[i].finish, scores[i:], samples) for i in firsts]
     return torch.tensor([sum(column) for column in zip(*of_prompts, strict=True)], dtype=torch.float64)
 
 
-def _of_prompt(completions: Sequence[Completion], scores: Sequence[tuple[bool, float]], samples: int) -> list[float]:
-    """`SUMS` of one prompt: the greedy response first, then the sampled ones."""
-    (right, reward), greedy = scores[0], completions[0]
+def _of_prompt(tokens: int, finish: str, scores: Sequence[tuple[bool, float]], samples: int) -> list[float]:
+    """`SUMS` of one prompt. tokens, finish: of the greedy response; scores: its own first, then those of the sampled
+    ones."""
+    right, reward = scores[0]
     correct = sum(bool(ok) for ok, _ in scores[1 : samples + 1])
     passes = [pass_at_k(samples, correct, 1), pass_at_k(samples, correct, samples)] if samples else [0.0, 0.0]
-    return [1.0, float(right), reward, float(len(greedy.tokens)), float(greedy.finish == "length"), *passes]
+    return [1.0, float(right), reward, float(tokens), float(finish == "length"), *passes]
 
 
 def eval_metrics(sums: Tensor, samples: int) -> dict[str, float]:

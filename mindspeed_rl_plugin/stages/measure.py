@@ -77,19 +77,25 @@ class Measure(Stage):
         self.ranks, self.algorithm, self.limit, self.graders, self.dump = ranks, algorithm, limit, graders, dump
 
     def run(
-        self, ids: Sequence[SampleId], done: int, transfer: Transfer, sampling: Mapping[str, Metric] | None = None
+        self,
+        ids: Sequence[SampleId],
+        done: int,
+        transfer: Transfer | None,
+        sampling: Mapping[str, Metric] | None = None,
     ) -> Rollout:
         """Measure a rollout that is ready to train on, and dump it where asked. Collective.
 
-        done: iterations before it; transfer: what bringing the weights to the engine for it took on this rank;
+        done: iterations before it; transfer: what bringing the weights to the engine for it took on this rank, None
+        where other processes generate;
         sampling: what sampling and selecting its groups measured.
         """
-        moved = transfer_metrics(self.ranks.gather(transfer))
+        moved = {} if transfer is None else transfer_metrics(self.ranks.gather(transfer))
         leader = self.ranks.rank == 0
         lease = self.lease(ids if leader else [])  # waits for what the other ranks still write
         measured: tuple[dict[str, Metric], int] = ({}, 0)
         if leader:
-            check_weights(lease.rows, done, transfer.digest)
+            if transfer is not None:
+                check_weights(lease.rows, done, transfer.digest)
             measured = self.metrics(lease.rows) | moved | (sampling or {}), int(lease.rows["length"].sum())
             if self.dump is not None:
                 self._dump(lease.rows, done + 1)

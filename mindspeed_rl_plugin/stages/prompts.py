@@ -23,6 +23,11 @@ SPEC = StageSpec(
 )
 
 
+# With engines apart: the oldest version that may sample the group; the newest, -1 where there is no such limit; groups
+# and members of its epoch.
+ORDER = ColumnSpec("order", torch.int64, "group", ragged=False, trailing=(4,))
+
+
 class Prompts:
     """The stage on this rank. data: where the next groups come from; members: rows of a group; leader: whether this
     rank puts them."""
@@ -30,9 +35,13 @@ class Prompts:
     def __init__(self, dock: Dock, data: PromptStream | PairStream, members: int, leader: bool) -> None:
         self.dock, self.data, self.members, self.leader = dock, data, members, leader
 
-    def run(self, epoch: int, groups: int) -> Rows:
-        """The data's next groups enter the dock as an epoch of their own. Every rank gets what was put."""
+    def run(self, epoch: int, groups: int, by: tuple[int, int] | None = None) -> Rows:
+        """The data's next groups enter the dock as an epoch of their own. Every rank gets what was put.
+
+        by: with engines apart, the oldest and the newest version that may sample them (-1: no newest)."""
         rows = self.compute(epoch, groups)
+        if by is not None:
+            rows = ordered(rows, by, self.members)
         self.dock.open(epoch, groups, self.members)
         self.dock.put(rows if self.leader else None)
         return rows
@@ -40,6 +49,11 @@ class Prompts:
     def compute(self, epoch: int, groups: int) -> Rows:
         """The next groups of the data, `SPEC.writes` of each."""
         return prompt_rows(epoch, self.data.next(groups))
+
+
+def ordered(rows: Rows, by: tuple[int, int], members: int) -> Rows:
+    """With the column `ORDER`."""
+    return rows.with_columns(order=torch.tensor([[*by, len(rows), members]] * len(rows)))
 
 
 def prompt_rows(epoch: int, prompts: Sequence[Prompt]) -> Rows:

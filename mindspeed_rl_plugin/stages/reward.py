@@ -53,10 +53,10 @@ class Reward(Stage):
             )
         return items
 
-    def graded(self, ids: Sequence[SampleId]) -> Rows:
-        """What `select.group_stats` reads of rows that are graded, whoever did that."""
+    def graded(self, ids: Sequence[SampleId], more: Sequence[str] = ()) -> Rows:
+        """What `select.group_stats` reads of rows that are graded, whoever did that, and `more` columns."""
         names = {self.spec.stored_writes.get(name, name): name for name in ("reward", "graded", "grader_error")}
-        rows = self.dock.read(ids, [*names, "length"])
+        rows = self.dock.read(ids, [*names, "length", *more])
         return Rows(rows.ids, {names.get(name, name): column for name, column in rows.columns.items()})
 
 

@@ -148,7 +148,7 @@ class Rounds:
         """Decide after a round. Returns whether the rollout is whole. Raises ValueError where it is not and no further
         round may follow."""
         self._count(graded)
-        last = self.rounds == self.limit
+        last = self.sampled >= self.limit * self.wanted if self.dynamic else self.rounds == self.limit
         deferred, dynamic = self.selection.deferred, self.dynamic
         self.selection = chosen = choose(deferred, graded, self.wanted, dynamic=dynamic, last=dynamic and last)
         self.steps = self.plan(chosen.trained) if chosen.trained else []

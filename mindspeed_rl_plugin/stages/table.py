@@ -7,6 +7,7 @@ log-probs, and update. The dock's columns, worker states and consumers are deriv
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from mindspeed_rl_plugin.algorithms import Algorithm
 from mindspeed_rl_plugin.monitor.dump import FIELDS
@@ -27,16 +28,21 @@ def stage_table(
     by_group: bool = True,
     dump: bool = False,
     own: Sequence[StageSpec] = (),
+    apart: bool = False,
 ) -> list[StageSpec]:
     """The stages of an algorithm. graders: number of rewards; by_group: whether one is called with whole groups; dump:
-    whether rollouts are written to files; own: a user's stages, which come after reward and before select. Raises
-    ValueError for names that others have."""
+    whether rollouts are written to files; own: a user's stages, which come after reward and before select; apart:
+    whether other processes than the trainers generate. Raises ValueError for names that others have."""
     if algorithm.from_pairs:
         return resolved([pairs.SPEC, update.pair_spec()])
     added = tuple(name for spec in own for name in spec.written)
+    first, second = prompts.SPEC, generate.SPEC
+    if apart:
+        first = replace(first, writes=(*first.writes, prompts.ORDER))
+        second = replace(second, reads=(*second.reads, prompts.ORDER.name))
     specs = [
-        prompts.SPEC,
-        generate.SPEC,
+        first,
+        second,
         reward.spec(graders, by_group),
         *own,
         select.spec(algorithm, reads_valid="valid" in added),

@@ -160,7 +160,8 @@ def test_the_update_begins_with_everything_back_and_then_the_optimizer_leaves(ma
         return "result", {}
 
     log = SimpleNamespace(write=lambda *_, **__: events.append("log"))
-    schedule = SimpleNamespace(evaluate=lambda number: events.append("evaluate"))
+    schedule = SyncSchedule(job, None, both, rounds=0)
+    schedule.evaluate = lambda number: events.append("evaluate")
     args = SimpleNamespace(curr_iteration=done, train_iters=10)
     loop = Loop(args, job, schedule, SimpleNamespace(run=run), log, both)
     assert loop.train_step(None) == "result" and loop.trained

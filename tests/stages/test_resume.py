@@ -23,7 +23,7 @@ from mindspeed_rl_plugin.loop.placement import Placement
 from mindspeed_rl_plugin.loop.resume import renamed
 from mindspeed_rl_plugin.loop.rollout_plan import RolloutPlan, of_epoch
 from mindspeed_rl_plugin.loop.run import Run
-from mindspeed_rl_plugin.loop.schedules import Job
+from mindspeed_rl_plugin.loop.schedules import Job, Schedule
 from mindspeed_rl_plugin.rows import Ragged, Rows
 from mindspeed_rl_plugin.stages.stage import StageSpec, columns_of, states_of
 from mindspeed_rl_plugin.stages.user import WRITABLE
@@ -64,7 +64,7 @@ def resumed(given: Inputs, state: dict, **more) -> Run:
     run = Run()
     run.inputs = given
     run.check_state(state, given.args.iteration)
-    run.loop = SimpleNamespace(job=job(given, **more), trained=False, rollout=None)
+    run.loop = SimpleNamespace(job=job(given, **more), schedule=Schedule(), trained=False, rollout=None)
     run._restore(state)
     return run
 
@@ -92,7 +92,7 @@ def saved(given: Inputs, *, deferred: tuple[int, ...] = (), left: int = 0, more:
     run.inputs = given
     at.plan.epoch, at.plan.groups, at.plan.deferred = 5, groups, tuple((5, g) for g in deferred)
     at.plan.lengths = {group: (3, 3) for group in kept}
-    run.loop = SimpleNamespace(job=at, colocation=None, trained=True, rollout=None)
+    run.loop = SimpleNamespace(job=at, schedule=Schedule(), trained=True, rollout=None)
     run.inputs.data.state = dict
     state = run.state_dict()
     whole = state["dock"]

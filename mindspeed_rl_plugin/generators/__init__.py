@@ -1,0 +1,1 @@
+"""Engines apart from the trainers: processes that take prompts from the dock, and weights that trainers publish."""

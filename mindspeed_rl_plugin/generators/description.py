@@ -1,0 +1,51 @@
+"""What a job says of itself to the engines that work for it, as JSON in the dock's directory."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import mindspeed_rl_plugin
+from mindspeed_rl_plugin.engine.vllm_engine import VllmOptions
+from mindspeed_rl_plugin.rows import Sampling
+
+JOB, WEIGHTS = "job", "weights"  # what the dock's directory has of the job
+
+
+@dataclass(frozen=True)
+class Description:
+    """engine: options of an engine as the job's flags say; sampling: of a rollout's responses; seed: base of their
+    seeds; inflight: what new weights do to responses in the making; strict: whether each rollout is sampled by one
+    version, in equal parts; deadline: seconds of any wait; version: of the package."""
+
+    engine: VllmOptions
+    sampling: Sampling
+    seed: int
+    inflight: str
+    strict: bool
+    deadline: float
+    version: str = mindspeed_rl_plugin.__version__
+
+    def to_json(self) -> str:
+        """As text."""
+        return json.dumps(dataclasses.asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Description:
+        """Inverse of `to_json`. Raises ValueError for another version of the package, and where there is none."""
+        if not text:
+            raise ValueError("this job takes no engines: start it with --rl-schedule async")
+        fields = json.loads(text)
+        if (theirs := fields.get("version")) != (ours := mindspeed_rl_plugin.__version__):
+            raise ValueError(f"the job runs mindspeed_rl_plugin {theirs}, here is {ours}; install the job's")
+        fields["engine"] = VllmOptions(**_tuples(fields["engine"]))
+        fields["sampling"] = Sampling(**_tuples(fields["sampling"]))
+        return cls(**fields)
+
+
+def _tuples(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """JSON has no tuples; the config, a dict, keeps its lists."""
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}

@@ -1,0 +1,69 @@
+"""`python -m mindspeed_rl_plugin generate`: one more engine for a running job, from any machine.
+
+An engine of several ranks is started by torchrun: `torchrun --nproc-per-node N -m mindspeed_rl_plugin generate ...`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import signal
+import sys
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+from mindspeed_rl_plugin.environment import launch_env, master_address, say
+from mindspeed_rl_plugin.generators.engine import serve
+from mindspeed_rl_plugin.generators.ranks import init_group
+
+_EPILOG = (
+    "Model, tokenizer, sampling and seeds come from the job. SIGTERM: responses in the making go back to the job, then "
+    "the engine leaves. An engine that dies costs the job nothing but their time."
+)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Join, and generate until the job ends. Returns the exit status."""
+    options = _parser().parse_args(argv)
+    env = launch_env()
+    store = None
+    if env["world_size"] > 1:
+        store = dist.TCPStore(*master_address(), is_master=False, wait_for_workers=False)
+    leaving = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: leaving.set())
+    init_group(store or dist.HashStore(), datetime.timedelta(seconds=options.timeout))
+    changed: dict[str, Any] = {"tensor_parallel": env["world_size"]}
+    if options.max_running:
+        changed["max_running"] = options.max_running
+    if options.kv_cache_gb:
+        changed["kv_cache_bytes"] = int(options.kv_cache_gb * 2**30)
+    if options.device_memory_utilization:
+        changed["memory_utilization"] = options.device_memory_utilization
+    if options.tokenizer:
+        changed["tokenizer"] = options.tokenizer
+    try:
+        serve(options.join, options.secret_file, leaving=leaving, **changed)
+    except (ValueError, ConnectionError, PermissionError, TimeoutError, FileNotFoundError) as error:
+        print(f"[rl] generate: {error}", file=sys.stderr, flush=True)
+        return 1
+    say("the engine has left the job" if leaving.is_set() else "the job has ended")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m mindspeed_rl_plugin generate",
+        description="One more engine for a running job (--rl-schedule async).",
+        epilog=_EPILOG,
+    )
+    parser.add_argument("--join", required=True, metavar="HOST:PORT", help="the job's address, printed at its start")
+    parser.add_argument("--secret-file", required=True, help="the job's secret, a file of mode 600; printed there too")
+    parser.add_argument("--max-running", type=int, help="most sequences decoded at once (default: the job's)")
+    parser.add_argument("--kv-cache-gb", type=float, help="KV cache of one rank on a host without accelerator")
+    parser.add_argument("--device-memory-utilization", type=float, help="share of the device's memory for the engine")
+    parser.add_argument("--tokenizer", help="its directory here, where the job has --rl-stop and runs elsewhere")
+    parser.add_argument("--timeout", type=float, default=1800.0, help="seconds that ranks of the engine wait")
+    return parser

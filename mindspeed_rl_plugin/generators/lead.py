@@ -1,0 +1,232 @@
+"""What the first rank of an engine decides, turn by turn: which rows to take, which weights to work with."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from mindspeed_rl_plugin.dock import Dock, Lease
+from mindspeed_rl_plugin.engine.seeds import response_seed
+from mindspeed_rl_plugin.generators.description import Description
+from mindspeed_rl_plugin.rows import Completion, GenerateRequest, SampleId, Sampling
+from mindspeed_rl_plugin.stages.evaluate import EPOCH
+from mindspeed_rl_plugin.stages.generate import SPEC, completion_rows
+
+LOOK_SECONDS = 1.0  # that an engine without weights waits for news at a time
+ROWS_SECONDS = 0.02  # after which an engine without rows asks for some again
+NEWS_SECONDS = 30.0  # that one question for news waits
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What all ranks of the engine do next. requests: to submit; pull, apply: versions to pull beside the engine's
+    steps, and to put into the engine now, -1 for none; end: whether to leave."""
+
+    requests: tuple[GenerateRequest, ...] = ()
+    pull: int = -1
+    apply: int = -1
+    end: bool = False
+
+
+class News:
+    """What the job announced last, followed by a thread of its own. ended: whether the job has left; error: why nothing
+    more comes."""
+
+    def __init__(self, dock: Dock) -> None:
+        self.dock, self.ended, self.error = dock, False, None
+        self.number, self.version = 0, -1
+        self._changed = threading.Event()
+        threading.Thread(target=self._follow, daemon=True, name="news").start()
+
+    def wake(self) -> None:
+        """End a wait."""
+        self._changed.set()
+
+    def wait(self, seconds: float) -> None:
+        """For something new, at most `seconds`."""
+        self._changed.wait(seconds)
+        self._changed.clear()
+
+    def _follow(self) -> None:
+        try:
+            while True:
+                news = self.dock.news(self.number, NEWS_SECONDS)
+                self.number, self.version = news.number, news.version
+                self._changed.set()
+        except (ConnectionError, TimeoutError) as error:
+            self.ended, self.error = self.dock.ended, error
+            self._changed.set()
+
+
+@dataclass
+class _Row:
+    """A leased row. oldest, newest: versions that may sample it, -1 where there is no newest."""
+
+    lease: Lease
+    oldest: int
+    newest: int
+    request: GenerateRequest
+
+    def may_have(self, version: int) -> bool:
+        """Whether weights of a version may sample it."""
+        return self.oldest <= version and (self.newest < 0 or version <= self.newest)
+
+
+class Lead:
+    """slots: responses that the engine samples at once; share: of each rollout under a strict order, (i, n); leaving:
+    set where the engine is to leave."""
+
+    def __init__(
+        self, dock: Dock, job: Description, slots: int, share: tuple[int, int] | None, leaving: threading.Event
+    ) -> None:
+        self.dock, self.job, self.slots, self.share = dock, job, slots, share
+        self.news = News(dock)
+        self.version = -1  # of the engine's weights
+        self.pulled = self.pulling = -1
+        self.leaving = leaving
+        self.idle: dict[str, float] = {}
+        self._running: dict[SampleId, _Row] = {}
+        self._held: deque[_Row] = deque()  # that other weights must sample
+
+    # a turn
+
+    def next(self) -> Turn:
+        """The next turn; waits a moment where there is nothing to do. Raises ConnectionError where the job is lost."""
+        if self.leaving.is_set() or self._over():
+            return self._leave()
+        wanted = self._wanted()
+        if wanted != self.version and wanted >= 0:
+            if self.pulled == wanted and not (self.job.inflight == "drain" and self._running):
+                return Turn(apply=wanted)
+            if self.pulling != wanted and self.pulled != wanted:
+                self.pulling = wanted
+                return Turn(pull=wanted)
+        requests = self._take()
+        if not requests and not self._running:
+            self._wait()
+        return Turn(requests)
+
+    def done(self, completions: Iterable[Completion], digest: str | None) -> None:
+        """Write finished responses into the dock. A job that has left needs none."""
+        for completion in completions:
+            row = self._running.pop(completion.id)
+            try:
+                self.dock.commit(row.lease, completion_rows([row.request], [completion], digest))
+            except ConnectionError:
+                if not self.dock.ended:
+                    raise
+
+    def gone(self, version: int, error: Exception) -> None:
+        """Weights that were wanted are no longer to be had. Raises `error` where rows must be sampled by them."""
+        if any(row.newest == version for row in (*self._running.values(), *self._held)):
+            raise error
+        self.pulled = self.pulling = -1
+
+    # inside
+
+    def _over(self) -> bool:
+        if self.news.error is not None and not self.news.ended:
+            raise self.news.error
+        return self.news.ended or self.dock.ended
+
+    def _leave(self) -> Turn:
+        """Hand back what is not finished."""
+        for row in (*self._running.values(), *self._held):
+            if not self.dock.ended:
+                self.dock.release(row.lease)
+        return Turn(end=True)
+
+    def _wanted(self) -> int:
+        """The version to work with: that of the rows which must be sampled by it, else the newest."""
+        if any(row.newest >= 0 for row in self._running.values()):
+            return self.version
+        newest = self.version if self.job.strict else self.news.version
+        return self._held[0].newest if self._held and self._held[0].newest >= 0 else newest
+
+    @property
+    def _may_take(self) -> bool:
+        """Whether to take rows that any weights may sample: not while those in the making are to end first."""
+        if self.job.strict:
+            return not self._held
+        ending = self.job.inflight == "drain" and self.pulled == self.news.version != self.version
+        return self.version >= 0 and not self._held and not ending
+
+    def _take(self) -> tuple[GenerateRequest, ...]:
+        """Rows for free slots, those first that waited for these weights, then those of an evaluation."""
+        rows: list[_Row] = []
+        while self._held and self._held[0].may_have(self.version):
+            rows.append(self._held.popleft())
+        if self._may_take:
+            rows += self._leased(self.slots - len(self._running) - len(rows))
+        self._running |= {row.request.id: row for row in rows}
+        return tuple(row.request for row in rows)
+
+    def _leased(self, free: int) -> list[_Row]:
+        if self.job.strict:
+            return self._whole_share() if not self._running else []
+        rows: list[_Row] = []
+        while len(rows) < free and (row := self._lease()) is not None:
+            if not row.may_have(self.version):
+                self._held.append(row)
+                break
+            rows.append(row)
+        return rows
+
+    def _whole_share(self) -> list[_Row]:
+        """This engine's part of the next rollout, whole, in the order of ids."""
+        first = self._lease(share=self.share)
+        if first is None:
+            return []
+        rows, end = [first], time.monotonic() + self.job.deadline
+        epoch, (groups, members) = first.request.id.epoch, first.lease.rows["order"][0, 2:].tolist()
+        part, parts = self.share
+        total = groups * members
+        count = (part + 1) * total // parts - part * total // parts
+        while len(rows) < count:
+            row = self._lease(epoch=epoch, share=self.share, deadline=end - time.monotonic())
+            if row is None:
+                raise TimeoutError(
+                    f"{count - len(rows)} rows of rollout {epoch} did not come in {self.job.deadline:g} s"
+                )
+            rows.append(row)
+        if first.may_have(self.version):
+            return rows
+        self._held.extend(rows)
+        return []
+
+    def _lease(self, deadline: float = 0.0, **of: object) -> _Row | None:
+        lease = self.dock.lease(SPEC.name, max_rows=1, deadline=deadline, **of)
+        if not len(lease):
+            return None
+        oldest, newest = lease.rows["order"][0, :2].tolist()
+        return _Row(lease, oldest, newest, self._request(lease))
+
+    def _request(self, lease: Lease) -> GenerateRequest:
+        sample, prompt = lease.rows.ids[0], tuple(lease.rows["prompt"].row(0).tolist())
+        sampling, epoch = self.job.sampling, sample.epoch
+        if epoch < 0:  # each evaluation asks for the same responses
+            epoch, sampling = EPOCH, sampling if sample.member else greedy(sampling)
+        return GenerateRequest(sample, prompt, sampling, response_seed(self.job.seed, epoch, *sample[1:]))
+
+    def _wait(self) -> None:
+        """A moment, for rows or for weights. Nothing runs."""
+        began = time.monotonic()
+        waits = self._held or self.version < 0
+        cause = "version" if waits else "starved"
+        self.news.wait(LOOK_SECONDS if waits else ROWS_SECONDS)
+        self.idle[cause] = self.idle.get(cause, 0.0) + time.monotonic() - began
+
+
+def greedy(sampling: Sampling) -> Sampling:
+    """The likeliest token each time."""
+    return replace(sampling, temperature=0.0, top_p=1.0, top_k=0)
+
+
+def continued(request: GenerateRequest, begun: Completion, seed: int) -> GenerateRequest:
+    """The request by which an interrupted response goes on, with a seed of that part."""
+    if not begun.tokens:
+        return replace(request, begun=None)
+    return replace(request, begun=begun, seed=response_seed(seed, *request.id, begun=len(begun.tokens)))

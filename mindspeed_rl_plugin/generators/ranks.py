@@ -1,0 +1,116 @@
+"""The last ranks of a job as generators: their engine's own process group, and the way to the trainers' dock.
+
+Trainers and generators are ranks of one launcher, and meet in its store; for Megatron there are only the trainers.
+"""
+
+from __future__ import annotations
+
+import datetime
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch.distributed as dist
+
+from mindspeed_rl_plugin.device import get_device
+from mindspeed_rl_plugin.environment import become_part, launch_env, master_address, say
+
+KEY = "mindspeed_rl/dock"
+
+
+@dataclass(frozen=True)
+class Split:
+    """Trainers are the first ranks, generators the last. world: ranks of the launcher; local: of one machine;
+    generators: how many generate; engine: ranks of one engine; deadline: seconds to wait for the trainers."""
+
+    world: int
+    local: int
+    generators: int
+    engine: int
+    deadline: float
+
+    @property
+    def trainers(self) -> int:
+        """How many train."""
+        return self.world - self.generators
+
+    @property
+    def engines(self) -> int:
+        """How many engines generate."""
+        return self.generators // self.engine
+
+    def check(self) -> None:
+        """Raise ValueError where the ranks do not divide."""
+        flag = f"--rl-generators {self.generators}"
+        if self.trainers < 1:
+            raise ValueError(f"{flag} leaves no rank of {self.world} to train; start more ranks, or give fewer")
+        if self.generators % self.engine:
+            raise ValueError(
+                f"{flag} is not a multiple of the {self.engine} ranks of an engine (--rl-generate-tp, --rl-generate-ep)"
+            )
+        if self.world > self.local and self.generators % self.local:
+            raise ValueError(
+                f"{flag} with {self.local} ranks a machine leaves {self.trainers} trainers, no whole number of "
+                f"machines, which Megatron needs; give a multiple of {self.local}"
+            )
+
+    def text(self) -> str:
+        """What the job's first rank says."""
+        machines = max(self.trainers // self.local, 1)
+        return (
+            f"{self.trainers} ranks train (WORLD_SIZE {self.trainers}, {min(self.local, self.trainers)} a machine, "
+            f"{machines} machine(s)), ranks {self.trainers} to {self.world - 1} generate: {self.engines} engine(s) of "
+            f"{self.engine} rank(s)"
+        )
+
+
+def part(split: Split) -> int | None:
+    """Make this process one of the trainers, or one rank of an engine. Returns the engine's number, None for a trainer.
+    Raises ValueError where the ranks do not divide."""
+    split.check()
+    rank = launch_env()["rank"]
+    if rank < split.trainers:
+        say(split.text())
+        become_part(0, split.trainers, min(split.local, split.trainers))
+        return None
+    engine = (rank - split.trainers) // split.engine
+    become_part(split.trainers + engine * split.engine, split.engine, min(split.engine, split.local))
+    return engine
+
+
+def store() -> dist.Store:
+    """The launcher's, in which trainers and generators meet."""
+    host, port = master_address()
+    return dist.TCPStore(host, port, is_master=False, wait_for_workers=False)
+
+
+def publish_address(address: str, secret_file: str) -> None:
+    """Called by the first trainer, once its dock takes others."""
+    store().set(KEY, f"{address} {Path(secret_file).read_text()}")
+
+
+def wait_for_address(deadline: float) -> tuple[str, bytes]:
+    """The dock's address, and the job's secret. Raises TimeoutError."""
+    keys = store()
+    try:
+        keys.wait([KEY], datetime.timedelta(seconds=deadline))
+    except dist.DistStoreError as error:
+        raise TimeoutError(
+            f"the trainers did not open their dock within {deadline:g} s (--rl-wait-timeout): look at what their ranks "
+            "say"
+        ) from error
+    address, secret = keys.get(KEY).decode().split()
+    return address, bytes.fromhex(secret)
+
+
+def join_group(engine: int, deadline: float) -> None:
+    """The default process group of the ranks of one engine, in the launcher's store."""
+    init_group(dist.PrefixStore(f"mindspeed_rl/engine{engine}", store()), datetime.timedelta(seconds=deadline))
+
+
+def init_group(keys: dist.Store, limit: datetime.timedelta) -> None:
+    """The default process group of all ranks that the environment names."""
+    env, kind = launch_env(), get_device().kind
+    if kind != "cpu":
+        get_device().api.set_device(env["local_rank"])
+    backend = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl", "npu": "cpu:gloo,npu:hccl"}[kind]
+    dist.init_process_group(backend, store=keys, rank=env["rank"], world_size=env["world_size"], timeout=limit)

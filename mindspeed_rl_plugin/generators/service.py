@@ -1,0 +1,130 @@
+"""One engine at work for a job: rows from the dock, weights from the trainers, responses into the dock."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from torch import Tensor
+
+from mindspeed_rl_plugin.dock import Gone
+from mindspeed_rl_plugin.engine.protocol import Engine
+from mindspeed_rl_plugin.generators.description import Description
+from mindspeed_rl_plugin.generators.lead import Lead, Turn, continued
+from mindspeed_rl_plugin.generators.team import Team
+from mindspeed_rl_plugin.reshard.pull import Applied, Pulled
+from mindspeed_rl_plugin.rows import GenerateRequest, SampleId
+
+POLL_SECONDS = 0.2  # of the engine's steps, at most, before its first rank looks for rows and weights again
+
+
+class Puller(Protocol):
+    """What brings weights: `reshard.pull.Puller`."""
+
+    def pull(self, version: int | None = None, deadline: float | None = None) -> Pulled:
+        """Bring a version into host memory."""
+
+    def apply(self, parameters: dict[str, Tensor]) -> Applied:
+        """Put what was pulled into the engine."""
+
+
+class Weights:
+    """Pulls beside the engine's steps. ready: called when a pull is over, well or not."""
+
+    def __init__(self, puller: Puller, ready: Callable[[int], None] = lambda version: None) -> None:
+        self.puller, self._ready = puller, ready
+        self._thread: threading.Thread | None = None
+        self._error: Exception | None = None
+
+    def begin(self, version: int) -> None:
+        """Pull a version, after the pull before it."""
+        self._join()
+        self._thread = threading.Thread(target=self._pull, args=(version,), daemon=True, name="pull")
+        self._thread.start()
+
+    def finish(self) -> Exception | None:
+        """Wait for the pull; why it failed."""
+        self._join()
+        return self._error
+
+    def _pull(self, version: int) -> None:
+        self._error = None
+        try:
+            self.puller.pull(version)
+        except (ValueError, OSError) as error:  # all that a pull raises; handed to the main thread
+            self._error = error
+        self._ready(version)
+
+    def _join(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+
+@dataclass
+class Service:
+    """lead: of the first rank of the engine, None on the others.
+
+    pauses: seconds of each change of weights, in which the engine made no step.
+    """
+
+    engine: Engine
+    puller: Puller
+    job: Description
+    team: Team
+    lead: Lead | None
+    pauses: list[float] = field(default_factory=list)
+
+    def run(self) -> None:
+        """Work until the job leaves, or until this engine is to leave."""
+        self._requests: dict[SampleId, GenerateRequest] = {}
+        self._weights = Weights(self.puller, self._pulled)
+        while not (turn := self.team.share(self.lead.next() if self.lead else None)).end:
+            self._take(turn)
+
+    def _take(self, turn: Turn) -> None:
+        if turn.pull >= 0:
+            self._weights.begin(turn.pull)
+        if turn.apply >= 0:
+            self._apply(turn.apply)
+        self._submit(turn.requests)
+        if not self._requests:
+            return
+        finished = self.engine.poll(POLL_SECONDS)
+        for completion in finished:
+            del self._requests[completion.id]
+        if self.lead is not None:
+            self.lead.done(finished, self.engine.digest)
+
+    def _submit(self, requests: tuple[GenerateRequest, ...]) -> None:
+        if requests:
+            self.engine.submit(requests)
+        self._requests |= {request.id: request for request in requests}
+
+    def _apply(self, version: int) -> None:
+        """New weights between two steps. Where a rank could not pull them, because newer ones took their place, the
+        first one asks for those."""
+        errors = [error for error in self.team.gather(self._weights.finish()) if error is not None]
+        if errors:
+            if not all(isinstance(error, Gone) for error in errors):
+                raise next(error for error in errors if not isinstance(error, Gone))
+            if self.lead is not None:
+                self.lead.gone(version, errors[0])
+            return
+        began = time.monotonic()
+        begun = self.engine.abort() if self.job.inflight == "recompute" and self._requests else []
+        applied = self.puller.apply(self.engine.parameters())
+        going_on = bool(self._requests) and not begun
+        self.engine.update_weights(version, applied.digest, in_flight=going_on)
+        self._submit(tuple(continued(self._requests[c.id], c, self.job.seed) for c in begun))
+        self.pauses.append(time.monotonic() - began)
+        if self.lead is not None:
+            self.lead.version, self.lead.pulling = version, -1
+
+    def _pulled(self, version: int) -> None:
+        if self.lead is not None:
+            self.lead.pulled = version
+            self.lead.news.wake()

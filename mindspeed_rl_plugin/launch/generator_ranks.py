@@ -1,0 +1,63 @@
+"""Before the launch script runs: the last ranks of a job with `--rl-generators N` leave it, and generate.
+
+Megatron takes all ranks for its own, by variables of the environment, and has barriers over all of them; so the split
+comes before anything of it is imported.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from mindspeed_rl_plugin.environment import is_part, last_words, launch_env, leave_to_first_rank
+from mindspeed_rl_plugin.generators.ranks import Split, join_group, part, wait_for_address
+
+
+def split_of(argv: Sequence[str]) -> Split | None:
+    """The split that a command line asks for, None where all ranks train. What it holds besides is checked later."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("--rl-algorithm")
+    parser.add_argument("--rl-schedule", default="sync")
+    for name, default in (("generators", 0), ("generate-tp", 1), ("generate-ep", 1)):
+        parser.add_argument(f"--rl-{name}", type=int, default=default)
+    parser.add_argument("--rl-wait-timeout", type=float, default=1800.0)
+    try:
+        flags, _ = parser.parse_known_args([word for word in argv])
+    except argparse.ArgumentError:
+        return None  # Megatron's parser says what is wrong
+    if not flags.rl_algorithm or flags.rl_schedule != "async" or flags.rl_generators < 1:
+        return None
+    env = launch_env()
+    engine = max(flags.rl_generate_tp, flags.rl_generate_ep, 1)
+    return Split(env["world_size"], env["local_world_size"], flags.rl_generators, engine, flags.rl_wait_timeout)
+
+
+def leave_if_generator() -> None:
+    """A generator works here until the job ends, and then ends its process; a trainer goes on, in a job of trainers."""
+    split = None if is_part() else split_of(sys.argv[1:])
+    if split is None:
+        return
+    try:
+        engine = part(split)
+    except ValueError as error:
+        leave_to_first_rank()
+        last_words(str(error))
+        sys.exit(2)
+    if engine is not None:
+        _generate(split, engine)
+
+
+def _generate(split: Split, engine: int) -> None:
+    from mindspeed_rl_plugin.generators.engine import serve
+
+    try:
+        join_group(engine, split.deadline)
+        serve(*wait_for_address(split.deadline), share=(engine, split.engines))
+    except BaseException as error:
+        if not isinstance(error, SystemExit):
+            last_words(
+                f"rank {split.trainers + engine * split.engine} (generator) stops: {type(error).__name__}: {error}"
+            )
+        raise
+    sys.exit(0)

@@ -1,0 +1,69 @@
+"""Admission: how far generation may run ahead of training. Pure counters, the same on every rank."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass
+class Admission:
+    """Bounds the lag of every trained token to `staleness` publications, without throwing anything away for its age.
+
+    Groups are consumed in the order in which they were admitted, less those that selection drops. A group that is
+    admitted when publication p is the newest is at place n < (p + k + 1) x rollout of that order, so it is trained with
+    rollout p + k at latest, right before publication p + k + 1; and no weights older than publication p may sample it.
+    Publications count from 0, the weights before the first update; publication p is what rollout p starts from.
+
+    rollout: groups of a rollout; staleness: k; rollouts: of the whole run; published: number of the newest publication,
+    -1 before the first; admitted, dropped: groups so far; versions: number -> weight version of publications that rows
+    in use may carry.
+    """
+
+    rollout: int
+    staleness: int
+    rollouts: int
+    published: int = -1
+    admitted: int = 0
+    dropped: int = 0
+    versions: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def allowed(self) -> int:
+        """Groups that may be admitted now."""
+        limit = min(self.published + self.staleness + 1, self.rollouts) * self.rollout
+        return max(limit - self.admitted + self.dropped, 0)
+
+    @property
+    def next_epoch(self) -> int:
+        """Groups of the next epoch: at most a rollout."""
+        return min(self.allowed, self.rollout)
+
+    def publish(self, version: int, number: int) -> None:
+        """Publication `number` holds the weights of `version`; repeated after a resume."""
+        assert number in (self.published, self.published + 1), (number, self.published)
+        self.published = number
+        oldest = number - self.staleness
+        self.versions = {n: v for n, v in self.versions.items() if n >= oldest} | {number: version}
+
+    def lag(self, version: int) -> int:
+        """Publications after the one that has `version`."""
+        numbers = sorted(self.versions)
+        at = bisect_right([self.versions[n] for n in numbers], version)
+        return self.published - numbers[at - 1] if at else self.published - numbers[0] + 1
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps."""
+        return {
+            "published": self.published,
+            "admitted": self.admitted,
+            "dropped": self.dropped,
+            "versions": [[n, v] for n, v in sorted(self.versions.items())],
+        }
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Take `state` over."""
+        self.published, self.admitted, self.dropped = state["published"], state["admitted"], state["dropped"]
+        self.versions = dict(map(tuple, state["versions"]))

@@ -1,0 +1,84 @@
+"""Builds what the asynchronous schedule has beside the others: published weights, and an open dock for engines."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from mindspeed_rl_plugin.dock.joining import own_address
+from mindspeed_rl_plugin.environment import say
+from mindspeed_rl_plugin.generators.description import JOB, WEIGHTS, Description
+from mindspeed_rl_plugin.generators.ranks import publish_address
+from mindspeed_rl_plugin.loop import engine_options
+from mindspeed_rl_plugin.loop.admission import Admission
+from mindspeed_rl_plugin.loop.async_schedule import AsyncSchedule
+from mindspeed_rl_plugin.loop.inputs import Inputs
+from mindspeed_rl_plugin.loop.schedules import Job, Stages
+from mindspeed_rl_plugin.reshard.layout import ModelShape, Parallel
+from mindspeed_rl_plugin.reshard.publish import Publisher, TrainerWeights
+from mindspeed_rl_plugin.rows import Sampling
+from mindspeed_rl_plugin.stages.evaluate import EvaluateApart
+
+
+def build_schedule(
+    inputs: Inputs, job: Job, stages: Stages, rounds: int, model: Sequence[Any], sampling: Sampling
+) -> AsyncSchedule:
+    """The schedule, and the dock open to engines. Collective over all ranks that train."""
+    config, sizes = inputs.config, inputs.sizes
+    schedule, samples = config.schedule, config.monitor.eval_pass_k
+    strict = schedule.async_order == "strict"
+    kept = max(2, schedule.max_staleness + 1) if strict else 2
+    publisher = _publisher(inputs, job, model, kept)
+    dtype = engine_options.dtype_of(inputs.args, config.rollout.engine_dtype)
+    description = Description(
+        engine=engine_options.options(inputs, dtype),
+        sampling=sampling,
+        seed=inputs.response_seed,
+        inflight=schedule.inflight,
+        strict=strict,
+        deadline=config.monitor.wait_timeout,
+    )
+    about = {JOB: description.to_json(), WEIGHTS: publisher.weights.text()}
+    secret_file = _invite(job, about, schedule.generators or 0)
+    evaluation = None
+    if inputs.held_out:
+        evaluation = EvaluateApart(job.dock, stages.reward, inputs.held_out, job.ranks, job.monitor, samples)
+    return AsyncSchedule(
+        job,
+        stages,
+        rounds,
+        admission=Admission(sizes.prompts, schedule.max_staleness, sizes.rollouts),
+        publisher=publisher,
+        kept=kept,
+        model=model,
+        strict=strict,
+        evaluation=evaluation,
+        members=max(sizes.members, samples + 1),
+        secret_file=secret_file,
+    )
+
+
+def _publisher(inputs: Inputs, job: Job, model: Sequence[Any], versions: int) -> Publisher:
+    args, config, rank = inputs.args, inputs.config, job.topology.rank
+    weights = TrainerWeights.of(
+        ModelShape.from_megatron_args(args, inputs.vocab),
+        Parallel.from_megatron_args(args),
+        rank,
+        model,
+        engine_options.dtype_of(args, config.rollout.engine_dtype),
+        job.ranks.gather,
+        verify=config.reshard.verify_weights,
+    )
+    return Publisher(weights, rank, job.dock.offer, versions=versions, gather=job.ranks.gather)
+
+
+def _invite(job: Job, about: dict[str, str], generators: int) -> Path:
+    """Engines may join from now on; those of this job's own launcher hear of it. Returns the file with the secret."""
+    secret_file = Path(job.monitor.run_dir).absolute() / "secret"
+    address = job.dock.invite(secret_file, own_address(), json.dumps(about))
+    if job.topology.leader and generators:
+        publish_address(address, str(secret_file))
+    say(f"engines may join: python -m mindspeed_rl_plugin generate --join {address} --secret-file {secret_file}")
+    return secret_file

@@ -1,0 +1,124 @@
+"""Admission: a virtual clock draws jobs of all speeds; no token is older than the bound, nothing waits for ever."""
+
+from __future__ import annotations
+
+import heapq
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mindspeed_rl_plugin.loop.admission import Admission
+
+
+class Job:
+    """Generators with slots and a trainer, on a virtual clock; groups carry the publication of their oldest token."""
+
+    def __init__(self, admission: Admission, slots: int, drops: float, seed: int) -> None:
+        self.admission, self.slots, self.drops, self.rng = admission, slots, drops, random.Random(seed)
+        self.now, self.events, self.waiting, self.order = 0.0, [], [], []
+        self.running, self.finished, self.lags, self.busy = 0, {}, [], False
+        self.trained: list[int] = []
+        self.number = 0
+
+    def run(self) -> None:
+        self.publish(0)
+        while self.admission.published < self.admission.rollouts:
+            assert self.events, f"everybody waits at publication {self.admission.published}"
+            self.now, _, done, argument = heapq.heappop(self.events)
+            done(argument)
+
+    def publish(self, number: int) -> None:
+        self.admission.publish(10 * number, number)
+        if number < self.admission.rollouts:
+            self.work()
+
+    def work(self) -> None:
+        while groups := self.admission.next_epoch:
+            self.admission.admitted += groups
+            fresh = range(self.number, self.number + groups)
+            self.number += groups
+            self.waiting += fresh
+            self.order += fresh
+        while self.waiting and self.running < self.slots:
+            group, self.running = self.waiting.pop(0), self.running + 1
+            self.at(self.rng.choice([0.1, 1.0, 1.0, 20.0]), self.sampled, (group, 10 * self.admission.published))
+        self.train()
+
+    def sampled(self, what: tuple[int, int]) -> None:
+        self.running -= 1
+        if self.rng.random() < self.drops:
+            self.order.remove(what[0])
+            self.admission.dropped += 1
+        else:
+            self.finished[what[0]] = what[1]
+        self.work()
+
+    def train(self) -> None:
+        rollout = self.order[: self.admission.rollout]
+        if self.busy or len(rollout) < self.admission.rollout or any(g not in self.finished for g in rollout):
+            return
+        self.busy = True
+        self.lags += [self.admission.lag(self.finished[g]) for g in rollout]
+        self.trained += rollout
+        del self.order[: self.admission.rollout]
+        self.at(self.rng.choice([0.1, 1.0, 10.0]), self.updated, None)
+
+    def updated(self, _: None) -> None:
+        self.busy = False
+        self.publish(self.admission.published + 1)
+
+    def at(self, seconds: float, done: object, argument: object) -> None:
+        heapq.heappush(self.events, (self.now + seconds, len(self.trained) + self.rng.random(), done, argument))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 4), st.integers(1, 6), st.integers(1, 30), st.floats(0, 0.7), st.integers(0, 10**6))
+def test_no_token_is_older_than_the_bound_and_each_group_is_trained_once(k, rollout, slots, drops, seed) -> None:
+    admission = Admission(rollout, k, rollouts=7)
+    job = Job(admission, slots, drops, seed)
+    job.run()
+    assert max(job.lags) <= k
+    assert len(job.trained) == len(set(job.trained)) == 7 * rollout
+    assert job.trained == sorted(job.trained), "first in, first out"
+    assert admission.admitted - admission.dropped == 7 * rollout, "no more is admitted than is trained"
+
+
+def test_the_bound_is_used() -> None:
+    """With k = 2 and a slow trainer generation runs two rollouts ahead."""
+    admission = Admission(4, 2, rollouts=50)
+    job = Job(admission, 100, 0.0, 1)
+    job.run()
+    assert max(job.lags) == 2
+
+
+def test_at_k_0_one_rollout_is_in_flight() -> None:
+    admission = Admission(8, 0, rollouts=3)
+    assert admission.allowed == 0
+    admission.publish(0, 0)
+    assert admission.next_epoch == 8
+    admission.admitted += 8
+    assert admission.allowed == 0
+    admission.dropped += 3
+    assert admission.next_epoch == 3, "what was dropped is replaced"
+
+
+@pytest.mark.parametrize(("version", "lag"), [(0, 3), (5, 2), (7, 2), (10, 1), (15, 0), (19, 0)])
+def test_lag_counts_publications(version: int, lag: int) -> None:
+    admission = Admission(8, 3, rollouts=9)
+    for number in range(4):
+        admission.publish(5 * number, number)
+    assert admission.lag(version) == lag
+
+
+def test_a_resume_goes_on_with_the_counts() -> None:
+    admission = Admission(8, 1, rollouts=9)
+    admission.publish(0, 0)
+    admission.admitted = 16
+    admission.publish(2, 1)
+    resumed = Admission(8, 1, rollouts=9)
+    resumed.load(admission.state())
+    assert resumed == admission
+    resumed.publish(3, 1)  # in the middle of a rollout of several steps
+    assert resumed.lag(3) == 0 and resumed.lag(0) == 1
