@@ -74,8 +74,8 @@ class Dock:
     # ids
 
     def open(self, epoch: int, groups: int, members: int, *, most: int | None = None) -> bool:
-        """Declare the ids (epoch, 0..groups-1, 0..members-1) of one rollout, on every rank. Epochs rise, or fall below 0,
-        and are never reused; others hear of them with their first rows.
+        """Declare the ids (epoch, 0..groups-1, 0..members-1) of one rollout, on every rank. Epochs rise, or fall below
+        0, and are never reused; others hear of them with their first rows.
 
         most: False, and nothing is opened, where more than so many groups would be open (opened, not cleared) then.
         """

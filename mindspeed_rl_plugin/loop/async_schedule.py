@@ -7,11 +7,14 @@ into it. Everything behind generation is as in the other schedules.
 
 from __future__ import annotations
 
+import os
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from mindspeed_rl_plugin.environment import flush_output, last_words
 from mindspeed_rl_plugin.loop.admission import Admission
 from mindspeed_rl_plugin.loop.rollout_plan import of_epoch
 from mindspeed_rl_plugin.loop.schedules import Job, RolloutSchedule, Stages
@@ -23,6 +26,7 @@ from mindspeed_rl_plugin.stages.measure import Rollout
 from mindspeed_rl_plugin.stages.reward import FailureLog
 from mindspeed_rl_plugin.stages.select import GroupStats
 
+RAISE_SECONDS = 3.0  # for the main thread to raise what ended the grader's
 LOOK_SECONDS = 1.0  # between looks at the grader's thread, while this rank waits for rows
 
 
@@ -49,8 +53,9 @@ class AsyncSchedule(RolloutSchedule):
         super().__init__(job, stages, rounds)
         self.admission, self.publisher, self.kept = admission, publisher, kept
         self.model, self.strict = model, strict
-        self.evaluation, self.grader = evaluation, Grader(stages.reward, members)
+        self.evaluation, self.grader = evaluation, Grader(stages.reward, members, self._end)
         self.secret_file = secret_file
+        self._closing = threading.Event()
         self._published: dict[str, float] = {}
         self._versions: list[int] = []  # that this process has published
 
@@ -96,11 +101,19 @@ class AsyncSchedule(RolloutSchedule):
 
     def close(self) -> None:
         """End the thread that grades, and let nobody join any more."""
+        self._closing.set()
         self.grader.stop()
         if self.job.topology.leader:
             self.secret_file.unlink(missing_ok=True)
 
     # inside
+
+    def _end(self, error: BaseException) -> None:
+        """In the grader's thread: the main one may wait for other ranks, which wait for these grades."""
+        if not self._closing.wait(RAISE_SECONDS):
+            last_words(f"rank {self.job.topology.rank} stops: {type(error).__name__}: {error}")
+            flush_output()
+            os._exit(1)
 
     def _publish(self, done: int, number: int) -> None:
         """Weights of `done` steps are publication `number`; an evaluation of them begins where one is due."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from mindspeed_rl_plugin.dock import Lease
@@ -28,10 +29,12 @@ class Grader:
     what is graded. One group at once where a grader is called with whole groups.
 
     stage: of this rank; its pool is the thread's from `start` to `finish` or `stop`. members: rows of a group.
-    done: what this rank graded so far.
+    failed: called in the thread with what ended it. done: what this rank graded so far.
     """
 
-    def __init__(self, stage: Reward, members: int) -> None:
+    def __init__(
+        self, stage: Reward, members: int, failed: Callable[[BaseException], None] = lambda error: None
+    ) -> None:
         dock = stage.dock.beside()
         self.stage = Reward(stage.spec, dock, stage.deadline, stage.graders, stage.decode)
         self.members, self.done = members, Graded()
@@ -41,6 +44,7 @@ class Grader:
         self._times, self._more = 1, False  # as many as keep the graders busy are taken; whether there may be more
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
+        self._failed = failed
         self._finishing, self._stopping = threading.Event(), threading.Event()
 
     def __enter__(self) -> Grader:
@@ -89,6 +93,8 @@ class Grader:
         finally:
             self._leases.clear()
             self.stage.graders.give_up()
+        if self._failure is not None:
+            self._failed(self._failure)
 
     def _work(self) -> None:
         pool, last = self.stage.graders, time.monotonic()

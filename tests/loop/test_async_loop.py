@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import re
+import signal
+import subprocess
+import time
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 
 AGREEMENT = 2e-5  # nats, fp32: log-probs of the engine against the trainer's
-LAGGED = Path(__file__).with_name("lagged_script.py")
+LAGGED, JOINED = (Path(__file__).with_name(f"{name}_script.py") for name in ("lagged", "joined"))
+ROOT = Path(__file__).parents[2]
 ASYNC = ("--rl-schedule", "async", "--rl-generators", "1", "--rl-correction", "truncate")
 STRICT = ("--rl-async-order", "strict")
 # Two optimizer steps of a rollout, so that publications are fewer than iterations.
@@ -89,4 +96,110 @@ def test_an_evaluation_has_one_version_and_does_not_stop_training(job, arithmeti
     names = ("iteration", "eval/accuracy", "eval/reward_mean", "eval/response_length", "eval/pass@1")
     assert [[e[n] for n in names] for e in apart.evaluations] == [[e[n] for n in names] for e in alone.evaluations]
     assert [e["iteration"] for e in apart.evaluations] == [0, 2, 4]
+    nothing_left()
+
+
+class Joined:
+    """Engines that join a job, each a process of its own. script: with the moment at which one is killed."""
+
+    def __init__(self, job, python: str) -> None:
+        self.job, self.python = job, python
+        self.engines: list[subprocess.Popen] = []
+
+    def join(self, moment: str = "never") -> subprocess.Popen:
+        found, end = None, time.monotonic() + 120
+        while found is None and time.monotonic() < end:
+            time.sleep(0.1)
+            found = re.search(r"generate --join (\S+) --secret-file (\S+)", self.job.log_file(0).read_text())
+        command = [self.python, str(JOINED), moment, "--join", found[1], "--secret-file", found[2]]
+        log = open(self.job.save / f"engine{len(self.engines)}.log", "w")
+        env = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
+        engine = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=env, start_new_session=True)
+        self.engines.append(engine)
+        return engine
+
+    def said(self) -> str:
+        return "\n".join(path.read_text() for path in sorted(self.job.save.glob("engine*.log")))
+
+
+@pytest.fixture
+def joined(warm_python):
+    made: list[Joined] = []
+
+    def make(job) -> Joined:
+        made.append(Joined(job, warm_python))
+        return made[-1]
+
+    yield make
+    for engine in (engine for one in made for engine in one.engines):
+        if engine.poll() is None:
+            os.killpg(engine.pid, signal.SIGKILL)
+            engine.wait()
+
+
+def trained(job) -> list[tuple[int, int, int]]:
+    """Ids of all rows that were trained, in no order."""
+    tables = [pq.read_table(f, columns=["epoch", "group", "member"]) for f in (job.save / "dump").glob("*.parquet")]
+    return sorted(row for table in tables for row in zip(*(c.to_pylist() for c in table.columns), strict=True))
+
+
+@pytest.mark.parametrize(
+    "moment",
+    [
+        "in mid-decode",
+        *(
+            pytest.param(moment, marks=pytest.mark.slow)
+            for moment in (
+                "in mid-pull",
+                "between lease and submit",
+                "between put and commit",
+                "with new weights half written",
+            )
+        ),
+    ],
+)
+def test_a_joined_engine_that_is_killed_costs_the_job_nothing(job, joined, nothing_left, moment: str) -> None:
+    """Each admitted row is trained once, whoever sampled it."""
+    running = job("--train-iters", "6", *ASYNC, "--rl-generators", "0", ranks=1).dumping()
+    running.start()
+    engines = joined(running)
+    dying = engines.join(moment)
+    assert dying.wait(120) == -signal.SIGKILL, engines.said()[-3000:]
+    healthy = engines.join()
+    result = running.wait(120)
+    assert result.code == 0, result.log[-4000:] + engines.said()[-3000:]
+    assert healthy.wait(20) == 0 and "the job has ended" in engines.said()
+    assert trained(running) == [(e, g, m) for e in range(6) for g in range(4) for m in range(4)]
+    assert not (running.run_dir / "secret").exists()
+    nothing_left()
+
+
+def test_an_engine_leaves_and_another_one_comes(job, joined, nothing_left) -> None:
+    """SIGTERM: its rows go back, and it ends with 0."""
+    running = job("--train-iters", "30", *ASYNC, "--rl-generators", "0", ranks=1).dumping()
+    running.start()
+    engines = joined(running)
+    first = engines.join()
+    while not list((running.save / "dump").glob("*.parquet")):
+        assert first.poll() is None, engines.said()[-3000:]
+        time.sleep(0.05)
+    first.send_signal(signal.SIGTERM)
+    assert first.wait(30) == 0 and "has left the job" in engines.said()
+    assert engines.join().wait(120) == 0
+    assert running.wait(30).code == 0
+    assert trained(running) == [(e, g, m) for e in range(30) for g in range(4) for m in range(4)]
+    nothing_left()
+
+
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_job_whose_trainer_or_generator_dies_ends(job, joined, nothing_left, rank: int) -> None:
+    """Ranks of one launcher fall together; an engine that had joined them ends by itself."""
+    running = job("--train-iters", "1000", *ASYNC, ranks=2).dumping()
+    running.start()
+    guest = joined(running).join()
+    while not list((running.save / "dump").glob("*.parquet")):
+        time.sleep(0.05)
+    os.kill(running.rank_pid(rank), signal.SIGKILL)
+    assert running.wait(60).code != 0
+    assert guest.wait(60) == 1
     nothing_left()

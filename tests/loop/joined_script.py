@@ -1,0 +1,48 @@
+"""An engine that joins a job, and is killed at a moment of its work: the first argument; the others are its own."""
+
+import os
+import signal
+import sys
+
+from mindspeed_rl_plugin.__main__ import main
+from mindspeed_rl_plugin.dock import Dock
+from mindspeed_rl_plugin.dock.calls import Calls
+from mindspeed_rl_plugin.dock.messages import Put
+from mindspeed_rl_plugin.dock.sources import VersionSource
+from mindspeed_rl_plugin.engine.vllm_engine import VllmEngine
+from mindspeed_rl_plugin.reshard.pull import Puller
+
+
+def die(*_, **__):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def dying(owner, name, number, before=True, only=lambda *args: True):
+    """The number-th call of a method is the end, before or after it is made."""
+    original, calls = getattr(owner, name), []
+
+    def method(self, *args, **named):
+        if only(*args):
+            calls.append(0)
+        if before and len(calls) == number:
+            die()
+        result = original(self, *args, **named)
+        if len(calls) == number:
+            die()
+        return result
+
+    setattr(owner, name, method)
+
+
+MOMENTS = {
+    "in mid-decode": lambda: dying(VllmEngine, "_step", 4, before=False),
+    "in mid-pull": lambda: dying(VersionSource, "read", 2),
+    "between lease and submit": lambda: dying(Dock, "lease", 3, before=False),
+    "between put and commit": lambda: dying(Calls, "ask_warehouse", 2, only=lambda index, m, *_: isinstance(m, Put)),
+    "with new weights half written": lambda: dying(Puller, "apply", 2),
+    "never": lambda: None,
+}
+
+if __name__ == "__main__":
+    MOMENTS[sys.argv[1]]()
+    sys.exit(main(["generate", *sys.argv[2:]]))
