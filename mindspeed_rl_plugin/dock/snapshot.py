@@ -49,8 +49,15 @@ def _epoch(calls: Calls, declared: Declared, number: int) -> dict[str, Any]:
     groups, members = epoch.shape
     alive = np.repeat(epoch.alive, members)
     ids = row_ids(number, members, np.arange(groups * members))
+    status = {}
+    # First: processes outside of the job go on, and what they write meanwhile must not count as done without its cells.
+    for state in declared.states:
+        left = calls.query(Remaining, state, ids).ids
+        done = alive.copy()
+        done[left[:, 1] * members + left[:, 2]] = False
+        status[state] = torch.from_numpy(np.where(done, DONE, 0).astype(np.uint8))
     owner, places = locate(calls, names, ids)
-    columns, status = {}, {}
+    columns = {}
     for i, (name, spec) in enumerate(declared.columns.items()):
         step = members if spec.level == "group" else 1
         slots = (places[0][i, ::step] >= 0).nonzero()[0]
@@ -58,11 +65,6 @@ def _epoch(calls: Calls, declared: Declared, number: int) -> dict[str, Any]:
         column = gather(calls, declared.columns, None, [name], owner[slots * step], cells)[name]
         packed = {"values": column.values, "offsets": column.offsets} if spec.ragged else {"values": column}
         columns[name] = {"slots": torch.from_numpy(slots), **packed}
-    for state in declared.states:
-        left = calls.query(Remaining, state, ids).ids
-        done = alive.copy()
-        done[left[:, 1] * members + left[:, 2]] = False
-        status[state] = torch.from_numpy(np.where(done, DONE, 0).astype(np.uint8))
     sizes = {"number": number, "groups": groups, "members": members}
     return {**sizes, "alive": torch.from_numpy(alive), "columns": columns, "status": status}
 

@@ -58,12 +58,12 @@ class AsyncSchedule(RolloutSchedule):
         self._closing = threading.Event()
         self._published: dict[str, float] = {}
         self._versions: list[int] = []  # that this process has published
+        self._overdue = False  # an evaluation
 
     def collect(self, done: int) -> Rollout:
         """A rollout that is ready to train on. Publishes, admits and begins an evaluation where these are due."""
         job = self.job
         if not self._versions:
-            self.grader.start()
             self._publish(done, max(self.admission.published, 0))
         with job.monitor.stage("prompts"):
             self._admit()
@@ -80,6 +80,7 @@ class AsyncSchedule(RolloutSchedule):
 
     def evaluate(self, done: int) -> None:
         """An evaluation while no rollout is due waits for the next publication."""
+        self._overdue = True
 
     def settle(self) -> None:
         """A checkpoint follows, without the evaluation that is under way. Under a strict order all that is admitted is
@@ -118,6 +119,8 @@ class AsyncSchedule(RolloutSchedule):
     def _publish(self, done: int, number: int) -> None:
         """Weights of `done` steps are publication `number`; an evaluation of them begins where one is due."""
         job = self.job
+        if not self._versions:
+            self.grader.start()
         if not self._keeps_evaluated():
             self._finish_evaluation()
         with job.monitor.stage("publish"):
@@ -125,9 +128,10 @@ class AsyncSchedule(RolloutSchedule):
         self.admission.publish(done, number)
         self._versions.append(done)
         self._published = {"weights/publish_seconds": published.seconds, "weights/bytes_published": published.nbytes}
-        if self.evaluation is not None and job.due(done):
+        if self.evaluation is not None and (job.due(done) or self._overdue):
             self._finish_evaluation()
             self.evaluation.begin(done)
+            self._overdue = False
         self._admit()
         job.dock.announce(done)
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from dock_help import COLUMNS, STATES, ids, plain, prompts, sid, tokens
 
-from mindspeed_rl_plugin.dock import ColumnSpec, Rows
+from mindspeed_rl_plugin.dock import ColumnSpec, Rows, snapshot
 
 
 def test_snapshot_and_restore(make) -> None:
@@ -36,6 +36,37 @@ def test_snapshot_and_restore(make) -> None:
         other.restore(saved)
     assert plain(other.snapshot()) == plain(saved)
     assert not dock.traffic.take() or "read" not in {m.state for m in dock.traffic.take()}
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_what_is_written_while_a_snapshot_is_taken_is_done_with_its_cells_or_not_at_all(
+    make_one, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    """Processes outside of the job do not stop for it. Whoever samples a row anew keeps the cells that are there."""
+    dock = make_one()
+    dock.open(0, 1, 2)
+    dock.put(prompts(1))
+    lease = dock.lease("generate", ids=[sid(0, 1)], deadline=5)
+    locate = snapshot.locate
+
+    def meanwhile(*arguments: object) -> object:
+        if when == "before":
+            dock.commit(lease, tokens(lease.rows.ids, 3))
+        places = locate(*arguments)
+        if when == "after":
+            dock.commit(lease, tokens(lease.rows.ids, 3))
+        return places
+
+    monkeypatch.setattr(snapshot, "locate", meanwhile)
+    saved = dock.snapshot()
+    monkeypatch.undo()
+    other = make_one()
+    other.restore(saved)
+    assert other.remaining("generate") == 2
+    again = other.lease("generate", ids=[sid(0, 1)], deadline=5)
+    other.commit(again, tokens(again.rows.ids, 5, start=7))
+    kept = other.lease("logp", ids=[sid(0, 1)], deadline=5).rows["tokens"].row(0).tolist()
+    assert kept == ([0, 1, 2] if when == "before" else [7, 8, 9, 10, 11])
 
 
 def test_a_snapshot_of_another_algorithm_is_refused_and_new_columns_are_not(make_one) -> None:

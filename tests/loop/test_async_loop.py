@@ -203,3 +203,31 @@ def test_a_job_whose_trainer_or_generator_dies_ends(job, joined, nothing_left, r
     assert running.wait(60).code != 0
     assert guest.wait(60) == 1
     nothing_left()
+
+
+def test_a_strict_run_that_is_resumed_is_the_whole_one_bit_by_bit(job) -> None:
+    """Three rollouts and three: what was sampled ahead when it stopped is in the checkpoint."""
+    common = ("--train-iters", "12", "--save-interval", "6", *SIZES, *ASYNC, *STRICT, "--rl-max-staleness", "1")
+    whole = job(*common, name="whole").run()
+    cut = job(*common, "--exit-interval", "6", name="cut")
+    assert [line["iteration"] for line in cut.run().metrics] == [*range(1, 7)]
+    rest = job(*common, name="cut").run()
+    assert [line["iteration"] for line in rest.metrics] == [*range(1, 13)]
+    assert numbers(rest) == numbers(whole)
+
+
+@pytest.mark.slow
+def test_a_free_run_that_is_resumed_trains_each_row_once(job, arithmetic) -> None:
+    """What was in the making is sampled anew; a checkpoint in the middle of a rollout too, and after the async part the
+    synchronous schedule goes on."""
+    data = ("--rl-eval-data", str(arithmetic / "heldout.jsonl"), "--rl-eval-every", "3")
+    common = ("--save-interval", "3", *SIZES, *data)
+    apart = (*ASYNC, "--rl-max-staleness", "2")
+    job("--train-iters", "12", *common, *apart, "--exit-interval", "3", name="run").dumping().run()
+    second = job("--train-iters", "12", *common, *apart, "--exit-interval", "6", name="run").dumping()
+    second.run()
+    last = job("--train-iters", "12", *common, *apart, name="run").dumping()
+    result = last.run()
+    assert [line["iteration"] for line in result.metrics] == [*range(1, 13)]
+    assert trained(last) == [(e, g, m) for e in range(6) for g in range(8) for m in range(4)]
+    assert [e["iteration"] for e in result.evaluations] == [0, 4, 6, 10, 12]
