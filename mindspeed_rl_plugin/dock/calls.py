@@ -98,7 +98,7 @@ class Calls:
     me: this process; core: what it serves itself, which is called directly; warehouse: number of the one whose memory
     is mapped here, None without; owners: where groups lie, None where only leases tell; lease_seconds: life of a lease,
     None for as long as the job lives, in a process of it; lost: called where a connection breaks; ended: whether the
-    job has left, in a process outside of it.
+    job has left, in a process outside of it; closed: whether this process has.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class Calls:
         self.held: dict[tuple[str, int], np.ndarray] = {}  # ids of live leases of this process, by state and token
         self.segments = Segments(self._find)
         self._idle: defaultdict[m.Address, list[Stream]] = defaultdict(list)
-        self._closed = self.ended = False
+        self.closed = self.ended = False
         self._others: list[Calls] = []  # of other threads
 
     def beside(self) -> Calls:
@@ -163,7 +163,7 @@ class Calls:
 
     def close(self) -> None:
         """End all connections, those of other threads too. Idempotent."""
-        self._closed = True
+        self.closed = True
         for other in self._others:
             other.close()
         for idle in list(self._idle.values()):
@@ -198,7 +198,7 @@ class Calls:
             self.ended |= isinstance(error, Closed) and self.lease_seconds is not None
             raise
         idle.append(stream)
-        if self._closed:
+        if self.closed:
             self.close()
         return answer
 

@@ -84,10 +84,11 @@ class _Reader:
             buffer.users.discard(peer)
 
     def close(self) -> None:
-        """Let go of all memory, which stays with those that map it."""
-        with self._reading:
+        """Let go of all memory, which stays with those that map it, and with a read that goes on."""
+        if self._reading.acquire(blocking=False):
             while self._buffers:
                 os.close(self._buffers.pop().file)
+            self._reading.release()
 
     def _read(self, version: int, seconds: float) -> _Buffer:
         buffer = next((b for b in self._buffers if not b.users), None)

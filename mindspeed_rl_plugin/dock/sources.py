@@ -51,6 +51,8 @@ class VersionSource:
             answer = self._ask(m.Seek(-1 if version is None else version, max(left - LEAST_SECONDS, 0.0)), left)
             if isinstance(answer, m.Found):
                 break
+            if self._calls.closed:
+                raise ConnectionError("this process has left the dock")
             if version is not None and answer.newest >= version:
                 raise Gone(version, answer.newest)
             if left <= LEAST_SECONDS:

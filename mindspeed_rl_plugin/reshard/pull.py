@@ -27,6 +27,7 @@ from mindspeed_rl_plugin.reshard.shares import Block, Packed, Span, TrainerWeigh
 from mindspeed_rl_plugin.reshard.verify import WeightMismatch, segment_digest, weights_digest
 
 CHUNK = 32 << 20  # bytes of a read; between two of them the deadline is looked at
+SEEK_SECONDS = 60.0  # of one question for a version; between two of them a wait can be ended
 THREADS = 8  # that read from as many trainer ranks at once
 _WRAP = 1 << 64
 
@@ -134,6 +135,7 @@ class Puller:
         key = hashlib.blake2b(f"{weights.text()} {self.engine} {own_head} {here}".encode(), digest_size=16).hexdigest()
         self._shared = sharing(key, self.staging.nbytes, self._fill)
         self._held: tuple[int, Tensor, bytes] | None = None
+        self._left: Countdown | None = None
         self._locked: dict[int, Tensor] = {}
 
     def pull(self, version: int | None = None, deadline: float | None = None) -> Pulled:
@@ -176,9 +178,11 @@ class Puller:
         return Applied(version, time.perf_counter() - begin, about.decode() or None)
 
     def close(self) -> None:
-        """Free the staging. Idempotent."""
+        """Free the staging, and end a pull that another thread is at. Idempotent."""
         self._held = None
-        self._shared.close()
+        self._shared.close()  # first, so that processes that share it do not take the end for theirs
+        if self._left is not None:
+            self._left.end()
 
     def _verify(self, live: Mapping[str, Tensor], memory: Tensor) -> None:
         for name, segments in self.layout.items():
@@ -207,7 +211,7 @@ class Puller:
 
     def _fill(self, version: int, seconds: float, memory: np.ndarray) -> bytes:
         """Read all that this machine needs; the digest of the whole model."""
-        left = Countdown(version, seconds)
+        self._left = left = Countdown(version, seconds)
         moves: dict[int, list[Piece]] = {}
         for move in self.plan.moves:
             moves.setdefault(move.source, []).append(move.piece)
@@ -226,7 +230,7 @@ class Puller:
     ) -> bytes:
         """All pieces of one trainer rank."""
         source, share = self._sources[rank], self.weights.shares[rank]
-        _, about = source.seek(version, left())
+        about = _sought(source, version, left)
         for spans, into in _chunks(pieces, share.blocks, self.staging.blocks):
             source.read(version, spans, [view(memory, span) for span in into], left())
         source.check(version, left())
@@ -241,7 +245,7 @@ class Puller:
 
 
 class Countdown:
-    """Seconds that a pull has left; raises TimeoutError where there are none, or where another rank has failed."""
+    """Seconds that a pull has left; raises TimeoutError where there are none, or where it has been ended."""
 
     def __init__(self, version: int, seconds: float) -> None:
         self._version, self._seconds, self._until = version, seconds, time.monotonic() + seconds
@@ -249,7 +253,8 @@ class Countdown:
     def __call__(self) -> float:
         left = self._until - time.monotonic()
         if left <= 0:
-            raise TimeoutError(f"the pull of version {self._version} was not done within {self._seconds:g} s")
+            why = "was ended" if self._until == 0 else f"was not done within {self._seconds:g} s"
+            raise TimeoutError(f"the pull of version {self._version} {why}")
         return left
 
     def end(self) -> None:
@@ -285,6 +290,17 @@ def plan_of(weights: TrainerWeights, staging: Packed) -> Plan:
         bucket_bytes=2 * CHUNK,
         rank=here,
     )
+
+
+def _sought(source: Source, version: int, left: Callable[[], float]) -> bytes:
+    """What the publisher says of a version, once it is there; the wait ends soon after `left` does."""
+    while True:
+        seconds = left()
+        try:
+            return source.seek(version, min(seconds, SEEK_SECONDS))[1]
+        except TimeoutError:
+            if seconds <= SEEK_SECONDS:
+                raise
 
 
 def _chunks(

@@ -80,6 +80,18 @@ def test_the_reader_leaves_and_another_takes_its_place(machine) -> None:
     assert second.get(1, 20)[2] + third.get(1, 20)[2] == NBYTES and machine.read == [0, 1]
 
 
+def test_the_reader_leaves_while_it_reads_for_another(machine) -> None:
+    machine.slow = 0.5
+    first, second = machine.process(), machine.process()
+    with ThreadPoolExecutor(2) as pool:
+        pool.submit(first.get, 0, 20)
+        time.sleep(0.1)
+        waits = pool.submit(second.get, 0, 20)
+        time.sleep(0.1)
+        first.close()
+        assert waits.result(timeout=10)[2] == NBYTES and machine.read == [0, 0]
+
+
 @pytest.fixture
 def hanging(machine, tmp_path: Path):
     """A process that reads and does not end."""

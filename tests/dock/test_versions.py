@@ -63,6 +63,15 @@ def test_a_version_that_is_not_there_yet_is_waited_for(readers) -> None:
     assert time.monotonic() - begin < 2
 
 
+def test_a_wait_ends_when_the_process_leaves(readers) -> None:
+    _, _, sources = readers
+    threading.Timer(0.2, sources[0]._calls.close).start()
+    begin = time.monotonic()
+    with pytest.raises(ConnectionError, match="has left the dock"):
+        sources[0].seek(0, 30)
+    assert time.monotonic() - begin < 5
+
+
 def test_what_was_overwritten_is_gone(readers) -> None:
     _, stores, sources = readers
     source, store = sources[0], stores[0]

@@ -231,6 +231,32 @@ def test_a_rank_that_is_lost_ends_the_pull_while_another_is_slow(dead):
     assert memories[1 - dead].reads < puller.staging.nbytes / 4
 
 
+@pytest.mark.parametrize("once", [True, False])
+def test_closing_ends_a_pull_that_waits(once, request):
+    """For a version that does not come: an engine that is to leave leaves."""
+    _, ranks, live, puller = two_ranks()
+    memories, asked = [memory for _, memory, _ in ranks], Event()
+
+    def seek(version, seconds):
+        asked.set()
+        time.sleep(min(seconds, 0.05))
+        raise TimeoutError(f"no version {version}")
+
+    for memory in memories:
+        memory.seek = seek
+    me = Process("outside", -1, machine(), request.node.name.encode())
+    more = dict(sharing=partial(Shared, me)) if once else {}
+    puller = Puller(puller.weights, EngineParallel(1), live, memories, **more)
+    with patch.object(pull, "SEEK_SECONDS", 0.1), ThreadPoolExecutor(1) as pool:
+        waits = pool.submit(puller.pull, 0, 60)
+        assert asked.wait(10)
+        begin = time.monotonic()
+        puller.close()
+        with pytest.raises(TimeoutError, match="the pull of version 0 was ended"):
+            waits.result(timeout=10)
+    assert time.monotonic() - begin < 5
+
+
 @pytest.mark.gpu
 def test_an_accelerators_weights_go_over_the_host():
     """Both ends on the device, page-locked memory between them."""
