@@ -197,9 +197,10 @@ class AsyncSchedule(RolloutSchedule):
 
     def _look_at_evaluation(self) -> None:
         """Log an evaluation whose responses are all graded by now."""
-        if self.evaluation is not None and self.evaluation.version >= 0:
-            if self.job.ranks.broadcast(self.job.topology.leader and not self._ungraded(self.evaluation.ids)):
-                self.evaluation.finish()
+        if self.evaluation is None or self.evaluation.version < 0:
+            return
+        if self.job.ranks.broadcast(self.job.topology.leader and not self._ungraded(self.evaluation.ids)):
+            self.evaluation.finish()
 
     def _finish_evaluation(self) -> None:
         if self.evaluation is not None and self.evaluation.version >= 0:

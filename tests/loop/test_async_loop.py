@@ -112,9 +112,9 @@ class Joined:
             time.sleep(0.1)
             found = re.search(r"generate --join (\S+) --secret-file (\S+)", self.job.log_file(0).read_text())
         command = [self.python, str(JOINED), moment, "--join", found[1], "--secret-file", found[2]]
-        log = open(self.job.save / f"engine{len(self.engines)}.log", "w")
         env = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
-        engine = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=env, start_new_session=True)
+        with (self.job.save / f"engine{len(self.engines)}.log").open("w") as log:
+            engine = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=env, start_new_session=True)
         self.engines.append(engine)
         return engine
 
