@@ -122,9 +122,10 @@ def test_quick_graders_wait_for_nothing(stage: Reward) -> None:
     answers = [Completion(r.id, (0,), (-1.0,), "stop", ((0, 0),)) for r in requests]
     dock.commit(lease, generate.completion_rows(requests, answers))
     with Grader(Reward(ROWS[2], dock, 5.0, stage.graders, stage.decode), MEMBERS) as grader:
+        until(lambda: grader.done.responses == 100, 1.5)  # alone on the machine 0.3 s
         begin = time.monotonic()
         grader.finish()
-        assert grader.done.responses == 100 and time.monotonic() - begin < 1.5  # alone on the machine 0.1 s
+        assert time.monotonic() - begin < 1
 
 
 def test_it_goes_on_with_the_next_round(stage: Reward, monkeypatch) -> None:
