@@ -106,7 +106,7 @@ class Grader:
             if due and pool.wanted and not self._take() and not busy and finishing:
                 return  # every row is graded
             if not self._leases:
-                self._stopping.wait(min(max(self._again - now, 0.0), PACE_SECONDS))
+                self._finishing.wait(min(max(self._again - now, 0.0), PACE_SECONDS))
             for batch in pool.poll(PACE_SECONDS):
                 self._commit(batch)
 
@@ -114,7 +114,7 @@ class Grader:
         """Begin with responses that are ready. False says that there are none; where none are in grading here either,
         that all are graded."""
         # More at once, where graders were done before the look.
-        self._times = 2 * self._times if self._more and not self._leases else 1
+        self._times = 4 * self._times if self._more and not self._leases else 1
         rows = self._times * (self.members if self.stage.spec.unit == "group" else self.stage.graders.wanted)
         try:
             lease = self.stage.lease(None, max_rows=rows, deadline=0.0 if self._leases else IDLE_SECONDS)
