@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -309,6 +309,14 @@ class Dock:
         """Say, on the leader, that weights of `version` can be had."""
         if self._leader:
             self._calls.core.announce(version)
+
+    def report(self, counts: Mapping[str, float]) -> None:
+        """Tell the leader what this process has counted since it joined."""
+        self._calls.ask_rank(self._calls.directory.ranks[0], m.Report(dict(counts)), PATIENCE)
+
+    def reports(self) -> dict[str, dict[str, float]]:
+        """On the leader: what processes outside of the job have counted since they joined, by their names."""
+        return dict(self._calls.core.reports) if self._leader else {}
 
     def news(self, after: int, deadline: float) -> m.Announced:
         """What the leader announced last; waits until its number is above `after`, at most `deadline` seconds."""

@@ -39,6 +39,7 @@ class Core:
         self.tell: Callable[[m.Record], None] = lambda record: None
         self.directory: m.Message = m.Ok()
         self.announced = m.Announced()
+        self.reports: dict[str, dict[str, float]] = {}  # of processes outside of the job, by their names
         self.clock = time.monotonic
         self.versions: Versions | None = None
         self.served = {"messages": 0, "bytes": 0}
@@ -97,6 +98,10 @@ class Core:
         with self._lock:
             self.announced = m.Announced(self.announced.number + 1, version)
             self._wake(NEWS)
+
+    def _on_report(self, peer: str, report: m.Report, *_: object) -> m.Message:
+        self.reports[peer] = report.counts
+        return m.Ok()
 
     def _on_news(self, peer: str, news: m.News, bulk: object, waited: float) -> m.Message | str:
         return NEWS if self.announced.number <= news.after and waited < news.deadline else self.announced

@@ -314,6 +314,12 @@ class News(Message):
     deadline: float
 
 
+class Report(Message):
+    """What a process outside of the job has counted since it joined, by name."""
+
+    counts: dict[str, float]
+
+
 class Announced(Message):
     """number: running, from 1, 0 where nothing is announced yet; version: of the newest weights."""
 

@@ -16,6 +16,7 @@ from mindspeed_rl_plugin.stages.evaluate import EPOCH
 from mindspeed_rl_plugin.stages.generate import SPEC, completion_rows
 
 LOOK_SECONDS = 1.0  # that an engine without weights waits for news at a time
+REPORT_SECONDS = 0.5  # between two reports of what was counted
 ROWS_SECONDS = 0.02  # after which an engine without rows asks for some again
 NEWS_SECONDS = 30.0  # that one question for news waits
 
@@ -87,7 +88,9 @@ class Lead:
         self.version = -1  # of the engine's weights
         self.pulled = self.pulling = -1
         self.leaving = leaving
-        self.idle: dict[str, float] = {}
+        # Since the engine joined: seconds, those without work by cause, and what weights cost.
+        self.counts: dict[str, float] = {}
+        self._began = self._reported = time.monotonic()
         self._running: dict[SampleId, _Row] = {}
         self._held: deque[_Row] = deque()  # that other weights must sample
 
@@ -97,6 +100,7 @@ class Lead:
         """The next turn; waits a moment where there is nothing to do. Raises ConnectionError where the job is lost."""
         if self.leaving.is_set() or self._over():
             return self._leave()
+        self._report()
         wanted = self._wanted()
         if wanted != self.version and wanted >= 0:
             if self.pulled == wanted and not (self.job.inflight == "drain" and self._running):
@@ -113,11 +117,17 @@ class Lead:
         """Write finished responses into the dock. A job that has left needs none."""
         for completion in completions:
             row = self._running.pop(completion.id)
+            self.count("responses", 1)
+            self.count("tokens", len(completion.tokens))
             try:
                 self.dock.commit(row.lease, completion_rows([row.request], [completion], digest))
             except ConnectionError:
                 if not self.dock.ended:
                     raise
+
+    def count(self, name: str, value: float) -> None:
+        """Add to a count."""
+        self.counts[name] = self.counts.get(name, 0.0) + value
 
     def gone(self, version: int, error: Exception) -> None:
         """Weights that were wanted are no longer to be had. Raises `error` where rows must be sampled by them."""
@@ -126,6 +136,12 @@ class Lead:
         self.pulled = self.pulling = -1
 
     # inside
+
+    def _report(self) -> None:
+        now = time.monotonic()
+        if now - self._reported >= REPORT_SECONDS:
+            self._reported = now
+            self.dock.report({**self.counts, "seconds": now - self._began})
 
     def _over(self) -> bool:
         if self.news.error is not None and not self.news.ended:
@@ -215,9 +231,8 @@ class Lead:
         """A moment, for rows or for weights. Nothing runs."""
         began = time.monotonic()
         waits = self._held or self.version < 0
-        cause = "version" if waits else "starved"
         self.news.wait(LOOK_SECONDS if waits else ROWS_SECONDS)
-        self.idle[cause] = self.idle.get(cause, 0.0) + time.monotonic() - began
+        self.count("waited" if waits else "starved", time.monotonic() - began)
 
 
 def greedy(sampling: Sampling) -> Sampling:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
@@ -32,12 +32,14 @@ class Puller(Protocol):
 
 
 class Weights:
-    """Pulls beside the engine's steps. ready: called when a pull is over, well or not."""
+    """Pulls beside the engine's steps. ready: called when a pull is over, well or not. pulled: by the last that went
+    well."""
 
     def __init__(self, puller: Puller, ready: Callable[[int], None] = lambda version: None) -> None:
         self.puller, self._ready = puller, ready
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
+        self.pulled: Pulled | None = None
 
     def begin(self, version: int) -> None:
         """Pull a version, after the pull before it."""
@@ -53,7 +55,7 @@ class Weights:
     def _pull(self, version: int) -> None:
         self._error = None
         try:
-            self.puller.pull(version)
+            self.pulled = self.puller.pull(version)
         except (ValueError, OSError) as error:  # all that a pull raises; handed to the main thread
             self._error = error
         self._ready(version)
@@ -66,17 +68,13 @@ class Weights:
 
 @dataclass
 class Service:
-    """lead: of the first rank of the engine, None on the others.
-
-    pauses: seconds of each change of weights, in which the engine made no step.
-    """
+    """lead: of the first rank of the engine, None on the others."""
 
     engine: Engine
     puller: Puller
     job: Description
     team: Team
     lead: Lead | None
-    pauses: list[float] = field(default_factory=list)
 
     def run(self) -> None:
         """Work until the job leaves, or until this engine is to leave."""
@@ -120,9 +118,12 @@ class Service:
         going_on = bool(self._requests) and not begun
         self.engine.update_weights(version, applied.digest, in_flight=going_on)
         self._submit(tuple(continued(self._requests[c.id], c, self.job.seed) for c in begun))
-        self.pauses.append(time.monotonic() - began)
         if self.lead is not None:
             self.lead.version, self.lead.pulling = version, -1
+            self.lead.count("pull", self._weights.pulled.seconds)
+            self.lead.count("pulled", self._weights.pulled.nbytes)
+            self.lead.count("pauses", 1)
+            self.lead.count("pause", time.monotonic() - began)
 
     def _pulled(self, version: int) -> None:
         if self.lead is not None:

@@ -10,7 +10,8 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,32 @@ from mindspeed_rl_plugin.stages.select import GroupStats
 
 RAISE_SECONDS = 3.0  # for the main thread to raise what ended the grader's
 LOOK_SECONDS = 1.0  # between looks at the grader's thread, while this rank waits for rows
+
+
+class Engines:
+    """What engines apart have done since the last rollout. reports: what each has counted since it joined."""
+
+    def __init__(self, reports: Callable[[], Mapping[str, Mapping[str, float]]]) -> None:
+        self._reports = reports
+        self._before: dict[str, Mapping[str, float]] = {}
+
+    def metrics(self) -> dict[str, float]:
+        """Means over engines, named as in `monitor.names`; empty where none has reported."""
+        now = dict(self._reports())
+        sums: Counter[str] = Counter()
+        for name, counts in now.items():
+            before = self._before.get(name, {})
+            sums.update({key: value - before.get(key, 0.0) for key, value in counts.items()})
+        at_work = sum(counts != self._before.get(name) for name, counts in now.items())
+        self._before = now
+        if not sums["seconds"]:
+            return {}
+        result = {f"idle/engines_{cause}": sums[cause] / sums["seconds"] for cause in ("starved", "waited")}
+        result |= {"engines": float(at_work), "engines/tokens_per_second": sums["tokens"] / sums["seconds"]}
+        if sums["pauses"]:
+            of_one = {"pull_seconds": "pull", "pause_seconds": "pause", "bytes_pulled": "pulled"}
+            result |= {f"weights/{name}": sums[key] / sums["pauses"] for name, key in of_one.items()}
+        return result
 
 
 class AsyncSchedule(RolloutSchedule):
@@ -59,6 +86,7 @@ class AsyncSchedule(RolloutSchedule):
         self._published: dict[str, float] = {}
         self._versions: list[int] = []  # that this process has published
         self._overdue = False  # an evaluation
+        self._engines = Engines(job.dock.reports)
 
     def collect(self, done: int) -> Rollout:
         """A rollout that is ready to train on. Publishes, admits and begins an evaluation where these are due."""
@@ -69,7 +97,7 @@ class AsyncSchedule(RolloutSchedule):
             self._admit()
         self._look_at_evaluation()
         sampling = self._sample()
-        return self._prepare(done, None, {**sampling, **self._lags(), **self._published})
+        return self._prepare(done, None, {**sampling, **self._lags(), **self._published, **self._engines.metrics()})
 
     def used_up(self, done: int, last: bool) -> None:
         """After the last step of a rollout: the weights go out, unless nobody will need them."""
@@ -183,7 +211,7 @@ class AsyncSchedule(RolloutSchedule):
         if not self.job.topology.leader:
             return {}
         plan, lag = self.job.plan, self.admission.lag
-        rows = self.stages.measure.dock.read(plan.ids(plan.groups), ("version", "segments"))
+        rows = self.stages.measure.dock.read(plan.ids(plan.groups), ("version", "segments", "length"))
         lags = [lag(version) for version in rows["version"].tolist()]
         if max(lags) > self.admission.staleness:
             raise RuntimeError(
@@ -192,6 +220,7 @@ class AsyncSchedule(RolloutSchedule):
         return {
             "lag/mean": sum(lags) / len(lags),
             "lag/max": float(max(lags)),
+            "lag/token_mean": token_lag(rows, lag),
             "segments/mean": float(rows["segments"].lengths.double().mean()),
         }
 
@@ -212,3 +241,14 @@ class AsyncSchedule(RolloutSchedule):
     def _ungraded(self, ids: Sequence[SampleId]) -> int:
         """How many of the rows are not graded yet."""
         return self.stages.reward.dock.remaining(self.stages.reward.spec.name, ids)
+
+
+def token_lag(rows: Rows, lag: Callable[[int], int]) -> float:
+    """Mean over all response tokens of the lag of their segment."""
+    total = tokens = 0
+    for segments, length in zip(rows["segments"].rows(), rows["length"].tolist(), strict=True):
+        firsts, versions = segments.T.tolist()
+        for first, end, version in zip(firsts, [*firsts[1:], length], versions, strict=True):
+            total += lag(version) * (end - first)
+            tokens += end - first
+    return total / max(tokens, 1)

@@ -102,6 +102,21 @@ NAMES: dict[str, Meaning] = {
     "reshard/transfer_seconds": Meaning(
         "s", "transfer of the weights on its slowest rank, with its check if there is one"
     ),
+    "lag/mean": Meaning("publications", "publications of weights after those that sampled a response's first token"),
+    "lag/max": Meaning("publications", "the largest lag of a response; at most --rl-max-staleness"),
+    "lag/token_mean": Meaning("publications", "publications of weights after those that sampled a token"),
+    "segments/mean": Meaning("", "parts of a response that different weights sampled"),
+    "idle/engines_starved": Meaning(
+        "share", "time in which engines apart had no prompt: training holds admission back"
+    ),
+    "idle/engines_waited": Meaning("share", "time in which engines apart waited for the weights that rows ask for"),
+    "engines": Meaning("", "engines apart that worked since the last rollout"),
+    "engines/tokens_per_second": Meaning("tokens/s", "response tokens per second and engine apart"),
+    "weights/publish_seconds": Meaning("s", "training stood still while weights were copied to the host"),
+    "weights/bytes_published": Meaning("bytes", "weights that the first rank copied to the host"),
+    "weights/pull_seconds": Meaning("s", "an engine apart read published weights, beside its steps"),
+    "weights/pause_seconds": Meaning("s", "an engine apart stood still while new weights were put in"),
+    "weights/bytes_pulled": Meaning("bytes", "weights that an engine apart read itself for a publication"),
     "dock/bytes_read": Meaning("bytes", "read from the dock for the rollout, by all ranks together"),
     "dock/bytes_written": Meaning("bytes", "written to the dock for the rollout, by all ranks together"),
     "dock/bytes_remote": Meaning("bytes", "the part of both that crossed machines"),

@@ -54,6 +54,7 @@ FOLDED = {"schedules_method": "dualpipev", "pipeline_model_parallel_size": 2, "n
 TP4 = {"--rl-generate-tp": "4"}
 PPO = {"--rl-algorithm": "ppo"}
 SINGLE = {"--rl-samples-per-prompt": "1"}
+ASYNC = {"--rl-schedule": "async", "--rl-generators": "0", "--rl-correction": "truncate"}
 
 GOOD = [
     {},
@@ -62,6 +63,8 @@ GOOD = [
     DPO | {"--rl-dpo-loss": "ipo", "--rl-rejected-key": "worse", "kv_channels": 16},
     {"--rl-filtration": "best-worst"},
     {"--rl-filtration": "best-worst", "--rl-schedule": "streamed"},
+    ASYNC,
+    ASYNC | {"--rl-correction": None, "--rl-max-staleness": "0"},
     {"--rl-algorithm": "reinforce++", "--rl-filtration": "pow", "--rl-filtration-whole-batch": ""}
     | {"--rl-samples-per-prompt": "1"},
     {"--rl-algorithm": "ppo", "--rl-advantage": "reinforce++"},
@@ -218,6 +221,16 @@ BAD = [
         "--rl-schedule streamed ... --rl-filtration-whole-batch ... --rl-schedule sync",
     ),
     (DPO | {"--rl-schedule": "streamed"}, "--rl-schedule streamed has no meaning ... dpo"),
+    ({"--rl-schedule": "async", "--rl-correction": "mask"}, "--rl-schedule async ... --rl-generators N"),
+    (ASYNC | {"--rl-correction": None}, "--rl-max-staleness 1 ... --rl-correction truncate ... --rl-max-staleness 0"),
+    (ASYNC | {"--rl-generators": "2"}, "--rl-generators 2 ... -m mindspeed_rl_plugin ... mindspeed_rl_plugin.adaptor"),
+    (ASYNC | {"--rl-async-order": "strict"}, "--rl-async-order strict ... --rl-generators N"),
+    (ASYNC | {"--rl-reward-model-device": "accelerator"}, "--rl-reward-model-device accelerator ... host"),
+    (ASYNC | {"--rl-filtration": "pow", "--rl-filtration-whole-batch": ""}, "async ... --rl-filtration-whole-batch"),
+    (MOE | ASYNC | {"--rl-generate-tp": "2", "--rl-generate-ep": "4"}, "--rl-generate-ep 4 ... at most ... 2"),
+    ({"--rl-max-staleness": "2"}, "--rl-max-staleness ... --rl-schedule async"),
+    ({"--rl-schedule": "streamed", "--rl-inflight": "drain"}, "--rl-inflight ... --rl-schedule async"),
+    ({"--rl-generators": "1"}, "--rl-generators ... --rl-schedule async"),
     (SINGLE | {"--rl-filtration": "pow"}, "--rl-filtration pow ... -prompt 1 ... --rl-filtration-whole-batch"),
     (
         {"--rl-filtration": "best-random", "--rl-samples-per-prompt": "6", "--rl-rollout-prompts": "8"},

@@ -1,0 +1,92 @@
+"""The last ranks of a job become generators, before Megatron counts its ranks."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from mindspeed_rl_plugin.environment import is_part, launch_env
+from mindspeed_rl_plugin.generators.ranks import Split, part
+from mindspeed_rl_plugin.launch.generator_ranks import split_of
+
+FLAGS = "--rl-algorithm grpo --rl-schedule async --rl-generators"
+VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+
+
+@pytest.fixture
+def rank(monkeypatch: pytest.MonkeyPatch):
+    """Sets what torchrun sets for a rank; what the split changes is undone."""
+
+    def become(number: int, world: int, local: int | None = None) -> None:
+        local = local or world
+        for name, value in zip(VARIABLES, (number, world, number % local, local), strict=True):
+            monkeypatch.setenv(name, str(value))
+        for name in ("ROLE_RANK", "ROLE_WORLD_SIZE", "MINDSPEED_RL_PART"):
+            monkeypatch.setenv(name, "")
+            monkeypatch.delenv(name)
+
+    return become
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "--rl-algorithm grpo",
+        "--rl-algorithm grpo --rl-schedule streamed --rl-generators 1",
+        "--rl-schedule async --rl-generators 1",
+        f"{FLAGS} 0",
+        f"{FLAGS} many",
+    ],
+)
+def test_without_generators_all_ranks_train(rank, line: str) -> None:
+    rank(0, 4)
+    assert split_of(["pretrain_gpt.py", *line.split()]) is None
+
+
+def test_the_command_line_says_how_ranks_are_split(rank) -> None:
+    rank(5, 16, 8)
+    line = f"{FLAGS}=8 --rl-generate-tp 4 --tensor-model-parallel-size 8 --rl-wait-timeout 60".split()
+    assert split_of(line) == Split(world=16, local=8, generators=8, engine=4, deadline=60.0)
+
+
+@pytest.mark.parametrize(
+    ("number", "engine", "env"),
+    [
+        (0, None, {"rank": 0, "world_size": 5, "local_rank": 0, "local_world_size": 5}),
+        (4, None, {"rank": 4, "world_size": 5, "local_rank": 4, "local_world_size": 5}),
+        (5, 0, {"rank": 0, "world_size": 1, "local_rank": 5, "local_world_size": 1}),
+        (7, 2, {"rank": 0, "world_size": 1, "local_rank": 7, "local_world_size": 1}),
+    ],
+)
+def test_one_machine(rank, number: int, engine: int | None, env: dict) -> None:
+    """The local rank, by which a device is taken, stays."""
+    rank(number, 8)
+    assert part(Split(8, 8, 3, 1, 60.0)) == engine
+    assert launch_env() == env and is_part()
+    assert (os.environ["ROLE_RANK"], os.environ["ROLE_WORLD_SIZE"]) == (str(env["rank"]), str(env["world_size"]))
+
+
+def test_engines_of_several_ranks_on_machines_of_their_own(rank, capsys) -> None:
+    rank(0, 16, 8)
+    assert part(Split(16, 8, 8, 4, 60.0)) is None
+    assert launch_env() == {"rank": 0, "world_size": 8, "local_rank": 0, "local_world_size": 8}
+    assert "ranks 8 to 15 generate: 2 engine(s) of 4 rank(s)" in capsys.readouterr().out
+    rank(13, 16, 8)
+    assert part(Split(16, 8, 8, 4, 60.0)) == 1
+    assert launch_env() == {"rank": 1, "world_size": 4, "local_rank": 5, "local_world_size": 4}
+
+
+@pytest.mark.parametrize(
+    ("split", "says"),
+    [
+        (Split(4, 4, 4, 1, 60.0), "--rl-generators 4 leaves no rank of 4"),
+        (Split(4, 4, 3, 2, 60.0), "--rl-generators 3 .* 2 ranks of an engine"),
+        (Split(16, 8, 4, 1, 60.0), "--rl-generators 4 with 8 ranks a machine .* multiple of 8"),
+    ],
+)
+def test_ranks_that_do_not_divide(rank, split: Split, says: str) -> None:
+    rank(0, split.world, split.local)
+    with pytest.raises(ValueError, match=says):
+        part(split)
+    assert not is_part()
