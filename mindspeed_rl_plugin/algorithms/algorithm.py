@@ -24,7 +24,7 @@ class Algorithm(AlgorithmConfig):
     """What `presets.resolve` returns: the flags, with those that were left open filled from the preset, and what
     follows from them.
 
-    bounds: of the loss, which its flags leave open; correction_high may be infinite; overlong_share: share of the
+    bounds: of the loss, which its flags leave open; overlong_share: share of the
     response limit that is the penalty's buffer where `overlong_buffer` is None; filtration: "none" or a rule;
     old_logps: whether old log-probs are a column; if not, each update starts from the policy that it trains, and its
     own log-probs are the old ones too.

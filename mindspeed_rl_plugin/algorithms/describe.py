@@ -17,7 +17,9 @@ def describe(algorithm: Algorithm) -> str:
     parts += [f"KL in the loss {coefficient(a.kl_loss_coef, a.kl_estimator)}"]
     parts += [f"in the reward {coefficient(a.kl_reward_coef, a.kl_reward_estimator)}"]
     if a.correction != "off":
-        parts.append(f"correction {a.correction} by {a.correction_level}")
+        parts.append(
+            f"correction {a.correction} by {a.correction_level}, {a.correction_low:g} to {a.correction_high:g}"
+        )
     if a.entropy_coef:
         parts.append(f"entropy {a.entropy_coef:g}")
     more = [*further_parts(a), *([f"{a.ppo_epochs} epochs"] if a.ppo_epochs > 1 else [])]

@@ -94,9 +94,9 @@ def assemble(config: AlgorithmConfig) -> Algorithm:
     for field in fields(config):
         if field.metadata["choices"] and field.name not in fixed:
             _known(field.name, parts[field.name], field.metadata["choices"])
-    correction = CORRECTIONS[config.correction]
-    parts["correction_low"] = _given(config.correction_low, correction.low)
-    parts["correction_high"] = _given(config.correction_high, correction.high)
+    low, high = CORRECTIONS[config.correction].bounds(config.correction_level)
+    parts["correction_low"] = _given(config.correction_low, low)
+    parts["correction_high"] = _given(config.correction_high, high)
     return Algorithm(**parts, bounds=_bounds(config, parts["loss"]), overlong_share=preset.overlong)
 
 
@@ -115,10 +115,11 @@ def _bounds(config: AlgorithmConfig, loss: str) -> Bounds:
 
 def _check_together(algorithm: Algorithm) -> None:
     """What the limits of single flags do not say."""
-    if not 0.0 <= algorithm.correction_low < algorithm.correction_high:
+    low, high = algorithm.correction_low, algorithm.correction_high
+    if not (0.0 <= low <= 1.0 <= high and low < high):
         raise ValueError(
-            f"--rl-correction-low {algorithm.correction_low} and --rl-correction-high {algorithm.correction_high}: "
-            "give bounds with 0 <= low < high"
+            f"--rl-correction-low {low} and --rl-correction-high {high}: give bounds with 0 <= low <= 1 <= high, "
+            "low < high; a token that the policy itself sampled has weight 1"
         )
     if algorithm.dpo_label_smoothing and algorithm.dpo_loss != "sigmoid":
         raise ValueError(f"--rl-dpo-label-smoothing has no meaning for --rl-dpo-loss {algorithm.dpo_loss}; remove it")

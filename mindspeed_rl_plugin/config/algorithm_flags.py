@@ -94,10 +94,13 @@ class AlgorithmConfig:
         "off",
         "importance weights for the difference between the policy that sampled a token and the one from which the "
         "update starts; their metrics are always logged",
-        choices=("off", "truncate", "mask", "decoupled"),
+        choices=("off", "truncate", "mask", "decoupled", "decoupled-clip"),
     )
     correction_level: str = flag(
-        "token", "one importance weight per token or per response", choices=("token", "sequence"), reader=_CORRECTION
+        "token",
+        "one importance weight per token, per response (the product over its tokens), or their geometric mean",
+        choices=("token", "sequence", "geometric"),
+        reader=_CORRECTION,
     )
     correction_low: float | None = flag(
         None, "least weight of the correction (default: the correction's)", reader=_CORRECTION

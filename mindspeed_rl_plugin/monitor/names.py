@@ -68,6 +68,10 @@ NAMES: dict[str, Meaning] = {
     "rollout/weight_outside": Meaning("share", "tokens whose importance weight is outside the correction's bounds"),
     "rollout/sequence_weight_mean": Meaning("", "mean importance weight of a whole response"),
     "rollout/sequence_weight_outside": Meaning("share", "responses whose weight is outside the correction's bounds"),
+    "rollout/geometric_weight_mean": Meaning("", "mean over responses of the geometric mean of their tokens' weights"),
+    "rollout/geometric_weight_outside": Meaning(
+        "share", "responses whose geometric mean weight is outside the correction's bounds"
+    ),
     "loss": Meaning("", "loss of the update"),
     "loss/policy": Meaning("", "policy part of the loss"),
     "loss/kl": Meaning("", "KL part of the loss, its coefficient included"),

@@ -90,7 +90,7 @@ def parts() -> Iterable[tuple[str, Mapping[str, tuple[Callable, str]]]]:
         "policy losses, --rl-loss": LOSSES,
         "aggregations, --rl-aggregation": AGGREGATIONS,
         "KL to the reference, --rl-kl-estimator, --rl-kl-reward-estimator": KL_ESTIMATORS,
-        "off-policy corrections, --rl-correction, --rl-correction-level token or sequence": CORRECTIONS,
+        "off-policy corrections, --rl-correction, --rl-correction-level": CORRECTIONS,
         "filtrations, --rl-filtration": FILTRATIONS,
         "DPO losses, --rl-dpo-loss": PAIR_LOSSES,
         "others, --rl-overlong-buffer, --rl-dynamic-sampling, --rl-value-clip": others,

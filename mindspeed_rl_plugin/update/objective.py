@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from mindspeed_rl_plugin.algorithms import Algorithm, TrainedTokens
-from mindspeed_rl_plugin.algorithms.corrections import importance_weights
+from mindspeed_rl_plugin.algorithms.corrections import LEVELS, importance_weights
 from mindspeed_rl_plugin.algorithms.kl import k3
 from mindspeed_rl_plugin.forward import MicroBatch
 
@@ -18,7 +18,10 @@ PER_TOKEN = (
     *("ratio/mean", "clip_fraction", "entropy", "kl/ref", "kl/old", "logp_diff/mean"),
     *("rollout/weight_mean", "rollout/weight_outside", "rollout/kl", "rollout/stale"),
 )
-PER_SEQUENCE = ("rollout/sequence_weight_mean", "rollout/sequence_weight_outside")
+PER_SEQUENCE = (
+    *("rollout/sequence_weight_mean", "rollout/sequence_weight_outside"),
+    *("rollout/geometric_weight_mean", "rollout/geometric_weight_outside"),
+)
 MAXIMA = ("ratio/max", "ratio/min", "logp_diff/max", "rollout/weight_max")
 
 
@@ -87,8 +90,8 @@ def _engine_gap(
 ) -> tuple[Tensor | None, dict[str, Tensor]]:
     """What the gap between engine and trainer makes of the loss, `[T]` or None, and its part of the tally."""
     old, sequence, rows = tokens.logp_old, tokens.sequence, tokens.sequences
-    by_level = {level: importance_weights(old, rollout, sequence, rows, level) for level in ("token", "sequence")}
-    token, whole = by_level["token"], by_level["sequence"]
+    by_level = {level: importance_weights(old, rollout, sequence, rows, level) for level in LEVELS}
+    token = by_level["token"]
     # A share of 1 / n on each of its n tokens counts a sequence once.
     once = counted / torch.bincount(sequence, minlength=rows).clamp(min=1)[sequence]
     outside = {level: algorithm.out_of_bounds(weights).float() for level, weights in by_level.items()}
@@ -101,8 +104,8 @@ def _engine_gap(
         "rollout/weight_max": _maximum(token),
         "rollout/kl": (counted * k3(rollout, old)).sum(),
         "rollout/stale": counted[~fresh].sum(),
-        "rollout/sequence_weight_mean": (once * (whole - 1.0)).sum(),
-        "rollout/sequence_weight_outside": (once * outside["sequence"]).sum(),
+        **{f"rollout/{n}_weight_mean": (once * (by_level[n] - 1.0)).sum() for n in LEVELS[1:]},
+        **{f"rollout/{n}_weight_outside": (once * outside[n]).sum() for n in LEVELS[1:]},
     }
 
 

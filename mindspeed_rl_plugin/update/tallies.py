@@ -58,7 +58,7 @@ def to_metrics(tally: Tensor, totals: Totals) -> dict[str, float]:
     metrics = {name: named[name] for name in WEIGHTED}
     metrics.update({name: named[name] / max(totals.tokens, 1) for name in PER_TOKEN})
     metrics.update({name: named[name] / max(totals.sequences, 1) for name in PER_SEQUENCE})
-    for name in ("ratio/mean", "rollout/weight_mean", "rollout/sequence_weight_mean"):
+    for name in ("ratio/mean", "rollout/weight_mean", "rollout/sequence_weight_mean", "rollout/geometric_weight_mean"):
         metrics[name] += 1.0
     fresh = totals.tokens - named["rollout/stale"]
     if fresh:

@@ -9,7 +9,7 @@ import torch
 
 from mindspeed_rl_plugin.algorithms import ALGORITHMS, LOSSES, resolve
 from mindspeed_rl_plugin.algorithms.aggregate import AGGREGATIONS
-from mindspeed_rl_plugin.algorithms.corrections import CORRECTIONS
+from mindspeed_rl_plugin.algorithms.corrections import CORRECTIONS, LEVELS
 from mindspeed_rl_plugin.algorithms.describe import describe
 from mindspeed_rl_plugin.algorithms.estimators import ADVANTAGES
 from mindspeed_rl_plugin.algorithms.kl import KL_ESTIMATORS
@@ -75,7 +75,7 @@ def test_the_buffer_follows_the_response_limit_unless_given():
 def test_the_choices_of_the_flags_are_the_parts_that_there_are():
     tables = {"advantage": ADVANTAGES, "loss": LOSSES, "aggregation": AGGREGATIONS, "dpo_loss": PAIR_LOSSES}
     tables |= {"kl_estimator": KL_ESTIMATORS, "kl_reward_estimator": KL_ESTIMATORS, "correction": CORRECTIONS}
-    tables |= {"filtration": ("none", *FILTRATIONS), "correction_level": ("token", "sequence")}
+    tables |= {"filtration": ("none", *FILTRATIONS), "correction_level": LEVELS}
     given = {f.name: f.metadata["choices"] for f in dataclasses.fields(AlgorithmConfig) if f.metadata["choices"]}
     assert given == {name: tuple(table) for name, table in tables.items()}
 
@@ -90,8 +90,11 @@ def test_the_choices_of_the_flags_are_the_parts_that_there_are():
         ({"aggregation": "mean"}, "--rl-aggregation 'mean' is unknown; known: token-mean, seq-mean"),
         ({"kl_estimator": "k4"}, "--rl-kl-estimator 'k4' is unknown; known: k1, k2"),
         ({"kl_reward_estimator": "k4"}, "--rl-kl-reward-estimator 'k4' is unknown; known: k1, k2"),
-        ({"correction": "tis"}, "--rl-correction 'tis' is unknown; known: off, truncate, mask, decoupled"),
-        ({"correction_level": "group"}, "--rl-correction-level 'group' is unknown; known: token, sequence"),
+        (
+            {"correction": "tis"},
+            "--rl-correction 'tis' is unknown; known: off, truncate, mask, decoupled, decoupled-clip",
+        ),
+        ({"correction_level": "group"}, "--rl-correction-level 'group' is unknown; known: token, sequence, geometric"),
         ({"filtration": "best"}, "--rl-filtration 'best' is unknown; known: none, best-worst"),
         ({"dpo_loss": "kto"}, "--rl-dpo-loss 'kto' is unknown; known: sigmoid, hinge, ipo"),
         ({"clip_low": -0.1}, "--rl-clip-low is -0.1"),
@@ -99,6 +102,13 @@ def test_the_choices_of_the_flags_are_the_parts_that_there_are():
         ({"kl_reward_coef": math.nan}, "--rl-kl-reward-coef is nan"),
         ({"dpo_label_smoothing": 0.1, "dpo_loss": "ipo"}, "--rl-dpo-label-smoothing has no meaning for --rl-dpo-loss"),
         ({"correction": "mask", "correction_low": 3.0}, "--rl-correction-low 3.0 and --rl-correction-high 2.0"),
+        (
+            {"correction": "decoupled-clip", "correction_high": 0.9},
+            "--rl-correction-low 0.0 and --rl-correction-high 0.9",
+        ),
+        ({"correction": "mask", "correction_level": "geometric", "correction_low": 1.0005}, "1.0005 and"),
+        ({"correction": "truncate", "correction_low": -0.1}, "--rl-correction-low -0.1 and"),
+        ({"correction": "decoupled", "correction_high": math.nan}, "--rl-correction-high nan"),
     ],
 )
 def test_bad_settings_are_refused(flags, message):
@@ -141,7 +151,7 @@ def test_a_run_says_what_flags_and_preset_make_together():
     flags = {"advantage": "rloo", "kl_loss_coef": 0.01, "clip_high": 0.3, "correction": "mask", "overlong_buffer": 7}
     assert describe(resolve(AlgorithmConfig(algorithm="grpo", **flags))) == (
         "grpo: advantage rloo, loss clip -0.2/+0.3, aggregation seq-mean-token-mean, KL in the loss 0.01 x k3, "
-        "in the reward -, correction mask by token, overlong penalty, buffer 7 tokens"
+        "in the reward -, correction mask by token, 0.5 to 2, overlong penalty, buffer 7 tokens"
     )
     assert describe(resolve(AlgorithmConfig(algorithm="dpo"))) == "dpo: sigmoid, beta 0.1"
     assert "buffer 20% of the limit, dynamic sampling" in describe(resolve(AlgorithmConfig(algorithm="dapo")))

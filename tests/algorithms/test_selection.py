@@ -18,7 +18,7 @@ seeds = st.integers(0, 2**31 - 1)
 
 
 @few
-@given(st.lists(st.integers(0, 4), min_size=1, max_size=6), seeds, st.sampled_from(["token", "sequence"]))
+@given(st.lists(st.integers(0, 4), min_size=1, max_size=6), seeds, st.sampled_from(["token", "sequence", "geometric"]))
 def test_importance_weights_and_corrections_are_the_loops(counts, seed, level):
     g = torch.Generator().manual_seed(seed)
     old, rollout = torch.randn(2, sum(counts), generator=g, dtype=torch.float64)
@@ -31,7 +31,7 @@ def test_importance_weights_and_corrections_are_the_loops(counts, seed, level):
     for count in counts:
         gaps = [float(old[t] - rollout[t]) for t in range(at, at + count)]
         at += count
-        whole = [sum(gaps)] * count if level == "sequence" else gaps
+        whole = {"sequence": [sum(gaps)] * count, "geometric": [sum(gaps) / max(count, 1)] * count}.get(level, gaps)
         want += [math.exp(min(max(gap, -20.0), 20.0)) for gap in whole]
     assert got.tolist() == pytest.approx(want, rel=1e-9) and not got.requires_grad
     for low, high in ((0.0, 2.0), (0.5, 2.0), (0.9, math.inf)):
@@ -40,6 +40,7 @@ def test_importance_weights_and_corrections_are_the_loops(counts, seed, level):
         assert CORRECTIONS["decoupled"].function(got, low, high).tolist() == pytest.approx(inside)
         clipped = [min(max(w, low), high) for w in want]
         assert CORRECTIONS["truncate"].function(got, low, high).tolist() == pytest.approx(clipped)
+        assert CORRECTIONS["decoupled-clip"].function(got, low, high).tolist() == pytest.approx(clipped)
 
 
 def test_a_correction_that_is_off_only_measures():
@@ -49,8 +50,25 @@ def test_a_correction_that_is_off_only_measures():
     cut = resolve(AlgorithmConfig(algorithm="grpo", correction="truncate", correction_high=1.5))
     assert cut.corrected(weights).tolist() == pytest.approx([0.4, 1.0, 1.5])
     assert cut.out_of_bounds(weights).tolist() == [False, False, True]
-    whole = resolve(AlgorithmConfig(algorithm="grpo", correction="decoupled"))
-    assert torch.equal(whole.corrected(weights), weights)
+
+
+@pytest.mark.parametrize(
+    ("flags", "corrected"),
+    [
+        ({"correction": "decoupled"}, [0.0, 0.4, 1.0, 1.0005, 1.002, 5.0, 0.0]),
+        ({"correction": "decoupled-clip"}, [0.0, 0.4, 1.0, 1.0005, 1.002, 5.0, 5.0]),
+        ({"correction": "decoupled", "correction_high": 1e9}, [0.0, 0.4, 1.0, 1.0005, 1.002, 5.0, 6.0]),
+        ({"correction": "decoupled-clip", "correction_level": "geometric"}, [0.0, 0.4, 1.0, 1.0005, 1.002, 5.0, 5.0]),
+        ({"correction": "mask", "correction_level": "sequence"}, [0.0, 0.0, 1.0, 1.0005, 1.002, 0.0, 0.0]),
+        ({"correction": "mask", "correction_level": "geometric"}, [0.0, 0.0, 1.0, 1.0005, 0.0, 0.0, 0.0]),
+        ({"correction": "mask", "correction_level": "geometric", "correction_high": 1.0}, [0, 0, 1.0, 0, 0, 0, 0]),
+    ],
+)
+def test_bounds_that_are_published_for_each_correction_and_level(flags, corrected):
+    """AReaL caps the behaviour policy's weight at 5; verl keeps a geometric mean between 0.999 and 1.001."""
+    weights = torch.tensor([0.0, 0.4, 1.0, 1.0005, 1.002, 5.0, 6.0], dtype=torch.float64)
+    algorithm = resolve(AlgorithmConfig(algorithm="grpo", **flags))
+    assert algorithm.corrected(weights).tolist() == corrected
 
 
 groups_of_rewards = st.lists(

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from mindspeed_rl_plugin.algorithms import Totals, resolve
+from mindspeed_rl_plugin.algorithms.corrections import LEVELS, importance_weights
 from mindspeed_rl_plugin.config import AlgorithmConfig
 from mindspeed_rl_plugin.forward.collate import MicroBatch
 from mindspeed_rl_plugin.update import tallies
@@ -40,12 +41,14 @@ def weights_by_loops(batch, level):
     weights = {}
     for row, at in batch.mask.nonzero().tolist():
         mine = [float(gap[row, t]) for t in range(WIDE) if batch.mask[row, t]]
-        weights[row, at] = math.exp(sum(mine) if level == "sequence" else float(gap[row, at]))
+        product = math.prod(math.exp(g) for g in mine)
+        by_level = {"token": math.exp(gap[row, at]), "sequence": product, "geometric": product ** (1 / len(mine))}
+        weights[row, at] = by_level[level]
     return weights
 
 
-@pytest.mark.parametrize("level", ["token", "sequence"])
-@pytest.mark.parametrize("correction", ["off", "truncate", "mask", "decoupled"])
+@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
+@pytest.mark.parametrize("correction", ["off", "truncate", "mask", "decoupled", "decoupled-clip"])
 def test_objective_is_the_loop(correction, level):
     bounds = {"low": 0.7, "high": 1.3}
     algorithm = resolve(
@@ -60,14 +63,16 @@ def test_objective_is_the_loop(correction, level):
             correction_high=1.3,
         )
     )
-    batch, logp, entropy = micro_batch()
+    batch, logp, entropy = micro_batch(seed=4)
     weights = torch.where(torch.tensor(COUNTS) > 0, torch.tensor([0.2, 9.0, 0.5, 0.3], dtype=torch.float64), 0.0)
     loss, tally = objective(algorithm, batch, weights, logp, entropy)
 
-    importance = {name: weights_by_loops(batch, name) for name in ("token", "sequence")}
+    importance = {name: weights_by_loops(batch, name) for name in ("token", "sequence", "geometric")}
     total, policy_part = 0.0, 0.0
     for (row, at), w in importance[level].items():
-        c = {"off": 1.0, "truncate": min(max(w, 0.7), 1.3)}.get(correction, w if 0.7 <= w <= 1.3 else 0.0)
+        clipped = min(max(w, 0.7), 1.3)
+        kinds = {"off": 1.0, "truncate": clipped, "decoupled-clip": clipped}
+        c = kinds.get(correction, w if 0.7 <= w <= 1.3 else 0.0)
         a, old = batch.columns["advantages"][row, at], batch.columns["logp_old"][row, at]
         ratio = (logp[row, at] - old).exp()
         one, two = -a * ratio, -a * ratio.clamp(0.8, 1.2)
@@ -90,12 +95,67 @@ def test_objective_is_the_loop(correction, level):
     assert metrics["rollout/weight_max"] == pytest.approx(max(token), rel=1e-5)
     out = sum(not bounds["low"] <= w <= bounds["high"] for w in token)
     assert metrics["rollout/weight_outside"] == pytest.approx(out / 8) and 0 < out < 8
-    whole = [next(w for (r, _), w in importance["sequence"].items() if r == row) for row in (0, 2, 3)]
-    assert metrics["rollout/sequence_weight_mean"] == pytest.approx(sum(whole) / 3, rel=1e-5)
-    out = sum(not 0.7 <= w <= 1.3 for w in whole)
-    assert metrics["rollout/sequence_weight_outside"] == pytest.approx(out / 3) and out > 0
+    for name in ("sequence", "geometric"):
+        whole = [next(w for (r, _), w in importance[name].items() if r == row) for row in (0, 2, 3)]
+        assert metrics[f"rollout/{name}_weight_mean"] == pytest.approx(sum(whole) / 3, rel=1e-5)
+        out = sum(not 0.7 <= w <= 1.3 for w in whole)
+        assert metrics[f"rollout/{name}_weight_outside"] == pytest.approx(out / 3) and out > 0
     gaps = [math.log(w) for w in token]
     assert metrics["rollout/kl"] == pytest.approx(sum(math.exp(g) - g - 1 for g in gaps) / 8, rel=1e-5)
+
+
+def rows_of(batch, rows):
+    """A micro-batch of some rows of another."""
+    columns = {name: column[rows] for name, column in batch.columns.items()}
+    taken = {name: getattr(batch, name)[rows] for name in ("tokens", "labels", "position_ids", "mask", "lengths")}
+    return dataclasses.replace(batch, **taken, columns=columns)
+
+
+@pytest.mark.parametrize("rows", [([0, 1], [2, 3]), ([3], [1], [0, 2]), ([3, 2, 1, 0],)])
+def test_masked_responses_count_in_the_loss_however_they_are_split(rows):
+    """A row that its geometric mean masks out takes no part in the gradient, and changes no other row's."""
+    flags = {"correction": "mask", "correction_level": "geometric", "correction_low": 0.8, "correction_high": 1.25}
+    algorithm = resolve(AlgorithmConfig(algorithm="grpo", aggregation="token-mean", kl_loss_coef=0.0, **flags))
+    batch, logp, entropy = micro_batch(seed=11)
+    weights = torch.full((4,), 1 / sum(COUNTS), dtype=torch.float64)
+    loss, tally = objective(algorithm, batch, weights, logp, entropy)
+    (whole,) = torch.autograd.grad(loss, logp)
+    means = weights_by_loops(batch, "geometric")
+    kept = {row for (row, _), w in means.items() if 0.8 <= w <= 1.25}
+    assert kept == {0} == {row for row in range(4) if whole[row].any()}
+    parts = [objective(algorithm, rows_of(batch, r), weights[r], logp[r], entropy[r]) for r in rows]
+    (summed,) = torch.autograd.grad(sum(part for part, _ in parts), logp)
+    torch.testing.assert_close(summed, whole, rtol=1e-12, atol=1e-15)
+    sums = sum(part[:SUMS] for _, part in parts)
+    torch.testing.assert_close(sums, tally[:SUMS], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
+def test_where_all_is_outside_only_the_kl_is_trained(level):
+    """Its denominator is the same as if all were inside."""
+    flags = {"correction": "mask", "correction_level": level, "correction_low": 0.9, "correction_high": 1.1}
+    algorithm = resolve(AlgorithmConfig(algorithm="grpo", kl_loss_coef=0.1, **flags))
+    batch, logp, entropy = micro_batch()
+    batch.columns["logp_rollout"] = batch.columns["logp_old"] + 1.0
+    weights = torch.full((4,), 0.1, dtype=torch.float64)
+    loss, tally = objective(algorithm, batch, weights, logp, entropy)
+    x = (batch.columns["logp_ref"] - logp)[batch.mask]
+    kl = 0.01 * (x.exp() - x - 1).sum()
+    (got,), (want,) = torch.autograd.grad(loss, logp), torch.autograd.grad(kl, logp)
+    assert float(loss.detach()) == pytest.approx(float(kl.detach()), rel=1e-12)
+    torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-12)
+    metrics = to_metrics(tally, Totals(sum(COUNTS), 3))
+    assert metrics["loss/policy"] == 0.0 and metrics[f"rollout/{level}_weight_outside".replace("token_", "")] == 1.0
+
+
+def test_a_response_of_one_token_has_the_same_weight_at_every_level():
+    old, rollout = torch.tensor([-1.0], dtype=torch.float64), torch.tensor([-1.5], dtype=torch.float64)
+    for level in LEVELS:
+        got = importance_weights(old, rollout, torch.tensor([1]), 3, level)
+        assert got.item() == pytest.approx(math.exp(0.5), rel=1e-15)
+    none = torch.zeros(0, dtype=torch.float64)
+    for level in LEVELS:
+        assert importance_weights(none, none, torch.zeros(0, dtype=torch.int64), 2, level).shape == (0,)
 
 
 @pytest.mark.parametrize("stale", [(), (2,), (0, 3), (0, 2, 3)])

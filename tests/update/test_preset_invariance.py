@@ -60,6 +60,13 @@ VARIANTS = {
         "correction_low": 0.99,
         "correction_high": 1.02,
     },
+    "masked by geometric means": {
+        "algorithm": "dapo",
+        "correction": "mask",
+        "correction_level": "geometric",
+        "correction_low": 0.997,
+        "correction_high": 1.003,
+    },
 }
 
 
@@ -123,3 +130,4 @@ def test_the_variants_differ_from_each_other(layouts):
     measured = {name: step["metrics"] for name, step in layouts["micro-batch 1"].items()}
     assert 0 < measured["gspo"]["clip_fraction"] < 1 and 0 < measured["dapo"]["clip_fraction"] < 1
     assert 0 < measured["masked sequences"]["rollout/sequence_weight_outside"] < 1
+    assert 0 < measured["masked by geometric means"]["rollout/geometric_weight_outside"] < 1
