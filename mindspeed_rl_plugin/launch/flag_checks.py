@@ -245,8 +245,8 @@ def _apart(config: RLConfig) -> Iterator[str]:
         )
     if schedule.max_staleness > 0 and correction == "off":
         yield (
-            f"{lag}: responses of older weights need importance weights; give --rl-correction truncate, mask or "
-            "decoupled, or --rl-max-staleness 0"
+            f"{lag}: responses of older weights need importance weights; give --rl-correction truncate, mask, "
+            "decoupled or decoupled-clip, or --rl-max-staleness 0"
         )
     if schedule.async_order == "strict" and schedule.generators == 0:
         yield "--rl-async-order strict needs engines whose number is fixed; give --rl-generators N, or order free"

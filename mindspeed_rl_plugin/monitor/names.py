@@ -64,7 +64,7 @@ NAMES: dict[str, Meaning] = {
     "rollout/kl": Meaning("nats", "KL of the policy that sampled the rollout to the one from which the update starts"),
     "rollout/weight_mean": Meaning("", "mean importance weight of a token: the trainer's probability / the engine's"),
     "rollout/weight_max": Meaning("", "largest importance weight of a token"),
-    "rollout/stale": Meaning("share", "trained tokens that older weights sampled, in deferred groups"),
+    "rollout/stale": Meaning("share", "trained tokens of responses that older weights began"),
     "rollout/weight_outside": Meaning("share", "tokens whose importance weight is outside the correction's bounds"),
     "rollout/sequence_weight_mean": Meaning("", "mean importance weight of a whole response"),
     "rollout/sequence_weight_outside": Meaning("share", "responses whose weight is outside the correction's bounds"),
