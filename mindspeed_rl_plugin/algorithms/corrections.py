@@ -45,7 +45,7 @@ def truncate(weights: Tensor, low: float, high: float) -> Tensor:
 def mask(weights: Tensor, low: float, high: float) -> Tensor:
     """`w` within the bounds, 0 outside them; at level geometric whole responses, low 0.999, high 1.001.
 
-    Source: IcePop, arXiv 2510.18855; geometric: Y. Liu et al., "When speed kills stability", 2025, bounds: verl.
+    Source: IcePop, arXiv 2510.18855; geometric: Liu, Li et al., "When speed kills stability", 2025, bounds: verl.
     """
     return torch.where((weights >= low) & (weights <= high), weights, 0.0)
 
