@@ -40,6 +40,11 @@ def is_part() -> bool:
     return _PART in os.environ
 
 
+def attempt() -> str:
+    """Which start of the job by its launcher this is."""
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+
+
 def say(line: str) -> None:
     """Print a line on the job's first rank."""
     if launch_env()["rank"] == 0:

@@ -205,8 +205,8 @@ class Completion:
 
     @property
     def version(self) -> int:
-        """Weight version that sampled its oldest token."""
-        return self.segments[0][1]
+        """Oldest weight version that sampled a token of it."""
+        return min(version for _, version in self.segments)
 
 
 @dataclass(frozen=True)

@@ -88,6 +88,7 @@ class Core:
 
     def gone(self, peer: str) -> None:
         """A process outside of the job has ended: its leases are given out again."""
+        self.reports.pop(peer, None)
         with self._lock:
             for state, controller in self.controllers.items():
                 if controller.end(lambda held: held.holder == peer):

@@ -100,7 +100,9 @@ class _Running:
     def of(cls, request: GenerateRequest) -> _Running:
         """With what was sampled of it before."""
         begun = request.begun
-        return cls(request) if begun is None else cls(request, [*begun.tokens], [*begun.logps], [*begun.segments])
+        if begun is None or not begun.tokens:
+            return cls(request)
+        return cls(request, [*begun.tokens], [*begun.logps], [*begun.segments])
 
     def expect_late(self, tokens: int, version: int) -> None:
         """The next tokens may still come from weights of `version`: they count as theirs."""
@@ -160,7 +162,7 @@ class VllmEngine:
             raise ValueError(f"submit: the engine's {sorted(set(PARTS) - self._awake)} sleep; wake() them first")
         if self.version < 0:
             raise ValueError("submit: the engine has no weights; write into parameters() and call update_weights()")
-        names = [_name(r) for r in requests]
+        names = [_name(r, self.version) for r in requests]
         queued = {*names, *self._running}
         assert len(queued) == len(names) + len(self._running), f"submit: of {names} some are queued, or given twice"
         for request in requests:
@@ -410,7 +412,6 @@ def _step_of(options: VllmOptions) -> str:
     return f"{whose}: one of them is lost, or did not come to it" if ranks > 1 else ""
 
 
-def _name(request: GenerateRequest) -> str:
+def _name(request: GenerateRequest, version: int) -> str:
     """Another one for each part of a response: a step in flight may still answer to the part before."""
-    parts = (*request.id, len(request.begun.tokens)) if request.begun else request.id
-    return "-".join(map(str, parts))
+    return "-".join(map(str, request.id)) + (f"@{version}" if request.begun else "")

@@ -35,7 +35,11 @@ def serve(
     try:
         about = json.loads(dock.about or "{}")
         job = Description.from_json(about.get(JOB, ""))
+        if job.strict and share is None:
+            raise ValueError("--rl-async-order strict deals rollouts to the engines of its start: none can join later")
         options = replace(job.engine, sleep_mode=False, **changed)
+        experts = team.size if options.expert_parallel > 1 else 1
+        options = replace(options, tensor_parallel=team.size, expert_parallel=experts)
         engine = VllmEngine(options)
         parallel = EngineParallel(options.tensor_parallel, options.expert_parallel)
         weights = TrainerWeights.parse(about[WEIGHTS])

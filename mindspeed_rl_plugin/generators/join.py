@@ -35,7 +35,7 @@ def main(argv: Sequence[str]) -> int:
     leaving = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: leaving.set())
     init_group(store or dist.HashStore(), datetime.timedelta(seconds=options.timeout))
-    changed: dict[str, Any] = {"tensor_parallel": env["world_size"]}
+    changed: dict[str, Any] = {}
     if options.max_running:
         changed["max_running"] = options.max_running
     if options.kv_cache_gb:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from mindspeed_rl_plugin.dock import Dock, Lease
 from mindspeed_rl_plugin.engine.seeds import response_seed
 from mindspeed_rl_plugin.generators.description import Description
+from mindspeed_rl_plugin.generators.news import News
 from mindspeed_rl_plugin.rows import Completion, GenerateRequest, SampleId, Sampling
 from mindspeed_rl_plugin.stages.evaluate import EPOCH
 from mindspeed_rl_plugin.stages.generate import SPEC, completion_rows
@@ -18,48 +19,19 @@ from mindspeed_rl_plugin.stages.generate import SPEC, completion_rows
 LOOK_SECONDS = 1.0  # that an engine without weights waits for news at a time
 REPORT_SECONDS = 0.5  # between two reports of what was counted
 ROWS_SECONDS = 0.02  # after which an engine without rows asks for some again
-NEWS_SECONDS = 30.0  # that one question for news waits
 
 
 @dataclass(frozen=True)
 class Turn:
     """What all ranks of the engine do next. requests: to submit; pull, apply: versions to pull beside the engine's
-    steps, and to put into the engine now, -1 for none; end: whether to leave."""
+    steps, and to put into the engine now, -1 for none; fresh: whether these requests begin without cached prefixes;
+    end: whether to leave."""
 
     requests: tuple[GenerateRequest, ...] = ()
     pull: int = -1
     apply: int = -1
+    fresh: bool = False
     end: bool = False
-
-
-class News:
-    """What the job announced last, followed by a thread of its own. ended: whether the job has left; error: why nothing
-    more comes."""
-
-    def __init__(self, dock: Dock) -> None:
-        self.dock, self.ended, self.error = dock, False, None
-        self.number, self.version = 0, -1
-        self._changed = threading.Event()
-        threading.Thread(target=self._follow, daemon=True, name="news").start()
-
-    def wake(self) -> None:
-        """End a wait."""
-        self._changed.set()
-
-    def wait(self, seconds: float) -> None:
-        """For something new, at most `seconds`."""
-        self._changed.wait(seconds)
-        self._changed.clear()
-
-    def _follow(self) -> None:
-        try:
-            while True:
-                news = self.dock.news(self.number, NEWS_SECONDS)
-                self.number, self.version = news.number, news.version
-                self._changed.set()
-        except (ConnectionError, TimeoutError) as error:
-            self.ended, self.error = self.dock.ended, error
-            self._changed.set()
 
 
 @dataclass
@@ -98,20 +70,25 @@ class Lead:
 
     def next(self) -> Turn:
         """The next turn; waits a moment where there is nothing to do. Raises ConnectionError where the job is lost."""
-        if self.leaving.is_set() or self._over():
-            return self._leave()
+        try:
+            return self._next() if self.news.check() and not self.leaving.is_set() else self._leave()
+        except ConnectionError:
+            if not self.dock.ended:
+                raise
+            return Turn(end=True)
+
+    def _next(self) -> Turn:
         self._report()
         wanted = self._wanted()
-        if wanted != self.version and wanted >= 0:
-            if self.pulled == wanted and not (self.job.inflight == "drain" and self._running):
-                return Turn(apply=wanted)
-            if self.pulling != wanted and self.pulled != wanted:
-                self.pulling = wanted
-                return Turn(pull=wanted)
+        if self.pulled >= 0 and self._fits(wanted):
+            return Turn(apply=self.pulled)
+        if wanted not in (-1, self.version, self.pulled) and self.pulling < 0:
+            self.pulling = wanted
+            return Turn(pull=wanted)
         requests = self._take()
         if not requests and not self._running:
             self._wait()
-        return Turn(requests)
+        return Turn(requests, fresh=self.job.strict)
 
     def done(self, completions: Iterable[Completion], digest: str | None) -> None:
         """Write finished responses into the dock. A job that has left needs none."""
@@ -129,11 +106,20 @@ class Lead:
         """Add to a count."""
         self.counts[name] = self.counts.get(name, 0.0) + value
 
+    def is_pulled(self, version: int) -> None:
+        """A pull is over, well or not; called in its thread."""
+        self.pulled, self.pulling = version, -1
+        self.news.wake()
+
+    def has(self, version: int) -> None:
+        """The engine has the weights that were pulled."""
+        self.version, self.pulled = version, -1
+
     def gone(self, version: int, error: Exception) -> None:
         """Weights that were wanted are no longer to be had. Raises `error` where rows must be sampled by them."""
         if any(row.newest == version for row in (*self._running.values(), *self._held)):
             raise error
-        self.pulled = self.pulling = -1
+        self.pulled = -1
 
     # inside
 
@@ -142,11 +128,6 @@ class Lead:
         if now - self._reported >= REPORT_SECONDS:
             self._reported = now
             self.dock.report({**self.counts, "seconds": now - self._began})
-
-    def _over(self) -> bool:
-        if self.news.error is not None and not self.news.ended:
-            raise self.news.error
-        return self.news.ended or self.dock.ended
 
     def _leave(self) -> Turn:
         """Hand back what is not finished."""
@@ -162,13 +143,18 @@ class Lead:
         newest = self.version if self.job.strict else self.news.version
         return self._held[0].newest if self._held and self._held[0].newest >= 0 else newest
 
+    def _fits(self, wanted: int) -> bool:
+        """Whether to put in now what is pulled: what is wanted, or newer than the engine's where any will do."""
+        fits = self.pulled == wanted or (wanted == self.news.version and self.pulled > self.version)
+        ends_first = self.job.inflight == "drain" and self._running
+        return fits and not ends_first and all(row.may_have(self.pulled) for row in self._running.values())
+
     @property
     def _may_take(self) -> bool:
-        """Whether to take rows that any weights may sample: not while those in the making are to end first."""
-        if self.job.strict:
-            return not self._held
-        ending = self.job.inflight == "drain" and self.pulled == self.news.version != self.version
-        return self.version >= 0 and not self._held and not ending
+        """Whether to take more rows: not while some wait for other weights, nor while those in the making are to end
+        first."""
+        ending = self.job.inflight == "drain" and self.pulled > self.version
+        return max(self.version, self.news.version if self.job.strict else -1) >= 0 and not self._held and not ending
 
     def _take(self) -> tuple[GenerateRequest, ...]:
         """Rows for free slots, those first that waited for these weights, then those of an evaluation."""
@@ -185,10 +171,13 @@ class Lead:
             return self._whole_share() if not self._running else []
         rows: list[_Row] = []
         while len(rows) < free and (row := self._lease()) is not None:
-            if not row.may_have(self.version):
+            if (mine := self._running.get(row.request.id)) is not None:
+                mine.lease = row.lease  # the one before ran out
+            elif row.may_have(self.version):
+                rows.append(row)
+            else:
                 self._held.append(row)
                 break
-            rows.append(row)
         return rows
 
     def _whole_share(self) -> list[_Row]:
@@ -197,16 +186,14 @@ class Lead:
         if first is None:
             return []
         rows, end = [first], time.monotonic() + self.job.deadline
-        epoch, (groups, members) = first.request.id.epoch, first.lease.rows["order"][0, 2:].tolist()
+        groups, members = first.lease.rows["order"][0, 2:].tolist()
         part, parts = self.share
-        total = groups * members
-        count = (part + 1) * total // parts - part * total // parts
+        count = (part + 1) * groups * members // parts - part * groups * members // parts
         while len(rows) < count:
-            row = self._lease(epoch=epoch, share=self.share, deadline=end - time.monotonic())
+            of = {"epoch": first.request.id.epoch, "share": self.share}
+            row = self._lease(deadline=end - time.monotonic(), **of)  # all of it is on its way
             if row is None:
-                raise TimeoutError(
-                    f"{count - len(rows)} rows of rollout {epoch} did not come in {self.job.deadline:g} s"
-                )
+                return []  # the job has left
             rows.append(row)
         if first.may_have(self.version):
             return rows
@@ -242,6 +229,6 @@ def greedy(sampling: Sampling) -> Sampling:
 
 def continued(request: GenerateRequest, begun: Completion, seed: int) -> GenerateRequest:
     """The request by which an interrupted response goes on, with a seed of that part."""
-    if not begun.tokens:
-        return replace(request, begun=None)
-    return replace(request, begun=begun, seed=response_seed(seed, *request.id, begun=len(begun.tokens)))
+    epoch, group, member = request.id
+    part = response_seed(seed, EPOCH if epoch < 0 else epoch, group, member, begun=len(begun.tokens))
+    return replace(request, begun=begun, seed=part)

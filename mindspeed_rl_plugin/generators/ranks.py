@@ -1,6 +1,6 @@
 """The last ranks of a job as generators: their engine's own process group, and the way to the trainers' dock.
 
-Trainers and generators are ranks of one launcher, and meet in its store; for Megatron there are only the trainers.
+Trainers and generators are ranks of one launcher, and share its store; for Megatron there are only the trainers.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from pathlib import Path
 import torch.distributed as dist
 
 from mindspeed_rl_plugin.device import get_device
-from mindspeed_rl_plugin.environment import become_part, launch_env, master_address, say
+from mindspeed_rl_plugin.environment import attempt, become_part, launch_env, master_address, say
 
-KEY = "mindspeed_rl/dock"
+KEY = "dock"
 
 
 @dataclass(frozen=True)
@@ -78,9 +78,9 @@ def part(split: Split) -> int | None:
 
 
 def store() -> dist.Store:
-    """The launcher's, in which trainers and generators meet."""
+    """The launcher's, which trainers and generators share; of this start of the job, for it may outlive one."""
     host, port = master_address()
-    return dist.TCPStore(host, port, is_master=False, wait_for_workers=False)
+    return dist.PrefixStore(f"mindspeed_rl/{attempt()}", dist.TCPStore(host, port, None, False, wait_for_workers=False))
 
 
 def publish_address(address: str, secret_file: str) -> None:
@@ -104,7 +104,7 @@ def wait_for_address(deadline: float) -> tuple[str, bytes]:
 
 def join_group(engine: int, deadline: float) -> None:
     """The default process group of the ranks of one engine, in the launcher's store."""
-    init_group(dist.PrefixStore(f"mindspeed_rl/engine{engine}", store()), datetime.timedelta(seconds=deadline))
+    init_group(dist.PrefixStore(f"engine{engine}", store()), datetime.timedelta(seconds=deadline))
 
 
 def init_group(keys: dist.Store, limit: datetime.timedelta) -> None:

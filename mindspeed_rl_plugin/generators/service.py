@@ -10,6 +10,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from mindspeed_rl_plugin.device import get_device
 from mindspeed_rl_plugin.dock import Gone
 from mindspeed_rl_plugin.engine.protocol import Engine
 from mindspeed_rl_plugin.generators.description import Description
@@ -35,35 +36,36 @@ class Weights:
     """Pulls beside the engine's steps. ready: called when a pull is over, well or not. pulled: by the last that went
     well."""
 
-    def __init__(self, puller: Puller, ready: Callable[[int], None] = lambda version: None) -> None:
+    def __init__(self, puller: Puller, ready: Callable[[int], None]) -> None:
         self.puller, self._ready = puller, ready
+        self._device = get_device()
+        self._current = None if self._device.is_cpu else self._device.current()
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
         self.pulled: Pulled | None = None
 
     def begin(self, version: int) -> None:
-        """Pull a version, after the pull before it."""
-        self._join()
+        """Pull a version; the pull before it is over."""
+        self.finish()
         self._thread = threading.Thread(target=self._pull, args=(version,), daemon=True, name="pull")
         self._thread.start()
 
     def finish(self) -> Exception | None:
         """Wait for the pull; why it failed."""
-        self._join()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
         return self._error
 
     def _pull(self, version: int) -> None:
+        if self._current is not None:  # a thread begins with the first device
+            self._device.api.set_device(self._current)
         self._error = None
         try:
             self.pulled = self.puller.pull(version)
         except (ValueError, OSError) as error:  # all that a pull raises; handed to the main thread
             self._error = error
         self._ready(version)
-
-    def _join(self) -> None:
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
 
 
 @dataclass
@@ -79,8 +81,8 @@ class Service:
     def run(self) -> None:
         """Work until the job leaves, or until this engine is to leave."""
         self._requests: dict[SampleId, GenerateRequest] = {}
-        self._weights = Weights(self.puller, self._pulled)
-        while not (turn := self.team.share(self.lead.next() if self.lead else None)).end:
+        self._weights = Weights(self.puller, self.lead.is_pulled if self.lead else lambda version: None)
+        while not (turn := self.team.broadcast(self.lead.next() if self.lead else None)).end:
             self._take(turn)
 
     def _take(self, turn: Turn) -> None:
@@ -88,6 +90,8 @@ class Service:
             self._weights.begin(turn.pull)
         if turn.apply >= 0:
             self._apply(turn.apply)
+        if turn.fresh and turn.requests:
+            self.engine.update_weights(self.engine.version, self.engine.digest)  # no prefix of what came before is left
         self._submit(turn.requests)
         if not self._requests:
             return
@@ -106,6 +110,8 @@ class Service:
         """New weights between two steps. Where a rank could not pull them, because newer ones took their place, the
         first one asks for those."""
         errors = [error for error in self.team.gather(self._weights.finish()) if error is not None]
+        if errors and self.team.broadcast(self.lead.dock.ended if self.lead else None):
+            return  # the job has left, and the next turn says so
         if errors:
             if not all(isinstance(error, Gone) for error in errors):
                 raise next(error for error in errors if not isinstance(error, Gone))
@@ -119,13 +125,8 @@ class Service:
         self.engine.update_weights(version, applied.digest, in_flight=going_on)
         self._submit(tuple(continued(self._requests[c.id], c, self.job.seed) for c in begun))
         if self.lead is not None:
-            self.lead.version, self.lead.pulling = version, -1
+            self.lead.has(version)
             self.lead.count("pull", self._weights.pulled.seconds)
             self.lead.count("pulled", self._weights.pulled.nbytes)
             self.lead.count("pauses", 1)
             self.lead.count("pause", time.monotonic() - began)
-
-    def _pulled(self, version: int) -> None:
-        if self.lead is not None:
-            self.lead.pulled = version
-            self.lead.news.wake()

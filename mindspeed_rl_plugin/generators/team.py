@@ -24,7 +24,7 @@ class Team:
         """Whether this rank decides."""
         return self.rank == 0
 
-    def share(self, value: Any) -> Any:
+    def broadcast(self, value: Any) -> Any:
         """The first rank's value, on all."""
         if self.size == 1:
             return value

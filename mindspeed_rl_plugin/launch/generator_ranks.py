@@ -7,6 +7,7 @@ comes before anything of it is imported.
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -23,7 +24,7 @@ def split_of(argv: Sequence[str]) -> Split | None:
         parser.add_argument(f"--rl-{name}", type=int, default=default)
     parser.add_argument("--rl-wait-timeout", type=float, default=1800.0)
     try:
-        flags, _ = parser.parse_known_args([word for word in argv])
+        flags, _ = parser.parse_known_args(argv)
     except argparse.ArgumentError:
         return None  # Megatron's parser says what is wrong
     if not flags.rl_algorithm or flags.rl_schedule != "async" or flags.rl_generators < 1:
@@ -51,13 +52,16 @@ def leave_if_generator() -> None:
 def _generate(split: Split, engine: int) -> None:
     from mindspeed_rl_plugin.generators.engine import serve
 
+    who = f"rank {split.trainers + engine * split.engine + launch_env()['rank']} (generator)"
     try:
         join_group(engine, split.deadline)
-        serve(*wait_for_address(split.deadline), share=(engine, split.engines))
-    except BaseException as error:
-        if not isinstance(error, SystemExit):
-            last_words(
-                f"rank {split.trainers + engine * split.engine} (generator) stops: {type(error).__name__}: {error}"
-            )
+        address, secret = wait_for_address(split.deadline)
+        # The launcher passes it to all ranks; trainers may save a checkpoint first, for which rows are still sampled.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        serve(address, secret, share=(engine, split.engines))
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)
+    except (ValueError, OSError, RuntimeError, AssertionError) as error:
+        last_words(f"{who} stops: {type(error).__name__}: {error}", later=isinstance(error, ConnectionError))
         raise
     sys.exit(0)

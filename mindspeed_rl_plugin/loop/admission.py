@@ -41,12 +41,19 @@ class Admission:
         """Groups of the next epoch: at most a rollout."""
         return min(self.allowed, self.rollout)
 
+    def next_number(self, version: int) -> int:
+        """Number of the first publication after a start: that of the last one where the weights are still those."""
+        return self.published + (self.versions.get(self.published) != version)
+
     def publish(self, version: int, number: int) -> None:
         """Publication `number` holds the weights of `version`; repeated after a resume."""
         assert number in (self.published, self.published + 1), (number, self.published)
+        # Groups that a synchronous run deferred are as old as the first publication.
+        first = self.published < 0
         self.published = number
         oldest = number - self.staleness
-        self.versions = {n: v for n, v in self.versions.items() if n >= oldest} | {number: version}
+        kept = {n: v for n, v in self.versions.items() if n >= oldest}
+        self.versions = kept | {number: 0 if first else version}
 
     def lag(self, version: int) -> int:
         """Publications after the one that has `version`."""
@@ -57,6 +64,7 @@ class Admission:
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps."""
         return {
+            "staleness": self.staleness,
             "published": self.published,
             "admitted": self.admitted,
             "dropped": self.dropped,

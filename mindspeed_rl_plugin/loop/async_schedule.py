@@ -10,13 +10,13 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from mindspeed_rl_plugin.environment import flush_output, last_words
 from mindspeed_rl_plugin.loop.admission import Admission
+from mindspeed_rl_plugin.loop.async_metrics import Engines, token_lag
 from mindspeed_rl_plugin.loop.rollout_plan import of_epoch
 from mindspeed_rl_plugin.loop.schedules import Job, RolloutSchedule, Stages
 from mindspeed_rl_plugin.reshard.publish import Publisher
@@ -28,33 +28,8 @@ from mindspeed_rl_plugin.stages.reward import FailureLog
 from mindspeed_rl_plugin.stages.select import GroupStats
 
 RAISE_SECONDS = 3.0  # for the main thread to raise what ended the grader's
-LOOK_SECONDS = 1.0  # between looks at the grader's thread, while this rank waits for rows
-
-
-class Engines:
-    """What engines apart have done since the last rollout. reports: what each has counted since it joined."""
-
-    def __init__(self, reports: Callable[[], Mapping[str, Mapping[str, float]]]) -> None:
-        self._reports = reports
-        self._before: dict[str, Mapping[str, float]] = {}
-
-    def metrics(self) -> dict[str, float]:
-        """Means over engines, named as in `monitor.names`; empty where none has reported."""
-        now = dict(self._reports())
-        sums: Counter[str] = Counter()
-        for name, counts in now.items():
-            before = self._before.get(name, {})
-            sums.update({key: value - before.get(key, 0.0) for key, value in counts.items()})
-        at_work = sum(counts != self._before.get(name) for name, counts in now.items())
-        self._before = now
-        if not sums["seconds"]:
-            return {}
-        result = {f"idle/engines_{cause}": sums[cause] / sums["seconds"] for cause in ("starved", "waited")}
-        result |= {"engines": float(at_work), "engines/tokens_per_second": sums["tokens"] / sums["seconds"]}
-        if sums["pauses"]:
-            of_one = {"pull_seconds": "pull", "pause_seconds": "pause", "bytes_pulled": "pulled"}
-            result |= {f"weights/{name}": sums[key] / sums["pauses"] for name, key in of_one.items()}
-        return result
+LOOK_SECONDS = 1.0  # that other ranks wait for the first one's look at what is graded
+PAUSE_SECONDS = 0.005, 0.1  # between two questions of a look, at first and at last
 
 
 class AsyncSchedule(RolloutSchedule):
@@ -86,15 +61,13 @@ class AsyncSchedule(RolloutSchedule):
         self._published: dict[str, float] = {}
         self._versions: list[int] = []  # that this process has published
         self._overdue = False  # an evaluation
+        self._progress = 0, 0.0  # rows that are not graded, and since when they are as many
         self._engines = Engines(job.dock.reports)
 
     def collect(self, done: int) -> Rollout:
         """A rollout that is ready to train on. Publishes, admits and begins an evaluation where these are due."""
-        job = self.job
         if not self._versions:
-            self._publish(done, max(self.admission.published, 0))
-        with job.monitor.stage("prompts"):
-            self._admit()
+            self._publish(done, self.admission.next_number(done))
         self._look_at_evaluation()
         sampling = self._sample()
         return self._prepare(done, None, {**sampling, **self._lags(), **self._published, **self._engines.metrics()})
@@ -117,21 +90,26 @@ class AsyncSchedule(RolloutSchedule):
         if self.strict:
             for epoch, groups in self.job.plan.queue:
                 self._wait_for(self.job.plan.ids(of_epoch(epoch, groups)))
-            self.job.ranks.barrier("the checkpoint")
 
     def state(self) -> dict[str, Any]:
         """The counts of admission."""
-        return {"admission": self.admission.state()}
+        return {"admission": {**self.admission.state(), "strict": self.strict, "overdue": self._overdue}}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Take the counts over; a run that was synchronous before has trained what it admitted."""
+        """Take the counts over. A run that was synchronous before has admitted what dynamic sampling deferred."""
         if "admission" in state:
             self.admission.load(state["admission"])
+            self._overdue = state["admission"]["overdue"]
+        else:
+            self.admission.admitted = len(self.job.plan.deferred)
 
-    def close(self) -> None:
-        """End the thread that grades, and let nobody join any more."""
+    def stop(self) -> None:
+        """End the thread that grades."""
         self._closing.set()
         self.grader.stop()
+
+    def close(self) -> None:
+        """Nobody can join any more."""
         if self.job.topology.leader:
             self.secret_file.unlink(missing_ok=True)
 
@@ -154,7 +132,8 @@ class AsyncSchedule(RolloutSchedule):
         with job.monitor.stage("publish"):
             published = self.publisher.publish(self.model, done)
         self.admission.publish(done, number)
-        self._versions.append(done)
+        self.admission.rollouts = number + -(-(job.plan.sizes.train_iters - done) // job.plan.sizes.steps)
+        self._versions = [*self._versions[1 - self.kept :], done]
         self._published = {"weights/publish_seconds": published.seconds, "weights/bytes_published": published.nbytes}
         if self.evaluation is not None and (job.due(done) or self._overdue):
             self._finish_evaluation()
@@ -165,8 +144,7 @@ class AsyncSchedule(RolloutSchedule):
 
     def _keeps_evaluated(self) -> bool:
         """Whether the publisher still has the weights under evaluation after the next publication."""
-        kept = self._versions[1 - self.kept :]
-        return self.evaluation is None or self.evaluation.version in (-1, *kept)
+        return self.evaluation is None or self.evaluation.version in (-1, *self._versions[1 - self.kept :])
 
     def _admit(self) -> None:
         """As many groups as may be in flight enter the dock."""
@@ -189,21 +167,31 @@ class AsyncSchedule(RolloutSchedule):
             return self._compare(self._graded, failures)
 
     def _graded(self, ids: Sequence[SampleId]) -> Rows:
-        self._wait_for(ids)
+        self._wait_for(self.job.plan.ids(self.job.plan.round))
         return self.stages.reward.graded(ids)
 
     def _wait_for(self, ids: Sequence[SampleId]) -> None:
-        """Until rows are graded. Raises TimeoutError that says what they wait for, and what has ended the grader."""
-        select, end = self.stages.select, time.monotonic() + self.job.ranks.deadline
-        while True:
+        """Until all these rows are graded. Collective. Raises TimeoutError where no further one is for too long, and
+        what has ended this rank's grader."""
+        self._progress = len(ids), time.monotonic()
+        while self.job.ranks.broadcast(self._look(ids) if self.job.topology.leader else None):
             self.grader.check()
-            seconds = min(LOOK_SECONDS, end - time.monotonic())
-            try:
-                lease = select.dock.lease(select.spec.name, ids=ids, columns=(), deadline=max(seconds, 0.0))
-                return select.dock.release(lease)
-            except TimeoutError:
-                if seconds < LOOK_SECONDS:
-                    raise
+
+    def _look(self, ids: Sequence[SampleId]) -> int:
+        """How many of the rows are not graded; on the leader, after LOOK_SECONDS at most."""
+        end, pause = time.monotonic() + LOOK_SECONDS, PAUSE_SECONDS[0]
+        while (left := self._ungraded(ids)) and time.monotonic() < end:
+            time.sleep(pause)
+            pause = min(2 * pause, PAUSE_SECONDS[1])
+        (before, since), deadline = self._progress, self.job.ranks.deadline
+        if left < before:
+            self._progress = left, time.monotonic()
+        elif left and time.monotonic() - since > deadline:
+            raise TimeoutError(
+                f"{left} of {len(ids)} responses (first: {tuple(ids[0])}) are not graded, and none was for "
+                f"{deadline:g} s (--rl-wait-timeout); {self._engines.text()}"
+            )
+        return left
 
     def _lags(self) -> dict[str, float]:
         """How old this rollout's tokens are, in publications; on the leader, which logs it. Raises RuntimeError above
@@ -234,21 +222,9 @@ class AsyncSchedule(RolloutSchedule):
     def _finish_evaluation(self) -> None:
         if self.evaluation is not None and self.evaluation.version >= 0:
             with self.job.monitor.stage("evaluate"):
-                if self.job.topology.leader:
-                    self._wait_for(self.evaluation.ids)
+                self._wait_for(self.evaluation.ids)
                 self.evaluation.finish()
 
     def _ungraded(self, ids: Sequence[SampleId]) -> int:
         """How many of the rows are not graded yet."""
         return self.stages.reward.dock.remaining(self.stages.reward.spec.name, ids)
-
-
-def token_lag(rows: Rows, lag: Callable[[int], int]) -> float:
-    """Mean over all response tokens of the lag of their segment."""
-    total = tokens = 0
-    for segments, length in zip(rows["segments"].rows(), rows["length"].tolist(), strict=True):
-        firsts, versions = segments.T.tolist()
-        for first, end, version in zip(firsts, [*firsts[1:], length], versions, strict=True):
-            total += lag(version) * (end - first)
-            tokens += end - first
-    return total / max(tokens, 1)

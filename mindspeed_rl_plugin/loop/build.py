@@ -102,7 +102,10 @@ def dock_size(inputs: Inputs, table: Sequence[StageSpec]) -> DockSize:
     """How much the dock must hold under these flags."""
     config = inputs.config
     rounds = config.algorithm.dynamic_sampling_rounds if inputs.algorithm.dynamic_sampling else 0
-    ahead = config.schedule.max_staleness + 1 if config.schedule.apart else 0
+    ahead = (0, 0)
+    if config.schedule.apart:
+        held_out = len(inputs.held_out or ()) * (config.monitor.eval_pass_k + 1)
+        ahead = (config.schedule.max_staleness + 1, -(-held_out // inputs.sizes.members))
     return DockSize(config, table, inputs.sizes, rounds, ahead)
 
 

@@ -78,10 +78,16 @@ def limits(config: RLConfig) -> Limits:
 
 class DockSize:
     """Refuses a dock that is too small, before it is waited for. table: of stages; sizes: of a rollout; rounds: that
-    dynamic sampling may sample for a rollout, 0 without it; ahead: rollouts sampled ahead of the one in use."""
+    dynamic sampling may sample for a rollout, 0 without it; ahead: rollouts sampled ahead of the one in use, and groups
+    of an evaluation beside them."""
 
     def __init__(
-        self, config: RLConfig, table: Sequence[StageSpec], sizes: Arithmetic, rounds: int, ahead: int = 0
+        self,
+        config: RLConfig,
+        table: Sequence[StageSpec],
+        sizes: Arithmetic,
+        rounds: int,
+        ahead: tuple[int, int] = (0, 0),
     ) -> None:
         self.limits, self.sizes, self.rounds, self.ahead = limits(config), sizes, rounds, ahead
         self.columns, self.states = columns_of(table), states_of(table)
@@ -105,7 +111,8 @@ class DockSize:
     def _check_round(self, most: int) -> None:
         """most: groups of a round on one machine. With dynamic sampling all but one group of a rollout may wait there,
         sampled in rounds that put `most` on a machine each."""
-        self._check(most * (1 + self.ahead) + min(self.sizes.prompts - 1, self.rounds * most))
+        rollouts, groups = self.ahead
+        self._check(most * (1 + rollouts) + groups + min(self.sizes.prompts - 1, self.rounds * most))
 
     def _check(self, groups: int) -> None:
         self.limits.check(self.columns, self.states, groups, self.sizes.members)

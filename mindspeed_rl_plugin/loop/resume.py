@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mindspeed_rl_plugin.algorithms import Algorithm
+from mindspeed_rl_plugin.config.schedule_flags import ScheduleConfig
 from mindspeed_rl_plugin.loop.arithmetic import Arithmetic
 from mindspeed_rl_plugin.loop.rollout_plan import of_epoch
 from mindspeed_rl_plugin.rows import Group
@@ -73,6 +74,27 @@ def check(
     _check_deferred(state.get("carried", ()), before, now)
     if algorithm.dynamic_sampling:
         _check_own(state, own)
+
+
+def check_ahead(state: Mapping[str, Any], now: Mapping[str, Any], flags: ScheduleConfig, iteration: int) -> None:
+    """Refuse flags that cannot go on with the groups that an asynchronous run has admitted ahead of training. Raises
+    ValueError; such a run has none of them when it has come to its --train-iters."""
+    if not (ahead := sum(groups for _, groups in state.get("queue", ()))):
+        return
+    admission, before = state["admission"], state["cut"]
+    sizes = ("--rl-rollout-prompts", "--rl-samples-per-prompt")
+    problems = [f"{flag} was {before[flag]}, now {now[flag]}" for flag in sizes if before[flag] != now[flag]]
+    if not flags.apart:
+        problems.append(f"--rl-schedule was async, now {flags.schedule}")
+    elif flags.max_staleness < admission["staleness"]:
+        problems.append(f"--rl-max-staleness was {admission['staleness']}, now {flags.max_staleness}")
+    elif flags.async_order == "strict" and not admission["strict"]:
+        problems.append("--rl-async-order was free, now strict")
+    if problems:
+        raise ValueError(
+            f"the checkpoint of iteration {iteration} holds {ahead} prompts that were admitted ahead of training, and "
+            f"{'; '.join(problems)}: resume with the former values; a run that has come to its --train-iters holds none"
+        )
 
 
 def check_columns(

@@ -79,6 +79,7 @@ class Run:
             written = ((spec.name in names, c.name) for spec in table_of(self.inputs) for c in columns_of([spec]))
             own = [column for theirs, column in written if theirs or "@" in column]
             resume.check(state, self._cut(), algorithm, update.spec(algorithm).reads, iteration, own)
+            resume.check_ahead(state, self._cut(), self.inputs.config.schedule, iteration)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take the RL state of a checkpoint, checked before; applied once the loop is built.
@@ -131,6 +132,8 @@ class Run:
         After an error ranks wait for each other, so nothing is done that could wait too. Nothing outlives the process
         in any case: whatever has a name outside of it lost it when it was built.
         """
+        if self.loop is not None:
+            self.loop.schedule.stop()
         if self.inputs.graders is not None:
             self.inputs.graders.close()
         if self.loop is not None:

@@ -75,8 +75,11 @@ class Schedule:
     def load(self, state: Mapping[str, Any]) -> None:
         """Take `state` over."""
 
+    def stop(self) -> None:
+        """The process ends, well or not: end threads, without waiting for other ranks."""
+
     def close(self) -> None:
-        """End what the schedule has beside this rank's training."""
+        """The run has ended well: end what the schedule has beside this rank's training."""
 
 
 class PairSchedule(Schedule):

@@ -148,8 +148,11 @@ class Rounds:
         """Decide after a round. Returns whether the rollout is whole. Raises ValueError where it is not and no further
         round may follow."""
         self._count(graded)
-        last = self.sampled >= self.limit * self.wanted if self.dynamic else self.rounds == self.limit
         deferred, dynamic = self.selection.deferred, self.dynamic
+        last = self.rounds == self.limit
+        if dynamic:  # rounds may be smaller than a rollout, where other processes generate
+            enough = len(deferred) + len(graded) >= self.wanted
+            last = enough and self.sampled >= self.limit * self.wanted
         self.selection = chosen = choose(deferred, graded, self.wanted, dynamic=dynamic, last=dynamic and last)
         self.steps = self.plan(chosen.trained) if chosen.trained else []
         empty = idle_steps(self.steps, chosen.idle)

@@ -87,7 +87,7 @@ def test_tokens_of_steps_in_flight_count_as_the_older_weights(engine, fake_vllm,
 
 
 def test_an_aborted_response_goes_on_with_its_tokens(engine, fake_vllm, request_of) -> None:
-    fake_vllm.script = {"0-0-0": ([7] * 5, "length"), "0-0-0-2": ([8, 2], "stop")}
+    fake_vllm.script = {"0-0-0": ([7] * 5, "length"), "0-0-0@6": ([8, 2], "stop")}
     engine.submit([request_of(0, (5, 6))])
     engine.poll(0)
     engine.poll(0)
@@ -96,7 +96,7 @@ def test_an_aborted_response_goes_on_with_its_tokens(engine, fake_vllm, request_
     request = replace(request_of(0, (5, 6)), begun=begun, seed=77)
     engine.submit([request])
     rest = replace(request.sampling, max_tokens=6)
-    assert fake_vllm.calls[-1] == ("add", "0-0-0-2", [5, 6, 7, 7], (rest, (2,), 77))
+    assert fake_vllm.calls[-1] == ("add", "0-0-0@6", [5, 6, 7, 7], (rest, (2,), 77))
     (done,) = engine.poll(5)
     assert (done.id, done.tokens, done.segments) == (SampleId(0, 0, 0), (7, 7, 8, 2), ((0, 5), (2, 6)))
     with pytest.raises(ValueError, match="all 2 tokens"):
