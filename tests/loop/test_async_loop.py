@@ -99,6 +99,18 @@ def test_an_evaluation_has_one_version_and_does_not_stop_training(job, arithmeti
     nothing_left()
 
 
+# Every other group gets nothing, so that it teaches nothing.
+OWN = """
+from tensordict import TensorDict
+
+class Halved:
+    reads, writes = ("reward",), ("reward",)
+
+    def compute(self, rows):
+        return TensorDict({"reward": rows["reward"] * (rows["ids"][:, 1] % 2)}, batch_size=rows.batch_size)
+"""
+
+
 class Joined:
     """Engines that join a job, each a process of its own. script: with the moment at which one is killed."""
 
@@ -231,3 +243,64 @@ def test_a_free_run_that_is_resumed_trains_each_row_once(job, arithmetic) -> Non
     assert [line["iteration"] for line in result.metrics] == [*range(1, 13)]
     assert trained(last) == [(e, g, m) for e in range(6) for g in range(8) for m in range(4)]
     assert [e["iteration"] for e in result.evaluations] == [0, 4, 6, 10, 12]
+
+
+@pytest.mark.slow
+def test_dynamic_sampling_and_a_users_stage(job, tmp_path) -> None:
+    """Dropped groups are replaced by new ones within the bound; a stage of the user's own comes after the grades."""
+    own = tmp_path / "own.py"
+    own.write_text(OWN)
+    flags = (
+        "--rl-algorithm",
+        "dapo",
+        "--rl-max-staleness",
+        "1",
+        "--rl-stage",
+        f"{own}:Halved",
+        "--rl-overlong-buffer",
+        "0",
+    )
+    result = job("--train-iters", "6", *SIZES, *ASYNC, *flags).dumping().run()
+    lines = [line for line in result.metrics if "lag/max" in line]
+    assert len(lines) == 3 and all(line["lag/max"] <= 1 for line in lines)
+    assert sum(line["sampling/groups_drawn"] for line in lines) > 3 * 8, "none was replaced"
+    assert all(line["groups/informative"] == 1.0 for line in lines)
+
+
+def test_what_is_ahead_holds_flags_until_the_run_is_over(job, nothing_left) -> None:
+    """Half a run cannot become synchronous, or staler than it was admitted; a whole one can, and can go on."""
+    common = ("--save-interval", "3", *SIZES)
+    first = job("--train-iters", "12", *common, *ASYNC, "--exit-interval", "6", name="run").run()
+    assert [line["iteration"] for line in first.metrics] == [*range(1, 7)]
+    refused = job("--train-iters", "12", *common, ranks=1, name="run")
+    refused.start()
+    result = refused.wait(120)
+    assert result.code != 0 and "8 prompts that were admitted ahead" in result.log
+    assert "--rl-schedule was async, now sync" in result.log
+    job("--train-iters", "12", *common, *ASYNC, name="run").run()
+    more = job("--train-iters", "16", *common, *ASYNC, name="run").run()
+    assert [line["iteration"] for line in more.metrics] == [*range(1, 17)]
+    last = job("--train-iters", "18", *common, ranks=1, name="run").run()
+    assert [line["iteration"] for line in last.metrics] == [*range(1, 19)]
+    nothing_left()
+
+
+def test_a_signal_saves_a_checkpoint_and_ends_all_ranks(job, nothing_left) -> None:
+    """torchrun passes SIGTERM to the generators too, whose rows the checkpoint may wait for."""
+    running = job("--train-iters", "1000", *ASYNC, *STRICT, "--exit-signal-handler").dumping()
+    running.start()
+    while not list((running.save / "dump").glob("*.parquet")):
+        time.sleep(0.05)
+    os.kill(running.processes[0].pid, signal.SIGTERM)
+    result = running.wait(60)
+    assert (running.save / "latest_checkpointed_iteration.txt").exists(), result.log[-3000:]
+    nothing_left()
+
+
+@pytest.mark.slow
+def test_no_engine_joins_a_strict_job(job, joined) -> None:
+    running = job("--train-iters", "1000", *ASYNC, *STRICT)
+    running.start()
+    engines = joined(running)
+    assert engines.join().wait(120) == 1 and "strict" in engines.said()
+    running.stop()
