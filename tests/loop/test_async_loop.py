@@ -41,7 +41,7 @@ def test_the_strict_order_is_a_lagged_synchronous_run_bit_by_bit(job, monkeypatc
     assert [line["lag/max"] for line in firsts] == [min(e, k) for e in range(6)]
 
 
-# Few slots, and responses of many lengths, so that some are in the making at every publication.
+# Two slots, so that training waits for the engine, and some response is in the making at every publication.
 FREE = (
     "--train-iters",
     "12",
