@@ -106,7 +106,7 @@ def run_ours(case: workload.Case, folder: Path, iterations: int, *more: str) -> 
     longest = workload.PROMPT_TOKENS + case.limit
     command = [
         *torchrun(sys.executable),
-        *("-m", "mindspeed_rl_plugin", str(HERE / "training" / "ours.py"), "--workload", str(folder)),
+        *(str(HERE / "training" / "ours.py"), "--workload", str(folder)),
         *shlex.split((folder / "flags").read_text()),
         *MODEL_FLAGS.split(),
         *RL_FLAGS.split(),

@@ -27,7 +27,14 @@ import end_to_end  # noqa: E402
 from end_to_end import workload  # noqa: E402
 
 # Arm -> flags of its schedule; the first one is what the others are compared with.
-ARMS = {"sync": (), "streamed": ("--rl-schedule", "streamed")}
+APART = "--rl-schedule async --rl-generators 1 --rl-correction truncate"  # one process trains, one generates
+ARMS = {
+    "sync": (),
+    "streamed": ("--rl-schedule", "streamed"),
+    "async": tuple(APART.split()),
+    "async-drain": (*APART.split(), "--rl-inflight", "drain"),
+    "async-strict": (*APART.split(), "--rl-async-order", "strict"),
+}
 SLOW = """
 import time, zlib
 import workload
@@ -56,6 +63,7 @@ CASES = {
 # (case, arm) -> least ratio of the first arm's iteration to its own
 TARGETS = {("slow-32", "streamed"): 1.05, ("slow-4", "streamed"): 1.05}
 TARGETS |= {(case, "streamed"): 0.95 for case in ("short", "long-tailed")}
+TARGETS |= {("slow-32", "async"): 1.4, ("long-tailed", "async"): 1.08}
 METRICS = ("iteration", "generate", "reward", "update")
 
 
@@ -72,11 +80,11 @@ def run(arms: Sequence[str], cases: Sequence[str], iterations: int, repeats: int
                 flags = (*ARMS[arm], "--rl-reward-workers", str(case.workers))
                 lengths = workload.CASES[case.lengths]
                 measured = end_to_end.run_ours(lengths, Path(directory) / name, iterations, *flags)
-                shown = {metric: round(measured[metric], 2) for metric in METRICS}
+                shown = {metric: round(measured.get(metric, 0.0), 2) for metric in METRICS}
                 took = f"{time.monotonic() - begin:.0f} s"
                 print(f"{repeat + 1}/{repeats} {name} {arm} {took} {shown}", file=sys.stderr, flush=True)
                 for metric in METRICS:
-                    seen.setdefault((arm, name, metric), []).append(measured[metric])
+                    seen.setdefault((arm, name, metric), []).append(measured.get(metric, 0.0))
                 yield [
                     {"arm": a, "case": c, "metric": m, "value": statistics.median(v), "range": [min(v), max(v)]}
                     for (a, c, m), v in seen.items()

@@ -1,6 +1,8 @@
 """The script that this project's arm launches: Megatron's GPT pretraining, with the length of each response imposed.
 
-torchrun ... -m mindspeed_rl_plugin benchmarks/training/ours.py --workload DIR ...
+torchrun ... benchmarks/training/ours.py --workload DIR ...
+
+Engines apart are ranks of it too, so lengths are imposed before the plugin's import line, at which these leave.
 """
 
 from __future__ import annotations
@@ -14,7 +16,6 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 
 import workload  # noqa: E402
-from megatron.training import training  # noqa: E402
 
 from mindspeed_rl_plugin.engine.vllm_engine import VllmEngine  # noqa: E402
 
@@ -42,6 +43,10 @@ def imposed(self, requests):
 
 
 VllmEngine.submit = imposed
+
+import mindspeed_rl_plugin.adaptor  # noqa: E402, F401, I001 - before Megatron
+from megatron.training import training  # noqa: E402
+
 # TRL's arm writes no checkpoint; Megatron's last one would gather all optimizer state on one rank.
 for name in ("save_checkpoint", "save_checkpoint_and_time"):
     setattr(training, name, lambda *_, **__: None)

@@ -61,14 +61,13 @@ class Dock:
     def served(self) -> dict[str, Any]:
         """states: whose controllers this process holds; messages, bytes: what it did for all ranks' requests; refused:
         how many connections and messages it turned away, by reason."""
-        core = self._calls.core
-        if core is None:
+        if (core := self._calls.core) is None:
             return {"states": []}
         return {"states": sorted(core.controllers), **core.served, "refused": dict(core.refused)}
 
     @property
     def ended(self) -> bool:
-        """Of a process outside of the job: whether the job has left the dock, as its last call has seen."""
+        """Outside of the job: whether the job has left the dock, as the last call has seen."""
         return self._calls.ended
 
     # ids
@@ -277,12 +276,9 @@ class Dock:
             self._member.peers.gather(None)
 
     def invite(self, secret_file: str | os.PathLike[str], host: str = "", about: str = "") -> str:
-        """Let processes outside of the job join: writes the job's secret into a file of mode 600, and returns the
-        address for `join`. Collective over the job. host: address of a network interface, where processes of other
-        machines are to join a job of one machine; about: what they read of the job."""
-        if self._member is None:
-            raise ValueError("only a rank of the job can invite others to its dock")
-        return self._member.invite(secret_file, host, about)
+        """Let processes outside of the job join: writes its secret into a file of mode 600, and returns the address for
+        `join`. Collective. host: of a network interface, for processes of other machines; about: what they read."""
+        return self._of_job("invite others to its dock").invite(secret_file, host, about)
 
     @property
     def about(self) -> str:
@@ -292,9 +288,7 @@ class Dock:
     def offer(self, nbytes: int, versions: int) -> Versions:
         """Memory of this rank for so many versions of so many bytes, which others read. In the place of what it offered
         before."""
-        if self._member is None:
-            raise ValueError("only a rank of the job can offer versions of its weights")
-        return self._member.offer(nbytes, versions)
+        return self._of_job("offer versions of its weights").offer(nbytes, versions)
 
     def sources(self) -> list[VersionSource]:
         """What each rank of the job offers, for another process."""
@@ -311,7 +305,7 @@ class Dock:
             self._calls.core.announce(version)
 
     def report(self, counts: Mapping[str, float]) -> None:
-        """Tell the leader what this process has counted since it joined."""
+        """What this process has counted since it joined, for the leader."""
         self._calls.ask_rank(self._calls.directory.ranks[0], m.Report(dict(counts)), PATIENCE)
 
     def reports(self) -> dict[str, dict[str, float]]:
@@ -344,6 +338,11 @@ class Dock:
         (self._member or self._calls).close()
 
     # inside
+
+    def _of_job(self, what: str) -> Any:
+        if self._member is None:
+            raise ValueError(f"only a rank of the job can {what}")
+        return self._member
 
     def _granted(self, ask: Callable[[], m.Grant], state: str, wanted: np.ndarray | None) -> m.Grant:
         """What the consumer's first rank gets from the controller, the same on all its ranks."""

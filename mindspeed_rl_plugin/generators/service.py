@@ -63,7 +63,7 @@ class Weights:
         self._error = None
         try:
             self.pulled = self.puller.pull(version)
-        except (ValueError, OSError) as error:  # all that a pull raises; handed to the main thread
+        except (ValueError, OSError, RuntimeError) as error:  # handed to the main thread
             self._error = error
         self._ready(version)
 
@@ -121,6 +121,7 @@ class Service:
         began = time.monotonic()
         begun = self.engine.abort() if self.job.inflight == "recompute" and self._requests else []
         applied = self.puller.apply(self.engine.parameters())
+        assert applied.version == version, (applied.version, version)
         going_on = bool(self._requests) and not begun
         self.engine.update_weights(version, applied.digest, in_flight=going_on)
         self._submit(tuple(continued(self._requests[c.id], c, self.job.seed) for c in begun))

@@ -45,6 +45,10 @@ class Admission:
         """Number of the first publication after a start: that of the last one where the weights are still those."""
         return self.published + (self.versions.get(self.published) != version)
 
+    def begin(self, number: int, deferred: int) -> None:
+        """Nothing is admitted but the rollouts before publication `number`, and groups that selection deferred."""
+        self.admitted, self.dropped = number * self.rollout + deferred, 0
+
     def publish(self, version: int, number: int) -> None:
         """Publication `number` holds the weights of `version`; repeated after a resume."""
         assert number in (self.published, self.published + 1), (number, self.published)

@@ -96,12 +96,10 @@ class AsyncSchedule(RolloutSchedule):
         return {"admission": {**self.admission.state(), "strict": self.strict, "overdue": self._overdue}}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Take the counts over. A run that was synchronous before has admitted what dynamic sampling deferred."""
+        """Take the counts over; a run that was synchronous before has none."""
         if "admission" in state:
             self.admission.load(state["admission"])
             self._overdue = state["admission"]["overdue"]
-        else:
-            self.admission.admitted = len(self.job.plan.deferred)
 
     def stop(self) -> None:
         """End the thread that grades."""
@@ -127,6 +125,8 @@ class AsyncSchedule(RolloutSchedule):
         job = self.job
         if not self._versions:
             self.grader.start()
+            if not job.plan.queue:  # sizes may have changed since a former start
+                self.admission.begin(number, len(job.plan.deferred))
         if not self._keeps_evaluated():
             self._finish_evaluation()
         with job.monitor.stage("publish"):

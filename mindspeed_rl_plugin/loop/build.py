@@ -75,6 +75,7 @@ def build_loop(
     prompts = Prompts(docks.trainers, inputs.data, inputs.sizes.members, topology.leader)
     job = Job(plan, topology, ranks, monitor, docks.trainers, prompts, due)
     if colocation is None:
+        _check_rotary(inputs, model)
         schedule = build_schedule(inputs, job, stages, size.rounds, model, sampling_of(inputs))
     else:
         schedule = SCHEDULES[config.schedule.schedule](job, stages, colocation, size.rounds)

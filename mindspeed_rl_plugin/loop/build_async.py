@@ -41,7 +41,7 @@ def build_schedule(
         deadline=config.monitor.wait_timeout,
     )
     about = {JOB: description.to_json(), WEIGHTS: publisher.weights.text()}
-    secret_file = _invite(job, about, schedule.generators or 0)
+    secret_file = _invite(job, about, schedule.generators or 0, strict)
     evaluation = None
     if inputs.held_out:
         evaluation = EvaluateApart(job.dock, stages.reward, inputs.held_out, job.ranks, job.monitor, samples)
@@ -74,11 +74,12 @@ def _publisher(inputs: Inputs, job: Job, model: Sequence[Any], versions: int) ->
     return Publisher(weights, rank, job.dock.offer, versions=versions, gather=job.ranks.gather)
 
 
-def _invite(job: Job, about: dict[str, str], generators: int) -> Path:
+def _invite(job: Job, about: dict[str, str], generators: int, strict: bool) -> Path:
     """Engines may join from now on; those of this job's own launcher hear of it. Returns the file with the secret."""
     secret_file = Path(job.monitor.run_dir).absolute() / "secret"
     address = job.dock.invite(secret_file, own_address(), json.dumps(about))
     if job.topology.leader and generators:
         publish_address(address, str(secret_file))
-    say(f"engines may join: python -m mindspeed_rl_plugin generate --join {address} --secret-file {secret_file}")
+    if not strict:
+        say(f"engines may join: python -m mindspeed_rl_plugin generate --join {address} --secret-file {secret_file}")
     return secret_file

@@ -76,7 +76,9 @@ def check(
         _check_own(state, own)
 
 
-def check_ahead(state: Mapping[str, Any], now: Mapping[str, Any], flags: ScheduleConfig, iteration: int) -> None:
+def check_ahead(
+    state: Mapping[str, Any], now: Mapping[str, Any], flags: ScheduleConfig, iteration: int, dynamic: bool
+) -> None:
     """Refuse flags that cannot go on with the groups that an asynchronous run has admitted ahead of training. Raises
     ValueError; such a run has none of them when it has come to its --train-iters."""
     if not (ahead := sum(groups for _, groups in state.get("queue", ()))):
@@ -84,6 +86,8 @@ def check_ahead(state: Mapping[str, Any], now: Mapping[str, Any], flags: Schedul
     admission, before = state["admission"], state["cut"]
     sizes = ("--rl-rollout-prompts", "--rl-samples-per-prompt")
     problems = [f"{flag} was {before[flag]}, now {now[flag]}" for flag in sizes if before[flag] != now[flag]]
+    if bool(state.get("carried")) and not dynamic:
+        problems.append("dynamic sampling, which deferred some, was on, now off")
     if not flags.apart:
         problems.append(f"--rl-schedule was async, now {flags.schedule}")
     elif flags.max_staleness < admission["staleness"]:

@@ -79,7 +79,7 @@ class Run:
             written = ((spec.name in names, c.name) for spec in table_of(self.inputs) for c in columns_of([spec]))
             own = [column for theirs, column in written if theirs or "@" in column]
             resume.check(state, self._cut(), algorithm, update.spec(algorithm).reads, iteration, own)
-            resume.check_ahead(state, self._cut(), self.inputs.config.schedule, iteration)
+            resume.check_ahead(state, self._cut(), self.inputs.config.schedule, iteration, algorithm.dynamic_sampling)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take the RL state of a checkpoint, checked before; applied once the loop is built.

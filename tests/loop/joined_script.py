@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+import time
 
 from mindspeed_rl_plugin.__main__ import main
 from mindspeed_rl_plugin.dock import Dock
@@ -34,6 +35,12 @@ def dying(owner, name, number, before=True, only=lambda *args: True):
     setattr(owner, name, method)
 
 
+def slow():
+    """Each step of the engine takes longer than bringing weights, so that some response is always in the making."""
+    step = VllmEngine._step
+    VllmEngine._step = lambda self: time.sleep(0.03) or step(self)
+
+
 MOMENTS = {
     "in mid-decode": lambda: dying(VllmEngine, "_step", 4, before=False),
     "in mid-pull": lambda: dying(VersionSource, "read", 2),
@@ -41,6 +48,7 @@ MOMENTS = {
     "between put and commit": lambda: dying(Calls, "ask_warehouse", 2, only=lambda index, m, *_: isinstance(m, Put)),
     "with new weights half written": lambda: dying(Puller, "apply", 2),
     "never": lambda: None,
+    "never, but slow": slow,
 }
 
 if __name__ == "__main__":
