@@ -27,7 +27,7 @@ from mindspeed_rl_plugin.reshard.verify import BrokenWeights, WeightMismatch
 
 sys.path.insert(0, str(Path(__file__).parent))
 from plan_cases import cases, slices  # noqa: E402
-from published import Gone, chunks_of, trainer_of  # noqa: E402
+from publish_help import Gone, chunks_of, trainer_of  # noqa: E402
 from reshard_reference import engine_weights, megatron_weights, random_weights  # noqa: E402
 
 SHAPE = ModelShape("qwen3", 2, 32, 4, 2, 8, 48, 60, 64)
