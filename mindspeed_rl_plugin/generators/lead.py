@@ -24,13 +24,11 @@ ROWS_SECONDS = 0.02  # after which an engine without rows asks for some again
 @dataclass(frozen=True)
 class Turn:
     """What all ranks of the engine do next. requests: to submit; pull, apply: versions to pull beside the engine's
-    steps, and to put into the engine now, -1 for none; fresh: whether these requests begin without cached prefixes;
-    end: whether to leave."""
+    steps, and to put into the engine now, -1 for none; end: whether to leave."""
 
     requests: tuple[GenerateRequest, ...] = ()
     pull: int = -1
     apply: int = -1
-    fresh: bool = False
     end: bool = False
 
 
@@ -88,7 +86,7 @@ class Lead:
         requests = self._take()
         if not requests and not self._running:
             self._wait()
-        return Turn(requests, fresh=self.job.strict)
+        return Turn(requests)
 
     def done(self, completions: Iterable[Completion], digest: str | None) -> None:
         """Write finished responses into the dock. A job that has left needs none."""

@@ -6,9 +6,6 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
-
-from torch import Tensor
 
 from mindspeed_rl_plugin.device import get_device
 from mindspeed_rl_plugin.dock import Gone
@@ -16,20 +13,10 @@ from mindspeed_rl_plugin.engine.protocol import Engine
 from mindspeed_rl_plugin.generators.description import Description
 from mindspeed_rl_plugin.generators.lead import Lead, Turn, continued
 from mindspeed_rl_plugin.generators.team import Team
-from mindspeed_rl_plugin.reshard.pull import Applied, Pulled
+from mindspeed_rl_plugin.reshard.pull import Pulled, Puller
 from mindspeed_rl_plugin.rows import GenerateRequest, SampleId
 
 POLL_SECONDS = 0.2  # of the engine's steps, at most, before its first rank looks for rows and weights again
-
-
-class Puller(Protocol):
-    """What brings weights: `reshard.pull.Puller`."""
-
-    def pull(self, version: int | None = None, deadline: float | None = None) -> Pulled:
-        """Bring a version into host memory."""
-
-    def apply(self, parameters: dict[str, Tensor]) -> Applied:
-        """Put what was pulled into the engine."""
 
 
 class Weights:
@@ -90,7 +77,7 @@ class Service:
             self._weights.begin(turn.pull)
         if turn.apply >= 0:
             self._apply(turn.apply)
-        if turn.fresh and turn.requests:
+        if self.job.strict and turn.requests:
             self.engine.update_weights(self.engine.version, self.engine.digest)  # no prefix of what came before is left
         self._submit(turn.requests)
         if not self._requests:

@@ -102,12 +102,9 @@ class AsyncSchedule(RolloutSchedule):
             self._overdue = state["admission"]["overdue"]
 
     def stop(self) -> None:
-        """End the thread that grades."""
+        """End the thread that grades; nobody can join any more."""
         self._closing.set()
         self.grader.stop()
-
-    def close(self) -> None:
-        """Nobody can join any more."""
         if self.job.topology.leader:
             self.secret_file.unlink(missing_ok=True)
 
@@ -134,7 +131,7 @@ class AsyncSchedule(RolloutSchedule):
         self.admission.publish(done, number)
         self.admission.rollouts = number + -(-(job.plan.sizes.train_iters - done) // job.plan.sizes.steps)
         self._versions = [*self._versions[1 - self.kept :], done]
-        self._published = {"weights/publish_seconds": published.seconds, "weights/bytes_published": published.nbytes}
+        self._published = {"weights/bytes_published": published.nbytes}
         if self.evaluation is not None and (job.due(done) or self._overdue):
             self._finish_evaluation()
             self.evaluation.begin(done)
