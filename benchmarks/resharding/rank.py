@@ -108,12 +108,12 @@ class Rank:
         (self.dock,) = make_docks([], [], [None], group=dist.group.WORLD, deadline=DEADLINE)
         with tempfile.TemporaryDirectory() as folder:
             secret = peers.share(f"{folder}/secret")
-            self.outside = Dock.join(self.dock.invite(secret), secret)
+            self.outside = Dock.join(self.dock.exchange.invite(secret), secret)
             dist.barrier()
         weights = TrainerWeights.of(shape, parallel, self.rank, [self.source], DTYPE, peers.gather)
-        self.publisher = Publisher(weights, self.rank, self.dock.offer, gather=peers.gather)
-        at = dict(rank=self.rank % engine.ranks, sharing=self.outside.once_a_machine)
-        self.puller = Puller(weights, engine, self.engine, self.outside.sources(), **at)
+        self.publisher = Publisher(weights, self.rank, self.dock.exchange.offer, gather=peers.gather)
+        at = dict(rank=self.rank % engine.ranks, sharing=self.outside.exchange.once_a_machine)
+        self.puller = Puller(weights, engine, self.engine, self.outside.exchange.sources(), **at)
 
     def publish(self) -> dict[str, float]:
         """Weights through host memory, without any collective but the check of the weights."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -21,12 +21,9 @@ from mindspeed_rl_plugin.dock import messages as m
 from mindspeed_rl_plugin.dock.api import Declared, Lease, listed, refuse
 from mindspeed_rl_plugin.dock.calls import Calls
 from mindspeed_rl_plugin.dock.cells import Buffers, Writer
+from mindspeed_rl_plugin.dock.exchange import Exchange
 from mindspeed_rl_plugin.dock.peers import Peers
 from mindspeed_rl_plugin.dock.places import ids_array, ids_tuple
-from mindspeed_rl_plugin.dock.rpc import PATIENCE
-from mindspeed_rl_plugin.dock.sharing import Fill, Shared
-from mindspeed_rl_plugin.dock.sources import VersionSource
-from mindspeed_rl_plugin.dock.versions import Versions
 from mindspeed_rl_plugin.rows import Rows, SampleId
 
 
@@ -38,7 +35,8 @@ class Dock:
 
     member: the process of the job that this view belongs to (`factory.Member`), None outside of it; peers: the ranks of
     this view's consumer, which make all calls of `lease`, `commit` and `release` alike; leader: whether this rank
-    speaks for the job in `clear`, `snapshot` and `restore`; deadline: seconds for what waits on others.
+    speaks for the job in `clear`, `snapshot` and `restore`; deadline: seconds for what waits on others. exchange: what
+    goes beside rows, between the job and processes outside of it.
     """
 
     def __init__(
@@ -56,6 +54,7 @@ class Dock:
         self._leader, self._deadline = leader, deadline
         self.traffic = calls.traffic  # whichever view of the dock this process uses
         self._writer = Writer(declared, calls, deadline)
+        self.exchange = Exchange(calls, member, leader)
 
     @property
     def served(self) -> dict[str, Any]:
@@ -275,47 +274,6 @@ class Dock:
         if self._member is not None:
             self._member.peers.gather(None)
 
-    def invite(self, secret_file: str | os.PathLike[str], host: str = "", about: str = "") -> str:
-        """Let processes outside of the job join: writes its secret into a file of mode 600, and returns the address for
-        `join`. Collective. host: of a network interface, for processes of other machines; about: what they read."""
-        return self._of_job("invite others to its dock").invite(secret_file, host, about)
-
-    @property
-    def about(self) -> str:
-        """What the job says of itself."""
-        return self._calls.directory.about
-
-    def offer(self, nbytes: int, versions: int) -> Versions:
-        """Memory of this rank for so many versions of so many bytes, which others read. In the place of what it offered
-        before."""
-        return self._of_job("offer versions of its weights").offer(nbytes, versions)
-
-    def sources(self) -> list[VersionSource]:
-        """What each rank of the job offers, for another process."""
-        return [VersionSource(self._calls, address) for address in self._calls.directory.ranks]
-
-    def once_a_machine(self, key: str, nbytes: int, fill: Fill) -> Shared:
-        """Bytes under a version that one process of this machine reads by `fill`, for all there that give the same
-        key."""
-        return Shared(self._calls.me, key, nbytes, fill)
-
-    def announce(self, version: int) -> None:
-        """Say, on the leader, that weights of `version` can be had."""
-        if self._leader:
-            self._calls.core.announce(version)
-
-    def report(self, counts: Mapping[str, float]) -> None:
-        """What this process has counted since it joined, for the leader."""
-        self._calls.ask_rank(self._calls.directory.ranks[0], m.Report(dict(counts)), PATIENCE)
-
-    def reports(self) -> dict[str, dict[str, float]]:
-        """On the leader: what processes outside of the job have counted since they joined, by their names."""
-        return dict(self._calls.core.reports) if self._leader else {}
-
-    def news(self, after: int, deadline: float) -> m.Announced:
-        """What the leader announced last; waits until its number is above `after`, at most `deadline` seconds."""
-        return self._calls.ask_rank(self._calls.directory.ranks[0], m.News(after, deadline), PATIENCE)
-
     @staticmethod
     def join(address: str, secret: str | os.PathLike[str] | bytes, *, lease_seconds: float = 600.0) -> Dock:
         """The dock of a job, for a process outside of it, on this machine or another one: leases what is ready, reads,
@@ -338,11 +296,6 @@ class Dock:
         (self._member or self._calls).close()
 
     # inside
-
-    def _of_job(self, what: str) -> Any:
-        if self._member is None:
-            raise ValueError(f"only a rank of the job can {what}")
-        return self._member
 
     def _granted(self, ask: Callable[[], m.Grant], state: str, wanted: np.ndarray | None) -> m.Grant:
         """What the consumer's first rank gets from the controller, the same on all its ranks."""

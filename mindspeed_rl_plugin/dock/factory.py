@@ -113,7 +113,7 @@ class Member:
         return Dock(self.declared, self.calls, member=self, leader=self.peers.rank == 0, **more)
 
     def invite(self, secret_file: str | os.PathLike[str], host: str = "", about: str = "") -> str:
-        """See `Dock.invite`."""
+        """See `Exchange.invite`."""
         self.directory.about = about
         self._publish(self.server.start(host))
         if self.peers.rank == 0:
@@ -123,7 +123,7 @@ class Member:
         return f"{first.host}:{first.port}" if first.port else f"unix:{first.unix}"
 
     def offer(self, nbytes: int, versions: int) -> Versions:
-        """See `Dock.offer`."""
+        """See `Exchange.offer`."""
         if self.core.versions is not None:
             self.core.versions.close()
         self.core.versions = Versions(nbytes, versions)

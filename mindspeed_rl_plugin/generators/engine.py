@@ -33,7 +33,7 @@ def serve(
     team = Team()
     dock = Dock.join(address, secret)
     try:
-        about = json.loads(dock.about or "{}")
+        about = json.loads(dock.exchange.about or "{}")
         job = Description.from_json(about.get(JOB, ""))
         if job.strict and share is None:
             raise ValueError("--rl-async-order strict deals rollouts to the engines of its start: none can join later")
@@ -47,10 +47,10 @@ def serve(
             weights,
             parallel,
             engine.parameters(),
-            dock.sources(),
+            dock.exchange.sources(),
             rank=team.rank,
             deadline=job.deadline,
-            sharing=dock.once_a_machine,
+            sharing=dock.exchange.once_a_machine,
         )
         lead = Lead(dock, job, options.max_running, share, leaving or threading.Event()) if team.leads else None
         try:

@@ -125,7 +125,7 @@ class Lead:
         now = time.monotonic()
         if now - self._reported >= REPORT_SECONDS:
             self._reported = now
-            self.dock.report({**self.counts, "seconds": now - self._began})
+            self.dock.exchange.report({**self.counts, "seconds": now - self._began})
 
     def _leave(self) -> Turn:
         """Hand back what is not finished."""

@@ -36,7 +36,7 @@ class News:
     def _follow(self) -> None:
         try:
             while True:
-                news = self.dock.news(self.number, NEWS_SECONDS)
+                news = self.dock.exchange.news(self.number, NEWS_SECONDS)
                 self.number, self.version = news.number, news.version
                 self._changed.set()
         except (ValueError, OSError) as error:  # raised in the main thread by `check`

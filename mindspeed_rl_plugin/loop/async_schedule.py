@@ -62,7 +62,7 @@ class AsyncSchedule(RolloutSchedule):
         self._versions: list[int] = []  # that this process has published
         self._overdue = False  # an evaluation
         self._progress = 0, 0.0  # rows that are not graded, and since when they are as many
-        self._engines = Engines(job.dock.reports)
+        self._engines = Engines(job.dock.exchange.reports)
 
     def collect(self, done: int) -> Rollout:
         """A rollout that is ready to train on. Publishes, admits and begins an evaluation where these are due."""
@@ -137,7 +137,7 @@ class AsyncSchedule(RolloutSchedule):
             self.evaluation.begin(done)
             self._overdue = False
         self._admit()
-        job.dock.announce(done)
+        job.dock.exchange.announce(done)
 
     def _keeps_evaluated(self) -> bool:
         """Whether the publisher still has the weights under evaluation after the next publication."""

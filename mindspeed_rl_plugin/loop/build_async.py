@@ -71,13 +71,13 @@ def _publisher(inputs: Inputs, job: Job, model: Sequence[Any], versions: int) ->
         job.ranks.gather,
         verify=config.reshard.verify_weights,
     )
-    return Publisher(weights, rank, job.dock.offer, versions=versions, gather=job.ranks.gather)
+    return Publisher(weights, rank, job.dock.exchange.offer, versions=versions, gather=job.ranks.gather)
 
 
 def _invite(job: Job, about: dict[str, str], generators: int, strict: bool) -> Path:
     """Engines may join from now on; those of this job's own launcher hear of it. Returns the file with the secret."""
     secret_file = Path(job.monitor.run_dir).absolute() / "secret"
-    address = job.dock.invite(secret_file, own_address(), json.dumps(about))
+    address = job.dock.exchange.invite(secret_file, own_address(), json.dumps(about))
     if job.topology.leader and generators:
         publish_address(address, str(secret_file))
     if not strict:

@@ -76,6 +76,9 @@ class Commands:
         self.dock, self.member, self.leases = dock, member, {}
         self.store = None
 
+    def invite(self, *where: str) -> str:
+        return self.dock.exchange.invite(*where)
+
     def put(self, groups: int) -> None:
         self.dock.put(prompts(groups))
 
@@ -119,13 +122,13 @@ class Commands:
 
     def publish(self, version: int) -> None:
         """A version of weights whose bytes are its number."""
-        self.store = self.store or self.dock.offer(VERSION_BYTES, 2)
+        self.store = self.store or self.dock.exchange.offer(VERSION_BYTES, 2)
         self.store.begin(version)[:] = version
         self.store.commit(version, b"")
 
     def pull(self, rank: int, version: int, seconds: float) -> str:
         """Read a version over and over; the error that ends that, which comes before what is torn is taken."""
-        source, into = self.dock.sources()[rank], [np.empty((1, VERSION_BYTES), np.uint8)]
+        source, into = self.dock.exchange.sources()[rank], [np.empty((1, VERSION_BYTES), np.uint8)]
         source.seek(version, seconds)
         until = time.monotonic() + seconds
         try:

@@ -11,7 +11,7 @@ from mindspeed_rl_plugin.dock import make_docks
 
 dist.init_process_group("gloo")
 (dock,) = make_docks(COLUMNS, STATES, [None], group=dist.group.WORLD, deadline=60)
-address = dock.invite(sys.argv[1])
+address = dock.exchange.invite(sys.argv[1])
 dock.open(0, 3, 1)
 if dist.get_rank() == 0:
     dock.put(prompts(3))

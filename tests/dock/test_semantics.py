@@ -241,7 +241,7 @@ def test_an_empty_dock_is_no_end_to_a_consumer_outside_but_the_jobs_leaving_is(
     back then; what a slow one holds runs out and is given to another; a job that dies is an error."""
     made, secret, seen = members(COLUMNS, STATES, [machine()] * ranks), tmp_path / "secret", []
     docks = [m.dock(deadline=5) for m in made]
-    address = together(ranks, lambda r: docks[r].invite(secret, "127.0.0.1" if node else ""))[0]
+    address = together(ranks, lambda r: docks[r].exchange.invite(secret, "127.0.0.1" if node else ""))[0]
     waits, slow, orphan = (Dock(*joining.join(address, secret, s, node), leader=False) for s in (60.0, 0.5, 60.0))
     for dock in (waits, slow, orphan):
         assert not dock.lease("generate", deadline=0) and not dock.ended, "it only tries"

@@ -32,9 +32,9 @@ def readers(members, tmp_path: Path, request: pytest.FixtureRequest):
     """Members on two machines with an offer each, and what a process outside, on one of them or on another, sees."""
     ranks = members(COLUMNS, STATES, ["a", "b"])
     address = together(2, lambda rank: ranks[rank].invite(tmp_path / "secret"))[0]
-    stores = [rank.dock().offer(NBYTES, 2) for rank in ranks]
+    stores = [rank.dock().exchange.offer(NBYTES, 2) for rank in ranks]
     outside = Dock(*joining.join(address, tmp_path / "secret", 60.0, request.param), leader=False)
-    yield ranks, stores, outside.sources()
+    yield ranks, stores, outside.exchange.sources()
     outside.close()
 
 
@@ -126,7 +126,7 @@ def test_a_rank_without_an_offer_says_so(members, tmp_path: Path) -> None:
     (rank,) = members(COLUMNS, STATES, ["a"])
     outside = Dock(*joining.join(rank.invite(tmp_path / "secret"), tmp_path / "secret", 60.0, "a"), leader=False)
     with pytest.raises(ValueError, match="publishes no weights"):
-        outside.sources()[0].seek(0, 5)
+        outside.exchange.sources()[0].seek(0, 5)
     with pytest.raises(ValueError, match="only a rank of the job"):
-        outside.offer(1, 2)
+        outside.exchange.offer(1, 2)
     outside.close()

@@ -47,7 +47,7 @@ def check_case(case, dock, address: str, folder: Path, versions: int) -> None:
     plain, job = PairJob(case, like), PairJob(case, like)
     given = (job.shape, job.parallel, rank, job.chunks, getattr(torch, case.engine_dtype), gather, True)
     weights = TrainerWeights.of(*given)
-    publisher = Publisher(weights, rank, dock.offer, gather=gather)
+    publisher = Publisher(weights, rank, dock.exchange.offer, gather=gather)
     if rank == 0:
         text = json.dumps(dict(address=address, weights=weights.text()))
         leave(folder / f"{case.name}.json", lambda path: path.write_text(text))
@@ -71,7 +71,7 @@ def main() -> None:
     dist.init_process_group("gloo")
     folder = Path(job["folder"])
     (dock,) = make_docks([], [], [None], group=dist.group.WORLD, deadline=60)
-    address = dock.invite(folder / "secret", "127.0.0.1")
+    address = dock.exchange.invite(folder / "secret", "127.0.0.1")
     defaults = dict(tp=1, pp=1, vpp=1, ep=1, etp=None, distributed=False, overlap=False, grouped=False, tied=False)
     for case in job["cases"]:
         each = SimpleNamespace(**dict(dtype="float32", engine_dtype="float32", **defaults) | case)

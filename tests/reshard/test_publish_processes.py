@@ -45,9 +45,9 @@ class Engines:
     def __init__(self, weights, sizes, dock, canonical) -> None:
         self.weights, self.sizes = weights, sizes
         self.live = [{n: torch.zeros_like(t) for n, t in each.items()} for each in self.expected(canonical)]
-        more = dict(deadline=60, sharing=dock.once_a_machine)
+        more = dict(deadline=60, sharing=dock.exchange.once_a_machine)
         self.pullers = [
-            Puller(weights, sizes, live, dock.sources(), rank=r, **more) for r, live in enumerate(self.live)
+            Puller(weights, sizes, live, dock.exchange.sources(), rank=r, **more) for r, live in enumerate(self.live)
         ]
 
     def expected(self, canonical):

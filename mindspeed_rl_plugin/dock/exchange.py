@@ -1,0 +1,74 @@
+"""What the job and processes outside of it exchange beside rows: invitations, versions of weights, news, counts."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from mindspeed_rl_plugin.dock import messages as m
+from mindspeed_rl_plugin.dock.calls import Calls
+from mindspeed_rl_plugin.dock.rpc import PATIENCE
+from mindspeed_rl_plugin.dock.sharing import Fill, Shared
+from mindspeed_rl_plugin.dock.sources import VersionSource
+from mindspeed_rl_plugin.dock.versions import Versions
+
+
+class Exchange:
+    """`Dock.exchange`. calls, member, leader: those of the dock's view."""
+
+    def __init__(self, calls: Calls, member: Any, leader: bool) -> None:
+        self._calls, self._member, self._leader = calls, member, leader
+
+    # on ranks of the job
+
+    def invite(self, secret_file: str | os.PathLike[str], host: str = "", about: str = "") -> str:
+        """Let processes outside of the job join: writes its secret into a file of mode 600, and returns the address for
+        `Dock.join`. Collective. host: of a network interface, for processes of other machines; about: what they
+        read."""
+        return self._of_job("invite others to its dock").invite(secret_file, host, about)
+
+    def offer(self, nbytes: int, versions: int) -> Versions:
+        """Memory of this rank for so many versions of so many bytes, which others read. In the place of what it offered
+        before."""
+        return self._of_job("offer versions of its weights").offer(nbytes, versions)
+
+    def announce(self, version: int) -> None:
+        """Say, on the leader, that weights of `version` can be had."""
+        if self._leader:
+            self._calls.core.announce(version)
+
+    def reports(self) -> dict[str, dict[str, float]]:
+        """On the leader: what processes outside of the job have counted since they joined, by their names."""
+        return dict(self._calls.core.reports) if self._leader else {}
+
+    # in processes outside of the job
+
+    @property
+    def about(self) -> str:
+        """What the job says of itself."""
+        return self._calls.directory.about
+
+    def sources(self) -> list[VersionSource]:
+        """What each rank of the job offers."""
+        return [VersionSource(self._calls, address) for address in self._calls.directory.ranks]
+
+    def once_a_machine(self, key: str, nbytes: int, fill: Fill) -> Shared:
+        """Bytes under a version that one process of this machine reads by `fill`, for all there that give the same
+        key."""
+        return Shared(self._calls.me, key, nbytes, fill)
+
+    def report(self, counts: Mapping[str, float]) -> None:
+        """What this process has counted since it joined, for the leader."""
+        self._calls.ask_rank(self._calls.directory.ranks[0], m.Report(dict(counts)), PATIENCE)
+
+    def news(self, after: int, deadline: float) -> m.Announced:
+        """What the leader announced last; waits until its number is above `after`, at most `deadline` seconds."""
+        return self._calls.ask_rank(self._calls.directory.ranks[0], m.News(after, deadline), PATIENCE)
+
+    # inside
+
+    def _of_job(self, what: str) -> Any:
+        if self._member is None:
+            raise ValueError(f"only a rank of the job can {what}")
+        return self._member
