@@ -49,6 +49,7 @@ def serve(
             engine.parameters(),
             dock.exchange.sources(),
             rank=team.rank,
+            ranks=team.here,
             deadline=job.deadline,
             sharing=dock.exchange.once_a_machine,
         )

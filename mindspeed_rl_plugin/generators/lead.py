@@ -1,15 +1,16 @@
-"""What the first rank of an engine decides, turn by turn: which rows to take, which weights to work with."""
+"""The first rank of an engine: takes rows, decides turn by turn what all its ranks do, and writes responses."""
 
 from __future__ import annotations
 
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from mindspeed_rl_plugin.dock import Dock, Lease
 from mindspeed_rl_plugin.engine.seeds import response_seed
+from mindspeed_rl_plugin.generators.choice import Bound, Situation, choose
 from mindspeed_rl_plugin.generators.description import Description
 from mindspeed_rl_plugin.generators.news import News
 from mindspeed_rl_plugin.rows import Completion, GenerateRequest, SampleId, Sampling
@@ -18,7 +19,8 @@ from mindspeed_rl_plugin.stages.generate import SPEC, completion_rows
 
 LOOK_SECONDS = 1.0  # that an engine without weights waits for news at a time
 REPORT_SECONDS = 0.5  # between two reports of what was counted
-ROWS_SECONDS = 0.02  # after which an engine without rows asks for some again
+ROWS_SECONDS = 0.25  # that an engine without rows waits for some at a time
+EMPTY_SECONDS = 0.02  # before it asks again where all rows are done
 
 
 @dataclass(frozen=True)
@@ -34,31 +36,26 @@ class Turn:
 
 @dataclass
 class _Row:
-    """A leased row. oldest, newest: versions that may sample it, -1 where there is no newest."""
+    """A leased row."""
 
     lease: Lease
-    oldest: int
-    newest: int
+    bound: Bound
     request: GenerateRequest
-
-    def may_have(self, version: int) -> bool:
-        """Whether weights of a version may sample it."""
-        return self.oldest <= version and (self.newest < 0 or version <= self.newest)
 
 
 class Lead:
     """slots: responses that the engine samples at once; share: of each rollout under a strict order, (i, n); leaving:
-    set where the engine is to leave."""
+    set where the engine is to leave.
+
+    counts: since the engine joined: responses, tokens, seconds without work by cause, and what weights cost.
+    """
 
     def __init__(
         self, dock: Dock, job: Description, slots: int, share: tuple[int, int] | None, leaving: threading.Event
     ) -> None:
-        self.dock, self.job, self.slots, self.share = dock, job, slots, share
+        self.dock, self.job, self.slots, self.share, self.leaving = dock, job, slots, share, leaving
         self.news = News(dock)
-        self.version = -1  # of the engine's weights
-        self.pulled = self.pulling = -1
-        self.leaving = leaving
-        # Since the engine joined: seconds, those without work by cause, and what weights cost.
+        self.version = self.pulled = self.pulling = -1
         self.counts: dict[str, float] = {}
         self._began = self._reported = time.monotonic()
         self._running: dict[SampleId, _Row] = {}
@@ -77,25 +74,33 @@ class Lead:
 
     def _next(self) -> Turn:
         self._report()
-        wanted = self._wanted()
-        if self.pulled >= 0 and self._fits(wanted):
-            return Turn(apply=self.pulled)
-        if wanted not in (-1, self.version, self.pulled) and self.pulling < 0:
-            self.pulled, self.pulling = -1, wanted  # what is staged is written over
-            return Turn(pull=wanted)
-        requests = self._take()
-        if not requests and not self._running:
-            self._wait()
-        return Turn(requests)
+        choice = choose(self._situation())
+        if choice.apply >= 0:
+            return Turn(apply=choice.apply)
+        if choice.pull >= 0:
+            self.pulled, self.pulling = -1, choice.pull  # what is staged is written over
+            return Turn(pull=choice.pull)
+        if choice.wait:
+            self._wait("waited", LOOK_SECONDS)
+            return Turn()
+        rows = [self._held.popleft() for _ in range(choice.resume)]
+        if choice.take:
+            rows += self._taken(choice.take, idle=not self._running and not rows)
+        self._running |= {row.request.id: row for row in rows}
+        return Turn(tuple(row.request for row in rows))
 
     def done(self, completions: Iterable[Completion], digest: str | None) -> None:
         """Write finished responses into the dock. A job that has left needs none."""
+        finished: dict[int, list[tuple[_Row, Completion]]] = {}
         for completion in completions:
             row = self._running.pop(completion.id)
             self.count("responses", 1)
             self.count("tokens", len(completion.tokens))
+            finished.setdefault(row.lease.token, []).append((row, completion))
+        for part in finished.values():
+            requests, responses = [row.request for row, _ in part], [completion for _, completion in part]
             try:
-                self.dock.commit(row.lease, completion_rows([row.request], [completion], digest))
+                self.dock.commit_part(part[0][0].lease, completion_rows(requests, responses, digest))
             except ConnectionError:
                 if not self.dock.ended:
                     raise
@@ -104,22 +109,35 @@ class Lead:
         """Add to a count."""
         self.counts[name] = self.counts.get(name, 0.0) + value
 
-    def is_pulled(self, version: int) -> None:
+    def pull_ended(self, version: int) -> None:
         """A pull is over, well or not; called in its thread."""
         self.pulled, self.pulling = version, -1
         self.news.wake()
 
-    def has(self, version: int) -> None:
+    def applied(self, version: int) -> None:
         """The engine has the weights that were pulled."""
         self.version, self.pulled = version, -1
 
-    def gone(self, version: int, error: Exception) -> None:
+    def missed(self, version: int, error: Exception) -> None:
         """Weights that were wanted are no longer to be had. Raises `error` where rows must be sampled by them."""
-        if any(row.newest == version for row in (*self._running.values(), *self._held)):
+        if any(row.bound.newest == version for row in (*self._running.values(), *self._held)):
             raise error
         self.pulled = -1
 
     # inside
+
+    def _situation(self) -> Situation:
+        return Situation(
+            version=self.version,
+            pulled=self.pulled,
+            pulling=self.pulling,
+            announced=self.news.version,
+            running=[row.bound for row in self._running.values()],
+            held=[row.bound for row in self._held],
+            slots=self.slots,
+            drain=self.job.inflight == "drain",
+            strict=self.job.strict,
+        )
 
     def _report(self) -> None:
         now = time.monotonic()
@@ -129,95 +147,79 @@ class Lead:
 
     def _leave(self) -> Turn:
         """Hand back what is not finished."""
-        for row in (*self._running.values(), *self._held):
+        leases = {row.lease.token: row.lease for row in (*self._running.values(), *self._held)}
+        for lease in leases.values():
             if not self.dock.ended:
-                self.dock.release(row.lease)
+                self.dock.release(lease)
         return Turn(end=True)
 
-    def _wanted(self) -> int:
-        """The version to work with: that of the rows which must be sampled by it, else the newest."""
-        if any(row.newest >= 0 for row in self._running.values()):
-            return self.version
-        newest = self.version if self.job.strict else self.news.version
-        return self._held[0].newest if self._held and self._held[0].newest >= 0 else newest
-
-    def _fits(self, wanted: int) -> bool:
-        """Whether to put in now what is pulled: what is wanted, or newer than the engine's where any will do."""
-        fits = self.pulled == wanted or (wanted == self.news.version and self.pulled > self.version)
-        ends_first = self.job.inflight == "drain" and self._running
-        return fits and not ends_first and all(row.may_have(self.pulled) for row in self._running.values())
-
-    @property
-    def _may_take(self) -> bool:
-        """Whether to take more rows: not while some wait for other weights, nor while those in the making are to end
-        first."""
-        ending = self.job.inflight == "drain" and self.pulled > self.version
-        return max(self.version, self.news.version if self.job.strict else -1) >= 0 and not self._held and not ending
-
-    def _take(self) -> tuple[GenerateRequest, ...]:
-        """Rows for free slots, those first that waited for these weights, then those of an evaluation."""
-        rows: list[_Row] = []
-        while self._held and self._held[0].may_have(self.version):
-            rows.append(self._held.popleft())
-        if self._may_take:
-            rows += self._leased(self.slots - len(self._running) - len(rows))
-        self._running |= {row.request.id: row for row in rows}
-        return tuple(row.request for row in rows)
-
-    def _leased(self, free: int) -> list[_Row]:
-        if self.job.strict:
-            return self._whole_share() if not self._running else []
-        rows: list[_Row] = []
-        while len(rows) < free and (row := self._lease()) is not None:
+    def _taken(self, most: int, idle: bool) -> list[_Row]:
+        """New rows that these weights may sample; the others are held. idle: whether the engine has nothing to do, and
+        waits for some."""
+        began = time.monotonic()
+        rows = self._whole_share(idle) if self.job.strict else self._leased(most, ROWS_SECONDS if idle else 0.0)
+        if not rows and idle:
+            if time.monotonic() - began < EMPTY_SECONDS:  # all rows are done: the dock does not wait for more
+                self.news.wait(EMPTY_SECONDS)
+            self.count("starved", time.monotonic() - began)
+        fit: list[_Row] = []
+        for row in rows:
             if (mine := self._running.get(row.request.id)) is not None:
                 mine.lease = row.lease  # the one before ran out
-            elif row.may_have(self.version):
-                rows.append(row)
+            elif row.bound.allows(self.version) and not self._held:
+                fit.append(row)
             else:
                 self._held.append(row)
-                break
-        return rows
+        return fit
 
-    def _whole_share(self) -> list[_Row]:
-        """This engine's part of the next rollout, whole, in the order of ids."""
-        first = self._lease(share=self.share)
-        if first is None:
+    def _leased(self, most: int, deadline: float, **of: object) -> list[_Row]:
+        """Rows that are ready; none where there are none within the deadline."""
+        try:
+            lease = self.dock.lease(SPEC.name, max_rows=most, deadline=deadline, **of)
+        except TimeoutError:
             return []
-        rows, end = [first], time.monotonic() + self.job.deadline
-        groups, members = first.lease.rows["order"][0, 2:].tolist()
+        if not len(lease):
+            return []
+        prompts, orders = lease.rows["prompt"].rows(), lease.rows["order"][:, :2].tolist()
+        return [
+            _Row(lease, Bound(*order), self._request(sample, tuple(prompt.tolist())))
+            for sample, prompt, order in zip(lease.rows.ids, prompts, orders, strict=True)
+        ]
+
+    def _whole_share(self, idle: bool) -> list[_Row]:
+        """This engine's part of the next rollout, whole, in the order of ids."""
+        rows = self._leased(1, ROWS_SECONDS if idle else 0.0, share=self.share)
+        if not rows:
+            return []
+        groups, members = rows[0].lease.rows["order"][0, 2:].tolist()
         part, parts = self.share
         count = (part + 1) * groups * members // parts - part * groups * members // parts
-        while len(rows) < count:
-            of = {"epoch": first.request.id.epoch, "share": self.share}
-            row = self._lease(deadline=end - time.monotonic(), **of)  # all of it is on its way
-            if row is None:
-                return []  # the job has left
-            rows.append(row)
-        if first.may_have(self.version):
-            return rows
-        self._held.extend(rows)
-        return []
+        of, end = {"epoch": rows[0].request.id.epoch, "share": self.share}, time.monotonic() + self.job.deadline
+        while len(rows) < count:  # all of it is on its way
+            more = self._leased(count - len(rows), end - time.monotonic(), **of)
+            if not more and not self.dock.ended and time.monotonic() < end:
+                self.news.wait(EMPTY_SECONDS)
+            elif not more and self.dock.ended:
+                return []
+            elif not more:
+                raise TimeoutError(
+                    f"{count - len(rows)} of {count} prompts of rollout {of['epoch']} did not come within "
+                    f"{self.job.deadline:g} s (--rl-wait-timeout)"
+                )
+            rows += more
+        return rows
 
-    def _lease(self, deadline: float = 0.0, **of: object) -> _Row | None:
-        lease = self.dock.lease(SPEC.name, max_rows=1, deadline=deadline, **of)
-        if not len(lease):
-            return None
-        oldest, newest = lease.rows["order"][0, :2].tolist()
-        return _Row(lease, oldest, newest, self._request(lease))
-
-    def _request(self, lease: Lease) -> GenerateRequest:
-        sample, prompt = lease.rows.ids[0], tuple(lease.rows["prompt"].row(0).tolist())
+    def _request(self, sample: SampleId, prompt: Sequence[int]) -> GenerateRequest:
         sampling, epoch = self.job.sampling, sample.epoch
         if epoch < 0:  # each evaluation asks for the same responses
             epoch, sampling = EPOCH, sampling if sample.member else greedy(sampling)
-        return GenerateRequest(sample, prompt, sampling, response_seed(self.job.seed, epoch, *sample[1:]))
+        return GenerateRequest(sample, tuple(prompt), sampling, response_seed(self.job.seed, epoch, *sample[1:]))
 
-    def _wait(self) -> None:
-        """A moment, for rows or for weights. Nothing runs."""
+    def _wait(self, cause: str, seconds: float) -> None:
+        """A moment, for news. Nothing runs."""
         began = time.monotonic()
-        waits = self._held or self.version < 0
-        self.news.wait(LOOK_SECONDS if waits else ROWS_SECONDS)
-        self.count("waited" if waits else "starved", time.monotonic() - began)
+        self.news.wait(seconds)
+        self.count(cause, time.monotonic() - began)
 
 
 def greedy(sampling: Sampling) -> Sampling:

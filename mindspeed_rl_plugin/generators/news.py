@@ -39,6 +39,6 @@ class News:
                 news = self.dock.exchange.news(self.number, NEWS_SECONDS)
                 self.number, self.version = news.number, news.version
                 self._changed.set()
-        except (ValueError, OSError) as error:  # raised in the main thread by `check`
+        except Exception as error:  # noqa: BLE001 - raised in the main thread by `check`
             self.error = error
             self._changed.set()

@@ -13,15 +13,15 @@ from mindspeed_rl_plugin.engine.protocol import Engine
 from mindspeed_rl_plugin.generators.description import Description
 from mindspeed_rl_plugin.generators.lead import Lead, Turn, continued
 from mindspeed_rl_plugin.generators.team import Team
-from mindspeed_rl_plugin.reshard.pull import Pulled, Puller
+from mindspeed_rl_plugin.reshard.pull import Puller
 from mindspeed_rl_plugin.rows import GenerateRequest, SampleId
 
 POLL_SECONDS = 0.2  # of the engine's steps, at most, before its first rank looks for rows and weights again
 
 
 class Weights:
-    """Pulls beside the engine's steps. ready: called when a pull is over, well or not. pulled: by the last that went
-    well."""
+    """Pulls beside the engine's steps. ready: called when a pull is over, well or not. cost: seconds of all pulls that
+    went well, and bytes that this process read for them, since `take_cost`."""
 
     def __init__(self, puller: Puller, ready: Callable[[int], None]) -> None:
         self.puller, self._ready = puller, ready
@@ -29,7 +29,7 @@ class Weights:
         self._current = None if self._device.is_cpu else self._device.current()
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
-        self.pulled: Pulled | None = None
+        self.cost = (0.0, 0)
 
     def begin(self, version: int) -> None:
         """Pull a version; the pull before it is over."""
@@ -44,13 +44,19 @@ class Weights:
             self._thread = None
         return self._error
 
+    def take_cost(self) -> tuple[float, int]:
+        """`cost`, which begins anew; no pull is under way."""
+        cost, self.cost = self.cost, (0.0, 0)
+        return cost
+
     def _pull(self, version: int) -> None:
-        if self._current is not None:  # a thread begins with the first device
-            self._device.api.set_device(self._current)
         self._error = None
         try:
-            self.pulled = self.puller.pull(version)
-        except (ValueError, OSError, RuntimeError) as error:  # handed to the main thread
+            if self._current is not None:  # a thread begins with the first device
+                self._device.api.set_device(self._current)
+            pulled = self.puller.pull(version)
+            self.cost = self.cost[0] + pulled.seconds, self.cost[1] + pulled.nbytes
+        except Exception as error:  # noqa: BLE001 - raised in the main thread, which would wait for ever otherwise
             self._error = error
         self._ready(version)
 
@@ -68,7 +74,7 @@ class Service:
     def run(self) -> None:
         """Work until the job leaves, or until this engine is to leave."""
         self._requests: dict[SampleId, GenerateRequest] = {}
-        self._weights = Weights(self.puller, self.lead.is_pulled if self.lead else lambda version: None)
+        self._weights = Weights(self.puller, self.lead.pull_ended if self.lead else lambda version: None)
         while not (turn := self.team.broadcast(self.lead.next() if self.lead else None)).end:
             self._take(turn)
 
@@ -96,6 +102,7 @@ class Service:
     def _apply(self, version: int) -> None:
         """New weights between two steps. Where a rank could not pull them, because newer ones took their place, the
         first one asks for those."""
+        began = time.monotonic()
         errors = [error for error in self.team.gather(self._weights.finish()) if error is not None]
         if errors and self.team.broadcast(self.lead.dock.ended if self.lead else None):
             return  # the job has left, and the next turn says so
@@ -103,18 +110,18 @@ class Service:
             if not all(isinstance(error, Gone) for error in errors):
                 raise next(error for error in errors if not isinstance(error, Gone))
             if self.lead is not None:
-                self.lead.gone(version, errors[0])
+                self.lead.missed(version, errors[0])
             return
-        began = time.monotonic()
         begun = self.engine.abort() if self.job.inflight == "recompute" and self._requests else []
         applied = self.puller.apply(self.engine.parameters())
         assert applied.version == version, (applied.version, version)
         going_on = bool(self._requests) and not begun
         self.engine.update_weights(version, applied.digest, in_flight=going_on)
         self._submit(tuple(continued(self._requests[c.id], c, self.job.seed) for c in begun))
+        costs = self.team.gather(self._weights.take_cost())  # also: no rank steps before all have the weights
         if self.lead is not None:
-            self.lead.has(version)
-            self.lead.count("pull", self._weights.pulled.seconds)
-            self.lead.count("pulled", self._weights.pulled.nbytes)
+            self.lead.applied(version)
+            self.lead.count("pull", max(seconds for seconds, _ in costs))
+            self.lead.count("pulled", sum(nbytes for _, nbytes in costs))
             self.lead.count("pauses", 1)
             self.lead.count("pause", time.monotonic() - began)

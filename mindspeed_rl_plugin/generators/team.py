@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any
 
 import torch.distributed as dist
+
+from mindspeed_rl_plugin.dock.joining import machine
 
 
 class Team:
@@ -18,6 +21,12 @@ class Team:
         self._group = (
             dist.group.WORLD if dist.get_backend() == "gloo" or self.size == 1 else dist.new_group(backend="gloo")
         )
+
+    @cached_property
+    def here(self) -> list[int]:
+        """The ranks on this machine. Collective, the first time."""
+        machines = self.gather(machine())
+        return [rank for rank, name in enumerate(machines) if name == machines[self.rank]]
 
     @property
     def leads(self) -> bool:

@@ -101,7 +101,8 @@ class Generate(Stage):
 
 
 def digest_number(digest: str | None) -> int:
-    """A digest of weights as the column `weights_digest` holds it: its 64 bits as an int64; 0 where there is none."""
+    """A digest of weights as the column `weights_digest` holds it: its 64 bits as an int64; 0 where there is none, or
+    more than one."""
     value = int(digest, 16) if digest else 0
     return value - (1 << 64) if value >> 63 else value
 
@@ -127,7 +128,9 @@ def completion_rows(
             "response_length": torch.tensor([len(c.tokens) for c in completions], dtype=torch.int64),
             "finish": torch.tensor([FINISH.index(c.finish) for c in completions], dtype=torch.int8),
             "version": torch.tensor([c.version for c in completions], dtype=torch.int64),
-            "weights_digest": torch.full((len(completions),), digest_number(digest), dtype=torch.int64),
+            "weights_digest": torch.tensor(
+                [digest_number(digest if len(c.segments) == 1 else None) for c in completions], dtype=torch.int64
+            ),
             "segments": Ragged.from_rows(
                 [
                     torch.tensor([(len(r.prompt_tokens) + first, version) for first, version in c.segments])
