@@ -33,6 +33,7 @@ JOIN = 64 << 10  # bytes; what is smaller is copied together, because a system c
 NONCE = 32  # bytes
 REFUSED = bytes(NONCE)  # in the place of a server's proof: the client has not shown the secret
 CONNECT_SECONDS = 20.0
+KEEPALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}  # seconds, seconds, and how many without answer
 PATIENCE = 120.0  # seconds for an answer beside the request's own deadline, on the busiest machine
 
 
@@ -53,6 +54,7 @@ class Stream:
         self._sending = threading.Lock()
         if connection.family != socket.AF_UNIX:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            keep_alive(connection)
 
     def send(self, message: Message, bulk: Sequence[Any] = ()) -> None:
         """Send all of it. Raises FrameError above the limits."""
@@ -122,6 +124,14 @@ def frame(message: Message, bulk: Sequence[Any] = ()) -> list[Any]:
     if total < JOIN:
         return [b"".join((start, head, *bulk))]
     return [start + head, *(memoryview(piece) for piece in bulk if len(piece))]
+
+
+def keep_alive(connection: socket.socket) -> None:
+    """A machine that loses power, or its network, says nothing: its connection ends by KEEPALIVE."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in KEEPALIVE.items():
+        if hasattr(socket, name):
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 def proof(secret: bytes, side: bytes, nonces: bytes) -> bytes:

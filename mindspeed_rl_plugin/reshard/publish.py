@@ -91,13 +91,27 @@ class Publisher:
         return Published(version, time.perf_counter() - begin, self.share.nbytes)
 
     def _check(self, source: dict[str, Tensor], version: int) -> None:
-        kinds = trainer_storage(self.weights.shape, self.weights.parallel, self.rank, source)
+        """All ranks come to the same end: one that stopped alone would leave the others waiting."""
+        changed, broken, layouts = self._changed(source), 0, self.weights.layouts
+        if not changed:
+            broken = first_broken(source[name] for name in layouts[self.rank])
+        found = self._gather((changed, broken))
+        if first := next((text for text, _ in found if text), ""):
+            raise ValueError(first)
+        refuse_broken([broken for _, broken in found], layouts, f"after {version} updates")
+
+    def _changed(self, source: dict[str, Tensor]) -> str:
+        """How this rank's model differs from what was described."""
+        try:
+            kinds = trainer_storage(self.weights.shape, self.weights.parallel, self.rank, source)
+        except ValueError as error:
+            return str(error)
         described = self.weights.kinds[self.rank]
-        if kinds != described:
-            raise ValueError(f"rank {self.rank} stores the model as {kinds}, and was described as {described}")
-        layouts = self.weights.layouts
-        firsts = self._gather(first_broken(source[name] for name in layouts[self.rank]))
-        refuse_broken(firsts, layouts, f"after {version} updates")
+        return (
+            ""
+            if kinds == described
+            else f"rank {self.rank} stores the model as {kinds}, and was described as {described}"
+        )
 
     def _memory(self, version: int) -> Tensor:
         memory = torch.from_numpy(self._store.begin(version))

@@ -150,7 +150,7 @@ class RewardPool:
         """How many further responses keep the workers busy: who shares responses with other pools takes no more."""
         together = [TOGETHER if k.asynchronous and not k.batch else 1 for k in self._kinds]
         waiting = sum(1 if together[c.grader] == 1 else len(c.items) / TOGETHER for c in self._waiting)
-        return max(0, math.ceil((len(self._workers) - waiting) * max(together)))
+        return max(0, math.ceil((len(self._workers) - waiting) * min(together)))
 
     def take_failures(self) -> dict[str, str]:
         """Grader -> the first of its failures as a message, of those that failed since the last call."""

@@ -13,6 +13,7 @@ from mindspeed_rl_plugin.stages.reward import Reward, grade_rows
 
 IDLE_SECONDS = 0.5  # a lease waits for responses, where nothing is in grading
 PACE_SECONDS = 0.05  # between leases of what there is, at first: each costs the engine some of its time
+MOST_TIMES = 64  # what keeps the graders busy, taken at once: others grade, too
 STOP_SECONDS = 10.0  # for the thread to end, beside a call of the dock
 
 
@@ -114,7 +115,7 @@ class Grader:
         """Begin with responses that are ready. False says that there are none; where none are in grading here either,
         that all are graded."""
         # More at once, where graders were done before the look.
-        self._times = 4 * self._times if self._more and not self._leases else 1
+        self._times = min(4 * self._times, MOST_TIMES) if self._more and not self._leases else 1
         rows = self._times * (self.members if self.stage.spec.unit == "group" else self.stage.graders.wanted)
         try:
             lease = self.stage.lease(None, max_rows=rows, deadline=0.0 if self._leases else IDLE_SECONDS)

@@ -178,7 +178,7 @@ def test_weights_that_are_no_numbers_are_not_published(value):
     publish(ranks, 0)
     stored[1]["decoder.layers.1.mlp.linear_fc1.weight"][40, 3] = value
     publisher, memory, chunks = ranks[1]
-    publisher._gather = lambda first: [0, first]
+    publisher._gather = lambda mine: [("", 0), mine]
     with pytest.raises(BrokenWeights, match=r"layers.1.mlp.linear_fc1.weight of trainer rank 1 .* after 1 updates"):
         publisher.publish(chunks, 1)
     assert memory.held == [0, -1] and puller.pull().version == 0
@@ -188,8 +188,11 @@ def test_what_does_not_fit_is_refused():
     stored, ranks, live, puller = two_ranks()
     publisher, memory, chunks = ranks[0]
     del stored[0]["decoder.final_layernorm.weight"]
+    gathered = []
+    publisher._gather = lambda mine: gathered.append(mine) or [mine, ("", 0)]
     with pytest.raises(ValueError, match=r"final_layernorm.weight \(32,\) is missing"):
         publisher.publish(chunks, 1)
+    assert len(gathered) == 1, "the other ranks, which wait for this one, raise too"
     wrong = {name: t.half() for name, t in live.items()}
     with pytest.raises(ValueError, match="is torch.float16, not torch.float32"):
         Puller(puller.weights, EngineParallel(1), wrong, [memory, memory])
