@@ -44,6 +44,11 @@ class ScheduleConfig:
         "publication max(0, e - --rl-max-staleness) exactly, in equal parts: the same results in every run)",
         choices=("free", "strict"),
     )
+    exact_resume: bool = flag(
+        False,
+        "with async: a checkpoint waits until all admitted prompts are answered and graded, so that a resumed run "
+        "samples none of them anew (always so with --rl-async-order strict); without, those in the making are",
+    )
 
     @property
     def apart(self) -> bool:
@@ -52,4 +57,4 @@ class ScheduleConfig:
 
 
 # Flags that only `async` reads.
-OF_ASYNC = ("--rl-generators", "--rl-max-staleness", "--rl-inflight", "--rl-async-order")
+OF_ASYNC = ("--rl-generators", "--rl-max-staleness", "--rl-inflight", "--rl-async-order", "--rl-exact-resume")

@@ -17,6 +17,7 @@ from typing import Any
 from mindspeed_rl_plugin.environment import flush_output, last_words
 from mindspeed_rl_plugin.loop.admission import Admission
 from mindspeed_rl_plugin.loop.async_metrics import Engines, token_lag
+from mindspeed_rl_plugin.loop.longest_first import LongestFirst
 from mindspeed_rl_plugin.loop.rollout_plan import of_epoch
 from mindspeed_rl_plugin.loop.schedules import Job, RolloutSchedule, Stages
 from mindspeed_rl_plugin.reshard.publish import Publisher
@@ -34,8 +35,9 @@ PAUSE_SECONDS = 0.005, 0.1  # between two questions of a look, at first and at l
 
 class AsyncSchedule(RolloutSchedule):
     """publisher: of this rank's weights, of which it keeps the `kept` newest; model: its chunks; strict: whether each
-    rollout must be sampled by the newest version at its admission; evaluation: None without data; members: most rows of
-    a group; secret_file: with which engines join, gone at the end."""
+    rollout must be sampled by the newest version at its admission; whole: whether a checkpoint waits until all that is
+    admitted is graded; evaluation: None without data; members: most rows of a group; secret_file: with which engines
+    join, gone at the end."""
 
     def __init__(
         self,
@@ -48,24 +50,29 @@ class AsyncSchedule(RolloutSchedule):
         kept: int,
         model: Sequence[Any],
         strict: bool,
+        whole: bool,
         evaluation: EvaluateApart | None,
         members: int,
         secret_file: Path,
     ) -> None:
         super().__init__(job, stages, rounds)
         self.admission, self.publisher, self.kept = admission, publisher, kept
-        self.model, self.strict = model, strict
+        self.model, self.strict, self.whole = model, strict, whole
         self.evaluation, self.grader = evaluation, Grader(stages.reward, members, self._end)
         self.secret_file = secret_file
         self._closing = threading.Event()
         self._published: dict[str, float] = {}
         self._versions: list[int] = []  # that this process has published
         self._overdue = False  # an evaluation
+        self._evaluated = -1  # the last version of which one began
+        self._saving = False  # whether a checkpoint is being written
         self._progress = 0, 0.0  # rows that are not graded, and since when they are as many
+        self._longest = LongestFirst(job.plan.sizes.global_batch // job.plan.sizes.members)
         self._engines = Engines(job.dock.exchange.reports)
 
     def collect(self, done: int) -> Rollout:
         """A rollout that is ready to train on. Publishes, admits and begins an evaluation where these are due."""
+        self._saving = False
         if not self._versions:
             self._publish(done, self.admission.next_number(done))
         self._look_at_evaluation()
@@ -74,20 +81,27 @@ class AsyncSchedule(RolloutSchedule):
 
     def used_up(self, done: int, last: bool) -> None:
         """After the last step of a rollout: the weights go out, unless nobody will need them."""
+        self._saving = False
         if not last or self.job.due(done):
             self._publish(done, self.admission.published + 1)
         if last and self.evaluation is not None:
             self._finish_evaluation()
 
     def evaluate(self, done: int) -> None:
-        """An evaluation while no rollout is due waits for the next publication."""
-        self._overdue = True
+        """An evaluation while no rollout is due waits for the next publication; after the last step of the run, which
+        may be in the middle of a rollout, there is none, so these weights go out under the number of the last one."""
+        self._overdue = done != self._evaluated
+        if self._overdue and done == self.job.plan.sizes.train_iters:
+            self._publish(done, self.admission.published)
+            self._finish_evaluation()
 
     def settle(self) -> None:
-        """A checkpoint follows, without the evaluation that is under way. Under a strict order all that is admitted is
-        sampled and graded first, for after a resume there are no weights to sample the rest with."""
+        """A checkpoint follows, without the evaluation that is under way. Where it is to be whole all that is admitted
+        is sampled and graded first; under a strict order there would be no weights after a resume to sample the rest
+        with."""
+        self._saving = True
         self._finish_evaluation()
-        if self.strict:
+        if self.whole:
             for epoch, groups in self.job.plan.queue:
                 self._wait_for(self.job.plan.ids(of_epoch(epoch, groups)))
 
@@ -112,7 +126,10 @@ class AsyncSchedule(RolloutSchedule):
 
     def _end(self, error: BaseException) -> None:
         """In the grader's thread: the main one may wait for other ranks, which wait for these grades."""
-        if not self._closing.wait(RAISE_SECONDS):
+        end = time.monotonic() + self.job.ranks.deadline
+        while not (closing := self._closing.wait(RAISE_SECONDS)) and self._saving and time.monotonic() < end:
+            pass  # a checkpoint that is being written comes to its end
+        if not closing:
             last_words(f"rank {self.job.topology.rank} stops: {type(error).__name__}: {error}")
             flush_output()
             os._exit(1)
@@ -135,7 +152,7 @@ class AsyncSchedule(RolloutSchedule):
         if self.evaluation is not None and (job.due(done) or self._overdue):
             self._finish_evaluation()
             self.evaluation.begin(done)
-            self._overdue = False
+            self._overdue, self._evaluated = False, done
         self._admit()
         job.dock.exchange.announce(done)
 
@@ -150,7 +167,10 @@ class AsyncSchedule(RolloutSchedule):
             admission.admitted += groups
             epoch = plan.open_next(groups)
             newest = self._versions[-1]
-            self.job.prompts.run(epoch, groups, by=(newest, newest if self.strict else -1))
+            if self.strict:
+                self.job.prompts.run(epoch, groups, by=(newest, newest))
+            else:
+                self.job.prompts.run(epoch, groups, by=(newest, -1), order=self._longest.order)
             plan.queue.append((epoch, groups))
 
     def _drop(self, groups: Sequence[Group]) -> None:
@@ -161,7 +181,9 @@ class AsyncSchedule(RolloutSchedule):
         """Wait for the grades of the oldest epoch that is admitted. Its statistics."""
         self.job.plan.take_round()
         with self.job.monitor.stage("generate"):
-            return self._compare(self._graded, failures)
+            stats = self._compare(self._graded, failures)
+        self._longest.finished({group: of_group.lengths for group, of_group in stats.items()})
+        return stats
 
     def _graded(self, ids: Sequence[SampleId]) -> Rows:
         self._wait_for(self.job.plan.ids(self.job.plan.round))

@@ -54,6 +54,7 @@ def build_schedule(
         kept=kept,
         model=model,
         strict=strict,
+        whole=strict or schedule.exact_resume,
         evaluation=evaluation,
         members=max(sizes.members, samples + 1),
         secret_file=secret_file,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -28,6 +28,9 @@ SPEC = StageSpec(
 ORDER = ColumnSpec("order", torch.int64, "group", ragged=False, trailing=(4,))
 
 
+Order = Callable[[int, Sequence[Prompt]], Sequence[Prompt]]  # (epoch, its prompts) -> these in the order of groups
+
+
 class Prompts:
     """The stage on this rank. data: where the next groups come from; members: rows of a group; leader: whether this
     rank puts them."""
@@ -35,20 +38,23 @@ class Prompts:
     def __init__(self, dock: Dock, data: PromptStream | PairStream, members: int, leader: bool) -> None:
         self.dock, self.data, self.members, self.leader = dock, data, members, leader
 
-    def run(self, epoch: int, groups: int, by: tuple[int, int] | None = None) -> Rows:
+    def run(
+        self, epoch: int, groups: int, by: tuple[int, int] | None = None, order: Order = lambda epoch, prompts: prompts
+    ) -> Rows:
         """The data's next groups enter the dock as an epoch of their own. Every rank gets what was put.
 
-        by: with engines apart, the oldest and the newest version that may sample them (-1: no newest)."""
-        rows = self.compute(epoch, groups)
+        by: with engines apart, the oldest and the newest version that may sample them (-1: no newest); order: that of
+        the groups within the epoch."""
+        rows = self.compute(epoch, groups, order)
         if by is not None:
             rows = ordered(rows, by, self.members)
         self.dock.open(epoch, groups, self.members)
         self.dock.put(rows if self.leader else None)
         return rows
 
-    def compute(self, epoch: int, groups: int) -> Rows:
+    def compute(self, epoch: int, groups: int, order: Order = lambda epoch, prompts: prompts) -> Rows:
         """The next groups of the data, `SPEC.writes` of each."""
-        return prompt_rows(epoch, self.data.next(groups))
+        return prompt_rows(epoch, order(epoch, self.data.next(groups)))
 
 
 def ordered(rows: Rows, by: tuple[int, int], members: int) -> Rows:

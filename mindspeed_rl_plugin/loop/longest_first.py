@@ -1,0 +1,37 @@
+"""Which prompts engines begin with: those whose responses were long before, so that none of these ends alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from mindspeed_rl_plugin.rows import Group, Prompt
+
+
+class LongestFirst:
+    """Orders the prompts of an epoch by the mean length of earlier responses to them, longest first. One that is new
+    counts as the mean of all. Pure numbers, the same on every rank.
+
+    step: groups of an optimizer step, within which prompts change places: each step trains on the same ones.
+    """
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+        self._rows: dict[Group, tuple[int, int]] = {}  # of those that are not finished: row of the data, prompt tokens
+        self._lengths: dict[int, float] = {}  # row of the data -> tokens of a response
+
+    def order(self, epoch: int, prompts: Sequence[Prompt]) -> list[Prompt]:
+        """The prompts of an epoch in the order of its groups."""
+        usual = sum(self._lengths.values()) / max(len(self._lengths), 1)
+        ordered: list[Prompt] = []
+        for first in range(0, len(prompts), self.step):
+            part = prompts[first : first + self.step]
+            ordered += sorted(part, key=lambda prompt: -self._lengths.get(prompt.row, usual))
+        self._rows |= {(epoch, group): (p.row, len(p.tokens)) for group, p in enumerate(ordered)}
+        return ordered
+
+    def finished(self, lengths: Mapping[Group, Sequence[int]]) -> None:
+        """Groups that are sampled; lengths: of their rows, prompts included."""
+        for group, of_rows in lengths.items():
+            if group in self._rows and of_rows:
+                row, prompt = self._rows.pop(group)
+                self._lengths[row] = sum(of_rows) / len(of_rows) - prompt
