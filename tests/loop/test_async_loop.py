@@ -32,6 +32,7 @@ def numbers(result) -> list[list[float]]:
         pytest.param(0, marks=pytest.mark.slow),
         pytest.param(1, marks=pytest.mark.slow),
         2,
+        pytest.param(3, marks=pytest.mark.slow),
         pytest.param(4, marks=pytest.mark.slow),
     ],
 )
@@ -49,22 +50,36 @@ def test_the_strict_order_is_a_lagged_synchronous_run_bit_by_bit(job, monkeypatc
     assert [line["lag/max"] for line in firsts] == [min(e, k) for e in range(6)]
 
 
+@pytest.mark.slow
+def test_two_strict_engines_are_two_synchronous_ones_bit_by_bit(job, monkeypatch) -> None:
+    """Each samples its part of a rollout, whichever is the faster one."""
+    monkeypatch.setenv("LAG", "1")
+    common = ("--train-iters", "8", *SIZES)
+    order = ("--rl-schedule", "async", "--rl-generators", "2", *STRICT, "--rl-max-staleness", "1")
+    strict = job(*common, *order, ranks=4, name="async").run()
+    oracle = job(*common, ranks=2, name="sync", script=LAGGED).run()
+    assert numbers(strict) == numbers(oracle)
+    assert len({line["reward/mean"] for line in strict.metrics[::2]}) > 1, "rewards that never change show nothing"
+
+
 LAYOUTS = {
     "TP2-to-TP2": ("--tensor-model-parallel-size", "2", "--rl-generate-tp", "2", "--rl-generators", "2"),
     "PP2-to-two-engines": ("--pipeline-model-parallel-size", "2", "--rl-generators", "2"),
     "DP2-to-TP1": ("--rl-generators", "1"),
+    "EP2-to-TP2EP2": (
+        *("--expert-model-parallel-size", "2", "--rl-generate-tp", "2", "--rl-generate-ep", "2"),
+        *("--rl-generators", "2"),
+    ),
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_engines_of_other_sizes_agree_with_the_trainers(job, nothing_left, layout: str) -> None:
+def test_engines_of_other_sizes_agree_with_the_trainers(job, nothing_left, moe_model, layout: str) -> None:
     """Without lag each log-prob of the engine is the trainer's; weights are compared by digests."""
-    flags = LAYOUTS[layout]
-    ranks = 2 + int(flags[-1])
-    result = job(
-        "--train-iters", "4", *ASYNC, "--rl-max-staleness", "0", *flags, "--rl-verify-weights", ranks=ranks
-    ).run()
+    flags = ("--train-iters", "4", *ASYNC, "--rl-max-staleness", "0", "--rl-verify-weights", *LAYOUTS[layout])
+    of_experts = {"model": moe_model} if "EP2" in layout else {}
+    result = job(*flags, ranks=2 + int(flags[-1]), **of_experts).run()
     worst = [line["logp_diff/max"] for line in result.metrics]
     assert len(worst) == 4 and max(worst) < AGREEMENT, worst
     assert all(line["grad_norm"] > 1e-3 for line in result.metrics)
@@ -84,6 +99,14 @@ def test_an_evaluation_has_one_version_and_does_not_stop_training(job, arithmeti
     nothing_left()
 
 
+FAILING = """
+import os
+
+def grade(response):
+    if os.path.exists(__file__ + ".bad"):
+        raise KeyError("lost")
+    return 1.0
+"""
 # Every other group gets nothing, so that it teaches nothing.
 OWN = """
 from tensordict import TensorDict
@@ -103,12 +126,13 @@ class Joined:
         self.job, self.python = job, python
         self.engines: list[subprocess.Popen] = []
 
-    def join(self, moment: str = "never") -> subprocess.Popen:
+    def join(self, moment: str = "never", ranks: int = 1) -> subprocess.Popen:
         found, end = None, time.monotonic() + 120
         while found is None and time.monotonic() < end:
             time.sleep(0.1)
             found = re.search(r"generate --join (\S+) --secret-file (\S+)", self.job.log_file(0).read_text())
-        command = [self.python, str(JOINED), moment, "--join", found[1], "--secret-file", found[2]]
+        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
+        command = [self.python, *torchrun, str(JOINED), moment, "--join", found[1], "--secret-file", found[2]]
         env = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
         with (self.job.save / f"engine{len(self.engines)}.log").open("w") as log:
             engine = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=env, start_new_session=True)
@@ -189,6 +213,46 @@ def test_an_engine_leaves_and_another_one_comes(job, joined, nothing_left) -> No
     nothing_left()
 
 
+@pytest.mark.slow
+def test_an_engine_of_two_ranks_joins(job, joined, nothing_left) -> None:
+    """Its ranks pull and work together; it leaves when the job has ended."""
+    running = job("--train-iters", "4", *ASYNC, "--rl-generators", "0", "--rl-max-staleness", "0", ranks=1).dumping()
+    running.start()
+    engine = joined(running).join(ranks=2)
+    result = running.wait(120)
+    assert result.code == 0 and engine.wait(30) == 0, result.log[-3000:]
+    assert trained(running) == [(e, g, m) for e in range(4) for g in range(4) for m in range(4)]
+    assert max(line["logp_diff/max"] for line in result.metrics) < AGREEMENT
+    nothing_left()
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_all_ranks_and_the_engines_that_joined(job, joined, nothing_left) -> None:
+    """As a shell sends it: to the launcher and all its ranks."""
+    running = job("--train-iters", "1000", *ASYNC, cold=True).dumping()
+    running.start()
+    guest = joined(running).join()
+    while not list((running.save / "dump").glob("*.parquet")):
+        time.sleep(0.05)
+    os.killpg(running.processes[0].pid, signal.SIGINT)
+    assert "[rl] interrupted in iteration" in running.wait(60).log
+    assert guest.wait(60) is not None
+    nothing_left()
+
+
+@pytest.mark.slow
+def test_a_grader_that_fails_ends_the_job(job, nothing_left, tmp_path) -> None:
+    (tmp_path / "grader.py").write_text(FAILING)
+    running = job("--train-iters", "1000", *ASYNC, "--rl-reward", f"{tmp_path}/grader.py:grade").dumping()
+    running.start()
+    while not list((running.save / "dump").glob("*.parquet")):
+        time.sleep(0.05)
+    (tmp_path / "grader.py.bad").touch()
+    result = running.wait(60)
+    assert result.code != 0 and "KeyError: 'lost'" in result.log
+    nothing_left()
+
+
 @pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_job_whose_trainer_or_generator_dies_ends(job, joined, nothing_left, rank: int) -> None:
     """Ranks of one launcher fall together; an engine that had joined them ends by itself."""
@@ -233,6 +297,23 @@ def test_a_free_run_that_is_resumed_trains_each_row_once(job, arithmetic) -> Non
 
 
 @pytest.mark.slow
+def test_an_exact_resume_samples_nothing_anew(job, arithmetic) -> None:
+    """Rollouts that were admitted before the checkpoint keep the weights that sampled them then. The run ends in the
+    middle of a rollout, and is evaluated there once."""
+    data = ("--rl-eval-data", str(arithmetic / "heldout.jsonl"), "--rl-eval-every", "9")
+    flags = ("--save-interval", "4", *SIZES, *ASYNC, "--rl-max-staleness", "2", "--rl-exact-resume", *data)
+    job("--train-iters", "9", *flags, "--exit-interval", "4", name="run").dumping().run()
+    last = job("--train-iters", "9", *flags, name="run").dumping()
+    result = last.run()
+    assert [line["iteration"] for line in result.metrics] == [*range(1, 10)]
+    assert trained(last) == [(e, g, m) for e in range(5) for g in range(8) for m in range(4)]
+    # Publication 2 of 4 steps was out at the checkpoint, so rollouts up to 4 were admitted, all that there are.
+    files = (last.save / "dump").glob("*.parquet")
+    assert max(v for f in files for v in pq.read_table(f, columns=["version"])["version"].to_pylist()) <= 4
+    assert [e["iteration"] for e in result.evaluations] == [0, 9]
+
+
+@pytest.mark.slow
 def test_dynamic_sampling_and_a_users_stage(job, tmp_path) -> None:
     """Dropped groups are replaced by new ones within the bound; a stage of the user's own comes after the grades."""
     own = tmp_path / "own.py"
@@ -256,7 +337,7 @@ def test_dynamic_sampling_and_a_users_stage(job, tmp_path) -> None:
 
 @pytest.mark.slow
 def test_what_is_ahead_holds_flags_until_the_run_is_over(job, nothing_left) -> None:
-    """Half a run cannot become synchronous, or staler than it was admitted; a whole one can, and can go on."""
+    """Half a run cannot become synchronous; a whole one can."""
     common = ("--save-interval", "3", *SIZES)
     first = job("--train-iters", "12", *common, *ASYNC, "--exit-interval", "6", name="run").run()
     assert [line["iteration"] for line in first.metrics] == [*range(1, 7)]
@@ -265,11 +346,9 @@ def test_what_is_ahead_holds_flags_until_the_run_is_over(job, nothing_left) -> N
     result = refused.wait(120)
     assert result.code != 0 and "prompts that were admitted ahead" in result.log
     assert "--rl-schedule was async, now sync" in result.log
-    job("--train-iters", "12", *common, *ASYNC, name="run").run()
-    more = job("--train-iters", "16", *common, *ASYNC, name="run").run()
-    assert [line["iteration"] for line in more.metrics] == [*range(1, 17)]
-    last = job("--train-iters", "18", *common, ranks=1, name="run").run()
-    assert [line["iteration"] for line in last.metrics] == [*range(1, 19)]
+    job("--train-iters", "8", *common, *ASYNC, name="run").run()
+    last = job("--train-iters", "10", *common, ranks=1, name="run").run()
+    assert [line["iteration"] for line in last.metrics] == [*range(1, 11)]
     nothing_left()
 
 

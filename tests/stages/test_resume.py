@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import re
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ import torch
 
 from mindspeed_rl_plugin.algorithms import resolve
 from mindspeed_rl_plugin.config import AlgorithmConfig, RLConfig, add_flags
+from mindspeed_rl_plugin.config.schedule_flags import ScheduleConfig
 from mindspeed_rl_plugin.dock import make_docks
 from mindspeed_rl_plugin.launch.checkpoint_files import outline
 from mindspeed_rl_plugin.loop import docks
@@ -20,7 +22,7 @@ from mindspeed_rl_plugin.loop.arithmetic import derive_from_args
 from mindspeed_rl_plugin.loop.build import dock_size, table_of
 from mindspeed_rl_plugin.loop.inputs import Inputs
 from mindspeed_rl_plugin.loop.placement import Placement
-from mindspeed_rl_plugin.loop.resume import renamed
+from mindspeed_rl_plugin.loop.resume import check_ahead, renamed
 from mindspeed_rl_plugin.loop.rollout_plan import RolloutPlan, of_epoch
 from mindspeed_rl_plugin.loop.run import Run
 from mindspeed_rl_plugin.loop.schedules import Job, Schedule
@@ -251,3 +253,28 @@ def test_a_stage_that_deferred_groups_have_not_passed_is_refused_and_one_that_th
     resumed(added, passed)
     with pytest.raises(ValueError, match=f"1 groups .* {stored}: .* --rl-stage"):
         resumed(plain, passed)
+
+
+AHEAD = {
+    "the same": ({}, {}, True, ""),
+    "staler is no harm": ({"max_staleness": 3}, {}, True, ""),
+    "strict goes on free": ({}, {"strict": True}, True, ""),
+    "synchronous": ({"schedule": "sync"}, {}, True, "--rl-schedule was async, now sync"),
+    "less stale": ({"max_staleness": 1}, {}, True, "--rl-max-staleness was 2, now 1"),
+    "free goes on strict": ({"async_order": "strict"}, {}, True, "--rl-async-order was free, now strict"),
+    "without what deferred": ({}, {}, False, "dynamic sampling, which deferred some, was on, now off"),
+}
+
+
+@pytest.mark.parametrize("case", AHEAD)
+def test_flags_that_cannot_go_on_with_what_is_admitted_ahead_are_refused(case):
+    flags, admission, dynamic, said = AHEAD[case]
+    cut = {"--rl-rollout-prompts": 4, "--rl-samples-per-prompt": 2}
+    saved = {"staleness": 2, "strict": False, **admission}
+    state = {"queue": [(3, 4), (4, 2)], "cut": cut, "carried": [(2, 0)], "admission": saved}
+    now = ScheduleConfig(**{"schedule": "async", "max_staleness": 2, **flags})
+    with pytest.raises(ValueError, match=f"holds 6 prompts .*{said}") if said else contextlib.nullcontext():
+        check_ahead(state, cut, now, 9, dynamic)
+    with pytest.raises(ValueError, match="--rl-samples-per-prompt was 2, now 8"):
+        check_ahead(state, cut | {"--rl-samples-per-prompt": 8}, now, 9, dynamic)
+    check_ahead({**state, "queue": []}, cut, now, 9, dynamic)
