@@ -2,6 +2,7 @@
 
     python examples/learning.py                                     # all presets, seed 0
     python examples/learning.py --presets ppo dapo --seeds 0 1 2
+    python examples/learning.py --presets grpo --seeds 0 1 2 --schedules streamed "async 0" "async 1"
     python examples/learning.py --table docs/learning-results.md    # and the rows into the table
 
 A seed's data and pretrained checkpoint are the quickstart's: those under runs/quickstart are taken where they are,
@@ -9,12 +10,14 @@ else made once under runs/learning. A preset is the launch script with `RL_ARGS`
 quickstart's rollout, about a quarter of its steps, a larger learning rate. Accuracy is greedy, on held-out numbers.
 DPO gets pairs in the place of a reward, the careful pupil's answer and the careless one's, and is measured by the
 margin of held-out pairs.
+A schedule `async K` has one rank that trains and one that generates, at most K publications ahead.
 Exits 1 when a run ends without a clear rise (`RISE`).
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import shutil
@@ -44,6 +47,9 @@ PRESETS: dict[str, tuple[str, ...]] = {
     "cispo": (),
     "dpo": ("--lr", "6e-4"),
 }
+APART = "--rl-schedule async --rl-generators 1 --rl-correction truncate --rl-max-staleness"
+SCHEDULES: dict[str, tuple[str, ...]] = {"sync": (), "streamed": ("--rl-schedule", "streamed")}
+SCHEDULES |= {f"async {k}": (*APART.split(), str(k)) for k in (0, 1, 2, 4)}
 RL_ARGS = (
     "--rl-max-prompt-length 16 --rl-max-response-length 8 --global-batch-size 256 --micro-batch-size 32 "
     "--lr 2.5e-4 --min-lr 0 --lr-decay-style linear --lr-warmup-iters 0 --weight-decay 0 --log-interval 1000 "
@@ -54,8 +60,8 @@ BEGIN, END = "<!-- rows: written by examples/learning.py -->", "<!-- end of rows
 
 @dataclass(frozen=True)
 class Outcome:
-    """One run. measure: accuracy (share of held-out prompts) or margin (nats, beta x difference of gains); before and
-    after: its first and last held-out value; iterations: optimizer steps."""
+    """One run. schedule: of `SCHEDULES`; measure: accuracy (share of held-out prompts) or margin (nats, beta x
+    difference of gains); before and after: its first and last held-out value; iterations: optimizer steps."""
 
     preset: str
     seed: int
@@ -63,6 +69,7 @@ class Outcome:
     before: float
     after: float
     iterations: int
+    schedule: str = "sync"
 
     @property
     def learned(self) -> bool:
@@ -112,7 +119,15 @@ def write_pairs(numbers: Path, pairs: Path) -> None:
     pairs.write_text("".join(json.dumps(row) + "\n" for row in wrong))
 
 
-def run(preset: str, seed: int, base: Path, out: Path, iterations: int, more: tuple[str, ...] = ()) -> Outcome:
+def run(
+    preset: str,
+    seed: int,
+    base: Path,
+    out: Path,
+    iterations: int,
+    schedule: str = "sync",
+    more: tuple[str, ...] = (),
+) -> Outcome:
     """Train a preset from a pretrained checkpoint. base: of `pretrained`; out: replaced; more: further flags."""
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
@@ -129,23 +144,24 @@ def run(preset: str, seed: int, base: Path, out: Path, iterations: int, more: tu
     }[kind]
     flags = ["--load", str(base / "pretrained"), "--rl-algorithm", preset, "--seed", str(1 + seed)]
     flags += ["--rl-prompt-data", str(files[0]), "--rl-eval-data", str(files[1]), "--rl-eval-every", str(iterations)]
-    flags += ["--train-iters", str(iterations), *RL_ARGS.split(), *generation, *PRESETS[preset], *more]
+    flags += ["--train-iters", str(iterations), *RL_ARGS.split(), *generation, *PRESETS[preset]]
+    flags += [*SCHEDULES[schedule], *more]
     launch(out / "tune.log", data, out / "tuned", flags)
     measure, name = ("margin", "eval/dpo_margin") if preset == "dpo" else ("accuracy", "eval/accuracy")
     rows = read_metrics(out / "tuned" / "rl")
     values = column(rows, name)
     steps = max(row["iteration"] for row in rows)
-    return Outcome(preset, seed, measure, values[0], values[-1], steps)
+    return Outcome(preset, seed, measure, values[0], values[-1], steps, schedule)
 
 
 def record(outcomes: list[Outcome], table: Path) -> None:
-    """Put the rows of these runs into a table, in the place of those of the same preset and seed. The rows stand
-    beside it as JSON lines, from which the table is made. Raises ValueError for a file without the two marks."""
+    """Put the rows of these runs into a table, in the place of those of the same preset, schedule and seed. The rows
+    stand beside it as JSON lines, from which the table is made. Raises ValueError for a file without the two marks."""
     rows_file = table.with_suffix(".jsonl")
     known = [Outcome(**json.loads(line)) for line in rows_file.read_text().splitlines()] if rows_file.exists() else []
-    merged = {(o.preset, o.seed): o for o in [*known, *outcomes]}
-    order = list(PRESETS)
-    every = sorted(merged.values(), key=lambda o: (order.index(o.preset), o.seed))
+    merged = {(o.preset, o.schedule, o.seed): o for o in [*known, *outcomes]}
+    presets, schedules = list(PRESETS), list(SCHEDULES)
+    every = sorted(merged.values(), key=lambda o: (presets.index(o.preset), schedules.index(o.schedule), o.seed))
     text = table.read_text()
     if BEGIN not in text or END not in text:
         raise ValueError(f"{table} lacks the marks {BEGIN} and {END}; put them where the rows belong")
@@ -156,9 +172,10 @@ def record(outcomes: list[Outcome], table: Path) -> None:
 
 def render(outcomes: list[Outcome]) -> str:
     """The rows as a table in Markdown."""
-    head = "| preset | seed | measured | before | after | steps |\n|---|---|---|---|---|---|\n"
+    head = "| preset | schedule | seed | measured | before | after | steps |\n|---|---|---|---|---|---|---|\n"
     return head + "".join(
-        f"| {o.preset} | {o.seed} | {o.measure} | {o.before:.3f} | {o.after:.3f} | {o.iterations} |\n" for o in outcomes
+        f"| {o.preset} | {o.schedule} | {o.seed} | {o.measure} | {o.before:.3f} | {o.after:.3f} | {o.iterations} |\n"
+        for o in outcomes
     )
 
 
@@ -166,6 +183,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--presets", nargs="+", choices=PRESETS, default=list(PRESETS), metavar="PRESET")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0], metavar="SEED")
+    parser.add_argument("--schedules", nargs="+", choices=SCHEDULES, default=["sync"], metavar="SCHEDULE")
     parser.add_argument("--iterations", type=int, default=ITERATIONS, help="optimizer steps of a run")
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "learning", help="where runs go")
     parser.add_argument("--table", type=Path, help="Markdown file whose table gets the rows of these runs")
@@ -174,13 +192,15 @@ def main() -> int:
     outcomes = []
     for seed in args.seeds:
         base = pretrained(args.out, seed)
-        for preset in args.presets:
-            place = args.out / f"seed{seed}" / preset
-            outcomes.append(run(preset, seed, base, place, args.iterations, tuple(more)))
+        for preset, schedule in itertools.product(args.presets, args.schedules):
+            place = args.out / f"seed{seed}" / preset / schedule.replace(" ", "")
+            outcomes.append(run(preset, seed, base, place, args.iterations, schedule, tuple(more)))
             print(json.dumps(asdict(outcomes[-1])), flush=True)
             if args.table:
                 record(outcomes[-1:], args.table)
-    flat = [f"{o.preset} seed {o.seed}: {o.measure} {o.before} -> {o.after}" for o in outcomes if not o.learned]
+    flat = [
+        f"{o.preset} {o.schedule} seed {o.seed}: {o.measure} {o.before} -> {o.after}" for o in outcomes if not o.learned
+    ]
     for line in flat:
         print(f"learning: no clear rise: {line}", file=sys.stderr)
     return bool(flat)

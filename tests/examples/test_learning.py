@@ -47,9 +47,9 @@ def test_rows_go_into_the_table_in_the_place_of_older_ones(tmp_path):
     learning.record([learning.Outcome("ppo", 0, "accuracy", 0.5, 0.55, 16)], table)
     rows = [line for line in table.read_text().splitlines() if line.startswith("| ")][1:]
     assert rows == [
-        "| ppo | 0 | accuracy | 0.500 | 0.550 | 16 |",
-        "| grpo | 1 | accuracy | 0.500 | 0.800 | 16 |",
-        "| dpo | 0 | margin | 0.000 | 2.000 | 16 |",
+        "| ppo | sync | 0 | accuracy | 0.500 | 0.550 | 16 |",
+        "| grpo | sync | 1 | accuracy | 0.500 | 0.800 | 16 |",
+        "| dpo | sync | 0 | margin | 0.000 | 2.000 | 16 |",
     ]
     assert table.read_text().startswith("above\n") and table.read_text().endswith("\nbelow\n")
     assert first[1].learned and not learning.Outcome("ppo", 0, "accuracy", 0.5, 0.55, 16).learned
