@@ -23,7 +23,7 @@ from mindspeed_rl_plugin.dock.memory import mapped, nameless_file
 from mindspeed_rl_plugin.dock.rpc import Process, Stream, ask, connect
 from mindspeed_rl_plugin.dock.server import Server
 from mindspeed_rl_plugin.dock.sources import LEAST_SECONDS, Maps
-from mindspeed_rl_plugin.dock.versions import Gone
+from mindspeed_rl_plugin.dock.versions import Gone, check_memory
 
 RETRY_SECONDS = 0.05  # until it is tried again to take the place of a process that has just ended
 
@@ -35,6 +35,7 @@ class _Buffer:
     """A nameless file. version: that it holds, None while it is written; users: processes that use it."""
 
     def __init__(self, nbytes: int) -> None:
+        check_memory(1, nbytes, "start fewer engines here, or cut them into more ranks on more machines")
         self.file = nameless_file(max(nbytes, 1))
         self.memory = mapped(self.file, max(nbytes, 1))[:nbytes]
         self.version: int | None = None
@@ -73,7 +74,7 @@ class _Reader:
             buffer, read = self.give(peer, message.version, message.wait)
         except Gone as error:
             return m.Missed(error.newest), ()
-        except (ValueError, OSError) as error:
+        except (ValueError, OSError, MemoryError) as error:
             return m.Failed.of(error), ()
         path = f"/proc/{os.getpid()}/fd/{buffer.file}"
         return m.Staged(message.version, buffer.about, path, self.nbytes, read), ()

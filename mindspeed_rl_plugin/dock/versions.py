@@ -31,17 +31,22 @@ class Gone(ValueError):
         self.version, self.newest = version, newest
 
 
+def check_memory(count: int, nbytes: int, mend: str) -> None:
+    """Raise MemoryError where so many versions do not fit into what is free of this machine's host memory."""
+    if count * nbytes > (left := host_available()):
+        raise MemoryError(
+            f"{count} versions of {nbytes} bytes of weights do not fit into the host memory of this machine, where "
+            f"{left} bytes are free; {mend}"
+        )
+
+
 class Versions:
     """Memory of this rank for `count` versions of `nbytes`, in nameless files. Raises MemoryError where the machine has
     too little."""
 
     def __init__(self, nbytes: int, count: int) -> None:
-        left, self.nbytes = host_available(), nbytes
-        if count * nbytes > left:
-            raise MemoryError(
-                f"{count} versions of {nbytes} bytes of weights do not fit into the host memory of this machine, where "
-                f"{left} bytes are free; keep fewer versions or spread the trainer over more machines"
-            )
+        self.nbytes = nbytes
+        check_memory(count, nbytes, "keep fewer versions or spread the trainer over more machines")
         self._files = [nameless_file(max(nbytes, 1)) for _ in range(count)]
         self._memory = [mapped(file, max(nbytes, 1))[:nbytes] for file in self._files]
         self._held: list[tuple[int, bytes] | None] = [None] * count

@@ -136,3 +136,12 @@ def test_an_error_of_the_read_reaches_all(machine, error) -> None:
             shared.get(1, 20)
     machine.error = None
     assert (second.get(2, 20)[0] == 2).all() and (first.get(2, 20)[0] == 2).all()
+
+
+def test_too_little_memory_is_said_to_all(machine, monkeypatch) -> None:
+    monkeypatch.setattr("mindspeed_rl_plugin.dock.versions.host_available", lambda: NBYTES - 1)
+    first, second = machine.process(), machine.process()
+    with pytest.raises(MemoryError, match=f"1 versions of {NBYTES} bytes .* start fewer engines here"):
+        first.get(1, 20)
+    with pytest.raises(ConnectionError, match="start fewer engines here"):
+        second.get(1, 20)
