@@ -1,6 +1,6 @@
 """One GRPO iteration of this project beside TRL's GRPOTrainer: tokens per second, stage by stage, and peak memory.
 
-    python benchmarks/end_to_end.py --json OUT.json [--cases short] [--arms ours,trl,trl-vllm] [--iterations 6]
+    python benchmarks/end_to_end.py --json OUT.json [--cases short] [--arms ours,ours-async,trl] [--iterations 6]
 
 All arms: two processes with one thread each, the same random-weight model in fp32, the same prompts, the same imposed
 length of each response (an end token cannot come by itself), the same rows in an optimizer step, the same micro-batch,
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import datetime
+import itertools
 import json
 import operator
 import os
@@ -36,16 +37,21 @@ sys.path.insert(0, str(HERE / "training"))
 import workload  # noqa: E402
 
 RANKS = 2
-ARMS = ("ours", "trl")  # by default
-WITH_VLLM = "trl-vllm"  # the second with vLLM for the rollout, as the first has
-KNOWN = (*ARMS, WITH_VLLM)
+APART = "--rl-schedule async --rl-generators 1 --rl-correction truncate"  # one process trains, one generates
+# This project's arms -> flags of their schedule.
+OURS = {"ours": (), "ours-streamed": ("--rl-schedule", "streamed"), "ours-async": tuple(APART.split())}
+TRLS = ("trl", "trl-vllm")  # the second with vLLM for the rollout, as this project has
+KNOWN = (*OURS, *TRLS)
+ARMS = ("ours", "ours-async", "trl")  # by default
 DRIFT = 1e-3  # most difference of log-probs between TRL's engine and its trainer, both fp32
 WARM_UP = 2  # iterations that are not counted
 SAMPLE_SECONDS = 0.5
 UNITS = {"tokens_per_second": "tokens/s", "iteration": "s", "peak_memory": "MiB"}
-# (case, metric) -> bound of this project's value over TRL's
+# (case, metric) -> bound of this project's value over TRL's: of tokens per second with its best schedule, of memory
+# with the default one
 TARGETS = {
-    **{(case, "tokens_per_second"): (">", 1.0) for case in ("short", "vocabulary", "vocabulary-short")},
+    ("short", "tokens_per_second"): (">=", 1.1),
+    **{(case, "tokens_per_second"): (">", 1.0) for case in ("vocabulary", "vocabulary-short")},
     ("long-tailed", "tokens_per_second"): (">=", 2.0),
     **{(case, "peak_memory"): ("<=", 0.5) for case in ("vocabulary", "vocabulary-short")},
 }
@@ -204,13 +210,15 @@ def _run(command: Sequence[str], log: Path) -> float:
 def run(arms: Sequence[str], cases: Sequence[str], iterations: int, repeats: int) -> Iterator[list[dict[str, Any]]]:
     """Rows of the result after each arm's job: medians over the repeats so far."""
     seen: dict[tuple[str, str, str], list[float]] = {}
-    runner = {"ours": run_ours, "trl": run_trl, WITH_VLLM: lambda *case: run_trl(*case, "vllm")}
+    runner = {arm: lambda *case, flags=flags: run_ours(*case, *flags) for arm, flags in OURS.items()}
+    runner |= {"trl": run_trl, "trl-vllm": lambda *case: run_trl(*case, "vllm")}
     with tempfile.TemporaryDirectory(prefix="end-to-end-") as directory:
         for name in cases:
             workload.write(Path(directory) / name, workload.CASES[name])
         for repeat in range(repeats):
             for name in cases:
-                for arm in arms if repeat % 2 == 0 else arms[::-1]:
+                turn = repeat % len(arms)
+                for arm in (*arms[turn:], *arms[:turn]):
                     begin = time.monotonic()
                     metrics = runner[arm](workload.CASES[name], Path(directory) / name, iterations)
                     for metric, value in metrics.items():
@@ -219,7 +227,10 @@ def run(arms: Sequence[str], cases: Sequence[str], iterations: int, repeats: int
                     took = f"{time.monotonic() - begin:.0f} s"
                     print(f"{repeat + 1}/{repeats} {arm} {name} {took} {shown}", file=sys.stderr, flush=True)
                     yield [
-                        {"arm": a, "case": c, "metric": m, "value": statistics.median(v), "unit": UNITS.get(m, "s")}
+                        {
+                            **{"arm": a, "case": c, "metric": m, "unit": UNITS.get(m, "s")},
+                            **{"value": statistics.median(v), "range": [min(v), max(v)]},
+                        }
                         for (a, c, m), v in seen.items()
                     ]
 
@@ -229,33 +240,37 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     value = {(r["arm"], r["case"], r["metric"]): r["value"] for r in rows}
     stages = [m for m in dict.fromkeys(r["metric"] for r in rows) if m not in UNITS]
     metrics = [*UNITS, *stages]  # seconds but for the first and third
-    lines = [f"| case | arm | {' | '.join(metrics)} |", f"|---|---|{'---|' * len(metrics)}"]
+    spread = {(r["arm"], r["case"]): r["range"] for r in rows if r["metric"] == "tokens_per_second"}
+    lines = [f"| case | arm | {' | '.join(metrics)} | tokens_per_second, least to most |"]
+    lines += [f"|---|---|{'---|' * len(metrics)}---|"]
     ratios = []
     for case in dict.fromkeys(r["case"] for r in rows):
         for arm in KNOWN:
             if (arm, case, "iteration") in value:
                 cells = [f"{value[arm, case, m]:.4g}" if (arm, case, m) in value else "" for m in metrics]
-                lines.append(f"| {case} | {arm} | {' | '.join(cells)} |")
-        for other in KNOWN[1:]:
+                least, most = spread[arm, case]
+                lines.append(f"| {case} | {arm} | {' | '.join(cells)} | {least:.4g} to {most:.4g} |")
+        for arm, other in itertools.product(OURS, TRLS):
             speed, memory = (
-                [value.get((arm, case, metric)) for arm in ("ours", other)]
-                for metric in ("tokens_per_second", "peak_memory")
+                [value.get((a, case, metric)) for a in (arm, other)] for metric in ("tokens_per_second", "peak_memory")
             )
             if all(speed):
                 faster, larger = speed[0] / speed[1], memory[0] / memory[1]
-                ratios.append(f"{case}: {faster:.2f}x the tokens per second of {other}, {larger:.2f}x its memory")
+                ratios.append(f"{case}: {arm} {faster:.2f}x the tokens per second of {other}, {larger:.2f}x its memory")
     return "\n".join([*lines, *ratios])
 
 
 def targets(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Rows of arm "ours/trl" for each target of the issue that the rows can tell of."""
+    """Rows of an arm of this project over TRL for each target of the issues that the rows can tell of."""
     value = {(r["arm"], r["case"], r["metric"]): r["value"] for r in rows}
     reached = []
     for (case, metric), (sign, bound) in TARGETS.items():
-        ours, theirs = (value.get((arm, case, metric)) for arm in ARMS)
-        if ours is not None and theirs is not None:
-            ratio = {"arm": "ours/trl", "case": case, "metric": metric, "value": ours / theirs, "unit": "ratio"}
-            reached.append({**ratio, "target": f"{sign} {bound:g}", "reached": HOLDS[sign](ours / theirs, bound)})
+        arms = [arm for arm in (OURS if metric == "tokens_per_second" else ("ours",)) if (arm, case, metric) in value]
+        if arms and ("trl", case, metric) in value:
+            best = max(arms, key=lambda arm: value[arm, case, metric])
+            ratio = value[best, case, metric] / value["trl", case, metric]
+            row = {"arm": f"{best}/trl", "case": case, "metric": metric, "value": ratio, "unit": "ratio"}
+            reached.append({**row, "target": f"{sign} {bound:g}", "reached": HOLDS[sign](ratio, bound)})
     return reached
 
 
@@ -280,7 +295,8 @@ def main() -> None:
     print(table(rows))
     for row in targets(rows):
         result = "reached" if row["reached"] else "NOT reached"
-        print(f"{row['case']} {row['metric']}: {row['value']:.2f}x TRL's, asked {row['target']}: {result}")
+        whose = row["arm"].removesuffix("/trl")
+        print(f"{row['case']} {row['metric']}: {whose} {row['value']:.2f}x TRL's, asked {row['target']}: {result}")
     load = f"load {before:.1f} before and {os.getloadavg()[0]:.1f} after"
     now = datetime.datetime.now().strftime("%Y-%m-%d %H:%M")
     print(f"{now}, {os.cpu_count()} cores, {load}, median of {args.repeats} x {args.iterations - WARM_UP} iterations")
