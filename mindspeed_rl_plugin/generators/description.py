@@ -10,6 +10,7 @@ from typing import Any
 
 import mindspeed_rl_plugin
 from mindspeed_rl_plugin.engine.vllm_engine import VllmOptions
+from mindspeed_rl_plugin.prompts.tokenizer import vocabulary_digest
 from mindspeed_rl_plugin.rows import Sampling
 
 JOB, WEIGHTS = "job", "weights"  # what the dock's directory has of the job
@@ -19,7 +20,8 @@ JOB, WEIGHTS = "job", "weights"  # what the dock's directory has of the job
 class Description:
     """engine: options of an engine as the job's flags say; sampling: of a rollout's responses; seed: base of their
     seeds; inflight: what new weights do to responses in the making; strict: whether each rollout is sampled by one
-    version, in equal parts; deadline: seconds of any wait; version: of the package."""
+    version, in equal parts; deadline: seconds of any wait; vocabulary: `vocabulary_digest` of the tokenizer, "" where
+    engines need none; version: of the package."""
 
     engine: VllmOptions
     sampling: Sampling
@@ -27,7 +29,16 @@ class Description:
     inflight: str
     strict: bool
     deadline: float
+    vocabulary: str = ""
     version: str = mindspeed_rl_plugin.__version__
+
+    def check_tokenizer(self, path: str | None) -> None:
+        """Raise ValueError where a tokenizer that engines need is not the job's. path: its directory here."""
+        if self.vocabulary and (mine := vocabulary_digest(path or "")) != self.vocabulary:
+            raise ValueError(
+                f"the tokenizer in {path} has other tokens (digest {mine}) than the job's (digest {self.vocabulary}), "
+                "with which --rl-stop ends responses; give --tokenizer a copy of the job's"
+            )
 
     def to_json(self) -> str:
         """As text."""

@@ -38,6 +38,7 @@ def serve(
         if job.strict and share is None:
             raise ValueError("--rl-async-order strict deals rollouts to the engines of its start: none can join later")
         options = replace(job.engine, sleep_mode=False, **changed)
+        job.check_tokenizer(options.tokenizer)
         experts = team.size if options.expert_parallel > 1 else 1
         options = replace(options, tensor_parallel=team.size, expert_parallel=experts)
         engine = VllmEngine(options)

@@ -16,6 +16,7 @@ from mindspeed_rl_plugin.loop.admission import Admission
 from mindspeed_rl_plugin.loop.async_schedule import AsyncSchedule
 from mindspeed_rl_plugin.loop.inputs import Inputs
 from mindspeed_rl_plugin.loop.schedules import Job, Stages
+from mindspeed_rl_plugin.prompts.tokenizer import vocabulary_digest
 from mindspeed_rl_plugin.reshard.layout import ModelShape, Parallel
 from mindspeed_rl_plugin.reshard.publish import Publisher, TrainerWeights
 from mindspeed_rl_plugin.rows import Sampling
@@ -32,8 +33,10 @@ def build_schedule(
     kept = max(2, schedule.max_staleness + 1) if strict else 2
     publisher = _publisher(inputs, job, model, kept)
     dtype = engine_options.dtype_of(inputs.args, config.rollout.engine_dtype)
+    engine = engine_options.options(inputs, dtype)
     description = Description(
-        engine=engine_options.options(inputs, dtype),
+        engine=engine,
+        vocabulary=vocabulary_digest(engine.tokenizer) if engine.tokenizer else "",
         sampling=sampling,
         seed=inputs.response_seed,
         inflight=schedule.inflight,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,15 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     except (OSError, ValueError, KeyError) as error:
         holds = ", ".join(sorted(p.name for p in place.iterdir())[:8]) or "nothing"
         raise ValueError(f"no tokenizer can be loaded from {path!r}, which holds {holds}: {error}") from error
+
+
+def vocabulary_digest(path: str) -> str:
+    """What two tokenizers that give the same tokens have alike: a digest of all tokens with their ids. Raises
+    ValueError as `load_tokenizer` does, and where `path` is no directory."""
+    if not Path(path).is_dir():
+        raise ValueError(f"no tokenizer can be loaded from {path!r}: there is no such directory here")
+    vocabulary = json.dumps(sorted(load_tokenizer(path).get_vocab().items()))
+    return hashlib.blake2b(vocabulary.encode(), digest_size=8).hexdigest()
 
 
 def read_json(path: Path) -> dict[str, Any]:

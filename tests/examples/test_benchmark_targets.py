@@ -73,6 +73,13 @@ def test_trl_with_vllm_is_an_arm_of_its_own(monkeypatch: pytest.MonkeyPatch) -> 
     assert (target["arm"], target["value"]) == ("ours-async/trl", 4.0), "the best schedule, over TRL as it comes"
 
 
+def test_a_step_of_the_engine_is_cut_into_what_a_step_and_a_sequence_cost(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = load("engine_step", monkeypatch)
+    rows = [{"batch": b, "part": "model", "milliseconds": 3.0 + 0.5 * b} for b in (1, 4, 16)]
+    (line,) = bench.lines(rows)
+    assert (line["part"], round(line["a_step"], 6), round(line["a_sequence"], 6)) == ("model", 3.0, 0.5)
+
+
 def test_each_response_of_vllm_has_its_imposed_length(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(BENCHMARKS / "training"))
     import trl_vllm
