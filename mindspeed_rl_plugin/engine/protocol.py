@@ -56,6 +56,10 @@ class Engine(Protocol):
         also with timeout 0. All ranks of the engine return at the same step, whatever their clocks say.
         """
 
+    def step_along(self, steps: int) -> list[Completion]:
+        """Exactly so many steps, dummy ones where nothing is queued here, and the responses that are finished. Engines
+        that share experts call it together, whoever of them has responses queued."""
+
     def keep_step(self) -> None:
         """Step along with the engines that share experts with this one until none of them has responses queued.
 

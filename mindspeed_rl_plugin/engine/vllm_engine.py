@@ -155,6 +155,19 @@ class VllmEngine:
                     return finished
         return []
 
+    def step_along(self, steps: int) -> list[Completion]:
+        """So many steps with the engines that share experts; see `Engine`."""
+        finished: list[Completion] = []
+        with self._process.lent():
+            for _ in range(steps):
+                if self._running:
+                    finished += self._step()
+                elif self._sharers is not None:
+                    self._sharers.any_works(True)
+                    with self._in_time():
+                        vllm_api.dummy_step(self._engine)
+        return finished
+
     def keep_step(self) -> None:
         """Dummy steps until no engine that shares experts has requests; see `Engine`."""
         self._must_be_idle("keep_step")

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from mindspeed_rl_plugin.dock import Dock
-from mindspeed_rl_plugin.engine.vllm_engine import VllmEngine
+from mindspeed_rl_plugin.engine.vllm_engine import VllmEngine, VllmOptions
 from mindspeed_rl_plugin.generators.description import JOB, WEIGHTS, Description
 from mindspeed_rl_plugin.generators.lead import Lead
 from mindspeed_rl_plugin.generators.service import Service
@@ -39,8 +39,7 @@ def serve(
             raise ValueError("--rl-async-order strict deals rollouts to the engines of its start: none can join later")
         options = replace(job.engine, sleep_mode=False, **changed)
         job.check_tokenizer(options.tokenizer)
-        experts = team.size if options.expert_parallel > 1 else 1
-        options = replace(options, tensor_parallel=team.size, expert_parallel=experts)
+        options = sized(options, team.size)
         engine = VllmEngine(options)
         parallel = EngineParallel(options.tensor_parallel, options.expert_parallel)
         weights = TrainerWeights.parse(about[WEIGHTS])
@@ -54,7 +53,9 @@ def serve(
             deadline=job.deadline,
             sharing=dock.exchange.once_a_machine,
         )
-        lead = Lead(dock, job, options.max_running, share, leaving or threading.Event()) if team.leads else None
+        lead = None
+        if team.leads:
+            lead = Lead(dock, job, options.max_running, engine.replicas, share, leaving or threading.Event())
         try:
             Service(engine, puller, job, team, lead).run()
         finally:
@@ -62,3 +63,16 @@ def serve(
         engine.shutdown()
     finally:
         dock.close()
+
+
+def sized(options: VllmOptions, ranks: int) -> VllmOptions:
+    """Options of an engine on so many ranks: those of engines that share experts must be as many as the job says, else
+    tensor parallelism is over all of them. Raises ValueError."""
+    if options.sharing == 1:
+        return replace(options, tensor_parallel=ranks, expert_parallel=ranks if options.expert_parallel > 1 else 1)
+    if ranks != options.expert_parallel:
+        raise ValueError(
+            f"the job spreads experts over {options.expert_parallel} ranks (--rl-generate-ep), here are {ranks}: start "
+            f"the engine by torchrun with --nproc-per-node {options.expert_parallel}"
+        )
+    return options

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -25,10 +25,10 @@ EMPTY_SECONDS = 0.02  # before it asks again where all rows are done
 
 @dataclass(frozen=True)
 class Turn:
-    """What all ranks of the engine do next. requests: to submit; pull, apply: versions to pull beside the engine's
-    steps, and to put into the engine now, -1 for none; end: whether to leave."""
+    """What all ranks of the engine do next. requests: to submit, each with the replica that takes it; pull, apply:
+    versions to pull beside the engine's steps, and to put into the engine now, -1 for none; end: whether to leave."""
 
-    requests: tuple[GenerateRequest, ...] = ()
+    requests: tuple[tuple[int, GenerateRequest], ...] = ()
     pull: int = -1
     apply: int = -1
     end: bool = False
@@ -36,24 +36,33 @@ class Turn:
 
 @dataclass
 class _Row:
-    """A leased row."""
+    """A leased row. replica: that samples it."""
 
     lease: Lease
     bound: Bound
     request: GenerateRequest
+    replica: int = -1
 
 
 class Lead:
-    """slots: responses that the engine samples at once; share: of each rollout under a strict order, (i, n); leaving:
+    """slots: responses that a replica samples at once; replicas: engines that share experts, and work for the job as
+    one, else 1; share: of each rollout under a strict order, (i, n); leaving:
     set where the engine is to leave.
 
     counts: since the engine joined: responses, tokens, seconds without work by cause, and what weights cost.
     """
 
     def __init__(
-        self, dock: Dock, job: Description, slots: int, share: tuple[int, int] | None, leaving: threading.Event
+        self,
+        dock: Dock,
+        job: Description,
+        slots: int,
+        replicas: int,
+        share: tuple[int, int] | None,
+        leaving: threading.Event,
     ) -> None:
-        self.dock, self.job, self.slots, self.share, self.leaving = dock, job, slots, share, leaving
+        self.dock, self.job, self.share, self.leaving = dock, job, share, leaving
+        self.slots, self.replicas = slots, replicas
         self.news = News(dock)
         self.version = self.pulled = self.pulling = -1
         self.counts: dict[str, float] = {}
@@ -86,8 +95,8 @@ class Lead:
         rows = [self._held.popleft() for _ in range(choice.resume)]
         if choice.take:
             rows += self._taken(choice.take, idle=not self._running and not rows)
-        self._running |= {row.request.id: row for row in rows}
-        return Turn(tuple(row.request for row in rows))
+        self._deal(rows)
+        return Turn(tuple((row.replica, row.request) for row in rows))
 
     def done(self, completions: Iterable[Completion], digest: str | None) -> None:
         """Write finished responses into the dock. A job that has left needs none."""
@@ -134,10 +143,18 @@ class Lead:
             announced=self.news.version,
             running=[row.bound for row in self._running.values()],
             held=[row.bound for row in self._held],
-            slots=self.slots,
+            slots=self.slots * self.replicas,
             drain=self.job.inflight == "drain",
             strict=self.job.strict,
         )
+
+    def _deal(self, rows: Sequence[_Row]) -> None:
+        """Each row to the replica with the most free slots."""
+        work = Counter(row.replica for row in self._running.values())
+        for row in rows:
+            row.replica = min(range(self.replicas), key=lambda replica: work[replica])
+            work[row.replica] += 1
+            self._running[row.request.id] = row
 
     def _report(self) -> None:
         now = time.monotonic()

@@ -14,9 +14,10 @@ from mindspeed_rl_plugin.generators.description import Description
 from mindspeed_rl_plugin.generators.lead import Lead, Turn, continued
 from mindspeed_rl_plugin.generators.team import Team
 from mindspeed_rl_plugin.reshard.pull import Puller
-from mindspeed_rl_plugin.rows import GenerateRequest, SampleId
+from mindspeed_rl_plugin.rows import Completion, GenerateRequest, SampleId
 
 POLL_SECONDS = 0.2  # of the engine's steps, at most, before its first rank looks for rows and weights again
+STEPS = 8  # the same, of engines that share experts: all take as many
 
 
 class Weights:
@@ -73,7 +74,8 @@ class Service:
 
     def run(self) -> None:
         """Work until the job leaves, or until this engine is to leave."""
-        self._requests: dict[SampleId, GenerateRequest] = {}
+        self._requests: dict[SampleId, GenerateRequest] = {}  # in the making here
+        self._making = 0  # responses in the making, those of engines that share experts with this one too
         self._weights = Weights(self.puller, self.lead.pull_ended if self.lead else lambda version: None)
         while not (turn := self.team.broadcast(self.lead.next() if self.lead else None)).end:
             self._take(turn)
@@ -85,14 +87,24 @@ class Service:
             self._apply(turn.apply)
         if self.job.strict and turn.requests:
             self.engine.update_weights(self.engine.version, self.engine.digest)  # no prefix of what came before is left
-        self._submit(turn.requests)
-        if not self._requests:
-            return
-        finished = self.engine.poll(POLL_SECONDS)
+        self._submit(tuple(request for replica, request in turn.requests if replica == self.engine.replica))
+        self._making += len(turn.requests)
+        if self._making:
+            finished = self._step()
+            self._making -= len(finished)
+            if self.lead is not None:
+                self.lead.done(finished, self.engine.digest)
+
+    def _step(self) -> list[Completion]:
+        """Work for a while; what all replicas have finished."""
+        engine, alone = self.engine, self.engine.replicas == 1
+        finished = engine.poll(POLL_SECONDS) if alone else engine.step_along(STEPS)
         for completion in finished:
             del self._requests[completion.id]
-        if self.lead is not None:
-            self.lead.done(finished, self.engine.digest)
+        if alone:
+            return finished
+        parts = self.team.gather(finished if engine.leader else [])
+        return [completion for part in parts for completion in part]
 
     def _submit(self, requests: tuple[GenerateRequest, ...]) -> None:
         if requests:

@@ -231,7 +231,7 @@ def _schedule(args: Any, config: RLConfig) -> Iterator[str]:
 
 
 def _apart(config: RLConfig) -> Iterator[str]:
-    schedule, rollout, correction = config.schedule, config.rollout, config.algorithm.correction
+    schedule, correction = config.schedule, config.algorithm.correction
     lag = f"--rl-max-staleness {schedule.max_staleness}"
     if schedule.generators is None:
         yield (
@@ -250,11 +250,6 @@ def _apart(config: RLConfig) -> Iterator[str]:
         )
     if schedule.async_order == "strict" and schedule.generators == 0:
         yield "--rl-async-order strict needs engines whose number is fixed; give --rl-generators N, or order free"
-    if rollout.generate_ep > rollout.generate_tp:
-        yield (
-            f"--rl-generate-ep {rollout.generate_ep}: with --rl-schedule async each engine has its experts to itself; "
-            f"give at most --rl-generate-tp {rollout.generate_tp}"
-        )
     if config.reward.reward_model_device == "accelerator":
         yield (
             "--rl-reward-model-device accelerator: with --rl-schedule async reward models would run beside "
@@ -306,8 +301,8 @@ def _model(args: Any, config: RLConfig) -> Iterator[str]:
     rope_scaling(args)
     dtype = config.rollout.engine_dtype
     itemsize = (args.params_dtype if dtype == "auto" else getattr(torch, dtype)).itemsize
-    tp = config.rollout.generate_tp
-    world = (config.schedule.generators or tp) if config.schedule.apart else args.world_size
+    ranks = max(config.rollout.generate_tp, config.rollout.generate_ep)
+    world = (config.schedule.generators or ranks) if config.schedule.apart else args.world_size
     sizes = dict(world=world, max_positions=args.max_position_embeddings, itemsize=itemsize)
     yield from engine_problems(shape, config, kind=get_device().kind, **sizes)
     if shape.table.experts:

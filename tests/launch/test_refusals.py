@@ -227,7 +227,6 @@ BAD = [
     (ASYNC | {"--rl-async-order": "strict"}, "--rl-async-order strict ... --rl-generators N"),
     (ASYNC | {"--rl-reward-model-device": "accelerator"}, "--rl-reward-model-device accelerator ... host"),
     (ASYNC | {"--rl-filtration": "pow", "--rl-filtration-whole-batch": ""}, "async ... --rl-filtration-whole-batch"),
-    (MOE | ASYNC | {"--rl-generate-tp": "2", "--rl-generate-ep": "4"}, "--rl-generate-ep 4 ... at most ... 2"),
     ({"--rl-max-staleness": "2"}, "--rl-max-staleness ... --rl-schedule async"),
     ({"--rl-schedule": "streamed", "--rl-inflight": "drain"}, "--rl-inflight ... --rl-schedule async"),
     ({"--rl-generators": "1"}, "--rl-generators ... --rl-schedule async"),

@@ -70,6 +70,9 @@ LAYOUTS = {
         *("--expert-model-parallel-size", "2", "--rl-generate-tp", "2", "--rl-generate-ep", "2"),
         *("--rl-generators", "2"),
     ),
+    "EP2-to-two-that-share-experts": (
+        *("--expert-model-parallel-size", "2", "--rl-generate-ep", "2", "--rl-generators", "2"),
+    ),
 }
 
 
