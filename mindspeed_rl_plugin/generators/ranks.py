@@ -14,7 +14,7 @@ import torch.distributed as dist
 from mindspeed_rl_plugin.device import get_device
 from mindspeed_rl_plugin.environment import attempt, become_part, launch_env, master_address, say
 
-KEY = "dock"
+KEY, ENDED = "dock", "ended"  # in the launcher's store
 
 
 @dataclass(frozen=True)
@@ -86,6 +86,19 @@ def store() -> dist.Store:
 def publish_address(address: str, secret_file: str) -> None:
     """Called by the first trainer, once its dock takes others."""
     store().set(KEY, f"{address} {Path(secret_file).read_text()}")
+
+
+def publish_end() -> None:
+    """Called by the first trainer of a job that has come to its end."""
+    store().set(ENDED, "")
+
+
+def has_ended() -> bool:
+    """Whether the job came to its end; an engine may still have been on its way then."""
+    try:
+        return store().check([ENDED])
+    except dist.DistError:
+        return False  # the launcher is gone too
 
 
 def wait_for_address(deadline: float) -> tuple[str, bytes]:

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 
 from mindspeed_rl_plugin.environment import is_part, last_words, launch_env, leave_to_first_rank
-from mindspeed_rl_plugin.generators.ranks import Split, join_group, part, wait_for_address
+from mindspeed_rl_plugin.generators.ranks import Split, has_ended, join_group, part, wait_for_address
 
 
 def split_of(argv: Sequence[str]) -> Split | None:
@@ -62,6 +62,8 @@ def _generate(split: Split, engine: int) -> None:
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
     except (ValueError, OSError, RuntimeError, AssertionError) as error:
+        if isinstance(error, ConnectionError) and has_ended():
+            sys.exit(0)
         last_words(f"{who} stops: {type(error).__name__}: {error}", later=isinstance(error, ConnectionError))
         raise
     sys.exit(0)

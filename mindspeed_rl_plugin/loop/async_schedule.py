@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,7 @@ class AsyncSchedule(RolloutSchedule):
     """publisher: of this rank's weights, of which it keeps the `kept` newest; model: its chunks; strict: whether each
     rollout must be sampled by the newest version at its admission; whole: whether a checkpoint waits until all that is
     admitted is graded; evaluation: None without data; members: most rows of a group; secret_file: with which engines
-    join, gone at the end."""
+    join, gone at the end; ended: called by the leader when the run has ended well."""
 
     def __init__(
         self,
@@ -54,12 +54,13 @@ class AsyncSchedule(RolloutSchedule):
         evaluation: EvaluateApart | None,
         members: int,
         secret_file: Path,
+        ended: Callable[[], None],
     ) -> None:
         super().__init__(job, stages, rounds)
         self.admission, self.publisher, self.kept = admission, publisher, kept
         self.model, self.strict, self.whole = model, strict, whole
         self.evaluation, self.grader = evaluation, Grader(stages.reward, members, self._end)
-        self.secret_file = secret_file
+        self.secret_file, self.ended = secret_file, ended
         self._closing = threading.Event()
         self._published: dict[str, float] = {}
         self._versions: list[int] = []  # that this process has published
@@ -121,6 +122,11 @@ class AsyncSchedule(RolloutSchedule):
         self.grader.stop()
         if self.job.topology.leader:
             self.secret_file.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Engines of the launcher that are still on their way hear that they are too late."""
+        if self.job.topology.leader:
+            self.ended()
 
     # inside
 

@@ -10,7 +10,7 @@ from typing import Any
 from mindspeed_rl_plugin.dock.joining import own_address
 from mindspeed_rl_plugin.environment import say
 from mindspeed_rl_plugin.generators.description import JOB, WEIGHTS, Description
-from mindspeed_rl_plugin.generators.ranks import publish_address
+from mindspeed_rl_plugin.generators.ranks import publish_address, publish_end
 from mindspeed_rl_plugin.loop import engine_options
 from mindspeed_rl_plugin.loop.admission import Admission
 from mindspeed_rl_plugin.loop.async_schedule import AsyncSchedule
@@ -61,6 +61,7 @@ def build_schedule(
         evaluation=evaluation,
         members=max(sizes.members, samples + 1),
         secret_file=secret_file,
+        ended=publish_end if schedule.generators else lambda: None,
     )
 
 
