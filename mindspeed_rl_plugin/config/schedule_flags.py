@@ -2,9 +2,33 @@
 
 from __future__ import annotations
 
+import argparse
+import re
 from dataclasses import dataclass
 
 from mindspeed_rl_plugin.config.flag import flag
+
+
+class Generators(str):
+    """Who generates, as given: "N", the last N ranks of the job; or "ray:N[,tp=T][,device=cpu|cuda|npu]", N engines of
+    T ranks that Ray places. ranks, engines: how many of these, one of them 0; device: "" for the trainers' own.
+
+    Raises argparse.ArgumentTypeError for anything else."""
+
+    _FORM = re.compile(r"ray:(?P<engines>[1-9]\d*)(,tp=(?P<tp>[1-9]\d*))?(,device=(?P<device>cpu|cuda|npu))?")
+
+    def __new__(cls, text: str) -> Generators:
+        value = super().__new__(cls, text)
+        on_ray = cls._FORM.fullmatch(text)
+        if not on_ray and not text.isdecimal():
+            raise argparse.ArgumentTypeError(
+                f"{text!r} is neither a number of ranks nor ray:N[,tp=T][,device=cpu|cuda|npu] with N and T at least 1"
+            )
+        value.ranks = 0 if on_ray else int(text)
+        value.engines = int(on_ray["engines"]) if on_ray else 0
+        value.tp = int((on_ray and on_ray["tp"]) or 1)
+        value.device = (on_ray and on_ray["device"]) or ""
+        return value
 
 
 @dataclass(frozen=True)
@@ -18,12 +42,11 @@ class ScheduleConfig:
         "generate the next rollouts while the others train, see --rl-generators",
         choices=("sync", "streamed", "async"),
     )
-    generators: int | None = flag(
+    generators: Generators | None = flag(
         None,
-        "with async: the last N ranks of the job generate, the others are the Megatron job that trains; 0: only "
-        "engines that join it (`python -m mindspeed_rl_plugin generate`)",
-        unit="ranks",
-        least=0,
+        "with async: N, the last N ranks of the job generate, the others are the Megatron job that trains; 0, only "
+        "engines that join it (`python -m mindspeed_rl_plugin generate`); ray:N[,tp=T][,device=cpu|cuda|npu], N "
+        "engines of T ranks that Ray places on its cluster",
     )
     max_staleness: int = flag(
         1,
@@ -49,6 +72,11 @@ class ScheduleConfig:
         "with async: a checkpoint waits until all admitted prompts are answered and graded, so that a resumed run "
         "samples none of them anew (always so with --rl-async-order strict); without, those in the making are",
     )
+
+    @property
+    def generator_ranks(self) -> int:
+        """Ranks of the launcher that generate."""
+        return self.generators.ranks if self.apart and self.generators else 0
 
     @property
     def apart(self) -> bool:

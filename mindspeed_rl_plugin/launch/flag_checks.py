@@ -29,6 +29,7 @@ from mindspeed_rl_plugin.engine.hf_moe import routing_problems
 from mindspeed_rl_plugin.engine.hf_rope import rope_scaling
 from mindspeed_rl_plugin.environment import is_part, launch_env
 from mindspeed_rl_plugin.forward.settings import length_multiple, takes_boundaries
+from mindspeed_rl_plugin.generators.guests import check_ray
 from mindspeed_rl_plugin.launch import checkpoint_files as files
 from mindspeed_rl_plugin.launch import conversion, critic_files, disk, taken_over, upstream_checks
 from mindspeed_rl_plugin.launch.dist_files import DistFiles
@@ -236,19 +237,21 @@ def _apart(config: RLConfig) -> Iterator[str]:
     if schedule.generators is None:
         yield (
             "--rl-schedule async: which ranks generate? Give --rl-generators N, of which the last N ranks of the job "
-            "do; or 0, where only engines generate that join it"
+            "do; 0, where only engines generate that join it; or ray:N"
         )
-    if schedule.generators and not is_part():
+    if schedule.generator_ranks and not is_part():
         yield (
             f"--rl-generators {schedule.generators}: these ranks did not leave the job of the trainers in time; start "
             "with -m mindspeed_rl_plugin, or make mindspeed_rl_plugin.adaptor the first import of the script"
         )
+    if schedule.generators and schedule.generators.engines and launch_env()["rank"] == 0:
+        yield from check_ray(schedule.generators, config.monitor.wait_timeout)
     if schedule.max_staleness > 0 and correction == "off":
         yield (
             f"{lag}: responses of older weights need importance weights; give --rl-correction truncate, mask, "
             "decoupled or decoupled-clip, or --rl-max-staleness 0"
         )
-    if schedule.async_order == "strict" and schedule.generators == 0:
+    if schedule.async_order == "strict" and schedule.generators and not schedule.generator_ranks:
         yield "--rl-async-order strict needs engines whose number is fixed; give --rl-generators N, or order free"
     if config.reward.reward_model_device == "accelerator":
         yield (
@@ -302,7 +305,7 @@ def _model(args: Any, config: RLConfig) -> Iterator[str]:
     dtype = config.rollout.engine_dtype
     itemsize = (args.params_dtype if dtype == "auto" else getattr(torch, dtype)).itemsize
     ranks = max(config.rollout.generate_tp, config.rollout.generate_ep)
-    world = (config.schedule.generators or ranks) if config.schedule.apart else args.world_size
+    world = (config.schedule.generator_ranks or ranks) if config.schedule.apart else args.world_size
     sizes = dict(world=world, max_positions=args.max_position_embeddings, itemsize=itemsize)
     yield from engine_problems(shape, config, kind=get_device().kind, **sizes)
     if shape.table.experts:

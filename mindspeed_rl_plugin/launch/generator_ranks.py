@@ -11,6 +11,7 @@ import signal
 import sys
 from collections.abc import Sequence
 
+from mindspeed_rl_plugin.config.schedule_flags import Generators
 from mindspeed_rl_plugin.environment import is_part, last_words, launch_env, leave_to_first_rank
 from mindspeed_rl_plugin.generators.ranks import Split, has_ended, join_group, part, wait_for_address
 
@@ -20,18 +21,19 @@ def split_of(argv: Sequence[str]) -> Split | None:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--rl-algorithm")
     parser.add_argument("--rl-schedule", default="sync")
-    for name, default in (("generators", 0), ("generate-tp", 1), ("generate-ep", 1)):
-        parser.add_argument(f"--rl-{name}", type=int, default=default)
+    parser.add_argument("--rl-generators", type=Generators, default=Generators("0"))
+    for name in ("generate-tp", "generate-ep"):
+        parser.add_argument(f"--rl-{name}", type=int, default=1)
     parser.add_argument("--rl-wait-timeout", type=float, default=1800.0)
     try:
         flags, _ = parser.parse_known_args(argv)
     except argparse.ArgumentError:
         return None  # Megatron's parser says what is wrong
-    if not flags.rl_algorithm or flags.rl_schedule != "async" or flags.rl_generators < 1:
+    if not flags.rl_algorithm or flags.rl_schedule != "async" or not flags.rl_generators.ranks:
         return None
     env = launch_env()
     engine = max(flags.rl_generate_tp, flags.rl_generate_ep, 1)
-    return Split(env["world_size"], env["local_world_size"], flags.rl_generators, engine, flags.rl_wait_timeout)
+    return Split(env["world_size"], env["local_world_size"], flags.rl_generators.ranks, engine, flags.rl_wait_timeout)
 
 
 def leave_if_generator() -> None:

@@ -176,7 +176,7 @@ def derive_from_args(args: Any) -> Arithmetic:
 
 def engines_of(config: RLConfig, world: int) -> int:
     """Rollout engines of a job whose trainers have `world` ranks, at its start."""
-    ranks = config.schedule.generators or 0 if config.schedule.apart else world
+    ranks = config.schedule.generator_ranks if config.schedule.apart else world
     return ranks // config.rollout.generate_tp
 
 

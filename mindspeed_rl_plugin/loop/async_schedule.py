@@ -10,11 +10,11 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mindspeed_rl_plugin.environment import flush_output, last_words
+from mindspeed_rl_plugin.generators.guests import Guests
 from mindspeed_rl_plugin.loop.admission import Admission
 from mindspeed_rl_plugin.loop.async_metrics import Engines, token_lag
 from mindspeed_rl_plugin.loop.longest_first import LongestFirst
@@ -36,8 +36,7 @@ PAUSE_SECONDS = 0.005, 0.1  # between two questions of a look, at first and at l
 class AsyncSchedule(RolloutSchedule):
     """publisher: of this rank's weights, of which it keeps the `kept` newest; model: its chunks; strict: whether each
     rollout must be sampled by the newest version at its admission; whole: whether a checkpoint waits until all that is
-    admitted is graded; evaluation: None without data; members: most rows of a group; secret_file: with which engines
-    join, gone at the end; ended: called by the leader when the run has ended well."""
+    admitted is graded; evaluation: None without data; members: most rows of a group; guests: on the leader."""
 
     def __init__(
         self,
@@ -53,14 +52,13 @@ class AsyncSchedule(RolloutSchedule):
         whole: bool,
         evaluation: EvaluateApart | None,
         members: int,
-        secret_file: Path,
-        ended: Callable[[], None],
+        guests: Guests | None,
     ) -> None:
         super().__init__(job, stages, rounds)
         self.admission, self.publisher, self.kept = admission, publisher, kept
         self.model, self.strict, self.whole = model, strict, whole
         self.evaluation, self.grader = evaluation, Grader(stages.reward, members, self._end)
-        self.secret_file, self.ended = secret_file, ended
+        self.guests = guests
         self._closing = threading.Event()
         self._published: dict[str, float] = {}
         self._versions: list[int] = []  # that this process has published
@@ -120,13 +118,13 @@ class AsyncSchedule(RolloutSchedule):
         """End the thread that grades; nobody can join any more."""
         self._closing.set()
         self.grader.stop()
-        if self.job.topology.leader:
-            self.secret_file.unlink(missing_ok=True)
+        if self.guests is not None:
+            self.guests.close()
 
     def close(self) -> None:
         """Engines of the launcher that are still on their way hear that they are too late."""
-        if self.job.topology.leader:
-            self.ended()
+        if self.guests is not None:
+            self.guests.ended()
 
     # inside
 
@@ -204,6 +202,7 @@ class AsyncSchedule(RolloutSchedule):
 
     def _look(self, ids: Sequence[SampleId]) -> int:
         """How many of the rows are not graded; on the leader, after LOOK_SECONDS at most."""
+        self.guests.check()
         end, pause = time.monotonic() + LOOK_SECONDS, PAUSE_SECONDS[0]
         while (left := self._ungraded(ids)) and time.monotonic() < end:
             time.sleep(pause)

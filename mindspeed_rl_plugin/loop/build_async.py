@@ -7,9 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from mindspeed_rl_plugin.config.schedule_flags import ScheduleConfig
 from mindspeed_rl_plugin.dock.joining import own_address
 from mindspeed_rl_plugin.environment import say
 from mindspeed_rl_plugin.generators.description import JOB, WEIGHTS, Description
+from mindspeed_rl_plugin.generators.guests import Guests
 from mindspeed_rl_plugin.generators.ranks import publish_address, publish_end
 from mindspeed_rl_plugin.loop import engine_options
 from mindspeed_rl_plugin.loop.admission import Admission
@@ -44,7 +46,7 @@ def build_schedule(
         deadline=config.monitor.wait_timeout,
     )
     about = {JOB: description.to_json(), WEIGHTS: publisher.weights.text()}
-    secret_file = _invite(job, about, schedule.generators or 0, strict)
+    guests = _invite(job, about, schedule, strict)
     evaluation = None
     if inputs.held_out:
         evaluation = EvaluateApart(job.dock, stages.reward, inputs.held_out, job.ranks, job.monitor, samples)
@@ -60,8 +62,7 @@ def build_schedule(
         whole=strict or schedule.exact_resume,
         evaluation=evaluation,
         members=max(sizes.members, samples + 1),
-        secret_file=secret_file,
-        ended=publish_end if schedule.generators else lambda: None,
+        guests=guests,
     )
 
 
@@ -79,12 +80,17 @@ def _publisher(inputs: Inputs, job: Job, model: Sequence[Any], versions: int) ->
     return Publisher(weights, rank, job.dock.exchange.offer, versions=versions, gather=job.ranks.gather)
 
 
-def _invite(job: Job, about: dict[str, str], generators: int, strict: bool) -> Path:
-    """Engines may join from now on; those of this job's own launcher hear of it. Returns the file with the secret."""
-    secret_file = Path(job.monitor.run_dir).absolute() / "secret"
+def _invite(job: Job, about: dict[str, str], schedule: ScheduleConfig, strict: bool) -> Guests | None:
+    """Engines may join from now on; those of this job's own launcher hear of it, and Ray starts its own. On the
+    leader: what it keeps for them."""
+    folder, ranks = Path(job.monitor.run_dir).absolute(), schedule.generator_ranks
+    secret_file = folder / "secret"
     address = job.dock.exchange.invite(secret_file, own_address(), json.dumps(about))
-    if job.topology.leader and generators:
-        publish_address(address, str(secret_file))
     if not strict:
         say(f"engines may join: python -m mindspeed_rl_plugin generate --join {address} --secret-file {secret_file}")
-    return secret_file
+    if not job.topology.leader:
+        return None
+    if ranks:
+        publish_address(address, str(secret_file))
+    on_ray = schedule.generators if schedule.generators.engines else None
+    return Guests(address, secret_file, publish_end if ranks else lambda: None, on_ray, folder)

@@ -37,6 +37,7 @@ def rank(monkeypatch: pytest.MonkeyPatch):
         "--rl-schedule async --rl-generators 1",
         f"{FLAGS} 0",
         f"{FLAGS} many",
+        f"{FLAGS} ray:2,tp=2",
     ],
 )
 def test_without_generators_all_ranks_train(rank, line: str) -> None:

@@ -1,0 +1,197 @@
+"""Engines that Ray places: `generate --join` as tasks of a cluster, watched and started again.
+
+    python -m mindspeed_rl_plugin.generators.on_ray --engines 2 --ranks 1 --device gpu --check
+    python -m mindspeed_rl_plugin.generators.on_ray --engines 2 --ranks 1 --device gpu --join HOST:PORT --secret-file F
+
+A process of its own, started by the first trainer: Ray takes over signals and threads of the process that drives it.
+It ends with that one, its tasks end with it, and an engine with its task.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mindspeed_rl_plugin.dock.joining import read_secret
+
+RESOURCES = {"cpu": "CPU", "cuda": "GPU", "npu": "NPU"}  # kind of device -> what Ray calls it
+PAUSES = (1.0, 60.0)  # seconds before an engine is started again: at first, and at most
+FAILURES = 5  # in a row after which it is given up
+GOOD_SECONDS = 600.0  # that an engine works, after which its failures are forgotten
+LOOK_SECONDS = 1.0
+FORWARDED = ("PYTHONPATH", "HF_HUB_OFFLINE", "TOKENIZERS_PARALLELISM", "OMP_NUM_THREADS")  # of the job's environment
+PR_SET_PDEATHSIG = 1
+
+
+@dataclass
+class Watched:
+    """An engine. begun: when its task was submitted; failures: in a row; due: when to start it, while it does not
+    run."""
+
+    number: int
+    task: Any = None
+    begun: float = 0.0
+    failures: int = 0
+    due: float = 0.0
+
+
+@dataclass
+class Watch:
+    """Starts engines again until the job ends. start: number -> task; done: (tasks, seconds) -> those that have ended,
+    with exit status and last words; say: prints a line."""
+
+    start: Callable[[int], Any]
+    done: Callable[[Sequence[Any], float], Sequence[tuple[Any, int, str]]]
+    say: Callable[[str], None]
+    clock: Callable[[], float] = time.monotonic
+    engines: list[Watched] = field(default_factory=list)
+
+    def run(self, count: int) -> int:
+        """Until all have ended well, which they do when the job has. Returns the exit status: 1 where one was given
+        up."""
+        self.engines = [Watched(number) for number in range(count)]
+        while self.engines:
+            now = self.clock()
+            for engine in self.engines:
+                if engine.task is None and now >= engine.due:
+                    engine.task, engine.begun = self.start(engine.number), now
+            running = {engine.task: engine for engine in self.engines if engine.task is not None}
+            for task, status, words in self.done(list(running), LOOK_SECONDS):
+                if not self._ended(running[task], status, words):
+                    return 1
+        return 0
+
+    def _ended(self, engine: Watched, status: int, words: str) -> bool:
+        """Whether the watch goes on."""
+        if status == 0:
+            self.engines.remove(engine)
+            return True
+        now = self.clock()
+        engine.failures = 1 if now - engine.begun > GOOD_SECONDS else engine.failures + 1
+        what = f"engine {engine.number} on Ray ended with {status}: {words or 'it said nothing'}"
+        if engine.failures >= FAILURES:
+            self.say(f"{what}; given up after {FAILURES} times in a row")
+            return False
+        pause = min(PAUSES[0] * 2 ** (engine.failures - 1), PAUSES[1])
+        engine.task, engine.due = None, now + pause
+        self.say(f"{what}; started again in {pause:g} s")
+        return True
+
+
+def command(python: str, ranks: int, join: str, secret_file: str) -> list[str]:
+    """The command of one engine."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
+    return [python, *launcher, "-m", "mindspeed_rl_plugin", "generate", "--join", join, "--secret-file", secret_file]
+
+
+def end_with_parent(how: int = signal.SIGTERM) -> None:
+    """This process gets a signal when its parent ends, however that does."""
+    import ctypes
+
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, how)
+
+
+def work(ranks: int, join: str, secret: bytes, environment: Mapping[str, str]) -> tuple[int, str]:
+    """Run one engine on this machine to its end. Its exit status and last line. Runs in a worker of Ray."""
+    env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")}
+    with tempfile.TemporaryDirectory(prefix="rl-engine-") as folder:
+        secret_file = Path(folder) / "secret"  # the folder is this user's alone, and the file must be
+        with os.fdopen(os.open(secret_file, os.O_CREAT | os.O_WRONLY, 0o600), "w") as file:
+            file.write(secret.hex())
+        with subprocess.Popen(
+            command(sys.executable, ranks, join, str(secret_file)),
+            env={**env, **environment},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            preexec_fn=end_with_parent,  # Ray ends a worker by a signal
+        ) as engine:
+            last = ""
+            for line in engine.stdout:
+                print(line, end="", flush=True)  # Ray brings it to the log of the job
+                last = line.strip() if line.startswith(("[rl]", "Traceback")) or "Error" in line else last
+            return engine.wait(), last
+
+
+def connect(ray: Any, options: argparse.Namespace) -> None:
+    """To the cluster that runs. Raises SystemExit where there is none, or it has too little."""
+    try:
+        ray.init(address=os.environ.get("RAY_ADDRESS", "auto"), log_to_driver=True, logging_level="ERROR")
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        where = os.environ.get("RAY_ADDRESS", "this machine")
+        sys.exit(
+            f"--rl-generators ray:{options.engines}: no Ray cluster answers at {where} ({str(error).splitlines()[0]}); "
+            "start one with `ray start --head` here and `ray start --address HOST:6379` on the others, or set "
+            "RAY_ADDRESS"
+        )
+    kind = RESOURCES[options.device]
+    nodes = [node["Resources"].get(kind, 0.0) for node in ray.nodes() if node["Alive"]]
+    fit = sum(int(has // options.ranks) for has in nodes)
+    if fit < options.engines:
+        sys.exit(
+            f"--rl-generators ray:{options.engines},tp={options.ranks} needs {options.engines} times {options.ranks} "
+            f"{kind} of one node each; the nodes of this cluster have {', '.join(f'{has:g}' for has in nodes)}, enough "
+            f"for {fit}; ask for fewer, or add nodes"
+        )
+
+
+def main(argv: Sequence[str]) -> int:
+    """Check, or run until the job ends. Returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m mindspeed_rl_plugin.generators.on_ray")
+    parser.add_argument("--engines", type=int, required=True)
+    parser.add_argument("--ranks", type=int, default=1, help="of an engine")
+    parser.add_argument("--device", choices=RESOURCES, required=True)
+    parser.add_argument("--join", metavar="HOST:PORT")
+    parser.add_argument("--secret-file")
+    parser.add_argument("--check", action="store_true", help="only say whether the cluster has what is asked")
+    options = parser.parse_args(argv)
+    end_with_parent()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    import ray
+
+    connect(ray, options)
+    if options.check:
+        return 0
+    environment = {name: os.environ[name] for name in FORWARDED if name in os.environ}
+    needs = {"cpu": {"num_cpus": options.ranks}, "cuda": {"num_cpus": 0, "num_gpus": options.ranks}}
+    needs["npu"] = {"num_cpus": 0, "resources": {"NPU": options.ranks}}
+    runtime = {"env_vars": environment}
+    remote = ray.remote(**needs[options.device], max_retries=0, runtime_env=runtime)(work)
+    secret = read_secret(options.secret_file)
+
+    def start(number: int) -> Any:
+        return remote.remote(options.ranks, options.join, secret, environment)
+
+    def done(tasks: Sequence[Any], seconds: float) -> list[tuple[Any, int, str]]:
+        if not tasks:
+            time.sleep(seconds)
+            return []
+        ended, _ = ray.wait(list(tasks), num_returns=1, timeout=seconds)
+        results = []
+        for task in ended:
+            try:
+                results.append((task, *ray.get(task)))
+            except ray.exceptions.RayError as error:
+                results.append((task, -1, str(error).strip().splitlines()[0]))
+        return results
+
+    try:
+        return Watch(start, done, lambda line: print(f"[rl] {line}", flush=True)).run(options.engines)
+    finally:
+        with contextlib.suppress(Exception):
+            ray.shutdown()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,97 @@
+"""Engines that Ray places: what is asked of it, how they are watched, and a real local cluster."""
+
+from __future__ import annotations
+
+import argparse
+
+import pytest
+
+from mindspeed_rl_plugin.config.schedule_flags import Generators
+from mindspeed_rl_plugin.generators.guests import check_ray
+from mindspeed_rl_plugin.generators.on_ray import FAILURES, GOOD_SECONDS, Watch, command
+
+
+@pytest.mark.parametrize(
+    ("text", "ranks", "engines", "tp", "device"),
+    [
+        ("0", 0, 0, 1, ""),
+        ("12", 12, 0, 1, ""),
+        ("ray:2", 0, 2, 1, ""),
+        ("ray:3,tp=4", 0, 3, 4, ""),
+        ("ray:1,tp=2,device=npu", 0, 1, 2, "npu"),
+    ],
+)
+def test_who_generates(text, ranks, engines, tp, device):
+    value = Generators(text)
+    assert (value.ranks, value.engines, value.tp, value.device) == (ranks, engines, tp, device) and value == text
+
+
+@pytest.mark.parametrize("text", ["-1", "1.5", "many", "ray", "ray:0", "ray:2,tp=0", "ray:2,device=tpu", "ray:2, tp=2"])
+def test_what_is_neither_is_refused(text):
+    with pytest.raises(argparse.ArgumentTypeError, match="is neither a number of ranks nor ray:N"):
+        Generators(text)
+
+
+def test_an_engine_of_several_ranks_has_a_launcher():
+    alone = ["-m", "mindspeed_rl_plugin", "generate", "--join", "a:1", "--secret-file", "f"]
+    assert command("python", 1, "a:1", "f")[1:] == alone
+    assert command("python", 2, "a:1", "f")[1:5] == ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+
+
+class Cluster:
+    """Tasks that end as they are told, by a virtual clock. ends: engine -> (seconds, status) of each of its tasks."""
+
+    def __init__(self, **ends: list[tuple[float, int]]) -> None:
+        self.now, self.ends = 0.0, {int(name[1:]): list(each) for name, each in ends.items()}
+        self.running: dict[int, tuple[float, int]] = {}
+        self.begun: list[tuple[float, int]] = []
+        self.said: list[str] = []
+        self.tasks: dict[int, int] = {}
+
+    def start(self, number: int) -> int:
+        seconds, status = self.ends[number].pop(0)
+        task = len(self.begun)
+        self.begun.append((self.now, number))
+        self.running[task] = (self.now + seconds, status)
+        return task
+
+    def done(self, tasks, seconds):
+        self.now += seconds
+        over = [task for task in tasks if self.running[task][0] <= self.now]
+        return [(task, self.running.pop(task)[1], "killed") for task in over]
+
+    def watch(self, count: int) -> int:
+        return Watch(self.start, self.done, self.said.append, clock=lambda: self.now).run(count)
+
+
+def test_one_that_ends_is_started_again_until_the_job_ends():
+    cluster = Cluster(e0=[(10, 0)], e1=[(3, 1), (2, -9), (5, 0)])
+    assert cluster.watch(2) == 0
+    assert [number for _, number in cluster.begun] == [0, 1, 1, 1]
+    (first, second, third) = (when for when, number in cluster.begun if number == 1)
+    assert second - first == pytest.approx(3 + 1, abs=1.1) and third - second == pytest.approx(2 + 2, abs=1.1)
+    assert "engine 1 on Ray ended with -9: killed; started again in 2 s" in cluster.said
+
+
+def test_one_that_goes_on_failing_is_given_up_and_good_hours_count():
+    assert Cluster(e0=[(1, 1)] * FAILURES).watch(1) == 1
+    worked = Cluster(e0=[(1, 1)] * (FAILURES - 1) + [(GOOD_SECONDS + 5, 1)] * 3 + [(1, 0)])
+    assert worked.watch(1) == 0 and len(worked.begun) == FAILURES + 3
+
+
+@pytest.mark.slow
+def test_too_much_is_refused(ray_cluster, monkeypatch):
+    monkeypatch.setenv("RAY_ADDRESS", ray_cluster)
+    assert not [*check_ray(Generators("ray:2,device=cpu"), 120)]
+    (problem,) = check_ray(Generators("ray:2,tp=2,device=cpu"), 120)
+    assert "needs 2 times 2 CPU of one node each; the nodes of this cluster have 2, enough for 1" in problem
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    (problem,) = check_ray(Generators("ray:1,device=cpu"), 120)
+    assert "no Ray cluster answers at 127.0.0.1:1" in problem
+
+
+def test_without_ray_the_line_that_installs_it_is_said(monkeypatch):
+    monkeypatch.setattr("mindspeed_rl_plugin.generators.guests.find_spec", lambda name: None)
+    assert [*check_ray(Generators("ray:1"), 1)] == [
+        "--rl-generators ray:1 needs Ray: pip install ray, in the version of the cluster"
+    ]
