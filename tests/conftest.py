@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import shutil
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 WARM = Path(__file__).with_name("warm")
@@ -46,3 +51,29 @@ def torchrun(request: pytest.FixtureRequest) -> Callable[..., subprocess.Complet
         return done
 
     return run
+
+
+@pytest.fixture(scope="session")
+def ray_cluster() -> Iterator[str]:
+    """Address of a Ray cluster: this machine, as one with two CPUs."""
+    folder = tempfile.mkdtemp(prefix="ray")  # its sockets lie in it: a short name
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    where = ["--node-ip-address", "127.0.0.1", "--port", str(port), "--temp-dir", folder]
+    size = ["--num-cpus", "2", "--object-store-memory", "100000000", "--include-dashboard=false"]
+    env = os.environ | {"RAY_raylet_start_wait_time_s": "240", "RAY_USAGE_STATS_ENABLED": "0"}
+    ray = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", *where, *size]
+    started = subprocess.run(ray, env=env, timeout=300, capture_output=True, text=True, cwd=folder)
+    assert started.returncode == 0, started.stdout + started.stderr
+    yield f"127.0.0.1:{port}"
+    own = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if folder in " ".join(process.cmdline()):
+                own.append(process)
+    for process in own:
+        with contextlib.suppress(psutil.Error):
+            process.kill()
+    psutil.wait_procs(own, timeout=20)
+    shutil.rmtree(folder, ignore_errors=True)

@@ -32,13 +32,15 @@ def flag(
     below: float | None = None,
     reader: Reader | None = None,
     pairs: bool = False,
+    form: Callable[[str], Any] | None = None,
 ) -> Any:
     """A config field that is also a flag. A tuple as default makes it take several values, False makes it a switch.
 
     least, most: limits that a value may reach; above, below: limits that it may not reach; reader: None where all
-    algorithms that sample responses read it; pairs: whether an algorithm that learns from given pairs reads it.
+    algorithms that sample responses read it; pairs: whether an algorithm that learns from given pairs reads it;
+    form: reads the text, and raises argparse.ArgumentTypeError where it cannot; the value stays the text.
     """
-    metadata = {"help": help, "unit": unit, "choices": choices, "reader": reader, "pairs": pairs}
+    metadata = {"help": help, "unit": unit, "choices": choices, "reader": reader, "pairs": pairs, "form": form}
     limits = {"least": least, "above": above, "most": most, "below": below}
     return field(default=default, metadata={**metadata, "limits": {k: v for k, v in limits.items() if v is not None}})
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import typing
+from collections.abc import Callable
 from types import UnionType
 from typing import Any
 
@@ -51,4 +52,16 @@ def _argparse_kwargs(group: type, f: dataclasses.Field) -> dict[str, Any]:
         return kwargs | {"action": "store_true" if f.default is False else argparse.BooleanOptionalAction}
     if typing.get_origin(hint) in (UnionType, tuple):  # `int | None`, `tuple[int, ...]`
         hint = typing.get_args(hint)[0]
+    if f.metadata["form"]:
+        hint = _checked(f.metadata["form"])
     return kwargs | {"type": hint} | ({"nargs": "*"} if several else {"choices": f.metadata["choices"]})
+
+
+def _checked(form: Callable[[str], Any]) -> Callable[[str], str]:
+    """The text that a form can read, as it is: Megatron saves its arguments, plain values alone."""
+
+    def checked(text: str) -> str:
+        form(text)
+        return text
+
+    return checked

@@ -8,27 +8,30 @@ from dataclasses import dataclass
 
 from mindspeed_rl_plugin.config.flag import flag
 
+_ON_RAY = re.compile(r"ray:(?P<engines>[1-9]\d*)(,tp=(?P<tp>[1-9]\d*))?(,device=(?P<device>cpu|cuda|npu))?")
 
-class Generators(str):
-    """Who generates, as given: "N", the last N ranks of the job; or "ray:N[,tp=T][,device=cpu|cuda|npu]", N engines of
-    T ranks that Ray places. ranks, engines: how many of these, one of them 0; device: "" for the trainers' own.
 
-    Raises argparse.ArgumentTypeError for anything else."""
+@dataclass(frozen=True)
+class Generators:
+    """Who generates: the last `ranks` ranks of the job; or `engines` engines of `tp` ranks that Ray places. One of
+    these two numbers is 0. device: "" for the trainers' own."""
 
-    _FORM = re.compile(r"ray:(?P<engines>[1-9]\d*)(,tp=(?P<tp>[1-9]\d*))?(,device=(?P<device>cpu|cuda|npu))?")
+    text: str
+    ranks: int = 0
+    engines: int = 0
+    tp: int = 1
+    device: str = ""
 
-    def __new__(cls, text: str) -> Generators:
-        value = super().__new__(cls, text)
-        on_ray = cls._FORM.fullmatch(text)
-        if not on_ray and not text.isdecimal():
-            raise argparse.ArgumentTypeError(
-                f"{text!r} is neither a number of ranks nor ray:N[,tp=T][,device=cpu|cuda|npu] with N and T at least 1"
-            )
-        value.ranks = 0 if on_ray else int(text)
-        value.engines = int(on_ray["engines"]) if on_ray else 0
-        value.tp = int((on_ray and on_ray["tp"]) or 1)
-        value.device = (on_ray and on_ray["device"]) or ""
-        return value
+    @classmethod
+    def parse(cls, text: str) -> Generators:
+        """From `N` or `ray:N[,tp=T][,device=cpu|cuda|npu]`. Raises argparse.ArgumentTypeError for anything else."""
+        if text.isdecimal():
+            return cls(text, ranks=int(text))
+        if found := _ON_RAY.fullmatch(text):
+            return cls(text, 0, int(found["engines"]), int(found["tp"] or 1), found["device"] or "")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is neither a number of ranks nor ray:N[,tp=T][,device=cpu|cuda|npu] with N and T at least 1"
+        )
 
 
 @dataclass(frozen=True)
@@ -42,11 +45,12 @@ class ScheduleConfig:
         "generate the next rollouts while the others train, see --rl-generators",
         choices=("sync", "streamed", "async"),
     )
-    generators: Generators | None = flag(
+    generators: str | None = flag(
         None,
         "with async: N, the last N ranks of the job generate, the others are the Megatron job that trains; 0, only "
         "engines that join it (`python -m mindspeed_rl_plugin generate`); ray:N[,tp=T][,device=cpu|cuda|npu], N "
         "engines of T ranks that Ray places on its cluster",
+        form=Generators.parse,
     )
     max_staleness: int = flag(
         1,
@@ -74,9 +78,14 @@ class ScheduleConfig:
     )
 
     @property
+    def who_generates(self) -> Generators:
+        """`generators`, read."""
+        return Generators.parse(self.generators or "0")
+
+    @property
     def generator_ranks(self) -> int:
         """Ranks of the launcher that generate."""
-        return self.generators.ranks if self.apart and self.generators else 0
+        return self.who_generates.ranks if self.apart else 0
 
     @property
     def apart(self) -> bool:

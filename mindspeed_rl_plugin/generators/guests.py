@@ -18,17 +18,17 @@ ON_RAY = (sys.executable, "-m", "mindspeed_rl_plugin.generators.on_ray")
 def check_ray(wanted: Generators, seconds: float) -> Iterator[str]:
     """Why Ray cannot place the engines that are wanted."""
     if find_spec("ray") is None:
-        yield f"--rl-generators {wanted} needs Ray: pip install ray, in the version of the cluster"
+        yield f"--rl-generators {wanted.text} needs Ray: pip install ray, in the version of the cluster"
         return
     try:
         asked = subprocess.run([*_ray(wanted), "--check"], capture_output=True, text=True, timeout=seconds)
     except subprocess.TimeoutExpired:
-        yield f"--rl-generators {wanted}: Ray did not answer within {seconds:g} s (--rl-wait-timeout)"
+        yield f"--rl-generators {wanted.text}: Ray did not answer within {seconds:g} s (--rl-wait-timeout)"
         return
     if asked.returncode:
-        yield (asked.stderr.strip().splitlines() or [f"--rl-generators {wanted}: Ray ended with {asked.returncode}"])[
-            -1
-        ]
+        yield (
+            asked.stderr.strip().splitlines() or [f"--rl-generators {wanted.text}: Ray ended with {asked.returncode}"]
+        )[-1]
 
 
 def _ray(wanted: Generators) -> list[str]:

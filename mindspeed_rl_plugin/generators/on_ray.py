@@ -13,6 +13,7 @@ import argparse
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -29,6 +30,7 @@ PAUSES = (1.0, 60.0)  # seconds before an engine is started again: at first, and
 FAILURES = 5  # in a row after which it is given up
 GOOD_SECONDS = 600.0  # that an engine works, after which its failures are forgotten
 LOOK_SECONDS = 1.0
+CONNECT_SECONDS = 10.0
 FORWARDED = ("PYTHONPATH", "HF_HUB_OFFLINE", "TOKENIZERS_PARALLELISM", "OMP_NUM_THREADS")  # of the job's environment
 PR_SET_PDEATHSIG = 1
 
@@ -126,9 +128,13 @@ def work(ranks: int, join: str, secret: bytes, environment: Mapping[str, str]) -
 
 def connect(ray: Any, options: argparse.Namespace) -> None:
     """To the cluster that runs. Raises SystemExit where there is none, or it has too little."""
+    address = os.environ.get("RAY_ADDRESS", "auto")
+    host, _, port = address.removeprefix("ray://").rpartition(":")
     try:
-        ray.init(address=os.environ.get("RAY_ADDRESS", "auto"), log_to_driver=True, logging_level="ERROR")
-    except (ConnectionError, RuntimeError, ValueError) as error:
+        if port.isdecimal():  # Ray itself asks for minutes
+            socket.create_connection((host, int(port)), CONNECT_SECONDS).close()
+        ray.init(address=address, log_to_driver=True, logging_level="ERROR")
+    except (OSError, RuntimeError, ValueError) as error:
         where = os.environ.get("RAY_ADDRESS", "this machine")
         sys.exit(
             f"--rl-generators ray:{options.engines}: no Ray cluster answers at {where} ({str(error).splitlines()[0]}); "

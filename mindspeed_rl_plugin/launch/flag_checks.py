@@ -244,8 +244,8 @@ def _apart(config: RLConfig) -> Iterator[str]:
             f"--rl-generators {schedule.generators}: these ranks did not leave the job of the trainers in time; start "
             "with -m mindspeed_rl_plugin, or make mindspeed_rl_plugin.adaptor the first import of the script"
         )
-    if schedule.generators and schedule.generators.engines and launch_env()["rank"] == 0:
-        yield from check_ray(schedule.generators, config.monitor.wait_timeout)
+    if schedule.who_generates.engines and launch_env()["rank"] == 0:
+        yield from check_ray(schedule.who_generates, config.monitor.wait_timeout)
     if schedule.max_staleness > 0 and correction == "off":
         yield (
             f"{lag}: responses of older weights need importance weights; give --rl-correction truncate, mask, "

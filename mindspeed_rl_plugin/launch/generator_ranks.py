@@ -21,7 +21,7 @@ def split_of(argv: Sequence[str]) -> Split | None:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--rl-algorithm")
     parser.add_argument("--rl-schedule", default="sync")
-    parser.add_argument("--rl-generators", type=Generators, default=Generators("0"))
+    parser.add_argument("--rl-generators", type=Generators.parse, default=Generators("0"))
     for name in ("generate-tp", "generate-ep"):
         parser.add_argument(f"--rl-{name}", type=int, default=1)
     parser.add_argument("--rl-wait-timeout", type=float, default=1800.0)

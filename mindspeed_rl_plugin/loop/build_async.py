@@ -92,5 +92,5 @@ def _invite(job: Job, about: dict[str, str], schedule: ScheduleConfig, strict: b
         return None
     if ranks:
         publish_address(address, str(secret_file))
-    on_ray = schedule.generators if schedule.generators.engines else None
+    on_ray = schedule.who_generates if schedule.who_generates.engines else None
     return Guests(address, secret_file, publish_end if ranks else lambda: None, on_ray, folder)

@@ -22,14 +22,14 @@ from mindspeed_rl_plugin.generators.on_ray import FAILURES, GOOD_SECONDS, Watch,
     ],
 )
 def test_who_generates(text, ranks, engines, tp, device):
-    value = Generators(text)
-    assert (value.ranks, value.engines, value.tp, value.device) == (ranks, engines, tp, device) and value == text
+    value = Generators.parse(text)
+    assert (value.ranks, value.engines, value.tp, value.device) == (ranks, engines, tp, device)
 
 
 @pytest.mark.parametrize("text", ["-1", "1.5", "many", "ray", "ray:0", "ray:2,tp=0", "ray:2,device=tpu", "ray:2, tp=2"])
 def test_what_is_neither_is_refused(text):
     with pytest.raises(argparse.ArgumentTypeError, match="is neither a number of ranks nor ray:N"):
-        Generators(text)
+        Generators.parse(text)
 
 
 def test_an_engine_of_several_ranks_has_a_launcher():
@@ -82,16 +82,19 @@ def test_one_that_goes_on_failing_is_given_up_and_good_hours_count():
 @pytest.mark.slow
 def test_too_much_is_refused(ray_cluster, monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", ray_cluster)
-    assert not [*check_ray(Generators("ray:2,device=cpu"), 120)]
-    (problem,) = check_ray(Generators("ray:2,tp=2,device=cpu"), 120)
+    assert not [*check_ray(Generators.parse("ray:2,device=cpu"), 120)]
+    (problem,) = check_ray(Generators.parse("ray:2,tp=2,device=cpu"), 120)
     assert "needs 2 times 2 CPU of one node each; the nodes of this cluster have 2, enough for 1" in problem
+
+
+def test_a_cluster_that_is_not_there_is_refused(monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
-    (problem,) = check_ray(Generators("ray:1,device=cpu"), 120)
+    (problem,) = check_ray(Generators.parse("ray:1,device=cpu"), 120)
     assert "no Ray cluster answers at 127.0.0.1:1" in problem
 
 
 def test_without_ray_the_line_that_installs_it_is_said(monkeypatch):
     monkeypatch.setattr("mindspeed_rl_plugin.generators.guests.find_spec", lambda name: None)
-    assert [*check_ray(Generators("ray:1"), 1)] == [
+    assert [*check_ray(Generators.parse("ray:1"), 1)] == [
         "--rl-generators ray:1 needs Ray: pip install ray, in the version of the cluster"
     ]

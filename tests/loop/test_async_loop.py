@@ -9,6 +9,7 @@ import subprocess
 import time
 from pathlib import Path
 
+import psutil
 import pyarrow.parquet as pq
 import pytest
 
@@ -227,6 +228,31 @@ def test_an_engine_of_two_ranks_joins(job, joined, nothing_left) -> None:
     assert trained(running) == [(e, g, m) for e in range(4) for g in range(4) for m in range(4)]
     assert max(line["logp_diff/max"] for line in result.metrics) < AGREEMENT
     nothing_left()
+
+
+@pytest.mark.slow
+def test_ray_places_engines_and_starts_one_again_that_dies(job, ray_cluster, nothing_left, monkeypatch) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", ray_cluster)
+    running = job("--train-iters", "12", *ASYNC, "--rl-generators", "ray:1,device=cpu", ranks=1).dumping()
+    running.start()
+    while not list((running.save / "dump").glob("*.parquet")):
+        assert running.processes[0].poll() is None, running.log_file(0).read_text()[-3000:]
+        time.sleep(0.05)
+    address = re.search(r"generate --join (\S+)", running.log_file(0).read_text())[1]
+    (engine,) = (p for p in psutil.process_iter(["cmdline"]) if is_engine(p.info["cmdline"], address))
+    engine.kill()
+    result = running.wait(240)
+    watched = (running.run_dir / "engines-on-ray.log").read_text()
+    assert result.code == 0, result.log[-4000:] + watched[-4000:]
+    assert "engine 0 on Ray ended with -9" in watched and "started again in 1 s" in watched
+    assert trained(running) == [(e, g, m) for e in range(12) for g in range(4) for m in range(4)]
+    assert not [p for p in psutil.process_iter(["cmdline"]) if is_engine(p.info["cmdline"], address)]
+    nothing_left()
+
+
+def is_engine(command: list[str] | None, address: str) -> bool:
+    """Of one rank, that joined the job at an address."""
+    return bool(command) and "generate" in command and address in command
 
 
 @pytest.mark.slow
