@@ -26,6 +26,8 @@ from mindspeed_rl_plugin.loop.loop import Loop
 from mindspeed_rl_plugin.loop.rollout_plan import RolloutPlan
 from mindspeed_rl_plugin.loop.schedules import SCHEDULES, Job, Stages
 from mindspeed_rl_plugin.loop.start import Start
+from mindspeed_rl_plugin.loop.timing.calibrate import SETUP, setup_record
+from mindspeed_rl_plugin.loop.timing.inputs import Setup
 from mindspeed_rl_plugin.loop.topology import Topology
 from mindspeed_rl_plugin.monitor.monitor import Monitor
 from mindspeed_rl_plugin.ranks import Collectives
@@ -133,9 +135,18 @@ def make_monitor(inputs: Inputs, topology: Topology, start: Start) -> Monitor:
             "start": start.kind,
             "reference": start.reference_path,
             "graders": list(inputs.config.reward.reward),
+            **timing_setup(inputs, topology.world),
             **({"dump_dir": str(Path(config.dump_dir).resolve())} if config.dump_dir else {}),
         },
     )
+
+
+def timing_setup(inputs: Inputs, ranks: int) -> dict[str, Any]:
+    """What the model of a run's seconds needs of it, for run.json; nothing where no responses are sampled. ranks: that
+    train."""
+    if inputs.algorithm.from_pairs:
+        return {}
+    return {SETUP: setup_record(Setup.of(inputs.config, inputs.sizes, ranks))}
 
 
 def host_memory_budget(inputs: Inputs) -> HostMemoryBudget:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 
+from mindspeed_rl_plugin.algorithms import resolve
+from mindspeed_rl_plugin.config import RLConfig
 from mindspeed_rl_plugin.loop.arithmetic import Arithmetic
 
 
@@ -39,8 +41,9 @@ class Costs:
 class Setup:
     """A run's flags, as far as time depends on them.
 
-    sizes: with `data_parallel` trainers and `engines`; slots: sequences that an engine decodes at once; graders:
-    grading calls at once, of all ranks; prompt_tokens: of a prompt; rounds: of dynamic sampling, 0 without it.
+    sizes: with `data_parallel` trainers and `engines`; trainer_ranks, engine_ranks: of one of these; slots: sequences
+    that an engine decodes at once; graders: grading calls at once, of all ranks; prompt_tokens: of a prompt; limit: most
+    tokens of a response; rounds: of dynamic sampling, 0 without it.
     """
 
     sizes: Arithmetic
@@ -51,7 +54,35 @@ class Setup:
     order: str = "free"
     inflight: str = "keep"
     prompt_tokens: int = 0
+    limit: int = 2**20
     rounds: int = 0
+    trainer_ranks: int = 1
+    engine_ranks: int = 1
+
+    @classmethod
+    def of(cls, config: RLConfig, sizes: Arithmetic, ranks: int) -> Setup:
+        """Of a job whose trainers have so many ranks."""
+        schedule, tp = config.schedule, config.rollout.generate_tp
+        engines = (schedule.generators.engines if schedule.apart and schedule.generators else 0) or sizes.engines
+        return cls(
+            replace(sizes, engines=max(engines, 1)),
+            schedule.schedule,
+            slots=config.rollout.max_running,
+            graders=config.reward.reward_workers * ranks,
+            staleness=schedule.max_staleness,
+            order=schedule.async_order,
+            inflight=schedule.inflight,
+            limit=config.rollout.max_response_length,
+            rounds=config.algorithm.dynamic_sampling_rounds if resolve(config.algorithm).dynamic_sampling else 0,
+            trainer_ranks=ranks // sizes.data_parallel,
+            engine_ranks=schedule.generators.tp if schedule.apart and schedule.generators.engines else tp,
+        )
+
+    @property
+    def world(self) -> int:
+        """Ranks of the job."""
+        trainers, engines = self.sizes.data_parallel * self.trainer_ranks, self.sizes.engines * self.engine_ranks
+        return trainers + engines if self.schedule == "async" else trainers
 
     @property
     def old_logps(self) -> bool:
@@ -61,9 +92,9 @@ class Setup:
 
 @dataclass(frozen=True)
 class Responses:
-    """What is sampled. length: (row of the data, member, random numbers) -> tokens; grading: seconds of a call; rows: of
-    the data, which come in another order in each of its epochs, 0: none comes twice; informative: share of groups whose
-    rewards differ."""
+    """What is sampled. length: (row of the data, member, random numbers) -> tokens; grading: seconds of a call; rows:
+    of the data, which come in another order in each of its epochs, 0: none comes twice; informative: share of groups
+    whose rewards differ."""
 
     length: Callable[[int, int, Random], int]
     grading: Callable[[Random], float] = lambda rng: 0.0

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from random import Random
 
+from mindspeed_rl_plugin.forward import TokenBudget
 from mindspeed_rl_plugin.generators.choice import Bound
 from mindspeed_rl_plugin.loop.admission import Admission
 from mindspeed_rl_plugin.loop.longest_first import LongestFirst
@@ -59,7 +61,10 @@ class _Job:
     def __init__(self, setup: Setup, costs: Costs, responses: Responses, rollouts: int) -> None:
         self.setup, self.costs, self.responses, self.rollouts = setup, costs, responses, rollouts
         ranks = range(setup.sizes.data_parallel)
-        self.plan = RolloutPlan(setup.sizes, Placement((0,) * len(ranks), tuple(ranks), tuple(ranks)))
+        place = Placement((0,) * len(ranks), tuple(ranks), tuple(ranks))
+        # Micro-batches by tokens balance the ranks; how many there are does not matter here.
+        budget = TokenBudget(sys.maxsize, packed=True) if setup.sizes.max_tokens else None
+        self.plan = RolloutPlan(setup.sizes, place, budget)
         self.lengths: dict[SampleId, int] = {}  # of responses
         self.ends: list[float] = []  # of rollouts
         self.marks: list[dict[str, float]] = []  # sums at these ends
@@ -199,11 +204,11 @@ class _Colocated(_Job):
     def _one_by_one(self, ends: Mapping[SampleId, float], done: Sequence[float]) -> float:
         """Each rank grades its part of the groups, with its part of the graders, when its engine is done and all
         responses of its groups are there."""
-        groups, ranks = self.plan.round, len(done)
+        groups, ranks = self.plan.round, len(done) * self.setup.engine_ranks
         parts, result = deal([0] * len(groups), [(0,)] * ranks), 0.0
         for rank in range(ranks):
             mine = self.plan.ids(g for g, part in zip(groups, parts, strict=True) if part == rank)
-            ready = max([done[rank], *(ends[i] for i in mine)])
+            ready = max([done[rank // self.setup.engine_ranks], *(ends[i] for i in mine)])
             graders = Graders(max(self.setup.graders // ranks, 1))
             result = max([result, ready, *(graders.grade(ready, self._grading()) for _ in mine)])
         return result

@@ -1,0 +1,226 @@
+"""Fits the costs of the model to runs that were measured, by their run.json and metrics.jsonl.
+
+Seconds of stages are taken as they are. What they grow with (tokens of the fullest rank, decode steps of the slowest
+engine) is what the model itself counts for such a run with a cost of one second each.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mindspeed_rl_plugin.loop.arithmetic import Arithmetic
+from mindspeed_rl_plugin.loop.timing.inputs import Costs, Responses, Setup, lognormal, sigma_of
+from mindspeed_rl_plugin.loop.timing.simulate import WARM_UP, simulate
+from mindspeed_rl_plugin.monitor.run_files import read_metrics, read_run
+
+SETUP = "setup"  # its place in run.json
+# A decode step's seconds for one more sequence over its fixed seconds, where runs do not tell: their rollouts are all
+# alike. The weights are read once a step whatever the batch; on an accelerator that is most of a step.
+USUAL_RATIO = 0.02
+OLD_SHARE = 1 / 3  # of the update that a forward pass takes, where no run has one
+NOTICE = 0.05  # seconds, mean of the pauses between two looks of the job
+PER_TOKEN = ("update", "logp_ref", "values")
+ONCE = ("reshard", "swap_back")
+INSIDE = ("transfer", "evaluate", "iteration")  # parts of other stages, or no part of an iteration
+TURNS = 5  # of a fit whose every turn is nearer
+COUNTED = 6  # rollouts of the model for each figure
+ALIKE = 1e-3  # of the square of the sine between steps and sequences of all rollouts, below which they are one figure
+
+
+@dataclass(frozen=True)
+class Observed:
+    """A run that was measured. rollouts: of each after the first ones its metrics, seconds of its iterations added;
+    responses: like those of the run."""
+
+    setup: Setup
+    rollouts: Sequence[Mapping[str, float]]
+    responses: Responses
+
+    def mean(self, name: str) -> float | None:
+        """Of a metric over the rollouts that have it."""
+        values = [r[name] for r in self.rollouts if r.get(name) is not None]
+        return statistics.fmean(values) if values else None
+
+    def seconds(self, *stages: str) -> float:
+        """Mean of stages together."""
+        return sum(self.mean(f"seconds/{stage}") or 0.0 for stage in stages)
+
+    @property
+    def iteration(self) -> float:
+        """Mean seconds of an optimizer step."""
+        return self.seconds("iteration") / self.setup.sizes.steps
+
+
+def setup_record(setup: Setup) -> dict[str, Any]:
+    """What run.json has of it under `SETUP`."""
+    return dataclasses.asdict(setup)
+
+
+def read_setup(record: Mapping[str, Any]) -> Setup:
+    """Inverse of `setup_record`."""
+    return Setup(**{**record, "sizes": Arithmetic(**record["sizes"])})
+
+
+def observed(
+    run_dir: str | os.PathLike[str], setup: Setup | None = None, responses: Responses | None = None
+) -> Observed:
+    """A run by its directory. setup, responses: where they are known, else as run.json and the lengths in the metrics
+    say. Raises ValueError where the run left no metrics, no setup or too few rollouts."""
+    lines, run = read_metrics(run_dir), read_run(run_dir)
+    if setup is None and SETUP not in run:
+        raise ValueError(f"{run_dir}: run.json has no {SETUP!r}; it is of an older version of this package, or of DPO")
+    setup = setup or read_setup(run[SETUP])
+    rollouts: list[dict[str, float]] = []
+    for line in lines:
+        if "seconds/iteration" not in line:
+            continue
+        if "seconds/generate" in line:
+            rollouts.append({})
+        if rollouts:
+            _add(rollouts[-1], line)
+    counted = rollouts[WARM_UP:-1] if setup.sizes.steps > 1 else rollouts[WARM_UP:]  # the last one may not be whole
+    if not counted:
+        raise ValueError(
+            f"{run_dir} has {len(rollouts)} rollouts; the first {WARM_UP} are not counted, give a run with more"
+        )
+    prompt = statistics.fmean(map(_all_tokens, counted)) / setup.sizes.samples
+    prompt -= statistics.fmean(r["response/length_mean"] for r in counted)
+    setup = dataclasses.replace(setup, prompt_tokens=setup.prompt_tokens or max(round(prompt), 0))
+    return Observed(setup, counted, responses or _responses(setup, counted))
+
+
+def fit(runs: Sequence[Observed]) -> Costs:
+    """The costs with which the model is nearest to some runs. Those of parts that no run has are taken from others, see
+    the constants of this module."""
+    old, publish, pull, apply = (
+        _mean([run.mean(name) for run in runs])
+        for name in ("seconds/logp_old", "seconds/publish", "weights/pull_seconds", "weights/pause_seconds")
+    )
+    reshard = _mean([run.seconds(*ONCE) for run in runs if run.setup.schedule != "async"]) or 0.0
+    token = _per_unit(runs, "token", *PER_TOKEN)
+    return Costs(
+        token=token,
+        old_token=_per_unit([run for run in runs if run.setup.old_logps], "old_token", "logp_old")
+        if old
+        else OLD_SHARE * token,
+        rollout=_mean([_rest(run) for run in runs]) or 0.0,
+        reshard=reshard,
+        publish=reshard if publish is None else publish,
+        pull=reshard if pull is None else pull,
+        apply=reshard if apply is None else apply,
+        notice=NOTICE,
+        **_decode(runs),
+    )
+
+
+def grading_seconds(run: Observed) -> float | None:
+    """Mean seconds of a grading call, by a run of schedule `sync`; None for others, where it is hidden."""
+    if run.setup.schedule != "sync":
+        return None
+    ranks = run.setup.sizes.engines * run.setup.engine_ranks
+    return run.seconds("reward") * max(run.setup.graders // ranks, 1) * ranks / run.setup.sizes.samples
+
+
+# inside
+
+
+def _add(rollout: dict[str, float], line: Mapping[str, Any]) -> None:
+    for name, value in line.items():
+        if isinstance(value, int | float):
+            rollout[name] = rollout.get(name, 0.0) + value if name.startswith("seconds/") else value
+
+
+def _all_tokens(rollout: Mapping[str, float]) -> float:
+    """Prompt and response tokens of a rollout."""
+    return rollout["tokens_per_second_total"] * rollout["seconds/iteration"]
+
+
+def _responses(setup: Setup, rollouts: Sequence[Mapping[str, float]]) -> Responses:
+    """Lognormal lengths with the mean of the run and as long a tail."""
+    mean = statistics.fmean(r["response/length_mean"] for r in rollouts)
+    longest = [r["response/length_max"] for r in rollouts]
+    limit = max(setup.limit, round(max(longest)))
+    sigma = sigma_of(mean, statistics.median(longest), setup.sizes.samples, limit)
+    informative = statistics.fmean(r.get("sampling/informative") or 1.0 for r in rollouts) if setup.rounds else 1.0
+    return Responses(lognormal(mean, sigma, limit), informative=informative)
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return statistics.fmean(known) if known else None
+
+
+def _units(run: Observed, **cost: float) -> float:
+    """What the model counts of a cost in a rollout of such a run."""
+    return simulate(run.setup, Costs(**cost), run.responses, COUNTED).rollout
+
+
+def _per_unit(runs: Sequence[Observed], cost: str, *stages: str) -> float:
+    return sum(run.seconds(*stages) for run in runs) / sum(_units(run, **{cost: 1.0}) for run in runs)
+
+
+def _rest(run: Observed) -> float:
+    """Seconds of a rollout that belong to no other cost."""
+    known = {*PER_TOKEN, *ONCE, "logp_old", "publish", "generate", "reward", *INSIDE}
+    stages = {name.removeprefix("seconds/") for r in run.rollouts for name in r if name.startswith("seconds/")}
+    return max(run.seconds("iteration") - run.seconds(*(stages & known - set(INSIDE))), 0.0)
+
+
+def _decode(runs: Sequence[Observed]) -> dict[str, float]:
+    """step and sequence: least squares over the rollouts of colocated engines, relative; else by the tokens a second
+    of engines apart."""
+    rows = []
+    for run in runs:
+        if run.setup.schedule == "async":
+            continue
+        # Without grading, in which the model would wait.
+        quick = dataclasses.replace(run, responses=dataclasses.replace(run.responses, grading=lambda rng: 0.0))
+        steps, sequences = _units(quick, step=1.0), _units(quick, sequence=1.0)
+        longest, mean = run.mean("response/length_max"), run.mean("response/length_mean")
+        if run.setup.sizes.samples <= run.setup.slots * run.setup.sizes.engines:  # as many steps as the longest has
+            steps = longest
+        for rollout in run.rollouts:
+            seconds = rollout["seconds/generate"]
+            s = steps * rollout["response/length_max"] / longest
+            q = sequences * rollout["response/length_mean"] / mean
+            rows.append((s / seconds, q / seconds))
+    if not rows:
+        return _decode_apart([run for run in runs if run.mean("engines/tokens_per_second")])
+    ss, sq, qq = (sum(a * b for a, b in pairs) for pairs in (
+        [(s, s) for s, _ in rows], rows, [(q, q) for _, q in rows],
+    ))  # fmt: skip
+    ones, onesq = sum(s for s, _ in rows), sum(q for _, q in rows)
+    determinant = ss * qq - sq * sq
+    if determinant > ALIKE * ss * qq:
+        step, sequence = (ones * qq - onesq * sq) / determinant, (ss * onesq - sq * ones) / determinant
+        if step >= 0 and sequence >= 0:
+            return {"step": step, "sequence": sequence}
+        return {"step": ones / ss, "sequence": 0.0} if sequence < 0 else {"step": 0.0, "sequence": onesq / qq}
+    both = [s + USUAL_RATIO * q for s, q in rows]
+    step = sum(both) / sum(b * b for b in both)
+    return {"step": step, "sequence": USUAL_RATIO * step}
+
+
+def _decode_apart(runs: Sequence[Observed]) -> dict[str, float]:
+    """By the response tokens a second of an engine while it works, with the usual ratio."""
+    if not runs:
+        return {}
+    steps = []
+    for run in runs:
+        idle = sum(run.mean(f"idle/engines_{cause}") or 0.0 for cause in ("starved", "waited"))
+        measured = run.mean("engines/tokens_per_second") / max(1 - idle, 1e-3)
+        quick = dataclasses.replace(run.responses, grading=lambda rng: 0.0)
+        token, step = run.seconds(*PER_TOKEN, "logp_old") / _units(run, token=1.0), 0.01
+        for _ in range(TURNS):
+            costs = Costs(step=step, sequence=USUAL_RATIO * step, token=token)
+            outcome = simulate(run.setup, costs, quick, COUNTED)
+            works = run.setup.sizes.engines * max(1 - sum(outcome.engines.values()), 1e-3)
+            step *= outcome.tokens / works / measured
+        steps.append(step)
+    step = statistics.fmean(steps)
+    return {"step": step, "sequence": USUAL_RATIO * step}
