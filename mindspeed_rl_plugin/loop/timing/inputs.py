@@ -42,8 +42,8 @@ class Setup:
     """A run's flags, as far as time depends on them.
 
     sizes: with `data_parallel` trainers and `engines`; trainer_ranks, engine_ranks: of one of these; slots: sequences
-    that an engine decodes at once; graders: grading calls at once, of all ranks; prompt_tokens: of a prompt; limit: most
-    tokens of a response; rounds: of dynamic sampling, 0 without it.
+    that an engine decodes at once; graders: grading calls at once, of all ranks; prompt_tokens: of a prompt; limit:
+    most tokens of a response; rounds: of dynamic sampling, 0 without it.
     """
 
     sizes: Arithmetic

@@ -3,6 +3,7 @@
     python -m mindspeed_rl_plugin plan --model qwen2.5-32b --train tp8,dp2 --generate tp4,dp4
     python -m mindspeed_rl_plugin plan SCRIPT.sh --generate tp2,ep8
     python -m mindspeed_rl_plugin plan --dock          the bytes of a rollout's samples (dock_volume.py)
+    python -m mindspeed_rl_plugin plan --schedule ...  seconds of an iteration under each schedule (schedule.py)
 
 GB are 1e9 bytes, and MB, in which smaller models are printed, 1e6; MiB are 2**20. Activations and the KV cache are not
 counted; gradients and optimizer state leave the device before any reshard.
@@ -27,7 +28,7 @@ from mindspeed_rl_plugin.tools.layout_args import (
     model_shape,
     train_layout,
 )
-from mindspeed_rl_plugin.tools.plan import dock_volume
+from mindspeed_rl_plugin.tools.plan import dock_volume, schedule
 from mindspeed_rl_plugin.tools.plan.estimate import COMMON, EXPERT, MODES, TENSOR, Estimate, Run, estimate
 from mindspeed_rl_plugin.tools.plan.script_args import read_script
 from mindspeed_rl_plugin.tools.text_table import aligned
@@ -40,6 +41,8 @@ def main(argv: list[str]) -> int:
     """Print the plan. Returns 0, or 1 where the layouts do not fit together."""
     if any(word.startswith("--dock") for word in argv):
         return dock_volume.main(argv)
+    if "--schedule" in argv:
+        return schedule.main(argv)
     options = _parser().parse_args(argv)
     try:
         print("\n".join(report(options)))
@@ -53,7 +56,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m mindspeed_rl_plugin plan",
         description="Memory per device and machine, bytes per rank and link, and seconds of a reshard. "
-        "`plan --dock --help` has the plan of the sample flow.",
+        "`plan --dock --help` has the plan of the sample flow, `plan --schedule --help` that of the schedules.",
     )
     add = parser.add_argument
     add("script", nargs="?", type=Path, help="launch script (bash) whose arguments describe the trainer")

@@ -81,7 +81,7 @@ def read_arguments(flags: Flags, world: int, vocab: int | None = None, folder: P
     args.world_size = world
     if problem := unbuilt_family(args):
         raise ValueError(problem)
-    config, algorithm, refused = _rl_flags(flags)
+    config, algorithm, refused = rl_flags(flags)
     notes: list[str] = []
     if args.mtp_num_layers:
         notes.append(f"--mtp-num-layers {args.mtp_num_layers}: the engine has no such layers; not counted")
@@ -117,7 +117,7 @@ def read_arguments(flags: Flags, world: int, vocab: int | None = None, folder: P
     )
 
 
-def _rl_flags(flags: Flags) -> tuple[RLConfig, Algorithm | None, list[str]]:
+def rl_flags(flags: Flags) -> tuple[RLConfig, Algorithm | None, list[str]]:
     """The script's RL flags; its algorithm, None without one or where a run refuses it; what a run refuses of them,
     whatever its other arguments."""
     parser = add_flags(argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False))

@@ -1,0 +1,256 @@
+"""`plan --schedule`: seconds of an iteration and idle shares under each schedule, by the model of `loop/timing`.
+
+python -m mindspeed_rl_plugin plan --schedule --from SAVE/rl           costs as measured in a run of yours
+python -m mindspeed_rl_plugin plan --schedule SCRIPT.sh --from SAVE/rl     the flags of a script, with these costs
+python -m mindspeed_rl_plugin plan --schedule SCRIPT.sh --step-ms 18       costs by hand
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from mindspeed_rl_plugin.loop.arithmetic import derive
+from mindspeed_rl_plugin.loop.timing import calibrate
+from mindspeed_rl_plugin.loop.timing.inputs import Costs, Responses, Setup, lognormal
+from mindspeed_rl_plugin.loop.timing.simulate import Outcome, simulate
+from mindspeed_rl_plugin.tools.plan.script_args import rl_flags
+from mindspeed_rl_plugin.tools.rehearse.capture import capture
+from mindspeed_rl_plugin.tools.rehearse.command_line import Flags
+from mindspeed_rl_plugin.tools.text_table import aligned
+
+# Option, what it stands for where no run is given, what it is. They are typical of 7B models on one device, no more.
+ASSUMED = (
+    ("--step-ms", 20.0, "milliseconds of a decode step of an engine"),
+    ("--sequence-ms", 0.05, "milliseconds more for each sequence in it"),
+    ("--train-tokens", 8000.0, "tokens a second that a data parallel rank trains on"),
+    ("--reshard-s", 5.0, "seconds of weights to colocated engines and back"),
+    ("--publish-s", 1.0, "seconds in which training stands still for a publication"),
+    ("--pull-s", 3.0, "seconds in which an engine reads weights, beside its steps"),
+    ("--apply-s", 0.5, "seconds in which an engine puts them in"),
+)
+MOST = 8  # numbers of generators that are tried, spread over those that divide
+WORTH = 1.02  # gain below which the simpler schedule is advised
+TAIL, FILL = 0.8, 0.4  # assumed lengths: sigma of the lognormal, mean over the limit
+HEAD = ("schedule", "generators", "s an iteration", "times sync", "trainers starved", "engines starved")
+HEAD += ("back-pressure", "waiting for a version", "lag")
+
+
+def main(argv: list[str]) -> int:
+    """Print the table. Returns 0, or 1 where something does not fit together."""
+    options = _parser().parse_args([word for word in argv if word != "--schedule"])
+    try:
+        print("\n".join(report(options)))
+    except ValueError as error:
+        print(f"plan: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m mindspeed_rl_plugin plan --schedule",
+        description="What an iteration takes under each schedule, and which one to take: a model, not a measurement.",
+    )
+    add = parser.add_argument
+    add("script", nargs="?", type=Path, help="launch script (bash) with the RL flags; default: those of the run")
+    add("--from", dest="runs", action="append", type=Path, default=[], metavar="RUN_DIR", help="a run to take costs "
+        "from (SAVE/rl), best of --rl-schedule sync; several times: all of them")  # fmt: skip
+    add("--world", type=int, help="ranks in all (default: those of the script or run)")
+    add("--node", type=int, default=8, help="ranks of a machine (default: %(default)s)")
+    add("--staleness", type=int, help="--rl-max-staleness (default: that of the script or run)")
+    add("--response-tokens", type=float, help=f"mean length (default: the run's, or {FILL:g} of the limit)")
+    add("--tail", type=float, help=f"sigma of lognormal lengths (default: the run's, or {TAIL:g})")
+    add("--grade-s", type=float, help="mean seconds of a grading call (default: those of a run with sync, or 0)")
+    for option, value, what in ASSUMED:
+        add(option, type=float, help=f"{what} (default: the run's, or {value:g})")
+    return parser
+
+
+def report(options: argparse.Namespace) -> list[str]:
+    """Lines of the plan. Raises ValueError where something is missing or does not divide."""
+    _check(options)
+    runs = [calibrate.observed(folder) for folder in options.runs]
+    if not options.script and not runs:
+        raise ValueError("give a launch script with RL flags, or a run of yours by --from RUN_DIR")
+    setup = script_setup(options.script) if options.script else runs[0].setup
+    if options.staleness is not None:
+        setup = replace(setup, staleness=options.staleness)
+    costs, notes = _costs(options, runs)
+    responses, lengths = _responses(options, setup, runs)
+    setups = list(candidates(setup, options.world or setup.world, options.node))
+    outcomes = [simulate(one, costs, responses) for one in setups]
+    rows = [_row(one, outcome, outcomes[0]) for one, outcome in zip(setups, outcomes, strict=True)]
+    sizes = setup.sizes
+    return [
+        f"run     {options.world or setup.world} ranks; a rollout has {sizes.prompts} prompts x {sizes.members} "
+        f"responses and {sizes.steps} optimizer steps; async with k = {setup.staleness}, {setup.order} order",
+        f"lengths {lengths}",
+        *notes,
+        *("", *aligned([HEAD, *rows], 1), ""),
+        advice(setups, outcomes),
+        "This is a model: batches that do not fit a device's memory, slower links and noise are not in it.",
+    ]
+
+
+def script_setup(path: Path, timeout: float = 60.0) -> Setup:
+    """What a launch script's flags say. Raises ValueError for a script without RL flags, and for sizes that do not
+    divide."""
+    with TemporaryDirectory(prefix="plan-") as scratch:
+        launch = capture(path.resolve(), Path(scratch), timeout)
+    flags = Flags.parse(launch.arguments)
+    config, algorithm, _ = rl_flags(flags)
+    if algorithm is None or algorithm.from_pairs:
+        raise ValueError(f"{path} has no --rl-algorithm that samples responses: there is no schedule to choose")
+    parallel = ("tensor-model", "pipeline-model", "context")
+    sizes = [flags.number(f"--{kind}-parallel-size", 1) for kind in parallel]
+    ranks = sizes[0] * sizes[1] * sizes[2]
+    apart = config.schedule.generator_ranks
+    trainers, rest = divmod(launch.world - apart, ranks)
+    if rest or not trainers:
+        raise ValueError(f"{path}: {launch.world - apart} ranks that train are no multiple of tp x pp x cp = {ranks}")
+    batch = flags.number("--global-batch-size", 0)
+    if not batch:
+        raise ValueError(f"{path}: the plan needs --global-batch-size")
+    arithmetic = derive(
+        global_batch=batch,
+        members=config.rollout.samples_per_prompt,
+        prompts=config.rollout.rollout_prompts,
+        epochs=config.algorithm.ppo_epochs,
+        micro_batch=flags.number("--micro-batch-size", 1),
+        data_parallel=trainers,
+        engines=(apart or launch.world) // config.rollout.generate_tp,
+        train_iters=flags.number("--train-iters", 1),
+        max_tokens=config.forward.max_tokens_per_microbatch,
+    )
+    return Setup.of(config, arithmetic, trainers * ranks)
+
+
+def candidates(setup: Setup, world: int, node: int) -> Iterator[Setup]:
+    """sync, streamed, and async with so many generators, on a world of ranks. Raises ValueError where sync does not
+    divide."""
+    sizes, graders = setup.sizes, setup.graders / max(setup.sizes.data_parallel * setup.trainer_ranks, 1)
+
+    def on(trainers: int, generators: int) -> Setup | None:
+        data_parallel, rest = divmod(trainers, setup.trainer_ranks)
+        if rest or not data_parallel or generators % setup.engine_ranks:
+            return None
+        if sizes.global_batch % (sizes.micro_batch * data_parallel):
+            return None
+        engines = generators // setup.engine_ranks
+        on_these = replace(sizes, data_parallel=data_parallel, engines=engines)
+        return replace(setup, sizes=on_these, graders=max(round(graders * trainers), 1))
+
+    colocated = on(world, world)
+    if colocated is None:
+        raise ValueError(
+            f"{world} ranks do not divide: a trainer has {setup.trainer_ranks}, an engine {setup.engine_ranks}, and "
+            f"--global-batch-size {sizes.global_batch} must be a multiple of --micro-batch-size {sizes.micro_batch} x "
+            "the number of trainers; give another --world"
+        )
+    yield replace(colocated, schedule="sync")
+    yield replace(colocated, schedule="streamed")
+    unit = node if world > node else 1
+    apart = [one for n in range(unit, world, unit) if (one := on(world - n, n)) is not None]
+    spread = len(apart) if len(apart) <= MOST else MOST
+    for i in range(spread):
+        yield replace(apart[i * (len(apart) - 1) // max(spread - 1, 1)], schedule="async")
+
+
+def advice(setups: Sequence[Setup], outcomes: Sequence[Outcome]) -> str:
+    """Which schedule to take: the first, that is the simplest, that is nearly the fastest."""
+    least = min(outcome.iteration for outcome in outcomes)
+    best = next(i for i, outcome in enumerate(outcomes) if outcome.iteration <= least * WORTH)
+    setup, gain = setups[best], outcomes[0].iteration / outcomes[best].iteration
+    if setup.schedule == "sync":
+        return "take --rl-schedule sync: nothing else gains 2%"
+    flags = f"--rl-schedule {setup.schedule}"
+    if setup.schedule == "async":
+        flags += f" --rl-generators {_generators(setup)} --rl-max-staleness {setup.staleness}"
+        flags += " (and a --rl-correction)" if setup.staleness else ""
+    return f"take {flags}: {gain:.2f} times sync"
+
+
+# inside
+
+
+def _check(options: argparse.Namespace) -> None:
+    for option in ("world", "node", "response_tokens"):
+        if (value := getattr(options, option)) is not None and value < 1:
+            raise ValueError(f"--{option.replace('_', '-')} must be at least 1, got {value}")
+    names = ["tail", "grade_s", "staleness", *(option[2:].replace("-", "_") for option, _, _ in ASSUMED)]
+    for name in names:
+        if (value := getattr(options, name)) is not None and value < 0:
+            raise ValueError(f"--{name.replace('_', '-')} must be at least 0, got {value}")
+    if options.train_tokens == 0:
+        raise ValueError("--train-tokens must be greater than 0")
+
+
+def _costs(options: argparse.Namespace, runs: Sequence[calibrate.Observed]) -> tuple[Costs, list[str]]:
+    """The costs, and lines that say where they come from."""
+    values = {option[2:].replace("-", "_"): value for option, value, _ in ASSUMED}
+    given = {name: getattr(options, name) for name in values if getattr(options, name) is not None}
+    values |= given
+    token = 1 / values["train_tokens"]
+    by_hand = {
+        "step_ms": {"step": values["step_ms"] / 1e3},
+        "sequence_ms": {"sequence": values["sequence_ms"] / 1e3},
+        "train_tokens": {"token": token, "old_token": calibrate.OLD_SHARE * token},
+        "reshard_s": {"reshard": values["reshard_s"]},
+        "publish_s": {"publish": values["publish_s"]},
+        "pull_s": {"pull": values["pull_s"]},
+        "apply_s": {"apply": values["apply_s"]},
+    }
+    if runs:
+        costs, taken = calibrate.fit(runs), given
+        source = f"measured in {len(runs)} run{'s' * (len(runs) > 1)}"
+    else:
+        costs, taken = Costs(notice=calibrate.NOTICE), values
+        source = "ASSUMED where not given; a run of yours gives them by --from SAVE/rl"
+    costs = replace(costs, **{field: v for name in taken for field, v in by_hand[name].items()})
+    return costs, [
+        f"costs   {source}: decode step {1e3 * costs.step:.3g} ms and {1e3 * costs.sequence:.3g} ms a sequence; "
+        f"training {1 / costs.token if costs.token else 0:,.0f} tokens/s a data parallel rank;",
+        f"        a rollout {costs.rollout:.2g} s, reshard {costs.reshard:.2g} s, publish {costs.publish:.2g} s, pull "
+        f"{costs.pull:.2g} s, apply {costs.apply:.2g} s",
+    ]
+
+
+def _responses(options: argparse.Namespace, setup: Setup, runs: Sequence[calibrate.Observed]) -> tuple[Responses, str]:
+    measured = [seconds for run in runs if (seconds := calibrate.grading_seconds(run)) is not None]
+    grade = options.grade_s if options.grade_s is not None else (max(measured) if measured else 0.0)
+    grading = f"; a grading call takes {grade:.2g} s, {setup.graders} at once"
+    by_hand = options.response_tokens is not None or options.tail is not None
+    if runs and not by_hand:
+        mean, longest = (runs[0].mean(f"response/length_{name}") for name in ("mean", "max"))
+        return (
+            replace(runs[0].responses, grading=lambda rng: grade),
+            f"as in {options.runs[0]}: mean {mean:.0f}, longest {longest:.0f} tokens{grading}",
+        )
+    mean = options.response_tokens or (runs[0].mean("response/length_mean") if runs else FILL * setup.limit)
+    tail = TAIL if options.tail is None else options.tail
+    return (
+        Responses(lognormal(mean, tail, setup.limit), lambda rng: grade),
+        f"lognormal, mean {mean:.0f} of at most {setup.limit}, sigma {tail:g}{grading}",
+    )
+
+
+def _generators(setup: Setup) -> int:
+    return setup.sizes.engines * setup.engine_ranks
+
+
+def _row(setup: Setup, outcome: Outcome, first: Outcome) -> tuple[str, ...]:
+    apart = setup.schedule == "async"
+    shares = (outcome.trainers["starved"], *(outcome.engines[c] for c in ("starved", "back-pressure", "version")))
+    return (
+        setup.schedule,
+        str(_generators(setup)) if apart else "",
+        f"{outcome.iteration:.2f}",
+        f"{first.iteration / outcome.iteration:.2f}",
+        *(f"{100 * share:.0f}%" for share in shares),
+        f"{outcome.lag[0]:.2f}" if apart else "",
+    )

@@ -1,0 +1,117 @@
+"""`plan --schedule`: which schedules it tries for a script or a run, what it advises, and what it refuses."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+
+from mindspeed_rl_plugin.loop.arithmetic import Arithmetic
+from mindspeed_rl_plugin.loop.timing.calibrate import setup_record
+from mindspeed_rl_plugin.loop.timing.inputs import Setup
+from mindspeed_rl_plugin.tools.plan import plan, schedule
+
+SCRIPT = """
+torchrun --nproc_per_node 8 -m mindspeed_rl_plugin pretrain_gpt.py --tensor-model-parallel-size 2 \
+  --global-batch-size 128 --micro-batch-size 1 --rl-algorithm grpo --rl-prompt-data x --rl-reward math \
+  --rl-max-response-length 1024 --rl-generate-tp 2 --rl-reward-workers 4 {more}
+"""
+
+
+def script(folder, more=""):
+    path = folder / "train.sh"
+    path.write_text(SCRIPT.format(more=more))
+    return path
+
+
+def run_of(folder):
+    """Three counted rollouts of a colocated run on two ranks: 8 s of generation, 1 of grading, 3 of update."""
+    setup = Setup(Arithmetic(8, 8, 64, 1, 1, 2, 2, 5), "sync", graders=4, limit=512)
+    seconds = {"generate": 8.0, "reward": 1.0, "update": 3.0, "reshard": 0.5, "iteration": 12.5}
+    line = {"response/length_mean": 200.0, "response/length_max": 512.0, "tokens_per_second_total": 64 * 216 / 12.5}
+    line |= {f"seconds/{name}": value for name, value in seconds.items()}
+    folder.mkdir()
+    lines = [json.dumps({"kind": "train", "iteration": n + 1, **line}) + "\n" for n in range(5)]
+    (folder / "metrics.jsonl").write_text("".join(lines))
+    (folder / "run.json").write_text(json.dumps({"setup": setup_record(setup)}))
+    return folder
+
+
+def test_a_script_is_read(tmp_path):
+    setup = schedule.script_setup(script(tmp_path, "--rl-max-staleness 3"))
+    sizes = setup.sizes
+    assert (sizes.prompts, sizes.members, sizes.data_parallel, sizes.engines) == (16, 8, 4, 4)
+    assert (setup.trainer_ranks, setup.engine_ranks, setup.graders, setup.limit, setup.world) == (2, 2, 32, 1024, 8)
+    apart = schedule.script_setup(
+        script(tmp_path, "--rl-schedule async --rl-generators 4 --rl-max-staleness 0 --rl-async-order strict")
+    )
+    assert (apart.sizes.data_parallel, apart.sizes.engines, apart.world, apart.order) == (2, 2, 8, "strict")
+
+
+def test_schedules_that_divide_are_tried(tmp_path):
+    setup = schedule.script_setup(script(tmp_path))
+    tried = list(schedule.candidates(setup, 8, 8))
+    assert [(s.schedule, s.sizes.data_parallel, s.sizes.engines) for s in tried] == [
+        ("sync", 4, 4), ("streamed", 4, 4), ("async", 2, 2), ("async", 1, 3),
+    ]  # fmt: skip
+    assert [s.graders for s in tried] == [32, 32, 16, 8]  # those of the ranks that train
+    assert [s.world for s in tried] == [8] * 4
+    machines = list(schedule.candidates(setup, 32, 8))[2:]  # whole ones; 12 trainers do not divide the batch
+    assert [(s.sizes.data_parallel, s.sizes.engines) for s in machines] == [(8, 8), (4, 12)]
+    with pytest.raises(ValueError, match="6 ranks do not divide"):
+        list(schedule.candidates(setup, 6, 8))
+
+
+def test_a_run_gives_the_costs_and_the_table_an_advice(tmp_path, capsys):
+    folder = run_of(tmp_path / "rl")
+    assert plan.main(["--schedule", "--from", str(folder), "--world", "4"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    table = [line.split() for line in lines if line.startswith(("sync", "streamed", "async"))]
+    assert [row[0] for row in table] == ["sync", "streamed", "async", "async"]
+    assert [row[1] for row in table[2:]] == ["2", "3"]
+    assert "measured in 1 run: " in "\n".join(lines)
+    assert any(line.startswith("take --rl-schedule ") for line in lines)
+    # On the ranks of the run itself sync takes what it took.
+    assert plan.main(["--schedule", "--from", str(folder)]) == 0
+    sync = next(line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("sync"))
+    assert float(sync[1]) == pytest.approx(12.5, rel=0.03)
+
+
+def test_the_advice_is_the_simplest_that_is_nearly_fastest():
+    sync = Setup(Arithmetic(8, 8, 64, 1, 1, 2, 2, 5))
+    setups = [sync, dataclasses.replace(sync, schedule="streamed"), dataclasses.replace(sync, schedule="async")]
+
+    @dataclasses.dataclass
+    class Took:
+        iteration: float
+
+    assert schedule.advice(setups, [Took(10.0), Took(9.9), Took(9.95)]).startswith("take --rl-schedule sync: ")
+    assert schedule.advice(setups, [Took(10.0), Took(8.0), Took(7.9)]) == "take --rl-schedule streamed: 1.25 times sync"
+    assert "--rl-schedule async --rl-generators 2 --rl-max-staleness 1 (and a --rl-correction): 2.00" in (
+        schedule.advice(setups, [Took(10.0), Took(8.0), Took(5.0)])
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        ([], "give a launch script with RL flags, or a run of yours by --from RUN_DIR"),
+        (["--from", "nowhere"], "nowhere is not a directory"),
+        (["--from", "RUN", "--world", "0"], "--world must be at least 1, got 0"),
+        (["--from", "RUN", "--step-ms", "-1"], "--step-ms must be at least 0, got -1.0"),
+        (["--from", "RUN", "--response-tokens", "600"], "a mean of 600 tokens is not between 1 and the limit of 512"),
+        (["--from", "RUN", "--world", "3"], "3 ranks do not divide"),
+    ],
+)
+def test_what_does_not_fit_is_refused(tmp_path, capsys, words, problem):
+    words = [str(run_of(tmp_path / "rl")) if word == "RUN" else word for word in words]
+    assert plan.main(["--schedule", *words]) == 1
+    assert problem in capsys.readouterr().err
+
+
+def test_a_script_without_rl_is_refused(tmp_path, capsys):
+    path = tmp_path / "pretrain.sh"
+    path.write_text("torchrun --nproc_per_node 2 pretrain_gpt.py --global-batch-size 4\n")
+    assert plan.main(["--schedule", str(path)]) == 1
+    assert "has no --rl-algorithm that samples responses" in capsys.readouterr().err
