@@ -40,13 +40,13 @@ LIBRARIES: dict[str, set[str]] = {
     "mindspeed_llm": {"launch", "host", "tools"},
     "vllm": {"engine", "host"},
     "vllm_ascend": {"engine", "host"},
-    "ray": set(),
+    "ray": {"generators.on_ray"},
     "torch_npu": {"device", "host"},
 }
-# Folders that may read or set the process environment.
-ENVIRONMENT = {"environment", "device", "host", "tools"}
+# Folders that may read or set the process environment; on_ray is a process of its own.
+ENVIRONMENT = {"environment", "device", "host", "tools", "generators.on_ray"}
 # Libraries that are slow or that patch things when imported: never at the top of a module.
-LAZY = {"vllm", "vllm_ascend", "mindspeed", "mindspeed_llm", "torch_npu"}
+LAZY = {"ray", "vllm", "vllm_ascend", "mindspeed", "mindspeed_llm", "torch_npu"}
 
 
 def modules():
@@ -126,7 +126,7 @@ def violations():
                 problems.append(f"{name} imports {target}")
             if first in LAZY and top:
                 problems.append(f"{name} imports {target} at its top level")
-        problems += [f"{name} {use}" for use in environment_uses(tree) if folder not in ENVIRONMENT]
+        problems += [f"{name} {use}" for use in environment_uses(tree) if not {folder, two} & ENVIRONMENT]
     return problems
 
 
