@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import math
 import re
 from dataclasses import dataclass
 
 from mindspeed_rl_plugin.config.flag import flag
 
 _ON_RAY = re.compile(r"ray:(?P<engines>[1-9]\d*)(,tp=(?P<tp>[1-9]\d*))?(,device=(?P<device>cpu|cuda|npu))?")
+OVERSAMPLE = 1.25  # of --rl-oversample, where it is read
 
 
 @dataclass(frozen=True)
@@ -54,8 +56,8 @@ class ScheduleConfig:
     )
     max_staleness: int = flag(
         1,
-        "with async: most publications of weights between those that sampled a token and those that are trained with "
-        "it, kept by admission of prompts; above 0 a --rl-correction is needed",
+        "with async and --rl-carry-unfinished: most publications of weights between those that sampled a token and "
+        "those that are trained with it, kept by admission of prompts; above 0 a --rl-correction is needed",
         unit="publications",
         least=0,
     )
@@ -77,6 +79,23 @@ class ScheduleConfig:
         "samples none of them anew (always so with --rl-async-order strict); without, those in the making are",
     )
 
+    carry_unfinished: bool = flag(
+        False,
+        "with streamed: generation stops when enough prompts are answered for a rollout; responses that are not "
+        "finished go on in the next one, under new weights; needs a --rl-correction",
+    )
+    oversample: float | None = flag(
+        None,
+        "with --rl-carry-unfinished or --rl-oversample-drop: how many times the prompts that it needs a rollout has in "
+        "the making; 1.25 by default, at most --rl-max-staleness + 1 where they are carried over",
+        least=1.0,
+    )
+    oversample_drop: bool = flag(
+        False,
+        "with streamed: generation stops when enough prompts are answered for a rollout, and the others are thrown "
+        "away, which favours short responses: see the metrics dropped/length_mean and response/length_mean",
+    )
+
     @property
     def who_generates(self) -> Generators:
         """`generators`, read."""
@@ -88,10 +107,26 @@ class ScheduleConfig:
         return self.who_generates.ranks if self.apart else 0
 
     @property
+    def partial(self) -> bool:
+        """Whether generation stops before all responses are finished."""
+        return self.carry_unfinished or self.oversample_drop
+
+    @property
+    def lags(self) -> bool:
+        """Whether older weights than the newest may have sampled what is trained."""
+        return self.apart or self.carry_unfinished
+
+    def in_the_making(self, prompts: int) -> int:
+        """Groups in the making at once, for a rollout of so many."""
+        factor = (OVERSAMPLE if self.oversample is None else self.oversample) if self.partial else 1.0
+        return math.ceil(round(factor * prompts, 6))
+
+    @property
     def apart(self) -> bool:
         """Whether other processes than the trainers generate."""
         return self.schedule == "async"
 
 
-# Flags that only `async` reads.
+# Flags that one schedule reads alone; --rl-max-staleness is also read with --rl-carry-unfinished.
 OF_ASYNC = ("--rl-generators", "--rl-max-staleness", "--rl-inflight", "--rl-async-order", "--rl-exact-resume")
+OF_STREAMED = ("--rl-carry-unfinished", "--rl-oversample", "--rl-oversample-drop")

@@ -18,20 +18,17 @@ import torch
 from mindspeed_rl_plugin.algorithms import Algorithm, resolve
 from mindspeed_rl_plugin.algorithms.presets import learns_from_pairs, unread
 from mindspeed_rl_plugin.config import RLConfig, limit_problems
-from mindspeed_rl_plugin.config.flag import flag_name, spelt
-from mindspeed_rl_plugin.config.rl_config import given
-from mindspeed_rl_plugin.config.schedule_flags import OF_ASYNC
+from mindspeed_rl_plugin.config.flag import spelt
 from mindspeed_rl_plugin.config.unbuilt import unbuilt_family
 from mindspeed_rl_plugin.config.upstream import RUN, WHOLE, refusals
 from mindspeed_rl_plugin.device import get_device
 from mindspeed_rl_plugin.engine.engine_sizes import engine_problems
 from mindspeed_rl_plugin.engine.hf_moe import routing_problems
 from mindspeed_rl_plugin.engine.hf_rope import rope_scaling
-from mindspeed_rl_plugin.environment import is_part, launch_env
+from mindspeed_rl_plugin.environment import launch_env
 from mindspeed_rl_plugin.forward.settings import length_multiple, takes_boundaries
-from mindspeed_rl_plugin.generators.guests import check_ray
 from mindspeed_rl_plugin.launch import checkpoint_files as files
-from mindspeed_rl_plugin.launch import conversion, critic_files, disk, taken_over, upstream_checks
+from mindspeed_rl_plugin.launch import conversion, critic_files, disk, schedule_checks, taken_over, upstream_checks
 from mindspeed_rl_plugin.launch.dist_files import DistFiles
 from mindspeed_rl_plugin.launch.endings import Refusal, lines_of
 from mindspeed_rl_plugin.launch.saved_args import other_layout, other_order, other_sizes
@@ -214,52 +211,6 @@ def _filtration(args: Any, algorithm: Algorithm, config: RLConfig) -> Iterator[s
         )
 
 
-def _schedule(args: Any, config: RLConfig) -> Iterator[str]:
-    algorithm, schedule = resolve(config.algorithm), config.schedule.schedule
-    if schedule != "sync" and algorithm.filters and algorithm.filtration_whole_batch:
-        yield (
-            f"--rl-schedule {schedule} selects group by group, and --rl-filtration-whole-batch needs all responses of "
-            "an optimizer step; give --rl-schedule sync, or remove --rl-filtration-whole-batch"
-        )
-    if config.schedule.apart:
-        yield from _apart(config)
-    else:
-        yield from (
-            f"{name} has no meaning for --rl-schedule {schedule}; give --rl-schedule async, or remove it"
-            for f, _ in given(config)
-            if (name := flag_name(f.name)) in OF_ASYNC
-        )
-
-
-def _apart(config: RLConfig) -> Iterator[str]:
-    schedule, correction = config.schedule, config.algorithm.correction
-    lag = f"--rl-max-staleness {schedule.max_staleness}"
-    if schedule.generators is None:
-        yield (
-            "--rl-schedule async: which ranks generate? Give --rl-generators N, of which the last N ranks of the job "
-            "do; 0, where only engines generate that join it; or ray:N"
-        )
-    if schedule.generator_ranks and not is_part():
-        yield (
-            f"--rl-generators {schedule.generators}: these ranks did not leave the job of the trainers in time; start "
-            "with -m mindspeed_rl_plugin, or make mindspeed_rl_plugin.adaptor the first import of the script"
-        )
-    if schedule.who_generates.engines and launch_env()["rank"] == 0:
-        yield from check_ray(schedule.who_generates, config.monitor.wait_timeout)
-    if schedule.max_staleness > 0 and correction == "off":
-        yield (
-            f"{lag}: responses of older weights need importance weights; give --rl-correction truncate, mask, "
-            "decoupled or decoupled-clip, or --rl-max-staleness 0"
-        )
-    if schedule.async_order == "strict" and schedule.generators and not schedule.generator_ranks:
-        yield "--rl-async-order strict needs engines whose number is fixed; give --rl-generators N, or order free"
-    if config.reward.reward_model_device == "accelerator":
-        yield (
-            "--rl-reward-model-device accelerator: with --rl-schedule async reward models would run beside "
-            "training, in its memory; give host"
-        )
-
-
 def _batch_arithmetic(args: Any, config: RLConfig) -> None:
     # Else another check reports it.
     if min(config.rollout.samples_per_prompt, config.rollout.generate_tp, args.train_iters or 0) >= 1:
@@ -366,6 +317,12 @@ CHECKS: tuple[Check, ...] = (
     upstream_checks.sequence_balance,
 )
 # Of algorithms that sample and grade responses.
-GENERATION_CHECKS: tuple[Check, ...] = (_schedule, _rewards, _model, upstream_checks.swapped_memory, _dumps)
+GENERATION_CHECKS: tuple[Check, ...] = (
+    schedule_checks.problems,
+    _rewards,
+    _model,
+    upstream_checks.swapped_memory,
+    _dumps,
+)
 # What reads arguments that Megatron's validation sets.
 VALIDATED: tuple[Check, ...] = (_batch_arithmetic, _model)

@@ -1,11 +1,13 @@
-"""What an asynchronous run tells about itself: the lag of tokens, and what engines apart did."""
+"""What a run tells about itself whose weights change while responses are in the making: the lag of tokens, and what
+engines apart did."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
-from mindspeed_rl_plugin.rows import Rows
+from mindspeed_rl_plugin.dock import Dock
+from mindspeed_rl_plugin.rows import Rows, SampleId
 
 
 class Engines:
@@ -36,6 +38,22 @@ class Engines:
             of_one = {"pull_seconds": "pull", "pause_seconds": "pause", "bytes_pulled": "pulled"}
             result |= {f"weights/{name}": sums[key] / sums["pauses"] for name, key in of_one.items()}
         return result
+
+
+def lags(dock: Dock, ids: Sequence[SampleId], lag: Callable[[int], int], most: int) -> dict[str, float]:
+    """How old the tokens of a rollout are, in publications. lag: that of a version; most: its bound.
+
+    Raises RuntimeError above it: what is admitted was counted wrongly then."""
+    rows = dock.read(ids, ("version", "segments", "length"))
+    of_rows = [lag(version) for version in rows["version"].tolist()]
+    if max(of_rows) > most:
+        raise RuntimeError(f"a response is {max(of_rows)} publications old, --rl-max-staleness is {most}")
+    return {
+        "lag/mean": sum(of_rows) / len(of_rows),
+        "lag/max": float(max(of_rows)),
+        "lag/token_mean": token_lag(rows, lag),
+        "segments/mean": float(rows["segments"].lengths.double().mean()),
+    }
 
 
 def token_lag(rows: Rows, lag: Callable[[int], int]) -> float:

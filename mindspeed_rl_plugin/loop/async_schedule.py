@@ -16,10 +16,11 @@ from typing import Any
 from mindspeed_rl_plugin.environment import flush_output, last_words
 from mindspeed_rl_plugin.generators.guests import Guests
 from mindspeed_rl_plugin.loop.admission import Admission
-from mindspeed_rl_plugin.loop.async_metrics import Engines, token_lag
+from mindspeed_rl_plugin.loop.async_metrics import Engines, lags
 from mindspeed_rl_plugin.loop.longest_first import LongestFirst
 from mindspeed_rl_plugin.loop.rollout_plan import of_epoch
 from mindspeed_rl_plugin.loop.schedules import Job, RolloutSchedule, Stages
+from mindspeed_rl_plugin.loop.waiting import GradeWait
 from mindspeed_rl_plugin.reshard.publish import Publisher
 from mindspeed_rl_plugin.rows import Group, Rows, SampleId
 from mindspeed_rl_plugin.stages.evaluate import EvaluateApart
@@ -29,8 +30,6 @@ from mindspeed_rl_plugin.stages.reward import FailureLog
 from mindspeed_rl_plugin.stages.select import GroupStats
 
 RAISE_SECONDS = 3.0  # for the main thread to raise what ended the grader's
-LOOK_SECONDS = 1.0  # that other ranks wait for the first one's look at what is graded
-PAUSE_SECONDS = 0.005, 0.1  # between two questions of a look, at first and at last
 
 
 class AsyncSchedule(RolloutSchedule):
@@ -65,9 +64,10 @@ class AsyncSchedule(RolloutSchedule):
         self._overdue = False  # an evaluation
         self._evaluated = -1  # the last version of which one began
         self._saving = False  # whether a checkpoint is being written
-        self._progress = 0, 0.0  # rows that are not graded, and since when they are as many
         self._longest = LongestFirst(job.plan.sizes.global_batch // job.plan.sizes.members)
         self._engines = Engines(job.dock.exchange.reports)
+        check = guests.check if guests is not None else lambda: None
+        self._wait = GradeWait(job.ranks, stages.reward, self.grader, check, self._engines.text)
 
     def collect(self, done: int) -> Rollout:
         """A rollout that is ready to train on. Publishes, admits and begins an evaluation where these are due."""
@@ -102,7 +102,7 @@ class AsyncSchedule(RolloutSchedule):
         self._finish_evaluation()
         if self.whole:
             for epoch, groups in self.job.plan.queue:
-                self._wait_for(self.job.plan.ids(of_epoch(epoch, groups)))
+                self._wait.until_graded(self.job.plan.ids(of_epoch(epoch, groups)))
 
     def state(self) -> dict[str, Any]:
         """The counts of admission."""
@@ -185,70 +185,30 @@ class AsyncSchedule(RolloutSchedule):
         """Wait for the grades of the oldest epoch that is admitted. Its statistics."""
         self.job.plan.take_round()
         with self.job.monitor.stage("generate"):
-            stats = self._compare(self._graded, failures)
+            stats = self._compare(self.job.plan.round, self._graded, failures)
         self._longest.finished({group: of_group.lengths for group, of_group in stats.items()})
         return stats
 
     def _graded(self, ids: Sequence[SampleId]) -> Rows:
-        self._wait_for(self.job.plan.ids(self.job.plan.round))
+        self._wait.until_graded(self.job.plan.ids(self.job.plan.round))
         return self.stages.reward.graded(ids)
 
-    def _wait_for(self, ids: Sequence[SampleId]) -> None:
-        """Until all these rows are graded. Collective. Raises TimeoutError where no further one is for too long, and
-        what has ended this rank's grader."""
-        self._progress = len(ids), time.monotonic()
-        while self.job.ranks.broadcast(self._look(ids) if self.job.topology.leader else None):
-            self.grader.check()
-
-    def _look(self, ids: Sequence[SampleId]) -> int:
-        """How many of the rows are not graded; on the leader, after LOOK_SECONDS at most."""
-        self.guests.check()
-        end, pause = time.monotonic() + LOOK_SECONDS, PAUSE_SECONDS[0]
-        while (left := self._ungraded(ids)) and time.monotonic() < end:
-            time.sleep(pause)
-            pause = min(2 * pause, PAUSE_SECONDS[1])
-        (before, since), deadline = self._progress, self.job.ranks.deadline
-        if left < before:
-            self._progress = left, time.monotonic()
-        elif left and time.monotonic() - since > deadline:
-            raise TimeoutError(
-                f"{left} of {len(ids)} responses (first: {tuple(ids[0])}) are not graded, and none was for "
-                f"{deadline:g} s (--rl-wait-timeout); {self._engines.text()}"
-            )
-        return left
-
     def _lags(self) -> dict[str, float]:
-        """How old this rollout's tokens are, in publications; on the leader, which logs it. Raises RuntimeError above
-        the bound: admission is wrong then."""
+        """On the leader, which logs it."""
+        plan = self.job.plan
         if not self.job.topology.leader:
             return {}
-        plan, lag = self.job.plan, self.admission.lag
-        rows = self.stages.measure.dock.read(plan.ids(plan.groups), ("version", "segments", "length"))
-        lags = [lag(version) for version in rows["version"].tolist()]
-        if max(lags) > self.admission.staleness:
-            raise RuntimeError(
-                f"a response is {max(lags)} publications old, --rl-max-staleness is {self.admission.staleness}"
-            )
-        return {
-            "lag/mean": sum(lags) / len(lags),
-            "lag/max": float(max(lags)),
-            "lag/token_mean": token_lag(rows, lag),
-            "segments/mean": float(rows["segments"].lengths.double().mean()),
-        }
+        return lags(self.stages.measure.dock, plan.ids(plan.groups), self.admission.lag, self.admission.staleness)
 
     def _look_at_evaluation(self) -> None:
         """Log an evaluation whose responses are all graded by now."""
         if self.evaluation is None or self.evaluation.version < 0:
             return
-        if self.job.ranks.broadcast(self.job.topology.leader and not self._ungraded(self.evaluation.ids)):
+        if self.job.ranks.broadcast(self.job.topology.leader and not self._wait.ungraded(self.evaluation.ids)):
             self.evaluation.finish()
 
     def _finish_evaluation(self) -> None:
         if self.evaluation is not None and self.evaluation.version >= 0:
             with self.job.monitor.stage("evaluate"):
-                self._wait_for(self.evaluation.ids)
+                self._wait.until_graded(self.evaluation.ids)
                 self.evaluation.finish()
-
-    def _ungraded(self, ids: Sequence[SampleId]) -> int:
-        """How many of the rows are not graded yet."""
-        return self.stages.reward.dock.remaining(self.stages.reward.spec.name, ids)

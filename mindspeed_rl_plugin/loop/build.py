@@ -23,8 +23,10 @@ from mindspeed_rl_plugin.loop.colocation import Colocation
 from mindspeed_rl_plugin.loop.docks import Docks, DockSize, place
 from mindspeed_rl_plugin.loop.inputs import Inputs
 from mindspeed_rl_plugin.loop.loop import Loop
+from mindspeed_rl_plugin.loop.making import Making
+from mindspeed_rl_plugin.loop.partial_schedule import PartialSchedule
 from mindspeed_rl_plugin.loop.rollout_plan import RolloutPlan
-from mindspeed_rl_plugin.loop.schedules import SCHEDULES, Job, Stages
+from mindspeed_rl_plugin.loop.schedules import SCHEDULES, Job, Stages, SyncSchedule
 from mindspeed_rl_plugin.loop.start import Start
 from mindspeed_rl_plugin.loop.timing.calibrate import SETUP, setup_record
 from mindspeed_rl_plugin.loop.timing.inputs import Setup
@@ -63,7 +65,8 @@ def build_loop(
     args, config, algorithm = inputs.args, inputs.config, inputs.algorithm
     topology = Topology.from_megatron(1 if config.schedule.apart else config.rollout.generate_tp, model)
     ranks = Collectives(config.monitor.wait_timeout)
-    plan = RolloutPlan(inputs.sizes, place(topology, ranks.group), inputs.forward.budget, algorithm.dynamic_sampling)
+    mixed = algorithm.dynamic_sampling or config.schedule.partial  # groups of several epochs make a rollout
+    plan = RolloutPlan(inputs.sizes, place(topology, ranks.group), inputs.forward.budget, mixed)
     table = table_of(inputs)
     size = dock_size(inputs, table)
     size.check_placed(plan.owners_of_round())
@@ -80,7 +83,7 @@ def build_loop(
         _check_rotary(inputs, model)
         schedule = build_schedule(inputs, job, stages, size.rounds, model, sampling_of(inputs))
     else:
-        schedule = SCHEDULES[config.schedule.schedule](job, stages, colocation, size.rounds)
+        schedule = _colocated(inputs, job, stages, colocation, size.rounds)
     return Loop(
         args,
         job,
@@ -89,6 +92,18 @@ def build_loop(
         IterationLog(monitor, ranks, docks.trainers),
         colocation,
         warmup=config.algorithm.critic_warmup if critic is not None else 0,
+    )
+
+
+def _colocated(inputs: Inputs, job: Job, stages: Stages, colocation: Colocation, rounds: int) -> SyncSchedule:
+    flags, sizes = inputs.config.schedule, inputs.sizes
+    if not flags.partial:
+        return SCHEDULES[flags.schedule](job, stages, colocation, rounds)
+    staleness = flags.max_staleness if flags.carry_unfinished else 0
+    making = Making(sizes.prompts, sizes.members, flags.in_the_making(sizes.prompts), staleness)
+    longest = inputs.config.rollout.max_response_length
+    return PartialSchedule(
+        job, stages, colocation, rounds, making=making, carries=flags.carry_unfinished, longest=longest
     )
 
 
@@ -109,6 +124,8 @@ def dock_size(inputs: Inputs, table: Sequence[StageSpec]) -> DockSize:
     if config.schedule.apart:
         held_out = len(inputs.held_out or ()) * (config.monitor.eval_pass_k + 1)
         ahead = (config.schedule.max_staleness + 1, -(-held_out // inputs.sizes.members))
+    elif config.schedule.partial:
+        ahead = (-(-config.schedule.in_the_making(inputs.sizes.prompts) // inputs.sizes.prompts) - 1, 0)
     return DockSize(config, table, inputs.sizes, rounds, ahead)
 
 
@@ -281,10 +298,10 @@ def sampling_of(inputs: Inputs) -> Sampling:
 
 def _with_old_logps(inputs: Inputs) -> Algorithm:
     """Without old log-probs where each rollout makes one optimizer step, so that they would be the update's own, and
-    nothing else reads them; older weights sampled what other ranks generate."""
+    nothing else reads them, unless older weights may have sampled it."""
     algorithm, config = inputs.algorithm, inputs.config
     read = algorithm.kl_reward_coef != 0 or config.monitor.dump_dir is not None
-    own = config.forward.old_logprobs == "auto" and inputs.sizes.steps == 1 and not read and not config.schedule.apart
+    own = config.forward.old_logprobs == "auto" and inputs.sizes.steps == 1 and not read and not config.schedule.lags
     return dataclasses.replace(algorithm, old_logps=not own)
 
 

@@ -79,24 +79,28 @@ def check(
 def check_ahead(
     state: Mapping[str, Any], now: Mapping[str, Any], flags: ScheduleConfig, iteration: int, dynamic: bool
 ) -> None:
-    """Refuse flags that cannot go on with the groups that an asynchronous run has admitted ahead of training. Raises
-    ValueError; such a run has none of them when it has come to its --train-iters."""
-    if not (ahead := sum(groups for _, groups in state.get("queue", ()))):
+    """Refuse flags that cannot go on with the groups that are admitted ahead of training. Raises ValueError; a run has
+    none of them when it has come to its --train-iters."""
+    if not (many := len(ahead(state))):
         return
-    admission, before = state["admission"], state["cut"]
+    before = state["cut"]
     sizes = ("--rl-rollout-prompts", "--rl-samples-per-prompt")
     problems = [f"{flag} was {before[flag]}, now {now[flag]}" for flag in sizes if before[flag] != now[flag]]
     if bool(state.get("carried")) and not dynamic:
         problems.append("dynamic sampling, which deferred some, was on, now off")
-    if not flags.apart:
+    carried = bool(_in_the_making(state))
+    bound = state["making" if carried else "admission"]["staleness"]
+    if carried and not flags.carry_unfinished:
+        problems.append("--rl-carry-unfinished was on, now off")
+    elif not carried and not flags.apart:
         problems.append(f"--rl-schedule was async, now {flags.schedule}")
-    elif flags.max_staleness < admission["staleness"]:
-        problems.append(f"--rl-max-staleness was {admission['staleness']}, now {flags.max_staleness}")
-    elif flags.async_order == "strict" and not admission["strict"]:
+    elif flags.max_staleness < bound:
+        problems.append(f"--rl-max-staleness was {bound}, now {flags.max_staleness}")
+    elif not carried and flags.async_order == "strict" and not state["admission"]["strict"]:
         problems.append("--rl-async-order was free, now strict")
     if problems:
         raise ValueError(
-            f"the checkpoint of iteration {iteration} holds {ahead} prompts that were admitted ahead of training, and "
+            f"the checkpoint of iteration {iteration} holds {many} prompts that were admitted ahead of training, and "
             f"{'; '.join(problems)}: resume with the former values; a run that has come to its --train-iters holds none"
         )
 
@@ -154,6 +158,16 @@ def _check_own(state: Mapping[str, Any], own: Sequence[str]) -> None:
 def rounds_of(dock: Mapping[str, Any]) -> dict[int, int]:
     """Epoch -> its groups, as it was sampled."""
     return {epoch["number"]: epoch["groups"] for epoch in dock["epochs"]}
+
+
+def ahead(state: Mapping[str, Any]) -> list[Group]:
+    """Groups that a checkpoint holds beside the rollout in use and what dynamic sampling deferred."""
+    queued = [group for epoch, groups in state.get("queue", ()) for group in of_epoch(epoch, groups)]
+    return [*queued, *_in_the_making(state)]
+
+
+def _in_the_making(state: Mapping[str, Any]) -> list[Group]:
+    return [(epoch, group) for epoch, group, *_ in state.get("making", {}).get("left", ())]
 
 
 def gone(rounds: Mapping[int, int], kept: Sequence[Group]) -> list[Group]:

@@ -24,7 +24,6 @@ from mindspeed_rl_plugin.loop.build import build_loop, dock_size, host_memory_bu
 from mindspeed_rl_plugin.loop.build_pairs import Reference, build_pair_loop
 from mindspeed_rl_plugin.loop.inputs import Inputs
 from mindspeed_rl_plugin.loop.loop import Loop
-from mindspeed_rl_plugin.loop.rollout_plan import of_epoch
 from mindspeed_rl_plugin.loop.start import TRAINED, Start
 from mindspeed_rl_plugin.reshard.host_weights import HostWeights
 from mindspeed_rl_plugin.rows import Group
@@ -158,8 +157,8 @@ class Run:
         job.dock.restore(resume.renamed(state.get("rows", state["dock"])))
         if not self.inputs.algorithm.dynamic_sampling:  # nothing takes deferred groups up any more
             job.plan.deferred = ()
-        ahead = [group for epoch, groups in job.plan.queue for group in of_epoch(epoch, groups)]
-        job.forget(resume.gone(rounds, (*used, *job.plan.deferred, *ahead)))  # of which the rows tell the leader alone
+        kept = (*used, *job.plan.deferred, *resume.ahead(state))
+        job.forget(resume.gone(rounds, kept))  # of which the rows tell the leader alone
         self.loop.schedule.load(state)
         job.plan.resume(left)
         if state["rollout"] is not None:

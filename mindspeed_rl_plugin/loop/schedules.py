@@ -69,7 +69,7 @@ class Schedule:
         """A checkpoint follows. Raises where it would not be whole."""
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps of the schedule."""
+        """What a checkpoint keeps of the schedule. Called by all ranks."""
         return {}
 
     def load(self, state: Mapping[str, Any]) -> None:
@@ -157,12 +157,12 @@ class RolloutSchedule(Schedule):
             self._admit()
 
     def _compare(
-        self, graded: Callable[[Sequence[SampleId]], Rows], failures: FailureLog
+        self, groups: Sequence[Group], graded: Callable[[Sequence[SampleId]], Rows], failures: FailureLog
     ) -> Mapping[Group, GroupStats]:
-        """A user's stages see each rank's share of a round, then the statistics of all of it. graded: the grades of
-        rows."""
+        """A user's stages see each rank's share of some groups, then the statistics of all of them. graded: the grades
+        of rows."""
         job = self.job
-        mine = job.plan.graded_by(job.topology.rank, job.plan.round)
+        mine = job.plan.graded_by(job.topology.rank, groups)
         rows = graded(mine)
         for stage in self.stages.own:
             rows = rows.with_columns(**stage.run(mine).columns)
@@ -199,7 +199,7 @@ class SyncSchedule(RolloutSchedule):
         with self.colocation.awake(done) as transfer:
             if self.job.due(done):
                 with self.job.monitor.stage("evaluate"):
-                    self.stages.evaluation.run(done)
+                    self._evaluate(done)
             sampling = self._sample()
         return self._prepare(done, transfer, sampling)
 
@@ -207,7 +207,7 @@ class SyncSchedule(RolloutSchedule):
         """An evaluation while no rollout is due: the engine wakes for nothing else, so all of it is evaluation."""
         with self.job.monitor.stage("evaluate"):
             with self.colocation.awake(done):
-                self.stages.evaluation.run(done)
+                self._evaluate(done)
             self.colocation.onload()
 
     def used_up(self, done: int, last: bool) -> None:
@@ -223,6 +223,10 @@ class SyncSchedule(RolloutSchedule):
         """End the engine."""
         self.colocation.close()
 
+    def _evaluate(self, done: int) -> None:
+        """Evaluate the weights that the engine has."""
+        self.stages.evaluation.run(done)
+
     def _admit(self) -> None:
         with self.job.monitor.stage("prompts"):
             self.job.admit()
@@ -233,7 +237,7 @@ class SyncSchedule(RolloutSchedule):
         with clock("generate"):
             stages.generate.run(self.job.plan.generated_by(self.job.topology.engine))
         with clock("reward"):
-            return self._compare(stages.reward.run, failures)
+            return self._compare(self.job.plan.round, stages.reward.run, failures)
 
 
 class StreamedSchedule(SyncSchedule):
@@ -252,7 +256,7 @@ class StreamedSchedule(SyncSchedule):
                 stages.generate.stream(self.job.plan.generated_by(self.job.topology.engine), self.grader.check)
             with clock("reward"):
                 self.grader.finish()
-                return self._compare(stages.reward.graded, failures)
+                return self._compare(self.job.plan.round, stages.reward.graded, failures)
 
 
 SCHEDULES = {"sync": SyncSchedule, "streamed": StreamedSchedule}

@@ -110,6 +110,12 @@ NAMES: dict[str, Meaning] = {
     "lag/max": Meaning("publications", "the largest lag of a response; at most --rl-max-staleness"),
     "lag/token_mean": Meaning("publications", "publications of weights after those that sampled a token"),
     "segments/mean": Meaning("", "parts of a response that different weights sampled"),
+    "making/groups": Meaning("groups", "groups in the making, or finished, that go over to the next rollout"),
+    "making/responses": Meaning("samples", "responses of these that are not finished"),
+    "dropped/responses": Meaning("samples", "responses of groups that were dropped because others were finished first"),
+    "dropped/length_mean": Meaning(
+        "tokens", "mean number of tokens of these when they were dropped; the trained ones: response/length_mean"
+    ),
     "idle/engines_starved": Meaning(
         "share", "time in which engines apart had no prompt: training holds admission back"
     ),

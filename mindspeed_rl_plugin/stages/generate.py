@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 
 import torch
@@ -52,6 +52,7 @@ class Generate(Stage):
     ) -> None:
         super().__init__(SPEC, dock, deadline)
         self.engine, self.sampling, self.seed, self.bar = engine, sampling, seed, bar
+        self.begun: dict[SampleId, Completion] = {}  # what `until` left unfinished
 
     def run(self, ids: Sequence[SampleId]) -> Rows:
         """A response for each row, sampled with `response_seed(seed, *id)`.
@@ -77,6 +78,29 @@ class Generate(Stage):
                     self._commit(lease, *zip(*finished, strict=True))
                     finished, last = [], time.monotonic()
 
+    def until(
+        self, ids: Sequence[SampleId], steps: int, enough: Callable[[Sequence[Completion]], bool]
+    ) -> Mapping[SampleId, int]:
+        """Generate until `enough` says so, which is told every so many steps of the engine what was finished in them.
+        Returns the tokens of what is not: it is in `begun`, with which the next call goes on. Collective over engines.
+        """
+        lease = self.lease(ids)
+        left = {request.id: request for request in self._requests(lease.rows)}
+        with self.bar(len(left)) as bar:
+            self.engine.submit([*left.values()])
+            while True:
+                finished = self.engine.step_along(steps)
+                if finished:
+                    self._commit(lease, [left.pop(completion.id) for completion in finished], finished)
+                bar.update(len(finished))
+                if enough(finished):
+                    break
+        cut = self.engine.abort()
+        self.engine.keep_step()
+        self.dock.release(lease)
+        self.begun = {completion.id: completion for completion in cut if completion.tokens}
+        return {completion.id: len(completion.tokens) for completion in cut}
+
     def _commit(self, lease: Lease, requests: Sequence[GenerateRequest], completions: Sequence[Completion]) -> None:
         """Rows of a lease, by the first rank of the engine."""
         rows = Rows(tuple(r.id for r in requests), {})
@@ -94,10 +118,12 @@ class Generate(Stage):
 
     def _requests(self, rows: Rows) -> list[GenerateRequest]:
         prompts = rows["prompt"].rows() if len(rows) else ()
-        return [
-            GenerateRequest(i, tuple(prompt.tolist()), self.sampling, response_seed(self.seed, *i))
-            for i, prompt in zip(rows.ids, prompts, strict=True)
-        ]
+        return [self._request(i, prompt.tolist()) for i, prompt in zip(rows.ids, prompts, strict=True)]
+
+    def _request(self, sample: SampleId, prompt: Sequence[int]) -> GenerateRequest:
+        begun = self.begun.get(sample)
+        seed = response_seed(self.seed, *sample, begun=len(begun.tokens) if begun else 0)
+        return GenerateRequest(sample, tuple(prompt), self.sampling, seed, begun)
 
 
 def digest_number(digest: str | None) -> int:

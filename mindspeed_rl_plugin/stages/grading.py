@@ -46,7 +46,7 @@ class Grader:
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
         self._failed = failed
-        self._finishing, self._stopping = threading.Event(), threading.Event()
+        self._finishing, self._stopping, self._resting = threading.Event(), threading.Event(), threading.Event()
 
     def __enter__(self) -> Grader:
         self.start()
@@ -56,10 +56,13 @@ class Grader:
         self.stop()
 
     def start(self) -> None:
-        """Begin to grade."""
+        """Begin to grade, unless it does. Raises as `check` does."""
+        self.check()
+        if self._thread is not None and self._thread.is_alive():
+            return
         self._left, self._again, self._more = -1, 0.0, False
-        self._finishing.clear()
-        self._stopping.clear()
+        for ending in (self._finishing, self._stopping, self._resting):
+            ending.clear()
         self._thread = threading.Thread(target=self._run, name="grader", daemon=True)
         self._thread.start()
 
@@ -73,6 +76,13 @@ class Grader:
         TimeoutError where no further row is graded anywhere within the stage's deadline."""
         self._again = 0.0
         self._finishing.set()
+        while self._thread is not None and self._thread.is_alive():
+            self._thread.join(IDLE_SECONDS)
+        self.check()
+
+    def rest(self) -> None:
+        """End when what is in grading is graded; `start` goes on. Raises as `check` does."""
+        self._resting.set()
         while self._thread is not None and self._thread.is_alive():
             self._thread.join(IDLE_SECONDS)
         self.check()
@@ -103,7 +113,9 @@ class Grader:
             busy, now = bool(self._leases), time.monotonic()
             self.done.seconds += now - last if busy else 0.0
             last, finishing = now, self._finishing.is_set()
-            due = now >= self._again or (finishing and not busy)
+            if self._resting.is_set() and not busy:
+                return
+            due = (now >= self._again or (finishing and not busy)) and not self._resting.is_set()
             if due and pool.wanted and not self._take() and not busy and finishing:
                 return  # every row is graded
             if not self._leases:

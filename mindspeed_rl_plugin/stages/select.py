@@ -110,7 +110,7 @@ def choose(
     order = sorted(sampled)
     if not dynamic:
         return Selection(tuple(order), idle=frozenset(g for g in order if sampled[g].idle))
-    ready = [*deferred, *(g for g in order if sampled[g].signal)]
+    ready = sorted([*deferred, *(g for g in order if sampled[g].signal)])
     silent = [g for g in order if not sampled[g].signal]
     if len(ready) >= wanted:
         return Selection(tuple(ready[:wanted]), tuple(ready[wanted:]), tuple(silent))

@@ -1,0 +1,106 @@
+"""What a schedule cannot do under the other flags is refused here: one message a problem, with value, limit and fix."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from mindspeed_rl_plugin.algorithms import resolve
+from mindspeed_rl_plugin.config import RLConfig
+from mindspeed_rl_plugin.config.flag import flag_name
+from mindspeed_rl_plugin.config.rl_config import given
+from mindspeed_rl_plugin.config.schedule_flags import OF_ASYNC, OF_STREAMED
+from mindspeed_rl_plugin.environment import is_part, launch_env
+from mindspeed_rl_plugin.generators.guests import check_ray
+
+CORRECTIONS = "give --rl-correction truncate, mask, decoupled or decoupled-clip"
+
+
+def problems(args: Any, config: RLConfig) -> Iterator[str]:
+    """Of the schedule and of the flags that belong to it."""
+    algorithm, flags = resolve(config.algorithm), config.schedule
+    if flags.schedule != "sync" and algorithm.filters and algorithm.filtration_whole_batch:
+        yield (
+            f"--rl-schedule {flags.schedule} selects group by group, and --rl-filtration-whole-batch needs all "
+            "responses of an optimizer step; give --rl-schedule sync, or remove --rl-filtration-whole-batch"
+        )
+    yield from _unread(config)
+    if flags.apart:
+        yield from _apart(config)
+    elif flags.schedule == "streamed":
+        yield from _partial(config)
+    if (flags.apart or flags.partial) and config.reward.reward_model_device == "accelerator":
+        how = "--rl-schedule async" if flags.apart else "--rl-carry-unfinished or --rl-oversample-drop"
+        yield (
+            f"--rl-reward-model-device accelerator: with {how} reward models would run beside training, in its "
+            "memory; give host"
+        )
+
+
+def _unread(config: RLConfig) -> Iterator[str]:
+    flags = config.schedule
+    for f, _ in given(config):
+        name = flag_name(f.name)
+        if name in OF_ASYNC and not flags.apart and not (name == "--rl-max-staleness" and flags.carry_unfinished):
+            carried = " or --rl-carry-unfinished" if name == "--rl-max-staleness" else ""
+            yield (
+                f"{name} has no meaning for --rl-schedule {flags.schedule}; give --rl-schedule async{carried}, or "
+                "remove it"
+            )
+        if name in OF_STREAMED and flags.schedule != "streamed":
+            yield (
+                f"{name} has no meaning for --rl-schedule {flags.schedule}; give --rl-schedule streamed, or remove it"
+            )
+
+
+def _partial(config: RLConfig) -> Iterator[str]:
+    flags, bound = config.schedule, config.schedule.max_staleness
+    if flags.carry_unfinished and flags.oversample_drop:
+        yield (
+            "--rl-carry-unfinished and --rl-oversample-drop: what is not finished either goes on or is thrown away; "
+            "remove one of them"
+        )
+    elif flags.oversample is not None and not flags.partial:
+        yield (
+            f"--rl-oversample {flags.oversample:g}: what becomes of prompts that are not answered in time? Give "
+            "--rl-carry-unfinished, with which they go on in the next rollout, or --rl-oversample-drop"
+        )
+    elif flags.partial and flags.oversample == 1:
+        yield "--rl-oversample 1: all prompts are needed, so none is left over; give more, as 1.25, or remove the flag"
+    if not flags.carry_unfinished:
+        return
+    if bound < 1:
+        yield (
+            f"--rl-max-staleness {bound}: what --rl-carry-unfinished carries over is trained at least 1 publication "
+            "after it began; give 1 or more"
+        )
+    elif flags.oversample is not None and flags.oversample > bound + 1:
+        yield (
+            f"--rl-oversample {flags.oversample:g} is more than --rl-max-staleness {bound} + 1: some prompts would "
+            f"wait longer than that for their turn; give at most {bound + 1}, or raise --rl-max-staleness"
+        )
+    if config.algorithm.correction == "off":
+        yield f"--rl-carry-unfinished: responses of older weights need importance weights; {CORRECTIONS}"
+
+
+def _apart(config: RLConfig) -> Iterator[str]:
+    schedule, correction = config.schedule, config.algorithm.correction
+    if schedule.generators is None:
+        yield (
+            "--rl-schedule async: which ranks generate? Give --rl-generators N, of which the last N ranks of the job "
+            "do; 0, where only engines generate that join it; or ray:N"
+        )
+    if schedule.generator_ranks and not is_part():
+        yield (
+            f"--rl-generators {schedule.generators}: these ranks did not leave the job of the trainers in time; start "
+            "with -m mindspeed_rl_plugin, or make mindspeed_rl_plugin.adaptor the first import of the script"
+        )
+    if schedule.who_generates.engines and launch_env()["rank"] == 0:
+        yield from check_ray(schedule.who_generates, config.monitor.wait_timeout)
+    if schedule.max_staleness > 0 and correction == "off":
+        yield (
+            f"--rl-max-staleness {schedule.max_staleness}: responses of older weights need importance weights; "
+            f"{CORRECTIONS}, or --rl-max-staleness 0"
+        )
+    if schedule.async_order == "strict" and schedule.generators and not schedule.generator_ranks:
+        yield "--rl-async-order strict needs engines whose number is fixed; give --rl-generators N, or order free"

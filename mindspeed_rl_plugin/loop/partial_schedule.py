@@ -1,0 +1,183 @@
+"""Partial rollouts: generation stops when enough groups are finished, whatever else is still in the making.
+
+Each rollout begins with more groups than it needs. What is not finished in time goes on in the next rollout, under new
+weights; or it is dropped. All engines stop after the same number of steps, so that a run does not depend on clocks.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from mindspeed_rl_plugin.loop.async_metrics import lags
+from mindspeed_rl_plugin.loop.colocation import Colocation
+from mindspeed_rl_plugin.loop.making import Making
+from mindspeed_rl_plugin.loop.rollout_plan import of_epoch
+from mindspeed_rl_plugin.loop.schedules import Job, Stages, SyncSchedule
+from mindspeed_rl_plugin.loop.waiting import GradeWait
+from mindspeed_rl_plugin.monitor.names import Metric
+from mindspeed_rl_plugin.reshard.resharder import Transfer
+from mindspeed_rl_plugin.rows import Completion, Group, SampleId
+from mindspeed_rl_plugin.stages.grading import Grader
+from mindspeed_rl_plugin.stages.measure import Rollout
+from mindspeed_rl_plugin.stages.reward import FailureLog
+from mindspeed_rl_plugin.stages.select import GroupStats
+
+WINDOWS = 64  # looks at what is finished, in the time of the longest response
+MOST_STEPS = 16  # of an engine between two looks
+
+
+class PartialSchedule(SyncSchedule):
+    """making: what is in the making; carries: whether what is not finished goes on, or else is dropped; longest:
+    response [tokens]."""
+
+    def __init__(
+        self,
+        job: Job,
+        stages: Stages,
+        colocation: Colocation,
+        rounds: int,
+        *,
+        making: Making,
+        carries: bool,
+        longest: int,
+    ) -> None:
+        super().__init__(job, stages, colocation, rounds)
+        self.making, self.carries = making, carries
+        self.steps = min(max(longest // WINDOWS, 1), MOST_STEPS)
+        self.grader = Grader(stages.reward, job.plan.sizes.members)
+        self._wait = GradeWait(job.ranks, stages.reward, self.grader)
+        self._rollouts: int | None = None  # left of the run, where none of it may be left over
+        self._sampled: dict[SampleId, int] = {}  # tokens of each response that was finished in this round
+        self._dropped: list[int] = []  # of each response that was dropped from this rollout
+
+    def collect(self, done: int) -> Rollout:
+        """A rollout that is ready to train on, and an evaluation where one is due."""
+        sizes = self.job.plan.sizes
+        self.making.begin(done)
+        self._rollouts = -(-(sizes.train_iters - done) // sizes.steps) if self.carries else None
+        self.grader.start()
+        return super().collect(done)
+
+    def state(self) -> dict[str, Any]:
+        """What is in the making, with the tokens of what is begun."""
+        begun = self.stages.generate.begun if self.stages.generate.engine.leader else {}
+        begun = [_packed(c) for part in self.job.ranks.gather(begun) for c in part.values()]
+        return {"making": {**self.making.state(), "begun": begun}}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Take it over; what another schedule deferred is as old as the first rollout."""
+        job, making, engine = self.job, self.making, self.job.topology.engine
+        if "making" not in state:
+            making.started = dict.fromkeys(job.plan.deferred, making.rollout)
+            return
+        making.load(state["making"], job.plan.deferred, job.topology.engines)
+        begun = [_unpacked(c) for c in state["making"]["begun"]]
+        self.stages.generate.begun = {c.id: c for c in begun if making.places[c.id] == engine}
+
+    def stop(self) -> None:
+        """End the thread that grades."""
+        self.grader.stop()
+
+    # inside
+
+    def _admit(self) -> None:
+        """As many groups as are missing enter the dock."""
+        job, plan, making = self.job, self.job.plan, self.making
+        with job.monitor.stage("prompts"):
+            while groups := min(making.wanted(self._rollouts), plan.sizes.prompts):
+                plan.epoch = plan.open_next(groups)
+                job.prompts.run(plan.epoch, groups)
+                making.start(of_epoch(plan.epoch, groups), job.topology.engines)
+
+    def _drop(self, groups: Sequence[Group]) -> None:
+        self.job.forget(groups)
+        self.making.end(groups)
+
+    def _sample(self) -> dict[str, float]:
+        """Sample and grade; see `RolloutSchedule`."""
+        self._dropped = []
+        metrics, making = super()._sample(), self.making
+        making.end(self.job.plan.groups)
+        metrics |= {"making/groups": float(len(making.started)), "making/responses": float(len(making.places))}
+        if not self.carries:
+            count = len(self._dropped)
+            metrics |= {"dropped/responses": float(count)}
+            metrics |= {"dropped/length_mean": sum(self._dropped) / count} if count else {}
+        return metrics
+
+    def _round(self, failures: FailureLog) -> Mapping[Group, GroupStats]:
+        """Generate until enough groups are finished, and grade what is finished meanwhile. The statistics of those that
+        are trained, or under dynamic sampling of all that are finished."""
+        stages, clock, making = self.stages, self.job.monitor.stage, self.making
+        with clock("generate"):
+            cut = {} if making.enough() else self._generate()
+        groups = making.take(None if self.rounds else making.prompts)
+        with clock("reward"):
+            self._wait.until_graded(self.job.plan.ids(groups))
+            stats = self._compare(groups, stages.reward.graded, failures)
+        if not self.carries:
+            self._drop_rest(cut)
+        return stats
+
+    def _generate(self) -> dict[SampleId, int]:
+        """Until enough groups are finished. Tokens of each response that is not."""
+        job, generate, making = self.job, self.stages.generate, self.making
+        progress = [time.monotonic()]
+
+        def enough(finished: Sequence[Completion]) -> bool:
+            self.grader.check()
+            mine = [(c.id, len(c.tokens)) for c in finished] if generate.engine.leader else []
+            rows = {sample: tokens for part in job.ranks.gather(mine) for sample, tokens in part}
+            making.finish(rows)
+            self._sampled |= {} if self.carries else rows
+            if rows:
+                progress[0] = time.monotonic()
+            elif time.monotonic() - progress[0] > generate.deadline:
+                raise TimeoutError(
+                    f"generation: {len(making.places)} responses are missing, and none has finished for "
+                    f"{generate.deadline:g} s; raise --rl-wait-timeout or lower --rl-max-response-length"
+                )
+            return making.enough()
+
+        cut = generate.until(making.rows_of(job.topology.engine), self.steps, enough)
+        parts = job.ranks.gather(cut if generate.engine.leader else {})
+        return {sample: tokens for part in parts for sample, tokens in part.items()}
+
+    def _drop_rest(self, cut: Mapping[SampleId, int]) -> None:
+        """What was not taken is dropped. cut: tokens of what is not finished."""
+        rest = tuple(self.making.left)
+        tokens = {**self._sampled, **cut}
+        self._dropped += [tokens[sample] for sample in self.job.plan.ids(rest)]
+        self._drop(rest)
+        self._sampled.clear()
+        self.stages.generate.begun.clear()
+
+    def _evaluate(self, done: int) -> None:
+        """The graders' processes are those of the thread, which rests meanwhile."""
+        self.grader.rest()
+        super()._evaluate(done)
+        self.grader.start()
+
+    def _prepare(self, done: int, transfer: Transfer | None, sampling: Mapping[str, Metric]) -> Rollout:
+        plan, making = self.job.plan, self.making
+        if self.carries and self.job.topology.leader:
+            ids, dock = plan.ids(plan.groups), self.stages.measure.dock
+            sampling = {**sampling, **lags(dock, ids, making.lag, making.staleness)}
+        return super()._prepare(done, transfer, sampling)
+
+
+def _packed(completion: Completion) -> dict[str, Any]:
+    """As a checkpoint holds it."""
+    tensors = {"tokens": torch.tensor(completion.tokens), "logps": torch.tensor(completion.logps, dtype=torch.float64)}
+    return {"id": list(completion.id), **tensors, "segments": list(map(list, completion.segments))}
+
+
+def _unpacked(saved: Mapping[str, Any]) -> Completion:
+    segments = tuple(map(tuple, saved["segments"]))
+    return Completion(
+        SampleId(*saved["id"]), tuple(saved["tokens"].tolist()), tuple(saved["logps"].tolist()), "abort", segments
+    )

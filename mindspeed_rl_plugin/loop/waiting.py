@@ -1,0 +1,57 @@
+"""Waits until rows are graded, by the graders of whichever rank, beside what else goes on."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+from mindspeed_rl_plugin.ranks import Collectives
+from mindspeed_rl_plugin.rows import SampleId
+from mindspeed_rl_plugin.stages.grading import Grader
+from mindspeed_rl_plugin.stages.reward import Reward
+
+LOOK_SECONDS = 1.0  # that other ranks wait for the first one's look at what is graded
+PAUSE_SECONDS = 0.005, 0.1  # between two questions of a look, at first and at last
+
+
+class GradeWait:
+    """check: called by the first rank, again and again, and may raise; who: who makes the rows, for an error."""
+
+    def __init__(
+        self,
+        ranks: Collectives,
+        stage: Reward,
+        grader: Grader,
+        check: Callable[[], None] = lambda: None,
+        who: Callable[[], str] = lambda: "",
+    ) -> None:
+        self.ranks, self.stage, self.grader, self._check, self._who = ranks, stage, grader, check, who
+        self._progress = 0, 0.0  # rows that are not graded, and since when they are as many
+
+    def until_graded(self, ids: Sequence[SampleId]) -> None:
+        """Until all these rows are graded. Collective. Raises TimeoutError where no further one is for too long, and
+        what has ended this rank's grader."""
+        self._progress = len(ids), time.monotonic()
+        while self.ranks.broadcast(self._look(ids) if self.ranks.rank == 0 else None):
+            self.grader.check()
+
+    def ungraded(self, ids: Sequence[SampleId]) -> int:
+        """How many of the rows are not graded yet."""
+        return self.stage.dock.remaining(self.stage.spec.name, ids)
+
+    def _look(self, ids: Sequence[SampleId]) -> int:
+        """How many of the rows are not graded; after LOOK_SECONDS at most."""
+        self._check()
+        end, pause = time.monotonic() + LOOK_SECONDS, PAUSE_SECONDS[0]
+        while (left := self.ungraded(ids)) and time.monotonic() < end:
+            time.sleep(pause)
+            pause = min(2 * pause, PAUSE_SECONDS[1])
+        (before, since), deadline = self._progress, self.ranks.deadline
+        if left < before:
+            self._progress = left, time.monotonic()
+        elif left and time.monotonic() - since > deadline:
+            raise TimeoutError(
+                f"{left} of {len(ids)} responses (first: {tuple(ids[0])}) are not graded, and none was for "
+                f"{deadline:g} s (--rl-wait-timeout); {self._who()}"
+            )
+        return left
