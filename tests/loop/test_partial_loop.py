@@ -1,0 +1,105 @@
+"""Partial rollouts in whole jobs: real torchrun, real Megatron, real vLLM, lengths imposed so that some are long."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+
+sys.path.append(str(Path(__file__).parents[1]))
+from golden import IGNORED  # noqa: E402
+
+IMPOSED = Path(__file__).with_name("imposed_script.py")
+# Rollouts of two optimizer steps; not all rows of an engine fit beside each other.
+SIZES = ("--rl-rollout-prompts", "8", "--rl-max-response-length", "16", "--rl-max-running", "12")
+STREAMED = (*SIZES, "--rl-schedule", "streamed")
+CARRY = (*STREAMED, "--rl-carry-unfinished", "--rl-correction", "truncate", "--rl-oversample", "1.5")
+
+
+def numbers(result) -> list[dict]:
+    """Every metric but times and bytes of the dock."""
+    lines = [*result.metrics, *result.evaluations]
+    return [{name: value for name, value in line.items() if not IGNORED.fullmatch(name)} for line in lines]
+
+
+def trained(job) -> list[tuple[int, int, int]]:
+    """Ids of all rows that were trained, in no order."""
+    tables = [pq.read_table(f, columns=["epoch", "group", "member"]) for f in (job.save / "dump").glob("*.parquet")]
+    return sorted(row for table in tables for row in zip(*(c.to_pylist() for c in table.columns), strict=True))
+
+
+def check_whole(rows: list[tuple[int, int, int]], groups: int) -> None:
+    """Each row of so many groups once, and the epochs have no gaps."""
+    assert len(set(rows)) == len(rows) == 4 * groups
+    for epoch in range(rows[-1][0] + 1):
+        mine = [row[1:] for row in rows if row[0] == epoch]
+        assert mine == [(g, m) for g in range(len(mine) // 4) for m in range(4)]
+
+
+@pytest.mark.slow
+def test_what_is_unfinished_goes_on_and_a_resume_leaves_no_trace(job, nothing_left) -> None:
+    """Two runs agree in all numbers, one of them resumed in the middle with responses in the making."""
+    flags = ("--train-iters", "12", *CARRY, "--rl-verify-weights")
+    whole = job(*flags, name="whole", script=IMPOSED).dumping()
+    result = whole.run()
+    firsts = result.metrics[::2]
+    check_whole(trained(whole), 48)
+    assert max(line["segments/mean"] for line in firsts) > 1, "no response has parts of two versions"
+    assert max(line["lag/max"] for line in firsts) == 1
+    assert all(0 < line["lag/token_mean"] <= line["lag/mean"] for line in firsts[1:])
+    assert firsts[0]["making/responses"] > 0 and firsts[-1]["making/groups"] == 0
+    assert all(line["logp_diff/max"] < 2e-5 for line in result.metrics)
+
+    cut = job(*flags, "--save-interval", "5", name="cut", script=IMPOSED).dumping()  # in the middle of a rollout
+    cut.extra += ("--exit-interval", "5")
+    cut.run()
+    cut.extra = cut.extra[:-2]
+    resumed = cut.run()
+    assert "training resumes from" in resumed.log
+    assert numbers(resumed) == numbers(result)
+    assert trained(cut) == trained(whole)
+    nothing_left()
+
+
+@pytest.mark.slow
+def test_weights_that_do_not_change_agree_on_tokens_of_all_parts(job) -> None:
+    """Importance weights of responses that went on are 1 where the weights are the same ones."""
+    result = job("--train-iters", "8", *CARRY, "--lr", "0", script=IMPOSED).run()
+    assert max(line["segments/mean"] for line in result.metrics) > 1
+    for line in result.metrics:
+        assert line["rollout/weight_max"] == pytest.approx(1, abs=1e-4) and abs(line["rollout/kl"]) < 1e-5
+
+
+@pytest.mark.slow
+def test_what_is_dropped_is_longer_than_what_is_trained(job, nothing_left) -> None:
+    run = job("--train-iters", "8", *STREAMED, "--rl-oversample-drop", "--rl-oversample", "1.5", script=IMPOSED)
+    result = run.dumping().run()
+    rows = trained(run)
+    assert len(set(rows)) == len(rows) == 4 * 8 * 4 and {epoch for epoch, _, _ in rows} == set(range(8))
+    firsts = result.metrics[::2]
+    assert all(line["dropped/responses"] == 16 and line["making/groups"] == 0 for line in firsts)
+    assert all(line["dropped/length_mean"] > line["response/length_mean"] for line in firsts), firsts
+    assert "lag/mean" not in firsts[0]
+    nothing_left()
+
+
+LAYOUTS = {
+    "one engine of two ranks": ("--rl-generate-tp", "2"),
+    "two engines that share experts": ("--expert-model-parallel-size", "2", "--rl-generate-ep", "2"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_dynamic_sampling_evaluation_and_engines_of_several_ranks(job, arithmetic, moe_model, dense_model, layout):
+    data = ("--rl-eval-data", str(arithmetic / "heldout.jsonl"), "--rl-eval-every", "3")
+    flags = ("--train-iters", "8", "--rl-algorithm", "dapo", *CARRY, *LAYOUTS[layout], *data, "--rl-max-staleness", "2")
+    model = moe_model if "experts" in layout else dense_model
+    run = job(*flags, script=IMPOSED, model=model).dumping()
+    result = run.run()
+    assert len(set(trained(run))) == len(trained(run)) == 4 * 8 * 4
+    assert 1 <= max(line["lag/max"] for line in result.metrics) <= 2
+    assert max(line["segments/mean"] for line in result.metrics) > 1
+    assert [line["iteration"] for line in result.evaluations] == [0, 3, 6, 8]
