@@ -55,6 +55,8 @@ TP4 = {"--rl-generate-tp": "4"}
 PPO = {"--rl-algorithm": "ppo"}
 SINGLE = {"--rl-samples-per-prompt": "1"}
 ASYNC = {"--rl-schedule": "async", "--rl-generators": "0", "--rl-correction": "truncate"}
+DROP = {"--rl-schedule": "streamed", "--rl-oversample-drop": ""}
+CARRY = {"--rl-schedule": "streamed", "--rl-carry-unfinished": "", "--rl-correction": "truncate"}
 
 GOOD = [
     {},
@@ -65,6 +67,8 @@ GOOD = [
     {"--rl-filtration": "best-worst", "--rl-schedule": "streamed"},
     ASYNC,
     ASYNC | {"--rl-correction": None, "--rl-max-staleness": "0"},
+    CARRY | {"--rl-oversample": "3", "--rl-max-staleness": "2"},
+    DROP | {"--rl-algorithm": "dapo"},
     {"--rl-algorithm": "reinforce++", "--rl-filtration": "pow", "--rl-filtration-whole-batch": ""}
     | {"--rl-samples-per-prompt": "1"},
     {"--rl-algorithm": "ppo", "--rl-advantage": "reinforce++"},
@@ -230,6 +234,18 @@ BAD = [
     ({"--rl-max-staleness": "2"}, "--rl-max-staleness ... --rl-schedule async"),
     ({"--rl-schedule": "streamed", "--rl-inflight": "drain"}, "--rl-inflight ... --rl-schedule async"),
     ({"--rl-generators": "1"}, "--rl-generators ... --rl-schedule async"),
+    (CARRY | {"--rl-correction": None}, "--rl-carry-unfinished ... --rl-correction truncate"),
+    (CARRY | {"--rl-schedule": None}, "--rl-carry-unfinished ... --rl-schedule sync ... --rl-schedule streamed"),
+    (ASYNC | {"--rl-carry-unfinished": ""}, "--rl-carry-unfinished ... --rl-schedule async ... --rl-schedule streamed"),
+    (CARRY | {"--rl-oversample-drop": ""}, "--rl-carry-unfinished and --rl-oversample-drop ... remove one"),
+    (CARRY | {"--rl-max-staleness": "0"}, "--rl-max-staleness 0 ... --rl-carry-unfinished ... 1 or more"),
+    (CARRY | {"--rl-oversample": "2.5"}, "--rl-oversample 2.5 ... --rl-max-staleness 1 ... at most 2"),
+    (CARRY | {"--rl-oversample": "1"}, "--rl-oversample 1 ... 1.25"),
+    (CARRY | {"--rl-filtration": "pow", "--rl-filtration-whole-batch": ""}, "streamed ... --rl-filtration-whole-batch"),
+    ({"--rl-schedule": "streamed", "--rl-oversample": "2"}, "--rl-oversample 2 ... --rl-carry-unfinished ... -drop"),
+    (DROP | {"--rl-max-staleness": "2"}, "--rl-max-staleness ... --rl-schedule async or --rl-carry-unfinished"),
+    (DROP | {"--rl-reward-model-device": "accelerator"}, "--rl-reward-model-device accelerator ... host"),
+    (DPO | {"--rl-oversample-drop": ""}, "--rl-oversample-drop has no meaning ... dpo"),
     (SINGLE | {"--rl-filtration": "pow"}, "--rl-filtration pow ... -prompt 1 ... --rl-filtration-whole-batch"),
     (
         {"--rl-filtration": "best-random", "--rl-samples-per-prompt": "6", "--rl-rollout-prompts": "8"},

@@ -1,4 +1,4 @@
-"""The example's script with lengths imposed on responses, by their ids: one in four is long."""
+"""The example's script with lengths imposed on responses, by their ids: half of those of one prompt in four are long."""
 
 import dataclasses
 import runpy
@@ -11,7 +11,7 @@ submit = VllmEngine.submit
 
 def limited(request):
     epoch, group, member = request.id
-    tokens = 16 if (epoch + group + member) % 4 == 0 else 2 + (epoch + 2 * group + 3 * member) % 5
+    tokens = 16 if (3 * epoch + group) % 4 == 0 and member % 2 else 2 + (epoch + 2 * group + 3 * member) % 5
     sampling = dataclasses.replace(request.sampling, max_tokens=tokens, ignore_eos=True)
     return dataclasses.replace(request, sampling=sampling)
 

@@ -92,7 +92,9 @@ def most_of(prompts: int, factor: float, k: int) -> int:
     st.sampled_from([None, 0.0, 0.5]),
     st.integers(0, 10**6),
 )
-def test_no_token_is_older_than_the_bound_and_each_group_is_trained_once(k, prompts, factor, engines, slots, drops, seed):
+def test_no_token_is_older_than_the_bound_and_each_group_is_trained_once(
+    k, prompts, factor, engines, slots, drops, seed
+):
     making = Making(prompts, 2, most_of(prompts, factor, k), k)
     job = Job(making, 6, engines, slots, drops, seed)
     job.run()
@@ -142,7 +144,13 @@ def test_the_last_rollouts_begin_with_no_more_than_is_trained() -> None:
 
 @pytest.mark.parametrize(
     ("held", "items", "parts"),
-    [([0, 0], 5, [0, 0, 0, 1, 1]), ([3, 0, 1], 4, [1, 1, 2, 2]), ([5, 0], 2, [1, 1]), ([2, 0], 0, []), ([4], 2, [0, 0])],
+    [
+        ([0, 0], 5, [0, 0, 0, 1, 1]),
+        ([3, 0, 1], 4, [1, 1, 2, 2]),
+        ([5, 0], 2, [1, 1]),
+        ([2, 0], 0, []),
+        ([4], 2, [0, 0]),
+    ],
 )
 def test_rows_are_dealt_so_that_all_engines_have_equally_many(held, items, parts) -> None:
     dealt = level(held, items)

@@ -278,3 +278,23 @@ def test_flags_that_cannot_go_on_with_what_is_admitted_ahead_are_refused(case):
     with pytest.raises(ValueError, match="--rl-samples-per-prompt was 2, now 8"):
         check_ahead(state, cut | {"--rl-samples-per-prompt": 8}, now, 9, dynamic)
     check_ahead({**state, "queue": []}, cut, now, 9, dynamic)
+
+
+CARRIED = {
+    "the same": ({}, ""),
+    "staler is no harm": ({"max_staleness": 3}, ""),
+    "without": ({"carry_unfinished": False}, "--rl-carry-unfinished was on, now off"),
+    "dropping": ({"carry_unfinished": False, "oversample_drop": True}, "--rl-carry-unfinished was on, now off"),
+    "less stale": ({"max_staleness": 1}, "--rl-max-staleness was 2, now 1"),
+}
+
+
+@pytest.mark.parametrize("case", CARRIED)
+def test_flags_that_cannot_go_on_with_what_is_in_the_making_are_refused(case):
+    flags, said = CARRIED[case]
+    cut = {"--rl-rollout-prompts": 4, "--rl-samples-per-prompt": 2}
+    state = {"cut": cut, "making": {"staleness": 2, "left": [[3, 1, 0], [4, 0]]}}
+    now = ScheduleConfig(**{"schedule": "streamed", "carry_unfinished": True, "max_staleness": 2, **flags})
+    with pytest.raises(ValueError, match=f"holds 2 prompts .*{said}") if said else contextlib.nullcontext():
+        check_ahead(state, cut, now, 9, False)
+    check_ahead({**state, "making": {"staleness": 2, "left": []}}, cut, now, 9, False)
