@@ -50,7 +50,7 @@ def test_what_is_unfinished_goes_on_and_a_resume_leaves_no_trace(job, nothing_le
     assert max(line["lag/max"] for line in firsts) == 1
     assert max(line["lag/token_mean"] for line in firsts) > 0
     assert firsts[0]["making/responses"] > 0 and firsts[-1]["making/groups"] == 0
-    assert all(line["logp_diff/max"] < 2e-5 for line in firsts)
+    assert max(line.get("logp_diff/max", 0.0) for line in firsts) < 2e-5
 
     cut = job(*flags, "--save-interval", "5", name="cut", script=IMPOSED).dumping()  # in the middle of a rollout
     cut.extra += ("--exit-interval", "5")

@@ -105,7 +105,7 @@ def test_one_round_in_order_is_planned_as_ever_and_others_in_the_given_order():
 def sampled_in(rounds, *epochs):
     """Rounds of two groups each, until the rollout is whole; a plan has steps of one group."""
     cut = lambda groups: plan_groups(groups, 2, global_batch_size=2, micro_batch_size=2, dp_size=1)  # noqa: E731
-    selecting = Rounds(((9, 9),) if rounds else (), 2, rounds, cut)
+    selecting = Rounds(((-1, 9),) if rounds else (), 2, rounds, cut)
     return selecting, [selecting.add(round_(epoch, *groups)) for epoch, groups in enumerate(epochs)]
 
 
@@ -121,7 +121,7 @@ def test_dynamic_sampling_goes_on_until_the_groups_at_hand_carry_signal():
     failed = GroupStats(False, False, 1.0, errors=4), GroupStats(True, False, 0.0, errors=1)
     selecting, whole = sampled_in(5, failed, failed, (YES, YES))
     assert whole == [False, False, True] and selecting.dropped is None
-    assert selecting.selection.trained == ((9, 9), (2, 0)) and selecting.selection.deferred == ((2, 1),)
+    assert selecting.selection.trained == ((-1, 9), (2, 0)) and selecting.selection.deferred == ((2, 1),)
     got = {name.removeprefix("sampling/"): value for name, value in selecting.metrics().items()}
     assert got.pop("informative") == pytest.approx(1 / 3) and got.pop("reward_mean") == pytest.approx(5 / 6)
     counts = {"rounds": 3, "groups_drawn": 6, "brought": 1, "carried": 1, "filled": 0, "reward/errors": 10}
