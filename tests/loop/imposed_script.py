@@ -1,4 +1,4 @@
-"""The example's script with lengths imposed on responses, by their ids: half of those of one prompt in four are long."""
+"""The example's script with lengths imposed by ids: half of the responses to one prompt in four are long."""
 
 import dataclasses
 import runpy
