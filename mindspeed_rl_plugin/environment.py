@@ -45,6 +45,13 @@ def attempt() -> str:
     return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
 
 
+def environment_apart() -> dict[str, str]:
+    """For a process that is no rank of this job's launcher."""
+    ranks = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", _PART)
+    ours = ("MASTER_", "TORCHELASTIC_", "GROUP_", "ROLE_")
+    return {k: v for k, v in os.environ.items() if k not in ranks and not k.startswith(ours)}
+
+
 def say(line: str) -> None:
     """Print a line on the job's first rank."""
     if launch_env()["rank"] == 0:

@@ -54,6 +54,11 @@ class ScheduleConfig:
         "engines of T ranks that Ray places on its cluster",
         form=Generators.parse,
     )
+    engine_url: tuple[str, ...] = flag(
+        (),
+        "with async: addresses of servers of your own (`vllm serve`, started as docs/schedules.md says), each of which "
+        "generates as one more engine; http://HOST:PORT",
+    )
     max_staleness: int = flag(
         1,
         "with async and --rl-carry-unfinished: most publications of weights between those that sampled a token and "
@@ -128,5 +133,8 @@ class ScheduleConfig:
 
 
 # Flags that one schedule reads alone; --rl-max-staleness is also read with --rl-carry-unfinished.
-OF_ASYNC = ("--rl-generators", "--rl-max-staleness", "--rl-inflight", "--rl-async-order", "--rl-exact-resume")
+OF_ASYNC = (
+    *("--rl-generators", "--rl-engine-url", "--rl-max-staleness", "--rl-inflight", "--rl-async-order"),
+    "--rl-exact-resume",
+)
 OF_STREAMED = ("--rl-carry-unfinished", "--rl-oversample", "--rl-oversample-drop")

@@ -11,6 +11,7 @@ import json
 import re
 from collections.abc import Collection, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -216,6 +217,13 @@ def sampling_params(sampling: Sampling, eos: Sequence[int], seed: int | None) ->
     )
 
 
+class OfWorker:
+    """A worker of another process's engine, for the functions here that take an engine and look at its worker."""
+
+    def __init__(self, worker: Any) -> None:
+        self.model_executor = SimpleNamespace(driver_worker=worker)
+
+
 def worker(engine: Any) -> Any:
     """This rank's worker, out of its wrapper."""
     wrapped = engine.model_executor.driver_worker
@@ -226,6 +234,12 @@ def model(engine: Any) -> torch.nn.Module:
     """This rank's model."""
     runner = worker(engine).model_runner
     return runner.get_model() if hasattr(runner, "get_model") else runner.model
+
+
+def parameters(engine: Any) -> dict[str, torch.Tensor]:
+    """The live weights; tied ones appear once, under the name of the embedding. What is derived is left out."""
+    live = model(engine).named_parameters()
+    return {name: p.data for name, p in live if name.rpartition(".")[2] not in DERIVED}
 
 
 @torch.no_grad()

@@ -185,9 +185,8 @@ class VllmEngine:
         return [self._complete(name, "abort") for name in chosen]
 
     def parameters(self) -> dict[str, Tensor]:
-        """The live weights; tied ones appear once, under the name of the embedding. What is derived is left out."""
-        live = vllm_api.model(self._engine).named_parameters()
-        return {name: p.data for name, p in live if name.rpartition(".")[2] not in vllm_api.DERIVED}
+        """The live weights; see `vllm_api.parameters`."""
+        return vllm_api.parameters(self._engine)
 
     def update_weights(self, version: int, digest: str | None = None, *, in_flight: bool = False) -> None:
         """Weights of `version` are in place: cached prefixes of older ones serve no new request; see `Engine`."""
@@ -378,7 +377,13 @@ def _prepare(kind: str, options: VllmOptions) -> None:
     engine_env.prepare_engine_env(kind, sleep_mode=options.sleep_mode)
     if options.tokenizer is None and needs_tokenizer(()):
         raise ValueError("vLLM before 0.10 does not start without a tokenizer; give --rl-tokenizer")
-    if kind == "cpu":
+    keep_weights_live(kind)
+
+
+def keep_weights_live(kind: str | None = None) -> None:
+    """What is written into the weights of models that vLLM loads from now on is what they compute with. kind: of
+    device, None for this process's."""
+    if (kind or get_device().kind) == "cpu":
         vllm_live.apply()
 
 

@@ -9,8 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import mindspeed_rl_plugin
+from mindspeed_rl_plugin.dock import Dock
 from mindspeed_rl_plugin.engine.vllm_engine import VllmOptions
 from mindspeed_rl_plugin.prompts.tokenizer import vocabulary_digest
+from mindspeed_rl_plugin.reshard.publish import TrainerWeights
 from mindspeed_rl_plugin.rows import Sampling
 
 JOB, WEIGHTS = "job", "weights"  # what the dock's directory has of the job
@@ -55,6 +57,20 @@ class Description:
         fields["engine"] = VllmOptions(**_tuples(fields["engine"]))
         fields["sampling"] = Sampling(**_tuples(fields["sampling"]))
         return cls(**fields)
+
+
+def job_of(dock: Dock, strict: bool = False) -> Description:
+    """What the job says of itself to an engine. strict: whether the engine has a share of a strict order. Raises
+    ValueError where it cannot join."""
+    job = Description.from_json(json.loads(dock.exchange.about or "{}").get(JOB, ""))
+    if job.strict and not strict:
+        raise ValueError("--rl-async-order strict deals rollouts to the engines of its start: none can join later")
+    return job
+
+
+def weights_of(dock: Dock) -> TrainerWeights:
+    """How the trainers hold the weights that they publish."""
+    return TrainerWeights.parse(json.loads(dock.exchange.about)[WEIGHTS])
 
 
 def _tuples(fields: Mapping[str, Any]) -> dict[str, Any]:

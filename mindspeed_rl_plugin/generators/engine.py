@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from dataclasses import replace
 from typing import Any
 
 from mindspeed_rl_plugin.dock import Dock
 from mindspeed_rl_plugin.engine.vllm_engine import VllmEngine, VllmOptions
-from mindspeed_rl_plugin.generators.description import JOB, WEIGHTS, Description
+from mindspeed_rl_plugin.generators.description import job_of, weights_of
 from mindspeed_rl_plugin.generators.lead import Lead
 from mindspeed_rl_plugin.generators.service import Service
 from mindspeed_rl_plugin.generators.team import Team
 from mindspeed_rl_plugin.reshard.layout import EngineParallel
-from mindspeed_rl_plugin.reshard.publish import TrainerWeights
 from mindspeed_rl_plugin.reshard.pull import Puller
 
 
@@ -33,16 +31,13 @@ def serve(
     team = Team()
     dock = Dock.join(address, secret)
     try:
-        about = json.loads(dock.exchange.about or "{}")
-        job = Description.from_json(about.get(JOB, ""))
-        if job.strict and share is None:
-            raise ValueError("--rl-async-order strict deals rollouts to the engines of its start: none can join later")
+        job = job_of(dock, strict=share is not None)
         options = replace(job.engine, sleep_mode=False, **changed)
         job.check_tokenizer(options.tokenizer)
         options = sized(options, team.size)
         engine = VllmEngine(options)
         parallel = EngineParallel(options.tensor_parallel, options.expert_parallel)
-        weights = TrainerWeights.parse(about[WEIGHTS])
+        weights = weights_of(dock)
         puller = Puller(
             weights,
             parallel,

@@ -16,6 +16,7 @@ from typing import Any
 import torch.distributed as dist
 
 from mindspeed_rl_plugin.environment import launch_env, master_address, say
+from mindspeed_rl_plugin.generators.at_url import serve_at
 from mindspeed_rl_plugin.generators.engine import serve
 from mindspeed_rl_plugin.generators.ranks import init_group
 
@@ -45,7 +46,10 @@ def main(argv: Sequence[str]) -> int:
     if options.tokenizer:
         changed["tokenizer"] = options.tokenizer
     try:
-        serve(options.join, options.secret_file, leaving=leaving, **changed)
+        if options.engine_url:
+            serve_at(options.engine_url, options.join, options.secret_file, leaving, options.max_running)
+        else:
+            serve(options.join, options.secret_file, leaving=leaving, **changed)
     except (ValueError, ConnectionError, PermissionError, TimeoutError, FileNotFoundError) as error:
         print(f"[rl] generate: {error}", file=sys.stderr, flush=True)
         return 1
@@ -61,6 +65,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--join", required=True, metavar="HOST:PORT", help="the job's address, printed at its start")
     parser.add_argument("--secret-file", required=True, help="the job's secret, a file of mode 600; printed there too")
+    parser.add_argument("--engine-url", metavar="URL", help="generate by the `vllm serve` there: docs/schedules.md")
     parser.add_argument("--max-running", type=int, help="most sequences decoded at once (default: the job's)")
     parser.add_argument("--kv-cache-gb", type=float, help="KV cache of one rank on a host without accelerator")
     parser.add_argument("--device-memory-utilization", type=float, help="share of the device's memory for the engine")

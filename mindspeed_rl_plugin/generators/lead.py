@@ -108,8 +108,10 @@ class Lead:
             finished.setdefault(row.lease.token, []).append((row, completion))
         for part in finished.values():
             requests, responses = [row.request for row, _ in part], [completion for _, completion in part]
+            # A response of a server may come after newer weights.
+            whose = digest if all(response.version == self.version for response in responses) else None
             try:
-                self.dock.commit_part(part[0][0].lease, completion_rows(requests, responses, digest))
+                self.dock.commit_part(part[0][0].lease, completion_rows(requests, responses, whose))
             except ConnectionError:
                 if not self.dock.ended:
                     raise

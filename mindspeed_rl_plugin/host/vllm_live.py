@@ -118,6 +118,8 @@ def _own_shared_memory() -> None:
 
     group_name, init = Shm.make_group_name, Shm._init_cpu_shm
     parts = [os.environ.get(k, "") for k in ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT")]
+    if not any(parts):  # workers of vLLM's own server
+        parts = [str(os.getppid())]
     job = f"{zlib.crc32('|'.join(parts).encode()):08x}"  # the same in all its ranks
 
     def segment(name: str, communicator: Any) -> Path:

@@ -14,9 +14,11 @@ from mindspeed_rl_plugin.device import get_device
 from mindspeed_rl_plugin.engine import hf_config
 from mindspeed_rl_plugin.environment import say
 from mindspeed_rl_plugin.forward import ForwardSettings
+from mindspeed_rl_plugin.generators.guests import check_servers
 from mindspeed_rl_plugin.host.engine_env import prepare_engine_env
 from mindspeed_rl_plugin.loop.arithmetic import arithmetic_of
 from mindspeed_rl_plugin.loop.build import dock_size, table_of
+from mindspeed_rl_plugin.loop.engine_options import dtype_of
 from mindspeed_rl_plugin.loop.inputs import Inputs
 from mindspeed_rl_plugin.prompts import PairRenderer, PairStream, PromptStream, Renderer
 from mindspeed_rl_plugin.prompts.tokenizer import check_vocabulary, load_tokenizer, tokenizer_path
@@ -69,6 +71,10 @@ def _to_sample(inputs: Inputs) -> Inputs:
     engine_config = hf_config.derive_config(inputs.args, vocab_size=inputs.vocab, eos_token_ids=end_tokens)
     if config.rollout.hf_model:
         hf_config.check_against(engine_config, config.rollout.hf_model)
+    if config.schedule.engine_url:
+        dtype = str(dtype_of(inputs.args, config.rollout.engine_dtype)).removeprefix("torch.")
+        for problem in check_servers(config, engine_config, dtype):
+            raise ValueError(problem)
     graders = _graders(inputs)
     inputs = dataclasses.replace(
         inputs,

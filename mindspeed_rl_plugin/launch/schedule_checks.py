@@ -11,7 +11,7 @@ from mindspeed_rl_plugin.config.flag import flag_name
 from mindspeed_rl_plugin.config.rl_config import given
 from mindspeed_rl_plugin.config.schedule_flags import OF_ASYNC, OF_STREAMED
 from mindspeed_rl_plugin.environment import is_part, launch_env
-from mindspeed_rl_plugin.generators.guests import check_ray
+from mindspeed_rl_plugin.generators.guests import check_ray, check_servers
 
 CORRECTIONS = "give --rl-correction truncate, mask, decoupled or decoupled-clip"
 
@@ -85,10 +85,10 @@ def _partial(config: RLConfig) -> Iterator[str]:
 
 def _apart(config: RLConfig) -> Iterator[str]:
     schedule, correction = config.schedule, config.algorithm.correction
-    if schedule.generators is None:
+    if schedule.generators is None and not schedule.engine_url:
         yield (
             "--rl-schedule async: which ranks generate? Give --rl-generators N, of which the last N ranks of the job "
-            "do; 0, where only engines generate that join it; or ray:N"
+            "do; 0, where only engines generate that join it; ray:N; or --rl-engine-url"
         )
     if schedule.generator_ranks and not is_part():
         yield (
@@ -97,10 +97,13 @@ def _apart(config: RLConfig) -> Iterator[str]:
         )
     if schedule.who_generates.engines and launch_env()["rank"] == 0:
         yield from check_ray(schedule.who_generates, config.monitor.wait_timeout)
+    if schedule.engine_url:
+        yield from check_servers(config, {}, "")
     if schedule.max_staleness > 0 and correction == "off":
         yield (
             f"--rl-max-staleness {schedule.max_staleness}: responses of older weights need importance weights; "
             f"{CORRECTIONS}, or --rl-max-staleness 0"
         )
-    if schedule.async_order == "strict" and schedule.generators and not schedule.generator_ranks:
-        yield "--rl-async-order strict needs engines whose number is fixed; give --rl-generators N, or order free"
+    joining = schedule.engine_url or (schedule.generators and not schedule.generator_ranks)
+    if schedule.async_order == "strict" and joining:
+        yield "--rl-async-order strict needs engines whose number is fixed; give --rl-generators N alone, or order free"

@@ -93,4 +93,5 @@ def _invite(job: Job, about: dict[str, str], schedule: ScheduleConfig, strict: b
     if ranks:
         publish_address(address, str(secret_file))
     on_ray = schedule.who_generates if schedule.who_generates.engines else None
-    return Guests(address, secret_file, publish_end if ranks else lambda: None, on_ray, folder)
+    ended = publish_end if ranks else lambda: None
+    return Guests(address, secret_file, ended, on_ray, schedule.engine_url, folder)

@@ -63,7 +63,8 @@ class Setup:
     def of(cls, config: RLConfig, sizes: Arithmetic, ranks: int) -> Setup:
         """Of a job whose trainers have so many ranks."""
         schedule, tp = config.schedule, config.rollout.generate_tp
-        engines = (schedule.generators.engines if schedule.apart and schedule.generators else 0) or sizes.engines
+        who = schedule.who_generates
+        engines = (who.engines + len(schedule.engine_url) if schedule.apart else 0) or sizes.engines
         return cls(
             replace(sizes, engines=max(engines, 1)),
             schedule.schedule,
@@ -75,7 +76,7 @@ class Setup:
             limit=config.rollout.max_response_length,
             rounds=config.algorithm.dynamic_sampling_rounds if resolve(config.algorithm).dynamic_sampling else 0,
             trainer_ranks=ranks // sizes.data_parallel,
-            engine_ranks=schedule.generators.tp if schedule.apart and schedule.generators.engines else tp,
+            engine_ranks=who.tp if schedule.apart and who.engines else tp,
         )
 
     @property

@@ -1,0 +1,167 @@
+"""vLLM's own server, as `vllm serve` starts it: its routes, and whether it can generate for a job.
+
+Its workers have our extension (`generators.server_worker`), which brings weights and says how the server was started.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import ssl
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+import mindspeed_rl_plugin
+from mindspeed_rl_plugin.engine.hf_config import compare_configs
+from mindspeed_rl_plugin.engine.vllm_engine import VllmOptions
+
+EXTENSION = "mindspeed_rl_plugin.generators.server_worker.ServerWorker"
+GENERATE = "/inference/v1/generate"  # token ids in, token ids out, with log-probs and the version of each token
+DEVELOPMENT = ("/collective_rpc", "/pause", "/resume")  # vLLM shows them with VLLM_SERVER_DEV_MODE=1 only
+VERSIONS = "/update_weight_version"  # 0.32 has it
+PROCESSED = "processed_logprobs"
+ASK_SECONDS = 30.0  # for an answer to a question that costs no work
+SHOWN = 500  # characters of an answer that an error shows
+
+
+@dataclass(frozen=True)
+class Served:
+    """What a worker of the server says of itself and of how the server was started.
+
+    machine: its name; rank: among the workers of an engine; config: of the model, as transformers reads it; plugin:
+    version of this package there; tokenizer: whether there is one; seeds: whether a request may have a seed of its own
+    at no cost; pipeline, replicas: sizes of those kinds of parallelism.
+    """
+
+    machine: str
+    rank: int
+    plugin: str
+    config: Mapping[str, Any]
+    dtype: str
+    logprobs_mode: str
+    max_model_len: int
+    max_running: int
+    tokenizer: bool
+    seeds: bool
+    pipeline: int
+    replicas: int
+
+
+class Server:
+    """url: of the server, as http://HOST:PORT; deadline: seconds that any work of it may take. Each call raises
+    ConnectionError where it does not answer, TimeoutError where it takes too long, and RuntimeError with what it says
+    where it fails."""
+
+    def __init__(self, url: str, deadline: float) -> None:
+        parts = urlsplit(url)
+        try:
+            known = parts.scheme in ("http", "https") and parts.hostname and not (parts.query or parts.username)
+            self._place = (parts.hostname, parts.port) if known else None
+        except ValueError:  # of the port
+            self._place = None
+        if self._place is None:
+            raise ValueError(f"--rl-engine-url {url!r} is no address of a server; give one such as http://HOST:8000")
+        self.url, self.deadline = url.rstrip("/"), deadline
+        self._secure, self._prefix = parts.scheme == "https", parts.path.rstrip("/")
+
+    def ask(self, path: str, body: Any = None, *, method: str = "POST", seconds: float | None = None) -> Any:
+        """The answer of a route, a JSON value."""
+        seconds = self.deadline if seconds is None else seconds
+        status, text = self._exchange(method, path, body, seconds)
+        if status == http.client.UNAUTHORIZED:
+            raise RuntimeError(f"{self.url} wants a key: start the server without --api-key")
+        if status != http.client.OK:
+            raise RuntimeError(f"{self.url}{path} answered {status}: {text[:SHOWN]}")
+        return json.loads(text) if text else None
+
+    def workers(self, name: str, seconds: float | None = None, **arguments: Any) -> list[Any]:
+        """What a method of our extension returns in each worker, in their order. Raises ValueError with what one of
+        them refuses."""
+        body = {"method": f"rl_{name}", "kwargs": arguments}
+        answers = self.ask("/collective_rpc", body, seconds=seconds)["results"]
+        for answer in answers:
+            if answer["refused"]:
+                raise ValueError(f"{self.url}: {answer['refused']}")
+        return [answer["value"] for answer in answers]
+
+    def check(self) -> list[Served]:
+        """What its workers say. Raises ValueError where it lacks what a job needs."""
+        routes = self.ask("/openapi.json", method="GET", seconds=ASK_SECONDS)["paths"]
+        missing = [path for path in DEVELOPMENT if path not in routes]
+        if missing:
+            names = ", ".join(missing)
+            raise ValueError(f"the server at {self.url} has no {names}: start it with VLLM_SERVER_DEV_MODE=1")
+        if VERSIONS not in routes:
+            version = self.ask("/version", method="GET", seconds=ASK_SECONDS)["version"]
+            raise ValueError(
+                f"the server at {self.url}, vLLM {version}, has no {VERSIONS}, by which responses say which weights "
+                "sampled them; take vLLM 0.32"
+            )
+        if GENERATE not in routes:
+            raise ValueError(f"the server at {self.url} has no {GENERATE}: start it with --enable-scale-out")
+        try:
+            return [Served(**about) for about in self.workers("about", ASK_SECONDS)]
+        except RuntimeError as error:
+            raise ValueError(
+                f"the workers of the server at {self.url} have no extension of this package ({error}); start it with "
+                f"--worker-extension-cls {EXTENSION}"
+            ) from error
+
+    def _exchange(self, method: str, path: str, body: Any, seconds: float) -> tuple[int, str]:
+        kind = http.client.HTTPSConnection if self._secure else http.client.HTTPConnection
+        more = {"context": ssl.create_default_context()} if self._secure else {}
+        connection = kind(*self._place, timeout=max(seconds, 0.001), **more)
+        given = {} if body is None else {"body": json.dumps(body), "headers": {"Content-Type": "application/json"}}
+        try:
+            connection.request(method, self._prefix + path, **given)
+            answer = connection.getresponse()
+            return answer.status, answer.read().decode(errors="replace")
+        except TimeoutError as error:
+            raise TimeoutError(f"the server at {self.url} did not answer {path} within {seconds:g} s") from error
+        except (OSError, http.client.HTTPException) as error:
+            raise ConnectionError(
+                f"no server answers at {self.url}{path} ({error}); is `vllm serve` running?"
+            ) from error
+        finally:
+            connection.close()
+
+
+def problems(served: Served, job: VllmOptions, stops: bool) -> Iterator[str]:
+    """Why a server cannot generate for a job: the value, the limit, and what to start it with.
+
+    job: as its own engines would be built, without a config where that is not known yet; stops: whether strings end
+    responses.
+    """
+    if served.plugin != mindspeed_rl_plugin.__version__:
+        ours = mindspeed_rl_plugin.__version__
+        yield f"it runs mindspeed_rl_plugin {served.plugin}, the job {ours}; install the job's"
+    if served.logprobs_mode != PROCESSED:
+        yield (
+            f"its log-probs are {served.logprobs_mode}, not those of what is sampled; start it with --logprobs-mode "
+            f"{PROCESSED}"
+        )
+    if served.max_model_len < job.max_model_len:
+        yield (
+            f"it takes {served.max_model_len} tokens of prompt and response, the job has up to {job.max_model_len}; "
+            f"start it with --max-model-len {job.max_model_len}"
+        )
+    if served.dtype != job.dtype:
+        yield (
+            f"its weights are {served.dtype}, the job's {job.dtype} (--rl-engine-dtype); start it with --dtype "
+            f"{job.dtype}"
+        )
+    if stops and not served.tokenizer:
+        yield "--rl-stop needs text, and it has no tokenizer; start it without --skip-tokenizer-init"
+    for size, flag in ((served.pipeline, "--pipeline-parallel-size"), (served.replicas, "--data-parallel-size")):
+        if size > 1:
+            yield f"it has {flag} {size}; start one server for each engine, with tensor parallelism, and give all URLs"
+    if job.config and (differ := compare_configs(job.config, served.config)):
+        yield "it serves another model: " + "; ".join(differ)
+
+
+def check_served(url: str, served: Served, job: VllmOptions, stops: bool) -> None:
+    """Raise ValueError that lists all `problems`."""
+    if found := list(problems(served, job, stops)):
+        raise ValueError(f"the server at {url} cannot generate for this job:\n  " + "\n  ".join(found))

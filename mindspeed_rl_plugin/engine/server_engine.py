@@ -1,0 +1,170 @@
+"""`ServerEngine`: vLLM's own server as an engine of one process, which sends prompts and gets responses by HTTP.
+
+Each response is one request to the server, in a thread of its own. Its tokens, their log-probs, and which weights
+sampled which of them are the server's own words. The weights come another way: `generators.server_weights`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import queue
+import secrets
+import threading
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from mindspeed_rl_plugin.engine.server_api import GENERATE, Server
+from mindspeed_rl_plugin.rows import Completion, GenerateRequest, SampleId, Sampling
+
+AGAIN_SECONDS = 0.2  # until a request that was still on its way is aborted again
+NO_LOGP = -9999.0  # in the place of a log-prob that is not finite
+
+
+class ServerEngine:
+    """What a `Service` needs of an `Engine`, of a server that works for it alone.
+
+    eos: end every response that does not ignore them; seeds: whether each request has its own.
+    """
+
+    replica, replicas, leader = 0, 1, True
+
+    def __init__(self, server: Server, eos: Sequence[int], seeds: bool) -> None:
+        self.server, self._eos, self._seeds = server, tuple(eos), seeds
+        self.version = -1
+        self.digest: str | None = None
+        self._salt = secrets.token_hex(8)  # prefixes of another job, whose versions have the same numbers
+        self._running: set[SampleId] = set()
+        self._done: queue.SimpleQueue[Completion | Exception] = queue.SimpleQueue()
+
+    def submit(self, requests: Sequence[GenerateRequest]) -> None:
+        """Queue responses; see `Engine`."""
+        for request in requests:
+            self._running.add(request.id)
+            threading.Thread(target=self._sample, args=(request, self.version), daemon=True, name="response").start()
+
+    def poll(self, timeout: float) -> list[Completion]:
+        """Wait for a response; see `Engine`. Raises what the server answers in its place."""
+        finished = self._arrived(timeout) if self._running else []
+        for completion in finished:
+            self._running.remove(completion.id)
+            if completion.finish == "abort":
+                raise RuntimeError(
+                    f"the server at {self.server.url} aborted response {tuple(completion.id)}, which nobody here asked "
+                    "for: it must work for this job alone"
+                )
+        return finished
+
+    def abort(self, ids: Iterable[SampleId] | None = None) -> list[Completion]:
+        """Stop all responses, and the server until it has new weights. The next `poll` has those that ended by
+        themselves."""
+        assert ids is None, "a server is stopped as a whole"
+        stopped, end = list[Completion](), time.monotonic() + self.server.deadline
+        while len(stopped) < len(self._running):
+            self.server.ask("/pause?mode=abort&clear_cache=false")  # again, for requests that were on their way
+            stopped += self._arrived(AGAIN_SECONDS)
+            if time.monotonic() > end:
+                raise TimeoutError(
+                    f"the server at {self.server.url} did not give back {len(self._running)} responses within "
+                    f"{self.server.deadline:g} s"
+                )
+        for completion in stopped:
+            if completion.finish == "abort":
+                self._running.remove(completion.id)
+            else:
+                self._done.put(completion)
+        return [completion for completion in stopped if completion.finish == "abort"]
+
+    def parameters(self) -> Mapping[str, Tensor]:
+        """None here: its own workers write them."""
+        return {}
+
+    def update_weights(self, version: int, digest: str | None = None, *, in_flight: bool = False) -> None:
+        """The server, which stood still, has `version`, and goes on."""
+        self.server.ask("/resume")
+        self.version, self.digest = version, digest
+
+    def _arrived(self, timeout: float) -> list[Completion]:
+        """What has come from the server; waits for the first of it. Raises an error that came in its place."""
+        out: list[Completion] = []
+        with contextlib.suppress(queue.Empty):
+            while True:
+                done = self._done.get(timeout=0 if out else timeout)
+                if isinstance(done, Exception):
+                    raise done
+                out.append(done)
+        return out
+
+    def _sample(self, request: GenerateRequest, version: int) -> None:
+        try:
+            body = {
+                "token_ids": [*request.prompt_tokens, *(request.begun.tokens if request.begun else ())],
+                "sampling_params": self._params(request),
+                "cache_salt": f"{self._salt} {version}",  # what one version computed serves no other
+            }
+            answer = self.server.ask(GENERATE, body)
+            self._done.put(completion(request, answer["choices"][0], version))
+        except Exception as error:  # noqa: BLE001 - raised in the main thread, which would wait for it for ever
+            self._done.put(error)
+
+    def _params(self, request: GenerateRequest) -> dict[str, Any]:
+        """vLLM's SamplingParams, all of them that a server's own defaults could change."""
+        begun = len(request.begun.tokens) if request.begun else 0
+        sampling = replace(request.sampling, max_tokens=request.sampling.max_tokens - begun)
+        return sampling_params(sampling, self._eos, request.seed if self._seeds else None)
+
+
+def sampling_params(sampling: Sampling, eos: Sequence[int], seed: int | None) -> dict[str, Any]:
+    """vLLM's SamplingParams as JSON; see `vllm_api.sampling_params`."""
+    ends = () if sampling.ignore_eos else (*eos, *sampling.stop_token_ids)
+    stops = [] if sampling.ignore_eos else list(sampling.stop)
+    return {
+        "n": 1,
+        "max_tokens": sampling.max_tokens,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "seed": seed,
+        "stop": stops,
+        "stop_token_ids": sorted(set(ends)),
+        "ignore_eos": True,
+        "logprobs": 0,
+        "detokenize": bool(stops),
+    }
+
+
+def completion(request: GenerateRequest, choice: Mapping[str, Any], asked: int) -> Completion:
+    """A response, with what was sampled of it before. choice: as the server answers; asked: version of its weights when
+    it was asked. Raises RuntimeError for one that cannot be trained on."""
+    begun = request.begun or Completion(request.id, (), (), "abort", ())
+    tokens, entries = choice["token_ids"] or [], (choice["logprobs"] or {}).get("content") or []
+    who = f"response {tuple(request.id)} of the server"
+    if [entry["token_id"] for entry in entries] != tokens:
+        raise RuntimeError(f"{who} has log-probs of {len(entries)} tokens, not those of its {len(tokens)} tokens")
+    logps = [entry["logprob"] for entry in entries]
+    if any(logp <= NO_LOGP for logp in logps):
+        raise RuntimeError(f"{who} has a log-prob that is not finite; were weights written?")
+    if choice["finish_reason"] not in ("stop", "length", "abort"):
+        raise RuntimeError(f"{who} ended with {choice['finish_reason']!r}")
+    spans = [span for span in choice["weight_versions"] or () if span["end"] > span["start"]]
+    if tokens and (not spans or (spans[0]["start"], spans[-1]["end"]) != (0, len(tokens))):
+        raise RuntimeError(f"{who} does not say which weights sampled its tokens")
+    for span in spans:
+        if not span["version"].isdecimal():
+            raise RuntimeError(
+                f"{who} was sampled by weights labelled {span['version']!r}: the server has other clients"
+            )
+    first = len(begun.tokens)
+    parts = [*(begun.segments if begun.tokens else ()), *((first + s["start"], int(s["version"])) for s in spans)]
+    merged = [next(same) for _, same in itertools.groupby(parts, key=lambda part: part[1])]
+    return Completion(
+        request.id,
+        (*begun.tokens, *tokens),
+        (*begun.logps, *logps),
+        choice["finish_reason"],
+        tuple(merged) or ((0, asked),),
+    )

@@ -1,0 +1,40 @@
+"""A server of the user's own, vLLM's, at work for a job: this process brings it prompts, and its responses back."""
+
+from __future__ import annotations
+
+import threading
+
+from mindspeed_rl_plugin.dock import Dock
+from mindspeed_rl_plugin.dock.joining import read_secret
+from mindspeed_rl_plugin.engine.server_api import Server, check_served
+from mindspeed_rl_plugin.engine.server_engine import ServerEngine
+from mindspeed_rl_plugin.environment import say
+from mindspeed_rl_plugin.generators.description import job_of
+from mindspeed_rl_plugin.generators.lead import Lead
+from mindspeed_rl_plugin.generators.server_weights import ServerWeights
+from mindspeed_rl_plugin.generators.service import Service
+from mindspeed_rl_plugin.generators.team import Team
+
+
+def serve_at(url: str, address: str, secret_file: str, leaving: threading.Event, max_running: int | None) -> None:
+    """Generate by the server at `url` for the job at `address` until it leaves. Alone in the default group.
+
+    leaving: set where the engine is to leave; max_running: most responses at once, None for the job's. Raises
+    ValueError where the server cannot, with the mend, and what `Server` raises where it fails.
+    """
+    dock = Dock.join(address, secret_file)
+    try:
+        job = job_of(dock)
+        server = Server(url, job.deadline)
+        workers = server.check()
+        check_served(url, workers[0], job.engine, bool(job.sampling.stop))
+        slots = min(max_running or job.engine.max_running, workers[0].max_running)
+        weights = ServerWeights(server, address, read_secret(secret_file), [worker.machine for worker in workers])
+        engine = ServerEngine(server, job.engine.eos_token_ids, workers[0].seeds or job.engine.request_seeds)
+        say(f"the server at {url} generates, up to {slots} responses at once")
+        try:
+            Service(engine, weights, job, Team(), Lead(dock, job, slots, 1, None, leaving)).run()
+        finally:
+            weights.close()
+    finally:
+        dock.close()

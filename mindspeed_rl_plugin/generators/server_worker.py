@@ -1,0 +1,180 @@
+"""The extension of the workers of vLLM's own server: `vllm serve --worker-extension-cls` names `ServerWorker`.
+
+A worker imports this module before it loads its model. Its methods are called by `/collective_rpc` between two steps,
+and answer {"value": ..., "refused": ""}: vLLM would end a worker whose method raises.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import threading
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+import mindspeed_rl_plugin
+from mindspeed_rl_plugin.device import get_device
+from mindspeed_rl_plugin.dock import Dock, Gone
+from mindspeed_rl_plugin.dock.joining import machine
+from mindspeed_rl_plugin.engine import vllm_api
+from mindspeed_rl_plugin.engine.server_api import PROCESSED, Served
+from mindspeed_rl_plugin.engine.vllm_engine import keep_weights_live
+from mindspeed_rl_plugin.generators.description import job_of, weights_of
+from mindspeed_rl_plugin.reshard.layout import EngineParallel
+from mindspeed_rl_plugin.reshard.pull import Puller
+
+keep_weights_live()
+
+
+class _Guest:
+    """A worker that has joined a job. address: of the job; ranks: of the engine on this machine."""
+
+    def __init__(self, worker: Any, address: str, secret: bytes, ranks: list[int]) -> None:
+        self.address = address
+        self.view = vllm_api.OfWorker(worker)
+        self.dock = Dock.join(address, secret)
+        try:
+            job = job_of(self.dock)
+            job.check_tokenizer(worker.model_config.tokenizer)
+            parallel = worker.vllm_config.parallel_config
+            size = parallel.tensor_parallel_size
+            self.puller = Puller(
+                weights_of(self.dock),
+                EngineParallel(size, size if parallel.enable_expert_parallel else 1),
+                vllm_api.parameters(self.view),
+                self.dock.exchange.sources(),
+                rank=vllm_api.tp_group().rank_in_group,
+                ranks=ranks,
+                deadline=job.deadline,
+                sharing=self.dock.exchange.once_a_machine,
+            )
+        except BaseException:
+            self.dock.close()
+            raise
+        self.pulled: dict[str, Any] = {}
+        self._error: Exception | None = None
+        self._thread: threading.Thread | None = None
+
+    @property
+    def working(self) -> bool:
+        """Whether the job goes on."""
+        try:
+            self.dock.exchange.news(-1, 0.0)
+        except ConnectionError:
+            return False
+        return not self.dock.ended
+
+    def pull(self, version: int) -> None:
+        """Begin a pull, beside the worker's steps."""
+        self.pulled, self._error = {"busy": True, "newest": -1, "nbytes": 0}, None
+        device = get_device()
+        current = None if device.is_cpu else device.current()
+        self._thread = threading.Thread(target=self._pull, args=(version, current), daemon=True, name="pull")
+        self._thread.start()
+
+    def state(self) -> dict[str, Any]:
+        """Of the pull that was begun last; raises why it failed, unless the version is gone."""
+        if self._error is not None:
+            raise self._error
+        return self.pulled
+
+    def _pull(self, version: int, current: Any) -> None:
+        newest, nbytes = -1, 0
+        try:
+            if current is not None:  # a thread begins with the first device
+                get_device().api.set_device(current)
+            nbytes = self.puller.pull(version).nbytes
+        except Gone as gone:
+            newest = gone.newest
+        except Exception as error:  # noqa: BLE001 - raised where the server is asked for the state
+            self._error = error
+        self.pulled = {"busy": False, "newest": newest, "nbytes": nbytes}
+
+    def leave(self) -> None:
+        """Free the staging and leave the job."""
+        self.puller.close()
+        if self._thread is not None:
+            self._thread.join()
+        self.dock.close()
+
+
+def _answers(method: Callable[..., Any]) -> Callable[..., dict[str, Any]]:
+    @functools.wraps(method)
+    def answer(*args: Any, **named: Any) -> dict[str, Any]:
+        try:
+            return {"value": method(*args, **named), "refused": ""}
+        except Exception as error:  # noqa: BLE001 - told to the client, which raises it
+            name = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+            return {"value": None, "refused": f"{name}{error}"}
+
+    return answer
+
+
+class ServerWorker:
+    """Mixed into vLLM's worker; its names are its own, for vLLM refuses others."""
+
+    @_answers
+    def rl_about(self) -> dict[str, Any]:
+        """How the server was started, as fields of `Served`."""
+        model, parallel, view = self.model_config, self.vllm_config.parallel_config, vllm_api.OfWorker(self)
+        config = json.loads(json.dumps(model.hf_config.to_dict(), default=str))
+        return asdict(
+            Served(
+                machine=machine(),
+                rank=vllm_api.tp_group().rank_in_group,
+                plugin=mindspeed_rl_plugin.__version__,
+                config=config,
+                dtype=str(model.dtype).removeprefix("torch."),
+                logprobs_mode=getattr(model.logprobs_mode, "value", model.logprobs_mode),
+                max_model_len=model.max_model_len,
+                max_running=self.vllm_config.scheduler_config.max_num_seqs,
+                tokenizer=not model.skip_tokenizer_init,
+                seeds=get_device().is_cpu or vllm_api.has_batched_seeds(view),
+                pipeline=parallel.pipeline_parallel_size,
+                replicas=parallel.data_parallel_size,
+            )
+        )
+
+    @_answers
+    def rl_join(self, address: str, secret: str, machines: list[str]) -> None:
+        """Take part in a job, which has a wire of its own to here. machines: of the workers, in their order."""
+        guest: _Guest | None = getattr(self, "_rl_guest", None)
+        if guest is not None and guest.address != address and guest.working:
+            raise ValueError(f"it generates for the job at {guest.address}; one server serves one job at a time")
+        self._rl_leave()
+        view = vllm_api.OfWorker(self)
+        vllm_api.demand_plain_experts(view)
+        vllm_api.demand_base_format(view, get_device())
+        if not vllm_api.demand_processed_logprobs(view):
+            raise ValueError(f"its sampler has no {PROCESSED}")
+        here = [rank for rank, name in enumerate(machines) if name == machine()]
+        self._rl_guest = _Guest(self, address, bytes.fromhex(secret), here)
+
+    @_answers
+    def rl_pull(self, version: int) -> None:
+        """Begin to bring a version here."""
+        self._rl_guest.pull(version)
+
+    @_answers
+    def rl_pulled(self) -> dict[str, Any]:
+        """How far that is: busy; newest: -1, or of what took the version's place; nbytes: read for it."""
+        return self._rl_guest.state()
+
+    @_answers
+    def rl_apply(self) -> dict[str, Any]:
+        """Write what was pulled into the model."""
+        guest = self._rl_guest
+        applied = guest.puller.apply(vllm_api.parameters(guest.view))
+        vllm_api.refresh_derived(guest.view)
+        return {"version": applied.version, "digest": applied.digest}
+
+    @_answers
+    def rl_leave(self) -> None:
+        """Take part no more."""
+        self._rl_leave()
+
+    def _rl_leave(self) -> None:
+        guest, self._rl_guest = getattr(self, "_rl_guest", None), None
+        if guest is not None:
+            guest.leave()

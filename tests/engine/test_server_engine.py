@@ -1,0 +1,277 @@
+"""A server as an engine: what it is asked, what its answers become, and which servers are refused. The server here
+speaks HTTP as vLLM's does, and samples nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+from dataclasses import asdict, replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import urlsplit
+
+import pytest
+
+import mindspeed_rl_plugin
+from mindspeed_rl_plugin.engine.server_api import (
+    DEVELOPMENT,
+    EXTENSION,
+    GENERATE,
+    VERSIONS,
+    Served,
+    Server,
+    check_served,
+    problems,
+)
+from mindspeed_rl_plugin.engine.server_engine import ServerEngine, completion, sampling_params
+from mindspeed_rl_plugin.engine.vllm_engine import VllmOptions
+from mindspeed_rl_plugin.rows import Completion, GenerateRequest, SampleId, Sampling
+
+ALL = (*DEVELOPMENT, VERSIONS, GENERATE)
+SERVED = Served("m", 0, mindspeed_rl_plugin.__version__, {}, "float32", "processed_logprobs", 24, 8, True, True, 1, 1)
+JOB = VllmOptions({}, max_model_len=24)
+ID = SampleId(1, 2, 3)
+
+
+def choice(tokens, versions, finish="stop", logp=-0.5):
+    """As a server answers. versions: (version, start, end)."""
+    return {
+        "token_ids": tokens,
+        "logprobs": {"content": [{"token_id": token, "logprob": logp} for token in tokens]},
+        "finish_reason": finish,
+        "weight_versions": [{"version": v, "start": a, "end": b} for v, a, b in versions],
+    }
+
+
+class Fake:
+    """routes: that it shows; about: of its worker, None for no extension; held: prompts whose responses wait for an
+    abort; status: of its answers to a request for tokens. asked: (path, body) in their order."""
+
+    def __init__(self) -> None:
+        self.routes, self.about, self.status = ALL, asdict(SERVED), 200
+        self.held: set[int] = set()
+        self.version = "default"
+        self.asked: list[tuple[str, object]] = []
+        self._paused = threading.Event()
+        fake = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self):
+                self.answer(fake.get(self.path))
+
+            def do_POST(self):
+                body = json.loads(self.rfile.read(int(self.headers.get("Content-Length") or 0)) or "null")
+                fake.asked.append((self.path, body))
+                self.answer(fake.post(self.path, body))
+
+            def answer(self, given):
+                status, value = given
+                text = json.dumps(value).encode()
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(text)))
+                self.end_headers()
+                with contextlib.suppress(BrokenPipeError):
+                    self.wfile.write(text)
+
+            def log_message(self, *_):
+                pass
+
+        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.http.daemon_threads = True
+        threading.Thread(target=self.http.serve_forever, daemon=True).start()
+        self.url = f"http://127.0.0.1:{self.http.server_port}"
+
+    def get(self, path):
+        return (200, {"paths": dict.fromkeys(self.routes)}) if path == "/openapi.json" else (200, {"version": "0.31.0"})
+
+    def post(self, path, body):
+        path = urlsplit(path)
+        if path.path == "/pause" and "mode=abort" in path.query:
+            self._paused.set()
+        if path.path == "/collective_rpc":
+            if self.about is None:
+                return 500, {"error": "no attribute 'rl_about'"}
+            return 200, {"results": [{"value": self.about, "refused": ""}]}
+        if path.path == GENERATE:
+            if self.status != 200:
+                return self.status, {"error": "engine core is dead"}
+            prompt = body["token_ids"]
+            if prompt[0] in self.held and self._paused.wait(20):
+                return 200, {"choices": [choice([7], [(self.version, 0, 1)], "abort")]}
+            return 200, {"choices": [choice([t + 1 for t in prompt], [(self.version, 0, len(prompt))])]}
+        if path.path == VERSIONS:
+            self.version = body["new_version"]
+        return 200, {}
+
+
+@pytest.fixture
+def fake():
+    server = Fake()
+    yield server
+    server.http.shutdown()
+    server.http.server_close()
+
+
+def request(prompt, group=0, begun=None, **sampling):
+    return GenerateRequest(SampleId(0, group, 0), prompt, Sampling(8, **sampling), seed=5, begun=begun)
+
+
+def engine_of(fake) -> ServerEngine:
+    engine = ServerEngine(Server(fake.url, 20), (96,), seeds=True)
+    fake.post(VERSIONS, {"new_version": "4"})
+    engine.update_weights(4)
+    return engine
+
+
+def polled(engine, count):
+    out = []
+    while len(out) < count:
+        assert (more := engine.poll(20)), "nothing came"
+        out += more
+    return sorted(out, key=lambda completion: completion.id)
+
+
+def test_responses_come_back_exactly(fake):
+    engine = engine_of(fake)
+    engine.submit([request((1, 2, 3)), request((5,), group=1, temperature=0.5, top_p=0.9, top_k=3)])
+    first, second = polled(engine, 2)
+    assert first == Completion(SampleId(0, 0, 0), (2, 3, 4), (-0.5,) * 3, "stop", ((0, 4),))
+    assert second.tokens == (6,) and engine.poll(0.01) == []
+    bodies = {tuple(body["token_ids"]): body for path, body in fake.asked if path == GENERATE}
+    params = bodies[5,]["sampling_params"]
+    assert (params["temperature"], params["top_p"], params["top_k"], params["seed"]) == (0.5, 0.9, 3, 5)
+    assert params["logprobs"] == 0 and params["ignore_eos"] and params["stop_token_ids"] == [96]
+    salts = {body["cache_salt"] for body in bodies.values()}
+    engine.update_weights(5)
+    engine.submit([request((9,), group=2)])
+    engine.poll(20)
+    assert len(salts) == 1 and fake.asked[-1][1]["cache_salt"] not in salts, "prefixes of older weights would serve"
+
+
+def test_abort_gives_back_what_is_begun_and_keeps_what_has_ended(fake):
+    fake.held = {1}
+    engine = engine_of(fake)
+    engine.submit([request((1,)), request((2,), group=1)])
+    (begun,) = engine.abort()
+    assert (begun.id.group, begun.tokens, begun.finish) == (0, (7,), "abort")
+    (ended,) = polled(engine, 1)
+    assert (ended.id.group, ended.finish) == (1, "stop")
+    fake.held = set()
+    fake.version = "6"
+    engine.update_weights(6)
+    engine.submit([request((1,), begun=begun)])
+    (whole,) = polled(engine, 1)
+    assert whole.tokens == (7, 2, 8) and whole.segments == ((0, 4), (1, 6))
+    assert fake.asked[-1][1]["sampling_params"]["max_tokens"] == 7
+
+
+def test_an_abort_that_nobody_asked_for_and_errors_are_raised(fake):
+    fake.held = {1}
+    engine = engine_of(fake)
+    engine.submit([request((1,))])
+    fake._paused.set()
+    with pytest.raises(RuntimeError, match="which nobody here asked for"):
+        engine.poll(20)
+    fake.status = 500
+    engine.submit([request((2,))])
+    with pytest.raises(RuntimeError, match=rf"{GENERATE} answered 500.*engine core is dead"):
+        engine.poll(20)
+    fake.http.shutdown()
+    fake.http.server_close()
+    engine.submit([request((3,))])
+    with pytest.raises(ConnectionError, match="no server answers"):
+        engine.poll(20)
+
+
+@pytest.mark.parametrize(
+    ("answer", "why"),
+    [
+        (choice([1, 2], [("4", 0, 2)]) | {"logprobs": None}, "log-probs of 0 tokens"),
+        (choice([1, 2], [("4", 0, 2)]) | {"token_ids": [1, 3]}, "not those of its 2 tokens"),
+        (choice([1], [("4", 0, 1)], logp=-9999.0), "not finite"),
+        (choice([1], [("default", 0, 1)]), "has other clients"),
+        (choice([1, 2], [("4", 0, 1)]), "does not say which weights"),
+        (choice([1], []) | {"weight_versions": None}, "does not say which weights"),
+        (choice([1], [("4", 0, 1)], "error"), "ended with 'error'"),
+    ],
+)
+def test_what_cannot_be_trained_on_is_refused(answer, why):
+    with pytest.raises(RuntimeError, match=why):
+        completion(request((1,)), answer, 4)
+
+
+def test_versions_of_parts_join():
+    begun = Completion(ID, (1, 2), (-1.0, -1.0), "abort", ((0, 3), (1, 4)))
+    whole = completion(replace(request((9,)), id=ID, begun=begun), choice([5, 6], [("4", 0, 1), ("6", 1, 2)]), 4)
+    assert whole.segments == ((0, 3), (1, 4), (3, 6)) and whole.version == 3
+    assert completion(request((9,)), choice([], [], "abort"), 4).segments == ((0, 4),)
+
+
+def test_stop_strings_want_text_and_are_left_out_where_ends_are_ignored():
+    assert sampling_params(Sampling(4, stop=("x",)), (2,), None)["detokenize"]
+    ignoring = sampling_params(Sampling(4, stop=("x",), stop_token_ids=(3,), ignore_eos=True), (2,), None)
+    assert (ignoring["stop"], ignoring["stop_token_ids"], ignoring["detokenize"]) == ([], [], False)
+
+
+def test_a_server_that_fits_says_what_it_is(fake):
+    assert Server(fake.url + "/", 20).check() == [SERVED]
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (
+            {"routes": (VERSIONS, GENERATE)},
+            "has no /collective_rpc, .*: start it with VLLM_SERVER_DEV_MODE=1",
+        ),
+        ({"routes": (*DEVELOPMENT, GENERATE)}, rf"vLLM 0.31.0, has no {VERSIONS}.*take vLLM 0.32"),
+        ({"routes": (*DEVELOPMENT, VERSIONS)}, "start it with --enable-scale-out"),
+        ({"about": None}, f"start it with --worker-extension-cls {EXTENSION}"),
+    ],
+)
+def test_a_server_that_lacks_something_is_refused(fake, change, why):
+    vars(fake).update(change)
+    with pytest.raises(ValueError, match=why):
+        Server(fake.url, 20).check()
+
+
+@pytest.mark.parametrize("url", ["localhost:8000", "ftp://a:1", "http://", "http://a:b", "http://a:1/v1?x=2"])
+def test_what_is_no_address_is_refused(url):
+    with pytest.raises(ValueError, match="is no address of a server"):
+        Server(url, 20)
+
+
+def test_a_server_that_is_not_there_is_refused():
+    with pytest.raises(ConnectionError, match="no server answers at http://127.0.0.1:1/openapi.json"):
+        Server("http://127.0.0.1:1", 20).check()
+
+
+QWEN = {"model_type": "qwen2", "hidden_size": 64, "num_attention_heads": 2, "rms_norm_eps": 1e-5, "vocab_size": 97}
+
+
+@pytest.mark.parametrize(
+    ("served", "job", "stops", "why"),
+    [
+        ({"plugin": "0"}, {}, False, "it runs mindspeed_rl_plugin 0"),
+        ({"logprobs_mode": "raw_logprobs"}, {}, False, "start it with --logprobs-mode processed_logprobs"),
+        ({"max_model_len": 23}, {}, False, "takes 23 tokens .* up to 24; start it with --max-model-len 24"),
+        ({"dtype": "bfloat16"}, {}, False, "start it with --dtype float32"),
+        ({"tokenizer": False}, {}, True, "start it without --skip-tokenizer-init"),
+        ({"pipeline": 2}, {}, False, "--pipeline-parallel-size 2"),
+        ({"replicas": 2}, {}, False, "--data-parallel-size 2"),
+        ({"config": {**QWEN, "rms_norm_eps": 1e-6}}, {"config": QWEN}, False, "another model: rms_norm_eps: Megatron"),
+        ({"config": {**QWEN, "vocab_size": 98}}, {"config": QWEN}, False, "vocab_size: Megatron 97, Hugging Face 98"),
+    ],
+)
+def test_a_server_that_was_started_otherwise_is_refused(served, job, stops, why):
+    served, job = replace(SERVED, config=QWEN, **served) if "config" not in served else replace(SERVED, **served), job
+    with pytest.raises(ValueError, match=why):
+        check_served("http://a:1", served, replace(JOB, **job), stops)
+
+
+def test_the_configs_of_transformers_are_compared_as_those_of_files():
+    from transformers import AutoConfig
+
+    there = json.loads(json.dumps(AutoConfig.for_model(**QWEN).to_dict(), default=str))
+    job = replace(JOB, config={**there, "rope_theta": 10000.0} | {"rope_parameters": None})
+    assert [*problems(replace(SERVED, config=there), job, False)] == []

@@ -1,0 +1,74 @@
+"""Weights of a server: what its workers are asked, and in which order; a job whose server has gone."""
+
+from __future__ import annotations
+
+import sys
+import time
+
+import pytest
+
+from mindspeed_rl_plugin.dock import Gone
+from mindspeed_rl_plugin.generators import guests
+from mindspeed_rl_plugin.generators.guests import Guests
+from mindspeed_rl_plugin.generators.server_weights import ServerWeights
+
+
+class Fake:
+    """A server of two workers, whose pulls take three looks. newest: of what took a version's place."""
+
+    url = "http://a:1"
+
+    def __init__(self) -> None:
+        self.asked: list[object] = []
+        self.left, self.newest = 0, -1
+
+    def ask(self, path, body=None, seconds=None):
+        self.asked.append((path, body) if body else path)
+
+    def workers(self, name, seconds=None, **arguments):
+        self.asked.append((name, arguments))
+        self.left = 3 if name == "pull" else max(self.left - 1, 0)
+        one = {"busy": self.left > 0, "newest": self.newest, "nbytes": 5, "version": 4, "digest": "d"}
+        return [one, one | {"busy": False}]
+
+
+@pytest.fixture
+def weights(monkeypatch):
+    monkeypatch.setattr("mindspeed_rl_plugin.generators.server_weights.LOOK_SECONDS", 0.001)
+    return ServerWeights(Fake(), "h:1", b"\x01\x02", ["m", "m"])
+
+
+def test_all_workers_pull_before_the_server_stands_still(weights):
+    pulled = weights.pull(4)
+    assert (pulled.version, pulled.nbytes) == (4, 10)
+    applied = weights.apply({})
+    assert (applied.version, applied.digest) == (4, "d")
+    asked = [one for one in weights.server.asked if one != ("pulled", {})]
+    assert asked == [
+        ("join", {"address": "h:1", "secret": "0102", "machines": ["m", "m"]}),
+        ("pull", {"version": 4}),
+        "/pause?mode=keep&clear_cache=false",
+        ("apply", {}),
+        ("/update_weight_version", {"new_version": "4"}),
+    ]
+    weights.close()
+    assert weights.server.asked[-2:] == [("leave", {}), "/resume"], "it would stand still for the next job"
+
+
+def test_a_version_that_is_gone_is_said(weights):
+    weights.server.newest = 7
+    with pytest.raises(Gone) as gone:
+        weights.pull(4)
+    assert gone.value.newest == 7
+
+
+def test_a_job_hears_why_its_server_is_gone(tmp_path, monkeypatch):
+    words = "import sys; print('[rl] generate: no server answers'); sys.exit(1)"
+    monkeypatch.setattr(guests, "AT_URL", (sys.executable, "-c", words))
+    kept = Guests("h:1", tmp_path / "secret", lambda: None, None, ["http://a:1"], tmp_path)
+    end = time.monotonic() + 30
+    with pytest.raises(RuntimeError, match=r"the server at http://a:1 generates no more .*no server answers"):
+        while time.monotonic() < end:
+            kept.check()
+            time.sleep(0.02)
+    kept.close()

@@ -1,0 +1,152 @@
+"""vLLM's own server as the engine of a job: real torchrun, real Megatron, the real server on a CPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.error import URLError
+
+import pyarrow.parquet as pq
+import pytest
+
+from mindspeed_rl_plugin.engine.server_api import EXTENSION
+from mindspeed_rl_plugin.prompts.tokenizer import load_tokenizer
+
+AGREEMENT = 2e-5  # nats, fp32: log-probs of the engine against the trainer's
+START_SECONDS = 300
+ROOT = Path(__file__).parents[2]
+# The model of the jobs of conftest.py.
+CONFIG = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 32,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    "hidden_act": "silu",
+}
+
+
+@dataclass
+class Serving:
+    process: subprocess.Popen
+    url: str
+    log: Path
+
+    def stop(self) -> None:
+        for how in (signal.SIGTERM, signal.SIGKILL):
+            if self.process.poll() is None:
+                os.killpg(self.process.pid, how)
+                try:
+                    self.process.wait(30)
+                except subprocess.TimeoutExpired:
+                    continue
+
+
+@pytest.fixture(scope="module")
+def server(arithmetic: Path, tmp_path_factory: pytest.TempPathFactory, free_port) -> Iterator[Serving]:
+    """The server, as docs/schedules.md says; free for one job after the other."""
+    folder = tmp_path_factory.mktemp("served")
+    tokens = len(load_tokenizer(str(arithmetic / "tokenizer")))
+    (folder / "config.json").write_text(json.dumps(CONFIG | {"vocab_size": tokens}))
+    port = str(free_port())
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder)]
+    command += ["--tokenizer", str(arithmetic / "tokenizer"), "--load-format", "dummy", "--dtype", "float32"]
+    command += ["--max-model-len", "24", "--logprobs-mode", "processed_logprobs", "--enable-scale-out"]
+    command += ["--worker-extension-cls", EXTENSION, "--host", "127.0.0.1", "--port", port]
+    command += ["--kv-cache-memory-bytes", str(50 << 20), "--enforce-eager"]
+    more = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_NO_USAGE_STATS": "1"}
+    more |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
+    log = folder / "server.log"
+    with log.open("w") as file:
+        process = subprocess.Popen(
+            command, stdout=file, stderr=subprocess.STDOUT, env=os.environ | more, start_new_session=True
+        )
+    serving = Serving(process, f"http://127.0.0.1:{port}", log)
+    try:
+        wait_for(serving)
+        yield serving
+    finally:
+        serving.stop()
+
+
+def wait_for(serving: Serving) -> None:
+    end = time.monotonic() + START_SECONDS
+    while time.monotonic() < end:
+        assert serving.process.poll() is None, serving.log.read_text()[-4000:]
+        try:
+            urllib.request.urlopen(serving.url + "/health", timeout=5).close()
+            return
+        except (URLError, OSError):
+            time.sleep(0.5)
+    raise AssertionError(f"the server did not start within {START_SECONDS} s: {serving.log.read_text()[-4000:]}")
+
+
+def trained(job) -> list[tuple[int, int, int]]:
+    tables = [pq.read_table(f, columns=["epoch", "group", "member"]) for f in (job.save / "dump").glob("*.parquet")]
+    return sorted(row for table in tables for row in zip(*(c.to_pylist() for c in table.columns), strict=True))
+
+
+def flags(server: Serving, staleness: int, iterations: int = 3) -> tuple[str, ...]:
+    apart = ("--rl-schedule", "async", "--rl-correction", "truncate", "--rl-engine-url", server.url)
+    return ("--train-iters", str(iterations), *apart, "--rl-max-staleness", str(staleness))
+
+
+@pytest.mark.slow
+def test_a_server_generates_for_a_job_and_then_for_others(job, server, nothing_left) -> None:
+    """Without lag each log-prob of the server is the trainer's; with lag, whatever new weights do to responses in the
+    making, each row is trained once, and no token is older than the bound."""
+    exact = job(*flags(server, 0), "--rl-verify-weights", ranks=1, name="exact").dumping()
+    result = exact.run()
+    worst = [line["logp_diff/max"] for line in result.metrics]
+    assert len(worst) == 3 and max(worst) < AGREEMENT, worst
+    assert [line["version"] for line in result.metrics] == [0, 1, 2]
+    assert all(line["grad_norm"] > 1e-3 for line in result.metrics)
+    assert trained(exact) == [(e, g, m) for e in range(3) for g in range(4) for m in range(4)]
+    assert "the job has ended" in (exact.run_dir / "engine-at-url-0.log").read_text()
+    for inflight in ("keep", "recompute", "drain"):
+        lagging = job(*flags(server, 2, 5), "--rl-inflight", inflight, ranks=1, name=inflight).dumping()
+        result = lagging.run()
+        assert trained(lagging) == [(e, g, m) for e in range(5) for g in range(4) for m in range(4)]
+        assert max(line["lag/max"] for line in result.metrics) <= 2
+        assert max(line["rollout/kl"] for line in result.metrics) < 1.0
+    nothing_left()
+
+
+@pytest.mark.slow
+def test_a_job_whose_server_dies_says_so(job, server, nothing_left) -> None:
+    """The last test of the server."""
+    running = job(*flags(server, 1, 1000), ranks=1).dumping()
+    running.start()
+    while not list((running.save / "dump").glob("*.parquet")):
+        assert running.processes[0].poll() is None, running.log_file(0).read_text()[-3000:]
+        time.sleep(0.05)
+    os.killpg(server.process.pid, signal.SIGKILL)
+    result = running.wait(60)
+    assert result.code != 0
+    assert f"the server at {server.url} generates no more" in result.log and "no server answers" in result.log
+    nothing_left()
+
+
+@pytest.mark.slow
+def test_a_server_that_is_not_there_stops_the_start(job, free_port) -> None:
+    url = f"http://127.0.0.1:{free_port()}"
+    away = job(
+        "--train-iters", "3", "--rl-schedule", "async", "--rl-max-staleness", "0", "--rl-engine-url", url, ranks=1
+    )
+    away.start()
+    result = away.wait(120)
+    assert result.code != 0 and f"--rl-engine-url: no server answers at {url}" in result.log
