@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -22,6 +22,7 @@ from mindspeed_rl_plugin.dock.versions import Versions
 BEHIND_SECONDS = 60.0  # that a controller may take to learn of a commit that its asker has made
 LOOK_SECONDS = 1.0  # a request that waits looks at the time, and at its asker, so often
 AFTER, MEMORY, NEWS = "(records)", "(memory)", "(news)"  # what a request waits for, where that is no state
+SPANS = 20_000  # of processes outside of the job that are kept until they are taken
 ANY = " (any rows)"  # behind a state: whatever is ready there
 Answer = tuple[m.Message, Sequence[Any]]  # and its bulk
 
@@ -40,6 +41,7 @@ class Core:
         self.directory: m.Message = m.Ok()
         self.announced = m.Announced()
         self.reports: dict[str, dict[str, float]] = {}  # of processes outside of the job, by their names
+        self.spans: deque[tuple[str, str, float, float]] = deque(maxlen=SPANS)  # of these, until they are taken
         self.clock = time.monotonic
         self.versions: Versions | None = None
         self.served = {"messages": 0, "bytes": 0}
@@ -88,8 +90,8 @@ class Core:
 
     def gone(self, peer: str) -> None:
         """A process outside of the job has ended: its leases are given out again."""
-        self.reports.pop(peer, None)
         with self._lock:
+            self.reports.pop(peer, None)
             for state, controller in self.controllers.items():
                 if controller.end(lambda held: held.holder == peer):
                     self._wake(state)
@@ -100,8 +102,17 @@ class Core:
             self.announced = m.Announced(self.announced.number + 1, version)
             self._wake(NEWS)
 
+    def take_spans(self) -> list[tuple[str, str, float, float]]:
+        """What processes outside of the job did, which is taken away."""
+        with self._lock:
+            taken = list(self.spans)
+            self.spans.clear()
+        return taken
+
     def _on_report(self, peer: str, report: m.Report, *_: object) -> m.Message:
-        self.reports[peer] = report.counts
+        with self._lock:
+            self.reports[peer] = report.counts
+            self.spans.extend((peer, *span) for span in report.spans)
         return m.Ok()
 
     def _on_news(self, peer: str, news: m.News, bulk: object, waited: float) -> m.Message | str:

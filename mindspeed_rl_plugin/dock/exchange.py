@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mindspeed_rl_plugin.dock import messages as m
@@ -42,6 +42,11 @@ class Exchange:
         """On the leader: what processes outside of the job have counted since they joined, by their names."""
         return dict(self._calls.core.reports) if self._leader else {}
 
+    def take_spans(self) -> list[tuple[str, str, float, float]]:
+        """On the leader: what processes outside of the job did since this was called last: name, what, and from when to
+        when, seconds since 1970 by the clock of their machine."""
+        return self._calls.core.take_spans() if self._leader else []
+
     # in processes outside of the job
 
     @property
@@ -58,9 +63,10 @@ class Exchange:
         key."""
         return Shared(self._calls.me, key, nbytes, fill)
 
-    def report(self, counts: Mapping[str, float]) -> None:
-        """What this process has counted since it joined, for the leader."""
-        self._calls.ask_rank(self._calls.directory.ranks[0], m.Report(dict(counts)), PATIENCE)
+    def report(self, counts: Mapping[str, float], spans: Sequence[tuple[str, float, float]] = ()) -> None:
+        """For the leader: what this process has counted since it joined, and what it did since its last report, see
+        `take_spans`."""
+        self._calls.ask_rank(self._calls.directory.ranks[0], m.Report(dict(counts), list(spans)), PATIENCE)
 
     def news(self, after: int, deadline: float) -> m.Announced:
         """What the leader announced last; waits until its number is above `after`, at most `deadline` seconds."""

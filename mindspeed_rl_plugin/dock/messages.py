@@ -315,9 +315,11 @@ class News(Message):
 
 
 class Report(Message):
-    """What a process outside of the job has counted since it joined, by name."""
+    """What a process outside of the job has counted since it joined, by name, and what it did since its last report:
+    what, and from when to when, seconds since 1970."""
 
     counts: dict[str, float]
+    spans: list[tuple[str, float, float]] = []
 
 
 class Announced(Message):

@@ -13,6 +13,7 @@ from mindspeed_rl_plugin.engine.seeds import response_seed
 from mindspeed_rl_plugin.generators.choice import Bound, Situation, choose
 from mindspeed_rl_plugin.generators.description import Description
 from mindspeed_rl_plugin.generators.news import News
+from mindspeed_rl_plugin.generators.spans import Spans
 from mindspeed_rl_plugin.rows import Completion, GenerateRequest, SampleId, Sampling
 from mindspeed_rl_plugin.stages.evaluate import EPOCH
 from mindspeed_rl_plugin.stages.generate import SPEC, completion_rows
@@ -46,10 +47,10 @@ class _Row:
 
 class Lead:
     """slots: responses that a replica samples at once; replicas: engines that share experts, and work for the job as
-    one, else 1; share: of each rollout under a strict order, (i, n); leaving:
-    set where the engine is to leave.
+    one, else 1; share: of each rollout under a strict order, (i, n); leaving: set where the engine is to leave.
 
-    counts: since the engine joined: responses, tokens, seconds without work by cause, and what weights cost.
+    counts: since the engine joined: responses, tokens, seconds of work, seconds without by cause, and what weights
+    cost. spans: when that was.
     """
 
     def __init__(
@@ -66,7 +67,8 @@ class Lead:
         self.news = News(dock)
         self.version = self.pulled = self.pulling = -1
         self.counts: dict[str, float] = {}
-        self._began = self._reported = time.monotonic()
+        self.spans = Spans()
+        self._began = self._reported = self._pull_began = time.monotonic()
         self._running: dict[SampleId, _Row] = {}
         self._held: deque[_Row] = deque()  # that other weights must sample
 
@@ -88,9 +90,10 @@ class Lead:
             return Turn(apply=choice.apply)
         if choice.pull >= 0:
             self.pulled, self.pulling = -1, choice.pull  # what is staged is written over
+            self._pull_began = time.monotonic()
             return Turn(pull=choice.pull)
         if choice.wait:
-            self._wait("waited", LOOK_SECONDS)
+            self._wait("version", LOOK_SECONDS)
             return Turn()
         rows = [self._held.popleft() for _ in range(choice.resume)]
         if choice.take:
@@ -120,8 +123,15 @@ class Lead:
         """Add to a count."""
         self.counts[name] = self.counts.get(name, 0.0) + value
 
+    def spend(self, what: str, began: float) -> None:
+        """The time since `began`, by the clock of `time.monotonic`, went into something."""
+        ended = time.monotonic()
+        self.count(what, ended - began)
+        self.spans.add(what, began, ended)
+
     def pull_ended(self, version: int) -> None:
         """A pull is over, well or not; called in its thread."""
+        self.spans.add("pull", self._pull_began, time.monotonic())
         self.pulled, self.pulling = version, -1
         self.news.wake()
 
@@ -162,7 +172,7 @@ class Lead:
         now = time.monotonic()
         if now - self._reported >= REPORT_SECONDS:
             self._reported = now
-            self.dock.exchange.report({**self.counts, "seconds": now - self._began})
+            self.dock.exchange.report({**self.counts, "seconds": now - self._began}, self.spans.take(now))
 
     def _leave(self) -> Turn:
         """Hand back what is not finished."""
@@ -180,7 +190,7 @@ class Lead:
         if not rows and idle:
             if time.monotonic() - began < EMPTY_SECONDS:  # all rows are done: the dock does not wait for more
                 self.news.wait(EMPTY_SECONDS)
-            self.count("starved", time.monotonic() - began)
+            self.spend("back-pressure", began)
         fit: list[_Row] = []
         for row in rows:
             if (mine := self._running.get(row.request.id)) is not None:
@@ -238,7 +248,7 @@ class Lead:
         """A moment, for news. Nothing runs."""
         began = time.monotonic()
         self.news.wait(seconds)
-        self.count(cause, time.monotonic() - began)
+        self.spend(cause, began)
 
 
 def greedy(sampling: Sampling) -> Sampling:

@@ -90,9 +90,11 @@ class Service:
         self._submit(tuple(request for replica, request in turn.requests if replica == self.engine.replica))
         self._making += len(turn.requests)
         if self._making:
+            began = time.monotonic()
             finished = self._step()
             self._making -= len(finished)
             if self.lead is not None:
+                self.lead.spend("generate", began)
                 self.lead.done(finished, self.engine.digest)
 
     def _step(self) -> list[Completion]:
@@ -136,4 +138,4 @@ class Service:
             self.lead.count("pull", max(seconds for seconds, _ in costs))
             self.lead.count("pulled", sum(nbytes for _, nbytes in costs))
             self.lead.count("pauses", 1)
-            self.lead.count("pause", time.monotonic() - began)
+            self.lead.spend("pause", began)

@@ -32,8 +32,11 @@ class Engines:
         self._before = now
         if not sums["seconds"]:
             return {}
-        result = {f"idle/engines_{cause}": sums[cause] / sums["seconds"] for cause in ("starved", "waited")}
+        causes = {"back_pressure": "back-pressure", "version": "version"}
+        result = {f"idle/engines_{name}": sums[cause] / sums["seconds"] for name, cause in causes.items()}
         result |= {"engines": float(at_work), "engines/tokens_per_second": sums["tokens"] / sums["seconds"]}
+        if sums["responses"]:
+            result["engines/length_mean"] = sums["tokens"] / sums["responses"]
         if sums["pauses"]:
             of_one = {"pull_seconds": "pull", "pause_seconds": "pause", "bytes_pulled": "pulled"}
             result |= {f"weights/{name}": sums[key] / sums["pauses"] for name, key in of_one.items()}

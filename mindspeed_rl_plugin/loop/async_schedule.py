@@ -21,6 +21,7 @@ from mindspeed_rl_plugin.loop.longest_first import LongestFirst
 from mindspeed_rl_plugin.loop.rollout_plan import of_epoch
 from mindspeed_rl_plugin.loop.schedules import Job, RolloutSchedule, Stages
 from mindspeed_rl_plugin.loop.waiting import GradeWait
+from mindspeed_rl_plugin.monitor.run_files import PUBLISHED, WEIGHTS
 from mindspeed_rl_plugin.reshard.publish import Publisher
 from mindspeed_rl_plugin.rows import Group, Rows, SampleId
 from mindspeed_rl_plugin.stages.evaluate import EvaluateApart
@@ -68,6 +69,8 @@ class AsyncSchedule(RolloutSchedule):
         self._engines = Engines(job.dock.exchange.reports)
         check = guests.check if guests is not None else lambda: None
         self._wait = GradeWait(job.ranks, stages.reward, self.grader, check, self._engines.text)
+        self._collected = time.monotonic()  # when the last rollout was ready
+        self._starved = 0.0  # seconds since then without rows to train on
 
     def collect(self, done: int) -> Rollout:
         """A rollout that is ready to train on. Publishes, admits and begins an evaluation where these are due."""
@@ -76,7 +79,9 @@ class AsyncSchedule(RolloutSchedule):
             self._publish(done, self.admission.next_number(done))
         self._look_at_evaluation()
         sampling = self._sample()
-        return self._prepare(done, None, {**sampling, **self._lags(), **self._published, **self._engines.metrics()})
+        self._tell_spans()
+        apart = {**self._published, **self._engines.metrics(), "idle/trainers_starved": self._take_starved()}
+        return self._prepare(done, None, {**sampling, **self._lags(), **apart})
 
     def used_up(self, done: int, last: bool) -> None:
         """After the last step of a rollout: the weights go out, unless nobody will need them."""
@@ -117,6 +122,7 @@ class AsyncSchedule(RolloutSchedule):
     def stop(self) -> None:
         """End the thread that grades; nobody can join any more."""
         self._closing.set()
+        self._tell_spans()
         self.grader.stop()
         if self.guests is not None:
             self.guests.close()
@@ -152,6 +158,7 @@ class AsyncSchedule(RolloutSchedule):
         self.admission.publish(done, number)
         self.admission.rollouts = number + -(-(job.plan.sizes.train_iters - done) // job.plan.sizes.steps)
         self._versions = [*self._versions[1 - self.kept :], done]
+        job.monitor.log_apart(WEIGHTS, f"{PUBLISHED}{done}", (now := time.time()), now)
         self._published = {"weights/bytes_published": published.nbytes}
         if self.evaluation is not None and (job.due(done) or self._overdue):
             self._finish_evaluation()
@@ -184,8 +191,10 @@ class AsyncSchedule(RolloutSchedule):
     def _round(self, failures: FailureLog) -> Mapping[Group, GroupStats]:
         """Wait for the grades of the oldest epoch that is admitted. Its statistics."""
         self.job.plan.take_round()
+        began = time.monotonic()
         with self.job.monitor.stage("generate"):
             stats = self._compare(self.job.plan.round, self._graded, failures)
+        self._starved += time.monotonic() - began
         self._longest.finished({group: of_group.lengths for group, of_group in stats.items()})
         return stats
 
@@ -199,6 +208,17 @@ class AsyncSchedule(RolloutSchedule):
         if not self.job.topology.leader:
             return {}
         return lags(self.stages.measure.dock, plan.ids(plan.groups), self.admission.lag, self.admission.staleness)
+
+    def _take_starved(self) -> float:
+        """Share of the time since the last rollout in which there was nothing to train on."""
+        before, self._collected = self._collected, time.monotonic()
+        starved, self._starved = self._starved, 0.0
+        return starved / max(self._collected - before, 1e-9)
+
+    def _tell_spans(self) -> None:
+        """What engines apart did, into the run's files."""
+        for name, what, start, end in self.job.dock.exchange.take_spans():
+            self.job.monitor.log_apart(name, what, start, end)
 
     def _look_at_evaluation(self) -> None:
         """Log an evaluation whose responses are all graded by now."""

@@ -42,6 +42,7 @@ _PARTS = (
     (("ent {:5.3f}", "entropy"),),
     (("critic {}", "critic"), ("explains {:4.2f}", "critic/explained_variance"), ("{}", "alone")),
     (("Δlogp {}", "logp_diff"),),
+    (("lag {:4.2f}", "lag/token_mean"), ("idle train {:.0%}", "idle/trainers_starved"), ("gen {:.0%}", "idle")),
     (("{:6,.0f} tok/s", "tokens_per_second"),),
     (("{}", "stages"),),
     (("grader errors {:.0f}", "errors"),),
@@ -72,6 +73,8 @@ def _derived(metrics: Mapping[str, Metric]) -> dict[str, Metric]:
     if "logp_diff/max" in metrics:
         mean = metrics.get("logp_diff/mean", math.nan)
         out["logp_diff"] = f"{short_float(mean)}/{short_float(metrics['logp_diff/max'])}"
+    if idle := [value for name, value in metrics.items() if name.startswith("idle/engines_")]:
+        out["idle"] = sum(idle)
     if metrics.get("reward/errors"):
         out["errors"] = metrics["reward/errors"]
     return out

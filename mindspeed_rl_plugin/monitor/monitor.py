@@ -13,7 +13,15 @@ from typing import Any, TextIO
 
 from mindspeed_rl_plugin.monitor.console import LEGEND, ProgressBar, eval_line, iteration_line, write_line
 from mindspeed_rl_plugin.monitor.names import Metric
-from mindspeed_rl_plugin.monitor.run_files import METRICS_FILE, RUN_FILE, JsonLines, run_id, write_json
+from mindspeed_rl_plugin.monitor.run_files import (
+    APART_FILE,
+    METRICS_FILE,
+    RUN_FILE,
+    JsonLines,
+    run_id,
+    set_aside,
+    write_json,
+)
 from mindspeed_rl_plugin.monitor.stage_clock import MemoryMeter, StageClock, drop_foreign_events
 
 TAG = "rl/"
@@ -58,6 +66,8 @@ class Monitor:
         self.clock = StageClock(run_dir, rank, meter=meter, synchronize=synchronize, resume_iteration=resume_iteration)
         self._dock = JsonLines(self.run_dir / DOCK_FILE.format(rank=rank), resume_iteration)
         self._metrics: JsonLines | None = None
+        self._apart: JsonLines | None = None  # made when there is something for it
+        self._resumed = resume_iteration
         self._legend_shown = False
         if rank == 0:
             measured = {"memory": meter.measures} if meter else {}
@@ -96,16 +106,27 @@ class Monitor:
         """Write what this rank had to do with the dock for the rollout that ended with an iteration."""
         self._dock.append({"iteration": iteration, **record})
 
+    def log_apart(self, process: str, what: str, start: float, end: float) -> None:
+        """Write, on rank 0, what a process that is no rank did, from `start` to `end`, seconds since 1970."""
+        if self.rank == 0:
+            if self._apart is None:
+                self._apart = JsonLines(self.run_dir / APART_FILE, self._resumed)
+            record = {"iteration": self.clock.iteration, "process": process, "stage": what, "start": start, "end": end}
+            self._apart.append(record)
+
     def close(self) -> None:
         """Close this rank's files. The writers are Megatron's to close."""
         self.clock.close()
         self._dock.close()
-        if self._metrics is not None:
-            self._metrics.close()
+        for file in (self._metrics, self._apart):
+            if file is not None:
+                file.close()
 
     def _open_files(self, world_size: int, resume_iteration: int, info: dict[str, Any]) -> None:
         drop_foreign_events(self.run_dir, world_size, resume_iteration)
         self._metrics = JsonLines(self.run_dir / METRICS_FILE, resume_iteration)
+        if not resume_iteration:
+            set_aside(self.run_dir / APART_FILE)
         self._written = {(r["kind"], r["iteration"]) for r in self._metrics.lines_kept}
         facts = {
             "id": resume_iteration and run_id(self.run_dir) or secrets.token_hex(8),

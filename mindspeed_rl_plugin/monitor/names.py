@@ -116,12 +116,16 @@ NAMES: dict[str, Meaning] = {
     "dropped/length_mean": Meaning(
         "tokens", "mean number of tokens of these when they were dropped; the trained ones: response/length_mean"
     ),
-    "idle/engines_starved": Meaning(
+    "idle/trainers_starved": Meaning("share", "time since the last rollout in which trainers waited for responses"),
+    "idle/engines_back_pressure": Meaning(
         "share", "time in which engines apart had no prompt: training holds admission back"
     ),
-    "idle/engines_waited": Meaning("share", "time in which engines apart waited for the weights that rows ask for"),
+    "idle/engines_version": Meaning("share", "time in which engines apart waited for the weights that rows ask for"),
     "engines": Meaning("", "engines apart that have reported since the last rollout"),
     "engines/tokens_per_second": Meaning("tokens/s", "response tokens per second and engine apart"),
+    "engines/length_mean": Meaning(
+        "tokens", "mean length of the responses that engines apart finished since the last rollout"
+    ),
     "weights/bytes_published": Meaning("bytes", "weights that the first rank copied to the host"),
     "weights/pull_seconds": Meaning("s", "an engine apart read published weights, beside its steps"),
     "weights/pause_seconds": Meaning("s", "putting new weights into an engine apart, which makes no step meanwhile"),

@@ -8,6 +8,8 @@ A run directory holds
                            (names.py says which; a number, null where it was not finite, or a text)
     events-rank{r}.jsonl   one object per line: {"iteration", "stage", "rank", "start", "end", "peak_bytes"}, and
                            "failed": the error's name where the stage raised
+    events-apart.jsonl     one object per line: {"iteration", "process", "stage", "start", "end"}, of engines that are
+                           no ranks; of the process WEIGHTS, PUBLISHED and a version where these went out
 
 and, where a dump directory is set, `rollout-{epoch:06d}.parquet` (see dump.py) and `dumps-of.json`, which names the run
 that wrote them by its directory and its id in run.json. No torch in here: the report reads a run without it.
@@ -26,6 +28,8 @@ from typing import Any
 import msgspec
 
 METRICS_FILE = "metrics.jsonl"
+APART_FILE = "events-apart.jsonl"
+WEIGHTS, PUBLISHED = "weights", "version "
 RUN_FILE = "run.json"
 OWNER_FILE = "dumps-of.json"
 
@@ -216,6 +220,12 @@ def read_metrics(run_dir: str | os.PathLike[str]) -> list[dict[str, Any]]:
             row.update({k: v for k, v in record.items() if k.startswith("eval/")})
             row.setdefault("time", record.get("time"))
     return [merged[i] for i in sorted(merged)]
+
+
+def read_apart(run_dir: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """What processes that are no ranks did, in order of time; empty where there were none."""
+    path = Path(run_dir) / APART_FILE
+    return sorted(read_jsonl(path), key=lambda e: e["start"]) if path.exists() else []
 
 
 def read_events(run_dir: str | os.PathLike[str]) -> list[dict[str, Any]]:

@@ -13,6 +13,8 @@ import psutil
 import pyarrow.parquet as pq
 import pytest
 
+from mindspeed_rl_plugin.monitor.run_files import read_apart
+
 AGREEMENT = 2e-5  # nats, fp32: log-probs of the engine against the trainer's
 LAGGED, JOINED = (Path(__file__).with_name(f"{name}_script.py") for name in ("lagged", "joined"))
 ROOT = Path(__file__).parents[2]
@@ -409,3 +411,13 @@ def test_new_weights_come_while_responses_are_in_the_making(job, joined, infligh
     segments = [line["segments/mean"] for line in result.metrics]
     assert len(segments) == 8 and (max(segments) > 1) == (inflight != "drain"), segments
     assert max(line["lag/max"] for line in result.metrics) >= 1
+    # What the report shows of it.
+    apart = read_apart(running.run_dir)
+    assert {e["process"] for e in apart if e["stage"].startswith("version ")} == {"weights"}
+    assert {"generate", "pull", "pause"} <= {e["stage"] for e in apart}
+    begin, end = result.metrics[0]["time"] - 60, result.metrics[-1]["time"] + 60
+    assert all(begin < e["start"] <= e["end"] < end for e in apart)
+    for name in ("trainers_starved", "engines_back_pressure", "engines_version"):
+        assert all(0 <= line[f"idle/{name}"] <= 1 for line in result.metrics[1:] if "engines" in line), name
+    assert max(line["idle/trainers_starved"] for line in result.metrics) > 0.3, "the engine is slow"
+    assert "| lag " in result.log and " gen " in result.log

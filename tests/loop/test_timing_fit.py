@@ -83,8 +83,8 @@ def test_engines_apart_are_fitted_by_their_tokens(tmp_path):
     outcome = simulate(setup, true, responses)
     mean = {
         "engines/tokens_per_second": outcome.tokens / 2,
-        "idle/engines_starved": outcome.engines["back-pressure"],
-        "idle/engines_waited": outcome.engines["version"],
+        "idle/engines_back_pressure": outcome.engines["back-pressure"],
+        "idle/engines_version": outcome.engines["version"],
         "seconds/update": true.token * 64 * (80 + PROMPT_TOKENS),
         "seconds/logp_old": true.old_token * 64 * (80 + PROMPT_TOKENS),
         "seconds/iteration": outcome.rollout,

@@ -118,6 +118,15 @@ class Builder:
             finish = max(finish, self.wall.at)
         self.wall.at = finish
 
+    def generate_apart(self) -> None:
+        """Two engines that are no ranks, and weights that go out, in the last second."""
+        log, end = self.monitors[0].log_apart, self.wall.at
+        for engine in ("machine-1:77", "machine-2:78"):
+            log(engine, "generate", end - 1.0, end - 0.4)
+            log(engine, "pull", end - 0.6, end - 0.4)
+            log(engine, "back-pressure", end - 0.4, end)
+        log("weights", "version 5", end - 0.7, end - 0.7)
+
     def evaluate(self, iteration: int, accuracy: float) -> None:
         """An evaluation of 0.8 s on every rank."""
         start = self.wall.at
@@ -141,7 +150,14 @@ class Builder:
 
 
 def build_run(
-    run_dir: Path, *, iterations: int, ranks: int = 2, evaluate: bool = True, dumps: bool = True, events: bool = True
+    run_dir: Path,
+    *,
+    iterations: int,
+    ranks: int = 2,
+    evaluate: bool = True,
+    dumps: bool = True,
+    events: bool = True,
+    apart: bool = False,
 ) -> Path:
     """Write a whole run: metrics, stage events of every rank, dumps. Returns the directory."""
     run = Builder(run_dir, iterations, ranks, dumps)
@@ -152,6 +168,8 @@ def build_run(
         skill = 0.31 + 0.62 * (1 - math.exp(-k / (iterations / 2.5)))
         rows = make_rows(k - 1, skill, hostile=k == 1)
         run.run_stages(k)
+        if apart:
+            run.generate_apart()
         stages = leader.stage_metrics()
         speed = throughput(int(rows["length"].sum()), devices=ranks, seconds=stages["seconds/iteration"])
         measured = rollout_metrics(rows, rows["reward"].bool().tolist())

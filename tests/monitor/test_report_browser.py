@@ -116,6 +116,23 @@ def test_curves_are_drawn_from_the_metrics(full_run, full_page):
 
 
 @pytest.mark.browser
+def test_engines_apart_are_drawn_below_the_ranks(tmp_path, run_builder):
+    run_builder(tmp_path / "run", iterations=3, apart=True)
+    assert main([str(tmp_path / "run"), "--out", str(tmp_path / "r.html")]) == 0
+    page = open_in_browser(tmp_path / "r.html", tmp_path)
+    bars = [a for a, _ in page.all("rect", class_="span") if "data-process" in a]
+    kinds = ["generate", "pull", "back-pressure"]
+    assert [b["data-kind"] for b in bars if b["data-process"] == "machine-1:77"] == kinds * 3 and len(bars) == 18
+    generate, pull, idle = bars[:3]
+    assert float(pull["y"]) > float(generate["y"]) == float(idle["y"]), "what runs at the same time has its own lane"
+    marks = [a for a, _ in page.all("line", class_="published")]
+    assert [m["data-version"] for m in marks] == ["5"] * 3
+    assert float(generate["x"]) < float(marks[0]["x1"]) < float(pull["x"]) < float(idle["x"])
+    lowest = max(float(a["y"]) for a, _ in page.all("rect", class_="span") if "data-rank" in a)
+    assert min(float(b["y"]) for b in bars) > lowest
+
+
+@pytest.mark.browser
 def test_samples_are_drawn_as_text_hostile_ones_too(full_run, full_page):
     rows = [dict(a) for a, _ in full_page.all("tr") if "data-id" in a]
     assert len(rows) == 25 and rows[0]["data-id"] == "0.0.0"

@@ -10,7 +10,7 @@ from mindspeed_rl_plugin.monitor.run_files import dump_files, read_metrics
 from mindspeed_rl_plugin.tools.report.report import embed, main
 from mindspeed_rl_plugin.tools.report.report_data import collect, duration, headline, remarks
 from mindspeed_rl_plugin.tools.report.report_samples import sample_data
-from mindspeed_rl_plugin.tools.report.report_stages import BETWEEN, own_seconds, stage_data, timeline_data
+from mindspeed_rl_plugin.tools.report.report_stages import BETWEEN, apart_data, own_seconds, stage_data, timeline_data
 
 
 def event(iteration, rank, stage, start, end, peak=None):
@@ -61,6 +61,19 @@ def test_the_timeline_thins_ranks_first_and_old_iterations_then_and_says_so():
     assert (thin["ranks"][0], thin["ranks"][-1], len(thin["ranks"]), thin["ranks_total"]) == (0, 63, 16, 64)
     assert thin["iterations"] == [4, 5, 6, 7, 8, 9] and thin["iterations_left_out"] == 4
     assert len(thin["events"]) == 96 and thin["events"][0][3] == 0.0
+
+
+def test_what_engines_apart_did_is_on_the_clock_of_the_ranks():
+    events = [{"start": 100.0}]
+    apart = [
+        {"process": "b:1", "stage": "pull", "start": 101.0, "end": 101.5},
+        {"process": "a:1", "stage": "generate", "start": 102.0, "end": 104.0},
+        {"process": "weights", "stage": "version 7", "start": 103.0, "end": 103.0},
+    ]
+    data = apart_data(apart, events)
+    assert data["processes"] == ["a:1", "b:1"] and data["kinds"] == ["generate", "pull"]
+    assert data["apart"] == [[1, 1, 1.0, 0.5], [0, 0, 2.0, 2.0]] and data["marks"] == [[7, 3.0]]
+    assert apart_data([], events) == {"processes": [], "kinds": [], "apart": [], "marks": []}
 
 
 def test_samples_are_whole_groups_of_evenly_spread_rollouts(rows_builder, tmp_path):

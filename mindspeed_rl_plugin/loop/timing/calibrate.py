@@ -212,7 +212,7 @@ def _decode_apart(runs: Sequence[Observed]) -> dict[str, float]:
         return {}
     steps = []
     for run in runs:
-        idle = sum(run.mean(f"idle/engines_{cause}") or 0.0 for cause in ("starved", "waited"))
+        idle = sum(run.mean(f"idle/engines_{cause}") or 0.0 for cause in ("back_pressure", "version"))
         measured = run.mean("engines/tokens_per_second") / max(1 - idle, 1e-3)
         quick = dataclasses.replace(run.responses, grading=lambda rng: 0.0)
         token, step = run.seconds(*PER_TOKEN, "logp_old") / _units(run, token=1.0), 0.01

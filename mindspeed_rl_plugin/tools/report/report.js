@@ -288,6 +288,11 @@ const CURVES = [
   { title: "Probability ratio", series: ["ratio/mean", "ratio/max"], about: "Policy to old policy; the mean is exactly 1 in the first update of a rollout." },
   { title: "Log-prob difference", series: ["logp_diff/mean", "logp_diff/max"], log: true, about: "|engine − trainer| over trained tokens, nats, log scale." },
   { title: "Throughput", series: ["tokens_per_second"] },
+  { title: "Idle time", series: [/^idle\//], range: [0, 1], optional: true, about: "Share of the time of trainers without responses to train on, and of engines apart without a prompt, or without the weights that rows ask for." },
+  { title: "Lag", series: ["lag/mean", "lag/token_mean", "lag/max"], optional: true, about: "Publications of weights after those that sampled a response's first token, or a token." },
+  { title: "Segments of a response", series: ["segments/mean"], optional: true },
+  { title: "Lengths, generated and trained", series: ["engines/length_mean", "response/length_mean"], optional: "engines/length_mean", about: "Mean length of the responses that engines finished, and of those that were trained." },
+  { title: "Weights to engines", series: ["seconds/publish", "weights/pull_seconds", "weights/pause_seconds"], optional: "weights/pull_seconds", about: "Seconds: training stands still to publish; an engine reads beside its work; an engine stands still to take them." },
   { title: "Loss", series: ["loss"] },
   { title: "Gradient norm", series: ["grad_norm"] },
   { title: "Learning rate", series: ["lr"] },
@@ -317,10 +322,11 @@ function drawCurves() {
   const known = Object.keys(data.metrics.series);
   const used = new Set(["reward/std", "version", "tokens_per_second_total"]);
   for (const curve of CURVES) {
+    if (typeof curve.optional === "string" && !known.includes(curve.optional)) continue;
     const names = curve.series.flatMap((s) => known.filter((n) => (s instanceof RegExp ? s.test(n) : s === n)));
     names.forEach((n) => used.add(n));
     if (names.some((n) => data.metrics.series[n].y.some((v) => v !== null))) new LineChart(curveSpec(curve, names)).mount(byId("charts"));
-    else {
+    else if (!curve.optional) {
       byId("charts").append(element("div", { class: "card empty", "data-chart": curve.title }, element("h3", {}, curve.title),
         element("p", { class: "about" }, curve.absent || "Not in this run's metrics.")));
     }

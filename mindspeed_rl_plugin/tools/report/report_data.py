@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_rl_plugin.monitor.names import meaning
-from mindspeed_rl_plugin.monitor.run_files import event_files, read_events, read_metrics, read_run
+from mindspeed_rl_plugin.monitor.run_files import event_files, read_apart, read_events, read_metrics, read_run
 from mindspeed_rl_plugin.monitor.run_summary import column, is_training, summarize
 from mindspeed_rl_plugin.tools.report.report_samples import find_dumps, sample_data
-from mindspeed_rl_plugin.tools.report.report_stages import stage_data, timeline_data
+from mindspeed_rl_plugin.tools.report.report_stages import apart_data, stage_data, timeline_data
 
 Row = dict[str, Any]
 
@@ -37,7 +37,7 @@ def collect(
         "remarks": remarks(rows, run, sorted(event_files(run_dir))),
         "metrics": metric_series(rows),
         "stages": stages,
-        "timeline": timeline_data(events, stages["names"]),
+        "timeline": timeline_data(events, stages["names"]) | apart_data(read_apart(run_dir), events),
         "samples": sample_data(dumps, limit=samples) | {"places": list(map(os.fspath, places))},
     }
 
@@ -102,6 +102,19 @@ _LIMITS = (
     ("response/truncated", 1, 0.1, "{:.0%} of the latest responses are cut at the length limit (more than 10%)."),
     ("groups/informative", -1, 0.1, "Only {:.0%} of the latest groups have rewards that differ (under 10%)."),
     ("logp_diff/mean", 1, 0.05, "Engine and trainer differ by {:.2g} nats per token on average (more than 0.05)."),
+    (
+        "idle/trainers_starved",
+        1,
+        0.3,
+        "Trainers waited for responses in {:.0%} of the latest time (more than 30%): give more ranks to generation.",
+    ),
+    (
+        "idle/engines_back_pressure",
+        1,
+        0.3,
+        "Engines apart had no prompt in {:.0%} of the latest time (more than "
+        "30%): give more ranks to training, or a larger --rl-max-staleness.",
+    ),
     ("clip_fraction", 1, 0.3, "{:.0%} of the latest tokens are clipped (more than 30%): the steps are large."),
 )
 

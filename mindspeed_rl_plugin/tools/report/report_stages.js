@@ -4,9 +4,14 @@
 const stageNames = data.stages.names;
 const stageColor = (k) => (stageNames[k] === "between stages" ? "var(--idle)" : `var(--c${k % 10})`);
 
+// What engines that are no ranks do: work, wait (two reasons), weights.
+const kindColor = (kind) => ({ generate: "var(--c6)", "back-pressure": "var(--idle)", version: "var(--c7)", pull: "var(--c8)", pause: "var(--c9)" })[kind] || "var(--c5)";
+const kindText = { generate: "engine: samples", "back-pressure": "engine: no prompt", version: "engine: waits for weights", pull: "engine: reads weights", pause: "engine: takes weights" };
+
 function stageLegend() {
-  return element("div", { class: "legend" }, stageNames.map((n, k) =>
-    element("span", {}, element("i", { style: `background:${stageColor(k)}` }), n)));
+  const item = (color, text) => element("span", {}, element("i", { style: `background:${color}` }), text);
+  return element("div", { class: "legend" }, stageNames.map((n, k) => item(stageColor(k), n)),
+    data.timeline.kinds.map((kind) => item(kindColor(kind), kindText[kind] || kind)));
 }
 
 // ---------------------------------------------------------------- timeline
@@ -79,6 +84,7 @@ class Timeline {
   note() {
     const { ranks, ranks_total: total, iterations_left_out: left } = data.timeline;
     let text = "Wall clock of every rank, one bar a stage; clocks of different machines may be apart.";
+    if (data.timeline.processes.length) text += " Below them the engines that are no ranks; generate of a rank is waiting for their responses then. Dashed lines: weights are published.";
     if (ranks.length < total) text += ` ${ranks.length} of ${total} ranks are shown.`;
     if (left) text += ` The first ${left} iterations are left out here to keep the file small.`;
     return text;
@@ -122,6 +128,22 @@ class Timeline {
       own.forEach((event, k) => root.append(this.bar(event, scale, y + lanes[k] * height, height)));
       y += rows * height + 5;
     }
+    const shown = (start, end) => end >= scale.begin && start <= scale.end;
+    data.timeline.processes.forEach((name, process) => {
+      const own = data.timeline.apart.filter((e) => e[0] === process && shown(e[2], e[2] + e[3]));
+      if (!own.length) return;
+      const lanes = lanesOf(own.map((e) => [0, 0, 0, e[2], e[3]]));
+      const rows = Math.max(...lanes) + 1;
+      root.append(shape("text", { x: 0, y: y + (rows * 14) / 2 + 4 }, `engine ${process}`));
+      own.forEach((event, k) => root.append(this.spanApart(event, name, scale, y + lanes[k] * 14)));
+      y += rows * 14 + 5;
+    });
+    for (const [version, time] of data.timeline.marks.filter(([, time]) => shown(time, time))) {
+      const x = scale.toPixel(time);
+      root.append(shape("line", { class: "published", x1: x, x2: x, y1: 12, y2: y, "data-version": version }),
+        shape("text", { class: "published", x: x + 2, y: y + 8 }, `v${version}`));
+    }
+    if (data.timeline.marks.length) y += 10;
     this.drawScale(root, events, scale, y);
     root.setAttribute("viewBox", `0 0 ${width} ${y + 20}`);
     root.setAttribute("height", y + 20);
@@ -135,6 +157,17 @@ class Timeline {
     return shape("rect", {
       class: "span", x: x.toFixed(2), y, width: Math.max(0.75, end - x - 0.4).toFixed(2), height: height - 1, rx: 2,
       fill: stageColor(stage), "data-stage": stageNames[stage], "data-rank": rank, "data-iteration": iteration,
+      onpointermove: (event) => showTip(event, text), onpointerdown: (event) => showTip(event, text), onpointerleave: hideTip,
+    });
+  }
+
+  spanApart([process, kind, start, length], name, scale, y) {
+    const what = data.timeline.kinds[kind];
+    const [x, end] = [start, start + length].map((t) => scale.toPixel(Math.min(Math.max(t, scale.begin), scale.end)));
+    const text = `${kindText[what] || what}, ${seconds(length)}\n${name}`;
+    return shape("rect", {
+      class: "span", x: x.toFixed(2), y, width: Math.max(0.75, end - x - 0.4).toFixed(2), height: 13, rx: 2, fill: kindColor(what),
+      "data-process": name, "data-kind": what,
       onpointermove: (event) => showTip(event, text), onpointerdown: (event) => showTip(event, text), onpointerleave: hideTip,
     });
   }

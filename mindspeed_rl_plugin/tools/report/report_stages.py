@@ -7,6 +7,8 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from mindspeed_rl_plugin.monitor.run_files import PUBLISHED, WEIGHTS
+
 BETWEEN = "between stages"
 Span = tuple[float, float, str]
 
@@ -91,6 +93,28 @@ def timeline_data(events: Sequence[dict[str, Any]], names: Sequence[str], *, lim
         "iterations": recent,
         "iterations_left_out": len(iterations) - len(recent),
         "events": rows,
+    }
+
+
+def apart_data(
+    apart: Sequence[dict[str, Any]], events: Sequence[dict[str, Any]], *, limit: int = 20_000
+) -> dict[str, Any]:
+    """What processes that are no ranks did, for the timeline, on its clock: their names, what they did, spans [process,
+    what, start, seconds] in time order, and marks [version, time] of published weights. The latest `limit` spans."""
+    origin = min((e["start"] for e in events), default=0.0)
+    marks = [e for e in apart if e["process"] == WEIGHTS]
+    spans = [e for e in apart if e["process"] != WEIGHTS][-limit:]
+    processes = sorted({e["process"] for e in spans})
+    kinds = sorted({e["stage"] for e in spans}, key=lambda kind: (kind != "generate", kind))
+    at = {name: k for k, name in enumerate(processes)}, {kind: k for k, kind in enumerate(kinds)}
+    return {
+        "processes": processes,
+        "kinds": kinds,
+        "apart": [
+            [at[0][e["process"]], at[1][e["stage"]], round(e["start"] - origin, 4), round(e["end"] - e["start"], 4)]
+            for e in spans
+        ],
+        "marks": [[int(e["stage"].removeprefix(PUBLISHED)), round(e["end"] - origin, 4)] for e in marks],
     }
 
 
