@@ -8,7 +8,7 @@ from collections import deque
 
 Span = tuple[str, float, float]  # what, and from when to when, seconds since 1970
 GAP_SECONDS = 0.02  # between two of a kind that are one
-LONGEST_SECONDS = 30.0  # of one that goes on, before it is told
+LONGEST_SECONDS = 4.0  # of one that goes on, before it is told
 MOST = 2000  # that are kept until they are told; then the oldest are lost
 
 
