@@ -95,8 +95,9 @@ class Peak:
             self.mib = max(self.mib, total / 2**20)
 
 
-def run_ours(case: workload.Case, folder: Path, iterations: int, *more: str) -> dict[str, float]:
-    """This project: metric -> value. more: flags. Raises CalledProcessError when the job fails."""
+def run_ours(case: workload.Case, folder: Path, iterations: int, *more: str, even: bool = True) -> dict[str, float]:
+    """This project: metric -> value. more: flags; even: whether each iteration trains all responses of the case. Raises
+    CalledProcessError when the job fails."""
     checkpoint = folder / "checkpoint"
     if not checkpoint.exists():
         command = [sys.executable, "-m", "mindspeed_rl_plugin", "import", "--load", str(folder / "model")]
@@ -128,10 +129,11 @@ def run_ours(case: workload.Case, folder: Path, iterations: int, *more: str) -> 
     peak = _run(command, folder / "ours.log")
     lines = [json.loads(line) for line in (save / "rl" / "metrics.jsonl").read_text().splitlines()]
     lines = [line for line in lines if line["kind"] == "train"][WARM_UP:]
-    lengths = {line["response/length_mean"] * case.samples + case.samples * workload.PROMPT_TOKENS for line in lines}
-    _same_work(case, lengths)
+    made = [(line["response/length_mean"] + workload.PROMPT_TOKENS) * case.samples for line in lines]
+    if even:
+        _same_work(case, set(made))
     steps = [{k.removeprefix("seconds/"): v for k, v in line.items() if k.startswith("seconds/")} for line in lines]
-    return _measured(case, steps, peak)
+    return _measured(case, steps, peak) if even else _of_uneven(case, steps, made, peak)
 
 
 def run_trl(case: workload.Case, folder: Path, iterations: int, *engine: str) -> dict[str, float]:
@@ -157,6 +159,16 @@ def _measured(case: workload.Case, steps: Sequence[dict[str, float]], peak: floa
     """Medians over the iterations that count."""
     median = {k: statistics.median(s.get(k, 0.0) for s in steps) for k in steps[0]}
     return {"tokens_per_second": workload.tokens(case) / median["iteration"], "peak_memory": peak, **median}
+
+
+def _of_uneven(
+    case: workload.Case, steps: Sequence[dict[str, float]], made: Sequence[float], peak: float
+) -> dict[str, float]:
+    """Seconds in which as many tokens are trained as a case has: of all iterations that count, for one may train short
+    responses and leave long ones to the next. made: tokens that each trained."""
+    share = workload.tokens(case) / sum(made)
+    seconds = {name: share * sum(step.get(name, 0.0) for step in steps) for name in steps[0]}
+    return _measured(case, [seconds], peak)
 
 
 def _same_work(case: workload.Case, lengths: set[float]) -> None:

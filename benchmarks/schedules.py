@@ -28,9 +28,11 @@ from end_to_end import workload  # noqa: E402
 
 # Arm -> flags of its schedule; the first one is what the others are compared with.
 APART = "--rl-schedule async --rl-generators 1 --rl-correction truncate"  # one process trains, one generates
+CARRY = "--rl-schedule streamed --rl-carry-unfinished --rl-oversample 1.5 --rl-correction truncate"  # partial rollout
 ARMS = {
     "sync": (),
     "streamed": ("--rl-schedule", "streamed"),
+    "carry": tuple(CARRY.split()),
     "async": tuple(APART.split()),
     "async-drain": (*APART.split(), "--rl-inflight", "drain"),
     "async-strict": (*APART.split(), "--rl-async-order", "strict"),
@@ -79,7 +81,7 @@ def run(arms: Sequence[str], cases: Sequence[str], iterations: int, repeats: int
                 case, begin = CASES[name], time.monotonic()
                 flags = (*ARMS[arm], "--rl-reward-workers", str(case.workers))
                 lengths = workload.CASES[case.lengths]
-                measured = end_to_end.run_ours(lengths, Path(directory) / name, iterations, *flags)
+                measured = end_to_end.run_ours(lengths, Path(directory) / name, iterations, *flags, even=arm != "carry")
                 shown = {metric: round(measured.get(metric, 0.0), 2) for metric in METRICS}
                 took = f"{time.monotonic() - begin:.0f} s"
                 print(f"{repeat + 1}/{repeats} {name} {arm} {took} {shown}", file=sys.stderr, flush=True)
