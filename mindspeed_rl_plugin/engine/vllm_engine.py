@@ -350,7 +350,8 @@ def _arguments(options: VllmOptions, kind: str, directory: str) -> dict[str, Any
         "generation_config": "vllm",
         "enable_sleep_mode": options.sleep_mode and not on_cpu,
         "logprobs_mode": vllm_api.PROCESSED,
-        **({"kv_cache_memory_bytes": options.kv_cache_bytes} if on_cpu else {}),
+        # After a part of a prompt vLLM turns the response's generator back, which none of a CPU can do.
+        **({"kv_cache_memory_bytes": options.kv_cache_bytes, "enable_chunked_prefill": False} if on_cpu else {}),
         **({} if on_cpu else {"gpu_memory_utilization": options.memory_utilization}),
         # A step ahead is one more than the others have, where engines share experts.
         **({} if on_cpu else {"async_scheduling": options.sharing == 1}),

@@ -30,7 +30,7 @@ class FakeEngine:
     def submit(self, requests: Sequence[GenerateRequest]) -> None:
         self.log.append(f"submit {len(requests)}")
         for request in requests:
-            self.queue[request.id] = (request, [])
+            self.queue[request.id] = (request, [*request.begun.tokens] if request.begun else [])
 
     def poll(self, timeout: float) -> list[Completion]:
         if timeout <= 0:
@@ -46,6 +46,15 @@ class FakeEngine:
             if all(r.prompt_tokens[0] == 13 for r, _ in self.queue.values()):
                 return []
         return []
+
+    def step_along(self, steps: int) -> list[Completion]:
+        ended = []
+        for _ in range(steps):
+            for request, tokens in self.queue.values():
+                tokens.append(request.seed % 40)
+            done = [i for i, (request, tokens) in self.queue.items() if len(tokens) == request.prompt_tokens[-1]]
+            ended += [self._take(i, "length") for i in done]
+        return ended
 
     def abort(self, ids: Iterable[SampleId] | None = None) -> list[Completion]:
         chosen = list(self.queue) if ids is None else list(ids)

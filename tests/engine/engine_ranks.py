@@ -20,6 +20,7 @@ from mindspeed_rl_plugin.engine.vllm_engine import VllmEngine, VllmOptions
 from mindspeed_rl_plugin.rows import GenerateRequest, SampleId, Sampling
 
 VOCAB, EOS, LENGTH = 50, 2, 24
+LONG = 1200  # tokens of a prompt; vLLM takes up to 2,048 of a step
 CONFIG = {
     "architectures": ["Qwen2ForCausalLM"],
     "model_type": "qwen2",
@@ -30,7 +31,7 @@ CONFIG = {
     "num_attention_heads": 2,
     "num_key_value_heads": 2,
     "head_dim": 32,
-    "max_position_embeddings": 64,
+    "max_position_embeddings": LONG + LENGTH,
     "rms_norm_eps": 1e-6,
     "rope_theta": 10000.0,
     "tie_word_embeddings": False,
@@ -112,6 +113,15 @@ def check_responses(engine: VllmEngine) -> None:
     assert run(engine, ask(count, ignore_eos=True)) == free
 
 
+def check_prompts_beyond_a_step(engine: VllmEngine) -> None:
+    """Responses with generators of their own, as many that vLLM would cut one of their prompts in two."""
+    prompts = [tuple((i + j) % VOCAB for j in range(LONG)) for i in range(3)]
+    sampling = Sampling(4, ignore_eos=True)
+    requests = [GenerateRequest(SampleId(0, i, 0), p, sampling, i) for i, p in enumerate(prompts)]
+    together = run(engine, requests)
+    assert [c.tokens for c in together] == [run(engine, [r])[0].tokens for r in requests]
+
+
 def check_sleep(engine: VllmEngine) -> None:
     """Memory goes and comes back under the same tensors; new weights sample other responses."""
     before = run(engine, ask(4))
@@ -145,7 +155,7 @@ def main() -> None:
         write_tokenizer(tokenizer)
         options = VllmOptions(
             CONFIG,
-            max_model_len=LENGTH + 8,
+            max_model_len=LONG + LENGTH,
             tensor_parallel=tp,
             max_running=8,
             kv_cache_bytes=32 << 20,
@@ -156,6 +166,7 @@ def main() -> None:
     assert (engine.replica, engine.replicas) == (dist.get_rank() // tp, world // tp)
     write_weights(engine, 0)
     check_responses(engine)
+    check_prompts_beyond_a_step(engine)
     check_sleep(engine)
     assert torch.equal(rng, torch.get_rng_state())
     engine.shutdown()

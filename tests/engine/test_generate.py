@@ -118,6 +118,25 @@ def test_a_stream_submits_the_same_and_commits_rows_as_they_are_finished(fake_en
         assert all(torch.equal(getattr(mine, p), getattr(column, p)) for p in parts), name
 
 
+def test_what_is_not_finished_in_time_goes_on_with_its_tokens_and_another_seed(fake_engine) -> None:
+    dock, engine = filled_dock([[7, 1], [8, 5], [4, 3]], members=1), fake_engine()
+    ids, seen = [SampleId(4, g, 0) for g in range(3)], []
+    generating = stage.Generate(dock, 5, engine, Sampling(5), 11)
+
+    def enough(finished) -> bool:
+        seen.append([c.id.group for c in finished])
+        return len(seen) == 2
+
+    assert generating.until(ids, 1, enough) == {ids[1]: 2, ids[2]: 2}
+    assert seen == [[0], []] and dock.remaining("generate") == 2
+    assert engine.log == ["submit 3", "abort 2", "keep step"]
+    assert generating.until(ids[1:], 2, lambda finished: len(finished) == 1) == {ids[1]: 4}
+    assert not generating.until(ids[1:2], 1, lambda finished: True) and not generating.begun
+    first, then = (response_seed(11, *ids[2], begun=begun) % 40 for begun in (0, 2))
+    assert dock.read([ids[2]], ["tokens"])["tokens"].row(0).tolist() == [4, 3, first, first, then]
+    assert not dock.remaining("generate")
+
+
 def test_a_stream_lets_others_look_and_ends_with_what_they_raise(fake_engine, monkeypatch) -> None:
     monkeypatch.setattr(stage, "LOOK_SECONDS", 0.01)
     engine, looks = fake_engine(), []

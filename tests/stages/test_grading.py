@@ -147,6 +147,18 @@ def test_it_goes_on_with_the_next_round(stage: Reward, monkeypatch) -> None:
         assert grader.done.responses == 6 * (epoch + 1) and not stage.dock.remaining("reward")
 
 
+def test_it_rests_when_what_is_in_grading_is_graded_and_takes_no_more(stage: Reward) -> None:
+    with Grader(stage, MEMBERS) as grader:
+        answer(stage.dock, 0, 4, 4)
+        until(lambda: not grader.stage.graders.wanted)
+        answer(stage.dock, 1, 0, 0)
+        grader.rest()
+        assert rewards(stage) == {0: [4.0, 4.0]}
+        grader.start()
+        grader.start()
+        until(lambda: rewards(stage) == {0: [4.0, 4.0], 1: [0.0, 0.0]})
+
+
 def test_a_failure_reaches_the_main_thread(stage: Reward) -> None:
     with Grader(stage, MEMBERS) as grader:
         answer(stage.dock, 0, 0, 99)
