@@ -150,8 +150,8 @@ def test_it_goes_on_with_the_next_round(stage: Reward, monkeypatch) -> None:
 def test_it_rests_when_what_is_in_grading_is_graded_and_takes_no_more(stage: Reward) -> None:
     with Grader(stage, MEMBERS) as grader:
         answer(stage.dock, 0, 4, 4)
-        until(lambda: not grader.stage.graders.wanted)
-        answer(stage.dock, 1, 0, 0)
+        until(lambda: grader._leases)
+        threading.Timer(0.1, answer, (stage.dock, 1, 0, 0)).start()
         grader.rest()
         assert rewards(stage) == {0: [4.0, 4.0]}
         grader.start()
