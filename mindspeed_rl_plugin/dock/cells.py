@@ -16,7 +16,7 @@ from mindspeed_rl_plugin.dock.calls import Calls, by_value
 from mindspeed_rl_plugin.dock.memory import items
 from mindspeed_rl_plugin.dock.messages import Fetch, Locate, Part, Put
 from mindspeed_rl_plugin.dock.places import ids_array, runs
-from mindspeed_rl_plugin.dock.storage import layout
+from mindspeed_rl_plugin.dock.storage import as_column, layout
 from mindspeed_rl_plugin.rows import Column, Ragged, Rows
 
 INLINE = 128 << 10  # bytes; a smaller put travels with its message, a larger one is written into lent memory
@@ -200,15 +200,3 @@ def _runs(
     flat, sizes = runs(nbytes, segment, offset, begin)
     parts = (flat // segment.shape[1], *(x.reshape(-1)[flat] for x in (segment, offset, begin)), sizes)
     return zip(*(part.tolist() for part in parts), strict=True)
-
-
-def as_column(spec: ColumnSpec, data: np.ndarray, lengths: np.ndarray, packed: dict[bytes, Tensor]) -> Column:
-    """`[bytes]` uint8 as a column of B rows. packed: offsets by lengths, of columns that may share them."""
-    values = torch.frombuffer(data, dtype=spec.dtype) if len(data) else torch.empty(0, dtype=spec.dtype)
-    if spec.trailing:
-        values = values.reshape(-1, *spec.trailing)
-    if not spec.ragged:
-        return values
-    if (key := lengths.tobytes()) not in packed:
-        packed[key] = torch.from_numpy(np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]))
-    return Ragged(values, packed[key])

@@ -12,11 +12,13 @@ from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
+from msgspec.structs import replace
 
 from mindspeed_rl_plugin.dock.api import ColumnSpec, StateSpec, listed
 from mindspeed_rl_plugin.dock.messages import Ask, Grant, Record, Shape
 from mindspeed_rl_plugin.dock.places import DONE, FREE, LEASED, EpochView, ids_tuple, row_ids, rows_of_groups
 
+EMPTY = np.empty(0, np.int32)
 Picked = list[tuple[int, np.ndarray]]  # epoch -> row numbers, in delivery order
 
 
@@ -133,6 +135,13 @@ class Controller:
             asked = rows_of(self._epochs, ids)
             parts = [(number, rows[self._epochs[number].undone()[rows]]) for number, rows in asked]
         return self._ids(parts)
+
+    def finished(self) -> Grant:
+        """What is acknowledged and not cleared: ids and owners, without a lease and without cells."""
+        rows = [(number, view.finished().nonzero()[0]) for number, view in sorted(self._epochs.items())]
+        shapes = [(number, *self._epochs[number].shape) for number, _ in rows]
+        owners = [self._epochs[n].owner[part // self._epochs[n].shape.members] for n, part in rows]
+        return replace(Grant.empty(0), ids=self._ids(rows), owner=np.concatenate([*owners, EMPTY]), shapes=shapes)
 
     def explain(self, ask: Ask) -> str:
         """Why an ask was not served within its deadline: who should have written what, and who holds what."""

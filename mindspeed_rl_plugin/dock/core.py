@@ -16,13 +16,16 @@ import numpy as np
 
 from mindspeed_rl_plugin.dock import messages as m
 from mindspeed_rl_plugin.dock.controller import Controller
+from mindspeed_rl_plugin.dock.gate import OUTSIDE, Gate
 from mindspeed_rl_plugin.dock.storage import Warehouse
 from mindspeed_rl_plugin.dock.versions import Versions
 
 BEHIND_SECONDS = 60.0  # that a controller may take to learn of a commit that its asker has made
 LOOK_SECONDS = 1.0  # a request that waits looks at the time, and at its asker, so often
-AFTER, MEMORY, NEWS = "(records)", "(memory)", "(news)"  # what a request waits for, where that is no state
+RECORDS = 1000  # of the job that are kept for others
 SPANS = 20_000  # of processes outside of the job that are kept until they are taken
+# What a request waits for, where that is no state.
+AFTER, MEMORY, NEWS, TOLD = "(records)", "(memory)", "(news)", "(told)"
 ANY = " (any rows)"  # behind a state: whatever is ready there
 Answer = tuple[m.Message, Sequence[Any]]  # and its bulk
 
@@ -30,7 +33,8 @@ Answer = tuple[m.Message, Sequence[Any]]  # and its bulk
 class Core:
     """Serves `warehouse` and `controllers` (both optional).
 
-    tell: sends a record to the controllers of other processes; directory: answers a process that joins from outside the
+    tell: sends a record to the controllers of other processes; gate: what others may ask, None: whatever a rank may;
+    directory: answers a process that joins from outside the
     job; clock: seconds; versions: of weights, which this process offers. served: messages, and bytes of cells and
     weights that went through this process, to show that none sees them all; refused: what was turned away, by reason.
     """
@@ -40,6 +44,8 @@ class Core:
         self.tell: Callable[[m.Record], None] = lambda record: None
         self.directory: m.Message = m.Ok()
         self.announced = m.Announced()
+        self.gate: Gate | None = None
+        self.told, self.records = 0, deque[str](maxlen=RECORDS)  # how many, and the newest of them
         self.reports: dict[str, dict[str, float]] = {}  # of processes outside of the job, by their names
         self.spans: deque[tuple[str, str, float, float]] = deque(maxlen=SPANS)  # of these, until they are taken
         self.clock = time.monotonic
@@ -54,7 +60,7 @@ class Core:
     ) -> Answer:
         """The answer to a request and its bulk, once there is one. ended: whether the asker is gone; None: it is this
         process itself, to which a mistake in the code is no malformed message."""
-        if isinstance(message, (m.Seek, m.Take)):  # of weights: it waits and copies, and knows nothing of rows
+        if isinstance(message, (m.Seek, m.Take, m.Which)):  # of weights: it waits and copies, and knows nothing of rows
             return self._serve(peer, message, bulk, 0.0, ended is None)
         begin, clock, waited = self.clock(), self.clock, 0.0  # 0 says that it is served for the first time
         with self._lock:
@@ -70,12 +76,14 @@ class Core:
 
     def _serve(self, peer: str, message: m.Message, bulk: np.ndarray | None, waited: float, own: bool) -> Answer | str:
         """The answer, an error too; or what to wait for before it is served again, with the seconds that it has waited
-        then: a state, `AFTER`, `MEMORY` or `NEWS`."""
+        then: a state, `AFTER`, `MEMORY`, `NEWS` or `TOLD`."""
         self.served["messages"] += not waited
         serve = getattr(self, f"_on_{type(message).__name__.lower()}", None)
         try:
             if serve is None:
                 raise m.FrameError(f"{type(message).__name__} is no request")
+            if self.gate is not None and not own and not waited and peer.startswith(OUTSIDE):
+                self.gate.check(message, bulk, self.warehouse)
             if isinstance(message, m.Query) and self._behind(message, waited):
                 return AFTER
             answer = serve(peer, message, bulk, waited)
@@ -108,6 +116,19 @@ class Core:
             taken = list(self.spans)
             self.spans.clear()
         return taken
+
+    def record(self, line: str) -> None:
+        """Keep a record of the job, for processes outside of it."""
+        with self._lock:
+            self.told += 1
+            self.records.append(line)
+            self._wake(TOLD)
+
+    def _on_follow(self, peer: str, follow: m.Follow, bulk: object, waited: float) -> m.Message | str:
+        if self.told <= follow.after and waited < follow.deadline:
+            return TOLD
+        first = self.told - len(self.records)
+        return m.Told(max(first, follow.after) + 1, list(self.records)[max(follow.after - first, 0) :])
 
     def _on_report(self, peer: str, report: m.Report, *_: object) -> m.Message:
         with self._lock:
@@ -148,6 +169,9 @@ class Core:
 
     def _on_remaining(self, peer: str, message: m.Remaining, *_: object) -> m.Message:
         return m.Left(self.controllers[message.state].undone(message.ids))
+
+    def _on_finished(self, peer: str, message: m.Finished, *_: object) -> m.Message:
+        return self.controllers[message.state].finished()
 
     def _on_retire(self, peer: str, message: m.Retire, bulk: object, waited: float) -> m.Message | str:
         controller = self._current(message.state)
@@ -231,6 +255,9 @@ class Core:
 
     def _on_seek(self, peer: str, message: m.Seek, *_: object) -> m.Message:
         return self._offered().seek(message)
+
+    def _on_which(self, *_: object) -> m.Message:
+        return self._offered().which()
 
     def _on_take(self, peer: str, message: m.Take, *_: object) -> Answer:
         answer, parts = self._offered().take(message)

@@ -8,10 +8,13 @@ from typing import Any
 
 from mindspeed_rl_plugin.dock import messages as m
 from mindspeed_rl_plugin.dock.calls import Calls
+from mindspeed_rl_plugin.dock.gate import Gate, Opening
+from mindspeed_rl_plugin.dock.places import ids_tuple
 from mindspeed_rl_plugin.dock.rpc import PATIENCE
 from mindspeed_rl_plugin.dock.sharing import Fill, Shared
 from mindspeed_rl_plugin.dock.sources import VersionSource
 from mindspeed_rl_plugin.dock.versions import Versions
+from mindspeed_rl_plugin.rows import SampleId
 
 
 class Exchange:
@@ -38,6 +41,16 @@ class Exchange:
         if self._leader:
             self._calls.core.announce(version)
 
+    def guard(self, open: Mapping[str, Opening]) -> None:
+        """From now on processes outside of the job lease and commit rows of these states alone, as each allows. On
+        every rank, which checks what comes to it."""
+        self._calls.core.gate = Gate(open)
+
+    def record(self, line: str) -> None:
+        """Keep a record of the job, on the leader: JSON."""
+        if self._leader:
+            self._calls.core.record(line)
+
     def reports(self) -> dict[str, dict[str, float]]:
         """On the leader: what processes outside of the job have counted since they joined, by their names."""
         return dict(self._calls.core.reports) if self._leader else {}
@@ -57,6 +70,16 @@ class Exchange:
     def sources(self) -> list[VersionSource]:
         """What each rank of the job offers."""
         return [VersionSource(self._calls, address) for address in self._calls.directory.ranks]
+
+    def finished(self, state: str) -> list[SampleId]:
+        """Rows that a state has acknowledged and that are not cleared."""
+        grant = self._calls.query(m.Finished, state)
+        self._calls.epochs.learn(grant)
+        return list(ids_tuple(grant.ids))
+
+    def records(self, after: int, deadline: float) -> m.Told:
+        """The job's records behind the first `after`; waits for one, at most `deadline` seconds."""
+        return self._calls.ask_rank(self._calls.directory.ranks[0], m.Follow(after, deadline), PATIENCE)
 
     def once_a_machine(self, key: str, nbytes: int, fill: Fill) -> Shared:
         """Bytes under a version that one process of this machine reads by `fill`, for all there that give the same

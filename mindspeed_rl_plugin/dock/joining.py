@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from mindspeed_rl_plugin.dock.api import Declared
 from mindspeed_rl_plugin.dock.calls import Calls
+from mindspeed_rl_plugin.dock.gate import OUTSIDE
 from mindspeed_rl_plugin.dock.messages import Address, Failed, Join
 from mindspeed_rl_plugin.dock.rpc import Process, ask, connect
 from mindspeed_rl_plugin.environment import master_address
@@ -58,7 +59,7 @@ def join(
 ) -> tuple[Declared, Calls]:
     """The declarations of a dock, and the calls of a process outside of its job. node: another name for this machine,
     in tests. See `Dock.join`."""
-    name = f"outside {os.getpid()} {secrets.token_hex(4)}"
+    name = f"{OUTSIDE} {os.getpid()} {secrets.token_hex(4)}"
     me = Process(name, -1, node or machine(), secret if isinstance(secret, bytes) else read_secret(secret))
     place = _parsed(address, me.node)
     stream = connect(place, me)

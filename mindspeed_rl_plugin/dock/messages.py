@@ -135,6 +135,10 @@ class Remaining(Query):
     ids: np.ndarray | None = None
 
 
+class Finished(Query):
+    """Which rows are acknowledged and not cleared; answered by a `Grant` of no lease and no cells."""
+
+
 class Left(Message):
     """Rows that are not acknowledged. ids: `[n, 3]`."""
 
@@ -236,6 +240,16 @@ class Staged(Message):
     read: int
 
 
+class Which(Message):
+    """Which versions there are."""
+
+
+class Held(Message):
+    """The versions that a rank holds, by rising number."""
+
+    versions: list[int]
+
+
 class Missed(Message):
     """The version is not there. newest: of this rank, -1 before the first."""
 
@@ -312,6 +326,20 @@ class News(Message):
 
     after: int
     deadline: float
+
+
+class Follow(Message):
+    """Asks for the records of the job behind the first `after`, or for none when `deadline` seconds are over."""
+
+    after: int
+    deadline: float
+
+
+class Told(Message):
+    """Records of the job as JSON, the first of them number `first`, from 1: older ones are not kept."""
+
+    first: int
+    lines: list[str]
 
 
 class Report(Message):

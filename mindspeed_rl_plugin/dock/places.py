@@ -102,6 +102,10 @@ class EpochView(Places):
         mask = (self.status == FREE) & (self.lacking == 0) & self._open()
         return np.repeat(mask.reshape(self.shape).all(1), self.shape.members) if self.spec.whole_groups else mask
 
+    def finished(self) -> np.ndarray:
+        """`[rows]` bool: acknowledged."""
+        return (self.status == DONE) & self._open()
+
     def undone(self) -> np.ndarray:
         """`[rows]` bool: still to be acknowledged."""
         return (self.status < DONE) & self._open()

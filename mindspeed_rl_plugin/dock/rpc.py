@@ -46,6 +46,10 @@ class Process(NamedTuple):
     secret: bytes
 
 
+class Oversized(ValueError):
+    """A message with more bytes of cells than its sender may send at once."""
+
+
 class Stream:
     """Messages over a connected socket; several threads may send."""
 
@@ -63,13 +67,19 @@ class Stream:
             for buffer in buffers:
                 self.socket.sendall(buffer)
 
-    def receive(self) -> tuple[Message, np.ndarray | None]:
+    def receive(self, most: int = MAX_BULK) -> tuple[Message, np.ndarray | None]:
         """The next message and its bulk, `[bytes]` uint8. Raises EOFError at the end, FrameError for what is no
-        message."""
+        message, and Oversized, with the message passed over, for a bulk of more than `most` bytes."""
         magic, version, head, bulk = PREFIX.unpack(self.exactly(PREFIX.size))
         if magic != MAGIC or version != VERSION or head > MAX_HEAD or bulk > MAX_BULK:
             raise FrameError(f"a message begins with {magic!r} {version}, and announces {head} + {bulk} bytes")
-        message, out = unpack(self.exactly(head)), np.empty(bulk, np.uint8)
+        message, out = unpack(self.exactly(head)), np.empty(JOIN if bulk > most else bulk, np.uint8)
+        if bulk > most:
+            for left in range(bulk, 0, -JOIN):
+                self._fill(memoryview(out)[:left])
+            raise Oversized(
+                f"{type(message).__name__} brings {bulk} bytes of cells, the limit is {most}; give fewer rows"
+            )
         self._fill(memoryview(out))
         return message, out if bulk else None
 

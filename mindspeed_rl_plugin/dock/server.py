@@ -14,7 +14,8 @@ import time
 
 from mindspeed_rl_plugin.dock import messages as m
 from mindspeed_rl_plugin.dock.core import Core
-from mindspeed_rl_plugin.dock.rpc import Process, Stream, admit, connect, thread
+from mindspeed_rl_plugin.dock.gate import OUTSIDE
+from mindspeed_rl_plugin.dock.rpc import MAX_BULK, Oversized, Process, Stream, admit, connect, thread
 from mindspeed_rl_plugin.dock.watch import Link, Watch
 
 EXHAUSTED_SECONDS = 0.1  # until the next try to accept, where descriptors or memory have run out
@@ -97,19 +98,24 @@ class Server:
             if isinstance(error, (PermissionError, m.FrameError)):
                 self.core.refused[refused] += 1
             return connection.close()
-        self._streams[stream] = hello.name
+        name = hello.name if hello.rank >= 0 or hello.name.startswith(OUTSIDE) else f"{OUTSIDE} {hello.name}"
+        self._streams[stream] = name
         if self._closed.is_set():  # since it was accepted
             stream.leave(self._last)
-        self._converse(stream, hello.name)
-        if hello.rank < 0 and hello.name not in list(self._streams.values()):
-            self.core.gone(hello.name)
+        self._converse(stream, name)
+        if hello.rank < 0 and name not in list(self._streams.values()):
+            self.core.gone(name)
         return None
 
     def _converse(self, stream: Stream, peer: str) -> None:
         """Serve what comes over a connection, until it ends."""
         try:
             while True:
-                message, bulk = stream.receive()
+                try:
+                    message, bulk = stream.receive(self._most(peer))
+                except Oversized as error:
+                    stream.send(m.Failed.of(error))
+                    continue
                 if isinstance(stream, Link):
                     self._heard(stream, message)
                 else:
@@ -127,6 +133,11 @@ class Server:
             stream.close()
             if isinstance(stream, Link) and not self._closed.is_set():
                 self.watch.broke(stream)
+
+    def _most(self, peer: str) -> int:
+        """Bytes of cells that may come with one message."""
+        gate = getattr(self.core, "gate", None) if peer.startswith(OUTSIDE) else None
+        return MAX_BULK if gate is None else gate.most_bytes
 
     def _heard(self, link: Link, message: m.Message) -> None:
         link.heard = time.monotonic()

@@ -65,6 +65,10 @@ class VersionSource:
             self._mapped = self._maps.map(answer.path, answer.nbytes)
         return answer.version, answer.about
 
+    def versions(self, seconds: float) -> list[int]:
+        """Those that the rank holds now."""
+        return self._ask(m.Which(), seconds).versions
+
     def read(self, version: int, spans: Sequence[Span], into: Sequence[np.ndarray], seconds: float) -> None:
         """Copy spans into arrays `[rows, bytes]`."""
         if self._mapped is not None:
@@ -85,5 +89,5 @@ class VersionSource:
         if not isinstance(answer, m.Found):
             raise Gone(version, answer.newest)
 
-    def _ask(self, message: m.Message, seconds: float) -> m.Found | m.Missed | np.ndarray:
+    def _ask(self, message: m.Message, seconds: float) -> m.Found | m.Missed | m.Held | np.ndarray:
         return self._calls.ask_rank(self.address, message, max(seconds, LEAST_SECONDS))

@@ -11,8 +11,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
+from torch import Tensor
 
-from mindspeed_rl_plugin.dock.api import ColumnSpec, Declared, listed
+from mindspeed_rl_plugin.dock.api import ColumnSpec, Declared, listed, refuse
 from mindspeed_rl_plugin.dock.memory import (
     LINE,
     Limits,
@@ -26,7 +28,8 @@ from mindspeed_rl_plugin.dock.memory import (
     row_reserve,
 )
 from mindspeed_rl_plugin.dock.messages import Cells, Extent, Part, Put, Record, Shape
-from mindspeed_rl_plugin.dock.places import Places, rows_of_groups, runs
+from mindspeed_rl_plugin.dock.places import Places, ids_tuple, row_ids, rows_of_groups, runs
+from mindspeed_rl_plugin.rows import Column, Ragged, Rows
 
 
 @dataclass
@@ -212,6 +215,56 @@ class Warehouse:
                 missing = listed((put.epoch, *divmod(row, members)) for row in rows[lacking].tolist())
                 raise ValueError(f"commit: state {put.state!r} must write column {name!r}; it is missing for {missing}")
 
+    # what others want to commit
+
+    def brought(self, put: Put, bulk: np.ndarray | None, beside: Sequence[str]) -> Rows:
+        """The rows that a process outside of the job wants to commit, with the columns `beside` that are there; without
+        those that are cleared. Raises ValueError where the put is not what its state and columns are declared to be."""
+        if put.epoch in self._gone or not put.parts:
+            return Rows(())
+        if put.epoch not in self._epochs:
+            raise ValueError(f"put: epoch {put.epoch} is not open; open: {listed(sorted(self._epochs))}")
+        tables, (part,) = self._tables(put.epoch, put.shape), put.parts
+        self._check_part(put, part, tables)
+        places, total = layout(self.columns, put.parts)
+        if (there := 0 if bulk is None else len(bulk)) != total:
+            raise ValueError(f"put: {there} bytes came where cells of these lengths have {total}")
+        columns, packed = {}, dict[bytes, Tensor]()
+        for name, length, begin, nbytes in zip(part.names, part.length, *places[0], strict=True):
+            columns[name] = as_column(self.columns[name], bulk[begin : begin + nbytes], length, packed)
+        rows = Rows(ids_tuple(row_ids(put.epoch, put.shape.members, part.slots)), columns)
+        alive = tables.alive[part.slots // put.shape.members]
+        if not alive.all():
+            rows = rows.take(alive.nonzero()[0].tolist())
+        return rows.with_columns(**{name: self._column(tables, name, part.slots[alive]) for name in beside})
+
+    def _check_part(self, put: Put, part: Part, tables: EpochTables) -> None:
+        wanted, rows = self.states[put.state].writes, len(tables.alive) * tables.shape.members
+        refuse(f"put: state {put.state!r} does not write", part.names, wanted)
+        if sorted(part.names) != sorted(wanted):
+            raise ValueError(f"put: state {put.state!r} writes {listed(wanted)}, each once; got {listed(part.names)}")
+        acked = put.rows if put.rows is not None else part.slots[:0]
+        for what, slots in (("rows", part.slots), ("acknowledged rows", acked)):
+            if slots.dtype != np.int32 or slots.ndim != 1 or (slots < 0).any() or (slots >= rows).any():
+                raise ValueError(f"put: {what} {listed(slots.tolist())} are not in 0..{rows - 1} of epoch {put.epoch}")
+        if len(np.unique(part.slots)) != len(part.slots):
+            raise ValueError(f"put: a row occurs twice among {listed(part.slots.tolist())}")
+        if part.length.dtype != np.int32 or part.length.shape != (len(part.names), len(part.slots)):
+            raise ValueError(f"put: lengths of shape {list(part.length.shape)} for {len(part.slots)} rows")
+        for name, length in zip(part.names, part.length, strict=True):
+            if (length < 0).any() or (not self.columns[name].ragged and (length != 1).any()):
+                raise ValueError(f"put: column {name!r} has cells of {int(length.min(initial=0))} entries or more")
+
+    def _column(self, tables: EpochTables, name: str, rows: np.ndarray) -> Column:
+        """A column of rows that has been committed. Raises ValueError where it has not."""
+        segment, offset, length = (table[0] for table in tables.cells((name,), rows))
+        if (segment < 0).any():
+            raise ValueError(f"put: a row has no {name!r}, so nobody was asked for it")
+        sizes = (length * entry_bytes(self.columns[name])).tolist()
+        cells = zip(segment.tolist(), offset.tolist(), sizes, strict=True)
+        data = np.concatenate([np.empty(0, np.uint8), *(self.slabs.view(*cell) for cell in cells)])
+        return as_column(self.columns[name], data, length, {})
+
     # looking
 
     def locate(self, epoch: int, columns: tuple[str, ...], rows: np.ndarray) -> list[np.ndarray]:
@@ -275,3 +328,15 @@ class Warehouse:
     def _record(self, epoch: int, shape: Shape, **what: object) -> Record:
         self.seq += 1
         return Record(self.index, self.seq, epoch, shape, **what)
+
+
+def as_column(spec: ColumnSpec, data: np.ndarray, lengths: np.ndarray, packed: dict[bytes, Tensor]) -> Column:
+    """`[bytes]` uint8 as a column of B rows. packed: offsets by lengths, of columns that may share them."""
+    values = torch.frombuffer(data, dtype=spec.dtype) if len(data) else torch.empty(0, dtype=spec.dtype)
+    if spec.trailing:
+        values = values.reshape(-1, *spec.trailing)
+    if not spec.ragged:
+        return values
+    if (key := lengths.tobytes()) not in packed:
+        packed[key] = torch.from_numpy(np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]))
+    return Ragged(values, packed[key])

@@ -80,6 +80,11 @@ class Versions:
             path = f"/proc/{os.getpid()}/fd/{self._files[slot]}"
             return m.Found(*self._held[slot], path, self.nbytes)
 
+    def which(self) -> m.Message:
+        """The versions that are whole."""
+        with self._changed:
+            return m.Held(sorted(held[0] for held in self._held if held))
+
     def take(self, message: m.Take) -> tuple[m.Message, Sequence[np.ndarray]]:
         """Spans of a version, one after the other. Raises ValueError for those that are outside of it or too many."""
         with self._changed:

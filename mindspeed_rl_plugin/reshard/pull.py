@@ -24,7 +24,7 @@ from mindspeed_rl_plugin.reshard.layout import EngineParallel, Segment, engine_l
 from mindspeed_rl_plugin.reshard.live import engine_storage, narrowed
 from mindspeed_rl_plugin.reshard.plan import Piece, Plan, make_plan
 from mindspeed_rl_plugin.reshard.shares import Block, Packed, Span, TrainerWeights
-from mindspeed_rl_plugin.reshard.verify import WeightMismatch, segment_digest, weights_digest
+from mindspeed_rl_plugin.reshard.verify import WeightMismatch, segment_digest, slice_digests, weights_digest
 
 CHUNK = 32 << 20  # bytes of a read; between two of them the deadline is looked at
 SEEK_SECONDS = 60.0  # of one question for a version; between two of them a wait can be ended
@@ -94,6 +94,60 @@ class Applied(NamedTuple):
     digest: str | None
 
 
+class Reader:
+    """Reads slices of published weights into packed memory. ranges: (tensor, start, stop) of the slices; sources: of
+    each trainer rank. Raises ValueError where these are not as many as the trainer has ranks."""
+
+    def __init__(
+        self, weights: TrainerWeights, ranges: Iterable[tuple[str, int, int]], sources: Sequence[Source]
+    ) -> None:
+        if len(sources) != weights.parallel.world:
+            raise ValueError(f"{len(sources)} sources for weights of {weights.parallel.world} trainer ranks")
+        self.weights, self._sources = weights, sources
+        self.staging = Packed.of(ranges, weights.tensors, weights.engine_dtype, weights.verify)
+        self.plan = plan_of(weights, self.staging)
+        self._left: Countdown | None = None
+
+    def fill(self, version: int, seconds: float, memory: np.ndarray) -> bytes:
+        """Read a version into `[nbytes]` uint8; the digest of the whole model where weights are verified."""
+        self._left = left = Countdown(version, seconds)
+        moves: dict[int, list[Piece]] = {}
+        for move in self.plan.moves:
+            moves.setdefault(move.source, []).append(move.piece)
+        everyone = range(len(self._sources)) if self.weights.verify else list(moves)
+        with ThreadPoolExecutor(min(THREADS, max(len(everyone), 1)), "rl-pull") as pool:
+            work = [pool.submit(self._read, rank, version, moves.get(rank, ()), memory, left) for rank in everyone]
+            failed = [one for one in wait(work, return_when=FIRST_EXCEPTION).done if one.exception() is not None]
+            if failed:
+                left.end()
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise failed[0].exception()
+        return self._digest([one.result() for one in work]).encode() if self.weights.verify else b""
+
+    def end(self) -> None:
+        """End a read that another thread is at."""
+        if self._left is not None:
+            self._left.end()
+
+    def _read(
+        self, rank: int, version: int, pieces: Iterable[Piece], memory: np.ndarray, left: Callable[[], float]
+    ) -> bytes:
+        """All pieces of one trainer rank."""
+        source, share = self._sources[rank], self.weights.shares[rank]
+        about = _sought(source, version, left)
+        for spans, into in _chunks(pieces, share.blocks, self.staging.blocks):
+            source.read(version, spans, [view(memory, span) for span in into], left())
+        source.check(version, left())
+        return about
+
+    def _digest(self, abouts: Sequence[bytes]) -> str:
+        totals: dict[str, int] = {}
+        for share, about in zip(self.weights.shares, abouts, strict=True):
+            for block, digest in zip(share.blocks, np.frombuffer(about, np.int64).tolist(), strict=True):
+                totals[block.segment.name] = (totals.get(block.segment.name, 0) + digest) % _WRAP
+        return weights_digest(totals)
+
+
 class Puller:
     """Brings published weights into the parameters of one engine rank.
 
@@ -116,8 +170,6 @@ class Puller:
         deadline: float = 600.0,
         sharing: Callable[[str, int, Fill], Staging] = Alone,
     ) -> None:
-        if len(sources) != weights.parallel.world:
-            raise ValueError(f"{len(sources)} sources for weights of {weights.parallel.world} trainer ranks")
         self.weights, self.rank, self.deadline, self._sources = weights, rank, deadline, sources
         live, shape = {name: t.data for name, t in parameters.items()}, weights.shape
         own_head = HEAD in live if shape.tied else None
@@ -128,14 +180,13 @@ class Puller:
         here = sorted({rank, *(range(self.engine.ranks) if ranks is None else ranks)})
         wanted = [engine_layout(shape, self.engine, r, own_head) for r in here]
         ranges = union(s for layout in wanted for segments in layout.values() for s in segments)
-        self.staging = Packed.of(ranges, weights.tensors, weights.engine_dtype, weights.verify)
+        self._reader = Reader(weights, ranges, sources)
+        self.staging, self.plan = self._reader.staging, self._reader.plan
         grouped = groupby(self.staging.blocks, lambda block: block.segment.name)
         self._blocks = {name: list(blocks) for name, blocks in grouped}
-        self.plan = plan_of(weights, self.staging)
         key = hashlib.blake2b(f"{weights.text()} {self.engine} {own_head} {here}".encode(), digest_size=16).hexdigest()
-        self._shared = sharing(key, self.staging.nbytes, self._fill)
+        self._shared = sharing(key, self.staging.nbytes, self._reader.fill)
         self._held: tuple[int, Tensor, bytes] | None = None
-        self._left: Countdown | None = None
         self._locked: dict[int, Tensor] = {}
 
     def pull(self, version: int | None = None, deadline: float | None = None) -> Pulled:
@@ -181,8 +232,7 @@ class Puller:
         """Free the staging, and end a pull that another thread is at. Idempotent."""
         self._held = None
         self._shared.close()  # first, so that processes that share it do not take the end for theirs
-        if self._left is not None:
-            self._left.end()
+        self._reader.end()
 
     def _verify(self, live: Mapping[str, Tensor], memory: Tensor) -> None:
         for name, segments in self.layout.items():
@@ -209,39 +259,38 @@ class Puller:
         wide = self.weights.tensors[s.name].wide and s.name not in self._narrow
         return torch.float32 if wide else self.weights.engine_dtype
 
-    def _fill(self, version: int, seconds: float, memory: np.ndarray) -> bytes:
-        """Read all that this machine needs; the digest of the whole model."""
-        self._left = left = Countdown(version, seconds)
-        moves: dict[int, list[Piece]] = {}
-        for move in self.plan.moves:
-            moves.setdefault(move.source, []).append(move.piece)
-        everyone = range(len(self._sources)) if self.weights.verify else list(moves)
-        with ThreadPoolExecutor(min(THREADS, max(len(everyone), 1)), "rl-pull") as pool:
-            work = [pool.submit(self._read, rank, version, moves.get(rank, ()), memory, left) for rank in everyone]
-            failed = [one for one in wait(work, return_when=FIRST_EXCEPTION).done if one.exception() is not None]
-            if failed:
-                left.end()
-                pool.shutdown(wait=False, cancel_futures=True)
-                raise failed[0].exception()
-        return self._digest([one.result() for one in work]).encode() if self.weights.verify else b""
 
-    def _read(
-        self, rank: int, version: int, pieces: Iterable[Piece], memory: np.ndarray, left: Callable[[], float]
-    ) -> bytes:
-        """All pieces of one trainer rank."""
-        source, share = self._sources[rank], self.weights.shares[rank]
-        about = _sought(source, version, left)
-        for spans, into in _chunks(pieces, share.blocks, self.staging.blocks):
-            source.read(version, spans, [view(memory, span) for span in into], left())
-        source.check(version, left())
-        return about
+def pull_tensors(
+    weights: TrainerWeights,
+    sources: Sequence[Source],
+    version: int | None = None,
+    names: Sequence[str] | None = None,
+    deadline: float = 600.0,
+) -> tuple[int, dict[str, Tensor], str | None]:
+    """Whole tensors of a version (None: the newest) by their Hugging Face names, in the engine's dtype,
+    on the host; and the digest of the model where weights are verified. Waits for a version that is not published yet.
 
-    def _digest(self, abouts: Sequence[bytes]) -> str:
-        totals: dict[str, int] = {}
-        for share, about in zip(self.weights.shares, abouts, strict=True):
-            for block, digest in zip(share.blocks, np.frombuffer(about, np.int64).tolist(), strict=True):
-                totals[block.segment.name] = (totals.get(block.segment.name, 0) + digest) % _WRAP
-        return weights_digest(totals)
+    Raises ValueError for names that the model has not, WeightMismatch, and what `Source` does.
+    """
+    end, tensors = time.monotonic() + deadline, weights.tensors
+    if unknown := [name for name in names or () if name not in tensors]:
+        raise ValueError(
+            f"the model has no tensors {unknown[:4]}; it has {len(tensors)}, such as {next(iter(tensors))}"
+        )
+    reader = Reader(weights, [(name, 0, tensors[name].slices) for name in names or tensors], sources)
+    if version is None:
+        version, _ = sources[0].seek(None, deadline)
+    memory = torch.empty(reader.staging.nbytes, dtype=torch.uint8)
+    digest = reader.fill(version, end - time.monotonic(), memory.numpy()).decode() or None
+    out = {}
+    for block in reader.staging.blocks:
+        values, segment = block.values(memory), block.segment
+        if weights.verify and not slice_digests(values, segment, tensors[segment.name], block.dtype).equal(
+            block.table(memory)[0]
+        ):
+            raise WeightMismatch(f"{segment.name}: what was read of version {version} is not what was published")
+        out[segment.name] = values
+    return version, out, digest
 
 
 class Countdown:
