@@ -211,7 +211,7 @@ class Lead:
             return []
         prompts, orders = lease.rows["prompt"].rows(), lease.rows["order"][:, :2].tolist()
         return [
-            _Row(lease, Bound(*order), self._request(sample, tuple(prompt.tolist())))
+            _Row(lease, Bound(*order), request_of(self.job, sample, tuple(prompt.tolist())))
             for sample, prompt, order in zip(lease.rows.ids, prompts, orders, strict=True)
         ]
 
@@ -238,17 +238,19 @@ class Lead:
             rows += more
         return rows
 
-    def _request(self, sample: SampleId, prompt: Sequence[int]) -> GenerateRequest:
-        sampling, epoch = self.job.sampling, sample.epoch
-        if epoch < 0:  # each evaluation asks for the same responses
-            epoch, sampling = EPOCH, sampling if sample.member else greedy(sampling)
-        return GenerateRequest(sample, tuple(prompt), sampling, response_seed(self.job.seed, epoch, *sample[1:]))
-
     def _wait(self, cause: str, seconds: float) -> None:
         """A moment, for news. Nothing runs."""
         began = time.monotonic()
         self.news.wait(seconds)
         self.spend(cause, began)
+
+
+def request_of(job: Description, sample: SampleId, prompt: Sequence[int]) -> GenerateRequest:
+    """The response that a job asks for a row."""
+    sampling, epoch = job.sampling, sample.epoch
+    if epoch < 0:  # each evaluation asks for the same responses
+        epoch, sampling = EPOCH, sampling if sample.member else greedy(sampling)
+    return GenerateRequest(sample, tuple(prompt), sampling, response_seed(job.seed, epoch, *sample[1:]))
 
 
 def greedy(sampling: Sampling) -> Sampling:

@@ -36,7 +36,8 @@ RAISE_SECONDS = 3.0  # for the main thread to raise what ended the grader's
 class AsyncSchedule(RolloutSchedule):
     """publisher: of this rank's weights, of which it keeps the `kept` newest; model: its chunks; strict: whether each
     rollout must be sampled by the newest version at its admission; whole: whether a checkpoint waits until all that is
-    admitted is graded; evaluation: None without data; members: most rows of a group; guests: on the leader."""
+    admitted is graded; evaluation: None without data; members: most rows of a group; guests: on the leader;
+    published: versions that engines may have, for who checks their rows."""
 
     def __init__(
         self,
@@ -53,12 +54,13 @@ class AsyncSchedule(RolloutSchedule):
         evaluation: EvaluateApart | None,
         members: int,
         guests: Guests | None,
+        published: set[int],
     ) -> None:
         super().__init__(job, stages, rounds)
         self.admission, self.publisher, self.kept = admission, publisher, kept
         self.model, self.strict, self.whole = model, strict, whole
         self.evaluation, self.grader = evaluation, Grader(stages.reward, members, self._end)
-        self.guests = guests
+        self.guests, self.published = guests, published
         self._closing = threading.Event()
         self._published: dict[str, float] = {}
         self._versions: list[int] = []  # that this process has published
@@ -153,6 +155,7 @@ class AsyncSchedule(RolloutSchedule):
                 self.admission.begin(number, len(job.plan.deferred))
         if not self._keeps_evaluated():
             self._finish_evaluation()
+        self.published.add(done)  # before any rank has published it
         with job.monitor.stage("publish"):
             published = self.publisher.publish(self.model, done)
         self.admission.publish(done, number)

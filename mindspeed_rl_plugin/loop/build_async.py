@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_rl_plugin.config.schedule_flags import ScheduleConfig
+from mindspeed_rl_plugin.dock.gate import Opening
 from mindspeed_rl_plugin.dock.joining import own_address
 from mindspeed_rl_plugin.environment import say
 from mindspeed_rl_plugin.generators.description import JOB, WEIGHTS, Description
@@ -23,6 +24,7 @@ from mindspeed_rl_plugin.reshard.layout import ModelShape, Parallel
 from mindspeed_rl_plugin.reshard.publish import Publisher, TrainerWeights
 from mindspeed_rl_plugin.rows import Sampling
 from mindspeed_rl_plugin.stages.evaluate import EvaluateApart
+from mindspeed_rl_plugin.stages.incoming import READS, STATE, Incoming
 
 
 def build_schedule(
@@ -46,6 +48,9 @@ def build_schedule(
         deadline=config.monitor.wait_timeout,
     )
     about = {JOB: description.to_json(), WEIGHTS: publisher.weights.text()}
+    incoming = Incoming(inputs.vocab, config.rollout.max_response_length)
+    job.dock.exchange.guard({STATE: Opening(incoming.check, READS)})
+    job.monitor.on_record = job.dock.exchange.record
     guests = _invite(job, about, schedule, strict)
     evaluation = None
     if inputs.held_out:
@@ -63,6 +68,7 @@ def build_schedule(
         evaluation=evaluation,
         members=max(sizes.members, samples + 1),
         guests=guests,
+        published=incoming.published,
     )
 
 

@@ -20,6 +20,7 @@ from mindspeed_rl_plugin.monitor.run_files import (
     JsonLines,
     run_id,
     set_aside,
+    to_json,
     write_json,
 )
 from mindspeed_rl_plugin.monitor.stage_clock import MemoryMeter, StageClock, drop_foreign_events
@@ -40,6 +41,8 @@ class Monitor:
     dropped. At 0 the files of an earlier run are set aside as `.old`. total_iterations: planned
     iterations. info: what the report shows about the run (JSON values; `dump_dir`: where the dumps
     are). is_terminal: None asks the error stream, which has the bar.
+
+    on_record: called on rank 0 with each line of metrics.jsonl.
     """
 
     def __init__(
@@ -69,6 +72,7 @@ class Monitor:
         self._apart: JsonLines | None = None  # made when there is something for it
         self._resumed = resume_iteration
         self._legend_shown = False
+        self.on_record: Callable[[str], None] = lambda line: None
         if rank == 0:
             measured = {"memory": meter.measures} if meter else {}
             self._open_files(world_size, resume_iteration, {**measured, **(info or {})})
@@ -149,6 +153,7 @@ class Monitor:
             else:
                 self._metrics.append(record)
                 self._written.add((kind, iteration))
+            self.on_record(to_json(record))
         numbers = {TAG + k: v for k, v in metrics.items() if not isinstance(v, str)}
         if self._tensorboard is not None:
             for name, value in numbers.items():

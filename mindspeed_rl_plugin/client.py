@@ -1,0 +1,271 @@
+"""A running job (`--rl-schedule async`) for your own programs: an engine that answers its prompts, or an observer.
+
+    with Client("10.0.0.5:41167", "SAVE/rl/secret") as job:
+        while not job.ended:
+            version, weights = job.weights()              # by Hugging Face names
+            prompts = job.take(max_rows=64, deadline=5)   # a TensorDict
+            job.give(responses(prompts))                  # another one
+            print(job.metrics())
+
+Address and secret are printed at the job's start. Rows are TensorDicts of batch size `[B]`: "ids" is `[B, 3]`, and a
+column with several entries a row is a jagged nested tensor. docs/service.md says more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from mindspeed_rl_plugin.dock import Dock, Gone, Lease, SampleId, from_tensordict, to_tensordict
+from mindspeed_rl_plugin.generators.description import JOB, WEIGHTS, Description
+from mindspeed_rl_plugin.generators.lead import request_of
+from mindspeed_rl_plugin.reshard.pull import pull_tensors
+from mindspeed_rl_plugin.reshard.shares import TrainerWeights
+from mindspeed_rl_plugin.rows import FINISH, Completion, GenerateRequest, Ragged, Rows, Sampling
+from mindspeed_rl_plugin.stages.generate import SPEC, completion_rows
+
+if TYPE_CHECKING:
+    from tensordict import TensorDict
+
+Ids = Sequence[tuple[int, int, int]] | Tensor
+GIVEN = ("response", "logps", "version", "finish", "segments")
+
+
+class Client:
+    """A process that takes part in a job without being a rank of it. For one thread; another one makes its own.
+
+    address: HOST:PORT or unix:NAME; secret: the job's, or the file of mode 600 that holds it; lease_seconds: life of
+    what `take` gave: later it is given to another engine as well, and the first response stays.
+    Raises ConnectionError where no job answers, PermissionError for a wrong secret, and ValueError for a job of another
+    version of the package, or one that takes no engines.
+    """
+
+    def __init__(self, address: str, secret: str | os.PathLike[str] | bytes, *, lease_seconds: float = 600.0) -> None:
+        self.dock = Dock.join(address, secret, lease_seconds=lease_seconds)
+        try:
+            about = json.loads(self.dock.exchange.about or "{}")
+            self._job = Description.from_json(about.get(JOB, ""))
+        except ValueError:
+            self.dock.close()
+            raise
+        self._weights, self._sources = TrainerWeights.parse(about[WEIGHTS]), self.dock.exchange.sources()
+        self._taken: dict[SampleId, tuple[Lease, GenerateRequest]] = {}
+        self._records = 0
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, *_: object) -> bool:
+        """Leave; a connection that ended because the job has ended is no error."""
+        over = isinstance(error, ConnectionError) and self._is_over()
+        self.close()
+        return over
+
+    def close(self) -> None:
+        """Leave the job; rows that were taken and not given go to other engines. Idempotent."""
+        self.dock.close()
+
+    # the job
+
+    @property
+    def ended(self) -> bool:
+        """Whether the job has left, as the last call has seen. Calls give nothing more then, or raise
+        ConnectionError."""
+        return self.dock.ended
+
+    @property
+    def model_config(self) -> dict[str, Any]:
+        """config.json of the model."""
+        return dict(self._job.engine.config)
+
+    @property
+    def sampling(self) -> Sampling:
+        """How responses are to be sampled; `take` says which of them greedily."""
+        return self._job.sampling
+
+    @property
+    def end_tokens(self) -> tuple[int, ...]:
+        """Tokens that end a response."""
+        ends = () if self._job.sampling.ignore_eos else self._job.engine.eos_token_ids
+        return (*ends, *self._job.sampling.stop_token_ids)
+
+    @property
+    def columns(self) -> dict[str, str]:
+        """Name of each column of the job -> what its cells are."""
+        return {name: column.describe() for name, column in self.dock.columns.items()}
+
+    @property
+    def stages(self) -> dict[str, tuple[str, ...]]:
+        """Name of each stage of the job that reads rows -> columns that it writes."""
+        return {name: state.writes for name, state in self.dock.states.items()}
+
+    def metrics(self, deadline: float = 0.0) -> list[dict[str, Any]]:
+        """Lines of metrics.jsonl that were written since the last call, at first those since the job's start, as far
+        as it keeps them (1000). Waits for one, at most `deadline` seconds."""
+        try:
+            told = self.dock.exchange.records(self._records, deadline)
+        except ConnectionError:
+            if not self._is_over():
+                raise
+            return []
+        self._records = told.first - 1 + len(told.lines)
+        return [json.loads(line) for line in told.lines]
+
+    # an engine
+
+    def take(self, max_rows: int, deadline: float) -> TensorDict:
+        """Rows that ask for a response, at most `max_rows`; none where there are none within `deadline` seconds, or
+        where the job has ended.
+
+        "prompt": its tokens; "oldest", "newest" `[B]`: the versions of weights that may sample the row, newest -1 where
+        every newer one may, too; "greedy" `[B]`: take the likeliest token each time (evaluations); "seed" `[B]`: of
+        this very response, to be used or not.
+        Raises ValueError for a job with --rl-async-order strict, whose rows are dealt to engines of its own.
+        """
+        if self._job.strict:
+            raise ValueError(
+                "--rl-async-order strict deals rollouts to the engines of the launcher: take no rows of it"
+            )
+        try:
+            lease = self.dock.lease(SPEC.name, max_rows=max_rows, deadline=deadline)
+        except TimeoutError:
+            lease = self.dock.lease(SPEC.name, max_rows=max_rows, deadline=0.0)
+        prompts, orders = lease.rows["prompt"], lease.rows["order"].reshape(-1, 4)
+        requests = [
+            request_of(self._job, i, tuple(row.tolist())) for i, row in zip(lease.rows.ids, prompts.rows(), strict=True)
+        ]
+        self._taken |= {request.id: (lease, request) for request in requests}
+        columns = {
+            "prompt": prompts,
+            "oldest": orders[:, 0],
+            "newest": orders[:, 1],
+            "greedy": torch.tensor([r.sampling.temperature == 0 for r in requests], dtype=torch.bool),
+            "seed": torch.tensor([r.seed for r in requests], dtype=torch.int64),
+        }
+        return to_tensordict(Rows(lease.rows.ids, columns))
+
+    def give(self, rows: TensorDict) -> None:
+        """Responses to rows that were taken, all of them or some; each once.
+
+        "ids" `[B, 3]`; "response": sampled tokens, that which ends it included; "logps": of each the log-prob in nats,
+        of the distribution that it was sampled from (of a greedy one that of temperature 1); "version" `[B]`: of the
+        weights; where several sampled one response "segments" `[S, 2]` instead: (first token of the response, version);
+        "finish" `[B]`: 0 where an end token or string ended it, 1 where the limit did; by default by the last token.
+        Raises ValueError, and nothing is written, for rows that the job cannot take, or that were not taken. They stay
+        taken: give them again, or `release` them.
+        """
+        given = from_tensordict(rows)
+        self._check(given)
+        finished: dict[int, list[tuple[Lease, GenerateRequest, Completion]]] = {}
+        for row, sample in enumerate(given.ids):
+            lease, request = self._taken[sample]
+            finished.setdefault(lease.token, []).append((lease, request, self._completion(given, row)))
+        for part in finished.values():
+            leases, requests, completions = zip(*part, strict=True)
+            self.dock.commit_part(leases[0], completion_rows(requests, completions))
+            for request in requests:
+                del self._taken[request.id]
+
+    def release(self) -> None:
+        """Hand back what was taken and not given, for other engines."""
+        for lease in {lease.token: lease for lease, _ in self._taken.values()}.values():
+            self.dock.release(lease)
+        self._taken.clear()
+
+    def report(self, counts: Mapping[str, float]) -> None:
+        """What this engine has counted since it joined, for the job's metrics: "seconds", of them "starved" without
+        prompts and "waited" for weights, and "tokens"."""
+        self.dock.exchange.report(counts)
+
+    # weights
+
+    @property
+    def names(self) -> dict[str, tuple[int, ...]]:
+        """Hugging Face name of each tensor of the model -> its shape."""
+        return {name: tuple(tensor.shape) for name, tensor in self._weights.tensors.items()}
+
+    def newest(self, after: int = -1, deadline: float = 0.0) -> int:
+        """The newest version of the weights, -1 before the first. Waits for one above `after`, at most `deadline`
+        seconds. Versions count optimizer steps."""
+        end, news = time.monotonic() + deadline, self.dock.exchange.news(0, 0.0)
+        while news.version <= after and (left := end - time.monotonic()) > 0:
+            news = self.dock.exchange.news(news.number, left)
+        return news.version
+
+    def versions(self, deadline: float = 60.0) -> list[int]:
+        """Versions that all trainer ranks hold now, by rising number."""
+        every = [set(source.versions(deadline)) for source in self._sources]
+        return sorted(set.intersection(*every))
+
+    def weights(
+        self, version: int | None = None, names: Sequence[str] | None = None, deadline: float = 600.0
+    ) -> tuple[int, dict[str, Tensor]]:
+        """A version (None: the newest), and its tensors by Hugging Face names, whole, on the host, as the engine would
+        have them (--rl-engine-dtype): all, or those of `names`. Waits for a version to come, `deadline` seconds.
+
+        Raises `mindspeed_rl_plugin.dock.Gone` for one that newer ones have taken the place of.
+        """
+        end = time.monotonic() + deadline
+        while True:
+            try:
+                left = end - time.monotonic()
+                return pull_tensors(self._weights, self._sources, version, names, left)[:2]
+            except Gone:  # newer ones came while the newest was read
+                if version is not None:
+                    raise
+
+    # an observer
+
+    def finished(self, stage: str = "reward") -> Tensor:
+        """`[n, 3]` ids of the rows that a stage is done with and the job still holds: until their last optimizer step.
+        Rows of an evaluation have a rollout below 0."""
+        return torch.tensor(self.dock.exchange.finished(stage), dtype=torch.int64).reshape(-1, 3)
+
+    def read(self, ids: Ids, columns: Iterable[str]) -> TensorDict:
+        """Columns of rows that `finished` has named. Rows that the job holds no longer, or that lack one of the
+        columns, are left out: "ids" says which are there."""
+        wanted = [SampleId(*i) for i in (ids.tolist() if isinstance(ids, Tensor) else ids)]
+        return to_tensordict(self.dock.peek(wanted, tuple(columns)))
+
+    # inside
+
+    def _is_over(self) -> bool:
+        """Whether the job has left in order, after a connection to it ended."""
+        with contextlib.suppress(ConnectionError):
+            self.dock.exchange.news(0, 0.0)
+        return self.ended
+
+    def _check(self, given: Rows) -> None:
+        """Raise ValueError for what cannot be made into rows. What they say is checked by the job."""
+        names = set(given.columns)
+        needed = {"response", "logps", "segments" if "segments" in names else "version"}
+        if not needed <= names <= {*GIVEN}:
+            raise ValueError(
+                f"give: needs {', '.join(sorted(needed))}, may have {', '.join(GIVEN)}; got {sorted(names)}"
+            )
+        for name in names & {"response", "logps", "segments"}:
+            if not isinstance(given[name], Ragged):
+                raise ValueError(f"give: {name!r} has several entries a row: make it a jagged nested tensor")
+        if strange := [tuple(i) for i in given.ids if i not in self._taken]:
+            raise ValueError(f"give: {len(strange)} rows are not taken (first: {strange[0]}), or were given already")
+        if not torch.equal(given["response"].lengths, given["logps"].lengths):
+            raise ValueError("give: response and logps differ in length; each token has one log-prob")
+
+    def _completion(self, given: Rows, row: int) -> Completion:
+        tokens = tuple(given["response"].row(row).tolist())
+        finish = int(tokens[-1:] == () or tokens[-1] not in self.end_tokens)
+        if "finish" in given.columns:
+            finish = int(given["finish"][row])
+        segments = ((0, int(given["version"][row])),) if "version" in given.columns else ()
+        if "segments" in given.columns:
+            segments = tuple((first, version) for first, version in given["segments"].row(row).tolist())
+        if not 0 <= finish < len(FINISH) or not segments:
+            raise ValueError(f"give: row {tuple(given.ids[row])} has finish {finish} and segments {segments}")
+        return Completion(given.ids[row], tokens, tuple(given["logps"].row(row).tolist()), FINISH[finish], segments)
