@@ -58,6 +58,7 @@ class Client:
         self._weights, self._sources = TrainerWeights.parse(about[WEIGHTS]), self.dock.exchange.sources()
         self._taken: dict[SampleId, tuple[Lease, GenerateRequest]] = {}
         self._records = 0
+        self.newest()  # over this connection the job says that it leaves
 
     def __enter__(self) -> Client:
         return self
@@ -133,10 +134,7 @@ class Client:
             raise ValueError(
                 "--rl-async-order strict deals rollouts to the engines of the launcher: take no rows of it"
             )
-        try:
-            lease = self.dock.lease(SPEC.name, max_rows=max_rows, deadline=deadline)
-        except TimeoutError:
-            lease = self.dock.lease(SPEC.name, max_rows=max_rows, deadline=0.0)
+        lease = self._leased(max_rows, deadline)
         prompts, orders = lease.rows["prompt"], lease.rows["order"].reshape(-1, 4)
         requests = [
             request_of(self._job, i, tuple(row.tolist())) for i, row in zip(lease.rows.ids, prompts.rows(), strict=True)
@@ -235,6 +233,18 @@ class Client:
         return to_tensordict(self.dock.peek(wanted, tuple(columns)))
 
     # inside
+
+    def _leased(self, max_rows: int, deadline: float) -> Lease:
+        """Rows that are ready within the deadline, or none."""
+        try:
+            return self.dock.lease(SPEC.name, max_rows=max_rows, deadline=deadline)
+        except TimeoutError:
+            pass
+        except ConnectionError:
+            if not self._is_over():
+                raise
+        none = {"prompt": Ragged.from_rows([], torch.int32), "order": torch.empty(0, 4, dtype=torch.int64)}
+        return Lease(0, SPEC.name, Rows((), none))
 
     def _is_over(self) -> bool:
         """Whether the job has left in order, after a connection to it ended."""

@@ -77,9 +77,8 @@ class Stream:
         if bulk > most:
             for left in range(bulk, 0, -JOIN):
                 self._fill(memoryview(out)[:left])
-            raise Oversized(
-                f"{type(message).__name__} brings {bulk} bytes of cells, the limit is {most}; give fewer rows"
-            )
+            kind = type(message).__name__.lower()
+            raise Oversized(f"{kind}: {bulk} bytes of cells at once, the limit is {most}; give fewer rows at a time")
         self._fill(memoryview(out))
         return message, out if bulk else None
 

@@ -1,0 +1,333 @@
+"""The client, against a real dock with the stages of a job and published weights; the job's ranks are threads here."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+sys.path[:0] = [str(Path(__file__).parents[1] / folder) for folder in ("dock", "reshard")]
+from dock_help import SMALL, make_members, together  # noqa: E402
+from publish_help import chunks_of  # noqa: E402
+from reshard_reference import megatron_weights, random_weights  # noqa: E402
+
+from mindspeed_rl_plugin.algorithms import resolve  # noqa: E402
+from mindspeed_rl_plugin.client import Client  # noqa: E402
+from mindspeed_rl_plugin.config import AlgorithmConfig  # noqa: E402
+from mindspeed_rl_plugin.dock import Dock, Gone, Ragged, Rows, SampleId, from_tensordict, machine  # noqa: E402
+from mindspeed_rl_plugin.dock.gate import Opening  # noqa: E402
+from mindspeed_rl_plugin.engine.vllm_engine import VllmOptions  # noqa: E402
+from mindspeed_rl_plugin.generators.description import JOB, WEIGHTS, Description  # noqa: E402
+from mindspeed_rl_plugin.reshard.layout import ModelShape, Parallel  # noqa: E402
+from mindspeed_rl_plugin.reshard.publish import Publisher, TrainerWeights  # noqa: E402
+from mindspeed_rl_plugin.rows import Sampling  # noqa: E402
+from mindspeed_rl_plugin.stages.incoming import READS, STATE, Incoming  # noqa: E402
+from mindspeed_rl_plugin.stages.prompts import ordered, prompt_rows  # noqa: E402
+from mindspeed_rl_plugin.stages.stage import columns_of, states_of  # noqa: E402
+from mindspeed_rl_plugin.stages.table import stage_table  # noqa: E402
+
+GROUPS, MEMBERS, LONGEST, END = 2, 2, 4, 9
+SHAPE = ModelShape("qwen3", 2, 32, 4, 2, 8, 48, 60, 64)
+DESCRIPTION = Description(
+    VllmOptions({"model_type": "qwen3"}, 16, eos_token_ids=(END,)), Sampling(max_tokens=LONGEST), 7, "keep", False, 60.0
+)
+
+
+class Trainers:
+    """Two ranks on one machine, or on two: what a job's ranks do in a loop, call by call."""
+
+    def __init__(self, folder: Path, nodes: list[str], description: Description) -> None:
+        table = stage_table(resolve(AlgorithmConfig(algorithm="grpo")), 1, by_group=False, apart=True)
+        self.members = make_members(columns_of(table), states_of(table), nodes, limits=replace(SMALL, max_tokens=99))
+        self.docks, self.incoming = [m.dock(deadline=20) for m in self.members], Incoming(SHAPE.vocab, LONGEST)
+        for dock in self.docks:
+            dock.exchange.guard({STATE: Opening(self.incoming.check, READS)})
+        self.canonical, parallel = random_weights(SHAPE), Parallel(2, tp=2)
+        stored = {r: chunks_of(megatron_weights(SHAPE, parallel, r, self.canonical)) for r in range(2)}
+        gather = [m.peers.gather for m in self.members]
+        made = together(2, lambda r: TrainerWeights.of(SHAPE, parallel, r, stored[r], torch.float32, gather[r]))
+        self.publishers = [Publisher(made[r], r, self.docks[r].exchange.offer, gather=gather[r]) for r in range(2)]
+        self.chunks, self.secret = stored, folder / "secret"
+        about = json.dumps({JOB: description.to_json(), WEIGHTS: made[0].text()})
+        self.address = together(2, lambda r: self.docks[r].exchange.invite(self.secret, "127.0.0.1", about))[0]
+
+    def publish(self, version: int) -> None:
+        self.incoming.published.add(version)
+        together(2, lambda r: self.publishers[r].publish(self.chunks[r], version))
+        self.docks[0].exchange.announce(version)
+
+    def admit(self, epoch: int, oldest: int, newest: int = -1) -> None:
+        """Prompt g of two groups has g + 1 tokens."""
+        prompts = [
+            SimpleNamespace(tokens=[5] * (g + 1), text="", answer="", row=g, record={}, messages=None) for g in (0, 1)
+        ]
+        for dock in self.docks:
+            dock.open(epoch, GROUPS, MEMBERS)
+        self.docks[0].put(ordered(prompt_rows(epoch, prompts), (oldest, newest), MEMBERS))
+
+    def close(self) -> None:
+        for member in self.members:
+            member.close()
+
+
+@pytest.fixture(params=["one machine", "two machines"])
+def trainers(request, tmp_path):
+    nodes = [machine(), machine() if request.param == "one machine" else "elsewhere"]
+    made = Trainers(tmp_path, nodes, DESCRIPTION)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def job(trainers):
+    with Client(trainers.address, trainers.secret) as client:
+        yield client
+
+
+def nested(rows: list[list], dtype: torch.dtype) -> torch.Tensor:
+    return torch.nested.nested_tensor([torch.tensor(row, dtype=dtype) for row in rows], layout=torch.jagged)
+
+
+def answers(prompts: TensorDict, by: int, **changed) -> TensorDict:
+    """Right rows: responses of two tokens, the last of them the end."""
+    count = len(prompts)
+    columns = {
+        "response": nested([[7, END]] * count, torch.int64),
+        "logps": nested([[-0.5, -0.25]] * count, torch.float32),
+        "version": torch.full((count,), by),
+    }
+    columns = {name: column for name, column in (columns | changed).items() if column is not None}
+    return TensorDict({"ids": prompts["ids"], **columns}, batch_size=[count])
+
+
+def test_rows_go_from_prompts_to_what_an_observer_reads(trainers, job) -> None:
+    trainers.publish(0)
+    trainers.admit(0, 0)
+    prompts = job.take(3, deadline=20)
+    assert prompts["ids"].tolist() == [[0, 0, 0], [0, 0, 1], [0, 1, 0]]
+    assert [row.tolist() for row in prompts["prompt"].unbind()] == [[5], [5], [5, 5]]
+    assert prompts["oldest"].tolist() == [0] * 3 and prompts["newest"].tolist() == [-1] * 3
+    assert not prompts["greedy"].any() and len(set(prompts["seed"].tolist())) == 3
+    job.give(answers(prompts[:2], 0))
+    job.release()
+    assert job.finished("generate").tolist() == [[0, 0, 0], [0, 0, 1]] and len(job.finished()) == 0
+    rest = job.take(9, deadline=20)
+    assert rest["ids"].tolist() == [[0, 1, 0], [0, 1, 1]], "what was released comes again"
+    trainers.publish(2)
+    segments = nested([[[0, 0], [1, 2]], [[0, 2]]], torch.int64)
+    job.give(answers(rest, 0, version=None, segments=segments, finish=torch.tensor([0, 1])))
+    wanted = ("tokens", "loss_mask", "logp_rollout", "version", "segments", "finish", "response_length")
+    rows = from_tensordict(job.read(job.finished("generate"), wanted))
+    assert [row.tolist() for row in rows["tokens"].rows()] == [[5, 7, END]] * 2 + [[5, 5, 7, END]] * 2
+    assert [row.tolist() for row in rows["loss_mask"].rows()][1:3] == [[0, 1, 1], [0, 0, 1, 1]]
+    assert rows["logp_rollout"].row(3).tolist() == [0, 0, -0.5, -0.25]
+    assert rows["version"].tolist() == [0, 0, 0, 2] and rows["finish"].tolist() == [0, 0, 0, 1]
+    assert [row.tolist() for row in rows["segments"].rows()] == [[[1, 0]], [[1, 0]], [[2, 0], [3, 2]], [[2, 2]]]
+    assert len(job.read(job.finished("generate"), ["reward"])) == 0, "not graded yet"
+    ids = job.finished("generate")
+    for dock in trainers.docks:
+        dock.clear(0, [0])
+    assert job.read(ids, ["tokens"])["ids"].tolist() == [[0, 1, 0], [0, 1, 1]], "what is cleared is left out"
+    with pytest.raises(ValueError, match=r"undeclared columns \['nothing'\]"):
+        job.read(ids, ["nothing"])
+
+
+BAD = {
+    "a token that the model has not": (
+        dict(response=nested([[7, 60]] * 2, torch.int64)),
+        r"row \(0, 0, 0\): token 2: 60 is not in 0\.\.59, the tokens of the model",
+    ),
+    "too long": (
+        dict(response=nested([[7] * 5] * 2, torch.int64), logps=nested([[-1.0] * 5] * 2, torch.float32)),
+        "a response of 5 tokens is longer than --rl-max-response-length 4; end it there",
+    ),
+    "no token": (
+        dict(
+            response=torch.nested.nested_tensor([torch.zeros(0, dtype=torch.int64)] * 2, layout=torch.jagged),
+            logps=torch.nested.nested_tensor([torch.zeros(0)] * 2, layout=torch.jagged),
+        ),
+        "tokens: 1 for a prompt of 1; give prompt and response",
+    ),
+    "no log-prob": (
+        dict(logps=nested([[-0.5, float("nan")]] * 2, torch.float32)),
+        "logp_rollout is nan; give the log of a probability",
+    ),
+    "a probability": (dict(logps=nested([[0.5, 0.25]] * 2, torch.float32)), "logp_rollout is 0.5; give the log of"),
+    "weights that are to come": (
+        dict(version=torch.tensor([3, 3])),
+        r"version 3 of the weights is not published \(newest: 2\)",
+    ),
+    "weights that are too old": (
+        dict(version=torch.tensor([0, 0])),
+        "version 0 may not sample this row, whose versions are 1 to the newest",
+    ),
+    "an aborted response": (dict(finish=torch.tensor([2, 2])), r"finish is 2; give 0 \(stop\) or 1 \(length\)"),
+    "segments that fall": (
+        dict(version=None, segments=nested([[[0, 2], [1, 1]]] * 2, torch.int64)),
+        r"segments \[\[1, 2\], \[2, 1\]\]; give the first from the prompt's end on, tokens rising",
+    ),
+    "segments behind the end": (
+        dict(version=None, segments=nested([[[0, 1], [2, 2]]] * 2, torch.int64)),
+        "tokens rising, versions not falling",
+    ),
+}
+
+
+def test_rows_that_the_job_cannot_take_are_refused_there_and_it_goes_on(trainers, job) -> None:
+    for version in (0, 1, 2):
+        trainers.publish(version)
+    trainers.admit(0, 1)
+    prompts = job.take(2, deadline=20)
+    for changed, text in BAD.values():
+        with pytest.raises(ValueError, match=text):
+            job.give(answers(prompts, 1, **changed))
+        assert len(job.finished("generate")) == 0
+    job.give(answers(prompts, 1))
+    assert len(job.finished("generate")) == 2
+
+
+def test_columns_that_disagree_are_refused_where_they_arrive(trainers) -> None:
+    """As a program could send them that builds its columns itself."""
+    trainers.publish(0)
+    trainers.admit(0, 0)
+    outside = Dock.join(trainers.address, trainers.secret)
+    lease = outside.lease(STATE, max_rows=1, deadline=20)
+    good = {
+        "tokens": Ragged.from_rows([torch.tensor([5, 7], dtype=torch.int32)]),
+        "loss_mask": Ragged.from_rows([torch.tensor([0, 1], dtype=torch.uint8)]),
+        "logp_rollout": Ragged.from_rows([torch.tensor([0.0, -1.0])]),
+        "length": torch.tensor([2]),
+        "response_length": torch.tensor([1]),
+        "finish": torch.tensor([0], dtype=torch.int8),
+        "version": torch.tensor([0]),
+        "weights_digest": torch.tensor([0]),
+        "segments": Ragged.from_rows([torch.tensor([[1, 0]])]),
+    }
+    bad = {
+        "begin with the prompt": ("tokens", Ragged.from_rows([torch.tensor([6, 7], dtype=torch.int32)])),
+        "give 0 on the prompt and 1": ("loss_mask", Ragged.from_rows([torch.tensor([1, 1], dtype=torch.uint8)])),
+        "logp_rollout is -1.0; give 0 on": ("logp_rollout", Ragged.from_rows([torch.tensor([-1.0, -1.0])])),
+        "length is 3, not 2": ("length", torch.tensor([3])),
+        "response_length is 2, not 1": ("response_length", torch.tensor([2])),
+        "version is 1, the oldest segment's 0": ("version", torch.tensor([1])),
+    }
+    for text, (name, column) in bad.items():
+        with pytest.raises(ValueError, match=text):
+            outside.commit(lease, Rows(lease.rows.ids, good | {name: column}))
+    with pytest.raises(ValueError, match="put: state 'generate' writes .* each once; got"):
+        outside.commit(lease, Rows(lease.rows.ids, {"tokens": good["tokens"]}))
+    with pytest.raises(ValueError, match="state 'generate' must write column"):
+        outside.commit(lease)
+    with pytest.raises(ValueError, match="state 'update' is not open to processes outside of the job"):
+        outside.lease("update", deadline=0)
+    with pytest.raises(ValueError, match="put: state None is not open"):
+        outside.put(Rows(lease.rows.ids, {"reward": torch.tensor([1.0])}))
+    for member in trainers.members:
+        member.core.gate.most_bytes = 16
+    greedy = Dock.join(trainers.address, trainers.secret)
+    more = greedy.lease(STATE, max_rows=1, deadline=20)
+    with pytest.raises(ValueError, match=r"put: \d+ bytes of cells at once, the limit is 16; give fewer rows"):
+        greedy.commit(more, Rows(more.rows.ids, good))
+    assert greedy.remaining(STATE) == GROUPS * MEMBERS, "its connection goes on"
+    greedy.close()
+    for member in trainers.members:
+        member.core.gate.most_bytes = 1 << 30
+    outside.commit(lease, Rows(lease.rows.ids, good))
+    got = trainers.docks[0].read([SampleId(0, 0, 0)], ["tokens", "logp_rollout"])
+    assert got["tokens"].values.tolist() == [5, 7] and got["logp_rollout"].values.tolist() == [0.0, -1.0]
+    outside.close()
+
+
+def test_weights_come_whole_by_hugging_face_names(trainers, job) -> None:
+    """Of trainers that have them in two parts each."""
+    assert job.newest() == -1 and job.versions() == []
+    threading.Timer(0.3, trainers.publish, (0,)).start()
+    assert job.newest(after=-1, deadline=20) == 0
+    version, weights = job.weights()
+    assert version == 0 and job.names == {name: tuple(t.shape) for name, t in trainers.canonical.items()}
+    assert weights.keys() == trainers.canonical.keys()
+    assert all(torch.equal(weights[name], t) for name, t in trainers.canonical.items())
+    for later in (1, 3):
+        trainers.publish(later)
+    assert job.newest() == 3 and job.versions() == [1, 3]
+    one = job.weights(1, ["model.norm.weight"])
+    assert one[0] == 1 and list(one[1]) == ["model.norm.weight"]
+    with pytest.raises(Gone, match="version 0 of the weights is gone; the newest is 3"):
+        job.weights(0)
+    with pytest.raises(ValueError, match=r"the model has no tensors \['lm_tail'\]"):
+        job.weights(1, ["lm_tail"])
+    with pytest.raises(TimeoutError, match="has not published version 9"):
+        job.weights(9, deadline=0.3)
+
+
+def test_metrics_are_followed_each_once(trainers, job) -> None:
+    record = trainers.docks[0].exchange.record
+    assert job.metrics() == []
+    record('{"iteration": 1}')
+    record('{"iteration": 2}')
+    assert job.metrics() == [{"iteration": 1}, {"iteration": 2}]
+    threading.Timer(0.3, record, ('{"iteration": 3}',)).start()
+    assert job.metrics(deadline=20) == [{"iteration": 3}] and job.metrics() == []
+    for number in range(4, 1100):
+        record(json.dumps({"iteration": number}))
+    assert [line["iteration"] for line in job.metrics()] == [*range(100, 1100)], "of many the last thousand"
+
+
+def test_rows_that_were_not_taken_and_strange_columns_are_refused(trainers, job) -> None:
+    trainers.publish(0)
+    trainers.admit(0, 0)
+    prompts = job.take(1, deadline=20)
+    good = answers(prompts, 0)
+    with pytest.raises(ValueError, match="1 rows are not taken"):
+        job.give(good.clone().update({"ids": torch.tensor([[0, 1, 1]])}))
+    with pytest.raises(ValueError, match="give: needs logps, response, version"):
+        job.give(good.exclude("logps"))
+    with pytest.raises(ValueError, match="'response' has several entries a row"):
+        job.give(answers(prompts, 0, response=torch.tensor([[7, END]])))
+    with pytest.raises(ValueError, match="response and logps differ in length"):
+        job.give(answers(prompts, 0, logps=nested([[-1.0]], torch.float32)))
+    job.give(good)
+    with pytest.raises(ValueError, match="1 rows are not taken"):
+        job.give(good)
+
+
+def test_an_evaluation_asks_for_a_greedy_response_of_one_version(trainers, job) -> None:
+    trainers.publish(0)
+    trainers.publish(1)
+    trainers.admit(-1, 0, 0)
+    prompts = job.take(2, deadline=20)
+    assert prompts["greedy"].tolist() == [True, False] and prompts["newest"].tolist() == [0, 0]
+    with pytest.raises(ValueError, match="version 1 may not sample this row, whose versions are 0 to 0"):
+        job.give(answers(prompts, 1))
+    job.give(answers(prompts, 0))
+
+
+def test_the_end_of_a_job_is_no_error(trainers) -> None:
+    with Client(trainers.address, trainers.secret) as job:
+        trainers.publish(0)
+        trainers.close()
+        assert len(job.take(1, deadline=20)) == 0 and job.ended
+        assert job.metrics() == []
+        job.weights()
+    with pytest.raises(ConnectionError):
+        Client(trainers.address, trainers.secret)
+
+
+def test_a_wrong_secret_another_version_and_a_strict_job_are_refused(tmp_path) -> None:
+    strict = Trainers(tmp_path, [machine()] * 2, replace(DESCRIPTION, strict=True))
+    with Client(strict.address, strict.secret) as job, pytest.raises(ValueError, match="take no rows of it"):
+        job.take(1, deadline=0)
+    with pytest.raises(PermissionError, match="refuses this process: it is another job's"):
+        Client(strict.address, b"another")
+    strict.close()
+    other = Trainers(tmp_path, [machine()] * 2, replace(DESCRIPTION, version="0.0.1"))
+    with pytest.raises(ValueError, match=r"the job runs mindspeed_rl_plugin 0\.0\.1, here is"):
+        Client(other.address, other.secret)
+    other.close()
