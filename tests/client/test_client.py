@@ -229,20 +229,23 @@ def test_columns_that_disagree_are_refused_where_they_arrive(trainers) -> None:
         outside.lease("update", deadline=0)
     with pytest.raises(ValueError, match="put: state None is not open"):
         outside.put(Rows(lease.rows.ids, {"reward": torch.tensor([1.0])}))
-    for member in trainers.members:
-        member.core.gate.most_bytes = 16
-    greedy = Dock.join(trainers.address, trainers.secret)
-    more = greedy.lease(STATE, max_rows=1, deadline=20)
-    with pytest.raises(ValueError, match=r"put: \d+ bytes of cells at once, the limit is 16; give fewer rows"):
-        greedy.commit(more, Rows(more.rows.ids, good))
-    assert greedy.remaining(STATE) == GROUPS * MEMBERS, "its connection goes on"
-    greedy.close()
-    for member in trainers.members:
-        member.core.gate.most_bytes = 1 << 30
     outside.commit(lease, Rows(lease.rows.ids, good))
     got = trainers.docks[0].read([SampleId(0, 0, 0)], ["tokens", "logp_rollout"])
     assert got["tokens"].values.tolist() == [5, 7] and got["logp_rollout"].values.tolist() == [0.0, -1.0]
     outside.close()
+
+
+def test_a_commit_of_too_many_bytes_is_refused_and_the_connection_goes_on(trainers) -> None:
+    for member in trainers.members:
+        member.core.gate.most_bytes = 1000
+    trainers.publish(0)
+    trainers.admit(0, 0)
+    with Client(trainers.address, trainers.secret) as job:
+        prompts = job.take(2, deadline=20)
+        many = nested([[7] * 200] * 2, torch.int64), nested([[-1.0] * 200] * 2, torch.float32)
+        with pytest.raises(ValueError, match=r"put: \d+ bytes of cells at once, the limit is 1000; give fewer rows"):
+            job.give(answers(prompts, 0, response=many[0], logps=many[1]))
+        job.give(answers(prompts, 0))
 
 
 def test_weights_come_whole_by_hugging_face_names(trainers, job) -> None:
