@@ -1,0 +1,102 @@
+"""A job whose only engine is a user's program: the client against real torchrun and real Megatron."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from mindspeed_rl_plugin.client import Client
+
+ROOT = Path(__file__).parents[2]
+SPEC = importlib.util.spec_from_file_location("engine_transformers", ROOT / "examples" / "engine_transformers.py")
+example = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(example)
+AGREEMENT = 2e-5  # nats, fp32: log-probs of the engine against the trainer's
+ALONE = ("--rl-schedule", "async", "--rl-generators", "0", "--rl-max-staleness", "0", "--save-interval", "2")
+
+
+def invitation(job) -> tuple[str, str]:
+    """Address and secret file that a job prints."""
+    found, end = None, time.monotonic() + 120
+    while found is None and time.monotonic() < end and job.processes[0].poll() is None:
+        time.sleep(0.1)
+        found = re.search(r"generate --join (\S+) --secret-file (\S+)", job.log_file(0).read_text())
+    assert found, job.log_file(0).read_text()[-6000:]
+    return found[1], found[2]
+
+
+@pytest.mark.slow
+def test_a_users_engine_trains_a_job_and_its_bad_rows_do_not(job, nothing_left) -> None:
+    running = job("--train-iters", "3", *ALONE, ranks=2).dumping()
+    running.start()
+    pulled, lines, refused, graded = {}, [], 0, {}
+
+    def observe() -> None:
+        with Client(*invitation(running)) as seen:
+            while not seen.ended:
+                lines.extend(seen.metrics(deadline=0.02))
+                rows = seen.read(seen.finished(), ["reward", "response_length"])
+                graded.update({tuple(i): r for i, r in zip(rows["ids"].tolist(), rows["reward"].tolist(), strict=True)})
+
+    observer = threading.Thread(target=observe)
+    with Client(*invitation(running)) as outside:
+        observer.start()
+        engine = example.Engine(outside, "cpu")
+        engine.load()
+        answer = engine.job.give
+
+        def bad_first(rows) -> None:
+            nonlocal refused
+            for name, value in (("version", 77), ("response", 10**6), ("logps", 1.0)):
+                wrong = rows.clone()
+                wrong[name] = (
+                    torch.full_like(rows[name], value)
+                    if name == "version"
+                    else torch.nested.nested_tensor_from_jagged(
+                        torch.full_like(rows[name].values(), value), rows[name].offsets()
+                    )
+                )
+                with pytest.raises(ValueError, match="is not published|tokens of the model|finite and at most 0"):
+                    answer(wrong)
+                refused += 1
+            answer(rows)
+
+        outside.give = bad_first
+        while not outside.ended:
+            if outside.newest() != engine.version:
+                engine.load()
+            if engine.version not in pulled:
+                pulled[engine.version] = outside.weights(engine.version)[1]
+            if len(prompts := outside.take(16, deadline=0.5)):
+                engine.answer(prompts)
+    observer.join(60)
+    result = running.wait(60)
+    assert result.code == 0, result.log[-4000:]
+    trained = result.metrics
+    assert [line["version"] for line in trained] == [0, 1, 2] and refused >= 9
+    assert max(line["logp_diff/max"] for line in trained) < AGREEMENT, "what was given are the log-probs of its weights"
+    assert all(line["grad_norm"] > 1e-3 for line in trained)
+    assert lines and lines == trained[: len(lines)], "each line once, as it is in metrics.jsonl"
+    dumps = pq.read_table(sorted((running.save / "dump").glob("*.parquet"))[0], columns=["group", "member", "reward"])
+    first = {(0, g, m): r for g, m, r in zip(*(c.to_pylist() for c in dumps.columns), strict=True)}
+    common = first.keys() & graded.keys()
+    assert common and all(first[i] == pytest.approx(graded[i]) for i in common)
+    export = [sys.executable, "-m", "mindspeed_rl_plugin", "export", "--load", str(running.save), "--iteration", "2"]
+    export += ["--tokenizer", str(running.data / "tokenizer")]  # whose tokens are the rows that are no padding
+    subprocess.run([*export, "--out", str(running.save / "hf")], check=True, timeout=120)
+    exported = {k: v for file in (running.save / "hf").glob("*.safetensors") for k, v in load_file(file).items()}
+    assert exported.keys() == pulled[2].keys() and len(pulled) == 3
+    unlike = {n: (exported[n] - t).abs().max().item() for n, t in pulled[2].items() if not torch.equal(exported[n], t)}
+    assert not unlike, unlike
+    assert not torch.equal(pulled[1]["lm_head.weight"], pulled[2]["lm_head.weight"])
+    nothing_left()
