@@ -22,7 +22,7 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("critic", "update"),
     ("stages",),
     ("generators",),
-    ("loop",),
+    ("loop", "client"),
     ("launch",),
     ("tools",),
     ("adaptor",),
