@@ -22,19 +22,19 @@ from mindspeed_rl_plugin.loop.rollout_plan import of_epoch
 from mindspeed_rl_plugin.loop.schedules import Job, RolloutSchedule, Stages
 from mindspeed_rl_plugin.loop.waiting import GradeWait
 from mindspeed_rl_plugin.monitor.run_files import PUBLISHED, WEIGHTS
-from mindspeed_rl_plugin.reshard.publish import Publisher
 from mindspeed_rl_plugin.rows import Group, Rows, SampleId
 from mindspeed_rl_plugin.stages.evaluate import EvaluateApart
 from mindspeed_rl_plugin.stages.grading import Grader
 from mindspeed_rl_plugin.stages.measure import Rollout
 from mindspeed_rl_plugin.stages.reward import FailureLog
 from mindspeed_rl_plugin.stages.select import GroupStats
+from mindspeed_rl_plugin.stages.trainer import Trainer
 
 RAISE_SECONDS = 3.0  # for the main thread to raise what ended the grader's
 
 
 class AsyncSchedule(RolloutSchedule):
-    """publisher: of this rank's weights, of which it keeps the `kept` newest; model: its chunks; strict: whether each
+    """trainer: of this rank, which publishes its weights and keeps the `kept` newest; strict: whether each
     rollout must be sampled by the newest version at its admission; whole: whether a checkpoint waits until all that is
     admitted is graded; evaluation: None without data; members: most rows of a group; guests: on the leader;
     published: versions that engines may have, for who checks their rows."""
@@ -46,9 +46,8 @@ class AsyncSchedule(RolloutSchedule):
         rounds: int,
         *,
         admission: Admission,
-        publisher: Publisher,
+        trainer: Trainer,
         kept: int,
-        model: Sequence[Any],
         strict: bool,
         whole: bool,
         evaluation: EvaluateApart | None,
@@ -57,8 +56,8 @@ class AsyncSchedule(RolloutSchedule):
         published: set[int],
     ) -> None:
         super().__init__(job, stages, rounds)
-        self.admission, self.publisher, self.kept = admission, publisher, kept
-        self.model, self.strict, self.whole = model, strict, whole
+        self.admission, self.trainer, self.kept = admission, trainer, kept
+        self.strict, self.whole = strict, whole
         self.evaluation, self.grader = evaluation, Grader(stages.reward, members, self._end)
         self.guests, self.published = guests, published
         self._closing = threading.Event()
@@ -157,7 +156,7 @@ class AsyncSchedule(RolloutSchedule):
             self._finish_evaluation()
         self.published.add(done)  # before any rank has published it
         with job.monitor.stage("publish"):
-            published = self.publisher.publish(self.model, done)
+            published = self.trainer.publish(done)
         self.admission.publish(done, number)
         self.admission.rollouts = number + -(-(job.plan.sizes.train_iters - done) // job.plan.sizes.steps)
         self._versions = [*self._versions[1 - self.kept :], done]
@@ -171,7 +170,7 @@ class AsyncSchedule(RolloutSchedule):
         job.dock.exchange.announce(done)
 
     def _keeps_evaluated(self) -> bool:
-        """Whether the publisher still has the weights under evaluation after the next publication."""
+        """Whether the trainer still has the weights under evaluation after the next publication."""
         return self.evaluation is None or self.evaluation.version in (-1, *self._versions[1 - self.kept :])
 
     def _admit(self) -> None:

@@ -18,12 +18,13 @@ from mindspeed_rl_plugin.engine.hf_rope import check_rotary
 from mindspeed_rl_plugin.engine.vllm_engine import VllmEngine
 from mindspeed_rl_plugin.environment import launch_env
 from mindspeed_rl_plugin.loop import engine_options
-from mindspeed_rl_plugin.loop.build_async import build_schedule
+from mindspeed_rl_plugin.loop.build_async import build_schedule, make_publisher
 from mindspeed_rl_plugin.loop.colocation import Colocation
 from mindspeed_rl_plugin.loop.docks import Docks, DockSize, place
 from mindspeed_rl_plugin.loop.inputs import Inputs
 from mindspeed_rl_plugin.loop.loop import Loop
 from mindspeed_rl_plugin.loop.making import Making
+from mindspeed_rl_plugin.loop.megatron_trainer import MegatronTrainer
 from mindspeed_rl_plugin.loop.partial_schedule import PartialSchedule
 from mindspeed_rl_plugin.loop.rollout_plan import RolloutPlan
 from mindspeed_rl_plugin.loop.schedules import SCHEDULES, Job, Stages, SyncSchedule
@@ -43,13 +44,14 @@ from mindspeed_rl_plugin.rows import Sampling
 from mindspeed_rl_plugin.stages.advantages import Advantages
 from mindspeed_rl_plugin.stages.evaluate import Due, Evaluate
 from mindspeed_rl_plugin.stages.generate import Generate
-from mindspeed_rl_plugin.stages.logprobs import TokenPass, compute_logps
+from mindspeed_rl_plugin.stages.logprobs import TokenPass
 from mindspeed_rl_plugin.stages.measure import Dump, IterationLog, Measure
 from mindspeed_rl_plugin.stages.prompts import Prompts
 from mindspeed_rl_plugin.stages.reward import Reward
 from mindspeed_rl_plugin.stages.select import Select
 from mindspeed_rl_plugin.stages.stage import StageSpec
 from mindspeed_rl_plugin.stages.table import stage_table
+from mindspeed_rl_plugin.stages.trainer import Trainer
 from mindspeed_rl_plugin.stages.update import CriticUpdate, Update
 from mindspeed_rl_plugin.stages.user import UserStage
 from mindspeed_rl_plugin.update.step import PolicyStep
@@ -75,20 +77,23 @@ def build_loop(
     apart = config.schedule.apart
     colocation = None if apart else _colocation(inputs, model, optimizer, critic, topology, monitor)
     engine = None if colocation is None else colocation.engine
-    stages = _stages(inputs, model, reference, critic, topology, ranks, docks, table, engine, monitor)
+    policy = PolicyStep(algorithm, inputs.forward, model, norm_length=config.rollout.max_response_length)
+    publisher = functools.partial(make_publisher, inputs, topology.rank, ranks, docks.trainers, model)
+    trainer: Trainer = MegatronTrainer(model, inputs.forward, policy, publisher)
+    stages = _stages(inputs, trainer, model, reference, critic, topology, ranks, docks, table, engine, monitor)
     due = Due(bool(inputs.held_out), config.monitor.eval_every, args.train_iters)
     prompts = Prompts(docks.trainers, inputs.data, inputs.sizes.members, topology.leader)
     job = Job(plan, topology, ranks, monitor, docks.trainers, prompts, due)
     if colocation is None:
         _check_rotary(inputs, model)
-        schedule = build_schedule(inputs, job, stages, size.rounds, model, sampling_of(inputs))
+        schedule = build_schedule(inputs, job, stages, size.rounds, trainer, sampling_of(inputs))
     else:
         schedule = _colocated(inputs, job, stages, colocation, size.rounds)
     return Loop(
         args,
         job,
         schedule,
-        _update(inputs, model, critic, topology, docks, table),
+        _update(inputs, trainer, critic, topology, docks, table),
         IterationLog(monitor, ranks, docks.trainers),
         colocation,
         warmup=config.algorithm.critic_warmup if critic is not None else 0,
@@ -207,6 +212,7 @@ def _colocation(
 
 def _stages(
     inputs: Inputs,
+    trainer: Trainer,
     model: Any,
     reference: HostWeights | None,
     critic: Critic | None,
@@ -220,10 +226,11 @@ def _stages(
     config, algorithm, deadline = inputs.config, inputs.algorithm, ranks.deadline
     specs = {spec.name: spec for spec in table}
     limit, seed = config.rollout.max_response_length, inputs.response_seed
-    logps = functools.partial(compute_logps, model, settings=inputs.forward)
     passes = {
-        "logp_old": (logps,),
-        "logp_ref": (logps, functools.partial(HostWeights.swapped_into, reference, model)) if reference else (),
+        "logp_old": (trainer.forward,),
+        "logp_ref": (trainer.forward, functools.partial(HostWeights.swapped_into, reference, model))
+        if reference
+        else (),
         "values": (functools.partial(critic.values, settings=inputs.forward),) if critic else (),
     }
     writer = topology.writer
@@ -269,12 +276,16 @@ def _evaluation(inputs: Inputs, engine: VllmEngine, ranks: Collectives, monitor:
 
 
 def _update(
-    inputs: Inputs, model: Any, critic: Critic | None, topology: Topology, docks: Docks, table: Sequence[StageSpec]
+    inputs: Inputs,
+    trainer: Trainer,
+    critic: Critic | None,
+    topology: Topology,
+    docks: Docks,
+    table: Sequence[StageSpec],
 ) -> Update:
     config, algorithm = inputs.config, inputs.algorithm
-    step = PolicyStep(algorithm, inputs.forward, model, norm_length=config.rollout.max_response_length)
     spec = next(spec for spec in table if spec.name == "update")
-    given = spec, docks.of(spec), config.monitor.wait_timeout, step, topology.last_stage
+    given = spec, docks.of(spec), config.monitor.wait_timeout, trainer, topology.last_stage
     if critic is None:
         return Update(*given)
     value_step = ValueStep(algorithm, inputs.forward, critic.model)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_rl_plugin.config.schedule_flags import ScheduleConfig
+from mindspeed_rl_plugin.dock import Dock
 from mindspeed_rl_plugin.dock.gate import Opening
 from mindspeed_rl_plugin.dock.joining import own_address
 from mindspeed_rl_plugin.environment import say
@@ -20,22 +21,22 @@ from mindspeed_rl_plugin.loop.async_schedule import AsyncSchedule
 from mindspeed_rl_plugin.loop.inputs import Inputs
 from mindspeed_rl_plugin.loop.schedules import Job, Stages
 from mindspeed_rl_plugin.prompts.tokenizer import vocabulary_digest
+from mindspeed_rl_plugin.ranks import Collectives
 from mindspeed_rl_plugin.reshard.layout import ModelShape, Parallel
 from mindspeed_rl_plugin.reshard.publish import Publisher, TrainerWeights
 from mindspeed_rl_plugin.rows import Sampling
 from mindspeed_rl_plugin.stages.evaluate import EvaluateApart
 from mindspeed_rl_plugin.stages.incoming import READS, STATE, Incoming
+from mindspeed_rl_plugin.stages.trainer import Trainer
 
 
 def build_schedule(
-    inputs: Inputs, job: Job, stages: Stages, rounds: int, model: Sequence[Any], sampling: Sampling
+    inputs: Inputs, job: Job, stages: Stages, rounds: int, trainer: Trainer, sampling: Sampling
 ) -> AsyncSchedule:
     """The schedule, and the dock open to engines. Collective over all ranks that train."""
     config, sizes = inputs.config, inputs.sizes
     schedule, samples = config.schedule, config.monitor.eval_pass_k
     strict = schedule.async_order == "strict"
-    kept = max(2, schedule.max_staleness + 1) if strict else 2
-    publisher = _publisher(inputs, job, model, kept)
     dtype = engine_options.dtype_of(inputs.args, config.rollout.engine_dtype)
     engine = engine_options.options(inputs, dtype)
     description = Description(
@@ -47,7 +48,7 @@ def build_schedule(
         strict=strict,
         deadline=config.monitor.wait_timeout,
     )
-    about = {JOB: description.to_json(), WEIGHTS: publisher.weights.text()}
+    about = {JOB: description.to_json(), WEIGHTS: trainer.weights.text()}
     incoming = Incoming(inputs.vocab, config.rollout.max_response_length)
     job.dock.exchange.guard({STATE: Opening(incoming.check, READS)})
     job.monitor.on_record = job.dock.exchange.record
@@ -60,9 +61,8 @@ def build_schedule(
         stages,
         rounds,
         admission=Admission(sizes.prompts, schedule.max_staleness, sizes.rollouts),
-        publisher=publisher,
-        kept=kept,
-        model=model,
+        trainer=trainer,
+        kept=kept_versions(schedule),
         strict=strict,
         whole=strict or schedule.exact_resume,
         evaluation=evaluation,
@@ -72,18 +72,24 @@ def build_schedule(
     )
 
 
-def _publisher(inputs: Inputs, job: Job, model: Sequence[Any], versions: int) -> Publisher:
-    args, config, rank = inputs.args, inputs.config, job.topology.rank
+def kept_versions(schedule: ScheduleConfig) -> int:
+    """Versions of the weights that trainers keep."""
+    return max(2, schedule.max_staleness + 1) if schedule.async_order == "strict" else 2
+
+
+def make_publisher(inputs: Inputs, rank: int, ranks: Collectives, dock: Dock, model: Sequence[Any]) -> Publisher:
+    """Of this rank's weights. Collective."""
+    args, config, versions = inputs.args, inputs.config, kept_versions(inputs.config.schedule)
     weights = TrainerWeights.of(
         ModelShape.from_megatron_args(args, inputs.vocab),
         Parallel.from_megatron_args(args),
         rank,
         model,
         engine_options.dtype_of(args, config.rollout.engine_dtype),
-        job.ranks.gather,
+        ranks.gather,
         verify=config.reshard.verify_weights,
     )
-    return Publisher(weights, rank, job.dock.exchange.offer, versions=versions, gather=job.ranks.gather)
+    return Publisher(weights, rank, dock.exchange.offer, versions=versions, gather=ranks.gather)
 
 
 def _invite(job: Job, about: dict[str, str], schedule: ScheduleConfig, strict: bool) -> Guests | None:

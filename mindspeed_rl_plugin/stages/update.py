@@ -12,11 +12,11 @@ from mindspeed_rl_plugin.rows import Rows, SampleId
 from mindspeed_rl_plugin.stages import advantages
 from mindspeed_rl_plugin.stages.logprobs import columns_of_rank
 from mindspeed_rl_plugin.stages.stage import Stage, StageSpec
+from mindspeed_rl_plugin.stages.trainer import Trainer
 
 if TYPE_CHECKING:  # they import Megatron, which the stage table does without
     from mindspeed_rl_plugin.critic.critic import Critic
     from mindspeed_rl_plugin.update.pair_step import PairStep
-    from mindspeed_rl_plugin.update.step import PolicyStep
     from mindspeed_rl_plugin.update.value_step import ValueStep
 
 GRAD_NORM = 5  # place in what Megatron's train_step returns, the same in 0.12.1, 0.16.1 and 0.19
@@ -48,13 +48,13 @@ class TrainStep:
 
 
 class Update(Stage):
-    """step: of the policy; columns: those of the reads that this rank needs."""
+    """trainer: of the policy, for pairs their step; columns: those of the reads that this rank needs."""
 
     def __init__(
-        self, spec: StageSpec, dock: Dock, deadline: float, step: PolicyStep | PairStep, last_stage: bool
+        self, spec: StageSpec, dock: Dock, deadline: float, trainer: Trainer | PairStep, last_stage: bool
     ) -> None:
         super().__init__(spec, dock, deadline)
-        self.step, self.columns = step, columns_of_rank(spec.reads, last_stage)
+        self.trainer, self.columns = trainer, columns_of_rank(spec.reads, last_stage)
 
     def run(
         self,
@@ -83,11 +83,8 @@ class Update(Stage):
     def optimize(
         self, parts: Sequence[Rows], call: TrainStep, done: int, version: int
     ) -> tuple[tuple, dict[str, float]]:
-        """Megatron's step on micro-batches; its result, and metrics."""
-        metrics = {"lr": learning_rate(call.args[OPTIMIZER])}  # the step ends with the rate of the next
-        self.step.prepare(parts, measured=self.spec.reads, version=version)
-        result = self.step.run(call.function, call.args[2:], call.kwargs)
-        return result, metrics | grad_norm(result) | self.step.metrics()
+        """The trainer's step on micro-batches; its result, and metrics."""
+        return self.trainer.step(parts, call, measured=self.spec.reads, version=version)
 
 
 class CriticUpdate(Update):
@@ -126,9 +123,9 @@ class PairUpdate(Update):
     ) -> tuple[tuple, dict[str, float]]:
         """Megatron's step on micro-batches of whole pairs."""
         metrics = {"lr": learning_rate(call.args[OPTIMIZER])}
-        self.step.prepare(parts)
-        result = self.step.run(call.function, call.args[2:], call.kwargs)
-        metrics |= {name if name == "loss" else f"dpo/{name}": v for name, v in self.step.metrics().items()}
+        self.trainer.prepare(parts)
+        result = self.trainer.run(call.function, call.args[2:], call.kwargs)
+        metrics |= {name if name == "loss" else f"dpo/{name}": v for name, v in self.trainer.metrics().items()}
         return result, metrics | grad_norm(result)
 
 

@@ -1,0 +1,56 @@
+"""Megatron as the trainer of a job: this rank's chunks, their published weights, forward passes and steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from functools import cached_property
+
+from torch.nn import Module
+
+from mindspeed_rl_plugin.forward import ForwardSettings
+from mindspeed_rl_plugin.reshard.publish import Published, Publisher
+from mindspeed_rl_plugin.reshard.shares import TrainerWeights
+from mindspeed_rl_plugin.rows import Ragged, Rows
+from mindspeed_rl_plugin.stages.logprobs import compute_logps
+from mindspeed_rl_plugin.stages.update import OPTIMIZER, TrainStep, grad_norm, learning_rate
+from mindspeed_rl_plugin.update.step import PolicyStep
+
+
+class MegatronTrainer:
+    """See `stages.trainer.Trainer`. model: chunks of this rank; policy: its steps; make_publisher: called
+    where its weights are published. Collective, the first time."""
+
+    def __init__(
+        self,
+        model: Sequence[Module],
+        settings: ForwardSettings,
+        policy: PolicyStep,
+        make_publisher: Callable[[], Publisher],
+    ) -> None:
+        self.model, self.settings, self.policy, self._make_publisher = model, settings, policy, make_publisher
+
+    @cached_property
+    def _publisher(self) -> Publisher:
+        return self._make_publisher()
+
+    @property
+    def weights(self) -> TrainerWeights:
+        """The plan of its shards."""
+        return self._publisher.weights
+
+    def publish(self, version: int) -> Published:
+        """Copy this rank's shard into host memory."""
+        return self._publisher.publish(self.model, version)
+
+    def forward(self, micro_batches: Sequence[Rows]) -> list[Ragged] | None:
+        """Log-probs by a forward-only pass of Megatron's schedule."""
+        return compute_logps(self.model, micro_batches, self.settings)
+
+    def step(
+        self, micro_batches: Sequence[Rows], call: TrainStep, *, measured: Collection[str], version: int
+    ) -> tuple[tuple, dict[str, float]]:
+        """Megatron's own `train_step`, with the plugin's forward step and loss."""
+        metrics = {"lr": learning_rate(call.args[OPTIMIZER])}  # the step ends with the rate of the next
+        self.policy.prepare(micro_batches, measured=measured, version=version)
+        result = self.policy.run(call.function, call.args[2:], call.kwargs)
+        return result, metrics | grad_norm(result) | self.policy.metrics()
