@@ -36,8 +36,8 @@ class Pairs(Prompts):
         self.reference = reference
         self._place_of = {row: place for place, row in enumerate(data.rows)}
 
-    def compute(self, epoch: int, groups: int) -> Rows:
-        """Two rows per pair, with the log-probs of the reference."""
+    def compute(self, epoch: int, groups: int, *_: object) -> Rows:
+        """Two rows per pair, in the order of the data, with the log-probs of the reference."""
         pairs = self.data.next(groups)
         return pair_rows(pairs, self.reference[[self._place_of[pair.row] for pair in pairs]], epoch)
 
