@@ -27,7 +27,7 @@ class Engine:
         self.job, self.device = job, device
         self.model: PreTrainedModel | None = None
         self.version = -1
-        self.counts = {"seconds": 0.0, "starved": 0.0, "waited": 0.0, "tokens": 0.0}
+        self.counts = {"seconds": 0.0, "back-pressure": 0.0, "version": 0.0, "tokens": 0.0, "responses": 0.0}
 
     def load(self, version: int | None = None) -> None:
         """Pull a version of the weights, the newest by default."""
@@ -41,7 +41,7 @@ class Engine:
         missing, unexpected = self.model.load_state_dict(weights, strict=False)
         if unexpected or (missing and not self.model.config.tie_word_embeddings):
             raise SystemExit(f"the job's model is not transformers': missing {missing}, unexpected {unexpected}")
-        self.counts["waited"] += time.monotonic() - began
+        self.counts["version"] += time.monotonic() - began
 
     def answer(self, prompts: TensorDict) -> None:
         """Generate and give a response for each row, those together that the same weights sample in the same way."""
@@ -61,6 +61,7 @@ class Engine:
             }
             self.job.give(TensorDict(given, batch_size=[len(rows)]))
             self.counts["tokens"] += sum(map(len, responses))
+            self.counts["responses"] += len(responses)
 
     @torch.inference_mode()
     def generate(self, prompts: list[Tensor], greedy: bool) -> tuple[list[Tensor], list[Tensor]]:
@@ -115,7 +116,7 @@ def main() -> None:
                 engine.load()
             waiting = time.monotonic()
             prompts = job.take(options.rows, deadline=1.0)
-            engine.counts["starved"] += time.monotonic() - waiting
+            engine.counts["back-pressure"] += time.monotonic() - waiting
             if len(prompts):
                 engine.answer(prompts)
             job.report({**engine.counts, "seconds": time.monotonic() - began})

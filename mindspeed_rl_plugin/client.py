@@ -178,8 +178,8 @@ class Client:
         self._taken.clear()
 
     def report(self, counts: Mapping[str, float]) -> None:
-        """What this engine has counted since it joined, for the job's metrics: "seconds", of them "starved" without
-        prompts and "waited" for weights, and "tokens"."""
+        """What this engine has counted since it joined, for the job's metrics: "seconds", of them "back-pressure" (it
+        had no prompts) and "version" (it waited for weights), "responses" and "tokens"."""
         self.dock.exchange.report(counts)
 
     # weights
