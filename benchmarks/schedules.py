@@ -66,7 +66,7 @@ CASES = {
 TARGETS = {("slow-32", "streamed"): 1.05, ("slow-4", "streamed"): 1.05}
 TARGETS |= {(case, "streamed"): 0.95 for case in ("short", "long-tailed")}
 TARGETS |= {("slow-32", "async"): 1.4, ("long-tailed", "async"): 1.08}
-METRICS = ("iteration", "generate", "reward", "update")
+METRICS = ("iteration", "generate", "reward", "logp_old", "update")
 
 
 def run(arms: Sequence[str], cases: Sequence[str], iterations: int, repeats: int) -> Iterator[list[dict[str, Any]]]:
