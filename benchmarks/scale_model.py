@@ -70,6 +70,7 @@ AHEAD = 3
 ASYNCFLOW = (1.59, 2.03)  # arXiv 2507.01663: mean and most gain
 MOST_SIGMA = 1.6  # of lognormal lengths
 PARTS = {"g": 1.0, "u": 1.0, "L": 0.4, "XR": 0.3}  # assumed: generation, update, log-probs, the rest, of one rollout
+A_RANK = 16  # responses of `scale`
 PAPER = 0.811, 192  # linearity of MindSpeed RL's transfer dock and its NPUs, Fig. 9 of arXiv 2507.19017
 
 
@@ -304,24 +305,25 @@ def scale(sizes: Sequence[int], row_ms: float) -> list[dict[str, Any]]:
     """Tokens a second and rank, relative to the fewest ranks, with as much work for each rank."""
     print("\n## Scale: the same work for each rank, a model\n")
     print(
-        f"Assumed: 4 responses a rank, lognormal of mean 1,000 and sigma 0.8, at most 8,000 tokens; engines of 2, "
-        f"trainers of 8 ranks; decode step 20 ms + 0.05 ms a sequence, 4,000 trained tokens/s a trainer, weights 5 s "
+        f"Assumed: {A_RANK} responses a rank, lognormal of mean 1,000 and sigma 0.8, at most 4,000 tokens; engines of "
+        f"2, trainers of 8 ranks; decode step 20 ms + 0.05 ms a sequence, 4,000 trained tokens/s a trainer, weights 5 s "
         f"(colocated), 1 + 3 + 0.5 s (apart); and {row_ms:g} ms of the control plane for each row, one after the other."
     )
     base = {"step": 0.02, "sequence": 5e-5, "token": 1 / 4000, "old_token": 1 / 12000, "reshard": 5.0}
     apart = {"publish": 1.0, "pull": 3.0, "apply": 0.5, "notice": NOTICE}
     rows: list[dict[str, Any]] = []
     for ranks in sizes:
-        for schedule in ("sync", "streamed", "async"):
-            generating = ranks // 2 if schedule == "async" else ranks
-            trainers = (ranks - generating if schedule == "async" else ranks) // 8
-            groups = ranks // 2
+        for name, ahead in (("sync", 0), ("streamed", 0), ("async, k = 1", 1), ("async, k = 2", 2)):
+            schedule = name.partition(",")[0]
+            generating = ranks // 2 if ahead else ranks
+            trainers = (ranks - generating if ahead else ranks) // 8
+            groups = ranks * A_RANK // 8
             arithmetic = Arithmetic(groups, 8, groups * 8, 1, 1, trainers, generating // 2, 100, 1 << 20)
-            setup = Setup(arithmetic, schedule, graders=ranks * 2, trainer_ranks=8, engine_ranks=2)
+            setup = Setup(arithmetic, schedule, graders=ranks * 2, staleness=ahead, trainer_ranks=8, engine_ranks=2)
             costs = Costs(**base, **apart, rollout=1e-3 * row_ms * arithmetic.samples)
-            responses = Responses(lognormal(1000, 0.8, 8000), lambda rng: 0.2)
-            outcome = simulate(setup, costs, responses, 6)
-            rows.append({"ranks": ranks, "schedule": schedule, "seconds": outcome.rollout,
+            responses = Responses(lognormal(1000, 0.8, 4000), lambda rng: 0.2)
+            outcome = simulate(setup, costs, responses, 4)
+            rows.append({"ranks": ranks, "schedule": name, "seconds": outcome.rollout,
                          "tokens": outcome.tokens / ranks})  # fmt: skip
     first = {row["schedule"]: row["tokens"] for row in rows if row["ranks"] == sizes[0]}
     print("\n| ranks | " + " | ".join(f"{s}, s | linearity" for s in first) + " |\n|---|" + "---|---|" * len(first))
