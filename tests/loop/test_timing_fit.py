@@ -9,7 +9,7 @@ from random import Random
 import pytest
 
 from mindspeed_rl_plugin.loop.arithmetic import Arithmetic
-from mindspeed_rl_plugin.loop.timing import calibrate
+from mindspeed_rl_plugin.loop.timing import calibrate, comparison
 from mindspeed_rl_plugin.loop.timing.calibrate import fit, grading_seconds, observed, setup_record
 from mindspeed_rl_plugin.loop.timing.inputs import Costs, Responses, Setup, lognormal
 from mindspeed_rl_plugin.loop.timing.simulate import simulate
@@ -107,3 +107,21 @@ def test_what_cannot_be_read_is_said(tmp_path):
     (tmp_path / "run.json").write_text("{}")
     with pytest.raises(ValueError, match="run.json has no 'setup'"):
         observed(tmp_path)
+
+
+def test_the_end_of_a_run_says_predicted_and_measured(tmp_path):
+    setup = Setup(SIZES, "sync", graders=2, limit=400)
+    line = comparison.line(record(tmp_path, setup))
+    run = observed(tmp_path)
+    assert line.startswith("the model of this run's stages: iteration ")
+    predicted, measured = float(line.split()[6]), float(line.split()[9])
+    assert measured == pytest.approx(run.iteration, abs=0.01) and predicted == pytest.approx(measured, rel=0.05)
+    apart = dataclasses.replace(setup, schedule="async")
+    lines = (record(tmp_path, apart) / "metrics.jsonl").read_text().splitlines()
+    counts = {"engines/tokens_per_second": 900.0, "idle/engines_starved": 0.25, "idle/engines_waited": 0.0}
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps({**json.loads(n), **counts}) + "\n" for n in lines))
+    shares = comparison.line(tmp_path)
+    assert "without grading" in shares and "engines held back" in shares and "(25%)" in shares
+    assert comparison.line(record(tmp_path, setup, rollouts=2)) == ""  # too few
+    large = dataclasses.replace(setup, sizes=dataclasses.replace(SIZES, prompts=600))
+    assert comparison.line(record(tmp_path, large)) == ""  # would take long
