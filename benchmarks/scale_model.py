@@ -307,7 +307,7 @@ def scale(sizes: Sequence[int], row_ms: float) -> list[dict[str, Any]]:
     print(
         f"Assumed: {A_RANK} responses a rank, lognormal of mean 1,000 and sigma 0.8, at most 4,000 tokens; engines of "
         f"2, trainers of 8 ranks; decode step 20 ms + 0.05 ms a sequence, 4,000 trained tokens/s a trainer, weights 5 "
-        f"s (colocated), 1 + 3 + 0.5 s (apart); and {row_ms:g} ms of the control plane for each row, one after the other."
+        f"s (colocated), 1 + 3 + 0.5 s (apart); {row_ms:g} ms of the control plane for each row, one after the other."
     )
     base = {"step": 0.02, "sequence": 5e-5, "token": 1 / 4000, "old_token": 1 / 12000, "reshard": 5.0}
     apart = {"publish": 1.0, "pull": 3.0, "apply": 0.5, "notice": NOTICE}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from random import Random
 
 import pytest
@@ -114,7 +115,7 @@ def test_the_end_of_a_run_says_predicted_and_measured(tmp_path):
     line = comparison.line(record(tmp_path, setup))
     run = observed(tmp_path)
     assert line.startswith("the model of this run's stages: iteration ")
-    predicted, measured = float(line.split()[6]), float(line.split()[9])
+    predicted, measured = map(float, re.search(r"iteration (.*) s \(measured (.*) s\)", line).groups())
     assert measured == pytest.approx(run.iteration, abs=0.01) and predicted == pytest.approx(measured, rel=0.05)
     apart = dataclasses.replace(setup, schedule="async")
     lines = (record(tmp_path, apart) / "metrics.jsonl").read_text().splitlines()
