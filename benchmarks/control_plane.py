@@ -53,18 +53,20 @@ TABLE = stage_table(resolve(AlgorithmConfig(algorithm="grpo")), 1, by_group=Fals
 
 
 class Meter:
-    """Seconds of the calls of one process, by name."""
+    """Seconds of the calls of one process, by name, and of its thread on a processor in all of them."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
+        self.cpu = 0.0
 
     @contextmanager
     def of(self, name: str) -> Iterator[None]:
         """Count a block."""
-        begin = time.perf_counter()
+        begin, used = time.perf_counter(), time.thread_time()
         try:
             yield
         finally:
+            self.cpu += time.thread_time() - used
             self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - begin
 
     def take(self) -> dict[str, float]:
@@ -126,7 +128,8 @@ class Trainer:
         self.grading.join()
         self.ranks.barrier("end")
         self.dock.close()
-        return {"iterations": iterations[WARM_UP:]}
+        seconds = sum(each["seconds"] for each in iterations)
+        return {"iterations": iterations[WARM_UP:], "on_processor": self.meter.cpu / seconds}
 
     def publish(self, number: int) -> None:
         time.sleep(0.005 * self.args.seconds)  # the copy to the host
@@ -235,9 +238,15 @@ def engine(number: int, args: argparse.Namespace, folder: Path) -> dict[str, Any
             parts = [tokens.pop(i) for i in ended]
             lead.done([completion(request, n, version) for request, n, version in parts], None)
     seconds = time.perf_counter() - began
-    calls, idle = meter.take(), {cause: lead.counts.get(cause, 0.0) for cause in ("starved", "waited")}
+    calls, idle = meter.take(), {cause: lead.counts.get(cause, 0.0) for cause in ("back-pressure", "version")}
     dock.close()
-    return {"seconds": seconds, "calls": calls, "idle": idle, "responses": lead.counts.get("responses", 0.0)}
+    return {
+        "seconds": seconds,
+        "calls": calls,
+        "idle": idle,
+        "on_processor": meter.cpu / seconds,
+        "responses": lead.counts.get("responses", 0.0),
+    }
 
 
 def completion(request: Any, tokens: int, version: int) -> Completion:
@@ -310,6 +319,9 @@ def summary(figures: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]
         "trainers": {"mean": sum(of_trainers) / len(of_trainers), "most": max(of_trainers)},
         "engines": {"mean": sum(of_engines) / len(of_engines), "most": max(of_engines)},
         "calls": {name: max(values) for name, values in calls.items()},
+        "calls_of_engines": {name: max(f["calls"][name] for f in engines) for name in engines[0]["calls"]},
+        "idle_of_engines": {name: max(f["idle"][name] for f in engines) for name in engines[0]["idle"]},
+        "on_processor": max(f["on_processor"] for f in figures.values()),
         "cpu_ms_a_row": 1e3 * cpu / sum(f["responses"] for f in engines),
     }
     worst = max(result["trainers"]["most"], result["engines"]["most"])
@@ -320,6 +332,10 @@ def summary(figures: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]
         *(f"{who}: share of the control plane {result[who]['mean']:.2%} in the mean, {result[who]['most']:.2%} at most"
           for who in ("trainers", "engines")),
         "most seconds of an iteration: " + ", ".join(f"{n} {v:.3f}" for n, v in result["calls"].items()),
+        f"most seconds of an engine in {wall:.0f} s: "
+        + ", ".join(f"{n} {v:.2f}" for n, v in {**result["calls_of_engines"], **result["idle_of_engines"]}.items())
+        + " (waiting, in next)",
+        f"of these calls on a processor, in their own thread: {result['on_processor']:.2%} of the time at most",
         f"all processes together: {cpu:.0f} s of processor time in {wall:.0f} s, {result['cpu_ms_a_row']:.2f} ms a row",
         f"at most {LIMIT_SHARE:.0%} asked: {verdict}",
     ]  # fmt: skip

@@ -3,9 +3,9 @@
     python benchmarks/schedules.py --json MEASURED.json      # on a quiet machine
     python benchmarks/scale_model.py --measured MEASURED.json [--json OUT.json] [--only measured,published,scale]
 
-The model (mindspeed_rl_plugin/loop/timing) drives the job's own admission, choice of an engine, selection and plan of
-steps by a virtual clock. `measured`: its costs are fitted to some cases of schedules.py, and it predicts the others.
-`published`: rows of other projects, whose inputs and fitted parameters are printed; a fit is consistency, no
+The model (mindspeed_rl_plugin/loop/timing) drives the job's own admission, choice of what an engine does next,
+selection and plan of steps by a virtual clock. `measured`: its costs are fitted to some cases of schedules.py, and it
+predicts the others. `published`: rows of other projects, whose inputs and fitted parameters are printed; a fit is consistency, no
 prediction. `scale`: the same work for each rank on 16 to 1,024 ranks. See README.md beside this file.
 """
 
@@ -31,6 +31,7 @@ from mindspeed_rl_plugin.loop.timing.inputs import Costs, Responses, Setup, logn
 from mindspeed_rl_plugin.loop.timing.simulate import Outcome, simulate  # noqa: E402
 
 FITTED = (("short", "sync"), ("long-tailed", "sync"), ("long-tailed", "async"))  # (case, arm) to which costs are fitted
+MODELLED = ("sync", "streamed", "async", "async-drain", "async-strict")
 ASKED = 0.10  # most error of a gain over sync
 ROLLOUTS, RUNS = 30, 8  # rollouts of the model: of measured cases, of published ones
 HALVINGS = 9  # of a bisection
@@ -341,7 +342,7 @@ def read(path: Path) -> Measured:
     """(case, arm) -> medians of a file of schedules.py."""
     measured: dict[tuple[str, str], dict[str, float]] = {}
     for row in json.loads(path.read_text()):
-        if "/" not in row["arm"]:
+        if row["arm"] in MODELLED:
             measured.setdefault((row["case"], row["arm"]), {})[row["metric"]] = row["value"]
     return measured
 

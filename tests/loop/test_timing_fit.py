@@ -119,7 +119,7 @@ def test_the_end_of_a_run_says_predicted_and_measured(tmp_path):
     assert measured == pytest.approx(run.iteration, abs=0.01) and predicted == pytest.approx(measured, rel=0.05)
     apart = dataclasses.replace(setup, schedule="async")
     lines = (record(tmp_path, apart) / "metrics.jsonl").read_text().splitlines()
-    counts = {"engines/tokens_per_second": 900.0, "idle/engines_starved": 0.25, "idle/engines_waited": 0.0}
+    counts = {"engines/tokens_per_second": 900.0, "idle/engines_back_pressure": 0.25, "idle/engines_version": 0.0}
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps({**json.loads(n), **counts}) + "\n" for n in lines))
     shares = comparison.line(tmp_path)
     assert "without grading" in shares and "engines held back" in shares and "(25%)" in shares
