@@ -5,8 +5,8 @@
 
 The model (mindspeed_rl_plugin/loop/timing) drives the job's own admission, choice of what an engine does next,
 selection and plan of steps by a virtual clock. `measured`: its costs are fitted to some cases of schedules.py, and it
-predicts the others. `published`: rows of other projects, whose inputs and fitted parameters are printed; a fit is consistency, no
-prediction. `scale`: the same work for each rank on 16 to 1,024 ranks. See README.md beside this file.
+predicts the others. `published`: rows of other projects, whose inputs and fitted parameters are printed; a fit is
+consistency, no prediction. `scale`: the same work for each rank on 16 to 1,024 ranks. See README.md beside this file.
 """
 
 from __future__ import annotations

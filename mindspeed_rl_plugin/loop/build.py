@@ -164,9 +164,9 @@ def make_monitor(inputs: Inputs, topology: Topology, start: Start) -> Monitor:
 
 
 def timing_setup(inputs: Inputs, ranks: int) -> dict[str, Any]:
-    """What the model of a run's seconds needs of it, for run.json; nothing where no responses are sampled. ranks: that
-    train."""
-    if inputs.algorithm.from_pairs:
+    """What the model of a run's seconds needs of it, for run.json; nothing of pairs and of partial rollouts, which it
+    does not know. ranks: that train."""
+    if inputs.algorithm.from_pairs or inputs.config.schedule.partial:
         return {}
     return {SETUP: setup_record(Setup.of(inputs.config, inputs.sizes, ranks))}
 

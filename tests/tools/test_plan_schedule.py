@@ -115,3 +115,9 @@ def test_a_script_without_rl_is_refused(tmp_path, capsys):
     path.write_text("torchrun --nproc_per_node 2 pretrain_gpt.py --global-batch-size 4\n")
     assert plan.main(["--schedule", str(path)]) == 1
     assert "has no --rl-algorithm that samples responses" in capsys.readouterr().err
+
+
+def test_partial_rollouts_are_not_modelled(tmp_path, capsys):
+    path = script(tmp_path, "--rl-schedule streamed --rl-carry-unfinished --rl-correction truncate")
+    assert plan.main(["--schedule", str(path)]) == 1
+    assert "partial rollouts are not in the model" in capsys.readouterr().err

@@ -73,7 +73,9 @@ def observed(
     say. Raises ValueError where the run left no metrics, no setup or too few rollouts."""
     lines, run = read_metrics(run_dir), read_run(run_dir)
     if setup is None and SETUP not in run:
-        raise ValueError(f"{run_dir}: run.json has no {SETUP!r}; it is of an older version of this package, or of DPO")
+        raise ValueError(
+            f"{run_dir}: run.json has no {SETUP!r}: an older version of this package, DPO, or partial rollouts"
+        )
     setup = setup or read_setup(run[SETUP])
     rollouts: list[dict[str, float]] = []
     for line in lines:

@@ -106,6 +106,8 @@ def script_setup(path: Path, timeout: float = 60.0) -> Setup:
     config, algorithm, _ = rl_flags(flags)
     if algorithm is None or algorithm.from_pairs:
         raise ValueError(f"{path} has no --rl-algorithm that samples responses: there is no schedule to choose")
+    if config.schedule.partial:
+        raise ValueError(f"{path}: partial rollouts are not in the model; leave their flags out to plan the others")
     parallel = ("tensor-model", "pipeline-model", "context")
     sizes = [flags.number(f"--{kind}-parallel-size", 1) for kind in parallel]
     ranks = sizes[0] * sizes[1] * sizes[2]
