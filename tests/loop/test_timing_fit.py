@@ -105,6 +105,10 @@ def test_what_cannot_be_read_is_said(tmp_path):
     setup = Setup(SIZES, "sync")
     with pytest.raises(ValueError, match="has 2 rollouts; the first 2 are not counted"):
         observed(record(tmp_path, setup, rollouts=2))
+    whole = (record(tmp_path, setup, rollouts=5) / "metrics.jsonl").read_text().splitlines()
+    last = {name: value for name, value in json.loads(whole[-1]).items() if name != "tokens_per_second_total"}
+    (tmp_path / "metrics.jsonl").write_text("\n".join([*whole[:-1], json.dumps(last)]) + "\n")
+    assert len(observed(tmp_path).rollouts) == 2  # a rollout that is not whole does not count
     (tmp_path / "run.json").write_text("{}")
     with pytest.raises(ValueError, match="run.json has no 'setup'"):
         observed(tmp_path)

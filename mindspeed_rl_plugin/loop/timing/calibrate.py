@@ -28,6 +28,14 @@ PER_TOKEN = ("update", "logp_ref", "values")
 ONCE = ("reshard", "swap_back")
 INSIDE = ("transfer", "evaluate", "iteration")  # parts of other stages, or no part of an iteration
 TURNS = 5  # of a fit whose every turn is nearer
+# Without which a rollout is not whole, or a number was not finite.
+NEEDED = (
+    "response/length_mean",
+    "response/length_max",
+    "seconds/generate",
+    "seconds/update",
+    "tokens_per_second_total",
+)
 COUNTED = 6  # rollouts of the model for each figure
 ALIKE = 1e-3  # of the square of the sine between steps and sequences of all rollouts, below which they are one figure
 
@@ -85,7 +93,7 @@ def observed(
             rollouts.append({})
         if rollouts:
             _add(rollouts[-1], line)
-    counted = rollouts[WARM_UP:-1] if setup.sizes.steps > 1 else rollouts[WARM_UP:]  # the last one may not be whole
+    counted = [r for r in rollouts[WARM_UP:] if all(name in r for name in NEEDED)]  # the last one may not be whole
     if not counted:
         raise ValueError(
             f"{run_dir} has {len(rollouts)} rollouts; the first {WARM_UP} are not counted, give a run with more"

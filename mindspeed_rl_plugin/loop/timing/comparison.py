@@ -21,12 +21,12 @@ def line(run_dir: str | os.PathLike[str]) -> str:
     "" where there are too few rollouts, or too many responses in one."""
     try:
         run = observed(run_dir)
+        if run.setup.sizes.samples > MOST:
+            return ""
+        grading = grading_seconds(run) or 0.0
+        outcome = simulate(run.setup, fit([run]), replace(run.responses, grading=lambda rng: grading))
     except ValueError:
         return ""
-    if run.setup.sizes.samples > MOST:
-        return ""
-    grading = grading_seconds(run) or 0.0
-    outcome = simulate(run.setup, fit([run]), replace(run.responses, grading=lambda rng: grading))
     parts = [f"iteration {outcome.iteration:.2f} s (measured {run.iteration:.2f} s)"]
     if run.setup.schedule == "async":
         shares = [("trainers starved", outcome.trainers["starved"], _starved(run))]
