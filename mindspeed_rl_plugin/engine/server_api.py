@@ -19,10 +19,15 @@ from mindspeed_rl_plugin.engine.vllm_engine import VllmOptions
 
 EXTENSION = "mindspeed_rl_plugin.generators.server_worker.ServerWorker"
 GENERATE = "/inference/v1/generate"  # token ids in, token ids out, with log-probs and the version of each token
-DEVELOPMENT = ("/collective_rpc", "/pause", "/resume")  # vLLM shows them with VLLM_SERVER_DEV_MODE=1 only
+DEVELOPMENT = (
+    "/collective_rpc",
+    "/pause",
+    "/resume",
+    "/server_info",
+)  # vLLM shows them with VLLM_SERVER_DEV_MODE=1 only
 VERSIONS = "/update_weight_version"  # 0.32 has it
 PROCESSED = "processed_logprobs"
-ASK_SECONDS = 30.0  # for an answer to a question that costs no work
+ASK_SECONDS = 60.0  # for an answer to a question that costs little work
 SHOWN = 500  # characters of an answer that an error shows
 
 
@@ -101,13 +106,14 @@ class Server:
             )
         if GENERATE not in routes:
             raise ValueError(f"the server at {self.url} has no {GENERATE}: start it with --enable-scale-out")
-        try:
-            return [Served(**about) for about in self.workers("about", ASK_SECONDS)]
-        except RuntimeError as error:
+        # A call of a method that is not there leaves answers behind, which later calls would get.
+        info = self.ask("/server_info?config_format=json", method="GET", seconds=ASK_SECONDS)
+        if (extension := info["vllm_config"]["parallel_config"]["worker_extension_cls"]) != EXTENSION:
+            has = f"the extension {extension}" if extension else "no extension"
             raise ValueError(
-                f"the workers of the server at {self.url} have no extension of this package ({error}); start it with "
-                f"--worker-extension-cls {EXTENSION}"
-            ) from error
+                f"the workers of the server at {self.url} have {has}; start it with --worker-extension-cls {EXTENSION}"
+            )
+        return [Served(**about) for about in self.workers("about", ASK_SECONDS)]
 
     def _exchange(self, method: str, path: str, body: Any, seconds: float) -> tuple[int, str]:
         kind = http.client.HTTPSConnection if self._secure else http.client.HTTPConnection

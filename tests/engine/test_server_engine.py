@@ -44,11 +44,11 @@ def choice(tokens, versions, finish="stop", logp=-0.5):
 
 
 class Fake:
-    """routes: that it shows; about: of its worker, None for no extension; held: prompts whose responses wait for an
+    """routes: that it shows; extension: of its workers; held: prompts whose responses wait for an
     abort; status: of its answers to a request for tokens. asked: (path, body) in their order."""
 
     def __init__(self) -> None:
-        self.routes, self.about, self.status = ALL, asdict(SERVED), 200
+        self.routes, self.extension, self.status = ALL, EXTENSION, 200
         self.held: set[int] = set()
         self.version = "default"
         self.asked: list[tuple[str, object]] = []
@@ -82,16 +82,18 @@ class Fake:
         self.url = f"http://127.0.0.1:{self.http.server_port}"
 
     def get(self, path):
-        return (200, {"paths": dict.fromkeys(self.routes)}) if path == "/openapi.json" else (200, {"version": "0.31.0"})
+        if path == "/openapi.json":
+            return 200, {"paths": dict.fromkeys(self.routes)}
+        parallel = {"worker_extension_cls": self.extension}
+        return 200, {"version": "0.31.0", "vllm_config": {"parallel_config": parallel}}
 
     def post(self, path, body):
         path = urlsplit(path)
         if path.path == "/pause" and "mode=abort" in path.query:
             self._paused.set()
         if path.path == "/collective_rpc":
-            if self.about is None:
-                return 500, {"error": "no attribute 'rl_about'"}
-            return 200, {"results": [{"value": self.about, "refused": ""}]}
+            refused = "" if body["method"] == "rl_about" else "it generates for another job"
+            return 200, {"results": [{"value": asdict(SERVED), "refused": refused}]}
         if path.path == GENERATE:
             if self.status != 200:
                 return self.status, {"error": "engine core is dead"}
@@ -226,13 +228,20 @@ def test_a_server_that_fits_says_what_it_is(fake):
         ),
         ({"routes": (*DEVELOPMENT, GENERATE)}, rf"vLLM 0.31.0, has no {VERSIONS}.*take vLLM 0.32"),
         ({"routes": (*DEVELOPMENT, VERSIONS)}, "start it with --enable-scale-out"),
-        ({"about": None}, f"start it with --worker-extension-cls {EXTENSION}"),
+        ({"extension": ""}, f"have no extension; start it with --worker-extension-cls {EXTENSION}"),
+        ({"extension": "a.B"}, "have the extension a.B; start it with"),
     ],
 )
 def test_a_server_that_lacks_something_is_refused(fake, change, why):
     vars(fake).update(change)
     with pytest.raises(ValueError, match=why):
         Server(fake.url, 20).check()
+    assert fake.asked == [], "such a server is only looked at"
+
+
+def test_what_a_worker_refuses_is_raised(fake):
+    with pytest.raises(ValueError, match=f"{fake.url}: it generates for another job"):
+        Server(fake.url, 20).workers("join", address="a:1")
 
 
 @pytest.mark.parametrize("url", ["localhost:8000", "ftp://a:1", "http://", "http://a:b", "http://a:1/v1?x=2"])
