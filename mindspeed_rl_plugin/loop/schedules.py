@@ -173,6 +173,8 @@ class RolloutSchedule(Schedule):
     def _prepare(self, done: int, transfer: Transfer | None, sampling: Mapping[str, Metric]) -> Rollout:
         """The passes over a rollout that is sampled and selected. transfer, sampling: as of `Measure.run`."""
         job, plan, stages, clock = self.job, self.job.plan, self.stages, self.job.monitor.stage
+        if (seconds := stages.reward.graders.take_seconds()) is not None:
+            sampling = {**sampling, "reward/worker_seconds": seconds}
         job.ranks.barrier("log-probs")
         batches = plan.batches(job.topology.dp_rank)
         for forward in stages.passes:

@@ -20,6 +20,7 @@ NAMES: dict[str, Meaning] = {
     "reward/mean": Meaning("", "mean reward of the rollout's samples, weighted sum of the graders"),
     "reward/std": Meaning("", "sample standard deviation of the rewards over the whole rollout"),
     "reward/overlong": Meaning("", "mean length penalty (--rl-overlong-buffer), at most 0; not in reward/mean"),
+    "reward/worker_seconds": Meaning("s", "time that a response took a reward worker of the first rank, mean"),
     "reward/errors": Meaning("samples", "samples whose grader failed or ran out of time, of all sampled groups"),
     "groups/solved": Meaning("share", "groups whose responses are all solved"),
     "groups/unsolved": Meaning("share", "groups without any solved response"),

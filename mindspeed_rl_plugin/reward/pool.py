@@ -68,7 +68,8 @@ class RewardPool:
         self._failures: dict[str, str] = {}
         self._closed = False
         self._waiting: deque[Call] = deque()
-        self._running: dict[Worker, Call] = {}
+        self._running: dict[Worker, tuple[Call, float]] = {}  # with when it began
+        self._spent = (0.0, 0)  # seconds of the workers, and responses that are graded, since `take_seconds`
         self._batches: dict[Batch, None] = {}  # those with grades that are missing, by their ends
         self._finished: list[Batch] = []
         self._workers = [Worker((self._specs, self._timeouts, regex, device)) for _ in range(workers)]
@@ -152,6 +153,11 @@ class RewardPool:
         waiting = sum(1 if together[c.grader] == 1 else len(c.items) / TOGETHER for c in self._waiting)
         return max(0, math.ceil((len(self._workers) - waiting) * min(together)))
 
+    def take_seconds(self) -> float | None:
+        """Seconds that a response took a worker, mean of those graded since the last call; None where none was."""
+        (seconds, responses), self._spent = self._spent, (0.0, 0)
+        return seconds / responses if responses else None
+
     def take_failures(self) -> dict[str, str]:
         """Grader -> the first of its failures as a message, of those that failed since the last call."""
         return {name: self._failures.pop(name) for name in list(self._failures)}
@@ -218,9 +224,10 @@ class RewardPool:
             wait_for(self._workers, min(end, first.end))
             if time.monotonic() >= first.end:
                 raise RewardError(self._too_late(first))
-            for worker, call in [*self._running.items()]:
+            for worker, (call, began) in [*self._running.items()]:
                 if (outcomes := worker.answer()) is not None:
                     del self._running[worker]
+                    self._spent = self._spent[0] + time.monotonic() - began, self._spent[1]
                     again = [call] if self._unread(worker, outcomes) else self._record(call, outcomes)
                     self._waiting.extendleft(again)
         except BaseException:
@@ -230,7 +237,8 @@ class RewardPool:
     def _give(self) -> None:
         for worker in self._workers:
             if worker.ready() and self._waiting:
-                call = self._running[worker] = self._next()
+                call = self._next()
+                self._running[worker] = call, time.monotonic()
                 grace = GRACE if self._kinds[call.grader].asynchronous else 0.0
                 texts = [batch.texts[i] for batch, i in call.items]
                 worker.call(call.grader, texts, self._timeouts[call.grader], grace)
@@ -271,12 +279,13 @@ class RewardPool:
             batch.record(index, call.grader, *outcome)
         for batch in dict.fromkeys(batch for batch, _ in call.items):
             if not batch.left:
+                self._spent = self._spent[0], self._spent[1] + len(batch.items)
                 del self._batches[batch]
                 self._finished.append(batch)
         return ()
 
     def _too_late(self, batch: Batch) -> str:
-        calls = (*self._running.values(), *self._waiting)
+        calls = (*(call for call, _ in self._running.values()), *self._waiting)
         left = [(call.grader, index) for call in calls for whose, index in call.items if whose is batch]
         grader, index = left[0]
         return (

@@ -154,6 +154,14 @@ def test_a_slow_batch_holds_no_other_up() -> None:
         assert [g.total for g in slow.grades()] == [1.5, 0.0]
 
 
+def test_the_time_of_a_response_is_that_of_a_worker() -> None:
+    """However many work at once, and whatever the batch waits for."""
+    with RewardPool([own("nap")], workers=2) as pool:
+        pool.grade(items("0.2", "0.2", "0.2", "0.6"))
+        assert 0.3 <= pool.take_seconds() < 0.6, "not 0.6 s, the time of the batch"
+        assert pool.take_seconds() is None
+
+
 def test_who_shares_work_takes_no_more_than_keeps_workers_busy() -> None:
     with RewardPool([own("nap"), own("batch_rank")], workers=2) as pool:
         assert pool.wanted == 2 and pool.by_group

@@ -30,7 +30,7 @@ def run_of(folder):
     setup = Setup(Arithmetic(8, 8, 64, 1, 1, 2, 2, 5), "sync", graders=4, limit=512)
     seconds = {"generate": 8.0, "reward": 1.0, "update": 3.0, "reshard": 0.5, "iteration": 12.5}
     line = {"response/length_mean": 200.0, "response/length_max": 512.0, "tokens_per_second_total": 64 * 216 / 12.5}
-    line |= {f"seconds/{name}": value for name, value in seconds.items()}
+    line |= {"reward/worker_seconds": 1.0 * 4 / 64} | {f"seconds/{name}": value for name, value in seconds.items()}
     folder.mkdir()
     lines = [json.dumps({"kind": "train", "iteration": n + 1, **line}) + "\n" for n in range(5)]
     (folder / "metrics.jsonl").write_text("".join(lines))

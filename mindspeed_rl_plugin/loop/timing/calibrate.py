@@ -129,11 +129,8 @@ def fit(runs: Sequence[Observed]) -> Costs:
 
 
 def grading_seconds(run: Observed) -> float | None:
-    """Mean seconds of a grading call, by a run of schedule `sync`; None for others, where it is hidden."""
-    if run.setup.schedule != "sync":
-        return None
-    ranks = run.setup.sizes.engines * run.setup.engine_ranks
-    return run.seconds("reward") * max(run.setup.graders // ranks, 1) * ranks / run.setup.sizes.samples
+    """Mean seconds that a response takes a reward worker; None where a run has not measured them."""
+    return run.mean("reward/worker_seconds")
 
 
 # inside

@@ -23,8 +23,8 @@ def line(run_dir: str | os.PathLike[str]) -> str:
         run = observed(run_dir)
         if run.setup.sizes.samples > MOST:
             return ""
-        grading = grading_seconds(run) or 0.0
-        outcome = simulate(run.setup, fit([run]), replace(run.responses, grading=lambda rng: grading))
+        grading = grading_seconds(run)
+        outcome = simulate(run.setup, fit([run]), replace(run.responses, grading=lambda rng: grading or 0.0))
     except ValueError:
         return ""
     parts = [f"iteration {outcome.iteration:.2f} s (measured {run.iteration:.2f} s)"]
@@ -32,7 +32,7 @@ def line(run_dir: str | os.PathLike[str]) -> str:
         shares = [("trainers starved", outcome.trainers["starved"], _starved(run))]
         shares += [(text, outcome.engines[cause], run.mean(name) or 0.0) for text, cause, name in IDLE]
         parts += [f"{text} {predicted:.0%} ({measured:.0%})" for text, predicted, measured in shares]
-    hidden = "" if run.setup.schedule == "sync" else " (without grading, which the run hides)"
+    hidden = "" if grading is not None else " (without grading, which it has not measured)"
     return f"the model of this run's stages{hidden}: {', '.join(parts)}; `plan --schedule --from` tries other flags"
 
 

@@ -65,7 +65,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--staleness", type=int, help="--rl-max-staleness (default: that of the script or run)")
     add("--response-tokens", type=float, help=f"mean length (default: the run's, or {FILL:g} of the limit)")
     add("--tail", type=float, help=f"sigma of lognormal lengths (default: the run's, or {TAIL:g})")
-    add("--grade-s", type=float, help="mean seconds of a grading call (default: those of a run with sync, or 0)")
+    add("--grade-s", type=float, help="mean seconds of a grading call (default: those of the run, or 0)")
     for option, value, what in ASSUMED:
         add(option, type=float, help=f"{what} (default: the run's, or {value:g})")
     return parser
