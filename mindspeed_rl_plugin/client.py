@@ -156,8 +156,9 @@ class Client:
         of the distribution that it was sampled from (of a greedy one that of temperature 1); "version" `[B]`: of the
         weights; where several sampled one response "segments" `[S, 2]` instead: (first token of the response, version);
         "finish" `[B]`: 0 where an end token or string ended it, 1 where the limit did; by default by the last token.
-        Raises ValueError, and nothing is written, for rows that the job cannot take, or that were not taken. They stay
-        taken: give them again, or `release` them.
+        Raises ValueError for rows that the job cannot take, or that were not taken. What one `take` gave, and what lies
+        on one machine, is written as a whole: of such a part nothing is written then, and it stays taken: give
+        it again, or `release` it. Parts before it are written.
         """
         given = from_tensordict(rows)
         self._check(given)

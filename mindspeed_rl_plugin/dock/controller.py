@@ -116,12 +116,13 @@ class Controller:
         return bool(ended)
 
     def retire(self, epoch: int, groups: np.ndarray) -> list[str]:
-        """First half of clearing: give groups out no more. Returns who holds any of them under a live lease."""
+        """First half of clearing: give groups out no more. Returns who holds rows of them that are not acknowledged."""
         view = self._epochs.get(epoch)
         if view is None:
             return []
         view.retired[groups] = True
         rows = rows_of_groups(groups, view.shape.members)
+        rows = rows[view.status[rows] == LEASED]
         held = (h for h in self._leases.values() for n, part in h.rows if n == epoch and np.isin(part, rows).any())
         return sorted({str(h.holder) for h in held})
 

@@ -90,7 +90,7 @@ class Server:
         """One connection that another process has made."""
         try:
             stream, hello = admit(connection, self.me.secret)
-            if hello.watch and self.watch is not None:
+            if hello.watch and hello.rank >= 0 and self.watch is not None:
                 stream = Link(connection, hello.rank)
                 self.watch.add(stream)
         except (OSError, EOFError, m.FrameError) as error:

@@ -220,11 +220,16 @@ class Warehouse:
     def brought(self, put: Put, bulk: np.ndarray | None, beside: Sequence[str]) -> Rows:
         """The rows that a process outside of the job wants to commit, with the columns `beside` that are there; without
         those that are cleared. Raises ValueError where the put is not what its state and columns are declared to be."""
-        if put.epoch in self._gone or not put.parts:
+        if put.epoch in self._gone:
             return Rows(())
         if put.epoch not in self._epochs:
             raise ValueError(f"put: epoch {put.epoch} is not open; open: {listed(sorted(self._epochs))}")
-        tables, (part,) = self._tables(put.epoch, put.shape), put.parts
+        tables = self._tables(put.epoch, put.shape)
+        if len(put.rows) and not 0 <= put.rows.min() <= put.rows.max() < len(tables.alive) * tables.shape.members:
+            raise ValueError(f"put: rows {put.rows.min()} to {put.rows.max()} are not all of epoch {put.epoch}")
+        if not put.parts:
+            return Rows(())
+        (part,) = put.parts
         self._check_part(put, part, tables)
         places, total = layout(self.columns, put.parts)
         if (there := 0 if bulk is None else len(bulk)) != total:

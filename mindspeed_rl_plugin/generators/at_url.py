@@ -10,7 +10,7 @@ from mindspeed_rl_plugin.engine.server_api import Server, check_served
 from mindspeed_rl_plugin.engine.server_engine import ServerEngine
 from mindspeed_rl_plugin.environment import say
 from mindspeed_rl_plugin.generators.description import job_of
-from mindspeed_rl_plugin.generators.lead import Lead
+from mindspeed_rl_plugin.generators.lead import LEASE_SECONDS, Lead
 from mindspeed_rl_plugin.generators.server_weights import ServerWeights
 from mindspeed_rl_plugin.generators.service import Service
 from mindspeed_rl_plugin.generators.team import Team
@@ -22,7 +22,7 @@ def serve_at(url: str, address: str, secret_file: str, leaving: threading.Event,
     leaving: set where the engine is to leave; max_running: most responses at once, None for the job's. Raises
     ValueError where the server cannot, with the mend, and what `Server` raises where it fails.
     """
-    dock = Dock.join(address, secret_file)
+    dock = Dock.join(address, secret_file, lease_seconds=LEASE_SECONDS)
     try:
         job = job_of(dock)
         server = Server(url, job.deadline)

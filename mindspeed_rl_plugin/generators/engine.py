@@ -9,7 +9,7 @@ from typing import Any
 from mindspeed_rl_plugin.dock import Dock
 from mindspeed_rl_plugin.engine.vllm_engine import VllmEngine, VllmOptions
 from mindspeed_rl_plugin.generators.description import job_of, weights_of
-from mindspeed_rl_plugin.generators.lead import Lead
+from mindspeed_rl_plugin.generators.lead import LEASE_SECONDS, Lead
 from mindspeed_rl_plugin.generators.service import Service
 from mindspeed_rl_plugin.generators.team import Team
 from mindspeed_rl_plugin.reshard.layout import EngineParallel
@@ -29,7 +29,7 @@ def serve(
     to leave; changed: options of the engine that are not the job's.
     """
     team = Team()
-    dock = Dock.join(address, secret)
+    dock = Dock.join(address, secret, lease_seconds=LEASE_SECONDS)
     try:
         job = job_of(dock, strict=share is not None)
         options = replace(job.engine, sleep_mode=False, **changed)

@@ -85,7 +85,7 @@ class Guests:
     def check(self) -> None:
         """Raise RuntimeError where engines are gone that are this job's own."""
         for without, log, process in self._watched:
-            if process.poll():
+            if process.poll() is not None:
                 said = log.read_text(errors="replace").strip().splitlines()[-3:]
                 raise RuntimeError(f"{without} ({log}): {' | '.join(said)}")
 

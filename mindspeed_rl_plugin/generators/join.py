@@ -20,6 +20,7 @@ from mindspeed_rl_plugin.generators.at_url import serve_at
 from mindspeed_rl_plugin.generators.engine import serve
 from mindspeed_rl_plugin.generators.ranks import init_group
 
+LEFT = "the engine has left the job"
 _EPILOG = (
     "Model, tokenizer, sampling and seeds come from the job. SIGTERM: responses in the making go back to the job, then "
     "the engine leaves. An engine that dies costs the job nothing but their time."
@@ -53,7 +54,7 @@ def main(argv: Sequence[str]) -> int:
     except (ValueError, ConnectionError, PermissionError, TimeoutError, FileNotFoundError) as error:
         print(f"[rl] generate: {error}", file=sys.stderr, flush=True)
         return 1
-    say("the engine has left the job" if leaving.is_set() else "the job has ended")
+    say(LEFT if leaving.is_set() else "the job has ended")
     return 0
 
 

@@ -19,6 +19,7 @@ from mindspeed_rl_plugin.stages.evaluate import EPOCH
 from mindspeed_rl_plugin.stages.generate import SPEC, completion_rows
 
 LOOK_SECONDS = 1.0  # that an engine without weights waits for news at a time
+LEASE_SECONDS = 86400.0  # an engine that is gone is known by its connection, and a long response is no reason
 REPORT_SECONDS = 0.5  # between two reports of what was counted
 ROWS_SECONDS = 0.25  # that an engine without rows waits for some at a time
 EMPTY_SECONDS = 0.02  # before it asks again where all rows are done

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_rl_plugin.dock.joining import read_secret
+from mindspeed_rl_plugin.generators.join import LEFT
 
 RESOURCES = {"cpu": "CPU", "cuda": "GPU", "npu": "NPU"}  # kind of device -> what Ray calls it
 PAUSES = (1.0, 60.0)  # seconds before an engine is started again: at first, and at most
@@ -75,7 +76,7 @@ class Watch:
 
     def _ended(self, engine: Watched, status: int, words: str) -> bool:
         """Whether the watch goes on."""
-        if status == 0:
+        if status == 0 and LEFT not in words:  # the job has ended
             self.engines.remove(engine)
             return True
         now = self.clock()

@@ -25,6 +25,13 @@ def problems(args: Any, config: RLConfig) -> Iterator[str]:
             "responses of an optimizer step; give --rl-schedule sync, or remove --rl-filtration-whole-batch"
         )
     yield from _unread(config)
+    going_on = "--rl-carry-unfinished" if flags.carry_unfinished else ""
+    going_on = "--rl-inflight recompute" if flags.apart and flags.inflight == "recompute" else going_on
+    if config.rollout.stop and going_on:
+        yield (
+            f"--rl-stop with {going_on}: a text that begins before new weights and ends after them would not be seen; "
+            "give token ids (--rl-stop-token-ids), or remove one of the two"
+        )
     if flags.apart:
         yield from _apart(config)
     elif flags.schedule == "streamed":

@@ -114,12 +114,12 @@ class PartialSchedule(SyncSchedule):
         are trained, or under dynamic sampling of all that are finished."""
         stages, clock, making = self.stages, self.job.monitor.stage, self.making
         with clock("generate"):
-            cut = {} if making.enough() else self._generate()
+            cut = None if making.enough() else self._generate()
         groups = making.take(None if self.rounds else making.prompts)
         with clock("reward"):
             self._wait.until_graded(self.job.plan.ids(groups))
             stats = self._compare(groups, stages.reward.graded, failures)
-        if not self.carries:
+        if cut is not None and not self.carries:  # else new groups have not begun, and wait for their turn
             self._drop_rest(cut)
         return stats
 

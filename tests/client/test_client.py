@@ -169,13 +169,13 @@ BAD = {
         "version 0 may not sample this row, whose versions are 1 to the newest",
     ),
     "an aborted response": (dict(finish=torch.tensor([2, 2])), r"finish is 2; give 0 \(stop\) or 1 \(length\)"),
-    "segments that fall": (
-        dict(version=None, segments=nested([[[0, 2], [1, 1]]] * 2, torch.int64)),
-        r"segments \[\[1, 2\], \[2, 1\]\]; give the first from the prompt's end on, tokens rising",
+    "segments that do not rise": (
+        dict(version=None, segments=nested([[[0, 1], [0, 2]]] * 2, torch.int64)),
+        r"segments \[\[1, 1\], \[1, 2\]\]; give the first from the prompt's end on, tokens rising",
     ),
     "segments behind the end": (
         dict(version=None, segments=nested([[[0, 1], [2, 2]]] * 2, torch.int64)),
-        "tokens rising, versions not falling",
+        "tokens rising",
     ),
 }
 

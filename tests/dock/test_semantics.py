@@ -318,6 +318,23 @@ def test_clearing_waits_for_leases_and_a_late_write_is_harmless(make) -> None:
     assert dock.remaining("logp") == 0 and all(house.slabs.used == 0 and not house._epochs for house in make.houses)
 
 
+def test_clearing_waits_for_no_row_that_is_done_whatever_else_its_lease_holds(make) -> None:
+    """An engine takes rows of two rollouts at once; the first is trained while it works on the second."""
+    dock = make()
+    for epoch in (0, 1):
+        dock.open(epoch, 1, 2)
+        dock.put(prompts(1, epoch=epoch))
+    lease = dock.lease("generate", min_rows=4, deadline=5)
+    first, second = (tuple(i for i in lease.rows.ids if i.epoch == epoch) for epoch in (0, 1))
+    dock.commit_part(lease, tokens(first, 1, 1))
+    dock.clear(0)
+    with pytest.raises(TimeoutError, match="'generate' still holds rows of epoch 1"):
+        dock.clear(1)
+    dock.commit_part(lease, tokens(second, 2, 2))
+    assert dock.remaining("logp") == 2
+    dock.clear(1)
+
+
 BAD_PUTS = [
     ({"nope": torch.ones(1)}, r"\['nope'\]"),
     ({"reward": torch.ones(1, dtype=torch.float64)}, "'reward' .* torch.float64"),

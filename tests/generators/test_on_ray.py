@@ -8,6 +8,7 @@ import pytest
 
 from mindspeed_rl_plugin.config.schedule_flags import Generators
 from mindspeed_rl_plugin.generators.guests import check_ray
+from mindspeed_rl_plugin.generators.join import LEFT
 from mindspeed_rl_plugin.generators.on_ray import FAILURES, GOOD_SECONDS, Watch, command
 
 
@@ -71,6 +72,14 @@ def test_one_that_ends_is_started_again_until_the_job_ends():
     (first, second, third) = (when for when, number in cluster.begun if number == 1)
     assert second - first == pytest.approx(3 + 1, abs=1.1) and third - second == pytest.approx(2 + 2, abs=1.1)
     assert "engine 1 on Ray ended with -9: killed; started again in 2 s" in cluster.said
+
+
+def test_one_that_left_on_a_signal_is_started_again():
+    cluster = Cluster(e0=[(3, 0), (5, 0)])
+    words = iter([LEFT, "the job has ended"])
+    ended = cluster.done
+    cluster.done = lambda tasks, seconds: [(task, status, next(words)) for task, status, _ in ended(tasks, seconds)]
+    assert cluster.watch(1) == 0 and len(cluster.begun) == 2
 
 
 def test_one_that_goes_on_failing_is_given_up_and_good_hours_count():

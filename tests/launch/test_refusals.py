@@ -231,6 +231,8 @@ BAD = [
     (ASYNC | {"--rl-async-order": "strict"}, "--rl-async-order strict ... --rl-generators N"),
     (ASYNC | {"--rl-reward-model-device": "accelerator"}, "--rl-reward-model-device accelerator ... host"),
     (ASYNC | {"--rl-filtration": "pow", "--rl-filtration-whole-batch": ""}, "async ... --rl-filtration-whole-batch"),
+    (ASYNC | {"--rl-stop": "x", "--rl-inflight": "recompute"}, "--rl-stop with --rl-inflight recompute ... token ids"),
+    (CARRY | {"--rl-stop": "x"}, "--rl-stop with --rl-carry-unfinished ... --rl-stop-token-ids"),
     ({"--rl-max-staleness": "2"}, "--rl-max-staleness ... --rl-schedule async"),
     ({"--rl-schedule": "streamed", "--rl-inflight": "drain"}, "--rl-inflight ... --rl-schedule async"),
     ({"--rl-generators": "1"}, "--rl-generators ... --rl-schedule async"),

@@ -107,17 +107,16 @@ def observed(
 def fit(runs: Sequence[Observed]) -> Costs:
     """The costs with which the model is nearest to some runs. Those of parts that no run has are taken from others, see
     the constants of this module."""
-    old, publish, pull, apply = (
+    publish, pull, apply = (
         _mean([run.mean(name) for run in runs])
-        for name in ("seconds/logp_old", "seconds/publish", "weights/pull_seconds", "weights/pause_seconds")
+        for name in ("seconds/publish", "weights/pull_seconds", "weights/pause_seconds")
     )
+    passes = [run for run in runs if run.setup.old_logps and run.mean("seconds/logp_old") is not None]
     reshard = _mean([run.seconds(*ONCE) for run in runs if run.setup.schedule != "async"]) or 0.0
     token = _per_unit(runs, "token", *PER_TOKEN)
     return Costs(
         token=token,
-        old_token=_per_unit([run for run in runs if run.setup.old_logps], "old_token", "logp_old")
-        if old
-        else OLD_SHARE * token,
+        old_token=_per_unit(passes, "old_token", "logp_old") if passes else OLD_SHARE * token,
         rollout=_mean([_rest(run) for run in runs]) or 0.0,
         reshard=reshard,
         publish=reshard if publish is None else publish,

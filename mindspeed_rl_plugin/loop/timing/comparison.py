@@ -25,7 +25,7 @@ def line(run_dir: str | os.PathLike[str]) -> str:
             return ""
         grading = grading_seconds(run)
         outcome = simulate(run.setup, fit([run]), replace(run.responses, grading=lambda rng: grading or 0.0))
-    except ValueError:
+    except (ValueError, RuntimeError):
         return ""
     parts = [f"iteration {outcome.iteration:.2f} s (measured {run.iteration:.2f} s)"]
     if run.setup.schedule == "async":
