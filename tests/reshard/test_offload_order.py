@@ -15,6 +15,7 @@ from mindspeed_rl_plugin.config import RLConfig, add_flags
 from mindspeed_rl_plugin.device import Device
 from mindspeed_rl_plugin.device.copies import ThreadCopier
 from mindspeed_rl_plugin.loop import build
+from mindspeed_rl_plugin.loop.arithmetic import Arithmetic
 from mindspeed_rl_plugin.loop.start import Start
 from mindspeed_rl_plugin.reshard import offload
 
@@ -168,7 +169,8 @@ def test_copies_go_on_beside_a_stage(tmp_path, monkeypatch):
     args.save, args.train_iters = str(tmp_path), 1
     config = RLConfig.from_args(args)
     flags = {"--rl-algorithm": "grpo"}
-    inputs = SimpleNamespace(args=args, config=config, algorithm=resolve(config.algorithm), flags=flags)
+    sizes = Arithmetic(1, 8, 8, 1, 1, 1, 1, 1)
+    inputs = SimpleNamespace(args=args, config=config, algorithm=resolve(config.algorithm), flags=flags, sizes=sizes)
     start = Start("fresh", None, 0, None, None)
     monitor = build.make_monitor(inputs, SimpleNamespace(rank=0, world=1), start)
     ended = []
