@@ -9,6 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import msgspec
+import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
@@ -22,6 +24,7 @@ from mindspeed_rl_plugin.algorithms import resolve  # noqa: E402
 from mindspeed_rl_plugin.client import Client  # noqa: E402
 from mindspeed_rl_plugin.config import AlgorithmConfig  # noqa: E402
 from mindspeed_rl_plugin.dock import Dock, Gone, Ragged, Rows, SampleId, from_tensordict, machine  # noqa: E402
+from mindspeed_rl_plugin.dock import messages as m  # noqa: E402
 from mindspeed_rl_plugin.dock.gate import Opening  # noqa: E402
 from mindspeed_rl_plugin.engine.vllm_engine import VllmOptions  # noqa: E402
 from mindspeed_rl_plugin.generators.description import JOB, WEIGHTS, Description  # noqa: E402
@@ -229,6 +232,13 @@ def test_columns_that_disagree_are_refused_where_they_arrive(trainers) -> None:
         outside.lease("update", deadline=0)
     with pytest.raises(ValueError, match="put: state None is not open"):
         outside.put(Rows(lease.rows.ids, {"reward": torch.tensor([1.0])}))
+    empty = m.Put(7, m.Shape(1, 1), [], False, 5.0, state=STATE, rows=np.empty(0, np.int32))
+    with pytest.raises(ValueError, match="put: epoch 7 is not open"):  # which no such message opens
+        outside._calls.ask_warehouse(0, empty)
+    with pytest.raises(ValueError, match="put: rows 900 to 900 are not all of epoch 0"):
+        outside._calls.ask_warehouse(
+            0, msgspec.structs.replace(empty, epoch=0, shape=m.Shape(GROUPS, MEMBERS), rows=np.array([900], np.int32))
+        )
     outside.commit(lease, Rows(lease.rows.ids, good))
     got = trainers.docks[0].read([SampleId(0, 0, 0)], ["tokens", "logp_rollout"])
     assert got["tokens"].values.tolist() == [5, 7] and got["logp_rollout"].values.tolist() == [0.0, -1.0]
