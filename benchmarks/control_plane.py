@@ -147,11 +147,12 @@ class Trainer:
     def wait(self, ids: Sequence[SampleId]) -> float:
         """Until all is graded; the leader asks, as in loop/async_schedule.py."""
         began = time.perf_counter()
+        ids = torch.tensor(ids)
         while self.ranks.broadcast(self.left(ids) if self.rank == 0 else None):
             pass
         return time.perf_counter() - began
 
-    def left(self, ids: Sequence[SampleId]) -> int:
+    def left(self, ids: torch.Tensor) -> int:
         end, pause = time.monotonic() + 1.0, 0.005
         while (left := self.dock.remaining("reward", ids)) and time.monotonic() < end:
             time.sleep(pause)

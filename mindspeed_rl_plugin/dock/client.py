@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 from mindspeed_rl_plugin.dock import cells, joining, snapshot
 from mindspeed_rl_plugin.dock import messages as m
@@ -263,7 +264,7 @@ class Dock:
                 self._calls.query(m.Release, lease.state, lease.token)
             self._calls.held.pop((lease.state, lease.token), None)
 
-    def remaining(self, state: str, ids: Sequence[SampleId] | None = None) -> int:
+    def remaining(self, state: str, ids: Sequence[SampleId] | Tensor | None = None) -> int:
         """Rows of all open epochs, or of `ids`, that the state has not acknowledged, leased ones included."""
         refuse("undeclared state", [state], self.states)
         return len(self._undone(state, None if ids is None else ids_array(ids)))

@@ -64,8 +64,12 @@ class Controller:
         if view is None:  # cleared everywhere
             return False
         ready = view.learn(record)
-        if mine or record.cleared is not None:
-            self.end(self._settled)
+        touched = [record.rows] if mine else []
+        if record.cleared is not None:
+            touched.append(rows_of_groups(record.cleared, view.shape.members))
+        for token in np.unique(view.lease[np.concatenate([EMPTY, *touched])]).tolist():  # not all: there may be many
+            if token in self._leases and self._settled(self._leases[token]):
+                self._end(self._leases[token])
         if not view.alive.any():
             del self._epochs[record.epoch]
             self._gone.add(record.epoch)
@@ -90,6 +94,7 @@ class Controller:
         self._leases[token] = Held(token, rows, holder, expires)
         for epoch, part in rows:
             self._epochs[epoch].status[part] = LEASED
+            self._epochs[epoch].lease[part] = token
         return self.grant(token, rows)
 
     def grant(self, token: int, rows: Picked) -> Grant:
@@ -108,11 +113,7 @@ class Controller:
         """End the leases that are over; rows that are not acknowledged are free again. Whether there were any."""
         ended = [held for held in self._leases.values() if over(held)]
         for held in ended:
-            del self._leases[held.token]
-            for number, rows in held.rows:
-                view = self._epochs.get(number)
-                if view is not None:
-                    view.status[rows[view.status[rows] == LEASED]] = FREE
+            self._end(held)
         return bool(ended)
 
     def retire(self, epoch: int, groups: np.ndarray) -> list[str]:
@@ -165,6 +166,13 @@ class Controller:
         return f"state {self.spec.name!r} waited {ask.deadline:g} s for {rows}{whole}, {ready} are ready: {why}"
 
     # inside
+
+    def _end(self, held: Held) -> None:
+        del self._leases[held.token]
+        for number, rows in held.rows:
+            view = self._epochs.get(number)
+            if view is not None:
+                view.status[rows[view.status[rows] == LEASED]] = FREE
 
     def _settled(self, held: Held) -> bool:
         """Whether nothing is left to be done with the rows of a lease."""

@@ -73,6 +73,7 @@ class EpochView(Places):
         rows = shape.groups * shape.members
         self.spec = spec
         self.status = np.zeros(rows, np.uint8)
+        self.lease = np.zeros(rows, np.int64)  # token of the last one of each row
         self.retired = np.zeros(shape.groups, bool)  # given out no more, about to be cleared
         self.owner = np.full(shape.groups, -1, np.int32)  # warehouse that holds the group's cells
         self.lacking = np.full(rows, len(spec.reads), np.int16)  # columns that a row has not got yet

@@ -5,6 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
+import torch
+from torch import Tensor
+
 from mindspeed_rl_plugin.ranks import Collectives
 from mindspeed_rl_plugin.rows import SampleId
 from mindspeed_rl_plugin.stages.grading import Grader
@@ -32,14 +35,15 @@ class GradeWait:
         """Until all these rows are graded. Collective. Raises TimeoutError where no further one is for too long, and
         what has ended this rank's grader."""
         self._progress = len(ids), time.monotonic()
-        while self.ranks.broadcast(self._look(ids) if self.ranks.rank == 0 else None):
+        asked = torch.tensor(ids, dtype=torch.int64).reshape(-1, 3)  # once: it takes longer than to ask
+        while self.ranks.broadcast(self._look(asked) if self.ranks.rank == 0 else None):
             self.grader.check()
 
-    def ungraded(self, ids: Sequence[SampleId]) -> int:
+    def ungraded(self, ids: Sequence[SampleId] | Tensor) -> int:
         """How many of the rows are not graded yet."""
         return self.stage.dock.remaining(self.stage.spec.name, ids)
 
-    def _look(self, ids: Sequence[SampleId]) -> int:
+    def _look(self, ids: Tensor) -> int:
         """How many of the rows are not graded; after LOOK_SECONDS at most."""
         self._check()
         end, pause = time.monotonic() + LOOK_SECONDS, PAUSE_SECONDS[0]
@@ -51,7 +55,7 @@ class GradeWait:
             self._progress = left, time.monotonic()
         elif left and time.monotonic() - since > deadline:
             raise TimeoutError(
-                f"{left} of {len(ids)} responses (first: {tuple(ids[0])}) are not graded, and none was for "
+                f"{left} of {len(ids)} responses (first: {tuple(ids[0].tolist())}) are not graded, and none was for "
                 f"{deadline:g} s (--rl-wait-timeout); {self._who()}"
             )
         return left
