@@ -7,6 +7,7 @@ rows that are not acknowledged are given out again.
 
 from __future__ import annotations
 
+import itertools
 import secrets
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from msgspec.structs import replace
 
-from mindspeed_rl_plugin.dock.api import ColumnSpec, StateSpec, listed
+from mindspeed_rl_plugin.dock.api import SHOWN, ColumnSpec, StateSpec, listed
 from mindspeed_rl_plugin.dock.messages import Ask, Grant, Record, Shape
 from mindspeed_rl_plugin.dock.places import DONE, FREE, LEASED, EpochView, ids_tuple, row_ids, rows_of_groups
 
@@ -146,7 +147,8 @@ class Controller:
         return replace(Grant.empty(0), ids=self._ids(rows), owner=np.concatenate([*owners, EMPTY]), shapes=shapes)
 
     def explain(self, ask: Ask) -> str:
-        """Why an ask was not served within its deadline: who should have written what, and who holds what."""
+        """Why an ask was not served within its deadline: who should have written what, and who holds what: the first
+        few of each, for consumers that wait often are told each time."""
         wanted, reasons = self.undone(ask.ids), list[str]()
         for name in self.spec.reads:
             parts = [(n, self._epochs[n], rows) for n, rows in rows_of(self._epochs, wanted)]
@@ -154,11 +156,16 @@ class Controller:
             writers = " or ".join(repr(s.name) for s in self.states.values() if name in s.writes)
             writer = f"state {writers}" if writers else "a producer's put"
             if len(missing):
-                reasons.append(f"column {name!r} (written by {writer}) is missing for {listed(ids_tuple(missing))}")
-        asked = set(ids_tuple(wanted))
-        for token, held in self._leases.items():
-            ids = [i for i in ids_tuple(self._ids(held.rows)) if i in asked]
-            reasons += [f"lease {token} holds {listed(ids)}"] if ids else []
+                reasons.append(f"column {name!r} (written by {writer}) is missing for {_listed(missing)}")
+        asked = {number: np.zeros(len(view.status), bool) for number, view in self._epochs.items()}
+        for number, rows in rows_of(self._epochs, wanted):
+            asked[number][rows] = True
+        holding = (
+            f"lease {token} holds {_listed(ids)}"
+            for token, held in self._leases.items()
+            if len(ids := self._ids([(n, rows[asked[n][rows]]) for n, rows in held.rows if n in asked]))
+        )
+        reasons += itertools.islice(holding, SHOWN)
         rows = f"at least {ask.min_rows} rows" if ask.ids is None else f"{len(ask.ids)} rows asked by id"
         whole = " (whole groups)" if self.spec.whole_groups else ""
         ready = sum(int(view.available().sum()) for view in self._epochs.values())
@@ -184,6 +191,12 @@ class Controller:
         known = [(number, self._epochs[number].shape, part) for number, part in rows if number in self._epochs]
         parts = [row_ids(number, shape.members, part) for number, shape, part in known]
         return np.concatenate([np.empty((0, 3), np.int64), *parts])
+
+
+def _listed(ids: np.ndarray) -> str:
+    """The first few of `[n, 3]` ids, and how many there are."""
+    shown = listed(ids_tuple(ids[:SHOWN]))
+    return shown if len(ids) <= SHOWN else f"{shown}, ... ({len(ids)} in all)"
 
 
 def pick(epochs: Mapping[int, EpochView], ask: Ask) -> Picked | None:
