@@ -136,14 +136,14 @@ def run_ours(case: workload.Case, folder: Path, iterations: int, *more: str, eve
     return _measured(case, steps, peak) if even else _of_uneven(case, steps, made, peak)
 
 
-def run_trl(case: workload.Case, folder: Path, iterations: int, *engine: str) -> dict[str, float]:
-    """TRL: metric -> value. engine: "vllm", or transformers generates.
+def run_trl(case: workload.Case, folder: Path, iterations: int, *engine: str, graders: int = 1) -> dict[str, float]:
+    """TRL: metric -> value. engine: "vllm", or transformers generates; graders: of each process.
 
     Raises CalledProcessError when it cannot be installed or fails, RuntimeError when its engine lags behind.
     """
     out = folder / "trl.json"
     command = [*torchrun(str(interpreter())), str(HERE / "training" / "trl_arm.py")]
-    command += [str(folder), str(iterations), str(out), *engine]
+    command += [str(folder), str(iterations), str(out), str(graders), *engine]
     peak = _run(command, folder / "trl.log")
     measured = json.loads(out.read_text())
     _same_work(case, set(measured["tokens"]))

@@ -31,7 +31,7 @@ from mindspeed_rl_plugin.loop.timing.inputs import Costs, Responses, Setup, logn
 from mindspeed_rl_plugin.loop.timing.simulate import Outcome, simulate  # noqa: E402
 
 FITTED = (("short", "sync"), ("long-tailed", "sync"), ("long-tailed", "async"))  # (case, arm) to which costs are fitted
-MODELLED = ("sync", "streamed", "async", "async-drain", "async-strict")
+MODELLED = ("sync", "streamed", "async", "drain", "one-step-off")
 ASKED = 0.10  # most error of a gain over sync
 ROLLOUTS, RUNS = 30, 8  # rollouts of the model: of measured cases, of published ones
 HALVINGS = 9  # of a bisection
@@ -86,8 +86,8 @@ def setup_of(case: Case, arm: str) -> Setup:
         sizes,
         "async" if apart else arm,
         graders=case.workers * trainers,
-        order="strict" if arm == "async-strict" else "free",
-        inflight="drain" if arm == "async-drain" else "keep",
+        order="strict" if arm == "one-step-off" else "free",
+        inflight="drain" if arm == "drain" else "keep",
         prompt_tokens=workload.PROMPT_TOKENS,
     )
 

@@ -1,4 +1,4 @@
-"""The schedules of this project beside each other: seconds of a GRPO iteration, with quick and with slow rewards.
+"""The schedules of this project beside each other and TRL: seconds of a GRPO iteration, with quick and slow rewards.
 
     python benchmarks/schedules.py --json OUT.json [--cases slow-32] [--arms sync,streamed] [--repeats 5]
 
@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import end_to_end  # noqa: E402
 from end_to_end import workload  # noqa: E402
 
-# Arm -> flags of its schedule; the first one is what the others are compared with.
+# Arm -> flags of its schedule; the first one is what the others are compared with. TRL has none.
 APART = "--rl-schedule async --rl-generators 1 --rl-correction truncate"  # one process trains, one generates
 CARRY = "--rl-schedule streamed --rl-carry-unfinished --rl-oversample 1.5 --rl-correction truncate"  # partial rollout
 ARMS = {
@@ -34,8 +34,10 @@ ARMS = {
     "streamed": ("--rl-schedule", "streamed"),
     "carry": tuple(CARRY.split()),
     "async": tuple(APART.split()),
-    "async-drain": (*APART.split(), "--rl-inflight", "drain"),
-    "async-strict": (*APART.split(), "--rl-async-order", "strict"),
+    "drain": (*APART.split(), "--rl-inflight", "drain"),
+    "one-step-off": (*APART.split(), "--rl-async-order", "strict"),
+    "discard-stale": (*APART.split(), "--rl-inflight", "recompute", "--discard-stale"),
+    "trl": (),
 }
 SLOW = """
 import time, zlib
@@ -79,9 +81,12 @@ def run(arms: Sequence[str], cases: Sequence[str], iterations: int, repeats: int
             turn = repeat % len(arms)
             for arm in (*arms[turn:], *arms[:turn]):
                 case, begin = CASES[name], time.monotonic()
-                flags = (*ARMS[arm], "--rl-reward-workers", str(case.workers))
-                lengths = workload.CASES[case.lengths]
-                measured = end_to_end.run_ours(lengths, Path(directory) / name, iterations, *flags, even=arm != "carry")
+                what = workload.CASES[case.lengths], Path(directory) / name, iterations
+                if arm == "trl":
+                    measured = end_to_end.run_trl(*what, graders=case.workers)
+                else:
+                    flags = (*ARMS[arm], "--rl-reward-workers", str(case.workers))
+                    measured = end_to_end.run_ours(*what, *flags, even=arm != "carry")
                 shown = {metric: round(measured.get(metric, 0.0), 2) for metric in METRICS}
                 took = f"{time.monotonic() - begin:.0f} s"
                 print(f"{repeat + 1}/{repeats} {name} {arm} {took} {shown}", file=sys.stderr, flush=True)

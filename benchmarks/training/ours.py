@@ -1,6 +1,9 @@
 """The script that this project's arm launches: Megatron's GPT pretraining, with the length of each response imposed.
 
-torchrun ... benchmarks/training/ours.py --workload DIR ...
+torchrun ... benchmarks/training/ours.py --workload DIR [--discard-stale] ...
+
+--discard-stale, with `--rl-inflight recompute`: a response in the making begins anew under new weights, so that each is
+sampled by one version, as where what is stale is thrown away.
 
 Engines apart are ranks of it too, so lengths are imposed before the plugin's import line, at which these leave.
 """
@@ -18,6 +21,7 @@ sys.path.insert(0, str(HERE))
 import workload  # noqa: E402
 
 from mindspeed_rl_plugin.engine.vllm_engine import VllmEngine  # noqa: E402
+from mindspeed_rl_plugin.generators import service  # noqa: E402
 
 at = sys.argv.index("--workload")
 LENGTHS = workload.lengths(workload.read(Path(sys.argv[at + 1])))
@@ -43,6 +47,9 @@ def imposed(self, requests):
 
 
 VllmEngine.submit = imposed
+if "--discard-stale" in sys.argv:
+    sys.argv.remove("--discard-stale")
+    service.continued = lambda request, begun, seed: request
 
 import mindspeed_rl_plugin.adaptor  # noqa: E402, F401, I001 - before Megatron
 from megatron.training import training  # noqa: E402

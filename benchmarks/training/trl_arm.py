@@ -1,16 +1,20 @@
 """TRL's arm, one process of it: GRPOTrainer on the same model, prompts and lengths.
 
-torchrun --nproc-per-node 2 benchmarks/training/trl_arm.py DIR ITERATIONS OUT.json [vllm]
+torchrun --nproc-per-node 2 benchmarks/training/trl_arm.py DIR ITERATIONS OUT.json GRADERS [vllm]
+
+GRADERS: responses that a process grades at once, in threads, with the case's own grader.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import runpy
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +28,9 @@ from transformers import AutoTokenizer, LogitsProcessor, LogitsProcessorList, Tr
 from trl import GRPOConfig, GRPOTrainer
 
 folder, iterations, out = Path(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
-VLLM = sys.argv[4:] == ["vllm"]  # else transformers generates
+graders = ThreadPoolExecutor(int(sys.argv[4]))
+grade = runpy.run_path(str(folder / "grader.py"))["grade"]
+VLLM = sys.argv[5:] == ["vllm"]  # else transformers generates
 DRIFT = "sampling/sampling_logp_difference/max"  # of the engine's log-probs from the trainer's
 case = workload.read(folder)
 LENGTHS = workload.lengths(case)
@@ -113,7 +119,7 @@ def main() -> None:
     steps = case.samples // (case.micro_batch * ranks)
     trainer = GRPOTrainer(
         model=str(folder / "model"),
-        reward_funcs=lambda completions, **_: [workload.reward(c) for c in completions],
+        reward_funcs=lambda completions, **_: list(graders.map(grade, completions)),
         args=GRPOConfig(
             output_dir=str(out) + ".trl",
             per_device_train_batch_size=case.micro_batch,

@@ -116,11 +116,6 @@ class ScheduleConfig:
         """Whether generation stops before all responses are finished."""
         return self.carry_unfinished or self.oversample_drop
 
-    @property
-    def lags(self) -> bool:
-        """Whether older weights than the newest may have sampled what is trained."""
-        return self.apart or self.carry_unfinished
-
     def in_the_making(self, prompts: int) -> int:
         """Groups in the making at once, for a rollout of so many."""
         factor = (OVERSAMPLE if self.oversample is None else self.oversample) if self.partial else 1.0

@@ -309,10 +309,10 @@ def sampling_of(inputs: Inputs) -> Sampling:
 
 def _with_old_logps(inputs: Inputs) -> Algorithm:
     """Without old log-probs where each rollout makes one optimizer step, so that they would be the update's own, and
-    nothing else reads them, unless older weights may have sampled it."""
+    nothing else reads them. A correction for older weights reads the update's own just as well."""
     algorithm, config = inputs.algorithm, inputs.config
     read = algorithm.kl_reward_coef != 0 or config.monitor.dump_dir is not None
-    own = config.forward.old_logprobs == "auto" and inputs.sizes.steps == 1 and not read and not config.schedule.lags
+    own = config.forward.old_logprobs == "auto" and inputs.sizes.steps == 1 and not read
     return dataclasses.replace(algorithm, old_logps=not own)
 
 

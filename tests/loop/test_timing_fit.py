@@ -79,7 +79,8 @@ def test_rollouts_that_are_all_alike_take_the_usual_ratio(tmp_path):
 
 
 def test_engines_apart_are_fitted_by_their_tokens(tmp_path):
-    setup = Setup(dataclasses.replace(SIZES, engines=2), "async", prompt_tokens=PROMPT_TOKENS, slots=16)
+    two_steps = dataclasses.replace(SIZES, engines=2, global_batch=SIZES.samples // 2)  # so old log-probs take a pass
+    setup = Setup(two_steps, "async", prompt_tokens=PROMPT_TOKENS, slots=16)
     true = dataclasses.replace(TRUE, sequence=calibrate.USUAL_RATIO * TRUE.step)
     responses = Responses(lognormal(80, 0.7, 400))
     outcome = simulate(setup, true, responses)

@@ -88,7 +88,7 @@ class Setup:
     @property
     def old_logps(self) -> bool:
         """Whether old log-probs are computed before the update."""
-        return self.schedule == "async" or self.sizes.steps > 1
+        return self.sizes.steps > 1
 
 
 @dataclass(frozen=True)
