@@ -51,18 +51,18 @@ def grade(response):
 
 @dataclass(frozen=True)
 class Case:
-    """lengths: case of end_to_end.py; sleep: seconds that a reward takes, least and most; workers: graders a rank."""
+    """lengths: case of end_to_end.py; sleep: seconds that a reward takes, least and most; workers: grader processes."""
 
     lengths: str
     sleep: tuple[float, float] | None = None
-    workers: int = 1
+    workers: int = 2
 
 
 CASES = {
     "short": Case("short"),
     "long-tailed": Case("long-tailed"),
-    "slow-32": Case("long-tailed", (0.2, 2.0), 16),
-    "slow-4": Case("long-tailed", (0.2, 2.0), 2),
+    "slow-32": Case("long-tailed", (0.2, 2.0), 32),
+    "slow-4": Case("long-tailed", (0.2, 2.0), 4),
 }
 # (case, arm) -> least ratio of the first arm's iteration to its own
 TARGETS = {("slow-32", "streamed"): 1.05, ("slow-4", "streamed"): 1.05}
@@ -83,9 +83,10 @@ def run(arms: Sequence[str], cases: Sequence[str], iterations: int, repeats: int
                 case, begin = CASES[name], time.monotonic()
                 what = workload.CASES[case.lengths], Path(directory) / name, iterations
                 if arm == "trl":
-                    measured = end_to_end.run_trl(*what, graders=case.workers)
+                    measured = end_to_end.run_trl(*what, graders=case.workers // end_to_end.RANKS)
                 else:
-                    flags = (*ARMS[arm], "--rl-reward-workers", str(case.workers))
+                    trainers = end_to_end.RANKS - ("--rl-generators" in ARMS[arm])
+                    flags = (*ARMS[arm], "--rl-reward-workers", str(case.workers // trainers))
                     measured = end_to_end.run_ours(*what, *flags, even=arm != "carry")
                 shown = {metric: round(measured.get(metric, 0.0), 2) for metric in METRICS}
                 took = f"{time.monotonic() - begin:.0f} s"
