@@ -85,7 +85,7 @@ def setup_of(case: Case, arm: str) -> Setup:
     return Setup(
         sizes,
         "async" if apart else arm,
-        graders=case.workers * trainers,
+        graders=case.workers,
         order="strict" if arm == "one-step-off" else "free",
         inflight="drain" if arm == "drain" else "keep",
         prompt_tokens=workload.PROMPT_TOKENS,
