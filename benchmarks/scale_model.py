@@ -23,7 +23,7 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE / "training")]
 
 import workload  # noqa: E402
-from schedules import CASES, Case  # noqa: E402
+from schedules import ARMS, CASES, Case  # noqa: E402
 
 from mindspeed_rl_plugin.loop.arithmetic import Arithmetic  # noqa: E402
 from mindspeed_rl_plugin.loop.timing.calibrate import NOTICE  # noqa: E402
@@ -75,16 +75,21 @@ A_RANK = 16  # responses of `scale`
 PAPER = 0.811, 192  # linearity of MindSpeed RL's transfer dock and its NPUs, Fig. 9 of arXiv 2507.19017
 
 
+def apart(arm: str) -> bool:
+    """Whether engines of an arm stand apart."""
+    return "--rl-generators" in ARMS[arm]
+
+
 def setup_of(case: Case, arm: str) -> Setup:
     """The jobs of schedules.py."""
-    lengths, apart = workload.CASES[case.lengths], arm.startswith("async")
-    trainers = 1 if apart else 2
+    lengths = workload.CASES[case.lengths]
+    trainers = 1 if apart(arm) else 2
     sizes = Arithmetic(
         lengths.prompts, lengths.members, lengths.samples, 1, lengths.micro_batch, trainers, trainers, 100, 1 << 20
     )
     return Setup(
         sizes,
-        "async" if apart else arm,
+        "async" if apart(arm) else arm,
         graders=case.workers,
         order="strict" if arm == "one-step-off" else "free",
         inflight="drain" if arm == "drain" else "keep",
@@ -106,7 +111,7 @@ def units(name: str, arm: str, **cost: float) -> float:
 
 def fitted(measured: Measured) -> Callable[[str, str], Costs]:
     """(case, arm) -> costs, from the rows of `FITTED` alone."""
-    short, tailed, apart = (measured[row] for row in FITTED)
+    short, tailed, one = (measured[row] for row in FITTED)
     rows = [
         (units(name, "sync", step=1.0), units(name, "sync", sequence=1.0), row["generate"])
         for name, row in (("short", short), ("long-tailed", tailed))
@@ -118,8 +123,8 @@ def fitted(measured: Measured) -> Callable[[str, str], Costs]:
         name: row["update"] / units(name, "sync", token=1.0)
         for name, row in (("short", short), ("long-tailed", tailed))
     }
-    # All that one trainer does with a token, old log-probs too, over the update of one of two.
-    slower = (apart["iteration"] - apart["generate"]) / units("long-tailed", "async", token=1.0) / token["long-tailed"]
+    # All that one trainer does with a token over the update of one of two.
+    slower = (one["iteration"] - one["generate"]) / units("long-tailed", "async", token=1.0) / token["long-tailed"]
     base = {name: Costs(**decode, token=token[name], notice=NOTICE) for name in token}
     rest = {
         name: max(row["iteration"] - simulate(setup_of(CASES[name], "sync"), base[name], responses_of(CASES[name]),
@@ -129,7 +134,7 @@ def fitted(measured: Measured) -> Callable[[str, str], Costs]:
 
     def costs(name: str, arm: str) -> Costs:
         lengths = CASES[name].lengths
-        if not arm.startswith("async"):
+        if not apart(arm):
             return replace(base[lengths], rollout=rest[lengths])
         return replace(base[lengths], token=slower * token[lengths])
 
