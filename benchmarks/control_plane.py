@@ -43,7 +43,7 @@ from mindspeed_rl_plugin.stages.stage import StageSpec, columns_of, states_of
 from mindspeed_rl_plugin.stages.table import stage_table
 
 MEMBERS, PROMPT, MEAN, LIMIT = 8, 64, 400, 2048  # responses a prompt; tokens
-SLEPT = {"logp_old": 0.1, "logp_ref": 0.1, "update": 0.6}  # share of an iteration that a pass computes
+SLEPT = {"logp_old": 0.12, "logp_ref": 0.12, "update": 0.74}  # share of an iteration that a pass computes
 BATCHES = 16  # micro-batches of a rank and pass
 LIMIT_SHARE = 0.02
 WARM_UP = 1  # iterations that are not counted
