@@ -80,8 +80,9 @@ def measure(folder: Path, batches: Sequence[int], steps: int) -> list[dict[str, 
     """Median milliseconds of each part of a step, by batch size."""
     import torch.distributed as dist
 
+    from mindspeed_rl_plugin.engine.options import VllmOptions
     from mindspeed_rl_plugin.engine.seeds import response_seed
-    from mindspeed_rl_plugin.engine.vllm_engine import VllmEngine, VllmOptions
+    from mindspeed_rl_plugin.engine.vllm_engine import VllmEngine
     from mindspeed_rl_plugin.rows import GenerateRequest, SampleId, Sampling
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

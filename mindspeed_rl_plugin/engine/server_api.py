@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 import mindspeed_rl_plugin
 from mindspeed_rl_plugin.engine.hf_config import compare_configs
-from mindspeed_rl_plugin.engine.vllm_engine import VllmOptions
+from mindspeed_rl_plugin.engine.options import VllmOptions
 
 EXTENSION = "mindspeed_rl_plugin.generators.server_worker.ServerWorker"
 GENERATE = "/inference/v1/generate"  # token ids in, token ids out, with log-probs and the version of each token

@@ -18,8 +18,9 @@ from typing import Any
 
 from torch import Tensor
 
+from mindspeed_rl_plugin.engine.options import sampling_fields
 from mindspeed_rl_plugin.engine.server_api import GENERATE, Server
-from mindspeed_rl_plugin.rows import Completion, GenerateRequest, SampleId, Sampling
+from mindspeed_rl_plugin.rows import Completion, GenerateRequest, SampleId
 
 AGAIN_SECONDS = 0.2  # until a request that was still on its way is aborted again
 NO_LOGP = -9999.0  # in the place of a log-prob that is not finite
@@ -112,29 +113,9 @@ class ServerEngine:
             self._done.put(error)
 
     def _params(self, request: GenerateRequest) -> dict[str, Any]:
-        """vLLM's SamplingParams, all of them that a server's own defaults could change."""
         begun = len(request.begun.tokens) if request.begun else 0
         sampling = replace(request.sampling, max_tokens=request.sampling.max_tokens - begun)
-        return sampling_params(sampling, self._eos, request.seed if self._seeds else None)
-
-
-def sampling_params(sampling: Sampling, eos: Sequence[int], seed: int | None) -> dict[str, Any]:
-    """vLLM's SamplingParams as JSON; see `vllm_api.sampling_params`."""
-    ends = () if sampling.ignore_eos else (*eos, *sampling.stop_token_ids)
-    stops = [] if sampling.ignore_eos else list(sampling.stop)
-    return {
-        "n": 1,
-        "max_tokens": sampling.max_tokens,
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "top_k": sampling.top_k,
-        "seed": seed,
-        "stop": stops,
-        "stop_token_ids": sorted(set(ends)),
-        "ignore_eos": True,
-        "logprobs": 0,
-        "detokenize": bool(stops),
-    }
+        return sampling_fields(sampling, self._eos, request.seed if self._seeds else None)
 
 
 def completion(request: GenerateRequest, choice: Mapping[str, Any], asked: int) -> Completion:

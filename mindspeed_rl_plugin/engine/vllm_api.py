@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from mindspeed_rl_plugin.device import Device
+from mindspeed_rl_plugin.engine.options import sampling_fields
 from mindspeed_rl_plugin.host.engine_env import in_group
 from mindspeed_rl_plugin.rows import Sampling
 
@@ -189,9 +190,7 @@ def demand_plain_experts(engine: Any) -> None:
 
 
 def sampling_params(sampling: Sampling, eos: Sequence[int], seed: int | None) -> Any:
-    """vLLM's form of one request. End tokens are always explicit: without a tokenizer vLLM knows none.
-
-    seed: None where the request has no generator of its own.
+    """vLLM's form of one request; see `sampling_fields`.
 
     DELTA output: each step hands over its new tokens only, so long responses cost linear time, and what an
     aborted response has sampled is known here.
@@ -199,22 +198,7 @@ def sampling_params(sampling: Sampling, eos: Sequence[int], seed: int | None) ->
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
-    stops = () if sampling.ignore_eos else sampling.stop
-    ends = () if sampling.ignore_eos else (*eos, *sampling.stop_token_ids)
-    return SamplingParams(
-        n=1,
-        max_tokens=sampling.max_tokens,
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        seed=seed,
-        stop=list(stops) or None,
-        stop_token_ids=sorted(set(ends)) or None,
-        ignore_eos=True,
-        logprobs=0,
-        detokenize=bool(stops),
-        output_kind=RequestOutputKind.DELTA,
-    )
+    return SamplingParams(**sampling_fields(sampling, eos, seed), output_kind=RequestOutputKind.DELTA)
 
 
 class OfWorker:

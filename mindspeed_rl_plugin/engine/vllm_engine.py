@@ -21,8 +21,8 @@ import contextlib
 import math
 import tempfile
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -33,6 +33,7 @@ from mindspeed_rl_plugin.device import Device, get_device
 from mindspeed_rl_plugin.engine import vllm_api
 from mindspeed_rl_plugin.engine.expert_group import AGREE_EVERY, ExpertGroup
 from mindspeed_rl_plugin.engine.hf_config import family_table, for_engine, write_config
+from mindspeed_rl_plugin.engine.options import VllmOptions, needs_tokenizer
 from mindspeed_rl_plugin.engine.process_state import ProcessState
 from mindspeed_rl_plugin.engine.protocol import PARTS
 from mindspeed_rl_plugin.engine.running import Running
@@ -42,48 +43,9 @@ from mindspeed_rl_plugin.host import engine_env, vllm_live
 from mindspeed_rl_plugin.ranks import HardDeadline
 from mindspeed_rl_plugin.rows import Completion, GenerateRequest, SampleId
 
-NO_TOKENIZER_NEEDED = (0, 10)
 # vllm-ascend would bind all threads of the trainer to a few cores, and may stop the machine's irqbalance. The others
 # say from 0.23 on what the variables of `engine_env.REQUIRED_NPU` say: weights stay in the format of the checkpoint.
 ASCEND_CONFIG = {"enable_cpu_binding": False, "weight_nz_mode": 0, "enable_fused_mc2": 0, "enable_mlapo": False}
-
-
-@dataclass(frozen=True)
-class VllmOptions:
-    """What an engine is built from.
-
-    config: config.json of the model (`hf_config.derive_config`); tensor_parallel: ranks of one engine; expert_parallel:
-    ranks over which whole experts are spread (1: each is cut), those of several engines where they are more than
-    `tensor_parallel`; dtype: "float32" | "bfloat16" | "float16"; max_model_len: most tokens of prompt and response
-    together; max_running: most sequences decoded at once; kv_cache_bytes: KV cache of a rank on CPU;
-    memory_utilization: share of the device's memory elsewhere (None: `free_share` when the engine is built);
-    eos_token_ids: end every response that does not ignore them; tokenizer: directory, see `needs_tokenizer`;
-    sleep_mode: whether `sleep` gives memory back on an accelerator; graph_sizes: batch sizes of the graphs on an
-    accelerator, vLLM's own where empty; request_seeds: whether each request has a generator of its own also where that
-    costs kernels for each request and step (on a CPU, and where vLLM draws for all of them in one kernel, each has);
-    deadline: seconds that ranks wait for each other while the engine is built, before vLLM waits by its own limits, and
-    that they wait for each other in any step.
-    """
-
-    config: Mapping[str, Any]
-    max_model_len: int
-    tensor_parallel: int = 1
-    expert_parallel: int = 1
-    dtype: str = "float32"
-    max_running: int = 256
-    kv_cache_bytes: int = 1 << 30
-    memory_utilization: float | None = None
-    eos_token_ids: tuple[int, ...] = ()
-    tokenizer: str | None = None
-    sleep_mode: bool = True
-    graph_sizes: tuple[int, ...] = ()
-    request_seeds: bool = False
-    deadline: float = 1800.0
-
-    @property
-    def sharing(self) -> int:
-        """Engines that share experts; 1: each has all of them."""
-        return max(self.expert_parallel // self.tensor_parallel, 1)
 
 
 class VllmEngine:
@@ -321,11 +283,6 @@ class VllmEngine:
 def _memory(engine: Any, kind: str) -> HostMemory | PoolMemory:
     """What gives the engine's memory back and takes it again."""
     return HostMemory(engine) if kind == "cpu" else PoolMemory(engine, vllm_api.weights_pool(kind))
-
-
-def needs_tokenizer(stop: Sequence[str]) -> bool:
-    """Whether `VllmOptions.tokenizer` must be given: for stop strings, and to every vLLM before 0.10."""
-    return bool(stop) or engine_env.vllm_version() < NO_TOKENIZER_NEEDED
 
 
 def _arguments(options: VllmOptions, kind: str, directory: str) -> dict[str, Any]:

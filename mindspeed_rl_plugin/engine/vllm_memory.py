@@ -76,11 +76,6 @@ class PoolMemory:
         self._kept = [s for key, s in distinct(_tensors_in(pool)).items() if key not in written]
         self._copies: list[torch.Tensor] = []
 
-    @property
-    def kept_bytes(self) -> int:
-        """Bytes that go to the host at `sleep`, and come back at `wake_up`."""
-        return sum(storage.nbytes() for storage in self._kept)
-
     def sleep(self) -> None:
         """Give the memory of weights and KV cache back."""
         self._copies = [bytes_of(storage).to("cpu", copy=True) for storage in self._kept]

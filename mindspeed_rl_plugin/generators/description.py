@@ -10,7 +10,7 @@ from typing import Any
 
 import mindspeed_rl_plugin
 from mindspeed_rl_plugin.dock import Dock
-from mindspeed_rl_plugin.engine.vllm_engine import VllmOptions
+from mindspeed_rl_plugin.engine.options import VllmOptions
 from mindspeed_rl_plugin.prompts.tokenizer import vocabulary_digest
 from mindspeed_rl_plugin.reshard.publish import TrainerWeights
 from mindspeed_rl_plugin.rows import Sampling

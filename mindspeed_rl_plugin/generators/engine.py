@@ -7,7 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from mindspeed_rl_plugin.dock import Dock
-from mindspeed_rl_plugin.engine.vllm_engine import VllmEngine, VllmOptions
+from mindspeed_rl_plugin.engine.options import VllmOptions
+from mindspeed_rl_plugin.engine.vllm_engine import VllmEngine
 from mindspeed_rl_plugin.generators.description import job_of, weights_of
 from mindspeed_rl_plugin.generators.lead import LEASE_SECONDS, Lead
 from mindspeed_rl_plugin.generators.service import Service

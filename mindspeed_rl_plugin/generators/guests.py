@@ -13,8 +13,8 @@ from typing import Any
 from mindspeed_rl_plugin.config import RLConfig
 from mindspeed_rl_plugin.config.schedule_flags import Generators
 from mindspeed_rl_plugin.device import get_device
+from mindspeed_rl_plugin.engine.options import VllmOptions
 from mindspeed_rl_plugin.engine.server_api import Server, problems
-from mindspeed_rl_plugin.engine.vllm_engine import VllmOptions
 from mindspeed_rl_plugin.environment import environment_apart, launch_env
 
 END_SECONDS = 30.0  # for Ray to end its tasks, and for servers to be left

@@ -6,7 +6,7 @@ import argparse
 
 import torch
 
-from mindspeed_rl_plugin.engine.vllm_engine import VllmOptions, needs_tokenizer
+from mindspeed_rl_plugin.engine.options import VllmOptions, needs_tokenizer
 from mindspeed_rl_plugin.loop.inputs import Inputs
 
 # Share of the device's memory for the engine where reward models are loaded beside it later.

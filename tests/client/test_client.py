@@ -26,7 +26,7 @@ from mindspeed_rl_plugin.config import AlgorithmConfig  # noqa: E402
 from mindspeed_rl_plugin.dock import Dock, Gone, Ragged, Rows, SampleId, from_tensordict, machine  # noqa: E402
 from mindspeed_rl_plugin.dock import messages as m  # noqa: E402
 from mindspeed_rl_plugin.dock.gate import Opening  # noqa: E402
-from mindspeed_rl_plugin.engine.vllm_engine import VllmOptions  # noqa: E402
+from mindspeed_rl_plugin.engine.options import VllmOptions  # noqa: E402
 from mindspeed_rl_plugin.generators.description import JOB, WEIGHTS, Description  # noqa: E402
 from mindspeed_rl_plugin.reshard.layout import ModelShape, Parallel  # noqa: E402
 from mindspeed_rl_plugin.reshard.publish import Publisher, TrainerWeights  # noqa: E402

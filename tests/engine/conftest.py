@@ -11,7 +11,8 @@ import torch
 
 from mindspeed_rl_plugin.device import Device
 from mindspeed_rl_plugin.engine import vllm_api, vllm_engine
-from mindspeed_rl_plugin.engine.vllm_engine import VllmEngine, VllmOptions
+from mindspeed_rl_plugin.engine.options import VllmOptions
+from mindspeed_rl_plugin.engine.vllm_engine import VllmEngine
 from mindspeed_rl_plugin.rows import Completion, GenerateRequest, SampleId, Sampling
 
 

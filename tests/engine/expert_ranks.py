@@ -22,8 +22,9 @@ from reshard_reference import engine_weights, random_weights  # noqa: E402
 
 from mindspeed_rl_plugin.device import Device  # noqa: E402
 from mindspeed_rl_plugin.engine.expert_group import AGREE_EVERY, ExpertGroup  # noqa: E402
+from mindspeed_rl_plugin.engine.options import VllmOptions  # noqa: E402
 from mindspeed_rl_plugin.engine.protocol import generate  # noqa: E402
-from mindspeed_rl_plugin.engine.vllm_engine import VllmEngine, VllmOptions  # noqa: E402
+from mindspeed_rl_plugin.engine.vllm_engine import VllmEngine  # noqa: E402
 from mindspeed_rl_plugin.ranks import HardDeadline  # noqa: E402
 from mindspeed_rl_plugin.reshard.layout import EngineParallel, ModelShape  # noqa: E402
 from mindspeed_rl_plugin.reshard.live import engine_storage  # noqa: E402

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from mindspeed_rl_plugin.engine import vllm_api, vllm_engine
-from mindspeed_rl_plugin.engine.vllm_engine import VllmOptions
+from mindspeed_rl_plugin.engine.options import VllmOptions
 
 
 def test_mindspeeds_functions_are_not_the_engines(make_engine, fake_vllm, request_of, monkeypatch) -> None:

@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 import pytest
 
 import mindspeed_rl_plugin
+from mindspeed_rl_plugin.engine.options import VllmOptions, sampling_fields
 from mindspeed_rl_plugin.engine.server_api import (
     DEVELOPMENT,
     EXTENSION,
@@ -23,8 +24,7 @@ from mindspeed_rl_plugin.engine.server_api import (
     check_served,
     problems,
 )
-from mindspeed_rl_plugin.engine.server_engine import ServerEngine, completion, sampling_params
-from mindspeed_rl_plugin.engine.vllm_engine import VllmOptions
+from mindspeed_rl_plugin.engine.server_engine import ServerEngine, completion
 from mindspeed_rl_plugin.rows import Completion, GenerateRequest, SampleId, Sampling
 
 ALL = (*DEVELOPMENT, VERSIONS, GENERATE)
@@ -210,8 +210,8 @@ def test_versions_of_parts_join():
 
 
 def test_stop_strings_want_text_and_are_left_out_where_ends_are_ignored():
-    assert sampling_params(Sampling(4, stop=("x",)), (2,), None)["detokenize"]
-    ignoring = sampling_params(Sampling(4, stop=("x",), stop_token_ids=(3,), ignore_eos=True), (2,), None)
+    assert sampling_fields(Sampling(4, stop=("x",)), (2,), None)["detokenize"]
+    ignoring = sampling_fields(Sampling(4, stop=("x",), stop_token_ids=(3,), ignore_eos=True), (2,), None)
     assert (ignoring["stop"], ignoring["stop_token_ids"], ignoring["detokenize"]) == ([], [], False)
 
 

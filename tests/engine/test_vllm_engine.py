@@ -19,7 +19,7 @@ import torch
 from mindspeed_rl_plugin.device import Device
 from mindspeed_rl_plugin.engine import vllm_api, vllm_engine
 from mindspeed_rl_plugin.engine.expert_group import AGREE_EVERY
-from mindspeed_rl_plugin.engine.vllm_engine import VllmOptions
+from mindspeed_rl_plugin.engine.options import VllmOptions
 from mindspeed_rl_plugin.ranks import HardDeadline
 from mindspeed_rl_plugin.rows import SampleId
 

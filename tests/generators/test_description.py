@@ -7,7 +7,7 @@ import pytest
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
-from mindspeed_rl_plugin.engine.vllm_engine import VllmOptions
+from mindspeed_rl_plugin.engine.options import VllmOptions
 from mindspeed_rl_plugin.generators.description import Description
 from mindspeed_rl_plugin.prompts.tokenizer import vocabulary_digest
 from mindspeed_rl_plugin.rows import Sampling

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from mindspeed_rl_plugin.engine.vllm_engine import VllmOptions
+from mindspeed_rl_plugin.engine.options import VllmOptions
 from mindspeed_rl_plugin.generators.engine import sized
 
 OPTIONS = VllmOptions({}, 24)

@@ -17,7 +17,8 @@ from mindspeed_rl_plugin.host import activate_if_needed
 
 activate_if_needed()
 
-from mindspeed_rl_plugin.engine.vllm_engine import VllmEngine, VllmOptions  # noqa: E402
+from mindspeed_rl_plugin.engine.options import VllmOptions  # noqa: E402
+from mindspeed_rl_plugin.engine.vllm_engine import VllmEngine  # noqa: E402
 from mindspeed_rl_plugin.host.engine_env import prepare_engine_env  # noqa: E402
 
 prepare_engine_env("cpu", sleep_mode=True)
