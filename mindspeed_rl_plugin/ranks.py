@@ -72,6 +72,20 @@ def combine_hashes(hashes: Mapping[str, str]) -> str:
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
+class Stall:
+    """Whether what is waited for goes on. seconds: that it may stay the same."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds, self._last, self._since = seconds, None, 0.0
+
+    def seen(self, what: int) -> bool:
+        """Whether it has been the same for too long. what: how much there is left, say."""
+        now = time.monotonic()
+        if what != self._last:
+            self._last, self._since = what, now
+        return now - self._since > self._seconds
+
+
 class Collectives:
     """Collectives of all ranks over gloo, which end by a deadline of ours; those of nccl and hccl are ended by their
     watchdogs, after the time that their group was made with (Megatron's --distributed-timeout-minutes).

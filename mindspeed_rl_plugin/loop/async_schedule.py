@@ -16,7 +16,7 @@ from typing import Any
 from mindspeed_rl_plugin.environment import flush_output, last_words
 from mindspeed_rl_plugin.generators.guests import Guests
 from mindspeed_rl_plugin.loop.admission import Admission
-from mindspeed_rl_plugin.loop.async_metrics import Engines, lags
+from mindspeed_rl_plugin.loop.async_metrics import Engines
 from mindspeed_rl_plugin.loop.longest_first import LongestFirst
 from mindspeed_rl_plugin.loop.rollout_plan import of_epoch
 from mindspeed_rl_plugin.loop.schedules import Job, RolloutSchedule, Stages
@@ -82,7 +82,8 @@ class AsyncSchedule(RolloutSchedule):
         sampling = self._sample()
         self._tell_spans()
         apart = {**self._published, **self._engines.metrics(), "idle/trainers_starved": self._take_starved()}
-        return self._prepare(done, None, {**sampling, **self._lags(), **apart})
+        old = self._lags(self.admission.lag, self.admission.staleness)
+        return self._prepare(done, None, {**sampling, **old, **apart})
 
     def used_up(self, done: int, last: bool) -> None:
         """After the last step of a rollout: the weights go out, unless nobody will need them."""
@@ -203,13 +204,6 @@ class AsyncSchedule(RolloutSchedule):
     def _graded(self, ids: Sequence[SampleId]) -> Rows:
         self._wait.until_graded(self.job.plan.ids(self.job.plan.round))
         return self.stages.reward.graded(ids)
-
-    def _lags(self) -> dict[str, float]:
-        """On the leader, which logs it."""
-        plan = self.job.plan
-        if not self.job.topology.leader:
-            return {}
-        return lags(self.stages.measure.dock, plan.ids(plan.groups), self.admission.lag, self.admission.staleness)
 
     def _take_starved(self) -> float:
         """Share of the time since the last rollout in which there was nothing to train on."""

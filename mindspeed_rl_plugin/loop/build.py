@@ -78,7 +78,7 @@ def build_loop(
     colocation = None if apart else _colocation(inputs, model, optimizer, critic, topology, monitor)
     engine = None if colocation is None else colocation.engine
     policy = PolicyStep(algorithm, inputs.forward, model, norm_length=config.rollout.max_response_length)
-    publisher = functools.partial(make_publisher, inputs, topology.rank, ranks, docks.trainers, model)
+    publisher = make_publisher(inputs, topology.rank, ranks, docks.trainers, model) if apart else None
     trainer: Trainer = MegatronTrainer(model, inputs.forward, policy, publisher)
     stages = _stages(inputs, trainer, model, reference, critic, topology, ranks, docks, table, engine, monitor)
     due = Due(bool(inputs.held_out), config.monitor.eval_every, args.train_iters)

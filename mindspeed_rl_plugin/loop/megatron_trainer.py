@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from functools import cached_property
+from collections.abc import Collection, Sequence
 
 from torch.nn import Module
 
@@ -17,21 +16,17 @@ from mindspeed_rl_plugin.update.step import PolicyStep
 
 
 class MegatronTrainer:
-    """See `stages.trainer.Trainer`. model: chunks of this rank; policy: its steps; make_publisher: called
-    where its weights are published. Collective, the first time."""
+    """See `stages.trainer.Trainer`. model: chunks of this rank; policy: its steps; publisher: of
+    its weights, where engines are apart."""
 
     def __init__(
         self,
         model: Sequence[Module],
         settings: ForwardSettings,
         policy: PolicyStep,
-        make_publisher: Callable[[], Publisher],
+        publisher: Publisher | None,
     ) -> None:
-        self.model, self.settings, self.policy, self._make_publisher = model, settings, policy, make_publisher
-
-    @cached_property
-    def _publisher(self) -> Publisher:
-        return self._make_publisher()
+        self.model, self.settings, self.policy, self._publisher = model, settings, policy, publisher
 
     @property
     def weights(self) -> TrainerWeights:

@@ -6,19 +6,18 @@ weights; or it is dropped. All engines stop after the same number of steps, so t
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from mindspeed_rl_plugin.loop.async_metrics import lags
 from mindspeed_rl_plugin.loop.colocation import Colocation
 from mindspeed_rl_plugin.loop.making import Making
 from mindspeed_rl_plugin.loop.rollout_plan import of_epoch
 from mindspeed_rl_plugin.loop.schedules import Job, Stages, SyncSchedule
 from mindspeed_rl_plugin.loop.waiting import GradeWait
 from mindspeed_rl_plugin.monitor.names import Metric
+from mindspeed_rl_plugin.ranks import Stall
 from mindspeed_rl_plugin.reshard.resharder import Transfer
 from mindspeed_rl_plugin.rows import Completion, Group, SampleId
 from mindspeed_rl_plugin.stages.grading import Grader
@@ -126,7 +125,7 @@ class PartialSchedule(SyncSchedule):
     def _generate(self) -> dict[SampleId, int]:
         """Until enough groups are finished. Tokens of each response that is not."""
         job, generate, making = self.job, self.stages.generate, self.making
-        progress = [time.monotonic()]
+        stall = Stall(generate.deadline)
 
         def enough(finished: Sequence[Completion]) -> bool:
             self.grader.check()
@@ -134,9 +133,7 @@ class PartialSchedule(SyncSchedule):
             rows = {sample: tokens for part in job.ranks.gather(mine) for sample, tokens in part}
             making.finish(rows)
             self._sampled |= {} if self.carries else rows
-            if rows:
-                progress[0] = time.monotonic()
-            elif time.monotonic() - progress[0] > generate.deadline:
+            if stall.seen(len(making.places)):
                 raise TimeoutError(
                     f"generation: {len(making.places)} responses are missing, and none has finished for "
                     f"{generate.deadline:g} s; raise --rl-wait-timeout or lower --rl-max-response-length"
@@ -163,11 +160,8 @@ class PartialSchedule(SyncSchedule):
         self.grader.start()
 
     def _prepare(self, done: int, transfer: Transfer | None, sampling: Mapping[str, Metric]) -> Rollout:
-        plan, making = self.job.plan, self.making
-        if self.carries and self.job.topology.leader:
-            ids, dock = plan.ids(plan.groups), self.stages.measure.dock
-            sampling = {**sampling, **lags(dock, ids, making.lag, making.staleness)}
-        return super()._prepare(done, transfer, sampling)
+        old = self._lags(self.making.lag, self.making.staleness) if self.carries else {}
+        return super()._prepare(done, transfer, {**sampling, **old})
 
 
 def _packed(completion: Completion) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mindspeed_rl_plugin.dock import Dock
+from mindspeed_rl_plugin.loop.async_metrics import lags
 from mindspeed_rl_plugin.loop.colocation import Colocation
 from mindspeed_rl_plugin.loop.rollout_plan import RolloutPlan, by_epoch
 from mindspeed_rl_plugin.loop.topology import Topology
@@ -169,6 +170,11 @@ class RolloutSchedule(Schedule):
         parts = job.ranks.gather((group_stats(rows), self.stages.reward.graders.take_failures()))
         failures.add([failed for _, failed in parts], show=job.topology.leader)
         return {group: of_group for stats, _ in parts for group, of_group in stats.items()}
+
+    def _lags(self, lag: Callable[[int], int], most: int) -> dict[str, float]:
+        """How old the tokens of the rollout are; on the leader, which logs it. lag, most: as of `lags`."""
+        plan = self.job.plan
+        return lags(self.stages.measure.dock, plan.ids(plan.groups), lag, most) if self.job.topology.leader else {}
 
     def _prepare(self, done: int, transfer: Transfer | None, sampling: Mapping[str, Metric]) -> Rollout:
         """The passes over a rollout that is sampled and selected. transfer, sampling: as of `Measure.run`."""

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from mindspeed_rl_plugin.ranks import Collectives
+from mindspeed_rl_plugin.ranks import Collectives, Stall
 from mindspeed_rl_plugin.rows import SampleId
 from mindspeed_rl_plugin.stages.grading import Grader
 from mindspeed_rl_plugin.stages.reward import Reward
@@ -29,12 +29,12 @@ class GradeWait:
         who: Callable[[], str] = lambda: "",
     ) -> None:
         self.ranks, self.stage, self.grader, self._check, self._who = ranks, stage, grader, check, who
-        self._progress = 0, 0.0  # rows that are not graded, and since when they are as many
+        self._stall = Stall(ranks.deadline)
 
     def until_graded(self, ids: Sequence[SampleId]) -> None:
         """Until all these rows are graded. Collective. Raises TimeoutError where no further one is for too long, and
         what has ended this rank's grader."""
-        self._progress = len(ids), time.monotonic()
+        self._stall = Stall(self.ranks.deadline)
         asked = torch.tensor(ids, dtype=torch.int64).reshape(-1, 3)  # once: it takes longer than to ask
         while self.ranks.broadcast(self._look(asked) if self.ranks.rank == 0 else None):
             self.grader.check()
@@ -50,12 +50,9 @@ class GradeWait:
         while (left := self.ungraded(ids)) and time.monotonic() < end:
             time.sleep(pause)
             pause = min(2 * pause, PAUSE_SECONDS[1])
-        (before, since), deadline = self._progress, self.ranks.deadline
-        if left < before:
-            self._progress = left, time.monotonic()
-        elif left and time.monotonic() - since > deadline:
+        if left and self._stall.seen(left):
             raise TimeoutError(
                 f"{left} of {len(ids)} responses (first: {tuple(ids[0].tolist())}) are not graded, and none was for "
-                f"{deadline:g} s (--rl-wait-timeout); {self._who()}"
+                f"{self.ranks.deadline:g} s (--rl-wait-timeout); {self._who()}"
             )
         return left

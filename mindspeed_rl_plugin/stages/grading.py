@@ -5,9 +5,9 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from mindspeed_rl_plugin.dock import Lease
+from mindspeed_rl_plugin.ranks import Stall
 from mindspeed_rl_plugin.reward.batch import Batch
 from mindspeed_rl_plugin.stages.reward import Reward, grade_rows
 
@@ -17,20 +17,12 @@ MOST_TIMES = 64  # what keeps the graders busy, taken at once: others grade, too
 STOP_SECONDS = 10.0  # for the thread to end, beside a call of the dock
 
 
-@dataclass
-class Graded:
-    """responses: graded by this rank so far; seconds: with responses in grading."""
-
-    responses: int = 0
-    seconds: float = 0.0
-
-
 class Grader:
     """Leases responses from the state of `stage`, whichever are ready, as many as keep the graders busy, and commits
     what is graded. One group at once where a grader is called with whole groups.
 
     stage: of this rank; its pool is the thread's from `start` to `finish` or `stop`. members: rows of a group.
-    failed: called in the thread with what ended it. done: what this rank graded so far.
+    failed: called in the thread with what ended it.
     """
 
     def __init__(
@@ -38,9 +30,9 @@ class Grader:
     ) -> None:
         dock = stage.dock.beside()
         self.stage = Reward(stage.spec, dock, stage.deadline, stage.graders, stage.decode)
-        self.members, self.done = members, Graded()
+        self.members = members
         self._leases: dict[Batch, Lease] = {}
-        self._left, self._since = -1, 0.0  # rows that are not graded, and since when they are as many
+        self._stall = Stall(stage.deadline)
         self._again, self._pause = 0.0, PACE_SECONDS  # when to look for more, and seconds from that to the next look
         self._times, self._more = 1, False  # as many as keep the graders busy are taken; whether there may be more
         self._thread: threading.Thread | None = None
@@ -60,7 +52,7 @@ class Grader:
         self.check()
         if self._thread is not None and self._thread.is_alive():
             return
-        self._left, self._again, self._more = -1, 0.0, False
+        self._stall, self._again, self._more = Stall(self.stage.deadline), 0.0, False
         for ending in (self._finishing, self._stopping, self._resting):
             ending.clear()
         self._thread = threading.Thread(target=self._run, name="grader", daemon=True)
@@ -75,17 +67,11 @@ class Grader:
         """Wait until every row of all open epochs is graded, on whichever rank, and end. Raises as `check` does; and
         TimeoutError where no further row is graded anywhere within the stage's deadline."""
         self._again = 0.0
-        self._finishing.set()
-        while self._thread is not None and self._thread.is_alive():
-            self._thread.join(IDLE_SECONDS)
-        self.check()
+        self._end_by(self._finishing)
 
     def rest(self) -> None:
         """End when what is in grading is graded; `start` goes on. Raises as `check` does."""
-        self._resting.set()
-        while self._thread is not None and self._thread.is_alive():
-            self._thread.join(IDLE_SECONDS)
-        self.check()
+        self._end_by(self._resting)
 
     def stop(self) -> None:
         """End, and hand back what is not graded. Idempotent."""
@@ -93,6 +79,12 @@ class Grader:
         if self._thread is not None:
             self._thread.join(STOP_SECONDS)
             self._thread = None
+
+    def _end_by(self, ending: threading.Event) -> None:
+        ending.set()
+        while self._thread is not None and self._thread.is_alive():
+            self._thread.join(IDLE_SECONDS)
+        self.check()
 
     def _run(self) -> None:
         try:
@@ -108,11 +100,9 @@ class Grader:
             self._failed(self._failure)
 
     def _work(self) -> None:
-        pool, last = self.stage.graders, time.monotonic()
+        pool = self.stage.graders
         while not self._stopping.is_set():
-            busy, now = bool(self._leases), time.monotonic()
-            self.done.seconds += now - last if busy else 0.0
-            last, finishing = now, self._finishing.is_set()
+            busy, now, finishing = bool(self._leases), time.monotonic(), self._finishing.is_set()
             if self._resting.is_set() and not busy:
                 return
             due = (now >= self._again or (finishing and not busy)) and not self._resting.is_set()
@@ -145,12 +135,8 @@ class Grader:
     def _commit(self, batch: Batch) -> None:
         lease = self._leases.pop(batch)
         self.stage.commit(lease, grade_rows(lease.rows.ids, batch.grades()))
-        self.done.responses += len(lease)
 
     def _check_progress(self, waiting: str) -> None:
         """Raise TimeoutError where this rank only waits, and nobody grades anything, for too long."""
-        left, now = self.stage.dock.remaining(self.stage.spec.name), time.monotonic()
-        if not self._finishing.is_set() or left != self._left:
-            self._left, self._since = left, now
-        elif now - self._since > self.stage.deadline:
+        if self._finishing.is_set() and self._stall.seen(self.stage.dock.remaining(self.stage.spec.name)):
             raise TimeoutError(f"no response was graded for {self.stage.deadline:g} s (--rl-wait-timeout): {waiting}")
