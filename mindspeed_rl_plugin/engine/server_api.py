@@ -37,7 +37,7 @@ class Served:
 
     machine: its name; rank: among the workers of an engine; config: of the model, as transformers reads it; plugin:
     version of this package there; tokenizer: whether there is one; seeds: whether a request may have a seed of its own
-    at no cost; pipeline, replicas: sizes of those kinds of parallelism.
+    at no cost; pipeline, replicas: sizes of those kinds of parallelism; held: for whom it works, if for anybody.
     """
 
     machine: str
@@ -52,6 +52,7 @@ class Served:
     seeds: bool
     pipeline: int
     replicas: int
+    held: str = ""
 
 
 class Server:
@@ -140,6 +141,8 @@ def problems(served: Served, job: VllmOptions, stops: bool) -> Iterator[str]:
     job: as its own engines would be built, without a config where that is not known yet; stops: whether strings end
     responses.
     """
+    if served.held:
+        yield served.held
     if served.plugin != mindspeed_rl_plugin.__version__:
         ours = mindspeed_rl_plugin.__version__
         yield f"it runs mindspeed_rl_plugin {served.plugin}, the job {ours}; install the job's"

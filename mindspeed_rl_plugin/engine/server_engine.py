@@ -89,6 +89,10 @@ class ServerEngine:
         self.server.ask("/resume")
         self.version, self.digest = version, digest
 
+    def lose(self, error: Exception) -> None:
+        """The server is another's: `poll` raises this."""
+        self._done.put(error)
+
     def _arrived(self, timeout: float) -> list[Completion]:
         """What has come from the server; waits for the first of it. Raises an error that came in its place."""
         out: list[Completion] = []

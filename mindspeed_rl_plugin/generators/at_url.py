@@ -29,8 +29,9 @@ def serve_at(url: str, address: str, secret_file: str, leaving: threading.Event,
         workers = server.check()
         check_served(url, workers[0], job.engine, bool(job.sampling.stop))
         slots = min(max_running or job.engine.max_running, workers[0].max_running)
-        weights = ServerWeights(server, address, read_secret(secret_file), [worker.machine for worker in workers])
         engine = ServerEngine(server, job.engine.eos_token_ids, workers[0].seeds or job.engine.request_seeds)
+        machines = [worker.machine for worker in workers]
+        weights = ServerWeights(server, address, read_secret(secret_file), machines, engine.lose)
         say(f"the server at {url} generates, up to {slots} responses at once")
         try:
             Service(engine, weights, job, Team(), Lead(dock, job, slots, 1, None, leaving)).run()

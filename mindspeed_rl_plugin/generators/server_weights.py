@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import secrets
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from torch import Tensor
 
@@ -13,23 +16,34 @@ from mindspeed_rl_plugin.engine.server_api import ASK_SECONDS, Server
 from mindspeed_rl_plugin.reshard.pull import Applied, Pulled
 
 LOOK_SECONDS = 0.1  # between two looks at a pull
+STAY_SECONDS = 5.0  # between two words to the server, which waits `server_worker.HELD_SECONDS` for one
 
 
 class ServerWeights:
     """What a `Service` needs of a `Puller`. address, secret: of the job's dock, which each worker joins; machines: of
-    the workers, in their order. Raises ValueError where a worker cannot have the job's weights."""
+    the workers, in their order; lost: called, in a thread, where the server has another client. Raises ValueError where
+    it has one already, or a worker cannot have the job's weights."""
 
-    def __init__(self, server: Server, address: str, secret: bytes, machines: list[str]) -> None:
-        self.server = server
-        server.workers("join", address=address, secret=secret.hex(), machines=machines)
+    def __init__(
+        self,
+        server: Server,
+        address: str,
+        secret: bytes,
+        machines: list[str],
+        lost: Callable[[Exception], None],
+    ) -> None:
+        self.server, self._client, self._lost = server, secrets.token_hex(8), lost
+        self._workers("join", None, address=address, secret=secret.hex(), machines=machines)
+        self._closing = threading.Event()
+        threading.Thread(target=self._stay, daemon=True, name="stay").start()
 
     def pull(self, version: int) -> Pulled:
         """Bring a version to the workers, beside the server's steps. Raises Gone, and what a worker says."""
         began = time.monotonic()
-        self.server.workers("pull", ASK_SECONDS, version=version)
-        while any(one["busy"] for one in self.server.workers("pulled", ASK_SECONDS)):
+        self._workers("pull", ASK_SECONDS, version=version)
+        while any(one["busy"] for one in self._workers("pulled", ASK_SECONDS)):
             time.sleep(LOOK_SECONDS)
-        pulled = self.server.workers("pulled", ASK_SECONDS)
+        pulled = self._workers("pulled", ASK_SECONDS)
         if (newest := max(one["newest"] for one in pulled)) >= 0:
             raise Gone(version, newest)
         return Pulled(version, time.monotonic() - began, sum(one["nbytes"] for one in pulled))
@@ -39,12 +53,27 @@ class ServerWeights:
         `ServerEngine.update_weights` lets it go on."""
         began = time.monotonic()
         self.server.ask("/pause?mode=keep&clear_cache=false")
-        applied = self.server.workers("apply")[0]
+        applied = self._workers("apply")[0]
         self.server.ask("/update_weight_version", {"new_version": str(applied["version"])})
         return Applied(applied["version"], time.monotonic() - began, applied["digest"])
 
     def close(self) -> None:
         """The workers leave the job, and the server is free for another one. It may be gone."""
+        self._closing.set()
         with contextlib.suppress(ConnectionError, RuntimeError, TimeoutError, ValueError):
-            self.server.workers("leave", ASK_SECONDS)
+            self._workers("leave", ASK_SECONDS)
             self.server.ask("/resume", seconds=ASK_SECONDS)
+
+    def _stay(self) -> None:
+        """Let the server know that its client is there. One that does not answer is noticed elsewhere."""
+        while not self._closing.wait(STAY_SECONDS):
+            try:
+                self._workers("stay", ASK_SECONDS)
+            except ValueError as error:
+                self._lost(error)
+                return
+            except (ConnectionError, RuntimeError, TimeoutError):
+                continue
+
+    def _workers(self, name: str, seconds: float | None = None, **arguments: Any) -> list[Any]:
+        return self.server.workers(name, seconds, client=self._client, **arguments)

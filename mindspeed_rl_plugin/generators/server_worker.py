@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import json
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
@@ -24,14 +25,17 @@ from mindspeed_rl_plugin.generators.description import job_of, weights_of
 from mindspeed_rl_plugin.reshard.layout import EngineParallel
 from mindspeed_rl_plugin.reshard.pull import Puller
 
+HELD_SECONDS = 30.0  # that a server stays with a client which says nothing, while the client's job goes on
+
 keep_weights_live()
 
 
 class _Guest:
-    """A worker that has joined a job. address: of the job; ranks: of the engine on this machine."""
+    """A worker that has joined a job. client: for which it works there; address: of the job; ranks: of the engine on
+    this machine."""
 
-    def __init__(self, worker: Any, address: str, secret: bytes, ranks: list[int]) -> None:
-        self.address = address
+    def __init__(self, worker: Any, client: str, address: str, secret: bytes, ranks: list[int]) -> None:
+        self.client, self.address, self.heard = client, address, time.monotonic()
         self.view = vllm_api.OfWorker(worker)
         self.dock = Dock.join(address, secret)
         try:
@@ -55,6 +59,18 @@ class _Guest:
         self.pulled: dict[str, Any] = {}
         self._error: Exception | None = None
         self._thread: threading.Thread | None = None
+
+    @property
+    def held(self) -> str:
+        """For whom it works: its client was heard of lately, and the job goes on. Empty where it is free."""
+        silent = time.monotonic() - self.heard
+        if silent > HELD_SECONDS or not self.working:
+            return ""
+        return (
+            f"it generates for the job at {self.address}, whose engine was heard of {silent:.1f} s ago; one server is "
+            "one engine of one job: end that engine, and if it was killed, wait until it has been silent for "
+            f"{HELD_SECONDS:g} s; or give another server"
+        )
 
     @property
     def working(self) -> bool:
@@ -133,15 +149,17 @@ class ServerWorker:
                 seeds=get_device().is_cpu or vllm_api.has_batched_seeds(view),
                 pipeline=parallel.pipeline_parallel_size,
                 replicas=parallel.data_parallel_size,
+                held=guest.held if (guest := getattr(self, "_rl_guest", None)) else "",
             )
         )
 
     @_answers
-    def rl_join(self, address: str, secret: str, machines: list[str]) -> None:
-        """Take part in a job, which has a wire of its own to here. machines: of the workers, in their order."""
+    def rl_join(self, client: str, address: str, secret: str, machines: list[str]) -> None:
+        """Take part in a job, which has a wire of its own to here. client: who asks, another one each time; machines:
+        of the workers, in their order."""
         guest: _Guest | None = getattr(self, "_rl_guest", None)
-        if guest is not None and guest.address != address and guest.working:
-            raise ValueError(f"it generates for the job at {guest.address}; one server serves one job at a time")
+        if guest is not None and (held := guest.held):
+            raise ValueError(held)
         self._rl_leave()
         view = vllm_api.OfWorker(self)
         vllm_api.demand_plain_experts(view)
@@ -149,30 +167,44 @@ class ServerWorker:
         if not vllm_api.demand_processed_logprobs(view):
             raise ValueError(f"its sampler has no {PROCESSED}")
         here = [rank for rank, name in enumerate(machines) if name == machine()]
-        self._rl_guest = _Guest(self, address, bytes.fromhex(secret), here)
+        self._rl_guest = _Guest(self, client, address, bytes.fromhex(secret), here)
 
     @_answers
-    def rl_pull(self, version: int) -> None:
+    def rl_stay(self, client: str) -> None:
+        """The client is still there."""
+        self._rl_of(client)
+
+    @_answers
+    def rl_pull(self, client: str, version: int) -> None:
         """Begin to bring a version here."""
-        self._rl_guest.pull(version)
+        self._rl_of(client).pull(version)
 
     @_answers
-    def rl_pulled(self) -> dict[str, Any]:
+    def rl_pulled(self, client: str) -> dict[str, Any]:
         """How far that is: busy; newest: -1, or of what took the version's place; nbytes: read for it."""
-        return self._rl_guest.state()
+        return self._rl_of(client).state()
 
     @_answers
-    def rl_apply(self) -> dict[str, Any]:
+    def rl_apply(self, client: str) -> dict[str, Any]:
         """Write what was pulled into the model."""
-        guest = self._rl_guest
+        guest = self._rl_of(client)
         applied = guest.puller.apply(vllm_api.parameters(guest.view))
         vllm_api.refresh_derived(guest.view)
         return {"version": applied.version, "digest": applied.digest}
 
     @_answers
-    def rl_leave(self) -> None:
+    def rl_leave(self, client: str) -> None:
         """Take part no more."""
+        self._rl_of(client)
         self._rl_leave()
+
+    def _rl_of(self, client: str) -> _Guest:
+        """What a client joined, which is heard of."""
+        guest: _Guest | None = getattr(self, "_rl_guest", None)
+        if guest is None or guest.client != client:
+            raise ValueError(f"it serves another client: this one was silent for more than {HELD_SECONDS:g} s")
+        guest.heard = time.monotonic()
+        return guest
 
     def _rl_leave(self) -> None:
         guest, self._rl_guest = getattr(self, "_rl_guest", None), None

@@ -28,7 +28,9 @@ from mindspeed_rl_plugin.engine.server_engine import ServerEngine, completion
 from mindspeed_rl_plugin.rows import Completion, GenerateRequest, SampleId, Sampling
 
 ALL = (*DEVELOPMENT, VERSIONS, GENERATE)
-SERVED = Served("m", 0, mindspeed_rl_plugin.__version__, {}, "float32", "processed_logprobs", 24, 8, True, True, 1, 1)
+SERVED = Served(
+    "m", 0, mindspeed_rl_plugin.__version__, {}, "float32", "processed_logprobs", 24, 8, True, True, 1, 1, ""
+)
 JOB = VllmOptions({}, max_model_len=24)
 ID = SampleId(1, 2, 3)
 

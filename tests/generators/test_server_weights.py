@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import sys
 import time
 
@@ -18,14 +19,21 @@ class Fake:
 
     url = "http://a:1"
 
-    def __init__(self) -> None:
+    def __init__(self, lost: queue.SimpleQueue[Exception]) -> None:
+        self.lost, self.holder, self.stays = lost, "", 0
         self.asked: list[object] = []
         self.left, self.newest = 0, -1
 
     def ask(self, path, body=None, seconds=None):
         self.asked.append((path, body) if body else path)
 
-    def workers(self, name, seconds=None, **arguments):
+    def workers(self, name, seconds=None, *, client, **arguments):
+        self.holder = self.holder or client
+        if client != self.holder:
+            raise ValueError("it serves another client")
+        if name == "stay":
+            self.stays += 1
+            return []
         self.asked.append((name, arguments))
         self.left = 3 if name == "pull" else max(self.left - 1, 0)
         one = {"busy": self.left > 0, "newest": self.newest, "nbytes": 5, "version": 4, "digest": "d"}
@@ -35,7 +43,11 @@ class Fake:
 @pytest.fixture
 def weights(monkeypatch):
     monkeypatch.setattr("mindspeed_rl_plugin.generators.server_weights.LOOK_SECONDS", 0.001)
-    return ServerWeights(Fake(), "h:1", b"\x01\x02", ["m", "m"])
+    monkeypatch.setattr("mindspeed_rl_plugin.generators.server_weights.STAY_SECONDS", 0.01)
+    lost: queue.SimpleQueue[Exception] = queue.SimpleQueue()
+    weights = ServerWeights(Fake(lost), "h:1", b"\x01\x02", ["m", "m"], lost.put)
+    yield weights
+    weights.close()
 
 
 def test_all_workers_pull_before_the_server_stands_still(weights):
@@ -60,6 +72,17 @@ def test_a_version_that_is_gone_is_said(weights):
     with pytest.raises(Gone) as gone:
         weights.pull(4)
     assert gone.value.newest == 7
+
+
+def test_the_server_hears_of_its_client_until_it_has_another_one(weights):
+    end = time.monotonic() + 10
+    while weights.server.stays < 3:
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    weights.server.holder = "another"
+    assert "serves another client" in str(weights.server.lost.get(timeout=10))
+    with pytest.raises(ValueError, match="serves another client"):
+        weights.pull(4)
 
 
 def test_a_job_hears_why_its_server_is_gone(tmp_path, monkeypatch):
