@@ -15,6 +15,7 @@ from mindspeed_rl_plugin.dock.core import Core
 from mindspeed_rl_plugin.dock.memory import Segments
 from mindspeed_rl_plugin.dock.rpc import PATIENCE, Closed, Lost, Process, Stream, ask, connect
 
+KEPT = 256  # epochs that a process outside of the job remembers: what it leased before is long cleared
 Owners = Callable[[int, int], np.ndarray]  # (epoch, groups) -> `[groups]` warehouse of each group
 
 
@@ -42,12 +43,16 @@ class Epochs:
         self.first, self.last = min(self.first, number), max(self.last, number)
 
     def learn(self, grant: m.Grant) -> None:
-        """What a lease says about epochs, to a process that opened none."""
+        """What a lease says about epochs, to a process that opened none, and does not hear when they are cleared: it
+        forgets the oldest ones."""
         for number, *shape in grant.shapes:
             if number not in self.known:
                 self.add(number, m.Shape(*shape))
             mine = grant.ids[:, 0] == number
             self.known[number].owner[grant.ids[mine, 1]] = grant.owner[mine]
+        new = {number for number, *_ in grant.shapes}
+        for number in [number for number in list(self.known)[:-KEPT] if number not in new]:
+            self.known.pop(number, None)
 
     def forget(self, number: int, groups: np.ndarray) -> None:
         """Groups of an open epoch are cleared."""

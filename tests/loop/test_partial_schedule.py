@@ -1,0 +1,75 @@
+"""A round of partial rollouts, with stages by hand."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import pytest
+
+from mindspeed_rl_plugin.loop import partial_schedule
+from mindspeed_rl_plugin.loop.making import Making
+from mindspeed_rl_plugin.loop.partial_schedule import PartialSchedule
+from mindspeed_rl_plugin.rows import Completion, SampleId
+
+PROMPTS, MEMBERS, MOST = 2, 2, 5
+
+
+class Engine:
+    """Finishes every row at once. asked: the rows of each call."""
+
+    leader = True
+
+    def __init__(self) -> None:
+        self.asked: list[list[SampleId]] = []
+
+    def until(self, rows, steps, enough):
+        self.asked.append(rows)
+        assert enough([Completion(row, (1,), (0.0,), "stop", ((0, 0),)) for row in rows])
+        return {}
+
+
+class Dropping(PartialSchedule):
+    """forgotten: groups that left the dock."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        for name in ("Grader", "GradeWait"):
+            monkeypatch.setattr(partial_schedule, name, lambda *_: SimpleNamespace(check=int, until_graded=len))
+        self.engine, self.forgotten = Engine(), []
+        plan = SimpleNamespace(
+            sizes=SimpleNamespace(members=MEMBERS),
+            ids=lambda groups: [SampleId(*group, member) for group in groups for member in range(MEMBERS)],
+        )
+        job = SimpleNamespace(
+            plan=plan,
+            ranks=SimpleNamespace(gather=lambda value: [value]),
+            topology=SimpleNamespace(engine=0),
+            monitor=SimpleNamespace(stage=lambda name: nullcontext()),
+            forget=self.forgotten.extend,
+        )
+        self.generate = SimpleNamespace(engine=self.engine, deadline=9.0, begun={}, until=self.engine.until)
+        stages = SimpleNamespace(generate=self.generate, reward=SimpleNamespace(graded=None))
+        making = Making(PROMPTS, MEMBERS, MOST, staleness=0)
+        super().__init__(job, stages, None, rounds=10, making=making, carries=False, longest=16)
+
+    def _compare(self, groups, graded, failures):
+        return dict.fromkeys(groups)
+
+
+def test_new_groups_stay_where_what_dynamic_sampling_deferred_is_enough(monkeypatch) -> None:
+    """The round ends before they begin: nothing was sampled of them, and nothing of them is dropped."""
+    schedule = Dropping(monkeypatch)
+    making = schedule.making
+    making.begin(0)
+    first = [(0, group) for group in range(MOST)]
+    making.start(first, engines=1)
+    assert list(schedule._round(None)) == first, "all have finished in the time of two"
+    making.end(first[:PROMPTS])  # trained; the others are deferred
+    making.begin(1)
+    second = [(1, group) for group in range(making.wanted(None))]
+    making.start(second, engines=1)
+    assert list(schedule._round(None)) == [] and len(schedule.engine.asked) == 1
+    assert schedule.forgotten == schedule._dropped == [] and sorted(making.left) == second
+    making.end(first[PROMPTS : 2 * PROMPTS])
+    making.begin(2)
+    assert list(schedule._round(None)) == second, "now it is their turn"
