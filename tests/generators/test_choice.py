@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
+import torch
 
 from mindspeed_rl_plugin.generators.choice import Bound, Choice, Situation, choose
+from mindspeed_rl_plugin.rows import Completion, GenerateRequest, Ragged, Rows, SampleId, Sampling
+from mindspeed_rl_plugin.stages.generate import completion_rows
+from mindspeed_rl_plugin.stages.incoming import Incoming
 
 FREE = Bound(1)
 BEGUN = Situation(version=1, announced=1, slots=4)
@@ -66,12 +71,13 @@ def test_the_next_thing_to_do(case):
 
 @pytest.mark.parametrize("seed", range(60))
 def test_every_row_is_sampled_by_weights_that_may_sample_it(seed):
-    """Publications come while pulls are slow and rows are in the making; rows are admitted with bounds, some pinned."""
+    """Publications come while pulls are slow and rows are in the making; rows are admitted with bounds, some pinned.
+    The job takes all rows that come out of it."""
     dice = random.Random(seed)
     drain, slots = dice.random() < 0.4, dice.randint(1, 5)
     dock: list[Bound] = []
     s = Situation(slots=slots, drain=drain)
-    running: list[list] = []  # bound, steps left, versions
+    running: list[list] = []  # bound, steps left, (steps before, version) of each part, steps
     held: list[Bound] = []
     arrives, newest, done, admitted = -1, -1, [], 0
     for step in range(4000):
@@ -91,7 +97,7 @@ def test_every_row_is_sampled_by_weights_that_may_sample_it(seed):
             assert not (drain and running)
             s = replace(s, version=choice.apply, pulled=-1)
             for row in running:
-                row[2].append(s.version)
+                row[2].append((row[3] - row[1], s.version))
         elif choice.pull >= 0:
             assert s.pulling < 0
             s, arrives = replace(s, pulled=-1, pulling=choice.pull), step + dice.randint(1, 60)
@@ -100,7 +106,8 @@ def test_every_row_is_sampled_by_weights_that_may_sample_it(seed):
             taken, dock = dock[: choice.take], dock[choice.take :]
             for bound in taken:
                 (rows if bound.allows(s.version) and not held else held).append(bound)
-            running += [[bound, dice.randint(1, 30), [s.version]] for bound in rows]
+            steps = [dice.randint(1, 30) for _ in rows]
+            running += [[bound, n, [(0, s.version)], n] for bound, n in zip(rows, steps, strict=True)]
         for row in running:
             row[1] -= 1
         done += [row for row in running if row[1] <= 0]
@@ -108,5 +115,22 @@ def test_every_row_is_sampled_by_weights_that_may_sample_it(seed):
         if newest == 12 and len(done) == admitted:
             break
     assert len(done) == admitted > 0
-    assert all(bound.allows(version) for bound, _, versions in done for version in versions)
-    assert all(len(set(versions)) == 1 for bound, _, versions in done if bound.pinned or drain)
+    assert all(bound.allows(version) for bound, _, parts, _ in done for _, version in parts)
+    assert all(len(parts) == 1 for bound, _, parts, _ in done if bound.pinned or drain)
+    job = Incoming(vocab=8, max_response=30)
+    job.published = set(range(newest + 1))
+    job.check(incoming(done))
+    with pytest.raises(ValueError, match="may not sample this row"):
+        job.check(incoming([*done[1:], [Bound(newest), 0, [(0, newest - 1)], 1]]))
+
+
+def incoming(done: Sequence[Sequence]) -> Rows:
+    """As they come to the job."""
+    requests = [GenerateRequest(SampleId(0, i, 0), (5, 6), Sampling(30), 0) for i in range(len(done))]
+    completions = [
+        Completion(request.id, (1,) * steps, (-1.0,) * steps, "stop", tuple(parts))
+        for request, (_, _, parts, steps) in zip(requests, done, strict=True)
+    ]
+    prompts = Ragged.from_rows([torch.tensor(request.prompt_tokens) for request in requests], torch.int32)
+    order = torch.tensor([[*bound, len(done), 1] for bound, *_ in done])
+    return completion_rows(requests, completions).with_columns(prompt=prompts, order=order)
