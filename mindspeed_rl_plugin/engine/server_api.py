@@ -114,7 +114,13 @@ class Server:
             raise ValueError(
                 f"the workers of the server at {self.url} have {has}; start it with --worker-extension-cls {EXTENSION}"
             )
-        return [Served(**about) for about in self.workers("about", ASK_SECONDS)]
+        workers = self.workers("about", ASK_SECONDS)
+        if any(about.keys() != Served.__dataclass_fields__.keys() for about in workers):
+            raise ValueError(
+                f"the server at {self.url} runs mindspeed_rl_plugin {workers[0].get('plugin')}, which says other things"
+                f" of itself than the job's {mindspeed_rl_plugin.__version__}; install the job's"
+            )
+        return [Served(**about) for about in workers]
 
     def _exchange(self, method: str, path: str, body: Any, seconds: float) -> tuple[int, str]:
         kind = http.client.HTTPSConnection if self._secure else http.client.HTTPConnection

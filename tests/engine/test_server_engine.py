@@ -47,11 +47,12 @@ def choice(tokens, versions, finish="stop", logp=-0.5):
 
 class Fake:
     """routes: that it shows; extension: of its workers; held: prompts whose responses wait for an
-    abort; status: of its answers to a request for tokens. asked: (path, body) in their order."""
+    abort; status: of its answers to a request for tokens; more: what a worker says beside `Served`. asked: (path, body) in their order."""
 
     def __init__(self) -> None:
         self.routes, self.extension, self.status = ALL, EXTENSION, 200
         self.held: set[int] = set()
+        self.more: dict[str, object] = {}
         self.version = "default"
         self.asked: list[tuple[str, object]] = []
         self._paused = threading.Event()
@@ -95,7 +96,7 @@ class Fake:
             self._paused.set()
         if path.path == "/collective_rpc":
             refused = "" if body["method"] == "rl_about" else "it generates for another job"
-            return 200, {"results": [{"value": asdict(SERVED), "refused": refused}]}
+            return 200, {"results": [{"value": asdict(SERVED) | self.more, "refused": refused}]}
         if path.path == GENERATE:
             if self.status != 200:
                 return self.status, {"error": "engine core is dead"}
@@ -241,6 +242,12 @@ def test_a_server_that_lacks_something_is_refused(fake, change, why):
     assert fake.asked == [], "such a server is only looked at"
 
 
+def test_a_worker_of_another_package_is_refused(fake):
+    fake.more = {"unknown": 1}
+    with pytest.raises(ValueError, match=f"runs mindspeed_rl_plugin {SERVED.plugin}, .*; install the job's"):
+        Server(fake.url, 20).check()
+
+
 def test_what_a_worker_refuses_is_raised(fake):
     with pytest.raises(ValueError, match=f"{fake.url}: it generates for another job"):
         Server(fake.url, 20).workers("join", address="a:1")
@@ -263,6 +270,7 @@ QWEN = {"model_type": "qwen2", "hidden_size": 64, "num_attention_heads": 2, "rms
 @pytest.mark.parametrize(
     ("served", "job", "stops", "why"),
     [
+        ({"held": "it generates for the job at h:1"}, {}, False, "it generates for the job at h:1"),
         ({"plugin": "0"}, {}, False, "it runs mindspeed_rl_plugin 0"),
         ({"logprobs_mode": "raw_logprobs"}, {}, False, "start it with --logprobs-mode processed_logprobs"),
         ({"max_model_len": 23}, {}, False, "takes 23 tokens .* up to 24; start it with --max-model-len 24"),

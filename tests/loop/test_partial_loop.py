@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from pathlib import Path
 
@@ -60,6 +61,21 @@ def test_what_is_unfinished_goes_on_and_a_resume_leaves_no_trace(job, nothing_le
     assert "training resumes from" in resumed.log
     assert numbers(resumed) == numbers(result)
     assert trained(cut) == trained(whole)
+    nothing_left()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("rank", "how"), [(None, signal.SIGINT), (1, signal.SIGKILL)])
+def test_a_job_that_is_killed_with_responses_in_the_making_goes_on(job, nothing_left, rank, how) -> None:
+    """It ends within a minute and leaves nothing behind; the next start trains each row once."""
+    run = job("--train-iters", "8", *CARRY, "--save-interval", "2", script=IMPOSED).dumping()
+    log = run.kill_after(5, "generate", rank=rank, how=how).log
+    assert rank or "[rl] interrupted in iteration 5" in log
+    nothing_left()
+    resumed = run.run()
+    assert "training resumes from" in resumed.log
+    assert [line["iteration"] for line in resumed.metrics] == list(range(1, 9))
+    check_whole(trained(run), 32)
     nothing_left()
 
 

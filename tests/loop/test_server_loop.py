@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -124,17 +125,37 @@ def test_a_server_generates_for_a_job_and_then_for_others(job, server, nothing_l
         assert trained(lagging) == [(e, g, m) for e in range(5) for g in range(4) for m in range(4)]
         assert max(line["lag/max"] for line in result.metrics) <= 2
         assert max(line["rollout/kl"] for line in result.metrics) < 1.0
+    still = job(*flags(server, 2, 5), "--lr", "0", "--min-lr", "0", ranks=1, name="still").run()
+    assert max(line["lag/max"] for line in still.metrics) > 0, "all of it is of the newest weights"
+    for line in still.metrics:  # the same weights under other names
+        assert line["rollout/weight_max"] == pytest.approx(1, abs=1e-4) and abs(line["rollout/kl"]) < 1e-5
     nothing_left()
 
 
 @pytest.mark.slow
-def test_a_job_whose_server_dies_says_so(job, server, nothing_left) -> None:
-    """The last test of the server."""
+def test_a_job_holds_its_server_and_says_so_when_it_dies(job, server, nothing_left) -> None:
+    """A second job, and a second engine of the same one, are refused; the first goes on. The last test of the
+    server."""
     running = job(*flags(server, 1, 1000), ranks=1).dumping()
     running.start()
-    while not list((running.save / "dump").glob("*.parquet")):
-        assert running.processes[0].poll() is None, running.log_file(0).read_text()[-3000:]
-        time.sleep(0.05)
+
+    def rollouts(wanted: int) -> None:
+        while len(list((running.save / "dump").glob("*.parquet"))) < wanted:
+            assert running.processes[0].poll() is None, running.log_file(0).read_text()[-3000:]
+            time.sleep(0.05)
+
+    rollouts(1)
+    found = re.search(r"generate --join (\S+) --secret-file (\S+)", running.log_file(0).read_text())
+    held = f"it generates for the job at {found[1]}, whose engine was heard of"
+    second = job(*flags(server, 1), ranks=1, name="second")
+    second.start()
+    result = second.wait(120)
+    assert result.code != 0 and f"--rl-engine-url {server.url}: {held}" in result.log
+    engine = [sys.executable, "-m", "mindspeed_rl_plugin", "generate", "--join", found[1], "--secret-file", found[2]]
+    env = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
+    same = subprocess.run([*engine, "--engine-url", server.url], env=env, capture_output=True, text=True, timeout=120)
+    assert same.returncode == 1 and held in same.stderr, same.stderr
+    rollouts(len(list((running.save / "dump").glob("*.parquet"))) + 2)
     os.killpg(server.process.pid, signal.SIGKILL)
     result = running.wait(60)
     assert result.code != 0
