@@ -46,8 +46,8 @@ def choice(tokens, versions, finish="stop", logp=-0.5):
 
 
 class Fake:
-    """routes: that it shows; extension: of its workers; held: prompts whose responses wait for an
-    abort; status: of its answers to a request for tokens; more: what a worker says beside `Served`. asked: (path, body) in their order."""
+    """routes: that it shows; extension: of its workers; held: prompts whose responses wait for an abort; status: of its
+    answers to a request for tokens; more: what a worker says beside `Served`. asked: (path, body) in their order."""
 
     def __init__(self) -> None:
         self.routes, self.extension, self.status = ALL, EXTENSION, 200
