@@ -112,8 +112,16 @@ class Rank:
             dist.barrier()
         weights = TrainerWeights.of(shape, parallel, self.rank, [self.source], DTYPE, peers.gather)
         self.publisher = Publisher(weights, self.rank, self.dock.exchange.offer, gather=peers.gather)
-        at = dict(rank=self.rank % engine.ranks, sharing=self.outside.exchange.once_a_machine)
-        self.puller = Puller(weights, engine, self.engine, self.outside.exchange.sources(), **at)
+        self.puller = Puller(
+            weights,
+            engine,
+            self.engine,
+            self.outside.exchange.sources(),
+            rank=self.rank % engine.ranks,
+            ranks=range(engine.ranks),
+            deadline=DEADLINE,
+            sharing=self.outside.exchange.once_a_machine,
+        )
 
     def publish(self) -> dict[str, float]:
         """Weights through host memory, without any collective but the check of the weights."""
@@ -122,7 +130,7 @@ class Rank:
         dist.barrier()
         published = self.publisher.publish([self.source], self.version)
         dist.barrier()
-        pulled = self.puller.pull(self.version, DEADLINE)
+        pulled = self.puller.pull(self.version)
         dist.barrier()
         applied = self.puller.apply(self.engine)
         self.version += 1

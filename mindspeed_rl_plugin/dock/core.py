@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from mindspeed_rl_plugin.dock import messages as m
+from mindspeed_rl_plugin.dock.codec import MALFORMED, FrameError
 from mindspeed_rl_plugin.dock.controller import Controller
 from mindspeed_rl_plugin.dock.gate import OUTSIDE, Gate
 from mindspeed_rl_plugin.dock.storage import Warehouse
@@ -81,18 +82,18 @@ class Core:
         serve = getattr(self, f"_on_{type(message).__name__.lower()}", None)
         try:
             if serve is None:
-                raise m.FrameError(f"{type(message).__name__} is no request")
+                raise FrameError(f"{type(message).__name__} is no request")
             if self.gate is not None and not own and not waited and peer.startswith(OUTSIDE):
                 self.gate.check(message, bulk, self.warehouse)
             if isinstance(message, m.Query) and self._behind(message, waited):
                 return AFTER
             answer = serve(peer, message, bulk, waited)
             return answer if isinstance(answer, (str, tuple)) else (answer, ())
-        except (m.FrameError, *m.MALFORMED) as error:
+        except (FrameError, *MALFORMED) as error:
             if own:
                 raise
             self.refused["malformed"] += 1
-            return m.Failed.of(m.FrameError(f"malformed {type(message).__name__}: {error!r}")), ()
+            return m.Failed.of(FrameError(f"malformed {type(message).__name__}: {error!r}")), ()
         except (ValueError, OSError) as error:
             return m.Failed.of(error), ()
 

@@ -1,27 +1,16 @@
 """What the processes of a dock say to each other: typed structs as MessagePack, never pickle.
 
-What does not fit its types is no message. Arrays are `[dtype, shape, bytes]`.
+`codec` writes and reads them.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Union
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
-import torch
 
 from mindspeed_rl_plugin.dock.api import ColumnSpec, StateSpec
-
-DTYPES = {str(t).removeprefix("torch."): t for t in vars(torch).values() if isinstance(t, torch.dtype)}
-TYPES = {np.dtype(t).str: np.dtype(t) for t in (np.uint8, np.int32, np.int64)}
-
-# What garbage inside a well-formed message raises where it is served.
-MALFORMED = (KeyError, IndexError, TypeError, AttributeError, OverflowError)
-
-
-class FrameError(ValueError):
-    """What is no message of this protocol, or one above the limits."""
 
 
 class Shape(NamedTuple):
@@ -222,22 +211,14 @@ class Seek(Message):
 
 
 class Found(Message):
-    """A version, what its publisher says of it, and the file that a process of its machine maps for its bytes."""
+    """A version, what its publisher says of it, and the file that a process of its machine maps for its bytes. read:
+    bytes that the one who reads for its machine read for this answer."""
 
     version: int
     about: bytes
     path: str
     nbytes: int
-
-
-class Staged(Message):
-    """A version in the memory of the process that reads for its machine. read: bytes that it read for this answer."""
-
-    version: int
-    about: bytes
-    path: str
-    nbytes: int
-    read: int
+    read: int = 0
 
 
 class Which(Message):
@@ -379,32 +360,3 @@ class Failed(Message):
     def raised(self) -> Exception:
         """What went wrong."""
         return (TimeoutError if self.late else ValueError)(self.text)
-
-
-def _encode(value: Any) -> Any:
-    if isinstance(value, torch.dtype):
-        return str(value).removeprefix("torch.")
-    if not isinstance(value, np.ndarray):
-        raise TypeError(f"{type(value).__name__} is no part of a message")
-    return value.dtype.str, value.shape, np.ascontiguousarray(value).data
-
-
-def _decode(kind: type, value: Any) -> Any:
-    if kind is torch.dtype:
-        return DTYPES[value]
-    dtype, shape, data = value
-    return np.frombuffer(data, TYPES[dtype]).reshape(shape)
-
-
-_ENCODER = msgspec.msgpack.Encoder(enc_hook=_encode)
-_EVERY = Union[(*Message.__subclasses__(), *Query.__subclasses__())]  # noqa: UP007
-_DECODER = msgspec.msgpack.Decoder(_EVERY, dec_hook=_decode)
-pack = _ENCODER.encode
-
-
-def unpack(data: bytes | bytearray) -> Message:
-    """Inverse of `pack`. Raises FrameError for anything malformed."""
-    try:
-        return _DECODER.decode(data)
-    except (msgspec.DecodeError, ValueError, *MALFORMED) as error:
-        raise FrameError(f"malformed message: {error}") from error

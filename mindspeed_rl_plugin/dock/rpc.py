@@ -23,9 +23,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mindspeed_rl_plugin.dock.messages import Address, Bye, FrameError, Hello, Message, Stopped, pack, unpack
+from mindspeed_rl_plugin.dock.codec import FrameError, pack, unpack
+from mindspeed_rl_plugin.dock.messages import Address, Bye, Hello, Message, Stopped
 
-MAGIC, VERSION = b"MSTD", 6
+MAGIC, VERSION = b"MSTD", 7
 PREFIX = struct.Struct("<4sB3xIQ")
 MAX_HEAD = 256 << 20  # bytes
 MAX_BULK = 1 << 40  # bytes

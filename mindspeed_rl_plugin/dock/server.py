@@ -13,6 +13,7 @@ import threading
 import time
 
 from mindspeed_rl_plugin.dock import messages as m
+from mindspeed_rl_plugin.dock.codec import FrameError
 from mindspeed_rl_plugin.dock.core import Core
 from mindspeed_rl_plugin.dock.gate import OUTSIDE
 from mindspeed_rl_plugin.dock.rpc import MAX_BULK, Oversized, Process, Stream, admit, connect, thread
@@ -93,9 +94,9 @@ class Server:
             if hello.watch and hello.rank >= 0 and self.watch is not None:
                 stream = Link(connection, hello.rank)
                 self.watch.add(stream)
-        except (OSError, EOFError, m.FrameError) as error:
-            refused = "malformed" if isinstance(error, m.FrameError) else "stranger"
-            if isinstance(error, (PermissionError, m.FrameError)):
+        except (OSError, EOFError, FrameError) as error:
+            refused = "malformed" if isinstance(error, FrameError) else "stranger"
+            if isinstance(error, (PermissionError, FrameError)):
                 self.core.refused[refused] += 1
             return connection.close()
         name = hello.name if hello.rank >= 0 or hello.name.startswith(OUTSIDE) else f"{OUTSIDE} {hello.name}"
@@ -122,9 +123,9 @@ class Server:
                     answer = self.core.call(peer, message, bulk, stream.ended)
                     try:
                         stream.send(*answer)
-                    except m.FrameError as error:
+                    except FrameError as error:
                         stream.send(m.Failed.of(error))
-        except m.FrameError:
+        except FrameError:
             self.core.refused["malformed"] += 1
         except (OSError, EOFError):
             pass

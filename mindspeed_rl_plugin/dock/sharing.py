@@ -77,7 +77,7 @@ class _Reader:
         except (ValueError, OSError, MemoryError) as error:
             return m.Failed.of(error), ()
         path = f"/proc/{os.getpid()}/fd/{buffer.file}"
-        return m.Staged(message.version, buffer.about, path, self.nbytes, read), ()
+        return m.Found(message.version, buffer.about, path, self.nbytes, read), ()
 
     def gone(self, peer: str) -> None:
         """It uses no buffer any more."""

@@ -45,11 +45,6 @@ class Published:
     nbytes: int
 
 
-def alone(value: object) -> list[object]:
-    """What a job of one rank gathers."""
-    return [value]
-
-
 class Publisher:
     """Publishes this rank's share of the weights.
 
@@ -64,10 +59,9 @@ class Publisher:
         offer: Callable[[int, int], Store],
         versions: int = 2,
         *,
-        gather: Gather = alone,
+        gather: Gather,
     ) -> None:
-        if versions < 2:
-            raise ValueError(f"a publisher of {versions} versions has none to read while it writes; keep at least 2")
+        assert versions >= 2, versions
         self.weights, self.rank, self._gather = weights, rank, gather
         self.share = weights.shares[rank]
         self._store = offer(self.share.nbytes, versions)

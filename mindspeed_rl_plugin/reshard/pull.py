@@ -19,11 +19,13 @@ import torch
 from torch import Tensor
 
 from mindspeed_rl_plugin.device import get_device
+from mindspeed_rl_plugin.dock.sharing import Fill
+from mindspeed_rl_plugin.dock.versions import Span, view
 from mindspeed_rl_plugin.reshard.family_rows import HEAD
 from mindspeed_rl_plugin.reshard.layout import EngineParallel, Segment, engine_layout
 from mindspeed_rl_plugin.reshard.live import engine_storage, narrowed
 from mindspeed_rl_plugin.reshard.plan import Piece, Plan, make_plan
-from mindspeed_rl_plugin.reshard.shares import Block, Packed, Span, TrainerWeights
+from mindspeed_rl_plugin.reshard.shares import Block, Packed, TrainerWeights
 from mindspeed_rl_plugin.reshard.verify import WeightMismatch, segment_digest, slice_digests, weights_digest
 
 CHUNK = 32 << 20  # bytes of a read; between two of them the deadline is looked at
@@ -59,23 +61,6 @@ class Staging(Protocol):
         ...
 
     def close(self) -> None: ...
-
-
-Fill = Callable[[int, float, np.ndarray], bytes]  # (version, seconds, memory to fill) -> what is known of it
-
-
-class Alone:
-    """Staging of one process."""
-
-    def __init__(self, key: str, nbytes: int, fill: Fill) -> None:
-        self._memory, self._fill = np.empty(nbytes, np.uint8), fill
-
-    def get(self, version: int, seconds: float) -> tuple[np.ndarray, bytes, int]:
-        about = self._fill(version, seconds, self._memory)
-        return self._memory, about, self._memory.nbytes
-
-    def close(self) -> None:
-        self._memory = np.empty(0, np.uint8)
 
 
 class Pulled(NamedTuple):
@@ -153,7 +138,7 @@ class Puller:
 
     weights: the trainer's description; engine: sizes of this engine; parameters: name -> live tensor, to see how this
     version of the engine stores them; sources: of each trainer rank; rank: of this process within its engine; ranks:
-    those of the engine on this machine, None for all; deadline: seconds of a pull; sharing: makes the staging, which
+    those of the engine on this machine; deadline: seconds of a pull; sharing: makes the staging, which
     processes of one machine that give the same key may share.
     Raises ValueError where the parameters are not those of the model.
     """
@@ -165,19 +150,19 @@ class Puller:
         parameters: Mapping[str, Tensor],
         sources: Sequence[Source],
         *,
-        rank: int = 0,
-        ranks: Sequence[int] | None = None,
-        deadline: float = 600.0,
-        sharing: Callable[[str, int, Fill], Staging] = Alone,
+        rank: int,
+        ranks: Sequence[int],
+        deadline: float,
+        sharing: Callable[[str, int, Fill], Staging],
     ) -> None:
-        self.weights, self.rank, self.deadline, self._sources = weights, rank, deadline, sources
+        self.weights, self.rank, self.deadline = weights, rank, deadline
         live, shape = {name: t.data for name, t in parameters.items()}, weights.shape
         own_head = HEAD in live if shape.tied else None
         self.engine = engine_storage(shape, engine, rank, own_head, live)
         self.layout = engine_layout(shape, self.engine, rank, own_head)
         whose = f"rank {rank} of it are not those of {shape}"
         self._narrow = narrowed(self.layout, live, weights.tensors, weights.engine_dtype, whose)
-        here = sorted({rank, *(range(self.engine.ranks) if ranks is None else ranks)})
+        here = sorted({rank, *ranks})
         wanted = [engine_layout(shape, self.engine, r, own_head) for r in here]
         ranges = union(s for layout in wanted for segments in layout.values() for s in segments)
         self._reader = Reader(weights, ranges, sources)
@@ -189,17 +174,13 @@ class Puller:
         self._held: tuple[int, Tensor, bytes] | None = None
         self._locked: dict[int, Tensor] = {}
 
-    def pull(self, version: int | None = None, deadline: float | None = None) -> Pulled:
-        """Bring a version (None: the newest that there is) into the staging; waits for one that is not published yet.
+    def pull(self, version: int) -> Pulled:
+        """Bring a version into the staging; waits for one that is not published yet.
 
         Raises what `Source` does; the staging is empty then. May run beside the engine's steps, not beside `apply`.
         """
-        begin, deadline = time.perf_counter(), self.deadline if deadline is None else deadline
-        self._held = None
-        if version is None:
-            version, _ = self._sources[0].seek(None, deadline)
-        left = deadline - (time.perf_counter() - begin)
-        array, about, nbytes = self._shared.get(version, left)
+        begin, self._held = time.perf_counter(), None
+        array, about, nbytes = self._shared.get(version, self.deadline)
         memory = torch.from_numpy(array)
         if memory.data_ptr() not in self._locked:
             self._locked[memory.data_ptr()] = memory
@@ -368,9 +349,3 @@ def _chunks(
             spans, into, nbytes = [], [], 0
     if spans:
         yield spans, into
-
-
-def view(memory: np.ndarray, span: Span) -> np.ndarray:
-    """`[rows, bytes]` of a span of memory."""
-    offset, rows, nbytes, stride = span
-    return np.lib.stride_tricks.as_strided(memory[offset:], (rows, nbytes), (stride, 1))

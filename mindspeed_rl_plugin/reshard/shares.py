@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
+from mindspeed_rl_plugin.dock.versions import Span
 from mindspeed_rl_plugin.reshard.layout import (
     Canonical,
     Layout,
@@ -35,7 +36,6 @@ _ALIGNMENT = 64  # bytes, of a block
 _DIGEST = 8  # bytes
 
 Gather = Callable[[Any], list[Any]]  # value -> that of every rank
-Span = tuple[int, int, int, int]  # byte offset, rows, bytes of a row, bytes from one row to the next
 
 
 class Held(NamedTuple):

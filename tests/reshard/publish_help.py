@@ -4,8 +4,9 @@ from types import SimpleNamespace
 
 import numpy as np
 
+from mindspeed_rl_plugin.dock.versions import view
 from mindspeed_rl_plugin.reshard.publish import Publisher
-from mindspeed_rl_plugin.reshard.pull import view
+from mindspeed_rl_plugin.reshard.pull import Puller
 from mindspeed_rl_plugin.reshard.shares import TrainerWeights
 
 
@@ -45,6 +46,26 @@ class Memory:
     def check(self, version, seconds):
         if version not in self.held:
             raise Gone(version)
+
+
+class Alone:
+    """Staging of one process."""
+
+    def __init__(self, key, nbytes, fill):
+        self.memory, self.fill = np.empty(nbytes, np.uint8), fill
+
+    def get(self, version, seconds):
+        about = self.fill(version, seconds, self.memory)
+        return self.memory, about, self.memory.nbytes
+
+    def close(self):
+        pass
+
+
+def puller_of(weights, engine, live, sources, rank=0, deadline=60.0, sharing=Alone):
+    """Of one rank of an engine, all of whose ranks are on this machine."""
+    here = range(engine.ranks)
+    return Puller(weights, engine, live, sources, rank=rank, ranks=here, deadline=deadline, sharing=sharing)
 
 
 def chunks_of(params, vpp=1):

@@ -45,7 +45,7 @@ class Engines:
     def __init__(self, weights, sizes, dock, canonical) -> None:
         self.weights, self.sizes = weights, sizes
         self.live = [{n: torch.zeros_like(t) for n, t in each.items()} for each in self.expected(canonical)]
-        more = dict(deadline=60, sharing=dock.exchange.once_a_machine)
+        more = dict(ranks=range(sizes.ranks), deadline=60, sharing=dock.exchange.once_a_machine)
         self.pullers = [
             Puller(weights, sizes, live, dock.exchange.sources(), rank=r, **more) for r, live in enumerate(self.live)
         ]

@@ -20,14 +20,13 @@ from mindspeed_rl_plugin.dock.rpc import Process
 from mindspeed_rl_plugin.dock.sharing import Shared
 from mindspeed_rl_plugin.reshard import pull
 from mindspeed_rl_plugin.reshard.layout import EngineParallel, ModelShape, Parallel, canonical_tensors, engine_layout
-from mindspeed_rl_plugin.reshard.pull import Puller
 from mindspeed_rl_plugin.reshard.resharder import Resharder
 from mindspeed_rl_plugin.reshard.shares import TrainerWeights
 from mindspeed_rl_plugin.reshard.verify import BrokenWeights, WeightMismatch
 
 sys.path.insert(0, str(Path(__file__).parent))
 from plan_cases import cases, slices  # noqa: E402
-from publish_help import Gone, chunks_of, trainer_of  # noqa: E402
+from publish_help import Gone, chunks_of, puller_of, trainer_of  # noqa: E402
 from reshard_reference import engine_weights, megatron_weights, random_weights  # noqa: E402
 
 SHAPE = ModelShape("qwen3", 2, 32, 4, 2, 8, 48, 60, 64)
@@ -66,8 +65,8 @@ def test_every_engine_gets_its_weights_for_the_least_bytes(case, narrow, verify,
         for _, memory, _ in ranks:
             memory.reads = 0
         with patch.object(pull, "CHUNK", chunk):
-            puller = Puller(weights, case.engine, live, [m for _, m, _ in ranks], rank=at)
-            puller.pull()
+            puller = puller_of(weights, case.engine, live, [m for _, m, _ in ranks], rank=at)
+            puller.pull(3)
         digests.add(puller.apply(live).digest)
         for name, tensor in expected.items():
             assert torch.equal(live[name], tensor), (at, name)
@@ -82,7 +81,7 @@ def two_ranks(dtype=torch.float32, **options):
     stored = {r: megatron_weights(SHAPE, Parallel(2, tp=2), r, random_weights(SHAPE)) for r in range(2)}
     weights, ranks = trainer_of(SHAPE, Parallel(2, tp=2), stored, dtype, **options)
     live = {n: torch.zeros_like(t) for n, t in engine_weights(SHAPE, 1, 0, random_weights(SHAPE, dtype=dtype)).items()}
-    return stored, ranks, live, Puller(weights, EngineParallel(1), live, [memory for _, memory, _ in ranks])
+    return stored, ranks, live, puller_of(weights, EngineParallel(1), live, [memory for _, memory, _ in ranks])
 
 
 def test_each_version_is_what_was_published_and_has_the_reshards_digest():
@@ -98,7 +97,7 @@ def test_each_version_is_what_was_published_and_has_the_reshards_digest():
     for params in (*stored.values(), whole):
         params["decoder.final_layernorm.weight"].add_(1)
     publish(ranks, 7)
-    pulled = puller.pull()
+    pulled = puller.pull(7)
     assert pulled.version == 7 and pulled.nbytes == puller.staging.nbytes
     done = puller.apply(live)
     assert done.digest == way.to_engine(chunks_of(whole), again, 1).digest != first.digest
@@ -127,7 +126,7 @@ def test_engine_ranks_of_one_machine_pull_what_they_need_once(once, request):
     expected = [engine_weights(shape, sizes, r, canonical) for r in range(2)]
     live = [{n: torch.zeros_like(t) for n, t in each.items()} for each in expected]
     memories = [memory for _, memory, _ in ranks]
-    pullers = [Puller(weights, sizes, each, memories, rank=r, **more) for r, each in enumerate(live)]
+    pullers = [puller_of(weights, sizes, each, memories, rank=r, **more) for r, each in enumerate(live)]
     with ThreadPoolExecutor(2) as pool:
         pulled = [done.result() for done in [pool.submit(p.pull, 0) for p in pullers]]
     need = least(weights, [engine_layout(shape, pullers[0].engine, r) for r in range(2)])
@@ -156,7 +155,7 @@ def test_a_version_that_is_overwritten_is_gone_and_never_torn(when):
         puller.apply(live)
     assert all(torch.equal(live[name], t) for name, t in before.items())
     ranks[1][1].meanwhile = lambda: None
-    assert puller.pull().version == 2 and puller.apply(live).version == 2
+    assert puller.pull(2).version == 2 and puller.apply(live).version == 2
 
 
 def test_a_value_that_differs_is_named():
@@ -165,7 +164,7 @@ def test_a_value_that_differs_is_named():
     name = "model.layers.1.self_attn.k_proj.weight"
     at = next(b.at for b in ranks[0][0].share.blocks if b.segment.name == name)
     ranks[0][1].slots[0][at] ^= 1
-    puller.pull()
+    puller.pull(0)
     with pytest.raises(
         WeightMismatch, match=rf"{name} \[0, 16\) of axis 0: .*1.self_attn.qkv_proj.weight of engine rank 0"
     ):
@@ -181,7 +180,7 @@ def test_weights_that_are_no_numbers_are_not_published(value):
     publisher._gather = lambda mine: [("", 0), mine]
     with pytest.raises(BrokenWeights, match=r"layers.1.mlp.linear_fc1.weight of trainer rank 1 .* after 1 updates"):
         publisher.publish(chunks, 1)
-    assert memory.held == [0, -1] and puller.pull().version == 0
+    assert memory.held == [0, -1] and puller.pull(0).version == 0
 
 
 def test_what_does_not_fit_is_refused():
@@ -195,9 +194,9 @@ def test_what_does_not_fit_is_refused():
     assert len(gathered) == 1, "the other ranks, which wait for this one, raise too"
     wrong = {name: t.half() for name, t in live.items()}
     with pytest.raises(ValueError, match="is torch.float16, not torch.float32"):
-        Puller(puller.weights, EngineParallel(1), wrong, [memory, memory])
+        puller_of(puller.weights, EngineParallel(1), wrong, [memory, memory])
     with pytest.raises(ValueError, match="1 sources for weights of 2 trainer ranks"):
-        Puller(puller.weights, EngineParallel(1), live, [memory])
+        puller_of(puller.weights, EngineParallel(1), live, [memory])
     for text in (
         "",
         "{}",
@@ -211,8 +210,9 @@ def test_what_does_not_fit_is_refused():
 def test_a_pull_ends_at_its_deadline():
     _, ranks, live, puller = two_ranks()
     publish(ranks, 0)
+    puller.deadline = 0.0
     with pytest.raises(TimeoutError, match="version 0"):
-        puller.pull(0, deadline=0.0)
+        puller.pull(0)
 
 
 @pytest.mark.parametrize("dead", [0, 1])
@@ -229,7 +229,7 @@ def test_a_rank_that_is_lost_ends_the_pull_while_another_is_slow(dead):
     memories[1 - dead].meanwhile = lambda: (entered.set(), time.sleep(0.05))
     begin = time.monotonic()
     with patch.object(pull, "CHUNK", 64), pytest.raises(ConnectionError, match=f"rank {dead} is gone"):
-        puller.pull(0, deadline=30)
+        puller.pull(0)
     assert time.monotonic() - begin < 2, "the other has some hundred reads to go"
     assert memories[1 - dead].reads < puller.staging.nbytes / 4
 
@@ -249,9 +249,9 @@ def test_closing_ends_a_pull_that_waits(once, request):
         memory.seek = seek
     me = Process("outside", -1, machine(), request.node.name.encode())
     more = dict(sharing=partial(Shared, me)) if once else {}
-    puller = Puller(puller.weights, EngineParallel(1), live, memories, **more)
+    puller = puller_of(puller.weights, EngineParallel(1), live, memories, **more)
     with patch.object(pull, "SEEK_SECONDS", 0.1), ThreadPoolExecutor(1) as pool:
-        waits = pool.submit(puller.pull, 0, 60)
+        waits = pool.submit(puller.pull, 0)
         assert asked.wait(10)
         begin = time.monotonic()
         puller.close()
@@ -272,7 +272,7 @@ def test_an_accelerators_weights_go_over_the_host():
         expected = engine_weights(SHAPE, 2, rank, kept)
         live = {name: torch.zeros_like(t, device=device) for name, t in expected.items()}
         publish(ranks, rank)
-        puller = Puller(weights, EngineParallel(2), live, [memory for _, memory, _ in ranks], rank=rank)
-        puller.pull()
+        puller = puller_of(weights, EngineParallel(2), live, [memory for _, memory, _ in ranks], rank=rank)
+        puller.pull(rank)
         puller.apply(live)
         assert all(torch.equal(live[name].cpu(), t) for name, t in expected.items())
