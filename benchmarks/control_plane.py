@@ -213,7 +213,7 @@ def engine(number: int, args: argparse.Namespace, folder: Path) -> dict[str, Any
     lead = Lead(dock, job, args.slots, 1, None, threading.Event())
     # Half of a response's mean of steps is added by its tail; all slots full, a rollout takes 0.8 of an iteration.
     steps = args.rows / args.engines / args.slots * MEAN
-    decoder, tokens = Decoder(Costs(step=0.8 * args.seconds / steps), args.slots, PROMPT, time.monotonic()), {}
+    decoder, tokens = Decoder(Costs(step=0.8 * args.seconds / steps), args.slots, time.monotonic()), {}
     began = time.perf_counter()
     while True:
         with meter.of("next"):
@@ -228,7 +228,7 @@ def engine(number: int, args: argparse.Namespace, folder: Path) -> dict[str, Any
         with meter.of("requests"):
             decoder.advance(time.monotonic()) if not len(decoder) else None
             drawn = [(request, length(0, 0, random)) for _, request in turn.requests]
-            tokens.update({request.id: (request, n, lead.version) for request, n in drawn})
+            tokens.update({request.id: (request, n, lead.work.version) for request, n in drawn})
             decoder.add((request.id, n) for request, n in drawn)
         if not len(decoder):
             continue

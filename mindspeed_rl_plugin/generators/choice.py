@@ -1,11 +1,14 @@
-"""What an engine does next, as a pure function of what it has: put weights in, pull some, or take rows."""
+"""What an engine does next, as a pure function of what it has: put weights in, pull some, or take rows; and that."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from itertools import takewhile
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from mindspeed_rl_plugin.rows import SampleId
 
 
 class Bound(NamedTuple):
@@ -88,3 +91,56 @@ def _may_take(s: Situation, resumed: int) -> bool:
     if resumed < len(s.held) or (s.drain and s.pulled > s.version) or (s.strict and (s.running or resumed)):
         return False
     return max(s.version, s.announced if s.strict else -1) >= 0
+
+
+@dataclass
+class Work:
+    """The books of an engine: versions and limits as in `Situation`, and its rows, each with its `bound`."""
+
+    slots: int
+    drain: bool
+    strict: bool
+    version: int = -1
+    pulled: int = -1
+    pulling: int = -1
+    running: dict[SampleId, Any] = field(default_factory=dict)
+    held: deque[Any] = field(default_factory=deque)
+
+    def choose(self, announced: int) -> Choice:
+        """The next thing to do, where `announced` is the newest version."""
+        return choose(
+            Situation(
+                version=self.version,
+                pulled=self.pulled,
+                pulling=self.pulling,
+                announced=announced,
+                running=[row.bound for row in self.running.values()],
+                held=[row.bound for row in self.held],
+                slots=self.slots,
+                drain=self.drain,
+                strict=self.strict,
+            )
+        )
+
+    def pull(self, version: int) -> None:
+        """A pull begins; what is staged is written over."""
+        self.pulled, self.pulling = -1, version
+
+    def pull_ended(self, version: int) -> None:
+        """It is over."""
+        self.pulled, self.pulling = version, -1
+
+    def applied(self, version: int) -> None:
+        """The engine has the weights that were pulled."""
+        self.version, self.pulled = version, -1
+
+    def resumed(self, count: int) -> list[Any]:
+        """The first held rows, which go on."""
+        return [self.held.popleft() for _ in range(count)]
+
+    def fitting(self, rows: Iterable[Any]) -> list[Any]:
+        """New rows that these weights may sample; the others are held."""
+        fit = []
+        for row in rows:
+            (fit if row.bound.allows(self.version) and not self.held else self.held).append(row)
+        return fit

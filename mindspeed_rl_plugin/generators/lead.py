@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from mindspeed_rl_plugin.dock import Dock, Lease
 from mindspeed_rl_plugin.engine.seeds import response_seed
-from mindspeed_rl_plugin.generators.choice import Bound, Situation, choose
+from mindspeed_rl_plugin.generators.choice import Bound, Work
 from mindspeed_rl_plugin.generators.description import Description
 from mindspeed_rl_plugin.generators.news import News
 from mindspeed_rl_plugin.generators.spans import Spans
@@ -64,14 +64,12 @@ class Lead:
         leaving: threading.Event,
     ) -> None:
         self.dock, self.job, self.share, self.leaving = dock, job, share, leaving
-        self.slots, self.replicas = slots, replicas
+        self.replicas = replicas
+        self.work = Work(slots * replicas, job.inflight == "drain", job.strict)
         self.news = News(dock)
-        self.version = self.pulled = self.pulling = -1
         self.counts: dict[str, float] = {}
         self.spans = Spans()
         self._began = self._reported = self._pull_began = time.monotonic()
-        self._running: dict[SampleId, _Row] = {}
-        self._held: deque[_Row] = deque()  # that other weights must sample
 
     # a turn
 
@@ -86,19 +84,19 @@ class Lead:
 
     def _next(self) -> Turn:
         self._report()
-        choice = choose(self._situation())
+        choice = self.work.choose(self.news.version)
         if choice.apply >= 0:
             return Turn(apply=choice.apply)
         if choice.pull >= 0:
-            self.pulled, self.pulling = -1, choice.pull  # what is staged is written over
+            self.work.pull(choice.pull)
             self._pull_began = time.monotonic()
             return Turn(pull=choice.pull)
         if choice.wait:
             self._wait("version", LOOK_SECONDS)
             return Turn()
-        rows = [self._held.popleft() for _ in range(choice.resume)]
+        rows = self.work.resumed(choice.resume)
         if choice.take:
-            rows += self._taken(choice.take, idle=not self._running and not rows)
+            rows += self._taken(choice.take, idle=not self.work.running and not rows)
         self._deal(rows)
         return Turn(tuple((row.replica, row.request) for row in rows))
 
@@ -106,14 +104,14 @@ class Lead:
         """Write finished responses into the dock. A job that has left needs none."""
         finished: dict[int, list[tuple[_Row, Completion]]] = {}
         for completion in completions:
-            row = self._running.pop(completion.id)
+            row = self.work.running.pop(completion.id)
             self.count("responses", 1)
             self.count("tokens", len(completion.tokens))
             finished.setdefault(row.lease.token, []).append((row, completion))
         for part in finished.values():
             requests, responses = [row.request for row, _ in part], [completion for _, completion in part]
             # A response of a server may come after newer weights.
-            whose = digest if all(response.version == self.version for response in responses) else None
+            whose = digest if all(response.version == self.work.version for response in responses) else None
             try:
                 self.dock.commit_part(part[0][0].lease, completion_rows(requests, responses, whose))
             except ConnectionError:
@@ -133,41 +131,28 @@ class Lead:
     def pull_ended(self, version: int) -> None:
         """A pull is over, well or not; called in its thread."""
         self.spans.add("pull", self._pull_began, time.monotonic())
-        self.pulled, self.pulling = version, -1
+        self.work.pull_ended(version)
         self.news.wake()
 
     def applied(self, version: int) -> None:
         """The engine has the weights that were pulled."""
-        self.version, self.pulled = version, -1
+        self.work.applied(version)
 
     def missed(self, version: int, error: Exception) -> None:
         """Weights that were wanted are no longer to be had. Raises `error` where rows must be sampled by them."""
-        if any(row.bound.newest == version for row in (*self._running.values(), *self._held)):
+        if any(row.bound.newest == version for row in (*self.work.running.values(), *self.work.held)):
             raise error
-        self.pulled = -1
+        self.work.pulled = -1
 
     # inside
 
-    def _situation(self) -> Situation:
-        return Situation(
-            version=self.version,
-            pulled=self.pulled,
-            pulling=self.pulling,
-            announced=self.news.version,
-            running=[row.bound for row in self._running.values()],
-            held=[row.bound for row in self._held],
-            slots=self.slots * self.replicas,
-            drain=self.job.inflight == "drain",
-            strict=self.job.strict,
-        )
-
     def _deal(self, rows: Sequence[_Row]) -> None:
         """Each row to the replica with the most free slots."""
-        work = Counter(row.replica for row in self._running.values())
+        work = Counter(row.replica for row in self.work.running.values())
         for row in rows:
             row.replica = min(range(self.replicas), key=lambda replica: work[replica])
             work[row.replica] += 1
-            self._running[row.request.id] = row
+            self.work.running[row.request.id] = row
 
     def _report(self) -> None:
         now = time.monotonic()
@@ -177,7 +162,7 @@ class Lead:
 
     def _leave(self) -> Turn:
         """Hand back what is not finished."""
-        leases = {row.lease.token: row.lease for row in (*self._running.values(), *self._held)}
+        leases = {row.lease.token: row.lease for row in (*self.work.running.values(), *self.work.held)}
         for lease in leases.values():
             if not self.dock.ended:
                 self.dock.release(lease)
@@ -192,15 +177,13 @@ class Lead:
             if time.monotonic() - began < EMPTY_SECONDS:  # all rows are done: the dock does not wait for more
                 self.news.wait(EMPTY_SECONDS)
             self.spend("back-pressure", began)
-        fit: list[_Row] = []
+        new = []
         for row in rows:
-            if (mine := self._running.get(row.request.id)) is not None:
+            if (mine := self.work.running.get(row.request.id)) is not None:
                 mine.lease = row.lease  # the one before ran out
-            elif row.bound.allows(self.version) and not self._held:
-                fit.append(row)
             else:
-                self._held.append(row)
-        return fit
+                new.append(row)
+        return self.work.fitting(new)
 
     def _leased(self, most: int, deadline: float, **of: object) -> list[_Row]:
         """Rows that are ready; none where there are none within the deadline."""

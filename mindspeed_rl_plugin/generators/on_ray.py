@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_rl_plugin.dock.joining import read_secret
+from mindspeed_rl_plugin.environment import environment_apart
 from mindspeed_rl_plugin.generators.join import LEFT
 
 RESOURCES = {"cpu": "CPU", "cuda": "GPU", "npu": "NPU"}  # kind of device -> what Ray calls it
@@ -91,29 +92,38 @@ class Watch:
         return True
 
 
-def command(python: str, ranks: int, join: str, secret_file: str) -> list[str]:
+def command(ranks: int, join: str, secret_file: str) -> list[str]:
     """The command of one engine."""
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
-    return [python, *launcher, "-m", "mindspeed_rl_plugin", "generate", "--join", join, "--secret-file", secret_file]
+    return [
+        sys.executable,
+        *launcher,
+        "-m",
+        "mindspeed_rl_plugin",
+        "generate",
+        "--join",
+        join,
+        "--secret-file",
+        secret_file,
+    ]
 
 
-def end_with_parent(how: int = signal.SIGTERM) -> None:
-    """This process gets a signal when its parent ends, however that does."""
+def end_with_parent() -> None:
+    """This process gets SIGTERM when its parent ends, however that does."""
     import ctypes
 
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, how)
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def work(ranks: int, join: str, secret: bytes, environment: Mapping[str, str]) -> tuple[int, str]:
     """Run one engine on this machine to its end. Its exit status and last line. Runs in a worker of Ray."""
-    env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")}
     with tempfile.TemporaryDirectory(prefix="rl-engine-") as folder:
         secret_file = Path(folder) / "secret"  # the folder is this user's alone, and the file must be
         with os.fdopen(os.open(secret_file, os.O_CREAT | os.O_WRONLY, 0o600), "w") as file:
             file.write(secret.hex())
         with subprocess.Popen(
-            command(sys.executable, ranks, join, str(secret_file)),
-            env={**env, **environment},
+            command(ranks, join, str(secret_file)),
+            env={**environment_apart(), **environment},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

@@ -77,7 +77,7 @@ class Service:
         self._requests: dict[SampleId, GenerateRequest] = {}  # in the making here
         self._making = 0  # responses in the making, those of engines that share experts with this one too
         self._weights = Weights(self.puller, self.lead.pull_ended if self.lead else lambda version: None)
-        while not (turn := self.team.broadcast(self.lead.next() if self.lead else None)).end:
+        while not (turn := self.team.share(self.lead.next() if self.lead else None)).end:
             self._take(turn)
 
     def _take(self, turn: Turn) -> None:
@@ -118,7 +118,7 @@ class Service:
         first one asks for those."""
         began = time.monotonic()
         errors = [error for error in self.team.gather(self._weights.finish()) if error is not None]
-        if errors and self.team.broadcast(self.lead.dock.ended if self.lead else None):
+        if errors and self.team.share(self.lead.dock.ended if self.lead else None):
             return  # the job has left, and the next turn says so
         if errors:
             if not all(isinstance(error, Gone) for error in errors):

@@ -7,6 +7,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from mindspeed_rl_plugin.algorithms import Algorithm
 from mindspeed_rl_plugin.algorithms.presets import learns_from_pairs
 from mindspeed_rl_plugin.config import RLConfig
 
@@ -194,3 +195,10 @@ def _near(prompts: int, members: int, global_batch: int) -> str:
     below, above = prompts // step * step, -(-prompts // step) * step
     choices = " or ".join(str(n) for n in (below, above) if n)
     return f"set --rl-rollout-prompts to {choices}"
+
+
+def reads_old_logps(config: RLConfig, algorithm: Algorithm) -> bool:
+    """Whether more than the loss reads old log-probs. Without it, and where a rollout makes one optimizer step, they are
+    those of the update's own pass. A correction for older weights reads these just as well."""
+    dumped = config.monitor.dump_dir is not None
+    return config.forward.old_logprobs != "auto" or algorithm.kl_reward_coef != 0 or dumped

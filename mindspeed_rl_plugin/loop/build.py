@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mindspeed_rl_plugin.algorithms import Algorithm
 from mindspeed_rl_plugin.algorithms.describe import describe
 from mindspeed_rl_plugin.critic.critic import Critic
 from mindspeed_rl_plugin.device import get_device
@@ -18,6 +17,7 @@ from mindspeed_rl_plugin.engine.hf_rope import check_rotary
 from mindspeed_rl_plugin.engine.vllm_engine import VllmEngine
 from mindspeed_rl_plugin.environment import launch_env
 from mindspeed_rl_plugin.loop import engine_options
+from mindspeed_rl_plugin.loop.arithmetic import reads_old_logps
 from mindspeed_rl_plugin.loop.build_async import build_schedule, make_publisher
 from mindspeed_rl_plugin.loop.colocation import Colocation
 from mindspeed_rl_plugin.loop.docks import Docks, DockSize, place
@@ -29,7 +29,7 @@ from mindspeed_rl_plugin.loop.partial_schedule import PartialSchedule
 from mindspeed_rl_plugin.loop.rollout_plan import RolloutPlan
 from mindspeed_rl_plugin.loop.schedules import SCHEDULES, Job, Stages, SyncSchedule
 from mindspeed_rl_plugin.loop.start import Start
-from mindspeed_rl_plugin.loop.timing.calibrate import SETUP, setup_record
+from mindspeed_rl_plugin.loop.timing.calibrate import SETUP
 from mindspeed_rl_plugin.loop.timing.inputs import Setup
 from mindspeed_rl_plugin.loop.topology import Topology
 from mindspeed_rl_plugin.monitor.monitor import Monitor
@@ -63,7 +63,8 @@ def build_loop(
 ) -> Loop:
     """The loop of an algorithm that samples responses. model: this rank's chunks. Collective over all ranks; the engine
     takes seconds to start."""
-    inputs = dataclasses.replace(inputs, algorithm=_with_old_logps(inputs))
+    old_logps = inputs.sizes.steps > 1 or reads_old_logps(inputs.config, inputs.algorithm)
+    inputs = dataclasses.replace(inputs, algorithm=dataclasses.replace(inputs.algorithm, old_logps=old_logps))
     args, config, algorithm = inputs.args, inputs.config, inputs.algorithm
     topology = Topology.from_megatron(1 if config.schedule.apart else config.rollout.generate_tp, model)
     ranks = Collectives(config.monitor.wait_timeout)
@@ -168,7 +169,7 @@ def timing_setup(inputs: Inputs, ranks: int) -> dict[str, Any]:
     does not know. ranks: that train."""
     if inputs.algorithm.from_pairs or inputs.config.schedule.partial:
         return {}
-    return {SETUP: setup_record(Setup.of(inputs.config, inputs.sizes, ranks))}
+    return {SETUP: dataclasses.asdict(Setup.of(inputs.config, inputs.sizes, ranks))}
 
 
 def host_memory_budget(inputs: Inputs) -> HostMemoryBudget:
@@ -305,15 +306,6 @@ def sampling_of(inputs: Inputs) -> Sampling:
         stop_token_ids=rollout.stop_token_ids,
         ignore_eos=rollout.ignore_eos,
     )
-
-
-def _with_old_logps(inputs: Inputs) -> Algorithm:
-    """Without old log-probs where each rollout makes one optimizer step, so that they would be the update's own, and
-    nothing else reads them. A correction for older weights reads the update's own just as well."""
-    algorithm, config = inputs.algorithm, inputs.config
-    read = algorithm.kl_reward_coef != 0 or config.monitor.dump_dir is not None
-    own = config.forward.old_logprobs == "auto" and inputs.sizes.steps == 1 and not read
-    return dataclasses.replace(algorithm, old_logps=not own)
 
 
 def _check_rotary(inputs: Inputs, model: Any) -> None:

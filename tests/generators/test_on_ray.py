@@ -35,8 +35,8 @@ def test_what_is_neither_is_refused(text):
 
 def test_an_engine_of_several_ranks_has_a_launcher():
     alone = ["-m", "mindspeed_rl_plugin", "generate", "--join", "a:1", "--secret-file", "f"]
-    assert command("python", 1, "a:1", "f")[1:] == alone
-    assert command("python", 2, "a:1", "f")[1:5] == ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+    assert command(1, "a:1", "f")[1:] == alone
+    assert command(2, "a:1", "f")[1:5] == ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
 
 
 class Cluster:

@@ -78,7 +78,7 @@ def test_without_staleness_async_is_sync_with_a_publication():
     outcome = simulate(setup("async", staleness=0), costs, lengths)
     sync = simulate(setup("sync"), COSTS, lengths)
     assert outcome.rollout == pytest.approx(sync.rollout + 0.2 + 0.3 + 0.1, rel=1e-6)
-    assert outcome.lag == (0, 0)
+    assert outcome.lag == 0
 
 
 def test_a_strict_order_waits_for_each_rollout():
@@ -86,7 +86,7 @@ def test_a_strict_order_waits_for_each_rollout():
     free = simulate(setup("async", engines=2, slots=8), costs, tailed())
     strict = simulate(setup("async", engines=2, slots=8, order="strict"), costs, tailed())
     assert strict.rollout > free.rollout
-    assert strict.lag == (1, 1)  # exactly: each rollout by one version
+    assert strict.lag == 1  # exactly: each rollout by one version
 
 
 @given(
@@ -102,15 +102,14 @@ def test_a_strict_order_waits_for_each_rollout():
 @settings(max_examples=40, deadline=None)
 def test_admission_holds_and_everything_goes_on(slots, number, staleness, order, inflight, rounds, train, seed):
     """`simulate` raises where a response is older than the bound, and where everybody waits."""
-    costs = dataclasses.replace(COSTS, token=train, publish=0.3, pull=0.7, apply=0.2, prefill=0.001, notice=0.05)
+    costs = dataclasses.replace(COSTS, token=train, publish=0.3, pull=0.7, apply=0.2, notice=0.05)
     what = setup(
         "async", engines=number, slots=slots, staleness=staleness, order=order, inflight=inflight, rounds=rounds
     )
     responses = dataclasses.replace(tailed(seed, 1.0), informative=0.7 if rounds else 1.0)
     outcome = simulate(what, costs, responses, rollouts=4)
-    assert outcome.lag[1] <= staleness
+    assert 0 <= outcome.lag <= staleness
     assert 0 <= sum(outcome.engines.values()) <= 1 + 1e-9 and 0 <= outcome.trainers["starved"] <= 1
-    assert outcome.slots <= slots * 1.2  # steps are counted when they end
 
 
 def test_the_model_asks_admission(monkeypatch):
@@ -161,14 +160,14 @@ def test_dynamic_sampling_costs_more_groups():
 
 
 def test_decoder_counts_steps():
-    decoder = Decoder(Costs(step=1.0, sequence=0.5, prefill=0.1), 2, prompt_tokens=10)
+    decoder = Decoder(Costs(step=1.0, sequence=0.5), 2)
     a, b, c = (SampleId(0, 0, m) for m in range(3))
-    decoder.add([(a, 3), (b, 5), (c, 4)])  # two prompts are computed: 2 s; c waits
-    assert decoder.next_end == pytest.approx(2 + 3 * 2.0)
-    assert decoder.boundary(5.0) == pytest.approx(6.0)
-    assert decoder.advance(6.0) == [] and decoder.at == pytest.approx(6.0)
-    assert decoder.advance(decoder.next_end) == [a] and decoder.at == pytest.approx(9.0)  # c's prompt
-    assert decoder.drain() == [(pytest.approx(13.0), b), (pytest.approx(16.0), c)]
+    decoder.add([(a, 3), (b, 5), (c, 4)])  # c waits
+    assert decoder.next_end == pytest.approx(3 * 2.0)
+    assert decoder.boundary(3.0) == pytest.approx(4.0)
+    assert decoder.advance(4.0) == [] and decoder.at == pytest.approx(4.0)
+    assert decoder.advance(decoder.next_end) == [a] and decoder.at == pytest.approx(6.0)
+    assert decoder.drain() == [(pytest.approx(10.0), b), (pytest.approx(13.0), c)]
     assert len(decoder) == 0
 
 
@@ -185,7 +184,7 @@ def test_a_clock_that_stands_still_says_so():
 def test_an_engine_looks_for_weights_at_a_poll():
     """News come in the middle of a step; weights are pulled from the end of the poll of 0.2 s on, and then applied."""
     clock, log = Clock(), []
-    decoder = Decoder(Costs(step=0.03, pull=1.0, apply=0.5), 4, 0)
+    decoder = Decoder(Costs(step=0.03, pull=1.0, apply=0.5), 4)
     rows = [engines.Row(SampleId(0, 0, 0), Bound(0), 100)]
     news = {"version": -1}
     one = engines.Engine(
@@ -205,7 +204,7 @@ def test_an_engine_looks_for_weights_at_a_poll():
     clock.at(1.0, announce, 0)  # pulled by 2.0, in by 2.5
     clock.at(3.01, announce, 1)  # 17 steps by then; seen at 3.1 or at the next step, pulled a second later
     clock.run(lambda: bool(log))
-    assert one.version == 1
+    assert one.work.version == 1
     assert log == [(pytest.approx(2.5 + 100 * 0.03 + 0.5), 0)]
     assert one.idle["version"] == pytest.approx(2.0)
 

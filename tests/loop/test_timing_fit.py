@@ -11,7 +11,7 @@ import pytest
 
 from mindspeed_rl_plugin.loop.arithmetic import Arithmetic
 from mindspeed_rl_plugin.loop.timing import calibrate, comparison
-from mindspeed_rl_plugin.loop.timing.calibrate import fit, grading_seconds, observed, setup_record
+from mindspeed_rl_plugin.loop.timing.calibrate import fit, grading_seconds, observed
 from mindspeed_rl_plugin.loop.timing.inputs import Costs, Responses, Setup, lognormal
 from mindspeed_rl_plugin.loop.timing.simulate import simulate
 
@@ -52,7 +52,7 @@ def record(folder, setup, costs=TRUE, rollouts=12, spread=0.3, seed=0):
         )
     folder.mkdir(exist_ok=True)
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (folder / "run.json").write_text(json.dumps({"setup": setup_record(setup)}))
+    (folder / "run.json").write_text(json.dumps({"setup": dataclasses.asdict(setup)}))
     return folder
 
 
@@ -72,7 +72,7 @@ def test_known_costs_come_back(tmp_path):
 
 def test_rollouts_that_are_all_alike_take_the_usual_ratio(tmp_path):
     alike = Responses(lambda row, member, rng: 100)
-    run = observed(record(tmp_path, Setup(SIZES, "sync")), responses=alike)
+    run = dataclasses.replace(observed(record(tmp_path, Setup(SIZES, "sync"))), responses=alike)
     same = [{**r, "response/length_max": 400.0, "response/length_mean": 100.0} for r in run.rollouts]
     costs = fit([dataclasses.replace(run, rollouts=same)])
     assert costs.sequence == pytest.approx(calibrate.USUAL_RATIO * costs.step)

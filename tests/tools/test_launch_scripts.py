@@ -175,4 +175,5 @@ def test_a_script_of_upstream_is_rehearsed(tmp_path, monkeypatch):
     words = ["--only", "qwen3/pretrain_qwen3_0point6b_4K_ptd.sh", "--table", str(table), "--out", str(tmp_path)]
     monkeypatch.setattr(sys, "argv", ["launch_scripts.py", *words])
     assert scripts.main() == 0, [log.read_text()[-3000:] for log in tmp_path.glob("*.log")]
-    assert [row.end for row in scripts.known(table)] == ["trained"]
+    ends = [row.end for row in scripts.known(table)]
+    assert ends and set(ends) == {"trained"}  # one of each pair of checkouts

@@ -8,7 +8,6 @@ import json
 import pytest
 
 from mindspeed_rl_plugin.loop.arithmetic import Arithmetic
-from mindspeed_rl_plugin.loop.timing.calibrate import setup_record
 from mindspeed_rl_plugin.loop.timing.inputs import Setup
 from mindspeed_rl_plugin.tools.plan import plan, schedule
 
@@ -34,7 +33,7 @@ def run_of(folder):
     folder.mkdir()
     lines = [json.dumps({"kind": "train", "iteration": n + 1, **line}) + "\n" for n in range(5)]
     (folder / "metrics.jsonl").write_text("".join(lines))
-    (folder / "run.json").write_text(json.dumps({"setup": setup_record(setup)}))
+    (folder / "run.json").write_text(json.dumps({"setup": dataclasses.asdict(setup)}))
     return folder
 
 

@@ -64,27 +64,20 @@ class Observed:
         return self.seconds("iteration") / self.setup.sizes.steps
 
 
-def setup_record(setup: Setup) -> dict[str, Any]:
-    """What run.json has of it under `SETUP`."""
-    return dataclasses.asdict(setup)
-
-
 def read_setup(record: Mapping[str, Any]) -> Setup:
-    """Inverse of `setup_record`."""
+    """From what `dataclasses.asdict` made of it."""
     return Setup(**{**record, "sizes": Arithmetic(**record["sizes"])})
 
 
-def observed(
-    run_dir: str | os.PathLike[str], setup: Setup | None = None, responses: Responses | None = None
-) -> Observed:
-    """A run by its directory. setup, responses: where they are known, else as run.json and the lengths in the metrics
-    say. Raises ValueError where the run left no metrics, no setup or too few rollouts."""
+def observed(run_dir: str | os.PathLike[str]) -> Observed:
+    """A run by its directory, with its setup by run.json and such lengths as the metrics say. Raises ValueError where
+    it left no metrics, no setup or too few rollouts."""
     lines, run = read_metrics(run_dir), read_run(run_dir)
-    if setup is None and SETUP not in run:
+    if SETUP not in run:
         raise ValueError(
             f"{run_dir}: run.json has no {SETUP!r}: an older version of this package, DPO, or partial rollouts"
         )
-    setup = setup or read_setup(run[SETUP])
+    setup = read_setup(run[SETUP])
     rollouts: list[dict[str, float]] = []
     for line in lines:
         if "seconds/iteration" not in line:
@@ -101,7 +94,7 @@ def observed(
     prompt = statistics.fmean(map(_all_tokens, counted)) / setup.sizes.samples
     prompt -= statistics.fmean(r["response/length_mean"] for r in counted)
     setup = dataclasses.replace(setup, prompt_tokens=setup.prompt_tokens or max(round(prompt), 0))
-    return Observed(setup, counted, responses or _responses(setup, counted))
+    return Observed(setup, counted, _responses(setup, counted))
 
 
 def fit(runs: Sequence[Observed]) -> Costs:

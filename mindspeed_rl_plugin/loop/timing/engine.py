@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from mindspeed_rl_plugin.generators.choice import Bound, Situation, choose
+from mindspeed_rl_plugin.generators.choice import Bound, Work
 from mindspeed_rl_plugin.loop.timing.inputs import Setup
 from mindspeed_rl_plugin.loop.timing.resources import Clock, Decoder
 from mindspeed_rl_plugin.rows import SampleId
@@ -16,11 +15,18 @@ POLL_SECONDS = 0.2  # of steps before an engine looks for news, as in generators
 
 
 class Row(NamedTuple):
-    """A prompt that is admitted. order: who may sample it; tokens: of its response."""
+    """A prompt that is admitted. bound: who may sample it; tokens: of its response."""
 
     id: SampleId
-    order: Bound
+    bound: Bound
     tokens: int
+
+
+class _Begun(NamedTuple):
+    """A row in the making. version: of the weights that began it."""
+
+    bound: Bound
+    version: int
 
 
 class Engine:
@@ -41,10 +47,8 @@ class Engine:
     ) -> None:
         self.clock, self.decoder, self.setup = clock, decoder, setup
         self._take, self._done, self._announced = take, done, announced
-        self.version = self.pulled = self.pulling = -1
+        self.work = Work(setup.slots, setup.inflight == "drain", setup.order == "strict")
         self.idle = {"version": 0.0, "back-pressure": 0.0}
-        self._running: dict[SampleId, tuple[Bound, int]] = {}
-        self._held: deque[Row] = deque()
         self._waits: tuple[str, float] | None = None  # for what, since when
         self._looked, self._due = 0.0, 0  # when it looked for news last; number of the event that is due
 
@@ -56,7 +60,7 @@ class Engine:
             self.idle[cause] += now - since
             self._waits = None
             self._at(max(now, self.decoder.at))
-        elif self._running:
+        elif self.work.running:
             polls = math.ceil((now - self._looked) / POLL_SECONDS)
             look = self.decoder.boundary(self._looked + polls * POLL_SECONDS)
             self._at(min(look, self.decoder.next_end))
@@ -79,63 +83,37 @@ class Engine:
         if number != self._due:
             return
         for row in self.decoder.advance(self.clock.now):
-            self._done(row, self._running.pop(row)[1])
+            self._done(row, self.work.running.pop(row).version)
         self._looked = self.clock.now
-        choice = choose(self._situation())
+        choice = self.work.choose(self._announced())
         while choice.pull >= 0:
-            self.pulled, self.pulling = -1, choice.pull
+            self.work.pull(choice.pull)
             self.clock.at(self.clock.now + self.decoder.costs.pull, self._pull_ended, choice.pull)
-            choice = choose(self._situation())
+            choice = self.work.choose(self._announced())
         if choice.apply >= 0:
             self._apply(choice.apply)
         elif choice.wait:
             self._waits = "version", self.clock.now
         else:
-            rows = [self._held.popleft() for _ in range(choice.resume)]
-            self._begin(rows + self._fitting(choice.take))
-
-    def _situation(self) -> Situation:
-        return Situation(
-            version=self.version,
-            pulled=self.pulled,
-            pulling=self.pulling,
-            announced=self._announced(),
-            running=[bound for bound, _ in self._running.values()],
-            held=[row.order for row in self._held],
-            slots=self.setup.slots,
-            drain=self.setup.inflight == "drain",
-            strict=self.setup.order == "strict",
-        )
+            rows = self.work.resumed(choice.resume)
+            self._begin(rows + self.work.fitting(self._take(choice.take) if choice.take else ()))
 
     def _pull_ended(self, version: int) -> None:
-        if self.pulling == version:
-            self.pulled, self.pulling = version, -1
-            self.wake()
+        self.work.pull_ended(version)
+        self.wake()
 
     def _apply(self, version: int) -> None:
-        if self.setup.inflight == "recompute":
-            self.decoder.recompute()
         self.decoder.pause(self.decoder.costs.apply)
-        self.version, self.pulled = version, -1
+        self.work.applied(version)
         self._at(self.decoder.at)
-
-    def _fitting(self, most: int) -> list[Row]:
-        """New rows that these weights may sample; the others are held."""
-        fit = []
-        for row in self._take(most) if most else ():
-            if row.order.allows(self.version) and not self._held:
-                fit.append(row)
-            else:
-                self._held.append(row)
-        return fit
 
     def _begin(self, rows: Sequence[Row]) -> None:
         for row in rows:
-            self._running[row.id] = row.order, self.version
+            self.work.running[row.id] = _Begun(row.bound, self.work.version)
         self.decoder.add((row.id, row.tokens) for row in rows)
-        if self._running:
+        if self.work.running:
             self._at(max(self.decoder.next_end, self.clock.now))
-        elif self._held:
+        elif self.work.held:
             self._at(self.clock.now)  # for the weights that these want
         else:
             self._waits = "back-pressure", self.clock.now

@@ -6,27 +6,28 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from random import Random
+from statistics import NormalDist
 
 from mindspeed_rl_plugin.algorithms import resolve
 from mindspeed_rl_plugin.config import RLConfig
-from mindspeed_rl_plugin.loop.arithmetic import Arithmetic
+from mindspeed_rl_plugin.loop.arithmetic import Arithmetic, reads_old_logps
+
+_NORMAL = NormalDist()
 
 
 @dataclass(frozen=True)
 class Costs:
     """Seconds, all of them.
 
-    step, sequence: one decode step of an engine, and more for each sequence in it; prefill: a token that an engine
-    computes without sampling it; token: training on one token, prompts included, on a data parallel rank; old_token:
-    its old log-prob; rollout: what a rollout takes of the trainers whatever its size; reshard: weights to colocated
-    engines and back; publish: the trainers' copy of weights; pull: an engine reads them, beside its steps; apply: it
-    puts them in, and makes no step; notice: from the end of a response to the start of its grading, and again to a
-    trainer that waits.
+    step, sequence: one decode step of an engine, and more for each sequence in it; token: training on one token,
+    prompts included, on a data parallel rank; old_token: its old log-prob; rollout: what a rollout takes of the
+    trainers whatever its size; reshard: weights to colocated engines and back; publish: the trainers' copy of weights;
+    pull: an engine reads them, beside its steps; apply: it puts them in, and makes no step; notice: from the end of a
+    response to the start of its grading, and again to a trainer that waits.
     """
 
     step: float = 0.0
     sequence: float = 0.0
-    prefill: float = 0.0
     token: float = 0.0
     old_token: float = 0.0
     rollout: float = 0.0
@@ -43,7 +44,8 @@ class Setup:
 
     sizes: with `data_parallel` trainers and `engines`; trainer_ranks, engine_ranks: of one of these; slots: sequences
     that an engine decodes at once; graders: grading calls at once, of all ranks; prompt_tokens: of a prompt; limit:
-    most tokens of a response; rounds: of dynamic sampling, 0 without it.
+    most tokens of a response; rounds: of dynamic sampling, 0 without it; old_read: whether more than the loss reads old
+    log-probs.
     """
 
     sizes: Arithmetic
@@ -58,11 +60,12 @@ class Setup:
     rounds: int = 0
     trainer_ranks: int = 1
     engine_ranks: int = 1
+    old_read: bool = False
 
     @classmethod
     def of(cls, config: RLConfig, sizes: Arithmetic, ranks: int) -> Setup:
         """Of a job whose trainers have so many ranks."""
-        schedule, tp = config.schedule, config.rollout.generate_tp
+        schedule, tp, algorithm = config.schedule, config.rollout.generate_tp, resolve(config.algorithm)
         who = schedule.who_generates
         engines = (who.engines + len(schedule.engine_url) if schedule.apart else 0) or sizes.engines
         return cls(
@@ -74,9 +77,10 @@ class Setup:
             order=schedule.async_order,
             inflight=schedule.inflight,
             limit=config.rollout.max_response_length,
-            rounds=config.algorithm.dynamic_sampling_rounds if resolve(config.algorithm).dynamic_sampling else 0,
+            rounds=config.algorithm.dynamic_sampling_rounds if algorithm.dynamic_sampling else 0,
             trainer_ranks=ranks // sizes.data_parallel,
             engine_ranks=who.tp if schedule.apart and who.engines else tp,
+            old_read=reads_old_logps(config, algorithm),
         )
 
     @property
@@ -88,7 +92,7 @@ class Setup:
     @property
     def old_logps(self) -> bool:
         """Whether old log-probs are computed before the update."""
-        return self.sizes.steps > 1
+        return self.sizes.steps > 1 or self.old_read
 
 
 @dataclass(frozen=True)
@@ -126,7 +130,7 @@ def sigma_of(mean: float, longest: float, count: int, limit: int) -> float:
     """The sigma with which the longest of `count` lognormal lengths, cut at `limit`, is `longest` in the median."""
     if longest >= limit:  # what is cut hides the tail: the least sigma that reaches the limit so often
         longest = limit
-    quantile = _normal_quantile(0.5 ** (1 / max(count, 2)))
+    quantile = _NORMAL.inv_cdf(0.5 ** (1 / max(count, 2)))
     gain = math.log(max(longest / mean, 1.0))
     # mean * exp(quantile * sigma - sigma^2 / 2) = longest, the smaller root
     return quantile - math.sqrt(max(quantile**2 - 2 * gain, 0.0))
@@ -137,16 +141,4 @@ def _cut_mean(mu: float, sigma: float, limit: int) -> float:
     if not sigma:
         return min(math.exp(mu), limit)
     z = (math.log(limit) - mu) / sigma
-    return math.exp(mu + sigma**2 / 2) * _normal(z - sigma) + limit * (1 - _normal(z))
-
-
-def _normal(z: float) -> float:
-    return 0.5 * (1 + math.erf(z / math.sqrt(2)))
-
-
-def _normal_quantile(share: float) -> float:
-    low, high = -10.0, 10.0
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (middle, high) if _normal(middle) < share else (low, middle)
-    return low
+    return math.exp(mu + sigma**2 / 2) * _NORMAL.cdf(z - sigma) + limit * (1 - _NORMAL.cdf(z))

@@ -38,14 +38,13 @@ class Decoder:
     """Continuous batching: in each step every running sequence gets a token; at most `slots` run, the others wait in
     their order.
 
-    at: time up to which steps are counted, always between two steps; busy: sequences x seconds so far.
+    at: time up to which steps are counted, always between two steps.
     """
 
-    def __init__(self, costs: Costs, slots: int, prompt_tokens: int, at: float = 0.0) -> None:
-        self.costs, self.slots, self.prompt_tokens, self.at = costs, slots, prompt_tokens, at
-        self.steps, self.busy = 0, 0.0
+    def __init__(self, costs: Costs, slots: int, at: float = 0.0) -> None:
+        self.costs, self.slots, self.at = costs, slots, at
+        self.steps = 0
         self._running: list[tuple[int, SampleId]] = []  # last step of each, a heap
-        self._begun: dict[SampleId, int] = {}  # first step of each
         self._waiting: deque[tuple[SampleId, int]] = deque()
 
     def __len__(self) -> int:
@@ -68,13 +67,7 @@ class Decoder:
 
     def pause(self, seconds: float) -> None:
         """No step for so long."""
-        self.busy += seconds * len(self._running)
         self.at += seconds
-
-    def recompute(self) -> None:
-        """What is begun is computed anew."""
-        begun = sum(self.prompt_tokens + self.steps - first for first in self._begun.values())
-        self.pause(self.costs.prefill * begun)
 
     def boundary(self, when: float) -> float:
         """The first time at or after `when`, and not before `at`, that is between two steps."""
@@ -91,12 +84,10 @@ class Decoder:
             steps = self._running[0][0] - self.steps
         else:
             steps = round((to - self.at) / self.seconds)
-        self.busy += steps * self.seconds * len(self._running)
         self.at, self.steps = self.at + steps * self.seconds, self.steps + steps
         ended = []
         while self._running and self._running[0][0] <= self.steps:
             ended.append(heapq.heappop(self._running)[1])
-            del self._begun[ended[-1]]
         self._fill()
         return ended
 
@@ -110,8 +101,6 @@ class Decoder:
     def _fill(self) -> None:
         while self._waiting and len(self._running) < self.slots:
             row, tokens = self._waiting.popleft()
-            self.pause(self.costs.prefill * self.prompt_tokens)
-            self._begun[row] = self.steps
             heapq.heappush(self._running, (self.steps + max(tokens, 1), row))
 
 

@@ -31,16 +31,14 @@ class Outcome:
     rollout: seconds from the end of one to the end of the next; iteration: of an optimizer step of it; trainers,
     engines: share of their time without work, by cause: "starved" (they wait for responses: of slower engines, or for
     grades), "version" (for weights), "back-pressure" (for admission). lag: publications after the weights that began a
-    response, mean and most. slots: sequences that an engine decodes, mean over its time; tokens: of all responses a
-    second.
+    response, mean; tokens: of all responses a second.
     """
 
     rollout: float
     iteration: float
     trainers: Mapping[str, float]
     engines: Mapping[str, float]
-    lag: tuple[float, float]
-    slots: float
+    lag: float
     tokens: float
 
 
@@ -92,8 +90,7 @@ class _Job:
             rollout / self.setup.sizes.steps,
             shares("trainers", seconds, ("starved",)),
             shares("engines", per_engine, ("starved", "version", "back-pressure")),
-            (gained["lag"] / gained["responses"], self.sums["most lag"]),
-            gained["busy"] / per_engine,
+            gained["lag"] / gained["responses"],
             gained["tokens"] / seconds,
         )
 
@@ -186,11 +183,10 @@ class _Colocated(_Job):
         parts = deal([0] * len(ids), [(0,)] * sizes.engines)
         for engine in range(sizes.engines):
             mine = [(i, self.lengths[i]) for i, part in zip(ids, parts, strict=True) if part == engine]
-            decoder = Decoder(self.costs, self.setup.slots, self.setup.prompt_tokens, begin)
+            decoder = Decoder(self.costs, self.setup.slots, begin)
             decoder.add(mine)
             ends.update((i, end) for end, i in decoder.drain())
             done[engine] = decoder.at
-            self.sums["busy"] += decoder.busy
         graded = self._streamed(ends) if self.setup.schedule == "streamed" else self._one_by_one(ends, done)
         self.sums["engines starved"] += sum(graded - end for end in done)
         self.sums["trainers starved"] += sum(graded - end for end in done) / len(done)
@@ -236,7 +232,7 @@ class _Apart(_Job):
         self.engines = [
             Engine(
                 self.clock,
-                Decoder(costs, setup.slots, setup.prompt_tokens),
+                Decoder(costs, setup.slots),
                 setup,
                 partial(self._share if setup.order == "strict" else self._take, n),
                 self._done,
@@ -313,7 +309,6 @@ class _Apart(_Job):
         if max(lags) > self.setup.staleness:
             raise RuntimeError(f"a response is {max(lags)} publications old, the bound is {self.setup.staleness}")
         self.sums["lag"] += sum(lags)
-        self.sums["most lag"] = max(self.sums["most lag"], max(lags))
 
     def _go_on(self) -> None:
         self._waits = False
@@ -354,4 +349,3 @@ class _Apart(_Job):
         """Take the engines' counts into the sums."""
         for cause in ("version", "back-pressure"):
             self.sums[f"engines {cause}"] = sum(engine.idle_until(cause, self.clock.now) for engine in self.engines)
-        self.sums["busy"] = sum(engine.decoder.busy for engine in self.engines)

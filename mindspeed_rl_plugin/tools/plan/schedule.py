@@ -254,5 +254,5 @@ def _row(setup: Setup, outcome: Outcome, first: Outcome) -> tuple[str, ...]:
         f"{outcome.iteration:.2f}",
         f"{first.iteration / outcome.iteration:.2f}",
         *(f"{100 * share:.0f}%" for share in shares),
-        f"{outcome.lag[0]:.2f}" if apart else "",
+        f"{outcome.lag:.2f}" if apart else "",
     )
