@@ -24,10 +24,9 @@ import torch
 from torch import Tensor
 
 from mindspeed_rl_plugin.dock import Dock, Gone, Lease, SampleId, from_tensordict, to_tensordict
-from mindspeed_rl_plugin.generators.description import JOB, WEIGHTS, Description
+from mindspeed_rl_plugin.generators.description import job_of, weights_of
 from mindspeed_rl_plugin.generators.lead import request_of
 from mindspeed_rl_plugin.reshard.pull import pull_tensors
-from mindspeed_rl_plugin.reshard.shares import TrainerWeights
 from mindspeed_rl_plugin.rows import FINISH, Completion, GenerateRequest, Ragged, Rows, Sampling
 from mindspeed_rl_plugin.stages.generate import SPEC, completion_rows
 
@@ -50,12 +49,11 @@ class Client:
     def __init__(self, address: str, secret: str | os.PathLike[str] | bytes, *, lease_seconds: float = 600.0) -> None:
         self.dock = Dock.join(address, secret, lease_seconds=lease_seconds)
         try:
-            about = json.loads(self.dock.exchange.about or "{}")
-            self._job = Description.from_json(about.get(JOB, ""))
+            self._job = job_of(self.dock, strict=True)
         except ValueError:
             self.dock.close()
             raise
-        self._weights, self._sources = TrainerWeights.parse(about[WEIGHTS]), self.dock.exchange.sources()
+        self._weights, self._sources = weights_of(self.dock), self.dock.exchange.sources()
         self._taken: dict[SampleId, tuple[Lease, GenerateRequest]] = {}
         self._records = 0
         self.newest()  # over this connection the job says that it leaves

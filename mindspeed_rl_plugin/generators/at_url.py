@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from contextlib import closing
 
 from mindspeed_rl_plugin.dock import Dock
 from mindspeed_rl_plugin.dock.joining import read_secret
@@ -22,8 +23,7 @@ def serve_at(url: str, address: str, secret_file: str, leaving: threading.Event,
     leaving: set where the engine is to leave; max_running: most responses at once, None for the job's. Raises
     ValueError where the server cannot, with the mend, and what `Server` raises where it fails.
     """
-    dock = Dock.join(address, secret_file, lease_seconds=LEASE_SECONDS)
-    try:
+    with closing(Dock.join(address, secret_file, lease_seconds=LEASE_SECONDS)) as dock:
         job = job_of(dock)
         server = Server(url, job.deadline)
         workers = server.check()
@@ -31,11 +31,6 @@ def serve_at(url: str, address: str, secret_file: str, leaving: threading.Event,
         slots = min(max_running or job.engine.max_running, workers[0].max_running)
         engine = ServerEngine(server, job.engine.eos_token_ids, workers[0].seeds or job.engine.request_seeds)
         machines = [worker.machine for worker in workers]
-        weights = ServerWeights(server, address, read_secret(secret_file), machines, engine.lose)
-        say(f"the server at {url} generates, up to {slots} responses at once")
-        try:
+        with closing(ServerWeights(server, address, read_secret(secret_file), machines, engine.lose)) as weights:
+            say(f"the server at {url} generates, up to {slots} responses at once")
             Service(engine, weights, job, Team(), Lead(dock, job, slots, 1, None, leaving)).run()
-        finally:
-            weights.close()
-    finally:
-        dock.close()

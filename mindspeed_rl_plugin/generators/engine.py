@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
@@ -30,18 +31,15 @@ def serve(
     to leave; changed: options of the engine that are not the job's.
     """
     team = Team()
-    dock = Dock.join(address, secret, lease_seconds=LEASE_SECONDS)
-    try:
+    with closing(Dock.join(address, secret, lease_seconds=LEASE_SECONDS)) as dock:
         job = job_of(dock, strict=share is not None)
         options = replace(job.engine, sleep_mode=False, **changed)
         job.check_tokenizer(options.tokenizer)
         options = sized(options, team.size)
         engine = VllmEngine(options)
-        parallel = EngineParallel(options.tensor_parallel, options.expert_parallel)
-        weights = weights_of(dock)
         puller = Puller(
-            weights,
-            parallel,
+            weights_of(dock),
+            EngineParallel(options.tensor_parallel, options.expert_parallel),
             engine.parameters(),
             dock.exchange.sources(),
             rank=team.rank,
@@ -52,13 +50,9 @@ def serve(
         lead = None
         if team.leads:
             lead = Lead(dock, job, options.max_running, engine.replicas, share, leaving or threading.Event())
-        try:
+        with closing(puller):
             Service(engine, puller, job, team, lead).run()
-        finally:
-            puller.close()
         engine.shutdown()
-    finally:
-        dock.close()
 
 
 def sized(options: VllmOptions, ranks: int) -> VllmOptions:

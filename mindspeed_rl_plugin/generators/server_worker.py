@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import json
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict
@@ -22,6 +21,7 @@ from mindspeed_rl_plugin.engine import vllm_api
 from mindspeed_rl_plugin.engine.server_api import PROCESSED, Served
 from mindspeed_rl_plugin.engine.vllm_engine import keep_weights_live
 from mindspeed_rl_plugin.generators.description import job_of, weights_of
+from mindspeed_rl_plugin.generators.pulling import Weights
 from mindspeed_rl_plugin.reshard.layout import EngineParallel
 from mindspeed_rl_plugin.reshard.pull import Puller
 
@@ -56,9 +56,7 @@ class _Guest:
         except BaseException:
             self.dock.close()
             raise
-        self.pulled: dict[str, Any] = {}
-        self._error: Exception | None = None
-        self._thread: threading.Thread | None = None
+        self.weights = Weights(self.puller, lambda version: None)
 
     @property
     def held(self) -> str:
@@ -83,35 +81,22 @@ class _Guest:
 
     def pull(self, version: int) -> None:
         """Begin a pull, beside the worker's steps."""
-        self.pulled, self._error = {"busy": True, "newest": -1, "nbytes": 0}, None
-        device = get_device()
-        current = None if device.is_cpu else device.current()
-        self._thread = threading.Thread(target=self._pull, args=(version, current), daemon=True, name="pull")
-        self._thread.start()
+        self.weights.take_cost()
+        self.weights.begin(version)
 
     def state(self) -> dict[str, Any]:
         """Of the pull that was begun last; raises why it failed, unless the version is gone."""
-        if self._error is not None:
-            raise self._error
-        return self.pulled
-
-    def _pull(self, version: int, current: Any) -> None:
-        newest, nbytes = -1, 0
-        try:
-            if current is not None:  # a thread begins with the first device
-                get_device().api.set_device(current)
-            nbytes = self.puller.pull(version).nbytes
-        except Gone as gone:
-            newest = gone.newest
-        except Exception as error:  # noqa: BLE001 - raised where the server is asked for the state
-            self._error = error
-        self.pulled = {"busy": False, "newest": newest, "nbytes": nbytes}
+        if self.weights.busy:
+            return {"busy": True, "newest": -1, "nbytes": 0}
+        error = self.weights.finish()
+        if error is not None and not isinstance(error, Gone):
+            raise error
+        return {"busy": False, "newest": error.newest if error else -1, "nbytes": self.weights.cost[1]}
 
     def leave(self) -> None:
         """Free the staging and leave the job."""
         self.puller.close()
-        if self._thread is not None:
-            self._thread.join()
+        self.weights.finish()
         self.dock.close()
 
 

@@ -198,7 +198,7 @@ def _near(prompts: int, members: int, global_batch: int) -> str:
 
 
 def reads_old_logps(config: RLConfig, algorithm: Algorithm) -> bool:
-    """Whether more than the loss reads old log-probs. Without it, and where a rollout makes one optimizer step, they are
-    those of the update's own pass. A correction for older weights reads these just as well."""
+    """Whether more than the loss reads old log-probs. Without it, and where a rollout makes one optimizer step, they
+    are those of the update's own pass. A correction for older weights reads these just as well."""
     dumped = config.monitor.dump_dir is not None
     return config.forward.old_logprobs != "auto" or algorithm.kl_reward_coef != 0 or dumped
