@@ -33,7 +33,7 @@ from mindspeed_rl_plugin.algorithms import resolve
 from mindspeed_rl_plugin.config.algorithm_flags import AlgorithmConfig
 from mindspeed_rl_plugin.dock import ColumnSpec, Dock, make_docks
 from mindspeed_rl_plugin.generators.lead import Lead
-from mindspeed_rl_plugin.loop.admission import Admission
+from mindspeed_rl_plugin.loop.schedules.admission import Admission
 from mindspeed_rl_plugin.loop.timing.inputs import Costs, lognormal
 from mindspeed_rl_plugin.loop.timing.resources import Decoder
 from mindspeed_rl_plugin.ranks import Collectives
@@ -145,7 +145,7 @@ class Trainer:
             self.dock.exchange.announce(number)
 
     def wait(self, ids: Sequence[SampleId]) -> float:
-        """Until all is graded; the leader asks, as in loop/async_schedule.py."""
+        """Until all is graded; the leader asks, as in loop/schedules/apart.py."""
         began = time.perf_counter()
         ids = torch.tensor(ids)
         while self.ranks.broadcast(self.left(ids) if self.rank == 0 else None):

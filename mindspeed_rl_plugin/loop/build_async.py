@@ -16,10 +16,10 @@ from mindspeed_rl_plugin.generators.description import JOB, WEIGHTS, Description
 from mindspeed_rl_plugin.generators.guests import Guests
 from mindspeed_rl_plugin.generators.ranks import publish_address, publish_end
 from mindspeed_rl_plugin.loop import engine_options
-from mindspeed_rl_plugin.loop.admission import Admission
-from mindspeed_rl_plugin.loop.async_schedule import AsyncSchedule
 from mindspeed_rl_plugin.loop.inputs import Inputs
-from mindspeed_rl_plugin.loop.schedules import Job, Stages
+from mindspeed_rl_plugin.loop.schedules.admission import Admission
+from mindspeed_rl_plugin.loop.schedules.apart import AsyncSchedule
+from mindspeed_rl_plugin.loop.schedules.schedule import Job, Stages
 from mindspeed_rl_plugin.prompts.tokenizer import vocabulary_digest
 from mindspeed_rl_plugin.ranks import Collectives
 from mindspeed_rl_plugin.reshard.layout import ModelShape, Parallel

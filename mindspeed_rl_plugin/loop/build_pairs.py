@@ -13,7 +13,7 @@ from mindspeed_rl_plugin.loop.docks import Docks, place
 from mindspeed_rl_plugin.loop.inputs import Inputs
 from mindspeed_rl_plugin.loop.loop import Loop
 from mindspeed_rl_plugin.loop.rollout_plan import RolloutPlan
-from mindspeed_rl_plugin.loop.schedules import Job, PairSchedule
+from mindspeed_rl_plugin.loop.schedules.schedule import Job, PairSchedule
 from mindspeed_rl_plugin.loop.start import Start
 from mindspeed_rl_plugin.loop.topology import Topology
 from mindspeed_rl_plugin.ranks import Collectives, on_rank_0, weights_digest

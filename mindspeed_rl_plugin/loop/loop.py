@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 
 from mindspeed_rl_plugin.loop.colocation import Colocation
-from mindspeed_rl_plugin.loop.schedules import Job, Schedule
+from mindspeed_rl_plugin.loop.schedules.schedule import Job, Schedule
 from mindspeed_rl_plugin.stages.measure import IterationLog, Rollout
 from mindspeed_rl_plugin.stages.update import TrainStep, Update
 

@@ -4,10 +4,10 @@ import os
 import runpy
 from pathlib import Path
 
-from mindspeed_rl_plugin.loop import schedules
+from mindspeed_rl_plugin.loop.schedules import colocated
 
 
-class Lagged(schedules.SyncSchedule):
+class Lagged(colocated.SyncSchedule):
     """Keeps what the engine had in each rollout."""
 
     past = []
@@ -24,5 +24,5 @@ class Lagged(schedules.SyncSchedule):
 
 
 if __name__ == "__main__":
-    schedules.SCHEDULES["sync"] = Lagged
+    colocated.SCHEDULES["sync"] = Lagged
     runpy.run_path(str(Path(__file__).parents[2] / "examples" / "pretrain_gpt.py"), run_name="__main__")

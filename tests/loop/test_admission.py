@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mindspeed_rl_plugin.loop.admission import Admission
+from mindspeed_rl_plugin.loop.schedules.admission import Admission
 
 
 class Job:

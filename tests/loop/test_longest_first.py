@@ -1,6 +1,6 @@
 """Prompts whose responses were long come first, within the optimizer step that they belong to."""
 
-from mindspeed_rl_plugin.loop.longest_first import LongestFirst
+from mindspeed_rl_plugin.loop.schedules.longest_first import LongestFirst
 from mindspeed_rl_plugin.rows import Prompt
 
 

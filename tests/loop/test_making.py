@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mindspeed_rl_plugin.loop.making import Making, level
+from mindspeed_rl_plugin.loop.schedules.making import Making, level
 from mindspeed_rl_plugin.rows import SampleId
 
 

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from mindspeed_rl_plugin.loop import partial_schedule
-from mindspeed_rl_plugin.loop.making import Making
-from mindspeed_rl_plugin.loop.partial_schedule import PartialSchedule
+from mindspeed_rl_plugin.loop.schedules import partial
+from mindspeed_rl_plugin.loop.schedules.making import Making
+from mindspeed_rl_plugin.loop.schedules.partial import PartialSchedule
 from mindspeed_rl_plugin.rows import Completion, SampleId
 
 PROMPTS, MEMBERS, MOST = 2, 2, 5
@@ -34,7 +34,7 @@ class Dropping(PartialSchedule):
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         for name in ("Grader", "GradeWait"):
-            monkeypatch.setattr(partial_schedule, name, lambda *_: SimpleNamespace(check=int, until_graded=len))
+            monkeypatch.setattr(partial, name, lambda *_: SimpleNamespace(check=int, until_graded=len))
         self.engine, self.forgotten = Engine(), []
         plan = SimpleNamespace(
             sizes=SimpleNamespace(members=MEMBERS),

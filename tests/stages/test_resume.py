@@ -25,7 +25,7 @@ from mindspeed_rl_plugin.loop.placement import Placement
 from mindspeed_rl_plugin.loop.resume import check_ahead, renamed
 from mindspeed_rl_plugin.loop.rollout_plan import RolloutPlan, of_epoch
 from mindspeed_rl_plugin.loop.run import Run
-from mindspeed_rl_plugin.loop.schedules import Job, Schedule
+from mindspeed_rl_plugin.loop.schedules.schedule import Job, Schedule
 from mindspeed_rl_plugin.rows import Ragged, Rows
 from mindspeed_rl_plugin.stages.stage import StageSpec, columns_of, states_of
 from mindspeed_rl_plugin.stages.user import WRITABLE

@@ -11,10 +11,10 @@ from random import Random
 
 from mindspeed_rl_plugin.forward import TokenBudget
 from mindspeed_rl_plugin.generators.choice import Bound
-from mindspeed_rl_plugin.loop.admission import Admission
-from mindspeed_rl_plugin.loop.longest_first import LongestFirst
 from mindspeed_rl_plugin.loop.placement import Placement, deal
 from mindspeed_rl_plugin.loop.rollout_plan import RolloutPlan, of_epoch
+from mindspeed_rl_plugin.loop.schedules.admission import Admission
+from mindspeed_rl_plugin.loop.schedules.longest_first import LongestFirst
 from mindspeed_rl_plugin.loop.timing.engine import Engine, Row
 from mindspeed_rl_plugin.loop.timing.inputs import Costs, Responses, Setup
 from mindspeed_rl_plugin.loop.timing.resources import Clock, Decoder, Graders

@@ -12,10 +12,11 @@ from typing import Any
 import torch
 
 from mindspeed_rl_plugin.loop.colocation import Colocation
-from mindspeed_rl_plugin.loop.making import Making
 from mindspeed_rl_plugin.loop.rollout_plan import of_epoch
-from mindspeed_rl_plugin.loop.schedules import Job, Stages, SyncSchedule
-from mindspeed_rl_plugin.loop.waiting import GradeWait
+from mindspeed_rl_plugin.loop.schedules.colocated import SyncSchedule
+from mindspeed_rl_plugin.loop.schedules.making import Making
+from mindspeed_rl_plugin.loop.schedules.schedule import Job, Stages
+from mindspeed_rl_plugin.loop.schedules.waiting import GradeWait
 from mindspeed_rl_plugin.monitor.names import Metric
 from mindspeed_rl_plugin.ranks import Stall
 from mindspeed_rl_plugin.reshard.resharder import Transfer

@@ -15,12 +15,12 @@ from typing import Any
 
 from mindspeed_rl_plugin.environment import flush_output, last_words
 from mindspeed_rl_plugin.generators.guests import Guests
-from mindspeed_rl_plugin.loop.admission import Admission
-from mindspeed_rl_plugin.loop.async_metrics import Engines
-from mindspeed_rl_plugin.loop.longest_first import LongestFirst
 from mindspeed_rl_plugin.loop.rollout_plan import of_epoch
-from mindspeed_rl_plugin.loop.schedules import Job, RolloutSchedule, Stages
-from mindspeed_rl_plugin.loop.waiting import GradeWait
+from mindspeed_rl_plugin.loop.schedules.admission import Admission
+from mindspeed_rl_plugin.loop.schedules.lags import Engines
+from mindspeed_rl_plugin.loop.schedules.longest_first import LongestFirst
+from mindspeed_rl_plugin.loop.schedules.schedule import Job, RolloutSchedule, Stages
+from mindspeed_rl_plugin.loop.schedules.waiting import GradeWait
 from mindspeed_rl_plugin.monitor.run_files import PUBLISHED, WEIGHTS
 from mindspeed_rl_plugin.rows import Group, Rows, SampleId
 from mindspeed_rl_plugin.stages.evaluate import EvaluateApart

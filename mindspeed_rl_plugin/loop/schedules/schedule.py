@@ -1,5 +1,5 @@
-"""Schedules: in which order the stages work on a rollout. `sync`: one after the other; `streamed`: grading beside
-generation."""
+"""What every schedule has: the job, its stages, and how the rounds of a rollout are admitted, selected and prepared.
+And that of pairs, which samples nothing."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from mindspeed_rl_plugin.dock import Dock
-from mindspeed_rl_plugin.loop.async_metrics import lags
-from mindspeed_rl_plugin.loop.colocation import Colocation
 from mindspeed_rl_plugin.loop.rollout_plan import RolloutPlan, by_epoch
+from mindspeed_rl_plugin.loop.schedules.lags import lags
 from mindspeed_rl_plugin.loop.topology import Topology
 from mindspeed_rl_plugin.monitor.monitor import Monitor
 from mindspeed_rl_plugin.monitor.names import Metric
@@ -20,7 +19,6 @@ from mindspeed_rl_plugin.rows import Group, Rows, SampleId
 from mindspeed_rl_plugin.stages.advantages import Advantages
 from mindspeed_rl_plugin.stages.evaluate import Due, Evaluate, EvaluatePairs
 from mindspeed_rl_plugin.stages.generate import Generate
-from mindspeed_rl_plugin.stages.grading import Grader
 from mindspeed_rl_plugin.stages.logprobs import TokenPass
 from mindspeed_rl_plugin.stages.measure import Measure, Rollout
 from mindspeed_rl_plugin.stages.prompts import Prompts
@@ -191,80 +189,3 @@ class RolloutSchedule(Schedule):
             stages.select.run(mine, plan.one_pass)
             stages.advantages.run(mine)
         return stages.measure.run(plan.ids(plan.groups), done, transfer, sampling)
-
-
-class SyncSchedule(RolloutSchedule):
-    """One stage after the other, the engine awake for those that need it."""
-
-    def __init__(self, job: Job, stages: Stages, colocation: Colocation, rounds: int) -> None:
-        super().__init__(job, stages, rounds)
-        self.colocation = colocation
-
-    def collect(self, done: int) -> Rollout:
-        """A rollout that is ready to train on, and an evaluation where one is due."""
-        self.colocation.start_offload()
-        self._admit()
-        with self.colocation.awake(done) as transfer:
-            if self.job.due(done):
-                with self.job.monitor.stage("evaluate"):
-                    self._evaluate(done)
-            sampling = self._sample()
-        return self._prepare(done, transfer, sampling)
-
-    def evaluate(self, done: int) -> None:
-        """An evaluation while no rollout is due: the engine wakes for nothing else, so all of it is evaluation."""
-        with self.job.monitor.stage("evaluate"):
-            with self.colocation.awake(done):
-                self._evaluate(done)
-            self.colocation.onload()
-
-    def used_up(self, done: int, last: bool) -> None:
-        """What the next transfer does not read begins to leave, while this iteration is logged and saved."""
-        if not last or self.job.due(done):
-            self.colocation.start_offload()
-
-    def settle(self) -> None:
-        """A checkpoint follows."""
-        self.colocation.refuse_save()
-
-    def close(self) -> None:
-        """End the engine."""
-        self.colocation.close()
-
-    def _evaluate(self, done: int) -> None:
-        """Evaluate the weights that the engine has."""
-        self.stages.evaluation.run(done)
-
-    def _admit(self) -> None:
-        with self.job.monitor.stage("prompts"):
-            self.job.admit()
-
-    def _round(self, failures: FailureLog) -> Mapping[Group, GroupStats]:
-        """Generate and grade a round, the one after the other. Its statistics."""
-        stages, clock = self.stages, self.job.monitor.stage
-        with clock("generate"):
-            stages.generate.run(self.job.plan.generated_by(self.job.topology.engine))
-        with clock("reward"):
-            return self._compare(self.job.plan.round, stages.reward.run, failures)
-
-
-class StreamedSchedule(SyncSchedule):
-    """The same, but each response is graded as soon as it is finished. What is submitted, and in which order, does not
-    depend on that, so all numbers are those of `SyncSchedule`."""
-
-    def __init__(self, job: Job, stages: Stages, colocation: Colocation, rounds: int) -> None:
-        super().__init__(job, stages, colocation, rounds)
-        self.grader = Grader(stages.reward, job.plan.sizes.members)
-
-    def _round(self, failures: FailureLog) -> Mapping[Group, GroupStats]:
-        """Generate a round, and grade what is finished meanwhile. Its statistics."""
-        stages, clock = self.stages, self.job.monitor.stage
-        with self.grader:
-            with clock("generate"):
-                stages.generate.stream(self.job.plan.generated_by(self.job.topology.engine), self.grader.check)
-            with clock("reward"):
-                self.grader.finish()
-                return self._compare(self.job.plan.round, stages.reward.graded, failures)
-
-
-SCHEDULES = {"sync": SyncSchedule, "streamed": StreamedSchedule}
