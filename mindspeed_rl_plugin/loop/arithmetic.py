@@ -161,17 +161,25 @@ def arithmetic_of(args: Any) -> Arithmetic:
 
 def derive_from_args(args: Any) -> Arithmetic:
     """The arithmetic of an algorithm that samples responses. Raises ValueError as `derive` does."""
-    config = RLConfig.from_args(args)
-    return derive(
+    return derive_for(
+        RLConfig.from_args(args),
+        args.world_size,
         global_batch=args.global_batch_size,
+        micro_batch=args.micro_batch_size,
+        data_parallel=args.data_parallel_size,
+        train_iters=args.train_iters,
+    )
+
+
+def derive_for(config: RLConfig, world: int, **of_megatron: int) -> Arithmetic:
+    """The same by the flags. world: ranks that train; of_megatron: what Megatron's flags say, as `derive` names it."""
+    return derive(
         members=config.rollout.samples_per_prompt,
         prompts=config.rollout.rollout_prompts,
         epochs=config.algorithm.ppo_epochs,
-        micro_batch=args.micro_batch_size,
-        data_parallel=args.data_parallel_size,
-        engines=engines_of(config, args.world_size),
-        train_iters=args.train_iters,
+        engines=engines_of(config, world),
         max_tokens=config.forward.max_tokens_per_microbatch,
+        **of_megatron,
     )
 
 

@@ -13,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from mindspeed_rl_plugin.loop.arithmetic import Arithmetic
 from mindspeed_rl_plugin.loop.timing.inputs import Costs, Responses, Setup, lognormal, sigma_of
 from mindspeed_rl_plugin.loop.timing.simulate import WARM_UP, simulate
@@ -190,18 +192,16 @@ def _decode(runs: Sequence[Observed]) -> dict[str, float]:
             rows.append((s / seconds, q / seconds))
     if not rows:
         return _decode_apart([run for run in runs if run.mean("engines/tokens_per_second")])
-    ss, sq, qq = (sum(a * b for a, b in pairs) for pairs in (
-        [(s, s) for s, _ in rows], rows, [(q, q) for _, q in rows],
-    ))  # fmt: skip
-    ones, onesq = sum(s for s, _ in rows), sum(q for _, q in rows)
-    determinant = ss * qq - sq * sq
-    if determinant > ALIKE * ss * qq:
-        step, sequence = (ones * qq - onesq * sq) / determinant, (ss * onesq - sq * ones) / determinant
-        if step >= 0 and sequence >= 0:
-            return {"step": step, "sequence": sequence}
-        return {"step": ones / ss, "sequence": 0.0} if sequence < 0 else {"step": 0.0, "sequence": onesq / qq}
-    both = [s + USUAL_RATIO * q for s, q in rows]
-    step = sum(both) / sum(b * b for b in both)
+    both = np.array(rows)
+    squares, sums = both.T @ both, both.sum(axis=0)
+    if np.linalg.det(squares) > ALIKE * squares.diagonal().prod():
+        step, sequence = np.linalg.solve(squares, sums).tolist()
+        if min(step, sequence) < 0:  # then the other alone
+            alone = (sums / squares.diagonal()).tolist()
+            step, sequence = (alone[0], 0.0) if sequence < 0 else (0.0, alone[1])
+        return {"step": step, "sequence": sequence}
+    usual = both @ (1.0, USUAL_RATIO)
+    step = float(usual.sum() / (usual @ usual))
     return {"step": step, "sequence": USUAL_RATIO * step}
 
 

@@ -41,11 +41,11 @@ def main(argv: list[str]) -> int:
     """Print the plan. Returns 0, or 1 where the layouts do not fit together."""
     if any(word.startswith("--dock") for word in argv):
         return dock_volume.main(argv)
-    if "--schedule" in argv:
-        return schedule.main(argv)
-    options = _parser().parse_args(argv)
+    by_schedule = "--schedule" in argv
+    parser, lines = (schedule.parser, schedule.report) if by_schedule else (_parser, report)
+    options = parser().parse_args([word for word in argv if word != "--schedule"])
     try:
-        print("\n".join(report(options)))
+        print("\n".join(lines(options)))
     except ValueError as error:
         print(f"plan: {error}", file=sys.stderr)
         return 1

@@ -8,13 +8,12 @@ python -m mindspeed_rl_plugin plan --schedule SCRIPT.sh --step-ms 18       costs
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from mindspeed_rl_plugin.loop.arithmetic import derive
+from mindspeed_rl_plugin.loop.arithmetic import derive_for
 from mindspeed_rl_plugin.loop.timing import calibrate
 from mindspeed_rl_plugin.loop.timing.inputs import Costs, Responses, Setup, lognormal
 from mindspeed_rl_plugin.loop.timing.simulate import Outcome, simulate
@@ -40,23 +39,13 @@ HEAD = ("schedule", "generators", "s an iteration", "times sync", "trainers star
 HEAD += ("back-pressure", "waiting for a version", "lag")
 
 
-def main(argv: list[str]) -> int:
-    """Print the table. Returns 0, or 1 where something does not fit together."""
-    options = _parser().parse_args([word for word in argv if word != "--schedule"])
-    try:
-        print("\n".join(report(options)))
-    except ValueError as error:
-        print(f"plan: {error}", file=sys.stderr)
-        return 1
-    return 0
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def parser() -> argparse.ArgumentParser:
+    """Of the command's options."""
+    made = argparse.ArgumentParser(
         prog="python -m mindspeed_rl_plugin plan --schedule",
         description="What an iteration takes under each schedule, and which one to take: a model, not a measurement.",
     )
-    add = parser.add_argument
+    add = made.add_argument
     add("script", nargs="?", type=Path, help="launch script (bash) with the RL flags; default: those of the run")
     add("--from", dest="runs", action="append", type=Path, default=[], metavar="RUN_DIR", help="a run to take costs "
         "from (SAVE/rl), best of --rl-schedule sync; several times: all of them")  # fmt: skip
@@ -68,7 +57,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--grade-s", type=float, help="mean seconds of a grading call (default: those of the run, or 0)")
     for option, value, what in ASSUMED:
         add(option, type=float, help=f"{what} (default: the run's, or {value:g})")
-    return parser
+    return made
 
 
 def report(options: argparse.Namespace) -> list[str]:
@@ -118,16 +107,13 @@ def script_setup(path: Path, timeout: float = 60.0) -> Setup:
     batch = flags.number("--global-batch-size", 0)
     if not batch:
         raise ValueError(f"{path}: the plan needs --global-batch-size")
-    arithmetic = derive(
+    arithmetic = derive_for(
+        config,
+        trainers * ranks,
         global_batch=batch,
-        members=config.rollout.samples_per_prompt,
-        prompts=config.rollout.rollout_prompts,
-        epochs=config.algorithm.ppo_epochs,
         micro_batch=flags.number("--micro-batch-size", 1),
         data_parallel=trainers,
-        engines=(apart or launch.world) // config.rollout.generate_tp,
         train_iters=flags.number("--train-iters", 1),
-        max_tokens=config.forward.max_tokens_per_microbatch,
     )
     return Setup.of(config, arithmetic, trainers * ranks)
 
