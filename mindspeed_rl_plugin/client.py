@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 
 from mindspeed_rl_plugin.dock import Dock, Gone, Lease, SampleId, from_tensordict, to_tensordict
+from mindspeed_rl_plugin.engine.seeds import response_request
 from mindspeed_rl_plugin.generators.description import job_of, weights_of
-from mindspeed_rl_plugin.generators.lead import request_of
 from mindspeed_rl_plugin.reshard.pull import pull_tensors
 from mindspeed_rl_plugin.rows import FINISH, Completion, GenerateRequest, Ragged, Rows, Sampling
 from mindspeed_rl_plugin.stages.generate import SPEC, completion_rows
@@ -135,7 +135,8 @@ class Client:
         lease = self._leased(max_rows, deadline)
         prompts, orders = lease.rows["prompt"], lease.rows["order"].reshape(-1, 4)
         requests = [
-            request_of(self._job, i, tuple(row.tolist())) for i, row in zip(lease.rows.ids, prompts.rows(), strict=True)
+            response_request(self._job.sampling, self._job.seed, i, row.tolist())
+            for i, row in zip(lease.rows.ids, prompts.rows(), strict=True)
         ]
         self._taken |= {request.id: (lease, request) for request in requests}
         columns = {

@@ -49,7 +49,7 @@ def imposed(self, requests):
 VllmEngine.submit = imposed
 if "--discard-stale" in sys.argv:
     sys.argv.remove("--discard-stale")
-    service.continued = lambda request, begun, seed: request
+    service.continued = lambda job, request, begun: request
 
 import mindspeed_rl_plugin.adaptor  # noqa: E402, F401, I001 - before Megatron
 from megatron.training import training  # noqa: E402

@@ -1,9 +1,16 @@
-"""Seeds of responses: a pure function of what a response is, never of when or where it is sampled."""
+"""What is asked of an engine for a sample, its seed too: never by when or where it is sampled."""
 
 from __future__ import annotations
 
 import hashlib
 import struct
+from collections.abc import Sequence
+from dataclasses import replace
+
+from mindspeed_rl_plugin.rows import Completion, GenerateRequest, SampleId, Sampling
+
+# Ids of evaluation: (EPOCH, index of the prompt, attempt); no rollout has a negative epoch.
+EPOCH = -1
 
 
 def response_seed(base: int, epoch: int, group: int, member: int, begun: int = 0) -> int:
@@ -17,3 +24,18 @@ def response_seed(base: int, epoch: int, group: int, member: int, begun: int = 0
     parts = (base, epoch, group, member, *([begun] if begun else ()))
     digest = hashlib.blake2b(struct.pack(f"<{len(parts)}q", *parts), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
+
+
+def response_request(
+    sampling: Sampling, base: int, sample: SampleId, prompt: Sequence[int], begun: Completion | None = None
+) -> GenerateRequest:
+    """The request for a response. begun: its part that was sampled before an interruption.
+
+    A negative epoch is that of an evaluation: each one asks for the same responses, the first of a prompt greedy.
+    """
+    epoch = sample.epoch
+    if epoch < 0:
+        epoch = EPOCH
+        sampling = sampling if sample.member else replace(sampling, temperature=0.0, top_p=1.0, top_k=0)
+    seed = response_seed(base, epoch, *sample[1:], begun=len(begun.tokens) if begun else 0)
+    return GenerateRequest(sample, tuple(prompt), sampling, seed, begun)

@@ -6,16 +6,15 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from mindspeed_rl_plugin.dock import Dock, Lease
-from mindspeed_rl_plugin.engine.seeds import response_seed
+from mindspeed_rl_plugin.engine.seeds import response_request
 from mindspeed_rl_plugin.generators.choice import Bound, Work
 from mindspeed_rl_plugin.generators.description import Description
 from mindspeed_rl_plugin.generators.news import News
 from mindspeed_rl_plugin.generators.spans import Spans
-from mindspeed_rl_plugin.rows import Completion, GenerateRequest, SampleId, Sampling
-from mindspeed_rl_plugin.stages.evaluate import EPOCH
+from mindspeed_rl_plugin.rows import Completion, GenerateRequest
 from mindspeed_rl_plugin.stages.generate import SPEC, completion_rows
 
 LOOK_SECONDS = 1.0  # that an engine without weights waits for news at a time
@@ -195,7 +194,7 @@ class Lead:
             return []
         prompts, orders = lease.rows["prompt"].rows(), lease.rows["order"][:, :2].tolist()
         return [
-            _Row(lease, Bound(*order), request_of(self.job, sample, tuple(prompt.tolist())))
+            _Row(lease, Bound(*order), response_request(self.job.sampling, self.job.seed, sample, prompt.tolist()))
             for sample, prompt, order in zip(lease.rows.ids, prompts, orders, strict=True)
         ]
 
@@ -227,23 +226,3 @@ class Lead:
         began = time.monotonic()
         self.news.wait(seconds)
         self.spend(cause, began)
-
-
-def request_of(job: Description, sample: SampleId, prompt: Sequence[int]) -> GenerateRequest:
-    """The response that a job asks for a row."""
-    sampling, epoch = job.sampling, sample.epoch
-    if epoch < 0:  # each evaluation asks for the same responses
-        epoch, sampling = EPOCH, sampling if sample.member else greedy(sampling)
-    return GenerateRequest(sample, tuple(prompt), sampling, response_seed(job.seed, epoch, *sample[1:]))
-
-
-def greedy(sampling: Sampling) -> Sampling:
-    """The likeliest token each time."""
-    return replace(sampling, temperature=0.0, top_p=1.0, top_k=0)
-
-
-def continued(request: GenerateRequest, begun: Completion, seed: int) -> GenerateRequest:
-    """The request by which an interrupted response goes on, with a seed of that part."""
-    epoch, group, member = request.id
-    part = response_seed(seed, EPOCH if epoch < 0 else epoch, group, member, begun=len(begun.tokens))
-    return replace(request, begun=begun, seed=part)

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 from mindspeed_rl_plugin.dock import Gone
 from mindspeed_rl_plugin.engine.protocol import Engine
+from mindspeed_rl_plugin.engine.seeds import response_request
 from mindspeed_rl_plugin.generators.description import Description
-from mindspeed_rl_plugin.generators.lead import Lead, Turn, continued
+from mindspeed_rl_plugin.generators.lead import Lead, Turn
 from mindspeed_rl_plugin.generators.pulling import Weights
 from mindspeed_rl_plugin.generators.team import Team
 from mindspeed_rl_plugin.reshard.pull import Puller
@@ -87,7 +88,7 @@ class Service:
         assert applied.version == version, (applied.version, version)
         going_on = bool(self._requests) and not begun
         self.engine.update_weights(version, applied.digest, in_flight=going_on)
-        self._submit(tuple(continued(self._requests[c.id], c, self.job.seed) for c in begun))
+        self._submit(tuple(continued(self.job, self._requests[c.id], c) for c in begun))
         costs = self.team.gather(self._weights.take_cost())  # also: no rank steps before all have the weights
         if self.lead is not None:
             self.lead.applied(version)
@@ -95,3 +96,8 @@ class Service:
             self.lead.count("pulled", sum(nbytes for _, nbytes in costs))
             self.lead.count("pauses", 1)
             self.lead.spend("pause", began)
+
+
+def continued(job: Description, request: GenerateRequest, begun: Completion) -> GenerateRequest:
+    """The request by which an interrupted response goes on, with a seed of that part."""
+    return response_request(job.sampling, job.seed, request.id, request.prompt_tokens, begun)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -12,17 +12,14 @@ from torch import Tensor
 from mindspeed_rl_plugin.algorithms import Algorithm
 from mindspeed_rl_plugin.dock import Dock
 from mindspeed_rl_plugin.engine.protocol import Engine, generate
-from mindspeed_rl_plugin.engine.seeds import response_seed
+from mindspeed_rl_plugin.engine.seeds import EPOCH, response_request
 from mindspeed_rl_plugin.monitor.monitor import Monitor
 from mindspeed_rl_plugin.ranks import Collectives
 from mindspeed_rl_plugin.reward import Grade, GradeItem, RewardPool, solved
-from mindspeed_rl_plugin.rows import FINISH, Completion, GenerateRequest, Prompt, SampleId, Sampling
+from mindspeed_rl_plugin.rows import FINISH, Completion, Prompt, SampleId, Sampling
 from mindspeed_rl_plugin.stages.prompts import ordered, prompt_rows
 from mindspeed_rl_plugin.stages.references import PairScorer
 from mindspeed_rl_plugin.stages.reward import FailureLog, Reward
-
-# Ids of evaluation: (EPOCH, index of the prompt, attempt); no rollout has a negative epoch.
-EPOCH = -1
 
 Score = Callable[[Sequence[tuple[Prompt, Completion]]], Sequence[tuple[bool, float]]]
 """Whether each response is right, and its reward, in order. Called once on the first rank of every engine."""
@@ -181,14 +178,8 @@ def evaluate(
     `[len(SUMS)]` float64, on the first rank of an engine, which alone scores; zeros on its others. Responses do not
     depend on how many replicas there are, up to floating point. deadline: seconds for the next response.
     """
-    greedy = replace(sampling, temperature=0.0, top_p=1.0, top_k=0)
     requests = [
-        GenerateRequest(
-            SampleId(EPOCH, index, attempt),
-            prompts[index].tokens,
-            sampling if attempt else greedy,
-            response_seed(seed_base, EPOCH, index, attempt),
-        )
+        response_request(sampling, seed_base, SampleId(EPOCH, index, attempt), prompts[index].tokens)
         for index in range(engine.replica, len(prompts), engine.replicas)
         for attempt in range(samples + 1)
     ]

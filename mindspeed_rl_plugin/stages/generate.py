@@ -10,7 +10,7 @@ import torch
 
 from mindspeed_rl_plugin.dock import ColumnSpec, Dock, Lease
 from mindspeed_rl_plugin.engine.protocol import Engine, generate, stream
-from mindspeed_rl_plugin.engine.seeds import response_seed
+from mindspeed_rl_plugin.engine.seeds import response_request
 from mindspeed_rl_plugin.monitor.console import ProgressBar
 from mindspeed_rl_plugin.rows import FINISH, Completion, GenerateRequest, Ragged, Rows, SampleId, Sampling
 from mindspeed_rl_plugin.stages.stage import Stage, StageSpec
@@ -121,9 +121,7 @@ class Generate(Stage):
         return [self._request(i, prompt.tolist()) for i, prompt in zip(rows.ids, prompts, strict=True)]
 
     def _request(self, sample: SampleId, prompt: Sequence[int]) -> GenerateRequest:
-        begun = self.begun.get(sample)
-        seed = response_seed(self.seed, *sample, begun=len(begun.tokens) if begun else 0)
-        return GenerateRequest(sample, tuple(prompt), self.sampling, seed, begun)
+        return response_request(self.sampling, self.seed, sample, prompt, self.begun.get(sample))
 
 
 def digest_number(digest: str | None) -> int:
