@@ -145,7 +145,7 @@ class Calls:
     def query(self, kind: type[m.Query], state: str, *what: Any) -> Any:
         """Ask the controller of a state, which first knows what this process has caused."""
         opened = [(n, *e.shape) for n, e in list(self.epochs.known.items()) if self.epochs.owners is not None]
-        message = kind(state, opened, self.after, *what)
+        message = kind(state, opened, dict(self.after), *what)  # other threads write, too
         return self._ask(self.directory.controllers[state], message, None)[0]
 
     def ask_warehouse(self, index: int, message: m.Message, bulk: np.ndarray | None = None) -> Any:

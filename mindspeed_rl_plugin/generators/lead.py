@@ -7,9 +7,11 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from mindspeed_rl_plugin.dock import Dock, Lease
 from mindspeed_rl_plugin.engine.seeds import response_request
+from mindspeed_rl_plugin.generators.beside import Beside
 from mindspeed_rl_plugin.generators.choice import Bound, Work
 from mindspeed_rl_plugin.generators.description import Description
 from mindspeed_rl_plugin.generators.news import News
@@ -68,6 +70,7 @@ class Lead:
         self.news = News(dock)
         self.counts: dict[str, float] = {}
         self.spans = Spans()
+        self._writing = Beside("write")
         self._began = self._reported = self._pull_began = time.monotonic()
 
     # a turn
@@ -83,6 +86,8 @@ class Lead:
 
     def _next(self) -> Turn:
         self._report()
+        if not self.work.running:
+            self._written()
         choice = self.work.choose(self.news.version)
         if choice.apply >= 0:
             return Turn(apply=choice.apply)
@@ -100,22 +105,16 @@ class Lead:
         return Turn(tuple((row.replica, row.request) for row in rows))
 
     def done(self, completions: Iterable[Completion], digest: str | None) -> None:
-        """Write finished responses into the dock. A job that has left needs none."""
+        """Finished responses go into the dock, beside the engine's next steps. A job that has left needs none."""
+        self._written()
         finished: dict[int, list[tuple[_Row, Completion]]] = {}
         for completion in completions:
             row = self.work.running.pop(completion.id)
             self.count("responses", 1)
             self.count("tokens", len(completion.tokens))
             finished.setdefault(row.lease.token, []).append((row, completion))
-        for part in finished.values():
-            requests, responses = [row.request for row, _ in part], [completion for _, completion in part]
-            # A response of a server may come after newer weights.
-            whose = digest if all(response.version == self.work.version for response in responses) else None
-            try:
-                self.dock.commit_part(part[0][0].lease, completion_rows(requests, responses, whose))
-            except ConnectionError:
-                if not self.dock.ended:
-                    raise
+        if finished:
+            self._writing.begin(partial(self._write, finished.values(), digest, self.work.version))
 
     def count(self, name: str, value: float) -> None:
         """Add to a count."""
@@ -145,6 +144,20 @@ class Lead:
 
     # inside
 
+    def _write(self, finished: Iterable[Sequence[tuple[_Row, Completion]]], digest: str | None, version: int) -> None:
+        """Rows and their responses, by lease; the version that was in the engine when they were done."""
+        for part in finished:
+            requests, responses = [row.request for row, _ in part], [completion for _, completion in part]
+            # A response of a server may come after newer weights.
+            whose = digest if all(response.version == version for response in responses) else None
+            self.dock.commit_part(part[0][0].lease, completion_rows(requests, responses, whose))
+
+    def _written(self) -> None:
+        """What was done is in the dock. Raises why it is not, unless the job has left."""
+        error = self._writing.finish()
+        if error is not None and not (isinstance(error, ConnectionError) and self.dock.ended):
+            raise error
+
     def _deal(self, rows: Sequence[_Row]) -> None:
         """Each row to the replica with the most free slots."""
         work = Counter(row.replica for row in self.work.running.values())
@@ -161,6 +174,7 @@ class Lead:
 
     def _leave(self) -> Turn:
         """Hand back what is not finished."""
+        self._written()
         leases = {row.lease.token: row.lease for row in (*self.work.running.values(), *self.work.held)}
         for lease in leases.values():
             if not self.dock.ended:

@@ -82,7 +82,7 @@ class _Guest:
     def pull(self, version: int) -> None:
         """Begin a pull, beside the worker's steps."""
         self.weights.take_cost()
-        self.weights.begin(version)
+        self.weights.pull(version)
 
     def state(self) -> dict[str, Any]:
         """Of the pull that was begun last; raises why it failed, unless the version is gone."""

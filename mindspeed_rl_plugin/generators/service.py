@@ -39,7 +39,7 @@ class Service:
 
     def _take(self, turn: Turn) -> None:
         if turn.pull >= 0:
-            self._weights.begin(turn.pull)
+            self._weights.pull(turn.pull)
         if turn.apply >= 0:
             self._apply(turn.apply)
         if self.job.strict and turn.requests:
