@@ -30,10 +30,12 @@ from mindspeed_rl_plugin.loop.timing.calibrate import NOTICE  # noqa: E402
 from mindspeed_rl_plugin.loop.timing.inputs import Costs, Responses, Setup, lognormal, recorded  # noqa: E402
 from mindspeed_rl_plugin.loop.timing.simulate import Outcome, simulate  # noqa: E402
 
-FITTED = (("short", "sync"), ("long-tailed", "sync"), ("long-tailed", "async"))  # (case, arm) to which costs are fitted
+# (case, arm) to which costs are fitted
+FITTED = (("short", "sync"), ("short", "async"), ("long-tailed", "sync"), ("long-tailed", "async"))
 MODELLED = ("sync", "streamed", "async", "drain", "one-step-off")
 ASKED = 0.10  # most error of a gain over sync
 ROLLOUTS, RUNS = 30, 8  # rollouts of the model: of measured cases, of published ones
+MOST_SLOWER = 2.0  # of an engine's steps beside a trainer
 HALVINGS = 9  # of a bisection
 Measured = Mapping[tuple[str, str], Mapping[str, float]]
 # From README.md, a quiet machine: `short` of end_to_end.py, the others of schedules.py, stages of end_to_end.py.
@@ -111,32 +113,43 @@ def units(name: str, arm: str, **cost: float) -> float:
 
 def fitted(measured: Measured) -> Callable[[str, str], Costs]:
     """(case, arm) -> costs, from the rows of `FITTED` alone."""
-    short, tailed, one = (measured[row] for row in FITTED)
+    sync, alone = ({name: measured[name, arm] for name in ("short", "long-tailed")} for arm in ("sync", "async"))
     rows = [
         (units(name, "sync", step=1.0), units(name, "sync", sequence=1.0), row["generate"])
-        for name, row in (("short", short), ("long-tailed", tailed))
+        for name, row in sync.items()
     ]
     (s1, q1, t1), (s2, q2, t2) = rows
     determinant = s1 * q2 - s2 * q1
     decode = {"step": (t1 * q2 - t2 * q1) / determinant, "sequence": (s1 * t2 - s2 * t1) / determinant}
-    token = {
-        name: row["update"] / units(name, "sync", token=1.0)
-        for name, row in (("short", short), ("long-tailed", tailed))
-    }
-    # All that one trainer does with a token over the update of one of two.
-    slower = (one["iteration"] - one["generate"]) / units("long-tailed", "async", token=1.0) / token["long-tailed"]
+    token = {name: row["update"] / units(name, "sync", token=1.0) for name, row in sync.items()}
     base = {name: Costs(**decode, token=token[name], notice=NOTICE) for name in token}
     rest = {
         name: max(row["iteration"] - simulate(setup_of(CASES[name], "sync"), base[name], responses_of(CASES[name]),
                                               ROLLOUTS).rollout, 0.0)
-        for name, row in (("short", short), ("long-tailed", tailed))
+        for name, row in sync.items()
     }  # fmt: skip
+    # All that one trainer does with a token, beside an engine.
+    token_alone = {
+        name: (row["iteration"] - row["generate"]) / units(name, "async", token=1.0) for name, row in alone.items()
+    }
+    # One engine beside a trainer decodes slower than two engines, and training waits for it.
+    tailed, lengths = "long-tailed", CASES["long-tailed"]
+
+    def decode_alone(slower: float) -> dict[str, float]:
+        return {name: slower * seconds for name, seconds in decode.items()}
+
+    def late(slower: float) -> float:
+        costs = replace(base[tailed], token=token_alone[tailed], **decode_alone(slower))
+        outcome = simulate(setup_of(lengths, "async"), costs, responses_of(lengths), ROLLOUTS)
+        return outcome.iteration - alone[tailed]["iteration"]
+
+    slower = bisect(late, 1.0, MOST_SLOWER)
 
     def costs(name: str, arm: str) -> Costs:
         lengths = CASES[name].lengths
         if not apart(arm):
             return replace(base[lengths], rollout=rest[lengths])
-        return replace(base[lengths], token=slower * token[lengths])
+        return replace(base[lengths], token=token_alone[lengths], **decode_alone(slower))
 
     return costs
 
