@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from mindspeed_rl_plugin.config.flag import spelt
 from mindspeed_rl_plugin.loop.arithmetic import derive_for
 from mindspeed_rl_plugin.loop.timing import calibrate
 from mindspeed_rl_plugin.loop.timing.inputs import Costs, Responses, Setup, lognormal
@@ -23,15 +24,15 @@ from mindspeed_rl_plugin.tools.rehearse.command_line import Flags
 from mindspeed_rl_plugin.tools.text_table import aligned
 
 # Option, what it stands for where no run is given, what it is. They are typical of 7B models on one device, no more.
-ASSUMED = (
-    ("--step-ms", 20.0, "milliseconds of a decode step of an engine"),
-    ("--sequence-ms", 0.05, "milliseconds more for each sequence in it"),
-    ("--train-tokens", 8000.0, "tokens a second that a data parallel rank trains on"),
-    ("--reshard-s", 5.0, "seconds of weights to colocated engines and back"),
-    ("--publish-s", 1.0, "seconds in which training stands still for a publication"),
-    ("--pull-s", 3.0, "seconds in which an engine reads weights, beside its steps"),
-    ("--apply-s", 0.5, "seconds in which an engine puts them in"),
-)
+ASSUMED = {
+    "step_ms": (20.0, "milliseconds of a decode step of an engine"),
+    "sequence_ms": (0.05, "milliseconds more for each sequence in it"),
+    "train_tokens": (8000.0, "tokens a second that a data parallel rank trains on"),
+    "reshard_s": (5.0, "seconds of weights to colocated engines and back"),
+    "publish_s": (1.0, "seconds in which training stands still for a publication"),
+    "pull_s": (3.0, "seconds in which an engine reads weights, beside its steps"),
+    "apply_s": (0.5, "seconds in which an engine puts them in"),
+}
 MOST = 8  # numbers of generators that are tried, spread over those that divide
 WORTH = 1.02  # gain below which the simpler schedule is advised
 TAIL, FILL = 0.8, 0.4  # assumed lengths: sigma of the lognormal, mean over the limit
@@ -55,8 +56,8 @@ def parser() -> argparse.ArgumentParser:
     add("--response-tokens", type=float, help=f"mean length (default: the run's, or {FILL:g} of the limit)")
     add("--tail", type=float, help=f"sigma of lognormal lengths (default: the run's, or {TAIL:g})")
     add("--grade-s", type=float, help="mean seconds of a grading call (default: those of the run, or 0)")
-    for option, value, what in ASSUMED:
-        add(option, type=float, help=f"{what} (default: the run's, or {value:g})")
+    for name, (value, what) in ASSUMED.items():
+        add(spelt(name), type=float, help=f"{what} (default: the run's, or {value:g})")
     return made
 
 
@@ -167,20 +168,17 @@ def advice(setups: Sequence[Setup], outcomes: Sequence[Outcome]) -> str:
 
 
 def _check(options: argparse.Namespace) -> None:
-    for option in ("world", "node", "response_tokens"):
-        if (value := getattr(options, option)) is not None and value < 1:
-            raise ValueError(f"--{option.replace('_', '-')} must be at least 1, got {value}")
-    names = ["tail", "grade_s", "staleness", *(option[2:].replace("-", "_") for option, _, _ in ASSUMED)]
-    for name in names:
-        if (value := getattr(options, name)) is not None and value < 0:
-            raise ValueError(f"--{name.replace('_', '-')} must be at least 0, got {value}")
+    for least, names in ((1, ("world", "node", "response_tokens")), (0, ("tail", "grade_s", "staleness", *ASSUMED))):
+        for name in names:
+            if (value := getattr(options, name)) is not None and value < least:
+                raise ValueError(f"{spelt(name)} must be at least {least}, got {value}")
     if options.train_tokens == 0:
         raise ValueError("--train-tokens must be greater than 0")
 
 
 def _costs(options: argparse.Namespace, runs: Sequence[calibrate.Observed]) -> tuple[Costs, list[str]]:
     """The costs, and lines that say where they come from."""
-    values = {option[2:].replace("-", "_"): value for option, value, _ in ASSUMED}
+    values = {name: value for name, (value, _) in ASSUMED.items()}
     given = {name: getattr(options, name) for name in values if getattr(options, name) is not None}
     values |= given
     token = 1 / values["train_tokens"]
