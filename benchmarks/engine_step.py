@@ -139,8 +139,8 @@ def main() -> None:
     batches = [int(batch) for batch in args.batches.split(",")]
     before = os.getloadavg()[0]
     with tempfile.TemporaryDirectory(prefix="engine-step-") as directory:
-        folder = Path(directory) / "short"
-        workload.write(folder, workload.CASES["short"])
+        folder = Path(directory) / "long-tailed"
+        workload.write(folder, workload.CASES["long-tailed"])
         rows = measure(folder, batches, args.steps)
     fitted = lines(rows)
     args.json.write_text(json.dumps(rows + fitted, indent=1) + "\n")

@@ -38,13 +38,21 @@ ROLLOUTS, RUNS = 30, 8  # rollouts of the model: of measured cases, of published
 MOST_SLOWER = 2.0  # of an engine's steps beside a trainer
 HALVINGS = 9  # of a bisection
 Measured = Mapping[tuple[str, str], Mapping[str, float]]
-# From README.md, a quiet machine: `short` of end_to_end.py, the others of schedules.py, stages of end_to_end.py.
+# Medians of schedules.py in README.md, of 2026-11-24.
 IN_README = {
-    ("short", "sync"): {"iteration": 3.067, "generate": 1.399, "update": 1.526},
-    ("long-tailed", "sync"): {"iteration": 6.22, "generate": 3.786, "update": 2.716},
-    ("long-tailed", "async"): {"iteration": 5.53, "generate": 0.0},
-    ("slow-32", "sync"): {"iteration": 9.85},
-    ("slow-32", "async"): {"iteration": 6.18},
+    ("short", "sync"): {"iteration": 2.27, "generate": 1.0, "update": 1.21},
+    ("short", "streamed"): {"iteration": 2.21},
+    ("short", "async"): {"iteration": 2.25, "generate": 0.0},
+    ("long-tailed", "sync"): {"iteration": 6.52, "generate": 3.62, "update": 2.84},
+    ("long-tailed", "streamed"): {"iteration": 6.76},
+    ("long-tailed", "async"): {"iteration": 5.23, "generate": 0.61},
+    ("long-tailed", "drain"): {"iteration": 4.85},
+    ("long-tailed", "one-step-off"): {"iteration": 4.85},
+    ("slow-32", "sync"): {"iteration": 9.95},
+    ("slow-32", "streamed"): {"iteration": 8.38},
+    ("slow-32", "async"): {"iteration": 6.0},
+    ("slow-4", "sync"): {"iteration": 25.21},
+    ("slow-4", "async"): {"iteration": 17.87},
 }
 
 # verl's docs/advance/one_step_off.md and fully_async.md: Qwen2.5-Math-7B on H20, DAPO, seconds of a step. devices:
