@@ -16,10 +16,10 @@ IDS = [SampleId(0, group, 0) for group in range(3)]
 
 
 class Dock:
-    """What an engine calls of it. answer: set where a commit may end; failure: how it ends."""
+    """What an engine calls of it. answers: so many commits may end; failure: how they end."""
 
     def __init__(self) -> None:
-        self.answer, self.failure, self.ended = threading.Event(), None, False
+        self.answers, self.failure, self.ended = threading.Semaphore(0), None, False
         self.committed: list[SampleId] = []
         self.released: list[int] = []
         self.left = list(IDS)
@@ -37,7 +37,7 @@ class Dock:
         return Lease(len(self.left) + 1, state, rows)
 
     def commit_part(self, lease: Lease, rows: Rows) -> None:
-        assert self.answer.wait(20)
+        assert self.answers.acquire(timeout=20)
         if self.failure is not None:
             raise self.failure
         self.committed += rows.ids
@@ -71,16 +71,17 @@ def response(row: SampleId) -> Completion:
 def test_the_engine_goes_on_while_a_response_is_written(lead, dock) -> None:
     lead.done([response(IDS[0])], None)
     assert not dock.committed and [request.id for _, request in lead.next().requests] == IDS[2:]
-    threading.Timer(0.3, dock.answer.set).start()
+    threading.Timer(0.3, dock.answers.release).start()
     lead.done([response(IDS[1])], None)  # waits for the one before
     assert dock.committed[:1] == IDS[:1]
     lead.leaving.set()
+    threading.Timer(0.3, dock.answers.release).start()
     assert lead.next().end and dock.committed == IDS[:2] and dock.released == [1]
 
 
 def test_a_write_that_failed_ends_the_engine(lead, dock) -> None:
     dock.failure = ValueError("cells of another kind")
-    dock.answer.set()
+    dock.answers.release()
     lead.done([response(row) for row in IDS[:2]], None)
     with pytest.raises(ValueError, match="cells of another kind"):
         lead.next()
@@ -88,6 +89,6 @@ def test_a_write_that_failed_ends_the_engine(lead, dock) -> None:
 
 def test_a_job_that_has_left_needs_no_response(lead, dock) -> None:
     dock.failure, dock.ended = ConnectionError("gone"), True
-    dock.answer.set()
+    dock.answers.release()
     lead.done([response(IDS[0])], None)
     assert lead.next().end and not dock.released
