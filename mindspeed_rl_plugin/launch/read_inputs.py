@@ -92,7 +92,7 @@ def _graders(inputs: Inputs) -> RewardPool:
     """The graders, checked against the fields of all rows, and each called once."""
     reward = inputs.config.reward
     graders = RewardPool(
-        reward.reward,
+        inputs.config.graders,
         regex=reward.reward_regex,
         timeout=reward.reward_timeout,
         wait_timeout=inputs.config.monitor.wait_timeout,

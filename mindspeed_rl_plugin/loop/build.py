@@ -158,7 +158,7 @@ def make_monitor(inputs: Inputs, topology: Topology, start: Start) -> Monitor:
             "flags": inputs.flags,
             "start": start.kind,
             "reference": start.reference_path,
-            "graders": list(inputs.config.reward.reward),
+            "graders": list(inputs.config.graders),
             **timing_setup(inputs, topology.world),
             **({"dump_dir": str(Path(config.dump_dir).resolve())} if config.dump_dir else {}),
         },
