@@ -131,11 +131,11 @@ class EnvironmentPool:
 
     def end(self, episode: SampleId) -> None:
         """See `Environments`."""
+        self._replies = [reply for reply in self._replies if reply.id != episode]
         live = self._live.pop(episode, None)
         if live is None:
             return
         self._asked.discard(episode)
-        self._replies = [reply for reply in self._replies if reply.id != episode]
         if live.call is None or self._dispatcher.withdraw(live.call):  # else when it is over, see `_result`
             self._leave(live)
         self._give()
