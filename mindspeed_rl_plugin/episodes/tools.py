@@ -117,7 +117,7 @@ def reset_arguments(reset: Callable[..., Any], task: Mapping[str, Any], seed: in
     """What of a task, and the seed, the signature of `reset` takes."""
     names = {p.name for p in _parameters(reset) if p.kind in _BY_NAME}
     record = task["record"]
-    given = {**record, **{k: task.get(k) for k in RESET}, "record": record, "seed": seed % SEEDS}
+    given = {**record, **{k: task.get(k) for k in RESET}, "seed": seed % SEEDS}
     if any(p.kind == p.VAR_KEYWORD for p in _parameters(reset)):  # **record spreads the record
         names |= {"prompt", "answer", "seed", *record}
     return {k: v for k, v in given.items() if k in names}
