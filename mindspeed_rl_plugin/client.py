@@ -1,4 +1,5 @@
-"""A running job (`--rl-schedule async`) for your own programs: an engine that answers its prompts, or an observer.
+"""A running job (`--rl-schedule async`) for your own programs: an engine that answers its prompts, a source of prompts,
+or an observer.
 
     with Client("10.0.0.5:41167", "SAVE/rl/secret") as job:
         while not job.ended:
@@ -182,6 +183,24 @@ class Client:
         had no prompts) and "version" (it waited for weights), "responses" and "tokens"."""
         self.dock.exchange.report(counts)
 
+    # a data source
+
+    def offer(self, rows: Iterable[Mapping[str, Any]], deadline: float = 0.0) -> list[int]:
+        """Prompts for the next rollouts, which take them before those of --rl-prompt-data. A row has the fields of a
+        row of the data: prompt (a string, or messages), answer, and others, all of them JSON.
+
+        Returns a number of each, below 0: "row" in the column `meta` of its responses. Waits for room, `deadline`
+        seconds; a rollout is admitted with each publication of weights. Of rows that are refused none is taken: raises
+        ValueError for those that the data may not have either, for a prompt that is too long, for more than four
+        rollouts at once, and in a job with --rl-async-order strict; TimeoutError where there is no room.
+        """
+        if self._job.strict:
+            raise ValueError(
+                "--rl-async-order strict: runs are equal bit for bit, and which rollout offered prompts come into "
+                "depends on the time; give --rl-async-order free"
+            )
+        return self.dock.exchange.offer_rows([_as_json(i, row) for i, row in enumerate(rows)], deadline)
+
     # weights
 
     @property
@@ -279,3 +298,10 @@ class Client:
         if not 0 <= finish < len(FINISH) or not segments:
             raise ValueError(f"give: row {tuple(given.ids[row])} has finish {finish} and segments {segments}")
         return Completion(given.ids[row], tokens, tuple(given["logps"].row(row).tolist()), FINISH[finish], segments)
+
+
+def _as_json(number: int, row: Mapping[str, Any]) -> str:
+    try:
+        return json.dumps(row)
+    except TypeError as error:
+        raise ValueError(f"offer: row {number}: {error}; give strings, numbers, lists and dictionaries") from error

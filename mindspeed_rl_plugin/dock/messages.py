@@ -323,6 +323,19 @@ class Told(Message):
     lines: list[str]
 
 
+class Offer(Message):
+    """Offers rows to the job, as JSON, and waits for room, `deadline` seconds."""
+
+    rows: list[str]
+    deadline: float
+
+
+class Offered(Message):
+    """The job's number of each row."""
+
+    numbers: list[int]
+
+
 class Report(Message):
     """What a process outside of the job has counted since it joined, by name, and what it did since its last report:
     what, and from when to when, seconds since 1970."""

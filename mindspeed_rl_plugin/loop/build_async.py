@@ -20,6 +20,7 @@ from mindspeed_rl_plugin.loop.inputs import Inputs
 from mindspeed_rl_plugin.loop.schedules.admission import Admission
 from mindspeed_rl_plugin.loop.schedules.apart import AsyncSchedule
 from mindspeed_rl_plugin.loop.schedules.schedule import Job, Stages
+from mindspeed_rl_plugin.prompts import Offers
 from mindspeed_rl_plugin.prompts.tokenizer import vocabulary_digest
 from mindspeed_rl_plugin.ranks import Collectives
 from mindspeed_rl_plugin.reshard.layout import ModelShape, Parallel
@@ -52,6 +53,9 @@ def build_schedule(
     incoming = Incoming(inputs.vocab, config.rollout.max_response_length)
     job.dock.exchange.guard({STATE: Opening(incoming.check, READS)})
     job.monitor.on_record = job.dock.exchange.record
+    offers = Offers(inputs.data, inputs.graders.check_fields, sizes.prompts)
+    if not strict:
+        job.dock.exchange.take_offers(offers.add)
     guests = _invite(job, about, schedule, strict)
     evaluation = None
     if inputs.held_out:
@@ -69,6 +73,7 @@ def build_schedule(
         members=max(sizes.members, samples + 1),
         guests=guests,
         published=incoming.published,
+        offers=offers,
     )
 
 

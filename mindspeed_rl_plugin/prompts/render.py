@@ -7,6 +7,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from jinja2 import TemplateError
+
 from mindspeed_rl_plugin.prompts.sources import Source
 from mindspeed_rl_plugin.rows import Prompt
 
@@ -65,7 +67,10 @@ class Renderer:
                 )
             return self._tokenizer.encode(text)
         messages = messages or [{"role": "user", "content": text}]
-        rendered = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        try:
+            rendered = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        except TemplateError as error:
+            raise ValueError(f"{where}: the chat template refuses field {self._prompt_key!r}: {error}") from error
         return self._tokenizer.encode(rendered, add_special_tokens=False)  # the template writes its own
 
 

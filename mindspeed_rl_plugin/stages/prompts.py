@@ -39,22 +39,33 @@ class Prompts:
         self.dock, self.data, self.members, self.leader = dock, data, members, leader
 
     def run(
-        self, epoch: int, groups: int, by: tuple[int, int] | None = None, order: Order = lambda epoch, prompts: prompts
+        self,
+        epoch: int,
+        groups: int,
+        by: tuple[int, int] | None = None,
+        order: Order = lambda epoch, prompts: prompts,
+        offered: Sequence[Prompt] = (),
     ) -> Rows:
         """The data's next groups enter the dock as an epoch of their own. Every rank gets what was put.
 
         by: with engines apart, the oldest and the newest version that may sample them (-1: no newest); order: that of
-        the groups within the epoch."""
-        rows = self.compute(epoch, groups, order)
+        the groups within the epoch; offered: prompts that come before the data's, at most `groups`."""
+        rows = self.compute(epoch, groups, order, offered)
         if by is not None:
             rows = ordered(rows, by, self.members)
         self.dock.open(epoch, groups, self.members)
         self.dock.put(rows if self.leader else None)
         return rows
 
-    def compute(self, epoch: int, groups: int, order: Order = lambda epoch, prompts: prompts) -> Rows:
-        """The next groups of the data, `SPEC.writes` of each."""
-        return prompt_rows(epoch, order(epoch, self.data.next(groups)))
+    def compute(
+        self,
+        epoch: int,
+        groups: int,
+        order: Order = lambda epoch, prompts: prompts,
+        offered: Sequence[Prompt] = (),
+    ) -> Rows:
+        """The next groups, `SPEC.writes` of each."""
+        return prompt_rows(epoch, order(epoch, [*offered, *self.data.next(groups - len(offered))]))
 
 
 def ordered(rows: Rows, by: tuple[int, int], members: int) -> Rows:

@@ -311,6 +311,28 @@ def test_rows_that_were_not_taken_and_strange_columns_are_refused(trainers, job)
         job.give(good)
 
 
+def test_a_source_offers_rows_to_the_first_rank_and_hears_what_it_says(trainers, job) -> None:
+    with pytest.raises(ValueError, match="this job takes no prompts from processes outside of it"):
+        job.offer([{"prompt": "a"}])
+    heard = []
+
+    def add(rows: list[str], seconds: float) -> list[int]:
+        if seconds:
+            raise TimeoutError("no room")
+        heard.extend(map(json.loads, rows))
+        return [-1 - len(heard)] * len(rows)
+
+    for dock in trainers.docks:
+        dock.exchange.take_offers(add)
+    rows = [{"prompt": "ä", "answer": 1}, {"prompt": [{"role": "user", "content": "b"}], "level": [1.5, None]}]
+    assert job.offer(iter(rows)) == [-3, -3] and heard == rows
+    with pytest.raises(TimeoutError, match="no room"):
+        job.offer(rows, deadline=0.1)
+    with pytest.raises(ValueError, match="offer: row 1: Object of type Tensor is not JSON .* give strings, numbers"):
+        job.offer([{"prompt": "a"}, {"prompt": torch.zeros(1)}])
+    assert heard == rows
+
+
 def test_an_evaluation_asks_for_a_greedy_response_of_one_version(trainers, job) -> None:
     trainers.publish(0)
     trainers.publish(1)
@@ -337,6 +359,8 @@ def test_a_wrong_secret_another_version_and_a_strict_job_are_refused(tmp_path) -
     strict = Trainers(tmp_path, [machine()] * 2, replace(DESCRIPTION, strict=True))
     with Client(strict.address, strict.secret) as job, pytest.raises(ValueError, match="take no rows of it"):
         job.take(1, deadline=0)
+    with Client(strict.address, strict.secret) as job, pytest.raises(ValueError, match="give --rl-async-order free"):
+        job.offer([{"prompt": "a"}])
     with pytest.raises(PermissionError, match="refuses this process: it is another job's"):
         Client(strict.address, b"another")
     strict.close()

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import random
+import re
 import signal
 import socket
 import subprocess
@@ -167,6 +168,15 @@ class Job:
     def log_file(self, agent: int) -> Path:
         self.save.mkdir(parents=True, exist_ok=True)
         return self.save / f"agent{agent}.log"
+
+    def invitation(self) -> tuple[str, str]:
+        """Address and secret file that the job prints."""
+        found, end = None, time.monotonic() + 120
+        while found is None and time.monotonic() < end and self.processes[0].poll() is None:
+            time.sleep(0.1)
+            found = re.search(r"generate --join (\S+) --secret-file (\S+)", self.log_file(0).read_text())
+        assert found, self.log_file(0).read_text()[-6000:]
+        return found[1], found[2]
 
     def wait(self, timeout: float) -> Result:
         """The end of all agents. Raises subprocess.TimeoutExpired past `timeout` seconds."""

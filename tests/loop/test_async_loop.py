@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 import subprocess
 import time
@@ -12,7 +11,9 @@ from pathlib import Path
 import psutil
 import pyarrow.parquet as pq
 import pytest
+import torch
 
+from mindspeed_rl_plugin.client import Client
 from mindspeed_rl_plugin.monitor.run_files import read_apart
 
 AGREEMENT = 2e-5  # nats, fp32: log-probs of the engine against the trainer's
@@ -133,12 +134,9 @@ class Joined:
         self.engines: list[subprocess.Popen] = []
 
     def join(self, moment: str = "never", ranks: int = 1) -> subprocess.Popen:
-        found, end = None, time.monotonic() + 120
-        while found is None and time.monotonic() < end:
-            time.sleep(0.1)
-            found = re.search(r"generate --join (\S+) --secret-file (\S+)", self.job.log_file(0).read_text())
+        address, secret_file = self.job.invitation()
         torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
-        command = [self.python, *torchrun, str(JOINED), moment, "--join", found[1], "--secret-file", found[2]]
+        command = [self.python, *torchrun, str(JOINED), moment, "--join", address, "--secret-file", secret_file]
         env = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
         with (self.job.save / f"engine{len(self.engines)}.log").open("w") as log:
             engine = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=env, start_new_session=True)
@@ -170,6 +168,16 @@ def trained(job) -> list[tuple[int, int, int]]:
     return sorted(row for table in tables for row in zip(*(c.to_pylist() for c in table.columns), strict=True))
 
 
+def places(job, offered: list[dict[str, str]]) -> list[tuple[int, int]]:
+    """Epoch and group that each offered prompt became, which is one."""
+    names = ["prompt", "answer", "epoch", "group"]
+    tables = [pq.read_table(f, columns=names) for f in (job.save / "dump").glob("*.parquet")]
+    rows = {row for table in tables for row in zip(*(c.to_pylist() for c in table.columns), strict=True)}
+    found = [(e, g) for prompt, answer, e, g in rows if {"prompt": prompt, "answer": answer} in offered]
+    assert len(found) == len(offered), found
+    return sorted(found)
+
+
 @pytest.mark.parametrize(
     "moment",
     [
@@ -186,9 +194,14 @@ def trained(job) -> list[tuple[int, int, int]]:
     ],
 )
 def test_a_joined_engine_that_is_killed_costs_the_job_nothing(job, joined, nothing_left, moment: str) -> None:
-    """Each admitted row is trained once, whoever sampled it."""
+    """Each admitted row is trained once, whoever sampled it, and so is each prompt that a program has offered."""
     running = job("--train-iters", "6", *ASYNC, "--rl-generators", "0", ranks=1).dumping()
     running.start()
+    with Client(*running.invitation()) as source:
+        with pytest.raises(ValueError, match="row 0 has 99 tokens, --rl-max-prompt-length is 16"):
+            source.offer([{"prompt": "1" * 99, "answer": ""}])
+        offered = [{"prompt": f"{n}*2=", "answer": str(2 * n)} for n in range(6)]
+        assert source.offer(offered) == [-1, -2, -3, -4, -5, -6]
     engines = joined(running)
     dying = engines.join(moment)
     assert dying.wait(120) == -signal.SIGKILL, engines.said()[-3000:]
@@ -197,6 +210,9 @@ def test_a_joined_engine_that_is_killed_costs_the_job_nothing(job, joined, nothi
     assert result.code == 0, result.log[-4000:] + engines.said()[-3000:]
     assert healthy.wait(20) == 0 and "the job has ended" in engines.said()
     assert trained(running) == [(e, g, m) for e in range(6) for g in range(4) for m in range(4)]
+    of_offers = places(running, offered)
+    first, second = min(of_offers)[0], max(of_offers)[0]
+    assert [epoch for epoch, _ in of_offers] == [first] * 4 + [second] * 2 and second == first + 1, "before the data's"
     assert not (running.run_dir / "secret").exists()
     nothing_left()
 
@@ -240,7 +256,7 @@ def test_ray_places_engines_and_starts_one_again_that_dies(job, ray_cluster, not
     while not list((running.save / "dump").glob("*.parquet")):
         assert running.processes[0].poll() is None, running.log_file(0).read_text()[-3000:]
         time.sleep(0.05)
-    address = re.search(r"generate --join (\S+)", running.log_file(0).read_text())[1]
+    address = running.invitation()[0]
     (engine,) = (p for p in psutil.process_iter(["cmdline"]) if is_engine(p.info["cmdline"], address))
     engine.kill()
     result = running.wait(240)
@@ -317,13 +333,22 @@ def test_a_free_run_that_is_resumed_trains_each_row_once(job, arithmetic) -> Non
     data = ("--rl-eval-data", str(arithmetic / "heldout.jsonl"), "--rl-eval-every", "3")
     common = ("--save-interval", "3", *SIZES, *data)
     apart = (*ASYNC, "--rl-max-staleness", "2")
-    job("--train-iters", "12", *common, *apart, "--exit-interval", "3", name="run").dumping().run()
+    first = job("--train-iters", "12", *common, *apart, "--exit-interval", "3", name="run").dumping()
+    first.start()
+    offered = [{"prompt": f"{n}*2=", "answer": str(2 * n)} for n in range(12)]
+    with Client(*first.invitation()) as source:
+        assert source.newest(deadline=120) == 0, "three rollouts are admitted; the next one is of offers"
+        source.offer(offered)
+    assert first.wait(120).code == 0
+    state = torch.load(first.save / "iter_0000003" / "rl_state.pt", weights_only=True)["loop"]
+    assert len(state["offers"]["waiting"]) == 4
     second = job("--train-iters", "12", *common, *apart, "--exit-interval", "6", name="run").dumping()
     second.run()
     last = job("--train-iters", "12", *common, *apart, name="run").dumping()
     result = last.run()
     assert [line["iteration"] for line in result.metrics] == [*range(1, 13)]
     assert trained(last) == [(e, g, m) for e in range(6) for g in range(8) for m in range(4)]
+    assert len(places(last, offered)) == 12, "those that waited when the first part ended, too"
     assert [e["iteration"] for e in result.evaluations] == [0, 4, 6, 10, 12]
 
 
