@@ -133,3 +133,5 @@ OF_ASYNC = (
     "--rl-exact-resume",
 )
 OF_STREAMED = ("--rl-carry-unfinished", "--rl-oversample", "--rl-oversample-drop")
+# What is read only where engines share the trainers' ranks.
+OF_COLOCATED = ("--rl-reshard", "--rl-reshard-bucket-mb", "--rl-swap")

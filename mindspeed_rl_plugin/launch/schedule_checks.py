@@ -7,9 +7,9 @@ from typing import Any
 
 from mindspeed_rl_plugin.algorithms import resolve
 from mindspeed_rl_plugin.config import RLConfig
-from mindspeed_rl_plugin.config.flag import flag_name
+from mindspeed_rl_plugin.config.flag import as_given, flag_name
 from mindspeed_rl_plugin.config.rl_config import given
-from mindspeed_rl_plugin.config.schedule_flags import OF_ASYNC, OF_STREAMED
+from mindspeed_rl_plugin.config.schedule_flags import OF_ASYNC, OF_COLOCATED, OF_STREAMED
 from mindspeed_rl_plugin.environment import is_part, launch_env
 from mindspeed_rl_plugin.generators.guests import check_ray, check_servers
 
@@ -58,6 +58,16 @@ def _unread(config: RLConfig) -> Iterator[str]:
             yield (
                 f"{name} has no meaning for --rl-schedule {flags.schedule}; give --rl-schedule streamed, or remove it"
             )
+
+
+def notes(config: RLConfig) -> Iterator[str]:
+    """What was given and has no effect under the schedule: a script may serve several."""
+    unread = [as_given(f.name, value) for f, value in given(config) if flag_name(f.name) in OF_COLOCATED]
+    if config.schedule.apart and unread:
+        yield (
+            f"{', '.join(unread)}: without effect under --rl-schedule async, where engines pull published weights and "
+            "the trainers' memory stays on the device"
+        )
 
 
 def _partial(config: RLConfig) -> Iterator[str]:

@@ -504,6 +504,12 @@ def test_warnings(build, tmp_path):
         )
         flag_checks.check_args(args)
         assert [line.split(":")[0] for line in flag_checks.warnings(args)] == ["--rl-dock anything is ignored"]
+    colocated = {"--rl-swap": ["none"], "--rl-reshard": ["allgather"], "--rl-reshard-bucket-mb": ["64"]}
+    (line,) = flag_checks.warnings(build({"--rl-schedule": ["async"], **colocated}))
+    assert names(
+        line, "--rl-reshard allgather, --rl-swap none, --rl-reshard-bucket-mb 64: ... under --rl-schedule async"
+    )
+    assert flag_checks.warnings(build(colocated)) == flag_checks.warnings(build({"--rl-schedule": ["async"]})) == []
     (line,) = flag_checks.warnings(build({"swap_optimizer": True}))
     assert names(line, "--swap-optimizer ... --rl-swap optimizer")
     assert flag_checks.warnings(build({"swap_optimizer": True, "--rl-swap": ["params,grads"]})) == []
