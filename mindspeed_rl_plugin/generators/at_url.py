@@ -6,7 +6,6 @@ import threading
 from contextlib import closing
 
 from mindspeed_rl_plugin.dock import Dock
-from mindspeed_rl_plugin.dock.joining import read_secret
 from mindspeed_rl_plugin.engine.server_api import Server, check_served
 from mindspeed_rl_plugin.engine.server_engine import ServerEngine
 from mindspeed_rl_plugin.environment import say
@@ -15,6 +14,7 @@ from mindspeed_rl_plugin.generators.lead import LEASE_SECONDS, Lead
 from mindspeed_rl_plugin.generators.server_weights import ServerWeights
 from mindspeed_rl_plugin.generators.service import Service
 from mindspeed_rl_plugin.generators.team import Team
+from mindspeed_rl_plugin.invitation import read_secret
 
 
 def serve_at(url: str, address: str, secret_file: str, leaving: threading.Event, max_running: int | None) -> None:

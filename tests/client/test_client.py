@@ -28,6 +28,7 @@ from mindspeed_rl_plugin.dock import messages as m  # noqa: E402
 from mindspeed_rl_plugin.dock.gate import Opening  # noqa: E402
 from mindspeed_rl_plugin.engine.options import VllmOptions  # noqa: E402
 from mindspeed_rl_plugin.generators.description import JOB, WEIGHTS, Description  # noqa: E402
+from mindspeed_rl_plugin.invitation import SECRET_BYTES, write_secret  # noqa: E402
 from mindspeed_rl_plugin.reshard.layout import ModelShape, Parallel  # noqa: E402
 from mindspeed_rl_plugin.reshard.publish import Publisher, TrainerWeights  # noqa: E402
 from mindspeed_rl_plugin.rows import Sampling  # noqa: E402
@@ -337,8 +338,14 @@ def test_a_wrong_secret_another_version_and_a_strict_job_are_refused(tmp_path) -
     strict = Trainers(tmp_path, [machine()] * 2, replace(DESCRIPTION, strict=True))
     with Client(strict.address, strict.secret) as job, pytest.raises(ValueError, match="take no rows of it"):
         job.take(1, deadline=0)
-    with pytest.raises(PermissionError, match="refuses this process: it is another job's"):
-        Client(strict.address, b"another")
+    wrong = tmp_path / "of another job"
+    write_secret(wrong, bytes(SECRET_BYTES))
+    with pytest.raises(PermissionError) as refused:
+        Client(strict.address, wrong)
+    assert str(refused.value) == (
+        f"the job at {strict.address} refuses this process: it has another secret, not the one in {wrong}; give the "
+        "one that the job printed at its start, and the secret file that is printed with it"
+    )
     strict.close()
     other = Trainers(tmp_path, [machine()] * 2, replace(DESCRIPTION, version="0.0.1"))
     with pytest.raises(ValueError, match=r"the job runs mindspeed_rl_plugin 0\.0\.1, here is"):
