@@ -25,6 +25,11 @@ def machine() -> str:
     return f"{socket.gethostname()} {boot[:8]} {spaces}"
 
 
+def here(what: str) -> str:
+    """This process, for people."""
+    return f"{what}, process {os.getpid()} on {socket.gethostname()}"
+
+
 def own_address() -> str:
     """This machine's address on the job's interface: the one from which it reaches the job's master."""
     host, port = master_address()
@@ -55,11 +60,11 @@ def check_addresses(places: Sequence[tuple[str, str]]) -> None:
 
 
 def join(
-    address: str, secret: str | os.PathLike[str] | bytes, lease_seconds: float, node: str = ""
+    address: str, secret: str | os.PathLike[str] | bytes, lease_seconds: float, node: str = "", who: str = "a process"
 ) -> tuple[Declared, Calls]:
     """The declarations of a dock, and the calls of a process outside of its job. node: another name for this machine,
     in tests. See `Dock.join`."""
-    name = f"{OUTSIDE} {os.getpid()} {secrets.token_hex(4)}"
+    name = f"{OUTSIDE} {who} {secrets.token_hex(4)}"
     me = Process(name, -1, node or machine(), secret if isinstance(secret, bytes) else read_secret(secret))
     place = _address(address, me.node)
     try:

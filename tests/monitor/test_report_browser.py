@@ -122,7 +122,7 @@ def test_engines_apart_are_drawn_below_the_ranks(tmp_path, run_builder):
     page = open_in_browser(tmp_path / "r.html", tmp_path)
     bars = [a for a, _ in page.all("rect", class_="span") if "data-process" in a]
     kinds = ["generate", "pull", "back-pressure"]
-    assert [b["data-kind"] for b in bars if b["data-process"] == "machine-1:77"] == kinds * 3 and len(bars) == 18
+    assert [b["data-kind"] for b in bars if b["data-process"] == "generator rank 4"] == kinds * 3 and len(bars) == 18
     generate, pull, idle = bars[:3]
     assert float(pull["y"]) > float(generate["y"]) == float(idle["y"]), "what runs at the same time has its own lane"
     marks = [a for a, _ in page.all("line", class_="published")]
@@ -130,6 +130,7 @@ def test_engines_apart_are_drawn_below_the_ranks(tmp_path, run_builder):
     assert float(generate["x"]) < float(marks[0]["x1"]) < float(pull["x"]) < float(idle["x"])
     lowest = max(float(a["y"]) for a, _ in page.all("rect", class_="span") if "data-rank" in a)
     assert min(float(b["y"]) for b in bars) > lowest
+    assert {"generator rank 4", "joined engine 1"} <= {text for _, text in page.all("text")}
 
 
 @pytest.mark.browser
