@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from mindspeed_rl_plugin.dock import Dock, Gone, Lease, SampleId, from_tensordict, to_tensordict
+from mindspeed_rl_plugin.dock.joining import here
 from mindspeed_rl_plugin.engine.seeds import response_request
 from mindspeed_rl_plugin.generators.description import job_of, weights_of
 from mindspeed_rl_plugin.reshard.pull import pull_tensors
@@ -48,7 +49,7 @@ class Client:
     """
 
     def __init__(self, address: str, secret: str | os.PathLike[str] | bytes, *, lease_seconds: float = 600.0) -> None:
-        self.dock = Dock.join(address, secret, lease_seconds=lease_seconds)
+        self.dock = Dock.join(address, secret, lease_seconds=lease_seconds, who=here("client"))
         try:
             self._job = job_of(self.dock, strict=True)
         except ValueError:
@@ -57,6 +58,7 @@ class Client:
         self._weights, self._sources = weights_of(self.dock), self.dock.exchange.sources()
         self._taken: dict[SampleId, tuple[Lease, GenerateRequest]] = {}
         self._records = 0
+        self._reported = False
         self.newest()  # over this connection the job says that it leaves
 
     def __enter__(self) -> Client:
@@ -181,6 +183,7 @@ class Client:
     def report(self, counts: Mapping[str, float]) -> None:
         """What this engine has counted since it joined, for the job's metrics: "seconds", of them "back-pressure" (it
         had no prompts) and "version" (it waited for weights), "responses" and "tokens"."""
+        self._reported = True
         self.dock.exchange.report(counts)
 
     # a data source
@@ -256,6 +259,8 @@ class Client:
     def _leased(self, max_rows: int, deadline: float) -> Lease:
         """Rows that are ready within the deadline, or none."""
         try:
+            if not self._reported:
+                self.report({})  # by which the job counts it among its engines
             return self.dock.lease(SPEC.name, max_rows=max_rows, deadline=deadline)
         except TimeoutError:
             pass

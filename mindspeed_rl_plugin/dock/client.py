@@ -295,14 +295,16 @@ class Dock:
             self._member.peers.gather(None)
 
     @staticmethod
-    def join(address: str, secret: str | os.PathLike[str] | bytes, *, lease_seconds: float = 600.0) -> Dock:
+    def join(
+        address: str, secret: str | os.PathLike[str] | bytes, *, lease_seconds: float = 600.0, who: str = "a process"
+    ) -> Dock:
         """The dock of a job, for a process outside of it, on this machine or another one: leases what is ready, reads,
-        commits, releases. secret: the job's, or the file that holds it.
+        commits, releases. secret: the job's, or the file that holds it; who: this process, in what the job logs.
 
         Its leases run out after `lease_seconds`, or end with its connection; their rows are given out again then, and
         the first commit of a cell wins. Raises ConnectionError where nobody answers, and PermissionError for a wrong
         secret or one that others can read."""
-        declared, calls = joining.join(address, secret, lease_seconds)
+        declared, calls = joining.join(address, secret, lease_seconds, who=who)
         return Dock(declared, calls, leader=False)
 
     def beside(self) -> Dock:

@@ -8,7 +8,7 @@ from typing import Any
 
 from mindspeed_rl_plugin.dock import messages as m
 from mindspeed_rl_plugin.dock.calls import Calls
-from mindspeed_rl_plugin.dock.gate import Gate, Opening
+from mindspeed_rl_plugin.dock.gate import Gate, Opening, called
 from mindspeed_rl_plugin.dock.places import ids_tuple
 from mindspeed_rl_plugin.dock.rpc import PATIENCE
 from mindspeed_rl_plugin.dock.sharing import Fill, Shared
@@ -64,7 +64,8 @@ class Exchange:
     def take_spans(self) -> list[tuple[str, str, float, float]]:
         """On the leader: what processes outside of the job did since this was called last: name, what, and from when to
         when, seconds since 1970 by the clock of their machine."""
-        return self._calls.core.take_spans() if self._leader else []
+        spans = self._calls.core.take_spans() if self._leader else []
+        return [(called(name), *span) for name, *span in spans]
 
     # in processes outside of the job
 

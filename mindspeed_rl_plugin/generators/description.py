@@ -23,7 +23,7 @@ class Description:
     """engine: options of an engine as the job's flags say; sampling: of a rollout's responses; seed: base of their
     seeds; inflight: what new weights do to responses in the making; strict: whether each rollout is sampled by one
     version, in equal parts; deadline: seconds of any wait; vocabulary: `vocabulary_digest` of the tokenizer, "" where
-    engines need none; version: of the package."""
+    engines need none; run: directory of the run; version: of the package."""
 
     engine: VllmOptions
     sampling: Sampling
@@ -32,6 +32,7 @@ class Description:
     strict: bool
     deadline: float
     vocabulary: str = ""
+    run: str = ""
     version: str = mindspeed_rl_plugin.__version__
 
     def check_tokenizer(self, path: str | None) -> None:
@@ -66,6 +67,13 @@ def job_of(dock: Dock, strict: bool = False) -> Description:
     if job.strict and not strict:
         raise ValueError("--rl-async-order strict deals rollouts to the engines of its start: none can join later")
     return job
+
+
+def welcome(dock: Dock, job: Description, address: str) -> str:
+    """What an engine says that has joined."""
+    version = dock.exchange.news(0, 0.0).version
+    weights = f"its newest weights are version {version}" if version >= 0 else "waiting for its first weights"
+    return f"joined the job at {address} (run {job.run}); {weights}"
 
 
 def weights_of(dock: Dock) -> TrainerWeights:

@@ -48,6 +48,7 @@ def build_schedule(
         inflight=schedule.inflight,
         strict=strict,
         deadline=config.monitor.wait_timeout,
+        run=str(Path(job.monitor.run_dir).absolute()),
     )
     about = {JOB: description.to_json(), WEIGHTS: trainer.weights.text()}
     incoming = Incoming(inputs.vocab, config.rollout.max_response_length)
@@ -98,17 +99,19 @@ def make_publisher(inputs: Inputs, rank: int, ranks: Collectives, dock: Dock, mo
 
 
 def _invite(job: Job, about: dict[str, str], schedule: ScheduleConfig, strict: bool) -> Guests | None:
-    """Engines may join from now on; those of this job's own launcher hear of it, and Ray starts its own. On the
-    leader: what it keeps for them."""
+    """Engines may join from now on, and must where the job has none of its own; those of its launcher hear of it, and
+    Ray starts its own. On the leader: what it keeps for them."""
     folder, ranks = Path(job.monitor.run_dir).absolute(), schedule.generator_ranks
     secret_file = folder / "secret"
     address = job.dock.exchange.invite(secret_file, own_address(), json.dumps(about))
+    on_ray = schedule.who_generates if schedule.who_generates.engines else None
     if not strict:
-        say(f"engines may join: python -m mindspeed_rl_plugin generate --join {address} --secret-file {secret_file}")
+        has_some = ranks or on_ray or schedule.engine_url
+        what = "engines may join" if has_some else "this job has no engine yet, and waits for one to join"
+        say(f"{what}: python -m mindspeed_rl_plugin generate --join {address} --secret-file {secret_file}")
     if not job.topology.leader:
         return None
     if ranks:
         publish_address(address, str(secret_file))
-    on_ray = schedule.who_generates if schedule.who_generates.engines else None
     ended = publish_end if ranks else lambda: None
     return Guests(address, secret_file, ended, on_ray, schedule.engine_url, folder)

@@ -122,7 +122,7 @@ NAMES: dict[str, Meaning] = {
         "share", "time in which engines apart had no prompt: training holds admission back"
     ),
     "idle/engines_version": Meaning("share", "time in which engines apart waited for the weights that rows ask for"),
-    "engines": Meaning("", "engines apart that have reported since the last rollout"),
+    "engines": Meaning("", "engines apart that are at work when the rollout is ready"),
     "engines/tokens_per_second": Meaning("tokens/s", "response tokens per second and engine apart"),
     "engines/length_mean": Meaning(
         "tokens", "mean length of the responses that engines apart finished since the last rollout"

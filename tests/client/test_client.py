@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import socket
 import sys
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,9 +28,10 @@ from mindspeed_rl_plugin.client import Client  # noqa: E402
 from mindspeed_rl_plugin.config import AlgorithmConfig  # noqa: E402
 from mindspeed_rl_plugin.dock import Dock, Gone, Ragged, Rows, SampleId, from_tensordict, machine  # noqa: E402
 from mindspeed_rl_plugin.dock import messages as m  # noqa: E402
-from mindspeed_rl_plugin.dock.gate import Opening  # noqa: E402
+from mindspeed_rl_plugin.dock.gate import Opening, called  # noqa: E402
 from mindspeed_rl_plugin.engine.options import VllmOptions  # noqa: E402
-from mindspeed_rl_plugin.generators.description import JOB, WEIGHTS, Description  # noqa: E402
+from mindspeed_rl_plugin.generators.description import JOB, WEIGHTS, Description, welcome  # noqa: E402
+from mindspeed_rl_plugin.invitation import SECRET_BYTES, write_secret  # noqa: E402
 from mindspeed_rl_plugin.reshard.layout import ModelShape, Parallel  # noqa: E402
 from mindspeed_rl_plugin.reshard.publish import Publisher, TrainerWeights  # noqa: E402
 from mindspeed_rl_plugin.rows import Sampling  # noqa: E402
@@ -258,6 +262,33 @@ def test_a_commit_of_too_many_bytes_is_refused_and_the_connection_goes_on(traine
         job.give(answers(prompts, 0))
 
 
+def test_a_program_that_takes_rows_counts_as_an_engine_until_it_leaves_and_an_observer_does_not(trainers, job) -> None:
+    reports = trainers.docks[0].exchange.reports
+    job.metrics()
+    assert reports() == {}
+    assert len(job.take(1, deadline=0)) == 0
+    ((name, counts),) = reports().items()
+    assert called(name) == f"client, process {os.getpid()} on {socket.gethostname()}" and counts == {}
+    job.report({"seconds": 2.0})
+    job.take(1, deadline=0)
+    assert reports() == {name: {"seconds": 2.0}}
+    job.close()
+    end = time.monotonic() + 20
+    while reports() and time.monotonic() < end:
+        time.sleep(0.01)
+    assert reports() == {}
+
+
+def test_an_engine_says_which_job_it_has_joined(trainers) -> None:
+    dock = Dock.join(trainers.address, trainers.secret)
+    told = replace(DESCRIPTION, run="/runs/one")
+    head = f"joined the job at {trainers.address} (run /runs/one); "
+    assert welcome(dock, told, trainers.address) == f"{head}waiting for its first weights"
+    trainers.publish(3)
+    assert welcome(dock, told, trainers.address) == f"{head}its newest weights are version 3"
+    dock.close()
+
+
 def test_weights_come_whole_by_hugging_face_names(trainers, job) -> None:
     """Of trainers that have them in two parts each."""
     assert job.newest() == -1 and job.versions() == []
@@ -361,8 +392,14 @@ def test_a_wrong_secret_another_version_and_a_strict_job_are_refused(tmp_path) -
         job.take(1, deadline=0)
     with Client(strict.address, strict.secret) as job, pytest.raises(ValueError, match="give --rl-async-order free"):
         job.offer([{"prompt": "a"}])
-    with pytest.raises(PermissionError, match="refuses this process: it is another job's"):
-        Client(strict.address, b"another")
+    wrong = tmp_path / "of another job"
+    write_secret(wrong, bytes(SECRET_BYTES))
+    with pytest.raises(PermissionError) as refused:
+        Client(strict.address, wrong)
+    assert str(refused.value) == (
+        f"the job at {strict.address} refuses this process: it has another secret, not the one in {wrong}; give the "
+        "one that the job printed at its start, and the secret file that is printed with it"
+    )
     strict.close()
     other = Trainers(tmp_path, [machine()] * 2, replace(DESCRIPTION, version="0.0.1"))
     with pytest.raises(ValueError, match=r"the job runs mindspeed_rl_plugin 0\.0\.1, here is"):

@@ -229,8 +229,12 @@ def test_an_engine_leaves_and_another_one_comes(job, joined, nothing_left) -> No
         time.sleep(0.05)
     first.send_signal(signal.SIGTERM)
     assert first.wait(30) == 0 and "has left the job" in engines.said()
+    assert re.search(r"\[rl\] joined the job at \S+ \(run \S+\); its newest weights are version 0", engines.said())
     assert engines.join().wait(120) == 0
-    assert running.wait(30).code == 0
+    result = running.wait(30)
+    assert result.code == 0 and "this job has no engine yet, and waits for one to join: python -m" in result.log
+    assert result.log.count("[rl] engine joined: joined engine, process ") == 2
+    assert "engines at work: 0: the job waits for one to join" in result.log
     assert trained(running) == [(e, g, m) for e in range(30) for g in range(4) for m in range(4)]
     nothing_left()
 
@@ -443,6 +447,7 @@ def test_new_weights_come_while_responses_are_in_the_making(job, joined, infligh
     begin, end = result.metrics[0]["time"] - 60, result.metrics[-1]["time"] + 60
     assert all(begin < e["start"] <= e["end"] < end for e in apart)
     for name in ("trainers_starved", "engines_back_pressure", "engines_version"):
-        assert all(0 <= line[f"idle/{name}"] <= 1 for line in result.metrics[1:] if "engines" in line), name
+        assert all(0 <= line.get(f"idle/{name}", 0) <= 1 for line in result.metrics[1:]), name
+    assert [line["engines"] for line in result.metrics] == [1.0] * 8
     assert max(line["idle/trainers_starved"] for line in result.metrics) > 0.3, "the engine is slow"
     assert "| lag " in result.log and " gen " in result.log

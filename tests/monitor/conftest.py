@@ -128,7 +128,7 @@ class Builder:
     def generate_apart(self) -> None:
         """Two engines that are no ranks, and weights that go out, in the last second."""
         log, end = self.monitors[0].log_apart, self.wall.at
-        for engine in ("machine-1:77", "machine-2:78"):
+        for engine in ("generator rank 4", "joined engine, process 78 on machine-2"):
             log(engine, "generate", end - 1.0, end - 0.4)
             log(engine, "pull", end - 0.6, end - 0.4)
             log(engine, "back-pressure", end - 0.4, end)

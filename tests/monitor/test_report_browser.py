@@ -133,7 +133,7 @@ def test_engines_apart_are_drawn_below_the_ranks_and_have_charts(tmp_path, run_b
     page = open_in_browser(tmp_path / "r.html", tmp_path)
     bars = [a for a, _ in page.all("rect", class_="span") if "data-process" in a]
     kinds = ["generate", "pull", "back-pressure"]
-    assert [b["data-kind"] for b in bars if b["data-process"] == "machine-1:77"] == kinds * 3 and len(bars) == 18
+    assert [b["data-kind"] for b in bars if b["data-process"] == "generator rank 4"] == kinds * 3 and len(bars) == 18
     generate, pull, idle = bars[:3]
     assert float(pull["y"]) > float(generate["y"]) == float(idle["y"]), "what runs at the same time has its own lane"
     marks = [a for a, _ in page.all("line", class_="published")]
@@ -146,6 +146,7 @@ def test_engines_apart_are_drawn_below_the_ranks_and_have_charts(tmp_path, run_b
         assert len(page.all("div", data_chart=title)) == 1
         for name in names:
             check_curve(page, rows, name)
+    assert {"generator rank 4", "joined engine 1"} <= {text for _, text in page.all("text")}
 
 
 @pytest.mark.browser

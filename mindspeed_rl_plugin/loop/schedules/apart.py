@@ -72,8 +72,7 @@ class AsyncSchedule(RolloutSchedule):
         self._saving = False  # whether a checkpoint is being written
         self._longest = LongestFirst(job.plan.sizes.global_batch // job.plan.sizes.members)
         self._engines = Engines(job.dock.exchange.reports)
-        check = guests.check if guests is not None else lambda: None
-        self._wait = GradeWait(job.ranks, stages.reward, self.grader, check, self._engines.text)
+        self._wait = GradeWait(job.ranks, stages.reward, self.grader, self._look_at_engines, self._engines.text)
         self._collected = time.monotonic()  # when the last rollout was ready
         self._starved = 0.0  # seconds since then without rows to train on
 
@@ -222,6 +221,12 @@ class AsyncSchedule(RolloutSchedule):
         """What engines apart did, into the run's files."""
         for name, what, start, end in self.job.dock.exchange.take_spans():
             self.job.monitor.log_apart(name, what, start, end)
+
+    def _look_at_engines(self) -> None:
+        """Who generates; raises where engines are gone that are this job's own."""
+        if self.guests is not None:
+            self.guests.check()
+        self._engines.look()
 
     def _look_at_evaluation(self) -> None:
         """Log an evaluation whose responses are all graded by now."""
