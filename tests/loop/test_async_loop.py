@@ -374,6 +374,18 @@ def test_an_exact_resume_samples_nothing_anew(job, arithmetic) -> None:
 
 
 @pytest.mark.slow
+def test_exact_resume_may_be_given_in_the_middle_of_a_rollout(job) -> None:
+    """Engines have no weights until its three steps are done, so no checkpoint before that waits for what a slow engine
+    left to sample."""
+    slow = ("--rl-max-running", "1", "--rl-max-response-length", "16", "--rl-max-staleness", "2")
+    flags = ("--train-iters", "9", "--save-interval", "1", "--rl-rollout-prompts", "12", *ASYNC, *slow)
+    job(*flags, "--exit-interval", "1", name="run").dumping().run()
+    last = job(*flags, "--rl-exact-resume", "--rl-wait-timeout", "30", name="run").dumping()
+    assert [line["iteration"] for line in last.run().metrics] == [*range(1, 10)]
+    assert trained(last) == [(e, g, m) for e in range(3) for g in range(12) for m in range(4)]
+
+
+@pytest.mark.slow
 def test_dynamic_sampling_and_a_users_stage(job, tmp_path) -> None:
     """Dropped groups are replaced by new ones within the bound; a stage of the user's own comes after the grades."""
     own = tmp_path / "own.py"

@@ -107,10 +107,11 @@ class AsyncSchedule(RolloutSchedule):
     def settle(self) -> None:
         """A checkpoint follows, without the evaluation that is under way. Where it is to be whole all that is admitted
         is sampled and graded first; under a strict order there would be no weights after a resume to sample the rest
-        with."""
+        with. What a resume in the middle of a rollout finds not sampled stays so until that is used up, when engines
+        get weights."""
         self._saving = True
         self._finish_evaluation()
-        if self.whole:
+        if self.whole and self._versions:
             for epoch, groups in self.job.plan.queue:
                 self._wait.until_graded(self.job.plan.ids(of_epoch(epoch, groups)))
 
