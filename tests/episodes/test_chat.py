@@ -232,6 +232,10 @@ def test_a_turn_as_text():
         tokens = [*encode(name, f"a {special[0]} b ."), form.close]
         assert form.raw_text(tokens) == f"a {special[0]} b ." and form.raw_text(tokens[:-1]) == form.raw_text(tokens)
         assert form.text(tokens) == tokenizer.decode(tokens, skip_special_tokens=True) == "a  b ."
+    tokenizer = make_tokenizer("qwen2_5")
+    tokenizer.eos_token = "<|endoftext|>"  # as that of Qwen's base models
+    form, ends = make_format(tokenizer, "chat", TOOLS), ("<|endoftext|>", "<|im_end|>")
+    assert [form.raw_text(tokenizer.encode(f"a<|im_start|>{end}")) for end in ends] == ["a<|im_start|>"] * 2
     assert format_of("qwen2_5").raw_text([]) == ""
     assert format_of("qwen2_5").raw_text(encode("qwen2_5", "<tool_call>\n</tool_call>")) == "<tool_call>\n</tool_call>"
 
