@@ -286,6 +286,13 @@ def test_a_template_that_ignores_tools_is_fine_without_them():
     )
 
 
+def test_a_template_that_is_given_no_tools_writes_nothing_of_them():
+    prompt = make_format(make_tokenizer("llama3_1"), "chat", ()).prompt([QUESTION])
+    assert prompt == tokenizer_of("llama3_1").apply_chat_template(
+        [QUESTION], add_generation_prompt=True, return_dict=False
+    )
+
+
 class Frozen(datetime.datetime):
     @classmethod
     def now(cls, tz=None):

@@ -84,6 +84,7 @@ BROKEN = {
         '<tool_call>{"name": "add", "arguments": {"a": 1}</tool_call>': NO_JSON,
         "<tool_call>add(1, 2)</tool_call>": NO_JSON,
         "<tool_call></tool_call>": NO_JSON,
+        "<tool_call>{<think>}</tool_call>": NO_JSON,
         '<tool_call>{"name": "add", "arguments": {}} and so on</tool_call>': NO_JSON,
         '<tool_call>{"name": "add", "arguments": "{}"}</tool_call>': NO_CALL,
         '<tool_call>{"name": 3, "arguments": {}}</tool_call>': NO_CALL,
