@@ -274,9 +274,7 @@ def turn_seed(seed: int, turn: int) -> int:
     return int.from_bytes(digest, "big") >> 1
 
 
-def _joined(
-    segments: Sequence[tuple[int, int]], start: int, more: Iterable[tuple[int, int]]
-) -> list[tuple[int, int]]:
+def _joined(segments: Sequence[tuple[int, int]], start: int, more: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     """With the segments of a turn that begins at token `start`: an entry where the version changes, not at each turn.
     What is between two turns counts to the first of them."""
     joined = list(segments)

@@ -15,6 +15,7 @@ from mindspeed_rl_plugin.episodes.protocol import (
     Reply,
     ToolCall,
     Turn,
+    tool_names,
 )
 from mindspeed_rl_plugin.rows import EPISODE_COUNTS, Completion, Episode, SampleId
 
@@ -25,15 +26,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Limits:
-    """turns: most of an episode; turn, observation: longest [tokens]; prompt: longest with what an environment adds to
-    it [tokens]; calls: most in one turn, None without a limit; lockstep: turn t + 1 of all episodes begins when turn t
+    """turns: most of an episode; observation: longest [tokens]; prompt: longest with what an environment adds to it
+    [tokens]; lockstep: turn t + 1 of all episodes begins when turn t
     of all of them is over, in the order of ids; on_error: "stop" | "zero" | "drop", where an environment fails."""
 
     turns: int
-    turn: int
     observation: int
     prompt: int
-    calls: int | None = None
     lockstep: bool = False
     on_error: str = "stop"
 
@@ -89,7 +88,7 @@ class Lead:
         environments: Environments,
     ) -> None:
         self.limits, self.format, self.parse, self.environments = limits, format, parse, environments
-        self._names = [tool["function"]["name"] for tool in environments.tools]
+        self._names = tool_names(environments)
         self._stories: dict[SampleId, _Story] = {}
         self._paused: dict[SampleId, list[Reply]] = {}  # with what their environments said meanwhile
         self._replies: list[Reply] = []  # of episodes that go on
@@ -179,7 +178,7 @@ class Lead:
 
     def _attempts(self, tokens: Sequence[int]) -> tuple[Attempt, ...]:
         """At calls, in a turn that is whole."""
-        attempts, most = tuple(self.parse(self.format.raw_text(tokens))), self.limits.calls
+        attempts, most = tuple(self.parse(self.format.raw_text(tokens))), self.format.most_calls
         return attempts if most is None or len(attempts) <= most else (MalformedCall(f"at most {most} call in a turn"),)
 
     def _take(self, plan: Plan, reply: Reply) -> None:

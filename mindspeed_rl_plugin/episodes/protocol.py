@@ -80,9 +80,14 @@ class Reply:
 COUNTS = ("calls", "malformed", "unknown", "arguments", "raised")
 
 
+def tool_names(environments: Environments | None) -> list[str]:
+    """Of the tools, in their order; of None none."""
+    return [tool["function"]["name"] for tool in environments.tools] if environments else []
+
+
 class Environments(Protocol):
-    """The environments of one engine's episodes. All calls return at once, but `poll`. One reply comes for each `act` and
-    `finish`, and where `begins` for each `begin`; an episode has one call at a time."""
+    """The environments of one engine's episodes. All calls return at once, but `poll`. One reply comes for each `act`
+    and `finish`, and where `begins` for each `begin`; an episode has one call at a time."""
 
     tools: Sequence[Mapping[str, Any]]
     """JSON schemas of the tools, as chat templates take them; () where there are none."""
