@@ -6,7 +6,7 @@ after each turn; the other ranks are told. Nothing is ever decoded and encoded a
 before, the tokens that were sampled, and those of the observation.
 
 **Interrupted** episodes (`abort`) keep their environments, and go on when they are submitted again, in the middle of a
-turn or between two. One that is not among the next requests is over, and so is its environment.
+turn or between two. One that is not among the next requests of a rollout is over, and so is its environment.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import struct
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -129,9 +129,7 @@ class EpisodeEngine:
 
     def submit(self, requests: Sequence[GenerateRequest]) -> None:
         """New episodes, and those that go on; see `Engine`."""
-        known = {request.id for request in requests}
-        for sample in [sample for sample in self._paused if sample not in known]:
-            self._end(self._paused.pop(sample))
+        self._end_others({request.id for request in requests})
         due = []
         for request in requests:
             live = self._paused.pop(request.id, None)
@@ -260,9 +258,14 @@ class EpisodeEngine:
             return Episode(live.prompt, tuple(live.turns))
         return self._lead.record(live)
 
-    def _end(self, live: Live) -> None:
-        if self._lead is not None:
-            self._lead.end(live.request.id)
+    def _end_others(self, known: Set[SampleId]) -> None:
+        """Interrupted episodes that do not go on are over. An evaluation comes between, and says nothing of them."""
+        if all(sample.epoch < 0 for sample in known):
+            return
+        for sample in [sample for sample in self._paused if sample not in known]:
+            del self._paused[sample]
+            if self._lead is not None:
+                self._lead.end(sample)
 
 
 def turn_seed(seed: int, turn: int) -> int:

@@ -94,6 +94,7 @@ class Lead:
         self._replies: list[Reply] = []  # of episodes that go on
         self._due: list[SampleId] = []  # whose next turn can begin
         self._over: list[tuple[SampleId, str]] = []
+        self._said: set[str] = set()  # of which tools, and "" of the environment, the first failure was printed
 
     def begin(self, live: Live) -> None:
         """A new episode."""
@@ -185,8 +186,9 @@ class Lead:
         """One reply."""
         story = self._stories[reply.id]
         story.count({**reply.counts, "milliseconds": round(1000 * reply.seconds)})
-        for name in reply.raised:
+        for name, error in reply.raised.items():
             story.tools[self._names.index(name)][1] += 1
+            self._warn(name, f"the tool {name!r} raised, for the first time, in {place(reply.id)}: {error}")
         story.reward(reply.reward)
         if reply.failure is not None:
             self._fail(reply.id, reply.failure)
@@ -212,6 +214,7 @@ class Lead:
                 f"the environment of {place(sample)} {why}\n  (--rl-environment-on-error zero or drop: the run goes on "
                 "and counts such episodes)"
             )
+        self._warn("", f"an environment failed, for the first time, in {place(sample)}: it {why}")
         story = self._stories[sample]
         story.failure = why
         self.environments.end(sample)
@@ -219,6 +222,12 @@ class Lead:
             self._over.append((sample, story.finish or "stop"))
         else:
             self._due.append(sample)
+
+    def _warn(self, of: str, text: str) -> None:
+        """Print the first failure of each."""
+        if of not in self._said:
+            print(f"[rl] warning: {text}", flush=True)  # from whichever rank leads an engine
+        self._said.add(of)
 
     def _open(self, plan: Plan, story: _Story, reply: Reply) -> None:
         """The first turn follows. What the environment says first stands behind the prompt's last message."""
