@@ -1,5 +1,5 @@
-"""`EpisodeEngine` with its `Lead` over a scripted engine and scripted environments: what the model sees, what comes back,
-and that interruptions, limits and failures leave each episode as it must be."""
+"""`EpisodeEngine` with its `Lead` over a scripted engine and scripted environments: what the model sees, what comes
+back, and that interruptions, limits and failures leave each episode as it must be."""
 
 from __future__ import annotations
 
@@ -217,7 +217,8 @@ def test_the_limit_of_turns_and_of_the_whole_episode_end_it() -> None:
         assert completion.tokens[-1] == CLOSE, "what is seen after the last turn is not in the row"
     for completion in generate(over(World(on), longest=200), requests_of(6, most=12), deadline=5):
         assert len(completion.tokens) <= 12
-        assert completion.finish == ("turns" if len(completion.episode.turns) == 4 else "length")
+        last = len(completion.episode.turns) == 4 and completion.tokens[-1] == CLOSE
+        assert completion.finish == ("turns" if last else "length")
         assert completion.episode.turns[-1][1] == len(completion.tokens), "no observation without a turn behind it"
 
 
@@ -312,7 +313,7 @@ def test_interrupted_episodes_go_on_where_they_were(cuts: list[int], slow: int, 
     for steps in cuts:
         done |= {c.id: c for c in engine.step_along(steps)}
         begun = {c.id: c for c in engine.abort()}
-        assert all(c.finish == "abort" for c in begun.values())
+        assert all(c.finish == "abort" and len(c.tokens) == len(c.logps) for c in begun.values())
         engine._engine.version += 1
         engine.submit(
             [replace(r, begun=begun[r.id] if begun[r.id].tokens else None) for r in requests if r.id in begun]
