@@ -90,18 +90,18 @@ def hint(names: Iterable[str]) -> str:
     return "; " + ", ".join(known) if known else ""
 
 
-def lacking(fields: Sequence[str], rows: Mapping[str, Set[str]]) -> str | None:
-    """Why a grader that cannot do without `fields` cannot be called on some row, None where it can; rows: place in the
-    data -> fields of the record."""
+def lacking(fields: Sequence[str], rows: Mapping[str, Set[str]], own: Sequence[str] = SINGLE) -> str | None:
+    """Why what cannot do without `fields` cannot be called on some row, None where it can; rows: place in the data ->
+    fields of the record; own: what else it may name."""
     for where, there in rows.items():
         for name in fields:
             if name not in there:
                 known = ("prompt", "answer", *sorted(there))
-                close = [FOREIGN[name]] if name in FOREIGN else get_close_matches(name, {*SINGLE, *known}, 1)
+                close = [FOREIGN[name]] if name in FOREIGN else get_close_matches(name, {*own, *known}, 1)
                 meant = f"; did you mean {close[0]}?" if close else "."
                 return (
                     f"has a parameter {name!r}, but {where} has no such field (its fields: {', '.join(known)}){meant} "
-                    f"Allowed: {', '.join(SINGLE)}, a field of the row, or a parameter with a default"
+                    f"Allowed: {', '.join(own)}, a field of the row, or a parameter with a default"
                 )
     return None
 
