@@ -64,8 +64,7 @@ class RawFormat:
         self._tokenizer = tokenizer
         added = tokenizer.added_tokens_decoder.items()
         control = {t.content: i for i, t in added if t.special or (t.content.strip() and t.content in template)}
-        longest_first = sorted(control, key=len, reverse=True)
-        self._control = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+        self._control = re.compile("|".join(map(re.escape, control)) or "(?!)")
         self._control_ids = frozenset(control.values())
         self._ends = {tokenizer.eos_token_id}
         self._longest = max(map(len, tokenizer.get_vocab()))  # token [characters]
@@ -95,7 +94,7 @@ class RawFormat:
         if len(tokens) <= limit:
             return text, False
         mark = CUT if self._length(CUT) < limit else ""
-        most = max(len(self._tokenizer.decode(tokens[:limit], clean_up_tokenization_spaces=False)), 1)
+        most = max(len(self._tokenizer.decode(tokens[:limit])), 1)
         while most < len(start) and self._length(start[:most] + mark) <= limit:  # a normaliser makes text shorter
             most *= 2
         sizes = range(1, min(most, len(start)) + 1)
