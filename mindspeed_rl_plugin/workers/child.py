@@ -35,7 +35,7 @@ class Parent:
         """The next message. Ends this process where the parent has closed its end."""
         try:
             return self._connection.recv()
-        except EOFError:
+        except (EOFError, ConnectionResetError):  # the latter: with answers that it has not read
             sys.exit()
 
     def send(self, answer: Any) -> None:
