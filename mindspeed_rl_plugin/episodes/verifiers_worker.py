@@ -48,7 +48,7 @@ async def _serve(parent: Parent, loaded: Loaded, tokenizer: str) -> None:
             await _warm(client)
             await stack.enter_async_context(loaded.env.serving())
         except Exception as error:  # noqa: BLE001 - whatever verifiers or its environment raises is reported
-            parent.send((None, f"it {describe(error)}"))
+            parent.send((None, why_not_loaded(describe(error))))
             return
         rollouts.context = loaded.vf.ModelContext(model="policy", client=client)
         parent.send((loaded.version, None))
@@ -91,7 +91,11 @@ async def _warm(client: Any) -> None:
     """Load the tokenizer, so that what is wrong with it is told at once; the client finds it loaded."""
     from verifiers.v1.clients.train import ElasticRendererPool
 
-    await ElasticRendererPool(client.renderer_model_name, client.renderer, multiplex=client.multiplex).grow()
+    tokenizer = client.renderer_model_name
+    try:
+        await ElasticRendererPool(tokenizer, client.renderer, multiplex=client.multiplex).grow()
+    except (ImportError, OSError, TypeError, ValueError) as error:
+        raise ValueError(f"the tokenizer {tokenizer!r} cannot render prompts for verifiers: {error}") from error
 
 
 def _write(parent: Parent, out: queue.SimpleQueue) -> None:
