@@ -13,7 +13,6 @@ from mindspeed_rl_plugin.episodes.protocol import (
     EpisodeError,
     MalformedCall,
     Reply,
-    ToolCall,
     Turn,
     tool_names,
 )
@@ -134,13 +133,9 @@ class Lead:
         if story.failure is not None:  # of its beginning: nobody answers
             self._over.append((sample, "stop"))
         elif turn.finish == "stop":
-            attempts = self._attempts(turn.tokens)
-            for attempt in attempts:
-                if isinstance(attempt, ToolCall) and attempt.name in self._names:
-                    story.tools[self._names.index(attempt.name)][0] += 1
-            self.environments.act(sample, Turn(turn.tokens, turn.logps, text, attempts))
+            self.environments.act(sample, Turn(turn.tokens, turn.logps, text, self._attempts(turn.tokens)))
         else:
-            self._finish(sample, "length")
+            self._finish(sample, "length", Turn(turn.tokens, turn.logps, text))
 
     def plan(self, seconds: float, end: float, sampling: bool) -> Plan:
         """What comes next, of episodes whose environments have replied; waits for a reply, `seconds` at most.
@@ -186,8 +181,10 @@ class Lead:
         """One reply."""
         story = self._stories[reply.id]
         story.count({**reply.counts, "milliseconds": round(1000 * reply.seconds)})
+        for name, counts in reply.calls.items():
+            place_of = self._names.index(name)
+            story.tools[place_of] = [a + b for a, b in zip(story.tools[place_of], counts, strict=True)]
         for name, error in reply.raised.items():
-            story.tools[self._names.index(name)][1] += 1
             self._warn(name, f"the tool {name!r} raised, for the first time, in {place(reply.id)}: {error}")
         story.reward(reply.reward)
         if reply.failure is not None:
@@ -201,10 +198,10 @@ class Lead:
         else:
             self._open(plan, story, reply)
 
-    def _finish(self, sample: SampleId, why: str) -> None:
-        """No further turn comes; the environment says the rest of its reward."""
+    def _finish(self, sample: SampleId, why: str, cut: Turn | None = None) -> None:
+        """No further turn comes; the environment says the rest of its reward. cut: by the limit."""
         self._stories[sample].finish = why
-        self.environments.finish(sample)
+        self.environments.finish(sample, cut)
 
     def _fail(self, sample: SampleId, why: str) -> None:
         """The environment cannot go on. Where it could not begin, the model has one turn that nobody answers, for a

@@ -18,6 +18,7 @@ from mindspeed_rl_plugin.episodes.lead import Lead, Limits
 from mindspeed_rl_plugin.episodes.parsers import make_parser
 from mindspeed_rl_plugin.episodes.pool import EnvironmentPool
 from mindspeed_rl_plugin.episodes.protocol import Environments
+from mindspeed_rl_plugin.episodes.verifiers_bridge import PREFIX, VerifiersEnvironments
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -54,9 +55,18 @@ class EpisodeSetup:
         flags = {name: tuple(value) if isinstance(value, list) else value for name, value in fields["flags"].items()}
         return cls(**{**fields, "flags": EpisodeConfig(**flags)})
 
-    def environments(self) -> Environments:
-        """Started. Raises EpisodeError for what does not load."""
+    def environments(self, tokenizer: PreTrainedTokenizerBase) -> Environments:
+        """Started. Raises ValueError for what does not load."""
         flags = self.flags
+        if flags.foreign:
+            return VerifiersEnvironments(
+                flags.environment.removeprefix(PREFIX),
+                flags.environment_python,
+                str(Path(tokenizer.name_or_path).resolve()),
+                flags.environment_workers,
+                flags.environment_timeout,
+                **({"together": None} if flags.environment_lockstep else {}),
+            )
         return EnvironmentPool(
             flags.tools,
             flags.environment,

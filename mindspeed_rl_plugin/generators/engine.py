@@ -61,7 +61,8 @@ def with_episodes(engine: Engine, job: Description, tokenizer: str | None, team:
     """The engine, over which are episodes where the job has some. tokenizer: directory. Collective."""
     if (setup := job.episodes) is None:
         return engine
-    return setup.over(engine, load_tokenizer(tokenizer), setup.environments(), team.of_replica(engine, job.deadline))
+    words = load_tokenizer(tokenizer)
+    return setup.over(engine, words, setup.environments(words), team.of_replica(engine, job.deadline))
 
 
 def sized(options: VllmOptions, ranks: int) -> VllmOptions:

@@ -15,7 +15,7 @@ from mindspeed_rl_plugin.engine import hf_config
 from mindspeed_rl_plugin.engine.seeds import task_of
 from mindspeed_rl_plugin.environment import say
 from mindspeed_rl_plugin.episodes.parsers import make_parser
-from mindspeed_rl_plugin.episodes.protocol import Environments
+from mindspeed_rl_plugin.episodes.protocol import Environments, try_once
 from mindspeed_rl_plugin.episodes.setup import EpisodeSetup
 from mindspeed_rl_plugin.forward import ForwardSettings
 from mindspeed_rl_plugin.generators.guests import check_servers
@@ -54,7 +54,7 @@ def read_inputs(args: argparse.Namespace) -> Inputs:
         packed=config.forward.pack_sequences,
     )
     environments = None if algorithm.from_pairs else _environments(config, tokenizer)
-    tools = environments.tools if environments else ()
+    tools = environments.tools if environments else None
     stream = functools.partial(_stream, tokenizer, config, algorithm.from_pairs, tools)
     inputs = Inputs(
         args=args,
@@ -126,7 +126,7 @@ def _environments(config: RLConfig, tokenizer: Any) -> Environments | None:
     """Who answers the model in episodes, started; and whether tokenizer and template fit."""
     if (setup := EpisodeSetup.of(config)) is None:
         return None
-    environments = setup.environments()
+    environments = setup.environments(tokenizer)
     try:
         setup.format(tokenizer, environments)
         if environments.tools:
@@ -138,10 +138,18 @@ def _environments(config: RLConfig, tokenizer: Any) -> Environments | None:
 
 
 def _try_environments(inputs: Inputs) -> None:
-    """An episode of the data's first row begins once. Those that no engine of this rank uses end."""
+    """Every row has what an episode begins with, and that of the first one begins. Ends what no engine uses."""
     environments, sample = inputs.environments, SampleId(0, 0, 0)
-    task = task_of(inputs.response_seed, sample, meta_of(inputs.data.at(0)))
-    environments.check(task.fields, task.seed)
+    for rows in filter(None, (inputs.data, inputs.held_out)):
+        environments.check_fields(rows.kinds_of_rows())
+    meta = meta_of(inputs.data.at(0))
+    seed = task_of(inputs.response_seed, sample, meta).seed
+    if why := try_once(environments, {**meta, "prompt": meta["text"]}, seed):
+        flags, where = inputs.config.episodes, inputs.data.where(0)
+        text = f"--rl-environment {flags.environment} {why}\n  when it was tried on {where}"
+        if flags.environment_on_error == "stop":
+            raise ValueError(text)
+        say(f"warning: {text}")
     if inputs.config.schedule.apart:
         environments.close()
 
@@ -156,7 +164,7 @@ def _own_stages(inputs: Inputs, graders: int, end_tokens: Sequence[int]) -> tupl
 
 
 def _stream(
-    tokenizer: Any, config: RLConfig, pairs: bool, tools: Sequence[Any], paths: Sequence[str], seed: int
+    tokenizer: Any, config: RLConfig, pairs: bool, tools: Sequence[Any] | None, paths: Sequence[str], seed: int
 ) -> PromptStream | PairStream:
     """The prompts, or pairs, of some files, and a line on what was left out."""
     data, limit, response = config.data, config.data.max_prompt_length, config.rollout.max_response_length

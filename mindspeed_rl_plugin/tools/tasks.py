@@ -45,7 +45,8 @@ def write(environment: str, python: str | None, path: str, most: int | None) -> 
     part, count = Path(f"{path}.part"), 0
     try:
         with part.open("w", encoding="utf-8") as file:
-            for count, row in enumerate(rows(environment, python, most), 1):
+            for row in rows(environment, python, most):
+                count += 1
                 file.write(json.dumps(row, ensure_ascii=False) + "\n")
         if not count:
             raise ValueError(f"{environment!r} has no tasks")
