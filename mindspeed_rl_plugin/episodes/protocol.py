@@ -123,7 +123,7 @@ class Environments(Protocol):
         record."""
 
 
-def try_once(environments: Environments, task: Mapping[str, Any], seed: int) -> str | None:
+def begin_once(environments: Environments, task: Mapping[str, Any], seed: int) -> str | None:
     """Begin an episode, and end it, before the first real one. Returns why that fails, None where it does not."""
     if not environments.begins:
         return None

@@ -15,7 +15,7 @@ from mindspeed_rl_plugin.engine import hf_config
 from mindspeed_rl_plugin.engine.seeds import task_of
 from mindspeed_rl_plugin.environment import say
 from mindspeed_rl_plugin.episodes.parsers import make_parser
-from mindspeed_rl_plugin.episodes.protocol import Environments, try_once
+from mindspeed_rl_plugin.episodes.protocol import Environments, begin_once
 from mindspeed_rl_plugin.episodes.setup import EpisodeSetup
 from mindspeed_rl_plugin.forward import ForwardSettings
 from mindspeed_rl_plugin.generators.guests import check_servers
@@ -144,7 +144,7 @@ def _try_environments(inputs: Inputs) -> None:
         environments.check_fields(rows.kinds_of_rows())
     meta = meta_of(inputs.data.at(0))
     seed = task_of(inputs.response_seed, sample, meta).seed
-    if why := try_once(environments, {**meta, "prompt": meta["text"]}, seed):
+    if why := begin_once(environments, {**meta, "prompt": meta["text"]}, seed):
         flags, where = inputs.config.episodes, inputs.data.where(0)
         text = f"--rl-environment {flags.environment} {why}\n  when it was tried on {where}"
         if flags.environment_on_error == "stop":
