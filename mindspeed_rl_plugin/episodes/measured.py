@@ -37,7 +37,7 @@ def check_tools(rows: Rows, names: Sequence[str]) -> None:
             )
     kinds = [EPISODE_COUNTS.index(name) for name in ("calls", "malformed", "unknown", "arguments")]
     attempts = rows["episode_counts"][:, kinds]
-    if names and not attempts.any():
+    if not attempts.any():
         say(
             f"warning: the model called no tool in any of the {len(rows)} episodes of this rollout. If it should have, "
             "look at a response (--rl-dump-dir): --rl-tool-parser may not be that of this model"

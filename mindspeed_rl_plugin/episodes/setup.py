@@ -26,18 +26,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class EpisodeSetup:
-    """flags: of episodes, files of the user's by their absolute paths; observation: "chat" or "raw"; prompt, response:
-    longest [tokens]; wait: seconds that other ranks wait for this one."""
+    """flags: of episodes, files of the user's by their absolute paths; observation: "chat" or "raw"; tokenizer: its
+    directory; prompt, response: longest [tokens]; wait: seconds that other ranks wait for this one."""
 
     flags: EpisodeConfig
     observation: str
+    tokenizer: str
     prompt: int
     response: int
     wait: float
 
     @classmethod
-    def of(cls, config: RLConfig) -> EpisodeSetup | None:
-        """As a job's flags say; None where responses are no episodes."""
+    def of(cls, config: RLConfig, tokenizer: str) -> EpisodeSetup | None:
+        """As a job's flags say; None where responses are no episodes. tokenizer: directory."""
         if not (flags := config.episodes).on:
             return None
         tools, environment = tuple(map(_absolute, flags.tools)), flags.environment
@@ -47,7 +48,7 @@ class EpisodeSetup:
         flags = dataclasses.replace(flags, tools=tools, environment=environment, tool_parser=parser)
         observation = flags.observation or ("chat" if config.data.apply_chat_template else "raw")
         lengths = config.data.max_prompt_length, config.rollout.max_response_length
-        return cls(flags, observation, *lengths, config.monitor.wait_timeout)
+        return cls(flags, observation, str(Path(tokenizer).resolve()), *lengths, config.monitor.wait_timeout)
 
     @classmethod
     def from_fields(cls, fields: Mapping[str, Any]) -> EpisodeSetup:
@@ -55,14 +56,14 @@ class EpisodeSetup:
         flags = {name: tuple(value) if isinstance(value, list) else value for name, value in fields["flags"].items()}
         return cls(**{**fields, "flags": EpisodeConfig(**flags)})
 
-    def environments(self, tokenizer: PreTrainedTokenizerBase) -> Environments:
+    def environments(self) -> Environments:
         """Started. Raises ValueError for what does not load."""
         flags = self.flags
         if flags.foreign:
             return VerifiersEnvironments(
                 flags.environment.removeprefix(PREFIX),
                 flags.environment_python,
-                str(Path(tokenizer.name_or_path).resolve()),
+                self.tokenizer,
                 flags.environment_workers,
                 flags.environment_timeout,
                 **({"together": None} if flags.environment_lockstep else {}),

@@ -35,6 +35,6 @@ def serve_at(url: str, address: str, secret_file: str, leaving: threading.Event,
         with closing(ServerWeights(server, address, read_secret(secret_file), machines, engine.lose)) as weights:
             say(f"the server at {url} generates, up to {slots} responses at once")
             team = Team()
-            over = with_episodes(engine, job, job.engine.tokenizer, team)
+            over = with_episodes(engine, job, job.episodes and job.episodes.tokenizer, team)
             Service(over, weights, job, team, Lead(dock, job, slots, 1, None, leaving)).run()
             over.shutdown()

@@ -36,9 +36,10 @@ def serve(
     with closing(Dock.join(address, secret, lease_seconds=LEASE_SECONDS)) as dock:
         job = job_of(dock, strict=share is not None)
         options = replace(job.engine, sleep_mode=False, **changed)
-        job.check_tokenizer(options.tokenizer)
+        tokenizer = options.tokenizer or (job.episodes and job.episodes.tokenizer)
+        job.check_tokenizer(tokenizer)
         options = sized(options, team.size)
-        engine = with_episodes(VllmEngine(options), job, options.tokenizer, team)
+        engine = with_episodes(VllmEngine(options), job, tokenizer, team)
         puller = Puller(
             weights_of(dock),
             EngineParallel(options.tensor_parallel, options.expert_parallel),
@@ -61,8 +62,9 @@ def with_episodes(engine: Engine, job: Description, tokenizer: str | None, team:
     """The engine, over which are episodes where the job has some. tokenizer: directory. Collective."""
     if (setup := job.episodes) is None:
         return engine
-    words = load_tokenizer(tokenizer)
-    return setup.over(engine, words, setup.environments(words), team.of_replica(engine, job.deadline))
+    setup = replace(setup, tokenizer=tokenizer)
+    peers = team.of_replica(engine, job.deadline)
+    return setup.over(engine, load_tokenizer(tokenizer), setup.environments(), peers)
 
 
 def sized(options: VllmOptions, ranks: int) -> VllmOptions:

@@ -53,7 +53,7 @@ def read_inputs(args: argparse.Namespace) -> Inputs:
         max_tokens=config.forward.max_tokens_per_microbatch,
         packed=config.forward.pack_sequences,
     )
-    environments = None if algorithm.from_pairs else _environments(config, tokenizer)
+    environments = None if algorithm.from_pairs else _environments(EpisodeSetup.of(config, path), tokenizer)
     tools = environments.tools if environments else None
     stream = functools.partial(_stream, tokenizer, config, algorithm.from_pairs, tools)
     inputs = Inputs(
@@ -122,11 +122,11 @@ def _graders(inputs: Inputs) -> RewardPool:
     return graders
 
 
-def _environments(config: RLConfig, tokenizer: Any) -> Environments | None:
+def _environments(setup: EpisodeSetup | None, tokenizer: Any) -> Environments | None:
     """Who answers the model in episodes, started; and whether tokenizer and template fit."""
-    if (setup := EpisodeSetup.of(config)) is None:
+    if setup is None:
         return None
-    environments = setup.environments(tokenizer)
+    environments = setup.environments()
     try:
         setup.format(tokenizer, environments)
         if environments.tools:

@@ -216,7 +216,7 @@ def _colocation(
     if critic is not None:
         critic.offload(config.reshard.offloaded)
     engine: Engine = VllmEngine(engine_options.options(inputs, dtype))
-    if (setup := EpisodeSetup.of(config)) is not None:
+    if (setup := EpisodeSetup.of(config, inputs.tokenizer_path)) is not None:
         engine = setup.over(engine, inputs.tokenizer, inputs.environments, docks.engines.peers)
     engine.sleep()
     state.onload()

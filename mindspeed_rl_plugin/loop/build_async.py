@@ -42,13 +42,13 @@ def build_schedule(
     engine = engine_options.options(inputs, dtype)
     description = Description(
         engine=engine,
-        vocabulary=vocabulary_digest(engine.tokenizer) if engine.tokenizer else "",
+        vocabulary=vocabulary_digest(inputs.tokenizer_path) if engine.tokenizer or config.episodes.on else "",
         sampling=sampling,
         seed=inputs.response_seed,
         inflight=schedule.inflight,
         strict=strict,
         deadline=config.monitor.wait_timeout,
-        episodes=EpisodeSetup.of(config),
+        episodes=EpisodeSetup.of(config, inputs.tokenizer_path),
     )
     about = {JOB: description.to_json(), WEIGHTS: trainer.weights.text()}
     incoming = Incoming(inputs.vocab, config.rollout.max_response_length, config.episodes.on)

@@ -30,7 +30,7 @@ def options(inputs: Inputs, dtype: torch.dtype) -> VllmOptions:
         graph_sizes=rollout.graph_sizes,
         request_seeds=rollout.request_seeds,
         deadline=inputs.config.monitor.wait_timeout,
-        tokenizer=inputs.tokenizer_path if needs_tokenizer(rollout.stop) or inputs.config.episodes.on else None,
+        tokenizer=inputs.tokenizer_path if needs_tokenizer(rollout.stop) else None,
     )
 
 

@@ -21,7 +21,7 @@ from mindspeed_rl_plugin.reshard.resharder import Transfer
 from mindspeed_rl_plugin.reward import RewardPool, solved
 from mindspeed_rl_plugin.rows import Rows, SampleId
 from mindspeed_rl_plugin.stages import advantages
-from mindspeed_rl_plugin.stages.generate import digest_number
+from mindspeed_rl_plugin.stages.generate import Episodes, digest_number
 from mindspeed_rl_plugin.stages.stage import Stage, StageSpec
 
 # One rank reads these of all rows: single numbers, so that it never becomes the place where all data goes.
@@ -30,14 +30,17 @@ DUMPED = ("prompt", "meta", "tokens", "loss_mask", "logp_rollout", "logp_old")
 
 
 # The same of episodes.
-OF_EPISODES = ("turns", "environment_failed", "episode_counts", "tool_calls")
+OF_EPISODES = ("turns", "environment_failed", "episode_counts")
 DUMPED_OF_EPISODES = ("prompt_length", "turn_reward", "conversation")
 
 
-def spec(algorithm: Algorithm, dump: bool = False, own: Sequence[str] = (), episodes: bool = False) -> StageSpec:
+def spec(
+    algorithm: Algorithm, dump: bool = False, own: Sequence[str] = (), episodes: Episodes | None = None
+) -> StageSpec:
     """dump: whether rollouts are written to files; own: columns of a user's stages, which are dumped too; episodes:
-    whether responses are some."""
+    where responses are some."""
     reads = (*NUMBERS, *(("multiplicity",) if algorithm.filters else ()), *(OF_EPISODES if episodes else ()))
+    reads += ("tool_calls",) if episodes and episodes.tools else ()
     if dump:
         reads += (*DUMPED, advantages.column_name(algorithm), *(("logp_ref",) if algorithm.needs_reference else ()))
         reads += DUMPED_OF_EPISODES if episodes else ()
@@ -124,7 +127,8 @@ class Measure(Stage):
             result |= metrics.filtration_metrics(rows["multiplicity"], rows["reward"])
         if "turns" in rows.columns:
             result |= episode_metrics(rows)
-            check_tools(rows, self.tools)
+            if self.tools:
+                check_tools(rows, self.tools)
         return result | {"groups/dropped": 1.0 - len(valid) / len(rows)}
 
     def _overlong(self, rows: Rows) -> dict[str, Metric]:
@@ -138,7 +142,7 @@ class Measure(Stage):
         if "advantages" not in rows.columns:
             rows = rows.with_columns(advantages=spread(rows["advantage"], rows["loss_mask"]))
         known = (*NUMBERS, *DUMPED, "multiplicity", "logp_ref", "advantage", "advantages")
-        known += (*OF_EPISODES, *DUMPED_OF_EPISODES) if "turns" in rows.columns else ()
+        known += (*OF_EPISODES, *DUMPED_OF_EPISODES, "tool_calls") if "turns" in rows.columns else ()
         own = [name for name in self.spec.reads if name not in known]
         names = self.graders.names
         dump_rollout(self.dump.folder, rows, self.dump.decode, iteration=iteration, graders=names, own=own)
