@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from mindspeed_rl_plugin.episodes.live import Live, Plan
 from mindspeed_rl_plugin.episodes.protocol import (
     Attempt,
     Environments,
@@ -20,7 +21,6 @@ from mindspeed_rl_plugin.rows import EPISODE_COUNTS, Completion, Episode, Sample
 
 if TYPE_CHECKING:
     from mindspeed_rl_plugin.episodes.chat import Format
-    from mindspeed_rl_plugin.episodes.engine import Live
 
 
 @dataclass(frozen=True)
@@ -34,20 +34,6 @@ class Limits:
     prompt: int
     lockstep: bool = False
     on_error: str = "stop"
-
-
-@dataclass
-class Plan:
-    """What all ranks of the engine do next. prompts: of episodes that begin otherwise than by the data's prompt;
-    observations: tokens behind the last turn; due: whose next turn is submitted, in this order; over: with why;
-    expired: whether the time is up; error: why the run stops."""
-
-    prompts: list[tuple[SampleId, tuple[int, ...]]] = field(default_factory=list)
-    observations: list[tuple[SampleId, tuple[int, ...]]] = field(default_factory=list)
-    due: list[SampleId] = field(default_factory=list)
-    over: list[tuple[SampleId, str]] = field(default_factory=list)
-    expired: bool = False
-    error: str | None = None
 
 
 @dataclass

@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from mindspeed_rl_plugin.dock.peers import Peers
 from mindspeed_rl_plugin.engine.protocol import generate
 from mindspeed_rl_plugin.engine.seeds import response_request
-from mindspeed_rl_plugin.episodes.engine import EpisodeEngine, turn_seed
+from mindspeed_rl_plugin.episodes.engine import EpisodeEngine
 from mindspeed_rl_plugin.episodes.lead import Lead, Limits
+from mindspeed_rl_plugin.episodes.live import turn_seed
 from mindspeed_rl_plugin.episodes.protocol import COUNTS, EpisodeError, MalformedCall, Reply, ToolCall, Turn
 from mindspeed_rl_plugin.rows import Completion, GenerateRequest, SampleId, Sampling
 
@@ -118,8 +119,8 @@ class World:
         self.turns[episode] += 1
         self._later(episode, self.answer(episode, turn, self.turns[episode]))
 
-    def finish(self, episode: SampleId) -> None:
-        self.log.append(("finish", episode))
+    def finish(self, episode: SampleId, cut: Turn | None = None) -> None:
+        self.log.append(("finish", episode, cut))
         self._later(episode, Reply(episode, done=True, reward=0.25))
 
     def end(self, episode: SampleId) -> None:
@@ -206,6 +207,8 @@ def test_a_turn_cut_at_its_limit_is_not_answered() -> None:
     acted = {sample for _, sample, _ in world.named("act")}
     assert all((c.id in acted) == (len(c.episode.turns) > 1 or c.finish == "stop") for c in completions)
     assert all(c.episode.rewards[-1] == 0.25 for c in cut), "the rest of the reward comes"
+    ends = {sample: turn.tokens for _, sample, turn in world.named("finish")}
+    assert ends == {c.id: c.tokens[-1:] for c in cut}
 
 
 def test_the_limit_of_turns_and_of_the_whole_episode_end_it() -> None:
@@ -277,7 +280,7 @@ def test_one_that_cannot_begin_has_one_turn_that_nobody_answers() -> None:
 
 def test_calls_are_counted_by_tool_and_more_than_a_template_takes_are_none() -> None:
     def answers(episode: SampleId, turn: Turn, number: int) -> Reply:
-        return Reply(episode, done=True, raised={"b": "OSError: no"})
+        return Reply(episode, done=True, calls={"b": (2, 1)}, raised={"b": "OSError: no"})
 
     calls = [ToolCall("b", {}), ToolCall("b", {}), ToolCall("c", {})]
     world = World(answers, tools=("a", "b"))
