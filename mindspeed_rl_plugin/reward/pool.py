@@ -107,7 +107,7 @@ class RewardPool:
         item = GradeItem(prompt.text, prompt.answer, prompt.answer, prompt.record, SampleId(0, 0, 0), prompt.messages)
         if episodes:
             asked = prompt.messages or [{"role": "user", "content": prompt.text}]
-            said = [*asked, {"role": "assistant", "content": prompt.answer}]
+            said = [*asked, {"role": "assistant", "content": prompt.answer, "turn": [0, 1], "reward": 0.0}]
             item = replace(item, conversation=said, environment=0.0)
         names = [f"{s.file}:{s.function}" if s.function else s.given for s in self._specs]
         batch = Batch([item] * members, names, self.weights, self._on_error, {}, f"when it was tried on {where}")
