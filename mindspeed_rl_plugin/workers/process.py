@@ -35,7 +35,9 @@ else:
 module, _, function = main.partition(":")
 getattr(importlib.import_module(module), function)(*descriptors)
 """
+LARGEST = 1 << 26  # bytes of an answer
 STALLED = 60  # seconds without a byte within a message
+WROTE = "wrote into the pipe of its worker, which was killed"
 TICK = 1.0  # seconds between looks at a silent process: what it started may hold its pipe open
 
 
@@ -46,7 +48,7 @@ class Program:
     main: "module:function" of this package, called with two file descriptors (see `child.Parent`); first, then: types
     of what it answers to its first message, beside why it cannot (None where it can), and to calls; who: it is, in
     messages; raises: the error of one that cannot load; python: its interpreter, None for this one, in which the module
-    path is the same.
+    path is the same; patience: seconds in which it may end by itself, once its lifeline is closed, before it is killed.
     """
 
     main: str
@@ -55,6 +57,7 @@ class Program:
     who: str
     raises: type[ValueError]
     python: str | None = None
+    patience: float = 0.0
 
 
 class Worker:
@@ -103,14 +106,15 @@ class Worker:
         answer = None
         try:
             if self._connection.poll():
-                answer = msgspec.json.decode(self._connection.recv_bytes(), type=self._type)
-        except (EOFError, OSError) as error:  # it was killed between two messages, or within one
-            ended = True
-            self._taken &= not isinstance(error, ConnectionResetError)  # so Linux says that it left bytes unread
+                answer = msgspec.json.decode(self._connection.recv_bytes(LARGEST), type=self._type)
         except msgspec.DecodeError:  # never unpickled: a user's code may run what a model wrote
+            answer = WROTE
+        except (EOFError, OSError) as error:  # it was killed between two messages, or within one
+            answer, ended = WROTE if "message length" in str(error) else None, True
+            self._taken &= not isinstance(error, ConnectionResetError)  # so Linux says that it left bytes unread
+        if answer is WROTE:
             self.close()
-            answer = "wrote into the pipe of its worker, which was killed"
-        if answer is None and ended:
+        elif answer is None and ended:
             answer = self._end()
         elif answer is None and time.monotonic() >= self.until:
             answer = f"ran longer than {self._limit:g} s and was killed"
@@ -122,17 +126,26 @@ class Worker:
         return answer
 
     def close(self) -> None:
-        """Kill the process group, and let go of everything. Idempotent."""
+        """End the process group, and let go of everything. Idempotent."""
         if not self._connection.closed:
+            self._connection.close()
+            self.cut()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(self._program.patience)
             with contextlib.suppress(ProcessLookupError):  # gone already, its children too
                 os.killpg(self.pid, signal.SIGKILL)
-            self._connection.close()
-            os.close(self._lifeline)
         self._process.wait()
+
+    def cut(self) -> None:
+        """Close its lifeline, upon which it ends; `close` waits for that. Idempotent."""
+        if self._lifeline is not None:
+            os.close(self._lifeline)
+            self._lifeline = None
 
     def _start(self) -> None:
         self._connection, theirs = Pipe()
-        lifeline, self._lifeline = os.pipe()
+        lifeline, own = os.pipe()
+        self._lifeline: int | None = own
         ends = (theirs.fileno(), lifeline)
         program, path = self._program, [str(p) for p in sys.path]
         given = json.dumps([None if program.python else path, mindspeed_rl_plugin.__file__, program.main, ends])
