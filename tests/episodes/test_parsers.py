@@ -232,9 +232,10 @@ def test_what_a_users_parser_does_wrongly_is_described(own, function, reason):
     ("function", "reason"),
     [(":raises", "it raised IndexError: list index out of range\n"),
      (":absent", "own.py has no 'absent'; it has lines,"),
-     ("x:lines", "is unknown, and no file"), ("", "is unknown, and no file")],
+     ("x:lines", ".pyx:lines' is unknown; give auto, hermes"), ("", "names no function: give "),
+     ("hermess", "'hermess' is unknown; give auto, hermes, llama3, deepseek or path/to/file.py:function")],
 )  # fmt: skip
 def test_a_users_parser_that_does_not_load_is_refused(own, function, reason):
     with pytest.raises(ValueError, match="^--rl-tool-parser ") as error:
-        make_parser(f"{own}{function}" if function else "hermess", tokenizer_of("llama3"))
+        make_parser(function if function == "hermess" else f"{own}{function}", tokenizer_of("llama3"))
     assert reason in str(error.value)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from mindspeed_rl_plugin.episodes.chat import make_format
-from mindspeed_rl_plugin.episodes.engine import Live
+from mindspeed_rl_plugin.episodes.live import Live
 from mindspeed_rl_plugin.episodes.parsers import make_parser
 from mindspeed_rl_plugin.rows import Completion, GenerateRequest, SampleId, Sampling
 
