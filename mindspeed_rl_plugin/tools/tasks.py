@@ -45,8 +45,9 @@ def write(environment: str, python: str | None, path: str, most: int | None) -> 
     part, count = Path(f"{path}.part"), 0
     try:
         with part.open("w", encoding="utf-8") as file:
-            for count, row in enumerate(rows(environment, python, most), 1):
+            for row in rows(environment, python, most):
                 file.write(json.dumps(row, ensure_ascii=False) + "\n")
+                count += 1
         if not count:
             raise ValueError(f"{environment!r} has no tasks")
         part.replace(path)
