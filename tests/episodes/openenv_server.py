@@ -3,7 +3,8 @@
 import sys
 
 import uvicorn
-from openenv.core.env_server import Action, Environment, Observation, State, create_fastapi_app
+from fastmcp import FastMCP
+from openenv.core.env_server import Action, Environment, MCPEnvironment, Observation, State, create_fastapi_app
 
 
 class EchoAction(Action):
@@ -66,7 +67,37 @@ class Board(Environment):
         return State()
 
 
-KINDS = {"echo": (Echo, EchoAction, EchoObservation), "board": (Board, MoveAction, MoveObservation)}
+class Adder(MCPEnvironment):
+    """Its actions are calls of a tool."""
+
+    SUPPORTS_CONCURRENT_SESSIONS = True
+
+    def __init__(self):
+        server = FastMCP("adder")
+
+        @server.tool
+        def add(a: int, b: int) -> int:
+            """Add two numbers."""
+            return a + b
+
+        super().__init__(server)
+
+    def reset(self, seed=None, **_):
+        return Observation(metadata={"status": "ready"})
+
+    def _step_impl(self, action, **_):
+        raise ValueError(f"unknown action {action}")
+
+    @property
+    def state(self):
+        return State()
+
+
+KINDS = {
+    "echo": (Echo, EchoAction, EchoObservation),
+    "board": (Board, MoveAction, MoveObservation),
+    "adder": (Adder, Action, Observation),
+}
 
 if __name__ == "__main__":
     app = create_fastapi_app(*KINDS[sys.argv[1]], max_concurrent_envs=2)

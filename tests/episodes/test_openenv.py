@@ -107,6 +107,17 @@ def test_actions_of_several_fields_are_explained(serve):
     episode.close()
 
 
+@pytest.mark.slow
+def test_actions_that_are_calls_of_tools(serve):
+    episode = environment_at(serve("adder"))()
+    text = episode.reset(1)
+    assert "Add two numbers." in text and '"tool_name"' in text
+    text, reward, over = episode.step('{"type": "call_tool", "tool_name": "add", "arguments": {"a": 40, "b": 2}}')
+    assert "42" in text and reward == 0.0 and not over
+    assert "multiply" in episode.step('{"type": "call_tool", "tool_name": "multiply", "arguments": {}}')[0]
+    episode.close()
+
+
 def test_no_url_and_no_server_are_refused():
     with pytest.raises(ValueError, match="openenv:localhost:8000: give the server's address as http://HOST:PORT"):
         environment_at("openenv:localhost:8000")
