@@ -169,10 +169,11 @@ def test_at_a_limit_verifiers_scores_what_there_is(scripted, tokenizer, cut, rew
 def test_faults_cost_their_rollout(scripted, tokenizer, fault, why):
     """And the next one goes on, in the same process or in another."""
     scripted.begin(ONE, task(prompt="?", fault=fault), 0)
-    scripted.begin(TWO, task(prompt="?"), 0)
     turn = spoken(tokenizer, "ab")
-    _, last = play(scripted, {ONE: [turn] * 2, TWO: [turn]})
+    _, last = play(scripted, {ONE: [turn] * 2})
     assert why in last[ONE].failure
+    scripted.begin(TWO, task(prompt="?"), 0)
+    _, last = play(scripted, {TWO: [turn]})
     assert last[TWO].done and last[TWO].reward == 2.0
 
 
