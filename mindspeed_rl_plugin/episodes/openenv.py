@@ -66,16 +66,12 @@ class OpenEnv:
 
     def close(self) -> None:
         """End the session."""
-        with contextlib.suppress(OSError):
-            self._socket.send(json.dumps({"type": "close"}))
+        self._send({"type": "close"})
         self._socket.close()
 
     def _ask(self, kind: str, data: Mapping[str, Any]) -> Any:
         """Raises ActionError for an action that the server does not take, RuntimeError for what else it says."""
-        from websockets.exceptions import ConnectionClosed
-
-        with contextlib.suppress(ConnectionClosed):  # a server that refuses a session says so before it closes
-            self._socket.send(json.dumps({"type": kind, "data": data}))
+        self._send({"type": kind, "data": data})
         answer = json.loads(self._socket.recv())
         if answer["type"] != "error":
             return answer["data"]
@@ -85,6 +81,12 @@ class OpenEnv:
         if code == "CAPACITY_REACHED":
             message = f"{message}; raise max_concurrent_envs of the server: each episode in the making has a session"
         raise RuntimeError(f"{self.url} answered {kind} with {code}: {message}")
+
+    def _send(self, message: Mapping[str, Any]) -> None:
+        from websockets.exceptions import ConnectionClosed
+
+        with contextlib.suppress(ConnectionClosed):  # a server that refuses a session says so, and closes it
+            self._socket.send(json.dumps(message))
 
 
 class ActionError(ValueError):

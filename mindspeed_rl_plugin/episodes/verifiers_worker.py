@@ -15,7 +15,7 @@ import signal
 import threading
 import time
 from collections.abc import Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from typing import Any
 
 from mindspeed_rl_plugin.episodes.verifiers_load import Loaded, load, task_of
@@ -99,8 +99,9 @@ async def _warm(client: Any) -> None:
 
 
 def _write(parent: Parent, out: queue.SimpleQueue) -> None:
-    while True:
-        parent.send(out.get())
+    with suppress(OSError):  # the parent has closed its end
+        while True:
+            parent.send(out.get())
 
 
 def _read(parent: Parent, rollouts: Rollouts, stop: asyncio.Event, loop: asyncio.AbstractEventLoop) -> None:
@@ -205,6 +206,7 @@ class Rollouts:
         except Exception as error:  # noqa: BLE001 - whatever verifiers or its environment raises is reported
             self._tell(number, rollout, failure=describe(error))
         finally:
+            rollout.answer(None)  # a request that nobody waits for any more holds up the end
             del self._rollouts[number]
             self._traces = {key: value for key, value in self._traces.items() if value[0] != number}
 

@@ -1,5 +1,6 @@
 """The bridge over verifiers itself, installed apart: its environments, its training client, our renderer."""
 
+import json
 import sys
 import time
 from pathlib import Path
@@ -11,7 +12,10 @@ from transformers import PreTrainedTokenizerFast
 
 from mindspeed_rl_plugin.episodes.protocol import Turn
 from mindspeed_rl_plugin.episodes.verifiers_bridge import VerifiersEnvironments, check
+from mindspeed_rl_plugin.prompts.render import Renderer
+from mindspeed_rl_plugin.prompts.sources import open_source
 from mindspeed_rl_plugin.rows import SampleId
+from mindspeed_rl_plugin.tools import tasks
 
 pytestmark = [
     pytest.mark.slow,
@@ -165,10 +169,11 @@ def test_at_a_limit_verifiers_scores_what_there_is(scripted, tokenizer, cut, rew
 def test_faults_cost_their_rollout(scripted, tokenizer, fault, why):
     """And the next one goes on, in the same process or in another."""
     scripted.begin(ONE, task(prompt="?", fault=fault), 0)
-    scripted.begin(TWO, task(prompt="?"), 0)
     turn = spoken(tokenizer, "ab")
-    _, last = play(scripted, {ONE: [turn] * 2, TWO: [turn]})
+    _, last = play(scripted, {ONE: [turn] * 2})
     assert why in last[ONE].failure
+    scripted.begin(TWO, task(prompt="?"), 0)
+    _, last = play(scripted, {TWO: [turn]})
     assert last[TWO].done and last[TWO].reward == 2.0
 
 
@@ -226,3 +231,28 @@ def test_a_file_says_what_an_id_cannot(python, tokenizer, tmp_path):
     prompts, last = play(environments, {ONE: [spoken(tokenizer, "9")]})
     environments.close()
     assert len(prompts[ONE]) == 1 and last[ONE].done and last[ONE].reward == 0.0
+
+
+def test_its_tasks_become_a_data_file_whose_rows_can_be_played(guess, python, tokenizer, tmp_path, capsys):
+    out = tmp_path / "tasks.jsonl"
+    assert tasks.main(["verifiers:guess_number", "--python", python, "--out", str(out)]) == 0
+    assert "3 tasks in" in capsys.readouterr().out
+    rows = [*map(json.loads, out.read_text().splitlines())]
+    assert [row["answer"] for row in rows] == [7, 22, 13]
+    assert rows[1]["prompt"] == rows[1]["verifiers"]["prompt"] == "Guess a number from 0 to 31."
+    assert rows[1]["verifiers"]["idx"] == 1
+    renderer = Renderer(tokenizer, "prompt", "answer", chat_template=True)
+    prompt = renderer.read(open_source(str(out)), 1, 1)
+    guess.begin(ONE, {"prompt": prompt.text, "answer": prompt.answer, "record": prompt.record}, 0)
+    prompts, last = play(guess, {ONE: [spoken(tokenizer, "22")]})
+    assert prompts[ONE] == [prompt.tokens]  # what the data's prompt gives, for a chat without tools
+    assert last[ONE].done and last[ONE].reward == 1.0
+
+
+def test_tasks_without_an_end_need_a_limit(python, tmp_path, capsys):
+    out = tmp_path / "tasks.jsonl"
+    words = ["verifiers:scripted", "--python", python, "--out", str(out)]
+    assert tasks.main(words) == 1
+    assert "its tasks have no end; give --limit" in capsys.readouterr().err and not out.exists()
+    assert tasks.main([*words, "--limit", "300"]) == 0  # more than one answer holds
+    assert [json.loads(line)["verifiers"]["idx"] for line in out.read_text().splitlines()] == [*range(300)]
